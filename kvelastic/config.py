@@ -1,0 +1,395 @@
+"""Every environment variable of kvelastic, in one table.
+
+    config = load()                  # reads os.environ; raises ConfigError for a bad value
+    configure_logging(config)
+    if config.enabled: ...
+
+`VARIABLES` is the only place that knows a name, a default or what is accepted: `load` reads by it
+and `markdown_table` prints the reference from it. An empty value counts as unset.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, NamedTuple, TextIO
+
+from kvelastic.errors import ConfigError, InvalidArgumentError
+from kvelastic.sizes import MIB_BYTES, SIZE_FORMS, parse_percent, parse_size
+
+logger = logging.getLogger("kvelastic")
+
+
+class Percent(NamedTuple):
+    """A part of a device's capacity, 0 to 100."""
+
+    value: float
+
+
+@dataclass(frozen=True)
+class Config:
+    """What the variables said; immutable, so one load is the truth for the life of an instance."""
+
+    enabled: bool = False
+    autopatch: bool = False
+    ipc_name: str | None = None
+    gpu_utilization: float = 0.95
+    page_size_mb: int = 2
+    log_level: str = "INFO"
+    page_prealloc_enabled: bool = True
+    min_reserved_pages: int = 5
+    max_reserved_pages: int = 10
+    contiguous_layout: bool = True
+    sanity_check: bool = False
+    log_color: bool = True
+    max_cached_tokens: int = 16000
+    """-1 is no bound, 0 keeps nothing cached."""
+    ipc_timeout_s: float | None = 60.0
+    """None is no deadline."""
+    host_memory: int | None = None
+    """Bytes, as set; `host_memory_bytes` has the default too."""
+    limit: int | Percent | None = None
+    """Bytes, or a part of the device; `limit_bytes` resolves it."""
+    device: str = "auto"
+    """`auto`, `host`, `cuda` or `cuda:N`."""
+    idle_trim_s: float | None = 5.0
+    """None is never."""
+    strict: bool = True
+
+    @property
+    def page_size_bytes(self) -> int:
+        """`KVELASTIC_PAGE_SIZE_MB` in bytes."""
+        return self.page_size_mb * MIB_BYTES
+
+    @property
+    def host_memory_bytes(self) -> int:
+        """Bytes that count as the host device's capacity; reads the machine if not set."""
+        return machine_memory_bytes() if self.host_memory is None else self.host_memory
+
+    def limit_bytes(self, capacity_bytes: int) -> int | None:
+        """The limit on a device of `capacity_bytes`; None where none was set."""
+        if isinstance(self.limit, Percent):
+            return int(capacity_bytes * self.limit.value / 100)
+        return self.limit
+
+
+class Variable(NamedTuple):
+    """One environment variable; `parse` raises ValueError for what `accepts` does not describe."""
+
+    name: str
+    legacy: str | None
+    """kvcached's name, honoured where `name` is unset."""
+    field: str
+    """The field of `Config` that it sets; the default is that field's."""
+    parse: Callable[[str], Any]
+    default: str
+    """The default as text: `parse(default)` gives the field's default, unless in (parentheses)."""
+    accepts: str
+    doc: str
+
+
+def _boolean(text: str) -> bool:
+    lowered = text.lower()
+    if lowered in ("true", "1", "yes", "on"):
+        return True
+    if lowered in ("false", "0", "no", "off"):
+        return False
+    raise ValueError(text)
+
+
+def _integer(least: int, multiple: int = 1, most: int = 2**31 - 1) -> Callable[[str], int]:
+    def parse(text: str) -> int:
+        if not re.fullmatch(r"-?[0-9]{1,10}", text):
+            raise ValueError(text)
+        value = int(text)
+        if not least <= value <= most or value % multiple:
+            raise ValueError(text)
+        return value
+
+    return parse
+
+
+def _number(text: str) -> float:
+    if not re.fullmatch(r"[-+]?([0-9]{1,18}\.?[0-9]{0,18}|\.[0-9]{1,18})", text):
+        raise ValueError(text)
+    return float(text)
+
+
+def _fraction(text: str) -> float:
+    value = _number(text)
+    if not 0 < value <= 1:
+        raise ValueError(text)
+    return value
+
+
+def _seconds_or_no_deadline(text: str) -> float | None:
+    value = _number(text)
+    return value if value > 0 else None
+
+
+def _seconds_or_never(text: str) -> float | None:
+    value = _number(text)
+    return value if value >= 0 else None
+
+
+def _ipc_name(text: str) -> str:
+    # "." and ".." are directories to shm_open.
+    if not re.fullmatch(r"[A-Za-z0-9._-]{1,64}", text) or text in (".", ".."):
+        raise ValueError(text)
+    return text
+
+
+def _log_level(text: str) -> str:
+    if text.upper() not in ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"):
+        raise ValueError(text)
+    return text.upper()
+
+
+def _capacity(text: str) -> int:
+    size_bytes = parse_size(text)
+    if size_bytes == 0:
+        raise ValueError(text)
+    return size_bytes
+
+
+def _limit(text: str) -> int | Percent | None:
+    if text.lower() == "none":
+        return None
+    return Percent(parse_percent(text)) if text.endswith("%") else parse_size(text)
+
+
+def _device(text: str) -> str:
+    lowered = text.lower()
+    if lowered in ("cpu", "host"):
+        return "host"
+    if lowered == "auto" or re.fullmatch(r"cuda(:[0-9]{1,4})?", lowered):
+        return lowered
+    raise ValueError(text)
+
+
+BOOLEAN: Final = "true, false, 1, 0, yes, no, on or off"
+
+# fmt: off
+VARIABLES: Final[tuple[Variable, ...]] = (
+    Variable("ENABLE_KVELASTIC", "ENABLE_KVCACHED", "enabled", _boolean, "false", BOOLEAN,
+             "Back the engine's KV cache with kvelastic."),
+    Variable("KVELASTIC_AUTOPATCH", "KVCACHED_AUTOPATCH", "autopatch", _boolean, "false", BOOLEAN,
+             "Kept for compatibility; ENABLE_KVELASTIC implies it."),
+    Variable("KVELASTIC_IPC_NAME", "KVCACHED_IPC_NAME", "ipc_name", _ipc_name, "(automatic)",
+             "1 to 64 of the characters A-Z a-z 0-9 . _ -",
+             "Name of the instance and its shared-memory segment."),
+    Variable("KVELASTIC_GPU_UTILIZATION", "KVCACHED_GPU_UTILIZATION", "gpu_utilization", _fraction,
+             "0.95", "a number above 0, up to 1",
+             "Largest part of the device's memory that KV caches may fill."),
+    Variable("KVELASTIC_PAGE_SIZE_MB", "KVCACHED_PAGE_SIZE_MB", "page_size_mb",
+             _integer(2, 2, 1024), "2", "a multiple of 2, from 2 to 1024",
+             "Smallest page size in MiB; a page may be larger to hold whole blocks of all layers."),
+    Variable("KVELASTIC_LOG_LEVEL", "KVCACHED_LOG_LEVEL", "log_level", _log_level, "INFO",
+             "DEBUG, INFO, WARNING, ERROR or CRITICAL", "Least severe message that is logged."),
+    Variable("KVELASTIC_PAGE_PREALLOC_ENABLED", "KVCACHED_PAGE_PREALLOC_ENABLED",
+             "page_prealloc_enabled", _boolean, "true", BOOLEAN,
+             "Map pages ahead of demand in the background."),
+    Variable("KVELASTIC_MIN_RESERVED_PAGES", "KVCACHED_MIN_RESERVED_PAGES", "min_reserved_pages",
+             _integer(0), "5", "an integer of 0 or more",
+             "Pages kept mapped ahead of demand at least."),
+    Variable("KVELASTIC_MAX_RESERVED_PAGES", "KVCACHED_MAX_RESERVED_PAGES", "max_reserved_pages",
+             _integer(0), "10", "an integer, not below KVELASTIC_MIN_RESERVED_PAGES",
+             "Pages kept mapped ahead of demand at most."),
+    Variable("KVELASTIC_CONTIGUOUS_LAYOUT", "KVCACHED_CONTIGUOUS_LAYOUT", "contiguous_layout",
+             _boolean, "true", BOOLEAN,
+             "One page holds blocks of all layers; false gives each layer pages of its own."),
+    Variable("KVELASTIC_SANITY_CHECK", "KVCACHED_SANITY_CHECK", "sanity_check", _boolean, "false",
+             BOOLEAN, "Check the invariants of every structure while the instance is idle."),
+    Variable("KVELASTIC_LOG_COLOR", "KVCACHED_LOG_COLOR", "log_color", _boolean, "true", BOOLEAN,
+             "Colour the log on a terminal; NO_COLOR=1 turns it off too."),
+    Variable("KVELASTIC_MAX_CACHED_TOKENS", "KVCACHED_MAX_CACHED_TOKENS", "max_cached_tokens",
+             _integer(-1), "16000", "an integer; -1 is no bound, 0 is off",
+             "Tokens that the prefix cache may hold in blocks that no request uses."),
+    Variable("KVELASTIC_IPC_TIMEOUT", "KVCACHED_IPC_TIMEOUT", "ipc_timeout_s",
+             _seconds_or_no_deadline, "60", "seconds; 0 or less is no deadline",
+             "How long the scheduler waits for a worker's acknowledgement."),
+    Variable("KVELASTIC_HOST_MEMORY", None, "host_memory", _capacity, "(the machine's memory)",
+             f"more than 0: {SIZE_FORMS}", "What counts as the capacity of the host device."),
+    Variable("KVELASTIC_LIMIT", None, "limit", _limit, "none",
+             f"none; a percentage of the device (80%); or {SIZE_FORMS}",
+             "Limit that an instance starts with; kvctl limit changes it while it runs."),
+    Variable("KVELASTIC_DEVICE", None, "device", _device, "auto", "auto, cpu, host, cuda or cuda:N",
+             "Whose memory backs the KV cache; auto takes a GPU where there is one."),
+    Variable("KVELASTIC_IDLE_TRIM_SECONDS", None, "idle_trim_s", _seconds_or_never, "5.0",
+             "seconds; less than 0 is never",
+             "After so long without an alloc or free, parked pages go back to the device."),
+    Variable("KVELASTIC_STRICT", None, "strict", _boolean, "true", BOOLEAN,
+             "Refuse an engine version outside the supported table; false only warns."),
+)
+# fmt: on
+
+
+def load(environ: Mapping[str, str] = os.environ) -> Config:
+    """Read `environ` into a `Config`; nothing else is read and nothing is changed.
+
+    Raises `ConfigError` naming the variable, its value and what it accepts. Warns through the
+    logger `kvelastic`, once a process for each cause: unknown `KVELASTIC_*` names with the nearest
+    known one, and (at INFO) `KVCACHED_*` names that were honoured.
+    """
+    values: dict[str, Any] = {}
+    for variable in VARIABLES:
+        name, text = _find(variable, environ)
+        if text is not None:
+            values[variable.field] = _parsed(variable, name, text)
+    _settle_reserved_pages(values)
+    if values.get("enabled"):
+        values["autopatch"] = True
+    if environ.get("NO_COLOR"):  # https://no-color.org: any value but an empty one
+        values["log_color"] = False
+    _warn_of_unknown(environ)
+    return Config(**values)
+
+
+def markdown_table() -> str:
+    """The reference table of all variables, for the documentation."""
+    lines = [
+        "| Variable | Default | Accepts | Description |",
+        "|----------|---------|---------|-------------|",
+    ]
+    for v in VARIABLES:
+        default = v.default if v.default.startswith("(") else f"`{v.default}`"
+        doc = v.doc + (f" (also read as `{v.legacy}`)" if v.legacy else "")
+        lines.append(f"| `{v.name}` | {default} | {v.accepts} | {doc} |")
+    return "\n".join(lines) + "\n"
+
+
+def _find(variable: Variable, environ: Mapping[str, str]) -> tuple[str, str | None]:
+    """The name that counts and its text; None where neither name is set."""
+    text = environ.get(variable.name, "").strip()
+    if text or variable.legacy is None:
+        return variable.name, text or None
+    text = environ.get(variable.legacy, "").strip()
+    if text:
+        say_once(
+            logging.INFO,
+            f"{variable.legacy} is honoured as {variable.name}, which is not set; rename it.",
+        )
+    return variable.legacy, text or None
+
+
+def _parsed(variable: Variable, name: str, text: str) -> object:
+    try:
+        return variable.parse(text)
+    except (ValueError, InvalidArgumentError):
+        raise ConfigError(
+            f"{name}={text!r} is not accepted; set it to {variable.accepts}."
+        ) from None
+
+
+def _settle_reserved_pages(values: dict[str, Any]) -> None:
+    """A default gives way to what was set; two set values that contradict are refused."""
+    least: int | None = values.get("min_reserved_pages")
+    most: int | None = values.get("max_reserved_pages")
+    if least is not None and most is not None and most < least:
+        raise ConfigError(
+            f"KVELASTIC_MAX_RESERVED_PAGES={most} is not accepted; set it to"
+            f" KVELASTIC_MIN_RESERVED_PAGES ({least}) or more."
+        )
+    if most is None and least is not None:
+        values["max_reserved_pages"] = max(least, Config.max_reserved_pages)
+    if least is None and most is not None:
+        values["min_reserved_pages"] = min(most, Config.min_reserved_pages)
+
+
+def _warn_of_unknown(environ: Mapping[str, str]) -> None:
+    known = {variable.name for variable in VARIABLES}
+    for name in sorted(environ):
+        if name.startswith("KVELASTIC_") and name not in known:
+            from difflib import get_close_matches
+
+            # By what is left of the names, so that KVELASTIC_ENABLE is near ENABLE_KVELASTIC.
+            stems = {_stem(other): other for other in sorted(known)}
+            near = stems[get_close_matches(_stem(name), stems, n=1, cutoff=0.0)[0]]
+            say_once(
+                logging.WARNING,
+                f"{name} is not a variable of kvelastic and does nothing; is {near} meant?",
+            )
+
+
+def _stem(name: str) -> str:
+    return name.removeprefix("KVELASTIC_").removesuffix("_KVELASTIC")
+
+
+# Messages that were said, and those that came before logging was set up.
+_said: set[str] = set()
+_held: list[tuple[int, str]] = []
+
+
+def say_once(level: int, message: str) -> None:
+    """Log `message` once a process; held until `configure_logging` if the level is off so far."""
+    if message in _said:
+        return
+    _said.add(message)
+    if logger.isEnabledFor(level):
+        logger.log(level, message)
+    else:
+        _held.append((level, message))
+
+
+class _Handler(logging.StreamHandler[TextIO]):
+    """Ours, so that a second `configure_logging` replaces it and never adds one."""
+
+
+def configure_logging(config: Config, stream: TextIO | None = None) -> None:
+    """Let the logger `kvelastic` write to `stream` (stderr by default) as `config` says.
+
+    Calling it again replaces the handler. Records stay out of the root logger's handlers, or an
+    engine that sets those up would print each line twice.
+    """
+    stream = sys.stderr if stream is None else stream
+    prefix = f"[kvelastic {os.getpid()}]"
+    if config.log_color and stream.isatty():
+        prefix = f"\x1b[36m{prefix}\x1b[0m"
+    handler = _Handler(stream)
+    handler.setFormatter(
+        logging.Formatter(f"%(levelname)s %(asctime)s {prefix} %(message)s", "%m-%d %H:%M:%S")
+    )
+    for old in [old for old in logger.handlers if isinstance(old, _Handler)]:
+        logger.removeHandler(old)
+    logger.addHandler(handler)
+    logger.setLevel(config.log_level)
+    logger.propagate = False
+    while _held:
+        logger.log(*_held.pop(0))
+
+
+def machine_memory_bytes(root: Path = Path("/")) -> int:
+    """Physical memory in bytes, or the tightest cgroup memory limit that this process is under.
+
+    `root` is where `proc` and `sys` are found. What cannot be read sets no limit.
+    """
+    limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
+    for line in _read(root / "proc/self/cgroup").splitlines():
+        # "0::/a/b" is cgroup v2; "5:cpu,memory:/a/b" is v1.
+        controllers, _, path = line.partition(":")[2].partition(":")
+        if not controllers:
+            top, name = root / "sys/fs/cgroup", "memory.max"
+        elif "memory" in controllers.split(","):
+            top, name = root / "sys/fs/cgroup/memory", "memory.limit_in_bytes"
+        else:
+            continue
+        # A limit anywhere above counts too. In a container the path may be the host's and not be
+        # there; its top still is.
+        parts = [part for part in path.split("/") if part not in ("", "..")]
+        for depth in range(len(parts) + 1):
+            text = _read(top.joinpath(*parts[:depth]) / name).strip()
+            if text.isdecimal():
+                limits.append(int(text))
+    return min(limits)
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""

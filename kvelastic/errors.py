@@ -1,0 +1,249 @@
+"""Every error kvelastic raises, in one tree.
+
+Each class has a stable `code`, and derives from the builtin that callers already catch (in
+brackets), so `except ValueError` and `except kvelastic.errors.KvelasticError` both work::
+
+    KvelasticError                          KVELASTIC_ERROR
+    ├── ConfigError                         CONFIG               [RuntimeError, ValueError]
+    ├── InvalidArgumentError                INVALID_ARGUMENT     [ValueError]
+    ├── NotInitializedError                 NOT_INITIALIZED      [RuntimeError]
+    ├── LayoutError                         LAYOUT               [ValueError]
+    ├── UnsupportedError                    UNSUPPORTED          [NotImplementedError]
+    ├── PoolExhaustedError                  POOL_EXHAUSTED       [ValueError]
+    ├── BlockError                          BLOCK                [ValueError]
+    │   ├── DoubleFreeError                 DOUBLE_FREE
+    │   ├── UnknownBlockError               UNKNOWN_BLOCK
+    │   └── NullBlockError                  NULL_BLOCK
+    ├── LimitError                          LIMIT                [ValueError]
+    ├── DriverError                         DRIVER               [RuntimeError]
+    │   ├── OutOfMemoryError                OUT_OF_MEMORY        [MemoryError]
+    │   ├── MappingError                    MAPPING
+    │   └── PoolFailedError                 POOL_FAILED
+    ├── SegmentError                        SEGMENT              [OSError]
+    │   ├── SegmentNotFoundError            SEGMENT_NOT_FOUND    [FileNotFoundError]
+    │   ├── SegmentExistsError              SEGMENT_EXISTS       [FileExistsError]
+    │   ├── SegmentFormatError              SEGMENT_FORMAT
+    │   ├── SegmentBusyError                SEGMENT_BUSY
+    │   └── SegmentDeadError                SEGMENT_DEAD
+    ├── ChannelError                        CHANNEL              [RuntimeError]
+    │   ├── ChannelTimeoutError             CHANNEL_TIMEOUT      [TimeoutError]
+    │   └── ChannelClosedError              CHANNEL_CLOSED
+    ├── EngineError                         ENGINE               [RuntimeError]
+    │   └── UnsupportedEngineError          UNSUPPORTED_ENGINE
+    └── IntegrityError                      INTEGRITY            [RuntimeError]
+
+A message says what happened, with which value, and what to do next. The native code knows only
+the codes: it raises through `native_error`.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import ClassVar
+
+
+class KvelasticError(Exception):
+    """The root of the tree: catch it to catch everything that kvelastic raises on purpose."""
+
+    code: ClassVar[str] = "KVELASTIC_ERROR"
+    """Stable name of the kind of error, for programs; the message is for people."""
+
+
+class ConfigError(KvelasticError, RuntimeError, ValueError):
+    """A `KVELASTIC_*` variable has a value that it does not accept; raised before any work."""
+
+    code = "CONFIG"
+
+
+class InvalidArgumentError(KvelasticError, ValueError):
+    """An argument (a size, a percentage, a dtype, a device) is not one of those accepted."""
+
+    code = "INVALID_ARGUMENT"
+
+
+class NotInitializedError(KvelasticError, RuntimeError):
+    """A call that needs `init_kvelastic()` came before it, or after `shutdown_kvelastic()`."""
+
+    code = "NOT_INITIALIZED"
+
+    def __init__(
+        self,
+        message: str = "kvelastic is not initialized. Call init_kvelastic() first.",
+    ) -> None:
+        super().__init__(message)
+
+
+class LayoutError(KvelasticError, ValueError):
+    """A block fits no page, or a shape does not match what was said of it."""
+
+    code = "LAYOUT"
+
+
+class UnsupportedError(KvelasticError, NotImplementedError):
+    """The model or layout is of a kind that kvelastic does not serve, e.g. a hybrid model."""
+
+    code = "UNSUPPORTED"
+
+
+class PoolExhaustedError(KvelasticError, ValueError):
+    """`Cannot get N free blocks...`: an engine took blocks without asking whether they are there.
+
+    The pool's own `alloc` answers None instead: running out is an answer, not an accident.
+    """
+
+    code = "POOL_EXHAUSTED"
+
+
+class BlockError(KvelasticError, ValueError):
+    """A block id was used in a way that its state does not allow; the pool is unchanged."""
+
+    code = "BLOCK"
+
+
+class DoubleFreeError(BlockError):
+    """A block was freed that is free already, or twice in one call."""
+
+    code = "DOUBLE_FREE"
+
+
+class UnknownBlockError(BlockError):
+    """A block id lies outside the pool, or between two pages where no block lives."""
+
+    code = "UNKNOWN_BLOCK"
+
+
+class NullBlockError(BlockError):
+    """Block id 0 is the null block: always there, never handed out, never freed."""
+
+    code = "NULL_BLOCK"
+
+
+class LimitError(KvelasticError, ValueError):
+    """A limit cannot be meant: negative, or below the pages that must stay mapped."""
+
+    code = "LIMIT"
+
+
+class DriverError(KvelasticError, RuntimeError):
+    """The operating system or the GPU's driver refused a call; all steps of it are undone."""
+
+    code = "DRIVER"
+
+
+class OutOfMemoryError(DriverError, MemoryError):
+    """The device has no memory left for a page, or no address space for a range."""
+
+    code = "OUT_OF_MEMORY"
+
+
+class MappingError(DriverError):
+    """A page could not be mapped or unmapped, or is mapped already, or is not."""
+
+    code = "MAPPING"
+
+
+class PoolFailedError(DriverError):
+    """A rollback failed too, so the pool refuses all further work; make a new one."""
+
+    code = "POOL_FAILED"
+
+
+class SegmentError(KvelasticError, OSError):
+    """An instance's shared-memory segment could not be made, read or written."""
+
+    code = "SEGMENT"
+
+
+class SegmentNotFoundError(SegmentError, FileNotFoundError):
+    """No segment has this name: the instance never started, or has ended."""
+
+    code = "SEGMENT_NOT_FOUND"
+
+
+class SegmentExistsError(SegmentError, FileExistsError):
+    """A live instance has this name already; choose another `KVELASTIC_IPC_NAME`."""
+
+    code = "SEGMENT_EXISTS"
+
+
+class SegmentFormatError(SegmentError):
+    """The bytes are no segment of kvelastic, or of a version that this build cannot read."""
+
+    code = "SEGMENT_FORMAT"
+
+
+class SegmentBusyError(SegmentError):
+    """The segment belongs to a live process, and the call would take it from under it."""
+
+    code = "SEGMENT_BUSY"
+
+
+class SegmentDeadError(SegmentError):
+    """The segment's process is gone, so nobody will answer a wish; it can be removed."""
+
+    code = "SEGMENT_DEAD"
+
+
+class ChannelError(KvelasticError, RuntimeError):
+    """The ring between the scheduler and a worker broke its rules or its other end."""
+
+    code = "CHANNEL"
+
+
+class ChannelTimeoutError(ChannelError, TimeoutError):
+    """A worker did not acknowledge within `KVELASTIC_IPC_TIMEOUT`."""
+
+    code = "CHANNEL_TIMEOUT"
+
+
+class ChannelClosedError(ChannelError):
+    """The other end of the ring has closed it or has died."""
+
+    code = "CHANNEL_CLOSED"
+
+
+class EngineError(KvelasticError, RuntimeError):
+    """The serving engine did something that its integration does not expect."""
+
+    code = "ENGINE"
+
+
+class UnsupportedEngineError(EngineError):
+    """The engine's version or one of its settings does not fit this integration."""
+
+    code = "UNSUPPORTED_ENGINE"
+
+
+class IntegrityError(KvelasticError, RuntimeError):
+    """`check_integrity()` found a broken invariant: a bug in kvelastic, please report it."""
+
+    code = "INTEGRITY"
+
+
+@lru_cache(maxsize=1)
+def errors_by_code() -> dict[str, type[KvelasticError]]:
+    """Every class of the tree by its code; do not change the answer, it is shared."""
+    table: dict[str, type[KvelasticError]] = {}
+    waiting: list[type[KvelasticError]] = [KvelasticError]
+    while waiting:
+        cls = waiting.pop()
+        # A subclass defined elsewhere (a test, an application) keeps its parent's code and place.
+        table.setdefault(cls.code, cls)
+        if cls.__module__ == __name__:
+            waiting.extend(sub for sub in cls.__subclasses__() if sub.__module__ == __name__)
+    return table
+
+
+def native_error(code: str, message: str) -> KvelasticError:
+    """Build the error that the native code means by `code`; called by the C++ binding.
+
+    Raises nothing: a code that this version does not know becomes a plain `KvelasticError`
+    whose `code` is the one given, so that no failure is lost for want of a class.
+    """
+    cls = errors_by_code().get(code)
+    if cls is not None:
+        return cls(message)
+    error = KvelasticError(message)
+    # On the instance only: the class keeps its own code. Pickle and copy carry it in __dict__.
+    error.__dict__["code"] = code
+    return error

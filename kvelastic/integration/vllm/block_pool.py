@@ -1,0 +1,312 @@
+"""vLLM's block pool over kvelastic's: sparse ids, and objects only for blocks that are in use.
+
+vLLM's own pool has one `KVCacheBlock` for every id from 0 up and keeps the free ones in a linked
+list. Here ids come from the native pool, which knows three states of a block, and an object exists
+only while its block is one of the first two:
+
+    used     a request refers to it (ref_cnt > 0)
+    cached   no request does, but its contents are worth keeping: it has a hash
+    free     neither; the id may lie in a page that has no memory
+
+The native pool may turn cached blocks into free ones by itself (the limit was lowered, more is
+cached than allowed), also while this process sleeps. It then queues their ids, and this class must
+drop their hashes before anybody looks them up: `session()` does so on entry, and holds the native
+pool still until it ends, so that what was checked can be taken. Everything here is called by
+the one thread that vLLM's scheduler runs in.
+
+Imports vLLM: only `v0_32` may import this module.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+from vllm.distributed.kv_events import AllBlocksCleared
+from vllm.v1.core.block_pool import BlockHashToBlockMap, BlockPool
+from vllm.v1.core.kv_cache_utils import KVCacheBlock
+
+from kvelastic.errors import IntegrityError, PoolExhaustedError
+
+_log = logging.getLogger("kvelastic.vllm")
+
+
+class BlockMemory(Protocol):
+    """What this class needs of `kvelastic._vmm.Pool`."""
+
+    has_evicted: bool
+
+    def alloc(self, n: int) -> list[int] | None: ...  # noqa: D102
+    def free(self, ids: list[int]) -> None: ...  # noqa: D102
+    def cache(self, ids: list[int]) -> None: ...  # noqa: D102
+    def touch(self, ids: list[int]) -> None: ...  # noqa: D102
+    def take_evicted(self) -> list[int]: ...  # noqa: D102
+    def enter(self) -> None: ...  # noqa: D102
+    def exit(self) -> None: ...  # noqa: D102
+    def ensure(self, n: int) -> int: ...  # noqa: D102
+    def available_mapped(self) -> int: ...  # noqa: D102
+    def available_size(self) -> int: ...  # noqa: D102
+    def check_integrity(self) -> None: ...  # noqa: D102
+
+
+class LiveBlocks:
+    """The blocks that have an object, by id: stands where vLLM has a list of all blocks.
+
+    `len()` is one more than the highest id there can be, as it is for that list.
+    """
+
+    def __init__(self, id_span: int) -> None:
+        self._by_id: dict[int, Any] = {}
+        self._id_span = id_span
+
+    def __len__(self) -> int:
+        return self._id_span
+
+    def __getitem__(self, block_id: int) -> Any:
+        try:
+            return self._by_id[block_id]
+        except KeyError:
+            raise IndexError(f"block {block_id} is neither in use nor cached") from None
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(list(self._by_id.values()))
+
+    def get(self, block_id: int) -> Any | None:
+        """The block's object, or None if the block is free."""
+        return self._by_id.get(block_id)
+
+    def add(self, block: Any) -> None:
+        """Remember the object of a block that is in use from now on."""
+        self._by_id[block.block_id] = block
+
+    def drop(self, block_id: int) -> Any | None:
+        """Forget the object of a block that is free from now on."""
+        return self._by_id.pop(block_id, None)
+
+    def ids(self) -> list[int]:
+        """Ids of all objects, the null block's 0 included."""
+        return list(self._by_id)
+
+
+class ElasticBlockPool(BlockPool):  # type: ignore[misc]  # vLLM has no type information here
+    """Takes the place of `BlockPool`; the same calls, the same meanings.
+
+    `memory` is the native pool, `id_span` one more than its highest id. `num_gpu_blocks` stays the
+    number of blocks that vLLM was configured with: what there can be at most, not what there is.
+    """
+
+    def __init__(
+        self,
+        num_gpu_blocks: int,
+        *args: Any,
+        memory: BlockMemory,
+        id_span: int,
+        sanity_check: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        # One block, the null block: everything that vLLM's constructor sizes stays small.
+        super().__init__(1, *args, **kwargs)
+        self.num_gpu_blocks = num_gpu_blocks
+        self._memory = memory
+        self.headroom = 0
+        """Blocks that vLLM wants to leave free where it can (its watermark)."""
+        self._sanity_check = sanity_check
+        self._used = 0
+        self._depth = 0
+        self.fell_short = False
+        """Whether, in the present session, blocks were wanted that could not be had."""
+        self.blocks = LiveBlocks(id_span)
+        self.blocks.add(self.null_block)
+
+    # --- sessions -------------------------------------------------------------------------------
+
+    @contextmanager
+    def session(self) -> Iterator[None]:
+        """Hold the native pool still while vLLM looks up, checks and takes blocks. May nest."""
+        self._memory.enter()
+        try:
+            if self._depth == 0:
+                self.fell_short = False
+            self._depth += 1
+            self._forget_evicted()
+            yield
+        finally:
+            self._depth -= 1
+            self._memory.exit()
+
+    def prepare(self, num_blocks: int) -> None:
+        """Have memory mapped for `num_blocks`, which vLLM is about to ask for, if it may be.
+
+        Waits for the worker at most as long as `KVELASTIC_IPC_TIMEOUT` says. Evicts nothing, so
+        cached blocks that were just found stay. That it was not enough shows in
+        `get_num_free_blocks`.
+        """
+        wanted = num_blocks + self.headroom
+        if self._memory.ensure(wanted) >= wanted:
+            return
+        if self.headroom == 0 or self._memory.ensure(num_blocks) < num_blocks:
+            self.fell_short = True
+
+    # --- what vLLM calls ------------------------------------------------------------------------
+
+    def get_new_blocks(self, num_blocks: int) -> list[Any]:
+        """Take blocks, evicting cached ones where that is needed.
+
+        Raises `PoolExhaustedError` (a `ValueError`) with nothing changed if there are too few;
+        within a session not after `get_num_free_blocks` said that there are enough.
+        """
+        if num_blocks <= 0:
+            return []
+        ids = self._memory.alloc(num_blocks)
+        if ids is None:
+            raise PoolExhaustedError(
+                f"Cannot get {num_blocks} free blocks from the pool: "
+                f"{self._memory.available_size()} can be had. Raise the limit (kvctl limit) or "
+                "send fewer requests at once."
+            )
+        # An id may have been evicted just now to be handed out again: its old object goes first.
+        self._forget_evicted()
+        self._used += num_blocks
+        add = self.blocks.add
+        taken = []
+        for block_id in ids:
+            block = KVCacheBlock(block_id, pool=self)
+            block.ref_cnt = 1
+            add(block)
+            taken.append(block)
+        if self.metrics_collector:
+            for block in taken:
+                self.metrics_collector.on_block_allocated(block)
+        return taken
+
+    def touch(self, blocks: Sequence[Any]) -> None:
+        """Refer to blocks once more; cached ones are in use from now on."""
+        revived = dict.fromkeys(
+            block.block_id for block in blocks if block.ref_cnt == 0 and not block.is_null
+        )
+        if revived:
+            self._memory.touch(list(revived))
+            self._used += len(revived)
+        for block in blocks:
+            block.ref_cnt += 1
+            if self.metrics_collector:
+                self.metrics_collector.on_block_accessed(block)
+
+    def free_blocks(self, ordered_blocks: Iterable[Any]) -> None:
+        """Refer to blocks once less; the first of them is the first to be evicted later."""
+        free: list[int] = []
+        cached: list[int] = []
+        others: dict[Any, list[Any]] = {}
+        for block in ordered_blocks:
+            if block.pool is not None and block.pool is not self:
+                others.setdefault(block.pool, []).append(block)
+                continue
+            block.ref_cnt -= 1
+            if block.ref_cnt != 0 or block.is_null:
+                continue
+            if self.enable_caching and block.block_hash is not None:
+                cached.append(block.block_id)
+            else:
+                free.append(block.block_id)
+        self._used -= len(free) + len(cached)
+        if free:
+            for block_id in free:
+                self.blocks.drop(block_id)
+            self._memory.free(free)
+        if cached:
+            self._memory.cache(cached)
+        if self._depth:
+            # A preemption, while the limit is being lowered or the bound on cached blocks is met.
+            self._forget_evicted()
+        for pool, blocks in others.items():
+            pool.free_blocks(blocks)
+
+    def unpin_blocks(self, blocks: Iterable[Any], on_reuse: Callable[[Any], None]) -> None:
+        """Refer once less to blocks whose contents somebody reads until `on_reuse` is called."""
+        readable: list[int] = []
+        for block in blocks:
+            block.ref_cnt -= 1
+            self._reuse_watchers[block.block_id] = on_reuse
+            if block.ref_cnt == 0:
+                readable.append(block.block_id)
+        self._used -= len(readable)
+        if readable:
+            self._memory.cache(readable)
+
+    def evict_blocks(self, block_ids: set[int]) -> None:
+        """Drop these blocks' contents from the prefix cache; blocks in use stay in use."""
+        with self.session():
+            free: list[int] = []
+            for block_id in block_ids:
+                if not 0 <= block_id < len(self.blocks):
+                    raise ValueError(
+                        f"block {block_id} is outside the pool's ids 0 to {len(self.blocks) - 1}"
+                    )
+                block = self.blocks.get(block_id)
+                if block is None:
+                    continue
+                self._maybe_evict_cached_block(block)
+                if block.ref_cnt == 0 and not block.is_null:
+                    free.append(block_id)
+            self._release(free)
+
+    def reset_prefix_cache(self) -> bool:
+        """Drop everything cached. False, and nothing done, while a request still has blocks."""
+        with self.session():
+            if self._used:
+                _log.warning(
+                    "The prefix cache was not reset: requests still hold %d blocks.", self._used
+                )
+                return False
+            self.cached_block_hash_to_block = BlockHashToBlockMap()
+            self.cached_block_hashes_by_block.clear()
+            if self._reuse_watchers:
+                self._notify_reuse([self.blocks[block_id] for block_id in self._reuse_watchers])
+            for block in self.blocks:
+                block.reset_hash()
+            self._release([block_id for block_id in self.blocks.ids() if block_id != 0])
+            if self.metrics_collector:
+                self.metrics_collector.reset()
+            if self.enable_kv_cache_events:
+                self.kv_event_queue.append(AllBlocksCleared())
+        _log.info("The prefix cache was reset.")
+        return True
+
+    def get_num_free_blocks(self) -> int:
+        """How many blocks can be taken now; binding until the session ends, or a block is taken."""
+        return self._memory.available_mapped()
+
+    def get_usage(self) -> float:
+        """The part (0 to 1) of what may be used under the present limit that requests use."""
+        if not self._used:
+            return 0.0
+        return self._used / (self._used + self._memory.available_size())
+
+    # --- evictions ------------------------------------------------------------------------------
+
+    def _forget_evicted(self) -> None:
+        if not self._memory.has_evicted:
+            return
+        for block_id in self._memory.take_evicted():
+            block = self.blocks.drop(block_id)
+            if block is None:
+                continue
+            self._maybe_evict_cached_block(block)
+            if self._reuse_watchers:
+                self._notify_reuse([block])
+
+    def _release(self, block_ids: list[int]) -> None:
+        """Give blocks back that are cached in the native pool but have no hash any more."""
+        for block_id in block_ids:
+            self.blocks.drop(block_id)
+        if block_ids:
+            self._memory.free(block_ids)
+
+    def check_integrity(self) -> None:
+        """Compare with the native pool's own books; raises `IntegrityError`. Takes a while."""
+        self._memory.check_integrity()
+        used = sum(1 for block in self.blocks if block.ref_cnt > 0 and not block.is_null)
+        if used != self._used:
+            raise IntegrityError(f"{used} blocks are in use, {self._used} were counted")

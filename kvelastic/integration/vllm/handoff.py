@@ -1,0 +1,32 @@
+"""What the scheduler tells a worker, so that it can attach."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvelastic import _vmm
+
+
+@dataclass(frozen=True)
+class Handoff:
+    """What a worker needs to attach: plain values that travel with its `KVCacheConfig`."""
+
+    segment_name: str
+    segment_uuid: str
+    pages: int
+    extents_per_page: int
+    extent_bytes: int
+    extent_stride_bytes: int
+    block_bytes: int
+    blocks_per_page: int
+
+    def geometry(self) -> _vmm.Geometry:
+        """The native form of the layout."""
+        return _vmm.Geometry(
+            pages=self.pages,
+            extents_per_page=self.extents_per_page,
+            extent_bytes=self.extent_bytes,
+            extent_stride_bytes=self.extent_stride_bytes,
+            block_bytes=self.block_bytes,
+            blocks_per_page=self.blocks_per_page,
+        )

@@ -1,0 +1,87 @@
+"""Calls a function right after a module has been imported, without importing it now.
+
+vLLM loads its plugins while it still parses its command line, and again in small helper processes
+that never run an engine. Importing an engine there to patch it would cost each of them seconds.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+
+Action = Callable[[ModuleType], None]
+
+
+def when_imported(name: str, action: Action) -> None:
+    """Call `action(module)` once `name` has been imported; at once if it is already.
+
+    An error of `action` becomes the error of the import statement that brought the module in, and
+    the module is not left behind half patched: a second import tries again. One action a name.
+    """
+    module = sys.modules.get(name)
+    if module is not None:
+        action(module)
+        return
+    finder = _finder()
+    finder.actions[name] = action
+
+
+def _finder() -> _Finder:
+    for known in sys.meta_path:
+        if isinstance(known, _Finder):
+            return known
+    finder = _Finder()
+    sys.meta_path.insert(0, finder)
+    return finder
+
+
+class _Finder(MetaPathFinder):
+    """First in `sys.meta_path`: lets the others find the module, and wraps its loader."""
+
+    def __init__(self) -> None:
+        self.actions: dict[str, Action] = {}
+
+    def find_spec(
+        self,
+        fullname: str,
+        path: Sequence[str] | None,
+        target: ModuleType | None = None,
+    ) -> ModuleSpec | None:
+        """The others' spec with a loader that acts after it has loaded."""
+        action = self.actions.get(fullname)
+        if action is None:
+            return None
+        for finder in sys.meta_path:
+            look = getattr(finder, "find_spec", None)
+            if finder is self or look is None:
+                continue
+            spec: ModuleSpec | None = look(fullname, path, target)
+            if spec is not None:
+                if spec.loader is not None:
+                    spec.loader = _Loader(spec.loader, action)
+                return spec
+        return None
+
+
+class _Loader(Loader):
+    """Does what the wrapped loader does, then acts on the module."""
+
+    def __init__(self, inner: Loader, action: Action) -> None:
+        self._inner = inner
+        self._action = action
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        """As the wrapped loader does it."""
+        return self._inner.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Run the module's code, then the action."""
+        self._inner.exec_module(module)
+        # Tools that read sources (inspect, linecache) ask the module for its real loader.
+        module.__loader__ = self._inner
+        if module.__spec__ is not None:
+            module.__spec__.loader = self._inner
+        self._action(module)

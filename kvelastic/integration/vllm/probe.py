@@ -1,0 +1,132 @@
+"""Checks that vLLM is built as the patches expect, before any of them is set.
+
+    probe = Probe("vLLM 0.32.0")
+    probe.parameters("vllm.v1.core.block_pool:BlockPool.touch", ("self", "blocks"))
+    probe.holds("...", condition, "what was expected", "what was found")
+    probe.refuse_if_broken()
+
+All checks run, so that one message tells everything that has changed.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable
+from dataclasses import fields, is_dataclass
+from functools import reduce
+from importlib import import_module
+from types import CodeType
+from typing import Any
+
+from kvelastic.errors import UnsupportedEngineError
+
+
+class Probe:
+    """Collects what does not fit; not thread-safe, used once."""
+
+    def __init__(self, engine: str) -> None:
+        self._engine = engine
+        self._broken: list[str] = []
+
+    def get(self, path: str) -> Any:
+        """The object at `module:Name.attribute`; None (and a broken probe) if there is none."""
+        module, _, names = path.partition(":")
+        try:
+            return reduce(getattr, names.split("."), import_module(module))
+        except (ImportError, AttributeError) as error:
+            self._broken.append(f"{path}: expected to exist, found {error}")
+            return None
+
+    def parameters(self, path: str, expected: tuple[str, ...]) -> None:
+        """The function's parameters have these names in this order; further ones have defaults."""
+        function = self.get(path)
+        if function is None:
+            return
+        found = list(inspect.signature(function).parameters.values())
+        names = tuple(parameter.name for parameter in found)
+        if names[: len(expected)] != expected:
+            self._broken.append(f"{path}: expected parameters {expected}, found {names}")
+            return
+        for parameter in found[len(expected) :]:
+            optional = parameter.default is not parameter.empty or parameter.kind in (
+                parameter.VAR_POSITIONAL,
+                parameter.VAR_KEYWORD,
+            )
+            if not optional:
+                self._broken.append(
+                    f"{path}: expected parameters {expected}, found {parameter.name!r} after them"
+                )
+
+    def fields(self, path: str, expected: Iterable[str]) -> None:
+        """The dataclass has (at least) these fields."""
+        cls = self.get(path)
+        if cls is None:
+            return
+        found = {field.name for field in fields(cls)} if is_dataclass(cls) else set()
+        missing = sorted(set(expected) - found)
+        if missing:
+            self._broken.append(f"{path}: expected the fields {missing}, found {sorted(found)}")
+
+    def users(self, path: str, attribute: str, expected: Iterable[str]) -> None:
+        """Exactly these methods of the class mention `attribute`.
+
+        So a method that was added, and would use what we replaced, is noticed.
+        """
+        cls = self.get(path)
+        if cls is None:
+            return
+        found = {
+            name for name, value in vars(cls).items() if attribute in _names(_function(value))
+        }
+        if found != set(expected):
+            self._broken.append(
+                f"{path}: expected {attribute!r} to be used by {sorted(expected)}, "
+                f"found {sorted(found)}"
+            )
+
+    def mentions(self, path: str, names: Iterable[str]) -> None:
+        """The function's code calls or reads these names."""
+        function = self.get(path)
+        if function is None:
+            return
+        missing = sorted(set(names) - _names(function))
+        if missing:
+            self._broken.append(f"{path}: expected it to use {missing}, found that it does not")
+
+    def holds(self, what: str, condition: bool, expected: str, found: object) -> None:
+        """A condition of the caller's own."""
+        if not condition:
+            self._broken.append(f"{what}: expected {expected}, found {found}")
+
+    def refuse_if_broken(self) -> None:
+        """Raise `UnsupportedEngineError` naming everything that does not fit, if anything."""
+        if not self._broken:
+            return
+        raise UnsupportedEngineError(
+            f"kvelastic cannot run in this {self._engine}: it is not built as expected.\n"
+            + "\n".join(f"  - {line}" for line in self._broken)
+            + "\nInstall a version that kvelastic was tried with (docs/vllm.md names them), or "
+            "unset ENABLE_KVELASTIC to run without kvelastic. KVELASTIC_STRICT=false does not "
+            "help here."
+        )
+
+
+def _function(value: object) -> Callable[..., Any] | None:
+    if isinstance(value, property):
+        return value.fget
+    if isinstance(value, (classmethod, staticmethod)):
+        return value.__func__
+    return value if inspect.isfunction(value) else None
+
+
+def _names(function: Callable[..., Any] | None) -> set[str]:
+    """Every name and attribute in a function's code, and in the functions nested in it."""
+    if function is None:
+        return set()
+    found: set[str] = set()
+    waiting = [inspect.unwrap(function).__code__]
+    while waiting:
+        code = waiting.pop()
+        found.update(code.co_names)
+        waiting.extend(const for const in code.co_consts if isinstance(const, CodeType))
+    return found

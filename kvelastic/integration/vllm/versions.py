@@ -1,0 +1,78 @@
+"""Which versions of vLLM are served, and by which module: the one place that names them."""
+
+from __future__ import annotations
+
+import logging
+import re
+from importlib import import_module
+from typing import Protocol
+
+from kvelastic.errors import UnsupportedEngineError
+
+_log = logging.getLogger("kvelastic.vllm")
+
+SERIES: dict[str, str] = {
+    "0.32": "kvelastic.integration.vllm.v0_32",
+}
+"""Series of vLLM (major.minor) that were tried, and the module with their patches."""
+
+
+class Adapter(Protocol):
+    """What the module of a version offers."""
+
+    def arm(self) -> None:
+        """Patch vLLM's modules as they are imported; again does nothing."""
+
+
+def installed_version() -> str:
+    """The version of vLLM in this process, as vLLM itself says it, e.g. `0.32.0+cpu`."""
+    from vllm.version import __version__
+
+    return str(__version__)
+
+
+def module_for(version: str, *, strict: bool) -> str:
+    """Name the module that serves `version`.
+
+    With `strict=False` an untried version gets the newest module that is not newer than it (or
+    the oldest one); the probes of that module still have to hold. Raises `UnsupportedEngineError`.
+    """
+    series = _series(version)
+    if series is not None and series in SERIES:
+        return SERIES[series]
+    tried = ", ".join(f"{known}.x" for known in SERIES) or "none"
+    if strict:
+        raise UnsupportedEngineError(
+            f"kvelastic does not know vLLM {version}: it was tried with vLLM {tried}. Install one "
+            "of these, unset ENABLE_KVELASTIC to run vLLM without kvelastic, or set "
+            "KVELASTIC_STRICT=false to try this version all the same (every function that "
+            "kvelastic touches is checked first)."
+        )
+    if not SERIES:
+        raise UnsupportedEngineError(f"kvelastic serves no version of vLLM, found {version}.")
+    wanted = _numbers(series)
+    older = [known for known in SERIES if _numbers(known) <= wanted]
+    chosen = max(older, key=_numbers) if older else min(SERIES, key=_numbers)
+    _log.warning(
+        "vLLM %s was never tried with kvelastic (tried: %s); going on as if it were %s, because "
+        "KVELASTIC_STRICT=false.",
+        version,
+        tried,
+        chosen,
+    )
+    return SERIES[chosen]
+
+
+def adapter(*, strict: bool) -> Adapter:
+    """Import the patches for the installed vLLM. Raises `UnsupportedEngineError`."""
+    module: Adapter = import_module(module_for(installed_version(), strict=strict))
+    return module
+
+
+def _series(version: str) -> str | None:
+    found = re.match(r"(\d+)\.(\d+)", version)
+    return f"{found[1]}.{found[2]}" if found else None
+
+
+def _numbers(series: str | None) -> tuple[int, ...]:
+    return tuple(int(part) for part in series.split(".")) if series else ()

@@ -1,0 +1,125 @@
+"""A worker of vLLM on kvelastic: an arena in the place of the one KV cache allocation.
+
+vLLM allocates the whole KV cache by one call, `torch.zeros(size, dtype=int8)`, and makes views of
+it. While `as_kv_allocation` is active that call is answered with the arena's range: as many
+addresses, with memory only behind the pages that the scheduler has asked this worker to map. A
+native thread does what is asked; no Python runs for it.
+
+Imports torch: only in a worker process.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from multiprocessing.util import Finalize
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from kvelastic import _vmm, segment
+from kvelastic.errors import EngineError
+from kvelastic.integration.vllm.handoff import Handoff
+
+_log = logging.getLogger("kvelastic.vllm")
+
+
+class WorkerMemory:
+    """The arena of one worker and the thread that serves it. Made by `attach`."""
+
+    def __init__(self, seg: Any, arena: Any, ring_worker: Any) -> None:
+        self._segment = seg
+        self._arena = arena
+        self._ring_worker = ring_worker
+        self._tensor: torch.Tensor | None = torch.from_dlpack(arena.tensor())
+        # A process that ends without telling the worker still stops its thread first.
+        self._at_exit = Finalize(self, WorkerMemory.close, args=(self,), exitpriority=10)
+
+    @contextmanager
+    def as_kv_allocation(self) -> Iterator[None]:
+        """Answer the one allocation of the KV cache made in the body, on this thread.
+
+        Raises `EngineError` afterwards if there was none, or more than one: then vLLM's cache is
+        not, or not only, in the arena.
+        """
+        assert self._tensor is not None
+        mode = _AnswerZeros(self._tensor)
+        with mode:
+            yield
+        if mode.answered != 1:
+            raise EngineError(
+                f"vLLM allocated its KV cache {mode.answered} times instead of once, in a way "
+                "that kvelastic does not know. Please report this with the model's name; unset "
+                "ENABLE_KVELASTIC to go on without kvelastic."
+            )
+
+    def check_views(self, views: Sequence[torch.Tensor], num_blocks: int) -> None:
+        """Raise `EngineError` unless every layer's view lies in the arena, a block an id."""
+        first = self._arena.address
+        last = first + self._arena.range_bytes
+        for layer, view in enumerate(views):
+            if not first <= view.data_ptr() < last:
+                raise EngineError(f"the KV cache of layer {layer} does not lie in the arena")
+            if view.shape[0] != num_blocks:
+                raise EngineError(
+                    f"the KV cache of layer {layer} has {view.shape[0]} blocks, expected "
+                    f"{num_blocks}: vLLM splits its blocks for this attention kernel, which "
+                    "kvelastic does not cover. Choose --block-size as the kernel wants it."
+                )
+
+    def close(self) -> None:
+        """Stop serving. The memory itself goes with the process, or with the last view of it."""
+        self._ring_worker.stop()
+        self._at_exit.cancel()
+        self._tensor = None
+        self._segment.close()
+
+
+def attach(handoff: Handoff) -> WorkerMemory:
+    """Reserve the range and begin to carry out the scheduler's commands.
+
+    Raises `SegmentError` if the scheduler's segment is gone, `DriverError` if the addresses cannot
+    be reserved, and `ChannelError` if another worker serves this ring.
+    """
+    seg = segment.attach(handoff.segment_name, handoff.segment_uuid)
+    try:
+        arena = _vmm.Arena(_vmm.HostDriver(), handoff.geometry())
+        ring_worker = _vmm.RingWorker(seg.ring_buffer, arena)
+    except BaseException:
+        seg.close()
+        raise
+    _log.info(
+        "kvelastic: %d pages of %.1f MiB reserved for the KV cache, none of them mapped yet.",
+        handoff.pages,
+        handoff.extents_per_page * handoff.extent_bytes / 2**20,
+    )
+    return WorkerMemory(seg, arena, ring_worker)
+
+
+class _AnswerZeros(TorchFunctionMode):
+    """Answers `torch.zeros(bytes of the arena, dtype=int8)`; lets everything else pass."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        super().__init__()
+        self._tensor = tensor
+        self.answered = 0
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Called by torch for every function while this mode is active."""
+        kwargs = kwargs or {}
+        if (
+            func is torch.zeros
+            and args == (self._tensor.numel(),)
+            and kwargs.get("dtype") is torch.int8
+        ):
+            self.answered += 1
+            return self._tensor
+        return func(*args, **kwargs)

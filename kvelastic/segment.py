@@ -1,0 +1,363 @@
+"""Segments: an instance's record in POSIX shared memory, known by its name in /dev/shm.
+
+    with segment.create(None, engine="vllm", model="m", device="host") as mine:
+        mine.record            # the owner's end, for a pool and a keeper
+    segment.list_segments()    # everybody's, dead ones marked
+    segment.wish_limit("kvelastic_vllm_12", 1 << 30, wait_s=5.0)
+
+A segment is filled under a private name and then linked to its real one, which fails where that is
+taken: nobody ever sees half a segment, and of two starters of one name one wins.
+"""
+
+from __future__ import annotations
+
+import atexit
+import mmap
+import os
+import re
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from kvelastic import _vmm
+from kvelastic.errors import (
+    InvalidArgumentError,
+    SegmentDeadError,
+    SegmentError,
+    SegmentExistsError,
+    SegmentFormatError,
+    SegmentNotFoundError,
+)
+from kvelastic.lease import Liveness, ProcessIdentity
+from kvelastic.segment_dir import (
+    LOCK_WAIT_S,
+    READ_FLAGS,
+    SHM_DIR,
+    WRITE_FLAGS,
+    SegmentInfo,
+    delete,
+    inode_of,
+    inspect,
+    list_segments,
+    locked,
+    open_file,
+    owner_of,
+    reap,
+    remove_if_reapable,
+    temporary_name,
+    version_of,
+)
+
+__all__ = [
+    "Answer",
+    "Segment",
+    "SegmentInfo",
+    "check_name",
+    "create",
+    "delete",
+    "inspect",
+    "list_segments",
+    "open_readonly",
+    "open_writable",
+    "reap",
+    "wish_limit",
+]
+
+ANSWER_GLANCE_S: Final = 0.2
+"""How long `wish_limit` looks for an answer where it need not wait for one."""
+
+_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:@+-]{0,63}")
+_OWNER_LOCK_S: Final = 0.1
+_DEATH_CHECK_S: Final = 0.25
+_CLAIM_TRIES: Final = 100
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What an instance says to a wish. `state`: applied, shrinking, refused, or none (not yet)."""
+
+    revision: int
+    state: str
+    effective_limit_bytes: int
+    mapped_bytes: int
+    over_bytes: int
+    reason: str
+    answered_ns: int
+    wished_revision: int = 0
+    """The wish that this was awaited for; a larger `revision` means that another one came later."""
+
+    @property
+    def is_to_the_wish(self) -> bool:
+        """Whether the instance has answered the wish that was asked for, and no later one."""
+        return self.state != "none" and self.revision == self.wished_revision
+
+
+class Segment:
+    """An open segment: `record` over its mapped bytes. Close it, or use it as a context manager.
+
+    The process that made it removes its name at `close()` or at exit; a forked child of it, and
+    everybody else, only unmaps it. Not to be closed while another thread uses the record.
+    """
+
+    def __init__(
+        self, name: str, fd: int, memory: mmap.mmap, record: _vmm.Record, *, owned: bool
+    ) -> None:
+        self.name = name
+        self.record = record
+        self._memory = memory
+        self._fd = fd
+        self._inode = inode_of(os.fstat(fd))
+        self._owner_pid = os.getpid() if owned else 0
+        self._closed = False
+        if owned:
+            atexit.register(self.close)
+
+    @property
+    def path(self) -> Path:
+        """The file in /dev/shm."""
+        return SHM_DIR / self.name
+
+    @property
+    def is_owner(self) -> bool:
+        """Whether this very process made it (a forked child did not)."""
+        return self._owner_pid == os.getpid()
+
+    @contextmanager
+    def writing(self, timeout_s: float = LOCK_WAIT_S) -> Iterator[_vmm.Record]:
+        """Hold the lock that writers of wishes share; the instance itself never takes it.
+
+        Raises `SegmentBusyError` if another writer keeps it for `timeout_s` seconds.
+        """
+        with locked(self._fd, self.name, timeout_s):
+            yield self.record
+
+    def close(self) -> None:
+        """Unmap it; the owner also says that it closes and removes the name. Safe to repeat."""
+        if self._closed:
+            return
+        self._closed = True
+        if self.is_owner:
+            atexit.unregister(self.close)
+            self.record.set_closing()
+            self._unlink_own()
+        self.record.release()
+        # A pool or keeper that still holds the record keeps the bytes mapped until it is gone.
+        with suppress(BufferError):
+            self._memory.close()
+        os.close(self._fd)
+
+    def _unlink_own(self) -> None:
+        """Remove the name if it still leads to this segment, and not to one made after it."""
+        with suppress(OSError), locked(self._fd, self.name, _OWNER_LOCK_S, fail=False):
+            if inode_of(self.path.stat(follow_symlinks=False)) == self._inode:
+                self.path.unlink()
+
+    def __enter__(self) -> Segment:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+# ------------------------------------------------------------------------------------- instances
+
+
+def create(name: str | None, *, engine: str, model: str = "", device: str = "host") -> Segment:
+    """Make this instance's segment, and remove the dead ones that are found on the way.
+
+    `name` is taken exactly (`KVELASTIC_IPC_NAME`); None means `kvelastic_<engine>_<pid>`, with a
+    number behind it where that is taken. Raises `SegmentExistsError` if a live instance, or a file
+    that is no segment, has the name; `InvalidArgumentError` for a name that cannot be one;
+    `SegmentError` if the operating system refuses (no room in /dev/shm, say).
+    """
+    candidates = [check_name(name)] if name is not None else _automatic_names(engine)
+    reap()
+    owner = ProcessIdentity.of_this_process()
+    temporary = temporary_name(owner)
+    fd = _create_file(temporary)
+    try:
+        memory = mmap.mmap(fd, _vmm.SEGMENT_BYTES)
+        for candidate in candidates:
+            record = _vmm.Record.create(
+                memory,
+                name=candidate,
+                engine=_fit(engine, 32),
+                model=_fit(model, 256),
+                device=_fit(device, 64),
+                uuid=os.urandom(16),
+                pid=owner.pid,
+                start_time_ticks=owner.start_time_ticks,
+                boot_id=owner.boot_id,
+                pid_namespace=owner.pid_namespace,
+                uid=owner.uid,
+                created_realtime_ns=time.time_ns(),
+            )
+            try:
+                _claim(temporary, candidate)
+            except SegmentExistsError:
+                record.release()
+                if candidate == candidates[-1]:
+                    raise
+            else:
+                return Segment(candidate, fd, memory, record, owned=True)
+        raise SegmentExistsError("no name is left")  # not reached: there is a last candidate
+    except BaseException:
+        os.close(fd)
+        raise
+    finally:
+        with suppress(OSError):
+            (SHM_DIR / temporary).unlink()
+
+
+def _automatic_names(engine: str) -> list[str]:
+    plain = re.sub(r"[^A-Za-z0-9]+", "-", engine).strip("-")[:24] or "engine"
+    first = f"kvelastic_{plain}_{os.getpid()}"
+    return [first, *(f"{first}_{n}" for n in range(2, 100))]
+
+
+def check_name(name: str) -> str:
+    """Return `name` if a segment can be called so; raise `InvalidArgumentError` if not."""
+    if _NAME.fullmatch(name) is None:
+        raise InvalidArgumentError(
+            f"segment name {name!r} is not accepted; write 1 to 64 letters, digits and . _ : @ + -"
+            " that start with a letter or digit"
+        )
+    return name
+
+
+def _fit(text: str, limit_bytes: int) -> str:
+    """Shorten text to the room in the header; of a long path the end says more than the start."""
+    raw = text.replace("\0", "").encode("utf-8", "replace")
+    if len(raw) <= limit_bytes:
+        return raw.decode("utf-8")
+    return "..." + raw[3 - limit_bytes :].decode("utf-8", "ignore")
+
+
+def _create_file(temporary: str) -> int:
+    import posix_ipc  # only instances need it; the command line does not
+
+    try:
+        memory = posix_ipc.SharedMemory(
+            f"/{temporary}", posix_ipc.O_CREX, mode=0o600, size=_vmm.SEGMENT_BYTES
+        )
+    except (posix_ipc.Error, OSError, ValueError) as error:
+        raise SegmentError(f"cannot make a segment in {SHM_DIR}: {error}") from error
+    fd: int = memory.fd
+    try:
+        os.fchmod(fd, 0o600)  # whatever the umask made of it
+        # Without this a full /dev/shm would be a SIGBUS at the first touch, not an error here.
+        os.posix_fallocate(fd, 0, _vmm.SEGMENT_BYTES)
+    except OSError as error:
+        os.close(fd)
+        with suppress(OSError):
+            (SHM_DIR / temporary).unlink()
+        raise SegmentError(f"cannot make a segment in {SHM_DIR}: {error}") from error
+    return fd
+
+
+def _claim(temporary: str, name: str) -> None:
+    """Give the finished file its real name; a dead instance's segment makes way for it."""
+    for _ in range(_CLAIM_TRIES):
+        try:
+            os.link(SHM_DIR / temporary, SHM_DIR / name, follow_symlinks=False)
+            return
+        except FileExistsError:
+            pass
+        except OSError as error:
+            raise SegmentError(f"cannot name a segment {name!r}: {error}") from error
+        if not _makes_way(name):
+            raise SegmentExistsError(
+                f"the name {name!r} is taken by {_describe_holder(name)}; choose another"
+                " KVELASTIC_IPC_NAME"
+            )
+    raise SegmentExistsError(f"the name {name!r} is taken anew as fast as it is freed")
+
+
+def _makes_way(name: str) -> bool:
+    try:
+        return remove_if_reapable(name)
+    except SegmentNotFoundError:
+        return True
+    except SegmentFormatError:
+        return False
+
+
+def _describe_holder(name: str) -> str:
+    try:
+        info = inspect(name)
+    except SegmentFormatError:
+        return f"a file that is no segment ({SHM_DIR / name})"
+    except SegmentNotFoundError:
+        return "an instance that has just ended"
+    if info.status == "unreadable":
+        return f"a segment that this version cannot read ({info.problem})"
+    return f"a segment of process {info.header['pid']} ({info.status})"
+
+
+# ----------------------------------------------------------------------------- operators' side
+
+
+def open_readonly(name: str) -> Segment:
+    """Map a segment for reading. Raises `SegmentNotFoundError`, `SegmentFormatError`."""
+    return _open(name, READ_FLAGS, mmap.PROT_READ)
+
+
+def open_writable(name: str) -> Segment:
+    """Map a segment for writing wishes. Raises as `open_readonly`, or `SegmentError`."""
+    return _open(name, WRITE_FLAGS, mmap.PROT_READ | mmap.PROT_WRITE)
+
+
+def _open(name: str, flags: int, protection: int) -> Segment:
+    fd = open_file(name, flags)
+    try:
+        if version_of(fd) is None:
+            raise SegmentFormatError(f"{SHM_DIR / name} is not a segment")
+        memory = mmap.mmap(fd, 0, prot=protection)
+        return Segment(name, fd, memory, _vmm.Record.open(memory), owned=False)
+    except BaseException:
+        os.close(fd)
+        raise
+
+
+def wish_limit(name: str, limit_bytes: int, wait_s: float | None = None) -> Answer:
+    """Wish that the instance keep within `limit_bytes` (0 too), and wait for what it says.
+
+    Waits until the limit is applied or refused, at most `wait_s` seconds; None looks only for
+    `ANSWER_GLANCE_S`. The answer's state is `none` or `shrinking` when the time was over. Raises
+    `SegmentNotFoundError`, `SegmentFormatError`, `SegmentBusyError` (another writer hangs) with
+    nothing changed, and `SegmentDeadError` if the instance is dead or dies while this waits.
+    """
+    with open_writable(name) as segment:
+        _check_alive(segment, "; nothing was changed")
+        with segment.writing() as record:
+            revision = record.write_wish(limit_bytes=limit_bytes)
+        deadline = time.monotonic() + (ANSWER_GLANCE_S if wait_s is None else wait_s)
+        while True:
+            left_s = deadline - time.monotonic()
+            if segment.record.wait_answer(
+                revision, max(0.0, min(left_s, _DEATH_CHECK_S)), settled=True
+            ):
+                break
+            _check_alive(segment, " and did not answer")
+            if left_s <= 0:
+                break
+        return _answer(segment.record, revision)
+
+
+def _answer(record: _vmm.Record, revision: int) -> Answer:
+    raw = record.read_answer()
+    raw.pop("whole")
+    if raw["revision"] < revision:
+        raw["state"] = "none"
+    return Answer(**raw, wished_revision=revision)
+
+
+def _check_alive(segment: Segment, consequence: str) -> None:
+    header = segment.record.read_header()
+    if owner_of(header).liveness() is Liveness.DEAD or header["state"] == "closing":
+        raise SegmentDeadError(
+            f"the instance of {segment.name!r} (process {header['pid']}) has ended{consequence}"
+        )

@@ -1,0 +1,302 @@
+"""The directory of segments, /dev/shm: find them, look at them, remove what is dead.
+
+    for info in list_segments(): print(info.name, info.status)
+    reap()                       # every kvctl and every instance does this when it starts
+
+Whoever removes a segment that is not his own holds a lock on the *file* while he looks at it and
+unlinks it, so he cannot hit a new one of the same name. The lock is flock(): a holder that dies
+loses it by itself. An instance takes it only to end, and never waits long.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import re
+import stat
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from kvelastic import _vmm
+from kvelastic.errors import (
+    SegmentBusyError,
+    SegmentError,
+    SegmentFormatError,
+    SegmentNotFoundError,
+)
+from kvelastic.lease import Liveness, ProcessIdentity
+
+SHM_DIR: Final = Path("/dev/shm")
+LOCK_WAIT_S: Final = 1.0
+"""How long one holder of a segment's lock waits for another, who needs it for microseconds."""
+
+READ_FLAGS: Final = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+WRITE_FLAGS: Final = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+
+_TEMPORARY: Final = re.compile(r"\.kvelastic_new_([0-9]+)_([0-9]+)_([0-9]+)_[0-9a-f]+")
+_FOREIGN_COPY_BYTES: Final = 4 * _vmm.SEGMENT_BYTES
+
+
+@dataclass(frozen=True)
+class SegmentInfo:
+    """One segment as it was found. The dicts are those of `_vmm.Record`, empty if unreadable."""
+
+    name: str
+    """Of the file in /dev/shm, which is what every command takes."""
+    status: str
+    """alive, closing, dead, elsewhere (another pid namespace) or unreadable (see `problem`)."""
+    problem: str = ""
+    is_ours: bool = True
+    """Whether the file belongs to this user."""
+    header: dict[str, Any] = field(default_factory=dict)
+    usage: dict[str, Any] = field(default_factory=dict)
+    answer: dict[str, Any] = field(default_factory=dict)
+    wish: dict[str, Any] = field(default_factory=dict)
+    counters: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether its instance may still answer."""
+        return self.status in {"alive", "closing", "elsewhere"}
+
+    @property
+    def is_reapable(self) -> bool:
+        """Whether `reap` may remove it: dead for certain, and this user's own."""
+        return (
+            self.status == "dead" and self.is_ours and owner_of(self.header).is_of_this_namespace()
+        )
+
+
+def temporary_name(owner: ProcessIdentity) -> str:
+    """A name for a segment that is not finished, by which `reap` knows who has left it behind."""
+    numbers = f"{owner.pid}_{owner.start_time_ticks}_{owner.pid_namespace}"
+    return f".kvelastic_new_{numbers}_{os.urandom(6).hex()}"
+
+
+def open_file(name: str, flags: int) -> int:
+    """Open a regular file of /dev/shm; other kinds (a pipe would block) are not segments."""
+    if "/" in name or "\0" in name or name in {"", ".", ".."}:
+        raise SegmentNotFoundError(f"no segment is called {name!r}")
+    path = SHM_DIR / name
+    try:
+        fd = os.open(path, flags)
+    except FileNotFoundError:
+        raise SegmentNotFoundError(f"no segment is called {name!r}") from None
+    except OSError as error:
+        raise SegmentError(f"cannot open {path}: {error.strerror}") from error
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise SegmentFormatError(f"{path} is not a segment")
+    return fd
+
+
+def version_of(fd: int) -> int | None:
+    """The version of the segment in an open file; None if it is no segment."""
+    version: int | None = _vmm.record_version(os.pread(fd, 16, 0))
+    return version
+
+
+def list_segments() -> list[SegmentInfo]:
+    """Every segment that this user may read, by name; also dead and unreadable ones."""
+    found = []
+    for name in _file_names():
+        with suppress(SegmentError):
+            found.append(inspect(name))
+    return sorted(found, key=lambda info: info.name)
+
+
+def _file_names() -> list[str]:
+    try:
+        with os.scandir(SHM_DIR) as entries:
+            return [
+                entry.name
+                for entry in entries
+                if entry.is_file(follow_symlinks=False) and not _TEMPORARY.fullmatch(entry.name)
+            ]
+    except OSError:
+        return []
+
+
+def inspect(name: str) -> SegmentInfo:
+    """Read one segment without mapping anybody else's file.
+
+    Raises `SegmentNotFoundError`; `SegmentFormatError` if the file is not a segment at all. One of
+    another version, or damaged, comes back as `unreadable`.
+    """
+    fd = open_file(name, READ_FLAGS)
+    try:
+        return _inspect(fd, name)
+    finally:
+        os.close(fd)
+
+
+def _inspect(fd: int, name: str) -> SegmentInfo:
+    if version_of(fd) is None:
+        raise SegmentFormatError(f"{SHM_DIR / name} is not a segment")
+    state = os.fstat(fd)
+    is_ours = state.st_uid == os.geteuid()
+    memory = mmap.mmap(fd, 0, prot=mmap.PROT_READ) if is_ours else _copy(fd, state.st_size)
+    with memory:
+        try:
+            record = _vmm.Record.open(memory)
+        except SegmentFormatError as error:
+            return SegmentInfo(name, "unreadable", problem=str(error), is_ours=is_ours)
+        try:
+            header = record.read_header()
+            liveness = owner_of(header).liveness()
+            is_closing = liveness is Liveness.ALIVE and header["state"] == "closing"
+            return SegmentInfo(
+                name,
+                "closing" if is_closing else liveness.value,
+                is_ours=is_ours,
+                header=header,
+                usage=record.read_usage(),
+                answer=record.read_answer(),
+                wish=record.read_wish(),
+                counters=record.counters(),
+            )
+        finally:
+            record.release()
+
+
+def _copy(fd: int, size_bytes: int) -> mmap.mmap:
+    """Copy another user's file, who could shrink it while we read: a mapping would be a SIGBUS."""
+    memory = mmap.mmap(-1, max(1, min(size_bytes, _FOREIGN_COPY_BYTES)))
+    memory.write(os.pread(fd, len(memory), 0))
+    return memory
+
+
+def owner_of(header: dict[str, Any]) -> ProcessIdentity:
+    """Who made the segment that has this header."""
+    return ProcessIdentity(
+        pid=header["pid"],
+        start_time_ticks=header["start_time_ticks"],
+        boot_id=header["boot_id"],
+        pid_namespace=header["pid_namespace"],
+        uid=header["uid"],
+    )
+
+
+def reap() -> list[str]:
+    """Remove the segments of this user's dead processes, and what they began to make.
+
+    Returns the names removed. Never raises and never waits: what is locked is left for the next.
+    """
+    removed = []
+    for name in _file_names():
+        with suppress(SegmentError):
+            if inspect(name).is_reapable and remove_if_reapable(name, lock_s=0.0):
+                removed.append(name)
+    return sorted(removed) + _reap_temporaries()
+
+
+def _reap_temporaries() -> list[str]:
+    me = ProcessIdentity.of_this_process()
+    removed = []
+    with suppress(OSError), os.scandir(SHM_DIR) as entries:
+        for entry in entries:
+            match = _TEMPORARY.fullmatch(entry.name)
+            if match is None:
+                continue
+            maker = ProcessIdentity(int(match[1]), int(match[2]), me.boot_id, int(match[3]), me.uid)
+            with suppress(OSError):
+                is_ours = entry.stat(follow_symlinks=False).st_uid == me.uid
+                if is_ours and maker.liveness() is Liveness.DEAD:
+                    Path(entry.path).unlink()
+                    removed.append(entry.name)
+    return removed
+
+
+def delete(name: str, *, force: bool = False) -> None:
+    """Remove the name; a live instance goes on without it, deaf to wishes.
+
+    Raises `SegmentBusyError` for a live or unreadable segment without `force`,
+    `SegmentFormatError` for a file that is no segment, `SegmentNotFoundError`, `SegmentError`.
+    """
+    obstacle = _remove(name, lambda info: force or info.status == "dead")
+    if obstacle is None:
+        return
+    if obstacle.status == "unreadable":
+        raise SegmentBusyError(
+            f"the segment {name!r} cannot be read, so its instance may be alive: {obstacle.problem}"
+        )
+    raise SegmentBusyError(
+        f"the segment {name!r} belongs to a live instance (process {obstacle.header['pid']})"
+    )
+
+
+def remove_if_reapable(name: str, lock_s: float = LOCK_WAIT_S) -> bool:
+    """Remove a segment of this user's own dead process; False if it is anything else.
+
+    Raises as `delete`.
+    """
+    return _remove(name, lambda info: info.is_reapable, lock_s) is None
+
+
+def _remove(
+    name: str, may_remove: Callable[[SegmentInfo], bool], lock_s: float = LOCK_WAIT_S
+) -> SegmentInfo | None:
+    """Unlink the segment that has the name; return it instead if it may not be.
+
+    All is looked at under the lock on the file that is then unlinked, and the name is checked to
+    lead to that file: the segment of a new starter of that name is never hit.
+    """
+    fd = open_file(name, READ_FLAGS)
+    path = SHM_DIR / name
+    try:
+        with locked(fd, name, lock_s):
+            if inode_of(path.stat(follow_symlinks=False)) != inode_of(os.fstat(fd)):
+                return None  # somebody else has removed it, as asked
+            info = _inspect(fd, name)
+            if not may_remove(info):
+                return info
+            path.unlink()
+            return None
+    except SegmentError:
+        raise
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise SegmentError(f"cannot remove {path}: {error.strerror}") from error
+    finally:
+        os.close(fd)
+
+
+def inode_of(state: os.stat_result) -> tuple[int, int]:
+    """What tells a file from every other one as long as it is open or mapped."""
+    return (state.st_dev, state.st_ino)
+
+
+@contextmanager
+def locked(fd: int, name: str, timeout_s: float, *, fail: bool = True) -> Iterator[None]:
+    """Hold the lock on a segment's file.
+
+    Raises `SegmentBusyError` after `timeout_s`, or goes on without the lock if not `fail`.
+    """
+    deadline = time.monotonic() + timeout_s
+    held = True
+    while True:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        except BlockingIOError:
+            if time.monotonic() < deadline:
+                time.sleep(0.002)  # flock has no deadline of its own
+                continue
+            if fail:
+                raise SegmentBusyError(
+                    f"another process has held the lock of {name!r} for {timeout_s:g} s"
+                    " (a kvctl that was stopped?)"
+                ) from None
+            held = False
+            break
+    try:
+        yield
+    finally:
+        if held:
+            fcntl.flock(fd, fcntl.LOCK_UN)

@@ -1,0 +1,78 @@
+"""Bytes and percentages as people write and read them.
+
+    parse_size("1.5GiB") == parse_size("1536M") == 1610612736
+    format_size(1610612736) == "1.50 GiB"
+    parse_percent("80%") == 80.0
+
+K, KB and KiB all mean 1024 bytes, as in the interface that kvelastic keeps; so do the larger ones.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Final
+
+from kvelastic.errors import InvalidArgumentError
+
+KIB_BYTES: Final = 1 << 10
+MIB_BYTES: Final = 1 << 20
+GIB_BYTES: Final = 1 << 30
+TIB_BYTES: Final = 1 << 40
+
+MAX_SIZE_BYTES: Final = (1 << 63) - 1
+"""The largest size there is: sizes travel as signed 64-bit integers in the segment."""
+
+SIZE_FORMS: Final = (
+    "bytes as a plain number, or a number with K, M, G or T, optionally followed by B or iB"
+    " (512M, 1.5GiB, 2g, 1_073_741_824)"
+)
+PERCENT_FORMS: Final = "a number from 0 to 100, with or without a percent sign (80, 12.5%)"
+
+_UNIT_BYTES: Final = {"": 1, "k": KIB_BYTES, "m": MIB_BYTES, "g": GIB_BYTES, "t": TIB_BYTES}
+# At most 40 digits on either side: no input makes the arithmetic below slow.
+_NUMBER: Final = r"([0-9]{1,40}(?:\.[0-9]{0,40})?|\.[0-9]{1,40})"
+_SIZE: Final = re.compile(_NUMBER + r"\s*(?:([kmgt])(?:i?b)?|b)?", re.IGNORECASE)
+_PERCENT: Final = re.compile(_NUMBER + r"\s*%?")
+
+
+def parse_size(text: str) -> int:
+    """Read a size in bytes from `text`; part of a byte is dropped.
+
+    Upper and lower case mean the same, and `_` and `,` are ignored. Raises
+    `InvalidArgumentError` for anything else: empty, negative, nan, inf, an unknown unit, or
+    more than `MAX_SIZE_BYTES`.
+    """
+    match = _SIZE.fullmatch(text.replace("_", "").replace(",", "").strip())
+    if match is None:
+        raise InvalidArgumentError(f"size {text!r} is not understood; write {SIZE_FORMS}.")
+    whole, _, decimals = match[1].partition(".")
+    # In integers, because a float loses bytes above 2**53.
+    scaled_bytes = int(whole + decimals) * _UNIT_BYTES[(match[2] or "").lower()]
+    size_bytes: int = scaled_bytes // 10 ** len(decimals)
+    if size_bytes > MAX_SIZE_BYTES:
+        raise InvalidArgumentError(
+            f"size {text!r} is larger than {format_size(MAX_SIZE_BYTES)}; write a smaller one."
+        )
+    return size_bytes
+
+
+def format_size(size_bytes: int) -> str:
+    """Write bytes for people: `512 B`, `1.50 GiB`; a negative number keeps its sign."""
+    if size_bytes < 0:
+        return "-" + format_size(-size_bytes)
+    if size_bytes < KIB_BYTES:
+        return f"{size_bytes} B"
+    for unit, unit_bytes in (("KiB", KIB_BYTES), ("MiB", MIB_BYTES), ("GiB", GIB_BYTES)):
+        # Compare what would be printed: 1048575 bytes are 1.00 MiB, not 1024.00 KiB.
+        if round(size_bytes / unit_bytes, 2) < 1024:
+            return f"{size_bytes / unit_bytes:.2f} {unit}"
+    return f"{size_bytes / TIB_BYTES:.2f} TiB"
+
+
+def parse_percent(text: str) -> float:
+    """Read a percentage from 0 to 100; raises `InvalidArgumentError` for anything else."""
+    match = _PERCENT.fullmatch(text.strip())
+    percent = None if match is None else float(match[1])
+    if percent is None or percent > 100:
+        raise InvalidArgumentError(f"percentage {text!r} is not accepted; write {PERCENT_FORMS}.")
+    return percent

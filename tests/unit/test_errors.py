@@ -1,0 +1,133 @@
+"""The tree of errors: its drawing, its codes, and what native code makes of it."""
+
+from __future__ import annotations
+
+import builtins
+import copy
+import pickle
+import re
+import subprocess
+import sys
+
+import pytest
+
+from kvelastic import errors
+from kvelastic.errors import KvelasticError, errors_by_code, native_error
+
+CLASSES = [
+    value
+    for value in vars(errors).values()
+    if isinstance(value, type) and issubclass(value, KvelasticError)
+]
+DRAWN = re.compile(
+    r"^ {4}(?P<indent>[│ ├└─]*)(?P<name>[A-Z]\w+) +(?P<code>[A-Z_]+)"
+    r"(?: +\[(?P<builtins>[\w, ]+)\])?$",
+    re.MULTILINE,
+)
+
+
+def drawing() -> list[tuple[str, str, str | None, tuple[str, ...]]]:
+    """(name, code, parent's name, builtin bases) of each line of the drawing."""
+    rows = []
+    parents: list[str] = []
+    for match in DRAWN.finditer(errors.__doc__ or ""):
+        depth = len(match["indent"]) // 4
+        del parents[depth:]
+        named = match["builtins"]
+        rows.append(
+            (
+                match["name"],
+                match["code"],
+                parents[-1] if parents else None,
+                tuple(named.split(", ")) if named else (),
+            )
+        )
+        parents.append(match["name"])
+    return rows
+
+
+def test_drawing_has_exactly_the_classes() -> None:
+    assert [row[0] for row in drawing()] != []
+    assert sorted(row[0] for row in drawing()) == sorted(cls.__name__ for cls in CLASSES)
+
+
+@pytest.mark.parametrize(("name", "code", "parent", "builtin_names"), drawing())
+def test_drawing_tells_the_truth(
+    name: str, code: str, parent: str | None, builtin_names: tuple[str, ...]
+) -> None:
+    cls = getattr(errors, name)
+    assert cls.code == code
+    own = [base for base in cls.__bases__ if issubclass(base, KvelasticError)]
+    assert [base.__name__ for base in own] == ([parent] if parent else [])
+    foreign = {base.__name__ for base in cls.__bases__} - {base.__name__ for base in own}
+    assert foreign == (set(builtin_names) if parent else {"Exception"})
+    for builtin_name in builtin_names:
+        assert issubclass(cls, getattr(builtins, builtin_name))
+
+
+def test_codes_are_unique_and_upper_snake() -> None:
+    codes = [cls.code for cls in CLASSES]
+    assert len(set(codes)) == len(codes)
+    assert all(re.fullmatch(r"[A-Z]+(_[A-Z]+)*", code) for code in codes)
+    assert errors_by_code() == {cls.code: cls for cls in CLASSES}
+
+
+@pytest.mark.parametrize("cls", CLASSES)
+def test_every_class_documents_itself_and_sets_its_own_code(cls: type[KvelasticError]) -> None:
+    assert cls.__dict__.get("__doc__", "").strip()
+    assert "code" in cls.__dict__
+
+
+@pytest.mark.parametrize("cls", CLASSES)
+def test_code_round_trips_through_native_error(cls: type[KvelasticError]) -> None:
+    error = native_error(cls.code, "what happened")
+    assert type(error) is cls
+    assert str(error) == "what happened"
+    assert error.code == cls.code
+
+
+@pytest.mark.parametrize("cls", CLASSES)
+def test_errors_survive_pickle_and_copy(cls: type[KvelasticError]) -> None:
+    error = cls("block 7 is free already")
+    for again in (pickle.loads(pickle.dumps(error)), copy.copy(error)):
+        assert type(again) is cls
+        assert str(again) == str(error)
+        assert again.code == cls.code
+
+
+def test_unknown_code_is_carried_and_leaves_the_class_alone() -> None:
+    error = native_error("FROM_THE_FUTURE", "text")
+    assert type(error) is KvelasticError
+    assert error.code == "FROM_THE_FUTURE"
+    assert str(error) == "text"
+    assert KvelasticError.code == "KVELASTIC_ERROR"
+    assert pickle.loads(pickle.dumps(error)).code == "FROM_THE_FUTURE"
+
+
+def test_a_subclass_elsewhere_does_not_take_its_parents_place() -> None:
+    errors_by_code.cache_clear()
+
+    class Local(errors.BlockError):
+        """Made by an application."""
+
+    assert errors_by_code()["BLOCK"] is errors.BlockError
+    assert Local not in errors_by_code().values()
+
+
+def test_not_initialized_says_what_to_do() -> None:
+    message = "kvelastic is not initialized. Call init_kvelastic() first."
+    assert str(errors.NotInitializedError()) == message
+    with pytest.raises(RuntimeError, match="kvelastic is not initialized"):
+        raise errors.NotInitializedError
+
+
+def test_importing_errors_is_light() -> None:
+    probe = (
+        "import sys; import kvelastic.errors;"
+        "print([m for m in ('torch', 'numpy', 'dataclasses', 'logging', 'kvelastic._vmm')"
+        " if m in sys.modules])"
+    )
+    out = subprocess.run(
+        [sys.executable, "-c", probe], capture_output=True, text=True, check=True, timeout=60
+    )
+    assert out.stdout.strip() == "[]"

@@ -1,0 +1,43 @@
+// What gives a pool its memory.
+#pragma once
+
+#include <memory>
+#include <span>
+
+#include "geometry.h"
+#include "range.h"
+#include "status.h"
+
+namespace kvelastic {
+
+/// Pages come and go through this, wherever they are mapped. Thread-safe; both calls block and are
+/// all or nothing. A page is in at most one call at a time.
+class Backing {
+ public:
+  Backing() = default;
+  Backing(const Backing&) = delete;
+  Backing& operator=(const Backing&) = delete;
+  virtual ~Backing() = default;
+
+  /// After success every process that uses the pages can touch them.
+  virtual Status map(std::span<const PageIndex> pages) = 0;
+
+  /// After success no process can touch the pages, and their memory is the device's again.
+  virtual Status unmap(std::span<const PageIndex> pages) = 0;
+};
+
+/// Memory of this process.
+class LocalBacking final : public Backing {
+ public:
+  explicit LocalBacking(std::shared_ptr<Range> range) : range_(std::move(range)) {}
+
+  Status map(std::span<const PageIndex> pages) override { return range_->map(pages); }
+  Status unmap(std::span<const PageIndex> pages) override {
+    return range_->unmap(pages, Afterwards::kDestroy);
+  }
+
+ private:
+  const std::shared_ptr<Range> range_;
+};
+
+}  // namespace kvelastic

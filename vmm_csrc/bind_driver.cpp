@@ -1,0 +1,162 @@
+// `kvelastic._vmm`: drivers, geometry and the range with its tensor.
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/string.h>
+
+#include "bind_errors.h"
+#include "bind_ids.h"
+#include "fault_driver.h"
+#include "host_driver.h"
+#include "range.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace kvelastic {
+namespace {
+
+std::byte* address_of(std::uintptr_t address) { return reinterpret_cast<std::byte*>(address); }
+
+nb::dict stats_dict(const Driver& driver) {
+  const DriverStats stats = driver.stats();
+  nb::dict out;
+  out["creates"] = stats.creates;
+  out["destroys"] = stats.destroys;
+  out["maps"] = stats.maps;
+  out["unmaps"] = stats.unmaps;
+  out["small_pages"] = stats.small_pages;
+  return out;
+}
+
+/// The whole range as one flat tensor of bytes. It keeps the range alive, whoever holds it.
+nb::ndarray<std::int8_t, nb::ndim<1>, nb::device::cpu> range_tensor(
+    const std::shared_ptr<Range>& range) {
+  auto* keep = new std::shared_ptr<Range>(range);  // owned by the capsule below
+  nb::capsule owner(keep, [](void* held) noexcept {
+    delete static_cast<std::shared_ptr<Range>*>(held);
+  });
+  return {range->address(), {range->geometry().range_bytes()}, owner};
+}
+
+}  // namespace
+
+void bind_driver(nb::module_& m) {
+  nb::class_<Driver>(m, "Driver", "The seam to an OS or a GPU; see vmm_csrc/driver.h.")
+      .def_prop_ro("granularity_bytes", &Driver::granularity_bytes)
+      .def("stats", &stats_dict)
+      .def(
+          "reserve",
+          [](Driver& d, std::size_t bytes) {
+            return reinterpret_cast<std::uintptr_t>(unwrap(d.reserve(bytes)));
+          },
+          "bytes"_a, "Reserve addresses; returns the first. They hold no memory and fault.")
+      .def(
+          "release",
+          [](Driver& d, std::uintptr_t at, std::size_t bytes) {
+            check(d.release(address_of(at), bytes));
+          },
+          "address"_a, "bytes"_a)
+      .def(
+          "create",
+          [](Driver& d, std::size_t bytes) {
+            return unwrap(without_gil([&] { return d.create(bytes); }));
+          },
+          "bytes"_a, "Create a page of zeroed memory; returns its handle.")
+      .def(
+          "destroy", [](Driver& d, Handle h, std::size_t bytes) { check(d.destroy(h, bytes)); },
+          "handle"_a, "bytes"_a)
+      .def(
+          "map",
+          [](Driver& d, std::uintptr_t at, std::size_t bytes, Handle h) {
+            check(d.map(address_of(at), bytes, h));
+          },
+          "address"_a, "bytes"_a, "handle"_a)
+      .def(
+          "set_access",
+          [](Driver& d, std::uintptr_t at, std::size_t bytes) {
+            check(d.set_access(address_of(at), bytes));
+          },
+          "address"_a, "bytes"_a)
+      .def(
+          "unmap",
+          [](Driver& d, std::uintptr_t at, std::size_t bytes) {
+            check(d.unmap(address_of(at), bytes));
+          },
+          "address"_a, "bytes"_a);
+
+  m.def(
+      "HostDriver",
+      []() -> std::shared_ptr<Driver> { return {unwrap(HostDriver::open())}; },
+      "The machine's own memory: one memfd, pages of 2 MiB, unmapped addresses fault.");
+
+  nb::class_<FaultDriver, Driver>(m, "FaultDriver", "Fails calls on demand; for tests.")
+      .def(nb::init<std::shared_ptr<Driver>>(), "inner"_a)
+      .def("arm", &FaultDriver::arm, "fail_at"_a, "fail_count"_a = 1,
+           "Count anew; fail the fail_at-th call (the first is 1, 0: none) and fail_count - 1 more.")
+      .def_prop_ro("calls", &FaultDriver::calls);
+
+  nb::class_<Geometry>(m, "Geometry", "Where ids lie in pages; kvelastic.layout solves for it.")
+      .def(
+          "__init__",
+          [](Geometry* self, std::uint64_t pages, std::uint64_t extent_bytes,
+             std::uint64_t block_bytes, std::uint64_t blocks_per_page,
+             std::uint64_t extents_per_page, std::uint64_t extent_stride_bytes) {
+            new (self) Geometry{pages,       extents_per_page, extent_bytes, extent_stride_bytes,
+                                block_bytes, blocks_per_page};
+          },
+          nb::kw_only(), "pages"_a, "extent_bytes"_a, "block_bytes"_a, "blocks_per_page"_a,
+          "extents_per_page"_a = 1, "extent_stride_bytes"_a = 0)
+      .def_ro("pages", &Geometry::pages)
+      .def_ro("extents_per_page", &Geometry::extents_per_page)
+      .def_ro("extent_bytes", &Geometry::extent_bytes)
+      .def_ro("extent_stride_bytes", &Geometry::extent_stride_bytes)
+      .def_ro("block_bytes", &Geometry::block_bytes)
+      .def_ro("blocks_per_page", &Geometry::blocks_per_page)
+      .def_prop_ro("page_bytes", &Geometry::page_bytes)
+      .def_prop_ro("range_bytes", &Geometry::range_bytes)
+      .def("first_id", &Geometry::first_id, "page"_a);
+
+  nb::class_<Range>(m, "Range",
+                    "Reserved addresses and the pages mapped in them. Any thread; batches are all "
+                    "or nothing.")
+      .def_static(
+          "reserve",
+          [](std::shared_ptr<Driver> driver, const Geometry& geometry) {
+            return std::shared_ptr<Range>(unwrap(Range::reserve(std::move(driver), geometry)));
+          },
+          "driver"_a, "geometry"_a, "Reserve the addresses; costs no memory.")
+      .def(
+          "map",
+          [](Range& r, nb::handle pages) {
+            const std::vector<std::uint32_t> batch = pages_of(pages);
+            check(without_gil([&] { return r.map(batch); }));
+          },
+          "pages"_a, "Map pages that are not mapped; new ones hold zeros. Blocks.")
+      .def(
+          "unmap",
+          [](Range& r, nb::handle pages, bool destroy) {
+            const std::vector<std::uint32_t> batch = pages_of(pages);
+            check(without_gil([&] {
+              return r.unmap(batch, destroy ? Afterwards::kDestroy : Afterwards::kRecycle);
+            }));
+          },
+          "pages"_a, nb::kw_only(), "destroy"_a = false,
+          "Unmap pages. Their handles are kept for the next map, or destroyed.")
+      .def(
+          "trim", [](Range& r) { check(without_gil([&] { return r.trim(); })); },
+          "Destroy the handles that unmap kept.")
+      .def("tensor", &range_tensor,
+           "All of it as a flat int8 tensor (DLPack, no copy). Touching what is not mapped faults.")
+      .def("is_mapped", &Range::is_mapped, "page"_a)
+      .def_prop_ro("mapped_pages", &Range::mapped_pages)
+      .def_prop_ro("held_bytes", &Range::held_bytes)
+      .def_prop_ro("failed", &Range::failed)
+      .def_prop_ro("geometry", &Range::geometry)
+      .def_prop_ro("range_bytes", [](const Range& r) { return r.geometry().range_bytes(); })
+      .def_prop_ro("address",
+                   [](const Range& r) { return reinterpret_cast<std::uintptr_t>(r.address()); })
+      .def("check_integrity", [](const Range& r) { check(r.check_integrity()); });
+}
+
+}  // namespace kvelastic

@@ -1,0 +1,246 @@
+// `kvelastic._vmm`: the pool, its keeper, and the ring to a worker process.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/shared_ptr.h>
+
+#include <cmath>
+
+#include "bind_errors.h"
+#include "bind_ids.h"
+#include "bind_record.h"
+#include "keeper.h"
+#include "pool.h"
+#include "ring.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace kvelastic {
+namespace {
+
+constexpr double kNanosecondsPerSecond = 1e9;
+
+/// Seconds from Python; negative or beyond any clock: for ever.
+std::chrono::nanoseconds duration(double seconds) {
+  if (std::isnan(seconds)) raise_code("INVALID_ARGUMENT", "a time in seconds cannot be nan");
+  if (seconds < 0 || seconds > 1e9) return kForever;
+  return std::chrono::nanoseconds(static_cast<std::int64_t>(seconds * kNanosecondsPerSecond));
+}
+
+/// The ring area of a segment, and what keeps it mapped.
+std::pair<std::span<std::byte>, std::shared_ptr<BufferHold>> ring_area(const PyRecord& record) {
+  std::shared_ptr<BufferHold> hold = record.hold();
+  if (hold->readonly()) raise_code("SEGMENT", "a ring needs a segment opened for writing");
+  const RecordHeader& header = record.view().header();
+  return {hold->bytes().subspan(header.ring_offset, header.ring_bytes), hold};
+}
+
+std::shared_ptr<Pool> make_pool(nb::handle memory, std::uint64_t max_blocks,
+                                std::uint64_t limit_bytes, std::uint64_t capacity_bytes,
+                                std::uint64_t min_reserved_pages, std::uint64_t max_reserved_pages,
+                                std::int64_t max_cached_blocks, bool preallocate) {
+  PoolOptions options;
+  options.max_blocks = max_blocks;
+  options.limit_bytes = limit_bytes;
+  options.capacity_bytes = capacity_bytes;
+  options.min_reserved_pages = min_reserved_pages;
+  options.max_reserved_pages = max_reserved_pages;
+  options.max_cached_blocks = max_cached_blocks;
+  options.preallocate = preallocate;
+  if (nb::isinstance<Range>(memory)) {
+    const auto range = nb::cast<std::shared_ptr<Range>>(memory);
+    return unwrap(
+        Pool::create(range->geometry(), std::make_shared<LocalBacking>(range), options));
+  }
+  const auto ring = nb::cast<std::shared_ptr<RingBacking>>(memory);
+  return unwrap(Pool::create(ring->geometry(), ring, options));
+}
+
+nb::object alloc(Pool& pool, std::uint64_t count) {
+  std::optional<std::vector<BlockId>> ids;
+  // The common case takes no page and is over in less time than giving the GIL away takes.
+  if (!pool.try_alloc(count, ids)) {
+    ids = unwrap(without_gil([&] { return pool.alloc(count); }));
+  }
+  return ids ? list_of(*ids) : nb::none();
+}
+
+/// free, cache and touch only block where they have to give memory back.
+template <Status (Pool::*method)(std::span<const BlockId>)>
+void with_ids(Pool& pool, nb::handle sequence) {
+  const std::vector<std::int64_t> ids = integers_of(sequence);
+  if (pool.is_over_limit()) {
+    check(without_gil([&] { return (pool.*method)(ids); }));
+  } else {
+    check((pool.*method)(ids));
+  }
+}
+
+nb::dict limit_dict(const LimitState& state) {
+  nb::dict out;
+  out["state"] = state.over_bytes == 0 ? "applied" : "shrinking";
+  out["limit_bytes"] = state.limit_bytes;
+  out["effective_limit_bytes"] = state.effective_bytes;
+  out["mapped_bytes"] = state.mapped_bytes;
+  out["over_bytes"] = state.over_bytes;
+  return out;
+}
+
+nb::dict set_limit(Pool& pool, std::uint64_t limit_bytes) {
+  return limit_dict(unwrap(without_gil([&] {
+    (void)pool.set_limit(limit_bytes);
+    return pool.enforce_limit();
+  })));
+}
+
+nb::dict stats_dict(const Pool& pool) {
+  const PoolStats stats = pool.stats();
+  nb::dict out;
+  out["page_bytes"] = stats.page_bytes;
+  out["pages_total"] = stats.pages_total;
+  out["pages_limit"] = stats.pages_limit;
+  out["pages_mapped"] = stats.pages_mapped;
+  out["pages_parked"] = stats.pages_parked;
+  out["blocks_total"] = stats.blocks_total;
+  out["blocks_used"] = stats.blocks_used;
+  out["blocks_cached"] = stats.blocks_cached;
+  out["blocks_reserved"] = stats.blocks_reserved;
+  out["blocks_available"] = stats.blocks_available;
+  out["allocs"] = stats.allocs;
+  out["frees"] = stats.frees;
+  out["alloc_failures"] = stats.alloc_failures;
+  out["blocks_evicted"] = stats.blocks_evicted;
+  out["pages_mapped_ever"] = stats.pages_mapped_ever;
+  out["pages_unmapped_ever"] = stats.pages_unmapped_ever;
+  out["provision_runs"] = stats.provision_runs;
+  return out;
+}
+
+nb::dict occupancy(const Pool& pool, nb::object pages) {
+  nb::dict out;
+  if (!pages.is_none()) {
+    for (const std::uint32_t page : pages_of(pages)) {
+      if (const auto count = pool.occupancy(page)) out[nb::int_(page)] = *count;
+    }
+    return out;
+  }
+  for (PageIndex page = 0; page < pool.geometry().pages; ++page) {
+    if (const auto count = pool.occupancy(page)) out[nb::int_(page)] = *count;
+  }
+  return out;
+}
+
+void bind_ring(nb::module_& m) {
+  nb::class_<RingBacking>(m, "Ring", "The scheduler's end of the ring to one worker process.")
+      .def_static(
+          "create",
+          [](const PyRecord& record, const Geometry& geometry, double timeout_s) {
+            auto [area, hold] = ring_area(record);
+            return std::shared_ptr<RingBacking>(
+                unwrap(RingBacking::create(area, geometry, duration(timeout_s), hold)));
+          },
+          "record"_a, "geometry"_a, "timeout_s"_a,
+          "Write an empty ring into a segment; commands wait timeout_s at most (< 0: for ever).")
+      .def(
+          "wait_for_worker",
+          [](RingBacking& ring, double timeout_s) {
+            check(without_gil([&] { return ring.wait_for_worker(duration(timeout_s)); }));
+          },
+          "timeout_s"_a, "Block until a worker serves the ring. Raises ChannelTimeoutError.")
+      .def_prop_ro("geometry", &RingBacking::geometry);
+
+  nb::class_<RingWorker>(m, "RingWorker",
+                         "The worker's end: a native thread that maps and unmaps as told.")
+      .def_static(
+          "start",
+          [](const PyRecord& record, std::shared_ptr<Range> range) {
+            auto [area, hold] = ring_area(record);
+            return std::shared_ptr<RingWorker>(
+                unwrap(RingWorker::start(area, std::move(range), hold)));
+          },
+          "record"_a, "range"_a, "Serve the segment's ring on a range, until stop().")
+      .def("stop", [](RingWorker& worker) { without_gil([&] { worker.stop(); return 0; }); });
+}
+
+}  // namespace
+
+void bind_pool(nb::module_& m) {
+  bind_ring(m);
+
+  nb::class_<Pool>(m, "Pool",
+                   "Blocks over a Range, or over a Ring to the process that has it. Any thread; "
+                   "see vmm_csrc/pool.h.")
+      .def(nb::new_(&make_pool), "memory"_a, nb::kw_only(), "max_blocks"_a, "limit_bytes"_a,
+           "capacity_bytes"_a, "min_reserved_pages"_a = 5, "max_reserved_pages"_a = 10,
+           "max_cached_blocks"_a = -1, "preallocate"_a = true)
+      .def("alloc", &alloc, "count"_a,
+           "Ids of `count` blocks, or None when that many cannot be had; nothing has changed then.")
+      .def("free", &with_ids<&Pool::free>, "ids"_a,
+           "Give blocks back, used or cached. All or nothing; raises DoubleFreeError, "
+           "UnknownBlockError, NullBlockError.")
+      .def("cache", &with_ids<&Pool::cache>, "ids"_a,
+           "Keep the contents of used blocks until the memory is needed; the first named goes "
+           "first.")
+      .def("touch", &with_ids<&Pool::touch>, "ids"_a, "Use cached blocks again.")
+      .def("available_size", &Pool::available, "Blocks that alloc could give now.")
+      .def("available_mapped", &Pool::available_mapped,
+           "Blocks that alloc could give now without mapping a page.")
+      .def(
+          "ensure",
+          [](Pool& pool, std::uint64_t count) {
+            return unwrap(without_gil([&] { return pool.ensure(count); }));
+          },
+          "count"_a,
+          "Map pages until `count` blocks are free, as far as the limit goes; never evicts. "
+          "Returns available_mapped().")
+      .def(
+          "try_to_reserve",
+          [](Pool& pool, std::uint64_t count) {
+            return unwrap(without_gil([&] { return pool.try_to_reserve(count); }));
+          },
+          "count"_a, "Set blocks aside for the next allocs; False when there are not as many.")
+      .def("free_reserved", [](Pool& p) { without_gil([&] { p.free_reserved(); return 0; }); })
+      .def_prop_ro("has_evicted", &Pool::has_evicted)
+      .def("take_evicted", [](Pool& pool) { return list_of(pool.take_evicted()); },
+           "Ids of cached blocks evicted since the last call: forget what they held.")
+      .def(
+          "enter",
+          [](Pool& pool) {
+            if (!pool.try_enter()) without_gil([&] { pool.enter(); return 0; });
+          },
+          "Begin a session: until exit() nothing but this thread's own calls takes blocks away.")
+      .def("exit", &Pool::exit)
+      .def("set_limit", &set_limit, "limit_bytes"_a,
+           "Set the limit and give back what is over it, as far as that can be had.")
+      .def("limit_state", [](const Pool& pool) { return limit_dict(pool.limit_state()); })
+      .def(
+          "trim",
+          [](Pool& pool) { return unwrap(without_gil([&] { return pool.trim(); })) *
+                                  pool.geometry().page_bytes(); },
+          "Give every parked page back; returns the bytes.")
+      .def("clear", [](Pool& pool) { without_gil([&] { pool.clear(); return 0; }); },
+           "Free every block and every reservation.")
+      .def_prop_ro("mapped_bytes", &Pool::mapped_bytes)
+      .def_prop_ro("geometry", &Pool::geometry)
+      .def("occupancy", &occupancy, "pages"_a = nb::none(),
+           "Blocks in use or cached, by page; only mapped pages.")
+      .def("stats", &stats_dict)
+      .def("check_integrity", [](const Pool& pool) { check(pool.check_integrity()); });
+
+  nb::class_<Keeper>(m, "Keeper", "The instance's thread: wishes, provisioning, decay.")
+      .def_static(
+          "start",
+          [](std::shared_ptr<Pool> pool, const PyRecord& record, double idle_trim_s,
+             bool sanity_check) {
+            KeeperOptions options;
+            const std::chrono::nanoseconds idle = duration(idle_trim_s);
+            options.idle_trim = idle == kForever ? std::chrono::nanoseconds(-1) : idle;
+            options.sanity_check = sanity_check;
+            return std::shared_ptr<Keeper>(
+                Keeper::start(std::move(pool), record.native(), options));
+          },
+          "pool"_a, "record"_a, "idle_trim_s"_a = 5.0, "sanity_check"_a = false)
+      .def("stop", [](Keeper& keeper) { without_gil([&] { keeper.stop(); return 0; }); },
+           "End the thread. Blocks until what it does is done.");
+}
+
+}  // namespace kvelastic

@@ -1,0 +1,400 @@
+#include "blocks.h"
+
+#include <bit>
+#include <string>
+
+namespace kvelastic {
+
+Result<std::unique_ptr<Blocks>> Blocks::create(const Geometry& geometry) {
+  std::unique_ptr<Blocks> blocks(new Blocks(geometry));
+  const auto max_value = static_cast<std::uint32_t>(geometry.blocks_per_page);
+  const std::size_t words = geometry.pages * blocks->words_per_page_;
+  for (Status made : {blocks->pages_.allocate(geometry.pages), blocks->taken_.allocate(words),
+                      blocks->cached_.allocate(words),
+                      blocks->lru_.allocate(geometry.pages * geometry.blocks_per_page),
+                      blocks->partial_.allocate(geometry.pages, max_value),
+                      blocks->evictable_.allocate(geometry.pages, max_value)}) {
+    if (!made) return made.error();
+  }
+  return blocks;
+}
+
+Blocks::Blocks(const Geometry& geometry)
+    : geometry_(geometry),
+      blocks_per_page_(geometry.blocks_per_page),
+      words_per_page_((geometry.blocks_per_page + 63) / 64),
+      ids_per_page_(geometry.extent_bytes % geometry.block_bytes == 0
+                        ? geometry.extent_bytes / geometry.block_bytes
+                        : 0) {}
+
+// --- pages -----------------------------------------------------------------------------------
+
+std::optional<PageIndex> Blocks::take_unmapped() {
+  PageIndex page = 0;
+  if (!returned_.empty()) {
+    page = returned_.top();
+    returned_.pop();
+  } else if (fresh_ < geometry_.pages) {
+    page = fresh_++;
+  } else {
+    return std::nullopt;
+  }
+  pages_[page].state = PageState::kInTransit;
+  return page;
+}
+
+void Blocks::add_page(PageIndex index) {
+  Page& page = pages_[index];
+  page.state = PageState::kMapped;
+  ++mapped_pages_;
+  free_blocks_ += blocks_per_page_;
+  if (index == 0) {
+    taken_word({0, 0}) |= 1;
+    page.used = 1;
+    --free_blocks_;
+  }
+  enlist(index);
+}
+
+void Blocks::put_back(PageIndex page) {
+  if (page == 0) {
+    taken_word({0, 0}) = 0;
+    pages_[0].used = 0;
+  }
+  pages_[page].state = PageState::kUnmapped;
+  returned_.push(page);
+}
+
+std::optional<PageIndex> Blocks::take_parked() {
+  if (parked_.empty()) return std::nullopt;
+  const PageIndex page = parked_.back();
+  unlist(page);
+  pages_[page].state = PageState::kInTransit;
+  --mapped_pages_;
+  free_blocks_ -= blocks_per_page_;
+  return page;
+}
+
+// --- blocks ----------------------------------------------------------------------------------
+
+void Blocks::alloc(std::size_t count, Fit fit, std::vector<BlockId>& out) {
+  while (count > 0) {
+    const auto wanted = static_cast<std::uint32_t>(std::min<std::size_t>(count, blocks_per_page_));
+    std::optional<PageIndex> page = partial_.lowest_from(fit == Fit::kFullest ? 1 : wanted);
+    if (!page) page = partial_.highest();
+    if (!page) page = parked_.back();
+    const std::size_t here = std::min<std::size_t>(count, free_in(pages_[*page]));
+    alloc_in_page(*page, here, out);
+    count -= here;
+  }
+}
+
+void Blocks::alloc_in_page(PageIndex index, std::size_t count, std::vector<BlockId>& out) {
+  unlist(index);
+  Page& page = pages_[index];
+  page.used += static_cast<std::uint32_t>(count);
+  used_blocks_ += count;
+  free_blocks_ -= count;
+  const BlockId first = geometry_.first_id(index);
+  for (std::size_t w = 0; count > 0; ++w) {
+    std::uint64_t& word = taken_[index * words_per_page_ + w];
+    // Bits past the page's last block are no blocks: the counts say how many zero bits are real,
+    // and lower ones are taken first, so those are never reached.
+    for (std::uint64_t open = ~word; open != 0 && count > 0; open &= open - 1, --count) {
+      word |= open & (~open + 1);
+      out.push_back(first + static_cast<BlockId>(w * 64 + std::countr_zero(open)));
+    }
+  }
+  enlist(index);
+}
+
+Result<Blocks::Place> Blocks::find(BlockId id) const {
+  if (id == kNullBlock) {
+    return Error{Errc::kNullBlock, "block 0 is the null block; it is never given back"};
+  }
+  if (id > 0) {
+    const auto wide = static_cast<std::uint64_t>(id);
+    // An id past every page: compare before multiplying, so that nothing can overflow.
+    if (wide < geometry_.pages * (geometry_.extent_bytes / geometry_.block_bytes + 1)) {
+      const std::uint64_t page = ids_per_page_ != 0
+                                     ? wide / ids_per_page_
+                                     : wide * geometry_.block_bytes / geometry_.extent_bytes;
+      if (page < geometry_.pages) {
+        const auto index = static_cast<PageIndex>(page);
+        const BlockId slot = id - geometry_.first_id(index);
+        if (slot >= 0 && slot < static_cast<BlockId>(blocks_per_page_)) {
+          return Place{index, static_cast<std::uint32_t>(slot)};
+        }
+      }
+    }
+  }
+  return Error{Errc::kUnknownBlock, "block " + std::to_string(id) +
+                                        " is not an id that this pool hands out"};
+}
+
+Error Blocks::wrong_state(BlockId id, const char* wanted) const {
+  return {Errc::kDoubleFree, "block " + std::to_string(id) + " is not " + wanted +
+                                 ": it was freed before, or named twice in one call"};
+}
+
+template <typename Step, typename Undo>
+Status Blocks::for_all(std::span<const BlockId> ids, const char* wanted, Step step, Undo undo) {
+  places_.clear();
+  for (const BlockId id : ids) {
+    Result<Place> at = find(id);
+    if (at && !step(*at)) at = wrong_state(id, wanted);
+    if (!at) {
+      for (std::size_t i = places_.size(); i-- > 0;) undo(places_[i]);
+      return at.error();
+    }
+    places_.push_back(*at);
+  }
+  return ok();
+}
+
+Status Blocks::free(std::span<const BlockId> ids) {
+  // First the bits, which can be undone, then the counts, which cannot fail.
+  Status marked = for_all(
+      ids, "in use",
+      [this](Place at) {
+        const bool taken = is_taken(at);
+        taken_word(at) &= ~(std::uint64_t{1} << (at.slot % 64));
+        return taken;
+      },
+      [this](Place at) { taken_word(at) |= std::uint64_t{1} << (at.slot % 64); });
+  if (!marked) return marked;
+  for (std::size_t i = 0; i < places_.size();) {
+    const PageIndex index = places_[i].page;
+    unlist(index);
+    Page& page = pages_[index];
+    // Ids of one page mostly come together: one step in and out of the lists for all of them.
+    for (; i < places_.size() && places_[i].page == index; ++i) {
+      const Place at = places_[i];
+      ++free_blocks_;
+      if (is_cached(at)) {
+        cached_word(at) &= ~(std::uint64_t{1} << (at.slot % 64));
+        lru_remove(at);
+        --page.cached;
+        --cached_blocks_;
+      } else {
+        --page.used;
+        --used_blocks_;
+      }
+    }
+    enlist(index);
+  }
+  return ok();
+}
+
+Status Blocks::cache(std::span<const BlockId> ids) {
+  Status marked = for_all(
+      ids, "in use",
+      [this](Place at) {
+        if (!is_taken(at) || is_cached(at)) return false;
+        cached_word(at) |= std::uint64_t{1} << (at.slot % 64);
+        return true;
+      },
+      [this](Place at) { cached_word(at) &= ~(std::uint64_t{1} << (at.slot % 64)); });
+  if (!marked) return marked;
+  for (const Place at : places_) {
+    unlist(at.page);
+    --pages_[at.page].used;
+    ++pages_[at.page].cached;
+    lru_append(at);
+    enlist(at.page);
+  }
+  used_blocks_ -= ids.size();
+  cached_blocks_ += ids.size();
+  return ok();
+}
+
+Status Blocks::touch(std::span<const BlockId> ids) {
+  Status marked = for_all(
+      ids, "cached",
+      [this](Place at) {
+        if (!is_cached(at)) return false;
+        cached_word(at) &= ~(std::uint64_t{1} << (at.slot % 64));
+        return true;
+      },
+      [this](Place at) { cached_word(at) |= std::uint64_t{1} << (at.slot % 64); });
+  if (!marked) return marked;
+  for (const Place at : places_) {
+    unlist(at.page);
+    ++pages_[at.page].used;
+    --pages_[at.page].cached;
+    lru_remove(at);
+    enlist(at.page);
+  }
+  used_blocks_ += ids.size();
+  cached_blocks_ -= ids.size();
+  return ok();
+}
+
+bool Blocks::evict_cheapest_page(std::vector<BlockId>& evicted) {
+  const std::optional<PageIndex> index = evictable_.lowest_from(1);
+  if (!index) return false;
+  unlist(*index);
+  for (std::uint32_t slot = 0; pages_[*index].cached > 0; ++slot) {
+    const Place at{*index, slot};
+    if (!is_cached(at)) continue;
+    make_free(at);
+    evicted.push_back(geometry_.first_id(*index) + slot);
+  }
+  enlist(*index);
+  return true;
+}
+
+bool Blocks::evict_oldest_block(std::vector<BlockId>& evicted) {
+  if (lru_oldest_ == 0) return false;
+  const std::uint64_t oldest = lru_oldest_ - 1;
+  const Place at{static_cast<PageIndex>(oldest / blocks_per_page_),
+                 static_cast<std::uint32_t>(oldest % blocks_per_page_)};
+  unlist(at.page);
+  make_free(at);
+  enlist(at.page);
+  evicted.push_back(geometry_.first_id(at.page) + at.slot);
+  return true;
+}
+
+void Blocks::clear(std::vector<BlockId>& evicted) {
+  while (evict_oldest_block(evicted)) {
+  }
+  for (PageIndex index = 0; index < fresh_; ++index) {
+    Page& page = pages_[index];
+    const std::uint32_t null_block = index == 0 ? 1 : 0;
+    if (page.state != PageState::kMapped || page.used == null_block) continue;
+    unlist(index);
+    free_blocks_ += page.used - null_block;
+    used_blocks_ -= page.used - null_block;
+    page.used = null_block;
+    for (std::uint64_t w = 0; w < words_per_page_; ++w) {
+      taken_[index * words_per_page_ + w] = w == 0 ? null_block : 0;
+    }
+    enlist(index);
+  }
+}
+
+std::optional<std::uint32_t> Blocks::cheapest_page_cost() const {
+  const std::optional<PageIndex> index = evictable_.lowest_from(1);
+  if (!index) return std::nullopt;
+  return pages_[*index].cached;
+}
+
+/// cached -> free. Pre: the page is unlisted.
+void Blocks::make_free(Place at) {
+  const std::uint64_t mask = ~(std::uint64_t{1} << (at.slot % 64));
+  taken_word(at) &= mask;
+  cached_word(at) &= mask;
+  lru_remove(at);
+  --pages_[at.page].cached;
+  --cached_blocks_;
+  ++free_blocks_;
+}
+
+// --- lists -----------------------------------------------------------------------------------
+
+void Blocks::unlist(PageIndex index) {
+  const Page& page = pages_[index];
+  if (page.used == 0 && page.cached == 0) {
+    // The last parked page takes the place of this one.
+    pages_[parked_.back()].parked_at = page.parked_at;
+    parked_[page.parked_at] = parked_.back();
+    parked_.pop_back();
+    return;
+  }
+  if (const std::uint32_t open = free_in(page); open > 0) partial_.remove(index, open);
+  if (page.used == 0) evictable_.remove(index, page.cached);
+}
+
+void Blocks::enlist(PageIndex index) {
+  Page& page = pages_[index];
+  if (page.used == 0 && page.cached == 0) {
+    page.parked_at = static_cast<std::uint32_t>(parked_.size());
+    parked_.push_back(index);
+    return;
+  }
+  if (const std::uint32_t open = free_in(page); open > 0) partial_.push_back(index, open);
+  if (page.used == 0) evictable_.push_back(index, page.cached);
+}
+
+void Blocks::lru_append(Place at) {
+  const std::uint32_t self = dense(at) + 1;
+  lru_[self - 1] = {lru_newest_, 0};
+  (lru_newest_ != 0 ? lru_[lru_newest_ - 1].newer : lru_oldest_) = self;
+  lru_newest_ = self;
+}
+
+void Blocks::lru_remove(Place at) {
+  const Link link = lru_[dense(at)];
+  (link.older != 0 ? lru_[link.older - 1].newer : lru_oldest_) = link.newer;
+  (link.newer != 0 ? lru_[link.newer - 1].older : lru_newest_) = link.older;
+}
+
+std::optional<std::uint32_t> Blocks::occupancy(PageIndex index) const {
+  if (index >= geometry_.pages || pages_[index].state != PageState::kMapped) return std::nullopt;
+  const Page& page = pages_[index];
+  return page.used + page.cached - (index == 0 ? 1 : 0);
+}
+
+// --- checks ----------------------------------------------------------------------------------
+
+Status Blocks::check_integrity() const {
+  const auto broken = [](std::string what) { return Status(Error{Errc::kIntegrity, what}); };
+  std::uint64_t mapped = 0, parked = 0, used = 0, cached = 0, open = 0;
+  for (PageIndex index = 0; index < fresh_; ++index) {
+    const Page& page = pages_[index];
+    std::uint64_t taken_bits = 0, cached_bits = 0;
+    for (std::uint64_t w = 0; w < words_per_page_; ++w) {
+      const std::uint64_t taken_here = taken_[index * words_per_page_ + w];
+      const std::uint64_t cached_here = cached_[index * words_per_page_ + w];
+      taken_bits += std::popcount(taken_here);
+      cached_bits += std::popcount(cached_here);
+      if ((cached_here & ~taken_here) != 0) {
+        return broken("page " + std::to_string(index) + " has a cached block that is free");
+      }
+    }
+    if (taken_bits != std::uint64_t{page.used} + page.cached || cached_bits != page.cached) {
+      return broken("page " + std::to_string(index) + " counts " + std::to_string(page.used) +
+                    " used and " + std::to_string(page.cached) + " cached blocks, its bits say " +
+                    std::to_string(taken_bits - cached_bits) + " and " +
+                    std::to_string(cached_bits));
+    }
+    if (page.state != PageState::kMapped) {
+      if (taken_bits != 0) {
+        return broken("page " + std::to_string(index) + " is not mapped and has blocks in use");
+      }
+      continue;
+    }
+    ++mapped;
+    used += page.used;
+    cached += page.cached;
+    open += free_in(page);
+    if (taken_bits == 0) {
+      ++parked;
+      if (page.parked_at >= parked_.size() || parked_[page.parked_at] != index) {
+        return broken("page " + std::to_string(index) + " is empty and not parked");
+      }
+    }
+  }
+  if (fresh_ > 0 && pages_[0].state == PageState::kMapped) --used;  // the null block
+  if (mapped != mapped_pages_ || parked != parked_.size() || used != used_blocks_ ||
+      cached != cached_blocks_ || open != free_blocks_) {
+    return broken("the totals say mapped " + std::to_string(mapped_pages_) + ", parked " +
+                  std::to_string(parked_.size()) + ", used " + std::to_string(used_blocks_) +
+                  ", cached " + std::to_string(cached_blocks_) + ", free " +
+                  std::to_string(free_blocks_) + "; recounted: " + std::to_string(mapped) + ", " +
+                  std::to_string(parked) + ", " + std::to_string(used) + ", " +
+                  std::to_string(cached) + ", " + std::to_string(open));
+  }
+  std::uint64_t listed = 0;
+  for (std::uint32_t at = lru_oldest_; at != 0 && listed <= cached; at = lru_[at - 1].newer) {
+    ++listed;
+  }
+  if (listed != cached) {
+    return broken(std::to_string(listed) + " blocks are listed for eviction, " +
+                  std::to_string(cached) + " are cached");
+  }
+  return ok();
+}
+
+}  // namespace kvelastic

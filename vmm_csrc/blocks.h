@@ -1,0 +1,158 @@
+// Which block ids are free, used or cached, and what that makes of their pages. Pure accounting: it
+// maps nothing and locks nothing; its owner (Pool) does both.
+//
+//   page:   unmapped -> in transit -> mapped -> in transit -> unmapped
+//   block:  free -> used -> free
+//                   used <-> cached -> free
+//
+// A mapped page without a used or cached block is *parked*: the next alloc takes it with no driver
+// call. Page 0 holds block 0, the null block, which counts as neither used nor cached and is never
+// handed out, so page 0 is never parked once it is mapped.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <queue>
+#include <span>
+#include <vector>
+
+#include "buckets.h"
+#include "geometry.h"
+#include "lazy_array.h"
+
+namespace kvelastic {
+
+class Blocks {
+ public:
+  static constexpr BlockId kNullBlock = 0;
+
+  static Result<std::unique_ptr<Blocks>> create(const Geometry& geometry);
+
+  // --- pages ---------------------------------------------------------------------------------
+
+  /// A page to map next, the lowest first; in transit until add_page or put_back. None: no more.
+  std::optional<PageIndex> take_unmapped();
+  /// The page in transit has been mapped: it is parked (page 0: it holds the null block).
+  void add_page(PageIndex page);
+  /// The page in transit is not mapped (any more).
+  void put_back(PageIndex page);
+  /// A parked page to unmap; in transit until put_back or add_page.
+  std::optional<PageIndex> take_parked();
+
+  // --- blocks --------------------------------------------------------------------------------
+
+  /// How alloc chooses among partly filled pages.
+  enum class Fit : std::uint8_t {
+    kBest,     ///< the fullest page that can hold all, else the emptiest: few pages touched
+    kFullest,  ///< the fullest: emptier pages drain, which is what a shrinking pool wants
+  };
+
+  /// Appends `count` ids to `out`; they are used now. Pre: count <= free_blocks().
+  void alloc(std::size_t count, Fit fit, std::vector<BlockId>& out);
+
+  /// used or cached -> free. All or nothing; fails with kUnknownBlock, kNullBlock or kDoubleFree
+  /// (also for an id named twice), and nothing has changed then.
+  Status free(std::span<const BlockId> ids);
+  /// used -> cached; the later in `ids`, the later evicted. All or nothing, failures as free.
+  Status cache(std::span<const BlockId> ids);
+  /// cached -> used. All or nothing, failures as free.
+  Status touch(std::span<const BlockId> ids);
+
+  /// Frees every cached block of the page that costs the fewest of them, among pages that hold no
+  /// used block; appends their ids. The page is parked then. False: there is no such page.
+  bool evict_cheapest_page(std::vector<BlockId>& evicted);
+  /// Frees the block that was cached first; appends its id. False: none is cached.
+  bool evict_oldest_block(std::vector<BlockId>& evicted);
+  /// Cached blocks of the cheapest evictable page; none if there is no such page.
+  std::optional<std::uint32_t> cheapest_page_cost() const;
+
+  /// Every block is free; appends the ids that were cached. The mapped pages stay mapped.
+  void clear(std::vector<BlockId>& evicted);
+
+  // --- figures -------------------------------------------------------------------------------
+
+  const Geometry& geometry() const { return geometry_; }
+  std::uint64_t mapped_pages() const { return mapped_pages_; }
+  std::uint64_t parked_pages() const { return parked_.size(); }
+  std::uint64_t used_blocks() const { return used_blocks_; }
+  std::uint64_t cached_blocks() const { return cached_blocks_; }
+  /// Blocks that alloc can give without another page.
+  std::uint64_t free_blocks() const { return free_blocks_; }
+  /// Used and cached blocks of a page; none if it is not mapped.
+  std::optional<std::uint32_t> occupancy(PageIndex page) const;
+
+  /// Recounts everything from the bitmaps. Fails with kIntegrity, naming what disagrees.
+  Status check_integrity() const;
+
+ private:
+  enum class PageState : std::uint8_t { kUnmapped = 0, kInTransit = 1, kMapped = 2 };
+  struct Page {
+    PageState state;
+    std::uint32_t used;    // page 0: with the null block
+    std::uint32_t cached;
+    std::uint32_t parked_at;  // its place in parked_, while it is parked
+  };
+  struct Place {
+    PageIndex page;
+    std::uint32_t slot;  // 0 <= slot < blocks_per_page
+  };
+  struct Link {
+    std::uint32_t older;  // dense block index + 1; 0 = none
+    std::uint32_t newer;
+  };
+
+  explicit Blocks(const Geometry& geometry);
+
+  Result<Place> find(BlockId id) const;
+  std::uint64_t& taken_word(Place at) { return taken_[word_of(at)]; }
+  std::uint64_t& cached_word(Place at) { return cached_[word_of(at)]; }
+  bool is_taken(Place at) const { return (taken_[word_of(at)] >> (at.slot % 64) & 1) != 0; }
+  bool is_cached(Place at) const { return (cached_[word_of(at)] >> (at.slot % 64) & 1) != 0; }
+  std::size_t word_of(Place at) const { return at.page * words_per_page_ + at.slot / 64; }
+  std::uint32_t dense(Place at) const {
+    return static_cast<std::uint32_t>(at.page * blocks_per_page_ + at.slot);
+  }
+
+  /// Runs `step` on every id and leaves their places in `places_`; when an id is unknown, or `step`
+  /// says false (the block is not `wanted`), runs `undo` on those done, in reverse.
+  template <typename Step, typename Undo>
+  Status for_all(std::span<const BlockId> ids, const char* wanted, Step step, Undo undo);
+  Error wrong_state(BlockId id, const char* wanted) const;
+
+  /// Takes a page out of the lists it is in, or puts it where its counts say; every change of
+  /// counts stands between the two.
+  void unlist(PageIndex index);
+  void enlist(PageIndex index);
+  std::uint32_t free_in(const Page& page) const {
+    return static_cast<std::uint32_t>(blocks_per_page_) - page.used - page.cached;
+  }
+  void alloc_in_page(PageIndex index, std::size_t count, std::vector<BlockId>& out);
+  void lru_append(Place at);
+  void lru_remove(Place at);
+  void make_free(Place at);
+
+  const Geometry geometry_;
+  const std::uint64_t blocks_per_page_;
+  const std::uint64_t words_per_page_;
+  const std::uint64_t ids_per_page_;  // where an extent is whole blocks; 0 otherwise
+  LazyArray<Page> pages_;
+  LazyArray<std::uint64_t> taken_;   // a bit a block: used or cached
+  LazyArray<std::uint64_t> cached_;  // a bit a block
+  LazyArray<Link> lru_;              // cached blocks by dense index
+  std::uint32_t lru_oldest_ = 0;     // dense index + 1
+  std::uint32_t lru_newest_ = 0;
+  Buckets partial_;    // mapped pages with free blocks that are not parked, by free blocks
+  Buckets evictable_;  // pages with cached and no used blocks, by cached blocks
+  std::vector<PageIndex> parked_;
+  std::priority_queue<PageIndex, std::vector<PageIndex>, std::greater<>> returned_;
+  PageIndex fresh_ = 0;  // pages from here on were never taken
+  std::uint64_t mapped_pages_ = 0;
+  std::uint64_t used_blocks_ = 0;
+  std::uint64_t cached_blocks_ = 0;
+  std::uint64_t free_blocks_ = 0;
+  std::vector<Place> places_;  // scratch of one call, kept to spare the allocation
+};
+
+}  // namespace kvelastic

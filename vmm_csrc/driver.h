@@ -1,0 +1,74 @@
+// The one seam between kvelastic and an operating system or a GPU.
+//
+// Words (docs/ARCHITECTURE.md has all of them):
+//   range    reserved addresses; reserving costs no memory
+//   page     one physical allocation of the driver, named by a handle; mapped and unmapped whole.
+//            Not the processor's 4 KiB page: where that one is meant the text says "system page".
+//
+// The life of a page:   create -> map -> set_access -> (use) -> unmap -> [map ...] -> destroy
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "status.h"
+
+namespace kvelastic {
+
+/// Names one created page. Handles of different drivers must not be mixed.
+using Handle = std::uint64_t;
+
+/// What a driver has done since it was made; read for tests, benchmarks and the record's counters.
+struct DriverStats {
+  std::uint64_t creates = 0;
+  std::uint64_t destroys = 0;
+  std::uint64_t maps = 0;
+  std::uint64_t unmaps = 0;
+  std::uint64_t small_pages = 0;  ///< created from 4 KiB system pages: no huge page was to be had
+};
+
+/// Every call may be made from any thread, also at the same time; two calls at once must not name
+/// the same addresses or the same handle. No call throws, aborts or prints. A call that fails has
+/// changed nothing.
+class Driver {
+ public:
+  Driver() = default;
+  Driver(const Driver&) = delete;
+  Driver& operator=(const Driver&) = delete;
+  virtual ~Driver() = default;
+
+  /// Sizes and offsets of pages, and the start of every range, are multiples of this.
+  virtual std::size_t granularity_bytes() const = 0;
+
+  /// Reserves `bytes` of addresses, aligned to the granularity, holding no memory.
+  /// Post: every address of the range faults when touched.
+  /// Fails with kMapping when no such address range is left.
+  virtual Result<std::byte*> reserve(std::size_t bytes) = 0;
+
+  /// Gives a range back. Pre: nothing is mapped in it. `bytes` as it was reserved.
+  virtual Status release(std::byte* address, std::size_t bytes) = 0;
+
+  /// Creates a page of `bytes` (a multiple of the granularity) of zeroed memory, not mapped
+  /// anywhere. The memory is really there when this returns: a later touch cannot run out.
+  /// Fails with kOutOfMemory when the device has none. The slow call: zeroing is in it.
+  virtual Result<Handle> create(std::size_t bytes) = 0;
+
+  /// Destroys a page: its memory is the device's again when this returns. Pre: not mapped.
+  virtual Status destroy(Handle handle, std::size_t bytes) = 0;
+
+  /// Maps a whole page at `address`, a multiple of the granularity inside a range of this driver.
+  /// Pre: nothing is mapped there, and the page is mapped nowhere else.
+  /// Post: the address belongs to the page; readable and writable after set_access.
+  virtual Status map(std::byte* address, std::size_t bytes, Handle handle) = 0;
+
+  /// Makes `bytes` of mapped addresses readable and writable. One call may cover a run of pages.
+  virtual Status set_access(std::byte* address, std::size_t bytes) = 0;
+
+  /// Unmaps a run of whole pages. Their contents stay with their handles.
+  /// Post: the addresses fault when touched, as after reserve.
+  virtual Status unmap(std::byte* address, std::size_t bytes) = 0;
+
+  virtual DriverStats stats() const = 0;
+};
+
+}  // namespace kvelastic

@@ -1,0 +1,65 @@
+// The one thread of an instance: it waits on the record's bell and does what need not, or cannot,
+// wait for the engine. It never runs Python, so no engine and no GIL can hold it up.
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <memory>
+#include <string>
+#include <thread>
+
+#include "pool.h"
+#include "record.h"
+
+namespace kvelastic {
+
+struct KeeperOptions {
+  /// Parked pages that were not needed for this long are given back; negative: never.
+  std::chrono::nanoseconds idle_trim = std::chrono::seconds(5);
+  /// Run check_integrity() whenever the pool goes idle, and report what it finds.
+  bool sanity_check = false;
+};
+
+/// Carries out wishes (limit, trim) and answers them, provisions pages ahead of demand, gives
+/// parked pages back when they are not needed. Sleeps otherwise, without a timer.
+class Keeper {
+ public:
+  /// Publishes the pool into the record, answers revision 0 with the start limit, starts the thread.
+  static std::unique_ptr<Keeper> start(std::shared_ptr<Pool> pool,
+                                       std::shared_ptr<RecordOwner> record,
+                                       const KeeperOptions& options);
+  ~Keeper() { stop(); }
+  Keeper(const Keeper&) = delete;
+  Keeper& operator=(const Keeper&) = delete;
+
+  /// Ends the thread; blocks until what it does is done. Safe to call twice.
+  void stop();
+
+ private:
+  using Clock = std::chrono::steady_clock;
+
+  Keeper(std::shared_ptr<Pool> pool, std::shared_ptr<RecordOwner> record,
+         const KeeperOptions& options)
+      : pool_(std::move(pool)), record_(std::move(record)), options_(options) {}
+
+  void run();
+  bool read_wish();
+  void carry_out(const Wish& wish);
+  void finish_shrinking();
+  void answer(const LimitState& state, const std::string& reason);
+  void decay();
+  std::int64_t sleep_ns(bool wish_unreadable);
+
+  const std::shared_ptr<Pool> pool_;
+  const std::shared_ptr<RecordOwner> record_;
+  const KeeperOptions options_;
+  std::uint64_t revision_ = 0;  // of the last wish seen
+  std::uint64_t trims_done_ = 0;
+  std::uint64_t answered_over_bytes_ = 0;
+  std::uint64_t seen_activity_ = 0;
+  Clock::time_point next_decay_ = Clock::time_point::max();
+  std::atomic<bool> stopping_{false};
+  std::thread thread_;
+};
+
+}  // namespace kvelastic

@@ -1,0 +1,15 @@
+// The native module, `kvelastic._vmm`.
+#include <nanobind/nanobind.h>
+
+namespace kvelastic {
+void bind_driver(nanobind::module_& m);
+void bind_pool(nanobind::module_& m);
+void bind_record(nanobind::module_& m);
+}  // namespace kvelastic
+
+NB_MODULE(_vmm, m) {
+  m.doc() = "kvelastic's memory: drivers, ranges, pools and the shared record. No torch in here.";
+  kvelastic::bind_record(m);
+  kvelastic::bind_driver(m);
+  kvelastic::bind_pool(m);
+}

@@ -1,0 +1,216 @@
+// The blocks of one layout over one range: ids that an engine allocs and frees, and the pages that
+// come and go under them.
+//
+// Where a block comes from, in this order: free blocks of mapped pages (best fit), parked pages,
+// a new page while the limit lasts, the cached block that was cached first.
+// Where memory goes, over the limit: parked pages are unmapped, then cached pages are evicted, the
+// cheapest first, then no block is handed out until the engine has freed enough (it preempts).
+//
+// Threads. Every call may be made from any thread. Locks, in the order they are taken:
+//   session_  held by enter()..exit(), and by whoever takes pages or cached blocks away
+//   mutex_    the accounting; never held across a call to the backing
+//   the backing's own
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <span>
+#include <vector>
+
+#include "backing.h"
+#include "blocks.h"
+#include "record.h"
+
+namespace kvelastic {
+
+struct PoolOptions {
+  std::uint64_t max_blocks = 0;     ///< ids that may be in use at once, the null block counted in
+  std::uint64_t limit_bytes = 0;    ///< at start; at least one page is always held (null block)
+  std::uint64_t capacity_bytes = 0;  ///< of the device; no limit goes beyond it
+  std::uint64_t min_reserved_pages = 5;   ///< kept parked ahead of demand while there is any
+  std::uint64_t max_reserved_pages = 10;  ///< never more than these are created ahead of demand
+  std::int64_t max_cached_blocks = -1;    ///< -1: no bound
+  bool preallocate = true;  ///< false: no page is created before an alloc needs it
+};
+
+/// What set_limit() has come to.
+struct LimitState {
+  std::uint64_t limit_bytes = 0;      ///< as it was asked for
+  std::uint64_t effective_bytes = 0;  ///< what is kept: whole pages, within range and device
+  std::uint64_t mapped_bytes = 0;
+  std::uint64_t over_bytes = 0;  ///< still to be given back; 0 = applied
+};
+
+struct PoolStats {
+  std::uint64_t page_bytes = 0, pages_total = 0, pages_limit = 0;
+  std::uint64_t pages_mapped = 0, pages_parked = 0;
+  std::uint64_t blocks_total = 0, blocks_used = 0, blocks_cached = 0, blocks_reserved = 0;
+  std::uint64_t blocks_available = 0;
+  std::uint64_t allocs = 0, frees = 0, alloc_failures = 0, blocks_evicted = 0;
+  std::uint64_t pages_mapped_ever = 0, pages_unmapped_ever = 0, provision_runs = 0;
+};
+
+class Pool {
+ public:
+  static Result<std::unique_ptr<Pool>> create(const Geometry& geometry,
+                                              std::shared_ptr<Backing> backing,
+                                              const PoolOptions& options);
+  /// Gives nothing back: the range or the worker's end does that with the memory itself.
+  ~Pool() = default;
+  Pool(const Pool&) = delete;
+  Pool& operator=(const Pool&) = delete;
+
+  // --- blocks --------------------------------------------------------------------------------
+
+  /// `count` ids, or none when that many cannot be had now; then nothing has changed. May map
+  /// pages (blocks) and may evict cached blocks (see take_evicted). Fails only where no later try
+  /// can succeed: kPoolFailed, kChannelClosed, kChannelTimeout.
+  Result<std::optional<std::vector<BlockId>>> alloc(std::uint64_t count);
+  /// The same for a caller that must not block: answers false where a page would have to be
+  /// mapped, and nothing has changed then; true with `out` filled or none.
+  bool try_alloc(std::uint64_t count, std::optional<std::vector<BlockId>>& out);
+
+  /// Used or cached blocks are free again. All or nothing; fails with kUnknownBlock, kNullBlock,
+  /// kDoubleFree. Over the limit it gives the emptied pages back before it returns (blocks).
+  Status free(std::span<const BlockId> ids);
+  /// Used blocks whose contents are worth keeping; evicted first named first. As free. Past
+  /// max_cached_blocks it evicts at once.
+  Status cache(std::span<const BlockId> ids);
+  /// Cached blocks are used again. All or nothing, fails as free. Cached blocks may have been
+  /// evicted meanwhile: take_evicted() first, and be in a session.
+  Status touch(std::span<const BlockId> ids);
+
+  /// Ids evicted since the last call; the engine must forget what they held before it looks for
+  /// cached contents again. Empty most of the time: ask has_evicted() first, one load.
+  std::vector<BlockId> take_evicted();
+  bool has_evicted() const { return has_evicted_.load(std::memory_order_acquire); }
+
+  /// Frees every block and forgets every reservation; ids handed out before are void.
+  void clear();
+
+  // --- what could be had ---------------------------------------------------------------------
+
+  /// Blocks that alloc could give now, mapping and evicting as it must. Lock-free.
+  std::uint64_t available() const { return available_.load(std::memory_order_relaxed); }
+  /// The same without mapping a page. Lock-free.
+  std::uint64_t available_mapped() const {
+    return available_mapped_.load(std::memory_order_relaxed);
+  }
+  /// Maps pages until `count` blocks are free without evicting any, as far as the limit allows;
+  /// never evicts. Does nothing where even eviction could not make `count` available. Answers
+  /// available_mapped(). Blocks. Fails as alloc.
+  Result<std::uint64_t> ensure(std::uint64_t count);
+
+  /// Sets `count` blocks aside for the allocs to come, which take them first. Blocks.
+  Result<bool> try_to_reserve(std::uint64_t count);
+  void free_reserved();
+
+  /// Inside a session only the calls of its own thread make cached blocks vanish or capacity
+  /// shrink: what available() said can be taken. Recursive. Waits while the pool shrinks.
+  void enter() { session_.lock(); }
+  bool try_enter() { return session_.try_lock(); }
+  void exit() { session_.unlock(); }
+
+  // --- memory --------------------------------------------------------------------------------
+
+  /// Sets the limit without giving anything back yet. Waits for the session.
+  LimitState set_limit(std::uint64_t limit_bytes);
+  /// Goes down the ladder until the limit holds or only used blocks are left. Waits for the
+  /// session; blocks. Fails as unmap of the backing does.
+  Result<LimitState> enforce_limit();
+  LimitState limit_state() const;
+  /// Whether more is held than the limit allows: free() and cache() may block then. Lock-free.
+  bool is_over_limit() const { return over_limit_.load(std::memory_order_relaxed); }
+
+  /// Unmaps at most `most` parked pages; answers how many. Waits for the session; blocks.
+  Result<std::uint64_t> trim(std::uint64_t most = ~std::uint64_t{0});
+  /// Maps parked pages ahead of demand up to the mark; answers how many. Blocks.
+  Result<std::uint64_t> provision();
+  /// Parked pages that no alloc has needed since the last call: what a decay timer may trim.
+  std::uint64_t take_idle_parked();
+
+  std::uint64_t mapped_bytes() const;
+  std::optional<std::uint32_t> occupancy(PageIndex page) const;
+  const Geometry& geometry() const { return geometry_; }
+  PoolStats stats() const;
+  Usage usage() const;
+  /// Goes up with every call that allocs or frees: a pool whose count stands still is idle.
+  std::uint64_t activity() const { return activity_.load(std::memory_order_relaxed); }
+
+  /// Where usage and counters are published from now on, at every change; null: nowhere.
+  void publish_to(std::shared_ptr<RecordOwner> record);
+  /// Called when the keeper has something to do (provision, decay, a changed answer), from the
+  /// thread that noticed, with the pool locked: must not block nor call back. Null: nobody.
+  void on_wanted(std::function<void()> wake);
+  /// True while parked pages stand by; from then until it answers false the pool does not call
+  /// for decay again.
+  bool arm_decay();
+
+  /// Fails with kIntegrity, naming what disagrees.
+  Status check_integrity() const;
+
+ private:
+  Pool(const Geometry& geometry, std::shared_ptr<Backing> backing, const PoolOptions& options,
+       std::unique_ptr<Blocks> blocks);
+
+  // All below: mutex_ is held. Those that take the lock let go of it while they call the backing.
+  using Lock = std::unique_lock<std::mutex>;
+  bool blocks_at_hand(std::uint64_t count, std::vector<BlockId>& out);
+  Status grow(Lock& lock, std::uint64_t pages);
+  Status shrink(Lock& lock, std::uint64_t pages);
+  Status enforce(Lock& lock);
+  void given_back(Lock& lock);
+  void evict_over_bound();
+  void note_evicted(std::size_t before);
+  std::uint64_t mappable_pages() const {
+    return held_pages_ < pages_limit_ ? pages_limit_ - held_pages_ : 0;
+  }
+  std::uint64_t over_pages() const {
+    return held_pages_ > pages_limit_ ? held_pages_ - pages_limit_ : 0;
+  }
+  std::uint64_t pages_for(std::uint64_t blocks) const {
+    return (blocks + geometry_.blocks_per_page - 1) / geometry_.blocks_per_page;
+  }
+  std::uint64_t in_use() const { return blocks_->used_blocks() - reserved_.size(); }
+  std::uint64_t usable_blocks() const;
+  std::uint64_t count_available(bool may_map) const;
+  std::uint64_t whole_pages(std::uint64_t limit_bytes) const;
+  bool provisioning_due() const;
+  void note_failed_alloc();
+  void note_activity() { activity_.fetch_add(1, std::memory_order_relaxed); }
+  LimitState limit_state_locked() const;
+  Usage usage_locked() const;
+  void changed();
+
+  const Geometry geometry_;
+  const PoolOptions options_;
+  const std::shared_ptr<Backing> backing_;
+
+  std::recursive_mutex session_;
+  mutable std::mutex mutex_;
+  std::unique_ptr<Blocks> blocks_;
+  std::vector<BlockId> reserved_;  // sorted; used in blocks_, set aside for the next allocs
+  std::vector<BlockId> evicted_;
+  std::uint64_t limit_bytes_;
+  std::uint64_t pages_limit_;
+  std::uint64_t held_pages_ = 0;  // mapped, or on the way in or out
+  std::uint64_t parked_low_ = 0;  // fewest parked pages since take_idle_parked()
+  std::uint64_t demand_pages_ = 0;  // parked pages that allocs took since the last provision()
+  std::uint64_t announced_over_ = 0;  // over_pages() when the keeper was last called for it
+  bool provision_called_ = false;     // the keeper was called to provision and has not yet
+  bool decay_armed_ = false;          // the keeper's decay timer runs
+  PoolStats counts_;  // the counters of stats()
+  std::shared_ptr<RecordOwner> record_;
+  std::function<void()> wake_;
+
+  std::atomic<std::uint64_t> available_{0}, available_mapped_{0}, activity_{0};
+  std::atomic<bool> has_evicted_{false}, over_limit_{false};
+};
+
+}  // namespace kvelastic

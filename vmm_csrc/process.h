@@ -1,0 +1,15 @@
+// Telling a live process from a dead one whose number was given to another.
+#pragma once
+
+#include <sys/types.h>
+
+#include <cstdint>
+#include <optional>
+
+namespace kvelastic {
+
+/// When process `pid` started, in clock ticks since boot (field 22 of /proc/PID/stat); none if
+/// there is no such process, or if it is a zombie: dead, and only not waited for.
+std::optional<std::uint64_t> process_start_ticks(pid_t pid);
+
+}  // namespace kvelastic

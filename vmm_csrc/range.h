@@ -1,0 +1,88 @@
+// Reserved addresses and the page table over them: which page index holds which handles.
+#pragma once
+
+#include <atomic>
+#include <memory>
+#include <mutex>
+#include <span>
+#include <vector>
+
+#include "driver.h"
+#include "geometry.h"
+#include "lazy_array.h"
+#include "pages.h"
+
+namespace kvelastic {
+
+/// What becomes of the handles of unmapped pages.
+enum class Afterwards : std::uint8_t {
+  kRecycle,  ///< kept for the next map: no driver create then
+  kDestroy,  ///< their memory is the device's again when the call returns
+};
+
+/// Thread-safe: one batch at a time (batches change neighbouring mappings of one address space,
+/// which the kernel and the GPU driver serialise anyway). A batch is all or nothing: when step k of
+/// n fails, the k-1 done steps are undone in reverse. Should undoing fail too, the range is
+/// `failed`: it refuses further work with kPoolFailed, and the process lives on.
+class Range {
+ public:
+  static Result<std::unique_ptr<Range>> reserve(std::shared_ptr<Driver> driver,
+                                                const Geometry& geometry);
+  ~Range();
+  Range(const Range&) = delete;
+  Range& operator=(const Range&) = delete;
+
+  /// Maps pages that are not mapped, recycled handles first. Blocks while pages are created.
+  /// Fails with kInvalidArgument (no such page, mapped already, named twice), kOutOfMemory,
+  /// kMapping or kPoolFailed; nothing is mapped then that was not before.
+  Status map(std::span<const PageIndex> pages);
+
+  /// Unmaps mapped pages. The same failures; on one, every page is mapped as before, contents kept.
+  Status unmap(std::span<const PageIndex> pages, Afterwards afterwards);
+
+  /// Destroys recycled handles.
+  Status trim() { return store_.trim(); }
+
+  bool is_mapped(PageIndex page) const;
+  bool failed() const { return failed_.load(std::memory_order_relaxed); }
+  std::uint64_t mapped_pages() const { return mapped_pages_.load(std::memory_order_relaxed); }
+  /// Bytes of the device that are held: mapped pages and recycled handles.
+  std::uint64_t held_bytes() const;
+
+  std::byte* address() const { return address_; }
+  const Geometry& geometry() const { return geometry_; }
+  const Driver& driver() const { return *driver_; }
+
+  /// Compares the page table with its counters and the driver's figures; for tests and for
+  /// KVELASTIC_SANITY_CHECK. Fails with kIntegrity.
+  Status check_integrity() const;
+
+ private:
+  Range(std::shared_ptr<Driver> driver, const Geometry& geometry, std::byte* address);
+
+  Status check_batch(std::span<const PageIndex> pages, bool must_be_mapped) const;
+  Status map_extents(std::span<const PageIndex> pages, std::span<const Handle> handles);
+  Status enable(std::span<const PageIndex> pages);
+  Status unmap_extents(std::span<const PageIndex> pages);
+  Status undo_map(std::span<const PageIndex> pages, std::size_t extents_mapped);
+  void mark_failed() { failed_.store(true, std::memory_order_relaxed); }
+  Status refuse_if_failed() const;
+  std::byte* extent_address(PageIndex page, std::uint64_t extent) const {
+    return address_ + geometry_.extent_offset(page, extent);
+  }
+  Handle& handle_of(PageIndex page, std::uint64_t extent) {
+    return handles_[page * geometry_.extents_per_page + extent];
+  }
+
+  const std::shared_ptr<Driver> driver_;
+  const Geometry geometry_;
+  std::byte* const address_;
+  PageStore store_;
+  mutable std::mutex mutex_;         // before PageStore's; held across driver calls
+  LazyArray<std::uint8_t> mapped_;   // per page: 1 = mapped
+  LazyArray<Handle> handles_;        // per page and extent, valid while mapped
+  std::atomic<std::uint64_t> mapped_pages_{0};
+  std::atomic<bool> failed_{false};
+};
+
+}  // namespace kvelastic

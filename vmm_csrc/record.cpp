@@ -1,0 +1,325 @@
+#include "record.h"
+
+#include <time.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cstring>
+#include <utility>
+
+namespace kvelastic {
+namespace {
+
+constexpr std::uint64_t kNsPerS = 1'000'000'000;
+
+std::uint64_t clock_ns(clockid_t clock) {
+  timespec now{};
+  clock_gettime(clock, &now);  // cannot fail for the clocks used here
+  return static_cast<std::uint64_t>(now.tv_sec) * kNsPerS + static_cast<std::uint64_t>(now.tv_nsec);
+}
+
+constexpr std::array<std::uint32_t, 256> make_crc_table() {
+  std::array<std::uint32_t, 256> table{};
+  for (std::uint32_t byte = 0; byte < table.size(); ++byte) {
+    std::uint32_t value = byte;
+    for (int bit = 0; bit < 8; ++bit) {
+      value = (value >> 1) ^ ((value & 1) != 0 ? 0xEDB88320u : 0u);
+    }
+    table[byte] = value;
+  }
+  return table;
+}
+constexpr std::array<std::uint32_t, 256> kCrcTable = make_crc_table();
+
+std::uint32_t header_crc(RecordHeader header) {
+  header.crc32 = 0;
+  std::array<std::uint8_t, sizeof(RecordHeader)> bytes{};
+  std::memcpy(bytes.data(), &header, sizeof(header));
+  std::uint32_t crc = 0xFFFFFFFFu;
+  for (const std::uint8_t byte : bytes) {
+    crc = (crc >> 8) ^ kCrcTable[(crc ^ byte) & 0xFFu];
+  }
+  return ~crc;
+}
+
+/// When a wait ends, on the monotonic clock.
+class Deadline {
+ public:
+  /// Negative: never.
+  explicit Deadline(std::int64_t timeout_ns)
+      : never_(timeout_ns < 0), at_ns_(monotonic_ns() + static_cast<std::uint64_t>(timeout_ns)) {}
+
+  /// kForever, or what is left, which is not positive once the time is over.
+  std::chrono::nanoseconds left() const {
+    if (never_) return kForever;
+    return std::chrono::nanoseconds(static_cast<std::int64_t>(at_ns_ - monotonic_ns()));
+  }
+  bool over() const { return left() <= std::chrono::nanoseconds::zero(); }
+
+ private:
+  bool never_;
+  std::uint64_t at_ns_;
+};
+
+template <std::size_t N>
+Status copy_text(std::array<char, N>& field, std::string_view text, std::string_view what) {
+  if (text.size() > N) {
+    return Error{Errc::kInvalidArgument, std::string(what) + " has " + std::to_string(text.size()) +
+                                             " bytes; the segment has room for " +
+                                             std::to_string(N)};
+  }
+  if (text.find('\0') != std::string_view::npos) {
+    return Error{Errc::kInvalidArgument, std::string(what) + " has a zero byte in it"};
+  }
+  field.fill('\0');
+  if (!text.empty()) std::memcpy(field.data(), text.data(), text.size());
+  return ok();
+}
+
+bool is_aligned(const void* address) {
+  return reinterpret_cast<std::uintptr_t>(address) % alignof(RecordLayout) == 0;
+}
+
+Error misaligned() {
+  return {Errc::kInvalidArgument, "a segment's bytes must start at a multiple of " +
+                                      std::to_string(alignof(RecordLayout)) + "; map the file"};
+}
+
+Error malformed(std::string detail) {
+  return {Errc::kSegmentFormat, "not a segment that this kvelastic can read: " + std::move(detail)};
+}
+
+Status validate(std::span<const std::byte> bytes) {
+  const auto version = record_version(bytes);
+  if (!version) return malformed("it does not start with the mark of a segment");
+  if (*version != kRecordAbiVersion) {
+    return malformed("it has version " + std::to_string(*version) + ", this build reads version " +
+                     std::to_string(kRecordAbiVersion));
+  }
+  if (bytes.size() < kRecordBytes) {
+    return malformed("it has " + std::to_string(bytes.size()) + " bytes, a record has " +
+                     std::to_string(kRecordBytes));
+  }
+  RecordHeader header{};
+  std::memcpy(&header, bytes.data(), sizeof(header));
+  if (header.header_bytes != sizeof(RecordHeader) || header_crc(header) != header.crc32) {
+    return malformed("its header does not match its checksum");
+  }
+  // Below: a correct checksum over wrong numbers, which only another program would write.
+  if (header.total_bytes > bytes.size()) {
+    return malformed("it has " + std::to_string(bytes.size()) + " bytes of the " +
+                     std::to_string(header.total_bytes) + " that its header says");
+  }
+  if (header.ring_offset < kRecordBytes || header.ring_offset > header.total_bytes ||
+      header.ring_bytes > header.total_bytes - header.ring_offset) {
+    return malformed("its ring area lies outside it");
+  }
+  return ok();
+}
+
+}  // namespace
+
+std::uint64_t monotonic_ns() {
+  return clock_ns(CLOCK_MONOTONIC);
+}
+std::uint64_t monotonic_coarse_ns() {
+  return clock_ns(CLOCK_MONOTONIC_COARSE);
+}
+
+std::string_view counter_name(Counter counter) {
+  switch (counter) {
+    case Counter::kPagesMapped:
+      return "pages_mapped";
+    case Counter::kPagesUnmapped:
+      return "pages_unmapped";
+    case Counter::kPagesCreated:
+      return "pages_created";
+    case Counter::kPagesDestroyed:
+      return "pages_destroyed";
+    case Counter::kAllocs:
+      return "allocs";
+    case Counter::kFrees:
+      return "frees";
+    case Counter::kAllocFailures:
+      return "alloc_failures";
+    case Counter::kBlocksEvicted:
+      return "blocks_evicted";
+    case Counter::kWishesApplied:
+      return "wishes_applied";
+    case Counter::kProvisionRuns:
+      return "provision_runs";
+    case Counter::kCount:
+      break;
+  }
+  return "unknown";
+}
+
+std::string_view text_of(std::span<const char> field) {
+  return {field.data(), strnlen(field.data(), field.size())};
+}
+
+std::optional<std::uint32_t> record_version(std::span<const std::byte> bytes) {
+  std::uint64_t magic = 0;
+  std::uint32_t version = 0;
+  if (bytes.size() < sizeof(magic) + sizeof(version)) return std::nullopt;
+  std::memcpy(&magic, bytes.data(), sizeof(magic));
+  std::memcpy(&version, bytes.data() + offsetof(RecordHeader, abi_version), sizeof(version));
+  if (magic != kRecordMagic) return std::nullopt;
+  return version;
+}
+
+// ------------------------------------------------------------------------------------- readers
+
+Result<RecordView> RecordView::open(std::span<const std::byte> bytes) {
+  if (Status valid = validate(bytes); !valid) return valid.error();
+  if (!is_aligned(bytes.data())) return misaligned();
+  return RecordView(reinterpret_cast<const RecordLayout*>(bytes.data()));
+}
+
+std::optional<InstanceState> RecordView::state() const {
+  const auto state = static_cast<InstanceState>(__atomic_load_n(&layout_->state, __ATOMIC_ACQUIRE));
+  if (state == InstanceState::kAlive || state == InstanceState::kClosing) return state;
+  return std::nullopt;
+}
+
+std::uint64_t RecordView::counter(Counter counter) const {
+  return __atomic_load_n(&layout_->counters[static_cast<std::size_t>(counter)], __ATOMIC_RELAXED);
+}
+
+bool RecordView::wait_answer(std::uint64_t revision, bool settled, std::int64_t timeout_ns) const {
+  const Deadline deadline(timeout_ns);
+  for (;;) {
+    const std::uint32_t seen = layout_->answer_bell.load(std::memory_order_acquire);
+    Answer answer;
+    if (read_answer(answer) && answer.revision >= revision &&
+        !(settled && answer.state == AnswerState::kShrinking)) {
+      return true;
+    }
+    if (deadline.over()) return false;
+    futex_wait(layout_->answer_bell, seen, deadline.left());
+  }
+}
+
+// --------------------------------------------------------------------------------- wish writers
+
+Result<WishWriter> WishWriter::open(std::span<std::byte> bytes) {
+  if (Status valid = validate(bytes); !valid) return valid.error();
+  if (!is_aligned(bytes.data())) return misaligned();
+  return WishWriter(reinterpret_cast<RecordLayout*>(bytes.data()));
+}
+
+Wish WishWriter::next(const WishChange& change) const {
+  Wish wish;
+  // Under the writers' lock nobody overtakes this read.
+  (void)latch_read(layout_->wish, wish);
+  wish.revision = __atomic_load_n(&layout_->wish.revision, __ATOMIC_ACQUIRE) + 1;
+  if (change.limit_bytes) {
+    wish.limit_bytes = *change.limit_bytes;
+    wish.has_limit = 1;
+  }
+  if (change.min_bytes) wish.min_bytes = *change.min_bytes;
+  if (change.priority) wish.priority = *change.priority;
+  if (change.trim) wish.trim_requests += 1;
+  wish.writer_pid = static_cast<std::uint64_t>(getpid());
+  wish.written_ns = monotonic_ns();
+  return wish;
+}
+
+std::uint64_t WishWriter::write(const WishChange& change) {
+  const Wish wish = next(change);
+  latch_write(layout_->wish, wish, wish.revision);
+  ring_bell();
+  return wish.revision;
+}
+
+void WishWriter::ring_bell() {
+  kvelastic::ring_bell(layout_->bell);
+}
+
+void WishWriter::write_half(const WishChange& change) {
+  const Wish wish = next(change);
+  const auto words = std::bit_cast<std::array<std::uint64_t, sizeof(Wish) / 8>>(wish);
+  auto& slot = layout_->wish.slots[wish.revision & 1];
+  __atomic_thread_fence(__ATOMIC_RELEASE);
+  for (std::size_t i = 0; i < words.size() / 2; ++i) {
+    __atomic_store_n(&slot[i], ~words[i], __ATOMIC_RELAXED);
+  }
+}
+
+// ---------------------------------------------------------------------------------------- owner
+
+Result<std::unique_ptr<RecordOwner>> RecordOwner::create(std::span<std::byte> bytes,
+                                                         const RecordIdentity& identity) {
+  if (bytes.size() < kSegmentBytes) {
+    return Error{Errc::kInvalidArgument, "a segment needs " + std::to_string(kSegmentBytes) +
+                                             " bytes, not " + std::to_string(bytes.size())};
+  }
+  if (!is_aligned(bytes.data())) return misaligned();
+  RecordHeader header{};
+  header.magic = kRecordMagic;
+  header.abi_version = kRecordAbiVersion;
+  header.header_bytes = sizeof(RecordHeader);
+  header.total_bytes = kSegmentBytes;
+  header.ring_offset = kRecordBytes;
+  header.ring_bytes = kRingAreaBytes;
+  header.uuid = identity.uuid;
+  header.owner_pid = identity.owner_pid;
+  header.owner_start_ticks = identity.owner_start_ticks;
+  header.boot_id = identity.boot_id;
+  header.pid_namespace = identity.pid_namespace;
+  header.owner_uid = identity.owner_uid;
+  header.created_realtime_ns = identity.created_realtime_ns;
+  if (Status s = copy_text(header.name, identity.name, "name"); !s) return s.error();
+  if (Status s = copy_text(header.engine, identity.engine, "engine"); !s) return s.error();
+  if (Status s = copy_text(header.model, identity.model, "model"); !s) return s.error();
+  if (Status s = copy_text(header.device, identity.device, "device"); !s) return s.error();
+  header.crc32 = header_crc(header);
+
+  auto* layout = reinterpret_cast<RecordLayout*>(bytes.data());
+  std::memset(bytes.data(), 0, kSegmentBytes);
+  layout->header = header;
+  std::unique_ptr<RecordOwner> owner(
+      new RecordOwner(layout, bytes.subspan(kRecordBytes, kRingAreaBytes)));
+  owner->set_state(InstanceState::kAlive);
+  return owner;
+}
+
+void RecordOwner::set_state(InstanceState state) {
+  __atomic_store_n(&layout_->state, static_cast<std::uint32_t>(state), __ATOMIC_RELEASE);
+  kvelastic::ring_bell(layout_->answer_bell);  // who waits for an answer must hear of the end
+}
+
+std::optional<Wish> RecordOwner::read_wish() const {
+  Wish wish;
+  if (!latch_read(layout_->wish, wish, kWishReadTries) || wish.revision == 0) return std::nullopt;
+  return wish;
+}
+
+bool RecordOwner::wait_bell(std::uint32_t seen, std::int64_t timeout_ns) const {
+  const Deadline deadline(timeout_ns);
+  while (bell() == seen) {
+    if (deadline.over()) return false;
+    futex_wait(layout_->bell, seen, deadline.left());
+  }
+  return true;
+}
+
+void RecordOwner::ring_bell() {
+  kvelastic::ring_bell(layout_->bell);
+}
+
+void RecordOwner::answer(Answer answer, std::string_view reason) {
+  if (answer.answered_ns == 0) answer.answered_ns = monotonic_ns();
+  if (!reason.empty()) {
+    answer.reason.fill('\0');
+    std::memcpy(answer.reason.data(), reason.data(), std::min(reason.size(), answer.reason.size()));
+  }
+  {
+    const std::lock_guard<std::mutex> lock(answer_mutex_);
+    latch_write(layout_->answer, answer, layout_->answer.revision + 1);
+  }
+  kvelastic::ring_bell(layout_->answer_bell);
+}
+
+}  // namespace kvelastic
