@@ -37,16 +37,18 @@ _HOMES = {
 }
 
 
-def __getattr__(name: str) -> object:
-    """Import the home of a public name at its first use (PEP 562)."""
-    home = _HOMES.get(name)
-    if home is None:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from importlib import import_module
+if not TYPE_CHECKING:  # a type checker would take every unknown name for an object
 
-    value: object = getattr(import_module(home[0]), home[1])
-    globals()[name] = value
-    return value
+    def __getattr__(name: str) -> object:
+        """Import the home of a public name at its first use (PEP 562)."""
+        home = _HOMES.get(name)
+        if home is None:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        from importlib import import_module
+
+        value = getattr(import_module(home[0]), home[1])
+        globals()[name] = value
+        return value
 
 
 def __dir__() -> list[str]:

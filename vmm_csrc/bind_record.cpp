@@ -11,6 +11,7 @@
 #include <string>
 
 #include "bind_errors.h"
+#include "bind_gil.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -74,7 +75,7 @@ bool wait_in_slices(std::int64_t timeout_ns, Wait wait) {
     const std::int64_t slice_ns = std::clamp<std::int64_t>(left_ns, 0, kSignalCheckNs);
     bool done = false;
     {
-      nb::gil_scoped_release unlocked;
+      const GilReleased unlocked;
       done = wait(slice_ns);
     }
     if (done) return true;
@@ -255,7 +256,7 @@ double measure_publish_ns(const PyRecord& record, std::uint64_t count) {
   const std::shared_ptr<RecordOwner> owner = record.native();
   Usage usage;
   (void)record.view().read_usage(usage);
-  nb::gil_scoped_release unlocked;
+  const GilReleased unlocked;
   const std::uint64_t start_ns = monotonic_ns();
   for (std::uint64_t i = 0; i < count; ++i) owner->publish_usage(usage);
   const auto passed_ns = static_cast<double>(monotonic_ns() - start_ns);
@@ -325,7 +326,7 @@ nb::object version_of(nb::handle buffer) {
 
 BufferHold::~BufferHold() {
   if (Py_IsInitialized() == 0) return;  // the interpreter has given everything back itself
-  nb::gil_scoped_acquire locked;
+  const GilHeld locked;
   PyBuffer_Release(&buffer_);
 }
 

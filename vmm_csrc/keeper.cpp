@@ -72,7 +72,10 @@ void Keeper::finish_shrinking() {
   if (now.over_bytes != answered_over_bytes_ || !reason.empty()) answer(now, reason);
 }
 
-void Keeper::answer(const LimitState& state, const std::string& reason) {
+void Keeper::answer(const LimitState& state, std::string reason) {
+  if (reason.empty() && state.effective_bytes > state.limit_bytes) {
+    reason = "one page is always held, for the null block";
+  }
   Answer answer;
   answer.revision = revision_;
   answer.effective_limit_bytes = state.effective_bytes;

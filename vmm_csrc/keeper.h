@@ -46,7 +46,7 @@ class Keeper {
   bool read_wish();
   void carry_out(const Wish& wish);
   void finish_shrinking();
-  void answer(const LimitState& state, const std::string& reason);
+  void answer(const LimitState& state, std::string reason);
   void decay();
   std::int64_t sleep_ns(bool wish_unreadable);
 

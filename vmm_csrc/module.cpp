@@ -9,6 +9,8 @@ void bind_record(nanobind::module_& m);
 
 NB_MODULE(_vmm, m) {
   m.doc() = "kvelastic's memory: drivers, ranges, pools and the shared record. No torch in here.";
+  // An engine's tensors live until the interpreter is gone, and the range with them: no leak.
+  nanobind::set_leak_warnings(false);
   kvelastic::bind_record(m);
   kvelastic::bind_driver(m);
   kvelastic::bind_pool(m);

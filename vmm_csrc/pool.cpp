@@ -98,11 +98,11 @@ Result<std::optional<std::vector<BlockId>>> Pool::alloc(std::uint64_t count) {
     std::vector<BlockId> ids;
     if (blocks_at_hand(count, ids)) return std::optional(std::move(ids));
     const std::uint64_t missing = count - reserved_.size() - blocks_->free_blocks();
-    if (may_map && mappable_pages() > 0) {
-      Status grown = grow(lock, std::min(pages_for(missing), mappable_pages()));
-      if (!grown && is_final(grown.error())) return grown.error();
-      may_map = static_cast<bool>(grown);
-      continue;
+    if (may_map) {
+      Result<bool> got = get_pages(lock, missing);
+      if (!got && is_final(got.error())) return got.error();
+      may_map = got && *got;
+      if (may_map) continue;
     }
     const std::size_t before = evicted_.size();
     for (std::uint64_t i = 0; i < missing; ++i) (void)blocks_->evict_oldest_block(evicted_);
@@ -117,11 +117,10 @@ Result<std::uint64_t> Pool::ensure(std::uint64_t count) {
   Lock lock(mutex_);
   while (count <= count_available(true)) {
     const std::uint64_t at_hand = reserved_.size() + blocks_->free_blocks();
-    if (at_hand >= count || mappable_pages() == 0) break;
-    Status grown = grow(lock, std::min(pages_for(count - at_hand), mappable_pages()));
-    if (grown) continue;
-    if (is_final(grown.error())) return grown.error();
-    break;
+    if (at_hand >= count) break;
+    Result<bool> got = get_pages(lock, count - at_hand);
+    if (!got && is_final(got.error())) return got.error();
+    if (!got || !*got) break;
   }
   return count_available(false);
 }
@@ -235,6 +234,19 @@ void Pool::clear() {
 
 // --- pages -----------------------------------------------------------------------------------
 
+/// Maps pages for `blocks` more blocks, or waits for pages that another thread has on the way.
+/// False: the limit has no room for another page.
+Result<bool> Pool::get_pages(Lock& lock, std::uint64_t blocks) {
+  if (mappable_pages() > 0) {
+    Status grown = grow(lock, std::min(pages_for(blocks), mappable_pages()));
+    if (!grown) return grown.error();
+    return true;
+  }
+  if (held_pages_ == blocks_->mapped_pages() || over_pages() > 0) return false;
+  settled_.wait(lock);
+  return true;
+}
+
 Status Pool::grow(Lock& lock, std::uint64_t pages) {
   std::vector<PageIndex> batch;
   for (std::uint64_t i = 0; i < pages; ++i) {
@@ -256,6 +268,7 @@ Status Pool::grow(Lock& lock, std::uint64_t pages) {
   } else {
     held_pages_ -= batch.size();
   }
+  settled_.notify_all();
   changed();
   return mapped;
 }
@@ -278,7 +291,7 @@ Status Pool::shrink(Lock& lock, std::uint64_t pages) {
     counts_.pages_unmapped_ever += batch.size();
     if (record_) record_->add(Counter::kPagesUnmapped, batch.size());
   }
-  parked_low_ = std::min(parked_low_, blocks_->parked_pages());
+  settled_.notify_all();
   changed();
   return unmapped;
 }
@@ -356,12 +369,12 @@ std::uint64_t Pool::count_available(bool may_map) const {
   const std::uint64_t usable = usable_blocks();
   if (in_use() >= usable) return 0;
   const std::uint64_t there = reserved_.size() + blocks_->free_blocks() + blocks_->cached_blocks();
+  // Pages on their way in or out count as ones to come: an alloc that needs them waits for them.
+  const std::uint64_t mapped = blocks_->mapped_pages();
+  const std::uint64_t pages = may_map && mapped < pages_limit_ ? pages_limit_ - mapped : 0;
   // The first page ever mapped is page 0, whose null block is nobody's.
-  const std::uint64_t null_block = held_pages_ == 0 ? 1 : 0;
-  const std::uint64_t could_map =
-      may_map ? mappable_pages() * geometry_.blocks_per_page - std::min(null_block, mappable_pages())
-              : 0;
-  return std::min(usable - in_use(), there + could_map);
+  const std::uint64_t null_block = pages > 0 && !blocks_->occupancy(0) ? 1 : 0;
+  return std::min(usable - in_use(), there + pages * geometry_.blocks_per_page - null_block);
 }
 
 bool Pool::provisioning_due() const {

@@ -164,6 +164,7 @@ class Pool {
   bool blocks_at_hand(std::uint64_t count, std::vector<BlockId>& out);
   Status grow(Lock& lock, std::uint64_t pages);
   Status shrink(Lock& lock, std::uint64_t pages);
+  Result<bool> get_pages(Lock& lock, std::uint64_t blocks);
   Status enforce(Lock& lock);
   void given_back(Lock& lock);
   void evict_over_bound();
@@ -200,6 +201,7 @@ class Pool {
   std::uint64_t limit_bytes_;
   std::uint64_t pages_limit_;
   std::uint64_t held_pages_ = 0;  // mapped, or on the way in or out
+  std::condition_variable settled_;  // a batch of pages has come in or gone out
   std::uint64_t parked_low_ = 0;  // fewest parked pages since take_idle_parked()
   std::uint64_t demand_pages_ = 0;  // parked pages that allocs took since the last provision()
   std::uint64_t announced_over_ = 0;  // over_pages() when the keeper was last called for it

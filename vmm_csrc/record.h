@@ -275,9 +275,9 @@ class RecordView {
 
 /// What to change; what is not set stays as the last wish said.
 struct WishChange {
-  std::optional<std::uint64_t> limit_bytes;
-  std::optional<std::uint64_t> min_bytes;
-  std::optional<std::int64_t> priority;
+  std::optional<std::uint64_t> limit_bytes{};
+  std::optional<std::uint64_t> min_bytes{};
+  std::optional<std::int64_t> priority{};
   bool trim = false;
 };
 

@@ -103,7 +103,6 @@ class ElasticBlockPool(BlockPool):  # type: ignore[misc]  # vLLM has no type inf
         *args: Any,
         memory: BlockMemory,
         id_span: int,
-        sanity_check: bool = False,
         **kwargs: Any,
     ) -> None:
         # One block, the null block: everything that vLLM's constructor sizes stays small.
@@ -112,7 +111,6 @@ class ElasticBlockPool(BlockPool):  # type: ignore[misc]  # vLLM has no type inf
         self._memory = memory
         self.headroom = 0
         """Blocks that vLLM wants to leave free where it can (its watermark)."""
-        self._sanity_check = sanity_check
         self._used = 0
         self._depth = 0
         self.fell_short = False

@@ -12,7 +12,7 @@ class Handoff:
     """What a worker needs to attach: plain values that travel with its `KVCacheConfig`."""
 
     segment_name: str
-    segment_uuid: str
+    segment_uuid: bytes
     pages: int
     extents_per_page: int
     extent_bytes: int

@@ -75,9 +75,7 @@ class Probe:
         cls = self.get(path)
         if cls is None:
             return
-        found = {
-            name for name, value in vars(cls).items() if attribute in _names(_function(value))
-        }
+        found = {name for name, value in vars(cls).items() if attribute in _names(_function(value))}
         if found != set(expected):
             self._broken.append(
                 f"{path}: expected {attribute!r} to be used by {sorted(expected)}, "

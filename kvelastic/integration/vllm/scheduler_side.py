@@ -17,15 +17,11 @@ from multiprocessing.util import Finalize
 from typing import Any
 
 from kvelastic import _vmm, config, segment
-from kvelastic.errors import ConfigError
 from kvelastic.integration.vllm.handoff import Handoff
 from kvelastic.layout import PageLayout, vllm_placement
 from kvelastic.sizes import format_size
 
 _log = logging.getLogger("kvelastic.vllm")
-
-_NO_DEADLINE_S = 10.0 * 365 * 24 * 3600
-"""What a missing `KVELASTIC_IPC_TIMEOUT` means to native code, which wants a number."""
 
 
 class Instance:
@@ -34,10 +30,10 @@ class Instance:
     def __init__(self, settings: config.Config, layout: PageLayout, pages: int, num_blocks: int):
         self.num_blocks = num_blocks
         """Blocks that vLLM was configured with, the null block counted."""
-        self.sanity_check = settings.sanity_check
+        self._settings = settings
         self._layout = layout
         self._pages = pages
-        self._timeout_s = settings.ipc_timeout_s or _NO_DEADLINE_S
+        self._timeout_s = -1.0 if settings.ipc_timeout_s is None else settings.ipc_timeout_s
         self._segment: Any = None
         self._ring: Any = None
         self._keeper: Any = None
@@ -57,44 +53,29 @@ class Instance:
         """The segment's name: what `kvctl` calls this instance."""
         return str(self._segment.name)
 
-    def open(self, settings: config.Config, model: str, block_tokens: int) -> None:
+    def open(self, model: str, block_tokens: int) -> None:
         """Make everything that this process holds. Nothing is mapped yet.
 
-        Raises `SegmentError` and `ConfigError`; then call `close`.
+        Raises `SegmentError`; then call `close`.
         """
-        layout = self._layout
+        settings, layout = self._settings, self._layout
         capacity_bytes = settings.host_memory_bytes
         range_bytes = layout.range_bytes(self._pages)
         limit_bytes = settings.limit_bytes(capacity_bytes)
-        if limit_bytes is not None and limit_bytes < layout.page_bytes:
-            raise ConfigError(
-                f"KVELASTIC_LIMIT comes to {limit_bytes} bytes, less than the one page "
-                f"({layout.page_bytes} bytes) that is always held; set it to "
-                f"{format_size(layout.page_bytes)} or more."
-            )
-        geometry = self.handoff_geometry().geometry()
-        self._segment = segment.create(
-            settings.ipc_name, engine="vLLM", model=model, device="host"
-        )
-        self._ring = _vmm.Ring.create(
-            self._segment.ring_buffer, geometry, timeout_s=self._timeout_s
-        )
+        limit_bytes = range_bytes if limit_bytes is None else min(limit_bytes, range_bytes)
+        self._segment = segment.create(settings.ipc_name, engine="vLLM", model=model, device="host")
+        geometry = self.handoff().geometry()
+        self._ring = _vmm.Ring.create(self._segment.record, geometry, self._timeout_s)
         tokens = settings.max_cached_tokens
         self.pool = _vmm.Pool(
-            geometry,
-            ring=self._ring,
+            self._ring,
             max_blocks=min(self.num_blocks, self._pages * layout.blocks_per_page),
-            limit_bytes=range_bytes if limit_bytes is None else min(limit_bytes, range_bytes),
+            limit_bytes=limit_bytes,
             capacity_bytes=capacity_bytes,
-            min_reserved=settings.min_reserved_pages,
-            max_reserved=settings.max_reserved_pages,
+            min_reserved_pages=settings.min_reserved_pages,
+            max_reserved_pages=settings.max_reserved_pages,
             max_cached_blocks=-1 if tokens < 0 else tokens // block_tokens,
             preallocate=settings.page_prealloc_enabled,
-        )
-        self._keeper = _vmm.Keeper(
-            [self.pool],
-            record=self._segment.record,
-            idle_trim_s=settings.idle_trim_s,
         )
 
     def rewrite(self, cache_config: Any) -> None:
@@ -114,12 +95,12 @@ class Instance:
             first += len(tensor.layers)
         cache_config.num_blocks = placement.num_blocks
 
-    def handoff_geometry(self) -> Handoff:
-        """The handoff's layout, without the segment."""
+    def handoff(self) -> Handoff:
+        """What a worker needs to attach."""
         layout = self._layout
         return Handoff(
-            segment_name="" if self._segment is None else self._segment.name,
-            segment_uuid="" if self._segment is None else self._segment.uuid,
+            segment_name=self._segment.name,
+            segment_uuid=self._segment.record.read_header()["uuid"],
             pages=self._pages,
             extents_per_page=layout.extents_per_page,
             extent_bytes=layout.extent_bytes,
@@ -128,10 +109,6 @@ class Instance:
             blocks_per_page=layout.blocks_per_page,
         )
 
-    def handoff(self) -> Handoff:
-        """What a worker needs to attach."""
-        return self.handoff_geometry()
-
     def wait_for_workers(self) -> None:
         """Return once the worker serves the ring and page 0, the null block's, is mapped.
 
@@ -139,7 +116,13 @@ class Instance:
         """
         self._ring.wait_for_worker(self._timeout_s)
         self.pool.ensure(1)
-        self._keeper.start()
+        idle_trim_s = self._settings.idle_trim_s
+        self._keeper = _vmm.Keeper.start(
+            self.pool,
+            self._segment.record,
+            -1.0 if idle_trim_s is None else idle_trim_s,
+            self._settings.sanity_check,
+        )
         _log.info("Ready as %s: kvctl list shows it, kvctl limit changes its limit.", self.name)
 
     def close(self) -> None:
@@ -155,8 +138,8 @@ class Instance:
 def start_instance(vllm_config: Any, cache_config: Any) -> Instance:
     """Make the instance for a cache of one group, whose layout is layer by layer.
 
-    Raises `LayoutError` if a block fits no page, `ConfigError` for a limit that cannot be kept,
-    and `SegmentError` if the name is taken by a live instance.
+    Raises `LayoutError` if a block fits no page, and `SegmentError` if the name is taken by a live
+    instance.
     """
     settings = config.load()
     config.configure_logging(settings)
@@ -183,7 +166,7 @@ def start_instance(vllm_config: Any, cache_config: Any) -> Instance:
     instance = Instance(settings, layout, pages, num_blocks)
     try:
         block_tokens = cache_config.kv_cache_groups[0].kv_cache_spec.block_size
-        instance.open(settings, _model_name(vllm_config), block_tokens)
+        instance.open(_model_name(vllm_config), block_tokens)
     except BaseException:
         instance.close()
         raise

@@ -9,6 +9,7 @@ Patched, because vLLM has no hook for it:
     KVCacheCoordinator.get_num_blocks_to_allocate
                                              have memory mapped before vLLM checks what is free
     Scheduler.schedule                       one session of the pool; no spinning while starved
+    vllm.v1.engine.utils.shutdown (name)     remove what a killed engine core left
     Worker.initialize_from_config            answer the one KV allocation with the arena
     Worker.shutdown                          detach
 
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from kvelastic.integration.vllm.scheduler_side import Instance
 
 _CORE = "vllm.v1.engine.core"
+_CLIENT = "vllm.v1.engine.utils"
 _WORKER = "vllm.v1.worker.gpu_worker"
 _COORDINATOR = "vllm.v1.core.kv_cache_coordinator"
 _SCHEDULER = "vllm.v1.core.sched.scheduler"
@@ -46,6 +48,9 @@ _FIRST_NAP_S = 0.002
 _LONGEST_NAP_S = 0.05
 """While requests wait for a limit to be raised, vLLM's loop runs on and on. It naps this long."""
 
+_KILLED_WAIT_S = 5.0
+"""How long a killed process may take until it is gone, at most."""
+
 _armed = False
 _waiting_instance: Instance | None = None
 """Made before the workers start; the next block pool of this process takes it."""
@@ -57,6 +62,7 @@ def arm() -> None:
     if _armed:
         return
     _armed = True
+    when_imported(_CLIENT, _patch_client)
     when_imported(_CORE, _patch_engine_core)
     when_imported(_WORKER, _patch_worker)
 
@@ -90,9 +96,7 @@ def _probe_engine_core() -> None:
     probe.parameters(
         "vllm.v1.executor.abstract:Executor.initialize_from_config", ("self", "kv_cache_configs")
     )
-    probe.mentions(
-        "vllm.v1.core.kv_cache_utils:generate_scheduler_kv_cache_config", ("deepcopy",)
-    )
+    probe.mentions("vllm.v1.core.kv_cache_utils:generate_scheduler_kv_cache_config", ("deepcopy",))
     probe.parameters(f"{_SCHEDULER}:Scheduler.schedule", ("self",))
     probe.parameters(
         f"{_COORDINATOR}:KVCacheCoordinator.get_num_blocks_to_allocate",
@@ -236,7 +240,6 @@ def _make_block_pool(num_gpu_blocks: int, *args: Any, **kwargs: Any) -> Any:
         *args,
         memory=instance.pool,
         id_span=instance.id_span,
-        sanity_check=instance.sanity_check,
         **kwargs,
     )
     pool.naps = _Naps()
@@ -287,6 +290,34 @@ class _Naps:
         self._next_s = min(2 * self._next_s, _LONGEST_NAP_S)
 
 
+# --- the process that started the engine core (the API server) ------------------------------------
+
+
+def _patch_client(utils: ModuleType) -> None:
+    probe = Probe(f"vLLM {installed_version()}")
+    probe.parameters(f"{_CLIENT}:shutdown", ("procs", "timeout"))
+    probe.mentions(f"{_CLIENT}:CoreEngineProcManager.__init__", ("shutdown",))
+    probe.refuse_if_broken()
+    if not hasattr(utils.shutdown, "kvelastic_original"):
+        utils.shutdown = _marked(  # type: ignore[attr-defined]
+            utils.shutdown, _shutdown_engine_cores
+        )
+
+
+def _shutdown_engine_cores(
+    original: Callable[..., Any], procs: list[Any], *args: Any, **kwargs: Any
+) -> None:
+    """vLLM gives its engine core no time to end (--shutdown-timeout 0) and kills it."""
+    try:
+        original(procs, *args, **kwargs)
+    finally:
+        from kvelastic import segment
+
+        for process in procs:
+            process.join(_KILLED_WAIT_S)
+        segment.reap()
+
+
 # --- a worker's process -------------------------------------------------------------------------
 
 
@@ -329,12 +360,14 @@ def _worker_shutdown(original: Callable[..., Any], worker: Any) -> None:
 def _wrap(owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
     """Replace a method by `wrapper(original, self, ...)`, once."""
     original = getattr(owner, name)
-    if hasattr(original, "kvelastic_original"):
-        return
+    if not hasattr(original, "kvelastic_original"):
+        setattr(owner, name, _marked(original, wrapper))
 
+
+def _marked(original: Callable[..., Any], wrapper: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
-    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return wrapper(original, self, *args, **kwargs)
+    def patched(*args: Any, **kwargs: Any) -> Any:
+        return wrapper(original, *args, **kwargs)
 
-    method.kvelastic_original = original  # type: ignore[attr-defined]
-    setattr(owner, name, method)
+    patched.kvelastic_original = original  # type: ignore[attr-defined]
+    return patched

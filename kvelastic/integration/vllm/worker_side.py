@@ -20,7 +20,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from kvelastic import _vmm, segment
-from kvelastic.errors import EngineError
+from kvelastic.errors import EngineError, SegmentNotFoundError
 from kvelastic.integration.vllm.handoff import Handoff
 
 _log = logging.getLogger("kvelastic.vllm")
@@ -71,8 +71,8 @@ class WorkerMemory:
 
     def close(self) -> None:
         """Stop serving. The memory itself goes with the process, or with the last view of it."""
-        self._ring_worker.stop()
         self._at_exit.cancel()
+        self._ring_worker.stop()
         self._tensor = None
         self._segment.close()
 
@@ -83,10 +83,15 @@ def attach(handoff: Handoff) -> WorkerMemory:
     Raises `SegmentError` if the scheduler's segment is gone, `DriverError` if the addresses cannot
     be reserved, and `ChannelError` if another worker serves this ring.
     """
-    seg = segment.attach(handoff.segment_name, handoff.segment_uuid)
+    seg = segment.open_writable(handoff.segment_name)
     try:
-        arena = _vmm.Arena(_vmm.HostDriver(), handoff.geometry())
-        ring_worker = _vmm.RingWorker(seg.ring_buffer, arena)
+        if seg.record.read_header()["uuid"] != handoff.segment_uuid:
+            raise SegmentNotFoundError(
+                f"the segment {handoff.segment_name!r} is another instance's by now: the scheduler "
+                "that this worker belongs to has ended"
+            )
+        arena = _vmm.Range.reserve(_vmm.HostDriver(), handoff.geometry())
+        ring_worker = _vmm.RingWorker.start(seg.record, arena)
     except BaseException:
         seg.close()
         raise
@@ -98,7 +103,7 @@ def attach(handoff: Handoff) -> WorkerMemory:
     return WorkerMemory(seg, arena, ring_worker)
 
 
-class _AnswerZeros(TorchFunctionMode):
+class _AnswerZeros(TorchFunctionMode):  # type: ignore[misc]  # torch is untyped here
     """Answers `torch.zeros(bytes of the arena, dtype=int8)`; lets everything else pass."""
 
     def __init__(self, tensor: torch.Tensor) -> None:

@@ -1,0 +1,1 @@
+"""The command line: kvctl. It speaks to instances only through their segments."""

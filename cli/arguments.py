@@ -1,0 +1,99 @@
+"""The kinds of arguments that kvctl takes: names, sizes, percentages, seconds."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import click
+
+if TYPE_CHECKING:
+    from click.shell_completion import CompletionItem
+
+
+class NameType(click.ParamType):
+    """A segment's name; the shell completes it from the live ones."""
+
+    name = "name"
+
+    def shell_complete(
+        self, ctx: click.Context, param: click.Parameter, incomplete: str
+    ) -> list[CompletionItem]:
+        """Offer the names that begin as typed."""
+        from click.shell_completion import CompletionItem
+
+        from kvelastic.segment import list_segments
+
+        return [
+            CompletionItem(info.name)
+            for info in list_segments()
+            if info.name.startswith(incomplete)
+        ]
+
+
+class SizeType(click.ParamType):
+    """Bytes, as `kvelastic.sizes.parse_size` reads them."""
+
+    name = "size"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        """Return bytes; a bad size is a usage error (exit code 2)."""
+        from kvelastic.sizes import parse_size
+
+        try:
+            return parse_size(str(value))
+        except ValueError as error:
+            self.fail(str(error), param, ctx)
+
+
+class PercentType(click.ParamType):
+    """0 to 100, with or without a percent sign."""
+
+    name = "percent"
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> float:
+        """Return the number; anything else is a usage error (exit code 2)."""
+        from kvelastic.sizes import parse_percent
+
+        try:
+            return parse_percent(str(value))
+        except ValueError as error:
+            self.fail(str(error), param, ctx)
+
+
+class SecondsType(click.ParamType):
+    """A time in seconds, at least `least_s`."""
+
+    name = "seconds"
+
+    def __init__(self, least_s: float) -> None:
+        self.least_s = least_s
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> float:
+        """Return the seconds; anything else is a usage error (exit code 2)."""
+        try:
+            seconds = float(value)
+        except ValueError:
+            self.fail(f"{value!r} is not a number of seconds", param, ctx)
+        if not math.isfinite(seconds) or seconds < self.least_s:
+            self.fail(f"{value!r} must be at least {self.least_s:g} seconds", param, ctx)
+        return seconds
+
+
+class ValueCommand(click.Command):
+    """A command whose value may begin with a minus by mistake: `-5` is a bad size, no option."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Parse; say of `-5` what is wrong with it."""
+        try:
+            return super().parse_args(ctx, args)
+        except click.NoSuchOption as error:
+            if error.option_name[1:2].isdigit() or error.option_name[1:2] == ".":
+                raise click.BadParameter(
+                    "a negative value is not accepted; write a number from 0 up.", ctx=ctx
+                ) from None
+            raise

@@ -1,0 +1,202 @@
+"""Tables of segments: plain columns for pipes, a coloured one with bars for terminals."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+from kvelastic.cli.rows import Row, printable
+from kvelastic.sizes import format_size
+
+if TYPE_CHECKING:
+    from rich.table import Table
+    from rich.text import Text
+
+NOTHING = "No active kvelastic segments found."
+
+_BAR_CELLS = 24
+_SIZE_CELLS = len("1023.99 MiB")
+# Every column but Name has a fixed width, so that a watched table does not jump.
+_WIDTHS = {
+    "State": len("unreadable"),
+    "Limit": _SIZE_CELLS,
+    "Mapped": _SIZE_CELLS,
+    "Of limit": len("Of limit"),
+    "In use": _SIZE_CELLS,
+    "Cached": _SIZE_CELLS,
+    "Parked": _SIZE_CELLS,
+    "Bar": _BAR_CELLS,
+    "Model": 24,
+}
+# What a terminal too narrow for all shows first; Cached and Parked come and go together.
+_BY_IMPORTANCE = (
+    ("Limit",),
+    ("Mapped",),
+    ("State",),
+    ("Of limit",),
+    ("In use",),
+    ("Bar",),
+    ("Cached", "Parked"),
+    ("Model",),
+)
+_EDGE_CELLS, _GAP_CELLS = 2, 3
+_STATE_STYLES = {
+    "applied": "green",
+    "shrinking": "yellow",
+    "pending": "yellow",
+    "refused": "red",
+    "unreadable": "red",
+    "dead": "red",
+}
+_BAR_STYLES = ("green", "cyan", "blue", "dim")
+_BAR_GLYPHS = "█▓▒·"
+_BAR_GLYPHS_ASCII = "#=-."
+
+
+def plain_table(rows: list[Row]) -> str:
+    """Columns of text: no colour, nothing cut off, one line a segment under one of headings."""
+    if not rows:
+        return NOTHING
+    lines = [
+        (
+            "NAME",
+            "STATE",
+            "LIMIT",
+            "MAPPED",
+            "OF_LIMIT",
+            "IN_USE",
+            "CACHED",
+            "PARKED",
+            "PID",
+            "MODEL",
+        )
+    ]
+    lines += [
+        (
+            printable(row["name"]),
+            row["state"],
+            _size(row["limit_bytes"]),
+            _size(row["mapped_bytes"]),
+            _percent_text(row),
+            _size(row["in_use_bytes"]),
+            _size(row["cached_bytes"]),
+            _size(row["parked_bytes"]),
+            _or_dash(row["pid"]),
+            printable(row["model"] or "-"),
+        )
+        for row in rows
+    ]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    left = {0, 1, 9}
+    return "\n".join(
+        "  ".join(
+            cell.ljust(width) if index in left else cell.rjust(width)
+            for index, (cell, width) in enumerate(zip(line, widths, strict=True))
+        ).rstrip()
+        for line in lines
+    )
+
+
+def rich_table(rows: list[Row], width: int, *, ascii_only: bool = False) -> Table | Text:
+    """The same for a terminal of `width` columns: the narrower it is, the fewer are shown."""
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    if not rows:
+        return Text(NOTHING)
+    table = Table(box=box.ASCII if ascii_only else box.SIMPLE_HEAD, pad_edge=False)
+    shown = _columns(rows, width)
+    table.add_column("Name", overflow="fold", min_width=8)
+    for name in shown:
+        table.add_column(
+            _heading(ascii_only) if name == "Bar" else name,
+            justify="left" if name in {"State", "Bar", "Model"} else "right",
+            no_wrap=True,
+            overflow="ellipsis",
+            width=_WIDTHS[name],
+        )
+    for row in rows:
+        cells = {
+            # Text, not markup: a name may hold brackets.
+            "Name": Text(printable(row["name"]), style="bold"),
+            "State": Text(row["state"], style=_STATE_STYLES.get(row["state"], "")),
+            "Limit": Text(_size(row["limit_bytes"])),
+            "Mapped": Text(_size(row["mapped_bytes"])),
+            "Of limit": Text(_percent_text(row), style=_percent_style(row)),
+            "In use": Text(_size(row["in_use_bytes"])),
+            "Cached": Text(_size(row["cached_bytes"])),
+            "Parked": Text(_size(row["parked_bytes"])),
+            "Bar": _bar(row, ascii_only),
+            "Model": Text(printable(row["model"] or "-")),
+        }
+        table.add_row(*(cells[name] for name in ("Name", *shown)))
+    return table
+
+
+def _columns(rows: list[Row], width: int) -> list[str]:
+    """The columns beside Name that fit, in the order in which they are drawn."""
+    left = width - _EDGE_CELLS - max(len("Name"), *(len(row["name"]) for row in rows))
+    chosen: set[str] = set()
+    for group in _BY_IMPORTANCE:
+        left -= sum(_WIDTHS[name] + _GAP_CELLS for name in group)
+        if left < 0 and chosen:  # one is shown in any case; the name is folded then
+            break
+        chosen.update(group)
+    return [name for name in _WIDTHS if name in chosen]
+
+
+def _heading(ascii_only: bool) -> str:
+    glyphs = _BAR_GLYPHS_ASCII if ascii_only else _BAR_GLYPHS
+    return f"{glyphs[0]} use {glyphs[1]} cached {glyphs[2]} parked"
+
+
+def bar_cells(row: Row, cells: int = _BAR_CELLS) -> list[int]:
+    """How many cells of the bar are in use, cached, parked and free, of the limit or more."""
+    kinds = [row["in_use_bytes"] or 0, row["cached_bytes"] or 0, row["parked_bytes"] or 0]
+    whole = max(row["limit_bytes"] or 0, sum(kinds))
+    ends, total = [0], 0
+    for part in kinds:
+        total += part
+        # Rounded at each end, so that the parts add up; the least bit of use shows.
+        end = round(cells * total / whole) if whole else 0
+        ends.append(min(cells, max(end, ends[-1] + (1 if part else 0))))
+    counts = [after - before for before, after in pairwise(ends)]
+    return [*counts, cells - ends[-1]]
+
+
+def _bar(row: Row, ascii_only: bool) -> Text:
+    from rich.text import Text
+
+    glyphs = _BAR_GLYPHS_ASCII if ascii_only else _BAR_GLYPHS
+    bar = Text()
+    for count, glyph, style in zip(bar_cells(row), glyphs, _BAR_STYLES, strict=True):
+        bar.append(glyph * count, style=style)
+    return bar
+
+
+def _percent(row: Row) -> float | None:
+    mapped_bytes, limit_bytes = row["mapped_bytes"], row["limit_bytes"]
+    if mapped_bytes is None or not limit_bytes:
+        return None
+    return 100 * mapped_bytes / limit_bytes
+
+
+def _percent_text(row: Row) -> str:
+    percent = _percent(row)
+    return "-" if percent is None else f"{percent:.0f}%"
+
+
+def _percent_style(row: Row) -> str:
+    percent = _percent(row)
+    if percent is None:
+        return ""
+    return "green" if percent < 50 else "yellow" if percent < 80 else "red"
+
+
+def _size(size_bytes: int | None) -> str:
+    return "-" if size_bytes is None else format_size(size_bytes)
+
+
+def _or_dash(value: object) -> str:
+    return "-" if value is None else str(value)

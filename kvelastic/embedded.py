@@ -1,0 +1,244 @@
+"""kvelastic inside one process: the state behind the seed's functions.
+
+    init(device="cpu"); tensors = alloc_kv_cache(...); manager = kv_cache_manager(...); shutdown()
+
+A *group* is one cache shape with its tensors and manager; group 0 is the only one most models have.
+Each group is an instance of its own: a segment, a limit, a line in `kvctl list`. The functions may
+be called from any thread, one at a time.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+from kvelastic.config import Config, configure_logging, load
+from kvelastic.errors import (
+    InvalidArgumentError,
+    LayoutError,
+    NotInitializedError,
+    UnsupportedError,
+)
+from kvelastic.layout import PageLayout
+from kvelastic.manager import KVCacheManager
+from kvelastic.pool import ElasticPool, local_range, open_pool
+from kvelastic.views import plan
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import torch
+
+Engine = Literal["vllm", "sglang"]
+HOST_DEVICES = ("cpu", "host", "auto")
+
+
+@dataclass
+class _Group:
+    """One cache: its pool, and what it was made for."""
+
+    pool: ElasticPool
+    layout: PageLayout
+    pages: int
+    num_blocks: int
+    manager: KVCacheManager | None = None
+
+
+@dataclass
+class _State:
+    """What `init` was told; exists from init to shutdown."""
+
+    engine: Engine
+    settings: Config
+    groups: dict[int, _Group] = field(default_factory=dict)
+
+
+_lock = threading.RLock()
+_state: _State | None = None
+
+
+def init(
+    engine: Engine, *, tp_rank: int, world_size: int, pp_rank: int, device: str | None
+) -> None:
+    """Make this process ready; a second call with the same engine changes nothing.
+
+    Raises `UnsupportedError` for more than one rank and for a device other than the host, and
+    `ConfigError` for a variable with a bad value.
+    """
+    global _state
+    with _lock:
+        if _state is not None:
+            if _state.engine != engine:
+                raise UnsupportedError(
+                    f"kvelastic is initialized for {_state.engine} in this process already; call"
+                    " shutdown_kvelastic() first"
+                )
+            return
+        settings = load()
+        check_device(settings.device if device is None else device)
+        if world_size != 1 or tp_rank != 0 or pp_rank != 0:
+            raise UnsupportedError(
+                f"tp_rank={tp_rank}, world_size={world_size}, pp_rank={pp_rank} is not supported:"
+                " this version manages the cache of a single worker; use tp_size=1"
+            )
+        configure_logging(settings)
+        _state = _State(engine, settings)
+
+
+def shutdown() -> None:
+    """Give all memory back and remove the segments; nothing happens if not initialized.
+
+    Tensors that live on keep their addresses, with no memory behind them: they must not be touched.
+    """
+    global _state
+    with _lock:
+        state, _state = _state, None
+        for group in state.groups.values() if state else ():
+            group.pool.close()
+            group.pool.blocks.clear()
+            group.pool.blocks.trim()
+
+
+def is_initialized() -> bool:
+    """Whether `init` was called and `shutdown` was not."""
+    return _state is not None
+
+
+def required() -> _State:
+    """The state. Raises `NotInitializedError` (a `RuntimeError`) without one."""
+    if _state is None:
+        raise NotInitializedError("kvelastic is not initialized. Call init_kvelastic() first.")
+    return _state
+
+
+def check_device(device: Any) -> None:
+    """Raise `UnsupportedError` or `InvalidArgumentError` unless `device` means the host."""
+    text = str(device)
+    if text in HOST_DEVICES:
+        return
+    if text == "cuda" or text.startswith("cuda:"):
+        raise UnsupportedError(
+            f"device={text!r} is not supported yet: this version has no CUDA driver; use"
+            ' device="cpu" for the host\'s memory'
+        )
+    raise InvalidArgumentError(f"device={text!r} is not accepted; it must be cpu, host or auto")
+
+
+def alloc_kv_cache(
+    kvcache_shape: Sequence[int],
+    *,
+    block_size: int,
+    dtype: torch.dtype,
+    device: Any,
+    num_layers: int,
+    attention_type: str,
+    kv_layout: str,
+    group_id: int,
+) -> tuple[list[torch.Tensor], ...]:
+    """The tensors of `views.CachePlan`, over a range of this process.
+
+    Memory comes with `alloc` of the group's manager. Raises `NotInitializedError`, and the errors
+    of `views.plan`; `LayoutError` if the group has another shape already.
+    """
+    from kvelastic.tensors import itemsize_of, view_of, whole_range
+
+    with _lock:
+        state = required()
+        check_device(device)
+        cache = plan(
+            kvcache_shape,
+            engine=state.engine,
+            block_size=block_size,
+            itemsize=itemsize_of(dtype),
+            num_layers=num_layers,
+            attention_type=attention_type,
+            kv_layout=kv_layout,
+            page_size_bytes=state.settings.page_size_bytes,
+            per_buffer=not state.settings.contiguous_layout,
+        )
+        group = _group_for(state, group_id, cache.layout, cache.num_blocks, block_size)
+        flat = whole_range(group.pool.memory)  # type: ignore[arg-type]  # a local_range
+        return tuple(
+            [view_of(flat, view, dtype) for view in views] for views in cache.views(group.pages)
+        )
+
+
+def kv_cache_manager(
+    num_blocks: int,
+    *,
+    block_size: int,
+    cell_size: int,
+    num_layers: int,
+    num_kv_buffers: int,
+    group_id: int,
+) -> KVCacheManager:
+    """The group's manager, always the same one; the tensors may be made before or after it.
+
+    `cell_size` is the bytes of one token in one buffer. Raises `NotInitializedError`, and
+    `LayoutError` if the arguments do not describe the tensors' blocks.
+    """
+    with _lock:
+        state = required()
+        for name, value in (("num_blocks", num_blocks), ("block_size", block_size)):
+            if not isinstance(value, int) or value < 1:
+                raise LayoutError(f"{name}={value!r} is not accepted; it must be 1 or more")
+        group = state.groups.get(group_id)
+        if group is None:
+            layout = PageLayout.solve(
+                block_size * cell_size,
+                num_layers * num_kv_buffers,
+                page_size_bytes=state.settings.page_size_bytes,
+                per_buffer=not state.settings.contiguous_layout,
+            )
+            group = _group_for(state, group_id, layout, num_blocks, block_size)
+        have_bytes = group.layout.block_bytes * group.layout.buffers
+        want_bytes = block_size * cell_size * num_layers * num_kv_buffers
+        if have_bytes != want_bytes:
+            raise LayoutError(
+                f"a manager of block_size={block_size}, cell_size={cell_size},"
+                f" num_layers={num_layers} and num_kv_buffers={num_kv_buffers} has blocks of"
+                f" {want_bytes} bytes, the tensors of group {group_id} have blocks of"
+                f" {have_bytes}; give both the same shape"
+            )
+        if num_blocks > group.num_blocks:
+            raise LayoutError(
+                f"num_blocks={num_blocks} is more than the {group.num_blocks} blocks of the"
+                f" tensors of group {group_id}"
+            )
+        if group.manager is None:
+            group.manager = KVCacheManager(
+                group.pool,
+                num_blocks=num_blocks,
+                block_size=block_size,
+                buffers=num_layers * num_kv_buffers,
+            )
+        return group.manager
+
+
+def _group_for(
+    state: _State, group_id: int, layout: PageLayout, num_blocks: int, block_tokens: int
+) -> _Group:
+    group = state.groups.get(group_id)
+    if group is not None:
+        if (group.layout, group.num_blocks) != (layout, num_blocks):
+            raise LayoutError(
+                f"group {group_id} has {group.num_blocks} blocks of {group.layout} already, which"
+                f" does not go with {num_blocks} blocks of {layout}; use another group_id, or call"
+                " alloc_kv_cache before get_kv_cache_manager"
+            )
+        return group
+    pages = layout.pages_for_blocks(max(num_blocks, 2))
+    name = state.settings.ipc_name
+    pool = open_pool(
+        state.settings,
+        layout,
+        pages,
+        num_blocks=max(num_blocks, 2),
+        block_tokens=block_tokens,
+        engine={"vllm": "vLLM", "sglang": "SGLang"}[state.engine],
+        memory=local_range,
+        name=f"{name}_g{group_id}" if name and group_id else None,
+    )
+    pool.start_keeper()
+    return state.groups.setdefault(group_id, _Group(pool, layout, pages, num_blocks))

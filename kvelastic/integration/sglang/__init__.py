@@ -1,0 +1,1 @@
+"""kvelastic for SGLang."""

@@ -1,0 +1,118 @@
+"""The block manager of the seed's interface: what a serving engine calls for every request.
+
+    manager = get_kv_cache_manager(num_blocks, block_size, cell_size, num_layers)
+    ids = manager.alloc(4)        # ids index the tensors of alloc_kv_cache; None: not that many now
+    manager.free(ids)
+
+Every call may be made from any thread. The hot ones are the native pool's own methods: a Python
+wrapper around them would cost more than they do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+from kvelastic.errors import InvalidArgumentError
+from kvelastic.pool import ElasticPool
+
+_UNITS: Final = {"bytes": 1, "kb": 1 << 10, "mb": 1 << 20, "gb": 1 << 30}
+
+
+class KVCacheManager:
+    """Blocks of one pool. Made by `get_kv_cache_manager`; lives until `shutdown_kvelastic`."""
+
+    __slots__ = (
+        "_buffers",
+        "_pool",
+        "alloc",
+        "available_size",
+        "block_size",
+        "clear",
+        "free",
+        "free_reserved",
+        "num_blocks",
+        "trim",
+        "try_to_reserve",
+    )
+
+    alloc: Callable[[int], list[int] | None]
+    """`alloc(n)`: ids of n blocks, or None when that many cannot be had now; nothing has changed
+    then. Takes reserved blocks first. May wait for pages to be created. Raises `PoolFailedError`
+    where no later call could succeed."""
+
+    free: Callable[[Sequence[int]], None]
+    """`free(ids)`: give blocks back, all or none of them. Raises `DoubleFreeError`,
+    `UnknownBlockError` or `NullBlockError` (all `ValueError`) with nothing changed."""
+
+    available_size: Callable[[], int]
+    """Blocks that `alloc` could give now, under the present limit. Never blocks."""
+
+    try_to_reserve: Callable[[int], bool]
+    """`try_to_reserve(n)`: set n more blocks aside, memory and all, for the allocs to come; False
+    and nothing changed when there are not as many."""
+
+    free_reserved: Callable[[], None]
+    """Give up what `try_to_reserve` set aside and no alloc has taken."""
+
+    trim: Callable[[], int]
+    """Give every parked page back to the device; returns the bytes. Waits for the unmapping."""
+
+    clear: Callable[[], None]
+    """Free every block and every reservation: ids handed out before are void."""
+
+    def __init__(self, pool: ElasticPool, *, num_blocks: int, block_size: int, buffers: int):
+        native = pool.blocks
+        self._pool = pool
+        self._buffers = buffers
+        self.num_blocks = num_blocks
+        """As asked for, the null block counted."""
+        self.block_size = block_size
+        """Tokens a block."""
+        self.alloc = native.alloc
+        self.free = native.free
+        self.available_size = native.available_size
+        self.try_to_reserve = native.try_to_reserve
+        self.free_reserved = native.free_reserved
+        self.trim = native.trim
+        self.clear = native.clear
+
+    @property
+    def name(self) -> str:
+        """What `kvctl` calls this instance."""
+        return self._pool.name
+
+    def resize(self, new_mem_size: int) -> bool:
+        """Set the limit to `new_mem_size` bytes *a buffer* (one layer's K, or V), as the seed does.
+
+        True: it holds now. False: blocks in use are over it; no page is added and freed ones go
+        back until it holds. More than the tensors have room for means all of it. Raises
+        `LimitError` for a negative size.
+        """
+        if new_mem_size < 0:
+            from kvelastic.errors import LimitError
+
+            raise LimitError(f"a limit of {new_mem_size} bytes is not accepted; give 0 or more")
+        limit_bytes = min(new_mem_size * self._buffers, self._pool.blocks.geometry.range_bytes)
+        return bool(self._pool.blocks.set_limit(limit_bytes)["state"] == "applied")
+
+    def get_mapped_memory_size(self, unit: str = "bytes") -> float:
+        """Memory held right now, parked pages included; `unit` is bytes, kb, mb or gb."""
+        scale = _UNITS.get(unit)
+        if scale is None:
+            raise InvalidArgumentError(
+                f"unit={unit!r} is not accepted; it must be {', '.join(_UNITS)}"
+            )
+        return self._pool.blocks.mapped_bytes / scale
+
+    def get_page_occupancy(self, page_ids: Sequence[int] | None = None) -> dict[int, int]:
+        """Blocks in use or cached on each mapped page, of `page_ids` or of all pages."""
+        return self._pool.blocks.occupancy(page_ids)
+
+    def stats(self) -> dict[str, Any]:
+        """Pages, blocks and counters, as a snapshot."""
+        return self._pool.blocks.stats()
+
+    def check_integrity(self) -> None:
+        """Recount everything; raises `IntegrityError` naming what disagrees. For tests."""
+        self._pool.blocks.check_integrity()

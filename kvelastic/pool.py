@@ -1,0 +1,146 @@
+"""A pool of this process or another: native blocks and pages, their segment, and the keeper.
+
+    with open_pool(settings, layout, pages, num_blocks=n, block_tokens=16, engine="vLLM",
+                   memory=local_range) as pool:
+        ids = pool.blocks.alloc(4)
+
+`memory` decides where pages are mapped: `local_range` in this process; a `_vmm.Ring` (see
+`integration/vllm`) in a worker's. Everything else is the same. Imports no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeAlias
+
+from kvelastic import _vmm, segment
+from kvelastic.config import Config
+from kvelastic.errors import ConfigError
+from kvelastic.layout import PageLayout
+from kvelastic.sizes import format_size
+
+Memory: TypeAlias = "_vmm.Range | _vmm.Ring"
+MemoryMaker: TypeAlias = Callable[[segment.Segment, _vmm.Geometry], Memory]
+
+HOST_DEVICE = "host"
+FOREVER_S = -1.0
+"""What native code takes for "no deadline" and "never"."""
+
+
+def native_geometry(layout: PageLayout, pages: int) -> _vmm.Geometry:
+    """The native form of a layout over `pages` pages."""
+    return _vmm.Geometry(
+        pages=pages,
+        extent_bytes=layout.extent_bytes,
+        block_bytes=layout.block_bytes,
+        blocks_per_page=layout.blocks_per_page,
+        extents_per_page=layout.extents_per_page,
+        extent_stride_bytes=layout.extent_stride_bytes(pages),
+    )
+
+
+def local_range(_: segment.Segment, geometry: _vmm.Geometry) -> _vmm.Range:
+    """A `MemoryMaker`: addresses of this process. Raises `DriverError` if there are none left."""
+    return _vmm.Range.reserve(_vmm.HostDriver(), geometry)
+
+
+class ElasticPool:
+    """What `open_pool` made. `close()` it, or use it as a context manager."""
+
+    def __init__(
+        self, own_segment: segment.Segment, memory: Memory, blocks: _vmm.Pool, settings: Config
+    ) -> None:
+        self.segment = own_segment
+        self.memory = memory
+        self.blocks = blocks
+        """The native pool: alloc, free, cache, touch, limits (see vmm_csrc/pool.h)."""
+        self._settings = settings
+        self._keeper: _vmm.Keeper | None = None
+
+    @property
+    def name(self) -> str:
+        """What `kvctl` calls this instance."""
+        return self.segment.name
+
+    def start_keeper(self) -> None:
+        """Begin to answer wishes; the memory must be there to map (a worker attached)."""
+        idle_trim_s = self._settings.idle_trim_s
+        self._keeper = _vmm.Keeper.start(
+            self.blocks,
+            self.segment.record,
+            idle_trim_s=FOREVER_S if idle_trim_s is None else idle_trim_s,
+            sanity_check=self._settings.sanity_check,
+        )
+
+    def close(self) -> None:
+        """Stop the keeper and remove the segment; the memory goes with its last user. Repeatable.
+
+        Waits for nobody but this process's own thread.
+        """
+        keeper, self._keeper = self._keeper, None
+        if keeper is not None:
+            keeper.stop()
+        self.segment.close()
+
+    def __enter__(self) -> ElasticPool:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def open_pool(
+    settings: Config,
+    layout: PageLayout,
+    pages: int,
+    *,
+    num_blocks: int,
+    block_tokens: int,
+    engine: str,
+    memory: MemoryMaker,
+    model: str = "",
+    name: str | None = None,
+) -> ElasticPool:
+    """Make segment, memory and native pool; maps nothing and starts no thread yet.
+
+    `num_blocks` counts the null block; `name` overrides `KVELASTIC_IPC_NAME`. Raises `ConfigError`
+    for a `KVELASTIC_LIMIT` under one page, `SegmentError` if the segment cannot be made (its name
+    is a live instance's), and what `memory` raises; nothing is left behind then.
+    """
+    capacity_bytes = settings.host_memory_bytes
+    limit_bytes = _start_limit_bytes(settings, layout, layout.range_bytes(pages), capacity_bytes)
+    own_segment = segment.create(
+        settings.ipc_name if name is None else name, engine=engine, model=model, device=HOST_DEVICE
+    )
+    try:
+        where = memory(own_segment, native_geometry(layout, pages))
+        tokens = settings.max_cached_tokens
+        blocks = _vmm.Pool(
+            where,
+            max_blocks=min(num_blocks, pages * layout.blocks_per_page),
+            limit_bytes=limit_bytes,
+            capacity_bytes=capacity_bytes,
+            min_reserved_pages=settings.min_reserved_pages,
+            max_reserved_pages=settings.max_reserved_pages,
+            max_cached_blocks=-1 if tokens < 0 else tokens // block_tokens,
+            preallocate=settings.page_prealloc_enabled,
+        )
+    except BaseException:
+        own_segment.close()
+        raise
+    return ElasticPool(own_segment, where, blocks, settings)
+
+
+def _start_limit_bytes(
+    settings: Config, layout: PageLayout, range_bytes: int, capacity_bytes: int
+) -> int:
+    wanted = settings.limit_bytes(capacity_bytes)
+    if wanted is None:
+        return min(range_bytes, capacity_bytes)
+    if wanted < layout.page_bytes:
+        raise ConfigError(
+            f"KVELASTIC_LIMIT comes to {wanted} bytes, less than the one page"
+            f" ({layout.page_bytes} bytes) that is always held; set it to"
+            f" {format_size(layout.page_bytes)} or more."
+        )
+    return min(wanted, range_bytes)

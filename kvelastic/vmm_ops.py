@@ -1,0 +1,202 @@
+"""The low-level calls of the seed: raw tensors, and pages mapped by hand.
+
+    init_kvelastic("cpu")
+    raw = create_kv_tensors(64 << 20, 2, "cpu", num_layers=12)   # one flat int8 tensor a layer
+    map_to_kv_tensors([0, 1, 2])       # pages 0 to 2 of every layer, K part and V part
+    unmap_from_kv_tensors([1])         # its memory is kept for the next map
+    trim_kv_tensors()                  # and given back
+    shutdown_kvelastic()
+
+A layer's tensor is `num_kv_buffers` parts one after the other (K, then V). Page p is
+`page_bytes(group_id)` bytes at offset p * page_bytes of *every* part: one call maps it for all
+layers, or for none. For an engine the managers of `integration/*/interfaces.py` are the better
+way: they do the counting, and one page there is a single mapping for all layers.
+
+All calls may be made from any thread.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from kvelastic import _vmm, embedded
+from kvelastic.config import load
+from kvelastic.errors import InvalidArgumentError, NotInitializedError
+from kvelastic.layout import GRANULARITY_BYTES
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True)
+class _Tensors:
+    memory: _vmm.Range
+    block_bytes: int | None
+
+
+_lock = threading.Lock()
+_page_bytes: int | None = None
+_groups: dict[int, _Tensors] = {}
+
+
+def init_kvelastic(device: str = "auto", page_size: int = 0) -> None:
+    """Make the low-level calls usable; `page_size` is bytes of a page, 0 means the configured one.
+
+    Raises `UnsupportedError` for a CUDA device, `InvalidArgumentError` for a page size that is not
+    a multiple of 2 MiB.
+    """
+    global _page_bytes
+    embedded.check_device(device)
+    size = page_size or load().page_size_bytes
+    if size < 0 or size % GRANULARITY_BYTES != 0:
+        raise InvalidArgumentError(
+            f"page_size={page_size} is not accepted; it must be a multiple of {GRANULARITY_BYTES}"
+        )
+    with _lock:
+        _page_bytes = size
+
+
+def shutdown_kvelastic() -> None:
+    """Unmap and destroy everything of every group. The tensors must not be touched any more."""
+    global _page_bytes
+    with _lock:
+        groups = list(_groups.values())
+        _groups.clear()
+        _page_bytes = None
+    for group in groups:
+        memory = group.memory
+        memory.unmap([p for p in range(memory.geometry.pages) if memory.is_mapped(p)], destroy=True)
+        memory.trim()
+
+
+def create_kv_tensors(
+    mem_size_per_layer: int,
+    dtype_size: int,
+    device: str,
+    num_layers: int,
+    num_kv_buffers: int = 2,
+    group_id: int = 0,
+    *,
+    block_bytes: int | None = None,
+) -> list[torch.Tensor]:
+    """One flat int8 tensor a layer, of at least `mem_size_per_layer` bytes, without memory.
+
+    The size is rounded up so that each of the `num_kv_buffers` parts is whole pages; `dtype_size`
+    must divide a page. `block_bytes` (of one block in one part) is only needed to name blocks in
+    `map_to_kv_tensors`. Raises `NotInitializedError`, and `InvalidArgumentError` if a number is not
+    positive or the group has tensors already.
+    """
+    from kvelastic.tensors import whole_range
+
+    page_bytes = _required_page_bytes()
+    embedded.check_device(device)
+    numbers = {
+        "mem_size_per_layer": mem_size_per_layer,
+        "dtype_size": dtype_size,
+        "num_layers": num_layers,
+        "num_kv_buffers": num_kv_buffers,
+    }
+    for name, value in numbers.items():
+        if value < 1:
+            raise InvalidArgumentError(f"{name}={value} is not accepted; it must be 1 or more")
+    if page_bytes % dtype_size != 0:
+        raise InvalidArgumentError(
+            f"dtype_size={dtype_size} does not divide a page of {page_bytes} bytes"
+        )
+    pages = -(-mem_size_per_layer // (num_kv_buffers * page_bytes))
+    part_bytes = pages * page_bytes
+    geometry = _vmm.Geometry(
+        pages=pages,
+        extent_bytes=page_bytes,
+        block_bytes=page_bytes,  # no block ids here: a page is its own block
+        blocks_per_page=1,
+        extents_per_page=num_layers * num_kv_buffers,
+        extent_stride_bytes=part_bytes,
+    )
+    with _lock:
+        if group_id in _groups:
+            raise InvalidArgumentError(
+                f"group {group_id} has tensors already; use another group_id"
+            )
+        memory = _vmm.Range.reserve(_vmm.HostDriver(), geometry)
+        _groups[group_id] = _Tensors(memory, block_bytes)
+    flat = whole_range(memory)
+    layer_bytes = num_kv_buffers * part_bytes
+    return [flat[i * layer_bytes : (i + 1) * layer_bytes] for i in range(num_layers)]
+
+
+def kv_tensors_created(group_id: int = 0) -> bool:
+    """Whether the group has tensors."""
+    return group_id in _groups
+
+
+def page_bytes(group_id: int = 0) -> int:
+    """Bytes that one page has in each part of each layer."""
+    return _group(group_id).memory.geometry.extent_bytes
+
+
+def map_to_kv_tensors(
+    page_ids: Sequence[int], block_ids: Sequence[int] = (), *, group_id: int = 0
+) -> None:
+    """Map pages in every layer, and the pages that `block_ids` lie in. All of them or none.
+
+    Pages named twice, by number or through a block, are mapped once. New memory holds zeros; what
+    `unmap_from_kv_tensors` left is reused as it is. Raises `InvalidArgumentError` for a page that
+    is mapped already or outside the tensors, `OutOfMemoryError`.
+    """
+    group = _group(group_id)
+    group.memory.map(_pages(group, page_ids, block_ids))
+
+
+def unmap_from_kv_tensors(
+    page_ids: Sequence[int], block_ids: Sequence[int] = (), *, group_id: int = 0
+) -> None:
+    """Unmap pages from every layer, all or none; touching them faults. The memory is kept.
+
+    Raises `InvalidArgumentError` for a page that is not mapped.
+    """
+    group = _group(group_id)
+    group.memory.unmap(_pages(group, page_ids, block_ids))
+
+
+def trim_kv_tensors(group_id: int = 0) -> None:
+    """Give the memory of unmapped pages back to the device."""
+    _group(group_id).memory.trim()
+
+
+def _required_page_bytes() -> int:
+    if _page_bytes is not None:
+        return _page_bytes
+    return embedded.required().settings.page_size_bytes
+
+
+def _group(group_id: int) -> _Tensors:
+    group = _groups.get(group_id)
+    if group is None:
+        _required_page_bytes()
+        raise NotInitializedError(
+            f"group {group_id} has no tensors; call create_kv_tensors(...) first"
+        )
+    return group
+
+
+def _pages(group: _Tensors, page_ids: Sequence[int], block_ids: Sequence[int]) -> list[int]:
+    pages: dict[Any, None] = dict.fromkeys(page_ids)
+    if block_ids and group.block_bytes is None:
+        raise InvalidArgumentError(
+            "block_ids need to know how large a block is: give block_bytes to create_kv_tensors"
+        )
+    for block in block_ids:
+        first = block * (group.block_bytes or 0)
+        last = first + (group.block_bytes or 0) - 1
+        size = group.memory.geometry.extent_bytes
+        pages.update(dict.fromkeys(range(first // size, last // size + 1)))
+    return list(pages)
+
+
+# The names that kvcached's callers know.
+init_kvcached = init_kvelastic
+shutdown_kvcached = shutdown_kvelastic

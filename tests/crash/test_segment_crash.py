@@ -1,0 +1,187 @@
+"""Segments under SIGKILL and SIGSTOP: nobody waits for the dead, and nothing is left behind."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from kvelastic import lease, segment
+from kvelastic.errors import SegmentBusyError, SegmentNotFoundError
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "programs"))
+from segment_owner import Owner
+
+SHM = Path("/dev/shm")
+
+
+@pytest.fixture
+def name():
+    unique = f"kvcrash_{os.getpid()}_{random.randrange(1 << 40):x}"
+    yield unique
+    (SHM / unique).unlink(missing_ok=True)
+
+
+# A writer that dies, or stops, in the middle of a wish with the writers' lock in its hand.
+HALF_WRITER = """
+import sys
+from kvelastic import segment
+with segment.open_writable(sys.argv[1]) as other, other.writing() as record:
+    record._write_half_wish(123)
+    print("half", flush=True)
+    sys.stdin.read()
+"""
+
+
+def start(program: str, *arguments: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", program, *arguments],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+
+
+def finish(process: subprocess.Popen[str]) -> None:
+    process.kill()
+    process.wait()
+    for pipe in (process.stdin, process.stdout):
+        pipe.close()
+
+
+@pytest.mark.parametrize("waited_for", [True, False], ids=["waited-for", "zombie"])
+def test_a_killed_owner_is_dead_and_reaped(name, waited_for):
+    with Owner(name) as owner:
+        owner.kill(wait=waited_for)
+        assert segment.inspect(name).status == "dead"
+        assert name in segment.reap()
+        assert not (SHM / name).exists()
+        with pytest.raises(SegmentNotFoundError):
+            segment.wish_limit(name, 1)
+
+
+def test_the_next_instance_of_the_name_starts_at_once(name):
+    first = Owner(name)
+    first.kill()
+    with Owner(name) as second:
+        assert segment.inspect(name).header["pid"] == second.pid
+        assert segment.wish_limit(name, 5, 30).state == "applied"
+    first.__exit__(None)
+
+
+@pytest.mark.parametrize("with_thread", [False, True])
+def test_a_dead_main_thread_is_not_a_dead_process(with_thread):
+    """The leader of a thread group is a zombie in /proc while its other threads go on."""
+    program = """
+import ctypes, sys, threading
+if sys.argv[1] == "True":
+    threading.Thread(target=sys.stdin.read).start()
+print("here", flush=True)
+ctypes.CDLL(None).syscall(60, 0)  # exit of this thread only
+"""
+    process = start(program, str(with_thread))
+    try:
+        ticks = lease.start_time_ticks(process.pid)
+        process.stdout.readline()
+        stat = Path(f"/proc/{process.pid}/stat")
+        while stat.read_text().rsplit(")", 1)[1].split()[0] != "Z":
+            time.sleep(0.001)  # until the kernel has carried the exit out
+        assert lease.start_time_ticks(process.pid) == (ticks if with_thread else None)
+    finally:
+        finish(process)
+
+
+def test_a_writer_killed_in_the_middle_of_a_wish_has_changed_nothing(name):
+    with Owner(name):
+        assert segment.wish_limit(name, 7 << 20, 30).state == "applied"
+        writer = start(HALF_WRITER, name)
+        assert writer.stdout.readline() == "half\n"
+        finish(writer)
+        # The old wish is whole, for the instance and for anyone who looks ...
+        info = segment.inspect(name)
+        assert info.wish["whole"]
+        assert (info.wish["revision"], info.wish["limit_bytes"]) == (1, 7 << 20)
+        # ... and the next writer finds neither its lock nor its rubbish in his way.
+        answer = segment.wish_limit(name, 9 << 20, 30)
+        assert (answer.state, answer.revision) == ("applied", 2)
+        assert answer.effective_limit_bytes == 9 << 20
+
+
+def test_a_writer_stopped_in_the_middle_stalls_no_instance(name):
+    with Owner(name, "publish") as owner:
+        writer = start(HALF_WRITER, name)
+        try:
+            assert writer.stdout.readline() == "half\n"
+            os.kill(writer.pid, signal.SIGSTOP)
+            before = segment.inspect(name).usage["updated_ns"]
+            deadline = time.monotonic() + 30
+            while segment.inspect(name).usage["updated_ns"] == before:
+                assert time.monotonic() < deadline, "the owner stands still"
+            with pytest.raises(SegmentBusyError, match="lock"):
+                segment.wish_limit(name, 1)
+            assert segment.inspect(name).wish["revision"] == 0
+            # Nor does it keep the instance from ending.
+            assert owner.end() == 0
+            assert not (SHM / name).exists()
+        finally:
+            finish(writer)
+
+
+def test_a_stopped_owner_answers_when_it_goes_on(name):
+    with Owner(name) as owner:
+        owner.stop()
+        answer = segment.wish_limit(name, 3 << 20, 0.1)
+        assert answer.state == "none"
+        info = segment.inspect(name)
+        assert info.status == "alive"
+        assert name not in segment.reap()
+        assert info.wish["limit_bytes"] == 3 << 20
+        owner.go_on()
+        with segment.open_readonly(name) as reader:
+            assert reader.record.wait_answer(answer.wished_revision, 30)
+        assert segment.inspect(name).answer["effective_limit_bytes"] == 3 << 20
+
+
+def test_usage_is_whole_wherever_its_writer_was_killed_or_stopped(name):
+    for _ in range(10):
+        with Owner(name, "publish") as owner:
+            owner.stop()  # at a random point of publishing, most likely
+            assert segment.inspect(name).usage["whole"]
+            owner.kill()
+            usage = segment.inspect(name).usage
+            assert usage["whole"]
+            assert usage["mapped_bytes"] == 96 << 20
+            assert name in segment.reap()
+
+
+STARTER = """
+import sys
+from kvelastic import segment
+print("here", flush=True)
+while True:
+    with segment.create(sys.argv[1], engine="loop"):
+        pass
+"""
+
+
+def test_a_starter_killed_at_any_moment_leaves_nothing_for_long(name):
+    moments = random.Random(5)
+    for _ in range(12):
+        process = start(STARTER, name)
+        try:
+            process.stdout.readline()
+            time.sleep(moments.random() * 0.01)
+        finally:
+            finish(process)
+        if (SHM / name).exists():
+            assert segment.inspect(name).status == "dead"  # whole, never half a segment
+        segment.reap()
+        left = [path.name for path in SHM.iterdir() if f"_{process.pid}_" in path.name]
+        assert left == []
+        assert not (SHM / name).exists()

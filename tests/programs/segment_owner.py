@@ -1,0 +1,149 @@
+"""A tiny instance: owns a segment and answers wishes through the binding, with no memory behind it.
+
+As a program: `segment_owner.py NAME MODE`, NAME `-` for the automatic one. It prints `ready NAME`
+and lives until its stdin closes. As a module, for tests:
+
+    with Owner("some_name", "apply") as owner: owner.kill(); segment.reap()
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+CAPACITY_BYTES = 4 << 30
+MAPPED_BYTES = 96 << 20
+MODES = {
+    "apply": "answers every wish: applied",
+    "late": "shrinking at first, applied at the next look",
+    "shrink": "shrinking for ever",
+    "refuse": "refuses every wish",
+    "mute": "never answers",
+    "publish": "never answers, and publishes usage as fast as it can",
+    "fork": "forks a child that closes the segment and exits, then behaves as apply",
+}
+
+
+class Owner:
+    """An owner process under the control of a test."""
+
+    def __init__(self, name: str, mode: str = "apply") -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, str(Path(__file__)), name, mode],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert self.process.stdout is not None
+        said = self.process.stdout.readline().split()
+        if said[:1] != ["ready"]:
+            self._close_pipes()
+            raise RuntimeError(f"the owner of {name} did not start: {said}")
+        self.name = said[1]
+        self.path = Path("/dev/shm") / self.name
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    def kill(self, *, wait: bool = True) -> None:
+        """SIGKILL; without `wait` it stays a zombie."""
+        self.process.kill()
+        if wait:
+            self.process.wait()
+        else:
+            os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
+
+    def stop(self) -> None:
+        os.kill(self.pid, signal.SIGSTOP)
+        os.waitid(os.P_PID, self.pid, os.WSTOPPED)
+
+    def go_on(self) -> None:
+        os.kill(self.pid, signal.SIGCONT)
+
+    def end(self) -> int:
+        """Let it end by itself."""
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        return self.process.wait()
+
+    def _close_pipes(self) -> None:
+        for pipe in (self.process.stdin, self.process.stdout):
+            if pipe is not None:
+                pipe.close()
+
+    def __enter__(self) -> Owner:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.process.kill()
+        self.process.wait()
+        self._close_pipes()
+        self.path.unlink(missing_ok=True)
+
+
+def main() -> None:
+    import threading
+
+    from kvelastic import segment
+
+    name, mode = sys.argv[1:]
+    assert mode in MODES, mode
+    mine = segment.create(None if name == "-" else name, engine="test", model="none", device="host")
+    record = mine.record
+    record.publish_usage(
+        capacity_bytes=CAPACITY_BYTES,
+        mapped_bytes=MAPPED_BYTES,
+        in_use_bytes=64 << 20,
+        cached_bytes=16 << 20,
+        parked_bytes=16 << 20,
+        page_bytes=2 << 20,
+        pools=1,
+    )
+    record.publish_answer(
+        0, "applied", effective_limit_bytes=CAPACITY_BYTES, mapped_bytes=MAPPED_BYTES
+    )
+    if mode == "fork":
+        child = os.fork()
+        if child == 0:
+            mine.close()
+            sys.exit(0)  # with atexit handlers, as an engine's child may
+        os.waitpid(child, 0)
+
+    def serve() -> None:
+        answered, limit_bytes = 0, CAPACITY_BYTES
+        while True:
+            seen = record.bell
+            wish = record.owner_wish()
+            if mode not in {"mute", "publish"} and wish and wish["revision"] != answered:
+                answered, wished = wish["revision"], wish["limit_bytes"]
+                states = {"late": ["shrinking", "applied"], "shrink": ["shrinking"]}.get(
+                    mode, ["refused"] if mode == "refuse" else ["applied"]
+                )
+                limit_bytes = limit_bytes if mode == "refuse" else wished
+                for state in states:
+                    over_bytes = max(0, MAPPED_BYTES - limit_bytes) if state == "shrinking" else 0
+                    mapped_bytes = MAPPED_BYTES if over_bytes else min(MAPPED_BYTES, limit_bytes)
+                    record.publish_answer(
+                        answered,
+                        state,
+                        effective_limit_bytes=limit_bytes,
+                        mapped_bytes=mapped_bytes,
+                        over_bytes=over_bytes,
+                        reason="it is only a test" if state == "refused" else "",
+                    )
+            if mode == "publish":
+                record.measure_publish_ns(100_000)
+            else:
+                record.wait_bell(seen, None)
+
+    threading.Thread(target=serve, daemon=True).start()
+    print("ready", mine.name, flush=True)
+    sys.stdin.read()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,461 @@
+"""kvctl: exit codes, messages and screens, against real instances in other processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from kvelastic import segment
+from kvelastic.cli.kvctl import main
+from kvelastic.cli.rows import Row, printable, row_of
+from kvelastic.cli.tables import bar_cells, plain_table, rich_table
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "programs"))
+from segment_owner import CAPACITY_BYTES, MAPPED_BYTES, Owner
+
+SHM = Path("/dev/shm")
+KVCTL = str(Path(sys.executable).with_name("kvctl"))
+
+
+@pytest.fixture
+def name():
+    unique = f"kvctl_{os.getpid()}_{random.randrange(1 << 40):x}"
+    yield unique
+    (SHM / unique).unlink(missing_ok=True)
+
+
+@pytest.fixture
+def owner(name):
+    with Owner(name) as running:
+        yield running
+
+
+def kvctl(*arguments: str) -> Result:
+    result = CliRunner().invoke(main, list(arguments))
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+    return result
+
+
+def row(name: str) -> Row:
+    rows = json.loads(kvctl("list", "--json").stdout)
+    return next(entry for entry in rows if entry["name"] == name)
+
+
+def revision(name: str) -> int:
+    return segment.inspect(name).wish["revision"]
+
+
+# ------------------------------------------------------------------------------------------ list
+
+
+def test_list_json_has_the_documented_keys(owner):
+    entry = row(owner.name)
+    assert set(entry) == set(Row.__annotations__)
+    documented = (Path(__file__).parents[2] / "docs" / "kvctl.md").read_text()
+    assert [key for key in Row.__annotations__ if f"`{key}`" not in documented] == []
+    assert entry["ipc"] == entry["name"]
+    assert entry["alive"] is True
+    assert (entry["state"], entry["revision"]) == ("applied", 0)
+    assert entry["limit_bytes"] == entry["capacity_bytes"] == CAPACITY_BYTES
+    assert entry["wished_limit_bytes"] is None
+    assert entry["mapped_bytes"] == MAPPED_BYTES
+    assert entry["used_bytes"] == MAPPED_BYTES - entry["parked_bytes"]
+    assert entry["pid"] == owner.pid
+    assert (entry["engine"], entry["model"], entry["device"]) == ("test", "none", "host")
+    assert len(entry["uuid"]) == 36
+    assert entry["created"].endswith("Z")
+    assert entry["counters"]["allocs"] == 0
+
+
+def test_list_in_a_pipe_is_plain_text(owner):
+    result = subprocess.run([KVCTL, "list", owner.name], capture_output=True, text=True, check=True)
+    heading, line = result.stdout.splitlines()
+    assert heading.split()[:4] == ["NAME", "STATE", "LIMIT", "MAPPED"]
+    assert line.startswith(f"{owner.name}  applied  4.00 GiB  96.00 MiB")
+    assert result.stderr == ""
+
+
+def test_nothing_to_list(monkeypatch):
+    monkeypatch.setattr(segment, "list_segments", list)
+    result = kvctl("list")
+    assert (result.exit_code, result.stdout) == (0, "No active kvelastic segments found.\n")
+    assert json.loads(kvctl("list", "--json").stdout) == []
+
+
+def test_list_of_one_that_is_not_there(owner, name):
+    result = kvctl("list", "no_such_instance")
+    assert result.exit_code == 1
+    assert "no_such_instance" in result.stderr
+    assert owner.name in result.stderr
+    assert result.stdout == ""
+
+
+def test_a_dead_instance_is_removed_and_not_listed(owner):
+    owner.kill()
+    result = kvctl("list", "--json")
+    assert result.exit_code == 0
+    assert owner.name not in result.stdout
+    assert f"Removed {owner.name}" in result.stderr
+    assert not owner.path.exists()
+
+
+def test_an_unreadable_segment_is_listed_with_all_keys(name):
+    (SHM / name).write_bytes(b"KVELASTC" + (99).to_bytes(4, "little") + bytes(500))
+    entry = row(name)
+    assert set(entry) == set(Row.__annotations__)
+    assert (entry["state"], entry["alive"], entry["pid"]) == ("unreadable", False, None)
+    assert "version 99" in entry["reason"]
+    assert name in kvctl("list").stdout
+
+
+# ----------------------------------------------------------------------------------------- limit
+
+
+@pytest.mark.parametrize(
+    ("size", "limit_bytes"),
+    [("1.5GiB", 3 << 29), ("64M", 64 << 20), ("2g", 2 << 30), ("4096", 4096), ("0", 0)],
+)
+def test_limit_sets_what_was_asked(owner, size, limit_bytes):
+    result = kvctl("limit", owner.name, size, "--wait", "30")
+    assert result.exit_code == 0, result.stderr
+    assert f"({limit_bytes} bytes) applied" in result.stdout
+    entry = row(owner.name)
+    assert entry["limit_bytes"] == entry["wished_limit_bytes"] == limit_bytes
+    assert entry["answered_revision"] == entry["revision"] == 1
+
+
+def test_limit_percent_is_of_the_instances_own_device(owner):
+    result = kvctl("limit-percent", owner.name, "25%", "--wait", "30")
+    assert result.exit_code == 0, result.stderr
+    assert row(owner.name)["limit_bytes"] == CAPACITY_BYTES // 4
+
+
+@pytest.mark.parametrize("verb", ["limit", "limit-percent"])
+def test_an_unknown_name(owner, verb):
+    result = kvctl(verb, "no_such_instance", "50")
+    assert result.exit_code == 1
+    assert "no_such_instance" in result.stderr
+    assert f"Known names: {owner.name}" in result.stderr or owner.name in result.stderr
+    assert result.stdout == ""
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("limit", "banana"),
+        ("limit", "-5"),
+        ("limit", "-5G"),
+        ("limit", "-.5"),
+        ("limit", ""),
+        ("limit", "nan"),
+        ("limit", "1G", "--wait", "-1"),
+        ("limit", "1G", "--wait", "nan"),
+        ("limit", "1G", "--wait", "soon"),
+        ("limit", "1G", "2G"),
+        ("limit", "1G", "--wiat", "5"),
+        ("limit",),
+        ("limit-percent", "250"),
+        ("limit-percent", "-1"),
+        ("limit-percent", "half"),
+        ("limit-percent", "nan"),
+    ],
+)
+def test_wrong_usage_changes_nothing(owner, arguments):
+    verb, *rest = arguments
+    result = kvctl(verb, owner.name, *rest)
+    assert result.exit_code == 2
+    assert "Traceback" not in result.output
+    assert result.stderr
+    assert revision(owner.name) == 0
+
+
+def test_a_negative_size_is_called_that():
+    assert "negative" in kvctl("limit", "any", "-5").stderr
+
+
+def test_a_refused_limit(name):
+    with Owner(name, "refuse"):
+        waited = kvctl("limit", name, "1G", "--wait", "30")
+        assert waited.exit_code == 1
+        assert "it is only a test" in waited.stderr
+        assert row(name)["state"] == "refused"
+        assert row(name)["limit_bytes"] == CAPACITY_BYTES
+        unwaited = kvctl("limit", name, "1G")
+        assert unwaited.exit_code == 0
+        assert "refused" in unwaited.stdout
+
+
+def test_a_limit_that_is_not_reached_in_time(name):
+    with Owner(name, "shrink"):
+        waited = kvctl("limit", name, "1M", "--wait", "0.05")
+        assert waited.exit_code == 3
+        assert "95.00 MiB are still to be given back within 0.05 s" in waited.stderr
+        assert kvctl("limit", name, "1M").exit_code == 0
+        entry = row(name)
+        assert (entry["state"], entry["over_bytes"]) == ("shrinking", 95 << 20)
+
+
+def test_an_instance_that_does_not_answer(name):
+    with Owner(name, "mute"):
+        waited = kvctl("limit", name, "1M", "--wait", "0.05")
+        assert waited.exit_code == 3
+        assert "has not answered" in waited.stderr
+        unwaited = kvctl("limit", name, "1M")
+        assert unwaited.exit_code == 0
+        entry = row(name)
+        assert entry["state"] == "pending"
+        assert entry["wished_limit_bytes"] == 1 << 20
+        assert entry["limit_bytes"] == CAPACITY_BYTES
+
+
+def test_a_wish_overtaken_by_another_is_not_reported_as_done(name, monkeypatch):
+    with Owner(name):
+        kvctl("limit", name, "1G", "--wait", "30")
+        late = segment.Answer(
+            revision=5,
+            state="applied",
+            effective_limit_bytes=1 << 20,
+            mapped_bytes=0,
+            over_bytes=0,
+            reason="",
+            answered_ns=1,
+            wished_revision=4,
+        )
+        monkeypatch.setattr(segment, "wish_limit", lambda *_: late)
+        result = kvctl("limit", name, "2G", "--wait", "1")
+        assert result.exit_code == 1
+        assert "overtaken" in result.stderr
+
+
+def test_a_limit_for_one_that_has_just_died(owner):
+    owner.kill()
+    result = kvctl("limit", owner.name, "1G", "--wait", "5")
+    assert result.exit_code == 1
+    assert "has ended" in result.stderr
+
+
+# ------------------------------------------------------------------------------------ delete, gc
+
+
+def test_delete_refuses_a_live_one_and_force_spares_the_instance(owner):
+    refused = kvctl("delete", owner.name)
+    assert refused.exit_code == 1
+    assert "--force" in refused.stderr
+    assert owner.path.exists()
+    forced = kvctl("delete", owner.name, "--force")
+    assert forced.exit_code == 0
+    assert not owner.path.exists()
+    assert owner.end() == 0  # it lived, and ends well without its name
+
+
+def test_delete_of_a_dead_one_and_of_none(owner):
+    owner.kill()
+    assert kvctl("delete", owner.name).exit_code == 0
+    assert not owner.path.exists()
+    again = kvctl("delete", owner.name)
+    assert again.exit_code == 1
+    assert owner.name in again.stderr
+
+
+def test_delete_of_a_file_that_is_no_segment(name):
+    (SHM / name).write_text("precious")
+    assert kvctl("delete", name, "--force").exit_code == 1
+    assert (SHM / name).read_text() == "precious"
+
+
+def test_gc_says_what_it_removed(owner):
+    owner.kill()
+    assert f"Removed {owner.name}." in kvctl("gc").stdout
+    assert owner.name not in kvctl("gc").stdout
+
+
+# ----------------------------------------------------------------------------------------- watch
+
+
+def test_watch_in_a_pipe_prints_a_table_an_interval(owner):
+    result = subprocess.run(
+        [KVCTL, "watch", "-n", "0.1", "--count", "3", owner.name],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert result.stdout.count("NAME") == 3
+    assert result.stdout.count(owner.name) == 3
+    assert "\x1b" not in result.stdout
+    assert result.stderr == ""
+
+
+def test_watch_of_an_unknown_name_and_of_no_interval(owner):
+    assert kvctl("watch", "no_such_instance").exit_code == 1
+    assert kvctl("watch", "-n", "0").exit_code == 2
+    assert kvctl("watch", "-n", "nan").exit_code == 2
+
+
+def test_watch_ends_well_at_ctrl_c_and_at_a_closed_pipe(owner):
+    watching = subprocess.Popen(
+        [KVCTL, "watch", "-n", "60"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert watching.stdout.readline().startswith("#")
+    watching.send_signal(signal.SIGINT)
+    _, errors = watching.communicate(timeout=60)
+    assert (watching.returncode, errors) == (0, "")
+    closed = subprocess.Popen(
+        [KVCTL, "watch", "-n", "0.1"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    closed.stdout.readline()
+    closed.stdout.close()
+    assert closed.wait(timeout=60) in (0, 1)
+    assert "Traceback" not in closed.stderr.read()
+    closed.stderr.close()
+
+
+def on_terminal(arguments: list[str], columns: int, **environment: str) -> str:
+    """What the command writes to a terminal of that width."""
+    import fcntl
+    import struct
+    import termios
+
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+    base = {key: value for key, value in os.environ.items() if key not in {"COLUMNS", "NO_COLOR"}}
+    process = subprocess.Popen(
+        [KVCTL, *arguments],
+        stdout=theirs,
+        stderr=theirs,
+        stdin=theirs,
+        env=base | {"TERM": "xterm-256color", "PYTHONIOENCODING": "utf-8"} | environment,
+    )
+    os.close(theirs)
+    written = b""
+    try:
+        while chunk := os.read(ours, 65536):
+            written += chunk
+    except OSError:
+        pass  # the other end is closed
+    os.close(ours)
+    assert process.wait(timeout=60) == 0
+    return written.decode()
+
+
+@pytest.mark.parametrize("columns", [30, 60, 80, 100, 130, 200])
+@pytest.mark.parametrize("arguments", [["list"], ["watch", "-n", "0.1", "--count", "2"]])
+def test_screens_fit_the_terminal(owner, columns, arguments):
+    text = on_terminal(
+        [*arguments, owner.name] if columns > 60 else arguments, columns, NO_COLOR="1"
+    )
+    import re
+
+    plain = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", text)
+    lines = [line.rstrip() for line in plain.replace("\r", "\n").split("\n")]
+    assert max(map(len, lines)) <= columns
+    assert owner.name[:8] in plain
+
+
+def test_colours_and_their_absence(owner):
+    coloured = on_terminal(["list"], 160)
+    assert "\x1b[32m" in coloured or "\x1b[1;32m" in coloured
+    assert "█" in coloured
+    without = on_terminal(["list"], 160, NO_COLOR="1")
+    assert "\x1b[32m" not in without
+    ascii_only = on_terminal(["list"], 160, PYTHONIOENCODING="ascii")
+    assert "#" in ascii_only
+    assert ascii_only.isascii()
+
+
+# ------------------------------------------------------------------------------ the rest of it
+
+
+def test_version_and_help():
+    assert kvctl("version").stdout.startswith("kvctl ")
+    assert kvctl("--version").stdout == kvctl("version").stdout
+    for verb in ("list", "limit", "limit-percent", "delete", "watch", "gc", "version"):
+        assert verb in kvctl("--help").stdout
+        assert kvctl(verb, "--help").exit_code == 0
+
+
+def test_it_runs_as_a_module(owner):
+    result = subprocess.run(
+        [sys.executable, "-m", "kvelastic.cli", "list", "--json"], capture_output=True, text=True
+    )
+    assert owner.name in result.stdout
+
+
+def test_names_are_completed(owner):
+    result = subprocess.run(
+        [KVCTL],
+        env=os.environ
+        | {
+            "_KVCTL_COMPLETE": "bash_complete",
+            "COMP_WORDS": f"kvctl limit {owner.name[:8]}",
+            "COMP_CWORD": "2",
+        },
+        capture_output=True,
+        text=True,
+    )
+    assert f"plain,{owner.name}" in result.stdout
+
+
+@pytest.mark.parametrize("arguments", [["list", "--json"], ["--version"]])
+def test_a_command_imports_nothing_heavy(arguments):
+    program = (
+        "import sys; from kvelastic.cli.kvctl import main\n"
+        f"try: main({arguments!r})\n"
+        "except SystemExit: pass\n"
+        "heavy = {'torch', 'rich', 'numpy', 'posix_ipc', 'importlib.metadata'} & set(sys.modules)\n"
+        "print(sorted(heavy), file=sys.stderr)"
+    )
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert result.stderr.splitlines()[-1] == "[]"
+
+
+def test_names_and_texts_of_others_cannot_steer_the_terminal(name):
+    hostile = "a\x1b[31mred\nnext\u202eline"
+    assert printable(hostile) == "a\ufffd[31mred\ufffdnext\ufffdline"
+    info = segment.SegmentInfo(f"x[bold]{hostile}", "unreadable", problem="damaged")
+    assert "\x1b" not in plain_table([row_of(info)])
+    from rich.console import Console
+
+    console = Console(width=200, no_color=True)
+    with console.capture() as captured:
+        console.print(rich_table([row_of(info)], 200))
+    assert "x[bold]a" in captured.get()
+    assert "\x1b[31m" not in captured.get()
+
+
+@pytest.mark.parametrize(
+    ("in_use", "cached", "parked", "limit", "cells"),
+    [
+        (0, 0, 0, 100, [0, 0, 0, 10]),
+        (50, 20, 10, 100, [5, 2, 1, 2]),
+        (1, 1, 1, 1000, [1, 1, 1, 7]),
+        (100, 100, 0, 100, [5, 5, 0, 0]),
+        (5, 0, 0, 0, [10, 0, 0, 0]),
+        (0, 0, 0, 0, [0, 0, 0, 10]),
+    ],
+)
+def test_the_bar_adds_up(in_use, cached, parked, limit, cells):
+    entry = {
+        "in_use_bytes": in_use,
+        "cached_bytes": cached,
+        "parked_bytes": parked,
+        "limit_bytes": limit,
+    }
+    assert bar_cells(entry, 10) == cells
+    assert sum(cells) == 10
+
+
+def test_list_is_quick():
+    """Not a benchmark: catches an import of seconds, on any machine."""
+    start = time.monotonic()
+    subprocess.run([KVCTL, "list", "--json"], capture_output=True, check=True)
+    assert time.monotonic() - start < 10

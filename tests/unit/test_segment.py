@@ -1,0 +1,589 @@
+"""Segments: made whole or not at all, found, told alive from dead, written to and removed."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import random
+import stat
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from kvelastic import _vmm, lease, segment
+from kvelastic.errors import (
+    InvalidArgumentError,
+    SegmentBusyError,
+    SegmentDeadError,
+    SegmentError,
+    SegmentExistsError,
+    SegmentFormatError,
+    SegmentNotFoundError,
+)
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "programs"))
+from segment_owner import CAPACITY_BYTES, Owner
+
+SHM = Path("/dev/shm")
+
+
+@pytest.fixture
+def name():
+    unique = f"kvtest_{os.getpid()}_{random.randrange(1 << 40):x}"
+    yield unique
+    (SHM / unique).unlink(missing_ok=True)
+
+
+@pytest.fixture
+def mine(name):
+    with segment.create(name, engine="test", model="m", device="host") as made:
+        yield made
+
+
+def found(name: str) -> segment.SegmentInfo | None:
+    return next((info for info in segment.list_segments() if info.name == name), None)
+
+
+def forge(name: str, **changes: object) -> bytes:
+    """A segment of an identity of our choice; returns its bytes."""
+    me = lease.ProcessIdentity.of_this_process()
+    fields = {
+        "name": name,
+        "engine": "forged",
+        "model": "",
+        "device": "host",
+        "uuid": bytes(16),
+        "pid": me.pid,
+        "start_time_ticks": me.start_time_ticks,
+        "boot_id": me.boot_id,
+        "pid_namespace": me.pid_namespace,
+        "uid": me.uid,
+        "created_realtime_ns": 1,
+    }
+    memory = mmap.mmap(-1, _vmm.SEGMENT_BYTES)
+    _vmm.Record.create(memory, **(fields | changes)).release()
+    (SHM / name).write_bytes(memory[:])
+    return memory[:]
+
+
+def aligned(data: bytes) -> mmap.mmap:
+    memory = mmap.mmap(-1, max(1, len(data)))
+    memory.write(data)
+    return memory
+
+
+# ---------------------------------------------------------------------------------------- making
+
+
+def test_the_header_says_who_made_it(name):
+    me = lease.ProcessIdentity.of_this_process()
+    with segment.create(name, engine="vLLM", model="org/model", device="GPU-1") as made:
+        header = made.record.read_header()
+        assert made.is_owner
+        assert segment.inspect(name).status == "alive"
+    assert (header["name"], header["engine"], header["model"]) == (name, "vLLM", "org/model")
+    assert header["device"] == "GPU-1"
+    assert header["pid"] == os.getpid() == me.pid
+    assert header["start_time_ticks"] == me.start_time_ticks > 0
+    assert header["boot_id"] == me.boot_id != bytes(16)
+    assert len(header["uuid"]) == 16
+    assert header["state"] == "alive"
+    assert header["total_bytes"] == header["ring_offset"] + header["ring_bytes"]
+
+
+def test_the_file_has_exactly_the_name_and_is_private(name):
+    before = os.umask(0)
+    try:
+        with segment.create(name, engine="test"):
+            state = (SHM / name).stat()
+            assert stat.S_IMODE(state.st_mode) == 0o600
+            assert state.st_size == _vmm.SEGMENT_BYTES
+            assert state.st_nlink == 1  # the private name is gone
+    finally:
+        os.umask(before)
+
+
+def test_closing_removes_the_name_and_may_be_repeated(name):
+    made = segment.create(name, engine="test")
+    made.close()
+    made.close()
+    assert not (SHM / name).exists()
+    with pytest.raises(SegmentError, match="released"):
+        made.record.read_usage()
+
+
+def test_the_automatic_name_and_its_numbers():
+    with segment.create(None, engine="vLLM") as first, segment.create(None, engine="vLLM") as other:
+        assert first.name == f"kvelastic_vLLM_{os.getpid()}"
+        assert other.name == f"{first.name}_2"
+        assert other.record.read_header()["name"] == other.name
+
+
+@pytest.mark.parametrize("bad", ["", ".", "..", "a/b", "../x", ".hidden", "a b", "a\0b", "x" * 65])
+def test_names_that_cannot_be_segments(bad):
+    with pytest.raises(InvalidArgumentError, match="not accepted"):
+        segment.create(bad, engine="test")
+    with pytest.raises(SegmentError):
+        segment.open_readonly(bad)
+
+
+def test_the_longest_name_and_texts_that_are_too_long(name):
+    longest = name.ljust(64, "x")
+    with segment.create(longest, engine="e" * 99, model="/very/long" * 40, device="d") as made:
+        header = made.record.read_header()
+    assert header["name"] == longest
+    assert len(header["engine"].encode()) == 32
+    assert header["model"].startswith("...")
+    assert header["model"].endswith("/very/long")
+    assert len(header["model"]) == 256
+
+
+def test_a_live_instance_keeps_its_name(name, mine):
+    uuid = mine.record.read_header()["uuid"]
+    with pytest.raises(SegmentExistsError, match=f"process {os.getpid()}"):
+        segment.create(name, engine="other")
+    assert segment.inspect(name).header["uuid"] == uuid
+
+
+def test_a_dead_instance_makes_way(name):
+    forge(name, start_time_ticks=1)
+    with segment.create(name, engine="next") as made:
+        assert segment.inspect(name).header["engine"] == "next"
+        assert made.name == name
+
+
+@pytest.mark.parametrize("content", [b"", b"something else" * 400])
+def test_a_foreign_file_is_neither_listed_nor_touched(name, content):
+    (SHM / name).write_bytes(content)
+    with pytest.raises(SegmentExistsError, match="no segment"):
+        segment.create(name, engine="test")
+    with pytest.raises(SegmentFormatError):
+        segment.delete(name, force=True)
+    assert found(name) is None
+    assert name not in segment.reap()
+    assert (SHM / name).read_bytes() == content
+
+
+def test_another_version_is_shown_and_never_touched(name):
+    data = bytearray(forge(name, start_time_ticks=1))
+    data[8:12] = (77).to_bytes(4, "little")
+    (SHM / name).write_bytes(data)
+    info = found(name)
+    assert info is not None
+    assert info.status == "unreadable"
+    assert "version 77" in info.problem
+    assert name not in segment.reap()
+    with pytest.raises(SegmentExistsError, match="version 77"):
+        segment.create(name, engine="test")
+    with pytest.raises(SegmentFormatError, match="version 77"):
+        segment.wish_limit(name, 1)
+    with pytest.raises(SegmentBusyError, match="version 77"):
+        segment.delete(name)
+    assert (SHM / name).read_bytes() == data
+    segment.delete(name, force=True)
+    assert not (SHM / name).exists()
+
+
+def test_what_lies_in_shared_memory_and_is_no_file(name):
+    os.mkfifo(SHM / name)  # opening it to read would block for ever
+    assert found(name) is None
+    with pytest.raises(SegmentFormatError):
+        segment.open_readonly(name)
+    (SHM / name).unlink()
+    (SHM / name).symlink_to("/etc/hostname")
+    assert found(name) is None
+    with pytest.raises(SegmentError):
+        segment.open_readonly(name)
+
+
+STARTER = """
+import sys
+from kvelastic import segment
+from kvelastic.errors import SegmentExistsError
+print("here", flush=True)
+sys.stdin.readline()
+try:
+    made = segment.create(sys.argv[1], engine="race")
+except SegmentExistsError:
+    print("lost", flush=True)
+else:
+    print("won", flush=True)
+    sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize("after_a_dead_one", [False, True])
+def test_of_starters_at_once_exactly_one_wins(name, after_a_dead_one):
+    if after_a_dead_one:
+        forge(name, start_time_ticks=1)
+    starters = [
+        subprocess.Popen(
+            [sys.executable, "-c", STARTER, name],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for _ in range(6)
+    ]
+    try:
+        for starter in starters:
+            assert starter.stdout.readline() == "here\n"
+        for starter in starters:
+            starter.stdin.write("\n")
+            starter.stdin.flush()
+        outcomes = [starter.stdout.readline().strip() for starter in starters]
+        assert sorted(outcomes) == ["lost"] * 5 + ["won"]
+        winner = starters[outcomes.index("won")]
+        assert segment.inspect(name).header["pid"] == winner.pid
+    finally:
+        for starter in starters:
+            starter.stdin.close()
+            starter.wait(timeout=60)
+            starter.stdout.close()
+    assert not (SHM / name).exists()
+
+
+def test_a_name_made_anew_survives_the_end_of_its_first_owner(name):
+    first = segment.create(name, engine="first")
+    segment.delete(name, force=True)
+    with segment.create(name, engine="second"):
+        first.close()
+        assert segment.inspect(name).header["engine"] == "second"
+
+
+def test_a_forked_child_never_removes_its_parents_segment(name):
+    with Owner(name, "fork") as owner:
+        assert segment.inspect(name).header["pid"] == owner.pid
+        assert segment.wish_limit(name, 1 << 30, 30).state == "applied"
+        assert segment.inspect(name).status == "alive"
+
+
+# --------------------------------------------------------------------------------- dead or alive
+
+
+def test_a_pid_that_was_given_to_another_process_is_dead(name):
+    me = lease.ProcessIdentity.of_this_process()
+    forge(name, start_time_ticks=me.start_time_ticks + 1)
+    assert segment.inspect(name).status == "dead"
+    assert name in segment.reap()
+    assert not (SHM / name).exists()
+
+
+def test_another_boot_is_dead(name):
+    forge(name, boot_id=bytes(range(16)))
+    assert segment.inspect(name).status == "dead"
+    assert name in segment.reap()
+
+
+def test_another_pid_namespace_is_never_reaped(name):
+    forge(name, pid=1 << 22, pid_namespace=1)
+    info = segment.inspect(name)
+    assert info.status == "elsewhere"
+    assert info.is_alive
+    assert name not in segment.reap()
+    forge(name, pid_namespace=1, boot_id=bytes(range(16)))
+    assert segment.inspect(name).status == "dead"
+    assert name not in segment.reap()
+    segment.delete(name)  # but a person may
+    assert not (SHM / name).exists()
+
+
+def test_another_users_dead_segment_is_shown_and_not_reaped(name):
+    if os.geteuid() != 0:
+        pytest.skip("only root can give a file away")
+    forge(name, start_time_ticks=1)
+    os.chown(SHM / name, 12345, -1)
+    info = found(name)
+    assert info is not None
+    assert (info.status, info.is_ours) == ("dead", False)
+    assert name not in segment.reap()
+    assert (SHM / name).exists()
+
+
+def test_what_a_starter_left_half_made_is_reaped(name):
+    me = lease.ProcessIdentity.of_this_process()
+    dead = SHM / f".kvelastic_new_{me.pid}_1_{me.pid_namespace}_ab"
+    alive = SHM / f".kvelastic_new_{me.pid}_{me.start_time_ticks}_{me.pid_namespace}_ab"
+    far = SHM / f".kvelastic_new_{me.pid}_1_1_ab"
+    try:
+        for path in (dead, alive, far):
+            path.write_bytes(b"")
+        assert dead.name in segment.reap()
+        assert not dead.exists()
+        assert alive.exists()
+        assert far.exists()
+    finally:
+        for path in (dead, alive, far):
+            path.unlink(missing_ok=True)
+
+
+def test_reaping_leaves_what_another_process_has_locked(name):
+    import fcntl
+
+    forge(name, start_time_ticks=1)
+    with (SHM / name).open("rb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        assert name not in segment.reap()
+    assert name in segment.reap()
+
+
+def test_delete_needs_force_where_somebody_lives(name, mine):
+    with pytest.raises(SegmentBusyError, match="live instance"):
+        segment.delete(name)
+    segment.delete(name, force=True)
+    assert found(name) is None
+    mine.record.publish_usage(mapped_bytes=7)  # the instance goes on
+    assert mine.record.read_usage()["mapped_bytes"] == 7
+    with pytest.raises(SegmentNotFoundError):
+        segment.delete(name, force=True)
+
+
+# -------------------------------------------------------------------------- reading and wishing
+
+
+def test_a_reader_on_a_read_only_mapping(mine):
+    reader = segment.open_readonly(mine.name)
+    try:
+        assert reader.record.readonly
+        assert not reader.is_owner
+        mine.record.publish_usage(mapped_bytes=11, in_use_bytes=5, pools=2)
+        usage = reader.record.read_usage()
+        assert (usage["mapped_bytes"], usage["in_use_bytes"], usage["pools"]) == (11, 5, 2)
+        assert usage["updated_ns"] > 0
+        mine.record.add_counter("allocs", 3)
+        assert reader.record.counters()["allocs"] == 3
+        mine.record.publish_answer(0, "applied", effective_limit_bytes=9)
+        assert reader.record.wait_answer(0, 0.0)
+        assert not reader.record.wait_answer(1, 0.01)
+        for forbidden in (
+            lambda: reader.record.write_wish(1),
+            reader.record.ring_bell,
+            lambda: reader.record.publish_usage(mapped_bytes=1),
+            reader.record.set_closing,
+        ):
+            with pytest.raises(SegmentError):
+                forbidden()
+    finally:
+        reader.close()
+    assert (SHM / mine.name).exists()
+
+
+def test_readers_never_see_two_publications_mixed(mine):
+    reader = segment.open_readonly(mine.name)
+    stop = threading.Event()
+
+    def publish() -> None:
+        value = 0
+        while not stop.is_set():
+            value += 1
+            mine.record.publish_usage(capacity_bytes=value, mapped_bytes=value, pools=value)
+
+    writer = threading.Thread(target=publish)
+    writer.start()
+    try:
+        seen = set()
+        for _ in range(20_000):
+            usage = reader.record.read_usage()
+            assert usage["capacity_bytes"] == usage["mapped_bytes"] == usage["pools"]
+            assert usage["whole"]
+            seen.add(usage["pools"])
+        assert len(seen) > 1
+    finally:
+        stop.set()
+        writer.join()
+        reader.close()
+
+
+def test_wishes_count_up_and_keep_what_they_do_not_change(mine):
+    assert mine.record.owner_wish() is None
+    with segment.open_writable(mine.name) as other, other.writing() as record:
+        assert record.write_wish(10, priority=-3) == 1
+        assert record.write_wish(trim=True) == 2
+    wish = mine.record.owner_wish()
+    assert (wish["revision"], wish["limit_bytes"]) == (2, 10)
+    assert (wish["priority"], wish["trim_requests"]) == (-3, 1)
+    assert wish["writer_pid"] == os.getpid()
+    assert wish["written_ns"] > 0
+
+
+def test_a_trim_before_any_limit_wishes_no_limit(mine):
+    mine.record.write_wish(trim=True)
+    assert mine.record.owner_wish()["limit_bytes"] is None
+
+
+@pytest.mark.parametrize("limit_bytes", [0, 1, 1 << 30, (1 << 63) - 1])
+def test_a_wish_is_answered_by_the_instance(name, limit_bytes):
+    with Owner(name, "apply"):
+        answer = segment.wish_limit(name, limit_bytes, 30)
+        assert (answer.state, answer.effective_limit_bytes) == ("applied", limit_bytes)
+        assert answer.is_to_the_wish
+        info = segment.inspect(name)
+        assert info.wish["limit_bytes"] == limit_bytes
+        assert info.answer["revision"] == info.wish["revision"] == 1
+
+
+def test_waiting_lasts_until_the_limit_holds(name):
+    with Owner(name, "late"):
+        assert segment.wish_limit(name, 1 << 20, 30).state == "applied"
+    with Owner(name, "shrink"):
+        answer = segment.wish_limit(name, 1 << 20, 0.05)
+        assert answer.state == "shrinking"
+        assert answer.over_bytes > 0
+    with Owner(name, "refuse"):
+        answer = segment.wish_limit(name, 1 << 20, 30)
+        assert (answer.state, answer.reason) == ("refused", "it is only a test")
+        assert answer.effective_limit_bytes == CAPACITY_BYTES
+    with Owner(name, "mute"):
+        answer = segment.wish_limit(name, 1 << 20, 0.05)
+        assert answer.state == "none"
+        assert not answer.is_to_the_wish
+
+
+def test_a_wish_to_nobody(name):
+    with pytest.raises(SegmentNotFoundError, match=name):
+        segment.wish_limit(name, 1)
+    forge(name, start_time_ticks=1)
+    before = (SHM / name).read_bytes()
+    with pytest.raises(SegmentDeadError, match="nothing was changed"):
+        segment.wish_limit(name, 1)
+    assert (SHM / name).read_bytes() == before
+
+
+def test_a_wait_ends_with_the_instance(name):
+    with Owner(name, "mute") as owner:
+        killer = threading.Timer(0.2, owner.kill)
+        killer.start()
+        with pytest.raises(SegmentDeadError, match="did not answer"):
+            segment.wish_limit(name, 1, 60)
+        killer.join()
+
+
+def test_the_bell_wakes_a_waiting_owner(mine):
+    seen = mine.record.bell
+    assert not mine.record.wait_bell(seen, 0.01)
+    ringer = threading.Timer(0.05, lambda: mine.record.write_wish(1))
+    ringer.start()
+    assert mine.record.wait_bell(seen, 60)
+    ringer.join()
+    assert mine.record.wait_bell(seen, 0)  # a ring is never lost
+
+
+def test_a_signal_ends_a_wait_through_its_handler(mine):
+    import signal
+
+    class RangError(Exception):
+        pass
+
+    def handler(*_: object) -> None:
+        raise RangError
+
+    before = signal.signal(signal.SIGALRM, handler)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.05)
+        with pytest.raises(RangError):
+            mine.record.wait_answer(1, None)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def test_releasing_the_record_under_a_waiter_is_safe(name):
+    made = segment.create(name, engine="test")
+    reader = segment.open_readonly(name)
+    outcome: list[bool] = []
+    waiter = threading.Thread(target=lambda: outcome.append(reader.record.wait_answer(1, 0.3)))
+    waiter.start()
+    reader.close()
+    made.close()
+    waiter.join()
+    assert outcome in ([False], [])  # [] if it was closed before the wait began
+
+
+# ------------------------------------------------------------------------------ malformed bytes
+
+
+def test_random_bytes_are_refused():
+    random_bytes = random.Random(2)
+    for _ in range(500):
+        data = random_bytes.randbytes(random_bytes.choice([0, 1, 11, 12, 100, 4095, 4096, 300_000]))
+        with pytest.raises(SegmentFormatError):
+            _vmm.Record.open(aligned(data) if data else bytearray())
+        with pytest.raises(SegmentFormatError):
+            _vmm.Record.open(aligned(_vmm.RECORD_MAGIC + data))
+
+
+def test_every_truncation_is_refused(name):
+    data = forge(name)
+    for size in [*range(0, 700, 7), 4095, 4096, 4097, len(data) - 1]:
+        (SHM / name).write_bytes(data[:size])
+        with pytest.raises(SegmentError):
+            segment.open_readonly(name).close()
+        info = found(name)
+        assert info is None or info.status == "unreadable"
+    (SHM / name).write_bytes(data)
+    assert found(name).status == "alive"
+
+
+def test_every_flipped_bit_of_the_header_is_noticed(name):
+    data = bytearray(forge(name))
+    for bit in range(640 * 8):
+        data[bit // 8] ^= 1 << bit % 8
+        with pytest.raises(SegmentFormatError):
+            _vmm.Record.open(aligned(data[: _vmm.SEGMENT_BYTES]))
+        data[bit // 8] ^= 1 << bit % 8
+    _vmm.Record.open(aligned(data)).release()
+
+
+def test_rubbish_after_the_header_is_read_without_harm(name):
+    """The part that changes has no checksum: any bytes in it must read as some values."""
+    data = bytearray(forge(name))
+    noise = random.Random(3)
+    for _ in range(200):
+        data[640:4096] = noise.randbytes(4096 - 640)
+        (SHM / name).write_bytes(data)
+        info = segment.inspect(name)
+        assert info.header["state"] in {"alive", "closing", "unknown"}
+        assert info.answer["state"] in {"none", "applied", "shrinking", "refused", "unknown"}
+        assert isinstance(info.answer["reason"], str)
+    with segment.open_writable(name) as other, other.writing() as record:
+        revision = record.write_wish(5)  # wraps, if it must
+        assert record.read_wish()["revision"] == revision
+        assert record.read_wish()["limit_bytes"] == 5
+
+
+def test_buffers_that_cannot_hold_a_segment():
+    with pytest.raises(InvalidArgumentError, match="needs"):
+        _vmm.Record.create(
+            bytearray(4096),
+            name="a",
+            engine="",
+            model="",
+            device="",
+            uuid=bytes(16),
+            pid=1,
+            start_time_ticks=1,
+            boot_id=bytes(16),
+            pid_namespace=1,
+            uid=0,
+            created_realtime_ns=0,
+        )
+    with pytest.raises(TypeError):
+        _vmm.Record.open("text")
+
+
+@pytest.mark.parametrize("field", ["uuid", "boot_id"])
+def test_identities_of_the_wrong_length(name, field):
+    with pytest.raises(InvalidArgumentError, match="16 bytes"):
+        forge(name, **{field: b"short"})
+
+
+def test_unknown_fields_are_named(mine):
+    with pytest.raises(InvalidArgumentError, match="no_such"):
+        mine.record.publish_usage(no_such=1)
+    with pytest.raises(InvalidArgumentError, match="no_such"):
+        mine.record.publish_answer(1, "no_such", effective_limit_bytes=0)
+    with pytest.raises(InvalidArgumentError, match="no_such"):
+        mine.record.add_counter("no_such")

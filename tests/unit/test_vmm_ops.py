@@ -1,0 +1,102 @@
+"""The low-level calls: pages mapped by hand."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from kvelastic import errors, vmm_ops
+
+MIB = 1 << 20
+PAGE = 2 * MIB
+
+
+@pytest.fixture
+def _ready() -> Iterator[None]:
+    vmm_ops.init_kvelastic("cpu")
+    yield
+    vmm_ops.shutdown_kvelastic()
+
+
+def test_before_init() -> None:
+    with pytest.raises(RuntimeError, match=r"^kvelastic is not initialized"):
+        vmm_ops.create_kv_tensors(PAGE, 2, "cpu", 1)
+    with pytest.raises(RuntimeError, match=r"^kvelastic is not initialized"):
+        vmm_ops.map_to_kv_tensors([0])
+    assert not vmm_ops.kv_tensors_created()
+
+
+@pytest.mark.usefixtures("_ready")
+def test_pages_come_and_go_in_every_layer() -> None:
+    raw = vmm_ops.create_kv_tensors(5 * PAGE, 2, "cpu", 3)
+    assert vmm_ops.kv_tensors_created()
+    assert len(raw) == 3
+    assert all(t.numel() == 6 * PAGE for t in raw), "rounded up: K and V have whole pages each"
+    vmm_ops.map_to_kv_tensors([0, 2])
+    for layer, tensor in enumerate(raw):
+        for part in range(2):
+            for page in (0, 2):
+                start = part * 3 * PAGE + page * PAGE
+                assert int(tensor[start : start + PAGE].abs().sum()) == 0, "new memory is zero"
+                tensor[start : start + PAGE] = layer * 10 + part * 5 + page + 1
+    vmm_ops.unmap_from_kv_tensors([0])
+    with pytest.raises(errors.InvalidArgumentError, match="0 is not mapped"):
+        vmm_ops.unmap_from_kv_tensors([2, 0])
+    for layer, tensor in enumerate(raw):
+        assert int(tensor[2 * PAGE]) == layer * 10 + 3
+        assert int(tensor[5 * PAGE]) == layer * 10 + 8
+    with pytest.raises(errors.InvalidArgumentError, match="2 is mapped already"):
+        vmm_ops.map_to_kv_tensors([1, 2])
+    vmm_ops.map_to_kv_tensors([1])
+    vmm_ops.trim_kv_tensors()
+    assert vmm_ops.page_bytes() == PAGE
+
+
+@pytest.mark.usefixtures("_ready")
+def test_blocks_name_their_pages() -> None:
+    vmm_ops.create_kv_tensors(8 * PAGE, 2, "cpu", 1, block_bytes=3 * MIB)
+    vmm_ops.map_to_kv_tensors([], [1])  # bytes 3 MiB to 6 MiB: pages 1 and 2
+    with pytest.raises(errors.InvalidArgumentError, match="1 is mapped already"):
+        vmm_ops.map_to_kv_tensors([1])
+    vmm_ops.unmap_from_kv_tensors([2], [1])
+    vmm_ops.create_kv_tensors(PAGE, 2, "cpu", 1, group_id=7)
+    with pytest.raises(errors.InvalidArgumentError, match="block_bytes"):
+        vmm_ops.map_to_kv_tensors([], [1], group_id=7)
+
+
+@pytest.mark.usefixtures("_ready")
+@pytest.mark.parametrize(
+    ("arguments", "match"),
+    [
+        ((0, 2, "cpu", 1), "mem_size_per_layer=0"),
+        ((PAGE, 3, "cpu", 1), "dtype_size=3"),
+        ((PAGE, 2, "cpu", 0), "num_layers=0"),
+        ((PAGE, 2, "cuda", 1), "cuda"),
+    ],
+)
+def test_wrong_arguments_are_named(arguments: tuple[int, int, str, int], match: str) -> None:
+    with pytest.raises(errors.KvelasticError, match=match):
+        vmm_ops.create_kv_tensors(*arguments)
+
+
+@pytest.mark.usefixtures("_ready")
+def test_a_group_is_created_once() -> None:
+    vmm_ops.create_kv_tensors(PAGE, 2, "cpu", 1)
+    with pytest.raises(errors.InvalidArgumentError, match="group 0"):
+        vmm_ops.create_kv_tensors(PAGE, 2, "cpu", 1)
+
+
+def test_touching_an_unmapped_page_faults() -> None:
+    program = (
+        "from kvelastic import vmm_ops as v\n"
+        "v.init_kvelastic('cpu')\n"
+        "t = v.create_kv_tensors(16 << 20, 2, 'cpu', 1)[0]\n"
+        "v.map_to_kv_tensors([0]); t[5] = 1; v.unmap_from_kv_tensors([0])\n"
+        "print('still here', flush=True); t[5] = 1\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.stdout == "still here\n"
+    assert done.returncode == -11, "SIGSEGV"

@@ -1,0 +1,306 @@
+#include <sys/mman.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <cstring>
+#include <random>
+#include <thread>
+
+#include "check.h"
+#include "record.h"
+
+namespace kvelastic {
+namespace {
+
+constexpr std::int64_t kSecondNs = 1'000'000'000;
+
+/// A shared mapping, as a segment's file would be.
+class Memory {
+ public:
+  explicit Memory(std::size_t bytes = kSegmentBytes)
+      : bytes_(bytes),
+        start_(mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0)) {}
+  Memory(const Memory&) = delete;
+  Memory& operator=(const Memory&) = delete;
+  ~Memory() { munmap(start_, bytes_); }
+  std::span<std::byte> span() const { return {static_cast<std::byte*>(start_), bytes_}; }
+  void forbid_writing() const { mprotect(start_, bytes_, PROT_READ); }
+
+ private:
+  std::size_t bytes_;
+  void* start_;
+};
+
+RecordIdentity somebody() {
+  RecordIdentity identity;
+  identity.uuid.fill(7);
+  identity.owner_pid = 42;
+  identity.owner_start_ticks = 4711;
+  identity.name = "kvelastic_test_42";
+  identity.engine = "test";
+  identity.model = "org/model";
+  identity.device = "host";
+  return identity;
+}
+
+std::unique_ptr<RecordOwner> make(const Memory& memory) {
+  auto owner = RecordOwner::create(memory.span(), somebody());
+  CHECK(owner);
+  return *std::move(owner);
+}
+
+TEST(record_keeps_its_identity) {
+  const Memory memory;
+  const auto owner = make(memory);
+  const auto view = RecordView::open(memory.span());
+  REQUIRE(view);
+  const RecordHeader& header = (*view).header();
+  CHECK(text_of(header.name) == "kvelastic_test_42");
+  CHECK(text_of(header.model) == "org/model");
+  CHECK(header.owner_pid == 42 && header.owner_start_ticks == 4711);
+  CHECK(header.total_bytes == kSegmentBytes && header.ring_bytes == kRingAreaBytes);
+  CHECK((*view).state() == InstanceState::kAlive);
+  owner->set_state(InstanceState::kClosing);
+  CHECK((*view).state() == InstanceState::kClosing);
+  CHECK(owner->ring_area().size() == kRingAreaBytes);
+}
+
+TEST(record_magic_reads_as_text) {
+  CHECK(std::memcmp(&kRecordMagic, "KVELASTC", 8) == 0);
+}
+
+TEST(record_texts_may_fill_their_room_and_no_more) {
+  const Memory memory;
+  RecordIdentity identity = somebody();
+  identity.name = std::string(64, 'n');
+  auto owner = RecordOwner::create(memory.span(), identity);
+  REQUIRE(owner);
+  CHECK(text_of((*owner)->header().name) == identity.name);
+  identity.name += 'n';
+  CHECK(!RecordOwner::create(memory.span(), identity));
+  identity.name = std::string("a\0b", 3);
+  CHECK(!RecordOwner::create(memory.span(), identity));
+}
+
+TEST(record_needs_room_and_alignment) {
+  const Memory memory(kSegmentBytes + 4096);
+  const auto small = RecordOwner::create(memory.span().first(kSegmentBytes - 1), somebody());
+  CHECK(!small && small.error().code == Errc::kInvalidArgument);
+  CHECK(!RecordOwner::create(memory.span().subspan(8), somebody()));
+  const auto owner = make(memory);
+  std::memmove(memory.span().data() + 8, memory.span().data(), kSegmentBytes);
+  const auto view = RecordView::open(memory.span().subspan(8));
+  CHECK(!view && view.error().code == Errc::kInvalidArgument);
+}
+
+TEST(record_refuses_malformed_bytes) {
+  const Memory memory;
+  const auto owner = make(memory);
+  for (std::size_t bytes = 0; bytes < kSegmentBytes; bytes += bytes < 700 ? 1 : 4093) {
+    const auto view = RecordView::open(memory.span().first(bytes));
+    CHECK(!view && view.error().code == Errc::kSegmentFormat);
+    CHECK(!WishWriter::open(memory.span().first(bytes)));
+  }
+  for (std::size_t bit = 0; bit < sizeof(RecordHeader) * 8; ++bit) {
+    std::byte& byte = memory.span()[bit / 8];
+    byte ^= std::byte{1} << (bit % 8);
+    CHECK(!RecordView::open(memory.span()));
+    byte ^= std::byte{1} << (bit % 8);
+  }
+  CHECK(RecordView::open(memory.span()));
+}
+
+TEST(record_refuses_random_bytes) {
+  const Memory memory;
+  std::mt19937_64 random(1);
+  for (int round = 0; round < 200; ++round) {
+    for (std::size_t i = 0; i < kRecordBytes; i += 8) {
+      const std::uint64_t word = random();
+      std::memcpy(memory.span().data() + i, &word, 8);
+    }
+    if (round % 2 == 0) std::memcpy(memory.span().data(), &kRecordMagic, 8);
+    CHECK(!RecordView::open(memory.span()));
+  }
+}
+
+TEST(record_reads_rubbish_in_its_changing_part) {
+  const Memory memory;
+  const auto owner = make(memory);
+  std::mt19937_64 random(2);
+  for (int round = 0; round < 200; ++round) {
+    for (std::size_t i = sizeof(RecordHeader); i < kRecordBytes; i += 8) {
+      const std::uint64_t word = random();
+      std::memcpy(memory.span().data() + i, &word, 8);
+    }
+    const auto view = RecordView::open(memory.span());
+    REQUIRE(view);
+    Wish wish;
+    Answer answer;
+    Usage usage;
+    CHECK((*view).read_wish(wish));
+    CHECK((*view).read_answer(answer));
+    CHECK((*view).read_usage(usage));
+    (void)(*view).wait_answer(random(), true, 0);
+    CHECK(text_of(answer.reason).size() <= answer.reason.size());
+    (void)(*view).state();
+    (void)owner->read_wish();
+    auto writer = WishWriter::open(memory.span());
+    REQUIRE(writer);
+    const std::uint64_t revision = writer->write({.limit_bytes = 3});
+    CHECK(owner->wish_revision() == revision);
+  }
+}
+
+TEST(record_reader_writes_nothing) {
+  const Memory memory;
+  const auto owner = make(memory);
+  owner->publish_usage({.mapped_bytes = 5});
+  owner->answer({.revision = 0, .state = AnswerState::kApplied});
+  memory.forbid_writing();  // from here on a write is a SIGSEGV
+  const auto view = RecordView::open(memory.span());
+  REQUIRE(view);
+  Usage usage;
+  CHECK((*view).read_usage(usage) && usage.mapped_bytes == 5);
+  CHECK((*view).wait_answer(0, true, 0));
+  CHECK(!(*view).wait_answer(1, true, 1'000'000));
+  CHECK((*view).counter(Counter::kAllocs) == 0);
+}
+
+TEST(record_wish_and_answer) {
+  const Memory memory;
+  const auto owner = make(memory);
+  CHECK(!owner->read_wish());
+  auto writer = WishWriter::open(memory.span());
+  REQUIRE(writer);
+  const std::uint32_t seen = owner->bell();
+  CHECK(writer->write({.limit_bytes = 0}) == 1);
+  CHECK(owner->bell() != seen && owner->wait_bell(seen, 0));
+  auto wish = owner->read_wish();
+  REQUIRE(wish);
+  CHECK(wish->has_limit == 1 && wish->limit_bytes == 0 && wish->revision == 1);
+  CHECK(writer->write({.trim = true}) == 2);
+  wish = owner->read_wish();
+  REQUIRE(wish);
+  CHECK(wish->limit_bytes == 0 && wish->trim_requests == 1 && wish->revision == 2);
+
+  const auto view = RecordView::open(memory.span());
+  REQUIRE(view);
+  CHECK(!(*view).wait_answer(2, false, 0));
+  owner->answer({.revision = 2, .over_bytes = 9, .state = AnswerState::kShrinking});
+  CHECK((*view).wait_answer(2, false, 0));
+  CHECK(!(*view).wait_answer(2, true, 0));
+  owner->answer({.revision = 2, .state = AnswerState::kRefused}, std::string(500, 'r'));
+  CHECK((*view).wait_answer(2, true, 0));
+  Answer answer;
+  CHECK((*view).read_answer(answer) && text_of(answer.reason) == std::string(128, 'r'));
+}
+
+TEST(record_half_a_wish_is_no_wish) {
+  const Memory memory;
+  const auto owner = make(memory);
+  auto writer = WishWriter::open(memory.span());
+  REQUIRE(writer);
+  writer->write({.limit_bytes = 11, .priority = 4});
+  writer->write_half({.limit_bytes = 22, .priority = 5});
+  const auto wish = owner->read_wish();
+  REQUIRE(wish);
+  CHECK(wish->revision == 1 && wish->limit_bytes == 11 && wish->priority == 4);
+  CHECK(writer->write({.limit_bytes = 33}) == 2);
+  const auto next = owner->read_wish();
+  REQUIRE(next);
+  CHECK(next->limit_bytes == 33 && next->priority == 4);
+}
+
+TEST(record_bell_wakes_another_process) {
+  const Memory memory;
+  const auto owner = make(memory);
+  const std::uint32_t seen = owner->bell();
+  CHECK(!owner->wait_bell(seen, 1'000'000));
+  const pid_t child = fork();
+  if (child == 0) {
+    auto writer = WishWriter::open(memory.span());
+    if (writer) writer->write({.limit_bytes = 77});
+    const auto view = RecordView::open(memory.span());
+    const bool answered = view && (*view).wait_answer(1, true, 60 * kSecondNs);
+    _exit(answered ? 0 : 1);
+  }
+  REQUIRE(child > 0);
+  CHECK(owner->wait_bell(seen, 60 * kSecondNs));
+  const auto wish = owner->read_wish();
+  CHECK(wish && wish->limit_bytes == 77);
+  owner->answer({.revision = 1, .state = AnswerState::kShrinking});
+  owner->answer({.revision = 1, .state = AnswerState::kApplied});
+  int status = -1;
+  CHECK(waitpid(child, &status, 0) == child && status == 0);
+}
+
+TEST(record_publications_are_never_mixed) {
+  const Memory memory;
+  const auto owner = make(memory);
+  const auto view = RecordView::open(memory.span());
+  REQUIRE(view);
+  std::atomic<bool> stop{false};
+  // Two writers: several threads of an owner may publish.
+  const auto publish = [&] {
+    for (std::uint64_t value = 1; !stop.load(); ++value) {
+      owner->publish_usage({.capacity_bytes = value, .mapped_bytes = value, .pools = value});
+    }
+  };
+  std::thread first(publish);
+  std::thread second(publish);
+  std::uint64_t changes = 0;
+  std::uint64_t last = 0;
+  for (int i = 0; i < 200'000 || changes == 0; ++i) {
+    Usage usage;
+    if (!(*view).read_usage(usage)) continue;
+    CHECK(usage.capacity_bytes == usage.mapped_bytes && usage.mapped_bytes == usage.pools);
+    changes += usage.pools != last ? 1 : 0;
+    last = usage.pools;
+  }
+  stop = true;
+  first.join();
+  second.join();
+}
+
+TEST(record_owner_is_not_held_up_by_a_storm_of_wishes) {
+  const Memory memory;
+  const auto owner = make(memory);
+  auto writer = WishWriter::open(memory.span());
+  REQUIRE(writer);
+  std::atomic<bool> stop{false};
+  std::thread storm([&] {
+    for (std::uint64_t value = 1; !stop.load(); ++value) {
+      writer->write({.limit_bytes = value, .min_bytes = value});
+    }
+  });
+  int read = 0;
+  for (int i = 0; i < 20'000 || read == 0; ++i) {
+    const auto wish = owner->read_wish();
+    if (!wish) continue;
+    ++read;
+    CHECK(wish->limit_bytes == wish->min_bytes && wish->limit_bytes == wish->revision);
+  }
+  stop = true;
+  storm.join();
+}
+
+TEST(record_counters_lose_nothing) {
+  const Memory memory;
+  const auto owner = make(memory);
+  const auto add = [&] {
+    for (int i = 0; i < 50'000; ++i) owner->add(Counter::kFrees, 2);
+  };
+  std::thread other(add);
+  add();
+  other.join();
+  const auto view = RecordView::open(memory.span());
+  REQUIRE(view);
+  CHECK((*view).counter(Counter::kFrees) == 200'000);
+  for (std::uint32_t i = 0; i < static_cast<std::uint32_t>(Counter::kCount); ++i) {
+    CHECK(counter_name(static_cast<Counter>(i)) != "unknown");
+  }
+}
+
+}  // namespace
+}  // namespace kvelastic
