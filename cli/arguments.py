@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
 
 
-class NameType(click.ParamType):
+class NameType(click.ParamType):  # type: ignore[type-arg]
     """A segment's name; the shell completes it from the live ones."""
 
     name = "name"
@@ -31,7 +31,7 @@ class NameType(click.ParamType):
         ]
 
 
-class SizeType(click.ParamType):
+class SizeType(click.ParamType):  # type: ignore[type-arg]
     """Bytes, as `kvelastic.sizes.parse_size` reads them."""
 
     name = "size"
@@ -46,7 +46,7 @@ class SizeType(click.ParamType):
             self.fail(str(error), param, ctx)
 
 
-class PercentType(click.ParamType):
+class PercentType(click.ParamType):  # type: ignore[type-arg]
     """0 to 100, with or without a percent sign."""
 
     name = "percent"
@@ -63,7 +63,7 @@ class PercentType(click.ParamType):
             self.fail(str(error), param, ctx)
 
 
-class SecondsType(click.ParamType):
+class SecondsType(click.ParamType):  # type: ignore[type-arg]
     """A time in seconds, at least `least_s`."""
 
     name = "seconds"

@@ -61,7 +61,6 @@ def row_of(info: SegmentInfo) -> Row:
     """Make the row of a segment as it was found."""
     header, usage, answer, wish = info.header, info.usage, info.answer, info.wish
     known = bool(header)
-    mapped_bytes, parked_bytes = usage.get("mapped_bytes"), usage.get("parked_bytes")
     return Row(
         name=info.name,
         ipc=info.name,
@@ -71,11 +70,11 @@ def row_of(info: SegmentInfo) -> Row:
         limit_bytes=_limit_in_force(answer, wish),
         effective_limit_bytes=answer.get("effective_limit_bytes"),
         wished_limit_bytes=wish.get("limit_bytes"),
-        used_bytes=max(0, mapped_bytes - parked_bytes) if known else None,
-        mapped_bytes=mapped_bytes,
+        used_bytes=max(0, usage["mapped_bytes"] - usage["parked_bytes"]) if known else None,
+        mapped_bytes=usage.get("mapped_bytes"),
         in_use_bytes=usage.get("in_use_bytes"),
         cached_bytes=usage.get("cached_bytes"),
-        parked_bytes=parked_bytes,
+        parked_bytes=usage.get("parked_bytes"),
         over_bytes=answer.get("over_bytes"),
         capacity_bytes=usage.get("capacity_bytes"),
         page_bytes=usage.get("page_bytes"),

@@ -16,6 +16,7 @@ brackets), so `except ValueError` and `except kvelastic.errors.KvelasticError` b
     │   └── NullBlockError                  NULL_BLOCK
     ├── LimitError                          LIMIT                [ValueError]
     ├── DriverError                         DRIVER               [RuntimeError]
+    │   ├── DeviceUnavailableError          DEVICE_UNAVAILABLE
     │   ├── OutOfMemoryError                OUT_OF_MEMORY        [MemoryError]
     │   ├── MappingError                    MAPPING
     │   └── PoolFailedError                 POOL_FAILED
@@ -128,6 +129,12 @@ class DriverError(KvelasticError, RuntimeError):
     """The operating system or the GPU's driver refused a call; all steps of it are undone."""
 
     code = "DRIVER"
+
+
+class DeviceUnavailableError(DriverError):
+    """There is no such device, no driver for it, or one that is too old."""
+
+    code = "DEVICE_UNAVAILABLE"
 
 
 class OutOfMemoryError(DriverError, MemoryError):

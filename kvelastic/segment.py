@@ -43,6 +43,7 @@ from kvelastic.segment_dir import (
     inspect,
     list_segments,
     locked,
+    map_file,
     open_file,
     owner_of,
     reap,
@@ -315,7 +316,7 @@ def _open(name: str, flags: int, protection: int) -> Segment:
     try:
         if version_of(fd) is None:
             raise SegmentFormatError(f"{SHM_DIR / name} is not a segment")
-        memory = mmap.mmap(fd, 0, prot=protection)
+        memory = map_file(fd, name, protection)
         return Segment(name, fd, memory, _vmm.Record.open(memory), owned=False)
     except BaseException:
         os.close(fd)

@@ -140,7 +140,7 @@ def _inspect(fd: int, name: str) -> SegmentInfo:
         raise SegmentFormatError(f"{SHM_DIR / name} is not a segment")
     state = os.fstat(fd)
     is_ours = state.st_uid == os.geteuid()
-    memory = mmap.mmap(fd, 0, prot=mmap.PROT_READ) if is_ours else _copy(fd, state.st_size)
+    memory = map_file(fd, name, mmap.PROT_READ) if is_ours else _copy(fd, state.st_size)
     with memory:
         try:
             record = _vmm.Record.open(memory)
@@ -162,6 +162,14 @@ def _inspect(fd: int, name: str) -> SegmentInfo:
             )
         finally:
             record.release()
+
+
+def map_file(fd: int, name: str, protection: int) -> mmap.mmap:
+    """Map a whole open file; `SegmentFormatError` if it was emptied meanwhile."""
+    try:
+        return mmap.mmap(fd, 0, prot=protection)
+    except (OSError, ValueError) as error:
+        raise SegmentFormatError(f"{SHM_DIR / name} cannot be mapped: {error}") from error
 
 
 def _copy(fd: int, size_bytes: int) -> mmap.mmap:

@@ -6,6 +6,7 @@
 
 #include "bind_errors.h"
 #include "bind_ids.h"
+#include "cuda_driver.h"
 #include "fault_driver.h"
 #include "host_driver.h"
 #include "range.h"
@@ -16,7 +17,9 @@ using namespace nb::literals;
 namespace kvelastic {
 namespace {
 
-std::byte* address_of(std::uintptr_t address) { return reinterpret_cast<std::byte*>(address); }
+std::byte* address_of(std::uintptr_t address) {
+  return reinterpret_cast<std::byte*>(address);
+}
 
 nb::dict stats_dict(const Driver& driver) {
   const DriverStats stats = driver.stats();
@@ -30,13 +33,17 @@ nb::dict stats_dict(const Driver& driver) {
 }
 
 /// The whole range as one flat tensor of bytes. It keeps the range alive, whoever holds it.
-nb::ndarray<std::int8_t, nb::ndim<1>, nb::device::cpu> range_tensor(
-    const std::shared_ptr<Range>& range) {
+nb::ndarray<std::int8_t, nb::ndim<1>> range_tensor(const std::shared_ptr<Range>& range) {
   auto* keep = new std::shared_ptr<Range>(range);  // owned by the capsule below
-  nb::capsule owner(keep, [](void* held) noexcept {
-    delete static_cast<std::shared_ptr<Range>*>(held);
-  });
-  return {range->address(), {range->geometry().range_bytes()}, owner};
+  nb::capsule owner(keep,
+                    [](void* held) noexcept { delete static_cast<std::shared_ptr<Range>*>(held); });
+  const DeviceKind device = range->driver().device();
+  const int type =
+      device.type == DeviceKind::kCuda ? nb::device::cuda::value : nb::device::cpu::value;
+  constexpr std::int64_t kDenseStride = 1;
+  return {range->address(), {range->geometry().range_bytes()}, owner,
+          {kDenseStride},   nb::dtype<std::int8_t>(),          type,
+          device.ordinal};
 }
 
 }  // namespace
@@ -45,6 +52,9 @@ void bind_driver(nb::module_& m) {
   nb::class_<Driver>(m, "Driver", "The seam to an OS or a GPU; see vmm_csrc/driver.h.")
       .def_prop_ro("granularity_bytes", &Driver::granularity_bytes)
       .def("stats", &stats_dict)
+      .def(
+          "drain", [](Driver& d) { check(without_gil([&] { return d.drain(); })); },
+          "Block until work given to the device so far is done with its pages.")
       .def(
           "reserve",
           [](Driver& d, std::size_t bytes) {
@@ -86,14 +96,40 @@ void bind_driver(nb::module_& m) {
           "address"_a, "bytes"_a);
 
   m.def(
-      "HostDriver",
-      []() -> std::shared_ptr<Driver> { return {unwrap(HostDriver::open())}; },
+      "HostDriver", []() -> std::shared_ptr<Driver> { return {unwrap(HostDriver::open())}; },
       "The machine's own memory: one memfd, pages of 2 MiB, unmapped addresses fault.");
+
+  nb::class_<CudaDriver, Driver>(m, "CudaDriver",
+                                 "A GPU's memory: CUDA virtual memory; libcuda is found when made.")
+      .def(nb::new_([](const std::string& device) -> std::shared_ptr<CudaDriver> {
+             return unwrap(without_gil([&] { return CudaDriver::open(device); }));
+           }),
+           "device"_a = "cuda", "\"cuda\", \"cuda:N\" or \"GPU-<uuid>\".")
+      .def_prop_ro("uuid", &CudaDriver::uuid)
+      .def_prop_ro("total_bytes", [](const CudaDriver& d) { return unwrap(d.total_bytes()); })
+      .def_prop_ro("free_bytes", [](const CudaDriver& d) { return unwrap(d.free_bytes()); })
+      .def(
+          "use_streams",
+          [](CudaDriver& d, nb::handle streams) {
+            std::vector<cuda::Stream> handles;
+            for (const std::int64_t each : integers_of(streams)) {
+              handles.push_back(reinterpret_cast<cuda::Stream>(each));
+            }
+            d.use_streams(std::move(handles));
+          },
+          "streams"_a, "Streams whose work reads the pages; none: the legacy default stream.")
+      .def(
+          "export_page", [](CudaDriver& d, Handle h) { return unwrap(d.export_page(h)); },
+          "handle"_a, "A page as a file descriptor, which the caller closes.")
+      .def(
+          "import_page", [](CudaDriver& d, int fd) { return unwrap(d.import_page(fd)); }, "fd"_a,
+          "The handle of another process's page; destroy() gives it back.");
 
   nb::class_<FaultDriver, Driver>(m, "FaultDriver", "Fails calls on demand; for tests.")
       .def(nb::init<std::shared_ptr<Driver>>(), "inner"_a)
-      .def("arm", &FaultDriver::arm, "fail_at"_a, "fail_count"_a = 1,
-           "Count anew; fail the fail_at-th call (the first is 1, 0: none) and fail_count - 1 more.")
+      .def(
+          "arm", &FaultDriver::arm, "fail_at"_a, "fail_count"_a = 1,
+          "Count anew; fail the fail_at-th call (the first is 1, 0: none) and fail_count - 1 more.")
       .def_prop_ro("calls", &FaultDriver::calls);
 
   nb::class_<Geometry>(m, "Geometry", "Where ids lie in pages; kvelastic.layout solves for it.")

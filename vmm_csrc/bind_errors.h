@@ -5,6 +5,7 @@
 
 #include <string>
 
+#include "bind_gil.h"
 #include "status.h"
 
 namespace kvelastic {
@@ -34,7 +35,7 @@ T unwrap(Result<T> result) {
 /// Runs `work` without the GIL; its result is looked at with it.
 template <typename F>
 auto without_gil(F work) {
-  nanobind::gil_scoped_release unlocked;
+  const GilReleased unlocked;
   return work();
 }
 

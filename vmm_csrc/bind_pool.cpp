@@ -48,8 +48,7 @@ std::shared_ptr<Pool> make_pool(nb::handle memory, std::uint64_t max_blocks,
   options.preallocate = preallocate;
   if (nb::isinstance<Range>(memory)) {
     const auto range = nb::cast<std::shared_ptr<Range>>(memory);
-    return unwrap(
-        Pool::create(range->geometry(), std::make_shared<LocalBacking>(range), options));
+    return unwrap(Pool::create(range->geometry(), std::make_shared<LocalBacking>(range), options));
   }
   const auto ring = nb::cast<std::shared_ptr<RingBacking>>(memory);
   return unwrap(Pool::create(ring->geometry(), ring, options));
@@ -158,7 +157,7 @@ void bind_ring(nb::module_& m) {
                 unwrap(RingWorker::start(area, std::move(range), hold)));
           },
           "record"_a, "range"_a, "Serve the segment's ring on a range, until stop().")
-      .def("stop", [](RingWorker& worker) { without_gil([&] { worker.stop(); return 0; }); });
+      .def("stop", [](RingWorker& worker) { without_gil([&] { worker.stop(); }); });
 }
 
 }  // namespace
@@ -198,14 +197,15 @@ void bind_pool(nb::module_& m) {
             return unwrap(without_gil([&] { return pool.try_to_reserve(count); }));
           },
           "count"_a, "Set blocks aside for the next allocs; False when there are not as many.")
-      .def("free_reserved", [](Pool& p) { without_gil([&] { p.free_reserved(); return 0; }); })
+      .def("free_reserved", [](Pool& p) { without_gil([&] { p.free_reserved(); }); })
       .def_prop_ro("has_evicted", &Pool::has_evicted)
-      .def("take_evicted", [](Pool& pool) { return list_of(pool.take_evicted()); },
-           "Ids of cached blocks evicted since the last call: forget what they held.")
+      .def(
+          "take_evicted", [](Pool& pool) { return list_of(pool.take_evicted()); },
+          "Ids of cached blocks evicted since the last call: forget what they held.")
       .def(
           "enter",
           [](Pool& pool) {
-            if (!pool.try_enter()) without_gil([&] { pool.enter(); return 0; });
+            if (!pool.try_enter()) without_gil([&] { pool.enter(); });
           },
           "Begin a session: until exit() nothing but this thread's own calls takes blocks away.")
       .def("exit", &Pool::exit)
@@ -214,11 +214,13 @@ void bind_pool(nb::module_& m) {
       .def("limit_state", [](const Pool& pool) { return limit_dict(pool.limit_state()); })
       .def(
           "trim",
-          [](Pool& pool) { return unwrap(without_gil([&] { return pool.trim(); })) *
-                                  pool.geometry().page_bytes(); },
+          [](Pool& pool) {
+            return unwrap(without_gil([&] { return pool.trim(); })) * pool.geometry().page_bytes();
+          },
           "Give every parked page back; returns the bytes.")
-      .def("clear", [](Pool& pool) { without_gil([&] { pool.clear(); return 0; }); },
-           "Free every block and every reservation.")
+      .def(
+          "clear", [](Pool& pool) { without_gil([&] { pool.clear(); }); },
+          "Free every block and every reservation.")
       .def_prop_ro("mapped_bytes", &Pool::mapped_bytes)
       .def_prop_ro("geometry", &Pool::geometry)
       .def("occupancy", &occupancy, "pages"_a = nb::none(),
@@ -239,8 +241,9 @@ void bind_pool(nb::module_& m) {
                 Keeper::start(std::move(pool), record.native(), options));
           },
           "pool"_a, "record"_a, "idle_trim_s"_a = 5.0, "sanity_check"_a = false)
-      .def("stop", [](Keeper& keeper) { without_gil([&] { keeper.stop(); return 0; }); },
-           "End the thread. Blocks until what it does is done.");
+      .def(
+          "stop", [](Keeper& keeper) { without_gil([&] { keeper.stop(); }); },
+          "End the thread. Blocks until what it does is done.");
 }
 
 }  // namespace kvelastic

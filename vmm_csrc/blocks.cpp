@@ -128,8 +128,8 @@ Result<Blocks::Place> Blocks::find(BlockId id) const {
       }
     }
   }
-  return Error{Errc::kUnknownBlock, "block " + std::to_string(id) +
-                                        " is not an id that this pool hands out"};
+  return Error{Errc::kUnknownBlock,
+               "block " + std::to_string(id) + " is not an id that this pool hands out"};
 }
 
 Error Blocks::wrong_state(BlockId id, const char* wanted) const {

@@ -90,7 +90,7 @@ class Blocks {
   enum class PageState : std::uint8_t { kUnmapped = 0, kInTransit = 1, kMapped = 2 };
   struct Page {
     PageState state;
-    std::uint32_t used;    // page 0: with the null block
+    std::uint32_t used;  // page 0: with the null block
     std::uint32_t cached;
     std::uint32_t parked_at;  // its place in parked_, while it is parked
   };

@@ -27,6 +27,12 @@ struct DriverStats {
   std::uint64_t small_pages = 0;  ///< created from 4 KiB system pages: no huge page was to be had
 };
 
+/// What memory a driver's addresses are.
+struct DeviceKind {
+  enum Type : std::uint8_t { kHost, kCuda } type = kHost;
+  int ordinal = 0;  ///< of a GPU, as this process numbers them
+};
+
 /// Every call may be made from any thread, also at the same time; two calls at once must not name
 /// the same addresses or the same handle. No call throws, aborts or prints. A call that fails has
 /// changed nothing.
@@ -39,6 +45,8 @@ class Driver {
 
   /// Sizes and offsets of pages, and the start of every range, are multiples of this.
   virtual std::size_t granularity_bytes() const = 0;
+
+  virtual DeviceKind device() const { return {}; }
 
   /// Reserves `bytes` of addresses, aligned to the granularity, holding no memory.
   /// Post: every address of the range faults when touched.
@@ -67,6 +75,11 @@ class Driver {
   /// Unmaps a run of whole pages. Their contents stay with their handles.
   /// Post: the addresses fault when touched, as after reserve.
   virtual Status unmap(std::byte* address, std::size_t bytes) = 0;
+
+  /// Blocks until the device has finished what was given to it before this call and might still
+  /// read or write pages; called before pages are unmapped. Never waits for later work. On the
+  /// host there is nothing to wait for: who frees a block has stopped using it.
+  virtual Status drain() { return ok(); }
 
   virtual DriverStats stats() const = 0;
 };

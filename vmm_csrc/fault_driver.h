@@ -20,6 +20,7 @@ class FaultDriver final : public Driver {
   std::uint64_t calls() const { return calls_.load(); }
 
   std::size_t granularity_bytes() const override { return inner_->granularity_bytes(); }
+  DeviceKind device() const override { return inner_->device(); }
   Result<std::byte*> reserve(std::size_t bytes) override { return inner_->reserve(bytes); }
   Status release(std::byte* address, std::size_t bytes) override {
     return inner_->release(address, bytes);
@@ -29,6 +30,7 @@ class FaultDriver final : public Driver {
   Status map(std::byte* address, std::size_t bytes, Handle handle) override;
   Status set_access(std::byte* address, std::size_t bytes) override;
   Status unmap(std::byte* address, std::size_t bytes) override;
+  Status drain() override { return inner_->drain(); }
   DriverStats stats() const override { return inner_->stats(); }
 
  private:

@@ -33,8 +33,9 @@ struct Geometry {
 
   std::uint64_t page_bytes() const { return extents_per_page * extent_bytes; }
   std::uint64_t range_bytes() const {
-    return extents_per_page == 1 ? pages * extent_bytes
-                                 : (extents_per_page - 1) * extent_stride_bytes + pages * extent_bytes;
+    return extents_per_page == 1
+               ? pages * extent_bytes
+               : (extents_per_page - 1) * extent_stride_bytes + pages * extent_bytes;
   }
   std::uint64_t extent_offset(PageIndex page, std::uint64_t extent) const {
     return extent * extent_stride_bytes + page * extent_bytes;
@@ -47,9 +48,9 @@ struct Geometry {
     constexpr std::uint64_t kMaxPages = std::uint64_t{1} << 31;
     constexpr std::uint64_t kMaxBlocksPerPage = std::uint64_t{1} << 20;
     const auto refuse = [](const char* what, std::uint64_t value, const std::string& accepted) {
-      return Status(Error{Errc::kInvalidArgument, std::string(what) + " is " +
-                                                      std::to_string(value) + ", must be " +
-                                                      accepted});
+      return Status(
+          Error{Errc::kInvalidArgument,
+                std::string(what) + " is " + std::to_string(value) + ", must be " + accepted});
     };
     if (pages == 0 || pages > kMaxPages) return refuse("pages", pages, "1 to 2^31");
     if (block_bytes == 0) return refuse("block_bytes", block_bytes, "at least 1");

@@ -24,11 +24,13 @@ constexpr std::size_t kHuge = HostDriver::kGranularityBytes;
 constexpr std::size_t kSystemPageBytes = 4096;
 
 std::string describe(const char* call, std::size_t bytes, int error) {
-  return std::string(call) + " of " + std::to_string(bytes) + " bytes failed: " +
-         std::strerror(error);
+  return std::string(call) + " of " + std::to_string(bytes) +
+         " bytes failed: " + std::strerror(error);
 }
 
-bool fits_granularity(std::size_t bytes) { return bytes > 0 && bytes % kHuge == 0; }
+bool fits_granularity(std::size_t bytes) {
+  return bytes > 0 && bytes % kHuge == 0;
+}
 
 Error bad_size(const char* call, std::size_t bytes) {
   return {Errc::kInvalidArgument, std::string(call) + ": " + std::to_string(bytes) +
@@ -81,7 +83,9 @@ Result<std::unique_ptr<HostDriver>> HostDriver::open() {
   return std::unique_ptr<HostDriver>(new HostDriver(fd));
 }
 
-HostDriver::~HostDriver() { ::close(memfd_); }
+HostDriver::~HostDriver() {
+  ::close(memfd_);
+}
 
 Result<std::byte*> HostDriver::reserve(std::size_t bytes) {
   if (!fits_granularity(bytes)) return bad_size("reserve", bytes);
@@ -132,7 +136,9 @@ Status HostDriver::map(std::byte* address, std::size_t bytes, Handle handle) {
   return ok();
 }
 
-Status HostDriver::set_access(std::byte*, std::size_t) { return ok(); }  // mmap gave it already
+Status HostDriver::set_access(std::byte*, std::size_t) {
+  return ok();
+}  // mmap gave it already
 
 Status HostDriver::unmap(std::byte* address, std::size_t bytes) {
   if (map_nothing(address, bytes) == MAP_FAILED) {

@@ -24,7 +24,8 @@ struct KeeperOptions {
 /// parked pages back when they are not needed. Sleeps otherwise, without a timer.
 class Keeper {
  public:
-  /// Publishes the pool into the record, answers revision 0 with the start limit, starts the thread.
+  /// Publishes the pool into the record, answers revision 0 with the start limit, starts the
+  /// thread.
   static std::unique_ptr<Keeper> start(std::shared_ptr<Pool> pool,
                                        std::shared_ptr<RecordOwner> record,
                                        const KeeperOptions& options);

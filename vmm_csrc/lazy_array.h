@@ -32,7 +32,8 @@ class LazyArray {
     void* at = ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE,
                       MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (at == MAP_FAILED) {
-      return Error{Errc::kOutOfMemory, "no room for a table of " + std::to_string(bytes) + " bytes"};
+      return Error{Errc::kOutOfMemory,
+                   "no room for a table of " + std::to_string(bytes) + " bytes"};
     }
     // A huge page would turn one touched entry into 2 MiB of memory.
     ::madvise(at, bytes, MADV_NOHUGEPAGE);

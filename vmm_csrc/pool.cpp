@@ -19,10 +19,10 @@ Result<std::unique_ptr<Pool>> Pool::create(const Geometry& geometry,
                                            std::shared_ptr<Backing> backing,
                                            const PoolOptions& options) {
   if (options.min_reserved_pages > options.max_reserved_pages) {
-    return Error{Errc::kInvalidArgument,
-                 "min_reserved_pages is " + std::to_string(options.min_reserved_pages) +
-                     ", more than max_reserved_pages, " +
-                     std::to_string(options.max_reserved_pages)};
+    return Error{Errc::kInvalidArgument, "min_reserved_pages is " +
+                                             std::to_string(options.min_reserved_pages) +
+                                             ", more than max_reserved_pages, " +
+                                             std::to_string(options.max_reserved_pages)};
   }
   if (options.max_blocks < 2) {
     return Error{Errc::kInvalidArgument, "max_blocks is " + std::to_string(options.max_blocks) +
@@ -30,8 +30,7 @@ Result<std::unique_ptr<Pool>> Pool::create(const Geometry& geometry,
   }
   Result<std::unique_ptr<Blocks>> blocks = Blocks::create(geometry);
   if (!blocks) return blocks.error();
-  return std::unique_ptr<Pool>(
-      new Pool(geometry, std::move(backing), options, *std::move(blocks)));
+  return std::unique_ptr<Pool>(new Pool(geometry, std::move(backing), options, *std::move(blocks)));
 }
 
 Pool::Pool(const Geometry& geometry, std::shared_ptr<Backing> backing, const PoolOptions& options,
@@ -341,9 +340,8 @@ Result<std::uint64_t> Pool::provision() {
   provision_called_ = false;
   if (!options_.preallocate) return std::uint64_t{0};
   // The mark: what was taken since the last time, within the two bounds.
-  const std::uint64_t mark =
-      std::clamp(std::exchange(demand_pages_, 0), options_.min_reserved_pages,
-                 options_.max_reserved_pages);
+  const std::uint64_t mark = std::clamp(std::exchange(demand_pages_, 0),
+                                        options_.min_reserved_pages, options_.max_reserved_pages);
   const std::uint64_t parked = blocks_->parked_pages();
   const std::uint64_t wanted = std::min(mark > parked ? mark - parked : 0, mappable_pages());
   if (wanted == 0) return std::uint64_t{0};

@@ -30,13 +30,13 @@
 namespace kvelastic {
 
 struct PoolOptions {
-  std::uint64_t max_blocks = 0;     ///< ids that may be in use at once, the null block counted in
-  std::uint64_t limit_bytes = 0;    ///< at start; at least one page is always held (null block)
+  std::uint64_t max_blocks = 0;      ///< ids that may be in use at once, the null block counted in
+  std::uint64_t limit_bytes = 0;     ///< at start; at least one page is always held (null block)
   std::uint64_t capacity_bytes = 0;  ///< of the device; no limit goes beyond it
   std::uint64_t min_reserved_pages = 5;   ///< kept parked ahead of demand while there is any
   std::uint64_t max_reserved_pages = 10;  ///< never more than these are created ahead of demand
   std::int64_t max_cached_blocks = -1;    ///< -1: no bound
-  bool preallocate = true;  ///< false: no page is created before an alloc needs it
+  bool preallocate = true;                ///< false: no page is created before an alloc needs it
 };
 
 /// What set_limit() has come to.
@@ -200,14 +200,14 @@ class Pool {
   std::vector<BlockId> evicted_;
   std::uint64_t limit_bytes_;
   std::uint64_t pages_limit_;
-  std::uint64_t held_pages_ = 0;  // mapped, or on the way in or out
-  std::condition_variable settled_;  // a batch of pages has come in or gone out
-  std::uint64_t parked_low_ = 0;  // fewest parked pages since take_idle_parked()
-  std::uint64_t demand_pages_ = 0;  // parked pages that allocs took since the last provision()
+  std::uint64_t held_pages_ = 0;      // mapped, or on the way in or out
+  std::condition_variable settled_;   // a batch of pages has come in or gone out
+  std::uint64_t parked_low_ = 0;      // fewest parked pages since take_idle_parked()
+  std::uint64_t demand_pages_ = 0;    // parked pages that allocs took since the last provision()
   std::uint64_t announced_over_ = 0;  // over_pages() when the keeper was last called for it
   bool provision_called_ = false;     // the keeper was called to provision and has not yet
   bool decay_armed_ = false;          // the keeper's decay timer runs
-  PoolStats counts_;  // the counters of stats()
+  PoolStats counts_;                  // the counters of stats()
   std::shared_ptr<RecordOwner> record_;
   std::function<void()> wake_;
 

@@ -76,8 +76,7 @@ Status Range::map_extents(std::span<const PageIndex> pages, std::span<const Hand
   std::size_t done = 0;
   for (const PageIndex page : pages) {
     for (std::uint64_t e = 0; e < geometry_.extents_per_page; ++e, ++done) {
-      Status mapped =
-          driver_->map(extent_address(page, e), geometry_.extent_bytes, handles[done]);
+      Status mapped = driver_->map(extent_address(page, e), geometry_.extent_bytes, handles[done]);
       if (mapped) continue;
       if (Status undone = undo_map(pages, done); !undone) return undone;
       return mapped;
@@ -114,6 +113,8 @@ Status Range::undo_map(std::span<const PageIndex> pages, std::size_t extents_map
 }
 
 Status Range::unmap(std::span<const PageIndex> pages, Afterwards afterwards) {
+  // Before the lock: a map need not wait for what the device does with other pages.
+  if (Status finished = driver_->drain(); !finished) return finished;
   const std::lock_guard lock(mutex_);
   if (Status usable = refuse_if_failed(); !usable) return usable;
   if (Status sound = check_batch(pages, true); !sound) return sound;
@@ -147,9 +148,8 @@ Status Range::unmap_extents(std::span<const PageIndex> pages) {
   });
   for (std::size_t step = 0; step < runs.size() * geometry_.extents_per_page; ++step) {
     const auto [first, count] = runs[step / geometry_.extents_per_page];
-    Status unmapped =
-        driver_->unmap(extent_address(first, step % geometry_.extents_per_page),
-                       count * geometry_.extent_bytes);
+    Status unmapped = driver_->unmap(extent_address(first, step % geometry_.extents_per_page),
+                                     count * geometry_.extent_bytes);
     if (unmapped) continue;
     // Map again what this batch has unmapped: the handles still hold the contents.
     for (std::size_t back = 0; back < step; ++back) {
@@ -160,9 +160,9 @@ Status Range::unmap_extents(std::span<const PageIndex> pages) {
         restored = static_cast<bool>(driver_->map(extent_address(page, extent),
                                                   geometry_.extent_bytes, handle_of(page, extent)));
       }
-      restored = restored && static_cast<bool>(driver_->set_access(
-                                 extent_address(run_first, extent),
-                                 run_count * geometry_.extent_bytes));
+      restored =
+          restored && static_cast<bool>(driver_->set_access(extent_address(run_first, extent),
+                                                            run_count * geometry_.extent_bytes));
       if (!restored) {
         mark_failed();
         return Error{Errc::kPoolFailed, "a failed unmap could not be undone (" +
@@ -190,9 +190,9 @@ Status Range::check_batch(std::span<const PageIndex> pages, bool must_be_mapped)
                    "page " + std::to_string(page) + " is named twice in one batch"};
     }
     if ((mapped_[page] != 0) != must_be_mapped) {
-      return Error{Errc::kInvalidArgument, "page " + std::to_string(page) +
-                                               (must_be_mapped ? " is not mapped"
-                                                               : " is mapped already")};
+      return Error{Errc::kInvalidArgument,
+                   "page " + std::to_string(page) +
+                       (must_be_mapped ? " is not mapped" : " is mapped already")};
     }
   }
   return ok();

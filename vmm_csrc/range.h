@@ -78,9 +78,9 @@ class Range {
   const Geometry geometry_;
   std::byte* const address_;
   PageStore store_;
-  mutable std::mutex mutex_;         // before PageStore's; held across driver calls
-  LazyArray<std::uint8_t> mapped_;   // per page: 1 = mapped
-  LazyArray<Handle> handles_;        // per page and extent, valid while mapped
+  mutable std::mutex mutex_;        // before PageStore's; held across driver calls
+  LazyArray<std::uint8_t> mapped_;  // per page: 1 = mapped
+  LazyArray<Handle> handles_;       // per page and extent, valid while mapped
   std::atomic<std::uint64_t> mapped_pages_{0};
   std::atomic<bool> failed_{false};
 };

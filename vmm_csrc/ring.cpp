@@ -84,8 +84,8 @@ Status RingBacking::worker_is_alive() const {
       process_start_ticks(pid) == memory_->worker_start_ticks.load()) {
     return ok();
   }
-  return Error{Errc::kChannelClosed, "worker " + std::to_string(pid) +
-                                         " is gone; the engine has to be restarted"};
+  return Error{Errc::kChannelClosed,
+               "worker " + std::to_string(pid) + " is gone; the engine has to be restarted"};
 }
 
 Status RingBacking::map(std::span<const PageIndex> pages) {
@@ -163,9 +163,9 @@ Result<std::unique_ptr<RingWorker>> RingWorker::start(std::span<std::byte> memor
   if (!ring) return ring.error();
   RingMemory* shared = *ring;
   if (shared->magic != RingMemory::kMagic || shared->version != RingMemory::kVersion) {
-    return Error{Errc::kSegmentFormat,
-                 "the segment holds no ring of version " + std::to_string(RingMemory::kVersion) +
-                     "; scheduler and worker must run the same kvelastic"};
+    return Error{Errc::kSegmentFormat, "the segment holds no ring of version " +
+                                           std::to_string(RingMemory::kVersion) +
+                                           "; scheduler and worker must run the same kvelastic"};
   }
   if (!same(shared->geometry, range->geometry())) {
     return Error{Errc::kInvalidArgument,
@@ -182,8 +182,7 @@ Result<std::unique_ptr<RingWorker>> RingWorker::start(std::span<std::byte> memor
   shared->worker_pid = ::getpid();
   shared->worker_start_ticks = process_start_ticks(::getpid()).value_or(0);
   shared->worker_state = serving;
-  std::unique_ptr<RingWorker> worker(
-      new RingWorker(shared, std::move(range), std::move(keep)));
+  std::unique_ptr<RingWorker> worker(new RingWorker(shared, std::move(range), std::move(keep)));
   worker->thread_ = std::thread(&RingWorker::serve, worker.get());
   ring_bell(shared->attached);
   return worker;
@@ -216,19 +215,21 @@ void RingWorker::carry_out(RingMemory::Entry& entry) {
                                          std::min<std::size_t>(entry.count, entry.pages.size()));
   Status answer = ok();
   switch (static_cast<RingMemory::Command>(entry.command)) {
-    case RingMemory::Command::kMap: answer = range_->map(pages); break;
-    case RingMemory::Command::kUnmap: answer = range_->unmap(pages, Afterwards::kDestroy); break;
+    case RingMemory::Command::kMap:
+      answer = range_->map(pages);
+      break;
+    case RingMemory::Command::kUnmap:
+      answer = range_->unmap(pages, Afterwards::kDestroy);
+      break;
     default:
-      answer = Error{Errc::kInvalidArgument,
-                     "no such command: " + std::to_string(entry.command)};
+      answer = Error{Errc::kInvalidArgument, "no such command: " + std::to_string(entry.command)};
   }
   if (answer) {
     entry.result = 0;
     return;
   }
   const std::string& message = answer.error().message;
-  entry.message_bytes =
-      static_cast<std::uint32_t>(std::min(message.size(), entry.message.size()));
+  entry.message_bytes = static_cast<std::uint32_t>(std::min(message.size(), entry.message.size()));
   std::memcpy(entry.message.data(), message.data(), entry.message_bytes);
   entry.result = 1 + static_cast<std::uint32_t>(answer.error().code);
 }

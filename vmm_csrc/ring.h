@@ -45,7 +45,7 @@ struct RingMemory {
 
   std::uint32_t magic;
   std::uint32_t version;
-  Geometry geometry;  ///< the scheduler's; a worker refuses to serve another one
+  Geometry geometry;             ///< the scheduler's; a worker refuses to serve another one
   alignas(64) FutexWord posted;  ///< commands posted so far, modulo 2^32
   alignas(64) FutexWord done;    ///< commands answered so far, modulo 2^32
   alignas(64) std::atomic<std::uint32_t> worker_state;

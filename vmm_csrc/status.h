@@ -13,35 +13,50 @@ namespace kvelastic {
 
 /// The stable codes of kvelastic/errors.py that native code can answer with.
 enum class Errc : std::uint8_t {
-  kInvalidArgument,  ///< a value that no call accepts; names the value and what is accepted
-  kOutOfMemory,      ///< the device (or the machine) has no memory for another page
-  kMapping,          ///< the driver refused a map, an unmap or a reservation
-  kPoolFailed,       ///< a rollback failed: the pool refuses further work, the process lives on
-  kPoolExhausted,    ///< not that many blocks can be had now
-  kDoubleFree,       ///< a block was freed that is not in use
-  kUnknownBlock,     ///< an id that this layout never hands out
-  kNullBlock,        ///< block 0 is never handed out nor given back
-  kChannelTimeout,   ///< a worker did not acknowledge before the deadline
-  kChannelClosed,    ///< the other end of a ring is gone
-  kSegmentFormat,    ///< bytes that are not a segment of this version
-  kIntegrity,        ///< check_integrity() found a rule broken
+  kInvalidArgument,    ///< a value that no call accepts; names the value and what is accepted
+  kOutOfMemory,        ///< the device (or the machine) has no memory for another page
+  kMapping,            ///< the driver refused a map, an unmap or a reservation
+  kPoolFailed,         ///< a rollback failed: the pool refuses further work, the process lives on
+  kPoolExhausted,      ///< not that many blocks can be had now
+  kDoubleFree,         ///< a block was freed that is not in use
+  kUnknownBlock,       ///< an id that this layout never hands out
+  kNullBlock,          ///< block 0 is never handed out nor given back
+  kChannelTimeout,     ///< a worker did not acknowledge before the deadline
+  kChannelClosed,      ///< the other end of a ring is gone
+  kSegmentFormat,      ///< bytes that are not a segment of this version
+  kDeviceUnavailable,  ///< no driver, too old a one, or no such device
+  kIntegrity,          ///< check_integrity() found a rule broken
 };
 
 /// "DOUBLE_FREE" and so on: the text that kvelastic/errors.py knows.
 constexpr std::string_view code_name(Errc code) {
   switch (code) {
-    case Errc::kInvalidArgument: return "INVALID_ARGUMENT";
-    case Errc::kOutOfMemory: return "OUT_OF_MEMORY";
-    case Errc::kMapping: return "MAPPING";
-    case Errc::kPoolFailed: return "POOL_FAILED";
-    case Errc::kPoolExhausted: return "POOL_EXHAUSTED";
-    case Errc::kDoubleFree: return "DOUBLE_FREE";
-    case Errc::kUnknownBlock: return "UNKNOWN_BLOCK";
-    case Errc::kNullBlock: return "NULL_BLOCK";
-    case Errc::kChannelTimeout: return "CHANNEL_TIMEOUT";
-    case Errc::kChannelClosed: return "CHANNEL_CLOSED";
-    case Errc::kSegmentFormat: return "SEGMENT_FORMAT";
-    case Errc::kIntegrity: return "INTEGRITY";
+    case Errc::kInvalidArgument:
+      return "INVALID_ARGUMENT";
+    case Errc::kOutOfMemory:
+      return "OUT_OF_MEMORY";
+    case Errc::kMapping:
+      return "MAPPING";
+    case Errc::kPoolFailed:
+      return "POOL_FAILED";
+    case Errc::kPoolExhausted:
+      return "POOL_EXHAUSTED";
+    case Errc::kDoubleFree:
+      return "DOUBLE_FREE";
+    case Errc::kUnknownBlock:
+      return "UNKNOWN_BLOCK";
+    case Errc::kNullBlock:
+      return "NULL_BLOCK";
+    case Errc::kChannelTimeout:
+      return "CHANNEL_TIMEOUT";
+    case Errc::kChannelClosed:
+      return "CHANNEL_CLOSED";
+    case Errc::kSegmentFormat:
+      return "SEGMENT_FORMAT";
+    case Errc::kDeviceUnavailable:
+      return "DEVICE_UNAVAILABLE";
+    case Errc::kIntegrity:
+      return "INTEGRITY";
   }
   return "UNKNOWN";
 }
@@ -56,7 +71,7 @@ struct Error {
 template <typename T>
 class [[nodiscard]] Result {
  public:
-  Result(T value) : state_(std::in_place_index<0>, std::move(value)) {}       // NOLINT(implicit)
+  Result(T value) : state_(std::in_place_index<0>, std::move(value)) {}      // NOLINT(implicit)
   Result(Error error) : state_(std::in_place_index<1>, std::move(error)) {}  // NOLINT(implicit)
 
   explicit operator bool() const { return state_.index() == 0; }
@@ -83,6 +98,8 @@ class [[nodiscard]] Status {
   std::optional<Error> error_;
 };
 
-inline Status ok() { return {}; }
+inline Status ok() {
+  return {};
+}
 
 }  // namespace kvelastic

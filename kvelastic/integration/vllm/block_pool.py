@@ -22,7 +22,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_events import AllBlocksCleared
 from vllm.v1.core.block_pool import BlockHashToBlockMap, BlockPool
@@ -30,25 +30,10 @@ from vllm.v1.core.kv_cache_utils import KVCacheBlock
 
 from kvelastic.errors import IntegrityError, PoolExhaustedError
 
+if TYPE_CHECKING:
+    from kvelastic import _vmm
+
 _log = logging.getLogger("kvelastic.vllm")
-
-
-class BlockMemory(Protocol):
-    """What this class needs of `kvelastic._vmm.Pool`."""
-
-    has_evicted: bool
-
-    def alloc(self, n: int) -> list[int] | None: ...  # noqa: D102
-    def free(self, ids: list[int]) -> None: ...  # noqa: D102
-    def cache(self, ids: list[int]) -> None: ...  # noqa: D102
-    def touch(self, ids: list[int]) -> None: ...  # noqa: D102
-    def take_evicted(self) -> list[int]: ...  # noqa: D102
-    def enter(self) -> None: ...  # noqa: D102
-    def exit(self) -> None: ...  # noqa: D102
-    def ensure(self, n: int) -> int: ...  # noqa: D102
-    def available_mapped(self) -> int: ...  # noqa: D102
-    def available_size(self) -> int: ...  # noqa: D102
-    def check_integrity(self) -> None: ...  # noqa: D102
 
 
 class LiveBlocks:
@@ -101,7 +86,7 @@ class ElasticBlockPool(BlockPool):  # type: ignore[misc]  # vLLM has no type inf
         self,
         num_gpu_blocks: int,
         *args: Any,
-        memory: BlockMemory,
+        memory: _vmm.Pool,
         id_span: int,
         **kwargs: Any,
     ) -> None:
@@ -115,6 +100,8 @@ class ElasticBlockPool(BlockPool):  # type: ignore[misc]  # vLLM has no type inf
         self._depth = 0
         self.fell_short = False
         """Whether, in the present session, blocks were wanted that could not be had."""
+        self.starvation: Any = None
+        """Kept here for the engine's loop; see the module of vLLM's version."""
         self.blocks = LiveBlocks(id_span)
         self.blocks.add(self.null_block)
 
@@ -275,6 +262,10 @@ class ElasticBlockPool(BlockPool):  # type: ignore[misc]  # vLLM has no type inf
     def get_num_free_blocks(self) -> int:
         """How many blocks can be taken now; binding until the session ends, or a block is taken."""
         return self._memory.available_mapped()
+
+    def available_size(self) -> int:
+        """How many blocks could be had now, by mapping pages too; says nothing of the future."""
+        return self._memory.available_size()
 
     def get_usage(self) -> float:
         """The part (0 to 1) of what may be used under the present limit that requests use."""

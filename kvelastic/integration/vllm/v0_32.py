@@ -8,7 +8,8 @@ Patched, because vLLM has no hook for it:
     kv_cache_coordinator.BlockPool (name)    the elastic block pool
     KVCacheCoordinator.get_num_blocks_to_allocate
                                              have memory mapped before vLLM checks what is free
-    Scheduler.schedule                       one session of the pool; no spinning while starved
+    Scheduler.schedule                       one session of the pool
+    EngineCore.step                          no spinning while nothing can run for want of memory
     vllm.v1.engine.utils.shutdown (name)     remove what a killed engine core left
     Worker.initialize_from_config            answer the one KV allocation with the arena
     Worker.shutdown                          detach
@@ -44,9 +45,10 @@ HANDOFF = "kvelastic"
 """Attribute of a worker's `KVCacheConfig` that says where to attach; vLLM's own channel carries it
 along with the configuration."""
 
-_FIRST_NAP_S = 0.002
-_LONGEST_NAP_S = 0.05
-"""While requests wait for a limit to be raised, vLLM's loop runs on and on. It naps this long."""
+_NAP_S = 0.01
+"""How often the engine looks whether memory has come, while all requests wait for some."""
+_LONGEST_STARVATION_S = 10.0
+"""After this long the scheduler is asked again, whatever the figures say."""
 
 _KILLED_WAIT_S = 5.0
 """How long a killed process may take until it is gone, at most."""
@@ -78,6 +80,7 @@ def _patch_engine_core(core: ModuleType) -> None:
 
     _wrap(core.EngineCore, "__init__", _engine_core_init)
     _wrap(core.EngineCore, "shutdown", _engine_core_shutdown)
+    _wrap(core.EngineCore, "step", _step)
     _wrap(abstract.Executor, "initialize_from_config", _executor_initialize)
     _wrap(kv_cache_coordinator.KVCacheCoordinator, "get_num_blocks_to_allocate", _blocks_needed)
     _wrap(scheduler.Scheduler, "schedule", _schedule)
@@ -89,6 +92,8 @@ def _probe_engine_core() -> None:
     config = ("self", "vllm_config", "executor_class", "log_stats")
     probe.parameters(f"{_CORE}:EngineCore.__init__", config)
     probe.parameters(f"{_CORE}:EngineCore.shutdown", ("self",))
+    probe.parameters(f"{_CORE}:EngineCore.step", ("self",))
+    probe.mentions(f"{_SCHEDULER}:Scheduler.__init__", ("requests", "finished_req_ids"))
     probe.mentions(
         f"{_CORE}:EngineCore._initialize_kv_caches",
         ("generate_scheduler_kv_cache_config", "initialize_from_config"),
@@ -235,15 +240,13 @@ def _make_block_pool(num_gpu_blocks: int, *args: Any, **kwargs: Any) -> Any:
     instance, _waiting_instance = _waiting_instance, None
     if instance is None:
         return BlockPool(num_gpu_blocks, *args, **kwargs)
-    pool = ElasticBlockPool(
+    return ElasticBlockPool(
         num_gpu_blocks,
         *args,
-        memory=instance.pool,
+        memory=instance.blocks,
         id_span=instance.id_span,
         **kwargs,
     )
-    pool.naps = _Naps()
-    return pool
 
 
 def _close_instance(executor: Any) -> None:
@@ -265,29 +268,51 @@ def _blocks_needed(
 
 
 def _schedule(original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any) -> Any:
-    pool = scheduler.kv_cache_manager.block_pool
-    naps: _Naps | None = getattr(pool, "naps", None)
-    if naps is None:
+    pool = _elastic_pool(scheduler)
+    if pool is None:
         return original(scheduler, *args, **kwargs)
     pool.headroom = scheduler.kv_cache_manager.watermark_blocks
     with pool.session():
         output = original(scheduler, *args, **kwargs)
-    naps.after_step(starved=pool.fell_short and output.total_num_scheduled_tokens == 0)
+    starved = pool.fell_short and output.total_num_scheduled_tokens == 0
+    pool.starvation = _Starvation(scheduler) if starved else None
     return output
 
 
-class _Naps:
-    """Lengthening pauses between steps in which nothing could run for want of memory."""
+def _step(original: Callable[..., Any], core: Any) -> Any:
+    """vLLM's loop runs on and on while requests wait, and so keeps its worker's core busy too."""
+    pool = _elastic_pool(core.scheduler)
+    if pool is None or pool.starvation is None or pool.starvation.is_over():
+        return original(core)
+    time.sleep(_NAP_S)
+    return {}, False
 
-    def __init__(self) -> None:
-        self._next_s = _FIRST_NAP_S
 
-    def after_step(self, *, starved: bool) -> None:
-        if not starved:
-            self._next_s = _FIRST_NAP_S
-            return
-        time.sleep(self._next_s)
-        self._next_s = min(2 * self._next_s, _LONGEST_NAP_S)
+def _elastic_pool(scheduler: Any) -> Any | None:
+    pool = getattr(getattr(scheduler, "kv_cache_manager", None), "block_pool", None)
+    return pool if hasattr(pool, "prepare") else None
+
+
+class _Starvation:
+    """Nothing could be scheduled for want of blocks, and nothing has changed since."""
+
+    def __init__(self, scheduler: Any) -> None:
+        self._scheduler = scheduler
+        self._figures = self._read()
+        self._end_s = time.monotonic() + _LONGEST_STARVATION_S
+
+    def is_over(self) -> bool:
+        """Whether to ask the scheduler again."""
+        return self._read() != self._figures or time.monotonic() >= self._end_s
+
+    def _read(self) -> tuple[object, ...]:
+        scheduler = self._scheduler
+        return (
+            scheduler.kv_cache_manager.block_pool.available_size(),
+            len(scheduler.requests),
+            len(scheduler.finished_req_ids),
+            scheduler.pause_state,
+        )
 
 
 # --- the process that started the engine core (the API server) ------------------------------------

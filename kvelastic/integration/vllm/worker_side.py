@@ -29,13 +29,15 @@ _log = logging.getLogger("kvelastic.vllm")
 class WorkerMemory:
     """The arena of one worker and the thread that serves it. Made by `attach`."""
 
-    def __init__(self, seg: Any, arena: Any, ring_worker: Any) -> None:
+    def __init__(
+        self, seg: segment.Segment, arena: _vmm.Range, ring_worker: _vmm.RingWorker
+    ) -> None:
         self._segment = seg
         self._arena = arena
         self._ring_worker = ring_worker
         self._tensor: torch.Tensor | None = torch.from_dlpack(arena.tensor())
         # A process that ends without telling the worker still stops its thread first.
-        self._at_exit = Finalize(self, WorkerMemory.close, args=(self,), exitpriority=10)
+        self._at_exit = Finalize(self, ring_worker.stop, exitpriority=10)
 
     @contextmanager
     def as_kv_allocation(self) -> Iterator[None]:
@@ -96,7 +98,7 @@ def attach(handoff: Handoff) -> WorkerMemory:
         seg.close()
         raise
     _log.info(
-        "kvelastic: %d pages of %.1f MiB reserved for the KV cache, none of them mapped yet.",
+        "%d pages of %.1f MiB reserved for the KV cache, none of them mapped yet.",
         handoff.pages,
         handoff.extents_per_page * handoff.extent_bytes / 2**20,
     )

@@ -1,0 +1,145 @@
+"""Figures beside a floor or a baseline of the same run, in alternation.
+
+    row = compare("alloc(16) + free", pair, floor=("bare call", nop), unit_us=1.0, bar="<= 2 us")
+    report("core", [row])
+
+A shared machine changes speed by the second, so what is measured and what it is compared with take
+turns, round by round, and the spread is printed with every median. Nothing here judges: the bar is
+printed beside the figure, and whoever reads decides.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+RESULTS = Path(__file__).parent
+
+
+@dataclass
+class Figure:
+    """One measured quantity: all samples, and what they are compared with."""
+
+    name: str
+    unit: str
+    samples: list[float]
+    bar: str = ""
+    floor_name: str = ""
+    floor_samples: list[float] = field(default_factory=list)
+    note: str = ""
+
+    @property
+    def median(self) -> float:
+        """The figure to quote."""
+        return statistics.median(self.samples)
+
+    def percentile(self, percent: float) -> float:
+        """A sample with `percent` of all at or below it."""
+        ordered = sorted(self.samples)
+        return ordered[min(len(ordered) - 1, int(len(ordered) * percent / 100))]
+
+    @property
+    def ratio(self) -> float | None:
+        """Median of the quotients round by round, where there is a floor of as many rounds."""
+        if not self.floor_samples:
+            return None
+        if len(self.floor_samples) != len(self.samples):
+            return self.median / statistics.median(self.floor_samples)
+        pairs = zip(self.samples, self.floor_samples, strict=True)
+        return statistics.median(mine / other for mine, other in pairs)
+
+    def cells(self) -> tuple[str, ...]:
+        """The row of the printed table."""
+        floor = ""
+        if self.floor_samples:
+            floor = f"{self.floor_name} {number(statistics.median(self.floor_samples))}"
+        return (
+            self.name,
+            f"{number(self.median)} {self.unit}",
+            f"{number(min(self.samples))} .. {number(max(self.samples))}",
+            number(self.percentile(99)),
+            floor,
+            "" if self.ratio is None else f"{self.ratio:.2f}",
+            self.bar,
+        )
+
+
+def number(value: float) -> str:
+    """Three significant digits, without an exponent where that can be."""
+    return f"{value:.3g}" if 0.001 <= abs(value) < 1000 else f"{value:,.0f}" if value else "0"
+
+
+def per_call_us(call: Callable[[], object], calls: int) -> float:
+    """Mean microseconds of one call, over `calls` of them."""
+    repeat = range(calls)
+    start = time.perf_counter_ns()
+    for _ in repeat:
+        call()
+    return (time.perf_counter_ns() - start) / calls / 1000
+
+
+def compare(
+    name: str,
+    call: Callable[[], object],
+    *,
+    floor: tuple[str, Callable[[], object]],
+    calls: int = 20_000,
+    rounds: int = 15,
+    bar: str = "",
+) -> Figure:
+    """Microseconds of a Python call beside those of another one, taking turns."""
+    floor_name, floor_call = floor
+    figure = Figure(name, "us", [], bar, floor_name)
+    for _ in range(rounds):
+        figure.floor_samples.append(per_call_us(floor_call, calls))
+        figure.samples.append(per_call_us(call, calls))
+    return figure
+
+
+HEADINGS = ("figure", "median", "min .. max", "p99", "floor or baseline", "ratio", "bar")
+
+
+def report(kind: str, figures: Iterable[Figure]) -> None:
+    """Print the table, and keep every sample under benchmarks/<kind>/results/."""
+    figures = list(figures)
+    rows = [HEADINGS, *(figure.cells() for figure in figures)]
+    widths = [max(len(row[i]) for row in rows) for i in range(len(HEADINGS))]
+    for row in rows:
+        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+    for figure in figures:
+        if figure.note:
+            print(f"  {figure.name}: {figure.note}")
+    folder = RESULTS / kind / "results"
+    folder.mkdir(parents=True, exist_ok=True)
+    stamp = time.strftime("%Y-%m-%d")
+    path = folder / f"{stamp}-{machine()['cpu'].replace(' ', '-').lower()}.json"
+    content = {
+        "machine": machine(),
+        "date": time.strftime("%Y-%m-%d %H:%M"),
+        "figures": [asdict(figure) | {"median": figure.median} for figure in figures],
+    }
+    path.write_text(json.dumps(content, indent=1) + "\n")
+    print(f"samples kept in {path.relative_to(RESULTS.parent)}")
+
+
+def machine() -> dict[str, str]:
+    """What the figures were taken on."""
+    cpu = platform.processor() or platform.machine()
+    memory_gib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            cpu = line.split(":", 1)[1].strip()
+            break
+    return {
+        "cpu": cpu,
+        "cores": str(os.cpu_count()),
+        "memory": f"{memory_gib:.0f} GiB",
+        "kernel": platform.release(),
+        "python": platform.python_version(),
+    }

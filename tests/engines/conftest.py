@@ -1,0 +1,78 @@
+"""Fixtures for tests with a real vLLM: they start slowly, so most tests share two servers."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE))  # the folder's own modules; other folders have tests of other kinds
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    missing = importlib.util.find_spec("vllm") is None
+    for item in items:
+        if HERE in item.path.parents:
+            item.add_marker(pytest.mark.engine)
+            if missing:
+                item.add_marker(pytest.mark.skip(reason="vLLM is not installed: scripts/setup"))
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tiny_model")
+    subprocess.run([sys.executable, HERE / "tiny_model.py", folder], check=True)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def log_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("vllm_logs")
+
+
+@pytest.fixture(scope="session")
+def instance_name() -> str:
+    """The name of the shared server's segment."""
+    return f"kvelastic_test_{os.getpid()}"
+
+
+@pytest.fixture(scope="session")
+def servers(tiny_model: Path, log_folder: Path, instance_name: str) -> Iterator[tuple]:
+    """Stock vLLM and vLLM with kvelastic, started together."""
+    from vllm_server import VllmServer
+
+    elastic = {
+        "ENABLE_KVELASTIC": "true",
+        "KVELASTIC_IPC_NAME": instance_name,
+        "KVELASTIC_MAX_CACHED_TOKENS": "-1",
+        "KVELASTIC_IDLE_TRIM_SECONDS": "0.5",
+        "KVELASTIC_SANITY_CHECK": "true",
+    }
+    with (
+        VllmServer(tiny_model, log_folder / "stock.log") as stock,
+        VllmServer(tiny_model, log_folder / "elastic.log", elastic) as with_kvelastic,
+    ):
+        yield stock.wait_until_ready(), with_kvelastic.wait_until_ready()
+
+
+@pytest.fixture
+def stock(servers: tuple):
+    """Stock vLLM, running."""
+    return servers[0]
+
+
+@pytest.fixture
+def elastic(servers: tuple, instance_name: str) -> Iterator:
+    """vLLM with kvelastic, running, without a limit; the limit is lifted again afterwards."""
+    from kvelastic import segment
+    from vllm_server import KV_BYTES
+
+    yield servers[1]
+    if servers[1].process.poll() is None:
+        segment.wish_limit(instance_name, KV_BYTES, wait_s=5)

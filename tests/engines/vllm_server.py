@@ -1,0 +1,242 @@
+"""A real `vllm serve` in a process group of its own, and what tests ask of it.
+
+    with VllmServer(model, log_folder, {"ENABLE_KVELASTIC": "true"}) as server:
+        server.wait_until_ready()
+        tokens = server.complete_all([Request([5, 6, 7], 20)])
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import os
+import random
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import psutil
+
+VLLM = Path(sys.executable).with_name("vllm")
+START_DEADLINE_S = 240.0
+STOP_DEADLINE_S = 60.0
+REQUEST_DEADLINE_S = 300.0
+BLOCK_TOKENS = 32
+MAX_MODEL_TOKENS = 1024
+KV_BYTES = 64 << 20
+"""1024 blocks of 64 KiB, in pages of 2 MiB."""
+
+
+class Request(NamedTuple):
+    prompt: list[int]
+    max_tokens: int
+
+
+def make_requests(count: int, seed: int, *, shortest: int = 8, longest: int = 300) -> list[Request]:
+    """Random prompts; every second one begins with the same 96 tokens (three blocks)."""
+    pick = random.Random(seed)
+    shared = [pick.randrange(3, 512) for _ in range(3 * BLOCK_TOKENS)]
+    requests = []
+    for index in range(count):
+        own = [pick.randrange(3, 512) for _ in range(pick.randrange(shortest, longest))]
+        requests.append(Request((shared if index % 2 else []) + own, pick.randrange(16, 100)))
+    return requests
+
+
+def engine_environment(**extra: str) -> dict[str, str]:
+    """The tests' own environment without kvelastic's variables, and what vLLM needs offline."""
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("KVELASTIC_", "KVCACHED_", "ENABLE_KV"))
+    }
+    offline = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_CI_ENV": "1"}
+    return {**kept, **offline, **extra}
+
+
+class VllmServer:
+    def __init__(
+        self,
+        model: Path,
+        log: Path,
+        environment: dict[str, str] | None = None,
+        arguments: Sequence[str] = (),
+    ) -> None:
+        self.log = log
+        self.port = _free_port()
+        command = [
+            str(VLLM), "serve", str(model), "--served-model-name", "m", "--dtype", "float32",
+            "--host", "127.0.0.1", "--port", str(self.port), "--enforce-eager",
+            "--max-model-len", str(MAX_MODEL_TOKENS), "--max-num-seqs", "16",
+            "--block-size", str(BLOCK_TOKENS), "--kv-cache-memory-bytes", str(KV_BYTES),
+            *arguments,
+        ]  # fmt: skip
+        with log.open("wb") as output:
+            self.process = subprocess.Popen(
+                command,
+                env=engine_environment(**(environment or {})),
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        self._seen: dict[int, psutil.Process] = {}
+
+    def __enter__(self) -> VllmServer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
+
+    # --- life ---------------------------------------------------------------------------------
+
+    def wait_until_ready(self) -> VllmServer:
+        deadline = time.monotonic() + START_DEADLINE_S
+        while time.monotonic() < deadline:
+            if self.process.poll() is not None:
+                raise AssertionError(f"vllm ended with {self.process.returncode}: {self.tail()}")
+            with contextlib.suppress(OSError, http.client.HTTPException):
+                if self._get("/health")[0] == 200:
+                    return self
+            time.sleep(0.1)
+        raise AssertionError(f"vllm was not ready in {START_DEADLINE_S} s: {self.tail()}")
+
+    def processes(self) -> dict[str, psutil.Process]:
+        """`api`, `core` and `worker`; also remembers them, to see later that they are gone."""
+        api = psutil.Process(self.process.pid)
+        found = {"api": api}
+        for child in api.children(recursive=True):
+            self._seen[child.pid] = child
+            with contextlib.suppress(psutil.Error):
+                line = " ".join(child.cmdline())
+                if "EngineCore" in line:
+                    found["core"] = child
+                elif "Worker" in line:
+                    found["worker"] = child
+        return found
+
+    def stop(self) -> int:
+        """SIGTERM to the server, as an operator does it; answers its exit status."""
+        self.processes()
+        self.process.send_signal(signal.SIGTERM)
+        self.process.wait(STOP_DEADLINE_S)
+        self.wait_until_gone()
+        return self.process.returncode
+
+    def wait_until_gone(self) -> None:
+        """Return once the server and every process that `processes` saw has ended."""
+        self.process.wait(STOP_DEADLINE_S)
+        _, alive = psutil.wait_procs(list(self._seen.values()), timeout=STOP_DEADLINE_S)
+        assert not alive, f"still there: {alive}; {self.tail()}"
+
+    def kill(self) -> None:
+        """SIGKILL to every process of the server. Safe at any time."""
+        with contextlib.suppress(psutil.Error):
+            self.processes()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        for child in self._seen.values():
+            with contextlib.suppress(psutil.Error):
+                child.kill()
+        self.process.wait(STOP_DEADLINE_S)
+        psutil.wait_procs(list(self._seen.values()), timeout=STOP_DEADLINE_S)
+
+    def tail(self, characters: int = 6000) -> str:
+        return self.log.read_text(errors="replace")[-characters:]
+
+    # --- requests -----------------------------------------------------------------------------
+
+    def complete(self, request: Request) -> list[int]:
+        body = json.dumps(
+            {
+                "model": "m",
+                "prompt": request.prompt,
+                "max_tokens": request.max_tokens,
+                "temperature": 0,
+                "ignore_eos": True,
+                "return_token_ids": True,
+            }
+        )
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=REQUEST_DEADLINE_S)
+        try:
+            connection.request(
+                "POST", "/v1/completions", body, {"Content-Type": "application/json"}
+            )
+            response = connection.getresponse()
+            text = response.read()
+        finally:
+            connection.close()
+        assert response.status == 200, text
+        tokens: list[int] = json.loads(text)["choices"][0]["token_ids"]
+        return tokens
+
+    def complete_all(self, requests: Sequence[Request], at_once: int = 16) -> list[list[int]]:
+        with ThreadPoolExecutor(at_once) as threads:
+            return list(threads.map(self.complete, requests))
+
+    def metrics(self) -> dict[str, float]:
+        """vLLM's own figures by name, without labels."""
+        text = self._get("/metrics")[1].decode()
+        found = re.findall(r"^vllm:(\w+)\{[^}]*\} (\S+)$", text, re.MULTILINE)
+        return {name: float(value) for name, value in found}
+
+    def _get(self, path: str) -> tuple[int, bytes]:
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=10)
+        try:
+            connection.request("GET", path)
+            response = connection.getresponse()
+            return response.status, response.read()
+        finally:
+            connection.close()
+
+
+def worker_memory_bytes(worker: psutil.Process) -> int:
+    """What the operating system holds for the worker's KV cache: blocks of its memfd."""
+    with _arena_file(worker, os.O_RDONLY) as fd:
+        return os.fstat(fd).st_blocks * 512
+
+
+def zero_worker_memory(worker: psutil.Process) -> int:
+    """Overwrite the worker's KV cache with zeros from outside; answers how many bytes."""
+    zeroed = 0
+    with _arena_file(worker, os.O_RDWR) as fd:
+        at, end = 0, os.fstat(fd).st_size
+        while at < end:
+            try:
+                start = os.lseek(fd, at, os.SEEK_DATA)
+            except OSError:  # no data after this offset
+                break
+            at = os.lseek(fd, start, os.SEEK_HOLE)
+            os.pwrite(fd, bytes(at - start), start)
+            zeroed += at - start
+    return zeroed
+
+
+@contextlib.contextmanager
+def _arena_file(worker: psutil.Process, flags: int) -> Any:
+    folder = Path(f"/proc/{worker.pid}/fd")
+    for entry in folder.iterdir():
+        with contextlib.suppress(OSError):
+            if str(entry.readlink()).startswith("/memfd:kvelastic"):
+                fd = os.open(entry, flags)
+                break
+    else:
+        raise AssertionError("the worker has no memfd of kvelastic")
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port

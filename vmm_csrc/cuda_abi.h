@@ -1,0 +1,70 @@
+// The part of cuda.h that kvelastic uses: types and numbers of the driver's binary interface, which
+// NVIDIA keeps stable, so that nothing of CUDA is needed to build. tests/contract compares them
+// with cuda.h where there is one.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace kvelastic::cuda {
+
+using Result = int;                      // CUresult
+using Device = int;                      // CUdevice
+using Context = void*;                   // CUcontext
+using Stream = void*;                    // CUstream
+using Event = void*;                     // CUevent
+using Address = std::uint64_t;           // CUdeviceptr
+using AllocationHandle = std::uint64_t;  // CUmemGenericAllocationHandle
+
+inline constexpr Result kSuccess = 0;
+inline constexpr Result kErrorOutOfMemory = 2;
+inline constexpr Result kErrorNoDevice = 100;
+inline constexpr Result kErrorNotReady = 600;
+
+inline constexpr int kAttributeVmmSupported = 102;
+inline constexpr int kAttributePosixFdSupported = 103;
+inline constexpr int kAttributeRdmaWithVmmSupported = 110;
+
+inline constexpr int kAllocationPinned = 1;
+inline constexpr int kHandleTypePosixFd = 1;
+inline constexpr int kLocationDevice = 1;
+inline constexpr int kAccessReadWrite = 3;
+inline constexpr int kGranularityMinimum = 0;
+inline constexpr unsigned kEventDisableTiming = 2;
+
+/// The stream that work goes to when no stream is named (CU_STREAM_LEGACY).
+inline Stream legacy_stream() {
+  return reinterpret_cast<Stream>(std::uintptr_t{1});
+}
+
+struct Uuid {
+  unsigned char bytes[16];
+};
+
+struct Location {
+  int type;
+  int id;
+};
+
+struct AllocationProperties {
+  int type;
+  int requested_handle_types;
+  Location location;
+  void* win32_handle_meta_data;
+  struct {
+    unsigned char compression_type;
+    unsigned char gpu_direct_rdma_capable;
+    unsigned short usage;
+    unsigned char reserved[4];
+  } flags;
+};
+
+struct AccessDescriptor {
+  Location location;
+  int flags;
+};
+
+static_assert(sizeof(AllocationProperties) == 32 && sizeof(AccessDescriptor) == 12);
+static_assert(offsetof(AllocationProperties, flags) == 24);
+
+}  // namespace kvelastic::cuda

@@ -1,0 +1,315 @@
+#include "cuda_driver.h"
+
+#include <algorithm>
+#include <array>
+#include <charconv>
+#include <chrono>
+#include <cstdio>
+#include <thread>
+
+namespace kvelastic {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+/// How long a busy device may answer "not ready" before that is a failure.
+constexpr auto kPatience = std::chrono::seconds(10);
+constexpr auto kFirstPause = std::chrono::microseconds(20);
+constexpr auto kLongestPause = std::chrono::milliseconds(1);
+
+/// Pauses that double, to a bound: short waits stay short, long ones cost no core.
+class Pauses {
+ public:
+  void take() {
+    std::this_thread::sleep_for(next_);
+    next_ = std::min<Clock::duration>(2 * next_, kLongestPause);
+  }
+
+ private:
+  Clock::duration next_ = kFirstPause;
+};
+
+Error unavailable(const std::string& message) {
+  return {Errc::kDeviceUnavailable, message};
+}
+
+std::string text_of(const cuda::Uuid& uuid) {
+  std::string text = "GPU-";
+  for (std::size_t i = 0; i < sizeof(uuid.bytes); ++i) {
+    if (i == 4 || i == 6 || i == 8 || i == 10) text += '-';
+    std::array<char, 3> hex{};
+    std::snprintf(hex.data(), hex.size(), "%02x", uuid.bytes[i]);
+    text += hex.data();
+  }
+  return text;
+}
+
+struct Found {
+  int ordinal;
+  cuda::Device device;
+  std::string uuid;
+};
+
+Result<std::vector<Found>> all_devices(const cuda::Api& api) {
+  int count = 0;
+  const cuda::Result counted = api.DeviceGetCount(&count);
+  if (counted != cuda::kSuccess) return unavailable(api.describe("cuDeviceGetCount", counted));
+  std::vector<Found> found;
+  for (int ordinal = 0; ordinal < count; ++ordinal) {
+    cuda::Device device = 0;
+    cuda::Uuid uuid{};
+    if (api.DeviceGet(&device, ordinal) != cuda::kSuccess) continue;
+    if (api.DeviceGetUuid(&uuid, device) != cuda::kSuccess) continue;
+    found.push_back({ordinal, device, text_of(uuid)});
+  }
+  return found;
+}
+
+/// The ordinal that "cuda" or "cuda:N" means; -1 for a UUID, which is looked up.
+Result<int> ordinal_of(const std::string& name) {
+  if (name == "cuda") return 0;
+  if (name.starts_with("GPU-")) return -1;
+  int ordinal = -1;
+  if (name.starts_with("cuda:")) {
+    const char* end = name.data() + name.size();
+    const auto [stop, error] = std::from_chars(name.data() + 5, end, ordinal);
+    if (error == std::errc() && stop == end && ordinal >= 0) return ordinal;
+  }
+  return Error{Errc::kInvalidArgument,
+               "device \"" + name + "\" is not accepted; it must be cuda, cuda:N or GPU-<uuid>"};
+}
+
+Result<Found> find(const cuda::Api& api, const std::string& name) {
+  Result<int> ordinal = ordinal_of(name);
+  if (!ordinal) return ordinal.error();
+  Result<std::vector<Found>> devices = all_devices(api);
+  if (!devices) return devices.error();
+  std::string known;
+  for (const Found& each : *devices) {
+    if (each.ordinal == *ordinal || each.uuid == name) return each;
+    known += " cuda:" + std::to_string(each.ordinal) + " (" + each.uuid + ")";
+  }
+  return unavailable("there is no device " + name + " in this process; there " +
+                     (known.empty() ? "is none (see CUDA_VISIBLE_DEVICES)" : "are:" + known));
+}
+
+bool has(const cuda::Api& api, cuda::Device device, int attribute) {
+  int value = 0;
+  return api.DeviceGetAttribute(&value, attribute, device) == cuda::kSuccess && value != 0;
+}
+
+cuda::Address address_of(const std::byte* at) {
+  return reinterpret_cast<cuda::Address>(at);
+}
+
+}  // namespace
+
+/// Makes the driver's context the thread's own for the length of a call: the caller may be any
+/// thread, the ring's or the keeper's among them.
+class CudaDriver::InContext {
+ public:
+  explicit InContext(const CudaDriver& driver) : api_(driver.api_) {
+    code_ = api_.CtxPushCurrent(driver.context_);
+  }
+  InContext(const InContext&) = delete;
+  InContext& operator=(const InContext&) = delete;
+  ~InContext() {
+    cuda::Context popped = nullptr;
+    if (code_ == cuda::kSuccess) (void)api_.CtxPopCurrent(&popped);
+  }
+  cuda::Result code() const { return code_; }
+
+ private:
+  const cuda::Api& api_;
+  cuda::Result code_;
+};
+
+Result<std::unique_ptr<CudaDriver>> CudaDriver::open(const std::string& name) {
+  if (Result<int> named = ordinal_of(name); !named) return named.error();
+  Result<const cuda::Api*> loaded = cuda::load();
+  if (!loaded) return loaded.error();
+  const cuda::Api& api = **loaded;
+  Result<Found> found = find(api, name);
+  if (!found) return found.error();
+  if (!has(api, found->device, cuda::kAttributeVmmSupported)) {
+    return unavailable("device " + name +
+                       " has no virtual memory management; it needs a GPU of "
+                       "the Pascal generation or later, and not WSL");
+  }
+  cuda::AllocationProperties properties{};
+  properties.type = cuda::kAllocationPinned;
+  properties.location = {cuda::kLocationDevice, found->ordinal};
+  properties.requested_handle_types =
+      has(api, found->device, cuda::kAttributePosixFdSupported) ? cuda::kHandleTypePosixFd : 0;
+  properties.flags.gpu_direct_rdma_capable =
+      has(api, found->device, cuda::kAttributeRdmaWithVmmSupported) ? 1 : 0;
+  std::size_t granularity = 0;
+  cuda::Result code =
+      api.MemGetAllocationGranularity(&granularity, &properties, cuda::kGranularityMinimum);
+  if (code != cuda::kSuccess || granularity == 0) {
+    return unavailable(api.describe("cuMemGetAllocationGranularity", code));
+  }
+  cuda::Context context = nullptr;
+  code = api.DevicePrimaryCtxRetain(&context, found->device);
+  if (code != cuda::kSuccess) return unavailable(api.describe("cuDevicePrimaryCtxRetain", code));
+  return std::unique_ptr<CudaDriver>(new CudaDriver(api, found->device, found->ordinal, context,
+                                                    found->uuid, properties, granularity));
+}
+
+CudaDriver::~CudaDriver() {
+  (void)api_.DevicePrimaryCtxRelease(device_);
+}
+
+/// Calls in the context, again and again while the device says that it is not ready.
+template <typename F>
+cuda::Result CudaDriver::patiently(F call) const {
+  const InContext context(*this);
+  if (context.code() != cuda::kSuccess) return context.code();
+  const Clock::time_point deadline = Clock::now() + kPatience;
+  Pauses pauses;
+  for (;;) {
+    const cuda::Result code = call();
+    if (code != cuda::kErrorNotReady || Clock::now() >= deadline) return code;
+    pauses.take();
+  }
+}
+
+Status CudaDriver::refuse_size(const char* call, std::size_t bytes) const {
+  if (bytes > 0 && bytes % granularity_bytes_ == 0) return ok();
+  return Error{Errc::kInvalidArgument, std::string(call) + ": " + std::to_string(bytes) +
+                                           " bytes is not a positive multiple of " +
+                                           std::to_string(granularity_bytes_)};
+}
+
+Error CudaDriver::failed(const char* call, cuda::Result code, std::size_t bytes) const {
+  const std::string what = api_.describe(call, code) + " for " + std::to_string(bytes) +
+                           " bytes on cuda:" + std::to_string(ordinal_);
+  if (code == cuda::kErrorOutOfMemory) {
+    return {Errc::kOutOfMemory, what + "; lower the limits of the models on this device"};
+  }
+  return {Errc::kMapping, what};
+}
+
+Result<std::byte*> CudaDriver::reserve(std::size_t bytes) {
+  if (Status sound = refuse_size("reserve", bytes); !sound) return sound.error();
+  cuda::Address address = 0;
+  const cuda::Result code =
+      patiently([&] { return api_.MemAddressReserve(&address, bytes, granularity_bytes_, 0, 0); });
+  if (code == cuda::kSuccess) return reinterpret_cast<std::byte*>(address);
+  return Error{Errc::kMapping, failed("cuMemAddressReserve", code, bytes).message};
+}
+
+Status CudaDriver::release(std::byte* address, std::size_t bytes) {
+  const cuda::Result code =
+      patiently([&] { return api_.MemAddressFree(address_of(address), bytes); });
+  return code == cuda::kSuccess ? ok() : Status(failed("cuMemAddressFree", code, bytes));
+}
+
+Result<Handle> CudaDriver::create(std::size_t bytes) {
+  if (Status sound = refuse_size("create", bytes); !sound) return sound.error();
+  cuda::AllocationHandle handle = 0;
+  const cuda::Result code =
+      patiently([&] { return api_.MemCreate(&handle, bytes, &properties_, 0); });
+  if (code != cuda::kSuccess) return failed("cuMemCreate", code, bytes);
+  creates_.fetch_add(1, std::memory_order_relaxed);
+  return Handle{handle};
+}
+
+Status CudaDriver::destroy(Handle handle, std::size_t bytes) {
+  const cuda::Result code = patiently([&] { return api_.MemRelease(handle); });
+  if (code != cuda::kSuccess) return failed("cuMemRelease", code, bytes);
+  destroys_.fetch_add(1, std::memory_order_relaxed);
+  return ok();
+}
+
+Status CudaDriver::map(std::byte* address, std::size_t bytes, Handle handle) {
+  constexpr std::size_t kFromItsStart = 0;  // cuda.h: "currently must be zero"
+  const cuda::Result code =
+      patiently([&] { return api_.MemMap(address_of(address), bytes, kFromItsStart, handle, 0); });
+  if (code != cuda::kSuccess) return failed("cuMemMap", code, bytes);
+  maps_.fetch_add(1, std::memory_order_relaxed);
+  return ok();
+}
+
+Status CudaDriver::set_access(std::byte* address, std::size_t bytes) {
+  const cuda::AccessDescriptor access{properties_.location, cuda::kAccessReadWrite};
+  const cuda::Result code =
+      patiently([&] { return api_.MemSetAccess(address_of(address), bytes, &access, 1); });
+  return code == cuda::kSuccess ? ok() : Status(failed("cuMemSetAccess", code, bytes));
+}
+
+Status CudaDriver::unmap(std::byte* address, std::size_t bytes) {
+  const cuda::Result code = patiently([&] { return api_.MemUnmap(address_of(address), bytes); });
+  if (code != cuda::kSuccess) return failed("cuMemUnmap", code, bytes);
+  unmaps_.fetch_add(1, std::memory_order_relaxed);
+  return ok();
+}
+
+Status CudaDriver::drain() {
+  std::vector<cuda::Stream> streams;
+  {
+    const std::lock_guard lock(streams_mutex_);
+    streams = streams_.empty() ? std::vector{cuda::legacy_stream()} : streams_;
+  }
+  for (const cuda::Stream stream : streams) {
+    cuda::Event event = nullptr;
+    const InContext context(*this);
+    cuda::Result code = context.code();
+    if (code == cuda::kSuccess) code = api_.EventCreate(&event, cuda::kEventDisableTiming);
+    if (code == cuda::kSuccess) code = api_.EventRecord(event, stream);
+    // No deadline: pages must not be taken from under a kernel, however long it runs.
+    for (Pauses pauses; code == cuda::kSuccess;) {
+      code = api_.EventQuery(event);
+      if (code != cuda::kErrorNotReady) break;
+      pauses.take();
+      code = cuda::kSuccess;
+    }
+    if (event != nullptr) (void)api_.EventDestroy(event);
+    if (code != cuda::kSuccess) return failed("waiting for a stream", code, 0);
+  }
+  return ok();
+}
+
+void CudaDriver::use_streams(std::vector<cuda::Stream> streams) {
+  const std::lock_guard lock(streams_mutex_);
+  streams_ = std::move(streams);
+}
+
+Result<int> CudaDriver::export_page(Handle handle) {
+  int fd = -1;
+  const cuda::Result code = patiently(
+      [&] { return api_.MemExportToShareableHandle(&fd, handle, cuda::kHandleTypePosixFd, 0); });
+  if (code != cuda::kSuccess) return failed("cuMemExportToShareableHandle", code, 0);
+  return fd;
+}
+
+Result<Handle> CudaDriver::import_page(int fd) {
+  cuda::AllocationHandle handle = 0;
+  // The driver wants the descriptor itself in the place of the pointer.
+  void* shareable = reinterpret_cast<void*>(static_cast<std::intptr_t>(fd));
+  const cuda::Result code = patiently([&] {
+    return api_.MemImportFromShareableHandle(&handle, shareable, cuda::kHandleTypePosixFd);
+  });
+  if (code != cuda::kSuccess) return failed("cuMemImportFromShareableHandle", code, 0);
+  return Handle{handle};
+}
+
+Result<std::size_t> CudaDriver::total_bytes() const {
+  std::size_t bytes = 0;
+  const cuda::Result code = api_.DeviceTotalMem(&bytes, device_);
+  if (code != cuda::kSuccess) return failed("cuDeviceTotalMem", code, 0);
+  return bytes;
+}
+
+Result<std::size_t> CudaDriver::free_bytes() const {
+  std::size_t free = 0, total = 0;
+  const cuda::Result code = patiently([&] { return api_.MemGetInfo(&free, &total); });
+  if (code != cuda::kSuccess) return failed("cuMemGetInfo", code, 0);
+  return free;
+}
+
+DriverStats CudaDriver::stats() const {
+  return {creates_.load(), destroys_.load(), maps_.load(), unmaps_.load(), 0};
+}
+
+}  // namespace kvelastic

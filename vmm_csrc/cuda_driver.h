@@ -1,0 +1,84 @@
+// CUDA virtual memory as a driver: whole pages of one GPU, mapped into addresses of this process.
+#pragma once
+
+#include <atomic>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "cuda_api.h"
+#include "driver.h"
+
+namespace kvelastic {
+
+/// Uses the device's primary context, the one that frameworks use, and keeps it alive. Answers of
+/// CUDA that pass by themselves (CUDA_ERROR_NOT_READY on a busy device) are waited out. Only a
+/// process that maps pages needs one: a scheduler that talks to its workers through a ring does
+/// not.
+class CudaDriver final : public Driver {
+ public:
+  /// `device` is "cuda", "cuda:1" (the process's own numbering) or "GPU-<uuid>".
+  /// Fails with kDeviceUnavailable: no driver or too old, no such device (the known ones are
+  /// named), no virtual memory management on it; with kInvalidArgument for another text.
+  static Result<std::unique_ptr<CudaDriver>> open(const std::string& device);
+  ~CudaDriver() override;
+
+  std::size_t granularity_bytes() const override { return granularity_bytes_; }
+  DeviceKind device() const override { return {DeviceKind::kCuda, ordinal_}; }
+  Result<std::byte*> reserve(std::size_t bytes) override;
+  Status release(std::byte* address, std::size_t bytes) override;
+  Result<Handle> create(std::size_t bytes) override;
+  Status destroy(Handle handle, std::size_t bytes) override;
+  Status map(std::byte* address, std::size_t bytes, Handle handle) override;
+  Status set_access(std::byte* address, std::size_t bytes) override;
+  Status unmap(std::byte* address, std::size_t bytes) override;
+  Status drain() override;
+  DriverStats stats() const override;
+
+  /// The streams whose work reads the pages; none: the legacy default stream.
+  void use_streams(std::vector<cuda::Stream> streams);
+
+  /// A page as a file descriptor that another process may import; the caller closes it.
+  /// Fails with kMapping where the device cannot.
+  Result<int> export_page(Handle handle);
+  /// A page of another process, by its descriptor (which stays the caller's). To be given back by
+  /// destroy(): the memory is free once every process has.
+  Result<Handle> import_page(int fd);
+
+  const std::string& uuid() const { return uuid_; }
+  Result<std::size_t> total_bytes() const;
+  /// What nobody holds on the device right now. Some microseconds: not for a hot path.
+  Result<std::size_t> free_bytes() const;
+
+ private:
+  class InContext;
+
+  CudaDriver(const cuda::Api& api, cuda::Device device, int ordinal, cuda::Context context,
+             std::string uuid, cuda::AllocationProperties properties, std::size_t granularity)
+      : api_(api),
+        device_(device),
+        ordinal_(ordinal),
+        context_(context),
+        uuid_(std::move(uuid)),
+        properties_(properties),
+        granularity_bytes_(granularity) {}
+
+  Status refuse_size(const char* call, std::size_t bytes) const;
+  Error failed(const char* call, cuda::Result code, std::size_t bytes) const;
+  template <typename F>
+  cuda::Result patiently(F call) const;
+
+  const cuda::Api& api_;
+  const cuda::Device device_;
+  const int ordinal_;
+  const cuda::Context context_;
+  const std::string uuid_;
+  const cuda::AllocationProperties properties_;
+  const std::size_t granularity_bytes_;
+  std::mutex streams_mutex_;  // a leaf lock
+  std::vector<cuda::Stream> streams_;
+  std::atomic<std::uint64_t> creates_{0}, destroys_{0}, maps_{0}, unmaps_{0};
+};
+
+}  // namespace kvelastic
