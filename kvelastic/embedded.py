@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from kvelastic.config import Config, configure_logging, load
+from kvelastic.device import Device, means_host, resolve
 from kvelastic.errors import (
     InvalidArgumentError,
     LayoutError,
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
     import torch
 
 Engine = Literal["vllm", "sglang"]
-HOST_DEVICES = ("cpu", "host", "auto")
 
 
 @dataclass
@@ -51,6 +51,7 @@ class _State:
 
     engine: Engine
     settings: Config
+    device: Device
     groups: dict[int, _Group] = field(default_factory=dict)
 
 
@@ -63,8 +64,8 @@ def init(
 ) -> None:
     """Make this process ready; a second call with the same engine changes nothing.
 
-    Raises `UnsupportedError` for more than one rank and for a device other than the host, and
-    `ConfigError` for a variable with a bad value.
+    Raises `UnsupportedError` for more than one rank, `DeviceUnavailableError` for a GPU that cannot
+    be had, and `ConfigError` for a variable with a bad value.
     """
     global _state
     with _lock:
@@ -76,14 +77,14 @@ def init(
                 )
             return
         settings = load()
-        check_device(settings.device if device is None else device)
         if world_size != 1 or tp_rank != 0 or pp_rank != 0:
             raise UnsupportedError(
                 f"tp_rank={tp_rank}, world_size={world_size}, pp_rank={pp_rank} is not supported:"
                 " this version manages the cache of a single worker; use tp_size=1"
             )
         configure_logging(settings)
-        _state = _State(engine, settings)
+        named = settings.device if device is None else str(device)
+        _state = _State(engine, settings, resolve(named, settings))
 
 
 def shutdown() -> None:
@@ -112,19 +113,6 @@ def required() -> _State:
     return _state
 
 
-def check_device(device: Any) -> None:
-    """Raise `UnsupportedError` or `InvalidArgumentError` unless `device` means the host."""
-    text = str(device)
-    if text in HOST_DEVICES:
-        return
-    if text == "cuda" or text.startswith("cuda:"):
-        raise UnsupportedError(
-            f"device={text!r} is not supported yet: this version has no CUDA driver; use"
-            ' device="cpu" for the host\'s memory'
-        )
-    raise InvalidArgumentError(f"device={text!r} is not accepted; it must be cpu, host or auto")
-
-
 def alloc_kv_cache(
     kvcache_shape: Sequence[int],
     *,
@@ -145,7 +133,10 @@ def alloc_kv_cache(
 
     with _lock:
         state = required()
-        check_device(device)
+        if means_host(device) not in (None, state.device.is_host):
+            raise InvalidArgumentError(
+                f"device={device!s} is not the device of init_kvelastic, {state.device.name}"
+            )
         cache = plan(
             kvcache_shape,
             engine=state.engine,
@@ -237,7 +228,8 @@ def _group_for(
         num_blocks=max(num_blocks, 2),
         block_tokens=block_tokens,
         engine={"vllm": "vLLM", "sglang": "SGLang"}[state.engine],
-        memory=local_range,
+        device=state.device,
+        memory=local_range(state.device),
         name=f"{name}_g{group_id}" if name and group_id else None,
     )
     pool.start_keeper()

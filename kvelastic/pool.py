@@ -1,7 +1,7 @@
 """A pool of this process or another: native blocks and pages, their segment, and the keeper.
 
     with open_pool(settings, layout, pages, num_blocks=n, block_tokens=16, engine="vLLM",
-                   memory=local_range) as pool:
+                   device=device, memory=local_range(device)) as pool:
         ids = pool.blocks.alloc(4)
 
 `memory` decides where pages are mapped: `local_range` in this process; a `_vmm.Ring` (see
@@ -15,6 +15,7 @@ from typing import TypeAlias
 
 from kvelastic import _vmm, segment
 from kvelastic.config import Config
+from kvelastic.device import Device
 from kvelastic.errors import ConfigError
 from kvelastic.layout import PageLayout
 from kvelastic.sizes import format_size
@@ -22,7 +23,6 @@ from kvelastic.sizes import format_size
 Memory: TypeAlias = "_vmm.Range | _vmm.Ring"
 MemoryMaker: TypeAlias = Callable[[segment.Segment, _vmm.Geometry], Memory]
 
-HOST_DEVICE = "host"
 FOREVER_S = -1.0
 """What native code takes for "no deadline" and "never"."""
 
@@ -39,9 +39,9 @@ def native_geometry(layout: PageLayout, pages: int) -> _vmm.Geometry:
     )
 
 
-def local_range(_: segment.Segment, geometry: _vmm.Geometry) -> _vmm.Range:
-    """A `MemoryMaker`: addresses of this process. Raises `DriverError` if there are none left."""
-    return _vmm.Range.reserve(_vmm.HostDriver(), geometry)
+def local_range(device: Device) -> MemoryMaker:
+    """Addresses of this process; the maker raises `DriverError` if there are none left."""
+    return lambda _, geometry: _vmm.Range.reserve(device.driver(), geometry)
 
 
 class ElasticPool:
@@ -97,6 +97,7 @@ def open_pool(
     num_blocks: int,
     block_tokens: int,
     engine: str,
+    device: Device,
     memory: MemoryMaker,
     model: str = "",
     name: str | None = None,
@@ -107,10 +108,10 @@ def open_pool(
     for a `KVELASTIC_LIMIT` under one page, `SegmentError` if the segment cannot be made (its name
     is a live instance's), and what `memory` raises; nothing is left behind then.
     """
-    capacity_bytes = settings.host_memory_bytes
+    capacity_bytes = device.capacity_bytes
     limit_bytes = _start_limit_bytes(settings, layout, layout.range_bytes(pages), capacity_bytes)
     own_segment = segment.create(
-        settings.ipc_name if name is None else name, engine=engine, model=model, device=HOST_DEVICE
+        settings.ipc_name if name is None else name, engine=engine, model=model, device=device.name
     )
     try:
         where = memory(own_segment, native_geometry(layout, pages))

@@ -21,7 +21,7 @@ def itemsize_of(dtype: torch.dtype) -> int:
         raise InvalidArgumentError(
             f"dtype={dtype!r} is not accepted; it must be a torch dtype such as torch.bfloat16"
         )
-    return dtype.itemsize
+    return int(dtype.itemsize)
 
 
 def whole_range(memory: _vmm.Range) -> torch.Tensor:

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvelastic import _vmm, embedded
 from kvelastic.config import load
+from kvelastic.device import Device, means_host, resolve
 from kvelastic.errors import InvalidArgumentError, NotInitializedError
 from kvelastic.layout import GRANULARITY_BYTES
 
@@ -37,35 +38,41 @@ class _Tensors:
     block_bytes: int | None
 
 
+@dataclass(frozen=True)
+class _Setup:
+    device: Device
+    page_bytes: int
+
+
 _lock = threading.Lock()
-_page_bytes: int | None = None
+_setup: _Setup | None = None
 _groups: dict[int, _Tensors] = {}
 
 
 def init_kvelastic(device: str = "auto", page_size: int = 0) -> None:
     """Make the low-level calls usable; `page_size` is bytes of a page, 0 means the configured one.
 
-    Raises `UnsupportedError` for a CUDA device, `InvalidArgumentError` for a page size that is not
-    a multiple of 2 MiB.
+    Raises `DeviceUnavailableError` for a GPU that cannot be had, `InvalidArgumentError` for a page
+    size that is not a multiple of 2 MiB.
     """
-    global _page_bytes
-    embedded.check_device(device)
-    size = page_size or load().page_size_bytes
+    global _setup
+    settings = load()
+    size = page_size or settings.page_size_bytes
     if size < 0 or size % GRANULARITY_BYTES != 0:
         raise InvalidArgumentError(
             f"page_size={page_size} is not accepted; it must be a multiple of {GRANULARITY_BYTES}"
         )
     with _lock:
-        _page_bytes = size
+        _setup = _Setup(resolve(device, settings), size)
 
 
 def shutdown_kvelastic() -> None:
     """Unmap and destroy everything of every group. The tensors must not be touched any more."""
-    global _page_bytes
+    global _setup
     with _lock:
         groups = list(_groups.values())
         _groups.clear()
-        _page_bytes = None
+        _setup = None
     for group in groups:
         memory = group.memory
         memory.unmap([p for p in range(memory.geometry.pages) if memory.is_mapped(p)], destroy=True)
@@ -91,8 +98,12 @@ def create_kv_tensors(
     """
     from kvelastic.tensors import whole_range
 
-    page_bytes = _required_page_bytes()
-    embedded.check_device(device)
+    setup = _required_setup()
+    page_bytes = setup.page_bytes
+    if means_host(device) not in (None, setup.device.is_host):
+        raise InvalidArgumentError(
+            f"device={device!s} is not the device of init_kvelastic, {setup.device.name}"
+        )
     numbers = {
         "mem_size_per_layer": mem_size_per_layer,
         "dtype_size": dtype_size,
@@ -121,7 +132,7 @@ def create_kv_tensors(
             raise InvalidArgumentError(
                 f"group {group_id} has tensors already; use another group_id"
             )
-        memory = _vmm.Range.reserve(_vmm.HostDriver(), geometry)
+        memory = _vmm.Range.reserve(setup.device.driver(), geometry)
         _groups[group_id] = _Tensors(memory, block_bytes)
     flat = whole_range(memory)
     layer_bytes = num_kv_buffers * part_bytes
@@ -167,16 +178,17 @@ def trim_kv_tensors(group_id: int = 0) -> None:
     _group(group_id).memory.trim()
 
 
-def _required_page_bytes() -> int:
-    if _page_bytes is not None:
-        return _page_bytes
-    return embedded.required().settings.page_size_bytes
+def _required_setup() -> _Setup:
+    if _setup is not None:
+        return _setup
+    state = embedded.required()
+    return _Setup(state.device, state.settings.page_size_bytes)
 
 
 def _group(group_id: int) -> _Tensors:
     group = _groups.get(group_id)
     if group is None:
-        _required_page_bytes()
+        _required_setup()
         raise NotInitializedError(
             f"group {group_id} has no tensors; call create_kv_tensors(...) first"
         )

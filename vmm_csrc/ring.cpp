@@ -136,6 +136,9 @@ Status RingBacking::run_one(RingMemory::Command command, std::span<const PageInd
   for (;;) {
     const std::uint32_t done = memory_->done.load(std::memory_order_acquire);
     if (done == sequence + 1) break;
+    futex_wait(memory_->done, done, std::min(until(deadline), kLivenessInterval));
+    // Looking whether the worker lives costs more than most of its answers take: only after a wait.
+    if (memory_->done.load(std::memory_order_acquire) != done) continue;
     if (Status alive = worker_is_alive(); !alive) {
       closed_ = true;
       return alive;
@@ -147,7 +150,6 @@ Status RingBacking::run_one(RingMemory::Command command, std::span<const PageInd
                        std::to_string(timeout_.count() / 1'000'000) +
                        " ms (KVELASTIC_IPC_TIMEOUT); the engine has to be restarted"};
     }
-    futex_wait(memory_->done, done, std::min(until(deadline), kLivenessInterval));
   }
   if (entry.result == 0) return ok();
   const std::size_t length = std::min<std::size_t>(entry.message_bytes, entry.message.size());

@@ -76,3 +76,9 @@ def elastic(servers: tuple, instance_name: str) -> Iterator:
     yield servers[1]
     if servers[1].process.poll() is None:
         segment.wish_limit(instance_name, KV_BYTES, wait_s=5)
+
+
+@pytest.fixture
+def soak_seconds(request: pytest.FixtureRequest) -> float:
+    """How long tests under load go on: a minute, with `--soak` ten."""
+    return 600.0 if request.config.getoption("--soak", default=False) else 60.0

@@ -1,8 +1,8 @@
 """A real `vllm serve` in a process group of its own, and what tests ask of it.
 
-    with VllmServer(model, log_folder, {"ENABLE_KVELASTIC": "true"}) as server:
-        server.wait_until_ready()
-        tokens = server.complete_all([Request([5, 6, 7], 20)])
+with VllmServer(model, log_folder, {"ENABLE_KVELASTIC": "true"}) as server:
+    server.wait_until_ready()
+    tokens = server.complete_all([Request([5, 6, 7], 20)])
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ STOP_DEADLINE_S = 60.0
 REQUEST_DEADLINE_S = 300.0
 BLOCK_TOKENS = 32
 MAX_MODEL_TOKENS = 1024
+PAGE_BYTES = 2 << 20
 KV_BYTES = 64 << 20
 """1024 blocks of 64 KiB, in pages of 2 MiB."""
 

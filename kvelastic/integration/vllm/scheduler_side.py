@@ -17,6 +17,7 @@ from multiprocessing.util import Finalize
 from typing import Any
 
 from kvelastic import _vmm, config
+from kvelastic.device import host
 from kvelastic.integration.vllm.handoff import Handoff
 from kvelastic.layout import PageLayout, vllm_placement
 from kvelastic.pool import FOREVER_S, ElasticPool, open_pool
@@ -132,6 +133,7 @@ def start_instance(vllm_config: Any, cache_config: Any) -> Instance:
         block_tokens=cache_config.kv_cache_groups[0].kv_cache_spec.block_size,
         engine="vLLM",
         model=_model_name(vllm_config),
+        device=host(settings),
         memory=ring,
     )
     _log.info(

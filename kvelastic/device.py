@@ -1,0 +1,89 @@
+"""Which memory an instance uses: the host's, or a GPU's.
+
+    device = resolve("auto", settings)      # "cpu", "host", "cuda", "cuda:1", "GPU-<uuid>"
+    memory = _vmm.Range.reserve(device.driver(), geometry)
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+from kvelastic import _vmm
+from kvelastic.config import Config
+from kvelastic.errors import DeviceUnavailableError, InvalidArgumentError
+
+_log = logging.getLogger("kvelastic")
+
+HOST: Final = "host"
+_HOST_NAMES: Final = ("cpu", HOST)
+AUTO: Final = "auto"
+
+
+@dataclass(frozen=True)
+class Device:
+    """One device, as this process reaches it."""
+
+    name: str
+    """`host`, or the GPU's UUID: the same in every process."""
+    capacity_bytes: int
+    """What instances may hold of it: no limit goes beyond."""
+    driver: Callable[[], _vmm.Driver]
+    """Opens the seam to it; only a process that maps pages needs that."""
+
+    @property
+    def is_host(self) -> bool:
+        """Whether its memory is the machine's own."""
+        return self.name == HOST
+
+
+def host(settings: Config) -> Device:
+    """The machine's own memory, with the capacity of `KVELASTIC_HOST_MEMORY`."""
+    return Device(HOST, settings.host_memory_bytes, _vmm.HostDriver)
+
+
+def resolve(name: str, settings: Config) -> Device:
+    """The device that `name` means; `auto` takes a GPU where there is one, else the host.
+
+    A GPU is opened here: its primary context exists from now on. Its capacity is
+    `KVELASTIC_GPU_UTILIZATION` of its memory less what is held of it now. Raises
+    `DeviceUnavailableError` for a GPU that cannot be had, `InvalidArgumentError` for another name.
+    """
+    if name in _HOST_NAMES:
+        return host(settings)
+    if name == AUTO:
+        try:
+            return _gpu("cuda", settings)
+        except DeviceUnavailableError as error:
+            _log.info("Using the host's memory: %s.", error)
+            return host(settings)
+    if name.startswith(("cuda", "GPU-")):
+        return _gpu(name, settings)
+    raise InvalidArgumentError(
+        f"device={name!r} is not accepted; it must be cpu, host, auto, cuda, cuda:N or GPU-<uuid>"
+    )
+
+
+def _gpu(name: str, settings: Config) -> Device:
+    driver = _vmm.CudaDriver(name)
+    kept_free_bytes = int(driver.total_bytes * (1 - settings.gpu_utilization))
+    return Device(driver.uuid, max(driver.free_bytes - kept_free_bytes, 0), lambda: driver)
+
+
+def means_host(device: object) -> bool | None:
+    """Whether what an engine calls a device (`"cpu"`, a torch.device) is the host; None: unsaid.
+
+    Raises `InvalidArgumentError` for what is no device at all.
+    """
+    text = str(device)
+    if device is None or text == AUTO:
+        return None
+    if text in _HOST_NAMES:
+        return True
+    if text.startswith(("cuda", "GPU-")):
+        return False
+    raise InvalidArgumentError(
+        f"device={text!r} is not accepted; it must be cpu, host, auto, cuda, cuda:N or GPU-<uuid>"
+    )

@@ -1,0 +1,107 @@
+"""Killed workers, engine cores and servers: nothing stays behind, and the next start works."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import os
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import psutil
+import pytest
+from vllm_server import PAGE_BYTES, VllmServer, make_requests
+
+from kvelastic import segment
+
+NAME = f"kvelastic_crash_{os.getpid()}"
+LONGEST_DELAY_S = 2.0
+
+
+@pytest.fixture
+def start(tiny_model, log_folder) -> Iterator[Callable[[], VllmServer]]:
+    """Starts servers, all by one name, one after the other; kills what is left at the end."""
+    servers: list[VllmServer] = []
+
+    def start_next() -> VllmServer:
+        log = log_folder / f"crash_{os.getpid()}_{time.monotonic_ns()}.log"
+        environment = {"ENABLE_KVELASTIC": "true", "KVELASTIC_IPC_NAME": NAME}
+        servers.append(VllmServer(tiny_model, log, environment))
+        return servers[-1].wait_until_ready()
+
+    yield start_next
+    for server in servers:
+        server.kill()
+    segment.reap()
+
+
+@contextlib.contextmanager
+def load_on(server: VllmServer) -> Iterator[None]:
+    """Requests without end; that they fail once the server dies is what is expected."""
+    requests = make_requests(64, seed=9, shortest=100, longest=600)
+    done = threading.Event()
+
+    def send(index: int) -> None:
+        while not done.is_set():
+            with contextlib.suppress(OSError, http.client.HTTPException, AssertionError):
+                server.complete(requests[index % len(requests)])
+                index += 8
+
+    threads = [threading.Thread(target=send, args=(index,)) for index in range(8)]
+    for thread in threads:
+        thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        for thread in threads:
+            thread.join()
+
+
+def test_killed_at_random_moments_and_started_again(start) -> None:
+    pick = random.Random()  # another moment each time: the seed is in the message
+    for victim in ("worker", "core", "api", "all"):
+        server = start()
+        processes = server.processes()
+        assert set(processes) == {"api", "core", "worker"}
+        assert segment.inspect(NAME).status == "alive"
+        delay_s = pick.random() * LONGEST_DELAY_S
+        with load_on(server):
+            _wait_for_memory(server)
+            time.sleep(delay_s)  # the random moment
+            for process in processes.values() if victim == "all" else [processes[victim]]:
+                process.kill()
+            if victim == "api":
+                # Nobody is left to end its children: vLLM's engine core ends by itself.
+                psutil.wait_procs([processes["api"]], timeout=10)
+            server.wait_until_gone()
+        _assert_nothing_is_left(f"{victim} killed after {delay_s:.3f} s")
+
+    server = start()
+    assert server.complete_all(make_requests(4, seed=10))
+    assert server.stop() == 0
+    # Ended in the ordinary way, the name is gone before anybody looks.
+    assert NAME not in os.listdir("/dev/shm")
+
+
+def _wait_for_memory(server: VllmServer) -> None:
+    deadline = time.monotonic() + 30
+    while segment.inspect(NAME).usage["mapped_bytes"] < 3 * PAGE_BYTES:
+        assert time.monotonic() < deadline, server.tail()
+        time.sleep(0.02)
+
+
+def _assert_nothing_is_left(after: str) -> None:
+    """The next look removes the dead segment; its memory went with its process."""
+    segment.reap()
+    assert NAME not in os.listdir("/dev/shm"), after
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            held = [
+                link
+                for link in os.listdir(f"/proc/{process.pid}/fd")
+                if NAME in os.readlink(f"/proc/{process.pid}/fd/{link}")
+            ]
+            assert not held or process.pid == os.getpid(), f"{process} holds {held}: {after}"

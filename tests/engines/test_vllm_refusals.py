@@ -1,0 +1,159 @@
+"""What the plugin refuses, and what it does when it is not asked to do anything."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+from vllm_server import VllmServer, engine_environment
+
+from kvelastic.errors import UnsupportedEngineError
+from kvelastic.integration.vllm import versions
+
+END_DEADLINE_S = 120.0
+
+
+def run_python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        env=engine_environment(**environment),
+        capture_output=True,
+        text=True,
+        timeout=END_DEADLINE_S,
+    )
+
+
+def refused_start(server: VllmServer) -> str:
+    """Wait for the server to end by itself, badly; answers everything it printed."""
+    with server:
+        status = server.process.wait(END_DEADLINE_S)
+    assert status != 0
+    return server.log.read_text(errors="replace")
+
+
+def test_not_enabled_it_imports_and_patches_nothing() -> None:
+    done = run_python("""
+        import sys, time
+        from kvelastic.integration.vllm.plugin import register
+        before = set(sys.modules)
+        start = time.perf_counter()
+        register()
+        assert time.perf_counter() - start < 0.05
+        new = {name for name in set(sys.modules) - before}
+        assert not any(name.startswith(("torch", "vllm")) for name in new), new
+        assert "kvelastic._vmm" not in new and "kvelastic.integration.vllm.versions" not in new
+        finders = list(sys.meta_path)
+        import vllm.v1.engine.core as core
+        from vllm.v1.core import block_pool, kv_cache_coordinator
+        assert kv_cache_coordinator.BlockPool is block_pool.BlockPool
+        assert not hasattr(core.EngineCore.step, "kvelastic_original")
+        assert not any("kvelastic" in type(finder).__module__ for finder in sys.meta_path)
+    """)
+    assert done.returncode == 0, done.stderr
+
+
+def test_enabled_it_patches_once_when_the_engine_is_imported() -> None:
+    done = run_python(
+        """
+        import sys
+        from kvelastic.integration.vllm.plugin import register
+        register()
+        assert "vllm.v1.engine.core" not in sys.modules
+        import vllm.v1.engine.core as core
+        register()
+        from vllm.v1.core import block_pool, kv_cache_coordinator
+        assert kv_cache_coordinator.BlockPool is not block_pool.BlockPool
+        step = core.EngineCore.step
+        assert not hasattr(step.kvelastic_original, "kvelastic_original")
+        import vllm.v1.worker.gpu_worker as worker
+        assert hasattr(worker.Worker.initialize_from_config, "kvelastic_original")
+        """,
+        ENABLE_KVELASTIC="true",
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("change", "found"),
+    [
+        ("block_pool.BlockPool.touch = lambda self, blocks, twice: None", "'twice' after them"),
+        ("del block_pool.BlockPool.unpin_blocks", "unpin_blocks: expected to exist"),
+        (
+            "block_pool.BlockPool.peek = lambda self: self.free_block_queue",
+            "found ['__init__', 'free_blocks', 'get_new_blocks', 'get_num_free_blocks', 'peek'",
+        ),
+    ],
+)
+def test_an_engine_built_differently_is_refused_with_what_was_found(change, found) -> None:
+    done = run_python(
+        f"""
+        from vllm.v1.core import block_pool
+        {change}
+        from kvelastic.integration.vllm.plugin import register
+        register()
+        import vllm.v1.engine.core
+        """,
+        ENABLE_KVELASTIC="true",
+        KVELASTIC_STRICT="false",
+    )
+    assert done.returncode != 0
+    assert "UnsupportedEngineError" in done.stderr
+    assert found in done.stderr
+    assert "unset ENABLE_KVELASTIC" in done.stderr
+
+
+def test_an_unknown_version_ends_the_server_with_the_reason(tiny_model, log_folder, tmp_path):
+    # Python runs this at its start, in every process: the plugin finds another table then.
+    tmp_path.joinpath("sitecustomize.py").write_text(
+        "from kvelastic.integration.vllm import versions\n"
+        "versions.SERIES = {'0.31': versions.SERIES['0.32']}\n"
+    )
+    environment = {"ENABLE_KVELASTIC": "true", "PYTHONPATH": str(tmp_path)}
+    text = refused_start(VllmServer(tiny_model, log_folder / "version.log", environment))
+    assert "kvelastic does not know vLLM 0.32" in text
+    assert "tried with vLLM 0.31.x" in text
+    assert "KVELASTIC_STRICT=false" in text
+
+
+def test_strict_off_takes_the_nearest_older_version(monkeypatch) -> None:
+    monkeypatch.setattr(versions, "SERIES", {"0.9": "old", "0.31": "near", "0.40": "later"})
+    assert versions.module_for("0.32.0+cpu", strict=False) == "near"
+    assert versions.module_for("0.8.5", strict=False) == "old"
+    assert versions.module_for("1.0", strict=False) == "later"
+    assert versions.module_for("0.31.7", strict=True) == "near"
+    for unknown in ("0.32.0", "nonsense", ""):
+        with pytest.raises(UnsupportedEngineError, match=r"0\.9\.x, 0\.31\.x, 0\.40\.x"):
+            versions.module_for(unknown, strict=True)
+
+
+def test_a_bad_variable_ends_the_server_with_its_name(tiny_model, log_folder) -> None:
+    environment = {"ENABLE_KVELASTIC": "true", "KVELASTIC_PAGE_SIZE_MB": "3"}
+    text = refused_start(VllmServer(tiny_model, log_folder / "variable.log", environment))
+    assert "KVELASTIC_PAGE_SIZE_MB='3' is not accepted" in text
+
+
+def test_what_is_not_covered_yet_ends_the_server_before_the_model_is_loaded(
+    tiny_model, log_folder
+) -> None:
+    environment = {"ENABLE_KVELASTIC": "true", "VLLM_CPU_OMP_THREADS_BIND": "0|1"}
+    arguments = ["--tensor-parallel-size", "2"]
+    log = log_folder / "parallel.log"
+    text = refused_start(VllmServer(tiny_model, log, environment, arguments))
+    assert "2 workers (tensor_parallel_size=2, pipeline_parallel_size=1)" in text
+    assert "Loading model" not in text
+    assert "Worker_TP0" not in text
+
+
+def test_a_taken_name_ends_the_server_and_leaves_its_holder_alone(
+    tiny_model, log_folder, tmp_path
+) -> None:
+    from kvelastic import segment
+
+    with segment.create(f"kvelastic_taken_{Path(tmp_path).name}", engine="test") as holder:
+        environment = {"ENABLE_KVELASTIC": "true", "KVELASTIC_IPC_NAME": holder.name}
+        text = refused_start(VllmServer(tiny_model, log_folder / "taken.log", environment))
+        assert f"the name '{holder.name}' is taken" in text
+        assert segment.inspect(holder.name).status == "alive"
