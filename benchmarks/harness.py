@@ -111,7 +111,9 @@ def report(kind: str, figures: Iterable[Figure]) -> None:
     rows = [HEADINGS, *(figure.cells() for figure in figures)]
     widths = [max(len(row[i]) for row in rows) for i in range(len(HEADINGS))]
     for row in rows:
-        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+        print(
+            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        )
     for figure in figures:
         if figure.note:
             print(f"  {figure.name}: {figure.note}")

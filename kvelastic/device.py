@@ -1,7 +1,7 @@
 """Which memory an instance uses: the host's, or a GPU's.
 
-    device = resolve("auto", settings)      # "cpu", "host", "cuda", "cuda:1", "GPU-<uuid>"
-    memory = _vmm.Range.reserve(device.driver(), geometry)
+device = resolve("auto", settings)      # "cpu", "host", "cuda", "cuda:1", "GPU-<uuid>"
+memory = _vmm.Range.reserve(device.driver(), geometry)
 """
 
 from __future__ import annotations

@@ -304,6 +304,14 @@ Status Pool::enforce(Lock& lock) {
     if (blocks_->parked_pages() == 0) break;  // what is left is in use
     if (Status given = shrink(lock, over_pages()); !given) return given;
   }
+  if (over_pages() == 0) return ok();
+  // Cached blocks now only lie on pages in use. They make way, too: with none of them in between,
+  // the blocks that may be used fit into the fullest pages, and those over the limit get no new
+  // ones and drain.
+  const std::size_t before = evicted_.size();
+  while (blocks_->evict_oldest_block(evicted_)) {
+  }
+  note_evicted(before);
   return ok();
 }
 

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 from benchmarks.harness import Figure
@@ -35,11 +36,9 @@ def memfd_bytes(pid: int) -> int:
     """What the instance's memory holds at the operating system."""
     total = 0
     for fd in Path(f"/proc/{pid}/fd").iterdir():
-        try:
+        with suppress(FileNotFoundError):  # closed meanwhile
             if "memfd:kvelastic" in str(fd.readlink()):
                 total += fd.stat().st_blocks * 512
-        except FileNotFoundError:
-            continue
     return total
 
 

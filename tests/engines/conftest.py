@@ -70,8 +70,9 @@ def stock(servers: tuple):
 @pytest.fixture
 def elastic(servers: tuple, instance_name: str) -> Iterator:
     """vLLM with kvelastic, running, without a limit; the limit is lifted again afterwards."""
-    from kvelastic import segment
     from vllm_server import KV_BYTES
+
+    from kvelastic import segment
 
     yield servers[1]
     if servers[1].process.poll() is None:

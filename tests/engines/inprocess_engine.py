@@ -10,7 +10,6 @@ from pathlib import Path
 
 def main(model: str, requests: str, tokens: str) -> None:
     from vllm import LLM, SamplingParams
-
     from vllm_server import BLOCK_TOKENS, KV_BYTES, MAX_MODEL_TOKENS
 
     engine = LLM(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import subprocess
 import sys
 import textwrap
-from pathlib import Path
 
 import pytest
 from vllm_server import VllmServer, engine_environment
@@ -13,7 +12,7 @@ from vllm_server import VllmServer, engine_environment
 from kvelastic.errors import UnsupportedEngineError
 from kvelastic.integration.vllm import versions
 
-END_DEADLINE_S = 120.0
+END_DEADLINE_S = 300.0
 
 
 def run_python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -38,19 +37,18 @@ def test_not_enabled_it_imports_and_patches_nothing() -> None:
     done = run_python("""
         import sys, time
         from kvelastic.integration.vllm.plugin import register
-        before = set(sys.modules)
+        before, finders = set(sys.modules), list(sys.meta_path)
         start = time.perf_counter()
         register()
         assert time.perf_counter() - start < 0.05
         new = {name for name in set(sys.modules) - before}
         assert not any(name.startswith(("torch", "vllm")) for name in new), new
         assert "kvelastic._vmm" not in new and "kvelastic.integration.vllm.versions" not in new
-        finders = list(sys.meta_path)
         import vllm.v1.engine.core as core
         from vllm.v1.core import block_pool, kv_cache_coordinator
         assert kv_cache_coordinator.BlockPool is block_pool.BlockPool
         assert not hasattr(core.EngineCore.step, "kvelastic_original")
-        assert not any("kvelastic" in type(finder).__module__ for finder in sys.meta_path)
+        assert sys.meta_path == finders
     """)
     assert done.returncode == 0, done.stderr
 
@@ -145,15 +143,3 @@ def test_what_is_not_covered_yet_ends_the_server_before_the_model_is_loaded(
     assert "2 workers (tensor_parallel_size=2, pipeline_parallel_size=1)" in text
     assert "Loading model" not in text
     assert "Worker_TP0" not in text
-
-
-def test_a_taken_name_ends_the_server_and_leaves_its_holder_alone(
-    tiny_model, log_folder, tmp_path
-) -> None:
-    from kvelastic import segment
-
-    with segment.create(f"kvelastic_taken_{Path(tmp_path).name}", engine="test") as holder:
-        environment = {"ENABLE_KVELASTIC": "true", "KVELASTIC_IPC_NAME": holder.name}
-        text = refused_start(VllmServer(tiny_model, log_folder / "taken.log", environment))
-        assert f"the name '{holder.name}' is taken" in text
-        assert segment.inspect(holder.name).status == "alive"

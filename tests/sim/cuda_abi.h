@@ -1,7 +1,7 @@
 // The part of the CUDA driver's ABI that the simulated driver answers: types and numbers only.
 //
 // Declared here so that the library builds where no CUDA is installed. cuda_abi_check.cpp compares
-// every size, offset and number with cuda.h where there is one (test_sim_abi.py runs it).
+// every size, offset and number with cuda.h where there is one (test_sim_lookup.py runs it).
 #pragma once
 
 #include <cstddef>

@@ -2,7 +2,8 @@
 
 Patched, because vLLM has no hook for it:
 
-    EngineCore.__init__                      refuse what is not covered yet; clean up a failed start
+    Executor.__init__                        refuse what is not covered yet (EngineCore.__init__
+                                             runs already when vLLM loads its plugins there)
     EngineCore.shutdown                      close the instance
     Executor.initialize_from_config          make the instance; give the workers the paged layout
     kv_cache_coordinator.BlockPool (name)    the elastic block pool
@@ -78,9 +79,9 @@ def _patch_engine_core(core: ModuleType) -> None:
     from vllm.v1.core.sched import scheduler
     from vllm.v1.executor import abstract
 
-    _wrap(core.EngineCore, "__init__", _engine_core_init)
     _wrap(core.EngineCore, "shutdown", _engine_core_shutdown)
     _wrap(core.EngineCore, "step", _step)
+    _wrap(abstract.Executor, "__init__", _executor_init)
     _wrap(abstract.Executor, "initialize_from_config", _executor_initialize)
     _wrap(kv_cache_coordinator.KVCacheCoordinator, "get_num_blocks_to_allocate", _blocks_needed)
     _wrap(scheduler.Scheduler, "schedule", _schedule)
@@ -89,8 +90,7 @@ def _patch_engine_core(core: ModuleType) -> None:
 
 def _probe_engine_core() -> None:
     probe = Probe(f"vLLM {installed_version()}")
-    config = ("self", "vllm_config", "executor_class", "log_stats")
-    probe.parameters(f"{_CORE}:EngineCore.__init__", config)
+    probe.mentions(f"{_CORE}:EngineCore.__init__", ("model_executor", "_initialize_kv_caches"))
     probe.parameters(f"{_CORE}:EngineCore.shutdown", ("self",))
     probe.parameters(f"{_CORE}:EngineCore.step", ("self",))
     probe.mentions(f"{_SCHEDULER}:Scheduler.__init__", ("requests", "finished_req_ids"))
@@ -98,9 +98,9 @@ def _probe_engine_core() -> None:
         f"{_CORE}:EngineCore._initialize_kv_caches",
         ("generate_scheduler_kv_cache_config", "initialize_from_config"),
     )
-    probe.parameters(
-        "vllm.v1.executor.abstract:Executor.initialize_from_config", ("self", "kv_cache_configs")
-    )
+    executor = "vllm.v1.executor.abstract:Executor"
+    probe.parameters(f"{executor}.__init__", ("self", "vllm_config"))
+    probe.parameters(f"{executor}.initialize_from_config", ("self", "kv_cache_configs"))
     probe.mentions("vllm.v1.core.kv_cache_utils:generate_scheduler_kv_cache_config", ("deepcopy",))
     probe.parameters(f"{_SCHEDULER}:Scheduler.schedule", ("self",))
     probe.parameters(
@@ -185,16 +185,13 @@ def _probe_cache_config(probe: Probe) -> None:
     )
 
 
-def _engine_core_init(original: Callable[..., Any], core: Any, *args: Any, **kwargs: Any) -> None:
+def _executor_init(
+    original: Callable[..., Any], executor: Any, vllm_config: Any, *args: Any, **kwargs: Any
+) -> None:
     from kvelastic.integration.vllm.refusals import refuse_configuration
 
-    vllm_config = kwargs["vllm_config"] if "vllm_config" in kwargs else args[0]
     refuse_configuration(vllm_config)
-    try:
-        original(core, *args, **kwargs)
-    except BaseException:
-        _close_instance(getattr(core, "model_executor", None))
-        raise
+    original(executor, vllm_config, *args, **kwargs)
 
 
 def _engine_core_shutdown(original: Callable[..., Any], core: Any) -> None:
@@ -219,12 +216,16 @@ def _executor_initialize(
         refuse_cache_configuration(config)
     vllm_config = executor.vllm_config
     instance = scheduler_side.start_instance(vllm_config, kv_cache_configs[0])
+    try:
+        for config in kv_cache_configs:
+            instance.rewrite(config)
+            setattr(config, HANDOFF, instance.handoff())
+        original(executor, kv_cache_configs)
+        instance.wait_for_workers()
+    except BaseException:
+        instance.close()
+        raise
     executor.kvelastic_instance = instance
-    for config in kv_cache_configs:
-        instance.rewrite(config)
-        setattr(config, HANDOFF, instance.handoff())
-    original(executor, kv_cache_configs)
-    instance.wait_for_workers()
     # In one process with its worker, the scheduler would read the span of ids here.
     vllm_config.cache_config.num_gpu_blocks = instance.num_blocks
     _waiting_instance = instance

@@ -1,0 +1,265 @@
+"""The elastic block pool alone: random calls in vLLM's order, over real memory.
+
+Each block that becomes cached has its number written into its memory. Whatever the prefix cache
+finds later must still have it there, however the limit went up and down in between.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from kvelastic import _vmm
+from kvelastic.errors import PoolExhaustedError
+from kvelastic.layout import PageLayout
+from kvelastic.pool import native_geometry
+
+# vLLM warns when it is imported; that is not what is tested here.
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+LAYOUT = PageLayout.solve(32 << 10, 4)
+PAGES = 6
+BLOCKS = PAGES * LAYOUT.blocks_per_page
+COUNTS = st.integers(0, 2 * LAYOUT.blocks_per_page)
+
+
+def make_memory(max_cached_blocks: int = -1) -> tuple[_vmm.Range, _vmm.Pool]:
+    arena = _vmm.Range.reserve(_vmm.HostDriver(), native_geometry(LAYOUT, PAGES))
+    pool = _vmm.Pool(
+        arena,
+        max_blocks=BLOCKS,
+        limit_bytes=PAGES * LAYOUT.page_bytes,
+        capacity_bytes=PAGES * LAYOUT.page_bytes,
+        min_reserved_pages=0,
+        max_reserved_pages=0,
+        max_cached_blocks=max_cached_blocks,
+    )
+    return arena, pool
+
+
+def make_pool(memory: _vmm.Pool, **options):
+    from kvelastic.integration.vllm.block_pool import ElasticBlockPool
+
+    settings_of_vllm = {"enable_caching": True, "hash_block_size": 32, **options}
+    id_span = LAYOUT.id_span(PAGES)
+    return ElasticBlockPool(BLOCKS, memory=memory, id_span=id_span, **settings_of_vllm)
+
+
+def key_of(number: int) -> bytes:
+    from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id
+
+    return make_block_hash_with_group_id(number.to_bytes(8, "big"), 0)
+
+
+def find(pool, number: int):
+    found = pool.get_cached_block(number.to_bytes(8, "big"), [0])
+    return found[0] if found else None
+
+
+class Scheduler(RuleBasedStateMachine):
+    """Requests hold lists of blocks, the later ones dependent on the earlier ones."""
+
+    def __init__(self) -> None:
+        import torch
+
+        super().__init__()
+        self.arena, self.memory = make_memory(max_cached_blocks=3 * LAYOUT.blocks_per_page)
+        self.tensor = torch.from_dlpack(self.arena.tensor())
+        self.pool = make_pool(self.memory, enable_kv_cache_events=True)
+        self.requests: list[list] = []
+        self.numbers = itertools.count(1)
+        self.written: dict[int, int] = {}
+
+    def at(self, block, buffer: int) -> slice:
+        start = LAYOUT.offset_bytes(block.block_id, buffer, PAGES)
+        return slice(start, start + 8)
+
+    def write(self, block, number: int) -> None:
+        import torch
+
+        value = torch.frombuffer(bytearray(number.to_bytes(8, "big")), dtype=torch.int8)
+        for buffer in range(LAYOUT.buffers):
+            self.tensor[self.at(block, buffer)] = value
+
+    def read(self, block, buffer: int) -> int:
+        assert self.arena.is_mapped(LAYOUT.page_of(block.block_id))
+        return int.from_bytes(self.tensor[self.at(block, buffer)].numpy().tobytes(), "big")
+
+    # --- what a scheduler does ------------------------------------------------------------------
+
+    @rule(count=COUNTS, known=st.integers(0, 40), cached=st.booleans())
+    def admit(self, count: int, known: int, cached: bool) -> None:
+        """As allocate_slots: look up, prepare, check, touch, take."""
+        with self.pool.session():
+            hits = [block for number in sorted(self.written)[-known:] if known
+                    and (block := find(self.pool, number)) is not None]  # fmt: skip
+            for block in hits:
+                numbers = {self.read(block, buffer) for buffer in range(LAYOUT.buffers)}
+                assert len(numbers) == 1
+                assert block.block_hash == key_of(numbers.pop())
+            revived = len({block.block_id for block in hits if block.ref_cnt == 0})
+            self.pool.prepare(count + revived)
+            if count + revived > self.pool.get_num_free_blocks():
+                assert self.pool.fell_short
+                return
+            self.pool.touch(hits)
+            new = self.pool.get_new_blocks(count)
+        assert len({block.block_id for block in new}) == count
+        for block in new:
+            assert not block.is_null
+            assert block.ref_cnt == 1
+            number = next(self.numbers)
+            self.write(block, number)
+            if cached:
+                self.pool._insert_block_hash(key_of(number), block, num_tokens=32)
+                self.written[number] = block.block_id
+        self.requests.append(hits + new)
+
+    @rule(cached=st.booleans())
+    def admit_one_that_needs_everything(self, cached: bool) -> None:
+        with self.pool.session():
+            count = self.pool.available_size()
+        self.admit(count, 0, cached)
+        with self.pool.session():
+            assert self.pool.available_size() == 0
+
+    @precondition(lambda self: self.requests)
+    @rule(data=st.data())
+    def finish(self, data) -> None:
+        index = data.draw(st.integers(0, len(self.requests) - 1))
+        self.pool.free_blocks(reversed(self.requests.pop(index)))
+
+    @rule(count=st.integers(1, BLOCKS + 1))
+    def take_without_asking(self, count: int) -> None:
+        with self.pool.session():
+            available = self.pool.available_size()
+            if count <= available:
+                return
+            used = {block.block_id for request in self.requests for block in request}
+            with pytest.raises(PoolExhaustedError, match=f"Cannot get {count} free blocks"):
+                self.pool.get_new_blocks(count)
+            assert self.pool.available_size() == available
+            assert used <= set(self.pool.blocks.ids())
+
+    # --- what an operator does, at any time -----------------------------------------------------
+
+    @rule(pages=st.integers(1, PAGES))
+    def set_limit(self, pages: int) -> None:
+        state = self.memory.set_limit(pages * LAYOUT.page_bytes)
+        if state["state"] == "applied":
+            assert self.memory.mapped_bytes <= pages * LAYOUT.page_bytes
+
+    @rule()
+    def trim(self) -> None:
+        self.memory.trim()
+
+    @rule()
+    def reset(self) -> None:
+        assert self.pool.reset_prefix_cache() is (not any(self.requests))
+        if not any(self.requests):
+            assert self.pool.blocks.ids() == [0]
+
+    @rule(numbers=st.sets(st.integers(0, 20)))
+    def evict(self, numbers: set[int]) -> None:
+        with self.pool.session():
+            victims = {b.block_id for n in numbers if (b := find(self.pool, n)) is not None}
+            self.pool.evict_blocks(victims)
+            assert not any(find(self.pool, number) for number in numbers)
+
+    # --- what always holds ----------------------------------------------------------------------
+
+    @invariant()
+    def books_agree(self) -> None:
+        self.pool.check_integrity()
+        with self.pool.session():
+            held = {block.block_id for request in self.requests for block in request}
+            used = {b.block_id for b in self.pool.blocks if b.ref_cnt > 0 and not b.is_null}
+            assert used == held
+            idle = [b for b in self.pool.blocks if b.ref_cnt == 0 and not b.is_null]
+            assert all(block.block_hash is not None for block in idle)
+            assert len(idle) == self.memory.stats()["blocks_cached"]
+            assert 0 <= self.pool.get_usage() <= 1
+        self._follow_events()
+
+    def _follow_events(self) -> None:
+        """Events of removal name what is no longer found, and nothing else."""
+        from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved
+
+        for event in self.pool.take_events():
+            if isinstance(event, BlockRemoved):
+                for key in event.block_hashes:
+                    raw = key if isinstance(key, bytes) else key.to_bytes(8, "big")
+                    self.written.pop(int.from_bytes(raw, "big"), None)
+            elif isinstance(event, AllBlocksCleared):
+                self.written.clear()
+        with self.pool.session():
+            for number in self.written:
+                assert find(self.pool, number) is not None
+
+    def teardown(self) -> None:
+        for request in self.requests:
+            self.pool.free_blocks(request)
+        self.pool.reset_prefix_cache()
+        assert self.memory.stats()["blocks_used"] == 0
+        self.memory.trim()
+        assert self.memory.mapped_bytes <= LAYOUT.page_bytes
+
+
+Scheduler.TestCase.settings = settings(
+    max_examples=40,
+    stateful_step_count=40,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+)
+test_random_calls_in_the_order_of_a_scheduler = Scheduler.TestCase
+
+
+def test_the_tail_of_a_request_is_evicted_first() -> None:
+    _, memory = make_memory(max_cached_blocks=4)
+    pool = make_pool(memory)
+    with pool.session():
+        blocks = pool.get_new_blocks(6)
+    for number, block in enumerate(blocks):
+        pool._insert_block_hash(key_of(number), block, num_tokens=32)
+    pool.free_blocks(reversed(blocks))
+    with pool.session():
+        assert [find(pool, number) is not None for number in range(6)] == [True] * 4 + [False] * 2
+
+
+def test_without_prefix_caching_nothing_is_cached() -> None:
+    _, memory = make_memory()
+    pool = make_pool(memory, enable_caching=False)
+    with pool.session():
+        pool.free_blocks(pool.get_new_blocks(5))
+        assert pool.blocks.ids() == [0]
+        assert memory.stats()["blocks_cached"] == 0
+
+
+def test_an_idle_block_that_is_unpinned_tells_its_reader_when_it_goes() -> None:
+    _, memory = make_memory()
+    memory.set_limit(LAYOUT.page_bytes)
+    pool = make_pool(memory)
+    gone: list[int] = []
+    with pool.session():
+        pool.prepare(2)
+        (block,) = pool.get_new_blocks(1)
+        pool.unpin_blocks([block], lambda released: gone.append(released.block_id))
+        assert not gone
+        others = pool.get_new_blocks(pool.get_num_free_blocks() - 1)
+        assert not gone  # what was free went first
+        pool.get_new_blocks(1)
+        assert gone == [block.block_id]
+        assert block not in others
+
+
+def test_a_block_outside_the_pool_is_named() -> None:
+    _, memory = make_memory()
+    pool = make_pool(memory)
+    with pytest.raises(ValueError, match=str(len(pool.blocks))):
+        pool.evict_blocks({len(pool.blocks)})
+    with pytest.raises(IndexError, match="neither in use nor cached"):
+        pool.blocks[5]

@@ -1,0 +1,248 @@
+"""Random sequences of every call of a pool, against a small model that keeps the rules.
+
+The rules: no block is handed out twice; a block that is handed out has memory, and keeps what was
+written into it until it is given back; bytes counted are bytes held; what is said to be available
+can be had, and one more cannot; after "applied" no more is held than the limit allows.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+)
+
+from kvelastic import _vmm, errors
+from kvelastic.layout import PageLayout
+from kvelastic.pool import native_geometry
+
+MIB = 1 << 20
+PAGES = 6
+LAYOUTS = {
+    "paged": PageLayout(block_bytes=64 << 10, buffers=4, blocks_per_page=8, extent_bytes=2 * MIB),
+    "a block that divides no page": PageLayout(24 << 10, 5, 16, 2 * MIB),
+    "one block a page": PageLayout(MIB, 2, 1, 2 * MIB),
+    "two words of blocks": PageLayout(14 << 10, 2, 70, 2 * MIB),
+    "per buffer": PageLayout(100 << 10, 3, 19, 2 * MIB, per_buffer=True),
+}
+
+
+def memfds() -> set[str]:
+    found = set()
+    for fd in Path("/proc/self/fd").iterdir():
+        if os.path.lexists(fd) and "memfd:kvelastic" in str(fd.readlink()):
+            found.add(str(fd))
+    return found
+
+
+class PoolRules(RuleBasedStateMachine):
+    layout: PageLayout
+    max_cached = -1
+
+    @initialize()
+    def make(self) -> None:
+        before = memfds()
+        self.memory = _vmm.Range.reserve(_vmm.HostDriver(), native_geometry(self.layout, PAGES))
+        (self.memfd,) = memfds() - before
+        self.page_bytes = self.layout.page_bytes
+        self.blocks = PAGES * self.layout.blocks_per_page
+        self.pool = _vmm.Pool(
+            self.memory,
+            max_blocks=self.blocks,
+            limit_bytes=PAGES * self.page_bytes,
+            capacity_bytes=PAGES * self.page_bytes,
+            max_cached_blocks=self.max_cached,
+        )
+        self.limit_pages = PAGES
+        self.used: dict[int, int] = {}
+        self.cached: dict[int, int] = {}
+        self.tag = 0
+
+    # --- memory ---------------------------------------------------------------------------------
+
+    def places(self, block: int) -> list[int]:
+        """The first and the last byte of the block in every buffer."""
+        found = []
+        for buffer in range(self.layout.buffers):
+            at = self.memory.address + self.layout.offset_bytes(block, buffer, PAGES)
+            found += [at, at + self.layout.block_bytes - 1]
+        return found
+
+    def write(self, block: int) -> None:
+        self.tag = self.tag % 250 + 1
+        for at in self.places(block):
+            ctypes.memset(at, self.tag, 1)
+        self.used[block] = self.tag
+
+    def check(self, block: int, tag: int) -> None:
+        seen = {ctypes.string_at(at, 1)[0] for at in self.places(block)}
+        assert seen == {tag}, f"block {block} holds {seen}, {tag} was written"
+
+    # --- rules ----------------------------------------------------------------------------------
+
+    @rule(count=st.integers(0, 40))
+    def alloc(self, count: int) -> None:
+        available = self.pool.available_size()
+        ids = self.pool.alloc(count)
+        self.forget_evicted()
+        assert (ids is None) == (count > available)
+        for block in ids or ():
+            assert block != 0
+            assert self.layout.is_valid(block, PAGES)
+            assert block not in self.used, "handed out twice"
+            assert block not in self.cached, "a cached block was handed out"
+            self.write(block)
+
+    @rule()
+    def all_that_is_available_can_be_had(self) -> None:
+        available = self.pool.available_size()
+        assert self.pool.alloc(available + 1) is None
+        ids = self.pool.alloc(available)
+        assert ids is not None
+        self.forget_evicted()
+        assert len(set(ids)) == available
+        assert not set(ids) & set(self.used)
+        self.pool.free(ids)
+
+    @precondition(lambda self: self.used)
+    @rule(data=st.data())
+    def free(self, data: st.DataObject) -> None:
+        for block in self.some(data, self.used):
+            self.check(block, self.used.pop(block))
+            self.pool.free([block])
+
+    @precondition(lambda self: self.used)
+    @rule(data=st.data())
+    def cache(self, data: st.DataObject) -> None:
+        blocks = self.some(data, self.used)
+        self.cached |= {block: self.used.pop(block) for block in blocks}
+        self.pool.cache(blocks)
+        self.forget_evicted()
+        if self.max_cached >= 0:
+            assert len(self.cached) <= self.max_cached
+
+    @precondition(lambda self: self.cached)
+    @rule(data=st.data())
+    def touch(self, data: st.DataObject) -> None:
+        blocks = self.some(data, self.cached)
+        self.pool.touch(blocks)
+        self.used |= {block: self.cached.pop(block) for block in blocks}
+
+    @precondition(lambda self: self.cached)
+    @rule(data=st.data())
+    def free_cached(self, data: st.DataObject) -> None:
+        blocks = self.some(data, self.cached)
+        for block in blocks:
+            self.check(block, self.cached.pop(block))
+        self.pool.free(blocks)
+
+    @rule(wrong=st.sampled_from([0, -1, 10**15, 1 << 62, -(1 << 63)]), data=st.data())
+    def free_wrongly(self, wrong: int, data: st.DataObject) -> None:
+        blocks = self.some(data, self.used) if self.used else []
+        before = self.pool.stats()
+        for ids in ([*blocks, wrong], [*blocks, *blocks] if blocks else [wrong]):
+            with pytest.raises(errors.BlockError):
+                self.pool.free(ids)
+            with pytest.raises(errors.BlockError):
+                self.pool.cache([*ids])
+            with pytest.raises(errors.BlockError):
+                self.pool.touch([*ids])
+        assert self.pool.stats() == before
+
+    @rule(count=st.integers(0, 30))
+    def reserve(self, count: int) -> None:
+        before = self.pool.stats()["blocks_reserved"]
+        if self.pool.try_to_reserve(count):
+            assert self.pool.stats()["blocks_reserved"] == before + count
+        self.forget_evicted()
+
+    @rule()
+    def free_reserved(self) -> None:
+        self.pool.free_reserved()
+        self.forget_evicted()
+
+    @rule(pages=st.integers(0, 2 * PAGES))
+    def limit(self, pages: int) -> None:
+        state = self.pool.set_limit(pages * self.page_bytes)
+        self.limit_pages = min(max(pages, 1), PAGES)
+        self.forget_evicted()
+        assert state["effective_limit_bytes"] == self.limit_pages * self.page_bytes
+        if state["state"] == "applied":
+            assert self.pool.mapped_bytes <= self.limit_pages * self.page_bytes
+
+    @rule(count=st.integers(0, 60))
+    def ensure(self, count: int) -> None:
+        before = dict(self.cached)
+        assert self.pool.ensure(count) == self.pool.available_mapped()
+        assert not self.pool.has_evicted
+        assert self.cached == before
+
+    @rule()
+    def trim(self) -> None:
+        self.pool.trim()
+        assert self.pool.stats()["pages_parked"] == 0
+
+    @rule()
+    def clear(self) -> None:
+        self.pool.clear()
+        self.forget_evicted()
+        assert not self.cached
+        self.used.clear()
+
+    # --- what holds after each ------------------------------------------------------------------
+
+    def some(self, data: st.DataObject, blocks: dict[int, int]) -> list[int]:
+        return data.draw(st.lists(st.sampled_from(sorted(blocks)), min_size=1, unique=True))
+
+    def forget_evicted(self) -> None:
+        for block in self.pool.take_evicted():
+            assert self.cached.pop(block, None) is not None, "evicted, and was not cached"
+
+    @invariant()
+    def books_balance(self) -> None:
+        if not hasattr(self, "pool"):
+            return
+        self.pool.check_integrity()
+        self.memory.check_integrity()
+        stats = self.pool.stats()
+        assert stats["blocks_used"] == len(self.used)
+        assert stats["blocks_cached"] == len(self.cached)
+        assert stats["pages_mapped"] == self.memory.mapped_pages
+        assert self.memory.held_bytes == self.pool.mapped_bytes
+        # The null block's page is mapped first; before that nothing is held at all.
+        assert Path(self.memfd).stat().st_blocks * 512 == self.pool.mapped_bytes
+        room = self.limit_pages * self.layout.blocks_per_page - 1
+        assert self.pool.available_size() <= max(room - len(self.used), 0)
+
+    @invariant()
+    def contents_stay(self) -> None:
+        if hasattr(self, "pool"):
+            for block, tag in (self.used | self.cached).items():
+                self.check(block, tag)
+
+
+SETTINGS = settings(
+    max_examples=25,
+    stateful_step_count=40,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+)
+
+
+@pytest.mark.parametrize("bound", [-1, 0, 11], ids=["unbounded", "no cache", "11 cached"])
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_rules_hold(layout: PageLayout, bound: int) -> None:
+    machine = type("Machine", (PoolRules,), {"layout": layout, "max_cached": bound})
+    case = machine.TestCase
+    case.settings = SETTINGS
+    case().runTest()

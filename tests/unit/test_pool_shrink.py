@@ -1,0 +1,49 @@
+"""A limit below what is in use: the pages over it are never allocated from, so they drain."""
+
+from __future__ import annotations
+
+from kvelastic import _vmm
+from kvelastic.layout import PageLayout
+from kvelastic.pool import native_geometry
+
+MIB = 1 << 20
+PAGES = 8
+LAYOUT = PageLayout(block_bytes=64 << 10, buffers=4, blocks_per_page=8, extent_bytes=2 * MIB)
+
+
+def make() -> _vmm.Pool:
+    memory = _vmm.Range.reserve(_vmm.HostDriver(), native_geometry(LAYOUT, PAGES))
+    total = PAGES * LAYOUT.page_bytes
+    return _vmm.Pool(
+        memory, max_blocks=PAGES * 8, limit_bytes=total, capacity_bytes=total, preallocate=False
+    )
+
+
+def pages_of(ids: list[int]) -> set[int]:
+    return {LAYOUT.page_of(block) for block in ids}
+
+
+def test_pages_over_the_limit_get_no_new_blocks() -> None:
+    pool = make()
+    ids = pool.alloc(8 * PAGES - 1)
+    assert ids is not None
+    by_page = [[b for b in ids if LAYOUT.page_of(b) == page] for page in range(PAGES)]
+    # Pages 0 to 3 are nearly full of used blocks, the others hold one each; all hold cached ones.
+    for page, blocks in enumerate(by_page):
+        keep = 5 if page < 4 else 1
+        pool.cache(blocks[keep : keep + 2])
+        pool.free(blocks[keep + 2 :])
+    state = pool.set_limit(4 * LAYOUT.page_bytes)
+    assert state["state"] == "shrinking"
+    assert pool.available_size() == 4 * 8 - 1 - (4 * 5 + 4), "what the limit has room for"
+    more = pool.alloc(pool.available_size())
+    assert more is not None
+    assert pages_of(more) <= {0, 1, 2, 3}, "pages over the limit were allocated from"
+    pool.check_integrity()
+    # The engine gives back what was on the pages over the limit: it holds, with no further call.
+    for page in range(4, PAGES):
+        pool.free(by_page[page][:1])
+    assert pool.limit_state()["state"] == "applied"
+    assert pool.mapped_bytes == 4 * LAYOUT.page_bytes
+    assert pool.available_size() == 4
+    pool.check_integrity()
