@@ -2,7 +2,7 @@
 
 namespace kvelastic {
 
-Status PageStore::acquire(std::span<Handle> out) {
+Result<std::size_t> PageStore::acquire(std::span<Handle> out) {
   std::size_t have = 0;
   {
     const std::lock_guard lock(mutex_);
@@ -11,15 +11,22 @@ Status PageStore::acquire(std::span<Handle> out) {
       recycled_.pop_back();
     }
   }
+  const std::size_t recycled = have;
   for (; have < out.size(); ++have) {
     Result<Handle> created = driver_->create(handle_bytes_);
     if (!created) {
-      recycle(out.first(have));
+      give_up(out.first(have), recycled);
       return created.error();
     }
     out[have] = *created;
   }
-  return ok();
+  return recycled;
+}
+
+void PageStore::give_up(std::span<const Handle> handles, std::size_t recycled) {
+  recycle(handles.first(recycled));
+  // A handle that resists is kept as recycled: its bytes stay counted.
+  (void)destroy(handles.subspan(recycled));
 }
 
 void PageStore::recycle(std::span<const Handle> handles) {

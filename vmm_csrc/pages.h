@@ -21,9 +21,14 @@ class PageStore {
   PageStore& operator=(const PageStore&) = delete;
   ~PageStore() { (void)trim(); }
 
-  /// Fills `out`, recycled handles first, then new ones. All or nothing.
-  /// Fails with kOutOfMemory. Blocks while the driver creates.
-  Status acquire(std::span<Handle> out);
+  /// Fills `out`, recycled handles first, then new ones; answers how many are recycled. All or
+  /// nothing: what was created before a failure is destroyed. Fails with kOutOfMemory. Blocks while
+  /// the driver creates.
+  Result<std::size_t> acquire(std::span<Handle> out);
+
+  /// Takes back what acquire() gave and nobody used: the first `recycled` are recycled again, the
+  /// others destroyed, so that a failed map leaves as many bytes held as there were.
+  void give_up(std::span<const Handle> handles, std::size_t recycled);
 
   /// Takes handles back and keeps them for the next acquire.
   void recycle(std::span<const Handle> handles);

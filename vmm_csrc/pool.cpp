@@ -345,8 +345,8 @@ Result<std::uint64_t> Pool::trim(std::uint64_t most) {
 
 Result<std::uint64_t> Pool::provision() {
   Lock lock(mutex_);
-  provision_called_ = false;
-  if (!options_.preallocate) return std::uint64_t{0};
+  // Only when demand has called for it: what was just trimmed must not come back by itself.
+  if (!std::exchange(provision_called_, false)) return std::uint64_t{0};
   // The mark: what was taken since the last time, within the two bounds.
   const std::uint64_t mark = std::clamp(std::exchange(demand_pages_, 0),
                                         options_.min_reserved_pages, options_.max_reserved_pages);

@@ -130,7 +130,8 @@ class Pool {
 
   /// Unmaps at most `most` parked pages; answers how many. Waits for the session; blocks.
   Result<std::uint64_t> trim(std::uint64_t most = ~std::uint64_t{0});
-  /// Maps parked pages ahead of demand up to the mark; answers how many. Blocks.
+  /// Maps parked pages ahead of demand up to the mark, if allocs have called for that since the
+  /// last time; answers how many. Blocks.
   Result<std::uint64_t> provision();
   /// Parked pages that no alloc has needed since the last call: what a decay timer may trim.
   std::uint64_t take_idle_parked();

@@ -56,9 +56,10 @@ Status Range::map(std::span<const PageIndex> pages) {
   std::vector<PageIndex> sorted(pages.begin(), pages.end());
   std::sort(sorted.begin(), sorted.end());
   std::vector<Handle> handles(sorted.size() * geometry_.extents_per_page);
-  if (Status got = store_.acquire(handles); !got) return got;
+  Result<std::size_t> recycled = store_.acquire(handles);
+  if (!recycled) return recycled.error();
   if (Status done = map_extents(sorted, handles); !done) {
-    if (!failed()) store_.recycle(handles);
+    if (!failed()) store_.give_up(handles, *recycled);
     return done;
   }
   std::size_t next = 0;

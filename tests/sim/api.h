@@ -20,9 +20,11 @@ enum class Function : unsigned {
 };
 inline constexpr std::size_t kFunctions = static_cast<std::size_t>(Function::kCount);
 
-/// Names of errors, addresses of functions, the version: questions that no fault plan counts and "*"
-/// does not mean.
-constexpr bool is_question(Function function) { return function <= Function::cuDriverGetVersion; }
+/// Names of errors, addresses of functions, the version: questions that no fault plan counts and
+/// "*" does not mean.
+constexpr bool is_question(Function function) {
+  return function <= Function::cuDriverGetVersion;
+}
 
 /// The exported name, as the trace writes it.
 const char* name_of(Function function);

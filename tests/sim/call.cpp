@@ -3,7 +3,6 @@
 #include <pthread.h>
 
 #include <atomic>
-#include <chrono>
 
 #include "context.h"
 #include "faults.h"
@@ -35,7 +34,9 @@ void set_initialised() {
   initialised.store(true);
 }
 
-bool is_initialised() { return initialised.load() && !forked.load(); }
+bool is_initialised() {
+  return initialised.load() && !forked.load();
+}
 
 void set_sticky_error(CUresult result) {
   CUresult none = CUDA_SUCCESS;
@@ -54,14 +55,8 @@ CUresult before(Function function, Needs needs) {
   return needs == Needs::kContext ? check_current_context() : CUDA_SUCCESS;
 }
 
-std::uint64_t now_us() {
-  return static_cast<std::uint64_t>(std::chrono::duration_cast<std::chrono::microseconds>(
-                                        std::chrono::steady_clock::now().time_since_epoch())
-                                        .count());
-}
-
-void after(Function function, CUresult result, std::uint64_t began_us) {
-  trace_call(function, result, now_us() - began_us);
+void after(Function function, CUresult result, std::uint64_t began_ns) {
+  trace_call(function, result, (now_ns() - began_ns) / 1000);
 }
 
 }  // namespace detail

@@ -30,49 +30,49 @@ void set_sticky_error(CUresult result);
 namespace detail {
 /// What the call must answer without being carried out; CUDA_SUCCESS: carry it out.
 CUresult before(Function function, Needs needs);
-std::uint64_t now_us();
-void after(Function function, CUresult result, std::uint64_t began_us);
+void after(Function function, CUresult result, std::uint64_t began_ns);
 }  // namespace detail
 
 /// Runs `body()` as driver function `function`.
 template <class Body>
 CUresult call(Function function, Needs needs, Body body) noexcept {
-  const std::uint64_t began_us = detail::now_us();
+  const std::uint64_t began_ns = now_ns();
   CUresult result = CUDA_ERROR_UNKNOWN;
   try {
     result = detail::before(function, needs);
     if (result == CUDA_SUCCESS) {
       result = body();
-      Delays::instance().spend(function, Work{});
+      Delays::instance().spend(function, Work{}, began_ns);
     }
   } catch (const std::bad_alloc&) {
     result = CUDA_ERROR_OUT_OF_MEMORY;
   } catch (...) {
     result = CUDA_ERROR_UNKNOWN;
   }
-  detail::after(function, result, began_us);
+  detail::after(function, result, began_ns);
   return result;
 }
 
 /// As call(), with the driver's mutex held throughout; `body(work)` says what is to be paid for.
 template <class Body>
 CUresult vmm_call(Function function, Body body) noexcept {
-  const std::uint64_t began_us = detail::now_us();
+  const std::uint64_t began_ns = now_ns();
   CUresult result = CUDA_ERROR_UNKNOWN;
   try {
     result = detail::before(function, Needs::kInit);
     if (result == CUDA_SUCCESS) {
       const std::lock_guard lock(driver_mutex());
+      const std::uint64_t turn_ns = now_ns();  // waiting for others is not paid for
       Work work;
       result = body(work);
-      Delays::instance().spend(function, work);
+      Delays::instance().spend(function, work, turn_ns);
     }
   } catch (const std::bad_alloc&) {
     result = CUDA_ERROR_OUT_OF_MEMORY;
   } catch (...) {
     result = CUDA_ERROR_UNKNOWN;
   }
-  detail::after(function, result, began_us);
+  detail::after(function, result, began_ns);
   return result;
 }
 

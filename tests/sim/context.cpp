@@ -74,7 +74,9 @@ void tear_down(Context* context) {
 
 }  // namespace
 
-Context* current_context() { return stack.top(); }
+Context* current_context() {
+  return stack.top();
+}
 
 Context* current_or_first_context() {
   if (Context* context = current_context()) return context;

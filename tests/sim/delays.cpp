@@ -11,8 +11,6 @@
 namespace kvsim {
 namespace {
 
-using Clock = std::chrono::steady_clock;
-
 // Microseconds a handle, from shared/reference/cuda-vmm.md section 1.1 unless a comment says other.
 struct Profile {
   std::string_view name;
@@ -35,19 +33,21 @@ constexpr Profile kProfiles[] = {
      "cuMemRelease=32,cuMemGetInfo=6"},
 };
 
-// A sleep overshoots by the timer slack (50 us) and more: below this, and for the last part of a
-// longer wait, the time is spent spinning, so that a delay is what it says.
-constexpr double kSpin_us = 60;
+// A sleep overshoots by the timer slack (50 us) and more, so the last part of a wait is spent
+// spinning, and a short wait altogether: a delay is to be what it says.
+constexpr std::uint64_t kSpin_ns = 100'000;
+constexpr std::uint64_t kShortestSleep_ns = 50'000;
 
-void wait_us(double us) {
-  const auto end = Clock::now() + std::chrono::duration_cast<Clock::duration>(
-                                      std::chrono::duration<double, std::micro>(us));
-  if (us > kSpin_us) {
-    const auto sleep_ns = static_cast<long>((us - kSpin_us) * 1000);
-    const timespec sleep{sleep_ns / 1'000'000'000, sleep_ns % 1'000'000'000};
+void wait_until(std::uint64_t end_ns) {
+  const std::uint64_t now = now_ns();
+  if (end_ns > now + kSpin_ns + kShortestSleep_ns) {
+    const std::uint64_t sleep_ns = end_ns - now - kSpin_ns;
+    constexpr std::uint64_t kSecond_ns = 1'000'000'000;
+    const timespec sleep{static_cast<time_t>(sleep_ns / kSecond_ns),
+                         static_cast<long>(sleep_ns % kSecond_ns)};
     ::nanosleep(&sleep, nullptr);
   }
-  while (Clock::now() < end) {
+  while (now_ns() < end_ns) {
   }
 }
 
@@ -65,7 +65,8 @@ const Delays& Delays::instance() {
   static const Delays* const delays = [] {
     auto* made = new Delays;
     (void)made->add(profile_named(settings().profile));
-    if (!made->add(settings().delay)) complain("KVSIM_DELAY=" + settings().delay + " does not parse");
+    if (!made->add(settings().delay))
+      complain("KVSIM_DELAY=" + settings().delay + " does not parse");
     return made;
   }();
   return *delays;
@@ -90,11 +91,17 @@ bool Delays::add(std::string_view text) {
   return true;
 }
 
-void Delays::spend(Function function, const Work& work) const {
+std::uint64_t now_ns() {
+  const auto now = std::chrono::steady_clock::now().time_since_epoch();
+  return static_cast<std::uint64_t>(
+      std::chrono::duration_cast<std::chrono::nanoseconds>(now).count());
+}
+
+void Delays::spend(Function function, const Work& work, std::uint64_t began_ns) const {
   const Price& price = prices_[static_cast<std::size_t>(function)];
   const double us = price.handle_us * static_cast<double>(work.handles) +
                     price.granule_us * static_cast<double>(work.granules);
-  if (us > 0) wait_us(us);
+  if (us > 0) wait_until(began_ns + static_cast<std::uint64_t>(us * 1000));
 }
 
 }  // namespace kvsim

@@ -3,6 +3,7 @@
 
 #include <array>
 #include <cstddef>
+#include <cstdint>
 #include <string_view>
 
 #include "api.h"
@@ -16,13 +17,17 @@ struct Work {
   std::size_t granules = 0;
 };
 
+/// The steady clock.
+std::uint64_t now_ns();
+
 class Delays {
  public:
   /// KVSIM_PROFILE, with KVSIM_DELAY on top of it.
   static const Delays& instance();
 
-  /// Spends what `function` costs for `work`.
-  void spend(Function function, const Work& work) const;
+  /// Waits until `function`, begun at `began_ns`, has taken what it costs for `work`. What the
+  /// simulation itself took is part of that, not on top of it.
+  void spend(Function function, const Work& work, std::uint64_t began_ns) const;
 
  private:
   struct Price {

@@ -9,8 +9,12 @@ using namespace kvsim;
 
 namespace {
 
-Context* from(CUcontext handle) { return reinterpret_cast<Context*>(handle); }
-CUcontext to(Context* context) { return reinterpret_cast<CUcontext>(context); }
+Context* from(CUcontext handle) {
+  return reinterpret_cast<Context*>(handle);
+}
+CUcontext to(Context* context) {
+  return reinterpret_cast<CUcontext>(context);
+}
 
 /// cuCtxSetCurrent and cuCtxPushCurrent take a living context only.
 CUresult check(CUcontext handle) {

@@ -16,7 +16,9 @@ using namespace kvsim;
 namespace {
 constexpr std::uint64_t kUnknown = std::numeric_limits<std::uint64_t>::max();
 
-bool ready() { return is_initialised(); }
+bool ready() {
+  return is_initialised();
+}
 }  // namespace
 
 /// Calls of a function in this process, by exported or base name; "*" is all. Unknown: 2^64 - 1.
@@ -27,7 +29,9 @@ KVSIM_API std::uint64_t kvsim_count(const char* name) {
   return function ? calls_of(*function) : kUnknown;
 }
 
-KVSIM_API void kvsim_reset_counts() { reset_counts(); }
+KVSIM_API void kvsim_reset_counts() {
+  reset_counts();
+}
 
 /// Sets the fault plan as KVSIM_FAIL does, counting from this moment; "" ends all faults.
 /// 0, or -1 when the text does not parse.
@@ -36,12 +40,16 @@ KVSIM_API int kvsim_fail(const char* plan) {
 }
 
 /// Starts work in a stream that lasts until kvsim_release_stream: a kernel that takes its time.
-KVSIM_API CUresult kvsim_hold_stream(CUstream stream) { return hold_stream(stream); }
-KVSIM_API CUresult kvsim_release_stream(CUstream stream) { return release_stream(stream); }
+KVSIM_API CUresult kvsim_hold_stream(CUstream stream) {
+  return hold_stream(stream);
+}
+KVSIM_API CUresult kvsim_release_stream(CUstream stream) {
+  return release_stream(stream);
+}
 
-/// Queues a read of [address, +bytes) in a stream: a kernel that uses these blocks. When it comes to
-/// run and a byte is not accessible, it ends as on a GPU: CUDA_ERROR_ILLEGAL_ADDRESS, from then on
-/// the answer of every call.
+/// Queues a read of [address, +bytes) in a stream: a kernel that uses these blocks. When it comes
+/// to run and a byte is not accessible, it ends as on a GPU: CUDA_ERROR_ILLEGAL_ADDRESS, from then
+/// on the answer of every call.
 KVSIM_API CUresult kvsim_enqueue_read(CUstream stream, CUdeviceptr address, std::size_t bytes) {
   if (!ready()) return CUDA_ERROR_NOT_INITIALIZED;
   return enqueue(stream, [=] {

@@ -14,7 +14,9 @@ using namespace kvsim;
 
 namespace {
 
-CUdeviceptr address_of(const void* pointer) { return reinterpret_cast<CUdeviceptr>(pointer); }
+CUdeviceptr address_of(const void* pointer) {
+  return reinterpret_cast<CUdeviceptr>(pointer);
+}
 void* pointer_to(CUdeviceptr address) {
   return reinterpret_cast<void*>(static_cast<std::uintptr_t>(address));
 }
@@ -27,8 +29,8 @@ bool usable(CUdeviceptr address, std::size_t bytes, bool write, Side side) {
   return side != Side::kDevice;
 }
 
-/// Does `touch` when the addresses are usable, under the lock that keeps them so. In a stream, where
-/// there is nobody to answer to, unusable addresses are what they are on a GPU: the end.
+/// Does `touch` when the addresses are usable, under the lock that keeps them so. In a stream,
+/// where there is nobody to answer to, unusable addresses are what they are on a GPU: the end.
 template <class Check, class Touch>
 bool guarded(Check check, Touch touch) {
   const std::lock_guard lock(driver_mutex());
@@ -187,8 +189,8 @@ KVSIM_API CUresult cuMemcpyDtoHAsync_v2(void* to, CUdeviceptr from, std::size_t 
 
 KVSIM_API CUresult cuMemcpyDtoDAsync_v2(CUdeviceptr to, CUdeviceptr from, std::size_t bytes,
                                         CUstream stream) {
-  return copy_later(Function::cuMemcpyDtoDAsync_v2,
-                    {to, Side::kDevice, from, Side::kDevice, bytes}, stream);
+  return copy_later(Function::cuMemcpyDtoDAsync_v2, {to, Side::kDevice, from, Side::kDevice, bytes},
+                    stream);
 }
 
 KVSIM_API CUresult cuMemsetD8_v2(CUdeviceptr to, unsigned char value, std::size_t count) {

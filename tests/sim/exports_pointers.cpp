@@ -19,28 +19,46 @@ CUresult put(void* data, Value value) {
 /// `place` is zero for an address that is none of this driver's.
 CUresult attribute(void* data, int which, CUdeviceptr address, const Place& place, bool known) {
   switch (which) {
-    case CU_POINTER_ATTRIBUTE_CONTEXT: return put(data, place.context);
+    case CU_POINTER_ATTRIBUTE_CONTEXT:
+      return put(data, place.context);
     case CU_POINTER_ATTRIBUTE_MEMORY_TYPE:
       return put(data, known ? unsigned{CU_MEMORYTYPE_DEVICE} : 0U);
-    case CU_POINTER_ATTRIBUTE_DEVICE_POINTER: return put(data, known ? address : CUdeviceptr{0});
-    case CU_POINTER_ATTRIBUTE_HOST_POINTER: return put(data, static_cast<void*>(nullptr));
-    case CU_POINTER_ATTRIBUTE_SYNC_MEMOPS: return put(data, 0U);
-    case CU_POINTER_ATTRIBUTE_BUFFER_ID: return put(data, std::uint64_t{place.handle});
-    case CU_POINTER_ATTRIBUTE_IS_MANAGED: return put(data, 0U);
-    case CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL: return put(data, known ? place.device : -2);
-    case CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE: return put(data, 0U);
-    case CU_POINTER_ATTRIBUTE_RANGE_START_ADDR: return put(data, place.range_base);
-    case CU_POINTER_ATTRIBUTE_RANGE_SIZE: return put(data, place.range_bytes);
-    case CU_POINTER_ATTRIBUTE_MAPPED: return put(data, place.mapped ? 1U : 0U);
+    case CU_POINTER_ATTRIBUTE_DEVICE_POINTER:
+      return put(data, known ? address : CUdeviceptr{0});
+    case CU_POINTER_ATTRIBUTE_HOST_POINTER:
+      return put(data, static_cast<void*>(nullptr));
+    case CU_POINTER_ATTRIBUTE_SYNC_MEMOPS:
+      return put(data, 0U);
+    case CU_POINTER_ATTRIBUTE_BUFFER_ID:
+      return put(data, std::uint64_t{place.handle});
+    case CU_POINTER_ATTRIBUTE_IS_MANAGED:
+      return put(data, 0U);
+    case CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL:
+      return put(data, known ? place.device : -2);
+    case CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE:
+      return put(data, 0U);
+    case CU_POINTER_ATTRIBUTE_RANGE_START_ADDR:
+      return put(data, place.range_base);
+    case CU_POINTER_ATTRIBUTE_RANGE_SIZE:
+      return put(data, place.range_bytes);
+    case CU_POINTER_ATTRIBUTE_MAPPED:
+      return put(data, place.mapped ? 1U : 0U);
     case CU_POINTER_ATTRIBUTE_ALLOWED_HANDLE_TYPES:
       return put(data, std::uint64_t{place.exportable ? 1U : 0U});
-    case CU_POINTER_ATTRIBUTE_IS_GPU_DIRECT_RDMA_CAPABLE: return put(data, place.rdma ? 1U : 0U);
-    case CU_POINTER_ATTRIBUTE_ACCESS_FLAGS: return put(data, static_cast<int>(place.access));
-    case CU_POINTER_ATTRIBUTE_MEMPOOL_HANDLE: return put(data, static_cast<void*>(nullptr));
-    case CU_POINTER_ATTRIBUTE_MAPPING_SIZE: return put(data, place.mapping_bytes);
-    case CU_POINTER_ATTRIBUTE_MAPPING_BASE_ADDR: return put(data, place.mapping_base);
-    case CU_POINTER_ATTRIBUTE_MEMORY_BLOCK_ID: return put(data, std::uint64_t{place.handle});
-    default: return CUDA_ERROR_INVALID_VALUE;
+    case CU_POINTER_ATTRIBUTE_IS_GPU_DIRECT_RDMA_CAPABLE:
+      return put(data, place.rdma ? 1U : 0U);
+    case CU_POINTER_ATTRIBUTE_ACCESS_FLAGS:
+      return put(data, static_cast<int>(place.access));
+    case CU_POINTER_ATTRIBUTE_MEMPOOL_HANDLE:
+      return put(data, static_cast<void*>(nullptr));
+    case CU_POINTER_ATTRIBUTE_MAPPING_SIZE:
+      return put(data, place.mapping_bytes);
+    case CU_POINTER_ATTRIBUTE_MAPPING_BASE_ADDR:
+      return put(data, place.mapping_base);
+    case CU_POINTER_ATTRIBUTE_MEMORY_BLOCK_ID:
+      return put(data, std::uint64_t{place.handle});
+    default:
+      return CUDA_ERROR_INVALID_VALUE;
   }
 }
 

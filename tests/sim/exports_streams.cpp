@@ -16,7 +16,8 @@ KVSIM_API CUresult cuStreamCreateWithPriority(CUstream* handle, unsigned flags, 
 }
 
 KVSIM_API CUresult cuStreamDestroy_v2(CUstream handle) {
-  return call(Function::cuStreamDestroy_v2, Needs::kContext, [&] { return destroy_stream(handle); });
+  return call(Function::cuStreamDestroy_v2, Needs::kContext,
+              [&] { return destroy_stream(handle); });
 }
 
 KVSIM_API CUresult cuStreamSynchronize(CUstream handle) {
@@ -57,13 +58,13 @@ KVSIM_API CUresult cuStreamGetPriority(CUstream handle, int* priority) {
 }
 
 KVSIM_API CUresult cuStreamGetCtx(CUstream handle, CUcontext* context) {
-  return ask(Function::cuStreamGetCtx, handle, context, [](const StreamFacts& facts) {
-    return reinterpret_cast<CUcontext>(facts.context);
-  });
+  return ask(Function::cuStreamGetCtx, handle, context,
+             [](const StreamFacts& facts) { return reinterpret_cast<CUcontext>(facts.context); });
 }
 
 KVSIM_API CUresult cuStreamGetId(CUstream handle, unsigned long long* id) {
-  return ask(Function::cuStreamGetId, handle, id, [](const StreamFacts& facts) { return facts.id; });
+  return ask(Function::cuStreamGetId, handle, id,
+             [](const StreamFacts& facts) { return facts.id; });
 }
 
 KVSIM_API CUresult cuLaunchHostFunc(CUstream handle, CUhostFn function, void* data) {
@@ -74,7 +75,8 @@ KVSIM_API CUresult cuLaunchHostFunc(CUstream handle, CUhostFn function, void* da
 }
 
 KVSIM_API CUresult cuEventCreate(CUevent* handle, unsigned flags) {
-  return call(Function::cuEventCreate, Needs::kContext, [&] { return create_event(handle, flags); });
+  return call(Function::cuEventCreate, Needs::kContext,
+              [&] { return create_event(handle, flags); });
 }
 
 KVSIM_API CUresult cuEventDestroy_v2(CUevent handle) {
@@ -82,7 +84,8 @@ KVSIM_API CUresult cuEventDestroy_v2(CUevent handle) {
 }
 
 KVSIM_API CUresult cuEventRecord(CUevent handle, CUstream stream) {
-  return call(Function::cuEventRecord, Needs::kContext, [&] { return record_event(handle, stream); });
+  return call(Function::cuEventRecord, Needs::kContext,
+              [&] { return record_event(handle, stream); });
 }
 
 KVSIM_API CUresult cuEventRecordWithFlags(CUevent handle, CUstream stream, unsigned) {
@@ -95,9 +98,11 @@ KVSIM_API CUresult cuEventQuery(CUevent handle) {
 }
 
 KVSIM_API CUresult cuEventSynchronize(CUevent handle) {
-  return call(Function::cuEventSynchronize, Needs::kInit, [&] { return synchronize_event(handle); });
+  return call(Function::cuEventSynchronize, Needs::kInit,
+              [&] { return synchronize_event(handle); });
 }
 
 KVSIM_API CUresult cuEventElapsedTime(float* ms, CUevent start, CUevent end) {
-  return call(Function::cuEventElapsedTime, Needs::kInit, [&] { return elapsed_ms(ms, start, end); });
+  return call(Function::cuEventElapsedTime, Needs::kInit,
+              [&] { return elapsed_ms(ms, start, end); });
 }

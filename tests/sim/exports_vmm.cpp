@@ -108,8 +108,7 @@ KVSIM_API CUresult cuMemExportToShareableHandle(void* shareable,
 }
 
 KVSIM_API CUresult cuMemImportFromShareableHandle(CUmemGenericAllocationHandle* handle,
-                                                  void* os_handle,
-                                                  CUmemAllocationHandleType type) {
+                                                  void* os_handle, CUmemAllocationHandleType type) {
   return vmm(Function::cuMemImportFromShareableHandle, [&](Work&) {
     if (type != CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR) return CUDA_ERROR_INVALID_VALUE;
     return memory().import_fd(handle, descriptor(os_handle));

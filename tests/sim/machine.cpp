@@ -38,7 +38,9 @@ bool Machine::lock() {
   return true;
 }
 
-void Machine::unlock() { ::pthread_mutex_unlock(&header_->mutex); }
+void Machine::unlock() {
+  ::pthread_mutex_unlock(&header_->mutex);
+}
 
 // A process died inside the lock. Heads with a count stand; granules that belong to none are free.
 void Machine::repair() {
@@ -140,8 +142,8 @@ bool Machine::poison(Head head) {
   const std::vector<char> pattern(granule_bytes_, static_cast<char>(0xA5));
   for (const Extent& extent : extents(head)) {
     for (std::size_t done = 0; done < extent.bytes; done += granule_bytes_) {
-      const ssize_t wrote = ::pwrite(fd_, pattern.data(), pattern.size(),
-                                     static_cast<off_t>(extent.offset + done));
+      const ssize_t wrote =
+          ::pwrite(fd_, pattern.data(), pattern.size(), static_cast<off_t>(extent.offset + done));
       if (wrote != static_cast<ssize_t>(pattern.size())) return false;
     }
   }
@@ -163,10 +165,18 @@ std::vector<Extent> Machine::extents(Head head) const {
   return found;
 }
 
-std::size_t Machine::bytes(Head head) const { return granules_[head].count * granule_bytes_; }
-int Machine::device(Head head) const { return static_cast<int>(head / granules_each_); }
-bool Machine::rdma(Head head) const { return (granules_[head].flags & kRdma) != 0; }
-bool Machine::exportable(Head head) const { return (granules_[head].flags & kExportable) != 0; }
+std::size_t Machine::bytes(Head head) const {
+  return granules_[head].count * granule_bytes_;
+}
+int Machine::device(Head head) const {
+  return static_cast<int>(head / granules_each_);
+}
+bool Machine::rdma(Head head) const {
+  return (granules_[head].flags & kRdma) != 0;
+}
+bool Machine::exportable(Head head) const {
+  return (granules_[head].flags & kExportable) != 0;
+}
 
 // A descriptor of its own on the same file carries a lock on the byte that is the head's number.
 // The kernel keeps that lock for as long as any copy of the descriptor is open, also one that is
@@ -175,7 +185,7 @@ CUresult Machine::export_fd(Head head, int* fd) {
   const std::string path = "/proc/self/fd/" + std::to_string(fd_);
   const int made = ::open(path.c_str(), O_RDWR | O_CLOEXEC);
   if (made < 0) return CUDA_ERROR_OPERATING_SYSTEM;
-  struct flock hold {};
+  struct flock hold{};
   hold.l_type = F_RDLCK;
   hold.l_whence = SEEK_SET;
   hold.l_start = head;
@@ -197,7 +207,7 @@ CUresult Machine::export_fd(Head head, int* fd) {
 }
 
 CUresult Machine::import_fd(int fd, Head* head) {
-  struct stat theirs {}, ours {};
+  struct stat theirs{}, ours{};
   if (::fstat(fd, &theirs) != 0 || ::fstat(fd_, &ours) != 0) return CUDA_ERROR_INVALID_VALUE;
   if (theirs.st_dev != ours.st_dev || theirs.st_ino != ours.st_ino) return CUDA_ERROR_INVALID_VALUE;
   const off_t position = ::lseek(fd, 0, SEEK_CUR);
@@ -207,8 +217,8 @@ CUresult Machine::import_fd(int fd, Head* head) {
   }
   if (!lock()) return CUDA_ERROR_UNKNOWN;
   Granule& first = granules_[at];
-  const bool valid = first.count > 0 && token(at, first.generation) == position &&
-                     (first.flags & kExported) != 0;
+  const bool valid =
+      first.count > 0 && token(at, first.generation) == position && (first.flags & kExported) != 0;
   if (valid) {
     if (first.holders == 0 && header_->orphans > 0) --header_->orphans;
     first.holders |= std::uint64_t{1} << slot_;
@@ -220,7 +230,7 @@ CUresult Machine::import_fd(int fd, Head* head) {
 
 bool Machine::exported_alive(Head head) const {
   if ((granules_[head].flags & kExported) == 0) return false;
-  struct flock ask {};
+  struct flock ask{};
   ask.l_type = F_WRLCK;
   ask.l_whence = SEEK_SET;
   ask.l_start = head;

@@ -57,8 +57,8 @@ class Machine {
 
   /// A descriptor that holds the allocation for as long as a copy of it is open anywhere.
   CUresult export_fd(Head head, int* fd);
-  /// Holds the allocation of an exported descriptor. CUDA_ERROR_INVALID_VALUE when it is none of this
-  /// machine.
+  /// Holds the allocation of an exported descriptor. CUDA_ERROR_INVALID_VALUE when it is none of
+  /// this machine.
   CUresult import_fd(int fd, Head* head);
 
   /// What all processes together hold, those that died not counted; and what one holds.

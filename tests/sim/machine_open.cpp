@@ -23,7 +23,9 @@ namespace {
 
 Machine* the_machine = nullptr;
 
-std::uint64_t round_up(std::uint64_t value, std::uint64_t to) { return (value + to - 1) / to * to; }
+std::uint64_t round_up(std::uint64_t value, std::uint64_t to) {
+  return (value + to - 1) / to * to;
+}
 
 CUresult cannot(const std::string& what) {
   complain(what + ": " + std::strerror(errno));
@@ -37,7 +39,9 @@ Machine::~Machine() {
   if (fd_ >= 0) ::close(fd_);
 }
 
-Machine& Machine::instance() { return *the_machine; }
+Machine& Machine::instance() {
+  return *the_machine;
+}
 
 CUresult Machine::open() {
   if (the_machine != nullptr) return CUDA_SUCCESS;
@@ -60,7 +64,7 @@ CUresult Machine::open_file() {
 }
 
 CUresult Machine::initialise() {
-  struct stat found {};
+  struct stat found{};
   if (::fstat(fd_, &found) != 0) return cannot("looking at the machine");
   std::uint64_t magic = 0;
   const bool has_magic =

@@ -16,9 +16,13 @@ namespace {
 
 constexpr std::size_t kMostAddresses = std::size_t{1} << 47;
 
-std::size_t granule() { return Machine::instance().granularity_bytes(); }
+std::size_t granule() {
+  return Machine::instance().granularity_bytes();
+}
 
-bool is_aligned(std::uint64_t value) { return value % granule() == 0; }
+bool is_aligned(std::uint64_t value) {
+  return value % granule() == 0;
+}
 
 void* pointer(CUdeviceptr address) {
   return reinterpret_cast<void*>(static_cast<std::uintptr_t>(address));
@@ -129,9 +133,8 @@ CUresult Memory::create(CUmemGenericAllocationHandle* handle, std::size_t bytes,
 /// The allocation of `head`, which this process holds, with one reference to its handle.
 Memory::Allocation* Memory::adopt(Head head) {
   const Machine& machine = Machine::instance();
-  auto made = std::make_unique<Allocation>(
-      Allocation{next_handle_++, head, visible_device(machine.device(head)), machine.bytes(head), 1,
-                 0});
+  auto made = std::make_unique<Allocation>(Allocation{
+      next_handle_++, head, visible_device(machine.device(head)), machine.bytes(head), 1, 0});
   Allocation* allocation = made.get();
   by_handle_[allocation->handle] = std::move(made);
   by_head_[head] = allocation;

@@ -13,7 +13,8 @@ CUresult Memory::alloc(CUdeviceptr* address, std::size_t bytes, Context* context
   if (bytes > Machine::instance().device_bytes()) return CUDA_ERROR_OUT_OF_MEMORY;
   const std::size_t whole = (bytes + granule_bytes - 1) / granule_bytes * granule_bytes;
   Head head = 0;
-  CUresult result = Machine::instance().create(physical_device(context->device), whole, false, false, &head);
+  CUresult result =
+      Machine::instance().create(physical_device(context->device), whole, false, false, &head);
   if (result != CUDA_SUCCESS) return result;
   Allocation* allocation = adopt(head);
   CUdeviceptr at = 0;
@@ -81,8 +82,7 @@ bool Memory::find(CUdeviceptr address, Place* place) const {
 }
 
 bool Memory::accessible(CUdeviceptr address, std::size_t bytes, bool write) const {
-  const int needed =
-      write ? CU_MEM_ACCESS_FLAGS_PROT_READWRITE : CU_MEM_ACCESS_FLAGS_PROT_READ;
+  const int needed = write ? CU_MEM_ACCESS_FLAGS_PROT_READWRITE : CU_MEM_ACCESS_FLAGS_PROT_READ;
   CUdeviceptr at = address;
   while (at < address + bytes) {
     const auto mapping = mapping_at(at);

@@ -84,11 +84,20 @@ bool parse_bytes(const std::string& value, std::size_t* bytes) {
   const unsigned long long count = std::strtoull(value.c_str(), &end, 10);
   unsigned shift = 0;
   switch (std::toupper(static_cast<unsigned char>(*end))) {
-    case 'K': shift = 10; break;
-    case 'M': shift = 20; break;
-    case 'G': shift = 30; break;
-    case 'T': shift = 40; break;
-    default: break;
+    case 'K':
+      shift = 10;
+      break;
+    case 'M':
+      shift = 20;
+      break;
+    case 'G':
+      shift = 30;
+      break;
+    case 'T':
+      shift = 40;
+      break;
+    default:
+      break;
   }
   if (shift != 0) ++end;
   if (*end != '\0' || (count << shift) >> shift != count) return false;

@@ -7,27 +7,27 @@
 namespace kvsim {
 
 struct Settings {
-  std::string machine;                  ///< KVSIM_MACHINE; empty: a machine of this process alone
-  std::size_t memory_bytes;             ///< KVSIM_MEMORY, of each device
-  std::size_t granularity_bytes;        ///< KVSIM_GRANULARITY
-  int devices;                          ///< KVSIM_DEVICES
-  int driver_version;                   ///< KVSIM_DRIVER_VERSION
-  int compute_capability;               ///< KVSIM_COMPUTE_CAPABILITY: 90 is 9.0
-  bool no_vmm;                          ///< KVSIM_NO_VMM
-  bool no_device;                       ///< KVSIM_NO_DEVICE
-  bool rdma;                            ///< KVSIM_RDMA
-  bool poison;                          ///< KVSIM_POISON
-  bool strict_context;                  ///< KVSIM_STRICT_CONTEXT
-  std::size_t context_bytes;            ///< KVSIM_CONTEXT_BYTES
-  std::size_t max_mappings;             ///< KVSIM_MAX_MAPPINGS
-  std::size_t oom_at_bytes;             ///< KVSIM_OOM_AT_BYTES
-  std::string oom_at_create;            ///< KVSIM_OOM_AT_CREATE
-  std::string not_ready;                ///< KVSIM_NOT_READY
-  std::string fail;                     ///< KVSIM_FAIL
-  std::string delay;                    ///< KVSIM_DELAY
-  std::string profile;                  ///< KVSIM_PROFILE
-  std::string trace;                    ///< KVSIM_TRACE
-  std::string hold;                     ///< KVSIM_HOLD
+  std::string machine;            ///< KVSIM_MACHINE; empty: a machine of this process alone
+  std::size_t memory_bytes;       ///< KVSIM_MEMORY, of each device
+  std::size_t granularity_bytes;  ///< KVSIM_GRANULARITY
+  int devices;                    ///< KVSIM_DEVICES
+  int driver_version;             ///< KVSIM_DRIVER_VERSION
+  int compute_capability;         ///< KVSIM_COMPUTE_CAPABILITY: 90 is 9.0
+  bool no_vmm;                    ///< KVSIM_NO_VMM
+  bool no_device;                 ///< KVSIM_NO_DEVICE
+  bool rdma;                      ///< KVSIM_RDMA
+  bool poison;                    ///< KVSIM_POISON
+  bool strict_context;            ///< KVSIM_STRICT_CONTEXT
+  std::size_t context_bytes;      ///< KVSIM_CONTEXT_BYTES
+  std::size_t max_mappings;       ///< KVSIM_MAX_MAPPINGS
+  std::size_t oom_at_bytes;       ///< KVSIM_OOM_AT_BYTES
+  std::string oom_at_create;      ///< KVSIM_OOM_AT_CREATE
+  std::string not_ready;          ///< KVSIM_NOT_READY
+  std::string fail;               ///< KVSIM_FAIL
+  std::string delay;              ///< KVSIM_DELAY
+  std::string profile;            ///< KVSIM_PROFILE
+  std::string trace;              ///< KVSIM_TRACE
+  std::string hold;               ///< KVSIM_HOLD
 };
 
 /// A value that does not parse is said on stderr, once, and its default stands: the library never

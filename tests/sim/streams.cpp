@@ -179,7 +179,9 @@ CUresult with_event(CUevent handle, Body body) {
   return event == all().events.end() ? CUDA_ERROR_INVALID_HANDLE : body(event->second, lock);
 }
 
-bool reached(const Until& until) { return until.stream == nullptr || until.stream->done >= until.item; }
+bool reached(const Until& until) {
+  return until.stream == nullptr || until.stream->done >= until.item;
+}
 
 }  // namespace
 

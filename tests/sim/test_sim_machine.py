@@ -81,15 +81,19 @@ def test_processes_compete_for_the_same_bytes(machine: dict[str, str]) -> None:
 def test_a_killed_process_gives_everything_back(machine: dict[str, str]) -> None:
     holder = start(hold(16), **machine)
     assert holder.channel.recv(16) == b"held"
-    assert run(free_bytes, **machine) == 0
-    holder.kill()
 
-    def body() -> str:
+    def body(channel: socket.socket) -> str:
         gpu = Driver().start()
+        channel.send(str(gpu.free_bytes()).encode())
+        channel.recv(1)
         address, _ = gpu.mapped(16)  # without asking how much there is: create() looks by itself
         return ctypes.string_at(address, 2).hex()
 
-    assert run(body, **machine) == "0000"
+    heir = start(body, **machine)
+    assert heir.channel.recv(16) == b"0"
+    holder.kill()
+    heir.channel.send(b".")
+    assert heir.result() == "0000"
 
 
 def test_a_zombie_holds_nothing(machine: dict[str, str]) -> None:

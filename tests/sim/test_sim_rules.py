@@ -457,6 +457,8 @@ def test_the_cap_on_live_mappings_is_out_of_memory_inside_set_access() -> None:
         gpu.call("cuMemGetAccess", ctypes.byref(touched), ctypes.byref(Location(1, 0)), address)
         assert touched.value == 0  # the first three were taken back
         within = gpu.ask("cuMemSetAccess", address, 3 * PAGE, gpu.access(), 1)
+        gpu.call("cuMemUnmap", address, PAGE)  # makes room for one more
+        gpu.set_access(address + 3 * PAGE)
         return [over, within]
 
     assert run(body, KVSIM_MAX_MAPPINGS="3") == ["CUDA_ERROR_OUT_OF_MEMORY", "CUDA_SUCCESS"]

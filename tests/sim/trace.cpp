@@ -17,8 +17,7 @@ std::array<std::atomic<std::uint64_t>, kFunctions> counts{};
 
 int open_trace() {
   if (settings().trace.empty()) return -1;
-  const int fd =
-      ::open(settings().trace.c_str(), O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0644);
+  const int fd = ::open(settings().trace.c_str(), O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0644);
   if (fd < 0) complain("KVSIM_TRACE=" + settings().trace + ": " + std::strerror(errno));
   return fd;
 }
@@ -31,10 +30,10 @@ void trace_call(Function function, CUresult result, std::uint64_t took_us) {
   if (fd < 0) return;
   char line[160];
   const char* result_name = name_of(result);
-  const int length = std::snprintf(
-      line, sizeof line, "%s %s %llu %d\n", name_of(function),
-      result_name != nullptr ? result_name : "?", static_cast<unsigned long long>(took_us),
-      static_cast<int>(::getpid()));
+  const int length =
+      std::snprintf(line, sizeof line, "%s %s %llu %d\n", name_of(function),
+                    result_name != nullptr ? result_name : "?",
+                    static_cast<unsigned long long>(took_us), static_cast<int>(::getpid()));
   (void)!::write(fd, line, static_cast<std::size_t>(length));
 }
 

@@ -42,11 +42,17 @@ const std::vector<int>& devices() {
 
 }  // namespace
 
-int visible_devices() { return static_cast<int>(devices().size()); }
+int visible_devices() {
+  return static_cast<int>(devices().size());
+}
 
-bool is_device(CUdevice device) { return device >= 0 && device < visible_devices(); }
+bool is_device(CUdevice device) {
+  return device >= 0 && device < visible_devices();
+}
 
-int physical_device(CUdevice device) { return devices()[static_cast<std::size_t>(device)]; }
+int physical_device(CUdevice device) {
+  return devices()[static_cast<std::size_t>(device)];
+}
 
 CUdevice visible_device(int physical) {
   const auto found = std::find(devices().begin(), devices().end(), physical);

@@ -18,6 +18,7 @@ from typing import Any
 
 from kvelastic import _vmm, config
 from kvelastic.device import host
+from kvelastic.errors import ConfigError
 from kvelastic.integration.vllm.handoff import Handoff
 from kvelastic.layout import PageLayout, vllm_placement
 from kvelastic.pool import FOREVER_S, ElasticPool, open_pool
@@ -111,6 +112,11 @@ def start_instance(vllm_config: Any, cache_config: Any) -> Instance:
     and `SegmentError` if the name is taken by a live instance.
     """
     settings = config.load()
+    if settings.device.startswith("cuda"):
+        raise ConfigError(
+            f"KVELASTIC_DEVICE={settings.device!r} does not fit vLLM on the CPU: set it to host or "
+            "auto, or leave it unset."
+        )
     tensors = cache_config.kv_cache_tensors
     layout = PageLayout.solve(
         tensors[0].block_stride,

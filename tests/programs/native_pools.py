@@ -1,0 +1,84 @@
+"""Native ranges and pools small enough for tests, and what the operating system says they hold.
+
+    memory = Memory(LAYOUTS["paged"], pages=6)
+    pool = memory.pool()
+    memory.write(pool.alloc(1)[0], 7)
+"""
+
+from __future__ import annotations
+
+import ctypes
+from pathlib import Path
+
+from kvelastic import _vmm
+from kvelastic.layout import PageLayout
+from kvelastic.pool import native_geometry
+
+MIB = 1 << 20
+HUGE = 2 * MIB
+LAYOUTS = {
+    "paged": PageLayout(block_bytes=64 << 10, buffers=4, blocks_per_page=8, extent_bytes=HUGE),
+    "block that divides no page": PageLayout(24 << 10, 5, 16, HUGE),
+    "one block a page": PageLayout(MIB, 2, 1, HUGE),
+    "two words of blocks": PageLayout(14 << 10, 2, 70, HUGE),
+    "per buffer": PageLayout(256 << 10, 3, 8, HUGE, per_buffer=True),
+}
+
+
+def memfds() -> set[Path]:
+    """The open memory files of host drivers in this process."""
+    found = set()
+    for fd in Path("/proc/self/fd").iterdir():
+        try:
+            if "memfd:kvelastic" in str(fd.readlink()):
+                found.add(fd)
+        except FileNotFoundError:  # the descriptor of this very listing
+            continue
+    return found
+
+
+class Memory:
+    """A range of `pages` pages on a host driver of its own, behind a driver that can fail."""
+
+    def __init__(self, layout: PageLayout, pages: int) -> None:
+        before = memfds()
+        self.host = _vmm.HostDriver()
+        (self.memfd,) = memfds() - before
+        self.driver = _vmm.FaultDriver(self.host)
+        self.layout = layout
+        self.pages = pages
+        self.range = _vmm.Range.reserve(self.driver, native_geometry(layout, pages))
+
+    def pool(self, **options: int | bool) -> _vmm.Pool:
+        """A pool over the range, that maps nothing ahead of demand unless told so."""
+        total = self.pages * self.layout.page_bytes
+        chosen = {
+            "max_blocks": self.pages * self.layout.blocks_per_page,
+            "limit_bytes": total,
+            "capacity_bytes": total,
+            "preallocate": False,
+        } | options
+        return _vmm.Pool(self.range, **chosen)  # type: ignore[arg-type]
+
+    def held_at_the_os(self) -> int:
+        """Bytes of memory behind the driver's file."""
+        return self.memfd.stat().st_blocks * 512
+
+    def page_of(self, block: int) -> int:
+        return self.layout.page_of(block)
+
+    def places(self, block: int) -> list[int]:
+        """Addresses of the first and the last byte of a block in every buffer."""
+        found = []
+        for buffer in range(self.layout.buffers):
+            at = self.range.address + self.layout.offset_bytes(block, buffer, self.pages)
+            found += [at, at + self.layout.block_bytes - 1]
+        return found
+
+    def write(self, block: int, tag: int) -> None:
+        for at in self.places(block):
+            ctypes.memset(at, tag, 1)
+
+    def read(self, block: int) -> set[int]:
+        """What the block holds: one value if nobody else wrote into it."""
+        return {ctypes.string_at(at, 1)[0] for at in self.places(block)}

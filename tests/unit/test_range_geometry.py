@@ -1,0 +1,88 @@
+"""Geometries that would make native code reach beyond a page or a range are refused."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvelastic import _vmm, errors
+from kvelastic.layout import PageLayout
+from kvelastic.pool import native_geometry
+
+HUGE = 2 << 20
+SOUND = {"pages": 8, "extent_bytes": HUGE, "block_bytes": 256 << 10, "blocks_per_page": 8}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"pages": 0},
+        {"pages": 1 << 32},
+        {"block_bytes": 0},
+        {"extent_bytes": 0},
+        {"extents_per_page": 0},
+        {"blocks_per_page": 0},
+        {"blocks_per_page": 9},
+        {"blocks_per_page": 1 << 63},
+        {"extents_per_page": 2},  # with no stride the extents overlap
+        {"extents_per_page": 2, "extent_stride_bytes": 7 * HUGE},
+        # Sums and products that pass 2^64 come out small.
+        {"pages": (1 << 31) - 1, "extent_bytes": (1 << 33) + HUGE, "blocks_per_page": 1},
+        {"pages": 1 << 31, "extent_bytes": 1 << 33, "blocks_per_page": 1},
+        {"extents_per_page": 1 << 60, "extent_stride_bytes": 8 * HUGE},
+        {"extents_per_page": 3, "extent_stride_bytes": 1 << 63},
+    ],
+    ids=str,
+)
+def test_numbers_without_sense_are_refused(change):
+    with pytest.raises(errors.InvalidArgumentError):
+        _vmm.Range.reserve(_vmm.HostDriver(), _vmm.Geometry(**(SOUND | change)))
+
+
+@pytest.mark.parametrize("change", [{"block_bytes": 0}, {"blocks_per_page": 0}, {"pages": 0}])
+def test_a_geometry_is_refused_where_it_is_made(change):
+    """A ring's pool has no range to look at it, and a division by zero ends the process."""
+    with pytest.raises(errors.InvalidArgumentError, match=next(iter(change))):
+        _vmm.Geometry(**(SOUND | change))
+
+
+def test_a_block_must_not_reach_into_the_next_page():
+    """Blocks of 3/8 page: page 1 begins inside one, so only one whole block is left in it."""
+    block_bytes = 3 * HUGE // 8
+    for blocks, accepted in ((1, True), (2, False)):
+        geometry = {"pages": 8, "extent_bytes": HUGE, "block_bytes": block_bytes}
+        if accepted:
+            assert _vmm.Geometry(**geometry, blocks_per_page=blocks).first_id(1) == 3
+            continue
+        with pytest.raises(errors.InvalidArgumentError, match="blocks_per_page"):
+            _vmm.Geometry(**geometry, blocks_per_page=blocks)
+
+
+def test_what_the_layout_solves_is_accepted():
+    for block_bytes in (1 << 10, 24 << 10, 100_000, 3 << 20):
+        for buffers in (1, 2, 30):
+            for per_buffer in (False, True):
+                layout = PageLayout.solve(block_bytes, buffers, per_buffer=per_buffer)
+                geometry = native_geometry(layout, 5)
+                assert geometry.page_bytes == layout.page_bytes
+                assert [geometry.first_id(p) for p in range(5)] == [
+                    layout.first_id(p) for p in range(5)
+                ]
+
+
+def test_none_is_no_object():
+    geometry = _vmm.Geometry(**SOUND)
+    memory = _vmm.Range.reserve(_vmm.HostDriver(), geometry)
+    numbers = {"max_blocks": 64, "limit_bytes": 1 << 30, "capacity_bytes": 1 << 30}
+    for call in (
+        lambda: _vmm.Range.reserve(None, geometry),
+        lambda: _vmm.Range.reserve(_vmm.HostDriver(), None),
+        lambda: _vmm.FaultDriver(None),
+        lambda: _vmm.Pool(None, **numbers),
+        lambda: _vmm.Pool("memory", **numbers),
+        lambda: _vmm.Pool(geometry, **numbers),
+        lambda: _vmm.Keeper.start(None, None),
+        lambda: _vmm.RingWorker.start(None, memory),
+        lambda: _vmm.Ring.create(None, geometry, 1.0),
+    ):
+        with pytest.raises(TypeError):
+            call()

@@ -1,0 +1,237 @@
+// The pool under threads, over local memory and over a ring: what the sanitizers look at.
+#include <atomic>
+#include <random>
+#include <set>
+#include <thread>
+#include <vector>
+
+#include "../fault_driver.h"
+#include "../host_driver.h"
+#include "../keeper.h"
+#include "../pool.h"
+#include "../ring.h"
+#include "check.h"
+
+namespace kvelastic {
+namespace {
+
+constexpr std::uint64_t kPage = HostDriver::kGranularityBytes;
+constexpr std::uint64_t kPages = 6;
+constexpr std::uint64_t kBlocksPerPage = 16;
+
+Geometry geometry() {
+  Geometry g;
+  g.pages = kPages;
+  g.extent_bytes = kPage;
+  g.block_bytes = kPage / kBlocksPerPage;
+  g.blocks_per_page = kBlocksPerPage;
+  return g;
+}
+
+PoolOptions options() {
+  PoolOptions o;
+  o.max_blocks = kPages * kBlocksPerPage;
+  o.limit_bytes = o.capacity_bytes = kPages * kPage;
+  o.min_reserved_pages = 1;
+  o.max_reserved_pages = 3;
+  return o;
+}
+
+std::shared_ptr<Range> make_range() {
+  auto driver = HostDriver::open();
+  if (!driver) return nullptr;
+  auto range = Range::reserve(*std::move(driver), geometry());
+  if (!range) return nullptr;
+  return *std::move(range);
+}
+
+/// A segment in plain memory, aligned as a mapping is.
+struct Segment {
+  alignas(4096) std::array<std::byte, kSegmentBytes> bytes{};
+  std::unique_ptr<RecordOwner> owner;
+
+  Segment() {
+    auto made = RecordOwner::create(bytes, RecordIdentity{});
+    if (made) owner = *std::move(made);
+  }
+};
+
+/// Allocs, caches, touches and frees at random; no two threads may ever hold the same block.
+void work(Pool& pool, std::uint32_t seed, std::vector<std::atomic<int>>& owners, int steps) {
+  std::mt19937 random(seed);
+  std::vector<BlockId> mine;
+  for (int step = 0; step < steps; ++step) {
+    if (random() % 2 == 0) {
+      auto ids = pool.alloc(1 + random() % 12);
+      CHECK(static_cast<bool>(ids));
+      if (!ids || !*ids) continue;
+      for (const BlockId id : **ids) {
+        CHECK(owners[static_cast<std::size_t>(id)].exchange(1) == 0);
+        mine.push_back(id);
+      }
+    } else if (!mine.empty()) {
+      std::vector<BlockId> some(mine.end() - static_cast<std::ptrdiff_t>(1 + random() % mine.size()),
+                                mine.end());
+      mine.resize(mine.size() - some.size());
+      for (const BlockId id : some) owners[static_cast<std::size_t>(id)] = 0;
+      if (random() % 3 == 0) {
+        CHECK(static_cast<bool>(pool.cache(some)));  // nobody's from here on: evicted some time
+      } else {
+        CHECK(static_cast<bool>(pool.free(some)));
+      }
+    }
+    if (step % 64 == 0) {
+      (void)pool.trim();
+      (void)pool.take_evicted();
+    }
+  }
+  for (const BlockId id : mine) owners[static_cast<std::size_t>(id)] = 0;
+  CHECK(static_cast<bool>(pool.free(mine)));
+}
+
+void hammer(Pool& pool, int threads, int steps) {
+  std::vector<std::atomic<int>> owners(kPages * kBlocksPerPage + 1);
+  std::vector<std::thread> workers;
+  for (int i = 0; i < threads; ++i) {
+    workers.emplace_back([&, i] { work(pool, static_cast<std::uint32_t>(i + 1), owners, steps); });
+  }
+  for (int i = 0; i < 50; ++i) {
+    (void)pool.set_limit((1 + i % kPages) * kPage);
+    (void)pool.enforce_limit();
+    (void)pool.provision();
+    pool.enter();
+    const std::uint64_t there = pool.available_mapped();
+    CHECK(there <= kPages * kBlocksPerPage);
+    pool.exit();
+  }
+  (void)pool.set_limit(kPages * kPage);
+  for (std::thread& worker : workers) worker.join();
+  const Status sound = pool.check_integrity();
+  CHECK(static_cast<bool>(sound));
+  CHECK(pool.stats().blocks_used == 0);
+}
+
+}  // namespace
+
+TEST(pool_threads_over_local_memory) {
+  auto range = make_range();
+  REQUIRE(range != nullptr);
+  auto pool = Pool::create(geometry(), std::make_shared<LocalBacking>(range), options());
+  REQUIRE(static_cast<bool>(pool));
+  hammer(**pool, 4, 300);
+  CHECK((*pool)->mapped_bytes() == range->mapped_pages() * kPage);
+  CHECK(static_cast<bool>(range->check_integrity()));
+}
+
+TEST(pool_threads_over_a_ring_with_a_keeper) {
+  auto segment = std::make_unique<Segment>();
+  REQUIRE(segment->owner != nullptr);
+  auto ring = RingBacking::create(segment->owner->ring_area(), geometry(),
+                                  std::chrono::seconds(60), nullptr);
+  REQUIRE(static_cast<bool>(ring));
+  auto range = make_range();
+  REQUIRE(range != nullptr);
+  auto worker = RingWorker::start(segment->owner->ring_area(), range, nullptr);
+  REQUIRE(static_cast<bool>(worker));
+  std::shared_ptr<RingBacking> backing = *std::move(ring);
+  CHECK(static_cast<bool>(backing->wait_for_worker(std::chrono::seconds(10))));
+  auto made = Pool::create(geometry(), backing, options());
+  REQUIRE(static_cast<bool>(made));
+  std::shared_ptr<Pool> pool = *std::move(made);
+  {
+    std::shared_ptr<RecordOwner> record(segment->owner.get(), [](RecordOwner*) {});
+    KeeperOptions quick;
+    quick.idle_trim = std::chrono::milliseconds(1);
+    auto keeper = Keeper::start(pool, record, quick);
+    hammer(*pool, 3, 200);
+    keeper->stop();
+  }
+  CHECK(pool->mapped_bytes() == range->mapped_pages() * kPage);
+  (*worker)->stop();
+}
+
+TEST(ring_refuses_what_does_not_fit) {
+  auto segment = std::make_unique<Segment>();
+  REQUIRE(segment->owner != nullptr);
+  const std::span<std::byte> area = segment->owner->ring_area();
+  auto range = make_range();
+  REQUIRE(range != nullptr);
+  CHECK(!RingWorker::start(area, range, nullptr));  // no ring there yet
+  CHECK(!RingBacking::create(area.first(64), geometry(), kForever, nullptr));
+  CHECK(!RingBacking::create(area.subspan(8), geometry(), kForever, nullptr));
+  Geometry other = geometry();
+  other.pages += 1;
+  auto ring = RingBacking::create(area, other, std::chrono::milliseconds(50), nullptr);
+  REQUIRE(static_cast<bool>(ring));
+  CHECK(!RingWorker::start(area, range, nullptr));  // another layout
+  CHECK((*ring)->wait_for_worker(std::chrono::milliseconds(1)).error().code ==
+        Errc::kChannelTimeout);
+  const PageIndex page = 0;
+  CHECK((*ring)->map({&page, 1}).error().code == Errc::kChannelClosed);  // no worker ever came
+}
+
+TEST(blocks_choose_the_fullest_page_that_can_hold_all) {
+  auto made = Blocks::create(geometry());
+  REQUIRE(static_cast<bool>(made));
+  Blocks& blocks = **made;
+  for (int i = 0; i < 3; ++i) blocks.add_page(*blocks.take_unmapped());
+  std::vector<BlockId> ids;
+  blocks.alloc(3 * kBlocksPerPage - 1, Blocks::Fit::kBest, ids);
+  CHECK(blocks.free_blocks() == 0);
+  CHECK(std::set<BlockId>(ids.begin(), ids.end()).size() == ids.size());
+  // Give back 2 of page 0, 5 of page 1 and 9 of page 2.
+  const auto give = [&](PageIndex page, std::size_t count) {
+    std::vector<BlockId> some;
+    for (const BlockId id : ids) {
+      if (id / static_cast<BlockId>(kBlocksPerPage) == page && some.size() < count) {
+        some.push_back(id);
+      }
+    }
+    CHECK(static_cast<bool>(blocks.free(some)));
+  };
+  give(0, 2);
+  give(1, 5);
+  give(2, 9);
+  const auto page_taken = [&](std::size_t count, Blocks::Fit fit) {
+    std::vector<BlockId> got;
+    blocks.alloc(count, fit, got);
+    return got.front() / static_cast<BlockId>(kBlocksPerPage);
+  };
+  CHECK(page_taken(3, Blocks::Fit::kBest) == 1);     // the fullest with room for 3
+  CHECK(page_taken(1, Blocks::Fit::kBest) == 0);     // 2 free there, and on page 1 too: first come
+  CHECK(page_taken(6, Blocks::Fit::kBest) == 2);     // only there is room for 6
+  CHECK(page_taken(1, Blocks::Fit::kFullest) == 0);  // one left there
+  CHECK(static_cast<bool>(blocks.check_integrity()));
+}
+
+TEST(blocks_evict_the_cheapest_page_and_the_oldest_block) {
+  auto made = Blocks::create(geometry());
+  REQUIRE(static_cast<bool>(made));
+  Blocks& blocks = **made;
+  for (int i = 0; i < 3; ++i) blocks.add_page(*blocks.take_unmapped());
+  std::vector<BlockId> ids;
+  blocks.alloc(3 * kBlocksPerPage - 1, Blocks::Fit::kBest, ids);
+  const auto of_page = [&](PageIndex page) {
+    std::vector<BlockId> some;
+    for (const BlockId id : ids) {
+      if (id / static_cast<BlockId>(kBlocksPerPage) == page) some.push_back(id);
+    }
+    return some;
+  };
+  std::vector<BlockId> one = of_page(1), two = of_page(2);
+  CHECK(static_cast<bool>(blocks.free(std::span(two).first(10))));
+  CHECK(static_cast<bool>(blocks.cache(one)));
+  CHECK(static_cast<bool>(blocks.cache(std::span(two).subspan(10))));
+  CHECK(blocks.cheapest_page_cost() == 6U);
+  std::vector<BlockId> evicted;
+  CHECK(blocks.evict_oldest_block(evicted));
+  CHECK(evicted.size() == 1 && evicted.front() == one.front());
+  evicted.clear();
+  CHECK(blocks.evict_cheapest_page(evicted));
+  CHECK(evicted.size() == 6 && evicted.front() == two[10]);
+  CHECK(blocks.parked_pages() == 1);
+  CHECK(blocks.touch(std::span(two).subspan(10, 1)).error().code == Errc::kDoubleFree);
+  CHECK(static_cast<bool>(blocks.check_integrity()));
+}
+
+}  // namespace kvelastic
