@@ -143,17 +143,17 @@ Result<std::unique_ptr<CudaDriver>> CudaDriver::open(const std::string& name) {
       has(api, found->device, cuda::kAttributePosixFdSupported) ? cuda::kHandleTypePosixFd : 0;
   properties.flags.gpu_direct_rdma_capable =
       has(api, found->device, cuda::kAttributeRdmaWithVmmSupported) ? 1 : 0;
-  std::size_t granularity = 0;
-  cuda::Result code =
-      api.MemGetAllocationGranularity(&granularity, &properties, cuda::kGranularityMinimum);
-  if (code != cuda::kSuccess || granularity == 0) {
-    return unavailable(api.describe("cuMemGetAllocationGranularity", code));
-  }
   cuda::Context context = nullptr;
-  code = api.DevicePrimaryCtxRetain(&context, found->device);
+  cuda::Result code = api.DevicePrimaryCtxRetain(&context, found->device);
   if (code != cuda::kSuccess) return unavailable(api.describe("cuDevicePrimaryCtxRetain", code));
-  return std::unique_ptr<CudaDriver>(new CudaDriver(api, found->device, found->ordinal, context,
-                                                    found->uuid, properties, granularity));
+  std::unique_ptr<CudaDriver> driver(
+      new CudaDriver(api, found->device, found->ordinal, context, found->uuid, properties));
+  code = driver->patiently([&] {
+    return api.MemGetAllocationGranularity(&driver->granularity_bytes_, &properties,
+                                           cuda::kGranularityMinimum);
+  });
+  if (code == cuda::kSuccess && driver->granularity_bytes_ > 0) return driver;
+  return unavailable(api.describe("cuMemGetAllocationGranularity", code));
 }
 
 CudaDriver::~CudaDriver() {

@@ -55,14 +55,13 @@ class CudaDriver final : public Driver {
   class InContext;
 
   CudaDriver(const cuda::Api& api, cuda::Device device, int ordinal, cuda::Context context,
-             std::string uuid, cuda::AllocationProperties properties, std::size_t granularity)
+             std::string uuid, cuda::AllocationProperties properties)
       : api_(api),
         device_(device),
         ordinal_(ordinal),
         context_(context),
         uuid_(std::move(uuid)),
-        properties_(properties),
-        granularity_bytes_(granularity) {}
+        properties_(properties) {}
 
   Status refuse_size(const char* call, std::size_t bytes) const;
   Error failed(const char* call, cuda::Result code, std::size_t bytes) const;
@@ -75,8 +74,8 @@ class CudaDriver final : public Driver {
   const cuda::Context context_;
   const std::string uuid_;
   const cuda::AllocationProperties properties_;
-  const std::size_t granularity_bytes_;
-  std::mutex streams_mutex_;  // a leaf lock
+  std::size_t granularity_bytes_ = 0;  // asked for once, by open()
+  std::mutex streams_mutex_;           // a leaf lock
   std::vector<cuda::Stream> streams_;
   std::atomic<std::uint64_t> creates_{0}, destroys_{0}, maps_{0}, unmaps_{0};
 };

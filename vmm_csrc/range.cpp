@@ -18,6 +18,12 @@ Status for_each_run(std::span<const PageIndex> sorted, F run) {
   return ok();
 }
 
+/// Runs what may fail once more if it does.
+template <typename F>
+void twice(F attempt) {
+  if (!attempt()) (void)attempt();
+}
+
 }  // namespace
 
 Result<std::unique_ptr<Range>> Range::reserve(std::shared_ptr<Driver> driver,
@@ -44,9 +50,12 @@ Range::~Range() {
   for (PageIndex page = 0; page < mapped_.size() && pages.size() < mapped_pages(); ++page) {
     if (mapped_[page] != 0) pages.push_back(page);
   }
-  // Nobody is left to answer to; a failure leaves memory to the end of the process.
-  (void)unmap(pages, Afterwards::kDestroy);
-  if (mapped_pages() == 0) (void)driver_->release(address_, geometry_.range_bytes());
+  // Nobody is left to answer to. A failure that passes is tried again; one that stays leaves memory
+  // to the end of the process.
+  twice([&] { return unmap(pages, Afterwards::kDestroy); });
+  twice([&] { return store_.trim(); });
+  if (mapped_pages() == 0)
+    twice([&] { return driver_->release(address_, geometry_.range_bytes()); });
 }
 
 Status Range::map(std::span<const PageIndex> pages) {

@@ -1,0 +1,343 @@
+"""The contract of every driver, as a program: `battery.py DRIVER CASE` (see test_drivers.py).
+
+A driver is opened once a process, in an environment made for it, so each case is a process. A case
+is a function `case_*`; it fails by an assertion.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from kvelastic import _vmm, errors
+
+MIB = 1 << 20
+PAGES = 8
+
+
+def open_driver(name: str) -> _vmm.Driver:
+    return _vmm.HostDriver() if name == "host" else _vmm.CudaDriver("cuda")
+
+
+def simulator() -> ctypes.CDLL | None:
+    """The simulated driver's own calls, where it is the one that is loaded."""
+    try:
+        library = ctypes.CDLL("libcuda.so.1")
+        library.kvsim_count.restype = ctypes.c_uint64
+        library.kvsim_live_mappings.restype = ctypes.c_uint64
+        library.kvsim_live_allocations.restype = ctypes.c_uint64
+        library.kvsim_live_ranges.restype = ctypes.c_uint64
+    except (OSError, AttributeError):
+        return None
+    return library
+
+
+def readable_by_cpu(driver: _vmm.Driver) -> bool:
+    """On a real GPU the pointers are the device's own: contents cannot be looked at from here."""
+    return not isinstance(driver, _vmm.CudaDriver) or simulator() is not None
+
+
+def faults(address: int) -> bool:
+    """Whether touching the address is a SIGSEGV, tried in a child."""
+    child = os.fork()
+    if child == 0:
+        signal.signal(signal.SIGSEGV, signal.SIG_DFL)
+        ctypes.string_at(address, 1)
+        os._exit(0)
+    _, status = os.waitpid(child, 0)
+    return os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGSEGV
+
+
+def held_bytes(driver: _vmm.Driver) -> int:
+    """What the device says is held by this process's pages."""
+    if isinstance(driver, _vmm.CudaDriver):
+        return driver.total_bytes - driver.free_bytes
+    total = 0
+    for fd in Path("/proc/self/fd").iterdir():
+        if os.path.lexists(fd) and "memfd:kvelastic" in str(fd.readlink()):
+            total += fd.stat().st_blocks * 512
+    return total
+
+
+def geometry(driver: _vmm.Driver, pages: int = PAGES, extents: int = 1) -> _vmm.Geometry:
+    granule = driver.granularity_bytes
+    return _vmm.Geometry(
+        pages=pages,
+        extent_bytes=granule,
+        block_bytes=granule // 8,
+        blocks_per_page=8,
+        extents_per_page=extents,
+        extent_stride_bytes=pages * granule if extents > 1 else 0,
+    )
+
+
+def case_granularity(driver: _vmm.Driver) -> None:
+    granule = driver.granularity_bytes
+    assert granule >= 4096
+    assert granule & (granule - 1) == 0
+
+
+def case_reserving_costs_nothing_and_faults(driver: _vmm.Driver) -> None:
+    before = held_bytes(driver)
+    size = 1024 * driver.granularity_bytes
+    address = driver.reserve(size)
+    assert address % driver.granularity_bytes == 0
+    assert held_bytes(driver) == before
+    if readable_by_cpu(driver):
+        assert faults(address)
+        assert faults(address + size - 1)
+    driver.release(address, size)
+
+
+def case_a_page_lives(driver: _vmm.Driver) -> None:
+    granule = driver.granularity_bytes
+    before = held_bytes(driver)
+    address = driver.reserve(4 * granule)
+    handle = driver.create(granule)
+    assert held_bytes(driver) - before == granule
+    driver.map(address, granule, handle)
+    driver.set_access(address, granule)
+    if readable_by_cpu(driver):
+        assert ctypes.string_at(address, granule) == bytes(granule), "a new page holds zeros"
+        ctypes.memset(address, 7, granule)
+        assert faults(address + granule), "the neighbour is not mapped"
+    driver.unmap(address, granule)
+    if readable_by_cpu(driver):
+        assert faults(address)
+    driver.map(address + 2 * granule, granule, handle)
+    driver.set_access(address + 2 * granule, granule)
+    if readable_by_cpu(driver):
+        moved = ctypes.string_at(address + 2 * granule, granule)
+        assert moved == bytes([7]) * granule, "the contents stay with the page"
+    driver.unmap(address + 2 * granule, granule)
+    driver.destroy(handle, granule)
+    assert held_bytes(driver) == before
+    driver.release(address, 4 * granule)
+
+
+def case_runs_are_one_call(driver: _vmm.Driver) -> None:
+    granule = driver.granularity_bytes
+    address = driver.reserve(4 * granule)
+    handles = [driver.create(granule) for _ in range(4)]
+    for i, handle in enumerate(handles):
+        driver.map(address + i * granule, granule, handle)
+    driver.set_access(address, 4 * granule)
+    if readable_by_cpu(driver):
+        ctypes.memset(address, 1, 4 * granule)
+    driver.unmap(address + granule, 2 * granule)
+    driver.unmap(address, granule)
+    driver.unmap(address + 3 * granule, granule)
+    for handle in handles:
+        driver.destroy(handle, granule)
+    driver.release(address, 4 * granule)
+
+
+def case_odd_sizes_are_refused(driver: _vmm.Driver) -> None:
+    before = driver.stats()
+    for size in (0, 1, driver.granularity_bytes + 1, driver.granularity_bytes // 2):
+        for call in (driver.reserve, driver.create):
+            with pytest.raises(errors.InvalidArgumentError, match=str(size)):
+                call(size)
+    assert driver.stats() == before
+
+
+def case_a_range_and_a_pool(driver: _vmm.Driver) -> None:
+    for extents in (1, 3):
+        before = held_bytes(driver)
+        memory = _vmm.Range.reserve(driver, geometry(driver, extents=extents))
+        page_bytes = memory.geometry.page_bytes
+        total = PAGES * page_bytes
+        pool = _vmm.Pool(
+            memory, max_blocks=PAGES * 8, limit_bytes=total, capacity_bytes=total, preallocate=False
+        )
+        ids = pool.alloc(PAGES * 8 - 1)
+        assert ids is not None
+        assert held_bytes(driver) - before == total == pool.mapped_bytes
+        pool.cache(ids[:32])
+        assert pool.set_limit(4 * page_bytes)["state"] == "shrinking"
+        pool.free(ids[32:])
+        assert pool.limit_state()["state"] == "applied"
+        assert held_bytes(driver) - before == pool.mapped_bytes <= 4 * page_bytes
+        pool.take_evicted()
+        pool.clear()
+        pool.trim()
+        assert held_bytes(driver) - before == page_bytes
+        pool.check_integrity()
+        memory.check_integrity()
+        del pool, memory
+        assert held_bytes(driver) == before
+
+
+def case_threads(driver: _vmm.Driver) -> None:
+    memory = _vmm.Range.reserve(driver, geometry(driver))
+    failures: list[BaseException] = []
+
+    def work(page: int) -> None:
+        try:
+            for i in range(20):
+                memory.map([page])
+                memory.unmap([page], destroy=i % 2 == 0)
+        except BaseException as error:  # told to the main thread
+            failures.append(error)
+
+    threads = [threading.Thread(target=work, args=(page,)) for page in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures, failures
+    memory.trim()
+    assert memory.held_bytes == 0
+
+
+def case_a_recycled_page_costs_three_calls_and_a_parked_one_none(driver: _vmm.Driver) -> None:
+    calls = simulator()
+    assert calls is not None, "only the simulator counts calls"
+    granule = driver.granularity_bytes
+    memory = _vmm.Range.reserve(driver, geometry(driver))
+    memory.map([3])
+    memory.unmap([3])
+
+    def vmm_calls() -> dict[str, int]:
+        names = ("Create", "Release", "Map", "SetAccess", "Unmap", "AddressReserve", "AddressFree")
+        return {name: calls.kvsim_count(f"cuMem{name}".encode()) for name in names}
+
+    before = vmm_calls()
+    memory.map([3])
+    memory.unmap([3])
+    made = {name: count - before[name] for name, count in vmm_calls().items()}
+    assert made == {
+        "Map": 1, "SetAccess": 1, "Unmap": 1,
+        "Create": 0, "Release": 0, "AddressReserve": 0, "AddressFree": 0,
+    }  # fmt: skip
+    pool = _vmm.Pool(
+        memory,
+        max_blocks=64,
+        limit_bytes=PAGES * granule,
+        capacity_bytes=PAGES * granule,
+        preallocate=False,
+    )
+    pool.free(pool.alloc(40) or [])
+    calls.kvsim_reset_counts()
+    ids = pool.alloc(40)
+    pool.free(ids or [])
+    assert calls.kvsim_count(b"*") == 0, "parked pages cost no call of any kind"
+
+
+def case_no_failure_leaves_anything_behind(driver: _vmm.Driver) -> None:
+    """Every call from the first to the last fails, in growing, shrinking and ending."""
+    sim = simulator()
+    assert sim is not None
+    whole = geometry(driver, extents=2)
+
+    def work() -> None:
+        memory = _vmm.Range.reserve(driver, whole)
+        total = PAGES * whole.page_bytes
+        pool = _vmm.Pool(
+            memory, max_blocks=PAGES * 8, limit_bytes=total, capacity_bytes=total, preallocate=False
+        )
+        ids = pool.alloc(30) or []
+        pool.cache(ids[10:])
+        pool.set_limit(2 * whole.page_bytes)
+        pool.free(ids[:10])
+        pool.set_limit(total)
+        pool.ensure(20)
+        pool.trim()
+        pool.check_integrity()
+
+    sim.kvsim_fail(b"")
+    sim.kvsim_reset_counts()
+    work()
+    calls = sim.kvsim_count(b"*")
+    assert calls > 50
+    for failing in range(1, calls + 1):
+        sim.kvsim_fail(f"*:{failing}:CUDA_ERROR_UNKNOWN".encode())
+        with contextlib.suppress(errors.KvelasticError):
+            work()
+        sim.kvsim_fail(b"")
+        left = (sim.kvsim_live_mappings(), sim.kvsim_live_allocations(), sim.kvsim_live_ranges())
+        assert left == (0, 0, 0), f"call {failing} of {calls} left {left} behind"
+
+
+def case_a_busy_device_is_waited_for(driver: _vmm.Driver) -> None:
+    sim = simulator()
+    assert sim is not None
+    sim.kvsim_fail(b"cuMemSetAccess:1-3:CUDA_ERROR_NOT_READY,cuMemUnmap:1-2:CUDA_ERROR_NOT_READY")
+    memory = _vmm.Range.reserve(driver, geometry(driver))
+    memory.map([0, 1])
+    memory.unmap([0, 1], destroy=True)
+    assert sim.kvsim_count(b"cuMemSetAccess") >= 4
+
+
+def case_out_of_memory_is_an_answer(driver: _vmm.Driver) -> None:
+    """KVSIM_MEMORY has room for five pages: the sixth is refused, and nothing is lost."""
+    memory = _vmm.Range.reserve(driver, geometry(driver))
+    total = PAGES * memory.geometry.page_bytes
+    pool = _vmm.Pool(
+        memory, max_blocks=PAGES * 8, limit_bytes=total, capacity_bytes=total, preallocate=False
+    )
+    assert pool.alloc(6 * 8) is None
+    assert pool.mapped_bytes == 0
+    ids = pool.alloc(4 * 8)
+    assert ids is not None
+    assert pool.alloc(3 * 8) is None
+    pool.free(ids)
+    pool.check_integrity()
+
+
+def case_pages_are_unmapped_after_use(driver: _vmm.Driver) -> None:
+    """A kernel that reads a page is still to run: the unmap waits for it, and for nothing later."""
+    sim = simulator()
+    assert sim is not None
+    memory = _vmm.Range.reserve(driver, geometry(driver))
+    memory.map([0, 1])
+    assert sim.kvsim_hold_stream(None) == 0
+    page = memory.address + driver.granularity_bytes
+    assert sim.kvsim_enqueue_read(None, ctypes.c_uint64(page), ctypes.c_size_t(64)) == 0
+    done = threading.Event()
+
+    def unmap() -> None:
+        memory.unmap([1], destroy=True)
+        done.set()
+
+    thread = threading.Thread(target=unmap)
+    thread.start()
+    memory.map([2])  # another page need not wait
+    assert memory.is_mapped(2)
+    assert memory.is_mapped(1)
+    assert not done.is_set()
+    assert sim.kvsim_release_stream(None) == 0
+    thread.join(30)
+    assert done.is_set()
+    memory.map([1])  # the device still answers: nothing was read too late
+
+
+def case_a_page_goes_to_another_process(driver: _vmm.Driver) -> None:
+    assert isinstance(driver, _vmm.CudaDriver)
+    granule = driver.granularity_bytes
+    address = driver.reserve(granule)
+    handle = driver.create(granule)
+    fd = driver.export_page(handle)
+    again = driver.import_page(fd)
+    os.close(fd)
+    driver.map(address, granule, again)
+    driver.set_access(address, granule)
+    driver.destroy(handle, granule)
+    if readable_by_cpu(driver):
+        ctypes.memset(address, 3, granule)
+    driver.unmap(address, granule)
+    driver.destroy(again, granule)
+    driver.release(address, granule)
+
+
+if __name__ == "__main__":
+    opened = open_driver(sys.argv[1])
+    globals()[f"case_{sys.argv[2]}"](opened)
+    print("passed")

@@ -1,0 +1,114 @@
+"""One battery over every driver: the host, the simulated CUDA, and CUDA where there is a GPU."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+BATTERY = HERE / "battery.py"
+SIM_BUILD = HERE.parent / "sim" / "build"
+
+EVERY_DRIVER = [
+    "granularity",
+    "reserving_costs_nothing_and_faults",
+    "a_page_lives",
+    "runs_are_one_call",
+    "odd_sizes_are_refused",
+    "a_range_and_a_pool",
+    "threads",
+]
+EVERY_CUDA = ["a_page_goes_to_another_process"]
+SIMULATED = {
+    "a_recycled_page_costs_three_calls_and_a_parked_one_none": {},
+    "no_failure_leaves_anything_behind": {},
+    "a_busy_device_is_waited_for": {},
+    "out_of_memory_is_an_answer": {"KVSIM_MEMORY": "10M"},
+    "pages_are_unmapped_after_use": {},
+}
+
+
+def simulated(tmp_path: Path, **more: str) -> dict[str, str]:
+    built = subprocess.run([SIM_BUILD], check=True, capture_output=True, text=True).stdout.strip()
+    return {
+        "LD_LIBRARY_PATH": built,
+        "KVSIM_MACHINE": str(tmp_path / "machine"),
+        "KVSIM_STRICT_CONTEXT": "1",
+        **more,
+    }
+
+
+def run(driver: str, case: str, environment: dict[str, str]) -> None:
+    done = subprocess.run(
+        [sys.executable, str(BATTERY), driver, case],
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert (done.returncode, done.stdout) == (0, "passed\n"), done.stderr[-3000:]
+
+
+@pytest.mark.parametrize("case", EVERY_DRIVER)
+def test_host(case: str) -> None:
+    run("host", case, {})
+
+
+@pytest.mark.parametrize("case", EVERY_DRIVER + EVERY_CUDA + list(SIMULATED))
+def test_simulated_cuda(case: str, tmp_path: Path) -> None:
+    run("cuda", case, simulated(tmp_path, **SIMULATED.get(case, {})))
+
+
+@pytest.mark.skipif(shutil.which("nvidia-smi") is None, reason="no NVIDIA driver: no nvidia-smi")
+@pytest.mark.parametrize("case", EVERY_DRIVER + EVERY_CUDA)
+def test_real_cuda(case: str) -> None:
+    run("cuda", case, {})
+
+
+@pytest.mark.parametrize(
+    ("device", "environment", "match"),
+    [
+        ("cuda", {"KVSIM_NO_DEVICE": "1"}, "NO_DEVICE|there is none"),
+        ("cuda", {"KVSIM_NO_VMM": "1"}, "no virtual memory management"),
+        ("cuda:7", {}, "there is no device cuda:7 .* there are: cuda:0 .GPU-"),
+        ("GPU-00000000-0000-0000-0000-000000000000", {}, "there is no device GPU-0000"),
+        ("cuda:x", {}, "is not accepted"),
+    ],
+)
+def test_a_device_that_cannot_be_had(
+    device: str, environment: dict[str, str], match: str, tmp_path: Path
+) -> None:
+    program = f"from kvelastic import _vmm; _vmm.CudaDriver({device!r})"
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env=os.environ | simulated(tmp_path, **environment),
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 1
+    import re
+
+    assert re.search(match, done.stderr), done.stderr
+
+
+def test_no_driver_at_all_falls_back_to_the_host_with_one_line() -> None:
+    program = (
+        "import logging; logging.basicConfig(level=logging.INFO)\n"
+        "from kvelastic import config, device\n"
+        "print(device.resolve('auto', config.load()).name)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env={"PATH": os.environ["PATH"]},
+        capture_output=True,
+        text=True,
+    )
+    if shutil.which("nvidia-smi"):
+        pytest.skip("there is a GPU")
+    assert done.stdout == "host\n"
+    assert done.stderr.count("Using the host's memory") == 1
