@@ -399,7 +399,7 @@ if __name__ == "__main__":
     print(
         "# Configuration\n\n"
         "Every variable, as `kvelastic/config.py` reads it; this page is printed from its table\n"
-        "(`python -m kvelastic.config`). A variable is read once, when the instance starts; a limit\n"
-        "can be changed later with `kvctl`. Where a new name is unset, kvcached's is honoured.\n"
+        "(`python -m kvelastic.config`). A variable is read once, when the instance starts; the\n"
+        "limit can be changed later with `kvctl`. Where a new name is unset, kvcached's counts.\n"
     )
     print(markdown_table(), end="")

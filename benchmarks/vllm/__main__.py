@@ -17,8 +17,8 @@ from tests.engines.vllm_server import Request, VllmServer, make_requests
 
 ROOT = Path(__file__).parents[2]
 STARTS = 3
-ROUNDS = 10
-REQUESTS_PER_ROUND = 24
+ROUNDS = 8
+REQUESTS_PER_ROUND = 16
 KV_BYTES = 768 << 20
 ELASTIC = {"ENABLE_KVELASTIC": "true", "KVELASTIC_MAX_CACHED_TOKENS": "-1"}
 
