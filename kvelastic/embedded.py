@@ -1,6 +1,7 @@
 """kvelastic inside one process: the state behind the seed's functions.
 
-    init(device="cpu"); tensors = alloc_kv_cache(...); manager = kv_cache_manager(...); shutdown()
+    init("vllm", device="cpu", ...); tensors = alloc_kv_cache(...)
+    manager = get_kv_cache_manager(...); shutdown_kvelastic()
 
 A *group* is one cache shape with its tensors and manager; group 0 is the only one most models have.
 Each group is an instance of its own: a segment, a limit, a line in `kvctl list`. The functions may
@@ -87,10 +88,11 @@ def init(
         _state = _State(engine, settings, resolve(named, settings))
 
 
-def shutdown() -> None:
+def shutdown_kvelastic() -> None:
     """Give all memory back and remove the segments; nothing happens if not initialized.
 
-    Tensors that live on keep their addresses, with no memory behind them: they must not be touched.
+    Tensors that live on keep their addresses, with no memory behind them: they must not be touched
+    any more.
     """
     global _state
     with _lock:
@@ -155,19 +157,20 @@ def alloc_kv_cache(
         )
 
 
-def kv_cache_manager(
+def get_kv_cache_manager(
     num_blocks: int,
-    *,
     block_size: int,
     cell_size: int,
     num_layers: int,
-    num_kv_buffers: int,
-    group_id: int,
+    num_kv_buffers: int = 2,
+    group_id: int = 0,
 ) -> KVCacheManager:
-    """The group's manager, always the same one; the tensors may be made before or after it.
+    """The manager of the cache's blocks; one a group, however often it is asked for.
 
-    `cell_size` is the bytes of one token in one buffer. Raises `NotInitializedError`, and
-    `LayoutError` if the arguments do not describe the tensors' blocks.
+    `block_size` is the tokens of a block, `cell_size` the bytes of one token in one buffer
+    (heads * dim * itemsize), `num_kv_buffers` 2 for K and V, 1 for MLA. The tensors may be made
+    before or after it. Block 0 is never handed out: engines use it as padding. Raises
+    `RuntimeError` before init, `LayoutError` if the arguments do not describe the tensors' blocks.
     """
     with _lock:
         state = required()

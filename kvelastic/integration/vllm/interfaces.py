@@ -17,10 +17,19 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from kvelastic import embedded
-from kvelastic.manager import KVCacheManager
+from kvelastic.embedded import get_kv_cache_manager, shutdown_kvelastic
 
 if TYPE_CHECKING:
     import torch
+
+__all__ = [
+    "alloc_kv_cache",
+    "get_kv_cache_manager",
+    "init_kvcached",
+    "init_kvelastic",
+    "shutdown_kvcached",
+    "shutdown_kvelastic",
+]
 
 
 def init_kvelastic(
@@ -79,35 +88,6 @@ def alloc_kv_cache(
         group_id=group_id,
     )
     return tensors
-
-
-def get_kv_cache_manager(
-    num_blocks: int,
-    block_size: int,
-    cell_size: int,
-    num_layers: int,
-    num_kv_buffers: int = 2,
-    group_id: int = 0,
-) -> KVCacheManager:
-    """The manager of the cache's blocks; one a group, however often it is asked for.
-
-    `cell_size` is the bytes of one token in one buffer (heads * dim * itemsize), `num_kv_buffers`
-    2 for K and V, 1 for MLA. Raises `RuntimeError` before init, `LayoutError` if the arguments do
-    not describe the tensors' blocks.
-    """
-    return embedded.kv_cache_manager(
-        num_blocks,
-        block_size=block_size,
-        cell_size=cell_size,
-        num_layers=num_layers,
-        num_kv_buffers=num_kv_buffers,
-        group_id=group_id,
-    )
-
-
-def shutdown_kvelastic() -> None:
-    """Give all memory back and remove the segment. The tensors must not be touched any more."""
-    embedded.shutdown()
 
 
 # The names that kvcached's callers know.
