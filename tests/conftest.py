@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 SHM = Path("/dev/shm")
-SEGMENT_PREFIXES = ("kvelastic", ".kvelastic")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -23,18 +23,28 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason="takes minutes; run with --soak"))
 
 
-def _segments() -> set[str]:
-    return {path.name for path in SHM.iterdir() if path.name.startswith(SEGMENT_PREFIXES)}
+@pytest.fixture(autouse=True)
+def _nothing_left_in_shared_memory() -> Iterator[None]:
+    """Fail a test that leaves a segment of this very process, or one that no live process owns.
 
-
-@pytest.fixture(autouse=True, scope="module")
-def _nothing_left_in_shared_memory(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Fail a module that leaves a segment which no live process owns."""
-    before = _segments()
+    What a fixture of a wider scope has made is there before the test; a server that it runs on is
+    another process, and alive.
+    """
+    before = _files()
     yield
-    left = _segments() - before
-    if left:
-        from kvelastic import segment
+    new = _files() - before
+    if not new:
+        return
+    from kvelastic import segment
 
-        dead = {info.name for info in segment.list_segments() if info.status == "dead"} & left
-        assert not dead, f"{request.node.name} left dead segments behind: {sorted(dead)}"
+    left = [name for name in new if name.startswith(f".kvelastic_new_{os.getpid()}_")]
+    left += [
+        info.name
+        for info in segment.list_segments()
+        if info.name in new and (info.status == "dead" or info.header.get("pid") == os.getpid())
+    ]
+    assert not left, f"left behind in /dev/shm: {left}"
+
+
+def _files() -> set[str]:
+    return {path.name for path in SHM.iterdir()}

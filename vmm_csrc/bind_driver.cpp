@@ -138,8 +138,12 @@ void bind_driver(nb::module_& m) {
           [](Geometry* self, std::uint64_t pages, std::uint64_t extent_bytes,
              std::uint64_t block_bytes, std::uint64_t blocks_per_page,
              std::uint64_t extents_per_page, std::uint64_t extent_stride_bytes) {
-            new (self) Geometry{pages,       extents_per_page, extent_bytes, extent_stride_bytes,
-                                block_bytes, blocks_per_page};
+            const Geometry geometry{pages,        extents_per_page,
+                                    extent_bytes, extent_stride_bytes,
+                                    block_bytes,  blocks_per_page};
+            // The granularity is the driver's to know; Range.reserve looks at that.
+            check(geometry.check(1));
+            new (self) Geometry(geometry);
           },
           nb::kw_only(), "pages"_a, "extent_bytes"_a, "block_bytes"_a, "blocks_per_page"_a,
           "extents_per_page"_a = 1, "extent_stride_bytes"_a = 0)

@@ -17,16 +17,18 @@ inline std::vector<std::int64_t> integers_of(nanobind::handle sequence) {
   PyObject* fast = PySequence_Fast(sequence.ptr(), "a sequence of integers is wanted");
   if (fast == nullptr) throw nanobind::python_error();
   const nanobind::object keep = nanobind::steal(fast);
-  const Py_ssize_t count = PySequence_Fast_GET_SIZE(fast);
-  PyObject** items = PySequence_Fast_ITEMS(fast);
   std::vector<std::int64_t> out;
-  out.reserve(static_cast<std::size_t>(count));
-  for (Py_ssize_t i = 0; i < count; ++i) {
+  out.reserve(static_cast<std::size_t>(PySequence_Fast_GET_SIZE(fast)));
+  // An item's __index__ may run Python that changes this very list: size and items are looked up
+  // anew each time, and the item is held.
+  for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(fast); ++i) {
+    PyObject* item = PySequence_Fast_GET_ITEM(fast, i);
     std::int64_t value = 0;
-    if (PyLong_CheckExact(items[i])) {
-      value = PyLong_AsLongLong(items[i]);
+    if (PyLong_CheckExact(item)) {
+      value = PyLong_AsLongLong(item);
     } else {
-      const nanobind::object index = nanobind::steal(PyNumber_Index(items[i]));
+      const nanobind::object held = nanobind::borrow(item);
+      const nanobind::object index = nanobind::steal(PyNumber_Index(item));
       if (!index.is_valid()) throw nanobind::python_error();
       value = PyLong_AsLongLong(index.ptr());
     }

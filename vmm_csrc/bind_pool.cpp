@@ -50,7 +50,10 @@ std::shared_ptr<Pool> make_pool(nb::handle memory, std::uint64_t max_blocks,
     const auto range = nb::cast<std::shared_ptr<Range>>(memory);
     return unwrap(Pool::create(range->geometry(), std::make_shared<LocalBacking>(range), options));
   }
-  const auto ring = nb::cast<std::shared_ptr<RingBacking>>(memory);
+  std::shared_ptr<RingBacking> ring;
+  if (!nb::try_cast(memory, ring) || ring == nullptr) {
+    throw nb::type_error("memory must be a Range or a Ring");
+  }
   return unwrap(Pool::create(ring->geometry(), ring, options));
 }
 
@@ -208,7 +211,15 @@ void bind_pool(nb::module_& m) {
             if (!pool.try_enter()) without_gil([&] { pool.enter(); });
           },
           "Begin a session: until exit() nothing but this thread's own calls takes blocks away.")
-      .def("exit", &Pool::exit)
+      .def(
+          "exit",
+          [](Pool& pool) {
+            if (!pool.is_entered()) {
+              raise_code("INVALID_ARGUMENT", "exit() without enter() in this thread");
+            }
+            pool.exit();
+          },
+          "End the session. Raises InvalidArgumentError where this thread has begun none.")
       .def("set_limit", &set_limit, "limit_bytes"_a,
            "Set the limit and give back what is over it, as far as that can be had.")
       .def("limit_state", [](const Pool& pool) { return limit_dict(pool.limit_state()); })

@@ -14,6 +14,7 @@
 #pragma once
 
 #include <cstdint>
+#include <numeric>
 #include <string>
 
 #include "status.h"
@@ -44,9 +45,12 @@ struct Geometry {
     return static_cast<BlockId>((page * extent_bytes + block_bytes - 1) / block_bytes);
   }
 
+  /// Fails with kInvalidArgument, naming the number. After it no sum or product of these numbers
+  /// overflows, none of them divides by zero, and no block reaches out of its page.
   Status check(std::uint64_t granularity_bytes) const {
     constexpr std::uint64_t kMaxPages = std::uint64_t{1} << 31;
     constexpr std::uint64_t kMaxBlocksPerPage = std::uint64_t{1} << 20;
+    constexpr std::uint64_t kMaxRangeBytes = std::uint64_t{1} << 60;
     const auto refuse = [](const char* what, std::uint64_t value, const std::string& accepted) {
       return Status(
           Error{Errc::kInvalidArgument,
@@ -59,10 +63,18 @@ struct Geometry {
       return refuse("extent_bytes", extent_bytes,
                     "a multiple of " + std::to_string(granularity_bytes));
     }
-    if (blocks_per_page == 0 || blocks_per_page > kMaxBlocksPerPage ||
-        blocks_per_page > extent_bytes / block_bytes) {
-      return refuse("blocks_per_page", blocks_per_page,
-                    "1 to " + std::to_string(extent_bytes / block_bytes));
+    if (extent_bytes > kMaxRangeBytes / pages) {
+      return refuse("extent_bytes", extent_bytes, "at most 2^60 divided by the pages");
+    }
+    if (block_bytes > extent_bytes) {
+      return refuse("block_bytes", block_bytes,
+                    "at most the " + std::to_string(extent_bytes) + " bytes of an extent");
+    }
+    // What a page may lose on its left where it begins inside a block; see the drawing above.
+    const std::uint64_t skipped = block_bytes - std::gcd(extent_bytes, block_bytes);
+    const std::uint64_t most = (extent_bytes - skipped) / block_bytes;
+    if (blocks_per_page == 0 || blocks_per_page > kMaxBlocksPerPage || blocks_per_page > most) {
+      return refuse("blocks_per_page", blocks_per_page, "1 to " + std::to_string(most));
     }
     if (pages * blocks_per_page >= (std::uint64_t{1} << 32) - 1) {
       return refuse("blocks of the range", pages * blocks_per_page, "under 2^32");
@@ -71,6 +83,9 @@ struct Geometry {
                                  extent_stride_bytes < pages * extent_bytes)) {
       return refuse("extent_stride_bytes", extent_stride_bytes,
                     "a multiple of the granularity that no extent overlaps");
+    }
+    if (extents_per_page > 1 && extents_per_page > kMaxRangeBytes / extent_stride_bytes) {
+      return refuse("extents_per_page", extents_per_page, "at most 2^60 divided by their stride");
     }
     return ok();
   }

@@ -8,6 +8,7 @@
 #include <cstdio>
 #include <cstring>
 #include <string>
+#include <utility>
 
 // Older C libraries lack the newer advice values; the kernel's numbers are fixed.
 #ifndef MADV_POPULATE_WRITE
@@ -22,6 +23,8 @@ namespace {
 
 constexpr std::size_t kHuge = HostDriver::kGranularityBytes;
 constexpr std::size_t kSystemPageBytes = 4096;
+/// More than any processor can address; sums of such sizes cannot overflow.
+constexpr std::size_t kMaxBytes = std::size_t{1} << 57;
 
 std::string describe(const char* call, std::size_t bytes, int error) {
   return std::string(call) + " of " + std::to_string(bytes) +
@@ -29,13 +32,13 @@ std::string describe(const char* call, std::size_t bytes, int error) {
 }
 
 bool fits_granularity(std::size_t bytes) {
-  return bytes > 0 && bytes % kHuge == 0;
+  return bytes > 0 && bytes <= kMaxBytes && bytes % kHuge == 0;
 }
 
 Error bad_size(const char* call, std::size_t bytes) {
   return {Errc::kInvalidArgument, std::string(call) + ": " + std::to_string(bytes) +
                                       " bytes is not a positive multiple of " +
-                                      std::to_string(kHuge)};
+                                      std::to_string(kHuge) + ", at most 2^57"};
 }
 
 /// Addresses that hold nothing and fault; `at` is null for "anywhere".
@@ -83,8 +86,17 @@ Result<std::unique_ptr<HostDriver>> HostDriver::open() {
   return std::unique_ptr<HostDriver>(new HostDriver(fd));
 }
 
+HostDriver::HostDriver(int memfd) : memfd_(memfd), opened_by_(::getpid()) {}
+
 HostDriver::~HostDriver() {
   ::close(memfd_);
+}
+
+Status HostDriver::refuse_in_a_child() const {
+  if (::getpid() == opened_by_) return ok();
+  return Error{Errc::kDeviceUnavailable, "this memory is that of process " +
+                                             std::to_string(opened_by_) +
+                                             "; a forked child has to make a pool of its own"};
 }
 
 Result<std::byte*> HostDriver::reserve(std::size_t bytes) {
@@ -106,6 +118,7 @@ Status HostDriver::release(std::byte* address, std::size_t bytes) {
 
 Result<Handle> HostDriver::create(std::size_t bytes) {
   if (!fits_granularity(bytes)) return bad_size("create", bytes);
+  if (Status mine = refuse_in_a_child(); !mine) return mine.error();
   Result<std::uint64_t> offset = take_offset(bytes);
   if (!offset) return offset.error();
   if (Status filled = populate(*offset, bytes); !filled) {
@@ -119,6 +132,7 @@ Result<Handle> HostDriver::create(std::size_t bytes) {
 }
 
 Status HostDriver::destroy(Handle handle, std::size_t bytes) {
+  if (Status mine = refuse_in_a_child(); !mine) return mine;
   if (Status punched = punch(handle, bytes); !punched) return punched;
   put_offset(handle, bytes);
   destroys_.fetch_add(1, std::memory_order_relaxed);
@@ -182,15 +196,15 @@ Status HostDriver::populate(std::uint64_t offset, std::size_t bytes) {
                               static_cast<off_t>(offset)) == MAP_FAILED) {
     return Error{Errc::kMapping, describe("mapping a new page", bytes, errno)};
   }
-  bool huge = true;
   for (std::size_t done = 0; done < bytes; done += kHuge) {
     if (::madvise(at + done, kSystemPageBytes, MADV_POPULATE_WRITE) != 0) {
       return Error{Errc::kOutOfMemory, describe("creating a page", bytes, errno) +
                                            "; lower KVELASTIC_HOST_MEMORY or the limits"};
     }
-    huge = ::madvise(at + done, kHuge, MADV_COLLAPSE) == 0 && huge;
   }
-  if (huge) return ok();
+  // One call for all: each one first waits for a kernel worker on every processor, which is long
+  // where an engine keeps them busy.
+  if (::madvise(at, bytes, MADV_COLLAPSE) == 0) return ok();
   small_pages_.fetch_add(1, std::memory_order_relaxed);
   if (::madvise(at, bytes, MADV_POPULATE_WRITE) != 0) {
     return Error{Errc::kOutOfMemory, describe("creating a page", bytes, errno) +

@@ -1,6 +1,8 @@
 // The machine's own memory as a device: one memfd a driver, pages at offsets of it.
 #pragma once
 
+#include <sys/types.h>
+
 #include <atomic>
 #include <memory>
 #include <mutex>
@@ -14,7 +16,9 @@ namespace kvelastic {
 /// Pages are 2 MiB huge pages where the kernel has them to give (MADV_COLLAPSE, Linux 6.1, needs no
 /// privilege and no shmem_enabled setting), else 4 KiB system pages: the same meaning, slower.
 /// Unmapped addresses are PROT_NONE and fault. The kernel takes everything back when the process
-/// dies, however it dies: the memfd has no name.
+/// dies, however it dies: the memfd has no name. A forked child shares the memfd with its parent,
+/// so there create and destroy fail with kDeviceUnavailable: a child that lets go of what it has
+/// inherited takes nothing from its parent.
 class HostDriver final : public Driver {
  public:
   static constexpr std::size_t kGranularityBytes = std::size_t{2} << 20;
@@ -34,7 +38,9 @@ class HostDriver final : public Driver {
   DriverStats stats() const override;
 
  private:
-  explicit HostDriver(int memfd) : memfd_(memfd) {}
+  explicit HostDriver(int memfd);
+
+  Status refuse_in_a_child() const;
 
   Result<std::uint64_t> take_offset(std::size_t bytes);
   void put_offset(std::uint64_t offset, std::size_t bytes);
@@ -42,6 +48,7 @@ class HostDriver final : public Driver {
   Status punch(std::uint64_t offset, std::size_t bytes);
 
   const int memfd_;
+  const pid_t opened_by_;
   std::mutex offsets_mutex_;  // a leaf lock: nothing else is taken under it
   std::uint64_t end_offset_ = 0;
   std::unordered_map<std::size_t, std::vector<std::uint64_t>> free_offsets_;  // by page bytes

@@ -8,6 +8,8 @@ namespace {
 
 /// When to look again at a wish whose writers were faster than the reader.
 constexpr std::int64_t kWishRetryNs = 100'000;
+/// When to try again to give memory back that the driver would not take.
+constexpr std::int64_t kShrinkRetryNs = 50'000'000;
 constexpr std::int64_t kNever = -1;
 
 }  // namespace
@@ -25,6 +27,11 @@ std::unique_ptr<Keeper> Keeper::start(std::shared_ptr<Pool> pool,
 
 void Keeper::stop() {
   if (!thread_.joinable()) return;
+  if (::getpid() != started_by_) {
+    // A forked child has inherited this object, but not the thread; pool and record are of no use.
+    thread_.detach();
+    return;
+  }
   stopping_ = true;
   record_->ring_bell();
   thread_.join();
@@ -53,22 +60,27 @@ bool Keeper::read_wish() {
 }
 
 void Keeper::carry_out(const Wish& wish) {
-  // Two answers where memory has to be given back: that the wish was seen, then that it holds.
-  answer(wish.has_limit != 0 ? pool_->set_limit(wish.limit_bytes) : pool_->limit_state(), {});
-  finish_shrinking();
-  if (trims_done_ != wish.trim_requests) {
-    trims_done_ = wish.trim_requests;
+  // Two answers where memory has to be given back: that the wish was seen, then that it holds. What
+  // is to be trimmed is not called applied before it is.
+  const LimitState state =
+      wish.has_limit != 0 ? pool_->set_limit(wish.limit_bytes) : pool_->limit_state();
+  const bool trim = std::exchange(trims_done_, wish.trim_requests) != wish.trim_requests;
+  if (!trim || state.over_bytes > 0) answer(state, {});
+  if (trim) {
     Result<std::uint64_t> trimmed = pool_->trim();
     answer(pool_->limit_state(), trimmed ? std::string() : trimmed.error().message);
   }
+  finish_shrinking();
   record_->add(Counter::kWishesApplied);
 }
 
 void Keeper::finish_shrinking() {
+  shrink_again_ = false;
   if (answered_over_bytes_ == 0 && pool_->limit_state().over_bytes == 0) return;
   Result<LimitState> state = pool_->enforce_limit();
   const LimitState now = state ? *state : pool_->limit_state();
   const std::string reason = state ? std::string() : state.error().message;
+  shrink_again_ = !state && !pool_->failed();
   if (now.over_bytes != answered_over_bytes_ || !reason.empty()) answer(now, reason);
 }
 
@@ -94,6 +106,7 @@ void Keeper::decay() {
   if (next_decay_ == Clock::time_point::max()) {
     if (!pool_->arm_decay()) return;
     (void)pool_->take_idle_parked();
+    seen_activity_ = pool_->activity();
   } else if (now < next_decay_) {
     return;
   } else {
@@ -112,9 +125,10 @@ void Keeper::decay() {
 
 std::int64_t Keeper::sleep_ns(bool wish_unreadable) {
   if (wish_unreadable) return kWishRetryNs;
-  if (next_decay_ == Clock::time_point::max()) return kNever;
+  const std::int64_t retry = shrink_again_ ? kShrinkRetryNs : kNever;
+  if (next_decay_ == Clock::time_point::max()) return retry;
   const auto left = std::chrono::nanoseconds(next_decay_ - Clock::now()).count();
-  return std::max<std::int64_t>(left, 0);
+  return std::clamp<std::int64_t>(left, 0, shrink_again_ ? kShrinkRetryNs : kForever.count());
 }
 
 }  // namespace kvelastic

@@ -2,6 +2,8 @@
 // wait for the engine. It never runs Python, so no engine and no GIL can hold it up.
 #pragma once
 
+#include <unistd.h>
+
 #include <atomic>
 #include <chrono>
 #include <memory>
@@ -33,7 +35,8 @@ class Keeper {
   Keeper(const Keeper&) = delete;
   Keeper& operator=(const Keeper&) = delete;
 
-  /// Ends the thread; blocks until what it does is done. Safe to call twice.
+  /// Ends the thread; blocks until what it does is done. Safe to call twice. In a forked child it
+  /// does nothing.
   void stop();
 
  private:
@@ -41,7 +44,10 @@ class Keeper {
 
   Keeper(std::shared_ptr<Pool> pool, std::shared_ptr<RecordOwner> record,
          const KeeperOptions& options)
-      : pool_(std::move(pool)), record_(std::move(record)), options_(options) {}
+      : pool_(std::move(pool)),
+        record_(std::move(record)),
+        options_(options),
+        started_by_(::getpid()) {}
 
   void run();
   bool read_wish();
@@ -54,10 +60,12 @@ class Keeper {
   const std::shared_ptr<Pool> pool_;
   const std::shared_ptr<RecordOwner> record_;
   const KeeperOptions options_;
+  const pid_t started_by_;
   std::uint64_t revision_ = 0;  // of the last wish seen
   std::uint64_t trims_done_ = 0;
   std::uint64_t answered_over_bytes_ = 0;
   std::uint64_t seen_activity_ = 0;
+  bool shrink_again_ = false;  // the driver refused; nothing else may wake this thread for it
   Clock::time_point next_decay_ = Clock::time_point::max();
   std::atomic<bool> stopping_{false};
   std::thread thread_;

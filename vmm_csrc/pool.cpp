@@ -28,6 +28,7 @@ Result<std::unique_ptr<Pool>> Pool::create(const Geometry& geometry,
     return Error{Errc::kInvalidArgument, "max_blocks is " + std::to_string(options.max_blocks) +
                                              ", must be at least 2: the null block and one more"};
   }
+  if (Status sound = geometry.check(1); !sound) return sound.error();
   Result<std::unique_ptr<Blocks>> blocks = Blocks::create(geometry);
   if (!blocks) return blocks.error();
   return std::unique_ptr<Pool>(new Pool(geometry, std::move(backing), options, *std::move(blocks)));
@@ -81,6 +82,7 @@ bool Pool::try_alloc(std::uint64_t count, std::optional<std::vector<BlockId>>& o
   const std::unique_lock session(session_, std::try_to_lock);
   if (!session) return false;
   const Lock lock(mutex_);
+  if (final_error_) return false;
   if (count <= count_available(true)) return blocks_at_hand(count, out.emplace());
   note_failed_alloc();
   out.reset();
@@ -92,6 +94,7 @@ Result<std::optional<std::vector<BlockId>>> Pool::alloc(std::uint64_t count) {
   // thread must be able to count on what it saw, so alloc waits for it from the start.
   const std::lock_guard session(session_);
   Lock lock(mutex_);
+  if (final_error_) return *final_error_;
   bool may_map = true;
   while (count <= count_available(may_map)) {
     std::vector<BlockId> ids;
@@ -101,7 +104,9 @@ Result<std::optional<std::vector<BlockId>>> Pool::alloc(std::uint64_t count) {
       Result<bool> got = get_pages(lock, missing);
       if (!got && is_final(got.error())) return got.error();
       may_map = got && *got;
-      if (may_map) continue;
+      // The lock was let go of, and without another page there may not be enough: evicting what
+      // cannot make `count` would lose contents for nothing.
+      continue;
     }
     const std::size_t before = evicted_.size();
     for (std::uint64_t i = 0; i < missing; ++i) (void)blocks_->evict_oldest_block(evicted_);
@@ -114,6 +119,7 @@ Result<std::optional<std::vector<BlockId>>> Pool::alloc(std::uint64_t count) {
 
 Result<std::uint64_t> Pool::ensure(std::uint64_t count) {
   Lock lock(mutex_);
+  if (final_error_) return *final_error_;
   while (count <= count_available(true)) {
     const std::uint64_t at_hand = reserved_.size() + blocks_->free_blocks();
     if (at_hand >= count) break;
@@ -128,7 +134,7 @@ Result<bool> Pool::try_to_reserve(std::uint64_t count) {
   const std::lock_guard session(session_);
   // An alloc takes what is reserved first, so it is asked for the old and the new together.
   const std::uint64_t already = stats().blocks_reserved;
-  if (count > available()) return false;
+  if (count > available() && !failed()) return false;
   Result<std::optional<std::vector<BlockId>>> ids = alloc(already + count);
   if (!ids) return ids.error();
   if (!*ids) return false;
@@ -148,16 +154,21 @@ void Pool::free_reserved() {
 
 // --- free, cache, touch ----------------------------------------------------------------------
 
-Status Pool::free(std::span<const BlockId> ids) {
-  Lock lock(mutex_);
-  // A set-aside block is used in the accounting and was never handed out: freeing it is a mistake
-  // of the caller that only this list can tell.
+/// A set-aside block is used in the accounting and was never handed out: to free or cache it is a
+/// mistake of the caller that only this list can tell.
+Status Pool::refuse_reserved(std::span<const BlockId> ids) const {
   for (const BlockId id : reserved_.empty() ? std::span<const BlockId>{} : ids) {
     if (!std::binary_search(reserved_.begin(), reserved_.end(), id)) continue;
     return Error{Errc::kDoubleFree, "block " + std::to_string(id) +
                                         " is reserved and was never handed out; call "
                                         "free_reserved() to give reserved blocks back"};
   }
+  return ok();
+}
+
+Status Pool::free(std::span<const BlockId> ids) {
+  Lock lock(mutex_);
+  if (Status handed_out = refuse_reserved(ids); !handed_out) return handed_out;
   if (Status freed = blocks_->free(ids); !freed) return freed;
   given_back(lock);
   return ok();
@@ -165,6 +176,7 @@ Status Pool::free(std::span<const BlockId> ids) {
 
 Status Pool::cache(std::span<const BlockId> ids) {
   Lock lock(mutex_);
+  if (Status handed_out = refuse_reserved(ids); !handed_out) return handed_out;
   if (Status cached = blocks_->cache(ids); !cached) return cached;
   evict_over_bound();
   given_back(lock);
@@ -177,7 +189,15 @@ void Pool::given_back(Lock& lock) {
   ++counts_.frees;
   if (record_) record_->add(Counter::kFrees);
   note_activity();
-  (void)enforce(lock);  // a failure leaves the pool over its limit, and the keeper tries again
+  if (over_pages() > 0) {
+    // Only tried for: who is in a session may be waiting for this very thread.
+    const std::unique_lock session(session_, std::try_to_lock);
+    if (session) {
+      (void)enforce(lock);  // a failure leaves the pool over its limit, and the keeper tries again
+    } else if (wake_) {
+      wake_();
+    }
+  }
   changed();
 }
 
@@ -192,6 +212,10 @@ Status Pool::touch(std::span<const BlockId> ids) {
 void Pool::evict_over_bound() {
   if (options_.max_cached_blocks < 0) return;
   const auto bound = static_cast<std::uint64_t>(options_.max_cached_blocks);
+  if (blocks_->cached_blocks() <= bound) return;
+  // In another thread's session nothing is evicted: the next cache() makes up for it.
+  const std::unique_lock session(session_, std::try_to_lock);
+  if (!session) return;
   const std::size_t before = evicted_.size();
   // Whole pages where that does not cost more blocks than the bound asks for, since only a whole
   // page is memory given back; the oldest blocks for the rest.
@@ -246,6 +270,16 @@ Result<bool> Pool::get_pages(Lock& lock, std::uint64_t blocks) {
   return true;
 }
 
+/// Remembers a failure after which nobody knows what is mapped. A page that is said to be mapped
+/// and is not would be a fault in the engine, far from here.
+void Pool::note_if_final(const Status& answered) {
+  if (answered || final_error_ || !is_final(answered.error())) return;
+  final_error_ = answered.error();
+  // That call waited; those to come do not.
+  if (final_error_->code == Errc::kChannelTimeout) final_error_->code = Errc::kChannelClosed;
+  failed_.store(true, std::memory_order_relaxed);
+}
+
 Status Pool::grow(Lock& lock, std::uint64_t pages) {
   std::vector<PageIndex> batch;
   for (std::uint64_t i = 0; i < pages; ++i) {
@@ -260,6 +294,7 @@ Status Pool::grow(Lock& lock, std::uint64_t pages) {
   lock.unlock();
   Status mapped = backing_->map(batch);
   lock.lock();
+  note_if_final(mapped);
   for (const PageIndex page : batch) mapped ? blocks_->add_page(page) : blocks_->put_back(page);
   if (mapped) {
     counts_.pages_mapped_ever += batch.size();
@@ -284,6 +319,7 @@ Status Pool::shrink(Lock& lock, std::uint64_t pages) {
   lock.unlock();
   Status unmapped = backing_->unmap(batch);
   lock.lock();
+  note_if_final(unmapped);
   for (const PageIndex page : batch) unmapped ? blocks_->put_back(page) : blocks_->add_page(page);
   if (unmapped) {
     held_pages_ -= batch.size();
@@ -373,7 +409,7 @@ std::uint64_t Pool::usable_blocks() const {
 
 std::uint64_t Pool::count_available(bool may_map) const {
   const std::uint64_t usable = usable_blocks();
-  if (in_use() >= usable) return 0;
+  if (final_error_ || in_use() >= usable) return 0;
   const std::uint64_t there = reserved_.size() + blocks_->free_blocks() + blocks_->cached_blocks();
   // Pages on their way in or out count as ones to come: an alloc that needs them waits for them.
   const std::uint64_t mapped = blocks_->mapped_pages();

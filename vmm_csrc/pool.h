@@ -7,7 +7,8 @@
 // cheapest first, then no block is handed out until the engine has freed enough (it preempts).
 //
 // Threads. Every call may be made from any thread. Locks, in the order they are taken:
-//   session_  held by enter()..exit(), and by whoever takes pages or cached blocks away
+//   session_  held by enter()..exit(), and by whoever takes pages or cached blocks away; free() and
+//             cache() only try for it, so they never wait: what they leave is left to the keeper
 //   mutex_    the accounting; never held across a call to the backing
 //   the backing's own
 #pragma once
@@ -26,6 +27,7 @@
 #include "backing.h"
 #include "blocks.h"
 #include "record.h"
+#include "session.h"
 
 namespace kvelastic {
 
@@ -70,14 +72,16 @@ class Pool {
 
   /// `count` ids, or none when that many cannot be had now; then nothing has changed. May map
   /// pages (blocks) and may evict cached blocks (see take_evicted). Fails only where no later try
-  /// can succeed: kPoolFailed, kChannelClosed, kChannelTimeout.
+  /// can succeed: kPoolFailed, kChannelClosed, kChannelTimeout; every later alloc and ensure fails
+  /// then, for nobody knows what is mapped.
   Result<std::optional<std::vector<BlockId>>> alloc(std::uint64_t count);
   /// The same for a caller that must not block: answers false where a page would have to be
   /// mapped, and nothing has changed then; true with `out` filled or none.
   bool try_alloc(std::uint64_t count, std::optional<std::vector<BlockId>>& out);
 
   /// Used or cached blocks are free again. All or nothing; fails with kUnknownBlock, kNullBlock,
-  /// kDoubleFree. Over the limit it gives the emptied pages back before it returns (blocks).
+  /// kDoubleFree. Over the limit it gives the emptied pages back before it returns (blocks), unless
+  /// another thread is in a session: the keeper does it then, after that.
   Status free(std::span<const BlockId> ids);
   /// Used blocks whose contents are worth keeping; evicted first named first. As free. Past
   /// max_cached_blocks it evicts at once.
@@ -115,7 +119,10 @@ class Pool {
   /// shrink: what available() said can be taken. Recursive. Waits while the pool shrinks.
   void enter() { session_.lock(); }
   bool try_enter() { return session_.try_lock(); }
+  /// Pre: is_entered().
   void exit() { session_.unlock(); }
+  /// Whether this very thread is in a session.
+  bool is_entered() const { return session_.is_mine(); }
 
   // --- memory --------------------------------------------------------------------------------
 
@@ -127,6 +134,8 @@ class Pool {
   LimitState limit_state() const;
   /// Whether more is held than the limit allows: free() and cache() may block then. Lock-free.
   bool is_over_limit() const { return over_limit_.load(std::memory_order_relaxed); }
+  /// Whether the backing has failed for good: no block is handed out any more. Lock-free.
+  bool failed() const { return failed_.load(std::memory_order_relaxed); }
 
   /// Unmaps at most `most` parked pages; answers how many. Waits for the session; blocks.
   Result<std::uint64_t> trim(std::uint64_t most = ~std::uint64_t{0});
@@ -168,6 +177,8 @@ class Pool {
   Result<bool> get_pages(Lock& lock, std::uint64_t blocks);
   Status enforce(Lock& lock);
   void given_back(Lock& lock);
+  Status refuse_reserved(std::span<const BlockId> ids) const;
+  void note_if_final(const Status& answered);
   void evict_over_bound();
   void note_evicted(std::size_t before);
   std::uint64_t mappable_pages() const {
@@ -194,7 +205,7 @@ class Pool {
   const PoolOptions options_;
   const std::shared_ptr<Backing> backing_;
 
-  std::recursive_mutex session_;
+  Session session_;
   mutable std::mutex mutex_;
   std::unique_ptr<Blocks> blocks_;
   std::vector<BlockId> reserved_;  // sorted; used in blocks_, set aside for the next allocs
@@ -209,11 +220,12 @@ class Pool {
   bool provision_called_ = false;     // the keeper was called to provision and has not yet
   bool decay_armed_ = false;          // the keeper's decay timer runs
   PoolStats counts_;                  // the counters of stats()
+  std::optional<Error> final_error_;  // what alloc fails with since the backing has failed for good
   std::shared_ptr<RecordOwner> record_;
   std::function<void()> wake_;
 
   std::atomic<std::uint64_t> available_{0}, available_mapped_{0}, activity_{0};
-  std::atomic<bool> has_evicted_{false}, over_limit_{false};
+  std::atomic<bool> has_evicted_{false}, over_limit_{false}, failed_{false};
 };
 
 }  // namespace kvelastic

@@ -12,4 +12,8 @@ namespace kvelastic {
 /// there is no such process, or if it is a zombie: dead, and only not waited for.
 std::optional<std::uint64_t> process_start_ticks(pid_t pid);
 
+/// Whether the process that had this number and start is gone for certain (a zombie is). One that
+/// cannot be looked at, because no file can be opened, say, is not known to be gone.
+bool process_is_gone(pid_t pid, std::uint64_t start_ticks);
+
 }  // namespace kvelastic

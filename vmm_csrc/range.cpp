@@ -144,9 +144,9 @@ Status Range::unmap(std::span<const PageIndex> pages, Afterwards afterwards) {
     store_.recycle(handles);
     return ok();
   }
-  // The pages are unmapped now whatever happens: a handle that resists is kept as recycled, and
-  // the next trim tries again.
-  (void)store_.destroy(handles);
+  // The pages are unmapped now whatever happens: a handle that resists is tried once more, and is
+  // kept as recycled if that fails too: counted, and the first to be used or trimmed.
+  if (!store_.destroy(handles)) (void)store_.trim();
   return ok();
 }
 

@@ -41,6 +41,13 @@ Clock::time_point deadline_after(nanoseconds timeout) {
   return timeout == kForever ? Clock::time_point::max() : Clock::now() + timeout;
 }
 
+/// What is mapped is not known any more, which the caller must not take for "no memory now".
+Error cannot_be_undone(const Error& failure, const Error& undoing) {
+  const Errc code = undoing.code == Errc::kPoolFailed ? undoing.code : Errc::kChannelClosed;
+  return {code, failure.message + ", and what was done before could not be undone (" +
+                    undoing.message + "); the engine has to be restarted"};
+}
+
 bool same(const Geometry& a, const Geometry& b) {
   return a.pages == b.pages && a.extents_per_page == b.extents_per_page &&
          a.extent_bytes == b.extent_bytes && a.extent_stride_bytes == b.extent_stride_bytes &&
@@ -81,7 +88,7 @@ Status RingBacking::worker_is_alive() const {
   const auto state = static_cast<RingMemory::WorkerState>(memory_->worker_state.load());
   const pid_t pid = memory_->worker_pid.load();
   if (state == RingMemory::WorkerState::kServing &&
-      process_start_ticks(pid) == memory_->worker_start_ticks.load()) {
+      !process_is_gone(pid, memory_->worker_start_ticks.load())) {
     return ok();
   }
   return Error{Errc::kChannelClosed,
@@ -106,10 +113,13 @@ Status RingBacking::run(RingMemory::Command command, std::span<const PageIndex> 
     Status answered = run_one(command, pages.subspan(done, count));
     if (!answered) {
       // The earlier entries of this batch are undone: a batch is all or nothing.
-      for (std::size_t undone = 0; undone < done && !closed_;) {
-        const std::size_t chunk = std::min(done - undone, RingMemory::kPagesPerEntry);
-        if (!run_one(opposite, pages.subspan(undone, chunk))) closed_ = true;
-        undone += chunk;
+      for (std::size_t begin = 0; begin < done && !closed_;) {
+        const std::size_t chunk = std::min(done - begin, RingMemory::kPagesPerEntry);
+        if (Status undone = run_one(opposite, pages.subspan(begin, chunk)); !undone) {
+          closed_ = true;
+          return cannot_be_undone(answered.error(), undone.error());
+        }
+        begin += chunk;
       }
       return answered;
     }
@@ -177,7 +187,7 @@ Result<std::unique_ptr<RingWorker>> RingWorker::start(std::span<std::byte> memor
   const auto serving = static_cast<std::uint32_t>(RingMemory::WorkerState::kServing);
   const pid_t other = shared->worker_pid.load();
   if (shared->worker_state.load() == serving &&
-      process_start_ticks(other) == shared->worker_start_ticks.load()) {
+      !process_is_gone(other, shared->worker_start_ticks.load())) {
     return Error{Errc::kChannelClosed,
                  "worker " + std::to_string(other) + " serves this ring already"};
   }
@@ -192,6 +202,11 @@ Result<std::unique_ptr<RingWorker>> RingWorker::start(std::span<std::byte> memor
 
 void RingWorker::stop() {
   if (!thread_.joinable()) return;
+  if (::getpid() != started_by_) {
+    // A forked child has inherited this object, but not the thread; the ring is its parent's.
+    thread_.detach();
+    return;
+  }
   stopping_ = true;
   futex_wake(memory_->posted);
   thread_.join();

@@ -10,6 +10,8 @@
 // producer before `posted` passes it, by the worker before `done` passes it, by nobody at once.
 #pragma once
 
+#include <unistd.h>
+
 #include <array>
 #include <chrono>
 #include <memory>
@@ -107,12 +109,16 @@ class RingWorker {
   RingWorker(const RingWorker&) = delete;
   RingWorker& operator=(const RingWorker&) = delete;
 
-  /// Stops serving; blocks until the command in hand is done. Safe to call twice.
+  /// Stops serving; blocks until the command in hand is done. Safe to call twice. In a forked child
+  /// it does nothing.
   void stop();
 
  private:
   RingWorker(RingMemory* memory, std::shared_ptr<Range> range, std::shared_ptr<void> keep)
-      : memory_(memory), range_(std::move(range)), keep_(std::move(keep)) {}
+      : memory_(memory),
+        range_(std::move(range)),
+        keep_(std::move(keep)),
+        started_by_(::getpid()) {}
 
   void serve();
   void carry_out(RingMemory::Entry& entry);
@@ -120,6 +126,7 @@ class RingWorker {
   RingMemory* const memory_;
   const std::shared_ptr<Range> range_;
   const std::shared_ptr<void> keep_;
+  const pid_t started_by_;
   std::atomic<bool> stopping_{false};
   std::thread thread_;
 };

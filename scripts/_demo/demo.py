@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import http.client
-import json
 import os
+import signal
 import subprocess
 import sys
 import time
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import FrameType
 
-from view import LiveView
+import psutil
+import shared_files
+from client import Burst, RequestFailedError, ask
+from view import LiveView, Memory, Waiting
 
 from kvelastic import segment
+from kvelastic.errors import KvelasticError
 from kvelastic.sizes import format_size
 from tests.engines.vllm_server import VllmServer, worker_memory_bytes
 
-MIB = 1 << 20
-KV_BYTES = 1 << 30
+KV_BYTES = 768 << 20
 LOW_LIMIT = "96M"
 NAME = f"demo_{os.getpid()}"
 KVCTL = str(Path(sys.executable).with_name("kvctl"))
@@ -33,112 +36,166 @@ QUESTIONS = [
     "Name the four seasons of the year.",
     "What is 2 + 3? Answer with the number only.",
 ]
-TOPICS = ["a river", "a lighthouse", "the sea", "a small town", "an old clock", "snow", "a train"]
+ANSWER_TOKENS = 40
+BURST_REQUESTS = 40
 IDLE_TRIM_S = 3.0
+TRIM_DEADLINE_S = 10.0
+LOG_LINES = 40
+
+
+class DemoError(Exception):
+    """The demo cannot go on; its text is for the person who started it."""
+
+
+FAILURES = (
+    DemoError,
+    RequestFailedError,
+    KvelasticError,
+    AssertionError,  # of VllmServer
+    OSError,
+    http.client.HTTPException,
+    subprocess.TimeoutExpired,
+    psutil.Error,
+)
 
 
 def title(text: str) -> None:
     print(f"\n\033[1m{text}\033[0m" if sys.stdout.isatty() else f"\n== {text}", flush=True)
 
 
-def chat(server: VllmServer, question: str, max_tokens: int) -> str:
-    body = {
-        "model": "m",
-        "messages": [{"role": "user", "content": question}],
-        "max_tokens": max_tokens,
-        "temperature": 0,
-    }
-    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=300)
+def pids(server: VllmServer) -> list[int]:
+    """The server and all its processes, as far as they still run."""
     try:
-        connection.request(
-            "POST",
-            "/v1/chat/completions",
-            json.dumps(body),
-            {"Content-Type": "application/json"},
-        )
-        response = connection.getresponse()
-        text = response.read()
-    finally:
-        connection.close()
-    if response.status != 200:
-        raise SystemExit(f"the server answered {response.status}: {text.decode()[:500]}")
-    answer: str = json.loads(text)["choices"][0]["message"]["content"]
-    return answer.strip()
+        api = psutil.Process(server.process.pid)
+        return [api.pid, *(child.pid for child in api.children(recursive=True))]
+    except psutil.Error:
+        return []
 
 
-def burst(server: VllmServer, threads: ThreadPoolExecutor, count: int) -> list[Future[str]]:
-    """Stories of different lengths, sixteen at once."""
-    return [
-        threads.submit(
-            chat,
-            server,
-            f"Write a story about {TOPICS[i % len(TOPICS)]}. "
-            + "Make it long and calm. " * (i % 12 * 5),
-            64 + 16 * (i % 8),
-        )
-        for i in range(count)
-    ]
-
-
-def kvctl(*arguments: str) -> None:
-    print(f"  $ kvctl {' '.join(arguments)}", flush=True)
+def kvctl(*arguments: str) -> str:
+    """Run the real command; answers the lines to show, as on a screen."""
     done = subprocess.run([KVCTL, *arguments], capture_output=True, text=True, check=False)
-    print("    " + (done.stdout + done.stderr).strip().replace("\n", "\n    "), flush=True)
+    said = (done.stdout + done.stderr).strip().replace("\n", "\n    ")
     if done.returncode:
-        raise SystemExit(f"kvctl ended with {done.returncode}")
+        raise DemoError(f"kvctl {' '.join(arguments)} ended with {done.returncode}: {said}")
+    return f"  $ kvctl {' '.join(arguments)}\n    {said}"
 
 
 def held(server: VllmServer) -> str:
     """What the instance says, and what the operating system says."""
-    with segment.open_readonly(NAME) as instance:
-        said = instance.record.read_usage()["mapped_bytes"]
-    real = worker_memory_bytes(server.processes()["worker"])
-    return f"{format_size(said)} mapped by its own account, {format_size(real)} by the kernel's"
+    said = Memory.of(NAME).mapped
+    worker = server.processes().get("worker")
+    if worker is None:
+        raise DemoError("vLLM's worker has ended")
+    real = worker_memory_bytes(worker)
+    return f"{format_size(said)} held by its own account, {format_size(real)} by the kernel's"
 
 
-def wait_for_mapped(at_most_bytes: int, deadline_s: float) -> None:
-    deadline = time.monotonic() + deadline_s
-    with segment.open_readonly(NAME) as instance:
-        while instance.record.read_usage()["mapped_bytes"] > at_most_bytes:
-            if time.monotonic() > deadline:
-                return
+def wait_for_mapped(at_most_bytes: int) -> None:
+    deadline = time.monotonic() + TRIM_DEADLINE_S
+    while Memory.of(NAME).mapped > at_most_bytes:
+        if time.monotonic() > deadline:
+            raise DemoError(
+                f"after {TRIM_DEADLINE_S:g} s still {format_size(Memory.of(NAME).mapped)} mapped"
+            )
+        time.sleep(0.05)
+
+
+def questions(server: VllmServer) -> list[str]:
+    answers = []
+    for question in QUESTIONS:
+        answers.append(ask(server.port, question, ANSWER_TOKENS))
+        print(f"  Q: {question}\n  A: {answers[-1]}", flush=True)
+    return answers
+
+
+def burst(server: VllmServer) -> None:
+    print(f"  before: {held(server)}", flush=True)
+    with LiveView(NAME, "burst", KV_BYTES) as view, Burst(server.port, BURST_REQUESTS) as requests:
+        stories = requests.wait()
+    print(
+        f"  {len(stories)} answers, {sum(map(len, stories))} characters;"
+        f" at most {format_size(view.most_mapped_bytes)} were mapped",
+        flush=True,
+    )
+
+
+def limited_burst(server: VllmServer, answers: list[str]) -> None:
+    preempted = -server.metrics()["num_preemptions_total"]
+    with (
+        LiveView(NAME, "limited", KV_BYTES) as view,
+        Burst(server.port, BURST_REQUESTS) as requests,
+    ):
+        requests.wait(5)
+        view.say(f"  {requests.done} of {BURST_REQUESTS} requests are done; now:")
+        asked_s = time.monotonic()
+        view.say(kvctl("limit", NAME, LOW_LIMIT, "--wait", "120"))
+        view.say(f"    {time.monotonic() - asked_s:.1f} s after it was asked for, under load")
+        again = ask(server.port, QUESTIONS[0], ANSWER_TOKENS)
+        stories = requests.wait()
+    preempted += server.metrics()["num_preemptions_total"]
+    same = "as above" if again == answers[0] else "above it was another"
+    print(f"  all {len(stories)} requests finished, after {preempted:.0f} preemptions by vLLM")
+    print(f"  the last story begins: {stories[-1][:100]!r}")
+    print(f"  Q: {QUESTIONS[0]}\n  A: {again} ({same})")
+    print(f"  after: {held(server)}", flush=True)
+
+
+def idle(server: VllmServer) -> None:
+    print(kvctl("limit", NAME, str(KV_BYTES), "--wait", "10"), flush=True)
+    burst_of_few = 8
+    with LiveView(NAME, "idle", KV_BYTES) as view:
+        with Burst(server.port, burst_of_few) as requests:
+            requests.wait()
+        view.say(f"  {burst_of_few} more requests are done; nothing to do from here on")
+        deadline = time.monotonic() + 2 * IDLE_TRIM_S + TRIM_DEADLINE_S
+        while Memory.of(NAME).parked and time.monotonic() < deadline:
             time.sleep(0.1)
+    print(f"  what was parked is back at the machine:\n  {held(server)}")
+    with segment.open_readonly(NAME) as instance:
+        page_bytes = instance.record.read_usage()["page_bytes"]
+    print("  the prefix cache stays until it is in the way, or until it is asked for:")
+    print(kvctl("limit", NAME, str(page_bytes), "--wait", "10"))
+    wait_for_mapped(page_bytes)
+    print(f"  {held(server)};\n  one page always stays")
+    print(kvctl("list"), flush=True)
 
 
 def show(server: VllmServer) -> None:
     title("2. Questions")
-    for question in QUESTIONS:
-        print(f"  Q: {question}\n  A: {chat(server, question, 40)}", flush=True)
-
-    title("3. A burst of 48 requests, 16 at once: memory grows with use")
-    print(f"  before: {held(server)}")
-    with ThreadPoolExecutor(16) as threads, LiveView(NAME, "burst") as view:
-        lengths = [len(each.result()) for each in burst(server, threads, 48)]
-    print(f"  {len(lengths)} answers, {sum(lengths)} characters; at most "
-          f"{format_size(view.most_mapped_bytes)} were mapped")  # fmt: skip
-
+    answers = questions(server)
+    title(f"3. A burst of {BURST_REQUESTS} requests, 16 at once: memory grows with use")
+    burst(server)
     title(f"4. Another burst, and the limit lowered to {LOW_LIMIT} while it runs")
-    with ThreadPoolExecutor(16) as threads:
-        answers = burst(server, threads, 48)
-        with LiveView(NAME, "before"):
-            answers[4].result()
-        kvctl("limit", NAME, LOW_LIMIT, "--wait", "60")
-        with LiveView(NAME, "limited"):
-            finished = [each.result() for each in answers]
-    print(f"  all {len(finished)} requests finished under the limit; one of them begins:")
-    print(f"    {finished[-1][:150]!r}")
-    print(f"  after: {held(server)}")
+    limited_burst(server, answers)
+    title("5. The limit lifted, a little work, and then nothing to do")
+    idle(server)
 
-    title("5. Idle: what was parked goes back, the prefix cache stays until it is in the way")
-    kvctl("limit", NAME, "1G", "--wait", "10")
-    with segment.open_readonly(NAME) as instance:
-        page_bytes = instance.record.read_usage()["page_bytes"]
-    with LiveView(NAME, "idle"):
-        time.sleep(2 * IDLE_TRIM_S)
-    kvctl("limit", NAME, str(page_bytes), "--wait", "10")
-    wait_for_mapped(page_bytes, 5)
-    print(f"  the cache too, when asked for: {held(server)}")
-    kvctl("list")
+
+def start(server: VllmServer) -> None:
+    started_s = time.monotonic()
+    with Waiting("starting (half a minute, more on a busy machine)"):
+        server.wait_until_ready()
+    print(f"  ready after {time.monotonic() - started_s:.0f} s\n  {held(server)}", flush=True)
+
+
+def end(server: VllmServer, files: set[Path]) -> None:
+    title("6. The end")
+    server.stop()
+    files_left = shared_files.left(files)
+    segments_left = [info.name for info in segment.list_segments() if info.name == NAME]
+    print(f"  the server and its processes have ended; of their {len(files)} files in /dev/shm"
+          f" {len(files_left) or 'none'} are left")  # fmt: skip
+    if files_left or segments_left:
+        raise DemoError(f"left in shared memory: {', '.join(map(str, files_left))} {segments_left}")
+
+
+def clean_up(server: VllmServer, files: set[Path]) -> None:
+    """After Ctrl-C or a failure: nothing of ours runs on, nothing stays in shared memory."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C must not leave the half of it
+    files |= shared_files.in_use_by(pids(server))
+    server.kill()
+    shared_files.remove(files | {shared_files.SHM / NAME})
 
 
 def main(model: Path) -> None:
@@ -148,27 +205,34 @@ def main(model: Path) -> None:
         "KVELASTIC_IDLE_TRIM_SECONDS": str(IDLE_TRIM_S),
     }
     title("1. vLLM with ENABLE_KVELASTIC=true, serving SmolLM2-135M-Instruct on the CPU")
+    files: set[Path] = set()
     with TemporaryDirectory(prefix="kvelastic-demo-") as folder:
-        log = Path(folder) / "vllm.log"
-        start = time.monotonic()
-        with VllmServer(model, log, environment, SERVER_ARGUMENTS) as server:
-            print("  starting (half a minute) ...", flush=True)
-            try:
-                server.wait_until_ready()
-            except AssertionError as error:
-                raise SystemExit(f"the server did not start: {error}") from None
-            print(f"  ready after {time.monotonic() - start:.0f} s; {held(server)}")
+        environment["VLLM_RPC_BASE_PATH"] = folder  # its sockets go with the folder
+        server = VllmServer(model, Path(folder) / "vllm.log", environment, SERVER_ARGUMENTS)
+        try:
+            start(server)
+            files |= shared_files.in_use_by(pids(server))
             show(server)
-            title("6. The end")
-            server.stop()
-    left = [info.name for info in segment.list_segments() if info.name == NAME]
-    print(f"  servers stopped; left in shared memory: {left or 'nothing'}")
-    if left:
-        raise SystemExit(1)
+            end(server, files)
+        except FAILURES as error:
+            lines = server.log.read_text(errors="replace").splitlines()[-LOG_LINES:]
+            print("\n".join(["", "The end of the server's log:", *lines]), file=sys.stderr)
+            # What VllmServer says goes on with the log, which stands above.
+            reason = str(error).partition(":")[0] if isinstance(error, AssertionError) else error
+            raise SystemExit(f"\nThe demo failed: {reason or type(error).__name__}") from None
+        finally:
+            clean_up(server, files)
+
+
+def interrupted(number: int, _: FrameType | None) -> None:
+    raise SystemExit(128 + number)
 
 
 if __name__ == "__main__":
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, interrupted)
     try:
         main(Path(sys.argv[1]))
     except KeyboardInterrupt:
+        print("\nStopped: the server has ended, and nothing is left of it.", file=sys.stderr)
         sys.exit(130)

@@ -55,7 +55,7 @@ def test_a_page_that_could_not_be_destroyed_is_destroyed_soon(name: str) -> None
     ids = pool.alloc(40)
     assert ids is not None
     pool.free(ids)
-    unmaps = calls_of(memory, lambda: pool.trim())
+    unmaps = calls_of(memory, pool.trim)
     ids = pool.alloc(40)
     assert ids is not None
     pool.free(ids)
@@ -88,7 +88,7 @@ def test_none_changes_nothing_when_the_device_is_out_of_memory(name: str, count:
         memory.write(block, 9)
     pool.cache(ids[:6])
     before = pool.stats()
-    for fail_at in range(1, 40):
+    for fail_at in range(1, 40 if count == 1 else 2):
         memory.driver.arm(fail_at, count)
         got = pool.alloc(30)
         memory.driver.arm(0)
@@ -104,8 +104,6 @@ def test_none_changes_nothing_when_the_device_is_out_of_memory(name: str, count:
         same = ("blocks_used", "blocks_cached", "pages_mapped", "blocks_available")
         assert {k: after[k] for k in same} == {k: before[k] for k in same}
         assert pool.mapped_bytes == memory.held_at_the_os() == memory.range.held_bytes
-        if count > 1 and fail_at > memory.layout.extents_per_page * 4:
-            break  # from here on undoing fails as well: test_faults has that
     assert all(memory.read(block) == {9} for block in ids)
     pool.check_integrity()
 
@@ -132,7 +130,7 @@ def test_a_pool_whose_memory_is_not_known_hands_out_none_of_it(name: str) -> Non
     ids = pool.alloc(5 * 8 - 1)
     assert ids is not None
     pool.free([block for block in ids if memory.page_of(block) in {1, 3, 4}])
-    memory.driver.arm(2, 10**9)  # the second run of pages is not unmapped, the first not mapped again
+    memory.driver.arm(2, 10**9)  # the second run stays mapped, the first is not mapped again
     with pytest.raises(errors.PoolFailedError):
         pool.trim()
     memory.driver.arm(0)

@@ -31,6 +31,15 @@ def usage(name: str) -> dict:
     return segment.inspect(name).usage
 
 
+def first_answer(name: str, limit_bytes: int) -> str:
+    """Wish for a limit; the state of the first answer, which may be before it is reached."""
+    with segment.open_writable(name) as opened:
+        with opened.writing() as record:
+            revision = record.write_wish(limit_bytes=limit_bytes)
+        assert opened.record.wait_answer(revision, 10.0), "no answer to a wish in 10 s"
+        return opened.record.read_answer()["state"]
+
+
 def test_same_tokens_in_alternation_with_prefix_hits(stock, elastic) -> None:
     hits = [server.metrics()["prefix_cache_hits_total"] for server in (stock, elastic)]
     for seed in (1, 2):
@@ -102,7 +111,7 @@ def test_parked_pages_go_back_when_idle(elastic, instance_name) -> None:
     deadline = time.monotonic() + 20
     while usage(instance_name)["parked_bytes"] and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert usage(instance_name)["parked_bytes"] == 0
+    assert usage(instance_name)["parked_bytes"] == 0, segment.inspect(instance_name)
 
 
 def test_request_that_does_not_fit_waits_for_the_limit_without_spinning(
@@ -147,7 +156,7 @@ def test_limit_changed_at_random_under_load(stock, elastic, instance_name, soak_
     def change_limits() -> None:
         while not done.is_set():
             limit = pick.choice([1, 2, 3, 4, 6, 8, 16, 32]) * PAGE_BYTES
-            states.append(segment.wish_limit(instance_name, limit, wait_s=1).state)
+            states.append(first_answer(instance_name, limit))
             gauges.append(elastic.metrics()["kv_cache_usage_perc"])
             done.wait(pick.random() * 0.3)
 
@@ -163,7 +172,7 @@ def test_limit_changed_at_random_under_load(stock, elastic, instance_name, soak_
         done.set()
         changer.join()
     assert set(states) <= {"applied", "shrinking"}
-    assert states.count("applied") > len(states) // 2
+    assert {"applied", "shrinking"} <= set(states)
     assert min(gauges) >= 0
     assert max(gauges) <= 1
     final = segment.wish_limit(instance_name, 4 * PAGE_BYTES, wait_s=5)

@@ -1,13 +1,14 @@
 """Native ranges and pools small enough for tests, and what the operating system says they hold.
 
-    memory = Memory(LAYOUTS["paged"], pages=6)
-    pool = memory.pool()
-    memory.write(pool.alloc(1)[0], 7)
+memory = Memory(LAYOUTS["paged"], pages=6)
+pool = memory.pool()
+memory.write(pool.alloc(1)[0], 7)
 """
 
 from __future__ import annotations
 
 import ctypes
+import os
 from pathlib import Path
 
 from kvelastic import _vmm
@@ -27,14 +28,9 @@ LAYOUTS = {
 
 def memfds() -> set[Path]:
     """The open memory files of host drivers in this process."""
-    found = set()
-    for fd in Path("/proc/self/fd").iterdir():
-        try:
-            if "memfd:kvelastic" in str(fd.readlink()):
-                found.add(fd)
-        except FileNotFoundError:  # the descriptor of this very listing
-            continue
-    return found
+    # The descriptor of this very listing is gone by the time that it is looked at.
+    fds = (fd for fd in Path("/proc/self/fd").iterdir() if os.path.lexists(fd))
+    return {fd for fd in fds if "memfd:kvelastic" in str(fd.readlink())}
 
 
 class Memory:

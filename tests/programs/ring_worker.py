@@ -1,33 +1,127 @@
-"""A worker process for tests of the ring: `ring_worker.py SEGMENT PAGES`; ends when stdin does.
+"""A worker process: serves a segment's ring on a range of its own, under the control of a test.
 
-Lines on stdin: `held` prints the bytes held, `fail N` makes the N-th driver call from now fail.
+    with Worker(segment_name, "paged", pages=8) as worker:
+        worker.ask("arm 3 1"); worker.kill()
+
+As a program: `ring_worker.py SEGMENT LAYOUT PAGES`. It prints `ready`, or `refused CODE`, and then
+answers each line of its stdin with one line:
+
+    arm FIRST COUNT   fail the FIRST-th driver call from now on and COUNT-1 more      -> done
+    mapped            page indices that are mapped                                    -> 0 1 2
+    held              bytes that the range holds                                      -> 4194304
+    write ID TAG      put a tag into a block                                          -> done
+    read ID           the tag in a block                                              -> 7
+    fork              fork a child that drops everything it inherited, and ends       -> done
+    stop              stop serving                                                    -> done
 """
 
 from __future__ import annotations
 
+import gc
+import os
+import signal
+import subprocess
 import sys
+from pathlib import Path
 
-from kvelastic import _vmm, segment
+
+class Worker:
+    """The process, from outside."""
+
+    def __init__(self, segment: str, layout: str, pages: int) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, __file__, segment, layout, str(pages)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert self.process.stdout is not None
+        self.first_words = self.process.stdout.readline().split()
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    def ask(self, line: str) -> str:
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.write(line + "\n")
+        self.process.stdin.flush()
+        return self.process.stdout.readline().strip()
+
+    def mapped(self) -> list[int]:
+        return [int(page) for page in self.ask("mapped").split()]
+
+    def kill(self, *, wait: bool = True) -> None:
+        """SIGKILL; without `wait` it stays a zombie."""
+        self.process.kill()
+        if wait:
+            self.process.wait()
+        else:
+            os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
+
+    def pause(self) -> None:
+        os.kill(self.pid, signal.SIGSTOP)
+        os.waitid(os.P_PID, self.pid, os.WSTOPPED)
+
+    def go_on(self) -> None:
+        os.kill(self.pid, signal.SIGCONT)
+
+    def __enter__(self) -> Worker:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.process.kill()
+        self.process.wait()
+        for pipe in (self.process.stdin, self.process.stdout):
+            if pipe is not None:
+                pipe.close()
 
 
-def main(name: str, pages: int) -> None:
-    attached = segment.open_writable(name)
-    driver = _vmm.FaultDriver(_vmm.HostDriver())
-    geometry = _vmm.Geometry(
-        pages=pages, extent_bytes=2 << 20, block_bytes=256 << 10, blocks_per_page=8
-    )
-    memory = _vmm.Range.reserve(driver, geometry)
-    worker = _vmm.RingWorker.start(attached.record, memory)
-    print("serving", flush=True)
+def main() -> None:
+    from native_pools import LAYOUTS, Memory
+
+    from kvelastic import _vmm, errors, segment
+
+    name, layout, pages = sys.argv[1:]
+    memory = Memory(LAYOUTS[layout], int(pages))
+    opened = segment.open_writable(name)
+    try:
+        worker = _vmm.RingWorker.start(opened.record, memory.range)
+    except errors.KvelasticError as error:
+        print("refused", error.code, flush=True)
+        return
+    print("ready", flush=True)
     for line in sys.stdin:
         command, *arguments = line.split()
-        if command == "held":
-            print(memory.held_bytes, flush=True)
-        elif command == "fail":
-            driver.arm(int(arguments[0]))
-            print("armed", flush=True)
-    worker.stop()
+        numbers = [int(argument) for argument in arguments]
+        answer = "done"
+        if command == "arm":
+            memory.driver.arm(*numbers)
+        elif command == "mapped":
+            answer = " ".join(str(p) for p in range(memory.pages) if memory.range.is_mapped(p))
+        elif command == "held":
+            answer = str(memory.range.held_bytes)
+        elif command == "write":
+            memory.write(*numbers)
+        elif command == "read":
+            (tag,) = memory.read(*numbers)
+            answer = str(tag)
+        elif command == "fork":
+            child = os.fork()
+            if child == 0:
+                try:
+                    del worker
+                    memory.range = memory.driver = memory.host = None  # type: ignore[assignment]
+                    gc.collect()
+                finally:
+                    os._exit(0)
+            answer = f"done {os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])}"
+        elif command == "stop":
+            worker.stop()
+        print(answer, flush=True)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]))
+    sys.path.insert(0, str(Path(__file__).parent))
+    main()

@@ -313,7 +313,15 @@ def test_shrink_then_grow_past_the_start_hands_out_each_block_once(memory):
 
 @pytest.mark.parametrize(
     ("limit", "pages"),
-    [(0, 1), (1, 1), (HUGE - 1, 1), (HUGE, 1), (3 * HUGE - 1, 2), (9 * HUGE, 4), ((1 << 64) - 1, 4)],
+    [
+        (0, 1),
+        (1, 1),
+        (HUGE - 1, 1),
+        (HUGE, 1),
+        (3 * HUGE - 1, 2),
+        (9 * HUGE, 4),
+        ((1 << 64) - 1, 4),
+    ],
 )
 def test_a_limit_is_whole_pages_within_range_and_device(memory, limit, pages):
     pool = memory.pool(capacity_bytes=4 * HUGE)

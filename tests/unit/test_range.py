@@ -126,15 +126,14 @@ def test_threads_map_and_unmap_pages_of_their_own(memory):
 
 def test_a_list_that_changes_while_it_is_read(memory):
     """An index that empties the list it stands in must not send native code after freed memory."""
-    for length in (3, 1000):
+    for page in (1, 2):
         pages: list[object] = []
 
         class Evil:
-            def __index__(self, pages=pages):
+            def __index__(self, pages=pages, page=page):
                 pages.clear()
-                return 1
+                return page
 
-        pages += [Evil()] + [object() for _ in range(length)]
-        with pytest.raises((TypeError, RuntimeError, errors.InvalidArgumentError)):
-            memory.range.map(pages)
-        assert memory.range.mapped_pages == 0
+        pages += [Evil(), *(object() for _ in range(1000))]
+        memory.range.map(pages)
+        assert [p for p in range(PAGES) if memory.range.is_mapped(p)] == list(range(1, page + 1))

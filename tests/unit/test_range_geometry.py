@@ -46,15 +46,15 @@ def test_a_geometry_is_refused_where_it_is_made(change):
 
 
 def test_a_block_must_not_reach_into_the_next_page():
-    """Blocks of 3/8 page: page 1 begins inside one, so only one whole block is left in it."""
-    block_bytes = 3 * HUGE // 8
-    for blocks, accepted in ((1, True), (2, False)):
-        geometry = {"pages": 8, "extent_bytes": HUGE, "block_bytes": block_bytes}
-        if accepted:
-            assert _vmm.Geometry(**geometry, blocks_per_page=blocks).first_id(1) == 3
-            continue
-        with pytest.raises(errors.InvalidArgumentError, match="blocks_per_page"):
-            _vmm.Geometry(**geometry, blocks_per_page=blocks)
+    """3.2 blocks of 640 KiB fit an extent, but page 1 begins inside one, so two are left in it."""
+    numbers = {"pages": 8, "extent_bytes": HUGE, "block_bytes": 640 << 10}
+    geometry = _vmm.Geometry(**numbers, blocks_per_page=2)
+    for page in range(8):
+        first = geometry.first_id(page) * numbers["block_bytes"]
+        assert page * HUGE <= first
+        assert first + 2 * numbers["block_bytes"] <= (page + 1) * HUGE
+    with pytest.raises(errors.InvalidArgumentError, match="blocks_per_page"):
+        _vmm.Geometry(**numbers, blocks_per_page=3)
 
 
 def test_what_the_layout_solves_is_accepted():

@@ -1,169 +1,378 @@
-"""The ring between two real processes: commands, failures, and workers that die or stop."""
+"""The ring between two real processes: a scheduler (this one) and a worker."""
 
 from __future__ import annotations
 
 import os
-import signal
-import subprocess
+import random
+import resource
 import sys
+import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from kvelastic import _vmm, errors, segment
+from kvelastic.pool import native_geometry
 
-WORKER = Path(__file__).parents[1] / "programs" / "ring_worker.py"
-PAGES = 1200  # more than two entries of the ring take in one batch
-PAGE_BYTES = 2 << 20
+sys.path.insert(0, str(Path(__file__).parents[1] / "programs"))
+from native_pools import HUGE, LAYOUTS, Memory
+from ring_worker import Worker
+
+B = 8
+PAGES = 8
+TIMEOUT_S = 30.0
 
 
-class Worker:
-    def __init__(self, name: str, pages: int = PAGES) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, str(WORKER), name, str(pages)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
+class Scheduler:
+    """A segment with a ring in it, and a pool over the ring."""
+
+    def __init__(self, layout: str = "paged", pages: int = PAGES, timeout_s: float = TIMEOUT_S):
+        name = f"kvtest_ring_{os.getpid()}_{random.randrange(1 << 40):x}"
+        self.layout = LAYOUTS[layout]
+        self.layout_name, self.pages = layout, pages
+        self.segment = segment.create(name, engine="test", model="m", device="host")
+        geometry = native_geometry(self.layout, pages)
+        self.ring = _vmm.Ring.create(self.segment.record, geometry, timeout_s)
+        total = pages * self.layout.page_bytes
+        self.pool = _vmm.Pool(
+            self.ring,
+            max_blocks=pages * self.layout.blocks_per_page,
+            limit_bytes=total,
+            capacity_bytes=total,
+            preallocate=False,
         )
 
-    def serve(self) -> Worker:
-        assert self.line() == "serving"
+    def worker(self) -> Worker:
+        worker = Worker(self.segment.name, self.layout_name, self.pages)
+        assert worker.first_words == ["ready"]
+        self.ring.wait_for_worker(TIMEOUT_S)
+        return worker
+
+    def ring_bytes(self) -> int:
+        """Where the ring lies in the segment's file."""
+        return self.segment.record.read_header()["ring_offset"]
+
+    def __enter__(self) -> Scheduler:
         return self
 
-    def line(self) -> str:
-        assert self.process.stdout is not None
-        return self.process.stdout.readline().strip()
-
-    def ask(self, command: str) -> str:
-        assert self.process.stdin is not None
-        self.process.stdin.write(command + "\n")
-        self.process.stdin.flush()
-        return self.line()
-
-    def end(self) -> str:
-        self.process.kill()
-        return self.process.communicate()[1]
+    def __exit__(self, *_: object) -> None:
+        self.segment.close()
 
 
 @pytest.fixture
-def instance() -> Iterator[segment.Segment]:
-    with segment.create(None, engine="ringtest") as made:
+def scheduler():
+    with Scheduler() as made:
         yield made
 
 
-def geometry(pages: int = PAGES) -> _vmm.Geometry:
-    return _vmm.Geometry(
-        pages=pages, extent_bytes=PAGE_BYTES, block_bytes=256 << 10, blocks_per_page=8
-    )
+def age(since: float) -> float:
+    return time.monotonic() - since
 
 
-def make_pool(instance: segment.Segment, timeout_s: float) -> tuple[_vmm.Ring, _vmm.Pool]:
-    ring = _vmm.Ring.create(instance.record, geometry(), timeout_s)
-    total = PAGES * PAGE_BYTES
-    return ring, _vmm.Pool(ring, max_blocks=PAGES * 8, limit_bytes=total, capacity_bytes=total)
-
-
-def test_pages_are_mapped_in_the_other_process(instance: segment.Segment) -> None:
-    ring, pool = make_pool(instance, 30)
-    worker = Worker(instance.name)
-    try:
-        ring.wait_for_worker(30)
-        worker.serve()
-        ids = pool.alloc(100)
-        assert ids is not None
-        assert int(worker.ask("held")) == pool.mapped_bytes == 13 * PAGE_BYTES
-        pool.free(ids)
-        assert pool.trim() == 12 * PAGE_BYTES, "all but the null block's page"
-        assert int(worker.ask("held")) == pool.mapped_bytes == PAGE_BYTES
-    finally:
-        worker.end()
-
-
-def test_a_batch_of_several_entries_is_all_or_nothing(instance: segment.Segment) -> None:
-    ring, pool = make_pool(instance, 60)
-    worker = Worker(instance.name)
-    try:
-        ring.wait_for_worker(30)
-        worker.serve()
-        there = 8 * 4 - 1
-        assert pool.ensure(there) == there
-        # 600 pages are two entries of the ring (480 each); a page costs a create and a map.
-        worker.ask(f"fail {480 * 2 + 100}")
-        assert pool.ensure(there + 8 * 600) == there, "the device is out of memory"
-        assert int(worker.ask("held")) == pool.mapped_bytes == 4 * PAGE_BYTES
+@pytest.mark.parametrize("layout", ["paged", "per buffer"])
+def test_pages_come_and_go_in_the_worker(layout):
+    with Scheduler(layout) as scheduler, scheduler.worker() as worker:
+        pool = scheduler.pool
+        assert worker.mapped() == []
+        assert pool.ensure(1) == B - 1
+        assert worker.mapped() == [0]
+        ids = pool.alloc(20)
+        assert worker.mapped() == [0, 1, 2]
+        for tag, block in enumerate(ids):
+            worker.ask(f"write {block} {tag + 1}")
+        pool.free(ids[1:])
+        pool.trim()
+        assert worker.mapped() == sorted({0, scheduler.layout.page_of(ids[0])})
+        assert worker.ask(f"read {ids[0]}") == "1"
+        assert int(worker.ask("held")) == pool.mapped_bytes
         pool.check_integrity()
-    finally:
-        worker.end()
 
 
-@pytest.mark.parametrize("when", ["before", "during"])
-def test_a_killed_worker_is_an_error_soon(instance: segment.Segment, when: str) -> None:
-    ring, pool = make_pool(instance, 60)
-    worker = Worker(instance.name)
-    try:
-        ring.wait_for_worker(30)
-        worker.serve()
+def test_a_worker_that_died_before_is_a_closed_channel(scheduler):
+    with scheduler.worker() as worker:
+        scheduler.pool.ensure(1)
+        worker.kill()
+        since = time.monotonic()
+        with pytest.raises(errors.ChannelClosedError, match=str(worker.pid)):
+            scheduler.pool.alloc(2 * B)
+        assert age(since) < 5
+        with pytest.raises(errors.ChannelClosedError):
+            scheduler.pool.alloc(2 * B)
+        scheduler.pool.check_integrity()
+
+
+@pytest.mark.parametrize("reaped", [True, False], ids=["reaped", "zombie"])
+def test_a_worker_killed_while_it_works_is_a_closed_channel(scheduler, reaped):
+    with scheduler.worker() as worker:
+        scheduler.pool.ensure(1)
+        worker.pause()  # so that the command is under way when it dies
+        outcome: list[object] = []
+
+        def ask():
+            try:
+                outcome.append(scheduler.pool.alloc(2 * B))
+            except errors.ChannelError as error:
+                outcome.append(error)
+
+        asking = threading.Thread(target=ask)
+        asking.start()
+        asking.join(0.1)
+        assert asking.is_alive()
+        worker.kill(wait=reaped)
+        since = time.monotonic()
+        asking.join()
+        assert isinstance(outcome[0], errors.ChannelClosedError)
+        assert age(since) < 5, "within a second, and this machine may be busy"
+        scheduler.pool.check_integrity()
+
+
+def test_a_late_worker_is_a_timeout_and_its_pages_are_never_used_again():
+    with Scheduler(timeout_s=0.2) as scheduler, scheduler.worker() as worker:
+        pool = scheduler.pool
+        ids = pool.alloc(3 * B - 1)
+        pool.free(ids[B - 1 :])
+        worker.pause()
+        since = time.monotonic()
+        with pytest.raises(errors.ChannelTimeoutError, match=r"200 ms \(KVELASTIC_IPC_TIMEOUT"):
+            pool.trim()
+        assert 0.2 <= age(since) < 5
+        worker.go_on()  # and it unmaps the pages after all
+        while worker.mapped() != [0]:
+            pass
+        assert pool.available_size() == 0
+        for call in (lambda: pool.alloc(B), lambda: pool.ensure(1)):
+            with pytest.raises(errors.ChannelError):
+                call()
+        pool.free(ids[: B - 1])
+        pool.check_integrity()
+
+
+def test_a_map_that_is_late_is_a_timeout():
+    with Scheduler(timeout_s=0.2) as scheduler, scheduler.worker() as worker:
+        scheduler.pool.ensure(1)
+        worker.pause()
+        with pytest.raises(errors.ChannelTimeoutError):
+            scheduler.pool.alloc(B)
+        worker.go_on()
+        with pytest.raises(errors.ChannelClosedError):
+            scheduler.pool.alloc(1)
+        scheduler.pool.check_integrity()
+
+
+def test_a_worker_is_not_dead_because_no_file_can_be_opened():
+    """A process out of descriptors cannot look at /proc, which says nothing about the worker."""
+    with Scheduler(timeout_s=0.5) as scheduler, scheduler.worker() as worker:
+        scheduler.pool.ensure(1)
+        worker.pause()
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        outcome: list[object] = []
+        resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
+        try:
+            scheduler.pool.alloc(B)
+        except errors.ChannelError as error:
+            outcome.append(type(error))
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        worker.go_on()
+        assert outcome == [errors.ChannelTimeoutError]
+
+
+def test_a_stopped_worker_is_a_closed_channel(scheduler):
+    with scheduler.worker() as worker:
+        scheduler.pool.ensure(1)
+        since = time.monotonic()
+        assert worker.ask("stop") == "done"
+        assert age(since) < 5
+        with pytest.raises(errors.ChannelClosedError):
+            scheduler.pool.alloc(B)
+
+
+def test_a_failure_of_the_workers_driver_comes_back_and_nothing_is_mapped(scheduler):
+    with scheduler.worker() as worker:
+        pool = scheduler.pool
         pool.ensure(1)
-        if when == "before":
-            worker.end()
-        else:
-            # Stopped, it cannot answer; killed while the command waits, it never will.
-            os.kill(worker.process.pid, signal.SIGSTOP)
-            killer = subprocess.Popen(
-                ["sh", "-c", f"sleep 0.3; kill -9 {worker.process.pid}"],
-            )
-        started = time.monotonic()
-        with pytest.raises(errors.ChannelClosedError):
-            pool.alloc(100)
-        assert time.monotonic() - started < 30, "long before the ring's own deadline"
-        if when == "during":
-            killer.wait()
-        with pytest.raises(errors.ChannelClosedError):
-            pool.alloc(100)
+        ids = pool.alloc(B - 1)
+        for fail_at in range(1, 8):  # 3 creates, 3 maps, 1 access
+            worker.ask(f"arm {fail_at} 1")
+            assert pool.alloc(3 * B) is None
+            assert worker.mapped() == [0]
+            assert int(worker.ask("held")) == pool.mapped_bytes == HUGE
+            pool.check_integrity()
+        worker.ask("arm 0 0")
+        more = pool.alloc(3 * B)
+        assert len(more) == 3 * B
+        pool.free(ids + more)
+        worker.ask("arm 1 1")
+        with pytest.raises(errors.MappingError, match="a test asked for it"):
+            pool.trim()
+        assert worker.mapped() == [0, 1, 2, 3]
+        pool.trim()
+        assert worker.mapped() == [0]
         pool.check_integrity()
-    finally:
-        worker.end()
 
 
-def test_a_stopped_worker_is_a_timeout_and_closes_the_ring(instance: segment.Segment) -> None:
-    ring, pool = make_pool(instance, 0.3)
-    worker = Worker(instance.name)
-    try:
-        ring.wait_for_worker(30)
-        worker.serve()
-        os.kill(worker.process.pid, signal.SIGSTOP)
-        with pytest.raises(errors.ChannelTimeoutError, match="KVELASTIC_IPC_TIMEOUT"):
-            pool.alloc(100)
-        os.kill(worker.process.pid, signal.SIGCONT)
-        with pytest.raises(errors.ChannelClosedError):
-            pool.alloc(100)
+def test_a_worker_that_cannot_undo_says_so(scheduler):
+    with scheduler.worker() as worker:
+        scheduler.pool.ensure(1)
+        worker.ask("arm 5 1000")  # the second map, and all that would undo the first
+        with pytest.raises(errors.PoolFailedError):
+            scheduler.pool.alloc(3 * B)
+        worker.ask("arm 0 0")
+        with pytest.raises(errors.DriverError):
+            scheduler.pool.alloc(1)
+
+
+MANY = 500
+FIRST_ENTRY = 480
+
+
+def test_a_batch_of_more_than_an_entry_holds():
+    with Scheduler(pages=MANY) as scheduler, scheduler.worker() as worker:
+        pool = scheduler.pool
+        ids = pool.alloc(MANY * B - 1)
+        assert len(set(ids)) == MANY * B - 1
+        assert worker.mapped() == list(range(MANY))
+        pool.free(ids)
+        worker.ask("arm 482 1")  # the first entry: one unmap and 480 destroys; this is the second
+        with pytest.raises(errors.DriverError):
+            pool.trim()
+        assert worker.mapped() == list(range(MANY)), "the first part was undone"
         pool.check_integrity()
-    finally:
-        worker.end()
+        assert pool.trim() == (MANY - 1) * HUGE
+        assert worker.mapped() == [0]
+        calls_of_the_first = 2 * FIRST_ENTRY + 1  # create and map each, one access for the run
+        worker.ask(f"arm {calls_of_the_first + 5} 1")
+        assert pool.alloc((MANY - 1) * B) is None
+        assert worker.mapped() == [0]
+        assert int(worker.ask("held")) == pool.mapped_bytes == HUGE
+        # Now undoing the first part fails as well: what is mapped is not known any more.
+        worker.ask(f"arm {calls_of_the_first + 5} 1000000")
+        with pytest.raises((errors.ChannelClosedError, errors.PoolFailedError)):
+            pool.alloc((MANY - 1) * B)
+        with pytest.raises(errors.KvelasticError):
+            pool.alloc(1)
+        assert pool.available_size() == 0
 
 
-def test_another_layout_is_refused(instance: segment.Segment) -> None:
-    ring, _ = make_pool(instance, 1)
-    worker = Worker(instance.name, pages=PAGES + 1)
-    assert "page layout is not the scheduler's" in worker.process.communicate()[1]
+# --------------------------------------------------------------------------------- attaching
+
+
+def test_another_layout_is_refused(scheduler):
+    for layout, pages in (("per buffer", PAGES), ("paged", PAGES + 1)):
+        with Worker(scheduler.segment.name, layout, pages) as worker:
+            assert worker.first_words == ["refused", "INVALID_ARGUMENT"]
     with pytest.raises(errors.ChannelTimeoutError):
-        ring.wait_for_worker(0.01)
+        scheduler.ring.wait_for_worker(0.01)
 
 
-def test_a_second_worker_is_refused(instance: segment.Segment) -> None:
-    ring, _ = make_pool(instance, 1)
-    first = Worker(instance.name)
+@pytest.mark.parametrize("word", [0, 1], ids=["magic", "version"])
+def test_another_version_is_refused(scheduler, word):
+    with scheduler.segment.path.open("r+b") as file:
+        file.seek(scheduler.ring_bytes() + 4 * word)
+        old = int.from_bytes(file.read(4), "little")
+        file.seek(scheduler.ring_bytes() + 4 * word)
+        file.write((old + 1).to_bytes(4, "little"))
+    with Worker(scheduler.segment.name, "paged", PAGES) as worker:
+        assert worker.first_words == ["refused", "SEGMENT_FORMAT"]
+
+
+def test_a_segment_without_a_ring_is_refused():
+    with segment.create(f"kvtest_noring_{os.getpid()}", engine="test") as bare:
+        with Worker(bare.name, "paged", PAGES) as worker:
+            assert worker.first_words == ["refused", "SEGMENT_FORMAT"]
+        with segment.open_readonly(bare.name) as readonly:
+            memory = Memory(LAYOUTS["paged"], PAGES)
+            with pytest.raises(errors.SegmentError):
+                _vmm.RingWorker.start(readonly.record, memory.range)
+            with pytest.raises(errors.SegmentError):
+                _vmm.Ring.create(readonly.record, memory.range.geometry, 1.0)
+
+
+def test_a_second_worker_is_refused_while_the_first_lives(scheduler):
+    with scheduler.worker() as first:
+        with Worker(scheduler.segment.name, "paged", PAGES) as second:
+            assert second.first_words == ["refused", "CHANNEL_CLOSED"]
+        scheduler.pool.ensure(1)
+        assert first.mapped() == [0]
+
+
+def test_waiting_for_a_worker_that_comes_late(scheduler):
+    arrived: list[object] = []
+
+    def wait():
+        scheduler.ring.wait_for_worker(TIMEOUT_S)
+        arrived.append(True)
+
+    waiting = threading.Thread(target=wait)
+    waiting.start()
+    waiting.join(0.05)
+    assert not arrived
+    with Worker(scheduler.segment.name, "paged", PAGES) as worker:
+        assert worker.first_words == ["ready"]
+        waiting.join()
+        assert arrived
+
+
+def test_a_forked_child_of_a_worker_ends_without_closing_the_channel(scheduler):
+    with scheduler.worker() as worker:
+        (block,) = scheduler.pool.alloc(1)
+        worker.ask(f"write {block} 9")
+        assert worker.ask("fork") == "done 0"
+        assert worker.ask(f"read {block}") == "9"
+        assert len(scheduler.pool.alloc(2 * B)) == 2 * B
+        assert worker.mapped() == [0, 1, 2]
+
+
+def test_a_worker_in_the_same_process(scheduler):
+    memory = Memory(LAYOUTS["paged"], PAGES)
+    opened = segment.open_writable(scheduler.segment.name)
+    worker = _vmm.RingWorker.start(opened.record, memory.range)
     try:
-        ring.wait_for_worker(30)
-        second = Worker(instance.name)
-        assert "serves this ring already" in second.process.communicate()[1]
+        ids = scheduler.pool.alloc(5 * B)
+        for block in ids:
+            memory.write(block, 3)
+        assert memory.held_at_the_os() == scheduler.pool.mapped_bytes
     finally:
-        first.end()
+        worker.stop()
+        worker.stop()
+        opened.close()
 
 
-def test_no_ring_there(instance: segment.Segment) -> None:
-    worker = Worker(instance.name)
-    assert "no ring of version" in worker.process.communicate()[1]
+def test_many_threads_share_a_ring(scheduler):
+    with scheduler.worker() as worker:
+        pool = scheduler.pool
+        owners: set[int] = set()
+        wrong: list[object] = []
+
+        def work(seed):
+            chance = random.Random(seed)
+            mine: list[int] = []
+            try:
+                for _ in range(150):
+                    ids = pool.alloc(chance.randint(1, 12)) or []
+                    wrong.extend(block for block in ids if block in owners)
+                    owners.update(ids)
+                    mine += ids
+                    chance.shuffle(mine)
+                    cut = chance.randint(0, len(mine))
+                    back, mine = mine[:cut], mine[cut:]
+                    owners.difference_update(back)
+                    pool.free(back)
+                    if chance.random() < 0.2:
+                        pool.trim()
+                owners.difference_update(mine)
+                pool.free(mine)
+            except Exception as error:
+                wrong.append(error)
+
+        threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert wrong == []
+        pool.check_integrity()
+        pool.trim()
+        assert worker.mapped() == [0]
+        assert int(worker.ask("held")) == HUGE

@@ -70,8 +70,8 @@ void work(Pool& pool, std::uint32_t seed, std::vector<std::atomic<int>>& owners,
         mine.push_back(id);
       }
     } else if (!mine.empty()) {
-      std::vector<BlockId> some(mine.end() - static_cast<std::ptrdiff_t>(1 + random() % mine.size()),
-                                mine.end());
+      std::vector<BlockId> some(
+          mine.end() - static_cast<std::ptrdiff_t>(1 + random() % mine.size()), mine.end());
       mine.resize(mine.size() - some.size());
       for (const BlockId id : some) owners[static_cast<std::size_t>(id)] = 0;
       if (random() % 3 == 0) {
@@ -126,8 +126,8 @@ TEST(pool_threads_over_local_memory) {
 TEST(pool_threads_over_a_ring_with_a_keeper) {
   auto segment = std::make_unique<Segment>();
   REQUIRE(segment->owner != nullptr);
-  auto ring = RingBacking::create(segment->owner->ring_area(), geometry(),
-                                  std::chrono::seconds(60), nullptr);
+  auto ring = RingBacking::create(segment->owner->ring_area(), geometry(), std::chrono::seconds(60),
+                                  nullptr);
   REQUIRE(static_cast<bool>(ring));
   auto range = make_range();
   REQUIRE(range != nullptr);

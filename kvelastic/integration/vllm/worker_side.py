@@ -11,8 +11,9 @@ Imports torch: only in a worker process.
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from multiprocessing.util import Finalize
 from typing import Any
 
@@ -93,7 +94,8 @@ def attach(handoff: Handoff) -> WorkerMemory:
                 "that this worker belongs to has ended"
             )
         arena = _vmm.Range.reserve(_vmm.HostDriver(), handoff.geometry())
-        ring_worker = _vmm.RingWorker.start(seg.record, arena)
+        with _every_processor():
+            ring_worker = _vmm.RingWorker.start(seg.record, arena)
     except BaseException:
         seg.close()
         raise
@@ -103,6 +105,24 @@ def attach(handoff: Handoff) -> WorkerMemory:
         handoff.extents_per_page * handoff.extent_bytes / 2**20,
     )
     return WorkerMemory(seg, arena, ring_worker)
+
+
+@contextmanager
+def _every_processor() -> Iterator[None]:
+    """Let threads started in the body run on any processor this process may have.
+
+    vLLM's CPU worker binds itself to the cores that it computes on. A thread that inherits this
+    stands in line behind its own model, and every alloc and limit that waits for it does too.
+    Which memory node pages come from is not changed: that goes by the memory policy.
+    """
+    bound = os.sched_getaffinity(0)
+    with suppress(OSError):
+        os.sched_setaffinity(0, range(os.cpu_count() or 1))
+    try:
+        yield
+    finally:
+        with suppress(OSError):
+            os.sched_setaffinity(0, bound)
 
 
 class _AnswerZeros(TorchFunctionMode):  # type: ignore[misc]  # torch is untyped here

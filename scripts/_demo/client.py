@@ -1,0 +1,85 @@
+"""The demo's side of the HTTP API: a question, and a burst of them."""
+
+from __future__ import annotations
+
+import http.client
+import json
+from concurrent.futures import Future, ThreadPoolExecutor
+from types import TracebackType
+
+TOPICS = ["a river", "a lighthouse", "the sea", "a small town", "an old clock", "snow", "a train"]
+AT_ONCE = 16
+REQUEST_DEADLINE_S = 300.0
+
+
+class RequestFailedError(Exception):
+    """The server answered, and not with an answer."""
+
+
+def ask(port: int, question: str, max_tokens: int) -> str:
+    """The model's answer at temperature 0.
+
+    Raises RequestFailedError for a status other than 200, OSError or HTTPException where the server
+    cannot be reached or goes away.
+    """
+    body = {
+        "model": "m",
+        "messages": [{"role": "user", "content": question}],
+        "max_tokens": max_tokens,
+        "temperature": 0,
+    }
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=REQUEST_DEADLINE_S)
+    try:
+        connection.request(
+            "POST",
+            "/v1/chat/completions",
+            json.dumps(body),
+            {"Content-Type": "application/json"},
+        )
+        response = connection.getresponse()
+        text = response.read()
+    finally:
+        connection.close()
+    if response.status != 200:
+        raise RequestFailedError(f"status {response.status}: {text.decode()[:500]}")
+    answer: str = json.loads(text)["choices"][0]["message"]["content"]
+    return answer.strip()
+
+
+class Burst:
+    """`count` stories of different lengths, sixteen at once; all under way once it is entered.
+
+    with Burst(port, 40) as burst:
+        stories = burst.wait()
+    Leaving the block early (Ctrl-C) waits for nothing: what has not been sent is not sent.
+    """
+
+    def __init__(self, port: int, count: int) -> None:
+        self._port = port
+        self._count = count
+        self._threads = ThreadPoolExecutor(AT_ONCE)
+        self._futures: list[Future[str]] = []
+
+    def __enter__(self) -> Burst:
+        for i in range(self._count):
+            story = f"Write a story about {TOPICS[i % len(TOPICS)]}. "
+            story += "Make it long and calm. " * (i % 12 * 5)
+            self._futures.append(self._threads.submit(ask, self._port, story, 64 + 16 * (i % 8)))
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def wait(self, count: int | None = None) -> list[str]:
+        """The first `count` answers, or all; raises what `ask` raised."""
+        return [future.result() for future in self._futures[:count]]
+
+    @property
+    def done(self) -> int:
+        """How many answers are there."""
+        return sum(future.done() for future in self._futures)

@@ -1,0 +1,135 @@
+// Sessions while other threads give blocks back over the limit: for the thread sanitizer, and for
+// the promise that what a session saw stays its own.
+#include <atomic>
+#include <thread>
+
+#include "../host_driver.h"
+#include "../pool.h"
+#include "check.h"
+
+namespace kvelastic {
+namespace {
+
+constexpr std::uint64_t kPage = HostDriver::kGranularityBytes;
+constexpr std::uint64_t kPages = 8;
+constexpr std::uint64_t kBlocksPerPage = 4;
+
+/// Pages that cost nothing and can fail.
+class NoMemory final : public Backing {
+ public:
+  Status map(std::span<const PageIndex>) override { return answer(); }
+  Status unmap(std::span<const PageIndex>) override { return answer(); }
+  std::atomic<int> fail_after{-1};  ///< calls until the backing fails for good; negative: never
+
+ private:
+  Status answer() {
+    if (fail_after.load() < 0 || fail_after.fetch_sub(1) > 0) return ok();
+    fail_after = 0;
+    return Error{Errc::kChannelTimeout, "the worker is late"};
+  }
+};
+
+Geometry geometry() {
+  Geometry g;
+  g.pages = kPages;
+  g.extent_bytes = kPage;
+  g.block_bytes = kPage / kBlocksPerPage;
+  g.blocks_per_page = kBlocksPerPage;
+  return g;
+}
+
+std::unique_ptr<Pool> make_pool(std::shared_ptr<Backing> backing, std::int64_t max_cached = -1) {
+  PoolOptions options;
+  options.max_blocks = kPages * kBlocksPerPage;
+  options.limit_bytes = options.capacity_bytes = kPages * kPage;
+  options.max_cached_blocks = max_cached;
+  auto made = Pool::create(geometry(), std::move(backing), options);
+  return made ? *std::move(made) : nullptr;
+}
+
+}  // namespace
+
+TEST(session_keeps_what_it_saw) {
+  auto pool = make_pool(std::make_shared<NoMemory>(), 12);
+  REQUIRE(pool != nullptr);
+  std::atomic<bool> stop{false};
+  std::vector<std::thread> others;
+  for (int i = 0; i < 3; ++i) {
+    others.emplace_back([&, i] {
+      for (int round = 0; !stop; ++round) {
+        auto ids = pool->alloc(1 + (round + i) % 7);
+        if (!ids || !*ids) continue;
+        CHECK(static_cast<bool>(round % 3 == 0 ? pool->cache(**ids) : pool->free(**ids)));
+        if (round % 5 == 0) (void)pool->trim();
+      }
+    });
+  }
+  others.emplace_back([&] {
+    for (std::uint64_t round = 0; !stop; ++round) {
+      (void)pool->set_limit((1 + round % kPages) * kPage);
+      (void)pool->enforce_limit();
+    }
+  });
+  int kept = 0;
+  for (int round = 0; round < 400; ++round) {
+    auto mine = pool->alloc(3);
+    if (!mine || !*mine) {
+      std::this_thread::yield();
+      continue;
+    }
+    pool->enter();
+    CHECK(pool->is_entered());
+    (void)pool->take_evicted();
+    CHECK(static_cast<bool>(pool->cache(**mine)));  // the session's own call: this may evict
+    bool whole = true;
+    for (const BlockId id : pool->take_evicted()) {
+      for (const BlockId own : **mine) whole = whole && own != id;
+    }
+    std::this_thread::yield();
+    if (whole) {
+      ++kept;
+      CHECK(static_cast<bool>(pool->touch(**mine)));
+      pool->exit();
+      CHECK(static_cast<bool>(pool->free(**mine)));
+    } else {
+      (void)pool->free(**mine);
+      pool->exit();
+    }
+  }
+  stop = true;
+  for (std::thread& other : others) other.join();
+  CHECK(kept > 0);
+  CHECK(!pool->is_entered());
+  CHECK(static_cast<bool>(pool->check_integrity()));
+}
+
+TEST(pool_over_a_backing_that_failed_hands_out_nothing) {
+  for (int fail_after = 0; fail_after < 12; ++fail_after) {
+    auto backing = std::make_shared<NoMemory>();
+    auto pool = make_pool(backing);
+    REQUIRE(pool != nullptr);
+    backing->fail_after = fail_after;
+    std::vector<BlockId> held;
+    for (int round = 0; round < 20 && !pool->failed(); ++round) {
+      auto ids = pool->alloc(5);
+      if (ids && *ids) held.insert(held.end(), (**ids).begin(), (**ids).end());
+      if (round % 3 == 2) {
+        CHECK(static_cast<bool>(pool->free(held)));
+        held.clear();
+        (void)pool->trim();
+      }
+    }
+    REQUIRE(pool->failed());
+    CHECK(pool->available() == 0 && pool->available_mapped() == 0);
+    auto none = pool->alloc(1);
+    CHECK(!none && none.error().code == Errc::kChannelClosed);
+    CHECK(pool->ensure(1).error().code == Errc::kChannelClosed);
+    CHECK(pool->try_to_reserve(1).error().code == Errc::kChannelClosed);
+    std::optional<std::vector<BlockId>> at_once;
+    CHECK(!pool->try_alloc(1, at_once));
+    CHECK(static_cast<bool>(pool->free(held)));
+    CHECK(static_cast<bool>(pool->check_integrity()));
+  }
+}
+
+}  // namespace kvelastic
