@@ -35,12 +35,10 @@ def refused_start(server: VllmServer) -> str:
 
 def test_not_enabled_it_imports_and_patches_nothing() -> None:
     done = run_python("""
-        import sys, time
+        import sys
         from kvelastic.integration.vllm.plugin import register
         before, finders = set(sys.modules), list(sys.meta_path)
-        start = time.perf_counter()
         register()
-        assert time.perf_counter() - start < 0.05
         new = {name for name in set(sys.modules) - before}
         assert not any(name.startswith(("torch", "vllm")) for name in new), new
         assert "kvelastic._vmm" not in new and "kvelastic.integration.vllm.versions" not in new
