@@ -7,8 +7,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 SHM = Path("/dev/shm")
+
+# No example has a time limit: the machine is shared, and no test is a timed test.
+settings.register_profile("kvelastic", deadline=None)
+settings.load_profile("kvelastic")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -16,8 +16,8 @@ from benchmarks.harness import Figure, report
 from tests.engines.vllm_server import Request, VllmServer, make_requests
 
 ROOT = Path(__file__).parents[2]
-STARTS = 3
-ROUNDS = 8
+STARTS = 2
+ROUNDS = 5
 REQUESTS_PER_ROUND = 16
 KV_BYTES = 768 << 20
 ELASTIC = {"ENABLE_KVELASTIC": "true", "KVELASTIC_MAX_CACHED_TOKENS": "-1"}

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import ctypes
-import os
-from collections.abc import Iterator
+import sys
 from pathlib import Path
 
 import pytest
 
 from kvelastic import _vmm
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "programs"))
+from native_pools import memfds
 
 
 class Host:
@@ -21,15 +23,9 @@ class Host:
     unmapped_faults = True
 
     def __init__(self) -> None:
-        before = set(self._memfds())
+        before = memfds()
         self.driver = _vmm.HostDriver()
-        (self._memfd,) = set(self._memfds()) - before
-
-    @staticmethod
-    def _memfds() -> Iterator[Path]:
-        for fd in Path("/proc/self/fd").iterdir():
-            if os.path.lexists(fd) and "memfd:kvelastic" in str(fd.readlink()):
-                yield fd
+        (self._memfd,) = (fd for inode, fd in memfds().items() if inode not in before)
 
     def held_bytes(self) -> int:
         """What the device itself says that this driver's pages cost."""

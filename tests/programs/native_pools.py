@@ -26,11 +26,11 @@ LAYOUTS = {
 }
 
 
-def memfds() -> set[Path]:
-    """The open memory files of host drivers in this process."""
+def memfds() -> dict[int, Path]:
+    """The open memory files of host drivers in this process, by inode (descriptors are reused)."""
     # The descriptor of this very listing is gone by the time that it is looked at.
     fds = (fd for fd in Path("/proc/self/fd").iterdir() if os.path.lexists(fd))
-    return {fd for fd in fds if "memfd:kvelastic" in str(fd.readlink())}
+    return {fd.stat().st_ino: fd for fd in fds if "memfd:kvelastic" in str(fd.readlink())}
 
 
 class Memory:
@@ -39,7 +39,7 @@ class Memory:
     def __init__(self, layout: PageLayout, pages: int) -> None:
         before = memfds()
         self.host = _vmm.HostDriver()
-        (self.memfd,) = memfds() - before
+        (self.memfd,) = (fd for inode, fd in memfds().items() if inode not in before)
         self.driver = _vmm.FaultDriver(self.host)
         self.layout = layout
         self.pages = pages

@@ -37,12 +37,10 @@ LAYOUTS = {
 }
 
 
-def memfds() -> set[str]:
-    found = set()
-    for fd in Path("/proc/self/fd").iterdir():
-        if os.path.lexists(fd) and "memfd:kvelastic" in str(fd.readlink()):
-            found.add(str(fd))
-    return found
+def memfds() -> dict[int, str]:
+    """By inode: a descriptor that an earlier example's driver gives back is taken again."""
+    fds = (fd for fd in Path("/proc/self/fd").iterdir() if os.path.lexists(fd))
+    return {fd.stat().st_ino: str(fd) for fd in fds if "memfd:kvelastic" in str(fd.readlink())}
 
 
 class PoolRules(RuleBasedStateMachine):
@@ -53,7 +51,7 @@ class PoolRules(RuleBasedStateMachine):
     def make(self) -> None:
         before = memfds()
         self.memory = _vmm.Range.reserve(_vmm.HostDriver(), native_geometry(self.layout, PAGES))
-        (self.memfd,) = memfds() - before
+        (self.memfd,) = (fd for inode, fd in memfds().items() if inode not in before)
         self.page_bytes = self.layout.page_bytes
         self.blocks = PAGES * self.layout.blocks_per_page
         self.pool = _vmm.Pool(
