@@ -9,7 +9,7 @@ from types import TracebackType
 
 TOPICS = ["a river", "a lighthouse", "the sea", "a small town", "an old clock", "snow", "a train"]
 AT_ONCE = 16
-REQUEST_DEADLINE_S = 300.0
+REQUEST_DEADLINE_S = 900.0
 
 
 class RequestFailedError(Exception):

@@ -30,6 +30,8 @@ def make(folder: Path) -> None:
     source = next(Path(spec.origin).parent.glob("*.gguf"))
 
     os.environ["TRANSFORMERS_VERBOSITY"] = "error"
+    if not sys.stderr.isatty():
+        os.environ["TQDM_DISABLE"] = "1"  # a bar that is repainted is one endless line in a log
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging
