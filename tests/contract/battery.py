@@ -18,6 +18,9 @@ import pytest
 
 from kvelastic import _vmm, errors
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "programs"))
+from open_memfds import open_memfds
+
 MIB = 1 << 20
 PAGES = 8
 
@@ -59,11 +62,7 @@ def held_bytes(driver: _vmm.Driver) -> int:
     """What the device says is held by this process's pages."""
     if isinstance(driver, _vmm.CudaDriver):
         return driver.total_bytes - driver.free_bytes
-    total = 0
-    for fd in Path("/proc/self/fd").iterdir():
-        if os.path.lexists(fd) and "memfd:kvelastic" in str(fd.readlink()):
-            total += fd.stat().st_blocks * 512
-    return total
+    return sum(fd.stat().st_blocks * 512 for fd in open_memfds().values())
 
 
 def geometry(driver: _vmm.Driver, pages: int = PAGES, extents: int = 1) -> _vmm.Geometry:

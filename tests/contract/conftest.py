@@ -11,7 +11,7 @@ import pytest
 from kvelastic import _vmm
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "programs"))
-from native_pools import memfds
+from open_memfds import open_memfds
 
 
 class Host:
@@ -23,9 +23,9 @@ class Host:
     unmapped_faults = True
 
     def __init__(self) -> None:
-        before = memfds()
+        before = open_memfds()
         self.driver = _vmm.HostDriver()
-        (self._memfd,) = (fd for inode, fd in memfds().items() if inode not in before)
+        (self._memfd,) = (fd for inode, fd in open_memfds().items() if inode not in before)
 
     def held_bytes(self) -> int:
         """What the device itself says that this driver's pages cost."""

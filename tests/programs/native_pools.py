@@ -8,8 +8,8 @@ memory.write(pool.alloc(1)[0], 7)
 from __future__ import annotations
 
 import ctypes
-import os
-from pathlib import Path
+
+from open_memfds import open_memfds
 
 from kvelastic import _vmm
 from kvelastic.layout import PageLayout
@@ -26,20 +26,13 @@ LAYOUTS = {
 }
 
 
-def memfds() -> dict[int, Path]:
-    """The open memory files of host drivers in this process, by inode (descriptors are reused)."""
-    # The descriptor of this very listing is gone by the time that it is looked at.
-    fds = (fd for fd in Path("/proc/self/fd").iterdir() if os.path.lexists(fd))
-    return {fd.stat().st_ino: fd for fd in fds if "memfd:kvelastic" in str(fd.readlink())}
-
-
 class Memory:
     """A range of `pages` pages on a host driver of its own, behind a driver that can fail."""
 
     def __init__(self, layout: PageLayout, pages: int) -> None:
-        before = memfds()
+        before = open_memfds()
         self.host = _vmm.HostDriver()
-        (self.memfd,) = (fd for inode, fd in memfds().items() if inode not in before)
+        (self.memfd,) = (fd for inode, fd in open_memfds().items() if inode not in before)
         self.driver = _vmm.FaultDriver(self.host)
         self.layout = layout
         self.pages = pages

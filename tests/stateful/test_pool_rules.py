@@ -8,7 +8,7 @@ can be had, and one more cannot; after "applied" no more is held than the limit 
 from __future__ import annotations
 
 import ctypes
-import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -26,6 +26,9 @@ from kvelastic import _vmm, errors
 from kvelastic.layout import PageLayout
 from kvelastic.pool import native_geometry
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "programs"))
+from open_memfds import open_memfds
+
 MIB = 1 << 20
 PAGES = 6
 LAYOUTS = {
@@ -37,21 +40,15 @@ LAYOUTS = {
 }
 
 
-def memfds() -> dict[int, str]:
-    """By inode: a descriptor that an earlier example's driver gives back is taken again."""
-    fds = (fd for fd in Path("/proc/self/fd").iterdir() if os.path.lexists(fd))
-    return {fd.stat().st_ino: str(fd) for fd in fds if "memfd:kvelastic" in str(fd.readlink())}
-
-
 class PoolRules(RuleBasedStateMachine):
     layout: PageLayout
     max_cached = -1
 
     @initialize()
     def make(self) -> None:
-        before = memfds()
+        before = open_memfds()
         self.memory = _vmm.Range.reserve(_vmm.HostDriver(), native_geometry(self.layout, PAGES))
-        (self.memfd,) = (fd for inode, fd in memfds().items() if inode not in before)
+        (self.memfd,) = (fd for inode, fd in open_memfds().items() if inode not in before)
         self.page_bytes = self.layout.page_bytes
         self.blocks = PAGES * self.layout.blocks_per_page
         self.pool = _vmm.Pool(
@@ -218,7 +215,7 @@ class PoolRules(RuleBasedStateMachine):
         assert stats["pages_mapped"] == self.memory.mapped_pages
         assert self.memory.held_bytes == self.pool.mapped_bytes
         # The null block's page is mapped first; before that nothing is held at all.
-        assert Path(self.memfd).stat().st_blocks * 512 == self.pool.mapped_bytes
+        assert self.memfd.stat().st_blocks * 512 == self.pool.mapped_bytes
         room = self.limit_pages * self.layout.blocks_per_page - 1
         assert self.pool.available_size() <= max(room - len(self.used), 0)
 

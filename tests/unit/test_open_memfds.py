@@ -1,0 +1,34 @@
+"""The tests' own look at /proc while other threads open and close files."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from pathlib import Path
+
+from kvelastic import _vmm
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "programs"))
+from open_memfds import open_memfds
+
+
+def test_files_that_close_while_they_are_listed_do_not_matter() -> None:
+    before = open_memfds()
+    driver = _vmm.HostDriver()
+    done = threading.Event()
+
+    def churn() -> None:
+        while not done.is_set():
+            for fd in [os.open(os.devnull, os.O_RDONLY) for _ in range(16)]:
+                os.close(fd)
+
+    thread = threading.Thread(target=churn)
+    thread.start()
+    try:
+        found = [open_memfds().keys() - before.keys() for _ in range(200)]
+    finally:
+        done.set()
+        thread.join()
+    assert all(len(new) == 1 for new in found)
+    del driver
