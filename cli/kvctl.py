@@ -165,11 +165,11 @@ def version_command() -> None:
 
 
 def _limit(name: str, limit_bytes: int, wait_s: float | None) -> None:
-    from kvelastic.segment import wish_limit
+    from kvelastic.segment import wish
 
     reaped = _reap()
     try:
-        answer = wish_limit(name, limit_bytes, wait_s)
+        answer = wish(name, limit_bytes=limit_bytes, wait_s=wait_s)
     except SegmentNotFoundError:
         _explain_reaped(name, reaped)
         raise

@@ -3,7 +3,7 @@
     with segment.create(None, engine="vllm", model="m", device="host") as mine:
         mine.record            # the owner's end, for a pool and a keeper
     segment.list_segments()    # everybody's, dead ones marked
-    segment.wish_limit("kvelastic_vllm_12", 1 << 30, wait_s=5.0)
+    segment.wish("kvelastic_vllm_12", limit_bytes=1 << 30, wait_s=5.0)
 
 A segment is filled under a private name and then linked to its real one, which fails where that is
 taken: nobody ever sees half a segment, and of two starters of one name one wins.
@@ -64,11 +64,11 @@ __all__ = [
     "open_readonly",
     "open_writable",
     "reap",
-    "wish_limit",
+    "wish",
 ]
 
 ANSWER_GLANCE_S: Final = 0.2
-"""How long `wish_limit` looks for an answer where it need not wait for one."""
+"""How long `wish` looks for an answer where it need not wait for one."""
 
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:@+-]{0,63}")
 _OWNER_LOCK_S: Final = 0.1
@@ -87,6 +87,8 @@ class Answer:
     over_bytes: int
     reason: str
     answered_ns: int
+    min_bytes: int
+    priority: int
     wished_revision: int = 0
     """The wish that this was awaited for; a larger `revision` means that another one came later."""
 
@@ -323,10 +325,20 @@ def _open(name: str, flags: int, protection: int) -> Segment:
         raise
 
 
-def wish_limit(name: str, limit_bytes: int, wait_s: float | None = None) -> Answer:
-    """Wish that the instance keep within `limit_bytes` (0 too), and wait for what it says.
+def wish(
+    name: str,
+    *,
+    limit_bytes: int | None = None,
+    min_bytes: int | None = None,
+    priority: int | None = None,
+    trim: bool = False,
+    wait_s: float | None = None,
+) -> Answer:
+    """Wish something of an instance, all in one step, and wait for what it says.
 
-    Waits until the limit is applied or refused, at most `wait_s` seconds; None looks only for
+    `limit_bytes` it never exceeds (0 too), `min_bytes` nobody takes from it, a higher `priority`
+    keeps memory longer, `trim` gives every parked page back once; None leaves things as they are.
+    Waits until the wish is applied or refused, at most `wait_s` seconds; None looks only for
     `ANSWER_GLANCE_S`. The answer's state is `none` or `shrinking` when the time was over. Raises
     `SegmentNotFoundError`, `SegmentFormatError`, `SegmentBusyError` (another writer hangs) with
     nothing changed, and `SegmentDeadError` if the instance is dead or dies while this waits.
@@ -334,7 +346,9 @@ def wish_limit(name: str, limit_bytes: int, wait_s: float | None = None) -> Answ
     with open_writable(name) as segment:
         _check_alive(segment, "; nothing was changed")
         with segment.writing() as record:
-            revision = record.write_wish(limit_bytes=limit_bytes)
+            revision = record.write_wish(
+                limit_bytes, min_bytes=min_bytes, priority=priority, trim=trim
+            )
         deadline = time.monotonic() + (ANSWER_GLANCE_S if wait_s is None else wait_s)
         while True:
             left_s = deadline - time.monotonic()

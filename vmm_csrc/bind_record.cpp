@@ -187,9 +187,12 @@ nb::dict read_header(const PyRecord& record) {
 nb::dict wish_dict(const Wish& wish) {
   nb::dict out;
   out["revision"] = wish.revision;
-  out["limit_bytes"] = wish.has_limit != 0 ? nb::object(nb::int_(wish.limit_bytes)) : nb::none();
-  out["min_bytes"] = wish.min_bytes;
-  out["priority"] = wish.priority;
+  const auto said = [&](std::uint32_t field, auto value) -> nb::object {
+    return (wish.fields & field) != 0 ? nb::object(nb::int_(value)) : nb::none();
+  };
+  out["limit_bytes"] = said(Wish::kHasLimit, wish.limit_bytes);
+  out["min_bytes"] = said(Wish::kHasMin, wish.min_bytes);
+  out["priority"] = said(Wish::kHasPriority, wish.priority);
   out["trim_requests"] = wish.trim_requests;
   out["writer_pid"] = wish.writer_pid;
   out["written_ns"] = wish.written_ns;
@@ -212,6 +215,8 @@ nb::dict read_answer(const PyRecord& record) {
   out["effective_limit_bytes"] = answer.effective_limit_bytes;
   out["mapped_bytes"] = answer.mapped_bytes;
   out["over_bytes"] = answer.over_bytes;
+  out["min_bytes"] = answer.min_bytes;
+  out["priority"] = answer.priority;
   out["state"] = answer_state_name(answer.state);
   out["reason"] = text(answer.reason);
   out["answered_ns"] = answer.answered_ns;

@@ -63,7 +63,7 @@ void Keeper::carry_out(const Wish& wish) {
   // Two answers where memory has to be given back: that the wish was seen, then that it holds. What
   // is to be trimmed is not called applied before it is.
   const LimitState state =
-      wish.has_limit != 0 ? pool_->set_limit(wish.limit_bytes) : pool_->limit_state();
+      (wish.fields & Wish::kHasLimit) != 0 ? pool_->set_limit(wish.limit_bytes) : pool_->limit_state();
   const bool trim = std::exchange(trims_done_, wish.trim_requests) != wish.trim_requests;
   if (!trim || state.over_bytes > 0) answer(state, {});
   if (trim) {

@@ -216,10 +216,16 @@ Wish WishWriter::next(const WishChange& change) const {
   wish.revision = __atomic_load_n(&layout_->wish.revision, __ATOMIC_ACQUIRE) + 1;
   if (change.limit_bytes) {
     wish.limit_bytes = *change.limit_bytes;
-    wish.has_limit = 1;
+    wish.fields |= Wish::kHasLimit;
   }
-  if (change.min_bytes) wish.min_bytes = *change.min_bytes;
-  if (change.priority) wish.priority = *change.priority;
+  if (change.min_bytes) {
+    wish.min_bytes = *change.min_bytes;
+    wish.fields |= Wish::kHasMin;
+  }
+  if (change.priority) {
+    wish.priority = *change.priority;
+    wish.fields |= Wish::kHasPriority;
+  }
   if (change.trim) wish.trim_requests += 1;
   wish.writer_pid = static_cast<std::uint64_t>(getpid());
   wish.written_ns = monotonic_ns();

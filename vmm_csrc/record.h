@@ -40,7 +40,7 @@ namespace kvelastic {
 static_assert(std::endian::native == std::endian::little, "the record is little-endian");
 
 inline constexpr std::uint64_t kRecordMagic = 0x4354'5341'4c45'564bULL;  ///< "KVELASTC" in memory
-inline constexpr std::uint32_t kRecordAbiVersion = 1;
+inline constexpr std::uint32_t kRecordAbiVersion = 2;
 inline constexpr std::size_t kLineBytes = 64;
 inline constexpr std::size_t kRecordBytes = 4096;
 inline constexpr std::size_t kRingAreaBytes = std::size_t{256} << 10;
@@ -85,13 +85,16 @@ enum class InstanceState : std::uint32_t { kAlive = 1, kClosing = 2 };
 struct Wish {
   std::uint64_t revision = 0;
   std::uint64_t limit_bytes = 0;    ///< never exceeded; 0 is a limit like any other
-  std::uint64_t min_bytes = 0;      ///< never taken away (for the ledger; not used yet)
-  std::int64_t priority = 0;        ///< higher keeps its memory longer (not used yet)
+  std::uint64_t min_bytes = 0;      ///< the guarantee: never taken away by others
+  std::int64_t priority = 0;        ///< higher keeps its memory longer
   std::uint64_t trim_requests = 0;  ///< counts up: give back every parked page, once for each
   std::uint64_t writer_pid = 0;
   std::uint64_t written_ns = 0;
-  std::uint32_t has_limit = 0;  ///< 0: limit_bytes says nothing, the instance keeps its own
+  std::uint32_t fields = 0;  ///< which of the three say something (kHas...); the instance keeps its
+                             ///< own for the others
   std::uint32_t reserved = 0;
+
+  static constexpr std::uint32_t kHasLimit = 1, kHasMin = 2, kHasPriority = 4;
 };
 
 enum class AnswerState : std::uint32_t {
@@ -110,7 +113,8 @@ struct Answer {
   std::uint64_t answered_ns = 0;
   AnswerState state = AnswerState::kNone;
   std::uint32_t reserved0 = 0;
-  std::array<std::uint64_t, 2> reserved1{};
+  std::uint64_t min_bytes = 0;
+  std::int64_t priority = 0;
   std::array<char, 128> reason{};
 };
 

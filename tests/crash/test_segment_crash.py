@@ -63,7 +63,7 @@ def test_a_killed_owner_is_dead_and_reaped(name, waited_for):
         assert name in segment.reap()
         assert not (SHM / name).exists()
         with pytest.raises(SegmentNotFoundError):
-            segment.wish_limit(name, 1)
+            segment.wish(name, limit_bytes=1)
 
 
 def test_the_next_instance_of_the_name_starts_at_once(name):
@@ -71,7 +71,7 @@ def test_the_next_instance_of_the_name_starts_at_once(name):
     first.kill()
     with Owner(name) as second:
         assert segment.inspect(name).header["pid"] == second.pid
-        assert segment.wish_limit(name, 5, 30).state == "applied"
+        assert segment.wish(name, limit_bytes=5, wait_s=30).state == "applied"
     first.__exit__(None)
 
 
@@ -99,7 +99,7 @@ ctypes.CDLL(None).syscall(60, 0)  # exit of this thread only
 
 def test_a_writer_killed_in_the_middle_of_a_wish_has_changed_nothing(name):
     with Owner(name):
-        assert segment.wish_limit(name, 7 << 20, 30).state == "applied"
+        assert segment.wish(name, limit_bytes=7 << 20, wait_s=30).state == "applied"
         writer = start(HALF_WRITER, name)
         assert writer.stdout.readline() == "half\n"
         finish(writer)
@@ -108,7 +108,7 @@ def test_a_writer_killed_in_the_middle_of_a_wish_has_changed_nothing(name):
         assert info.wish["whole"]
         assert (info.wish["revision"], info.wish["limit_bytes"]) == (1, 7 << 20)
         # ... and the next writer finds neither its lock nor its rubbish in his way.
-        answer = segment.wish_limit(name, 9 << 20, 30)
+        answer = segment.wish(name, limit_bytes=9 << 20, wait_s=30)
         assert (answer.state, answer.revision) == ("applied", 2)
         assert answer.effective_limit_bytes == 9 << 20
 
@@ -124,7 +124,7 @@ def test_a_writer_stopped_in_the_middle_stalls_no_instance(name):
             while segment.inspect(name).usage["updated_ns"] == before:
                 assert time.monotonic() < deadline, "the owner stands still"
             with pytest.raises(SegmentBusyError, match="lock"):
-                segment.wish_limit(name, 1)
+                segment.wish(name, limit_bytes=1)
             assert segment.inspect(name).wish["revision"] == 0
             # Nor does it keep the instance from ending.
             assert owner.end() == 0
@@ -136,7 +136,7 @@ def test_a_writer_stopped_in_the_middle_stalls_no_instance(name):
 def test_a_stopped_owner_answers_when_it_goes_on(name):
     with Owner(name) as owner:
         owner.stop()
-        answer = segment.wish_limit(name, 3 << 20, 0.1)
+        answer = segment.wish(name, limit_bytes=3 << 20, wait_s=0.1)
         assert answer.state == "none"
         info = segment.inspect(name)
         assert info.status == "alive"

@@ -76,7 +76,7 @@ def elastic(servers: tuple, instance_name: str) -> Iterator:
 
     yield servers[1]
     if servers[1].process.poll() is None:
-        segment.wish_limit(instance_name, KV_BYTES, wait_s=5)
+        segment.wish(instance_name, limit_bytes=KV_BYTES, wait_s=5)
 
 
 @pytest.fixture

@@ -229,9 +229,11 @@ def test_a_wish_overtaken_by_another_is_not_reported_as_done(name, monkeypatch):
             over_bytes=0,
             reason="",
             answered_ns=1,
+            min_bytes=0,
+            priority=0,
             wished_revision=4,
         )
-        monkeypatch.setattr(segment, "wish_limit", lambda *_: late)
+        monkeypatch.setattr(segment, "wish", lambda *_, **__: late)
         result = kvctl("limit", name, "2G", "--wait", "1")
         assert result.exit_code == 1
         assert "overtaken" in result.stderr

@@ -179,7 +179,7 @@ def test_another_version_is_shown_and_never_touched(name):
     with pytest.raises(SegmentExistsError, match="version 77"):
         segment.create(name, engine="test")
     with pytest.raises(SegmentFormatError, match="version 77"):
-        segment.wish_limit(name, 1)
+        segment.wish(name, limit_bytes=1)
     with pytest.raises(SegmentBusyError, match="version 77"):
         segment.delete(name)
     assert (SHM / name).read_bytes() == data
@@ -257,7 +257,7 @@ def test_a_name_made_anew_survives_the_end_of_its_first_owner(name):
 def test_a_forked_child_never_removes_its_parents_segment(name):
     with Owner(name, "fork") as owner:
         assert segment.inspect(name).header["pid"] == owner.pid
-        assert segment.wish_limit(name, 1 << 30, 30).state == "applied"
+        assert segment.wish(name, limit_bytes=1 << 30, wait_s=30).state == "applied"
         assert segment.inspect(name).status == "alive"
 
 
@@ -417,7 +417,7 @@ def test_a_trim_before_any_limit_wishes_no_limit(mine):
 @pytest.mark.parametrize("limit_bytes", [0, 1, 1 << 30, (1 << 63) - 1])
 def test_a_wish_is_answered_by_the_instance(name, limit_bytes):
     with Owner(name, "apply"):
-        answer = segment.wish_limit(name, limit_bytes, 30)
+        answer = segment.wish(name, limit_bytes=limit_bytes, wait_s=30)
         assert (answer.state, answer.effective_limit_bytes) == ("applied", limit_bytes)
         assert answer.is_to_the_wish
         info = segment.inspect(name)
@@ -427,28 +427,28 @@ def test_a_wish_is_answered_by_the_instance(name, limit_bytes):
 
 def test_waiting_lasts_until_the_limit_holds(name):
     with Owner(name, "late"):
-        assert segment.wish_limit(name, 1 << 20, 30).state == "applied"
+        assert segment.wish(name, limit_bytes=1 << 20, wait_s=30).state == "applied"
     with Owner(name, "shrink"):
-        answer = segment.wish_limit(name, 1 << 20, 0.05)
+        answer = segment.wish(name, limit_bytes=1 << 20, wait_s=0.05)
         assert answer.state == "shrinking"
         assert answer.over_bytes > 0
     with Owner(name, "refuse"):
-        answer = segment.wish_limit(name, 1 << 20, 30)
+        answer = segment.wish(name, limit_bytes=1 << 20, wait_s=30)
         assert (answer.state, answer.reason) == ("refused", "it is only a test")
         assert answer.effective_limit_bytes == CAPACITY_BYTES
     with Owner(name, "mute"):
-        answer = segment.wish_limit(name, 1 << 20, 0.05)
+        answer = segment.wish(name, limit_bytes=1 << 20, wait_s=0.05)
         assert answer.state == "none"
         assert not answer.is_to_the_wish
 
 
 def test_a_wish_to_nobody(name):
     with pytest.raises(SegmentNotFoundError, match=name):
-        segment.wish_limit(name, 1)
+        segment.wish(name, limit_bytes=1)
     forge(name, start_time_ticks=1)
     before = (SHM / name).read_bytes()
     with pytest.raises(SegmentDeadError, match="nothing was changed"):
-        segment.wish_limit(name, 1)
+        segment.wish(name, limit_bytes=1)
     assert (SHM / name).read_bytes() == before
 
 
@@ -457,7 +457,7 @@ def test_a_wait_ends_with_the_instance(name):
         killer = threading.Timer(0.2, owner.kill)
         killer.start()
         with pytest.raises(SegmentDeadError, match="did not answer"):
-            segment.wish_limit(name, 1, 60)
+            segment.wish(name, limit_bytes=1, wait_s=60)
         killer.join()
 
 
