@@ -118,6 +118,79 @@ class FaultDriver(Driver):
     @property
     def calls(self) -> int: ...
 
+# --- the ledger -----------------------------------------------------------------------------------
+
+LEDGER_BYTES: int
+LEDGER_SLOTS: int
+LEDGER_ABI_VERSION: int
+GRANT_UNIT_BYTES: int
+RECLAIM_IDLE_NS: int
+RECLAIM_PATIENCE_NS: int
+RECLAIM_FAIR_CACHED_NS: int
+RECLAIM_FAIR_IN_USE_NS: int
+RECLAIM_ASK_LEASE_NS: int
+
+def ledger_version(head: bytes) -> int | None: ...
+def ledger_create(
+    buffer: object,
+    *,
+    device: str,
+    group: str,
+    capacity_bytes: int,
+    uid: int,
+    boot_id: bytes,
+    created_realtime_ns: int,
+) -> None: ...
+def read_ledger(buffer: object) -> dict[str, Any]: ...
+def ledger_reap(buffer: object, own_pid_namespace: int) -> int: ...
+def plan_reclaim(
+    contenders: Sequence[object], asker: int, free_bytes: int, capacity_bytes: int
+) -> list[tuple[int, int, int]]: ...
+
+class LedgerMember:
+    @staticmethod
+    def join(
+        buffer: object,
+        *,
+        name: str,
+        uuid: bytes,
+        pid: int,
+        start_time_ticks: int,
+        pid_namespace: int,
+        uid: int,
+        min_bytes: int = 0,
+        priority: int = 0,
+    ) -> LedgerMember: ...
+    def leave(self) -> None: ...
+    def grant(self, pages: int, page_bytes: int) -> int: ...
+    def give_back(self, pages: int, page_bytes: int) -> None: ...
+    def room(self, page_bytes: int) -> int: ...
+    def reach(self, page_bytes: int) -> int: ...
+    def ask(self, bytes: int) -> bool: ...  # noqa: A002
+    def stop_asking(self) -> None: ...
+    def set_min(self, bytes: int) -> None: ...  # noqa: A002
+    def set_priority(self, priority: int) -> None: ...
+    def set_others(self, bytes: int) -> None: ...  # noqa: A002
+    def publish(
+        self,
+        in_use_bytes: int,
+        cached_bytes: int,
+        parked_bytes: int,
+        page_bytes: int,
+        active: bool,
+    ) -> None: ...
+    def wanted(self) -> tuple[int, int]: ...
+    def handled(self, bytes: int) -> None: ...  # noqa: A002
+    @property
+    def granted_bytes(self) -> int: ...
+    @property
+    def capacity_bytes(self) -> int: ...
+    @property
+    def min_bytes(self) -> int: ...
+    @property
+    def priority(self) -> int: ...
+    def measure_grant_ns(self, page_bytes: int, count: int) -> float: ...
+
 class Geometry:
     def __init__(
         self,
@@ -195,6 +268,8 @@ class Pool:
         max_reserved_pages: int = 10,
         max_cached_blocks: int = -1,
         preallocate: bool = True,
+        member: LedgerMember | None = None,
+        reclaim_wait_s: float = 0.05,
     ) -> None: ...
     def alloc(self, count: int) -> list[int] | None: ...
     def free(self, ids: Sequence[int]) -> None: ...

@@ -55,6 +55,14 @@ class Config:
     """Bytes, as set; `host_memory_bytes` has the default too."""
     limit: int | Percent | None = None
     """Bytes, or a part of the device; `limit_bytes` resolves it."""
+    minimum: int = 0
+    """Bytes that nobody may take from the instance."""
+    priority: int = 0
+    """Higher keeps its memory longer."""
+    ledger: str = "default"
+    """The group of instances that share a device's capacity."""
+    reclaim_wait_s: float = 0.05
+    """How long an alloc waits for memory of others."""
     device: str = "auto"
     """`auto`, `host`, `cuda` or `cuda:N`."""
     idle_trim_s: float | None = 5.0
@@ -163,6 +171,19 @@ def _limit(text: str) -> int | Percent | None:
     return Percent(parse_percent(text)) if text.endswith("%") else parse_size(text)
 
 
+def _ledger(text: str) -> str:
+    if not re.fullmatch(r"[A-Za-z0-9_-]{1,32}", text):
+        raise ValueError(text)
+    return text
+
+
+def _seconds(text: str) -> float:
+    value = _number(text)
+    if not 0 <= value <= 3600:
+        raise ValueError(text)
+    return value
+
+
 def _device(text: str) -> str:
     lowered = text.lower()
     if lowered in ("cpu", "host"):
@@ -218,6 +239,17 @@ VARIABLES: Final[tuple[Variable, ...]] = (
     Variable("KVELASTIC_LIMIT", None, "limit", _limit, "none",
              f"none; a percentage of the device (80%); or {SIZE_FORMS}",
              "Limit that an instance starts with; kvctl limit changes it while it runs."),
+    Variable("KVELASTIC_MIN", None, "minimum", parse_size, "0", f"0, or {SIZE_FORMS}",
+             "Guarantee: memory that other instances never take from this one."),
+    Variable("KVELASTIC_PRIORITY", None, "priority", _integer(-1000, most=1000), "0",
+             "an integer from -1000 to 1000",
+             "Instances of a higher priority keep their memory longer and are served first."),
+    Variable("KVELASTIC_LEDGER", None, "ledger", _ledger, "default",
+             "1 to 32 of the characters A-Z a-z 0-9 _ -",
+             "Group of instances that share a device's capacity; all of one machine, unless set."),
+    Variable("KVELASTIC_RECLAIM_WAIT", None, "reclaim_wait_s", _seconds, "0.05",
+             "seconds, from 0 to 3600",
+             "How long an alloc waits for memory that other instances have to give up."),
     Variable("KVELASTIC_DEVICE", None, "device", _device, "auto", "auto, cpu, host, cuda or cuda:N",
              "Whose memory backs the KV cache; auto takes a GPU where there is one."),
     Variable("KVELASTIC_IDLE_TRIM_SECONDS", None, "idle_trim_s", _seconds_or_never, "5.0",

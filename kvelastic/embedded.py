@@ -98,9 +98,10 @@ def shutdown_kvelastic() -> None:
     with _lock:
         state, _state = _state, None
         for group in state.groups.values() if state else ():
-            group.pool.close()
+            # Given back to the device before the ledger lets others have it.
             group.pool.blocks.clear()
             group.pool.blocks.trim()
+            group.pool.close()
 
 
 def is_initialized() -> bool:

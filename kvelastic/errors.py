@@ -15,6 +15,7 @@ brackets), so `except ValueError` and `except kvelastic.errors.KvelasticError` b
     │   ├── UnknownBlockError               UNKNOWN_BLOCK
     │   └── NullBlockError                  NULL_BLOCK
     ├── LimitError                          LIMIT                [ValueError]
+    │   └── GuaranteeError                  GUARANTEE
     ├── DriverError                         DRIVER               [RuntimeError]
     │   ├── DeviceUnavailableError          DEVICE_UNAVAILABLE
     │   ├── OutOfMemoryError                OUT_OF_MEMORY        [MemoryError]
@@ -26,6 +27,8 @@ brackets), so `except ValueError` and `except kvelastic.errors.KvelasticError` b
     │   ├── SegmentFormatError              SEGMENT_FORMAT
     │   ├── SegmentBusyError                SEGMENT_BUSY
     │   └── SegmentDeadError                SEGMENT_DEAD
+    ├── LedgerError                         LEDGER               [OSError]
+    │   └── LedgerForeignError              LEDGER_FOREIGN
     ├── ChannelError                        CHANNEL              [RuntimeError]
     │   ├── ChannelTimeoutError             CHANNEL_TIMEOUT      [TimeoutError]
     │   └── ChannelClosedError              CHANNEL_CLOSED
@@ -125,6 +128,12 @@ class LimitError(KvelasticError, ValueError):
     code = "LIMIT"
 
 
+class GuaranteeError(LimitError):
+    """Guarantees that add up to more than the device has; the message has the sums."""
+
+    code = "GUARANTEE"
+
+
 class DriverError(KvelasticError, RuntimeError):
     """The operating system or the GPU's driver refused a call; all steps of it are undone."""
 
@@ -189,6 +198,18 @@ class SegmentDeadError(SegmentError):
     """The segment's process is gone, so nobody will answer a wish; it can be removed."""
 
     code = "SEGMENT_DEAD"
+
+
+class LedgerError(KvelasticError, OSError):
+    """The record that the instances of a device share cannot be used."""
+
+    code = "LEDGER"
+
+
+class LedgerForeignError(LedgerError):
+    """It belongs to another user, whose instances share the device."""
+
+    code = "LEDGER_FOREIGN"
 
 
 class ChannelError(KvelasticError, RuntimeError):

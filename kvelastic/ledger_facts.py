@@ -45,6 +45,8 @@ class LedgerInfo:
     status: str
     """readable, foreign (another user's) or unreadable (see `problem`)."""
     problem: str = ""
+    group: str = ""
+    """Of instances that share it: `KVELASTIC_LEDGER`."""
     capacity_bytes: int = 0
     """What all instances together may hold."""
     others_bytes: int = 0

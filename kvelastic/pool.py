@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeAlias
 
-from kvelastic import _vmm, segment
+from kvelastic import _vmm, ledger, segment
 from kvelastic.config import Config
 from kvelastic.device import Device
 from kvelastic.errors import ConfigError
@@ -48,9 +48,15 @@ class ElasticPool:
     """What `open_pool` made. `close()` it, or use it as a context manager."""
 
     def __init__(
-        self, own_segment: segment.Segment, memory: Memory, blocks: _vmm.Pool, settings: Config
+        self,
+        own_segment: segment.Segment,
+        own_place: ledger.JoinedLedger,
+        memory: Memory,
+        blocks: _vmm.Pool,
+        settings: Config,
     ) -> None:
         self.segment = own_segment
+        self.ledger = own_place
         self.memory = memory
         self.blocks = blocks
         """The native pool: alloc, free, cache, touch, limits (see vmm_csrc/pool.h)."""
@@ -73,13 +79,16 @@ class ElasticPool:
         )
 
     def close(self) -> None:
-        """Stop the keeper and remove the segment; the memory goes with its last user. Repeatable.
+        """Stop the keeper, leave the ledger, remove the segment. Repeatable.
+
+        The memory goes with its last user: tensors over it stay valid.
 
         Waits for nobody but this process's own thread.
         """
         keeper, self._keeper = self._keeper, None
         if keeper is not None:
             keeper.stop()
+        self.ledger.close()
         self.segment.close()
 
     def __enter__(self) -> ElasticPool:
@@ -105,31 +114,47 @@ def open_pool(
     """Make segment, memory and native pool; maps nothing and starts no thread yet.
 
     `num_blocks` counts the null block; `name` overrides `KVELASTIC_IPC_NAME`. Raises `ConfigError`
-    for a `KVELASTIC_LIMIT` under one page, `SegmentError` if the segment cannot be made (its name
+    for a `KVELASTIC_LIMIT` under one page, `GuaranteeError` for a `KVELASTIC_MIN` that the device
+    has no room for, `LedgerError` if the device is not to be shared, `SegmentError` if the segment cannot be made (its name
     is a live instance's), and what `memory` raises; nothing is left behind then.
     """
-    capacity_bytes = device.capacity_bytes
-    limit_bytes = _start_limit_bytes(settings, layout, layout.range_bytes(pages), capacity_bytes)
+    limit_bytes = _start_limit_bytes(
+        settings, layout, layout.range_bytes(pages), device.capacity_bytes
+    )
     own_segment = segment.create(
         settings.ipc_name if name is None else name, engine=engine, model=model, device=device.name
     )
+    place: ledger.JoinedLedger | None = None
     try:
+        place = ledger.join(
+            device.name,
+            group=settings.ledger,
+            capacity_bytes=device.capacity_bytes,
+            name=own_segment.name,
+            uuid=own_segment.record.read_header()["uuid"],
+            min_bytes=settings.minimum,
+            priority=settings.priority,
+        )
         where = memory(own_segment, native_geometry(layout, pages))
         tokens = settings.max_cached_tokens
         blocks = _vmm.Pool(
             where,
             max_blocks=min(num_blocks, pages * layout.blocks_per_page),
             limit_bytes=limit_bytes,
-            capacity_bytes=capacity_bytes,
+            capacity_bytes=place.member.capacity_bytes,
             min_reserved_pages=settings.min_reserved_pages,
             max_reserved_pages=settings.max_reserved_pages,
             max_cached_blocks=-1 if tokens < 0 else tokens // block_tokens,
             preallocate=settings.page_prealloc_enabled,
+            member=place.member,
+            reclaim_wait_s=settings.reclaim_wait_s,
         )
     except BaseException:
+        if place is not None:
+            place.close()
         own_segment.close()
         raise
-    return ElasticPool(own_segment, where, blocks, settings)
+    return ElasticPool(own_segment, place, where, blocks, settings)
 
 
 def _start_limit_bytes(

@@ -11,6 +11,9 @@ from hypothesis import settings
 
 SHM = Path("/dev/shm")
 
+# Tests share a device with nobody: not with one another's leftovers, not with what else runs here.
+os.environ["KVELASTIC_LEDGER"] = f"test-{os.getpid()}"
+
 # No example has a time limit: the machine is shared, and no test is a timed test.
 settings.register_profile("kvelastic", deadline=None)
 settings.load_profile("kvelastic")

@@ -10,6 +10,8 @@ namespace {
 constexpr std::int64_t kWishRetryNs = 100'000;
 /// When to try again to give memory back that the driver would not take.
 constexpr std::int64_t kShrinkRetryNs = 50'000'000;
+/// How often to look for memory that is missing, or whether others still ask for ours.
+constexpr std::int64_t kPursuitNs = 20'000'000;
 constexpr std::int64_t kNever = -1;
 
 }  // namespace
@@ -22,6 +24,9 @@ std::unique_ptr<Keeper> Keeper::start(std::shared_ptr<Pool> pool,
   keeper->answer(keeper->pool_->limit_state(), {});
   keeper->pool_->on_wanted([bell = keeper->record_] { bell->ring_bell(); });
   keeper->thread_ = std::thread(&Keeper::run, keeper.get());
+  if (keeper->pool_->member()) {
+    keeper->bell_thread_ = std::thread(&Keeper::pass_bells_on, keeper.get());
+  }
   return keeper;
 }
 
@@ -30,11 +35,16 @@ void Keeper::stop() {
   if (::getpid() != started_by_) {
     // A forked child has inherited this object, but not the thread; pool and record are of no use.
     thread_.detach();
+    if (bell_thread_.joinable()) bell_thread_.detach();
     return;
   }
   stopping_ = true;
   record_->ring_bell();
   thread_.join();
+  if (bell_thread_.joinable()) {
+    pool_->member()->ring();
+    bell_thread_.join();
+  }
   pool_->on_wanted(nullptr);
   pool_->publish_to(nullptr);
 }
@@ -43,7 +53,10 @@ void Keeper::run() {
   while (!stopping_) {
     const std::uint32_t seen = record_->bell();
     const bool read = read_wish();
+    serve_asks();
     finish_shrinking();
+    const bool missing = pool_->pursue();
+    pursuing_ = pool_->expire_squeeze() || missing;
     (void)pool_->provision();  // out of memory: demand will say so when it comes
     decay();
     (void)record_->wait_bell(seen, sleep_ns(!read));
@@ -59,11 +72,51 @@ bool Keeper::read_wish() {
   return true;
 }
 
+/// Rings the instance's bell whenever the ledger's has been rung.
+void Keeper::pass_bells_on() {
+  const LedgerMember& member = *pool_->member();
+  std::uint32_t heard = member.bell();
+  record_->ring_bell();  // for what was asked before this thread listened
+  while (!stopping_) {
+    member.wait(heard, kForever);
+    const std::uint32_t now = member.bell();
+    if (std::exchange(heard, now) != now) record_->ring_bell();
+  }
+}
+
+/// Gives others what they ask of this instance, as far as there is something to give.
+void Keeper::serve_asks() {
+  const std::shared_ptr<LedgerMember>& member = pool_->member();
+  if (!member) return;
+  const LedgerMember::Wanted wanted = member->wanted();
+  if (wanted.bytes == 0) return;
+  const std::uint64_t page_bytes = pool_->geometry().page_bytes();
+  const std::uint64_t pages = (wanted.bytes + page_bytes - 1) / page_bytes;
+  (void)pool_->give_up(pages, wanted.depth, member->min_bytes());
+  member->handled(wanted.bytes);
+}
+
+/// Guarantee and priority, all or nothing. Without a ledger there is nobody to be guarded from.
+Status Keeper::change_standing(const Wish& wish) {
+  const std::shared_ptr<LedgerMember>& member = pool_->member();
+  if ((wish.fields & (Wish::kHasMin | Wish::kHasPriority)) == 0) return ok();
+  if (!member) return Error{Errc::kInvalidArgument, "this instance shares its device with nobody"};
+  if ((wish.fields & Wish::kHasMin) != 0) {
+    if (Status set = member->set_min(wish.min_bytes); !set) return set;
+  }
+  if ((wish.fields & Wish::kHasPriority) != 0) member->set_priority(wish.priority);
+  return ok();
+}
+
 void Keeper::carry_out(const Wish& wish) {
+  if (Status standing = change_standing(wish); !standing) {
+    refuse(standing.error().message);
+    return;
+  }
   // Two answers where memory has to be given back: that the wish was seen, then that it holds. What
   // is to be trimmed is not called applied before it is.
-  const LimitState state =
-      (wish.fields & Wish::kHasLimit) != 0 ? pool_->set_limit(wish.limit_bytes) : pool_->limit_state();
+  const LimitState state = (wish.fields & Wish::kHasLimit) != 0 ? pool_->set_limit(wish.limit_bytes)
+                                                                : pool_->limit_state();
   const bool trim = std::exchange(trims_done_, wish.trim_requests) != wish.trim_requests;
   if (!trim || state.over_bytes > 0) answer(state, {});
   if (trim) {
@@ -84,7 +137,13 @@ void Keeper::finish_shrinking() {
   if (now.over_bytes != answered_over_bytes_ || !reason.empty()) answer(now, reason);
 }
 
-void Keeper::answer(const LimitState& state, std::string reason) {
+/// The wish changes nothing, as a whole.
+void Keeper::refuse(const std::string& reason) {
+  answer(pool_->limit_state(), reason, AnswerState::kRefused);
+}
+
+void Keeper::answer(const LimitState& state, std::string reason,
+                    std::optional<AnswerState> outcome) {
   if (reason.empty() && state.effective_bytes > state.limit_bytes) {
     reason = "one page is always held, for the null block";
   }
@@ -93,7 +152,12 @@ void Keeper::answer(const LimitState& state, std::string reason) {
   answer.effective_limit_bytes = state.effective_bytes;
   answer.mapped_bytes = state.mapped_bytes;
   answer.over_bytes = state.over_bytes;
-  answer.state = state.over_bytes == 0 ? AnswerState::kApplied : AnswerState::kShrinking;
+  answer.state =
+      outcome.value_or(state.over_bytes == 0 ? AnswerState::kApplied : AnswerState::kShrinking);
+  if (const std::shared_ptr<LedgerMember>& member = pool_->member()) {
+    answer.min_bytes = member->min_bytes();
+    answer.priority = member->priority();
+  }
   answered_over_bytes_ = state.over_bytes;
   record_->answer(answer, reason);
 }
@@ -125,6 +189,7 @@ void Keeper::decay() {
 
 std::int64_t Keeper::sleep_ns(bool wish_unreadable) {
   if (wish_unreadable) return kWishRetryNs;
+  if (pursuing_) return kPursuitNs;
   const std::int64_t retry = shrink_again_ ? kShrinkRetryNs : kNever;
   if (next_decay_ == Clock::time_point::max()) return retry;
   const auto left = std::chrono::nanoseconds(next_decay_ - Clock::now()).count();

@@ -1,5 +1,7 @@
 // The one thread of an instance: it waits on the record's bell and does what need not, or cannot,
-// wait for the engine. It never runs Python, so no engine and no GIL can hold it up.
+// wait for the engine. It never runs Python, so no engine and no GIL can hold it up. Where there is
+// a ledger, a second thread only passes its bell on: one thread cannot sleep on two futexes (before
+// Linux 5.16).
 #pragma once
 
 #include <unistd.h>
@@ -7,6 +9,7 @@
 #include <atomic>
 #include <chrono>
 #include <memory>
+#include <optional>
 #include <string>
 #include <thread>
 
@@ -22,8 +25,9 @@ struct KeeperOptions {
   bool sanity_check = false;
 };
 
-/// Carries out wishes (limit, trim) and answers them, provisions pages ahead of demand, gives
-/// parked pages back when they are not needed. Sleeps otherwise, without a timer.
+/// Carries out wishes (limit, guarantee, priority, trim) and answers them, provisions pages ahead
+/// of demand, gives parked pages back when they are not needed, gives others what they ask for, and
+/// goes after what this instance lacks. Sleeps otherwise, without a timer.
 class Keeper {
  public:
   /// Publishes the pool into the record, answers revision 0 with the start limit, starts the
@@ -52,8 +56,13 @@ class Keeper {
   void run();
   bool read_wish();
   void carry_out(const Wish& wish);
+  Status change_standing(const Wish& wish);
+  void serve_asks();
+  void pass_bells_on();
   void finish_shrinking();
-  void answer(const LimitState& state, std::string reason);
+  void refuse(const std::string& reason);
+  void answer(const LimitState& state, std::string reason,
+              std::optional<AnswerState> outcome = std::nullopt);
   void decay();
   std::int64_t sleep_ns(bool wish_unreadable);
 
@@ -67,8 +76,10 @@ class Keeper {
   std::uint64_t seen_activity_ = 0;
   bool shrink_again_ = false;  // the driver refused; nothing else may wake this thread for it
   Clock::time_point next_decay_ = Clock::time_point::max();
+  bool pursuing_ = false;  // memory is missing, or others squeeze this pool: look again soon
   std::atomic<bool> stopping_{false};
   std::thread thread_;
+  std::thread bell_thread_;
 };
 
 }  // namespace kvelastic

@@ -3,6 +3,7 @@
 
 namespace kvelastic {
 void bind_driver(nanobind::module_& m);
+void bind_ledger(nanobind::module_& m);
 void bind_pool(nanobind::module_& m);
 void bind_record(nanobind::module_& m);
 }  // namespace kvelastic
@@ -13,5 +14,6 @@ NB_MODULE(_vmm, m) {
   nanobind::set_leak_warnings(false);
   kvelastic::bind_record(m);
   kvelastic::bind_driver(m);
+  kvelastic::bind_ledger(m);
   kvelastic::bind_pool(m);
 }

@@ -13,11 +13,19 @@ bool is_final(const Error& error) {
          error.code == Errc::kChannelTimeout;
 }
 
+/// After a wait in vain, allocs do not wait for this many times as long.
+constexpr int kFruitlessWaits = 8;
+/// A squeeze that nobody has asked for so long is lifted.
+constexpr std::chrono::milliseconds kSqueezeLease{500};
+/// Memory goes back in batches of about this size, so that who waits for it can begin with it.
+constexpr std::uint64_t kGiveUpBytes = std::uint64_t{32} << 20;
+
 }  // namespace
 
 Result<std::unique_ptr<Pool>> Pool::create(const Geometry& geometry,
                                            std::shared_ptr<Backing> backing,
-                                           const PoolOptions& options) {
+                                           const PoolOptions& options,
+                                           std::shared_ptr<LedgerMember> member) {
   if (options.min_reserved_pages > options.max_reserved_pages) {
     return Error{Errc::kInvalidArgument, "min_reserved_pages is " +
                                              std::to_string(options.min_reserved_pages) +
@@ -31,18 +39,21 @@ Result<std::unique_ptr<Pool>> Pool::create(const Geometry& geometry,
   if (Status sound = geometry.check(1); !sound) return sound.error();
   Result<std::unique_ptr<Blocks>> blocks = Blocks::create(geometry);
   if (!blocks) return blocks.error();
-  return std::unique_ptr<Pool>(new Pool(geometry, std::move(backing), options, *std::move(blocks)));
+  return std::unique_ptr<Pool>(
+      new Pool(geometry, std::move(backing), options, *std::move(blocks), std::move(member)));
 }
 
 Pool::Pool(const Geometry& geometry, std::shared_ptr<Backing> backing, const PoolOptions& options,
-           std::unique_ptr<Blocks> blocks)
+           std::unique_ptr<Blocks> blocks, std::shared_ptr<LedgerMember> member)
     : geometry_(geometry),
       options_(options),
       backing_(std::move(backing)),
+      member_(std::move(member)),
       blocks_(std::move(blocks)),
       limit_bytes_(options.limit_bytes),
       pages_limit_(whole_pages(options.limit_bytes)) {
   const Lock lock(mutex_);
+  if (member_) member_->set_limit(limit_bytes_);
   changed();
 }
 
@@ -83,7 +94,7 @@ bool Pool::try_alloc(std::uint64_t count, std::optional<std::vector<BlockId>>& o
   if (!session) return false;
   const Lock lock(mutex_);
   if (final_error_) return false;
-  if (count <= count_available(true)) return blocks_at_hand(count, out.emplace());
+  if (count <= count_available(Reach::kLimit)) return blocks_at_hand(count, out.emplace());
   note_failed_alloc();
   out.reset();
   return true;
@@ -95,15 +106,15 @@ Result<std::optional<std::vector<BlockId>>> Pool::alloc(std::uint64_t count) {
   const std::lock_guard session(session_);
   Lock lock(mutex_);
   if (final_error_) return *final_error_;
-  bool may_map = true;
-  while (count <= count_available(may_map)) {
+  Reach reach = Reach::kLimit;
+  while (count <= count_available(reach)) {
     std::vector<BlockId> ids;
     if (blocks_at_hand(count, ids)) return std::optional(std::move(ids));
     const std::uint64_t missing = count - reserved_.size() - blocks_->free_blocks();
-    if (may_map) {
+    if (reach == Reach::kLimit) {
       Result<bool> got = get_pages(lock, missing);
       if (!got && is_final(got.error())) return got.error();
-      may_map = got && *got;
+      if (!got || !*got) reach = Reach::kMapped;
       // The lock was let go of, and without another page there may not be enough: evicting what
       // cannot make `count` would lose contents for nothing.
       continue;
@@ -120,14 +131,14 @@ Result<std::optional<std::vector<BlockId>>> Pool::alloc(std::uint64_t count) {
 Result<std::uint64_t> Pool::ensure(std::uint64_t count) {
   Lock lock(mutex_);
   if (final_error_) return *final_error_;
-  while (count <= count_available(true)) {
+  while (count <= count_available(Reach::kLimit)) {
     const std::uint64_t at_hand = reserved_.size() + blocks_->free_blocks();
     if (at_hand >= count) break;
     Result<bool> got = get_pages(lock, count - at_hand);
     if (!got && is_final(got.error())) return got.error();
     if (!got || !*got) break;
   }
-  return count_available(false);
+  return count_available(Reach::kMapped);
 }
 
 Result<bool> Pool::try_to_reserve(std::uint64_t count) {
@@ -261,9 +272,11 @@ void Pool::clear() {
 /// False: the limit has no room for another page.
 Result<bool> Pool::get_pages(Lock& lock, std::uint64_t blocks) {
   if (mappable_pages() > 0) {
-    Status grown = grow(lock, std::min(pages_for(blocks), mappable_pages()));
+    const std::uint64_t pages = std::min(pages_for(blocks), mappable_pages());
+    Result<std::uint64_t> grown = grow(lock, pages);
     if (!grown) return grown.error();
-    return true;
+    if (*grown == pages) note_satisfied();
+    return *grown > 0 || wait_for_grant(lock, pages);
   }
   if (held_pages_ == blocks_->mapped_pages() || over_pages() > 0) return false;
   settled_.wait(lock);
@@ -280,13 +293,74 @@ void Pool::note_if_final(const Status& answered) {
   failed_.store(true, std::memory_order_relaxed);
 }
 
-Status Pool::grow(Lock& lock, std::uint64_t pages) {
+/// Waits, without the pool's lock, until the device has a page for this pool that others give up.
+/// What is missing after that is the keeper's to pursue.
+bool Pool::wait_for_grant(Lock& lock, std::uint64_t pages) {
+  if (!member_) return false;
+  const std::uint64_t page_bytes = geometry_.page_bytes();
+  const Clock::time_point start = Clock::now();
+  const Clock::time_point until = start < no_wait_before_ ? start : start + options_.reclaim_wait;
+  lock.unlock();
+  bool there = false;
+  for (;;) {
+    const std::uint32_t seen = member_->bell();
+    const bool hope = member_->ask(pages * page_bytes);
+    there = member_->room(page_bytes) > 0;
+    const Clock::time_point now = Clock::now();
+    if (there || !hope || now >= until) break;
+    const std::chrono::nanoseconds patience(member_->rules().patience_ns);
+    member_->wait(seen, std::min<std::chrono::nanoseconds>(until - now, patience));
+  }
+  lock.lock();
+  if (there) return true;
+  no_wait_before_ = Clock::now() + kFruitlessWaits * options_.reclaim_wait;
+  starved_pages_ = pages;
+  starved_at_ = Clock::now();
+  changed();
+  return false;
+}
+
+/// Everything that was asked for is there.
+void Pool::note_satisfied() {
+  starved_pages_ = 0;
+  no_wait_before_ = {};
+  if (member_) member_->stop_asking();
+}
+
+bool Pool::pursue() {
+  Lock lock(mutex_);
+  pursuit_called_ = false;
+  if (starved_pages_ == 0 || !member_) return false;
+  const std::chrono::nanoseconds lease(member_->rules().ask_lease_ns);
+  const std::uint64_t wanted = std::min(starved_pages_, mappable_pages());
+  if (wanted == 0 || Clock::now() - starved_at_ > lease) {
+    note_satisfied();
+    return false;
+  }
+  Result<std::uint64_t> grown = grow(lock, wanted);
+  if (grown) starved_pages_ -= std::min(*grown, starved_pages_);
+  if (!grown || starved_pages_ == 0) {
+    note_satisfied();
+    return false;
+  }
+  const std::uint64_t bytes = starved_pages_ * geometry_.page_bytes();
+  lock.unlock();
+  (void)member_->ask(bytes);
+  return true;
+}
+
+/// Maps at most `pages` pages, as many as the ledger grants; answers how many.
+Result<std::uint64_t> Pool::grow(Lock& lock, std::uint64_t pages) {
+  const std::uint64_t page_bytes = geometry_.page_bytes();
+  if (member_) pages = member_->grant(pages, page_bytes);
+  if (pages == 0) return std::uint64_t{0};
   std::vector<PageIndex> batch;
   for (std::uint64_t i = 0; i < pages; ++i) {
     const std::optional<PageIndex> page = blocks_->take_unmapped();
     if (!page) break;
     batch.push_back(*page);
   }
+  if (member_) member_->give_back(pages - batch.size(), page_bytes);
   if (batch.empty()) {
     return Error{Errc::kPoolExhausted, "every page of the range is mapped or on its way"};
   }
@@ -301,10 +375,13 @@ Status Pool::grow(Lock& lock, std::uint64_t pages) {
     if (record_) record_->add(Counter::kPagesMapped, batch.size());
   } else {
     held_pages_ -= batch.size();
+    // After a final failure nobody knows what is mapped: what was granted stays taken.
+    if (member_ && !final_error_) member_->give_back(batch.size(), page_bytes);
   }
   settled_.notify_all();
   changed();
-  return mapped;
+  if (!mapped) return mapped.error();
+  return static_cast<std::uint64_t>(batch.size());
 }
 
 Status Pool::shrink(Lock& lock, std::uint64_t pages) {
@@ -323,6 +400,7 @@ Status Pool::shrink(Lock& lock, std::uint64_t pages) {
   for (const PageIndex page : batch) unmapped ? blocks_->put_back(page) : blocks_->add_page(page);
   if (unmapped) {
     held_pages_ -= batch.size();
+    if (member_) member_->give_back(batch.size(), geometry_.page_bytes());
     counts_.pages_unmapped_ever += batch.size();
     if (record_) record_->add(Counter::kPagesUnmapped, batch.size());
   }
@@ -356,6 +434,7 @@ LimitState Pool::set_limit(std::uint64_t limit_bytes) {
   const Lock lock(mutex_);
   limit_bytes_ = limit_bytes;
   pages_limit_ = whole_pages(limit_bytes);
+  if (member_) member_->set_limit(limit_bytes);
   changed();
   return limit_state_locked();
 }
@@ -391,8 +470,46 @@ Result<std::uint64_t> Pool::provision() {
   if (wanted == 0) return std::uint64_t{0};
   ++counts_.provision_runs;
   if (record_) record_->add(Counter::kProvisionRuns);
-  if (Status grown = grow(lock, wanted); !grown) return grown.error();
-  return wanted;
+  return grow(lock, wanted);
+}
+
+// --- giving to others ------------------------------------------------------------------------
+
+Result<std::uint64_t> Pool::give_up(std::uint64_t pages, Depth depth, std::uint64_t min_bytes) {
+  const std::lock_guard session(session_);
+  Lock lock(mutex_);
+  const std::uint64_t page_bytes = geometry_.page_bytes();
+  const std::uint64_t kept = std::max<std::uint64_t>((min_bytes + page_bytes - 1) / page_bytes, 1);
+  const std::uint64_t target =
+      std::max(held_pages_ > pages ? held_pages_ - pages : std::uint64_t{0}, kept);
+  const std::uint64_t batch = std::max<std::uint64_t>(kGiveUpBytes / page_bytes, 1);
+  const std::uint64_t before = counts_.pages_unmapped_ever;
+  while (held_pages_ > target) {
+    const std::uint64_t next = std::min(held_pages_ - target, batch);
+    const std::size_t evicted = evicted_.size();
+    while (depth != Depth::kParked && blocks_->parked_pages() < next &&
+           blocks_->evict_cheapest_page(evicted_)) {
+    }
+    note_evicted(evicted);
+    if (blocks_->parked_pages() == 0) break;
+    if (Status given = shrink(lock, next); !given) return given.error();
+  }
+  if (depth == Depth::kInUse && held_pages_ > target) {
+    squeezed_to_ = target;
+    squeezed_until_ = Clock::now() + kSqueezeLease;
+    if (Status given = enforce(lock); !given) return given.error();
+  }
+  changed();
+  return counts_.pages_unmapped_ever - before;
+}
+
+bool Pool::expire_squeeze() {
+  const Lock lock(mutex_);
+  if (squeezed_to_ == ~std::uint64_t{0}) return false;
+  if (over_pages() > 0 && Clock::now() < squeezed_until_) return true;
+  squeezed_to_ = ~std::uint64_t{0};
+  changed();
+  return false;
 }
 
 std::uint64_t Pool::take_idle_parked() {
@@ -404,19 +521,36 @@ std::uint64_t Pool::take_idle_parked() {
 
 /// Ids that may be handed out at once: what was asked for at start, or what the limit has room for.
 std::uint64_t Pool::usable_blocks() const {
-  return std::min(options_.max_blocks, pages_limit_ * geometry_.blocks_per_page) - 1;
+  return std::min(options_.max_blocks, pages_limit() * geometry_.blocks_per_page) - 1;
 }
 
-std::uint64_t Pool::count_available(bool may_map) const {
+std::uint64_t Pool::count_available(Reach reach) const {
   const std::uint64_t usable = usable_blocks();
   if (final_error_ || in_use() >= usable) return 0;
   const std::uint64_t there = reserved_.size() + blocks_->free_blocks() + blocks_->cached_blocks();
   // Pages on their way in or out count as ones to come: an alloc that needs them waits for them.
   const std::uint64_t mapped = blocks_->mapped_pages();
-  const std::uint64_t pages = may_map && mapped < pages_limit_ ? pages_limit_ - mapped : 0;
+  const std::uint64_t pages =
+      reach == Reach::kLimit && mapped < pages_limit() ? pages_limit() - mapped : 0;
   // The first page ever mapped is page 0, whose null block is nobody's.
   const std::uint64_t null_block = pages > 0 && !blocks_->occupancy(0) ? 1 : 0;
   return std::min(usable - in_use(), there + pages * geometry_.blocks_per_page - null_block);
+}
+
+std::uint64_t Pool::available() const {
+  const std::uint64_t within_limit = available_limit_.load(std::memory_order_relaxed);
+  if (!member_ || within_limit == 0) return within_limit;
+  const std::int64_t held = available_held_.load(std::memory_order_relaxed);
+  const auto with = [&](std::uint64_t pages) {
+    // No device has more pages than fit here by far; the limit is the smaller one then.
+    const auto more =
+        static_cast<std::int64_t>(std::min(pages, geometry_.pages) * geometry_.blocks_per_page);
+    return std::min(within_limit,
+                    static_cast<std::uint64_t>(std::max<std::int64_t>(held + more, 0)));
+  };
+  const std::uint64_t free_now = with(member_->room(geometry_.page_bytes()));
+  if (free_now == within_limit) return within_limit;
+  return with(member_->reach(geometry_.page_bytes()));
 }
 
 bool Pool::provisioning_due() const {
@@ -426,16 +560,31 @@ bool Pool::provisioning_due() const {
 
 /// After every change of the accounting: publishes it, and says so when the keeper is needed.
 void Pool::changed() {
-  available_.store(count_available(true), std::memory_order_relaxed);
-  available_mapped_.store(count_available(false), std::memory_order_relaxed);
+  const std::uint64_t within_limit = count_available(Reach::kLimit);
+  const std::uint64_t mapped = count_available(Reach::kMapped);
+  available_limit_.store(within_limit, std::memory_order_relaxed);
+  available_mapped_.store(mapped, std::memory_order_relaxed);
+  const std::uint64_t coming = held_pages_ - blocks_->mapped_pages();
+  const auto null_block = static_cast<std::int64_t>(blocks_->occupancy(0) ? 0 : 1);
+  available_held_.store(
+      static_cast<std::int64_t>(mapped + coming * geometry_.blocks_per_page) - null_block,
+      std::memory_order_relaxed);
   over_limit_.store(over_pages() > 0, std::memory_order_relaxed);
   parked_low_ = std::min(parked_low_, blocks_->parked_pages());
-  if (record_) record_->publish_usage(usage_locked());
+  const Usage usage = usage_locked(within_limit);
+  if (record_) record_->publish_usage(usage);
+  if (member_) {
+    const bool active = std::exchange(published_activity_, activity()) != activity();
+    member_->publish(usage.in_use_bytes, usage.cached_bytes, usage.parked_bytes, usage.page_bytes,
+                     active);
+  }
   if (!wake_) return;
   const bool provision = provisioning_due();
   const bool answer = over_pages() != announced_over_;
   const bool decay = !decay_armed_ && blocks_->parked_pages() > 0;
-  if (!provision && !answer && !decay) return;
+  const bool pursue = starved_pages_ > 0 && !pursuit_called_;
+  if (!provision && !answer && !decay && !pursue) return;
+  pursuit_called_ = pursuit_called_ || pursue;
   provision_called_ = provision_called_ || provision;
   announced_over_ = over_pages();
   decay_armed_ = decay_armed_ || decay;
@@ -447,7 +596,7 @@ bool Pool::arm_decay() {
   return decay_armed_ = blocks_->parked_pages() > 0;
 }
 
-Usage Pool::usage_locked() const {
+Usage Pool::usage_locked(std::uint64_t available) const {
   const std::uint64_t page_bytes = geometry_.page_bytes();
   const std::uint64_t block_share_bytes = page_bytes / geometry_.blocks_per_page;
   Usage usage;
@@ -460,7 +609,7 @@ Usage Pool::usage_locked() const {
   usage.blocks_total = options_.max_blocks;
   usage.blocks_in_use = in_use();
   usage.blocks_cached = blocks_->cached_blocks();
-  usage.blocks_available = count_available(true);
+  usage.blocks_available = available;
   usage.blocks_reserved = reserved_.size();
   usage.pages_mapped = held_pages_;
   usage.pages_parked = blocks_->parked_pages();
@@ -470,12 +619,12 @@ Usage Pool::usage_locked() const {
 
 Usage Pool::usage() const {
   const Lock lock(mutex_);
-  return usage_locked();
+  return usage_locked(count_available(Reach::kLimit));
 }
 
 LimitState Pool::limit_state_locked() const {
   const std::uint64_t page_bytes = geometry_.page_bytes();
-  return {limit_bytes_, pages_limit_ * page_bytes, held_pages_ * page_bytes,
+  return {limit_bytes_, pages_limit() * page_bytes, held_pages_ * page_bytes,
           over_pages() * page_bytes};
 }
 
@@ -499,14 +648,14 @@ PoolStats Pool::stats() const {
   PoolStats stats = counts_;
   stats.page_bytes = geometry_.page_bytes();
   stats.pages_total = geometry_.pages;
-  stats.pages_limit = pages_limit_;
+  stats.pages_limit = pages_limit();
   stats.pages_mapped = held_pages_;
   stats.pages_parked = blocks_->parked_pages();
   stats.blocks_total = options_.max_blocks;
   stats.blocks_used = in_use();
   stats.blocks_cached = blocks_->cached_blocks();
   stats.blocks_reserved = reserved_.size();
-  stats.blocks_available = count_available(true);
+  stats.blocks_available = count_available(Reach::kLimit);
   return stats;
 }
 
@@ -519,7 +668,7 @@ void Pool::publish_to(std::shared_ptr<RecordOwner> record) {
 void Pool::on_wanted(std::function<void()> wake) {
   const Lock lock(mutex_);
   wake_ = std::move(wake);
-  provision_called_ = decay_armed_ = false;
+  provision_called_ = decay_armed_ = pursuit_called_ = false;
 }
 
 Status Pool::check_integrity() const {
@@ -529,6 +678,11 @@ Status Pool::check_integrity() const {
     return Error{Errc::kIntegrity, "the pool holds " + std::to_string(held_pages_) +
                                        " pages, of which " +
                                        std::to_string(blocks_->mapped_pages()) + " are mapped"};
+  }
+  if (member_ && !final_error_) {
+    if (Status granted = member_->check_integrity(held_pages_, geometry_.page_bytes()); !granted) {
+      return granted;
+    }
   }
   for (const BlockId id : reserved_) {
     if (id == Blocks::kNullBlock) return Error{Errc::kIntegrity, "the null block is reserved"};

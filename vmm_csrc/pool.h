@@ -10,7 +10,12 @@
 //   session_  held by enter()..exit(), and by whoever takes pages or cached blocks away; free() and
 //             cache() only try for it, so they never wait: what they leave is left to the keeper
 //   mutex_    the accounting; never held across a call to the backing
-//   the backing's own
+//   the backing's own, the ledger member's own
+//
+// Where there is a ledger, every page is granted by it before it is created, and given back to it
+// after it is destroyed. What others ask of this pool the keeper gives (give_up); what this pool
+// cannot get it asks of others, in the alloc that needs it (for reclaim_wait) and then through the
+// keeper (pursue).
 #pragma once
 
 #include <atomic>
@@ -26,6 +31,7 @@
 
 #include "backing.h"
 #include "blocks.h"
+#include "ledger.h"
 #include "record.h"
 #include "session.h"
 
@@ -39,6 +45,9 @@ struct PoolOptions {
   std::uint64_t max_reserved_pages = 10;  ///< never more than these are created ahead of demand
   std::int64_t max_cached_blocks = -1;    ///< -1: no bound
   bool preallocate = true;                ///< false: no page is created before an alloc needs it
+  /// How long an alloc waits for memory that others have to give up. After it has waited in vain
+  /// the next ones do not for kFruitlessWaits times as long.
+  std::chrono::nanoseconds reclaim_wait = std::chrono::milliseconds(50);
 };
 
 /// What set_limit() has come to.
@@ -62,7 +71,8 @@ class Pool {
  public:
   static Result<std::unique_ptr<Pool>> create(const Geometry& geometry,
                                               std::shared_ptr<Backing> backing,
-                                              const PoolOptions& options);
+                                              const PoolOptions& options,
+                                              std::shared_ptr<LedgerMember> member = nullptr);
   /// Gives nothing back: the range or the worker's end does that with the memory itself.
   ~Pool() = default;
   Pool(const Pool&) = delete;
@@ -100,8 +110,9 @@ class Pool {
 
   // --- what could be had ---------------------------------------------------------------------
 
-  /// Blocks that alloc could give now, mapping and evicting as it must. Lock-free.
-  std::uint64_t available() const { return available_.load(std::memory_order_relaxed); }
+  /// Blocks that alloc could give now, mapping and evicting as it must, and taking from others what
+  /// they have to give. Lock-free.
+  std::uint64_t available() const;
   /// The same without mapping a page. Lock-free.
   std::uint64_t available_mapped() const {
     return available_mapped_.load(std::memory_order_relaxed);
@@ -125,6 +136,18 @@ class Pool {
   bool is_entered() const { return session_.is_mine(); }
 
   // --- memory --------------------------------------------------------------------------------
+
+  /// Carries out what others ask: unmaps pages down to `depth`, never below `min_bytes` or one
+  /// page; answers how many. At Depth::kInUse what cannot be had now keeps the pool over a squeezed
+  /// limit, until the engine has freed it or nobody has asked for kSqueezeLease. Waits for the
+  /// session; blocks.
+  Result<std::uint64_t> give_up(std::uint64_t pages, Depth depth, std::uint64_t min_bytes);
+  /// Gets what allocs could not get lately, as parked pages, and asks for it. False: nothing is
+  /// missing any more; true: call again soon, and when the member's bell rings. Blocks.
+  bool pursue();
+  /// Lifts a squeeze that nobody has asked for any more. True: there is still one.
+  bool expire_squeeze();
+  const std::shared_ptr<LedgerMember>& member() const { return member_; }
 
   /// Sets the limit without giving anything back yet. Waits for the session.
   LimitState set_limit(std::uint64_t limit_bytes);
@@ -167,14 +190,20 @@ class Pool {
 
  private:
   Pool(const Geometry& geometry, std::shared_ptr<Backing> backing, const PoolOptions& options,
-       std::unique_ptr<Blocks> blocks);
+       std::unique_ptr<Blocks> blocks, std::shared_ptr<LedgerMember> member);
+
+  using Clock = std::chrono::steady_clock;
+  /// What count_available() counts on: mapped pages only, or every page within the limit.
+  enum class Reach : std::uint8_t { kMapped, kLimit };
 
   // All below: mutex_ is held. Those that take the lock let go of it while they call the backing.
   using Lock = std::unique_lock<std::mutex>;
   bool blocks_at_hand(std::uint64_t count, std::vector<BlockId>& out);
-  Status grow(Lock& lock, std::uint64_t pages);
+  Result<std::uint64_t> grow(Lock& lock, std::uint64_t pages);
   Status shrink(Lock& lock, std::uint64_t pages);
   Result<bool> get_pages(Lock& lock, std::uint64_t blocks);
+  bool wait_for_grant(Lock& lock, std::uint64_t pages);
+  void note_satisfied();
   Status enforce(Lock& lock);
   void given_back(Lock& lock);
   Status refuse_reserved(std::span<const BlockId> ids) const;
@@ -182,28 +211,31 @@ class Pool {
   void evict_over_bound();
   void note_evicted(std::size_t before);
   std::uint64_t mappable_pages() const {
-    return held_pages_ < pages_limit_ ? pages_limit_ - held_pages_ : 0;
+    return held_pages_ < pages_limit() ? pages_limit() - held_pages_ : 0;
   }
   std::uint64_t over_pages() const {
-    return held_pages_ > pages_limit_ ? held_pages_ - pages_limit_ : 0;
+    return held_pages_ > pages_limit() ? held_pages_ - pages_limit() : 0;
   }
+  /// The operator's limit, or less while others have asked for blocks in use.
+  std::uint64_t pages_limit() const { return std::min(pages_limit_, squeezed_to_); }
   std::uint64_t pages_for(std::uint64_t blocks) const {
     return (blocks + geometry_.blocks_per_page - 1) / geometry_.blocks_per_page;
   }
   std::uint64_t in_use() const { return blocks_->used_blocks() - reserved_.size(); }
   std::uint64_t usable_blocks() const;
-  std::uint64_t count_available(bool may_map) const;
+  std::uint64_t count_available(Reach reach) const;
   std::uint64_t whole_pages(std::uint64_t limit_bytes) const;
   bool provisioning_due() const;
   void note_failed_alloc();
   void note_activity() { activity_.fetch_add(1, std::memory_order_relaxed); }
   LimitState limit_state_locked() const;
-  Usage usage_locked() const;
+  Usage usage_locked(std::uint64_t available) const;
   void changed();
 
   const Geometry geometry_;
   const PoolOptions options_;
   const std::shared_ptr<Backing> backing_;
+  const std::shared_ptr<LedgerMember> member_;  // null: nobody shares the device
 
   Session session_;
   mutable std::mutex mutex_;
@@ -219,12 +251,20 @@ class Pool {
   std::uint64_t announced_over_ = 0;  // over_pages() when the keeper was last called for it
   bool provision_called_ = false;     // the keeper was called to provision and has not yet
   bool decay_armed_ = false;          // the keeper's decay timer runs
-  PoolStats counts_;                  // the counters of stats()
+  std::uint64_t squeezed_to_ = ~std::uint64_t{0};  // pages, while others ask for blocks in use
+  Clock::time_point squeezed_until_{};
+  std::uint64_t starved_pages_ = 0;       // what the last allocs could not be granted
+  Clock::time_point starved_at_{};        // when that was
+  bool pursuit_called_ = false;           // the keeper was called for it
+  Clock::time_point no_wait_before_{};    // a wait was in vain: allocs until then do not wait
+  std::uint64_t published_activity_ = 0;  // activity_ when the ledger was last told
+  PoolStats counts_;                      // the counters of stats()
   std::optional<Error> final_error_;  // what alloc fails with since the backing has failed for good
   std::shared_ptr<RecordOwner> record_;
   std::function<void()> wake_;
 
-  std::atomic<std::uint64_t> available_{0}, available_mapped_{0}, activity_{0};
+  std::atomic<std::uint64_t> available_limit_{0}, available_mapped_{0}, activity_{0};
+  std::atomic<std::int64_t> available_held_{0};  // with what is on its way; -1 for a null block
   std::atomic<bool> has_evicted_{false}, over_limit_{false}, failed_{false};
 };
 

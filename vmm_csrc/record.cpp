@@ -8,6 +8,8 @@
 #include <cstring>
 #include <utility>
 
+#include "checksum.h"
+
 namespace kvelastic {
 namespace {
 
@@ -19,28 +21,9 @@ std::uint64_t clock_ns(clockid_t clock) {
   return static_cast<std::uint64_t>(now.tv_sec) * kNsPerS + static_cast<std::uint64_t>(now.tv_nsec);
 }
 
-constexpr std::array<std::uint32_t, 256> make_crc_table() {
-  std::array<std::uint32_t, 256> table{};
-  for (std::uint32_t byte = 0; byte < table.size(); ++byte) {
-    std::uint32_t value = byte;
-    for (int bit = 0; bit < 8; ++bit) {
-      value = (value >> 1) ^ ((value & 1) != 0 ? 0xEDB88320u : 0u);
-    }
-    table[byte] = value;
-  }
-  return table;
-}
-constexpr std::array<std::uint32_t, 256> kCrcTable = make_crc_table();
-
 std::uint32_t header_crc(RecordHeader header) {
   header.crc32 = 0;
-  std::array<std::uint8_t, sizeof(RecordHeader)> bytes{};
-  std::memcpy(bytes.data(), &header, sizeof(header));
-  std::uint32_t crc = 0xFFFFFFFFu;
-  for (const std::uint8_t byte : bytes) {
-    crc = (crc >> 8) ^ kCrcTable[(crc ^ byte) & 0xFFu];
-  }
-  return ~crc;
+  return crc32_of(std::as_bytes(std::span(&header, 1)));
 }
 
 /// When a wait ends, on the monotonic clock.

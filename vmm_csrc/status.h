@@ -25,6 +25,7 @@ enum class Errc : std::uint8_t {
   kChannelClosed,      ///< the other end of a ring is gone
   kSegmentFormat,      ///< bytes that are not a segment of this version
   kDeviceUnavailable,  ///< no driver, too old a one, or no such device
+  kGuarantee,          ///< guarantees that add up to more than the device has
   kIntegrity,          ///< check_integrity() found a rule broken
 };
 
@@ -55,6 +56,8 @@ constexpr std::string_view code_name(Errc code) {
       return "SEGMENT_FORMAT";
     case Errc::kDeviceUnavailable:
       return "DEVICE_UNAVAILABLE";
+    case Errc::kGuarantee:
+      return "GUARANTEE";
     case Errc::kIntegrity:
       return "INTEGRITY";
   }

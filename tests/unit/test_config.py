@@ -98,6 +98,11 @@ GOOD: list[tuple[str, str, Any]] = [
     ("KVELASTIC_DEVICE", "cuda:3", "cuda:3"),
     ("KVELASTIC_IDLE_TRIM_SECONDS", "0", 0.0),
     ("KVELASTIC_IDLE_TRIM_SECONDS", "-1", None),
+    ("KVELASTIC_MIN", "0", 0),
+    ("KVELASTIC_MIN", "1.5G", 3 << 29),
+    ("KVELASTIC_PRIORITY", "-5", -5),
+    ("KVELASTIC_LEDGER", "team_a-1", "team_a-1"),
+    ("KVELASTIC_RECLAIM_WAIT", "0", 0.0),
 ]
 
 
@@ -121,6 +126,10 @@ BAD: list[tuple[str, list[str]]] = [
     ("KVELASTIC_LIMIT", ["-1", "101%", "%", "half", "nan"]),
     ("KVELASTIC_DEVICE", ["gpu", "cuda:", "cuda:-1", "cuda:x", "cpu:0", "rocm"]),
     ("KVELASTIC_IDLE_TRIM_SECONDS", ["never", "nan", "inf"]),
+    ("KVELASTIC_MIN", ["-1", "half", "10%"]),
+    ("KVELASTIC_PRIORITY", ["high", "1.5", "1001", "-1001"]),
+    ("KVELASTIC_LEDGER", ["a/b", "a b", "..", "x" * 33]),
+    ("KVELASTIC_RECLAIM_WAIT", ["-1", "nan", "soon", "3601"]),
 ]
 
 

@@ -1,19 +1,17 @@
-"""Which versions of vLLM are served, and by which module: the one place that names them."""
+"""Which module serves the vLLM that is installed; `engine_versions` has the table."""
 
 from __future__ import annotations
 
 import logging
-import re
 from importlib import import_module
 from typing import Protocol
 
+from kvelastic import engine_versions
 from kvelastic.errors import UnsupportedEngineError
 
 _log = logging.getLogger("kvelastic.vllm")
 
-SERIES: dict[str, str] = {
-    "0.32": "kvelastic.integration.vllm.v0_32",
-}
+SERIES: dict[str, str] = engine_versions.VLLM
 """Series of vLLM (major.minor) that were tried, and the module with their patches."""
 
 
@@ -37,10 +35,10 @@ def module_for(version: str, *, strict: bool) -> str:
     With `strict=False` an untried version gets the newest module that is not newer than it (or
     the oldest one); the probes of that module still have to hold. Raises `UnsupportedEngineError`.
     """
-    series = _series(version)
+    series = engine_versions.series_of(version)
     if series is not None and series in SERIES:
         return SERIES[series]
-    tried = ", ".join(f"{known}.x" for known in SERIES) or "none"
+    tried = engine_versions.tried(SERIES)
     if strict:
         raise UnsupportedEngineError(
             f"kvelastic does not know vLLM {version}: it was tried with vLLM {tried}. Install one "
@@ -50,9 +48,7 @@ def module_for(version: str, *, strict: bool) -> str:
         )
     if not SERIES:
         raise UnsupportedEngineError(f"kvelastic serves no version of vLLM, found {version}.")
-    wanted = _numbers(series)
-    older = [known for known in SERIES if _numbers(known) <= wanted]
-    chosen = max(older, key=_numbers) if older else min(SERIES, key=_numbers)
+    chosen = engine_versions.nearest_series(SERIES, version)
     _log.warning(
         "vLLM %s was never tried with kvelastic (tried: %s); going on as if it were %s, because "
         "KVELASTIC_STRICT=false.",
@@ -67,12 +63,3 @@ def adapter(*, strict: bool) -> Adapter:
     """Import the patches for the installed vLLM. Raises `UnsupportedEngineError`."""
     module: Adapter = import_module(module_for(installed_version(), strict=strict))
     return module
-
-
-def _series(version: str) -> str | None:
-    found = re.match(r"(\d+)\.(\d+)", version)
-    return f"{found[1]}.{found[2]}" if found else None
-
-
-def _numbers(series: str | None) -> tuple[int, ...]:
-    return tuple(int(part) for part in series.split(".")) if series else ()

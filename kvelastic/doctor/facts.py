@@ -1,0 +1,192 @@
+"""What was seen of a machine: plain values, no judgement. `gather` fills them, `judge` reads them.
+
+Sizes are bytes. An empty text means that there is nothing to say, None that it could not be read.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One GPU as kvelastic's own driver found it."""
+
+    ordinal: int
+    """The N of `cuda:N`, in the numbering of this process."""
+    name: str
+    uuid: str = ""
+    granularity_bytes: int = 0
+    total_bytes: int = 0
+    free_bytes: int = 0
+    error: str = ""
+    """Why kvelastic cannot use it."""
+
+
+@dataclass(frozen=True)
+class GpuFacts:
+    """NVIDIA's driver and the GPUs, as a child process saw them."""
+
+    kernel_module: str = ""
+    """Version of the kernel's part of the driver; empty if it is not loaded."""
+    has_device_files: bool = False
+    library_error: str = ""
+    """Why libcuda.so.1 cannot be opened."""
+    nvml_error: str = ""
+    """Why libnvidia-ml.so.1 cannot be opened."""
+    cuda_version: int | None = None
+    """What cuDriverGetVersion says: 13000 is CUDA 13.0."""
+    start_error: str = ""
+    """Why cuInit or the count of devices failed."""
+    count: int = 0
+    gpus: tuple[Gpu, ...] = ()
+    child_end: str = ""
+    """How the child failed to finish: it died, it hung, or it could not be started."""
+    visible_devices: str | None = None
+    """CUDA_VISIBLE_DEVICES."""
+
+
+@dataclass(frozen=True)
+class ShmFacts:
+    """/dev/shm."""
+
+    filesystem: str = "tmpfs"
+    """What is mounted there; empty if nothing is."""
+    write_error: str = ""
+    """Why a file cannot be made there."""
+    size_bytes: int = 0
+    free_bytes: int = 0
+    needed_bytes: int = 0
+    """One instance's segment."""
+
+
+@dataclass(frozen=True)
+class SegmentFact:
+    """One segment that is of interest."""
+
+    name: str
+    status: str
+    """dead, unreadable, elsewhere; or hidden: another user's, not to be opened by this one."""
+    is_ours: bool = True
+    problem: str = ""
+
+
+@dataclass(frozen=True)
+class MemoryFacts:
+    """The machine's own memory, and the pages that kvelastic gets of it."""
+
+    machine_bytes: int = 0
+    """Physical memory, or the tightest cgroup limit."""
+    page_error: str = ""
+    """Why kvelastic's host driver could not make one page."""
+    page_is_huge: bool = True
+    """Whether that page was one huge page."""
+    thp_enabled: str | None = None
+    """The choice in transparent_hugepage/enabled."""
+    thp_shmem: str | None = None
+    """The choice in transparent_hugepage/shmem_enabled."""
+
+
+@dataclass(frozen=True)
+class LimitFacts:
+    """What the kernel allows a process. None is no limit, or not readable."""
+
+    max_map_count: int | None = None
+    open_files: int | None = None
+    address_space_bytes: int | None = None
+    overcommit_mode: int | None = None
+    commit_limit_bytes: int | None = None
+    committed_bytes: int | None = None
+
+
+@dataclass(frozen=True)
+class SystemFacts:
+    """The kernel, and what this process may see."""
+
+    system: str = "Linux"
+    kernel: str = ""
+    """As `uname -r` says it."""
+    hidepid: str = "0"
+    """Option of the mount of /proc: 0 (or off) shows all processes."""
+    has_pid_namespace: bool = True
+    """Whether /proc says which pid namespace this is."""
+    is_own_pid_namespace: bool = False
+    """Whether it is another one than the machine's first: a container."""
+
+
+@dataclass(frozen=True)
+class LegacyName:
+    """A variable of kvcached that is set."""
+
+    name: str
+    successor: str | None
+    """kvelastic's name for it; None if there is none."""
+    is_overruled: bool = False
+    """Whether the successor is set, too, and counts."""
+
+
+@dataclass(frozen=True)
+class ConfigFacts:
+    """kvelastic's variables in this environment; what is invalid counts as unset."""
+
+    errors: tuple[tuple[str, str], ...] = ()
+    """Variable, and what `kvelastic.config` says of its value."""
+    unknown: tuple[tuple[str, str], ...] = ()
+    """A name that nobody reads, and the known one nearest to it."""
+    legacy: tuple[LegacyName, ...] = ()
+    names_set: tuple[str, ...] = ()
+    """Known names that are set and valid."""
+    enabled: bool | None = None
+    """ENABLE_KVELASTIC; None if it is not set."""
+    is_strict: bool = True
+    device: str = "auto"
+    host_memory_bytes: int | None = None
+    page_bytes: int = 2 << 20
+    vllm_plugins: str | None = None
+    """VLLM_PLUGINS."""
+    is_kvcached_enabled: bool = False
+    """ENABLE_KVCACHED or KVCACHED_AUTOPATCH is true."""
+
+
+@dataclass(frozen=True)
+class PackageFacts:
+    """What is installed beside kvelastic. A version is None where there is none."""
+
+    python: tuple[int, int, int] = (3, 10, 0)
+    native_error: str = ""
+    """Why kvelastic's native module cannot be imported."""
+    versions: tuple[tuple[str, str | None], ...] = ()
+    """Distribution and version; `unknown` for one that can be imported and has no metadata."""
+    vllm_plugins: tuple[str, ...] = ()
+    """Names of the entry points that vLLM will find."""
+
+    def version(self, name: str) -> str | None:
+        """The version of a distribution that was asked for; None if it is not installed."""
+        return dict(self.versions).get(name)
+
+
+@dataclass(frozen=True)
+class Facts:
+    """All of it."""
+
+    gpus: GpuFacts = GpuFacts()
+    shm: ShmFacts = ShmFacts()
+    segments: tuple[SegmentFact, ...] = ()
+    memory: MemoryFacts = MemoryFacts()
+    limits: LimitFacts = LimitFacts()
+    system: SystemFacts = SystemFacts()
+    config: ConfigFacts = ConfigFacts()
+    packages: PackageFacts = PackageFacts()
+
+    @property
+    def is_host_device(self) -> bool:
+        """Whether an instance that starts here would use the machine's own memory."""
+        if self.config.device == "auto":
+            return all(gpu.error for gpu in self.gpus.gpus)
+        return self.config.device == "host"
+
+    @property
+    def host_capacity_bytes(self) -> int:
+        """What counts as the host device's capacity."""
+        set_bytes = self.config.host_memory_bytes
+        return self.memory.machine_bytes if set_bytes is None else set_bytes

@@ -1,0 +1,207 @@
+"""Look at the machine: reads /proc and /sys, makes one page and one nameless file, asks the GPUs.
+
+Nothing is left behind, and nothing is raised: what cannot be read is said in the facts.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import resource
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Final
+
+from kvelastic.doctor.ask_gpus import ask_gpus
+from kvelastic.doctor.facts import (
+    Facts,
+    LimitFacts,
+    MemoryFacts,
+    SegmentFact,
+    ShmFacts,
+    SystemFacts,
+)
+from kvelastic.doctor.gather_config import gather_config
+from kvelastic.doctor.gather_packages import gather_packages
+from kvelastic.sizes import KIB_BYTES, MIB_BYTES
+
+# Every system's first pid namespace has this inode (the kernel's PROC_PID_INIT_INO).
+_FIRST_PID_NAMESPACE: Final = 0xEFFFFFFC
+_OUR_PREFIX: Final = "kvelastic_"
+
+
+def gather(root: Path = Path("/"), environ: Mapping[str, str] = os.environ) -> Facts:
+    """Everything that the checks want to know; takes a fraction of a second without a GPU.
+
+    `root` is where `proc`, `sys` and `dev` are found.
+    """
+    return Facts(
+        gpus=ask_gpus(root, environ),
+        shm=gather_shm(root),
+        segments=gather_segments(root / "dev/shm"),
+        memory=gather_memory(root),
+        limits=gather_limits(root),
+        system=gather_system(root),
+        config=gather_config(environ),
+        packages=gather_packages(),
+    )
+
+
+def gather_shm(root: Path) -> ShmFacts:
+    """/dev/shm: what is mounted there, whether a file can be made, and how much room is left."""
+    path = root / "dev/shm"
+    size_bytes = free_bytes = 0
+    try:
+        state = os.statvfs(path)
+        size_bytes, free_bytes = state.f_blocks * state.f_frsize, state.f_bavail * state.f_frsize
+        # A file without a name: nobody sees it, and it goes with its descriptor.
+        os.close(os.open(path, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600))
+        error = ""
+    except OSError as failure:
+        error = failure.strerror or str(failure)
+    return ShmFacts(
+        filesystem=_mount(root, "/dev/shm")[0],
+        write_error=error,
+        size_bytes=size_bytes,
+        free_bytes=free_bytes,
+        needed_bytes=_segment_bytes(),
+    )
+
+
+def gather_segments(shm: Path) -> tuple[SegmentFact, ...]:
+    """Segments that are not alive, or cannot be looked at. None is removed."""
+    try:
+        from kvelastic.segment_dir import list_segments
+    except ImportError:
+        return ()  # the native module is missing, which is a finding of its own
+    found = [
+        SegmentFact(info.name, info.status, info.is_ours, info.problem)
+        for info in list_segments()
+        if info.status in {"dead", "unreadable", "elsewhere"}
+    ]
+    found += [SegmentFact(name, "hidden", is_ours=False) for name in _closed_to_us(shm)]
+    return tuple(found)
+
+
+def gather_memory(root: Path) -> MemoryFacts:
+    """The machine's memory and its huge pages; makes one page of 2 MiB and gives it back."""
+    from kvelastic.config import machine_memory_bytes
+
+    error, is_huge = "", True
+    try:
+        from kvelastic import _vmm
+
+        driver = _vmm.HostDriver()
+        handle = driver.create(2 * MIB_BYTES)
+        is_huge = driver.stats()["small_pages"] == 0
+        driver.destroy(handle, 2 * MIB_BYTES)
+    except Exception as failure:
+        error = str(failure)
+    thp = root / "sys/kernel/mm/transparent_hugepage"
+    return MemoryFacts(
+        machine_bytes=machine_memory_bytes(root),
+        page_error=error,
+        page_is_huge=is_huge,
+        thp_enabled=_chosen(thp / "enabled"),
+        thp_shmem=_chosen(thp / "shmem_enabled"),
+    )
+
+
+def gather_limits(
+    root: Path, getrlimit: Callable[[int], tuple[int, int]] = resource.getrlimit
+) -> LimitFacts:
+    """Limits of the kernel and of this process (soft ones: they are what counts)."""
+
+    def soft(which: int) -> int | None:
+        value = getrlimit(which)[0]
+        return None if value == resource.RLIM_INFINITY else value
+
+    meminfo = _meminfo_bytes(root)
+    return LimitFacts(
+        max_map_count=_number(root / "proc/sys/vm/max_map_count"),
+        open_files=soft(resource.RLIMIT_NOFILE),
+        address_space_bytes=soft(resource.RLIMIT_AS),
+        overcommit_mode=_number(root / "proc/sys/vm/overcommit_memory"),
+        commit_limit_bytes=meminfo.get("CommitLimit"),
+        committed_bytes=meminfo.get("Committed_AS"),
+    )
+
+
+def gather_system(root: Path) -> SystemFacts:
+    """The kernel, how /proc is mounted, and whether this is a container's pid namespace."""
+    options = _mount(root, "/proc")[1].split(",")
+    hidepid = [option.partition("=")[2] for option in options if option.startswith("hidepid=")]
+    try:
+        # A link to a name, not to a file: "pid:[4026531836]".
+        namespace = (root / "proc/self/ns/pid").readlink().name
+        is_own = namespace != f"pid:[{_FIRST_PID_NAMESPACE}]"
+    except OSError:
+        namespace, is_own = "", False
+    return SystemFacts(
+        system=platform.system(),
+        kernel=platform.release(),
+        hidepid=hidepid[-1] if hidepid else "0",
+        has_pid_namespace=bool(namespace),
+        is_own_pid_namespace=is_own,
+    )
+
+
+def _segment_bytes() -> int:
+    try:
+        from kvelastic import _vmm
+    except ImportError:
+        return 0
+    return _vmm.SEGMENT_BYTES
+
+
+def _closed_to_us(shm: Path) -> list[str]:
+    """Other users' files that have a segment's usual name; another name tells nothing."""
+    try:
+        with os.scandir(shm) as entries:
+            return sorted(
+                entry.name
+                for entry in entries
+                if entry.name.startswith(_OUR_PREFIX)
+                and entry.is_file(follow_symlinks=False)
+                and entry.stat(follow_symlinks=False).st_uid != os.geteuid()
+                and not os.access(entry.path, os.R_OK)
+            )
+    except OSError:
+        return []
+
+
+def _mount(root: Path, where: str) -> tuple[str, str]:
+    """File system and options of what is mounted there; the last mount covers those before it."""
+    found = ("", "")
+    for line in _text(root / "proc/self/mounts").splitlines():
+        fields = line.split()
+        if len(fields) >= 4 and fields[1] == where:
+            found = (fields[2], fields[3])
+    return found
+
+
+def _meminfo_bytes(root: Path) -> dict[str, int]:
+    sizes = {}
+    for line in _text(root / "proc/meminfo").splitlines():
+        name, _, rest = line.partition(":")
+        fields = rest.split()
+        if len(fields) == 2 and fields[0].isdecimal():
+            sizes[name] = int(fields[0]) * KIB_BYTES
+    return sizes
+
+
+def _chosen(path: Path) -> str | None:
+    """The word in brackets of `always [madvise] never`."""
+    return next((w[1:-1] for w in _text(path).split() if w[0] == "[" and w[-1] == "]"), None)
+
+
+def _number(path: Path) -> int | None:
+    text = _text(path).strip()
+    return int(text) if text.isdecimal() else None
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(errors="replace")
+    except OSError:
+        return ""

@@ -1,0 +1,83 @@
+"""What the environment says to kvelastic, variable by variable.
+
+`config.load` stops at the first bad value, as an engine should; here each one is tried alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from difflib import get_close_matches
+from typing import Final
+
+from kvelastic import config
+from kvelastic.doctor.facts import ConfigFacts, LegacyName
+from kvelastic.errors import ConfigError
+
+# So alike that one letter is missing, doubled or wrong, and not that a word is shared.
+_TYPO: Final = 0.85
+
+
+def gather_config(environ: Mapping[str, str]) -> ConfigFacts:
+    """Read kvelastic's variables, kvcached's, and VLLM_PLUGINS. Never raises."""
+    errors: list[tuple[str, str]] = []
+    valid: dict[str, str] = {}
+    for variable in config.VARIABLES:
+        for name in (variable.name, variable.legacy):
+            text = environ.get(name, "").strip() if name else ""
+            if not name or not text:
+                continue
+            try:
+                config.load({name: text})
+                valid[name] = text
+            except ConfigError as error:
+                errors.append((name, str(error)))
+            break  # as config does: where the new name is set, the old one is not read
+    try:
+        settings = config.load(valid)
+    except ConfigError as error:  # values that are fine alone and contradict each other
+        errors.append((str(error).partition("=")[0], str(error)))
+        settings = config.Config()
+    is_said = any(name in valid for name in ("ENABLE_KVELASTIC", "ENABLE_KVCACHED"))
+    return ConfigFacts(
+        errors=tuple(errors),
+        unknown=_unknown(environ),
+        legacy=_legacy(environ),
+        names_set=tuple(name for name in valid if "KVELASTIC" in name),
+        enabled=settings.enabled if is_said else None,
+        is_strict=settings.strict,
+        device=settings.device,
+        host_memory_bytes=settings.host_memory,
+        page_bytes=settings.page_size_bytes,
+        vllm_plugins=environ.get("VLLM_PLUGINS"),
+        is_kvcached_enabled=any(
+            environ.get(name, "").strip().lower() in {"true", "1", "yes", "on"}
+            for name in ("ENABLE_KVCACHED", "KVCACHED_AUTOPATCH")
+        ),
+    )
+
+
+def _unknown(environ: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
+    """Names that are kvelastic's by their prefix, or so near to one that a typo is likely."""
+    known = {variable.name for variable in config.VARIABLES}
+    legacy = {variable.legacy for variable in config.VARIABLES}
+    found = []
+    for name in sorted(set(environ) - known):
+        if name in legacy:
+            continue
+        ours = name.startswith("KVELASTIC_")
+        near = get_close_matches(name, sorted(known), n=1, cutoff=0.0 if ours else _TYPO)
+        # kvcached's names are near to ours, too, and are spoken of as what they are.
+        if near and not name.startswith("KVCACHED_"):
+            found.append((name, near[0]))
+    return tuple(found)
+
+
+def _legacy(environ: Mapping[str, str]) -> tuple[LegacyName, ...]:
+    successors = {v.legacy: v.name for v in config.VARIABLES if v.legacy is not None}
+    found = []
+    for name in sorted(environ):
+        if name in successors or name.startswith("KVCACHED_"):
+            successor = successors.get(name)
+            overruled = successor is not None and bool(environ.get(successor, "").strip())
+            found.append(LegacyName(name, successor, overruled))
+    return tuple(found)

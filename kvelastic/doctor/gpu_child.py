@@ -1,0 +1,91 @@
+"""The child that opens the GPUs: each fact is a line on stdout as soon as it is known.
+
+A line is a JSON object with fields of `GpuFacts`, or `gpu` with those of one `Gpu`.
+
+Opening a GPU makes a context of some hundred MiB, and a broken driver may crash or hang: both end
+with this process. What it has said until then counts.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import sys
+from typing import Any
+
+
+def main() -> None:
+    """Say all there is to say, and leave without the driver's own farewell, which may hang."""
+    try:
+        _say_all()
+    except Exception as error:
+        _say(child_end=f"failed: {type(error).__name__}: {error}")
+    sys.stdout.flush()
+    os._exit(0)
+
+
+def _say(**values: Any) -> None:
+    print(json.dumps(values), flush=True)
+
+
+def _say_all() -> None:
+    _say(nvml_error=_open("libnvidia-ml.so.1")[1])
+    cuda, error = _open("libcuda.so.1")
+    _say(library_error=error)
+    if cuda is None:
+        return
+    # Written here by hand and not asked of the native module: a driver that is too old for that
+    # still says its version.
+    version = ctypes.c_int()
+    if cuda.cuDriverGetVersion(ctypes.byref(version)) == 0:
+        _say(cuda_version=version.value)
+    count = ctypes.c_int()
+    for call, code in (
+        ("cuInit", cuda.cuInit(0)),
+        ("cuDeviceGetCount", cuda.cuDeviceGetCount(ctypes.byref(count))),
+    ):
+        if code:
+            _say(count=0, start_error=f"{call}: {_name_of(cuda, code)}")
+            return
+    _say(count=count.value)
+    for ordinal in range(count.value):
+        _say(gpu=_gpu(cuda, ordinal))
+
+
+def _open(library: str) -> tuple[Any, str]:
+    try:
+        return ctypes.CDLL(library), ""
+    except OSError as error:
+        return None, str(error)
+
+
+def _name_of(cuda: Any, code: int) -> str:
+    name = ctypes.c_char_p()
+    known = cuda.cuGetErrorName(code, ctypes.byref(name)) == 0 and name.value
+    return f"{name.value.decode()} ({code})" if known and name.value else f"error {code}"
+
+
+def _gpu(cuda: Any, ordinal: int) -> dict[str, Any]:
+    device, name = ctypes.c_int(), ctypes.create_string_buffer(256)
+    named = (
+        cuda.cuDeviceGet(ctypes.byref(device), ordinal) == 0
+        and cuda.cuDeviceGetName(name, len(name), device) == 0
+    )
+    said = {"ordinal": ordinal, "name": name.value.decode(errors="replace") if named else ""}
+    try:
+        from kvelastic import _vmm
+
+        driver = _vmm.CudaDriver(f"cuda:{ordinal}")
+        return said | {
+            "uuid": driver.uuid,
+            "granularity_bytes": driver.granularity_bytes,
+            "total_bytes": driver.total_bytes,
+            "free_bytes": driver.free_bytes,
+        }
+    except Exception as error:
+        return said | {"error": str(error)}
+
+
+if __name__ == "__main__":
+    main()

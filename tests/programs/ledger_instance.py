@@ -1,0 +1,181 @@
+"""A real instance over host memory that does as it is told: pool, keeper, segment, ledger.
+
+As a program it reads commands from stdin, one JSON array a line, and answers each with a JSON line:
+`["alloc", 8]`, `["free", [1, 2]]`, `["cache", [3]]`, `["stats"]`, ... As a module, for tests:
+
+    with Instance(KVELASTIC_HOST_MEMORY="64M") as a, Instance(KVELASTIC_HOST_MEMORY="64M") as b:
+        ids = a.alloc(8); a.cache(ids); b.alloc(16)
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+PAGE_BYTES = 2 << 20
+BLOCKS_PER_PAGE = 4
+PAGES = 4096
+
+
+class Instance:
+    """An instance in a process of its own, under the control of a test."""
+
+    def __init__(self, *arguments: str, **environ: str) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, str(Path(__file__)), *arguments],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=os.environ | environ,
+        )
+        ready = self.read()
+        if "error" in ready:
+            self.process.wait()
+            self._close_pipes()
+            raise RuntimeError(ready["error"])
+        self.name: str = ready["name"]
+        self.pid = self.process.pid
+
+    def send(self, *command: Any) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps(command) + "\n")
+        self.process.stdin.flush()
+
+    def read(self) -> Any:
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        if not line:
+            raise EOFError(f"the instance has ended: {self.process.wait()}")
+        return json.loads(line)
+
+    def ask(self, *command: Any) -> Any:
+        self.send(*command)
+        return self.read()
+
+    def alloc(self, count: int) -> list[int] | None:
+        return self.ask("alloc", count)  # type: ignore[no-any-return]
+
+    def free(self, ids: list[int]) -> None:
+        self.ask("free", ids)
+
+    def cache(self, ids: list[int]) -> None:
+        self.ask("cache", ids)
+
+    def stats(self) -> dict[str, int]:
+        return self.ask("stats")  # type: ignore[no-any-return]
+
+    @property
+    def mapped_bytes(self) -> int:
+        return self.stats()["pages_mapped"] * PAGE_BYTES
+
+    def signal(self, number: signal.Signals) -> None:
+        self.process.send_signal(number)
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+    def _close_pipes(self) -> None:
+        for pipe in (self.process.stdin, self.process.stdout):
+            if pipe is not None:
+                pipe.close()
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGCONT)
+            assert self.process.stdin is not None
+            self.process.stdin.close()
+            self.process.wait()
+        try:
+            self._close_pipes()
+        except BrokenPipeError:
+            pass
+
+    def __enter__(self) -> Instance:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def serve() -> None:
+    from kvelastic.config import load
+    from kvelastic.device import host
+    from kvelastic.errors import KvelasticError
+    from kvelastic.layout import PageLayout
+    from kvelastic.pool import local_range, open_pool
+
+    def answer(value: object) -> None:
+        print(json.dumps(value), flush=True)
+
+    settings = load()
+    pages = int(sys.argv[1]) if len(sys.argv) > 1 else PAGES
+    layout = PageLayout(PAGE_BYTES // BLOCKS_PER_PAGE, 1, BLOCKS_PER_PAGE, PAGE_BYTES)
+    device = host(settings)
+    try:
+        pool = open_pool(
+            settings,
+            layout,
+            pages,
+            num_blocks=pages * BLOCKS_PER_PAGE,
+            block_tokens=16,
+            engine="test",
+            device=device,
+            memory=local_range(device),
+        )
+    except KvelasticError as error:
+        answer({"error": f"{error.code}: {error}"})
+        return
+    with pool:
+        pool.start_keeper()
+        answer({"name": pool.name})
+        blocks = pool.blocks
+        for line in sys.stdin:
+            verb, *arguments = json.loads(line)
+            if verb == "alloc_timed":
+                start = time.perf_counter()
+                ids = blocks.alloc(*arguments)
+                answer({"ids": ids, "s": time.perf_counter() - start})
+            elif verb == "churn":
+                answer(churn(blocks, *arguments))
+            elif verb == "granted":
+                answer(pool.ledger.member.granted_bytes)
+            elif verb == "available":
+                answer(blocks.available_size())
+            else:
+                answer(getattr(blocks, verb)(*arguments))
+        blocks.check_integrity()
+
+
+def churn(blocks: Any, seconds: float, most: int) -> dict[str, int]:
+    """Allocs and frees as fast as it can; every alloc and every None is counted."""
+    import random
+
+    dice = random.Random(os.getpid())
+    held: list[list[int]] = []
+    counts = {"got": 0, "none": 0}
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        if held and (len(held) > 8 or dice.random() < 0.45):
+            ids = held.pop(dice.randrange(len(held)))
+            (blocks.cache if dice.random() < 0.5 else blocks.free)(ids)
+            continue
+        ids = blocks.alloc(dice.randint(1, most))
+        counts["none" if ids is None else "got"] += 1
+        if ids is not None:
+            held.append(ids)
+        blocks.take_evicted()
+    for ids in held:
+        blocks.free(ids)
+    blocks.check_integrity()
+    return counts
+
+
+if __name__ == "__main__":
+    serve()

@@ -1,0 +1,227 @@
+// `kvelastic._vmm`: the ledger of a device, and the policy of who gives to whom.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/string.h>
+
+#include <algorithm>
+#include <cstring>
+
+#include "bind_errors.h"
+#include "bind_record.h"
+#include "ledger.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace kvelastic {
+namespace {
+
+std::shared_ptr<BufferHold> hold_buffer(nb::handle buffer, int flags) {
+  Py_buffer raw{};
+  if (PyObject_GetBuffer(buffer.ptr(), &raw, flags) != 0) throw nb::python_error();
+  return std::make_shared<BufferHold>(raw);
+}
+
+template <std::size_t N>
+std::array<char, N> padded(const std::string& text) {
+  std::array<char, N> out{};
+  std::memcpy(out.data(), text.data(), std::min(N, text.size()));
+  return out;
+}
+
+template <std::size_t N>
+nb::str text_field(const std::array<char, N>& field) {
+  const std::string_view view = text_of(field);
+  PyObject* decoded =
+      PyUnicode_DecodeUTF8(view.data(), static_cast<Py_ssize_t>(view.size()), "replace");
+  if (decoded == nullptr) throw nb::python_error();
+  return nb::steal<nb::str>(decoded);
+}
+
+std::array<std::uint8_t, 16> sixteen(nb::bytes value) {
+  std::array<std::uint8_t, 16> out{};
+  if (value.size() != out.size()) raise_code("INVALID_ARGUMENT", "an id must have 16 bytes");
+  std::memcpy(out.data(), value.c_str(), out.size());
+  return out;
+}
+
+constexpr double kNsPerSecond = 1e9;
+
+double seconds(std::uint64_t ns) {
+  return static_cast<double>(ns) / kNsPerSecond;
+}
+
+nb::dict entry_dict(const LedgerEntry& entry) {
+  nb::dict out;
+  out["slot"] = entry.slot;
+  out["name"] = text_field(entry.identity.name);
+  out["uuid"] = nb::bytes(entry.identity.uuid.data(), entry.identity.uuid.size());
+  out["pid"] = entry.identity.pid;
+  out["uid"] = entry.identity.uid;
+  out["start_time_ticks"] = entry.identity.start_ticks;
+  out["pid_namespace"] = entry.identity.pid_namespace;
+  out["granted_bytes"] = entry.facts.granted_bytes;
+  out["min_bytes"] = entry.facts.min_bytes;
+  out["limit_bytes"] = entry.limit_bytes;
+  out["priority"] = entry.facts.priority;
+  out["in_use_bytes"] = entry.in_use_bytes;
+  out["cached_bytes"] = entry.facts.cached_bytes;
+  out["parked_bytes"] = entry.facts.parked_bytes;
+  out["page_bytes"] = entry.page_bytes;
+  out["idle_s"] = seconds(entry.facts.idle_ns);
+  out["ask_bytes"] = entry.facts.ask_bytes;
+  out["ask_s"] = entry.facts.ask_bytes > 0 ? seconds(entry.facts.ask_ns) : 0.0;
+  out["wanted_bytes"] = entry.facts.wanted_bytes;
+  return out;
+}
+
+nb::dict read_ledger(nb::handle buffer) {
+  const auto hold = hold_buffer(buffer, PyBUF_SIMPLE);
+  const LedgerView view = unwrap(LedgerView::open(hold->bytes()));
+  nb::list members;
+  for (const LedgerEntry& entry : view.members()) members.append(entry_dict(entry));
+  nb::dict out;
+  out["device"] = text_field(view.header().device);
+  out["group"] = text_field(view.header().group);
+  out["uid"] = view.header().owner_uid;
+  out["boot_id"] = nb::bytes(view.header().boot_id.data(), view.header().boot_id.size());
+  out["capacity_bytes"] = view.capacity_bytes();
+  out["others_bytes"] = view.others_bytes();
+  out["members"] = members;
+  return out;
+}
+
+// Plain values of a plan, as `kvelastic.reclaim` has them.
+std::vector<Contender> contenders_of(nb::sequence sequence) {
+  std::vector<Contender> all;
+  for (nb::handle item : sequence) {
+    Contender c;
+    c.granted_bytes = nb::cast<std::uint64_t>(item.attr("granted_bytes"));
+    c.min_bytes = nb::cast<std::uint64_t>(item.attr("min_bytes"));
+    c.priority = nb::cast<std::int64_t>(item.attr("priority"));
+    c.parked_bytes = nb::cast<std::uint64_t>(item.attr("parked_bytes"));
+    c.cached_bytes = nb::cast<std::uint64_t>(item.attr("cached_bytes"));
+    c.idle_ns = nb::cast<std::uint64_t>(item.attr("idle_ns"));
+    c.ask_bytes = nb::cast<std::uint64_t>(item.attr("ask_bytes"));
+    c.ask_ns = nb::cast<std::uint64_t>(item.attr("ask_ns"));
+    c.wanted_bytes = nb::cast<std::uint64_t>(item.attr("wanted_bytes"));
+    c.wanted_ns = nb::cast<std::uint64_t>(item.attr("wanted_ns"));
+    all.push_back(c);
+  }
+  return all;
+}
+
+nb::list plan(nb::sequence contenders, std::size_t asker, std::uint64_t free_bytes,
+              std::uint64_t capacity_bytes) {
+  const std::vector<Contender> all = contenders_of(contenders);
+  if (asker >= all.size()) raise_code("INVALID_ARGUMENT", "asker is no index of the contenders");
+  nb::list out;
+  for (const Demand& demand :
+       plan_reclaim(all, asker, free_bytes, capacity_bytes, ReclaimRules{})) {
+    out.append(
+        nb::make_tuple(demand.contender, demand.bytes, static_cast<std::uint32_t>(demand.depth)));
+  }
+  return out;
+}
+
+}  // namespace
+
+void bind_ledger(nb::module_& m) {
+  m.attr("LEDGER_BYTES") = kLedgerBytes;
+  m.attr("LEDGER_SLOTS") = kLedgerSlots;
+  m.attr("LEDGER_ABI_VERSION") = kLedgerAbiVersion;
+  m.attr("GRANT_UNIT_BYTES") = kGrantUnitBytes;
+  const ReclaimRules rules;
+  m.attr("RECLAIM_IDLE_NS") = rules.idle_ns;
+  m.attr("RECLAIM_PATIENCE_NS") = rules.patience_ns;
+  m.attr("RECLAIM_FAIR_CACHED_NS") = rules.fair_cached_ns;
+  m.attr("RECLAIM_FAIR_IN_USE_NS") = rules.fair_in_use_ns;
+  m.attr("RECLAIM_ASK_LEASE_NS") = rules.ask_lease_ns;
+
+  m.def(
+      "ledger_version",
+      [](nb::bytes head) -> nb::object {
+        const auto* at = reinterpret_cast<const std::byte*>(head.c_str());
+        const auto version = ledger_version(std::span(at, head.size()));
+        return version ? nb::object(nb::int_(*version)) : nb::none();
+      },
+      "head"_a, "The ABI version of bytes that start like a ledger; None if they do not.");
+  m.def(
+      "ledger_create",
+      [](nb::handle buffer, const std::string& device, const std::string& group,
+         std::uint64_t capacity_bytes, std::uint32_t uid, nb::bytes boot_id,
+         std::uint64_t created_realtime_ns) {
+        const auto hold = hold_buffer(buffer, PyBUF_WRITABLE);
+        check(ledger_create(hold->bytes(), {uid, sixteen(boot_id), created_realtime_ns,
+                                            capacity_bytes, device, group}));
+      },
+      "buffer"_a, nb::kw_only(), "device"_a, "group"_a, "capacity_bytes"_a, "uid"_a, "boot_id"_a,
+      "created_realtime_ns"_a, "Make a buffer that nobody else sees yet a ledger.");
+  m.def("read_ledger", &read_ledger, "buffer"_a,
+        "What a ledger says, as a dict; a read-only buffer will do. Raises SegmentFormatError.");
+  m.def(
+      "ledger_reap",
+      [](nb::handle buffer, std::uint64_t own_pid_namespace) {
+        const auto hold = hold_buffer(buffer, PyBUF_WRITABLE);
+        return unwrap(ledger_reap(hold->bytes(), own_pid_namespace));
+      },
+      "buffer"_a, "own_pid_namespace"_a, "Free the slots of dead processes; returns how many.");
+  m.def("plan_reclaim", &plan, "contenders"_a, "asker"_a, "free_bytes"_a, "capacity_bytes"_a,
+        "Whom to ask for what: (contender, bytes, depth) tuples; see vmm_csrc/reclaim.h.");
+
+  nb::class_<LedgerMember>(m, "LedgerMember", "An instance's end of a ledger; any thread.")
+      .def_static(
+          "join",
+          [](nb::handle buffer, const std::string& name, nb::bytes uuid, std::uint32_t pid,
+             std::uint64_t start_time_ticks, std::uint64_t pid_namespace, std::uint32_t uid,
+             std::uint64_t min_bytes, std::int64_t priority) {
+            const auto hold = hold_buffer(buffer, PyBUF_WRITABLE);
+            const LedgerIdentity identity{pid,           uid,           start_time_ticks,
+                                          pid_namespace, sixteen(uuid), padded<64>(name)};
+            return std::shared_ptr<LedgerMember>(
+                unwrap(LedgerMember::join(hold->bytes(), identity, min_bytes, priority, hold)));
+          },
+          "buffer"_a, nb::kw_only(), "name"_a, "uuid"_a, "pid"_a, "start_time_ticks"_a,
+          "pid_namespace"_a, "uid"_a, "min_bytes"_a = 0, "priority"_a = 0,
+          "Take a slot; hold flock() on the file. Raises GuaranteeError, PoolExhaustedError.")
+      .def("leave", &LedgerMember::leave, "Give everything back and the slot up. Repeatable.")
+      .def("grant", &LedgerMember::grant, "pages"_a, "page_bytes"_a,
+           "Take as many of `pages` pages as there is room for; returns how many.")
+      .def("give_back", &LedgerMember::give_back, "pages"_a, "page_bytes"_a)
+      .def("room", &LedgerMember::room, "page_bytes"_a, "Pages that grant() would give now.")
+      .def("reach", &LedgerMember::reach, "page_bytes"_a,
+           "The same with what others would have to give up.")
+      .def("ask", &LedgerMember::ask, "bytes"_a,
+           "Say that bytes are missing and ask others for them. False: nobody has to give.")
+      .def("stop_asking", &LedgerMember::stop_asking)
+      .def("set_min",
+           [](LedgerMember& member, std::uint64_t bytes) { check(member.set_min(bytes)); })
+      .def("set_priority", &LedgerMember::set_priority)
+      .def("set_others", &LedgerMember::set_others, "bytes"_a)
+      .def("publish", &LedgerMember::publish, "in_use_bytes"_a, "cached_bytes"_a, "parked_bytes"_a,
+           "page_bytes"_a, "active"_a)
+      .def(
+          "wanted",
+          [](const LedgerMember& member) {
+            const LedgerMember::Wanted wanted = member.wanted();
+            return nb::make_tuple(wanted.bytes, static_cast<std::uint32_t>(wanted.depth));
+          },
+          "(bytes, depth) that others ask of this one.")
+      .def("handled", &LedgerMember::handled, "bytes"_a)
+      .def_prop_ro("granted_bytes", &LedgerMember::granted_bytes)
+      .def_prop_ro("capacity_bytes", &LedgerMember::capacity_bytes)
+      .def_prop_ro("min_bytes", &LedgerMember::min_bytes)
+      .def_prop_ro("priority", &LedgerMember::priority)
+      .def(
+          "measure_grant_ns",
+          [](LedgerMember& member, std::uint64_t page_bytes, std::uint64_t count) {
+            const std::uint64_t start = monotonic_ns();
+            for (std::uint64_t i = 0; i < count; ++i) {
+              member.give_back(member.grant(1, page_bytes), page_bytes);
+            }
+            return static_cast<double>(monotonic_ns() - start) / static_cast<double>(count);
+          },
+          "page_bytes"_a, "count"_a, "Nanoseconds of a grant and its return, timed natively.");
+}
+
+}  // namespace kvelastic

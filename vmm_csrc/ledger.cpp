@@ -1,0 +1,449 @@
+#include "ledger.h"
+
+#include <unistd.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cstring>
+#include <thread>
+
+#include "checksum.h"
+#include "process.h"
+#include "record.h"
+
+namespace kvelastic {
+namespace {
+
+constexpr unsigned kGrantedShift = 32;
+constexpr std::uint64_t kClaimMask = (std::uint64_t{1} << kGrantedShift) - 1;
+/// Looks at another one's claim before it counts as a grant: its owner was stopped in between.
+constexpr int kClaimLooks = 2000;
+/// Looks without giving the processor away; a claim stands for a few hundred nanoseconds.
+constexpr int kClaimSpins = 200;
+
+constexpr std::uint64_t granted_of(std::uint64_t units) {
+  return units >> kGrantedShift;
+}
+constexpr std::uint64_t claimed_of(std::uint64_t units) {
+  return units & kClaimMask;
+}
+constexpr bool is_alive(std::uint64_t life) {
+  return (life & 1) != 0;
+}
+constexpr std::uint64_t units_of(std::uint64_t bytes) {
+  return (bytes + kGrantUnitBytes - 1) / kGrantUnitBytes;
+}
+constexpr std::uint64_t less(std::uint64_t value, std::uint64_t what) {
+  return value > what ? value - what : 0;
+}
+
+std::uint32_t header_crc(LedgerHeader header) {
+  header.crc32 = 0;
+  return crc32_of(std::as_bytes(std::span(&header, 1)));
+}
+
+template <std::size_t N>
+bool copy_text(std::array<char, N>& field, const std::string& text) {
+  if (text.size() > N || text.find('\0') != std::string::npos) return false;
+  std::memcpy(field.data(), text.data(), text.size());
+  return true;
+}
+
+Status validate(std::span<const std::byte> bytes) {
+  const auto malformed = [](const std::string& why) {
+    return Error{Errc::kSegmentFormat, "not a ledger that this kvelastic can read: " + why};
+  };
+  const auto version = ledger_version(bytes);
+  if (!version) return malformed("it does not start with the mark of a ledger");
+  if (*version != kLedgerAbiVersion) {
+    return malformed("it has version " + std::to_string(*version) + ", this build reads version " +
+                     std::to_string(kLedgerAbiVersion));
+  }
+  LedgerHeader header{};
+  if (bytes.size() < kLedgerBytes) {
+    return malformed("it has " + std::to_string(bytes.size()) + " bytes, a ledger has " +
+                     std::to_string(kLedgerBytes));
+  }
+  std::memcpy(&header, bytes.data(), sizeof(header));
+  if (header.header_bytes != sizeof(LedgerHeader) || header.total_bytes != kLedgerBytes ||
+      header_crc(header) != header.crc32) {
+    return malformed("its header does not match its checksum");
+  }
+  if (reinterpret_cast<std::uintptr_t>(bytes.data()) % alignof(LedgerLayout) != 0) {
+    return Error{Errc::kInvalidArgument, "a ledger's bytes must be mapped from its file"};
+  }
+  return ok();
+}
+
+std::size_t slots_used(const LedgerLayout& layout) {
+  return std::min<std::size_t>(layout.slots_used.load(), kLedgerSlots);
+}
+
+/// What the ledger says of one member; times become ages.
+Contender contender_of(const LedgerSlot& slot, std::uint64_t now_ns, const ReclaimRules& rules) {
+  Contender c;
+  c.granted_bytes = granted_of(slot.units.load()) * kGrantUnitBytes;
+  c.min_bytes = slot.min_bytes.load();
+  c.priority = slot.priority.load();
+  c.parked_bytes = slot.parked_bytes.load(std::memory_order_relaxed);
+  c.cached_bytes = slot.cached_bytes.load(std::memory_order_relaxed);
+  c.idle_ns = less(now_ns, slot.active_ns.load(std::memory_order_relaxed));
+  if (less(now_ns, slot.ask_seen_ns.load()) < rules.ask_lease_ns) {
+    c.ask_bytes = slot.ask_bytes.load();
+    c.ask_ns = less(now_ns, slot.ask_since_ns.load());
+  }
+  c.wanted_bytes = less(slot.wanted_bytes.load(), slot.handled_bytes.load());
+  c.wanted_ns = less(now_ns, slot.wanted_at_ns.load());
+  return c;
+}
+
+}  // namespace
+
+std::optional<std::uint32_t> ledger_version(std::span<const std::byte> bytes) {
+  std::uint64_t magic = 0;
+  std::uint32_t version = 0;
+  if (bytes.size() < sizeof(magic) + sizeof(version)) return std::nullopt;
+  std::memcpy(&magic, bytes.data(), sizeof(magic));
+  std::memcpy(&version, bytes.data() + offsetof(LedgerHeader, abi_version), sizeof(version));
+  if (magic != kLedgerMagic) return std::nullopt;
+  return version;
+}
+
+Result<LedgerView> LedgerView::open(std::span<const std::byte> bytes) {
+  if (Status valid = validate(bytes); !valid) return valid.error();
+  return LedgerView(reinterpret_cast<const LedgerLayout*>(bytes.data()));
+}
+
+std::vector<LedgerEntry> LedgerView::members() const {
+  std::vector<LedgerEntry> found;
+  const std::uint64_t now_ns = monotonic_ns();
+  for (std::size_t i = 0; i < slots_used(*layout_); ++i) {
+    const LedgerSlot& slot = layout_->slots[i];
+    const std::uint64_t life = slot.life.load();
+    if (!is_alive(life)) continue;
+    LedgerEntry entry{i,
+                      life,
+                      slot.identity,
+                      contender_of(slot, now_ns, ReclaimRules{}),
+                      slot.limit_bytes.load(std::memory_order_relaxed),
+                      slot.in_use_bytes.load(std::memory_order_relaxed),
+                      slot.page_bytes.load(std::memory_order_relaxed)};
+    // Left, and perhaps taken by another one, while it was copied: it is not what was looked for.
+    if (slot.life.load() == life) found.push_back(entry);
+  }
+  return found;
+}
+
+Status ledger_create(std::span<std::byte> bytes, const LedgerOrigin& origin) {
+  if (bytes.size() < kLedgerBytes) {
+    return Error{Errc::kInvalidArgument, "a ledger needs " + std::to_string(kLedgerBytes) +
+                                             " bytes, not " + std::to_string(bytes.size())};
+  }
+  std::memset(bytes.data(), 0, kLedgerBytes);
+  LedgerHeader header{};
+  header.magic = kLedgerMagic;
+  header.abi_version = kLedgerAbiVersion;
+  header.header_bytes = sizeof(LedgerHeader);
+  header.total_bytes = kLedgerBytes;
+  header.owner_uid = origin.owner_uid;
+  header.boot_id = origin.boot_id;
+  header.created_realtime_ns = origin.created_realtime_ns;
+  if (!copy_text(header.device, origin.device) || !copy_text(header.group, origin.group)) {
+    return Error{Errc::kInvalidArgument,
+                 "the names of device and group have 64 bytes at most and no zero byte"};
+  }
+  header.crc32 = header_crc(header);
+  auto* layout = reinterpret_cast<LedgerLayout*>(bytes.data());
+  layout->header = header;
+  layout->capacity_bytes = origin.capacity_bytes;
+  return ok();
+}
+
+namespace {
+
+std::uint64_t reap_dead(LedgerLayout& layout, std::uint64_t own_pid_namespace) {
+  std::uint64_t freed = 0;
+  for (std::size_t i = 0; i < slots_used(layout); ++i) {
+    LedgerSlot& slot = layout.slots[i];
+    std::uint64_t life = slot.life.load();
+    const LedgerIdentity who = slot.identity;
+    if (!is_alive(life) || slot.life.load() != life) continue;
+    if (who.pid_namespace != own_pid_namespace) continue;  // its pid says nothing here
+    if (!process_is_gone(static_cast<pid_t>(who.pid), who.start_ticks)) continue;
+    if (slot.life.compare_exchange_strong(life, life + 1)) ++freed;
+  }
+  if (freed > 0) {
+    for (std::size_t i = 0; i < slots_used(layout); ++i) {
+      if (layout.slots[i].ask_bytes.load() > 0) ring_bell(layout.slots[i].bell);
+    }
+  }
+  return freed;
+}
+
+}  // namespace
+
+Result<std::uint64_t> ledger_reap(std::span<std::byte> bytes, std::uint64_t own_pid_namespace) {
+  if (Status valid = validate(bytes); !valid) return valid.error();
+  return reap_dead(*reinterpret_cast<LedgerLayout*>(bytes.data()), own_pid_namespace);
+}
+
+// --------------------------------------------------------------------------------------- member
+
+struct LedgerMember::Sums {
+  std::uint64_t granted = 0;        // units, of all members
+  std::uint64_t claimed_lower = 0;  // by slots before this one
+  std::uint64_t claimed_higher = 0;
+  std::uint64_t kept = 0;  // units that asks wait for which outrank this member
+
+  std::uint64_t claimed() const { return claimed_lower + claimed_higher; }
+};
+
+Result<std::unique_ptr<LedgerMember>> LedgerMember::join(std::span<std::byte> bytes,
+                                                         const LedgerIdentity& identity,
+                                                         std::uint64_t min_bytes,
+                                                         std::int64_t priority,
+                                                         std::shared_ptr<void> keep) {
+  if (Status valid = validate(bytes); !valid) return valid.error();
+  auto* layout = reinterpret_cast<LedgerLayout*>(bytes.data());
+  for (std::size_t i = 0; i < kLedgerSlots; ++i) {
+    LedgerSlot& slot = layout->slots[i];
+    const std::uint64_t life = slot.life.load();
+    if (is_alive(life)) continue;
+    for (SharedWord* word :
+         {&slot.units, &slot.min_bytes, &slot.ask_bytes, &slot.ask_since_ns, &slot.ask_seen_ns,
+          &slot.limit_bytes, &slot.in_use_bytes, &slot.cached_bytes, &slot.parked_bytes,
+          &slot.page_bytes, &slot.wanted_bytes, &slot.wanted_at_ns, &slot.handled_bytes}) {
+      *word = 0;
+    }
+    slot.wanted_depth = 0;
+    slot.priority = priority;
+    slot.active_ns = monotonic_coarse_ns();
+    slot.identity = identity;
+    slot.life = life + 1;
+    if (layout->slots_used.load() <= i) layout->slots_used = static_cast<std::uint32_t>(i + 1);
+    std::unique_ptr<LedgerMember> member(new LedgerMember(layout, i, life + 1, std::move(keep)));
+    if (Status guaranteed = member->set_min(min_bytes); !guaranteed) return guaranteed.error();
+    return member;
+  }
+  return Error{Errc::kPoolExhausted,
+               "all " + std::to_string(kLedgerSlots) + " places of the device's ledger are taken"};
+}
+
+void LedgerMember::leave() {
+  std::uint64_t life = life_;
+  if (slot().life.compare_exchange_strong(life, life_ + 1)) wake_askers();
+}
+
+/// One pass over the slots: what is granted and claimed, and what others wait for before us.
+LedgerMember::Sums LedgerMember::add_up(std::uint64_t wanted_units) const {
+  Sums sums;
+  std::uint64_t now_ns = 0;  // the clock is read only where somebody asks
+  Contender self;
+  for (std::size_t i = 0; i < slots_used(*layout_); ++i) {
+    const LedgerSlot& other = layout_->slots[i];
+    if (!is_alive(other.life.load())) continue;
+    const std::uint64_t units = other.units.load();
+    sums.granted += granted_of(units);
+    if (i == index_) continue;
+    (i < index_ ? sums.claimed_lower : sums.claimed_higher) += claimed_of(units);
+    if (other.ask_bytes.load() == 0 || wanted_units == 0) continue;
+    if (now_ns == 0) {
+      now_ns = monotonic_ns();
+      self = contender_of(slot(), now_ns, rules_);
+    }
+    const Contender asker = contender_of(other, now_ns, rules_);
+    if (asker.ask_bytes > 0 && outranks(asker, self)) sums.kept += units_of(asker.ask_bytes);
+  }
+  return sums;
+}
+
+std::uint64_t LedgerMember::grant(std::uint64_t pages, std::uint64_t page_bytes) {
+  const std::uint64_t each = units_of(page_bytes);
+  const std::lock_guard lock(mutex_);
+  pages = std::min(pages, kClaimMask / each);
+  for (int look = 0; pages > 0 && is_member();) {
+    std::uint64_t claim = pages * each;
+    slot().units.fetch_add(claim);
+    for (;; ++look) {
+      const Sums sums = add_up(claim);
+      const std::uint64_t capacity = less(capacity_bytes(), layout_->others_bytes.load());
+      const std::uint64_t free = less(capacity / kGrantUnitBytes, sums.granted + sums.kept);
+      if (free >= claim + sums.claimed()) {
+        slot().units.fetch_add((claim << kGrantedShift) - claim);
+        return pages;
+      }
+      if (sums.claimed() == 0 || look >= kClaimLooks) {
+        // Others' claims do not matter here, or their owners were stopped with them: less, then.
+        pages = less(free, sums.claimed()) / each;
+        slot().units.fetch_sub(claim - pages * each);
+        claim = pages * each;
+        if (pages == 0) return 0;
+        slot().units.fetch_add((claim << kGrantedShift) - claim);
+        return pages;
+      }
+      if (look >= kClaimSpins) std::this_thread::yield();
+      if (sums.claimed_lower > 0) break;  // the lower slot stays, this one stands back
+    }
+    slot().units.fetch_sub(claim);
+    for (; look < kClaimLooks && add_up(0).claimed_lower > 0; ++look) {
+      if (look >= kClaimSpins) std::this_thread::yield();
+    }
+    ++look;
+  }
+  return 0;
+}
+
+void LedgerMember::give_back(std::uint64_t pages, std::uint64_t page_bytes) {
+  if (pages == 0 || !is_member()) return;
+  slot().units.fetch_sub((pages * units_of(page_bytes)) << kGrantedShift);
+  wake_askers();
+}
+
+void LedgerMember::wake_askers() const {
+  for (std::size_t i = 0; i < slots_used(*layout_); ++i) {
+    LedgerSlot& other = layout_->slots[i];
+    if (i != index_ && other.ask_bytes.load() > 0 && is_alive(other.life.load())) {
+      ring_bell(other.bell);
+    }
+  }
+}
+
+std::uint64_t LedgerMember::room(std::uint64_t page_bytes) const {
+  const Sums sums = add_up(1);
+  const std::uint64_t capacity = less(capacity_bytes(), layout_->others_bytes.load());
+  return less(capacity / kGrantUnitBytes, sums.granted + sums.claimed() + sums.kept) /
+         units_of(page_bytes);
+}
+
+std::uint64_t LedgerMember::granted_bytes() const {
+  return is_member() ? granted_of(slot().units.load()) * kGrantUnitBytes : 0;
+}
+
+void LedgerMember::set_others(std::uint64_t bytes) {
+  layout_->others_at_ns = monotonic_ns();
+  if (layout_->others_bytes.exchange(bytes) > bytes) wake_askers();
+}
+
+Status LedgerMember::set_min(std::uint64_t min_bytes) {
+  const std::lock_guard lock(mutex_);
+  const std::uint64_t before = slot().min_bytes.exchange(min_bytes);
+  std::uint64_t sum_bytes = 0;
+  for (std::size_t i = 0; i < slots_used(*layout_); ++i) {
+    const LedgerSlot& other = layout_->slots[i];
+    if (i != index_ && is_alive(other.life.load())) sum_bytes += other.min_bytes.load();
+  }
+  if (min_bytes <= before ||
+      (min_bytes <= capacity_bytes() && sum_bytes <= capacity_bytes() - min_bytes)) {
+    return ok();
+  }
+  slot().min_bytes = before;
+  return Error{Errc::kGuarantee, "a guarantee of " + std::to_string(min_bytes) +
+                                     " bytes and those of the others, " +
+                                     std::to_string(sum_bytes) + ", are more than the device's " +
+                                     std::to_string(capacity_bytes())};
+}
+
+void LedgerMember::publish(std::uint64_t in_use_bytes, std::uint64_t cached_bytes,
+                           std::uint64_t parked_bytes, std::uint64_t page_bytes, bool active) {
+  LedgerSlot& mine = slot();
+  mine.in_use_bytes.store(in_use_bytes, std::memory_order_relaxed);
+  mine.cached_bytes.store(cached_bytes, std::memory_order_relaxed);
+  mine.parked_bytes.store(parked_bytes, std::memory_order_relaxed);
+  mine.page_bytes.store(page_bytes, std::memory_order_relaxed);
+  if (active) mine.active_ns.store(monotonic_coarse_ns(), std::memory_order_relaxed);
+}
+
+// ---------------------------------------------------------------------------------------- asking
+
+/// All members at one moment; `self` is this one.
+struct LedgerMember::Everybody {
+  std::vector<Contender> all{};
+  std::vector<std::pair<std::size_t, std::uint64_t>> where{};  // slot and its life
+  std::size_t self = 0;
+  std::uint64_t free_bytes = 0;
+};
+
+LedgerMember::Everybody LedgerMember::look_around(std::uint64_t now_ns) const {
+  Everybody found;
+  std::uint64_t taken_bytes = layout_->others_bytes.load();
+  for (std::size_t i = 0; i < slots_used(*layout_); ++i) {
+    const std::uint64_t life = layout_->slots[i].life.load();
+    if (!is_alive(life)) continue;
+    if (i == index_) found.self = found.all.size();
+    found.all.push_back(contender_of(layout_->slots[i], now_ns, rules_));
+    found.where.emplace_back(i, life);
+    taken_bytes += found.all.back().granted_bytes;
+  }
+  found.free_bytes = less(capacity_bytes(), taken_bytes);
+  return found;
+}
+
+std::uint64_t LedgerMember::reach(std::uint64_t page_bytes) const {
+  if (!is_member()) return 0;
+  const Everybody found = look_around(monotonic_ns());
+  return room(page_bytes) +
+         reachable_bytes(found.all, found.self, capacity_bytes(), rules_) / page_bytes;
+}
+
+bool LedgerMember::ask(std::uint64_t bytes) {
+  const std::uint64_t now_ns = monotonic_ns();
+  LedgerSlot& mine = slot();
+  const bool lapsed = less(now_ns, mine.ask_seen_ns.load()) >= rules_.ask_lease_ns;
+  if (mine.ask_bytes.load() == 0 || lapsed) mine.ask_since_ns = now_ns;
+  mine.ask_seen_ns = now_ns;
+  mine.ask_bytes = bytes;
+
+  (void)reap_dead(*layout_, mine.identity.pid_namespace);
+  if (!is_member()) return false;
+  const auto [all, where, self, free_bytes] = look_around(now_ns);
+  bool any = free_bytes >= bytes;
+  for (const Demand& demand : plan_reclaim(all, self, free_bytes, capacity_bytes(), rules_)) {
+    const auto [index, life] = where[demand.contender];
+    LedgerSlot& victim = layout_->slots[index];
+    if (victim.life.load() != life) continue;
+    victim.wanted_bytes.fetch_add(demand.bytes);
+    victim.wanted_at_ns = now_ns;
+    std::uint32_t depth = victim.wanted_depth.load();
+    while (depth < static_cast<std::uint32_t>(demand.depth) &&
+           !victim.wanted_depth.compare_exchange_weak(depth,
+                                                      static_cast<std::uint32_t>(demand.depth))) {
+    }
+    ring_bell(victim.bell);
+    any = true;
+  }
+  return any || std::any_of(all.begin(), all.end(), [&](const Contender& c) {
+           return &c != &all[self] && c.wanted_bytes > 0 && c.wanted_ns < rules_.patience_ns;
+         });
+}
+
+void LedgerMember::stop_asking() {
+  if (slot().ask_bytes.exchange(0) > 0) wake_askers();  // what was kept for this one is theirs
+}
+
+void LedgerMember::wait(std::uint32_t seen, std::chrono::nanoseconds timeout) const {
+  futex_wait(slot().bell, seen, timeout);
+}
+
+LedgerMember::Wanted LedgerMember::wanted() const {
+  const std::uint64_t bytes = less(slot().wanted_bytes.load(), slot().handled_bytes.load());
+  const std::uint32_t depth = std::clamp<std::uint32_t>(slot().wanted_depth.load(), 1, 3);
+  return {bytes, static_cast<Depth>(depth)};
+}
+
+void LedgerMember::handled(std::uint64_t bytes) {
+  LedgerSlot& mine = slot();
+  mine.handled_bytes.fetch_add(bytes);
+  if (mine.handled_bytes.load() >= mine.wanted_bytes.load()) mine.wanted_depth = 0;
+  wake_askers();
+}
+
+Status LedgerMember::check_integrity(std::uint64_t pages, std::uint64_t page_bytes) const {
+  if (!is_member()) return ok();
+  const std::uint64_t granted = granted_of(slot().units.load());
+  if (granted == pages * units_of(page_bytes)) return ok();
+  return Error{Errc::kIntegrity, "the ledger has granted " +
+                                     std::to_string(granted * kGrantUnitBytes) + " bytes, and " +
+                                     std::to_string(pages * page_bytes) + " are held"};
+}
+
+}  // namespace kvelastic

@@ -1,0 +1,259 @@
+// The ledger: one record a device in shared memory, which says how many bytes of it each instance
+// may hold. Nobody creates a page that it has not granted.
+//
+//   header     identity of the device, written once before the file is visible; under a CRC
+//   capacity   what all members together may hold, and what strangers hold of it
+//   slots      one a member: granted and claimed bytes, guarantee, priority, ask, facts, a mailbox
+//
+// There is no sum that could be wrong. What is granted to a member stands in its own slot, and a
+// grant is: claim it there, add up all slots, and keep the claim or take it back. Of two that claim
+// the last page at once the later one sees the claim of the earlier (all of it is sequentially
+// consistent), so both cannot have it; the lower slot stays, the other one stands back and looks
+// again. A member that dies has its bytes in its slot and nowhere else: freeing the slot, one
+// compare-and-swap by whoever looks, gives all of them back. Nobody waits for anybody: a member
+// that is stopped between two steps keeps what it has claimed, and no more.
+//
+// Joining, leaving and removing the file are done under flock() on the file (kvelastic/ledger.py);
+// grants, returns, asks and facts are not.
+#pragma once
+
+#include <array>
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "futex.h"
+#include "reclaim.h"
+#include "status.h"
+
+namespace kvelastic {
+
+inline constexpr std::uint64_t kLedgerMagic = 0x5245'4744'454c'564bULL;  ///< "KVLEDGER" in memory
+inline constexpr std::uint32_t kLedgerAbiVersion = 1;
+inline constexpr std::size_t kLedgerSlots = 128;
+/// Grants are counted in these: a page takes as many as it needs, rounded up.
+inline constexpr std::uint64_t kGrantUnitBytes = std::uint64_t{64} << 10;
+
+// ---------------------------------------------------------------------------- the shared layout
+
+using SharedWord = std::atomic<std::uint64_t>;
+static_assert(sizeof(SharedWord) == 8 && SharedWord::is_always_lock_free);
+
+struct LedgerHeader {
+  std::uint64_t magic;
+  std::uint32_t abi_version;
+  std::uint32_t header_bytes;  ///< what the CRC covers
+  std::uint64_t total_bytes;
+  std::uint32_t crc32;  ///< of the header with this field zero
+  std::uint32_t owner_uid;
+  std::array<std::uint8_t, 16> boot_id;
+  std::uint64_t created_realtime_ns;
+  std::array<std::uint64_t, 1> reserved0;
+  std::array<char, 64> device;
+  std::array<char, 64> group;
+  std::array<std::uint64_t, 8> reserved1;
+};
+static_assert(sizeof(LedgerHeader) == 256);
+
+/// Who has a slot; written before the slot is alive.
+struct LedgerIdentity {
+  std::uint32_t pid = 0;
+  std::uint32_t uid = 0;
+  std::uint64_t start_ticks = 0;
+  std::uint64_t pid_namespace = 0;
+  std::array<std::uint8_t, 16> uuid{};  ///< of the instance's segment
+  std::array<char, 64> name{};          ///< of the instance's segment
+};
+
+struct LedgerSlot {
+  // What a grant looks at, in one cache line.
+  alignas(64) SharedWord life;  ///< generation * 2, + 1 while alive
+  SharedWord units;             ///< granted * 2^32 + claimed, in units of kGrantUnitBytes
+  SharedWord min_bytes;
+  std::atomic<std::int64_t> priority;
+  SharedWord ask_bytes;     ///< 0: nothing
+  SharedWord ask_since_ns;  ///< CLOCK_MONOTONIC, as all times here
+  SharedWord ask_seen_ns;   ///< when it was last repeated
+  SharedWord active_ns;     ///< last alloc or free
+
+  alignas(64) SharedWord limit_bytes;
+  SharedWord in_use_bytes;
+  SharedWord cached_bytes;
+  SharedWord parked_bytes;
+  SharedWord page_bytes;
+
+  // The mailbox: askers add to `wanted`, the member to `handled`; both only go up.
+  alignas(64) SharedWord wanted_bytes;
+  SharedWord wanted_at_ns;
+  std::atomic<std::uint32_t> wanted_depth;  ///< the deepest that is asked for; 0: nothing
+  FutexWord bell;  ///< rung for a request, and for memory that an ask may take
+  alignas(64) SharedWord handled_bytes;
+
+  alignas(64) LedgerIdentity identity;
+};
+
+struct LedgerLayout {
+  LedgerHeader header;
+  alignas(64) SharedWord capacity_bytes;
+  SharedWord others_bytes;                ///< held of the device by those who are no members
+  SharedWord others_at_ns;                ///< when that was last looked at; 0: never
+  std::atomic<std::uint32_t> slots_used;  ///< no slot from here on was ever taken
+  std::array<LedgerSlot, kLedgerSlots> slots;
+};
+static_assert(std::is_standard_layout_v<LedgerLayout>);
+inline constexpr std::size_t kLedgerBytes = sizeof(LedgerLayout);
+
+// ------------------------------------------------------------------------------------- readers
+
+/// One member as it was found.
+struct LedgerEntry {
+  std::size_t slot;
+  std::uint64_t life;
+  LedgerIdentity identity;
+  Contender facts;
+  std::uint64_t limit_bytes, in_use_bytes, page_bytes;
+};
+
+/// The ABI version of bytes that start like a ledger, of whatever version; nothing otherwise.
+std::optional<std::uint32_t> ledger_version(std::span<const std::byte> bytes);
+
+/// Reads a ledger; never writes, so the bytes may be mapped PROT_READ. Any thread, any process. The
+/// bytes must outlive the view.
+class LedgerView {
+ public:
+  /// kSegmentFormat: bytes too few, magic, version or CRC wrong.
+  static Result<LedgerView> open(std::span<const std::byte> bytes);
+
+  const LedgerHeader& header() const { return layout_->header; }
+  std::uint64_t capacity_bytes() const { return layout_->capacity_bytes; }
+  std::uint64_t others_bytes() const { return layout_->others_bytes; }
+  /// Members now, alive or dead; whether their processes live is for the caller to look at.
+  std::vector<LedgerEntry> members() const;
+
+ private:
+  explicit LedgerView(const LedgerLayout* layout) : layout_(layout) {}
+  const LedgerLayout* layout_;
+};
+
+// ------------------------------------------------------------------------------------- writers
+
+struct LedgerOrigin {
+  std::uint32_t owner_uid = 0;
+  std::array<std::uint8_t, 16> boot_id{};
+  std::uint64_t created_realtime_ns = 0;
+  std::uint64_t capacity_bytes = 0;
+  std::string device;
+  std::string group;
+};
+
+/// Fills the bytes, which must not be visible to others yet. kInvalidArgument: too few bytes, or a
+/// text that does not fit.
+Status ledger_create(std::span<std::byte> bytes, const LedgerOrigin& origin);
+
+/// Frees the slots of processes of this pid namespace that are gone; answers how many. Any process
+/// at any time; costs a look at /proc for each member.
+Result<std::uint64_t> ledger_reap(std::span<std::byte> bytes, std::uint64_t own_pid_namespace);
+
+/// One instance's end of a ledger. All calls from any thread of the process that joined, none
+/// blocks but wait(); in a forked child none may be made. The bytes must outlive it; `keep` is held
+/// as long.
+class LedgerMember {
+ public:
+  /// Takes a slot; the caller holds the file's lock. kSegmentFormat as LedgerView::open,
+  /// kPoolExhausted when all slots are taken, kGuarantee as set_min.
+  static Result<std::unique_ptr<LedgerMember>> join(std::span<std::byte> bytes,
+                                                    const LedgerIdentity& identity,
+                                                    std::uint64_t min_bytes, std::int64_t priority,
+                                                    std::shared_ptr<void> keep);
+  ~LedgerMember() { leave(); }
+  LedgerMember(const LedgerMember&) = delete;
+  LedgerMember& operator=(const LedgerMember&) = delete;
+
+  /// Everything that was granted is the device's again. Repeatable; later calls grant nothing.
+  void leave();
+
+  // --- bytes ---------------------------------------------------------------------------------
+
+  /// Takes at most `pages` pages of `page_bytes` and answers how many: as many as there is room
+  /// for, after what is kept for asks that outrank this instance.
+  std::uint64_t grant(std::uint64_t pages, std::uint64_t page_bytes);
+  /// Gives pages back that grant() gave; wakes those who ask for memory.
+  void give_back(std::uint64_t pages, std::uint64_t page_bytes);
+  /// Pages that could be had: room(), and what others would have to give up if this one asked.
+  std::uint64_t reach(std::uint64_t page_bytes) const;
+  /// Pages that grant() would give now.
+  std::uint64_t room(std::uint64_t page_bytes) const;
+  std::uint64_t granted_bytes() const;
+  std::uint64_t capacity_bytes() const { return layout_->capacity_bytes; }
+  /// Sets what strangers hold of the device, as somebody with a driver has seen it.
+  void set_others(std::uint64_t bytes);
+
+  // --- guarantee and priority ----------------------------------------------------------------
+
+  /// kGuarantee: the guarantees of all members would be more than the device has; with the sums.
+  Status set_min(std::uint64_t min_bytes);
+  void set_priority(std::int64_t priority) { slot().priority = priority; }
+  std::uint64_t min_bytes() const { return slot().min_bytes; }
+  std::int64_t priority() const { return slot().priority; }
+  void set_limit(std::uint64_t bytes) {
+    slot().limit_bytes.store(bytes, std::memory_order_relaxed);
+  }
+
+  /// The facts that others plan by; a few stores.
+  void publish(std::uint64_t in_use_bytes, std::uint64_t cached_bytes, std::uint64_t parked_bytes,
+               std::uint64_t page_bytes, bool active);
+
+  // --- asking --------------------------------------------------------------------------------
+
+  /// Says that `bytes` are missing, and asks those for them who have to give (see reclaim.h). Call
+  /// it again every now and then (rules().ask_lease_ns) while it is so. False: nobody has to give.
+  bool ask(std::uint64_t bytes);
+  void stop_asking();
+  /// The bell of requests and of memory come free: seen = bell(); <look>; wait(seen, timeout).
+  std::uint32_t bell() const { return slot().bell.load(std::memory_order_acquire); }
+  void wait(std::uint32_t seen, std::chrono::nanoseconds timeout) const;
+  /// Wakes who waits, in this process too.
+  void ring() { ring_bell(slot().bell); }
+  const ReclaimRules& rules() const { return rules_; }
+
+  // --- being asked ---------------------------------------------------------------------------
+
+  struct Wanted {
+    std::uint64_t bytes = 0;  ///< 0: nothing
+    Depth depth = Depth::kParked;
+  };
+  Wanted wanted() const;
+  /// `bytes` of it were dealt with: given, or not to be had.
+  void handled(std::uint64_t bytes);
+
+  /// Fails with kIntegrity when the bytes granted are not `held_bytes` (rounded to grant units).
+  Status check_integrity(std::uint64_t pages, std::uint64_t page_bytes) const;
+
+ private:
+  LedgerMember(LedgerLayout* layout, std::size_t index, std::uint64_t life,
+               std::shared_ptr<void> keep)
+      : layout_(layout), index_(index), life_(life), keep_(std::move(keep)) {}
+
+  struct Sums;
+  struct Everybody;
+  Everybody look_around(std::uint64_t now_ns) const;
+  LedgerSlot& slot() const { return layout_->slots[index_]; }
+  bool is_member() const { return slot().life.load() == life_; }
+  Sums add_up(std::uint64_t wanted_units) const;
+  void wake_askers() const;
+
+  LedgerLayout* const layout_;
+  const std::size_t index_;
+  const std::uint64_t life_;
+  const std::shared_ptr<void> keep_;
+  const ReclaimRules rules_;
+  std::mutex mutex_;  // between threads of this process only: grants, guarantee; a leaf
+};
+
+}  // namespace kvelastic
