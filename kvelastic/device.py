@@ -48,7 +48,7 @@ def resolve(name: str, settings: Config) -> Device:
     """The device that `name` means; `auto` takes a GPU where there is one, else the host.
 
     A GPU is opened here: its primary context exists from now on. Its capacity is
-    `KVELASTIC_GPU_UTILIZATION` of its memory less what is held of it now. Raises
+    `KVELASTIC_GPU_UTILIZATION` of its memory; what others hold of that the ledger knows. Raises
     `DeviceUnavailableError` for a GPU that cannot be had, `InvalidArgumentError` for another name.
     """
     if name in _HOST_NAMES:
@@ -68,8 +68,8 @@ def resolve(name: str, settings: Config) -> Device:
 
 def _gpu(name: str, settings: Config) -> Device:
     driver = _vmm.CudaDriver(name)
-    kept_free_bytes = int(driver.total_bytes * (1 - settings.gpu_utilization))
-    return Device(driver.uuid, max(driver.free_bytes - kept_free_bytes, 0), lambda: driver)
+    capacity_bytes = int(driver.total_bytes * settings.gpu_utilization)
+    return Device(driver.uuid, capacity_bytes, lambda: driver)
 
 
 def means_host(device: object) -> bool | None:

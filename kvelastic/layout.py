@@ -68,12 +68,12 @@ class PageLayout:
     def __post_init__(self) -> None:
         for name in ("block_bytes", "buffers", "blocks_per_page", "extent_bytes"):
             positive(name, getattr(self, name))
-        most = _most_blocks(self.block_bytes, self._buffers_per_extent, self.extent_bytes)
+        most = _most_blocks(self.block_bytes, self.buffers_per_extent, self.extent_bytes)
         if self.blocks_per_page > most:
             raise LayoutError(
                 f"blocks_per_page={self.blocks_per_page} does not fit: an extent of"
                 f" {self.extent_bytes} bytes holds at most {most} blocks of {self.block_bytes}"
-                f" bytes in {self._buffers_per_extent} buffer(s)."
+                f" bytes in {self.buffers_per_extent} buffer(s)."
             )
 
     @classmethod
@@ -134,7 +134,7 @@ class PageLayout:
     # Pages and their memory
 
     @property
-    def _buffers_per_extent(self) -> int:
+    def buffers_per_extent(self) -> int:
         return 1 if self.per_buffer else self.buffers
 
     @property
@@ -150,7 +150,7 @@ class PageLayout:
     @property
     def padding_fraction(self) -> float:
         """The part of a page that no block can use, 0 <= f < 1."""
-        used = self._buffers_per_extent * self.blocks_per_page * self.block_bytes
+        used = self.buffers_per_extent * self.blocks_per_page * self.block_bytes
         return 1 - used / self.extent_bytes
 
     def range_bytes(self, pages: int) -> int:

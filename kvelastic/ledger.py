@@ -286,8 +286,18 @@ _MEMBER_FIELDS: Final = tuple(field.name for field in fields(Member) if field.na
 
 
 def _member(entry: dict[str, Any], boot: bytes) -> Member:
+    return Member(
+        status=_liveness(entry, boot).value, **{name: entry[name] for name in _MEMBER_FIELDS}
+    )
+
+
+def _liveness(entry: dict[str, Any], boot: bytes) -> Liveness:
+    """Of the instance: dead when neither its own process nor the one with its pages lives."""
     liveness = owner_of(entry | {"boot_id": boot}).liveness()
-    return Member(status=liveness.value, **{name: entry[name] for name in _MEMBER_FIELDS})
+    if liveness is not Liveness.DEAD or entry["worker_pid"] == 0:
+        return liveness
+    worker = {"pid": entry["worker_pid"], "start_time_ticks": entry["worker_start_time_ticks"]}
+    return owner_of(entry | worker | {"boot_id": boot}).liveness()
 
 
 def _reap_one(path: Path) -> bool:
@@ -305,7 +315,7 @@ def _remove_if_empty(path: Path, fd: int, memory: mmap.mmap) -> bool:
     """Pre: the file's lock is held, so nobody joins meanwhile."""
     raw = _vmm.read_ledger(memory)
     for entry in raw["members"]:
-        if owner_of(entry | {"boot_id": raw["boot_id"]}).liveness() is not Liveness.DEAD:
+        if _liveness(entry, raw["boot_id"]) is not Liveness.DEAD:
             return False
     if not _leads_to(path, fd):
         return False

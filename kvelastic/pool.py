@@ -36,6 +36,7 @@ def native_geometry(layout: PageLayout, pages: int) -> _vmm.Geometry:
         blocks_per_page=layout.blocks_per_page,
         extents_per_page=layout.extents_per_page,
         extent_stride_bytes=layout.extent_stride_bytes(pages),
+        buffers_per_extent=layout.buffers_per_extent,
     )
 
 
@@ -110,10 +111,12 @@ def open_pool(
     memory: MemoryMaker,
     model: str = "",
     name: str | None = None,
+    movable: bool = False,
 ) -> ElasticPool:
     """Make segment, memory and native pool; maps nothing and starts no thread yet.
 
-    `num_blocks` counts the null block; `name` overrides `KVELASTIC_IPC_NAME`. Raises `ConfigError`
+    `num_blocks` counts the null block; `name` overrides `KVELASTIC_IPC_NAME`; `movable` says that
+    the engine follows cached blocks to other ids (`take_changes`). Raises `ConfigError`
     for a `KVELASTIC_LIMIT` under one page, `GuaranteeError` for a `KVELASTIC_MIN` that the device
     has no room for, `LedgerError` if the device is not to be shared, `SegmentError` if the segment cannot be made (its name
     is a live instance's), and what `memory` raises; nothing is left behind then.
@@ -148,6 +151,7 @@ def open_pool(
             preallocate=settings.page_prealloc_enabled,
             member=place.member,
             reclaim_wait_s=settings.reclaim_wait_s,
+            movable=movable,
         )
     except BaseException:
         if place is not None:

@@ -24,6 +24,13 @@ class Backing {
 
   /// After success no process can touch the pages, and their memory is the device's again.
   virtual Status unmap(std::span<const PageIndex> pages) = 0;
+
+  /// Copies blocks of mapped pages, in every buffer; the contents are there when this returns.
+  /// After a failure any part may have been copied. Blocks.
+  virtual Status copy(std::span<const BlockMove> moves) = 0;
+
+  /// The device's memory as it was seen lately; none on the host. See Driver::memory().
+  virtual std::optional<DeviceMemory> device_memory() const = 0;
 };
 
 /// Memory of this process.
@@ -35,6 +42,8 @@ class LocalBacking final : public Backing {
   Status unmap(std::span<const PageIndex> pages) override {
     return range_->unmap(pages, Afterwards::kDestroy);
   }
+  Status copy(std::span<const BlockMove> moves) override { return range_->copy(moves); }
+  std::optional<DeviceMemory> device_memory() const override { return range_->driver().memory(); }
 
  private:
   const std::shared_ptr<Range> range_;

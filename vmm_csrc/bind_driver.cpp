@@ -137,22 +137,24 @@ void bind_driver(nb::module_& m) {
           "__init__",
           [](Geometry* self, std::uint64_t pages, std::uint64_t extent_bytes,
              std::uint64_t block_bytes, std::uint64_t blocks_per_page,
-             std::uint64_t extents_per_page, std::uint64_t extent_stride_bytes) {
-            const Geometry geometry{pages,        extents_per_page,
-                                    extent_bytes, extent_stride_bytes,
-                                    block_bytes,  blocks_per_page};
+             std::uint64_t extents_per_page, std::uint64_t extent_stride_bytes,
+             std::uint64_t buffers_per_extent) {
+            const Geometry geometry{
+                pages,       extents_per_page, extent_bytes,      extent_stride_bytes,
+                block_bytes, blocks_per_page,  buffers_per_extent};
             // The granularity is the driver's to know; Range.reserve looks at that.
             check(geometry.check(1));
             new (self) Geometry(geometry);
           },
           nb::kw_only(), "pages"_a, "extent_bytes"_a, "block_bytes"_a, "blocks_per_page"_a,
-          "extents_per_page"_a = 1, "extent_stride_bytes"_a = 0)
+          "extents_per_page"_a = 1, "extent_stride_bytes"_a = 0, "buffers_per_extent"_a = 1)
       .def_ro("pages", &Geometry::pages)
       .def_ro("extents_per_page", &Geometry::extents_per_page)
       .def_ro("extent_bytes", &Geometry::extent_bytes)
       .def_ro("extent_stride_bytes", &Geometry::extent_stride_bytes)
       .def_ro("block_bytes", &Geometry::block_bytes)
       .def_ro("blocks_per_page", &Geometry::blocks_per_page)
+      .def_ro("buffers_per_extent", &Geometry::buffers_per_extent)
       .def_prop_ro("page_bytes", &Geometry::page_bytes)
       .def_prop_ro("range_bytes", &Geometry::range_bytes)
       .def("first_id", &Geometry::first_id, "page"_a);
@@ -183,6 +185,21 @@ void bind_driver(nb::module_& m) {
           },
           "pages"_a, nb::kw_only(), "destroy"_a = false,
           "Unmap pages. Their handles are kept for the next map, or destroyed.")
+      .def(
+          "copy",
+          [](Range& r, nb::handle from, nb::handle to) {
+            const std::vector<std::int64_t> sources = integers_of(from);
+            const std::vector<std::int64_t> targets = integers_of(to);
+            if (sources.size() != targets.size()) {
+              raise_code("INVALID_ARGUMENT", "as many blocks to copy from as to copy to");
+            }
+            std::vector<BlockMove> moves;
+            for (std::size_t i = 0; i < sources.size(); ++i) {
+              moves.push_back({sources[i], targets[i]});
+            }
+            check(without_gil([&] { return r.copy(moves); }));
+          },
+          "from"_a, "to"_a, "Copy blocks of mapped pages, in every buffer. Blocks.")
       .def(
           "trim", [](Range& r) { check(without_gil([&] { return r.trim(); })); },
           "Destroy the handles that unmap kept.")

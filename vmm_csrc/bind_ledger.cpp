@@ -60,6 +60,8 @@ nb::dict entry_dict(const LedgerEntry& entry) {
   out["uid"] = entry.identity.uid;
   out["start_time_ticks"] = entry.identity.start_ticks;
   out["pid_namespace"] = entry.identity.pid_namespace;
+  out["worker_pid"] = entry.worker_pid;
+  out["worker_start_time_ticks"] = entry.worker_start_ticks;
   out["granted_bytes"] = entry.facts.granted_bytes;
   out["min_bytes"] = entry.facts.min_bytes;
   out["limit_bytes"] = entry.limit_bytes;
@@ -197,6 +199,8 @@ void bind_ledger(nb::module_& m) {
       .def("set_min",
            [](LedgerMember& member, std::uint64_t bytes) { check(member.set_min(bytes)); })
       .def("set_priority", &LedgerMember::set_priority)
+      .def("set_worker", &LedgerMember::set_worker, "pid"_a, "start_time_ticks"_a,
+           "Name the process that maps the pages: grants stay until both are gone.")
       .def("set_others", &LedgerMember::set_others, "bytes"_a)
       .def("publish", &LedgerMember::publish, "in_use_bytes"_a, "cached_bytes"_a, "parked_bytes"_a,
            "page_bytes"_a, "active"_a)

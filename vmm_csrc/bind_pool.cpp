@@ -1,5 +1,6 @@
 // `kvelastic._vmm`: the pool, its keeper, and the ring to a worker process.
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>
 
 #include <cmath>
@@ -38,7 +39,8 @@ std::shared_ptr<Pool> make_pool(nb::handle memory, std::uint64_t max_blocks,
                                 std::uint64_t limit_bytes, std::uint64_t capacity_bytes,
                                 std::uint64_t min_reserved_pages, std::uint64_t max_reserved_pages,
                                 std::int64_t max_cached_blocks, bool preallocate,
-                                std::shared_ptr<LedgerMember> member, double reclaim_wait_s) {
+                                std::shared_ptr<LedgerMember> member, double reclaim_wait_s,
+                                bool movable) {
   PoolOptions options;
   options.max_blocks = max_blocks;
   options.limit_bytes = limit_bytes;
@@ -47,6 +49,7 @@ std::shared_ptr<Pool> make_pool(nb::handle memory, std::uint64_t max_blocks,
   options.max_reserved_pages = max_reserved_pages;
   options.max_cached_blocks = max_cached_blocks;
   options.preallocate = preallocate;
+  options.movable = movable;
   options.reclaim_wait = duration(reclaim_wait_s);
   if (nb::isinstance<Range>(memory)) {
     const auto range = nb::cast<std::shared_ptr<Range>>(memory);
@@ -114,6 +117,7 @@ nb::dict stats_dict(const Pool& pool) {
   out["frees"] = stats.frees;
   out["alloc_failures"] = stats.alloc_failures;
   out["blocks_evicted"] = stats.blocks_evicted;
+  out["blocks_moved"] = stats.blocks_moved;
   out["pages_mapped_ever"] = stats.pages_mapped_ever;
   out["pages_unmapped_ever"] = stats.pages_unmapped_ever;
   out["provision_runs"] = stats.provision_runs;
@@ -151,6 +155,9 @@ void bind_ring(nb::module_& m) {
             check(without_gil([&] { return ring.wait_for_worker(duration(timeout_s)); }));
           },
           "timeout_s"_a, "Block until a worker serves the ring. Raises ChannelTimeoutError.")
+      .def_prop_ro(
+          "worker", [](const RingBacking& ring) { return ring.worker(); },
+          "(pid, start time in ticks) of the process that serves the ring; (0, 0): none yet.")
       .def_prop_ro("geometry", &RingBacking::geometry);
 
   nb::class_<RingWorker>(m, "RingWorker",
@@ -177,7 +184,7 @@ void bind_pool(nb::module_& m) {
       .def(nb::new_(&make_pool), "memory"_a, nb::kw_only(), "max_blocks"_a, "limit_bytes"_a,
            "capacity_bytes"_a, "min_reserved_pages"_a = 5, "max_reserved_pages"_a = 10,
            "max_cached_blocks"_a = -1, "preallocate"_a = true, "member"_a = nb::none(),
-           "reclaim_wait_s"_a = 0.05)
+           "reclaim_wait_s"_a = 0.05, "movable"_a = false)
       .def("alloc", &alloc, "count"_a,
            "Ids of `count` blocks, or None when that many cannot be had; nothing has changed then.")
       .def("free", &with_ids<&Pool::free>, "ids"_a,
@@ -209,6 +216,20 @@ void bind_pool(nb::module_& m) {
       .def(
           "take_evicted", [](Pool& pool) { return list_of(pool.take_evicted()); },
           "Ids of cached blocks evicted since the last call: forget what they held.")
+      .def(
+          "take_changes",
+          [](Pool& pool) {
+            nb::list out;
+            for (const Pool::Change& change : pool.take_changes()) {
+              out.append(nb::make_tuple(change.id, change.to));
+            }
+            return out;
+          },
+          "(id, to) of every cached block that moved (to: where it is) or was evicted (to: -1)\n"
+          "since the last call, in order; for a movable pool, in the place of take_evicted.")
+      .def(
+          "compact", [](Pool& pool) { return unwrap(without_gil([&] { return pool.compact(); })); },
+          "Move the cached blocks of one page into holes of others; returns how many moved.")
       .def(
           "enter",
           [](Pool& pool) {

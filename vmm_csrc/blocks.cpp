@@ -256,6 +256,59 @@ bool Blocks::evict_oldest_block(std::vector<BlockId>& evicted) {
   return true;
 }
 
+// --- compaction ------------------------------------------------------------------------------
+
+std::optional<PageIndex> Blocks::compactable_page() const {
+  const std::optional<PageIndex> index = evictable_.lowest_from(1);
+  if (!index) return std::nullopt;
+  const Page& page = pages_[*index];
+  // Parked pages are no holes: filling one to empty another gains nothing.
+  const std::uint64_t holes = free_blocks_ - parked_.size() * blocks_per_page_ - free_in(page);
+  if (holes < page.cached) return std::nullopt;
+  return index;
+}
+
+bool Blocks::take_compaction(std::vector<BlockMove>& moves) {
+  const std::optional<PageIndex> index = compactable_page();
+  if (!index) return false;
+  unlist(*index);  // so that it is not chosen itself
+  std::vector<BlockId> holes;
+  alloc(pages_[*index].cached, Fit::kFullest, holes);
+  enlist(*index);
+  auto hole = holes.begin();
+  for (std::uint32_t slot = 0; hole != holes.end(); ++slot) {
+    if (is_cached({*index, slot})) moves.push_back({geometry_.first_id(*index) + slot, *hole++});
+  }
+  return true;
+}
+
+bool Blocks::finish_move(const BlockMove& move, bool copied) {
+  const Place from = *find(move.from);
+  const Place to = *find(move.to);
+  const bool moves = copied && is_cached(from);
+  unlist(to.page);
+  --pages_[to.page].used;
+  --used_blocks_;
+  if (moves) {
+    ++pages_[to.page].cached;
+    cached_word(to) |= std::uint64_t{1} << (to.slot % 64);
+    lru_replace(from, to);
+  } else {
+    taken_word(to) &= ~(std::uint64_t{1} << (to.slot % 64));
+    ++free_blocks_;
+  }
+  enlist(to.page);
+  if (!moves) return false;
+  unlist(from.page);
+  const std::uint64_t mask = ~(std::uint64_t{1} << (from.slot % 64));
+  taken_word(from) &= mask;
+  cached_word(from) &= mask;
+  --pages_[from.page].cached;
+  ++free_blocks_;
+  enlist(from.page);
+  return true;
+}
+
 void Blocks::clear(std::vector<BlockId>& evicted) {
   while (evict_oldest_block(evicted)) {
   }
@@ -322,6 +375,15 @@ void Blocks::lru_append(Place at) {
   lru_[self - 1] = {lru_newest_, 0};
   (lru_newest_ != 0 ? lru_[lru_newest_ - 1].newer : lru_oldest_) = self;
   lru_newest_ = self;
+}
+
+/// Puts `fresh` where `old` was in the order of eviction.
+void Blocks::lru_replace(Place old, Place fresh) {
+  const Link link = lru_[dense(old)];
+  const std::uint32_t self = dense(fresh) + 1;
+  lru_[self - 1] = link;
+  (link.older != 0 ? lru_[link.older - 1].newer : lru_oldest_) = self;
+  (link.newer != 0 ? lru_[link.newer - 1].older : lru_newest_) = self;
 }
 
 void Blocks::lru_remove(Place at) {

@@ -68,6 +68,19 @@ class Blocks {
   /// Cached blocks of the cheapest evictable page; none if there is no such page.
   std::optional<std::uint32_t> cheapest_page_cost() const;
 
+  // --- compaction ----------------------------------------------------------------------------
+
+  /// Whether a page whose blocks are all cached could be emptied into holes of other pages.
+  bool can_compact() const { return compactable_page().has_value(); }
+  /// Chooses the page with the fewest cached blocks (and no used one) and a hole for each of them
+  /// in the fullest other pages. The holes are used until finish_move(). False: there is no such
+  /// page, or too few holes.
+  bool take_compaction(std::vector<BlockMove>& moves);
+  /// The contents have been copied: the new block is cached, as old as the former one, which is
+  /// free. Where they have not, or the former was freed meanwhile, the new one is free; answers
+  /// whether the block has moved.
+  bool finish_move(const BlockMove& move, bool copied);
+
   /// Every block is free; appends the ids that were cached. The mapped pages stay mapped.
   void clear(std::vector<BlockId>& evicted);
 
@@ -129,7 +142,9 @@ class Blocks {
     return static_cast<std::uint32_t>(blocks_per_page_) - page.used - page.cached;
   }
   void alloc_in_page(PageIndex index, std::size_t count, std::vector<BlockId>& out);
+  std::optional<PageIndex> compactable_page() const;
   void lru_append(Place at);
+  void lru_replace(Place old, Place fresh);
   void lru_remove(Place at);
   void make_free(Place at);
 

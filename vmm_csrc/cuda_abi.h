@@ -31,6 +31,7 @@ inline constexpr int kLocationDevice = 1;
 inline constexpr int kAccessReadWrite = 3;
 inline constexpr int kGranularityMinimum = 0;
 inline constexpr unsigned kEventDisableTiming = 2;
+inline constexpr unsigned kStreamNonBlocking = 1;
 
 /// The stream that work goes to when no stream is named (CU_STREAM_LEGACY).
 inline Stream legacy_stream() {

@@ -39,6 +39,9 @@ struct Api {
   Result (*MemExportToShareableHandle)(void* shareable, AllocationHandle handle, int type,
                                        unsigned long long flags);
   Result (*MemImportFromShareableHandle)(AllocationHandle*, void* shareable, int type);
+  Result (*StreamCreate)(Stream* stream, unsigned flags);
+  Result (*StreamDestroy)(Stream stream);
+  Result (*MemcpyDtoDAsync)(Address to, Address from, std::size_t bytes, Stream stream);
   Result (*EventCreate)(Event* event, unsigned flags);
   Result (*EventDestroy)(Event event);
   Result (*EventRecord)(Event event, Stream stream);

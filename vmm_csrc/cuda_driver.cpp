@@ -252,22 +252,45 @@ Status CudaDriver::drain() {
     streams = streams_.empty() ? std::vector{cuda::legacy_stream()} : streams_;
   }
   for (const cuda::Stream stream : streams) {
-    cuda::Event event = nullptr;
     const InContext context(*this);
     cuda::Result code = context.code();
-    if (code == cuda::kSuccess) code = api_.EventCreate(&event, cuda::kEventDisableTiming);
-    if (code == cuda::kSuccess) code = api_.EventRecord(event, stream);
-    // No deadline: pages must not be taken from under a kernel, however long it runs.
-    for (Pauses pauses; code == cuda::kSuccess;) {
-      code = api_.EventQuery(event);
-      if (code != cuda::kErrorNotReady) break;
-      pauses.take();
-      code = cuda::kSuccess;
-    }
-    if (event != nullptr) (void)api_.EventDestroy(event);
+    if (code == cuda::kSuccess) code = wait_for(stream);
     if (code != cuda::kSuccess) return failed("waiting for a stream", code, 0);
   }
   return ok();
+}
+
+cuda::Result CudaDriver::wait_for(cuda::Stream stream) {
+  cuda::Event event = nullptr;
+  cuda::Result code = api_.EventCreate(&event, cuda::kEventDisableTiming);
+  if (code == cuda::kSuccess) code = api_.EventRecord(event, stream);
+  // No deadline: pages must not be taken from under a kernel, however long it runs.
+  for (Pauses pauses; code == cuda::kSuccess;) {
+    code = api_.EventQuery(event);
+    if (code != cuda::kErrorNotReady) break;
+    pauses.take();
+    code = cuda::kSuccess;
+  }
+  if (event != nullptr) (void)api_.EventDestroy(event);
+  return code;
+}
+
+Status CudaDriver::copy(std::span<const CopyRun> runs) {
+  const std::lock_guard lock(copy_mutex_);
+  const InContext context(*this);
+  cuda::Result code = context.code();
+  if (code == cuda::kSuccess && copy_stream_ == nullptr) {
+    code = api_.StreamCreate(&copy_stream_, cuda::kStreamNonBlocking);
+  }
+  if (code != cuda::kSuccess) return failed("making a stream for copies", code, 0);
+  for (const CopyRun& run : runs) {
+    code = api_.MemcpyDtoDAsync(address_of(run.to), address_of(run.from), run.bytes, copy_stream_);
+    if (code != cuda::kSuccess) break;
+  }
+  // Also after a failure: what was given to the stream must not run on when this has returned.
+  const cuda::Result finished = wait_for(copy_stream_);
+  if (code == cuda::kSuccess) code = finished;
+  return code == cuda::kSuccess ? ok() : Status(failed("cuMemcpyDtoDAsync", code, 0));
 }
 
 void CudaDriver::use_streams(std::vector<cuda::Stream> streams) {
@@ -306,6 +329,14 @@ Result<std::size_t> CudaDriver::free_bytes() const {
   const cuda::Result code = patiently([&] { return api_.MemGetInfo(&free, &total); });
   if (code != cuda::kSuccess) return failed("cuMemGetInfo", code, 0);
   return free;
+}
+
+std::optional<DeviceMemory> CudaDriver::memory() const {
+  const InContext context(*this);
+  const Result<std::size_t> total = total_bytes();
+  const Result<std::size_t> free = free_bytes();
+  if (context.code() != cuda::kSuccess || !total || !free) return std::nullopt;
+  return DeviceMemory{*total, *free};
 }
 
 DriverStats CudaDriver::stats() const {

@@ -33,7 +33,9 @@ class CudaDriver final : public Driver {
   Status map(std::byte* address, std::size_t bytes, Handle handle) override;
   Status set_access(std::byte* address, std::size_t bytes) override;
   Status unmap(std::byte* address, std::size_t bytes) override;
+  Status copy(std::span<const CopyRun> runs) override;
   Status drain() override;
+  std::optional<DeviceMemory> memory() const override;
   DriverStats stats() const override;
 
   /// The streams whose work reads the pages; none: the legacy default stream.
@@ -65,6 +67,8 @@ class CudaDriver final : public Driver {
 
   Status refuse_size(const char* call, std::size_t bytes) const;
   Error failed(const char* call, cuda::Result code, std::size_t bytes) const;
+  /// Until the work given to the stream so far is done.
+  cuda::Result wait_for(cuda::Stream stream);
   template <typename F>
   cuda::Result patiently(F call) const;
 
@@ -77,6 +81,8 @@ class CudaDriver final : public Driver {
   std::size_t granularity_bytes_ = 0;  // asked for once, by open()
   std::mutex streams_mutex_;           // a leaf lock
   std::vector<cuda::Stream> streams_;
+  std::mutex copy_mutex_;  // one batch of copies at a time; streams_mutex_ is not taken under it
+  cuda::Stream copy_stream_ = nullptr;  // made by the first copy; waits for nobody's work
   std::atomic<std::uint64_t> creates_{0}, destroys_{0}, maps_{0}, unmaps_{0};
 };
 

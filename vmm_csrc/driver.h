@@ -10,6 +10,8 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <optional>
+#include <span>
 
 #include "status.h"
 
@@ -31,6 +33,19 @@ struct DriverStats {
 struct DeviceKind {
   enum Type : std::uint8_t { kHost, kCuda } type = kHost;
   int ordinal = 0;  ///< of a GPU, as this process numbers them
+};
+
+/// What a device has and what nobody holds of it at this moment.
+struct DeviceMemory {
+  std::uint64_t total_bytes = 0;
+  std::uint64_t free_bytes = 0;
+};
+
+/// Bytes to be copied between mapped addresses of one driver.
+struct CopyRun {
+  std::byte* to;
+  const std::byte* from;
+  std::size_t bytes;
 };
 
 /// Every call may be made from any thread, also at the same time; two calls at once must not name
@@ -80,6 +95,14 @@ class Driver {
   /// read or write pages; called before pages are unmapped. Never waits for later work. On the
   /// host there is nothing to wait for: who frees a block has stopped using it.
   virtual Status drain() { return ok(); }
+
+  /// Copies runs that do not overlap; all of it is there when this returns. Pre: both ends are
+  /// readable and writable, and nothing else writes them meanwhile.
+  virtual Status copy(std::span<const CopyRun> runs) = 0;
+
+  /// The device's memory, where others take of it whom no ledger knows; none on the host, whose
+  /// capacity is what was configured. Microseconds: never on a hot path.
+  virtual std::optional<DeviceMemory> memory() const { return std::nullopt; }
 
   virtual DriverStats stats() const = 0;
 };

@@ -48,4 +48,9 @@ Status FaultDriver::unmap(std::byte* address, std::size_t bytes) {
   return inner_->unmap(address, bytes);
 }
 
+Status FaultDriver::copy(std::span<const CopyRun> runs) {
+  if (fails()) return injected(Errc::kMapping, "copy");
+  return inner_->copy(runs);
+}
+
 }  // namespace kvelastic

@@ -8,9 +8,9 @@
 
 namespace kvelastic {
 
-/// Counts the calls that can fail (create, destroy, map, set_access, unmap; reserve and release
-/// are not counted) and fails the `fail_at`-th, the first being 1, and the `fail_count` - 1 that
-/// follow. 0 never fails. A failed call never reaches the inner driver.
+/// Counts the calls that can fail (create, destroy, map, set_access, unmap, copy; reserve and
+/// release are not counted) and fails the `fail_at`-th, the first being 1, and the `fail_count` - 1
+/// that follow. 0 never fails. A failed call never reaches the inner driver.
 class FaultDriver final : public Driver {
  public:
   explicit FaultDriver(std::shared_ptr<Driver> inner) : inner_(std::move(inner)) {}
@@ -30,7 +30,9 @@ class FaultDriver final : public Driver {
   Status map(std::byte* address, std::size_t bytes, Handle handle) override;
   Status set_access(std::byte* address, std::size_t bytes) override;
   Status unmap(std::byte* address, std::size_t bytes) override;
+  Status copy(std::span<const CopyRun> runs) override;
   Status drain() override { return inner_->drain(); }
+  std::optional<DeviceMemory> memory() const override { return inner_->memory(); }
   DriverStats stats() const override { return inner_->stats(); }
 
  private:

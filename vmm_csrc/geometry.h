@@ -24,6 +24,11 @@ namespace kvelastic {
 using PageIndex = std::uint32_t;
 using BlockId = std::int64_t;
 
+/// The contents of one block, to be copied into another one.
+struct BlockMove {
+  BlockId from, to;
+};
+
 struct Geometry {
   std::uint64_t pages = 0;                ///< pages that the range has room for
   std::uint64_t extents_per_page = 1;     ///< driver handles a page consists of
@@ -31,6 +36,7 @@ struct Geometry {
   std::uint64_t extent_stride_bytes = 0;  ///< from one extent of a page to its next
   std::uint64_t block_bytes = 0;          ///< bytes of one block in one buffer
   std::uint64_t blocks_per_page = 0;      ///< ids that a page holds
+  std::uint64_t buffers_per_extent = 1;   ///< slices of blocks_per_page blocks side by side in one
 
   std::uint64_t page_bytes() const { return extents_per_page * extent_bytes; }
   std::uint64_t range_bytes() const {
@@ -43,6 +49,16 @@ struct Geometry {
   }
   BlockId first_id(PageIndex page) const {
     return static_cast<BlockId>((page * extent_bytes + block_bytes - 1) / block_bytes);
+  }
+
+  /// Where a block begins in one slice of one extent of its page.
+  std::uint64_t block_offset(BlockId id, std::uint64_t extent, std::uint64_t slice) const {
+    return extent * extent_stride_bytes +
+           (slice * blocks_per_page + static_cast<std::uint64_t>(id)) * block_bytes;
+  }
+  /// The page in which an id lies, without a look whether the id is handed out.
+  PageIndex page_of(BlockId id) const {
+    return static_cast<PageIndex>(static_cast<std::uint64_t>(id) * block_bytes / extent_bytes);
   }
 
   /// Fails with kInvalidArgument, naming the number. After it no sum or product of these numbers
@@ -75,6 +91,10 @@ struct Geometry {
     const std::uint64_t most = (extent_bytes - skipped) / block_bytes;
     if (blocks_per_page == 0 || blocks_per_page > kMaxBlocksPerPage || blocks_per_page > most) {
       return refuse("blocks_per_page", blocks_per_page, "1 to " + std::to_string(most));
+    }
+    if (buffers_per_extent == 0 || buffers_per_extent > most / blocks_per_page) {
+      return refuse("buffers_per_extent", buffers_per_extent,
+                    "1 to " + std::to_string(most / blocks_per_page));
     }
     if (pages * blocks_per_page >= (std::uint64_t{1} << 32) - 1) {
       return refuse("blocks of the range", pages * blocks_per_page, "under 2^32");

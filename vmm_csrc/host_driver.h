@@ -35,6 +35,7 @@ class HostDriver final : public Driver {
   Status map(std::byte* address, std::size_t bytes, Handle handle) override;
   Status set_access(std::byte* address, std::size_t bytes) override;
   Status unmap(std::byte* address, std::size_t bytes) override;
+  Status copy(std::span<const CopyRun> runs) override;
   DriverStats stats() const override;
 
  private:

@@ -12,6 +12,8 @@ constexpr std::int64_t kWishRetryNs = 100'000;
 constexpr std::int64_t kShrinkRetryNs = 50'000'000;
 /// How often to look for memory that is missing, or whether others still ask for ours.
 constexpr std::int64_t kPursuitNs = 20'000'000;
+/// How often to look what others hold of a GPU.
+constexpr std::int64_t kDeviceLookNs = 1'000'000'000;
 constexpr std::int64_t kNever = -1;
 
 }  // namespace
@@ -53,6 +55,7 @@ void Keeper::run() {
   while (!stopping_) {
     const std::uint32_t seen = record_->bell();
     const bool read = read_wish();
+    device_is_shared_ = pool_->see_device();
     serve_asks();
     finish_shrinking();
     const bool missing = pool_->pursue();
@@ -176,6 +179,11 @@ void Keeper::decay() {
   } else {
     const std::uint64_t activity = pool_->activity();
     const bool idle = std::exchange(seen_activity_, activity) == activity;
+    // Page by page: an engine that wakes waits for one of them at most.
+    while (idle && pool_->activity() == activity && !stopping_) {
+      Result<std::uint64_t> moved = pool_->compact();
+      if (!moved || *moved == 0) break;
+    }
     const std::uint64_t unneeded = pool_->take_idle_parked();
     (void)pool_->trim(idle ? unneeded : unneeded / 2);
     if (options_.sanity_check && idle) {
@@ -190,10 +198,11 @@ void Keeper::decay() {
 std::int64_t Keeper::sleep_ns(bool wish_unreadable) {
   if (wish_unreadable) return kWishRetryNs;
   if (pursuing_) return kPursuitNs;
-  const std::int64_t retry = shrink_again_ ? kShrinkRetryNs : kNever;
+  const std::int64_t look = device_is_shared_ ? kDeviceLookNs : kNever;
+  const std::int64_t retry = shrink_again_ ? kShrinkRetryNs : look;
   if (next_decay_ == Clock::time_point::max()) return retry;
   const auto left = std::chrono::nanoseconds(next_decay_ - Clock::now()).count();
-  return std::clamp<std::int64_t>(left, 0, shrink_again_ ? kShrinkRetryNs : kForever.count());
+  return std::clamp<std::int64_t>(left, 0, retry < 0 ? kForever.count() : retry);
 }
 
 }  // namespace kvelastic

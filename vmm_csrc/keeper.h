@@ -76,6 +76,7 @@ class Keeper {
   std::uint64_t seen_activity_ = 0;
   bool shrink_again_ = false;  // the driver refused; nothing else may wake this thread for it
   Clock::time_point next_decay_ = Clock::time_point::max();
+  bool device_is_shared_ = false;  // with those whom no ledger knows: look at it now and then
   bool pursuing_ = false;  // memory is missing, or others squeeze this pool: look again soon
   std::atomic<bool> stopping_{false};
   std::thread thread_;

@@ -124,6 +124,8 @@ std::vector<LedgerEntry> LedgerView::members() const {
     LedgerEntry entry{i,
                       life,
                       slot.identity,
+                      slot.worker_pid.load(),
+                      slot.worker_start_ticks.load(),
                       contender_of(slot, now_ns, ReclaimRules{}),
                       slot.limit_bytes.load(std::memory_order_relaxed),
                       slot.in_use_bytes.load(std::memory_order_relaxed),
@@ -170,6 +172,10 @@ std::uint64_t reap_dead(LedgerLayout& layout, std::uint64_t own_pid_namespace) {
     if (!is_alive(life) || slot.life.load() != life) continue;
     if (who.pid_namespace != own_pid_namespace) continue;  // its pid says nothing here
     if (!process_is_gone(static_cast<pid_t>(who.pid), who.start_ticks)) continue;
+    const std::uint32_t worker = slot.worker_pid.load();
+    if (worker != 0 && !process_is_gone(static_cast<pid_t>(worker), slot.worker_start_ticks)) {
+      continue;
+    }
     if (slot.life.compare_exchange_strong(life, life + 1)) ++freed;
   }
   if (freed > 0) {
@@ -216,6 +222,7 @@ Result<std::unique_ptr<LedgerMember>> LedgerMember::join(std::span<std::byte> by
       *word = 0;
     }
     slot.wanted_depth = 0;
+    slot.worker_pid = 0;
     slot.priority = priority;
     slot.active_ns = monotonic_coarse_ns();
     slot.identity = identity;
@@ -324,6 +331,11 @@ void LedgerMember::set_others(std::uint64_t bytes) {
   if (layout_->others_bytes.exchange(bytes) > bytes) wake_askers();
 }
 
+void LedgerMember::see_device(std::uint64_t total_bytes, std::uint64_t free_bytes) {
+  const std::uint64_t granted = add_up(0).granted * kGrantUnitBytes;
+  set_others(less(less(total_bytes, free_bytes), granted));
+}
+
 Status LedgerMember::set_min(std::uint64_t min_bytes) {
   const std::lock_guard lock(mutex_);
   const std::uint64_t before = slot().min_bytes.exchange(min_bytes);
@@ -341,6 +353,11 @@ Status LedgerMember::set_min(std::uint64_t min_bytes) {
                                      " bytes and those of the others, " +
                                      std::to_string(sum_bytes) + ", are more than the device's " +
                                      std::to_string(capacity_bytes())};
+}
+
+void LedgerMember::set_worker(std::uint32_t pid, std::uint64_t start_ticks) {
+  slot().worker_start_ticks = start_ticks;
+  slot().worker_pid = pid;
 }
 
 void LedgerMember::publish(std::uint64_t in_use_bytes, std::uint64_t cached_bytes,

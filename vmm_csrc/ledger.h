@@ -96,6 +96,10 @@ struct LedgerSlot {
   alignas(64) SharedWord handled_bytes;
 
   alignas(64) LedgerIdentity identity;
+  // The process that maps the pages, where that is another one: 0 while there is none. Its memory
+  // is the instance's as long as it lives, also when the scheduler is dead.
+  std::atomic<std::uint32_t> worker_pid;
+  SharedWord worker_start_ticks;
 };
 
 struct LedgerLayout {
@@ -116,6 +120,8 @@ struct LedgerEntry {
   std::size_t slot;
   std::uint64_t life;
   LedgerIdentity identity;
+  std::uint32_t worker_pid;
+  std::uint64_t worker_start_ticks;
   Contender facts;
   std::uint64_t limit_bytes, in_use_bytes, page_bytes;
 };
@@ -193,6 +199,8 @@ class LedgerMember {
   std::uint64_t capacity_bytes() const { return layout_->capacity_bytes; }
   /// Sets what strangers hold of the device, as somebody with a driver has seen it.
   void set_others(std::uint64_t bytes);
+  /// The same from what a driver says of the whole device: what is taken and not granted.
+  void see_device(std::uint64_t total_bytes, std::uint64_t free_bytes);
 
   // --- guarantee and priority ----------------------------------------------------------------
 
@@ -204,6 +212,9 @@ class LedgerMember {
   void set_limit(std::uint64_t bytes) {
     slot().limit_bytes.store(bytes, std::memory_order_relaxed);
   }
+
+  /// Names the process that maps this instance's pages: its grants stay until both are gone.
+  void set_worker(std::uint32_t pid, std::uint64_t start_ticks);
 
   /// The facts that others plan by; a few stores.
   void publish(std::uint64_t in_use_bytes, std::uint64_t cached_bytes, std::uint64_t parked_bytes,

@@ -249,6 +249,14 @@ void Pool::note_evicted(std::size_t before) {
   has_evicted_.store(true, std::memory_order_release);
 }
 
+std::vector<Pool::Change> Pool::take_changes() {
+  const Lock lock(mutex_);
+  has_evicted_.store(false, std::memory_order_release);
+  std::vector<Change> changes = std::exchange(history_, {});
+  for (const BlockId id : std::exchange(evicted_, {})) changes.push_back({id, Change::kEvicted});
+  return changes;
+}
+
 std::vector<BlockId> Pool::take_evicted() {
   const Lock lock(mutex_);
   has_evicted_.store(false, std::memory_order_release);
@@ -409,12 +417,51 @@ Status Pool::shrink(Lock& lock, std::uint64_t pages) {
   return unmapped;
 }
 
+/// Moves the cached blocks of one page into holes of others. 0: there is no such page.
+Result<std::uint64_t> Pool::compact_page(Lock& lock) {
+  std::vector<BlockMove> moves;
+  if (!options_.movable || failed() || !blocks_->take_compaction(moves)) return std::uint64_t{0};
+  changed();
+  lock.unlock();
+  Status copied = backing_->copy(moves);
+  lock.lock();
+  note_if_final(copied);
+  // Evictions so far come before these moves: an id that was evicted may be where a block moves to.
+  for (const BlockId id : std::exchange(evicted_, {})) history_.push_back({id, Change::kEvicted});
+  std::uint64_t moved = 0;
+  for (const BlockMove& move : moves) {
+    if (!blocks_->finish_move(move, static_cast<bool>(copied))) continue;
+    history_.push_back({move.from, move.to});
+    ++moved;
+  }
+  if (!history_.empty()) has_evicted_.store(true, std::memory_order_release);
+  counts_.blocks_moved += moved;
+  if (record_) record_->add(Counter::kBlocksMoved, moved);
+  changed();
+  if (!copied) return copied.error();
+  return moved;
+}
+
+Result<std::uint64_t> Pool::compact() {
+  const std::lock_guard session(session_);
+  Lock lock(mutex_);
+  return compact_page(lock);
+}
+
+/// Parks one more page: by moving what is cached on it, or else by evicting that.
+bool Pool::empty_a_page(Lock& lock) {
+  Result<std::uint64_t> moved = compact_page(lock);
+  if (moved && *moved > 0) return true;
+  const std::size_t before = evicted_.size();
+  const bool evicted = blocks_->evict_cheapest_page(evicted_);
+  note_evicted(before);
+  return evicted;
+}
+
 Status Pool::enforce(Lock& lock) {
   while (over_pages() > 0) {
-    const std::size_t before = evicted_.size();
-    while (blocks_->parked_pages() < over_pages() && blocks_->evict_cheapest_page(evicted_)) {
+    while (blocks_->parked_pages() < over_pages() && empty_a_page(lock)) {
     }
-    note_evicted(before);
     if (blocks_->parked_pages() == 0) break;  // what is left is in use
     if (Status given = shrink(lock, over_pages()); !given) return given;
   }
@@ -486,11 +533,8 @@ Result<std::uint64_t> Pool::give_up(std::uint64_t pages, Depth depth, std::uint6
   const std::uint64_t before = counts_.pages_unmapped_ever;
   while (held_pages_ > target) {
     const std::uint64_t next = std::min(held_pages_ - target, batch);
-    const std::size_t evicted = evicted_.size();
-    while (depth != Depth::kParked && blocks_->parked_pages() < next &&
-           blocks_->evict_cheapest_page(evicted_)) {
+    while (depth != Depth::kParked && blocks_->parked_pages() < next && empty_a_page(lock)) {
     }
-    note_evicted(evicted);
     if (blocks_->parked_pages() == 0) break;
     if (Status given = shrink(lock, next); !given) return given.error();
   }
@@ -501,6 +545,13 @@ Result<std::uint64_t> Pool::give_up(std::uint64_t pages, Depth depth, std::uint6
   }
   changed();
   return counts_.pages_unmapped_ever - before;
+}
+
+bool Pool::see_device() {
+  const std::optional<DeviceMemory> memory = backing_->device_memory();
+  if (!memory || !member_) return false;
+  member_->see_device(memory->total_bytes, memory->free_bytes);
+  return true;
 }
 
 bool Pool::expire_squeeze() {
@@ -581,7 +632,7 @@ void Pool::changed() {
   if (!wake_) return;
   const bool provision = provisioning_due();
   const bool answer = over_pages() != announced_over_;
-  const bool decay = !decay_armed_ && blocks_->parked_pages() > 0;
+  const bool decay = !decay_armed_ && something_to_decay();
   const bool pursue = starved_pages_ > 0 && !pursuit_called_;
   if (!provision && !answer && !decay && !pursue) return;
   pursuit_called_ = pursuit_called_ || pursue;
@@ -591,9 +642,13 @@ void Pool::changed() {
   wake_();
 }
 
+bool Pool::something_to_decay() const {
+  return blocks_->parked_pages() > 0 || (options_.movable && blocks_->can_compact());
+}
+
 bool Pool::arm_decay() {
   const Lock lock(mutex_);
-  return decay_armed_ = blocks_->parked_pages() > 0;
+  return decay_armed_ = something_to_decay();
 }
 
 Usage Pool::usage_locked(std::uint64_t available) const {
@@ -687,7 +742,7 @@ Status Pool::check_integrity() const {
   for (const BlockId id : reserved_) {
     if (id == Blocks::kNullBlock) return Error{Errc::kIntegrity, "the null block is reserved"};
   }
-  if (has_evicted() == evicted_.empty()) {
+  if (has_evicted() == (evicted_.empty() && history_.empty())) {
     return Error{Errc::kIntegrity, "the mark of evicted blocks disagrees with their list"};
   }
   return ok();

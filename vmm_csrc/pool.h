@@ -45,6 +45,8 @@ struct PoolOptions {
   std::uint64_t max_reserved_pages = 10;  ///< never more than these are created ahead of demand
   std::int64_t max_cached_blocks = -1;    ///< -1: no bound
   bool preallocate = true;                ///< false: no page is created before an alloc needs it
+  /// Cached blocks may move to other ids to empty pages; the engine must take_changes() then.
+  bool movable = false;
   /// How long an alloc waits for memory that others have to give up. After it has waited in vain
   /// the next ones do not for kFruitlessWaits times as long.
   std::chrono::nanoseconds reclaim_wait = std::chrono::milliseconds(50);
@@ -64,6 +66,7 @@ struct PoolStats {
   std::uint64_t blocks_total = 0, blocks_used = 0, blocks_cached = 0, blocks_reserved = 0;
   std::uint64_t blocks_available = 0;
   std::uint64_t allocs = 0, frees = 0, alloc_failures = 0, blocks_evicted = 0;
+  std::uint64_t blocks_moved = 0;
   std::uint64_t pages_mapped_ever = 0, pages_unmapped_ever = 0, provision_runs = 0;
 };
 
@@ -103,6 +106,14 @@ class Pool {
   /// Ids evicted since the last call; the engine must forget what they held before it looks for
   /// cached contents again. Empty most of the time: ask has_evicted() first, one load.
   std::vector<BlockId> take_evicted();
+
+  /// What has become of a cached block: it is at `to` now, or evicted (kEvicted).
+  struct Change {
+    static constexpr BlockId kEvicted = -1;
+    BlockId id, to;
+  };
+  /// As take_evicted, for a movable pool: every move and eviction since the last call, in order.
+  std::vector<Change> take_changes();
   bool has_evicted() const { return has_evicted_.load(std::memory_order_acquire); }
 
   /// Frees every block and forgets every reservation; ids handed out before are void.
@@ -145,6 +156,8 @@ class Pool {
   /// Gets what allocs could not get lately, as parked pages, and asks for it. False: nothing is
   /// missing any more; true: call again soon, and when the member's bell rings. Blocks.
   bool pursue();
+  /// Tells the ledger what others hold of a GPU. False: the device has none who could.
+  bool see_device();
   /// Lifts a squeeze that nobody has asked for any more. True: there is still one.
   bool expire_squeeze();
   const std::shared_ptr<LedgerMember>& member() const { return member_; }
@@ -165,6 +178,10 @@ class Pool {
   /// Maps parked pages ahead of demand up to the mark, if allocs have called for that since the
   /// last time; answers how many. Blocks.
   Result<std::uint64_t> provision();
+  /// Moves cached blocks off the page that has the fewest, if other pages have holes for all of
+  /// them; answers how many have moved. Nothing is lost. Only a movable pool does. Waits for the
+  /// session; blocks. Fails as a copy of the backing does.
+  Result<std::uint64_t> compact();
   /// Parked pages that no alloc has needed since the last call: what a decay timer may trim.
   std::uint64_t take_idle_parked();
 
@@ -204,6 +221,8 @@ class Pool {
   Result<bool> get_pages(Lock& lock, std::uint64_t blocks);
   bool wait_for_grant(Lock& lock, std::uint64_t pages);
   void note_satisfied();
+  Result<std::uint64_t> compact_page(Lock& lock);
+  bool empty_a_page(Lock& lock);
   Status enforce(Lock& lock);
   void given_back(Lock& lock);
   Status refuse_reserved(std::span<const BlockId> ids) const;
@@ -226,6 +245,7 @@ class Pool {
   std::uint64_t count_available(Reach reach) const;
   std::uint64_t whole_pages(std::uint64_t limit_bytes) const;
   bool provisioning_due() const;
+  bool something_to_decay() const;
   void note_failed_alloc();
   void note_activity() { activity_.fetch_add(1, std::memory_order_relaxed); }
   LimitState limit_state_locked() const;
@@ -242,6 +262,7 @@ class Pool {
   std::unique_ptr<Blocks> blocks_;
   std::vector<BlockId> reserved_;  // sorted; used in blocks_, set aside for the next allocs
   std::vector<BlockId> evicted_;
+  std::vector<Change> history_;  // moves, and the evictions before the last of them
   std::uint64_t limit_bytes_;
   std::uint64_t pages_limit_;
   std::uint64_t held_pages_ = 0;      // mapped, or on the way in or out

@@ -150,6 +150,32 @@ Status Range::unmap(std::span<const PageIndex> pages, Afterwards afterwards) {
   return ok();
 }
 
+Status Range::copy(std::span<const BlockMove> moves) {
+  if (Status finished = driver_->drain(); !finished) return finished;
+  const std::lock_guard lock(mutex_);
+  if (Status usable = refuse_if_failed(); !usable) return usable;
+  std::vector<CopyRun> runs;
+  runs.reserve(moves.size() * geometry_.extents_per_page * geometry_.buffers_per_extent);
+  for (const BlockMove& move : moves) {
+    for (const BlockId id : {move.from, move.to}) {
+      const bool inside = id > 0 && static_cast<std::uint64_t>(id) * geometry_.block_bytes <
+                                        geometry_.pages * geometry_.extent_bytes;
+      if (!inside || mapped_[geometry_.page_of(id)] == 0) {
+        return Error{Errc::kInvalidArgument,
+                     "block " + std::to_string(id) + " is on no mapped page"};
+      }
+    }
+    for (std::uint64_t e = 0; e < geometry_.extents_per_page; ++e) {
+      for (std::uint64_t slice = 0; slice < geometry_.buffers_per_extent; ++slice) {
+        runs.push_back({address_ + geometry_.block_offset(move.to, e, slice),
+                        address_ + geometry_.block_offset(move.from, e, slice),
+                        geometry_.block_bytes});
+      }
+    }
+  }
+  return driver_->copy(runs);
+}
+
 Status Range::unmap_extents(std::span<const PageIndex> pages) {
   std::vector<std::pair<PageIndex, std::size_t>> runs;
   (void)for_each_run(pages, [&](PageIndex first, std::size_t count) {

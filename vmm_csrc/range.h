@@ -40,6 +40,11 @@ class Range {
   /// Unmaps mapped pages. The same failures; on one, every page is mapped as before, contents kept.
   Status unmap(std::span<const PageIndex> pages, Afterwards afterwards);
 
+  /// Copies blocks, in every buffer. Waits for what the device does with them first (drain), and
+  /// returns when the copies are there. Fails with kInvalidArgument where a block's page is not
+  /// mapped, nothing copied; kMapping, kPoolFailed.
+  Status copy(std::span<const BlockMove> moves);
+
   /// Destroys recycled handles.
   Status trim() { return store_.trim(); }
 

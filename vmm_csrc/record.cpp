@@ -132,6 +132,8 @@ std::string_view counter_name(Counter counter) {
       return "wishes_applied";
     case Counter::kProvisionRuns:
       return "provision_runs";
+    case Counter::kBlocksMoved:
+      return "blocks_moved";
     case Counter::kCount:
       break;
   }

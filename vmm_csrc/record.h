@@ -149,6 +149,7 @@ enum class Counter : std::uint32_t {
   kBlocksEvicted,
   kWishesApplied,
   kProvisionRuns,
+  kBlocksMoved,
   kCount,
 };
 inline constexpr std::size_t kCounterRoom = 32;

@@ -51,7 +51,22 @@ Error cannot_be_undone(const Error& failure, const Error& undoing) {
 bool same(const Geometry& a, const Geometry& b) {
   return a.pages == b.pages && a.extents_per_page == b.extents_per_page &&
          a.extent_bytes == b.extent_bytes && a.extent_stride_bytes == b.extent_stride_bytes &&
-         a.block_bytes == b.block_bytes && a.blocks_per_page == b.blocks_per_page;
+         a.block_bytes == b.block_bytes && a.blocks_per_page == b.blocks_per_page &&
+         a.buffers_per_extent == b.buffers_per_extent;
+}
+
+/// Both ids of a move, low and high half each.
+constexpr std::size_t kWordsPerMove = 4;
+
+std::vector<BlockMove> moves_of(std::span<const std::uint32_t> words) {
+  const auto id = [&](std::size_t at) {
+    return static_cast<BlockId>(words[at] | std::uint64_t{words[at + 1]} << 32);
+  };
+  std::vector<BlockMove> moves;
+  for (std::size_t at = 0; at + kWordsPerMove <= words.size(); at += kWordsPerMove) {
+    moves.push_back({id(at), id(at + 2)});
+  }
+  return moves;
 }
 
 }  // namespace
@@ -101,6 +116,32 @@ Status RingBacking::map(std::span<const PageIndex> pages) {
 
 Status RingBacking::unmap(std::span<const PageIndex> pages) {
   return run(RingMemory::Command::kUnmap, pages);
+}
+
+Status RingBacking::copy(std::span<const BlockMove> moves) {
+  const std::lock_guard lock(mutex_);
+  constexpr std::size_t kMovesPerEntry = RingMemory::kPagesPerEntry / kWordsPerMove;
+  std::vector<std::uint32_t> words;
+  for (std::size_t done = 0; done < moves.size();) {
+    const auto batch = moves.subspan(done, std::min(moves.size() - done, kMovesPerEntry));
+    words.clear();
+    for (const BlockMove& move : batch) {
+      for (const BlockId id : {move.from, move.to}) {
+        words.push_back(static_cast<std::uint32_t>(id));
+        words.push_back(static_cast<std::uint32_t>(id >> 32));
+      }
+    }
+    // What an earlier entry has copied stays copied: a copy changes blocks that nobody uses yet.
+    if (Status copied = run_one(RingMemory::Command::kCopy, words); !copied) return copied;
+    done += batch.size();
+  }
+  return ok();
+}
+
+std::optional<DeviceMemory> RingBacking::device_memory() const {
+  const std::uint64_t total = memory_->device_total_bytes.load();
+  if (total == 0) return std::nullopt;
+  return DeviceMemory{total, memory_->device_free_bytes.load()};
 }
 
 Status RingBacking::run(RingMemory::Command command, std::span<const PageIndex> pages) {
@@ -219,12 +260,21 @@ void RingWorker::serve() {
     const std::uint32_t posted = memory_->posted.load(std::memory_order_acquire);
     const std::uint32_t done = memory_->done.load(std::memory_order_relaxed);
     if (posted == done) {
+      look_at_device();
       futex_wait(memory_->posted, posted, kServeInterval);
       continue;
     }
     carry_out(memory_->entries[done % RingMemory::kEntries]);
     ring_bell(memory_->done);
   }
+}
+
+/// Tells the scheduler, which has no driver, what its device has left.
+void RingWorker::look_at_device() {
+  const std::optional<DeviceMemory> memory = range_->driver().memory();
+  if (!memory) return;
+  memory_->device_free_bytes = memory->free_bytes;
+  memory_->device_total_bytes = memory->total_bytes;
 }
 
 void RingWorker::carry_out(RingMemory::Entry& entry) {
@@ -237,6 +287,9 @@ void RingWorker::carry_out(RingMemory::Entry& entry) {
       break;
     case RingMemory::Command::kUnmap:
       answer = range_->unmap(pages, Afterwards::kDestroy);
+      break;
+    case RingMemory::Command::kCopy:
+      answer = range_->copy(moves_of(pages));
       break;
     default:
       answer = Error{Errc::kInvalidArgument, "no such command: " + std::to_string(entry.command)};

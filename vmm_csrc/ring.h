@@ -19,6 +19,7 @@
 #include <span>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "backing.h"
@@ -29,11 +30,11 @@ namespace kvelastic {
 /// The ring as it lies in shared memory. Only fixed-size integers: two builds must agree on it.
 struct RingMemory {
   static constexpr std::uint32_t kMagic = 0x6b76726e;  // "kvrn"
-  static constexpr std::uint32_t kVersion = 1;
+  static constexpr std::uint32_t kVersion = 2;
   static constexpr std::size_t kEntries = 64;
   static constexpr std::size_t kPagesPerEntry = 480;
 
-  enum class Command : std::uint32_t { kMap = 1, kUnmap = 2 };
+  enum class Command : std::uint32_t { kMap = 1, kUnmap = 2, kCopy = 3 };
   enum class WorkerState : std::uint32_t { kAbsent = 0, kServing = 1, kGone = 2 };
 
   struct Entry {
@@ -41,8 +42,8 @@ struct RingMemory {
     std::uint32_t count;
     std::uint32_t result;  ///< 0 = done, else 1 + Errc
     std::uint32_t message_bytes;
-    std::array<char, 112> message;  ///< why, cut to fit
-    std::array<std::uint32_t, kPagesPerEntry> pages;
+    std::array<char, 112> message;                    ///< why, cut to fit
+    std::array<std::uint32_t, kPagesPerEntry> pages;  ///< kCopy: moves, four words each
   };
 
   std::uint32_t magic;
@@ -54,6 +55,8 @@ struct RingMemory {
   std::atomic<std::int32_t> worker_pid;
   std::atomic<std::uint64_t> worker_start_ticks;  ///< tells a reused pid from the worker's
   FutexWord attached;                             ///< bell: worker_state has changed
+  std::atomic<std::uint64_t> device_total_bytes;  ///< as the worker sees its GPU; 0: the host
+  std::atomic<std::uint64_t> device_free_bytes;
   alignas(64) std::array<Entry, kEntries> entries;
 };
 static_assert(std::is_standard_layout_v<RingMemory>);
@@ -80,6 +83,12 @@ class RingBacking final : public Backing {
   /// mapped is no longer known.
   Status map(std::span<const PageIndex> pages) override;
   Status unmap(std::span<const PageIndex> pages) override;
+  Status copy(std::span<const BlockMove> moves) override;
+  std::optional<DeviceMemory> device_memory() const override;
+  /// The process that serves this ring, once there is one: its number and its start.
+  std::pair<pid_t, std::uint64_t> worker() const {
+    return {memory_->worker_pid.load(), memory_->worker_start_ticks.load()};
+  }
 
  private:
   RingBacking(RingMemory* memory, std::chrono::nanoseconds timeout, std::shared_ptr<void> keep)
@@ -121,6 +130,7 @@ class RingWorker {
         started_by_(::getpid()) {}
 
   void serve();
+  void look_at_device();
   void carry_out(RingMemory::Entry& entry);
 
   RingMemory* const memory_;

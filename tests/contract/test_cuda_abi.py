@@ -36,6 +36,7 @@ static_assert(CU_MEM_LOCATION_TYPE_DEVICE == kLocationDevice);
 static_assert(CU_MEM_ACCESS_FLAGS_PROT_READWRITE == kAccessReadWrite);
 static_assert(CU_MEM_ALLOC_GRANULARITY_MINIMUM == kGranularityMinimum);
 static_assert(CU_EVENT_DISABLE_TIMING == kEventDisableTiming);
+static_assert(CU_STREAM_NON_BLOCKING == kStreamNonBlocking);
 
 using P = CUmemAllocationProp;
 using O = AllocationProperties;

@@ -37,6 +37,7 @@ def make_memory(max_cached_blocks: int = -1) -> tuple[_vmm.Range, _vmm.Pool]:
         min_reserved_pages=0,
         max_reserved_pages=0,
         max_cached_blocks=max_cached_blocks,
+        movable=True,
     )
     return arena, pool
 
@@ -132,6 +133,18 @@ class Scheduler(RuleBasedStateMachine):
     def finish(self, data) -> None:
         index = data.draw(st.integers(0, len(self.requests) - 1))
         self.pool.free_blocks(reversed(self.requests.pop(index)))
+
+    @rule()
+    def pages_are_emptied_by_moving(self) -> None:
+        with self.pool.session():
+            before = {number for number in self.written if find(self.pool, number)}
+        while self.memory.compact():
+            pass
+        with self.pool.session():
+            assert {number for number in self.written if find(self.pool, number)} == before
+            for number in before:
+                block = find(self.pool, number)
+                assert {self.read(block, buffer) for buffer in range(LAYOUT.buffers)} == {number}
 
     @rule(count=st.integers(1, BLOCKS + 1))
     def take_without_asking(self, count: int) -> None:

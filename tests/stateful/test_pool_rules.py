@@ -43,6 +43,7 @@ LAYOUTS = {
 class PoolRules(RuleBasedStateMachine):
     layout: PageLayout
     max_cached = -1
+    movable = False
 
     @initialize()
     def make(self) -> None:
@@ -57,6 +58,7 @@ class PoolRules(RuleBasedStateMachine):
             limit_bytes=PAGES * self.page_bytes,
             capacity_bytes=PAGES * self.page_bytes,
             max_cached_blocks=self.max_cached,
+            movable=self.movable,
         )
         self.limit_pages = PAGES
         self.used: dict[int, int] = {}
@@ -187,6 +189,28 @@ class PoolRules(RuleBasedStateMachine):
         self.pool.trim()
         assert self.pool.stats()["pages_parked"] == 0
 
+    @precondition(lambda self: self.movable)
+    @rule()
+    def compact(self) -> None:
+        before, cached = self.pool.stats(), len(self.cached)
+        moved = self.pool.compact()
+        self.forget_evicted()
+        assert len(self.cached) == cached, "compaction lost contents"
+        if moved:
+            assert self.pool.stats()["pages_parked"] == before["pages_parked"] + 1
+
+    @precondition(lambda self: self.movable)
+    @rule()
+    def compact_all(self) -> None:
+        while self.pool.compact():
+            pass
+        self.forget_evicted()
+        # What is cached on pages without a used block fits in as few of them as can be.
+        pages = self.pool.occupancy()
+        in_use = {self.layout.page_of(block) for block in self.used} | {0}
+        only_cached = [count for page, count in pages.items() if page not in in_use and count]
+        assert sum(count < self.layout.blocks_per_page for count in only_cached) <= 1
+
     @rule()
     def clear(self) -> None:
         self.pool.clear()
@@ -200,8 +224,18 @@ class PoolRules(RuleBasedStateMachine):
         return data.draw(st.lists(st.sampled_from(sorted(blocks)), min_size=1, unique=True))
 
     def forget_evicted(self) -> None:
-        for block in self.pool.take_evicted():
-            assert self.cached.pop(block, None) is not None, "evicted, and was not cached"
+        if not self.movable:
+            for block in self.pool.take_evicted():
+                assert self.cached.pop(block, None) is not None, "evicted, and was not cached"
+            return
+        for block, to in self.pool.take_changes():
+            tag = self.cached.pop(block, None)
+            assert tag is not None, "moved or evicted, and was not cached"
+            if to == -1:
+                continue
+            assert to not in self.used
+            assert to not in self.cached, "moved onto another cached block"
+            self.cached[to] = tag
 
     @invariant()
     def books_balance(self) -> None:
@@ -232,6 +266,14 @@ SETTINGS = settings(
     deadline=None,
     suppress_health_check=list(HealthCheck),
 )
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_rules_hold_while_blocks_move(layout: PageLayout) -> None:
+    machine = type("Machine", (PoolRules,), {"layout": layout, "movable": True})
+    case = machine.TestCase
+    case.settings = SETTINGS
+    case().runTest()
 
 
 @pytest.mark.parametrize("bound", [-1, 0, 11], ids=["unbounded", "no cache", "11 cached"])

@@ -9,8 +9,8 @@ only while its block is one of the first two:
     free     neither; the id may lie in a page that has no memory
 
 The native pool may turn cached blocks into free ones by itself (the limit was lowered, more is
-cached than allowed), also while this process sleeps. It then queues their ids, and this class must
-drop their hashes before anybody looks them up: `session()` does so on entry, and holds the native
+cached than allowed), or move their contents to other ids (to empty a page), also while this process
+sleeps. It then queues what it did, and this class must follow before anybody looks them up: `session()` does so on entry, and holds the native
 pool still until it ends, so that what was checked can be taken. Everything here is called by
 the one thread that vLLM's scheduler runs in.
 
@@ -115,7 +115,7 @@ class ElasticBlockPool(BlockPool):  # type: ignore[misc]  # vLLM has no type inf
             if self._depth == 0:
                 self.fell_short = False
             self._depth += 1
-            self._forget_evicted()
+            self._follow_changes()
             yield
         finally:
             self._depth -= 1
@@ -152,7 +152,7 @@ class ElasticBlockPool(BlockPool):  # type: ignore[misc]  # vLLM has no type inf
                 "send fewer requests at once."
             )
         # An id may have been evicted just now to be handed out again: its old object goes first.
-        self._forget_evicted()
+        self._follow_changes()
         self._used += num_blocks
         add = self.blocks.add
         taken = []
@@ -204,7 +204,7 @@ class ElasticBlockPool(BlockPool):  # type: ignore[misc]  # vLLM has no type inf
             self._memory.cache(cached)
         if self._depth:
             # A preemption, while the limit is being lowered or the bound on cached blocks is met.
-            self._forget_evicted()
+            self._follow_changes()
         for pool, blocks in others.items():
             pool.free_blocks(blocks)
 
@@ -273,16 +273,21 @@ class ElasticBlockPool(BlockPool):  # type: ignore[misc]  # vLLM has no type inf
             return 0.0
         return self._used / (self._used + self._memory.available_size())
 
-    # --- evictions ------------------------------------------------------------------------------
+    # --- what the native pool did ------------------------------------------------------------------------------
 
-    def _forget_evicted(self) -> None:
+    def _follow_changes(self) -> None:
         if not self._memory.has_evicted:
             return
-        for block_id in self._memory.take_evicted():
+        for block_id, moved_to in self._memory.take_changes():
             block = self.blocks.drop(block_id)
             if block is None:
                 continue
-            self._maybe_evict_cached_block(block)
+            if moved_to >= 0:
+                successor = KVCacheBlock(moved_to, pool=self)
+                self.move_block_hashes(block, successor)
+                self.blocks.add(successor)
+            else:
+                self._maybe_evict_cached_block(block)
             if self._reuse_watchers:
                 self._notify_reuse([block])
 

@@ -19,6 +19,7 @@ class Handoff:
     extent_stride_bytes: int
     block_bytes: int
     blocks_per_page: int
+    buffers_per_extent: int
 
     def geometry(self) -> _vmm.Geometry:
         """The native form of the layout."""
@@ -29,4 +30,5 @@ class Handoff:
             extent_stride_bytes=self.extent_stride_bytes,
             block_bytes=self.block_bytes,
             blocks_per_page=self.blocks_per_page,
+            buffers_per_extent=self.buffers_per_extent,
         )

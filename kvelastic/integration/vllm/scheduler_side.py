@@ -83,6 +83,7 @@ class Instance:
             extent_stride_bytes=layout.extent_stride_bytes(self._pages),
             block_bytes=layout.block_bytes,
             blocks_per_page=layout.blocks_per_page,
+            buffers_per_extent=layout.buffers_per_extent,
         )
 
     def wait_for_workers(self) -> None:
@@ -93,6 +94,7 @@ class Instance:
         ring = self._pool.memory
         assert isinstance(ring, _vmm.Ring)
         ring.wait_for_worker(self._timeout_s)
+        self._pool.ledger.member.set_worker(*ring.worker)
         self.blocks.ensure(1)
         self._pool.start_keeper()
         _log.info(
@@ -141,6 +143,7 @@ def start_instance(vllm_config: Any, cache_config: Any) -> Instance:
         model=_model_name(vllm_config),
         device=host(settings),
         memory=ring,
+        movable=True,
     )
     _log.info(
         "KV cache of %d blocks, in at most %d pages of %s with %d blocks each (%.1f%% padding).",

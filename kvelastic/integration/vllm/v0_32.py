@@ -151,6 +151,7 @@ def _probe_block_pool(probe: Probe) -> None:
     probe.parameters(f"{_POOL}.get_num_free_blocks", ("self",))
     probe.parameters(f"{_POOL}.get_usage", ("self",))
     probe.parameters(f"{_POOL}._maybe_evict_cached_block", ("self", "block"))
+    probe.parameters(f"{_POOL}.move_block_hashes", ("self", "src_block", "dst_block"))
     probe.parameters(f"{_POOL}._notify_reuse", ("self", "blocks"))
     # Everything that uses what the elastic pool does not have is replaced by it.
     probe.users(
