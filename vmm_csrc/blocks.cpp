@@ -1,7 +1,9 @@
 #include "blocks.h"
 
+#include <algorithm>
 #include <bit>
 #include <string>
+#include <utility>
 
 namespace kvelastic {
 
@@ -47,11 +49,9 @@ void Blocks::add_page(PageIndex index) {
   Page& page = pages_[index];
   page.state = PageState::kMapped;
   ++mapped_pages_;
-  free_blocks_ += blocks_per_page_;
   if (index == 0) {
     taken_word({0, 0}) |= 1;
     page.used = 1;
-    --free_blocks_;
   }
   enlist(index);
 }
@@ -66,13 +66,40 @@ void Blocks::put_back(PageIndex page) {
 }
 
 std::optional<PageIndex> Blocks::take_parked() {
-  if (parked_.empty()) return std::nullopt;
-  const PageIndex page = parked_.back();
+  const std::vector<PageIndex>& from = drained_.empty() ? parked_ : drained_;
+  if (from.empty()) return std::nullopt;
+  const PageIndex page = from.back();
   unlist(page);
   pages_[page].state = PageState::kInTransit;
+  closed_count_ -= pages_[page].closed ? 1 : 0;
+  pages_[page].closed = false;
   --mapped_pages_;
-  free_blocks_ -= blocks_per_page_;
   return page;
+}
+
+void Blocks::close_pages(std::uint64_t count) {
+  const auto set_closed = [this](PageIndex index, bool closed) {
+    if (pages_[index].closed == closed) return;
+    unlist(index);
+    pages_[index].closed = closed;
+    enlist(index);
+  };
+  std::vector<PageIndex> chosen;
+  for (PageIndex index = 1; count > 0 && index < fresh_; ++index) {
+    if (pages_[index].state == PageState::kMapped) chosen.push_back(index);
+  }
+  if (chosen.size() > count) {
+    std::nth_element(chosen.begin(), chosen.begin() + static_cast<std::ptrdiff_t>(count),
+                     chosen.end(), [this](PageIndex a, PageIndex b) {
+                       return std::pair(pages_[a].used, b) < std::pair(pages_[b].used, a);
+                     });
+    chosen.resize(count);
+  }
+  for (const PageIndex index : std::exchange(closed_, chosen)) {
+    if (pages_[index].state == PageState::kMapped) set_closed(index, false);
+  }
+  for (const PageIndex index : chosen) set_closed(index, true);
+  closed_count_ = chosen.size();
 }
 
 // --- blocks ----------------------------------------------------------------------------------
@@ -94,7 +121,6 @@ void Blocks::alloc_in_page(PageIndex index, std::size_t count, std::vector<Block
   Page& page = pages_[index];
   page.used += static_cast<std::uint32_t>(count);
   used_blocks_ += count;
-  free_blocks_ -= count;
   const BlockId first = geometry_.first_id(index);
   for (std::size_t w = 0; count > 0; ++w) {
     std::uint64_t& word = taken_[index * words_per_page_ + w];
@@ -170,7 +196,6 @@ Status Blocks::free(std::span<const BlockId> ids) {
     // Ids of one page mostly come together: one step in and out of the lists for all of them.
     for (; i < places_.size() && places_[i].page == index; ++i) {
       const Place at = places_[i];
-      ++free_blocks_;
       if (is_cached(at)) {
         cached_word(at) &= ~(std::uint64_t{1} << (at.slot % 64));
         lru_remove(at);
@@ -263,7 +288,8 @@ std::optional<PageIndex> Blocks::compactable_page() const {
   if (!index) return std::nullopt;
   const Page& page = pages_[*index];
   // Parked pages are no holes: filling one to empty another gains nothing.
-  const std::uint64_t holes = free_blocks_ - parked_.size() * blocks_per_page_ - free_in(page);
+  const std::uint64_t own = page.closed ? 0 : free_in(page);
+  const std::uint64_t holes = free_blocks_ - parked_.size() * blocks_per_page_ - own;
   if (holes < page.cached) return std::nullopt;
   return index;
 }
@@ -295,7 +321,6 @@ bool Blocks::finish_move(const BlockMove& move, bool copied) {
     lru_replace(from, to);
   } else {
     taken_word(to) &= ~(std::uint64_t{1} << (to.slot % 64));
-    ++free_blocks_;
   }
   enlist(to.page);
   if (!moves) return false;
@@ -304,7 +329,6 @@ bool Blocks::finish_move(const BlockMove& move, bool copied) {
   taken_word(from) &= mask;
   cached_word(from) &= mask;
   --pages_[from.page].cached;
-  ++free_blocks_;
   enlist(from.page);
   return true;
 }
@@ -317,7 +341,6 @@ void Blocks::clear(std::vector<BlockId>& evicted) {
     const std::uint32_t null_block = index == 0 ? 1 : 0;
     if (page.state != PageState::kMapped || page.used == null_block) continue;
     unlist(index);
-    free_blocks_ += page.used - null_block;
     used_blocks_ -= page.used - null_block;
     page.used = null_block;
     for (std::uint64_t w = 0; w < words_per_page_; ++w) {
@@ -341,32 +364,39 @@ void Blocks::make_free(Place at) {
   lru_remove(at);
   --pages_[at.page].cached;
   --cached_blocks_;
-  ++free_blocks_;
 }
 
 // --- lists -----------------------------------------------------------------------------------
 
 void Blocks::unlist(PageIndex index) {
   const Page& page = pages_[index];
+  (page.closed ? closed_cached_ : free_blocks_) -= page.closed ? page.cached : free_in(page);
   if (page.used == 0 && page.cached == 0) {
     // The last parked page takes the place of this one.
-    pages_[parked_.back()].parked_at = page.parked_at;
-    parked_[page.parked_at] = parked_.back();
-    parked_.pop_back();
+    std::vector<PageIndex>& parked = page.closed ? drained_ : parked_;
+    pages_[parked.back()].parked_at = page.parked_at;
+    parked[page.parked_at] = parked.back();
+    parked.pop_back();
     return;
   }
-  if (const std::uint32_t open = free_in(page); open > 0) partial_.remove(index, open);
+  if (const std::uint32_t open = free_in(page); open > 0 && !page.closed) {
+    partial_.remove(index, open);
+  }
   if (page.used == 0) evictable_.remove(index, page.cached);
 }
 
 void Blocks::enlist(PageIndex index) {
   Page& page = pages_[index];
+  (page.closed ? closed_cached_ : free_blocks_) += page.closed ? page.cached : free_in(page);
   if (page.used == 0 && page.cached == 0) {
-    page.parked_at = static_cast<std::uint32_t>(parked_.size());
-    parked_.push_back(index);
+    std::vector<PageIndex>& parked = page.closed ? drained_ : parked_;
+    page.parked_at = static_cast<std::uint32_t>(parked.size());
+    parked.push_back(index);
     return;
   }
-  if (const std::uint32_t open = free_in(page); open > 0) partial_.push_back(index, open);
+  if (const std::uint32_t open = free_in(page); open > 0 && !page.closed) {
+    partial_.push_back(index, open);
+  }
   if (page.used == 0) evictable_.push_back(index, page.cached);
 }
 
@@ -402,7 +432,8 @@ std::optional<std::uint32_t> Blocks::occupancy(PageIndex index) const {
 
 Status Blocks::check_integrity() const {
   const auto broken = [](std::string what) { return Status(Error{Errc::kIntegrity, what}); };
-  std::uint64_t mapped = 0, parked = 0, used = 0, cached = 0, open = 0;
+  std::uint64_t mapped = 0, parked = 0, used = 0, cached = 0, open = 0, closed_cached = 0,
+                closed = 0;
   for (PageIndex index = 0; index < fresh_; ++index) {
     const Page& page = pages_[index];
     std::uint64_t taken_bits = 0, cached_bits = 0;
@@ -428,21 +459,27 @@ Status Blocks::check_integrity() const {
       continue;
     }
     ++mapped;
+    closed += page.closed ? 1 : 0;
     used += page.used;
     cached += page.cached;
-    open += free_in(page);
+    (page.closed ? closed_cached : open) += page.closed ? page.cached : free_in(page);
     if (taken_bits == 0) {
       ++parked;
-      if (page.parked_at >= parked_.size() || parked_[page.parked_at] != index) {
+      const std::vector<PageIndex>& list = page.closed ? drained_ : parked_;
+      if (page.parked_at >= list.size() || list[page.parked_at] != index) {
         return broken("page " + std::to_string(index) + " is empty and not parked");
       }
     }
   }
   if (fresh_ > 0 && pages_[0].state == PageState::kMapped) --used;  // the null block
-  if (mapped != mapped_pages_ || parked != parked_.size() || used != used_blocks_ ||
-      cached != cached_blocks_ || open != free_blocks_) {
+  if (closed != closed_count_) {
+    return broken(std::to_string(closed) + " pages are closed, " + std::to_string(closed_count_) +
+                  " were counted");
+  }
+  if (mapped != mapped_pages_ || parked != parked_pages() || used != used_blocks_ ||
+      cached != cached_blocks_ || open != free_blocks_ || closed_cached != closed_cached_) {
     return broken("the totals say mapped " + std::to_string(mapped_pages_) + ", parked " +
-                  std::to_string(parked_.size()) + ", used " + std::to_string(used_blocks_) +
+                  std::to_string(parked_pages()) + ", used " + std::to_string(used_blocks_) +
                   ", cached " + std::to_string(cached_blocks_) + ", free " +
                   std::to_string(free_blocks_) + "; recounted: " + std::to_string(mapped) + ", " +
                   std::to_string(parked) + ", " + std::to_string(used) + ", " +

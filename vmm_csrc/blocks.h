@@ -38,8 +38,15 @@ class Blocks {
   void add_page(PageIndex page);
   /// The page in transit is not mapped (any more).
   void put_back(PageIndex page);
-  /// A parked page to unmap; in transit until put_back or add_page.
+  /// A parked page to unmap, a closed one first; in transit until put_back or add_page.
   std::optional<PageIndex> take_parked();
+
+  /// Closes `count` mapped pages, those with the fewest used blocks, and opens all others: no block
+  /// of a closed page is handed out any more, so it is parked once its blocks are given back. Page
+  /// 0 is never closed. Looks at every page.
+  void close_pages(std::uint64_t count);
+  /// How many of them have not been unmapped yet.
+  std::uint64_t closed_pages() const { return closed_count_; }
 
   // --- blocks --------------------------------------------------------------------------------
 
@@ -88,9 +95,11 @@ class Blocks {
 
   const Geometry& geometry() const { return geometry_; }
   std::uint64_t mapped_pages() const { return mapped_pages_; }
-  std::uint64_t parked_pages() const { return parked_.size(); }
+  std::uint64_t parked_pages() const { return parked_.size() + drained_.size(); }
   std::uint64_t used_blocks() const { return used_blocks_; }
   std::uint64_t cached_blocks() const { return cached_blocks_; }
+  /// Cached blocks of which eviction makes free ones: not those of closed pages.
+  std::uint64_t evictable_blocks() const { return cached_blocks_ - closed_cached_; }
   /// Blocks that alloc can give without another page.
   std::uint64_t free_blocks() const { return free_blocks_; }
   /// Used and cached blocks of a page; none if it is not mapped.
@@ -105,7 +114,8 @@ class Blocks {
     PageState state;
     std::uint32_t used;  // page 0: with the null block
     std::uint32_t cached;
-    std::uint32_t parked_at;  // its place in parked_, while it is parked
+    std::uint32_t parked_at;  // its place in parked_ or drained_, while it is parked
+    bool closed;
   };
   struct Place {
     PageIndex page;
@@ -161,12 +171,17 @@ class Blocks {
   Buckets partial_;    // mapped pages with free blocks that are not parked, by free blocks
   Buckets evictable_;  // pages with cached and no used blocks, by cached blocks
   std::vector<PageIndex> parked_;
+  std::vector<PageIndex> drained_;  // parked and closed: to be unmapped, not to be used
+  std::vector<PageIndex> closed_;   // pages that were closed; some may be unmapped since
   std::priority_queue<PageIndex, std::vector<PageIndex>, std::greater<>> returned_;
   PageIndex fresh_ = 0;  // pages from here on were never taken
   std::uint64_t mapped_pages_ = 0;
   std::uint64_t used_blocks_ = 0;
   std::uint64_t cached_blocks_ = 0;
-  std::uint64_t free_blocks_ = 0;
+  // Kept by enlist() and unlist():
+  std::uint64_t free_blocks_ = 0;    // of open pages
+  std::uint64_t closed_cached_ = 0;  // of closed pages
+  std::uint64_t closed_count_ = 0;
   std::vector<Place> places_;  // scratch of one call, kept to spare the allocation
 };
 

@@ -465,6 +465,8 @@ Status Pool::enforce(Lock& lock) {
     if (blocks_->parked_pages() == 0) break;  // what is left is in use
     if (Status given = shrink(lock, over_pages()); !given) return given;
   }
+  // Each page given back leaves one less to drain.
+  if (blocks_->closed_pages() != over_pages()) blocks_->close_pages(over_pages());
   if (over_pages() == 0) return ok();
   // Cached blocks now only lie on pages in use. They make way, too: with none of them in between,
   // the blocks that may be used fit into the fullest pages, and those over the limit get no new
@@ -481,6 +483,7 @@ LimitState Pool::set_limit(std::uint64_t limit_bytes) {
   const Lock lock(mutex_);
   limit_bytes_ = limit_bytes;
   pages_limit_ = whole_pages(limit_bytes);
+  blocks_->close_pages(over_pages());
   if (member_) member_->set_limit(limit_bytes);
   changed();
   return limit_state_locked();
@@ -541,6 +544,7 @@ Result<std::uint64_t> Pool::give_up(std::uint64_t pages, Depth depth, std::uint6
   if (depth == Depth::kInUse && held_pages_ > target) {
     squeezed_to_ = target;
     squeezed_until_ = Clock::now() + kSqueezeLease;
+    blocks_->close_pages(over_pages());
     if (Status given = enforce(lock); !given) return given.error();
   }
   changed();
@@ -559,6 +563,7 @@ bool Pool::expire_squeeze() {
   if (squeezed_to_ == ~std::uint64_t{0}) return false;
   if (over_pages() > 0 && Clock::now() < squeezed_until_) return true;
   squeezed_to_ = ~std::uint64_t{0};
+  blocks_->close_pages(over_pages());
   changed();
   return false;
 }
@@ -578,7 +583,8 @@ std::uint64_t Pool::usable_blocks() const {
 std::uint64_t Pool::count_available(Reach reach) const {
   const std::uint64_t usable = usable_blocks();
   if (final_error_ || in_use() >= usable) return 0;
-  const std::uint64_t there = reserved_.size() + blocks_->free_blocks() + blocks_->cached_blocks();
+  const std::uint64_t there =
+      reserved_.size() + blocks_->free_blocks() + blocks_->evictable_blocks();
   // Pages on their way in or out count as ones to come: an alloc that needs them waits for them.
   const std::uint64_t mapped = blocks_->mapped_pages();
   const std::uint64_t pages =

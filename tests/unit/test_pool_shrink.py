@@ -47,3 +47,29 @@ def test_pages_over_the_limit_get_no_new_blocks() -> None:
     assert pool.mapped_bytes == 4 * LAYOUT.page_bytes
     assert pool.available_size() == 4
     pool.check_integrity()
+
+
+def test_under_load_a_limit_holds_when_what_was_in_use_has_ended() -> None:
+    """Requests come and go: the pages to drain stay the same ones, so nothing new delays them."""
+    pool = make()
+    running = [pool.alloc(3) for _ in range((8 * PAGES - 1) // 3)]
+    # In another order than they came, so that every page has blocks of many of them.
+    running = running[::3] + running[1::3] + running[2::3]
+    before = len(running)
+    assert pool.set_limit(4 * LAYOUT.page_bytes)["state"] == "shrinking"
+    for _ in range(before):
+        ended = running.pop(0)
+        assert ended is not None
+        pool.free(ended)
+        while (started := pool.alloc(3)) is not None:
+            running.append(started)
+        pool.check_integrity()
+    assert pool.limit_state()["state"] == "applied"
+    assert pool.mapped_bytes == 4 * LAYOUT.page_bytes
+    # All that the limit has room for can be used, and all of the device once it is raised again.
+    while running:
+        pool.free(running.pop() or [])
+    assert len(pool.alloc(4 * 8 - 1) or []) == 4 * 8 - 1
+    pool.set_limit(PAGES * LAYOUT.page_bytes)
+    assert len(pool.alloc(4 * 8) or []) == 4 * 8
+    pool.check_integrity()

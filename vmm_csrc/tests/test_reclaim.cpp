@@ -1,0 +1,618 @@
+// The policy of who gives memory to whom: a table of cases, and rules that hold for every case.
+#include <algorithm>
+#include <cstdio>
+#include <map>
+#include <numeric>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "../reclaim.h"
+#include "check.h"
+
+namespace kvelastic {
+namespace {
+
+constexpr std::uint64_t kMiB = 1 << 20;
+constexpr std::uint64_t kMillisecond = 1'000'000;
+const ReclaimRules kRules;
+const std::uint64_t kBusy = 0;
+const std::uint64_t kIdle = kRules.idle_ns;
+const std::uint64_t kLongIdle = 10 * kRules.idle_ns;
+const std::uint64_t kJustAsked = 0;
+
+/// Sizes in MiB; what is neither parked nor cached is in use. Busy and of priority 0 unless said.
+Contender holds(std::uint64_t granted, std::uint64_t parked = 0, std::uint64_t cached = 0) {
+  Contender c;
+  c.granted_bytes = granted * kMiB;
+  c.parked_bytes = parked * kMiB;
+  c.cached_bytes = cached * kMiB;
+  c.idle_ns = kBusy;
+  return c;
+}
+
+/// The same with something changed.
+template <typename Change>
+Contender with(Contender c, Change change) {
+  change(c);
+  return c;
+}
+Contender idle(Contender c, std::uint64_t idle_ns = kIdle) {
+  c.idle_ns = idle_ns;
+  return c;
+}
+Contender ranked(Contender c, std::int64_t priority) {
+  c.priority = priority;
+  return c;
+}
+Contender guarded(Contender c, std::uint64_t min) {
+  c.min_bytes = min * kMiB;
+  return c;
+}
+Contender asks(Contender c, std::uint64_t bytes, std::uint64_t since_ns = kJustAsked) {
+  c.ask_bytes = bytes * kMiB;
+  c.ask_ns = since_ns;
+  return c;
+}
+Contender wanted(Contender c, std::uint64_t bytes, std::uint64_t since_ns) {
+  c.wanted_bytes = bytes * kMiB;
+  c.wanted_ns = since_ns;
+  return c;
+}
+
+struct Expected {
+  std::size_t contender;
+  std::uint64_t mib;
+  Depth depth;
+  bool operator==(const Expected&) const = default;
+};
+
+struct PolicyCase {
+  const char* what;
+  std::vector<Contender> all;  ///< the first one asks
+  std::uint64_t free_mib;
+  std::uint64_t capacity_mib;
+  std::vector<Expected> plan;
+};
+
+std::vector<Expected> plan_of(const PolicyCase& c, const ReclaimRules& rules = kRules) {
+  std::vector<Expected> plan;
+  for (const Demand& demand :
+       plan_reclaim(c.all, 0, c.free_mib * kMiB, c.capacity_mib * kMiB, rules)) {
+    CHECK(demand.bytes % kMiB == 0);
+    plan.push_back({demand.contender, demand.bytes / kMiB, demand.depth});
+  }
+  return plan;
+}
+
+void check_cases(const std::vector<PolicyCase>& cases) {
+  for (const PolicyCase& c : cases) {
+    const std::vector<Expected> plan = plan_of(c);
+    if (CHECK(plan == c.plan)) continue;
+    std::fprintf(stderr, "  in the case: %s; it was\n", c.what);
+    for (const Expected& e : plan) {
+      std::fprintf(stderr, "    of %zu %llu MiB, depth %u\n", e.contender,
+                   static_cast<unsigned long long>(e.mib), static_cast<unsigned>(e.depth));
+    }
+  }
+}
+
+constexpr Depth kParked = Depth::kParked;
+constexpr Depth kCached = Depth::kCached;
+constexpr Depth kInUse = Depth::kInUse;
+
+}  // namespace
+
+TEST(reclaim_asks_nobody_where_nothing_is_missing) {
+  check_cases({
+      {"nothing asked", {holds(0), idle(holds(50, 50))}, 0, 50, {}},
+      {"alone", {asks(holds(50), 10)}, 0, 50, {}},
+      {"enough is free", {asks(holds(0), 10), idle(holds(50, 50))}, 10, 60, {}},
+      {"the rest is missing", {asks(holds(0), 10), idle(holds(50, 50))}, 4, 54, {{1, 6, kParked}}},
+      {"others have been asked for it just now",
+       {asks(holds(0), 10), idle(wanted(holds(50, 50), 10, 0))},
+       0,
+       50,
+       {}},
+      {"others have been asked for a part of it",
+       {asks(holds(0), 10), idle(wanted(holds(50, 50), 3, 0))},
+       0,
+       50,
+       {{1, 7, kParked}}},
+  });
+}
+
+TEST(reclaim_takes_one_rung_from_all_before_the_next) {
+  check_cases({
+      {"parked of both before cached of one",
+       {asks(holds(0), 30), idle(holds(40, 10, 30)), idle(holds(40, 10, 30), kLongIdle)},
+       0,
+       80,
+       {{2, 20, kCached}, {1, 10, kParked}}},
+      {"cached of both before blocks in use of the lower priority",
+       {asks(ranked(holds(0), 1), 30), holds(40, 0, 10), idle(ranked(holds(40, 0, 20), 1))},
+       0,
+       80,
+       {{1, 10, kCached}, {2, 20, kCached}}},
+      {"and then blocks in use, of the lower priority only",
+       {asks(ranked(holds(0), 1), 50), holds(40, 0, 10), idle(ranked(holds(40, 0, 20), 1))},
+       0,
+       80,
+       {{1, 30, kInUse}, {2, 20, kCached}}},
+  });
+}
+
+TEST(reclaim_orders_by_priority_and_then_by_idleness) {
+  check_cases({
+      {"the idler one first",
+       {asks(holds(0), 10), idle(holds(20, 0, 20)), idle(holds(20, 0, 20), kLongIdle)},
+       0,
+       40,
+       {{2, 10, kCached}}},
+      {"the lower priority first, though it is busy and the other idle",
+       {asks(ranked(holds(0), 2), 10), ranked(idle(holds(20, 0, 20), kLongIdle), 1),
+        ranked(holds(20, 0, 20), 0)},
+       0,
+       40,
+       {{2, 10, kCached}}},
+      {"negative priorities too",
+       {asks(ranked(holds(0), -5), 10), ranked(holds(20, 0, 20), -6), ranked(holds(20, 0, 20), -7)},
+       0,
+       40,
+       {{2, 10, kCached}}},
+      {"of those who are quite alike the first",
+       {asks(holds(0), 10), idle(holds(20, 0, 20)), idle(holds(20, 0, 20))},
+       0,
+       40,
+       {{1, 10, kCached}}},
+      {"what the first has not the second gives",
+       {asks(holds(0), 10), idle(holds(20, 0, 20)), idle(holds(20, 0, 4), kLongIdle)},
+       0,
+       40,
+       {{2, 4, kCached}, {1, 6, kCached}}},
+  });
+}
+
+TEST(reclaim_takes_cache_of_the_idle_but_no_block_that_they_use) {
+  check_cases({
+      {"an idle equal gives its cache only",
+       {asks(holds(0), 40), idle(holds(40, 5, 15))},
+       0,
+       40,
+       {{1, 20, kCached}}},
+      {"an idle one of higher priority too",
+       {asks(holds(0), 40), ranked(idle(holds(40, 5, 15)), 9)},
+       0,
+       40,
+       {{1, 20, kCached}}},
+      {"a nanosecond short of idle is busy",
+       {asks(holds(0), 40), idle(holds(40, 5, 15), kIdle - 1)},
+       0,
+       40,
+       {}},
+      {"who asks is not idle, however long it has done nothing",
+       {asks(holds(0), 40), asks(idle(holds(40, 5, 15), kLongIdle), 1)},
+       0,
+       40,
+       {}},
+      {"a busy one of higher priority keeps everything, however long one waits",
+       {asks(holds(0), 40, 100 * kRules.fair_in_use_ns), ranked(holds(40, 5, 15), 1)},
+       0,
+       40,
+       {}},
+      {"an older ask changes nothing for an idle one's blocks in use",
+       {asks(holds(0), 40, 100 * kRules.fair_in_use_ns), ranked(idle(holds(40, 5, 15)), 1)},
+       0,
+       40,
+       {{1, 20, kCached}}},
+  });
+}
+
+TEST(reclaim_takes_blocks_in_use_of_lower_priorities) {
+  check_cases({
+      {"everything of a busy one",
+       {asks(ranked(holds(0), 1), 40), holds(40, 5, 15)},
+       0,
+       40,
+       {{1, 40, kInUse}}},
+      {"of the lowest first",
+       {asks(ranked(holds(0), 2), 30), ranked(holds(20), 1), holds(20)},
+       0,
+       40,
+       {{2, 20, kInUse}, {1, 10, kInUse}}},
+      {"not of equals", {asks(ranked(holds(0), 1), 40), ranked(holds(40), 1)}, 0, 40, {}},
+  });
+}
+
+TEST(reclaim_never_touches_a_guarantee) {
+  check_cases({
+      {"of an idle one",
+       {asks(holds(0), 40), guarded(idle(holds(40, 40)), 30)},
+       0,
+       40,
+       {{1, 10, kParked}}},
+      {"of a lower priority",
+       {asks(ranked(holds(0), 9), 40), guarded(holds(40, 5, 5), 25)},
+       0,
+       40,
+       {{1, 15, kInUse}}},
+      {"not even for one that is below its own",
+       {guarded(asks(holds(0), 20), 20), guarded(holds(40), 35)},
+       0,
+       40,
+       {{1, 5, kInUse}}},
+      {"who has less than its guarantee gives nothing",
+       {asks(ranked(holds(0), 9), 40), guarded(idle(holds(20, 20)), 30)},
+       0,
+       40,
+       {}},
+      {"nor does who has just that",
+       {asks(ranked(holds(0), 9), 40), guarded(idle(holds(30, 30)), 30)},
+       0,
+       40,
+       {}},
+      {"what was asked of it before counts as given",
+       {asks(ranked(holds(0), 9), 40), guarded(wanted(holds(40, 40), 8, 0), 30)},
+       0,
+       40,
+       {{1, 2, kParked}}},
+  });
+}
+
+TEST(reclaim_gives_everybody_its_guarantee) {
+  check_cases({
+      {"from a busy one of higher priority, what it uses",
+       {guarded(asks(holds(4), 6), 10), ranked(holds(40), 7)},
+       0,
+       44,
+       {{1, 6, kInUse}}},
+      {"from busy equals at once",
+       {guarded(asks(holds(4), 6), 10), holds(40, 2)},
+       0,
+       44,
+       {{1, 6, kInUse}}},
+      {"from the lowest priority first",
+       {guarded(asks(holds(4), 6), 10), ranked(holds(20), 7), ranked(holds(20), 3)},
+       0,
+       44,
+       {{2, 6, kInUse}}},
+      {"who has it already is like all others",
+       {guarded(asks(holds(10), 6), 10), ranked(holds(40), 7)},
+       0,
+       50,
+       {}},
+  });
+}
+
+/// What is asked for beyond the guarantee has no more right than any other ask.
+TEST(reclaim_gives_no_more_than_the_guarantee_by_it) {
+  check_cases({
+      {"from a busy one of higher priority",
+       {guarded(asks(holds(8), 30), 10), ranked(holds(40), 7)},
+       0,
+       48,
+       {{1, 2, kInUse}}},
+      {"from a busy equal",
+       {guarded(asks(holds(8), 30), 10), holds(40, 0, 20)},
+       0,
+       48,
+       {{1, 2, kCached}}},
+      {"the rest comes from where it may",
+       {guarded(asks(holds(8), 30), 10), ranked(holds(40), 7), idle(holds(20, 0, 20))},
+       0,
+       68,
+       {{2, 20, kCached}, {1, 2, kInUse}}},
+  });
+}
+
+TEST(reclaim_shares_fairly_among_busy_equals_that_wait) {
+  const std::uint64_t cached_ns = kRules.fair_cached_ns;
+  const std::uint64_t in_use_ns = kRules.fair_in_use_ns;
+  check_cases({
+      {"not at once", {asks(holds(10), 20, cached_ns - 1), holds(70, 10, 20)}, 0, 80, {}},
+      {"then cached contents down to the fair share",
+       {asks(holds(10), 60, cached_ns), holds(70, 10, 30)},
+       0,
+       80,
+       {{1, 30, kCached}}},
+      {"no blocks in use yet",
+       {asks(holds(10), 60, in_use_ns - 1), holds(70, 5, 10)},
+       0,
+       80,
+       {{1, 15, kCached}}},
+      {"then blocks in use, down to the fair share",
+       {asks(holds(10), 60, in_use_ns), holds(70, 5, 10)},
+       0,
+       80,
+       {{1, 30, kInUse}}},
+      {"who has its share gets nothing by waiting",
+       {asks(holds(40), 60, 10 * in_use_ns), holds(40, 5, 10)},
+       0,
+       80,
+       {}},
+      {"nor who has more", {asks(holds(50), 60, 10 * in_use_ns), holds(30, 5, 10)}, 0, 80, {}},
+      {"who has less than its share gives nothing",
+       {asks(holds(10), 60, 10 * in_use_ns), holds(60), holds(20, 10, 10)},
+       0,
+       90,
+       {{1, 20, kInUse}}},
+      {"a guarantee above the share stays",
+       {asks(holds(10), 60, in_use_ns), guarded(holds(70), 60)},
+       0,
+       80,
+       {{1, 10, kInUse}}},
+      {"past its share it does not go, though a guarantee leaves the other one more",
+       {asks(holds(35), 60, in_use_ns), guarded(holds(65), 50)},
+       0,
+       80,
+       {{1, 5, kInUse}}},
+      {"an idle one has no share: only who works or asks counts",
+       {asks(holds(10), 60, in_use_ns), holds(60), idle(holds(10))},
+       0,
+       80,
+       {{1, 20, kInUse}}},
+      {"from several, all together no more than to its share",
+       {asks(holds(0), 60, in_use_ns), holds(45), holds(45)},
+       0,
+       90,
+       {{1, 15, kInUse}, {2, 15, kInUse}}},
+  });
+}
+
+TEST(reclaim_does_not_count_on_who_is_slow) {
+  const std::uint64_t patience_ns = kRules.patience_ns;
+  check_cases({
+      {"just within the patience nobody else is asked",
+       {asks(holds(0), 10), idle(wanted(holds(20, 20), 10, patience_ns - 1), kLongIdle),
+        idle(holds(20, 20))},
+       0,
+       40,
+       {}},
+      {"then the next one is, and not the slow one again, although it has more",
+       {asks(holds(0), 10), idle(wanted(holds(20, 20), 10, patience_ns), kLongIdle),
+        idle(holds(20, 20))},
+       0,
+       40,
+       {{2, 10, kParked}}},
+      {"also where it was asked for only a little of much",
+       {asks(holds(0), 10), idle(wanted(holds(1000, 1000), 1, patience_ns), kLongIdle),
+        idle(holds(20, 20))},
+       0,
+       1020,
+       {{2, 10, kParked}}},
+      {"not on blocks in use either",
+       {asks(ranked(holds(0), 5), 10), wanted(holds(20, 0, 5), 5, patience_ns),
+        ranked(holds(20), 1)},
+       0,
+       40,
+       {{2, 10, kInUse}}},
+      {"what the asker itself is asked for does not come to it",
+       {wanted(asks(holds(20), 10), 10, 0), idle(holds(20, 20))},
+       0,
+       40,
+       {{1, 10, kParked}}},
+  });
+}
+
+TEST(reclaim_outranks) {
+  const Contender none = holds(10);
+  const Contender early = asks(holds(10), 1, 100 * kMillisecond);
+  const Contender late = asks(holds(10), 1, 99 * kMillisecond);
+  const Contender now = asks(holds(10), 1, 0);
+  const Contender higher = ranked(none, 1);
+  const Contender poor = guarded(holds(10), 11);
+  const Contender poor_higher = ranked(poor, 1);
+  const Contender rich = guarded(holds(10), 10);
+  // Each one outranks all that come after it.
+  const std::vector<Contender> order{asks(poor_higher, 1),
+                                     poor_higher,
+                                     asks(poor, 1),
+                                     poor,
+                                     asks(higher, 1),
+                                     higher,
+                                     early,
+                                     late,
+                                     now,
+                                     none};
+  for (std::size_t i = 0; i < order.size(); ++i) {
+    for (std::size_t k = 0; k < order.size(); ++k) {
+      if (!CHECK(outranks(order[i], order[k]) == (i < k))) {
+        std::fprintf(stderr, "  of %zu and %zu\n", i, k);
+      }
+    }
+  }
+  CHECK(!outranks(rich, none) && !outranks(none, rich));
+}
+
+TEST(reclaim_reach_is_what_could_be_had_at_once) {
+  const auto reach = [](const std::vector<Contender>& all, std::uint64_t capacity) {
+    return reachable_bytes(all, 0, capacity * kMiB, kRules) / kMiB;
+  };
+  CHECK(reach({holds(0)}, 10) == 0);
+  CHECK(reach({holds(0), idle(holds(40, 5, 10))}, 40) == 15);
+  CHECK(reach({holds(0), holds(40, 5, 10)}, 40) == 0);
+  CHECK(reach({ranked(holds(0), 1), holds(40, 5, 10)}, 40) == 15);
+  CHECK(reach({holds(0), guarded(idle(holds(40, 20, 20)), 30)}, 40) == 10);
+  CHECK(reach({holds(0), guarded(idle(holds(20, 20)), 30)}, 40) == 0);
+  CHECK(reach({holds(0), idle(holds(40, 5, 10)), idle(holds(10, 10))}, 50) == 25);
+  CHECK(reach({holds(99, 50, 49)}, 99) == 0);
+}
+
+// -------------------------------------------------------------------------------- every case
+
+namespace {
+
+struct Drawn {
+  std::vector<Contender> all;
+  std::size_t asker;
+  std::uint64_t free_bytes, capacity_bytes;
+};
+
+Drawn draw(std::mt19937_64& dice) {
+  const auto pick = [&](std::initializer_list<std::uint64_t> of) {
+    return *(of.begin() + dice() % of.size());
+  };
+  Drawn drawn;
+  drawn.all.resize(1 + dice() % 6);
+  std::uint64_t granted = 0;
+  for (Contender& c : drawn.all) {
+    c.granted_bytes = dice() % 50;
+    c.parked_bytes = dice() % (c.granted_bytes + 1);
+    c.cached_bytes = dice() % (c.granted_bytes - c.parked_bytes + 1);
+    c.min_bytes = pick({0, 0, dice() % 60});
+    c.priority = static_cast<std::int64_t>(dice() % 3) - 1;
+    c.idle_ns = pick({0, kIdle - 1, kIdle, kLongIdle, dice() % kLongIdle});
+    c.ask_bytes = pick({0, dice() % 40});
+    c.ask_ns = pick({0, kRules.fair_cached_ns, kRules.fair_in_use_ns, dice() % 3'000'000'000});
+    c.wanted_bytes = pick({0, 0, dice() % 30});
+    c.wanted_ns = pick({0, kRules.patience_ns - 1, kRules.patience_ns, 1'000'000'000});
+    granted += c.granted_bytes;
+  }
+  drawn.asker = dice() % drawn.all.size();
+  drawn.all[drawn.asker].ask_bytes = 1 + dice() % 80;
+  drawn.free_bytes = pick({0, 0, dice() % 20});
+  drawn.capacity_bytes = granted + drawn.free_bytes + pick({0, dice() % 30});
+  return drawn;
+}
+
+bool is_slow(const Contender& c) {
+  return c.wanted_bytes > 0 && c.wanted_ns >= kRules.patience_ns;
+}
+
+bool is_busy(const Contender& c) {
+  return c.idle_ns < kRules.idle_ns || c.ask_bytes > 0;
+}
+
+std::uint64_t at_depth(const Contender& c, Depth depth) {
+  if (depth == Depth::kParked) return c.parked_bytes;
+  return depth == Depth::kCached ? c.parked_bytes + c.cached_bytes : c.granted_bytes;
+}
+
+}  // namespace
+
+TEST(reclaim_rules_hold_for_every_plan) {
+  std::mt19937_64 dice(20);
+  int empty = 0;
+  std::map<Depth, int> depths;
+  for (int round = 0; round < 200'000; ++round) {
+    const Drawn drawn = draw(dice);
+    const auto& [all, asker_index, free_bytes, capacity_bytes] = drawn;
+    const Contender& asker = all[asker_index];
+    const std::vector<Demand> plan =
+        plan_reclaim(all, asker_index, free_bytes, capacity_bytes, kRules);
+    empty += plan.empty() ? 1 : 0;
+
+    std::uint64_t sum = 0, by_fairness = 0;
+    std::vector<bool> seen(all.size(), false);
+    const std::uint64_t fair = fair_share_bytes(all, capacity_bytes, kRules);
+    bool good = true;
+    for (const Demand& demand : plan) {
+      good = good && CHECK(demand.contender < all.size());
+      const Contender& victim = all[demand.contender];
+      sum += demand.bytes;
+      ++depths[demand.depth];
+      good = good && CHECK(demand.bytes > 0);
+      good = good && CHECK(demand.contender != asker_index);
+      good = good && CHECK(!seen[demand.contender]);
+      seen[demand.contender] = true;
+      // Never below the guarantee, with all that it was asked for before.
+      good = good &&
+             CHECK(victim.granted_bytes >= victim.min_bytes + victim.wanted_bytes + demand.bytes);
+      good = good && CHECK(demand.bytes <= at_depth(victim, demand.depth));
+      good = good && CHECK(!is_slow(victim));
+
+      const bool below = asker.granted_bytes < asker.min_bytes;
+      if (below || victim.priority < asker.priority) continue;
+      if (!is_busy(victim)) {
+        good = good && CHECK(demand.depth <= Depth::kCached);
+        continue;
+      }
+      // Between busy ones only equals share, after a time, and down to the share.
+      good = good && CHECK(victim.priority == asker.priority);
+      good = good && CHECK(asker.ask_ns >= kRules.fair_cached_ns);
+      if (demand.depth == Depth::kInUse) {
+        good = good && CHECK(asker.ask_ns >= kRules.fair_in_use_ns);
+      }
+      good = good && CHECK(victim.granted_bytes - demand.bytes >= fair);
+      by_fairness += demand.bytes;
+    }
+    if (by_fairness > 0) good = good && CHECK(asker.granted_bytes + by_fairness <= fair);
+    good = good && CHECK(sum + free_bytes <= asker.ask_bytes || plan.empty());
+
+    // The same again for the same facts, and nothing of it depends on whom one asks first.
+    const std::vector<Demand> again =
+        plan_reclaim(all, asker_index, free_bytes, capacity_bytes, kRules);
+    good = good && CHECK(std::equal(plan.begin(), plan.end(), again.begin(), again.end(),
+                                    [](const Demand& a, const Demand& b) {
+                                      return a.contender == b.contender && a.bytes == b.bytes &&
+                                             a.depth == b.depth;
+                                    }));
+    if (!good) {
+      std::fprintf(stderr, "  in round %d\n", round);
+      return;
+    }
+  }
+  // The cases are of all kinds: checks of what never happens would prove nothing.
+  CHECK(empty > 1000 && empty < 190'000);
+  CHECK(depths[kParked] > 1000 && depths[kCached] > 1000 && depths[kInUse] > 1000);
+}
+
+TEST(reclaim_takes_all_that_it_may_before_it_comes_short) {
+  std::mt19937_64 dice(21);
+  int short_plans = 0;
+  for (int round = 0; round < 50'000; ++round) {
+    Drawn drawn = draw(dice);
+    Contender& asker = drawn.all[drawn.asker];
+    asker.min_bytes = 0;
+    asker.priority = 5;  // above all: it may take everything but guarantees
+    asker.wanted_bytes = 0;
+    std::uint64_t there = drawn.free_bytes, coming = 0;
+    for (std::size_t i = 0; i < drawn.all.size(); ++i) {
+      Contender& c = drawn.all[i];
+      if (i == drawn.asker) continue;
+      if (c.wanted_ns < kRules.patience_ns) coming += c.wanted_bytes;
+      const std::uint64_t kept = c.min_bytes + c.wanted_bytes;
+      if (!is_slow(c) && c.granted_bytes > kept) there += c.granted_bytes - kept;
+    }
+    std::uint64_t sum = drawn.free_bytes;
+    for (const Demand& demand :
+         plan_reclaim(drawn.all, drawn.asker, drawn.free_bytes, drawn.capacity_bytes, kRules)) {
+      sum += demand.bytes;
+    }
+    const std::uint64_t missing = asker.ask_bytes > coming ? asker.ask_bytes - coming : 0;
+    if (missing <= drawn.free_bytes) continue;
+    short_plans += there < missing ? 1 : 0;
+    if (!CHECK(sum == std::min(there, missing))) {
+      std::fprintf(stderr, "  in round %d\n", round);
+      return;
+    }
+  }
+  CHECK(short_plans > 1000);
+}
+
+/// Busy equals that take from each other by the rules come to rest, all at their fair shares.
+TEST(reclaim_comes_to_rest) {
+  std::mt19937_64 dice(22);
+  for (int round = 0; round < 500; ++round) {
+    const std::size_t count = 2 + dice() % 4;
+    const std::uint64_t capacity = count * 20;
+    std::vector<Contender> all(count);
+    for (std::uint64_t unit = 0; unit < capacity; ++unit) ++all[dice() % count].granted_bytes;
+    std::uint64_t moved = 0;
+    for (int step = 0; step < 100; ++step) {
+      const std::size_t asker = dice() % count;
+      for (Contender& c : all) c.ask_bytes = 0;
+      all[asker].ask_bytes = 1 + dice() % 30;
+      all[asker].ask_ns = kRules.fair_in_use_ns;
+      for (const Demand& demand : plan_reclaim(all, asker, 0, capacity, kRules)) {
+        all[demand.contender].granted_bytes -= demand.bytes;
+        all[asker].granted_bytes += demand.bytes;
+        moved += demand.bytes;
+      }
+    }
+    for (const Contender& c : all) CHECK(c.granted_bytes == 20);
+    CHECK(moved <= capacity);  // each byte moves once at most: no page goes to and fro
+  }
+}
+
+}  // namespace kvelastic
