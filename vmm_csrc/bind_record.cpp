@@ -187,12 +187,12 @@ nb::dict read_header(const PyRecord& record) {
 nb::dict wish_dict(const Wish& wish) {
   nb::dict out;
   out["revision"] = wish.revision;
-  const auto said = [&](std::uint32_t field, auto value) -> nb::object {
-    return (wish.fields & field) != 0 ? nb::object(nb::int_(value)) : nb::none();
+  const auto said = [](std::uint64_t revision, auto value) -> nb::object {
+    return revision != 0 ? nb::object(nb::int_(value)) : nb::none();
   };
-  out["limit_bytes"] = said(Wish::kHasLimit, wish.limit_bytes);
-  out["min_bytes"] = said(Wish::kHasMin, wish.min_bytes);
-  out["priority"] = said(Wish::kHasPriority, wish.priority);
+  out["limit_bytes"] = said(wish.limit_revision, wish.limit_bytes);
+  out["min_bytes"] = said(wish.min_revision, wish.min_bytes);
+  out["priority"] = said(wish.priority_revision, wish.priority);
   out["trim_requests"] = wish.trim_requests;
   out["writer_pid"] = wish.writer_pid;
   out["written_ns"] = wish.written_ns;

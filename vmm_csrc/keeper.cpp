@@ -70,8 +70,8 @@ bool Keeper::read_wish() {
   if (record_->wish_revision() == revision_) return true;
   const std::optional<Wish> wish = record_->read_wish();
   if (!wish) return false;
-  revision_ = wish->revision;
-  carry_out(*wish);
+  const std::uint64_t before = std::exchange(revision_, wish->revision);
+  carry_out(*wish, before);
   return true;
 }
 
@@ -100,26 +100,28 @@ void Keeper::serve_asks() {
 }
 
 /// Guarantee and priority, all or nothing. Without a ledger there is nobody to be guarded from.
-Status Keeper::change_standing(const Wish& wish) {
+Status Keeper::change_standing(const Wish& wish, std::uint64_t seen) {
   const std::shared_ptr<LedgerMember>& member = pool_->member();
-  if ((wish.fields & (Wish::kHasMin | Wish::kHasPriority)) == 0) return ok();
+  if (std::max(wish.min_revision, wish.priority_revision) <= seen) return ok();
   if (!member) return Error{Errc::kInvalidArgument, "this instance shares its device with nobody"};
-  if ((wish.fields & Wish::kHasMin) != 0) {
+  if (wish.min_revision > seen) {
     if (Status set = member->set_min(wish.min_bytes); !set) return set;
   }
-  if ((wish.fields & Wish::kHasPriority) != 0) member->set_priority(wish.priority);
+  if (wish.priority_revision > seen) member->set_priority(wish.priority);
   return ok();
 }
 
-void Keeper::carry_out(const Wish& wish) {
-  if (Status standing = change_standing(wish); !standing) {
+/// `seen` is the revision of the wish before: only what was wished for since then is done.
+void Keeper::carry_out(const Wish& wish, std::uint64_t seen) {
+  if (Status standing = change_standing(wish, seen); !standing) {
+    trims_done_ = wish.trim_requests;
     refuse(standing.error().message);
     return;
   }
   // Two answers where memory has to be given back: that the wish was seen, then that it holds. What
   // is to be trimmed is not called applied before it is.
-  const LimitState state = (wish.fields & Wish::kHasLimit) != 0 ? pool_->set_limit(wish.limit_bytes)
-                                                                : pool_->limit_state();
+  const LimitState state =
+      wish.limit_revision > seen ? pool_->set_limit(wish.limit_bytes) : pool_->limit_state();
   const bool trim = std::exchange(trims_done_, wish.trim_requests) != wish.trim_requests;
   if (!trim || state.over_bytes > 0) answer(state, {});
   if (trim) {

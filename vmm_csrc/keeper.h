@@ -55,8 +55,8 @@ class Keeper {
 
   void run();
   bool read_wish();
-  void carry_out(const Wish& wish);
-  Status change_standing(const Wish& wish);
+  void carry_out(const Wish& wish, std::uint64_t seen);
+  Status change_standing(const Wish& wish, std::uint64_t seen);
   void serve_asks();
   void pass_bells_on();
   void finish_shrinking();

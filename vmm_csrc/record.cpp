@@ -201,15 +201,15 @@ Wish WishWriter::next(const WishChange& change) const {
   wish.revision = __atomic_load_n(&layout_->wish.revision, __ATOMIC_ACQUIRE) + 1;
   if (change.limit_bytes) {
     wish.limit_bytes = *change.limit_bytes;
-    wish.fields |= Wish::kHasLimit;
+    wish.limit_revision = wish.revision;
   }
   if (change.min_bytes) {
     wish.min_bytes = *change.min_bytes;
-    wish.fields |= Wish::kHasMin;
+    wish.min_revision = wish.revision;
   }
   if (change.priority) {
     wish.priority = *change.priority;
-    wish.fields |= Wish::kHasPriority;
+    wish.priority_revision = wish.revision;
   }
   if (change.trim) wish.trim_requests += 1;
   wish.writer_pid = static_cast<std::uint64_t>(getpid());

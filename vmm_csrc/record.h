@@ -90,11 +90,9 @@ struct Wish {
   std::uint64_t trim_requests = 0;  ///< counts up: give back every parked page, once for each
   std::uint64_t writer_pid = 0;
   std::uint64_t written_ns = 0;
-  std::uint32_t fields = 0;  ///< which of the three say something (kHas...); the instance keeps its
-                             ///< own for the others
-  std::uint32_t reserved = 0;
-
-  static constexpr std::uint32_t kHasLimit = 1, kHasMin = 2, kHasPriority = 4;
+  /// The newest wish that said something of that field; 0: none has, the instance keeps its own.
+  /// A refused one must not be judged again when another field is wished for.
+  std::uint64_t limit_revision = 0, min_revision = 0, priority_revision = 0;
 };
 
 enum class AnswerState : std::uint32_t {
@@ -176,7 +174,7 @@ struct RecordLayout {
   Latch<Usage> usage;
   std::array<std::uint64_t, 8> reserved1;
   std::array<std::uint64_t, kCounterRoom> counters;
-  std::array<std::uint8_t, 1792> spare;
+  std::array<std::uint8_t, 1728> spare;
 };
 
 static_assert(std::is_standard_layout_v<RecordLayout>);
@@ -191,15 +189,15 @@ static_assert(offsetof(RecordHeader, engine) == 192);
 static_assert(offsetof(RecordHeader, device) == 224);
 static_assert(offsetof(RecordHeader, model) == 320);
 static_assert(sizeof(RecordHeader) == 640);
-static_assert(sizeof(Wish) == 64 && sizeof(Answer) == 192 && sizeof(Usage) == 192);
+static_assert(sizeof(Wish) == 80 && sizeof(Answer) == 192 && sizeof(Usage) == 192);
 static_assert(offsetof(RecordLayout, state) == 640);
 static_assert(offsetof(RecordLayout, bell) == 704);
 static_assert(offsetof(RecordLayout, answer_bell) == 768);
 static_assert(offsetof(RecordLayout, wish) == 832);
-static_assert(offsetof(RecordLayout, answer) == 1024);
-static_assert(offsetof(RecordLayout, usage) == 1536);
-static_assert(offsetof(RecordLayout, counters) == 2048);
-static_assert(offsetof(RecordLayout, spare) == 2304);
+static_assert(offsetof(RecordLayout, answer) == 1088);
+static_assert(offsetof(RecordLayout, usage) == 1600);
+static_assert(offsetof(RecordLayout, counters) == 2112);
+static_assert(offsetof(RecordLayout, spare) == 2368);
 static_assert(sizeof(RecordLayout) == kRecordBytes);
 
 // ------------------------------------------------------------------------------------- latches

@@ -178,7 +178,7 @@ TEST(record_wish_and_answer) {
   CHECK(owner->bell() != seen && owner->wait_bell(seen, 0));
   auto wish = owner->read_wish();
   REQUIRE(wish);
-  CHECK(wish->fields == Wish::kHasLimit && wish->limit_bytes == 0 && wish->revision == 1);
+  CHECK(wish->limit_revision == 1 && wish->limit_bytes == 0 && wish->revision == 1);
   CHECK(writer->write({.trim = true}) == 2);
   wish = owner->read_wish();
   REQUIRE(wish);
