@@ -1,0 +1,99 @@
+"""What is kept of a run: JSON with every sample, the tables as Markdown, the plot beside them."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+from benchmarks.harness import machine
+from benchmarks.vmm.driver_kinds import CUDA, SIMULATED, DriverKind
+from benchmarks.vmm.section import Section
+
+ROOT = Path(__file__).parents[2]
+FOLDER = Path(__file__).parent / "results"
+
+
+def facts(kind: DriverKind) -> dict[str, Any]:
+    """Machine, kernel, driver and date: what a figure is worth nothing without."""
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"],
+        check=False,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    return {
+        "driver": kind.name,
+        "driver_is": kind.what,
+        "simulated": kind.name == SIMULATED,
+        "machine": machine(),
+        "load_before": f"{os.getloadavg()[0]:.2f}",
+        "date": time.strftime("%Y-%m-%d %H:%M"),
+        "commit": commit.stdout.strip() or "unknown",
+    }
+
+
+def stem(kind: DriverKind) -> str:
+    """`<date>-<machine>-<driver>`; a GPU's name is in it, and so is that something is simulated."""
+    driver = kind.name if kind.name != CUDA else f"cuda {kind.what.partition(',')[0]}"
+    name = f"{time.strftime('%Y-%m-%d')}-{machine()['cpu']}-{driver}".lower()
+    return re.sub(r"[^a-z0-9]+", "-", name).strip("-")
+
+
+def write(
+    folder: Path,
+    kind: DriverKind,
+    told: dict[str, Any],
+    parts: dict[str, Any],
+    sections: list[Section],
+    skipped: dict[str, str],
+) -> Path:
+    """Writes the JSON and the Markdown file; returns the path that the plot goes to."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / stem(kind)
+    content = told | {"parts": parts, "skipped": skipped}
+    path.with_suffix(".json").write_text(json.dumps(_short(content), separators=(",", ":")) + "\n")
+    path.with_suffix(".md").write_text(_markdown(kind, told, sections, skipped, path.name))
+    return path.with_suffix(".png")
+
+
+def _markdown(
+    kind: DriverKind,
+    told: dict[str, Any],
+    sections: list[Section],
+    skipped: dict[str, str],
+    name: str,
+) -> str:
+    on = told["machine"]
+    lines = [
+        f"# Driver benchmark: {kind.label}",
+        "",
+        f"{told['date']}, commit {told['commit']}; {on['cpu']}, {on['cores']} cores,"
+        f" {on['memory']}, Linux {on['kernel']}, Python {on['python']};"
+        f" load before: {told['load_before']}.",
+        f"Driver: {kind.what}.",
+        "",
+    ]
+    if told["simulated"]:
+        lines += ["**Simulated: no figure on this page was measured on a GPU.**", ""]
+    lines += [f"![the figures]({name}.png)", ""]
+    lines += [section.markdown() for section in sections]
+    if skipped:
+        lines += ["## Skipped", "", *(f"- {part}: {why}" for part, why in skipped.items()), ""]
+    return "\n".join(lines)
+
+
+def _short(value: Any) -> Any:
+    """Samples with as many digits as a clock is good for: a tenth of the file's size."""
+    if isinstance(value, float):
+        return float(f"{value:.5g}")
+    if isinstance(value, dict):
+        return {name: _short(each) for name, each in value.items()}
+    if isinstance(value, list):
+        return [_short(each) for each in value]
+    return value
