@@ -78,7 +78,11 @@ _CLAIM_TRIES: Final = 100
 
 @dataclass(frozen=True)
 class Answer:
-    """What an instance says to a wish. `state`: applied, shrinking, refused, or none (not yet)."""
+    """What an instance says to a wish.
+
+    `state`: applied, shrinking, refused, none (not yet), or failed: the memory behind the instance
+    has failed, and it hands out no block any more.
+    """
 
     revision: int
     state: str

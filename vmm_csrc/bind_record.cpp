@@ -121,11 +121,12 @@ const char* state_name(std::optional<InstanceState> state) {
   return *state == InstanceState::kAlive ? "alive" : "closing";
 }
 
-constexpr std::array<std::pair<AnswerState, const char*>, 4> kAnswerStates{{
+constexpr std::array<std::pair<AnswerState, const char*>, 5> kAnswerStates{{
     {AnswerState::kNone, "none"},
     {AnswerState::kApplied, "applied"},
     {AnswerState::kShrinking, "shrinking"},
     {AnswerState::kRefused, "refused"},
+    {AnswerState::kFailed, "failed"},
 }};
 
 const char* answer_state_name(AnswerState state) {

@@ -56,6 +56,7 @@ void Keeper::run() {
     const std::uint32_t seen = record_->bell();
     const bool read = read_wish();
     device_is_shared_ = pool_->see_device();
+    if (pool_->failed() && !failure_told_) answer(pool_->limit_state(), {});
     serve_asks();
     finish_shrinking();
     const bool missing = pool_->pursue();
@@ -149,6 +150,11 @@ void Keeper::refuse(const std::string& reason) {
 
 void Keeper::answer(const LimitState& state, std::string reason,
                     std::optional<AnswerState> outcome) {
+  if (const std::optional<Error> failure = pool_->failure()) {
+    failure_told_ = true;
+    outcome = AnswerState::kFailed;
+    reason = failure->message;
+  }
   if (reason.empty() && state.effective_bytes > state.limit_bytes) {
     reason = "one page is always held, for the null block";
   }

@@ -73,6 +73,7 @@ class Keeper {
   std::uint64_t revision_ = 0;  // of the last wish seen
   std::uint64_t trims_done_ = 0;
   std::uint64_t answered_over_bytes_ = 0;
+  bool failure_told_ = false;
   std::uint64_t seen_activity_ = 0;
   bool shrink_again_ = false;  // the driver refused; nothing else may wake this thread for it
   Clock::time_point next_decay_ = Clock::time_point::max();

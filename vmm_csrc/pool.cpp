@@ -328,6 +328,11 @@ bool Pool::wait_for_grant(Lock& lock, std::uint64_t pages) {
   return false;
 }
 
+std::optional<Error> Pool::failure() const {
+  const Lock lock(mutex_);
+  return final_error_;
+}
+
 /// Everything that was asked for is there.
 void Pool::note_satisfied() {
   starved_pages_ = 0;
@@ -632,15 +637,17 @@ void Pool::changed() {
   if (record_) record_->publish_usage(usage);
   if (member_) {
     const bool active = std::exchange(published_activity_, activity()) != activity();
-    member_->publish(usage.in_use_bytes, usage.cached_bytes, usage.parked_bytes, usage.page_bytes,
-                     active);
+    // Cached is what others can have of it: a page with a block in use stays, whatever else it has.
+    member_->publish(usage.in_use_bytes, blocks_->evictable_pages() * usage.page_bytes,
+                     usage.parked_bytes, usage.page_bytes, active);
   }
   if (!wake_) return;
   const bool provision = provisioning_due();
   const bool answer = over_pages() != announced_over_;
   const bool decay = !decay_armed_ && something_to_decay();
   const bool pursue = starved_pages_ > 0 && !pursuit_called_;
-  if (!provision && !answer && !decay && !pursue) return;
+  const bool failure = final_error_ && !std::exchange(failure_announced_, true);
+  if (!provision && !answer && !decay && !pursue && !failure) return;
   pursuit_called_ = pursuit_called_ || pursue;
   provision_called_ = provision_called_ || provision;
   announced_over_ = over_pages();

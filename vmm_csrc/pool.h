@@ -172,6 +172,8 @@ class Pool {
   bool is_over_limit() const { return over_limit_.load(std::memory_order_relaxed); }
   /// Whether the backing has failed for good: no block is handed out any more. Lock-free.
   bool failed() const { return failed_.load(std::memory_order_relaxed); }
+  /// What alloc fails with since then; none: it has not.
+  std::optional<Error> failure() const;
 
   /// Unmaps at most `most` parked pages; answers how many. Waits for the session; blocks.
   Result<std::uint64_t> trim(std::uint64_t most = ~std::uint64_t{0});
@@ -271,6 +273,7 @@ class Pool {
   std::uint64_t demand_pages_ = 0;    // parked pages that allocs took since the last provision()
   std::uint64_t announced_over_ = 0;  // over_pages() when the keeper was last called for it
   bool provision_called_ = false;     // the keeper was called to provision and has not yet
+  bool failure_announced_ = false;    // the keeper was called for it
   bool decay_armed_ = false;          // the keeper's decay timer runs
   std::uint64_t squeezed_to_ = ~std::uint64_t{0};  // pages, while others ask for blocks in use
   Clock::time_point squeezed_until_{};

@@ -100,6 +100,7 @@ enum class AnswerState : std::uint32_t {
   kApplied = 1,    ///< the limit holds now
   kShrinking = 2,  ///< no page is added; over_bytes are still to be given back
   kRefused = 3,    ///< nothing changed; reason says why
+  kFailed = 4,     ///< the memory behind the instance has failed: it hands out no block any more
 };
 
 /// What the instance says to a wish; several answers may follow one another for one revision.

@@ -413,3 +413,22 @@ def test_a_forked_child_that_drops_a_keeper_leaves_its_parents_alone():
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
         assert one.answer(one.wish(2 * HUGE))["state"] == "applied"
         assert one.memory.read(block) == {4}
+
+
+def test_a_pool_that_has_failed_says_so_by_itself_and_to_every_wish() -> None:
+    with Instance() as instance:
+        ids = instance.pool.alloc(2 * B)
+        assert ids is not None
+        instance.looked()
+        before = instance.operator.record.read_answer()["revision"]
+        # Two creates and a map; then the second map fails, and so does undoing the first.
+        instance.memory.driver.arm(4, 1 << 40)
+        with pytest.raises(errors.PoolFailedError):
+            instance.pool.alloc(2 * B)
+        deadline = time.monotonic() + SOON_S
+        while instance.operator.record.read_answer()["state"] != "failed":
+            assert time.monotonic() < deadline, "nobody said that the pool has failed"
+        answer = instance.operator.record.read_answer()
+        assert answer["revision"] == before
+        assert "restart" in answer["reason"]
+        assert instance.answer(instance.wish(PAGES * HUGE))["state"] == "failed"
