@@ -6,7 +6,6 @@ what is not known is None.
 
 from __future__ import annotations
 
-import unicodedata
 from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any, TypedDict
 
@@ -22,10 +21,10 @@ class Row(TypedDict):
     """The same as `name`, as programs written for kvcached read it."""
     alive: bool
     state: str
-    """applied, shrinking, refused or pending (a wish not answered) while the instance lives; else
+    """applied, shrinking, refused, failed or pending (a wish not answered) while it lives; else
     closing, dead, elsewhere or unreadable."""
     reason: str
-    """Why the state is refused or unreadable; empty otherwise."""
+    """Why the state is refused, failed or unreadable; empty otherwise."""
     limit_bytes: int | None
     """The limit in force, as it was wished for."""
     effective_limit_bytes: int | None
@@ -40,6 +39,10 @@ class Row(TypedDict):
     parked_bytes: int | None
     over_bytes: int | None
     """Still to be given back to meet the limit."""
+    min_bytes: int | None
+    """The guarantee in force: nobody takes it below that."""
+    priority: int | None
+    """In force; higher keeps its memory longer."""
     capacity_bytes: int | None
     """Of the instance's device: what a percentage is taken of."""
     page_bytes: int | None
@@ -76,6 +79,8 @@ def row_of(info: SegmentInfo) -> Row:
         cached_bytes=usage.get("cached_bytes"),
         parked_bytes=usage.get("parked_bytes"),
         over_bytes=answer.get("over_bytes"),
+        min_bytes=answer.get("min_bytes"),
+        priority=answer.get("priority"),
         capacity_bytes=usage.get("capacity_bytes"),
         page_bytes=usage.get("page_bytes"),
         revision=wish.get("revision"),
@@ -128,4 +133,4 @@ def printable(text: str) -> str:
     """Text that another user may have chosen, without the characters that steer a terminal."""
     if text.isprintable():
         return text
-    return "".join("\ufffd" if unicodedata.category(c)[0] in "CZ" else c for c in text)
+    return "".join(c if c.isprintable() else "\ufffd" for c in text)

@@ -24,15 +24,33 @@ def show(rows: list[Row]) -> None:
     console.print(rich_table(rows, console.width, ascii_only=_is_ascii()))
 
 
-def watch(look: Callable[[], list[Row]], interval_s: float, count: int | None = None) -> None:
+def watch(
+    look: Callable[[], list[Row]],
+    interval_s: float,
+    count: int | None = None,
+    *,
+    as_json: bool = False,
+) -> None:
     """Show what `look` finds every `interval_s` seconds, `count` times or until Ctrl-C."""
     try:
-        if _is_terminal():
+        if as_json:
+            _watch_json(look, interval_s, count)
+        elif _is_terminal():
             _watch_terminal(look, interval_s, count)
         else:
             _watch_pipe(look, interval_s, count)
     except KeyboardInterrupt:
         pass  # the way to end it
+
+
+def _watch_json(look: Callable[[], list[Row]], interval_s: float, count: int | None) -> None:
+    import json
+
+    def once() -> None:
+        click.echo(json.dumps(look()))
+        sys.stdout.flush()
+
+    _repeat(once, interval_s, count)
 
 
 def _watch_pipe(look: Callable[[], list[Row]], interval_s: float, count: int | None) -> None:

@@ -25,10 +25,12 @@ _WIDTHS = {
     "In use": _SIZE_CELLS,
     "Cached": _SIZE_CELLS,
     "Parked": _SIZE_CELLS,
+    "Min": _SIZE_CELLS,
+    "Prio": len("-1000"),
     "Bar": _BAR_CELLS,
     "Model": 24,
 }
-# What a terminal too narrow for all shows first; Cached and Parked come and go together.
+# What a terminal too narrow for all shows first; what is in one row here comes and goes together.
 _BY_IMPORTANCE = (
     ("Limit",),
     ("Mapped",),
@@ -37,6 +39,7 @@ _BY_IMPORTANCE = (
     ("In use",),
     ("Bar",),
     ("Cached", "Parked"),
+    ("Min", "Prio"),
     ("Model",),
 )
 _EDGE_CELLS, _GAP_CELLS = 2, 3
@@ -45,6 +48,7 @@ _STATE_STYLES = {
     "shrinking": "yellow",
     "pending": "yellow",
     "refused": "red",
+    "failed": "red",
     "unreadable": "red",
     "dead": "red",
 }
@@ -67,6 +71,8 @@ def plain_table(rows: list[Row]) -> str:
             "IN_USE",
             "CACHED",
             "PARKED",
+            "MIN",
+            "PRIO",
             "PID",
             "MODEL",
         )
@@ -81,13 +87,15 @@ def plain_table(rows: list[Row]) -> str:
             _size(row["in_use_bytes"]),
             _size(row["cached_bytes"]),
             _size(row["parked_bytes"]),
+            _size(row["min_bytes"]),
+            _or_dash(row["priority"]),
             _or_dash(row["pid"]),
             printable(row["model"] or "-"),
         )
         for row in rows
     ]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    left = {0, 1, 9}
+    left = {0, 1, len(lines[0]) - 1}
     return "\n".join(
         "  ".join(
             cell.ljust(width) if index in left else cell.rjust(width)
@@ -127,6 +135,8 @@ def rich_table(rows: list[Row], width: int, *, ascii_only: bool = False) -> Tabl
             "In use": Text(_size(row["in_use_bytes"])),
             "Cached": Text(_size(row["cached_bytes"])),
             "Parked": Text(_size(row["parked_bytes"])),
+            "Min": Text(_size(row["min_bytes"])),
+            "Prio": Text(_or_dash(row["priority"])),
             "Bar": _bar(row, ascii_only),
             "Model": Text(printable(row["model"] or "-")),
         }

@@ -279,18 +279,12 @@ def _gpu(
     library: Nvml, index: int, driver_version: str | None, name_of: Callable[[int], str | None]
 ) -> list[DeviceFacts]:
     """The GPU, and then its MIG instances."""
+    try:
+        device = library.device(index)
+    except NvmlError as error:
+        unseen = DeviceFacts("gpu", None, index, driver_version=driver_version, problem=str(error))
+        return [unseen]
     asks = _Questions(library, index, name_of)
-    device = asks.ask("GPU", library.device, index)
-    if device is None:
-        return [
-            DeviceFacts(
-                kind="gpu",
-                name=None,
-                index=index,
-                driver_version=driver_version,
-                problem=asks.problem,
-            )
-        ]
     facts = asks.facts(device, "gpu", driver_version)
     # A GPU or a driver from before MIG is not split.
     not_split = (Status.NOT_SUPPORTED, Status.FUNCTION_NOT_FOUND)

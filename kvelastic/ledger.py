@@ -24,9 +24,15 @@ from pathlib import Path
 from typing import Any, Final
 
 from kvelastic import _vmm
-from kvelastic.errors import LedgerError, LedgerForeignError, SegmentBusyError, SegmentFormatError
-from kvelastic.ledger_facts import LedgerInfo, Member
+from kvelastic.errors import (
+    LedgerError,
+    LedgerForeignError,
+    PoolExhaustedError,
+    SegmentBusyError,
+    SegmentFormatError,
+)
 from kvelastic.lease import Liveness, ProcessIdentity, boot_id, pid_namespace
+from kvelastic.ledger_facts import LedgerInfo, Member
 from kvelastic.segment_dir import READ_FLAGS, SHM_DIR, WRITE_FLAGS, inode_of, locked, owner_of
 from kvelastic.sizes import format_size
 
@@ -102,25 +108,34 @@ def join(
         fd = _open_or_make(path, device, group, capacity_bytes)
         try:
             with _locked_file(fd, path):
-                if not _leads_to(path, fd):
-                    os.close(fd)
-                    continue  # its last member has just removed it
-                memory = _map(fd, path, mmap.PROT_READ | mmap.PROT_WRITE)
-                _vmm.ledger_reap(memory, pid_namespace())
-                member = _vmm.LedgerMember.join(
-                    memory,
-                    name=name,
-                    uuid=uuid,
-                    pid=me.pid,
-                    start_time_ticks=me.start_time_ticks,
-                    pid_namespace=me.pid_namespace,
-                    uid=me.uid,
-                    min_bytes=min_bytes,
-                    priority=priority,
-                )
+                found = _leads_to(path, fd)
+                if found:
+                    memory = _map(fd, path, mmap.PROT_READ | mmap.PROT_WRITE)
+                    _vmm.ledger_reap(memory, pid_namespace())
+                    try:
+                        member = _vmm.LedgerMember.join(
+                            memory,
+                            name=name,
+                            uuid=uuid,
+                            pid=me.pid,
+                            start_time_ticks=me.start_time_ticks,
+                            pid_namespace=me.pid_namespace,
+                            uid=me.uid,
+                            min_bytes=min_bytes,
+                            priority=priority,
+                        )
+                    except BaseException:
+                        _remove_if_empty(path, fd, memory)  # it may have been made just now
+                        raise
+        except PoolExhaustedError as error:
+            os.close(fd)
+            raise LedgerError(f"{path}: {error}; end an instance first") from error
         except BaseException:
             os.close(fd)
             raise
+        if not found:  # its last member has just removed it
+            os.close(fd)
+            continue
         if member.capacity_bytes != capacity_bytes:
             _log.warning(
                 "The device %s is shared with instances that count its capacity as %s, not %s;"

@@ -103,6 +103,7 @@ std::vector<Contender> contenders_of(nb::sequence sequence) {
     c.priority = nb::cast<std::int64_t>(item.attr("priority"));
     c.parked_bytes = nb::cast<std::uint64_t>(item.attr("parked_bytes"));
     c.cached_bytes = nb::cast<std::uint64_t>(item.attr("cached_bytes"));
+    c.page_bytes = nb::cast<std::uint64_t>(item.attr("page_bytes"));
     c.idle_ns = nb::cast<std::uint64_t>(item.attr("idle_ns"));
     c.ask_bytes = nb::cast<std::uint64_t>(item.attr("ask_bytes"));
     c.ask_ns = nb::cast<std::uint64_t>(item.attr("ask_ns"));

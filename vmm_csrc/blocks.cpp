@@ -382,7 +382,9 @@ void Blocks::unlist(PageIndex index) {
   if (const std::uint32_t open = free_in(page); open > 0 && !page.closed) {
     partial_.remove(index, open);
   }
-  if (page.used == 0) evictable_.remove(index, page.cached);
+  if (page.used > 0) return;
+  evictable_.remove(index, page.cached);
+  --evictable_pages_;
 }
 
 void Blocks::enlist(PageIndex index) {
@@ -397,7 +399,9 @@ void Blocks::enlist(PageIndex index) {
   if (const std::uint32_t open = free_in(page); open > 0 && !page.closed) {
     partial_.push_back(index, open);
   }
-  if (page.used == 0) evictable_.push_back(index, page.cached);
+  if (page.used > 0) return;
+  evictable_.push_back(index, page.cached);
+  ++evictable_pages_;
 }
 
 void Blocks::lru_append(Place at) {

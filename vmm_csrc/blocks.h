@@ -98,6 +98,8 @@ class Blocks {
   std::uint64_t parked_pages() const { return parked_.size() + drained_.size(); }
   std::uint64_t used_blocks() const { return used_blocks_; }
   std::uint64_t cached_blocks() const { return cached_blocks_; }
+  /// Pages with cached and no used blocks: eviction makes memory of these.
+  std::uint64_t evictable_pages() const { return evictable_pages_; }
   /// Cached blocks of which eviction makes free ones: not those of closed pages.
   std::uint64_t evictable_blocks() const { return cached_blocks_ - closed_cached_; }
   /// Blocks that alloc can give without another page.
@@ -170,6 +172,7 @@ class Blocks {
   std::uint32_t lru_newest_ = 0;
   Buckets partial_;    // mapped pages with free blocks that are not parked, by free blocks
   Buckets evictable_;  // pages with cached and no used blocks, by cached blocks
+  std::uint64_t evictable_pages_ = 0;
   std::vector<PageIndex> parked_;
   std::vector<PageIndex> drained_;  // parked and closed: to be unmapped, not to be used
   std::vector<PageIndex> closed_;   // pages that were closed; some may be unmapped since

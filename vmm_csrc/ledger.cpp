@@ -87,6 +87,7 @@ Contender contender_of(const LedgerSlot& slot, std::uint64_t now_ns, const Recla
   c.priority = slot.priority.load();
   c.parked_bytes = slot.parked_bytes.load(std::memory_order_relaxed);
   c.cached_bytes = slot.cached_bytes.load(std::memory_order_relaxed);
+  c.page_bytes = slot.page_bytes.load(std::memory_order_relaxed);
   c.idle_ns = less(now_ns, slot.active_ns.load(std::memory_order_relaxed));
   if (less(now_ns, slot.ask_seen_ns.load()) < rules.ask_lease_ns) {
     c.ask_bytes = slot.ask_bytes.load();
@@ -237,6 +238,7 @@ Result<std::unique_ptr<LedgerMember>> LedgerMember::join(std::span<std::byte> by
 }
 
 void LedgerMember::leave() {
+  const std::lock_guard lock(mutex_);  // a grant on its way would go to who has the slot next
   std::uint64_t life = life_;
   if (slot().life.compare_exchange_strong(life, life_ + 1)) wake_askers();
 }
@@ -273,7 +275,7 @@ std::uint64_t LedgerMember::grant(std::uint64_t pages, std::uint64_t page_bytes)
     slot().units.fetch_add(claim);
     for (;; ++look) {
       const Sums sums = add_up(claim);
-      const std::uint64_t capacity = less(capacity_bytes(), layout_->others_bytes.load());
+      const std::uint64_t capacity = usable_bytes();
       const std::uint64_t free = less(capacity / kGrantUnitBytes, sums.granted + sums.kept);
       if (free >= claim + sums.claimed()) {
         slot().units.fetch_add((claim << kGrantedShift) - claim);
@@ -301,8 +303,11 @@ std::uint64_t LedgerMember::grant(std::uint64_t pages, std::uint64_t page_bytes)
 }
 
 void LedgerMember::give_back(std::uint64_t pages, std::uint64_t page_bytes) {
-  if (pages == 0 || !is_member()) return;
-  slot().units.fetch_sub((pages * units_of(page_bytes)) << kGrantedShift);
+  {
+    const std::lock_guard lock(mutex_);
+    if (pages == 0 || !is_member()) return;
+    slot().units.fetch_sub((pages * units_of(page_bytes)) << kGrantedShift);
+  }
   wake_askers();
 }
 
@@ -315,9 +320,13 @@ void LedgerMember::wake_askers() const {
   }
 }
 
+std::uint64_t LedgerMember::usable_bytes() const {
+  return less(capacity_bytes(), layout_->others_bytes.load());
+}
+
 std::uint64_t LedgerMember::room(std::uint64_t page_bytes) const {
   const Sums sums = add_up(1);
-  const std::uint64_t capacity = less(capacity_bytes(), layout_->others_bytes.load());
+  const std::uint64_t capacity = usable_bytes();
   return less(capacity / kGrantUnitBytes, sums.granted + sums.claimed() + sums.kept) /
          units_of(page_bytes);
 }
@@ -338,15 +347,21 @@ void LedgerMember::see_device(std::uint64_t total_bytes, std::uint64_t free_byte
 
 Status LedgerMember::set_min(std::uint64_t min_bytes) {
   const std::lock_guard lock(mutex_);
+  if (!is_member()) return ok();
   const std::uint64_t before = slot().min_bytes.exchange(min_bytes);
   std::uint64_t sum_bytes = 0;
-  for (std::size_t i = 0; i < slots_used(*layout_); ++i) {
-    const LedgerSlot& other = layout_->slots[i];
-    if (i != index_ && is_alive(other.life.load())) sum_bytes += other.min_bytes.load();
-  }
-  if (min_bytes <= before ||
-      (min_bytes <= capacity_bytes() && sum_bytes <= capacity_bytes() - min_bytes)) {
-    return ok();
+  // The second look is without the dead, who guarantee nothing.
+  for (int look = 0; look < 2; ++look) {
+    if (look > 0 && reap_dead(*layout_, slot().identity.pid_namespace) == 0) break;
+    sum_bytes = 0;
+    for (std::size_t i = 0; i < slots_used(*layout_); ++i) {
+      const LedgerSlot& other = layout_->slots[i];
+      if (i != index_ && is_alive(other.life.load())) sum_bytes += other.min_bytes.load();
+    }
+    if (min_bytes <= before ||
+        (min_bytes <= capacity_bytes() && sum_bytes <= capacity_bytes() - min_bytes)) {
+      return ok();
+    }
   }
   slot().min_bytes = before;
   return Error{Errc::kGuarantee, "a guarantee of " + std::to_string(min_bytes) +
@@ -356,12 +371,14 @@ Status LedgerMember::set_min(std::uint64_t min_bytes) {
 }
 
 void LedgerMember::set_worker(std::uint32_t pid, std::uint64_t start_ticks) {
+  if (!is_member()) return;
   slot().worker_start_ticks = start_ticks;
   slot().worker_pid = pid;
 }
 
 void LedgerMember::publish(std::uint64_t in_use_bytes, std::uint64_t cached_bytes,
                            std::uint64_t parked_bytes, std::uint64_t page_bytes, bool active) {
+  if (!is_member()) return;
   LedgerSlot& mine = slot();
   mine.in_use_bytes.store(in_use_bytes, std::memory_order_relaxed);
   mine.cached_bytes.store(cached_bytes, std::memory_order_relaxed);
@@ -397,12 +414,19 @@ LedgerMember::Everybody LedgerMember::look_around(std::uint64_t now_ns) const {
 
 std::uint64_t LedgerMember::reach(std::uint64_t page_bytes) const {
   if (!is_member()) return 0;
-  const Everybody found = look_around(monotonic_ns());
+  const std::uint64_t now_ns = monotonic_ns();
+  // An engine that sees nothing available does not alloc, and so would never ask.
+  if (less(now_ns, reaped_ns_.load(std::memory_order_relaxed)) >= rules_.patience_ns) {
+    reaped_ns_.store(now_ns, std::memory_order_relaxed);
+    (void)reap_dead(*layout_, slot().identity.pid_namespace);
+  }
+  const Everybody found = look_around(now_ns);
   return room(page_bytes) +
-         reachable_bytes(found.all, found.self, capacity_bytes(), rules_) / page_bytes;
+         reachable_bytes(found.all, found.self, usable_bytes(), rules_) / page_bytes;
 }
 
 bool LedgerMember::ask(std::uint64_t bytes) {
+  if (!is_member()) return false;
   const std::uint64_t now_ns = monotonic_ns();
   LedgerSlot& mine = slot();
   const bool lapsed = less(now_ns, mine.ask_seen_ns.load()) >= rules_.ask_lease_ns;
@@ -414,17 +438,18 @@ bool LedgerMember::ask(std::uint64_t bytes) {
   if (!is_member()) return false;
   const auto [all, where, self, free_bytes] = look_around(now_ns);
   bool any = free_bytes >= bytes;
-  for (const Demand& demand : plan_reclaim(all, self, free_bytes, capacity_bytes(), rules_)) {
+  for (const Demand& demand : plan_reclaim(all, self, free_bytes, usable_bytes(), rules_)) {
     const auto [index, life] = where[demand.contender];
     LedgerSlot& victim = layout_->slots[index];
     if (victim.life.load() != life) continue;
-    victim.wanted_bytes.fetch_add(demand.bytes);
-    victim.wanted_at_ns = now_ns;
+    // The depth first: what is dealt with in between would leave the depth to the next request.
     std::uint32_t depth = victim.wanted_depth.load();
     while (depth < static_cast<std::uint32_t>(demand.depth) &&
            !victim.wanted_depth.compare_exchange_weak(depth,
                                                       static_cast<std::uint32_t>(demand.depth))) {
     }
+    victim.wanted_at_ns = now_ns;
+    victim.wanted_bytes.fetch_add(demand.bytes);
     ring_bell(victim.bell);
     any = true;
   }
@@ -434,7 +459,8 @@ bool LedgerMember::ask(std::uint64_t bytes) {
 }
 
 void LedgerMember::stop_asking() {
-  if (slot().ask_bytes.exchange(0) > 0) wake_askers();  // what was kept for this one is theirs
+  if (is_member() && slot().ask_bytes.exchange(0) > 0)
+    wake_askers();  // what was kept for this one is theirs
 }
 
 void LedgerMember::wait(std::uint32_t seen, std::chrono::nanoseconds timeout) const {
@@ -448,6 +474,7 @@ LedgerMember::Wanted LedgerMember::wanted() const {
 }
 
 void LedgerMember::handled(std::uint64_t bytes) {
+  if (!is_member()) return;
   LedgerSlot& mine = slot();
   mine.handled_bytes.fetch_add(bytes);
   if (mine.handled_bytes.load() >= mine.wanted_bytes.load()) mine.wanted_depth = 0;

@@ -206,11 +206,13 @@ class LedgerMember {
 
   /// kGuarantee: the guarantees of all members would be more than the device has; with the sums.
   Status set_min(std::uint64_t min_bytes);
-  void set_priority(std::int64_t priority) { slot().priority = priority; }
+  void set_priority(std::int64_t priority) {
+    if (is_member()) slot().priority = priority;
+  }
   std::uint64_t min_bytes() const { return slot().min_bytes; }
   std::int64_t priority() const { return slot().priority; }
   void set_limit(std::uint64_t bytes) {
-    slot().limit_bytes.store(bytes, std::memory_order_relaxed);
+    if (is_member()) slot().limit_bytes.store(bytes, std::memory_order_relaxed);
   }
 
   /// Names the process that maps this instance's pages: its grants stay until both are gone.
@@ -255,6 +257,8 @@ class LedgerMember {
   struct Everybody;
   Everybody look_around(std::uint64_t now_ns) const;
   LedgerSlot& slot() const { return layout_->slots[index_]; }
+  /// The capacity less what strangers hold.
+  std::uint64_t usable_bytes() const;
   bool is_member() const { return slot().life.load() == life_; }
   Sums add_up(std::uint64_t wanted_units) const;
   void wake_askers() const;
@@ -264,6 +268,7 @@ class LedgerMember {
   const std::uint64_t life_;
   const std::shared_ptr<void> keep_;
   const ReclaimRules rules_;
+  mutable std::atomic<std::uint64_t> reaped_ns_{0};  // when reach() last looked for the dead
   std::mutex mutex_;  // between threads of this process only: grants, guarantee; a leaf
 };
 

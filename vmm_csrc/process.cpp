@@ -31,10 +31,14 @@ Stat read_stat(pid_t pid) {
   // follows is field 3, the state.
   const char* at = std::strrchr(text.data(), ')');
   if (at == nullptr || at[1] != ' ') return {};
-  if (at[2] == 'Z' || at[2] == 'X') return {true, std::nullopt};
-  constexpr int kStartTimeField = 22;
+  const bool dead = at[2] == 'Z' || at[2] == 'X';
+  constexpr int kThreadsField = 20, kStartTimeField = 22;
   at += 2;
   for (int field = 3; field < kStartTimeField; ++field) {
+    // A thread group's leader can be a zombie while other threads of it go on.
+    if (field == kThreadsField && dead && std::strtoull(at, nullptr, 10) <= 1) {
+      return {true, std::nullopt};
+    }
     at = std::strchr(at, ' ');
     if (at == nullptr) return {};
     ++at;

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <array>
 #include <numeric>
+#include <optional>
 #include <tuple>
 
 namespace kvelastic {
@@ -20,24 +21,41 @@ bool is_busy(const Contender& c, const ReclaimRules& rules) {
   return c.idle_ns < rules.idle_ns || c.ask_bytes > 0;
 }
 
-/// How deep the asker may reach into `victim`'s memory, and how much of it stays out of reach.
+constexpr std::uint64_t kNoBound = ~std::uint64_t{0};
+
+/// How deep the asker may reach into `victim`'s memory, how much of it stays out of reach, and how
+/// much the asker may come to hold by it.
 struct Right {
   Depth depth;
   std::uint64_t kept_bytes;
-  bool any = true;
+  std::uint64_t holds_bytes = kNoBound;
 };
 
-Right right_over(const Contender& victim, const Contender& asker, std::uint64_t fair_bytes,
-                 const ReclaimRules& rules) {
-  if (is_below_guarantee(asker) || victim.priority < asker.priority) {
-    return {Depth::kInUse, victim.min_bytes};
-  }
-  if (!is_busy(victim, rules)) return {Depth::kCached, victim.min_bytes};
+/// By priority and idleness, and by fairness among equals.
+std::optional<Right> right_over(const Contender& victim, const Contender& asker,
+                                std::uint64_t fair_bytes, const ReclaimRules& rules) {
+  if (victim.priority < asker.priority) return Right{Depth::kInUse, victim.min_bytes};
+  if (!is_busy(victim, rules)) return Right{Depth::kCached, victim.min_bytes};
   // Only equals share: who has the higher priority keeps what it works with.
   const bool waited = asker.ask_ns >= rules.fair_cached_ns;
-  if (victim.priority > asker.priority || !waited) return {Depth::kParked, 0, false};
+  if (victim.priority > asker.priority || !waited) return std::nullopt;
   const Depth depth = asker.ask_ns >= rules.fair_in_use_ns ? Depth::kInUse : Depth::kCached;
-  return {depth, std::max(victim.min_bytes, fair_bytes)};
+  // Whole pages only: one that is given for a part of it would be asked back for the other part.
+  const std::uint64_t page_bytes = std::max<std::uint64_t>(victim.page_bytes, 1);
+  const std::uint64_t kept_bytes = std::max(victim.min_bytes, fair_bytes);
+  const std::uint64_t spare_bytes = above(victim.granted_bytes, kept_bytes);
+  return Right{depth, kept_bytes + spare_bytes % page_bytes, fair_bytes};
+}
+
+/// By the asker's guarantee: from all, until it has that.
+std::optional<Right> right_of_guarantee(const Contender& victim, const Contender& asker) {
+  if (!is_below_guarantee(asker)) return std::nullopt;
+  return Right{Depth::kInUse, victim.min_bytes, asker.min_bytes};
+}
+
+/// Asked lately, and has not answered: it is stopped, or busy with something else.
+bool is_slow(const Contender& c, const ReclaimRules& rules) {
+  return c.wanted_bytes > 0 && c.wanted_ns >= rules.patience_ns;
 }
 
 std::uint64_t bytes_at(const Contender& c, Depth rung) {
@@ -75,7 +93,8 @@ std::vector<Demand> plan_reclaim(std::span<const Contender> all, std::size_t ask
   const Contender& asker = all[asker_index];
   std::uint64_t missing = above(asker.ask_bytes, free_bytes);
   for (const Contender& other : all) {
-    if (other.wanted_ns < rules.patience_ns) missing = above(missing, other.wanted_bytes);
+    if (&other == &asker || is_slow(other, rules)) continue;
+    missing = above(missing, other.wanted_bytes);
   }
   if (missing == 0) return {};
 
@@ -87,24 +106,24 @@ std::vector<Demand> plan_reclaim(std::span<const Contender> all, std::size_t ask
   });
 
   const std::uint64_t fair_bytes = fair_share_bytes(all, capacity_bytes, rules);
-  // What the asker may gain from equals by fairness alone: up to its own share, no further.
-  std::uint64_t fair_gain_bytes = above(fair_bytes, asker.granted_bytes);
   std::vector<Demand> plan;
   std::vector<std::uint64_t> taken(all.size(), 0);
   for (const Depth rung : {Depth::kParked, Depth::kCached, Depth::kInUse}) {
     for (const std::size_t i : order) {
       const Contender& victim = all[i];
-      if (i == asker_index || missing == 0) continue;
-      const Right right = right_over(victim, asker, fair_bytes, rules);
-      if (!right.any || right.depth < rung) continue;
-      const bool by_fairness = right.kept_bytes > victim.min_bytes;
+      if (i == asker_index || missing == 0 || is_slow(victim, rules)) continue;
       // What it was asked for and has not given is as good as gone from its books.
-      const std::uint64_t spare =
-          above(victim.granted_bytes, right.kept_bytes + victim.wanted_bytes + taken[i]);
-      std::uint64_t bytes = std::min({missing, spare, bytes_at(victim, rung)});
-      if (by_fairness) bytes = std::min(bytes, fair_gain_bytes);
+      const std::uint64_t left = above(victim.granted_bytes, victim.wanted_bytes + taken[i]);
+      const std::uint64_t will_hold = asker.granted_bytes + asker.ask_bytes - missing;
+      std::uint64_t bytes = 0;
+      for (const auto& right :
+           {right_over(victim, asker, fair_bytes, rules), right_of_guarantee(victim, asker)}) {
+        if (!right || right->depth < rung) continue;
+        bytes = std::max(
+            bytes, std::min(above(left, right->kept_bytes), above(right->holds_bytes, will_hold)));
+      }
+      bytes = std::min({bytes, missing, bytes_at(victim, rung)});
       if (bytes == 0) continue;
-      if (by_fairness) fair_gain_bytes -= bytes;
       missing -= bytes;
       taken[i] += bytes;
       const auto known = std::find_if(plan.begin(), plan.end(),
@@ -126,10 +145,14 @@ std::uint64_t reachable_bytes(std::span<const Contender> all, std::size_t asker,
   std::uint64_t bytes = 0;
   for (std::size_t i = 0; i < all.size(); ++i) {
     if (i == asker) continue;
-    const Right right = right_over(all[i], all[asker], fair_bytes, rules);
-    if (!right.any) continue;
-    bytes += std::min(above(all[i].granted_bytes, right.kept_bytes),
-                      all[i].parked_bytes + all[i].cached_bytes);
+    std::uint64_t within = 0;
+    for (const auto& right : {right_over(all[i], all[asker], fair_bytes, rules),
+                              right_of_guarantee(all[i], all[asker])}) {
+      if (!right) continue;
+      within = std::max(within, std::min(above(all[i].granted_bytes, right->kept_bytes),
+                                         above(right->holds_bytes, all[asker].granted_bytes)));
+    }
+    bytes += std::min(within, all[i].parked_bytes + all[i].cached_bytes);
   }
   return bytes;
 }

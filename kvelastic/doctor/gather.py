@@ -10,6 +10,7 @@ import platform
 import resource
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Final
 
 from kvelastic.doctor.ask_gpus import ask_gpus
@@ -54,9 +55,9 @@ def gather_shm(root: Path) -> ShmFacts:
     try:
         state = os.statvfs(path)
         size_bytes, free_bytes = state.f_blocks * state.f_frsize, state.f_bavail * state.f_frsize
-        # A file without a name: nobody sees it, and it goes with its descriptor.
-        os.close(os.open(path, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600))
-        error = ""
+        # Without a name where the file system can, else it has one for a moment.
+        with TemporaryFile(dir=path):
+            error = ""
     except OSError as failure:
         error = failure.strerror or str(failure)
     return ShmFacts(

@@ -123,7 +123,8 @@ def main() -> None:
                 states = {"late": ["shrinking", "applied"], "shrink": ["shrinking"]}.get(
                     mode, ["refused"] if mode == "refuse" else ["applied"]
                 )
-                limit_bytes = limit_bytes if mode == "refuse" else wished
+                if mode != "refuse" and wished is not None:
+                    limit_bytes = wished
                 for state in states:
                     over_bytes = max(0, MAPPED_BYTES - limit_bytes) if state == "shrinking" else 0
                     mapped_bytes = MAPPED_BYTES if over_bytes else min(MAPPED_BYTES, limit_bytes)

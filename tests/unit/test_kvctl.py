@@ -6,6 +6,7 @@ import json
 import os
 import pty
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -21,6 +22,7 @@ from kvelastic.cli.rows import Row, printable, row_of
 from kvelastic.cli.tables import bar_cells, plain_table, rich_table
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "programs"))
+from ledger_instance import Instance
 from segment_owner import CAPACITY_BYTES, MAPPED_BYTES, Owner
 
 SHM = Path("/dev/shm")
@@ -75,6 +77,26 @@ def test_list_json_has_the_documented_keys(owner):
     assert len(entry["uuid"]) == 36
     assert entry["created"].endswith("Z")
     assert entry["counters"]["allocs"] == 0
+
+
+def test_guarantee_and_priority_are_those_of_the_answer(owner):
+    info = segment.inspect(owner.name)
+    info.answer.update(min_bytes=3 << 30, priority=-7)
+    info.wish.update(min_bytes=1, priority=1)  # a wish is not what is in force
+    entry = row_of(info)
+    assert (entry["min_bytes"], entry["priority"]) == (3 << 30, -7)
+    heading, line = plain_table([entry]).splitlines()
+    at = heading.split().index("MIN")
+    assert heading.split()[at : at + 2] == ["MIN", "PRIO"]
+    assert "3.00 GiB    -7" in line
+
+
+def test_guarantee_and_priority_are_shown_where_there_is_room(owner):
+    narrow, wide = (on_terminal(["list", owner.name], columns) for columns in (100, 220))
+    assert "Limit" in narrow
+    assert "Prio" not in narrow
+    assert "Min" in wide
+    assert "Prio" in wide
 
 
 def test_list_in_a_pipe_is_plain_text(owner):
@@ -281,6 +303,39 @@ def test_gc_says_what_it_removed(owner):
     assert owner.name not in kvctl("gc").stdout
 
 
+def test_gc_as_json(owner, name):
+    owner.kill()
+    damaged = f"{name}_damaged"
+    (SHM / damaged).write_bytes(b"KVELASTC" + (99).to_bytes(4, "little") + bytes(500))
+    try:
+        report = json.loads(kvctl("gc", "--json").stdout)
+    finally:
+        (SHM / damaged).unlink()
+    assert set(report) == {"removed", "places", "ledgers", "left"}
+    assert owner.name in report["removed"]
+    (left,) = (entry for entry in report["left"] if entry["name"] == damaged)
+    assert "version 99" in left["why"]
+
+
+def test_gc_frees_what_the_dead_had_of_a_device():
+    """Killed instances leave their places in the ledger; the last one leaves the file, too."""
+    device = {"KVELASTIC_HOST_MEMORY": "64M", "KVELASTIC_PAGE_PREALLOC_ENABLED": "false"}
+    group = f"gc-{random.randrange(1 << 40):x}"
+    device["KVELASTIC_LEDGER"] = group
+    with Instance(**device) as survivor, Instance(**device) as victim:
+        assert victim.alloc(8)
+        victim.kill()
+        said = kvctl("gc").stdout
+        assert f"Removed {victim.name}.\n" in said
+        assert re.search(rf"Freed \d+\.00 MiB of host, which {victim.name} had when it died", said)
+        report = json.loads(kvctl("gc", "--json").stdout)
+        assert victim.name not in [place["name"] for place in report["places"]]
+        survivor.kill()
+        report = json.loads(kvctl("gc", "--json").stdout)
+        assert [path for path in report["ledgers"] if group in path]
+        assert list(SHM.glob(f".kvelastic_ledger_{group}*")) == []
+
+
 # ----------------------------------------------------------------------------------------- watch
 
 
@@ -295,6 +350,18 @@ def test_watch_in_a_pipe_prints_a_table_an_interval(owner):
     assert result.stdout.count(owner.name) == 3
     assert "\x1b" not in result.stdout
     assert result.stderr == ""
+
+
+def test_watch_as_json_is_a_list_a_line(owner):
+    result = subprocess.run(
+        [KVCTL, "watch", "-n", "0.1", "--count", "2", "--json", owner.name],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    looks = [json.loads(line) for line in result.stdout.splitlines()]
+    assert [[entry["name"] for entry in look] for look in looks] == [[owner.name]] * 2
+    assert set(looks[0][0]) == set(Row.__annotations__)
 
 
 def test_watch_of_an_unknown_name_and_of_no_interval(owner):
@@ -355,8 +422,6 @@ def test_screens_fit_the_terminal(owner, columns, arguments):
     text = on_terminal(
         [*arguments, owner.name] if columns > 60 else arguments, columns, NO_COLOR="1"
     )
-    import re
-
     plain = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", text)
     lines = [line.rstrip() for line in plain.replace("\r", "\n").split("\n")]
     assert max(map(len, lines)) <= columns
@@ -380,9 +445,17 @@ def test_colours_and_their_absence(owner):
 def test_version_and_help():
     assert kvctl("version").stdout.startswith("kvctl ")
     assert kvctl("--version").stdout == kvctl("version").stdout
-    for verb in ("list", "limit", "limit-percent", "delete", "watch", "gc", "version"):
+    assert json.loads(kvctl("version", "--json").stdout)["version"] in kvctl("version").stdout
+    pages = (Path(__file__).parents[2] / "docs").glob("*.md")
+    documented = "".join(page.read_text() for page in pages)
+    assert {"list", "limit", "set", "trim", "stats", "explain", "gc", "shell"} <= set(main.commands)
+    for verb, command in main.commands.items():
         assert verb in kvctl("--help").stdout
         assert kvctl(verb, "--help").exit_code == 0
+        assert f"kvctl {verb}" in documented
+        options = [name for option in command.params for name in option.opts if name[:2] == "--"]
+        options = [option for option in options if option != "--version"]
+        assert [option for option in options if option not in documented] == []
 
 
 def test_it_runs_as_a_module(owner):
@@ -407,7 +480,9 @@ def test_names_are_completed(owner):
     assert f"plain,{owner.name}" in result.stdout
 
 
-@pytest.mark.parametrize("arguments", [["list", "--json"], ["--version"]])
+@pytest.mark.parametrize(
+    "arguments", [["list", "--json"], ["--version"], ["gc"], ["set", "no_such", "--min", "1"]]
+)
 def test_a_command_imports_nothing_heavy(arguments):
     program = (
         "import sys; from kvelastic.cli.kvctl import main\n"

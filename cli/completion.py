@@ -1,0 +1,26 @@
+"""`kvctl completion`: the script by which a shell completes kvctl's commands, options and names."""
+
+from __future__ import annotations
+
+import click
+
+
+@click.command("completion", short_help="Print the completion script of a shell.")
+@click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
+@click.pass_context
+def completion_command(ctx: click.Context, shell: str) -> None:
+    """Print the script that has a shell complete commands, options and instance names.
+
+    \b
+    bash:  eval "$(kvctl completion bash)"       in ~/.bashrc
+    zsh:   eval "$(kvctl completion zsh)"        in ~/.zshrc, after compinit
+    fish:  kvctl completion fish >~/.config/fish/completions/kvctl.fish
+    """
+    from click.shell_completion import get_completion_class
+
+    generator = get_completion_class(shell)
+    if generator is None:
+        raise click.UsageError(f"this version of click writes no script for {shell}.")
+    # The names are always kvctl's: the script is for the program, however this one was started.
+    script = generator(ctx.find_root().command, {}, "kvctl", "_KVCTL_COMPLETE").source()
+    click.echo(script.strip())

@@ -1,0 +1,87 @@
+"""kvctl doctor: what is wrong with this machine, and what to do about it."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import TYPE_CHECKING
+
+import click
+
+if TYPE_CHECKING:
+    from kvelastic.doctor import Finding
+
+_TITLES = {
+    "gpu": "GPU",
+    "host": "Host memory",
+    "limits": "Limits",
+    "shm": "Shared memory",
+    "segments": "Segments",
+    "permissions": "Permissions",
+    "config": "Configuration",
+    "engines": "Engines",
+    "python": "Python",
+}
+_COLOURS = {"ok": "green", "note": "cyan", "warning": "yellow", "problem": "red"}
+_STATE_CELLS = max(map(len, _COLOURS))
+
+
+@click.command("doctor", short_help="Check this machine, and say what to do.")
+@click.option("--json", "as_json", is_flag=True, help="Print an array of objects (docs/doctor.md).")
+def doctor_command(as_json: bool) -> None:
+    """Check this machine, and say what to do where something is wrong.
+
+    Looks at the GPUs and their driver, memory, limits, shared memory, the variables of kvelastic
+    and the engines that are installed. Changes nothing. Ends with 1 if there is a problem, with 0
+    if there are at most warnings.
+    """
+    from kvelastic.doctor import gather, judge
+
+    findings = judge(gather())
+    if as_json:
+        _print_json(findings)
+    else:
+        click.echo(report(findings, in_colour=_is_in_colour()), color=_is_in_colour())
+    if any(finding.state == "problem" for finding in findings):
+        sys.exit(1)
+
+
+def report(findings: list[Finding], *, in_colour: bool) -> str:
+    """The findings by topic: one line each, and under it what to do."""
+    from kvelastic.cli.rows import printable
+
+    lines: list[str] = []
+    width = max(len(finding.check) for finding in findings)
+    topics = dict.fromkeys(finding.topic for finding in findings)
+    for topic in topics:
+        title = _TITLES.get(topic, topic)
+        lines.append(click.style(title, bold=True) if in_colour else title)
+        for finding in findings:
+            if finding.topic != topic:
+                continue
+            state = finding.state.ljust(_STATE_CELLS)
+            if in_colour:
+                state = click.style(state, fg=_COLOURS[finding.state])
+            # Texts of others (a segment's name) must not steer the terminal.
+            lines.append(f"  {state}  {finding.check.ljust(width)}  {printable(finding.what)}")
+            if finding.do:
+                lines.append(f"  {'':{_STATE_CELLS}}  -> {printable(finding.do)}")
+        lines.append("")
+    counts = {state: sum(finding.state == state for finding in findings) for state in _COLOURS}
+    lines.append(", ".join(_count(state, counts[state]) for state in reversed(_COLOURS)))
+    return "\n".join(lines)
+
+
+def _count(state: str, count: int) -> str:
+    return f"{count} {state}{'' if count == 1 or state == 'ok' else 's'}"
+
+
+def _print_json(findings: list[Finding]) -> None:
+    import json
+    from dataclasses import asdict
+
+    click.echo(json.dumps([asdict(finding) for finding in findings], indent=2))
+
+
+def _is_in_colour() -> bool:
+    return sys.stdout.isatty() and not os.environ.get("NO_COLOR")

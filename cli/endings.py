@@ -1,0 +1,21 @@
+"""How a command ends: its exit codes, and a line on stderr where it did not do what was asked."""
+
+from __future__ import annotations
+
+import sys
+from typing import Final, NoReturn
+
+import click
+
+EXIT_FAILED: Final = 1
+"""No such segment, refused, or not possible."""
+EXIT_USAGE: Final = 2
+"""Wrong usage: nothing was changed."""
+EXIT_TIMED_OUT: Final = 3
+"""The time of --wait was over first."""
+
+
+def fail(message: str, code: int = EXIT_FAILED) -> NoReturn:
+    """End the command with `Error: message` on stderr and that exit code (raises SystemExit)."""
+    click.echo(f"Error: {message}", err=True)
+    sys.exit(code)

@@ -1,0 +1,221 @@
+"""What an explanation says of others: guarantee, priority, and who asks whom for memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Final
+
+from kvelastic.cli.explanation_facts import InstanceFacts, Line
+from kvelastic.sizes import format_size as _size
+
+if TYPE_CHECKING:
+    from kvelastic.ledger_facts import LedgerInfo, Member
+
+_NAMES_SHOWN: Final = 3
+
+
+def explain_ledger(facts: InstanceFacts, ledger: LedgerInfo | None) -> list[Line]:
+    """What there is to say of an instance and the others of its device."""
+    if ledger is None:
+        return [
+            *_guarantee(facts, held_bytes=facts.mapped_bytes, has_others=False),
+            Line("others", "It is in no ledger: nobody can ask it for memory, nor it anybody."),
+        ]
+    me = member_of(facts, ledger)
+    if me is None:
+        return [
+            Line(
+                "others",
+                f"The ledger of its device cannot be read ({ledger.problem or ledger.status}): who"
+                " asks it for memory is not known.",
+                "run kvctl as the user whose instances they are, in the same version"
+                if ledger.status == "foreign"
+                else "kvctl doctor",
+            )
+        ]
+    others = [member for member in ledger.members if member is not me]
+    living = [member for member in others if member.status != "dead"]
+    return [
+        *_guarantee(facts, held_bytes=me.granted_bytes, has_others=bool(living)),
+        *_priority(me, living),
+        *_device(ledger, living),
+        *_dead(others),
+        *_own_ask(me, living, ledger),
+        *_asked_of_it(me, living),
+    ]
+
+
+def member_of(facts: InstanceFacts, ledger: LedgerInfo | None) -> Member | None:
+    """The instance's own place in a ledger."""
+    members = () if ledger is None else ledger.members
+    return next((member for member in members if member.uuid == facts.uuid), None)
+
+
+def _guarantee(facts: InstanceFacts, *, held_bytes: int, has_others: bool) -> Iterable[Line]:
+    guarantee = _size(facts.min_bytes)
+    if facts.min_bytes > facts.limit_bytes:
+        yield Line(
+            "guarantee",
+            f"Its guarantee is {guarantee}, of which its limit of {_size(facts.limit_bytes)} lets"
+            " it use no more.",
+            f"kvctl set {facts.name} --limit SIZE, or a smaller --min",
+        )
+    elif facts.min_bytes > held_bytes:
+        yield Line(
+            "guarantee",
+            f"Its guarantee is {guarantee}: {_size(facts.min_bytes - held_bytes)} more are its"
+            " own as soon as it needs them, whoever holds them now.",
+        )
+    elif facts.min_bytes:
+        yield Line(
+            "guarantee",
+            f"Its guarantee is {guarantee}, which nobody takes from it; the other"
+            f" {_size(held_bytes - facts.min_bytes)} may be asked of it.",
+        )
+    elif has_others:
+        yield Line(
+            "guarantee",
+            "It has no guarantee: all that it holds may be asked of it.",
+            f"kvctl set {facts.name} --min SIZE, if that should not be",
+        )
+
+
+def _priority(me: Member, others: list[Member]) -> Iterable[Line]:
+    if not others:
+        return
+    higher = [other for other in others if other.priority > me.priority]
+    lower = [other for other in others if other.priority < me.priority]
+    parts = [f"Its priority is {me.priority}"]
+    if higher:
+        parts.append(f"{_names(higher)} above it")
+    if lower:
+        parts.append(f"{_names(lower)} below it")
+    if not higher and not lower:
+        parts.append("as that of all others here")
+    yield Line("priority", f"{', '.join(parts)}.")
+
+
+def _device(ledger: LedgerInfo, others: list[Member]) -> Iterable[Line]:
+    what = (
+        f"{_size(ledger.free_bytes)} of the device's {_size(ledger.capacity_bytes)} are free"
+        f"; {_count(len(others), 'other instance')}"
+        f" {'holds' if len(others) == 1 else 'hold'}"
+        f" {_size(sum(other.granted_bytes for other in others))}."
+    )
+    if not others:
+        what = (
+            f"{_size(ledger.free_bytes)} of the device's {_size(ledger.capacity_bytes)} are free,"
+            " and no other instance is on it."
+        )
+    yield Line("device", what)
+    if ledger.others_bytes:
+        yield Line(
+            "device",
+            f"{_size(ledger.others_bytes)} of it are held by programs that are no instances.",
+        )
+
+
+def _dead(others: list[Member]) -> Iterable[Line]:
+    for other in others:
+        if other.status == "dead" and other.granted_bytes:
+            yield Line(
+                "device",
+                f"{other.name} has ended and still counts for {_size(other.granted_bytes)}.",
+                "kvctl gc",
+            )
+
+
+def _own_ask(me: Member, others: list[Member], ledger: LedgerInfo) -> Iterable[Line]:
+    if not me.ask_bytes:
+        return
+    asks = f"It asks for {_size(me.ask_bytes)} more and has waited {me.ask_s:.1f} s"
+    if ledger.free_bytes >= me.ask_bytes:
+        rivals = [other for other in others if other.ask_bytes]
+        yield Line(
+            "asks",
+            f"{asks}; {_size(ledger.free_bytes)} are free, "
+            + (f"which {_names(rivals)} ask for, too." if rivals else "so it is about to get it."),
+            is_blocked=bool(rivals),
+        )
+        return
+    givers = [other for other in others if other.wanted_bytes]
+    if not givers:
+        above = sorted(
+            (other for other in others if other.granted_bytes > other.min_bytes),
+            key=lambda other: other.min_bytes - other.granted_bytes,
+        )
+        if above:
+            why = f"nobody has to give it any yet, though {_names(above)} could"
+            do = (
+                f"kvctl set {me.name} --priority {max(x.priority for x in above) + 1}, or a lower"
+                f" limit for {above[0].name}"
+            )
+        else:
+            why = "nobody holds more than is guaranteed to him"
+            do = "a smaller --min or a lower limit for another instance, or fewer instances"
+        yield Line("asks", f"{asks}: {why}.", do, is_blocked=True)
+        return
+    yield Line("asks", f"{asks}, for {_names(givers)} to give.", is_blocked=True)
+    for giver in givers:
+        yield Line("asks", f"{giver.name} {_giving(giver)}.", is_blocked=True)
+
+
+def _giving(giver: Member) -> str:
+    """What one who was asked does about it."""
+    wanted, spare_bytes = _size(giver.wanted_bytes), giver.parked_bytes + giver.cached_bytes
+    if giver.status == "elsewhere":
+        return f"was asked for {wanted}, and whether it lives cannot be seen here"
+    if spare_bytes >= giver.wanted_bytes:
+        return f"was asked for {wanted} and gives them out of what is parked and cached"
+    return (
+        f"was asked for {wanted}, of which {_spare(giver)} parked or cached; the rest is in use"
+        " until its requests end or are preempted"
+    )
+
+
+def _asked_of_it(me: Member, others: list[Member]) -> Iterable[Line]:
+    for other in others:
+        if other.ask_bytes:
+            yield Line(
+                "asked",
+                f"{other.name} (priority {other.priority}, holds {_size(other.granted_bytes)}) asks"
+                f" for {_size(other.ask_bytes)} and has waited {other.ask_s:.1f} s.",
+            )
+    if not me.wanted_bytes:
+        return
+    wanted, spare_bytes = _size(me.wanted_bytes), me.parked_bytes + me.cached_bytes
+    may_go_bytes = max(0, me.granted_bytes - me.min_bytes)
+    if may_go_bytes == 0:
+        yield Line(
+            "asked",
+            f"{wanted} were asked of it, and it gives none: it holds no more than its guarantee.",
+        )
+    elif spare_bytes >= me.wanted_bytes:
+        yield Line(
+            "asked", f"{wanted} were asked of it, and it gives parked pages and cached blocks back."
+        )
+    else:
+        yield Line(
+            "asked",
+            f"{wanted} were asked of it, of which {_spare(me)} parked or cached: the rest is in"
+            " use, so it hands out no blocks until requests end or are preempted.",
+            f"kvctl set {me.name} --min SIZE or a higher --priority, if it should keep its memory",
+            is_blocked=True,
+        )
+
+
+def _spare(member: Member) -> str:
+    spare_bytes = member.parked_bytes + member.cached_bytes
+    return f"{_size(spare_bytes)} are" if spare_bytes else "nothing is"
+
+
+def _names(members: list[Member]) -> str:
+    names = [member.name for member in members[:_NAMES_SHOWN]]
+    rest = len(members) - len(names)
+    if rest:
+        names.append(_count(rest, "other"))
+    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
+
+
+def _count(count: int, what: str) -> str:
+    return f"{count} {what}{'' if count == 1 else 's'}"

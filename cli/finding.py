@@ -1,0 +1,80 @@
+"""How commands find segments by name, and what they say of one that is not there.
+
+reaped = sweep()                  # every command that looks does it first
+info = readable("kvelastic_vLLM_4711", reaped)
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import click
+
+from kvelastic.cli.endings import fail
+from kvelastic.errors import SegmentNotFoundError
+
+if TYPE_CHECKING:
+    from kvelastic.cli.rows import Row
+    from kvelastic.segment import SegmentInfo
+
+
+def sweep(*, quiet: bool = False) -> list[str]:
+    """Remove what dead instances have left, say so on stderr, and return the names."""
+    from kvelastic.cli.rows import printable
+    from kvelastic.segment import reap
+
+    reaped = reap()
+    for name in reaped if not quiet else ():
+        click.echo(f"Removed {printable(name)}, whose instance has ended.", err=True)
+    return reaped
+
+
+def rows(names: tuple[str, ...]) -> list[Row]:
+    """The rows of all segments, or of those named.
+
+    Raises `SegmentNotFoundError` for names that are not there.
+    """
+    from kvelastic.cli.rows import row_of
+    from kvelastic.segment import list_segments
+
+    found = [row_of(info) for info in list_segments()]
+    if not names:
+        return found
+    by_name = {row["name"]: row for row in found}
+    missing = [name for name in names if name not in by_name]
+    if missing:
+        raise SegmentNotFoundError(f"no segment is called {', '.join(map(repr, missing))}")
+    return [by_name[name] for name in dict.fromkeys(names)]
+
+
+def readable(name: str, reaped: list[str]) -> SegmentInfo:
+    """One segment whose values can be read; `reaped` is what `sweep` has just removed.
+
+    Raises `SegmentNotFoundError`; `SegmentFormatError` if it is of another version or damaged.
+    """
+    from kvelastic.errors import SegmentFormatError
+    from kvelastic.segment import inspect
+
+    try:
+        info = inspect(name)
+    except SegmentNotFoundError:
+        explain_reaped(name, reaped)
+        raise
+    if info.status == "unreadable":
+        raise SegmentFormatError(info.problem)
+    return info
+
+
+def explain_reaped(name: str, reaped: list[str]) -> None:
+    """End the command if the name was there until `sweep` removed it."""
+    if name in reaped:
+        fail(f"the instance of {name!r} has ended; its segment was removed just now.")
+
+
+def known_names() -> str:
+    """A sentence with the names that there are."""
+    from kvelastic.cli.rows import printable
+    from kvelastic.segment import list_segments
+
+    names = [printable(info.name) for info in list_segments()]
+    return f"Known names: {', '.join(names)}." if names else "There are no segments."

@@ -1,0 +1,100 @@
+"""kvtop itself: takes what happens, asks `keys` and `model` what it means, and draws the view.
+
+run(names=(), interval_s=1.0)       # until q, Ctrl-C or SIGTERM
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Final
+
+from kvelastic.cli.kvtop import keys
+from kvelastic.cli.kvtop.looking import Outside, Told
+from kvelastic.cli.kvtop.model import Model
+from kvelastic.cli.kvtop.scene import Scene
+from kvelastic.cli.kvtop.terminal import Terminal
+from kvelastic.cli.kvtop.view import screen
+
+_IDLE_S: Final = 3600.0
+"""Between two wake-ups for nothing: looks, keys and signals all end a wait."""
+
+
+def run(names: Sequence[str], interval_s: float) -> None:
+    """Show the screen until the user ends it. Raises `TerminalError` if there is no terminal."""
+    with Terminal.opened() as terminal:
+        outside = Outside(names=names, interval_s=interval_s, wake=terminal.wake)
+        outside.start()
+        App(terminal, outside).run()
+
+
+class App:
+    """The loop. All that is on the screen is `_scene` and `_ui`, and only this thread has them."""
+
+    def __init__(self, terminal: Terminal, outside: Outside) -> None:
+        self._terminal = terminal
+        self._outside = outside
+        self._model = Model()
+        self._scene: Scene | None = None
+        self._ui = keys.Ui()
+        self._is_over = False
+
+    def run(self) -> None:
+        """Until the user, or a signal, ends it."""
+        while not self._is_over:
+            for event in self._terminal.wait(_IDLE_S):
+                self._take(event)
+                if self._is_over:
+                    return
+            self._draw()
+
+    def _take(self, event: str) -> None:
+        kind, _, key = event.partition(":")
+        if kind == "end":
+            self._is_over = True
+        elif kind == "wake":
+            for news in self._outside.news():
+                if isinstance(news, Scene):
+                    self._take_scene(news)
+                else:
+                    self._take_answer(news)
+        elif kind == "key":
+            instances = self._scene.instances if self._scene else ()
+            self._ui, effects = keys.press(self._ui, key, instances)
+            for effect in effects:
+                self._carry_out(effect)
+
+    def _take_scene(self, scene: Scene) -> None:
+        self._scene = self._model.add(scene)
+        self._ui = keys.found(self._ui, self._scene.instances)
+        if self._model.ended and not self._ui.message:
+            have = "has" if len(self._model.ended) == 1 else "have"
+            self._ui = keys.told(self._ui, f"{', '.join(self._model.ended)} {have} ended", "warn")
+
+    def _take_answer(self, told: Told) -> None:
+        self._ui = keys.told(self._ui, told.message, told.mood)
+
+    def _carry_out(self, effect: keys.Effect) -> None:
+        if isinstance(effect, keys.Quit):
+            self._is_over = True
+        elif isinstance(effect, keys.Look):
+            self._outside.look_soon()
+        else:
+            self._outside.ask(effect)
+
+    def _draw(self) -> None:
+        columns, lines = self._terminal.size
+        ui = self._ui
+        if self._scene is None and not ui.message:
+            ui = replace(ui, message="looking for instances")
+        self._terminal.draw(
+            screen(
+                self._scene or Scene(at_s=0.0),
+                ui,
+                width=columns,
+                height=lines,
+                glyphs=self._terminal.glyphs,
+                clock=time.strftime("%H:%M:%S"),
+            )
+        )

@@ -1,0 +1,82 @@
+"""Bars of memory and sparklines, as styled text of an exact width.
+
+device_bar(device, 40, UNICODE); instance_bar(instance, 12, ASCII); sparkline((1, 5, 3), 8, ASCII)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+from kvelastic.cli.kvtop.scene import Device, Instance
+from kvelastic.cli.kvtop.text import Glyphs, Line, Span, Style
+
+
+def device_bar(device: Device, width: int, glyphs: Glyphs) -> Line:
+    """In use, cached, parked, slack, others and free, of the device's capacity."""
+    return _bar(
+        [
+            (device.in_use_bytes, glyphs.in_use, "in_use"),
+            (device.cached_bytes, glyphs.cached, "cached"),
+            (device.parked_bytes, glyphs.parked, "parked"),
+            (device.slack_bytes, glyphs.slack, "slack"),
+            (device.others_bytes, glyphs.others, "others"),
+        ],
+        device.capacity_bytes,
+        width,
+        glyphs.free,
+    )
+
+
+def instance_bar(instance: Instance, width: int, glyphs: Glyphs) -> Line:
+    """In use, cached, parked and slack, of the instance's limit."""
+    return _bar(
+        [
+            (instance.in_use_bytes or 0, glyphs.in_use, "in_use"),
+            (instance.cached_bytes or 0, glyphs.cached, "cached"),
+            (instance.parked_bytes or 0, glyphs.parked, "parked"),
+            (instance.slack_bytes, glyphs.slack, "slack"),
+        ],
+        instance.limit_bytes or 0,
+        width,
+        glyphs.free,
+    )
+
+
+def shares(amounts: Sequence[int], whole: int, width: int) -> list[int]:
+    """How many of `width` cells each amount gets of `whole`, which is at least their sum.
+
+    Rounded at each end, so that the parts add up; the least bit of something gets a cell while
+    there is one.
+    """
+    whole = max(whole, sum(amounts))
+    ends, total = [0], 0
+    for amount in amounts:
+        total += amount
+        end = round(width * total / whole) if whole else 0
+        ends.append(min(width, max(end, ends[-1] + (1 if amount else 0))))
+    return [after - before for before, after in pairwise(ends)]
+
+
+def _bar(parts: list[tuple[int, str, Style]], whole: int, width: int, free: str) -> Line:
+    if width <= 0:
+        return []
+    counts = shares([amount for amount, _, _ in parts], whole, width)
+    bar = [
+        Span(glyph * count, style)
+        for count, (_, glyph, style) in zip(counts, parts, strict=True)
+        if count
+    ]
+    left = width - sum(counts)
+    return [*bar, Span(free * left, "free")] if left else bar
+
+
+def sparkline(amounts: Sequence[int], width: int, glyphs: Glyphs) -> str:
+    """The newest `width` amounts, from 0 to the largest of them; spaces where there are fewer."""
+    shown = amounts[-width:] if width > 0 else ()
+    highest, top = max(shown, default=0), len(glyphs.levels) - 1
+    # Only 0 is at the bottom: something is told from nothing, however small it is.
+    levels = [
+        glyphs.levels[max(1, round(top * amount / highest)) if amount else 0] for amount in shown
+    ]
+    return " " * (width - len(levels)) + "".join(levels)

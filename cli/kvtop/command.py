@@ -1,0 +1,84 @@
+"""The command line of kvtop, which is also `kvctl kvtop`."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import click
+
+from kvelastic import __version__
+from kvelastic.cli.arguments import NameType, SecondsType
+from kvelastic.cli.endings import fail
+from kvelastic.errors import KvelasticError
+
+_PIPE_COLUMNS = 120
+_USUAL_INTERVAL_S = 1.0
+
+
+class KvtopCommand(click.Command):
+    """Turns the errors of kvelastic into a line on stderr, as kvctl does."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run it."""
+        try:
+            return super().invoke(ctx)
+        except KvelasticError as error:
+            fail(f"{error}.")
+
+
+@click.command(
+    "kvtop",
+    cls=KvtopCommand,
+    short_help="Watch devices and instances, and change limits by keys.",
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+@click.argument("names", metavar="[NAME]...", nargs=-1, type=NameType())
+@click.option(
+    "-n",
+    "--interval",
+    "--refresh",
+    "interval_s",
+    type=SecondsType(0.1),
+    metavar="SECONDS",
+    help=f"Time between two looks.  [default: {_USUAL_INTERVAL_S:g}]",
+)
+@click.option("--once", is_flag=True, help="Print one plain screen and end.")
+@click.version_option(__version__, message="kvtop %(version)s")
+def kvtop_command(names: tuple[str, ...], interval_s: float | None, once: bool) -> None:
+    """Watch the devices and instances of this machine on one screen.
+
+    Keys select an instance and change its limit, guarantee or priority; ? shows them all. With
+    NAMEs only those instances and their devices are shown.
+
+    --once prints to stdout, for pipes. Rates need two looks: --interval says how far apart.
+    """
+    if once:
+        click.echo(_once(names, interval_s))
+        return
+    from kvelastic.cli.kvtop.app import run
+
+    run(names, interval_s or _USUAL_INTERVAL_S)
+
+
+def _once(names: tuple[str, ...], interval_s: float | None) -> str:
+    import shutil
+    import time
+
+    from kvelastic.cli.kvtop.looking import look
+    from kvelastic.cli.kvtop.model import Model
+    from kvelastic.cli.kvtop.text import ASCII, UNICODE, has_blocks
+    from kvelastic.cli.kvtop.view import plain_screen
+
+    model = Model()
+    scene = model.add(look(names))
+    if interval_s is not None:
+        time.sleep(interval_s)
+        scene = model.add(look(names))
+    glyphs = UNICODE if has_blocks(sys.stdout.encoding or "ascii") else ASCII
+    return plain_screen(scene, shutil.get_terminal_size((_PIPE_COLUMNS, 24)).columns, glyphs)
+
+
+def main() -> None:
+    """Run kvtop as a program."""
+    kvtop_command(prog_name="kvtop")

@@ -1,0 +1,124 @@
+"""Looks at segments and ledgers, and wishes, on threads of their own: no key ever waits for them.
+
+outside = Outside(names=(), interval_s=1.0, wake=terminal.wake)
+outside.start(); outside.look_soon(); outside.ask(ask)
+for news in outside.news(): ...          # a Scene, or a Told
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from kvelastic.cli.kvtop.answers import answer_line
+from kvelastic.cli.kvtop.keys import Ask, Mood
+from kvelastic.cli.kvtop.scene import Scene, scene_of
+from kvelastic.errors import KvelasticError
+
+if TYPE_CHECKING:
+    from kvelastic.ledger_facts import LedgerInfo
+
+ANSWER_WAIT_S: Final = 1.0
+"""How long an answer is awaited before it is said that there is none yet."""
+
+
+@dataclass(frozen=True)
+class Told:
+    """What came of a wish."""
+
+    message: str
+    mood: Mood
+
+
+def look(names: Sequence[str] = ()) -> Scene:
+    """Find everything once. Segments of dead instances are removed first."""
+    from kvelastic.segment import list_segments, reap
+
+    reap()
+    return scene_of(list_segments(), _ledgers(), time.monotonic(), names)
+
+
+def wish(ask: Ask) -> Told:
+    """Wish what is asked, and say what came of it; an error is an answer too."""
+    from kvelastic import segment
+
+    try:
+        answer = segment.wish(
+            ask.name,
+            limit_bytes=ask.value if ask.setting == "limit" else None,
+            min_bytes=ask.value if ask.setting == "min" else None,
+            priority=ask.value if ask.setting == "priority" else None,
+            wait_s=ANSWER_WAIT_S,
+        )
+    except KvelasticError as error:
+        return Told(f"{ask.label}: {error}", "bad")
+    return Told(*answer_line(ask, answer))
+
+
+class Outside:
+    """Two threads: one looks every `interval_s`, one carries out wishes in their order."""
+
+    def __init__(
+        self, *, names: Sequence[str], interval_s: float, wake: Callable[[], None]
+    ) -> None:
+        self._names = names
+        self._interval_s = interval_s
+        self._wake = wake
+        self._look_now = threading.Event()
+        self._asks: queue.SimpleQueue[Ask] = queue.SimpleQueue()
+        self._news: queue.SimpleQueue[Scene | Told] = queue.SimpleQueue()
+
+    def start(self) -> None:
+        """Begin with a look. The threads end with the process: nothing waits for them."""
+        for work in (self._look_again_and_again, self._wish_one_after_another):
+            threading.Thread(target=work, daemon=True, name=f"kvtop{work.__name__}").start()
+
+    def look_soon(self) -> None:
+        """Do not wait for the rest of the interval."""
+        self._look_now.set()
+
+    def ask(self, ask: Ask) -> None:
+        """Carry out a wish; `news` will tell the answer."""
+        self._asks.put(ask)
+
+    def news(self) -> list[Scene | Told]:
+        """What has come since the last call; never waits."""
+        found: list[Scene | Told] = []
+        with suppress(queue.Empty):
+            while True:
+                found.append(self._news.get_nowait())
+        return found
+
+    def _look_again_and_again(self) -> None:
+        while True:
+            self._look_now.clear()
+            begun_s = time.monotonic()
+            self._tell(look(self._names))
+            self._look_now.wait(max(0.0, begun_s + self._interval_s - time.monotonic()))
+
+    def _wish_one_after_another(self) -> None:
+        while True:
+            ask = self._asks.get()
+            self._tell(wish(ask))
+            self.look_soon()  # the answer has changed what is on the screen
+
+    def _tell(self, news: Scene | Told) -> None:
+        self._news.put(news)
+        self._wake()
+
+
+def _ledgers() -> list[LedgerInfo]:
+    """All ledgers; none where they cannot be asked: the instances say enough to go on."""
+    try:
+        from kvelastic.ledger import list_ledgers
+    except ImportError:
+        return []
+    try:
+        return list_ledgers()
+    except (KvelasticError, OSError):
+        return []

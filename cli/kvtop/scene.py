@@ -1,0 +1,210 @@
+"""What kvtop shows, as plain values: instances and devices as they were found at one moment.
+
+    scene = scene_of(list_segments(), list_ledgers(), at_s=time.monotonic())
+
+Devices come from their ledgers. One without a readable ledger is what its instances say of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from kvelastic.cli.rows import printable, row_of
+
+if TYPE_CHECKING:
+    from kvelastic.ledger_facts import LedgerInfo
+    from kvelastic.segment import SegmentInfo
+
+_DEFAULT_GROUP = "default"
+
+
+@dataclass(frozen=True)
+class Instance:
+    """One instance. What is not known is None; texts hold nothing that steers a terminal."""
+
+    key: str
+    """Tells it from an earlier one of the same name."""
+    name: str
+    """Of its segment, as commands take it; it may hold anything that a file name may."""
+    label: str
+    """The same, to be shown."""
+    state: str = "applied"
+    """As in `kvctl list`."""
+    reason: str = ""
+    device: str = ""
+    engine: str = ""
+    model: str = ""
+    pid: int | None = None
+    limit_bytes: int | None = None
+    min_bytes: int | None = None
+    priority: int | None = None
+    capacity_bytes: int | None = None
+    mapped_bytes: int | None = None
+    in_use_bytes: int | None = None
+    cached_bytes: int | None = None
+    parked_bytes: int | None = None
+    over_bytes: int | None = None
+    """Still to be given back to meet the limit."""
+    pages_in: int | None = None
+    """Mapped since its start; `pages_out` were unmapped."""
+    pages_out: int | None = None
+    blocks_evicted: int | None = None
+    # What only a comparison with earlier looks can tell, filled in by the model:
+    pages_in_per_s: float | None = None
+    pages_out_per_s: float | None = None
+    evicted_per_s: float | None = None
+    history_bytes: tuple[int, ...] = ()
+    """Mapped at the latest looks, the newest last."""
+
+    @property
+    def slack_bytes(self) -> int:
+        """Mapped, and neither in use, cached nor parked: free blocks of pages in use, padding."""
+        parts = (self.in_use_bytes or 0) + (self.cached_bytes or 0) + (self.parked_bytes or 0)
+        return max(0, (self.mapped_bytes or 0) - parts)
+
+
+@dataclass(frozen=True)
+class Device:
+    """One device, or that part of it that a group of instances shares."""
+
+    name: str
+    """`host` or a GPU's UUID, with the group where that is not the default."""
+    capacity_bytes: int = 0
+    in_use_bytes: int = 0
+    cached_bytes: int = 0
+    parked_bytes: int = 0
+    slack_bytes: int = 0
+    """Held, and none of the three."""
+    others_bytes: int = 0
+    """Held by those who are no instances."""
+    free_bytes: int = 0
+    guaranteed_bytes: int = 0
+    asked_bytes: int = 0
+    """What instances wait for."""
+    has_ledger: bool = False
+    problem: str = ""
+    """Why nothing is known of it; empty where that is not so."""
+
+    @property
+    def held_bytes(self) -> int:
+        """What the instances hold."""
+        return self.in_use_bytes + self.cached_bytes + self.parked_bytes + self.slack_bytes
+
+
+@dataclass(frozen=True)
+class Scene:
+    """All that was found at one moment."""
+
+    at_s: float
+    """Of CLOCK_MONOTONIC."""
+    devices: tuple[Device, ...] = ()
+    instances: tuple[Instance, ...] = ()
+
+
+def scene_of(
+    segments: Iterable[SegmentInfo],
+    ledgers: Iterable[LedgerInfo],
+    at_s: float,
+    names: Sequence[str] = (),
+) -> Scene:
+    """Make the scene of what was found; with `names`, of those instances and their devices."""
+    found = [instance_of(info) for info in segments]
+    if not names:
+        return Scene(at_s, tuple(_devices(found, list(ledgers))), tuple(found))
+    instances = tuple(one for one in found if one.name in names)
+    chosen = _ledgers_of(instances, list(ledgers))
+    there = [one for one in found if one.device in {named.device for named in instances}]
+    return Scene(at_s, tuple(_devices(there, chosen)), instances)
+
+
+def _ledgers_of(instances: Sequence[Instance], ledgers: list[LedgerInfo]) -> list[LedgerInfo]:
+    """Those that the instances are members of, not another group's on the same device."""
+    names = {one.name for one in instances}
+    return [ledger for ledger in ledgers if any(member.name in names for member in ledger.members)]
+
+
+def instance_of(info: SegmentInfo) -> Instance:
+    """Make an instance of its segment."""
+    row = row_of(info)
+    counters = info.counters
+    return Instance(
+        key=row["uuid"] or row["name"],
+        name=row["name"],
+        label=printable(row["name"]),
+        state=row["state"],
+        reason=printable(row["reason"]),
+        device=printable(row["device"] or ""),
+        engine=printable(row["engine"] or ""),
+        model=printable(row["model"] or ""),
+        pid=row["pid"],
+        limit_bytes=row["limit_bytes"],
+        min_bytes=info.answer.get("min_bytes"),
+        priority=info.answer.get("priority"),
+        capacity_bytes=row["capacity_bytes"],
+        mapped_bytes=row["mapped_bytes"],
+        in_use_bytes=row["in_use_bytes"],
+        cached_bytes=row["cached_bytes"],
+        parked_bytes=row["parked_bytes"],
+        over_bytes=row["over_bytes"],
+        pages_in=counters.get("pages_mapped"),
+        pages_out=counters.get("pages_unmapped"),
+        blocks_evicted=counters.get("blocks_evicted"),
+    )
+
+
+def _devices(instances: list[Instance], ledgers: list[LedgerInfo]) -> list[Device]:
+    """Each ledger is a device, and so is what only instances know; unknown ones come last."""
+    readable = [ledger for ledger in ledgers if ledger.status == "readable"]
+    found = [_from_ledger(ledger) for ledger in readable]
+    found += [
+        Device(printable(ledger.device), problem=printable(ledger.problem) or ledger.status)
+        for ledger in ledgers
+        if ledger.status != "readable"
+    ]
+    known = {printable(ledger.device) for ledger in readable}
+    by_device: dict[str, list[Instance]] = {}
+    for instance in instances:
+        # A dead instance's memory is back with the device, whatever its segment still says.
+        if instance.device not in {"", *known} and instance.state != "dead":
+            by_device.setdefault(instance.device, []).append(instance)
+    found += [_from_instances(name, there) for name, there in by_device.items()]
+    return sorted(found, key=lambda device: (device.problem != "", device.name))
+
+
+def _from_ledger(ledger: LedgerInfo) -> Device:
+    name = printable(ledger.device)
+    if ledger.group not in {"", _DEFAULT_GROUP}:
+        name = f"{name} ({printable(ledger.group)})"
+    in_use_bytes = sum(member.in_use_bytes for member in ledger.members)
+    cached_bytes = sum(member.cached_bytes for member in ledger.members)
+    parked_bytes = sum(member.parked_bytes for member in ledger.members)
+    return Device(
+        name=name,
+        capacity_bytes=ledger.capacity_bytes,
+        in_use_bytes=in_use_bytes,
+        cached_bytes=cached_bytes,
+        parked_bytes=parked_bytes,
+        slack_bytes=max(0, ledger.granted_bytes - in_use_bytes - cached_bytes - parked_bytes),
+        others_bytes=ledger.others_bytes,
+        free_bytes=ledger.free_bytes,
+        guaranteed_bytes=ledger.guaranteed_bytes,
+        asked_bytes=ledger.asked_bytes,
+        has_ledger=True,
+    )
+
+
+def _from_instances(name: str, there: list[Instance]) -> Device:
+    capacity_bytes = max(one.capacity_bytes or 0 for one in there)
+    held_bytes = sum(one.mapped_bytes or 0 for one in there)
+    return Device(
+        name=name,
+        capacity_bytes=capacity_bytes,
+        in_use_bytes=sum(one.in_use_bytes or 0 for one in there),
+        cached_bytes=sum(one.cached_bytes or 0 for one in there),
+        parked_bytes=sum(one.parked_bytes or 0 for one in there),
+        slack_bytes=sum(one.slack_bytes for one in there),
+        free_bytes=max(0, capacity_bytes - held_bytes),
+        guaranteed_bytes=sum(one.min_bytes or 0 for one in there),
+    )

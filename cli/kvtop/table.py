@@ -1,0 +1,159 @@
+"""The table of instances: which columns a screen has room for, and a line for each instance."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Final, NamedTuple
+
+from kvelastic.cli.kvtop.bars import instance_bar, sparkline
+from kvelastic.cli.kvtop.scene import Instance
+from kvelastic.cli.kvtop.short import short_count, short_rate, short_size
+from kvelastic.cli.kvtop.text import Glyphs, Line, Span, Style, cells, cut, fit
+
+_LEAST_NAME_CELLS: Final = 8
+_USUAL_NAME_CELLS: Final = 20
+"""Enough for `kvelastic_vLLM_12345`; longer names get what is left over."""
+_GAP: Final = " "
+
+_STATE_STYLES: Final[dict[str, Style]] = {
+    "applied": "good",
+    "shrinking": "warn",
+    "pending": "warn",
+    "refused": "bad",
+    "failed": "bad",
+    "unreadable": "bad",
+    "dead": "bad",
+}
+
+
+class _Column(NamedTuple):
+    title: str
+    order: str
+    """What one sorts by for it; empty: nothing."""
+    width: int
+    most: int
+    """As wide as it may grow where there is room."""
+    rank: int
+    """What a narrow screen keeps: lowest first."""
+    draw: Callable[[Instance, int, Glyphs], Line]
+    is_left: bool = False
+
+
+def _number(text: Callable[[Instance], str]) -> Callable[[Instance, int, Glyphs], Line]:
+    return lambda one, width, _: [Span(text(one).rjust(width))]
+
+
+def _state(one: Instance, width: int, _: Glyphs) -> Line:
+    return [Span(fit(one.state, width), _STATE_STYLES.get(one.state, "plain"))]
+
+
+def _trend(one: Instance, width: int, glyphs: Glyphs) -> Line:
+    return [Span(sparkline(one.history_bytes, width, glyphs), "trend")]
+
+
+def _model(one: Instance, width: int, glyphs: Glyphs) -> Line:
+    return [Span(fit(one.model or "-", width, glyphs.mark))]
+
+
+# In the order in which they stand.
+_COLUMNS: Final = (
+    _Column("STATE", "state", 9, 9, 3, _state, True),
+    _Column("PRIO", "prio", 5, 5, 11, _number(lambda one: short_count(one.priority))),
+    _Column("MIN", "min", 5, 5, 5, _number(lambda one: short_size(one.min_bytes))),
+    _Column("LIMIT", "limit", 6, 6, 2, _number(lambda one: short_size(one.limit_bytes))),
+    _Column("MAPPED", "mapped", 7, 7, 1, _number(lambda one: short_size(one.mapped_bytes))),
+    _Column("IN USE", "in use", 7, 7, 9, _number(lambda one: short_size(one.in_use_bytes))),
+    _Column("OF LIMIT", "", 8, 32, 4, instance_bar, True),
+    _Column("IN/S", "in/s", 5, 5, 6, _number(lambda one: short_rate(one.pages_in_per_s))),
+    _Column("OUT/S", "out/s", 6, 6, 7, _number(lambda one: short_rate(one.pages_out_per_s))),
+    _Column("EVICT/S", "evict/s", 8, 8, 10, _number(lambda one: short_rate(one.evicted_per_s))),
+    _Column("TREND", "", 6, 60, 8, _trend, True),
+    _Column("MODEL", "", 16, 40, 12, _model, True),
+)
+
+
+class Table:
+    """The columns for a screen of `width` cells, laid out for these instances.
+
+    A long name is cut off to make room for columns, unless `whole_names`.
+    """
+
+    def __init__(
+        self,
+        instances: Sequence[Instance],
+        width: int,
+        glyphs: Glyphs,
+        *,
+        whole_names: bool = False,
+    ) -> None:
+        longest = max((cells(one.label) for one in instances), default=0)
+        longest = max(longest, len("NAME") + 1)
+        self._width = width
+        self._glyphs = glyphs
+        usual = max(_LEAST_NAME_CELLS, min(_USUAL_NAME_CELLS, width // 4))
+        usual = longest if whole_names else usual
+        self._name = min(longest, usual, width)
+        self._columns = self._that_fit()
+        self._widths = [column.width for column in self._columns]
+        self._grow(longest)
+
+    def heading(self, order: str, *, is_reversed: bool) -> Line:
+        """The line above; the column that is sorted by has an arrow."""
+        line = [self._title("NAME", "name", self._name, True, order, is_reversed)]
+        for column, width in zip(self._columns, self._widths, strict=True):
+            line.append(Span(_GAP, "heading"))
+            line.append(
+                self._title(column.title, column.order, width, column.is_left, order, is_reversed)
+            )
+        return cut(line, self._width)
+
+    def row(self, one: Instance, *, is_selected: bool) -> Line:
+        """The line of one instance."""
+        line = [Span(fit(one.label, self._name, self._glyphs.mark), "strong")]
+        for column, width in zip(self._columns, self._widths, strict=True):
+            line.append(Span(_GAP))
+            line += column.draw(one, width, self._glyphs)
+        line = cut(line, self._width)
+        if not is_selected:
+            return line
+        used = sum(cells(span.text) for span in line)
+        line.append(Span(" " * (self._width - used)))
+        return [span._replace(is_selected=True) for span in line if span.text]
+
+    def _that_fit(self) -> list[_Column]:
+        left = self._width - self._name
+        chosen: list[_Column] = []
+        for column in sorted(_COLUMNS, key=lambda each: each.rank):
+            need = column.width + len(_GAP)
+            if need > left:
+                break
+            left -= need
+            chosen.append(column)
+        return [column for column in _COLUMNS if column in chosen]
+
+    def _grow(self, longest_name: int) -> None:
+        """Give the room that is left to the name, then to the bar, the trend and the model."""
+        left = self._width - self._name - sum(width + len(_GAP) for width in self._widths)
+        more = max(0, min(left, longest_name - self._name))
+        self._name += more
+        left -= more
+        growing = [at for at, column in enumerate(self._columns) if column.most > column.width]
+        while left > 0 and growing:
+            for at in growing:
+                if left > 0:
+                    self._widths[at] += 1
+                    left -= 1
+            growing = [at for at in growing if self._widths[at] < self._columns[at].most]
+
+    def _title(
+        self, title: str, of: str, width: int, is_left: bool, order: str, is_reversed: bool
+    ) -> Span:
+        if of != order:
+            return Span(title.ljust(width) if is_left else title.rjust(width), "heading")
+        # Names and states begin with the least, numbers with the largest.
+        is_rising = (order in {"name", "state"}) != is_reversed
+        arrow = self._glyphs.up if is_rising else self._glyphs.down
+        # Outside of the title, which stays where it was; every column has room for it.
+        if is_left:
+            return Span(fit(title + arrow, width), "title")
+        return Span((arrow + title).rjust(width), "title")

@@ -1,0 +1,227 @@
+"""The screen as lines of styled text: pure, and right for every size down to one cell.
+
+lines = screen(scene, ui, width=80, height=24, glyphs=UNICODE, clock="12:30:01")
+len(lines) == 24; every line is at most 80 cells wide
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from kvelastic.cli.kvtop.detail import DETAIL_LINES, detail_lines
+from kvelastic.cli.kvtop.devices import device_lines
+from kvelastic.cli.kvtop.help_page import help_lines
+from kvelastic.cli.kvtop.keys import Ui, selected_at, shown, value_of, value_text
+from kvelastic.cli.kvtop.scene import Instance, Scene
+from kvelastic.cli.kvtop.table import Table
+from kvelastic.cli.kvtop.text import (
+    ASCII,
+    Glyphs,
+    Line,
+    Span,
+    Style,
+    cells,
+    cut,
+    line_cells,
+    spread,
+    to_ascii,
+    wrap,
+)
+
+NOTHING: Final = "No instances of kvelastic run here."
+_MOST_FOOTER_LINES: Final = 3
+_HINTS: Final = "j/k select  l limit  m min  p priority  s sort  / filter  ? help  q quit"
+_HINTS_SHORT: Final = "? help  q quit"
+
+
+def screen(
+    scene: Scene, ui: Ui, *, width: int, height: int, glyphs: Glyphs, clock: str
+) -> list[Line]:
+    """Exactly `height` lines of at most `width` cells each."""
+    if width <= 0 or height <= 0:
+        return []
+    if ui.mode == "help":
+        lines = _help(ui, width, height, glyphs)
+    else:
+        footer = _footer(ui, width, min(_MOST_FOOTER_LINES, height), glyphs)
+        if height <= len(footer) and ui.mode == "list" and not ui.message:
+            footer = []  # one line: an instance says more than the hints
+        body = _body(scene, ui, width, height - len(footer), glyphs, clock)
+        lines = [*body, *footer]
+    return [to_ascii(line) for line in lines] if glyphs is ASCII else lines
+
+
+def plain_screen(scene: Scene, width: int, glyphs: Glyphs) -> str:
+    """Devices and all instances as text for a pipe: `width` cells wide, and as long as needed."""
+    lines = device_lines(scene.devices, width, 2 * len(scene.devices), glyphs, detailed=True)
+    rows = shown(Ui(), scene.instances)
+    if lines:
+        lines.append([])
+    if rows:
+        table = Table(rows, width, glyphs, whole_names=True)
+        lines.append(table.heading("", is_reversed=False))
+        lines += [table.row(one, is_selected=False) for one in rows]
+    else:
+        lines.append(cut([Span(NOTHING)], width))
+    if glyphs is ASCII:
+        lines = [to_ascii(line) for line in lines]
+    return "\n".join("".join(span.text for span in line).rstrip() for line in lines)
+
+
+# ---------------------------------------------------------------------------- what goes where
+
+
+@dataclass
+class _Plan:
+    """How many lines each part gets of those above the footer."""
+
+    rows: int = 1
+    heading: int = 0
+    title: int = 0
+    devices: int = 0
+    detail: int = 0
+    is_detailed: bool = False
+    gaps: int = 0
+
+
+def _plan(height: int, devices: int, amounts: int, rows: int) -> _Plan:
+    """Give out the lines: first a bit of everything, by importance, then all of it."""
+    plan = _Plan()
+    left = height - plan.rows
+    if left > 0:
+        plan.heading, left = 1, left - 1
+    if left > 0:
+        plan.title, left = 1, left - 1
+    if left > 0 and devices:
+        plan.devices = min(devices, max(1, height // 3))
+        left -= plan.devices
+    more = min(left, max(0, rows - plan.rows))
+    plan.rows += more
+    left -= more
+    if rows and left > DETAIL_LINES:
+        plan.detail, left = DETAIL_LINES, left - DETAIL_LINES - 1
+    if amounts and plan.devices == devices and left >= amounts:
+        plan.is_detailed, left = True, left - amounts
+        plan.devices += amounts
+    plan.gaps = min(2, left)
+    plan.rows += left - plan.gaps
+    return plan
+
+
+def _body(scene: Scene, ui: Ui, width: int, height: int, glyphs: Glyphs, clock: str) -> list[Line]:
+    if height <= 0:
+        return []
+    rows = shown(ui, scene.instances)
+    amounts = sum(not device.problem for device in scene.devices)
+    plan = _plan(height, len(scene.devices), amounts, len(rows))
+    lines: list[Line] = []
+    if plan.title:
+        lines.append(_title(ui, len(rows), len(scene.instances), width, clock))
+    if plan.gaps > 1:
+        lines.append([])
+    if plan.devices:
+        lines += device_lines(scene.devices, width, plan.devices, glyphs, detailed=plan.is_detailed)
+    if plan.gaps > 0:
+        lines.append([])
+    lines += _table(rows, ui, width, plan, glyphs, len(scene.instances))
+    end = height - (plan.detail + 1 if plan.detail else 0)
+    lines += [[] for _ in range(end - len(lines))]
+    if plan.detail:
+        lines.append([])
+        lines += detail_lines(rows[selected_at(ui, rows)], width, glyphs)
+    return lines[:height]
+
+
+def _title(ui: Ui, count: int, of: int, width: int, clock: str) -> Line:
+    instances = "1 instance" if of == 1 else f"{of} instances"
+    left = f" kvtop  {count} of {instances}" if ui.filter_text else f" kvtop  {instances}"
+    direction = ", reversed" if ui.is_reversed else ""
+    left += f"  by {ui.order}{direction}"
+    if ui.filter_text:
+        left += f"  /{ui.filter_text}"
+    line = spread([Span(left, "title")], [Span(f"{clock} ", "title")], width)
+    line.append(Span(" " * (width - line_cells(line)), "title"))
+    return [span._replace(style="title") for span in line if span.text]
+
+
+def _table(
+    rows: Sequence[Instance], ui: Ui, width: int, plan: _Plan, glyphs: Glyphs, of: int
+) -> list[Line]:
+    if not rows:
+        text = f"None of {of} has /{ui.filter_text}; Esc shows all." if of else NOTHING
+        return [cut([Span(text, "dim")], width)]
+    table = Table(rows, width, glyphs)
+    lines = [table.heading(ui.order, is_reversed=ui.is_reversed)] if plan.heading else []
+    at = selected_at(ui, rows)
+    first = max(0, min(at - plan.rows // 2, len(rows) - plan.rows))
+    for place, one in enumerate(rows[first : first + plan.rows], first):
+        lines.append(table.row(one, is_selected=place == at))
+    return lines
+
+
+# --------------------------------------------------------------------------- the last lines, help
+
+
+_MOOD_STYLES: Final[dict[str, Style]] = {
+    "plain": "plain",
+    "good": "good",
+    "warn": "warn",
+    "bad": "bad",
+}
+
+
+def _footer(ui: Ui, width: int, most_lines: int, glyphs: Glyphs) -> list[Line]:
+    if ui.mode == "filter":
+        return [_prompt("Show only: ", ui.filter_text, width)]
+    if ui.mode == "entry" and ui.target is not None:
+        now = value_text(ui.setting, value_of(ui.setting, ui.target))
+        prompt = _prompt(f"New {ui.setting} of {ui.target.label} ({now}): ", ui.typed, width)
+        if most_lines < 2:
+            return [prompt]
+        forms = "a whole number" if ui.setting == "priority" else "512M, 1.5GiB, 80%"
+        hint = ui.problem or f"{forms}; Enter goes on, Esc leaves"
+        style: Style = "bad" if ui.problem else "dim"
+        room = most_lines - 1
+        return [*_wrapped(hint, style, width, room, glyphs), prompt]
+    if ui.mode == "confirm" and ui.target is not None:
+        return _question(ui, ui.target, width, most_lines, glyphs)
+    if ui.message:
+        return _wrapped(ui.message, _MOOD_STYLES[ui.mood], width, most_lines, glyphs)
+    hints = _HINTS if len(_HINTS) <= width else _HINTS_SHORT
+    return [cut([Span(hints, "dim")], width)]
+
+
+def _question(ui: Ui, target: Instance, width: int, most: int, glyphs: Glyphs) -> list[Line]:
+    before = value_text(ui.setting, value_of(ui.setting, target))
+    after = value_text(ui.setting, ui.value)
+    text = f"Set {ui.setting} of {target.label} from {before} to {after}? y = yes, n = no"
+    if len(wrap(text, width, most + 1)) > most:
+        text = f"{ui.setting} {after}? y/n"
+    return _wrapped(text, "strong", width, most, glyphs)
+
+
+def _wrapped(text: str, style: Style, width: int, most: int, glyphs: Glyphs) -> list[Line]:
+    return [[Span(line, style)] for line in wrap(text, width, most, glyphs.mark)]
+
+
+def _prompt(question: str, typed: str, width: int) -> Line:
+    """A line that is typed in: on a narrow screen its end, for that is where one types."""
+    answer = f"{typed}_"
+    while cells(answer) > width:
+        answer = answer[1:]
+    room = width - cells(answer)
+    return [*cut([Span(question, "strong")], room), Span(answer)]
+
+
+def _help(ui: Ui, width: int, height: int, glyphs: Glyphs) -> list[Line]:
+    text = help_lines(glyphs)
+    room = max(1, height - 1)
+    first = min(ui.help_from, len(text) - 1) if len(text) > room else 0
+    lines = [cut(line, width) for line in text[first : first + room]]
+    lines += [[] for _ in range(room - len(lines))]
+    if height > 1:
+        more = "j/k: more  " if len(text) > room else ""
+        lines.append(cut([Span(f"{more}q: back", "dim")], width))
+    return lines

@@ -1,0 +1,122 @@
+"""`kvctl metrics`: what instances and ledgers say, for Prometheus; printed once, or served."""
+
+from __future__ import annotations
+
+import ipaddress
+import signal
+from typing import TYPE_CHECKING, NamedTuple
+
+import click
+
+from kvelastic.cli.endings import fail
+
+if TYPE_CHECKING:
+    from kvelastic.ledger_facts import LedgerInfo
+    from kvelastic.metrics import KvelasticCollector
+    from kvelastic.segment import SegmentInfo
+
+_LOOPBACK = "127.0.0.1"
+
+
+class Address(NamedTuple):
+    """Where to listen."""
+
+    host: str
+    port: int
+    """0: any that is free."""
+
+    @property
+    def is_loopback(self) -> bool:
+        """Whether only this machine can reach it; False where that is not certain."""
+        if self.host == "localhost":
+            return True
+        try:
+            return ipaddress.ip_address(self.host).is_loopback
+        except ValueError:
+            return False
+
+    def __str__(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+
+class AddressType(click.ParamType):  # type: ignore[type-arg]
+    """ADDRESS:PORT, [IPv6]:PORT or PORT; without an address it is 127.0.0.1."""
+
+    name = "address"
+
+    def convert(
+        self, value: object, param: click.Parameter | None, ctx: click.Context | None
+    ) -> Address:
+        """Return the address; anything else is a usage error (exit code 2)."""
+        host, _, port = str(value).rpartition(":")
+        is_bare_ipv6 = ":" in host and not (host.startswith("[") and host.endswith("]"))
+        if not (port.isascii() and port.isdigit() and int(port) < 1 << 16) or is_bare_ipv6:
+            self.fail(
+                f"{value!r} is not understood; write 127.0.0.1:9464 or [::1]:9464", param, ctx
+            )
+        return Address(host.strip("[]") or _LOOPBACK, int(port))
+
+
+@click.command("metrics", short_help="Print or serve all figures for Prometheus.")
+@click.option(
+    "--listen",
+    "address",
+    type=AddressType(),
+    metavar="ADDRESS:PORT",
+    help="Serve them on http://ADDRESS:PORT/metrics until Ctrl-C.",
+)
+@click.option("--public", is_flag=True, help="Also on an address that other machines can reach.")
+def metrics_command(address: Address | None, public: bool) -> None:
+    """Print what all instances and ledgers say in the text format of Prometheus.
+
+    With --listen they are served over HTTP, and each request is a fresh look. Other machines are
+    kept out unless --public: the names of models are nobody else's business.
+    """
+    try:
+        from kvelastic.metrics import KvelasticCollector
+    except ImportError as error:
+        fail(f"metrics need prometheus-client ({error}): pip install 'kvelastic[metrics]'.")
+    collector = KvelasticCollector(_segments, _ledgers)
+    if address is None:
+        from prometheus_client import generate_latest
+
+        click.echo(generate_latest(collector).decode(), nl=False)
+        return
+    if not (address.is_loopback or public):
+        raise click.UsageError(
+            f"other machines could reach {address}; listen on {_LOOPBACK}, or add --public."
+        )
+    _serve(collector, address)
+
+
+def _serve(collector: KvelasticCollector, address: Address) -> None:
+    from prometheus_client import CollectorRegistry, start_http_server
+
+    endings = {signal.SIGINT, signal.SIGTERM}
+    # Before there are threads, which inherit it: a signal is waited for, and cuts nothing off.
+    signal.pthread_sigmask(signal.SIG_BLOCK, endings)
+    registry = CollectorRegistry()
+    registry.register(collector)
+    try:
+        server, thread = start_http_server(address.port, address.host, registry)
+    except OSError as error:
+        fail(f"cannot listen on {address}: {error.strerror or error}.")
+    heard = Address(address.host, server.server_port)
+    click.echo(f"Serving http://{heard}/metrics until Ctrl-C.")
+    signal.sigwait(endings)
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+def _segments() -> list[SegmentInfo]:
+    from kvelastic.segment import list_segments, reap
+
+    reap()
+    return list_segments()
+
+
+def _ledgers() -> list[LedgerInfo]:
+    from kvelastic.ledger import list_ledgers
+
+    return list_ledgers()

@@ -1,0 +1,168 @@
+"""Every figure of one instance, with rates where there are two looks at it.
+
+The keys of `Stats` are the schema of `kvctl stats --json` (docs/kvctl.md): those of a row of `list`
+and some more. None is ever left out, and what is not known is None.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from kvelastic.cli.rows import Row, printable, row_of
+
+if TYPE_CHECKING:
+    from kvelastic.segment import SegmentInfo
+
+
+class Stats(Row):
+    """One segment in full."""
+
+    overhead_bytes: int
+    """Mapped and none of in use, cached, parked: padding, and free blocks of pages in use."""
+    blocks_total: int
+    """Ids that the range has."""
+    blocks_in_use: int
+    blocks_cached: int
+    blocks_available: int
+    """That an alloc could have now."""
+    blocks_reserved: int
+    pages_mapped: int
+    pages_parked: int
+    pools: int
+    updated_s: float | None
+    """Since the usage was published last; None if it never was."""
+    answered_s: float | None
+    """Since the last answer to a wish; None if there was none."""
+    interval_s: float | None
+    """Between the two looks of the rates, as it was; None if there was one look."""
+    rates: dict[str, float] | None
+    """Of every counter, a second."""
+
+
+@dataclass(frozen=True)
+class Look:
+    """A segment, and when it was looked at (CLOCK_MONOTONIC, as its own times)."""
+
+    info: SegmentInfo
+    at_ns: int
+
+
+def look(name: str, reaped: list[str]) -> Look:
+    """Look at one segment; raises as `kvelastic.cli.finding.readable`."""
+    from kvelastic.cli.finding import readable
+
+    info = readable(name, reaped)
+    return Look(info, time.monotonic_ns())
+
+
+def stats_of(now: Look, before: Look | None = None) -> Stats:
+    """The figures of a look, with rates since the one before.
+
+    Another instance that has taken the name meanwhile has counters of its own, and no rates.
+    """
+    usage, answer = now.info.usage, now.info.answer
+    rates: dict[str, float] | None = None
+    interval_s: float | None = None
+    if before is not None and before.info.header["uuid"] == now.info.header["uuid"]:
+        interval_s = (now.at_ns - before.at_ns) / 1e9
+        rates = {
+            counter: round((count - before.info.counters[counter]) / interval_s, 3)
+            for counter, count in now.info.counters.items()
+        }
+    known = usage["in_use_bytes"] + usage["cached_bytes"] + usage["parked_bytes"]
+    return Stats(
+        **row_of(now.info),
+        overhead_bytes=max(0, usage["mapped_bytes"] - known),
+        blocks_total=usage["blocks_total"],
+        blocks_in_use=usage["blocks_in_use"],
+        blocks_cached=usage["blocks_cached"],
+        blocks_available=usage["blocks_available"],
+        blocks_reserved=usage["blocks_reserved"],
+        pages_mapped=usage["pages_mapped"],
+        pages_parked=usage["pages_parked"],
+        pools=usage["pools"],
+        updated_s=_age_s(usage["updated_ns"], now.at_ns),
+        answered_s=_age_s(answer["answered_ns"], now.at_ns),
+        interval_s=None if interval_s is None else round(interval_s, 6),
+        rates=rates,
+    )
+
+
+def _age_s(then_ns: int, now_ns: int) -> float | None:
+    return round(max(0, now_ns - then_ns) / 1e9, 3) if then_ns else None
+
+
+def stats_text(stats: Stats) -> str:
+    """The same for people: one figure a line, by topic; plain text, also on a terminal."""
+    from kvelastic.sizes import format_size
+
+    def size(size_bytes: int | None) -> str:
+        return "-" if size_bytes is None else format_size(size_bytes)
+
+    def ago(seconds: float | None) -> str:
+        return "never" if seconds is None else f"{seconds:.1f} s ago"
+
+    wished = stats["wished_limit_bytes"]
+    state = stats["state"] + (f" ({printable(stats['reason'])})" if stats["reason"] else "")
+    topics: dict[str, list[tuple[str, str]]] = {
+        f"{printable(stats['name'])}": [
+            ("engine", printable(stats["engine"] or "-")),
+            ("model", printable(stats["model"] or "-")),
+            ("device", printable(stats["device"] or "-")),
+            ("process", f"{stats['pid']} of user {stats['uid']}"),
+            ("created", stats["created"] or "-"),
+            ("segment", stats["uuid"] or "-"),
+        ],
+        "Limits": [
+            ("state", state),
+            ("limit", size(stats["limit_bytes"])),
+            ("in effect", size(stats["effective_limit_bytes"])),
+            ("last wish", "none" if wished is None else size(wished)),
+            ("still over", size(stats["over_bytes"])),
+            ("guarantee", size(stats["min_bytes"])),
+            ("priority", str(stats["priority"])),
+            ("revision", f"{stats['answered_revision']} of {stats['revision']} answered"),
+            ("answered", ago(stats["answered_s"])),
+        ],
+        "Memory": [
+            ("capacity", size(stats["capacity_bytes"])),
+            ("mapped", size(stats["mapped_bytes"])),
+            ("  in use", size(stats["in_use_bytes"])),
+            ("  cached", size(stats["cached_bytes"])),
+            ("  parked", size(stats["parked_bytes"])),
+            ("  overhead", size(stats["overhead_bytes"])),
+            ("used", size(stats["used_bytes"])),
+            ("updated", ago(stats["updated_s"])),
+        ],
+        "Pages": [
+            ("one page", size(stats["page_bytes"])),
+            ("mapped", str(stats["pages_mapped"])),
+            ("parked", str(stats["pages_parked"])),
+            ("pools", str(stats["pools"])),
+        ],
+        "Blocks": [
+            ("in range", str(stats["blocks_total"])),
+            ("in use", str(stats["blocks_in_use"])),
+            ("cached", str(stats["blocks_cached"])),
+            ("reserved", str(stats["blocks_reserved"])),
+            ("available", str(stats["blocks_available"])),
+        ],
+    }
+    counters, rates = stats["counters"] or {}, stats["rates"]
+    if rates is None:
+        heading = "Counters"
+        counted = [(name, str(count)) for name, count in counters.items()]
+    else:
+        heading = f"Counters, and rates over {stats['interval_s']:.3g} s"
+        digits = max(len(str(count)) for count in counters.values())
+        counted = [
+            (name, f"{count:>{digits}}  {rates[name]:g}/s") for name, count in counters.items()
+        ]
+    topics[heading] = [(name.replace("_", " "), text) for name, text in counted]
+    width = max(len(label) for lines in topics.values() for label, _ in lines)
+    return "\n\n".join(
+        "\n".join([title, *(f"  {label:<{width}}  {value}" for label, value in lines)])
+        for title, lines in topics.items()
+    )

@@ -1,0 +1,299 @@
+"""What instances and ledgers say, as metrics for Prometheus.
+
+    print(render(list_segments(), list_ledgers()))       # the text format, once
+    registry.register(KvelasticCollector(list_segments, list_ledgers))   # a look at each scrape
+
+Needs prometheus-client (`pip install 'kvelastic[metrics]'`): it knows the format and its escapes,
+and any program that serves metrics of its own takes the collector as it is. `python -m
+kvelastic.metrics` prints docs/metrics.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final, Literal
+
+from prometheus_client import generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from kvelastic.ledger_facts import LedgerInfo, Member
+from kvelastic.segment_dir import SegmentInfo
+
+# Not `instance`: that is Prometheus' own label for whom it scrapes, and it would rename ours.
+INSTANCE_LABELS: Final = ("name", "device", "engine", "model")
+DEVICE_LABELS: Final = ("device", "group")
+STATES: Final = ("applied", "shrinking", "refused", "failed", "pending", "closing")
+STATUSES: Final = ("alive", "closing", "dead", "elsewhere", "unreadable")
+
+Kind = Literal["gauge", "counter"]
+Value = int | float | None
+
+
+@dataclass(frozen=True)
+class Described:
+    """One metric: its full name, what kind it is, its labels, and what it says."""
+
+    name: str
+    kind: Kind
+    labels: tuple[str, ...]
+    help: str
+
+
+def _instance(name: str, help: str, *more: str, kind: Kind = "gauge") -> Described:
+    return Described(f"kvelastic_instance_{name}", kind, (*INSTANCE_LABELS, *more), help)
+
+
+def _device(name: str, help: str) -> Described:
+    return Described(f"kvelastic_device_{name}", "gauge", DEVICE_LABELS, help)
+
+
+_USAGE: Final = {
+    "capacity_bytes": _instance("capacity_bytes", "What its device has for instances."),
+    "mapped_bytes": _instance("mapped_bytes", "All physical memory that it holds."),
+    "in_use_bytes": _instance("in_use_bytes", "In blocks that requests refer to."),
+    "cached_bytes": _instance("cached_bytes", "In blocks kept for prefix caching."),
+    "parked_bytes": _instance("parked_bytes", "In free pages kept mapped for the next use."),
+    "page_bytes": _instance("page_bytes", "One page."),
+    "blocks_total": _instance("blocks", "Blocks that its address range has room for."),
+    "blocks_in_use": _instance("blocks_in_use", "Blocks that requests refer to."),
+    "blocks_cached": _instance("blocks_cached", "Blocks kept for prefix caching."),
+}
+_ANSWER: Final = {
+    "effective_limit_bytes": _instance("limit_bytes", "The limit that it keeps to."),
+    "over_bytes": _instance("over_bytes", "Still to be given back to meet the limit."),
+    "min_bytes": _instance("min_bytes", "Its guarantee: nobody takes it below that."),
+    "priority": _instance("priority", "Higher keeps its memory longer."),
+}
+_COUNTERS: Final = {
+    name: _instance(f"{name}_total", help, kind="counter")
+    for name, help in {
+        "pages_mapped": "Pages mapped since its start.",
+        "pages_unmapped": "Pages unmapped since its start.",
+        "pages_created": "Pages created by the driver since its start.",
+        "pages_destroyed": "Pages destroyed by the driver since its start.",
+        "allocs": "Calls for blocks that got them.",
+        "frees": "Calls that gave blocks back.",
+        "alloc_failures": "Calls for blocks that got none.",
+        "blocks_evicted": "Cached blocks evicted.",
+        "blocks_moved": "Blocks moved to other pages so that theirs could be given back.",
+        "wishes_applied": "Wishes of operators applied.",
+        "provision_runs": "Times that pages were mapped ahead of demand.",
+    }.items()
+}
+_MEMBER: Final[tuple[tuple[Described, Callable[[Member], Value]], ...]] = (
+    (
+        _instance("granted_bytes", "What the device's ledger lets it hold now."),
+        lambda member: member.granted_bytes,
+    ),
+    (
+        _instance("asked_bytes", "What it cannot get and waits for."),
+        lambda member: member.ask_bytes,
+    ),
+    (
+        _instance("asked_seconds", "How long it has been waiting for that."),
+        lambda member: member.ask_s,
+    ),
+    (
+        _instance("wanted_bytes", "What others have asked of it."),
+        lambda member: member.wanted_bytes,
+    ),
+    (
+        _instance("idle_seconds", "Since its last alloc or free."),
+        lambda member: member.idle_s,
+    ),
+)
+_DEVICE: Final[tuple[tuple[Described, Callable[[LedgerInfo], Value]], ...]] = (
+    (
+        _device("capacity_bytes", "What all instances together may hold."),
+        lambda ledger: ledger.capacity_bytes,
+    ),
+    (
+        _device("granted_bytes", "Held by all instances together."),
+        lambda ledger: ledger.granted_bytes,
+    ),
+    (
+        _device("guaranteed_bytes", "The sum of all guarantees."),
+        lambda ledger: ledger.guaranteed_bytes,
+    ),
+    (
+        _device("others_bytes", "Held by those who are no instances, at the last look."),
+        lambda ledger: ledger.others_bytes,
+    ),
+    (
+        _device("free_bytes", "What could be granted now."),
+        lambda ledger: ledger.free_bytes,
+    ),
+    (
+        _device("asked_bytes", "What instances wait for: the pressure on the device."),
+        lambda ledger: ledger.asked_bytes,
+    ),
+    (
+        _device("instances", "How many instances share it."),
+        lambda ledger: len(ledger.members),
+    ),
+)
+_STATE: Final = _instance("state", "1 for the state of its limit, 0 for the others.", "state")
+_INFO: Final = _instance("info", "1; who it is.", "pid", "uuid")
+_STARTED: Final = _instance("start_time_seconds", "When it started, in Unix time.")
+_SEGMENTS: Final = Described(
+    "kvelastic_segments", "gauge", ("status",), "Segments found: " + ", ".join(STATUSES) + "."
+)
+_UNREADABLE: Final = Described(
+    "kvelastic_ledgers_unreadable", "gauge", (), "Ledgers that this user cannot read."
+)
+
+METRICS: Final[tuple[Described, ...]] = (
+    *_USAGE.values(),
+    *_ANSWER.values(),
+    _STATE,
+    *(described for described, _ in _MEMBER),
+    *_COUNTERS.values(),
+    _STARTED,
+    _INFO,
+    *(described for described, _ in _DEVICE),
+    _SEGMENTS,
+    _UNREADABLE,
+)
+"""Every metric that there is."""
+
+
+class KvelasticCollector(Collector):
+    """Looks at segments and ledgers at each scrape, for a registry of prometheus-client.
+
+    `find_segments` and `find_ledgers` are `segment.list_segments` and `ledger.list_ledgers`.
+    """
+
+    def __init__(
+        self,
+        find_segments: Callable[[], Sequence[SegmentInfo]],
+        find_ledgers: Callable[[], Sequence[LedgerInfo]],
+    ) -> None:
+        self._find_segments = find_segments
+        self._find_ledgers = find_ledgers
+
+    def collect(self) -> Iterable[Metric]:
+        """What is found now."""
+        return families(self._find_segments(), self._find_ledgers())
+
+
+def render(segments: Sequence[SegmentInfo], ledgers: Sequence[LedgerInfo]) -> str:
+    """All metrics in Prometheus' text format."""
+    return generate_latest(KvelasticCollector(lambda: segments, lambda: ledgers)).decode()
+
+
+def families(segments: Sequence[SegmentInfo], ledgers: Sequence[LedgerInfo]) -> Iterable[Metric]:
+    """All metrics as values of prometheus-client, in the order of `METRICS`.
+
+    A dead or unreadable instance has none, but is counted in `kvelastic_segments`.
+    """
+    drawn = _Drawn()
+    for info in segments:
+        if info.is_alive and info.header:
+            _add_instance(drawn, info)
+    readable = [ledger for ledger in ledgers if ledger.status == "readable"]
+    for ledger in readable:
+        labels = (ledger.device, ledger.group)
+        for described, value in _DEVICE:
+            drawn.add(described, labels, value(ledger))
+        _add_members(drawn, ledger, segments)
+    for status in STATUSES:
+        drawn.add(_SEGMENTS, (status,), sum(info.status == status for info in segments))
+    drawn.add(_UNREADABLE, (), len(ledgers) - len(readable))
+    return drawn.families()
+
+
+def _add_instance(drawn: _Drawn, info: SegmentInfo) -> None:
+    labels = _labels(info)
+    for key, described in _USAGE.items():
+        drawn.add(described, labels, info.usage.get(key))
+    for key, described in _ANSWER.items():
+        drawn.add(described, labels, info.answer.get(key))
+    for key, described in _COUNTERS.items():
+        drawn.add(described, labels, info.counters.get(key))
+    now = _state(info)
+    for state in STATES:
+        drawn.add(_STATE, (*labels, state), int(state == now))
+    drawn.add(_STARTED, labels, info.header["created_realtime_ns"] / 1e9)
+    drawn.add(_INFO, (*labels, str(info.header["pid"]), info.header["uuid"].hex()), 1)
+
+
+def _add_members(drawn: _Drawn, ledger: LedgerInfo, segments: Sequence[SegmentInfo]) -> None:
+    by_uuid = {info.header["uuid"]: info for info in segments if info.header}
+    for member in ledger.members:
+        info = by_uuid.get(member.uuid)
+        if member.status == "dead" or (info is not None and info.status == "dead"):
+            continue
+        # One whose segment's name was removed still holds memory.
+        labels = _labels(info) if info else (member.name, ledger.device, "", "")
+        for described, value in _MEMBER:
+            drawn.add(described, labels, value(member))
+
+
+def _labels(info: SegmentInfo) -> tuple[str, ...]:
+    header = info.header
+    return (info.name, header["device"], header["engine"], header["model"])
+
+
+def _state(info: SegmentInfo) -> str:
+    if info.status == "closing":
+        return "closing"
+    if info.answer["revision"] != info.wish["revision"] or info.answer["state"] == "none":
+        return "pending"
+    state: str = info.answer["state"]
+    return state
+
+
+class _Drawn:
+    """Samples by metric. A series comes once: Prometheus drops a whole scrape for one twice."""
+
+    def __init__(self) -> None:
+        self._samples: dict[str, dict[tuple[str, ...], float]] = {}
+
+    def add(self, described: Described, labels: Sequence[str], value: Value) -> None:
+        if value is not None:
+            # A file's name may be no text at all; the format is UTF-8.
+            texts = tuple(label.encode("utf-8", "replace").decode() for label in labels)
+            self._samples.setdefault(described.name, {}).setdefault(texts, value)
+
+    def families(self) -> Iterator[Metric]:
+        for described in METRICS:
+            samples = self._samples.get(described.name)
+            if not samples:
+                continue
+            make = CounterMetricFamily if described.kind == "counter" else GaugeMetricFamily
+            family = make(described.name, described.help, labels=described.labels)
+            for labels, value in samples.items():
+                family.add_metric(labels, value)
+            yield family
+
+
+_INTRODUCTION: Final = """\
+# Metrics
+
+Printed by `python -m kvelastic.metrics`; a test compares. `kvctl metrics` prints or serves them
+([kvctl.md](kvctl.md#metrics)), and `kvelastic.metrics.KvelasticCollector` adds them to what a
+program serves already. [grafana/kvelastic.json](grafana/kvelastic.json) is a dashboard of them.
+
+Bytes and seconds; `_total` counts up since the start of the instance. `name` is the segment's, as
+every command of kvctl takes it; it is not called `instance`, which is Prometheus' own label for
+whom it scrapes. Metrics of a device, and those about what is granted, asked and wanted, are there
+where the device has a ledger.
+
+| metric | kind | labels | meaning |
+|---|---|---|---|
+"""
+
+
+def document() -> str:
+    """docs/metrics.md, from the table that the code reads."""
+    rows = []
+    for one in METRICS:
+        labels = ", ".join(f"`{label}`" for label in one.labels) or "-"
+        rows.append(f"| `{one.name}` | {one.kind} | {labels} | {one.help} |\n")
+    return _INTRODUCTION + "".join(rows)
+
+
+if __name__ == "__main__":
+    print(document(), end="")

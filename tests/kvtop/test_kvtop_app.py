@@ -1,0 +1,115 @@
+"""kvtop's loop with a terminal that a test types on: nothing that takes long delays a key."""
+
+from __future__ import annotations
+
+import queue
+import threading
+
+import pytest
+from scenes import ONE
+
+from kvelastic.cli.kvtop import looking
+from kvelastic.cli.kvtop.app import App
+from kvelastic.cli.kvtop.keys import Ask
+from kvelastic.cli.kvtop.looking import Outside, Told, look
+from kvelastic.cli.kvtop.text import ASCII, Line
+
+DEADLINE_S = 60
+
+
+class TypedOn:
+    """A terminal: what is typed is put in, what is drawn can be waited for."""
+
+    glyphs = ASCII
+    size = (100, 24)
+
+    def __init__(self) -> None:
+        self._events: queue.Queue[str] = queue.Queue()
+        self._screens: queue.Queue[str] = queue.Queue()
+
+    def wake(self) -> None:
+        self._events.put("wake")
+
+    def press(self, *keys: str) -> None:
+        for key in keys:
+            self._events.put(f"key:{key}")
+
+    def wait(self, timeout_s: float) -> list[str]:
+        return [self._events.get(timeout=DEADLINE_S)]
+
+    def draw(self, lines: list[Line]) -> None:
+        self._screens.put("\n".join("".join(span.text for span in line) for line in lines))
+
+    def wait_for(self, text: str) -> str:
+        while text not in (screen := self._screens.get(timeout=DEADLINE_S)):
+            pass
+        return screen
+
+
+@pytest.fixture
+def terminal(monkeypatch):
+    monkeypatch.setattr(looking, "look", lambda names: ONE)
+    terminal = TypedOn()
+    outside = Outside(names=(), interval_s=3600, wake=terminal.wake)
+    outside.start()
+    running = threading.Thread(target=App(terminal, outside).run)  # type: ignore[arg-type]
+    running.start()
+    terminal.wait_for("kvelastic_vllm_1")
+    yield terminal
+    terminal.press("escape", "escape", "q")
+    running.join(DEADLINE_S)
+    assert not running.is_alive()
+
+
+def test_keys_are_taken_while_a_wish_is_on_its_way(terminal, monkeypatch):
+    asked: queue.Queue[Ask] = queue.Queue()
+    may_answer = threading.Event()
+
+    def slow_wish(ask: Ask) -> Told:
+        asked.put(ask)
+        assert may_answer.wait(DEADLINE_S)
+        return Told("answered at last", "good")
+
+    monkeypatch.setattr(looking, "wish", slow_wish)
+    terminal.press("l", "7", "enter", "y")
+    assert asked.get(timeout=DEADLINE_S) == Ask("kvelastic_vllm_1", "kvelastic_vllm_1", "limit", 7)
+    terminal.press("?")
+    terminal.wait_for("evicted when needed")
+    terminal.press("q", "/", "z", "z")
+    screen = terminal.wait_for("None of 1 has /zz")
+    assert "answered" not in screen
+    terminal.press("escape")
+    may_answer.set()
+    terminal.wait_for("answered at last")
+
+
+def test_keys_are_taken_while_a_look_takes_long(terminal, monkeypatch):
+    looking_now, may_end = threading.Event(), threading.Event()
+
+    def slow_look(names):
+        looking_now.set()
+        assert may_end.wait(DEADLINE_S)
+        return ONE
+
+    monkeypatch.setattr(looking, "look", slow_look)
+    terminal.press(" ")
+    assert looking_now.wait(DEADLINE_S)
+    terminal.press("?")
+    terminal.wait_for("evicted when needed")
+    may_end.set()
+
+
+@pytest.mark.parametrize("missing", ["module", "ledgers"])
+def test_a_look_needs_no_ledgers(monkeypatch, missing):
+    import sys
+
+    if missing == "module":
+        monkeypatch.setitem(sys.modules, "kvelastic.ledger", None)
+    else:
+        from kvelastic import ledger
+
+        def fail() -> None:
+            raise OSError("no")
+
+        monkeypatch.setattr(ledger, "list_ledgers", fail)
+    assert look(["no such instance"]).devices == ()

@@ -1,0 +1,219 @@
+"""What kvtop's keys do, with no terminal."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from scenes import GIB, MANY, MIB, instance
+
+from kvelastic.cli.kvtop.answers import answer_line
+from kvelastic.cli.kvtop.keys import Ask, Effect, Look, Quit, Ui, found, press, selected_at, shown
+from kvelastic.cli.kvtop.ordering import ORDERS
+from kvelastic.cli.kvtop.scene import Instance
+from kvelastic.cli.kvtop.text import UNICODE
+from kvelastic.cli.kvtop.view import screen
+from kvelastic.segment import Answer
+
+THREE = tuple(instance(name, model="") for name in "abc")
+
+
+def press_all(
+    keys: list[str] | str, instances: tuple[Instance, ...] = THREE, ui: Ui | None = None
+) -> tuple[Ui, list[Effect]]:
+    ui, effects = ui or Ui(), []
+    for key in keys:
+        ui, more = press(ui, key, instances)
+        effects += more
+    return ui, effects
+
+
+def selected(ui: Ui, instances: tuple[Instance, ...] = THREE) -> str:
+    rows = shown(ui, instances)
+    return rows[selected_at(ui, rows)].name
+
+
+@pytest.mark.parametrize(
+    ("keys", "name"),
+    [
+        ([], "a"),
+        (["j"], "b"),
+        (["down", "down", "down", "down"], "c"),
+        (["G", "k"], "b"),
+        (["end", "up", "up", "up", "up"], "a"),
+        (["page_down"], "c"),
+        (["G", "g"], "a"),
+    ],
+)
+def test_selecting(keys, name):
+    ui, effects = press_all(keys)
+    assert (selected(ui), effects) == (name, [])
+
+
+def test_the_selection_follows_its_instance_when_the_order_changes():
+    ui, _ = press_all(["j", "r", "s", "s"])
+    assert selected(ui) == "b"
+    later = (instance("0"), *THREE)
+    assert selected(found(ui, later), later) == "b"
+
+
+def test_when_the_selected_one_ends_the_next_one_there_is_selected():
+    ui, _ = press_all(["j"])
+    left = (THREE[0], THREE[2])
+    ui = found(ui, left)
+    assert selected(ui, left) == "c"
+    assert selected_at(found(ui, ()), []) == 0
+
+
+def test_sorting_cycles_both_ways():
+    assert [press_all("s" * n)[0].order for n in range(len(ORDERS) + 1)] == [*ORDERS, ORDERS[0]]
+    assert press_all("S")[0].order == ORDERS[-1]
+    assert press_all("r")[0].is_reversed
+    assert not press_all("rs")[0].is_reversed
+
+
+def test_filtering_follows_the_keys_and_escape_undoes():
+    ui, _ = press_all("/b")
+    assert [one.name for one in shown(ui, THREE)] == ["b"]
+    assert (ui.mode, selected(ui)) == ("filter", "b")
+    kept, _ = press_all(["enter"], ui=ui)
+    assert (kept.mode, kept.filter_text) == ("list", "b")
+    undone, _ = press_all(["/", "x", "escape"], ui=kept)
+    assert undone.filter_text == "b"
+    assert press_all(["escape"], ui=kept)[0].filter_text == ""
+    assert press_all(["/", "backspace", "backspace", "q"], ui=kept)[0].filter_text == "q"
+
+
+@pytest.mark.parametrize(
+    ("keys", "ask"),
+    [
+        ("l512M", Ask("a", "a", "limit", 512 * MIB)),
+        ("jl25%", Ask("b", "b", "limit", 4 * GIB)),
+        ("m0", Ask("a", "a", "min", 0)),
+        ("p-12", Ask("a", "a", "priority", -12)),
+    ],
+)
+def test_a_change_is_asked_for_after_a_yes(keys, ask):
+    before, effects = press_all([*keys, "enter"])
+    assert (before.mode, effects) == ("confirm", [])
+    assert press_all(["x", "1", "enter"], ui=before) == (before, [])  # neither yes nor no
+    ui, effects = press_all(["y"], ui=before)
+    assert (ui.mode, effects) == ("list", [ask])
+    assert "asking" in ui.message
+    for no in ("n", "escape"):
+        ui, effects = press_all([no], ui=before)
+        assert (ui.mode, ui.message, effects) == ("list", "nothing was changed", [])
+
+
+@pytest.mark.parametrize(
+    ("keys", "problem"),
+    [
+        ("l", "write a size"),
+        ("lbanana", "write a size"),
+        ("l-5", "write a size"),
+        ("l101%", "0% to 100%"),
+        ("m1.5.5G", "write a size"),
+        ("phigh", "whole number"),
+        ("p1.5", "whole number"),
+        ("p99999999999999999999", "64 bits"),
+    ],
+)
+def test_what_is_not_understood_is_said_and_can_be_mended(keys, problem):
+    ui, effects = press_all([*keys, "enter"])
+    assert (ui.mode, effects) == ("entry", [])
+    assert problem in ui.problem
+    ui, _ = press_all(["\x15", "7", "enter"], ui=ui)
+    assert (ui.mode, ui.value, ui.problem) == ("confirm", 7, "")
+
+
+def test_a_percentage_needs_a_device_that_is_known():
+    ui, _ = press_all([*"l50%", "enter"], (instance("a", capacity_bytes=0),))
+    assert "not known" in ui.problem
+
+
+def test_the_target_stays_when_the_list_changes_meanwhile():
+    ui, _ = press_all(["j", "l", "1", "G"])
+    ui = found(ui, (THREE[0],))
+    ui, effects = press_all(["enter", "y"], (THREE[0],), ui)
+    assert effects == [Ask("b", "b", "limit", GIB)]
+
+
+def test_one_that_has_ended_cannot_be_changed():
+    ui, effects = press_all("l", (instance("a", state="closing"),))
+    assert (ui.mode, effects) == ("list", [])
+    assert "closing" in ui.message
+
+
+def test_ending_looking_and_help():
+    assert press_all("q")[1] == [Quit()]
+    assert press_all(" ")[1] == [Look()]
+    for key in "?h":
+        ui, _ = press_all(key)
+        assert ui.mode == "help"
+        closed, effects = press_all("q", ui=ui)
+        assert (closed.mode, effects) == ("list", [])  # closes help, and not the program
+        assert press_all(["escape"], ui=ui)[0].mode == "list"
+
+
+def test_without_instances_keys_do_no_harm():
+    ui, effects = press_all([*"jkgGlmps/x", "enter", "escape"], ())
+    assert (ui.mode, effects) == ("list", [])
+
+
+KEYS = st.sampled_from(
+    [*"jkgGsSrlmpynhq?/ 0123456789MG%xé日", "up", "down", "page_up", "page_down", "home", "end",
+     "enter", "escape", "backspace", "\x15", "\x00", "\t"]
+)  # fmt: skip
+
+
+@given(st.lists(KEYS, max_size=40), st.integers(1, 90), st.integers(1, 30))
+def test_any_keys_leave_a_screen_that_can_be_drawn(keys, width, height):
+    ui = Ui()
+    for key in keys:
+        ui, effects = press(ui, key, MANY.instances)
+        assert all(isinstance(effect, Quit | Look | Ask) for effect in effects)
+    lines = screen(MANY, ui, width=width, height=height, glyphs=UNICODE, clock="")
+    assert len(lines) == height
+
+
+# ------------------------------------------------------------------------------ answers
+
+
+def answer(**changes: object) -> Answer:
+    values: dict[str, object] = {
+        "revision": 3,
+        "state": "applied",
+        "effective_limit_bytes": GIB,
+        "mapped_bytes": 64 * MIB,
+        "over_bytes": 0,
+        "reason": "",
+        "answered_ns": 1,
+        "min_bytes": 0,
+        "priority": 0,
+        "wished_revision": 3,
+    }
+    return Answer(**(values | changes))  # type: ignore[arg-type]
+
+
+LIMIT = Ask("a", "a", "limit", GIB)
+
+
+@pytest.mark.parametrize(
+    ("ask", "changes", "text", "mood"),
+    [
+        (LIMIT, {}, "a: limit 1.00 GiB applied; 64.00 MiB are mapped", "good"),
+        (LIMIT, {"state": "none"}, "has not answered yet", "warn"),
+        (LIMIT, {"state": "shrinking", "over_bytes": MIB}, "1.00 MiB are still to be", "warn"),
+        (LIMIT, {"state": "refused", "reason": "no\x1b[2J"}, "is refused: no\ufffd[2J", "bad"),
+        (LIMIT, {"state": "failed", "reason": "no device"}, "has failed: no device", "bad"),
+        (LIMIT, {"revision": 4}, "overtaken by a later wish; it is 1.00 GiB now", "bad"),
+        (Ask("a", "a", "min", GIB), {}, "is not taken by the instance; it is 0 B now", "bad"),
+        (Ask("a", "a", "min", GIB), {"min_bytes": 2 * GIB}, "min 1.00 GiB applied", "good"),
+        (Ask("a", "a", "priority", 5), {}, "is not taken by the instance; it is 0 now", "bad"),
+        (Ask("a", "a", "priority", 5), {"priority": 5}, "priority 5 applied", "good"),
+    ],
+)
+def test_answers_in_words(ask, changes, text, mood):
+    message, said_mood = answer_line(ask, answer(**changes))
+    assert text in message
+    assert said_mood == mood

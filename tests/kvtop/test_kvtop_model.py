@@ -1,0 +1,200 @@
+"""From segments and ledgers to what kvtop shows: amounts, rates, history, order."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from scenes import GIB, MIB, instance
+
+from kvelastic.cli.kvtop.model import HISTORY_LOOKS, Model
+from kvelastic.cli.kvtop.ordering import ORDERS, ordered
+from kvelastic.cli.kvtop.scene import Scene, instance_of, scene_of
+from kvelastic.ledger_facts import LedgerInfo, Member
+from kvelastic.segment import SegmentInfo
+
+
+def segment_info(name: str, device: str = "GPU-1", **changes: object) -> SegmentInfo:
+    usage = {
+        "capacity_bytes": 16 * GIB,
+        "mapped_bytes": 4 * GIB,
+        "in_use_bytes": 2 * GIB,
+        "cached_bytes": GIB,
+        "parked_bytes": 512 * MIB,
+        "page_bytes": 2 * MIB,
+    }
+    values: dict[str, object] = {
+        "header": {
+            "uuid": name.encode().ljust(16),
+            "created_realtime_ns": 0,
+            "device": device,
+            "engine": "vllm",
+            "model": "m",
+            "pid": 1,
+            "uid": 0,
+        },
+        "usage": usage,
+        "answer": {
+            "revision": 0,
+            "state": "applied",
+            "effective_limit_bytes": 8 * GIB,
+            "over_bytes": 0,
+            "min_bytes": GIB,
+            "priority": 3,
+            "reason": "",
+        },
+        "wish": {"revision": 0, "limit_bytes": None},
+        "counters": {"pages_mapped": 10, "pages_unmapped": 4, "blocks_evicted": 2},
+    }
+    return SegmentInfo(name, **({"status": "alive"} | values | changes))  # type: ignore[arg-type]
+
+
+def member(name: str, **changes: int) -> Member:
+    values = {
+        "granted_bytes": 4 * GIB,
+        "min_bytes": GIB,
+        "limit_bytes": 8 * GIB,
+        "priority": 0,
+        "in_use_bytes": 2 * GIB,
+        "cached_bytes": GIB,
+        "parked_bytes": 512 * MIB,
+        "page_bytes": 2 * MIB,
+        "ask_bytes": 0,
+        "wanted_bytes": 0,
+    } | changes
+    return Member(name=name, uuid=bytes(16), pid=1, status="alive", idle_s=0.0, ask_s=0.0, **values)
+
+
+def ledger(device: str = "GPU-1", **changes: object) -> LedgerInfo:
+    values: dict[str, object] = {
+        "status": "readable",
+        "group": "default",
+        "capacity_bytes": 16 * GIB,
+        "others_bytes": GIB,
+        "members": (member("a"), member("b", ask_bytes=2 * MIB)),
+    }
+    return LedgerInfo(device, **(values | changes))  # type: ignore[arg-type]
+
+
+def test_a_device_is_what_its_ledger_says():
+    (device,) = scene_of([segment_info("a")], [ledger()], 0.0).devices
+    assert (device.name, device.has_ledger) == ("GPU-1", True)
+    assert device.capacity_bytes == 16 * GIB
+    assert device.in_use_bytes == 4 * GIB
+    assert device.slack_bytes == 2 * (4 * GIB - 3 * GIB - 512 * MIB)
+    assert device.held_bytes == 8 * GIB
+    assert device.others_bytes == GIB
+    assert device.free_bytes == 7 * GIB
+    assert device.guaranteed_bytes == 2 * GIB
+    assert device.asked_bytes == 2 * MIB
+
+
+def test_without_a_ledger_it_is_what_its_instances_say():
+    found = [segment_info("a"), segment_info("b"), segment_info("dead", status="dead")]
+    (device,) = scene_of(found, [], 0.0).devices
+    assert (device.has_ledger, device.capacity_bytes) == (False, 16 * GIB)
+    assert device.held_bytes == 8 * GIB  # the dead one's memory is back
+    assert device.free_bytes == 8 * GIB
+    assert device.guaranteed_bytes == 2 * GIB
+
+
+def test_a_ledger_that_cannot_be_read_does_not_hide_the_device():
+    broken = LedgerInfo("default_GPU-1", "foreign", problem="user 7\x1b[31m")
+    devices = scene_of([segment_info("a")], [broken], 0.0).devices
+    assert [device.name for device in devices] == ["GPU-1", "default_GPU-1"]
+    assert devices[1].problem == "user 7\ufffd[31m"
+
+
+def test_groups_of_one_device_are_told_apart():
+    found = scene_of([], [ledger(), ledger(group="other")], 0.0).devices
+    assert [device.name for device in found] == ["GPU-1", "GPU-1 (other)"]
+
+
+def test_names_choose_instances_and_their_devices():
+    found = [segment_info("a"), segment_info("b", device="GPU-2")]
+    mine = ledger("GPU-2", members=(member("b"), member("c")))
+    of_a = (member("a"),)
+    others = [
+        ledger("GPU-1", members=of_a),
+        ledger("GPU-2", group="other", members=of_a),
+        ledger("GPU-3", members=()),
+    ]
+    scene = scene_of(found, [*others, mine], 0.0, names=["b"])
+    assert [one.name for one in scene.instances] == ["b"]
+    assert [device.name for device in scene.devices] == ["GPU-2"]
+    (device,) = scene_of(found, others, 0.0, names=["b"]).devices
+    assert (device.name, device.has_ledger, device.held_bytes) == ("GPU-2", False, 4 * GIB)
+    assert scene_of(found, others, 0.0, names=["none"]).devices == ()
+
+
+def test_an_unreadable_segment_is_an_instance_of_which_nothing_is_known():
+    one = instance_of(SegmentInfo("x\x1b[2J", "unreadable", problem="version 9"))
+    assert (one.name, one.label) == ("x\x1b[2J", "x\ufffd[2J")
+    assert (one.state, one.reason, one.mapped_bytes, one.pid) == (
+        "unreadable",
+        "version 9",
+        None,
+        None,
+    )
+
+
+# --------------------------------------------------------------------------- rates, history
+
+
+def scene_at(at_s: float, **changes: object) -> Scene:
+    return Scene(at_s, (), (instance("a", **({"pages_in_per_s": None} | changes)),))
+
+
+def test_rates_are_differences_over_the_time_that_passed():
+    model = Model()
+    model.add(scene_at(10.0, pages_in=100, pages_out=7, blocks_evicted=0))
+    (then,) = model.add(scene_at(12.0, pages_in=150, pages_out=7, blocks_evicted=3)).instances
+    assert (then.pages_in_per_s, then.pages_out_per_s, then.evicted_per_s) == (25.0, 0.0, 1.5)
+
+
+def test_no_rate_where_there_is_nothing_to_compare():
+    model = Model()
+    model.add(scene_at(10.0, pages_in=100))
+    assert model.add(scene_at(10.0, pages_in=200)).instances[0].pages_in_per_s is None
+    assert model.add(scene_at(11.0, pages_in=5)).instances[0].pages_in_per_s is None
+    assert model.add(scene_at(12.0, pages_in=None)).instances[0].pages_in_per_s is None
+    # Another instance of the same name begins anew.
+    (other,) = model.add(scene_at(13.0, pages_in=900, key="another uuid")).instances
+    assert other.pages_in_per_s is None
+
+
+def test_history_is_a_ring_of_fixed_size():
+    model = Model()
+    for look in range(HISTORY_LOOKS + 30):
+        (one,) = model.add(scene_at(float(look), mapped_bytes=look)).instances
+    assert one.history_bytes == tuple(range(30, HISTORY_LOOKS + 30))
+    assert model.add(Scene(999.0)).instances == ()
+    assert model.ended == ("a",)
+    (again,) = model.add(scene_at(1000.0, mapped_bytes=5)).instances
+    assert again.history_bytes == (5,)
+    assert model.ended == ()
+
+
+# ------------------------------------------------------------------------------------ order
+
+
+def test_every_order_keeps_all_and_can_be_reversed():
+    unknown = instance(
+        "u", mapped_bytes=None, in_use_bytes=None, limit_bytes=None, min_bytes=None, priority=None,
+        pages_in_per_s=None, pages_out_per_s=None,
+    )  # fmt: skip
+    found = [instance("b", mapped_bytes=1), unknown, instance("a", mapped_bytes=2)]
+    for order in ORDERS:
+        for is_reversed in (False, True):
+            assert len(ordered(found, order, is_reversed=is_reversed)) == 3
+    names = [one.name for one in ordered(found, "mapped")]
+    assert names == ["a", "b", "u"]  # largest first, unknown last
+    assert [one.name for one in ordered(found, "mapped", is_reversed=True)] == ["b", "a", "u"]
+    assert [one.name for one in ordered(found, "name", is_reversed=True)] == ["u", "b", "a"]
+
+
+@pytest.mark.parametrize("wanted", ["LLAMA", "vll", "shrink", "gpu-7", "one"])
+def test_a_filter_looks_at_all_texts(wanted):
+    hit = instance("one", model="Llama-3", engine="vllm", state="shrinking", device="GPU-7")
+    miss = replace(hit, key="2", label="2", model="x", engine="y", state="applied", device="z")
+    assert ordered([hit, miss], "name", wanted=wanted) == [hit]

@@ -1,0 +1,406 @@
+"""kvtop as a program on a terminal: real instances, keys, sizes and signals."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import termios
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+from on_terminal import KVTOP, OnTerminal
+
+from kvelastic import segment
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "programs"))
+from ledger_instance import Instance
+from segment_owner import Owner
+from shown_instance import Shown
+
+MIB, GIB = 1 << 20, 1 << 30
+GOLDEN = Path(__file__).with_name("golden")
+
+
+def usage(capacity: int, in_use: int, cached: int, parked: int, slack: int) -> dict[str, int]:
+    return {
+        "capacity_bytes": capacity,
+        "mapped_bytes": in_use + cached + parked + slack,
+        "in_use_bytes": in_use,
+        "cached_bytes": cached,
+        "parked_bytes": parked,
+        "page_bytes": 2 * MIB,
+        "pools": 1,
+    }
+
+
+@pytest.fixture
+def tag() -> str:
+    """Six characters that no other test has; a golden screen has XXXXXX in their place."""
+    return f"{random.randrange(1 << 24):06x}"
+
+
+@pytest.fixture
+def owner(tag: str) -> Iterator[Owner]:
+    with Owner(f"kvtop_{tag}") as running:
+        yield running
+
+
+@pytest.fixture
+def three(tag: str) -> Iterator[list[Shown]]:
+    """Three instances on two devices that only they are on."""
+    first, second = f"GPU-first-{tag}", f"GPU-other-{tag}"
+    with ExitStack() as stack:
+        yield [
+            stack.enter_context(shown)
+            for shown in (
+                Shown(
+                    f"{tag}_chat",
+                    engine="vllm",
+                    model="Qwen/Qwen3-8B",
+                    device=first,
+                    limit_bytes=30 * GIB,
+                    usage=usage(80 * GIB, 20 * GIB, 5 * GIB, 2 * GIB, GIB),
+                ),
+                Shown(
+                    f"{tag}_summaries_at_night",
+                    engine="sglang",
+                    model="meta-llama/Llama-3.3-70B-Instruct",
+                    device=first,
+                    limit_bytes=40 * GIB,
+                    usage=usage(80 * GIB, 7 * GIB, 9 * GIB, 4 * GIB, 0),
+                ),
+                Shown(
+                    f"{tag}_tiny",
+                    engine="vllm",
+                    model="tiny",
+                    device=second,
+                    usage=usage(80 * GIB, 200 * MIB, 0, 0, 0),
+                ),
+            )
+        ]
+
+
+def names(three: list[Shown]) -> list[str]:
+    return [shown.name for shown in three]
+
+
+# -------------------------------------------------------------------------------- what is seen
+
+
+@pytest.mark.parametrize(
+    ("columns", "lines", "keys"),
+    [(80, 24, ""), (120, 40, "j"), (40, 10, ""), (20, 5, ""), (80, 24, "?")],
+)
+def test_the_screen_is_as_it_was_approved(three, tag, columns, lines, keys):
+    """KVELASTIC_WRITE_GOLDEN=1 writes the files; look at them before they are committed."""
+    path = GOLDEN / f"{columns}x{lines}{'_help' if keys == '?' else ''}.txt"
+    with OnTerminal("-n", "0.1", *names(three), columns=columns, lines=lines) as top:
+
+        def normal() -> str:
+            text = top.text.replace(tag, "XXXXXX")
+            text = re.sub(r"\d\d:\d\d:\d\d", "HH:MM:SS", text)
+            return re.sub(r"pid \d+", "pid N", text) + "\n"
+
+        top.press(keys)
+        if os.environ.get("KVELASTIC_WRITE_GOLDEN"):
+            for _ in range(40):  # until there are rates, and the sparkline is full
+                top._read()
+            path.write_text(normal())
+        try:
+            top.wait_for(lambda: normal() == path.read_text())
+        except AssertionError:
+            diff = difflib.unified_diff(path.read_text().splitlines(), normal().splitlines())
+            pytest.fail("\n".join(diff))
+
+
+def test_pages_in_and_out_are_seen(three, tag):
+    with OnTerminal("-n", "0.2", f"{tag}_chat", columns=200) as top:
+        top.wait_for("applied")
+
+        def rates() -> list[float]:
+            row = next(row for row in top.rows if row.startswith(tag))
+            found = re.search(r"\s([\d.]+)\s+([\d.]+)\s+([\d.]+)\s+[▁-█]+ ", row)
+            return [float(value) for value in found.groups()] if found else []
+
+        top.wait_for(lambda: rates() == [0, 0, 0])
+
+        def is_busy() -> bool:
+            # Again and again: a rate is on the screen for one interval only.
+            three[0].say(counters={"pages_mapped": 40, "pages_unmapped": 10, "blocks_evicted": 2})
+            return len(rates()) == 3 and rates()[0] > rates()[1] > rates()[2] > 0
+
+        top.wait_for(is_busy)
+        three[0].say(usage=usage(80 * GIB, GIB, 0, 0, 0))
+        top.wait_for("█▂")  # it fell, and stays to be seen for as many looks as there are cells
+        top.wait_for("in use 8.00G")
+
+
+def test_one_that_ends_is_said_and_gone(owner):
+    with OnTerminal("-n", "0.1", owner.name) as top:
+        top.wait_for(f"{owner.name}")
+        owner.kill()
+        top.wait_for(f"{owner.name} has ended")
+        top.wait_for("No instances of kvelastic run here.")
+        assert not owner.path.exists()
+
+
+def colours(top: OnTerminal, character: str) -> set[str]:
+    return {
+        cell.fg
+        for line in top.screen.buffer.values()
+        for cell in line.values()
+        if cell.data == character
+    }
+
+
+def test_colours_where_there_are_any(three):
+    with OnTerminal(*names(three)) as top:
+        top.wait_for("applied")
+        assert colours(top, "▓") == {"cyan", "default"}  # the selected line has none
+    with OnTerminal(*names(three), NO_COLOR="1") as top:
+        top.wait_for("applied")
+        assert colours(top, "▓") == {"default"}
+    with OnTerminal(*names(three), TERM="vt100", LC_ALL="C") as top:
+        top.wait_for("applied")
+        assert "####" in top.text
+        assert top.raw.isascii()
+
+
+# ------------------------------------------------------------------------------------ changes
+
+
+def change(top: OnTerminal, key: str, value: str) -> None:
+    top.press(key)
+    top.wait_for("New ")
+    top.press(value)
+    top.wait_for(f"{value}_")
+    top.press("\r")
+    top.wait_for("y = yes")
+    top.press("y")
+
+
+def test_a_limit_by_keys_reaches_the_instance_and_its_answer_is_shown(owner):
+    with OnTerminal("-n", "0.1", owner.name) as top:
+        top.wait_for(f"{owner.name}")
+        change(top, "l", "48M")
+        top.wait_for(f"{owner.name}: limit 48.00 MiB applied; 48.00 MiB are mapped")
+        assert segment.inspect(owner.name).wish["limit_bytes"] == 48 * MIB
+        top.wait_for(" 48.0M ")
+        change(top, "l", "25%")
+        top.wait_for("limit 1.00 GiB applied")
+        assert segment.inspect(owner.name).wish["limit_bytes"] == GIB
+
+
+def test_min_and_priority_by_keys(owner):
+    with OnTerminal(owner.name) as top:
+        top.wait_for(f"{owner.name}")
+        change(top, "m", "32M")
+        # This owner answers without taking guarantees: that it did not is what must be seen.
+        top.wait_for("min 32.00 MiB is not taken by the instance; it is 0 B now")
+        change(top, "p", "-7")
+        top.wait_for("priority -7 is not taken")
+        wish = segment.inspect(owner.name).wish
+        assert (wish["min_bytes"], wish["priority"], wish["limit_bytes"]) == (32 * MIB, -7, None)
+
+
+def test_a_real_instance_and_its_ledger():
+    with Instance(KVELASTIC_HOST_MEMORY="64M") as real, OnTerminal("-n", "0.1", real.name) as top:
+        real.alloc(8)  # two pages of 2 MiB
+        top.wait_for(" of 64.0M")
+        top.wait_for("in use 4.00M")
+        top.wait_for("others 0")  # only a ledger knows
+        change(top, "m", "8M")
+        top.wait_for(f"{real.name}: min 8.00 MiB applied")
+        top.wait_for("others 0  min 8.00M")
+        change(top, "p", "3")
+        top.wait_for("priority 3 applied")
+        change(top, "m", "80M")
+        top.wait_for("min 80.00 MiB is refused")
+        change(top, "l", "32M")
+        top.wait_for("limit 32.00 MiB applied")
+        top.wait_for("limit 32.00 MiB  min 8.00 MiB  priority 3")
+
+
+@pytest.mark.parametrize(
+    ("mode", "text"),
+    [
+        ("refuse", "limit 1.00 MiB is refused: it is only a test"),
+        ("shrink", "is accepted; 95.00 MiB are still to be given back"),
+        ("mute", "limit 1.00 MiB is wished; the instance has not answered yet"),
+    ],
+)
+def test_other_answers(tag, mode, text):
+    with Owner(f"kvtop_{tag}", mode) as running, OnTerminal(running.name, columns=120) as top:
+        top.wait_for(running.name)
+        change(top, "l", "1M")
+        top.wait_for(text)
+
+
+def test_nothing_is_changed_without_a_yes(owner):
+    with OnTerminal(owner.name) as top:
+        top.wait_for(owner.name)
+        top.press("l64M\r")
+        top.wait_for("y = yes")
+        top.press("n")
+        top.wait_for("nothing was changed")
+        top.press("l64M\x1b")
+        top.wait_for(lambda: "New limit" not in top.text)
+        top.press("q")
+        assert top.ended() == 0
+    assert segment.inspect(owner.name).wish["revision"] == 0
+
+
+def test_keys_are_read_at_once_however_long_the_interval(owner):
+    with OnTerminal("-n", "3600", owner.name) as top:
+        top.wait_for(owner.name)
+        top.press("?")
+        top.wait_for("evicted when needed")
+        top.press("q")
+        top.wait_for(owner.name)
+        change(top, "l", "48M")
+        top.wait_for(" 48.0M ")  # an answer makes it look, too
+        top.press("/zzz")
+        top.wait_for("None of 1 has /zzz")
+
+
+def test_arrow_keys_and_escape(three, tag):
+    with OnTerminal(*names(three)) as top:
+        top.wait_for(f"{tag}_chat  applied")  # below the table: the selected one
+        top.press("\x1b[B\x1b[B")
+        top.wait_for(f"{tag}_tiny  applied")
+        top.press("\x1b[A")
+        top.wait_for(f"{tag}_summaries_at_night  applied")
+        top.press("/tiny\r")
+        top.wait_for("1 of 3 instances")
+        top.press("\x1b")
+        top.wait_for(" 3 instances")
+
+
+# ---------------------------------------------------------------------------- sizes and endings
+
+
+def test_resizing_at_any_time(three, tag):
+    with OnTerminal(*names(three)) as top:
+        top.wait_for("TREND")
+        top.resize(200, 50)
+        top.wait_for("EVICT/S")
+        assert max(map(len, top.rows)) > 150
+        for columns, lines in ((1, 1), (2, 3), (20, 5), (5, 2), (300, 3), (1, 60)):
+            top.resize(columns, lines)
+            top.press("j?q")
+        top.resize(80, 24)
+        top.wait_for("TREND")
+        top.wait_for("j/k select")
+        assert max(map(len, top.rows)) <= 80
+        top.press("q")
+        assert top.ended() == 0
+        assert b"Traceback" not in top.raw
+
+
+@pytest.mark.parametrize(("columns", "lines"), [(1, 1), (2, 1), (3, 2), (20, 5), (200, 50)])
+def test_it_starts_on_any_terminal(owner, columns, lines):
+    with OnTerminal("-n", "0.1", owner.name, columns=columns, lines=lines) as top:
+        top.wait_for(lambda: any(row.strip() for row in top.rows))
+        top.press("jl64M\r")
+        top.press("n?q")
+        top.press("q")
+        assert top.ended() == 0
+        assert b"Traceback" not in top.raw
+
+
+@pytest.mark.parametrize("way", ["q", "ctrl-c", "SIGTERM", "SIGINT", "SIGHUP", "q in a prompt"])
+def test_every_end_leaves_the_terminal_as_it_was(owner, way):
+    with OnTerminal(owner.name, TERM="xterm-256color") as top:
+        before = termios.tcgetattr(top.fd)
+        top.wait_for(lambda: owner.name.encode() in top.raw)
+        assert not termios.tcgetattr(top.fd)[3] & termios.ICANON
+        if way == "q":
+            top.press("q")
+        elif way == "ctrl-c":
+            top.press("\x03")
+        elif way == "q in a prompt":
+            top.press("l64\x03")
+        else:
+            top.signal(getattr(signal, way))
+        assert top.ended() == 0
+        assert termios.tcgetattr(top.fd) == before
+        assert before[3] & termios.ICANON
+        assert before[3] & termios.ECHO
+        assert top.raw.rfind(b"\x1b[?1049l") > top.raw.rfind(b"\x1b[?1049h") >= 0
+        assert top.raw.rfind(b"\x1b[?25h") > top.raw.rfind(b"\x1b[?25l") >= 0
+        assert b"Traceback" not in top.raw
+
+
+def test_a_terminal_that_cannot_place_text(owner):
+    with OnTerminal(owner.name, TERM="dumb") as top:
+        assert top.ended() == 1
+        assert b"--once" in top.raw
+        assert b"Traceback" not in top.raw
+
+
+# ------------------------------------------------------------------------------- no terminal
+
+
+def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        arguments, capture_output=True, text=True, env=os.environ | environment, timeout=120
+    )
+
+
+def test_once_prints_a_plain_screen(three, tag):
+    done = run(KVTOP, "--once", *names(three), PYTHONIOENCODING="utf-8")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "\x1b" not in done.stdout
+    lines = done.stdout.splitlines()
+    assert lines[0].startswith(f"GPU-first-{tag} ")
+    assert "48.0G of 80.0G" in lines[0]
+    assert [line.split()[0] for line in lines[-3:]] == names(three)
+    assert max(map(len, lines)) <= 120
+    plain = run(KVTOP, "--once", PYTHONIOENCODING="ascii")
+    assert plain.returncode == 0
+    assert plain.stdout.isascii()
+
+
+def test_once_with_an_interval_has_rates(owner):
+    row = run(KVTOP, "--once", owner.name, PYTHONIOENCODING="ascii").stdout.splitlines()[-1]
+    assert row.split().count("-") == 3  # no rates yet
+    later = run(KVTOP, "--once", "-n", "0.1", owner.name, PYTHONIOENCODING="ascii")
+    assert later.stdout.splitlines()[-1].split().count("-") == 0
+
+
+def test_kvctl_kvtop_is_the_same(owner):
+    kvctl = str(Path(KVTOP).with_name("kvctl"))
+    done = run(kvctl, "kvtop", "--refresh", "1", "--once", owner.name)
+    assert done.returncode == 0
+    assert owner.name in done.stdout
+
+
+def test_without_a_terminal_it_says_what_to_do():
+    done = run(KVTOP)
+    assert done.returncode == 1
+    assert done.stderr == (
+        "Error: kvtop needs a terminal; `kvtop --once` prints one plain screen.\n"
+    )
+    assert run(KVTOP, "-n", "0").returncode == 2
+
+
+def test_it_opens_no_gpu(owner):
+    program = (
+        "import sys; from kvelastic.cli.kvtop.command import main\n"
+        f"sys.argv = ['kvtop', '--once', {owner.name!r}]\n"
+        "try: main()\n"
+        "except SystemExit: pass\n"
+        "import kvelastic.cli.kvtop.app\n"
+        "print(sorted({'torch', 'cuda', 'pynvml', 'numpy'} & set(sys.modules)), file=sys.stderr)\n"
+        "maps = open('/proc/self/maps').read()\n"
+        "print('libcuda' in maps, file=sys.stderr)"
+    )
+    done = run(sys.executable, "-c", program)
+    assert done.stderr.splitlines()[-2:] == ["[]", "False"]

@@ -1,0 +1,239 @@
+"""kvtop's screen as text: it fits every size, and says what is there."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from scenes import ALL, EMPTY, GIB, MANY, ONE, WIDE, device, instance
+from wcwidth import wcwidth
+
+from kvelastic.cli.kvtop.bars import device_bar, shares, sparkline
+from kvelastic.cli.kvtop.help_page import help_lines
+from kvelastic.cli.kvtop.keys import Ui, press
+from kvelastic.cli.kvtop.scene import Scene
+from kvelastic.cli.kvtop.short import CELLS, short_count, short_rate, short_size
+from kvelastic.cli.kvtop.text import ASCII, UNICODE, Glyphs, Line, Span, cut, fit, spread, wrap
+from kvelastic.cli.kvtop.view import plain_screen, screen
+
+SIZES = [(1, 1), (2, 1), (1, 5), (3, 3), (20, 5), (40, 10), (80, 24), (120, 40), (200, 50)]
+KEYS = {
+    "list": "",
+    "end": "G",
+    "sorted": "ssssr",
+    "filter": "/qwen",
+    "nothing": "/no such thing",
+    "entry": "l512",
+    "wrong": "lx\n",
+    "confirm": "l512M\n",
+    "asked": "p-5\ny",
+    "help": "?",
+    "help further": "?jjj",
+}
+
+
+def width_of(line: Line) -> int:
+    """Counted by another library than the one that kvtop uses."""
+    return sum(max(0, wcwidth(character)) for span in line for character in span.text)
+
+
+def state(scene: Scene, typed: str) -> Ui:
+    ui = Ui()
+    for character in typed:
+        ui, _ = press(ui, "enter" if character == "\n" else character, scene.instances)
+    return ui
+
+
+def draw(
+    scene: Scene, ui: Ui | None = None, width: int = 80, height: int = 24, glyphs: Glyphs = UNICODE
+) -> list[str]:
+    lines = screen(scene, ui or Ui(), width=width, height=height, glyphs=glyphs, clock="12:30:01")
+    return ["".join(span.text for span in line).rstrip() for line in lines]
+
+
+@pytest.mark.parametrize("glyphs", [UNICODE, ASCII], ids=["unicode", "ascii"])
+@pytest.mark.parametrize("typed", KEYS.values(), ids=KEYS)
+@pytest.mark.parametrize("scene", ALL.values(), ids=ALL)
+def test_it_fits_every_size(scene, typed, glyphs):
+    ui = state(scene, typed)
+    for width, height in SIZES:
+        lines = screen(scene, ui, width=width, height=height, glyphs=glyphs, clock="12:30:01")
+        assert len(lines) == height, (width, height)
+        assert max(map(width_of, lines)) <= width, (width, height)
+        if ui.mode != "help":  # whose lines begin with spaces
+            assert any(span.text.strip() for line in lines for span in line), (width, height)
+        if glyphs is ASCII:
+            assert all(span.text.isascii() for line in lines for span in line)
+
+
+@pytest.mark.parametrize("scene", ALL.values(), ids=ALL)
+def test_every_width_and_height_near_the_edges(scene):
+    for width in range(1, 100):
+        for height in (1, 2, 3, 4, 5, 6, 7, 9, 12):
+            lines = screen(scene, Ui(), width=width, height=height, glyphs=UNICODE, clock="1")
+            assert len(lines) == height
+            assert max(map(width_of, lines)) <= width
+
+
+def test_no_screen_is_no_lines():
+    assert screen(ONE, Ui(), width=0, height=5, glyphs=UNICODE, clock="") == []
+    assert screen(ONE, Ui(), width=5, height=0, glyphs=UNICODE, clock="") == []
+
+
+def test_80_columns_say_all_that_is_needed():
+    lines = draw(ONE)
+    heading = next(line for line in lines if line.startswith("NAME"))
+    for title in ("STATE", "MIN", "LIMIT", "MAPPED", "OF LIMIT", "IN/S", "OUT/S", "TREND"):
+        assert title in heading
+    row = next(line for line in lines if line.startswith("kvelastic_vllm_1"))
+    for value in ("applied", "1.00G", "4.00G", "2.00G", "12", "█"):
+        assert value in row
+    assert "8.00G of 16.0G" in lines[2]
+    assert "7.00G free" in lines[2]
+    assert "64.0M asked" in lines[2]
+    assert "others 1.00G" in lines[3]
+
+
+def test_wide_screens_say_more():
+    heading = next(line for line in draw(ONE, width=200, height=50) if line.startswith("NAME"))
+    for title in ("PRIO", "IN USE", "EVICT/S", "MODEL"):
+        assert title in heading
+
+
+def test_one_line_shows_an_instance_and_one_cell_something():
+    assert draw(ONE, width=20, height=1)[0].startswith("kvelastic")
+    assert draw(ONE, width=1, height=1) != [""]
+
+
+def test_the_selected_instance_is_on_the_screen_and_marked():
+    ui = state(MANY, "G")
+    lines = screen(MANY, ui, width=80, height=24, glyphs=UNICODE, clock="")
+    marked = [line for line in lines if any(span.is_selected for span in line)]
+    assert [line[0].text.strip() for line in marked] == ["kvelastic_sglang_9"]  # last by name
+    assert width_of(marked[0]) == 80  # the mark goes through to the edge
+
+
+def test_what_is_filtered_away_is_counted():
+    lines = draw(MANY, state(MANY, "/sglang_11"))
+    assert lines[0].startswith(" kvtop  1 of 60 instances")
+    assert "/sglang_11" in lines[0]
+    assert any("None of 60 has /zzz" in line for line in draw(MANY, state(MANY, "/zzz")))
+    assert any("No instances" in line for line in draw(EMPTY))
+
+
+def test_more_devices_than_there_is_room_for():
+    scene = replace(ONE, devices=tuple(device(f"GPU-{n}") for n in range(16)))
+    assert any(line.startswith("and 10 more") for line in draw(scene))
+
+
+def test_a_ledger_that_cannot_be_read_says_why():
+    assert any("it belongs to user 1000" in line for line in draw(MANY, height=50))
+
+
+def test_prompts_show_what_is_typed_on_any_width():
+    ui = state(ONE, "l123456")
+    assert draw(ONE, ui)[-1] == "New limit of kvelastic_vllm_1 (4.00 GiB): 123456_"
+    assert draw(ONE, ui, width=4, height=3)[-1] == "456_"
+    question = "Set limit of kvelastic_vllm_1 from 4.00 GiB to 512.00 MiB? y = yes, n = no"
+    assert draw(ONE, state(ONE, "l512M\n"))[-1] == question
+    assert draw(ONE, state(ONE, "l512M\n"), width=24, height=2)[-1] == "limit 512.00 MiB? y/n"
+
+
+def test_help_fits_80_by_24_and_scrolls_below():
+    text = "\n".join(draw(ONE, state(ONE, "?")))
+    assert "TREND" in text
+    assert "more" not in text
+    assert max(map(width_of, help_lines(UNICODE))) <= 80
+    assert "more" in draw(ONE, state(ONE, "?"), height=10)[-1]
+    assert draw(ONE, state(ONE, "?jj"), height=10)[0] == draw(ONE, state(ONE, "?"), height=10)[2]
+
+
+def test_a_plain_screen_has_all_instances():
+    lines = plain_screen(MANY, 100, ASCII).splitlines()
+    assert sum(line.startswith("kvelastic_sglang_") for line in lines) == 60
+    assert max(map(len, lines)) <= 100
+    assert plain_screen(MANY, 100, ASCII).isascii()
+    assert "No instances" in plain_screen(EMPTY, 100, UNICODE)
+    assert "漢字" in plain_screen(WIDE, 100, UNICODE)
+
+
+# ------------------------------------------------------------------------------- parts of it
+
+
+@pytest.mark.parametrize(
+    ("amounts", "whole", "width", "counts"),
+    [
+        ((50, 20, 10), 100, 10, [5, 2, 1]),
+        ((1, 1, 1), 1000, 10, [1, 1, 1]),
+        ((100, 100), 100, 10, [5, 5]),
+        ((0, 0), 0, 10, [0, 0]),
+        ((1, 1, 1), 3, 2, [1, 1, 0]),
+        ((5,), 5, 0, [0]),
+    ],
+)
+def test_shares_add_up(amounts, whole, width, counts):
+    assert shares(amounts, whole, width) == counts
+
+
+def test_a_device_bar_has_all_parts_in_order():
+    bar = device_bar(device(), 16, ASCII)
+    assert "".join(span.text for span in bar) == "####==-~x......."
+    assert [span.style for span in bar] == ["in_use", "cached", "parked", "slack", "others", "free"]
+
+
+def test_sparklines():
+    assert sparkline((), 3, ASCII) == "   "
+    assert sparkline((0, 0), 3, ASCII) == " __"
+    assert sparkline((0, 50, 100), 3, ASCII) == "_-#"[0] + sparkline((50, 100), 2, ASCII)
+    assert sparkline((1, 1000), 2, ASCII) == ".#"  # not nothing
+    assert sparkline((9, 9, 9, 0), 2, ASCII) == "#_"
+    assert sparkline((5,), 0, ASCII) == ""
+
+
+def test_short_numbers_fit():
+    assert [short_size(n) for n in (None, 0, 512, 1 << 10, 96 << 20, 1023 << 20, 4 << 30)] == [
+        "-", "0", "512B", "1.00K", "96.0M", "1023M", "4.00G",
+    ]  # fmt: skip
+    assert [short_rate(r) for r in (None, 0.0, 0.3, 12.4, 9999.0, 12345.0, 2e6)] == [
+        "-", "0", "0.3", "12", "9999", "12k", "2.0M",
+    ]  # fmt: skip
+    assert [short_count(n) for n in (None, -7, 99999, 1 << 62, -(1 << 62))] == [
+        "-", "-7", "99999", "big", "-big",
+    ]  # fmt: skip
+    for power in range(64):
+        for number in (2**power - 1, 2**power, 10**power // 3):
+            assert len(short_size(number)) <= CELLS, number
+            assert len(short_rate(float(number))) <= CELLS, number
+
+
+def test_cutting_and_filling_counts_cells_not_characters():
+    assert fit("日本語", 5) == "日本 "
+    assert fit("日本語", 5, "…") == "日本…"
+    assert fit("日本語", 4, "…") == "日… "
+    assert fit("ab", 1, "…") == "…"
+    assert cut([Span("日本"), Span("x")], 3) == [Span("日")]
+    assert cut([Span("e\u0301x")], 1) == [Span("e\u0301")]
+    assert spread([Span("abc")], [Span("xyz")], 6) == [Span("abc")]
+
+
+def test_wrapping():
+    assert wrap("one two three", 7, 3) == ["one two", "three"]
+    assert wrap("one two three", 7, 1, "…") == ["one tw…"]
+    assert wrap("abcdefgh", 3, 5) == ["abc", "def", "gh"]
+    assert wrap("日本語", 1, 2) == ["?", "?"]  # no room for one of them
+    assert wrap("x", 0, 3) == []
+
+
+def test_the_arrow_stands_at_what_is_sorted_by():
+    up = draw(ONE, width=200)
+    assert any(line.startswith("NAME▲") for line in up)
+    down = draw(ONE, state(ONE, "ss"), width=200)
+    assert any("▼MAPPED" in line for line in down)
+    assert any("▲MAPPED" in line for line in draw(ONE, state(ONE, "ssr"), width=200))
+
+
+def test_an_instance_over_its_limit_says_so_below():
+    scene = replace(
+        ONE, instances=(instance("a", state="shrinking", over_bytes=GIB, reason="x y"),)
+    )
+    assert "a  shrinking  1.00G over its limit  x y" in draw(scene)

@@ -1,0 +1,82 @@
+"""An instance with the values that a test wants to see on a screen, and no memory behind it.
+
+As a program: `shown_instance.py NAME JSON`, with `engine`, `model`, `device`, `usage` (fields of
+the record), and optionally `limit_bytes`, the limit in force. Each line on stdin is JSON of the
+same kind: `usage` is published, `counters` are added. It answers no wish, prints a line for
+each thing done, and lives until its stdin closes. As a module, for tests:
+
+    with Shown("name", device="GPU-1", ...) as shown: shown.say(counters={"pages_mapped": 9})
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+
+class Shown:
+    """Such a process under the control of a test."""
+
+    def __init__(self, name: str, **facts: object) -> None:
+        self.name = name
+        self.process = subprocess.Popen(
+            [sys.executable, str(Path(__file__)), name, json.dumps(facts)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        self._await("ready")
+
+    def say(self, **facts: object) -> None:
+        """Have it publish, and return when it has."""
+        assert self.process.stdin is not None
+        print(json.dumps(facts), file=self.process.stdin, flush=True)
+        self._await("done")
+
+    def _await(self, word: str) -> None:
+        assert self.process.stdout is not None
+        said = self.process.stdout.readline().strip()
+        assert said == word, f"{self.name} said {said!r}"
+
+    def __enter__(self) -> Shown:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.process.kill()
+        self.process.wait()
+        for pipe in (self.process.stdin, self.process.stdout):
+            if pipe is not None:
+                pipe.close()
+        (Path("/dev/shm") / self.name).unlink(missing_ok=True)
+
+
+def main() -> None:
+    from kvelastic import segment
+
+    name, facts = sys.argv[1], json.loads(sys.argv[2])
+    mine = segment.create(
+        name, engine=facts["engine"], model=facts["model"], device=facts["device"]
+    )
+    record = mine.record
+    usage = dict(facts["usage"])
+    record.publish_usage(**usage)
+    record.publish_answer(
+        0,
+        "applied",
+        effective_limit_bytes=facts.get("limit_bytes", usage["capacity_bytes"]),
+        mapped_bytes=usage["mapped_bytes"],
+    )
+    print("ready", flush=True)
+    for line in sys.stdin:
+        more = json.loads(line)
+        usage |= more.get("usage", {})
+        record.publish_usage(**usage)
+        for counter, amount in more.get("counters", {}).items():
+            record.add_counter(counter, amount)
+        print("done", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,356 @@
+"""Machines for the doctor to judge, and what it must say of them: every check in each state."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from kvelastic.doctor.facts import (
+    ConfigFacts,
+    Facts,
+    Gpu,
+    GpuFacts,
+    LegacyName,
+    LimitFacts,
+    MemoryFacts,
+    PackageFacts,
+    SegmentFact,
+    ShmFacts,
+    SystemFacts,
+)
+
+GIB = 1 << 30
+MIB = 1 << 20
+
+GPU = Gpu(0, "H200", "GPU-1", 2 * MIB, 140 * GIB, 139 * GIB)
+NO_LIBRARY = "libcuda.so.1: cannot open shared object file"
+PACKAGES = PackageFacts(
+    python=(3, 11, 7),
+    versions=(("vllm", "0.32.0+cpu"), ("torch", "2.13.0"), ("nvidia-ml-py", "13.580")),
+    vllm_plugins=("kvelastic", "other"),
+)
+GOOD = Facts(
+    gpus=GpuFacts(kernel_module="580.82", cuda_version=13000, count=1, gpus=(GPU,)),
+    shm=ShmFacts(size_bytes=8 * GIB, free_bytes=8 * GIB, needed_bytes=266240),
+    memory=MemoryFacts(32 * GIB, thp_enabled="madvise", thp_shmem="never"),
+    limits=LimitFacts(65530, 20000, None, 0, 16 * GIB, GIB),
+    system=SystemFacts(kernel="6.18.1"),
+    config=ConfigFacts(enabled=True),
+    packages=PACKAGES,
+)
+
+
+def with_gpus(**changes: object) -> Facts:
+    return replace(GOOD, gpus=replace(GOOD.gpus, **changes))
+
+
+def with_config(facts: Facts = GOOD, **changes: object) -> Facts:
+    return replace(facts, config=replace(facts.config, **changes))
+
+
+def with_packages(**changes: object) -> Facts:
+    return replace(GOOD, packages=replace(PACKAGES, **changes))
+
+
+def on_host(**changes: object) -> Facts:
+    """The same machine without a GPU, so that the host is the device."""
+    return replace(GOOD, gpus=GpuFacts(library_error=NO_LIBRARY), **changes)
+
+
+def without(name: str) -> Facts:
+    return with_packages(versions=tuple(v for v in PACKAGES.versions if v[0] != name))
+
+
+def adding(name: str, version: str) -> Facts:
+    others = tuple(v for v in PACKAGES.versions if v[0] != name)
+    return with_packages(versions=(*others, (name, version)))
+
+
+def segment(status: str, **changes: object) -> Facts:
+    return replace(GOOD, segments=(SegmentFact("s1", status, **changes),))
+
+
+def shm(**changes: object) -> Facts:
+    return replace(GOOD, shm=replace(GOOD.shm, **changes))
+
+
+def memory(**changes: object) -> MemoryFacts:
+    return replace(GOOD.memory, **changes)
+
+
+def limits(**changes: object) -> LimitFacts:
+    return replace(GOOD.limits, **changes)
+
+
+def kernel(release: str, **changes: object) -> SystemFacts:
+    return replace(GOOD.system, kernel=release, **changes)
+
+
+BROKEN_GPU = replace(GPU, ordinal=1, error="cuda:1 has no virtual memory management")
+HOST = with_config(device="host")
+
+TABLE: list[tuple[str, str, Facts, str]] = [
+    ("gpu.driver", "ok", GOOD, "NVIDIA driver 580.82 (CUDA 13.0), 1 GPU"),
+    ("gpu.driver", "ok", with_gpus(cuda_version=11030), "CUDA 11.3"),
+    ("gpu.driver", "ok", with_gpus(count=2, gpus=(GPU, replace(GPU, ordinal=1))), "2 GPUs"),
+    ("gpu.driver", "note", on_host(), "no NVIDIA driver"),
+    ("gpu.driver", "problem", with_config(on_host(), device="cuda:1"), "KVELASTIC_DEVICE=cuda:1"),
+    (
+        "gpu.driver",
+        "problem",
+        with_gpus(library_error=NO_LIBRARY, has_device_files=True, gpus=()),
+        NO_LIBRARY,
+    ),
+    (
+        "gpu.driver",
+        "note",
+        with_config(with_gpus(library_error=NO_LIBRARY, gpus=()), device="host"),
+        "kernel module 580.82",
+    ),
+    ("gpu.driver", "problem", with_gpus(cuda_version=11020), "too old: it serves CUDA 11.2"),
+    ("gpu.driver", "note", with_config(with_gpus(cuda_version=10010), device="host"), "CUDA 10.1"),
+    ("gpu.driver", "problem", with_gpus(child_end="died of SIGSEGV", gpus=()), "died of SIGSEGV"),
+    (
+        "gpu.driver",
+        "warning",
+        with_gpus(start_error="cuInit: CUDA_ERROR_NO_DEVICE (100)", count=0, gpus=()),
+        "no GPU can be seen",
+    ),
+    (
+        "gpu.driver",
+        "note",
+        with_gpus(count=0, gpus=(), visible_devices=""),
+        "CUDA_VISIBLE_DEVICES=''",
+    ),
+    (
+        "gpu.driver",
+        "problem",
+        with_config(with_gpus(count=0, gpus=(), visible_devices="-1"), device="cuda"),
+        "CUDA_VISIBLE_DEVICES='-1'",
+    ),
+    (
+        "gpu.driver",
+        "problem",
+        with_gpus(start_error="cuInit: CUDA_ERROR_UNKNOWN (999)", count=0, gpus=()),
+        "does not start: cuInit: CUDA_ERROR_UNKNOWN (999)",
+    ),
+    ("gpu.driver", "note", with_config(with_gpus(count=0, gpus=()), device="host"), "no GPU"),
+    ("gpu.vmm", "ok", GOOD, "cuda:0 H200 (GPU-1): pages of 2.00 MiB, 139.00 GiB of 140.00 GiB"),
+    ("gpu.vmm", "note", with_gpus(gpus=(replace(GPU, granularity_bytes=4 * MIB),)), "4.00 MiB"),
+    ("gpu.vmm", "problem", with_gpus(gpus=(BROKEN_GPU,)), "no virtual memory management"),
+    ("gpu.vmm", "problem", with_gpus(gpus=(replace(GPU, error="OUT_OF_MEMORY"),)), "OUT_OF_MEM"),
+    ("gpu.vmm", "problem", with_gpus(gpus=(replace(GPU, error="it is too old"),)), "too old"),
+    ("gpu.vmm", "problem", with_gpus(gpus=(replace(GPU, error="odd"),)), "odd"),
+    (
+        "gpu.vmm",
+        "warning",
+        with_config(with_gpus(gpus=(GPU, BROKEN_GPU)), device="cuda:0"),
+        "cuda:1 H200",
+    ),
+    ("gpu.device", "ok", GOOD, "auto means cuda:0"),
+    ("gpu.device", "ok", with_gpus(gpus=(BROKEN_GPU,)), "auto means the machine's own memory"),
+    ("gpu.device", "ok", HOST, "KVELASTIC_DEVICE=host"),
+    ("gpu.device", "ok", with_config(device="cuda"), "KVELASTIC_DEVICE=cuda"),
+    ("gpu.device", "problem", with_config(device="cuda:7"), "cuda:7 cannot be used; those that"),
+    (
+        "gpu.device",
+        "problem",
+        with_config(with_gpus(gpus=(BROKEN_GPU,)), device="cuda:1"),
+        "those that can: none",
+    ),
+    ("gpu.packages", "ok", GOOD, "NVML is there, with nvidia-ml-py 13.580"),
+    ("gpu.packages", "ok", on_host(), "of no use without a driver"),
+    ("gpu.packages", "note", without("nvidia-ml-py"), "with no Python package"),
+    ("gpu.packages", "note", with_gpus(nvml_error="no such file"), "no such file"),
+    # ------------------------------------------------------------------------------------- host
+    ("host.kernel", "ok", on_host(), "Linux 6.18.1"),
+    ("host.kernel", "ok", on_host(system=kernel("6.1.0-rpi7")), "6.1.0"),
+    ("host.kernel", "warning", on_host(system=kernel("5.14.0-427.el9")), "MADV_COLLAPSE"),
+    ("host.kernel", "note", replace(GOOD, system=kernel("5.15.0")), "MADV_COLLAPSE"),
+    (
+        "host.kernel",
+        "problem",
+        on_host(system=kernel("4.4.0"), memory=memory(page_error="EINVAL")),
+        "MADV_POPULATE_WRITE",
+    ),
+    ("host.kernel", "note", on_host(system=kernel("5.4.0")), "but a page could be made"),
+    ("host.kernel", "note", on_host(system=kernel("odd")), "no version"),
+    ("host.kernel", "problem", on_host(system=kernel("24.1", system="Darwin")), "Darwin"),
+    ("host.page", "ok", on_host(), "one huge page"),
+    ("host.page", "warning", on_host(memory=memory(page_is_huge=False)), "4 KiB pages"),
+    ("host.page", "note", replace(GOOD, memory=memory(page_is_huge=False)), "4 KiB pages"),
+    ("host.page", "problem", on_host(memory=memory(page_error="no room")), "no room"),
+    ("host.page", "note", with_packages(native_error="gone"), "not tried"),
+    ("host.hugepages", "ok", on_host(), "enabled=madvise, shmem_enabled=never"),
+    ("host.hugepages", "warning", on_host(memory=memory(thp_shmem="deny")), "shmem_enabled=deny"),
+    ("host.hugepages", "warning", on_host(memory=memory(thp_enabled=None)), "enabled=not there"),
+    ("host.hugepages", "note", replace(GOOD, memory=memory(thp_shmem="deny")), "deny"),
+    # ----------------------------------------------------------------------------------- limits
+    ("limits.memory", "ok", on_host(), "32.00 GiB"),
+    (
+        "limits.memory",
+        "ok",
+        with_config(on_host(), host_memory_bytes=32 * GIB),
+        "KVELASTIC_HOST_MEMORY is 32.00 GiB",
+    ),
+    (
+        "limits.memory",
+        "problem",
+        with_config(on_host(), host_memory_bytes=33 * GIB),
+        "KVELASTIC_HOST_MEMORY is 33.00 GiB; this process may have 32.00 GiB",
+    ),
+    ("limits.memory", "note", with_config(host_memory_bytes=33 * GIB), "33.00 GiB"),
+    ("limits.mappings", "ok", on_host(), "may need 40960"),
+    ("limits.mappings", "ok", replace(GOOD, limits=limits(max_map_count=9)), "GPU pages do not"),
+    ("limits.mappings", "note", on_host(limits=limits(max_map_count=None)), "cannot be read"),
+    ("limits.mappings", "warning", on_host(limits=limits(max_map_count=40959)), "may need 40960"),
+    (
+        "limits.mappings",
+        "ok",
+        with_config(on_host(limits=limits(max_map_count=24576)), page_bytes=4 * MIB),
+        "may need 24576",
+    ),
+    ("limits.files", "ok", GOOD, "20000"),
+    ("limits.files", "ok", replace(GOOD, limits=limits(open_files=None)), "unlimited"),
+    ("limits.files", "warning", replace(GOOD, limits=limits(open_files=1023)), "1023"),
+    ("limits.files", "ok", replace(GOOD, limits=limits(open_files=1024)), "1024"),
+    ("limits.files", "warning", replace(GOOD, limits=limits(open_files=64)), "64"),
+    ("limits.files", "problem", replace(GOOD, limits=limits(open_files=63)), "63"),
+    ("limits.addresses", "ok", GOOD, "unlimited"),
+    (
+        "limits.addresses",
+        "warning",
+        on_host(limits=limits(address_space_bytes=32 * GIB)),
+        "32.00 GiB",
+    ),
+    (
+        "limits.addresses",
+        "problem",
+        on_host(limits=limits(address_space_bytes=31 * GIB)),
+        "31.00 GiB",
+    ),
+    (
+        "limits.addresses",
+        "problem",
+        replace(GOOD, limits=limits(address_space_bytes=99 * GIB)),
+        "99.00 GiB",
+    ),
+    ("limits.overcommit", "ok", GOOD, "vm.overcommit_memory=0"),
+    ("limits.overcommit", "note", replace(GOOD, limits=limits(overcommit_mode=None)), "cannot"),
+    ("limits.overcommit", "note", replace(GOOD, limits=limits(overcommit_mode=2)), "15.00 GiB"),
+    ("limits.overcommit", "warning", on_host(limits=limits(overcommit_mode=2)), "15.00 GiB"),
+    (
+        "limits.overcommit",
+        "warning",
+        on_host(limits=limits(overcommit_mode=2, committed_bytes=None)),
+        "vm.overcommit_memory=2",
+    ),
+    (
+        "limits.overcommit",
+        "note",
+        on_host(limits=limits(overcommit_mode=2, commit_limit_bytes=33 * GIB)),
+        "32.00 GiB",
+    ),
+    # ------------------------------------------------------------------ shared memory, segments
+    ("shm.mount", "ok", GOOD, "tmpfs"),
+    ("shm.mount", "warning", shm(filesystem=""), "nothing is mounted"),
+    ("shm.mount", "problem", shm(filesystem="", write_error="no such file"), "nothing"),
+    ("shm.write", "ok", GOOD, "can be made"),
+    ("shm.write", "problem", shm(write_error="Read-only file system"), "Read-only file system"),
+    ("shm.size", "ok", GOOD, "8.00 GiB of 8.00 GiB"),
+    ("shm.size", "warning", shm(size_bytes=64 * MIB, free_bytes=64 * MIB), "64.00 MiB of 64.00"),
+    ("shm.size", "warning", shm(free_bytes=15 * MIB), "15.00 MiB of 8.00 GiB"),
+    ("shm.size", "ok", shm(free_bytes=16 * MIB), "16.00 MiB of 8.00 GiB"),
+    ("shm.size", "warning", shm(free_bytes=266240), "260.00 KiB of 8.00 GiB"),
+    ("shm.size", "problem", shm(free_bytes=266239), "a segment takes 260.00 KiB"),
+    ("segments.dead", "ok", GOOD, "no segment"),
+    ("segments.dead", "warning", segment("dead"), "s1: its instance is dead"),
+    ("segments.dead", "note", segment("dead", is_ours=False), "another user's"),
+    ("segments.unreadable", "ok", GOOD, "no segment"),
+    ("segments.unreadable", "warning", segment("unreadable", problem="version 9"), "s1: version 9"),
+    ("segments.elsewhere", "note", segment("elsewhere"), "s1 belongs to another pid namespace"),
+    ("segments.hidden", "note", segment("hidden", is_ours=False), "s1 belongs to another user"),
+    ("permissions.proc", "ok", GOOD, "all processes"),
+    ("permissions.proc", "ok", replace(GOOD, system=kernel("6.1", hidepid="off")), "all"),
+    ("permissions.proc", "note", replace(GOOD, system=kernel("6.1", hidepid="2")), "hidepid=2"),
+    ("permissions.namespace", "ok", GOOD, "the machine's own"),
+    (
+        "permissions.namespace",
+        "note",
+        replace(GOOD, system=kernel("6.1", is_own_pid_namespace=True)),
+        "container",
+    ),
+    (
+        "permissions.namespace",
+        "warning",
+        replace(GOOD, system=kernel("6.1", has_pid_namespace=False)),
+        "/proc/self/ns/pid",
+    ),
+    # ----------------------------------------------------------------------------------- config
+    ("config.value", "ok", with_config(names_set=("KVELASTIC_LIMIT",)), "KVELASTIC_LIMIT"),
+    ("config.value", "ok", GOOD, "none is set"),
+    (
+        "config.value",
+        "problem",
+        with_config(errors=(("X", "X='a' is not accepted; set it to b; or c."),)),
+        "X='a' is not accepted",
+    ),
+    ("config.value", "problem", with_config(errors=(("X", "X is odd"),)), "X is odd"),
+    ("config.unknown", "ok", GOOD, "no variable"),
+    (
+        "config.unknown",
+        "warning",
+        with_config(unknown=(("KVELASTIC_LIMITS", "KVELASTIC_LIMIT"),)),
+        "KVELASTIC_LIMITS is not a variable",
+    ),
+    ("config.kvcached", "ok", GOOD, "no variable"),
+    (
+        "config.kvcached",
+        "note",
+        with_config(legacy=(LegacyName("ENABLE_KVCACHED", "ENABLE_KVELASTIC"),)),
+        "counts as ENABLE_KVELASTIC",
+    ),
+    (
+        "config.kvcached",
+        "warning",
+        with_config(legacy=(LegacyName("ENABLE_KVCACHED", "ENABLE_KVELASTIC", True),)),
+        "ENABLE_KVELASTIC is set, too",
+    ),
+    ("config.kvcached", "warning", with_config(legacy=(LegacyName("KVCACHED_X", None),)), "is kv"),
+    ("config.enabled", "ok", GOOD, "run on kvelastic"),
+    ("config.enabled", "note", with_config(enabled=None), "not set"),
+    ("config.enabled", "note", with_config(enabled=False), "is false"),
+    # ------------------------------------------------------------------------- engines, python
+    ("engines.vllm", "ok", GOOD, "0.32.0+cpu"),
+    ("engines.vllm", "note", without("vllm"), "not installed"),
+    ("engines.vllm", "problem", adding("vllm", "0.31.9"), "vLLM 0.31.9: kvelastic was tried with"),
+    (
+        "engines.vllm",
+        "warning",
+        with_config(adding("vllm", "0.33.0"), is_strict=False),
+        "vLLM 0.33.0",
+    ),
+    ("engines.vllm", "warning", with_config(adding("vllm", "unknown"), enabled=None), "unknown"),
+    ("engines.plugin", "ok", GOOD, "finds kvelastic"),
+    ("engines.plugin", "ok", without("vllm"), "not needed"),
+    ("engines.plugin", "problem", with_packages(vllm_plugins=("other",)), "plugins: other"),
+    ("engines.plugin", "problem", with_config(vllm_plugins="a,b"), "VLLM_PLUGINS='a,b'"),
+    ("engines.plugin", "warning", with_config(vllm_plugins="", enabled=None), "VLLM_PLUGINS=''"),
+    ("engines.plugin", "ok", with_config(vllm_plugins="a,kvelastic"), "finds kvelastic"),
+    ("engines.sglang", "ok", GOOD, "not installed"),
+    ("engines.sglang", "note", adding("sglang", "0.5.1"), "SGLang 0.5.1"),
+    ("engines.kvcached", "ok", GOOD, "not installed"),
+    ("engines.kvcached", "note", adding("kvcached", "0.1.3"), "kvcached 0.1.3"),
+    (
+        "engines.kvcached",
+        "problem",
+        with_config(adding("kvcached", "0.1.3"), is_kvcached_enabled=True),
+        "both would patch",
+    ),
+    ("python.version", "ok", GOOD, "3.11.7"),
+    ("python.version", "ok", with_packages(python=(3, 10, 0)), "3.10.0"),
+    ("python.version", "problem", with_packages(python=(3, 9, 2)), "3.9.2"),
+    ("python.native", "ok", GOOD, "loads"),
+    ("python.native", "problem", with_packages(native_error="no _vmm"), "no _vmm"),
+    ("python.torch", "ok", GOOD, "torch 2.13.0"),
+    ("python.torch", "note", without("torch"), "not installed"),
+]  # fmt: skip

@@ -1,0 +1,392 @@
+"""What the machine is found to have: every GPU by a strict NVML of our own, and the host."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from kvelastic import config, devices, nvml
+from kvelastic.devices import DeviceFacts, ProcessMemory, device_key, host_facts, list_gpus
+from kvelastic.nvml import CudaBindingsNvml, Nvml, NvmlError, PynvmlNvml, Status
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "programs"))
+from fake_nvml import (
+    GIB,
+    QUESTIONS,
+    FakeGpu,
+    FakeNvml,
+    cuda_module,
+    mig_machine,
+    pynvml_module,
+)
+
+
+def by_itself(fake: FakeNvml) -> Nvml:
+    return fake
+
+
+def by_cuda_bindings(fake: FakeNvml) -> Nvml:
+    return CudaBindingsNvml(cuda_module(fake))
+
+
+def by_pynvml(fake: FakeNvml) -> Nvml:
+    return PynvmlNvml(pynvml_module(fake))
+
+
+WAYS = [by_itself, by_cuda_bindings, by_pynvml]
+every_way = pytest.mark.parametrize("way", WAYS)
+
+
+def name_of(pid: int) -> str | None:
+    return f"process {pid}"
+
+
+def gpus(fake: FakeNvml, way=by_itself) -> tuple[DeviceFacts, ...]:
+    found, problem = list_gpus(way(fake), name_of)
+    assert problem == ""
+    assert fake.starts == fake.stops == 1
+    return found
+
+
+# --------------------------------------------------------------------------------------- healthy
+
+
+@every_way
+def test_a_healthy_gpu(way):
+    (gpu,) = gpus(FakeNvml([FakeGpu()]), way)
+    assert gpu == DeviceFacts(
+        kind="gpu",
+        name="NVIDIA Fake 80GB",
+        index=0,
+        uuid="GPU-11111111-1111-1111-1111-111111111111",
+        total_bytes=80 * GIB,
+        used_bytes=20 * GIB,  # total less free, whatever a package counts as used
+        free_bytes=60 * GIB,
+        driver_version="580.65.06",
+        processes=(),
+    )
+
+
+@every_way
+def test_no_gpu_at_all_is_no_problem(way):
+    assert gpus(FakeNvml([]), way) == ()
+
+
+@every_way
+def test_processes_with_most_memory_first_and_unknown_memory_last(way):
+    fake = FakeNvml(
+        [FakeGpu(processes={"compute": [(1, 5), (2, nvml.NOT_AVAILABLE_BYTES), (3, 9), (4, None)]})]
+    )
+    assert gpus(fake, way)[0].processes == (
+        ProcessMemory(3, 9, "process 3"),
+        ProcessMemory(1, 5, "process 1"),
+        ProcessMemory(2, None, "process 2"),
+        ProcessMemory(4, None, "process 4"),
+    )
+
+
+def test_a_process_of_two_kinds_counts_once():
+    # The last one grows between the two questions.
+    kinds = {
+        "compute": [(1, 5), (2, None), (4, 3)],
+        "graphics": [(1, 5), (2, 7), (4, 6)],
+        "mps": [(3, 1)],
+    }
+    told = gpus(FakeNvml([FakeGpu(processes=kinds)]))[0].processes
+    assert [(each.pid, each.used_bytes) for each in told] == [(2, 7), (4, 6), (1, 5), (3, 1)]
+
+
+# ------------------------------------------------------------------------------------------- MIG
+
+
+@every_way
+def test_mig_instances_follow_their_gpu(way):
+    whole, split, first, second, unified, lost = gpus(mig_machine(), way)
+    assert [gpu.index for gpu in (whole, split, unified, lost)] == [0, 1, 2, 3]
+    assert (first.kind, first.index, first.uuid) == ("mig", 1, "MIG-aaaaaaaa")
+    assert (second.kind, second.index, second.uuid) == ("mig", 3, "MIG-bbbbbbbb")
+    assert first.parent == second.parent == split.uuid
+    assert first.parent_index == second.parent_index == 1
+    assert (first.total_bytes, first.used_bytes) == (40 * GIB, GIB)
+    assert first.processes == ()
+    assert first.problem == second.problem == ""
+    assert split.processes is None
+    assert (split.total_bytes, split.free_bytes, split.used_bytes) == (None, None, None)
+    assert split.problem.startswith("memory: this user may not ask")
+    assert whole.problem == ""
+
+
+def test_mig_that_is_on_without_instances_says_what_to_do():
+    (gpu,) = gpus(FakeNvml([FakeGpu(slots=[None, None])]))
+    assert "nvidia-smi mig -cgi" in gpu.problem
+    assert gpu.total_bytes == 80 * GIB
+
+
+def test_mig_instances_that_may_not_be_seen_are_named_together():
+    slots: list[FakeGpu | None] = [FakeGpu(uuid="MIG-a"), None, FakeGpu(), FakeGpu()]
+    refusals = {f"mig_device:{slot}": Status.NO_PERMISSION for slot in (2, 3)}
+    gpu, seen = gpus(FakeNvml([FakeGpu(slots=slots, refusals=refusals)]))
+    assert seen.uuid == "MIG-a"
+    assert gpu.problem.startswith("MIG instance 2, MIG instance 3: this user may not ask")
+
+
+# --------------------------------------------------------------------------- what cannot be asked
+
+
+@every_way
+@pytest.mark.parametrize("status", Status)
+@pytest.mark.parametrize("question", [*QUESTIONS, "*"])
+def test_a_refusal_by_one_gpu_hides_neither_it_nor_the_others(way, question, status):
+    refused = FakeGpu(name="broken", refusals={question: status}, slots=[None])
+    first, broken, last = gpus(FakeNvml([FakeGpu(), refused, FakeGpu(uuid="GPU-last")]), way)
+    assert first.problem == last.problem == ""
+    assert (first.total_bytes, last.uuid) == (80 * GIB, "GPU-last")
+    assert (broken.kind, broken.index) == ("gpu", 1)
+    is_from_before_mig = question == "is_mig_on" and status in (3, 13)
+    assert bool(broken.problem) != is_from_before_mig
+    for field, ask in (("name", "name"), ("uuid", "uuid"), ("total_bytes", "memory")):
+        assert (getattr(broken, field) is None) == (question in {ask, "device", "*"})
+
+
+def test_a_gpu_that_is_lost_says_so_once():
+    (gpu,) = gpus(FakeNvml([FakeGpu(refusals={"*": Status.GPU_IS_LOST})]))
+    assert gpu.problem.startswith("name, UUID, memory, MIG, processes: the GPU is lost")
+    assert gpu.problem.count("lost") == 1
+    assert gpu.processes is None
+
+
+def test_an_integrated_gpu_has_no_memory_of_its_own():
+    refusals = {"memory": Status.NOT_SUPPORTED, "is_mig_on": Status.NOT_SUPPORTED}
+    (gpu,) = gpus(FakeNvml([FakeGpu(refusals=refusals)]))
+    assert gpu.name == "NVIDIA Fake 80GB"
+    assert (gpu.total_bytes, gpu.used_bytes, gpu.free_bytes) == (None, None, None)
+    assert gpu.problem.startswith("memory: ")
+    assert "shares the host's memory" in gpu.problem
+    assert "MIG" not in gpu.problem
+
+
+@pytest.mark.parametrize("kind", ["graphics", "mps"])
+def test_a_gpu_without_graphics_or_mps_has_no_problem(kind):
+    refusals = {f"processes:{kind}": Status.NOT_SUPPORTED}
+    (gpu,) = gpus(FakeNvml([FakeGpu(processes={"compute": [(1, 5)]}, refusals=refusals)]))
+    assert gpu.problem == ""
+    assert len(gpu.processes) == 1
+
+
+def test_processes_that_cannot_be_asked_are_not_none_at_all():
+    (gpu,) = gpus(FakeNvml([FakeGpu(refusals={"processes:compute": Status.NOT_SUPPORTED})]))
+    assert gpu.processes is None
+    assert gpu.problem == "processes: NVML cannot tell for this GPU"
+
+
+@every_way
+@pytest.mark.parametrize(
+    ("status", "words"),
+    [
+        (Status.LIBRARY_NOT_FOUND, "install the NVIDIA driver"),
+        (Status.DRIVER_NOT_LOADED, "modprobe nvidia"),
+        (Status.LIB_RM_VERSION_MISMATCH, "restart the machine"),
+        (Status.NO_PERMISSION, "as root"),
+        (77, "error 77"),
+    ],
+)
+def test_an_nvml_that_does_not_start_is_not_stopped(way, status, words):
+    fake = FakeNvml([FakeGpu()], {"start": status})
+    found, problem = list_gpus(way(fake), name_of)
+    assert found == ()
+    assert words in problem
+    assert (fake.starts, fake.stops) == (0, 0)
+
+
+@every_way
+def test_gpus_that_cannot_be_counted_leave_nvml_stopped(way):
+    fake = FakeNvml([FakeGpu()], {"count": Status.UNKNOWN})
+    found, problem = list_gpus(way(fake), name_of)
+    assert found == ()
+    assert problem.startswith("GPUs cannot be counted: ")
+    assert (fake.starts, fake.stops) == (1, 1)
+
+
+@every_way
+def test_a_stop_that_fails_and_a_version_that_is_not_told_change_nothing(way):
+    fake = FakeNvml([FakeGpu()], {"stop": Status.GPU_IS_LOST, "version": Status.UNKNOWN})
+    (gpu,) = gpus(fake, way)
+    assert gpu.total_bytes == 80 * GIB
+    assert gpu.driver_version is None
+    assert gpu.problem == ""
+
+
+def test_nvml_is_stopped_also_when_a_bug_ends_the_look():
+    fake = FakeNvml([FakeGpu(processes={"compute": [(1, 5)]})])
+
+    def broken(_: int) -> str:
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        list_gpus(fake, broken)
+    assert (fake.starts, fake.stops) == (1, 1)
+
+
+# --------------------------------------------------------------------------------- the two packages
+
+
+@pytest.mark.parametrize(
+    ("adapter", "module", "function"),
+    [
+        (CudaBindingsNvml, cuda_module, "device_get_compute_running_processes_v3"),
+        (PynvmlNvml, pynvml_module, "nvmlDeviceGetComputeRunningProcesses_v3"),
+    ],
+)
+class TestPackage:
+    @staticmethod
+    def asked(adapter, library: ModuleType) -> DeviceFacts:
+        ((gpu,), problem) = list_gpus(adapter(library), name_of)
+        assert problem == ""
+        return gpu
+
+    def test_one_that_lacks_a_function(self, adapter, module, function):
+        library = module(FakeNvml([FakeGpu()]))
+        delattr(library, function)
+        gpu = self.asked(adapter, library)
+        assert gpu.problem.startswith("processes: the NVIDIA driver is too old to tell; update it")
+        assert gpu.total_bytes == 80 * GIB
+
+    def test_one_that_fails_in_an_odd_way(self, adapter, module, function):
+        library = module(FakeNvml([FakeGpu()]))
+
+        def odd(_: object) -> None:
+            raise UnicodeError("odd bytes")
+
+        setattr(library, function, odd)
+        gpu = self.asked(adapter, library)
+        assert "odd bytes" in gpu.problem
+        assert gpu.total_bytes == 80 * GIB
+
+    @pytest.mark.parametrize("times", [1, 2])
+    def test_a_process_that_starts_while_they_are_counted(self, adapter, module, function, times):
+        fake = FakeNvml([FakeGpu(processes={"compute": [(1, 5)]})])
+        library = module(fake)
+        real, left = getattr(library, function), [times]
+        failure = getattr(library, "NvmlError", None) or library.NVMLError
+
+        def races(device: object) -> object:
+            left[0] -= 1
+            if left[0] >= 0:
+                raise failure(Status.INSUFFICIENT_SIZE)
+            return real(device)
+
+        setattr(library, function, races)
+        gpu = self.asked(adapter, library)
+        if times == 1:
+            assert [each.pid for each in gpu.processes] == [1]
+        else:
+            assert "INSUFFICIENT_SIZE" in gpu.problem
+
+
+def test_cuda_bindings_without_a_driver():
+    """It loads the driver's library in the first call, and fails with a RuntimeError."""
+    library = cuda_module(FakeNvml([]))
+
+    def init() -> None:
+        raise RuntimeError("no such library")
+
+    library.init_v2 = init
+    found, problem = list_gpus(CudaBindingsNvml(library), name_of)
+    assert found == ()
+    assert problem == str(NvmlError(Status.LIBRARY_NOT_FOUND))
+
+
+def installed(monkeypatch, **packages: ModuleType | None) -> None:
+    """Let only these be importable; None in sys.modules makes an import fail."""
+    monkeypatch.setitem(sys.modules, "pynvml", packages.get("pynvml"))
+    cuda = packages.get("cuda")
+    monkeypatch.setitem(sys.modules, "cuda", ModuleType("cuda") if cuda else None)
+    monkeypatch.setitem(sys.modules, "cuda.bindings", ModuleType("cuda.bindings") if cuda else None)
+    monkeypatch.setitem(sys.modules, "cuda.bindings.nvml", cuda)
+
+
+def test_the_package_that_is_installed_is_used(monkeypatch):
+    fake = FakeNvml([FakeGpu()])
+    installed(monkeypatch, cuda=cuda_module(fake), pynvml=pynvml_module(fake))
+    assert isinstance(nvml.find(), CudaBindingsNvml)
+    installed(monkeypatch, pynvml=pynvml_module(fake))
+    assert isinstance(nvml.find(), PynvmlNvml)
+    assert len(devices.list_devices().devices) == 2
+    installed(monkeypatch)
+    assert nvml.find() is None
+    found = devices.list_devices()
+    assert [device.kind for device in found.devices] == ["host"]
+    assert "pip install 'kvelastic[cuda]'" in found.gpu_problem
+
+
+def test_errors_of_nvml_keep_their_number_and_their_place():
+    error = NvmlError(Status.NOT_FOUND)
+    assert (error.status, error.code) == (6, "DRIVER")
+    assert str(error) == "NVML answered with error 6 (NOT_FOUND)"
+
+
+# ------------------------------------------------------------------------------------ the host
+
+
+MEMINFO = "MemTotal:       1000 kB\nMemFree:  1 kB\nMemAvailable:    400 kB\nHugePages_Total:  0\n"
+
+
+def test_the_host_by_its_meminfo():
+    assert host_facts(MEMINFO, 77) == DeviceFacts(
+        kind="host",
+        name="host",
+        total_bytes=1000 << 10,
+        used_bytes=600 << 10,
+        free_bytes=400 << 10,
+        capacity_bytes=77,
+    )
+
+
+@pytest.mark.parametrize("meminfo", ["", "MemTotal: 5 kB\n", "MemTotal: x kB\nMemAvailable: 5\n"])
+def test_a_host_that_cannot_be_read(meminfo):
+    host = host_facts(meminfo, None, "first")
+    assert (host.used_bytes, host.free_bytes) == (None, None)
+    assert host.problem == "first; /proc/meminfo does not say how much there is"
+
+
+def test_the_host_of_this_machine(monkeypatch):
+    installed(monkeypatch)
+    page_bytes = os.sysconf("SC_PAGE_SIZE")
+    (host,) = devices.list_devices(config.Config(host_memory=5 << 30)).devices
+    assert host.capacity_bytes == 5 << 30
+    assert host.total_bytes == os.sysconf("SC_PHYS_PAGES") * page_bytes
+    assert 0 < host.free_bytes < host.total_bytes
+    assert host.problem == ""
+
+
+def test_a_bad_variable_is_said_and_hides_nothing(monkeypatch):
+    installed(monkeypatch)
+    monkeypatch.setenv("KVELASTIC_HOST_MEMORY", "banana")
+    (host,) = devices.list_devices().devices
+    assert "KVELASTIC_HOST_MEMORY" in host.problem
+    assert host.capacity_bytes is None
+    assert host.total_bytes
+
+
+def test_names_are_read_where_pids_are_the_hosts(tmp_path, monkeypatch):
+    (tmp_path / "self/ns").mkdir(parents=True)
+    (tmp_path / "self/ns/pid").touch()
+    (tmp_path / "41").mkdir()
+    (tmp_path / "41/comm").write_bytes(b"vllm \xff\n")
+    assert devices.process_name(41, tmp_path) is None  # in a container: 41 is somebody else
+    inode = (tmp_path / "self/ns/pid").stat().st_ino
+    monkeypatch.setattr(devices, "_FIRST_PID_NAMESPACE", inode)
+    assert devices.process_name(41, tmp_path) == "vllm \ufffd"
+    assert devices.process_name(42, tmp_path) is None
+
+
+def test_names_of_one_device_have_one_key():
+    digits = "ABCDEF00-1111-2222-3333-444444444444"
+    assert device_key(f"GPU-{digits}") == device_key(f"MIG-{digits.lower()}") == digits.lower()
+    assert DeviceFacts("mig", None, uuid=f"MIG-{digits}").key == device_key(f"GPU-{digits}")
+    assert DeviceFacts("host", "host").key == device_key("host")
+    assert DeviceFacts("gpu", None).key != device_key("host")

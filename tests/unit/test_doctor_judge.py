@@ -1,0 +1,108 @@
+"""The doctor's judgement: every check in each of its states."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from doctor_cases import (
+    BROKEN_GPU,
+    GOOD,
+    GPU,
+    MIB,
+    TABLE,
+    kernel,
+    limits,
+    memory,
+    on_host,
+    segment,
+    shm,
+    with_config,
+    with_gpus,
+    with_packages,
+)
+
+from kvelastic.doctor.facts import Facts
+from kvelastic.doctor.finding import Finding
+from kvelastic.doctor.judge import judge
+
+ROOT = Path(__file__).parents[2]
+
+
+def of_check(facts: Facts, check: str) -> list[Finding]:
+    return [finding for finding in judge(facts) if finding.check == check]
+
+
+@pytest.mark.parametrize(
+    ("check", "state", "facts", "seen"),
+    TABLE,
+    ids=[f"{check}-{state}-{number}" for number, (check, state, *_) in enumerate(TABLE)],
+)
+def test_a_check_in_a_state(check: str, state: str, facts: Facts, seen: str) -> None:
+    fitting = [finding for finding in of_check(facts, check) if seen in finding.what]
+    assert [finding.state for finding in fitting] == [state], of_check(facts, check)
+    for finding in judge(facts):
+        assert bool(finding.do) == (finding.state != "ok"), finding
+        assert finding.what
+        assert "\n" not in finding.what + finding.do
+
+
+def test_a_machine_with_nothing_wrong_has_only_ok() -> None:
+    assert {finding.state for finding in judge(GOOD)} == {"ok"}
+
+
+def test_one_fault_is_a_finding_of_its_own_check_only() -> None:
+    good = {finding.check for finding in judge(GOOD)}
+    for facts in (shm(size_bytes=MIB), segment("dead"), with_packages(python=(3, 9, 0))):
+        faulty = [finding for finding in judge(facts) if finding.state != "ok"]
+        assert len(faulty) == 1
+        assert good == {finding.check for finding in judge(facts)}
+
+
+def test_every_state_of_every_check_is_in_the_table_and_in_the_docs() -> None:
+    tested = defaultdict(set)
+    for check, state, _, _ in TABLE:
+        tested[check].add(state)
+    sources = "".join(path.read_text() for path in (ROOT / "kvelastic/doctor").glob("judge_*.py"))
+    topics = "gpu|host|limits|shm|segments|permissions|config|engines|python"
+    assert set(tested) == set(re.findall(rf'"((?:{topics})\.[a-z]+)"', sources))
+    documented = {}
+    for line in (ROOT / "docs/doctor.md").read_text().splitlines():
+        found = re.match(r"\| `([a-z]+\.[a-z]+)` \| ([a-z, ]+) \|", line)
+        if found:
+            documented[found[1]] = set(found[2].split(", "))
+    assert documented == dict(tested)
+
+
+def test_advice_leads_to_the_cause() -> None:
+    for error in ("the CUDA driver is too old: it has no cuInit", "the driver is older than 11.3"):
+        (gpu,) = of_check(with_gpus(gpus=(replace(GPU, error=error),)), "gpu.vmm")
+        assert gpu.do == "see gpu.driver"
+    (memory_limit,) = of_check(on_host(limits=limits(max_map_count=1)), "limits.mappings")
+    assert "vm.max_map_count=40960" in memory_limit.do
+    (small,) = of_check(shm(size_bytes=64 * MIB, free_bytes=64 * MIB), "shm.size")
+    assert "--shm-size" in small.do
+    assert "--ipc=host" in small.do
+
+
+def test_what_is_wrong_is_not_said_to_be_well_as_well() -> None:
+    for status in ("dead", "unreadable"):
+        assert len(of_check(segment(status, problem="x"), f"segments.{status}")) == 1
+    assert of_check(GOOD, "gpu.driver")[0].what.endswith(", 1 GPU")
+
+
+def test_each_gpu_and_each_variable_has_its_own_line() -> None:
+    two = with_gpus(count=2, gpus=(GPU, BROKEN_GPU))
+    assert [finding.state for finding in of_check(two, "gpu.vmm")] == ["ok", "problem"]
+    config = with_config(errors=(("A", "A='' is bad"), ("B", "B='' is bad")))
+    assert len(of_check(config, "config.value")) == 2
+
+
+def test_what_a_gpu_machine_may_ignore_is_no_warning_there() -> None:
+    slow = memory(page_is_huge=False, thp_shmem="deny", thp_enabled=None, page_error="none")
+    old = replace(GOOD, memory=slow, system=kernel("4.4.0"))
+    assert {finding.state for finding in judge(old)} == {"ok", "note"}
+    assert "problem" in {finding.state for finding in judge(with_config(old, device="host"))}

@@ -1,0 +1,88 @@
+"""kvctl completion: the scripts, and bash with them."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from kvelastic.cli.kvctl import main
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "programs"))
+from segment_owner import Owner
+from terminal import Terminal
+
+BIN = Path(sys.executable).parent
+PATH = f"{BIN}:{os.environ['PATH']}"
+
+
+@pytest.fixture
+def owner():
+    with Owner(f"kvcomp_{os.getpid()}_{random.randrange(1 << 40):x}") as running:
+        yield running
+
+
+@pytest.mark.parametrize(
+    ("shell", "sign"),
+    [("bash", "complete -o nosort -F"), ("zsh", "#compdef kvctl"), ("fish", "complete --no-files")],
+)
+def test_a_script_for_each_shell(shell, sign):
+    result = CliRunner().invoke(main, ["completion", shell])
+    assert result.exit_code == 0
+    assert sign in result.stdout
+    assert f"_KVCTL_COMPLETE={shell}_complete" in result.stdout
+    if program := shutil.which(shell):
+        subprocess.run([program, "-n"], input=result.stdout, text=True, check=True)
+
+
+@pytest.mark.parametrize("arguments", [[], ["tcsh"], ["bash", "zsh"]])
+def test_wrong_usage(arguments):
+    result = CliRunner().invoke(main, ["completion", *arguments])
+    assert (result.exit_code, result.stdout) == (2, "")
+
+
+def completed_by_bash(*words: str) -> list[str]:
+    """What bash has for the last of the words, with the script that kvctl prints."""
+    program = """
+eval "$(kvctl completion bash)"
+COMP_WORDS=("$@") COMP_CWORD=$(($# - 1))
+_kvctl_completion kvctl 2>/dev/null
+printf '%s\\n' "${COMPREPLY[@]}"
+"""
+    done = subprocess.run(
+        ["bash", "--norc", "-c", program, "bash", *words],
+        env=os.environ | {"PATH": PATH},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return done.stdout.split()
+
+
+@pytest.mark.parametrize(
+    "verb", ["list", "limit", "limit-percent", "set", "trim", "stats", "explain", "watch", "delete"]
+)
+def test_bash_completes_a_name(owner, verb):
+    assert owner.name in completed_by_bash("kvctl", verb, owner.name[:-3])
+    assert owner.name not in completed_by_bash("kvctl", verb, "no_such")
+
+
+def test_bash_completes_commands_and_options():
+    assert completed_by_bash("kvctl", "lim") == ["limit", "limit-percent"]
+    assert {"--min", "--limit", "--priority"} <= set(completed_by_bash("kvctl", "set", "x", "--"))
+    assert completed_by_bash("kvctl", "completion", "") == ["bash", "zsh", "fish"]
+
+
+def test_tab_in_a_bash_that_somebody_uses(owner):
+    with Terminal(["bash", "--norc", "-i"], PATH=PATH, PS1="ready> ") as bash:
+        bash.until("ready> ")
+        bash.type('eval "$(kvctl completion bash)"\r')
+        bash.until("ready> ")
+        bash.type(f"kvctl lis\t{owner.name[:-3]}\t--js\t\r")
+        bash.until(f'"name": "{owner.name}"')

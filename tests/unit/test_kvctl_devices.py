@@ -1,0 +1,294 @@
+"""`kvctl devices` as a process of its own: with no NVML, with a strict one, and with instances."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import pty
+import random
+import re
+import struct
+import subprocess
+import sys
+import termios
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvelastic import segment
+from kvelastic.cli.device_tables import plain_tables
+from kvelastic.cli.devices import DeviceRow, InstanceRow, ProcessRow, device_rows
+from kvelastic.cli.rows import Row
+from kvelastic.devices import DeviceFacts, ProcessMemory
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "programs"))
+from fake_nvml import GIB, write_packages
+from segment_owner import CAPACITY_BYTES, MAPPED_BYTES, Owner
+
+SHM = Path("/dev/shm")
+KVCTL = str(Path(sys.executable).with_name("kvctl"))
+WHOLE_GPU = "GPU-11111111-1111-1111-1111-111111111111"
+
+
+@pytest.fixture
+def name():
+    unique = f"kvctl_devices_{os.getpid()}_{random.randrange(1 << 40):x}"
+    yield unique
+    (SHM / unique).unlink(missing_ok=True)
+
+
+@pytest.fixture
+def owner(name):
+    with Owner(name) as running:
+        yield running
+
+
+@pytest.fixture
+def gpus(tmp_path) -> dict[str, str]:
+    """An environment in which NVML has a whole GPU, a split one, an integrated and a lost one."""
+    write_packages(tmp_path)
+    return os.environ | {"PYTHONPATH": str(tmp_path)}
+
+
+@pytest.fixture
+def no_nvml(tmp_path) -> dict[str, str]:
+    """An environment in which no package reaches NVML, whatever is installed."""
+    write_packages(tmp_path)
+    (tmp_path / "pynvml.py").write_text("raise ImportError\n")
+    return os.environ | {"PYTHONPATH": str(tmp_path)}
+
+
+def kvctl(environment: dict[str, str], *arguments: str) -> subprocess.CompletedProcess[str]:
+    result = subprocess.run(
+        [KVCTL, "devices", *arguments], env=environment, capture_output=True, text=True, timeout=60
+    )
+    assert result.returncode == 0, result.stderr
+    assert "Traceback" not in result.stderr
+    return result
+
+
+def rows(environment: dict[str, str]) -> list[DeviceRow]:
+    found: list[DeviceRow] = json.loads(kvctl(environment, "--json").stdout)
+    return found
+
+
+def segment_row(name: str, device: str | None, **values: Any) -> Row:
+    blank: dict[str, Any] = dict.fromkeys(Row.__annotations__)
+    told = {"name": name, "device": device, "state": "applied", "mapped_bytes": 1, **values}
+    return Row(**(blank | told))  # type: ignore[typeddict-item]
+
+
+# ------------------------------------------------------------------------------------------- json
+
+
+def test_json_without_nvml_is_the_host_with_its_instances(owner, no_nvml):
+    result = kvctl(no_nvml, "--json")
+    (host,) = json.loads(result.stdout)
+    assert set(host) == set(DeviceRow.__annotations__)
+    assert (host["kind"], host["name"], host["uuid"], host["processes"]) == (
+        "host",
+        "host",
+        None,
+        None,
+    )
+    assert host["total_bytes"] == host["used_bytes"] + host["free_bytes"]
+    assert host["problem"] == ""
+    (instance,) = [each for each in host["instances"] if each["name"] == owner.name]
+    assert instance == {
+        "name": owner.name,
+        "pid": owner.pid,
+        "engine": "test",
+        "model": "none",
+        "state": "applied",
+        "mapped_bytes": MAPPED_BYTES,
+        "limit_bytes": CAPACITY_BYTES,
+    }
+    assert host["mapped_bytes"] == sum(each["mapped_bytes"] for each in host["instances"])
+    assert result.stderr.startswith("GPUs: no package is installed")
+    assert "pip install 'kvelastic[cuda]'" in result.stderr
+
+
+def test_every_key_is_documented():
+    documented = (Path(__file__).parents[2] / "docs" / "kvctl.md").read_text()
+    section = documented.split("\n## devices\n")[1].split("\n## ")[0]
+    for kind in (DeviceRow, InstanceRow, ProcessRow):
+        assert [key for key in kind.__annotations__ if f"`{key}`" not in section] == []
+
+
+def test_capacity_of_the_host_is_the_variables(no_nvml):
+    (host,) = rows(no_nvml | {"KVELASTIC_HOST_MEMORY": "3G"})
+    assert host["capacity_bytes"] == 3 * GIB
+    (host,) = rows(no_nvml | {"KVELASTIC_HOST_MEMORY": "banana"})
+    assert host["capacity_bytes"] is None
+    assert "banana" in host["problem"]
+
+
+def test_json_with_gpus(gpus, name):
+    mine = segment.create(name, engine="test", model="none", device=WHOLE_GPU)
+    try:
+        mine.record.publish_usage(capacity_bytes=4 * GIB, mapped_bytes=GIB, page_bytes=2 << 20)
+        result = kvctl(gpus, "--json")
+    finally:
+        mine.close()
+    assert result.stderr == ""
+    found = json.loads(result.stdout)
+    kinds = [(row["kind"], row["parent_index"], row["index"]) for row in found]
+    assert kinds == [
+        ("host", None, None),
+        ("gpu", None, 0),
+        ("gpu", None, 1),
+        ("mig", 1, 1),
+        ("mig", 1, 3),
+        ("gpu", None, 2),
+        ("gpu", None, 3),
+    ]
+    whole = found[1]
+    assert whole["uuid"] == WHOLE_GPU
+    assert [(each["name"], each["mapped_bytes"]) for each in whole["instances"]] == [(name, GIB)]
+    assert whole["mapped_bytes"] == GIB
+    assert [(each["pid"], each["used_bytes"]) for each in whole["processes"]] == [
+        (4_000_001, 5 * GIB),
+        (4_000_002, None),
+    ]
+    assert [bool(row["problem"]) for row in found] == [False, False, True, False, False, True, True]
+    assert all(set(row) == set(DeviceRow.__annotations__) for row in found)
+
+
+def test_looking_removes_no_segment(owner, no_nvml):
+    owner.kill()
+    (host,) = rows(no_nvml)
+    assert owner.name not in [each["name"] for each in host["instances"]]
+    assert owner.path.exists()
+
+
+# ------------------------------------------------------------------------------------- the join
+
+
+def test_instances_are_found_on_their_device():
+    digits = "ABCDEF00-1111-2222-3333-444444444444"
+    devices = [
+        DeviceFacts("host", "host"),
+        DeviceFacts("gpu", "whole", 0, WHOLE_GPU),
+        DeviceFacts("mig", "part", 0, f"MIG-{digits}"),
+        DeviceFacts("gpu", None, 2, problem="lost"),
+    ]
+    segments = [
+        segment_row("a", "host"),
+        segment_row("b", WHOLE_GPU, mapped_bytes=10),
+        segment_row("c", WHOLE_GPU, mapped_bytes=None),
+        segment_row("d", f"GPU-{digits.lower()}"),
+        segment_row("dead", WHOLE_GPU, state="dead"),
+        segment_row("unreadable", None, state="unreadable", mapped_bytes=None),
+        segment_row("e", "GPU-elsewhere", mapped_bytes=3),
+        segment_row("f", "GPU-elsewhere", mapped_bytes=4),
+    ]
+    found = device_rows(devices, segments)
+    assert [[each["name"] for each in row["instances"]] for row in found] == [
+        ["a"],
+        ["b", "c"],
+        ["d"],
+        [],
+        ["e", "f"],
+    ]
+    assert [row["mapped_bytes"] for row in found] == [1, 10, 1, 0, 7]
+    unknown = found[-1]
+    assert (unknown["kind"], unknown["uuid"], unknown["index"]) == (
+        "unknown",
+        "GPU-elsewhere",
+        None,
+    )
+    assert unknown["problem"]
+
+
+# ----------------------------------------------------------------------------------------- tables
+
+
+def test_plain_tables():
+    facts = [
+        DeviceFacts("gpu", "fake", 0, WHOLE_GPU, processes=(ProcessMemory(7, None, "x\x1b[31m"),)),
+        DeviceFacts("mig", None, 1, "MIG-a", parent=WHOLE_GPU, parent_index=0, problem="is bad"),
+    ]
+    text = plain_tables(device_rows(facts, [segment_row("big", WHOLE_GPU, mapped_bytes=GIB)]))
+    devices, holders, problems = text.split("\n\n")
+    assert devices.splitlines()[0].split() == (
+        ["DEVICE", "TOTAL", "USED", "FREE", "CAPACITY", "MAPPED", "DRIVER", "UUID", "NAME"]
+    )
+    assert devices.splitlines()[1].split()[:6] == ["gpu:0", "-", "-", "-", "-", "1.00"]
+    assert [line.split()[:3] for line in holders.splitlines()] == [
+        ["DEVICE", "HOLDER", "PID"],
+        ["gpu:0", "instance", "-"],
+        ["gpu:0", "process", "7"],
+    ]
+    assert holders.splitlines()[2].endswith("-  x\ufffd[31m")
+    assert problems == "mig:0:1: is bad."
+
+
+def test_a_pipe_gets_plain_text(gpus):
+    result = kvctl(gpus)
+    lines = result.stdout.splitlines()
+    assert lines[0].startswith("DEVICE")
+    labels = [line.split()[0] for line in lines[1:8]]
+    assert labels == ["host", "gpu:0", "gpu:1", "mig:1:1", "mig:1:3", "gpu:2", "gpu:3"]
+    assert lines[-1].startswith("gpu:3: the GPU is lost")
+    assert "\x1b" not in result.stdout
+    assert result.stderr == ""
+
+
+def on_terminal(environment: dict[str, str], columns: int, **more: str) -> str:
+    """What the command writes to a terminal of that width."""
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+    base = {key: value for key, value in environment.items() if key not in {"COLUMNS", "NO_COLOR"}}
+    process = subprocess.Popen(
+        [KVCTL, "devices"],
+        stdout=theirs,
+        stderr=subprocess.DEVNULL,
+        stdin=theirs,
+        env=base | {"TERM": "xterm-256color", "PYTHONIOENCODING": "utf-8"} | more,
+    )
+    os.close(theirs)
+    written = b""
+    try:
+        while chunk := os.read(ours, 65536):
+            written += chunk
+    except OSError:
+        pass  # the other end is closed
+    os.close(ours)
+    assert process.wait(timeout=60) == 0
+    return written.decode()
+
+
+@pytest.mark.parametrize("columns", [30, 60, 80, 130, 200])
+def test_screens_fit_the_terminal(gpus, owner, columns):
+    text = on_terminal(gpus, columns, NO_COLOR="1")
+    lines = [re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", line).rstrip() for line in text.split("\n")]
+    assert max(map(len, lines)) <= columns
+    assert "mig:1:3" in text
+    assert "Free" in text
+    assert ("Capacity" in text) == (columns >= 200)
+    assert owner.name[:8] in text
+
+
+def test_colours_and_their_absence(gpus):
+    coloured = on_terminal(gpus, 160)
+    assert "\x1b[33m" in coloured
+    assert "\x1b[31mGB10" not in coloured  # what a GPU calls itself steers no terminal
+    without = on_terminal(gpus, 160, NO_COLOR="1")
+    assert "\x1b[33m" not in without
+    assert "GB10[bold]" in without
+    assert on_terminal(gpus, 160, PYTHONIOENCODING="ascii", NO_COLOR="1").isascii()
+
+
+def test_help_and_a_quick_start():
+    result = subprocess.run([KVCTL, "devices", "--help"], capture_output=True, text=True)
+    assert result.returncode == 0
+    assert "--json" in result.stdout
+    program = (
+        "import sys, kvelastic.cli.kvctl\n"
+        "late = {'kvelastic.devices', 'kvelastic.nvml', 'kvelastic.segment', 'rich'}\n"
+        "print(sorted(late & set(sys.modules)))"
+    )
+    imported = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert imported.stdout == "[]\n"

@@ -1,0 +1,225 @@
+"""kvctl doctor as a program: exit codes, JSON, colours, and the simulated CUDA driver."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvelastic.cli.doctor import report
+from kvelastic.doctor import Finding
+
+KVCTL = str(Path(sys.executable).with_name("kvctl"))
+SIM_BUILD = Path(__file__).parents[1] / "sim" / "build"
+STATES = {"ok", "note", "warning", "problem"}
+# A shell that has set nothing, so that this machine's variables decide no test.
+OURS = ("KVELASTIC", "KVCACHED", "KVSIM", "VLLM_PLUGINS", "CUDA_VISIBLE_DEVICES", "NO_COLOR")
+BARE = {key: value for key, value in os.environ.items() if not any(o in key for o in OURS)}
+no_gpu = pytest.mark.skipif(shutil.which("nvidia-smi") is not None, reason="there is a GPU")
+
+
+def doctor(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [KVCTL, "doctor", *arguments],
+        env=BARE | environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+def findings(**environment: str) -> tuple[int, dict[str, list[dict[str, str]]]]:
+    """The exit code, and the findings by check."""
+    done = doctor("--json", **environment)
+    assert done.stderr == ""
+    by_check: dict[str, list[dict[str, str]]] = {}
+    for entry in json.loads(done.stdout):
+        by_check.setdefault(entry["check"], []).append(entry)
+    return done.returncode, by_check
+
+
+@pytest.fixture(scope="module")
+def built() -> str:
+    done = subprocess.run([SIM_BUILD], check=True, capture_output=True, text=True)
+    return done.stdout.strip()
+
+
+@pytest.fixture
+def simulated(built: str, tmp_path: Path) -> dict[str, str]:
+    return {"LD_LIBRARY_PATH": built, "KVSIM_MACHINE": str(tmp_path / "machine")}
+
+
+def test_json_is_an_array_of_findings():
+    done = doctor("--json")
+    entries = json.loads(done.stdout)
+    assert all(set(entry) == {"check", "state", "what", "do"} for entry in entries)
+    assert {entry["state"] for entry in entries} <= STATES
+    problems = [entry for entry in entries if entry["state"] == "problem"]
+    assert done.returncode == (1 if problems else 0), problems
+    assert {entry["check"].partition(".")[0] for entry in entries} == {
+        "gpu", "host", "limits", "shm", "segments", "permissions", "config", "engines", "python",
+    }  # fmt: skip
+
+
+@no_gpu
+def test_no_driver_is_a_note():
+    _, by_check = findings()
+    (driver,) = by_check["gpu.driver"]
+    assert driver["state"] == "note"
+    assert "no NVIDIA driver" in driver["what"]
+    assert "gpu.vmm" not in by_check
+
+
+def test_the_page_is_made_and_every_check_has_an_answer():
+    _, by_check = findings()
+    assert by_check["host.page"][0]["state"] in {"ok", "warning", "note"}
+    assert by_check["python.native"][0]["state"] == "ok"
+    assert by_check["shm.write"][0]["state"] == "ok"
+
+
+def test_simulated_gpus(simulated):
+    _, by_check = findings(KVSIM_DEVICES="2", KVSIM_MEMORY="64M", **simulated)
+    (driver,) = by_check["gpu.driver"]
+    assert (driver["state"], "CUDA 13.0" in driver["what"]) == ("ok", True)
+    assert "2 GPUs" in driver["what"]
+    gpus = by_check["gpu.vmm"]
+    assert [gpu["state"] for gpu in gpus] == ["ok", "ok"]
+    assert "cuda:1" in gpus[1]["what"]
+    assert "pages of 2.00 MiB, 64.00 MiB of 64.00 MiB free" in gpus[1]["what"]
+    assert "cuda:0" in by_check["gpu.device"][0]["what"]
+
+
+def test_the_context_is_a_childs_and_goes_with_it(simulated, tmp_path):
+    trace = tmp_path / "trace"
+    findings(KVSIM_TRACE=str(trace), KVSIM_CONTEXT_BYTES="8M", KVSIM_MEMORY="64M", **simulated)
+    lines = [line.split() for line in trace.read_text().splitlines()]
+    assert "cuDevicePrimaryCtxRetain" in {line[0] for line in lines}
+    pids = {line[-1] for line in lines}
+    assert len(pids) == 1
+    assert not Path(f"/proc/{pids.pop()}").exists()
+
+
+@pytest.mark.parametrize("device", ["auto", "cuda"])
+def test_a_driver_that_is_too_old(simulated, device):
+    code, by_check = findings(KVSIM_DRIVER_VERSION="11000", KVELASTIC_DEVICE=device, **simulated)
+    assert code == 1
+    (driver,) = by_check["gpu.driver"]
+    assert driver["state"] == "problem"
+    assert "CUDA 11.0" in driver["what"]
+    assert "CUDA 11.3" in driver["do"]
+
+
+def test_a_gpu_without_virtual_memory_management(simulated):
+    code, by_check = findings(KVSIM_NO_VMM="1", **simulated)
+    assert code == 1
+    assert by_check["gpu.driver"][0]["state"] == "ok"
+    (gpu,) = by_check["gpu.vmm"]
+    assert gpu["state"] == "problem"
+    assert "no virtual memory management" in gpu["what"]
+    assert "KVELASTIC_DEVICE=host" in gpu["do"]
+
+
+def test_a_driver_without_a_gpu(simulated):
+    _, by_check = findings(KVSIM_NO_DEVICE="1", **simulated)
+    assert by_check["gpu.driver"][0]["state"] == "warning"
+    _, by_check = findings(KVSIM_NO_DEVICE="1", CUDA_VISIBLE_DEVICES="", **simulated)
+    assert by_check["gpu.driver"][0]["state"] == "note"
+
+
+def test_a_driver_that_does_not_start_and_one_whose_gpu_is_full(simulated):
+    _, by_check = findings(KVSIM_FAIL="cuInit:1:999", **simulated)
+    assert "CUDA_ERROR_UNKNOWN (999)" in by_check["gpu.driver"][0]["what"]
+    _, by_check = findings(KVSIM_FAIL="cuDevicePrimaryCtxRetain:1:2", **simulated)
+    assert "CUDA_ERROR_OUT_OF_MEMORY" in by_check["gpu.vmm"][0]["what"]
+
+
+def test_a_library_that_is_none(tmp_path):
+    (tmp_path / "libcuda.so.1").write_text("not a library")
+    _, by_check = findings(LD_LIBRARY_PATH=str(tmp_path), KVELASTIC_DEVICE="cuda")
+    assert by_check["gpu.driver"][0]["state"] == "problem"
+
+
+def test_a_bad_value_is_a_problem_and_a_typo_is_none():
+    code, by_check = findings(KVELASTIC_LIMIT="banana")
+    assert code == 1
+    (value,) = by_check["config.value"]
+    assert value["what"] == "KVELASTIC_LIMIT='banana' is not accepted"
+    assert value["do"].startswith("set it to none;")
+    before, _ = findings()
+    code, by_check = findings(KVELASTIC_LIMTI="1G")
+    assert code == before
+    assert "KVELASTIC_LIMIT" in by_check["config.unknown"][0]["do"]
+
+
+def test_a_limit_of_the_process_is_seen():
+    done = subprocess.run(
+        ["sh", "-c", f"ulimit -n 200; exec {KVCTL} doctor"],
+        env=BARE, capture_output=True, text=True,
+    )  # fmt: skip
+    assert "a process may have 200 open files" in done.stdout
+
+
+def test_in_a_pipe_it_is_plain_and_grouped():
+    done = doctor(KVELASTIC_LIMIT="banana")
+    assert done.returncode == 1
+    assert "\x1b" not in done.stdout
+    lines = done.stdout.splitlines()
+    for title in ("GPU", "Host memory", "Limits", "Shared memory", "Configuration", "Engines"):
+        assert lines.count(title) == 1
+    at = next(number for number, line in enumerate(lines) if "config.value" in line)
+    assert lines[at].startswith("  problem  config.value")
+    assert lines[at + 1].lstrip().startswith("-> set it to none;")
+    assert lines[-1].startswith("1 problem, ")
+
+
+@pytest.mark.parametrize(("no_color", "coloured"), [({}, True), ({"NO_COLOR": "1"}, False)])
+def test_colours_are_for_terminals_that_want_them(no_color, coloured):
+    ours, theirs = pty.openpty()
+    environment = BARE | {"TERM": "xterm-256color", "KVELASTIC_LIMIT": "banana"} | no_color
+    process = subprocess.Popen(
+        [KVCTL, "doctor"], stdout=theirs, stderr=theirs, stdin=theirs, env=environment
+    )
+    os.close(theirs)
+    written = b""
+    try:
+        while chunk := os.read(ours, 65536):
+            written += chunk
+    except OSError:
+        pass  # the other end is closed
+    os.close(ours)
+    assert process.wait(timeout=60) == 1
+    assert (b"\x1b[31mproblem" in written) is coloured
+    assert (b"\x1b" in written) is coloured
+
+
+def test_texts_of_others_cannot_steer_the_terminal():
+    text = report([Finding("segments.dead", "warning", "a\x1b[31mb", "\x1b[2J")], in_colour=True)
+    assert "\x1b[31mb" not in text
+    assert "\x1b[2J" not in text
+    assert text.endswith("0 problems, 1 warning, 0 notes, 0 ok")
+
+
+def test_listing_does_not_pay_for_the_doctor():
+    program = (
+        "import sys; from kvelastic.cli.kvctl import main\n"
+        "try: main(['list', '--json'])\n"
+        "except SystemExit: pass\n"
+        "print([m for m in sys.modules if m.startswith('kvelastic.doctor')], file=sys.stderr)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.stderr.splitlines()[-1] == "[]"
+
+
+def test_the_doctor_imports_no_engine():
+    program = (
+        "import sys; from kvelastic.doctor import gather, judge; judge(gather())\n"
+        "print(sorted({'torch', 'vllm', 'numpy', 'kvelastic.integration'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=BARE)
+    assert done.stdout == "[]\n", done.stderr

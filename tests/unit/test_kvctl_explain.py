@@ -1,0 +1,394 @@
+"""kvctl explain: the judgement by table, and what it says of real instances that wait."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from kvelastic import segment
+from kvelastic.cli.explanation import explain
+from kvelastic.cli.explanation_facts import InstanceFacts
+from kvelastic.cli.explanation_output import explanation_json, explanation_text
+from kvelastic.cli.kvctl import main
+from kvelastic.cli.ledgers import choose_ledger
+from kvelastic.ledger_facts import LedgerInfo, Member
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "programs"))
+from ledger_instance import BLOCKS_PER_PAGE, Instance
+from segment_owner import Owner
+from terminal import Terminal
+
+KVCTL = str(Path(sys.executable).with_name("kvctl"))
+
+MIB = 1 << 20
+CALM = InstanceFacts(
+    name="a",
+    status="alive",
+    state="applied",
+    uuid=b"a" * 16,
+    engine="vLLM",
+    model="m",
+    device="host",
+    pid=11,
+    capacity_bytes=1000 * MIB,
+    mapped_bytes=100 * MIB,
+    in_use_bytes=60 * MIB,
+    cached_bytes=20 * MIB,
+    parked_bytes=10 * MIB,
+    page_bytes=2 * MIB,
+    limit_bytes=500 * MIB,
+)
+
+
+def member(name: str, **changes) -> Member:
+    plain = Member(
+        name=name,
+        uuid=name.encode() * 16,
+        pid=ord(name[0]),
+        status="alive",
+        granted_bytes=100 * MIB,
+        min_bytes=0,
+        limit_bytes=500 * MIB,
+        priority=0,
+        in_use_bytes=60 * MIB,
+        cached_bytes=20 * MIB,
+        parked_bytes=10 * MIB,
+        page_bytes=2 * MIB,
+        idle_s=0.0,
+        ask_bytes=0,
+        ask_s=0.0,
+        wanted_bytes=0,
+    )
+    return replace(plain, **changes)
+
+
+def ledger(*members: Member, **changes) -> LedgerInfo:
+    plain = LedgerInfo("host", "readable", capacity_bytes=1000 * MIB, members=members)
+    return replace(plain, **changes)
+
+
+def said(facts: InstanceFacts, of: LedgerInfo | None = None) -> str:
+    return "\n".join(
+        f"{line.about}{'!' if line.is_blocked else ':'} {line.what} -> {line.do}"
+        for line in explain(facts, of)
+    )
+
+
+ASKING = {"ask_bytes": 50 * MIB, "ask_s": 2.0}
+FULL = {"others_bytes": 1000 * MIB}
+
+CASES = {
+    "where memory is": (CALM, None, [
+        "holds: It holds 100.00 MiB of the device's 1000.00 MiB.",
+        "in use: 60.00 MiB (60%)",
+        "cached: 20.00 MiB (20%)",
+        "parked: 10.00 MiB (10%)",
+        "kvctl trim a gives them back",
+        "overhead: 10.00 MiB (10%)",
+        "limit: Its limit is 500.00 MiB: 400.00 MiB more fit.",
+        "in no ledger",
+    ], ["guarantee", "priority", "!", "KVELASTIC_PAGE_SIZE_MB"]),
+    "nothing held": (
+        replace(CALM, mapped_bytes=0, in_use_bytes=0, cached_bytes=0, parked_bytes=0), None,
+        ["It holds no memory of the device's 1000.00 MiB."], ["cached", "parked", "overhead"]),
+    "much overhead": (
+        replace(CALM, in_use_bytes=5 * MIB), None,
+        ["overhead: 65.00 MiB (65%)", "KVELASTIC_PAGE_SIZE_MB"], []),
+    "no limit to speak of": (
+        replace(CALM, limit_bytes=1000 * MIB), None, ["which is the whole device"], []),
+    "dead": (replace(CALM, status="dead"), None, ["process 11 has ended", "kvctl gc"], ["holds"]),
+    "closing": (replace(CALM, status="closing"), None, ["It is ending", "holds:"], []),
+    "elsewhere": (replace(CALM, status="elsewhere"), None, ["pid namespace", "holds:"], []),
+    # --- wishes and limits
+    "a wish just written": (
+        replace(CALM, state="pending", wished_limit_bytes=MIB, pending_s=0.1), None,
+        ["wish! The newest wish (limit 1.00 MiB) was written 0.1 s ago"], ["hangs"]),
+    "a wish long unanswered": (
+        replace(CALM, state="pending", pending_s=9), None,
+        ["wish! The newest wish was written 9.0 s ago", "its process 11 is stopped or hangs"], []),
+    "refused": (
+        replace(CALM, state="refused", reason="too much"), None,
+        ["wish! The newest wish is refused: too much."], []),
+    "over, and in use": (
+        replace(CALM, state="shrinking", limit_bytes=40 * MIB, over_bytes=60 * MIB), None,
+        ["limit! It is 60.00 MiB over its limit of 40.00 MiB, and only 30.00 MiB of it are parked",
+         "hands out no blocks", "kvctl limit a SIZE"], []),
+    "over, and nothing spare": (
+        replace(CALM, over_bytes=60 * MIB, cached_bytes=0, parked_bytes=0), None,
+        ["limit!", "nothing of it is parked or cached"], []),
+    "over, and on its way": (
+        replace(CALM, limit_bytes=80 * MIB, over_bytes=20 * MIB), None,
+        ["limit! It is 20.00 MiB over", "gives parked pages and cached blocks back"],
+        ["hands out no blocks"]),
+    "at its limit with a cache": (
+        replace(CALM, limit_bytes=101 * MIB), None,
+        ["limit: Its limit of 101.00 MiB is reached: new blocks take the place of the 30.00 MiB"],
+        []),
+    "at its limit, all in use": (
+        replace(CALM, limit_bytes=100 * MIB, cached_bytes=0, parked_bytes=0), None,
+        ["limit! Its limit of 100.00 MiB is reached, and nothing is parked", "wait until"], []),
+    # --- guarantee and priority
+    "a guarantee that it is under": (
+        replace(CALM, min_bytes=120 * MIB), ledger(member("a", min_bytes=120 * MIB)),
+        ["Its guarantee is 120.00 MiB: 20.00 MiB more are its own as soon as"], []),
+    "a guarantee that it is over": (
+        replace(CALM, min_bytes=30 * MIB), ledger(member("a", min_bytes=30 * MIB)),
+        ["nobody takes from it; the other 70.00 MiB may be asked of it."], []),
+    "a guarantee above its limit": (
+        replace(CALM, min_bytes=600 * MIB), None,
+        ["of which its limit of 500.00 MiB lets it use no more", "kvctl set a --limit"], []),
+    "no guarantee among others": (
+        CALM, ledger(member("a"), member("b")),
+        ["It has no guarantee", "kvctl set a --min SIZE"], []),
+    "alone on its device": (
+        CALM, ledger(member("a")),
+        ["900.00 MiB of the device's 1000.00 MiB are free, and no other instance is on it."],
+        ["priority", "guarantee"]),
+    "among priorities": (
+        CALM, ledger(member("a"), member("b", priority=1), member("c", priority=-1)),
+        ["Its priority is 0, b above it, c below it.", "2 other instances hold 200.00 MiB."], []),
+    "among equals": (
+        CALM, ledger(member("a"), member("b")),
+        ["as that of all others here", "1 other instance holds 100.00 MiB."], []),
+    "many above": (
+        CALM, ledger(member("a"), *(member(n, priority=1) for n in "bcdef")),
+        ["b, c, d and 2 others above it"], []),
+    "strangers on the device": (
+        CALM, ledger(member("a"), others_bytes=300 * MIB),
+        ["600.00 MiB of the device's", "300.00 MiB of it are held by programs that are no inst"],
+        []),
+    "a dead one that still counts": (
+        CALM, ledger(member("a"), member("b", status="dead")),
+        ["b has ended and still counts for 100.00 MiB", "kvctl gc", "no other instance is on it"],
+        []),
+    # --- asking
+    "asks, and there is room": (
+        CALM, ledger(member("a", **ASKING)),
+        ["asks: It asks for 50.00 MiB more and has waited 2.0 s; 900.00 MiB are free, so it is"],
+        []),
+    "asks, and so does another": (
+        CALM, ledger(member("a", **ASKING), member("b", **ASKING)),
+        ["asks! It asks", "are free, which b ask", "asked: b (priority 0, holds 100.00 MiB) asks"],
+        []),
+    "asks one who can give": (
+        CALM, ledger(member("a", **ASKING), member("b", wanted_bytes=25 * MIB), **FULL),
+        ["asks! It asks for 50.00 MiB more and has waited 2.0 s, for b to give.",
+         "asks! b was asked for 25.00 MiB and gives them out of what is parked and cached."], []),
+    "asks one whose blocks are in use": (
+        CALM, ledger(member("a", **ASKING), member("b", wanted_bytes=50 * MIB), **FULL),
+        ["asks! b was asked for 50.00 MiB, of which 30.00 MiB are parked or cached; the rest"],
+        []),
+    "asks one who cannot be seen": (
+        CALM,
+        ledger(member("a", **ASKING), member("b", wanted_bytes=MIB, status="elsewhere"), **FULL),
+        ["b was asked for 1.00 MiB, and whether it lives cannot be seen"], []),
+    "asks, and nobody has to give": (
+        CALM, ledger(member("a", **ASKING), member("b", priority=4), **FULL),
+        ["asks! It asks", "nobody has to give it any yet, though b could",
+         "kvctl set a --priority 5, or a lower limit for b"], []),
+    "asks, and all is guaranteed": (
+        CALM, ledger(member("a", **ASKING), member("b", min_bytes=100 * MIB), **FULL),
+        ["asks! It asks", "nobody holds more than is guaranteed to him"], []),
+    # --- being asked
+    "is asked and gives": (
+        CALM, ledger(member("a", wanted_bytes=25 * MIB), member("b", **ASKING), **FULL),
+        ["asked: b (priority 0, holds 100.00 MiB) asks for 50.00 MiB and has waited 2.0 s.",
+         "asked: 25.00 MiB were asked of it, and it gives parked pages"], []),
+    "is asked for what is in use": (
+        CALM, ledger(member("a", wanted_bytes=50 * MIB), member("b", **ASKING), **FULL),
+        ["asked! 50.00 MiB were asked of it, of which 30.00 MiB are parked or cached", "--min"],
+        []),
+    "is asked for what is guaranteed": (
+        replace(CALM, min_bytes=100 * MIB),
+        ledger(member("a", wanted_bytes=50 * MIB, min_bytes=100 * MIB), member("b", **ASKING)),
+        ["asked: 50.00 MiB were asked of it, and it gives none"], []),
+    # --- ledgers that say nothing
+    "another user's ledger": (
+        CALM, LedgerInfo("host", "foreign", problem="it is of user 7"),
+        ["cannot be read (it is of user 7)", "run kvctl as the user"], ["priority"]),
+    "a damaged ledger": (
+        CALM, LedgerInfo("host", "unreadable", problem="damaged"),
+        ["cannot be read (damaged)", "kvctl doctor"], ["priority"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("facts", "of", "some", "none"), CASES.values(), ids=CASES)
+def test_what_is_said(facts, of, some, none):
+    text = said(facts, of)
+    assert [part for part in some if part not in text] == [], text
+    assert [part for part in none if part in text] == [], text
+
+
+@pytest.mark.parametrize(("facts", "of", "some", "none"), CASES.values(), ids=CASES)
+def test_every_line_is_a_sentence_on_one_line(facts, of, some, none):
+    for line in explain(facts, of):
+        assert line.what.endswith(".")
+        assert "\n" not in line.what + line.do
+        assert line.about == line.about.lower()
+
+
+def test_the_ledger_is_the_one_that_the_instance_is_in():
+    mine = ledger(member("b"), member("a"), device="GPU-1")
+    other = ledger(member("c"))
+    closed = LedgerInfo("host", "foreign")
+    assert choose_ledger([other, closed, mine], b"a" * 16, "host") is mine
+    assert choose_ledger([other, closed], b"a" * 16, "host") is closed
+    assert choose_ledger([other, closed], b"a" * 16, "GPU-1") is None
+    assert choose_ledger([], b"a" * 16, "host") is None
+
+
+def test_a_ledger_that_cannot_be_read_is_said_to_be_that():
+    group = f"explain-{random.randrange(1 << 40):x}"
+    with Instance(**DEVICE | {"KVELASTIC_LEDGER": group}) as one:
+        (path,) = Path("/dev/shm").glob(f".kvelastic_ledger_{group}_*")
+        with path.open("r+b") as file:
+            file.seek(8)
+            file.write((99).to_bytes(4, "little"))  # of a version that is not known
+        try:
+            assert "The ledger of its device cannot be read" in kvctl("explain", one.name).stdout
+        finally:
+            path.unlink()
+
+
+def test_texts_of_others_cannot_steer_the_terminal():
+    facts = replace(CALM, state="refused", reason="\x1b[2Jgone", model="m\x1b[31m")
+    text = explanation_text(facts, explain(facts, None))
+    assert "\x1b" not in text
+    assert "\ufffd[2Jgone" in text
+
+
+@pytest.mark.parametrize("columns", [50, 60, 80, 200])
+def test_a_terminal_gets_lines_that_fit_and_a_pipe_gets_sentences(columns):
+    facts = replace(CALM, limit_bytes=40 * MIB, over_bytes=60 * MIB)
+    lines = explain(facts, ledger(member("a"), member("b", **ASKING)))
+    wrapped = explanation_text(facts, lines, columns=columns)
+    assert max(map(len, wrapped.splitlines())) <= columns
+    whole = explanation_text(facts, lines)
+    assert wrapped.split() == whole.split()
+    for line in lines:
+        assert line.what in whole
+        assert line.do in whole
+
+
+def test_colour_marks_what_is_blocked():
+    lines = explain(replace(CALM, over_bytes=60 * MIB), None)
+    coloured = explanation_text(CALM, lines, columns=60, in_colour=True)
+    assert coloured.count("\x1b[33m") == sum(line.is_blocked for line in lines) == 1
+    assert "\x1b" not in explanation_text(CALM, lines, columns=60)
+
+
+def test_a_terminal_and_no_color(name):
+    with Owner(name):
+        for environ, is_coloured in (({"NO_COLOR": ""}, True), ({"NO_COLOR": "1"}, False)):
+            with Terminal([KVCTL, "explain", name], columns=50, **environ) as terminal:
+                text = terminal.until("in no ledger")
+            assert ("\x1b[" in text) == is_coloured
+            if not is_coloured:
+                assert max(map(len, text.splitlines())) <= 50
+
+
+# ---------------------------------------------------------------------------- real instances
+
+
+@pytest.fixture
+def name():
+    return f"kvexplain_{os.getpid()}_{random.randrange(1 << 40):x}"
+
+
+def kvctl(*arguments: str) -> Result:
+    result = CliRunner().invoke(main, list(arguments))
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+    return result
+
+
+DEVICE = {
+    "KVELASTIC_HOST_MEMORY": "32M",
+    "KVELASTIC_PAGE_PREALLOC_ENABLED": "false",
+    "KVELASTIC_IDLE_TRIM_SECONDS": "3600",
+    "KVELASTIC_RECLAIM_WAIT": "3600",
+}
+
+
+def test_who_waits_for_whom():
+    """One holds the device and is stopped; the other asks it, and both explanations say so."""
+    with Instance(**DEVICE) as holder, Instance(KVELASTIC_PRIORITY="5", **DEVICE) as asker:
+        holder.cache(holder.alloc(15 * BLOCKS_PER_PAGE - 1))
+        holder.signal(signal.SIGSTOP)
+        asker.send("alloc", 10 * BLOCKS_PER_PAGE)
+        told = waiting(asker.name)
+        (asks, giver) = (line for line in told["lines"] if line["about"] == "asks")
+        assert asks["is_blocked"]
+        assert f"for {holder.name} to give." in asks["what"]
+        assert f"{holder.name} was asked for" in giver["what"]
+        assert told["askers"] == []
+        seen = json.loads(kvctl("explain", holder.name, "--json").stdout)
+        assert [(one["name"], one["pid"]) for one in seen["askers"]] == [(asker.name, asker.pid)]
+        assert seen["askers"][0]["priority"] == 5
+        assert seen["wanted_bytes"] > 0
+        assert seen["granted_bytes"] == seen["mapped_bytes"]
+        assert f"{asker.name} above it" in kvctl("explain", holder.name).stdout
+        holder.signal(signal.SIGCONT)
+        assert len(asker.read()) == 10 * BLOCKS_PER_PAGE
+        assert json.loads(kvctl("explain", asker.name, "--json").stdout)["ask_bytes"] == 0
+
+
+def waiting(name: str) -> dict:
+    """What is said of an instance as soon as it asks another for memory."""
+    deadline = time.monotonic() + 60
+    while True:
+        told = json.loads(kvctl("explain", name, "--json").stdout)
+        if sum(line["about"] == "asks" for line in told["lines"]) > 1:
+            return told
+        assert time.monotonic() < deadline, told
+
+
+def test_the_json_has_the_documented_keys(name):
+    with Owner(name):
+        told = json.loads(kvctl("explain", name, "--json").stdout)
+    whole = explanation_json(CALM, ledger(member("a"), member("b", **ASKING)), explain(CALM, None))
+    assert set(told) == set(whole)
+    documented = (Path(__file__).parents[2] / "docs" / "kvctl.md").read_text()
+    _, _, section = documented.partition("## explain --json")
+    section, _, _ = section.partition("\n## ")
+    keys = set(whole) | set(whole["askers"][0]) | set(whole["lines"][0])
+    assert [key for key in keys if f"`{key}`" not in section] == []
+    assert told["granted_bytes"] is None
+    assert told["overhead_bytes"] == told["mapped_bytes"] - (96 * MIB)
+    json.dumps(whole)
+
+
+def test_an_instance_that_does_not_answer(name):
+    with Owner(name, "mute"):
+        segment.wish(name, limit_bytes=MIB, wait_s=0)
+        assert "The newest wish (limit 1.00 MiB) was written" in kvctl("explain", name).stdout
+
+
+def test_no_such_instance_and_one_that_cannot_be_read(name):
+    missing = kvctl("explain", "no_such_instance")
+    assert (missing.exit_code, missing.stdout) == (1, "")
+    path = Path("/dev/shm") / name
+    path.write_bytes(b"KVELASTC" + (99).to_bytes(4, "little") + bytes(500))
+    try:
+        unreadable = kvctl("explain", name)
+        assert unreadable.exit_code == 1
+        assert "version 99" in unreadable.stderr
+    finally:
+        path.unlink()
+    assert kvctl("explain").exit_code == 2
+
+
+def test_an_instance_that_has_died(name):
+    with Owner(name) as owner:
+        owner.kill()
+        died = kvctl("explain", name)
+        assert died.exit_code == 1
+        assert "has ended" in died.stderr

@@ -1,0 +1,264 @@
+"""kvctl set and trim: guarantees, limits and priorities of real instances, and parked pages."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from kvelastic import segment
+from kvelastic.cli.kvctl import main
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "programs"))
+from ledger_instance import BLOCKS_PER_PAGE, PAGE_BYTES, Instance
+from segment_owner import Owner
+
+MIB = 1 << 20
+DEVICE = {
+    "KVELASTIC_HOST_MEMORY": "64M",
+    "KVELASTIC_PAGE_PREALLOC_ENABLED": "false",
+    "KVELASTIC_IDLE_TRIM_SECONDS": "3600",
+}
+
+
+@pytest.fixture
+def name():
+    unique = f"kvwish_{os.getpid()}_{random.randrange(1 << 40):x}"
+    yield unique
+    (Path("/dev/shm") / unique).unlink(missing_ok=True)
+
+
+def kvctl(*arguments: str) -> Result:
+    result = CliRunner().invoke(main, list(arguments))
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+    return result
+
+
+def row(name: str) -> dict:
+    return json.loads(kvctl("list", name, "--json").stdout)[0]
+
+
+def wish_of(name: str) -> dict:
+    return segment.inspect(name).wish
+
+
+def test_all_in_one_step():
+    with Instance(**DEVICE) as one:
+        result = kvctl(
+            "set",
+            one.name,
+            *("--min", "16M", "--limit", "48M", "--priority", "-3", "--wait", "30"),
+        )
+        assert result.exit_code == 0, result.stderr
+        assert result.stdout == (
+            f"{one.name}: limit 48.00 MiB (50331648 bytes), guarantee 16.00 MiB (16777216 bytes),"
+            " priority -3 applied; 0 B are mapped.\n"
+        )
+        assert wish_of(one.name)["revision"] == 1
+        entry = row(one.name)
+        assert (entry["limit_bytes"], entry["min_bytes"]) == (48 * MIB, 16 * MIB)
+        assert entry["priority"] == -3
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "key", "want"),
+    [
+        ("--min", "4M", "min_bytes", 4 * MIB),
+        ("--limit", "8M", "limit_bytes", 8 * MIB),
+        ("--priority", "7", "priority", 7),
+    ],
+)
+def test_what_is_not_named_stays(option, value, key, want):
+    with Instance(**DEVICE) as one:
+        before = row(one.name)
+        assert kvctl("set", one.name, option, value, "--wait", "30").exit_code == 0
+        after = row(one.name)
+        changed = {k for k in ("limit_bytes", "min_bytes", "priority") if before[k] != after[k]}
+        assert changed == {key}
+        assert after[key] == want
+
+
+def test_guarantees_that_the_device_has_no_room_for_are_refused():
+    with Instance(**DEVICE) as one, Instance(**DEVICE) as other:
+        assert kvctl("set", one.name, "--min", "40M", "--wait", "30").exit_code == 0
+        refused = kvctl("set", other.name, "--min", "40M", "--priority", "9", "--wait", "30")
+        assert refused.exit_code == 1
+        assert "guarantee 40.00 MiB (41943040 bytes), priority 9 are refused: " in refused.stderr
+        assert row(other.name)["state"] == "refused"
+        assert (row(other.name)["min_bytes"], row(other.name)["priority"]) == (0, 0)
+        unwaited = kvctl("set", other.name, "--min", "40M")
+        assert unwaited.exit_code == 0
+        assert "refused" in unwaited.stdout
+
+
+def test_a_guarantee_that_is_answered_but_not_kept_is_not_called_applied(name):
+    """An instance that knows no guarantees answers `applied`, with a guarantee of 0."""
+    with Owner(name):
+        result = kvctl("set", name, "--min", "1G", "--priority", "2", "--wait", "30")
+        assert result.exit_code == 1
+        assert "are not taken by the instance; the guarantee is now 0 B" in result.stderr
+        assert "the priority is now 0" in result.stderr
+        assert kvctl("set", name, "--limit", "1G", "--wait", "30").exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("mode", "code", "text"),
+    [
+        ("refuse", 1, "is refused: it is only a test"),
+        ("shrink", 3, "is accepted; 95.00 MiB are still to be given back within 0.05 s"),
+        ("mute", 3, "is wished; the instance has not answered within 0.05 s"),
+    ],
+)
+def test_other_answers(name, mode, code, text):
+    with Owner(name, mode):
+        waited = kvctl("set", name, "--limit", "1M", "--wait", "0.05")
+        assert waited.exit_code == code
+        assert text in waited.stderr
+        assert kvctl("set", name, "--limit", "1M").exit_code == 0
+
+
+def test_a_wish_that_another_overtook(name, monkeypatch):
+    with Owner(name):
+        late = segment.Answer(
+            revision=5,
+            state="applied",
+            effective_limit_bytes=MIB,
+            mapped_bytes=0,
+            over_bytes=0,
+            reason="",
+            answered_ns=1,
+            min_bytes=3 * MIB,
+            priority=4,
+            wished_revision=4,
+        )
+        monkeypatch.setattr(segment, "wish", lambda *_, **__: late)
+        result = kvctl("set", name, "--min", "1M", "--limit", "2M", "--wait", "1")
+        assert result.exit_code == 1
+        assert "were overtaken by a later wish; the limit is now 1.00 MiB" in result.stderr
+        assert "the guarantee is now 3.00 MiB" in result.stderr
+        assert "priority" not in result.stderr
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        (),
+        ("--wait", "1"),
+        ("--min", "banana"),
+        ("--min", "-1"),
+        ("--min", ""),
+        ("--limit", "nan"),
+        ("--limit", "9E"),
+        ("--priority", "high"),
+        ("--priority", "1.5"),
+        ("--priority", "1001"),
+        ("--priority", "-1001"),
+        ("--min", "1M", "--wait", "-1"),
+        ("--min",),
+        ("1M",),
+        ("-5",),
+    ],
+)
+def test_wrong_usage_of_set_changes_nothing(name, arguments):
+    with Owner(name):
+        result = kvctl("set", name, *arguments)
+        assert result.exit_code == 2
+        assert result.stderr
+        assert "Traceback" not in result.output
+        assert wish_of(name)["revision"] == 0
+
+
+def test_set_says_what_can_be_set(name):
+    with Owner(name):
+        assert "--min, --limit or --priority" in kvctl("set", name).stderr
+
+
+@pytest.mark.parametrize("arguments", [("set", "--min", "1M"), ("trim",)])
+def test_no_such_instance_and_one_that_has_died(name, arguments):
+    verb, *options = arguments
+    missing = kvctl(verb, "no_such_instance", *options)
+    assert (missing.exit_code, missing.stdout) == (1, "")
+    assert "no segment is called 'no_such_instance'" in missing.stderr
+    with Owner(name) as owner:
+        owner.kill()
+        died = kvctl(verb, name, *options, "--wait", "5")
+        assert died.exit_code == 1
+        assert "has ended" in died.stderr
+
+
+# ------------------------------------------------------------------------------------------ trim
+
+
+def test_trim_gives_parked_pages_back_and_says_how_much():
+    with Instance(**DEVICE) as one:
+        kept = one.alloc(BLOCKS_PER_PAGE - 1)  # with the null block: one page
+        one.free(one.alloc(5 * BLOCKS_PER_PAGE))
+        parked_bytes = row(one.name)["parked_bytes"]
+        assert parked_bytes == 5 * PAGE_BYTES
+        result = kvctl("trim", one.name, "--wait", "30")
+        assert result.exit_code == 0, result.stderr
+        assert result.stdout == (
+            f"{one.name}: 10.00 MiB ({parked_bytes} bytes) were given back; 2.00 MiB are mapped.\n"
+        )
+        assert one.mapped_bytes == row(one.name)["mapped_bytes"] == PAGE_BYTES
+        assert kept
+        again = kvctl("trim", one.name, "--wait", "30")
+        assert again.exit_code == 0
+        assert "0 B (0 bytes) were given back" in again.stdout
+
+
+def test_trim_leaves_contents_and_limits_alone():
+    with Instance(**DEVICE) as one:
+        ids = one.alloc(3 * BLOCKS_PER_PAGE - 1)
+        one.cache(ids)
+        assert kvctl("set", one.name, "--limit", "32M", "--wait", "30").exit_code == 0
+        cached_bytes = row(one.name)["cached_bytes"]
+        assert cached_bytes > 0
+        assert kvctl("trim", one.name, "--wait", "30").exit_code == 0
+        assert row(one.name)["cached_bytes"] == cached_bytes
+        assert row(one.name)["limit_bytes"] == 32 * MIB
+
+
+@pytest.mark.parametrize(
+    ("mode", "code", "text"),
+    [
+        ("refuse", 1, "the trim is refused: it is only a test"),
+        ("mute", 3, "the trim is wished; the instance has not answered within 0.05 s"),
+    ],
+)
+def test_a_trim_that_is_not_done(name, mode, code, text):
+    with Owner(name, mode):
+        waited = kvctl("trim", name, "--wait", "0.05")
+        assert waited.exit_code == code
+        assert text in waited.stderr
+        assert kvctl("trim", name).exit_code == 0
+
+
+def test_a_trim_of_one_that_is_over_its_limit(name):
+    with Owner(name, "shrink"):
+        kvctl("limit", name, "1M")
+        waited = kvctl("trim", name, "--wait", "0.05")
+        assert waited.exit_code == 3
+        assert "95.00 MiB of that over the limit and still to be given back" in waited.stderr
+
+
+def test_wrong_usage_of_trim(name):
+    with Owner(name):
+        for arguments in (("trim",), ("trim", name, "1M"), ("trim", name, "--wait", "x")):
+            assert kvctl(*arguments).exit_code == 2
+        assert wish_of(name)["trim_requests"] == 0
+
+
+def test_limit_keeps_guarantee_and_priority():
+    with Instance(**DEVICE) as one:
+        kvctl("set", one.name, "--min", "8M", "--priority", "3", "--wait", "30")
+        done = kvctl("limit", one.name, "32M", "--wait", "30")
+        assert done.stdout == (
+            f"{one.name}: limit 32.00 MiB (33554432 bytes) applied; 0 B are mapped.\n"
+        )
+        assert (row(one.name)["min_bytes"], row(one.name)["priority"]) == (8 * MIB, 3)

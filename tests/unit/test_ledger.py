@@ -1,0 +1,704 @@
+"""Ledgers: one a device, whoever comes and goes; what is none, or another's, is never misread."""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from kvelastic import _vmm, ledger, segment
+from kvelastic.errors import (
+    GuaranteeError,
+    KvelasticError,
+    LedgerError,
+    LedgerForeignError,
+    SegmentFormatError,
+)
+from kvelastic.lease import ProcessIdentity
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "programs"))
+from ledger_instance import Instance
+
+MIB = 1 << 20
+PAGE = 2 * MIB
+CAPACITY = 64 * MIB
+GROUP = f"test-{os.getpid()}"
+SOON_S = 30.0
+
+
+@pytest.fixture
+def device() -> Iterator[str]:
+    """A device of a test's own, whose ledger is gone when the test is over."""
+    name = f"dev-{os.getpid()}-{random.randrange(1 << 40):x}"
+    path = ledger.ledger_path(GROUP, name)
+    yield name
+    left = path.exists() or path.is_symlink()
+    if left:
+        path.rmdir() if path.is_dir() else path.unlink()
+    assert not left, f"{path} is left behind"
+
+
+def join(device: str, **changes: object) -> ledger.JoinedLedger:
+    return ledger.join(
+        device,
+        **{  # type: ignore[arg-type]
+            "group": GROUP,
+            "capacity_bytes": CAPACITY,
+            "name": "mine",
+            "uuid": bytes(range(16)),
+        }
+        | changes,
+    )
+
+
+def found(device: str) -> ledger.LedgerInfo | None:
+    """The ledger as everybody sees it; a foreign or unreadable one is known by its file's name."""
+    path = ledger.ledger_path(GROUP, device)
+    named = (device, path.name.removeprefix(".kvelastic_ledger_"))
+    return next((info for info in ledger.list_ledgers() if info.device in named), None)
+
+
+MEMBER = """
+import sys
+from kvelastic import ledger
+device, group, min_bytes = sys.argv[1:4]
+with ledger.join(device, group=group, capacity_bytes=64 << 20, name="other", uuid=bytes(16),
+                 min_bytes=int(min_bytes), priority=3) as place:
+    print(place.member.grant(8, 2 << 20), flush=True)
+    sys.stdin.read()
+"""
+
+
+class Other:
+    """A member in a process of its own that holds eight pages."""
+
+    def __init__(self, device: str, min_bytes: int = 0) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", MEMBER, device, GROUP, str(min_bytes)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert self.process.stdout.readline() == "8\n"
+        self.pid = self.process.pid
+
+    def stop(self) -> None:
+        self.process.send_signal(signal.SIGSTOP)
+        _, status = os.waitpid(self.pid, os.WUNTRACED)
+        assert os.WIFSTOPPED(status)
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+    def end(self) -> None:
+        self.process.stdin.close()
+        assert self.process.wait() == 0
+
+    def __enter__(self) -> Other:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.process.poll() is None:
+            self.kill()
+        for pipe in (self.process.stdin, self.process.stdout):
+            pipe.close()
+
+
+# ------------------------------------------------------------------------------- come and go
+
+
+def test_the_first_makes_it_and_the_last_removes_it(device):
+    path = ledger.ledger_path(GROUP, device)
+    assert not path.exists()
+    with join(device) as first:
+        assert first.path == path
+        assert path.stat().st_mode & 0o777 == 0o600
+        with join(device):
+            assert len(found(device).members) == 2
+        assert len(found(device).members) == 1
+        with join(device):
+            first.close()
+            first.close()
+            assert path.exists()
+            assert len(found(device).members) == 1
+        assert not path.exists()
+    assert found(device) is None
+
+
+def test_the_umask_changes_nothing(device):
+    before = os.umask(0o777)
+    try:
+        with join(device), join(device):
+            assert ledger.ledger_path(GROUP, device).stat().st_mode & 0o777 == 0o600
+    finally:
+        os.umask(before)
+
+
+def test_what_a_ledger_says(device):
+    with join(device, min_bytes=3 * PAGE, priority=-7) as mine, Other(device) as other:
+        assert mine.member.grant(5, PAGE) == 5
+        mine.member.publish(2 * PAGE, PAGE, PAGE, PAGE, active=True)
+        info = found(device)
+        assert (info.device, info.group, info.status) == (device, GROUP, "readable")
+        assert info.capacity_bytes == CAPACITY
+        assert info.granted_bytes == 13 * PAGE
+        assert info.guaranteed_bytes == 3 * PAGE
+        assert info.free_bytes == CAPACITY - 13 * PAGE
+        me, you = info.members
+        assert (me.name, me.uuid, me.pid, me.status) == (
+            "mine",
+            bytes(range(16)),
+            os.getpid(),
+            "alive",
+        )
+        assert (me.granted_bytes, me.min_bytes, me.priority) == (5 * PAGE, 3 * PAGE, -7)
+        assert (me.in_use_bytes, me.cached_bytes, me.parked_bytes) == (2 * PAGE, PAGE, PAGE)
+        assert me.page_bytes == PAGE
+        assert (you.name, you.pid, you.priority) == ("other", other.pid, 3)
+        assert you.granted_bytes == 8 * PAGE
+        mine.member.ask(64 * PAGE)
+        assert found(device).asked_bytes == 64 * PAGE
+        mine.member.stop_asking()
+        assert found(device).asked_bytes == 0
+        mine.member.set_others(4 * PAGE)
+        assert found(device).free_bytes == CAPACITY - 17 * PAGE
+        other.end()
+
+
+def test_two_groups_share_nothing(device):
+    with join(device) as mine, join(device, group=GROUP + "-b", capacity_bytes=PAGE) as alone:
+        assert mine.path != alone.path
+        assert mine.member.grant(99, PAGE) == 32
+        assert alone.member.grant(99, PAGE) == 1
+    assert not alone.path.exists()
+
+
+def test_no_two_names_have_one_file():
+    pairs = [("a_b", "c"), ("a", "b_c"), ("a", "b-c"), ("a-b", "c"), ("a", "c"), ("a_", "c")]
+    assert len({ledger.ledger_path(*pair) for pair in pairs}) >= len(pairs) - 1
+    assert ledger.ledger_path("a", "../../etc/x").parent == Path("/dev/shm")
+
+
+def test_the_capacity_of_the_first_one_counts(device, caplog, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("kvelastic"), "propagate", True)
+    with join(device) as first, caplog.at_level(logging.WARNING, logger="kvelastic"):
+        with join(device):
+            assert caplog.messages == []
+        with join(device, capacity_bytes=3 * CAPACITY) as second:
+            assert second.member.capacity_bytes == first.member.capacity_bytes == CAPACITY
+            (warning,) = caplog.messages
+            assert device in warning
+            assert "64" in warning
+            assert "192" in warning
+            assert second.member.grant(99, PAGE) == CAPACITY // PAGE
+
+
+def test_a_forked_child_takes_no_place_away(device):
+    with join(device) as mine:
+        mine.member.grant(3, PAGE)
+        child = os.fork()
+        if child == 0:
+            mine.close()
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+        assert mine.path.exists()
+        assert mine.member.granted_bytes == found(device).granted_bytes == 3 * PAGE
+
+
+def test_all_places_can_be_taken(device):
+    with ExitStack() as stack, Other(device) as other:
+        for _ in range(_vmm.LEDGER_SLOTS - 1):
+            last = stack.enter_context(join(device))
+        with pytest.raises(LedgerError, match="128 places"):
+            join(device)
+        last.close()
+        join(device).close()
+        stack.enter_context(join(device))
+        with pytest.raises(LedgerError, match="128 places"):
+            join(device)
+        other.kill()  # whoever joins looks for the dead first
+        stack.enter_context(join(device))
+        assert len(found(device).members) == _vmm.LEDGER_SLOTS
+
+
+def test_no_file_stays_open(device):
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    with join(device), join(device):
+        for _ in range(3):
+            with pytest.raises(GuaranteeError):
+                join(device, min_bytes=2 * CAPACITY)
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
+
+
+CHURN = """
+import os, sys
+from pathlib import Path
+from kvelastic import ledger
+device, group, rounds, token = sys.argv[1:5]
+what = {"group": group, "capacity_bytes": 2 << 20, "name": "n", "uuid": bytes(16)}
+for _ in range(int(rounds)):
+    with ledger.join(device, **what) as place:
+        # The ledger of the name is the one that this process is in, as long as it is in it.
+        assert os.fstat(place._fd).st_ino == place.path.stat().st_ino
+        info = next(info for info in ledger.list_ledgers() if info.device == device)
+        assert os.getpid() in [member.pid for member in info.members]
+        # And there is one page, for one of all of them.
+        if place.member.grant(1, 2 << 20):
+            os.close(os.open(token, os.O_CREAT | os.O_EXCL))
+            Path(token).unlink()
+            place.member.give_back(1, 2 << 20)
+print("done")
+"""
+
+
+def test_there_is_one_ledger_however_they_come_and_go(device, tmp_path):
+    """Of a last leaver and two joiners nobody ends in a ledger that the others do not see."""
+    arguments = [device, GROUP, "120", str(tmp_path / "token")]
+    children = [
+        subprocess.Popen(
+            [sys.executable, "-c", CHURN, *arguments],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for _ in range(5)
+    ]
+    for child in children:
+        said, trouble = child.communicate()
+        assert (said, trouble) == ("done\n", "")
+    assert not ledger.ledger_path(GROUP, device).exists()
+    assert not list(Path("/dev/shm").glob(".kvelastic_new_ledger_*"))
+
+
+def test_a_joiner_whose_ledger_was_removed_meanwhile_makes_a_new_one(device, monkeypatch):
+    """The race of the last leaver and a joiner, step by step."""
+    last = join(device)
+    real = ledger._open_or_make
+    opened = []
+
+    def open_and_lose(*arguments: object) -> int:
+        fd = real(*arguments)
+        opened.append(fd)
+        if len(opened) == 1:
+            last.close()  # between the opening and the lock
+            assert not last.path.exists()
+        return fd
+
+    monkeypatch.setattr(ledger, "_open_or_make", open_and_lose)
+    with join(device) as mine:
+        assert len(opened) == 2
+        assert os.fstat(mine._fd).st_ino == mine.path.stat().st_ino
+        assert [member.name for member in found(device).members] == ["mine"]
+
+
+# ---------------------------------------------------------------------------------- guarantees
+
+
+def test_guarantees_that_are_too_much_are_refused_with_the_sums(device):
+    with join(device, min_bytes=40 * MIB) as mine, Other(device, 10 * MIB):
+        with pytest.raises(GuaranteeError) as refused:
+            join(device, min_bytes=14 * MIB + 1)
+        for number in (14 * MIB + 1, 50 * MIB, CAPACITY):
+            assert str(number) in str(refused.value)
+        assert [member.min_bytes for member in found(device).members] == [40 * MIB, 10 * MIB]
+        with join(device, min_bytes=14 * MIB):
+            assert found(device).guaranteed_bytes == CAPACITY
+            with pytest.raises(GuaranteeError):
+                mine.member.set_min(40 * MIB + 1)
+            assert mine.member.min_bytes == 40 * MIB
+        mine.member.set_min(54 * MIB)
+
+
+def test_a_first_member_that_is_refused_leaves_no_ledger(device):
+    with pytest.raises(GuaranteeError):
+        join(device, min_bytes=CAPACITY + 1)
+    assert not ledger.ledger_path(GROUP, device).exists()
+
+
+def test_the_dead_guarantee_nothing(device):
+    with Other(device, 60 * MIB) as other, join(device) as mine:
+        with pytest.raises(GuaranteeError):
+            mine.member.set_min(5 * MIB)
+        other.kill()
+        mine.member.set_min(5 * MIB)
+        assert [member.pid for member in found(device).members] == [os.getpid()]
+
+
+def instance(device_group: str, **environ: str) -> Instance:
+    return Instance(
+        KVELASTIC_LEDGER=device_group,
+        KVELASTIC_HOST_MEMORY="64M",
+        KVELASTIC_PAGE_PREALLOC_ENABLED="false",
+        **environ,
+    )
+
+
+def test_instances_start_and_change_with_guarantee_and_priority():
+    group = f"{GROUP}-wishes"
+    path = ledger.ledger_path(group, "host")
+
+    def standing() -> list[tuple[int, int]]:
+        (info,) = [info for info in ledger.list_ledgers() if info.group == group]
+        return [(member.min_bytes, member.priority) for member in info.members]
+
+    with instance(group, KVELASTIC_MIN="40M", KVELASTIC_PRIORITY="5") as a, instance(group) as b:
+        assert standing() == [(40 * MIB, 5), (0, 0)]
+        with pytest.raises(RuntimeError, match=f"GUARANTEE.*{25 * MIB}.*{40 * MIB}.*{64 * MIB}"):
+            instance(group, KVELASTIC_MIN="25M")
+        assert standing() == [(40 * MIB, 5), (0, 0)]
+
+        before = segment.wish(b.name, limit_bytes=32 * MIB, priority=2, wait_s=SOON_S)
+        assert (before.state, before.min_bytes, before.priority) == ("applied", 0, 2)
+        # A refused wish changes nothing, also not what could have been had of it.
+        answer = segment.wish(
+            b.name, limit_bytes=8 * MIB, min_bytes=25 * MIB, priority=9, wait_s=SOON_S
+        )
+        assert answer.state == "refused"
+        for number in (25 * MIB, 40 * MIB, 64 * MIB):
+            assert str(number) in answer.reason
+        assert (answer.min_bytes, answer.priority) == (0, 2)
+        assert answer.effective_limit_bytes == 32 * MIB
+        assert standing() == [(40 * MIB, 5), (0, 2)]
+
+        answer = segment.wish(b.name, min_bytes=24 * MIB, priority=-3, wait_s=SOON_S)
+        assert (answer.state, answer.min_bytes, answer.priority) == ("applied", 24 * MIB, -3)
+        assert answer.effective_limit_bytes == 32 * MIB
+        assert standing() == [(40 * MIB, 5), (24 * MIB, -3)]
+        assert segment.wish(a.name, min_bytes=0, wait_s=SOON_S).state == "applied"
+        assert segment.wish(b.name, min_bytes=64 * MIB, wait_s=SOON_S).state == "applied"
+        assert standing() == [(0, 5), (64 * MIB, -3)]
+        a.kill()
+        b.close()
+    ledger.reap()
+    segment.reap()
+    assert not path.exists()
+
+
+# ----------------------------------------------------------------------- what is not to be used
+
+
+def refused(device: str, kind: type[KvelasticError], status: str, match: str) -> None:
+    """Nobody joins it, nobody takes it for a ledger, and nobody changes or removes it."""
+    path = ledger.ledger_path(GROUP, device)
+    before = path.read_bytes() if path.is_file() and not path.is_symlink() else None
+    with pytest.raises(kind, match=match):
+        join(device)
+    info = found(device)
+    if info is not None:
+        assert info.status == status
+        assert info.problem
+        assert info.members == ()
+        assert info.granted_bytes == info.capacity_bytes == 0
+    assert path not in ledger.reap()
+    assert path.exists() or path.is_symlink()
+    if before is not None:
+        assert path.read_bytes() == before
+        assert info is not None
+    path.rmdir() if path.is_dir() else path.unlink()
+
+
+def a_ledger_file(device: str) -> bytearray:
+    """The bytes of a ledger with a member that holds something."""
+    with join(device) as mine:
+        mine.member.grant(3, PAGE)
+        return bytearray(mine.path.read_bytes())
+
+
+def test_another_users_ledger(device, monkeypatch):
+    path = ledger.ledger_path(GROUP, device)
+    path.write_bytes(a_ledger_file(device))
+    if os.geteuid() == 0:
+        os.chown(path, 12345, 12345)
+        owner = 12345
+    else:
+        owner = os.geteuid()
+        monkeypatch.setattr(os, "geteuid", lambda: owner + 1)
+    refused(device, LedgerForeignError, "foreign", f"user {owner}")
+
+
+def test_another_users_ledger_that_cannot_even_be_opened(device, monkeypatch):
+    path = ledger.ledger_path(GROUP, device)
+    path.write_bytes(a_ledger_file(device))
+    real = os.open
+
+    def guarded(name: object, *arguments: object, **named: object) -> int:
+        if str(name) == str(path):
+            raise PermissionError(13, "Permission denied")
+        return real(name, *arguments, **named)
+
+    monkeypatch.setattr(os, "open", guarded)
+    refused(device, LedgerForeignError, "foreign", "run as that user, or set KVELASTIC_LEDGER")
+
+
+def test_a_ledger_of_another_version(device):
+    content = a_ledger_file(device)
+    for version in (0, _vmm.LEDGER_ABI_VERSION + 1, 0xFFFFFFFF):
+        content[8:12] = version.to_bytes(4, "little")
+        ledger.ledger_path(GROUP, device).write_bytes(content)
+        refused(device, LedgerError, "unreadable", f"version {version}.*KVELASTIC_LEDGER")
+
+
+@pytest.mark.parametrize("size", [0, 1, 11, 12, 255, 256, 4096, -1])
+def test_a_truncated_ledger(device, size):
+    ledger.ledger_path(GROUP, device).write_bytes(a_ledger_file(device)[:size])
+    refused(device, LedgerError, "unreadable", "KVELASTIC_LEDGER")
+
+
+def test_no_byte_of_a_header_may_be_wrong(device):
+    """With the file in place all the time: that is what a reader meets."""
+    content = a_ledger_file(device)
+    path = ledger.ledger_path(GROUP, device)
+    path.write_bytes(content)
+    assert found(device).status == "readable"
+    for at in range(0, 256, 3):
+        wrong = bytearray(content)
+        wrong[at] ^= 0x40
+        path.write_bytes(wrong)
+        with pytest.raises(LedgerError):
+            join(device)
+        assert found(device).status == "unreadable"
+        assert path not in ledger.reap()
+    path.unlink()
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        bytes(_vmm.LEDGER_BYTES),
+        random.Random(1).randbytes(_vmm.LEDGER_BYTES),
+        b"KVLEDGER" + random.Random(2).randbytes(_vmm.LEDGER_BYTES),
+        b"KVLEDGER" + b"\x01\0\0\0" + bytes(_vmm.LEDGER_BYTES),
+    ],
+    ids=["zeros", "garbage", "a good first word", "a good version"],
+)
+def test_garbage(device, content):
+    ledger.ledger_path(GROUP, device).write_bytes(content)
+    refused(device, LedgerError, "unreadable", "KVELASTIC_LEDGER")
+
+
+def test_what_is_no_file(device, tmp_path):
+    path = ledger.ledger_path(GROUP, device)
+    target = tmp_path / "target"
+    target.write_bytes(a_ledger_file(device))
+    path.symlink_to(target)
+    refused(device, LedgerError, "", "cannot open")
+    path.mkdir()
+    refused(device, LedgerError, "", str(path))
+    os.mkfifo(path)
+    refused(device, LedgerError, "", str(path))
+
+
+def test_a_full_shared_memory_is_said(device, monkeypatch):
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(LedgerError, match="No space left"):
+        join(device)
+    assert not list(Path("/dev/shm").glob(f".kvelastic_new_ledger_{os.getpid()}_*"))
+
+
+# ------------------------------------------------------------------------- the dead and the rest
+
+
+def test_what_the_dead_held_comes_back(device):
+    path = ledger.ledger_path(GROUP, device)
+    with join(device) as mine, Other(device) as other:
+        assert mine.member.room(PAGE) == 24
+        other.kill()
+        info = found(device)
+        assert [member.status for member in info.members] == ["alive", "dead"]
+        assert info.granted_bytes == 8 * PAGE
+        assert path not in ledger.reap()
+        assert found(device).granted_bytes == 0
+        assert mine.member.room(PAGE) == 32
+
+
+def test_a_ledger_of_the_dead_is_removed(device):
+    path = ledger.ledger_path(GROUP, device)
+    with Other(device) as one, Other(device) as two:
+        one.kill()
+        assert path not in ledger.reap()
+        two.kill()
+        assert [member.status for member in found(device).members] == ["dead"]
+        assert path in ledger.reap()
+        assert not path.exists()
+        assert path not in ledger.reap()
+
+
+def test_who_joins_and_leaves_after_the_dead_removes_it(device):
+    with Other(device) as other:
+        other.kill()
+        with join(device) as mine:
+            assert mine.member.grant(99, PAGE) == 32
+    assert found(device) is None
+    with Other(device) as other, join(device):
+        other.kill()
+    assert found(device) is None
+
+
+def raw_join(memory: mmap.mmap, **changes: object) -> _vmm.LedgerMember:
+    me = ProcessIdentity.of_this_process()
+    return _vmm.LedgerMember.join(
+        memory,
+        **{  # type: ignore[arg-type]
+            "name": "raw",
+            "uuid": bytes(16),
+            "pid": me.pid,
+            "start_time_ticks": me.start_time_ticks,
+            "pid_namespace": me.pid_namespace,
+            "uid": me.uid,
+        }
+        | changes,
+    )
+
+
+def test_a_member_of_another_pid_namespace_is_left_alone(device):
+    path = ledger.ledger_path(GROUP, device)
+    with join(device) as mine:
+        away = raw_join(mine._memory, pid=1 << 21, pid_namespace=12)
+        assert away.grant(4, PAGE) == 4
+    assert [member.status for member in found(device).members] == ["elsewhere"]
+    assert path not in ledger.reap()
+    with join(device) as mine:
+        assert mine.member.room(PAGE) == 28
+    assert path.exists()
+    away.leave()
+    assert path in ledger.reap()
+
+
+def test_a_recycled_pid_is_not_the_member(device):
+    with join(device) as mine:
+        me = ProcessIdentity.of_this_process()
+        gone = raw_join(mine._memory, start_time_ticks=me.start_time_ticks + 1)
+        gone.grant(4, PAGE)
+        assert [member.status for member in found(device).members] == ["alive", "dead"]
+        ledger.reap()
+        assert [member.name for member in found(device).members] == ["mine"]
+
+
+THREAD_GOES_ON = """
+import ctypes, sys, threading
+threading.Thread(target=sys.stdin.read).start()
+print("here", flush=True)
+ctypes.CDLL(None).syscall(60, 0)  # exit of this thread only
+"""
+
+
+def test_a_dead_main_thread_is_not_a_dead_member(device):
+    """Its memory is there as long as another thread goes on."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", THREAD_GOES_ON],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        stat = Path(f"/proc/{process.pid}/stat")
+        process.stdout.readline()
+        deadline = time.monotonic() + SOON_S
+        while stat.read_text().rsplit(")", 1)[1].split()[0] != "Z":
+            assert time.monotonic() < deadline
+        with join(device) as mine:
+            ticks = int(stat.read_text().rsplit(")", 1)[1].split()[19])
+            alive = raw_join(mine._memory, pid=process.pid, start_time_ticks=ticks)
+            assert alive.grant(4, PAGE) == 4
+            ledger.reap()
+            assert [member.status for member in found(device).members] == ["alive", "alive"]
+            assert mine.member.room(PAGE) == 28
+            process.kill()
+            process.wait()
+            ledger.reap()
+            assert mine.member.room(PAGE) == 32
+    finally:
+        process.kill()
+        process.wait()
+        process.stdin.close()
+        process.stdout.close()
+
+
+def test_the_pages_of_a_worker_outlive_its_scheduler(device):
+    """What maps the pages still runs: they are not free, and the ledger is not empty."""
+    path = ledger.ledger_path(GROUP, device)
+    worker = subprocess.Popen(["sleep", "600"])
+    try:
+        ticks = int(Path(f"/proc/{worker.pid}/stat").read_text().rsplit(")", 1)[1].split()[19])
+        with join(device) as mine:
+            me = ProcessIdentity.of_this_process()
+            gone = raw_join(mine._memory, start_time_ticks=me.start_time_ticks + 1)
+            gone.set_worker(worker.pid, ticks)
+            assert gone.grant(4, PAGE) == 4
+        assert path.exists()
+        assert path not in ledger.reap()
+        with join(device) as mine:
+            assert mine.member.room(PAGE) == 28
+        worker.kill()
+        worker.wait()
+        assert path in ledger.reap()
+    finally:
+        worker.kill()
+        worker.wait()
+
+
+def test_a_reader_needs_no_right_to_write(device):
+    with join(device) as mine, mine.path.open("rb") as file:
+        mine.member.grant(3, PAGE)
+        with mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as memory:
+            assert _vmm.read_ledger(memory)["members"][0]["granted_bytes"] == 3 * PAGE
+            mine.member.grant(4, PAGE)
+            assert _vmm.read_ledger(memory)["members"][0]["granted_bytes"] == 7 * PAGE
+            with pytest.raises(BufferError):
+                raw_join(memory)
+            with pytest.raises(BufferError):
+                _vmm.ledger_reap(memory, 0)
+        with pytest.raises(SegmentFormatError):
+            _vmm.read_ledger(bytes(_vmm.LEDGER_BYTES))
+
+
+def test_a_stopped_member_blocks_nobody(device):
+    with Other(device, 8 * PAGE) as other, join(device) as mine:
+        other.stop()
+        assert mine.member.grant(99, PAGE) == 24
+        mine.member.ask(PAGE)
+        mine.member.give_back(24, PAGE)
+        mine.member.set_min(24 * PAGE)
+        with join(device) as third:
+            assert third.member.grant(99, PAGE) == 23  # one is kept for the ask
+        info = found(device)
+        assert [member.status for member in info.members] == ["alive", "alive"]
+        ledger.reap()
+        assert found(device).granted_bytes == 8 * PAGE
+        mine.close()
+        other.kill()
+    ledger.reap()
+
+
+def test_a_lock_that_is_never_let_go_of_is_an_error_and_no_hang(device, monkeypatch):
+    """A process that was stopped just while it joined."""
+    import fcntl
+
+    monkeypatch.setattr(ledger, "_LOCK_S", 0.05)
+    with join(device) as mine:
+        fd = os.open(mine.path, os.O_RDWR)
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        with pytest.raises(LedgerError, match="lock"):
+            join(device)
+        assert mine.path not in ledger.reap()
+        assert found(device).status == "readable"
+        # Who leaves does not wait for it for long either: what it held is free, the file stays.
+        mine.member.grant(3, PAGE)
+        mine.close()
+        assert found(device).members == ()
+        os.close(fd)
+    assert mine.path in ledger.reap()

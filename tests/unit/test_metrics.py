@@ -1,0 +1,364 @@
+"""Metrics: the text, the document and the dashboard agree, and kvctl prints and serves them."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import urllib.request
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+from prometheus_client.parser import text_string_to_metric_families
+
+from kvelastic import metrics
+from kvelastic.cli.kvctl import main
+from kvelastic.ledger_facts import LedgerInfo, Member
+from kvelastic.segment import SegmentInfo
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "programs"))
+from segment_owner import CAPACITY_BYTES, MAPPED_BYTES, Owner
+
+ROOT = Path(__file__).parents[2]
+KVCTL = str(Path(sys.executable).with_name("kvctl"))
+MIB = 1 << 20
+
+USAGE = {
+    "capacity_bytes": 1000 * MIB,
+    "mapped_bytes": 100 * MIB,
+    "in_use_bytes": 60 * MIB,
+    "cached_bytes": 20 * MIB,
+    "parked_bytes": 10 * MIB,
+    "page_bytes": 2 * MIB,
+    "blocks_total": 5000,
+    "blocks_in_use": 300,
+    "blocks_cached": 100,
+}
+ANSWER = {
+    "revision": 1,
+    "state": "applied",
+    "effective_limit_bytes": 500 * MIB,
+    "over_bytes": 0,
+    "min_bytes": 50 * MIB,
+    "priority": -3,
+}
+COUNTERS = {name: at + 1 for at, name in enumerate(metrics._COUNTERS)}
+
+
+def info(name: str = "one", status: str = "alive", **changes: dict[str, object]) -> SegmentInfo:
+    header = {
+        "uuid": name.encode("utf-8", "replace")[:16].ljust(16),
+        "created_realtime_ns": 1_700_000_000_500_000_000,
+        "device": "GPU-1",
+        "engine": "vllm",
+        "model": "Qwen/Qwen3-8B",
+        "pid": 4711,
+    }
+    return SegmentInfo(
+        name,
+        status,
+        header=header | changes.get("header", {}),
+        usage=dict(USAGE),
+        answer=ANSWER | changes.get("answer", {}),
+        wish={"revision": 1, "limit_bytes": None} | changes.get("wish", {}),
+        counters=dict(COUNTERS),
+    )
+
+
+def member(name: str = "one", **changes: object) -> Member:
+    values: dict[str, object] = {
+        "name": name,
+        "uuid": name.encode().ljust(16),
+        "pid": 4711,
+        "status": "alive",
+        "granted_bytes": 100 * MIB,
+        "min_bytes": 50 * MIB,
+        "limit_bytes": 500 * MIB,
+        "priority": 0,
+        "in_use_bytes": 0,
+        "cached_bytes": 0,
+        "parked_bytes": 0,
+        "page_bytes": 2 * MIB,
+        "idle_s": 1.5,
+        "ask_bytes": 4 * MIB,
+        "ask_s": 0.25,
+        "wanted_bytes": 0,
+    }
+    return Member(**(values | changes))  # type: ignore[arg-type]
+
+
+LEDGER = LedgerInfo("GPU-1", "readable", "", "default", 1000 * MIB, 200 * MIB, (member(),))
+
+
+def samples(text: str) -> dict[tuple[str, str], float]:
+    """By name and the labels in the order of the alphabet, read by another hand than wrote them."""
+    return {
+        (sample.name, ",".join(f"{k}={v}" for k, v in sorted(sample.labels.items()))): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
+ONE = "device=GPU-1,engine=vllm,model=Qwen/Qwen3-8B,name=one"
+
+
+def test_an_instance_and_its_device():
+    found = samples(metrics.render([info()], [LEDGER]))
+    for name, value in {
+        "capacity_bytes": 1000 * MIB,
+        "mapped_bytes": 100 * MIB,
+        "in_use_bytes": 60 * MIB,
+        "cached_bytes": 20 * MIB,
+        "parked_bytes": 10 * MIB,
+        "limit_bytes": 500 * MIB,
+        "min_bytes": 50 * MIB,
+        "priority": -3,
+        "granted_bytes": 100 * MIB,
+        "asked_bytes": 4 * MIB,
+        "asked_seconds": 0.25,
+        "idle_seconds": 1.5,
+        "start_time_seconds": 1_700_000_000.5,
+        "pages_mapped_total": COUNTERS["pages_mapped"],
+        "blocks_evicted_total": COUNTERS["blocks_evicted"],
+    }.items():
+        assert found[f"kvelastic_instance_{name}", ONE] == value, name
+    for name, value in {
+        "capacity_bytes": 1000 * MIB,
+        "granted_bytes": 100 * MIB,
+        "guaranteed_bytes": 50 * MIB,
+        "others_bytes": 200 * MIB,
+        "free_bytes": 700 * MIB,
+        "asked_bytes": 4 * MIB,
+        "instances": 1,
+    }.items():
+        assert found[f"kvelastic_device_{name}", "device=GPU-1,group=default"] == value, name
+
+
+def test_every_metric_that_is_described_is_there_with_its_kind_and_labels():
+    families = {
+        family.name: family
+        for family in text_string_to_metric_families(metrics.render([info()], [LEDGER]))
+    }
+    for one in metrics.METRICS:
+        family = families.pop(one.name.removesuffix("_total"))
+        assert (family.type, family.documentation) == (one.kind, one.help)
+        for sample in family.samples:
+            assert set(sample.labels) == set(one.labels), one.name
+    assert families == {}
+
+
+def test_names_are_as_prometheus_wants_them():
+    names = [one.name for one in metrics.METRICS]
+    assert len(set(names)) == len(names)
+    for one in metrics.METRICS:
+        assert re.fullmatch(r"kvelastic_[a-z_]+", one.name)
+        assert one.name.endswith("_total") == (one.kind == "counter")
+        assert "instance" not in one.labels  # Prometheus' own
+
+
+def test_counters_are_all_that_an_instance_counts():
+    with Owner(f"metrics_{os.getpid()}_{random.randrange(1 << 40):x}") as owner:
+        from kvelastic import segment
+
+        assert set(segment.inspect(owner.name).counters) == set(metrics._COUNTERS)
+
+
+@pytest.mark.parametrize(
+    ("changes", "status", "state"),
+    [
+        ({}, "alive", "applied"),
+        ({"answer": {"state": "shrinking"}}, "alive", "shrinking"),
+        ({"answer": {"state": "refused"}}, "elsewhere", "refused"),
+        ({"answer": {"state": "failed"}}, "alive", "failed"),
+        ({"answer": {"state": "none", "revision": 0}}, "alive", "pending"),
+        ({"wish": {"revision": 2}}, "alive", "pending"),
+        ({}, "closing", "closing"),
+    ],
+)
+def test_states(changes, status, state):
+    found = samples(metrics.render([info(status=status, **changes)], []))
+    states = {at: found["kvelastic_instance_state", f"{ONE},state={at}"] for at in metrics.STATES}
+    assert states == {at: float(at == state) for at in metrics.STATES}
+    assert found["kvelastic_segments", f"status={status}"] == 1
+
+
+def test_the_dead_and_the_unreadable_are_only_counted():
+    broken = SegmentInfo("broken", "unreadable", problem="version 9")
+    foreign = LedgerInfo("default_GPU-1", "foreign", problem="user 7")
+    gone = LedgerInfo("GPU-1", "readable", members=(member("gone"), member("x", status="dead")))
+    text = metrics.render([info("gone", status="dead"), broken], [foreign, gone])
+    found = samples(text)
+    assert found["kvelastic_segments", "status=dead"] == 1
+    assert found["kvelastic_segments", "status=unreadable"] == 1
+    assert found["kvelastic_ledgers_unreadable", ""] == 1
+    assert "kvelastic_instance" not in text
+
+
+def test_a_member_whose_name_was_removed_is_still_there():
+    found = samples(metrics.render([], [LEDGER]))
+    labels = "device=GPU-1,engine=,model=,name=one"
+    assert found["kvelastic_instance_granted_bytes", labels] == 100 * MIB
+
+
+def test_any_names_make_a_text_that_can_be_read():
+    """A label that is not escaped, or a series that comes twice, would cost the whole scrape."""
+    strange = 'a"b\\c\nd{}\u2028é'
+    undecodable = os.fsdecode(b"x\xff")
+    found = samples(
+        metrics.render([info(strange, header={"model": strange}), info(undecodable)], [])
+    )
+    labels = f"device=GPU-1,engine=vllm,model={strange},name={strange}"
+    assert found["kvelastic_instance_mapped_bytes", labels] == 100 * MIB
+    twice = LedgerInfo("GPU-1", "readable", members=(member("a"), member("a")))
+    text = metrics.render([], [twice, twice])
+    assert text.count("kvelastic_instance_granted_bytes{") == 1
+    assert text.count("kvelastic_device_capacity_bytes{") == 1
+
+
+def test_the_document_is_what_the_code_says():
+    written = (ROOT / "docs" / "metrics.md").read_text()
+    assert written == metrics.document(), "python -m kvelastic.metrics >docs/metrics.md"
+
+
+# ---------------------------------------------------------------------------------- dashboard
+
+
+def test_the_dashboard_names_only_metrics_and_labels_that_exist():
+    text = (ROOT / "docs" / "grafana" / "kvelastic.json").read_text()
+    board = json.loads(text)
+    panels = board["panels"]
+    assert len({panel["id"] for panel in panels}) == len(panels)
+    by_name = {one.name: one for one in metrics.METRICS}
+    used = set()
+    for panel in panels:
+        for target in panel.get("targets", []):
+            expression = target["expr"]
+            found = re.findall(r"(kvelastic_\w+)(?:\{([^}]*)\})?", expression)
+            assert found, expression
+            for name, selector in found:
+                assert name in by_name, name
+                used.add(name)
+                labels = re.findall(r"(\w+)\s*(?:=~|!~|!=|=)\s*\"", selector)
+                assert set(labels) <= set(by_name[name].labels), expression
+            for label in re.findall(r"\{\{(\w+)\}\}", target["legendFormat"]):
+                assert any(label in by_name[name].labels for name, _ in found), expression
+    for variable in board["templating"]["list"]:
+        query = variable.get("query")
+        if isinstance(query, dict):
+            name, label = re.fullmatch(
+                r"label_values\((\w+)(?:\{.*\})?, (\w+)\)", query["query"]
+            ).groups()
+            assert label in by_name[name].labels
+    assert len(used) > 15
+
+
+# ------------------------------------------------------------------------------- the command
+
+
+def kvctl(*arguments: str) -> Result:
+    result = CliRunner().invoke(main, list(arguments))
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+    return result
+
+
+@pytest.fixture
+def owner():
+    with Owner(f"metrics_{os.getpid()}_{random.randrange(1 << 40):x}") as running:
+        yield running
+
+
+def test_printed_once(owner):
+    result = kvctl("metrics")
+    assert result.exit_code == 0
+    labels = f"device=host,engine=test,model=none,name={owner.name}"
+    found = samples(result.stdout)
+    assert found["kvelastic_instance_mapped_bytes", labels] == MAPPED_BYTES
+    assert found["kvelastic_instance_limit_bytes", labels] == CAPACITY_BYTES
+
+
+@pytest.mark.parametrize(
+    ("address", "ending"), [("127.0.0.1:0", signal.SIGINT), ("0", signal.SIGTERM)]
+)
+def test_served_until_a_signal(owner, address, ending):
+    serving = subprocess.Popen(
+        [KVCTL, "metrics", "--listen", address],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        said = serving.stdout.readline()
+        url = re.search(r"http://127\.0\.0\.1:\d+/metrics", said)[0]
+
+        def scrape() -> str:
+            with urllib.request.urlopen(url, timeout=60) as response:
+                assert response.headers["Content-Type"].startswith("text/plain; version=")
+                return response.read().decode()
+
+        assert owner.name in scrape()
+        owner.kill()
+        assert owner.name not in scrape()  # each request is a fresh look
+        serving.send_signal(ending)
+        _, errors = serving.communicate(timeout=60)
+        assert (serving.returncode, errors) == (0, "")
+    finally:
+        serving.kill()
+        serving.wait()
+        serving.stdout.close()
+        serving.stderr.close()
+
+
+@pytest.mark.parametrize(
+    "address", ["0.0.0.0:0", "[::]:0", "192.0.2.1:0", "example.org:0", "localhost.evil:0"]
+)
+def test_other_machines_are_kept_out(address):
+    result = kvctl("metrics", "--listen", address)
+    assert result.exit_code == 2
+    assert "--public" in result.stderr
+
+
+@pytest.mark.parametrize(
+    "address", ["", "x", "127.0.0.1", "127.0.0.1:x", "1:65536", "::1:80", ":-1"]
+)
+def test_a_bad_address(address):
+    result = kvctl("metrics", "--listen", address)
+    assert result.exit_code == 2
+    assert "127.0.0.1:9464" in result.stderr
+
+
+def test_an_address_that_is_taken_or_not_ours():
+    import socket
+
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        done = subprocess.run(
+            [KVCTL, "metrics", "--listen", f"127.0.0.1:{port}"], capture_output=True, text=True
+        )
+    assert done.returncode == 1
+    assert f"cannot listen on 127.0.0.1:{port}" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_without_the_library_it_says_what_to_install():
+    program = (
+        "import sys; sys.modules['prometheus_client'] = None\n"
+        "from kvelastic.cli.kvctl import main\n"
+        "main(['metrics'])"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "pip install 'kvelastic[metrics]'" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_it_is_a_collector_for_others_registries():
+    from prometheus_client import CollectorRegistry, generate_latest
+
+    registry = CollectorRegistry()
+    registry.register(metrics.KvelasticCollector(lambda: [info()], lambda: [LEDGER]))
+    assert generate_latest(registry).decode() == metrics.render([info()], [LEDGER])

@@ -1,0 +1,479 @@
+"""Memory that moves between real instances: from whom, how much, when, and never what is guarded.
+
+Every instance is a process with a pool, a keeper and a segment (see programs/ledger_instance.py).
+They share a device of `DEVICE_PAGES` pages, and what one allocs with the first call of `alloc`
+fills it from page 0 on: `null` is the block that page 0 has less.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from kvelastic import ledger, segment
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "programs"))
+from ledger_instance import BLOCKS_PER_PAGE as B
+from ledger_instance import PAGE_BYTES as PAGE
+from ledger_instance import Instance
+
+DEVICE_PAGES = 32
+SOON_S = 30.0
+"""How long a busy machine may take for what should take milliseconds."""
+
+
+def until(true: Callable[[], object], what: str) -> None:
+    deadline = time.monotonic() + SOON_S
+    while not true():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.001)
+
+
+class Device:
+    """A device of a test's own, and the instances on it."""
+
+    def __init__(self) -> None:
+        self.group = f"test-{os.getpid()}-{random.randrange(1 << 32):x}"
+        self.stack = ExitStack()
+
+    def start(self, pages: int = DEVICE_PAGES, **environ: str) -> Instance:
+        """An instance; no page is mapped but for an alloc, and an alloc waits for long."""
+        settings = {
+            "KVELASTIC_LEDGER": self.group,
+            "KVELASTIC_HOST_MEMORY": str(pages * PAGE),
+            "KVELASTIC_PAGE_PREALLOC_ENABLED": "false",
+            "KVELASTIC_MAX_CACHED_TOKENS": "-1",
+            "KVELASTIC_RECLAIM_WAIT": str(SOON_S),
+        }
+        return self.stack.enter_context(Instance(**settings | environ))
+
+    def look(self) -> ledger.LedgerInfo:
+        (info,) = [info for info in ledger.list_ledgers() if info.group == self.group]
+        return info
+
+    def member(self, of: Instance) -> ledger.Member:
+        (member,) = [member for member in self.look().members if member.pid == of.pid]
+        return member
+
+    def pages(self, of: Instance) -> int:
+        """Granted, as all others see it."""
+        return self.member(of).granted_bytes // PAGE
+
+    def wait_until_idle(self, of: Instance) -> None:
+        until(lambda: self.member(of).idle_s > 0.6, "it never gets idle")
+
+    def __enter__(self) -> Device:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stack.close()
+        ledger.reap()
+        segment.reap()
+        left = [info for info in ledger.list_ledgers() if info.group == self.group]
+        assert left == []
+
+
+@pytest.fixture
+def device() -> Iterator[Device]:
+    with Device() as made:
+        yield made
+
+
+def fill(of: Instance, pages: int) -> list[int]:
+    """All blocks of the first `pages` pages, in use."""
+    ids = of.alloc(pages * B - 1)
+    assert ids is not None
+    assert len(ids) == pages * B - 1
+    return ids
+
+
+def by_page(ids: list[int]) -> dict[int, list[int]]:
+    """The layout has one buffer, so block ids are dense."""
+    pages: dict[int, list[int]] = {}
+    for block in sorted(ids):
+        pages.setdefault(block // B, []).append(block)
+    return pages
+
+
+def sound(device: Device, *instances: Instance) -> None:
+    """The books of everybody, and of the device, agree."""
+    total = 0
+    for one in instances:
+        one.ask("check_integrity")
+        held = one.mapped_bytes
+        assert one.ask("granted") == held
+        total += held
+    info = device.look()
+    assert info.granted_bytes == total <= info.capacity_bytes
+
+
+# ------------------------------------------------------------------------------------- who gives
+
+
+def test_the_cache_of_an_idle_one_goes_to_the_busy_one_page_by_page(device):
+    idle, busy = device.start(), device.start()
+    pages = by_page(fill(idle, DEVICE_PAGES))
+    # Page 5 holds one cached block, page 6 two, all others four; page 0 is in use.
+    idle.cache([block for page in range(1, DEVICE_PAGES) for block in pages[page]])
+    idle.ask("touch", pages[5][1:] + pages[6][2:])
+    idle.free(pages[5][1:] + pages[6][2:])
+    device.wait_until_idle(idle)
+    got = busy.alloc(2 * B - 1)
+    assert got is not None
+    evicted = set(idle.ask("take_evicted"))
+    assert evicted == set(pages[5][:1] + pages[6][:2]), "the cheapest pages go first"
+    sound(device, idle, busy)
+    assert (device.pages(idle), device.pages(busy)) == (DEVICE_PAGES - 2, 2)
+    # Of pages that cost the same those go first that were filled first.
+    device.wait_until_idle(idle)
+    assert busy.alloc(3 * B) is not None
+    evicted = set(idle.ask("take_evicted"))
+    assert len(by_page(list(evicted))) == 3
+    assert all(len(blocks) == B for blocks in by_page(list(evicted)).values())
+    assert evicted <= set(range(1 * B, DEVICE_PAGES * B))
+    sound(device, idle, busy)
+
+
+def test_parked_pages_go_before_cached_ones(device):
+    idle, busy = device.start(KVELASTIC_IDLE_TRIM_SECONDS="-1"), device.start()
+    ids = fill(idle, DEVICE_PAGES)
+    idle.cache(ids[: 16 * B])
+    idle.free(ids[16 * B :])
+    device.wait_until_idle(idle)
+    assert busy.alloc(10 * B - 1) is not None
+    assert idle.ask("take_evicted") == []
+    assert busy.alloc(10 * B) is not None
+    assert idle.ask("take_evicted") != []
+    sound(device, idle, busy)
+
+
+def test_blocks_in_use_of_an_equal_stay_however_idle_it_is(device):
+    idle, busy = device.start(), device.start(KVELASTIC_RECLAIM_WAIT="0.1")
+    fill(idle, DEVICE_PAGES)
+    device.wait_until_idle(idle)
+    assert busy.alloc(1) is None
+    assert device.pages(idle) == DEVICE_PAGES
+    sound(device, idle, busy)
+
+
+def test_the_longer_idle_one_gives_first(device):
+    first, second, busy = device.start(), device.start(), device.start()
+    half = DEVICE_PAGES // 2
+    first.cache(fill(first, half))
+    second.cache(fill(second, half))
+    until(
+        lambda: device.member(first).idle_s > device.member(second).idle_s > 0.6,
+        "they never get idle",
+    )
+    assert busy.alloc(4 * B - 1) is not None
+    assert (device.pages(first), device.pages(second)) == (half - 4, half)
+    sound(device, first, second, busy)
+
+
+# ------------------------------------------------------------------------- guarantee, priority
+
+
+@pytest.mark.parametrize("priority", ["0", "10"])
+def test_a_guarantee_is_never_taken(device, priority):
+    kept = 20
+    guarded = device.start(KVELASTIC_MIN=str(kept * PAGE))
+    asker = device.start(KVELASTIC_PRIORITY=priority, KVELASTIC_RECLAIM_WAIT="0.2")
+    guarded.cache(fill(guarded, DEVICE_PAGES))
+    device.wait_until_idle(guarded)
+    assert asker.alloc((DEVICE_PAGES - kept) * B) is None, "one page more than there is"
+    until(lambda: asker.alloc((DEVICE_PAGES - kept) * B - 1), "nothing came")
+    for _ in range(20):
+        assert asker.alloc(1) is None
+        assert device.pages(guarded) >= kept
+    assert device.pages(guarded) == kept
+    sound(device, guarded, asker)
+
+
+def test_a_higher_priority_takes_blocks_in_use(device):
+    low, high = device.start(), device.start(KVELASTIC_PRIORITY="1")
+    ids = fill(low, DEVICE_PAGES)
+    pages = by_page(ids)
+    high.send("alloc", 4 * B - 1)
+    until(
+        lambda: segment.inspect(low.name).answer["state"] == "shrinking",
+        "the lower one does not say that it shrinks",
+    )
+    answer = segment.inspect(low.name).answer
+    assert answer["over_bytes"] == 4 * PAGE
+    assert answer["effective_limit_bytes"] == (DEVICE_PAGES - 4) * PAGE
+    assert low.alloc(1) is None
+    # Its engine preempts: what it frees goes to the asker, and not to itself.
+    for page in (9, 10, 11, 12):
+        low.free(pages[page])
+    assert len(high.read()) == 4 * B - 1
+    until(
+        lambda: segment.inspect(low.name).answer["state"] == "applied",
+        "the squeeze does not end",
+    )
+    assert (device.pages(low), device.pages(high)) == (DEVICE_PAGES - 4, 4)
+    sound(device, low, high)
+    assert low.stats()["pages_limit"] == DEVICE_PAGES, "what is over is over"
+
+
+def test_a_squeeze_that_nobody_wants_any_more_is_lifted(device):
+    low = device.start()
+    high = device.start(KVELASTIC_PRIORITY="1", KVELASTIC_RECLAIM_WAIT="0.1")
+    fill(low, DEVICE_PAGES)
+    assert high.alloc(4 * B - 1) is None
+    until(lambda: low.stats()["pages_limit"] == DEVICE_PAGES, "it stays squeezed")
+    until(
+        lambda: segment.inspect(low.name).answer["state"] == "applied",
+        "it never says that it is over",
+    )
+    sound(device, low, high)
+
+
+def test_a_squeezed_one_whose_asker_dies_is_free_again(device):
+    low, high = device.start(), device.start(KVELASTIC_PRIORITY="1")
+    ids = fill(low, DEVICE_PAGES)
+    high.send("alloc", 4 * B - 1)
+    until(lambda: low.stats()["pages_limit"] == DEVICE_PAGES - 4, "it is not squeezed")
+    high.kill()
+    until(lambda: low.stats()["pages_limit"] == DEVICE_PAGES, "it stays squeezed")
+    low.free(ids[:4])
+    assert low.alloc(4) is not None
+    sound(device, low)
+
+
+def test_cached_blocks_between_blocks_in_use_are_no_way_out(device):
+    """All pages of the lower one hold a block in use: none can be had without a squeeze, however
+    many bytes of it are cached."""
+    low, high = device.start(), device.start(KVELASTIC_PRIORITY="1")
+    pages = by_page(fill(low, DEVICE_PAGES))
+    low.cache([block for blocks in pages.values() for block in blocks[1:]])
+    high.send("alloc", B - 1)
+    until(
+        lambda: low.stats()["pages_limit"] < DEVICE_PAGES,
+        "the lower one is never asked for blocks in use",
+    )
+    low.free([pages[7][0]])
+    assert high.read() is not None
+    sound(device, low, high)
+
+
+def test_who_is_below_its_guarantee_gets_it_from_anybody(device):
+    high = device.start(KVELASTIC_PRIORITY="9")
+    ids = fill(high, DEVICE_PAGES)
+    poor = device.start(KVELASTIC_MIN=str(6 * PAGE))
+    poor.send("alloc", 6 * B - 1)
+    until(
+        lambda: segment.inspect(high.name).answer["over_bytes"] == 6 * PAGE,
+        "the higher one is not asked",
+    )
+    assert high.alloc(1) is None
+    pages = by_page(ids)
+    for page in range(20, 26):
+        high.free(pages[page])
+    assert len(poor.read()) == 6 * B - 1
+    assert (device.pages(high), device.pages(poor)) == (DEVICE_PAGES - 6, 6)
+    sound(device, high, poor)
+
+
+def test_a_guarantee_gives_no_right_to_more(device):
+    high = device.start(KVELASTIC_PRIORITY="9")
+    pages = by_page(fill(high, DEVICE_PAGES))
+    poor = device.start(KVELASTIC_MIN=str(2 * PAGE), KVELASTIC_RECLAIM_WAIT="0.5")
+    poor.send("alloc", 10 * B - 1)
+    until(lambda: high.stats()["pages_limit"] < DEVICE_PAGES, "the higher one is not asked")
+    assert high.stats()["pages_limit"] == DEVICE_PAGES - 2
+    for page in range(20, 30):
+        high.free(pages[page])
+    assert device.pages(high) >= DEVICE_PAGES - 2
+    poor.read()
+    sound(device, high, poor)
+
+
+# ------------------------------------------------------------------------------------- fairness
+
+
+@pytest.mark.parametrize("pages", [32, 33], ids=["an even device", "an odd device"])
+def test_busy_equals_end_at_fair_shares_and_stay_there(device, pages):
+    """Both want all of it, all the time, with contents that are worth caching."""
+    first = device.start(pages, KVELASTIC_RECLAIM_WAIT="0.01")
+    second = device.start(pages, KVELASTIC_RECLAIM_WAIT="0.01")
+    first.cache(fill(first, pages))
+
+    def work() -> None:
+        for one in (first, second):
+            ids = one.alloc(2 * B)
+            if ids is not None:
+                one.cache(ids)
+            one.ask("take_evicted")
+
+    def shares() -> list[int]:
+        return sorted([device.pages(first), device.pages(second)])
+
+    deadline = time.monotonic() + SOON_S
+    while shares()[0] < pages // 2:
+        work()
+        assert time.monotonic() < deadline, f"no fair shares: {shares()}"
+    moved = [one.stats()["pages_mapped_ever"] for one in (first, second)]
+    # Longer than an ask must wait for its share: nothing moves any more, to and fro.
+    end = time.monotonic() + 1.5
+    while time.monotonic() < end:
+        work()
+    sound(device, first, second)
+    assert shares() == [pages // 2, (pages + 1) // 2]
+    for one, before in zip((first, second), moved, strict=True):
+        assert one.stats()["pages_mapped_ever"] - before <= 2
+
+
+def test_a_busy_higher_priority_keeps_what_it_has(device):
+    high = device.start(KVELASTIC_PRIORITY="1", KVELASTIC_RECLAIM_WAIT="0.01")
+    low = device.start(KVELASTIC_RECLAIM_WAIT="0.01")
+    high.cache(fill(high, DEVICE_PAGES))
+    end = time.monotonic() + 1.0
+    while time.monotonic() < end:
+        ids = high.alloc(1)
+        assert ids is not None
+        high.cache(ids)
+        assert low.alloc(1) is None
+    assert device.pages(high) == DEVICE_PAGES
+    sound(device, high, low)
+
+
+# --------------------------------------------------------------------- the stopped and the dead
+
+
+def stop(one: Instance) -> None:
+    one.signal(signal.SIGSTOP)
+    _, status = os.waitpid(one.pid, os.WUNTRACED)
+    assert os.WIFSTOPPED(status)
+
+
+def test_a_stopped_one_delays_nobody_and_the_next_is_asked(device):
+    stopped, next_one, asker = device.start(), device.start(), device.start()
+    half = DEVICE_PAGES // 2
+    stopped.cache(fill(stopped, half))
+    device.wait_until_idle(stopped)
+    next_one.cache(fill(next_one, half))
+    device.wait_until_idle(next_one)
+    stop(stopped)
+    # Far less than it has: it must not be asked again and again until it has been asked for all.
+    for _ in range(3):
+        answer = asker.ask("alloc_timed", B)
+        assert answer["ids"] is not None
+        assert answer["s"] < SOON_S / 2, "it waited for the stopped one to the end"
+    assert device.pages(stopped) == half
+    assert device.member(stopped).wanted_bytes <= PAGE * 4
+    stopped.signal(signal.SIGCONT)
+    until(lambda: device.member(stopped).wanted_bytes == 0, "it answers no more")
+    sound(device, stopped, next_one, asker)
+
+
+def test_what_a_killed_one_held_comes_to_who_waits(device):
+    victim, asker = device.start(), device.start(KVELASTIC_PRIORITY="1")
+    fill(victim, DEVICE_PAGES)
+    asker.send("alloc", DEVICE_PAGES * B - 1)
+    until(lambda: device.member(asker).ask_bytes > 0, "it does not ask")
+    victim.kill()
+    assert len(asker.read()) == DEVICE_PAGES * B - 1
+    sound(device, asker)
+
+
+def test_a_killed_asker_is_forgotten(device):
+    low = device.start(KVELASTIC_PRIORITY="-1")
+    holder = device.start()
+    asker = device.start(KVELASTIC_PRIORITY="5")
+    fill(holder, DEVICE_PAGES - 4)
+    stop(holder)
+    asker.send("alloc", DEVICE_PAGES * B - 1)
+    until(lambda: device.member(asker).ask_bytes > 0, "it does not ask")
+    assert low.ask("available") == 0
+    asker.kill()
+    until(lambda: low.ask("available") >= 4 * B - 1, "pages are kept for the dead")
+    assert low.alloc(4 * B - 1) is not None
+    holder.signal(signal.SIGCONT)
+    sound(device, low, holder)
+
+
+# ------------------------------------------------------------------------------- without waiting
+
+
+def test_memory_arrives_without_any_alloc_that_waits(device):
+    idle, busy = device.start(), device.start(KVELASTIC_RECLAIM_WAIT="0")
+    idle.cache(fill(idle, DEVICE_PAGES))
+    device.wait_until_idle(idle)
+    got: list[list[int]] = []
+
+    def tried() -> bool:
+        ids = busy.alloc(6 * B - 1)
+        if ids is not None:
+            got.append(ids)
+        return bool(got)
+
+    assert not tried(), "it has waited"
+    until(tried, "the keeper brings nothing")
+    sound(device, idle, busy)
+
+
+def test_what_nobody_wants_any_more_is_not_pursued_for_ever(device):
+    holder, once = device.start(), device.start(KVELASTIC_RECLAIM_WAIT="0")
+    fill(holder, DEVICE_PAGES)
+    assert once.alloc(B) is None
+    until(lambda: device.member(once).ask_bytes == 0, "it asks for ever")
+    holder.close()
+    assert device.pages(once) == 0
+
+
+# ---------------------------------------------------------------------------------------- limits
+
+
+def test_a_limit_raised_past_the_start_while_the_device_is_full(device):
+    idle, busy = device.start(), device.start(KVELASTIC_LIMIT=str(2 * PAGE))
+    idle.cache(fill(idle, DEVICE_PAGES))
+    device.wait_until_idle(idle)
+    assert fill(busy, 2)
+    assert busy.alloc(1) is None, "past its limit"
+    answer = segment.wish(busy.name, limit_bytes=12 * PAGE, wait_s=SOON_S)
+    assert (answer.state, answer.effective_limit_bytes) == ("applied", 12 * PAGE)
+    assert len(busy.alloc(10 * B)) == 10 * B
+    assert busy.alloc(1) is None
+    assert device.pages(busy) == 12
+    assert device.member(busy).limit_bytes == 12 * PAGE
+    sound(device, idle, busy)
+    # Beyond the device there is nothing, whatever is wished.
+    answer = segment.wish(busy.name, limit_bytes=1 << 50, wait_s=SOON_S)
+    assert (answer.state, answer.effective_limit_bytes) == ("applied", DEVICE_PAGES * PAGE)
+
+
+def test_what_is_available_counts_what_others_have_to_give(device):
+    idle, busy = device.start(), device.start(KVELASTIC_LIMIT=str(20 * PAGE))
+    assert busy.ask("available") == 20 * B - 1
+    ids = fill(idle, DEVICE_PAGES)
+    assert busy.ask("available") == 0
+    idle.cache(ids[-8 * B :])
+    assert busy.ask("available") == 0, "a busy equal need not give"
+    device.wait_until_idle(idle)
+    assert busy.ask("available") == 8 * B - 1
+    got = busy.alloc(8 * B - 1)
+    assert got is not None
+    assert busy.ask("available") == 0
+    idle.close()
+    assert busy.ask("available") == 12 * B
+    assert busy.alloc(12 * B) is not None
+    sound(device, busy)
+
+
+def test_the_end_of_an_instance_returns_all(device):
+    first, second = device.start(), device.start(KVELASTIC_PRIORITY="1")
+    fill(first, DEVICE_PAGES)
+    second.send("alloc", DEVICE_PAGES * B - 1)
+    until(lambda: device.member(second).ask_bytes > 0, "it does not ask")
+    first.close()
+    assert len(second.read()) == DEVICE_PAGES * B - 1
+    assert [member.pid for member in device.look().members] == [second.pid]
+    sound(device, second)

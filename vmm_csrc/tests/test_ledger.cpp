@@ -1,0 +1,636 @@
+// The ledger: who may join, what is granted, what is asked; and many threads at it at once.
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <barrier>
+#include <chrono>
+#include <cstring>
+#include <random>
+#include <thread>
+#include <vector>
+
+#include "../ledger.h"
+#include "../process.h"
+#include "check.h"
+
+namespace kvelastic {
+namespace {
+
+constexpr std::uint64_t kMiB = 1 << 20;
+constexpr std::uint64_t kPage = 2 * kMiB;
+constexpr std::uint64_t kPages = 64;
+constexpr std::uint64_t kNamespace = 77;
+constexpr auto kSoon = std::chrono::seconds(30);
+
+/// A ledger in plain memory, aligned as a mapping is.
+struct Ledger {
+  struct alignas(4096) Bytes {
+    std::array<std::byte, kLedgerBytes> raw;
+  };
+  std::unique_ptr<Bytes> memory = std::make_unique<Bytes>();
+
+  explicit Ledger(std::uint64_t capacity_bytes = kPages * kPage) {
+    LedgerOrigin origin;
+    origin.capacity_bytes = capacity_bytes;
+    origin.device = "host";
+    origin.group = "test";
+    CHECK(static_cast<bool>(ledger_create(bytes(), origin)));
+  }
+  std::span<std::byte> bytes() { return memory->raw; }
+  LedgerLayout& layout() { return *reinterpret_cast<LedgerLayout*>(memory->raw.data()); }
+  std::vector<LedgerEntry> members() {
+    auto view = LedgerView::open(bytes());
+    return view ? view->members() : std::vector<LedgerEntry>{};
+  }
+  Result<std::unique_ptr<LedgerMember>> try_join(const LedgerIdentity& identity,
+                                                 std::uint64_t min_bytes = 0,
+                                                 std::int64_t priority = 0) {
+    return LedgerMember::join(bytes(), identity, min_bytes, priority, nullptr);
+  }
+  std::unique_ptr<LedgerMember> join(std::uint64_t min_bytes = 0, std::int64_t priority = 0);
+};
+
+LedgerIdentity me() {
+  LedgerIdentity identity;
+  identity.pid = static_cast<std::uint32_t>(::getpid());
+  identity.start_ticks = process_start_ticks(::getpid()).value_or(0);
+  identity.pid_namespace = kNamespace;
+  return identity;
+}
+
+std::unique_ptr<LedgerMember> Ledger::join(std::uint64_t min_bytes, std::int64_t priority) {
+  auto made = try_join(me(), min_bytes, priority);
+  return CHECK(static_cast<bool>(made)) ? *std::move(made) : nullptr;
+}
+
+/// A process that is over.
+LedgerIdentity a_dead_one() {
+  LedgerIdentity identity = me();
+  const pid_t child = ::fork();
+  if (child == 0) ::_exit(0);
+  int status = 0;
+  CHECK(::waitpid(child, &status, 0) == child);
+  identity.pid = static_cast<std::uint32_t>(child);
+  return identity;
+}
+
+template <typename Condition>
+bool soon(Condition holds) {
+  const auto deadline = std::chrono::steady_clock::now() + kSoon;
+  while (!holds()) {
+    if (std::chrono::steady_clock::now() > deadline) return false;
+    std::this_thread::yield();
+  }
+  return true;
+}
+
+}  // namespace
+
+// ------------------------------------------------------------------------------------- its form
+
+TEST(ledger_is_refused_where_a_byte_of_its_header_is_wrong) {
+  Ledger ledger;
+  REQUIRE(static_cast<bool>(LedgerView::open(ledger.bytes())));
+  for (std::size_t at = 0; at < sizeof(LedgerHeader); ++at) {
+    for (const unsigned flip : {1U, 128U, 255U}) {
+      std::byte& byte = ledger.bytes()[at];
+      byte ^= static_cast<std::byte>(flip);
+      CHECK(LedgerView::open(ledger.bytes()).error().code == Errc::kSegmentFormat);
+      CHECK(ledger.try_join(me()).error().code == Errc::kSegmentFormat);
+      CHECK(ledger_reap(ledger.bytes(), kNamespace).error().code == Errc::kSegmentFormat);
+      byte ^= static_cast<std::byte>(flip);
+    }
+  }
+  CHECK(static_cast<bool>(LedgerView::open(ledger.bytes())));
+}
+
+TEST(ledger_is_refused_where_bytes_are_missing) {
+  Ledger ledger;
+  for (const std::size_t size : {std::size_t{0}, std::size_t{7}, std::size_t{11}, std::size_t{255},
+                                 sizeof(LedgerHeader), kLedgerBytes - 1}) {
+    const auto fewer = ledger.bytes().first(size);
+    CHECK(LedgerView::open(fewer).error().code == Errc::kSegmentFormat);
+    CHECK(ledger_create(fewer, {}).error().code == Errc::kInvalidArgument);
+  }
+  CHECK(ledger_version(ledger.bytes()) == kLedgerAbiVersion);
+  CHECK(!ledger_version(ledger.bytes().first(11)));
+}
+
+TEST(ledger_takes_no_name_that_does_not_fit) {
+  Ledger ledger;
+  LedgerOrigin origin;
+  origin.device = std::string(64, 'd');
+  CHECK(static_cast<bool>(ledger_create(ledger.bytes(), origin)));
+  origin.group = std::string(65, 'g');
+  CHECK(ledger_create(ledger.bytes(), origin).error().code == Errc::kInvalidArgument);
+  origin.group = std::string("a\0b", 3);
+  CHECK(ledger_create(ledger.bytes(), origin).error().code == Errc::kInvalidArgument);
+}
+
+// ---------------------------------------------------------------------------------- membership
+
+TEST(ledger_members_come_and_go) {
+  Ledger ledger;
+  auto a = ledger.join(3 * kPage, -4);
+  auto b = ledger.join(0, 9);
+  REQUIRE(a && b);
+  CHECK(ledger.members().size() == 2);
+  CHECK(ledger.members()[0].facts.min_bytes == 3 * kPage);
+  CHECK(ledger.members()[0].facts.priority == -4 && ledger.members()[1].facts.priority == 9);
+  CHECK(a->grant(5, kPage) == 5);
+  a->publish(1, 2, 3, kPage, true);
+  CHECK(b->ask(60 * kPage));
+  a->set_limit(7);
+  a->leave();
+  a->leave();
+  CHECK(ledger.members().size() == 1 && ledger.members()[0].slot == 1);
+  CHECK(b->room(kPage) == kPages);
+
+  // The next one in its place starts with nothing of it.
+  auto c = ledger.join();
+  REQUIRE(c);
+  const LedgerEntry fresh = ledger.members()[0];
+  CHECK(fresh.slot == 0 && fresh.limit_bytes == 0 && fresh.in_use_bytes == 0);
+  CHECK(fresh.facts.granted_bytes == 0 && fresh.facts.min_bytes == 0 && fresh.facts.priority == 0);
+  CHECK(fresh.facts.cached_bytes == 0 && fresh.facts.parked_bytes == 0);
+  CHECK(fresh.facts.wanted_bytes == 0 && fresh.facts.ask_bytes == 0);
+  CHECK(c->wanted().bytes == 0 && c->wanted().depth == Depth::kParked);
+}
+
+/// Whoever has left has no hand in the slot any more: another process may have it.
+TEST(ledger_member_that_left_changes_nothing) {
+  Ledger ledger;
+  auto gone = ledger.join();
+  REQUIRE(gone && gone->grant(3, kPage) == 3);
+  gone->leave();
+  auto next = ledger.join(kPage, 5);
+  REQUIRE(next && next->grant(2, kPage) == 2);
+  next->publish(11, 12, 13, kPage, false);
+  CHECK(gone->grant(1, kPage) == 0 && gone->granted_bytes() == 0);
+  gone->give_back(1, kPage);
+  gone->publish(1, 2, 3, 4, true);
+  gone->set_priority(-1);
+  gone->set_limit(99);
+  (void)gone->set_min(7 * kPage);
+  gone->handled(1 << 30);
+  CHECK(!gone->ask(kPage));
+  gone->stop_asking();
+  gone->set_worker(1, 1);
+  const LedgerEntry entry = ledger.members().at(0);
+  CHECK(entry.facts.granted_bytes == 2 * kPage && entry.facts.min_bytes == kPage);
+  CHECK(entry.facts.priority == 5 && entry.limit_bytes == 0 && entry.in_use_bytes == 11);
+  CHECK(entry.facts.cached_bytes == 12 && entry.facts.parked_bytes == 13);
+  CHECK(entry.page_bytes == kPage && entry.facts.ask_bytes == 0);
+  CHECK(entry.worker_pid == 0);
+  CHECK(ledger.layout().slots[0].handled_bytes == 0);
+  CHECK(static_cast<bool>(next->check_integrity(2, kPage)));
+}
+
+TEST(ledger_has_a_place_for_each_of_128) {
+  Ledger ledger(kLedgerSlots * kPage);
+  std::vector<std::unique_ptr<LedgerMember>> all;
+  for (std::size_t i = 0; i < kLedgerSlots; ++i) {
+    all.push_back(ledger.join());
+    REQUIRE(all.back() && all.back()->grant(2, kPage) == (i < kLedgerSlots / 2 ? 2 : 0));
+  }
+  CHECK(ledger.try_join(me()).error().code == Errc::kPoolExhausted);
+  CHECK(ledger.members().size() == kLedgerSlots);
+  all[17].reset();
+  auto again = ledger.join();
+  CHECK(again && again->room(kPage) == 2);
+  CHECK(ledger.try_join(me()).error().code == Errc::kPoolExhausted);
+}
+
+TEST(ledger_frees_the_dead_and_only_them) {
+  Ledger ledger;
+  LedgerIdentity later_one_of_my_pid = me();
+  ++later_one_of_my_pid.start_ticks;
+  LedgerIdentity elsewhere = a_dead_one();
+  elsewhere.pid_namespace = kNamespace + 1;
+  auto alive = ledger.join(kPage);
+  auto dead = ledger.try_join(a_dead_one());
+  auto recycled = ledger.try_join(later_one_of_my_pid);
+  auto away = ledger.try_join(elsewhere);
+  auto survived = ledger.try_join(a_dead_one());
+  REQUIRE(alive && dead && recycled && away && survived);
+  (*survived)->set_worker(static_cast<std::uint32_t>(::getpid()), me().start_ticks);
+  for (LedgerMember* member :
+       {alive.get(), dead->get(), recycled->get(), away->get(), survived->get()}) {
+    CHECK(member->grant(8, kPage) == 8);
+  }
+  CHECK(alive->room(kPage) == kPages - 40);
+  auto freed = ledger_reap(ledger.bytes(), kNamespace);
+  CHECK(freed && *freed == 2);
+  CHECK(alive->room(kPage) == kPages - 24);
+  std::vector<std::size_t> left;
+  for (const LedgerEntry& entry : ledger.members()) left.push_back(entry.slot);
+  CHECK(left == std::vector<std::size_t>{0, 3, 4});
+  CHECK(*ledger_reap(ledger.bytes(), kNamespace) == 0);
+  (*survived)->set_worker(a_dead_one().pid, 1);
+  CHECK(*ledger_reap(ledger.bytes(), kNamespace) == 1);
+  CHECK((*dead)->grant(1, kPage) == 0);
+}
+
+TEST(ledger_asker_gets_what_the_dead_had) {
+  Ledger ledger;
+  auto dead = ledger.try_join(a_dead_one());
+  auto alive = ledger.join();
+  REQUIRE(dead && alive);
+  CHECK((*dead)->grant(kPages, kPage) == kPages);
+  CHECK(alive->grant(1, kPage) == 0);
+  CHECK(alive->ask(kPage));
+  CHECK(alive->grant(kPages, kPage) == kPages);
+}
+
+// ---------------------------------------------------------------------------------- guarantees
+
+TEST(ledger_refuses_guarantees_that_are_more_than_the_device) {
+  Ledger ledger;
+  auto a = ledger.join(40 * kPage);
+  REQUIRE(a);
+  auto refused = ledger.try_join(me(), 25 * kPage);
+  CHECK(!refused && refused.error().code == Errc::kGuarantee);
+  CHECK(refused.error().message.find(std::to_string(25 * kPage)) != std::string::npos);
+  CHECK(refused.error().message.find(std::to_string(40 * kPage)) != std::string::npos);
+  CHECK(refused.error().message.find(std::to_string(64 * kPage)) != std::string::npos);
+  CHECK(ledger.members().size() == 1);
+  auto b = ledger.join(24 * kPage);
+  REQUIRE(b);
+  CHECK(a->set_min(40 * kPage + 1).error().code == Errc::kGuarantee);
+  CHECK(a->min_bytes() == 40 * kPage);
+  CHECK(a->set_min(~std::uint64_t{0}).error().code == Errc::kGuarantee);
+  CHECK(static_cast<bool>(a->set_min(30 * kPage)));
+  CHECK(static_cast<bool>(b->set_min(34 * kPage)));
+  CHECK(!b->set_min(34 * kPage + 1));
+  a->leave();
+  CHECK(static_cast<bool>(b->set_min(64 * kPage)));
+}
+
+TEST(ledger_counts_no_guarantee_of_the_dead) {
+  Ledger ledger;
+  auto dead = ledger.try_join(a_dead_one(), 60 * kPage);
+  auto alive = ledger.join();
+  REQUIRE(dead && alive);
+  CHECK(static_cast<bool>(alive->set_min(64 * kPage)));
+}
+
+TEST(ledger_guarantees_never_exceed_the_device_whoever_raises_them_at_once) {
+  Ledger ledger;
+  std::array<std::unique_ptr<LedgerMember>, 3> all{ledger.join(), ledger.join(), ledger.join()};
+  std::barrier start(4);
+  std::vector<std::thread> threads;
+  constexpr int kRounds = 300;
+  for (auto& member : all) {
+    threads.emplace_back([&] {
+      for (int round = 0; round < kRounds; ++round) {
+        start.arrive_and_wait();
+        (void)member->set_min(30 * kPage);
+        start.arrive_and_wait();
+        (void)member->set_min(0);
+      }
+    });
+  }
+  for (int round = 0; round < kRounds; ++round) {
+    start.arrive_and_wait();
+    start.arrive_and_wait();  // looked at below while they may be lowered: never too much
+    std::uint64_t sum = 0;
+    for (auto& member : all) sum += member->min_bytes();
+    CHECK(sum <= kPages * kPage);
+  }
+  for (std::thread& thread : threads) thread.join();
+}
+
+// --------------------------------------------------------------------------------------- grants
+
+TEST(ledger_grants_what_there_is) {
+  Ledger ledger;
+  auto a = ledger.join();
+  auto b = ledger.join();
+  REQUIRE(a && b);
+  CHECK(a->room(kPage) == kPages);
+  CHECK(a->grant(0, kPage) == 0);
+  CHECK(a->grant(60, kPage) == 60 && a->granted_bytes() == 60 * kPage);
+  CHECK(b->grant(10, kPage) == 4 && b->granted_bytes() == 4 * kPage);
+  CHECK(b->grant(1, kPage) == 0 && b->room(kPage) == 0);
+  a->give_back(2, kPage);
+  CHECK(b->room(kPage) == 2 && b->grant(~std::uint64_t{0}, kPage) == 2);
+  CHECK(static_cast<bool>(a->check_integrity(58, kPage)));
+  CHECK(a->check_integrity(57, kPage).error().code == Errc::kIntegrity);
+  CHECK(static_cast<bool>(b->check_integrity(6, kPage)));
+}
+
+TEST(ledger_counts_whole_units) {
+  Ledger ledger(10 * kGrantUnitBytes + kGrantUnitBytes / 2);
+  auto a = ledger.join();
+  REQUIRE(a);
+  CHECK(a->room(1) == 10 && a->room(kGrantUnitBytes) == 10);
+  // A byte more than two units takes three.
+  CHECK(a->room(2 * kGrantUnitBytes + 1) == 3);
+  CHECK(a->grant(9, 2 * kGrantUnitBytes + 1) == 3);
+  CHECK(a->granted_bytes() == 9 * kGrantUnitBytes);
+  CHECK(a->grant(9, kGrantUnitBytes) == 1 && a->room(1) == 0);
+  a->give_back(3, 2 * kGrantUnitBytes + 1);
+  CHECK(a->granted_bytes() == kGrantUnitBytes);
+}
+
+TEST(ledger_grants_nothing_that_strangers_hold) {
+  Ledger ledger;
+  auto a = ledger.join();
+  REQUIRE(a);
+  a->set_others(60 * kPage);
+  CHECK(a->room(kPage) == 4 && a->grant(9, kPage) == 4);
+  a->set_others(99 * kPage);
+  CHECK(a->room(kPage) == 0 && a->grant(1, kPage) == 0);
+  a->set_others(0);
+  CHECK(a->grant(99, kPage) == 60);
+  a->see_device(70 * kPage, 3 * kPage);
+  CHECK(ledger.layout().others_bytes == 3 * kPage);
+}
+
+/// Its owner was stopped, or killed, between two steps: it has what it claimed, and no more.
+TEST(ledger_claim_that_stands_still_holds_up_nobody) {
+  for (const std::size_t stopped : {std::size_t{0}, std::size_t{1}}) {
+    Ledger ledger;
+    std::array<std::unique_ptr<LedgerMember>, 2> all{ledger.join(), ledger.join()};
+    REQUIRE(all[0] && all[1]);
+    constexpr std::uint64_t kClaimed = 24 * kPage / kGrantUnitBytes;
+    ledger.layout().slots[stopped].units = kClaimed;
+    LedgerMember& other = *all[1 - stopped];
+    CHECK(other.room(kPage) == 40);
+    CHECK(other.grant(30, kPage) == 30);
+    CHECK(other.grant(64, kPage) == 10);
+    CHECK(other.grant(1, kPage) == 0);
+    all[stopped]->leave();
+    CHECK(other.grant(64, kPage) == 24);
+  }
+}
+
+TEST(ledger_never_grants_more_than_there_is_to_many_at_once) {
+  constexpr std::uint64_t kFew = 24;
+  constexpr int kMembers = 4, kThreadsEach = 2, kSteps = 3000;
+  Ledger ledger(kFew * kPage);
+  std::vector<std::shared_ptr<LedgerMember>> members;
+  for (int i = 0; i < kMembers; ++i) members.push_back(ledger.join());
+  std::atomic<std::uint64_t> held{0}, most{0};
+  std::array<std::atomic<std::uint64_t>, kMembers> got{};
+  std::vector<std::thread> threads;
+  for (int i = 0; i < kMembers * kThreadsEach; ++i) {
+    threads.emplace_back([&, i] {
+      LedgerMember& member = *members[static_cast<std::size_t>(i % kMembers)];
+      std::mt19937 dice(static_cast<unsigned>(i));
+      std::uint64_t mine = 0;
+      for (int step = 0; step < kSteps; ++step) {
+        const std::uint64_t taken = member.grant(1 + dice() % 9, kPage);
+        mine += taken;
+        got[static_cast<std::size_t>(i % kMembers)] += taken;
+        const std::uint64_t now = held.fetch_add(taken) + taken;
+        CHECK(now <= kFew);
+        std::uint64_t before = most.load();
+        while (before < now && !most.compare_exchange_weak(before, now)) {
+        }
+        if (dice() % 8 == 0) std::this_thread::yield();
+        const std::uint64_t back = dice() % (mine + 1);
+        held.fetch_sub(back);
+        member.give_back(back, kPage);
+        mine -= back;
+      }
+      held.fetch_sub(mine);
+      member.give_back(mine, kPage);
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  CHECK(most == kFew);  // it was full at times: else nothing was at stake
+  for (auto& count : got) CHECK(count > 0);
+  for (auto& member : members) CHECK(static_cast<bool>(member->check_integrity(0, kPage)));
+  CHECK(members[0]->grant(kFew + 1, kPage) == kFew);
+}
+
+TEST(ledger_gives_the_last_page_to_one_of_those_who_want_it) {
+  constexpr int kMembers = 4, kRounds = 500;
+  Ledger ledger(kPage);
+  std::vector<std::shared_ptr<LedgerMember>> members;
+  for (int i = 0; i < kMembers; ++i) members.push_back(ledger.join());
+  std::barrier turn(kMembers);
+  std::atomic<std::uint64_t> winners{0};
+  std::atomic<int> wrong{0};
+  std::vector<std::thread> threads;
+  for (int i = 0; i < kMembers; ++i) {
+    threads.emplace_back([&, i] {
+      for (int round = 0; round < kRounds; ++round) {
+        turn.arrive_and_wait();
+        const std::uint64_t got = members[static_cast<std::size_t>(i)]->grant(3, kPage);
+        winners += got;
+        turn.arrive_and_wait();
+        if (i == 0 && winners.exchange(0) != 1) ++wrong;
+        turn.arrive_and_wait();
+        members[static_cast<std::size_t>(i)]->give_back(got, kPage);
+      }
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  CHECK(wrong == 0);
+}
+
+/// What a thread takes while another one leaves must not be the next member's.
+TEST(ledger_leaving_under_a_thread_that_takes_leaves_nothing_behind) {
+  for (int round = 0; round < 200; ++round) {
+    Ledger ledger;
+    auto leaver = ledger.join();
+    REQUIRE(leaver);
+    std::atomic<bool> runs{false}, stop{false};
+    std::thread taker([&] {
+      while (!stop) {
+        leaver->give_back(leaver->grant(3, kPage), kPage);
+        runs = true;
+      }
+    });
+    CHECK(soon([&] { return runs.load(); }));
+    leaver->leave();
+    auto next = ledger.join();
+    for (int look = 0; look < 20; ++look) {
+      CHECK(next && next->granted_bytes() == 0 && ledger.layout().slots[0].units == 0);
+      std::this_thread::yield();
+    }
+    stop = true;
+    taker.join();
+    CHECK(ledger.layout().slots[0].units == 0);
+  }
+}
+
+// ---------------------------------------------------------------------------------------- asking
+
+TEST(ledger_keeps_free_memory_for_who_outranks) {
+  Ledger ledger;
+  auto low = ledger.join();
+  auto high = ledger.join(0, 1);
+  auto poor = ledger.join(2 * kPage, -1);
+  REQUIRE(low && high && poor);
+  CHECK(low->grant(50, kPage) == 50);
+  (void)high->ask(20 * kPage);
+  CHECK(low->room(kPage) == 0 && low->grant(1, kPage) == 0);
+  CHECK(high->room(kPage) == 14);
+  CHECK(poor->room(kPage) == 14);  // below its guarantee: before all others
+  (void)poor->ask(2 * kPage);
+  CHECK(high->room(kPage) == 12 && poor->room(kPage) == 14);
+  CHECK(poor->grant(2, kPage) == 2);
+  poor->stop_asking();
+  CHECK(high->grant(20, kPage) == 12);
+  low->give_back(10, kPage);
+  CHECK(low->room(kPage) == 0);
+  high->stop_asking();
+  CHECK(low->room(kPage) == 10);
+}
+
+TEST(ledger_forgets_an_ask_that_nobody_repeats) {
+  Ledger ledger;
+  auto low = ledger.join();
+  auto high = ledger.join(0, 1);
+  REQUIRE(low && high);
+  (void)high->ask(kPages * kPage);
+  CHECK(low->room(kPage) == 0);
+  CHECK(soon([&] { return low->room(kPage) == kPages; }));
+  CHECK(ledger.members()[1].facts.ask_bytes == 0);
+}
+
+TEST(ledger_asks_once_and_then_the_next) {
+  Ledger ledger;
+  auto first = ledger.join(0, -2);
+  auto second = ledger.join(0, -1);
+  auto asker = ledger.join();
+  REQUIRE(first && second && asker);
+  for (LedgerMember* member : {first.get(), second.get()}) {
+    CHECK(member->grant(kPages / 2, kPage) == kPages / 2);
+    member->publish(0, 10 * kPage, 22 * kPage, kPage, true);
+  }
+  const std::uint32_t rung = first->bell();
+  CHECK(asker->ask(3 * kPage));
+  CHECK(first->bell() != rung);
+  CHECK(first->wanted().bytes == 3 * kPage && first->wanted().depth == Depth::kParked);
+  CHECK(second->wanted().bytes == 0);
+  CHECK(ledger.members()[2].facts.ask_bytes == 3 * kPage);
+  // It does not answer: after the patience the next one is asked, the first one not again.
+  CHECK(soon([&] { return asker->ask(3 * kPage) && second->wanted().bytes > 0; }));
+  CHECK(second->wanted().bytes == 3 * kPage && first->wanted().bytes == 3 * kPage);
+  // One of them gives, and that is all that was missing.
+  const std::uint32_t heard = asker->bell();
+  second->give_back(3, kPage);
+  second->handled(3 * kPage);
+  CHECK(asker->bell() != heard);
+  CHECK(asker->ask(3 * kPage) && asker->room(kPage) == 3);
+  CHECK(second->wanted().bytes == 0);
+  CHECK(first->room(kPage) == 0);  // kept for the asker, not for who gives
+  CHECK(asker->grant(3, kPage) == 3);
+  asker->stop_asking();
+}
+
+TEST(ledger_request_is_as_deep_as_it_must_be_and_no_deeper_later) {
+  Ledger ledger;
+  auto victim = ledger.join(0, -1);
+  auto asker = ledger.join();
+  REQUIRE(victim && asker);
+  CHECK(victim->grant(kPages, kPage) == kPages);
+  victim->publish(40 * kPage, 20 * kPage, 4 * kPage, kPage, true);
+  CHECK(asker->ask(30 * kPage));
+  CHECK(victim->wanted().bytes == 30 * kPage && victim->wanted().depth == Depth::kInUse);
+  victim->handled(30 * kPage);
+  CHECK(victim->wanted().bytes == 0);
+  CHECK(asker->ask(2 * kPage));
+  CHECK(victim->wanted().bytes == 2 * kPage && victim->wanted().depth == Depth::kParked);
+}
+
+TEST(ledger_wakes_who_waits) {
+  Ledger ledger;
+  auto giver = ledger.join();
+  auto asker = ledger.join();
+  REQUIRE(giver && asker);
+  CHECK(giver->grant(kPages, kPage) == kPages);
+  const std::uint32_t seen = asker->bell();
+  (void)asker->ask(kPage);
+  std::thread waiter([&] { asker->wait(seen, kForever); });
+  giver->give_back(1, kPage);
+  waiter.join();
+  CHECK(asker->bell() != seen && asker->grant(1, kPage) == 1);
+  // Nobody is woken for nothing.
+  const std::uint32_t quiet = giver->bell();
+  asker->give_back(1, kPage);
+  CHECK(giver->bell() == quiet);
+}
+
+/// Equals share what can be shared; what strangers hold is not for them to share.
+TEST(ledger_shares_only_what_strangers_leave) {
+  Ledger ledger;
+  auto rich = ledger.join();
+  auto asker = ledger.join();
+  REQUIRE(rich && asker);
+  rich->set_others(kPages / 2 * kPage);
+  CHECK(rich->grant(28, kPage) == 28 && asker->grant(4, kPage) == 4);
+  rich->publish(0, 28 * kPage, 0, kPage, true);
+  CHECK(soon([&] {
+    rich->publish(0, 28 * kPage, 0, kPage, true);  // busy all the time
+    (void)asker->ask(30 * kPage);
+    return rich->wanted().bytes > 0;
+  }));
+  CHECK(rich->wanted().bytes == 12 * kPage);
+}
+
+TEST(ledger_facts_and_asks_of_many_threads) {
+  Ledger ledger;
+  constexpr int kMembers = 3;
+  std::vector<std::shared_ptr<LedgerMember>> members;
+  for (int i = 0; i < kMembers; ++i) members.push_back(ledger.join(0, i % 2));
+  std::atomic<bool> stop{false};
+  std::atomic<int> served{0};
+  std::vector<std::thread> threads;
+  for (int i = 0; i < kMembers; ++i) {
+    // An engine's thread, that takes and asks ...
+    threads.emplace_back([&, i] {
+      LedgerMember& member = *members[static_cast<std::size_t>(i)];
+      for (int step = 0; step < 300; ++step) {
+        const std::uint64_t got = member.grant(40, kPage);
+        member.publish(0, got * kPage / 2, got * kPage / 2, kPage, true);
+        if (got < 40) (void)member.ask((40 - got) * kPage);
+        CHECK(member.room(kPage) <= kPages && member.reach(kPage) <= 2 * kPages);
+        std::this_thread::yield();
+        member.give_back(got, kPage);
+        member.stop_asking();
+      }
+    });
+    // ... and a keeper's, that is asked.
+    threads.emplace_back([&, i] {
+      LedgerMember& member = *members[static_cast<std::size_t>(i)];
+      std::uint32_t seen = member.bell();
+      while (!stop) {
+        const LedgerMember::Wanted wanted = member.wanted();
+        if (wanted.bytes > 0) {
+          member.handled(wanted.bytes);
+          ++served;
+        }
+        member.wait(std::exchange(seen, member.bell()), std::chrono::milliseconds(1));
+      }
+    });
+  }
+  threads.emplace_back([&] {
+    while (!stop) {
+      for (const LedgerEntry& entry : ledger.members()) {
+        CHECK(entry.facts.granted_bytes <= kPages * kPage);
+      }
+      CHECK(*ledger_reap(ledger.bytes(), kNamespace) == 0);
+      std::this_thread::yield();
+    }
+  });
+  for (int i = 0; i < kMembers; ++i) threads[static_cast<std::size_t>(2 * i)].join();
+  stop = true;
+  for (std::size_t i = 0; i < threads.size(); ++i) {
+    if (threads[i].joinable()) threads[i].join();
+  }
+  for (auto& member : members) {
+    CHECK(static_cast<bool>(member->check_integrity(0, kPage)));
+    member->handled(member->wanted().bytes);
+    CHECK(member->wanted().bytes == 0);
+  }
+}
+
+}  // namespace kvelastic
