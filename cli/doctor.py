@@ -17,6 +17,7 @@ _TITLES = {
     "limits": "Limits",
     "shm": "Shared memory",
     "segments": "Segments",
+    "ledgers": "Ledgers",
     "permissions": "Permissions",
     "config": "Configuration",
     "engines": "Engines",

@@ -166,12 +166,23 @@ class PackageFacts:
 
 
 @dataclass(frozen=True)
+class LedgerFact:
+    """A device's ledger that cannot be used as it is."""
+
+    device: str
+    status: str
+    """foreign or unreadable."""
+    problem: str = ""
+
+
+@dataclass(frozen=True)
 class Facts:
     """All of it."""
 
     gpus: GpuFacts = GpuFacts()
     shm: ShmFacts = ShmFacts()
     segments: tuple[SegmentFact, ...] = ()
+    ledgers: tuple[LedgerFact, ...] = ()
     memory: MemoryFacts = MemoryFacts()
     limits: LimitFacts = LimitFacts()
     system: SystemFacts = SystemFacts()

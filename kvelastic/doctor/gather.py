@@ -16,6 +16,7 @@ from typing import Final
 from kvelastic.doctor.ask_gpus import ask_gpus
 from kvelastic.doctor.facts import (
     Facts,
+    LedgerFact,
     LimitFacts,
     MemoryFacts,
     SegmentFact,
@@ -40,6 +41,7 @@ def gather(root: Path = Path("/"), environ: Mapping[str, str] = os.environ) -> F
         gpus=ask_gpus(root, environ),
         shm=gather_shm(root),
         segments=gather_segments(root / "dev/shm"),
+        ledgers=gather_ledgers(),
         memory=gather_memory(root),
         limits=gather_limits(root),
         system=gather_system(root),
@@ -82,6 +84,19 @@ def gather_segments(shm: Path) -> tuple[SegmentFact, ...]:
     ]
     found += [SegmentFact(name, "hidden", is_ours=False) for name in _closed_to_us(shm)]
     return tuple(found)
+
+
+def gather_ledgers() -> tuple[LedgerFact, ...]:
+    """Ledgers of other users, other versions, or damaged. Nothing is changed."""
+    try:
+        from kvelastic.ledger import list_ledgers
+    except ImportError:
+        return ()
+    return tuple(
+        LedgerFact(info.device, info.status, info.problem)
+        for info in list_ledgers()
+        if info.status != "readable"
+    )
 
 
 def gather_memory(root: Path) -> MemoryFacts:

@@ -13,7 +13,12 @@ from kvelastic.doctor.judge_config import config_findings
 from kvelastic.doctor.judge_engines import engine_findings, python_findings
 from kvelastic.doctor.judge_gpu import gpu_findings
 from kvelastic.doctor.judge_host import host_findings, limit_findings
-from kvelastic.doctor.judge_shm import permission_findings, segment_findings, shm_findings
+from kvelastic.doctor.judge_shm import (
+    ledger_findings,
+    permission_findings,
+    segment_findings,
+    shm_findings,
+)
 
 
 def judge(facts: Facts) -> list[Finding]:
@@ -25,6 +30,7 @@ def judge(facts: Facts) -> list[Finding]:
             limit_findings(facts),
             shm_findings(facts),
             segment_findings(facts),
+            ledger_findings(facts),
             permission_findings(facts),
             config_findings(facts),
             engine_findings(facts),

@@ -110,6 +110,31 @@ def _segment(segment: SegmentFact) -> Finding:
     )
 
 
+def ledger_findings(facts: Facts) -> Iterator[Finding]:
+    """`ledgers.*`; one finding for each ledger that cannot be used."""
+    if not facts.ledgers:
+        yield Finding("ledgers.usable", "ok", "no ledger that cannot be used", "")
+    for ledger in facts.ledgers:
+        what = f"the ledger of {ledger.device}: {ledger.problem}"
+        if ledger.status == "foreign":
+            yield Finding(
+                "ledgers.foreign",
+                "problem",
+                what,
+                "start the engines as one user; or divide the memory between the users"
+                " (KVELASTIC_HOST_MEMORY, KVELASTIC_GPU_UTILIZATION) and set KVELASTIC_LEDGER to a"
+                " name for each; if nobody uses it any more, its owner, or root, runs kvctl gc",
+            )
+        else:
+            yield Finding(
+                "ledgers.unreadable",
+                "problem",
+                what,
+                "end the instances that use it and remove the file, or set KVELASTIC_LEDGER to"
+                " another name",
+            )
+
+
 def permission_findings(facts: Facts) -> Iterator[Finding]:
     """`permissions.*`."""
     system = facts.system

@@ -9,6 +9,7 @@ from kvelastic.doctor.facts import (
     Facts,
     Gpu,
     GpuFacts,
+    LedgerFact,
     LegacyName,
     LimitFacts,
     MemoryFacts,
@@ -67,6 +68,10 @@ def adding(name: str, version: str) -> Facts:
 
 def segment(status: str, **changes: object) -> Facts:
     return replace(GOOD, segments=(SegmentFact("s1", status, **changes),))
+
+
+def ledger(status: str) -> Facts:
+    return replace(GOOD, ledgers=(LedgerFact("host", status, "belongs to user 7"),))
 
 
 def shm(**changes: object) -> Facts:
@@ -269,6 +274,9 @@ TABLE: list[tuple[str, str, Facts, str]] = [
     ("segments.unreadable", "warning", segment("unreadable", problem="version 9"), "s1: version 9"),
     ("segments.elsewhere", "note", segment("elsewhere"), "s1 belongs to another pid namespace"),
     ("segments.hidden", "note", segment("hidden", is_ours=False), "s1 belongs to another user"),
+    ("ledgers.usable", "ok", GOOD, "no ledger"),
+    ("ledgers.foreign", "problem", ledger("foreign"), "the ledger of host: belongs to user 7"),
+    ("ledgers.unreadable", "problem", ledger("unreadable"), "the ledger of host"),
     ("permissions.proc", "ok", GOOD, "all processes"),
     ("permissions.proc", "ok", replace(GOOD, system=kernel("6.1", hidepid="off")), "all"),
     ("permissions.proc", "note", replace(GOOD, system=kernel("6.1", hidepid="2")), "hidepid=2"),

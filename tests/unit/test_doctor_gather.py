@@ -17,6 +17,7 @@ from kvelastic.doctor import gather_packages as packages_module
 from kvelastic.doctor.ask_gpus import ask_gpus
 from kvelastic.doctor.facts import Gpu, GpuFacts, LegacyName, SegmentFact
 from kvelastic.doctor.gather import (
+    gather_ledgers,
     gather_limits,
     gather_memory,
     gather_segments,
@@ -25,6 +26,7 @@ from kvelastic.doctor.gather import (
 )
 from kvelastic.doctor.gather_config import gather_config
 from kvelastic.doctor.gather_packages import gather_packages
+from kvelastic.ledger import ledger_path
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "programs"))
 from segment_owner import Owner
@@ -78,6 +80,17 @@ def test_a_dead_and_an_unreadable_segment_are_named_and_stay(name):
     found = next(segment for segment in gather_segments(SHM) if segment.name == name)
     assert (found.status, found.is_ours) == ("unreadable", True)
     assert "version 99" in found.problem
+
+
+def test_a_ledger_that_cannot_be_used_is_named_and_stays():
+    path = ledger_path(f"doctor-{os.getpid()}", "host")
+    path.write_bytes(b"KVLEDGER" + (99).to_bytes(4, "little") + bytes(500))
+    try:
+        found = next(ledger for ledger in gather_ledgers() if "version 99" in ledger.problem)
+        assert found.status == "unreadable"
+        assert path.exists()
+    finally:
+        path.unlink()
 
 
 def test_only_files_of_others_with_our_prefix_count_as_hidden(tmp_path, monkeypatch):

@@ -67,7 +67,7 @@ def test_every_state_of_every_check_is_in_the_table_and_in_the_docs() -> None:
     for check, state, _, _ in TABLE:
         tested[check].add(state)
     sources = "".join(path.read_text() for path in (ROOT / "kvelastic/doctor").glob("judge_*.py"))
-    topics = "gpu|host|limits|shm|segments|permissions|config|engines|python"
+    topics = "gpu|host|limits|shm|segments|ledgers|permissions|config|engines|python"
     assert set(tested) == set(re.findall(rf'"((?:{topics})\.[a-z]+)"', sources))
     documented = {}
     for line in (ROOT / "docs/doctor.md").read_text().splitlines():

@@ -63,7 +63,7 @@ def test_json_is_an_array_of_findings():
     problems = [entry for entry in entries if entry["state"] == "problem"]
     assert done.returncode == (1 if problems else 0), problems
     assert {entry["check"].partition(".")[0] for entry in entries} == {
-        "gpu", "host", "limits", "shm", "segments", "permissions", "config", "engines", "python",
+        "gpu", "host", "limits", "shm", "segments", "ledgers", "permissions", "config", "engines", "python",
     }  # fmt: skip
 
 
