@@ -17,6 +17,8 @@
 // grants, returns, asks and facts are not.
 #pragma once
 
+#include <unistd.h>
+
 #include <array>
 #include <atomic>
 #include <cstddef>
@@ -177,7 +179,9 @@ class LedgerMember {
                                                     const LedgerIdentity& identity,
                                                     std::uint64_t min_bytes, std::int64_t priority,
                                                     std::shared_ptr<void> keep);
-  ~LedgerMember() { leave(); }
+  ~LedgerMember() {
+    if (::getpid() == joined_by_) leave();  // what a forked child drops is not its own
+  }
   LedgerMember(const LedgerMember&) = delete;
   LedgerMember& operator=(const LedgerMember&) = delete;
 
@@ -266,6 +270,7 @@ class LedgerMember {
   LedgerLayout* const layout_;
   const std::size_t index_;
   const std::uint64_t life_;
+  const pid_t joined_by_ = ::getpid();
   const std::shared_ptr<void> keep_;
   const ReclaimRules rules_;
   mutable std::atomic<std::uint64_t> reaped_ns_{0};  // when reach() last looked for the dead

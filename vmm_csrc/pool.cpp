@@ -336,14 +336,14 @@ std::optional<Error> Pool::failure() const {
 /// Everything that was asked for is there.
 void Pool::note_satisfied() {
   starved_pages_ = 0;
+  pursuit_called_ = false;  // until then the keeper looks by itself
   no_wait_before_ = {};
   if (member_) member_->stop_asking();
 }
 
 bool Pool::pursue() {
   Lock lock(mutex_);
-  pursuit_called_ = false;
-  if (starved_pages_ == 0 || !member_) return false;
+  if (starved_pages_ == 0 || !member_) return pursuit_called_ = false;
   const std::chrono::nanoseconds lease(member_->rules().ask_lease_ns);
   const std::uint64_t wanted = std::min(starved_pages_, mappable_pages());
   if (wanted == 0 || Clock::now() - starved_at_ > lease) {

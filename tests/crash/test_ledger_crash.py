@@ -101,6 +101,7 @@ def names_in_shared_memory() -> set[str]:
     return {path.name for path in SHM.iterdir()}
 
 
+@pytest.mark.timeout(3600)  # a thousand of them on a busy machine
 def test_a_killing_in_the_middle_leaves_nothing(group, request):
     """A group of four that take, cache and give back; one is killed, another takes its place."""
     kills = 1000 if request.config.getoption("--soak") else 40

@@ -216,6 +216,33 @@ def test_a_forked_child_takes_no_place_away(device):
         assert mine.member.granted_bytes == found(device).granted_bytes == 3 * PAGE
 
 
+FORKER = """
+import os, sys
+from kvelastic import ledger
+def main():
+    place = ledger.join(sys.argv[1], group=sys.argv[2], capacity_bytes=64 << 20, name="n",
+                        uuid=bytes(16))
+    member = place.member
+    member.grant(3, 2 << 20)
+    child = os.fork()
+    if child == 0:
+        del member, place
+        return
+    status = os.waitpid(child, 0)[1]
+    print(status, member.granted_bytes, len(ledger.list_ledgers()) > 0, place.path.exists())
+    place.close()
+main()
+"""
+
+
+def test_what_a_forked_child_drops_stays(device):
+    """An engine forks its workers: what they drop, or end with, is still the parent's."""
+    done = subprocess.run(
+        [sys.executable, "-c", FORKER, device, GROUP], capture_output=True, text=True, check=True
+    )
+    assert done.stdout == f"0 {3 * PAGE} True True\n"
+
+
 def test_all_places_can_be_taken(device):
     with ExitStack() as stack, Other(device) as other:
         for _ in range(_vmm.LEDGER_SLOTS - 1):

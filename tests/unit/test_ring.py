@@ -41,6 +41,7 @@ class Scheduler:
             limit_bytes=total,
             capacity_bytes=total,
             preallocate=False,
+            movable=True,
         )
 
     def worker(self) -> Worker:
@@ -87,6 +88,27 @@ def test_pages_come_and_go_in_the_worker(layout):
         assert worker.ask(f"read {ids[0]}") == "1"
         assert int(worker.ask("held")) == pool.mapped_bytes
         pool.check_integrity()
+
+
+@pytest.mark.parametrize("layout", ["paged", "per buffer"])
+def test_blocks_move_in_the_worker(layout):
+    with Scheduler(layout) as scheduler, scheduler.worker() as worker:
+        pool = scheduler.pool
+        ids = pool.alloc(pool.available_size())
+        by_page = {scheduler.layout.page_of(block): block for block in ids}
+        for page, block in by_page.items():
+            worker.ask(f"write {block} {page + 1}")
+        pool.free([block for block in ids if block not in by_page.values()])
+        pool.cache(list(by_page.values()))
+        while pool.compact():
+            pass
+        pool.trim()
+        assert len(worker.mapped()) == 2, "eight blocks and the null block"
+        where = {block: page for page, block in by_page.items()}
+        for block, to in pool.take_changes():
+            where[to] = where.pop(block)
+        for block, page in where.items():
+            assert worker.ask(f"read {block}") == str(page + 1)
 
 
 def test_a_worker_that_died_before_is_a_closed_channel(scheduler):

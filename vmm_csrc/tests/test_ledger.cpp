@@ -282,7 +282,7 @@ TEST(ledger_guarantees_never_exceed_the_device_whoever_raises_them_at_once) {
   std::array<std::unique_ptr<LedgerMember>, 3> all{ledger.join(), ledger.join(), ledger.join()};
   std::barrier start(4);
   std::vector<std::thread> threads;
-  constexpr int kRounds = 300;
+  constexpr int kRounds = 100;
   for (auto& member : all) {
     threads.emplace_back([&] {
       for (int round = 0; round < kRounds; ++round) {
@@ -370,7 +370,7 @@ TEST(ledger_claim_that_stands_still_holds_up_nobody) {
 
 TEST(ledger_never_grants_more_than_there_is_to_many_at_once) {
   constexpr std::uint64_t kFew = 24;
-  constexpr int kMembers = 4, kThreadsEach = 2, kSteps = 3000;
+  constexpr int kMembers = 4, kThreadsEach = 2, kSteps = 1500;
   Ledger ledger(kFew * kPage);
   std::vector<std::shared_ptr<LedgerMember>> members;
   for (int i = 0; i < kMembers; ++i) members.push_back(ledger.join());
@@ -409,7 +409,7 @@ TEST(ledger_never_grants_more_than_there_is_to_many_at_once) {
 }
 
 TEST(ledger_gives_the_last_page_to_one_of_those_who_want_it) {
-  constexpr int kMembers = 4, kRounds = 500;
+  constexpr int kMembers = 4, kRounds = 200;
   Ledger ledger(kPage);
   std::vector<std::shared_ptr<LedgerMember>> members;
   for (int i = 0; i < kMembers; ++i) members.push_back(ledger.join());
@@ -436,7 +436,7 @@ TEST(ledger_gives_the_last_page_to_one_of_those_who_want_it) {
 
 /// What a thread takes while another one leaves must not be the next member's.
 TEST(ledger_leaving_under_a_thread_that_takes_leaves_nothing_behind) {
-  for (int round = 0; round < 200; ++round) {
+  for (int round = 0; round < 60; ++round) {
     Ledger ledger;
     auto leaver = ledger.join();
     REQUIRE(leaver);
@@ -450,7 +450,7 @@ TEST(ledger_leaving_under_a_thread_that_takes_leaves_nothing_behind) {
     CHECK(soon([&] { return runs.load(); }));
     leaver->leave();
     auto next = ledger.join();
-    for (int look = 0; look < 20; ++look) {
+    for (int look = 0; look < 4; ++look) {
       CHECK(next && next->granted_bytes() == 0 && ledger.layout().slots[0].units == 0);
       std::this_thread::yield();
     }

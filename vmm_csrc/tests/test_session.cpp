@@ -19,6 +19,8 @@ class NoMemory final : public Backing {
  public:
   Status map(std::span<const PageIndex>) override { return answer(); }
   Status unmap(std::span<const PageIndex>) override { return answer(); }
+  Status copy(std::span<const BlockMove>) override { return answer(); }
+  std::optional<DeviceMemory> device_memory() const override { return std::nullopt; }
   std::atomic<int> fail_after{-1};  ///< calls until the backing fails for good; negative: never
 
  private:
