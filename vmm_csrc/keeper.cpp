@@ -92,12 +92,13 @@ void Keeper::pass_bells_on() {
 void Keeper::serve_asks() {
   const std::shared_ptr<LedgerMember>& member = pool_->member();
   if (!member) return;
-  const LedgerMember::Wanted wanted = member->wanted();
-  if (wanted.bytes == 0) return;
   const std::uint64_t page_bytes = pool_->geometry().page_bytes();
-  const std::uint64_t pages = (wanted.bytes + page_bytes - 1) / page_bytes;
-  (void)pool_->give_up(pages, wanted.depth, member->min_bytes());
-  member->handled(wanted.bytes);
+  for (LedgerMember::Wanted wanted = member->wanted(); wanted.bytes > 0 && !stopping_;
+       wanted = member->wanted()) {
+    const std::uint64_t pages = (wanted.bytes + page_bytes - 1) / page_bytes;
+    (void)pool_->give_up(pages, wanted.depth, member->min_bytes());
+    member->handled(wanted.bytes);
+  }
 }
 
 /// Guarantee and priority, all or nothing. Without a ledger there is nobody to be guarded from.

@@ -79,6 +79,16 @@ std::size_t slots_used(const LedgerLayout& layout) {
   return std::min<std::size_t>(layout.slots_used.load(), kLedgerSlots);
 }
 
+std::uint64_t open_at(const LedgerSlot& slot, std::size_t depth) {
+  return less(slot.wanted_bytes[depth].load(), slot.handled_bytes[depth].load());
+}
+
+std::uint64_t open_requests(const LedgerSlot& slot) {
+  std::uint64_t bytes = 0;
+  for (std::size_t depth = 0; depth < kDepths; ++depth) bytes += open_at(slot, depth);
+  return bytes;
+}
+
 /// What the ledger says of one member; times become ages.
 Contender contender_of(const LedgerSlot& slot, std::uint64_t now_ns, const ReclaimRules& rules) {
   Contender c;
@@ -93,7 +103,7 @@ Contender contender_of(const LedgerSlot& slot, std::uint64_t now_ns, const Recla
     c.ask_bytes = slot.ask_bytes.load();
     c.ask_ns = less(now_ns, slot.ask_since_ns.load());
   }
-  c.wanted_bytes = less(slot.wanted_bytes.load(), slot.handled_bytes.load());
+  c.wanted_bytes = open_requests(slot);
   c.wanted_ns = less(now_ns, slot.wanted_at_ns.load());
   return c;
 }
@@ -219,10 +229,13 @@ Result<std::unique_ptr<LedgerMember>> LedgerMember::join(std::span<std::byte> by
     for (SharedWord* word :
          {&slot.units, &slot.min_bytes, &slot.ask_bytes, &slot.ask_since_ns, &slot.ask_seen_ns,
           &slot.limit_bytes, &slot.in_use_bytes, &slot.cached_bytes, &slot.parked_bytes,
-          &slot.page_bytes, &slot.wanted_bytes, &slot.wanted_at_ns, &slot.handled_bytes}) {
+          &slot.page_bytes, &slot.wanted_at_ns}) {
       *word = 0;
     }
-    slot.wanted_depth = 0;
+    for (std::size_t depth = 0; depth < kDepths; ++depth) {
+      slot.wanted_bytes[depth] = 0;
+      slot.handled_bytes[depth] = 0;
+    }
     slot.worker_pid = 0;
     slot.priority = priority;
     slot.active_ns = monotonic_coarse_ns();
@@ -261,7 +274,7 @@ LedgerMember::Sums LedgerMember::add_up(std::uint64_t wanted_units) const {
       self = contender_of(slot(), now_ns, rules_);
     }
     const Contender asker = contender_of(other, now_ns, rules_);
-    if (asker.ask_bytes > 0 && outranks(asker, self)) sums.kept += units_of(asker.ask_bytes);
+    sums.kept += units_of(kept_for(asker, self));
   }
   return sums;
 }
@@ -442,14 +455,8 @@ bool LedgerMember::ask(std::uint64_t bytes) {
     const auto [index, life] = where[demand.contender];
     LedgerSlot& victim = layout_->slots[index];
     if (victim.life.load() != life) continue;
-    // The depth first: what is dealt with in between would leave the depth to the next request.
-    std::uint32_t depth = victim.wanted_depth.load();
-    while (depth < static_cast<std::uint32_t>(demand.depth) &&
-           !victim.wanted_depth.compare_exchange_weak(depth,
-                                                      static_cast<std::uint32_t>(demand.depth))) {
-    }
-    victim.wanted_at_ns = now_ns;
-    victim.wanted_bytes.fetch_add(demand.bytes);
+    if (open_requests(victim) == 0) victim.wanted_at_ns = now_ns;
+    victim.wanted_bytes[static_cast<std::size_t>(demand.depth) - 1].fetch_add(demand.bytes);
     ring_bell(victim.bell);
     any = true;
   }
@@ -468,17 +475,24 @@ void LedgerMember::wait(std::uint32_t seen, std::chrono::nanoseconds timeout) co
 }
 
 LedgerMember::Wanted LedgerMember::wanted() const {
-  const std::uint64_t bytes = less(slot().wanted_bytes.load(), slot().handled_bytes.load());
-  const std::uint32_t depth = std::clamp<std::uint32_t>(slot().wanted_depth.load(), 1, 3);
-  return {bytes, static_cast<Depth>(depth)};
+  for (std::size_t depth = 0; depth < kDepths; ++depth) {
+    const std::uint64_t bytes = open_at(slot(), depth);
+    if (bytes > 0) return {bytes, static_cast<Depth>(depth + 1)};
+  }
+  return {};
 }
 
 void LedgerMember::handled(std::uint64_t bytes) {
   if (!is_member()) return;
   LedgerSlot& mine = slot();
-  mine.handled_bytes.fetch_add(bytes);
-  if (mine.handled_bytes.load() >= mine.wanted_bytes.load()) mine.wanted_depth = 0;
-  wake_askers();
+  for (std::size_t depth = 0; depth < kDepths && bytes > 0; ++depth) {
+    const std::uint64_t here = std::min(bytes, open_at(mine, depth));
+    mine.handled_bytes[depth].fetch_add(here);
+    bytes -= here;
+  }
+  // What is still open is looked at now. Nobody is woken: who gave something has woken the askers,
+  // and where there was nothing, asking again at once would go round in a circle.
+  mine.wanted_at_ns = monotonic_ns();
 }
 
 Status LedgerMember::check_integrity(std::uint64_t pages, std::uint64_t page_bytes) const {

@@ -90,12 +90,12 @@ struct LedgerSlot {
   SharedWord parked_bytes;
   SharedWord page_bytes;
 
-  // The mailbox: askers add to `wanted`, the member to `handled`; both only go up.
-  alignas(64) SharedWord wanted_bytes;
-  SharedWord wanted_at_ns;
-  std::atomic<std::uint32_t> wanted_depth;  ///< the deepest that is asked for; 0: nothing
-  FutexWord bell;  ///< rung for a request, and for memory that an ask may take
-  alignas(64) SharedWord handled_bytes;
+  // The mailbox, a pair of words a depth: askers add to `wanted`, the member to `handled`; both
+  // only go up.
+  alignas(64) std::array<SharedWord, kDepths> wanted_bytes;
+  SharedWord wanted_at_ns;  ///< since when something has been asked for and not been dealt with
+  FutexWord bell;           ///< rung for a request, and for memory that an ask may take
+  alignas(64) std::array<SharedWord, kDepths> handled_bytes;
 
   alignas(64) LedgerIdentity identity;
   // The process that maps the pages, where that is another one: 0 while there is none. Its memory
@@ -245,8 +245,9 @@ class LedgerMember {
     std::uint64_t bytes = 0;  ///< 0: nothing
     Depth depth = Depth::kParked;
   };
+  /// The shallowest request that is open.
   Wanted wanted() const;
-  /// `bytes` of it were dealt with: given, or not to be had.
+  /// `bytes` of what was asked were dealt with, given or not to be had; the shallowest first.
   void handled(std::uint64_t bytes);
 
   /// Fails with kIntegrity when the bytes granted are not `held_bytes` (rounded to grant units).

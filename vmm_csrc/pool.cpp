@@ -107,12 +107,14 @@ Result<std::optional<std::vector<BlockId>>> Pool::alloc(std::uint64_t count) {
   Lock lock(mutex_);
   if (final_error_) return *final_error_;
   Reach reach = Reach::kLimit;
+  std::optional<Wait> wait;  // one deadline for all that this call waits
   while (count <= count_available(reach)) {
     std::vector<BlockId> ids;
     if (blocks_at_hand(count, ids)) return std::optional(std::move(ids));
     const std::uint64_t missing = count - reserved_.size() - blocks_->free_blocks();
     if (reach == Reach::kLimit) {
-      Result<bool> got = get_pages(lock, missing);
+      if (!wait) wait = may_wait(1);
+      Result<bool> got = get_pages(lock, missing, *wait);
       if (!got && is_final(got.error())) return got.error();
       if (!got || !*got) reach = Reach::kMapped;
       // The lock was let go of, and without another page there may not be enough: evicting what
@@ -131,10 +133,11 @@ Result<std::optional<std::vector<BlockId>>> Pool::alloc(std::uint64_t count) {
 Result<std::uint64_t> Pool::ensure(std::uint64_t count) {
   Lock lock(mutex_);
   if (final_error_) return *final_error_;
+  const Wait wait = may_wait(0);
   while (count <= count_available(Reach::kLimit)) {
     const std::uint64_t at_hand = reserved_.size() + blocks_->free_blocks();
     if (at_hand >= count) break;
-    Result<bool> got = get_pages(lock, count - at_hand);
+    Result<bool> got = get_pages(lock, count - at_hand, wait);
     if (!got && is_final(got.error())) return got.error();
     if (!got || !*got) break;
   }
@@ -278,13 +281,13 @@ void Pool::clear() {
 
 /// Maps pages for `blocks` more blocks, or waits for pages that another thread has on the way.
 /// False: the limit has no room for another page.
-Result<bool> Pool::get_pages(Lock& lock, std::uint64_t blocks) {
+Result<bool> Pool::get_pages(Lock& lock, std::uint64_t blocks, const Wait& wait) {
   if (mappable_pages() > 0) {
     const std::uint64_t pages = std::min(pages_for(blocks), mappable_pages());
     Result<std::uint64_t> grown = grow(lock, pages);
     if (!grown) return grown.error();
     if (*grown == pages) note_satisfied();
-    return *grown > 0 || wait_for_grant(lock, pages);
+    return *grown > 0 || wait_for_grant(lock, pages, wait);
   }
   if (held_pages_ == blocks_->mapped_pages() || over_pages() > 0) return false;
   settled_.wait(lock);
@@ -301,27 +304,37 @@ void Pool::note_if_final(const Status& answered) {
   failed_.store(true, std::memory_order_relaxed);
 }
 
-/// Waits, without the pool's lock, until the device has a page for this pool that others give up.
-/// What is missing after that is the keeper's to pursue.
-bool Pool::wait_for_grant(Lock& lock, std::uint64_t pages) {
+/// `own_entries` is how often the call itself has entered the session. In a session of the caller's
+/// nobody waits: it counts on an answer at once, and the keeper could serve nobody meanwhile.
+Pool::Wait Pool::may_wait(std::uint32_t own_entries) const {
+  const Clock::time_point now = Clock::now();
+  const bool in_session = session_.is_mine() && session_.depth() > own_entries;
+  if (!member_ || in_session || now < no_wait_before_) return {now, false};
+  return {now + options_.reclaim_wait, own_entries > 0};
+}
+
+/// Waits, without the pool's lock and without the session, until the device has a page for this
+/// pool that others give up. What is missing after that is the keeper's to pursue.
+bool Pool::wait_for_grant(Lock& lock, std::uint64_t pages, const Wait& wait) {
   if (!member_) return false;
   const std::uint64_t page_bytes = geometry_.page_bytes();
-  const Clock::time_point start = Clock::now();
-  const Clock::time_point until = start < no_wait_before_ ? start : start + options_.reclaim_wait;
   lock.unlock();
-  bool there = false;
+  if (wait.holds_session) session_.unlock();
+  bool there = false, waited = false;
   for (;;) {
     const std::uint32_t seen = member_->bell();
     const bool hope = member_->ask(pages * page_bytes);
     there = member_->room(page_bytes) > 0;
     const Clock::time_point now = Clock::now();
-    if (there || !hope || now >= until) break;
+    if (there || !hope || now >= wait.until) break;
     const std::chrono::nanoseconds patience(member_->rules().patience_ns);
-    member_->wait(seen, std::min<std::chrono::nanoseconds>(until - now, patience));
+    member_->wait(seen, std::min<std::chrono::nanoseconds>(wait.until - now, patience));
+    waited = true;
   }
+  if (wait.holds_session) session_.lock();
   lock.lock();
   if (there) return true;
-  no_wait_before_ = Clock::now() + kFruitlessWaits * options_.reclaim_wait;
+  if (waited) no_wait_before_ = Clock::now() + kFruitlessWaits * options_.reclaim_wait;
   starved_pages_ = pages;
   starved_at_ = Clock::now();
   changed();

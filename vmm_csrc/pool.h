@@ -47,8 +47,8 @@ struct PoolOptions {
   bool preallocate = true;                ///< false: no page is created before an alloc needs it
   /// Cached blocks may move to other ids to empty pages; the engine must take_changes() then.
   bool movable = false;
-  /// How long an alloc waits for memory that others have to give up. After it has waited in vain
-  /// the next ones do not for kFruitlessWaits times as long.
+  /// How long an alloc waits for memory that others have to give up; in a session it never does.
+  /// After it has waited in vain the next ones do not for kFruitlessWaits times as long.
   std::chrono::nanoseconds reclaim_wait = std::chrono::milliseconds(50);
 };
 
@@ -220,8 +220,14 @@ class Pool {
   bool blocks_at_hand(std::uint64_t count, std::vector<BlockId>& out);
   Result<std::uint64_t> grow(Lock& lock, std::uint64_t pages);
   Status shrink(Lock& lock, std::uint64_t pages);
-  Result<bool> get_pages(Lock& lock, std::uint64_t blocks);
-  bool wait_for_grant(Lock& lock, std::uint64_t pages);
+  /// How long a call may wait for others, and whether the session is its own to let go meanwhile.
+  struct Wait {
+    Clock::time_point until;
+    bool holds_session;
+  };
+  Wait may_wait(std::uint32_t own_entries) const;
+  Result<bool> get_pages(Lock& lock, std::uint64_t blocks, const Wait& wait);
+  bool wait_for_grant(Lock& lock, std::uint64_t pages, const Wait& wait);
   void note_satisfied();
   Result<std::uint64_t> compact_page(Lock& lock);
   bool empty_a_page(Lock& lock);

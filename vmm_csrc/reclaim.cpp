@@ -80,6 +80,14 @@ bool outranks(const Contender& a, const Contender& b) {
   return rank(a) > rank(b);
 }
 
+std::uint64_t kept_for(const Contender& a, const Contender& b) {
+  if (a.ask_bytes == 0 || !outranks(a, b)) return 0;
+  Contender unguarded = a;
+  unguarded.min_bytes = 0;
+  if (outranks(unguarded, b)) return a.ask_bytes;
+  return std::min(a.ask_bytes, above(a.min_bytes, a.granted_bytes));
+}
+
 std::uint64_t fair_share_bytes(std::span<const Contender> all, std::uint64_t capacity_bytes,
                                const ReclaimRules& rules) {
   const auto busy =

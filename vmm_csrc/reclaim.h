@@ -24,6 +24,7 @@ namespace kvelastic {
 
 /// How far down the ladder an instance is asked to go.
 enum class Depth : std::uint32_t { kParked = 1, kCached = 2, kInUse = 3 };
+inline constexpr std::size_t kDepths = 3;
 
 /// One instance of a device, at one moment.
 struct Contender {
@@ -37,7 +38,7 @@ struct Contender {
   std::uint64_t ask_bytes = 0;     ///< what it waits for; 0: nothing
   std::uint64_t ask_ns = 0;        ///< how long it has waited
   std::uint64_t wanted_bytes = 0;  ///< asked of it and not dealt with yet
-  std::uint64_t wanted_ns = 0;     ///< since the newest of that
+  std::uint64_t wanted_ns = 0;     ///< since the oldest of that, or since it last dealt with some
 };
 
 /// Times after which one thing becomes another. All may be set for a test.
@@ -65,6 +66,10 @@ struct Demand {
 /// Whether `a` is served before `b` when both wait: who is below the guarantee, then the higher
 /// priority, then who has waited longer. `b` may also be one who does not wait (ask_bytes 0).
 bool outranks(const Contender& a, const Contender& b);
+
+/// How many of the bytes that come free `b` has to leave to `a`, who waits: all it asks for where
+/// it outranks, only what it lacks of its guarantee where that alone is why.
+std::uint64_t kept_for(const Contender& a, const Contender& b);
 
 /// What each of `all` may keep when busy equals compete: the capacity over those who work or ask.
 std::uint64_t fair_share_bytes(std::span<const Contender> all, std::uint64_t capacity_bytes,

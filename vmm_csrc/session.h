@@ -25,6 +25,8 @@ class Session {
     if (--depth_ == 0) owner_.store(std::thread::id(), std::memory_order_relaxed);
     mutex_.unlock();
   }
+  /// How often the owner has entered. Pre: is_mine().
+  std::uint32_t depth() const { return depth_; }
   bool is_mine() const {
     return owner_.load(std::memory_order_relaxed) == std::this_thread::get_id();
   }

@@ -185,7 +185,7 @@ TEST(ledger_member_that_left_changes_nothing) {
   CHECK(entry.facts.cached_bytes == 12 && entry.facts.parked_bytes == 13);
   CHECK(entry.page_bytes == kPage && entry.facts.ask_bytes == 0);
   CHECK(entry.worker_pid == 0);
-  CHECK(ledger.layout().slots[0].handled_bytes == 0);
+  for (const SharedWord& bytes : ledger.layout().slots[0].handled_bytes) CHECK(bytes == 0);
   CHECK(static_cast<bool>(next->check_integrity(2, kPage)));
 }
 
@@ -539,6 +539,22 @@ TEST(ledger_request_is_as_deep_as_it_must_be_and_no_deeper_later) {
   CHECK(victim->wanted().bytes == 0);
   CHECK(asker->ask(2 * kPage));
   CHECK(victim->wanted().bytes == 2 * kPage && victim->wanted().depth == Depth::kParked);
+}
+
+TEST(ledger_a_deep_request_does_not_deepen_the_others) {
+  Ledger ledger;
+  auto victim = ledger.join(0, -1);
+  auto equal = ledger.join(0, -1);
+  auto higher = ledger.join(0, 9);
+  REQUIRE(victim && equal && higher);
+  CHECK(victim->grant(kPages, kPage) == kPages);
+  victim->publish(40 * kPage, 20 * kPage, 4 * kPage, kPage, false);
+  CHECK(soon([&] { return equal->ask(10 * kPage) && victim->wanted().bytes > 0; }));
+  CHECK(victim->wanted().bytes == 10 * kPage && victim->wanted().depth == Depth::kCached);
+  CHECK(higher->ask(40 * kPage));
+  CHECK(victim->wanted().bytes == 10 * kPage && victim->wanted().depth == Depth::kCached);
+  victim->handled(10 * kPage);
+  CHECK(victim->wanted().depth == Depth::kInUse);
 }
 
 TEST(ledger_wakes_who_waits) {
