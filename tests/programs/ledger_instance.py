@@ -9,6 +9,7 @@ As a program it reads commands from stdin, one JSON array a line, and answers ea
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -92,10 +93,8 @@ class Instance:
             assert self.process.stdin is not None
             self.process.stdin.close()
             self.process.wait()
-        try:
+        with contextlib.suppress(BrokenPipeError):
             self._close_pipes()
-        except BrokenPipeError:
-            pass
 
     def __enter__(self) -> Instance:
         return self
