@@ -155,6 +155,15 @@ def watch_command(names: tuple[str, ...], interval_s: float, count: int | None) 
     watch(look, interval_s, count)
 
 
+@main.command("serve", short_help="Run the controller: one HTTP front over many models.")
+@click.option("--config", "-c", "path", required=True, metavar="FILE", help="docs/controller.md")
+def serve_command(path: str) -> None:
+    """Run the controller with the configuration FILE, until SIGTERM (kvelastic[controller])."""
+    from kvelastic.controller.__main__ import main as controller
+
+    controller.main(["--config", path], prog_name="kvctl serve")
+
+
 @main.command("version")
 def version_command() -> None:
     """Print the version."""

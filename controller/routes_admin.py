@@ -1,0 +1,23 @@
+"""What only an operator may do to the controller itself: /admin."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from starlette.requests import Request
+from starlette.routing import Route
+
+from kvelastic.controller.routes import Who, route
+
+if TYPE_CHECKING:
+    from kvelastic.controller.front import Front
+
+
+def routes(front: Front) -> list[Route]:
+    """Of this page."""
+    return [route(front, "/admin/reload", "POST", Who.ADMIN, reload_settings)]
+
+
+async def reload_settings(front: Front, _: Request) -> Any:
+    """Read the configuration file again; 400 if it has a fault, and then nothing has changed."""
+    return await front.reload()
