@@ -17,6 +17,7 @@ import aiohttp
 
 from kvelastic.controller import instance_memory
 from kvelastic.controller.engine_calls import EngineCalls
+from kvelastic.controller.engine_process import EngineProcess
 from kvelastic.controller.fleet import NOT_SERVED, SHUTTING_DOWN, Fleet
 from kvelastic.controller.forward import Forwarder
 from kvelastic.controller.keys import Keys
@@ -47,6 +48,8 @@ class Front:
         self.unrouted = 0
         """Requests that named no model that is served here."""
         self.reloads = 0
+        self.processes: dict[ServedModel, EngineProcess] = {}
+        """Of the models whose engines are launched here."""
         self._read_settings = read_settings
         self._reloading = asyncio.Lock()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -117,10 +120,8 @@ class Front:
                 model = self._make(settings, new)
                 fresh.append(model)
             models.append(model)
-        for gone in self.fleet.put(models):
-            if self.fleet.find(gone.name) is None:
-                told["removed"].append(gone.name)
-            self._start(self._part(gone, drain_s=new.server.drain_timeout))
+        gone = self.fleet.put(models)
+        told["removed"] = [model.name for model in gone if self.fleet.find(model.name) is None]
         if new.auth != old.auth:
             self.keys = Keys(new.auth)
         bound = ("host", "port", "tls_cert", "tls_key", "max_headers", "header_timeout")
@@ -132,17 +133,35 @@ class Front:
         self.settings = new
         self.forwarder.budget.limit_bytes = new.server.max_buffered
         self.reloads += 1
-        for model in fresh:
-            self._start(self._greet(model))
+        self._start(self._replace(gone, fresh, new.server.drain_timeout))
         _log.info("configuration read again: %s", told)
         return told
 
     # -------------------------------------------------------------------------------- inside
 
+    async def _replace(
+        self, gone: list[ServedModel], fresh: list[ServedModel], drain_s: float
+    ) -> None:
+        """The old ones go before a new one with the same port is launched."""
+        ports = {m.settings.launch.port for m in fresh if m.settings.launch is not None}
+        in_the_way = [m for m in gone if m.settings.launch and m.settings.launch.port in ports]
+        for model in gone:
+            if model not in in_the_way:
+                self._start(self._part(model, drain_s))
+        await asyncio.gather(
+            *(self._part(model, drain_s) for model in in_the_way),
+            *(self._greet(m) for m in fresh if m.settings.launch is None),
+        )
+        await asyncio.gather(*(self._greet(m) for m in fresh if m.settings.launch is not None))
+
     def _make(self, settings: ModelSettings, whole: Settings | None = None) -> ServedModel:
         return ServedModel(settings, (whole or self.settings).sleep, self.calls)
 
     async def _greet(self, model: ServedModel) -> None:
+        if model.settings.launch is not None:
+            process = self.processes[model] = EngineProcess(model, self.calls)
+            process.start()
+            return
         await model.find_state()
         await self._wish(model)
 
@@ -168,6 +187,9 @@ class Front:
         end_s = time.monotonic() + drain_s
         while model.gate.in_flight and time.monotonic() < end_s:
             await asyncio.sleep(0.05)
+        process = self.processes.pop(model, None)
+        if process is not None:
+            await process.stop()
 
     def _start(self, work: object) -> None:
         task: asyncio.Task[None] = asyncio.get_running_loop().create_task(work)  # type: ignore[arg-type]

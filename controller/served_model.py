@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from kvelastic.controller import instance_memory
@@ -168,6 +168,15 @@ class ServedModel:
             self._changed.clear()
             await self._changed.wait()
 
+    def when_settled(self, do: Callable[[], None]) -> None:
+        """Have it done once the model neither falls asleep nor wakes."""
+
+        async def wait() -> None:
+            await self.settled()
+            do()
+
+        self._keep(asyncio.get_running_loop().create_task(wait()))
+
     async def find_state(self) -> None:
         """Ask the engines whether they sleep already, before or between requests."""
         answers = await asyncio.gather(
@@ -177,9 +186,9 @@ class ServedModel:
             )
         )
         gate = self.gate
-        if gate.in_flight or gate.state not in {State.AWAKE, State.ASLEEP}:
+        if gate.in_flight or gate.state not in {State.AWAKE, State.ASLEEP, State.STARTING}:
             return
-        if gate.state is State.AWAKE and any(answers):
+        if gate.state is not State.ASLEEP and any(answers):
             self.slept_at = time.time()
             gate.set_state(State.ASLEEP, time.monotonic())
         elif gate.state is State.ASLEEP and answers and all(a is False for a in answers):
@@ -301,7 +310,9 @@ class ServedModel:
             finally:
                 self._changed.set()
 
-        task = asyncio.get_running_loop().create_task(guarded())
+        self._keep(asyncio.get_running_loop().create_task(guarded()))
+
+    def _keep(self, task: asyncio.Task[None]) -> None:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 

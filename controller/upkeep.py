@@ -52,7 +52,13 @@ class Upkeep:
         now_s = time.monotonic()
         if now_s - self._looked_s >= LOOK_AT_ENGINES_S:
             self._looked_s = now_s
-            await asyncio.gather(*(m.find_state() for m in self._front.fleet if m.gate.is_idle))
+            await asyncio.gather(
+                *(
+                    m.find_state()
+                    for m in self._front.fleet
+                    if m.gate.is_idle and m.gate.state in {State.AWAKE, State.ASLEEP}
+                )
+            )
         for name in due([candidate_of(model) for model in self._front.fleet]):
             self._put_to_sleep(name, "idle")
         sleep = self._front.settings.sleep
