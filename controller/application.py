@@ -10,7 +10,14 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from kvelastic.controller import routes_admin, routes_memory, routes_models, routes_sleep
+from kvelastic.controller import (
+    metrics,
+    openapi,
+    routes_admin,
+    routes_memory,
+    routes_models,
+    routes_sleep,
+)
 from kvelastic.controller.front import Front
 from kvelastic.controller.refusal import Refusal
 from kvelastic.controller.replies import on_refusal, refusal_response, send_refusal
@@ -25,13 +32,15 @@ ENGINE_METHODS = frozenset(("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE"))
 
 def make_application(front: Front) -> Asgi:
     """The front as an ASGI application. `front.start()` comes before its first request."""
+    described = [
+        *routes_models.routes(front),
+        *routes_sleep.routes(front),
+        *routes_memory.routes(front),
+        *routes_admin.routes(front),
+        *metrics.routes(front),
+    ]
     pages = Starlette(
-        routes=[
-            *routes_models.routes(front),
-            *routes_sleep.routes(front),
-            *routes_memory.routes(front),
-            *routes_admin.routes(front),
-        ],
+        routes=[*described, *openapi.routes(front, described)],
         exception_handlers={
             HTTPException: _on_http_exception,
             Refusal: on_refusal,

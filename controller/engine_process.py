@@ -4,8 +4,8 @@ process = EngineProcess(model, calls)
 process.start()          # a task of the loop from now on
 await process.stop()     # SIGTERM to the group, SIGKILL to what is left of it
 
-The engine's gate follows: STARTING until the health route answers, then AWAKE, DOWN while it does not
-run. Its output is appended to a file, which /admin/models/{model}/logs shows the end of.
+The engine's gate follows: STARTING until the health route answers, then AWAKE, DOWN while it does
+not run. Its output is appended to a file, which /admin/models/{model}/logs shows the end of.
 """
 
 from __future__ import annotations

@@ -115,6 +115,9 @@ class Engine(Program):
     def change(self, **settings: Any) -> None:
         httpx.post(self.url + "/fake/set", json=settings, timeout=30).raise_for_status()
 
+    def reset(self) -> None:
+        httpx.post(self.url + "/fake/reset", timeout=30).raise_for_status()
+
     def release(self, name: str) -> None:
         httpx.post(self.url + "/fake/release", params={"name": name}, timeout=30).raise_for_status()
 

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx
 import pytest
 from running import Controller, Engine, config_for, until
 
@@ -22,10 +23,19 @@ def instance() -> Iterator[Instance]:
         yield instance
 
 
-@pytest.fixture
-def engine() -> Iterator[Engine]:
+@pytest.fixture(scope="module")
+def shared_engine() -> Iterator[Engine]:
     with Engine("vllm", "org/m") as engine:
         yield engine
+
+
+@pytest.fixture
+def engine(shared_engine: Engine) -> Engine:
+    """Awake, whatever the last test did with it."""
+    shared_engine.reset()
+    httpx.post(shared_engine.url + "/wake_up", timeout=30).raise_for_status()
+    shared_engine.reset()
+    return shared_engine
 
 
 @pytest.fixture
@@ -76,8 +86,19 @@ def test_a_limit_below_what_is_in_use_is_accepted_and_not_in_force(
 ) -> None:
     instance.alloc(64)
     response = front.client.patch("/memory/org/m", json={"limit": "4M", "wait": 0.1})
-    assert (response.status_code, response.json()["answer"]["state"]) == (202, "shrinking")
-    assert response.json()["answer"]["over_bytes"] > 0
+    assert response.status_code == 202
+    assert response.json()["answer"]["state"] in {"pending", "shrinking"}
+    row = until(
+        lambda: next(
+            (
+                row
+                for row in [front.get("/memory/org/m").json()["memory"]]
+                if row["state"] == "shrinking"
+            ),
+            None,
+        )
+    )
+    assert row["over_bytes"] > 0
 
 
 def test_trim_gives_parked_pages_back(front: Controller, instance: Instance) -> None:
@@ -90,28 +111,26 @@ def test_trim_gives_parked_pages_back(front: Controller, instance: Instance) -> 
     assert instance.mapped_bytes <= 2 * PAGE_BYTES
 
 
-@pytest.mark.parametrize(
-    "wish",
-    [
-        {},
-        {"limit": -1},
-        {"limit": "much"},
-        {"limit": True},
-        {"limit": 1.5},
-        {"min": "2G", "limit": "1G"},
-        {"priority": 1001},
-        {"priority": "high"},
-        {"wait": "1h", "limit": 1},
-        {"limits": 1},
-    ],
-)
-def test_a_wrong_wish_changes_nothing(
-    front: Controller, instance: Instance, wish: dict[str, object]
-) -> None:
+WRONG: list[dict[str, object]] = [
+    {},
+    {"limit": -1},
+    {"limit": "much"},
+    {"limit": True},
+    {"limit": 1.5},
+    {"min": "2G", "limit": "1G"},
+    {"priority": 1001},
+    {"priority": "high"},
+    {"wait": "1h", "limit": 1},
+    {"limits": 1},
+]
+
+
+def test_a_wrong_wish_changes_nothing(front: Controller, instance: Instance) -> None:
     before = front.get("/memory/org/m").json()["memory"]["revision"]
-    response = front.client.patch("/memory/org/m", json=wish)
-    assert response.status_code == 400
-    assert set(response.json()["error"]) == {"message", "type", "param", "code"}
+    for wish in WRONG:
+        response = front.client.patch("/memory/org/m", json=wish)
+        assert response.status_code == 400, wish
+        assert set(response.json()["error"]) == {"message", "type", "param", "code"}
     assert front.get("/memory/org/m").json()["memory"]["revision"] == before
 
 

@@ -8,22 +8,25 @@ from running import Controller, Engine, config_for, until
 
 
 def test_models_come_and_go_and_no_request_is_lost() -> None:
-    with Engine("vllm", "one") as one, Engine("vllm", "two") as two:
-        with Controller(config_for(one)) as front:
-            body = {"model": "one", "stream": True, "fake": {"hold": "h"}}
-            with front.client.stream("POST", "/v1/completions", json=body) as response:
-                pieces = response.iter_raw()
-                first = next(pieces)
-                front.write(config_for(two))
-                told = front.post("/admin/reload").json()
-                assert (told["added"], told["removed"]) == (["two"], ["one"])
-                assert front.complete("two").status_code == 200
-                assert front.complete("one").status_code == 404
-                one.release("h")
-                assert b"[DONE]" in first + b"".join(pieces)
-            front.write(config_for(one, two))
-            front.send(signal.SIGHUP)
-            until(lambda: front.complete("one").status_code == 200)
+    with (
+        Engine("vllm", "one") as one,
+        Engine("vllm", "two") as two,
+        Controller(config_for(one)) as front,
+    ):
+        body = {"model": "one", "stream": True, "fake": {"hold": "h"}}
+        with front.client.stream("POST", "/v1/completions", json=body) as response:
+            pieces = response.iter_raw()
+            first = next(pieces)
+            front.write(config_for(two))
+            told = front.post("/admin/reload").json()
+            assert (told["added"], told["removed"]) == (["two"], ["one"])
+            assert front.complete("two").status_code == 200
+            assert front.complete("one").status_code == 404
+            one.release("h")
+            assert b"[DONE]" in first + b"".join(pieces)
+        front.write(config_for(one, two))
+        front.send(signal.SIGHUP)
+        until(lambda: front.complete("one").status_code == 200)
 
 
 def test_what_changes_of_a_model_holds_at_once_and_its_state_stays() -> None:

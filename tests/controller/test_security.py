@@ -58,7 +58,9 @@ def bearer(key: str) -> dict[str, str]:
     return {"authorization": f"Bearer {key}"}
 
 
-READS = ["/v1/models", "/models", "/health/m", "/traffic/stats", "/sleep/status", "/memory", "/devices"]  # fmt: skip
+READS = [
+    "/v1/models", "/models", "/health/m", "/traffic/stats", "/sleep/status", "/memory", "/devices"
+]  # fmt: skip
 WRITES = [
     ("POST", "/action/sleep/m"),
     ("POST", "/action/wakeup/m"),

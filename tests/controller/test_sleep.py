@@ -7,6 +7,7 @@ import json
 import signal
 import socket
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import aiohttp
@@ -32,6 +33,22 @@ def many(url: str, count: int, **body: Any) -> list[tuple[int, str | None]]:
     return asyncio.run(run())
 
 
+@pytest.fixture(scope="module")
+def shared() -> Iterator[tuple[Engine, Controller]]:
+    with Engine() as engine, Controller(config_for(engine)) as front:
+        yield engine, front
+
+
+@pytest.fixture
+def both(shared: tuple[Engine, Controller]) -> tuple[Engine, Controller]:
+    """An engine and a controller as if they had just started, for tests of the usual settings."""
+    engine, front = shared
+    engine.reset()
+    until(lambda: front.post("/action/wakeup/m").status_code == 200)
+    engine.reset()
+    return engine, front
+
+
 @pytest.mark.parametrize("kind", ["vllm", "sglang"])
 def test_by_hand_and_back(kind: str) -> None:
     with Engine(kind) as engine, Controller(config_for(engine)) as front:
@@ -47,29 +64,31 @@ def test_by_hand_and_back(kind: str) -> None:
         assert front.get("/sleep/status").json()["sleeping_models"] == {}
 
 
-def test_a_thousand_requests_at_once_wake_it_once_and_all_are_answered() -> None:
-    with Engine() as engine, Controller(config_for(engine)) as front:
-        front.post("/action/sleep/m")
-        engine.change(wake_hold="w")
+def test_a_thousand_requests_at_once_wake_it_once_and_all_are_answered(
+    both: tuple[Engine, Controller],
+) -> None:
+    engine, front = both
+    front.post("/action/sleep/m")
+    engine.change(wake_hold="w")
 
-        def release_when_all_wait() -> bool:
-            queued = front.get("/traffic/stats/m").json()["model_stats"]["queued"]
-            return bool(queued == 1000)
+    def release_when_all_wait() -> bool:
+        queued = front.get("/traffic/stats/m").json()["model_stats"]["queued"]
+        return bool(queued == 1000)
 
-        import threading
+    import threading
 
-        def releaser() -> None:
-            until(release_when_all_wait, 60)
-            engine.release("w")
+    def releaser() -> None:
+        until(release_when_all_wait, 60)
+        engine.release("w")
 
-        thread = threading.Thread(target=releaser)
-        thread.start()
-        answers = many(front.url, 1000)
-        thread.join()
-        assert [status for status, _ in answers] == [200] * 1000
-        assert engine.count("wake_calls") == 1
-        assert engine.count("requests") == 1000
-        assert engine.count("requests_while_asleep") == 0
+    thread = threading.Thread(target=releaser)
+    thread.start()
+    answers = many(front.url, 1000)
+    thread.join()
+    assert [status for status, _ in answers] == [200] * 1000
+    assert engine.count("wake_calls") == 1
+    assert engine.count("requests") == 1000
+    assert engine.count("requests_while_asleep") == 0
 
 
 def test_beyond_the_bound_they_are_told_when_to_come_again() -> None:
@@ -99,25 +118,27 @@ def test_a_wait_ends_at_its_deadline() -> None:
             engine.release("w")
 
 
-def test_who_goes_away_while_it_waits_leaves_the_queue() -> None:
-    with Engine() as engine, Controller(config_for(engine)) as front:
-        front.post("/action/sleep/m")
-        engine.change(wake_hold="w")
+def test_who_goes_away_while_it_waits_leaves_the_queue(
+    both: tuple[Engine, Controller],
+) -> None:
+    engine, front = both
+    front.post("/action/sleep/m")
+    engine.change(wake_hold="w")
 
-        def queued() -> int:
-            return int(front.get("/traffic/stats/m").json()["model_stats"]["queued"])
+    def queued() -> int:
+        return int(front.get("/traffic/stats/m").json()["model_stats"]["queued"])
 
-        body = json.dumps({"model": "m"}).encode()
-        with socket.create_connection(("127.0.0.1", front.port)) as sock:
-            sock.sendall(
-                b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n%s"
-                % (len(body), body)
-            )
-            until(lambda: queued() == 1)
-        until(lambda: queued() == 0)
-        engine.release("w")
-        until(lambda: front.state() == "awake")
-        assert engine.count("requests") == 0
+    body = json.dumps({"model": "m"}).encode()
+    with socket.create_connection(("127.0.0.1", front.port)) as sock:
+        sock.sendall(
+            b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n%s"
+            % (len(body), body)
+        )
+        until(lambda: queued() == 1)
+    until(lambda: queued() == 0)
+    engine.release("w")
+    until(lambda: front.state() == "awake")
+    assert engine.count("requests") == 0
 
 
 def test_a_stream_keeps_its_model_awake() -> None:
@@ -183,14 +204,16 @@ def test_without_wake_on_request_it_is_503() -> None:
         assert engine.state()["asleep"]
 
 
-def test_a_sleep_that_fails_is_rolled_back() -> None:
-    with Engine() as engine, Controller(config_for(engine)) as front:
-        engine.change(sleep_status=500)
-        answer = front.post("/action/sleep/m")
-        assert (answer.status_code, answer.json()["success"]) == (502, False)
-        assert "127.0.0.1" not in answer.text
-        assert front.complete().status_code == 200
-        assert front.state() == "awake"
+def test_a_sleep_that_fails_is_rolled_back(
+    both: tuple[Engine, Controller],
+) -> None:
+    engine, front = both
+    engine.change(sleep_status=500)
+    answer = front.post("/action/sleep/m")
+    assert (answer.status_code, answer.json()["success"]) == (502, False)
+    assert "127.0.0.1" not in answer.text
+    assert front.complete().status_code == 200
+    assert front.state() == "awake"
 
 
 def test_a_wake_that_fails_is_rolled_back_in_all_replicas() -> None:

@@ -11,7 +11,8 @@ body under `fake`, so that tests need no other channel:
               "first_s": 0.1, "token_s": 0.01, "hold": "NAME"}}
 
 `hold` keeps the answer's end back until `POST /fake/release?name=NAME`: no test sleeps to catch a
-request in flight. `GET /fake/state` says what it saw. `POST /fake/set` changes the defaults below.
+request in flight. `GET /fake/state` says what it saw. `POST /fake/set` changes the defaults below,
+`POST /fake/reset` undoes that and forgets what was counted.
 """
 
 from __future__ import annotations
@@ -39,7 +40,11 @@ class FakeEngine:
         self.last_path = ""
         self.holds: dict[str, asyncio.Event] = {}
         self.waiters: dict[str, asyncio.Event] = {}
-        self.settings: dict[str, Any] = {
+        self.settings = self.first_settings()
+
+    @staticmethod
+    def first_settings() -> dict[str, Any]:
+        return {
             "sleep_status": 200,
             "wake_status": 200,
             "sleep_s": 0.0,
@@ -65,6 +70,7 @@ class FakeEngine:
         add("GET", "/fake/state", self.state)
         add("POST", "/fake/release", self.release)
         add("POST", "/fake/set", self.change)
+        add("POST", "/fake/reset", self.reset)
         if self.kind == "vllm":
             add("POST", "/sleep", self.sleep)
             add("POST", "/wake_up", self.wake)
@@ -109,6 +115,15 @@ class FakeEngine:
 
     async def change(self, request: web.Request) -> web.Response:
         self.settings.update(await request.json())
+        return web.Response()
+
+    async def reset(self, _: web.Request) -> web.Response:
+        """As it was at its start; whatever is held back goes on."""
+        for event in self.holds.values():
+            event.set()
+        self.holds.clear()
+        self.counts.clear()
+        self.settings = self.first_settings()
         return web.Response()
 
     async def sleep(self, request: web.Request) -> web.Response:
