@@ -92,6 +92,15 @@ def limit_in_force(name: str) -> int | None:
     return facts["limit_bytes"] if wished is None else wished
 
 
+def limit_to_wake_with(name: str) -> int | None:
+    """What an instance that somebody left at limit 0 needs to serve: all that its device has.
+
+    None if its limit is another one, and stays. Raises `SegmentError`.
+    """
+    facts = row_of(segment.inspect(name))
+    return facts["capacity_bytes"] if facts["wished_limit_bytes"] == 0 else None
+
+
 def shortage(name: str) -> str | None:
     """Why an instance that wakes would not get what it is guaranteed; None if it would.
 
@@ -160,6 +169,7 @@ __all__ = [
     "SegmentError",
     "devices",
     "limit_in_force",
+    "limit_to_wake_with",
     "pressure",
     "row",
     "rows",

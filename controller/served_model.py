@@ -273,6 +273,8 @@ class ServedModel:
             short = await asyncio.to_thread(instance_memory.shortage, name)
             if short is not None:
                 return short
+            if limit_bytes is None:
+                limit_bytes = await asyncio.to_thread(instance_memory.limit_to_wake_with, name)
             if limit_bytes is not None:
                 answer = await asyncio.to_thread(
                     instance_memory.wish, name, limit_bytes=limit_bytes

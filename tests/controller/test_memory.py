@@ -179,6 +179,18 @@ def test_a_wake_that_fails_gives_the_memory_back(
     assert front.get("/memory/org/m").json()["memory"]["wished_limit_bytes"] == 128 * MIB
 
 
+def test_a_controller_that_starts_anew_wakes_what_the_last_one_left_without_memory(
+    engine: Engine, instance: Instance
+) -> None:
+    config = config_for(engine, model={"instance": instance.name})
+    with Controller(config) as front:
+        assert front.post("/action/sleep/org/m").json()["success"]
+    with Controller(config) as front:
+        assert front.complete("org/m").status_code == 200
+        assert front.get("/memory/org/m").json()["memory"]["wished_limit_bytes"] == 256 * MIB
+    assert instance.alloc(64) is not None
+
+
 def test_the_configuration_s_wish_is_made_at_the_start(engine: Engine, instance: Instance) -> None:
     memory = {"min": "4M", "limit": "32M", "priority": 3}
     with Controller(
