@@ -22,6 +22,7 @@ from kvelastic.cli.housekeeping import delete_command, gc_command
 from kvelastic.cli.kvtop.command import kvtop_command
 from kvelastic.cli.looks import explain_command, list_command, stats_command, watch_command
 from kvelastic.cli.metrics import metrics_command
+from kvelastic.cli.serve import serve_command
 from kvelastic.cli.shell import shell_command
 from kvelastic.cli.wishes import limit_command, limit_percent_command, set_command, trim_command
 from kvelastic.errors import InvalidArgumentError, KvelasticError, SegmentNotFoundError
@@ -75,6 +76,7 @@ main.add_command(limit_command)
 main.add_command(limit_percent_command)
 main.add_command(list_command)
 main.add_command(metrics_command)
+main.add_command(serve_command)
 main.add_command(set_command)
 main.add_command(shell_command)
 main.add_command(stats_command)

@@ -34,6 +34,9 @@ brackets), so `except ValueError` and `except kvelastic.errors.KvelasticError` b
     │   └── ChannelClosedError              CHANNEL_CLOSED
     ├── EngineError                         ENGINE               [RuntimeError]
     │   └── UnsupportedEngineError          UNSUPPORTED_ENGINE
+    ├── ControllerError                     CONTROLLER           [RuntimeError]
+    │   ├── ControllerConfigError           CONTROLLER_CONFIG    [ValueError]
+    │   └── EngineCallError                 ENGINE_CALL
     └── IntegrityError                      INTEGRITY            [RuntimeError]
 
 A message says what happened, with which value, and what to do next. The native code knows only
@@ -240,6 +243,24 @@ class UnsupportedEngineError(EngineError):
     """The engine's version or one of its settings does not fit this integration."""
 
     code = "UNSUPPORTED_ENGINE"
+
+
+class ControllerError(KvelasticError, RuntimeError):
+    """The HTTP front over the instances cannot do what was asked."""
+
+    code = "CONTROLLER"
+
+
+class ControllerConfigError(ControllerError, ValueError):
+    """The controller's configuration file is wrong; the message names every key at fault."""
+
+    code = "CONTROLLER_CONFIG"
+
+
+class EngineCallError(ControllerError):
+    """An engine did not do what the controller asked of it over HTTP (sleep, wake, health)."""
+
+    code = "ENGINE_CALL"
 
 
 class IntegrityError(KvelasticError, RuntimeError):

@@ -135,6 +135,7 @@ class PageLayout:
 
     @property
     def buffers_per_extent(self) -> int:
+        """How many buffers of a block lie side by side in one extent of a page."""
         return 1 if self.per_buffer else self.buffers
 
     @property

@@ -1,4 +1,4 @@
-"""What a device's ledger says, as plain values: who holds how much of it, and who waits for more."""
+"""What a device's ledger says, as plain values: who holds how much, and who waits for more."""
 
 from __future__ import annotations
 

@@ -118,8 +118,9 @@ def open_pool(
     `num_blocks` counts the null block; `name` overrides `KVELASTIC_IPC_NAME`; `movable` says that
     the engine follows cached blocks to other ids (`take_changes`). Raises `ConfigError`
     for a `KVELASTIC_LIMIT` under one page, `GuaranteeError` for a `KVELASTIC_MIN` that the device
-    has no room for, `LedgerError` if the device is not to be shared, `SegmentError` if the segment cannot be made (its name
-    is a live instance's), and what `memory` raises; nothing is left behind then.
+    has no room for, `LedgerError` if the device is not to be shared, `SegmentError` if the segment
+    cannot be made (its name is a live instance's), and what `memory` raises; nothing is left behind
+    then.
     """
     limit_bytes = _start_limit_bytes(
         settings, layout, layout.range_bytes(pages), device.capacity_bytes

@@ -10,9 +10,9 @@ only while its block is one of the first two:
 
 The native pool may turn cached blocks into free ones by itself (the limit was lowered, more is
 cached than allowed), or move their contents to other ids (to empty a page), also while this process
-sleeps. It then queues what it did, and this class must follow before anybody looks them up: `session()` does so on entry, and holds the native
-pool still until it ends, so that what was checked can be taken. Everything here is called by
-the one thread that vLLM's scheduler runs in.
+sleeps. It then queues what it did, and this class must follow before anybody looks them up:
+`session()` does so on entry, and holds the native pool still until it ends, so that what was
+checked can be taken. Everything here is called by the one thread that vLLM's scheduler runs in.
 
 Imports vLLM: only `v0_32` may import this module.
 """
@@ -273,7 +273,7 @@ class ElasticBlockPool(BlockPool):  # type: ignore[misc]  # vLLM has no type inf
             return 0.0
         return self._used / (self._used + self._memory.available_size())
 
-    # --- what the native pool did ------------------------------------------------------------------------------
+    # --- what the native pool did ---------------------------------------------------------------
 
     def _follow_changes(self) -> None:
         if not self._memory.has_evicted:

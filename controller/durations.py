@@ -1,0 +1,43 @@
+"""Durations as people write them: `90s`, `5m`, `1h30m`, `250ms`, or plain seconds.
+
+parse_duration_s("5m") == 300.0 == parse_duration_s(300)
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Final
+
+from kvelastic.errors import InvalidArgumentError
+
+MAX_DURATION_S: Final = 10 * 365 * 86400.0
+DURATION_FORMS: Final = "seconds as a number, or numbers with ms, s, m, h or d (90s, 5m, 1h30m)"
+
+_UNIT_S: Final = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+_PART: Final = re.compile(r"([0-9]{1,12}(?:\.[0-9]{1,12})?)(ms|s|m|h|d)")
+_PLAIN: Final = re.compile(r"[0-9]{1,12}(?:\.[0-9]{1,12})?")
+
+
+def parse_duration_s(value: object) -> float:
+    """Read a duration; returns seconds. Raises `InvalidArgumentError` for anything else."""
+    seconds = _seconds(value)
+    if seconds is None or not 0 <= seconds <= MAX_DURATION_S:
+        raise InvalidArgumentError(f"duration {value!r} is not understood; write {DURATION_FORMS}.")
+    return seconds
+
+
+def _seconds(value: object) -> float | None:
+    if isinstance(value, bool):
+        return None
+    if isinstance(value, int | float):
+        return float(value) if math.isfinite(value) else None
+    if not isinstance(value, str):
+        return None
+    text = value.strip().lower()
+    if _PLAIN.fullmatch(text):
+        return float(text)
+    parts = _PART.findall(text)
+    if not parts or "".join(number + unit for number, unit in parts) != text:
+        return None
+    return sum(float(number) * _UNIT_S[unit] for number, unit in parts)

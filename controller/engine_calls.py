@@ -1,0 +1,118 @@
+"""How each kind of engine is put to sleep, woken and asked how it is, over HTTP.
+
+An engine is an address; which calls it takes is a row of `KINDS`. Every call has a deadline and
+raises `EngineCallError` with what the engine answered, shortened.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from typing import Final
+
+import aiohttp
+
+from kvelastic.errors import EngineCallError
+
+_SHOWN_BYTES: Final = 300
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Paths of one kind of engine; None: it has no such call."""
+
+    sleep: str | None = None
+    wake: str | None = None
+    is_sleeping: str | None = None
+
+    @property
+    def can_sleep(self) -> bool:
+        """Whether it can be put to sleep."""
+        return self.sleep is not None
+
+
+KINDS: Final = {
+    "vllm": Kind("/sleep?level=1", "/wake_up", "/is_sleeping"),
+    "sglang": Kind("/release_memory_occupation", "/resume_memory_occupation"),
+    "transformers": Kind(),
+    "openai": Kind(),
+}
+
+
+class EngineCalls:
+    """Calls over one client session."""
+
+    def __init__(self, session: aiohttp.ClientSession) -> None:
+        self._session = session
+
+    async def sleep(self, kind: Kind, address: str, api_key: str | None, timeout_s: float) -> None:
+        """Put one engine to sleep; returns when it sleeps."""
+        if kind.sleep is None:
+            raise EngineCallError(f"the engine at {address} cannot sleep")
+        await self._post(address, kind.sleep, api_key, timeout_s)
+
+    async def wake(self, kind: Kind, address: str, api_key: str | None, timeout_s: float) -> None:
+        """Wake one engine; returns when it can serve."""
+        if kind.wake is None:
+            raise EngineCallError(f"the engine at {address} cannot be woken")
+        await self._post(address, kind.wake, api_key, timeout_s)
+
+    async def is_sleeping(
+        self, kind: Kind, address: str, api_key: str | None, timeout_s: float
+    ) -> bool | None:
+        """Whether one engine sleeps; None if it has no such call or did not say."""
+        if kind.is_sleeping is None:
+            return None
+        try:
+            async with self._session.get(
+                address + kind.is_sleeping,
+                headers=_headers(api_key),
+                allow_redirects=False,
+                timeout=aiohttp.ClientTimeout(total=timeout_s),
+            ) as response:
+                answer = await response.json(content_type=None)
+        except (aiohttp.ClientError, asyncio.TimeoutError, ValueError):
+            return None
+        sleeping = answer.get("is_sleeping") if isinstance(answer, dict) else None
+        return sleeping if isinstance(sleeping, bool) else None
+
+    async def is_healthy(
+        self, address: str, path: str, api_key: str | None, timeout_s: float
+    ) -> bool:
+        """Whether one engine answers 200 on its health route in time."""
+        try:
+            async with self._session.get(
+                address + path,
+                headers=_headers(api_key),
+                allow_redirects=False,
+                timeout=aiohttp.ClientTimeout(total=timeout_s),
+            ) as response:
+                return response.status == 200
+        except (aiohttp.ClientError, asyncio.TimeoutError, ValueError):
+            return False
+
+    async def _post(self, address: str, path: str, api_key: str | None, timeout_s: float) -> None:
+        try:
+            # SGLang wants a JSON body, vLLM takes none or any.
+            async with self._session.post(
+                address + path,
+                json={},
+                headers=_headers(api_key),
+                allow_redirects=False,
+                timeout=aiohttp.ClientTimeout(total=timeout_s),
+            ) as response:
+                body = await response.content.read(_SHOWN_BYTES)
+                if response.status != 200:
+                    text = body.decode("utf-8", "replace")
+                    raise EngineCallError(f"{address}{path} answered {response.status}: {text!r}")
+                await response.read()
+        except asyncio.TimeoutError as error:
+            raise EngineCallError(
+                f"{address}{path} did not answer within {timeout_s:g} s"
+            ) from error
+        except (aiohttp.ClientError, OSError) as error:
+            raise EngineCallError(f"{address}{path}: {error or type(error).__name__}") from error
+
+
+def _headers(api_key: str | None) -> dict[str, str]:
+    return {} if api_key is None else {"Authorization": f"Bearer {api_key}"}

@@ -1,0 +1,302 @@
+"""Forwarding: a client's request to an engine, and the engine's answer back, byte for byte.
+
+This is the hot path, a plain ASGI callable under no middleware. The model is found in the body, the
+request waits at its gate, goes to the engine with the least in flight, and counts as in flight
+until the answer's last byte is sent. A client that goes away cancels all of it, wherever it is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+import aiohttp
+from yarl import URL
+
+from kvelastic.controller.gate import Place, Ticket
+from kvelastic.controller.headers import Headers, find, sane_request_id, to_client, to_engine
+from kvelastic.controller.refusal import Refusal, unknown_model
+from kvelastic.controller.replies import send_refusal
+from kvelastic.controller.request_body import (
+    BodyBudget,
+    ClientGoneError,
+    Receive,
+    model_of,
+    read_body,
+)
+from kvelastic.controller.request_log import RequestIds, RequestLog
+from kvelastic.controller.served_model import Replica, ServedModel
+
+if TYPE_CHECKING:
+    from kvelastic.controller.front import Front
+
+_COMPLETION_TOKENS: Final = re.compile(rb'"(?:completion|output)_tokens"\s*:\s*([0-9]{1,9})')
+_TOKENS_HINT: Final = b"put_tokens", b"ion_tokens"
+_SKIP_AUTO: Final = ("User-Agent", "Accept", "Accept-Encoding", "Content-Type")
+
+
+@dataclass
+class Exchange:
+    """One request on its way: what the log and the traffic need of it."""
+
+    request_id: str
+    method: str
+    path: str
+    began_s: float
+    model: ServedModel | None = None
+    status: int = 0
+    first_s: float | None = None
+    """Until the answer's first byte of body."""
+    tokens: int = 0
+    events: int = 0
+    sent_bytes: int = 0
+    started: bool = False
+    cancelled: bool = False
+    error: str = ""
+    """Code of what went wrong; empty for an engine's own answer."""
+
+
+class Forwarder:
+    """The front's way to the engines."""
+
+    def __init__(self, front: Front, session: aiohttp.ClientSession, log: RequestLog) -> None:
+        self._front = front
+        self._session = session
+        self._log = log
+        self._ids = RequestIds()
+        self.budget = BodyBudget(front.settings.server.max_buffered)
+        self.running = 0
+        """Exchanges that are not over."""
+
+    async def __call__(self, scope: Any, receive: Receive, send: Any) -> None:
+        """Serve one request. Never raises: what goes wrong is an answer, or a cut connection."""
+        headers: Headers = scope["headers"]
+        given = sane_request_id(find(headers, b"x-request-id"))
+        request_id = given.decode() if given is not None else self._ids.next()
+        exchange = Exchange(request_id, scope["method"], scope["path"], time.monotonic())
+        self.running += 1
+        held = 0
+        watcher: asyncio.Task[None] | None = None
+        try:
+            self._front.keys.check_api(headers, scope)
+            server = self._front.settings.server
+            body = await read_body(
+                receive,
+                find(headers, b"content-length"),
+                server.max_body,
+                server.body_timeout,
+                self.budget,
+            )
+            held = len(body)
+            name, parsed = model_of(body, find(headers, b"content-type"), scope["query_string"])
+            model = self._front.fleet.find(name)
+            if model is None:
+                raise unknown_model(name)
+            exchange.model = model
+            if name != model.settings.upstream_name and parsed is not None:
+                parsed["model"] = model.settings.upstream_name
+                size = held
+                body = json.dumps(parsed, ensure_ascii=False).encode()
+                held = len(body)
+                self.budget.held_bytes += held - size
+            watcher = _cancel_when_gone(receive, exchange)
+            await self._through_gate(scope, send, exchange, model, body)
+        except Refusal as refusal:
+            exchange.error = exchange.error or refusal.code
+            await self._refuse(send, exchange, refusal)
+        except ClientGoneError:
+            exchange.cancelled = True
+        except asyncio.CancelledError:
+            if not exchange.cancelled:
+                raise  # the server ends
+            task = asyncio.current_task()
+            if task is not None and hasattr(task, "uncancel"):
+                task.uncancel()
+        finally:
+            if watcher is not None:
+                watcher.cancel()
+            self.budget.give(held)
+            self.running -= 1
+            self._count(exchange)
+
+    async def _through_gate(
+        self, scope: Any, send: Any, exchange: Exchange, model: ServedModel, body: bytes
+    ) -> None:
+        ticket = Ticket(priority=_priority(scope["headers"]))
+        try:
+            await model.enter(ticket)
+            await self._to_an_engine(scope, send, exchange, model, body)
+        finally:
+            if ticket.place is not Place.OUT:
+                model.leave(ticket)
+
+    async def _to_an_engine(
+        self, scope: Any, send: Any, exchange: Exchange, model: ServedModel, body: bytes
+    ) -> None:
+        settings = model.settings
+        headers = to_engine(
+            scope["headers"],
+            api_key=settings.api_key,
+            drop_authorization=self._front.keys.has_api_keys,
+        )
+        headers.append((b"x-request-id", exchange.request_id.encode()))
+        text_headers = [(k.decode("latin-1"), v.decode("latin-1")) for k, v in headers]
+        target = scope["raw_path"].decode("latin-1")
+        if scope["query_string"]:
+            target += "?" + scope["query_string"].decode("latin-1")
+        limits = settings.timeouts
+        timeout = aiohttp.ClientTimeout(
+            total=limits.total or None,
+            sock_connect=limits.connect or None,
+            sock_read=limits.idle or None,
+        )
+        tried: set[str] = set()
+        while True:
+            replica = model.pick(tried)
+            if replica is None:
+                raise Refusal(
+                    503,
+                    "engine_unreachable",
+                    "No engine of this model accepts connections; try again later.",
+                    retry_after_s=2.0,
+                )
+            replica.in_flight += 1
+            try:
+                async with self._session.request(
+                    exchange.method,
+                    URL(replica.address + target, encoded=True),
+                    headers=text_headers,
+                    data=body or None,
+                    allow_redirects=False,
+                    skip_auto_headers=_SKIP_AUTO,
+                    timeout=timeout,
+                ) as response:
+                    await self._back(send, exchange, response)
+                    return
+            except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError):
+                # Nothing was sent, so another engine may have it.
+                self._unreachable(model, replica, tried)
+            except asyncio.TimeoutError:
+                raise Refusal(
+                    504,
+                    "engine_timeout",
+                    "The engine did not answer in time (timeouts of this model).",
+                ) from None
+            except (aiohttp.ClientError, OSError, ValueError):
+                raise Refusal(
+                    502,
+                    "engine_failed",
+                    "The engine broke off the connection, or its answer is not HTTP.",
+                ) from None
+            finally:
+                replica.in_flight -= 1
+
+    @staticmethod
+    def _unreachable(model: ServedModel, replica: Replica, tried: set[str]) -> None:
+        model.rest(replica)
+        tried.add(replica.address)
+
+    async def _back(self, send: Any, exchange: Exchange, response: aiohttp.ClientResponse) -> None:
+        """The answer, piece by piece as it comes; each `send` waits for a slow client."""
+        if not 200 <= response.status <= 599:
+            raise ValueError(f"status {response.status}")
+        headers = to_client(response.raw_headers)
+        if response.status == 304:  # says how long the body would be, and has none
+            headers = [(k, v) for k, v in headers if k != b"content-length"]
+        exchange.status = response.status
+        exchange.started = True
+        await send(
+            {
+                "type": "http.response.start",
+                "status": response.status,
+                "headers": headers,
+            }
+        )
+        content = response.content
+        while True:
+            piece = await content.readany()
+            if not piece:
+                break
+            if exchange.first_s is None:
+                exchange.first_s = time.monotonic() - exchange.began_s
+            exchange.events += piece.count(b"\ndata:") + piece.startswith(b"data:")
+            exchange.sent_bytes += len(piece)
+            if _TOKENS_HINT[1] in piece or _TOKENS_HINT[0] in piece:
+                found = _COMPLETION_TOKENS.findall(piece)
+                if found:
+                    exchange.tokens = int(found[-1])
+            await send({"type": "http.response.body", "body": piece, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _refuse(self, send: Any, exchange: Exchange, refusal: Refusal) -> None:
+        """Answer it; where the engine's answer has begun, only cutting the connection is honest."""
+        if exchange.started:
+            exchange.error = refusal.code
+            return
+        exchange.status = refusal.status
+        await send_refusal(send, refusal, exchange.request_id)
+
+    def _count(self, exchange: Exchange) -> None:
+        now_s = time.monotonic()
+        total_s = now_s - exchange.began_s
+        # A stream names its tokens only if it was asked to; each of its events is about one.
+        tokens = exchange.tokens or max(0, exchange.events - 1)
+        if exchange.model is not None:
+            exchange.model.traffic.end(
+                now_s,
+                total_s=total_s,
+                first_s=exchange.first_s,
+                ok=not exchange.cancelled and not exchange.error and exchange.status < 400,
+                tokens=tokens,
+                cancelled=exchange.cancelled,
+                refused=bool(exchange.error) and not exchange.started,
+            )
+        else:
+            self._front.unrouted += 1
+        if self._front.settings.server.log_requests:
+            self._log.write(
+                {
+                    "id": exchange.request_id,
+                    "method": exchange.method,
+                    "path": exchange.path[:256],
+                    "model": None if exchange.model is None else exchange.model.name,
+                    "status": exchange.status,
+                    "error": exchange.error,
+                    "cancelled": exchange.cancelled,
+                    "first_ms": None
+                    if exchange.first_s is None
+                    else round(exchange.first_s * 1e3, 2),
+                    "total_ms": round(total_s * 1e3, 2),
+                    "bytes": exchange.sent_bytes,
+                    "tokens": tokens,
+                }
+            )
+
+
+def _priority(headers: Headers) -> int:
+    """`X-Kvelastic-Priority`, -1000 to 1000; anything else counts as 0."""
+    raw = find(headers, b"x-kvelastic-priority")
+    if raw is None:
+        return 0
+    try:
+        return max(-1000, min(1000, int(raw[:8])))
+    except ValueError:
+        return 0
+
+
+def _cancel_when_gone(receive: Receive, exchange: Exchange) -> asyncio.Task[None]:
+    """Cancel the running task when its client goes away."""
+    serving = asyncio.current_task()
+
+    async def watch() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        exchange.cancelled = True
+        if serving is not None:
+            serving.cancel()
+
+    return asyncio.get_running_loop().create_task(watch())

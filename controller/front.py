@@ -1,0 +1,208 @@
+"""The front: everything that the routes speak to, made in the loop and owned by it.
+
+front = Front(settings)
+await front.start()      # looks how the engines are, starts those that are to be launched
+...                      # front.app is the ASGI application
+await front.stop()       # drains, then ends what it has started
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+
+import aiohttp
+
+from kvelastic.controller import instance_memory
+from kvelastic.controller.engine_calls import EngineCalls
+from kvelastic.controller.engine_process import EngineProcess
+from kvelastic.controller.fleet import NOT_SERVED, SHUTTING_DOWN, Fleet
+from kvelastic.controller.forward import Forwarder
+from kvelastic.controller.keys import Keys
+from kvelastic.controller.request_log import RequestLog
+from kvelastic.controller.served_model import ServedModel
+from kvelastic.controller.settings import ModelSettings, Settings
+from kvelastic.controller.upkeep import Upkeep
+from kvelastic.errors import ControllerError, KvelasticError
+
+_log = logging.getLogger("kvelastic.controller")
+
+ENGINE_KEEP_ALIVE_S = 3.0
+"""Below the 5 s of uvicorn, which vLLM and SGLang run on: else a request now and then would meet a
+connection that the engine is just closing."""
+
+
+class Front:
+    """See the module."""
+
+    def __init__(
+        self, settings: Settings, *, read_settings: Callable[[], Settings] | None = None
+    ) -> None:
+        self.settings = settings
+        self.keys = Keys(settings.auth)
+        self.fleet = Fleet()
+        self.log = RequestLog()
+        self.started_at = time.time()
+        self.unrouted = 0
+        """Requests that named no model that is served here."""
+        self.reloads = 0
+        self.processes: dict[ServedModel, EngineProcess] = {}
+        """Of the models whose engines are launched here."""
+        self._read_settings = read_settings
+        self._reloading = asyncio.Lock()
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def start(self) -> None:
+        """Begin to serve. Returns when each engine was looked at once (2 s at most)."""
+        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=ENGINE_KEEP_ALIVE_S)
+        self.session = aiohttp.ClientSession(
+            connector=connector,
+            auto_decompress=False,
+            cookie_jar=aiohttp.DummyCookieJar(),
+            timeout=aiohttp.ClientTimeout(total=None),
+        )
+        self.calls = EngineCalls(self.session)
+        self.forwarder = Forwarder(self, self.session, self.log)
+        self.upkeep = Upkeep(self)
+        models = [self._make(model) for model in self.settings.models]
+        self.fleet.put(models)
+        await asyncio.gather(*(self._greet(model) for model in models))
+        self.upkeep.start()
+
+    def refuse_new(self) -> None:
+        """The end is near: new requests, and those that wait, are told so."""
+        for model in self.fleet:
+            model.gate.closing = SHUTTING_DOWN
+            model.gate.refuse_all(SHUTTING_DOWN)
+
+    async def stop(self) -> None:
+        """End what was started. Requests that still run lose their engines' connections."""
+        await self.upkeep.stop()
+        await asyncio.gather(*(self._part(model, drain_s=0.0) for model in self.fleet))
+        if self._tasks:
+            await asyncio.wait(set(self._tasks))
+        await self.session.close()
+        self.log.flush()
+
+    # -------------------------------------------------------------------------------- reload
+
+    async def reload(self) -> dict[str, list[str]]:
+        """Read the configuration anew and take what changed. Raises `ControllerConfigError`.
+
+        A file with a fault changes nothing. Requests that run go on with what they began with;
+        a model that is gone is drained. Returns the names of what was added, changed and removed,
+        and the keys that need a restart.
+        """
+        if self._read_settings is None:
+            raise ControllerError("there is no configuration file to read again")
+        async with self._reloading:
+            new = await asyncio.to_thread(self._read_settings)
+            return self._take(new)
+
+    def _take(self, new: Settings) -> dict[str, list[str]]:
+        old = self.settings
+        told: dict[str, list[str]] = {"added": [], "changed": [], "removed": []}
+        models: list[ServedModel] = []
+        fresh: list[ServedModel] = []
+        for settings in new.models:
+            model = self.fleet.find(settings.name)
+            if model is not None and model.name == settings.name and not _anew(model, settings):
+                if (model.settings, model.sleep_settings) != (settings, new.sleep):
+                    is_wish_new = model.settings.memory != settings.memory
+                    model.change(settings, new.sleep)
+                    told["changed"].append(settings.name)
+                    if is_wish_new:
+                        self._start(self._wish(model))
+            else:
+                told["added" if model is None else "changed"].append(settings.name)
+                model = self._make(settings, new)
+                fresh.append(model)
+            models.append(model)
+        gone = self.fleet.put(models)
+        told["removed"] = [model.name for model in gone if self.fleet.find(model.name) is None]
+        if new.auth != old.auth:
+            self.keys = Keys(new.auth)
+        bound = ("host", "port", "tls_cert", "tls_key", "max_headers", "header_timeout")
+        told["needs_restart"] = [
+            f"server.{key}"
+            for key in (*bound, "keep_alive")
+            if getattr(new.server, key) != getattr(old.server, key)
+        ]
+        self.settings = new
+        self.forwarder.budget.limit_bytes = new.server.max_buffered
+        self.reloads += 1
+        self._start(self._replace(gone, fresh, new.server.drain_timeout))
+        _log.info("configuration read again: %s", told)
+        return told
+
+    # -------------------------------------------------------------------------------- inside
+
+    async def _replace(
+        self, gone: list[ServedModel], fresh: list[ServedModel], drain_s: float
+    ) -> None:
+        """The old ones go before a new one with the same port is launched."""
+        ports = {m.settings.launch.port for m in fresh if m.settings.launch is not None}
+        in_the_way = [m for m in gone if m.settings.launch and m.settings.launch.port in ports]
+        for model in gone:
+            if model not in in_the_way:
+                self._start(self._part(model, drain_s))
+        await asyncio.gather(
+            *(self._part(model, drain_s) for model in in_the_way),
+            *(self._greet(m) for m in fresh if m.settings.launch is None),
+        )
+        await asyncio.gather(*(self._greet(m) for m in fresh if m.settings.launch is not None))
+
+    def _make(self, settings: ModelSettings, whole: Settings | None = None) -> ServedModel:
+        return ServedModel(settings, (whole or self.settings).sleep, self.calls)
+
+    async def _greet(self, model: ServedModel) -> None:
+        if model.settings.launch is not None:
+            process = self.processes[model] = EngineProcess(model, self.calls)
+            process.start()
+            return
+        await model.find_state()
+        await self._wish(model)
+
+    async def _wish(self, model: ServedModel) -> None:
+        """Tell the instance what the configuration says of its memory, if it is there."""
+        wish, name = model.settings.memory, model.settings.instance
+        if name is None or (wish.min, wish.limit, wish.priority) == (None, None, None):
+            return
+        try:
+            await asyncio.to_thread(
+                instance_memory.wish,
+                name,
+                limit_bytes=wish.limit if model.gate.state.value == "awake" else None,
+                min_bytes=wish.min,
+                priority=wish.priority,
+            )
+        except KvelasticError as error:
+            _log.warning("no wish was taken: %s", error, extra={"model": model.name})
+
+    async def _part(self, model: ServedModel, drain_s: float) -> None:
+        """Let go of a model: those that wait are refused, those that run have `drain_s`."""
+        await model.close(NOT_SERVED if drain_s else SHUTTING_DOWN)
+        end_s = time.monotonic() + drain_s
+        while model.gate.in_flight and time.monotonic() < end_s:
+            await asyncio.sleep(0.05)
+        process = self.processes.pop(model, None)
+        if process is not None:
+            await process.stop()
+
+    def _start(self, work: object) -> None:
+        task: asyncio.Task[None] = asyncio.get_running_loop().create_task(work)  # type: ignore[arg-type]
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+
+def _anew(model: ServedModel, settings: ModelSettings) -> bool:
+    """Whether a change is too large for the model to live on: another engine behind the name."""
+    old = model.settings
+    return (old.engine, old.launch, old.instance, old.addresses) != (
+        settings.engine,
+        settings.launch,
+        settings.instance,
+        settings.addresses,
+    )

@@ -1,0 +1,73 @@
+"""Which headers go on to the engine, and which come back: hop-by-hop ones do neither."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from typing import Final
+
+Headers = list[tuple[bytes, bytes]]
+
+HOP_BY_HOP: Final = frozenset(
+    (
+        b"connection",
+        b"keep-alive",
+        b"proxy-authenticate",
+        b"proxy-authorization",
+        b"proxy-connection",
+        b"te",
+        b"trailer",
+        b"transfer-encoding",
+        b"upgrade",
+    )
+)
+_NOT_UPSTREAM: Final = HOP_BY_HOP | {b"host", b"content-length", b"expect", b"x-request-id"}
+_REQUEST_ID: Final = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
+
+
+def find(headers: Iterable[tuple[bytes, bytes]], name: bytes) -> bytes | None:
+    """The first value of a header; `name` in lower case, as ASGI has them."""
+    for key, value in headers:
+        if key == name:
+            return value
+    return None
+
+
+def to_engine(headers: Headers, *, api_key: str | None, drop_authorization: bool) -> Headers:
+    """What an engine gets. `drop_authorization`: the client's key was meant for the controller."""
+    dropped = _NOT_UPSTREAM
+    connection = find(headers, b"connection")
+    if connection is not None and connection.lower() not in {b"keep-alive", b"close"}:
+        dropped = dropped | named(connection)
+    if drop_authorization or api_key is not None:
+        dropped = dropped | {b"authorization", b"x-api-key"}
+    kept = [(key, value) for key, value in headers if key not in dropped]
+    if api_key is not None:
+        kept.append((b"authorization", b"Bearer " + api_key.encode()))
+    return kept
+
+
+def to_client(headers: Iterable[tuple[bytes, bytes]]) -> Headers:
+    """What a client gets of an engine's headers: all that are not hop-by-hop, as they came."""
+    kept = []
+    connection = b""
+    for key, value in headers:
+        lower = key.lower()
+        if lower == b"connection":
+            connection = value
+        if lower not in HOP_BY_HOP:
+            kept.append((lower, value))
+    if connection and connection.lower() not in {b"keep-alive", b"close"}:
+        dropped = named(connection)
+        kept = [(key, value) for key, value in kept if key not in dropped]
+    return kept
+
+
+def named(connection: bytes) -> frozenset[bytes]:
+    """The headers that a Connection header declares hop-by-hop."""
+    return frozenset(token.strip().lower() for token in connection.split(b","))
+
+
+def sane_request_id(value: bytes | None) -> bytes | None:
+    """A client's request id if it can go into logs and on to the engine; else None."""
+    return value if value is not None and _REQUEST_ID.fullmatch(value) else None

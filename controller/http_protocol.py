@@ -1,0 +1,117 @@
+"""uvicorn's HTTP protocol with the bounds that it lacks: size of headers, and time for them.
+
+It also tells requests that wait behind another one on their connection that their client is gone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+
+from kvelastic.controller.refusal import Refusal
+
+
+def bounded_protocol(max_header_bytes: int, header_timeout_s: float) -> type[asyncio.Protocol]:
+    """A protocol class for `uvicorn.Config(http=...)`."""
+
+    class BoundedProtocol(HttpToolsProtocol):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            self._header_bytes = 0
+            self._in_headers = False
+            self._is_over = False
+            self._header_timer: asyncio.TimerHandle | None = None
+            self._earlier: list[RequestResponseCycle] = []
+
+        def connection_made(self, transport: Any) -> None:
+            super().connection_made(transport)
+            self._header_timer = self.loop.call_later(header_timeout_s, self._too_late)
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            self._stop_timer()
+            waiting = [cycle for cycle, _ in self.pipeline]
+            super().connection_lost(exc)
+            for cycle in (*self._earlier, *waiting):
+                if not cycle.response_complete:
+                    cycle.disconnected = True
+                cycle.message_event.set()
+            self.pipeline.clear()
+            self._earlier.clear()
+
+        def data_received(self, data: bytes) -> None:
+            if self._is_over:
+                return
+            super().data_received(data)
+            if self.parser is None or self._is_over:
+                return
+            if self._in_headers:
+                # What the parser holds back of a line that has no end yet is counted as well.
+                self._count(len(data))
+                if self._header_timer is None:
+                    self._header_timer = self.loop.call_later(header_timeout_s, self._too_late)
+
+        def on_message_begin(self) -> None:
+            super().on_message_begin()
+            self._header_bytes = 0
+            self._in_headers = True
+
+        def on_url(self, url: bytes) -> None:
+            super().on_url(url)
+            self._count(len(url))
+
+        def on_header(self, name: bytes, value: bytes) -> None:
+            self._count(len(name) + len(value) + 4)
+            if not self._is_over:
+                super().on_header(name, value)
+
+        def on_headers_complete(self) -> None:
+            self._in_headers = False
+            self._stop_timer()
+            if self._is_over:
+                return
+            previous = self.cycle
+            super().on_headers_complete()
+            if previous is not None and not previous.response_complete:
+                self._earlier = [c for c in self._earlier if not c.response_complete]
+                self._earlier.append(previous)
+
+        def on_body(self, body: bytes) -> None:
+            if not self._is_over:
+                super().on_body(body)
+
+        def on_message_complete(self) -> None:
+            if not self._is_over:
+                super().on_message_complete()
+
+        def _count(self, count: int) -> None:
+            self._header_bytes += count
+            if self._header_bytes > max_header_bytes and not self._is_over:
+                self._end(Refusal(431, "headers_too_large", "The headers are too large."))
+
+        def _too_late(self) -> None:
+            self._header_timer = None
+            if self.cycle is None or self.cycle.response_complete:
+                self._end(Refusal(408, "request_timeout", "No whole request came in time."))
+
+        def _end(self, refusal: Refusal) -> None:
+            self._is_over = True
+            if self.transport.is_closing():
+                return
+            if self.cycle is None or self.cycle.response_complete:
+                body = refusal.body()
+                head = b"HTTP/1.1 %d \r\nconnection: close\r\ncontent-length: %d\r\n" % (
+                    refusal.status,
+                    len(body),
+                )
+                lines = b"".join(b"%s: %s\r\n" % header for header in refusal.headers())
+                self.transport.write(head + lines + b"\r\n" + body)
+            self.transport.close()
+
+        def _stop_timer(self) -> None:
+            if self._header_timer is not None:
+                self._header_timer.cancel()
+                self._header_timer = None
+
+    return BoundedProtocol

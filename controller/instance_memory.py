@@ -1,0 +1,178 @@
+"""Memory of instances, as the controller sees and changes it: segments and ledgers, nothing else.
+
+The functions block for milliseconds (they map files, and `wish` waits for an answer), so they run
+in threads; they share nothing with the loop.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from kvelastic import ledger, segment
+from kvelastic.cli.rows import row_of
+from kvelastic.controller.sleep_policy import Ask
+from kvelastic.errors import SegmentError, SegmentNotFoundError
+
+
+def row(name: str) -> dict[str, Any]:
+    """What `kvctl list --json` says of one segment, and its ledgers' facts. Raises `SegmentError`.
+
+    Added keys: `min_bytes`, `priority` (in force), `granted_bytes` and `ask_bytes` (None where it
+    is in no ledger).
+    """
+    return _with_ledger(row_of(segment.inspect(name)), segment.inspect(name), ledger.list_ledgers())
+
+
+def rows() -> list[dict[str, Any]]:
+    """The same of every segment of this machine."""
+    ledgers = ledger.list_ledgers()
+    return [_with_ledger(row_of(info), info, ledgers) for info in segment.list_segments()]
+
+
+def devices() -> list[dict[str, Any]]:
+    """Every device that instances share, with its members."""
+    return [
+        {
+            "device": info.device,
+            "group": info.group,
+            "status": info.status,
+            "problem": info.problem,
+            "capacity_bytes": info.capacity_bytes,
+            "others_bytes": info.others_bytes,
+            "granted_bytes": info.granted_bytes,
+            "guaranteed_bytes": info.guaranteed_bytes,
+            "asked_bytes": info.asked_bytes,
+            "free_bytes": info.free_bytes,
+            "members": [
+                {**asdict(member), "uuid": _uuid_text(member.uuid)} for member in info.members
+            ],
+        }
+        for info in ledger.list_ledgers()
+    ]
+
+
+def wish(
+    name: str,
+    *,
+    limit_bytes: int | None = None,
+    min_bytes: int | None = None,
+    priority: int | None = None,
+    trim: bool = False,
+    wait_s: float | None = None,
+) -> dict[str, Any]:
+    """Wish and say what was answered; blocks for up to `wait_s`. Raises as `segment.wish`.
+
+    `state`: applied, shrinking, refused, pending (no answer yet) or overtaken (by a later wish).
+    """
+    answer = segment.wish(
+        name,
+        limit_bytes=limit_bytes,
+        min_bytes=min_bytes,
+        priority=priority,
+        trim=trim,
+        wait_s=wait_s,
+    )
+    facts = asdict(answer)
+    facts.pop("answered_ns")
+    if answer.state == "none":
+        facts["state"] = "pending"
+    elif not answer.is_to_the_wish:
+        facts["state"] = "overtaken"
+    return facts
+
+
+def limit_in_force(name: str) -> int | None:
+    """The limit that an instance keeps to, as it was wished; None if there is no instance."""
+    try:
+        facts = row_of(segment.inspect(name))
+    except SegmentNotFoundError:
+        return None
+    wished = facts["wished_limit_bytes"]
+    return facts["limit_bytes"] if wished is None else wished
+
+
+def limit_to_wake_with(name: str) -> int | None:
+    """What an instance that somebody left at limit 0 needs to serve: all that its device has.
+
+    None if its limit is another one, and stays. Raises `SegmentError`.
+    """
+    facts = row_of(segment.inspect(name))
+    return facts["capacity_bytes"] if facts["wished_limit_bytes"] == 0 else None
+
+
+def shortage(name: str) -> str | None:
+    """Why an instance that wakes would not get what it is guaranteed; None if it would.
+
+    Memory that others hold above their own guarantees counts as to be had: the ledger's rules take
+    it back when it is asked for. Raises `SegmentError`.
+    """
+    uuid = segment.inspect(name).header.get("uuid")
+    for info in ledger.list_ledgers():
+        for member in info.members:
+            if member.uuid != uuid:
+                continue
+            missing_bytes = member.min_bytes - member.granted_bytes
+            if missing_bytes <= info.free_bytes:
+                continue
+            to_be_had_bytes = info.free_bytes + sum(
+                max(0, other.granted_bytes - other.min_bytes)
+                for other in info.members
+                if other is not member and other.status != "dead"
+            )
+            if missing_bytes > to_be_had_bytes:
+                return (
+                    f"it is guaranteed {member.min_bytes} bytes of {info.device}, and"
+                    f" {to_be_had_bytes} are to be had"
+                )
+    return None
+
+
+def pressure(older_than_s: float) -> tuple[list[Ask], dict[str, tuple[frozenset[str], int]]]:
+    """Asks that have waited so long, and by segment where it holds how much."""
+    asks: list[Ask] = []
+    held: dict[str, tuple[frozenset[str], int]] = {}
+    for info in ledger.list_ledgers():
+        place = f"{info.group}/{info.device}"
+        for member in info.members:
+            places, held_bytes = held.get(member.name, (frozenset(), 0))
+            held[member.name] = (places | {place}, held_bytes + member.granted_bytes)
+            if member.ask_bytes and member.ask_s >= older_than_s and member.status == "alive":
+                asks.append(Ask(place, member.ask_bytes, member.priority))
+    return asks, held
+
+
+def _with_ledger(
+    facts: Any, info: segment.SegmentInfo, ledgers: list[ledger.LedgerInfo]
+) -> dict[str, Any]:
+    members = [
+        member
+        for found in ledgers
+        for member in found.members
+        if member.uuid == info.header.get("uuid")
+    ]
+    return {
+        **facts,
+        "min_bytes": info.answer.get("min_bytes"),
+        "priority": info.answer.get("priority"),
+        "granted_bytes": sum(m.granted_bytes for m in members) if members else None,
+        "ask_bytes": sum(m.ask_bytes for m in members) if members else None,
+    }
+
+
+def _uuid_text(raw: bytes) -> str:
+    digits = raw.hex()
+    return "-".join((digits[:8], digits[8:12], digits[12:16], digits[16:20], digits[20:]))
+
+
+__all__ = [
+    "SegmentError",
+    "devices",
+    "limit_in_force",
+    "limit_to_wake_with",
+    "pressure",
+    "row",
+    "rows",
+    "shortage",
+    "wish",
+]

@@ -1,0 +1,137 @@
+"""/metrics: what the controller counts, collected when it is asked for and never in between."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client.metrics_core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from kvelastic.controller import instance_memory
+from kvelastic.controller.gate import State
+from kvelastic.controller.routes import Who, route
+from kvelastic.controller.traffic import bucket_bounds_s
+
+if TYPE_CHECKING:
+    from kvelastic.controller.front import Front
+
+_EVERY = 8
+"""Of the traffic's buckets every eighth is shown: 20 bounds, each about twice the one before."""
+
+
+def routes(front: Front) -> list[Route]:
+    """Of this page."""
+    return [route(front, "/metrics", "GET", Who.API, metrics)]
+
+
+async def metrics(front: Front, _: Request) -> Response:
+    """Counters and gauges for Prometheus."""
+    rows = await asyncio.to_thread(instance_memory.rows)
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(_Collector(front, {row["name"]: row for row in rows}))
+    return Response(generate_latest(registry), headers={"content-type": CONTENT_TYPE_LATEST})
+
+
+class _Collector:
+    def __init__(self, front: Front, rows: dict[str, dict[str, object]]) -> None:
+        self._front = front
+        self._rows = rows
+
+    def collect(self) -> Iterable[Metric]:
+        """All families, of all models."""
+        yield from self._requests()
+        yield from self._states()
+        yield from self._memory()
+        front = self._front
+        yield CounterMetricFamily(
+            "kvelastic_unrouted_requests", "Requests that no model got.", value=front.unrouted
+        )
+        yield GaugeMetricFamily(
+            "kvelastic_buffered_bytes",
+            "Bodies that are held now.",
+            value=front.forwarder.budget.held_bytes,
+        )
+
+    def _requests(self) -> Iterable[Metric]:
+        requests = CounterMetricFamily(
+            "kvelastic_requests", "Requests that are over.", labels=["model", "outcome"]
+        )
+        tokens = CounterMetricFamily(
+            "kvelastic_generated_tokens", "Tokens that engines made.", labels=["model"]
+        )
+        first = HistogramMetricFamily(
+            "kvelastic_time_to_first_byte_seconds", "Until an answer began.", labels=["model"]
+        )
+        total = HistogramMetricFamily(
+            "kvelastic_request_seconds", "Until an answer ended.", labels=["model"]
+        )
+        for model in self._front.fleet:
+            traffic, name = model.traffic, model.name
+            failed = traffic.failed - traffic.cancelled - traffic.refused
+            for outcome, count in (
+                ("ok", traffic.succeeded),
+                ("engine_error", failed),
+                ("cancelled", traffic.cancelled),
+                ("refused", traffic.refused),
+            ):
+                requests.add_metric([name, outcome], count)
+            tokens.add_metric([name], traffic.tokens)
+            first.add_metric([name], _buckets(traffic.first_counts), traffic.first_sum_s)
+            total.add_metric([name], _buckets(traffic.total_counts), traffic.total_sum_s)
+        return requests, tokens, first, total
+
+    def _states(self) -> Iterable[Metric]:
+        state = GaugeMetricFamily(
+            "kvelastic_model_state", "1 for the state it is in.", labels=["model", "state"]
+        )
+        in_flight = GaugeMetricFamily(
+            "kvelastic_in_flight", "Requests at engines.", labels=["model"]
+        )
+        queued = GaugeMetricFamily("kvelastic_queued", "Requests that wait.", labels=["model"])
+        wakes = CounterMetricFamily("kvelastic_wakes", "Times woken.", labels=["model"])
+        sleeps = CounterMetricFamily("kvelastic_sleeps", "Times put to sleep.", labels=["model"])
+        for model in self._front.fleet:
+            for each in State:
+                state.add_metric([model.name, each.value], float(model.state is each))
+            in_flight.add_metric([model.name], model.gate.in_flight)
+            queued.add_metric([model.name], model.gate.queued)
+            wakes.add_metric([model.name], model.wakes)
+            sleeps.add_metric([model.name], model.sleeps)
+        return state, in_flight, queued, wakes, sleeps
+
+    def _memory(self) -> Iterable[Metric]:
+        memory = GaugeMetricFamily(
+            "kvelastic_memory_bytes", "Of the model's instance.", labels=["model", "kind"]
+        )
+        kinds = ("limit", "mapped", "in_use", "cached", "parked", "over", "capacity", "min")
+        for model in self._front.fleet:
+            row = self._rows.get(model.settings.instance or "", {})
+            for kind in kinds:
+                value = row.get(f"{kind}_bytes")
+                if isinstance(value, int):
+                    memory.add_metric([model.name, kind], value)
+        return (memory,)
+
+
+def _buckets(counts: list[int]) -> list[tuple[str, float]]:
+    """Cumulative, as Prometheus wants them."""
+    bounds = bucket_bounds_s()
+    shown: list[tuple[str, float]] = []
+    seen = 0
+    for bucket, bound in enumerate(bounds):
+        seen += counts[bucket]
+        if bucket % _EVERY == 0:
+            shown.append((f"{bound:.6g}", seen))
+    shown.append(("+Inf", sum(counts)))
+    return shown

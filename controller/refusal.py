@@ -1,0 +1,56 @@
+"""Refusals: the answers that are the controller's own, in the shape of OpenAI's errors."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+
+_TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
+
+
+@dataclass(eq=False)  # not frozen: Python sets an exception's traceback
+class Refusal(Exception):  # noqa: N818 - an answer, not an accident
+    """Why a request is not served. Raise it anywhere under a route, or hand it over as a value."""
+
+    status: int
+    code: str
+    """Stable name, for programs."""
+    message: str
+    """For people: what happened, and what to do next."""
+    retry_after_s: float | None = None
+    param: str | None = None
+
+    def body(self) -> bytes:
+        """The answer's body."""
+        kind = _TYPES.get(
+            self.status, "invalid_request_error" if self.status < 500 else "server_error"
+        )
+        error = {
+            "message": self.message,
+            "type": kind,
+            "param": self.param,
+            "code": self.code,
+        }
+        return json.dumps({"error": error}).encode()
+
+    def headers(self) -> list[tuple[bytes, bytes]]:
+        """The answer's headers, without its length."""
+        headers = [(b"content-type", b"application/json")]
+        if self.retry_after_s is not None:
+            seconds = max(1, math.ceil(self.retry_after_s))
+            headers.append((b"retry-after", str(seconds).encode()))
+        if self.status == 401:
+            headers.append((b"www-authenticate", b"Bearer"))
+        return headers
+
+
+def unknown_model(name: str) -> Refusal:
+    """404, as OpenAI says it."""
+    shown = name if len(name) <= 200 else name[:200] + "..."
+    return Refusal(
+        404,
+        "model_not_found",
+        f"The model {shown!r} does not exist here; GET /v1/models lists those that do.",
+        param="model",
+    )

@@ -1,0 +1,123 @@
+"""How routes are made: who may ask, and how what they return or raise becomes an answer."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+from collections.abc import Awaitable, Callable
+from enum import Enum
+from typing import TYPE_CHECKING, Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from kvelastic.controller.durations import parse_duration_s
+from kvelastic.controller.refusal import Refusal
+from kvelastic.controller.replies import Json, refusal_response
+from kvelastic.controller.request_body import read_body
+from kvelastic.errors import (
+    ControllerConfigError,
+    GuaranteeError,
+    InvalidArgumentError,
+    KvelasticError,
+    SegmentBusyError,
+    SegmentDeadError,
+    SegmentNotFoundError,
+)
+
+if TYPE_CHECKING:
+    from kvelastic.controller.front import Front
+
+Handler = Callable[["Front", Request], Awaitable[Any]]
+
+
+class Who(Enum):
+    """Who may use a route."""
+
+    ALL = "everybody"
+    API = "holders of a key"
+    ADMIN = "holders of an admin key"
+
+
+_STATUS_OF: dict[type[KvelasticError], int] = {
+    InvalidArgumentError: 400,
+    ControllerConfigError: 400,
+    GuaranteeError: 409,
+    SegmentNotFoundError: 404,
+    SegmentDeadError: 409,
+    SegmentBusyError: 503,
+}
+
+
+def route(front: Front, path: str, method: str, who: Who, handler: Handler) -> Route:
+    """A route whose handler returns plain values (JSON) or a response, and raises what it likes."""
+
+    async def endpoint(request: Request) -> Response:
+        headers = request.scope["headers"]
+        try:
+            if who is Who.API:
+                front.keys.check_api(headers, request.scope)
+            elif who is Who.ADMIN:
+                front.keys.check_admin(headers, request.scope)
+            answer = await handler(front, request)
+        except Refusal as refusal:
+            return refusal_response(refusal)
+        except KvelasticError as error:
+            return refusal_response(_as_refusal(error))
+        return answer if isinstance(answer, Response) else Json(answer)
+
+    endpoint.__doc__ = handler.__doc__
+    return Route(path, endpoint, methods=[method], name=handler.__name__)
+
+
+def _as_refusal(error: KvelasticError) -> Refusal:
+    for kind, status in _STATUS_OF.items():
+        if isinstance(error, kind):
+            retry_after_s = 1.0 if status == 503 else None
+            return Refusal(status, error.code, str(error), retry_after_s)
+    return Refusal(409, error.code, str(error))
+
+
+async def json_object(front: Front, request: Request) -> dict[str, Any]:
+    """The request's body as a JSON object; nothing at all is an empty one. Raises `Refusal`."""
+    server = front.settings.server
+    body = await read_body(
+        request.receive,
+        None,
+        min(server.max_body, 1 << 20),
+        server.body_timeout,
+        front.forwarder.budget,
+    )
+    front.forwarder.budget.give(len(body))
+    if not body.strip():
+        return {}
+    try:
+        value = json.loads(body)
+    except (ValueError, RecursionError):
+        value = None
+    if not isinstance(value, dict):
+        raise Refusal(400, "invalid_json", "The body is not a JSON object.")
+    return value
+
+
+def seconds_of(request: Request, key: str, default_s: float) -> float:
+    """A duration from the query. Raises `Refusal` (400)."""
+    text = request.query_params.get(key)
+    if text is None:
+        return default_s
+    try:
+        return parse_duration_s(text)
+    except InvalidArgumentError as error:
+        raise Refusal(400, error.code, str(error), param=key) from None
+
+
+def number_of(value: Any, key: str) -> float:
+    """A finite number that a body gives. Raises `Refusal` (400)."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise Refusal(400, "invalid_value", f"{key} is not a number.", param=key)
+    return float(value)
+
+
+__all__ = ["Handler", "Who", "asyncio", "json_object", "number_of", "route", "seconds_of"]

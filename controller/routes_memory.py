@@ -1,0 +1,175 @@
+"""Memory: what instances hold, and wishes of them: /memory, /devices."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+from starlette.requests import Request
+from starlette.routing import Route
+
+from kvelastic.controller import instance_memory
+from kvelastic.controller.durations import parse_duration_s
+from kvelastic.controller.refusal import Refusal
+from kvelastic.controller.replies import Json
+from kvelastic.controller.routes import Who, json_object, route
+from kvelastic.controller.served_model import ServedModel
+from kvelastic.errors import InvalidArgumentError, SegmentNotFoundError
+from kvelastic.sizes import MAX_SIZE_BYTES, parse_size
+
+if TYPE_CHECKING:
+    from kvelastic.controller.front import Front
+
+MOST_WAIT_S = 600.0
+_PRIORITY_MOST = 1000
+
+
+def routes(front: Front) -> list[Route]:
+    """Of this page."""
+    return [
+        route(front, "/memory", "GET", Who.API, all_memory),
+        route(front, "/memory/{model:path}/trim", "POST", Who.ADMIN, trim),
+        route(front, "/memory/{model:path}", "GET", Who.API, memory_of),
+        route(front, "/memory/{model:path}", "PATCH", Who.ADMIN, change_memory),
+        route(front, "/devices", "GET", Who.API, devices),
+    ]
+
+
+async def all_memory(front: Front, _: Request) -> Any:
+    """Every model with an instance, and every instance of this machine, as kvctl lists them."""
+    rows = await asyncio.to_thread(instance_memory.rows)
+    by_name = {row["name"]: row for row in rows}
+    return {
+        "models": {
+            model.name: by_name.get(model.settings.instance)
+            for model in front.fleet
+            if model.settings.instance is not None
+        },
+        "instances": rows,
+    }
+
+
+async def memory_of(front: Front, request: Request) -> Any:
+    """One model's instance."""
+    model = front.fleet.need(request.path_params["model"])
+    row = await asyncio.to_thread(instance_memory.row, _instance(model))
+    return {"model": model.name, "memory": row}
+
+
+async def change_memory(front: Front, request: Request) -> Any:
+    """Wish of a model's instance: `min`, `limit`, `priority`, and `wait` until it is applied.
+
+    200 applied, or seen; 202 accepted and not in force yet; 409 refused or overtaken.
+    """
+    model = front.fleet.need(request.path_params["model"])
+    name = _instance(model)
+    body = await json_object(front, request)
+    unknown = set(body) - {"min", "limit", "priority", "wait"}
+    if unknown:
+        raise Refusal(
+            400,
+            "unknown_key",
+            f"{sorted(unknown)[0][:100]!r} is not min, limit, priority or wait.",
+            param=sorted(unknown)[0][:100],
+        )
+    min_bytes, limit_bytes = _size(body, "min"), _size(body, "limit")
+    priority = body.get("priority")
+    if priority is not None and (
+        isinstance(priority, bool)
+        or not isinstance(priority, int)
+        or abs(priority) > _PRIORITY_MOST
+    ):
+        raise Refusal(
+            400, "invalid_value", "priority is a whole number, -1000 to 1000.", param="priority"
+        )
+    wait_s = _wait_s(body.get("wait"))
+    if min_bytes is None and limit_bytes is None and priority is None:
+        raise Refusal(400, "nothing_wished", "Give one of min, limit and priority at least.")
+    if min_bytes is not None and limit_bytes is not None and min_bytes > limit_bytes:
+        raise Refusal(400, "invalid_value", "min is above limit.", param="min")
+    return await _wish(
+        model,
+        name,
+        limit_bytes=limit_bytes,
+        min_bytes=min_bytes,
+        priority=priority,
+        wait_s=wait_s,
+    )
+
+
+async def trim(front: Front, request: Request) -> Any:
+    """Have a model's instance give back every parked page."""
+    model = front.fleet.need(request.path_params["model"])
+    name = _instance(model)
+    body = await json_object(front, request)
+    return await _wish(model, name, trim=True, wait_s=_wait_s(body.get("wait")))
+
+
+async def devices(front: Front, _: Request) -> Any:
+    """Every device that instances share: capacity, what is granted, and to whom."""
+    return {"devices": await asyncio.to_thread(instance_memory.devices)}
+
+
+async def _wish(model: ServedModel, name: str, **wishes: Any) -> Json:
+    if wishes.get("limit_bytes") is not None:
+        model.limit_when_awake_bytes = wishes["limit_bytes"]
+        if model.gate.state.value in {"asleep", "waking", "falling_asleep"}:
+            # Sleeping is limit 0: the new limit holds when it wakes.
+            rest = {**wishes, "limit_bytes": None}
+            answer: dict[str, Any] = {"state": "asleep"}
+            if rest.get("min_bytes") is not None or rest.get("priority") is not None:
+                answer = {**await asyncio.to_thread(_send, name, rest), "state": "asleep"}
+            return Json(
+                {
+                    "model": model.name,
+                    "instance": name,
+                    "answer": answer,
+                    "limit_when_awake_bytes": wishes["limit_bytes"],
+                },
+                202,
+            )
+    answer = await asyncio.to_thread(_send, name, wishes)
+    status = {"refused": 409, "overtaken": 409, "shrinking": 202, "pending": 202}
+    return Json(
+        {"model": model.name, "instance": name, "answer": answer},
+        status.get(answer["state"], 200),
+    )
+
+
+def _send(name: str, wishes: dict[str, Any]) -> dict[str, Any]:
+    return instance_memory.wish(name, **wishes)
+
+
+def _instance(model: ServedModel) -> str:
+    name = model.settings.instance
+    if name is None:
+        raise SegmentNotFoundError(f"no instance is configured for the model {model.name!r}")
+    return name
+
+
+def _size(body: dict[str, Any], key: str) -> int | None:
+    value = body.get(key)
+    if value is None:
+        return None
+    if isinstance(value, str):
+        try:
+            return parse_size(value)
+        except InvalidArgumentError as error:
+            raise Refusal(400, error.code, str(error), param=key) from None
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= MAX_SIZE_BYTES:
+        raise Refusal(
+            400, "invalid_value", f"{key} is a number of bytes, or text like 512M.", param=key
+        )
+    return value
+
+
+def _wait_s(value: Any) -> float | None:
+    if value is None:
+        return None
+    try:
+        wait_s = parse_duration_s(value)
+    except InvalidArgumentError as error:
+        raise Refusal(400, error.code, str(error), param="wait") from None
+    if wait_s > MOST_WAIT_S:
+        raise Refusal(400, "invalid_value", f"wait is at most {MOST_WAIT_S:g} s.", param="wait")
+    return wait_s

@@ -1,0 +1,348 @@
+"""One model as it is served: its engines, its gate, its traffic, and how it sleeps and wakes.
+
+The loop owns all of it. Here are the effects of `gate.Gate`: what takes time runs in tasks of this
+object, and ends with a word to the gate.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+from kvelastic.controller import instance_memory
+from kvelastic.controller.engine_calls import KINDS, EngineCalls, Kind
+from kvelastic.controller.gate import Gate, Rules, State, Ticket
+from kvelastic.controller.refusal import Refusal
+from kvelastic.controller.settings import ModelSettings, SleepSettings
+from kvelastic.controller.traffic import Traffic
+from kvelastic.errors import EngineCallError, KvelasticError, SegmentNotFoundError
+
+_log = logging.getLogger("kvelastic.controller")
+
+UNREACHABLE_REST_S = 1.0
+"""An engine that refused a connection gets no request for so long, if there is another."""
+
+
+@dataclass(eq=False)
+class Replica:
+    """One engine."""
+
+    address: str
+    in_flight: int = 0
+    resting_until_s: float = 0.0
+
+
+class ServedModel:
+    """See the module. Make it in the loop; `close` ends its tasks."""
+
+    def __init__(self, settings: ModelSettings, sleep: SleepSettings, calls: EngineCalls) -> None:
+        self.settings = settings
+        self.sleep_settings = sleep
+        self.replicas = [Replica(address) for address in settings.addresses]
+        self.traffic = Traffic()
+        self.gate = Gate(self, _rules(settings, sleep), last_activity_s=time.monotonic())
+        self.last_request_at: float | None = None
+        """Of the last request, in seconds since 1970."""
+        self.slept_at: float | None = None
+        self.last_problem: str | None = None
+        """Of the last sleep or wake, or of a launched engine."""
+        self.wakes = 0
+        """Since the start: times it was woken, and put to sleep."""
+        self.sleeps = 0
+        self.limit_when_awake_bytes: int | None = settings.memory.limit
+        self._calls = calls
+        self._turn = 0
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._reminder: asyncio.TimerHandle | None = None
+        self._reminder_at_s = 0.0
+        self._changed = asyncio.Event()
+        if settings.launch is not None:
+            self.gate.state = State.STARTING
+
+    @property
+    def name(self) -> str:
+        """What clients call it."""
+        return self.settings.name
+
+    @property
+    def state(self) -> State:
+        """The gate's, which other tasks change."""
+        return self.gate.state
+
+    @property
+    def kind(self) -> Kind:
+        """How its engines are put to sleep."""
+        return KINDS[self.settings.engine]
+
+    @property
+    def idle_s(self) -> float:
+        """Since its last request came or ended; 0 while there is one."""
+        return 0.0 if not self.gate.is_idle else time.monotonic() - self.gate.last_activity_s
+
+    def change(self, settings: ModelSettings, sleep: SleepSettings) -> None:
+        """Take new settings; requests that run are not touched."""
+        old = {replica.address: replica for replica in self.replicas}
+        self.replicas = [old.get(a) or Replica(a) for a in settings.addresses]
+        if settings.memory != self.settings.memory:
+            self.limit_when_awake_bytes = settings.memory.limit
+        self.settings, self.sleep_settings = settings, sleep
+        self.gate.set_rules(_rules(settings, sleep))
+
+    # ------------------------------------------------------------------------------ requests
+
+    async def enter(self, ticket: Ticket) -> None:
+        """Wait until the request may go to an engine. Raises `Refusal`; `leave` it either way."""
+        self.last_request_at = time.time()
+        self.gate.arrive(ticket, time.monotonic())
+        if ticket.refusal is None and ticket.place.value == "queued":
+            ticket.waiter = asyncio.get_running_loop().create_future()
+            await ticket.waiter
+        if ticket.refusal is not None:
+            raise ticket.refusal
+
+    def leave(self, ticket: Ticket) -> None:
+        """The request is over, or its client has gone."""
+        self.gate.leave(ticket, time.monotonic())
+
+    def pick(self, tried: set[str]) -> Replica | None:
+        """The engine with the least in flight; those that refused connections come last."""
+        now_s = time.monotonic()
+        best: Replica | None = None
+        best_key: tuple[bool, int] | None = None
+        count = len(self.replicas)
+        self._turn += 1
+        for offset in range(count):
+            # From another one each time, or of equals the first would get every request.
+            replica = self.replicas[(self._turn + offset) % count]
+            key = (replica.resting_until_s > now_s, replica.in_flight)
+            if replica.address not in tried and (best_key is None or key < best_key):
+                best, best_key = replica, key
+        return best
+
+    def rest(self, replica: Replica) -> None:
+        """It refused a connection."""
+        replica.resting_until_s = time.monotonic() + UNREACHABLE_REST_S
+
+    # ------------------------------------------------------------------- effects of the gate
+
+    def admit(self, ticket: Ticket) -> None:
+        """Let it go on."""
+        if ticket.waiter is not None and not ticket.waiter.done():
+            ticket.waiter.set_result(None)
+
+    def refuse(self, ticket: Ticket) -> None:
+        """Let it go on, to find its refusal."""
+        self.admit(ticket)
+
+    def wake(self) -> None:
+        """Begin to wake the engines."""
+        self._start(self._wake())
+
+    def sleep(self) -> None:
+        """Begin to put the engines to sleep."""
+        self._start(self._sleep())
+
+    def remind(self, at_s: float) -> None:
+        """Tick the gate then. There is one timer, the earliest; a tick asks for the next."""
+        if self._reminder is not None:
+            if self._reminder_at_s <= at_s:
+                return
+            self._reminder.cancel()
+        self._reminder_at_s = at_s
+        # The loop may ring a clock's grain too early; the rules compare exactly.
+        wait_s = max(0.0, at_s - time.monotonic()) + 0.002
+        self._reminder = asyncio.get_running_loop().call_later(wait_s, self._tick)
+
+    def _tick(self) -> None:
+        self._reminder = None
+        self.gate.tick(time.monotonic())
+
+    # ------------------------------------------------------------------------ sleep and wake
+
+    async def settled(self) -> None:
+        """Wait until the model neither falls asleep nor wakes."""
+        while self.gate.state in {State.FALLING_ASLEEP, State.WAKING}:
+            self._changed.clear()
+            await self._changed.wait()
+
+    def when_settled(self, do: Callable[[], None]) -> None:
+        """Have it done once the model neither falls asleep nor wakes."""
+
+        async def wait() -> None:
+            await self.settled()
+            do()
+
+        self._keep(asyncio.get_running_loop().create_task(wait()))
+
+    async def find_state(self) -> None:
+        """Ask the engines whether they sleep already, before or between requests."""
+        answers = await asyncio.gather(
+            *(
+                self._calls.is_sleeping(self.kind, r.address, self.settings.api_key, 2.0)
+                for r in self.replicas
+            )
+        )
+        gate = self.gate
+        if gate.in_flight or gate.state not in {State.AWAKE, State.ASLEEP, State.STARTING}:
+            return
+        if gate.state is not State.ASLEEP and any(answers):
+            self.slept_at = time.time()
+            gate.set_state(State.ASLEEP, time.monotonic())
+        elif gate.state is State.ASLEEP and answers and all(a is False for a in answers):
+            self.slept_at = None
+            gate.set_state(State.AWAKE, time.monotonic())
+
+    async def _sleep(self) -> None:
+        settings, timeout_s = self.settings, self.sleep_settings.sleep_timeout
+        key, kind = settings.api_key, self.kind
+        results = await asyncio.gather(
+            *(self._calls.sleep(kind, r.address, key, timeout_s) for r in self.replicas),
+            return_exceptions=True,
+        )
+        problem = _first_problem(results)
+        if problem is None:
+            problem = await self._memory_sleeps()
+        if problem is not None:
+            # Also those that failed: one that did not answer in time may sleep all the same.
+            await asyncio.gather(
+                *(self._calls.wake(kind, r.address, key, timeout_s) for r in self.replicas),
+                return_exceptions=True,
+            )
+        self._note("sleep", problem)
+        if problem is None:
+            self.sleeps += 1
+            self.slept_at = time.time()
+        self.gate.slept(problem is None, time.monotonic())
+
+    async def _wake(self) -> None:
+        settings, timeout_s = self.settings, self.sleep_settings.wake_timeout
+        key, kind = settings.api_key, self.kind
+        problem = await self._memory_wakes()
+        if problem is None:
+            results = await asyncio.gather(
+                *(self._calls.wake(kind, r.address, key, timeout_s) for r in self.replicas),
+                return_exceptions=True,
+            )
+            problem = _first_problem(results)
+            if problem is not None:
+                await asyncio.gather(
+                    *(self._calls.sleep(kind, r.address, key, timeout_s) for r in self.replicas),
+                    return_exceptions=True,
+                )
+                await self._memory_sleeps()
+        self._note("wake", problem)
+        refusal = None
+        if problem is None:
+            self.wakes += 1
+            self.slept_at = None
+        else:
+            refusal = Refusal(
+                503, "wake_failed", "The model could not be woken.", retry_after_s=2.0
+            )
+        self.gate.woken(refusal, time.monotonic())
+
+    async def _memory_sleeps(self) -> str | None:
+        """Limit 0; remembers the limit it had. A problem leaves the limit as it was."""
+        name = self.settings.instance
+        if name is None:
+            return None
+        try:
+            limit_bytes = await asyncio.to_thread(instance_memory.limit_in_force, name)
+            if limit_bytes is None:
+                return None  # its instance has not started or has ended: nothing is held
+            if limit_bytes > 0:
+                self.limit_when_awake_bytes = limit_bytes
+            answer = await asyncio.to_thread(instance_memory.wish, name, limit_bytes=0)
+            if answer["state"] == "refused":
+                return f"its instance refuses limit 0: {answer['reason']}"
+        except SegmentNotFoundError:
+            return None
+        except KvelasticError as error:
+            return f"{error.code}: {error}"
+        return None
+
+    async def _memory_wakes(self) -> str | None:
+        """The limit that it had; a problem if its guarantee is not to be had."""
+        name, limit_bytes = self.settings.instance, self.limit_when_awake_bytes
+        if name is None:
+            return None
+        try:
+            short = await asyncio.to_thread(instance_memory.shortage, name)
+            if short is not None:
+                return short
+            if limit_bytes is None:
+                limit_bytes = await asyncio.to_thread(instance_memory.limit_to_wake_with, name)
+            if limit_bytes is not None:
+                answer = await asyncio.to_thread(
+                    instance_memory.wish, name, limit_bytes=limit_bytes
+                )
+                if answer["state"] == "refused":
+                    return f"its instance refuses its limit: {answer['reason']}"
+        except SegmentNotFoundError:
+            return None
+        except KvelasticError as error:
+            return f"{error.code}: {error}"
+        return None
+
+    def _note(self, verb: str, problem: str | None) -> None:
+        self.last_problem = None if problem is None else f"{verb}: {problem}"
+        if problem is None:
+            _log.info("%s", verb, extra={"model": self.name})
+        else:
+            _log.warning("%s failed: %s", verb, problem, extra={"model": self.name})
+
+    # --------------------------------------------------------------------------------- tasks
+
+    def _start(self, work: Awaitable[None]) -> None:
+        async def guarded() -> None:
+            try:
+                await work
+            except Exception:
+                _log.exception("a step of sleep or wake failed", extra={"model": self.name})
+                now_s = time.monotonic()
+                if self.gate.state is State.FALLING_ASLEEP:
+                    self.gate.slept(False, now_s)
+                elif self.gate.state is State.WAKING:
+                    self.gate.woken(
+                        Refusal(503, "wake_failed", "The model could not be woken.", 2.0), now_s
+                    )
+            finally:
+                self._changed.set()
+
+        self._keep(asyncio.get_running_loop().create_task(guarded()))
+
+    def _keep(self, task: asyncio.Task[None]) -> None:
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def close(self, why: Refusal) -> None:
+        """No request enters any more, those that wait get `why`; waits for a sleep or wake."""
+        self.gate.closing = why
+        self.gate.refuse_all(why)
+        if self._tasks:
+            await asyncio.wait(set(self._tasks))
+        if self._reminder is not None:
+            self._reminder.cancel()
+
+
+def _rules(settings: ModelSettings, sleep: SleepSettings) -> Rules:
+    limit, timeout_s = settings.queue_limit, settings.queue_timeout
+    return Rules(
+        queue_limit=sleep.queue_limit if limit is None else limit,
+        queue_timeout_s=sleep.queue_timeout if timeout_s is None else timeout_s,
+        wake_on_request=sleep.wake_on_request,
+        min_sleep_s=sleep.min_sleep,
+        max_in_flight=settings.max_in_flight,
+    )
+
+
+def _first_problem(results: list[BaseException | None]) -> str | None:
+    for result in results:
+        if isinstance(result, EngineCallError):
+            return str(result)
+        if isinstance(result, BaseException):
+            raise result
+    return None

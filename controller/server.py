@@ -1,0 +1,116 @@
+"""The server's life: listen, serve, reload on SIGHUP, drain and end on SIGTERM.
+
+run(Path("controller.yaml"))     # blocks; returns the exit code
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import uvicorn
+
+from kvelastic.controller.application import make_application
+from kvelastic.controller.front import Front
+from kvelastic.controller.http_protocol import bounded_protocol
+from kvelastic.controller.request_log import set_up_logging
+from kvelastic.controller.settings import Settings
+from kvelastic.controller.settings_file import load
+from kvelastic.errors import KvelasticError
+
+_log = logging.getLogger("kvelastic.controller")
+
+
+class _Server(uvicorn.Server):
+    """uvicorn raises the signals that it took anew when it ends; 0 is wanted of a clean end."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Leave signals to `_serve`."""
+        yield
+
+
+def run(path: Path) -> int:
+    """Serve until SIGTERM or SIGINT. Raises `ControllerConfigError` before anything is done."""
+    settings = load(path)
+    set_up_logging()
+    try:
+        import uvloop
+    except ImportError:
+        return asyncio.run(_serve(settings, path))
+    return int(uvloop.run(_serve(settings, path)))
+
+
+async def _serve(settings: Settings, path: Path) -> int:
+    front = Front(settings, read_settings=lambda: load(path))
+    server = _Server(make_config(front))
+    loop = asyncio.get_running_loop()
+    reloads: set[asyncio.Task[None]] = set()
+
+    def stop() -> None:
+        if server.should_exit:
+            server.force_exit = True  # asked twice: now
+        server.should_exit = True
+        front.refuse_new()
+
+    def reload() -> None:
+        task = loop.create_task(_reload(front))
+        reloads.add(task)
+        task.add_done_callback(reloads.discard)
+
+    loop.add_signal_handler(signal.SIGTERM, stop)
+    loop.add_signal_handler(signal.SIGINT, stop)
+    loop.add_signal_handler(signal.SIGHUP, reload)
+    await front.start()
+    try:
+        # A port that is taken makes uvicorn exit, with a line on stderr.
+        announcer = loop.create_task(_announce(server, front))
+        await server.serve()
+        announcer.cancel()
+    finally:
+        await front.stop()
+    return 0 if server.started else 1
+
+
+def make_config(front: Front) -> uvicorn.Config:
+    """How uvicorn serves a front: nothing added to answers, bounds on what comes in."""
+    server = front.settings.server
+    return uvicorn.Config(
+        make_application(front),
+        host=server.host,
+        port=server.port,
+        http=bounded_protocol(server.max_headers, server.header_timeout),
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        date_header=False,
+        proxy_headers=False,
+        backlog=2048,
+        timeout_keep_alive=int(max(1, server.keep_alive)),
+        timeout_graceful_shutdown=int(max(1, server.drain_timeout)),
+        ssl_certfile=server.tls_cert,
+        ssl_keyfile=server.tls_key,
+    )
+
+
+async def _announce(server: _Server, front: Front) -> None:
+    """Say where it listens, once it does: who started it with port 0 has to know."""
+    while not server.started:
+        await asyncio.sleep(0.01)
+    for each in server.servers:
+        for sock in each.sockets:
+            host, port = sock.getsockname()[:2]
+            _log.info("listening on %s port %d", host, port)
+
+
+async def _reload(front: Front) -> None:
+    try:
+        await front.reload()
+    except KvelasticError as error:
+        _log.error("the configuration is as before: %s", error)

@@ -1,0 +1,177 @@
+"""What a model's requests were like lately, from state whose size never changes.
+
+traffic.begin(now); ...; traffic.end(...)     # one request
+traffic.window(60.0, now)                     # rates, latencies, tokens of the last minute
+
+Time is cut into slots of `SLOT_S`; a slot is cleared when its place in the ring comes round.
+Latencies go into buckets whose bounds grow by a tenth, so a percentile is right to about 5%.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Final
+
+SLOT_S: Final = 5.0
+SLOTS: Final = 121
+"""Ten minutes, and the slot that is being filled."""
+MAX_WINDOW_S: Final = SLOT_S * (SLOTS - 1)
+
+_LEAST_S: Final = 0.0005
+_GROWTH: Final = 1.1
+_BUCKETS: Final = 160
+"""0.5 ms to half an hour."""
+_LOG_GROWTH: Final = math.log(_GROWTH)
+
+
+def bucket_of(seconds: float) -> int:
+    """The bucket of a latency: 0 is everything below `_LEAST_S`, the last everything above."""
+    if seconds <= _LEAST_S:
+        return 0
+    return min(_BUCKETS - 1, 1 + int(math.log(seconds / _LEAST_S) / _LOG_GROWTH))
+
+
+def percentile_s(counts: list[int], percent: float) -> float | None:
+    """The latency that `percent` of those counted do not exceed; None if there are none."""
+    total = sum(counts)
+    if total == 0:
+        return None
+    wanted = max(1, math.ceil(total * percent / 100))
+    seen = 0
+    for bucket, count in enumerate(counts):
+        seen += count
+        if seen >= wanted:
+            return float(_LEAST_S * _GROWTH ** (bucket - 0.5)) if bucket else _LEAST_S
+    return None
+
+
+@dataclass
+class _Slot:
+    number: int = -1
+    requests: int = 0
+    succeeded: int = 0
+    failed: int = 0
+    tokens: int = 0
+    total_s: float = 0.0
+    first: list[int] = field(default_factory=lambda: [0] * _BUCKETS)
+    total: list[int] = field(default_factory=lambda: [0] * _BUCKETS)
+
+    def clear(self, number: int) -> None:
+        self.number = number
+        self.requests = self.succeeded = self.failed = self.tokens = 0
+        self.total_s = 0.0
+        self.first = [0] * _BUCKETS
+        self.total = [0] * _BUCKETS
+
+
+@dataclass(frozen=True)
+class Window:
+    """A stretch of time, ending now."""
+
+    seconds: float
+    requests: int
+    succeeded: int
+    failed: int
+    tokens: int
+    mean_total_s: float | None
+    first_byte_s: dict[str, float | None]
+    """p50, p95, p99 of the time until the answer's first byte."""
+    total_s: dict[str, float | None]
+    """The same until its last one."""
+
+
+class Traffic:
+    """One model's. Times are of any one clock that never goes back."""
+
+    def __init__(self) -> None:
+        self.requests = 0
+        """Since the start; so are the next four."""
+        self.succeeded = 0
+        self.failed = 0
+        self.tokens = 0
+        self.cancelled = 0
+        """Of `failed`: their clients went away."""
+        self.refused = 0
+        """Of `failed`: answered by the controller itself."""
+        self.first_counts = [0] * _BUCKETS
+        self.total_counts = [0] * _BUCKETS
+        self.first_sum_s = 0.0
+        self.total_sum_s = 0.0
+        self._slots = [_Slot() for _ in range(SLOTS)]
+
+    def end(
+        self,
+        now_s: float,
+        *,
+        total_s: float,
+        first_s: float | None,
+        ok: bool,
+        tokens: int = 0,
+        cancelled: bool = False,
+        refused: bool = False,
+    ) -> None:
+        """Count a request that is over. `first_s` is None if not one byte of an answer came."""
+        slot = self._slot(now_s)
+        bucket = bucket_of(total_s)
+        slot.requests += 1
+        slot.total_s += total_s
+        slot.tokens += tokens
+        slot.total[bucket] += 1
+        self.requests += 1
+        self.tokens += tokens
+        self.total_counts[bucket] += 1
+        self.total_sum_s += total_s
+        if first_s is not None:
+            bucket = bucket_of(first_s)
+            slot.first[bucket] += 1
+            self.first_counts[bucket] += 1
+            self.first_sum_s += first_s
+        if ok:
+            slot.succeeded += 1
+            self.succeeded += 1
+        else:
+            slot.failed += 1
+            self.failed += 1
+            self.cancelled += cancelled
+            self.refused += refused
+
+    def window(self, seconds: float, now_s: float) -> Window:
+        """The last `seconds`, to the slot, at most `MAX_WINDOW_S`."""
+        seconds = min(max(seconds, SLOT_S), MAX_WINDOW_S)
+        newest = int(now_s // SLOT_S)
+        oldest = int((now_s - seconds) // SLOT_S) + 1
+        slots = [slot for slot in self._slots if oldest <= slot.number <= newest]
+        first = _added([slot.first for slot in slots])
+        total = _added([slot.total for slot in slots])
+        requests = sum(slot.requests for slot in slots)
+        return Window(
+            seconds=seconds,
+            requests=requests,
+            succeeded=sum(slot.succeeded for slot in slots),
+            failed=sum(slot.failed for slot in slots),
+            tokens=sum(slot.tokens for slot in slots),
+            mean_total_s=sum(slot.total_s for slot in slots) / requests if requests else None,
+            first_byte_s=_percentiles(first),
+            total_s=_percentiles(total),
+        )
+
+    def _slot(self, now_s: float) -> _Slot:
+        number = int(now_s // SLOT_S)
+        slot = self._slots[number % SLOTS]
+        if slot.number != number:
+            slot.clear(number)
+        return slot
+
+
+def bucket_bounds_s() -> list[float]:
+    """The upper bound of every bucket but the last, which has none."""
+    return [_LEAST_S * _GROWTH**bucket for bucket in range(_BUCKETS - 1)]
+
+
+def _added(counts: list[list[int]]) -> list[int]:
+    return [sum(column) for column in zip(*counts, strict=True)] if counts else [0] * _BUCKETS
+
+
+def _percentiles(counts: list[int]) -> dict[str, float | None]:
+    return {f"p{p}": percentile_s(counts, p) for p in (50, 95, 99)}

@@ -1,0 +1,110 @@
+"""What the controller does by itself: put models to sleep, and look how engines are."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from typing import TYPE_CHECKING
+
+from kvelastic.controller import instance_memory
+from kvelastic.controller.gate import State
+from kvelastic.controller.served_model import ServedModel
+from kvelastic.controller.sleep_policy import Ask, Candidate, due, victims
+
+if TYPE_CHECKING:
+    from kvelastic.controller.front import Front
+
+_log = logging.getLogger("kvelastic.controller")
+
+LOOK_AT_ENGINES_S = 5.0
+"""How often idle engines are asked whether somebody else put them to sleep."""
+
+
+class Upkeep:
+    """One task of the loop."""
+
+    def __init__(self, front: Front) -> None:
+        self._front = front
+        self._task: asyncio.Task[None] | None = None
+        self._looked_s = time.monotonic()
+
+    def start(self) -> None:
+        """Begin."""
+        self._task = asyncio.get_running_loop().create_task(self._run())
+
+    async def stop(self) -> None:
+        """End; returns when it has."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait({self._task})
+
+    async def _run(self) -> None:
+        while True:
+            await asyncio.sleep(self._front.settings.sleep.check_every)
+            try:
+                await self.look()
+            except Exception:
+                _log.exception("upkeep failed; it goes on")
+
+    async def look(self) -> None:
+        """Do once what there is to do."""
+        now_s = time.monotonic()
+        if now_s - self._looked_s >= LOOK_AT_ENGINES_S:
+            self._looked_s = now_s
+            await asyncio.gather(
+                *(
+                    m.find_state()
+                    for m in self._front.fleet
+                    if m.gate.is_idle and m.gate.state in {State.AWAKE, State.ASLEEP}
+                )
+            )
+        for name in due([candidate_of(model) for model in self._front.fleet]):
+            self._put_to_sleep(name, "idle")
+        sleep = self._front.settings.sleep
+        instances = [m for m in self._front.fleet if m.settings.instance is not None]
+        if sleep.auto and instances:
+            asks, held = await asyncio.to_thread(instance_memory.pressure, sleep.pressure_after)
+            if asks:
+                self._relieve(instances, asks, held)
+
+    def _relieve(
+        self,
+        instances: list[ServedModel],
+        asks: list[Ask],
+        held: dict[str, tuple[frozenset[str], int]],
+    ) -> None:
+        candidates = [
+            candidate_of(model, *held.get(model.settings.instance or "", (frozenset(), 0)))
+            for model in instances
+        ]
+        for name in victims(candidates, asks):
+            self._put_to_sleep(name, "others ask for memory")
+
+    def _put_to_sleep(self, name: str, why: str) -> None:
+        """The gate has the last word: what was true a moment ago need not be."""
+        model = self._front.fleet.find(name)
+        if model is not None and model.gate.ask_sleep(time.monotonic(), by_hand=False) is None:
+            _log.info("falls asleep: %s", why, extra={"model": name})
+
+
+def candidate_of(
+    model: ServedModel, devices: frozenset[str] = frozenset(), held_bytes: int = 0
+) -> Candidate:
+    """A model, as the policy of sleep sees it."""
+    settings, sleep = model.settings, model.sleep_settings
+    idle_after_s = settings.ttl
+    if idle_after_s is None and sleep.auto:
+        idle_after_s = sleep.idle_after
+    return Candidate(
+        name=model.name,
+        is_awake=model.gate.state is State.AWAKE,
+        is_idle=model.gate.is_idle,
+        can_sleep=model.kind.can_sleep,
+        pinned=settings.pin,
+        idle_s=model.idle_s,
+        idle_after_s=idle_after_s,
+        priority=settings.memory.priority or 0,
+        devices=devices,
+        held_bytes=held_bytes,
+    )

@@ -1,0 +1,185 @@
+"""Programs that the controller's tests run: fake engines and the controller itself, with clients.
+
+with Engine() as engine, Controller(config_for(engine)) as front:
+    assert front.post("/v1/completions", {"model": "m", "prompt": "x"}).status_code == 200
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+import httpx
+import yaml
+
+FAKES = Path(__file__).parent.parent / "fakes"
+START_S = 60.0
+
+
+class Program:
+    """A process whose output is read on, so that it never blocks on a full pipe."""
+
+    def __init__(self, *command: str, **environ: str) -> None:
+        self.process = subprocess.Popen(
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env=os.environ | environ,
+        )
+        self.lines: deque[str] = deque(maxlen=5000)
+        self._grown = threading.Condition()
+        self._ended = False
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            with self._grown:
+                self.lines.append(line.rstrip("\n"))
+                self._grown.notify_all()
+        with self._grown:
+            self._ended = True
+            self._grown.notify_all()
+
+    def wait_for_line(self, part: str, timeout_s: float = START_S) -> str:
+        """The first line that has `part` in it; an assertion fails if none comes."""
+
+        def found() -> str | None:
+            return next((line for line in list(self.lines) if part in line), None)
+
+        with self._grown:
+            self._grown.wait_for(lambda: found() is not None or self._ended, timeout_s)
+            line = found()
+        assert line is not None, f"no {part!r} in:\n" + "\n".join(self.lines)
+        return line
+
+    def end(self, number: signal.Signals = signal.SIGTERM, timeout_s: float = 30.0) -> int:
+        """Send a signal and wait; returns the exit code."""
+        if self.process.poll() is None:
+            self.process.send_signal(number)
+        try:
+            code = self.process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+            raise
+        finally:
+            self._reader.join(10)
+            assert self.process.stdout is not None
+            self.process.stdout.close()
+        return code
+
+    def __enter__(self) -> Any:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.process.poll() is None:
+            self.end(signal.SIGKILL)
+        else:
+            self.end()
+
+
+class Engine(Program):
+    """A fake engine."""
+
+    def __init__(self, kind: str = "vllm", model: str = "m", port: int = 0, *more: str) -> None:
+        super().__init__(
+            sys.executable,
+            str(FAKES / "engine.py"),
+            f"--kind={kind}",
+            f"--model={model}",
+            f"--port={port}",
+            *more,
+        )
+        self.kind, self.model = kind, model
+        self.port = int(self.wait_for_line("ready ").split()[1])
+        self.url = f"http://127.0.0.1:{self.port}"
+
+    def state(self) -> dict[str, Any]:
+        return httpx.get(self.url + "/fake/state", timeout=30).json()  # type: ignore[no-any-return]
+
+    def count(self, what: str) -> int:
+        return self.state()["counts"].get(what, 0)  # type: ignore[no-any-return]
+
+    def change(self, **settings: Any) -> None:
+        httpx.post(self.url + "/fake/set", json=settings, timeout=30).raise_for_status()
+
+    def reset(self) -> None:
+        httpx.post(self.url + "/fake/reset", timeout=30).raise_for_status()
+
+    def release(self, name: str) -> None:
+        httpx.post(self.url + "/fake/release", params={"name": name}, timeout=30).raise_for_status()
+
+
+class Controller(Program):
+    """The controller, on a port of its own choice."""
+
+    def __init__(self, config: dict[str, Any], **environ: str) -> None:
+        self.directory = tempfile.TemporaryDirectory(prefix="kvelastic-test-")
+        self.path = Path(self.directory.name) / "controller.yaml"
+        self.write(config)
+        super().__init__(
+            sys.executable, "-m", "kvelastic.controller", "--config", str(self.path), **environ
+        )
+        line = json.loads(self.wait_for_line("listening on"))
+        self.port = int(line["message"].rsplit(" ", 1)[1])
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.client = httpx.Client(base_url=self.url, timeout=60)
+
+    def write(self, config: dict[str, Any]) -> None:
+        """The configuration file; `send` or /admin/reload has it read."""
+        config = {**config, "server": {"port": 0, **config.get("server", {})}}
+        self.path.write_text(yaml.safe_dump(config))
+
+    def get(self, path: str, **more: Any) -> httpx.Response:
+        return self.client.get(path, **more)
+
+    def post(self, path: str, body: Any = None, **more: Any) -> httpx.Response:
+        return self.client.post(path, json=body, **more)
+
+    def complete(self, model: str = "m", **more: Any) -> httpx.Response:
+        return self.post("/v1/completions", {"model": model, "prompt": "x", **more})
+
+    def state(self, model: str = "m") -> str:
+        return self.get("/models").json()["models"][model]["state"]  # type: ignore[no-any-return]
+
+    def send(self, number: int) -> None:
+        self.process.send_signal(number)
+
+    def end(self, number: signal.Signals = signal.SIGTERM, timeout_s: float = 30.0) -> int:
+        try:
+            return super().end(number, timeout_s)
+        finally:
+            if hasattr(self, "client"):
+                self.client.close()
+            self.directory.cleanup()
+
+
+def config_for(*engines: Engine, **sections: Any) -> dict[str, Any]:
+    """A configuration with a model for each engine; keyword arguments are its other sections."""
+    more = sections.pop("model", {})
+    models = [{"name": e.model, "engine": e.kind, "url": e.url, **more} for e in engines]
+    sections.setdefault("sleep", {"min_sleep": 0})
+    return {"models": models, **sections}
+
+
+def until(condition: Any, timeout_s: float = 30.0) -> Any:
+    """Ask again and again until it is true; for what another process does in its own time."""
+    end_s = time.monotonic() + timeout_s
+    while True:
+        value = condition()
+        if value:
+            return value
+        assert time.monotonic() < end_s, "it did not come true"
+        time.sleep(0.005)

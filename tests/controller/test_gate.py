@@ -1,0 +1,233 @@
+"""The rules of one model's gate, with effects that only write down what they are told."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvelastic.controller.gate import Gate, Place, Rules, State, Ticket
+from kvelastic.controller.refusal import Refusal
+
+
+class Written:
+    def __init__(self) -> None:
+        self.said: list[str] = []
+        self.admitted: list[Ticket] = []
+        self.refused: list[Ticket] = []
+        self.reminders: list[float] = []
+
+    def admit(self, ticket: Ticket) -> None:
+        self.admitted.append(ticket)
+
+    def refuse(self, ticket: Ticket) -> None:
+        self.refused.append(ticket)
+
+    def wake(self) -> None:
+        self.said.append("wake")
+
+    def sleep(self) -> None:
+        self.said.append("sleep")
+
+    def remind(self, at_s: float) -> None:
+        self.reminders.append(at_s)
+
+
+DEFAULT = Rules()
+
+
+def asleep(rules: Rules = DEFAULT, *, by_hand: bool = True) -> tuple[Gate, Written]:
+    effects = Written()
+    gate = Gate(effects, rules)
+    assert gate.ask_sleep(0.0, by_hand=by_hand) is None
+    gate.slept(True, 0.0)
+    return gate, effects
+
+
+def code_of(ticket: Ticket) -> str:
+    assert ticket.refusal is not None
+    return ticket.refusal.code
+
+
+def test_a_thousand_requests_wake_a_sleeping_model_once() -> None:
+    gate, effects = asleep()
+    tickets = [Ticket() for _ in range(1000)]
+    for ticket in tickets:
+        gate.arrive(ticket, 1.0)
+    assert effects.said == ["sleep", "wake"]
+    gate.woken(None, 2.0)
+    assert effects.admitted == tickets
+    assert gate.in_flight == 1000
+
+
+def test_beyond_the_bound_is_429_with_retry_after() -> None:
+    gate, effects = asleep(Rules(queue_limit=2))
+    tickets = [Ticket() for _ in range(3)]
+    for ticket in tickets:
+        gate.arrive(ticket, 1.0)
+    assert effects.refused == tickets[2:]
+    refusal = tickets[2].refusal
+    assert refusal is not None
+    assert (refusal.status, refusal.retry_after_s) == (429, 1.0)
+
+
+def test_higher_priority_goes_first_and_equals_in_order() -> None:
+    gate, effects = asleep()
+    low, first, second, high = Ticket(-1), Ticket(), Ticket(), Ticket(5)
+    for ticket in (low, first, second, high):
+        gate.arrive(ticket, 1.0)
+    gate.woken(None, 2.0)
+    assert effects.admitted == [high, first, second, low]
+
+
+def test_a_deadline_ends_the_wait() -> None:
+    gate, effects = asleep(Rules(queue_timeout_s=10.0))
+    ticket = Ticket()
+    gate.arrive(ticket, 1.0)
+    gate.tick(10.9)
+    assert ticket.place is Place.QUEUED
+    gate.tick(11.0)
+    assert code_of(ticket) == "queue_timeout"
+    gate.woken(None, 12.0)
+    assert not effects.admitted
+
+
+def test_a_client_that_leaves_frees_its_place() -> None:
+    gate, effects = asleep(Rules(queue_limit=1))
+    gone, next_one = Ticket(), Ticket()
+    gate.arrive(gone, 1.0)
+    gate.leave(gone, 1.0)
+    gate.leave(gone, 1.0)
+    gate.arrive(next_one, 1.0)
+    gate.woken(None, 2.0)
+    assert effects.admitted == [next_one]
+
+
+def test_nothing_in_flight_is_put_to_sleep() -> None:
+    effects = Written()
+    gate = Gate(effects, Rules())
+    ticket = Ticket()
+    gate.arrive(ticket, 0.0)
+    for by_hand in (True, False):
+        refusal = gate.ask_sleep(100.0, by_hand=by_hand)
+        assert refusal is not None
+        assert refusal.code == "model_busy"
+    gate.leave(ticket, 100.0)
+    assert gate.ask_sleep(100.0, by_hand=False) is None
+
+
+def test_a_request_that_comes_while_it_falls_asleep_wakes_it() -> None:
+    effects = Written()
+    gate = Gate(effects, Rules())
+    assert gate.ask_sleep(0.0, by_hand=True) is None
+    ticket = Ticket()
+    gate.arrive(ticket, 0.1)
+    assert effects.said == ["sleep"]
+    gate.slept(True, 1.0)
+    assert effects.said == ["sleep", "wake"]
+
+
+def test_a_sleep_that_fails_lets_the_waiting_go_on() -> None:
+    effects = Written()
+    gate = Gate(effects, Rules())
+    gate.ask_sleep(0.0, by_hand=False)
+    ticket = Ticket()
+    gate.arrive(ticket, 0.1)
+    gate.slept(False, 1.0)
+    assert effects.admitted == [ticket]
+    assert gate.state is State.AWAKE
+
+
+def test_a_wake_that_fails_tells_everybody_and_is_not_tried_at_once() -> None:
+    gate, effects = asleep()
+    first, second, third = Ticket(), Ticket(), Ticket()
+    gate.arrive(first, 1.0)
+    gate.woken(Refusal(503, "wake_failed", "no", 2.0), 2.0)
+    assert code_of(first) == "wake_failed"
+    gate.arrive(second, 2.5)
+    assert code_of(second) == "wake_failed"
+    assert effects.said.count("wake") == 1
+    gate.arrive(third, 3.0)
+    assert effects.said.count("wake") == 2
+
+
+def test_min_sleep_makes_requests_wait_and_then_wakes() -> None:
+    gate, effects = asleep(Rules(min_sleep_s=60.0), by_hand=False)
+    ticket = Ticket()
+    gate.arrive(ticket, 1.0)
+    assert effects.said == ["sleep"]
+    assert 60.0 in effects.reminders
+    gate.tick(59.9)
+    assert effects.said == ["sleep"]
+    gate.tick(60.0)
+    assert effects.said == ["sleep", "wake"]
+
+
+def test_who_could_only_wait_in_vain_is_told_so() -> None:
+    gate, _ = asleep(Rules(min_sleep_s=60.0, queue_timeout_s=10.0), by_hand=False)
+    ticket = Ticket()
+    gate.arrive(ticket, 1.0)
+    assert ticket.refusal is not None
+    assert (ticket.refusal.status, ticket.refusal.retry_after_s) == (503, 59.0)
+
+
+def test_without_wake_on_request_it_stays_asleep() -> None:
+    gate, effects = asleep(Rules(wake_on_request=False))
+    ticket = Ticket()
+    gate.arrive(ticket, 1.0)
+    assert code_of(ticket) == "model_asleep"
+    assert gate.ask_wake(2.0) is None
+    assert effects.said == ["sleep", "wake"]
+
+
+def test_max_in_flight_is_kept() -> None:
+    effects = Written()
+    gate = Gate(effects, Rules(max_in_flight=1))
+    first, second = Ticket(), Ticket()
+    gate.arrive(first, 0.0)
+    gate.arrive(second, 0.0)
+    assert effects.admitted == [first]
+    gate.leave(first, 1.0)
+    assert effects.admitted == [first, second]
+
+
+STEPS = st.lists(
+    st.tuples(
+        st.sampled_from(["arrive", "leave", "tick", "sleep", "slept", "unslept", "wake", "woken",
+                         "unwoken", "rules"]),
+        st.integers(0, 30),
+    ),
+    max_size=80,
+)  # fmt: skip
+
+
+@given(STEPS)
+def test_whatever_happens_every_request_is_somewhere_once(steps: list[tuple[str, int]]) -> None:
+    effects = Written()
+    gate = Gate(effects, Rules(queue_limit=5, queue_timeout_s=20.0, min_sleep_s=7.0))
+    tickets: list[Ticket] = []
+    now_s = 0.0
+    for what, number in steps:
+        now_s += number / 3
+        if what == "arrive":
+            tickets.append(Ticket(priority=number % 3))
+            gate.arrive(tickets[-1], now_s)
+        elif what == "leave" and tickets:
+            gate.leave(tickets[number % len(tickets)], now_s)
+        elif what == "tick":
+            gate.tick(now_s)
+        elif what == "sleep":
+            gate.ask_sleep(now_s, by_hand=number % 2 == 0)
+        elif what == "wake":
+            gate.ask_wake(now_s)
+        elif what in {"slept", "unslept"} and gate.state is State.FALLING_ASLEEP:
+            gate.slept(what == "slept", now_s)
+        elif what in {"woken", "unwoken"} and gate.state is State.WAKING:
+            gate.woken(None if what == "woken" else Refusal(503, "no", "no", 1.0), now_s)
+        elif what == "rules":
+            gate.set_rules(Rules(queue_limit=5, queue_timeout_s=20.0, max_in_flight=number % 3))
+        gate.check_integrity()
+        assert gate.queued <= 5
+        assert gate.in_flight == sum(t.place is Place.ADMITTED for t in tickets)
+        assert effects.said.count("wake") <= effects.said.count("sleep") * 100
+        assert len(set(map(id, effects.admitted))) == len(effects.admitted)
+        assert len(set(map(id, effects.refused))) == len(effects.refused)

@@ -1,0 +1,109 @@
+"""Engines that the controller starts, watches and ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+from running import FAKES, Controller, until
+
+from kvelastic.controller.launch_policy import STEADY_S, Restarts
+
+
+def free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])
+
+
+def launched(tmp_path: Path, *more: str, **launch: Any) -> dict[str, Any]:
+    command = [sys.executable, str(FAKES / "engine.py"), "--port={port}", *more]
+    settings = {
+        "command": command,
+        "port": free_port(),
+        "backoff": "50ms",
+        "log_file": str(tmp_path / "engine.log"),
+        **launch,
+    }
+    return {"models": [{"name": "m", "engine": "vllm", "launch": settings}]}
+
+
+def pid_of(front: Controller) -> int | None:
+    return front.get("/admin/models/m/logs").json()["pid"]  # type: ignore[no-any-return]
+
+
+def test_requests_wait_for_an_engine_that_starts(tmp_path: Path) -> None:
+    config = launched(tmp_path, "--slow-start-s=0.5")
+    with Controller(config) as front:
+        assert front.complete().status_code == 200
+        logs = front.get("/admin/models/m/logs", params={"lines": 5}).json()
+        assert [line for line in logs["lines"] if line.startswith("ready ")]
+        assert os.getpgid(logs["pid"]) == logs["pid"]
+        pid = logs["pid"]
+        assert front.end() == 0
+    assert not psutil.pid_exists(pid)
+
+
+def test_an_engine_that_is_killed_is_started_again(tmp_path: Path) -> None:
+    with Controller(launched(tmp_path)) as front:
+        assert front.complete().status_code == 200
+        first = pid_of(front)
+        assert first
+        os.kill(first, signal.SIGKILL)
+        until(lambda: pid_of(front) not in {None, first} and front.state() == "awake")
+        assert front.complete().status_code == 200
+
+
+def test_an_engine_that_dies_at_once_is_503_and_told(tmp_path: Path) -> None:
+    with Controller(launched(tmp_path, "--die=3", restart=False)) as front:
+        until(lambda: front.state() == "down")
+        response = front.complete()
+        assert (response.status_code, response.json()["error"]["code"]) == (503, "model_down")
+        assert response.headers["retry-after"]
+        assert "dying as told" in front.get("/admin/models/m/logs").json()["lines"]
+        problem = front.get("/models").json()["models"]["m"]["last_problem"]
+        assert problem == "launch: the engine ended with 3"
+
+
+def test_a_command_that_is_not_there(tmp_path: Path) -> None:
+    with Controller(launched(tmp_path, command=["/no/such/program"], restart=False)) as front:
+        until(lambda: front.state() == "down")
+        assert front.complete().status_code == 503
+
+
+def test_an_engine_that_is_never_ready_is_started_anew(tmp_path: Path) -> None:
+    config = launched(tmp_path, "--slow-start-s=600", ready_timeout="200ms")
+    with Controller(config) as front:
+        until(lambda: front.get("/admin/models/m/logs").json()["starts"] >= 3)
+
+
+def test_an_engine_that_is_deaf_is_killed_with_its_group(tmp_path: Path) -> None:
+    config = launched(tmp_path, "--deaf", stop_timeout="200ms")
+    with Controller(config) as front:
+        assert front.complete().status_code == 200
+        pid = pid_of(front)
+        assert pid
+        assert front.end() == 0
+    assert not psutil.pid_exists(pid)
+
+
+def test_a_launched_engine_sleeps_and_wakes(tmp_path: Path) -> None:
+    config = launched(tmp_path)
+    with Controller(config) as front:
+        assert front.complete().status_code == 200
+        assert front.post("/action/sleep/m").json()["success"]
+        port = config["models"][0]["launch"]["port"]
+        assert httpx.get(f"http://127.0.0.1:{port}/is_sleeping").json()["is_sleeping"]
+        assert front.complete().status_code == 200
+
+
+def test_restarts_wait_longer_and_longer() -> None:
+    restarts = Restarts(1.0, 10.0)
+    assert [restarts.ended(0.0) for _ in range(6)] == [1, 2, 4, 8, 10, 10]
+    assert restarts.ended(STEADY_S) == 1

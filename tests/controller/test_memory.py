@@ -1,0 +1,223 @@
+"""Memory routes against real instances over host memory: the same wishes and answers as kvctl."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+from running import Controller, Engine, config_for, until
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "programs"))
+from ledger_instance import PAGE_BYTES, Instance
+
+MIB = 1 << 20
+
+
+@pytest.fixture
+def instance() -> Iterator[Instance]:
+    with Instance(KVELASTIC_HOST_MEMORY="256M", KVELASTIC_LEDGER=f"ctl-{os.getpid()}") as instance:
+        yield instance
+
+
+@pytest.fixture(scope="module")
+def shared_engine() -> Iterator[Engine]:
+    with Engine("vllm", "org/m") as engine:
+        yield engine
+
+
+@pytest.fixture
+def engine(shared_engine: Engine) -> Engine:
+    """Awake, whatever the last test did with it."""
+    shared_engine.reset()
+    httpx.post(shared_engine.url + "/wake_up", timeout=30).raise_for_status()
+    shared_engine.reset()
+    return shared_engine
+
+
+@pytest.fixture
+def front(engine: Engine, instance: Instance) -> Iterator[Controller]:
+    config = config_for(engine, model={"instance": instance.name})
+    with Controller(config) as front:
+        yield front
+
+
+def test_what_an_instance_holds(front: Controller, instance: Instance) -> None:
+    ids = instance.alloc(16)
+    assert ids
+    row = until(
+        lambda: next(
+            (
+                r
+                for r in [front.get("/memory/org%2Fm").json()["memory"]]
+                if r["in_use_bytes"] == 16 * PAGE_BYTES // 4
+            ),
+            None,
+        )
+    )
+    assert row["name"] == instance.name
+    assert row["state"] in {"applied", "pending"}
+    assert row["granted_bytes"] >= 4 * PAGE_BYTES
+    everything = front.get("/memory").json()
+    assert everything["models"]["org/m"]["name"] == instance.name
+    assert instance.name in [row["name"] for row in everything["instances"]]
+
+
+def test_a_wish_is_answered(front: Controller, instance: Instance) -> None:
+    wish = {"limit": "64M", "min": 8 * MIB, "priority": 7, "wait": "5s"}
+    response = front.client.patch("/memory/org/m", json=wish)
+    assert response.status_code == 200
+    answer = response.json()["answer"]
+    assert (answer["state"], answer["effective_limit_bytes"]) == ("applied", 64 * MIB)
+    row = front.get("/memory/org/m").json()["memory"]
+    assert (row["limit_bytes"], row["min_bytes"], row["priority"]) == (64 * MIB, 8 * MIB, 7)
+    device = next(
+        d for d in front.get("/devices").json()["devices"] if d["group"] == f"ctl-{os.getpid()}"
+    )
+    assert device["capacity_bytes"] == 256 * MIB
+    assert [m["min_bytes"] for m in device["members"]] == [8 * MIB]
+
+
+def test_a_limit_below_what_is_in_use_is_accepted_and_not_in_force(
+    front: Controller, instance: Instance
+) -> None:
+    instance.alloc(64)
+    response = front.client.patch("/memory/org/m", json={"limit": "4M", "wait": 0.1})
+    assert response.status_code == 202
+    assert response.json()["answer"]["state"] in {"pending", "shrinking"}
+    row = until(
+        lambda: next(
+            (
+                row
+                for row in [front.get("/memory/org/m").json()["memory"]]
+                if row["state"] == "shrinking"
+            ),
+            None,
+        )
+    )
+    assert row["over_bytes"] > 0
+
+
+def test_trim_gives_parked_pages_back(front: Controller, instance: Instance) -> None:
+    ids = instance.alloc(64)
+    assert ids
+    instance.free(ids)
+    assert instance.mapped_bytes > 2 * PAGE_BYTES
+    response = front.post("/memory/org/m/trim", {"wait": "5s"})
+    assert response.status_code == 200
+    assert instance.mapped_bytes <= 2 * PAGE_BYTES
+
+
+WRONG: list[dict[str, object]] = [
+    {},
+    {"limit": -1},
+    {"limit": "much"},
+    {"limit": True},
+    {"limit": 1.5},
+    {"min": "2G", "limit": "1G"},
+    {"priority": 1001},
+    {"priority": "high"},
+    {"wait": "1h", "limit": 1},
+    {"limits": 1},
+]
+
+
+def test_a_wrong_wish_changes_nothing(front: Controller, instance: Instance) -> None:
+    before = front.get("/memory/org/m").json()["memory"]["revision"]
+    for wish in WRONG:
+        response = front.client.patch("/memory/org/m", json=wish)
+        assert response.status_code == 400, wish
+        assert set(response.json()["error"]) == {"message", "type", "param", "code"}
+    assert front.get("/memory/org/m").json()["memory"]["revision"] == before
+
+
+def test_an_instance_that_is_gone(front: Controller, instance: Instance) -> None:
+    instance.kill()
+    response = front.client.patch("/memory/org/m", json={"limit": "1M"})
+    assert response.status_code in {404, 409}
+    assert response.json()["error"]["code"] in {"SEGMENT_NOT_FOUND", "SEGMENT_DEAD"}
+    from kvelastic import ledger, segment
+
+    segment.reap()
+    ledger.reap()
+
+
+def test_sleep_moves_real_memory_and_wake_gives_the_limit_back(
+    front: Controller, instance: Instance, engine: Engine
+) -> None:
+    front.client.patch("/memory/org/m", json={"limit": "128M", "wait": 5})
+    ids = instance.alloc(64)
+    assert ids
+    instance.cache(ids)
+    before_bytes = instance.mapped_bytes
+    assert front.post("/action/sleep/org/m").json()["success"]
+    until(lambda: instance.mapped_bytes <= PAGE_BYTES < before_bytes)
+    # A limit for a model that sleeps holds when it wakes.
+    response = front.client.patch("/memory/org/m", json={"limit": "96M"})
+    assert (response.status_code, response.json()["limit_when_awake_bytes"]) == (202, 96 * MIB)
+    assert instance.mapped_bytes <= PAGE_BYTES
+    assert front.complete("org/m").status_code == 200
+    row = front.get("/memory/org/m").json()["memory"]
+    assert row["wished_limit_bytes"] == 96 * MIB
+    assert instance.alloc(64) is not None
+
+
+def test_a_wake_that_fails_gives_the_memory_back(
+    front: Controller, instance: Instance, engine: Engine
+) -> None:
+    front.client.patch("/memory/org/m", json={"limit": "128M", "wait": 5})
+    front.post("/action/sleep/org/m")
+    engine.change(wake_status=500)
+    assert front.complete("org/m").status_code == 503
+    row = front.get("/memory/org/m").json()["memory"]
+    assert row["wished_limit_bytes"] == 0
+    engine.change(wake_status=200)
+    assert front.post("/action/wakeup/org/m").json()["success"]
+    assert front.get("/memory/org/m").json()["memory"]["wished_limit_bytes"] == 128 * MIB
+
+
+def test_a_controller_that_starts_anew_wakes_what_the_last_one_left_without_memory(
+    engine: Engine, instance: Instance
+) -> None:
+    config = config_for(engine, model={"instance": instance.name})
+    with Controller(config) as front:
+        assert front.post("/action/sleep/org/m").json()["success"]
+    with Controller(config) as front:
+        assert front.complete("org/m").status_code == 200
+        assert front.get("/memory/org/m").json()["memory"]["wished_limit_bytes"] == 256 * MIB
+    assert instance.alloc(64) is not None
+
+
+def test_the_configuration_s_wish_is_made_at_the_start(engine: Engine, instance: Instance) -> None:
+    memory = {"min": "4M", "limit": "32M", "priority": 3}
+    with Controller(
+        config_for(engine, model={"instance": instance.name, "memory": memory})
+    ) as front:
+        row = front.get("/memory/org/m").json()["memory"]
+        assert row["wished_limit_bytes"] == 32 * MIB
+
+
+def test_who_asks_for_memory_puts_less_important_idle_models_to_sleep() -> None:
+    group = f"ctl-press-{os.getpid()}"
+    environ = {
+        "KVELASTIC_HOST_MEMORY": "64M",
+        "KVELASTIC_LEDGER": group,
+        "KVELASTIC_IDLE_TRIM_SECONDS": "-1",
+    }
+    with (
+        Engine("vllm", "idle") as engine,
+        Instance(KVELASTIC_MIN="60M", KVELASTIC_PRIORITY="-1", **environ) as idle,
+        Instance(KVELASTIC_PRIORITY="5", **environ) as hungry,
+    ):
+        ids = idle.alloc(4 * 28)
+        assert ids
+        idle.cache(ids)  # guaranteed: only sleep makes it give that back
+        sleep = {"auto": True, "idle_after": "1h", "check_every": "50ms", "pressure_after": 0}
+        model = {"instance": idle.name, "memory": {"priority": -1}}
+        with Controller(config_for(engine, model=model, sleep=sleep)) as front:
+            until(lambda: hungry.alloc(4 * 8) or front.state("idle") == "asleep")
+            assert front.state("idle") == "asleep"
+            until(lambda: hungry.alloc(4 * 8))

@@ -1,0 +1,61 @@
+"""The configuration is read again while requests run."""
+
+from __future__ import annotations
+
+import signal
+
+from running import Controller, Engine, config_for, until
+
+
+def test_models_come_and_go_and_no_request_is_lost() -> None:
+    with (
+        Engine("vllm", "one") as one,
+        Engine("vllm", "two") as two,
+        Controller(config_for(one)) as front,
+    ):
+        body = {"model": "one", "stream": True, "fake": {"hold": "h"}}
+        with front.client.stream("POST", "/v1/completions", json=body) as response:
+            pieces = response.iter_raw()
+            first = next(pieces)
+            front.write(config_for(two))
+            told = front.post("/admin/reload").json()
+            assert (told["added"], told["removed"]) == (["two"], ["one"])
+            assert front.complete("two").status_code == 200
+            assert front.complete("one").status_code == 404
+            one.release("h")
+            assert b"[DONE]" in first + b"".join(pieces)
+        front.write(config_for(one, two))
+        front.send(signal.SIGHUP)
+        until(lambda: front.complete("one").status_code == 200)
+
+
+def test_what_changes_of_a_model_holds_at_once_and_its_state_stays() -> None:
+    with Engine() as engine, Controller(config_for(engine)) as front:
+        front.post("/action/sleep/m")
+        front.write(config_for(engine, model={"aliases": ["new"]}))
+        assert front.post("/admin/reload").json()["changed"] == ["m"]
+        assert front.state() == "asleep"
+        assert front.complete("new").status_code == 200
+
+
+def test_a_file_with_a_fault_changes_nothing() -> None:
+    with Engine() as engine, Controller(config_for(engine)) as front:
+        front.path.write_text("models: [{name: x}]")
+        answer = front.post("/admin/reload")
+        assert (answer.status_code, answer.json()["error"]["code"]) == (400, "CONTROLLER_CONFIG")
+        front.send(signal.SIGHUP)
+        front.wait_for_line("the configuration is as before")
+        assert front.complete().status_code == 200
+
+
+def test_what_needs_a_restart_is_said() -> None:
+    with Engine() as engine, Controller(config_for(engine)) as front:
+        front.write(config_for(engine, server={"header_timeout": 3}))
+        assert front.post("/admin/reload").json()["needs_restart"] == ["server.header_timeout"]
+
+
+def test_keys_change_with_it() -> None:
+    with Engine() as engine, Controller(config_for(engine)) as front:
+        front.write(config_for(engine, auth={"api_keys": ["k"], "admin_keys": ["a"]}))
+        assert front.post("/admin/reload").status_code == 200
+        assert front.complete().status_code == 401

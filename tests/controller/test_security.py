@@ -1,0 +1,264 @@
+"""Who may ask what, and what cannot be done to the controller over its socket."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from running import Controller, Engine, config_for, until
+
+API, ADMIN = "api-key-1", "admin-key-1"
+DIGEST = "sha256:" + hashlib.sha256(ADMIN.encode()).hexdigest()
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[Engine]:
+    with Engine() as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def front(engine: Engine) -> Iterator[Controller]:
+    auth = {"api_keys": ["${API}"], "admin_keys": [DIGEST]}
+    server = {
+        "max_body": 100_000,
+        "max_headers": 4096,
+        "header_timeout": "1s",
+        "body_timeout": "1s",
+        "keep_alive": "1s",
+    }
+    with Controller(config_for(engine, auth=auth, server=server), API=API) as front:
+        yield front
+
+
+def raw(port: int, *pieces: bytes) -> bytes:
+    """Send bytes as they are; everything that comes back until the other side closes."""
+    with socket.create_connection(("127.0.0.1", port), timeout=20) as sock:
+        try:
+            for piece in pieces:
+                sock.sendall(piece)
+        except OSError:
+            pass  # refused in the middle; what it said is still there
+        answer = b""
+        try:
+            while piece := sock.recv(65536):
+                answer += piece
+        except ConnectionResetError:
+            pass
+        return answer
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {key}"}
+
+
+READS = [
+    "/v1/models", "/models", "/health/m", "/traffic/stats", "/sleep/status", "/memory", "/devices"
+]  # fmt: skip
+WRITES = [
+    ("POST", "/action/sleep/m"),
+    ("POST", "/action/wakeup/m"),
+    ("POST", "/admin/reload"),
+    ("PATCH", "/memory/m"),
+    ("POST", "/memory/m/trim"),
+]
+
+
+@pytest.mark.parametrize("path", READS)
+def test_reading_needs_a_key(front: Controller, path: str) -> None:
+    assert front.get(path).status_code == 401
+    assert front.get(path, headers=bearer("wrong")).status_code == 401
+    assert front.get(path, headers=bearer(API)).status_code == 200
+    assert front.get(path, headers=bearer(ADMIN)).status_code == 200
+
+
+def test_models_need_a_key_and_the_engine_does_not_get_it(
+    front: Controller, engine: Engine
+) -> None:
+    refused = front.complete()
+    assert (refused.status_code, refused.json()["error"]["code"]) == (401, "invalid_api_key")
+    assert refused.headers["www-authenticate"] == "Bearer"
+    body = {"model": "m"}
+    assert front.post("/v1/completions", body, headers=bearer(API)).status_code == 200
+    assert front.post("/v1/completions", body, headers={"x-api-key": API}).status_code == 200
+    seen = {key.lower() for key, _ in engine.state()["headers"]}
+    assert not seen & {"authorization", "x-api-key"}
+
+
+@pytest.mark.parametrize(("method", "path"), WRITES)
+def test_changing_needs_an_admin_key(front: Controller, method: str, path: str) -> None:
+    def status(**headers: str) -> int:
+        return front.client.request(method, path, json={}, headers=headers).status_code
+
+    assert status() == 401
+    assert status(**bearer("wrong")) == 401
+    assert status(**bearer(API)) == 403
+    assert status(**bearer(ADMIN)) not in {401, 403}
+
+
+def test_the_health_of_the_controller_is_no_secret(front: Controller) -> None:
+    assert front.get("/health").status_code == 200
+
+
+def test_bodies_and_headers_have_bounds(front: Controller) -> None:
+    big = front.client.post("/v1/completions", content=b"x" * 100_001, headers=bearer(API))
+    assert (big.status_code, big.json()["error"]["code"]) == (413, "body_too_large")
+    head = (
+        b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer api-key-1\r\n"
+    )
+    chunk = b"186a0\r\n" + b"x" * 100_000 + b"\r\n"
+    answer = raw(front.port, head + b"Transfer-Encoding: chunked\r\n\r\n", chunk, chunk)
+    assert answer.startswith(b"HTTP/1.1 413")
+    assert raw(front.port, head + b"X-Big: " + b"x" * 5000 + b"\r\n\r\n").startswith(
+        b"HTTP/1.1 431"
+    )
+    assert b" 431 " in raw(front.port, head, *[b"x" * 3000] * 4)
+    assert b" 431 " in raw(front.port, b"GET /" + b"x" * 9000)
+
+
+def test_slow_clients_are_let_go(front: Controller) -> None:
+    assert b" 408 " in raw(front.port, b"GET / HTTP/1.1\r\nHost: local")
+    assert b" 408 " in raw(front.port, b"")
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer api-key-1\r\n"
+    assert b" 408 " in raw(front.port, head + b"Content-Length: 10\r\n\r\n123")
+    answer = raw(front.port, b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+    assert answer.startswith(b"HTTP/1.1 200")  # and then the idle connection is closed
+
+
+SMUGGLED = [
+    b"Content-Length: 2\r\nContent-Length: 60\r\n\r\n{}",
+    b"Content-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
+    b"Transfer-Encoding: chunked, identity\r\n\r\n0\r\n\r\n",
+    b"Transfer-Encoding: xchunked\r\n\r\n0\r\n\r\n",
+    b"Transfer-Encoding : chunked\r\n\r\n0\r\n\r\n",
+    b"Transfer-Encoding: chunked\r\n\r\n10000000000000000\r\n{}\r\n0\r\n\r\n",
+    b"Transfer-Encoding: chunked\r\n\r\n-1\r\n{}\r\n0\r\n\r\n",
+    b"Content-Length: +2\r\n\r\n{}",
+    b"Content-Length: 0x2\r\n\r\n{}",
+    b"X: a\nContent-Length: 2\r\n\r\n{}",
+    b" Folded: x\r\nContent-Length: 2\r\n\r\n{}",
+    b"X\0: y\r\n\r\n",
+]
+HIDDEN = b"POST /action/sleep/m HTTP/1.1\r\nHost: localhost\r\nContent-Length: 0\r\n\r\n"
+
+
+@pytest.mark.parametrize("crooked", SMUGGLED)
+def test_no_request_hides_in_another(front: Controller, engine: Engine, crooked: bytes) -> None:
+    before = engine.state()
+    head = b"POST /v1/echo HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer api-key-1\r\n"
+    answer = raw(front.port, head + crooked + HIDDEN)
+    for line in answer.split(b"\r\n"):
+        assert not line.startswith(b"HTTP/1.1 2")
+    after = engine.state()
+    assert after["counts"] == before["counts"]
+
+
+def test_ten_thousand_mutated_bytes_do_no_harm(front: Controller, engine: Engine) -> None:
+    before = engine.count("sleep_calls")
+    dice = random.Random(7)
+    body = b'{"model":"m","prompt":"x"}'
+    seed = (
+        b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        b"Authorization: Bearer wrong\r\nConnection: close\r\nContent-Length: %d\r\n\r\n%s"
+        % (len(body), body)
+    )
+    for _ in range(300):
+        data = bytearray(seed)
+        for _ in range(dice.randint(1, 12)):
+            place = dice.randrange(len(data))
+            match dice.randrange(3):
+                case 0:
+                    data[place] = dice.randrange(256)
+                case 1:
+                    del data[place : place + dice.randint(1, 9)]
+                case _:
+                    data[place:place] = dice.randbytes(dice.randint(1, 9))
+        with socket.create_connection(("127.0.0.1", front.port), timeout=20) as sock:
+            sock.sendall(data)
+            sock.shutdown(socket.SHUT_WR)
+            answer = b""
+            try:
+                while piece := sock.recv(65536):
+                    answer += piece
+            except ConnectionResetError:
+                pass
+            assert not answer.startswith((b"HTTP/1.1 2", b"HTTP/1.1 5")), bytes(data)
+    assert engine.count("sleep_calls") == before
+    assert front.get("/health").status_code == 200
+
+
+def test_without_keys_other_sites_pages_are_refused(engine: Engine) -> None:
+    with Controller(config_for(engine)) as front:
+        page = {"origin": "http://evil.example"}
+        assert front.post("/action/sleep/m", headers=page).status_code == 403
+        assert front.get("/models", headers={"host": "evil.example"}).status_code == 403
+        body = {"model": "m"}
+        assert front.post("/v1/completions", body, headers=page).status_code == 403
+        own = {"origin": f"http://127.0.0.1:{front.port}"}
+        assert front.get("/models", headers=own).status_code == 200
+        assert "access-control-allow-origin" not in front.get("/models", headers=own).headers
+        assert front.client.options("/v1/completions").status_code == 405
+
+
+def test_with_keys_for_models_only_nobody_changes_anything(engine: Engine) -> None:
+    config = config_for(engine, auth={"api_keys": [DIGEST]})
+    with Controller(config) as front:
+        response = front.post("/action/sleep/m", headers=bearer(ADMIN))
+        assert (response.status_code, response.json()["error"]["code"]) == (403, "no_admin_keys")
+
+
+def test_a_public_address_without_keys_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text("server: {host: 0.0.0.0}")
+    command = [sys.executable, "-m", "kvelastic.controller", "--config", str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2
+    assert "auth.api_keys" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_plain_key_is_warned_about(engine: Engine) -> None:
+    config = config_for(engine, auth={"api_keys": ["plain-secret"]})
+    with Controller(config) as front:
+        front.wait_for_line("sha256:HEX")
+        assert not [line for line in front.lines if "plain-secret" in line]
+
+
+def test_https_only_where_a_certificate_is_given(engine: Engine, tmp_path: Path) -> None:
+    cert, key = tmp_path / "cert.pem", tmp_path / "key.pem"
+    made = subprocess.run(
+        ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj",
+         "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1", "-keyout", key, "-out", cert],
+        capture_output=True, timeout=60, check=False,
+    )  # fmt: skip
+    if made.returncode != 0:
+        pytest.skip("openssl is not there")
+    import ssl
+    import urllib.request
+
+    config = config_for(engine, server={"tls_cert": str(cert), "tls_key": str(key)})
+    with Controller(config) as front:
+        trust = ssl.create_default_context(cafile=cert)
+        url = f"https://127.0.0.1:{front.port}/health"
+        with urllib.request.urlopen(url, context=trust, timeout=20) as answer:
+            assert answer.status == 200
+
+
+def test_bodies_together_have_a_bound(engine: Engine) -> None:
+    config = config_for(engine, server={"max_buffered": 3000})
+    with Controller(config) as front:
+        body = {"model": "m", "stream": True, "pad": "x" * 2000, "fake": {"hold": "b"}}
+        with front.client.stream("POST", "/v1/completions", json=body) as response:
+            pieces = response.iter_raw()
+            next(pieces)
+            full = front.complete(pad="x" * 2000)
+            assert (full.status_code, full.json()["error"]["code"]) == (503, "controller_full")
+            engine.release("b")
+            b"".join(pieces)
+        until(lambda: front.complete(pad="x" * 2000).status_code == 200)

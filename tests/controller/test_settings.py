@@ -1,0 +1,120 @@
+"""The configuration: what is read, what is refused and how it is said."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from kvelastic.controller.durations import parse_duration_s
+from kvelastic.controller.settings_file import json_schema, load, parse
+from kvelastic.errors import ControllerConfigError, InvalidArgumentError
+
+EXAMPLE = Path(__file__).parents[2] / "docs" / "controller.example.yaml"
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [("90s", 90), ("5m", 300), ("1h30m", 5400), ("250ms", 0.25), (7, 7), ("7", 7), ("1d", 86400)],
+)
+def test_durations(text: object, seconds: float) -> None:
+    assert parse_duration_s(text) == seconds
+
+
+@pytest.mark.parametrize("text", ["", "5 m", "-1", -1, "1x", "m", True, None, float("nan"), "1e9"])
+def test_what_is_no_duration(text: object) -> None:
+    with pytest.raises(InvalidArgumentError):
+        parse_duration_s(text)
+
+
+def test_the_issue_s_keys_are_read() -> None:
+    settings = parse(
+        """
+        server: {host: 127.0.0.1, port: 8080}
+        sleep: {auto: false, wake_on_request: true, idle_after: 5m, min_sleep: 60s,
+                queue_limit: 1024, queue_timeout: 120s}
+        auth: {api_keys: ["${KEY}"], admin_keys: ["${OTHER:-x}", "cost$$"]}
+        models:
+          - name: org/model-a
+            engine: vllm
+            url: http://127.0.0.1:9001/
+            aliases: [model-a]
+            instance: kvelastic_vllm_1
+            memory: {min: 1G, limit: 8G, priority: 10}
+          - name: model-b
+            engine: vllm
+            launch: {command: [vllm, serve, DIR, --port, "{port}"],
+                     env: {ENABLE_KVELASTIC: "true"}, port: 9002, ready_timeout: 120s}
+        """,
+        {"KEY": "secret"},
+    )
+    assert settings.sleep.idle_after == 300
+    assert settings.auth.api_keys == ("secret",)
+    assert settings.auth.admin_keys == ("x", "cost$")
+    first, second = settings.models
+    assert first.memory.limit == 8 << 30
+    assert first.addresses == ("http://127.0.0.1:9001",)
+    assert second.addresses == ("http://127.0.0.1:9002",)
+
+
+MODEL = "models: [{name: a, url: 'http://h:1'%s}]"
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("server: {hots: x}", "server.hots"),
+        ("server: {port: 70000}", "server.port"),
+        ("server: {host: 0.0.0.0}", "auth.api_keys"),
+        ("server: {host: example.org}", "auth.api_keys"),
+        ("server: {tls_cert: x}", "tls_key"),
+        ("sleep: {idle_after: soon}", "sleep.idle_after"),
+        ("auth: {api_keys: ['${NOT_THERE}']}", "NOT_THERE"),
+        ("auth: {api_keys: ['sha256:12']}", "auth.api_keys"),
+        ("auth: {api_keys: ['']}", "auth.api_keys"),
+        ("models: [{name: a}]", "one of url, urls and launch"),
+        (MODEL % ", urls: ['http://h:2']", "one of url, urls and launch"),
+        (MODEL % ", memory: {min: 2G, limit: 1G}", "min is above limit"),
+        (MODEL % ", engine: ollama", "engine"),
+        ("models: [{name: a, url: 'ftp://h'}]", "no address"),
+        ("models: [{name: a, url: 'http://h', aliases: [b]}, {name: b, url: 'http://h'}]", "twice"),
+        ("models: [{name: '/a', url: 'http://h'}]", "cannot be a model's name"),
+        ("models: 3", "models"),
+        ("[]", "top level"),
+        ("a: [", "not YAML"),
+        ("sleep: {auto: true, auto: false}", "twice"),
+    ],
+)
+def test_faults_are_named(text: str, said: str) -> None:
+    with pytest.raises(ControllerConfigError) as caught:
+        parse(text, {})
+    assert said in str(caught.value)
+
+
+def test_no_value_of_a_faulty_key_is_shown() -> None:
+    with pytest.raises(ControllerConfigError) as caught:
+        parse("auth: {api_keys: {a: hunter2}}", {})
+    assert "hunter2" not in str(caught.value)
+
+
+def test_every_fault_is_told_at_once() -> None:
+    with pytest.raises(ControllerConfigError) as caught:
+        parse("server: {port: x}\nsleep: {auto: perhaps}", {})
+    assert "server.port" in str(caught.value)
+    assert "sleep.auto" in str(caught.value)
+
+
+def test_the_example_loads_and_names_every_key() -> None:
+    environ = {"KVELASTIC_API_KEY": "k", "KVELASTIC_ADMIN_KEY": "a"}
+    settings = load(EXAMPLE, environ)
+    assert settings.models
+    text = EXAMPLE.read_text()
+    definitions = json_schema()["$defs"]
+    for section in definitions.values():
+        for key in section["properties"]:
+            assert f"{key}:" in text, f"{key} is not in {EXAMPLE.name}"
+
+
+def test_a_file_that_is_not_there() -> None:
+    with pytest.raises(ControllerConfigError, match="cannot read"):
+        load(Path("/nowhere/at/all.yaml"))

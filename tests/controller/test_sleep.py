@@ -1,0 +1,274 @@
+"""Sleep and wake with real processes: by hand, by time, by requests, and when engines fail."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import socket
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import aiohttp
+import pytest
+from running import Controller, Engine, config_for, until
+
+
+def many(url: str, count: int, **body: Any) -> list[tuple[int, str | None]]:
+    """So many requests at once: the status of each, and its Retry-After."""
+
+    async def run() -> list[tuple[int, str | None]]:
+        connector = aiohttp.TCPConnector(limit=0)
+        async with aiohttp.ClientSession(connector=connector) as session:
+
+            async def one() -> tuple[int, str | None]:
+                request = {"model": "m", "prompt": "x", **body}
+                async with session.post(url + "/v1/completions", json=request) as response:
+                    await response.read()
+                    return response.status, response.headers.get("retry-after")
+
+            return await asyncio.gather(*(one() for _ in range(count)))
+
+    return asyncio.run(run())
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[tuple[Engine, Controller]]:
+    with Engine() as engine, Controller(config_for(engine)) as front:
+        yield engine, front
+
+
+@pytest.fixture
+def both(shared: tuple[Engine, Controller]) -> tuple[Engine, Controller]:
+    """An engine and a controller as if they had just started, for tests of the usual settings."""
+    engine, front = shared
+    engine.reset()
+    until(lambda: front.post("/action/wakeup/m").status_code == 200)
+    engine.reset()
+    return engine, front
+
+
+@pytest.mark.parametrize("kind", ["vllm", "sglang"])
+def test_by_hand_and_back(kind: str) -> None:
+    with Engine(kind) as engine, Controller(config_for(engine)) as front:
+        answer = front.post("/action/sleep/m")
+        assert (answer.status_code, answer.json()["success"]) == (200, True)
+        assert engine.state()["asleep"]
+        status = front.get("/sleep/status").json()
+        assert status["sleeping_models"]["m"]["manual_sleep"] is True
+        assert front.post("/action/sleep/m").json()["success"]  # again: it sleeps already
+        assert engine.count("sleep_calls") == 1
+        assert front.post("/action/wakeup/m").json()["success"]
+        assert not engine.state()["asleep"]
+        assert front.get("/sleep/status").json()["sleeping_models"] == {}
+
+
+def test_a_thousand_requests_at_once_wake_it_once_and_all_are_answered(
+    both: tuple[Engine, Controller],
+) -> None:
+    engine, front = both
+    front.post("/action/sleep/m")
+    engine.change(wake_hold="w")
+
+    def release_when_all_wait() -> bool:
+        queued = front.get("/traffic/stats/m").json()["model_stats"]["queued"]
+        return bool(queued == 1000)
+
+    import threading
+
+    def releaser() -> None:
+        until(release_when_all_wait, 60)
+        engine.release("w")
+
+    thread = threading.Thread(target=releaser)
+    thread.start()
+    answers = many(front.url, 1000)
+    thread.join()
+    assert [status for status, _ in answers] == [200] * 1000
+    assert engine.count("wake_calls") == 1
+    assert engine.count("requests") == 1000
+    assert engine.count("requests_while_asleep") == 0
+
+
+def test_beyond_the_bound_they_are_told_when_to_come_again() -> None:
+    with Engine() as engine:
+        config = config_for(engine, sleep={"queue_limit": 10, "min_sleep": 0})
+        with Controller(config) as front:
+            front.post("/action/sleep/m")
+            engine.change(wake_s=1.0)
+            answers = many(front.url, 50)
+            assert sorted(status for status, _ in answers) == [200] * 10 + [429] * 40
+            assert all(after for status, after in answers if status == 429)
+            assert engine.count("wake_calls") == 1
+
+
+def test_a_wait_ends_at_its_deadline() -> None:
+    with Engine() as engine:
+        config = config_for(engine, sleep={"queue_timeout": "300ms", "min_sleep": 0})
+        with Controller(config) as front:
+            front.post("/action/sleep/m")
+            engine.change(wake_hold="w")
+            response = front.complete()
+            assert (response.status_code, response.json()["error"]["code"]) == (
+                503,
+                "queue_timeout",
+            )
+            assert response.headers["retry-after"]
+            engine.release("w")
+
+
+def test_who_goes_away_while_it_waits_leaves_the_queue(
+    both: tuple[Engine, Controller],
+) -> None:
+    engine, front = both
+    front.post("/action/sleep/m")
+    engine.change(wake_hold="w")
+
+    def queued() -> int:
+        return int(front.get("/traffic/stats/m").json()["model_stats"]["queued"])
+
+    body = json.dumps({"model": "m"}).encode()
+    with socket.create_connection(("127.0.0.1", front.port)) as sock:
+        sock.sendall(
+            b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n%s"
+            % (len(body), body)
+        )
+        until(lambda: queued() == 1)
+    until(lambda: queued() == 0)
+    engine.release("w")
+    until(lambda: front.state() == "awake")
+    assert engine.count("requests") == 0
+
+
+def test_a_stream_keeps_its_model_awake() -> None:
+    with Engine() as engine:
+        config = config_for(
+            engine, model={"ttl": "100ms"}, sleep={"check_every": "20ms", "min_sleep": 0}
+        )
+        with Controller(config) as front:
+            body = {"model": "m", "stream": True, "fake": {"hold": "h"}}
+            with front.client.stream("POST", "/v1/completions", json=body) as response:
+                pieces = response.iter_raw()
+                next(pieces)
+                before = engine.count("sleep_calls")  # it may have slept before the request
+                refused = front.post("/action/sleep/m")
+                assert (refused.status_code, refused.json()["success"]) == (409, False)
+                assert front.get("/sleep/candidates").json()["sleep_candidates"] == []
+                looks = time.monotonic() + 0.5
+                until(lambda: time.monotonic() > looks)  # ten of its own looks, five times the ttl
+                assert engine.count("sleep_calls") == before
+                engine.release("h")
+                b"".join(pieces)
+            until(lambda: engine.state()["asleep"])
+            assert engine.count("slept_while_busy") == 0
+
+
+def test_a_model_that_was_never_used_falls_asleep_and_a_request_wakes_it() -> None:
+    with Engine() as engine:
+        sleep = {"auto": True, "idle_after": "100ms", "check_every": "20ms", "min_sleep": 0}
+        with Controller(config_for(engine, sleep=sleep)) as front:
+            until(lambda: engine.state()["asleep"])
+            assert front.complete().status_code == 200
+            until(lambda: engine.count("sleep_calls") == 2)
+
+
+def test_a_pinned_model_stays_awake() -> None:
+    with Engine("vllm", "pinned") as pinned, Engine("vllm", "free") as free:
+        sleep = {"auto": True, "idle_after": "50ms", "check_every": "20ms"}
+        config = config_for(pinned, free, sleep=sleep)
+        config["models"][0]["pin"] = True
+        with Controller(config) as front:
+            until(lambda: front.state("free") == "asleep")
+            assert front.state("pinned") == "awake"
+            assert pinned.count("sleep_calls") == 0
+
+
+def test_min_sleep_is_waited_for() -> None:
+    with Engine() as engine:
+        sleep = {"auto": True, "idle_after": "50ms", "check_every": "20ms", "min_sleep": "500ms"}
+        with Controller(config_for(engine, sleep=sleep)) as front:
+            until(lambda: front.state() == "asleep")
+            slept_s = front.get("/sleep/status").json()["sleeping_models"]["m"]["sleep_duration"]
+            before_s = time.monotonic()
+            assert front.complete().status_code == 200
+            assert time.monotonic() - before_s + slept_s >= 0.45
+
+
+def test_without_wake_on_request_it_is_503() -> None:
+    sleep = {"wake_on_request": False}
+    with Engine() as engine, Controller(config_for(engine, sleep=sleep)) as front:
+        front.post("/action/sleep/m")
+        response = front.complete()
+        assert (response.status_code, response.json()["error"]["code"]) == (503, "model_asleep")
+        assert engine.state()["asleep"]
+
+
+def test_a_sleep_that_fails_is_rolled_back(
+    both: tuple[Engine, Controller],
+) -> None:
+    engine, front = both
+    engine.change(sleep_status=500)
+    answer = front.post("/action/sleep/m")
+    assert (answer.status_code, answer.json()["success"]) == (502, False)
+    assert "127.0.0.1" not in answer.text
+    assert front.complete().status_code == 200
+    assert front.state() == "awake"
+
+
+def test_a_wake_that_fails_is_rolled_back_in_all_replicas() -> None:
+    with Engine() as one, Engine() as two:
+        config = config_for(one, model={"url": None, "urls": [one.url, two.url]})
+        with Controller(config) as front:
+            front.post("/action/sleep/m")
+            two.change(wake_status=500)
+            response = front.complete()
+            assert (response.status_code, response.json()["error"]["code"]) == (503, "wake_failed")
+            assert response.headers["retry-after"]
+            assert one.state()["asleep"]
+            assert front.state() == "asleep"
+            two.change(wake_status=200)
+            assert front.post("/action/wakeup/m").json()["success"]
+            assert front.complete().status_code == 200
+
+
+def test_an_engine_that_hangs_at_its_wake_is_given_up() -> None:
+    with Engine() as engine:
+        config = config_for(engine, sleep={"wake_timeout": "300ms", "min_sleep": 0})
+        with Controller(config) as front:
+            front.post("/action/sleep/m")
+            engine.change(wake_hold="never")
+            assert [status for status, _ in many(front.url, 20)] == [503] * 20
+            assert engine.count("wake_calls") == 1
+
+
+def test_a_controller_that_starts_finds_models_asleep() -> None:
+    with Engine() as engine:
+        with Controller(config_for(engine)) as front:
+            front.post("/action/sleep/m")
+        with Controller(config_for(engine)) as front:
+            assert front.state() == "asleep"
+            assert front.complete().status_code == 200
+        assert engine.count("requests_while_asleep") == 0
+
+
+def test_what_cannot_sleep_says_so() -> None:
+    with Engine("openai") as engine, Controller(config_for(engine)) as front:
+        answer = front.post("/action/sleep/m")
+        assert (answer.status_code, answer.json()["success"]) == (400, False)
+        assert front.post("/action/sleep/nobody").status_code == 404
+        assert front.get("/action/sleep/m").status_code == 405
+
+
+def test_sigterm_lets_requests_end_and_ends_with_0() -> None:
+    with Engine() as engine, Controller(config_for(engine)) as front:
+        body = {"model": "m", "stream": True, "fake": {"hold": "h"}}
+        with front.client.stream("POST", "/v1/completions", json=body) as response:
+            pieces = response.iter_raw()
+            first = next(pieces)
+            front.send(signal.SIGTERM)
+            front.wait_for_line("Shutting down")
+            engine.release("h")
+            assert b"[DONE]" in first + b"".join(pieces)
+        assert front.end() == 0
+        assert not [line for line in front.lines if "Traceback" in line]

@@ -1,0 +1,276 @@
+"""A fake engine: an OpenAI-compatible server with the sleep routes of vLLM or SGLang, as a program.
+
+    python tests/fakes/engine.py --kind vllm --port 0 --model m     # prints `ready PORT`
+
+It is strict: a request for another model is 404, one that comes while it sleeps is 500, a sleep
+with work in flight is 500, and all of them are counted. What a request is to meet stands in its own
+body under `fake`, so that tests need no other channel:
+
+    {"model": "m", "prompt": "...", "stream": true, "max_tokens": 8,
+     "fake": {"status": 429, "hang": "first" | "stream", "cut_after": 3, "reset": true,
+              "first_s": 0.1, "token_s": 0.01, "hold": "NAME"}}
+
+`hold` keeps the answer's end back until `POST /fake/release?name=NAME`: no test sleeps to catch a
+request in flight. `GET /fake/state` says what it saw. `POST /fake/set` changes the defaults below,
+`POST /fake/reset` undoes that and forgets what was counted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import signal
+import sys
+from typing import Any
+
+from aiohttp import web
+
+
+class FakeEngine:
+    def __init__(self, kind: str, model: str, slow_start_s: float) -> None:
+        self.kind = kind
+        self.model = model
+        self.asleep = False
+        self.slow_start_s = slow_start_s
+        self.in_flight = 0
+        self.counts: dict[str, int] = {}
+        self.last_headers: list[list[str]] = []
+        self.last_body = ""
+        self.last_path = ""
+        self.holds: dict[str, asyncio.Event] = {}
+        self.waiters: dict[str, asyncio.Event] = {}
+        self.settings = self.first_settings()
+
+    @staticmethod
+    def first_settings() -> dict[str, Any]:
+        return {
+            "sleep_status": 200,
+            "wake_status": 200,
+            "sleep_s": 0.0,
+            "wake_s": 0.0,
+            "wake_hold": "",
+            "sleep_hold": "",
+            "health_status": 200,
+        }
+
+    def count(self, what: str) -> None:
+        self.counts[what] = self.counts.get(what, 0) + 1
+
+    def hold(self, name: str) -> asyncio.Event:
+        return self.holds.setdefault(name, asyncio.Event())
+
+    def application(self) -> web.Application:
+        app = web.Application(client_max_size=256 << 20, middlewares=[self.watch])
+        add = app.router.add_route
+        add("GET", "/health", self.health)
+        add("GET", "/v1/models", self.models)
+        for path in ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"):
+            add("POST", path, self.generate)
+        add("GET", "/fake/state", self.state)
+        add("POST", "/fake/release", self.release)
+        add("POST", "/fake/set", self.change)
+        add("POST", "/fake/reset", self.reset)
+        if self.kind == "vllm":
+            add("POST", "/sleep", self.sleep)
+            add("POST", "/wake_up", self.wake)
+            add("GET", "/is_sleeping", self.is_sleeping)
+        elif self.kind == "sglang":
+            add("POST", "/release_memory_occupation", self.sleep)
+            add("POST", "/resume_memory_occupation", self.wake)
+        add("*", "/{rest:.*}", self.echo)
+        return app
+
+    @web.middleware
+    async def watch(self, request: web.Request, handler: Any) -> web.StreamResponse:
+        if request.path.startswith("/fake/"):
+            return await handler(request)  # type: ignore[no-any-return]
+        if request.path not in {"/health", "/is_sleeping"}:
+            self.last_headers = [[k, v] for k, v in request.headers.items()]
+            self.last_path = request.raw_path
+        return await handler(request)  # type: ignore[no-any-return]
+
+    async def health(self, _: web.Request) -> web.Response:
+        return web.Response(status=self.settings["health_status"])
+
+    async def models(self, _: web.Request) -> web.Response:
+        return web.json_response({"object": "list", "data": [{"id": self.model}]})
+
+    async def state(self, _: web.Request) -> web.Response:
+        return web.json_response(
+            {
+                "asleep": self.asleep,
+                "in_flight": self.in_flight,
+                "counts": self.counts,
+                "headers": self.last_headers,
+                "body": self.last_body,
+                "path": self.last_path,
+                "held": [name for name, event in self.holds.items() if not event.is_set()],
+            }
+        )
+
+    async def release(self, request: web.Request) -> web.Response:
+        self.hold(request.query["name"]).set()
+        return web.Response()
+
+    async def change(self, request: web.Request) -> web.Response:
+        self.settings.update(await request.json())
+        return web.Response()
+
+    async def reset(self, _: web.Request) -> web.Response:
+        """As it was at its start; whatever is held back goes on."""
+        for event in self.holds.values():
+            event.set()
+        self.holds.clear()
+        self.counts.clear()
+        self.settings = self.first_settings()
+        return web.Response()
+
+    async def sleep(self, request: web.Request) -> web.Response:
+        self.count("sleep_calls")
+        if self.kind == "vllm" and request.query.get("level") != "1":
+            return web.json_response({"error": "level"}, status=400)
+        if self.in_flight:
+            self.count("slept_while_busy")
+            return web.json_response({"error": "busy"}, status=500)
+        if self.settings["sleep_hold"]:
+            await self.hold(self.settings["sleep_hold"]).wait()
+        await asyncio.sleep(self.settings["sleep_s"])
+        if self.settings["sleep_status"] == 200:
+            self.asleep = True
+        return web.Response(status=self.settings["sleep_status"])
+
+    async def wake(self, _: web.Request) -> web.Response:
+        self.count("wake_calls")
+        if self.settings["wake_hold"]:
+            await self.hold(self.settings["wake_hold"]).wait()
+        await asyncio.sleep(self.settings["wake_s"])
+        if self.settings["wake_status"] == 200:
+            self.asleep = False
+        return web.Response(status=self.settings["wake_status"])
+
+    async def is_sleeping(self, _: web.Request) -> web.Response:
+        return web.json_response({"is_sleeping": self.asleep})
+
+    async def echo(self, request: web.Request) -> web.Response:
+        """Any other path: what came, in a form that shows it."""
+        body = await request.read()
+        self.last_body = body.decode("latin-1")
+        self.count("echoed")
+        return web.json_response(
+            {
+                "method": request.method,
+                "path": request.raw_path,
+                "body": body.decode("latin-1"),
+            },
+            headers={"X-Engine": "fake"},
+        )
+
+    async def generate(self, request: web.Request) -> web.StreamResponse:
+        raw = await request.read()
+        self.last_body = raw.decode("utf-8", "replace")
+        self.count("requests")
+        if self.asleep:
+            self.count("requests_while_asleep")
+            return web.json_response({"error": {"message": "asleep"}}, status=500)
+        self.in_flight += 1
+        try:
+            return await self._generate(request, json.loads(raw))
+        except (asyncio.CancelledError, ConnectionError):
+            self.count("cancelled")
+            raise
+        finally:
+            self.in_flight -= 1
+
+    async def _generate(self, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        fake = body.get("fake") or {}
+        if body.get("model") != self.model:
+            error = {"message": f"The model {body.get('model')} does not exist.", "code": 404}
+            return web.json_response({"error": error}, status=404)
+        if fake.get("reset"):
+            assert request.transport is not None
+            request.transport.abort()
+            return web.Response()
+        if fake.get("hang") == "first":
+            await asyncio.Event().wait()
+        await asyncio.sleep(fake.get("first_s", 0))
+        if "status" in fake:
+            headers = {"Retry-After": "7", "X-Engine": "fake"}
+            error = {"message": "as asked", "type": "fake", "code": fake["status"]}
+            return web.json_response({"error": error}, status=fake["status"], headers=headers)
+        tokens = int(body.get("max_tokens", 4))
+        if not body.get("stream"):
+            if "hold" in fake:
+                await self.hold(fake["hold"]).wait()
+            usage = {"prompt_tokens": 1, "completion_tokens": tokens, "total_tokens": tokens + 1}
+            return web.json_response(
+                {
+                    "id": request.headers.get("x-request-id", ""),
+                    "model": self.model,
+                    "choices": [{"index": 0, "text": "x " * tokens, "finish_reason": "stop"}],
+                    "usage": usage,
+                },
+                headers={"X-Engine": "fake"},
+            )
+        response = web.StreamResponse(
+            headers={"Content-Type": "text/event-stream; charset=utf-8", "X-Engine": "fake"}
+        )
+        response.enable_chunked_encoding()
+        await response.prepare(request)
+        for number in range(tokens):
+            if number == fake.get("cut_after"):
+                assert request.transport is not None
+                request.transport.abort()
+                return response
+            if fake.get("hang") == "stream" and number == 1:
+                await asyncio.Event().wait()
+            if "hold" in fake and number == 1:
+                await self.hold(fake["hold"]).wait()
+            await response.write(
+                b"data: " + json.dumps({"choices": [{"text": f"t{number} "}]}).encode() + b"\n\n"
+            )
+            await asyncio.sleep(fake.get("token_s", 0))
+        await response.write(b"data: [DONE]\n\n")
+        return response
+
+
+async def serve(arguments: argparse.Namespace) -> None:
+    if arguments.slow_start_s:
+        await asyncio.sleep(arguments.slow_start_s)
+    engine = FakeEngine(arguments.kind, arguments.model, arguments.slow_start_s)
+    # A handler is cancelled when its client goes, as vLLM aborts a request then.
+    runner = web.AppRunner(
+        engine.application(), handler_cancellation=True, access_log=None, shutdown_timeout=0.1
+    )
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", arguments.port, backlog=4096, reuse_address=True)
+    await site.start()
+    port = runner.addresses[0][1]
+    print("ready", port, flush=True)
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    if arguments.deaf:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    else:
+        loop.add_signal_handler(signal.SIGTERM, stop.set)
+    await stop.wait()
+    await runner.cleanup()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--kind", choices=["vllm", "sglang", "openai"], default="vllm")
+    parser.add_argument("--port", type=int, default=0)
+    parser.add_argument("--model", default="m")
+    parser.add_argument("--slow-start-s", type=float, default=0.0)
+    parser.add_argument("--deaf", action="store_true", help="does not end at SIGTERM")
+    parser.add_argument("--die", type=int, metavar="CODE", help="ends at once with this code")
+    arguments = parser.parse_args()
+    if arguments.die is not None:
+        print("dying as told", file=sys.stderr, flush=True)
+        sys.exit(arguments.die)
+    asyncio.run(serve(arguments))
+
+
+if __name__ == "__main__":
+    main()
