@@ -2,7 +2,7 @@
 
 process = EngineProcess(model, calls)
 process.start()          # a task of the loop from now on
-await process.stop()     # SIGTERM to the group, SIGKILL to what is left of it
+await process.stop()     # SIGTERM, and SIGKILL to what is left of its group
 
 The engine's gate follows: STARTING until the health route answers, then AWAKE, DOWN while it does
 not run. Its output is appended to a file, which /admin/models/{model}/logs shows the end of.
@@ -14,7 +14,6 @@ import asyncio
 import logging
 import os
 import re
-import signal
 import tempfile
 import time
 from collections import deque
@@ -25,6 +24,7 @@ from typing import IO, Final
 from kvelastic.controller.engine_calls import EngineCalls
 from kvelastic.controller.gate import State
 from kvelastic.controller.launch_policy import Restarts
+from kvelastic.controller.process_group import end_group
 from kvelastic.controller.refusal import Refusal
 from kvelastic.controller.served_model import ServedModel
 from kvelastic.controller.settings import LaunchSettings
@@ -143,16 +143,11 @@ class EngineProcess:
         return False
 
     async def _end_group(self) -> None:
-        """SIGTERM, then SIGKILL; to the group, so that no worker of the engine is left."""
+        """The engine and all its processes, so that no worker of it is left."""
         process, self.pid = self._process, None
         if process is None:
             return
-        if process.returncode is None:
-            _signal_group(process.pid, signal.SIGTERM)
-            with suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(process.wait(), self.launch.stop_timeout)
-        _signal_group(process.pid, signal.SIGKILL)
-        await process.wait()
+        await end_group(process, self.launch.stop_timeout)
         self._process = None
 
     def _set(self, state: State) -> None:
@@ -163,11 +158,6 @@ class EngineProcess:
             self._model.when_settled(lambda: gate.set_state(state, time.monotonic(), why))
         elif not (state is State.AWAKE and gate.state is State.ASLEEP):
             gate.set_state(state, time.monotonic(), why)
-
-
-def _signal_group(pid: int, number: signal.Signals) -> None:
-    with suppress(ProcessLookupError, PermissionError):
-        os.killpg(pid, number)
 
 
 def _log_path(name: str, launch: LaunchSettings) -> Path:

@@ -16,14 +16,14 @@ class RequestFailedError(Exception):
     """The server answered, and not with an answer."""
 
 
-def ask(port: int, question: str, max_tokens: int) -> str:
+def ask(port: int, question: str, max_tokens: int, model: str = "m") -> str:
     """The model's answer at temperature 0.
 
     Raises RequestFailedError for a status other than 200, OSError or HTTPException where the server
     cannot be reached or goes away.
     """
     body = {
-        "model": "m",
+        "model": model,
         "messages": [{"role": "user", "content": question}],
         "max_tokens": max_tokens,
         "temperature": 0,

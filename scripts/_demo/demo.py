@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import FrameType
@@ -15,6 +16,7 @@ from types import FrameType
 import psutil
 import shared_files
 from client import Burst, RequestFailedError, ask
+from front import FIRST, SECOND, Front
 from view import LiveView, Memory, Waiting
 
 from kvelastic import segment
@@ -25,6 +27,7 @@ from tests.engines.vllm_server import VllmServer, worker_memory_bytes
 KV_BYTES = 768 << 20
 LOW_LIMIT = "96M"
 NAME = f"demo_{os.getpid()}"
+SECOND_NAME = f"{NAME}_second"
 KVCTL = str(Path(sys.executable).with_name("kvctl"))
 SERVER_ARGUMENTS = [
     # float32: fast on every CPU, where bfloat16 is only on those with instructions for it.
@@ -91,16 +94,6 @@ def held(server: VllmServer) -> str:
     return f"{format_size(said)} held by its own account, {format_size(real)} by the kernel's"
 
 
-def wait_for_mapped(at_most_bytes: int) -> None:
-    deadline = time.monotonic() + TRIM_DEADLINE_S
-    while Memory.of(NAME).mapped > at_most_bytes:
-        if time.monotonic() > deadline:
-            raise DemoError(
-                f"after {TRIM_DEADLINE_S:g} s still {format_size(Memory.of(NAME).mapped)} mapped"
-            )
-        time.sleep(0.05)
-
-
 def questions(server: VllmServer) -> list[str]:
     answers = []
     for question in QUESTIONS:
@@ -156,7 +149,7 @@ def idle(server: VllmServer) -> None:
         page_bytes = instance.record.read_usage()["page_bytes"]
     print("  the prefix cache stays until it is in the way, or until it is asked for:")
     print(kvctl("limit", NAME, str(page_bytes), "--wait", "10"))
-    wait_for_mapped(page_bytes)
+    _wait(lambda: Memory.of(NAME).mapped <= page_bytes, "all but one page is given back")
     print(f"  {held(server)};\n  one page always stays")
     print(kvctl("list"), flush=True)
 
@@ -179,12 +172,66 @@ def start(server: VllmServer) -> None:
     print(f"  ready after {time.monotonic() - started_s:.0f} s\n  {held(server)}", flush=True)
 
 
+def two_models(server: VllmServer, model: Path, folder: Path, files: set[Path]) -> None:
+    title("6. A second model, and one address for both: the controller")
+    print(kvctl("limit", NAME, "256M", "--wait", "10"))
+    with Front(folder, server, model, (NAME, SECOND_NAME)) as front:
+        try:
+            behind_one_address(front, files)
+        except FAILURES:
+            print(front.log_end(LOG_LINES), file=sys.stderr)
+            raise
+
+
+def behind_one_address(front: Front, files: set[Path]) -> None:
+    print(f"  $ kvelastic-controller --config {front.config.name}", flush=True)
+    with Waiting(f"{SECOND} is being started by the controller"):
+        front.wait_until_ready()
+    files |= shared_files.in_use_by(front.pids())
+    print(f"  {front.states()}")
+    answers = {name: front.ask(name, QUESTIONS[0], ANSWER_TOKENS) for name in (FIRST, SECOND)}
+    for name, answer in answers.items():
+        print(f"  to {name}: {QUESTIONS[0]}\n    {answer}", flush=True)
+    print(kvctl("list"), flush=True)
+    print(f"  $ curl -X POST :{front.port}/action/sleep/{SECOND}")
+    print(f"    {front.call('POST', f'/action/sleep/{SECOND}')['message']}")
+    page_bytes = _facts(SECOND_NAME)["page_bytes"]
+    _wait(lambda: _facts(SECOND_NAME)["mapped_bytes"] <= page_bytes, "the sleeper's memory is back")
+    print(f"  {front.states()}")
+    print(kvctl("list"), flush=True)
+    began_s = time.monotonic()
+    again = front.ask(SECOND, QUESTIONS[0], ANSWER_TOKENS)
+    if again != answers[SECOND]:
+        raise DemoError(f"{SECOND} answers {again!r} after its sleep, before {answers[SECOND]!r}")
+    print(f"  to {SECOND}, who sleeps: {QUESTIONS[0]}\n    {again}")
+    print(
+        f"    woken and answered in {time.monotonic() - began_s:.1f} s; {front.states()}",
+        flush=True,
+    )
+    code = front.stop()
+    print(f"  SIGTERM: the controller has ended {SECOND} and itself, exit code {code}", flush=True)
+
+
+def _facts(name: str) -> dict[str, int]:
+    with segment.open_readonly(name) as instance:
+        return dict(instance.record.read_usage())
+
+
+def _wait(condition: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + TRIM_DEADLINE_S
+    while not condition():
+        if time.monotonic() > deadline:
+            raise DemoError(f"after {TRIM_DEADLINE_S:g} s still not so: {what}")
+        time.sleep(0.05)
+
+
 def end(server: VllmServer, files: set[Path]) -> None:
-    title("6. The end")
+    title("7. The end")
     server.stop()
     files_left = shared_files.left(files)
-    segments_left = [info.name for info in segment.list_segments() if info.name == NAME]
-    print(f"  the server and its processes have ended; of their {len(files)} files in /dev/shm"
+    ours = {NAME, SECOND_NAME}
+    segments_left = [info.name for info in segment.list_segments() if info.name in ours]
+    print(f"  the servers and their processes have ended; of their {len(files)} files in /dev/shm"
           f" {len(files_left) or 'none'} are left")  # fmt: skip
     if files_left or segments_left:
         raise DemoError(f"left in shared memory: {', '.join(map(str, files_left))} {segments_left}")
@@ -195,7 +242,7 @@ def clean_up(server: VllmServer, files: set[Path]) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C must not leave the half of it
     files |= shared_files.in_use_by(pids(server))
     server.kill()
-    shared_files.remove(files | {shared_files.SHM / NAME})
+    shared_files.remove(files | {shared_files.SHM / name for name in (NAME, SECOND_NAME)})
 
 
 def main(model: Path) -> None:
@@ -203,6 +250,7 @@ def main(model: Path) -> None:
         "ENABLE_KVELASTIC": "true",
         "KVELASTIC_IPC_NAME": NAME,
         "KVELASTIC_IDLE_TRIM_SECONDS": str(IDLE_TRIM_S),
+        "VLLM_SERVER_DEV_MODE": "1",  # for part 6: vLLM has /sleep only then
     }
     title("1. vLLM with ENABLE_KVELASTIC=true, serving SmolLM2-135M-Instruct on the CPU")
     files: set[Path] = set()
@@ -213,6 +261,7 @@ def main(model: Path) -> None:
             start(server)
             files |= shared_files.in_use_by(pids(server))
             show(server)
+            two_models(server, model, Path(folder), files)
             end(server, files)
         except FAILURES as error:
             lines = server.log.read_text(errors="replace").splitlines()[-LOG_LINES:]

@@ -50,6 +50,31 @@ def test_requests_wait_for_an_engine_that_starts(tmp_path: Path) -> None:
     assert not psutil.pid_exists(pid)
 
 
+def test_what_tidies_up_after_an_engine_is_waited_for(tmp_path: Path) -> None:
+    """As Python's resource tracker: it hears no SIGTERM, and works once the engine has gone."""
+    left = tmp_path / "shared_memory"
+    left.touch()
+    tracker = (
+        "import os, signal, sys, time; signal.signal(signal.SIGTERM, signal.SIG_IGN);"
+        " print('tracking', flush=True); sys.stdin.read(); time.sleep(0.1);"
+        f" os.unlink({str(left)!r})"
+    )
+    engine = (
+        "import os, subprocess, sys;"
+        f" p = subprocess.Popen([sys.executable, '-c', {tracker!r}],"
+        " stdin=subprocess.PIPE, stdout=subprocess.PIPE);"
+        " p.stdout.readline();"
+        f" os.set_inheritable(p.stdin.fileno(), True);"
+        f" os.execv(sys.executable, [sys.executable, {str(FAKES / 'engine.py')!r}, sys.argv[1]])"
+    )
+    command = [sys.executable, "-c", engine, "--port={port}"]
+    with Controller(launched(tmp_path, command=command)) as front:
+        assert front.complete().status_code == 200
+        assert left.exists()
+        assert front.end() == 0
+        assert not left.exists()
+
+
 def test_an_engine_that_is_killed_is_started_again(tmp_path: Path) -> None:
     with Controller(launched(tmp_path)) as front:
         assert front.complete().status_code == 200

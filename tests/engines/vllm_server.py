@@ -73,7 +73,7 @@ class VllmServer:
         arguments: Sequence[str] = (),
     ) -> None:
         self.log = log
-        self.port = _free_port()
+        self.port = free_port()
         command = [
             str(VLLM), "serve", str(model), "--served-model-name", "m", "--dtype", "float32",
             "--host", "127.0.0.1", "--port", str(self.port), "--enforce-eager",
@@ -237,7 +237,7 @@ def _arena_file(worker: psutil.Process, flags: int) -> Any:
         os.close(fd)
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
