@@ -343,6 +343,20 @@ def _shutdown_engine_cores(
         for process in procs:
             process.join(_KILLED_WAIT_S)
         segment.reap()
+        _leave_ledgers({process.pid for process in procs})
+
+
+def _leave_ledgers(engine_cores: set[int]) -> None:
+    """A member lives as long as its worker, which ends a moment after a killed engine core."""
+    from kvelastic import ledger
+
+    end_s = time.monotonic() + _KILLED_WAIT_S
+    while True:
+        ledger.reap()
+        members = {member.pid for info in ledger.list_ledgers() for member in info.members}
+        if not members & engine_cores or time.monotonic() >= end_s:
+            return
+        time.sleep(_NAP_S)
 
 
 # --- a worker's process -------------------------------------------------------------------------
