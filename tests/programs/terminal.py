@@ -17,6 +17,7 @@ import struct
 import subprocess
 import termios
 import time
+from pathlib import Path
 
 SOON_S = 60.0
 
@@ -63,6 +64,18 @@ class Terminal:
             self._unread += chunk.decode()
         before, _, self._unread = self._unread.partition(text)
         return before
+
+    def until_it_waits(self) -> None:
+        """Return when the program sleeps, as it does once it has written all and waits for a key.
+
+        Python's readline looks at signals only while it waits: a Ctrl-C in the moment between two
+        keys counts when the next key comes, and no person is as quick as that.
+        """
+        deadline = time.monotonic() + SOON_S
+        stat = Path(f"/proc/{self.process.pid}/stat")
+        while stat.read_text().rpartition(")")[2].split()[0] != "S":
+            assert time.monotonic() < deadline, "it does not come to rest"
+            os.sched_yield()
 
     def end(self) -> int:
         """Read what is left and wait for the end; the exit code."""

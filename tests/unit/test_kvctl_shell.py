@@ -245,6 +245,7 @@ def test_ctrl_c_ends_the_command_and_not_the_shell(terminal, owner):
     terminal.until(PROMPT)
     terminal.type("half a li")
     terminal.until("half a li")
+    terminal.until_it_waits()
     terminal.press_ctrl_c()
     terminal.until(PROMPT)
     terminal.type("version\r")
