@@ -19,11 +19,15 @@ if TYPE_CHECKING:
 
 
 def sweep(*, quiet: bool = False) -> list[str]:
-    """Remove what dead instances have left, say so on stderr, and return the names."""
-    from kvelastic.cli.rows import printable
-    from kvelastic.segment import reap
+    """Remove what dead instances have left, say so on stderr, and return the segments' names.
 
-    reaped = reap()
+    Also their places in ledgers: who asks takes those by itself, but nobody may be asking.
+    """
+    from kvelastic import ledger, segment
+    from kvelastic.cli.rows import printable
+
+    reaped = segment.reap()
+    ledger.reap()
     for name in reaped if not quiet else ():
         click.echo(f"Removed {printable(name)}, whose instance has ended.", err=True)
     return reaped

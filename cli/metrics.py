@@ -110,9 +110,10 @@ def _serve(collector: KvelasticCollector, address: Address) -> None:
 
 
 def _segments() -> list[SegmentInfo]:
-    from kvelastic.segment import list_segments, reap
+    from kvelastic.cli.finding import sweep
+    from kvelastic.segment import list_segments
 
-    reap()
+    sweep(quiet=True)
     return list_segments()
 
 

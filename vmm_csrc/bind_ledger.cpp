@@ -127,6 +127,12 @@ nb::list plan(nb::sequence contenders, std::size_t asker, std::uint64_t free_byt
   return out;
 }
 
+std::uint64_t kept(nb::sequence contenders, std::size_t self, std::uint64_t capacity_bytes) {
+  const std::vector<Contender> all = contenders_of(contenders);
+  if (self >= all.size()) raise_code("INVALID_ARGUMENT", "self is no index of the contenders");
+  return kept_bytes(all, self, capacity_bytes, ReclaimRules{});
+}
+
 }  // namespace
 
 void bind_ledger(nb::module_& m) {
@@ -171,6 +177,8 @@ void bind_ledger(nb::module_& m) {
       "buffer"_a, "own_pid_namespace"_a, "Free the slots of dead processes; returns how many.");
   m.def("plan_reclaim", &plan, "contenders"_a, "asker"_a, "free_bytes"_a, "capacity_bytes"_a,
         "Whom to ask for what: (contender, bytes, depth) tuples; see vmm_csrc/reclaim.h.");
+  m.def("kept_bytes", &kept, "contenders"_a, "self"_a, "capacity_bytes"_a,
+        "What one of them has to leave to those who wait; see vmm_csrc/reclaim.h.");
 
   nb::class_<LedgerMember>(m, "LedgerMember", "An instance's end of a ledger; any thread.")
       .def_static(

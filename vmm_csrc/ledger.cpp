@@ -10,6 +10,7 @@
 #include "checksum.h"
 #include "process.h"
 #include "record.h"
+#include "size_text.h"
 
 namespace kvelastic {
 namespace {
@@ -215,6 +216,14 @@ struct LedgerMember::Sums {
   std::uint64_t claimed() const { return claimed_lower + claimed_higher; }
 };
 
+/// All members at one moment; `self` is this one.
+struct LedgerMember::Everybody {
+  std::vector<Contender> all{};
+  std::vector<std::pair<std::size_t, std::uint64_t>> where{};  // slot and its life
+  std::size_t self = 0;
+  std::uint64_t free_bytes = 0;
+};
+
 Result<std::unique_ptr<LedgerMember>> LedgerMember::join(std::span<std::byte> bytes,
                                                          const LedgerIdentity& identity,
                                                          std::uint64_t min_bytes,
@@ -256,11 +265,11 @@ void LedgerMember::leave() {
   if (slot().life.compare_exchange_strong(life, life_ + 1)) wake_askers();
 }
 
-/// One pass over the slots: what is granted and claimed, and what others wait for before us.
+/// One pass over the slots: what is granted and claimed; and what others wait for before us, where
+/// somebody does.
 LedgerMember::Sums LedgerMember::add_up(std::uint64_t wanted_units) const {
   Sums sums;
-  std::uint64_t now_ns = 0;  // the clock is read only where somebody asks
-  Contender self;
+  bool somebody_asks = false;
   for (std::size_t i = 0; i < slots_used(*layout_); ++i) {
     const LedgerSlot& other = layout_->slots[i];
     if (!is_alive(other.life.load())) continue;
@@ -268,13 +277,12 @@ LedgerMember::Sums LedgerMember::add_up(std::uint64_t wanted_units) const {
     sums.granted += granted_of(units);
     if (i == index_) continue;
     (i < index_ ? sums.claimed_lower : sums.claimed_higher) += claimed_of(units);
-    if (other.ask_bytes.load() == 0 || wanted_units == 0) continue;
-    if (now_ns == 0) {
-      now_ns = monotonic_ns();
-      self = contender_of(slot(), now_ns, rules_);
-    }
-    const Contender asker = contender_of(other, now_ns, rules_);
-    sums.kept += units_of(kept_for(asker, self));
+    somebody_asks |= other.ask_bytes.load() > 0;
+  }
+  if (somebody_asks && wanted_units > 0 && is_member()) {
+    Everybody found = look_around(monotonic_ns());
+    found.all[found.self].idle_ns = 0;  // who wants a page works
+    sums.kept = units_of(kept_bytes(found.all, found.self, usable_bytes(), rules_));
   }
   return sums;
 }
@@ -377,10 +385,9 @@ Status LedgerMember::set_min(std::uint64_t min_bytes) {
     }
   }
   slot().min_bytes = before;
-  return Error{Errc::kGuarantee, "a guarantee of " + std::to_string(min_bytes) +
-                                     " bytes and those of the others, " +
-                                     std::to_string(sum_bytes) + ", are more than the device's " +
-                                     std::to_string(capacity_bytes())};
+  return Error{Errc::kGuarantee, "a guarantee of " + size_text(min_bytes) +
+                                     " and those of the others, " + size_text(sum_bytes) +
+                                     ", are more than the device's " + size_text(capacity_bytes())};
 }
 
 void LedgerMember::set_worker(std::uint32_t pid, std::uint64_t start_ticks) {
@@ -402,21 +409,16 @@ void LedgerMember::publish(std::uint64_t in_use_bytes, std::uint64_t cached_byte
 
 // ---------------------------------------------------------------------------------------- asking
 
-/// All members at one moment; `self` is this one.
-struct LedgerMember::Everybody {
-  std::vector<Contender> all{};
-  std::vector<std::pair<std::size_t, std::uint64_t>> where{};  // slot and its life
-  std::size_t self = 0;
-  std::uint64_t free_bytes = 0;
-};
-
 LedgerMember::Everybody LedgerMember::look_around(std::uint64_t now_ns) const {
   Everybody found;
   std::uint64_t taken_bytes = layout_->others_bytes.load();
   for (std::size_t i = 0; i < slots_used(*layout_); ++i) {
     const std::uint64_t life = layout_->slots[i].life.load();
-    if (!is_alive(life)) continue;
-    if (i == index_) found.self = found.all.size();
+    if (i == index_) {
+      found.self = found.all.size();  // also where it is leaving just now
+    } else if (!is_alive(life)) {
+      continue;
+    }
     found.all.push_back(contender_of(layout_->slots[i], now_ns, rules_));
     found.where.emplace_back(i, life);
     taken_bytes += found.all.back().granted_bytes;

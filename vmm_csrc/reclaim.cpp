@@ -53,6 +53,12 @@ std::optional<Right> right_of_guarantee(const Contender& victim, const Contender
   return Right{Depth::kInUse, victim.min_bytes, asker.min_bytes};
 }
 
+/// What it has less than its share, in pages of its own: a part of one is none.
+std::uint64_t lacks_of(const Contender& c, std::uint64_t fair_bytes) {
+  const std::uint64_t lacking = above(fair_bytes, c.granted_bytes);
+  return lacking - lacking % std::max<std::uint64_t>(c.page_bytes, 1);
+}
+
 /// Asked lately, and has not answered: it is stopped, or busy with something else.
 bool is_slow(const Contender& c, const ReclaimRules& rules) {
   return c.wanted_bytes > 0 && c.wanted_ns >= rules.patience_ns;
@@ -72,27 +78,38 @@ std::uint64_t bytes_at(const Contender& c, Depth rung) {
 
 }  // namespace
 
-bool outranks(const Contender& a, const Contender& b) {
-  const auto rank = [](const Contender& c) {
-    const std::uint64_t waited = c.ask_bytes > 0 ? c.ask_ns + 1 : 0;
-    return std::tuple(is_below_guarantee(c), c.priority, waited);
-  };
-  return rank(a) > rank(b);
-}
-
-std::uint64_t kept_for(const Contender& a, const Contender& b) {
-  if (a.ask_bytes == 0 || !outranks(a, b)) return 0;
-  Contender unguarded = a;
-  unguarded.min_bytes = 0;
-  if (outranks(unguarded, b)) return a.ask_bytes;
-  return std::min(a.ask_bytes, above(a.min_bytes, a.granted_bytes));
-}
-
 std::uint64_t fair_share_bytes(std::span<const Contender> all, std::uint64_t capacity_bytes,
                                const ReclaimRules& rules) {
   const auto busy =
       std::count_if(all.begin(), all.end(), [&](const Contender& c) { return is_busy(c, rules); });
   return capacity_bytes / static_cast<std::uint64_t>(std::max<std::ptrdiff_t>(busy, 1));
+}
+
+bool outranks(const Contender& a, const Contender& b, std::uint64_t fair_bytes) {
+  const auto rank = [&](const Contender& c) {
+    const std::uint64_t waited = c.ask_bytes > 0 ? c.ask_ns + 1 : 0;
+    return std::tuple(is_below_guarantee(c), c.priority, lacks_of(c, fair_bytes) > 0, waited);
+  };
+  return rank(a) > rank(b);
+}
+
+std::uint64_t kept_bytes(std::span<const Contender> all, std::size_t self,
+                         std::uint64_t capacity_bytes, const ReclaimRules& rules) {
+  const std::uint64_t fair_bytes = fair_share_bytes(all, capacity_bytes, rules);
+  const Contender& b = all[self];
+  std::uint64_t bytes = 0;
+  for (const Contender& a : all) {
+    if (&a == &b || a.ask_bytes == 0 || !outranks(a, b, fair_bytes)) continue;
+    Contender plain = a;
+    plain.min_bytes = 0;
+    if (outranks(plain, b, 0)) {
+      bytes += a.ask_bytes;
+      continue;
+    }
+    const std::uint64_t of_share = outranks(plain, b, fair_bytes) ? lacks_of(a, fair_bytes) : 0;
+    bytes += std::min(a.ask_bytes, std::max(above(a.min_bytes, a.granted_bytes), of_share));
+  }
+  return bytes;
 }
 
 std::vector<Demand> plan_reclaim(std::span<const Contender> all, std::size_t asker_index,

@@ -63,17 +63,21 @@ struct Demand {
   Depth depth;
 };
 
-/// Whether `a` is served before `b` when both wait: who is below the guarantee, then the higher
-/// priority, then who has waited longer. `b` may also be one who does not wait (ask_bytes 0).
-bool outranks(const Contender& a, const Contender& b);
-
-/// How many of the bytes that come free `b` has to leave to `a`, who waits: all it asks for where
-/// it outranks, only what it lacks of its guarantee where that alone is why.
-std::uint64_t kept_for(const Contender& a, const Contender& b);
-
 /// What each of `all` may keep when busy equals compete: the capacity over those who work or ask.
 std::uint64_t fair_share_bytes(std::span<const Contender> all, std::uint64_t capacity_bytes,
                                const ReclaimRules& rules);
+
+/// Whether `a` is served before `b` when both wait: who is below the guarantee, then the higher
+/// priority, then who lacks a page or more of the fair share, then who has waited longer. `b` may
+/// also be one who does not wait (ask_bytes 0).
+bool outranks(const Contender& a, const Contender& b, std::uint64_t fair_bytes);
+
+/// How many of the bytes that come free `all[self]` has to leave to those who wait: to each that
+/// outranks it all that is asked for; only what is lacking of the guarantee, or of the share, where
+/// that alone is why. Without the share a page that an equal has to give would go to and fro:
+/// whoever has more waits longer, and would take it back.
+std::uint64_t kept_bytes(std::span<const Contender> all, std::size_t self,
+                         std::uint64_t capacity_bytes, const ReclaimRules& rules);
 
 /// Whom to ask for what, so that `all[asker]` gets its ask_bytes beyond the `free_bytes` that are
 /// there for it already. What others have been asked for lately counts as on its way. May come to

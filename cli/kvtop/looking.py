@@ -36,10 +36,11 @@ class Told:
 
 
 def look(names: Sequence[str] = ()) -> Scene:
-    """Find everything once. Segments of dead instances are removed first."""
-    from kvelastic.segment import list_segments, reap
+    """Find everything once. What dead instances have left is removed first."""
+    from kvelastic.cli.finding import sweep
+    from kvelastic.segment import list_segments
 
-    reap()
+    sweep(quiet=True)
     return scene_of(list_segments(), _ledgers(), time.monotonic(), names)
 
 

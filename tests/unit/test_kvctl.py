@@ -336,6 +336,15 @@ def test_gc_frees_what_the_dead_had_of_a_device():
         assert list(SHM.glob(f".kvelastic_ledger_{group}*")) == []
 
 
+def test_whoever_looks_frees_what_the_dead_had_of_a_device():
+    group = f"look-{random.randrange(1 << 40):x}"
+    with Instance(KVELASTIC_HOST_MEMORY="64M", KVELASTIC_LEDGER=group) as victim:
+        victim.kill()
+        assert list(SHM.glob(f".kvelastic_ledger_{group}*"))
+        assert kvctl("list").exit_code == 0
+        assert list(SHM.glob(f".kvelastic_ledger_{group}*")) == []
+
+
 # ----------------------------------------------------------------------------------------- watch
 
 

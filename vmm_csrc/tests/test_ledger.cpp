@@ -14,6 +14,7 @@
 
 #include "../ledger.h"
 #include "../process.h"
+#include "../size_text.h"
 #include "check.h"
 
 namespace kvelastic {
@@ -253,9 +254,9 @@ TEST(ledger_refuses_guarantees_that_are_more_than_the_device) {
   REQUIRE(a);
   auto refused = ledger.try_join(me(), 25 * kPage);
   CHECK(!refused && refused.error().code == Errc::kGuarantee);
-  CHECK(refused.error().message.find(std::to_string(25 * kPage)) != std::string::npos);
-  CHECK(refused.error().message.find(std::to_string(40 * kPage)) != std::string::npos);
-  CHECK(refused.error().message.find(std::to_string(64 * kPage)) != std::string::npos);
+  CHECK(refused.error().message.find(size_text(25 * kPage)) != std::string::npos);
+  CHECK(refused.error().message.find(size_text(40 * kPage)) != std::string::npos);
+  CHECK(refused.error().message.find(size_text(64 * kPage)) != std::string::npos);
   CHECK(ledger.members().size() == 1);
   auto b = ledger.join(24 * kPage);
   REQUIRE(b);

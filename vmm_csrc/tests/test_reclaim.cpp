@@ -429,6 +429,7 @@ TEST(reclaim_outranks) {
   const Contender poor = guarded(holds(10), 11);
   const Contender poor_higher = ranked(poor, 1);
   const Contender rich = guarded(holds(10), 10);
+  const Contender lacks = holds(8);
   // Each one outranks all that come after it.
   const std::vector<Contender> order{asks(poor_higher, 1),
                                      poor_higher,
@@ -436,18 +437,73 @@ TEST(reclaim_outranks) {
                                      poor,
                                      asks(higher, 1),
                                      higher,
+                                     asks(lacks, 1),
+                                     lacks,
                                      early,
                                      late,
                                      now,
                                      none};
   for (std::size_t i = 0; i < order.size(); ++i) {
     for (std::size_t k = 0; k < order.size(); ++k) {
-      if (!CHECK(outranks(order[i], order[k]) == (i < k))) {
+      if (!CHECK(outranks(order[i], order[k], 10 * kMiB) == (i < k))) {
         std::fprintf(stderr, "  of %zu and %zu\n", i, k);
       }
     }
   }
-  CHECK(!outranks(rich, none) && !outranks(none, rich));
+  CHECK(!outranks(rich, none, 0) && !outranks(none, rich, 0));
+  // A part of a page is nothing that it could get.
+  const Contender almost = with(lacks, [](Contender& c) { c.page_bytes = 3 * kMiB; });
+  CHECK(!outranks(almost, holds(11), 10 * kMiB) && outranks(almost, holds(11), 11 * kMiB));
+}
+
+TEST(reclaim_keeps_what_comes_free) {
+  const auto kept = [](std::vector<Contender> all, std::uint64_t capacity) {
+    return kept_bytes(all, 0, capacity * kMiB, kRules) / kMiB;
+  };
+  const Contender early = asks(holds(20), 5, 100 * kMillisecond);
+  const Contender late = asks(holds(20), 5, 99 * kMillisecond);
+  CHECK(kept({late}, 40) == 0);
+  CHECK(kept({holds(20), holds(20)}, 40) == 0);  // nobody asks
+  CHECK(kept({late, early}, 40) == 5 && kept({early, late}, 40) == 0);
+  CHECK(kept({late, early, early}, 60) == 10);
+  CHECK(kept({early, ranked(late, 1)}, 40) == 5 && kept({ranked(late, 1), early}, 40) == 0);
+  // Below its guarantee: no more than that, where the asker ranks lower in all else.
+  CHECK(kept({early, guarded(ranked(late, -1), 22)}, 40) == 2);
+  CHECK(kept({early, guarded(ranked(late, -1), 30)}, 40) == 5);
+  // Of two that work, one that lacks of its half goes first, up to that, though it asks later ...
+  const Contender more = asks(holds(23), 9, 100 * kMillisecond);
+  const Contender less = asks(holds(17), 9, kJustAsked);
+  CHECK(kept({more, less}, 40) == 3 && kept({less, more}, 40) == 0);
+  // ... and where it has waited longer too, for all that it asks for.
+  CHECK(kept({holds(23), less}, 40) == 9);
+  // Guarantee and share: the larger of the two.
+  CHECK(kept({more, guarded(less, 18)}, 40) == 3 && kept({more, guarded(less, 22)}, 40) == 5);
+}
+
+TEST(reclaim_lets_no_page_go_to_and_fro) {
+  // Two equals that both want all there is. What one has to give for fairness goes to the other.
+  std::vector<Contender> all{asks(holds(26), 14, 20 * kRules.fair_in_use_ns),
+                             asks(holds(14), 26, kRules.fair_in_use_ns)};
+  std::uint64_t free = 0;
+  std::uint64_t moved = 0;
+  for (int step = 0; step < 100; ++step) {
+    for (std::size_t i = 0; i < all.size(); ++i) {
+      for (const Demand& demand : plan_reclaim(all, i, free, 40 * kMiB, kRules)) {
+        all[demand.contender].granted_bytes -= demand.bytes;
+        free += demand.bytes;
+        moved += demand.bytes;
+      }
+      // Whoever looks first, and the one with the older ask always does, takes what is not kept.
+      for (std::size_t k = 0; k < all.size(); ++k) {
+        const std::uint64_t kept = kept_bytes(all, k, 40 * kMiB, kRules);
+        const std::uint64_t gets = std::min(all[k].ask_bytes, free - std::min(free, kept));
+        all[k].granted_bytes += gets;
+        free -= gets;
+      }
+    }
+  }
+  CHECK(all[0].granted_bytes == 20 * kMiB && all[1].granted_bytes == 20 * kMiB);
+  CHECK(moved == 6 * kMiB);
 }
 
 TEST(reclaim_reach_is_what_could_be_had_at_once) {

@@ -1,0 +1,230 @@
+"""One simulated instance: its pages, its queue, and what others have asked of it.
+
+Pure accounting in whole pages, as vmm_csrc/pool.cpp and blocks.cpp do it in blocks: a page is in
+use, cached or parked. Who may have how many is for the device (simulation.py) to say.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Final
+
+from kvelastic.errors import IntegrityError
+from kvelastic.reclaim import ASK_LEASE_NS, Contender, Depth
+from kvelastic.reclaim.trace import Arrival, ModelSpec
+
+SQUEEZE_LEASE_NS: Final = 500_000_000
+"""A squeeze that nobody has asked for so long is lifted (kSqueezeLease of vmm_csrc/pool.cpp)."""
+
+
+@dataclass(eq=False)
+class Request:
+    """One request on its way through the instance."""
+
+    arrival: Arrival
+    pages: int
+    cached_pages: int
+    queued_ns: int
+    """When it began to wait."""
+    waited_ns: int = 0
+    """In waits before that one: it was preempted then."""
+    started: int = 0
+    """How often it has begun; an end that was meant for an earlier start does not count."""
+
+
+@dataclass
+class Owed:
+    """Bytes that an asker waits for."""
+
+    asker: int
+    bytes: int
+
+
+@dataclass
+class Instance:
+    """The state of one model. Pages, unless a name says otherwise."""
+
+    index: int
+    spec: ModelSpec
+    limit_pages: int
+    cached: int = 0
+    parked: int = 0
+    running: dict[int, Request] = field(default_factory=dict)
+    """By id(); the newest last."""
+    in_use: int = 0
+    queue: deque[Request] = field(default_factory=deque)
+
+    active_ns: int = 0
+    activity: int = 0
+    """Grows with every alloc and free."""
+    parked_low: int = 0
+    """The least that was parked since the last decay."""
+    decay_seen: int | None = None
+    """The activity when the next decay was set; None: no decay is set."""
+
+    ask_bytes: int = 0
+    ask_since_ns: int = 0
+    ask_seen_ns: int = 0
+    wait_until_ns: int | None = None
+    """The end of the wait of an alloc that waits now."""
+    has_waited: bool = False
+    """Whether that alloc has waited at all."""
+    no_wait_before_ns: int = 0
+    starved: int = 0
+    """What the last alloc could not be granted: the keeper goes on asking for it."""
+    starved_at_ns: int = 0
+
+    wanted: dict[Depth, list[Owed]] = field(default_factory=lambda: {d: [] for d in Depth})
+    wanted_at_ns: int = 0
+    squeezed_to: int | None = None
+    squeezed_at_ns: int = 0
+    squeezed_until_ns: int = 0
+    owed: list[Owed] = field(default_factory=list)
+    """What a squeeze has still to free."""
+
+    cached_lost: int = 0
+    """Evicted because others asked."""
+    cached_evicted: int = 0
+    """Evicted for its own requests."""
+    peak: int = 0
+
+    @property
+    def held(self) -> int:
+        """All that is mapped."""
+        return self.in_use + self.cached + self.parked
+
+    @property
+    def granted_bytes(self) -> int:
+        """The same in bytes."""
+        return self.held * self.spec.page_bytes
+
+    @property
+    def guaranteed(self) -> int:
+        """What nobody takes."""
+        return -(-self.spec.min_bytes // self.spec.page_bytes)
+
+    @property
+    def bound(self) -> int:
+        """The limit that counts now: a squeeze makes it smaller."""
+        if self.squeezed_to is None:
+            return self.limit_pages
+        return min(self.limit_pages, self.squeezed_to)
+
+    @property
+    def over(self) -> int:
+        """What it has to give back before it may take anything."""
+        return max(0, self.held - self.bound)
+
+    def mappable(self) -> int:
+        """How many pages it may still ask for."""
+        return max(0, self.bound - self.held)
+
+    def reachable(self) -> int:
+        """What an alloc could have if the device had everything."""
+        return min(self.bound - self.in_use, self.parked + self.cached + self.mappable())
+
+    def asks_for(self, now_ns: int) -> int:
+        """Bytes; an ask that was not repeated is none any more."""
+        return self.ask_bytes if now_ns - self.ask_seen_ns < ASK_LEASE_NS else 0
+
+    def open_bytes(self) -> int:
+        """All that others have asked for and that was not dealt with."""
+        return sum(one.bytes for asked in self.wanted.values() for one in asked)
+
+    def contender(self, now_ns: int) -> Contender:
+        """The facts that the policy plans by; one with a request in use is never idle."""
+        page_bytes = self.spec.page_bytes
+        ask_bytes = self.asks_for(now_ns)
+        return Contender(
+            granted_bytes=self.granted_bytes,
+            min_bytes=self.spec.min_bytes,
+            priority=self.spec.priority,
+            parked_bytes=self.parked * page_bytes,
+            cached_bytes=self.cached * page_bytes,
+            page_bytes=page_bytes,
+            idle_ns=0 if self.running else now_ns - self.active_ns,
+            ask_bytes=ask_bytes,
+            ask_ns=now_ns - self.ask_since_ns if ask_bytes > 0 else 0,
+            wanted_bytes=self.open_bytes(),
+            wanted_ns=now_ns - self.wanted_at_ns,
+        )
+
+    # --- pages ----------------------------------------------------------------------------------
+
+    def note_activity(self, now_ns: int) -> None:
+        """Say that there was an alloc or a free."""
+        self.active_ns = now_ns
+        self.activity += 1
+
+    def add(self, pages: int) -> None:
+        """Take granted pages in: they are parked."""
+        self.parked += pages
+        self.peak = max(self.peak, self.held)
+
+    def begin(self, request: Request, now_ns: int) -> None:
+        """Use parked pages for a request. Pre: enough are parked."""
+        self.parked -= request.pages
+        self.in_use += request.pages
+        self.parked_low = min(self.parked_low, self.parked)
+        request.started += 1
+        self.running[id(request)] = request
+        self.note_activity(now_ns)
+
+    def end(self, request: Request, cached: int, now_ns: int) -> None:
+        """Take a request's pages out of use; `cached` of them keep their contents."""
+        del self.running[id(request)]
+        self.in_use -= request.pages
+        self.cached += cached
+        self.parked += request.pages - cached
+        self.note_activity(now_ns)
+
+    def evict(self, pages: int) -> int:
+        """Park cached pages, at most so many; returns how many it were."""
+        pages = min(pages, self.cached)
+        self.cached -= pages
+        self.parked += pages
+        return pages
+
+    def unmap(self, pages: int) -> int:
+        """Give parked pages away, at most so many; returns how many it were."""
+        pages = min(pages, self.parked)
+        self.parked -= pages
+        self.parked_low = min(self.parked_low, self.parked)
+        return pages
+
+    def give_up(self, pages: int, depth: Depth, now_ns: int) -> int:
+        """Go down the ladder for others; returns the pages given at once.
+
+        What is in use is squeezed out: no request begins until enough have ended.
+        """
+        target = max(self.held - pages, min(self.guaranteed, self.held))
+        given = self._down_to(target, depth)
+        if depth is Depth.IN_USE and self.held > target:
+            if self.squeezed_to is None:
+                self.squeezed_at_ns = now_ns
+            self.squeezed_to = target
+            self.squeezed_until_ns = now_ns + SQUEEZE_LEASE_NS
+        if given > 0 and self.held < self.guaranteed:
+            raise IntegrityError(f"{self.spec.name} was taken below its min.")
+        return given
+
+    def enforce(self) -> int:
+        """Give back what is over the bound and not in use; returns the pages given."""
+        return self._down_to(self.bound, Depth.CACHED) if self.over > 0 else 0
+
+    def _down_to(self, target: int, depth: Depth) -> int:
+        missing = max(0, self.held - target)
+        if depth is not Depth.PARKED and self.parked < missing:
+            self.cached_lost += self.evict(missing - self.parked)
+        return self.unmap(missing)
+
+    def check_integrity(self) -> None:
+        """Raise `IntegrityError` where the books of this instance contradict themselves."""
+        name = self.spec.name
+        if min(self.cached, self.parked, self.in_use) < 0:
+            raise IntegrityError(f"{name} has less than nothing of some kind of page.")
+        if self.in_use != sum(request.pages for request in self.running.values()):
+            raise IntegrityError(f"{name} counts pages as in use that no request has.")
+        if self.held > self.limit_pages:
+            raise IntegrityError(f"{name} holds {self.held} pages, over {self.limit_pages}.")

@@ -1,0 +1,382 @@
+"""A device that simulated instances share: replays a trace by the real policy, in simulated time.
+
+    result = simulate(trace)
+    result.models[0].served, result.moved_bytes
+
+Deterministic: the same trace gives the same result. An alloc does what the product's does
+(vmm_csrc/pool.cpp): own parked pages, what the device has free, asking others for at most
+`alloc_wait_ns`, own cached contents; then it fails, the keeper goes on asking, and the engine tries
+again. Nothing here sleeps or looks at a clock.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Final
+
+from kvelastic.errors import IntegrityError
+from kvelastic.reclaim import ASK_LEASE_NS, PATIENCE_NS, Depth, kept_bytes, plan_reclaim
+from kvelastic.reclaim.instance import Instance, Owed, Request
+from kvelastic.reclaim.result import ModelResult, Move, SimulationResult
+from kvelastic.reclaim.trace import Arrival, Trace
+
+LOOK_NS: Final = PATIENCE_NS
+"""How often an alloc that waits, a keeper and an engine look again."""
+IDLE_TRIM_NS: Final = 5_000_000_000
+"""The default of `KVELASTIC_IDLE_TRIM_SECONDS`."""
+FRUITLESS_WAITS: Final = 8
+"""After a wait in vain, allocs do not wait for this many times as long (vmm_csrc/pool.cpp)."""
+
+
+def simulate(
+    trace: Trace, after_step: Callable[[Simulation], None] | None = None
+) -> SimulationResult:
+    """Replay a trace to the end of its last request.
+
+    `after_step` is called with the simulation after every event, for checks. Raises
+    `IntegrityError` where the policy or the books break a rule.
+    """
+    simulation = Simulation(trace)
+    while simulation.step():
+        simulation.check_integrity()
+        if after_step is not None:
+            after_step(simulation)
+    return simulation.finish()
+
+
+class Simulation:
+    """The device, its instances, and the events to come. Use `simulate`."""
+
+    def __init__(self, trace: Trace) -> None:
+        self.trace = trace
+        self.now_ns = 0
+        self.instances = [
+            Instance(i, spec, trace.limit_bytes(i) // spec.page_bytes)
+            for i, spec in enumerate(trace.models)
+        ]
+        self.result = SimulationResult([ModelResult(spec.name) for spec in trace.models], [])
+        self._undone = len(trace.arrivals)
+        self._events: list[tuple[int, int, Callable[[], None]]] = []
+        self._sequence = 0
+        self._looks: list[int | None] = [None] * len(self.instances)
+        self._answers: list[bool] = [False] * len(self.instances)
+        for arrival in trace.arrivals:
+            self._at(arrival.at_ns, partial(self._arrive, arrival))
+
+    def step(self) -> bool:
+        """Let the next event happen. False: every request is done with."""
+        if self._undone == 0:
+            return False
+        self.now_ns, _, happen = heapq.heappop(self._events)
+        happen()
+        return True
+
+    def finish(self) -> SimulationResult:
+        """Return the result, with the figures that the instances have."""
+        for one, figures in zip(self.instances, self.result.models, strict=True):
+            page_bytes = one.spec.page_bytes
+            figures.peak_granted_bytes = one.peak * page_bytes
+            figures.cached_lost_bytes = one.cached_lost * page_bytes
+            figures.cached_evicted_bytes = one.cached_evicted * page_bytes
+        self.result.end_ns = self.now_ns
+        return self.result
+
+    @property
+    def granted_bytes(self) -> int:
+        """Held by all together."""
+        return sum(one.granted_bytes for one in self.instances)
+
+    def check_integrity(self) -> None:
+        """Raise `IntegrityError` if more is granted than there is, or an instance's books lie."""
+        if self.granted_bytes > self.trace.capacity_bytes:
+            raise IntegrityError(
+                f"{self.granted_bytes} bytes are granted of {self.trace.capacity_bytes}."
+            )
+        for one in self.instances:
+            one.check_integrity()
+
+    # --- events ---------------------------------------------------------------------------------
+
+    def _at(self, time_ns: int, happen: Callable[[], None]) -> None:
+        self._sequence += 1
+        heapq.heappush(self._events, (time_ns, self._sequence, happen))
+
+    def _look_at(self, one: Instance, time_ns: int) -> None:
+        """Have that instance look around then, or earlier."""
+        planned = self._looks[one.index]
+        if planned is not None and planned <= time_ns:
+            return
+        self._looks[one.index] = time_ns
+        self._at(time_ns, partial(self._look, one, time_ns))
+
+    def _arrive(self, arrival: Arrival) -> None:
+        one = self.instances[arrival.model]
+        self.result.models[one.index].requests += 1
+        page_bytes = one.spec.page_bytes
+        pages = -(-arrival.bytes // page_bytes)
+        request = Request(arrival, pages, -(-arrival.cached_bytes // page_bytes), self.now_ns)
+        if pages > one.limit_pages:
+            self._refuse(one)
+            return
+        one.queue.append(request)
+        self._set_deadline(one, request)
+        if len(one.queue) == 1:
+            self._serve_queue(one)
+
+    def _set_deadline(self, one: Instance, request: Request) -> None:
+        left_ns = max(0, request.arrival.deadline_ns - request.waited_ns)
+        started = request.started
+
+        def expire() -> None:
+            if request.started != started or request not in one.queue:
+                return
+            if request is one.queue[0]:
+                one.wait_until_ns = None
+            one.queue.remove(request)
+            self._refuse(one)
+            self._serve_queue(one)
+
+        self._at(self.now_ns + left_ns, expire)
+
+    def _refuse(self, one: Instance) -> None:
+        self.result.models[one.index].refused += 1
+        self._undone -= 1
+
+    def _end(self, one: Instance, request: Request, started: int) -> None:
+        if request.started != started or id(request) not in one.running:
+            return  # it was preempted
+        one.end(request, request.cached_pages, self.now_ns)
+        figures = self.result.models[one.index]
+        figures.served += 1
+        figures.late += request.waited_ns > self.trace.late_ns
+        figures.waits_ns.append(request.waited_ns)
+        self._undone -= 1
+        self._after_free(one)
+
+    def _after_free(self, one: Instance) -> None:
+        self._settle(one, one.enforce())
+        self._arm_decay(one)
+        self._serve_queue(one)
+
+    def _look(self, one: Instance, time_ns: int) -> None:
+        """What waits, asks or is squeezed looks whether something has changed."""
+        if self._looks[one.index] != time_ns:
+            return  # an earlier look has taken its place
+        self._looks[one.index] = None
+        self._watch_squeeze(one)
+        self._pursue(one)
+        self._serve_queue(one)
+        if one.queue or one.starved > 0 or one.squeezed_to is not None:
+            self._look_at(one, self.now_ns + LOOK_NS)
+
+    # --- allocs ---------------------------------------------------------------------------------
+
+    def _serve_queue(self, one: Instance) -> None:
+        """The engine starts what it can, in the order of arrival."""
+        while one.queue and self._alloc(one, one.queue[0].pages):
+            request = one.queue.popleft()
+            request.waited_ns += self.now_ns - request.queued_ns
+            one.begin(request, self.now_ns)
+            end_ns = self.now_ns + request.arrival.hold_ns
+            self._at(end_ns, partial(self._end, one, request, request.started))
+        if one.queue:
+            self._look_at(one, self.now_ns + LOOK_NS)
+
+    def _alloc(self, one: Instance, pages: int) -> bool:
+        """Have so many pages parked; False: not now, or it waits (`wait_until_ns` is set)."""
+        while pages <= one.reachable():
+            if one.parked >= pages:
+                one.wait_until_ns = None
+                return True
+            missing = min(pages - one.parked, one.mappable())
+            if missing > 0:
+                granted = self._grant(one, missing)
+                if granted == missing:
+                    self._satisfy(one)
+                if granted > 0 or self._may_be_granted(one, missing):
+                    continue
+                if one.wait_until_ns is not None:
+                    return False
+            if pages > min(one.bound - one.in_use, one.parked + one.cached):
+                break  # evicting what cannot be enough would lose contents for nothing
+            one.cached_evicted += one.evict(pages - one.parked)
+        one.wait_until_ns = None
+        return False
+
+    def _may_be_granted(self, one: Instance, pages: int) -> bool:
+        """Ask for them. True: there is one already; else the wait is on or over."""
+        if one.wait_until_ns is None:
+            may_wait = self.now_ns >= one.no_wait_before_ns
+            one.wait_until_ns = self.now_ns + (self.trace.alloc_wait_ns if may_wait else 0)
+            one.has_waited = False
+        hope = self._ask(one, pages * one.spec.page_bytes)
+        if self._room(one) > 0:
+            return True
+        if hope and self.now_ns < one.wait_until_ns:
+            one.has_waited = True
+            self._look_at(one, min(one.wait_until_ns, self.now_ns + LOOK_NS))
+            return False
+        if one.has_waited:
+            one.no_wait_before_ns = self.now_ns + FRUITLESS_WAITS * self.trace.alloc_wait_ns
+        one.wait_until_ns = None
+        one.starved, one.starved_at_ns = pages, self.now_ns
+        self._look_at(one, self.now_ns + LOOK_NS)
+        return False
+
+    def _pursue(self, one: Instance) -> None:
+        """The keeper goes on where an alloc gave up, as long as the engine still wants it."""
+        if one.starved == 0:
+            return
+        wanted = min(one.starved, one.mappable())
+        if wanted == 0 or self.now_ns - one.starved_at_ns > ASK_LEASE_NS:
+            self._satisfy(one)
+            return
+        one.starved = wanted - self._grant(one, wanted)
+        if one.starved == 0:
+            self._satisfy(one)
+        else:
+            self._ask(one, one.starved * one.spec.page_bytes)
+
+    def _satisfy(self, one: Instance) -> None:
+        one.starved = 0
+        one.no_wait_before_ns = 0
+        if one.ask_bytes > 0:
+            one.ask_bytes = 0
+            self._wake_askers(one)  # what was kept for this one is theirs
+
+    # --- the ledger -----------------------------------------------------------------------------
+
+    def _room(self, one: Instance) -> int:
+        """Pages that it would be granted now: what is free and kept for nobody who ranks before."""
+        free_bytes = self.trace.capacity_bytes - self.granted_bytes
+        if any(other is not one and other.asks_for(self.now_ns) for other in self.instances):
+            contenders = [other.contender(self.now_ns) for other in self.instances]
+            contenders[one.index] = replace(contenders[one.index], idle_ns=0)
+            free_bytes -= kept_bytes(contenders, one.index, self.trace.capacity_bytes)
+        return max(0, free_bytes) // one.spec.page_bytes
+
+    def _grant(self, one: Instance, pages: int) -> int:
+        granted = min(pages, self._room(one))
+        one.add(granted)
+        if granted > 0:
+            self._arm_decay(one)
+        return granted
+
+    def _ask(self, one: Instance, count_bytes: int) -> bool:
+        """Say that bytes are missing and ask others for them. False: nobody has to give."""
+        now_ns = self.now_ns
+        if one.asks_for(now_ns) == 0:
+            one.ask_since_ns = now_ns
+        one.ask_seen_ns = now_ns
+        one.ask_bytes = count_bytes
+        contenders = [other.contender(now_ns) for other in self.instances]
+        free_bytes = self.trace.capacity_bytes - self.granted_bytes
+        plan = plan_reclaim(contenders, one.index, free_bytes, self.trace.capacity_bytes)
+        for demand in plan:
+            facts = contenders[demand.contender]
+            left_bytes = facts.granted_bytes - facts.wanted_bytes - demand.bytes
+            if left_bytes < facts.min_bytes:
+                raise IntegrityError(f"a plan goes below the min of {demand.contender}.")
+            victim = self.instances[demand.contender]
+            if victim.open_bytes() == 0:
+                victim.wanted_at_ns = now_ns
+            victim.wanted[demand.depth].append(Owed(one.index, demand.bytes))
+            if not self._answers[victim.index]:
+                self._answers[victim.index] = True
+                self._at(now_ns + victim.spec.give_back_ns, partial(self._answer, victim))
+        return (
+            bool(plan)
+            or free_bytes >= count_bytes
+            or any(
+                facts.wanted_bytes > 0 and facts.wanted_ns < PATIENCE_NS
+                for i, facts in enumerate(contenders)
+                if i != one.index
+            )
+        )
+
+    # --- victims --------------------------------------------------------------------------------
+
+    def _answer(self, victim: Instance) -> None:
+        """Its keeper deals with all that others have asked, the shallowest first."""
+        self._answers[victim.index] = False
+        for depth, asked in victim.wanted.items():
+            if not asked:
+                continue
+            victim.wanted[depth] = []
+            victim.wanted_at_ns = self.now_ns
+            pages = -(-sum(one.bytes for one in asked) // victim.spec.page_bytes)
+            given = victim.give_up(pages, depth, self.now_ns)
+            victim.owed += asked
+            self._settle(victim, given, depth)
+        if victim.squeezed_to is None:
+            victim.owed.clear()  # there was no more to be had
+        else:
+            self._look_at(victim, self.now_ns)
+
+    def _settle(self, victim: Instance, pages: int, depth: Depth = Depth.IN_USE) -> None:
+        """Book what was given on those who asked for it, the first one first."""
+        left_bytes = pages * victim.spec.page_bytes
+        if left_bytes == 0:
+            return
+        while left_bytes > 0 and victim.owed:
+            first = victim.owed[0]
+            # What is more than was asked for is the rest of a page: the last one's.
+            last = len(victim.owed) == 1
+            given_bytes = left_bytes if last else min(left_bytes, first.bytes)
+            first.bytes -= given_bytes
+            left_bytes -= given_bytes
+            self._book(victim, first.asker, given_bytes, depth)
+            if first.bytes <= 0:
+                victim.owed.pop(0)
+        self._wake_askers(victim)
+
+    def _book(self, victim: Instance, asker: int, count_bytes: int, depth: Depth) -> None:
+        got = self.result.models[asker].got_bytes_from
+        got[victim.spec.name] = got.get(victim.spec.name, 0) + count_bytes
+        self.result.moves.append(Move(self.now_ns, victim.index, asker, count_bytes, depth))
+
+    def _watch_squeeze(self, one: Instance) -> None:
+        """Preempt while it is over its bound; lift the squeeze once it is not, or nobody asks."""
+        if one.squeezed_to is None:
+            return
+        if one.over > 0 and self.now_ns < one.squeezed_until_ns:
+            if one.running and self.now_ns - one.squeezed_at_ns >= one.spec.preempt_ns:
+                self._preempt(one)
+            return
+        one.squeezed_to = None
+        one.owed.clear()
+
+    def _preempt(self, one: Instance) -> None:
+        """The newest request begins again later, before all that wait."""
+        request = one.running[next(reversed(one.running))]
+        one.end(request, 0, self.now_ns)
+        self.result.models[one.index].preempted += 1
+        request.queued_ns = self.now_ns
+        one.wait_until_ns = None
+        one.queue.appendleft(request)
+        self._set_deadline(one, request)
+        self._settle(one, one.enforce())
+
+    def _wake_askers(self, by: Instance) -> None:
+        for other in self.instances:
+            if other is not by and other.ask_bytes > 0:
+                self._look_at(other, self.now_ns)
+
+    # --- decay ----------------------------------------------------------------------------------
+
+    def _arm_decay(self, one: Instance) -> None:
+        if one.parked > 0 and one.decay_seen is None:
+            one.decay_seen = one.activity
+            one.parked_low = one.parked
+            self._at(self.now_ns + IDLE_TRIM_NS, partial(self._decay, one))
+
+    def _decay(self, one: Instance) -> None:
+        """Parked pages that a whole interval did not need go back: all, or half of a busy one."""
+        unneeded = one.parked_low if one.decay_seen == one.activity else one.parked_low // 2
+        if one.unmap(unneeded) > 0:
+            self._wake_askers(one)
+        one.decay_seen = None
+        self._arm_decay(one)
