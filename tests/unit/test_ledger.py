@@ -382,7 +382,7 @@ def test_instances_start_and_change_with_guarantee_and_priority():
 
     with instance(group, KVELASTIC_MIN="40M", KVELASTIC_PRIORITY="5") as a, instance(group) as b:
         assert standing() == [(40 * MIB, 5), (0, 0)]
-        with pytest.raises(RuntimeError, match="GUARANTEE.*25.00 MiB.*40.00 MiB.*64.00 MiB"):
+        with pytest.raises(RuntimeError, match=r"GUARANTEE.*25.00 MiB.*40.00 MiB.*64.00 MiB"):
             instance(group, KVELASTIC_MIN="25M")
         assert standing() == [(40 * MIB, 5), (0, 0)]
 
@@ -394,7 +394,7 @@ def test_instances_start_and_change_with_guarantee_and_priority():
         )
         assert answer.state == "refused"
         for number in (25 * MIB, 40 * MIB, 64 * MIB):
-            assert str(number) in answer.reason
+            assert format_size(number) in answer.reason
         assert (answer.min_bytes, answer.priority) == (0, 2)
         assert answer.effective_limit_bytes == 32 * MIB
         assert standing() == [(40 * MIB, 5), (0, 2)]
