@@ -105,8 +105,8 @@ def compare(
 HEADINGS = ("figure", "median", "min .. max", "p99", "floor or baseline", "ratio", "bar")
 
 
-def report(kind: str, figures: Iterable[Figure]) -> None:
-    """Print the table, and keep every sample under benchmarks/<kind>/results/."""
+def report(kind: str, figures: Iterable[Figure], *, keep: bool = True) -> None:
+    """Print the table, and `keep` every sample under benchmarks/<kind>/results/."""
     figures = list(figures)
     rows = [HEADINGS, *(figure.cells() for figure in figures)]
     widths = [max(len(row[i]) for row in rows) for i in range(len(HEADINGS))]
@@ -117,6 +117,8 @@ def report(kind: str, figures: Iterable[Figure]) -> None:
     for figure in figures:
         if figure.note:
             print(f"  {figure.name}: {figure.note}")
+    if not keep:
+        return
     folder = RESULTS / kind / "results"
     folder.mkdir(parents=True, exist_ok=True)
     stamp = time.strftime("%Y-%m-%d")
