@@ -14,6 +14,7 @@ from kvelastic.controller import (
     metrics,
     openapi,
     routes_admin,
+    routes_dashboard,
     routes_memory,
     routes_models,
     routes_sleep,
@@ -36,11 +37,16 @@ def make_application(front: Front) -> Asgi:
         *routes_models.routes(front),
         *routes_sleep.routes(front),
         *routes_memory.routes(front),
+        *routes_dashboard.routes(front),
         *routes_admin.routes(front),
         *metrics.routes(front),
     ]
     pages = Starlette(
-        routes=[*described, *openapi.routes(front, described)],
+        routes=[
+            *described,
+            *openapi.routes(front, described),
+            *routes_dashboard.pages(front),
+        ],
         exception_handlers={
             HTTPException: _on_http_exception,
             Refusal: on_refusal,

@@ -21,6 +21,7 @@ from kvelastic.controller.engine_process import EngineProcess
 from kvelastic.controller.fleet import NOT_SERVED, SHUTTING_DOWN, Fleet
 from kvelastic.controller.forward import Forwarder
 from kvelastic.controller.keys import Keys
+from kvelastic.controller.memory_history import MemoryHistory
 from kvelastic.controller.request_log import RequestLog
 from kvelastic.controller.served_model import ServedModel
 from kvelastic.controller.settings import ModelSettings, Settings
@@ -44,6 +45,7 @@ class Front:
         self.keys = Keys(settings.auth)
         self.fleet = Fleet()
         self.log = RequestLog()
+        self.memory_history = MemoryHistory()
         self.started_at = time.time()
         self.unrouted = 0
         """Requests that named no model that is served here."""

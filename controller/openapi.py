@@ -50,6 +50,7 @@ _BODIES: dict[tuple[str, str], dict[str, Any]] = {
 _QUERIES: dict[str, tuple[str, ...]] = {
     "/traffic/stats": ("window",),
     "/traffic/stats/{model}": ("window",),
+    "/devices/history": ("seconds",),
     "/models/idle": ("threshold",),
     "/models/active": ("threshold", "window"),
     "/admin/models/{model}/logs": ("lines",),

@@ -1,4 +1,4 @@
-"""What the controller does by itself: put models to sleep, and look how engines are."""
+"""What the controller does by itself: put models to sleep, look how engines and memory are."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from kvelastic.controller import instance_memory
 from kvelastic.controller.gate import State
+from kvelastic.controller.memory_history import INTERVAL_S
 from kvelastic.controller.served_model import ServedModel
 from kvelastic.controller.sleep_policy import Ask, Candidate, due, victims
 
@@ -22,22 +23,24 @@ LOOK_AT_ENGINES_S = 5.0
 
 
 class Upkeep:
-    """One task of the loop."""
+    """Two tasks of the loop: one looks at models, one takes samples of the devices' memory."""
 
     def __init__(self, front: Front) -> None:
         self._front = front
-        self._task: asyncio.Task[None] | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
         self._looked_s = time.monotonic()
 
     def start(self) -> None:
         """Begin."""
-        self._task = asyncio.get_running_loop().create_task(self._run())
+        loop = asyncio.get_running_loop()
+        self._tasks = {loop.create_task(self._run()), loop.create_task(self._sample_on())}
 
     async def stop(self) -> None:
         """End; returns when it has."""
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.wait({self._task})
+        for task in self._tasks:
+            task.cancel()
+        if self._tasks:
+            await asyncio.wait(self._tasks)
 
     async def _run(self) -> None:
         while True:
@@ -46,6 +49,20 @@ class Upkeep:
                 await self.look()
             except Exception:
                 _log.exception("upkeep failed; it goes on")
+
+    async def _sample_on(self) -> None:
+        while True:
+            began_s = time.monotonic()
+            try:
+                await self.sample()
+            except Exception:
+                _log.exception("no sample of memory was taken; the next one follows")
+            await asyncio.sleep(max(0.0, INTERVAL_S - (time.monotonic() - began_s)))
+
+    async def sample(self) -> None:
+        """Take one sample of what the devices' memory is used for."""
+        devices = await asyncio.to_thread(instance_memory.devices)
+        self._front.memory_history.add(time.monotonic(), devices)
 
     async def look(self) -> None:
         """Do once what there is to do."""

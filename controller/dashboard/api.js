@@ -1,0 +1,87 @@
+// Calls to the controller, and the key that they carry.
+
+const KEY = "kvelastic.key";
+const TIMEOUT_MS = 15_000;
+
+/** What went wrong, in words for people. `status` is 0 where no answer came. */
+export class ApiError extends Error {
+  constructor(status, code, message) {
+    super(message);
+    this.status = status;
+    this.code = code;
+  }
+
+  /** Whether another key may help. */
+  get asksForKey() {
+    return this.status === 401 || this.code === "admin_key_needed";
+  }
+}
+
+/** Whether a key is set. */
+export function hasKey() {
+  return sessionStorage.getItem(KEY) !== null;
+}
+
+/** Take a key for this tab; null forgets it. */
+export function setKey(key) {
+  if (key === null) sessionStorage.removeItem(KEY);
+  else sessionStorage.setItem(KEY, key);
+}
+
+/**
+ * Ask the controller: {status, body}. An answer that says no in a route's own words (409 of a wish)
+ * is an answer; `ApiError` is thrown for errors, and where nothing came.
+ */
+export async function call(method, path, body = undefined, timeoutMs = TIMEOUT_MS) {
+  const headers = {};
+  const key = sessionStorage.getItem(KEY);
+  if (key !== null) headers.Authorization = `Bearer ${key}`;
+  if (body !== undefined) headers["Content-Type"] = "application/json";
+  let response;
+  let text;
+  try {
+    response = await fetch(path, {
+      method,
+      headers,
+      body: body === undefined ? undefined : JSON.stringify(body),
+      signal: AbortSignal.timeout(timeoutMs),
+      cache: "no-store",
+      credentials: "omit",
+      redirect: "error",
+    });
+    text = await response.text();
+  } catch (error) {
+    const late = error.name === "TimeoutError";
+    throw new ApiError(
+      0,
+      "unreachable",
+      late
+        ? `The controller did not answer within ${timeoutMs / 1000} s.`
+        : "The controller cannot be reached.",
+    );
+  }
+  let answer = null;
+  try {
+    answer = JSON.parse(text);
+  } catch {
+    throw new ApiError(
+      response.status,
+      "no_json",
+      `The controller answered ${response.status} with something else than JSON.`,
+    );
+  }
+  if (answer && answer.error) {
+    throw new ApiError(response.status, answer.error.code, answer.error.message);
+  }
+  return { status: response.status, body: answer };
+}
+
+/** The same for reading: only the body. */
+export async function read(path) {
+  return (await call("GET", path)).body;
+}
+
+/** A path with a model's name in it. */
+export function pathOf(before, model, after = "") {
+  return before + encodeURIComponent(model) + after;
+}

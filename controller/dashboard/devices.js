@@ -1,0 +1,261 @@
+// A card a device: its figures, the chart, and the figures of the moment that the chart shows.
+
+import { Chart } from "./chart.js";
+import { byId, make, reconcile, say } from "./dom.js";
+import { bytes, clock } from "./format.js";
+import { keyOf } from "./history.js";
+
+const SHADES = 8;
+const TABLE_EVERY_S = 30;
+const USES = [
+  { key: "inUse", name: "In use", shade: "use-in", about: "Blocks that requests hold" },
+  {
+    key: "cached",
+    name: "Cached",
+    shade: "use-cached",
+    about: "Blocks kept for their prefixes; evicted when memory is needed",
+  },
+  { key: "parked", name: "Parked", shade: "use-parked", about: "Free pages that are still mapped" },
+  {
+    key: "slack",
+    name: "Slack",
+    shade: "use-slack",
+    about: "Free blocks in pages that are in use, and pages granted and not mapped yet",
+  },
+];
+const OTHERS = { name: "Others", shade: "others", valueOf: (device) => device.others };
+
+/** The section of devices; `divide` is "use" or "model". */
+export class Devices {
+  constructor() {
+    this.cards = new Map();
+    this.divide = "use";
+    for (const input of document.getElementsByName("divide")) {
+      input.addEventListener("change", () => {
+        this.divide = input.value;
+        if (this.last) this.update(...this.last);
+      });
+    }
+  }
+
+  /** `ledgers` are those of /devices, `history` is a History. */
+  update(ledgers, history) {
+    this.last = [ledgers, history];
+    const now = new Map(ledgers.map((ledger) => [keyOf(ledger), ledger]));
+    // Those that nobody has open any more come last, until their samples are too old.
+    const keys = [...now.keys()].sort();
+    keys.push(...history.devices.filter((key) => !now.has(key)));
+    const items = keys.map((key) => [key, { ledger: now.get(key), history, divide: this.divide }]);
+    reconcile(byId("devices"), this.cards, items, (key) => new Card(key));
+    byId("no-devices").hidden = keys.length > 0;
+  }
+}
+
+class Card {
+  constructor(key) {
+    this.key = key;
+    this.shades = new Map();
+    this.points = [];
+    this.chosen = null;
+    const [device, group] = key.split("\n");
+    const name = device === "host" ? "Host memory" : device;
+    this.chart = new Chart(`Memory of ${name} over time`, (point) => {
+      this.chosen = point;
+      this.paintLegend();
+    });
+    this.facts = make("dl", { class: "facts" });
+    this.problem = make("p", { class: "problem" });
+    this.gone = make("p", { class: "gone dim" });
+    this.legend = make("table", { class: "legend" });
+    this.past = make("div", { class: "past" });
+    const details = make(
+      "details",
+      {},
+      make("summary", {}, "The last ten minutes as a table"),
+      this.past,
+    );
+    details.addEventListener("toggle", () => this.paintPast(details.open));
+    this.element = make(
+      "article",
+      { class: "card", "aria-label": name },
+      make(
+        "div",
+        { class: "card-head" },
+        make("h3", {}, name, " ", make("span", { class: "dim" }, group ? `group ${group}` : "")),
+        this.facts,
+      ),
+      this.problem,
+      this.gone,
+      this.chart.element,
+      this.legend,
+      details,
+    );
+  }
+
+  update({ ledger, history, divide }) {
+    this.divide = divide;
+    this.points = history.samples
+      .filter((sample) => sample.devices.has(this.key))
+      .map((sample) => ({ at: sample.at, device: sample.devices.get(this.key) }));
+    this.paintFacts(ledger);
+    this.layers = divide === "use" ? this.layersByUse() : this.layersByModel();
+    if (this.points.some((point) => point.device.others > 0)) this.layers.push(OTHERS);
+    // All charts have one time axis, also that of a device that was there a while ago only.
+    this.chart.show(this.points, this.layers, history);
+    this.isGone = !ledger;
+    this.paintLegend();
+  }
+
+  layersByUse() {
+    return USES.map((use) => ({ ...use, valueOf: (device) => sum(device, use.key) }));
+  }
+
+  layersByModel() {
+    return this.names().map((name) => ({
+      name,
+      shade: this.shadeOf(name),
+      valueOf: (device) => device.instances.get(name)?.granted ?? 0,
+    }));
+  }
+
+  names() {
+    const names = new Set();
+    for (const point of this.points)
+      for (const name of point.device.instances.keys()) names.add(name);
+    return [...names].sort();
+  }
+
+  /** An instance keeps its colour as long as the page is there, whoever comes and goes. */
+  shadeOf(name) {
+    if (!this.shades.has(name)) this.shades.set(name, this.shades.size % SHADES);
+    return `model-${this.shades.get(name)}`;
+  }
+
+  paintFacts(ledger) {
+    say(this.problem, ledger ? ledger.problem : "");
+    say(this.gone, ledger ? "" : "No instance has it open any more.");
+    const facts =
+      ledger && ledger.status === "readable"
+        ? [
+            ["Capacity", ledger.capacity_bytes],
+            ["Held", ledger.granted_bytes],
+            ["Guaranteed", ledger.guaranteed_bytes],
+            ["Asked for", ledger.asked_bytes],
+            ["Free", ledger.free_bytes],
+          ]
+        : [];
+    this.facts.replaceChildren(
+      ...facts.map(([name, value]) => {
+        const urgent = name === "Asked for" && value > 0;
+        return make(
+          "div",
+          { class: urgent ? "urgent" : null },
+          make("dt", {}, name),
+          make("dd", {}, bytes(value)),
+        );
+      }),
+    );
+  }
+
+  paintLegend() {
+    const point = this.chosen ?? this.points.at(-1);
+    if (!point) return this.legend.replaceChildren();
+    const byUse = this.divide === "use";
+    const isNow = !this.chosen && !this.isGone;
+    const head = make(
+      "tr",
+      {},
+      make("th", { scope: "col" }, isNow ? "Now" : `At ${clock(point.at)}`),
+      ...USES.map((use) =>
+        make("th", { scope: "col", title: use.about }, byUse ? swatch(use.shade) : "", use.name),
+      ),
+      make("th", { scope: "col" }, "Held"),
+    );
+    const { device } = point;
+    const rows = [...device.instances]
+      .sort(([a], [b]) => (a < b ? -1 : 1))
+      .map(([name, held]) =>
+        make(
+          "tr",
+          {},
+          make(
+            "th",
+            { scope: "row", title: `instance ${name}` },
+            byUse ? "" : swatch(this.shadeOf(name)),
+            held.model ?? name,
+          ),
+          ...USES.map((use) => make("td", {}, bytes(held[use.key]))),
+          make("td", {}, bytes(held.granted)),
+        ),
+      );
+    const total = (name, shade, value) =>
+      make(
+        "tr",
+        { class: "total" },
+        make("th", { scope: "row" }, shade ? swatch(shade) : "", name),
+        make("td", { colspan: "4" }),
+        make("td", {}, bytes(value)),
+      );
+    if (device.others > 0) rows.push(total("Others on the device", "others", device.others));
+    rows.push(total("Free", null, device.free));
+    return this.legend.replaceChildren(make("thead", {}, head), make("tbody", {}, ...rows));
+  }
+
+  /** Made when it is opened, and not under the reader's eyes afterwards. */
+  paintPast(isOpen) {
+    this.past.replaceChildren();
+    if (!isOpen) return;
+    const rows = [];
+    let lastS = Infinity;
+    for (const point of [...this.points].reverse()) {
+      if (lastS - point.at < TABLE_EVERY_S) continue;
+      lastS = point.at;
+      rows.push(
+        make(
+          "tr",
+          {},
+          make("th", { scope: "row" }, clock(point.at)),
+          ...this.layers.map((layer) => make("td", {}, bytes(layer.valueOf(point.device)))),
+          make("td", {}, bytes(point.device.free)),
+          make("td", {}, bytes(point.device.capacity)),
+        ),
+      );
+    }
+    const names = this.layers.map(
+      (layer) => this.points.at(-1).device.instances.get(layer.name)?.model ?? layer.name,
+    );
+    this.past.append(
+      make(
+        "table",
+        {},
+        make(
+          "caption",
+          {},
+          `Every ${TABLE_EVERY_S} s, newest first; open it again for later figures`,
+        ),
+        make(
+          "thead",
+          {},
+          make(
+            "tr",
+            {},
+            ...["Time", ...names, "Free", "Capacity"].map((name) =>
+              make("th", { scope: "col" }, name),
+            ),
+          ),
+        ),
+        make("tbody", {}, ...rows),
+      ),
+    );
+  }
+}
+
+function swatch(shade) {
+  return make("span", { class: `swatch ${shade}`, "aria-hidden": "true" });
+}
+
+function sum(device, key) {
+  let total = 0;
+  for (const instance of device.instances.values()) total += instance[key];
+  return total;
+}

@@ -1,0 +1,44 @@
+// The dialog that asks for a key, and the button that opens it again.
+
+import { hasKey, setKey } from "./api.js";
+import { byId, say } from "./dom.js";
+
+export class KeyDialog {
+  /** `changed` is called when a key was given or forgotten. */
+  constructor(changed) {
+    this.dialog = byId("key");
+    this.button = byId("key-button");
+    this.button.hidden = !hasKey();
+    this.button.addEventListener("click", () => this.ask("Another key is used from now on."));
+    byId("key-cancel").addEventListener("click", () => this.dialog.close());
+    byId("key-forget").addEventListener("click", () => {
+      setKey(null);
+      this.dialog.close();
+      changed();
+    });
+    byId("key-form").addEventListener("submit", (event) => {
+      event.preventDefault();
+      setKey(byId("key-value").value.trim());
+      byId("key-value").value = "";
+      this.dialog.close();
+      changed();
+    });
+  }
+
+  /** Ask, and say why. */
+  ask(reason) {
+    this.button.hidden = false;
+    byId("key-forget").hidden = !hasKey();
+    say(byId("key-reason"), reason);
+    if (!this.dialog.open) this.dialog.showModal();
+    byId("key-value").focus();
+  }
+
+  /** The reason for which an error asks for a key. */
+  static reasonOf(error) {
+    if (error.code === "admin_key_needed")
+      return "The key in use is for models; this needs an admin key.";
+    if (hasKey()) return "The key in use is not accepted for this.";
+    return "This controller asks for a key.";
+  }
+}

@@ -1,0 +1,58 @@
+// The end of a launched engine's output, in a dialog that follows it while it is open.
+
+import { ApiError, pathOf, read } from "./api.js";
+import { byId, say } from "./dom.js";
+import { Poller } from "./poll.js";
+
+const LINES = 500;
+
+export class Logs {
+  constructor(told) {
+    this.told = told;
+    this.model = null;
+    this.dialog = byId("logs");
+    this.poller = new Poller(
+      () => this.look(),
+      () => !this.dialog.open,
+    );
+    byId("logs-close").addEventListener("click", () => this.dialog.close());
+  }
+
+  /** Open it for a model. */
+  show(model) {
+    this.model = model;
+    say(byId("logs-title"), `Logs of ${model}`);
+    say(byId("logs-facts"), "");
+    say(byId("logs-problem"), "");
+    say(byId("logs-lines"), "");
+    byId("logs-lines").hidden = true;
+    this.dialog.showModal();
+    this.poller.now();
+  }
+
+  async look() {
+    const model = this.model;
+    let answer;
+    try {
+      answer = await read(pathOf("/admin/models/", model, `/logs?lines=${LINES}`));
+    } catch (error) {
+      if (!(error instanceof ApiError)) throw error;
+      say(byId("logs-problem"), error.message);
+      if (error.asksForKey) {
+        this.dialog.close();
+        this.told(error);
+      }
+      throw error;
+    }
+    if (model !== this.model) return;
+    const lines = byId("logs-lines");
+    const atEnd = lines.hidden || lines.scrollTop + lines.clientHeight >= lines.scrollHeight - 4;
+    lines.hidden = false;
+    say(byId("logs-problem"), answer.lines.length ? "" : "It has written nothing yet.");
+    const pid = answer.pid === null ? "not running" : `process ${answer.pid}`;
+    const starts = answer.starts === 1 ? "started once" : `started ${answer.starts} times`;
+    say(byId("logs-facts"), [answer.state, pid, starts, answer.file].join(" · "));
+    say(lines, answer.lines.join("\n"));
+    if (atEnd) lines.scrollTop = lines.scrollHeight;
+  }
+}

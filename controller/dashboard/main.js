@@ -1,0 +1,93 @@
+// The page: asks for everything every two seconds while it is seen, and hands it to its parts.
+
+import { ApiError, hasKey, read } from "./api.js";
+import { Devices } from "./devices.js";
+import { byId, mark, say } from "./dom.js";
+import { clock } from "./format.js";
+import { History } from "./history.js";
+import { KeyDialog } from "./key.js";
+import { Logs } from "./logs.js";
+import { Models } from "./models.js";
+import { Poller } from "./poll.js";
+
+const WINDOW_S = 60;
+
+const history = new History();
+const devices = new Devices();
+const keyDialog = new KeyDialog(() => {
+  needsKey = false;
+  poller.now();
+});
+const logs = new Logs(afterAction);
+const models = new Models(afterAction, (model) => logs.show(model));
+let needsKey = false;
+const poller = new Poller(look, () => needsKey);
+
+/** After an action: what has changed is shown at once; an error here asks for another key. */
+function afterAction(error) {
+  if (error) keyDialog.ask(KeyDialog.reasonOf(error));
+  poller.now();
+}
+
+async function look() {
+  try {
+    const [served, traffic, memory, ledgers, past] = await Promise.all([
+      read("/models"),
+      read(`/traffic/stats?window=${WINDOW_S}`),
+      read("/memory"),
+      read("/devices"),
+      read(history.path),
+    ]);
+    history.take(past);
+    devices.update(ledgers.devices, history);
+    models.update(served.models, traffic.traffic_stats, memory.models);
+    // It may have been hidden while the answers were on their way.
+    if (document.hidden) link("paused", "Paused");
+    else link("live", `Live, ${clock(Date.now() / 1000)}`);
+    banner("");
+  } catch (error) {
+    if (!(error instanceof ApiError)) {
+      banner(`This page has failed: ${error}. Load it again.`);
+      throw error;
+    }
+    if (error.status === 401) {
+      needsKey = true;
+      const reason = KeyDialog.reasonOf(error);
+      link("lost", "Stopped: no key");
+      banner(
+        hasKey()
+          ? "The key in use is not accepted; press Key to give another."
+          : "A key is needed; press Key to give one.",
+      );
+      keyDialog.ask(reason);
+      return;
+    }
+    link("lost", "Not live");
+    banner(`${error.message} What is shown may be old; it is tried again.`);
+    throw error;
+  }
+}
+
+function link(state, text) {
+  mark(byId("link"), "data-state", state);
+  say(byId("link"), text);
+}
+
+function banner(text) {
+  say(byId("banner"), text);
+  byId("banner").hidden = text === "";
+}
+
+async function showVersion() {
+  try {
+    say(byId("version"), (await read("/version")).version);
+  } catch {
+    // The first look says that the controller is away.
+  }
+}
+
+document.addEventListener("visibilitychange", () => {
+  if (document.hidden) link("paused", "Paused");
+});
+showVersion();
+poller.now();

@@ -1,0 +1,230 @@
+// A row a model: how it is, what goes through it, how long that takes, its memory, its actions.
+
+import { ApiError, call, pathOf } from "./api.js";
+import { byId, make, mark, reconcile, say } from "./dom.js";
+import { duration, number } from "./format.js";
+import { Wish } from "./wish.js";
+
+const STATES = {
+  awake: "awake",
+  asleep: "asleep",
+  falling_asleep: "falling asleep",
+  waking: "waking",
+  starting: "starting",
+  down: "down",
+};
+const ACTION_TIMEOUT_MS = 300_000;
+
+/** The table of models. `told(error or null)` follows each action, `showLogs(model)` a press. */
+export class Models {
+  constructor(told, showLogs) {
+    this.rows = new Map();
+    this.told = told;
+    this.showLogs = showLogs;
+  }
+
+  /** Answers of /models, /traffic/stats and /memory. */
+  update(models, traffic, memory) {
+    const items = Object.entries(models).map(([name, model]) => [
+      name,
+      {
+        model,
+        traffic: traffic[name],
+        memory: model.instance === null ? undefined : memory[name],
+      },
+    ]);
+    reconcile(byId("rows"), this.rows, items, (name) => new Row(name, this.told, this.showLogs));
+    byId("no-models").hidden = items.length > 0;
+    const count = (state) => items.filter(([, { model }]) => model.state === state).length;
+    const sum = (key) => items.reduce((total, [, facts]) => total + (facts.traffic?.[key] ?? 0), 0);
+    say(
+      byId("totals"),
+      items.length
+        ? `${items.length} served, ${count("awake")} awake, ${count("asleep")} asleep · ` +
+            `${number(sum("request_rate"))} requests/s · ` +
+            `${number(sum("in_flight"))} in flight, ${number(sum("queued"))} waiting`
+        : "",
+    );
+  }
+}
+
+class Row {
+  constructor(name, told, showLogs) {
+    this.name = name;
+    this.told = told;
+    this.isActing = false;
+    this.state = make("span", { class: "state" });
+    this.about = make("p", { class: "dim" });
+    this.problem = make("p", { class: "problem" });
+    this.traffic = figures([
+      ["rate", "requests/s"],
+      ["tokens", "tokens/s"],
+      ["flight", "in flight"],
+      ["queued", "waiting"],
+      ["failed", "failed"],
+    ]);
+    this.latency = make("table", { class: "latency" });
+    this.wish = new Wish(name, told);
+    this.sleep = this.button("Sleep", "sleep");
+    this.wake = this.button("Wake", "wakeup");
+    const logs = make(
+      "button",
+      { type: "button", "aria-label": `Logs of ${name}`, onclick: () => showLogs(name) },
+      "Logs",
+    );
+    this.answer = make("p", { class: "answer", role: "status" });
+    this.element = make(
+      "tr",
+      { role: "row" },
+      make(
+        "th",
+        { role: "rowheader", scope: "row" },
+        make("span", { class: "name" }, name),
+        this.state,
+        this.about,
+        this.problem,
+      ),
+      cell("Traffic", this.traffic.element),
+      cell("Latency", this.latency),
+      cell("Memory", this.wish.element),
+      cell("Actions", make("div", { class: "buttons" }, this.sleep, this.wake, logs), this.answer),
+    );
+    this.element.dataset.model = name;
+  }
+
+  update({ model, traffic, memory }) {
+    this.model = model;
+    mark(this.state, "data-state", model.state);
+    say(this.state, STATES[model.state] ?? model.state);
+    say(this.about, aboutOf(model, traffic));
+    say(this.problem, model.last_problem ?? "");
+    this.traffic.set({
+      rate: number(traffic?.request_rate),
+      tokens: number(traffic?.tokens_per_second),
+      flight: number(model.in_flight),
+      queued: number(model.queued),
+      failed: number(traffic?.failed_requests),
+    });
+    this.traffic.warn("failed", traffic?.failed_requests > 0);
+    this.paintLatency(traffic);
+    this.wish.update(memory, model.state, model.instance);
+    this.enable();
+  }
+
+  paintLatency(traffic) {
+    const percents = ["p50", "p95", "p99"];
+    const row = (title, values) =>
+      make(
+        "tr",
+        {},
+        make("th", { scope: "row" }, title),
+        ...percents.map((percent) => make("td", {}, duration(values?.[percent]))),
+      );
+    this.latency.replaceChildren(
+      make(
+        "thead",
+        {},
+        make(
+          "tr",
+          {},
+          make("td"),
+          ...percents.map((percent) => make("th", { scope: "col" }, percent)),
+        ),
+      ),
+      make(
+        "tbody",
+        {},
+        row("first byte", traffic?.time_to_first_token_seconds),
+        row("whole", traffic?.response_time_seconds),
+      ),
+    );
+  }
+
+  button(title, action) {
+    return make(
+      "button",
+      {
+        type: "button",
+        "aria-label": `${title} ${this.name}`,
+        onclick: () => this.act(title, action),
+      },
+      title,
+    );
+  }
+
+  /** aria-disabled and not disabled: a button that was just pressed keeps the focus. */
+  enable() {
+    const { state, can_sleep: canSleep } = this.model;
+    const ready = !this.isActing;
+    mark(this.sleep, "aria-disabled", !(ready && canSleep && state === "awake"));
+    mark(this.wake, "aria-disabled", !(ready && canSleep && state === "asleep"));
+    mark(
+      this.sleep,
+      "title",
+      canSleep ? null : `An engine of the kind ${this.model.engine} cannot sleep.`,
+    );
+  }
+
+  async act(title, action) {
+    const button = action === "sleep" ? this.sleep : this.wake;
+    if (button.getAttribute("aria-disabled") === "true") return;
+    this.isActing = true;
+    this.enable();
+    this.tell("wait", action === "sleep" ? "Falling asleep …" : "Waking …");
+    let failure = null;
+    try {
+      const { body } = await call(
+        "POST",
+        pathOf(`/action/${action}/`, this.name),
+        undefined,
+        ACTION_TIMEOUT_MS,
+      );
+      this.tell(
+        body.success ? "ok" : "no",
+        body.success ? body.message : `Not done: ${body.message}`,
+      );
+    } catch (error) {
+      if (!(error instanceof ApiError)) throw error;
+      this.tell("no", `Not done: ${error.message}`);
+      failure = error.asksForKey ? error : null;
+    }
+    this.isActing = false;
+    this.enable();
+    this.told(failure);
+  }
+
+  tell(kind, text) {
+    mark(this.answer, "data-kind", kind);
+    say(this.answer, text);
+  }
+}
+
+function aboutOf(model, traffic) {
+  const parts = [model.engine];
+  if (model.endpoints.length > 1) parts.push(`${model.endpoints.length} engines`);
+  if (model.pinned) parts.push("pinned");
+  if (model.aliases.length) parts.push(`also ${model.aliases.join(", ")}`);
+  if (traffic && !traffic.in_flight) parts.push(`idle ${duration(traffic.idle_time_seconds)}`);
+  return parts.join(" · ");
+}
+
+function cell(label, ...children) {
+  return make("td", { role: "cell", "data-label": label }, ...children);
+}
+
+/** A small list of figures with their names: [[key, name], ...]. */
+function figures(names) {
+  const values = new Map(names.map(([key]) => [key, make("dd")]));
+  const element = make(
+    "dl",
+    { class: "figures" },
+    ...names.map(([key, name]) => make("div", {}, values.get(key), make("dt", {}, name))),
+  );
+  return {
+    element,
+    set: (facts) => {
+      for (const [key, text] of Object.entries(facts)) say(values.get(key), text);
+    },
+    warn: (key, isBad) => values.get(key).classList.toggle("bad", isBad),
+  };
+}

@@ -1,0 +1,246 @@
+// A model's memory: what it holds, and two sliders whose new value is sent as a wish when they are
+// let go. The answer stands below them, in words.
+
+import { ApiError, call, pathOf } from "./api.js";
+import { make, mark, say } from "./dom.js";
+import { bytes, exactBytes } from "./format.js";
+
+const WAIT = "2s";
+const STEPS = 100;
+const PARTS = [
+  ["in_use_bytes", "use-in"],
+  ["cached_bytes", "use-cached"],
+  ["parked_bytes", "use-parked"],
+];
+
+export class Wish {
+  /** `model` is its name; `told` follows each answer, with what was refused for want of a key. */
+  constructor(model, told) {
+    this.model = model;
+    this.told = told;
+    this.row = null;
+    this.waiting = null; // what to send when the answer to the last wish has come
+    this.isSending = false;
+    this.promised = null; // the wish's part that is not in force yet
+    this.whenAwake = null; // the limit that a model that sleeps wakes with
+    this.parts = PARTS.map(([, shade]) => make("span", { class: shade }));
+    this.bar = make("div", { class: "bar", "aria-hidden": "true" }, ...this.parts);
+    this.min = new Setting("min", "Min", model, (wish) => this.send(wish));
+    this.limit = new Setting("limit", "Limit", model, (wish) => this.send(wish));
+    this.facts = make("p", { class: "held dim" });
+    this.answer = make("p", { class: "answer", role: "status" });
+    this.controls = make(
+      "div",
+      { class: "settings" },
+      this.bar,
+      ...this.min.elements,
+      ...this.limit.elements,
+    );
+    this.none = make("p", { class: "dim" });
+    this.element = make(
+      "div",
+      { class: "wish" },
+      this.none,
+      this.controls,
+      this.facts,
+      this.answer,
+    );
+  }
+
+  /** `row` is the instance's of /memory: null if it is not there, undefined if there is none. */
+  update(row, state, instance) {
+    this.row = row ?? null;
+    this.controls.hidden = this.facts.hidden = !row;
+    this.none.hidden = Boolean(row);
+    if (!row) {
+      say(
+        this.none,
+        row === undefined ? "No instance is configured." : `Its instance ${instance} is not there.`,
+      );
+      return;
+    }
+    const sleeps = ["asleep", "falling_asleep", "waking"].includes(state);
+    if (!sleeps) this.whenAwake = null;
+    const capacity = row.capacity_bytes ?? 0;
+    PARTS.forEach(([key], number) => {
+      this.parts[number].style.width = capacity ? `${(100 * (row[key] ?? 0)) / capacity}%` : "0";
+    });
+    this.min.update(row.min_bytes ?? 0, capacity, row.page_bytes ?? 1);
+    const limit =
+      row.wished_limit_bytes ?? row.limit_bytes ?? row.effective_limit_bytes ?? capacity;
+    this.limit.update(this.whenAwake ?? limit, capacity, row.page_bytes ?? 1);
+    const held =
+      `${bytes(row.mapped_bytes)} of ${bytes(capacity)}: ${bytes(row.in_use_bytes)} in use, ` +
+      `${bytes(row.cached_bytes)} cached, ${bytes(row.parked_bytes)} parked`;
+    const over = row.over_bytes ? `; ${bytes(row.over_bytes)} over its limit` : "";
+    const asks = row.ask_bytes ? `; it waits for ${bytes(row.ask_bytes)}` : "";
+    const sleep =
+      sleeps && this.whenAwake === null
+        ? ". Asleep is limit 0; a limit set now holds when it wakes"
+        : "";
+    say(this.facts, held + over + asks + sleep);
+    if (this.promised && row.state === "applied") {
+      this.tell("ok", `In force now: ${this.promised}.`);
+      this.promised = null;
+    } else if (this.promised && row.state === "shrinking") {
+      this.tell(
+        "wait",
+        `Taken: ${this.promised}. ${bytes(row.over_bytes)} still to be given back.`,
+      );
+    } else if (this.promised && row.state === "refused") {
+      this.tell("no", `Refused: ${row.reason}`);
+      this.promised = null;
+    }
+  }
+
+  /** One wish at a time; of those that come meanwhile the newest values are sent together. */
+  async send(wish) {
+    this.waiting = { ...this.waiting, ...wish };
+    if (this.isSending) return;
+    this.isSending = true;
+    const sent = new Set();
+    while (this.waiting) {
+      const body = this.waiting;
+      this.waiting = null;
+      Object.keys(body).forEach((key) => sent.add(key));
+      const words = wordsOf(body);
+      this.promised = null;
+      this.tell("wait", `Asking for ${words} …`);
+      try {
+        const { body: answer } = await call("PATCH", pathOf("/memory/", this.model), {
+          ...body,
+          wait: WAIT,
+        });
+        this.hear(answer, body, words);
+      } catch (error) {
+        if (!(error instanceof ApiError)) throw error;
+        this.tell("no", `Not done: ${error.message}`);
+        if (error.asksForKey) this.told(error);
+      }
+    }
+    this.isSending = false;
+    for (const setting of [this.min, this.limit]) if (sent.has(setting.key)) setting.isSent = false;
+    this.told(null);
+  }
+
+  hear({ answer, limit_when_awake_bytes: whenAwake }, body, words) {
+    if (answer.state === "asleep") {
+      this.whenAwake = whenAwake;
+      this.tell("wait", `Noted: ${words}. The model sleeps; the limit holds when it wakes.`);
+    } else if (answer.state === "applied") {
+      const effective = answer.effective_limit_bytes;
+      const rounded = typeof body.limit === "number" && effective !== body.limit;
+      this.tell(
+        "ok",
+        `Applied: ${words}${rounded ? `, in whole pages of its device ${bytes(effective)}` : ""}.`,
+      );
+    } else if (answer.state === "shrinking") {
+      this.promised = words;
+      this.tell("wait", `Taken: ${words}. ${bytes(answer.over_bytes)} still to be given back.`);
+    } else if (answer.state === "pending") {
+      this.promised = words;
+      this.tell("wait", `Sent: ${words}. The instance has not answered yet.`);
+    } else if (answer.state === "overtaken") {
+      this.tell("no", "Overtaken: somebody else has wished something later.");
+    } else {
+      this.tell("no", `Refused: ${answer.reason || answer.state}`);
+    }
+  }
+
+  tell(kind, text) {
+    mark(this.answer, "data-kind", kind);
+    say(this.answer, text);
+  }
+}
+
+/** A slider and a text field for one size; `send({key: value})` gets bytes, or what was typed. */
+class Setting {
+  constructor(key, title, model, send) {
+    this.key = key;
+    this.page = 1;
+    this.isHeld = false; // somebody is at it: what is polled does not move it
+    this.isSent = false; // its wish is under way: neither
+    const name = `${title} of ${model}`;
+    this.slider = make("input", {
+      type: "range",
+      min: 0,
+      step: "any",
+      "aria-label": name,
+      oninput: () => this.moved(),
+      onchange: () => this.released(send),
+      onkeydown: (event) => this.key_(event, send),
+    });
+    this.text = make("input", {
+      type: "text",
+      class: "size",
+      "aria-label": `${name}, as text`,
+      size: 9,
+      spellcheck: "false",
+      autocomplete: "off",
+      oninput: () => {
+        this.isHeld = true;
+      },
+      onchange: () => this.sendIt(send, this.text.value.trim()),
+      onblur: () => {
+        this.isHeld = false;
+      },
+    });
+    this.elements = [
+      make("span", { class: "label", "aria-hidden": "true" }, title),
+      this.slider,
+      this.text,
+    ];
+  }
+
+  update(value, capacity, page) {
+    this.page = page || 1;
+    if (this.isHeld || this.isSent) return;
+    this.slider.max = Math.max(capacity, this.page);
+    this.slider.value = value;
+    this.text.value = exactBytes(value);
+    mark(this.slider, "aria-valuetext", bytes(value));
+  }
+
+  /** In whole pages, as the instance would make them of it. */
+  get bytes() {
+    const pages = Math.round(Number(this.slider.value) / this.page) * this.page;
+    return Math.min(pages, Number(this.slider.max));
+  }
+
+  moved() {
+    this.isHeld = true;
+    this.text.value = exactBytes(this.bytes);
+    mark(this.slider, "aria-valuetext", bytes(this.bytes));
+  }
+
+  released(send) {
+    this.moved();
+    this.sendIt(send, this.bytes);
+  }
+
+  /** A hundredth a key, and a page at least: on a large device a page would be a thousand keys. */
+  key_(event, send) {
+    const direction = { ArrowLeft: -1, ArrowDown: -1, ArrowRight: 1, ArrowUp: 1 }[event.key];
+    if (direction === undefined) return;
+    event.preventDefault();
+    const step = Math.max(
+      this.page,
+      Math.round(Number(this.slider.max) / STEPS / this.page) * this.page,
+    );
+    this.slider.value = this.bytes + direction * step;
+    this.released(send);
+  }
+
+  sendIt(send, value) {
+    this.isHeld = false;
+    this.isSent = true;
+    send({ [this.key]: value });
+  }
+}
+
+function wordsOf(body) {
+  const word = (value) => (typeof value === "number" ? bytes(value) : value);
+  return Object.entries(body)
+    .map(([key, value]) => `${key} ${word(value)}`)
+    .join(", ");
+}
