@@ -115,10 +115,8 @@ class Outside:
 
 def _ledgers() -> list[LedgerInfo]:
     """All ledgers; none where they cannot be asked: the instances say enough to go on."""
-    try:
-        from kvelastic.ledger import list_ledgers
-    except ImportError:
-        return []
+    from kvelastic.ledger import list_ledgers
+
     try:
         return list_ledgers()
     except (KvelasticError, OSError):
