@@ -8,28 +8,54 @@ command is a process of its own.
 
 from __future__ import annotations
 
-from typing import Any
+from importlib import import_module
+from typing import Any, Final
 
 import click
 
 from kvelastic import __version__
-from kvelastic.cli.completion import completion_command
-from kvelastic.cli.devices import devices_command
-from kvelastic.cli.doctor import doctor_command
 from kvelastic.cli.endings import EXIT_USAGE, fail
 from kvelastic.cli.finding import known_names
-from kvelastic.cli.housekeeping import delete_command, gc_command
-from kvelastic.cli.kvtop.command import kvtop_command
-from kvelastic.cli.looks import explain_command, list_command, stats_command, watch_command
-from kvelastic.cli.metrics import metrics_command
-from kvelastic.cli.serve import serve_command
-from kvelastic.cli.shell import shell_command
-from kvelastic.cli.wishes import limit_command, limit_percent_command, set_command, trim_command
 from kvelastic.errors import InvalidArgumentError, KvelasticError, SegmentNotFoundError
+
+_COMMANDS: Final = {
+    "completion": "completion.completion_command",
+    "delete": "housekeeping.delete_command",
+    "devices": "devices.devices_command",
+    "doctor": "doctor.doctor_command",
+    "explain": "looks.explain_command",
+    "gc": "housekeeping.gc_command",
+    "kvtop": "kvtop.command.kvtop_command",
+    "limit": "wishes.limit_command",
+    "limit-percent": "wishes.limit_percent_command",
+    "list": "looks.list_command",
+    "metrics": "metrics.metrics_command",
+    "serve": "serve.serve_command",
+    "set": "wishes.set_command",
+    "shell": "shell.shell_command",
+    "stats": "looks.stats_command",
+    "trim": "wishes.trim_command",
+    "watch": "looks.watch_command",
+}
+"""Where each command is, in `kvelastic.cli`: only the one that runs is imported."""
 
 
 class KvctlGroup(click.Group):
-    """Turns the errors of kvelastic into a line on stderr and an exit code."""
+    """Finds commands when they are needed, and turns errors into a line and an exit code."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """All names, in the order of the alphabet."""
+        return sorted({*super().list_commands(ctx), *_COMMANDS})
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """Import the command; None for a name that is none."""
+        place = _COMMANDS.get(cmd_name)
+        if place is None:
+            return super().get_command(ctx, cmd_name)
+        module, _, name = place.rpartition(".")
+        command = getattr(import_module(f"kvelastic.cli.{module}"), name)
+        assert isinstance(command, click.Command)
+        return command
 
     def invoke(self, ctx: click.Context) -> Any:
         """Run the command."""
@@ -64,24 +90,6 @@ def version_command(as_json: bool) -> None:
     else:
         click.echo(f"kvctl {__version__}")
 
-
-main.add_command(completion_command)
-main.add_command(delete_command)
-main.add_command(devices_command)
-main.add_command(doctor_command)
-main.add_command(explain_command)
-main.add_command(gc_command)
-main.add_command(kvtop_command)
-main.add_command(limit_command)
-main.add_command(limit_percent_command)
-main.add_command(list_command)
-main.add_command(metrics_command)
-main.add_command(serve_command)
-main.add_command(set_command)
-main.add_command(shell_command)
-main.add_command(stats_command)
-main.add_command(trim_command)
-main.add_command(watch_command)
 
 if __name__ == "__main__":
     main(prog_name="kvctl")

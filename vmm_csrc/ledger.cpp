@@ -463,7 +463,7 @@ bool LedgerMember::ask(std::uint64_t bytes) {
     any = true;
   }
   return any || std::any_of(all.begin(), all.end(), [&](const Contender& c) {
-           return &c != &all[self] && c.wanted_bytes > 0 && c.wanted_ns < rules_.patience_ns;
+           return &c != &all[self] && c.wanted_bytes > 0;  // also of who is slow to answer
          });
 }
 

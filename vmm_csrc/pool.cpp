@@ -17,6 +17,8 @@ bool is_final(const Error& error) {
 constexpr int kFruitlessWaits = 8;
 /// A squeeze that nobody has asked for so long is lifted.
 constexpr std::chrono::milliseconds kSqueezeLease{500};
+/// After a squeeze was met, a request for as much may still be one of those that repeated it.
+constexpr std::chrono::milliseconds kRepeatedFor{40};
 /// Memory goes back in batches of about this size, so that who waits for it can begin with it.
 constexpr std::uint64_t kGiveUpBytes = std::uint64_t{32} << 20;
 
@@ -548,8 +550,9 @@ Result<std::uint64_t> Pool::give_up(std::uint64_t pages, Depth depth, std::uint6
   Lock lock(mutex_);
   const std::uint64_t page_bytes = geometry_.page_bytes();
   const std::uint64_t kept = std::max<std::uint64_t>((min_bytes + page_bytes - 1) / page_bytes, 1);
-  const std::uint64_t target =
+  std::uint64_t target =
       std::max(held_pages_ > pages ? held_pages_ - pages : std::uint64_t{0}, kept);
+  if (depth == Depth::kInUse) target = std::max(target, squeeze_floor());
   const std::uint64_t batch = std::max<std::uint64_t>(kGiveUpBytes / page_bytes, 1);
   const std::uint64_t before = counts_.pages_unmapped_ever;
   while (held_pages_ > target) {
@@ -576,10 +579,21 @@ bool Pool::see_device() {
   return true;
 }
 
+/// Requests for blocks in use are repeated until they are met, and one that was written just before
+/// the last page went is carried out just after: neither may take anything twice.
+std::uint64_t Pool::squeeze_floor() const {
+  if (squeezed_to_ != ~std::uint64_t{0}) return squeezed_to_;
+  return Clock::now() < met_squeeze_until_ ? met_squeeze_to_ : 0;
+}
+
 bool Pool::expire_squeeze() {
   const Lock lock(mutex_);
   if (squeezed_to_ == ~std::uint64_t{0}) return false;
   if (over_pages() > 0 && Clock::now() < squeezed_until_) return true;
+  if (over_pages() == 0) {
+    met_squeeze_to_ = squeezed_to_;
+    met_squeeze_until_ = Clock::now() + kRepeatedFor;
+  }
   squeezed_to_ = ~std::uint64_t{0};
   blocks_->close_pages(over_pages());
   changed();

@@ -244,6 +244,7 @@ class Pool {
     return held_pages_ > pages_limit() ? held_pages_ - pages_limit() : 0;
   }
   /// The operator's limit, or less while others have asked for blocks in use.
+  std::uint64_t squeeze_floor() const;
   std::uint64_t pages_limit() const { return std::min(pages_limit_, squeezed_to_); }
   std::uint64_t pages_for(std::uint64_t blocks) const {
     return (blocks + geometry_.blocks_per_page - 1) / geometry_.blocks_per_page;
@@ -283,6 +284,8 @@ class Pool {
   bool decay_armed_ = false;          // the keeper's decay timer runs
   std::uint64_t squeezed_to_ = ~std::uint64_t{0};  // pages, while others ask for blocks in use
   Clock::time_point squeezed_until_{};
+  std::uint64_t met_squeeze_to_ = 0;  // of the last one that was met, until when it counts
+  Clock::time_point met_squeeze_until_{};
   std::uint64_t starved_pages_ = 0;       // what the last allocs could not be granted
   Clock::time_point starved_at_{};        // when that was
   bool pursuit_called_ = false;           // the keeper was called for it

@@ -291,7 +291,7 @@ class Simulation:
             bool(plan)
             or free_bytes >= count_bytes
             or any(
-                facts.wanted_bytes > 0 and facts.wanted_ns < PATIENCE_NS
+                facts.wanted_bytes > 0
                 for i, facts in enumerate(contenders)
                 if i != one.index
             )

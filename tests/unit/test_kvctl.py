@@ -13,6 +13,7 @@ import sys
 import time
 from pathlib import Path
 
+import click
 import pytest
 from click.testing import CliRunner, Result
 
@@ -457,8 +458,12 @@ def test_version_and_help():
     assert json.loads(kvctl("version", "--json").stdout)["version"] in kvctl("version").stdout
     pages = (Path(__file__).parents[2] / "docs").glob("*.md")
     documented = "".join(page.read_text() for page in pages)
-    assert {"list", "limit", "set", "trim", "stats", "explain", "gc", "shell"} <= set(main.commands)
-    for verb, command in main.commands.items():
+    context = click.Context(main)
+    commands = {verb: main.get_command(context, verb) for verb in main.list_commands(context)}
+    assert {"list", "limit", "set", "trim", "stats", "explain", "gc", "shell"} <= set(commands)
+    for verb, command in commands.items():
+        assert command is not None
+        assert command.name == verb
         assert verb in kvctl("--help").stdout
         assert kvctl(verb, "--help").exit_code == 0
         assert f"kvctl {verb}" in documented
