@@ -1,7 +1,7 @@
 """`scripts/bench ledger`: what instances pay for sharing a device.
 
     scripts/bench ledger               all parts, about three minutes
-    scripts/bench ledger --quick       half a minute; its figures are no evidence
+    scripts/bench ledger --quick       a minute; its figures are no evidence
     scripts/bench ledger --part grants --part listing
 
 Every figure is printed beside a floor or a baseline of the same run. README.md says what they mean.

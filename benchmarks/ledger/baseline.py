@@ -84,7 +84,7 @@ class Baseline:
         return int(self._add(self._at, more % WORD))
 
     def close(self) -> None:
-        """Remove what `make` made. The mapping stays until the process ends: pointers lead there."""
+        """Remove what `make` made; the mapping stays, for pointers lead into it."""
         os.close(self._opened)
         if self._fd >= 0:
             os.close(self._fd)

@@ -1,0 +1,131 @@
+"""An instance over host memory that does as it is told: one JSON array a line in, one answer out.
+
+with Instance(pages=66, page_mib=16, KVELASTIC_HOST_MEMORY="1G") as one:
+    answer = one.ask("alloc", 8)          # {"result": [1, 2, ...], "ms": ..., "cpu_ms": ...}
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+BLOCKS_PER_PAGE = 8
+RETRY_S = 0.001
+ROOT = Path(__file__).parents[2]
+
+
+class Instance:
+    """A process of its own with pool, keeper, segment and a place in a ledger."""
+
+    def __init__(self, pages: int, page_mib: int, **environ: str) -> None:
+        command = [sys.executable, "-m", "benchmarks.ledger.instance", str(pages), str(page_mib)]
+        self.process = subprocess.Popen(
+            command,
+            cwd=ROOT,
+            env=os.environ | environ,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        self.pid = self.process.pid
+
+    def send(self, *command: Any) -> None:
+        """Does not wait for the answer."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps(command) + "\n")
+        self.process.stdin.flush()
+
+    def read(self) -> dict[str, Any]:
+        """The next answer; the first one says that the instance is ready."""
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        if not line:
+            raise EOFError(f"the instance has ended: {self.process.wait()}")
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+    def ask(self, *command: Any) -> dict[str, Any]:
+        """A call of the native pool, timed in the instance."""
+        self.send(*command)
+        return self.read()
+
+    def close(self) -> None:
+        """Ends it in order; kills it where that does not help."""
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        try:
+            self.process.stdin.close()
+            self.process.wait(20)
+        except (subprocess.TimeoutExpired, BrokenPipeError):
+            self.process.kill()
+            self.process.wait()
+        self.process.stdout.close()
+
+    def __enter__(self) -> Instance:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def cpu_ms() -> float:
+    """What all threads of this process have used."""
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    return (used.ru_utime + used.ru_stime) * 1000
+
+
+def alloc_until(blocks: Any, count: int, timeout_s: float) -> dict[str, Any]:
+    """As an engine does, which asks again in every step: the blocks, and how many times no."""
+    refused = 0
+    end = time.monotonic() + timeout_s
+    while (ids := blocks.alloc(count)) is None and time.monotonic() < end:
+        refused += 1
+        time.sleep(RETRY_S)
+    return {"ids": ids, "refused": refused}
+
+
+def serve(pages: int, page_mib: int) -> None:
+    """Until stdin is closed."""
+    from kvelastic.config import load
+    from kvelastic.device import host
+    from kvelastic.layout import PageLayout
+    from kvelastic.pool import local_range, open_pool
+
+    settings = load()
+    page_bytes = page_mib << 20
+    layout = PageLayout(page_bytes // BLOCKS_PER_PAGE, 1, BLOCKS_PER_PAGE, page_bytes)
+    device = host(settings)
+    with open_pool(
+        settings,
+        layout,
+        pages,
+        num_blocks=pages * BLOCKS_PER_PAGE,
+        block_tokens=16,
+        engine="bench",
+        device=device,
+        memory=local_range(device),
+    ) as pool:
+        pool.start_keeper()
+        print(json.dumps({"name": pool.name}), flush=True)
+        for line in sys.stdin:
+            verb, *arguments = json.loads(line)
+            start, before = time.perf_counter(), cpu_ms()
+            if verb == "nothing":
+                result = None
+            elif verb == "alloc_until":
+                result = alloc_until(pool.blocks, *arguments)
+            else:
+                result = getattr(pool.blocks, verb)(*arguments)
+            took = (time.perf_counter() - start) * 1000
+            answer = {"result": result, "ms": took, "cpu_ms": cpu_ms() - before}
+            print(json.dumps(answer | {"cpu_total_ms": cpu_ms()}), flush=True)
+
+
+if __name__ == "__main__":
+    serve(int(sys.argv[1]), int(sys.argv[2]))
