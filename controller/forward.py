@@ -175,7 +175,11 @@ class Forwarder:
                     skip_auto_headers=_SKIP_AUTO,
                     timeout=timeout,
                 ) as response:
-                    await self._back(send, exchange, response)
+                    silence = _Silence(response, limits.idle)
+                    try:
+                        await self._back(send, exchange, response, silence)
+                    finally:
+                        silence.end()
                     return
             except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError):
                 # Nothing was sent, so another engine may have it.
@@ -200,7 +204,9 @@ class Forwarder:
         model.rest(replica)
         tried.add(replica.address)
 
-    async def _back(self, send: Any, exchange: Exchange, response: aiohttp.ClientResponse) -> None:
+    async def _back(
+        self, send: Any, exchange: Exchange, response: aiohttp.ClientResponse, silence: _Silence
+    ) -> None:
         """The answer, piece by piece as it comes; each `send` waits for a slow client."""
         if not 200 <= response.status <= 599:
             raise ValueError(f"status {response.status}")
@@ -218,7 +224,9 @@ class Forwarder:
         )
         content = response.content
         while True:
+            silence.since_s = time.monotonic()
             piece = await content.readany()
+            silence.since_s = None
             if not piece:
                 break
             if exchange.first_s is None:
@@ -275,6 +283,41 @@ class Forwarder:
                     "tokens": tokens,
                 }
             )
+
+
+class _Silence:
+    """Breaks an answer off whose engine has said nothing for `idle_s` while it was waited for.
+
+    One timer an answer. aiohttp's own, which is set anew at every piece that comes and every piece
+    that is read, watches only until the headers are there.
+    """
+
+    __slots__ = ("_content", "_idle_s", "_timer", "since_s")
+
+    def __init__(self, response: aiohttp.ClientResponse, idle_s: float) -> None:
+        self.since_s: float | None = None
+        """Since when it is waited for; None while the client is what takes time."""
+        self._content = response.content
+        self._idle_s = idle_s
+        self._timer: asyncio.TimerHandle | None = None
+        connection = response.connection  # None: the whole answer is there
+        if idle_s and connection is not None and connection.protocol is not None:
+            connection.protocol.read_timeout = None
+            self._timer = asyncio.get_running_loop().call_later(idle_s, self._look)
+
+    def end(self) -> None:
+        """The answer is over."""
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _look(self) -> None:
+        silent_s = 0.0 if self.since_s is None else time.monotonic() - self.since_s
+        if silent_s >= self._idle_s:
+            self._content.set_exception(asyncio.TimeoutError())
+            return
+        # The loop may ring a clock's grain too early.
+        left_s = self._idle_s - silent_s + 0.002
+        self._timer = asyncio.get_running_loop().call_later(left_s, self._look)
 
 
 def _priority(headers: Headers) -> int:

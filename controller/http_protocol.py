@@ -51,6 +51,18 @@ def bounded_protocol(max_header_bytes: int, header_timeout_s: float) -> type[asy
                 self._count(len(data))
                 if self._header_timer is None:
                     self._header_timer = self.loop.call_later(header_timeout_s, self._too_late)
+            elif self.timeout_keep_alive_task is None and self._is_idle:
+                # The rest of a request that was answered early has stopped uvicorn's timer, and
+                # nothing would set it again: the connection would stay for ever.
+                self.timeout_keep_alive_task = self.loop.call_later(
+                    self.timeout_keep_alive, self.timeout_keep_alive_handler
+                )
+
+        @property
+        def _is_idle(self) -> bool:
+            """Nothing is being answered, and no headers are being waited for."""
+            is_answered = self.cycle is None or self.cycle.response_complete
+            return is_answered and self._header_timer is None and not self.transport.is_closing()
 
         def on_message_begin(self) -> None:
             super().on_message_begin()

@@ -62,6 +62,10 @@ class _Collector:
             "Bodies that are held now.",
             value=front.forwarder.budget.held_bytes,
         )
+        # Grows for ever where something that is over leaves a task behind.
+        yield GaugeMetricFamily(
+            "kvelastic_tasks", "Tasks of the event loop.", value=len(asyncio.all_tasks())
+        )
 
     def _requests(self) -> Iterable[Metric]:
         requests = CounterMetricFamily(

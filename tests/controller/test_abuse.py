@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import json
 import os
 import random
+import signal
+import socket
 import sys
 import time
 from pathlib import Path
@@ -45,16 +49,22 @@ def test_streams_cut_by_their_clients_leave_nothing(count: int) -> None:
             await asyncio.gather(*(cut(session, url, slots) for _ in range(count)))
 
     with Engine() as engine, Controller(config_for(engine)) as front:
+
+        def left() -> dict[str, float]:
+            names = ("tasks", "buffered_bytes", 'in_flight{model="m"}', 'queued{model="m"}')
+            rows = dict(
+                line.rsplit(" ", 1) for line in front.get("/metrics").text.splitlines() if line
+            )
+            return {name: float(rows[f"kvelastic_{name}"]) for name in names}
+
+        front.complete()
+        before = left()
         asyncio.run(all_of_them(front.url))
-        until(lambda: engine.state()["in_flight"] == 0, 10)
-
-        def left() -> tuple[int, int]:
-            stats = front.get("/traffic/stats/m").json()["model_stats"]
-            return stats["in_flight"], stats["queued"]
-
-        until(lambda: left() == (0, 0), 10)
-        metrics = front.get("/metrics").text
-        assert "kvelastic_buffered_bytes 0.0" in metrics
+        # A second is what is promised; the short run may share its machine with anything.
+        within_s = 1.0 if count == 10_000 else 10.0
+        ended_s = time.monotonic()
+        until(lambda: engine.state()["in_flight"] == 0 and left() == before, within_s)
+        print(f"nothing left after {time.monotonic() - ended_s:.3f} s: {left()}")
         assert not [line for line in front.lines if "Traceback" in line]
         assert front.complete().status_code == 200
 
@@ -89,6 +99,7 @@ def test_engines_that_die_under_load_leave_nobody_without_an_answer(
         for number in range(2)
     ]
     seen: dict[int | str, int] = {}
+    took_s = [0.0]
 
     async def client(session: aiohttp.ClientSession, url: str, end_s: float) -> None:
         while time.monotonic() < end_s:
@@ -99,26 +110,37 @@ def test_engines_that_die_under_load_leave_nobody_without_an_answer(
                 "fake": fake,
             }
             outcome: int | str
+            began_s = time.monotonic()
             try:
                 async with session.post(
                     url + "/v1/completions", json=body, timeout=limit
                 ) as response:
                     await response.read()
                     outcome = response.status
-                    if outcome == 503:
-                        assert response.headers["retry-after"]
-                        await asyncio.sleep(0.02)
+                    retry_after = response.headers.get("retry-after")
+                if outcome == 503:
+                    assert retry_after
+                    await asyncio.sleep(0.02)
             except aiohttp.ClientPayloadError:
                 outcome = "cut"  # its engine died in the middle of its answer
             seen[outcome] = seen.get(outcome, 0) + 1
+            took_s[0] = max(took_s[0], time.monotonic() - began_s)
 
     async def killer(session: aiohttp.ClientSession, url: str, end_s: float) -> None:
         while time.monotonic() < end_s:
             await asyncio.sleep(dice.uniform(0.2, 0.8))
             async with session.get(f"{url}/admin/models/m{dice.randrange(2)}/logs") as response:
                 pid = (await response.json())["pid"]
-            if pid:
-                os.kill(pid, 9)
+            if not pid:
+                continue
+            with contextlib.suppress(ProcessLookupError):  # it may be dead just now
+                if dice.random() < 0.3:  # it hangs as a whole, sockets open; some come back
+                    os.kill(pid, signal.SIGSTOP)
+                    await asyncio.sleep(dice.uniform(0.2, 3.0))
+                    if dice.random() < 0.5:
+                        os.kill(pid, signal.SIGCONT)
+                        continue
+                os.kill(pid, signal.SIGKILL)
 
     async def run(url: str) -> None:
         end_s = time.monotonic() + seconds
@@ -130,9 +152,58 @@ def test_engines_that_die_under_load_leave_nobody_without_an_answer(
     with Controller({"models": models, "sleep": {"min_sleep": 0}}) as front:
         until(lambda: front.state("m0") == front.state("m1") == "awake")
         asyncio.run(run(front.url))
+        print(f"answers: {seen}; the slowest took {took_s[0]:.1f} s")
         assert set(seen) <= {200, 502, 503, 504, "cut"}, seen
         assert seen[200] > 0
         until(lambda: front.complete("m0").status_code == 200)
         until(lambda: front.complete("m1").status_code == 200)
         assert not [line for line in front.lines if "Traceback" in line]
         assert front.end() == 0
+
+
+def ask(port: int, path: str, **body: object) -> socket.socket:
+    """Its answer is not read."""
+    raw = json.dumps({"model": "m", **body}).encode()
+    sock = socket.socket()
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 65536)  # or the kernel takes megabytes
+    sock.settimeout(20)
+    sock.connect(("127.0.0.1", port))
+    sock.sendall(
+        b"POST %s HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Length: %d\r\n\r\n%s"
+        % (path.encode(), len(raw), raw)
+    )
+    return sock
+
+
+def rest_of(sock: socket.socket) -> bytes:
+    with sock:
+        return b"".join(iter(lambda: sock.recv(1 << 20), b""))
+
+
+def test_an_engine_that_falls_silent_in_its_answer_is_given_up_and_a_slow_client_is_not() -> None:
+    with Engine() as engine:
+        config = config_for(engine, model={"timeouts": {"idle": "1s"}})
+        with Controller(config) as front:
+            cut = rest_of(ask(front.port, "/v1/completions", stream=True, fake={"hang": "stream"}))
+            assert cut.startswith(b"HTTP/1.1 200")
+            assert not cut.endswith(b"0\r\n\r\n")
+            until(lambda: engine.state()["in_flight"] == 0)
+
+            slow = ask(front.port, "/v1/echo", pad="x" * 8_000_000)
+            time.sleep(3.0)  # it reads nothing for three times as long as an engine may be silent
+            whole = rest_of(slow)
+            assert len(whole) > 8_000_000, whole[:300]
+
+
+def test_the_rest_of_a_request_that_was_answered_early_does_not_hold_its_connection() -> None:
+    head = b"POST /models HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\n"
+    with (
+        Engine() as engine,
+        Controller(config_for(engine, server={"keep_alive": "1s"})) as front,
+        socket.create_connection(("127.0.0.1", front.port), timeout=20) as sock,
+    ):
+        sock.sendall(head)
+        assert sock.recv(65536).startswith(b"HTTP/1.1 405")
+        sock.sendall(b"the rest")
+        while sock.recv(65536):  # times out where nobody closes it
+            pass

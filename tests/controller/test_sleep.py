@@ -8,6 +8,7 @@ import signal
 import socket
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -64,10 +65,16 @@ def test_by_hand_and_back(kind: str) -> None:
         assert front.get("/sleep/status").json()["sleeping_models"] == {}
 
 
+def memory_mib(front: Controller) -> float:
+    status = Path(f"/proc/{front.process.pid}/status").read_text()
+    return next(int(line.split()[1]) for line in status.splitlines() if "VmHWM" in line) / 1024
+
+
 def test_a_thousand_requests_at_once_wake_it_once_and_all_are_answered(
     both: tuple[Engine, Controller],
 ) -> None:
     engine, front = both
+    before_mib = memory_mib(front)
     front.post("/action/sleep/m")
     engine.change(wake_hold="w")
 
@@ -86,6 +93,9 @@ def test_a_thousand_requests_at_once_wake_it_once_and_all_are_answered(
     answers = many(front.url, 1000)
     thread.join()
     assert [status for status, _ in answers] == [200] * 1000
+    grown_mib = memory_mib(front) - before_mib
+    print(f"its memory's peak has grown by {grown_mib:.0f} MiB")
+    assert grown_mib < 150  # with a connection, a request and an answer for each of them
     assert engine.count("wake_calls") == 1
     assert engine.count("requests") == 1000
     assert engine.count("requests_while_asleep") == 0
