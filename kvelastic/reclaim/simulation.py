@@ -290,11 +290,7 @@ class Simulation:
         return (
             bool(plan)
             or free_bytes >= count_bytes
-            or any(
-                facts.wanted_bytes > 0
-                for i, facts in enumerate(contenders)
-                if i != one.index
-            )
+            or any(facts.wanted_bytes > 0 for i, facts in enumerate(contenders) if i != one.index)
         )
 
     # --- victims --------------------------------------------------------------------------------
