@@ -18,10 +18,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from kvelastic.controller import instance_memory
+from kvelastic import ledger, segment
 from kvelastic.controller.gate import State
 from kvelastic.controller.routes import Who, route
 from kvelastic.controller.traffic import bucket_bounds_s
+from kvelastic.metrics import families
 
 if TYPE_CHECKING:
     from kvelastic.controller.front import Front
@@ -36,23 +37,26 @@ def routes(front: Front) -> list[Route]:
 
 
 async def metrics(front: Front, _: Request) -> Response:
-    """Counters and gauges for Prometheus."""
-    rows = await asyncio.to_thread(instance_memory.rows)
+    """Counters and gauges for Prometheus: the controller's own, and those of `kvctl metrics`."""
+    memory = await asyncio.to_thread(
+        lambda: list(families(segment.list_segments(), ledger.list_ledgers()))
+    )
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(_Collector(front, {row["name"]: row for row in rows}))
+    registry.register(_Collector(front, memory))
     return Response(generate_latest(registry), headers={"content-type": CONTENT_TYPE_LATEST})
 
 
 class _Collector:
-    def __init__(self, front: Front, rows: dict[str, dict[str, object]]) -> None:
+    def __init__(self, front: Front, memory: list[Metric]) -> None:
         self._front = front
-        self._rows = rows
+        self._memory = memory
 
     def collect(self) -> Iterable[Metric]:
         """All families, of all models."""
         yield from self._requests()
         yield from self._states()
-        yield from self._memory()
+        yield from self._instances()
+        yield from self._memory
         front = self._front
         yield CounterMetricFamily(
             "kvelastic_unrouted_requests", "Requests that no model got.", value=front.unrouted
@@ -114,18 +118,15 @@ class _Collector:
             sleeps.add_metric([model.name], model.sleeps)
         return state, in_flight, queued, wakes, sleeps
 
-    def _memory(self) -> Iterable[Metric]:
-        memory = GaugeMetricFamily(
-            "kvelastic_memory_bytes", "Of the model's instance.", labels=["model", "kind"]
+    def _instances(self) -> Iterable[Metric]:
+        """What joins a model's metrics with those of its memory, `kvelastic_instance_*`."""
+        instance = GaugeMetricFamily(
+            "kvelastic_model_instance", "1; the segment of a model.", labels=["model", "name"]
         )
-        kinds = ("limit", "mapped", "in_use", "cached", "parked", "over", "capacity", "min")
         for model in self._front.fleet:
-            row = self._rows.get(model.settings.instance or "", {})
-            for kind in kinds:
-                value = row.get(f"{kind}_bytes")
-                if isinstance(value, int):
-                    memory.add_metric([model.name, kind], value)
-        return (memory,)
+            if model.settings.instance is not None:
+                instance.add_metric([model.name, model.settings.instance], 1)
+        return (instance,)
 
 
 def _buckets(counts: list[int]) -> list[tuple[str, float]]:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 from running import Controller, Engine, config_for, until
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "programs"))
@@ -64,6 +65,24 @@ def test_what_an_instance_holds(front: Controller, instance: Instance) -> None:
     everything = front.get("/memory").json()
     assert everything["models"]["org/m"]["name"] == instance.name
     assert instance.name in [row["name"] for row in everything["instances"]]
+
+
+def test_metrics_have_what_kvctl_metrics_has(front: Controller, instance: Instance) -> None:
+    assert instance.alloc(16)
+    samples = [
+        sample
+        for family in text_string_to_metric_families(front.get("/metrics").text)
+        for sample in family.samples
+    ]
+    (joined,) = (s for s in samples if s.name == "kvelastic_model_instance")
+    assert joined.labels == {"model": "org/m", "name": instance.name}
+    (granted,) = (
+        s.value
+        for s in samples
+        if s.name == "kvelastic_instance_granted_bytes" and s.labels["name"] == instance.name
+    )
+    assert granted >= 16 * PAGE_BYTES // 4
+    assert [s for s in samples if s.name == "kvelastic_device_capacity_bytes"]
 
 
 def test_a_wish_is_answered(front: Controller, instance: Instance) -> None:
