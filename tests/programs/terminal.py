@@ -22,6 +22,40 @@ from pathlib import Path
 SOON_S = 60.0
 
 
+def written_to_a_terminal(
+    command: list[str],
+    environment: dict[str, str],
+    *,
+    columns: int | None = None,
+    stderr: int | None = None,
+    exit_code: int = 0,
+) -> str:
+    """All that a program writes to a terminal until it ends; nobody types.
+
+    `stderr` goes to the terminal too unless it is said where else.
+    """
+    ours, theirs = pty.openpty()
+    if columns is not None:
+        fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+    process = subprocess.Popen(
+        command,
+        stdout=theirs,
+        stderr=theirs if stderr is None else stderr,
+        stdin=theirs,
+        env=environment,
+    )
+    os.close(theirs)
+    written = b""
+    try:
+        while chunk := os.read(ours, 65536):
+            written += chunk
+    except OSError:
+        pass  # the other end is closed
+    os.close(ours)
+    assert process.wait(timeout=SOON_S) == exit_code
+    return written.decode()
+
+
 class Terminal:
     """A running program; leaving the block ends it."""
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import pty
 import random
 import re
 import signal
@@ -25,6 +24,7 @@ from kvelastic.cli.tables import bar_cells, plain_table, rich_table
 sys.path.insert(0, str(Path(__file__).parents[1] / "programs"))
 from ledger_instance import Instance
 from segment_owner import CAPACITY_BYTES, MAPPED_BYTES, Owner
+from terminal import written_to_a_terminal
 
 SHM = Path("/dev/shm")
 KVCTL = str(Path(sys.executable).with_name("kvctl"))
@@ -400,30 +400,12 @@ def test_watch_ends_well_at_ctrl_c_and_at_a_closed_pipe(owner):
 
 def on_terminal(arguments: list[str], columns: int, **environment: str) -> str:
     """What the command writes to a terminal of that width."""
-    import fcntl
-    import struct
-    import termios
-
-    ours, theirs = pty.openpty()
-    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
     base = {key: value for key, value in os.environ.items() if key not in {"COLUMNS", "NO_COLOR"}}
-    process = subprocess.Popen(
+    return written_to_a_terminal(
         [KVCTL, *arguments],
-        stdout=theirs,
-        stderr=theirs,
-        stdin=theirs,
-        env=base | {"TERM": "xterm-256color", "PYTHONIOENCODING": "utf-8"} | environment,
+        base | {"TERM": "xterm-256color", "PYTHONIOENCODING": "utf-8"} | environment,
+        columns=columns,
     )
-    os.close(theirs)
-    written = b""
-    try:
-        while chunk := os.read(ours, 65536):
-            written += chunk
-    except OSError:
-        pass  # the other end is closed
-    os.close(ours)
-    assert process.wait(timeout=60) == 0
-    return written.decode()
 
 
 @pytest.mark.parametrize("columns", [30, 60, 80, 100, 130, 200])

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
-import pty
 import random
 import re
-import struct
 import subprocess
 import sys
-import termios
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +22,7 @@ from kvelastic.devices import DeviceFacts, ProcessMemory
 sys.path.insert(0, str(Path(__file__).parents[1] / "programs"))
 from fake_nvml import GIB, write_packages
 from segment_owner import CAPACITY_BYTES, MAPPED_BYTES, Owner
+from terminal import written_to_a_terminal
 
 SHM = Path("/dev/shm")
 KVCTL = str(Path(sys.executable).with_name("kvctl"))
@@ -238,26 +235,13 @@ def test_a_pipe_gets_plain_text(gpus):
 
 def on_terminal(environment: dict[str, str], columns: int, **more: str) -> str:
     """What the command writes to a terminal of that width."""
-    ours, theirs = pty.openpty()
-    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
     base = {key: value for key, value in environment.items() if key not in {"COLUMNS", "NO_COLOR"}}
-    process = subprocess.Popen(
+    return written_to_a_terminal(
         [KVCTL, "devices"],
-        stdout=theirs,
+        base | {"TERM": "xterm-256color", "PYTHONIOENCODING": "utf-8"} | more,
+        columns=columns,
         stderr=subprocess.DEVNULL,
-        stdin=theirs,
-        env=base | {"TERM": "xterm-256color", "PYTHONIOENCODING": "utf-8"} | more,
     )
-    os.close(theirs)
-    written = b""
-    try:
-        while chunk := os.read(ours, 65536):
-            written += chunk
-    except OSError:
-        pass  # the other end is closed
-    os.close(ours)
-    assert process.wait(timeout=60) == 0
-    return written.decode()
 
 
 @pytest.mark.parametrize("columns", [30, 60, 80, 130, 200])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import pty
 import shutil
 import subprocess
 import sys
@@ -14,6 +13,9 @@ import pytest
 
 from kvelastic.cli.doctor import report
 from kvelastic.doctor import Finding
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "programs"))
+from terminal import written_to_a_terminal
 
 KVCTL = str(Path(sys.executable).with_name("kvctl"))
 SIM_BUILD = Path(__file__).parents[1] / "sim" / "build"
@@ -179,22 +181,10 @@ def test_in_a_pipe_it_is_plain_and_grouped():
 
 @pytest.mark.parametrize(("no_color", "coloured"), [({}, True), ({"NO_COLOR": "1"}, False)])
 def test_colours_are_for_terminals_that_want_them(no_color, coloured):
-    ours, theirs = pty.openpty()
     environment = BARE | {"TERM": "xterm-256color", "KVELASTIC_LIMIT": "banana"} | no_color
-    process = subprocess.Popen(
-        [KVCTL, "doctor"], stdout=theirs, stderr=theirs, stdin=theirs, env=environment
-    )
-    os.close(theirs)
-    written = b""
-    try:
-        while chunk := os.read(ours, 65536):
-            written += chunk
-    except OSError:
-        pass  # the other end is closed
-    os.close(ours)
-    assert process.wait(timeout=60) == 1
-    assert (b"\x1b[31mproblem" in written) is coloured
-    assert (b"\x1b" in written) is coloured
+    written = written_to_a_terminal([KVCTL, "doctor"], environment, exit_code=1)
+    assert ("\x1b[31mproblem" in written) is coloured
+    assert ("\x1b" in written) is coloured
 
 
 def test_texts_of_others_cannot_steer_the_terminal():
