@@ -12,7 +12,7 @@ from typing import Any
 from kvelastic import ledger, segment
 from kvelastic.cli.rows import row_of
 from kvelastic.controller.sleep_policy import Ask
-from kvelastic.errors import SegmentError, SegmentNotFoundError
+from kvelastic.errors import SegmentNotFoundError
 
 
 def row(name: str) -> dict[str, Any]:
@@ -21,13 +21,13 @@ def row(name: str) -> dict[str, Any]:
     Added keys: `min_bytes`, `priority` (in force), `granted_bytes` and `ask_bytes` (None where it
     is in no ledger).
     """
-    return _with_ledger(row_of(segment.inspect(name)), segment.inspect(name), ledger.list_ledgers())
+    return _with_ledger(segment.inspect(name), ledger.list_ledgers())
 
 
 def rows() -> list[dict[str, Any]]:
     """The same of every segment of this machine."""
     ledgers = ledger.list_ledgers()
-    return [_with_ledger(row_of(info), info, ledgers) for info in segment.list_segments()]
+    return [_with_ledger(info, ledgers) for info in segment.list_segments()]
 
 
 def devices() -> list[dict[str, Any]]:
@@ -142,9 +142,7 @@ def pressure(older_than_s: float) -> tuple[list[Ask], dict[str, tuple[frozenset[
     return asks, held
 
 
-def _with_ledger(
-    facts: Any, info: segment.SegmentInfo, ledgers: list[ledger.LedgerInfo]
-) -> dict[str, Any]:
+def _with_ledger(info: segment.SegmentInfo, ledgers: list[ledger.LedgerInfo]) -> dict[str, Any]:
     members = [
         member
         for found in ledgers
@@ -152,7 +150,7 @@ def _with_ledger(
         if member.uuid == info.header.get("uuid")
     ]
     return {
-        **facts,
+        **row_of(info),
         "min_bytes": info.answer.get("min_bytes"),
         "priority": info.answer.get("priority"),
         "granted_bytes": sum(m.granted_bytes for m in members) if members else None,
@@ -166,7 +164,6 @@ def _uuid_text(raw: bytes) -> str:
 
 
 __all__ = [
-    "SegmentError",
     "devices",
     "limit_in_force",
     "limit_to_wake_with",

@@ -25,6 +25,9 @@ _log = logging.getLogger("kvelastic.controller")
 UNREACHABLE_REST_S = 1.0
 """An engine that refused a connection gets no request for so long, if there is another."""
 
+EngineCall = Callable[[Kind, str, str | None, float], Awaitable[None]]
+"""`EngineCalls.sleep` or `.wake`."""
+
 
 @dataclass(eq=False)
 class Replica:
@@ -196,21 +199,13 @@ class ServedModel:
             gate.set_state(State.AWAKE, time.monotonic())
 
     async def _sleep(self) -> None:
-        settings, timeout_s = self.settings, self.sleep_settings.sleep_timeout
-        key, kind = settings.api_key, self.kind
-        results = await asyncio.gather(
-            *(self._calls.sleep(kind, r.address, key, timeout_s) for r in self.replicas),
-            return_exceptions=True,
-        )
-        problem = _first_problem(results)
+        timeout_s = self.sleep_settings.sleep_timeout
+        problem = _first_problem(await self._at_all(self._calls.sleep, timeout_s))
         if problem is None:
             problem = await self._memory_sleeps()
         if problem is not None:
             # Also those that failed: one that did not answer in time may sleep all the same.
-            await asyncio.gather(
-                *(self._calls.wake(kind, r.address, key, timeout_s) for r in self.replicas),
-                return_exceptions=True,
-            )
+            await self._at_all(self._calls.wake, timeout_s)
         self._note("sleep", problem)
         if problem is None:
             self.sleeps += 1
@@ -218,31 +213,26 @@ class ServedModel:
         self.gate.slept(problem is None, time.monotonic())
 
     async def _wake(self) -> None:
-        settings, timeout_s = self.settings, self.sleep_settings.wake_timeout
-        key, kind = settings.api_key, self.kind
+        timeout_s = self.sleep_settings.wake_timeout
         problem = await self._memory_wakes()
         if problem is None:
-            results = await asyncio.gather(
-                *(self._calls.wake(kind, r.address, key, timeout_s) for r in self.replicas),
-                return_exceptions=True,
-            )
-            problem = _first_problem(results)
+            problem = _first_problem(await self._at_all(self._calls.wake, timeout_s))
             if problem is not None:
-                await asyncio.gather(
-                    *(self._calls.sleep(kind, r.address, key, timeout_s) for r in self.replicas),
-                    return_exceptions=True,
-                )
+                await self._at_all(self._calls.sleep, timeout_s)
                 await self._memory_sleeps()
         self._note("wake", problem)
-        refusal = None
         if problem is None:
             self.wakes += 1
             self.slept_at = None
-        else:
-            refusal = Refusal(
-                503, "wake_failed", "The model could not be woken.", retry_after_s=2.0
-            )
-        self.gate.woken(refusal, time.monotonic())
+        self.gate.woken(None if problem is None else _wake_failed(), time.monotonic())
+
+    async def _at_all(self, call: EngineCall, timeout_s: float) -> list[BaseException | None]:
+        """Sleep or wake every engine at once; what each raised, in their order."""
+        key, kind = self.settings.api_key, self.kind
+        return await asyncio.gather(
+            *(call(kind, replica.address, key, timeout_s) for replica in self.replicas),
+            return_exceptions=True,
+        )
 
     async def _memory_sleeps(self) -> str | None:
         """Limit 0; remembers the limit it had. A problem leaves the limit as it was."""
@@ -306,9 +296,7 @@ class ServedModel:
                 if self.gate.state is State.FALLING_ASLEEP:
                     self.gate.slept(False, now_s)
                 elif self.gate.state is State.WAKING:
-                    self.gate.woken(
-                        Refusal(503, "wake_failed", "The model could not be woken.", 2.0), now_s
-                    )
+                    self.gate.woken(_wake_failed(), now_s)
             finally:
                 self._changed.set()
 
@@ -337,6 +325,11 @@ def _rules(settings: ModelSettings, sleep: SleepSettings) -> Rules:
         min_sleep_s=sleep.min_sleep,
         max_in_flight=settings.max_in_flight,
     )
+
+
+def _wake_failed() -> Refusal:
+    """A new one each time: raised, it remembers where."""
+    return Refusal(503, "wake_failed", "The model could not be woken.", retry_after_s=2.0)
 
 
 def _first_problem(results: list[BaseException | None]) -> str | None:
