@@ -14,10 +14,12 @@ import json
 import os
 import platform
 import statistics
+import subprocess
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 RESULTS = Path(__file__).parent
 
@@ -130,6 +132,24 @@ def report(kind: str, figures: Iterable[Figure], *, keep: bool = True) -> None:
     }
     path.write_text(json.dumps(content, indent=1) + "\n")
     print(f"samples kept in {path.relative_to(RESULTS.parent)}")
+
+
+def commit() -> str:
+    """What was measured: HEAD, shortened, `-dirty` with changes; `unknown` outside of git."""
+    command = ["git", "describe", "--always", "--dirty"]
+    done = subprocess.run(command, check=False, cwd=RESULTS, capture_output=True, text=True)
+    return done.stdout.strip() or "unknown"
+
+
+def shortened(value: Any) -> Any:
+    """Samples with as many digits as a clock is good for: a tenth of the file's size."""
+    if isinstance(value, float):
+        return float(f"{value:.5g}")
+    if isinstance(value, dict):
+        return {name: shortened(each) for name, each in value.items()}
+    if isinstance(value, list):
+        return [shortened(each) for each in value]
+    return value
 
 
 def machine() -> dict[str, str]:

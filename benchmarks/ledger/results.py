@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness import HEADINGS, Figure, machine
+from benchmarks.harness import HEADINGS, Figure, commit, machine, shortened
 
 ROOT = Path(__file__).parents[2]
 FOLDER = Path(__file__).parent / "results"
@@ -52,13 +51,11 @@ class Part:
 
 def facts() -> dict[str, Any]:
     """Machine, commit and date: what a figure is worth nothing without."""
-    command = ["git", "rev-parse", "--short", "HEAD"]
-    commit = subprocess.run(command, check=False, cwd=ROOT, capture_output=True, text=True)
     return {
         "machine": machine(),
         "load_before": round(os.getloadavg()[0], 2),
         "date": time.strftime("%Y-%m-%d %H:%M"),
-        "commit": commit.stdout.strip() or "unknown",
+        "commit": commit(),
     }
 
 
@@ -68,7 +65,9 @@ def write(folder: Path, told: dict[str, Any], parts: list[Part], failed: dict[st
     name = f"{time.strftime('%Y-%m-%d')}-{told['machine']['cpu']}".lower()
     path = folder / re.sub(r"[^a-z0-9]+", "-", name).strip("-")
     content = told | {"parts": [_plain(part) for part in parts], "failed": failed}
-    path.with_suffix(".json").write_text(json.dumps(_short(content), separators=(",", ":")) + "\n")
+    path.with_suffix(".json").write_text(
+        json.dumps(shortened(content), separators=(",", ":")) + "\n"
+    )
     path.with_suffix(".md").write_text(_markdown(told, parts, failed))
     return path
 
@@ -90,14 +89,3 @@ def _markdown(told: dict[str, Any], parts: list[Part], failed: dict[str, str]) -
     ]
     lines += [f"FAILED: {name}: {why}" for name, why in failed.items()]
     return "\n".join(lines).rstrip() + "\n"
-
-
-def _short(value: Any) -> Any:
-    """Samples with as many digits as a clock is good for."""
-    if isinstance(value, float):
-        return float(f"{value:.5g}")
-    if isinstance(value, dict):
-        return {name: _short(each) for name, each in value.items()}
-    if isinstance(value, list):
-        return [_short(each) for each in value]
-    return value

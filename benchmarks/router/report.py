@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,7 +11,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.harness import machine, number
+from benchmarks.harness import commit, machine, number, shortened
 
 FOLDER = Path(__file__).parent / "results"
 SERVERS = ["engine", "bare", "controller"]
@@ -108,24 +107,14 @@ def table(found: Rounds, told: dict[str, Any]) -> str:
 def keep(found: Rounds, told: dict[str, Any]) -> Path:
     """Write the JSON with every sample, and the table as Markdown; returns the latter's path."""
     on = machine()
-    commit = subprocess.run(
-        ["git", "describe", "--always", "--dirty"],
-        check=False, capture_output=True, text=True, cwd=FOLDER.parent,
-    ).stdout.strip()  # fmt: skip
     FOLDER.mkdir(exist_ok=True)
     stem = re.sub(r"[^a-z0-9]+", "-", f"{time.strftime('%Y-%m-%d')}-{on['cpu']}".lower()).strip("-")
     path = FOLDER / f"{stem}.md"
-    short = {
-        name: {
-            each: [{k: float(f"{v:.5g}") for k, v in r.items()} for r in rounds]
-            for each, rounds in by_server.items()
-        }
-        for name, by_server in found.items()
-    }
-    content = told | {"machine": on, "commit": commit, "found": short}
+    what = commit()
+    content = told | {"machine": on, "commit": what, "found": shortened(found)}
     path.with_suffix(".json").write_text(json.dumps(content, separators=(",", ":")) + "\n")
     path.write_text(
-        f"# Router benchmark\n\n{told['date']}, commit {commit}; {on['cpu']}, {on['cores']} cores,"
+        f"# Router benchmark\n\n{told['date']}, commit {what}; {on['cpu']}, {on['cores']} cores,"
         f" {on['memory']}, Linux {on['kernel']}, Python {on['python']}; load before:"
         f" {told['load_before']}. {told['rounds']} rounds of {told['seconds']:g} s each.\n\n"
         f"{table(found, told)}\n"

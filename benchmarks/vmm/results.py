@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
 import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness import machine
+from benchmarks.harness import commit, machine, shortened
 from benchmarks.vmm.driver_kinds import CUDA, SIMULATED, DriverKind
 from benchmarks.vmm.section import Section
 
@@ -20,13 +19,6 @@ FOLDER = Path(__file__).parent / "results"
 
 def facts(kind: DriverKind) -> dict[str, Any]:
     """Machine, kernel, driver and date: what a figure is worth nothing without."""
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"],
-        check=False,
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-    )
     return {
         "driver": kind.name,
         "driver_is": kind.what,
@@ -34,7 +26,7 @@ def facts(kind: DriverKind) -> dict[str, Any]:
         "machine": machine(),
         "load_before": f"{os.getloadavg()[0]:.2f}",
         "date": time.strftime("%Y-%m-%d %H:%M"),
-        "commit": commit.stdout.strip() or "unknown",
+        "commit": commit(),
     }
 
 
@@ -57,7 +49,9 @@ def write(
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / stem(kind)
     content = told | {"parts": parts, "skipped": skipped}
-    path.with_suffix(".json").write_text(json.dumps(_short(content), separators=(",", ":")) + "\n")
+    path.with_suffix(".json").write_text(
+        json.dumps(shortened(content), separators=(",", ":")) + "\n"
+    )
     path.with_suffix(".md").write_text(_markdown(kind, told, sections, skipped, path.name))
     return path.with_suffix(".png")
 
@@ -86,14 +80,3 @@ def _markdown(
     if skipped:
         lines += ["## Skipped", "", *(f"- {part}: {why}" for part, why in skipped.items()), ""]
     return "\n".join(lines)
-
-
-def _short(value: Any) -> Any:
-    """Samples with as many digits as a clock is good for: a tenth of the file's size."""
-    if isinstance(value, float):
-        return float(f"{value:.5g}")
-    if isinstance(value, dict):
-        return {name: _short(each) for name, each in value.items()}
-    if isinstance(value, list):
-        return [_short(each) for each in value]
-    return value
