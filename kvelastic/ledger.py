@@ -307,12 +307,14 @@ def _member(entry: dict[str, Any], boot: bytes) -> Member:
 
 
 def _liveness(entry: dict[str, Any], boot: bytes) -> Liveness:
-    """Of the instance: dead when neither its own process nor the one with its pages lives."""
+    """Of the instance: dead when neither its own process nor any with its pages lives."""
     liveness = owner_of(entry | {"boot_id": boot}).liveness()
-    if liveness is not Liveness.DEAD or entry["worker_pid"] == 0:
-        return liveness
-    worker = {"pid": entry["worker_pid"], "start_time_ticks": entry["worker_start_time_ticks"]}
-    return owner_of(entry | worker | {"boot_id": boot}).liveness()
+    for pid, ticks in entry["workers"]:
+        if liveness is not Liveness.DEAD:
+            break
+        worker = {"pid": pid, "start_time_ticks": ticks, "boot_id": boot}
+        liveness = owner_of(entry | worker).liveness()
+    return liveness
 
 
 def _reap_one(path: Path) -> bool:

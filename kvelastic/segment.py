@@ -335,13 +335,15 @@ def wish(
     limit_bytes: int | None = None,
     min_bytes: int | None = None,
     priority: int | None = None,
+    asleep: bool | None = None,
     trim: bool = False,
     wait_s: float | None = None,
 ) -> Answer:
     """Wish something of an instance, all in one step, and wait for what it says.
 
     `limit_bytes` it never exceeds (0 too), `min_bytes` nobody takes from it, a higher `priority`
-    keeps memory longer, `trim` gives every parked page back once; None leaves things as they are.
+    keeps memory longer, `asleep` makes it hold nothing as soon as nothing is in use (False: wake),
+    `trim` gives every parked page back once; None leaves things as they are.
     Waits until the wish is applied or refused, at most `wait_s` seconds; None looks only for
     `ANSWER_GLANCE_S`. The answer's state is `none` or `shrinking` when the time was over. Raises
     `SegmentNotFoundError`, `SegmentFormatError`, `SegmentBusyError` (another writer hangs) with
@@ -351,7 +353,7 @@ def wish(
         _check_alive(segment, "; nothing was changed")
         with segment.writing() as record:
             revision = record.write_wish(
-                limit_bytes, min_bytes=min_bytes, priority=priority, trim=trim
+                limit_bytes, min_bytes=min_bytes, priority=priority, asleep=asleep, trim=trim
             )
         deadline = time.monotonic() + (ANSWER_GLANCE_S if wait_s is None else wait_s)
         while True:

@@ -1,7 +1,9 @@
 // `kvelastic._vmm`: the ledger of a device, and the policy of who gives to whom.
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
 
 #include <algorithm>
 #include <cstring>
@@ -60,8 +62,7 @@ nb::dict entry_dict(const LedgerEntry& entry) {
   out["uid"] = entry.identity.uid;
   out["start_time_ticks"] = entry.identity.start_ticks;
   out["pid_namespace"] = entry.identity.pid_namespace;
-  out["worker_pid"] = entry.worker_pid;
-  out["worker_start_time_ticks"] = entry.worker_start_ticks;
+  out["workers"] = nb::cast(entry.workers);
   out["granted_bytes"] = entry.facts.granted_bytes;
   out["min_bytes"] = entry.facts.min_bytes;
   out["limit_bytes"] = entry.limit_bytes;
@@ -208,8 +209,13 @@ void bind_ledger(nb::module_& m) {
       .def("set_min",
            [](LedgerMember& member, std::uint64_t bytes) { check(member.set_min(bytes)); })
       .def("set_priority", &LedgerMember::set_priority)
-      .def("set_worker", &LedgerMember::set_worker, "pid"_a, "start_time_ticks"_a,
-           "Name the process that maps the pages: grants stay until both are gone.")
+      .def(
+          "add_worker",
+          [](LedgerMember& member, std::uint32_t pid, std::uint64_t start_time_ticks) {
+            check(member.add_worker(pid, start_time_ticks));
+          },
+          "pid"_a, "start_time_ticks"_a,
+          "Name one more process that maps the pages: grants stay until all of them are gone.")
       .def("set_others", &LedgerMember::set_others, "bytes"_a)
       .def("publish", &LedgerMember::publish, "in_use_bytes"_a, "cached_bytes"_a, "parked_bytes"_a,
            "page_bytes"_a, "active"_a)

@@ -2,6 +2,7 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/vector.h>
 
 #include <cmath>
 
@@ -40,7 +41,7 @@ std::shared_ptr<Pool> make_pool(nb::handle memory, std::uint64_t max_blocks,
                                 std::uint64_t min_reserved_pages, std::uint64_t max_reserved_pages,
                                 std::int64_t max_cached_blocks, bool preallocate,
                                 std::shared_ptr<LedgerMember> member, double reclaim_wait_s,
-                                bool movable) {
+                                bool movable, std::uint64_t page_copies) {
   PoolOptions options;
   options.max_blocks = max_blocks;
   options.limit_bytes = limit_bytes;
@@ -50,6 +51,7 @@ std::shared_ptr<Pool> make_pool(nb::handle memory, std::uint64_t max_blocks,
   options.max_cached_blocks = max_cached_blocks;
   options.preallocate = preallocate;
   options.movable = movable;
+  options.page_copies = page_copies;
   options.reclaim_wait = duration(reclaim_wait_s);
   if (nb::isinstance<Range>(memory)) {
     const auto range = nb::cast<std::shared_ptr<Range>>(memory);
@@ -139,37 +141,43 @@ nb::dict occupancy(const Pool& pool, nb::object pages) {
 }
 
 void bind_ring(nb::module_& m) {
-  nb::class_<RingBacking>(m, "Ring", "The scheduler's end of the ring to one worker process.")
+  nb::class_<RingBacking>(m, "Ring", "The scheduler's end of the ring to its worker processes.")
       .def_static(
           "create",
-          [](const PyRecord& record, const Geometry& geometry, double timeout_s) {
+          [](const PyRecord& record, const Geometry& geometry, double timeout_s,
+             std::size_t ranks) {
             auto [area, hold] = ring_area(record);
             return std::shared_ptr<RingBacking>(
-                unwrap(RingBacking::create(area, geometry, duration(timeout_s), hold)));
+                unwrap(RingBacking::create(area, geometry, ranks, duration(timeout_s), hold)));
           },
-          "record"_a, "geometry"_a, "timeout_s"_a,
-          "Write an empty ring into a segment; commands wait timeout_s at most (< 0: for ever).")
+          "record"_a, "geometry"_a, "timeout_s"_a, "ranks"_a = 1,
+          "Write an empty ring for `ranks` workers into a segment; commands wait timeout_s at most "
+          "(< 0: for ever).")
       .def(
-          "wait_for_worker",
+          "wait_for_workers",
           [](RingBacking& ring, double timeout_s) {
-            check(without_gil([&] { return ring.wait_for_worker(duration(timeout_s)); }));
+            check(without_gil([&] { return ring.wait_for_workers(duration(timeout_s)); }));
           },
-          "timeout_s"_a, "Block until a worker serves the ring. Raises ChannelTimeoutError.")
+          "timeout_s"_a, "Block until every rank has a worker. Raises ChannelTimeoutError.")
+      .def(
+          "ping", [](RingBacking& ring) { check(without_gil([&] { return ring.ping(); })); },
+          "Ask every worker for nothing but an answer. Raises ChannelError.")
       .def_prop_ro(
-          "worker", [](const RingBacking& ring) { return ring.worker(); },
-          "(pid, start time in ticks) of the process that serves the ring; (0, 0): none yet.")
+          "workers", [](const RingBacking& ring) { return ring.workers(); },
+          "(pid, start time in ticks) of the process of each rank; (0, 0): none yet.")
       .def_prop_ro("geometry", &RingBacking::geometry);
 
   nb::class_<RingWorker>(m, "RingWorker",
                          "The worker's end: a native thread that maps and unmaps as told.")
       .def_static(
           "start",
-          [](const PyRecord& record, std::shared_ptr<Range> range) {
+          [](const PyRecord& record, std::shared_ptr<Range> range, std::size_t rank) {
             auto [area, hold] = ring_area(record);
             return std::shared_ptr<RingWorker>(
-                unwrap(RingWorker::start(area, std::move(range), hold)));
+                unwrap(RingWorker::start(area, std::move(range), rank, hold)));
           },
-          "record"_a, "range"_a, "Serve the segment's ring on a range, until stop().")
+          "record"_a, "range"_a, "rank"_a = 0,
+          "Serve the segment's ring on a range as one of its ranks, until stop().")
       .def("stop", [](RingWorker& worker) { without_gil([&] { worker.stop(); }); });
 }
 
@@ -184,7 +192,7 @@ void bind_pool(nb::module_& m) {
       .def(nb::new_(&make_pool), "memory"_a, nb::kw_only(), "max_blocks"_a, "limit_bytes"_a,
            "capacity_bytes"_a, "min_reserved_pages"_a = 5, "max_reserved_pages"_a = 10,
            "max_cached_blocks"_a = -1, "preallocate"_a = true, "member"_a = nb::none(),
-           "reclaim_wait_s"_a = 0.05, "movable"_a = false)
+           "reclaim_wait_s"_a = 0.05, "movable"_a = false, "page_copies"_a = 1)
       .def("alloc", &alloc, "count"_a,
            "Ids of `count` blocks, or None when that many cannot be had; nothing has changed then.")
       .def("free", &with_ids<&Pool::free>, "ids"_a,
@@ -247,11 +255,25 @@ void bind_pool(nb::module_& m) {
           "End the session. Raises InvalidArgumentError where this thread has begun none.")
       .def("set_limit", &set_limit, "limit_bytes"_a,
            "Set the limit and give back what is over it, as far as that can be had.")
+      .def(
+          "sleep",
+          [](Pool& pool) {
+            return limit_dict(unwrap(without_gil([&]() -> Result<LimitState> {
+              pool.set_asleep(true);
+              return pool.enforce_limit();
+            })));
+          },
+          "Hold nothing, not even the null block's page, as soon as no block is in use; cached "
+          "blocks are evicted at once. No block is handed out until wake().")
+      .def(
+          "wake", [](Pool& pool) { without_gil([&] { pool.set_asleep(false); }); },
+          "Hand out blocks again; the next alloc or ensure maps the null block's page.")
+      .def_prop_ro("is_asleep", &Pool::is_asleep)
       .def("limit_state", [](const Pool& pool) { return limit_dict(pool.limit_state()); })
       .def(
           "trim",
           [](Pool& pool) {
-            return unwrap(without_gil([&] { return pool.trim(); })) * pool.geometry().page_bytes();
+            return unwrap(without_gil([&] { return pool.trim(); })) * pool.page_cost_bytes();
           },
           "Give every parked page back; returns the bytes.")
       .def(

@@ -145,7 +145,7 @@ AnswerState answer_state_of(const std::string& name) {
 }
 
 /// The fields of Usage that Python sees, by their names.
-constexpr std::array<std::pair<const char*, std::uint64_t Usage::*>, 15> kUsageFields{{
+constexpr std::array<std::pair<const char*, std::uint64_t Usage::*>, 16> kUsageFields{{
     {"capacity_bytes", &Usage::capacity_bytes},
     {"mapped_bytes", &Usage::mapped_bytes},
     {"in_use_bytes", &Usage::in_use_bytes},
@@ -161,6 +161,7 @@ constexpr std::array<std::pair<const char*, std::uint64_t Usage::*>, 15> kUsageF
     {"pages_parked", &Usage::pages_parked},
     {"pools", &Usage::pools},
     {"updated_ns", &Usage::updated_ns},
+    {"asleep", &Usage::asleep},
 }};
 
 nb::dict read_header(const PyRecord& record) {
@@ -194,6 +195,7 @@ nb::dict wish_dict(const Wish& wish) {
   out["limit_bytes"] = said(wish.limit_revision, wish.limit_bytes);
   out["min_bytes"] = said(wish.min_revision, wish.min_bytes);
   out["priority"] = said(wish.priority_revision, wish.priority);
+  out["asleep"] = said(wish.asleep_revision, wish.asleep);
   out["trim_requests"] = wish.trim_requests;
   out["writer_pid"] = wish.writer_pid;
   out["written_ns"] = wish.written_ns;
@@ -297,11 +299,12 @@ void add_counter(const PyRecord& record, const std::string& name, std::uint64_t 
 
 WishChange make_change(std::optional<std::uint64_t> limit_bytes,
                        std::optional<std::uint64_t> min_bytes, std::optional<std::int64_t> priority,
-                       bool trim) {
+                       std::optional<bool> asleep, bool trim) {
   WishChange change;
   change.limit_bytes = limit_bytes;
   change.min_bytes = min_bytes;
   change.priority = priority;
+  change.asleep = asleep;
   change.trim = trim;
   return change;
 }
@@ -399,16 +402,16 @@ void bind_record(nb::module_& m) {
           "write_wish",
           [](const PyRecord& r, std::optional<std::uint64_t> limit_bytes,
              std::optional<std::uint64_t> min_bytes, std::optional<std::int64_t> priority,
-             bool trim) {
-            return r.writer().write(make_change(limit_bytes, min_bytes, priority, trim));
+             std::optional<bool> asleep, bool trim) {
+            return r.writer().write(make_change(limit_bytes, min_bytes, priority, asleep, trim));
           },
           "limit_bytes"_a = nb::none(), nb::kw_only(), "min_bytes"_a = nb::none(),
-          "priority"_a = nb::none(), "trim"_a = false,
+          "priority"_a = nb::none(), "asleep"_a = nb::none(), "trim"_a = false,
           "Publish a wish, wake the owner, return the revision. Hold flock() on the file.")
       .def(
           "_write_half_wish",
           [](const PyRecord& r, std::uint64_t limit_bytes) {
-            r.writer().write_half(make_change(limit_bytes, std::nullopt, std::nullopt, false));
+            r.writer().write_half(make_change(limit_bytes, {}, {}, {}, false));
           },
           "limit_bytes"_a, "For tests: what a writer that is killed half-way has written.")
       .def("wait_answer", &wait_answer, "revision"_a, "timeout_s"_a, nb::kw_only(),

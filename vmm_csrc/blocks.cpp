@@ -77,6 +77,15 @@ std::optional<PageIndex> Blocks::take_parked() {
   return page;
 }
 
+std::optional<PageIndex> Blocks::take_null_page() {
+  if (fresh_ == 0 || pages_[0].state != PageState::kMapped) return std::nullopt;
+  if (pages_[0].used != 1 || pages_[0].cached != 0) return std::nullopt;
+  unlist(0);
+  pages_[0].state = PageState::kInTransit;
+  --mapped_pages_;
+  return PageIndex{0};
+}
+
 void Blocks::close_pages(std::uint64_t count) {
   const auto set_closed = [this](PageIndex index, bool closed) {
     if (pages_[index].closed == closed) return;

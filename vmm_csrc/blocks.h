@@ -41,6 +41,10 @@ class Blocks {
   /// A parked page to unmap, a closed one first; in transit until put_back or add_page.
   std::optional<PageIndex> take_parked();
 
+  /// Page 0, to unmap, where the null block is all that it holds; in transit until put_back or
+  /// add_page. Pre: nothing is used until it is mapped again, for the null block is gone.
+  std::optional<PageIndex> take_null_page();
+
   /// Closes `count` mapped pages, those with the fewest used blocks, and opens all others: no block
   /// of a closed page is handed out any more, so it is parked once its blocks are given back. Page
   /// 0 is never closed. Looks at every page.

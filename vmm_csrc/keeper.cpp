@@ -92,7 +92,7 @@ void Keeper::pass_bells_on() {
 void Keeper::serve_asks() {
   const std::shared_ptr<LedgerMember>& member = pool_->member();
   if (!member) return;
-  const std::uint64_t page_bytes = pool_->geometry().page_bytes();
+  const std::uint64_t page_bytes = pool_->page_cost_bytes();
   for (LedgerMember::Wanted wanted = member->wanted(); wanted.bytes > 0 && !stopping_;
        wanted = member->wanted()) {
     const std::uint64_t pages = (wanted.bytes + page_bytes - 1) / page_bytes;
@@ -120,6 +120,7 @@ void Keeper::carry_out(const Wish& wish, std::uint64_t seen) {
     refuse(standing.error().message);
     return;
   }
+  if (wish.asleep_revision > seen) pool_->set_asleep(wish.asleep != 0);
   // Two answers where memory has to be given back: that the wish was seen, then that it holds. What
   // is to be trimmed is not called applied before it is.
   const LimitState state =

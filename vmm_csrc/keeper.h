@@ -25,9 +25,9 @@ struct KeeperOptions {
   bool sanity_check = false;
 };
 
-/// Carries out wishes (limit, guarantee, priority, trim) and answers them, provisions pages ahead
-/// of demand, gives parked pages back when they are not needed, gives others what they ask for, and
-/// goes after what this instance lacks. Sleeps otherwise, without a timer.
+/// Carries out wishes (limit, guarantee, priority, sleep, trim) and answers them, provisions pages
+/// ahead of demand, gives parked pages back when they are not needed, gives others what they ask
+/// for, and goes after what this instance lacks. Sleeps otherwise, without a timer.
 class Keeper {
  public:
   /// Publishes the pool into the record, answers revision 0 with the start limit, starts the

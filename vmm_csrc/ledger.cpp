@@ -90,6 +90,16 @@ std::uint64_t open_requests(const LedgerSlot& slot) {
   return bytes;
 }
 
+std::vector<std::pair<std::uint32_t, std::uint64_t>> workers_of(const LedgerSlot& slot) {
+  std::vector<std::pair<std::uint32_t, std::uint64_t>> found;
+  for (const LedgerWorker& worker : slot.workers) {
+    const std::uint32_t pid = worker.pid.load();
+    if (pid == 0) break;
+    found.emplace_back(pid, worker.start_ticks.load());
+  }
+  return found;
+}
+
 /// What the ledger says of one member; times become ages.
 Contender contender_of(const LedgerSlot& slot, std::uint64_t now_ns, const ReclaimRules& rules) {
   Contender c;
@@ -136,8 +146,7 @@ std::vector<LedgerEntry> LedgerView::members() const {
     LedgerEntry entry{i,
                       life,
                       slot.identity,
-                      slot.worker_pid.load(),
-                      slot.worker_start_ticks.load(),
+                      workers_of(slot),
                       contender_of(slot, now_ns, ReclaimRules{}),
                       slot.limit_bytes.load(std::memory_order_relaxed),
                       slot.in_use_bytes.load(std::memory_order_relaxed),
@@ -184,8 +193,10 @@ std::uint64_t reap_dead(LedgerLayout& layout, std::uint64_t own_pid_namespace) {
     if (!is_alive(life) || slot.life.load() != life) continue;
     if (who.pid_namespace != own_pid_namespace) continue;  // its pid says nothing here
     if (!process_is_gone(static_cast<pid_t>(who.pid), who.start_ticks)) continue;
-    const std::uint32_t worker = slot.worker_pid.load();
-    if (worker != 0 && !process_is_gone(static_cast<pid_t>(worker), slot.worker_start_ticks)) {
+    const auto workers = workers_of(slot);
+    if (!std::ranges::all_of(workers, [](const auto& worker) {
+          return process_is_gone(static_cast<pid_t>(worker.first), worker.second);
+        })) {
       continue;
     }
     if (slot.life.compare_exchange_strong(life, life + 1)) ++freed;
@@ -245,7 +256,7 @@ Result<std::unique_ptr<LedgerMember>> LedgerMember::join(std::span<std::byte> by
       slot.wanted_bytes[depth] = 0;
       slot.handled_bytes[depth] = 0;
     }
-    slot.worker_pid = 0;
+    for (LedgerWorker& worker : slot.workers) worker.pid = 0;
     slot.priority = priority;
     slot.active_ns = monotonic_coarse_ns();
     slot.identity = identity;
@@ -390,10 +401,17 @@ Status LedgerMember::set_min(std::uint64_t min_bytes) {
                                      ", are more than the device's " + size_text(capacity_bytes())};
 }
 
-void LedgerMember::set_worker(std::uint32_t pid, std::uint64_t start_ticks) {
-  if (!is_member()) return;
-  slot().worker_start_ticks = start_ticks;
-  slot().worker_pid = pid;
+Status LedgerMember::add_worker(std::uint32_t pid, std::uint64_t start_ticks) {
+  const std::lock_guard lock(mutex_);
+  if (!is_member()) return ok();
+  for (LedgerWorker& worker : slot().workers) {
+    if (worker.pid.load() != 0) continue;
+    worker.start_ticks = start_ticks;
+    worker.pid = pid;
+    return ok();
+  }
+  return Error{Errc::kInvalidArgument,
+               "a member of a ledger has at most " + std::to_string(kLedgerWorkers) + " workers"};
 }
 
 void LedgerMember::publish(std::uint64_t in_use_bytes, std::uint64_t cached_bytes,

@@ -37,8 +37,9 @@
 namespace kvelastic {
 
 inline constexpr std::uint64_t kLedgerMagic = 0x5245'4744'454c'564bULL;  ///< "KVLEDGER" in memory
-inline constexpr std::uint32_t kLedgerAbiVersion = 1;
+inline constexpr std::uint32_t kLedgerAbiVersion = 2;
 inline constexpr std::size_t kLedgerSlots = 128;
+inline constexpr std::size_t kLedgerWorkers = 64;  ///< of one member
 /// Grants are counted in these: a page takes as many as it needs, rounded up.
 inline constexpr std::uint64_t kGrantUnitBytes = std::uint64_t{64} << 10;
 
@@ -73,6 +74,12 @@ struct LedgerIdentity {
   std::array<char, 64> name{};          ///< of the instance's segment
 };
 
+/// A process that maps pages of an instance; pid 0: none.
+struct LedgerWorker {
+  std::atomic<std::uint32_t> pid;
+  SharedWord start_ticks;
+};
+
 struct LedgerSlot {
   // What a grant looks at, in one cache line.
   alignas(64) SharedWord life;  ///< generation * 2, + 1 while alive
@@ -98,10 +105,9 @@ struct LedgerSlot {
   alignas(64) std::array<SharedWord, kDepths> handled_bytes;
 
   alignas(64) LedgerIdentity identity;
-  // The process that maps the pages, where that is another one: 0 while there is none. Its memory
-  // is the instance's as long as it lives, also when the scheduler is dead.
-  std::atomic<std::uint32_t> worker_pid;
-  SharedWord worker_start_ticks;
+  // The processes that map the pages, where those are others. Their memory is the instance's as
+  // long as one of them lives, also when the scheduler is dead.
+  std::array<LedgerWorker, kLedgerWorkers> workers;
 };
 
 struct LedgerLayout {
@@ -122,8 +128,7 @@ struct LedgerEntry {
   std::size_t slot;
   std::uint64_t life;
   LedgerIdentity identity;
-  std::uint32_t worker_pid;
-  std::uint64_t worker_start_ticks;
+  std::vector<std::pair<std::uint32_t, std::uint64_t>> workers;  ///< pid and start, ticks
   Contender facts;
   std::uint64_t limit_bytes, in_use_bytes, page_bytes;
 };
@@ -219,8 +224,9 @@ class LedgerMember {
     if (is_member()) slot().limit_bytes.store(bytes, std::memory_order_relaxed);
   }
 
-  /// Names the process that maps this instance's pages: its grants stay until both are gone.
-  void set_worker(std::uint32_t pid, std::uint64_t start_ticks);
+  /// Names one more process that maps this instance's pages: the grants stay until it and all the
+  /// others are gone. Fails with kInvalidArgument for more than kLedgerWorkers.
+  Status add_worker(std::uint32_t pid, std::uint64_t start_ticks);
 
   /// The facts that others plan by; a few stores.
   void publish(std::uint64_t in_use_bytes, std::uint64_t cached_bytes, std::uint64_t parked_bytes,

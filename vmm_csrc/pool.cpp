@@ -34,6 +34,9 @@ Result<std::unique_ptr<Pool>> Pool::create(const Geometry& geometry,
                                              ", more than max_reserved_pages, " +
                                              std::to_string(options.max_reserved_pages)};
   }
+  if (options.page_copies == 0) {
+    return Error{Errc::kInvalidArgument, "page_copies is 0, must be at least 1"};
+  }
   if (options.max_blocks < 2) {
     return Error{Errc::kInvalidArgument, "max_blocks is " + std::to_string(options.max_blocks) +
                                              ", must be at least 2: the null block and one more"};
@@ -62,7 +65,7 @@ Pool::Pool(const Geometry& geometry, std::shared_ptr<Backing> backing, const Poo
 std::uint64_t Pool::whole_pages(std::uint64_t limit_bytes) const {
   const std::uint64_t bytes = std::min(limit_bytes, options_.capacity_bytes);
   // Page 0 holds the null block and is never given back, so one page is the least.
-  return std::clamp<std::uint64_t>(bytes / geometry_.page_bytes(), 1, geometry_.pages);
+  return std::clamp<std::uint64_t>(bytes / page_cost_bytes(), 1, geometry_.pages);
 }
 
 // --- alloc -----------------------------------------------------------------------------------
@@ -319,7 +322,7 @@ Pool::Wait Pool::may_wait(std::uint32_t own_entries) const {
 /// pool that others give up. What is missing after that is the keeper's to pursue.
 bool Pool::wait_for_grant(Lock& lock, std::uint64_t pages, const Wait& wait) {
   if (!member_) return false;
-  const std::uint64_t page_bytes = geometry_.page_bytes();
+  const std::uint64_t page_bytes = page_cost_bytes();
   lock.unlock();
   if (wait.holds_session) session_.unlock();
   bool there = false, waited = false;
@@ -371,7 +374,7 @@ bool Pool::pursue() {
     note_satisfied();
     return false;
   }
-  const std::uint64_t bytes = starved_pages_ * geometry_.page_bytes();
+  const std::uint64_t bytes = starved_pages_ * page_cost_bytes();
   lock.unlock();
   (void)member_->ask(bytes);
   return true;
@@ -379,7 +382,7 @@ bool Pool::pursue() {
 
 /// Maps at most `pages` pages, as many as the ledger grants; answers how many.
 Result<std::uint64_t> Pool::grow(Lock& lock, std::uint64_t pages) {
-  const std::uint64_t page_bytes = geometry_.page_bytes();
+  const std::uint64_t page_bytes = page_cost_bytes();
   if (member_) pages = member_->grant(pages, page_bytes);
   if (pages == 0) return std::uint64_t{0};
   std::vector<PageIndex> batch;
@@ -419,6 +422,10 @@ Status Pool::shrink(Lock& lock, std::uint64_t pages) {
     if (!page) break;
     batch.push_back(*page);
   }
+  return unmap(lock, batch);
+}
+
+Status Pool::unmap(Lock& lock, const std::vector<PageIndex>& batch) {
   if (batch.empty()) return ok();
   changed();
   lock.unlock();
@@ -428,7 +435,7 @@ Status Pool::shrink(Lock& lock, std::uint64_t pages) {
   for (const PageIndex page : batch) unmapped ? blocks_->put_back(page) : blocks_->add_page(page);
   if (unmapped) {
     held_pages_ -= batch.size();
-    if (member_) member_->give_back(batch.size(), geometry_.page_bytes());
+    if (member_) member_->give_back(batch.size(), page_cost_bytes());
     counts_.pages_unmapped_ever += batch.size();
     if (record_) record_->add(Counter::kPagesUnmapped, batch.size());
   }
@@ -479,6 +486,7 @@ bool Pool::empty_a_page(Lock& lock) {
 }
 
 Status Pool::enforce(Lock& lock) {
+  if (asleep_) evict_everything();  // what is moved first would only be evicted later
   while (over_pages() > 0) {
     while (blocks_->parked_pages() < over_pages() && empty_a_page(lock)) {
     }
@@ -491,11 +499,34 @@ Status Pool::enforce(Lock& lock) {
   // Cached blocks now only lie on pages in use. They make way, too: with none of them in between,
   // the blocks that may be used fit into the fullest pages, and those over the limit get no new
   // ones and drain.
+  evict_everything();
+  // The last page goes only in sleep, and only when no other is mapped or on its way: whoever finds
+  // a page mapped may count on the null block.
+  if (asleep_ && held_pages_ == 1 && blocks_->mapped_pages() == 1) {
+    if (const std::optional<PageIndex> last = blocks_->take_null_page())
+      return unmap(lock, {*last});
+  }
+  return ok();
+}
+
+void Pool::evict_everything() {
   const std::size_t before = evicted_.size();
   while (blocks_->evict_oldest_block(evicted_)) {
   }
   note_evicted(before);
-  return ok();
+}
+
+void Pool::set_asleep(bool asleep) {
+  const std::lock_guard session(session_);
+  const Lock lock(mutex_);
+  asleep_ = asleep;
+  blocks_->close_pages(over_pages());
+  changed();
+}
+
+bool Pool::is_asleep() const {
+  const Lock lock(mutex_);
+  return asleep_;
 }
 
 LimitState Pool::set_limit(std::uint64_t limit_bytes) {
@@ -548,7 +579,7 @@ Result<std::uint64_t> Pool::provision() {
 Result<std::uint64_t> Pool::give_up(std::uint64_t pages, Depth depth, std::uint64_t min_bytes) {
   const std::lock_guard session(session_);
   Lock lock(mutex_);
-  const std::uint64_t page_bytes = geometry_.page_bytes();
+  const std::uint64_t page_bytes = page_cost_bytes();
   const std::uint64_t kept = std::max<std::uint64_t>((min_bytes + page_bytes - 1) / page_bytes, 1);
   std::uint64_t target =
       std::max(held_pages_ > pages ? held_pages_ - pages : std::uint64_t{0}, kept);
@@ -609,6 +640,7 @@ std::uint64_t Pool::take_idle_parked() {
 
 /// Ids that may be handed out at once: what was asked for at start, or what the limit has room for.
 std::uint64_t Pool::usable_blocks() const {
+  if (asleep_) return 0;
   return std::min(options_.max_blocks, pages_limit() * geometry_.blocks_per_page) - 1;
 }
 
@@ -637,9 +669,9 @@ std::uint64_t Pool::available() const {
     return std::min(within_limit,
                     static_cast<std::uint64_t>(std::max<std::int64_t>(held + more, 0)));
   };
-  const std::uint64_t free_now = with(member_->room(geometry_.page_bytes()));
+  const std::uint64_t free_now = with(member_->room(page_cost_bytes()));
   if (free_now == within_limit) return within_limit;
-  return with(member_->reach(geometry_.page_bytes()));
+  return with(member_->reach(page_cost_bytes()));
 }
 
 bool Pool::provisioning_due() const {
@@ -692,7 +724,7 @@ bool Pool::arm_decay() {
 }
 
 Usage Pool::usage_locked(std::uint64_t available) const {
-  const std::uint64_t page_bytes = geometry_.page_bytes();
+  const std::uint64_t page_bytes = page_cost_bytes();
   const std::uint64_t block_share_bytes = page_bytes / geometry_.blocks_per_page;
   Usage usage;
   usage.capacity_bytes = options_.capacity_bytes;
@@ -709,6 +741,7 @@ Usage Pool::usage_locked(std::uint64_t available) const {
   usage.pages_mapped = held_pages_;
   usage.pages_parked = blocks_->parked_pages();
   usage.pools = 1;
+  usage.asleep = asleep_ ? 1 : 0;
   return usage;
 }
 
@@ -718,7 +751,7 @@ Usage Pool::usage() const {
 }
 
 LimitState Pool::limit_state_locked() const {
-  const std::uint64_t page_bytes = geometry_.page_bytes();
+  const std::uint64_t page_bytes = page_cost_bytes();
   return {limit_bytes_, pages_limit() * page_bytes, held_pages_ * page_bytes,
           over_pages() * page_bytes};
 }
@@ -730,7 +763,7 @@ LimitState Pool::limit_state() const {
 
 std::uint64_t Pool::mapped_bytes() const {
   const Lock lock(mutex_);
-  return held_pages_ * geometry_.page_bytes();
+  return held_pages_ * page_cost_bytes();
 }
 
 std::optional<std::uint32_t> Pool::occupancy(PageIndex page) const {
@@ -741,7 +774,7 @@ std::optional<std::uint32_t> Pool::occupancy(PageIndex page) const {
 PoolStats Pool::stats() const {
   const Lock lock(mutex_);
   PoolStats stats = counts_;
-  stats.page_bytes = geometry_.page_bytes();
+  stats.page_bytes = page_cost_bytes();
   stats.pages_total = geometry_.pages;
   stats.pages_limit = pages_limit();
   stats.pages_mapped = held_pages_;
@@ -775,7 +808,7 @@ Status Pool::check_integrity() const {
                                        std::to_string(blocks_->mapped_pages()) + " are mapped"};
   }
   if (member_ && !final_error_) {
-    if (Status granted = member_->check_integrity(held_pages_, geometry_.page_bytes()); !granted) {
+    if (Status granted = member_->check_integrity(held_pages_, page_cost_bytes()); !granted) {
       return granted;
     }
   }

@@ -47,6 +47,8 @@ struct PoolOptions {
   bool preallocate = true;                ///< false: no page is created before an alloc needs it
   /// Cached blocks may move to other ids to empty pages; the engine must take_changes() then.
   bool movable = false;
+  /// How many of each page the device holds: one a worker that maps pages there.
+  std::uint64_t page_copies = 1;
   /// How long an alloc waits for memory that others have to give up; in a session it never does.
   /// After it has waited in vain the next ones do not for kFruitlessWaits times as long.
   std::chrono::nanoseconds reclaim_wait = std::chrono::milliseconds(50);
@@ -167,6 +169,11 @@ class Pool {
   /// Goes down the ladder until the limit holds or only used blocks are left. Waits for the
   /// session; blocks. Fails as unmap of the backing does.
   Result<LimitState> enforce_limit();
+  /// Asleep a pool hands out nothing and holds nothing: enforce_limit() evicts everything cached
+  /// and gives every page back, the null block's too, as soon as no block is in use. Awake again,
+  /// the next alloc or ensure maps what it needs. Gives nothing back itself; waits for the session.
+  void set_asleep(bool asleep);
+  bool is_asleep() const;
   LimitState limit_state() const;
   /// Whether more is held than the limit allows: free() and cache() may block then. Lock-free.
   bool is_over_limit() const { return over_limit_.load(std::memory_order_relaxed); }
@@ -190,6 +197,8 @@ class Pool {
   std::uint64_t mapped_bytes() const;
   std::optional<std::uint32_t> occupancy(PageIndex page) const;
   const Geometry& geometry() const { return geometry_; }
+  /// What one page costs the device, all its copies together.
+  std::uint64_t page_cost_bytes() const { return geometry_.page_bytes() * options_.page_copies; }
   PoolStats stats() const;
   Usage usage() const;
   /// Goes up with every call that allocs or frees: a pool whose count stands still is idle.
@@ -220,6 +229,8 @@ class Pool {
   bool blocks_at_hand(std::uint64_t count, std::vector<BlockId>& out);
   Result<std::uint64_t> grow(Lock& lock, std::uint64_t pages);
   Status shrink(Lock& lock, std::uint64_t pages);
+  Status unmap(Lock& lock, const std::vector<PageIndex>& batch);
+  void evict_everything();
   /// How long a call may wait for others, and whether the session is its own to let go meanwhile.
   struct Wait {
     Clock::time_point until;
@@ -243,9 +254,9 @@ class Pool {
   std::uint64_t over_pages() const {
     return held_pages_ > pages_limit() ? held_pages_ - pages_limit() : 0;
   }
-  /// The operator's limit, or less while others have asked for blocks in use.
   std::uint64_t squeeze_floor() const;
-  std::uint64_t pages_limit() const { return std::min(pages_limit_, squeezed_to_); }
+  /// The operator's limit, or less while others have asked for blocks in use; nothing in sleep.
+  std::uint64_t pages_limit() const { return asleep_ ? 0 : std::min(pages_limit_, squeezed_to_); }
   std::uint64_t pages_for(std::uint64_t blocks) const {
     return (blocks + geometry_.blocks_per_page - 1) / geometry_.blocks_per_page;
   }
@@ -282,6 +293,7 @@ class Pool {
   bool provision_called_ = false;     // the keeper was called to provision and has not yet
   bool failure_announced_ = false;    // the keeper was called for it
   bool decay_armed_ = false;          // the keeper's decay timer runs
+  bool asleep_ = false;
   std::uint64_t squeezed_to_ = ~std::uint64_t{0};  // pages, while others ask for blocks in use
   Clock::time_point squeezed_until_{};
   std::uint64_t met_squeeze_to_ = 0;  // of the last one that was met, until when it counts

@@ -211,6 +211,10 @@ Wish WishWriter::next(const WishChange& change) const {
     wish.priority = *change.priority;
     wish.priority_revision = wish.revision;
   }
+  if (change.asleep) {
+    wish.asleep = *change.asleep ? 1 : 0;
+    wish.asleep_revision = wish.revision;
+  }
   if (change.trim) wish.trim_requests += 1;
   wish.writer_pid = static_cast<std::uint64_t>(getpid());
   wish.written_ns = monotonic_ns();

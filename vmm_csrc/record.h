@@ -40,7 +40,7 @@ namespace kvelastic {
 static_assert(std::endian::native == std::endian::little, "the record is little-endian");
 
 inline constexpr std::uint64_t kRecordMagic = 0x4354'5341'4c45'564bULL;  ///< "KVELASTC" in memory
-inline constexpr std::uint32_t kRecordAbiVersion = 2;
+inline constexpr std::uint32_t kRecordAbiVersion = 3;
 inline constexpr std::size_t kLineBytes = 64;
 inline constexpr std::size_t kRecordBytes = 4096;
 inline constexpr std::size_t kRingAreaBytes = std::size_t{256} << 10;
@@ -93,6 +93,8 @@ struct Wish {
   /// The newest wish that said something of that field; 0: none has, the instance keeps its own.
   /// A refused one must not be judged again when another field is wished for.
   std::uint64_t limit_revision = 0, min_revision = 0, priority_revision = 0;
+  std::uint64_t asleep = 0;  ///< 1: hold nothing until somebody wishes 0
+  std::uint64_t asleep_revision = 0;
 };
 
 enum class AnswerState : std::uint32_t {
@@ -134,7 +136,8 @@ struct Usage {
   std::uint64_t pages_parked = 0;
   std::uint64_t pools = 0;
   std::uint64_t updated_ns = 0;  ///< CLOCK_MONOTONIC_COARSE; set by publish_usage()
-  std::array<std::uint64_t, 9> reserved{};
+  std::uint64_t asleep = 0;      ///< 1: nothing is handed out, and nothing held that is not in use
+  std::array<std::uint64_t, 8> reserved{};
 };
 
 enum class Counter : std::uint32_t {
@@ -190,7 +193,7 @@ static_assert(offsetof(RecordHeader, engine) == 192);
 static_assert(offsetof(RecordHeader, device) == 224);
 static_assert(offsetof(RecordHeader, model) == 320);
 static_assert(sizeof(RecordHeader) == 640);
-static_assert(sizeof(Wish) == 80 && sizeof(Answer) == 192 && sizeof(Usage) == 192);
+static_assert(sizeof(Wish) == 96 && sizeof(Answer) == 192 && sizeof(Usage) == 192);
 static_assert(offsetof(RecordLayout, state) == 640);
 static_assert(offsetof(RecordLayout, bell) == 704);
 static_assert(offsetof(RecordLayout, answer_bell) == 768);
@@ -282,6 +285,7 @@ struct WishChange {
   std::optional<std::uint64_t> limit_bytes{};
   std::optional<std::uint64_t> min_bytes{};
   std::optional<std::int64_t> priority{};
+  std::optional<bool> asleep{};
   bool trim = false;
 };
 

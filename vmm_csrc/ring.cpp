@@ -48,11 +48,35 @@ Error cannot_be_undone(const Error& failure, const Error& undoing) {
                     undoing.message + "); the engine has to be restarted"};
 }
 
-bool same(const Geometry& a, const Geometry& b) {
-  return a.pages == b.pages && a.extents_per_page == b.extents_per_page &&
-         a.extent_bytes == b.extent_bytes && a.extent_stride_bytes == b.extent_stride_bytes &&
-         a.block_bytes == b.block_bytes && a.blocks_per_page == b.blocks_per_page &&
-         a.buffers_per_extent == b.buffers_per_extent;
+/// The first number in which two layouts differ; empty: none.
+std::string difference(const Geometry& scheduler, const Geometry& worker) {
+  const struct {
+    const char* name;
+    std::uint64_t Geometry::* number;
+  } fields[] = {{"pages", &Geometry::pages},
+                {"extents_per_page", &Geometry::extents_per_page},
+                {"extent_bytes", &Geometry::extent_bytes},
+                {"extent_stride_bytes", &Geometry::extent_stride_bytes},
+                {"block_bytes", &Geometry::block_bytes},
+                {"blocks_per_page", &Geometry::blocks_per_page},
+                {"buffers_per_extent", &Geometry::buffers_per_extent}};
+  for (const auto& [name, number] : fields) {
+    if (scheduler.*number == worker.*number) continue;
+    return std::string(name) + " is " + std::to_string(worker.*number) + " there and " +
+           std::to_string(scheduler.*number) + " here";
+  }
+  return {};
+}
+
+RingMemory::Command opposite_of(RingMemory::Command command) {
+  switch (command) {
+    case RingMemory::Command::kMap:
+      return RingMemory::Command::kUnmap;
+    case RingMemory::Command::kUnmap:
+      return RingMemory::Command::kMap;
+    default:
+      return RingMemory::Command::kNothing;
+  }
 }
 
 /// Both ids of a move, low and high half each.
@@ -75,39 +99,61 @@ std::vector<BlockMove> moves_of(std::span<const std::uint32_t> words) {
 
 Result<std::unique_ptr<RingBacking>> RingBacking::create(std::span<std::byte> memory,
                                                          const Geometry& geometry,
-                                                         nanoseconds timeout,
+                                                         std::size_t ranks, nanoseconds timeout,
                                                          std::shared_ptr<void> keep) {
   Result<RingMemory*> ring = as_ring(memory);
   if (!ring) return ring.error();
+  if (ranks == 0 || ranks > RingMemory::kMaxRanks) {
+    return Error{Errc::kInvalidArgument, "a ring is for 1 to " +
+                                             std::to_string(RingMemory::kMaxRanks) +
+                                             " workers, not " + std::to_string(ranks)};
+  }
   auto* fresh = new (*ring) RingMemory{};  // placement: nothing is owned
   fresh->version = RingMemory::kVersion;
   fresh->geometry = geometry;
+  fresh->ranks = static_cast<std::uint32_t>(ranks);
   fresh->magic = RingMemory::kMagic;
   return std::unique_ptr<RingBacking>(new RingBacking(fresh, timeout, std::move(keep)));
 }
 
-Status RingBacking::wait_for_worker(nanoseconds timeout) {
+RingBacking::Ranks RingBacking::all_ranks() const {
+  return ~Ranks{0} >> (RingMemory::kMaxRanks - memory_->ranks);
+}
+
+std::string RingBacking::name_of(std::size_t rank) const {
+  return "worker " + std::to_string(memory_->workers[rank].pid.load()) +
+         (memory_->ranks > 1 ? " (rank " + std::to_string(rank) + ")" : "");
+}
+
+bool RingBacking::is_serving(std::size_t rank) const {
+  const RingMemory::Rank& worker = memory_->workers[rank];
+  return worker.state.load() == static_cast<std::uint32_t>(RingMemory::WorkerState::kServing) &&
+         !process_is_gone(worker.pid.load(), worker.start_ticks.load());
+}
+
+std::vector<std::pair<pid_t, std::uint64_t>> RingBacking::workers() const {
+  std::vector<std::pair<pid_t, std::uint64_t>> found;
+  for (std::size_t rank = 0; rank < memory_->ranks; ++rank) {
+    found.emplace_back(memory_->workers[rank].pid.load(), memory_->workers[rank].start_ticks);
+  }
+  return found;
+}
+
+Status RingBacking::wait_for_workers(nanoseconds timeout) {
   const Clock::time_point deadline = deadline_after(timeout);
   for (;;) {
     const std::uint32_t seen = memory_->attached.load(std::memory_order_acquire);
-    if (worker_is_alive()) return ok();
+    std::string absent;
+    for (std::size_t rank = 0; rank < memory_->ranks; ++rank) {
+      if (!is_serving(rank)) absent += (absent.empty() ? "" : ", ") + std::to_string(rank);
+    }
+    if (absent.empty()) return ok();
     if (until(deadline) == nanoseconds::zero()) {
-      return Error{Errc::kChannelTimeout,
-                   "no worker has attached to the ring; see the worker's log for the reason"};
+      return Error{Errc::kChannelTimeout, "no worker has attached to the ring as rank " + absent +
+                                              "; see the worker's log for the reason"};
     }
     futex_wait(memory_->attached, seen, std::min(until(deadline), kLivenessInterval));
   }
-}
-
-Status RingBacking::worker_is_alive() const {
-  const auto state = static_cast<RingMemory::WorkerState>(memory_->worker_state.load());
-  const pid_t pid = memory_->worker_pid.load();
-  if (state == RingMemory::WorkerState::kServing &&
-      !process_is_gone(pid, memory_->worker_start_ticks.load())) {
-    return ok();
-  }
-  return Error{Errc::kChannelClosed,
-               "worker " + std::to_string(pid) + " is gone; the engine has to be restarted"};
 }
 
 Status RingBacking::map(std::span<const PageIndex> pages) {
@@ -116,6 +162,11 @@ Status RingBacking::map(std::span<const PageIndex> pages) {
 
 Status RingBacking::unmap(std::span<const PageIndex> pages) {
   return run(RingMemory::Command::kUnmap, pages);
+}
+
+Status RingBacking::ping() {
+  const std::lock_guard lock(mutex_);
+  return run_everywhere(RingMemory::Command::kNothing, {});
 }
 
 Status RingBacking::copy(std::span<const BlockMove> moves) {
@@ -131,35 +182,39 @@ Status RingBacking::copy(std::span<const BlockMove> moves) {
         words.push_back(static_cast<std::uint32_t>(id >> 32));
       }
     }
-    // What an earlier entry has copied stays copied: a copy changes blocks that nobody uses yet.
-    if (Status copied = run_one(RingMemory::Command::kCopy, words); !copied) return copied;
+    // What other ranks and earlier entries have copied stays copied: a copy changes blocks that
+    // nobody uses yet.
+    Outcome copied = run_one(RingMemory::Command::kCopy, words, all_ranks());
+    if (!copied.status) return copied.status;
     done += batch.size();
   }
   return ok();
 }
 
 std::optional<DeviceMemory> RingBacking::device_memory() const {
-  const std::uint64_t total = memory_->device_total_bytes.load();
-  if (total == 0) return std::nullopt;
-  return DeviceMemory{total, memory_->device_free_bytes.load()};
+  std::optional<DeviceMemory> least;
+  for (std::size_t rank = 0; rank < memory_->ranks; ++rank) {
+    const RingMemory::Rank& worker = memory_->workers[rank];
+    const std::uint64_t total = worker.device_total_bytes.load();
+    const std::uint64_t free = worker.device_free_bytes.load();
+    if (total > 0 && (!least || free < least->free_bytes)) least = DeviceMemory{total, free};
+  }
+  return least;
 }
 
 Status RingBacking::run(RingMemory::Command command, std::span<const PageIndex> pages) {
   const std::lock_guard lock(mutex_);
-  const auto opposite = command == RingMemory::Command::kMap ? RingMemory::Command::kUnmap
-                                                             : RingMemory::Command::kMap;
   std::size_t done = 0;
   while (done < pages.size()) {
     const std::size_t count = std::min(pages.size() - done, RingMemory::kPagesPerEntry);
-    Status answered = run_one(command, pages.subspan(done, count));
+    Status answered = run_everywhere(command, pages.subspan(done, count));
     if (!answered) {
       // The earlier entries of this batch are undone: a batch is all or nothing.
       for (std::size_t begin = 0; begin < done && !closed_;) {
         const std::size_t chunk = std::min(done - begin, RingMemory::kPagesPerEntry);
-        if (Status undone = run_one(opposite, pages.subspan(begin, chunk)); !undone) {
-          closed_ = true;
-          return cannot_be_undone(answered.error(), undone.error());
-        }
+        const Outcome undone =
+            run_one(opposite_of(command), pages.subspan(begin, chunk), all_ranks());
+        if (!undone.status) return close(cannot_be_undone(answered.error(), undone.status.error()));
         begin += chunk;
       }
       return answered;
@@ -169,48 +224,96 @@ Status RingBacking::run(RingMemory::Command command, std::span<const PageIndex> 
   return ok();
 }
 
-Status RingBacking::run_one(RingMemory::Command command, std::span<const PageIndex> pages) {
+/// One entry in all ranks; where one fails, those that have done it undo it.
+Status RingBacking::run_everywhere(RingMemory::Command command,
+                                   std::span<const std::uint32_t> words) {
+  Outcome outcome = run_one(command, words, all_ranks());
+  if (outcome.status || closed_ || outcome.done == 0) return outcome.status;
+  const Outcome undone = run_one(opposite_of(command), words, outcome.done);
+  if (!undone.status) {
+    return close(cannot_be_undone(outcome.status.error(), undone.status.error()));
+  }
+  return outcome.status;
+}
+
+Status RingBacking::close(Error why) {
+  closed_ = true;
+  return why;
+}
+
+RingBacking::Outcome RingBacking::run_one(RingMemory::Command command,
+                                          std::span<const std::uint32_t> words, Ranks ranks) {
+  Outcome outcome;
   if (closed_) {
-    return Error{Errc::kChannelClosed,
-                 "the ring was closed after a worker failed; the engine has to be restarted"};
+    outcome.status =
+        Error{Errc::kChannelClosed,
+              "the ring was closed after a worker failed; the engine has to be restarted"};
+    return outcome;
   }
   // Never full: the lock lets one command be on its way, and a late one closes the ring.
   const std::uint32_t sequence = memory_->posted.load(std::memory_order_relaxed);
   RingMemory::Entry& entry = memory_->entries[sequence % RingMemory::kEntries];
   entry.command = static_cast<std::uint32_t>(command);
-  entry.count = static_cast<std::uint32_t>(pages.size());
-  entry.result = 0;
-  std::copy(pages.begin(), pages.end(), entry.pages.begin());
+  entry.count = static_cast<std::uint32_t>(words.size());
+  entry.ranks = ranks;
+  std::copy(words.begin(), words.end(), entry.pages.begin());
   ring_bell(memory_->posted);
-
-  const Clock::time_point deadline = deadline_after(timeout_);
-  for (;;) {
-    const std::uint32_t done = memory_->done.load(std::memory_order_acquire);
-    if (done == sequence + 1) break;
-    futex_wait(memory_->done, done, std::min(until(deadline), kLivenessInterval));
-    // Looking whether the worker lives costs more than most of its answers take: only after a wait.
-    if (memory_->done.load(std::memory_order_acquire) != done) continue;
-    if (Status alive = worker_is_alive(); !alive) {
-      closed_ = true;
-      return alive;
-    }
-    if (until(deadline) == nanoseconds::zero()) {
-      closed_ = true;
-      return Error{Errc::kChannelTimeout,
-                   "worker " + std::to_string(memory_->worker_pid.load()) + " did not answer in " +
-                       std::to_string(timeout_.count() / 1'000'000) +
-                       " ms (KVELASTIC_IPC_TIMEOUT); the engine has to be restarted"};
+  outcome.status = wait_for_answers(sequence);
+  if (!outcome.status) return outcome;
+  for (std::size_t rank = 0; rank < memory_->ranks; ++rank) {
+    const RingMemory::Rank& worker = memory_->workers[rank];
+    if ((ranks >> rank & 1) == 0) continue;
+    if (worker.result == 0) {
+      outcome.done |= Ranks{1} << rank;
+    } else if (outcome.status) {
+      const std::size_t length = std::min<std::size_t>(worker.message_bytes, worker.message.size());
+      std::string why(worker.message.data(), length);
+      if (memory_->ranks > 1) why = name_of(rank) + ": " + why;
+      outcome.status = Error{static_cast<Errc>(worker.result - 1), std::move(why)};
     }
   }
-  if (entry.result == 0) return ok();
-  const std::size_t length = std::min<std::size_t>(entry.message_bytes, entry.message.size());
-  return Error{static_cast<Errc>(entry.result - 1), std::string(entry.message.data(), length)};
+  return outcome;
+}
+
+bool RingBacking::all_done(std::uint32_t sequence) const {
+  for (std::size_t rank = 0; rank < memory_->ranks; ++rank) {
+    if (memory_->workers[rank].done.load(std::memory_order_acquire) != sequence + 1) return false;
+  }
+  return true;
+}
+
+/// Blocks until every rank has answered the command; closes the ring where one does not.
+Status RingBacking::wait_for_answers(std::uint32_t sequence) {
+  const Clock::time_point deadline = deadline_after(timeout_);
+  for (;;) {
+    const std::uint32_t heard = memory_->answered.load(std::memory_order_acquire);
+    if (all_done(sequence)) return ok();
+    futex_wait(memory_->answered, heard, std::min(until(deadline), kLivenessInterval));
+    // Looking whether the workers live costs more than most of their answers take: only after a
+    // wait.
+    if (memory_->answered.load(std::memory_order_acquire) != heard) continue;
+    std::string late;
+    for (std::size_t rank = 0; rank < memory_->ranks; ++rank) {
+      if (memory_->workers[rank].done.load(std::memory_order_acquire) == sequence + 1) continue;
+      if (!is_serving(rank)) {
+        return close(
+            {Errc::kChannelClosed, name_of(rank) + " is gone; the engine has to be restarted"});
+      }
+      late += (late.empty() ? "" : ", ") + name_of(rank);
+    }
+    if (!late.empty() && until(deadline) == nanoseconds::zero()) {
+      return close({Errc::kChannelTimeout,
+                    late + " did not answer in " + std::to_string(timeout_.count() / 1'000'000) +
+                        " ms (KVELASTIC_IPC_TIMEOUT); the engine has to be restarted"});
+    }
+  }
 }
 
 // --- the worker's end ------------------------------------------------------------------------
 
 Result<std::unique_ptr<RingWorker>> RingWorker::start(std::span<std::byte> memory,
                                                       std::shared_ptr<Range> range,
+                                                      std::size_t rank,
                                                       std::shared_ptr<void> keep) {
   Result<RingMemory*> ring = as_ring(memory);
   if (!ring) return ring.error();
@@ -220,22 +323,30 @@ Result<std::unique_ptr<RingWorker>> RingWorker::start(std::span<std::byte> memor
                                            std::to_string(RingMemory::kVersion) +
                                            "; scheduler and worker must run the same kvelastic"};
   }
-  if (!same(shared->geometry, range->geometry())) {
+  if (rank >= shared->ranks) {
+    return Error{Errc::kInvalidArgument, "there is no rank " + std::to_string(rank) +
+                                             ": the scheduler counts " +
+                                             std::to_string(shared->ranks) + " workers"};
+  }
+  if (const std::string differs = difference(shared->geometry, range->geometry());
+      !differs.empty()) {
     return Error{Errc::kInvalidArgument,
-                 "the worker's page layout is not the scheduler's; both must run the same model "
-                 "with the same settings"};
+                 "the page layout of rank " + std::to_string(rank) + " is not the scheduler's (" +
+                     differs + "); both must run the same model with the same settings"};
   }
+  RingMemory::Rank& own = shared->workers[rank];
   const auto serving = static_cast<std::uint32_t>(RingMemory::WorkerState::kServing);
-  const pid_t other = shared->worker_pid.load();
-  if (shared->worker_state.load() == serving &&
-      !process_is_gone(other, shared->worker_start_ticks.load())) {
-    return Error{Errc::kChannelClosed,
-                 "worker " + std::to_string(other) + " serves this ring already"};
+  const pid_t other = own.pid.load();
+  if (own.state.load() == serving && !process_is_gone(other, own.start_ticks.load())) {
+    return Error{Errc::kChannelClosed, "worker " + std::to_string(other) +
+                                           " serves this ring already as rank " +
+                                           std::to_string(rank)};
   }
-  shared->worker_pid = ::getpid();
-  shared->worker_start_ticks = process_start_ticks(::getpid()).value_or(0);
-  shared->worker_state = serving;
-  std::unique_ptr<RingWorker> worker(new RingWorker(shared, std::move(range), std::move(keep)));
+  own.pid = ::getpid();
+  own.start_ticks = process_start_ticks(::getpid()).value_or(0);
+  own.state = serving;
+  std::unique_ptr<RingWorker> worker(
+      new RingWorker(shared, std::move(range), rank, std::move(keep)));
   worker->thread_ = std::thread(&RingWorker::serve, worker.get());
   ring_bell(shared->attached);
   return worker;
@@ -251,57 +362,66 @@ void RingWorker::stop() {
   stopping_ = true;
   futex_wake(memory_->posted);
   thread_.join();
-  memory_->worker_state = static_cast<std::uint32_t>(RingMemory::WorkerState::kGone);
+  own_.state = static_cast<std::uint32_t>(RingMemory::WorkerState::kGone);
   ring_bell(memory_->attached);
+  futex_wake(memory_->answered);  // a scheduler that waits for this one's answer looks at once
 }
 
 void RingWorker::serve() {
   while (!stopping_) {
     const std::uint32_t posted = memory_->posted.load(std::memory_order_acquire);
-    const std::uint32_t done = memory_->done.load(std::memory_order_relaxed);
+    const std::uint32_t done = own_.done.load(std::memory_order_relaxed);
     if (posted == done) {
       look_at_device();
       futex_wait(memory_->posted, posted, kServeInterval);
       continue;
     }
-    carry_out(memory_->entries[done % RingMemory::kEntries]);
-    ring_bell(memory_->done);
+    const RingMemory::Entry& entry = memory_->entries[done % RingMemory::kEntries];
+    const Status answer = (entry.ranks >> rank_ & 1) != 0 ? carry_out(entry) : ok();
+    own_.result = answer ? 0 : 1 + static_cast<std::uint32_t>(answer.error().code);
+    if (!answer) {
+      const std::string& message = answer.error().message;
+      const std::size_t length = std::min(message.size(), own_.message.size());
+      own_.message_bytes = static_cast<std::uint32_t>(length);
+      std::memcpy(own_.message.data(), message.data(), length);
+    }
+    own_.done.store(done + 1, std::memory_order_seq_cst);
+    if (is_last(done + 1)) ring_bell(memory_->answered);
   }
+}
+
+/// Whether every rank has answered as much as this one, so that nobody else will ring. Of two that
+/// end at once at least the later one sees both answers, which is why all of this is sequentially
+/// consistent; both may.
+bool RingWorker::is_last(std::uint32_t done) const {
+  for (std::size_t rank = 0; rank < memory_->ranks; ++rank) {
+    if (memory_->workers[rank].done.load(std::memory_order_seq_cst) != done) return false;
+  }
+  return true;
 }
 
 /// Tells the scheduler, which has no driver, what its device has left.
 void RingWorker::look_at_device() {
   const std::optional<DeviceMemory> memory = range_->driver().memory();
   if (!memory) return;
-  memory_->device_free_bytes = memory->free_bytes;
-  memory_->device_total_bytes = memory->total_bytes;
+  own_.device_free_bytes = memory->free_bytes;
+  own_.device_total_bytes = memory->total_bytes;
 }
 
-void RingWorker::carry_out(RingMemory::Entry& entry) {
+Status RingWorker::carry_out(const RingMemory::Entry& entry) {
   const std::span<const PageIndex> pages(entry.pages.data(),
                                          std::min<std::size_t>(entry.count, entry.pages.size()));
-  Status answer = ok();
   switch (static_cast<RingMemory::Command>(entry.command)) {
     case RingMemory::Command::kMap:
-      answer = range_->map(pages);
-      break;
+      return range_->map(pages);
     case RingMemory::Command::kUnmap:
-      answer = range_->unmap(pages, Afterwards::kDestroy);
-      break;
+      return range_->unmap(pages, Afterwards::kDestroy);
     case RingMemory::Command::kCopy:
-      answer = range_->copy(moves_of(pages));
-      break;
-    default:
-      answer = Error{Errc::kInvalidArgument, "no such command: " + std::to_string(entry.command)};
+      return range_->copy(moves_of(pages));
+    case RingMemory::Command::kNothing:
+      return ok();
   }
-  if (answer) {
-    entry.result = 0;
-    return;
-  }
-  const std::string& message = answer.error().message;
-  entry.message_bytes = static_cast<std::uint32_t>(std::min(message.size(), entry.message.size()));
-  std::memcpy(entry.message.data(), message.data(), entry.message_bytes);
-  entry.result = 1 + static_cast<std::uint32_t>(answer.error().code);
+  return Error{Errc::kInvalidArgument, "no such command: " + std::to_string(entry.command)};
 }
 
 }  // namespace kvelastic

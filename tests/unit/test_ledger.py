@@ -666,7 +666,7 @@ def test_the_pages_of_a_worker_outlive_its_scheduler(device):
         with join(device) as mine:
             me = ProcessIdentity.of_this_process()
             gone = raw_join(mine._memory, start_time_ticks=me.start_time_ticks + 1)
-            gone.set_worker(worker.pid, ticks)
+            gone.add_worker(worker.pid, ticks)
             assert gone.grant(4, PAGE) == 4
         assert path.exists()
         assert path not in ledger.reap()

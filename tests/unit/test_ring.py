@@ -47,7 +47,7 @@ class Scheduler:
     def worker(self) -> Worker:
         worker = Worker(self.segment.name, self.layout_name, self.pages)
         assert worker.first_words == ["ready"]
-        self.ring.wait_for_worker(TIMEOUT_S)
+        self.ring.wait_for_workers(TIMEOUT_S)
         return worker
 
     def ring_bytes(self) -> int:
@@ -285,7 +285,7 @@ def test_another_layout_is_refused(scheduler):
         with Worker(scheduler.segment.name, layout, pages) as worker:
             assert worker.first_words == ["refused", "INVALID_ARGUMENT"]
     with pytest.raises(errors.ChannelTimeoutError):
-        scheduler.ring.wait_for_worker(0.01)
+        scheduler.ring.wait_for_workers(0.01)
 
 
 @pytest.mark.parametrize("word", [0, 1], ids=["magic", "version"])
@@ -323,7 +323,7 @@ def test_waiting_for_a_worker_that_comes_late(scheduler):
     arrived: list[object] = []
 
     def wait():
-        scheduler.ring.wait_for_worker(TIMEOUT_S)
+        scheduler.ring.wait_for_workers(TIMEOUT_S)
         arrived.append(True)
 
     waiting = threading.Thread(target=wait)

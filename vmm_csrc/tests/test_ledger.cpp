@@ -1,4 +1,5 @@
 // The ledger: who may join, what is granted, what is asked; and many threads at it at once.
+#include <signal.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -179,13 +180,13 @@ TEST(ledger_member_that_left_changes_nothing) {
   gone->handled(1 << 30);
   CHECK(!gone->ask(kPage));
   gone->stop_asking();
-  gone->set_worker(1, 1);
+  CHECK(static_cast<bool>(gone->add_worker(1, 1)));
   const LedgerEntry entry = ledger.members().at(0);
   CHECK(entry.facts.granted_bytes == 2 * kPage && entry.facts.min_bytes == kPage);
   CHECK(entry.facts.priority == 5 && entry.limit_bytes == 0 && entry.in_use_bytes == 11);
   CHECK(entry.facts.cached_bytes == 12 && entry.facts.parked_bytes == 13);
   CHECK(entry.page_bytes == kPage && entry.facts.ask_bytes == 0);
-  CHECK(entry.worker_pid == 0);
+  CHECK(entry.workers.empty());
   for (const SharedWord& bytes : ledger.layout().slots[0].handled_bytes) CHECK(bytes == 0);
   CHECK(static_cast<bool>(next->check_integrity(2, kPage)));
 }
@@ -217,7 +218,13 @@ TEST(ledger_frees_the_dead_and_only_them) {
   auto away = ledger.try_join(elsewhere);
   auto survived = ledger.try_join(a_dead_one());
   REQUIRE(alive && dead && recycled && away && survived);
-  (*survived)->set_worker(static_cast<std::uint32_t>(::getpid()), me().start_ticks);
+  CHECK(static_cast<bool>((*survived)->add_worker(a_dead_one().pid, 1)));
+  const pid_t worker = ::fork();
+  if (worker == 0) {
+    for (;;) ::pause();
+  }
+  CHECK(static_cast<bool>((*survived)->add_worker(static_cast<std::uint32_t>(worker),
+                                                  process_start_ticks(worker).value_or(0))));
   for (LedgerMember* member :
        {alive.get(), dead->get(), recycled->get(), away->get(), survived->get()}) {
     CHECK(member->grant(8, kPage) == 8);
@@ -230,7 +237,7 @@ TEST(ledger_frees_the_dead_and_only_them) {
   for (const LedgerEntry& entry : ledger.members()) left.push_back(entry.slot);
   CHECK(left == std::vector<std::size_t>{0, 3, 4});
   CHECK(*ledger_reap(ledger.bytes(), kNamespace) == 0);
-  (*survived)->set_worker(a_dead_one().pid, 1);
+  CHECK(::kill(worker, SIGKILL) == 0 && ::waitpid(worker, nullptr, 0) == worker);
   CHECK(*ledger_reap(ledger.bytes(), kNamespace) == 1);
   CHECK((*dead)->grant(1, kPage) == 0);
 }

@@ -126,15 +126,15 @@ TEST(pool_threads_over_local_memory) {
 TEST(pool_threads_over_a_ring_with_a_keeper) {
   auto segment = std::make_unique<Segment>();
   REQUIRE(segment->owner != nullptr);
-  auto ring = RingBacking::create(segment->owner->ring_area(), geometry(), std::chrono::seconds(60),
-                                  nullptr);
+  auto ring = RingBacking::create(segment->owner->ring_area(), geometry(), 1,
+                                  std::chrono::seconds(60), nullptr);
   REQUIRE(static_cast<bool>(ring));
   auto range = make_range();
   REQUIRE(range != nullptr);
-  auto worker = RingWorker::start(segment->owner->ring_area(), range, nullptr);
+  auto worker = RingWorker::start(segment->owner->ring_area(), range, 0, nullptr);
   REQUIRE(static_cast<bool>(worker));
   std::shared_ptr<RingBacking> backing = *std::move(ring);
-  CHECK(static_cast<bool>(backing->wait_for_worker(std::chrono::seconds(10))));
+  CHECK(static_cast<bool>(backing->wait_for_workers(std::chrono::seconds(10))));
   auto made = Pool::create(geometry(), backing, options());
   REQUIRE(static_cast<bool>(made));
   std::shared_ptr<Pool> pool = *std::move(made);
@@ -156,15 +156,15 @@ TEST(ring_refuses_what_does_not_fit) {
   const std::span<std::byte> area = segment->owner->ring_area();
   auto range = make_range();
   REQUIRE(range != nullptr);
-  CHECK(!RingWorker::start(area, range, nullptr));  // no ring there yet
-  CHECK(!RingBacking::create(area.first(64), geometry(), kForever, nullptr));
-  CHECK(!RingBacking::create(area.subspan(8), geometry(), kForever, nullptr));
+  CHECK(!RingWorker::start(area, range, 0, nullptr));  // no ring there yet
+  CHECK(!RingBacking::create(area.first(64), geometry(), 1, kForever, nullptr));
+  CHECK(!RingBacking::create(area.subspan(8), geometry(), 1, kForever, nullptr));
   Geometry other = geometry();
   other.pages += 1;
-  auto ring = RingBacking::create(area, other, std::chrono::milliseconds(50), nullptr);
+  auto ring = RingBacking::create(area, other, 1, std::chrono::milliseconds(50), nullptr);
   REQUIRE(static_cast<bool>(ring));
-  CHECK(!RingWorker::start(area, range, nullptr));  // another layout
-  CHECK((*ring)->wait_for_worker(std::chrono::milliseconds(1)).error().code ==
+  CHECK(!RingWorker::start(area, range, 0, nullptr));  // another layout
+  CHECK((*ring)->wait_for_workers(std::chrono::milliseconds(1)).error().code ==
         Errc::kChannelTimeout);
   const PageIndex page = 0;
   CHECK((*ring)->map({&page, 1}).error().code == Errc::kChannelClosed);  // no worker ever came

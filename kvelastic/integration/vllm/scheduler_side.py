@@ -93,8 +93,9 @@ class Instance:
         """
         ring = self._pool.memory
         assert isinstance(ring, _vmm.Ring)
-        ring.wait_for_worker(self._timeout_s)
-        self._pool.ledger.member.set_worker(*ring.worker)
+        ring.wait_for_workers(self._timeout_s)
+        for pid, start_time_ticks in ring.workers:
+            self._pool.ledger.member.add_worker(pid, start_time_ticks)
         self.blocks.ensure(1)
         self._pool.start_keeper()
         _log.info(
