@@ -14,6 +14,7 @@ from typing import Final
 
 VLLM: Final[dict[str, str]] = {
     "0.32": "kvelastic.integration.vllm.v0_32",
+    "0.33": "kvelastic.integration.vllm.v0_33",
 }
 """Series of vLLM (major.minor) that were tried, and the module with their patches."""
 

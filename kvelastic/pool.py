@@ -112,18 +112,23 @@ def open_pool(
     model: str = "",
     name: str | None = None,
     movable: bool = False,
+    page_copies: int = 1,
 ) -> ElasticPool:
     """Make segment, memory and native pool; maps nothing and starts no thread yet.
 
     `num_blocks` counts the null block; `name` overrides `KVELASTIC_IPC_NAME`; `movable` says that
-    the engine follows cached blocks to other ids (`take_changes`). Raises `ConfigError`
+    the engine follows cached blocks to other ids (`take_changes`); `page_copies` is how many of each
+    page the device holds, one a worker that maps pages there. Raises `ConfigError`
     for a `KVELASTIC_LIMIT` under one page, `GuaranteeError` for a `KVELASTIC_MIN` that the device
     has no room for, `LedgerError` if the device is not to be shared, `SegmentError` if the segment
     cannot be made (its name is a live instance's), and what `memory` raises; nothing is left behind
     then.
     """
     limit_bytes = _start_limit_bytes(
-        settings, layout, layout.range_bytes(pages), device.capacity_bytes
+        settings,
+        layout.page_bytes * page_copies,
+        layout.range_bytes(pages) * page_copies,
+        device.capacity_bytes,
     )
     own_segment = segment.create(
         settings.ipc_name if name is None else name, engine=engine, model=model, device=device.name
@@ -153,6 +158,7 @@ def open_pool(
             member=place.member,
             reclaim_wait_s=settings.reclaim_wait_s,
             movable=movable,
+            page_copies=page_copies,
         )
     except BaseException:
         if place is not None:
@@ -163,15 +169,15 @@ def open_pool(
 
 
 def _start_limit_bytes(
-    settings: Config, layout: PageLayout, range_bytes: int, capacity_bytes: int
+    settings: Config, page_bytes: int, range_bytes: int, capacity_bytes: int
 ) -> int:
     wanted = settings.limit_bytes(capacity_bytes)
     if wanted is None:
         return min(range_bytes, capacity_bytes)
-    if wanted < layout.page_bytes:
+    if wanted < page_bytes:
         raise ConfigError(
             f"KVELASTIC_LIMIT comes to {wanted} bytes, less than the one page"
-            f" ({layout.page_bytes} bytes) that is always held; set it to"
-            f" {format_size(layout.page_bytes)} or more."
+            f" ({page_bytes} bytes) that is always held; set it to"
+            f" {format_size(page_bytes)} or more."
         )
     return min(wanted, range_bytes)

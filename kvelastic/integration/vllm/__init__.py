@@ -3,13 +3,16 @@
 What happens in which of vLLM's processes, in order:
 
 1. every process: vLLM's loader calls `plugin.register`, which does nothing unless
-   `ENABLE_KVELASTIC=true`, and else checks the version and arms the patches (`late_import`);
-2. engine core: when `vllm.v1.engine.core` is imported, the patches of this version (`v0_32`) are
-   probed (`probe`) and set; when the KV cache's size is known, `scheduler_side` makes the segment,
-   the pool and the ring, and rewrites the workers' cache configuration to the paged layout;
-3. worker: `worker_side` attaches to the segment and answers vLLM's one KV allocation with the
-   arena's addresses, most of which have no memory behind them yet;
-4. engine core, every step: `block_pool` hands out the pool's sparse block ids.
+   `ENABLE_KVELASTIC=true`, and else checks the version (`versions`) and arms its `hooks`;
+2. each hooked process, when it imports the module concerned: everything that is touched is probed
+   (`probe`) and then wrapped; `v0_32` and `v0_33` say what, `in_front_end`, `in_engine_core` and
+   `in_worker` have the wrappers;
+3. engine core: when the KV cache's size is known, `scheduler_side` makes the segment, the pool and
+   the ring, and `cache_shape` rewrites the workers' cache configurations to the paged layout;
+4. every worker: `worker_side` attaches to the segment and answers vLLM's one KV allocation with
+   the arena's addresses, most of which have no memory behind them yet;
+5. engine core, every step: `block_pool` hands out the pool's sparse block ids, and holds back what
+   a step on its way may still use (`held_back`).
 
 `interfaces` is the other way in: the seed's Python API, for engines that call it themselves.
 Importing this package imports nothing of the above.

@@ -29,6 +29,7 @@ from vllm.v1.core.block_pool import BlockHashToBlockMap, BlockPool
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 
 from kvelastic.errors import IntegrityError, PoolExhaustedError
+from kvelastic.integration.vllm.held_back import HeldBack, StepsOnTheirWay
 
 if TYPE_CHECKING:
     from kvelastic import _vmm
@@ -101,7 +102,9 @@ class ElasticBlockPool(BlockPool):  # type: ignore[misc]  # vLLM has no type inf
         self.fell_short = False
         """Whether, in the present session, blocks were wanted that could not be had."""
         self.starvation: Any = None
-        """Kept here for the engine's loop; see the module of vLLM's version."""
+        """Kept here for the engine's loop; see `in_engine_core.step`."""
+        self._steps = StepsOnTheirWay()
+        self._held_back = HeldBack()
         self.blocks = LiveBlocks(id_span)
         self.blocks.add(self.null_block)
 
@@ -128,11 +131,25 @@ class ElasticBlockPool(BlockPool):  # type: ignore[misc]  # vLLM has no type inf
         cached blocks that were just found stay. That it was not enough shows in
         `get_num_free_blocks`.
         """
-        wanted = num_blocks + self.headroom
-        if self._memory.ensure(wanted) >= wanted:
+        at_hand = len(self._held_back)
+        wanted = num_blocks + self.headroom - at_hand
+        if wanted <= 0 or self._memory.ensure(wanted) >= wanted:
             return
-        if self.headroom == 0 or self._memory.ensure(num_blocks) < num_blocks:
+        least = num_blocks - at_hand
+        if self.headroom == 0 or (least > 0 and self._memory.ensure(least) < least):
             self.fell_short = True
+
+    # --- steps ----------------------------------------------------------------------------------
+
+    def step_begins(self) -> int:
+        """A step was scheduled; returns its number, for `step_ends`."""
+        return self._steps.begin()
+
+    def step_ends(self, step: int) -> None:
+        """The workers have carried out this step, and all before it."""
+        self._steps.end(step)
+        if self._held_back:
+            self._give_back(self._held_back.take_ended(self._steps.ended))
 
     # --- what vLLM calls ------------------------------------------------------------------------
 
@@ -144,11 +161,15 @@ class ElasticBlockPool(BlockPool):  # type: ignore[misc]  # vLLM has no type inf
         """
         if num_blocks <= 0:
             return []
-        ids = self._memory.alloc(num_blocks)
+        lacking = num_blocks - self._memory.available_mapped() if self._held_back else 0
+        again = self._take_held_back(lacking)
+        ids = self._memory.alloc(num_blocks - len(again))
         if ids is None:
+            for block in again:
+                self._held_back.add(block, self._steps.newest)
             raise PoolExhaustedError(
                 f"Cannot get {num_blocks} free blocks from the pool: "
-                f"{self._memory.available_size()} can be had. Raise the limit (kvctl limit) or "
+                f"{self.available_size()} can be had. Raise the limit (kvctl limit) or "
                 "send fewer requests at once."
             )
         # An id may have been evicted just now to be handed out again: its old object goes first.
@@ -156,7 +177,7 @@ class ElasticBlockPool(BlockPool):  # type: ignore[misc]  # vLLM has no type inf
         self._used += num_blocks
         add = self.blocks.add
         taken = []
-        for block_id in ids:
+        for block_id in (*ids, *(block.block_id for block in again)):
             block = KVCacheBlock(block_id, pool=self)
             block.ref_cnt = 1
             add(block)
@@ -172,36 +193,36 @@ class ElasticBlockPool(BlockPool):  # type: ignore[misc]  # vLLM has no type inf
             block.block_id for block in blocks if block.ref_cnt == 0 and not block.is_null
         )
         if revived:
-            self._memory.touch(list(revived))
             self._used += len(revived)
+            cached = [block_id for block_id in revived if not self._held_back.take(block_id)]
+            if cached:
+                self._memory.touch(cached)
         for block in blocks:
+            if block.is_null:
+                continue
             block.ref_cnt += 1
             if self.metrics_collector:
                 self.metrics_collector.on_block_accessed(block)
 
     def free_blocks(self, ordered_blocks: Iterable[Any]) -> None:
         """Refer to blocks once less; the first of them is the first to be evicted later."""
-        free: list[int] = []
-        cached: list[int] = []
+        unused: list[Any] = []
         others: dict[Any, list[Any]] = {}
         for block in ordered_blocks:
             if block.pool is not None and block.pool is not self:
                 others.setdefault(block.pool, []).append(block)
                 continue
-            block.ref_cnt -= 1
-            if block.ref_cnt != 0 or block.is_null:
+            if block.is_null:
                 continue
-            if self.enable_caching and block.block_hash is not None:
-                cached.append(block.block_id)
-            else:
-                free.append(block.block_id)
-        self._used -= len(free) + len(cached)
-        if free:
-            for block_id in free:
-                self.blocks.drop(block_id)
-            self._memory.free(free)
-        if cached:
-            self._memory.cache(cached)
+            block.ref_cnt -= 1
+            if block.ref_cnt == 0:
+                unused.append(block)
+        self._used -= len(unused)
+        if newest := self._steps.newest:
+            for block in unused:
+                self._held_back.add(block, newest)
+        else:
+            self._give_back(unused)
         if self._depth:
             # A preemption, while the limit is being lowered or the bound on cached blocks is met.
             self._follow_changes()
@@ -233,7 +254,7 @@ class ElasticBlockPool(BlockPool):  # type: ignore[misc]  # vLLM has no type inf
                 if block is None:
                     continue
                 self._maybe_evict_cached_block(block)
-                if block.ref_cnt == 0 and not block.is_null:
+                if block.ref_cnt == 0 and not block.is_null and block_id not in self._held_back:
                     free.append(block_id)
             self._release(free)
 
@@ -251,7 +272,8 @@ class ElasticBlockPool(BlockPool):  # type: ignore[misc]  # vLLM has no type inf
                 self._notify_reuse([self.blocks[block_id] for block_id in self._reuse_watchers])
             for block in self.blocks:
                 block.reset_hash()
-            self._release([block_id for block_id in self.blocks.ids() if block_id != 0])
+            waiting = self._held_back
+            self._release([id_ for id_ in self.blocks.ids() if id_ != 0 and id_ not in waiting])
             if self.metrics_collector:
                 self.metrics_collector.reset()
             if self.enable_kv_cache_events:
@@ -261,17 +283,17 @@ class ElasticBlockPool(BlockPool):  # type: ignore[misc]  # vLLM has no type inf
 
     def get_num_free_blocks(self) -> int:
         """How many blocks can be taken now; binding until the session ends, or a block is taken."""
-        return self._memory.available_mapped()
+        return self._memory.available_mapped() + len(self._held_back)
 
     def available_size(self) -> int:
         """How many blocks could be had now, by mapping pages too; says nothing of the future."""
-        return self._memory.available_size()
+        return self._memory.available_size() + len(self._held_back)
 
     def get_usage(self) -> float:
         """The part (0 to 1) of what may be used under the present limit that requests use."""
         if not self._used:
             return 0.0
-        return self._used / (self._used + self._memory.available_size())
+        return self._used / (self._used + self.available_size())
 
     # --- what the native pool did ---------------------------------------------------------------
 
@@ -290,6 +312,32 @@ class ElasticBlockPool(BlockPool):  # type: ignore[misc]  # vLLM has no type inf
                 self._maybe_evict_cached_block(block)
             if self._reuse_watchers:
                 self._notify_reuse([block])
+
+    def _give_back(self, blocks: list[Any]) -> None:
+        """Blocks that nobody refers to and no step uses: cached where they have contents."""
+        free: list[int] = []
+        cached: list[int] = []
+        for block in blocks:
+            if self.enable_caching and block.block_hash is not None:
+                cached.append(block.block_id)
+            else:
+                free.append(block.block_id)
+        if free:
+            for block_id in free:
+                self.blocks.drop(block_id)
+            self._memory.free(free)
+        if cached:
+            self._memory.cache(cached)
+
+    def _take_held_back(self, count: int) -> list[Any]:
+        """Up to `count` blocks that wait for a step, to be used anew: it comes before any use."""
+        if count <= 0:
+            return []
+        taken = self._held_back.take_any(count)
+        for block in taken:
+            self._maybe_evict_cached_block(block)
+            self.blocks.drop(block.block_id)
+        return taken
 
     def _release(self, block_ids: list[int]) -> None:
         """Give blocks back that are cached in the native pool but have no hash any more."""

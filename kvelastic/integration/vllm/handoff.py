@@ -6,11 +6,16 @@ from dataclasses import dataclass
 
 from kvelastic import _vmm
 
+HANDOFF = "kvelastic"
+"""Attribute of a worker's `KVCacheConfig` that has its `Handoff`; vLLM's own channel carries it
+along with the configuration."""
+
 
 @dataclass(frozen=True)
 class Handoff:
     """What a worker needs to attach: plain values that travel with its `KVCacheConfig`."""
 
+    rank: int
     segment_name: str
     segment_uuid: bytes
     pages: int

@@ -16,18 +16,8 @@ def refuse_configuration(vllm_config: Any) -> None:
     """Raise `UnsupportedEngineError` naming every setting of vLLM that is not covered."""
     parallel = vllm_config.parallel_config
     found: list[str] = []
-    if parallel.world_size != 1:
-        found.append(
-            f"{parallel.world_size} workers (tensor_parallel_size="
-            f"{parallel.tensor_parallel_size}, pipeline_parallel_size="
-            f"{parallel.pipeline_parallel_size}): one worker is covered so far"
-        )
     if parallel.data_parallel_size != 1:
         found.append(f"data_parallel_size={parallel.data_parallel_size}: 1 is covered so far")
-    if vllm_config.scheduler_config.async_scheduling:
-        found.append("async scheduling: start vLLM with --no-async-scheduling")
-    if vllm_config.speculative_config is not None:
-        found.append("speculative decoding")
     if vllm_config.kv_transfer_config is not None:
         found.append("a KV connector (--kv-transfer-config, --kv-offloading-size)")
     if getattr(vllm_config.attention_config, "hisparse_config", None) is not None:
@@ -39,34 +29,18 @@ def refuse_configuration(vllm_config: Any) -> None:
 
 
 def refuse_cache_configuration(config: Any) -> None:
-    """Raise `UnsupportedEngineError` if the KV cache that vLLM laid out is none that is covered."""
-    from vllm.v1.kv_cache_interface import AttentionSpec, UniformTypeKVCacheSpecs
-
-    if len(config.kv_cache_groups) != 1:
-        kinds = [type(group.kv_cache_spec).__name__ for group in config.kv_cache_groups]
-        _refuse([f"a model with {len(kinds)} KV cache groups ({', '.join(kinds)}): a hybrid model"])
-    spec = config.kv_cache_groups[0].kv_cache_spec
-    uniform = isinstance(spec, UniformTypeKVCacheSpecs)
+    """Raise `UnsupportedEngineError` if the KV cache has layers that are not covered."""
     found: list[str] = []
-    for layer in spec.kv_cache_specs.values() if uniform else [spec]:
-        name = type(layer).__name__
-        if not isinstance(layer, AttentionSpec):
-            found.append(f"layers of the kind {name}: only attention has blocks of KV")
-        elif not layer.has_layer_views:
-            found.append(f"layers of the kind {name}, which address their cache themselves")
-    strides = {tensor.block_stride for tensor in config.kv_cache_tensors}
-    if len(strides) != 1:
-        found.append(f"layers whose blocks differ in size ({sorted(strides)} bytes)")
-    for tensor in config.kv_cache_tensors:
-        if tensor.host_resident:
-            found.append("KV cache tensors in host memory")
-        elif tensor.layer_stride != tensor.block_stride * config.num_blocks:
-            found.append(
-                f"the layout {config.kv_cache_layout}, in which the blocks of a layer do not lie "
-                "side by side: set VLLM_KV_CACHE_LAYOUT=LBHNC"
-            )
-    if config.needs_kv_cache_zeroing:
-        found.append("a cache that vLLM zeroes block by block (mixed precision)")
+    for group in config.kv_cache_groups:
+        specs = getattr(group.kv_cache_spec, "kv_cache_specs", None)
+        found += [
+            f"layers of the kind {type(layer).__name__}, which address the KV cache's memory "
+            "themselves"
+            for layer in (specs.values() if specs else [group.kv_cache_spec])
+            if not layer.has_layer_views
+        ]
+    if any(tensor.host_resident for tensor in config.kv_cache_tensors):
+        found.append("KV cache tensors in host memory beside those on the device")
     _refuse(list(dict.fromkeys(found)))
 
 

@@ -1,9 +1,9 @@
 """The scheduler's half of an instance: segment, ring, pool and keeper, made for one KV cache.
 
-    instance = start_instance(vllm_config, kv_cache_config)   # once vLLM knows the cache's size
+    instance = start_instance(vllm_config, kv_cache_configs)  # once vLLM knows the cache's size
     instance.rewrite(config)                                  # each worker's config: paged layout
-    instance.handoff()                                        # where the worker attaches
-    instance.wait_for_workers()                               # after they have
+    instance.handoff(rank)                                    # where that worker attaches
+    instance.wait_for_workers()                               # after they all have
     ... instance.blocks ...                                   # through block_pool.ElasticBlockPool
     instance.close()
 
@@ -13,14 +13,18 @@ Knows of vLLM only the fields of its configuration; imports neither vLLM nor tor
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
+from functools import reduce
 from multiprocessing.util import Finalize
 from typing import Any
 
 from kvelastic import _vmm, config
 from kvelastic.device import host
 from kvelastic.errors import ConfigError
+from kvelastic.integration.vllm import cache_shape
+from kvelastic.integration.vllm.cache_shape import CacheShape
 from kvelastic.integration.vllm.handoff import Handoff
-from kvelastic.layout import PageLayout, vllm_placement
+from kvelastic.layout import PageLayout
 from kvelastic.pool import FOREVER_S, ElasticPool, open_pool
 from kvelastic.segment import Segment
 from kvelastic.sizes import format_size
@@ -32,11 +36,18 @@ class Instance:
     """One KV cache of one engine; made by `start_instance`, used by the engine core's thread."""
 
     def __init__(
-        self, pool: ElasticPool, layout: PageLayout, pages: int, num_blocks: int, timeout_s: float
+        self,
+        pool: ElasticPool,
+        shape: CacheShape,
+        layout: PageLayout,
+        pages: int,
+        num_blocks: int,
+        timeout_s: float,
     ) -> None:
         self.num_blocks = num_blocks
         """Blocks that vLLM was configured with, the null block counted."""
         self._pool = pool
+        self._shape = shape
         self._layout = layout
         self._pages = pages
         self._timeout_s = timeout_s
@@ -55,26 +66,14 @@ class Instance:
         return self._layout.id_span(self._pages)
 
     def rewrite(self, cache_config: Any) -> None:
-        """Turn a worker's `KVCacheConfig` into the paged layout: as many ids as the range has.
+        """Turn a worker's `KVCacheConfig` into the paged layout."""
+        cache_shape.rewrite(cache_config, self._shape, self._layout, self._pages)
 
-        The scheduler keeps its own copy, with the number of blocks that there really are.
-        """
-        tensors = cache_config.kv_cache_tensors
-        layers = sum(len(tensor.layers) for tensor in tensors)
-        placement = vllm_placement(self._layout, layers, self._pages)
-        first = 0
-        for tensor in tensors:
-            tensor.size = placement.size
-            tensor.offset = placement.offset + first * placement.layer_stride
-            tensor.layer_stride = placement.layer_stride
-            tensor.block_stride = placement.block_stride
-            first += len(tensor.layers)
-        cache_config.num_blocks = placement.num_blocks
-
-    def handoff(self) -> Handoff:
-        """What a worker needs to attach."""
+    def handoff(self, rank: int) -> Handoff:
+        """What the worker of this rank needs to attach."""
         layout = self._layout
         return Handoff(
+            rank=rank,
             segment_name=self._pool.name,
             segment_uuid=self._pool.segment.record.read_header()["uuid"],
             pages=self._pages,
@@ -87,9 +86,9 @@ class Instance:
         )
 
     def wait_for_workers(self) -> None:
-        """Return once the worker serves the ring and page 0, the null block's, is mapped.
+        """Return once every worker serves the ring and page 0, the null block's, is mapped.
 
-        Raises `ChannelError` if it does neither within `KVELASTIC_IPC_TIMEOUT`.
+        Raises `ChannelError`, naming the rank, if one does neither within `KVELASTIC_IPC_TIMEOUT`.
         """
         ring = self._pool.memory
         assert isinstance(ring, _vmm.Ring)
@@ -102,17 +101,32 @@ class Instance:
             "Ready as %s: kvctl list shows it, kvctl limit changes its limit.", self._pool.name
         )
 
+    def sleep(self) -> None:
+        """Hold no memory until `wake()`; no request may be running. Blocks while it is unmapped."""
+        state = self.blocks.sleep()
+        if state["mapped_bytes"]:
+            _log.warning(
+                "Asleep, but %s of KV cache are still held: something uses blocks of it. They go "
+                "when it ends.",
+                format_size(state["mapped_bytes"]),
+            )
+
+    def wake(self) -> None:
+        """Hand out blocks again, within the limit as it was. Takes no memory yet."""
+        self.blocks.wake()
+
     def close(self) -> None:
-        """Stop, and remove the segment. Waits for no worker: it may be gone. Safe to call twice."""
+        """Stop, and remove the segment. Waits for no worker: one may be gone. Safe to repeat."""
         self._at_exit.cancel()
         self._pool.close()
 
 
-def start_instance(vllm_config: Any, cache_config: Any) -> Instance:
-    """Make the instance for a cache of one group, whose layout is layer by layer.
+def start_instance(vllm_config: Any, cache_configs: Sequence[Any]) -> Instance:
+    """Make the instance for a cache, of which every worker (rank) has a configuration.
 
-    Raises `LayoutError` if a block fits no page, `ConfigError` for a limit that cannot be kept,
-    and `SegmentError` if the name is taken by a live instance.
+    Raises `UnsupportedEngineError` for a placement that is not known, `LayoutError` if a block fits
+    no page, `ConfigError` for a limit that cannot be kept, and `SegmentError` if the name is taken
+    by a live instance.
     """
     settings = config.load()
     if settings.device.startswith("cuda"):
@@ -120,54 +134,64 @@ def start_instance(vllm_config: Any, cache_config: Any) -> Instance:
             f"KVELASTIC_DEVICE={settings.device!r} does not fit vLLM on the CPU: set it to host or "
             "auto, or leave it unset."
         )
-    tensors = cache_config.kv_cache_tensors
+    shape = reduce(CacheShape.joined, map(cache_shape.shape_of, cache_configs))
     layout = PageLayout.solve(
-        tensors[0].block_stride,
-        sum(len(tensor.layers) for tensor in tensors),
+        shape.block_bytes,
+        shape.buffers,
         page_size_bytes=settings.page_size_bytes,
         per_buffer=not settings.contiguous_layout,
     )
-    num_blocks = cache_config.num_blocks
-    pages = _pages(settings, layout, num_blocks)
+    num_blocks = cache_configs[0].num_blocks
+    ranks = len(cache_configs)
+    pages = _pages(settings, layout, num_blocks, ranks)
     timeout_s = FOREVER_S if settings.ipc_timeout_s is None else settings.ipc_timeout_s
 
     def ring(segment: Segment, geometry: _vmm.Geometry) -> _vmm.Ring:
-        return _vmm.Ring.create(segment.record, geometry, timeout_s)
+        return _vmm.Ring.create(segment.record, geometry, timeout_s, ranks)
 
     pool = open_pool(
         settings,
         layout,
         pages,
         num_blocks=num_blocks,
-        block_tokens=cache_config.kv_cache_groups[0].kv_cache_spec.block_size,
+        block_tokens=_block_tokens(cache_configs[0]),
         engine="vLLM",
         model=_model_name(vllm_config),
         device=host(settings),
         memory=ring,
         movable=True,
+        page_copies=ranks,
     )
     _log.info(
-        "KV cache of %d blocks, in at most %d pages of %s with %d blocks each (%.1f%% padding).",
+        "KV cache of %d blocks%s, in at most %d pages of %s with %d blocks each (%.1f%% padding).",
         num_blocks,
+        f" over {ranks} workers" if ranks > 1 else "",
         pages,
-        format_size(layout.page_bytes),
+        format_size(layout.page_bytes * ranks),
         layout.blocks_per_page,
         100 * layout.padding_fraction,
     )
-    return Instance(pool, layout, pages, num_blocks, timeout_s)
+    return Instance(pool, shape, layout, pages, num_blocks, timeout_s)
 
 
-def _pages(settings: config.Config, layout: PageLayout, num_blocks: int) -> int:
+def _block_tokens(cache_config: Any) -> int:
+    """Tokens of a block; where groups differ, of the one that has the fewest."""
+    tokens = min(group.kv_cache_spec.block_size for group in cache_config.kv_cache_groups)
+    return max(int(tokens), 1)
+
+
+def _pages(settings: config.Config, layout: PageLayout, num_blocks: int, ranks: int) -> int:
+    page_cost_bytes = layout.page_bytes * ranks
     wanted = layout.pages_for_blocks(num_blocks)
-    most = settings.host_memory_bytes // layout.page_bytes
+    most = settings.host_memory_bytes // page_cost_bytes
     if wanted <= most:
         return wanted
     _log.warning(
         "vLLM wants %s of KV cache, and KVELASTIC_HOST_MEMORY has room for %d pages of %s. "
         "Requests that need more than that will wait until they are aborted.",
-        format_size(wanted * layout.page_bytes),
+        format_size(wanted * page_cost_bytes),
         most,
-        format_size(layout.page_bytes),
+        format_size(page_cost_bytes),
     )
     return max(most, 1)
 

@@ -8,6 +8,7 @@ from typing import Protocol
 
 from kvelastic import engine_versions
 from kvelastic.errors import UnsupportedEngineError
+from kvelastic.integration.vllm.hooks import Hook
 
 _log = logging.getLogger("kvelastic.vllm")
 
@@ -17,6 +18,9 @@ SERIES: dict[str, str] = engine_versions.VLLM
 
 class Adapter(Protocol):
     """What the module of a version offers."""
+
+    HOOKS: tuple[Hook, ...]
+    """What is hooked, for those who want to show it."""
 
     def arm(self) -> None:
         """Patch vLLM's modules as they are imported; again does nothing."""

@@ -59,17 +59,19 @@ class WorkerMemory:
             )
 
     def check_views(self, views: Sequence[torch.Tensor], num_blocks: int) -> None:
-        """Raise `EngineError` unless every layer's view lies in the arena, a block an id."""
+        """Raise `EngineError` unless every layer's view lies in the arena, with all ids in it.
+
+        A view may count kernel blocks, several to an id, where the kernel wants smaller ones.
+        """
         first = self._arena.address
         last = first + self._arena.range_bytes
         for layer, view in enumerate(views):
             if not first <= view.data_ptr() < last:
                 raise EngineError(f"the KV cache of layer {layer} does not lie in the arena")
-            if view.shape[0] != num_blocks:
+            if view.shape[0] % num_blocks != 0:
                 raise EngineError(
-                    f"the KV cache of layer {layer} has {view.shape[0]} blocks, expected "
-                    f"{num_blocks}: vLLM splits its blocks for this attention kernel, which "
-                    "kvelastic does not cover. Choose --block-size as the kernel wants it."
+                    f"the KV cache of layer {layer} has {view.shape[0]} blocks, expected a "
+                    f"multiple of {num_blocks}. Please report this with the model's name."
                 )
 
     def close(self) -> None:
@@ -84,7 +86,7 @@ def attach(handoff: Handoff) -> WorkerMemory:
     """Reserve the range and begin to carry out the scheduler's commands.
 
     Raises `SegmentError` if the scheduler's segment is gone, `DriverError` if the addresses cannot
-    be reserved, and `ChannelError` if another worker serves this ring.
+    be reserved, and `ChannelError` if another worker is this rank already.
     """
     seg = segment.open_writable(handoff.segment_name)
     try:
@@ -95,7 +97,7 @@ def attach(handoff: Handoff) -> WorkerMemory:
             )
         arena = _vmm.Range.reserve(_vmm.HostDriver(), handoff.geometry())
         with _every_processor():
-            ring_worker = _vmm.RingWorker.start(seg.record, arena)
+            ring_worker = _vmm.RingWorker.start(seg.record, arena, handoff.rank)
     except BaseException:
         seg.close()
         raise

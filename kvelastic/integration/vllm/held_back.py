@@ -1,0 +1,81 @@
+"""Blocks that were given back while a step that may still use them is on its way.
+
+With asynchronous scheduling or pipeline stages vLLM schedules a step before the one before it has
+ended. A request that ends (or is preempted) then gives its blocks back although a worker may still
+write to them. Stock vLLM does not mind: the next user's writes come after in the same stream. Here
+the page could be unmapped, or the contents moved, under that worker. So such a block stays *used*
+for the native pool, where nothing happens to it, until every step has ended that was on its way
+when it was given back. vLLM itself may have it again at once, as it always could::
+
+    schedule 7 | schedule 8 | 7 ends: request gives block 5 back | 8 ends: block 5 is free
+                              (held back: step 8 is on its way)
+
+Pure bookkeeping over any block objects; used by the scheduler's thread only.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class StepsOnTheirWay:
+    """Which steps are scheduled and have not ended. They end in the order they began."""
+
+    def __init__(self) -> None:
+        self._newest = 0
+        self._ended = 0
+
+    def begin(self) -> int:
+        """A step was scheduled; returns its number, 1 or more."""
+        self._newest += 1
+        return self._newest
+
+    def end(self, step: int) -> None:
+        """The workers have carried out `step`, and with it all before it."""
+        self._ended = max(self._ended, step)
+
+    @property
+    def newest(self) -> int:
+        """The newest step that is on its way; 0: none is."""
+        return self._newest if self._newest > self._ended else 0
+
+    @property
+    def ended(self) -> int:
+        """The newest step that has ended."""
+        return self._ended
+
+
+class HeldBack:
+    """The blocks that wait, by id, each with the step that it waits for; the oldest first."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[int, tuple[Any, int]] = {}
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def __contains__(self, block_id: int) -> bool:
+        return block_id in self._waiting
+
+    def add(self, block: Any, step: int) -> None:
+        """`block` was given back while `step` was the newest on its way."""
+        self._waiting[block.block_id] = (block, step)
+
+    def take(self, block_id: int) -> bool:
+        """The block is wanted again; False if it does not wait."""
+        return self._waiting.pop(block_id, None) is not None
+
+    def take_any(self, count: int) -> list[Any]:
+        """Take `count` blocks to be used anew, those without worth (no hash) first."""
+        ordered = sorted(self._waiting.values(), key=lambda entry: entry[0].block_hash is not None)
+        taken = [block for block, _ in ordered[:count]]
+        for block in taken:
+            del self._waiting[block.block_id]
+        return taken
+
+    def take_ended(self, step: int) -> list[Any]:
+        """Take the blocks that waited for `step` or an earlier one."""
+        ended = [block for block, until in self._waiting.values() if until <= step]
+        for block in ended:
+            del self._waiting[block.block_id]
+        return ended

@@ -1,0 +1,83 @@
+"""What is hooked into vLLM, as data: where, by which wrapper, and why.
+
+    Hook(CORE, "vllm.v1.executor.abstract:Executor.sleep", wrapper, "give the KV cache back")
+
+A wrapper is called as `wrapper(original, *args, **kwargs)` in the place of the function or class
+at that path. The hooks of a room are set when vLLM imports the module that the room is named by,
+after everything they touch was probed; `kvctl doctor` lists them, and the log says which were set.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from types import ModuleType
+from typing import Any
+
+from kvelastic.integration.vllm.late_import import when_imported
+
+_log = logging.getLogger("kvelastic.vllm")
+
+FRONT_END = "vllm.v1.engine.utils"
+"""The process that started the engine core: the API server, or the user's program."""
+ENGINE_CORE = "vllm.v1.engine.core"
+"""The scheduler's process."""
+WORKER = "vllm.v1.worker.gpu_worker"
+"""Every worker's process, whatever its device."""
+CPU_WORKER = "vllm.v1.worker.cpu_worker"
+"""A worker's process on the CPU."""
+
+
+@dataclass(frozen=True)
+class Hook:
+    """One function or class of vLLM that is wrapped."""
+
+    room: str
+    """The module whose import sets it: one of the names above."""
+    path: str
+    """`module:Class.method` or `module:name`."""
+    wrapper: Callable[..., Any]
+    why: str
+
+
+def arm(engine: str, hooks: Sequence[Hook], probes: dict[str, Callable[[], None]]) -> None:
+    """Set each room's hooks when vLLM imports its module, after the room's probe has passed.
+
+    A probe raises `UnsupportedEngineError` if vLLM is built differently; nothing of that room is
+    set then, and the import fails with it. Setting a hook twice does nothing.
+    """
+    for room in dict.fromkeys(hook.room for hook in hooks):
+        when_imported(room, functools.partial(_enter, engine, room, hooks, probes[room]))
+
+
+def _enter(
+    engine: str, room: str, hooks: Sequence[Hook], probe: Callable[[], None], _: ModuleType
+) -> None:
+    probe()
+    here = [hook for hook in hooks if hook.room == room]
+    for hook in here:
+        _set(hook)
+    _log.info(
+        "%s, %s: hooked %s.", engine, room, ", ".join(hook.path.split(":")[1] for hook in here)
+    )
+
+
+def _set(hook: Hook) -> None:
+    module, _, path = hook.path.partition(":")
+    *outer, name = path.split(".")
+    owner = functools.reduce(getattr, outer, import_module(module))
+    original = getattr(owner, name)
+    if not hasattr(original, "kvelastic_original"):
+        setattr(owner, name, _marked(original, hook.wrapper))
+
+
+def _marked(original: Callable[..., Any], wrapper: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original, updated=())
+    def patched(*args: Any, **kwargs: Any) -> Any:
+        return wrapper(original, *args, **kwargs)
+
+    patched.kvelastic_original = original  # type: ignore[attr-defined]
+    return patched

@@ -1,0 +1,192 @@
+"""Wrappers for the engine core's process: the scheduler, and the executor that leads the workers.
+
+What is kept where: an executor has its `Instance` (`kvelastic_instance`), a scheduler's block pool
+is an `ElasticBlockPool`, a step's output carries the step's number (`kvelastic_step`).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from kvelastic.integration.vllm.handoff import HANDOFF
+from kvelastic.integration.vllm.starvation import NAP_S, Starvation
+
+if TYPE_CHECKING:
+    from kvelastic.integration.vllm.scheduler_side import Instance
+
+_KV_CACHE = "kv_cache"
+"""vLLM's tag of the KV cache's memory, for sleep and wake."""
+
+_waiting_instance: Instance | None = None
+"""Made before the workers start; the next block pool of this process takes it."""
+
+
+# --- the executor: an instance's life ---------------------------------------------------------
+
+
+def executor_init(
+    original: Callable[..., Any], executor: Any, vllm_config: Any, *args: Any, **kwargs: Any
+) -> None:
+    """Refuse what is not covered, before a worker is started or a model is loaded."""
+    from kvelastic.integration.vllm.refusals import refuse_configuration
+
+    refuse_configuration(vllm_config)
+    original(executor, vllm_config, *args, **kwargs)
+
+
+def executor_initialize(
+    original: Callable[..., Any], executor: Any, kv_cache_configs: list[Any]
+) -> None:
+    """Make the instance; give each worker the paged layout and where to attach."""
+    from kvelastic.integration.vllm import scheduler_side
+    from kvelastic.integration.vllm.refusals import refuse_cache_configuration
+
+    global _waiting_instance
+    # A stage without attention, or a model without it, has no KV cache and no part in this.
+    with_cache = [config for config in kv_cache_configs if config.kv_cache_tensors]
+    if not with_cache:
+        original(executor, kv_cache_configs)
+        return
+    for config in with_cache:
+        refuse_cache_configuration(config)
+    vllm_config = executor.vllm_config
+    instance = scheduler_side.start_instance(vllm_config, with_cache)
+    try:
+        for rank, config in enumerate(with_cache):
+            instance.rewrite(config)
+            setattr(config, HANDOFF, instance.handoff(rank))
+        original(executor, kv_cache_configs)
+        instance.wait_for_workers()
+    except BaseException:
+        instance.close()
+        raise
+    executor.kvelastic_instance = instance
+    # In one process with its worker, the scheduler would read the span of ids here.
+    vllm_config.cache_config.num_gpu_blocks = instance.num_blocks
+    _waiting_instance = instance
+
+
+def engine_core_shutdown(original: Callable[..., Any], core: Any) -> None:
+    """Close the instance."""
+    global _waiting_instance
+    executor = core.model_executor
+    try:
+        original(core)
+    finally:
+        _waiting_instance = None
+        instance = _instance_of(executor)
+        if instance is not None:
+            instance.close()
+
+
+def _instance_of(executor: Any) -> Instance | None:
+    return getattr(executor, "kvelastic_instance", None)
+
+
+# --- the executor: sleep and wake -------------------------------------------------------------
+
+
+def executor_sleep(original: Callable[..., Any], executor: Any, *args: Any, **kwargs: Any) -> None:
+    """Give the whole KV cache back, after the workers have put aside what vLLM itself manages."""
+    original(executor, *args, **kwargs)
+    instance = _instance_of(executor)
+    if instance is not None:
+        instance.sleep()
+
+
+def executor_wake_up(
+    original: Callable[..., Any], executor: Any, tags: list[str] | None = None
+) -> None:
+    """Let blocks be handed out again; their memory comes with the requests that need it."""
+    instance = _instance_of(executor)
+    if instance is not None and (tags is None or _KV_CACHE in tags):
+        instance.wake()
+    original(executor, tags)
+
+
+def executor_discard(original: Callable[..., Any], executor: Any, tags: tuple[str, ...]) -> None:
+    """Give the KV cache back alone (`release_kv_cache_memory`); workers keep nothing of it."""
+    instance = _instance_of(executor)
+    others = tuple(tag for tag in tags if tag != _KV_CACHE)
+    if instance is None or len(others) == len(tags):
+        original(executor, tags)
+        return
+    if others:
+        original(executor, others)
+    instance.sleep()
+    executor.sleeping_tags |= {_KV_CACHE}
+
+
+# --- the scheduler ----------------------------------------------------------------------------
+
+
+def make_block_pool(block_pool: Any, num_gpu_blocks: int, *args: Any, **kwargs: Any) -> Any:
+    """What `BlockPool(...)` means in the scheduler: the elastic one, once for each instance."""
+    from kvelastic.integration.vllm.block_pool import ElasticBlockPool
+
+    global _waiting_instance
+    instance, _waiting_instance = _waiting_instance, None
+    if instance is None:
+        return block_pool(num_gpu_blocks, *args, **kwargs)
+    return ElasticBlockPool(
+        num_gpu_blocks, *args, memory=instance.blocks, id_span=instance.id_span, **kwargs
+    )
+
+
+def blocks_needed(original: Callable[..., Any], coordinator: Any, *args: Any, **kwargs: Any) -> int:
+    """Have memory mapped before vLLM checks what is free."""
+    needed: int = original(coordinator, *args, **kwargs)
+    prepare = getattr(coordinator.block_pool, "prepare", None)
+    if needed > 0 and prepare is not None:
+        prepare(needed)
+    return needed
+
+
+def schedule(original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any) -> Any:
+    """One session of the pool; the step that comes of it is on its way from here."""
+    pool = _elastic_pool(scheduler)
+    if pool is None:
+        return original(scheduler, *args, **kwargs)
+    pool.headroom = scheduler.kv_cache_manager.watermark_blocks
+    with pool.session():
+        output = original(scheduler, *args, **kwargs)
+    output.kvelastic_step = pool.step_begins()
+    starved = pool.fell_short and output.total_num_scheduled_tokens == 0
+    pool.starvation = Starvation(scheduler) if starved else None
+    return output
+
+
+def update_from_output(
+    original: Callable[..., Any], scheduler: Any, scheduler_output: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """The workers have carried this step out: what was held back for it is free now."""
+    pool = _elastic_pool(scheduler)
+    step = getattr(scheduler_output, "kvelastic_step", None)
+    if pool is not None and step is not None:
+        pool.step_ends(step)
+    return original(scheduler, scheduler_output, *args, **kwargs)
+
+
+def step(original: Callable[..., Any], core: Any) -> Any:
+    """Take a nap instead of an empty step while nothing can run for want of memory."""
+    pool = _elastic_pool(core.scheduler)
+    if pool is None or pool.starvation is None or pool.starvation.is_over():
+        return original(core)
+    time.sleep(NAP_S)
+    return {}, False
+
+
+def step_with_batch_queue(original: Callable[..., Any], core: Any) -> Any:
+    """As `step`, where nothing is on its way that could end meanwhile."""
+    pool = _elastic_pool(core.scheduler)
+    if core.batch_queue or pool is None or pool.starvation is None or pool.starvation.is_over():
+        return original(core)
+    time.sleep(NAP_S)
+    return None, False
+
+
+def _elastic_pool(scheduler: Any) -> Any | None:
+    pool = getattr(getattr(scheduler, "kv_cache_manager", None), "block_pool", None)
+    return pool if hasattr(pool, "prepare") else None

@@ -1,0 +1,42 @@
+"""Wrappers for the process that started the engine core (the API server)."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+_KILLED_WAIT_S = 5.0
+"""How long a killed process may take until it is gone, at most."""
+_LOOK_S = 0.01
+
+
+def shutdown_engine_cores(
+    original: Callable[..., Any], procs: list[Any], *args: Any, **kwargs: Any
+) -> None:
+    """Remove what a killed engine core left.
+
+    vLLM gives its engine core no time to end (--shutdown-timeout 0) and kills it.
+    """
+    try:
+        original(procs, *args, **kwargs)
+    finally:
+        from kvelastic import segment
+
+        for process in procs:
+            process.join(_KILLED_WAIT_S)
+        segment.reap()
+        _leave_ledgers({process.pid for process in procs})
+
+
+def _leave_ledgers(engine_cores: set[int]) -> None:
+    """A member lives as long as its workers, which end a moment after a killed engine core."""
+    from kvelastic import ledger
+
+    end_s = time.monotonic() + _KILLED_WAIT_S
+    while True:
+        ledger.reap()
+        members = {member.pid for info in ledger.list_ledgers() for member in info.members}
+        if not members & engine_cores or time.monotonic() >= end_s:
+            return
+        time.sleep(_LOOK_S)

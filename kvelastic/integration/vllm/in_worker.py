@@ -1,0 +1,63 @@
+"""Wrappers for a worker's process."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from kvelastic.integration.vllm.handoff import HANDOFF
+
+_log = logging.getLogger("kvelastic.vllm")
+
+
+def initialize_from_config(original: Callable[..., Any], worker: Any, kv_cache_config: Any) -> None:
+    """Answer the one KV allocation with the arena."""
+    handoff = getattr(kv_cache_config, HANDOFF, None)
+    if handoff is None:
+        original(worker, kv_cache_config)
+        return
+    from kvelastic.integration.vllm import worker_side
+
+    memory = worker_side.attach(handoff)
+    worker.kvelastic_memory = memory
+    with memory.as_kv_allocation():
+        original(worker, kv_cache_config)
+    memory.check_views(worker.model_runner.kv_caches, kv_cache_config.num_blocks)
+
+
+def shutdown(original: Callable[..., Any], worker: Any) -> None:
+    """Detach."""
+    try:
+        original(worker)
+    finally:
+        memory = getattr(worker, "kvelastic_memory", None)
+        if memory is not None:
+            memory.close()
+
+
+def cpu_sleep(original: Callable[..., Any], worker: Any, level: int = 1) -> None:
+    """On the CPU vLLM frees nothing and says so; the KV cache, kvelastic has freed."""
+    if getattr(worker, "kvelastic_memory", None) is None:
+        original(worker, level)
+    else:
+        _log.info("Asleep: no KV cache is held; weights stay in memory on the CPU.")
+
+
+def cpu_wake_up(original: Callable[..., Any], worker: Any, tags: list[str] | None = None) -> None:
+    """The other half of `cpu_sleep`."""
+    if getattr(worker, "kvelastic_memory", None) is None:
+        original(worker, tags)
+
+
+def memory_node_info(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Say that all of the machine's memory is available.
+
+    vLLM sizes its KV cache by what is free when it starts, and refuses to start with less than it
+    was told to use. With kvelastic a cache is addresses: what is free now says nothing, since other
+    models give memory back, and running out is a request that waits.
+    """
+    info = copy.copy(original(*args, **kwargs))
+    info.available_memory = info.total_memory
+    return info
