@@ -159,6 +159,8 @@ class PackageFacts:
     """Distribution and version; `unknown` for one that can be imported and has no metadata."""
     vllm_plugins: tuple[str, ...] = ()
     """Names of the entry points that vLLM will find."""
+    vllm_hooks: tuple[str, ...] = ()
+    """What kvelastic wraps in the vLLM that is installed; empty for one that it does not serve."""
 
     def version(self, name: str) -> str | None:
         """The version of a distribution that was asked for; None if it is not installed."""

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import sys
-from importlib import metadata
+from importlib import import_module, metadata
 from importlib.util import find_spec
 from typing import Final
 
+from kvelastic import engine_versions
 from kvelastic.doctor.facts import PackageFacts
 
 # Distribution, and the module that it brings; a module in a namespace package is not looked for.
@@ -30,12 +31,26 @@ def gather_packages() -> PackageFacts:
         native_error = ""
     except ImportError as error:
         native_error = str(error)
+    versions = {name: _version(name, module) for name, module in _WANTED.items()}
     return PackageFacts(
         python=(sys.version_info.major, sys.version_info.minor, sys.version_info.micro),
         native_error=native_error,
-        versions=tuple((name, _version(name, module)) for name, module in _WANTED.items()),
+        versions=tuple(versions.items()),
         vllm_plugins=tuple(sorted({point.name for point in _vllm_plugins()})),
+        vllm_hooks=_vllm_hooks(versions["vllm"] or ""),
     )
+
+
+def _vllm_hooks(version: str) -> tuple[str, ...]:
+    """By the table of the module that serves this version; it imports no vLLM."""
+    series = engine_versions.series_of(version)
+    if series is None or series not in engine_versions.VLLM:
+        return ()
+    try:
+        table = import_module(engine_versions.VLLM[series]).HOOKS
+    except ImportError:  # the native module is missing, which another finding tells
+        return ()
+    return tuple(hook.path.partition(":")[2] for hook in table)
 
 
 def _version(distribution: str, module: str) -> str | None:

@@ -18,6 +18,7 @@ def engine_findings(facts: Facts) -> Iterator[Finding]:
     """`engines.*`."""
     yield _vllm(facts)
     yield _plugin(facts)
+    yield _hooks(facts)
     yield _sglang(facts)
     yield _kvcached(facts)
 
@@ -66,6 +67,14 @@ def _plugin(facts: Facts) -> Finding:
             "add kvelastic to VLLM_PLUGINS, or unset it",
         )
     return Finding(check, "ok", "vLLM finds kvelastic among its plugins", "")
+
+
+def _hooks(facts: Facts) -> Finding:
+    check, hooks = "engines.hooks", facts.packages.vllm_hooks
+    if not hooks:
+        return Finding(check, "ok", "nothing is hooked: no vLLM here that kvelastic serves", "")
+    when = "in" if facts.config.enabled else "with ENABLE_KVELASTIC=true in"
+    return Finding(check, "ok", f"{when} this vLLM are hooked: {', '.join(hooks)}", "")
 
 
 def _sglang(facts: Facts) -> Finding:

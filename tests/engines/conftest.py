@@ -53,6 +53,7 @@ def servers(tiny_model: Path, log_folder: Path, instance_name: str) -> Iterator[
         "KVELASTIC_MAX_CACHED_TOKENS": "-1",
         "KVELASTIC_IDLE_TRIM_SECONDS": "0.5",
         "KVELASTIC_SANITY_CHECK": "true",
+        "VLLM_SERVER_DEV_MODE": "1",  # /sleep and /wake_up
     }
     with (
         VllmServer(tiny_model, log_folder / "stock.log") as stock,
@@ -76,7 +77,7 @@ def elastic(servers: tuple, instance_name: str) -> Iterator:
 
     yield servers[1]
     if servers[1].process.poll() is None:
-        segment.wish(instance_name, limit_bytes=KV_BYTES, wait_s=5)
+        segment.wish(instance_name, limit_bytes=KV_BYTES, asleep=False, wait_s=5)
 
 
 @pytest.fixture

@@ -74,6 +74,8 @@ class Scheduler(RuleBasedStateMachine):
         self.requests: list[list] = []
         self.numbers = itertools.count(1)
         self.written: dict[int, int] = {}
+        self.on_their_way: list[tuple[int, set[int]]] = []
+        """Steps that were scheduled and have not ended, and the blocks that they may touch."""
 
     def at(self, block, buffer: int) -> slice:
         start = LAYOUT.offset_bytes(block.block_id, buffer, PAGES)
@@ -158,6 +160,20 @@ class Scheduler(RuleBasedStateMachine):
             assert self.pool.available_size() == available
             assert used <= set(self.pool.blocks.ids())
 
+    # --- steps, several of which may be on their way at once ------------------------------------
+
+    @precondition(lambda self: len(self.on_their_way) < 3)
+    @rule()
+    def step_begins(self) -> None:
+        in_use = {block.block_id for request in self.requests for block in request}
+        self.on_their_way.append((self.pool.step_begins(), in_use))
+
+    @precondition(lambda self: self.on_their_way)
+    @rule()
+    def step_ends(self) -> None:
+        step, _ = self.on_their_way.pop(0)
+        self.pool.step_ends(step)
+
     # --- what an operator does, at any time -----------------------------------------------------
 
     @rule(pages=st.integers(1, PAGES))
@@ -173,7 +189,7 @@ class Scheduler(RuleBasedStateMachine):
     @rule()
     def reset(self) -> None:
         assert self.pool.reset_prefix_cache() is (not any(self.requests))
-        if not any(self.requests):
+        if not any(self.requests) and not self.on_their_way:
             assert self.pool.blocks.ids() == [0]
 
     @rule(numbers=st.sets(st.integers(0, 20)))
@@ -192,7 +208,16 @@ class Scheduler(RuleBasedStateMachine):
             held = {block.block_id for request in self.requests for block in request}
             used = {b.block_id for b in self.pool.blocks if b.ref_cnt > 0 and not b.is_null}
             assert used == held
-            idle = [b for b in self.pool.blocks if b.ref_cnt == 0 and not b.is_null]
+            waiting = self.pool.held_back_ids
+            idle = [
+                b
+                for b in self.pool.blocks
+                if b.ref_cnt == 0 and not b.is_null and b.block_id not in waiting
+            ]
+            assert self.on_their_way or not waiting
+            assert not waiting & held
+            for _, may_touch in self.on_their_way:
+                assert all(self.arena.is_mapped(LAYOUT.page_of(id_)) for id_ in may_touch)
             assert all(block.block_hash is not None for block in idle)
             assert len(idle) == self.memory.stats()["blocks_cached"]
             assert 0 <= self.pool.get_usage() <= 1
@@ -214,6 +239,8 @@ class Scheduler(RuleBasedStateMachine):
                 assert find(self.pool, number) is not None
 
     def teardown(self) -> None:
+        while self.on_their_way:
+            self.step_ends()
         for request in self.requests:
             self.pool.free_blocks(request)
         self.pool.reset_prefix_cache()
@@ -229,6 +256,47 @@ Scheduler.TestCase.settings = settings(
     suppress_health_check=list(HealthCheck),
 )
 test_random_calls_in_the_order_of_a_scheduler = Scheduler.TestCase
+
+
+def test_a_block_given_back_under_a_step_stays_until_it_has_ended() -> None:
+    arena, memory = make_memory()
+    pool = make_pool(memory)
+    per_page = LAYOUT.blocks_per_page
+    with pool.session():
+        blocks = pool.get_new_blocks(3 * per_page)
+    first, second = pool.step_begins(), pool.step_begins()
+    pool.step_ends(first)
+    pool.free_blocks(blocks)  # the request has ended, and the second step still writes
+    memory.trim()
+    assert all(arena.is_mapped(LAYOUT.page_of(block.block_id)) for block in blocks)
+    assert memory.set_limit(LAYOUT.page_bytes)["state"] == "shrinking"
+    assert pool.available_size() >= len(blocks), "vLLM may have them again at once"
+    pool.step_ends(second)
+    memory.trim()
+    assert memory.mapped_bytes == LAYOUT.page_bytes
+    pool.check_integrity()
+
+
+def test_a_block_that_is_held_back_is_found_touched_and_taken_as_ever() -> None:
+    _, memory = make_memory()
+    pool = make_pool(memory)
+    with pool.session():
+        kept, lost = pool.get_new_blocks(2)
+        for number, block in enumerate((kept, lost)):
+            pool._insert_block_hash(key_of(number), block, num_tokens=32)
+        step = pool.step_begins()
+        pool.free_blocks([kept, lost])
+        assert find(pool, 0) is kept
+        pool.touch([kept])
+        assert pool.held_back_ids == {lost.block_id}
+        everything = pool.get_num_free_blocks()
+        memory.set_limit(memory.mapped_bytes)
+        taken = pool.get_new_blocks(pool.get_num_free_blocks())
+        assert lost.block_id in {block.block_id for block in taken}
+        assert find(pool, 1) is None
+        assert everything >= len(taken)
+        pool.step_ends(step)
+    pool.check_integrity()
 
 
 def test_the_tail_of_a_request_is_evicted_first() -> None:

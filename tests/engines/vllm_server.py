@@ -111,7 +111,10 @@ class VllmServer:
         raise AssertionError(f"vllm was not ready in {START_DEADLINE_S} s: {self.tail()}")
 
     def processes(self) -> dict[str, psutil.Process]:
-        """`api`, `core` and `worker`; also remembers them, to see later that they are gone."""
+        """`api`, `core`, `worker` (with several: `worker0`, `worker1`, too, by rank).
+
+        Also remembers them, to see later that they are gone.
+        """
         api = psutil.Process(self.process.pid)
         found = {"api": api}
         for child in api.children(recursive=True):
@@ -122,6 +125,8 @@ class VllmServer:
                     found["core"] = child
                 elif "Worker" in line:
                     found["worker"] = child
+                    if rank := re.search(r"Worker_TP(\d+)", line):
+                        found[f"worker{rank[1]}"] = child
         return found
 
     def stop(self) -> int:
@@ -189,10 +194,26 @@ class VllmServer:
         found = re.findall(r"^vllm:(\w+)\{[^}]*\} (\S+)$", text, re.MULTILINE)
         return {name: float(value) for name, value in found}
 
-    def _get(self, path: str) -> tuple[int, bytes]:
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=10)
+    def post(self, path: str) -> bytes:
+        """Ask for something that has no body, `/sleep?level=1` say; the answer must be 200."""
+        status, text = self._get(path, "POST", REQUEST_DEADLINE_S)
+        assert status == 200, text
+        return text
+
+    def connections(self) -> int:
+        """How many clients are connected."""
+        found = psutil.Process(self.process.pid).net_connections("tcp")
+        return sum(one.laddr.port == self.port and one.status == "ESTABLISHED" for one in found)
+
+    def is_sleeping(self) -> bool:
+        """What vLLM itself says."""
+        sleeping: bool = json.loads(self._get("/is_sleeping")[1])["is_sleeping"]
+        return sleeping
+
+    def _get(self, path: str, method: str = "GET", timeout_s: float = 10) -> tuple[int, bytes]:
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=timeout_s)
         try:
-            connection.request("GET", path)
+            connection.request(method, path)
             response = connection.getresponse()
             return response.status, response.read()
         finally:

@@ -6,6 +6,7 @@ import os
 import platform
 import random
 import resource
+import subprocess
 import sys
 from importlib import metadata
 from pathlib import Path
@@ -382,3 +383,14 @@ def test_a_mere_folder_of_that_name_is_no_package(monkeypatch, tmp_path):
 def test_kvelastics_own_plugin_is_found_here():
     assert "kvelastic" in gather_packages().vllm_plugins
     assert metadata.version("kvelastic")
+
+
+def test_the_hooks_are_those_of_the_table_without_importing_an_engine() -> None:
+    code = (
+        "import sys; from kvelastic.doctor import gather_packages as g;"
+        "found = g._vllm_hooks('0.32.0+cpu');"
+        "assert 'Scheduler.schedule' in found and 'Executor.sleep' in found, found;"
+        "assert g._vllm_hooks('0.33.1') and g._vllm_hooks('0.1.0') == () == g._vllm_hooks('');"
+        "assert not {'vllm', 'torch'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -151,6 +151,11 @@ class ElasticBlockPool(BlockPool):  # type: ignore[misc]  # vLLM has no type inf
         if self._held_back:
             self._give_back(self._held_back.take_ended(self._steps.ended))
 
+    @property
+    def held_back_ids(self) -> set[int]:
+        """The blocks that nobody refers to, and that a step on its way may still use."""
+        return self._held_back.ids()
+
     # --- what vLLM calls ------------------------------------------------------------------------
 
     def get_new_blocks(self, num_blocks: int) -> list[Any]:

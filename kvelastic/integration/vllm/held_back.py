@@ -57,6 +57,10 @@ class HeldBack:
     def __contains__(self, block_id: int) -> bool:
         return block_id in self._waiting
 
+    def ids(self) -> set[int]:
+        """Of the blocks that wait."""
+        return set(self._waiting)
+
     def add(self, block: Any, step: int) -> None:
         """`block` was given back while `step` was the newest on its way."""
         self._waiting[block.block_id] = (block, step)

@@ -1,0 +1,122 @@
+"""Sleep and wake: nothing held, nothing lost, the same tokens."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from vllm_server import Request, VllmServer, make_requests, worker_memory_bytes
+
+from kvelastic import segment
+
+pytestmark = pytest.mark.timeout(600)
+
+LONG = Request([7, 8, 9], 900)
+
+
+@pytest.fixture
+def awake(elastic: VllmServer) -> Iterator[VllmServer]:
+    """vLLM with kvelastic; woken again afterwards, whatever the test did."""
+    yield elastic
+    if elastic.process.poll() is None and elastic.is_sleeping():
+        elastic.post("/wake_up")
+
+
+def held_bytes(server: VllmServer, name: str) -> tuple[int, int]:
+    """What the segment says, and what the operating system says."""
+    mapped: int = segment.inspect(name).usage["mapped_bytes"]
+    return mapped, worker_memory_bytes(server.processes()["worker"])
+
+
+def wait_for(condition, seconds: float = 60.0) -> None:
+    end_s = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end_s, "it did not come"
+        time.sleep(0.02)
+
+
+def test_asleep_it_holds_nothing_and_awake_it_says_the_same(stock, awake, instance_name) -> None:
+    requests = make_requests(12, seed=21)
+    expected = stock.complete_all(requests)
+    assert awake.complete_all(requests) == expected
+    assert not awake.is_sleeping()
+    assert held_bytes(awake, instance_name)[0] > 0
+
+    awake.post("/sleep?level=1")
+    assert awake.is_sleeping()
+    assert held_bytes(awake, instance_name) == (0, 0)
+    assert segment.inspect(instance_name).usage["asleep"] == 1
+    awake.post("/sleep?level=1")  # again does nothing
+    assert held_bytes(awake, instance_name) == (0, 0)
+
+    awake.post("/wake_up")
+    assert not awake.is_sleeping()
+    assert segment.inspect(instance_name).usage["asleep"] == 0
+    assert awake.complete_all(requests) == expected
+    assert held_bytes(awake, instance_name)[0] > 0
+
+
+def test_weights_wake_first_and_the_cache_alone_does_not_serve(awake, instance_name) -> None:
+    awake.post("/sleep?level=1")
+    awake.post("/wake_up?tags=weights")
+    assert awake.is_sleeping()
+    assert segment.inspect(instance_name).usage["asleep"] == 1, "only the weights woke"
+    awake.post("/wake_up?tags=kv_cache")
+    assert not awake.is_sleeping()
+    assert segment.inspect(instance_name).usage["asleep"] == 0
+
+
+def test_level_0_keeps_the_cache(awake, instance_name) -> None:
+    awake.complete(Request([5, 6, 7], 40))
+    before = segment.inspect(instance_name).usage
+    awake.post("/sleep?level=0")
+    after = segment.inspect(instance_name).usage
+    assert after["asleep"] == 0
+    assert after["blocks_cached"] == before["blocks_cached"] > 0
+    awake.post("/wake_up?tags=scheduling")
+
+
+def test_a_request_that_arrives_asleep_is_answered_after_the_wake(
+    stock, awake, instance_name
+) -> None:
+    requests = make_requests(4, seed=22)
+    expected = stock.complete_all(requests)
+    awake.post("/sleep?level=1")
+    with ThreadPoolExecutor(len(requests)) as threads:
+        before = awake.connections()  # vLLM's own figures stand still while it is paused
+        answers = [threads.submit(awake.complete, request) for request in requests]
+        wait_for(lambda: awake.connections() == before + len(requests))
+        assert held_bytes(awake, instance_name) == (0, 0)
+        assert not any(answer.done() for answer in answers)
+        awake.post("/wake_up")
+        assert [answer.result(timeout=120) for answer in answers] == expected
+
+
+def test_the_operators_sleep_waits_for_what_runs_and_holds_up_what_comes(
+    stock, awake, instance_name
+) -> None:
+    later = Request([11, 12, 13], 30)
+    expected = stock.complete_all([LONG, later])
+    with ThreadPoolExecutor(2) as threads:
+        running = threads.submit(awake.complete, LONG)
+        wait_for(lambda: awake.metrics()["num_requests_running"] == 1)
+        answer = segment.wish(instance_name, asleep=True)
+        assert answer.state in {"shrinking", "applied"}
+        # Without another block the running request is preempted; it waits, and loses nothing.
+        wait_for(lambda: held_bytes(awake, instance_name) == (0, 0))
+        coming = threads.submit(awake.complete, later)
+        wait_for(lambda: awake.metrics()["num_requests_waiting"] == 2)
+        assert not awake.is_sleeping(), "vLLM itself knows nothing of it"
+        segment.wish(instance_name, asleep=False, wait_s=5)
+        assert [running.result(timeout=120), coming.result(timeout=120)] == expected
+
+
+def test_vllms_wake_ends_the_operators_sleep(stock, awake, instance_name) -> None:
+    request = Request([15, 16, 17], 20)
+    segment.wish(instance_name, asleep=True, wait_s=5)
+    awake.post("/sleep?level=1")
+    awake.post("/wake_up")
+    assert segment.inspect(instance_name).usage["asleep"] == 0
+    assert awake.complete(request) == stock.complete(request)
