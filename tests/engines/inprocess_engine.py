@@ -1,4 +1,4 @@
-"""Runs vLLM in this very process: `inprocess_engine.py MODEL REQUESTS_JSON TOKENS_JSON`."""
+"""vLLM without a server: `inprocess_engine.py MODEL REQUESTS_JSON TOKENS_JSON [RANKS]`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 
-def main(model: str, requests: str, tokens: str) -> None:
+def main(model: str, requests: str, tokens: str, ranks: str = "1") -> None:
     from vllm import LLM, SamplingParams
     from vllm_server import BLOCK_TOKENS, KV_BYTES, MAX_MODEL_TOKENS
 
@@ -18,6 +18,7 @@ def main(model: str, requests: str, tokens: str) -> None:
         max_model_len=MAX_MODEL_TOKENS,
         max_num_seqs=16,
         enforce_eager=True,
+        tensor_parallel_size=int(ranks),
         block_size=BLOCK_TOKENS,
         kv_cache_memory_bytes=KV_BYTES,
     )

@@ -76,6 +76,8 @@ class Scheduler(RuleBasedStateMachine):
         self.written: dict[int, int] = {}
         self.on_their_way: list[tuple[int, set[int]]] = []
         """Steps that were scheduled and have not ended, and the blocks that they may touch."""
+        self.transfers: list[dict[int, int]] = []
+        """What is read outside of any step: number by block id."""
 
     def at(self, block, buffer: int) -> slice:
         start = LAYOUT.offset_bytes(block.block_id, buffer, PAGES)
@@ -174,6 +176,24 @@ class Scheduler(RuleBasedStateMachine):
         step, _ = self.on_their_way.pop(0)
         self.pool.step_ends(step)
 
+    # --- transfers, which read blocks that nobody refers to any more ----------------------------
+
+    @precondition(lambda self: len(self.transfers) < 3)
+    @rule(data=st.data())
+    def transfer_begins(self, data) -> None:
+        with self.pool.session():
+            known = [number for number in self.written if find(self.pool, number) is not None]
+            chosen = data.draw(st.lists(st.sampled_from(known), max_size=6)) if known else []
+            reads = {find(self.pool, number).block_id: number for number in chosen}
+            self.pool.pin(reads)
+        self.transfers.append(reads)
+
+    @precondition(lambda self: self.transfers)
+    @rule(data=st.data(), later=st.booleans())
+    def transfer_ends(self, data, later: bool) -> None:
+        reads = self.transfers.pop(data.draw(st.integers(0, len(self.transfers) - 1)))
+        (self.pool.unpin_after_next_step if later else self.pool.unpin)(reads)
+
     # --- what an operator does, at any time -----------------------------------------------------
 
     @rule(pages=st.integers(1, PAGES))
@@ -189,7 +209,7 @@ class Scheduler(RuleBasedStateMachine):
     @rule()
     def reset(self) -> None:
         assert self.pool.reset_prefix_cache() is (not any(self.requests))
-        if not any(self.requests) and not self.on_their_way:
+        if not any(self.requests) and not self.pool.held_back_ids:
             assert self.pool.blocks.ids() == [0]
 
     @rule(numbers=st.sets(st.integers(0, 20)))
@@ -214,8 +234,17 @@ class Scheduler(RuleBasedStateMachine):
                 for b in self.pool.blocks
                 if b.ref_cnt == 0 and not b.is_null and b.block_id not in waiting
             ]
-            assert self.on_their_way or not waiting
             assert not waiting & held
+            if not self.on_their_way and not self.pool._unpin_later:
+                assert waiting <= {id_ for reads in self.transfers for id_ in reads}
+            for reads in self.transfers:
+                for id_, number in reads.items():
+                    assert self.arena.is_mapped(LAYOUT.page_of(id_)), "a pinned page stays"
+                    block = find(self.pool, number)
+                    # Unless vLLM itself has taken it for something else, it is where it was.
+                    if block is not None:
+                        assert block.block_id == id_
+                        assert self.read(block, 0) == number
             for _, may_touch in self.on_their_way:
                 assert all(self.arena.is_mapped(LAYOUT.page_of(id_)) for id_ in may_touch)
             assert all(block.block_hash is not None for block in idle)
@@ -239,6 +268,9 @@ class Scheduler(RuleBasedStateMachine):
                 assert find(self.pool, number) is not None
 
     def teardown(self) -> None:
+        for reads in self.transfers:
+            self.pool.unpin(reads)
+        self.on_their_way.append((self.pool.step_begins(), set()))
         while self.on_their_way:
             self.step_ends()
         for request in self.requests:
@@ -297,6 +329,50 @@ def test_a_block_that_is_held_back_is_found_touched_and_taken_as_ever() -> None:
         assert everything >= len(taken)
         pool.step_ends(step)
     pool.check_integrity()
+
+
+def test_a_pinned_block_is_neither_unmapped_nor_moved_until_it_is_unpinned() -> None:
+    arena, memory = make_memory()
+    pool = make_pool(memory)
+    per_page = LAYOUT.blocks_per_page
+    with pool.session():
+        blocks = pool.get_new_blocks(3 * per_page)
+    kept = blocks[2 * per_page]
+    for number, block in enumerate(blocks):
+        pool._insert_block_hash(key_of(number), block, num_tokens=32)
+    pool.pin([kept.block_id])
+    pool.pin([kept.block_id])
+    pool.free_blocks(blocks)
+    page = LAYOUT.page_of(kept.block_id)
+    state = memory.set_limit(LAYOUT.page_bytes)
+    assert state["state"] == "shrinking"
+    while memory.compact():
+        pass
+    assert arena.is_mapped(page)
+    assert pool.held_back_ids == {kept.block_id}
+    pool.unpin([kept.block_id])
+    assert arena.is_mapped(page), "one reader is left"
+    pool.unpin([kept.block_id])
+    assert memory.limit_state()["over_bytes"] == 0
+    assert not arena.is_mapped(page)
+    pool.check_integrity()
+
+
+def test_a_block_that_is_cached_already_can_be_pinned() -> None:
+    arena, memory = make_memory()
+    pool = make_pool(memory)
+    with pool.session():
+        (block,) = pool.get_new_blocks(1)
+        pool._insert_block_hash(key_of(1), block, num_tokens=32)
+        pool.free_blocks([block])
+        pool.pin([block.block_id])
+    memory.sleep()
+    assert arena.is_mapped(LAYOUT.page_of(block.block_id))
+    pool.unpin([block.block_id])
+    assert memory.mapped_bytes == 0
+    memory.wake()
+    with pool.session():
+        assert find(pool, 1) is None
 
 
 def test_the_tail_of_a_request_is_evicted_first() -> None:

@@ -131,13 +131,12 @@ def test_a_bad_variable_ends_the_server_with_its_name(tiny_model, log_folder) ->
     assert "KVELASTIC_PAGE_SIZE_MB='3' is not accepted" in text
 
 
-def test_what_is_not_covered_yet_ends_the_server_before_the_model_is_loaded(
+def test_what_is_not_covered_ends_the_server_before_the_model_is_loaded(
     tiny_model, log_folder
 ) -> None:
-    environment = {"ENABLE_KVELASTIC": "true", "VLLM_CPU_OMP_THREADS_BIND": "0|1"}
-    arguments = ["--tensor-parallel-size", "2"]
+    environment = {"ENABLE_KVELASTIC": "true"}
+    arguments = ["--data-parallel-size", "2"]
     log = log_folder / "parallel.log"
     text = refused_start(VllmServer(tiny_model, log, environment, arguments))
-    assert "2 workers (tensor_parallel_size=2, pipeline_parallel_size=1)" in text
+    assert "data_parallel_size=2: 1 is covered so far" in text
     assert "Loading model" not in text
-    assert "Worker_TP0" not in text

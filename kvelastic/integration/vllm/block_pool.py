@@ -105,6 +105,7 @@ class ElasticBlockPool(BlockPool):  # type: ignore[misc]  # vLLM has no type inf
         """Kept here for the engine's loop; see `in_engine_core.step`."""
         self._steps = StepsOnTheirWay()
         self._held_back = HeldBack()
+        self._unpin_later: list[tuple[int, list[int]]] = []
         self.blocks = LiveBlocks(id_span)
         self.blocks.add(self.null_block)
 
@@ -150,6 +151,36 @@ class ElasticBlockPool(BlockPool):  # type: ignore[misc]  # vLLM has no type inf
         self._steps.end(step)
         if self._held_back:
             self._give_back(self._held_back.take_ended(self._steps.ended))
+        while self._unpin_later and self._unpin_later[0][0] <= self._steps.ended:
+            self.unpin(self._unpin_later.pop(0)[1])
+
+    def pin(self, block_ids: Iterable[int]) -> None:
+        """Keep these blocks' memory where it is until `unpin`, whoever gives them back meanwhile.
+
+        For what reads blocks outside of any step. Counted. vLLM itself may have such a block again
+        at once, as it always could: a reader's own fence is for that.
+        """
+        ids = list(block_ids)
+        self._held_back.pin(ids)
+        # Given back before, and cached: the native pool could move or evict them.
+        cached = [
+            block
+            for block_id in ids
+            if (block := self.blocks.get(block_id)) is not None
+            and block.ref_cnt == 0
+            and block_id not in self._held_back
+        ]
+        if cached:
+            self._memory.touch([block.block_id for block in cached])
+            self._held_back.keep_pinned(cached)
+
+    def unpin(self, block_ids: Iterable[int]) -> None:
+        """Count one reader less; blocks that nobody else needs are free, or cached, now."""
+        self._give_back(self._held_back.unpin(block_ids))
+
+    def unpin_after_next_step(self, block_ids: Iterable[int]) -> None:
+        """The same once the step that is scheduled next has ended."""
+        self._unpin_later.append((self._steps.next, list(block_ids)))
 
     @property
     def held_back_ids(self) -> set[int]:
@@ -170,8 +201,7 @@ class ElasticBlockPool(BlockPool):  # type: ignore[misc]  # vLLM has no type inf
         again = self._take_held_back(lacking)
         ids = self._memory.alloc(num_blocks - len(again))
         if ids is None:
-            for block in again:
-                self._held_back.add(block, self._steps.newest)
+            self._put_aside(again)
             raise PoolExhaustedError(
                 f"Cannot get {num_blocks} free blocks from the pool: "
                 f"{self.available_size()} can be had. Raise the limit (kvctl limit) or "
@@ -223,11 +253,7 @@ class ElasticBlockPool(BlockPool):  # type: ignore[misc]  # vLLM has no type inf
             if block.ref_cnt == 0:
                 unused.append(block)
         self._used -= len(unused)
-        if newest := self._steps.newest:
-            for block in unused:
-                self._held_back.add(block, newest)
-        else:
-            self._give_back(unused)
+        self._put_aside(unused)
         if self._depth:
             # A preemption, while the limit is being lowered or the bound on cached blocks is met.
             self._follow_changes()
@@ -236,15 +262,16 @@ class ElasticBlockPool(BlockPool):  # type: ignore[misc]  # vLLM has no type inf
 
     def unpin_blocks(self, blocks: Iterable[Any], on_reuse: Callable[[Any], None]) -> None:
         """Refer once less to blocks whose contents somebody reads until `on_reuse` is called."""
-        readable: list[int] = []
+        ids = []
         for block in blocks:
             block.ref_cnt -= 1
             self._reuse_watchers[block.block_id] = on_reuse
             if block.ref_cnt == 0:
-                readable.append(block.block_id)
-        self._used -= len(readable)
-        if readable:
-            self._memory.cache(readable)
+                ids.append(block.block_id)
+        self._used -= len(ids)
+        # Who reads them is told before they are used anew, and by nobody else: so they stay.
+        self._held_back.pin(ids)
+        self._held_back.keep_pinned([self.blocks[block_id] for block_id in ids])
 
     def evict_blocks(self, block_ids: set[int]) -> None:
         """Drop these blocks' contents from the prefix cache; blocks in use stay in use."""
@@ -274,7 +301,7 @@ class ElasticBlockPool(BlockPool):  # type: ignore[misc]  # vLLM has no type inf
             self.cached_block_hash_to_block = BlockHashToBlockMap()
             self.cached_block_hashes_by_block.clear()
             if self._reuse_watchers:
-                self._notify_reuse([self.blocks[block_id] for block_id in self._reuse_watchers])
+                self._tell_readers([self.blocks[block_id] for block_id in self._reuse_watchers])
             for block in self.blocks:
                 block.reset_hash()
             waiting = self._held_back
@@ -315,11 +342,18 @@ class ElasticBlockPool(BlockPool):  # type: ignore[misc]  # vLLM has no type inf
                 self.blocks.add(successor)
             else:
                 self._maybe_evict_cached_block(block)
-            if self._reuse_watchers:
-                self._notify_reuse([block])
+
+    def _put_aside(self, blocks: list[Any]) -> None:
+        """Blocks that nobody refers to any more: held back while a step is on its way."""
+        if newest := self._steps.newest:
+            for block in blocks:
+                self._held_back.add(block, newest)
+        else:
+            self._give_back(blocks)
 
     def _give_back(self, blocks: list[Any]) -> None:
         """Blocks that nobody refers to and no step uses: cached where they have contents."""
+        blocks = self._held_back.keep_pinned(blocks)
         free: list[int] = []
         cached: list[int] = []
         for block in blocks:
@@ -339,10 +373,18 @@ class ElasticBlockPool(BlockPool):  # type: ignore[misc]  # vLLM has no type inf
         if count <= 0:
             return []
         taken = self._held_back.take_any(count)
+        if self._reuse_watchers:
+            self._tell_readers(taken)
         for block in taken:
             self._maybe_evict_cached_block(block)
             self.blocks.drop(block.block_id)
         return taken
+
+    def _tell_readers(self, blocks: list[Any]) -> None:
+        """Blocks that were unpinned with a watcher are about to lose their contents."""
+        watched = [block for block in blocks if block.block_id in self._reuse_watchers]
+        self._notify_reuse(watched)
+        self.unpin([block.block_id for block in watched])
 
     def _release(self, block_ids: list[int]) -> None:
         """Give blocks back that are cached in the native pool but have no hash any more."""

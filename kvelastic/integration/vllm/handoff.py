@@ -25,6 +25,8 @@ class Handoff:
     block_bytes: int
     blocks_per_page: int
     buffers_per_extent: int
+    vllm_block_bytes: int
+    """Bytes of a block in all layers of this worker, as vLLM itself counts them."""
 
     def geometry(self) -> _vmm.Geometry:
         """The native form of the layout."""

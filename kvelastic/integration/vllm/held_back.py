@@ -10,12 +10,20 @@ when it was given back. vLLM itself may have it again at once, as it always coul
     schedule 7 | schedule 8 | 7 ends: request gives block 5 back | 8 ends: block 5 is free
                               (held back: step 8 is on its way)
 
+A *pinned* block is one that something reads outside of any step: a transfer to another place.
+Given back, it waits in the same way, until it is unpinned.
+
 Pure bookkeeping over any block objects; used by the scheduler's thread only.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any, Final
+
+_UNPINNED: Final = 1 << 62
+"""In the place of the step that a block waits for: it waits until it is unpinned."""
 
 
 class StepsOnTheirWay:
@@ -40,6 +48,11 @@ class StepsOnTheirWay:
         return self._newest if self._newest > self._ended else 0
 
     @property
+    def next(self) -> int:
+        """The number of the step that is scheduled next."""
+        return self._newest + 1
+
+    @property
     def ended(self) -> int:
         """The newest step that has ended."""
         return self._ended
@@ -50,6 +63,7 @@ class HeldBack:
 
     def __init__(self) -> None:
         self._waiting: dict[int, tuple[Any, int]] = {}
+        self._pins: Counter[int] = Counter()
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -65,13 +79,41 @@ class HeldBack:
         """`block` was given back while `step` was the newest on its way."""
         self._waiting[block.block_id] = (block, step)
 
+    def pin(self, block_ids: Iterable[int]) -> None:
+        """Count one more reader of each block."""
+        self._pins.update(block_ids)
+
+    def unpin(self, block_ids: Iterable[int]) -> list[Any]:
+        """Count one reader less; takes and answers the blocks that waited only for that."""
+        done = []
+        for block_id in block_ids:
+            self._pins[block_id] -= 1
+            if self._pins[block_id] > 0:
+                continue
+            del self._pins[block_id]
+            if self._waiting.get(block_id, (None, 0))[1] == _UNPINNED:
+                done.append(self._waiting.pop(block_id)[0])
+        return done
+
+    def keep_pinned(self, blocks: list[Any]) -> list[Any]:
+        """Let the pinned ones of `blocks`, for which no step waits, wait; answers the others."""
+        if not self._pins:
+            return blocks
+        for block in blocks:
+            if self._pins[block.block_id] > 0:
+                self._waiting[block.block_id] = (block, _UNPINNED)
+        return [block for block in blocks if block.block_id not in self._waiting]
+
     def take(self, block_id: int) -> bool:
         """The block is wanted again; False if it does not wait."""
         return self._waiting.pop(block_id, None) is not None
 
     def take_any(self, count: int) -> list[Any]:
-        """Take `count` blocks to be used anew, those without worth (no hash) first."""
-        ordered = sorted(self._waiting.values(), key=lambda entry: entry[0].block_hash is not None)
+        """Take `count` blocks to be used anew, unpinned ones and those without a hash first."""
+        ordered = sorted(
+            self._waiting.values(),
+            key=lambda entry: (entry[1] == _UNPINNED, entry[0].block_hash is not None),
+        )
         taken = [block for block, _ in ordered[:count]]
         for block in taken:
             del self._waiting[block.block_id]

@@ -29,6 +29,8 @@ WORKER = "vllm.v1.worker.gpu_worker"
 """Every worker's process, whatever its device."""
 CPU_WORKER = "vllm.v1.worker.cpu_worker"
 """A worker's process on the CPU."""
+OFFLOADING = "vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector"
+"""The engine core and the workers, where that connector is configured."""
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from kvelastic.integration.vllm.handoff import HANDOFF
 from kvelastic.integration.vllm.starvation import NAP_S, Starvation
 
 if TYPE_CHECKING:
@@ -49,14 +48,13 @@ def executor_initialize(
     if not with_cache:
         original(executor, kv_cache_configs)
         return
-    for config in with_cache:
-        refuse_cache_configuration(config)
     vllm_config = executor.vllm_config
+    for config in with_cache:
+        refuse_cache_configuration(vllm_config, config)
     instance = scheduler_side.start_instance(vllm_config, with_cache)
     try:
         for rank, config in enumerate(with_cache):
-            instance.rewrite(config)
-            setattr(config, HANDOFF, instance.handoff(rank))
+            instance.rewrite(config, rank)
         original(executor, kv_cache_configs)
         instance.wait_for_workers()
     except BaseException:
@@ -163,28 +161,35 @@ def update_from_output(
 ) -> Any:
     """The workers have carried this step out: what was held back for it is free now."""
     pool = _elastic_pool(scheduler)
-    step = getattr(scheduler_output, "kvelastic_step", None)
-    if pool is not None and step is not None:
-        pool.step_ends(step)
-    return original(scheduler, scheduler_output, *args, **kwargs)
+    if pool is None:
+        return original(scheduler, scheduler_output, *args, **kwargs)
+    pool.step_ends(scheduler_output.kvelastic_step)
+    if scheduler.connector is None:
+        return original(scheduler, scheduler_output, *args, **kwargs)
+    with pool.session():  # a connector looks up cached blocks here, which must not move meanwhile
+        return original(scheduler, scheduler_output, *args, **kwargs)
 
 
 def step(original: Callable[..., Any], core: Any) -> Any:
-    """Take a nap instead of an empty step while nothing can run for want of memory."""
-    pool = _elastic_pool(core.scheduler)
-    if pool is None or pool.starvation is None or pool.starvation.is_over():
+    """Take a nap before, or in the place of, an empty step while all wait for memory."""
+    if not _is_starved(core):
         return original(core)
     time.sleep(NAP_S)
-    return {}, False
+    return original(core) if core.scheduler.connector is not None else ({}, False)
 
 
 def step_with_batch_queue(original: Callable[..., Any], core: Any) -> Any:
     """As `step`, where nothing is on its way that could end meanwhile."""
-    pool = _elastic_pool(core.scheduler)
-    if core.batch_queue or pool is None or pool.starvation is None or pool.starvation.is_over():
+    if core.batch_queue or not _is_starved(core):
         return original(core)
     time.sleep(NAP_S)
-    return None, False
+    return original(core) if core.scheduler.connector is not None else (None, False)
+
+
+def _is_starved(core: Any) -> bool:
+    """With a connector the step is made all the same: transfers, which free blocks, end in it."""
+    pool = _elastic_pool(core.scheduler)
+    return pool is not None and pool.starvation is not None and not pool.starvation.is_over()
 
 
 def _elastic_pool(scheduler: Any) -> Any | None:

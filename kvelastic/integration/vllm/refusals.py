@@ -5,9 +5,28 @@ A model that would run on stock vLLM must never run on kvelastic with wrong answ
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
 
 from kvelastic.errors import UnsupportedEngineError
+
+_SEVERAL: Final = "MultiConnector"
+_OFFLOADING: Final = "OffloadingConnector"
+_BENCH: Final = "DecodeBenchConnector"
+_COMPOSED: Final = frozenset({_SEVERAL, _OFFLOADING, _BENCH, "ExampleConnector"})
+"""Connectors that read and write blocks by their ids, and whose readers are known."""
+
+_WHOLE_RANGE: Final = (
+    "it registers the whole KV cache with its transport, and pages without memory cannot be "
+    "registered"
+)
+_NOT_COMPOSED: Final = {
+    "NixlConnector": _WHOLE_RANGE,
+    "MooncakeConnector": _WHOLE_RANGE,
+    "MooncakeStoreConnector": _WHOLE_RANGE,
+    "MoRIIOConnector": _WHOLE_RANGE,
+    "SimpleCPUOffloadConnector": "it would copy one layer of the paged layout",
+}
+_OFFLOADED_KINDS: Final = ("FullAttentionSpec", "MLAAttentionSpec", "UniformTypeKVCacheSpecs")
 
 _WAY_OUT = "Unset ENABLE_KVELASTIC to run this without kvelastic."
 
@@ -18,8 +37,8 @@ def refuse_configuration(vllm_config: Any) -> None:
     found: list[str] = []
     if parallel.data_parallel_size != 1:
         found.append(f"data_parallel_size={parallel.data_parallel_size}: 1 is covered so far")
-    if vllm_config.kv_transfer_config is not None:
-        found.append("a KV connector (--kv-transfer-config, --kv-offloading-size)")
+    for connector in _connectors(vllm_config):
+        found += _refused_connector(connector)
     if getattr(vllm_config.attention_config, "hisparse_config", None) is not None:
         found.append("HiSparse, which keeps blocks in host memory")
     device = vllm_config.device_config.device_type
@@ -28,9 +47,16 @@ def refuse_configuration(vllm_config: Any) -> None:
     _refuse(found)
 
 
-def refuse_cache_configuration(config: Any) -> None:
+def refuse_cache_configuration(vllm_config: Any, config: Any) -> None:
     """Raise `UnsupportedEngineError` if the KV cache has layers that are not covered."""
     found: list[str] = []
+    offloads = any(_name(one) == _OFFLOADING for one in _connectors(vllm_config))
+    kinds = [type(group.kv_cache_spec).__name__ for group in config.kv_cache_groups]
+    if offloads and (len(kinds) > 1 or kinds[0] not in _OFFLOADED_KINDS):
+        found.append(
+            f"{_OFFLOADING} with KV cache groups of the kinds {', '.join(kinds)}: it reads blocks "
+            "of sliding windows and states after they were freed, and does not say which"
+        )
     for group in config.kv_cache_groups:
         specs = getattr(group.kv_cache_spec, "kv_cache_specs", None)
         found += [
@@ -42,6 +68,46 @@ def refuse_cache_configuration(config: Any) -> None:
     if any(tensor.host_resident for tensor in config.kv_cache_tensors):
         found.append("KV cache tensors in host memory beside those on the device")
     _refuse(list(dict.fromkeys(found)))
+
+
+def _connectors(vllm_config: Any) -> list[Any]:
+    """The connectors that are configured, those inside a MultiConnector too."""
+    return _unfolded(vllm_config.kv_transfer_config)
+
+
+def _unfolded(connector: Any) -> list[Any]:
+    """A connector is vLLM's configuration object, or inside a MultiConnector a dictionary."""
+    if connector is None or _name(connector) is None:
+        return []
+    inside = _extra(connector).get("connectors", []) if _name(connector) == _SEVERAL else []
+    return [connector, *(each for one in inside for each in _unfolded(one))]
+
+
+def _refused_connector(connector: Any) -> list[str]:
+    name = str(_name(connector))
+    if _value(connector, "kv_connector_module_path") is not None:
+        return [f"the KV connector {name} of a module of its own, which is not known here"]
+    if name not in _COMPOSED:
+        why = _NOT_COMPOSED.get(name, "it was not tried with pages that come and go")
+        composed = ", ".join(sorted(_COMPOSED))
+        return [f"the KV connector {name}: {why} (what composes: {composed})"]
+    if name == _BENCH and _extra(connector).get("startup_fill"):
+        return [f"{_BENCH} with startup_fill, which writes to blocks that have no memory"]
+    if name == _OFFLOADING and _extra(connector).get("canonical_layout"):
+        return [f"{_OFFLOADING} with canonical_layout: not tried with pages that come and go"]
+    return []
+
+
+def _value(connector: Any, key: str) -> Any:
+    return connector.get(key) if isinstance(connector, dict) else getattr(connector, key, None)
+
+
+def _name(connector: Any) -> Any:
+    return _value(connector, "kv_connector")
+
+
+def _extra(connector: Any) -> dict[str, Any]:
+    return _value(connector, "kv_connector_extra_config") or {}
 
 
 def _refuse(found: list[str]) -> None:

@@ -1,8 +1,7 @@
 """The scheduler's half of an instance: segment, ring, pool and keeper, made for one KV cache.
 
     instance = start_instance(vllm_config, kv_cache_configs)  # once vLLM knows the cache's size
-    instance.rewrite(config)                                  # each worker's config: paged layout
-    instance.handoff(rank)                                    # where that worker attaches
+    instance.rewrite(config, rank)                            # each worker's config: paged layout
     instance.wait_for_workers()                               # after they all have
     ... instance.blocks ...                                   # through block_pool.ElasticBlockPool
     instance.close()
@@ -23,7 +22,7 @@ from kvelastic.device import host
 from kvelastic.errors import ConfigError
 from kvelastic.integration.vllm import cache_shape
 from kvelastic.integration.vllm.cache_shape import CacheShape
-from kvelastic.integration.vllm.handoff import Handoff
+from kvelastic.integration.vllm.handoff import HANDOFF, Handoff
 from kvelastic.layout import PageLayout
 from kvelastic.pool import FOREVER_S, ElasticPool, open_pool
 from kvelastic.segment import Segment
@@ -65,12 +64,13 @@ class Instance:
         """One more than the highest block id."""
         return self._layout.id_span(self._pages)
 
-    def rewrite(self, cache_config: Any) -> None:
-        """Turn a worker's `KVCacheConfig` into the paged layout."""
+    def rewrite(self, cache_config: Any, rank: int) -> None:
+        """Turn a worker's `KVCacheConfig` into the paged layout, and say where to attach."""
+        vllm_block_bytes = cache_config.kv_cache_tensors[0].size // cache_config.num_blocks
         cache_shape.rewrite(cache_config, self._shape, self._layout, self._pages)
+        setattr(cache_config, HANDOFF, self._handoff(rank, vllm_block_bytes))
 
-    def handoff(self, rank: int) -> Handoff:
-        """What the worker of this rank needs to attach."""
+    def _handoff(self, rank: int, vllm_block_bytes: int) -> Handoff:
         layout = self._layout
         return Handoff(
             rank=rank,
@@ -83,6 +83,7 @@ class Instance:
             block_bytes=layout.block_bytes,
             blocks_per_page=layout.blocks_per_page,
             buffers_per_extent=layout.buffers_per_extent,
+            vllm_block_bytes=vllm_block_bytes,
         )
 
     def wait_for_workers(self) -> None:

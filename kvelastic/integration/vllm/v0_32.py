@@ -11,8 +11,21 @@ import functools
 from collections.abc import Callable
 from typing import Final
 
-from kvelastic.integration.vllm import hooks, in_engine_core, in_front_end, in_worker
-from kvelastic.integration.vllm.hooks import CPU_WORKER, ENGINE_CORE, FRONT_END, WORKER, Hook
+from kvelastic.integration.vllm import (
+    hooks,
+    in_engine_core,
+    in_front_end,
+    in_offloading,
+    in_worker,
+)
+from kvelastic.integration.vllm.hooks import (
+    CPU_WORKER,
+    ENGINE_CORE,
+    FRONT_END,
+    OFFLOADING,
+    WORKER,
+    Hook,
+)
 from kvelastic.integration.vllm.probe import Probe
 from kvelastic.integration.vllm.versions import installed_version
 
@@ -25,6 +38,10 @@ _POOL: Final = "vllm.v1.core.block_pool:BlockPool"
 _CONFIG: Final = "vllm.v1.kv_cache_interface:KVCacheConfig"
 _WORKER: Final = "vllm.v1.worker.gpu_worker:Worker"
 _CPU_WORKER: Final = "vllm.v1.worker.cpu_worker"
+_OFFLOADING: Final = "vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector"
+_OFFLOADS: Final = (
+    "vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler:OffloadingConnectorScheduler"
+)
 _NODE_INFO: Final = "vllm.utils.cpu_resource_utils"
 
 HOOKS: Final = (
@@ -132,6 +149,42 @@ HOOKS: Final = (
         in_worker.memory_node_info,
         "a capacity that is not cut down by what is free at start",
     ),
+    Hook(
+        OFFLOADING,
+        f"{_OFFLOADING}:OffloadingConnector.bind_gpu_block_pool",
+        in_offloading.bind_gpu_block_pool,
+        "know the pool",
+    ),
+    Hook(
+        OFFLOADING,
+        f"{_OFFLOADING}:build_offloading_config",
+        in_offloading.build_config,
+        "the bytes of a block, where ids are sparse",
+    ),
+    Hook(
+        OFFLOADING,
+        f"{_OFFLOADS}.request_finished",
+        in_offloading.request_finished,
+        "pin the blocks of a request that ends",
+    ),
+    Hook(
+        OFFLOADING,
+        f"{_OFFLOADS}.build_connector_meta",
+        in_offloading.build_connector_meta,
+        "pin what a job reads",
+    ),
+    Hook(
+        OFFLOADING,
+        f"{_OFFLOADS}.update_connector_output",
+        in_offloading.update_connector_output,
+        "unpin what no job reads any more",
+    ),
+    Hook(
+        OFFLOADING,
+        f"{_OFFLOADS}.reset_cache",
+        in_offloading.reset_cache,
+        "unpin everything",
+    ),
 )
 """Everything that is wrapped. The front end imports no engine core, and so on: each process sets
 the hooks of its own room."""
@@ -153,6 +206,7 @@ def arm_with(probe_of_block_pool: Callable[[Probe], None]) -> None:
             ENGINE_CORE: functools.partial(_probe_engine_core, engine, probe_of_block_pool),
             WORKER: functools.partial(_probe_worker, engine),
             CPU_WORKER: functools.partial(_probe_cpu_worker, engine),
+            OFFLOADING: functools.partial(_probe_offloading, engine),
         },
     )
 
@@ -298,4 +352,21 @@ def _probe_cpu_worker(engine: str) -> None:
     probe.parameters(f"{_NODE_INFO}:get_memory_node_info", ("node_id",))
     probe.fields(f"{_NODE_INFO}:MemoryNodeInfo", ("total_memory", "available_memory"))
     probe.mentions(f"{_CPU_WORKER}:CPUWorker.determine_available_memory", ("get_memory_node_info",))
+    probe.refuse_if_broken()
+
+
+def _probe_offloading(engine: str) -> None:
+    probe = Probe(engine)
+    probe.parameters(f"{_OFFLOADING}:OffloadingConnector.bind_gpu_block_pool", ("self",))
+    probe.mentions(f"{_OFFLOADING}:OffloadingConnector.__init__", ("connector_scheduler",))
+    probe.parameters(f"{_OFFLOADING}:build_offloading_config", ("vllm_config", "kv_cache_config"))
+    probe.fields("vllm.v1.kv_offload.config:OffloadingConfig", ("worker_kv_bytes_per_block",))
+    probe.mentions(f"{_OFFLOADS}.__init__", ("_req_status", "_jobs"))
+    probe.parameters(f"{_OFFLOADS}.request_finished", ("self", "request"))
+    probe.parameters(f"{_OFFLOADS}.build_connector_meta", ("self", "scheduler_output"))
+    probe.mentions(f"{_OFFLOADS}.build_connector_meta", ("store_jobs",))
+    probe.parameters(f"{_OFFLOADS}.update_connector_output", ("self", "connector_output"))
+    probe.parameters(f"{_OFFLOADS}.reset_cache", ("self",))
+    state = "vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler:RequestGroupState"
+    probe.fields(state, ("block_ids",))
     probe.refuse_if_broken()

@@ -1,0 +1,118 @@
+"""Wrappers for vLLM's OffloadingConnector, in the engine core and in the workers.
+
+It copies blocks of requests that have ended: vLLM frees the blocks, a job to copy them is made one
+step later, and only a block that is *used anew* makes the worker wait for its job. A page that is
+unmapped, or a block that is moved, makes nobody wait. So the blocks are pinned: from the end of the
+request until its jobs exist, and then for each job until all workers have done it::
+
+    request ends | its blocks are freed | step: jobs are made | ... | workers: job done
+    pin of the request ------------------------->|
+                                     pin of the job ------------------------->|
+
+`connector` below is vLLM's `OffloadingConnectorScheduler`; the scheduler's thread calls all of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from kvelastic.integration.vllm.handoff import HANDOFF
+
+if TYPE_CHECKING:
+    from kvelastic.integration.vllm.block_pool import ElasticBlockPool
+
+
+class Pins:
+    """What the jobs of one connector pin in its pool."""
+
+    def __init__(self, pool: ElasticBlockPool) -> None:
+        self._pool = pool
+        self._of_requests: dict[str, list[int]] = {}
+        self._of_jobs: dict[int, list[int]] = {}
+
+    def request_ends(self, request_id: str, block_ids: Iterable[int]) -> None:
+        """Its blocks are about to be freed; jobs for them are made in the next step."""
+        self._of_requests[request_id] = self._pinned(block_ids)
+
+    def step_is_made(self, jobs: dict[int, Iterable[int]], ended_requests: Iterable[str]) -> None:
+        """The jobs of these requests exist now, each with the blocks that it reads."""
+        for job, block_ids in jobs.items():
+            self._of_jobs[job] = self._pinned(block_ids)
+        for request_id in ended_requests:
+            self._pool.unpin(self._of_requests.pop(request_id, []))
+
+    def jobs_left(self, jobs: Iterable[int]) -> None:
+        """All workers have done every job but these."""
+        for job in self._of_jobs.keys() - set(jobs):
+            self._pool.unpin(self._of_jobs.pop(job))
+
+    def forget_jobs(self) -> None:
+        """vLLM has dropped its jobs; with the next step it tells the workers to end them."""
+        for job in list(self._of_jobs):
+            self._pool.unpin_after_next_step(self._of_jobs.pop(job))
+
+    def _pinned(self, block_ids: Iterable[int]) -> list[int]:
+        ids = [block_id for block_id in dict.fromkeys(block_ids) if block_id != 0]
+        self._pool.pin(ids)
+        return ids
+
+
+def bind_gpu_block_pool(original: Callable[..., Any], connector: Any, pool: Any) -> None:
+    """Know the pool, where it is an elastic one."""
+    original(connector, pool)
+    if connector.connector_scheduler is not None and hasattr(pool, "pin"):
+        connector.connector_scheduler.kvelastic_pins = Pins(pool)
+
+
+def request_finished(original: Callable[..., Any], connector: Any, request: Any) -> Any:
+    """Pin what the request has, until its jobs exist."""
+    pins = _pins_of(connector)
+    state = connector._req_status.get(request.request_id)
+    if pins is not None and state is not None:
+        groups = state.group_states
+        pins.request_ends(request.request_id, (id_ for group in groups for id_ in group.block_ids))
+    return original(connector, request)
+
+
+def build_connector_meta(original: Callable[..., Any], connector: Any, output: Any) -> Any:
+    """Pin what the new jobs read."""
+    made = original(connector, output)
+    pins = _pins_of(connector)
+    if pins is not None:
+        jobs = {job: entry.src_spec.block_ids.tolist() for job, entry in made.store_jobs.items()}
+        pins.step_is_made(jobs, output.finished_req_ids or ())
+    return made
+
+
+def update_connector_output(original: Callable[..., Any], connector: Any, output: Any) -> None:
+    """Let go of what no job reads any more."""
+    original(connector, output)
+    pins = _pins_of(connector)
+    if pins is not None:
+        pins.jobs_left(connector._jobs)
+
+
+def reset_cache(original: Callable[..., Any], connector: Any) -> Any:
+    """Let go of everything, once the workers have ended what they do."""
+    answer = original(connector)
+    pins = _pins_of(connector)
+    if pins is not None:
+        pins.forget_jobs()
+    return answer
+
+
+def build_config(
+    original: Callable[..., Any], vllm_config: Any, kv_cache_config: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """Tell a worker the bytes of a block as vLLM laid it out: ids are sparse in the range."""
+    made = original(vllm_config, kv_cache_config, *args, **kwargs)
+    handoff = getattr(kv_cache_config, HANDOFF, None)
+    if handoff is None:
+        return made
+    return replace(made, worker_kv_bytes_per_block=handoff.vllm_block_bytes)
+
+
+def _pins_of(connector: Any) -> Pins | None:
+    return getattr(connector, "kvelastic_pins", None)

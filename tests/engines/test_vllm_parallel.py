@@ -1,0 +1,150 @@
+"""Tensor parallel: two workers, one pool; a map is one operation over both."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from vllm_server import (
+    PAGE_BYTES,
+    START_DEADLINE_S,
+    Request,
+    VllmServer,
+    engine_environment,
+    make_requests,
+    worker_memory_bytes,
+)
+
+from kvelastic import ledger, segment
+
+pytestmark = pytest.mark.timeout(900)
+
+NAME = f"kvelastic_tp_{os.getpid()}"
+TWO_RANKS = ["--tensor-parallel-size", "2"]
+BOUND = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}
+"""Without it vLLM wants a NUMA node for each rank."""
+IPC_TIMEOUT_S = 5.0
+ELASTIC = {
+    **BOUND,
+    "ENABLE_KVELASTIC": "true",
+    "KVELASTIC_IPC_NAME": NAME,
+    "KVELASTIC_IPC_TIMEOUT": str(IPC_TIMEOUT_S),
+    "KVELASTIC_MAX_CACHED_TOKENS": "-1",
+    "KVELASTIC_MIN_RESERVED_PAGES": "0",
+    "KVELASTIC_MAX_RESERVED_PAGES": "0",
+    "VLLM_SERVER_DEV_MODE": "1",
+}
+REQUESTS = make_requests(12, seed=31)
+ENDED_S = 60.0
+"""How long a server may take to end after one of its workers failed."""
+
+
+@pytest.fixture(scope="module")
+def expected(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[list[int]]:
+    """What stock vLLM answers with two ranks: sums over ranks differ from those of one."""
+    folder = tmp_path_factory.mktemp("stock_tp")
+    (folder / "requests.json").write_text(json.dumps(REQUESTS))
+    program = Path(__file__).with_name("inprocess_engine.py")
+    command = [
+        sys.executable,
+        program,
+        tiny_model,
+        folder / "requests.json",
+        folder / "tokens.json",
+    ]
+    engine = subprocess.Popen(
+        [*command, "2"], env=engine_environment(**BOUND), start_new_session=True
+    )
+    try:
+        assert engine.wait(START_DEADLINE_S) == 0
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(engine.pid, signal.SIGKILL)
+    tokens: list[list[int]] = json.loads((folder / "tokens.json").read_text())
+    return tokens
+
+
+@pytest.fixture
+def parallel(tiny_model: Path, log_folder: Path) -> Iterator[VllmServer]:
+    with VllmServer(tiny_model, log_folder / "parallel.log", ELASTIC, TWO_RANKS) as server:
+        yield server.wait_until_ready()
+
+
+def both_hold(server: VllmServer) -> list[int]:
+    processes = server.processes()
+    return [worker_memory_bytes(processes[name]) for name in ("worker0", "worker1")]
+
+
+def nothing_is_left() -> bool:
+    alive = [info for info in segment.list_segments() if info.name == NAME]
+    members = [m.name for info in ledger.list_ledgers() for m in info.members if m.name == NAME]
+    return not alive and not members
+
+
+def wait_for_the_end(server: VllmServer) -> str:
+    """The server ends by itself; answers what it printed."""
+    server.process.wait(ENDED_S)
+    server.wait_until_gone()
+    segment.reap()
+    ledger.reap()
+    assert nothing_is_left()
+    return server.log.read_text(errors="replace")
+
+
+def test_two_ranks_grow_shrink_and_sleep_together(parallel: VllmServer, expected) -> None:
+    assert both_hold(parallel) == [PAGE_BYTES, PAGE_BYTES], "the null block's page in each"
+    assert parallel.complete_all(REQUESTS) == expected
+    held = both_hold(parallel)
+    usage = segment.inspect(NAME).usage
+    assert held[0] == held[1] > 2 * PAGE_BYTES
+    assert usage["mapped_bytes"] == sum(held), "what the device gives, both copies"
+    assert usage["page_bytes"] == 2 * PAGE_BYTES
+
+    # Two of a rank's pages, in two ranks: below the working set, with preemptions.
+    answer = segment.wish(NAME, limit_bytes=4 * PAGE_BYTES, wait_s=10)
+    assert (answer.state, answer.mapped_bytes) == ("applied", 4 * PAGE_BYTES)
+    assert both_hold(parallel) == [2 * PAGE_BYTES, 2 * PAGE_BYTES]
+    assert parallel.complete_all(REQUESTS) == expected
+    assert sum(both_hold(parallel)) <= 4 * PAGE_BYTES
+    segment.wish(NAME, limit_bytes=1 << 30, wait_s=10)
+
+    parallel.post("/sleep?level=1")
+    assert both_hold(parallel) == [0, 0]
+    parallel.post("/wake_up")
+    assert parallel.complete_all(REQUESTS) == expected
+    (member,) = [m for i in ledger.list_ledgers() for m in i.members if m.name == NAME]
+    assert member.granted_bytes == segment.inspect(NAME).usage["mapped_bytes"]
+
+    assert parallel.stop() == 0
+    assert nothing_is_left()
+
+
+def test_a_killed_rank_ends_the_instance_with_its_name(parallel: VllmServer) -> None:
+    worker = parallel.processes()["worker1"]
+    worker.kill()
+    text = wait_for_the_end(parallel)
+    assert "Traceback" in text or "died" in text
+
+
+def test_a_hung_rank_is_an_error_within_the_deadline(parallel: VllmServer) -> None:
+    parallel.complete(Request([5, 6, 7], 4))
+    worker = parallel.processes()["worker1"]
+    worker.send_signal(signal.SIGSTOP)
+    since = time.monotonic()
+    try:
+        # It asks for pages that rank 1 does not map: no request may hang for that.
+        with pytest.raises((AssertionError, OSError)):
+            parallel.complete(Request([9 + i % 400 for i in range(900)], 60))
+        assert time.monotonic() - since < IPC_TIMEOUT_S + ENDED_S
+    finally:
+        worker.send_signal(signal.SIGCONT)
+    text = wait_for_the_end(parallel)
+    assert f"worker {worker.pid} (rank 1) did not answer in 5000 ms" in text
