@@ -1,14 +1,17 @@
-"""The kinds of arguments that kvctl takes: names, sizes, percentages, seconds."""
+"""The kinds of arguments that kvctl takes: names, sizes, percentages, seconds; and `--wait`."""
 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
 if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
+
+_Command = TypeVar("_Command", bound=Callable[..., Any])
 
 
 class NameType(click.ParamType):  # type: ignore[type-arg]
@@ -97,3 +100,10 @@ class ValueCommand(click.Command):
                     "a negative value is not accepted; write a number from 0 up.", ctx=ctx
                 ) from None
             raise
+
+
+def wait_option(until: str) -> Callable[[_Command], _Command]:
+    """`--wait SECONDS`, as `wait_s`, of a command that wishes something: `until` is its help."""
+    return click.option(
+        "--wait", "wait_s", type=SecondsType(0), metavar="SECONDS", help=f"Until {until}."
+    )

@@ -19,3 +19,12 @@ def fail(message: str, code: int = EXIT_FAILED) -> NoReturn:
     """End the command with `Error: message` on stderr and that exit code (raises SystemExit)."""
     click.echo(f"Error: {message}", err=True)
     sys.exit(code)
+
+
+def fall_short(message: str, wait_s: float | None, code: int) -> None:
+    """Say what was not reached: an error, with that exit code, only to those who waited for it."""
+    if wait_s is None:
+        click.echo(f"{message}.")
+        return
+    waited = f" within {wait_s:g} s" if code == EXIT_TIMED_OUT else ""
+    fail(f"{message}{waited}.", code)

@@ -37,7 +37,7 @@ def explain(facts: InstanceFacts, ledger: LedgerInfo | None) -> list[Line]:
         *_status(facts),
         *_holdings(facts),
         *_wish(facts),
-        *_limit(facts),
+        *(_sleep(facts) if facts.asleep else _limit(facts)),
         *explain_ledger(facts, ledger),
     ]
 
@@ -117,6 +117,24 @@ def _wish(facts: InstanceFacts) -> Iterable[Line]:
             "wish for something that it can do, with kvctl set",
             is_blocked=True,
         )
+
+
+def _sleep(facts: InstanceFacts) -> Iterable[Line]:
+    """Of one that sleeps; its limit matters when it wakes."""
+    held, wake = _size(facts.mapped_bytes), f"kvctl wake {facts.name}"
+    if facts.mapped_bytes:
+        what = (
+            f"It was put to sleep: it hands out no blocks, and the {held} that it holds still go"
+            " when the requests that use them end."
+        )
+        do = f"wait, or {wake}"
+    else:
+        what = "It is asleep: it hands out no blocks, so new requests wait until it is woken."
+        do = f"{wake}; where the controller put it to sleep, a request for its model wakes it"
+    yield Line("asleep", what, do, is_blocked=True)
+    if facts.wished_limit_bytes is not None and facts.state in {"applied", "shrinking"}:
+        limit = _size(facts.wished_limit_bytes)
+        yield Line("limit", f"Its limit is {limit} when it wakes.")
 
 
 def _limit(facts: InstanceFacts) -> Iterable[Line]:

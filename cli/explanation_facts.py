@@ -30,8 +30,10 @@ class InstanceFacts:
     cached_bytes: int = 0
     parked_bytes: int = 0
     page_bytes: int = 0
+    asleep: bool = False
+    """It hands out nothing, and holds nothing that is not in use."""
     limit_bytes: int = 0
-    """In effect: whole pages, within the device."""
+    """In effect: whole pages, within the device; 0 while it sleeps."""
     wished_limit_bytes: int | None = None
     over_bytes: int = 0
     min_bytes: int = 0
@@ -87,6 +89,7 @@ def facts_of(info: SegmentInfo, *, now_ns: int) -> InstanceFacts:
         cached_bytes=usage["cached_bytes"],
         parked_bytes=usage["parked_bytes"],
         page_bytes=usage["page_bytes"],
+        asleep=bool(usage["asleep"]),
         limit_bytes=answer["effective_limit_bytes"],
         wished_limit_bytes=wish["limit_bytes"],
         over_bytes=answer["over_bytes"],

@@ -53,7 +53,7 @@ def member_of(facts: InstanceFacts, ledger: LedgerInfo | None) -> Member | None:
 
 def _guarantee(facts: InstanceFacts, *, held_bytes: int, has_others: bool) -> Iterable[Line]:
     guarantee = _size(facts.min_bytes)
-    if facts.min_bytes > facts.limit_bytes:
+    if facts.min_bytes > facts.limit_bytes and not facts.asleep:
         yield Line(
             "guarantee",
             f"Its guarantee is {guarantee}, of which its limit of {_size(facts.limit_bytes)} lets"

@@ -33,8 +33,10 @@ _COMMANDS: Final = {
     "serve": "serve.serve_command",
     "set": "wishes.set_command",
     "shell": "shell.shell_command",
+    "sleep": "sleeping.sleep_command",
     "stats": "looks.stats_command",
     "trim": "wishes.trim_command",
+    "wake": "sleeping.wake_command",
     "watch": "looks.watch_command",
 }
 """Where each command is, in `kvelastic.cli`: only the one that runs is imported."""

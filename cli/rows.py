@@ -23,12 +23,15 @@ class Row(TypedDict):
     state: str
     """applied, shrinking, refused, failed or pending (a wish not answered) while it lives; else
     closing, dead, elsewhere or unreadable."""
+    asleep: bool | None
+    """Whether it sleeps: it hands out nothing, and holds nothing that is not in use."""
     reason: str
     """Why the state is refused, failed or unreadable; empty otherwise."""
     limit_bytes: int | None
-    """The limit in force, as it was wished for."""
+    """The limit in force, as it was wished for; of one that sleeps, the one that it wakes with
+    (not known if it was never wished for)."""
     effective_limit_bytes: int | None
-    """What the instance makes of it: whole pages, within its device."""
+    """What the instance makes of it: whole pages, within its device; 0 while it sleeps."""
     wished_limit_bytes: int | None
     """The newest wish, answered or not; None if there was none."""
     used_bytes: int | None
@@ -69,8 +72,9 @@ def row_of(info: SegmentInfo) -> Row:
         ipc=info.name,
         alive=info.is_alive,
         state=_state(info),
+        asleep=bool(usage.get("asleep")) if known else None,
         reason=info.problem or answer.get("reason", ""),
-        limit_bytes=_limit_in_force(answer, wish),
+        limit_bytes=_limit_in_force(answer, wish, asleep=bool(usage.get("asleep"))),
         effective_limit_bytes=answer.get("effective_limit_bytes"),
         wished_limit_bytes=wish.get("limit_bytes"),
         used_bytes=max(0, usage["mapped_bytes"] - usage["parked_bytes"]) if known else None,
@@ -96,6 +100,11 @@ def row_of(info: SegmentInfo) -> Row:
     )
 
 
+def shown_state(row: Row) -> str:
+    """What tables show as its state: `asleep` for one that sleeps and has nothing left to do."""
+    return "asleep" if row["asleep"] and row["state"] == "applied" else row["state"]
+
+
 def _state(info: SegmentInfo) -> str:
     if info.status != "alive":
         return info.status
@@ -105,15 +114,18 @@ def _state(info: SegmentInfo) -> str:
     return "pending" if state == "none" else state
 
 
-def _limit_in_force(answer: dict[str, Any], wish: dict[str, Any]) -> int | None:
-    """The wish, once it is answered and not refused; before that what the instance keeps to."""
+def _limit_in_force(answer: dict[str, Any], wish: dict[str, Any], *, asleep: bool) -> int | None:
+    """The wish, once it is answered and not refused; before that what the instance keeps to.
+
+    One that sleeps keeps to nothing at all, which says nothing of its limit.
+    """
     wished, effective = wish.get("limit_bytes"), answer.get("effective_limit_bytes")
     is_obeyed = (
         answer.get("state") in {"applied", "shrinking"}
         and answer["revision"] == wish["revision"]
         and wished is not None
     )
-    return wished if is_obeyed else effective
+    return wished if is_obeyed else None if asleep else effective
 
 
 def _uuid_text(raw: bytes) -> str:

@@ -117,6 +117,7 @@ def stats_text(stats: Stats) -> str:
         ],
         "Limits": [
             ("state", state),
+            ("asleep", "yes" if stats["asleep"] else "no"),
             ("limit", size(stats["limit_bytes"])),
             ("in effect", size(stats["effective_limit_bytes"])),
             ("last wish", "none" if wished is None else size(wished)),

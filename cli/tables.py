@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from kvelastic.cli.rows import Row, printable
+from kvelastic.cli.rows import Row, printable, shown_state
 from kvelastic.sizes import format_size
 
 if TYPE_CHECKING:
@@ -47,6 +47,7 @@ _STATE_STYLES = {
     "applied": "green",
     "shrinking": "yellow",
     "pending": "yellow",
+    "asleep": "blue",
     "refused": "red",
     "failed": "red",
     "unreadable": "red",
@@ -80,7 +81,7 @@ def plain_table(rows: list[Row]) -> str:
     lines += [
         (
             printable(row["name"]),
-            row["state"],
+            shown_state(row),
             _size(row["limit_bytes"]),
             _size(row["mapped_bytes"]),
             _percent_text(row),
@@ -128,7 +129,7 @@ def rich_table(rows: list[Row], width: int, *, ascii_only: bool = False) -> Tabl
         cells = {
             # Text, not markup: a name may hold brackets.
             "Name": Text(printable(row["name"]), style="bold"),
-            "State": Text(row["state"], style=_STATE_STYLES.get(row["state"], "")),
+            "State": Text(shown_state(row), style=_STATE_STYLES.get(shown_state(row), "")),
             "Limit": Text(_size(row["limit_bytes"])),
             "Mapped": Text(_size(row["mapped_bytes"])),
             "Of limit": Text(_percent_text(row), style=_percent_style(row)),

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from kvelastic.cli.arguments import NameType, PercentType, SecondsType, SizeType, ValueCommand
-from kvelastic.cli.endings import EXIT_FAILED, EXIT_TIMED_OUT, fail
+from kvelastic.cli.arguments import NameType, PercentType, SizeType, ValueCommand, wait_option
+from kvelastic.cli.endings import EXIT_FAILED, EXIT_TIMED_OUT, fail, fall_short
 from kvelastic.cli.finding import explain_reaped, readable, sweep
 from kvelastic.errors import SegmentNotFoundError
 
@@ -20,10 +20,6 @@ if TYPE_CHECKING:
 
 _MAX_PRIORITY = 1000
 """As `KVELASTIC_PRIORITY` has it; the least is the same below zero."""
-
-_wait_option = click.option(
-    "--wait", "wait_s", type=SecondsType(0), metavar="SECONDS", help="Until applied."
-)
 
 
 @dataclass(frozen=True)
@@ -63,7 +59,7 @@ class Wished:
 @click.command("limit", cls=ValueCommand, short_help="Set the memory limit of an instance.")
 @click.argument("name", type=NameType())
 @click.argument("size", type=SizeType())
-@_wait_option
+@wait_option("applied")
 def limit_command(name: str, size: int, wait_s: float | None) -> None:
     """Set the memory limit of an instance to SIZE (512M, 1.5GiB, 2g, or bytes).
 
@@ -76,7 +72,7 @@ def limit_command(name: str, size: int, wait_s: float | None) -> None:
 @click.command("limit-percent", cls=ValueCommand, short_help="The same, in percent of its device.")
 @click.argument("name", type=NameType())
 @click.argument("percent", type=PercentType())
-@_wait_option
+@wait_option("applied")
 def limit_percent_command(name: str, percent: float, wait_s: float | None) -> None:
     """Set the memory limit of an instance to PERCENT of its own device's capacity."""
     capacity_bytes: int = readable(name, sweep()).usage["capacity_bytes"]
@@ -95,7 +91,7 @@ def limit_percent_command(name: str, percent: float, wait_s: float | None) -> No
     metavar="N",
     help="-1000 to 1000; higher keeps its memory longer.",
 )
-@_wait_option
+@wait_option("applied")
 def set_command(
     name: str,
     min_bytes: int | None,
@@ -116,7 +112,7 @@ def set_command(
 
 @click.command("trim", short_help="Give parked pages back.")
 @click.argument("name", type=NameType())
-@click.option("--wait", "wait_s", type=SecondsType(0), metavar="SECONDS", help="Until it is done.")
+@wait_option("it is done")
 def trim_command(name: str, wait_s: float | None) -> None:
     """Have an instance give back its parked pages: free ones, kept mapped for the next use.
 
@@ -158,22 +154,27 @@ def _report(name: str, wished: Wished, answer: Answer, wait_s: float | None) -> 
     are, were = ("is", "was") if wished.is_one else ("are", "were")
     if answer.state == "none":
         message = f"{name}: {wished} {are} wished; the instance has not answered"
-        _end(message, wait_s, EXIT_TIMED_OUT)
+        fall_short(message, wait_s, EXIT_TIMED_OUT)
     elif not answer.is_to_the_wish:
         now = _in_force(wished, answer)
-        _end(f"{name}: {wished} {were} overtaken by a later wish; {now}", wait_s, EXIT_FAILED)
+        fall_short(f"{name}: {wished} {were} overtaken by a later wish; {now}", wait_s, EXIT_FAILED)
     elif answer.state == "failed":
-        _end(f"{name} has failed: {printable(answer.reason)}", wait_s, EXIT_FAILED)
+        fall_short(f"{name} has failed: {printable(answer.reason)}", wait_s, EXIT_FAILED)
     elif answer.state == "refused":
-        _end(f"{name}: {wished} {are} refused: {printable(answer.reason)}", wait_s, EXIT_FAILED)
+        fall_short(
+            f"{name}: {wished} {are} refused: {printable(answer.reason)}", wait_s, EXIT_FAILED
+        )
     elif not _is_taken(wished, answer):
         # `applied` is the instance's word for the limit; a guarantee that it does not keep is not.
         now = _in_force(wished, answer)
-        _end(f"{name}: {wished} {are} not taken by the instance; {now}", wait_s, EXIT_FAILED)
+        fall_short(f"{name}: {wished} {are} not taken by the instance; {now}", wait_s, EXIT_FAILED)
     elif answer.state == "shrinking":
+        asleep = "it is asleep, and " if answer.asleep else ""
         over = format_size(answer.over_bytes)
-        message = f"{name}: {wished} {are} accepted; {over} are still to be given back"
-        _end(message, wait_s, EXIT_TIMED_OUT)
+        message = f"{name}: {wished} {are} accepted; {asleep}{over} are still to be given back"
+        fall_short(message, wait_s, EXIT_TIMED_OUT)
+    elif answer.asleep:
+        click.echo(f"{name}: {wished} applied; it is asleep until `kvctl wake {name}`.")
     else:
         click.echo(f"{name}: {wished} applied; {format_size(answer.mapped_bytes)} are mapped.")
 
@@ -186,13 +187,13 @@ def _report_trim(name: str, mapped_before_bytes: int, answer: Answer, wait_s: fl
 
     if answer.state == "none":
         message = f"{name}: the trim is wished; the instance has not answered"
-        _end(message, wait_s, EXIT_TIMED_OUT)
+        fall_short(message, wait_s, EXIT_TIMED_OUT)
         return
     if answer.state == "failed":
-        _end(f"{name} has failed: {printable(answer.reason)}", wait_s, EXIT_FAILED)
+        fall_short(f"{name} has failed: {printable(answer.reason)}", wait_s, EXIT_FAILED)
         return
     if answer.state == "refused" and answer.is_to_the_wish:
-        _end(f"{name}: the trim is refused: {printable(answer.reason)}", wait_s, EXIT_FAILED)
+        fall_short(f"{name}: the trim is refused: {printable(answer.reason)}", wait_s, EXIT_FAILED)
         return
     given_bytes = max(0, mapped_before_bytes - answer.mapped_bytes)
     message = (
@@ -201,8 +202,9 @@ def _report_trim(name: str, mapped_before_bytes: int, answer: Answer, wait_s: fl
     )
     if answer.state == "shrinking":
         over = format_size(answer.over_bytes)
-        message += f", {over} of that over the limit and still to be given back"
-        _end(message, wait_s, EXIT_TIMED_OUT)
+        why = "of one that is asleep" if answer.asleep else "of that over the limit"
+        message += f", {over} {why} and still to be given back"
+        fall_short(message, wait_s, EXIT_TIMED_OUT)
         return
     try:
         parked_bytes = inspect(name).usage.get("parked_bytes", 0)
@@ -226,18 +228,10 @@ def _in_force(wished: Wished, answer: Answer) -> str:
 
     parts = []
     if wished.limit_bytes is not None:
-        parts.append(f"the limit is now {format_size(answer.effective_limit_bytes)}")
+        limit = format_size(answer.effective_limit_bytes)
+        parts.append("it is asleep" if answer.asleep else f"the limit is now {limit}")
     if wished.min_bytes is not None:
         parts.append(f"the guarantee is now {format_size(answer.min_bytes)}")
     if wished.priority is not None:
         parts.append(f"the priority is now {answer.priority}")
     return ", ".join(parts)
-
-
-def _end(message: str, wait_s: float | None, code: int) -> None:
-    """Not what was hoped for: an error only to those who waited for the outcome."""
-    if wait_s is None:
-        click.echo(f"{message}.")
-        return
-    waited = f" within {wait_s:g} s" if code == EXIT_TIMED_OUT else ""
-    fail(f"{message}{waited}.", code)

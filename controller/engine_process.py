@@ -85,6 +85,7 @@ class EngineProcess:
                 if await self._is_ready():
                     ready_s = time.monotonic()
                     await self._model.find_state()
+                    await self._model.wish_as_configured()
                     self._set(State.AWAKE)
                     _log.info("engine is ready", extra={"model": self._model.name})
                     assert self._process is not None

@@ -15,7 +15,6 @@ from collections.abc import Callable
 
 import aiohttp
 
-from kvelastic.controller import instance_memory
 from kvelastic.controller.engine_calls import EngineCalls
 from kvelastic.controller.engine_process import EngineProcess
 from kvelastic.controller.fleet import NOT_SERVED, SHUTTING_DOWN, Fleet
@@ -26,7 +25,7 @@ from kvelastic.controller.request_log import RequestLog
 from kvelastic.controller.served_model import ServedModel
 from kvelastic.controller.settings import ModelSettings, Settings
 from kvelastic.controller.upkeep import Upkeep
-from kvelastic.errors import ControllerError, KvelasticError
+from kvelastic.errors import ControllerError
 
 _log = logging.getLogger("kvelastic.controller")
 
@@ -116,7 +115,7 @@ class Front:
                     model.change(settings, new.sleep)
                     told["changed"].append(settings.name)
                     if is_wish_new:
-                        self._start(self._wish(model))
+                        self._start(model.wish_as_configured())
             else:
                 told["added" if model is None else "changed"].append(settings.name)
                 model = self._make(settings, new)
@@ -165,23 +164,7 @@ class Front:
             process.start()
             return
         await model.find_state()
-        await self._wish(model)
-
-    async def _wish(self, model: ServedModel) -> None:
-        """Tell the instance what the configuration says of its memory, if it is there."""
-        wish, name = model.settings.memory, model.settings.instance
-        if name is None or (wish.min, wish.limit, wish.priority) == (None, None, None):
-            return
-        try:
-            await asyncio.to_thread(
-                instance_memory.wish,
-                name,
-                limit_bytes=wish.limit if model.gate.state.value == "awake" else None,
-                min_bytes=wish.min,
-                priority=wish.priority,
-            )
-        except KvelasticError as error:
-            _log.warning("no wish was taken: %s", error, extra={"model": model.name})
+        await model.wish_as_configured()
 
     async def _part(self, model: ServedModel, drain_s: float) -> None:
         """Let go of a model: those that wait are refused, those that run have `drain_s`."""

@@ -12,14 +12,13 @@ from typing import Any
 from kvelastic import ledger, segment
 from kvelastic.cli.rows import row_of
 from kvelastic.controller.sleep_policy import Ask
-from kvelastic.errors import SegmentNotFoundError
 
 
 def row(name: str) -> dict[str, Any]:
     """What `kvctl list --json` says of one segment, and its ledgers' facts. Raises `SegmentError`.
 
-    Added keys: `min_bytes`, `priority` (in force), `granted_bytes` and `ask_bytes` (None where it
-    is in no ledger).
+    Added keys: `granted_bytes` and `ask_bytes` (None where it is in no ledger). The limit of one
+    that sleeps is known from the ledger, too.
     """
     return _with_ledger(segment.inspect(name), ledger.list_ledgers())
 
@@ -58,18 +57,21 @@ def wish(
     limit_bytes: int | None = None,
     min_bytes: int | None = None,
     priority: int | None = None,
+    asleep: bool | None = None,
     trim: bool = False,
     wait_s: float | None = None,
 ) -> dict[str, Any]:
     """Wish and say what was answered; blocks for up to `wait_s`. Raises as `segment.wish`.
 
     `state`: applied, shrinking, refused, pending (no answer yet) or overtaken (by a later wish).
+    `asleep`: whether the instance sleeps, and keeps to its limit only when it wakes.
     """
     answer = segment.wish(
         name,
         limit_bytes=limit_bytes,
         min_bytes=min_bytes,
         priority=priority,
+        asleep=asleep,
         trim=trim,
         wait_s=wait_s,
     )
@@ -80,25 +82,6 @@ def wish(
     elif not answer.is_to_the_wish:
         facts["state"] = "overtaken"
     return facts
-
-
-def limit_in_force(name: str) -> int | None:
-    """The limit that an instance keeps to, as it was wished; None if there is no instance."""
-    try:
-        facts = row_of(segment.inspect(name))
-    except SegmentNotFoundError:
-        return None
-    wished = facts["wished_limit_bytes"]
-    return facts["limit_bytes"] if wished is None else wished
-
-
-def limit_to_wake_with(name: str) -> int | None:
-    """What an instance that somebody left at limit 0 needs to serve: all that its device has.
-
-    None if its limit is another one, and stays. Raises `SegmentError`.
-    """
-    facts = row_of(segment.inspect(name))
-    return facts["capacity_bytes"] if facts["wished_limit_bytes"] == 0 else None
 
 
 def shortage(name: str) -> str | None:
@@ -149,10 +132,11 @@ def _with_ledger(info: segment.SegmentInfo, ledgers: list[ledger.LedgerInfo]) ->
         for member in found.members
         if member.uuid == info.header.get("uuid")
     ]
+    facts = row_of(info)
+    if facts["asleep"] and facts["limit_bytes"] is None and members:
+        facts["limit_bytes"] = members[0].limit_bytes
     return {
-        **row_of(info),
-        "min_bytes": info.answer.get("min_bytes"),
-        "priority": info.answer.get("priority"),
+        **facts,
         "granted_bytes": sum(m.granted_bytes for m in members) if members else None,
         "ask_bytes": sum(m.ask_bytes for m in members) if members else None,
     }
@@ -165,8 +149,6 @@ def _uuid_text(raw: bytes) -> str:
 
 __all__ = [
     "devices",
-    "limit_in_force",
-    "limit_to_wake_with",
     "pressure",
     "row",
     "rows",

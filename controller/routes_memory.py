@@ -111,23 +111,6 @@ async def devices(front: Front, _: Request) -> Any:
 
 
 async def _wish(model: ServedModel, name: str, **wishes: Any) -> Json:
-    if wishes.get("limit_bytes") is not None:
-        model.limit_when_awake_bytes = wishes["limit_bytes"]
-        if model.gate.state.value in {"asleep", "waking", "falling_asleep"}:
-            # Sleeping is limit 0: the new limit holds when it wakes.
-            rest = {**wishes, "limit_bytes": None}
-            answer: dict[str, Any] = {"state": "asleep"}
-            if rest.get("min_bytes") is not None or rest.get("priority") is not None:
-                answer = {**await asyncio.to_thread(_send, name, rest), "state": "asleep"}
-            return Json(
-                {
-                    "model": model.name,
-                    "instance": name,
-                    "answer": answer,
-                    "limit_when_awake_bytes": wishes["limit_bytes"],
-                },
-                202,
-            )
     answer = await asyncio.to_thread(_send, name, wishes)
     status = {"refused": 409, "overtaken": 409, "shrinking": 202, "pending": 202}
     return Json(

@@ -55,7 +55,6 @@ class ServedModel:
         self.wakes = 0
         """Since the start: times it was woken, and put to sleep."""
         self.sleeps = 0
-        self.limit_when_awake_bytes: int | None = settings.memory.limit
         self._calls = calls
         self._turn = 0
         self._tasks: set[asyncio.Task[None]] = set()
@@ -89,8 +88,6 @@ class ServedModel:
         """Take new settings; requests that run are not touched."""
         old = {replica.address: replica for replica in self.replicas}
         self.replicas = [old.get(a) or Replica(a) for a in settings.addresses]
-        if settings.memory != self.settings.memory:
-            self.limit_when_awake_bytes = settings.memory.limit
         self.settings, self.sleep_settings = settings, sleep
         self.gate.set_rules(_rules(settings, sleep))
 
@@ -195,8 +192,13 @@ class ServedModel:
             self.slept_at = time.time()
             gate.set_state(State.ASLEEP, time.monotonic())
         elif gate.state is State.ASLEEP and answers and all(a is False for a in answers):
-            self.slept_at = None
-            gate.set_state(State.AWAKE, time.monotonic())
+            # Somebody else has woken them, and knows nothing of the instance.
+            problem = await self._memory_wakes()
+            if problem is not None:
+                self.last_problem = f"wake: {problem}"
+            elif self.state is State.ASLEEP:
+                self.slept_at = None
+                gate.set_state(State.AWAKE, time.monotonic())
 
     async def _sleep(self) -> None:
         timeout_s = self.sleep_settings.sleep_timeout
@@ -235,47 +237,46 @@ class ServedModel:
         )
 
     async def _memory_sleeps(self) -> str | None:
-        """Limit 0; remembers the limit it had. A problem leaves the limit as it was."""
+        """Its instance holds nothing from now on; its limit stays."""
+        return await self._wish_of_memory(asleep=True)
+
+    async def _memory_wakes(self) -> str | None:
+        """Its instance may hold memory again; a problem if its guarantee is not to be had."""
+        return await self._wish_of_memory(asleep=False)
+
+    async def _wish_of_memory(self, *, asleep: bool) -> str | None:
         name = self.settings.instance
         if name is None:
             return None
         try:
-            limit_bytes = await asyncio.to_thread(instance_memory.limit_in_force, name)
-            if limit_bytes is None:
-                return None  # its instance has not started or has ended: nothing is held
-            if limit_bytes > 0:
-                self.limit_when_awake_bytes = limit_bytes
-            answer = await asyncio.to_thread(instance_memory.wish, name, limit_bytes=0)
-            if answer["state"] == "refused":
-                return f"its instance refuses limit 0: {answer['reason']}"
+            if not asleep:
+                short = await asyncio.to_thread(instance_memory.shortage, name)
+                if short is not None:
+                    return short
+            answer = await asyncio.to_thread(instance_memory.wish, name, asleep=asleep)
         except SegmentNotFoundError:
-            return None
+            return None  # its instance has not started or has ended: nothing is held
         except KvelasticError as error:
             return f"{error.code}: {error}"
+        if answer["state"] == "refused":
+            return f"its instance refuses to {'sleep' if asleep else 'wake'}: {answer['reason']}"
         return None
 
-    async def _memory_wakes(self) -> str | None:
-        """The limit that it had; a problem if its guarantee is not to be had."""
-        name, limit_bytes = self.settings.instance, self.limit_when_awake_bytes
-        if name is None:
-            return None
+    async def wish_as_configured(self) -> None:
+        """Tell its instance what the configuration says of its memory, if it is there."""
+        wish, name = self.settings.memory, self.settings.instance
+        if name is None or (wish.min, wish.limit, wish.priority) == (None, None, None):
+            return
         try:
-            short = await asyncio.to_thread(instance_memory.shortage, name)
-            if short is not None:
-                return short
-            if limit_bytes is None:
-                limit_bytes = await asyncio.to_thread(instance_memory.limit_to_wake_with, name)
-            if limit_bytes is not None:
-                answer = await asyncio.to_thread(
-                    instance_memory.wish, name, limit_bytes=limit_bytes
-                )
-                if answer["state"] == "refused":
-                    return f"its instance refuses its limit: {answer['reason']}"
-        except SegmentNotFoundError:
-            return None
+            await asyncio.to_thread(
+                instance_memory.wish,
+                name,
+                limit_bytes=wish.limit,
+                min_bytes=wish.min,
+                priority=wish.priority,
+            )
         except KvelasticError as error:
-            return f"{error.code}: {error}"
-        return None
+            _log.warning("no wish was taken: %s", error, extra={"model": self.name})
 
     def _note(self, verb: str, problem: str | None) -> None:
         self.last_problem = None if problem is None else f"{verb}: {problem}"

@@ -59,9 +59,12 @@ _USAGE: Final = {
     "blocks_total": _instance("blocks", "Blocks that its address range has room for."),
     "blocks_in_use": _instance("blocks_in_use", "Blocks that requests refer to."),
     "blocks_cached": _instance("blocks_cached", "Blocks kept for prefix caching."),
+    "asleep": _instance("asleep", "1 while it sleeps, hands out nothing and gives all back."),
 }
 _ANSWER: Final = {
-    "effective_limit_bytes": _instance("limit_bytes", "The limit that it keeps to."),
+    "effective_limit_bytes": _instance(
+        "limit_bytes", "The limit that it keeps to; 0 while it sleeps."
+    ),
     "over_bytes": _instance("over_bytes", "Still to be given back to meet the limit."),
     "min_bytes": _instance("min_bytes", "Its guarantee: nobody takes it below that."),
     "priority": _instance("priority", "Higher keeps its memory longer."),

@@ -95,6 +95,8 @@ class Answer:
     priority: int
     wished_revision: int = 0
     """The wish that this was awaited for; a larger `revision` means that another one came later."""
+    asleep: bool = False
+    """Whether it sleeps: it hands out nothing, and `effective_limit_bytes` is 0 until it wakes."""
 
     @property
     def is_to_the_wish(self) -> bool:
@@ -373,7 +375,9 @@ def _answer(record: _vmm.Record, revision: int) -> Answer:
     raw.pop("whole")
     if raw["revision"] < revision:
         raw["state"] = "none"
-    return Answer(**raw, wished_revision=revision)
+    # What an instance has become it publishes before it answers.
+    asleep = bool(record.read_usage()["asleep"])
+    return Answer(**raw, wished_revision=revision, asleep=asleep)
 
 
 def _check_alive(segment: Segment, consequence: str) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvelastic.cli.kvtop.keys import Ask, Mood, value_text
+from kvelastic.cli.kvtop.keys import Ask, Mood, value_text, wish_text
 from kvelastic.cli.rows import printable
 from kvelastic.sizes import format_size
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 def answer_line(ask: Ask, answer: Answer) -> tuple[str, Mood]:
     """Say what came of a wish, and whether that is good."""
-    wished = f"{ask.label}: {ask.setting} {value_text(ask.setting, ask.value)}"
+    wished = f"{ask.label}: {wish_text(ask.setting, ask.value)}"
     if answer.state == "none":
         return f"{wished} is wished; the instance has not answered yet", "warn"
     if answer.state == "failed":
@@ -25,15 +25,21 @@ def answer_line(ask: Ask, answer: Answer) -> tuple[str, Mood]:
     obstacle = _obstacle(ask, answer)
     if obstacle:
         return f"{wished} {obstacle}", "bad"
+    asleep = " it is asleep, and" if answer.asleep else ""
     if answer.state == "shrinking":
         over = format_size(answer.over_bytes)
-        return f"{wished} is accepted; {over} are still to be given back", "warn"
-    return f"{wished} applied; {format_size(answer.mapped_bytes)} are mapped", "good"
+        return f"{wished} is accepted;{asleep} {over} are still to be given back", "warn"
+    return f"{wished} applied;{asleep} {format_size(answer.mapped_bytes)} are mapped", "good"
 
 
 def _obstacle(ask: Ask, answer: Answer) -> str:
     """Why it does not hold and will not; empty if it does, or is about to."""
-    now = f"it is {value_text(ask.setting, _in_force(ask, answer))} now"
+    if ask.setting == "sleep" and _is_taken(ask, answer):
+        return ""  # whatever else was wished for since then
+    if ask.setting == "sleep" or (ask.setting == "limit" and answer.asleep):
+        now = f"it is {'asleep' if answer.asleep else 'awake'} now"
+    else:
+        now = f"it is {value_text(ask.setting, _in_force(ask, answer))} now"
     if not answer.is_to_the_wish:
         return f"was overtaken by a later wish; {now}"
     if answer.state == "refused":
@@ -50,6 +56,8 @@ def _in_force(ask: Ask, answer: Answer) -> int:
 
 def _is_taken(ask: Ask, answer: Answer) -> bool:
     """Whether what it keeps to is what was asked; a guarantee may be rounded up."""
+    if ask.setting == "sleep":
+        return answer.asleep == bool(ask.value)
     if ask.setting == "min":
         return answer.min_bytes >= ask.value
     return ask.setting == "limit" or answer.priority == ask.value

@@ -14,7 +14,8 @@ def detail_lines(one: Instance, width: int, glyphs: Glyphs) -> list[Line]:
     """`DETAIL_LINES` lines about it."""
     who: Line = [Span(one.label, "strong"), Span(f"  {one.state}")]
     if one.over_bytes:
-        who.append(Span(f"  {short_size(one.over_bytes)} over its limit", "warn"))
+        over = "to go until it sleeps" if one.asleep else "over its limit"
+        who.append(Span(f"  {short_size(one.over_bytes)} {over}", "warn"))
     if one.reason:
         who.append(Span(f"  {one.reason}", "bad"))
     where = _facts(

@@ -21,13 +21,14 @@ from kvelastic.errors import InvalidArgumentError
 from kvelastic.sizes import format_size, parse_percent, parse_size
 
 Mode = Literal["list", "filter", "entry", "confirm", "help"]
-Setting = Literal["limit", "min", "priority"]
+Setting = Literal["limit", "min", "priority", "sleep"]
 Mood = Literal["plain", "good", "warn", "bad"]
 
 PAGE_ROWS: Final = 10
 MAX_PRIORITY: Final = (1 << 63) - 1
 _MOST_TYPED: Final = 64
 _SETTINGS: Final[dict[str, Setting]] = {"l": "limit", "m": "min", "p": "priority"}
+_SLEEPS: Final = {"z": True, "w": False}
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,7 @@ class Look:
 
 @dataclass(frozen=True)
 class Ask:
-    """Wish one thing of an instance; `value` is bytes, or a priority."""
+    """Wish one thing of an instance; `value` is bytes, a priority, or 1 to sleep and 0 to wake."""
 
     name: str
     label: str
@@ -124,12 +125,19 @@ def _press_list(ui: Ui, key: str, instances: Sequence[Instance]) -> tuple[Ui, li
     if changed is not None:
         return found(changed, instances), []
     rows = shown(ui, instances)
-    if rows and key in _SETTINGS:
-        return _begin_entry(ui, rows[selected_at(ui, rows)], _SETTINGS[key]), []
-    if rows and key in _STEPS:
-        at = selected_at(ui, rows) + _STEPS[key]
-        return _select(ui, rows, max(0, min(at, len(rows) - 1))), []
-    return ui, []
+    return (_press_row(ui, key, rows) if rows else ui), []
+
+
+def _press_row(ui: Ui, key: str, rows: Sequence[Instance]) -> Ui:
+    """What a key does with the selected instance."""
+    at = selected_at(ui, rows)
+    if key in _SETTINGS:
+        return _begin_entry(ui, rows[at], _SETTINGS[key])
+    if key in _SLEEPS:
+        return _begin_sleep(ui, rows[at], asleep=_SLEEPS[key])
+    if key in _STEPS:
+        return _select(ui, rows, max(0, min(at + _STEPS[key], len(rows) - 1)))
+    return ui
 
 
 def _arranged(ui: Ui, key: str) -> Ui | None:
@@ -147,6 +155,7 @@ def _arranged(ui: Ui, key: str) -> Ui | None:
 
 
 _SAME_AS: Final = {"h": "?", ">": "s", "<": "S"}
+_ENDED: Final = frozenset({"dead", "closing", "unreadable"})
 _FAR: Final = 1 << 30
 _STEPS: Final = {
     "up": -1, "k": -1, "down": 1, "j": 1, "page_up": -PAGE_ROWS, "page_down": PAGE_ROWS,
@@ -181,9 +190,18 @@ def _press_filter(ui: Ui, key: str, instances: Sequence[Instance]) -> Ui:
 
 
 def _begin_entry(ui: Ui, target: Instance, setting: Setting) -> Ui:
-    if target.state in {"dead", "closing", "unreadable"}:
+    if target.state in _ENDED:
         return told(ui, f"{target.label} is {target.state}: nothing can be set", "warn")
     return replace(ui, mode="entry", setting=setting, target=target, typed="", problem="")
+
+
+def _begin_sleep(ui: Ui, target: Instance, *, asleep: bool) -> Ui:
+    """There is nothing to type: the question comes at once."""
+    if target.state in _ENDED:
+        return told(ui, f"{target.label} is {target.state}: nothing can be set", "warn")
+    if target.asleep == asleep:
+        return told(ui, f"{target.label} is {'asleep' if asleep else 'awake'} already")
+    return replace(ui, mode="confirm", setting="sleep", target=target, value=int(asleep))
 
 
 def _press_entry(ui: Ui, key: str) -> Ui:
@@ -202,7 +220,7 @@ def _press_confirm(ui: Ui, key: str) -> tuple[Ui, list[Effect]]:
     target = ui.target
     if key in {"y", "Y"} and target is not None:
         asked = replace(ui, mode="list", target=None, typed="")
-        message = f"asking {target.label} for {ui.setting} {value_text(ui.setting, ui.value)}"
+        message = f"asking {target.label} for {wish_text(ui.setting, ui.value)}"
         ask = Ask(target.name, target.label, ui.setting, ui.value)
         return told(asked, message), [ask]
     if key in {"n", "N", "q", "escape"}:
@@ -255,8 +273,17 @@ def value_text(setting: Setting, value: int | None) -> str:
     return str(value) if setting == "priority" else format_size(value)
 
 
+def wish_text(setting: Setting, value: int) -> str:
+    """What is wished, for people: `limit 1.00 GiB`, `sleep`."""
+    if setting == "sleep":
+        return "sleep" if value else "wake"
+    return f"{setting} {value_text(setting, value)}"
+
+
 def value_of(setting: Setting, instance: Instance) -> int | None:
     """What an instance has for a setting now."""
+    if setting == "sleep":
+        return int(instance.asleep)
     if setting == "limit":
         return instance.limit_bytes
     return instance.min_bytes if setting == "min" else instance.priority

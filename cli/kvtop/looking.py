@@ -54,6 +54,7 @@ def wish(ask: Ask) -> Told:
             limit_bytes=ask.value if ask.setting == "limit" else None,
             min_bytes=ask.value if ask.setting == "min" else None,
             priority=ask.value if ask.setting == "priority" else None,
+            asleep=bool(ask.value) if ask.setting == "sleep" else None,
             wait_s=ANSWER_WAIT_S,
         )
     except KvelasticError as error:

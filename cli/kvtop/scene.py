@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kvelastic.cli.rows import printable, row_of
+from kvelastic.cli.rows import printable, row_of, shown_state
 
 if TYPE_CHECKING:
     from kvelastic.ledger_facts import LedgerInfo
@@ -31,7 +31,8 @@ class Instance:
     label: str
     """The same, to be shown."""
     state: str = "applied"
-    """As in `kvctl list`."""
+    """As in the table of `kvctl list`."""
+    asleep: bool = False
     reason: str = ""
     device: str = ""
     engine: str = ""
@@ -133,7 +134,8 @@ def instance_of(info: SegmentInfo) -> Instance:
         key=row["uuid"] or row["name"],
         name=row["name"],
         label=printable(row["name"]),
-        state=row["state"],
+        state=shown_state(row),
+        asleep=bool(row["asleep"]),
         reason=printable(row["reason"]),
         device=printable(row["device"] or ""),
         engine=printable(row["engine"] or ""),

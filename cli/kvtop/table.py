@@ -19,6 +19,7 @@ _STATE_STYLES: Final[dict[str, Style]] = {
     "applied": "good",
     "shrinking": "warn",
     "pending": "warn",
+    "asleep": "parked",
     "refused": "bad",
     "failed": "bad",
     "unreadable": "bad",

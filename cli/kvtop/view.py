@@ -13,7 +13,7 @@ from typing import Final
 from kvelastic.cli.kvtop.detail import DETAIL_LINES, detail_lines
 from kvelastic.cli.kvtop.devices import device_lines
 from kvelastic.cli.kvtop.help_page import help_lines
-from kvelastic.cli.kvtop.keys import Ui, selected_at, shown, value_of, value_text
+from kvelastic.cli.kvtop.keys import Ui, selected_at, shown, value_of, value_text, wish_text
 from kvelastic.cli.kvtop.scene import Instance, Scene
 from kvelastic.cli.kvtop.table import Table
 from kvelastic.cli.kvtop.text import (
@@ -32,7 +32,7 @@ from kvelastic.cli.kvtop.text import (
 
 NOTHING: Final = "No instances of kvelastic run here."
 _MOST_FOOTER_LINES: Final = 3
-_HINTS: Final = "j/k select  l limit  m min  p priority  s sort  / filter  ? help  q quit"
+_HINTS: Final = "j/k select  l limit  m min  p prio  z sleep  s sort  / filter  ? help  q quit"
 _HINTS_SHORT: Final = "? help  q quit"
 
 
@@ -194,11 +194,16 @@ def _footer(ui: Ui, width: int, most_lines: int, glyphs: Glyphs) -> list[Line]:
 
 
 def _question(ui: Ui, target: Instance, width: int, most: int, glyphs: Glyphs) -> list[Line]:
-    before = value_text(ui.setting, value_of(ui.setting, target))
-    after = value_text(ui.setting, ui.value)
-    text = f"Set {ui.setting} of {target.label} from {before} to {after}? y = yes, n = no"
+    if ui.setting == "sleep":
+        asks = f"Put {target.label} to sleep, which drops all that it has cached"
+        asks = asks if ui.value else f"Wake {target.label}"
+    else:
+        before = value_text(ui.setting, value_of(ui.setting, target))
+        after = value_text(ui.setting, ui.value)
+        asks = f"Set {ui.setting} of {target.label} from {before} to {after}"
+    text = f"{asks}? y = yes, n = no"
     if len(wrap(text, width, most + 1)) > most:
-        text = f"{ui.setting} {after}? y/n"
+        text = f"{wish_text(ui.setting, ui.value)}? y/n"
     return _wrapped(text, "strong", width, most, glyphs)
 
 

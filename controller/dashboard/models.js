@@ -107,7 +107,7 @@ class Row {
     });
     this.traffic.warn("failed", traffic?.failed_requests > 0);
     this.paintLatency(traffic);
-    this.wish.update(memory, model.state, model.instance);
+    this.wish.update(memory, model.instance);
     this.enable();
   }
 

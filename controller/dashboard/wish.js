@@ -22,7 +22,6 @@ export class Wish {
     this.waiting = null; // what to send when the answer to the last wish has come
     this.isSending = false;
     this.promised = null; // the wish's part that is not in force yet
-    this.whenAwake = null; // the limit that a model that sleeps wakes with
     this.parts = PARTS.map(([, shade]) => make("span", { class: shade }));
     this.bar = make("div", { class: "bar", "aria-hidden": "true" }, ...this.parts);
     this.min = new Setting("min", "Min", model, (wish) => this.send(wish));
@@ -48,7 +47,7 @@ export class Wish {
   }
 
   /** `row` is the instance's of /memory: null if it is not there, undefined if there is none. */
-  update(row, state, instance) {
+  update(row, instance) {
     this.row = row ?? null;
     this.controls.hidden = this.facts.hidden = !row;
     this.none.hidden = Boolean(row);
@@ -59,25 +58,21 @@ export class Wish {
       );
       return;
     }
-    const sleeps = ["asleep", "falling_asleep", "waking"].includes(state);
-    if (!sleeps) this.whenAwake = null;
     const capacity = row.capacity_bytes ?? 0;
     PARTS.forEach(([key], number) => {
       this.parts[number].style.width = capacity ? `${(100 * (row[key] ?? 0)) / capacity}%` : "0";
     });
     this.min.update(row.min_bytes ?? 0, capacity, row.page_bytes ?? 1);
-    const limit =
-      row.wished_limit_bytes ?? row.limit_bytes ?? row.effective_limit_bytes ?? capacity;
-    this.limit.update(this.whenAwake ?? limit, capacity, row.page_bytes ?? 1);
+    const effective = row.asleep ? null : row.effective_limit_bytes; // which is 0 in sleep
+    const limit = row.wished_limit_bytes ?? row.limit_bytes ?? effective ?? capacity;
+    this.limit.update(limit, capacity, row.page_bytes ?? 1);
     const held =
       `${bytes(row.mapped_bytes)} of ${bytes(capacity)}: ${bytes(row.in_use_bytes)} in use, ` +
       `${bytes(row.cached_bytes)} cached, ${bytes(row.parked_bytes)} parked`;
-    const over = row.over_bytes ? `; ${bytes(row.over_bytes)} over its limit` : "";
+    const whatFor = row.asleep ? "to be given back" : "over its limit";
+    const over = row.over_bytes ? `; ${bytes(row.over_bytes)} ${whatFor}` : "";
     const asks = row.ask_bytes ? `; it waits for ${bytes(row.ask_bytes)}` : "";
-    const sleep =
-      sleeps && this.whenAwake === null
-        ? ". Asleep is limit 0; a limit set now holds when it wakes"
-        : "";
+    const sleep = row.asleep ? ". Asleep: its limit counts when it wakes" : "";
     say(this.facts, held + over + asks + sleep);
     if (this.promised && row.state === "applied") {
       this.tell("ok", `In force now: ${this.promised}.`);
@@ -123,10 +118,9 @@ export class Wish {
     this.told(null);
   }
 
-  hear({ answer, limit_when_awake_bytes: whenAwake }, body, words) {
-    if (answer.state === "asleep") {
-      this.whenAwake = whenAwake;
-      this.tell("wait", `Noted: ${words}. The model sleeps; the limit holds when it wakes.`);
+  hear({ answer }, body, words) {
+    if (answer.state === "applied" && answer.asleep) {
+      this.tell("ok", `Applied: ${words}. The model sleeps; its limit counts when it wakes.`);
     } else if (answer.state === "applied") {
       const effective = answer.effective_limit_bytes;
       const rounded = typeof body.limit === "number" && effective !== body.limit;

@@ -146,9 +146,10 @@ def test_sleep_and_wake(page: Shown, front: Controller, engine: Engine) -> None:
     expect(answer).to_have_text("The model is asleep.")
     expect(row.locator(".state")).to_have_text("asleep")
     expect(sleep).to_have_attribute("aria-disabled", "true")
-    expect(row.locator(".held")).to_contain_text("a limit set now holds when it wakes")
-    # A limit for a model that sleeps is noted, and stays on the slider.
+    expect(row.locator(".held")).to_contain_text("Asleep: its limit counts when it wakes")
+    # The slider has the limit that it wakes with, and takes another one.
     text = row.get_by_label("Limit of org/m, as text")
+    expect(text).to_have_value("256 MiB")
     text.fill("96M")
     text.press("Enter")
     expect(row.locator(".wish .answer")).to_contain_text("The model sleeps")

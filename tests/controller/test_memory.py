@@ -164,52 +164,6 @@ def test_an_instance_that_is_gone(front: Controller, instance: Instance) -> None
     ledger.reap()
 
 
-def test_sleep_moves_real_memory_and_wake_gives_the_limit_back(
-    front: Controller, instance: Instance, engine: Engine
-) -> None:
-    front.client.patch("/memory/org/m", json={"limit": "128M", "wait": 5})
-    ids = instance.alloc(64)
-    assert ids
-    instance.cache(ids)
-    before_bytes = instance.mapped_bytes
-    assert front.post("/action/sleep/org/m").json()["success"]
-    until(lambda: instance.mapped_bytes <= PAGE_BYTES < before_bytes)
-    # A limit for a model that sleeps holds when it wakes.
-    response = front.client.patch("/memory/org/m", json={"limit": "96M"})
-    assert (response.status_code, response.json()["limit_when_awake_bytes"]) == (202, 96 * MIB)
-    assert instance.mapped_bytes <= PAGE_BYTES
-    assert front.complete("org/m").status_code == 200
-    row = front.get("/memory/org/m").json()["memory"]
-    assert row["wished_limit_bytes"] == 96 * MIB
-    assert instance.alloc(64) is not None
-
-
-def test_a_wake_that_fails_gives_the_memory_back(
-    front: Controller, instance: Instance, engine: Engine
-) -> None:
-    front.client.patch("/memory/org/m", json={"limit": "128M", "wait": 5})
-    front.post("/action/sleep/org/m")
-    engine.change(wake_status=500)
-    assert front.complete("org/m").status_code == 503
-    row = front.get("/memory/org/m").json()["memory"]
-    assert row["wished_limit_bytes"] == 0
-    engine.change(wake_status=200)
-    assert front.post("/action/wakeup/org/m").json()["success"]
-    assert front.get("/memory/org/m").json()["memory"]["wished_limit_bytes"] == 128 * MIB
-
-
-def test_a_controller_that_starts_anew_wakes_what_the_last_one_left_without_memory(
-    engine: Engine, instance: Instance
-) -> None:
-    config = config_for(engine, model={"instance": instance.name})
-    with Controller(config) as front:
-        assert front.post("/action/sleep/org/m").json()["success"]
-    with Controller(config) as front:
-        assert front.complete("org/m").status_code == 200
-        assert front.get("/memory/org/m").json()["memory"]["wished_limit_bytes"] == 256 * MIB
-    assert instance.alloc(64) is not None
-
-
 def test_the_configuration_s_wish_is_made_at_the_start(engine: Engine, instance: Instance) -> None:
     memory = {"min": "4M", "limit": "32M", "priority": 3}
     with Controller(
@@ -217,6 +171,7 @@ def test_the_configuration_s_wish_is_made_at_the_start(engine: Engine, instance:
     ) as front:
         row = front.get("/memory/org/m").json()["memory"]
         assert row["wished_limit_bytes"] == 32 * MIB
+        assert (row["min_bytes"], row["priority"]) == (4 * MIB, 3)
 
 
 def test_who_asks_for_memory_puts_less_important_idle_models_to_sleep() -> None:

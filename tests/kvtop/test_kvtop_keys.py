@@ -138,10 +138,32 @@ def test_the_target_stays_when_the_list_changes_meanwhile():
     assert effects == [Ask("b", "b", "limit", GIB)]
 
 
-def test_one_that_has_ended_cannot_be_changed():
-    ui, effects = press_all("l", (instance("a", state="closing"),))
+@pytest.mark.parametrize("key", "lzw")
+def test_one_that_has_ended_cannot_be_changed(key):
+    ui, effects = press_all(key, (instance("a", state="closing"),))
     assert (ui.mode, effects) == ("list", [])
     assert "closing" in ui.message
+
+
+@pytest.mark.parametrize(("key", "asleep", "verb"), [("z", False, "sleep"), ("w", True, "wake")])
+def test_sleep_and_wake_are_asked_for_after_a_yes(key, asleep, verb):
+    instances = (instance("a"), instance("b", asleep=asleep))
+    before, effects = press_all(["j", key], instances)
+    assert (before.mode, effects) == ("confirm", [])
+    assert press_all(["x", "z", "w", "enter"], instances, before) == (before, [])
+    ui, effects = press_all(["y"], instances, before)
+    assert (ui.mode, effects) == ("list", [Ask("b", "b", "sleep", int(key == "z"))])
+    assert ui.message == f"asking b for {verb}"
+    for no in ("n", "escape"):
+        ui, effects = press_all([no], instances, before)
+        assert (ui.mode, ui.message, effects) == ("list", "nothing was changed", [])
+
+
+@pytest.mark.parametrize(("key", "asleep"), [("z", True), ("w", False)])
+def test_what_is_so_already_is_said_and_not_asked_for(key, asleep):
+    ui, effects = press_all(key, (instance("a", asleep=asleep),))
+    assert (ui.mode, effects) == ("list", [])
+    assert ui.message == f"a is {'asleep' if asleep else 'awake'} already"
 
 
 def test_ending_looking_and_help():
@@ -156,12 +178,12 @@ def test_ending_looking_and_help():
 
 
 def test_without_instances_keys_do_no_harm():
-    ui, effects = press_all([*"jkgGlmps/x", "enter", "escape"], ())
+    ui, effects = press_all([*"jkgGlmpszw/x", "enter", "escape"], ())
     assert (ui.mode, effects) == ("list", [])
 
 
 KEYS = st.sampled_from(
-    [*"jkgGsSrlmpynhq?/ 0123456789MG%xé日", "up", "down", "page_up", "page_down", "home", "end",
+    [*"jkgGsSrlmpzwynhq?/ 0123456789MG%xé日", "up", "down", "page_up", "page_down", "home", "end",
      "enter", "escape", "backspace", "\x15", "\x00", "\t"]
 )  # fmt: skip
 
@@ -196,6 +218,8 @@ def answer(**changes: object) -> Answer:
 
 
 LIMIT = Ask("a", "a", "limit", GIB)
+SLEEP, WAKE = Ask("a", "a", "sleep", 1), Ask("a", "a", "sleep", 0)
+ASLEEP = {"asleep": True, "effective_limit_bytes": 0, "mapped_bytes": 0}
 
 
 @pytest.mark.parametrize(
@@ -211,6 +235,21 @@ LIMIT = Ask("a", "a", "limit", GIB)
         (Ask("a", "a", "min", GIB), {"min_bytes": 2 * GIB}, "min 1.00 GiB applied", "good"),
         (Ask("a", "a", "priority", 5), {}, "is not taken by the instance; it is 0 now", "bad"),
         (Ask("a", "a", "priority", 5), {"priority": 5}, "priority 5 applied", "good"),
+        (SLEEP, ASLEEP, "a: sleep applied; it is asleep, and 0 B are mapped", "good"),
+        (
+            SLEEP,
+            ASLEEP | {"state": "shrinking", "over_bytes": MIB},
+            "a: sleep is accepted; it is asleep, and 1.00 MiB are still to be given back",
+            "warn",
+        ),
+        (SLEEP, {}, "a: sleep is not taken by the instance; it is awake now", "bad"),
+        (SLEEP, {"revision": 4}, "a: sleep was overtaken by a later wish; it is awake now", "bad"),
+        (SLEEP, ASLEEP | {"revision": 4}, "a: sleep applied", "good"),
+        (SLEEP, {"state": "none"}, "a: sleep is wished; the instance has not answered", "warn"),
+        (WAKE, {}, "a: wake applied; 64.00 MiB are mapped", "good"),
+        (WAKE, ASLEEP, "a: wake is not taken by the instance; it is asleep now", "bad"),
+        (LIMIT, ASLEEP, "a: limit 1.00 GiB applied; it is asleep, and 0 B are mapped", "good"),
+        (LIMIT, ASLEEP | {"revision": 4}, "by a later wish; it is asleep now", "bad"),
     ],
 )
 def test_answers_in_words(ask, changes, text, mood):

@@ -127,6 +127,18 @@ def test_names_choose_instances_and_their_devices():
     assert scene_of(found, others, 0.0, names=["none"]).devices == ()
 
 
+def test_one_that_sleeps_is_shown_so_and_has_the_limit_that_it_wakes_with():
+    awake = segment_info("a")
+    assert (instance_of(awake).state, instance_of(awake).asleep) == ("applied", False)
+    sleeping = segment_info("a", wish={"revision": 0, "limit_bytes": 2 * GIB})
+    sleeping.usage["asleep"] = 1
+    sleeping.answer["effective_limit_bytes"] = 0
+    one = instance_of(sleeping)
+    assert (one.state, one.asleep, one.limit_bytes) == ("asleep", True, 2 * GIB)
+    sleeping.answer["state"] = "shrinking"
+    assert (instance_of(sleeping).state, instance_of(sleeping).asleep) == ("shrinking", True)
+
+
 def test_an_unreadable_segment_is_an_instance_of_which_nothing_is_known():
     one = instance_of(SegmentInfo("x\x1b[2J", "unreadable", problem="version 9"))
     assert (one.name, one.label) == ("x\x1b[2J", "x\ufffd[2J")

@@ -228,6 +228,29 @@ def test_a_real_instance_and_its_ledger():
         top.wait_for("limit 32.00 MiB  min 8.00 MiB  priority 3")
 
 
+def test_a_real_instance_is_put_to_sleep_and_woken_by_keys():
+    with Instance(KVELASTIC_HOST_MEMORY="64M") as real, OnTerminal("-n", "0.1", real.name) as top:
+        real.cache(real.alloc(8))
+        top.wait_for("applied")
+        top.press("z")
+        top.wait_for("y = yes")
+        top.press("y")
+        top.wait_for(f"{real.name}: sleep applied; it is asleep, and 0 B are mapped")
+        top.wait_for(lambda: any(row.split()[1:2] == ["asleep"] for row in top.rows))
+        assert real.mapped_bytes == 0
+        top.press("w")
+        top.wait_for("Wake ")
+        top.press("n")
+        top.wait_for("nothing was changed")
+        assert real.alloc(1) is None
+        top.press("w")
+        top.wait_for("Wake ")
+        top.press("y")
+        top.wait_for(f"{real.name}: wake applied")
+        top.wait_for(lambda: any(row.split()[1:2] == ["applied"] for row in top.rows))
+        assert real.alloc(1) is not None
+
+
 @pytest.mark.parametrize(
     ("mode", "text"),
     [

@@ -27,6 +27,7 @@ KEYS = {
     "wrong": "lx\n",
     "confirm": "l512M\n",
     "asked": "p-5\ny",
+    "sleep": "z",
     "help": "?",
     "help further": "?jjj",
 }
@@ -137,6 +138,17 @@ def test_prompts_show_what_is_typed_on_any_width():
     question = "Set limit of kvelastic_vllm_1 from 4.00 GiB to 512.00 MiB? y = yes, n = no"
     assert draw(ONE, state(ONE, "l512M\n"))[-1] == question
     assert draw(ONE, state(ONE, "l512M\n"), width=24, height=2)[-1] == "limit 512.00 MiB? y/n"
+
+
+def test_sleep_and_wake_are_asked_for_in_words_of_their_own():
+    sleeping = Scene(1.0, (), (instance("a", state="asleep", asleep=True, over_bytes=GIB),))
+    question = "Put kvelastic_vllm_1 to sleep, which drops all that it has cached? y = yes, n = no"
+    assert draw(ONE, state(ONE, "z"), width=100)[-1] == question
+    assert draw(ONE, state(ONE, "z"), width=12, height=2)[-1] == "sleep? y/n"
+    assert draw(sleeping, state(sleeping, "w"))[-1] == "Wake a? y = yes, n = no"
+    assert any(line.split()[:2] == ["a", "asleep"] for line in draw(sleeping))
+    assert "a  asleep  1.00G to go until it sleeps" in draw(sleeping)
+    assert "z w " in "\n".join(draw(ONE, state(ONE, "?")))
 
 
 def test_help_fits_80_by_24_and_scrolls_below():

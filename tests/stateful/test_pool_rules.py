@@ -2,7 +2,8 @@
 
 The rules: no block is handed out twice; a block that is handed out has memory, and keeps what was
 written into it until it is given back; bytes counted are bytes held; what is said to be available
-can be had, and one more cannot; after "applied" no more is held than the limit allows.
+can be had, and one more cannot; after "applied" no more is held than the limit allows; and a pool
+that sleeps hands out nothing, and holds nothing that is not in use.
 """
 
 from __future__ import annotations
@@ -61,6 +62,7 @@ class PoolRules(RuleBasedStateMachine):
             movable=self.movable,
         )
         self.limit_pages = PAGES
+        self.asleep = False
         self.used: dict[int, int] = {}
         self.cached: dict[int, int] = {}
         self.tag = 0
@@ -173,9 +175,26 @@ class PoolRules(RuleBasedStateMachine):
         state = self.pool.set_limit(pages * self.page_bytes)
         self.limit_pages = min(max(pages, 1), PAGES)
         self.forget_evicted()
-        assert state["effective_limit_bytes"] == self.limit_pages * self.page_bytes
-        if state["state"] == "applied":
-            assert self.pool.mapped_bytes <= self.limit_pages * self.page_bytes
+        self.is_as_the_limit_says(state)
+
+    @rule()
+    def sleep(self) -> None:
+        self.asleep = True
+        state = self.pool.sleep()
+        self.forget_evicted()
+        assert not self.cached, "asleep, and something is cached"
+        self.is_as_the_limit_says(state)
+
+    @rule()
+    def wake(self) -> None:
+        self.asleep = False
+        self.pool.wake()
+        self.is_as_the_limit_says(self.pool.limit_state())
+
+    def is_as_the_limit_says(self, state: _vmm.LimitState) -> None:
+        effective = 0 if self.asleep else self.limit_pages * self.page_bytes
+        assert state["effective_limit_bytes"] == effective
+        assert (state["state"] == "applied") == (self.pool.mapped_bytes <= effective)
 
     @rule(count=st.integers(0, 60))
     def ensure(self, count: int) -> None:
@@ -250,7 +269,10 @@ class PoolRules(RuleBasedStateMachine):
         assert self.memory.held_bytes == self.pool.mapped_bytes
         # The null block's page is mapped first; before that nothing is held at all.
         assert self.memfd.stat().st_blocks * 512 == self.pool.mapped_bytes
-        room = self.limit_pages * self.layout.blocks_per_page - 1
+        assert self.pool.is_asleep == self.asleep
+        room = 0 if self.asleep else self.limit_pages * self.layout.blocks_per_page - 1
+        if self.asleep and not self.used and not stats["blocks_reserved"]:
+            assert self.pool.mapped_bytes == 0
         assert self.pool.available_size() <= max(room - len(self.used), 0)
 
     @invariant()

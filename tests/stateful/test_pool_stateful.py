@@ -35,6 +35,7 @@ class FailingDriver(RuleBasedStateMachine):
         self.used: dict[int, int] = {}
         self.cached: dict[int, int] = {}
         self.reserved = 0
+        self.asleep = False
         self.tag = 0
         self.armed = False
 
@@ -128,9 +129,28 @@ class FailingDriver(RuleBasedStateMachine):
             assert self.armed
             state = self.pool.limit_state()
         self.forget_evicted()
-        assert state["effective_limit_bytes"] == min(max(pages, 1), PAGES) * self.page_bytes
+        effective = 0 if self.asleep else min(max(pages, 1), PAGES) * self.page_bytes
+        assert state["effective_limit_bytes"] == effective
         if state["state"] == "applied":
             assert self.memory.held_at_the_os() <= state["effective_limit_bytes"]
+
+    @rule()
+    def sleep(self) -> None:
+        self.asleep = True
+        try:
+            state = self.pool.sleep()
+        except errors.MappingError:
+            assert self.armed
+            state = self.pool.limit_state()
+        self.forget_evicted()
+        assert not self.cached
+        if state["state"] == "applied" or not (self.used or self.reserved or self.armed):
+            assert self.memory.held_at_the_os() == 0
+
+    @rule()
+    def wake(self) -> None:
+        self.asleep = False
+        self.pool.wake()
 
     @rule()
     def trim(self) -> None:
@@ -159,6 +179,8 @@ class FailingDriver(RuleBasedStateMachine):
         assert not self.memory.range.failed, "one failure can always be undone"
         self.pool.check_integrity()
         self.memory.range.check_integrity()
+        assert self.pool.is_asleep == self.asleep
+        assert not (self.asleep and self.pool.available_size())
         stats = self.pool.stats()
         assert stats["blocks_used"] == len(self.used)
         assert stats["blocks_cached"] == len(self.cached)

@@ -66,7 +66,20 @@ printf '%s\\n' "${COMPREPLY[@]}"
 
 
 @pytest.mark.parametrize(
-    "verb", ["list", "limit", "limit-percent", "set", "trim", "stats", "explain", "watch", "delete"]
+    "verb",
+    [
+        "list",
+        "limit",
+        "limit-percent",
+        "set",
+        "trim",
+        "sleep",
+        "wake",
+        "stats",
+        "explain",
+        "watch",
+        "delete",
+    ],
 )
 def test_bash_completes_a_name(owner, verb):
     assert owner.name in completed_by_bash("kvctl", verb, owner.name[:-3])

@@ -38,6 +38,7 @@ USAGE = {
     "blocks_total": 5000,
     "blocks_in_use": 300,
     "blocks_cached": 100,
+    "asleep": 0,
 }
 ANSWER = {
     "revision": 1,
@@ -137,6 +138,17 @@ def test_an_instance_and_its_device():
         "instances": 1,
     }.items():
         assert found[f"kvelastic_device_{name}", "device=GPU-1,group=default"] == value, name
+
+
+def test_one_that_sleeps_has_a_gauge_for_it_and_no_limit():
+    """`asleep` is no state of the limit: what is still to be given back is told beside it."""
+    sleeping = info(answer={"effective_limit_bytes": 0})
+    sleeping.usage["asleep"] = 1
+    found = samples(metrics.render([info("two"), sleeping], []))
+    assert found["kvelastic_instance_asleep", ONE] == 1
+    assert found["kvelastic_instance_asleep", ONE.replace("=one", "=two")] == 0
+    assert found["kvelastic_instance_limit_bytes", ONE] == 0
+    assert found["kvelastic_instance_state", f"{ONE},state=applied"] == 1
 
 
 def test_every_metric_that_is_described_is_there_with_its_kind_and_labels():

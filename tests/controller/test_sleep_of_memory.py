@@ -1,0 +1,211 @@
+"""Sleep and wake of a model's KV cache: real instances over host memory, behind fake engines."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from running import FAKES, Controller, Engine, config_for, until
+
+from kvelastic import segment
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "programs"))
+from ledger_instance import Instance
+
+MIB = 1 << 20
+
+
+@pytest.fixture
+def instance() -> Iterator[Instance]:
+    with Instance(KVELASTIC_HOST_MEMORY="256M", KVELASTIC_LEDGER=f"ctls-{os.getpid()}") as instance:
+        yield instance
+
+
+@pytest.fixture
+def engine() -> Iterator[Engine]:
+    with Engine("vllm", "org/m") as engine:
+        yield engine
+
+
+@pytest.fixture
+def front(engine: Engine, instance: Instance) -> Iterator[Controller]:
+    with Controller(config_for(engine, model={"instance": instance.name})) as front:
+        yield front
+
+
+def memory(front: Controller) -> dict[str, Any]:
+    return front.get("/memory/org/m").json()["memory"]  # type: ignore[no-any-return]
+
+
+def sleep(front: Controller) -> None:
+    answer = front.post("/action/sleep/org/m")
+    assert answer.json()["success"], answer.text
+
+
+def test_asleep_it_holds_nothing_and_its_limit_was_never_touched(
+    front: Controller, instance: Instance, engine: Engine
+) -> None:
+    front.client.patch("/memory/org/m", json={"limit": "128M", "wait": 5})
+    ids = instance.alloc(64)
+    assert ids
+    instance.cache(ids)
+    sleep(front)
+    until(lambda: instance.mapped_bytes == 0)
+    row = memory(front)
+    assert (row["asleep"], row["granted_bytes"]) == (True, 0)
+    assert row["limit_bytes"] == row["wished_limit_bytes"] == 128 * MIB
+    assert instance.alloc(1) is None
+    assert front.complete("org/m").status_code == 200
+    row = memory(front)
+    assert (row["asleep"], row["limit_bytes"]) == (False, 128 * MIB)
+    assert row["revision"] == 3, "limit, sleep, wake: none of the last two was about the limit"
+    assert instance.alloc(64) is not None
+
+
+def test_a_limit_for_a_model_that_sleeps_is_taken_at_once_and_counts_when_it_wakes(
+    front: Controller, instance: Instance
+) -> None:
+    sleep(front)
+    wish = {"limit": "96M", "min": "8M", "priority": 4, "wait": 5}
+    response = front.client.patch("/memory/org/m", json=wish)
+    answer = response.json()["answer"]
+    assert (response.status_code, answer["state"], answer["asleep"]) == (200, "applied", True)
+    row = memory(front)
+    assert (row["limit_bytes"], row["min_bytes"], row["priority"]) == (96 * MIB, 8 * MIB, 4)
+    assert (row["asleep"], row["mapped_bytes"]) == (True, 0)
+    assert front.complete("org/m").status_code == 200
+    row = memory(front)
+    assert (row["limit_bytes"], row["effective_limit_bytes"]) == (96 * MIB, 96 * MIB)
+
+
+def test_a_limit_that_an_operator_sets_meanwhile_survives(
+    front: Controller, instance: Instance
+) -> None:
+    """By kvctl, of which the controller hears nothing; also a limit of 0 is one like any other."""
+    for limit_bytes in (48 * MIB, 0):
+        sleep(front)
+        segment.wish(instance.name, limit_bytes=limit_bytes, wait_s=30)
+        assert front.post("/action/wakeup/org/m").json()["success"]
+        assert memory(front)["limit_bytes"] == limit_bytes
+        assert memory(front)["asleep"] is False
+
+
+def test_the_limit_of_one_that_nobody_has_limited_is_known_in_sleep(
+    front: Controller, instance: Instance
+) -> None:
+    assert memory(front)["limit_bytes"] == 256 * MIB
+    sleep(front)
+    row = memory(front)
+    assert (row["asleep"], row["wished_limit_bytes"], row["limit_bytes"]) == (True, None, 256 * MIB)
+    rows = front.get("/memory").json()
+    assert rows["models"]["org/m"]["limit_bytes"] == 256 * MIB
+
+
+def test_the_engine_sleeps_first_and_wakes_last(
+    front: Controller, instance: Instance, engine: Engine
+) -> None:
+    """While the engine's own call runs its memory is there: it may still need it."""
+    engine.change(sleep_hold="s", wake_hold="w")
+    going = threading.Thread(target=sleep, args=(front,))
+    going.start()
+    until(lambda: "s" in engine.state()["held"])
+    assert segment.inspect(instance.name).usage["asleep"] == 0
+    engine.release("s")
+    going.join()
+    assert segment.inspect(instance.name).usage["asleep"] == 1
+    woken = threading.Thread(target=front.post, args=("/action/wakeup/org/m",))
+    woken.start()
+    until(lambda: "w" in engine.state()["held"])
+    assert segment.inspect(instance.name).usage["asleep"] == 0
+    engine.release("w")
+    woken.join()
+    assert front.state("org/m") == "awake"
+
+
+def test_an_engine_that_cannot_be_put_to_sleep_keeps_its_memory(
+    front: Controller, instance: Instance, engine: Engine
+) -> None:
+    engine.change(sleep_status=500)
+    assert front.post("/action/sleep/org/m").status_code == 502
+    assert segment.inspect(instance.name).wish["asleep"] is None
+    assert instance.alloc(1) is not None
+
+
+def test_a_wake_that_fails_puts_the_memory_back_to_sleep(
+    front: Controller, instance: Instance, engine: Engine
+) -> None:
+    front.client.patch("/memory/org/m", json={"limit": "128M", "wait": 5})
+    sleep(front)
+    engine.change(wake_status=500)
+    assert front.complete("org/m").status_code == 503
+    row = memory(front)
+    assert (row["asleep"], row["limit_bytes"]) == (True, 128 * MIB)
+    engine.change(wake_status=200)
+    assert front.post("/action/wakeup/org/m").json()["success"]
+    row = memory(front)
+    assert (row["asleep"], row["limit_bytes"]) == (False, 128 * MIB)
+
+
+def test_a_controller_that_starts_anew_wakes_what_the_last_one_put_to_sleep(
+    engine: Engine, instance: Instance
+) -> None:
+    """Nothing has to be remembered: the limit was the instance's own all the time."""
+    config = config_for(engine, model={"instance": instance.name})
+    with Controller(config) as front:
+        front.client.patch("/memory/org/m", json={"limit": "64M", "wait": 5})
+        sleep(front)
+    with Controller(config) as front:
+        assert memory(front)["asleep"] is True
+        assert front.complete("org/m").status_code == 200
+        assert memory(front)["limit_bytes"] == 64 * MIB
+    assert instance.alloc(64) is not None
+
+
+def test_who_wakes_the_engine_alone_gets_its_memory_too(
+    front: Controller, instance: Instance, engine: Engine
+) -> None:
+    sleep(front)
+    httpx.post(engine.url + "/wake_up", timeout=30).raise_for_status()
+    until(lambda: front.state("org/m") == "awake")
+    assert segment.inspect(instance.name).usage["asleep"] == 0
+    assert instance.alloc(1) is not None
+
+
+def test_an_instance_that_is_gone_is_no_hindrance(
+    front: Controller, instance: Instance, engine: Engine
+) -> None:
+    instance.close()
+    sleep(front)
+    assert engine.state()["asleep"]
+    assert front.complete("org/m").status_code == 200
+
+
+def test_the_configured_limit_of_a_launched_engine_is_wished_when_it_is_ready(
+    instance: Instance, tmp_path: Path
+) -> None:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        port = sock.getsockname()[1]
+    launch = {
+        "command": [sys.executable, str(FAKES / "engine.py"), "--port={port}"],
+        "port": port,
+        "log_file": str(tmp_path / "engine.log"),
+    }
+    model = {
+        "name": "m",
+        "engine": "vllm",
+        "launch": launch,
+        "instance": instance.name,
+        "memory": {"limit": "32M", "priority": 2},
+    }
+    with Controller({"models": [model]}) as front:
+        assert front.complete("m").status_code == 200
+        row = front.get("/memory/m").json()["memory"]
+        assert (row["limit_bytes"], row["priority"]) == (32 * MIB, 2)

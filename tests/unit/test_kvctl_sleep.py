@@ -1,0 +1,313 @@
+"""kvctl sleep and wake on real instances, and where other commands show who sleeps."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import click
+import pytest
+from click.testing import CliRunner, Result
+
+from kvelastic import segment
+from kvelastic.cli.kvctl import main
+from kvelastic.cli.rows import Row, shown_state
+from kvelastic.cli.shell import Shell
+from kvelastic.cli.tables import plain_table
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "programs"))
+from ledger_instance import BLOCKS_PER_PAGE, PAGE_BYTES, Instance
+from segment_owner import Owner
+
+MIB = 1 << 20
+KVCTL = str(Path(sys.executable).with_name("kvctl"))
+DEVICE = {
+    "KVELASTIC_HOST_MEMORY": "64M",
+    "KVELASTIC_PAGE_PREALLOC_ENABLED": "false",
+    "KVELASTIC_IDLE_TRIM_SECONDS": "3600",
+}
+
+
+@pytest.fixture
+def name():
+    unique = f"kvsleep_{os.getpid()}_{random.randrange(1 << 40):x}"
+    yield unique
+    (Path("/dev/shm") / unique).unlink(missing_ok=True)
+
+
+@pytest.fixture
+def one():
+    with Instance(**DEVICE) as instance:
+        yield instance
+
+
+def kvctl(*arguments: str) -> Result:
+    result = CliRunner().invoke(main, list(arguments))
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+    return result
+
+
+def done(*arguments: str) -> str:
+    result = kvctl(*arguments)
+    assert result.exit_code == 0, result.stderr
+    return result.stdout
+
+
+def row(name: str) -> dict:
+    return json.loads(done("list", name, "--json"))[0]
+
+
+# ----------------------------------------------------------------------------- sleep and wake
+
+
+def test_asleep_it_holds_nothing_and_says_how_much_that_was(one):
+    one.cache(one.alloc(3 * BLOCKS_PER_PAGE - 1))
+    assert one.mapped_bytes == 3 * PAGE_BYTES
+    assert done("sleep", one.name, "--wait", "30") == (
+        f"{one.name} is asleep; 6.00 MiB (6291456 bytes) were given back; 0 B are mapped.\n"
+    )
+    assert one.mapped_bytes == one.ask("granted") == 0
+    assert one.alloc(1) is None
+    entry = row(one.name)
+    assert (entry["asleep"], entry["state"], entry["mapped_bytes"]) == (True, "applied", 0)
+    assert done("wake", one.name, "--wait", "30") == (
+        f"{one.name} is awake; its limit is 64.00 MiB, and 0 B are mapped.\n"
+    )
+    assert row(one.name)["asleep"] is False
+    assert one.alloc(1) == [1]
+
+
+def test_what_is_in_use_goes_when_the_requests_end(one):
+    ids = one.alloc(2 * BLOCKS_PER_PAGE - 1)
+    late = kvctl("sleep", one.name, "--wait", "0.05")
+    assert (late.exit_code, late.stdout) == (3, "")
+    assert late.stderr == (
+        f"Error: {one.name} hands out nothing; 4.00 MiB are held still, 3.50 MiB of that in blocks"
+        " that requests use, and go when those end; it was not asleep within 0.05 s.\n"
+    )
+    assert one.alloc(1) is None, "it hands out blocks on its way to sleep"
+    assert (row(one.name)["state"], row(one.name)["asleep"]) == ("shrinking", True)
+    again = done("sleep", one.name)  # who does not wait hears the same, and it is no error
+    assert "hands out nothing already; 4.00 MiB are held still" in again
+    one.free(ids)
+    assert done("sleep", one.name, "--wait", "30") == (
+        f"{one.name} is asleep already; 0 B are mapped.\n"
+    )
+
+
+def test_both_may_be_repeated(one):
+    assert done("wake", one.name, "--wait", "30") == (
+        f"{one.name} is awake already; its limit is 64.00 MiB, and 0 B are mapped.\n"
+    )
+    done("sleep", one.name, "--wait", "30")
+    assert "is asleep already; 0 B are mapped" in done("sleep", one.name, "--wait", "30")
+    done("wake", one.name, "--wait", "30")
+    assert "is awake already" in done("wake", one.name)
+
+
+def test_a_limit_set_in_sleep_is_taken_and_counts_after_it(one):
+    done("set", one.name, "--limit", "32M", "--min", "4M", "--priority", "3", "--wait", "30")
+    done("sleep", one.name, "--wait", "30")
+    assert (row(one.name)["limit_bytes"], row(one.name)["effective_limit_bytes"]) == (32 * MIB, 0)
+    assert done("limit", one.name, "16M", "--wait", "30") == (
+        f"{one.name}: limit 16.00 MiB (16777216 bytes) applied; it is asleep until"
+        f" `kvctl wake {one.name}`.\n"
+    )
+    entry = row(one.name)
+    assert (entry["asleep"], entry["limit_bytes"], entry["mapped_bytes"]) == (True, 16 * MIB, 0)
+    assert (entry["min_bytes"], entry["priority"]) == (4 * MIB, 3)
+    assert "its limit is 16.00 MiB" in done("wake", one.name, "--wait", "30")
+    assert row(one.name)["effective_limit_bytes"] == 16 * MIB
+    assert one.ask("available") == 16 * MIB // PAGE_BYTES * BLOCKS_PER_PAGE - 1
+
+
+def test_a_limit_for_one_on_its_way_to_sleep_says_both(one):
+    one.alloc(1)
+    done("sleep", one.name)
+    late = kvctl("limit", one.name, "16M", "--wait", "0.05")
+    assert late.exit_code == 3
+    assert "is accepted; it is asleep, and 2.00 MiB are still to be given back" in late.stderr
+    assert "2.00 MiB of one that is asleep and still to be" in done("trim", one.name)
+
+
+def test_a_limit_that_nobody_has_asked_for_is_not_called_0(one):
+    before = row(one.name)["limit_bytes"]
+    assert before == 64 * MIB
+    done("sleep", one.name, "--wait", "30")
+    assert row(one.name)["limit_bytes"] is None
+    done("wake", one.name, "--wait", "30")
+    assert row(one.name)["limit_bytes"] == before
+
+
+def test_awake_and_still_over_its_limit(one):
+    one.alloc(3 * BLOCKS_PER_PAGE - 1)
+    done("sleep", one.name)
+    done("limit", one.name, "2M")
+    late = kvctl("wake", one.name, "--wait", "0.05")
+    assert late.exit_code == 3
+    assert "is awake; its limit is 2.00 MiB, and 4.00 MiB are still to be given" in late.stderr
+    assert row(one.name)["asleep"] is False
+
+
+def test_an_instance_that_does_not_know_sleep_is_not_called_asleep(name):
+    """It answers `applied` to every wish, and goes on as before."""
+    with Owner(name):
+        result = kvctl("sleep", name, "--wait", "30")
+        assert (result.exit_code, result.stdout) == (1, "")
+        assert f"{name}: sleep is not taken by the instance; it is awake." in result.stderr
+        assert kvctl("sleep", name).exit_code == 0
+        assert "is awake already; its limit is 4.00 GiB" in done("wake", name, "--wait", "30")
+
+
+@pytest.mark.parametrize("verb", ["sleep", "wake"])
+def test_one_that_does_not_answer(name, verb):
+    with Owner(name, "mute"):
+        waited = kvctl(verb, name, "--wait", "0.05")
+        assert waited.exit_code == 3
+        said = f"{name}: {verb} is wished; the instance has not answered"
+        assert f"{said} within 0.05 s." in waited.stderr
+        assert done(verb, name) == f"{said}.\n"
+
+
+def answer(**changes: object) -> segment.Answer:
+    values: dict[str, object] = {
+        "revision": 5,
+        "state": "applied",
+        "effective_limit_bytes": MIB,
+        "mapped_bytes": 0,
+        "over_bytes": 0,
+        "reason": "",
+        "answered_ns": 1,
+        "min_bytes": 0,
+        "priority": 0,
+        "wished_revision": 5,
+    }
+    return segment.Answer(**(values | changes))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("changes", "code", "text"),
+    [
+        ({"revision": 6}, 1, "sleep was overtaken by a later wish; it is awake"),
+        ({"revision": 6, "asleep": True}, 0, "is asleep; "),
+        ({"revision": 6, "asleep": True, "state": "refused"}, 0, "is asleep; "),
+        ({"state": "refused", "reason": "no\x1b[2J"}, 1, "sleep is refused: no\ufffd[2J"),
+        ({"state": "failed", "reason": "no device"}, 1, "has failed: no device"),
+        (
+            {"asleep": True, "state": "shrinking", "mapped_bytes": MIB, "reason": "busy\x1b"},
+            3,
+            "1.00 MiB are held still (busy\ufffd)",
+        ),
+    ],
+)
+def test_other_answers(name, monkeypatch, changes, code, text):
+    """What has become of it counts, and not which wish was answered last."""
+    with Owner(name):
+        monkeypatch.setattr(segment, "wish", lambda *_, **__: answer(**changes))
+        result = kvctl("sleep", name, "--wait", "1")
+        assert result.exit_code == code
+        assert text in result.output + result.stderr
+
+
+@pytest.mark.parametrize("verb", ["sleep", "wake"])
+def test_no_such_instance_and_one_that_has_died(name, verb):
+    missing = kvctl(verb, "no_such_instance")
+    assert (missing.exit_code, missing.stdout) == (1, "")
+    assert "no segment is called 'no_such_instance'" in missing.stderr
+    with Owner(name) as owner:
+        owner.kill()
+        died = kvctl(verb, name, "--wait", "5")
+        assert died.exit_code == 1
+        assert "has ended" in died.stderr
+
+
+@pytest.mark.parametrize("verb", ["sleep", "wake"])
+def test_wrong_usage_changes_nothing(name, verb):
+    with Owner(name):
+        for more in ((), (name, "5"), (name, "--wait", "-1"), (name, "--wait"), (name, "--now")):
+            assert kvctl(verb, *more).exit_code == 2, more
+        assert segment.inspect(name).wish["revision"] == 0
+
+
+def test_in_the_shell_and_completed_there(one):
+    lines = f"sleep {one.name} --wait 30\nlist {one.name}\nwake {one.name} --wait 30\n"
+    shell = subprocess.run([KVCTL, "shell"], input=lines, capture_output=True, text=True)
+    assert (shell.returncode, shell.stderr) == (0, "")
+    said, _, listed, woken = shell.stdout.splitlines()
+    assert said.endswith(" is asleep; 0 B are mapped.")
+    assert listed.split()[:2] == [one.name, "asleep"]
+    assert " is awake; " in woken
+    assert isinstance(main, click.Group)
+    words = Shell(main)
+    assert words.complete("", "sl") == ["sleep"]
+    assert words.complete("", "wa") == ["wake", "watch"]
+    assert words.complete("wake ", one.name[:-1]) == [one.name]
+    assert "--wait" in words.complete(f"sleep {one.name} ", "--")
+
+
+# ----------------------------------------------------------------------------- where it is shown
+
+
+def test_lists_stats_and_explanation_show_it(one):
+    one.cache(one.alloc(4))
+    done("limit", one.name, "32M", "--wait", "30")
+    assert "asleep" not in done("list", one.name)
+    done("sleep", one.name, "--wait", "30")
+    for shown in (done("list", one.name), done("watch", one.name, "--count", "1")):
+        (line,) = (line for line in shown.splitlines() if line.startswith(one.name))
+        assert line.split()[1:6] == ["asleep", "32.00", "MiB", "0", "B"]
+    (entry,) = json.loads(done("watch", one.name, "--count", "1", "--json"))
+    assert entry["asleep"] is True
+    stats = json.loads(done("stats", one.name, "--json"))
+    assert (stats["asleep"], stats["blocks_available"]) == (True, 0)
+    lines = done("stats", one.name).splitlines()
+    assert [line.split()[1] for line in lines if line.startswith("  asleep")] == ["yes"]
+    done("wake", one.name, "--wait", "30")
+    lines = done("stats", one.name).splitlines()
+    assert [line.split()[1] for line in lines if line.startswith("  asleep")] == ["no"]
+
+
+@pytest.mark.parametrize(
+    ("state", "asleep", "shown"),
+    [
+        ("applied", True, "asleep"),
+        ("applied", False, "applied"),
+        ("shrinking", True, "shrinking"),
+        ("refused", True, "refused"),
+        ("dead", True, "dead"),
+        ("unreadable", None, "unreadable"),
+    ],
+)
+def test_what_the_tables_show_as_its_state(one, state, asleep, shown):
+    entry: Row = row(one.name) | {"state": state, "asleep": asleep}  # type: ignore[assignment]
+    assert shown_state(entry) == shown
+    assert plain_table([entry]).splitlines()[1].split()[1] == shown
+
+
+def test_the_explanation_says_why_nothing_is_had_and_what_ends_that(one):
+    done("set", one.name, "--min", "8M", "--limit", "32M", "--wait", "30")
+    ids = one.alloc(4)
+    done("sleep", one.name)
+    falling = done("explain", one.name)
+    assert "It was put to sleep: it hands out no blocks, and the 4.00 MiB" in falling
+    assert f"-> wait, or kvctl wake {one.name}" in falling
+    one.free(ids)
+    done("sleep", one.name, "--wait", "30")
+    told = json.loads(done("explain", one.name, "--json"))
+    assert (told["asleep"], told["limit_bytes"], told["room_bytes"]) == (True, 0, 0)
+    (line,) = (line for line in told["lines"] if line["about"] == "asleep")
+    assert line["is_blocked"]
+    assert "It is asleep: it hands out no blocks, so new requests wait" in line["what"]
+    assert line["do"].startswith(f"kvctl wake {one.name}")
+    said = [line["what"] for line in told["lines"]]
+    assert "Its limit is 32.00 MiB when it wakes." in said
+    assert not [what for what in said if "limit of 0 B" in what], "0 B is no limit of anybody's"
+    assert [what for what in said if "8.00 MiB more are its own as soon as it needs" in what]
+    done("wake", one.name, "--wait", "30")
+    told = json.loads(done("explain", one.name, "--json"))
+    assert "asleep" not in [line["about"] for line in told["lines"]]
+    assert not any(line["is_blocked"] for line in told["lines"])

@@ -1,0 +1,175 @@
+"""A pool that sleeps on a shared device: what its ledger and its record say, and its keeper."""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from kvelastic import _vmm, ledger, segment
+from kvelastic.pool import native_geometry
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "programs"))
+from native_pools import HUGE, LAYOUTS
+
+PAGES = 6
+PAGED = LAYOUTS["paged"]
+BLOCKS_PER_PAGE = PAGED.blocks_per_page
+BOUND_S = 60.0
+"""No test waits so long; one that does has hung."""
+
+
+class Shared:
+    """Two pools with their segments on one ledger, which has room for the pages of one."""
+
+    def __init__(self, name: str) -> None:
+        self.segments = [
+            segment.create(f"{name}_{who}", engine="test", device="host") for who in "ab"
+        ]
+        self.places = [
+            ledger.join(
+                "host",
+                group=name,
+                capacity_bytes=PAGES * HUGE,
+                name=one.name,
+                uuid=one.record.read_header()["uuid"],
+                min_bytes=0,
+                priority=0,
+            )
+            for one in self.segments
+        ]
+        self.pools = []
+        for place in self.places:
+            memory = _vmm.Range.reserve(_vmm.HostDriver(), native_geometry(PAGED, PAGES))
+            self.pools.append(
+                _vmm.Pool(
+                    memory,
+                    max_blocks=PAGES * BLOCKS_PER_PAGE,
+                    limit_bytes=PAGES * HUGE,
+                    capacity_bytes=PAGES * HUGE,
+                    preallocate=False,
+                    member=place.member,
+                )
+            )
+
+    def close(self) -> None:
+        for place in self.places:
+            place.close()
+        for one in self.segments:
+            one.close()
+
+    def check(self) -> None:
+        for pool, place in zip(self.pools, self.places, strict=True):
+            pool.check_integrity()
+            assert place.member.granted_bytes == pool.mapped_bytes
+
+
+@pytest.fixture
+def shared() -> Iterator[Shared]:
+    made = Shared(f"kvpsleep-{os.getpid()}-{random.randrange(1 << 40):x}")
+    yield made
+    made.close()
+
+
+def test_all_that_it_was_granted_can_be_had_by_others(shared: Shared) -> None:
+    a, b = shared.pools
+    ids = a.alloc(PAGES * BLOCKS_PER_PAGE - 1)
+    assert ids is not None
+    assert b.alloc(1) is None
+    state = a.sleep()
+    shared.check()
+    assert state["over_bytes"] == shared.places[0].member.granted_bytes == PAGES * HUGE
+    a.free(ids)
+    shared.check()
+    assert shared.places[0].member.granted_bytes == 0
+    theirs = b.alloc(PAGES * BLOCKS_PER_PAGE - 1)
+    assert theirs is not None
+    shared.check()
+    # Awake again it gets what is free, and no more.
+    a.wake()
+    assert a.alloc(1) is None
+    b.free(theirs)
+    b.trim()
+    shared.check()
+    assert a.alloc(BLOCKS_PER_PAGE) is not None
+    shared.check()
+
+
+def test_a_sleeper_gives_back_its_guarantee_and_keeps_it(shared: Shared) -> None:
+    a, b = shared.pools
+    member = shared.places[0].member
+    member.set_min(2 * HUGE)
+    a.free(a.alloc(2 * BLOCKS_PER_PAGE) or [])
+    a.sleep()
+    shared.check()
+    assert (member.granted_bytes, member.min_bytes) == (0, 2 * HUGE)
+    assert b.alloc(1) is not None
+    shared.check()
+
+
+def test_a_starved_one_that_is_put_to_sleep_asks_for_nothing_more(shared: Shared) -> None:
+    """With its keeper, as an instance runs: nobody gives memory up for one that sleeps."""
+    a, b = shared.pools
+    theirs = b.alloc(PAGES * BLOCKS_PER_PAGE - 1)
+    assert theirs is not None
+    keeper = _vmm.Keeper.start(a, shared.segments[0].record, idle_trim_s=-1.0)
+    try:
+        assert a.alloc(4) is None
+
+        def ask_bytes() -> int:
+            (found,) = (
+                member
+                for info in ledger.list_ledgers()
+                for member in info.members
+                if member.name == shared.segments[0].name
+            )
+            return found.ask_bytes
+
+        assert ask_bytes() > 0
+        answer = segment.wish(shared.segments[0].name, asleep=True, wait_s=BOUND_S)
+        assert (answer.state, answer.mapped_bytes, answer.asleep) == ("applied", 0, True)
+        until(lambda: ask_bytes() == 0)
+        b.free(theirs)
+        b.trim()
+        assert segment.inspect(shared.segments[0].name).usage["mapped_bytes"] == 0
+    finally:
+        keeper.stop()
+
+
+def test_with_a_keeper_what_is_freed_in_sleep_is_answered(shared: Shared) -> None:
+    """The record says shrinking with the bytes over, then applied with none: no wish in between."""
+    pool, name = shared.pools[0], shared.segments[0].name
+    keeper = _vmm.Keeper.start(pool, shared.segments[0].record, idle_trim_s=-1.0)
+    try:
+        ids = pool.alloc(BLOCKS_PER_PAGE)
+        assert ids is not None
+        held_bytes = pool.mapped_bytes
+        answer = segment.wish(name, asleep=True, wait_s=0.05)
+        assert (answer.state, answer.over_bytes) == ("shrinking", held_bytes)
+        assert segment.inspect(name).usage["asleep"] == 1
+        pool.free(ids)
+        until(lambda: segment.inspect(name).answer["state"] == "applied")
+        info = segment.inspect(name)
+        assert info.answer["effective_limit_bytes"] == info.answer["mapped_bytes"] == 0
+        assert info.usage["mapped_bytes"] == 0
+        answer = segment.wish(name, asleep=False, wait_s=BOUND_S)
+        assert (answer.state, answer.effective_limit_bytes) == ("applied", PAGES * HUGE)
+        assert not answer.asleep
+        assert pool.alloc(1) is not None
+    finally:
+        keeper.stop()
+
+
+def until(condition: Callable[[], bool]) -> None:
+    """Look again and again: what a keeper does, it does in its own time."""
+    pause = threading.Event()
+    for _ in range(int(BOUND_S / 0.005)):
+        if condition():
+            return
+        pause.wait(0.005)
+    raise AssertionError("it did not come true")
