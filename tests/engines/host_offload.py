@@ -1,8 +1,9 @@
 """Offloading to this machine's memory without a GPU, for vLLM's own OffloadingConnector.
 
-vLLM's CPU offloading wants a GPU to copy from. This is the same with its scheduler's side, its books
-and its fences, and a thread that copies; each job takes a while, so that jobs are on their way when
-the tests take memory away. Named by `spec_module_path=host_offload`, `spec_name=HostOffloading`.
+vLLM's CPU offloading wants a GPU to copy from. This is the same with its scheduler's side, its
+books and its fences, and a thread that copies; each job takes a while, so that jobs are on their
+way when the tests take memory away. Named by `spec_module_path=host_offload` and
+`spec_name=HostOffloading`.
 """
 
 from __future__ import annotations
