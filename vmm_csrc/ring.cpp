@@ -16,8 +16,11 @@ using Clock = std::chrono::steady_clock;
 
 /// How often a waiting scheduler looks whether its worker is still there.
 constexpr nanoseconds kLivenessInterval = std::chrono::milliseconds(50);
-/// How often a serving worker wakes to see that it should stop, should a wake-up be lost.
-constexpr nanoseconds kServeInterval = std::chrono::seconds(1);
+/// How often an idle worker looks what its GPU has left. On the host nothing wakes it but a
+/// command.
+constexpr nanoseconds kDeviceLookInterval = std::chrono::seconds(1);
+/// How often a worker that stops rings for its thread, which may just be going to sleep.
+constexpr std::chrono::microseconds kStopRingInterval{100};
 
 Result<RingMemory*> as_ring(std::span<std::byte> memory) {
   if (memory.size() < sizeof(RingMemory)) {
@@ -228,12 +231,16 @@ Status RingBacking::run(RingMemory::Command command, std::span<const PageIndex> 
 Status RingBacking::run_everywhere(RingMemory::Command command,
                                    std::span<const std::uint32_t> words) {
   Outcome outcome = run_one(command, words, all_ranks());
-  if (outcome.status || closed_ || outcome.done == 0) return outcome.status;
-  const Outcome undone = run_one(opposite_of(command), words, outcome.done);
-  if (!undone.status) {
-    return close(cannot_be_undone(outcome.status.error(), undone.status.error()));
+  if (outcome.status || closed_) return outcome.status;
+  const Error failure = outcome.status.error();
+  Status undone = ok();
+  // Memory that others have given back is not taken again for a pool that is lost anyway.
+  const bool lost = failure.code == Errc::kPoolFailed;
+  if (outcome.done != 0 && !(lost && command == RingMemory::Command::kUnmap)) {
+    undone = run_one(opposite_of(command), words, outcome.done).status;
   }
-  return outcome.status;
+  if (lost) return close(failure);
+  return undone ? outcome.status : close(cannot_be_undone(failure, undone.error()));
 }
 
 Status RingBacking::close(Error why) {
@@ -265,11 +272,16 @@ RingBacking::Outcome RingBacking::run_one(RingMemory::Command command,
     if ((ranks >> rank & 1) == 0) continue;
     if (worker.result == 0) {
       outcome.done |= Ranks{1} << rank;
-    } else if (outcome.status) {
+      continue;
+    }
+    // After kPoolFailed nobody knows what is mapped there: no other failure may hide that.
+    const auto code = static_cast<Errc>(worker.result - 1);
+    const bool grave = code == Errc::kPoolFailed;
+    if (outcome.status || (grave && outcome.status.error().code != Errc::kPoolFailed)) {
       const std::size_t length = std::min<std::size_t>(worker.message_bytes, worker.message.size());
       std::string why(worker.message.data(), length);
       if (memory_->ranks > 1) why = name_of(rank) + ": " + why;
-      outcome.status = Error{static_cast<Errc>(worker.result - 1), std::move(why)};
+      outcome.status = Error{code, std::move(why)};
     }
   }
   return outcome;
@@ -335,16 +347,17 @@ Result<std::unique_ptr<RingWorker>> RingWorker::start(std::span<std::byte> memor
                      differs + "); both must run the same model with the same settings"};
   }
   RingMemory::Rank& own = shared->workers[rank];
-  const auto serving = static_cast<std::uint32_t>(RingMemory::WorkerState::kServing);
-  const pid_t other = own.pid.load();
-  if (own.state.load() == serving && !process_is_gone(other, own.start_ticks.load())) {
-    return Error{Errc::kChannelClosed, "worker " + std::to_string(other) +
-                                           " serves this ring already as rank " +
-                                           std::to_string(rank)};
+  auto absent = static_cast<std::uint32_t>(RingMemory::WorkerState::kAbsent);
+  if (!own.state.compare_exchange_strong(
+          absent, static_cast<std::uint32_t>(RingMemory::WorkerState::kTaken))) {
+    return Error{Errc::kChannelClosed, "rank " + std::to_string(rank) + " of this ring is worker " +
+                                           std::to_string(own.pid.load()) +
+                                           "'s; when that has ended, the engine has to be "
+                                           "restarted"};
   }
   own.pid = ::getpid();
   own.start_ticks = process_start_ticks(::getpid()).value_or(0);
-  own.state = serving;
+  own.state = static_cast<std::uint32_t>(RingMemory::WorkerState::kServing);
   std::unique_ptr<RingWorker> worker(
       new RingWorker(shared, std::move(range), rank, std::move(keep)));
   worker->thread_ = std::thread(&RingWorker::serve, worker.get());
@@ -360,7 +373,10 @@ void RingWorker::stop() {
     return;
   }
   stopping_ = true;
-  futex_wake(memory_->posted);
+  while (!ended_) {
+    futex_wake(memory_->posted);
+    std::this_thread::sleep_for(kStopRingInterval);
+  }
   thread_.join();
   own_.state = static_cast<std::uint32_t>(RingMemory::WorkerState::kGone);
   ring_bell(memory_->attached);
@@ -368,12 +384,14 @@ void RingWorker::stop() {
 }
 
 void RingWorker::serve() {
+  // A wait with a timeout costs a timer each time, which on the host is for nothing.
+  const nanoseconds patience = look_at_device() ? kDeviceLookInterval : kForever;
   while (!stopping_) {
     const std::uint32_t posted = memory_->posted.load(std::memory_order_acquire);
     const std::uint32_t done = own_.done.load(std::memory_order_relaxed);
     if (posted == done) {
-      look_at_device();
-      futex_wait(memory_->posted, posted, kServeInterval);
+      futex_wait(memory_->posted, posted, patience);
+      if (memory_->posted.load(std::memory_order_relaxed) == posted) (void)look_at_device();
       continue;
     }
     const RingMemory::Entry& entry = memory_->entries[done % RingMemory::kEntries];
@@ -388,6 +406,7 @@ void RingWorker::serve() {
     own_.done.store(done + 1, std::memory_order_seq_cst);
     if (is_last(done + 1)) ring_bell(memory_->answered);
   }
+  ended_ = true;
 }
 
 /// Whether every rank has answered as much as this one, so that nobody else will ring. Of two that
@@ -400,12 +419,13 @@ bool RingWorker::is_last(std::uint32_t done) const {
   return true;
 }
 
-/// Tells the scheduler, which has no driver, what its device has left.
-void RingWorker::look_at_device() {
+/// Tells the scheduler, which has no driver, what its device has left. False: it has none.
+bool RingWorker::look_at_device() {
   const std::optional<DeviceMemory> memory = range_->driver().memory();
-  if (!memory) return;
+  if (!memory) return false;
   own_.device_free_bytes = memory->free_bytes;
   own_.device_total_bytes = memory->total_bytes;
+  return true;
 }
 
 Status RingWorker::carry_out(const RingMemory::Entry& entry) {

@@ -35,13 +35,14 @@ namespace kvelastic {
 /// The ring as it lies in shared memory. Only fixed-size integers: two builds must agree on it.
 struct RingMemory {
   static constexpr std::uint32_t kMagic = 0x6b76726e;  // "kvrn"
-  static constexpr std::uint32_t kVersion = 3;
+  static constexpr std::uint32_t kVersion = 4;
   static constexpr std::size_t kEntries = 64;
   static constexpr std::size_t kPagesPerEntry = 480;
   static constexpr std::size_t kMaxRanks = 64;
 
   enum class Command : std::uint32_t { kMap = 1, kUnmap = 2, kCopy = 3, kNothing = 4 };
-  enum class WorkerState : std::uint32_t { kAbsent = 0, kServing = 1, kGone = 2 };
+  /// A rank is taken once: what its worker had mapped, a later one would not have.
+  enum class WorkerState : std::uint32_t { kAbsent = 0, kTaken = 1, kServing = 2, kGone = 3 };
 
   struct Entry {
     std::uint32_t command;
@@ -117,7 +118,7 @@ class RingBacking final : public Backing {
   /// What a command has come to in the ranks that carried it out.
   struct Outcome {
     Ranks done = 0;
-    Status status = ok();  // of the first that failed
+    Status status = ok();  // the gravest failure; of several as grave, the first rank's
   };
 
   Status run(RingMemory::Command command, std::span<const PageIndex> pages);
@@ -141,7 +142,7 @@ class RingWorker {
  public:
   /// Starts serving as `rank`. Fails with kSegmentFormat where the memory is no ring of this
   /// version, kInvalidArgument where the ring has no such rank or its geometry is not the range's,
-  /// kChannelClosed where another live worker is that rank already.
+  /// kChannelClosed where another worker is, or was, that rank.
   static Result<std::unique_ptr<RingWorker>> start(std::span<std::byte> memory,
                                                    std::shared_ptr<Range> range, std::size_t rank,
                                                    std::shared_ptr<void> keep);
@@ -164,7 +165,7 @@ class RingWorker {
         started_by_(::getpid()) {}
 
   void serve();
-  void look_at_device();
+  bool look_at_device();
   bool is_last(std::uint32_t done) const;
   Status carry_out(const RingMemory::Entry& entry);
 
@@ -175,6 +176,7 @@ class RingWorker {
   const std::shared_ptr<void> keep_;
   const pid_t started_by_;
   std::atomic<bool> stopping_{false};
+  std::atomic<bool> ended_{false};  // the thread has seen it
   std::thread thread_;
 };
 

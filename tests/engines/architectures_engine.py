@@ -54,7 +54,7 @@ def _through_sleep_to_a_limit(engine: Any, exact: bool) -> None:
     from kvelastic import segment
 
     usage = segment.inspect(NAME).usage
-    assert usage["mapped_bytes"] > usage["page_bytes"], "the model's cache is not elastic"
+    assert usage["mapped_bytes"] > 0, "the model has a cache of its own beside this"
     engine.sleep(level=1)
     assert segment.inspect(NAME).usage["mapped_bytes"] == 0
     engine.wake_up()

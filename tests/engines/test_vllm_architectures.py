@@ -30,9 +30,9 @@ NAMES = (
     "mamba2_and_attention",
     "convolution_and_attention",
     "gated_delta",
-    "ngram",
     "draft_refused",
     "eagle",
+    "ngram",  # the last of its process: after it vLLM finds no other drafts
 )
 """One of each kind; the others are told apart by little, and run with `--soak`."""
 OTHERS = tuple(name for name in ARCHITECTURES if name not in NAMES)

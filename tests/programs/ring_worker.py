@@ -1,12 +1,13 @@
 """A worker process: serves a segment's ring on a range of its own, under the control of a test.
 
-    with Worker(segment_name, "paged", pages=8) as worker:
+    with Worker(segment_name, "paged", pages=8, rank=1) as worker:
         worker.ask("arm 3 1"); worker.kill()
 
-As a program: `ring_worker.py SEGMENT LAYOUT PAGES`. It prints `ready`, or `refused CODE`, and then
-answers each line of its stdin with one line:
+As a program: `ring_worker.py SEGMENT LAYOUT PAGES [RANK]`. It prints `ready`, or `refused CODE` and
+why, and then answers each line of its stdin with one line:
 
     arm FIRST COUNT   fail the FIRST-th driver call from now on and COUNT-1 more      -> done
+    calls             driver calls since the last arm                                 -> 7
     mapped            page indices that are mapped                                    -> 0 1 2
     held              bytes that the range holds                                      -> 4194304
     write ID TAG      put a tag into a block                                          -> done
@@ -22,21 +23,34 @@ import os
 import signal
 import subprocess
 import sys
+from functools import cached_property
 from pathlib import Path
 
 
 class Worker:
     """The process, from outside."""
 
-    def __init__(self, segment: str, layout: str, pages: int) -> None:
+    def __init__(self, segment: str, layout: str, pages: int, rank: int = 0) -> None:
+        self.rank = rank
         self.process = subprocess.Popen(
-            [sys.executable, __file__, segment, layout, str(pages)],
+            [sys.executable, __file__, segment, layout, str(pages), str(rank)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
         )
+
+    @cached_property
+    def first_words(self) -> list[str]:
+        """What it said of its start; waits for that."""
         assert self.process.stdout is not None
-        self.first_words = self.process.stdout.readline().split()
+        return self.process.stdout.readline().split()
+
+    @cached_property
+    def refusal(self) -> str:
+        """Why it was refused."""
+        assert self.first_words[0] == "refused"
+        assert self.process.stdout is not None
+        return self.process.stdout.readline().strip()
 
     @property
     def pid(self) -> int:
@@ -45,6 +59,7 @@ class Worker:
     def ask(self, line: str) -> str:
         assert self.process.stdin is not None
         assert self.process.stdout is not None
+        assert self.first_words == ["ready"]
         self.process.stdin.write(line + "\n")
         self.process.stdin.flush()
         return self.process.stdout.readline().strip()
@@ -83,13 +98,14 @@ def main() -> None:
 
     from kvelastic import _vmm, errors, segment
 
-    name, layout, pages = sys.argv[1:]
+    name, layout, pages = sys.argv[1:4]
+    rank = int(sys.argv[4]) if len(sys.argv) > 4 else 0
     memory = Memory(LAYOUTS[layout], int(pages))
     opened = segment.open_writable(name)
     try:
-        worker = _vmm.RingWorker.start(opened.record, memory.range)
+        worker = _vmm.RingWorker.start(opened.record, memory.range, rank)
     except errors.KvelasticError as error:
-        print("refused", error.code, flush=True)
+        print(f"refused {error.code}\n{error}", flush=True)
         return
     print("ready", flush=True)
     for line in sys.stdin:
@@ -98,6 +114,8 @@ def main() -> None:
         answer = "done"
         if command == "arm":
             memory.driver.arm(*numbers)
+        elif command == "calls":
+            answer = str(memory.driver.calls)
         elif command == "mapped":
             answer = " ".join(str(p) for p in range(memory.pages) if memory.range.is_mapped(p))
         elif command == "held":

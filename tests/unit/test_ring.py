@@ -13,52 +13,13 @@ from pathlib import Path
 import pytest
 
 from kvelastic import _vmm, errors, segment
-from kvelastic.pool import native_geometry
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "programs"))
 from native_pools import HUGE, LAYOUTS, Memory
+from ring_scheduler import PAGES, TIMEOUT_S, Scheduler
 from ring_worker import Worker
 
 B = 8
-PAGES = 8
-TIMEOUT_S = 30.0
-
-
-class Scheduler:
-    """A segment with a ring in it, and a pool over the ring."""
-
-    def __init__(self, layout: str = "paged", pages: int = PAGES, timeout_s: float = TIMEOUT_S):
-        name = f"kvtest_ring_{os.getpid()}_{random.randrange(1 << 40):x}"
-        self.layout = LAYOUTS[layout]
-        self.layout_name, self.pages = layout, pages
-        self.segment = segment.create(name, engine="test", model="m", device="host")
-        geometry = native_geometry(self.layout, pages)
-        self.ring = _vmm.Ring.create(self.segment.record, geometry, timeout_s)
-        total = pages * self.layout.page_bytes
-        self.pool = _vmm.Pool(
-            self.ring,
-            max_blocks=pages * self.layout.blocks_per_page,
-            limit_bytes=total,
-            capacity_bytes=total,
-            preallocate=False,
-            movable=True,
-        )
-
-    def worker(self) -> Worker:
-        worker = Worker(self.segment.name, self.layout_name, self.pages)
-        assert worker.first_words == ["ready"]
-        self.ring.wait_for_workers(TIMEOUT_S)
-        return worker
-
-    def ring_bytes(self) -> int:
-        """Where the ring lies in the segment's file."""
-        return self.segment.record.read_header()["ring_offset"]
-
-    def __enter__(self) -> Scheduler:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.segment.close()
 
 
 @pytest.fixture
@@ -361,8 +322,9 @@ def test_a_worker_in_the_same_process(scheduler):
         opened.close()
 
 
-def test_many_threads_share_a_ring(scheduler):
-    with scheduler.worker() as worker:
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_many_threads_share_a_ring(ranks):
+    with Scheduler(ranks=ranks) as scheduler, scheduler.all_workers() as workers:
         pool = scheduler.pool
         owners: set[int] = set()
         wrong: list[object] = []
@@ -396,5 +358,5 @@ def test_many_threads_share_a_ring(scheduler):
         assert wrong == []
         pool.check_integrity()
         pool.trim()
-        assert worker.mapped() == [0]
-        assert int(worker.ask("held")) == HUGE
+        assert [worker.mapped() for worker in workers] == ranks * [[0]]
+        assert [int(worker.ask("held")) for worker in workers] == ranks * [HUGE]

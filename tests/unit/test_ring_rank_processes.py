@@ -1,0 +1,208 @@
+"""Worker processes of one ring that come, die, stand still, stop, or are not the right ones."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from kvelastic import errors
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "programs"))
+from ring_scheduler import PAGES, TIMEOUT_S, Scheduler
+from ring_worker import Worker
+
+B = 8
+SOON_S = 5.0
+"""Within a second, and this machine may be busy."""
+
+
+def name_of(worker: Worker) -> str:
+    return rf"worker {worker.pid} \(rank {worker.rank}\)"
+
+
+def closed_naming(scheduler: Scheduler, worker: Worker) -> None:
+    """The next command says who is gone, and later ones that the ring is closed."""
+    since = time.monotonic()
+    with pytest.raises(errors.ChannelClosedError, match=f"^{name_of(worker)} is gone"):
+        scheduler.pool.alloc(2 * B)
+    assert time.monotonic() - since < SOON_S
+    with pytest.raises(errors.ChannelClosedError):
+        scheduler.pool.alloc(2 * B)
+    with pytest.raises(errors.ChannelClosedError):
+        scheduler.ring.ping()
+    scheduler.pool.check_integrity()
+
+
+# ------------------------------------------------------------------------------------- gone, late
+
+
+@pytest.mark.parametrize("rank", [0, 1, 3])
+def test_a_rank_that_died_before_is_named(rank):
+    with Scheduler(ranks=4) as scheduler, scheduler.all_workers() as workers:
+        ids = scheduler.pool.alloc(B)
+        workers[rank].kill()
+        closed_naming(scheduler, workers[rank])
+        scheduler.pool.free(ids)
+
+
+@pytest.mark.parametrize("reaped", [True, False], ids=["reaped", "zombie"])
+@pytest.mark.parametrize("command", ["map", "unmap"])
+def test_a_rank_killed_while_it_works_is_named(reaped, command):
+    with Scheduler(ranks=3) as scheduler, scheduler.all_workers() as workers:
+        pool = scheduler.pool
+        pool.free(pool.alloc(3 * B - 1))
+        if command == "map":
+            pool.trim()
+        workers[1].pause()  # so that the command is under way when it dies
+        outcome: list[object] = []
+
+        def ask() -> None:
+            try:
+                outcome.append(pool.alloc(3 * B - 1) if command == "map" else pool.trim())
+            except errors.ChannelError as error:
+                outcome.append(error)
+
+        asking = threading.Thread(target=ask)
+        asking.start()
+        asking.join(0.1)
+        assert asking.is_alive()
+        workers[1].kill(wait=reaped)
+        since = time.monotonic()
+        asking.join()
+        assert time.monotonic() - since < SOON_S
+        (error,) = outcome
+        assert isinstance(error, errors.ChannelClosedError)
+        assert f"worker {workers[1].pid} (rank 1) is gone" in str(error)
+        pool.check_integrity()
+
+
+def test_the_dead_one_is_named_and_not_the_one_that_is_slow():
+    with Scheduler(ranks=3) as scheduler, scheduler.all_workers() as workers:
+        scheduler.pool.ensure(1)
+        workers[0].pause()
+        workers[2].kill()
+        closed_naming(scheduler, workers[2])
+
+
+@pytest.mark.parametrize("late", [[0], [2], [1, 2], [0, 1, 2]], ids=str)
+def test_ranks_that_are_late_are_named_and_no_other(late):
+    with Scheduler(ranks=3, timeout_s=0.2) as scheduler, scheduler.all_workers() as workers:
+        pool = scheduler.pool
+        pool.ensure(1)
+        for rank in late:
+            workers[rank].pause()
+        named = ", ".join(name_of(workers[rank]) for rank in late)
+        since = time.monotonic()
+        with pytest.raises(
+            errors.ChannelTimeoutError,
+            match=rf"^{named} did not answer in 200 ms \(KVELASTIC_IPC_TIMEOUT\)",
+        ):
+            pool.alloc(2 * B)
+        assert 0.2 <= time.monotonic() - since < SOON_S
+        with pytest.raises(errors.ChannelClosedError):
+            pool.alloc(1)
+        for rank in late:
+            workers[rank].go_on()
+        while any(worker.mapped() != [0, 1, 2] for worker in workers):
+            pass  # and they map the pages after all, of which nobody hands out a block
+        assert pool.available_size() == 0
+        pool.check_integrity()
+
+
+def test_a_rank_that_stops_is_named():
+    with Scheduler(ranks=3) as scheduler, scheduler.all_workers() as workers:
+        scheduler.pool.ensure(1)
+        assert workers[1].ask("stop") == "done"
+        closed_naming(scheduler, workers[1])
+
+
+# --------------------------------------------------------------------------------------- coming
+
+
+def test_ranks_that_have_not_come_are_named():
+    with Scheduler(ranks=4) as scheduler, ExitStack() as stack:
+        nobody = "as rank 0, 1, 2, 3;"
+        with pytest.raises(errors.ChannelTimeoutError, match=nobody):
+            scheduler.ring.wait_for_workers(0)
+        first = stack.enter_context(scheduler.start(0))
+        third = stack.enter_context(scheduler.start(2))
+        assert [first.first_words, third.first_words] == [["ready"]] * 2
+        with pytest.raises(errors.ChannelTimeoutError, match="as rank 1, 3;"):
+            scheduler.ring.wait_for_workers(0.01)
+        first.kill()
+        with pytest.raises(errors.ChannelTimeoutError, match="as rank 0, 1, 3;"):
+            scheduler.ring.wait_for_workers(0.01)
+
+
+def test_waiting_for_the_last_rank():
+    with Scheduler(ranks=3) as scheduler, ExitStack() as stack:
+        arrived = threading.Event()
+
+        def wait() -> None:
+            scheduler.ring.wait_for_workers(TIMEOUT_S)
+            arrived.set()
+
+        waiting = threading.Thread(target=wait)
+        waiting.start()
+        for rank in (2, 0):
+            assert stack.enter_context(scheduler.start(rank)).first_words == ["ready"]
+        assert not arrived.wait(0.05)
+        assert stack.enter_context(scheduler.start(1)).first_words == ["ready"]
+        waiting.join()
+        assert arrived.is_set()
+
+
+def test_a_rank_that_the_ring_does_not_have_is_refused():
+    with Scheduler(ranks=4) as scheduler, scheduler.start(4) as worker:
+        assert worker.first_words == ["refused", "INVALID_ARGUMENT"]
+        assert "no rank 4: the scheduler counts 4 workers" in worker.refusal
+
+
+def test_a_rank_that_is_taken_is_refused():
+    with Scheduler(ranks=2) as scheduler, scheduler.all_workers() as workers:
+        for taken in workers:
+            with scheduler.start(taken.rank) as second:
+                assert second.first_words == ["refused", "CHANNEL_CLOSED"]
+                assert f"is worker {taken.pid}'s" in second.refusal
+                assert f"rank {taken.rank} of this ring" in second.refusal
+        assert len(scheduler.pool.alloc(2 * B)) == 2 * B
+        assert workers[0].mapped() == workers[1].mapped() == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("layout", "pages", "number"),
+    [
+        ("paged", PAGES + 1, f"pages is {PAGES + 1} there and {PAGES} here"),
+        ("per buffer", PAGES, "extents_per_page is 3 there and 1 here"),
+        ("one block a page", PAGES, "block_bytes is 1048576 there and 65536 here"),
+        ("two words of blocks", PAGES, "block_bytes is 14336 there and 65536 here"),
+    ],
+)
+def test_another_layout_is_refused_and_the_number_named(layout, pages, number):
+    with Scheduler(ranks=2) as scheduler:
+        with Worker(scheduler.segment.name, layout, pages, rank=1) as worker:
+            assert worker.first_words == ["refused", "INVALID_ARGUMENT"]
+            assert f"layout of rank 1 is not the scheduler's ({number})" in worker.refusal
+        with pytest.raises(errors.ChannelTimeoutError, match="as rank 0, 1;"):
+            scheduler.ring.wait_for_workers(0.01)
+
+
+def test_nobody_takes_the_place_of_a_rank_that_had_pages():
+    """Its range would be empty, and blocks have been handed out that lie on mapped pages."""
+    with Scheduler(ranks=2) as scheduler, scheduler.all_workers() as workers:
+        scheduler.pool.alloc(B)
+        workers[1].kill()
+        with scheduler.start(1) as second:
+            assert second.first_words == ["refused", "CHANNEL_CLOSED"]
+
+
+def test_of_many_that_want_one_rank_at_once_one_has_it():
+    for _ in range(3):
+        with Scheduler() as scheduler, ExitStack() as stack:
+            workers = [stack.enter_context(scheduler.start(0)) for _ in range(6)]
+            assert [worker.first_words[0] for worker in workers].count("ready") == 1
