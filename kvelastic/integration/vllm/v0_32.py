@@ -357,14 +357,17 @@ def _probe_cpu_worker(engine: str) -> None:
 
 def _probe_offloading(engine: str) -> None:
     probe = Probe(engine)
-    probe.parameters(f"{_OFFLOADING}:OffloadingConnector.bind_gpu_block_pool", ("self",))
+    bind = f"{_OFFLOADING}:OffloadingConnector.bind_gpu_block_pool"
+    probe.parameters(bind, ("self", "gpu_block_pool"))
     probe.mentions(f"{_OFFLOADING}:OffloadingConnector.__init__", ("connector_scheduler",))
     probe.parameters(f"{_OFFLOADING}:build_offloading_config", ("vllm_config", "kv_cache_config"))
     probe.fields("vllm.v1.kv_offload.config:OffloadingConfig", ("worker_kv_bytes_per_block",))
     probe.mentions(f"{_OFFLOADS}.__init__", ("_req_status", "_jobs"))
     probe.parameters(f"{_OFFLOADS}.request_finished", ("self", "request"))
     probe.parameters(f"{_OFFLOADS}.build_connector_meta", ("self", "scheduler_output"))
-    probe.mentions(f"{_OFFLOADS}.build_connector_meta", ("store_jobs",))
+    common = "vllm.distributed.kv_transfer.kv_connector.v1.offloading.common"
+    probe.fields(f"{common}:OffloadingConnectorMetadata", ("store_jobs",))
+    probe.fields(f"{common}:TransferJob", ("src_spec",))
     probe.parameters(f"{_OFFLOADS}.update_connector_output", ("self", "connector_output"))
     probe.parameters(f"{_OFFLOADS}.reset_cache", ("self",))
     state = "vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler:RequestGroupState"
