@@ -18,9 +18,12 @@ from typing import Any
 
 from tiny_architectures import ARCHITECTURES, Architecture
 
-KV_BYTES = 64 << 20
 MAX_MODEL_TOKENS = 512
 NAME = os.environ.get("KVELASTIC_IPC_NAME")
+MACHINE_BYTES = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+KV_BYTES = int(0.9 * MACHINE_BYTES) if NAME else 64 << 20
+"""With kvelastic nearly all of the machine's memory, which stock vLLM would refuse: so much is not
+free, and need not be."""
 NOT_EXACT = ("gated_delta",)
 """What answers differently, in stock vLLM too, when requests are batched otherwise, as they are
 under a limit: bfloat16 shows it. So these are not limited."""

@@ -85,6 +85,7 @@ def test_what_is_being_copied_is_neither_unmapped_nor_moved(stock, offloading) -
     offloading.post("/sleep?level=1")
     offloading.post("/wake_up")
     assert offloading.complete_all(REQUESTS) == expected
+    assert offloading.stop() == 0
     log = offloading.log.read_text(errors="replace")
     assert "IntegrityError" not in log
     assert "sanity check failed" not in log
