@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 from vllm_server import (
     PAGE_BYTES,
@@ -42,7 +43,7 @@ ELASTIC = {
     "KVELASTIC_MAX_RESERVED_PAGES": "0",
     "VLLM_SERVER_DEV_MODE": "1",
 }
-REQUESTS = make_requests(12, seed=31)
+REQUESTS = make_requests(20, seed=31, shortest=100, longest=500)
 ENDED_S = 60.0
 """How long a server may take to end after one of its workers failed."""
 
@@ -139,6 +140,8 @@ def test_a_hung_rank_is_an_error_within_the_deadline(parallel: VllmServer) -> No
     assert both_hold(parallel)[0] > PAGE_BYTES
     worker = parallel.processes()["worker1"]
     worker.send_signal(signal.SIGSTOP)
+    while worker.status() != psutil.STATUS_STOPPED:  # its threads run on for a moment
+        pass
     named = f"worker {worker.pid} (rank 1) did not answer in {IPC_TIMEOUT_S * 1000:.0f} ms"
     since = time.monotonic()
     try:
