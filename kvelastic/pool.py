@@ -117,9 +117,9 @@ def open_pool(
     """Make segment, memory and native pool; maps nothing and starts no thread yet.
 
     `num_blocks` counts the null block; `name` overrides `KVELASTIC_IPC_NAME`; `movable` says that
-    the engine follows cached blocks to other ids (`take_changes`); `page_copies` is how many of each
-    page the device holds, one a worker that maps pages there. Raises `ConfigError`
-    for a `KVELASTIC_LIMIT` under one page, `GuaranteeError` for a `KVELASTIC_MIN` that the device
+    the engine follows cached blocks to other ids (`take_changes`); `page_copies` is how many of
+    each page the device holds, one a worker that maps pages there. Raises `ConfigError` for a
+    `KVELASTIC_LIMIT` under one page, `GuaranteeError` for a `KVELASTIC_MIN` that the device
     has no room for, `LedgerError` if the device is not to be shared, `SegmentError` if the segment
     cannot be made (its name is a live instance's), and what `memory` raises; nothing is left behind
     then.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from types import SimpleNamespace
 
 import pytest
@@ -79,7 +80,7 @@ def check_one_group(before, page_bytes_of) -> None:
     assert all(one.size == layout.range_bytes(PAGES) for one in after.kv_cache_tensors)
     ends = sorted((place[0], place[-1]) for page in range(PAGES) for block_id in layout.ids(page)
                   for place in places(after, block_id, page_bytes_of))  # fmt: skip
-    assert all(left[1] < right[0] for left, right in zip(ends, ends[1:], strict=False))
+    assert all(left[1] < right[0] for left, right in itertools.pairwise(ends))
 
 
 @given(layers=st.integers(1, 12), block_bytes=st.integers(1, 200).map(lambda n: n * 512))
@@ -118,7 +119,7 @@ def test_all_layers_of_a_block_side_by_side_keep_their_places_inside() -> None:
     after, _ = rewritten(before, CacheShape("blocks", packed, 1))
     assert [one.layer_stride for one in after.kv_cache_tensors] == [16 << 10, 18 << 10]
     assert [one.offset for one in after.kv_cache_tensors] == [0, 64 << 10]
-    check_one_group(before, lambda one: (one.layer_stride))
+    check_one_group(before, lambda one: one.layer_stride)
 
 
 @given(
