@@ -1,85 +1,137 @@
-"""`scripts/bench vllm`: vLLM with kvelastic against stock vLLM, the same requests, taking turns.
+"""`scripts/bench vllm`: vLLM with kvelastic against stock vLLM, the same requests, in short turns.
 
-SmolLM2-135M in float32, so that equal inputs give equal tokens whatever is batched with what.
+    scripts/bench vllm                    a tiny model, whose steps cost least: the hardest case
+    scripts/bench vllm --model smollm2    a real one
+    scripts/bench vllm --quick            two minutes; its figures are no evidence
+    scripts/bench vllm --profile          only what a step of the scheduler costs
+    scripts/bench vllm --control          stock against stock: what the machine alone makes
+
+README.md says what the figures mean.
 """
 
 from __future__ import annotations
 
-import statistics
+import argparse
+import http.client
+import os
+import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import FrameType
 
-from benchmarks.harness import Figure, report
-from tests.engines.vllm_server import Request, VllmServer, make_requests
+import psutil
 
-ROOT = Path(__file__).parents[2]
-STARTS = 2
-ROUNDS = 5
-REQUESTS_PER_ROUND = 16
-KV_BYTES = 768 << 20
-ELASTIC = {"ENABLE_KVELASTIC": "true", "KVELASTIC_MAX_CACHED_TOKENS": "-1"}
+from benchmarks.harness import commit
+from benchmarks.vllm import report, step_cost
+from benchmarks.vllm.models import NAMES, Model, prepare
+from benchmarks.vllm.report import Findings
+from benchmarks.vllm.servers import ORDER, Servers
+from benchmarks.vllm.streams import StreamError
+from benchmarks.vllm.turns import compare
+from benchmarks.vllm.workload import MIXED, SATURATED, Load
+
+QUICK_TURNS = {"mixed": 3, "saturated": 2}
+FAILURES = (
+    StreamError,
+    AssertionError,  # of VllmServer
+    OSError,
+    TimeoutError,
+    http.client.HTTPException,
+    subprocess.SubprocessError,
+    psutil.Error,
+)
 
 
-def started(model: Path, log: Path, environment: dict[str, str]) -> tuple[VllmServer, float]:
-    start = time.perf_counter()
-    server = VllmServer(model, log, environment, ["--kv-cache-memory-bytes", str(KV_BYTES)])
-    return server.wait_until_ready(), time.perf_counter() - start
+def loads(arguments: argparse.Namespace) -> list[Load]:
+    chosen = [load for load in (MIXED, SATURATED) if arguments.only in (None, load.name)]
+    if arguments.quick:
+        chosen = [load.with_turns(QUICK_TURNS[load.name]) for load in chosen]
+    if arguments.turns:
+        chosen = [load.with_turns(arguments.turns) for load in chosen]
+    return chosen
 
 
-def burst(server: VllmServer, requests: list[Request]) -> tuple[list[list[int]], float]:
-    """The answers, and output tokens a second."""
-    start = time.perf_counter()
-    answers = server.complete_all(requests)
-    return answers, sum(map(len, answers)) / (time.perf_counter() - start)
+def start_once(model: Model, folder: Path, order: Sequence[str], found: Findings) -> None:
+    """Only to see how long it takes."""
+    for name in order:
+        with Servers(model, MIXED, folder, control=found.control) as servers:
+            found.starts += servers.start([name])
 
 
-def main() -> None:
-    model = Path(
-        subprocess.run(
-            [ROOT / "scripts" / "model", "--print-folder"],
-            check=True,
-            stdout=subprocess.PIPE,
-            text=True,
-        ).stdout.strip()
+def measure(arguments: argparse.Namespace, found: Findings, folder: Path) -> None:
+    model = prepare(found.model, folder)
+    if not arguments.profile:
+        for number, load in enumerate(loads(arguments)):
+            print(f"  {load.name}: {load.title}", flush=True)
+            with Servers(model, load, folder, control=found.control) as servers:
+                found.starts += servers.start(ORDER if number % 2 else ORDER[::-1])
+                took = ", ".join(f"{s.server} {s.total_s:.1f} s" for s in found.starts[-2:])
+                print(f"  ready: {took}", flush=True)
+                found.compared.append(compare(servers, load))
+                print(f"\n{report.load_text(found.compared[-1])}\n", flush=True)
+        for number in range(arguments.starts):
+            start_once(model, folder, ORDER if number % 2 else ORDER[::-1], found)
+    if arguments.profile or not arguments.only:
+        quick, control = found.quick, found.control
+        found.steps = step_cost.measure(model, folder, quick=quick, control=control)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    found = Findings(
+        arguments.model,
+        arguments.control,
+        arguments.quick,
+        time.strftime("%Y-%m-%d %H:%M"),
+        commit(),
+        os.getloadavg()[0],
     )
-    startup = Figure("start-up to /health", "s", [], "at most 1 s more", "stock")
-    throughput = Figure("output tokens a second, 16 at once", "tok/s", [], ">= 0.98", "stock")
-    differing = Figure("requests whose tokens differ", "", [], "0")
-    with TemporaryDirectory() as folder:
-        for turn in range(STARTS):
-            stock, stock_s = started(model, Path(folder) / "stock.log", {})
-            if turn + 1 < STARTS:
-                stock.stop()
-            elastic, elastic_s = started(model, Path(folder) / "elastic.log", ELASTIC)
-            startup.floor_samples.append(stock_s)
-            startup.samples.append(elastic_s)
-            if turn + 1 < STARTS:
-                elastic.stop()
-        with stock, elastic:
-            for number in range(ROUNDS + 1):
-                requests = make_requests(REQUESTS_PER_ROUND, seed=number)
-                pairs = {}
-                # Who begins changes too: the second finds the machine as the first has left it.
-                for server in (stock, elastic) if number % 2 else (elastic, stock):
-                    pairs[server] = burst(server, requests)
-                wrong = sum(a != b for a, b in zip(*(pairs[s][0] for s in pairs), strict=True))
-                differing.samples.append(wrong)
-                if number:  # the first round warms both up
-                    throughput.floor_samples.append(pairs[stock][1])
-                    throughput.samples.append(pairs[elastic][1])
-                print(f"  round {number}: {pairs[elastic][1]:.1f} tok/s with kvelastic,"
-                      f" {pairs[stock][1]:.1f} stock, {wrong} differ", flush=True)  # fmt: skip
-            elastic.stop()
-            stock.stop()
-    startup.note = (
-        f"{statistics.median(startup.samples) - statistics.median(startup.floor_samples):+.2f} s"
-        " between the medians"
+    failure = None
+    with TemporaryDirectory(prefix="kvelastic-bench-vllm-") as folder:
+        try:
+            measure(arguments, found, Path(folder))
+        except FAILURES as error:
+            failure = f"vllm failed: {error or type(error).__name__}"[:5000]
+    print(f"\n{report.text(found)}")
+    if failure:
+        print(failure, file=sys.stderr)
+        return 1
+    if not (arguments.quick or arguments.only or arguments.profile):
+        print(f"kept in {report.keep(found)}")
+    return 0
+
+
+def interrupted(number: int, _: FrameType | None) -> None:
+    raise SystemExit(128 + number)
+
+
+def parsed() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="scripts/bench vllm",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    report("vllm", [throughput, differing, startup])
+    parser.add_argument("--model", choices=NAMES, default="tiny")
+    parser.add_argument("--quick", action="store_true", help="a few turns; nothing is kept")
+    parser.add_argument("--only", choices=[MIXED.name, SATURATED.name], help="nothing is kept")
+    parser.add_argument("--turns", type=int, help="of each load at each server")
+    parser.add_argument("--starts", type=int, help="further pairs of starts")
+    parser.add_argument("--profile", action="store_true", help="the scheduler only; not kept")
+    parser.add_argument("--control", action="store_true", help="both servers are stock vLLM")
+    arguments = parser.parse_args()
+    if arguments.starts is None:
+        arguments.starts = 0 if arguments.quick or arguments.only else 2
+    return arguments
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, interrupted)
+    try:
+        sys.exit(run(parsed()))
+    except KeyboardInterrupt:
+        print("\nStopped: both servers have ended, and nothing is left of them.", file=sys.stderr)
+        sys.exit(130)

@@ -152,4 +152,4 @@ def test_a_killed_rank_ends_the_instance(tiny_model: Path, log_folder: Path) -> 
     with VllmServer(tiny_model, log_folder / "killed.log", ELASTIC, TWO_RANKS) as server:
         server.wait_until_ready()
         server.processes()["worker1"].kill()
-        assert "WorkerProc" in wait_for_the_end(server)
+        assert "Executor failed" in wait_for_the_end(server)
