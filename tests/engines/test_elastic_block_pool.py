@@ -375,6 +375,21 @@ def test_a_block_that_is_cached_already_can_be_pinned() -> None:
         assert find(pool, 1) is None
 
 
+def test_what_was_evicted_meanwhile_can_be_named_in_a_pin() -> None:
+    """A request that was preempted names blocks that it had, outside of any session."""
+    _, memory = make_memory()
+    pool = make_pool(memory)
+    with pool.session():
+        (block,) = pool.get_new_blocks(1)
+        pool._insert_block_hash(key_of(1), block, num_tokens=32)
+        pool.free_blocks([block])
+    memory.sleep()  # evicts it, which nobody has followed yet
+    pool.pin([block.block_id, 0])
+    pool.unpin([block.block_id, 0])
+    memory.wake()
+    pool.check_integrity()
+
+
 def test_the_tail_of_a_request_is_evicted_first() -> None:
     _, memory = make_memory(max_cached_blocks=4)
     pool = make_pool(memory)

@@ -128,7 +128,7 @@ class ElasticBlockPool(BlockPool):  # type: ignore[misc]  # vLLM has no type inf
     def prepare(self, num_blocks: int) -> None:
         """Have memory mapped for `num_blocks`, which vLLM is about to ask for, if it may be.
 
-        Waits for the worker at most as long as `KVELASTIC_IPC_TIMEOUT` says. Evicts nothing, so
+        Waits for the workers at most as long as `KVELASTIC_IPC_TIMEOUT` says. Evicts nothing, so
         cached blocks that were just found stay. That it was not enough shows in
         `get_num_free_blocks`.
         """
@@ -161,18 +161,20 @@ class ElasticBlockPool(BlockPool):  # type: ignore[misc]  # vLLM has no type inf
         at once, as it always could: a reader's own fence is for that.
         """
         ids = list(block_ids)
-        self._held_back.pin(ids)
-        # Given back before, and cached: the native pool could move or evict them.
-        cached = [
-            block
-            for block_id in ids
-            if (block := self.blocks.get(block_id)) is not None
-            and block.ref_cnt == 0
-            and block_id not in self._held_back
-        ]
-        if cached:
-            self._memory.touch([block.block_id for block in cached])
-            self._held_back.keep_pinned(cached)
+        with self.session():  # what was evicted meanwhile is known here, and nothing more goes
+            self._held_back.pin(ids)
+            # Given back before, and cached: the native pool could move or evict them.
+            cached = [
+                block
+                for block_id in ids
+                if (block := self.blocks.get(block_id)) is not None
+                and block.ref_cnt == 0
+                and not block.is_null
+                and block_id not in self._held_back
+            ]
+            if cached:
+                self._memory.touch([block.block_id for block in cached])
+                self._held_back.keep_pinned(cached)
 
     def unpin(self, block_ids: Iterable[int]) -> None:
         """Count one reader less; blocks that nobody else needs are free, or cached, now."""
@@ -184,7 +186,7 @@ class ElasticBlockPool(BlockPool):  # type: ignore[misc]  # vLLM has no type inf
 
     @property
     def held_back_ids(self) -> set[int]:
-        """The blocks that nobody refers to, and that a step on its way may still use."""
+        """The blocks that nobody refers to, and that a step or a reader may still use."""
         return self._held_back.ids()
 
     # --- what vLLM calls ------------------------------------------------------------------------
