@@ -29,7 +29,7 @@ class Model:
 def prepare(name: str, work_folder: Path) -> Model:
     """Write the model, or find it; raises `subprocess.CalledProcessError`."""
     if name == "tiny":
-        folder = work_folder / "model"
+        folder = work_folder / "tiny_model"
         subprocess.run([sys.executable, tiny_model.__file__, folder], check=True)
         return Model(name, folder, _block_bytes(layers=4, heads=2, head_dim=32))
     made = subprocess.run(

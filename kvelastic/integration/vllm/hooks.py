@@ -21,6 +21,9 @@ from kvelastic.integration.vllm.late_import import when_imported
 
 _log = logging.getLogger("kvelastic.vllm")
 
+_entered: set[str] = set()
+"""Rooms of this process whose hooks are set: a probe would not know vLLM again."""
+
 FRONT_END = "vllm.v1.engine.utils"
 """The process that started the engine core: the API server, or the user's program."""
 ENGINE_CORE = "vllm.v1.engine.core"
@@ -43,6 +46,9 @@ class Hook:
     """`module:Class.method` or `module:name`."""
     wrapper: Callable[..., Any]
     why: str
+    is_made: bool = False
+    """The wrapper is what `wrapper(original)` answers, with the original's own parameters: for what
+    vLLM calls many times a step, where packing arguments anew would be the whole cost."""
 
 
 def arm(engine: str, hooks: Sequence[Hook], probes: dict[str, Callable[[], None]]) -> None:
@@ -58,10 +64,13 @@ def arm(engine: str, hooks: Sequence[Hook], probes: dict[str, Callable[[], None]
 def _enter(
     engine: str, room: str, hooks: Sequence[Hook], probe: Callable[[], None], _: ModuleType
 ) -> None:
+    if room in _entered:
+        return
     probe()
     here = [hook for hook in hooks if hook.room == room]
     for hook in here:
         _set(hook)
+    _entered.add(room)
     _log.info(
         "%s, %s: hooked %s.", engine, room, ", ".join(hook.path.split(":")[1] for hook in here)
     )
@@ -73,13 +82,18 @@ def _set(hook: Hook) -> None:
     owner = functools.reduce(getattr, outer, import_module(module))
     original = getattr(owner, name)
     if not hasattr(original, "kvelastic_original"):
-        setattr(owner, name, _marked(original, hook.wrapper))
+        replacement = hook.wrapper(original) if hook.is_made else _packing(original, hook.wrapper)
+        setattr(owner, name, _marked(original, replacement))
 
 
-def _marked(original: Callable[..., Any], wrapper: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original, updated=())
+def _packing(original: Callable[..., Any], wrapper: Callable[..., Any]) -> Callable[..., Any]:
     def patched(*args: Any, **kwargs: Any) -> Any:
         return wrapper(original, *args, **kwargs)
 
+    return patched
+
+
+def _marked(original: Callable[..., Any], patched: Callable[..., Any]) -> Callable[..., Any]:
+    functools.update_wrapper(patched, original, updated=())
     patched.kvelastic_original = original  # type: ignore[attr-defined]
     return patched

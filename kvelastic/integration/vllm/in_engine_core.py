@@ -133,13 +133,40 @@ def make_block_pool(block_pool: Any, num_gpu_blocks: int, *args: Any, **kwargs: 
     )
 
 
-def blocks_needed(original: Callable[..., Any], coordinator: Any, *args: Any, **kwargs: Any) -> int:
-    """Have memory mapped before vLLM checks what is free."""
-    needed: int = original(coordinator, *args, **kwargs)
-    prepare = getattr(coordinator.block_pool, "prepare", None)
-    if needed > 0 and prepare is not None:
-        prepare(needed)
-    return needed
+def make_blocks_needed(original: Callable[..., int]) -> Callable[..., int]:
+    """Have memory mapped before vLLM checks what is free; asked for every request of every step."""
+
+    def get_num_blocks_to_allocate(
+        self: Any,
+        request_id: str,
+        num_tokens: int,
+        new_computed_blocks: Any,
+        num_encoder_tokens: int,
+        total_computed_tokens: int,
+        num_local_computed_tokens: int,
+        num_tokens_main_model: int,
+        apply_admission_cap: bool = False,
+        prefill_end: int = 0,
+    ) -> int:
+        needed = original(
+            self,
+            request_id,
+            num_tokens,
+            new_computed_blocks,
+            num_encoder_tokens,
+            total_computed_tokens,
+            num_local_computed_tokens,
+            num_tokens_main_model,
+            apply_admission_cap,
+            prefill_end,
+        )
+        if needed > 0:
+            prepare = getattr(self.block_pool, "prepare", None)
+            if prepare is not None:
+                prepare(needed)
+        return needed
+
+    return get_num_blocks_to_allocate
 
 
 def schedule(original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any) -> Any:

@@ -109,8 +109,9 @@ HOOKS: Final = (
     Hook(
         ENGINE_CORE,
         f"{_COORDINATOR}:KVCacheCoordinator.get_num_blocks_to_allocate",
-        in_engine_core.blocks_needed,
+        in_engine_core.make_blocks_needed,
         "have memory mapped before vLLM checks what is free",
+        is_made=True,
     ),
     Hook(
         ENGINE_CORE,
@@ -260,6 +261,8 @@ def _probe_engine_core(engine: str, probe_of_block_pool: Callable[[Probe], None]
             "total_computed_tokens",
             "num_local_computed_tokens",
             "num_tokens_main_model",
+            "apply_admission_cap",
+            "prefill_end",
         ),
     )
     probe.mentions(f"{_COORDINATOR}:KVCacheCoordinator.__init__", ("BlockPool", "num_blocks"))
