@@ -129,14 +129,3 @@ def test_a_bad_variable_ends_the_server_with_its_name(tiny_model, log_folder) ->
     environment = {"ENABLE_KVELASTIC": "true", "KVELASTIC_PAGE_SIZE_MB": "3"}
     text = refused_start(VllmServer(tiny_model, log_folder / "variable.log", environment))
     assert "KVELASTIC_PAGE_SIZE_MB='3' is not accepted" in text
-
-
-def test_what_is_not_covered_ends_the_server_before_the_model_is_loaded(
-    tiny_model, log_folder
-) -> None:
-    environment = {"ENABLE_KVELASTIC": "true"}
-    arguments = ["--data-parallel-size", "2"]
-    log = log_folder / "parallel.log"
-    text = refused_start(VllmServer(tiny_model, log, environment, arguments))
-    assert "data_parallel_size=2: 1 is covered so far" in text
-    assert "Loading model" not in text
