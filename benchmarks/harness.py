@@ -13,12 +13,15 @@ from __future__ import annotations
 import json
 import os
 import platform
+import re
+import signal
 import statistics
 import subprocess
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 RESULTS = Path(__file__).parent
@@ -132,6 +135,41 @@ def report(kind: str, figures: Iterable[Figure], *, keep: bool = True) -> None:
     }
     path.write_text(json.dumps(content, indent=1) + "\n")
     print(f"samples kept in {path.relative_to(RESULTS.parent)}")
+
+
+def facts() -> dict[str, Any]:
+    """Machine, commit and date: what a figure is worth nothing without."""
+    return {
+        "machine": machine(),
+        "load_before": round(os.getloadavg()[0], 2),
+        "date": time.strftime("%Y-%m-%d %H:%M"),
+        "commit": commit(),
+    }
+
+
+def taken(told: dict[str, Any]) -> str:
+    """`facts()` as a line of a page: when, of what, on what."""
+    on = told["machine"]
+    return (
+        f"{told['date']}, commit {told['commit']}; {on['cpu']}, {on['cores']} cores,"
+        f" {on['memory']}, Linux {on['kernel']}, Python {on['python']}"
+    )
+
+
+def file_stem(*more: str) -> str:
+    """What a run's files are called: `<date>-<machine>`, and `more` behind it."""
+    name = "-".join([time.strftime("%Y-%m-%d"), machine()["cpu"], *more]).lower()
+    return re.sub(r"[^a-z0-9]+", "-", name).strip("-")
+
+
+def end_by_exception() -> None:
+    """Have SIGTERM and SIGHUP raise SystemExit: every `finally` still ends what it began."""
+
+    def interrupted(number: int, _: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    for each in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(each, interrupted)
 
 
 def commit() -> str:

@@ -12,12 +12,11 @@ from __future__ import annotations
 import argparse
 import importlib
 import os
-import signal
 import sys
 import time
 from pathlib import Path
-from types import FrameType
 
+from benchmarks.harness import end_by_exception, facts
 from benchmarks.ledger import results
 
 TITLES = {
@@ -38,11 +37,6 @@ def run_part(name: str, *, quick: bool) -> results.Part:
     return results.Part(name, TITLES[name], load, time.monotonic() - start, figures)
 
 
-def interrupted(number: int, _: FrameType | None) -> None:
-    """So that every `finally` still removes its ledger."""
-    raise SystemExit(128 + number)
-
-
 def main() -> int:
     """Answers the process's status: 1 where a part failed."""
     parser = argparse.ArgumentParser(
@@ -57,7 +51,7 @@ def main() -> int:
     # A part alone must not replace a whole run's file.
     whole = not given.quick and given.part is None
     folder = given.results or (results.FOLDER if whole else results.ROOT / "build/bench-ledger")
-    told = results.facts()
+    told = facts()
     parts: list[results.Part] = []
     failed: dict[str, str] = {}
     for name in given.part or TITLES:
@@ -75,8 +69,7 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    for each in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(each, interrupted)
+    end_by_exception()
     try:
         sys.exit(main())
     except KeyboardInterrupt:

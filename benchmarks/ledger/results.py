@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
-import re
-import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness import HEADINGS, Figure, commit, machine, shortened
+from benchmarks.harness import HEADINGS, Figure, file_stem, shortened, taken
 
 ROOT = Path(__file__).parents[2]
 FOLDER = Path(__file__).parent / "results"
@@ -49,21 +46,10 @@ class Part:
         return [f"{f.name.strip()}: {f.note}" for f in self.figures if f.note]
 
 
-def facts() -> dict[str, Any]:
-    """Machine, commit and date: what a figure is worth nothing without."""
-    return {
-        "machine": machine(),
-        "load_before": round(os.getloadavg()[0], 2),
-        "date": time.strftime("%Y-%m-%d %H:%M"),
-        "commit": commit(),
-    }
-
-
 def write(folder: Path, told: dict[str, Any], parts: list[Part], failed: dict[str, str]) -> Path:
     """Writes both files; returns their path without its ending."""
     folder.mkdir(parents=True, exist_ok=True)
-    name = f"{time.strftime('%Y-%m-%d')}-{told['machine']['cpu']}".lower()
-    path = folder / re.sub(r"[^a-z0-9]+", "-", name).strip("-")
+    path = folder / file_stem()
     content = told | {"parts": [_plain(part) for part in parts], "failed": failed}
     path.with_suffix(".json").write_text(
         json.dumps(shortened(content), separators=(",", ":")) + "\n"
@@ -78,12 +64,10 @@ def _plain(part: Part) -> dict[str, Any]:
 
 
 def _markdown(told: dict[str, Any], parts: list[Part], failed: dict[str, str]) -> str:
-    on = told["machine"]
     lines = [
         "# Ledger benchmark",
         "",
-        f"{told['date']}, commit {told['commit']}; {on['cpu']}, {on['cores']} cores,"
-        f" {on['memory']}, Linux {on['kernel']}, Python {on['python']}.",
+        f"{taken(told)}.",
         "",
         *(part.markdown() for part in parts),
     ]

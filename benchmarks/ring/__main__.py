@@ -11,15 +11,13 @@ from __future__ import annotations
 
 import argparse
 import os
-import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from types import FrameType
 
-from benchmarks.harness import Figure
+from benchmarks.harness import Figure, end_by_exception, facts
 from benchmarks.ring import nothing, pages, results
 from benchmarks.ring.channels import Library
 from benchmarks.ring.group import Group
@@ -55,11 +53,6 @@ def run_part(name: str, groups: Sequence[Group], *, quick: bool) -> results.Part
     return results.Part(name, title, load, time.monotonic() - start, figures)
 
 
-def interrupted(number: int, _: FrameType | None) -> None:
-    """So that every `finally` still ends its processes."""
-    raise SystemExit(128 + number)
-
-
 def main() -> None:
     """Measures, prints and keeps."""
     parser = argparse.ArgumentParser(
@@ -74,7 +67,7 @@ def main() -> None:
     # A part alone must not replace a whole run's file.
     whole = not given.quick and given.part is None
     folder = given.results or (results.FOLDER if whole else results.ROOT / "build/bench-ring")
-    told = results.facts()
+    told = facts()
     parts = []
     with ExitStack() as stack:
         library = stack.enter_context(Library.make())
@@ -88,8 +81,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    for each in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(each, interrupted)
+    end_by_exception()
     try:
         main()
     except KeyboardInterrupt:

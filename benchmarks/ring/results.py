@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import re
 import statistics
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness import Figure, commit, machine, number, shortened
+from benchmarks.harness import Figure, file_stem, number, shortened, taken
 
 ROOT = Path(__file__).parents[2]
 FOLDER = Path(__file__).parent / "results"
@@ -90,31 +87,18 @@ class Part:
         return [f"{figure.name.strip()}: {figure.note}" for figure in self.figures if figure.note]
 
 
-def facts() -> dict[str, Any]:
-    """Machine, commit and date: what a figure is worth nothing without."""
-    return {
-        "machine": machine(),
-        "load_before": round(os.getloadavg()[0], 2),
-        "date": time.strftime("%Y-%m-%d %H:%M"),
-        "commit": commit(),
-    }
-
-
 def write(folder: Path, told: dict[str, Any], parts: list[Part]) -> Path:
     """Writes both files; returns their path without its ending."""
     folder.mkdir(parents=True, exist_ok=True)
-    name = f"{time.strftime('%Y-%m-%d')}-{told['machine']['cpu']}".lower()
-    path = folder / re.sub(r"[^a-z0-9]+", "-", name).strip("-")
+    path = folder / file_stem()
     content = told | {"parts": [part.plain() for part in parts]}
     path.with_suffix(".json").write_text(
         json.dumps(shortened(content), separators=(",", ":")) + "\n"
     )
-    on = told["machine"]
     lines = [
         "# Ring benchmark",
         "",
-        f"{told['date']}, commit {told['commit']}; {on['cpu']}, {on['cores']} cores,"
-        f" {on['memory']}, Linux {on['kernel']}, Python {on['python']}.",
+        f"{taken(told)}.",
         "",
         *(part.markdown() for part in parts),
     ]

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import re
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.harness import commit, machine, number, shortened
+from benchmarks.harness import commit, file_stem, machine, number, shortened, taken
 
 FOLDER = Path(__file__).parent / "results"
 SERVERS = ["engine", "bare", "controller"]
@@ -106,16 +104,12 @@ def table(found: Rounds, told: dict[str, Any]) -> str:
 
 def keep(found: Rounds, told: dict[str, Any]) -> Path:
     """Write the JSON with every sample, and the table as Markdown; returns the latter's path."""
-    on = machine()
     FOLDER.mkdir(exist_ok=True)
-    stem = re.sub(r"[^a-z0-9]+", "-", f"{time.strftime('%Y-%m-%d')}-{on['cpu']}".lower()).strip("-")
-    path = FOLDER / f"{stem}.md"
-    what = commit()
-    content = told | {"machine": on, "commit": what, "found": shortened(found)}
+    path = FOLDER / f"{file_stem()}.md"
+    content = told | {"machine": machine(), "commit": commit(), "found": shortened(found)}
     path.with_suffix(".json").write_text(json.dumps(content, separators=(",", ":")) + "\n")
     path.write_text(
-        f"# Router benchmark\n\n{told['date']}, commit {what}; {on['cpu']}, {on['cores']} cores,"
-        f" {on['memory']}, Linux {on['kernel']}, Python {on['python']}; load before:"
+        f"# Router benchmark\n\n{taken(content)}; load before:"
         f" {told['load_before']}. {told['rounds']} rounds of {told['seconds']:g} s each.\n\n"
         f"{table(found, told)}\n"
     )

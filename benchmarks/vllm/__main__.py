@@ -14,18 +14,16 @@ from __future__ import annotations
 import argparse
 import http.client
 import os
-import signal
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from types import FrameType
 
 import psutil
 
-from benchmarks.harness import commit
+from benchmarks.harness import commit, end_by_exception
 from benchmarks.vllm import report, step_cost
 from benchmarks.vllm.models import NAMES, Model, prepare
 from benchmarks.vllm.report import Findings
@@ -104,10 +102,6 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def interrupted(number: int, _: FrameType | None) -> None:
-    raise SystemExit(128 + number)
-
-
 def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="scripts/bench vllm",
@@ -128,8 +122,7 @@ def parsed() -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, interrupted)
+    end_by_exception()
     try:
         sys.exit(run(parsed()))
     except KeyboardInterrupt:

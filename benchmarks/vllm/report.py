@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import re
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.harness import machine, number, shortened
+from benchmarks.harness import file_stem, machine, number, shortened, taken
 from benchmarks.vllm.figures import Row, percentile, rows
 from benchmarks.vllm.servers import ELASTIC, ORDER, STOCK, Start
 from benchmarks.vllm.step_cost import StepCost
@@ -40,20 +38,16 @@ class Findings:
     @property
     def stem(self) -> str:
         """Of the files: one for each day, machine, model, and whether it is a control."""
-        cpu = re.sub(r"[^a-z0-9]+", "-", machine()["cpu"].lower()).strip("-")
-        return "-".join(
-            [time.strftime("%Y-%m-%d"), cpu, self.model, *(["control"] if self.control else [])]
-        )
+        return file_stem(self.model, *(["control"] if self.control else []))
 
 
 def text(found: Findings) -> str:
     """Markdown, and readable as it is."""
-    on = machine()
+    told = {"date": found.began, "commit": found.commit, "machine": machine()}
     what = "stock vLLM against stock vLLM, to see the machine" if found.control else "vLLM"
     parts = [
         f"# {what}, {found.model} model",
-        f"{found.began}, commit {found.commit}; {on['cpu']}, {on['cores']} cores, {on['memory']},"
-        f" Linux {on['kernel']}, Python {on['python']}; load before: {found.load_before:.1f}.",
+        f"{taken(told)}; load before: {found.load_before:.1f}.",
     ]
     parts += [load_text(compared) for compared in found.compared]
     if found.starts:

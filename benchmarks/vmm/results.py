@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness import commit, machine, shortened
+from benchmarks.harness import commit, file_stem, machine, shortened, taken
 from benchmarks.vmm.driver_kinds import CUDA, SIMULATED, DriverKind
 from benchmarks.vmm.section import Section
 
@@ -33,8 +32,7 @@ def facts(kind: DriverKind) -> dict[str, Any]:
 def stem(kind: DriverKind) -> str:
     """`<date>-<machine>-<driver>`; a GPU's name is in it, and so is that something is simulated."""
     driver = kind.name if kind.name != CUDA else f"cuda {kind.what.partition(',')[0]}"
-    name = f"{time.strftime('%Y-%m-%d')}-{machine()['cpu']}-{driver}".lower()
-    return re.sub(r"[^a-z0-9]+", "-", name).strip("-")
+    return file_stem(driver)
 
 
 def write(
@@ -63,13 +61,10 @@ def _markdown(
     skipped: dict[str, str],
     name: str,
 ) -> str:
-    on = told["machine"]
     lines = [
         f"# Driver benchmark: {kind.label}",
         "",
-        f"{told['date']}, commit {told['commit']}; {on['cpu']}, {on['cores']} cores,"
-        f" {on['memory']}, Linux {on['kernel']}, Python {on['python']};"
-        f" load before: {told['load_before']}.",
+        f"{taken(told)}; load before: {told['load_before']}.",
         f"Driver: {kind.what}.",
         "",
     ]

@@ -42,14 +42,11 @@ def gather_packages() -> PackageFacts:
 
 
 def _vllm_hooks(version: str) -> tuple[str, ...]:
-    """By the table of the module that serves this version; it imports no vLLM."""
+    """By the table of the module that serves this version; it imports neither vLLM nor torch."""
     series = engine_versions.series_of(version)
     if series is None or series not in engine_versions.VLLM:
         return ()
-    try:
-        table = import_module(engine_versions.VLLM[series]).HOOKS
-    except ImportError:  # the native module is missing, which another finding tells
-        return ()
+    table = import_module(engine_versions.VLLM[series]).HOOKS
     return tuple(hook.path.partition(":")[2] for hook in table)
 
 

@@ -24,6 +24,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from asking_threads import AskingThreads
 from test_vllm_sleep_cycles import (
     SLEEP_DEADLINE_S,
     Known,
@@ -79,8 +80,8 @@ VLLM_WAYS = ("keep", "abort", "wait")
 
 
 @dataclass
-class Clients:
-    """Ask whatever server there is, all the time; use it as a context manager."""
+class Clients(AskingThreads):
+    """Ask whatever server there is, all the time."""
 
     known: Sequence[Known]
     server: VllmServer | None = None
@@ -97,20 +98,8 @@ class Clients:
     on_their_way: set[int] = field(default_factory=set)
     """Threads whose request has not been answered yet."""
 
-    def __enter__(self) -> Clients:
-        self._done = threading.Event()
-        self._threads = [
-            threading.Thread(target=self._send, args=(random.Random(SEED + number),))
-            for number in range(CLIENTS)
-        ]
-        for thread in self._threads:
-            thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._done.set()
-        for thread in self._threads:
-            thread.join()
+    def seeds(self) -> range:
+        return range(SEED, SEED + CLIENTS)
 
     def _send(self, pick: random.Random) -> None:
         while not self._done.is_set():

@@ -6,11 +6,9 @@ Clients ask without a pause while a server is put to sleep in every way there is
 
 from __future__ import annotations
 
-import http.client
 import itertools
 import os
 import random
-import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -19,6 +17,7 @@ from typing import NamedTuple
 
 import psutil
 import pytest
+from asking_threads import AskingThreads
 from vllm_server import Request, VllmServer, make_requests, worker_memory_bytes
 
 from kvelastic import segment
@@ -72,13 +71,7 @@ def know(stock: VllmServer, requests: Sequence[Request]) -> list[Known]:
 
 
 def call(server: VllmServer, method: str, path: str) -> tuple[int, bytes]:
-    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=SLEEP_DEADLINE_S)
-    try:
-        connection.request(method, path)
-        response = connection.getresponse()
-        return response.status, response.read()
-    finally:
-        connection.close()
+    return server.request(path, method, SLEEP_DEADLINE_S)
 
 
 def fall_asleep(server: VllmServer, name: str, way: str) -> None:
@@ -114,8 +107,8 @@ def held_bytes(workers: Sequence[psutil.Process]) -> int:
 
 
 @dataclass
-class Traffic:
-    """Clients that ask all the time; use it as a context manager."""
+class Traffic(AskingThreads):
+    """Clients that ask all the time."""
 
     server: VllmServer
     known: Sequence[Known]
@@ -123,20 +116,8 @@ class Traffic:
     failed: list[Exception] = field(default_factory=list)
     sent: int = 0
 
-    def __enter__(self) -> Traffic:
-        self._done = threading.Event()
-        self._threads = [
-            threading.Thread(target=self._send, args=(random.Random(seed),))
-            for seed in range(CLIENTS)
-        ]
-        for thread in self._threads:
-            thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._done.set()
-        for thread in self._threads:
-            thread.join()
+    def seeds(self) -> range:
+        return range(CLIENTS)
 
     def _send(self, pick: random.Random) -> None:
         while not self._done.is_set():

@@ -105,7 +105,7 @@ class VllmServer:
             if self.process.poll() is not None:
                 raise AssertionError(f"vllm ended with {self.process.returncode}: {self.tail()}")
             with contextlib.suppress(OSError, http.client.HTTPException):
-                if self._get("/health")[0] == 200:
+                if self.request("/health")[0] == 200:
                     return self
             time.sleep(0.1)
         raise AssertionError(f"vllm was not ready in {START_DEADLINE_S} s: {self.tail()}")
@@ -190,13 +190,13 @@ class VllmServer:
 
     def metrics(self) -> dict[str, float]:
         """vLLM's own figures by name, without labels."""
-        text = self._get("/metrics")[1].decode()
+        text = self.request("/metrics")[1].decode()
         found = re.findall(r"^vllm:(\w+)\{[^}]*\} (\S+)$", text, re.MULTILINE)
         return {name: float(value) for name, value in found}
 
     def post(self, path: str) -> bytes:
         """Ask for something that has no body, `/sleep?level=1` say; the answer must be 200."""
-        status, text = self._get(path, "POST", REQUEST_DEADLINE_S)
+        status, text = self.request(path, "POST", REQUEST_DEADLINE_S)
         assert status == 200, text
         return text
 
@@ -207,10 +207,11 @@ class VllmServer:
 
     def is_sleeping(self) -> bool:
         """What vLLM itself says."""
-        sleeping: bool = json.loads(self._get("/is_sleeping")[1])["is_sleeping"]
+        sleeping: bool = json.loads(self.request("/is_sleeping")[1])["is_sleeping"]
         return sleeping
 
-    def _get(self, path: str, method: str = "GET", timeout_s: float = 10) -> tuple[int, bytes]:
+    def request(self, path: str, method: str = "GET", timeout_s: float = 10) -> tuple[int, bytes]:
+        """Ask without a body; the status and what was answered."""
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=timeout_s)
         try:
             connection.request(method, path)

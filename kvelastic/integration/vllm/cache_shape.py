@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from kvelastic.errors import UnsupportedEngineError
-from kvelastic.layout import PageLayout
+from kvelastic.layout import PageLayout, vllm_placement
 
 _ALIGNMENT_BYTES = 64
 """Where layers begin inside a block that `mixed` packs: a cache line, and any element's size."""
@@ -96,17 +96,19 @@ def rewrite(config: Any, shape: CacheShape, layout: PageLayout, pages: int) -> N
     `shape` is what `layout` was made for. The scheduler keeps its own copy, with the number of
     blocks that there really are.
     """
+    placement = vllm_placement(layout, shape.buffers, pages)
     packed_bytes = 0
     for tensor in config.kv_cache_tensors:
         if shape.form == "layers":
-            tensor.offset = _first_buffer(config, tensor) * layout.buffer_stride_bytes(pages)
-            tensor.layer_stride = layout.buffer_stride_bytes(pages)
+            first = _first_buffer(config, tensor)
+            tensor.offset = placement.offset + first * placement.layer_stride
+            tensor.layer_stride = placement.layer_stride
         elif shape.form == "mixed":
             tensor.offset, tensor.layer_stride = packed_bytes, tensor.block_stride
             packed_bytes += _aligned(tensor.block_stride * len(tensor.layers))
-        tensor.block_stride = layout.block_bytes
-        tensor.size = layout.range_bytes(pages)
-    config.num_blocks = layout.id_span(pages)
+        tensor.block_stride = placement.block_stride
+        tensor.size = placement.size
+    config.num_blocks = placement.num_blocks
 
 
 def _first_buffer(config: Any, tensor: Any) -> int:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from kvelastic import _vmm
+if TYPE_CHECKING:
+    from kvelastic import _vmm
 
 HANDOFF = "kvelastic"
 """Attribute of a worker's `KVCacheConfig` that has its `Handoff`; vLLM's own channel carries it
@@ -30,6 +32,8 @@ class Handoff:
 
     def geometry(self) -> _vmm.Geometry:
         """The native form of the layout."""
+        from kvelastic import _vmm  # not in every process that only hands this on
+
         return _vmm.Geometry(
             pages=self.pages,
             extents_per_page=self.extents_per_page,

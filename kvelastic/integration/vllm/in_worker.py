@@ -5,9 +5,12 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvelastic.integration.vllm.handoff import HANDOFF
+
+if TYPE_CHECKING:
+    from kvelastic.integration.vllm.worker_side import WorkerMemory
 
 _log = logging.getLogger("kvelastic.vllm")
 
@@ -32,14 +35,14 @@ def shutdown(original: Callable[..., Any], worker: Any) -> None:
     try:
         original(worker)
     finally:
-        memory = getattr(worker, "kvelastic_memory", None)
+        memory = _memory_of(worker)
         if memory is not None:
             memory.close()
 
 
 def cpu_sleep(original: Callable[..., Any], worker: Any, level: int = 1) -> None:
     """On the CPU vLLM frees nothing and says so; the KV cache, kvelastic has freed."""
-    if getattr(worker, "kvelastic_memory", None) is None:
+    if _memory_of(worker) is None:
         original(worker, level)
     else:
         _log.info("Asleep: no KV cache is held; weights stay in memory on the CPU.")
@@ -47,7 +50,7 @@ def cpu_sleep(original: Callable[..., Any], worker: Any, level: int = 1) -> None
 
 def cpu_wake_up(original: Callable[..., Any], worker: Any, tags: list[str] | None = None) -> None:
     """The other half of `cpu_sleep`."""
-    if getattr(worker, "kvelastic_memory", None) is None:
+    if _memory_of(worker) is None:
         original(worker, tags)
 
 
@@ -61,3 +64,7 @@ def memory_node_info(original: Callable[..., Any], *args: Any, **kwargs: Any) ->
     info = copy.copy(original(*args, **kwargs))
     info.available_memory = info.total_memory
     return info
+
+
+def _memory_of(worker: Any) -> WorkerMemory | None:
+    return getattr(worker, "kvelastic_memory", None)

@@ -1,0 +1,40 @@
+"""Threads that ask a server all the time, until the test has seen enough."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Iterable
+
+
+class AskingThreads:
+    """Use it as a context manager: its end is the end of every thread's last request.
+
+    A subclass says how many threads there are, by their `seeds`, and what each does in `_send`, as
+    long as `_done` is not set.
+    """
+
+    _done: threading.Event
+    _threads: list[threading.Thread]
+
+    def seeds(self) -> Iterable[int]:
+        """Of the threads' own random numbers."""
+        raise NotImplementedError
+
+    def _send(self, pick: random.Random) -> None:
+        raise NotImplementedError
+
+    def __enter__(self):
+        self._done = threading.Event()
+        self._threads = [
+            threading.Thread(target=self._send, args=(random.Random(seed),))
+            for seed in self.seeds()
+        ]
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._done.set()
+        for thread in self._threads:
+            thread.join()
