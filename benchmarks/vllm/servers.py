@@ -60,6 +60,26 @@ def mapped_bytes() -> int:
     return 0
 
 
+def keep_apart(processes: dict[str, psutil.Process]) -> None:
+    """Leave the worker the cores that vLLM bound it to, and give all else the others.
+
+    All else is the server's other processes and the clients here. Without this the kernel puts now
+    one and now the other of them before the model, for seconds where there are two cores, and a
+    turn's throughput says which.
+    """
+    others = _every_core() - set(processes["worker"].cpu_affinity())
+    if not others:
+        return
+    for role, process in {"clients": psutil.Process(), **processes}.items():
+        for thread in process.threads() if role != "worker" else ():
+            with contextlib.suppress(ProcessLookupError):  # it may have ended
+                os.sched_setaffinity(thread.id, others)
+
+
+def _every_core() -> set[int]:
+    return set(range(psutil.cpu_count()))
+
+
 class Servers:
     def __init__(self, model: Model, load: Load, folder: Path, *, control: bool) -> None:
         self._model = model
@@ -100,6 +120,7 @@ class Servers:
 
     def start(self, order: Sequence[str]) -> list[Start]:
         """One after the other, each until /health says 200."""
+        os.sched_setaffinity(0, _every_core())  # which the servers inherit
         starts = []
         for name in order:
             begin_s = time.perf_counter()
@@ -117,6 +138,8 @@ class Servers:
             self._processes[name] = self._running[name].processes()
             starts.append(Start(name, total_s, sum(self.cpu_s(name).values())))
             self._remember_files(self._running[name])
+        for processes in self._processes.values():
+            keep_apart(processes)
         return starts
 
     def cpu_s(self, name: str) -> dict[str, float]:

@@ -54,13 +54,13 @@ class Load:
 
 MIXED = Load(
     "mixed", "16 at once, shared prefixes, staggered lengths",
-    turns=20, requests=50, at_once=16, kv_blocks=512,
+    turns=40, requests=50, at_once=16, kv_blocks=512,
     prompt_tokens=range(8, 300), answer_tokens=range(16, 100),
 )  # fmt: skip
 """16 of the largest requests need 256 blocks, so there is a prefix cache too, and it overflows."""
 SATURATED = Load(
     "saturated", "64 at once in memory for a quarter of them: requests are preempted all the time",
-    turns=16, requests=80, at_once=64, kv_blocks=96,
+    turns=24, requests=80, at_once=64, kv_blocks=96,
     prompt_tokens=range(8, 64), answer_tokens=range(32, 160),
 )  # fmt: skip
 """A request begins with 1 to 5 blocks and ends with up to 10; 64 of them would end with 380."""
