@@ -13,10 +13,10 @@ from tests.engines.vllm_server import Request, VllmServer
 
 WARM_UP_TURNS = 2
 REST_S = 1.5
-"""Before a turn. vLLM's worker looks for work without pause for a second after its last step, on the
-core that the other server's worker is bound to as well."""
+"""Before a turn. vLLM's worker looks for work without pause for a second after its last step, on
+the core that the other server's worker is bound to as well."""
 WAKING = Request([3] * 8, 8)
-"""Asked before the clock starts: after a rest, stock vLLM's first step is sometimes a second late."""
+"""Asked before the clock starts: after a rest, stock vLLM's first step may be a second late."""
 Tokens = list[list[int]]
 
 
