@@ -67,7 +67,8 @@ std::shared_ptr<Pool> make_pool(nb::handle memory, std::uint64_t max_blocks,
 
 nb::object alloc(Pool& pool, std::uint64_t count) {
   std::optional<std::vector<BlockId>> ids;
-  // The common case takes no page and is over in less time than giving the GIL away takes.
+  // The common case takes no page. To give the GIL away in it would cost far more than it takes: a
+  // thread that wants it has it for up to 5 ms then, and the engine's step stands still.
   if (!pool.try_alloc(count, ids)) {
     ids = unwrap(without_gil([&] { return pool.alloc(count); }));
   }
@@ -208,6 +209,8 @@ void bind_pool(nb::module_& m) {
       .def(
           "ensure",
           [](Pool& pool, std::uint64_t count) {
+            std::uint64_t mapped = 0;
+            if (pool.try_ensure(count, mapped)) return mapped;
             return unwrap(without_gil([&] { return pool.ensure(count); }));
           },
           "count"_a,

@@ -19,6 +19,8 @@ constexpr int kFruitlessWaits = 8;
 constexpr std::chrono::milliseconds kSqueezeLease{500};
 /// After a squeeze was met, a request for as much may still be one of those that repeated it.
 constexpr std::chrono::milliseconds kRepeatedFor{40};
+/// After this long an engine that goes on without the pages it wants asks for them once more.
+constexpr std::chrono::milliseconds kAskAgain{10};
 /// Memory goes back in batches of about this size, so that who waits for it can begin with it.
 constexpr std::uint64_t kGiveUpBytes = std::uint64_t{32} << 20;
 
@@ -72,7 +74,7 @@ std::uint64_t Pool::whole_pages(std::uint64_t limit_bytes) const {
 
 /// Takes `count` blocks without mapping; pre: free and reserved blocks suffice.
 bool Pool::blocks_at_hand(std::uint64_t count, std::vector<BlockId>& out) {
-  if (reserved_.size() + blocks_->free_blocks() < count) return false;
+  if (at_hand() < count) return false;
   out.reserve(count);
   while (out.size() < count && !reserved_.empty()) {
     out.push_back(reserved_.back());
@@ -99,7 +101,11 @@ bool Pool::try_alloc(std::uint64_t count, std::optional<std::vector<BlockId>>& o
   if (!session) return false;
   const Lock lock(mutex_);
   if (final_error_) return false;
-  if (count <= count_available(Reach::kLimit)) return blocks_at_hand(count, out.emplace());
+  if (count <= count_available(Reach::kLimit)) {
+    if (blocks_at_hand(count, out.emplace())) return true;
+    if (pages_may_come(1)) return false;
+    if (take_mapped(count, *out)) return true;
+  }
   note_failed_alloc();
   out.reset();
   return true;
@@ -111,38 +117,51 @@ Result<std::optional<std::vector<BlockId>>> Pool::alloc(std::uint64_t count) {
   const std::lock_guard session(session_);
   Lock lock(mutex_);
   if (final_error_) return *final_error_;
-  Reach reach = Reach::kLimit;
   std::optional<Wait> wait;  // one deadline for all that this call waits
-  while (count <= count_available(reach)) {
+  while (count <= count_available(Reach::kLimit)) {
     std::vector<BlockId> ids;
     if (blocks_at_hand(count, ids)) return std::optional(std::move(ids));
-    const std::uint64_t missing = count - reserved_.size() - blocks_->free_blocks();
-    if (reach == Reach::kLimit) {
-      if (!wait) wait = may_wait(1);
-      Result<bool> got = get_pages(lock, missing, *wait);
-      if (!got && is_final(got.error())) return got.error();
-      if (!got || !*got) reach = Reach::kMapped;
-      // The lock was let go of, and without another page there may not be enough: evicting what
-      // cannot make `count` would lose contents for nothing.
-      continue;
-    }
-    const std::size_t before = evicted_.size();
-    for (std::uint64_t i = 0; i < missing; ++i) (void)blocks_->evict_oldest_block(evicted_);
-    note_evicted(before);
+    if (!wait) wait = may_wait(1);
+    Result<bool> got = get_pages(lock, count - at_hand(), *wait);
+    if (!got && is_final(got.error())) return got.error();
+    if (got && *got) continue;
+    if (take_mapped(count, ids)) return std::optional(std::move(ids));
+    break;
   }
   note_failed_alloc();
   changed();  // what an attempt mapped or evicted stays so
   return std::optional<std::vector<BlockId>>();
 }
 
+/// Takes `count` blocks without mapping, evicting cached ones for it; false, and nothing evicted,
+/// where that cannot make as many.
+bool Pool::take_mapped(std::uint64_t count, std::vector<BlockId>& out) {
+  while (count <= count_available(Reach::kMapped)) {
+    if (blocks_at_hand(count, out)) return true;
+    const std::size_t before = evicted_.size();
+    for (std::uint64_t missing = count - at_hand(); missing > 0; --missing) {
+      (void)blocks_->evict_oldest_block(evicted_);
+    }
+    note_evicted(before);
+  }
+  return false;
+}
+
+bool Pool::try_ensure(std::uint64_t count, std::uint64_t& mapped) {
+  const Lock lock(mutex_);
+  if (final_error_) return false;
+  const bool more = count > at_hand() && count <= count_available(Reach::kLimit);
+  if (more && pages_may_come(0)) return false;
+  mapped = count_available(Reach::kMapped);
+  return true;
+}
+
 Result<std::uint64_t> Pool::ensure(std::uint64_t count) {
   Lock lock(mutex_);
   if (final_error_) return *final_error_;
   const Wait wait = may_wait(0);
-  while (count <= count_available(Reach::kLimit)) {
-    const std::uint64_t at_hand = reserved_.size() + blocks_->free_blocks();
-    if (at_hand >= count) break;
-    Result<bool> got = get_pages(lock, count - at_hand, wait);
+  while (count > at_hand() && count <= count_available(Reach::kLimit)) {
+    Result<bool> got = get_pages(lock, count - at_hand(), wait);
     if (!got && is_final(got.error())) return got.error();
     if (!got || !*got) break;
   }
@@ -286,6 +305,17 @@ void Pool::clear() {
 
 /// Maps pages for `blocks` more blocks, or waits for pages that another thread has on the way.
 /// False: the limit has no room for another page.
+/// Whether get_pages would have anything to do that takes time: to map, or to ask others. False:
+/// what is mapped is all there is for now. `own_entries`: as of may_wait.
+bool Pool::pages_may_come(std::uint32_t own_entries) const {
+  if (mappable_pages() == 0) return held_pages_ != blocks_->mapped_pages() && over_pages() == 0;
+  if (starved_pages_ == 0) return true;
+  const Clock::time_point now = Clock::now();
+  // Others were asked a moment ago and had nothing: the keeper goes on asking them.
+  return now - starved_at_ >= kAskAgain || may_wait(own_entries).until > now ||
+         member_->room(page_cost_bytes()) > 0;
+}
+
 Result<bool> Pool::get_pages(Lock& lock, std::uint64_t blocks, const Wait& wait) {
   if (mappable_pages() > 0) {
     const std::uint64_t pages = std::min(pages_for(blocks), mappable_pages());
@@ -294,7 +324,7 @@ Result<bool> Pool::get_pages(Lock& lock, std::uint64_t blocks, const Wait& wait)
     if (*grown == pages) note_satisfied();
     return *grown > 0 || wait_for_grant(lock, pages, wait);
   }
-  if (held_pages_ == blocks_->mapped_pages() || over_pages() > 0) return false;
+  if (!pages_may_come(0)) return false;
   settled_.wait(lock);
   return true;
 }
@@ -647,8 +677,7 @@ std::uint64_t Pool::usable_blocks() const {
 std::uint64_t Pool::count_available(Reach reach) const {
   const std::uint64_t usable = usable_blocks();
   if (final_error_ || in_use() >= usable) return 0;
-  const std::uint64_t there =
-      reserved_.size() + blocks_->free_blocks() + blocks_->evictable_blocks();
+  const std::uint64_t there = at_hand() + blocks_->evictable_blocks();
   // Pages on their way in or out count as ones to come: an alloc that needs them waits for them.
   const std::uint64_t mapped = blocks_->mapped_pages();
   const std::uint64_t pages =

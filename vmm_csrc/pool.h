@@ -90,8 +90,8 @@ class Pool {
   /// can succeed: kPoolFailed, kChannelClosed, kChannelTimeout; every later alloc and ensure fails
   /// then, for nobody knows what is mapped.
   Result<std::optional<std::vector<BlockId>>> alloc(std::uint64_t count);
-  /// The same for a caller that must not block: answers false where a page would have to be
-  /// mapped, and nothing has changed then; true with `out` filled or none.
+  /// The same for a caller that must not block: answers false where a page might be had, which
+  /// takes time, and nothing has changed then; true with `out` filled or none.
   bool try_alloc(std::uint64_t count, std::optional<std::vector<BlockId>>& out);
 
   /// Used or cached blocks are free again. All or nothing; fails with kUnknownBlock, kNullBlock,
@@ -134,6 +134,9 @@ class Pool {
   /// never evicts. Does nothing where even eviction could not make `count` available. Answers
   /// available_mapped(). Blocks. Fails as alloc.
   Result<std::uint64_t> ensure(std::uint64_t count);
+  /// The same for a caller that must not block: answers false, with nothing done, where a page
+  /// might be had; true with `mapped` set.
+  bool try_ensure(std::uint64_t count, std::uint64_t& mapped);
 
   /// Sets `count` blocks aside for the allocs to come, which take them first. Blocks.
   Result<bool> try_to_reserve(std::uint64_t count);
@@ -226,7 +229,10 @@ class Pool {
 
   // All below: mutex_ is held. Those that take the lock let go of it while they call the backing.
   using Lock = std::unique_lock<std::mutex>;
+  std::uint64_t at_hand() const { return reserved_.size() + blocks_->free_blocks(); }
   bool blocks_at_hand(std::uint64_t count, std::vector<BlockId>& out);
+  bool take_mapped(std::uint64_t count, std::vector<BlockId>& out);
+  bool pages_may_come(std::uint32_t own_entries) const;
   Result<std::uint64_t> grow(Lock& lock, std::uint64_t pages);
   Status shrink(Lock& lock, std::uint64_t pages);
   Status unmap(Lock& lock, const std::vector<PageIndex>& batch);

@@ -43,7 +43,11 @@ ELASTIC = {
     "KVELASTIC_MAX_RESERVED_PAGES": "0",
     "VLLM_SERVER_DEV_MODE": "1",
 }
-REQUESTS = make_requests(20, seed=31, shortest=100, longest=500)
+REQUESTS = [
+    Request(prompt, 33) for prompt, _ in make_requests(12, seed=31, shortest=200, longest=500)
+]
+"""Each fills a block more than its prompt does, so that a low limit preempts. Two ranks on two
+cores make a dozen steps a second: few requests, short answers."""
 ENDED_S = 60.0
 """How long a server may take to end after one of its workers failed."""
 
@@ -116,6 +120,7 @@ def test_two_ranks_grow_shrink_and_sleep_together(parallel: VllmServer, expected
     assert both_hold(parallel) == [2 * PAGE_BYTES, 2 * PAGE_BYTES]
     assert parallel.complete_all(REQUESTS) == expected
     assert sum(both_hold(parallel)) <= 4 * PAGE_BYTES
+    assert parallel.metrics()["num_preemptions_total"] > 0
     segment.wish(NAME, limit_bytes=1 << 30, wait_s=10)
 
     parallel.post("/sleep?level=1")

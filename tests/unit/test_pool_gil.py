@@ -1,0 +1,111 @@
+"""Blocks that need no page are taken without letting go of Python's lock.
+
+An engine has other threads that want it: those that read requests and write answers. Whoever lets
+go of it in the middle of a step stands still until they are done, and the workers with it.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "programs"))
+from native_pools import LAYOUTS, Memory
+
+B = 8
+PAGES = 3
+CALLS = 5_000
+NEVER_S = 1e6
+"""Of the interpreter's switch interval: nobody has to let go of the lock."""
+TO_THE_LOCK_S = 0.05
+"""Enough for a thread that was woken to come to where it waits for the lock."""
+
+
+@contextmanager
+def wanting() -> Iterator[list[bool]]:
+    """Another thread wants Python's lock; the list has something in it once it has had it."""
+    had: list[bool] = []
+    begin, end = threading.Event(), threading.Event()
+
+    def want() -> None:
+        begin.wait()
+        had.append(True)
+        end.wait()
+
+    thread = threading.Thread(target=want)
+    thread.start()
+    interval_s = sys.getswitchinterval()
+    sys.setswitchinterval(NEVER_S)
+    try:
+        begin.set()
+        until = time.perf_counter() + TO_THE_LOCK_S
+        while time.perf_counter() < until:
+            pass
+        yield had
+    finally:
+        sys.setswitchinterval(interval_s)
+        end.set()
+        thread.join()
+
+
+def calls(work: Callable[[], object]) -> bool:
+    """Whether another thread had Python's lock while `work` was called many times."""
+    with wanting() as had:
+        for _ in range(CALLS):
+            work()
+        return bool(had)
+
+
+@pytest.fixture
+def memory() -> Memory:
+    return Memory(LAYOUTS["paged"], PAGES)
+
+
+def test_another_thread_has_the_lock_where_it_is_let_go_of(memory) -> None:
+    """The test can fail: this call takes time, and lets others run."""
+    pool = memory.pool()
+    assert calls(pool.trim)
+
+
+def test_blocks_at_hand(memory) -> None:
+    pool = memory.pool()
+    pool.free(pool.alloc(B))
+
+    def step() -> None:
+        with_memory = pool.ensure(4)
+        assert with_memory >= 4
+        pool.free(pool.alloc(4))
+
+    assert not calls(step)
+
+
+def test_all_of_the_limit_in_use_or_cached(memory) -> None:
+    """A full prefix cache: the usual state of an engine that has worked for a while."""
+    pool = memory.pool()
+    pool.cache(pool.alloc(PAGES * B - 1))
+
+    def step() -> None:
+        assert pool.ensure(4) == PAGES * B - 1
+        ids = pool.alloc(4)
+        pool.take_evicted()
+        pool.cache(ids)
+
+    assert not calls(step)
+
+
+def test_more_than_there_is(memory) -> None:
+    pool = memory.pool()
+    used = pool.alloc(PAGES * B - 2)
+
+    def step() -> None:
+        assert pool.ensure(4) == 1
+        assert pool.alloc(4) is None
+
+    assert not calls(step)
+    pool.free(used)
