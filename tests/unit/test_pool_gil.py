@@ -6,6 +6,8 @@ go of it in the middle of a step stands still until they are done, and the worke
 
 from __future__ import annotations
 
+import os
+import random
 import sys
 import threading
 import time
@@ -17,26 +19,33 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "programs"))
 from native_pools import LAYOUTS, Memory
+from two_pools import BLOCKS_PER_PAGE, TwoPools
+from two_pools import PAGES as DEVICE_PAGES
 
 B = 8
 PAGES = 3
 CALLS = 5_000
 NEVER_S = 1e6
 """Of the interpreter's switch interval: nobody has to let go of the lock."""
+NOT_YET_AGAIN_S = 0.008
+"""Others are asked for memory again after 10 ms."""
+BUSY_MACHINE = 50
+"""Tries to do that in one go."""
 TO_THE_LOCK_S = 0.05
 """Enough for a thread that was woken to come to where it waits for the lock."""
 
 
 @contextmanager
 def wanting() -> Iterator[list[bool]]:
-    """Another thread wants Python's lock; the list has something in it once it has had it."""
+    """Another thread wants Python's lock, always; the list grows whenever it has had it."""
     had: list[bool] = []
     begin, end = threading.Event(), threading.Event()
 
     def want() -> None:
         begin.wait()
-        had.append(True)
-        end.wait()
+        while not end.is_set():
+            had.append(True)
+            time.sleep(0)  # lets go of it
 
     thread = threading.Thread(target=want)
     thread.start()
@@ -65,6 +74,13 @@ def calls(work: Callable[[], object]) -> bool:
 @pytest.fixture
 def memory() -> Memory:
     return Memory(LAYOUTS["paged"], PAGES)
+
+
+@pytest.fixture
+def shared() -> Iterator[TwoPools]:
+    made = TwoPools(f"kvpgil-{os.getpid()}-{random.randrange(1 << 40):x}")
+    yield made
+    made.close()
 
 
 def test_another_thread_has_the_lock_where_it_is_let_go_of(memory) -> None:
@@ -109,3 +125,29 @@ def test_more_than_there_is(memory) -> None:
 
     assert not calls(step)
     pool.free(used)
+
+
+def test_others_have_nothing_to_give(shared) -> None:
+    """The engine asks once in a while, not for every request of every step."""
+    a, b = shared.pools
+    used = a.alloc(DEVICE_PAGES * BLOCKS_PER_PAGE - 1)
+
+    def step() -> None:
+        assert b.ensure(4) == 0
+        assert b.alloc(4) is None
+
+    b.enter()
+    for _ in range(BUSY_MACHINE):
+        with wanting() as had:
+            step()  # asks, if it did not just now
+            had.clear()
+            begin_s = time.perf_counter()
+            while time.perf_counter() - begin_s < NOT_YET_AGAIN_S / 2:
+                step()
+            in_time = time.perf_counter() - begin_s < NOT_YET_AGAIN_S
+            if in_time:
+                break
+    b.exit()
+    a.free(used)
+    assert in_time
+    assert not let_go

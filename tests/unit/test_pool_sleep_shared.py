@@ -12,71 +12,23 @@ from pathlib import Path
 import pytest
 
 from kvelastic import _vmm, ledger, segment
-from kvelastic.pool import native_geometry
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "programs"))
-from native_pools import HUGE, LAYOUTS
+from native_pools import HUGE
+from two_pools import BLOCKS_PER_PAGE, PAGES, TwoPools
 
-PAGES = 6
-PAGED = LAYOUTS["paged"]
-BLOCKS_PER_PAGE = PAGED.blocks_per_page
 BOUND_S = 60.0
 """No test waits so long; one that does has hung."""
 
 
-class Shared:
-    """Two pools with their segments on one ledger, which has room for the pages of one."""
-
-    def __init__(self, name: str) -> None:
-        self.segments = [
-            segment.create(f"{name}_{who}", engine="test", device="host") for who in "ab"
-        ]
-        self.places = [
-            ledger.join(
-                "host",
-                group=name,
-                capacity_bytes=PAGES * HUGE,
-                name=one.name,
-                uuid=one.record.read_header()["uuid"],
-                min_bytes=0,
-                priority=0,
-            )
-            for one in self.segments
-        ]
-        self.pools = []
-        for place in self.places:
-            memory = _vmm.Range.reserve(_vmm.HostDriver(), native_geometry(PAGED, PAGES))
-            self.pools.append(
-                _vmm.Pool(
-                    memory,
-                    max_blocks=PAGES * BLOCKS_PER_PAGE,
-                    limit_bytes=PAGES * HUGE,
-                    capacity_bytes=PAGES * HUGE,
-                    preallocate=False,
-                    member=place.member,
-                )
-            )
-
-    def close(self) -> None:
-        for place in self.places:
-            place.close()
-        for one in self.segments:
-            one.close()
-
-    def check(self) -> None:
-        for pool, place in zip(self.pools, self.places, strict=True):
-            pool.check_integrity()
-            assert place.member.granted_bytes == pool.mapped_bytes
-
-
 @pytest.fixture
-def shared() -> Iterator[Shared]:
-    made = Shared(f"kvpsleep-{os.getpid()}-{random.randrange(1 << 40):x}")
+def shared() -> Iterator[TwoPools]:
+    made = TwoPools(f"kvpsleep-{os.getpid()}-{random.randrange(1 << 40):x}")
     yield made
     made.close()
 
 
-def test_all_that_it_was_granted_can_be_had_by_others(shared: Shared) -> None:
+def test_all_that_it_was_granted_can_be_had_by_others(shared: TwoPools) -> None:
     a, b = shared.pools
     ids = a.alloc(PAGES * BLOCKS_PER_PAGE - 1)
     assert ids is not None
@@ -100,7 +52,7 @@ def test_all_that_it_was_granted_can_be_had_by_others(shared: Shared) -> None:
     shared.check()
 
 
-def test_a_sleeper_gives_back_its_guarantee_and_keeps_it(shared: Shared) -> None:
+def test_a_sleeper_gives_back_its_guarantee_and_keeps_it(shared: TwoPools) -> None:
     a, b = shared.pools
     member = shared.places[0].member
     member.set_min(2 * HUGE)
@@ -112,7 +64,7 @@ def test_a_sleeper_gives_back_its_guarantee_and_keeps_it(shared: Shared) -> None
     shared.check()
 
 
-def test_a_starved_one_that_is_put_to_sleep_asks_for_nothing_more(shared: Shared) -> None:
+def test_a_starved_one_that_is_put_to_sleep_asks_for_nothing_more(shared: TwoPools) -> None:
     """With its keeper, as an instance runs: nobody gives memory up for one that sleeps."""
     a, b = shared.pools
     theirs = b.alloc(PAGES * BLOCKS_PER_PAGE - 1)
@@ -141,7 +93,7 @@ def test_a_starved_one_that_is_put_to_sleep_asks_for_nothing_more(shared: Shared
         keeper.stop()
 
 
-def test_with_a_keeper_what_is_freed_in_sleep_is_answered(shared: Shared) -> None:
+def test_with_a_keeper_what_is_freed_in_sleep_is_answered(shared: TwoPools) -> None:
     """The record says shrinking with the bytes over, then applied with none: no wish in between."""
     pool, name = shared.pools[0], shared.segments[0].name
     keeper = _vmm.Keeper.start(pool, shared.segments[0].record, idle_trim_s=-1.0)

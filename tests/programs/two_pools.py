@@ -1,0 +1,62 @@
+"""Two native pools of one process that share a device.
+
+shared = TwoPools("a-name-of-its-own")
+a, b = shared.pools
+shared.close()
+"""
+
+from __future__ import annotations
+
+from native_pools import HUGE, LAYOUTS
+
+from kvelastic import _vmm, ledger, segment
+from kvelastic.pool import native_geometry
+
+PAGES = 6
+PAGED = LAYOUTS["paged"]
+BLOCKS_PER_PAGE = PAGED.blocks_per_page
+
+
+class TwoPools:
+    """Two pools with their segments on one ledger, which has room for the pages of one."""
+
+    def __init__(self, name: str) -> None:
+        self.segments = [
+            segment.create(f"{name}_{who}", engine="test", device="host") for who in "ab"
+        ]
+        self.places = [
+            ledger.join(
+                "host",
+                group=name,
+                capacity_bytes=PAGES * HUGE,
+                name=one.name,
+                uuid=one.record.read_header()["uuid"],
+                min_bytes=0,
+                priority=0,
+            )
+            for one in self.segments
+        ]
+        self.pools = []
+        for place in self.places:
+            memory = _vmm.Range.reserve(_vmm.HostDriver(), native_geometry(PAGED, PAGES))
+            self.pools.append(
+                _vmm.Pool(
+                    memory,
+                    max_blocks=PAGES * BLOCKS_PER_PAGE,
+                    limit_bytes=PAGES * HUGE,
+                    capacity_bytes=PAGES * HUGE,
+                    preallocate=False,
+                    member=place.member,
+                )
+            )
+
+    def close(self) -> None:
+        for place in self.places:
+            place.close()
+        for one in self.segments:
+            one.close()
+
+    def check(self) -> None:
+        for pool, place in zip(self.pools, self.places, strict=True):
+            pool.check_integrity()
+            assert place.member.granted_bytes == pool.mapped_bytes
