@@ -310,10 +310,10 @@ void Pool::clear() {
 bool Pool::pages_may_come(std::uint32_t own_entries) const {
   if (mappable_pages() == 0) return held_pages_ != blocks_->mapped_pages() && over_pages() == 0;
   if (starved_pages_ == 0) return true;
+  const Wait wait = may_wait(own_entries);
   const Clock::time_point now = Clock::now();
   // Others were asked a moment ago and had nothing: the keeper goes on asking them.
-  return now - starved_at_ >= kAskAgain || may_wait(own_entries).until > now ||
-         member_->room(page_cost_bytes()) > 0;
+  return now - starved_at_ >= kAskAgain || wait.until > now || member_->room(page_cost_bytes()) > 0;
 }
 
 Result<bool> Pool::get_pages(Lock& lock, std::uint64_t blocks, const Wait& wait) {
