@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,6 +14,10 @@ SHM = Path("/dev/shm")
 
 # Tests share a device with nobody: not with one another's leftovers, not with what else runs here.
 os.environ["KVELASTIC_LEDGER"] = f"test-{os.getpid()}"
+
+# A shell that runs this in the background has Ctrl-C ignored, and a child inherits that.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # No example has a time limit: the machine is shared, and no test is a timed test.
 settings.register_profile("kvelastic", deadline=None)
