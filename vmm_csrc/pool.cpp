@@ -303,12 +303,10 @@ void Pool::clear() {
 
 // --- pages -----------------------------------------------------------------------------------
 
-/// Maps pages for `blocks` more blocks, or waits for pages that another thread has on the way.
-/// False: the limit has no room for another page.
-/// Whether get_pages would have anything to do that takes time: to map, or to ask others. False:
-/// what is mapped is all there is for now. `own_entries`: as of may_wait.
+/// Whether get_pages would have anything to do that takes time: to map, to wait, or to ask others.
+/// False: what is mapped is all there is for now. `own_entries`: as of may_wait.
 bool Pool::pages_may_come(std::uint32_t own_entries) const {
-  if (mappable_pages() == 0) return held_pages_ != blocks_->mapped_pages() && over_pages() == 0;
+  if (mappable_pages() == 0) return pages_are_coming();
   if (starved_pages_ == 0) return true;
   const Wait wait = may_wait(own_entries);
   const Clock::time_point now = Clock::now();
@@ -316,6 +314,13 @@ bool Pool::pages_may_come(std::uint32_t own_entries) const {
   return now - starved_at_ >= kAskAgain || wait.until > now || member_->room(page_cost_bytes()) > 0;
 }
 
+/// Whether another thread has pages on the way that this one may use.
+bool Pool::pages_are_coming() const {
+  return held_pages_ != blocks_->mapped_pages() && over_pages() == 0;
+}
+
+/// Maps pages for `blocks` more blocks, or waits for pages that another thread has on the way.
+/// False: the limit has no room for another page.
 Result<bool> Pool::get_pages(Lock& lock, std::uint64_t blocks, const Wait& wait) {
   if (mappable_pages() > 0) {
     const std::uint64_t pages = std::min(pages_for(blocks), mappable_pages());
@@ -324,7 +329,7 @@ Result<bool> Pool::get_pages(Lock& lock, std::uint64_t blocks, const Wait& wait)
     if (*grown == pages) note_satisfied();
     return *grown > 0 || wait_for_grant(lock, pages, wait);
   }
-  if (!pages_may_come(0)) return false;
+  if (!pages_are_coming()) return false;
   settled_.wait(lock);
   return true;
 }

@@ -233,6 +233,7 @@ class Pool {
   bool blocks_at_hand(std::uint64_t count, std::vector<BlockId>& out);
   bool take_mapped(std::uint64_t count, std::vector<BlockId>& out);
   bool pages_may_come(std::uint32_t own_entries) const;
+  bool pages_are_coming() const;
   Result<std::uint64_t> grow(Lock& lock, std::uint64_t pages);
   Status shrink(Lock& lock, std::uint64_t pages);
   Status unmap(Lock& lock, const std::vector<PageIndex>& batch);

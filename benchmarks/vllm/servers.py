@@ -70,8 +70,9 @@ def keep_apart(processes: dict[str, psutil.Process]) -> None:
     others = _every_core() - set(processes["worker"].cpu_affinity())
     if not others:
         return
-    for role, process in {"clients": psutil.Process(), **processes}.items():
-        for thread in process.threads() if role != "worker" else ():
+    all_else = [processes[role] for role in processes if role != "worker"]
+    for process in (psutil.Process(), *all_else):
+        for thread in process.threads():
             with contextlib.suppress(ProcessLookupError):  # it may have ended
                 os.sched_setaffinity(thread.id, others)
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
-import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness import commit, file_stem, machine, shortened, taken
+from benchmarks import harness
+from benchmarks.harness import file_stem, shortened, taken
 from benchmarks.vmm.driver_kinds import CUDA, SIMULATED, DriverKind
 from benchmarks.vmm.section import Section
 
@@ -18,14 +17,13 @@ FOLDER = Path(__file__).parent / "results"
 
 def facts(kind: DriverKind) -> dict[str, Any]:
     """Machine, kernel, driver and date: what a figure is worth nothing without."""
+    told = harness.facts()
     return {
         "driver": kind.name,
         "driver_is": kind.what,
         "simulated": kind.name == SIMULATED,
-        "machine": machine(),
-        "load_before": f"{os.getloadavg()[0]:.2f}",
-        "date": time.strftime("%Y-%m-%d %H:%M"),
-        "commit": commit(),
+        **told,
+        "load_before": f"{told['load_before']:.2f}",
     }
 
 

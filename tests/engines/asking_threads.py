@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import random
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Iterable
 
 
-class AskingThreads:
+class AskingThreads(ABC):
     """Use it as a context manager: its end is the end of every thread's last request.
 
     A subclass says how many threads there are, by their `seeds`, and what each does in `_send`, as
@@ -17,12 +18,13 @@ class AskingThreads:
     _done: threading.Event
     _threads: list[threading.Thread]
 
+    @abstractmethod
     def seeds(self) -> Iterable[int]:
         """Of the threads' own random numbers."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _send(self, pick: random.Random) -> None:
-        raise NotImplementedError
+        """One thread's work, with its own random numbers."""
 
     def __enter__(self):
         self._done = threading.Event()

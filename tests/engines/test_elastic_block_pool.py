@@ -56,6 +56,14 @@ def key_of(number: int) -> bytes:
     return make_block_hash_with_group_id(number.to_bytes(8, "big"), 0)
 
 
+def cache_a_block(pool):
+    """Take a block, give it contents of number 1 and give it back; answers it. In a session."""
+    (block,) = pool.get_new_blocks(1)
+    pool._insert_block_hash(key_of(1), block, num_tokens=32)
+    pool.free_blocks([block])
+    return block
+
+
 def find(pool, number: int):
     found = pool.get_cached_block(number.to_bytes(8, "big"), [0])
     return found[0] if found else None
@@ -362,9 +370,7 @@ def test_a_block_that_is_cached_already_can_be_pinned() -> None:
     arena, memory = make_memory()
     pool = make_pool(memory)
     with pool.session():
-        (block,) = pool.get_new_blocks(1)
-        pool._insert_block_hash(key_of(1), block, num_tokens=32)
-        pool.free_blocks([block])
+        block = cache_a_block(pool)
         pool.pin([block.block_id])
     memory.sleep()
     assert arena.is_mapped(LAYOUT.page_of(block.block_id))
@@ -380,9 +386,7 @@ def test_what_was_evicted_meanwhile_can_be_named_in_a_pin() -> None:
     _, memory = make_memory()
     pool = make_pool(memory)
     with pool.session():
-        (block,) = pool.get_new_blocks(1)
-        pool._insert_block_hash(key_of(1), block, num_tokens=32)
-        pool.free_blocks([block])
+        block = cache_a_block(pool)
     memory.sleep()  # evicts it, which nobody has followed yet
     pool.pin([block.block_id, 0])
     pool.unpin([block.block_id, 0])

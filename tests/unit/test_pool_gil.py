@@ -22,7 +22,6 @@ from native_pools import LAYOUTS, Memory
 from two_pools import BLOCKS_PER_PAGE, TwoPools
 from two_pools import PAGES as DEVICE_PAGES
 
-B = 8
 PAGES = 3
 CALLS = 5_000
 NEVER_S = 1e6
@@ -91,7 +90,7 @@ def test_another_thread_has_the_lock_where_it_is_let_go_of(memory) -> None:
 
 def test_blocks_at_hand(memory) -> None:
     pool = memory.pool()
-    pool.free(pool.alloc(B))
+    pool.free(pool.alloc(BLOCKS_PER_PAGE))
 
     def step() -> None:
         with_memory = pool.ensure(4)
@@ -104,10 +103,10 @@ def test_blocks_at_hand(memory) -> None:
 def test_all_of_the_limit_in_use_or_cached(memory) -> None:
     """A full prefix cache: the usual state of an engine that has worked for a while."""
     pool = memory.pool()
-    pool.cache(pool.alloc(PAGES * B - 1))
+    pool.cache(pool.alloc(PAGES * BLOCKS_PER_PAGE - 1))
 
     def step() -> None:
-        assert pool.ensure(4) == PAGES * B - 1
+        assert pool.ensure(4) == PAGES * BLOCKS_PER_PAGE - 1
         ids = pool.alloc(4)
         pool.take_evicted()
         pool.cache(ids)
@@ -117,7 +116,7 @@ def test_all_of_the_limit_in_use_or_cached(memory) -> None:
 
 def test_more_than_there_is(memory) -> None:
     pool = memory.pool()
-    used = pool.alloc(PAGES * B - 2)
+    used = pool.alloc(PAGES * BLOCKS_PER_PAGE - 2)
 
     def step() -> None:
         assert pool.ensure(4) == 1
