@@ -77,9 +77,13 @@ std::optional<PageIndex> Blocks::take_parked() {
   return page;
 }
 
+bool Blocks::null_page_is_bare() const {
+  return fresh_ > 0 && pages_[0].state == PageState::kMapped && pages_[0].used == 1 &&
+         pages_[0].cached == 0;
+}
+
 std::optional<PageIndex> Blocks::take_null_page() {
-  if (fresh_ == 0 || pages_[0].state != PageState::kMapped) return std::nullopt;
-  if (pages_[0].used != 1 || pages_[0].cached != 0) return std::nullopt;
+  if (!null_page_is_bare()) return std::nullopt;
   unlist(0);
   pages_[0].state = PageState::kInTransit;
   --mapped_pages_;

@@ -44,6 +44,8 @@ class Blocks {
   /// Page 0, to unmap, where the null block is all that it holds; in transit until put_back or
   /// add_page. Pre: nothing is used until it is mapped again, for the null block is gone.
   std::optional<PageIndex> take_null_page();
+  /// Whether take_null_page() would give it.
+  bool null_page_is_bare() const;
 
   /// Closes `count` mapped pages, those with the fewest used blocks, and opens all others: no block
   /// of a closed page is handed out any more, so it is parked once its blocks are given back. Page

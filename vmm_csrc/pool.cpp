@@ -230,11 +230,8 @@ void Pool::given_back(Lock& lock) {
   if (over_pages() > 0) {
     // Only tried for: who is in a session may be waiting for this very thread.
     const std::unique_lock session(session_, std::try_to_lock);
-    if (session) {
-      (void)enforce(lock);  // a failure leaves the pool over its limit, and the keeper tries again
-    } else if (wake_) {
-      wake_();
-    }
+    // A failure leaves the pool over its limit, and the keeper tries again.
+    if (session) (void)enforce(lock);
   }
   changed();
 }
@@ -521,6 +518,21 @@ bool Pool::empty_a_page(Lock& lock) {
 }
 
 Status Pool::enforce(Lock& lock) {
+  enforcing_ = true;
+  Status done = go_down_the_ladder(lock);
+  enforcing_ = false;
+  return done;
+}
+
+/// Whether enforce() would find something to give: a state, so it does not matter in which order
+/// the limit, the blocks and the pages came to be so.
+bool Pool::enforcing_due() const {
+  if (over_pages() == 0 || final_error_) return false;
+  const bool null_page_only = asleep_ && held_pages_ == 1 && blocks_->null_page_is_bare();
+  return blocks_->parked_pages() > 0 || blocks_->cached_blocks() > 0 || null_page_only;
+}
+
+Status Pool::go_down_the_ladder(Lock& lock) {
   if (asleep_) evict_everything();  // what is moved first would only be evicted later
   while (over_pages() > 0) {
     while (blocks_->parked_pages() < over_pages() && empty_a_page(lock)) {
@@ -735,12 +747,16 @@ void Pool::changed() {
                      usage.parked_bytes, usage.page_bytes, active);
   }
   if (!wake_) return;
+  // Pages that land after the last enforce() are its business too. While one runs it looks itself.
+  // Where it failed the keeper has been called and tries again in its own time.
+  const bool shrink = !enforcing_ && enforcing_due() && !shrink_called_;
+  if (!enforcing_) shrink_called_ = enforcing_due();
   const bool provision = provisioning_due();
   const bool answer = over_pages() != announced_over_;
   const bool decay = !decay_armed_ && something_to_decay();
   const bool pursue = starved_pages_ > 0 && !pursuit_called_;
   const bool failure = final_error_ && !std::exchange(failure_announced_, true);
-  if (!provision && !answer && !decay && !pursue && !failure) return;
+  if (!shrink && !provision && !answer && !decay && !pursue && !failure) return;
   pursuit_called_ = pursuit_called_ || pursue;
   provision_called_ = provision_called_ || provision;
   announced_over_ = over_pages();
@@ -830,7 +846,7 @@ void Pool::publish_to(std::shared_ptr<RecordOwner> record) {
 void Pool::on_wanted(std::function<void()> wake) {
   const Lock lock(mutex_);
   wake_ = std::move(wake);
-  provision_called_ = decay_armed_ = pursuit_called_ = false;
+  shrink_called_ = provision_called_ = decay_armed_ = pursuit_called_ = false;
 }
 
 Status Pool::check_integrity() const {

@@ -250,6 +250,8 @@ class Pool {
   Result<std::uint64_t> compact_page(Lock& lock);
   bool empty_a_page(Lock& lock);
   Status enforce(Lock& lock);
+  Status go_down_the_ladder(Lock& lock);
+  bool enforcing_due() const;
   void given_back(Lock& lock);
   Status refuse_reserved(std::span<const BlockId> ids) const;
   void note_if_final(const Status& answered);
@@ -297,6 +299,8 @@ class Pool {
   std::uint64_t parked_low_ = 0;      // fewest parked pages since take_idle_parked()
   std::uint64_t demand_pages_ = 0;    // parked pages that allocs took since the last provision()
   std::uint64_t announced_over_ = 0;  // over_pages() when the keeper was last called for it
+  bool enforcing_ = false;            // a thread is in enforce(); it holds the session
+  bool shrink_called_ = false;        // the keeper was called to enforce, and it still is due
   bool provision_called_ = false;     // the keeper was called to provision and has not yet
   bool failure_announced_ = false;    // the keeper was called for it
   bool decay_armed_ = false;          // the keeper's decay timer runs

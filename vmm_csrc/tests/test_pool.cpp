@@ -1,6 +1,7 @@
 // The pool under threads, over local memory and over a ring: what the sanitizers look at.
 #include <atomic>
 #include <random>
+#include <semaphore>
 #include <set>
 #include <thread>
 #include <vector>
@@ -44,6 +45,29 @@ std::shared_ptr<Range> make_range() {
   if (!range) return nullptr;
   return *std::move(range);
 }
+
+/// Local memory whose maps wait until the test lets them go on.
+class GatedBacking final : public Backing {
+ public:
+  explicit GatedBacking(std::shared_ptr<Range> range) : inner_(std::move(range)) {}
+
+  Status map(std::span<const PageIndex> pages) override {
+    arrived_.release();
+    open_.acquire();
+    return inner_.map(pages);
+  }
+  Status unmap(std::span<const PageIndex> pages) override { return inner_.unmap(pages); }
+  Status copy(std::span<const BlockMove> moves) override { return inner_.copy(moves); }
+  std::optional<DeviceMemory> device_memory() const override { return std::nullopt; }
+
+  /// Returns when a map has begun and waits.
+  void wait_for_a_map() { arrived_.acquire(); }
+  void let_it_go_on() { open_.release(); }
+
+ private:
+  LocalBacking inner_;
+  std::counting_semaphore<> arrived_{0}, open_{0};
+};
 
 /// A segment in plain memory, aligned as a mapping is.
 struct Segment {
@@ -148,6 +172,67 @@ TEST(pool_threads_over_a_ring_with_a_keeper) {
   }
   CHECK(pool->mapped_bytes() == range->mapped_pages() * kPage);
   (*worker)->stop();
+}
+
+TEST(pages_that_land_over_the_limit_call_the_keeper) {
+  auto range = make_range();
+  REQUIRE(range != nullptr);
+  auto backing = std::make_shared<GatedBacking>(range);
+  auto made = Pool::create(geometry(), backing, options());
+  REQUIRE(static_cast<bool>(made));
+  Pool& pool = **made;
+  std::atomic<int> calls = 0;
+  pool.on_wanted([&] { ++calls; });
+  // A parked page before, so that the keeper has been called for decay already; with the idle trim
+  // off it never asks to be called for that again.
+  backing->let_it_go_on();
+  CHECK(static_cast<bool>(pool.ensure(2 * kBlocksPerPage - 1)));
+  backing->wait_for_a_map();
+  std::thread engine([&] { (void)pool.ensure(kPages * kBlocksPerPage - 1); });
+  backing->wait_for_a_map();
+  // The keeper lowers the limit while the others are on their way: they cannot be given back yet.
+  (void)pool.set_limit(kPage);
+  Result<LimitState> meanwhile = pool.enforce_limit();
+  REQUIRE(static_cast<bool>(meanwhile));
+  CHECK(meanwhile->over_bytes == (kPages - 2) * kPage);
+  const int before = calls;
+  backing->let_it_go_on();
+  engine.join();
+  CHECK(pool.stats().pages_parked == kPages - 2);
+  CHECK(calls > before);
+  Result<LimitState> done = pool.enforce_limit();
+  CHECK(done && done->over_bytes == 0);
+  // Nothing is left to do: another look does not call the keeper again, or it would never rest.
+  const int rest = calls;
+  CHECK(static_cast<bool>(pool.enforce_limit()));
+  CHECK(calls == rest);
+  pool.on_wanted(nullptr);
+}
+
+TEST(a_keeper_whose_driver_refuses_is_not_called_without_end) {
+  auto host = HostDriver::open();
+  REQUIRE(static_cast<bool>(host));
+  auto driver = std::make_shared<FaultDriver>(std::shared_ptr<Driver>(*std::move(host)));
+  auto reserved = Range::reserve(driver, geometry());
+  REQUIRE(static_cast<bool>(reserved));
+  std::shared_ptr<Range> range = *std::move(reserved);
+  auto made = Pool::create(geometry(), std::make_shared<LocalBacking>(range), options());
+  REQUIRE(static_cast<bool>(made));
+  Pool& pool = **made;
+  CHECK(static_cast<bool>(pool.ensure(kPages * kBlocksPerPage - 1)));
+  std::atomic<int> calls = 0;
+  pool.on_wanted([&] { ++calls; });
+  (void)pool.set_limit(kPage);
+  driver->arm(1, 1U << 30);
+  (void)pool.enforce_limit();
+  const int before = calls;
+  CHECK(before > 0);
+  for (int i = 0; i < 10; ++i) CHECK(!pool.enforce_limit());
+  CHECK(calls == before);  // the keeper tries again in its own time
+  driver->arm(0, 0);
+  Result<LimitState> done = pool.enforce_limit();
+  CHECK(done && done->over_bytes == 0);
+  pool.on_wanted(nullptr);
 }
 
 TEST(ring_refuses_what_does_not_fit) {
