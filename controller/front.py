@@ -1,6 +1,6 @@
 """The front: everything that the routes speak to, made in the loop and owned by it.
 
-front = Front(settings)
+front = Front(settings, RequestLog(writer))
 await front.start()      # looks how the engines are, starts those that are to be launched
 ...                      # front.app is the ASGI application
 await front.stop()       # drains, then ends what it has started
@@ -38,12 +38,16 @@ class Front:
     """See the module."""
 
     def __init__(
-        self, settings: Settings, *, read_settings: Callable[[], Settings] | None = None
+        self,
+        settings: Settings,
+        log: RequestLog,
+        *,
+        read_settings: Callable[[], Settings] | None = None,
     ) -> None:
         self.settings = settings
         self.keys = Keys(settings.auth)
         self.fleet = Fleet()
-        self.log = RequestLog()
+        self.log = log
         self.memory_history = MemoryHistory()
         self.started_at = time.time()
         self.unrouted = 0
@@ -85,7 +89,6 @@ class Front:
         if self._tasks:
             await asyncio.wait(set(self._tasks))
         await self.session.close()
-        self.log.flush()
 
     # -------------------------------------------------------------------------------- reload
 

@@ -66,6 +66,11 @@ class _Collector:
             "Bodies that are held now.",
             value=front.forwarder.budget.held_bytes,
         )
+        yield CounterMetricFamily(
+            "kvelastic_log_dropped_lines",
+            "Lines of the log that stderr did not take.",
+            value=front.log.dropped_lines,
+        )
         # Grows for ever where something that is over leaves a task behind.
         yield GaugeMetricFamily(
             "kvelastic_tasks", "Tasks of the event loop.", value=len(asyncio.all_tasks())

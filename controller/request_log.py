@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import logging
 import os
 import sys
+import threading
 import time
-from typing import Any, Final, TextIO
+from typing import Any
 
-_FLUSH_S: Final = 0.2
-_MOST_LINES: Final = 2000
+from kvelastic.controller.log_writer import LogWriter
 
 
 class RequestIds:
@@ -28,34 +27,23 @@ class RequestIds:
 
 
 class RequestLog:
-    """Lines of requests, written a few times a second: a write a request would cost a tenth."""
+    """Lines of requests and of what is done to the controller, over a `LogWriter`."""
 
-    def __init__(self, stream: TextIO | None = None) -> None:
-        self._stream = sys.stderr if stream is None else stream
-        self._lines: list[str] = []
-        self._timer: asyncio.TimerHandle | None = None
+    def __init__(self, writer: LogWriter) -> None:
+        self._writer = writer
 
-    def write(self, fields: dict[str, Any]) -> None:
-        """Add a line; the time and the kind are put before it. Called in the loop."""
-        fields = {"time": round(time.time(), 3), "kind": "request", **fields}
-        self._lines.append(json.dumps(fields))
-        if self._timer is None:
-            self._timer = asyncio.get_running_loop().call_later(_FLUSH_S, self.flush)
-        elif len(self._lines) > _MOST_LINES:
-            self.flush()
+    @property
+    def dropped_lines(self) -> int:
+        """Lines of any kind that nobody will ever read, since the start."""
+        return self._writer.dropped_lines
 
-    def flush(self) -> None:
-        """Write what is waiting. A stream that is closed or full loses it."""
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-        lines, self._lines = self._lines, []
-        if lines:
-            try:
-                self._stream.write("\n".join(lines) + "\n")
-                self._stream.flush()
-            except (OSError, ValueError):
-                pass
+    def write(self, fields: dict[str, Any], *, kind: str = "request") -> None:
+        """Add a line; the time and the kind are put before it. Never blocks.
+
+        Requests are many and wait a moment, to be written together; other kinds go at once.
+        """
+        fields = {"time": round(time.time(), 3), "kind": kind, **fields}
+        self._writer.write(json.dumps(fields), at_once=kind != "request")
 
 
 class JsonFormatter(logging.Formatter):
@@ -77,15 +65,35 @@ class JsonFormatter(logging.Formatter):
         return json.dumps(fields)
 
 
-def set_up_logging(level: str = "INFO") -> None:
-    """Send the controller's own log, and uvicorn's, to stderr as JSON."""
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(JsonFormatter())
+class _EventHandler(logging.Handler):
+    def __init__(self, writer: LogWriter) -> None:
+        super().__init__()
+        self._writer = writer
+        self.setFormatter(JsonFormatter())
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            self._writer.write(self.format(record), at_once=True)
+        except Exception as error:  # a message whose arguments do not fit it
+            self._writer.write(json.dumps({"kind": "event", "message": f"not logged: {error!r}"}))
+
+
+def set_up_logging(writer: LogWriter, level: str = "INFO") -> None:
+    """Send what the process says of itself to `writer` as JSON.
+
+    Python and its libraries print some of it to stderr, where the loop would wait for whoever
+    reads that: warnings, errors in finalizers and in threads, loggers without a handler.
+    """
+    logging.root.handlers[:] = [_EventHandler(writer)]
     for name in ("kvelastic", "uvicorn"):
-        logger = logging.getLogger(name)
-        logger.handlers[:] = [handler]
-        logger.setLevel(level)
-        logger.propagate = False
+        logging.getLogger(name).setLevel(level)
+    logging.captureWarnings(True)
+    sys.unraisablehook = lambda error: logging.root.error(
+        "ignored, in %r", error.object, exc_info=error.exc_value
+    )
+    threading.excepthook = lambda error: logging.root.error(
+        "a thread failed: %s", error.thread, exc_info=error.exc_value
+    )
     # It says in prose what the lines of requests say: that an answer was cut short.
     logging.getLogger("uvicorn.error").addFilter(
         lambda record: "without completing response" not in record.getMessage()

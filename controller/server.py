@@ -18,7 +18,8 @@ import uvicorn
 from kvelastic.controller.application import make_application
 from kvelastic.controller.front import Front
 from kvelastic.controller.http_protocol import bounded_protocol
-from kvelastic.controller.request_log import set_up_logging
+from kvelastic.controller.log_writer import LogWriter
+from kvelastic.controller.request_log import RequestLog, set_up_logging
 from kvelastic.controller.settings import Settings
 from kvelastic.controller.settings_file import load
 from kvelastic.errors import KvelasticError
@@ -38,16 +39,18 @@ class _Server(uvicorn.Server):
 def run(path: Path) -> int:
     """Serve until SIGTERM or SIGINT. Raises `ControllerConfigError` before anything is done."""
     settings = load(path)
-    set_up_logging()
-    try:
-        import uvloop
-    except ImportError:
-        return asyncio.run(_serve(settings, path))
-    return int(uvloop.run(_serve(settings, path)))
+    with LogWriter.of_stderr() as writer:
+        set_up_logging(writer)
+        work = _serve(settings, path, RequestLog(writer))
+        try:
+            import uvloop
+        except ImportError:
+            return asyncio.run(work)
+        return int(uvloop.run(work))
 
 
-async def _serve(settings: Settings, path: Path) -> int:
-    front = Front(settings, read_settings=lambda: load(path))
+async def _serve(settings: Settings, path: Path, log: RequestLog) -> int:
+    front = Front(settings, log, read_settings=lambda: load(path))
     server = _Server(make_config(front))
     loop = asyncio.get_running_loop()
     reloads: set[asyncio.Task[None]] = set()
