@@ -21,18 +21,32 @@ from pydantic import (
 )
 
 from kvelastic.controller.durations import DURATION_FORMS, parse_duration_s
+from kvelastic.errors import InvalidArgumentError
 from kvelastic.sizes import SIZE_FORMS, parse_size
+
+
+def _duration_s(value: object) -> float:
+    try:
+        return parse_duration_s(value)
+    except InvalidArgumentError:
+        raise ValueError(f"this is no duration; write {DURATION_FORMS}") from None
+
 
 Duration = Annotated[
     float,
-    BeforeValidator(parse_duration_s),
+    BeforeValidator(_duration_s),
     WithJsonSchema({"type": ["number", "string"], "minimum": 0, "description": DURATION_FORMS}),
 ]
 """Seconds."""
 
 
 def _size_bytes(value: object) -> object:
-    return parse_size(value) if isinstance(value, str) else value
+    if not isinstance(value, str):
+        return value
+    try:
+        return parse_size(value)
+    except InvalidArgumentError:
+        raise ValueError(f"this is no size; write {SIZE_FORMS}") from None
 
 
 Size = Annotated[
@@ -225,9 +239,9 @@ class ModelSettings(_Section):
         for url in (value,) if isinstance(value, str) else value or ():
             parts = urlsplit(url)
             if parts.scheme not in {"http", "https"} or not parts.hostname:
-                raise ValueError(f"{url!r} is no address; write http://HOST:PORT")
+                raise ValueError("this is no address; write http://HOST:PORT")
             if parts.query or parts.fragment or parts.username:
-                raise ValueError(f"{url!r} has more than http://HOST:PORT/PATH")
+                raise ValueError("an address has no more than http://HOST:PORT/PATH")
         return value
 
     @field_validator("health")

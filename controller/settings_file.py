@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Hashable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
-import yaml
 from pydantic import ValidationError
 
 from kvelastic.controller.settings import Settings
+from kvelastic.controller.strict_yaml import YamlFaultError, read_yaml
 from kvelastic.errors import ControllerConfigError
 
+_NAME: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,31}")
 _VARIABLE: Final = re.compile(r"\$(?:\$|\{([A-Za-z_][A-Za-z0-9_]*)(?::-([^}]*))?\})")
 
 
@@ -38,9 +39,9 @@ def parse(
     Raises `ControllerConfigError`, which names every key that is wrong and shows no value of it.
     """
     try:
-        raw = yaml.load(text, Loader=_Loader)
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise ControllerConfigError(f"{source} is not YAML: {error}") from error
+        raw = read_yaml(text)
+    except YamlFaultError as error:
+        raise ControllerConfigError(f"{source} is not YAML: {error}") from None
     if raw is None:
         raw = {}
     if not isinstance(raw, dict):
@@ -50,13 +51,18 @@ def parse(
         return Settings.model_validate(raw)
     except ValidationError as error:
         faults = "; ".join(
-            f"{'.'.join(str(part) for part in fault['loc']) or 'all'}:"
+            f"{'.'.join(_shown(part) for part in fault['loc']) or 'all'}:"
             f" {fault['msg'].removeprefix('Value error, ')}"
             for fault in error.errors(include_input=False, include_url=False)
         )
         raise ControllerConfigError(f"{source}: {faults}") from None
     except (ControllerConfigError, RecursionError) as error:
         raise ControllerConfigError(f"{source}: {error}") from None
+
+
+def _shown(part: int | str) -> str:
+    """One step of the way to a fault. What cannot be a key's name may be a key to something."""
+    return str(part) if isinstance(part, int) or _NAME.fullmatch(part) else "(no name)"
 
 
 def json_schema() -> dict[str, Any]:
@@ -82,18 +88,3 @@ def _substitute(value: Any, environ: Mapping[str, str]) -> Any:
         return found
 
     return _VARIABLE.sub(put, value)
-
-
-class _Loader(yaml.SafeLoader):
-    """Refuses a key that is written twice: of two limits, the wrong one would hold."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
-        seen = set()
-        for key_node, _ in node.value:
-            key = self.construct_object(key_node, deep=True)
-            if not isinstance(key, Hashable) or key in seen:
-                raise yaml.constructor.ConstructorError(
-                    None, None, f"the key {key!r} is there twice", key_node.start_mark
-                )
-            seen.add(key)
-        return super().construct_mapping(node, deep=deep)

@@ -91,9 +91,39 @@ def test_faults_are_named(text: str, said: str) -> None:
     assert said in str(caught.value)
 
 
-def test_no_value_of_a_faulty_key_is_shown() -> None:
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("auth: {api_keys: {a: hunter2}}", "auth.api_keys"),
+        ("auth:\n  api_keys: hunter2: x", "line 2, column 20: a value with `: `"),
+        ("auth:\n  api_keys:\n    - hunter2\n    admin_keys: [x]", "line 4, column 5: this line"),
+        ("auth: {api_keys: ['hunter2}", "line 1, column 28: a quote that is not closed"),
+        ('auth: {api_keys: ["hun\\ter2"]}\n"\\qhunter2"', "line 2"),
+        ("auth: {api_keys: [*hunter2]}", "line 1, column 19: a value that begins with *"),
+        ("auth: {api_keys: [!hunter2 x]}", "line 1, column 19: a value that begins with !"),
+        ("auth: {api_keys: [!hunter2!a x]}", "line 1, column 19: a value that begins with !"),
+        ("auth: {api_keys: [&hunter2 x, &hunter2 y]}", "line 1, column 31: a value that"),
+        ("auth: {api_keys: [@hunter2]}", "line 1, column 19: a value that begins with this"),
+        ("auth: {api_keys: [a, hunter2}", "line 1, column 29: a list needs"),
+        ("auth: {api_keys: a, hunter2", "line 1, column 28: a mapping needs"),
+        ("auth: {hunter2: a, hunter2: b}", "line 1, column 20: a key that is there twice"),
+        ("auth: {? [hunter2] : a}", "line 1, column 10: a key has to be a word"),
+        ("auth: {api_keys: [!!int hunter2]}", "line 1, column 19: a number"),
+        ("auth: {api_keys: [!!bool hunter2]}", "line 1, column 19: a number"),
+        ("auth: {api_keys: [!!timestamp hunter2]}", "line 1, column 19: a number"),
+        ("auth:\n  api_keys: [hunter2\x01]", "line 2: a character that YAML does not allow"),
+        ("[" * 5000, "nested too deep"),
+        ("auth: {sk-hunter2: x}", "auth.(no name)"),
+        ("models: [{name: a, url: 'http://u:hunter2@h:1'}]", "models.0.url"),
+        ("models: [{name: a, url: hunter2}]", "models.0.url"),
+        ("server: {keep_alive: hunter2}", "server.keep_alive: this is no duration"),
+        ("server: {max_body: hunter2}", "server.max_body: this is no size"),
+    ],
+)
+def test_a_fault_is_told_by_its_place_and_no_value_is_shown(text: str, said: str) -> None:
     with pytest.raises(ControllerConfigError) as caught:
-        parse("auth: {api_keys: {a: hunter2}}", {})
+        parse(text, {})
+    assert said in str(caught.value)
     assert "hunter2" not in str(caught.value)
 
 

@@ -1,0 +1,85 @@
+"""YAML read strictly, whose faults are told by their place and never by what stands there.
+
+A line of a configuration may hold a key, and so may a parser's own message, which quotes aliases,
+tags and numbers. So that message only chooses one of ours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Any, Final
+
+import yaml
+
+_EXPECTED: Final = (
+    ("is there twice", "a key that is there twice; write it once"),
+    ("mapping values are not allowed", "a value with `: ` in it, or a line too far to the right"),
+    ("found unexpected end of stream", "a quote that is not closed"),
+    ("found unknown escape character", "a backslash in double quotes that escapes nothing"),
+    ("that cannot start any token", "a value that begins with this character has to be quoted"),
+    ("found undefined alias", "a value that begins with * has to be quoted"),
+    ("second occurrence", "a value that begins with & has to be quoted"),
+    ("a constructor for the tag", "a value that begins with ! has to be quoted"),
+    ("found undefined tag handle", "a value that begins with ! has to be quoted"),
+    ("could not find expected ':'", "a key needs a colon after it"),
+    ("expected <block end>", "this line does not fit those above; look at its indentation"),
+    ("expected ',' or ']'", "a list needs a comma between its items, and a ] at its end"),
+    ("expected ',' or '}'", "a mapping needs a comma between its items, and a } at its end"),
+    ("expected the node content", "a value is expected"),
+    ("found unhashable key", "a key has to be a word"),
+    ("is no value", "a number or a date that cannot be one; quote it if it is text"),
+)
+_UNNAMED: Final = "it cannot be read from here on"
+
+
+class YamlFaultError(ValueError):
+    """A text that is not YAML: where, and what is expected there."""
+
+
+def read_yaml(text: str) -> Any:
+    """The value of a text. Raises `YamlFaultError`, in which no word of the text stands."""
+    try:
+        return yaml.load(text, Loader=_Loader)
+    except yaml.MarkedYAMLError as error:
+        problem = error.problem or ""
+        expected = next((ours for theirs, ours in _EXPECTED if theirs in problem), _UNNAMED)
+        mark = error.problem_mark or error.context_mark
+        where = "" if mark is None else f"line {mark.line + 1}, column {mark.column + 1}: "
+        raise YamlFaultError(f"{where}{expected}") from None
+    except yaml.reader.ReaderError as error:
+        line = text.count("\n", 0, error.position) + 1
+        raise YamlFaultError(
+            f"line {line}: a character that YAML does not allow (U+{_code(error):04X})"
+        ) from None
+    except RecursionError:
+        raise YamlFaultError("it is nested too deep") from None
+
+
+def _code(error: yaml.reader.ReaderError) -> int:
+    return error.character if isinstance(error.character, int) else ord(error.character)
+
+
+class _Loader(yaml.SafeLoader):
+    """Refuses a key that is written twice: of two limits, the wrong one would hold."""
+
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        try:
+            return super().construct_object(node, deep=deep)
+        except (yaml.YAMLError, RecursionError):
+            raise
+        except Exception:  # of int(), float(), a lookup; it quotes the value
+            raise yaml.constructor.ConstructorError(
+                None, None, "is no value", node.start_mark
+            ) from None
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        seen = set()
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node, deep=True)
+            problem = "found unhashable key" if not isinstance(key, Hashable) else ""
+            if not problem and key in seen:
+                problem = "is there twice"
+            if problem:
+                raise yaml.constructor.ConstructorError(None, None, problem, key_node.start_mark)
+            seen.add(key)
+        return super().construct_mapping(node, deep=deep)
