@@ -1,0 +1,394 @@
+"""Instances at work, killed, stopped, limited, put to sleep and joined by others, all at random.
+
+Every so often all of them are stopped at whatever they do, and what the kernel says is resident is
+compared with what the ledger has granted to each. Nothing of this is timed: what is compared holds
+at every moment, and what takes time (a limit that converges) is waited for at a rest.
+
+    CHAOS_SEED=7 CHAOS_SECONDS=60 pytest tests/crash/test_chaos.py -k short
+
+What is done follows from the seed; at what the instances are then does not.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from kvelastic import ledger, segment
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "programs"))
+from stamped_instance import PAGE_BYTES, Stamped
+
+pytestmark = pytest.mark.timeout(1200)
+
+SEED = int(os.environ.get("CHAOS_SEED") or random.randrange(10**6))
+SECONDS = os.environ.get("CHAOS_SECONDS")
+SHM = Path("/dev/shm")
+CAPACITY_PAGES = 40
+INSTANCES = 5
+NAMES = 8
+"""Of instances; fewer than are started, so that names are used again."""
+SOON_S = 60.0
+
+
+def _with_one_bit_changed(raw: bytearray, pick: random.Random) -> bytes:
+    raw[pick.randrange(min(len(raw), 4096))] ^= 1 << pick.randrange(8)
+    return bytes(raw)
+
+
+CORRUPTIONS: dict[str, Callable[[bytearray, random.Random], bytes]] = {
+    "empty": lambda _, __: b"",
+    "cut": lambda raw, pick: bytes(raw[: pick.randrange(len(raw))]),
+    "one bit": _with_one_bit_changed,
+    "noise": lambda raw, pick: pick.randbytes(len(raw)),
+    "noise behind the header": lambda raw, pick: bytes(raw[:512]) + pick.randbytes(len(raw) - 512),
+}
+
+
+class Chaos:
+    """The instances, and what is done to them."""
+
+    def __init__(self, pick: random.Random, logs: Path) -> None:
+        self.pick = pick
+        self.counts: Counter[str] = Counter()
+        self._logs = logs
+        self._group = f"chaos-{os.getpid()}-{pick.randrange(1 << 32):x}"
+        self._prefix = f"kvelastic_chaos_{os.getpid()}"
+        self._live: list[Stamped] = []
+        self._starting: list[Stamped] = []
+        self._joiners: list[Stamped] = []
+        self._inodes: dict[int, int] = {}
+        """Of the segments of the live ones, by pid."""
+        self._dead_pids: list[int] = []
+        self._started = 0
+
+    # --- instances --------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Begin to start one more. Its name may be taken, by a live one or by a broken segment."""
+        self._starting.append(
+            self._launch(
+                f"{self._prefix}_{self.pick.randrange(NAMES)}",
+                KVELASTIC_MIN=str(self.pick.choice([0, 0, 1, 4, 12]) * PAGE_BYTES),
+                KVELASTIC_PRIORITY=str(self.pick.randint(-1, 1)),
+                KVELASTIC_IDLE_TRIM_SECONDS=self.pick.choice(["0.02", "0.2", "-1"]),
+                KVELASTIC_MAX_CACHED_TOKENS=self.pick.choice(["-1", "640"]),
+                KVELASTIC_PAGE_PREALLOC_ENABLED=self.pick.choice(["true", "false"]),
+            )
+        )
+
+    def fill_up(self, least: int = INSTANCES - 2) -> None:
+        """Start as many as are missing; wait for them where too few are there."""
+        while len(self._live) + len(self._starting) < INSTANCES:
+            self.start()
+        while len(self._live) < least or any(one.has_said_something() for one in self._starting):
+            ready = next((one for one in self._starting if one.has_said_something()), None)
+            self._greet(ready or self._starting[0])
+            if not self._starting:
+                self.start()
+
+    def _greet(self, one: Stamped) -> None:
+        """It has started, or says why it could not."""
+        self._starting.remove(one)
+        problem = one.wait_until_ready()
+        if not problem:
+            self._live.append(one)
+            self._inodes[one.pid] = (SHM / one.name).stat().st_ino
+            return
+        # Guarantees may be more than there is.
+        assert problem.split(":")[0] in {"SEGMENT_EXISTS", "GUARANTEE"}, problem
+        self.counts[f"refused: {problem.split(':')[0]}"] += 1
+        one.leave()
+
+    def start_joiner(self) -> None:
+        """One that comes and goes."""
+        one = self._launch(f"{self._prefix}_joiner{self._started}", "--joins")
+        assert one.wait_until_ready() == ""
+        self._joiners.append(one)
+
+    def _launch(self, name: str, *arguments: str, **environ: str) -> Stamped:
+        self._started += 1
+        settings = {
+            "KVELASTIC_LEDGER": self._group,
+            "KVELASTIC_HOST_MEMORY": str(CAPACITY_PAGES * PAGE_BYTES),
+            "KVELASTIC_RECLAIM_WAIT": "0.02",
+            "KVELASTIC_SANITY_CHECK": "true",
+        }
+        log = self._logs / f"{self._started}.log"
+        seed = str(self.pick.randrange(1 << 32))
+        return Stamped(name, log, seed, *arguments, **(settings | environ))
+
+    def _kill(self, one: Stamped) -> None:
+        one.kill()
+        self._dead_pids.append(one.pid)
+        self.counts["kills"] += 1
+
+    # --- what happens -------------------------------------------------------------------------
+
+    def do_something(self) -> None:
+        """One thing of all that can be done."""
+        things = {
+            self.kill: 4, self.leave: 1, self.stop_for_a_while: 6, self.wish: 24, self.look: 4,
+            self.compare_frozen: 12, self.rest: 1, self.kill_a_joiner: 1, self.kill_a_starter: 1,
+        }  # fmt: skip
+        self.pick.choices(list(things), list(things.values()))[0]()
+        self.fill_up()
+        self._all_are_well()
+        time.sleep(self.pick.random() * 0.02)  # the moment: any will do
+
+    def kill(self) -> None:
+        """One or two, running or stopped; their segments may lie there broken."""
+        for _ in range(self.pick.choice([1, 1, 2])):
+            victim = self._live.pop(self.pick.randrange(len(self._live)))
+            if self.pick.random() < 0.3:
+                victim.stop()
+            self._kill(victim)
+            inode = self._inodes.pop(victim.pid)
+            if self.pick.random() < 0.5:
+                self._corrupt(victim.name, inode)
+            if self.pick.random() < 0.6:
+                self._reap()  # else whoever comes next does it
+                assert not self._is_there(victim.name, inode), "a dead one's segment is left"
+
+    def _corrupt(self, name: str, inode: int) -> None:
+        """The segment of a dead one, and never that of another which has its name by now."""
+        how = self.pick.choice(list(CORRUPTIONS))
+        try:
+            with (SHM / name).open("r+b") as file:
+                if os.fstat(file.fileno()).st_ino != inode:
+                    return
+                broken = CORRUPTIONS[how](bytearray(file.read()), self.pick)
+                file.seek(0)
+                file.write(broken)
+                file.truncate()
+        except FileNotFoundError:
+            return
+        self.counts["corrupted segments"] += 1
+        segment.list_segments()
+        self._reap()
+        # What cannot be told for a segment any more is nobody's to remove but a person's.
+        if self._is_there(name, inode):
+            self.counts["left to a person"] += 1
+            (SHM / name).unlink()
+
+    def _reap(self) -> None:
+        """As every kvctl does it: of the dead nothing is left."""
+        segment.reap()
+        ledger.reap()
+        info = self._ledger()
+        members = [member.pid for member in info.members] if info else []
+        left = [pid for pid in self._dead_pids if pid in members]
+        assert not left, f"dead members of the ledger: {left}"
+        self.counts["reaps"] += 1
+
+    def leave(self) -> None:
+        """In the ordinary way, stopped or not."""
+        one = self._live.pop(self.pick.randrange(len(self._live)))
+        one.leave()
+        inode = self._inodes.pop(one.pid)
+        assert not self._is_there(one.name, inode), f"{one.name} has left its segment"
+        self.counts["leaves"] += 1
+
+    def kill_a_starter(self) -> None:
+        """At any point of its start."""
+        if self._starting:
+            self._kill(self._starting.pop())
+            self.counts["killed as they started"] += 1
+
+    def kill_a_joiner(self) -> None:
+        """Most of its life is between two steps of joining or leaving."""
+        self._kill(self._joiners.pop(0))
+        self.start_joiner()
+
+    def stop_for_a_while(self) -> None:
+        """The others go on, and look after those who do not answer."""
+        some = self.pick.sample(self._live + self._joiners, self.pick.randint(1, 3))
+        for one in some:
+            one.stop()
+        self.counts["stops"] += len(some)
+        if self.pick.random() < 0.5:
+            self._reap()
+        elif self.pick.random() < 0.5:
+            self.wish()
+        time.sleep(self.pick.random() * 0.1)
+        self._all_are_well()
+        for one in some:
+            one.go_on()
+
+    def wish(self) -> None:
+        """Of limits mostly, and of several things at once."""
+        pages = self.pick.choice([0, 1, 2, 4, 8, 16, CAPACITY_PAGES])
+        changes = self.pick.choice(
+            [
+                {"limit_bytes": pages * PAGE_BYTES},
+                {"limit_bytes": pages * PAGE_BYTES},
+                {"limit_bytes": 1 << 40},
+                {"min_bytes": pages * PAGE_BYTES, "priority": self.pick.randint(-2, 2)},
+                {"asleep": True},
+                {"asleep": False, "limit_bytes": CAPACITY_PAGES * PAGE_BYTES},
+                {"trim": True},
+            ]
+        )
+        wait_s = self.pick.choice([0, 0, 0.02])
+        answer = segment.wish(self.pick.choice(self._live).name, wait_s=wait_s, **changes)
+        # A guarantee may be more than the device has; a limit never is.
+        allowed = {"applied", "shrinking", "none"} | (
+            {"refused"} if "min_bytes" in changes else set()
+        )
+        assert answer.state in allowed or not answer.is_to_the_wish, (changes, answer)
+        self.counts["wishes"] += 1
+
+    def look(self) -> None:
+        """As kvctl does it, which also removes the dead."""
+        names = {info.name: info.status for info in segment.list_segments()}
+        assert {names.get(one.name) for one in self._live} == {"alive"}
+        self._reap()
+
+    # --- what has to be so ---------------------------------------------------------------------
+
+    def _all_are_well(self) -> None:
+        for one in self._live + self._joiners:
+            status = one.process.poll()
+            assert status is None, f"{one.name} has ended: {status}; {one.log.read_text()}"
+            assert "sanity check failed" not in one.log.read_text(), one.log.read_text()
+        for one in self._live:
+            assert self._is_there(one.name, self._inodes[one.pid]), (
+                f"{one.name} lives, and is reaped"
+            )
+
+    def _is_there(self, name: str, inode: int) -> bool:
+        """Another one may have the name by now."""
+        try:
+            return (SHM / name).stat().st_ino == inode
+        except FileNotFoundError:
+            return False
+
+    def _ledger(self) -> ledger.LedgerInfo | None:
+        found = [info for info in ledger.list_ledgers() if info.group == self._group]
+        assert len(found) <= 1, "two ledgers of one device"
+        return found[0] if found else None
+
+    def compare_frozen(self) -> None:
+        """All are stopped in the middle of what they do; a page without a grant would be seen."""
+        everybody = self._live + self._joiners + self._starting
+        for one in everybody:
+            one.stop()
+        info = self._ledger()
+        assert info is not None, "the ledger of live instances is gone"
+        granted = {member.pid: member.granted_bytes for member in info.members}
+        resident = {one.pid: one.resident_bytes() for one in self._live}
+        for one in self._live:
+            assert one.pid in granted, f"{one.name} lives and is no member"
+            assert resident[one.pid] <= granted[one.pid], (
+                f"{one.name} has {resident[one.pid]} bytes and was granted {granted[one.pid]}"
+            )
+            self._is_within_its_limit(one, resident[one.pid])
+            self.counts["comparisons"] += 1
+        total = sum(granted.values())
+        assert total <= CAPACITY_PAGES * PAGE_BYTES, f"{total} bytes are granted: {granted}"
+        self.counts["all granted"] += total == CAPACITY_PAGES * PAGE_BYTES
+        self.counts["frozen"] += 1
+        self.counts["resident pages"] += sum(resident.values()) // PAGE_BYTES
+        for one in everybody:
+            one.go_on()
+
+    def _is_within_its_limit(self, one: Stamped, resident_bytes: int) -> None:
+        with segment.open_readonly(one.name) as opened:
+            wish, answer = opened.record.read_wish(), opened.record.read_answer()
+        if answer["state"] != "applied" or answer["revision"] != wish["revision"]:
+            return
+        self.counts["applied wishes looked at"] += 1
+        limit_bytes = CAPACITY_PAGES * PAGE_BYTES
+        if wish["asleep"]:
+            limit_bytes = 0
+        elif wish["limit_bytes"] is not None:
+            limit_bytes = max(wish["limit_bytes"], PAGE_BYTES)  # that of the null block
+        assert resident_bytes <= limit_bytes, (one.name, resident_bytes, wish, answer)
+
+    def rest(self) -> None:
+        """Nobody does anything: then what is held is what was granted, to the last byte."""
+        while self._starting:
+            self._greet(self._starting[0])
+        for one in self._live + self._joiners:
+            one.rest()
+        for one in self._live + self._joiners:
+            self.counts.update(one.read())
+        self._reap()
+        deadline = time.monotonic() + SOON_S
+        while wrong := self._differences():
+            assert time.monotonic() < deadline, f"at rest: {wrong}"
+            time.sleep(0.005)
+        self.counts["rests"] += 1
+        for one in self._live + self._joiners:
+            one.go()
+
+    def _differences(self) -> dict[str, tuple[int, int | None]]:
+        """Of those who hold something else than they were granted: both."""
+        info = self._ledger()
+        granted = {member.pid: member.granted_bytes for member in info.members} if info else {}
+        found = {one.name: (one.resident_bytes(), granted.pop(one.pid, None)) for one in self._live}
+        found |= {f"process {pid}": (0, bytes_) for pid, bytes_ in granted.items()}
+        return {name: both for name, both in found.items() if both[0] != both[1]}
+
+    def end(self) -> None:
+        """All of them leave, and nothing stays behind."""
+        self.fill_up(INSTANCES)
+        self.rest()
+        while self._live:
+            self.leave()
+        for one in self._joiners:
+            one.leave()
+        self._joiners.clear()
+        segment.reap()
+        ledger.reap()
+        pids = {str(pid) for pid in self._dead_pids}
+        left = [
+            path.name
+            for path in SHM.iterdir()
+            if self._group in path.name
+            or self._prefix in path.name
+            or (path.name.startswith(".kvelastic_new_") and pids & set(path.name.split("_")))
+        ]
+        assert not left, f"left in shared memory: {left}"
+
+    def kill_all(self) -> None:
+        """Where the test has failed."""
+        for one in self._live + self._joiners + self._starting:
+            one.kill()
+        segment.reap()
+        ledger.reap()
+
+
+@pytest.mark.parametrize(
+    "seconds",
+    [pytest.param(20.0, id="short"), pytest.param(270.0, id="long", marks=pytest.mark.soak)],
+)
+def test_no_wrong_byte_and_no_page_without_a_grant(seconds, tmp_path, capsys) -> None:
+    with capsys.disabled():
+        print(f"\nchaos: CHAOS_SEED={SEED}")
+    end_s = time.monotonic() + float(SECONDS or seconds)
+    chaos = Chaos(random.Random(SEED), tmp_path)
+    try:
+        for _ in range(2):
+            chaos.start_joiner()
+        chaos.fill_up(INSTANCES)
+        while time.monotonic() < end_s:
+            chaos.do_something()
+        chaos.end()
+    finally:
+        chaos.kill_all()
+    counts = chaos.counts
+    with capsys.disabled():
+        print("chaos:", ", ".join(f"{name} {count:,}" for name, count in sorted(counts.items())))
+    # Where none of these happened the rest says nothing.
+    for name in ("kills", "stops", "wishes", "frozen", "rests", "reads", "joins", "moved"):
+        assert counts[name] > 0, f"no {name}"
+    assert counts["resident pages"] > counts["frozen"], "hardly anything was held"
+    assert counts["all granted"] > 0, "the device was never full"
