@@ -65,6 +65,12 @@ def _holdings(facts: InstanceFacts) -> Iterable[Line]:
             f"{_part(facts, facts.in_use_bytes)} are in blocks that requests use; they come free"
             " when those end or are preempted.",
         )
+    if facts.reserved_bytes:
+        yield Line(
+            "reserved",
+            f"{_part(facts, facts.reserved_bytes)} are in blocks that the engine set aside for"
+            " requests to come. They go when memory is needed.",
+        )
     if facts.cached_bytes:
         yield Line(
             "cached",
@@ -147,18 +153,17 @@ def _limit(facts: InstanceFacts) -> Iterable[Line]:
         whole = ", which is the whole device" if is_none else ""
         yield Line("limit", f"Its limit is {limit}{whole}: {_size(facts.room_bytes)} more fit.")
         return
-    spare_bytes = facts.parked_bytes + facts.cached_bytes
-    if spare_bytes:
+    if facts.spare_bytes:
         yield Line(
             "limit",
             f"Its limit of {limit} is reached: new blocks take the place of the"
-            f" {_size(spare_bytes)} that are parked or cached.",
+            f" {_size(facts.spare_bytes)} that are parked, reserved or cached.",
             f"kvctl limit {facts.name} SIZE, if it should cache more",
         )
     else:
         yield Line(
             "limit",
-            f"Its limit of {limit} is reached, and nothing is parked or cached: new requests wait"
+            f"Its limit of {limit} is reached, and nothing is parked, reserved or cached: new requests wait"
             " until blocks come free.",
             f"kvctl limit {facts.name} SIZE, with a larger one",
             is_blocked=True,
@@ -167,7 +172,7 @@ def _limit(facts: InstanceFacts) -> Iterable[Line]:
 
 def _over(facts: InstanceFacts) -> Line:
     over, limit = _size(facts.over_bytes), _size(facts.limit_bytes)
-    spare_bytes = facts.parked_bytes + facts.cached_bytes
+    spare_bytes = facts.spare_bytes
     if facts.over_bytes > spare_bytes:
         spare = f"only {_size(spare_bytes)} of it are" if spare_bytes else "nothing of it is"
         what = (

@@ -27,6 +27,8 @@ class InstanceFacts:
     capacity_bytes: int = 0
     mapped_bytes: int = 0
     in_use_bytes: int = 0
+    reserved_bytes: int = 0
+    """Set aside for requests to come, and in use by none."""
     cached_bytes: int = 0
     parked_bytes: int = 0
     page_bytes: int = 0
@@ -43,8 +45,13 @@ class InstanceFacts:
 
     @property
     def overhead_bytes(self) -> int:
-        """Mapped, and none of in use, cached, parked."""
-        return max(0, self.mapped_bytes - self.in_use_bytes - self.cached_bytes - self.parked_bytes)
+        """Mapped, and none of in use, reserved, cached, parked."""
+        return max(0, self.mapped_bytes - self.in_use_bytes - self.spare_bytes)
+
+    @property
+    def spare_bytes(self) -> int:
+        """What makes way when memory is needed."""
+        return self.parked_bytes + self.reserved_bytes + self.cached_bytes
 
     @property
     def room_bytes(self) -> int:
@@ -73,6 +80,9 @@ def facts_of(info: SegmentInfo, *, now_ns: int) -> InstanceFacts:
     header, usage, answer, wish = info.header, info.usage, info.answer, info.wish
     is_pending = answer["revision"] != wish["revision"]
     state = row_of(info)["state"]
+    # The segment counts what is set aside as in use, by bytes; by blocks it tells them apart.
+    taken = usage["blocks_in_use"] + usage["blocks_reserved"]
+    reserved_bytes = usage["in_use_bytes"] * usage["blocks_reserved"] // max(taken, 1)
     return InstanceFacts(
         name=info.name,
         status=info.status,
@@ -85,7 +95,8 @@ def facts_of(info: SegmentInfo, *, now_ns: int) -> InstanceFacts:
         reason=answer["reason"],
         capacity_bytes=usage["capacity_bytes"],
         mapped_bytes=usage["mapped_bytes"],
-        in_use_bytes=usage["in_use_bytes"],
+        in_use_bytes=usage["in_use_bytes"] - reserved_bytes,
+        reserved_bytes=reserved_bytes,
         cached_bytes=usage["cached_bytes"],
         parked_bytes=usage["parked_bytes"],
         page_bytes=usage["page_bytes"],

@@ -50,7 +50,9 @@ class KVCacheManager:
 
     try_to_reserve: Callable[[int], bool]
     """`try_to_reserve(n)`: set n more blocks aside, memory and all, for the allocs to come; False
-    and nothing changed when there are not as many."""
+    and nothing changed when there are not as many, or the limit is exceeded. It is a convenience,
+    not a claim: a lower limit, sleep, or another instance that needs the memory drops all that is
+    set aside (`stats()["blocks_reserved"]` is 0 then), and `alloc` takes what there is."""
 
     free_reserved: Callable[[], None]
     """Give up what `try_to_reserve` set aside and no alloc has taken."""

@@ -221,7 +221,9 @@ void bind_pool(nb::module_& m) {
           [](Pool& pool, std::uint64_t count) {
             return unwrap(without_gil([&] { return pool.try_to_reserve(count); }));
           },
-          "count"_a, "Set blocks aside for the next allocs; False when there are not as many.")
+          "count"_a,
+          "Set blocks aside for the next allocs; False when there are not as many. They make way "
+          "for a lower limit, sleep and other instances.")
       .def("free_reserved", [](Pool& p) { without_gil([&] { p.free_reserved(); }); })
       .def_prop_ro("has_evicted", &Pool::has_evicted)
       .def(

@@ -172,7 +172,8 @@ Result<bool> Pool::try_to_reserve(std::uint64_t count) {
   const std::lock_guard session(session_);
   // An alloc takes what is reserved first, so it is asked for the old and the new together.
   const std::uint64_t already = stats().blocks_reserved;
-  if (count > available() && !failed()) return false;
+  // Over the limit it would be dropped again at once.
+  if ((count > available() || is_over_limit()) && !failed()) return false;
   Result<std::optional<std::vector<BlockId>>> ids = alloc(already + count);
   if (!ids) return ids.error();
   if (!*ids) return false;
@@ -186,8 +187,16 @@ Result<bool> Pool::try_to_reserve(std::uint64_t count) {
 void Pool::free_reserved() {
   const std::lock_guard session(session_);
   Lock lock(mutex_);
-  (void)blocks_->free(std::exchange(reserved_, {}));
+  (void)drop_reserved();
   given_back(lock);
+}
+
+/// What is set aside for allocs to come has no contents: it makes way before anything cached does,
+/// and those allocs take what there is then. False: nothing was set aside.
+bool Pool::drop_reserved() {
+  if (reserved_.empty()) return false;
+  (void)blocks_->free(std::exchange(reserved_, {}));
+  return true;
 }
 
 // --- free, cache, touch ----------------------------------------------------------------------
@@ -529,11 +538,13 @@ Status Pool::enforce(Lock& lock) {
 bool Pool::enforcing_due() const {
   if (over_pages() == 0 || final_error_) return false;
   const bool null_page_only = asleep_ && held_pages_ == 1 && blocks_->null_page_is_bare();
-  return blocks_->parked_pages() > 0 || blocks_->cached_blocks() > 0 || null_page_only;
+  return blocks_->parked_pages() > 0 || blocks_->cached_blocks() > 0 || !reserved_.empty() ||
+         null_page_only;
 }
 
 Status Pool::go_down_the_ladder(Lock& lock) {
   if (asleep_) evict_everything();  // what is moved first would only be evicted later
+  if (over_pages() > blocks_->parked_pages()) (void)drop_reserved();
   while (over_pages() > 0) {
     while (blocks_->parked_pages() < over_pages() && empty_a_page(lock)) {
     }
@@ -635,7 +646,8 @@ Result<std::uint64_t> Pool::give_up(std::uint64_t pages, Depth depth, std::uint6
   const std::uint64_t before = counts_.pages_unmapped_ever;
   while (held_pages_ > target) {
     const std::uint64_t next = std::min(held_pages_ - target, batch);
-    while (depth != Depth::kParked && blocks_->parked_pages() < next && empty_a_page(lock)) {
+    while (depth != Depth::kParked && blocks_->parked_pages() < next &&
+           (drop_reserved() || empty_a_page(lock))) {
     }
     if (blocks_->parked_pages() == 0) break;
     if (Status given = shrink(lock, next); !given) return given.error();
@@ -743,7 +755,10 @@ void Pool::changed() {
   if (member_) {
     const bool active = std::exchange(published_activity_, activity()) != activity();
     // Cached is what others can have of it: a page with a block in use stays, whatever else it has.
-    member_->publish(usage.in_use_bytes, blocks_->evictable_pages() * usage.page_bytes,
+    // Blocks that are set aside lie together, as one alloc gave them, and make way as cached ones do.
+    const std::uint64_t pages =
+        blocks_->evictable_pages() + reserved_.size() / geometry_.blocks_per_page;
+    member_->publish(usage.in_use_bytes, pages * usage.page_bytes,
                      usage.parked_bytes, usage.page_bytes, active);
   }
   if (!wake_) return;

@@ -3,8 +3,8 @@
 //
 // Where a block comes from, in this order: free blocks of mapped pages (best fit), parked pages,
 // a new page while the limit lasts, the cached block that was cached first.
-// Where memory goes, over the limit: parked pages are unmapped, then cached pages are evicted, the
-// cheapest first, then no block is handed out until the engine has freed enough (it preempts).
+// Where memory goes, over the limit: parked pages are unmapped, then reservations are dropped, then
+// cached pages are evicted, the cheapest first, then no block is handed out until the engine has freed enough (it preempts).
 //
 // Threads. Every call may be made from any thread. Locks, in the order they are taken:
 //   session_  held by enter()..exit(), and by whoever takes pages or cached blocks away; free() and
@@ -138,7 +138,9 @@ class Pool {
   /// might be had; true with `mapped` set.
   bool try_ensure(std::uint64_t count, std::uint64_t& mapped);
 
-  /// Sets `count` blocks aside for the allocs to come, which take them first. Blocks.
+  /// Sets `count` blocks aside for the allocs to come, which take them first. False: there are not
+  /// as many, or the pool is over its limit. A lower limit, sleep, and others who need the memory
+  /// drop all of it, before anything cached; allocs then take what there is. Blocks.
   Result<bool> try_to_reserve(std::uint64_t count);
   void free_reserved();
 
@@ -238,6 +240,7 @@ class Pool {
   Status shrink(Lock& lock, std::uint64_t pages);
   Status unmap(Lock& lock, const std::vector<PageIndex>& batch);
   void evict_everything();
+  bool drop_reserved();
   /// How long a call may wait for others, and whether the session is its own to let go meanwhile.
   struct Wait {
     Clock::time_point until;

@@ -271,7 +271,9 @@ class PoolRules(RuleBasedStateMachine):
         assert self.memfd.stat().st_blocks * 512 == self.pool.mapped_bytes
         assert self.pool.is_asleep == self.asleep
         room = 0 if self.asleep else self.limit_pages * self.layout.blocks_per_page - 1
-        if self.asleep and not self.used and not stats["blocks_reserved"]:
+        if self.asleep:
+            assert stats["blocks_reserved"] == 0
+        if self.asleep and not self.used:
             assert self.pool.mapped_bytes == 0
         assert self.pool.available_size() <= max(room - len(self.used), 0)
 

@@ -129,6 +129,10 @@ class FailingDriver(RuleBasedStateMachine):
             assert self.armed
             state = self.pool.limit_state()
         self.forget_evicted()
+        # All of what is reserved makes way, or none.
+        reserved = self.pool.stats()["blocks_reserved"]
+        assert reserved == self.reserved or (reserved == 0 and not self.asleep)
+        self.reserved = reserved
         effective = 0 if self.asleep else min(max(pages, 1), PAGES) * self.page_bytes
         assert state["effective_limit_bytes"] == effective
         if state["state"] == "applied":
@@ -144,7 +148,8 @@ class FailingDriver(RuleBasedStateMachine):
             state = self.pool.limit_state()
         self.forget_evicted()
         assert not self.cached
-        if state["state"] == "applied" or not (self.used or self.reserved or self.armed):
+        self.reserved = 0
+        if state["state"] == "applied" or not (self.used or self.armed):
             assert self.memory.held_at_the_os() == 0
 
     @rule()

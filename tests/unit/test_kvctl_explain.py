@@ -103,6 +103,9 @@ CASES = {
     "much overhead": (
         replace(CALM, in_use_bytes=5 * MIB), None,
         ["overhead: 65.00 MiB (65%)", "KVELASTIC_PAGE_SIZE_MB"], []),
+    "reserved": (
+        replace(CALM, in_use_bytes=40 * MIB, reserved_bytes=20 * MIB), None,
+        ["in use: 40.00 MiB (40%)", "reserved: 20.00 MiB (20%)", "overhead: 10.00 MiB"], []),
     "no limit to speak of": (
         replace(CALM, limit_bytes=1000 * MIB), None, ["which is the whole device"], []),
     "dead": (replace(CALM, status="dead"), None, ["process 11 has ended", "kvctl gc"], ["holds"]),

@@ -73,3 +73,44 @@ def test_under_load_a_limit_holds_when_what_was_in_use_has_ended() -> None:
     pool.set_limit(PAGES * LAYOUT.page_bytes)
     assert len(pool.alloc(4 * 8) or []) == 4 * 8
     pool.check_integrity()
+
+
+def test_a_lower_limit_drops_what_is_reserved() -> None:
+    """Nobody uses it yet: it makes way, before anything cached, and allocs take what there is."""
+    pool = make()
+    used = pool.alloc(4)
+    cached = pool.alloc(4)
+    assert used is not None and cached is not None
+    pool.cache(cached)
+    assert pool.try_to_reserve(8 * PAGES - 16)
+    state = pool.set_limit(2 * LAYOUT.page_bytes)
+    assert (state["state"], state["over_bytes"]) == ("applied", 0)
+    assert pool.mapped_bytes == 2 * LAYOUT.page_bytes
+    assert pool.stats()["blocks_reserved"] == 0
+    assert pool.stats()["blocks_cached"] == 4, "what had contents went before what had none"
+    pool.check_integrity()
+    assert len(pool.alloc(pool.available_size()) or []) == 2 * 8 - 1 - 4
+    pool.check_integrity()
+
+
+def test_a_limit_that_parked_pages_can_meet_drops_no_reservation() -> None:
+    pool = make()
+    pool.free(pool.alloc(8 * PAGES - 1) or [])
+    assert pool.try_to_reserve(8)
+    assert pool.set_limit(4 * LAYOUT.page_bytes)["state"] == "applied"
+    assert pool.stats()["blocks_reserved"] == 8
+    pool.check_integrity()
+
+
+def test_nothing_is_reserved_while_the_pool_is_over_its_limit() -> None:
+    pool = make()
+    by_page: dict[int, list[int]] = {}
+    for block in pool.alloc(8 * PAGES - 1) or []:
+        by_page.setdefault(LAYOUT.page_of(block), []).append(block)
+    for blocks in by_page.values():
+        pool.free(blocks[2:])
+    assert pool.set_limit(3 * LAYOUT.page_bytes)["state"] == "shrinking"
+    assert pool.available_size() > 0
+    assert not pool.try_to_reserve(1)
+    assert pool.stats()["blocks_reserved"] == 0
+    pool.check_integrity()

@@ -209,6 +209,23 @@ TEST(pages_that_land_over_the_limit_call_the_keeper) {
   pool.on_wanted(nullptr);
 }
 
+TEST(reservations_make_way_for_others_who_need_the_memory) {
+  auto range = make_range();
+  REQUIRE(range != nullptr);
+  auto made = Pool::create(geometry(), std::make_shared<LocalBacking>(range), options());
+  REQUIRE(static_cast<bool>(made));
+  Pool& pool = **made;
+  Result<bool> reserved = pool.try_to_reserve(kPages * kBlocksPerPage - 1);
+  REQUIRE(reserved && *reserved);
+  Result<std::uint64_t> parked = pool.give_up(2, Depth::kParked, 0);
+  CHECK(parked && *parked == 0);
+  CHECK(pool.stats().blocks_reserved > 0);
+  Result<std::uint64_t> given = pool.give_up(2, Depth::kCached, 0);
+  CHECK(given && *given == 2);
+  CHECK(pool.stats().blocks_reserved == 0);
+  CHECK(static_cast<bool>(pool.check_integrity()));
+}
+
 TEST(a_keeper_whose_driver_refuses_is_not_called_without_end) {
   auto host = HostDriver::open();
   REQUIRE(static_cast<bool>(host));
