@@ -12,7 +12,7 @@ from typing import Final
 
 import aiohttp
 
-from kvelastic.errors import EngineCallError
+from kvelastic.errors import EngineCallError, is_out_of_descriptors
 
 _SHOWN_BYTES: Final = 300
 
@@ -78,8 +78,11 @@ class EngineCalls:
 
     async def is_healthy(
         self, address: str, path: str, api_key: str | None, timeout_s: float
-    ) -> bool:
-        """Whether one engine answers 200 on its health route in time."""
+    ) -> bool | None:
+        """Whether one engine answers 200 on its health route in time.
+
+        None: it could not be asked, for this process has no file descriptor left.
+        """
         try:
             async with self._session.get(
                 address + path,
@@ -88,8 +91,8 @@ class EngineCalls:
                 timeout=aiohttp.ClientTimeout(total=timeout_s),
             ) as response:
                 return response.status == 200
-        except (aiohttp.ClientError, asyncio.TimeoutError, ValueError):
-            return False
+        except (aiohttp.ClientError, asyncio.TimeoutError, ValueError) as error:
+            return None if is_out_of_descriptors(error) else False
 
     async def _post(self, address: str, path: str, api_key: str | None, timeout_s: float) -> None:
         try:

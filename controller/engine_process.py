@@ -24,6 +24,7 @@ from typing import IO, Final
 from kvelastic.controller.engine_calls import EngineCalls
 from kvelastic.controller.gate import State
 from kvelastic.controller.launch_policy import Restarts
+from kvelastic.controller.open_files import OpenFiles
 from kvelastic.controller.process_group import end_group
 from kvelastic.controller.refusal import Refusal
 from kvelastic.controller.served_model import ServedModel
@@ -40,7 +41,7 @@ _SHOWN_BYTES: Final = 256 << 10
 class EngineProcess:
     """See the module; owned by the loop."""
 
-    def __init__(self, model: ServedModel, calls: EngineCalls) -> None:
+    def __init__(self, model: ServedModel, calls: EngineCalls, files: OpenFiles) -> None:
         launch = model.settings.launch
         assert launch is not None
         self.launch: LaunchSettings = launch
@@ -49,6 +50,7 @@ class EngineProcess:
         self.starts = 0
         self._model = model
         self._calls = calls
+        self._files = files
         self._restarts = Restarts(launch.backoff, launch.backoff_max)
         self._process: asyncio.subprocess.Process | None = None
         self._task: asyncio.Task[None] | None = None
@@ -125,6 +127,7 @@ class EngineProcess:
                 start_new_session=True,
             )
         self.pid = self._process.pid
+        self._files.give_back(self.pid)
         self.starts += 1
 
     async def _is_ready(self) -> bool:

@@ -19,6 +19,7 @@ from yarl import URL
 
 from kvelastic.controller.gate import Place, Ticket
 from kvelastic.controller.headers import Headers, find, sane_request_id, to_client, to_engine
+from kvelastic.controller.http_protocol import SEND_TIMEOUT
 from kvelastic.controller.refusal import Refusal, unknown_model
 from kvelastic.controller.replies import send_refusal
 from kvelastic.controller.request_body import (
@@ -30,6 +31,7 @@ from kvelastic.controller.request_body import (
 )
 from kvelastic.controller.request_log import RequestIds, RequestLog
 from kvelastic.controller.served_model import Replica, ServedModel
+from kvelastic.errors import is_out_of_descriptors
 
 if TYPE_CHECKING:
     from kvelastic.controller.front import Front
@@ -113,6 +115,8 @@ class Forwarder:
         except asyncio.CancelledError:
             if not exchange.cancelled:
                 raise  # the server ends
+            if SEND_TIMEOUT in scope:
+                exchange.error = "send_timeout"
             task = asyncio.current_task()
             if task is not None and hasattr(task, "uncancel"):
                 task.uncancel()
@@ -181,7 +185,9 @@ class Forwarder:
                     finally:
                         silence.end()
                     return
-            except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError):
+            except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
+                if is_out_of_descriptors(error):
+                    raise self._front.files.refusal("connecting to an engine") from None
                 # Nothing was sent, so another engine may have it.
                 self._unreachable(model, replica, tried)
             except asyncio.TimeoutError:
@@ -190,7 +196,9 @@ class Forwarder:
                     "engine_timeout",
                     "The engine did not answer in time (timeouts of this model).",
                 ) from None
-            except (aiohttp.ClientError, OSError, ValueError):
+            except (aiohttp.ClientError, OSError, ValueError) as error:
+                if is_out_of_descriptors(error):
+                    raise self._front.files.refusal("forwarding a request") from None
                 raise Refusal(
                     502,
                     "engine_failed",

@@ -1,6 +1,6 @@
 """The front: everything that the routes speak to, made in the loop and owned by it.
 
-front = Front(settings, RequestLog(writer))
+front = Front(settings, RequestLog(writer), OpenFiles.raised())
 await front.start()      # looks how the engines are, starts those that are to be launched
 ...                      # front.app is the ASGI application
 await front.stop()       # drains, then ends what it has started
@@ -15,12 +15,14 @@ from collections.abc import Callable
 
 import aiohttp
 
+from kvelastic.controller.connections import Connections
 from kvelastic.controller.engine_calls import EngineCalls
 from kvelastic.controller.engine_process import EngineProcess
 from kvelastic.controller.fleet import NOT_SERVED, SHUTTING_DOWN, Fleet
 from kvelastic.controller.forward import Forwarder
 from kvelastic.controller.keys import Keys
 from kvelastic.controller.memory_history import MemoryHistory
+from kvelastic.controller.open_files import OpenFiles
 from kvelastic.controller.request_log import RequestLog
 from kvelastic.controller.served_model import ServedModel
 from kvelastic.controller.settings import ModelSettings, Settings
@@ -41,6 +43,7 @@ class Front:
         self,
         settings: Settings,
         log: RequestLog,
+        files: OpenFiles,
         *,
         read_settings: Callable[[], Settings] | None = None,
     ) -> None:
@@ -48,6 +51,8 @@ class Front:
         self.keys = Keys(settings.auth)
         self.fleet = Fleet()
         self.log = log
+        self.files = files
+        self.connections = Connections(files, lambda: self.settings.server.send_timeout)
         self.memory_history = MemoryHistory()
         self.started_at = time.time()
         self.unrouted = 0
@@ -75,6 +80,7 @@ class Front:
         self.fleet.put(models)
         await asyncio.gather(*(self._greet(model) for model in models))
         self.upkeep.start()
+        self.connections.start()
 
     def refuse_new(self) -> None:
         """The end is near: new requests, and those that wait, are told so."""
@@ -88,6 +94,7 @@ class Front:
         await asyncio.gather(*(self._part(model, drain_s=0.0) for model in self.fleet))
         if self._tasks:
             await asyncio.wait(set(self._tasks))
+        self.connections.stop()
         await self.session.close()
 
     # -------------------------------------------------------------------------------- reload
@@ -163,7 +170,7 @@ class Front:
 
     async def _greet(self, model: ServedModel) -> None:
         if model.settings.launch is not None:
-            process = self.processes[model] = EngineProcess(model, self.calls)
+            process = self.processes[model] = EngineProcess(model, self.calls, self.files)
             process.start()
             return
         await model.find_state()

@@ -1,4 +1,4 @@
-"""uvicorn's HTTP protocol with the bounds that it lacks: size of headers, and time for them.
+"""uvicorn's HTTP protocol with the bounds that it lacks: on headers, connections, and slow clients.
 
 It also tells requests that wait behind another one on their connection that their client is gone.
 """
@@ -10,10 +10,16 @@ from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
+from kvelastic.controller.connections import Connections, Place
 from kvelastic.controller.refusal import Refusal
 
+SEND_TIMEOUT = "kvelastic.send_timeout"
+"""Key of a request's ASGI scope: its connection was cut, as its client took nothing."""
 
-def bounded_protocol(max_header_bytes: int, header_timeout_s: float) -> type[asyncio.Protocol]:
+
+def bounded_protocol(
+    max_header_bytes: int, header_timeout_s: float, connections: Connections
+) -> type[asyncio.Protocol]:
     """A protocol class for `uvicorn.Config(http=...)`."""
 
     class BoundedProtocol(HttpToolsProtocol):
@@ -24,12 +30,25 @@ def bounded_protocol(max_header_bytes: int, header_timeout_s: float) -> type[asy
             self._is_over = False
             self._header_timer: asyncio.TimerHandle | None = None
             self._earlier: list[RequestResponseCycle] = []
+            self._place = Place.SERVED
 
         def connection_made(self, transport: Any) -> None:
             super().connection_made(transport)
+            self._place = connections.enter(self)
+            if self._place is Place.CLOSED:
+                transport.abort()
+                return
             self._header_timer = self.loop.call_later(header_timeout_s, self._too_late)
 
+        def cut(self) -> None:
+            """End it now. Called in the loop, when the client takes nothing of its answer."""
+            for cycle in (*self._earlier, self.cycle):
+                if cycle is not None:
+                    cycle.scope[SEND_TIMEOUT] = True  # type: ignore[literal-required]
+            self.transport.abort()
+
         def connection_lost(self, exc: Exception | None) -> None:
+            connections.leave(self)
             self._stop_timer()
             waiting = [cycle for cycle, _ in self.pipeline]
             super().connection_lost(exc)
@@ -81,6 +100,8 @@ def bounded_protocol(max_header_bytes: int, header_timeout_s: float) -> type[asy
         def on_headers_complete(self) -> None:
             self._in_headers = False
             self._stop_timer()
+            if self._place is not Place.SERVED:
+                self._end(_too_many(connections.most))
             if self._is_over:
                 return
             previous = self.cycle
@@ -127,3 +148,13 @@ def bounded_protocol(max_header_bytes: int, header_timeout_s: float) -> type[asy
                 self._header_timer = None
 
     return BoundedProtocol
+
+
+def _too_many(most: int) -> Refusal:
+    return Refusal(
+        503,
+        "too_many_connections",
+        f"The controller serves {most} connections already, as many as its limit of open files"
+        " allows; try again later.",
+        retry_after_s=1.0,
+    )

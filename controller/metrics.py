@@ -22,6 +22,7 @@ from kvelastic import ledger, segment
 from kvelastic.controller.gate import State
 from kvelastic.controller.routes import Who, route
 from kvelastic.controller.traffic import bucket_bounds_s
+from kvelastic.errors import LedgerError, SegmentError, is_out_of_descriptors
 from kvelastic.metrics import families
 
 if TYPE_CHECKING:
@@ -38,9 +39,15 @@ def routes(front: Front) -> list[Route]:
 
 async def metrics(front: Front, _: Request) -> Response:
     """Counters and gauges for Prometheus: the controller's own, and those of `kvctl metrics`."""
-    memory = await asyncio.to_thread(
-        lambda: list(families(segment.list_segments(), ledger.list_ledgers()))
-    )
+    try:
+        memory = await asyncio.to_thread(
+            lambda: list(families(segment.list_segments(), ledger.list_ledgers()))
+        )
+    except (SegmentError, LedgerError) as error:
+        if not is_out_of_descriptors(error):
+            raise
+        front.files.note("reading segments for /metrics")
+        memory = []  # absent, which is not zero; the controller's own figures say why
     registry = CollectorRegistry(auto_describe=False)
     registry.register(_Collector(front, memory))
     return Response(generate_latest(registry), headers={"content-type": CONTENT_TYPE_LATEST})
@@ -70,6 +77,30 @@ class _Collector:
             "kvelastic_log_dropped_lines",
             "Lines of the log that stderr did not take.",
             value=front.log.dropped_lines,
+        )
+        connections, files = front.connections, front.files
+        yield GaugeMetricFamily(
+            "kvelastic_connections", "Clients' connections.", value=connections.open
+        )
+        yield GaugeMetricFamily(
+            "kvelastic_connections_limit",
+            "Connections that are served at once, by the limit of open files.",
+            value=connections.most,
+        )
+        yield CounterMetricFamily(
+            "kvelastic_refused_connections",
+            "Connections beyond that limit.",
+            value=connections.refused,
+        )
+        yield CounterMetricFamily(
+            "kvelastic_send_timeouts",
+            "Connections cut because their clients took nothing of their answers.",
+            value=connections.cut,
+        )
+        yield CounterMetricFamily(
+            "kvelastic_descriptor_shortages",
+            "Times that no file descriptor was left.",
+            value=files.shortages,
         )
         # Grows for ever where something that is over leaves a task behind.
         yield GaugeMetricFamily(

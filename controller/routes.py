@@ -25,6 +25,7 @@ from kvelastic.errors import (
     SegmentBusyError,
     SegmentDeadError,
     SegmentNotFoundError,
+    is_out_of_descriptors,
 )
 
 if TYPE_CHECKING:
@@ -64,7 +65,11 @@ def route(front: Front, path: str, method: str, who: Who, handler: Handler) -> R
             answer = await handler(front, request)
         except Refusal as refusal:
             return refusal_response(refusal)
-        except KvelasticError as error:
+        except (KvelasticError, OSError) as error:
+            if is_out_of_descriptors(error):
+                return refusal_response(front.files.refusal(f"serving {path}"))
+            if not isinstance(error, KvelasticError):
+                raise
             return refusal_response(_as_refusal(error))
         return answer if isinstance(answer, Response) else Json(answer)
 

@@ -85,7 +85,10 @@ async def _health_of(front: Front, model: ServedModel) -> dict[str, bool]:
             for address in addresses
         )
     )
-    return dict(zip(addresses, answers, strict=True))
+    health = {a: ok for a, ok in zip(addresses, answers, strict=True) if ok is not None}
+    if len(health) < len(addresses):
+        raise front.files.refusal("asking engines for their health")
+    return health
 
 
 async def list_models(front: Front, _: Request) -> Any:

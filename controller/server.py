@@ -19,6 +19,7 @@ from kvelastic.controller.application import make_application
 from kvelastic.controller.front import Front
 from kvelastic.controller.http_protocol import bounded_protocol
 from kvelastic.controller.log_writer import LogWriter
+from kvelastic.controller.open_files import OpenFiles
 from kvelastic.controller.request_log import RequestLog, set_up_logging
 from kvelastic.controller.settings import Settings
 from kvelastic.controller.settings_file import load
@@ -39,9 +40,10 @@ class _Server(uvicorn.Server):
 def run(path: Path) -> int:
     """Serve until SIGTERM or SIGINT. Raises `ControllerConfigError` before anything is done."""
     settings = load(path)
+    files = OpenFiles.raised()
     with LogWriter.of_stderr() as writer:
         set_up_logging(writer)
-        work = _serve(settings, path, RequestLog(writer))
+        work = _serve(settings, path, RequestLog(writer), files)
         try:
             import uvloop
         except ImportError:
@@ -49,8 +51,8 @@ def run(path: Path) -> int:
         return int(uvloop.run(work))
 
 
-async def _serve(settings: Settings, path: Path, log: RequestLog) -> int:
-    front = Front(settings, log, read_settings=lambda: load(path))
+async def _serve(settings: Settings, path: Path, log: RequestLog, files: OpenFiles) -> int:
+    front = Front(settings, log, files, read_settings=lambda: load(path))
     server = _Server(make_config(front))
     loop = asyncio.get_running_loop()
     reloads: set[asyncio.Task[None]] = set()
@@ -91,7 +93,7 @@ def make_config(front: Front) -> uvicorn.Config:
         make_application(front),
         host=server.host,
         port=server.port,
-        http=bounded_protocol(server.max_headers, server.header_timeout),
+        http=bounded_protocol(server.max_headers, server.header_timeout, front.connections),
         ws="none",
         lifespan="off",
         log_config=None,
@@ -99,7 +101,7 @@ def make_config(front: Front) -> uvicorn.Config:
         server_header=False,
         date_header=False,
         proxy_headers=False,
-        backlog=2048,
+        backlog=front.files.backlog,
         timeout_keep_alive=int(max(1, server.keep_alive)),
         timeout_graceful_shutdown=int(max(1, server.drain_timeout)),
         ssl_certfile=server.tls_cert,

@@ -86,6 +86,9 @@ class ServerSettings(_Section):
     """For a request's line and headers to arrive."""
     body_timeout: Duration = 60.0
     """For the next piece of a request's body to arrive."""
+    send_timeout: Duration = 60.0
+    """For a client to take more of an answer that waits for it: all of it, or 64 KiB. After it the
+    connection is cut; 0: never."""
     keep_alive: Duration = 30.0
     """How long a connection may wait for its next request."""
     drain_timeout: Duration = 30.0

@@ -12,6 +12,7 @@ from kvelastic.controller.gate import State
 from kvelastic.controller.memory_history import INTERVAL_S
 from kvelastic.controller.served_model import ServedModel
 from kvelastic.controller.sleep_policy import Ask, Candidate, due, victims
+from kvelastic.errors import is_out_of_descriptors
 
 if TYPE_CHECKING:
     from kvelastic.controller.front import Front
@@ -47,7 +48,10 @@ class Upkeep:
             await asyncio.sleep(self._front.settings.sleep.check_every)
             try:
                 await self.look()
-            except Exception:
+            except Exception as error:
+                if is_out_of_descriptors(error):
+                    self._front.files.note("looking at instances' memory")
+                    continue
                 _log.exception("upkeep failed; it goes on")
 
     async def _sample_on(self) -> None:
@@ -55,8 +59,11 @@ class Upkeep:
             began_s = time.monotonic()
             try:
                 await self.sample()
-            except Exception:
-                _log.exception("no sample of memory was taken; the next one follows")
+            except Exception as error:
+                if is_out_of_descriptors(error):
+                    self._front.files.note("taking a sample of the devices' memory")
+                else:
+                    _log.exception("no sample of memory was taken; the next one follows")
             await asyncio.sleep(max(0.0, INTERVAL_S - (time.monotonic() - began_s)))
 
     async def sample(self) -> None:

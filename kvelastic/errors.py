@@ -45,6 +45,7 @@ the codes: it raises through `native_error`.
 
 from __future__ import annotations
 
+import errno
 from functools import lru_cache
 from typing import ClassVar
 
@@ -296,3 +297,12 @@ def native_error(code: str, message: str) -> KvelasticError:
     # On the instance only: the class keeps its own code. Pickle and copy carry it in __dict__.
     error.__dict__["code"] = code
     return error
+
+
+def is_out_of_descriptors(error: BaseException | None) -> bool:
+    """Whether an error, or what it was raised from, says that no file descriptor was left."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in {errno.EMFILE, errno.ENFILE}:
+            return True
+        error = error.__cause__
+    return False

@@ -30,6 +30,7 @@ from kvelastic.errors import (
     PoolExhaustedError,
     SegmentBusyError,
     SegmentFormatError,
+    is_out_of_descriptors,
 )
 from kvelastic.lease import Liveness, ProcessIdentity, boot_id, pid_namespace
 from kvelastic.ledger_facts import LedgerInfo, Member
@@ -149,7 +150,10 @@ def join(
 
 
 def list_ledgers() -> list[LedgerInfo]:
-    """Every ledger of this machine, by device; also those that this user cannot read."""
+    """Every ledger of this machine, by device; also those that this user cannot read.
+
+    Raises `LedgerError` where this process is out of file descriptors.
+    """
     found = []
     for path in _paths():
         with suppress(FileNotFoundError):
@@ -159,8 +163,11 @@ def list_ledgers() -> list[LedgerInfo]:
 
 def reap() -> list[Path]:
     """Free what dead members held, and remove ledgers that have no member; returns those."""
-    removed = []
-    for path in _paths():
+    removed: list[Path] = []
+    paths: list[Path] = []
+    with suppress(LedgerError):
+        paths = _paths()
+    for path in paths:
         with suppress(OSError, LedgerError, SegmentBusyError, SegmentFormatError):
             if _reap_one(path):
                 removed.append(path)
@@ -175,7 +182,9 @@ def _paths() -> list[Path]:
                 for entry in entries
                 if entry.name.startswith(_PREFIX) and entry.is_file(follow_symlinks=False)
             ]
-    except OSError:
+    except OSError as error:
+        if is_out_of_descriptors(error):
+            raise LedgerError(f"cannot list {SHM_DIR}: {error.strerror}") from error
         return []
 
 
@@ -279,11 +288,15 @@ def _look(path: Path) -> LedgerInfo:
     except LedgerForeignError as error:
         return LedgerInfo(device, "foreign", problem=str(error))
     except LedgerError as error:
+        if is_out_of_descriptors(error):
+            raise
         return LedgerInfo(device, "unreadable", problem=str(error))
     try:
         with mmap.mmap(fd, 0, prot=mmap.PROT_READ) as memory:
             raw = _vmm.read_ledger(memory)
     except (OSError, ValueError, SegmentFormatError) as error:
+        if is_out_of_descriptors(error):
+            raise LedgerError(f"cannot map {path}: {error}") from error
         return LedgerInfo(device, "unreadable", problem=str(error))
     finally:
         os.close(fd)

@@ -28,6 +28,7 @@ from kvelastic.errors import (
     SegmentError,
     SegmentFormatError,
     SegmentNotFoundError,
+    is_out_of_descriptors,
 )
 from kvelastic.lease import Liveness, ProcessIdentity
 
@@ -102,12 +103,22 @@ def version_of(fd: int) -> int | None:
 
 
 def list_segments() -> list[SegmentInfo]:
-    """Every segment that this user may read, by name; also dead and unreadable ones."""
-    found = []
-    for name in _file_names():
-        with suppress(SegmentError):
-            found.append(inspect(name))
-    return sorted(found, key=lambda info: info.name)
+    """Every segment that this user may read, by name; also dead and unreadable ones.
+
+    Raises `SegmentError` where this process is out of file descriptors: none would look as if
+    there were none.
+    """
+    found = (_inspect_if_segment(name) for name in _file_names())
+    return sorted((info for info in found if info is not None), key=lambda info: info.name)
+
+
+def _inspect_if_segment(name: str) -> SegmentInfo | None:
+    try:
+        return inspect(name)
+    except SegmentError as error:
+        if is_out_of_descriptors(error):
+            raise
+        return None
 
 
 def _file_names() -> list[str]:
@@ -118,7 +129,9 @@ def _file_names() -> list[str]:
                 for entry in entries
                 if entry.is_file(follow_symlinks=False) and not _TEMPORARY.fullmatch(entry.name)
             ]
-    except OSError:
+    except OSError as error:
+        if is_out_of_descriptors(error):
+            raise SegmentError(f"cannot list {SHM_DIR}: {error.strerror}") from error
         return []
 
 
@@ -169,6 +182,8 @@ def map_file(fd: int, name: str, protection: int) -> mmap.mmap:
     try:
         return mmap.mmap(fd, 0, prot=protection)
     except (OSError, ValueError) as error:
+        if is_out_of_descriptors(error):  # Python keeps one for each mapping
+            raise SegmentError(f"cannot map {SHM_DIR / name}: {error}") from error
         raise SegmentFormatError(f"{SHM_DIR / name} cannot be mapped: {error}") from error
 
 
@@ -195,8 +210,11 @@ def reap() -> list[str]:
 
     Returns the names removed. Never raises and never waits: what is locked is left for the next.
     """
-    removed = []
-    for name in _file_names():
+    removed: list[str] = []
+    names: list[str] = []
+    with suppress(SegmentError):
+        names = _file_names()
+    for name in names:
         with suppress(SegmentError):
             if inspect(name).is_reapable and remove_if_reapable(name, lock_s=0.0):
                 removed.append(name)

@@ -125,13 +125,18 @@ class Engine(Program):
 class Controller(Program):
     """The controller, on a port of its own choice."""
 
-    def __init__(self, config: dict[str, Any], **environ: str) -> None:
+    def __init__(
+        self, config: dict[str, Any], open_files: tuple[int, int] | None = None, **environ: str
+    ) -> None:
+        """`open_files`: its soft and its hard limit when it starts."""
         self.directory = tempfile.TemporaryDirectory(prefix="kvelastic-test-")
         self.path = Path(self.directory.name) / "controller.yaml"
         self.write(config)
-        super().__init__(
-            sys.executable, "-m", "kvelastic.controller", "--config", str(self.path), **environ
-        )
+        command = [sys.executable, "-m", "kvelastic.controller", "--config", str(self.path)]
+        if open_files is not None:
+            limits = "ulimit -S -n {}; ulimit -H -n {}".format(*open_files)
+            command = ["/bin/sh", "-c", f'{limits}; exec "$@"', "sh", *command]
+        super().__init__(*command, **environ)
         line = json.loads(self.wait_for_line("listening on"))
         self.port = int(line["message"].rsplit(" ", 1)[1])
         self.url = f"http://127.0.0.1:{self.port}"

@@ -8,10 +8,11 @@ body under `fake`, so that tests need no other channel:
 
     {"model": "m", "prompt": "...", "stream": true, "max_tokens": 8,
      "fake": {"status": 429, "hang": "first" | "stream", "cut_after": 3, "reset": true,
-              "first_s": 0.1, "token_s": 0.01, "hold": "NAME"}}
+              "first_s": 0.1, "token_s": 0.01, "hold": "NAME", "pad": 1000}}
 
-`hold` keeps the answer's end back until `POST /fake/release?name=NAME`: no test sleeps to catch a
-request in flight. `GET /fake/state` says what it saw. `POST /fake/set` changes the defaults below,
+`pad` makes each event of a stream so many bytes longer. `hold` keeps the answer's end back until
+`POST /fake/release?name=NAME`: no test sleeps to catch a request in flight.
+`GET /fake/state` says what it saw. `POST /fake/set` changes the defaults below,
 `POST /fake/reset` undoes that and forgets what was counted.
 """
 
@@ -226,8 +227,9 @@ class FakeEngine:
                 await asyncio.Event().wait()
             if "hold" in fake and number == 1:
                 await self.hold(fake["hold"]).wait()
+            text = f"t{number} " + "x" * int(fake.get("pad", 0))
             await response.write(
-                b"data: " + json.dumps({"choices": [{"text": f"t{number} "}]}).encode() + b"\n\n"
+                b"data: " + json.dumps({"choices": [{"text": text}]}).encode() + b"\n\n"
             )
             await asyncio.sleep(fake.get("token_s", 0))
         await response.write(b"data: [DONE]\n\n")

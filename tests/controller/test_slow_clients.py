@@ -1,0 +1,166 @@
+"""Clients that do not read: their places come free, and those who are only slow are served."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+import ssl
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from running import Controller, Engine, config_for, until
+
+from kvelastic.controller.connections import LEAST_BYTES, Sent, has_progressed
+
+PAD_BYTES = 24_000_000
+"""More than the kernel's buffers on both sides hold."""
+
+
+def post(path: str, *, close: bool = True, **body: object) -> bytes:
+    raw = json.dumps({"model": "m", **body}).encode()
+    return (
+        f"POST {path} HTTP/1.1\r\nHost: localhost\r\n{'Connection: close' if close else 'X: y'}\r\n"
+        f"Content-Length: {len(raw)}\r\n\r\n"
+    ).encode() + raw
+
+
+def dial(port: int, receive_buffer_bytes: int = 65536) -> socket.socket:
+    """With a small receive buffer, or the kernel takes megabytes by itself."""
+    sock = socket.socket()
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer_bytes)
+    sock.settimeout(30)
+    sock.connect(("127.0.0.1", port))
+    return sock
+
+
+def rest_of(sock: socket.socket) -> bytes:
+    return b"".join(iter(lambda: sock.recv(1 << 20), b""))
+
+
+def is_cut(sock: socket.socket) -> bool:
+    """Whether the controller has reset the connection; nothing is read for it."""
+    return sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) != 0
+
+
+def metric(front: Controller, name: str) -> float:
+    for line in front.get("/metrics").text.splitlines():
+        if line.startswith(f"kvelastic_{name} "):
+            return float(line.rsplit(" ", 1)[1])
+    raise AssertionError(f"no metric {name}")
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[Engine]:
+    with Engine() as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def front(engine: Engine) -> Iterator[Controller]:
+    with Controller(config_for(engine, server={"send_timeout": "1s", "keep_alive": "1s"})) as front:
+        yield front
+
+
+@pytest.mark.parametrize("way", ["at_once", "streamed", "a_byte_now_and_then"])
+def test_a_client_that_does_not_read_loses_its_place_and_its_model_can_sleep(
+    engine: Engine, front: Controller, way: str
+) -> None:
+    cut = metric(front, "send_timeouts_total")
+    lines = len(front.lines)
+    with dial(front.port) as sock:
+        if way == "streamed":
+            fake = {"pad": 100_000}
+            sock.sendall(post("/v1/completions", stream=True, max_tokens=300, fake=fake))
+        else:
+            sock.sendall(post("/v1/echo", pad="x" * PAD_BYTES))
+        assert sock.recv(1)
+        until(lambda: front.post("/action/sleep/m").status_code == 409)
+
+        def gone() -> bool:
+            if way == "a_byte_now_and_then" and not is_cut(sock):
+                with contextlib.suppress(ConnectionError):
+                    sock.recv(1)
+            return bool(metric(front, "send_timeouts_total") == cut + 1)
+
+        until(gone)
+        until(lambda: engine.state()["in_flight"] == 0)
+        until(lambda: front.post("/action/sleep/m").status_code == 200)
+    assert front.post("/action/wakeup/m").status_code == 200
+
+    def said() -> list[dict[str, Any]]:
+        found = [json.loads(line) for line in list(front.lines)[lines:] if '"request"' in line]
+        return [line for line in found if line["error"] == "send_timeout"]
+
+    (line,) = until(said)
+    assert line["cancelled"] is True
+
+
+def test_a_client_that_is_slow_but_reads_gets_all_of_it(front: Controller) -> None:
+    with dial(front.port) as sock:
+        sock.sendall(post("/v1/echo", pad="x" * 4_000_000))
+        got = 0
+        began_s = time.monotonic()
+        while piece := sock.recv(65536):
+            got += len(piece)
+            if time.monotonic() - began_s < 4:  # four times as long as it may take nothing
+                time.sleep(0.1)
+    assert got > 4_000_000
+
+
+def test_the_end_of_an_answer_is_watched_too(front: Controller) -> None:
+    """All is written, the connection is being closed, and the client takes nothing of the rest."""
+    with dial(front.port) as sock:
+        # The last piece waits in the connection, and no exchange waits for it any more.
+        sock.sendall(post("/v1/echo", close=False, pad="x" * 2_500_000))
+        before = metric(front, "connections")
+        until(lambda: front.get("/models").json()["models"]["m"]["in_flight"] == 0)
+        until(lambda: metric(front, "connections") < before)
+
+
+def test_pages_of_our_own_are_watched_too(front: Controller) -> None:
+    before = metric(front, "connections")
+    with dial(front.port) as sock:
+        sock.sendall(b"GET /openapi.json HTTP/1.1\r\nHost: localhost\r\n\r\n" * 400)
+        until(lambda: metric(front, "connections") == before + 1)
+        until(lambda: metric(front, "connections") == before)
+
+
+def test_over_tls(engine: Engine, tmp_path: Path) -> None:
+    certificate, key = tmp_path / "cert.pem", tmp_path / "key.pem"
+    names = "subjectAltName=IP:127.0.0.1"
+    subprocess.run(
+        ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2",
+         "-subj", "/CN=x", "-addext", names, "-keyout", str(key), "-out", str(certificate)],
+        check=True, capture_output=True,
+    )  # fmt: skip
+    server = {"send_timeout": "1s", "tls_cert": str(certificate), "tls_key": str(key)}
+    context = ssl.create_default_context(cafile=str(certificate))
+    with Controller(config_for(engine, server=server)) as front:
+        front.client = httpx.Client(base_url=f"https://127.0.0.1:{front.port}", verify=context)
+        with context.wrap_socket(dial(front.port), server_hostname="127.0.0.1") as sock:
+            sock.sendall(post("/v1/echo", pad="x" * PAD_BYTES))
+            assert sock.recv(1)
+            until(lambda: metric(front, "send_timeouts_total") == 1)
+            until(lambda: engine.state()["in_flight"] == 0)
+
+
+@given(
+    taken=st.integers(0, 1 << 40),
+    waited=st.integers(0, 1 << 24),
+    more_taken=st.integers(0, 1 << 24),
+    more_written=st.integers(0, 1 << 24),
+)
+def test_progress_is_all_that_waited_or_enough_of_it(
+    taken: int, waited: int, more_taken: int, more_written: int
+) -> None:
+    mark = Sent(taken, taken + waited)
+    now = Sent(taken + more_taken, taken + waited + more_taken + more_written)
+    assert has_progressed(mark, now) == (more_taken >= min(waited, LEAST_BYTES))
