@@ -216,6 +216,17 @@ void bind_pool(nb::module_& m) {
           "count"_a,
           "Map pages until `count` blocks are free, as far as the limit goes; never evicts. "
           "Returns available_mapped().")
+      .def_prop_ro("arrivals", &Pool::arrivals,
+                   "Goes up whenever blocks can be had that could not be had before. Read it "
+                   "before a try that may fail.")
+      .def(
+          "wait_for_arrival",
+          [](Pool& pool, std::uint32_t seen, double timeout_s) {
+            return without_gil([&] { return pool.wait_for_arrival(seen, duration(timeout_s)); });
+          },
+          "seen"_a, "timeout_s"_a,
+          "Block until arrivals is another than `seen`, timeout_s at most; returns it. The keeper "
+          "goes on asking for what is missing as long as this is called.")
       .def(
           "try_to_reserve",
           [](Pool& pool, std::uint64_t count) {
@@ -274,6 +285,14 @@ void bind_pool(nb::module_& m) {
           "wake", [](Pool& pool) { without_gil([&] { pool.set_asleep(false); }); },
           "Hand out blocks again; the next alloc or ensure maps the null block's page.")
       .def_prop_ro("is_asleep", &Pool::is_asleep)
+      .def_prop_ro("is_over_limit", &Pool::is_over_limit,
+                   "Whether more is held than the limit allows.")
+      .def(
+          "reusable",
+          [](const Pool& pool, nb::handle ids) { return list_of(pool.reusable(integers_of(ids))); },
+          "ids"_a,
+          "Of these used blocks, in their order, those that may be used anew before they are given "
+          "back: over the limit only blocks of pages that stay, as many as it has room for.")
       .def("limit_state", [](const Pool& pool) { return limit_dict(pool.limit_state()); })
       .def(
           "trim",

@@ -115,6 +115,11 @@ void Blocks::close_pages(std::uint64_t count) {
   closed_count_ = chosen.size();
 }
 
+bool Blocks::is_closed(BlockId id) const {
+  Result<Place> at = find(id);
+  return at && pages_[at->page].closed;
+}
+
 // --- blocks ----------------------------------------------------------------------------------
 
 void Blocks::alloc(std::size_t count, Fit fit, std::vector<BlockId>& out) {

@@ -53,6 +53,8 @@ class Blocks {
   void close_pages(std::uint64_t count);
   /// How many of them have not been unmapped yet.
   std::uint64_t closed_pages() const { return closed_count_; }
+  /// Whether the block lies on one of them; false for an id that is not of a mapped page.
+  bool is_closed(BlockId id) const;
 
   // --- blocks --------------------------------------------------------------------------------
 

@@ -168,6 +168,23 @@ Result<std::uint64_t> Pool::ensure(std::uint64_t count) {
   return count_available(Reach::kMapped);
 }
 
+std::uint32_t Pool::wait_for_arrival(std::uint32_t seen, std::chrono::nanoseconds timeout) {
+  Lock lock(mutex_);
+  ++awaiting_;
+  lock.unlock();
+  futex_wait(arrivals_, seen, timeout);
+  lock.lock();
+  --awaiting_;
+  wanted_at_ = Clock::now();
+  return arrivals();
+}
+
+/// Under mutex_, and so is the count of who awaits it: nobody can begin to wait in between.
+void Pool::note_arrival() {
+  arrivals_.store(arrivals_.load(std::memory_order_relaxed) + 1, std::memory_order_release);
+  if (awaiting_ > 0) futex_wake(arrivals_);
+}
+
 Result<bool> Pool::try_to_reserve(std::uint64_t count) {
   const std::lock_guard session(session_);
   // An alloc takes what is reserved first, so it is asked for the old and the new together.
@@ -348,6 +365,7 @@ void Pool::note_if_final(const Status& answered) {
   // That call waited; those to come do not.
   if (final_error_->code == Errc::kChannelTimeout) final_error_->code = Errc::kChannelClosed;
   failed_.store(true, std::memory_order_relaxed);
+  note_arrival();  // whoever waits for blocks is to hear of it from the next alloc
 }
 
 /// `own_entries` is how often the call itself has entered the session. In a session of the caller's
@@ -382,7 +400,7 @@ bool Pool::wait_for_grant(Lock& lock, std::uint64_t pages, const Wait& wait) {
   if (there) return true;
   if (waited) no_wait_before_ = Clock::now() + kFruitlessWaits * options_.reclaim_wait;
   starved_pages_ = pages;
-  starved_at_ = Clock::now();
+  starved_at_ = wanted_at_ = Clock::now();
   changed();
   return false;
 }
@@ -405,7 +423,9 @@ bool Pool::pursue() {
   if (starved_pages_ == 0 || !member_) return pursuit_called_ = false;
   const std::chrono::nanoseconds lease(member_->rules().ask_lease_ns);
   const std::uint64_t wanted = std::min(starved_pages_, mappable_pages());
-  if (wanted == 0 || Clock::now() - starved_at_ > lease) {
+  const Clock::time_point now = Clock::now();
+  if (awaiting_ > 0) wanted_at_ = now;
+  if (wanted == 0 || now - wanted_at_ > lease) {
     note_satisfied();
     return false;
   }
@@ -703,6 +723,19 @@ std::uint64_t Pool::usable_blocks() const {
   return std::min(options_.max_blocks, pages_limit() * geometry_.blocks_per_page) - 1;
 }
 
+std::vector<BlockId> Pool::reusable(std::span<const BlockId> ids) const {
+  const Lock lock(mutex_);
+  std::vector<BlockId> out(ids.begin(), ids.end());
+  if (over_pages() == 0) return out;
+  std::erase_if(out, [this](BlockId id) { return blocks_->is_closed(id); });
+  const std::uint64_t others = in_use() - std::min<std::uint64_t>(ids.size(), in_use());
+  const std::uint64_t usable = usable_blocks();
+  const std::uint64_t room = usable > others ? usable - others : 0;
+  const std::uint64_t without = count_available(Reach::kMapped);
+  out.resize(std::min<std::uint64_t>(out.size(), room > without ? room - without : 0));
+  return out;
+}
+
 std::uint64_t Pool::count_available(Reach reach) const {
   const std::uint64_t usable = usable_blocks();
   if (final_error_ || in_use() >= usable) return 0;
@@ -741,8 +774,11 @@ bool Pool::provisioning_due() const {
 void Pool::changed() {
   const std::uint64_t within_limit = count_available(Reach::kLimit);
   const std::uint64_t mapped = count_available(Reach::kMapped);
+  const bool more = within_limit > available_limit_.load(std::memory_order_relaxed) ||
+                    mapped > available_mapped_.load(std::memory_order_relaxed);
   available_limit_.store(within_limit, std::memory_order_relaxed);
   available_mapped_.store(mapped, std::memory_order_relaxed);
+  if (more) note_arrival();
   const std::uint64_t coming = held_pages_ - blocks_->mapped_pages();
   const auto null_block = static_cast<std::int64_t>(blocks_->occupancy(0) ? 0 : 1);
   available_held_.store(

@@ -31,6 +31,7 @@
 
 #include "backing.h"
 #include "blocks.h"
+#include "futex.h"
 #include "ledger.h"
 #include "record.h"
 #include "session.h"
@@ -138,6 +139,14 @@ class Pool {
   /// might be had; true with `mapped` set.
   bool try_ensure(std::uint64_t count, std::uint64_t& mapped);
 
+  /// Goes up whenever blocks can be had that could not be had before: a page came in, blocks were
+  /// given back, the limit rose. Read it before a try that may fail: while it stands still, the
+  /// same try would fail again. Lock-free.
+  std::uint32_t arrivals() const { return arrivals_.load(std::memory_order_acquire); }
+  /// Waits until arrivals() is another than `seen`, `timeout` at most; answers it. As long as
+  /// somebody waits here, the keeper goes on asking others for what allocs could not get. Blocks.
+  std::uint32_t wait_for_arrival(std::uint32_t seen, std::chrono::nanoseconds timeout);
+
   /// Sets `count` blocks aside for the allocs to come, which take them first. False: there are not
   /// as many, or the pool is over its limit. A lower limit, sleep, and others who need the memory
   /// drop all of it, before anything cached; allocs then take what there is. Blocks.
@@ -182,6 +191,10 @@ class Pool {
   LimitState limit_state() const;
   /// Whether more is held than the limit allows: free() and cache() may block then. Lock-free.
   bool is_over_limit() const { return over_limit_.load(std::memory_order_relaxed); }
+  /// Of `ids`, all used, those that an engine may use anew before it gives them back: all of them,
+  /// or over the limit those on pages that stay, as many as the limit has room for beside the
+  /// blocks in use that are not named. Those of pages that are to drain are not among them.
+  std::vector<BlockId> reusable(std::span<const BlockId> ids) const;
   /// Whether the backing has failed for good: no block is handed out any more. Lock-free.
   bool failed() const { return failed_.load(std::memory_order_relaxed); }
   /// What alloc fails with since then; none: it has not.
@@ -278,6 +291,7 @@ class Pool {
   std::uint64_t whole_pages(std::uint64_t limit_bytes) const;
   bool provisioning_due() const;
   bool something_to_decay() const;
+  void note_arrival();
   void note_failed_alloc();
   void note_activity() { activity_.fetch_add(1, std::memory_order_relaxed); }
   LimitState limit_state_locked() const;
@@ -314,6 +328,7 @@ class Pool {
   Clock::time_point met_squeeze_until_{};
   std::uint64_t starved_pages_ = 0;       // what the last allocs could not be granted
   Clock::time_point starved_at_{};        // when that was
+  Clock::time_point wanted_at_{};         // when somebody last wanted or awaited them
   bool pursuit_called_ = false;           // the keeper was called for it
   Clock::time_point no_wait_before_{};    // a wait was in vain: allocs until then do not wait
   std::uint64_t published_activity_ = 0;  // activity_ when the ledger was last told
@@ -325,6 +340,8 @@ class Pool {
   std::atomic<std::uint64_t> available_limit_{0}, available_mapped_{0}, activity_{0};
   std::atomic<std::int64_t> available_held_{0};  // with what is on its way; -1 for a null block
   std::atomic<bool> has_evicted_{false}, over_limit_{false}, failed_{false};
+  FutexWord arrivals_{0};       // changes with mutex_ held
+  std::uint32_t awaiting_ = 0;  // threads in wait_for_arrival(): nobody else costs a system call
 };
 
 }  // namespace kvelastic

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kvelastic import _vmm
-from kvelastic.errors import PoolExhaustedError
+from kvelastic.errors import KvelasticError, PoolExhaustedError
 from kvelastic.layout import PageLayout
 from kvelastic.pool import native_geometry
 
@@ -309,10 +309,10 @@ def test_a_block_given_back_under_a_step_stays_until_it_has_ended() -> None:
     pool.free_blocks(blocks)  # the request has ended, and the second step still writes
     memory.trim()
     assert all(arena.is_mapped(LAYOUT.page_of(block.block_id)) for block in blocks)
-    assert memory.set_limit(LAYOUT.page_bytes)["state"] == "shrinking"
     assert pool.available_size() >= len(blocks), "vLLM may have them again at once"
+    assert memory.set_limit(LAYOUT.page_bytes)["state"] == "shrinking"
+    assert all(arena.is_mapped(LAYOUT.page_of(block.block_id)) for block in blocks)
     pool.step_ends(second)
-    memory.trim()
     assert memory.mapped_bytes == LAYOUT.page_bytes
     pool.check_integrity()
 
@@ -336,6 +336,65 @@ def test_a_block_that_is_held_back_is_found_touched_and_taken_as_ever() -> None:
         assert find(pool, 1) is None
         assert everything >= len(taken)
         pool.step_ends(step)
+    pool.check_integrity()
+
+
+def test_over_the_limit_only_blocks_of_pages_that_stay_are_used_anew_under_a_step() -> None:
+    """The others keep a page from draining, and who got one would keep it for a whole request."""
+    _, memory = make_memory()
+    pool = make_pool(memory)
+    with pool.session():
+        blocks = pool.get_new_blocks(BLOCKS - 1)
+    for number, block in enumerate(blocks):
+        pool._insert_block_hash(key_of(number), block, num_tokens=32)
+    step = pool.step_begins()
+    memory.set_limit(2 * LAYOUT.page_bytes)
+    pool.free_blocks(blocks[:-4])
+    assert pool.held_back_ids
+    with pool.session():
+        assert not any(find(pool, number) for number in range(len(blocks) - 4)), "found again"
+        room = 2 * LAYOUT.blocks_per_page - 1 - 4
+        assert 0 < pool.get_num_free_blocks() <= room
+        taken = pool.get_new_blocks(pool.get_num_free_blocks())
+        assert pool.get_num_free_blocks() == 0
+    stay = {LAYOUT.page_of(block.block_id) for block in taken}
+    assert len(stay) <= 2, "pages over the limit were handed out again"
+    pool.step_ends(step)
+    # The last blocks lie on a page of their own; with them gone the limit holds.
+    pool.free_blocks(blocks[-4:])
+    assert memory.limit_state()["over_bytes"] == 0
+    assert {LAYOUT.page_of(block.block_id) for block in taken} <= set(memory.occupancy())
+    pool.check_integrity()
+
+
+def test_a_reader_of_idle_blocks_is_told_to_let_them_go_when_the_limit_is_lowered() -> None:
+    """Nobody would ever take them anew over the limit, and they would keep their pages for ever."""
+    _, memory = make_memory()
+    pool = make_pool(memory)
+    gone: set[int] = set()
+    with pool.session():
+        blocks = pool.get_new_blocks(3 * LAYOUT.blocks_per_page)
+        pool.unpin_blocks(blocks, lambda released: gone.add(released.block_id))
+    assert memory.set_limit(LAYOUT.page_bytes)["state"] == "shrinking"
+    with pool.session():
+        assert gone == {block.block_id for block in blocks}
+    assert memory.limit_state()["over_bytes"] == 0
+    pool.check_integrity()
+
+
+def test_a_touch_that_is_refused_changes_nothing() -> None:
+    _, memory = make_memory()
+    pool = make_pool(memory)
+    with pool.session():
+        gone = cache_a_block(pool)
+        (other,) = pool.get_new_blocks(1)
+        pool.step_begins()
+        pool.free_blocks([other])  # held back: it waits for the step
+    memory.sleep()  # evicts the first, which nobody has followed: it was not in a session
+    with pytest.raises(KvelasticError):
+        pool.touch([other, gone])
+    assert (gone.ref_cnt, other.ref_cnt) == (0, 0)
+    assert pool.held_back_ids == {other.block_id}
     pool.check_integrity()
 
 
@@ -437,5 +496,11 @@ def test_a_block_outside_the_pool_is_named() -> None:
     pool = make_pool(memory)
     with pytest.raises(ValueError, match=str(len(pool.blocks))):
         pool.evict_blocks({len(pool.blocks)})
+    with pool.session():
+        block = cache_a_block(pool)
+    with pytest.raises(ValueError, match="outside"):
+        pool.evict_blocks([block.block_id, len(pool.blocks)])
+    with pool.session():
+        assert find(pool, 1) is block, "refused, it drops nothing"
     with pytest.raises(IndexError, match="neither in use nor cached"):
         pool.blocks[5]

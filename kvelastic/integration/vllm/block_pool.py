@@ -119,6 +119,8 @@ class ElasticBlockPool(BlockPool):  # type: ignore[misc]  # vLLM has no type inf
             if self._depth == 0:
                 self.fell_short = False
             self._depth += 1
+            if self._held_back and self._memory.is_over_limit:
+                self._forget_held_back()
             self._follow_changes()
             yield
         finally:
@@ -132,7 +134,7 @@ class ElasticBlockPool(BlockPool):  # type: ignore[misc]  # vLLM has no type inf
         cached blocks that were just found stay. That it was not enough shows in
         `get_num_free_blocks`.
         """
-        at_hand = len(self._held_back)
+        at_hand = self._count_reusable()
         wanted = num_blocks + self.headroom - at_hand
         if wanted <= 0 or self._memory.ensure(wanted) >= wanted:
             return
@@ -162,7 +164,6 @@ class ElasticBlockPool(BlockPool):  # type: ignore[misc]  # vLLM has no type inf
         """
         ids = list(block_ids)
         with self.session():  # what was evicted meanwhile is known here, and nothing more goes
-            self._held_back.pin(ids)
             # Given back before, and cached: the native pool could move or evict them.
             cached = [
                 block
@@ -174,7 +175,8 @@ class ElasticBlockPool(BlockPool):  # type: ignore[misc]  # vLLM has no type inf
             ]
             if cached:
                 self._memory.touch([block.block_id for block in cached])
-                self._held_back.keep_pinned(cached)
+            self._held_back.pin(ids)
+            self._held_back.keep_pinned(cached)
 
     def unpin(self, block_ids: Iterable[int]) -> None:
         """Count one reader less; blocks that nobody else needs are free, or cached, now."""
@@ -200,21 +202,21 @@ class ElasticBlockPool(BlockPool):  # type: ignore[misc]  # vLLM has no type inf
         if num_blocks <= 0:
             return []
         lacking = num_blocks - self._memory.available_mapped() if self._held_back else 0
-        again = self._take_held_back(lacking)
-        ids = self._memory.alloc(num_blocks - len(again))
+        chosen = self._reusable()[:lacking] if lacking > 0 else []
+        ids = self._memory.alloc(num_blocks - len(chosen))
         if ids is None:
-            self._put_aside(again)
             raise PoolExhaustedError(
                 f"Cannot get {num_blocks} free blocks from the pool: "
                 f"{self.available_size()} can be had. Raise the limit (kvctl limit) or "
                 "send fewer requests at once."
             )
+        self._use_anew(chosen)
         # An id may have been evicted just now to be handed out again: its old object goes first.
         self._follow_changes()
         self._used += num_blocks
         add = self.blocks.add
         taken = []
-        for block_id in (*ids, *(block.block_id for block in again)):
+        for block_id in (*ids, *chosen):
             block = KVCacheBlock(block_id, pool=self)
             block.ref_cnt = 1
             add(block)
@@ -230,10 +232,12 @@ class ElasticBlockPool(BlockPool):  # type: ignore[misc]  # vLLM has no type inf
             block.block_id for block in blocks if block.ref_cnt == 0 and not block.is_null
         )
         if revived:
-            self._used += len(revived)
-            cached = [block_id for block_id in revived if not self._held_back.take(block_id)]
+            cached = [block_id for block_id in revived if block_id not in self._held_back]
             if cached:
-                self._memory.touch(cached)
+                self._memory.touch(cached)  # raises with nothing changed: so it comes first
+            for block_id in revived:
+                self._held_back.take(block_id)
+            self._used += len(revived)
         for block in blocks:
             if block.is_null:
                 continue
@@ -277,13 +281,14 @@ class ElasticBlockPool(BlockPool):  # type: ignore[misc]  # vLLM has no type inf
 
     def evict_blocks(self, block_ids: set[int]) -> None:
         """Drop these blocks' contents from the prefix cache; blocks in use stay in use."""
+        for block_id in block_ids:
+            if not 0 <= block_id < len(self.blocks):
+                raise ValueError(
+                    f"block {block_id} is outside the pool's ids 0 to {len(self.blocks) - 1}"
+                )
         with self.session():
             free: list[int] = []
             for block_id in block_ids:
-                if not 0 <= block_id < len(self.blocks):
-                    raise ValueError(
-                        f"block {block_id} is outside the pool's ids 0 to {len(self.blocks) - 1}"
-                    )
                 block = self.blocks.get(block_id)
                 if block is None:
                     continue
@@ -317,11 +322,11 @@ class ElasticBlockPool(BlockPool):  # type: ignore[misc]  # vLLM has no type inf
 
     def get_num_free_blocks(self) -> int:
         """How many blocks can be taken now; binding until the session ends, or a block is taken."""
-        return self._memory.available_mapped() + len(self._held_back)
+        return self._memory.available_mapped() + self._count_reusable()
 
     def available_size(self) -> int:
         """How many blocks could be had now, by mapping pages too; says nothing of the future."""
-        return self._memory.available_size() + len(self._held_back)
+        return self._memory.available_size() + self._count_reusable()
 
     def get_usage(self) -> float:
         """The part (0 to 1) of what may be used under the present limit that requests use."""
@@ -370,17 +375,35 @@ class ElasticBlockPool(BlockPool):  # type: ignore[misc]  # vLLM has no type inf
         if cached:
             self._memory.cache(cached)
 
-    def _take_held_back(self, count: int) -> list[Any]:
-        """Up to `count` blocks that wait for a step, to be used anew: it comes before any use."""
-        if count <= 0:
-            return []
-        taken = self._held_back.take_any(count)
+    def _count_reusable(self) -> int:
+        """How many of the blocks that are held back may be used anew before they are given back."""
+        if not self._memory.is_over_limit:
+            return len(self._held_back)
+        return len(self._reusable())
+
+    def _reusable(self) -> list[int]:
+        """Which these are. Over the limit none that keeps a page from draining is among them."""
+        return self._memory.reusable(self._held_back.ids_to_reuse()) if self._held_back else []
+
+    def _use_anew(self, block_ids: list[int]) -> None:
+        """Take blocks that are held back for somebody else, who writes after whoever has them."""
+        taken = self._held_back.take_all(block_ids)
         if self._reuse_watchers:
             self._tell_readers(taken)
         for block in taken:
             self._maybe_evict_cached_block(block)
             self.blocks.drop(block.block_id)
-        return taken
+
+    def _forget_held_back(self) -> None:
+        """Over the limit nothing stays cached, so nor do blocks that wait: no request finds them.
+
+        Found again, they would keep the pages from draining that have to go.
+        """
+        waiting = self._held_back.blocks()
+        for block in waiting:
+            self._maybe_evict_cached_block(block)
+        if self._reuse_watchers:
+            self._tell_readers(waiting)
 
     def _tell_readers(self, blocks: list[Any]) -> None:
         """Blocks that were unpinned with a watcher are about to lose their contents."""

@@ -5,7 +5,8 @@ ended. A request that ends (or is preempted) then gives its blocks back although
 write to them. Stock vLLM does not mind: the next user's writes come after in the same stream. Here
 the page could be unmapped, or the contents moved, under that worker. So such a block stays *used*
 for the native pool, where nothing happens to it, until every step has ended that was on its way
-when it was given back. vLLM itself may have it again at once, as it always could::
+when it was given back. vLLM itself may have it again at once, as it always could, unless
+its page is to drain (`ElasticBlockPool._reusable`)::
 
     schedule 7 | schedule 8 | 7 ends: request gives block 5 back | 8 ends: block 5 is free
                               (held back: step 8 is on its way)
@@ -75,6 +76,10 @@ class HeldBack:
         """Of the blocks that wait."""
         return set(self._waiting)
 
+    def blocks(self) -> list[Any]:
+        """Those that wait, the oldest first."""
+        return [block for block, _ in self._waiting.values()]
+
     def add(self, block: Any, step: int) -> None:
         """`block` was given back while `step` was the newest on its way."""
         self._waiting[block.block_id] = (block, step)
@@ -104,20 +109,21 @@ class HeldBack:
                 self._waiting[block.block_id] = (block, _UNPINNED)
         return [block for block in blocks if block.block_id not in self._waiting]
 
-    def take(self, block_id: int) -> bool:
-        """The block is wanted again; False if it does not wait."""
-        return self._waiting.pop(block_id, None) is not None
+    def take(self, block_id: int) -> None:
+        """The block is wanted again; it waits no more, if it did."""
+        self._waiting.pop(block_id, None)
 
-    def take_any(self, count: int) -> list[Any]:
-        """Take `count` blocks to be used anew, unpinned ones and those without a hash first."""
+    def ids_to_reuse(self) -> list[int]:
+        """Of the blocks that wait, in the order to use them anew: pinned ones and hashes last."""
         ordered = sorted(
             self._waiting.values(),
             key=lambda entry: (entry[1] == _UNPINNED, entry[0].block_hash is not None),
         )
-        taken = [block for block, _ in ordered[:count]]
-        for block in taken:
-            del self._waiting[block.block_id]
-        return taken
+        return [block.block_id for block, _ in ordered]
+
+    def take_all(self, block_ids: Iterable[int]) -> list[Any]:
+        """Take these blocks, all of which wait, to be used anew."""
+        return [self._waiting.pop(block_id)[0] for block_id in block_ids]
 
     def take_ended(self, step: int) -> list[Any]:
         """Take the blocks that waited for `step` or an earlier one."""
