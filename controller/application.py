@@ -19,16 +19,13 @@ from kvelastic.controller import (
     routes_models,
     routes_sleep,
 )
+from kvelastic.controller.engine_paths import ENGINE_METHODS, is_crooked, is_for_engines
 from kvelastic.controller.front import Front
+from kvelastic.controller.headers import Headers
 from kvelastic.controller.refusal import Refusal
 from kvelastic.controller.replies import on_refusal, refusal_response, send_refusal
 
 Asgi = Callable[[Any, Any, Any], Awaitable[None]]
-
-ENGINE_PATHS = frozenset(
-    ("/tokenize", "/detokenize", "/rerank", "/v2/rerank", "/score", "/pooling", "/classify")
-)
-ENGINE_METHODS = frozenset(("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE"))
 
 
 def make_application(front: Front) -> Asgi:
@@ -58,12 +55,21 @@ def make_application(front: Front) -> Asgi:
     async def application(scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] != "http":
             return
+        if front.origins.allows_any:
+            allowed = front.origins.preflight(scope)
+            send = _sending(send, front.origins.cors(scope["headers"]))
+            if allowed is not None:
+                await send({"type": "http.response.start", "status": 204, "headers": allowed})
+                await send({"type": "http.response.body", "body": b"", "more_body": False})
+                return
         path: str = scope["path"]
         if is_for_engines(path):
             if scope["method"] not in ENGINE_METHODS:
-                await send_refusal(send, Refusal(405, "method_not_allowed", "Not allowed here."))
-            elif _is_crooked(path):
-                await send_refusal(send, Refusal(400, "invalid_path", "The path has dots in it."))
+                refusal = Refusal(405, "method_not_allowed", "Not allowed here.")
+                await send_refusal(send, refusal, path)
+            elif is_crooked(path):
+                refusal = Refusal(400, "invalid_path", "The path has dots or escapes in it.")
+                await send_refusal(send, refusal, path)
             else:
                 await front.forwarder(scope, receive, send)
             return
@@ -72,16 +78,15 @@ def make_application(front: Front) -> Asgi:
     return application
 
 
-def is_for_engines(path: str) -> bool:
-    """Whether a path is an engine's, and not one of ours."""
-    if path.startswith("/v1/"):
-        return path != "/v1/models" and not path.startswith("/v1/models/")
-    return path in ENGINE_PATHS
+def _sending(send: Any, more: Headers) -> Any:
+    """`send` with more headers on the answer, whoever makes it."""
 
+    async def send_on(message: Any) -> None:
+        if message["type"] == "http.response.start":
+            message = {**message, "headers": [*message["headers"], *more]}
+        await send(message)
 
-def _is_crooked(path: str) -> bool:
-    """Whether an engine might read another path out of it: /v1/../sleep."""
-    return "\\" in path or "/." in path or "//" in path
+    return send_on
 
 
 async def _on_http_exception(_: Request, error: Exception) -> Response:

@@ -17,9 +17,11 @@ from typing import TYPE_CHECKING, Any, Final
 import aiohttp
 from yarl import URL
 
+from kvelastic.controller.audit import audit
 from kvelastic.controller.gate import Place, Ticket
 from kvelastic.controller.headers import Headers, find, sane_request_id, to_client, to_engine
 from kvelastic.controller.http_protocol import SEND_TIMEOUT
+from kvelastic.controller.keys import Key
 from kvelastic.controller.refusal import Refusal, unknown_model
 from kvelastic.controller.replies import send_refusal
 from kvelastic.controller.request_body import (
@@ -49,6 +51,10 @@ class Exchange:
     method: str
     path: str
     began_s: float
+    key: Key | None = None
+    """Whose request it is; None where that was not settled."""
+    is_operation: bool = False
+    """It is no inference: an admin key is needed, and what came of it is audited."""
     model: ServedModel | None = None
     status: int = 0
     first_s: float | None = None
@@ -84,7 +90,7 @@ class Forwarder:
         held = 0
         watcher: asyncio.Task[None] | None = None
         try:
-            self._front.keys.check_api(headers, scope)
+            key = self._authorize(exchange, headers)
             server = self._front.settings.server
             body = await read_body(
                 receive,
@@ -106,7 +112,7 @@ class Forwarder:
                 held = len(body)
                 self.budget.held_bytes += held - size
             watcher = _cancel_when_gone(receive, exchange)
-            await self._through_gate(scope, send, exchange, model, body)
+            await self._through_gate(scope, send, exchange, model, key, body)
         except Refusal as refusal:
             exchange.error = exchange.error or refusal.code
             await self._refuse(send, exchange, refusal)
@@ -126,11 +132,25 @@ class Forwarder:
             self.budget.give(held)
             self.running -= 1
             self._count(exchange)
+            self._audit(exchange, scope)
+
+    def _authorize(self, exchange: Exchange, headers: Headers) -> Key:
+        """Whose request it is. Raises `Refusal` where it may not be made."""
+        keys = self._front.keys
+        exchange.is_operation = exchange.path not in keys.model_paths
+        exchange.key = (keys.check_admin if exchange.is_operation else keys.check_api)(headers)
+        return exchange.key
 
     async def _through_gate(
-        self, scope: Any, send: Any, exchange: Exchange, model: ServedModel, body: bytes
+        self,
+        scope: Any,
+        send: Any,
+        exchange: Exchange,
+        model: ServedModel,
+        key: Key,
+        body: bytes,
     ) -> None:
-        ticket = Ticket(priority=_priority(scope["headers"]))
+        ticket = Ticket(priority=min(_priority(scope["headers"]), key.max_priority))
         try:
             await model.enter(ticket)
             await self._to_an_engine(scope, send, exchange, model, body)
@@ -142,10 +162,12 @@ class Forwarder:
         self, scope: Any, send: Any, exchange: Exchange, model: ServedModel, body: bytes
     ) -> None:
         settings = model.settings
+        keys = self._front.keys
         headers = to_engine(
             scope["headers"],
             api_key=settings.api_key,
-            drop_authorization=self._front.keys.has_api_keys,
+            drop_authorization=keys.has_api_keys,
+            carries_key=keys.carries_key if keys else None,
         )
         headers.append((b"x-request-id", exchange.request_id.encode()))
         text_headers = [(k.decode("latin-1"), v.decode("latin-1")) for k, v in headers]
@@ -254,7 +276,7 @@ class Forwarder:
             exchange.error = refusal.code
             return
         exchange.status = refusal.status
-        await send_refusal(send, refusal, exchange.request_id)
+        await send_refusal(send, refusal, exchange.path, exchange.request_id)
 
     def _count(self, exchange: Exchange) -> None:
         now_s = time.monotonic()
@@ -280,6 +302,7 @@ class Forwarder:
                     "method": exchange.method,
                     "path": exchange.path[:256],
                     "model": None if exchange.model is None else exchange.model.name,
+                    "key": None if exchange.key is None else exchange.key.id,
                     "status": exchange.status,
                     "error": exchange.error,
                     "cancelled": exchange.cancelled,
@@ -291,6 +314,20 @@ class Forwarder:
                     "tokens": tokens,
                 }
             )
+
+    def _audit(self, exchange: Exchange, scope: Any) -> None:
+        if not exchange.is_operation:
+            return
+        audit(
+            self._log,
+            action=f"{exchange.method} {exchange.path}",
+            status=exchange.status,
+            error="client_gone" if exchange.cancelled else exchange.error,
+            model=None if exchange.model is None else exchange.model.name,
+            key=exchange.key or self._front.keys.identify(scope["headers"]),
+            client=scope["client"],
+            request_id=exchange.request_id,
+        )
 
 
 class _Silence:

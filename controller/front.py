@@ -23,6 +23,7 @@ from kvelastic.controller.forward import Forwarder
 from kvelastic.controller.keys import Keys
 from kvelastic.controller.memory_history import MemoryHistory
 from kvelastic.controller.open_files import OpenFiles
+from kvelastic.controller.origins import Origins
 from kvelastic.controller.request_log import RequestLog
 from kvelastic.controller.served_model import ServedModel
 from kvelastic.controller.settings import ModelSettings, Settings
@@ -48,7 +49,8 @@ class Front:
         read_settings: Callable[[], Settings] | None = None,
     ) -> None:
         self.settings = settings
-        self.keys = Keys(settings.auth)
+        self.origins = Origins(settings.server)
+        self.keys = Keys(settings.auth, self.origins)
         self.fleet = Fleet()
         self.log = log
         self.files = files
@@ -133,8 +135,9 @@ class Front:
             models.append(model)
         gone = self.fleet.put(models)
         told["removed"] = [model.name for model in gone if self.fleet.find(model.name) is None]
-        if new.auth != old.auth:
-            self.keys = Keys(new.auth)
+        if (new.auth, new.server) != (old.auth, old.server):
+            self.origins = Origins(new.server)
+            self.keys = Keys(new.auth, self.origins)
         bound = ("host", "port", "tls_cert", "tls_key", "max_headers", "header_timeout")
         told["needs_restart"] = [
             f"server.{key}"

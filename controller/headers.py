@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Final
 
 Headers = list[tuple[bytes, bytes]]
@@ -21,7 +21,23 @@ HOP_BY_HOP: Final = frozenset(
         b"upgrade",
     )
 )
-_NOT_UPSTREAM: Final = HOP_BY_HOP | {b"host", b"content-length", b"expect", b"x-request-id"}
+_NOT_UPSTREAM: Final = HOP_BY_HOP | {
+    b"host", b"content-length", b"expect", b"x-request-id",
+    b"origin",  # whether that page may ask was settled here
+}  # fmt: skip
+_NO_PLACE_FOR_KEYS: Final = frozenset(
+    (
+        b"accept", b"accept-encoding", b"accept-language", b"content-type", b"user-agent",
+        b"traceparent", b"tracestate",
+    )
+)  # fmt: skip
+_NOT_TO_CLIENT: Final = HOP_BY_HOP | {
+    # Which pages may read an answer is said by whoever has the address that they asked.
+    b"access-control-allow-origin", b"access-control-allow-credentials",
+    b"access-control-expose-headers", b"access-control-allow-methods",
+    b"access-control-allow-headers", b"access-control-max-age",
+    b"access-control-allow-private-network",
+}  # fmt: skip
 _REQUEST_ID: Final = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
 
 
@@ -33,8 +49,18 @@ def find(headers: Iterable[tuple[bytes, bytes]], name: bytes) -> bytes | None:
     return None
 
 
-def to_engine(headers: Headers, *, api_key: str | None, drop_authorization: bool) -> Headers:
-    """What an engine gets. `drop_authorization`: the client's key was meant for the controller."""
+def to_engine(
+    headers: Headers,
+    *,
+    api_key: str | None,
+    drop_authorization: bool,
+    carries_key: Callable[[bytes], bool] | None,
+) -> Headers:
+    """What an engine gets.
+
+    `drop_authorization`: the client's key was meant for the controller. `carries_key` says of a
+    value that it is a key of the controller; such a header never goes on. None: there are no keys.
+    """
     dropped = _NOT_UPSTREAM
     connection = find(headers, b"connection")
     if connection is not None and connection.lower() not in {b"keep-alive", b"close"}:
@@ -42,20 +68,22 @@ def to_engine(headers: Headers, *, api_key: str | None, drop_authorization: bool
     if drop_authorization or api_key is not None:
         dropped = dropped | {b"authorization", b"x-api-key"}
     kept = [(key, value) for key, value in headers if key not in dropped]
+    if carries_key is not None:
+        kept = [(k, v) for k, v in kept if k in _NO_PLACE_FOR_KEYS or not carries_key(v)]
     if api_key is not None:
         kept.append((b"authorization", b"Bearer " + api_key.encode()))
     return kept
 
 
 def to_client(headers: Iterable[tuple[bytes, bytes]]) -> Headers:
-    """What a client gets of an engine's headers: all that are not hop-by-hop, as they came."""
+    """What a client gets of an engine's headers, as they came: not hop-by-hop ones, nor CORS."""
     kept = []
     connection = b""
     for key, value in headers:
         lower = key.lower()
         if lower == b"connection":
             connection = value
-        if lower not in HOP_BY_HOP:
+        if lower not in _NOT_TO_CLIENT:
             kept.append((lower, value))
     if connection and connection.lower() not in {b"keep-alive", b"close"}:
         dropped = named(connection)

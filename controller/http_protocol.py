@@ -1,26 +1,43 @@
 """uvicorn's HTTP protocol with the bounds that it lacks: on headers, connections, and slow clients.
 
-It also tells requests that wait behind another one on their connection that their client is gone.
+It also tells requests that wait behind another one on their connection that their client is gone,
+refuses what asks for another protocol, and answers what is no HTTP as JSON.
 """
 
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Final
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from kvelastic.controller.connections import Connections, Place
+from kvelastic.controller.headers import Headers
 from kvelastic.controller.refusal import Refusal
+from kvelastic.controller.replies import refusal_parts, send_refusal
+
+_NO_UPGRADE: Final = Refusal(
+    426,
+    "upgrade_not_served",
+    "The controller speaks HTTP/1.1 only, neither WebSocket nor h2c; send it without Upgrade.",
+)
+_NO_HTTP: Final = Refusal(400, "invalid_http", "This is not a request in HTTP/1.1.")
 
 SEND_TIMEOUT = "kvelastic.send_timeout"
 """Key of a request's ASGI scope: its connection was cut, as its client took nothing."""
 
 
 def bounded_protocol(
-    max_header_bytes: int, header_timeout_s: float, connections: Connections
+    max_header_bytes: int,
+    header_timeout_s: float,
+    connections: Connections,
+    more_headers: Callable[[Headers], Headers],
 ) -> type[asyncio.Protocol]:
-    """A protocol class for `uvicorn.Config(http=...)`."""
+    """A protocol class for `uvicorn.Config(http=...)`.
+
+    `more_headers` says what an answer that is made here has beside its own, from those that came.
+    """
 
     class BoundedProtocol(HttpToolsProtocol):
         def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -28,6 +45,8 @@ def bounded_protocol(
             self._header_bytes = 0
             self._in_headers = False
             self._is_over = False
+            self._is_deaf = False
+            """What comes is no HTTP any more; answers still go out."""
             self._header_timer: asyncio.TimerHandle | None = None
             self._earlier: list[RequestResponseCycle] = []
             self._place = Place.SERVED
@@ -60,7 +79,7 @@ def bounded_protocol(
             self._earlier.clear()
 
         def data_received(self, data: bytes) -> None:
-            if self._is_over:
+            if self._is_over or self._is_deaf:
                 return
             super().data_received(data)
             if self.parser is None or self._is_over:
@@ -105,10 +124,30 @@ def bounded_protocol(
             if self._is_over:
                 return
             previous = self.cycle
-            super().on_headers_complete()
+            if self.parser.should_upgrade():
+                self._refuse_upgrade()
+            else:
+                super().on_headers_complete()
             if previous is not None and not previous.response_complete:
                 self._earlier = [c for c in self._earlier if not c.response_complete]
                 self._earlier.append(previous)
+
+        def _refuse_upgrade(self) -> None:
+            """In its turn. What follows is not read: the parser would take a body for requests."""
+            self._is_deaf = True
+            app, self.app = self.app, _upgrade_refused
+            try:
+                super().on_headers_complete()
+            finally:
+                self.app = app
+            self.cycle.keep_alive = False
+
+        def _unsupported_upgrade_warning(self) -> None:
+            """Nothing: uvicorn's own would have a WebSocket library installed."""
+
+        def send_400_response(self, _: str) -> None:
+            """The parser has stumbled."""
+            self._end(_NO_HTTP)
 
         def on_body(self, body: bytes) -> None:
             if not self._is_over:
@@ -132,15 +171,28 @@ def bounded_protocol(
             self._is_over = True
             if self.transport.is_closing():
                 return
-            if self.cycle is None or self.cycle.response_complete:
-                body = refusal.body()
-                head = b"HTTP/1.1 %d \r\nconnection: close\r\ncontent-length: %d\r\n" % (
-                    refusal.status,
-                    len(body),
-                )
-                lines = b"".join(b"%s: %s\r\n" % header for header in refusal.headers())
+            if self._can_answer:
+                url: bytes = getattr(self, "url", b"")  # uvicorn has none before the first request
+                path = url.partition(b"?")[0].decode("latin-1")
+                headers, body = refusal_parts(refusal, path)
+                headers += more_headers(self.headers or [])
+                head = b"HTTP/1.1 %d \r\nconnection: close\r\n" % refusal.status
+                lines = b"".join(b"%s: %s\r\n" % header for header in headers)
                 self.transport.write(head + lines + b"\r\n" + body)
+                if self.cycle is not None:  # its application has nothing to add
+                    self.cycle.disconnected = True
+                    self.cycle.message_event.set()
             self.transport.close()
+
+        @property
+        def _can_answer(self) -> bool:
+            """Whether it is the turn of what is refused: nothing before it is being answered."""
+            cycle = self.cycle
+            if cycle is None or cycle.response_complete:
+                return True
+            is_refused = cycle.more_body and not self._in_headers
+            is_first = all(each.response_complete for each in self._earlier)
+            return is_refused and is_first and not cycle.response_started
 
         def _stop_timer(self) -> None:
             if self._header_timer is not None:
@@ -158,3 +210,7 @@ def _too_many(most: int) -> Refusal:
         " allows; try again later.",
         retry_after_s=1.0,
     )
+
+
+async def _upgrade_refused(scope: Any, _receive: Any, send: Any) -> None:
+    await send_refusal(send, _NO_UPGRADE, scope["path"])

@@ -1,34 +1,60 @@
 """Keys: who may use models, and who may change things.
 
-Only digests of keys are kept, and a key that is presented is compared with all of them, each in
-constant time: how long an answer takes says nothing about how much of a key was right.
+Only digests of keys are kept, and a key that is presented is looked up by its own. How long that
+takes says nothing of any key: whoever tries one cannot choose what its digest begins with.
 """
 
 from __future__ import annotations
 
 import hashlib
-import hmac
 import logging
-from typing import Any
-from urllib.parse import urlsplit
+from dataclasses import dataclass
+from typing import Final
 
+from kvelastic.controller.engine_paths import ModelPaths
 from kvelastic.controller.headers import Headers, find
+from kvelastic.controller.origins import Origins
 from kvelastic.controller.refusal import Refusal
-from kvelastic.controller.settings import AuthSettings, is_loopback
+from kvelastic.controller.settings import MAX_PRIORITY, AuthSettings
 
 _log = logging.getLogger("kvelastic.controller")
 
+_ID_DIGITS: Final = 8
+
+
+@dataclass(frozen=True)
+class Key:
+    """Whoever asks."""
+
+    id: str | None
+    """The first digits of the key's SHA-256; None without a key."""
+    name: str | None
+    """The configuration's own name for it."""
+    is_admin: bool
+    max_priority: int
+    """Of requests; a higher one counts as this."""
+
 
 class Keys:
-    """The keys of one configuration."""
+    """The keys of one configuration, and what is asked of those who have none."""
 
-    def __init__(self, settings: AuthSettings) -> None:
-        self._api = tuple(_digest(key) for key in settings.api_keys)
-        self._admin = tuple(_digest(key) for key in settings.admin_keys)
+    def __init__(self, settings: AuthSettings, origins: Origins) -> None:
+        self.model_paths = ModelPaths(settings.model_paths)
+        """What `check_api` is for, of the paths that are engines'."""
+        self._origins = origins
+        self._has_api = bool(settings.api_keys)
+        self._has_admin = bool(settings.admin_keys)
+        self._by_digest: dict[bytes, Key] = {}
+        for api in settings.api_keys:
+            own = api.max_priority
+            bound = settings.max_priority if own is None else own
+            self._by_digest[api.digest] = Key(_id(api.digest), api.name, False, bound)
+        for admin in settings.admin_keys:
+            self._by_digest[admin.digest] = Key(_id(admin.digest), admin.name, True, MAX_PRIORITY)
+        is_open = not self._by_digest
+        self._nobody = Key(None, None, is_open, MAX_PRIORITY if is_open else settings.max_priority)
         plain = [
-            key
-            for key in (*settings.api_keys, *settings.admin_keys)
-            if not key.startswith("sha256:")
+            key for key in (*settings.api_keys, *settings.admin_keys) if not key.is_given_as_digest
         ]
         if plain:
             _log.warning(
@@ -39,80 +65,62 @@ class Keys:
 
     @property
     def has_api_keys(self) -> bool:
-        """Whether a client's bearer token is meant for the controller."""
-        return bool(self._api)
+        """Whether a client's bearer token is always meant for the controller."""
+        return self._has_api
 
-    def check_api(self, headers: Headers, scope: Any) -> None:
-        """Let it use models and read. Raises `Refusal` (401, 403)."""
-        if not self._api:
-            if not self._admin:
-                check_is_local(headers, scope)
-            return
-        if not _matches(_presented(headers), self._api + self._admin):
+    def __bool__(self) -> bool:
+        """Whether there is any key."""
+        return bool(self._by_digest)
+
+    def carries_key(self, value: bytes) -> bool:
+        """Whether a header's value, or what follows its scheme, is a key of this controller."""
+        words = value.split(None, 1)
+        return any(_digest(word.rstrip()) in self._by_digest for word in words)
+
+    def identify(self, headers: Headers) -> Key | None:
+        """The key that a request presents; None: none that is known."""
+        if not self._by_digest:
+            return None
+        value = find(headers, b"authorization")
+        if value is not None:
+            scheme, _, presented = value.partition(b" ")
+            if scheme.lower() == b"bearer":
+                key = self._by_digest.get(_digest(presented.strip()))
+                if key is not None:
+                    return key
+        value = find(headers, b"x-api-key")  # as Anthropic's clients send it
+        return None if value is None else self._by_digest.get(_digest(value.strip()))
+
+    def check_api(self, headers: Headers) -> Key:
+        """Let it use models and read; returns who asks. Raises `Refusal` (401, 403)."""
+        key = self.identify(headers)
+        if key is not None:
+            return key
+        if self._has_api:
             raise Refusal(401, "invalid_api_key", "A valid key is needed: Authorization: Bearer.")
+        self._origins.check(headers, own_pages_only=False)
+        return self._nobody
 
-    def check_admin(self, headers: Headers, scope: Any) -> None:
-        """Let it sleep, wake, reload and change memory. Raises `Refusal` (401, 403)."""
-        if not self._admin:
-            if self._api:
+    def check_admin(self, headers: Headers) -> Key:
+        """Let it sleep, wake, reload and change memory; returns who asks. Raises `Refusal`."""
+        key = self.identify(headers)
+        if key is not None and key.is_admin:
+            return key
+        if self._has_admin:
+            if key is not None:
                 raise Refusal(
-                    403, "no_admin_keys", "Nobody may do that: auth.admin_keys has no key."
+                    403, "admin_key_needed", "This key is for models; an admin key is needed."
                 )
-            check_is_local(headers, scope)
-            return
-        presented = _presented(headers)
-        if _matches(presented, self._admin):
-            return
-        if _matches(presented, self._api):
-            raise Refusal(
-                403, "admin_key_needed", "This key is for models; an admin key is needed."
-            )
-        raise Refusal(401, "invalid_api_key", "An admin key is needed: Authorization: Bearer.")
+            raise Refusal(401, "invalid_api_key", "An admin key is needed: Authorization: Bearer.")
+        if self._has_api:
+            raise Refusal(403, "no_admin_keys", "Nobody may do that: auth.admin_keys has no key.")
+        self._origins.check(headers, own_pages_only=True)
+        return self._nobody
 
 
-def check_is_local(headers: Headers, scope: Any) -> None:
-    """Without keys: no page of another site in this machine's browser may ask. Raises `Refusal`.
-
-    A browser names the page's origin, and sends the name that it looked up as Host: a name that
-    was made to lead to 127.0.0.1 is not this machine's.
-    """
-    host = find(headers, b"host")
-    if host is not None and scope.get("scheme") in {"http", "https"}:
-        name = urlsplit("//" + host.decode("latin-1")).hostname if _can_split(host) else None
-        if name is None or not is_loopback(name):
-            raise Refusal(
-                403, "foreign_host", "Without keys only requests to localhost are served."
-            )
-    origin = find(headers, b"origin")
-    if origin is not None and origin.rpartition(b"://")[2] != host:
-        raise Refusal(403, "foreign_origin", "Requests of other sites' pages are not served.")
+def _digest(key: bytes) -> bytes:
+    return hashlib.sha256(key).digest()
 
 
-def _can_split(host: bytes) -> bool:
-    try:
-        urlsplit("//" + host.decode("latin-1"))
-    except ValueError:
-        return False
-    return True
-
-
-def _digest(key: str) -> bytes:
-    if key.startswith("sha256:"):
-        return bytes.fromhex(key.removeprefix("sha256:"))
-    return hashlib.sha256(key.encode()).digest()
-
-
-def _presented(headers: Headers) -> bytes:
-    value = find(headers, b"authorization")
-    if value is not None:
-        scheme, _, key = value.partition(b" ")
-        return key.strip() if scheme.lower() == b"bearer" else b""
-    return find(headers, b"x-api-key") or b""  # as Anthropic's clients send it
-
-
-def _matches(presented: bytes, digests: tuple[bytes, ...]) -> bool:
-    mine = hashlib.sha256(presented).digest()
-    found = False
-    for digest in digests:
-        found |= hmac.compare_digest(mine, digest)
-    return found
+def _id(digest: bytes) -> str:
+    return digest.hex()[:_ID_DIGITS]

@@ -1,11 +1,21 @@
-"""Refusals: the answers that are the controller's own, in the shape of OpenAI's errors."""
+"""Refusals: the controller's own answers, as errors of OpenAI's or of Anthropic's API."""
 
 from __future__ import annotations
 
 import json
 import math
 from dataclasses import dataclass
+from typing import Any
 
+_ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
 _TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 
 
@@ -22,7 +32,7 @@ class Refusal(Exception):  # noqa: N818 - an answer, not an accident
     param: str | None = None
 
     def body(self) -> bytes:
-        """The answer's body."""
+        """The answer's body, in OpenAI's shape."""
         kind = _TYPES.get(
             self.status, "invalid_request_error" if self.status < 500 else "server_error"
         )
@@ -34,12 +44,27 @@ class Refusal(Exception):  # noqa: N818 - an answer, not an accident
         }
         return json.dumps({"error": error}).encode()
 
+    def anthropic_body(self, request_id: str | None) -> bytes:
+        """The same in Anthropic's shape, which has no code."""
+        kind = _ANTHROPIC_TYPES.get(
+            self.status, "invalid_request_error" if self.status < 500 else "api_error"
+        )
+        answer: dict[str, Any] = {
+            "type": "error",
+            "error": {"type": kind, "message": self.message},
+        }
+        if request_id is not None:
+            answer["request_id"] = request_id
+        return json.dumps(answer).encode()
+
     def headers(self) -> list[tuple[bytes, bytes]]:
         """The answer's headers, without its length."""
         headers = [(b"content-type", b"application/json")]
         if self.retry_after_s is not None:
             seconds = max(1, math.ceil(self.retry_after_s))
             headers.append((b"retry-after", str(seconds).encode()))
+        if self.status == 426:
+            headers += [(b"upgrade", b"HTTP/1.1"), (b"connection", b"upgrade")]
         if self.status == 401:
             headers.append((b"www-authenticate", b"Bearer"))
         return headers

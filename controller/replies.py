@@ -8,6 +8,8 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
+from kvelastic.controller.engine_paths import is_anthropic
+from kvelastic.controller.headers import Headers
 from kvelastic.controller.refusal import Refusal
 
 
@@ -34,11 +36,27 @@ async def on_refusal(_request: Request, error: Exception) -> Response:
     return refusal_response(error)
 
 
-async def send_refusal(send: Any, refusal: Refusal, request_id: str | None = None) -> None:
-    """The same for a plain ASGI callable."""
-    body = refusal.body()
-    headers = [*refusal.headers(), (b"content-length", str(len(body)).encode())]
+def refusal_parts(
+    refusal: Refusal, path: str, request_id: str | None = None
+) -> tuple[Headers, bytes]:
+    """A refusal's headers and body, in the shape that the clients of a path know."""
+    headers = refusal.headers()
     if request_id is not None:
         headers.append((b"x-request-id", request_id.encode()))
+    if is_anthropic(path):
+        body = refusal.anthropic_body(request_id)
+        if request_id is not None:  # where Anthropic's clients look for it
+            headers.append((b"request-id", request_id.encode()))
+    else:
+        body = refusal.body()
+    headers.append((b"content-length", str(len(body)).encode()))
+    return headers, body
+
+
+async def send_refusal(
+    send: Any, refusal: Refusal, path: str, request_id: str | None = None
+) -> None:
+    """Answer a request for `path` with it, in a plain ASGI callable."""
+    headers, body = refusal_parts(refusal, path, request_id)
     await send({"type": "http.response.start", "status": refusal.status, "headers": headers})
     await send({"type": "http.response.body", "body": body, "more_body": False})

@@ -13,6 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from kvelastic.controller.audit import audit
 from kvelastic.controller.durations import parse_duration_s
 from kvelastic.controller.refusal import Refusal
 from kvelastic.controller.replies import Json, refusal_response
@@ -55,29 +56,55 @@ _STATUS_OF: dict[type[KvelasticError], int] = {
 def route(front: Front, path: str, method: str, who: Who, handler: Handler) -> Route:
     """A route whose handler returns plain values (JSON) or a response, and raises what it likes."""
 
+    is_audited = who is Who.ADMIN and method != "GET"
+
     async def endpoint(request: Request) -> Response:
         headers = request.scope["headers"]
+        status, error = 500, "internal_error"
         try:
             if who is Who.API:
-                front.keys.check_api(headers, request.scope)
+                front.keys.check_api(headers)
             elif who is Who.ADMIN:
-                front.keys.check_admin(headers, request.scope)
+                front.keys.check_admin(headers)
             answer = await handler(front, request)
-        except Refusal as refusal:
-            return refusal_response(refusal)
-        except (KvelasticError, OSError) as error:
-            if is_out_of_descriptors(error):
-                return refusal_response(front.files.refusal(f"serving {path}"))
-            if not isinstance(error, KvelasticError):
-                raise
-            return refusal_response(_as_refusal(error))
-        return answer if isinstance(answer, Response) else Json(answer)
+            response = answer if isinstance(answer, Response) else Json(answer)
+            status, error = response.status_code, ""
+        except (Refusal, KvelasticError, OSError) as failure:
+            refusal = _as_refusal(front, failure, path)
+            response = refusal_response(refusal)
+            status, error = refusal.status, refusal.code
+        finally:
+            if is_audited:
+                _audit(front, request, status, error)
+        return response
 
     endpoint.__doc__ = handler.__doc__
     return Route(path, endpoint, methods=[method], name=handler.__name__)
 
 
-def _as_refusal(error: KvelasticError) -> Refusal:
+def _audit(front: Front, request: Request, status: int, error: str) -> None:
+    named = request.path_params.get("model")
+    model = None if named is None else front.fleet.find(named)
+    audit(
+        front.log,
+        action=f"{request.method} {request.url.path}",
+        status=status,
+        error=error,
+        model=named if model is None else model.name,
+        key=front.keys.identify(request.scope["headers"]),
+        client=request.scope["client"],
+        asked=getattr(request.state, "asked", None),
+    )
+
+
+def _as_refusal(front: Front, error: Exception, path: str) -> Refusal:
+    """Raises what is no answer to anybody."""
+    if isinstance(error, Refusal):
+        return error
+    if is_out_of_descriptors(error):
+        return front.files.refusal(f"serving {path}")
+    if not isinstance(error, KvelasticError):
+        raise error
     for kind, status in _STATUS_OF.items():
         if isinstance(error, kind):
             retry_after_s = 1.0 if status == 503 else None

@@ -87,6 +87,7 @@ async def change_memory(front: Front, request: Request) -> Any:
         raise Refusal(400, "nothing_wished", "Give one of min, limit and priority at least.")
     if min_bytes is not None and limit_bytes is not None and min_bytes > limit_bytes:
         raise Refusal(400, "invalid_value", "min is above limit.", param="min")
+    request.state.asked = {"min": min_bytes, "limit": limit_bytes, "priority": priority}
     return await _wish(
         model,
         name,

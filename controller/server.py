@@ -16,7 +16,9 @@ from pathlib import Path
 import uvicorn
 
 from kvelastic.controller.application import make_application
+from kvelastic.controller.audit import audit
 from kvelastic.controller.front import Front
+from kvelastic.controller.headers import Headers
 from kvelastic.controller.http_protocol import bounded_protocol
 from kvelastic.controller.log_writer import LogWriter
 from kvelastic.controller.open_files import OpenFiles
@@ -89,11 +91,15 @@ async def _serve(settings: Settings, path: Path, log: RequestLog, files: OpenFil
 def make_config(front: Front) -> uvicorn.Config:
     """How uvicorn serves a front: nothing added to answers, bounds on what comes in."""
     server = front.settings.server
+
+    def cors(headers: Headers) -> Headers:
+        return front.origins.cors(headers)  # a reload brings other origins
+
     return uvicorn.Config(
         make_application(front),
         host=server.host,
         port=server.port,
-        http=bounded_protocol(server.max_headers, server.header_timeout, front.connections),
+        http=bounded_protocol(server.max_headers, server.header_timeout, front.connections, cors),
         ws="none",
         lifespan="off",
         log_config=None,
@@ -120,7 +126,10 @@ async def _announce(server: _Server, front: Front) -> None:
 
 
 async def _reload(front: Front) -> None:
+    status, code = 200, ""
     try:
         await front.reload()
     except KvelasticError as error:
+        status, code = 400, error.code
         _log.error("the configuration is as before: %s", error)
+    audit(front.log, action="SIGHUP", status=status, error=code)

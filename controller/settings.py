@@ -6,8 +6,10 @@ Durations are seconds here, sizes bytes.
 
 from __future__ import annotations
 
+import hashlib
 import ipaddress
-from typing import Annotated, Any, Literal
+import re
+from typing import Annotated, Any, Final, Literal
 from urllib.parse import urlsplit
 
 from pydantic import (
@@ -57,9 +59,16 @@ Size = Annotated[
 ]
 """Bytes."""
 
-Priority = Annotated[int, Field(ge=-1000, le=1000)]
+MAX_PRIORITY: Final = 1000
+Priority = Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)]
 Port = Annotated[int, Field(ge=1, le=65535)]
 EngineName = Literal["vllm", "sglang", "transformers", "openai"]
+
+_NAME_OF_HOST: Final = re.compile(r"[a-z0-9_.-]{1,253}|\[[0-9a-f:.]{2,45}\]")
+_ORIGIN: Final = re.compile(
+    r"([a-z][a-z0-9+.-]*)://([A-Za-z0-9_.~-]+|\[[0-9A-Fa-f:.]+\])(:[0-9]{1,5})?"
+)
+_DEFAULT_PORTS: Final = {"http": ":80", "https": ":443"}
 
 
 class _Section(BaseModel):
@@ -95,6 +104,25 @@ class ServerSettings(_Section):
     """How long requests that run may go on after SIGTERM."""
     log_requests: bool = True
     """One line of JSON a request on stderr."""
+    allowed_origins: tuple[str, ...] = ()
+    """Web pages of elsewhere that may use models and read, as browsers name them: SCHEME://HOST:PORT.
+    Each exactly; what changes something takes an admin key of them."""
+    allowed_hosts: tuple[str, ...] = ()
+    """More names, without a port, by which requests without a key may ask; localhost is one."""
+
+    @field_validator("allowed_origins")
+    @classmethod
+    def _origins_as_sent(cls, origins: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(_origin_as_sent(origin) for origin in origins)
+
+    @field_validator("allowed_hosts")
+    @classmethod
+    def _hosts_as_sent(cls, hosts: tuple[str, ...]) -> tuple[str, ...]:
+        shown = tuple(f"[{h}]" if h.count(":") > 1 and h[0] != "[" else h for h in hosts)
+        for host in shown:
+            if not _NAME_OF_HOST.fullmatch(host.lower()):
+                raise ValueError(f"{host!r} is no host's name; write one name, without a port")
+        return tuple(host.lower() for host in shown)
 
 
 class SleepSettings(_Section):
@@ -121,27 +149,87 @@ class SleepSettings(_Section):
     """With `auto`: an ask for memory as old as this puts less important idle models to sleep."""
 
 
+class KeySettings(_Section):
+    """One key; a text alone is the key with nothing else said."""
+
+    key: str = Field(repr=False)
+    """`sha256:HEX` of the key, or the key itself."""
+    name: Annotated[str, Field(min_length=1, max_length=64)] | None = None
+    """Whose it is; it stands in the log beside the key's id."""
+
+    @field_validator("key")
+    @classmethod
+    def _can_be_sent(cls, key: str) -> str:
+        digest = key.removeprefix("sha256:")
+        if not key:
+            raise ValueError("this key is empty")
+        if digest == key:
+            if not key.isascii() or not key.isprintable() or " " in key:
+                raise ValueError("this key has characters that no header can carry")
+        elif len(digest) != 64 or any(c not in "0123456789abcdefABCDEF" for c in digest):
+            raise ValueError("after `sha256:` come 64 hexadecimal digits")
+        return key
+
+    @property
+    def is_given_as_digest(self) -> bool:
+        """Whether the configuration does not know the key itself."""
+        return self.key.startswith("sha256:")
+
+    @property
+    def digest(self) -> bytes:
+        """SHA-256 of the key."""
+        if self.is_given_as_digest:
+            return bytes.fromhex(self.key.removeprefix("sha256:"))
+        return hashlib.sha256(self.key.encode()).digest()
+
+
+class ApiKeySettings(KeySettings):
+    """A key for models."""
+
+    max_priority: Priority | None = None
+    """Its own `auth.max_priority`."""
+
+
+def _as_key(value: object) -> object:
+    return value if isinstance(value, dict | KeySettings) else {"key": value}
+
+
+ApiKey = Annotated[
+    ApiKeySettings, BeforeValidator(_as_key, json_schema_input_type=str | ApiKeySettings)
+]
+AdminKey = Annotated[
+    KeySettings, BeforeValidator(_as_key, json_schema_input_type=str | KeySettings)
+]
+
+
 class AuthSettings(_Section):
     """Who may ask. Keys are sent as `Authorization: Bearer KEY`."""
 
-    api_keys: tuple[str, ...] = ()
-    """`sha256:HEX` of the key, or the key itself. None: open, which only loopback may be."""
-    admin_keys: tuple[str, ...] = ()
-    """For /action, /admin and writes to /memory; they are good for models too."""
+    api_keys: tuple[ApiKey, ...] = ()
+    """None: whoever can reach it may use models, which only a loopback address may allow."""
+    admin_keys: tuple[AdminKey, ...] = ()
+    """For /action, /admin, writes to /memory and engines' operations; good for models too."""
+    max_priority: Priority = 0
+    """The most that a request may claim by X-Kvelastic-Priority; without any key, and with an admin
+    key, 1000."""
+    model_paths: tuple[str, ...] = ()
+    """More paths under /v1/ that api_keys are good for; one that ends in a slash: all below it."""
 
-    @field_validator("api_keys", "admin_keys")
+    @field_validator("model_paths")
     @classmethod
-    def _keys_can_be_sent(cls, keys: tuple[str, ...]) -> tuple[str, ...]:
-        for number, key in enumerate(keys, 1):
-            if not key:
-                raise ValueError(f"key {number} is empty")
-            digest = key.removeprefix("sha256:")
-            if digest == key:
-                if not key.isascii() or not key.isprintable() or " " in key:
-                    raise ValueError(f"key {number} has characters that no header can carry")
-            elif len(digest) != 64 or any(c not in "0123456789abcdefABCDEF" for c in digest):
-                raise ValueError(f"key {number}: after `sha256:` come 64 hexadecimal digits")
-        return keys
+    def _are_paths(cls, paths: tuple[str, ...]) -> tuple[str, ...]:
+        for path in paths:
+            if not re.fullmatch(r"/v1/[!-~]+", path) or re.search(r"//|/\.|[\\%?#]", path):
+                raise ValueError("a path begins with /v1/ and has no dots, escapes or query")
+        return paths
+
+    @model_validator(mode="after")
+    def _each_once(self) -> AuthSettings:
+        for name in ("api_keys", "admin_keys"):
+            digests = [key.digest for key in getattr(self, name)]
+            if len(set(digests)) < len(digests):
+                raise ValueError(f"a key is twice in {name}")
+        return self
 
 
 class MemorySettings(_Section):
@@ -311,3 +399,18 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
+
+
+def _origin_as_sent(origin: str) -> str:
+    """An origin as browsers write it. Raises `ValueError` for what would let others in."""
+    if origin in {"*", "null"}:
+        raise ValueError(f"{origin!r} would let in every page there is; name each origin")
+    match = _ORIGIN.fullmatch(origin)
+    if match is None:
+        raise ValueError(
+            f"{origin!r} is no origin; write SCHEME://HOST or SCHEME://HOST:PORT, without a path"
+        )
+    scheme, host, port = match[1], match[2], match[3] or ""
+    if scheme in _DEFAULT_PORTS:
+        host, port = host.lower(), "" if port == _DEFAULT_PORTS[scheme] else port
+    return f"{scheme}://{host}{port}"

@@ -26,8 +26,9 @@ AT_ONCE = 400
 Dice = random.Random
 
 PATHS = [
-    "/v1/completions", "/v1/chat/completions", "/v1/audio/transcriptions", "/tokenize", "/v1/echo",
+    "/v1/completions", "/v1/chat/completions", "/v1/audio/transcriptions", "/tokenize", "/v1/score",
     "/v1/models", "/models", "/health/m", "/traffic/stats?window=60", "/sleep/status", "/memory",
+    "/v1/load_lora_adapter?model=m",
     "/devices", "/metrics", "/action/sleep/m", "/action/wakeup/m", "/admin/reload",
     "/admin/models/m/logs?lines=10", "/memory/m", "/memory/m/trim", "/models/idle?threshold=1",
 ]  # fmt: skip

@@ -151,7 +151,7 @@ HIDDEN = b"POST /action/sleep/m HTTP/1.1\r\nHost: localhost\r\nContent-Length: 0
 @pytest.mark.parametrize("crooked", SMUGGLED)
 def test_no_request_hides_in_another(front: Controller, engine: Engine, crooked: bytes) -> None:
     before = engine.state()
-    head = b"POST /v1/echo HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer api-key-1\r\n"
+    head = b"POST /v1/score HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer api-key-1\r\n"
     answer = raw(front.port, head + crooked + HIDDEN)
     for line in answer.split(b"\r\n"):
         assert not line.startswith(b"HTTP/1.1 2")

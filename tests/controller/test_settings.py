@@ -49,8 +49,8 @@ def test_the_issue_s_keys_are_read() -> None:
         {"KEY": "secret"},
     )
     assert settings.sleep.idle_after == 300
-    assert settings.auth.api_keys == ("secret",)
-    assert settings.auth.admin_keys == ("x", "cost$")
+    assert [key.key for key in settings.auth.api_keys] == ["secret"]
+    assert [key.key for key in settings.auth.admin_keys] == ["x", "cost$"]
     first, second = settings.models
     assert first.memory.limit == 8 << 30
     assert first.addresses == ("http://127.0.0.1:9001",)

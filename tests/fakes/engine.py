@@ -53,6 +53,7 @@ class FakeEngine:
             "wake_hold": "",
             "sleep_hold": "",
             "health_status": 200,
+            "cors": "",
         }
 
     def count(self, what: str) -> None:
@@ -204,6 +205,7 @@ class FakeEngine:
             if "hold" in fake:
                 await self.hold(fake["hold"]).wait()
             usage = {"prompt_tokens": 1, "completion_tokens": tokens, "total_tokens": tokens + 1}
+            cors = self.settings["cors"]
             return web.json_response(
                 {
                     "id": request.headers.get("x-request-id", ""),
@@ -211,7 +213,8 @@ class FakeEngine:
                     "choices": [{"index": 0, "text": "x " * tokens, "finish_reason": "stop"}],
                     "usage": usage,
                 },
-                headers={"X-Engine": "fake"},
+                headers={"X-Engine": "fake"}
+                | ({"Access-Control-Allow-Origin": cors} if cors else {}),
             )
         response = web.StreamResponse(
             headers={"Content-Type": "text/event-stream; charset=utf-8", "X-Engine": "fake"}
