@@ -153,10 +153,21 @@ class Forwarder:
         ticket = Ticket(priority=min(_priority(scope["headers"]), key.max_priority))
         try:
             await model.enter(ticket)
-            await self._to_an_engine(scope, send, exchange, model, body)
+            served: ServedModel = ticket.model
+            if served is not model:
+                exchange.model = served
+                if served.settings.upstream_name != model.settings.upstream_name:
+                    raise Refusal(
+                        503,
+                        "model_changed",
+                        "While this request waited, its model's engine was given another"
+                        " name for it (served_name); send it again.",
+                        retry_after_s=1.0,
+                    )
+            await self._to_an_engine(scope, send, exchange, served, body)
         finally:
             if ticket.place is not Place.OUT:
-                model.leave(ticket)
+                ticket.model.leave(ticket)
 
     async def _to_an_engine(
         self, scope: Any, send: Any, exchange: Exchange, model: ServedModel, body: bytes

@@ -134,6 +134,11 @@ class Front:
                 fresh.append(model)
             models.append(model)
         gone = self.fleet.put(models)
+        for model in gone:
+            # The same name may be another model's alias by now.
+            successor = self.fleet.find(model.name)
+            if successor is not None:
+                successor.take_over(model)
         told["removed"] = [model.name for model in gone if self.fleet.find(model.name) is None]
         if (new.auth, new.server) != (old.auth, old.server):
             self.origins = Origins(new.server)
@@ -164,20 +169,24 @@ class Front:
                 self._start(self._part(model, drain_s))
         await asyncio.gather(
             *(self._part(model, drain_s) for model in in_the_way),
-            *(self._greet(m) for m in fresh if m.settings.launch is None),
+            *(self._greet_after(gone, m) for m in fresh if m.settings.launch is None),
         )
         await asyncio.gather(*(self._greet(m) for m in fresh if m.settings.launch is not None))
 
     def _make(self, settings: ModelSettings, whole: Settings | None = None) -> ServedModel:
         return ServedModel(settings, (whole or self.settings).sleep, self.calls)
 
+    async def _greet_after(self, gone: list[ServedModel], model: ServedModel) -> None:
+        """What is found of an engine holds only when no sleep or wake of it is on its way."""
+        await asyncio.gather(*(old.settled() for old in gone if _share(old, model)))
+        await self._greet(model)
+
     async def _greet(self, model: ServedModel) -> None:
         if model.settings.launch is not None:
             process = self.processes[model] = EngineProcess(model, self.calls, self.files)
             process.start()
             return
-        await model.find_state()
-        await model.wish_as_configured()
+        await model.look_at_first()
 
     async def _part(self, model: ServedModel, drain_s: float) -> None:
         """Let go of a model: those that wait are refused, those that run have `drain_s`."""
@@ -193,6 +202,14 @@ class Front:
         task: asyncio.Task[None] = asyncio.get_running_loop().create_task(work)  # type: ignore[arg-type]
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+
+def _share(one: ServedModel, other: ServedModel) -> bool:
+    """Whether two models have an engine or an instance in common."""
+    instance = one.settings.instance
+    return not set(one.settings.addresses).isdisjoint(other.settings.addresses) or (
+        instance is not None and instance == other.settings.instance
+    )
 
 
 def _anew(model: ServedModel, settings: ModelSettings) -> bool:

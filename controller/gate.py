@@ -61,6 +61,8 @@ class Ticket:
     refusal: Refusal | None = None
     waiter: Any = None
     """The effects' own: what they wake when the request is admitted or refused."""
+    model: Any = None
+    """The effects' own: the model where it waits or runs."""
 
 
 class Effects(Protocol):
@@ -110,6 +112,9 @@ class Gate:
     hold_off_until_s: float = 0.0
     closing: Refusal | None = None
     """Set: every new request gets it."""
+    generation: int = 0
+    """Counts changes of `state`. Who reads something to change the state by it, and waits for the
+    answer, drops an answer that he asked for in another generation."""
     _heap: list[tuple[int, int, Ticket]] = field(default_factory=list)
     _queued: int = 0
     _number: int = 0
@@ -147,11 +152,7 @@ class Gate:
                 ),
             )
         ticket.deadline_s = now_s + self.rules.queue_timeout_s
-        ticket.place = Place.QUEUED
-        self._number += 1
-        self._queued += 1
-        heapq.heappush(self._heap, (-ticket.priority, self._number, ticket))
-        self.effects.remind(ticket.deadline_s)
+        self._queue(ticket)
         self._wake_if_due(now_s)
         return None
 
@@ -203,7 +204,7 @@ class Gate:
                 " only when there are none.",
                 retry_after_s=1.0,
             )
-        self.state = State.FALLING_ASLEEP
+        self._become(State.FALLING_ASLEEP)
         self.by_hand = by_hand
         self.effects.sleep()
         return None
@@ -212,11 +213,11 @@ class Gate:
         """The engines are asleep; not `ok`: they are awake as before."""
         self._expect(State.FALLING_ASLEEP)
         if not ok:
-            self.state = State.AWAKE
+            self._become(State.AWAKE)
             self.last_activity_s = now_s  # or it would be tried again at once
             self._pump()
             return
-        self.state = State.ASLEEP
+        self._become(State.ASLEEP)
         self.slept_at_s = now_s
         self._settle_asleep(now_s)
 
@@ -234,12 +235,12 @@ class Gate:
         self._expect(State.WAKING)
         self.last_activity_s = now_s
         if refusal is None:
-            self.state = State.AWAKE
+            self._become(State.AWAKE)
             self.failed_wakes = 0
             self.hold_off_until_s = 0.0
             self._pump()
             return
-        self.state = State.ASLEEP
+        self._become(State.ASLEEP)
         self.by_hand = True  # it has slept long enough: somebody wanted it awake
         hold_off_s = min(LAST_HOLD_OFF_S, FIRST_HOLD_OFF_S * 2.0 ** min(self.failed_wakes, 10))
         self.failed_wakes += 1
@@ -253,7 +254,7 @@ class Gate:
         """
         if state is self.state:
             return
-        self.state = state
+        self._become(state)
         if state is State.ASLEEP:
             self.slept_at_s, self.by_hand = now_s, True
             self._settle_asleep(now_s)
@@ -270,6 +271,26 @@ class Gate:
             if ticket.place is Place.QUEUED:
                 self._queued -= 1
                 self._refuse(ticket, refusal)
+
+    def take_waiting(self) -> list[Ticket]:
+        """Those that wait, in their order; they wait here no more."""
+        waiting = [entry[2] for entry in sorted(self._heap) if entry[2].place is Place.QUEUED]
+        self._heap, self._queued = [], 0
+        for ticket in waiting:
+            ticket.place = Place.NEW
+        return waiting
+
+    def adopt(self, waiting: list[Ticket], now_s: float) -> None:
+        """Those that waited at another gate wait here, or go on; they keep deadline and order."""
+        for ticket in waiting:
+            obstacle = self.closing or self._obstacle(now_s)
+            if obstacle is not None:
+                self._refuse(ticket, obstacle)
+                continue
+            self._queue(ticket)
+        self._pump()
+        if self._queued:
+            self._wake_if_due(now_s)
 
     def set_rules(self, rules: Rules) -> None:
         """New rules hold at once; who waits keeps its deadline."""
@@ -344,7 +365,7 @@ class Gate:
             self.refuse_all(self._obstacle(now_s) or _GONE_ASLEEP)
 
     def _wake(self) -> None:
-        self.state = State.WAKING
+        self._become(State.WAKING)
         self.effects.wake()
 
     def _pump(self) -> None:
@@ -363,6 +384,17 @@ class Gate:
         ticket.place = Place.OUT
         ticket.refusal = refusal
         self.effects.refuse(ticket)
+
+    def _queue(self, ticket: Ticket) -> None:
+        ticket.place = Place.QUEUED
+        self._number += 1
+        self._queued += 1
+        heapq.heappush(self._heap, (-ticket.priority, self._number, ticket))
+        self.effects.remind(ticket.deadline_s)
+
+    def _become(self, state: State) -> None:
+        self.state = state
+        self.generation += 1
 
     def _forget_gone(self) -> None:
         """Keep the heap near the size of the queue, whatever comes and goes."""

@@ -61,8 +61,10 @@ class ServedModel:
         self._reminder: asyncio.TimerHandle | None = None
         self._reminder_at_s = 0.0
         self._changed = asyncio.Event()
-        if settings.launch is not None:
-            self.gate.state = State.STARTING
+        self._are_engines_awake = False
+        """Found so while the model sleeps: the next wake is of its memory only."""
+        self._wishing = asyncio.Lock()
+        self.gate.state = State.STARTING  # until its engines were looked at
 
     @property
     def name(self) -> str:
@@ -94,7 +96,11 @@ class ServedModel:
     # ------------------------------------------------------------------------------ requests
 
     async def enter(self, ticket: Ticket) -> None:
-        """Wait until the request may go to an engine. Raises `Refusal`; `leave` it either way."""
+        """Wait until the request may go to an engine. Raises `Refusal`; `leave` it either way.
+
+        Afterwards `ticket.model` is the one that it goes to: a request that waits may move.
+        """
+        ticket.model = self
         self.last_request_at = time.time()
         self.gate.arrive(ticket, time.monotonic())
         if ticket.refusal is None and ticket.place.value == "queued":
@@ -106,6 +112,15 @@ class ServedModel:
     def leave(self, ticket: Ticket) -> None:
         """The request is over, or its client has gone."""
         self.gate.leave(ticket, time.monotonic())
+
+    def take_over(self, old: ServedModel) -> None:
+        """Those that wait for `old` wait for this one, in their order."""
+        waiting = old.gate.take_waiting()
+        for ticket in waiting:
+            ticket.model = self
+        if waiting:
+            self.last_request_at = time.time()
+        self.gate.adopt(waiting, time.monotonic())
 
     def pick(self, tried: set[str]) -> Replica | None:
         """The engine with the least in flight; those that refused connections come last."""
@@ -177,28 +192,38 @@ class ServedModel:
 
         self._keep(asyncio.get_running_loop().create_task(wait()))
 
+    async def look_at_first(self) -> None:
+        """Find out how engines that run already are; requests wait for that, for 2 s at most."""
+        await self.find_state()
+        if self.gate.state is State.STARTING:
+            self.gate.set_state(State.AWAKE, time.monotonic())
+        await self.wish_as_configured()
+
     async def find_state(self) -> None:
-        """Ask the engines whether they sleep already, before or between requests."""
+        """Ask the engines whether they sleep already, before or between requests.
+
+        An answer that was asked for in another generation says nothing of the present one.
+        """
+        gate = self.gate
+        generation = gate.generation
         answers = await asyncio.gather(
             *(
                 self._calls.is_sleeping(self.kind, r.address, self.settings.api_key, 2.0)
                 for r in self.replicas
             )
         )
-        gate = self.gate
-        if gate.in_flight or gate.state not in {State.AWAKE, State.ASLEEP, State.STARTING}:
+        if gate.generation != generation or gate.in_flight:
+            return
+        if gate.state not in {State.AWAKE, State.ASLEEP, State.STARTING}:
             return
         if gate.state is not State.ASLEEP and any(answers):
             self.slept_at = time.time()
             gate.set_state(State.ASLEEP, time.monotonic())
         elif gate.state is State.ASLEEP and answers and all(a is False for a in answers):
-            # Somebody else has woken them, and knows nothing of the instance.
-            problem = await self._memory_wakes()
-            if problem is not None:
-                self.last_problem = f"wake: {problem}"
-            elif self.state is State.ASLEEP:
-                self.slept_at = None
-                gate.set_state(State.AWAKE, time.monotonic())
+            # Somebody else has woken them, and knows nothing of the instance. Its memory wakes in
+            # the state of waking, so nothing else puts the model to sleep or wakes it meanwhile.
+            self._are_engines_awake = True
+            gate.ask_wake(time.monotonic())
 
     async def _sleep(self) -> None:
         timeout_s = self.sleep_settings.sleep_timeout
@@ -216,15 +241,16 @@ class ServedModel:
 
     async def _wake(self) -> None:
         timeout_s = self.sleep_settings.wake_timeout
+        are_engines_awake, self._are_engines_awake = self._are_engines_awake, False
         problem = await self._memory_wakes()
-        if problem is None:
+        if problem is None and not are_engines_awake:
             problem = _first_problem(await self._at_all(self._calls.wake, timeout_s))
             if problem is not None:
                 await self._at_all(self._calls.sleep, timeout_s)
                 await self._memory_sleeps()
         self._note("wake", problem)
         if problem is None:
-            self.wakes += 1
+            self.wakes += not are_engines_awake
             self.slept_at = None
         self.gate.woken(None if problem is None else _wake_failed(), time.monotonic())
 
@@ -264,19 +290,20 @@ class ServedModel:
 
     async def wish_as_configured(self) -> None:
         """Tell its instance what the configuration says of its memory, if it is there."""
-        wish, name = self.settings.memory, self.settings.instance
-        if name is None or (wish.min, wish.limit, wish.priority) == (None, None, None):
-            return
-        try:
-            await asyncio.to_thread(
-                instance_memory.wish,
-                name,
-                limit_bytes=wish.limit,
-                min_bytes=wish.min,
-                priority=wish.priority,
-            )
-        except KvelasticError as error:
-            _log.warning("no wish was taken: %s", error, extra={"model": self.name})
+        async with self._wishing:  # of two at once the later one is the newer configuration's
+            wish, name = self.settings.memory, self.settings.instance
+            if name is None or (wish.min, wish.limit, wish.priority) == (None, None, None):
+                return
+            try:
+                await asyncio.to_thread(
+                    instance_memory.wish,
+                    name,
+                    limit_bytes=wish.limit,
+                    min_bytes=wish.min,
+                    priority=wish.priority,
+                )
+            except KvelasticError as error:
+                _log.warning("no wish was taken: %s", error, extra={"model": self.name})
 
     def _note(self, verb: str, problem: str | None) -> None:
         self.last_problem = None if problem is None else f"{verb}: {problem}"

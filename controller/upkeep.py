@@ -88,9 +88,12 @@ class Upkeep:
         sleep = self._front.settings.sleep
         instances = [m for m in self._front.fleet if m.settings.instance is not None]
         if sleep.auto and instances:
+            generations = {model: model.gate.generation for model in instances}
             asks, held = await asyncio.to_thread(instance_memory.pressure, sleep.pressure_after)
+            # Of a model that has slept or woken meanwhile another amount was read than it holds.
+            same = [model for model in instances if model.gate.generation == generations[model]]
             if asks:
-                self._relieve(instances, asks, held)
+                self._relieve(same, asks, held)
 
     def _relieve(
         self,

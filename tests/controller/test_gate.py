@@ -231,3 +231,35 @@ def test_whatever_happens_every_request_is_somewhere_once(steps: list[tuple[str,
         assert effects.said.count("wake") <= effects.said.count("sleep") * 100
         assert len(set(map(id, effects.admitted))) == len(effects.admitted)
         assert len(set(map(id, effects.refused))) == len(effects.refused)
+
+
+@given(
+    priorities=st.lists(st.integers(-2, 2), max_size=8),
+    gone=st.sets(st.integers(0, 7)),
+    room=st.integers(0, 4),
+    is_awake=st.booleans(),
+)
+def test_who_waits_moves_to_another_gate_with_its_order_and_its_deadline(
+    priorities: list[int], gone: set[int], room: int, is_awake: bool
+) -> None:
+    old, _ = asleep(by_hand=False, rules=Rules(min_sleep_s=60))
+    tickets = [Ticket(priority) for priority in priorities]
+    for number, ticket in enumerate(tickets):
+        old.arrive(ticket, float(number))
+    for number in gone & set(range(len(tickets))):
+        old.leave(tickets[number], 9.0)
+    left = [t for n, t in enumerate(tickets) if n not in gone]
+    effects = Written()
+    new = Gate(effects, Rules(max_in_flight=room, queue_limit=0))
+    new.state = State.AWAKE if is_awake else State.STARTING
+    new.adopt(old.take_waiting(), 10.0)
+    old.check_integrity()
+    new.check_integrity()
+    assert (old.queued, effects.refused) == (0, [])
+    if not is_awake:
+        assert (new.queued, effects.admitted) == (len(left), [])
+        new.set_state(State.AWAKE, 11.0)
+    while new.in_flight < len(left) and new.queued:
+        new.leave(effects.admitted[-1], 12.0)
+    assert effects.admitted == sorted(left, key=lambda t: (-t.priority, tickets.index(t)))
+    assert [t.deadline_s for t in tickets] == [n + 120.0 for n in range(len(tickets))]

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import signal
+from concurrent.futures import ThreadPoolExecutor
 
+import httpx
+import pytest
 from running import Controller, Engine, config_for, until
 
 
@@ -59,3 +62,48 @@ def test_keys_change_with_it() -> None:
         front.write(config_for(engine, auth={"api_keys": ["k"], "admin_keys": ["a"]}))
         assert front.post("/admin/reload").status_code == 200
         assert front.complete().status_code == 401
+
+
+@pytest.mark.parametrize("new_one_sleeps", [False, True])
+def test_who_waits_for_a_model_whose_engine_changes_gets_the_new_one(new_one_sleeps: bool) -> None:
+    with Engine() as old, Engine() as new, Controller(config_for(old)) as front:
+        assert front.post("/action/sleep/m").status_code == 200
+        old.change(wake_hold="w")
+        if new_one_sleeps:
+            httpx.post(new.url + "/sleep?level=1", timeout=30).raise_for_status()
+        with ThreadPoolExecutor(5) as pool:
+            waiting = [
+                pool.submit(
+                    httpx.post,
+                    front.url + "/v1/completions",
+                    json={"model": "m", "prompt": "x"},
+                    timeout=60,
+                )
+                for _ in range(5)
+            ]
+            until(lambda: front.get("/models").json()["models"]["m"]["queued"] == 5)
+            front.write(config_for(new))
+            assert front.post("/admin/reload").json()["changed"] == ["m"]
+            assert [each.result().status_code for each in waiting] == [200] * 5
+        assert (old.count("requests"), new.count("requests")) == (0, 5)
+        assert new.count("requests_while_asleep") == 0
+        old.release("w")
+
+
+def test_who_waits_for_a_model_that_is_gone_is_told_so() -> None:
+    with (
+        Engine("vllm", "one") as one,
+        Engine("vllm", "two") as two,
+        Controller(config_for(one)) as front,
+    ):
+        assert front.post("/action/sleep/one").status_code == 200
+        one.change(wake_hold="w")
+        with ThreadPoolExecutor(1) as pool:
+            body = {"model": "one", "prompt": "x"}
+            waiting = pool.submit(httpx.post, front.url + "/v1/completions", json=body, timeout=60)
+            until(lambda: front.get("/models").json()["models"]["one"]["queued"] == 1)
+            front.write(config_for(two))
+            front.post("/admin/reload")
+            answer = waiting.result()
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "model_removed")
+        one.release("w")

@@ -1,0 +1,103 @@
+"""What an engine said before a change does not undo the change."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+import pytest
+
+from kvelastic.controller.gate import State
+from kvelastic.controller.served_model import ServedModel
+from kvelastic.controller.settings import ModelSettings, SleepSettings
+
+
+class SlowCalls:
+    """An engine whose answers to `is_sleeping` come when the test lets them."""
+
+    def __init__(self) -> None:
+        self.asked: asyncio.Queue[asyncio.Future[bool]] = asyncio.Queue()
+        self.done: list[str] = []
+
+    async def is_sleeping(self, *_: Any) -> bool:
+        answer: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        self.asked.put_nowait(answer)
+        return await answer
+
+    async def sleep(self, *_: Any) -> None:
+        self.done.append("sleep")
+
+    async def wake(self, *_: Any) -> None:
+        self.done.append("wake")
+
+
+async def awake_model(calls: SlowCalls) -> ServedModel:
+    settings = ModelSettings(name="m", engine="vllm", url="http://127.0.0.1:1")
+    model = ServedModel(settings, SleepSettings(), calls)  # type: ignore[arg-type]
+    first = asyncio.create_task(model.look_at_first())
+    (await calls.asked.get()).set_result(False)
+    await first
+    assert model.state is State.AWAKE
+    return model
+
+
+async def sleep(model: ServedModel) -> None:
+    assert model.gate.ask_sleep(time.monotonic(), by_hand=True) is None
+    await model.settled()
+    assert model.state is State.ASLEEP
+
+
+@pytest.mark.parametrize("answer", [False, True])
+def test_an_answer_from_before_a_sleep_or_wake_is_dropped(answer: bool) -> None:
+    async def run() -> None:
+        calls = SlowCalls()
+        model = await awake_model(calls)
+        if answer:
+            await sleep(model)
+        look = asyncio.create_task(model.find_state())
+        asked = await calls.asked.get()  # it says how it is now, and the answer is on its way
+        if answer:
+            assert model.gate.ask_wake(time.monotonic()) is None
+            await model.settled()
+        else:
+            await sleep(model)
+        asked.set_result(answer)
+        await look
+        await model.settled()
+        assert model.state is (State.AWAKE if answer else State.ASLEEP)
+
+    asyncio.run(run())
+
+
+def test_the_same_state_of_a_later_time_is_another_one() -> None:
+    async def run() -> None:
+        calls = SlowCalls()
+        model = await awake_model(calls)
+        await sleep(model)
+        look = asyncio.create_task(model.find_state())
+        asked = await calls.asked.get()
+        assert model.gate.ask_wake(time.monotonic()) is None
+        await model.settled()
+        await sleep(model)
+        asked.set_result(False)  # it was awake in between
+        await look
+        await model.settled()
+        assert model.state is State.ASLEEP
+
+    asyncio.run(run())
+
+
+def test_an_answer_of_this_generation_counts() -> None:
+    async def run() -> None:
+        calls = SlowCalls()
+        model = await awake_model(calls)
+        await sleep(model)
+        look = asyncio.create_task(model.find_state())
+        (await calls.asked.get()).set_result(False)
+        await look
+        await model.settled()
+        assert model.state is State.AWAKE
+        assert calls.done == ["sleep"]  # somebody else has woken the engine
+
+    asyncio.run(run())
