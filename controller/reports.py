@@ -47,6 +47,7 @@ def model_of(model: ServedModel) -> dict[str, Any]:
         "pinned": settings.pin,
         "ttl_seconds": candidate_of(model).idle_after_s,
         "can_sleep": model.kind.can_sleep,
+        "launched": settings.launch is not None,
         "last_problem": model.last_problem,
     }
 

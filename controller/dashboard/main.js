@@ -30,6 +30,7 @@ function afterAction(error) {
 }
 
 async function look() {
+  const askedAt = performance.now();
   try {
     const [served, traffic, memory, ledgers, past] = await Promise.all([
       read("/models"),
@@ -40,7 +41,7 @@ async function look() {
     ]);
     history.take(past);
     devices.update(ledgers.devices, history);
-    models.update(served.models, traffic.traffic_stats, memory.models);
+    models.update(served.models, traffic.traffic_stats, memory.models, askedAt);
     // It may have been hidden while the answers were on their way.
     if (document.hidden) link("paused", "Paused");
     else link("live", `Live, ${clock(Date.now() / 1000)}`);

@@ -1,5 +1,6 @@
 // A row a model: how it is, what goes through it, how long that takes, its memory, its actions.
 
+import { Answer } from "./answer.js";
 import { ApiError, call, pathOf } from "./api.js";
 import { byId, make, mark, reconcile, say } from "./dom.js";
 import { duration, number } from "./format.js";
@@ -23,11 +24,12 @@ export class Models {
     this.showLogs = showLogs;
   }
 
-  /** Answers of /models, /traffic/stats and /memory. */
-  update(models, traffic, memory) {
+  /** Answers of /models, /traffic/stats and /memory, which were asked for at `askedAt`. */
+  update(models, traffic, memory, askedAt) {
     const items = Object.entries(models).map(([name, model]) => [
       name,
       {
+        askedAt,
         model,
         traffic: traffic[name],
         memory: model.instance === null ? undefined : memory[name],
@@ -67,12 +69,12 @@ class Row {
     this.wish = new Wish(name, told);
     this.sleep = this.button("Sleep", "sleep");
     this.wake = this.button("Wake", "wakeup");
-    const logs = make(
+    this.logs = make(
       "button",
       { type: "button", "aria-label": `Logs of ${name}`, onclick: () => showLogs(name) },
       "Logs",
     );
-    this.answer = make("p", { class: "answer", role: "status" });
+    this.answer = new Answer();
     this.element = make(
       "tr",
       { role: "row" },
@@ -87,12 +89,16 @@ class Row {
       cell("Traffic", this.traffic.element),
       cell("Latency", this.latency),
       cell("Memory", this.wish.element),
-      cell("Actions", make("div", { class: "buttons" }, this.sleep, this.wake, logs), this.answer),
+      cell(
+        "Actions",
+        make("div", { class: "buttons" }, this.sleep, this.wake, this.logs),
+        this.answer.element,
+      ),
     );
     this.element.dataset.model = name;
   }
 
-  update({ model, traffic, memory }) {
+  update({ askedAt, model, traffic, memory }) {
     this.model = model;
     mark(this.state, "data-state", model.state);
     say(this.state, STATES[model.state] ?? model.state);
@@ -107,7 +113,13 @@ class Row {
     });
     this.traffic.warn("failed", traffic?.failed_requests > 0);
     this.paintLatency(traffic);
-    this.wish.update(memory, model.instance);
+    this.wish.update(memory, model.instance, askedAt);
+    this.logs.hidden = !model.launched;
+    this.answer.look(askedAt, {
+      state: model.state,
+      isBusy: model.in_flight + model.queued > 0,
+      problem: model.last_problem,
+    });
     this.enable();
   }
 
@@ -170,7 +182,7 @@ class Row {
     if (button.getAttribute("aria-disabled") === "true") return;
     this.isActing = true;
     this.enable();
-    this.tell("wait", action === "sleep" ? "Falling asleep …" : "Waking …");
+    this.answer.tell("wait", action === "sleep" ? "Falling asleep …" : "Waking …");
     let failure = null;
     try {
       const { body } = await call(
@@ -179,13 +191,11 @@ class Row {
         undefined,
         ACTION_TIMEOUT_MS,
       );
-      this.tell(
-        body.success ? "ok" : "no",
-        body.success ? body.message : `Not done: ${body.message}`,
-      );
+      if (body.success) this.answer.tell("ok", body.message, ({ state }) => state === body.state);
+      else this.answer.tell("no", `Not done: ${body.message}`);
     } catch (error) {
       if (!(error instanceof ApiError)) throw error;
-      this.tell("no", `Not done: ${error.message}`);
+      this.answer.tell("no", `Not done: ${error.message}`);
       failure = error.asksForKey ? error : null;
     }
     this.isActing = false;
@@ -193,10 +203,6 @@ class Row {
     this.told(failure);
   }
 
-  tell(kind, text) {
-    mark(this.answer, "data-kind", kind);
-    say(this.answer, text);
-  }
 }
 
 function aboutOf(model, traffic) {

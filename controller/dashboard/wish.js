@@ -1,6 +1,7 @@
 // A model's memory: what it holds, and two sliders whose new value is sent as a wish when they are
 // let go. The answer stands below them, in words.
 
+import { Answer } from "./answer.js";
 import { ApiError, call, pathOf } from "./api.js";
 import { make, mark, say } from "./dom.js";
 import { bytes, exactBytes } from "./format.js";
@@ -21,13 +22,13 @@ export class Wish {
     this.row = null;
     this.waiting = null; // what to send when the answer to the last wish has come
     this.isSending = false;
-    this.promised = null; // the wish's part that is not in force yet
+    this.promised = null; // {words, revision} of the wish that is not in force yet
     this.parts = PARTS.map(([, shade]) => make("span", { class: shade }));
     this.bar = make("div", { class: "bar", "aria-hidden": "true" }, ...this.parts);
     this.min = new Setting("min", "Min", model, (wish) => this.send(wish));
     this.limit = new Setting("limit", "Limit", model, (wish) => this.send(wish));
     this.facts = make("p", { class: "held dim" });
-    this.answer = make("p", { class: "answer", role: "status" });
+    this.answer = new Answer();
     this.controls = make(
       "div",
       { class: "settings" },
@@ -42,15 +43,19 @@ export class Wish {
       this.none,
       this.controls,
       this.facts,
-      this.answer,
+      this.answer.element,
     );
   }
 
-  /** `row` is the instance's of /memory: null if it is not there, undefined if there is none. */
-  update(row, instance) {
+  /**
+   * `row` is the instance's of /memory: null if it is not there, undefined if there is none. It
+   * was asked for at `askedAt`.
+   */
+  update(row, instance, askedAt) {
     this.row = row ?? null;
     this.controls.hidden = this.facts.hidden = !row;
     this.none.hidden = Boolean(row);
+    this.answer.look(askedAt, { revision: row?.revision, asleep: row?.asleep });
     if (!row) {
       say(
         this.none,
@@ -66,24 +71,32 @@ export class Wish {
     const effective = row.asleep ? null : row.effective_limit_bytes; // which is 0 in sleep
     const limit = row.wished_limit_bytes ?? row.limit_bytes ?? effective ?? capacity;
     this.limit.update(limit, capacity, row.page_bytes ?? 1);
+    const isLimited = effective !== null && effective < capacity;
+    const most = isLimited ? `its limit of ${bytes(effective)}` : bytes(capacity);
     const held =
-      `${bytes(row.mapped_bytes)} of ${bytes(capacity)}: ${bytes(row.in_use_bytes)} in use, ` +
-      `${bytes(row.cached_bytes)} cached, ${bytes(row.parked_bytes)} parked`;
+      `${bytes(row.mapped_bytes)}${row.asleep ? "" : ` of ${most}`}: ` +
+      `${bytes(row.in_use_bytes)} in use, ${bytes(row.cached_bytes)} cached, ` +
+      `${bytes(row.parked_bytes)} parked`;
     const whatFor = row.asleep ? "to be given back" : "over its limit";
     const over = row.over_bytes ? `; ${bytes(row.over_bytes)} ${whatFor}` : "";
     const asks = row.ask_bytes ? `; it waits for ${bytes(row.ask_bytes)}` : "";
     const sleep = row.asleep ? ". Asleep: its limit counts when it wakes" : "";
     say(this.facts, held + over + asks + sleep);
-    if (this.promised && row.state === "applied") {
-      this.tell("ok", `In force now: ${this.promised}.`);
+    if (this.promised && askedAt >= this.answer.toldAt) this.follow(row, this.promised);
+  }
+
+  /** What has come of a wish that was not in force when it was answered. */
+  follow(row, { words, revision }) {
+    if (row.revision !== revision) {
+      this.answer.tell("no", "Overtaken: somebody else has wished something later.");
       this.promised = null;
-    } else if (this.promised && row.state === "shrinking") {
-      this.tell(
-        "wait",
-        `Taken: ${this.promised}. ${bytes(row.over_bytes)} still to be given back.`,
-      );
-    } else if (this.promised && row.state === "refused") {
-      this.tell("no", `Refused: ${row.reason}`);
+    } else if (row.state === "applied") {
+      this.answer.tell("ok", `In force now: ${words}.`);
+      this.promised = null;
+    } else if (row.state === "shrinking") {
+      this.answer.tell("wait", `Taken: ${words}. ${bytes(row.over_bytes)} still to be given back.`);
+    } else if (row.state === "refused") {
+      this.answer.tell("no", `Refused: ${row.reason}`);
       this.promised = null;
     }
   }
@@ -100,7 +113,7 @@ export class Wish {
       Object.keys(body).forEach((key) => sent.add(key));
       const words = wordsOf(body);
       this.promised = null;
-      this.tell("wait", `Asking for ${words} …`);
+      this.answer.tell("wait", `Asking for ${words} …`);
       try {
         const { body: answer } = await call("PATCH", pathOf("/memory/", this.model), {
           ...body,
@@ -109,7 +122,7 @@ export class Wish {
         this.hear(answer, body, words);
       } catch (error) {
         if (!(error instanceof ApiError)) throw error;
-        this.tell("no", `Not done: ${error.message}`);
+        this.answer.tell("no", `Not done: ${error.message}`);
         if (error.asksForKey) this.told(error);
       }
     }
@@ -120,30 +133,25 @@ export class Wish {
 
   hear({ answer }, body, words) {
     if (answer.state === "applied" && answer.asleep) {
-      this.tell("ok", `Applied: ${words}. The model sleeps; its limit counts when it wakes.`);
+      this.answer.tell("ok", `Applied: ${words}. The model sleeps; its limit counts when it wakes.`);
     } else if (answer.state === "applied") {
       const effective = answer.effective_limit_bytes;
       const rounded = typeof body.limit === "number" && effective !== body.limit;
-      this.tell(
+      this.answer.tell(
         "ok",
         `Applied: ${words}${rounded ? `, in whole pages of its device ${bytes(effective)}` : ""}.`,
       );
     } else if (answer.state === "shrinking") {
-      this.promised = words;
-      this.tell("wait", `Taken: ${words}. ${bytes(answer.over_bytes)} still to be given back.`);
+      this.promised = { words, revision: answer.wished_revision };
+      this.answer.tell("wait", `Taken: ${words}. ${bytes(answer.over_bytes)} still to be given back.`);
     } else if (answer.state === "pending") {
-      this.promised = words;
-      this.tell("wait", `Sent: ${words}. The instance has not answered yet.`);
+      this.promised = { words, revision: answer.wished_revision };
+      this.answer.tell("wait", `Sent: ${words}. The instance has not answered yet.`);
     } else if (answer.state === "overtaken") {
-      this.tell("no", "Overtaken: somebody else has wished something later.");
+      this.answer.tell("no", "Overtaken: somebody else has wished something later.");
     } else {
-      this.tell("no", `Refused: ${answer.reason || answer.state}`);
+      this.answer.tell("no", `Refused: ${answer.reason || answer.state}`);
     }
-  }
-
-  tell(kind, text) {
-    mark(this.answer, "data-kind", kind);
-    say(this.answer, text);
   }
 }
 

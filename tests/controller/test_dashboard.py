@@ -12,7 +12,8 @@ from pathlib import Path
 import httpx
 import pytest
 from browser import Browser, Shown, expect
-from running import Controller, Engine, config_for, until
+from running import FAKES, Controller, Engine, config_for, until
+from test_launch import free_port
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "programs"))
 from ledger_instance import PAGE_BYTES, Instance
@@ -32,9 +33,9 @@ def browser() -> Iterator[Browser]:
 
 
 @pytest.fixture(scope="module")
-def engines() -> Iterator[tuple[Engine, Engine]]:
-    with Engine("vllm", "org/m") as first, Engine("openai", HOSTILE) as second:
-        yield first, second
+def engines() -> Iterator[tuple[Engine]]:
+    with Engine("vllm", "org/m") as engine:
+        yield (engine,)
 
 
 @pytest.fixture(scope="module")
@@ -44,15 +45,26 @@ def instance() -> Iterator[Instance]:
 
 
 @pytest.fixture(scope="module")
-def front(engines: tuple[Engine, Engine], instance: Instance) -> Iterator[Controller]:
+def front(
+    engines: tuple[Engine], instance: Instance, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Controller]:
+    """One engine that runs already, and one that the controller launches."""
     config = config_for(*engines)
     config["models"][0] |= {"instance": instance.name, "aliases": ["short"]}
+    command = [sys.executable, str(FAKES / "engine.py"), "--kind=openai", f"--model={HOSTILE}"]
+    launch = {
+        "command": [*command, "--port={port}"],
+        "port": free_port(),
+        "log_file": str(tmp_path_factory.mktemp("engine") / "log"),
+    }
+    config["models"].append({"name": HOSTILE, "engine": "openai", "launch": launch})
     with Controller(config) as front:
+        until(lambda: front.state(HOSTILE) == "awake")
         yield front
 
 
 @pytest.fixture
-def engine(engines: tuple[Engine, Engine], front: Controller) -> Engine:
+def engine(engines: tuple[Engine], front: Controller) -> Engine:
     """The first one, awake and with all of its device, whatever the last test did."""
     engines[0].reset()
     assert front.post("/action/wakeup/org/m").status_code == 200
@@ -126,7 +138,7 @@ def test_a_hostile_name_is_text(page: Shown) -> None:
     assert page.page.locator("#rows img, #rows b").count() == 0
     page.page.get_by_role("button", name=f"Logs of {HOSTILE}").click()
     expect(page.page.locator("#logs-title")).to_have_text(f"Logs of {HOSTILE}")
-    expect(page.page.locator("#logs-problem")).to_contain_text("not launched here")
+    expect(page.page.locator("#logs-lines")).to_contain_text("ready ")
     expect(page.row(HOSTILE).get_by_role("button", name="Sleep")).to_have_attribute(
         "title", "An engine of the kind openai cannot sleep."
     )
@@ -183,6 +195,45 @@ def test_a_sleep_that_is_refused_says_why(page: Shown, front: Controller, engine
     row.get_by_role("button", name="Sleep org/m").click()
     expect(row.locator(".state")).to_have_text("asleep")
     expect(row.locator(".problem")).to_be_empty()
+
+
+def test_logs_are_offered_of_engines_that_are_launched_here_only(page: Shown) -> None:
+    expect(page.row(HOSTILE).get_by_role("button", name="Logs")).to_be_visible()
+    expect(page.row("org/m").get_by_role("button", name="Sleep")).to_be_visible()
+    assert page.row("org/m").get_by_role("button", name="Logs").count() == 0
+
+
+def test_an_answer_goes_when_it_is_no_longer_true(
+    page: Shown, front: Controller, engine: Engine
+) -> None:
+    row = page.row("org/m")
+    answer = row.locator("td:last-child .answer")
+    row.get_by_role("button", name="Sleep org/m").click()
+    expect(answer).to_have_text("The model is asleep.")
+    assert front.complete("org/m").status_code == 200  # a request wakes it
+    expect(row.locator(".state")).to_have_text("awake")
+    expect(answer).to_be_empty()
+    # A refusal goes with its reason.
+    body = {"model": "org/m", "prompt": "x", "fake": {"hold": "it"}}
+    with httpx.Client(base_url=front.url, timeout=30) as client:
+        busy = threading.Thread(target=lambda: client.post("/v1/completions", json=body))
+        busy.start()
+        until(lambda: "it" in engine.state()["held"])
+        row.get_by_role("button", name="Sleep org/m").click()
+        expect(answer).to_contain_text("Not done: ")
+        engine.release("it")
+        busy.join()
+    expect(answer).to_be_empty()
+    # What was applied is no longer in force when somebody else has wished another thing.
+    text = row.get_by_label("Limit of org/m, as text")
+    text.fill("128M")
+    text.press("Enter")
+    wish = row.locator(".wish .answer")
+    expect(wish).to_have_text("Applied: limit 128M.")
+    expect(row.locator(".held")).to_contain_text("of its limit of 128 MiB: ")
+    front.client.patch("/memory/org/m", json={"limit": 256 * MIB, "wait": "5s"})
+    expect(wish).to_be_empty()
+    expect(row.locator(".held")).to_contain_text("of 256 MiB: ")
 
 
 def test_a_slider_sends_the_wish_and_shows_the_answer(page: Shown, front: Controller) -> None:
@@ -290,12 +341,12 @@ def test_everything_works_by_the_keyboard_alone(page: Shown, front: Controller) 
     tab_to("Wake org/m")
     keyboard.press("Space")
     expect(page.row("org/m").locator(".state")).to_have_text("awake")
-    tab_to("Logs of org/m")
+    tab_to(f"Logs of {HOSTILE}")
     keyboard.press("Enter")
     expect(page.page.locator("#logs")).to_be_visible()
     keyboard.press("Escape")
     expect(page.page.locator("#logs")).to_be_hidden()
-    assert page.page.evaluate(focused) == "Logs of org/m"
+    assert page.page.evaluate(focused) == f"Logs of {HOSTILE}"
 
 
 HIDE = """
@@ -342,8 +393,8 @@ def test_how_it_looks(
         assert page.unnamed() == []
         ground = page.page.evaluate("getComputedStyle(document.body).backgroundColor")
         assert (int(re.findall(r"\d+", ground)[0]) < 128) == (scheme == "dark")
-        page.page.get_by_role("button", name="Logs of org/m").click()
-        expect(page.page.locator("#logs-problem")).to_contain_text("not launched here")
+        page.page.get_by_role("button", name=f"Logs of {HOSTILE}").click()
+        expect(page.page.locator("#logs-lines")).to_contain_text("ready ")
         assert not page.has_overflow()
         assert page.pale() == []
         assert page.problems == []
