@@ -34,6 +34,7 @@ def main(path: Path | None, check: bool, schema: bool) -> None:
     """
     try:
         from kvelastic.controller import settings_file
+        from kvelastic.controller.settings_warnings import warnings_of
     except ImportError as error:
         _fail(f"{error}: the controller needs `pip install kvelastic[controller]`", EXIT_FAILED)
     if schema:
@@ -45,6 +46,8 @@ def main(path: Path | None, check: bool, schema: bool) -> None:
         if check:
             settings = settings_file.load(path)
             click.echo(f"{path}: {len(settings.models)} models, no fault.")
+            for warning in warnings_of(settings):
+                click.echo(f"Warning: {warning}", err=True)
             return
         from kvelastic.controller.server import run
 

@@ -1,11 +1,18 @@
 """A launched engine: started in a process group of its own, watched, started again, ended.
 
-process = EngineProcess(model, calls)
+process = EngineProcess(model, calls, settings, source)
 process.start()          # a task of the loop from now on
 await process.stop()     # SIGTERM, and SIGKILL to what is left of its group
 
 The engine's gate follows: STARTING until the health route answers, then AWAKE, DOWN while it does
 not run. Its output is appended to a file, which /admin/models/{model}/logs shows the end of.
+
+Before each start its port is looked at:
+
+    an engine whose controller is gone  ->  ended, or adopted (`launch.orphan`)
+    anybody else who listens there      ->  an error that names the process; tried again later
+
+An engine that answers on its health route is ready once the port is known to be its own.
 """
 
 from __future__ import annotations
@@ -14,21 +21,31 @@ import asyncio
 import logging
 import os
 import re
-import tempfile
 import time
 from collections import deque
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import IO, Final
 
+from kvelastic.controller import launch_record
 from kvelastic.controller.engine_calls import EngineCalls
 from kvelastic.controller.gate import State
+from kvelastic.controller.launch_environment import (
+    ENGINE_KEY_VARIABLE,
+    engine_environment,
+    new_engine_key,
+)
 from kvelastic.controller.launch_policy import Restarts
+from kvelastic.controller.launch_record import LaunchedEngine, Mark, Record
+from kvelastic.controller.listeners import listeners
 from kvelastic.controller.open_files import OpenFiles
-from kvelastic.controller.process_group import end_group
+from kvelastic.controller.process_group import ForeignProcess, Leader, end_group, end_processes
 from kvelastic.controller.refusal import Refusal
 from kvelastic.controller.served_model import ServedModel
-from kvelastic.controller.settings import LaunchSettings
+from kvelastic.controller.settings import LaunchSettings, Settings
+from kvelastic.errors import ControllerError, PortTakenError
+from kvelastic.lease import ProcessIdentity
 
 _log = logging.getLogger("kvelastic.controller")
 
@@ -41,18 +58,35 @@ _SHOWN_BYTES: Final = 256 << 10
 class EngineProcess:
     """See the module; owned by the loop."""
 
-    def __init__(self, model: ServedModel, calls: EngineCalls, files: OpenFiles) -> None:
+    def __init__(
+        self,
+        model: ServedModel,
+        calls: EngineCalls,
+        files: OpenFiles,
+        settings: Callable[[], Settings],
+        source: str,
+    ) -> None:
+        """`settings` are those that hold when it is called; `source` is their file."""
         launch = model.settings.launch
         assert launch is not None
         self.launch: LaunchSettings = launch
         self.log_path = _log_path(model.name, launch)
+        self.mark = Mark(
+            source=source,
+            model=model.name,
+            port=launch.port,
+            launch_digest=launch_record.launch_digest(model.settings),
+            controller=ProcessIdentity.of_this_process(),
+        )
         self.pid: int | None = None
         self.starts = 0
         self._model = model
         self._calls = calls
         self._files = files
+        self._settings = settings
         self._restarts = Restarts(launch.backoff, launch.backoff_max)
-        self._process: asyncio.subprocess.Process | None = None
+        self._process: Leader | None = None
+        self._record: Record | None = None
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -83,76 +117,170 @@ class EngineProcess:
             self._set(State.STARTING)
             ready_s = None
             try:
-                await self._spawn()
+                if not await self._adopt():
+                    await self._spawn()
                 if await self._is_ready():
                     ready_s = time.monotonic()
                     await self._model.find_state()
                     await self._model.wish_as_configured()
+                    self._model.last_problem = None
                     self._set(State.AWAKE)
-                    _log.info("engine is ready", extra={"model": self._model.name})
+                    _log.info("engine is ready", extra=self._extra)
                     assert self._process is not None
                     await self._process.wait()
-            except OSError as error:
-                self._model.last_problem = f"launch: {error.strerror}"
-                _log.error("cannot start: %s", error, extra={"model": self._model.name})
-            code = None if self._process is None else self._process.returncode
-            self._set(State.DOWN)
-            await self._end_group()
+            except (OSError, ControllerError) as error:
+                problem = f"cannot start: {error}"
+            else:
+                problem = self._how_it_ended()
+            self._model.last_problem = f"launch: {problem}"
             served_s = 0.0 if ready_s is None else time.monotonic() - ready_s
             wait_s = self._restarts.ended(served_s)
-            if code is not None:
-                self._model.last_problem = f"launch: the engine ended with {code}"
-            _log.warning(
-                "engine ended (%s)%s",
-                "was not ready in time" if code is None else code,
-                f"; starts again in {wait_s:g} s" if self.launch.restart else "",
-                extra={"model": self._model.name},
-            )
+            again = f"; starts again in {wait_s:g} s" if self.launch.restart else ""
+            _log.warning("%s%s", problem, again, extra=self._extra)
+            self._set(State.DOWN)
+            await self._end_group()
             if not self.launch.restart:
                 return
             await asyncio.sleep(wait_s)
 
+    def _how_it_ended(self) -> str:
+        code = None if self._process is None else self._process.returncode
+        if code is None:
+            return "the engine was not ready in time"
+        if isinstance(self._process, ForeignProcess):
+            return "the engine, which was adopted, ended; its exit code is not known"
+        return f"the engine ended with {code}"
+
+    async def _adopt(self) -> bool:
+        """Deal with what has its port. True: an engine that is taken over as it is.
+
+        Raises `PortTakenError`.
+        """
+        self._process = self._record = None
+        for engine in await asyncio.to_thread(launch_record.find_engines):
+            if engine.mark.port != self.launch.port or not engine.is_orphan:
+                continue
+            if self.launch.orphan == "adopt" and self._take(engine):
+                _log.warning(
+                    "adopts process %d, an engine that a controller has left behind",
+                    self.pid,
+                    extra=self._extra,
+                )
+                return True
+            await end_orphan(engine, self.launch.stop_timeout)
+        for listener in await asyncio.to_thread(listeners, self.launch.port):
+            raise PortTakenError(f"port {self.launch.port} is taken by {listener}")
+        return False
+
+    def _take(self, engine: LaunchedEngine) -> bool:
+        """Whether it is what would be started, and can be spoken to."""
+        key = engine.variable(ENGINE_KEY_VARIABLE)
+        same = (engine.mark.model, engine.mark.launch_digest) == (
+            self.mark.model,
+            self.mark.launch_digest,
+        )
+        if engine.leader is None or key is None or not same:
+            return False
+        try:
+            self._process = ForeignProcess(engine.leader)
+        except ProcessLookupError:
+            return False
+        self._begin(engine.leader.pid, key, Record(self.mark, engine.leader))
+        return True
+
     async def _spawn(self) -> None:
         port = str(self.launch.port)
         command = [word.replace("{port}", port) for word in self.launch.command]
-        self._process = None
+        key = new_engine_key(self._model.settings)
+        if self.launch.log_file is None:
+            launch_record.make_folder()
         with _open_log(self.log_path) as log:
-            self._process = await asyncio.create_subprocess_exec(
+            process = await asyncio.create_subprocess_exec(
                 *command,
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                env={**os.environ, **self.launch.env},
+                env=engine_environment(
+                    os.environ, self._settings(), self._model.settings, key, self.mark.to_text()
+                ),
                 cwd=self.launch.cwd,
                 start_new_session=True,
             )
-        self.pid = self._process.pid
-        self._files.give_back(self.pid)
+        self._files.give_back(process.pid)
+        self._process = process
+        self._begin(process.pid, key, Record.of(self.mark, process.pid))
         self.starts += 1
 
+    def _begin(self, pid: int, key: str, record: Record) -> None:
+        self.pid = pid
+        self._model.engine_key = key
+        self._record = record
+        try:
+            launch_record.write(record)
+        except (OSError, ControllerError) as error:
+            # Its mark says the same.
+            _log.warning("no record of the engine: %s", error, extra=self._extra)
+
     async def _is_ready(self) -> bool:
-        """Wait for the health route; False when the engine ends or takes too long."""
-        process, settings = self._process, self._model.settings
+        """Wait for the health route; False when the engine ends or takes too long.
+
+        Raises `PortTakenError` where it is somebody else who answers.
+        """
+        process, model = self._process, self._model
         assert process is not None
         end_s = time.monotonic() + self.launch.ready_timeout
         pause_s = HEALTH_EVERY_S
         while process.returncode is None and time.monotonic() < end_s:
-            address = settings.addresses[0]
-            if await self._calls.is_healthy(address, settings.health, settings.api_key, 2.0):
-                # Somebody else's server may have the port: ours must be alive beside it.
-                return process.returncode is None
+            address = model.settings.addresses[0]
+            if (
+                await self._calls.is_healthy(address, model.settings.health, model.api_key, 2.0)
+                and await self._owns_port(process.pid)
+                and process.returncode is None
+            ):
+                return True
             with suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(process.wait(), pause_s)
             pause_s = min(HEALTH_MOST_S, pause_s * 1.5)
         return False
 
+    async def _owns_port(self, leader: int) -> bool:
+        """Whether the process or one of its own listens, and nobody else does."""
+        port = self.launch.port
+
+        def look() -> bool:
+            found = listeners(port)
+            for listener in found:
+                if not listener.belongs_to(leader):
+                    raise PortTakenError(
+                        f"port {port} is taken by {listener}, which is not of the launched engine"
+                    )
+            if any(listener.is_public for listener in found):
+                _log.warning(
+                    "the engine listens on all interfaces (--host 127.0.0.1 is missing)",
+                    extra=self._extra,
+                )
+            return bool(found)
+
+        return await asyncio.to_thread(look)
+
     async def _end_group(self) -> None:
         """The engine and all its processes, so that no worker of it is left."""
-        process, self.pid = self._process, None
-        if process is None:
-            return
-        await end_group(process, self.launch.stop_timeout)
-        self._process = None
+        process, record = self._process, self._record
+        self.pid = self._process = self._record = None
+        self._model.engine_key = None
+        if process is not None and not isinstance(process, ForeignProcess):
+            await end_group(process, self.launch.stop_timeout)
+        # Those that have left the group, and all of an engine that was adopted.
+        leader = None if record is None else record.leader
+        for engine in await asyncio.to_thread(launch_record.find_engines):
+            if engine.mark == self.mark or (leader is not None and engine.leader == leader):
+                await end_processes(engine.leader, engine.processes, self.launch.stop_timeout)
+        if record is not None:
+            await asyncio.to_thread(launch_record.remove, record)
+
+    @property
+    def _extra(self) -> dict[str, str]:
+        return {"model": self._model.name}
 
     def _set(self, state: State) -> None:
         why = Refusal(503, "model_down", "The model's engine has ended.", retry_after_s=5.0)
@@ -164,12 +292,23 @@ class EngineProcess:
             gate.set_state(state, time.monotonic(), why)
 
 
+async def end_orphan(engine: LaunchedEngine, stop_timeout_s: float) -> None:
+    """End an engine whose controller is gone, with all its processes; says so in the log."""
+    pids = ", ".join(str(each.pid) for each in engine.processes[:10])
+    _log.warning(
+        "ends an engine that a controller has left behind on port %d (process %s)",
+        engine.mark.port,
+        pids,
+        extra={"model": engine.mark.model},
+    )
+    await end_processes(engine.leader, engine.processes, stop_timeout_s)
+
+
 def _log_path(name: str, launch: LaunchSettings) -> Path:
     if launch.log_file is not None:
         return Path(launch.log_file)
     plain = re.sub(r"[^A-Za-z0-9._-]+", "_", name)[:64]
-    folder = Path(tempfile.gettempdir()) / f"kvelastic-controller-{os.geteuid()}"
-    return folder / f"{plain}-{launch.port}.log"
+    return launch_record.folder() / f"{plain}-{launch.port}.log"
 
 
 def _open_log(path: Path) -> IO[bytes]:

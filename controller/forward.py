@@ -176,7 +176,7 @@ class Forwarder:
         keys = self._front.keys
         headers = to_engine(
             scope["headers"],
-            api_key=settings.api_key,
+            api_key=model.api_key,
             drop_authorization=keys.has_api_keys,
             carries_key=keys.carries_key if keys else None,
         )

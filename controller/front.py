@@ -15,9 +15,10 @@ from collections.abc import Callable
 
 import aiohttp
 
+from kvelastic.controller import launch_record
 from kvelastic.controller.connections import Connections
 from kvelastic.controller.engine_calls import EngineCalls
-from kvelastic.controller.engine_process import EngineProcess
+from kvelastic.controller.engine_process import EngineProcess, end_orphan
 from kvelastic.controller.fleet import NOT_SERVED, SHUTTING_DOWN, Fleet
 from kvelastic.controller.forward import Forwarder
 from kvelastic.controller.keys import Keys
@@ -26,7 +27,7 @@ from kvelastic.controller.open_files import OpenFiles
 from kvelastic.controller.origins import Origins
 from kvelastic.controller.request_log import RequestLog
 from kvelastic.controller.served_model import ServedModel
-from kvelastic.controller.settings import ModelSettings, Settings
+from kvelastic.controller.settings import LaunchSettings, ModelSettings, Settings
 from kvelastic.controller.upkeep import Upkeep
 from kvelastic.errors import ControllerError
 
@@ -46,8 +47,10 @@ class Front:
         log: RequestLog,
         files: OpenFiles,
         *,
+        source: str = "",
         read_settings: Callable[[], Settings] | None = None,
     ) -> None:
+        """`source` names the configuration, in the marks of engines that are launched."""
         self.settings = settings
         self.origins = Origins(settings.server)
         self.keys = Keys(settings.auth, self.origins)
@@ -62,6 +65,7 @@ class Front:
         self.reloads = 0
         self.processes: dict[ServedModel, EngineProcess] = {}
         """Of the models whose engines are launched here."""
+        self._source = source
         self._read_settings = read_settings
         self._reloading = asyncio.Lock()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -83,6 +87,7 @@ class Front:
         await asyncio.gather(*(self._greet(model) for model in models))
         self.upkeep.start()
         self.connections.start()
+        self._start(self._end_left_behind())
 
     def refuse_new(self) -> None:
         """The end is near: new requests, and those that wait, are told so."""
@@ -183,10 +188,23 @@ class Front:
 
     async def _greet(self, model: ServedModel) -> None:
         if model.settings.launch is not None:
-            process = self.processes[model] = EngineProcess(model, self.calls, self.files)
+            process = self.processes[model] = EngineProcess(
+                model, self.calls, self.files, lambda: self.settings, self._source
+            )
             process.start()
             return
         await model.look_at_first()
+
+    async def _end_left_behind(self) -> None:
+        """Engines of models that have gone from the configuration since a controller was killed.
+
+        Others are in the way of an engine that is launched, which deals with them.
+        """
+        for engine in await asyncio.to_thread(launch_record.find_engines):
+            ports = {m.settings.launch.port for m in self.fleet if m.settings.launch is not None}
+            mark = engine.mark
+            if mark.source == self._source and mark.port not in ports and engine.is_orphan:
+                await end_orphan(engine, LaunchSettings.model_fields["stop_timeout"].default)
 
     async def _part(self, model: ServedModel, drain_s: float) -> None:
         """Let go of a model: those that wait are refused, those that run have `drain_s`."""

@@ -11,19 +11,75 @@ import asyncio
 import os
 import signal
 import time
-from asyncio.subprocess import Process
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
-from typing import Final
+from typing import Final, Protocol
+
+from kvelastic.lease import ProcessIdentity, start_time_ticks
 
 _LOOK_EVERY_S: Final = 0.02
 _AFTER_LEADER_S: Final = 2.0
 """At least so long the others have after their leader has gone."""
+_AFTER_KILL_S: Final = 5.0
+"""The kernel may need a while to take a large process apart."""
 _STATE_FIELD, _GROUP_FIELD = 0, 2
 """In /proc/PID/stat, counted after the name (proc_pid_stat(5))."""
 
 
-async def end_group(leader: Process, stop_timeout_s: float) -> None:
+class Leader(Protocol):
+    """What is needed of the process that began a group: `asyncio.subprocess.Process` has it."""
+
+    @property
+    def pid(self) -> int:
+        """Its number, and its group's."""
+
+    @property
+    def returncode(self) -> int | None:
+        """None as long as it runs."""
+
+    def send_signal(self, signal: int) -> None:
+        """Raises `ProcessLookupError` once it has ended."""
+
+    async def wait(self) -> object:
+        """Until it has ended."""
+
+
+class ForeignProcess:
+    """A process that somebody else has started: it can be waited for, and signalled safely.
+
+    Make it in the loop. Raises `ProcessLookupError` if the process has ended.
+    """
+
+    def __init__(self, identity: ProcessIdentity) -> None:
+        self.pid = identity.pid
+        self.returncode: int | None = None
+        """0 once it has ended: only its parent learns the code."""
+        self._ended = asyncio.Event()
+        self._fd = os.pidfd_open(identity.pid)
+        if start_time_ticks(identity.pid) != identity.start_time_ticks:
+            os.close(self._fd)
+            raise ProcessLookupError(f"process {identity.pid} has ended")
+        asyncio.get_running_loop().add_reader(self._fd, self._on_end)
+
+    def send_signal(self, number: int) -> None:
+        """Never reaches another process, whoever has its number now."""
+        if self.returncode is None:
+            signal.pidfd_send_signal(self._fd, number)
+
+    async def wait(self) -> object:
+        """Until it has ended."""
+        await self._ended.wait()
+        return self.returncode
+
+    def _on_end(self) -> None:
+        self.returncode = 0
+        asyncio.get_running_loop().remove_reader(self._fd)
+        os.close(self._fd)
+        self._ended.set()
+
+
+async def end_group(leader: Leader, stop_timeout_s: float) -> None:
     """End the process group that `leader` began; returns when none of it runs any more.
 
     SIGTERM to the leader, which ends its own processes; once it has gone, SIGTERM to those that
@@ -43,6 +99,44 @@ async def end_group(leader: Process, stop_timeout_s: float) -> None:
             await asyncio.sleep(_LOOK_EVERY_S)
     _signal_group(leader.pid, signal.SIGKILL)
     await leader.wait()
+
+
+async def end_processes(
+    first: ProcessIdentity | None, others: Iterable[ProcessIdentity], stop_timeout_s: float
+) -> None:
+    """End processes that somebody else has started; returns when none of them runs any more.
+
+    In the order of `end_group`: SIGTERM to the first, then to the others, then SIGKILL.
+    """
+    leaders = _open([] if first is None else [first])
+    rest = _open(others)
+    end_s = time.monotonic() + stop_timeout_s
+    for processes in (leaders, rest):
+        for process in processes:
+            with suppress(ProcessLookupError):
+                process.send_signal(signal.SIGTERM)
+        await _wait(processes, max(0.0, end_s - time.monotonic()))
+        end_s = max(end_s, time.monotonic() + _AFTER_LEADER_S)
+    for process in (*leaders, *rest):
+        with suppress(ProcessLookupError):
+            process.send_signal(signal.SIGKILL)
+    await _wait([*leaders, *rest], _AFTER_KILL_S)
+
+
+def _open(identities: Iterable[ProcessIdentity]) -> list[ForeignProcess]:
+    found = []
+    for identity in identities:
+        with suppress(ProcessLookupError):
+            found.append(ForeignProcess(identity))
+    return found
+
+
+async def _wait(processes: list[ForeignProcess], timeout_s: float | None) -> None:
+    if processes:
+        waits = [asyncio.ensure_future(process.wait()) for process in processes]
+        _, left = await asyncio.wait(waits, timeout=timeout_s)
+        for wait in left:
+            wait.cancel()
 
 
 def _signal_group(group: int, number: signal.Signals) -> None:

@@ -81,7 +81,7 @@ async def _health_of(front: Front, model: ServedModel) -> dict[str, bool]:
     addresses = [replica.address for replica in model.replicas]
     answers = await asyncio.gather(
         *(
-            front.calls.is_healthy(address, settings.health, settings.api_key, HEALTH_TIMEOUT_S)
+            front.calls.is_healthy(address, settings.health, model.api_key, HEALTH_TIMEOUT_S)
             for address in addresses
         )
     )

@@ -55,6 +55,8 @@ class ServedModel:
         self.wakes = 0
         """Since the start: times it was woken, and put to sleep."""
         self.sleeps = 0
+        self.engine_key: str | None = None
+        """Of an engine that runs and was launched here: it has one of its own."""
         self._calls = calls
         self._turn = 0
         self._tasks: set[asyncio.Task[None]] = set()
@@ -70,6 +72,11 @@ class ServedModel:
     def name(self) -> str:
         """What clients call it."""
         return self.settings.name
+
+    @property
+    def api_key(self) -> str | None:
+        """What its engines want as a bearer token."""
+        return self.engine_key or self.settings.api_key
 
     @property
     def state(self) -> State:
@@ -208,7 +215,7 @@ class ServedModel:
         generation = gate.generation
         answers = await asyncio.gather(
             *(
-                self._calls.is_sleeping(self.kind, r.address, self.settings.api_key, 2.0)
+                self._calls.is_sleeping(self.kind, r.address, self.api_key, 2.0)
                 for r in self.replicas
             )
         )
@@ -256,7 +263,7 @@ class ServedModel:
 
     async def _at_all(self, call: EngineCall, timeout_s: float) -> list[BaseException | None]:
         """Sleep or wake every engine at once; what each raised, in their order."""
-        key, kind = self.settings.api_key, self.kind
+        key, kind = self.api_key, self.kind
         return await asyncio.gather(
             *(call(kind, replica.address, key, timeout_s) for replica in self.replicas),
             return_exceptions=True,

@@ -25,6 +25,7 @@ from kvelastic.controller.open_files import OpenFiles
 from kvelastic.controller.request_log import RequestLog, set_up_logging
 from kvelastic.controller.settings import Settings
 from kvelastic.controller.settings_file import load
+from kvelastic.controller.settings_warnings import warnings_of
 from kvelastic.errors import KvelasticError
 
 _log = logging.getLogger("kvelastic.controller")
@@ -54,7 +55,11 @@ def run(path: Path) -> int:
 
 
 async def _serve(settings: Settings, path: Path, log: RequestLog, files: OpenFiles) -> int:
-    front = Front(settings, log, files, read_settings=lambda: load(path))
+    for warning in warnings_of(settings):
+        _log.warning("%s", warning)
+    front = Front(
+        settings, log, files, source=str(path.resolve()), read_settings=lambda: load(path)
+    )
     server = _Server(make_config(front))
     loop = asyncio.get_running_loop()
     reloads: set[asyncio.Task[None]] = set()

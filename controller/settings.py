@@ -265,7 +265,7 @@ class LaunchSettings(_Section):
     """`{port}` in a word becomes the port."""
     port: Port
     env: dict[str, str] = Field(default_factory=dict)
-    """Added to the controller's own environment."""
+    """Added to the controller's own environment, which its keys are taken out of."""
     cwd: str | None = None
     ready_timeout: Duration = 300.0
     """From its start until its health route answers 200; then it is ended and started anew."""
@@ -276,6 +276,8 @@ class LaunchSettings(_Section):
     backoff: Duration = 1.0
     """Before the first restart in a row; it doubles up to `backoff_max`."""
     backoff_max: Duration = 60.0
+    orphan: Literal["end", "adopt"] = "end"
+    """What becomes of an engine on this port whose controller was killed."""
     log_file: str | None = None
     """Where its output is appended; none: a file in the temporary directory."""
 
@@ -346,6 +348,17 @@ class ModelSettings(_Section):
     def _one_source(self) -> ModelSettings:
         if sum((self.url is not None, bool(self.urls), self.launch is not None)) != 1:
             raise ValueError(f"model {self.name!r}: give one of url, urls and launch")
+        return self
+
+    @model_validator(mode="after")
+    def _key_is_known(self) -> ModelSettings:
+        if self.launch is None or self.api_key is not None:
+            return self
+        if any(word.partition("=")[0] == "--api-key" for word in self.launch.command):
+            raise ValueError(
+                f"model {self.name!r}: the command has --api-key, and api_key does not say which;"
+                " leave it out (vLLM gets a key of its own at each start), or set api_key too"
+            )
         return self
 
     @property

@@ -264,6 +264,12 @@ class EngineCallError(ControllerError):
     code = "ENGINE_CALL"
 
 
+class PortTakenError(ControllerError):
+    """The port of an engine that is to be launched has another listener; the message names it."""
+
+    code = "PORT_TAKEN"
+
+
 class IntegrityError(KvelasticError, RuntimeError):
     """`check_integrity()` found a broken invariant: a bug in kvelastic, please report it."""
 

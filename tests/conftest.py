@@ -15,6 +15,9 @@ SHM = Path("/dev/shm")
 # Tests share a device with nobody: not with one another's leftovers, not with what else runs here.
 os.environ["KVELASTIC_LEDGER"] = f"test-{os.getpid()}"
 
+# Fakes that outlive their parents on purpose end with the run.
+os.environ["KVELASTIC_TEST_RUN"] = str(os.getpid())
+
 # A shell that runs this in the background has Ctrl-C ignored, and a child inherits that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -26,11 +26,14 @@ START_S = 60.0
 
 
 class Program:
-    """A process whose output is read on, so that it never blocks on a full pipe."""
+    """A process whose output is read on, so that it never blocks on a full pipe.
+
+    It dies with the test run, so make it in a thread that does not end before.
+    """
 
     def __init__(self, *command: str, **environ: str) -> None:
         self.process = subprocess.Popen(
-            command,
+            [sys.executable, "-S", str(FAKES / "mortal.py"), *command],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -123,14 +126,21 @@ class Engine(Program):
 
 
 class Controller(Program):
-    """The controller, on a port of its own choice."""
+    """The controller, on a port of its own choice.
+
+    Its configuration file is in `folder`, where that is given, and stays there. `open_files`: its
+    soft and its hard limit when it starts.
+    """
 
     def __init__(
-        self, config: dict[str, Any], open_files: tuple[int, int] | None = None, **environ: str
+        self,
+        config: dict[str, Any],
+        open_files: tuple[int, int] | None = None,
+        folder: Path | None = None,
+        **environ: str,
     ) -> None:
-        """`open_files`: its soft and its hard limit when it starts."""
         self.directory = tempfile.TemporaryDirectory(prefix="kvelastic-test-")
-        self.path = Path(self.directory.name) / "controller.yaml"
+        self.path = (folder or Path(self.directory.name)) / "controller.yaml"
         self.write(config)
         command = [sys.executable, "-m", "kvelastic.controller", "--config", str(self.path)]
         if open_files is not None:

@@ -14,6 +14,13 @@ body under `fake`, so that tests need no other channel:
 `POST /fake/release?name=NAME`: no test sleeps to catch a request in flight.
 `GET /fake/state` says what it saw. `POST /fake/set` changes the defaults below,
 `POST /fake/reset` undoes that and forgets what was counted.
+
+Keys are guarded as the real ones do it. With VLLM_API_KEY in its environment, or `--api-key`, the
+fake of vLLM answers 401 to other keys under /v1; with `--api-key` that of SGLang does everywhere
+but at /health and /metrics.
+
+It dies with who has started it, however that dies. With `--outlives-its-parent` it dies with the
+test run instead (KVELASTIC_TEST_RUN, a pid): an orphan for tests.
 """
 
 from __future__ import annotations
@@ -21,16 +28,21 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
+import select
 import signal
 import sys
+import threading
 from typing import Any
 
 from aiohttp import web
+from mortal import die_with_parent
 
 
 class FakeEngine:
-    def __init__(self, kind: str, model: str, slow_start_s: float) -> None:
+    def __init__(self, kind: str, model: str, slow_start_s: float, key: str | None) -> None:
         self.kind = kind
+        self.key = key
         self.model = model
         self.asleep = False
         self.slow_start_s = slow_start_s
@@ -87,10 +99,21 @@ class FakeEngine:
     async def watch(self, request: web.Request, handler: Any) -> web.StreamResponse:
         if request.path.startswith("/fake/"):
             return await handler(request)  # type: ignore[no-any-return]
+        if self.is_guarded(request):
+            self.count("refused_keys")
+            return web.json_response({"error": "Unauthorized"}, status=401)
         if request.path not in {"/health", "/is_sleeping"}:
             self.last_headers = [[k, v] for k, v in request.headers.items()]
             self.last_path = request.raw_path
         return await handler(request)  # type: ignore[no-any-return]
+
+    def is_guarded(self, request: web.Request) -> bool:
+        given = request.headers.get("Authorization")
+        if self.key is None or request.method == "OPTIONS" or given == f"Bearer {self.key}":
+            return False
+        if self.kind == "sglang":
+            return not request.path.startswith(("/health", "/metrics"))
+        return request.path.startswith("/v1")
 
     async def health(self, _: web.Request) -> web.Response:
         return web.Response(status=self.settings["health_status"])
@@ -101,6 +124,7 @@ class FakeEngine:
     async def state(self, _: web.Request) -> web.Response:
         return web.json_response(
             {
+                "pid": os.getpid(),
                 "asleep": self.asleep,
                 "in_flight": self.in_flight,
                 "counts": self.counts,
@@ -242,13 +266,16 @@ class FakeEngine:
 async def serve(arguments: argparse.Namespace) -> None:
     if arguments.slow_start_s:
         await asyncio.sleep(arguments.slow_start_s)
-    engine = FakeEngine(arguments.kind, arguments.model, arguments.slow_start_s)
+    key = arguments.api_key
+    if key is None and arguments.kind == "vllm":
+        key = os.environ.get("VLLM_API_KEY")
+    engine = FakeEngine(arguments.kind, arguments.model, arguments.slow_start_s, key)
     # A handler is cancelled when its client goes, as vLLM aborts a request then.
     runner = web.AppRunner(
         engine.application(), handler_cancellation=True, access_log=None, shutdown_timeout=0.1
     )
     await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", arguments.port, backlog=4096, reuse_address=True)
+    site = web.TCPSite(runner, arguments.host, arguments.port, backlog=4096, reuse_address=True)
     await site.start()
     port = runner.addresses[0][1]
     print("ready", port, flush=True)
@@ -262,15 +289,32 @@ async def serve(arguments: argparse.Namespace) -> None:
     await runner.cleanup()
 
 
+def die_with_test_run() -> None:
+    run = os.pidfd_open(int(os.environ["KVELASTIC_TEST_RUN"]))
+
+    def watch() -> None:
+        select.select([run], [], [])
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--kind", choices=["vllm", "sglang", "openai"], default="vllm")
+    parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=0)
+    parser.add_argument("--api-key")
+    parser.add_argument("--outlives-its-parent", action="store_true")
     parser.add_argument("--model", default="m")
     parser.add_argument("--slow-start-s", type=float, default=0.0)
     parser.add_argument("--deaf", action="store_true", help="does not end at SIGTERM")
     parser.add_argument("--die", type=int, metavar="CODE", help="ends at once with this code")
     arguments = parser.parse_args()
+    if arguments.outlives_its_parent:
+        die_with_test_run()
+    else:
+        die_with_parent()
     if arguments.die is not None:
         print("dying as told", file=sys.stderr, flush=True)
         sys.exit(arguments.die)

@@ -1,0 +1,59 @@
+"""What a launched engine finds in its environment: pure functions.
+
+It gets the controller's environment with these differences:
+
+    less   KVELASTIC_*_KEY, and every variable whose value is a key of the configuration
+    plus   KVELASTIC_ENGINE_KEY, and VLLM_API_KEY for vLLM: its own key
+    plus   KVELASTIC_LAUNCHED_BY: who launched it (`launch_record`)
+    plus   `launch.env`, which has the last word
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import secrets
+from collections.abc import Mapping
+from typing import Final
+
+from kvelastic.controller.launch_record import MARK_VARIABLE
+from kvelastic.controller.settings import ModelSettings, Settings
+
+ENGINE_KEY_VARIABLE: Final = "KVELASTIC_ENGINE_KEY"
+_VLLM_KEY_VARIABLE: Final = "VLLM_API_KEY"
+_OUR_KEYS: Final = re.compile(r"KVELASTIC_.*_KEY")
+
+
+def new_engine_key(model: ModelSettings) -> str:
+    """The key for one start of an engine: the configuration's if it has one, else a new one."""
+    launch = model.launch
+    assert launch is not None
+    if model.api_key:
+        return model.api_key
+    given = launch.env.get(_VLLM_KEY_VARIABLE) if model.engine == "vllm" else None
+    return given or secrets.token_urlsafe(32)
+
+
+def engine_environment(
+    environ: Mapping[str, str], settings: Settings, model: ModelSettings, key: str, mark: str
+) -> dict[str, str]:
+    """The environment of a model's engine; `environ` is the controller's."""
+    launch = model.launch
+    assert launch is not None
+    digests = {each.digest for each in (*settings.auth.api_keys, *settings.auth.admin_keys)}
+    for each in settings.models:
+        if each.api_key:
+            digests.add(hashlib.sha256(each.api_key.encode()).digest())
+    texts = {f"sha256:{digest.hex()}" for digest in digests}
+    kept = {
+        name: value
+        for name, value in environ.items()
+        if not _OUR_KEYS.fullmatch(name)
+        and hashlib.sha256(os.fsencode(value)).digest() not in digests
+        and value.lower() not in texts
+    }
+    kept |= {ENGINE_KEY_VARIABLE: key, MARK_VARIABLE: mark}
+    if model.engine == "vllm":
+        kept[_VLLM_KEY_VARIABLE] = key
+    return kept | launch.env

@@ -1,0 +1,297 @@
+"""Which engines controllers of this user have launched, also controllers that are gone.
+
+    write(record)                    # when an engine has been started
+    for engine in find_engines(): print(engine.mark.model, engine.is_orphan, engine.processes)
+    remove(record)                   # when it and its processes have ended
+
+Two things say it. Each engine, and so each of its processes, has a *mark* in its environment. A
+*record* in a file names its first process: programs may write over their environment (to show
+another title in `ps`), and a record may be lost. Either is enough to find all processes of an
+engine: those that carry its mark, and those of the sessions that these are in. An engine begins
+with a session of its own, and nobody can join a session from outside.
+
+Everything here looks at /proc and at files, and so blocks, for milliseconds.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import stat
+import tempfile
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from kvelastic.controller.settings import ModelSettings
+from kvelastic.errors import ControllerError
+from kvelastic.lease import Liveness, ProcessIdentity, boot_id, pid_namespace, start_time_ticks
+
+MARK_VARIABLE: Final = "KVELASTIC_LAUNCHED_BY"
+_VERSION: Final = 1
+_MOST_BYTES: Final = 64 << 10
+_MOST_RECORDS: Final = 1000
+
+
+@dataclass(frozen=True)
+class Mark:
+    """What an engine carries in its environment."""
+
+    source: str
+    """The configuration file of its controller."""
+    model: str
+    port: int
+    launch_digest: str
+    """Of how it was launched: one that is to be launched in the same way has the same."""
+    controller: ProcessIdentity
+
+    def to_text(self) -> str:
+        """One line of JSON."""
+        return json.dumps(
+            {
+                "version": _VERSION,
+                "source": self.source,
+                "model": self.model,
+                "port": self.port,
+                "launch_digest": self.launch_digest,
+                "controller": _identity_to_json(self.controller),
+            }
+        )
+
+    @classmethod
+    def from_text(cls, text: str) -> Mark | None:
+        """None for what `to_text` of this version has not written."""
+        with suppress(ValueError, KeyError, TypeError, RecursionError):
+            raw = json.loads(text[:_MOST_BYTES])
+            if raw["version"] == _VERSION:
+                return cls(
+                    source=str(raw["source"]),
+                    model=str(raw["model"]),
+                    port=int(raw["port"]),
+                    launch_digest=str(raw["launch_digest"]),
+                    controller=_identity_from_json(raw["controller"]),
+                )
+        return None
+
+
+@dataclass(frozen=True)
+class Record:
+    """A launched engine, as its file has it."""
+
+    mark: Mark
+    leader: ProcessIdentity
+
+    @classmethod
+    def of(cls, mark: Mark, pid: int) -> Record:
+        """Of an engine that this process has just started."""
+        leader = ProcessIdentity(
+            pid, start_time_ticks(pid) or 0, boot_id(), pid_namespace(), os.geteuid()
+        )
+        return cls(mark, leader)
+
+
+@dataclass(frozen=True)
+class LaunchedEngine:
+    """An engine that a controller has launched, and some process of which runs."""
+
+    mark: Mark
+    leader: ProcessIdentity | None
+    """Its first process; None once that has ended, and others are left."""
+    processes: tuple[ProcessIdentity, ...]
+    """All of them."""
+
+    @property
+    def is_orphan(self) -> bool:
+        """Whether its controller has ended."""
+        return self.mark.controller.liveness() is Liveness.DEAD
+
+    def variable(self, name: str) -> str | None:
+        """A variable of its first process's environment."""
+        return None if self.leader is None else _environment(self.leader.pid).get(name)
+
+
+def launch_digest(model: ModelSettings) -> str:
+    """Of what decides how an engine is launched, and nothing else."""
+    launch = model.launch
+    assert launch is not None
+    facts = (model.engine, launch.command, launch.port, sorted(launch.env.items()), launch.cwd)
+    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
+
+
+# ------------------------------------------------------------------------------------- records
+
+
+def folder() -> Path:
+    """Where records and, unless told otherwise, engines' output are."""
+    return Path(tempfile.gettempdir()) / f"kvelastic-controller-{os.geteuid()}"
+
+
+def make_folder() -> None:
+    """Make it if it is not there.
+
+    Raises `ControllerError` if somebody else can write there: the temporary directory is open to
+    all.
+    """
+    path = folder()
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        state = path.lstat()
+    except OSError as error:
+        raise ControllerError(f"cannot make {path}: {error.strerror}") from error
+    if not stat.S_ISDIR(state.st_mode) or state.st_uid != os.geteuid() or state.st_mode & 0o022:
+        raise ControllerError(
+            f"others can write to {path}: remove it, or set TMPDIR to a directory of your own"
+        )
+
+
+def write(record: Record) -> None:
+    """Keep a record, readable by this user only. Raises `OSError`, `ControllerError`."""
+    make_folder()
+    path = _path_of(record)
+    text = json.dumps(
+        {"mark": record.mark.to_text(), "leader": _identity_to_json(record.leader)}
+    ).encode()
+    new = path.with_suffix(f".{os.getpid()}")
+    fd = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
+        os.write(fd, text)
+    finally:
+        os.close(fd)
+    new.replace(path)
+
+
+def remove(record: Record) -> None:
+    """Forget a record, unless another engine's has taken its place. Never raises."""
+    with suppress(OSError):
+        path = _path_of(record)
+        if _read(path) == record:
+            path.unlink()
+
+
+def _path_of(record: Record) -> Path:
+    # Containers may share the directory, and have the same ports.
+    return folder() / f"engine-{record.leader.pid_namespace}-{record.mark.port}.json"
+
+
+def _read(path: Path) -> Record | None:
+    """None for a file that is not a whole record of this version."""
+    with suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        try:
+            if not stat.S_ISREG(os.fstat(fd).st_mode):
+                return None
+            raw = json.loads(os.read(fd, _MOST_BYTES))
+        finally:
+            os.close(fd)
+        mark = Mark.from_text(raw["mark"])
+        if mark is not None:
+            return Record(mark, _identity_from_json(raw["leader"]))
+    return None
+
+
+def _records() -> list[Record]:
+    if not folder().exists():
+        return []
+    try:
+        make_folder()
+        paths = sorted(folder().glob("engine-*.json"))[:_MOST_RECORDS]
+    except (OSError, ControllerError):
+        return []
+    return [record for path in paths if (record := _read(path)) is not None]
+
+
+def _identity_to_json(identity: ProcessIdentity) -> list[Any]:
+    return [
+        identity.pid,
+        identity.start_time_ticks,
+        identity.boot_id.hex(),
+        identity.pid_namespace,
+        identity.uid,
+    ]
+
+
+def _identity_from_json(raw: Any) -> ProcessIdentity:
+    pid, ticks, boot, namespace, uid = raw
+    return ProcessIdentity(int(pid), int(ticks), bytes.fromhex(boot), int(namespace), int(uid))
+
+
+# ----------------------------------------------------------------------------------- processes
+
+
+def find_engines() -> list[LaunchedEngine]:
+    """Every engine that a controller of this user has launched in this pid namespace.
+
+    Removes the records of those that have ended. Never raises.
+    """
+    marked: dict[Mark, set[int]] = {}
+    sessions: dict[int, set[int]] = {}
+    for pid in _processes_of_this_user():
+        with suppress(ProcessLookupError):
+            sessions.setdefault(os.getsid(pid), set()).add(pid)
+        mark = _mark_of(pid)
+        if mark is not None:
+            marked.setdefault(mark, set()).add(pid)
+    leaders: dict[Mark, ProcessIdentity] = {}
+    for record in _records():
+        liveness = record.leader.liveness()
+        if liveness is Liveness.ALIVE and record.leader.uid == os.geteuid():
+            leaders[record.mark] = record.leader
+            # One that was adopted has its first controller in its mark, its present one here.
+            mark = _mark_of(record.leader.pid)
+            first = set() if mark is None else marked.pop(mark, set())
+            marked.setdefault(record.mark, set()).update(first, {record.leader.pid})
+        elif liveness is Liveness.DEAD and record.mark not in marked:
+            remove(record)
+    engines = [_engine(mark, pids, sessions, leaders.get(mark)) for mark, pids in marked.items()]
+    return [engine for engine in engines if engine.processes]
+
+
+def _engine(
+    mark: Mark, marked: set[int], sessions: dict[int, set[int]], leader: ProcessIdentity | None
+) -> LaunchedEngine:
+    mine = os.getsid(0)  # whoever is tested may stand beside what it looks for
+    pids = set(marked)
+    for session, members in sessions.items():
+        if session != mine and members & marked:
+            pids |= members
+    pids.discard(os.getpid())
+    processes = [found for pid in pids if (found := _identity_of(pid)) is not None]
+    processes.sort(key=lambda each: (each.start_time_ticks, each.pid))
+    if leader is None and processes and processes[0].pid in sessions:
+        leader = processes[0]  # its session's first, and the oldest
+    return LaunchedEngine(mark, leader, tuple(processes))
+
+
+def _processes_of_this_user() -> list[int]:
+    uid = os.geteuid()
+    found = []
+    with os.scandir("/proc") as entries:
+        for entry in entries:
+            with suppress(OSError):
+                if entry.name.isdigit() and entry.stat().st_uid == uid:
+                    found.append(int(entry.name))
+    return found
+
+
+def _identity_of(pid: int) -> ProcessIdentity | None:
+    ticks = start_time_ticks(pid)
+    if ticks is None:
+        return None
+    return ProcessIdentity(pid, ticks, boot_id(), pid_namespace(), os.geteuid())
+
+
+def _mark_of(pid: int) -> Mark | None:
+    text = _environment(pid).get(MARK_VARIABLE)
+    return None if text is None else Mark.from_text(text)
+
+
+def _environment(pid: int) -> dict[str, str]:
+    """As it was at the start, or as the program has left it."""
+    try:
+        raw = Path(f"/proc/{pid}/environ").read_bytes()
+    except OSError:
+        return {}
+    entries = (entry.partition(b"=") for entry in raw.split(b"\0"))
+    return {os.fsdecode(name): os.fsdecode(value) for name, _, value in entries}

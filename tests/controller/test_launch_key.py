@@ -1,0 +1,163 @@
+"""A launched engine's key and environment: whose they are, and who gets to see them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+import yaml
+from running import FAKES, Controller, until
+from test_launch import launched
+
+from kvelastic.controller.launch_environment import engine_environment, new_engine_key
+from kvelastic.controller.settings import Settings
+from kvelastic.controller.settings_file import parse
+from kvelastic.controller.settings_warnings import warnings_of
+from kvelastic.errors import ControllerConfigError
+
+SECRET, ADMIN, OTHERS = "controller-key-1", "admin-key-1", "key-of-a-remote-engine"
+
+
+def settings_of(*command: str, engine: str = "vllm", **model: Any) -> Settings:
+    launch = {"command": command or ["engine"], "port": 9000, **model.pop("launch", {})}
+    models: list[Any] = [
+        {"name": "m", "engine": engine, "launch": launch, **model},
+        {"name": "remote", "url": "https://example.org", "api_key": OTHERS},
+    ]
+    digest = "sha256:" + hashlib.sha256(ADMIN.encode()).hexdigest()
+    auth = {"api_keys": [SECRET], "admin_keys": [digest]}
+    return Settings.model_validate({"models": models, "auth": auth})
+
+
+def environment(environ: dict[str, str], settings: Settings) -> dict[str, str]:
+    return engine_environment(environ, settings, settings.models[0], "its-key", "its-mark")
+
+
+def test_an_environment_without_keys_of_the_controller() -> None:
+    kept = {"PATH": "/bin", "HF_TOKEN": "hf", "CUDA_VISIBLE_DEVICES": "0", "KVELASTIC_LEDGER": "x"}
+    taken = {
+        "KVELASTIC_API_KEY": "whatever",
+        "ANY_NAME": SECRET,
+        "PLAIN_OF_A_DIGEST": ADMIN,
+        "OF_ANOTHER_MODEL": OTHERS,
+    }
+    plus = {"KVELASTIC_ENGINE_KEY": "its-key", "KVELASTIC_LAUNCHED_BY": "its-mark"}
+    assert environment(kept | taken, settings_of(engine="sglang")) == kept | plus
+    assert environment(kept | taken, settings_of()) == kept | plus | {"VLLM_API_KEY": "its-key"}
+    told = settings_of(launch={"env": {"ANY_NAME": "told", "VLLM_API_KEY": "told"}})
+    found = environment(kept | taken, told)
+    assert (found["ANY_NAME"], found["VLLM_API_KEY"]) == ("told", "told")
+
+
+def test_keys_are_new_unless_the_configuration_has_one() -> None:
+    model = settings_of().models[0]
+    assert new_engine_key(model) != new_engine_key(model)
+    assert len(new_engine_key(model)) >= 32
+    assert new_engine_key(settings_of(api_key="given").models[0]) == "given"
+    told = settings_of(launch={"env": {"VLLM_API_KEY": "told"}})
+    assert new_engine_key(told.models[0]) == "told"
+
+
+@pytest.mark.parametrize(
+    ("command", "warning"),
+    [
+        (["vllm", "serve", "/m"], "without --host"),
+        (["vllm", "serve", "/m", "--host", "0.0.0.0"], "listens on 0.0.0.0"),
+        (["vllm", "serve", "/m", "--host=::"], "listens on ::"),
+        (["vllm", "serve", "/m", "--host", "127.0.0.1"], None),
+        (["vllm", "serve", "/m", "--host=::1"], None),
+        (["sh", "-c", "exec vllm serve /m --host $HOST"], None),
+        (["vllm", "serve", "--host=localhost", "--api-key", "k"], "--api-key"),
+    ],
+)
+def test_commands_that_open_an_engine_to_others_are_warned_of(
+    command: list[str], warning: str | None
+) -> None:
+    found = warnings_of(settings_of(*command, api_key="k"))
+    assert len(found) == (warning is not None)
+    assert warning is None or warning in found[0]
+
+
+def test_sglang_listens_on_loopback_by_itself() -> None:
+    assert not warnings_of(settings_of("python", "-m", "sglang.launch_server", engine="sglang"))
+
+
+def test_a_key_in_the_command_that_the_configuration_does_not_name_is_a_fault() -> None:
+    with pytest.raises(ControllerConfigError, match="--api-key"):
+        parse(
+            "models: [{name: m, engine: vllm, launch: {command: [vllm, --api-key=k], port: 9000}}]"
+        )
+
+
+def test_the_check_says_what_it_warns_of(tmp_path: Path) -> None:
+    path = tmp_path / "controller.yaml"
+    path.write_text(yaml.safe_dump(launched(tmp_path)))
+    done = subprocess.run(
+        [sys.executable, "-m", "kvelastic.controller", "--config", str(path), "--check"],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0
+    assert "without --host vLLM listens on all interfaces" in done.stderr
+
+
+def test_a_launched_engine_has_a_key_that_only_the_controller_sends(tmp_path: Path) -> None:
+    seen = tmp_path / "environment"
+    engine = (
+        "import json, os, sys;"
+        f" open({str(seen)!r}, 'a').write(json.dumps(dict(os.environ)) + '\\n');"
+        f" fake = {str(FAKES / 'engine.py')!r};"
+        " os.execv(sys.executable, [sys.executable, fake, sys.argv[1]])"
+    )
+    config = launched(tmp_path, command=[sys.executable, "-c", engine, "--port={port}"])
+    config["auth"] = {"api_keys": ["${SOME_NAME}"]}
+    bearer = {"authorization": f"Bearer {SECRET}"}
+    address = f"http://127.0.0.1:{config['models'][0]['launch']['port']}"
+
+    def environments() -> list[dict[str, str]]:
+        return [json.loads(line) for line in seen.read_text().splitlines()]
+
+    with Controller(config, SOME_NAME=SECRET, KVELASTIC_API_KEY="other") as front:
+        front.client.headers.update(bearer)
+        assert front.complete().status_code == 200
+        [environ] = environments()
+        key = environ["VLLM_API_KEY"]
+        assert environ["KVELASTIC_ENGINE_KEY"] == key
+        assert environ["PATH"] == os.environ["PATH"]
+        assert not {"SOME_NAME", "KVELASTIC_API_KEY"} & environ.keys()
+
+        body = {"model": "m"}
+        for headers in ({}, bearer, {"x-api-key": key}):
+            assert httpx.post(address + "/v1/completions", json=body, headers=headers).is_error
+        state = httpx.get(address + "/fake/state").json()
+        sent = {name.lower(): value for name, value in state["headers"]}
+        assert sent["authorization"] == f"Bearer {key}"
+        assert SECRET not in json.dumps(sent)
+
+        front.post("/action/sleep/m")
+        assert front.complete().status_code == 200  # woken, with the key
+        shown = front.get("/models").text + front.get("/metrics").text + front.get("/memory").text
+        assert key not in shown
+        assert not [word for pid in psutil.pids() for word in cmdline(pid) if key in word]
+
+        os.kill(psutil.Process(front.process.pid).children()[0].pid, signal.SIGKILL)
+        until(lambda: len(environments()) == 2 and front.complete().status_code == 200)
+        assert environments()[1]["VLLM_API_KEY"] != key
+    assert key not in "\n".join(front.lines)
+    assert key not in (tmp_path / "engine.log").read_text()
+
+
+def cmdline(pid: int) -> list[str]:
+    try:
+        return psutil.Process(pid).cmdline()
+    except psutil.Error:
+        return []

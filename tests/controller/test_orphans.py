@@ -1,0 +1,343 @@
+"""Engines whose controller was killed, and strangers on an engine's port: who answers for whom."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import random
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+from running import FAKES, Controller, Engine, until
+from test_launch import free_port, launched, pid_of
+
+from kvelastic.controller import launch_record
+from kvelastic.controller.launch_record import LaunchedEngine, Mark, Record
+from kvelastic.lease import ProcessIdentity
+
+ORPHAN = "--outlives-its-parent"
+
+
+@pytest.fixture(autouse=True)
+def records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Records of this test's engines only, all of which end with it."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr("tempfile.tempdir", None)
+    yield tmp_path / f"kvelastic-controller-{os.geteuid()}"
+    left = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if process.pid != os.getpid() and process.environ().get("TMPDIR") == str(tmp_path):
+                process.kill()
+                left.append(process)
+    psutil.wait_procs(left, 30)
+
+
+def port_of(config: dict[str, Any]) -> int:
+    return config["models"][0]["launch"]["port"]  # type: ignore[no-any-return]
+
+
+def engine_of(front: Controller) -> int:
+    """Its process, once it serves."""
+    assert front.complete().status_code == 200
+    pid = pid_of(front)
+    assert pid
+    return pid
+
+
+@contextlib.contextmanager
+def left_behind(config: dict[str, Any], folder: Path | None = None) -> Iterator[int]:
+    """The process of an engine whose controller was killed."""
+    with Controller(config, folder=folder) as front:
+        pid = engine_of(front)
+        front.end(signal.SIGKILL)
+    assert is_running(pid)
+    yield pid
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def test_an_orphan_is_ended_before_an_engine_is_started(tmp_path: Path) -> None:
+    config = launched(tmp_path, ORPHAN)
+    with left_behind(config) as orphan, Controller(config) as front:
+        pid = engine_of(front)
+        assert pid != orphan
+        assert not is_running(orphan)
+        front.wait_for_line("ends an engine that a controller has left behind")
+        assert front.end() == 0
+        assert not is_running(pid)
+
+
+def test_an_orphan_is_adopted_where_the_configuration_says_so(
+    tmp_path: Path, records: Path
+) -> None:
+    config = launched(tmp_path, ORPHAN, orphan="adopt")
+    with left_behind(config) as orphan:
+        for _ in range(2):  # adopted, left behind again
+            with Controller(config) as front:
+                assert engine_of(front) == orphan
+                front.wait_for_line(f"adopts process {orphan}")
+                front.post("/action/sleep/m")
+                front.end(signal.SIGKILL)
+        with Controller(config) as front:
+            assert engine_of(front) == orphan  # asleep when it was found, and woken
+            os.kill(orphan, signal.SIGKILL)
+            until(lambda: pid_of(front) not in {None, orphan})
+            front.wait_for_line("which was adopted, ended")
+            assert engine_of(front) != orphan
+            assert front.end() == 0
+    assert not list(records.glob("engine-*"))
+
+
+def test_an_adopted_engine_ends_with_its_new_controller(tmp_path: Path) -> None:
+    config = launched(tmp_path, ORPHAN, orphan="adopt")
+    with left_behind(config) as orphan, Controller(config) as front:
+        assert engine_of(front) == orphan
+        assert front.end() == 0
+        assert not is_running(orphan)
+
+
+def test_an_orphan_that_was_launched_in_another_way_is_not_adopted(tmp_path: Path) -> None:
+    config = launched(tmp_path, ORPHAN, orphan="adopt")
+    with left_behind(config) as orphan:
+        config["models"][0]["launch"]["env"] = {"ANYTHING": "else"}
+        with Controller(config) as front:
+            assert engine_of(front) != orphan
+            assert not is_running(orphan)
+
+
+@pytest.mark.parametrize("lost", ["record", "mark"])
+def test_one_trace_of_an_orphan_is_enough(tmp_path: Path, records: Path, lost: str) -> None:
+    config = launched(tmp_path, ORPHAN)
+    if lost == "mark":  # as by a program that writes over its environment
+        command = config["models"][0]["launch"]["command"]
+        config["models"][0]["launch"]["command"] = ["env", "-u", "KVELASTIC_LAUNCHED_BY", *command]
+    with left_behind(config) as orphan:
+        [path] = records.glob("engine-*")
+        assert path.stat().st_mode & 0o777 == 0o600
+        if lost == "record":
+            path.unlink()
+        with Controller(config) as front:
+            assert engine_of(front) != orphan
+            assert not is_running(orphan)
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
+def test_workers_in_sessions_of_their_own_end_with_their_engine(
+    tmp_path: Path, how: signal.Signals
+) -> None:
+    worker = tmp_path / "worker"
+    fake = f"{sys.executable} {FAKES / 'engine.py'} {ORPHAN}"
+    shell = f"setsid {fake} --port=0 & echo $! > {worker}; exec {fake} --port={{port}} --model=m"
+    config = launched(tmp_path, command=["sh", "-c", shell])
+    with Controller(config) as front:
+        engine = engine_of(front)
+        pid = int(worker.read_text())
+        until(lambda: os.getsid(pid) == pid)
+        if how == signal.SIGTERM:
+            assert front.end() == 0
+            assert not is_running(pid)
+            return
+        front.end(how)
+    os.kill(engine, signal.SIGKILL)  # the worker is all there is left
+    until(lambda: not is_running(engine))
+    with Controller(config) as front:
+        assert engine_of(front) != engine
+        until(lambda: not is_running(pid))
+        assert front.end() == 0
+    assert not is_running(int(worker.read_text()))
+
+
+def test_an_engine_of_a_model_that_is_no_longer_configured_is_ended(tmp_path: Path) -> None:
+    config = launched(tmp_path, ORPHAN)
+    with left_behind(config, tmp_path) as orphan:
+        with Controller({"models": []}):  # of another file
+            assert is_running(orphan)
+        with Controller({"models": []}, folder=tmp_path):
+            until(lambda: not is_running(orphan))
+
+
+def test_an_engine_whose_controller_runs_is_left_alone(tmp_path: Path) -> None:
+    config = launched(tmp_path, ORPHAN)
+    with Controller(config) as first:
+        pid = engine_of(first)
+        with Controller(config) as second:
+            problem = f"port {port_of(config)} is taken by process {pid}"
+            second.wait_for_line(problem)
+            assert second.complete().status_code == 503
+            assert second.end() == 0
+        assert engine_of(first) == pid
+
+
+def test_a_stranger_on_the_port_is_named_and_waited_for(tmp_path: Path) -> None:
+    config = launched(tmp_path)
+    with Engine("vllm", "m", port_of(config)) as stranger, Controller(config) as front:
+        problem = f"port {port_of(config)} is taken by process {stranger.process.pid}"
+        until(lambda: problem in str(front.get("/models").json()["models"]["m"]))
+        assert front.complete().status_code == 503
+        assert stranger.count("requests") == 0
+        stranger.end()
+        until(lambda: front.state() == "awake")
+        assert engine_of(front)
+        assert front.get("/models").json()["models"]["m"]["last_problem"] is None
+
+
+def test_a_stranger_that_is_faster_than_the_engine_does_not_answer_for_it(tmp_path: Path) -> None:
+    """The launched one lives, and listens nowhere: its health is asked of the stranger."""
+    fake = [sys.executable, str(FAKES / "engine.py"), "--port=0"]
+    config = launched(tmp_path, command=fake, restart=False)
+    with Controller(config) as front:
+        until(lambda: front.get("/admin/models/m/logs").json()["starts"] == 1)
+        with Engine("vllm", "m", port_of(config)) as stranger:
+            until(lambda: front.state() == "down")
+            front.wait_for_line(f"is taken by process {stranger.process.pid}")
+            assert front.complete().status_code == 503
+            assert stranger.count("requests") == 0
+
+
+def test_an_engine_that_listens_on_all_interfaces_is_told_of(tmp_path: Path) -> None:
+    with Controller(launched(tmp_path, "--host=0.0.0.0")) as front:
+        assert engine_of(front)
+        front.wait_for_line("the engine listens on all interfaces")
+
+
+# ------------------------------------------------------------------------- records from others
+
+
+def record_of(pid: int, port: int = 9000) -> Record:
+    me = ProcessIdentity.of_this_process()
+    gone = dataclasses.replace(me, start_time_ticks=me.start_time_ticks + 1)
+    return Record.of(Mark("file", "m", port, "digest", gone), pid)
+
+
+def found_of_file() -> list[LaunchedEngine]:
+    return [engine for engine in launch_record.find_engines() if engine.mark.source == "file"]
+
+
+def test_a_record_names_one_process_and_not_who_has_its_number_now(records: Path) -> None:
+    with Engine() as process:
+        record = record_of(process.process.pid)
+        launch_record.write(record)
+        [found] = found_of_file()
+        assert (found.leader, found.is_orphan) == (record.leader, True)
+        before = dataclasses.replace(
+            record.leader, start_time_ticks=record.leader.start_time_ticks - 1
+        )
+        launch_record.write(Record(record.mark, before))
+        assert found_of_file() == []
+        assert not list(records.glob("engine-*"))  # of one that has ended
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "[]", "{", "null", '{"mark": 1}', '{"mark": "{}", "leader": 1}', "[" * 60000],
+    ids=range(7),
+)
+def test_files_that_are_no_records_are_passed_over(records: Path, text: str) -> None:
+    launch_record.make_folder()
+    (records / "engine-1-9000.json").write_text(text)
+    (records / "engine-1-9001.json").symlink_to("/etc/passwd")
+    os.mkfifo(records / "engine-1-9002.json")
+    assert found_of_file() == []
+    assert Mark.from_text(text) is None
+
+
+def test_records_in_a_folder_that_others_can_write_to_are_not_believed(records: Path) -> None:
+    with Engine() as process:
+        launch_record.write(record_of(process.process.pid))
+        records.chmod(0o777)
+        assert found_of_file() == []
+
+
+# ------------------------------------------------------------------------------------- at length
+
+
+@pytest.mark.parametrize(
+    "seconds", [6.0, pytest.param(600.0, marks=pytest.mark.soak)], ids=["short", "ten_minutes"]
+)
+def test_kills_and_reloads_leave_no_orphan_and_no_wrong_answer(
+    seconds: float, tmp_path: Path
+) -> None:
+    """Two models; their controller is killed, ended, reloaded, their engines are killed."""
+    dice = random.Random(11)
+    done: dict[str, int] = {}
+    ports = {"a": free_port(), "b": free_port()}
+
+    def config(generation: int) -> dict[str, Any]:
+        models = []
+        for name, port in ports.items():
+            command = [sys.executable, str(FAKES / "engine.py"), "--port={port}", ORPHAN]
+            launch = {
+                "command": [*command, f"--model={name}"],
+                "port": port,
+                "backoff": "50ms",
+                "log_file": str(tmp_path / f"{name}.log"),
+                "orphan": dice.choice(["end", "adopt"]),
+                "env": {"GENERATION": str(generation if dice.random() < 0.3 else 0)},
+            }
+            models.append({"name": name, "engine": "vllm", "launch": launch})
+        return {"models": models, "sleep": {"min_sleep": 0}}
+
+    def engines() -> list[int]:
+        return [
+            process.pid
+            for process in psutil.process_iter(["cmdline"])
+            if process.info["cmdline"] and str(FAKES / "engine.py") in process.info["cmdline"]
+        ]
+
+    def check(front: Controller) -> None:
+        """Each model is answered by its own engine, the only one on its port."""
+        for name, port in ports.items():
+            until(lambda name=name: front.complete(name).status_code == 200)
+            answer = front.complete(name).json()
+            assert answer["model"] == name
+            pid = front.get(f"/admin/models/{name}/logs").json()["pid"]
+            served = httpx.get(f"http://127.0.0.1:{port}/fake/state").json()
+            assert served["pid"] == pid
+        until(lambda: len(engines()) == 2)
+
+    end_s = time.monotonic() + seconds
+    generation = 0
+    while time.monotonic() < end_s:
+        generation += 1
+        with Controller(config(generation), folder=tmp_path) as front:
+            for _ in range(dice.randint(0, 3)):
+                event = dice.choice(["reload", "engine", "answer", "stop"])
+                done[event] = done.get(event, 0) + 1
+                if event == "answer":
+                    check(front)
+                elif event == "reload":
+                    generation += 1
+                    front.write(config(generation))
+                    front.send(signal.SIGHUP)
+                else:
+                    for pid in engines()[:1]:
+                        number = signal.SIGKILL if event == "engine" else signal.SIGSTOP
+                        with contextlib.suppress(ProcessLookupError):
+                            os.kill(pid, number)
+                            if event == "stop":
+                                os.kill(pid, signal.SIGCONT)
+            how = dice.choice([signal.SIGKILL, signal.SIGKILL, signal.SIGTERM])
+            done[how.name] = done.get(how.name, 0) + 1
+            front.end(how)
+            if how == signal.SIGTERM:
+                assert engines() == []
+    with Controller(config(generation), folder=tmp_path) as front:
+        check(front)
+        assert not [line for line in front.lines if "Traceback" in line]
+        assert front.end() == 0
+    assert engines() == []
+    print(f"{generation} configurations: {done}")
