@@ -28,9 +28,13 @@ _NOT_UPSTREAM: Final = HOP_BY_HOP | {
 _NO_PLACE_FOR_KEYS: Final = frozenset(
     (
         b"accept", b"accept-encoding", b"accept-language", b"content-type", b"user-agent",
-        b"traceparent", b"tracestate",
+        b"traceparent", b"tracestate", b"anthropic-version", b"x-stainless-lang", b"x-stainless-os",
+        b"x-stainless-arch", b"x-stainless-async", b"x-stainless-runtime", b"x-stainless-timeout",
+        b"x-stainless-runtime-version", b"x-stainless-package-version",
+        b"x-stainless-retry-count", b"x-stainless-read-timeout",
     )
 )  # fmt: skip
+"""What all clients send: a digest of each would cost more than all else here."""
 _NOT_TO_CLIENT: Final = HOP_BY_HOP | {
     # Which pages may read an answer is said by whoever has the address that they asked.
     b"access-control-allow-origin", b"access-control-allow-credentials",

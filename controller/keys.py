@@ -74,8 +74,10 @@ class Keys:
 
     def carries_key(self, value: bytes) -> bool:
         """Whether a header's value, or what follows its scheme, is a key of this controller."""
+        if _digest(value.strip()) in self._by_digest:
+            return True
         words = value.split(None, 1)
-        return any(_digest(word.rstrip()) in self._by_digest for word in words)
+        return len(words) == 2 and _digest(words[1].rstrip()) in self._by_digest
 
     def identify(self, headers: Headers) -> Key | None:
         """The key that a request presents; None: none that is known."""

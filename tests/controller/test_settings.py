@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
 
+import jsonschema_rs
 import pytest
+import yaml
 
 from kvelastic.controller.durations import parse_duration_s
 from kvelastic.controller.settings_file import json_schema, load, parse
@@ -143,6 +146,36 @@ def test_the_example_loads_and_names_every_key() -> None:
     for section in definitions.values():
         for key in section["properties"]:
             assert f"{key}:" in text, f"{key} is not in {EXAMPLE.name}"
+
+
+def test_the_schema_takes_what_is_taken_and_nothing_else() -> None:
+    check = jsonschema_rs.validator_for(json_schema())
+    example = yaml.safe_load(EXAMPLE.read_text())
+    check.validate(example)
+    bounded = {"key": "k", "max_priority": 5}
+    for key, good in [
+        ("k", True), (bounded, True), (5, False), ({"name": "no key"}, False),
+        ({**bounded, "max_priority": 5000}, False), ({**bounded, "other": 1}, False),
+    ]:  # fmt: skip
+        text = {"auth": {"api_keys": [key]}}
+        assert check.is_valid(text) is good, key
+        if good:
+            parse(yaml.safe_dump(text), {})
+        else:
+            with pytest.raises(ControllerConfigError):
+                parse(yaml.safe_dump(text), {})
+
+
+def test_a_key_is_given_once() -> None:
+    digest = "sha256:" + hashlib.sha256(b"k").hexdigest()
+    with pytest.raises(ControllerConfigError, match="twice in api_keys"):
+        parse(f"auth: {{api_keys: [k, '{digest}']}}", {})
+
+
+@pytest.mark.parametrize("path", ["/v2/x", "v1/x", "/v1/a/../b", "/v1//a", "/v1/", "/v1/a%20b"])
+def test_what_is_no_path_under_v1(path: str) -> None:
+    with pytest.raises(ControllerConfigError, match=r"auth\.model_paths"):
+        parse(f"auth: {{model_paths: ['{path}']}}", {})
 
 
 def test_a_file_that_is_not_there() -> None:
