@@ -8,7 +8,7 @@ until the answer's last byte is sent. A client that goes away cancels all of it,
 from __future__ import annotations
 
 import asyncio
-import json
+import logging
 import re
 import time
 from dataclasses import dataclass
@@ -18,17 +18,20 @@ import aiohttp
 from yarl import URL
 
 from kvelastic.controller.audit import audit
+from kvelastic.controller.body_reader import BodyReader
 from kvelastic.controller.gate import Place, Ticket
 from kvelastic.controller.headers import Headers, find, sane_request_id, to_client, to_engine
 from kvelastic.controller.http_protocol import SEND_TIMEOUT
 from kvelastic.controller.keys import Key
+from kvelastic.controller.model_name import find_name, rename
 from kvelastic.controller.refusal import Refusal, unknown_model
 from kvelastic.controller.replies import send_refusal
 from kvelastic.controller.request_body import (
+    Body,
     BodyBudget,
     ClientGoneError,
     Receive,
-    model_of,
+    Upload,
     read_body,
 )
 from kvelastic.controller.request_log import RequestIds, RequestLog
@@ -38,6 +41,9 @@ from kvelastic.errors import is_out_of_descriptors
 if TYPE_CHECKING:
     from kvelastic.controller.front import Front
 
+_log = logging.getLogger("kvelastic.controller")
+
+_FAILED: Final = Refusal(500, "internal_error", "The controller failed; its log says where.")
 _COMPLETION_TOKENS: Final = re.compile(rb'"(?:completion|output)_tokens"\s*:\s*([0-9]{1,9})')
 _TOKENS_HINT: Final = b"put_tokens", b"ion_tokens"
 _SKIP_AUTO: Final = ("User-Agent", "Accept", "Accept-Encoding", "Content-Type")
@@ -77,8 +83,13 @@ class Forwarder:
         self._log = log
         self._ids = RequestIds()
         self.budget = BodyBudget(front.settings.server.max_buffered)
+        self.reader = BodyReader()
         self.running = 0
         """Exchanges that are not over."""
+
+    def stop(self) -> None:
+        """End what it has started. No exchange runs any more."""
+        self.reader.stop()
 
     async def __call__(self, scope: Any, receive: Receive, send: Any) -> None:
         """Serve one request. Never raises: what goes wrong is an answer, or a cut connection."""
@@ -87,7 +98,7 @@ class Forwarder:
         request_id = given.decode() if given is not None else self._ids.next()
         exchange = Exchange(request_id, scope["method"], scope["path"], time.monotonic())
         self.running += 1
-        held = 0
+        body: Body | None = None
         watcher: asyncio.Task[None] | None = None
         try:
             key = self._authorize(exchange, headers)
@@ -99,18 +110,15 @@ class Forwarder:
                 server.body_timeout,
                 self.budget,
             )
-            held = len(body)
-            name, parsed = model_of(body, find(headers, b"content-type"), scope["query_string"])
-            model = self._front.fleet.find(name)
+            query: bytes = scope["query_string"]
+            named = await find_name(body, find(headers, b"content-type"), query, self.reader)
+            model = self._front.fleet.find(named.name)
             if model is None:
-                raise unknown_model(name)
+                raise unknown_model(named.name)
             exchange.model = model
-            if name != model.settings.upstream_name and parsed is not None:
-                parsed["model"] = model.settings.upstream_name
-                size = held
-                body = json.dumps(parsed, ensure_ascii=False).encode()
-                held = len(body)
-                self.budget.held_bytes += held - size
+            if named.name != model.settings.upstream_name:
+                name = model.settings.upstream_name
+                scope["query_string"] = rename(named, name, body, query)
             watcher = _cancel_when_gone(receive, exchange)
             await self._through_gate(scope, send, exchange, model, key, body)
         except Refusal as refusal:
@@ -126,10 +134,15 @@ class Forwarder:
             task = asyncio.current_task()
             if task is not None and hasattr(task, "uncancel"):
                 task.uncancel()
+        except Exception:
+            _log.exception("request %s failed in the controller", exchange.request_id)
+            exchange.error = _FAILED.code
+            await self._refuse(send, exchange, _FAILED)
         finally:
             if watcher is not None:
                 watcher.cancel()
-            self.budget.give(held)
+            if body is not None:
+                body.release()
             self.running -= 1
             self._count(exchange)
             self._audit(exchange, scope)
@@ -148,7 +161,7 @@ class Forwarder:
         exchange: Exchange,
         model: ServedModel,
         key: Key,
-        body: bytes,
+        body: Body,
     ) -> None:
         ticket = Ticket(priority=min(_priority(scope["headers"]), key.max_priority))
         try:
@@ -170,7 +183,7 @@ class Forwarder:
                 ticket.model.leave(ticket)
 
     async def _to_an_engine(
-        self, scope: Any, send: Any, exchange: Exchange, model: ServedModel, body: bytes
+        self, scope: Any, send: Any, exchange: Exchange, model: ServedModel, body: Body
     ) -> None:
         settings = model.settings
         keys = self._front.keys
@@ -202,16 +215,20 @@ class Forwarder:
                     retry_after_s=2.0,
                 )
             replica.in_flight += 1
+            data = body.in_memory
             try:
                 async with self._session.request(
                     exchange.method,
                     URL(replica.address + target, encoded=True),
                     headers=text_headers,
-                    data=body or None,
+                    data=Upload(body) if data is None else data or None,
                     allow_redirects=False,
                     skip_auto_headers=_SKIP_AUTO,
                     timeout=timeout,
                 ) as response:
+                    if data is not None:  # an upload releases it when all of it is sent
+                        data = None
+                        body.release()
                     silence = _Silence(response, limits.idle)
                     try:
                         await self._back(send, exchange, response, silence)

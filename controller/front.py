@@ -103,6 +103,7 @@ class Front:
             await asyncio.wait(set(self._tasks))
         self.connections.stop()
         await self.session.close()
+        self.forwarder.stop()
 
     # -------------------------------------------------------------------------------- reload
 

@@ -1,22 +1,27 @@
-"""A request's body: read within bounds, and asked which model it is for."""
+"""A request's body: read within bounds, and held until it has gone on to the engine.
+
+A small one is bytes. A large one goes piece by piece into a file that has memory and no name
+(memfd_create), and piece by piece from there to the engine: joining, copying or sending 64 MiB in
+one step would stall the loop, and another process can read such a file (`body_reader`).
+"""
 
 from __future__ import annotations
 
 import asyncio
-import json
-import re
-from collections.abc import Awaitable, Callable
+import os
+from collections.abc import Awaitable, Callable, Iterator
 from typing import Any, Final
-from urllib.parse import parse_qs
+
+import aiohttp
+from aiohttp.abc import AbstractStreamWriter
 
 from kvelastic.controller.refusal import Refusal
 
 Receive = Callable[[], Awaitable[Any]]
 
-_PART_NAME: Final = re.compile(
-    rb'content-disposition:[^\r\n]*?;[ \t]*name="?model"?[ \t]*(?:;|\r\n)', re.IGNORECASE
-)
-_MODEL_NAME_BYTES: Final = 1024
+SMALL_BYTES: Final = 1 << 20
+"""A body beyond it goes into a file."""
+_PIECE_BYTES: Final = 256 << 10
 
 
 class ClientGoneError(Exception):
@@ -33,12 +38,7 @@ class BodyBudget:
     def take(self, count: int) -> None:
         """Raises `Refusal` (503) if it is too much."""
         if self.held_bytes + count > self.limit_bytes:
-            raise Refusal(
-                503,
-                "controller_full",
-                "The controller holds as many requests as server.max_buffered allows; try again.",
-                retry_after_s=1.0,
-            )
+            raise _full("as many requests as server.max_buffered allows")
         self.held_bytes += count
 
     def give(self, count: int) -> None:
@@ -46,16 +46,150 @@ class BodyBudget:
         self.held_bytes -= count
 
 
+class Body:
+    """One request's body. Whoever has read it calls `release`; more than once does no harm.
+
+    It belongs to the loop. None of its methods waits, but `pieces` and `to_file` copy.
+    """
+
+    def __init__(self, budget: BodyBudget) -> None:
+        self._budget = budget
+        self._held_bytes = 0
+        self._pieces: list[bytes] = []
+        self._file: int | None = None
+        self._file_bytes = 0
+        self._old = (0, 0)
+        self._new = b""
+        """What stands in the file's place of `_old` when it is sent."""
+
+    @property
+    def size(self) -> int:
+        """Bytes that are sent to an engine."""
+        if self._file is not None:
+            return self._file_bytes - (self._old[1] - self._old[0]) + len(self._new)
+        return sum(map(len, self._pieces))
+
+    @property
+    def in_memory(self) -> bytes | None:
+        """All of it, if it is small; None if it is in a file."""
+        if self._file is not None:
+            return None
+        if len(self._pieces) > 1:
+            self._pieces = [b"".join(self._pieces)]
+        return self._pieces[0] if self._pieces else b""
+
+    def append(self, piece: bytes) -> None:
+        """Take the next piece. Raises `Refusal` (503)."""
+        self._budget.take(len(piece))
+        self._held_bytes += len(piece)
+        if self._file is not None:
+            self._write(piece)
+            return
+        self._pieces.append(piece)
+        if self._held_bytes > SMALL_BYTES:
+            self.to_file()
+
+    def begins_with(self, start: bytes) -> bool:
+        """Whether it does, white space aside."""
+        if self._file is not None:
+            head = os.pread(self._file, 256, 0)
+        else:
+            head = (self.in_memory or b"")[:256]
+        return head.lstrip(b" \t\r\n").startswith(start)
+
+    def to_file(self) -> int:
+        """The file that it is in; it goes there now if it was not. Raises `Refusal` (503)."""
+        if self._file is None:
+            try:
+                self._file = os.memfd_create("kvelastic-body", os.MFD_CLOEXEC)
+            except OSError as error:
+                raise _full(f"as many bodies as it can ({error.strerror})") from None
+            pieces, self._pieces = self._pieces, []
+            for piece in pieces:
+                self._write(piece)
+        return self._file
+
+    def replace(self, start: int, end: int, new: bytes) -> None:
+        """Put `new` where `start` to `end` are. At most once."""
+        added = max(0, len(new) - (end - start))
+        self._budget.take(added)
+        self._held_bytes += added
+        data = self.in_memory
+        if data is not None:
+            self._pieces = [b"".join((data[:start], new, data[end:]))]
+        else:
+            self._old, self._new = (start, end), new
+
+    def pieces(self) -> Iterator[bytes]:
+        """All that is sent, in pieces of some 100 KiB. Raises `OSError` if it was released."""
+        if self._file is None:
+            yield from self._pieces
+            return
+        start, end = self._old
+        yield from self._read(0, start)
+        if self._new:
+            yield self._new
+        yield from self._read(end, self._file_bytes)
+
+    def release(self) -> None:
+        """Nothing of it is needed any more."""
+        self._budget.give(self._held_bytes)
+        self._held_bytes = 0
+        self._pieces = []
+        if self._file is not None and self._file >= 0:
+            os.close(self._file)
+            self._file = -1  # what still reads it gets an error, not another file with its number
+
+    def _write(self, piece: bytes) -> None:
+        assert self._file is not None
+        rest = memoryview(piece)
+        try:
+            while rest:
+                rest = rest[os.write(self._file, rest) :]
+        except OSError as error:
+            raise _full(f"as many bodies as there is memory for ({error.strerror})") from None
+        self._file_bytes += len(piece)
+
+    def _read(self, start: int, end: int) -> Iterator[bytes]:
+        while start < end:
+            assert self._file is not None
+            piece = os.pread(self._file, min(_PIECE_BYTES, end - start), start)
+            if not piece:
+                raise OSError("the body's file is shorter than it was")
+            start += len(piece)
+            yield piece
+
+
+class Upload(aiohttp.Payload):
+    """A body in a file on its way to an engine; released when all of it is sent."""
+
+    def __init__(self, body: Body) -> None:
+        super().__init__(body)
+        self._body = body
+        self._size = body.size
+
+    def decode(self, encoding: str = "utf-8", errors: str = "strict") -> str:
+        """No text is made of it."""
+        raise TypeError("a body is not text")
+
+    async def write(self, writer: AbstractStreamWriter) -> None:
+        """Send it; each piece waits for a slow engine."""
+        for piece in self._body.pieces():
+            await writer.write(piece)
+        self._consumed = True
+        self._body.release()
+
+
 async def read_body(
     receive: Receive, declared: bytes | None, limit_bytes: int, timeout_s: float, budget: BodyBudget
-) -> bytes:
-    """Read it whole; what is returned is taken from the budget.
+) -> Body:
+    """Read it whole; the caller releases it.
 
     Raises `Refusal` (413 too large, 408 too slow, 503 no budget) or `ClientGoneError`.
     """
     if declared is not None and declared.isdigit() and int(declared[:20]) > limit_bytes:
         raise _too_large(limit_bytes)
-    pieces: list[bytes] = []
+    body = Body(budget)
     size = 0
     is_late = False
     task = asyncio.current_task()
@@ -76,17 +210,16 @@ async def read_body(
                 raise ClientGoneError
             piece = message.get("body", b"")
             if piece:
-                if size + len(piece) > limit_bytes:
-                    raise _too_large(limit_bytes)
-                budget.take(len(piece))
                 size += len(piece)
-                pieces.append(piece)
+                if size > limit_bytes:
+                    raise _too_large(limit_bytes)
+                body.append(piece)
             if not message.get("more_body", False):
-                return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+                return body
             timer.cancel()
             timer = loop.call_later(timeout_s, late)
     except asyncio.CancelledError:
-        budget.give(size)
+        body.release()
         if not is_late:
             raise
         if task is not None and hasattr(task, "uncancel"):
@@ -95,59 +228,19 @@ async def read_body(
             408, "request_timeout", f"No piece of the body came for {timeout_s:g} s."
         ) from None
     except BaseException:
-        budget.give(size)
+        body.release()
         raise
     finally:
         timer.cancel()
 
 
-def model_of(
-    body: bytes, content_type: bytes | None, query: bytes
-) -> tuple[str, dict[str, Any] | None]:
-    """The model's name that a request gives, and the body as JSON if it was.
-
-    In JSON and in forms it is `model`; else the query's `model`. Raises `Refusal` (400).
-    """
-    kind = (content_type or b"").split(b";", 1)[0].strip().lower()
-    name: Any = None
-    parsed: dict[str, Any] | None = None
-    if kind == b"multipart/form-data":
-        name = _form_model(body)
-    elif body:
-        try:
-            value = json.loads(body)
-        except (ValueError, RecursionError):
-            value = None
-            if kind in {b"application/json", b""}:
-                raise Refusal(400, "invalid_json", "The body is not JSON.") from None
-        if isinstance(value, dict):
-            parsed = value
-            name = value.get("model")
-        elif kind in {b"application/json", b""}:
-            raise Refusal(400, "invalid_json", "The body is not a JSON object.")
-    if name is None and query:
-        found = parse_qs(query.decode("latin-1")).get("model")
-        name = found[0] if found else None
-    if name is None or name == "":
-        raise Refusal(400, "model_missing", "The model parameter is required.", param="model")
-    if not isinstance(name, str):
-        raise Refusal(400, "invalid_model", "model is not a string.", param="model")
-    return name, parsed
-
-
-def _form_model(body: bytes) -> str | None:
-    """The form field `model`; the parts before it (files) are searched past, not parsed."""
-    match = _PART_NAME.search(body)
-    if match is None:
-        return None
-    start = body.find(b"\r\n\r\n", match.end() - 2)
-    end = body.find(b"\r\n", start + 4)
-    if start < 0 or end < 0 or end - start > _MODEL_NAME_BYTES:
-        return None
-    return body[start + 4 : end].decode("utf-8", "replace")
-
-
 def _too_large(limit_bytes: int) -> Refusal:
     return Refusal(
         413, "body_too_large", f"The body is larger than {limit_bytes} bytes (server.max_body)."
+    )
+
+
+def _full(held: str) -> Refusal:
+    return Refusal(
+        503, "controller_full", f"The controller holds {held}; try again.", retry_after_s=1.0
     )

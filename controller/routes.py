@@ -122,11 +122,12 @@ async def json_object(front: Front, request: Request) -> dict[str, Any]:
         server.body_timeout,
         front.forwarder.budget,
     )
-    front.forwarder.budget.give(len(body))
-    if not body.strip():
+    data = body.in_memory or b""
+    body.release()
+    if not data.strip():
         return {}
     try:
-        value = json.loads(body)
+        value = json.loads(data)
     except (ValueError, RecursionError):
         value = None
     if not isinstance(value, dict):

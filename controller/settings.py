@@ -88,7 +88,7 @@ class ServerSettings(_Section):
     max_body: Size = 64 << 20
     """Of one request; beyond it: 413."""
     max_buffered: Size = 1 << 30
-    """Of the bodies of all requests that wait or run; beyond it: 503 with Retry-After."""
+    """Of all bodies that an engine does not have yet; beyond it: 503 with Retry-After."""
     max_headers: Size = 64 << 10
     """Of one request's line and headers together; beyond it: 431."""
     header_timeout: Duration = 15.0
@@ -324,6 +324,13 @@ class ModelSettings(_Section):
                     f"{name!r} cannot be a model's name: no control characters, and no slash or"
                     " space at either end"
                 )
+        return value
+
+    @field_validator("served_name")
+    @classmethod
+    def _can_be_sent(cls, value: str | None) -> str | None:
+        if value is not None and not value.isprintable():
+            raise ValueError(f"{value!r} cannot be sent as a model's name: no control characters")
         return value
 
     @field_validator("url", "urls", mode="after")

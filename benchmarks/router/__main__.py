@@ -31,6 +31,7 @@ def plans(seconds: float) -> dict[str, dict[str, Any]]:
             "pace_ms": PACE_MS,
             "begin_over_s": CHUNKS // 4 * PACE_MS / 1000,
         },
+        "stalls": {"program": "stalls", "seconds": 60.0},  # at most
     }
 
 

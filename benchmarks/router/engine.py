@@ -27,23 +27,35 @@ class Engine(asyncio.Protocol):
     """One connection."""
 
     def connection_made(self, transport: Any) -> None:
-        self.transport, self.buffer = transport, b""
+        self.transport, self.buffer, self.head = transport, b"", b""
+        self.awaited_bytes = 0
+        """Of the body; it is counted and thrown away, however large it is."""
 
     def data_received(self, data: bytes) -> None:
-        self.buffer += data
-        while (end := self.buffer.find(b"\r\n\r\n")) >= 0:
-            head = self.buffer[:end].lower()
-            at = head.find(b"content-length: ")
-            size = int(head[at + 16 :].split(b"\r\n", 1)[0]) if at >= 0 else 0
-            if len(self.buffer) < end + 4 + size:
-                return
-            self.buffer = self.buffer[end + 4 + size :]
-            target = head.split(b" ", 2)[1]
-            if b"chunks=" in target:
-                chunks, pace_ms = (_number(target, key) for key in (b"chunks=", b"pace_ms="))
-                asyncio.get_running_loop().create_task(self.stream(chunks, pace_ms / 1000))
-            else:
-                self.transport.write(ANSWER)
+        while data:
+            if not self.head:
+                data = self.buffer + data
+                end = data.find(b"\r\n\r\n")
+                if end < 0:
+                    self.buffer = data
+                    return
+                self.head, data, self.buffer = data[:end].lower(), data[end + 4 :], b""
+                at = self.head.find(b"content-length: ")
+                if at >= 0:
+                    self.awaited_bytes = int(self.head[at + 16 :].split(b"\r\n", 1)[0])
+            taken = min(self.awaited_bytes, len(data))
+            self.awaited_bytes -= taken
+            data = data[taken:]
+            if not self.awaited_bytes:
+                self.answer(self.head.split(b" ", 2)[1])
+                self.head = b""
+
+    def answer(self, target: bytes) -> None:
+        if b"chunks=" in target:
+            chunks, pace_ms = (_number(target, key) for key in (b"chunks=", b"pace_ms="))
+            asyncio.get_running_loop().create_task(self.stream(chunks, pace_ms / 1000))
+        else:
+            self.transport.write(ANSWER)
 
     async def stream(self, chunks: int, pace_s: float) -> None:
         self.transport.write(STREAM_HEAD)

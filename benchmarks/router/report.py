@@ -10,6 +10,7 @@ from statistics import median
 from typing import Any
 
 from benchmarks.harness import commit, file_stem, machine, number, shortened, taken
+from benchmarks.router.stalls import MAX_BODY_BYTES
 
 FOLDER = Path(__file__).parent / "results"
 SERVERS = ["engine", "bare", "controller"]
@@ -25,7 +26,8 @@ class Row:
     key: str
     title: str
     against: str
-    """`bare`: the controller's part of it. `engine`: what the controller adds to it."""
+    """`bare`: the controller's part of it. `engine`: what the controller adds to it. `nothing`:
+    the controller's own figure is what is held to the bar."""
     is_met: Callable[[float], bool] | None = None
     bar: str = ""
 
@@ -59,12 +61,22 @@ def rows(told: dict[str, Any]) -> list[Row]:
         *first_byte("rate", rate, judged=True),
         *first_byte("paced", paced, judged=True),
         *first_byte("requests", saturated, judged=False),
+        Row(
+            "stalls",
+            "longest_ms",
+            f"longest wait of small requests, ms: hostile bodies of {MAX_BODY_BYTES >> 20} MiB",
+            "nothing",
+            is_met=lambda x: x <= 100.0,
+            bar="<= 100 ms",
+        ),
     ]
 
 
 def compared(row: Row, found: Rounds) -> list[float]:
     """The controller against what it is held to, a figure a round."""
     mine = [each[row.key] for each in found[row.measurement]["controller"]]
+    if row.against == "nothing":
+        return mine
     other = [each[row.key] for each in found[row.measurement][row.against]]
     if row.against == "bare":
         return [m / o for m, o in zip(mine, other, strict=True)]
@@ -84,7 +96,8 @@ def table(found: Rounds, told: dict[str, Any]) -> str:
         middles = [number(median(r[row.key] for r in by_server[each])) for each in SERVERS]
         samples = compared(row, found)
         middle = median(samples)
-        sign, unit = ("", " of bare") if row.against == "bare" else ("+", " ms")
+        sign = "+" if row.against == "engine" else ""
+        unit = " of bare" if row.against == "bare" else " ms"
         lines.append(
             [
                 row.title,

@@ -44,7 +44,13 @@ def running(log_requests: bool = True) -> Iterator[dict[str, Server]]:
             json.dumps(
                 {
                     "server": {"port": ports["controller"], "log_requests": log_requests},
-                    "models": [{"name": "m", "url": f"http://127.0.0.1:{ports['engine']}"}],
+                    "models": [
+                        {
+                            "name": "m",
+                            "aliases": ["an-alias"],
+                            "url": f"http://127.0.0.1:{ports['engine']}",
+                        }
+                    ],
                 }
             )
         )
@@ -67,10 +73,14 @@ def running(log_requests: bool = True) -> Iterator[dict[str, Server]]:
 
 
 def load(server: Server, plan: dict[str, Any]) -> dict[str, float]:
-    """Put it under load; what the load saw, and the server's CPU time of an answer."""
+    """Put it under load; what the load saw, and the server's CPU time of an answer.
+
+    A plan names the `program` of this folder that is the load, if not `load`.
+    """
     before_s = server.cpu_s()
+    program = "benchmarks.router." + plan.get("program", "load")
     done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.router.load", str(server.port), json.dumps(plan)],
+        [sys.executable, "-m", program, str(server.port), json.dumps(plan)],
         cwd=ROOT, stdout=subprocess.PIPE, check=True, timeout=plan["seconds"] + 120,
     )  # fmt: skip
     found: dict[str, float] = json.loads(done.stdout)

@@ -47,13 +47,15 @@ METHODS = [
 ]
 PATH_PIECES = [
     "/..", "/.", "//", "%2e%2e/", "%2f", "%00", "%", "%zz", "\\", ";a=b", "?model=m", "?model=",
+    "?model=alias", "?model=m&model=m", "?" + "&" * 1500,
     "#x", "\xff", " ", "\t", "/v1/../action/sleep/m", "http://localhost/models", "*", "%c0%af",
     "a" * 3000,
 ]  # fmt: skip
 HEADERS = [
     "Connection: authorization, content-length", "Connection: close", "Connection: upgrade",
     "Upgrade: websocket", "Expect: 100-continue", "Expect: what", "Content-Type: text/plain",
-    "Content-Type: multipart/form-data; boundary=b", "Content-Type: application/json; charset=x",
+    "Content-Type: multipart/form-data; boundary=b", "Content-Type: multipart/form-data; boundary",
+    "Content-Type: application/x-www-form-urlencoded", "Content-Type: application/json; charset=x",
     "Authorization: Bearer", "Authorization: Basic eDp5", "Authorization: Bearer wrong",
     "X-Api-Key:", "X-Request-Id: a b", "X-Request-Id: " + "i" * 500,
     "X-Kvelastic-Priority: 99999999999999", "X-Kvelastic-Priority: -\xb2", "Host: evil.example",
@@ -63,6 +65,8 @@ HEADERS = [
     "Range: bytes=0-1", "TE: trailers", "Trailer: host", "Transfer-Encoding : chunked",
     "Transfer-Encoding: chunked, identity", "Content-Encoding: gzip",
 ]  # fmt: skip
+TYPES = [*["application/json"] * 5, "multipart/form-data; boundary=b",
+         "application/x-www-form-urlencoded"]  # fmt: skip
 VALUES = [
     None, True, -1, 0.5, "", "m", "nobody", "m\x00", "\ud800", "a/b", "../m", [], {}, ["m"],
     10**40, {"model": "m"}, "x" * 5000,
@@ -94,7 +98,7 @@ def _request(dice: Dice) -> bytes:
     )
     headers = ["Host: localhost"] if dice.random() < 0.98 else []
     if dice.random() < 0.7:
-        headers.append("Content-Type: application/json")
+        headers.append("Content-Type: " + dice.choice(TYPES))
     if dice.random() < 0.6:
         headers.append("Connection: close")  # else the case takes as long as a connection is kept
     if dice.random() < 0.5:
@@ -115,11 +119,13 @@ def _body(dice: Dice) -> bytes:
         return dice.randbytes(dice.randint(1, 300))
     if kind == 2:
         return b"[" * dice.choice((10, 50_000))
+    name = dice.choice(("m", "alias", "alias", "", "m\r\nX: y", "n" * 2000))
     if kind == 3:
-        name = dice.choice(("m", "", "m\r\nX: y", "n" * 2000))
-        return (
-            f'--b\r\nContent-Disposition: form-data; name="model"\r\n\r\n{name}\r\n--b--\r\n'
-        ).encode()
+        file = f'--b\r\nContent-Disposition: form-data; name="x"; filename="f"\r\n\r\n{name}\r\n'
+        field = f'--b\r\nContent-Disposition: form-data; name="model"\r\n\r\n{name}\r\n'
+        return (file * dice.choice((0, 0, 1, 300)) + field + "--b--\r\n").encode()
+    if kind == 7:
+        return f"a=b&%6dodel={name}{'&' * dice.choice((0, 1, 2000))}".encode()
     value = {"model": "m", "prompt": "x", "stream": dice.random() < 0.3, "max_tokens": 4}
     if kind == 4:
         value["model"] = dice.choice(VALUES)  # type: ignore[assignment]
@@ -312,7 +318,9 @@ def test_mutated_requests_do_no_harm(count: int) -> None:
     async def all_of_them(port: int) -> None:
         await asyncio.gather(*(some_of_them(port) for _ in range(AT_ONCE)))
 
-    with Engine() as engine, Controller(config_for(engine, server=server, auth=auth)) as front:
+    with Engine() as engine, Controller(config_for(
+        engine, server=server, auth=auth, model={"aliases": ["alias"]}
+    )) as front:
         front.client.headers["authorization"] = f"Bearer {API}"
         asyncio.run(all_of_them(front.port))
         print(f"answers: {dict(sorted(seen.items()))}; {memory_mib(front.process.pid):.0f} MiB")

@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -253,12 +254,23 @@ def test_https_only_where_a_certificate_is_given(engine: Engine, tmp_path: Path)
 def test_bodies_together_have_a_bound(engine: Engine) -> None:
     config = config_for(engine, server={"max_buffered": 3000})
     with Controller(config) as front:
-        body = {"model": "m", "stream": True, "pad": "x" * 2000, "fake": {"hold": "b"}}
-        with front.client.stream("POST", "/v1/completions", json=body) as response:
-            pieces = response.iter_raw()
-            next(pieces)
+        with ThreadPoolExecutor() as pool:
+            first = pool.submit(front.complete, pad="x" * 2000, fake={"hold": "b"})
+            until(lambda: "b" in engine.state()["held"])
             full = front.complete(pad="x" * 2000)
             assert (full.status_code, full.json()["error"]["code"]) == (503, "controller_full")
             engine.release("b")
+            assert first.result().status_code == 200
+        assert front.complete(pad="x" * 2000).status_code == 200
+
+
+def test_a_body_is_held_no_longer_than_until_its_answer_begins(engine: Engine) -> None:
+    config = config_for(engine, server={"max_buffered": 3000})
+    with Controller(config) as front:
+        body = {"model": "m", "stream": True, "pad": "x" * 2000, "fake": {"hold": "c"}}
+        with front.client.stream("POST", "/v1/completions", json=body) as response:
+            pieces = response.iter_raw()
+            next(pieces)
+            assert front.complete(pad="x" * 2000).status_code == 200
+            engine.release("c")
             b"".join(pieces)
-        until(lambda: front.complete(pad="x" * 2000).status_code == 200)
