@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import json
+import resource
 import socket
 import ssl
 import subprocess
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from running import Controller, Engine, config_for, until
+from test_sleep import memory_mib
 
 from kvelastic.controller.connections import LEAST_BYTES, Sent, has_progressed
 
@@ -150,6 +153,44 @@ def test_over_tls(engine: Engine, tmp_path: Path) -> None:
             assert sock.recv(1)
             until(lambda: metric(front, "send_timeouts_total") == 1)
             until(lambda: engine.state()["in_flight"] == 0)
+
+
+@pytest.mark.parametrize(
+    "count", [40, pytest.param(2000, marks=pytest.mark.soak)], ids=["some", "two_thousand"]
+)
+def test_many_clients_that_stop_reading_leave_nothing_and_others_are_served(count: int) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limits[1], limits[1]))
+    slowest_s = 0.0
+    body = post("/v1/completions", stream=True, max_tokens=100, fake={"pad": 100_000})
+    try:
+        with (
+            ExitStack() as stack,
+            Engine() as engine,
+            Controller(config_for(engine, server={"send_timeout": "3s"})) as front,
+        ):
+            front.complete()
+            before_mib = memory_mib(front)
+            for number in range(count):
+                stack.enter_context(dial(front.port)).sendall(body)
+                if number % 20 == 0:
+                    began_s = time.monotonic()
+                    assert front.complete().status_code == 200
+                    slowest_s = max(slowest_s, time.monotonic() - began_s)
+            until(lambda: metric(front, "send_timeouts_total") == count, 300)
+            until(lambda: engine.state()["in_flight"] == 0)
+            until(lambda: metric(front, "connections") == 1)
+            assert metric(front, "buffered_bytes") == 0
+            grown_mib = memory_mib(front) - before_mib
+            print(
+                f"{count} clients: its memory's peak has grown by {grown_mib:.0f} MiB;"
+                f" the slowest other request took {slowest_s:.2f} s"
+            )
+            # A client's part: what the connection holds back, and what has come of its engine.
+            assert grown_mib < 50 + count * 0.75
+            assert front.post("/action/sleep/m").status_code == 200
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
 @given(
