@@ -172,14 +172,14 @@ void bind_driver(nb::module_& m) {
           "map",
           [](Range& r, nb::handle pages) {
             const std::vector<std::uint32_t> batch = pages_of(pages);
-            check(without_gil([&] { return r.map(batch); }));
+            check(without_gil([&r = own(r), &batch] { return r.map(batch); }));
           },
           "pages"_a, "Map pages that are not mapped; new ones hold zeros. Blocks.")
       .def(
           "unmap",
           [](Range& r, nb::handle pages, bool destroy) {
             const std::vector<std::uint32_t> batch = pages_of(pages);
-            check(without_gil([&] {
+            check(without_gil([&r = own(r), &batch, destroy] {
               return r.unmap(batch, destroy ? Afterwards::kDestroy : Afterwards::kRecycle);
             }));
           },
@@ -197,15 +197,17 @@ void bind_driver(nb::module_& m) {
             for (std::size_t i = 0; i < sources.size(); ++i) {
               moves.push_back({sources[i], targets[i]});
             }
-            check(without_gil([&] { return r.copy(moves); }));
+            check(without_gil([&r = own(r), &moves] { return r.copy(moves); }));
           },
           "from"_a, "to"_a, "Copy blocks of mapped pages, in every buffer. Blocks.")
       .def(
-          "trim", [](Range& r) { check(without_gil([&] { return r.trim(); })); },
+          "trim", [](Range& r) { check(without_gil([&r = own(r)] { return r.trim(); })); },
           "Destroy the handles that unmap kept.")
       .def("tensor", &range_tensor,
            "All of it as a flat int8 tensor (DLPack, no copy). Touching what is not mapped faults.")
-      .def("is_mapped", &Range::is_mapped, "page"_a)
+      .def(
+          "is_mapped", [](const Range& r, PageIndex page) { return own(r).is_mapped(page); },
+          "page"_a)
       .def_prop_ro("mapped_pages", &Range::mapped_pages)
       .def_prop_ro("held_bytes", &Range::held_bytes)
       .def_prop_ro("failed", &Range::failed)
@@ -213,7 +215,7 @@ void bind_driver(nb::module_& m) {
       .def_prop_ro("range_bytes", [](const Range& r) { return r.geometry().range_bytes(); })
       .def_prop_ro("address",
                    [](const Range& r) { return reinterpret_cast<std::uintptr_t>(r.address()); })
-      .def("check_integrity", [](const Range& r) { check(r.check_integrity()); });
+      .def("check_integrity", [](const Range& r) { check(own(r).check_integrity()); });
 }
 
 }  // namespace kvelastic

@@ -39,4 +39,11 @@ auto without_gil(F work) {
   return work();
 }
 
+/// `object`, for the process that made it; raises DeviceUnavailableError in a forked child.
+template <typename T>
+T& own(T& object) {
+  if (!object.made_by().is_this()) check(object.made_by().refuse_in_a_child());
+  return object;
+}
+
 }  // namespace kvelastic

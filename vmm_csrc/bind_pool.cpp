@@ -69,7 +69,7 @@ nb::object alloc(Pool& pool, std::uint64_t count) {
   std::optional<std::vector<BlockId>> ids;
   // The common case takes no page. To give the GIL away in it would cost far more than it takes: a
   // thread that wants it has it for up to 5 ms then, and the engine's step stands still.
-  if (!pool.try_alloc(count, ids)) {
+  if (!own(pool).try_alloc(count, ids)) {
     ids = unwrap(without_gil([&] { return pool.alloc(count); }));
   }
   return ids ? list_of(*ids) : nb::none();
@@ -79,7 +79,7 @@ nb::object alloc(Pool& pool, std::uint64_t count) {
 template <Status (Pool::*method)(std::span<const BlockId>)>
 void with_ids(Pool& pool, nb::handle sequence) {
   const std::vector<std::int64_t> ids = integers_of(sequence);
-  if (pool.is_over_limit()) {
+  if (own(pool).is_over_limit()) {
     check(without_gil([&] { return (pool.*method)(ids); }));
   } else {
     check((pool.*method)(ids));
@@ -97,6 +97,7 @@ nb::dict limit_dict(const LimitState& state) {
 }
 
 nb::dict set_limit(Pool& pool, std::uint64_t limit_bytes) {
+  own(pool);
   return limit_dict(unwrap(without_gil([&] {
     (void)pool.set_limit(limit_bytes);
     return pool.enforce_limit();
@@ -104,7 +105,7 @@ nb::dict set_limit(Pool& pool, std::uint64_t limit_bytes) {
 }
 
 nb::dict stats_dict(const Pool& pool) {
-  const PoolStats stats = pool.stats();
+  const PoolStats stats = own(pool).stats();
   nb::dict out;
   out["page_bytes"] = stats.page_bytes;
   out["pages_total"] = stats.pages_total;
@@ -128,6 +129,7 @@ nb::dict stats_dict(const Pool& pool) {
 }
 
 nb::dict occupancy(const Pool& pool, nb::object pages) {
+  own(pool);
   nb::dict out;
   if (!pages.is_none()) {
     for (const std::uint32_t page : pages_of(pages)) {
@@ -210,7 +212,7 @@ void bind_pool(nb::module_& m) {
           "ensure",
           [](Pool& pool, std::uint64_t count) {
             std::uint64_t mapped = 0;
-            if (pool.try_ensure(count, mapped)) return mapped;
+            if (own(pool).try_ensure(count, mapped)) return mapped;
             return unwrap(without_gil([&] { return pool.ensure(count); }));
           },
           "count"_a,
@@ -230,21 +232,22 @@ void bind_pool(nb::module_& m) {
       .def(
           "try_to_reserve",
           [](Pool& pool, std::uint64_t count) {
+            own(pool);
             return unwrap(without_gil([&] { return pool.try_to_reserve(count); }));
           },
           "count"_a,
           "Set blocks aside for the next allocs; False when there are not as many. They make way "
           "for a lower limit, sleep and other instances.")
-      .def("free_reserved", [](Pool& p) { without_gil([&] { p.free_reserved(); }); })
+      .def("free_reserved", [](Pool& p) { without_gil([&p = own(p)] { p.free_reserved(); }); })
       .def_prop_ro("has_evicted", &Pool::has_evicted)
       .def(
-          "take_evicted", [](Pool& pool) { return list_of(pool.take_evicted()); },
+          "take_evicted", [](Pool& pool) { return list_of(own(pool).take_evicted()); },
           "Ids of cached blocks evicted since the last call: forget what they held.")
       .def(
           "take_changes",
           [](Pool& pool) {
             nb::list out;
-            for (const Pool::Change& change : pool.take_changes()) {
+            for (const Pool::Change& change : own(pool).take_changes()) {
               out.append(nb::make_tuple(change.id, change.to));
             }
             return out;
@@ -252,18 +255,21 @@ void bind_pool(nb::module_& m) {
           "(id, to) of every cached block that moved (to: where it is) or was evicted (to: -1)\n"
           "since the last call, in order; for a movable pool, in the place of take_evicted.")
       .def(
-          "compact", [](Pool& pool) { return unwrap(without_gil([&] { return pool.compact(); })); },
+          "compact",
+          [](Pool& pool) {
+            return unwrap(without_gil([&pool = own(pool)] { return pool.compact(); }));
+          },
           "Move the cached blocks of one page into holes of others; returns how many moved.")
       .def(
           "enter",
           [](Pool& pool) {
-            if (!pool.try_enter()) without_gil([&] { pool.enter(); });
+            if (!own(pool).try_enter()) without_gil([&] { pool.enter(); });
           },
           "Begin a session: until exit() nothing but this thread's own calls takes blocks away.")
       .def(
           "exit",
           [](Pool& pool) {
-            if (!pool.is_entered()) {
+            if (!own(pool).is_entered()) {
               raise_code("INVALID_ARGUMENT", "exit() without enter() in this thread");
             }
             pool.exit();
@@ -274,6 +280,7 @@ void bind_pool(nb::module_& m) {
       .def(
           "sleep",
           [](Pool& pool) {
+            own(pool);
             return limit_dict(unwrap(without_gil([&]() -> Result<LimitState> {
               pool.set_asleep(true);
               return pool.enforce_limit();
@@ -282,39 +289,41 @@ void bind_pool(nb::module_& m) {
           "Hold nothing, not even the null block's page, as soon as no block is in use; cached "
           "blocks are evicted at once. No block is handed out until wake().")
       .def(
-          "wake", [](Pool& pool) { without_gil([&] { pool.set_asleep(false); }); },
+          "wake", [](Pool& pool) { without_gil([&pool = own(pool)] { pool.set_asleep(false); }); },
           "Hand out blocks again; the next alloc or ensure maps the null block's page.")
-      .def_prop_ro("is_asleep", &Pool::is_asleep)
+      .def_prop_ro("is_asleep", [](const Pool& pool) { return own(pool).is_asleep(); })
       .def_prop_ro("is_over_limit", &Pool::is_over_limit,
                    "Whether more is held than the limit allows.")
       .def(
           "reusable",
-          [](const Pool& pool, nb::handle ids) { return list_of(pool.reusable(integers_of(ids))); },
+          [](const Pool& pool, nb::handle ids) { return list_of(own(pool).reusable(integers_of(ids))); },
           "ids"_a,
           "Of these used blocks, in their order, those that may be used anew before they are given "
           "back: over the limit only blocks of pages that stay, as many as it has room for.")
-      .def("limit_state", [](const Pool& pool) { return limit_dict(pool.limit_state()); })
+      .def("limit_state", [](const Pool& pool) { return limit_dict(own(pool).limit_state()); })
       .def(
           "trim",
           [](Pool& pool) {
-            return unwrap(without_gil([&] { return pool.trim(); })) * pool.page_cost_bytes();
+            return unwrap(without_gil([&pool = own(pool)] { return pool.trim(); })) *
+                   pool.page_cost_bytes();
           },
           "Give every parked page back; returns the bytes.")
       .def(
-          "clear", [](Pool& pool) { without_gil([&] { pool.clear(); }); },
+          "clear", [](Pool& pool) { without_gil([&pool = own(pool)] { pool.clear(); }); },
           "Free every block and every reservation.")
-      .def_prop_ro("mapped_bytes", &Pool::mapped_bytes)
+      .def_prop_ro("mapped_bytes", [](const Pool& pool) { return own(pool).mapped_bytes(); })
       .def_prop_ro("geometry", &Pool::geometry)
       .def("occupancy", &occupancy, "pages"_a = nb::none(),
            "Blocks in use or cached, by page; only mapped pages.")
       .def("stats", &stats_dict)
-      .def("check_integrity", [](const Pool& pool) { check(pool.check_integrity()); });
+      .def("check_integrity", [](const Pool& pool) { check(own(pool).check_integrity()); });
 
   nb::class_<Keeper>(m, "Keeper", "The instance's thread: wishes, provisioning, decay.")
       .def_static(
           "start",
           [](std::shared_ptr<Pool> pool, const PyRecord& record, double idle_trim_s,
              bool sanity_check) {
+            own(*pool);
             KeeperOptions options;
             const std::chrono::nanoseconds idle = duration(idle_trim_s);
             options.idle_trim = idle == kForever ? std::chrono::nanoseconds(-1) : idle;

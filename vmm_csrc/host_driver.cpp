@@ -86,17 +86,10 @@ Result<std::unique_ptr<HostDriver>> HostDriver::open() {
   return std::unique_ptr<HostDriver>(new HostDriver(fd));
 }
 
-HostDriver::HostDriver(int memfd) : memfd_(memfd), opened_by_(::getpid()) {}
+HostDriver::HostDriver(int memfd) : memfd_(memfd) {}
 
 HostDriver::~HostDriver() {
   ::close(memfd_);
-}
-
-Status HostDriver::refuse_in_a_child() const {
-  if (::getpid() == opened_by_) return ok();
-  return Error{Errc::kDeviceUnavailable, "this memory is that of process " +
-                                             std::to_string(opened_by_) +
-                                             "; a forked child has to make a pool of its own"};
 }
 
 Result<std::byte*> HostDriver::reserve(std::size_t bytes) {
@@ -118,7 +111,7 @@ Status HostDriver::release(std::byte* address, std::size_t bytes) {
 
 Result<Handle> HostDriver::create(std::size_t bytes) {
   if (!fits_granularity(bytes)) return bad_size("create", bytes);
-  if (Status mine = refuse_in_a_child(); !mine) return mine.error();
+  if (Status mine = opened_by_.refuse_in_a_child(); !mine) return mine.error();
   Result<std::uint64_t> offset = take_offset(bytes);
   if (!offset) return offset.error();
   if (Status filled = populate(*offset, bytes); !filled) {
@@ -132,7 +125,7 @@ Result<Handle> HostDriver::create(std::size_t bytes) {
 }
 
 Status HostDriver::destroy(Handle handle, std::size_t bytes) {
-  if (Status mine = refuse_in_a_child(); !mine) return mine;
+  if (Status mine = opened_by_.refuse_in_a_child(); !mine) return mine;
   if (Status punched = punch(handle, bytes); !punched) return punched;
   put_offset(handle, bytes);
   destroys_.fetch_add(1, std::memory_order_relaxed);
@@ -163,7 +156,7 @@ Status HostDriver::unmap(std::byte* address, std::size_t bytes) {
 }
 
 Status HostDriver::copy(std::span<const CopyRun> runs) {
-  if (Status mine = refuse_in_a_child(); !mine) return mine;
+  if (Status mine = opened_by_.refuse_in_a_child(); !mine) return mine;
   for (const CopyRun& run : runs) std::memcpy(run.to, run.from, run.bytes);
   return ok();
 }

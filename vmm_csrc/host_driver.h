@@ -1,8 +1,6 @@
 // The machine's own memory as a device: one memfd a driver, pages at offsets of it.
 #pragma once
 
-#include <sys/types.h>
-
 #include <atomic>
 #include <memory>
 #include <mutex>
@@ -10,6 +8,7 @@
 #include <vector>
 
 #include "driver.h"
+#include "own_process.h"
 
 namespace kvelastic {
 
@@ -41,15 +40,13 @@ class HostDriver final : public Driver {
  private:
   explicit HostDriver(int memfd);
 
-  Status refuse_in_a_child() const;
-
   Result<std::uint64_t> take_offset(std::size_t bytes);
   void put_offset(std::uint64_t offset, std::size_t bytes);
   Status populate(std::uint64_t offset, std::size_t bytes);
   Status punch(std::uint64_t offset, std::size_t bytes);
 
   const int memfd_;
-  const pid_t opened_by_;
+  const OwnProcess opened_by_;
   std::mutex offsets_mutex_;  // a leaf lock: nothing else is taken under it
   std::uint64_t end_offset_ = 0;
   std::unordered_map<std::size_t, std::vector<std::uint64_t>> free_offsets_;  // by page bytes

@@ -34,7 +34,7 @@ std::unique_ptr<Keeper> Keeper::start(std::shared_ptr<Pool> pool,
 
 void Keeper::stop() {
   if (!thread_.joinable()) return;
-  if (::getpid() != started_by_) {
+  if (!started_by_.is_this()) {
     // A forked child has inherited this object, but not the thread; pool and record are of no use.
     thread_.detach();
     if (bell_thread_.joinable()) bell_thread_.detach();

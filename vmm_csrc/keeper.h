@@ -4,8 +4,6 @@
 // Linux 5.16).
 #pragma once
 
-#include <unistd.h>
-
 #include <atomic>
 #include <chrono>
 #include <memory>
@@ -48,10 +46,7 @@ class Keeper {
 
   Keeper(std::shared_ptr<Pool> pool, std::shared_ptr<RecordOwner> record,
          const KeeperOptions& options)
-      : pool_(std::move(pool)),
-        record_(std::move(record)),
-        options_(options),
-        started_by_(::getpid()) {}
+      : pool_(std::move(pool)), record_(std::move(record)), options_(options) {}
 
   void run();
   bool read_wish();
@@ -69,7 +64,7 @@ class Keeper {
   const std::shared_ptr<Pool> pool_;
   const std::shared_ptr<RecordOwner> record_;
   const KeeperOptions options_;
-  const pid_t started_by_;
+  const OwnProcess started_by_;
   std::uint64_t revision_ = 0;  // of the last wish seen
   std::uint64_t trims_done_ = 0;
   std::uint64_t answered_over_bytes_ = 0;

@@ -791,11 +791,12 @@ void Pool::changed() {
   if (member_) {
     const bool active = std::exchange(published_activity_, activity()) != activity();
     // Cached is what others can have of it: a page with a block in use stays, whatever else it has.
-    // Blocks that are set aside lie together, as one alloc gave them, and make way as cached ones do.
+    // Blocks that are set aside lie together, as one alloc gave them, and make way as cached ones
+    // do.
     const std::uint64_t pages =
         blocks_->evictable_pages() + reserved_.size() / geometry_.blocks_per_page;
-    member_->publish(usage.in_use_bytes, pages * usage.page_bytes,
-                     usage.parked_bytes, usage.page_bytes, active);
+    member_->publish(usage.in_use_bytes, pages * usage.page_bytes, usage.parked_bytes,
+                     usage.page_bytes, active);
   }
   if (!wake_) return;
   // Pages that land after the last enforce() are its business too. While one runs it looks itself.

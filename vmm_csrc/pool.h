@@ -4,7 +4,8 @@
 // Where a block comes from, in this order: free blocks of mapped pages (best fit), parked pages,
 // a new page while the limit lasts, the cached block that was cached first.
 // Where memory goes, over the limit: parked pages are unmapped, then reservations are dropped, then
-// cached pages are evicted, the cheapest first, then no block is handed out until the engine has freed enough (it preempts).
+// cached pages are evicted, the cheapest first, then no block is handed out until the engine has
+// freed enough (it preempts).
 //
 // Threads. Every call may be made from any thread. Locks, in the order they are taken:
 //   session_  held by enter()..exit(), and by whoever takes pages or cached blocks away; free() and
@@ -33,6 +34,7 @@
 #include "blocks.h"
 #include "futex.h"
 #include "ledger.h"
+#include "own_process.h"
 #include "record.h"
 #include "session.h"
 
@@ -83,6 +85,10 @@ class Pool {
   ~Pool() = default;
   Pool(const Pool&) = delete;
   Pool& operator=(const Pool&) = delete;
+
+  /// The process whose calls this pool takes. In a forked child only a destructor may run: pages
+  /// are the parent's, and a lock may be held by a thread that is not there. The binding refuses.
+  const OwnProcess& made_by() const { return made_by_; }
 
   // --- blocks --------------------------------------------------------------------------------
 
@@ -298,6 +304,7 @@ class Pool {
   Usage usage_locked(std::uint64_t available) const;
   void changed();
 
+  const OwnProcess made_by_;
   const Geometry geometry_;
   const PoolOptions options_;
   const std::shared_ptr<Backing> backing_;

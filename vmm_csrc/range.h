@@ -10,6 +10,7 @@
 #include "driver.h"
 #include "geometry.h"
 #include "lazy_array.h"
+#include "own_process.h"
 #include "pages.h"
 
 namespace kvelastic {
@@ -31,6 +32,9 @@ class Range {
   ~Range();
   Range(const Range&) = delete;
   Range& operator=(const Range&) = delete;
+
+  /// As Pool::made_by().
+  const OwnProcess& made_by() const { return made_by_; }
 
   /// Maps pages that are not mapped, recycled handles first. Blocks while pages are created.
   /// Fails with kInvalidArgument (no such page, mapped already, named twice), kOutOfMemory,
@@ -79,6 +83,7 @@ class Range {
     return handles_[page * geometry_.extents_per_page + extent];
   }
 
+  const OwnProcess made_by_;
   const std::shared_ptr<Driver> driver_;
   const Geometry geometry_;
   std::byte* const address_;

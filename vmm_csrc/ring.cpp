@@ -367,7 +367,7 @@ Result<std::unique_ptr<RingWorker>> RingWorker::start(std::span<std::byte> memor
 
 void RingWorker::stop() {
   if (!thread_.joinable()) return;
-  if (::getpid() != started_by_) {
+  if (!started_by_.is_this()) {
     // A forked child has inherited this object, but not the thread; the ring is its parent's.
     thread_.detach();
     return;

@@ -29,6 +29,7 @@
 
 #include "backing.h"
 #include "futex.h"
+#include "own_process.h"
 
 namespace kvelastic {
 
@@ -161,8 +162,7 @@ class RingWorker {
         own_(memory->workers[rank]),
         rank_(rank),
         range_(std::move(range)),
-        keep_(std::move(keep)),
-        started_by_(::getpid()) {}
+        keep_(std::move(keep)) {}
 
   void serve();
   bool look_at_device();
@@ -174,7 +174,7 @@ class RingWorker {
   const std::size_t rank_;
   const std::shared_ptr<Range> range_;
   const std::shared_ptr<void> keep_;
-  const pid_t started_by_;
+  const OwnProcess started_by_;
   std::atomic<bool> stopping_{false};
   std::atomic<bool> ended_{false};  // the thread has seen it
   std::thread thread_;

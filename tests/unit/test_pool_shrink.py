@@ -80,7 +80,8 @@ def test_a_lower_limit_drops_what_is_reserved() -> None:
     pool = make()
     used = pool.alloc(4)
     cached = pool.alloc(4)
-    assert used is not None and cached is not None
+    assert used is not None
+    assert cached is not None
     pool.cache(cached)
     assert pool.try_to_reserve(8 * PAGES - 16)
     state = pool.set_limit(2 * LAYOUT.page_bytes)

@@ -6,6 +6,8 @@ import gc
 import os
 import sys
 import threading
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -137,3 +139,103 @@ def test_a_list_that_changes_while_it_is_read(memory):
         pages += [Evil(), *(object() for _ in range(1000))]
         memory.range.map(pages)
         assert [p for p in range(PAGES) if memory.range.is_mapped(p)] == list(range(1, page + 1))
+
+
+def in_a_child(work: Callable[[], None]) -> str:
+    """What `work` says, or raises, in a forked child."""
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            try:
+                work()
+                said = "it was done"
+            except BaseException as error:
+                said = f"{type(error).__name__}: {error}"
+            os.write(write, said.encode())
+        finally:
+            os._exit(0)
+    os.close(write)
+    with os.fdopen(read) as pipe:
+        said = pipe.read()
+    os.waitpid(child, 0)
+    return said
+
+
+POOL_CALLS = {
+    "alloc": lambda pool, ids: pool.alloc(1),
+    "free": lambda pool, ids: pool.free(ids),
+    "cache": lambda pool, ids: pool.cache(ids),
+    "touch": lambda pool, ids: pool.touch(ids),
+    "ensure": lambda pool, ids: pool.ensure(20),
+    "try_to_reserve": lambda pool, ids: pool.try_to_reserve(1),
+    "free_reserved": lambda pool, ids: pool.free_reserved(),
+    "take_evicted": lambda pool, ids: pool.take_evicted(),
+    "take_changes": lambda pool, ids: pool.take_changes(),
+    "compact": lambda pool, ids: pool.compact(),
+    "enter": lambda pool, ids: pool.enter(),
+    "exit": lambda pool, ids: pool.exit(),
+    "set_limit": lambda pool, ids: pool.set_limit(HUGE),
+    "sleep": lambda pool, ids: pool.sleep(),
+    "wake": lambda pool, ids: pool.wake(),
+    "trim": lambda pool, ids: pool.trim(),
+    "clear": lambda pool, ids: pool.clear(),
+    # These change nothing, and take a lock that another thread may have held at the fork.
+    "is_asleep": lambda pool, ids: pool.is_asleep,
+    "limit_state": lambda pool, ids: pool.limit_state(),
+    "mapped_bytes": lambda pool, ids: pool.mapped_bytes,
+    "occupancy": lambda pool, ids: pool.occupancy(),
+    "stats": lambda pool, ids: pool.stats(),
+    "check_integrity": lambda pool, ids: pool.check_integrity(),
+}
+
+
+def test_a_forked_child_is_refused_by_a_pool():
+    memory = Memory(LAYOUTS["paged"], PAGES)
+    pool = memory.pool()
+    ids = pool.alloc(20)
+    for block in ids:
+        memory.write(block, 33)
+    before = pool.stats()
+    for name, call in POOL_CALLS.items():
+        said = in_a_child(partial(call, pool, ids[:1]))
+        assert said.startswith("DeviceUnavailableError"), (name, said)
+        assert str(os.getpid()) in said, name
+
+    def fork_again() -> None:
+        raise RuntimeError(in_a_child(partial(pool.alloc, 1)))
+
+    assert in_a_child(fork_again).startswith("RuntimeError: DeviceUnavailableError")
+    assert pool.stats() == before
+    assert all(memory.read(block) == {33} for block in ids)
+    pool.check_integrity()
+
+
+def test_a_forked_child_is_refused_by_a_range():
+    memory = Memory(LAYOUTS["paged"], PAGES)
+    memory.range.map([0, 1])
+    memory.range.unmap([1])
+    for call in (
+        lambda: memory.range.map([1]),  # a recycled handle: its memory is the parent's
+        lambda: memory.range.unmap([0]),
+        lambda: memory.range.copy([1], [2]),
+        memory.range.trim,
+        lambda: memory.range.is_mapped(0),
+        memory.range.check_integrity,
+    ):
+        assert in_a_child(call).startswith("DeviceUnavailableError")
+    memory.range.map([1])
+    memory.range.check_integrity()
+
+
+def test_a_pool_that_a_forked_child_makes_for_itself_is_its_own():
+    memory = Memory(LAYOUTS["paged"], PAGES)
+    memory.pool().alloc(1)
+
+    def work() -> None:
+        mine = Memory(LAYOUTS["paged"], PAGES)
+        ids = mine.pool().alloc(3)
+        mine.write(ids[0], 5)
+        assert mine.read(ids[0]) == {5}
+
+    assert in_a_child(work) == "it was done"
