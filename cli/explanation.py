@@ -163,8 +163,8 @@ def _limit(facts: InstanceFacts) -> Iterable[Line]:
     else:
         yield Line(
             "limit",
-            f"Its limit of {limit} is reached, and nothing is parked, reserved or cached: new requests wait"
-            " until blocks come free.",
+            f"Its limit of {limit} is reached, and nothing is parked, reserved or cached: new"
+            " requests wait until blocks come free.",
             f"kvctl limit {facts.name} SIZE, with a larger one",
             is_blocked=True,
         )

@@ -77,7 +77,9 @@ class Config:
     @property
     def host_memory_bytes(self) -> int:
         """Bytes that count as the host device's capacity; reads the machine if not set."""
-        return machine_memory_bytes() if self.host_memory is None else self.host_memory
+        if self.host_memory is not None:
+            return self.host_memory
+        return default_host_capacity_bytes(machine_memory_bytes())
 
     def limit_bytes(self, capacity_bytes: int) -> int | None:
         """The limit on a device of `capacity_bytes`; None where none was set."""
@@ -234,8 +236,10 @@ VARIABLES: Final[tuple[Variable, ...]] = (
     Variable("KVELASTIC_IPC_TIMEOUT", "KVCACHED_IPC_TIMEOUT", "ipc_timeout_s",
              _seconds_or_no_deadline, "60", "seconds; 0 or less is no deadline",
              "How long the scheduler waits for a worker's acknowledgement."),
-    Variable("KVELASTIC_HOST_MEMORY", None, "host_memory", _capacity, "(the machine's memory)",
-             f"more than 0: {SIZE_FORMS}", "What counts as the capacity of the host device."),
+    Variable("KVELASTIC_HOST_MEMORY", None, "host_memory", _capacity, "(80% of memory)",
+             f"more than 0: {SIZE_FORMS}",
+             "What counts as the capacity of the host device; unset, 80% of the machine's memory or"
+             " of the tightest cgroup limit."),
     Variable("KVELASTIC_LIMIT", None, "limit", _limit, "none",
              f"none; a percentage of the device (80%); or {SIZE_FORMS}",
              "Limit that an instance starts with; kvctl limit changes it while it runs."),
@@ -393,6 +397,17 @@ def configure_logging(config: Config, stream: TextIO | None = None) -> None:
     logger.propagate = False
     while _held:
         logger.log(*_held.pop(0))
+
+
+def default_host_capacity_bytes(machine_bytes: int) -> int:
+    """What of the machine's memory is for KV caches where nobody has said.
+
+    Four fifths. The rest is for what is no cache: an engine's Python and libraries take 0.5 to 1.5
+    GiB, weights lie beside the cache, and the kernel needs page cache to read them. How much that
+    is nobody knows beforehand, so this is for planning only: what instances may take of each other.
+    A page that the machine or a cgroup has no room for is refused when it is created.
+    """
+    return machine_bytes * 4 // 5
 
 
 def machine_memory_bytes(root: Path = Path("/")) -> int:

@@ -92,16 +92,13 @@ def shutdown_kvelastic() -> None:
     """Give all memory back and remove the segments; nothing happens if not initialized.
 
     Tensors that live on keep their addresses, with no memory behind them: they must not be touched
-    any more.
+    any more. Managers that live on hand out no block: their `alloc` raises `PoolFailedError`.
     """
     global _state
     with _lock:
         state, _state = _state, None
         for group in state.groups.values() if state else ():
-            # Given back to the device before the ledger lets others have it.
-            group.pool.blocks.clear()
-            group.pool.blocks.trim()
-            group.pool.close()
+            group.pool.close(discard=True)
 
 
 def is_initialized() -> bool:

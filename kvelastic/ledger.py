@@ -79,6 +79,15 @@ class JoinedLedger:
             self._memory.close()  # a pool that is still there keeps it mapped
         os.close(self._fd)
 
+    def linger(self) -> None:
+        """Keep the place and what is granted for memory that outlives this object. Repeatable.
+
+        The place goes when the native member is told to leave, or with the processes of the member.
+        """
+        if not self._closed and self._pid == os.getpid():
+            self._closed = True
+            os.close(self._fd)
+
     def __enter__(self) -> JoinedLedger:
         return self
 

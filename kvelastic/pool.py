@@ -16,7 +16,7 @@ from typing import TypeAlias
 from kvelastic import _vmm, ledger, segment
 from kvelastic.config import Config
 from kvelastic.device import Device
-from kvelastic.errors import ConfigError
+from kvelastic.errors import ConfigError, DeviceUnavailableError, DriverError
 from kvelastic.layout import PageLayout
 from kvelastic.sizes import format_size
 
@@ -79,18 +79,42 @@ class ElasticPool:
             sanity_check=self._settings.sanity_check,
         )
 
-    def close(self) -> None:
-        """Stop the keeper, leave the ledger, remove the segment. Repeatable.
+    def close(self, *, discard: bool = False) -> None:
+        """Stop the keeper, give the memory back, leave the ledger, remove the segment. Repeatable.
 
-        The memory goes with its last user: tensors over it stay valid.
+        No block is handed out any more (`PoolFailedError`). Memory of this process goes at once,
+        but for pages with blocks in use: tensors over those stay valid, and what is granted for
+        them stays granted until the last tensor is gone. With `discard` they go too, and must not
+        be touched any more. A worker's memory goes with the worker, and so does its grant.
 
-        Waits for nobody but this process's own thread.
+        Waits for this process's own threads, and for the driver.
         """
         keeper, self._keeper = self._keeper, None
         if keeper is not None:
             keeper.stop()
-        self.ledger.close()
+        self._give_memory_back(discard)
         self.segment.close()
+
+    def _give_memory_back(self, discard: bool) -> None:
+        """Memory first, then its grant: nobody else is granted what is still there."""
+        if isinstance(self.memory, _vmm.Ring):
+            if self.memory.has_live_processes:
+                self.ledger.member.linger()
+                self.ledger.linger()
+            else:
+                self.ledger.close()
+            return
+        try:
+            held_bytes = self.blocks.close(discard=discard)
+        except DeviceUnavailableError:  # a forked child: what it has inherited is not its own
+            return
+        except DriverError:
+            held_bytes = self.blocks.mapped_bytes
+        if held_bytes:
+            self.memory.hold_grant_of(self.ledger.member)
+            self.ledger.linger()
+        else:
+            self.ledger.close()
 
     def __enter__(self) -> ElasticPool:
         return self

@@ -49,6 +49,29 @@ nb::ndarray<std::int8_t, nb::ndim<1>> range_tensor(const std::shared_ptr<Range>&
 }  // namespace
 
 void bind_driver(nb::module_& m) {
+  nb::class_<HostMemory>(m, "HostMemory", "What the machine and its cgroups have left.")
+      .def(nb::init<const std::string&>(), "root"_a = "/",
+           "`root` is where proc and sys are found.")
+      .def(
+          "look",
+          [](const HostMemory& memory) {
+            nb::list rooms;
+            for (const HostMemory::Room& room : memory.look()) {
+              nb::dict out;
+              out["where"] = room.where;
+              out["total_bytes"] = room.total_bytes;
+              out["left_bytes"] = room.left_bytes;
+              out["spare_bytes"] = room.spare_bytes();
+              rooms.append(out);
+            }
+            return rooms;
+          },
+          "The bounds as they are now, the tightest first.")
+      .def(
+          "refuse_if_tight",
+          [](HostMemory& memory, std::size_t bytes) { check(memory.refuse_if_tight(bytes)); },
+          "bytes"_a, "Raise OutOfMemoryError where so much more would not leave enough.");
+
   nb::class_<Driver>(m, "Driver", "The seam to an OS or a GPU; see vmm_csrc/driver.h.")
       .def_prop_ro("granularity_bytes", &Driver::granularity_bytes)
       .def("stats", &stats_dict)
@@ -203,6 +226,12 @@ void bind_driver(nb::module_& m) {
       .def(
           "trim", [](Range& r) { check(without_gil([&r = own(r)] { return r.trim(); })); },
           "Destroy the handles that unmap kept.")
+      .def(
+          "hold_grant_of",
+          [](Range& r, std::shared_ptr<LedgerMember> member) {
+            own(r).hold_grant_of(std::move(member));
+          },
+          "member"_a, "Leave the member's ledger when the memory is gone: with its last user.")
       .def("tensor", &range_tensor,
            "All of it as a flat int8 tensor (DLPack, no copy). Touching what is not mapped faults.")
       .def(

@@ -197,6 +197,8 @@ void bind_ledger(nb::module_& m) {
           "pid_namespace"_a, "uid"_a, "min_bytes"_a = 0, "priority"_a = 0,
           "Take a slot; hold flock() on the file. Raises GuaranteeError, PoolExhaustedError.")
       .def("leave", &LedgerMember::leave, "Give everything back and the slot up. Repeatable.")
+      .def("linger", &LedgerMember::linger,
+           "Keep the slot and what is granted until the processes of this member have ended.")
       .def("grant", &LedgerMember::grant, "pages"_a, "page_bytes"_a,
            "Take as many of `pages` pages as there is room for; returns how many.")
       .def("give_back", &LedgerMember::give_back, "pages"_a, "page_bytes"_a)

@@ -166,6 +166,9 @@ void bind_ring(nb::module_& m) {
           "ping", [](RingBacking& ring) { check(without_gil([&] { return ring.ping(); })); },
           "Ask every worker for nothing but an answer. Raises ChannelError.")
       .def_prop_ro(
+          "has_live_processes", [](const RingBacking& ring) { return ring.has_live_processes(); },
+          "Whether a worker's process, other than this one, lives.")
+      .def_prop_ro(
           "workers", [](const RingBacking& ring) { return ring.workers(); },
           "(pid, start time in ticks) of the process of each rank; (0, 0): none yet.")
       .def_prop_ro("geometry", &RingBacking::geometry);
@@ -296,7 +299,9 @@ void bind_pool(nb::module_& m) {
                    "Whether more is held than the limit allows.")
       .def(
           "reusable",
-          [](const Pool& pool, nb::handle ids) { return list_of(own(pool).reusable(integers_of(ids))); },
+          [](const Pool& pool, nb::handle ids) {
+            return list_of(own(pool).reusable(integers_of(ids)));
+          },
           "ids"_a,
           "Of these used blocks, in their order, those that may be used anew before they are given "
           "back: over the limit only blocks of pages that stay, as many as it has room for.")
@@ -311,6 +316,16 @@ void bind_pool(nb::module_& m) {
       .def(
           "clear", [](Pool& pool) { without_gil([&pool = own(pool)] { pool.clear(); }); },
           "Free every block and every reservation.")
+      .def(
+          "close",
+          [](Pool& pool, bool discard) {
+            own(pool);
+            return unwrap(without_gil([&] { return pool.close(discard); })) *
+                   pool.page_cost_bytes();
+          },
+          nb::kw_only(), "discard"_a = false,
+          "Hand out nothing any more and give all back that is not in use, or all; returns the "
+          "bytes that are still held.")
       .def_prop_ro("mapped_bytes", [](const Pool& pool) { return own(pool).mapped_bytes(); })
       .def_prop_ro("geometry", &Pool::geometry)
       .def("occupancy", &occupancy, "pages"_a = nb::none(),

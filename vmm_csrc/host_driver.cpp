@@ -112,6 +112,7 @@ Status HostDriver::release(std::byte* address, std::size_t bytes) {
 Result<Handle> HostDriver::create(std::size_t bytes) {
   if (!fits_granularity(bytes)) return bad_size("create", bytes);
   if (Status mine = opened_by_.refuse_in_a_child(); !mine) return mine.error();
+  if (Status there = left_.refuse_if_tight(bytes); !there) return there.error();
   Result<std::uint64_t> offset = take_offset(bytes);
   if (!offset) return offset.error();
   if (Status filled = populate(*offset, bytes); !filled) {

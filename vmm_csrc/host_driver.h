@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "driver.h"
+#include "host_memory.h"
 #include "own_process.h"
 
 namespace kvelastic {
@@ -18,6 +19,8 @@ namespace kvelastic {
 /// dies, however it dies: the memfd has no name. A forked child shares the memfd with its parent,
 /// so there create and destroy fail with kDeviceUnavailable: a child that lets go of what it has
 /// inherited takes nothing from its parent.
+/// A page that would leave the machine, or a memory cgroup, with too little is refused with
+/// kOutOfMemory before the kernel would kill for it (host_memory.h).
 class HostDriver final : public Driver {
  public:
   static constexpr std::size_t kGranularityBytes = std::size_t{2} << 20;
@@ -47,6 +50,7 @@ class HostDriver final : public Driver {
 
   const int memfd_;
   const OwnProcess opened_by_;
+  HostMemory left_;
   std::mutex offsets_mutex_;  // a leaf lock: nothing else is taken under it
   std::uint64_t end_offset_ = 0;
   std::unordered_map<std::size_t, std::vector<std::uint64_t>> free_offsets_;  // by page bytes

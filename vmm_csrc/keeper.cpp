@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstdio>
+#include <new>
 
 namespace kvelastic {
 namespace {
@@ -51,20 +52,30 @@ void Keeper::stop() {
   pool_->publish_to(nullptr);
 }
 
+/// A round that finds no memory for its own lists is given up, and made again a little later: a
+/// thread that let that out would end the process.
 void Keeper::run() {
   while (!stopping_) {
-    const std::uint32_t seen = record_->bell();
-    const bool read = read_wish();
-    device_is_shared_ = pool_->see_device();
-    if (pool_->failed() && !failure_told_) answer(pool_->limit_state(), {});
-    serve_asks();
-    finish_shrinking();
-    const bool missing = pool_->pursue();
-    pursuing_ = pool_->expire_squeeze() || missing;
-    (void)pool_->provision();  // out of memory: demand will say so when it comes
-    decay();
-    (void)record_->wait_bell(seen, sleep_ns(!read));
+    try {
+      go_round();
+    } catch (const std::bad_alloc&) {
+      (void)record_->wait_bell(record_->bell(), kShrinkRetryNs);
+    }
   }
+}
+
+void Keeper::go_round() {
+  const std::uint32_t seen = record_->bell();
+  const bool read = read_wish();
+  device_is_shared_ = pool_->see_device();
+  if (pool_->failed() && !failure_told_) answer(pool_->limit_state(), {});
+  serve_asks();
+  finish_shrinking();
+  const bool missing = pool_->pursue();
+  pursuing_ = pool_->expire_squeeze() || missing;
+  (void)pool_->provision();  // out of memory: demand will say so when it comes
+  decay();
+  (void)record_->wait_bell(seen, sleep_ns(!read));
 }
 
 bool Keeper::read_wish() {
@@ -72,7 +83,12 @@ bool Keeper::read_wish() {
   const std::optional<Wish> wish = record_->read_wish();
   if (!wish) return false;
   const std::uint64_t before = std::exchange(revision_, wish->revision);
-  carry_out(*wish, before);
+  try {
+    carry_out(*wish, before);
+  } catch (const std::bad_alloc&) {
+    revision_ = before;  // the next round carries it out again, and answers it
+    throw;
+  }
   return true;
 }
 

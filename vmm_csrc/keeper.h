@@ -49,6 +49,7 @@ class Keeper {
       : pool_(std::move(pool)), record_(std::move(record)), options_(options) {}
 
   void run();
+  void go_round();
   bool read_wish();
   void carry_out(const Wish& wish, std::uint64_t seen);
   Status change_standing(const Wish& wish, std::uint64_t seen);

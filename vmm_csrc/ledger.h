@@ -185,10 +185,15 @@ class LedgerMember {
                                                     std::uint64_t min_bytes, std::int64_t priority,
                                                     std::shared_ptr<void> keep);
   ~LedgerMember() {
-    if (::getpid() == joined_by_) leave();  // what a forked child drops is not its own
+    // What a forked child drops is not its own.
+    if (!lingers_ && ::getpid() == joined_by_) leave();
   }
   LedgerMember(const LedgerMember&) = delete;
   LedgerMember& operator=(const LedgerMember&) = delete;
+
+  /// Memory that nobody can give back is left behind: this object's end gives its grant back no
+  /// more; whoever looks does, once the processes of this member are gone.
+  void linger() { lingers_ = true; }
 
   /// Everything that was granted is the device's again. Repeatable; later calls grant nothing.
   void leave();
@@ -279,6 +284,7 @@ class LedgerMember {
   const std::uint64_t life_;
   const pid_t joined_by_ = ::getpid();
   const std::shared_ptr<void> keep_;
+  std::atomic<bool> lingers_{false};
   const ReclaimRules rules_;
   mutable std::atomic<std::uint64_t> reaped_ns_{0};  // when reach() last looked for the dead
   std::mutex mutex_;  // between threads of this process only: grants, guarantee; a leaf

@@ -1,6 +1,7 @@
 #include "pool.h"
 
 #include <algorithm>
+#include <new>
 #include <string>
 
 namespace kvelastic {
@@ -15,6 +16,17 @@ bool is_final(const Error& error) {
 
 /// After a wait in vain, allocs do not wait for this many times as long.
 constexpr int kFruitlessWaits = 8;
+/// What `call` answers; kOutOfMemory where there is no memory for its lists. What the accounting
+/// has begun is ended in either case.
+template <typename F>
+Status guarded(F call) {
+  try {
+    return call();
+  } catch (const std::bad_alloc&) {
+    return Error{Errc::kOutOfMemory, "out of memory"};
+  }
+}
+
 /// A squeeze that nobody has asked for so long is lifted.
 constexpr std::chrono::milliseconds kSqueezeLease{500};
 /// After a squeeze was met, a request for as much may still be one of those that repeated it.
@@ -316,12 +328,32 @@ std::vector<BlockId> Pool::take_evicted() {
 void Pool::clear() {
   const std::lock_guard session(session_);
   Lock lock(mutex_);
+  discard_everything();
+  (void)enforce(lock);
+  changed();
+}
+
+void Pool::discard_everything() {
   reserved_.clear();
   const std::size_t before = evicted_.size();
   blocks_->clear(evicted_);
   note_evicted(before);
-  (void)enforce(lock);
+}
+
+Result<std::uint64_t> Pool::close(bool discard) {
+  const std::lock_guard session(session_);
+  Lock lock(mutex_);
+  asleep_ = true;  // from here on the limit has room for no page
+  if (!final_error_) {
+    final_error_ = Error{Errc::kPoolFailed, "the pool is closed; make another one"};
+    failed_.store(true, std::memory_order_relaxed);
+  }
+  settled_.wait(lock, [this] { return held_pages_ == blocks_->mapped_pages(); });
+  if (discard) discard_everything();
+  Status done = enforce(lock);
   changed();
+  if (!done) return done.error();
+  return held_pages_;
 }
 
 // --- pages -----------------------------------------------------------------------------------
@@ -444,9 +476,10 @@ bool Pool::pursue() {
 /// Maps at most `pages` pages, as many as the ledger grants; answers how many.
 Result<std::uint64_t> Pool::grow(Lock& lock, std::uint64_t pages) {
   const std::uint64_t page_bytes = page_cost_bytes();
+  std::vector<PageIndex> batch;
+  batch.reserve(pages);  // what throws does so before anything is taken
   if (member_) pages = member_->grant(pages, page_bytes);
   if (pages == 0) return std::uint64_t{0};
-  std::vector<PageIndex> batch;
   for (std::uint64_t i = 0; i < pages; ++i) {
     const std::optional<PageIndex> page = blocks_->take_unmapped();
     if (!page) break;
@@ -458,13 +491,17 @@ Result<std::uint64_t> Pool::grow(Lock& lock, std::uint64_t pages) {
   }
   held_pages_ += batch.size();
   lock.unlock();
-  Status mapped = backing_->map(batch);
+  Status mapped = guarded([&] { return backing_->map(batch); });
   lock.lock();
   note_if_final(mapped);
   for (const PageIndex page : batch) mapped ? blocks_->add_page(page) : blocks_->put_back(page);
   if (mapped) {
     counts_.pages_mapped_ever += batch.size();
-    if (record_) record_->add(Counter::kPagesMapped, batch.size());
+    // A page is created to be mapped and destroyed when it is unmapped: none is kept in between.
+    if (record_) {
+      record_->add(Counter::kPagesCreated, batch.size());
+      record_->add(Counter::kPagesMapped, batch.size());
+    }
   } else {
     held_pages_ -= batch.size();
     // After a final failure nobody knows what is mapped: what was granted stays taken.
@@ -478,6 +515,7 @@ Result<std::uint64_t> Pool::grow(Lock& lock, std::uint64_t pages) {
 
 Status Pool::shrink(Lock& lock, std::uint64_t pages) {
   std::vector<PageIndex> batch;
+  batch.reserve(std::min(pages, blocks_->parked_pages()));
   for (std::uint64_t i = 0; i < pages; ++i) {
     const std::optional<PageIndex> page = blocks_->take_parked();
     if (!page) break;
@@ -490,7 +528,7 @@ Status Pool::unmap(Lock& lock, const std::vector<PageIndex>& batch) {
   if (batch.empty()) return ok();
   changed();
   lock.unlock();
-  Status unmapped = backing_->unmap(batch);
+  Status unmapped = guarded([&] { return backing_->unmap(batch); });
   lock.lock();
   note_if_final(unmapped);
   for (const PageIndex page : batch) unmapped ? blocks_->put_back(page) : blocks_->add_page(page);
@@ -498,7 +536,10 @@ Status Pool::unmap(Lock& lock, const std::vector<PageIndex>& batch) {
     held_pages_ -= batch.size();
     if (member_) member_->give_back(batch.size(), page_cost_bytes());
     counts_.pages_unmapped_ever += batch.size();
-    if (record_) record_->add(Counter::kPagesUnmapped, batch.size());
+    if (record_) {
+      record_->add(Counter::kPagesUnmapped, batch.size());
+      record_->add(Counter::kPagesDestroyed, batch.size());
+    }
   }
   settled_.notify_all();
   changed();
@@ -511,7 +552,7 @@ Result<std::uint64_t> Pool::compact_page(Lock& lock) {
   if (!options_.movable || failed() || !blocks_->take_compaction(moves)) return std::uint64_t{0};
   changed();
   lock.unlock();
-  Status copied = backing_->copy(moves);
+  Status copied = guarded([&] { return backing_->copy(moves); });
   lock.lock();
   note_if_final(copied);
   // Evictions so far come before these moves: an id that was evicted may be where a block moves to.
@@ -548,9 +589,9 @@ bool Pool::empty_a_page(Lock& lock) {
 
 Status Pool::enforce(Lock& lock) {
   enforcing_ = true;
-  Status done = go_down_the_ladder(lock);
-  enforcing_ = false;
-  return done;
+  const auto over = [this](void*) { enforcing_ = false; };
+  const std::unique_ptr<void, decltype(over)> ends(this, over);  // also by an exception
+  return go_down_the_ladder(lock);
 }
 
 /// Whether enforce() would find something to give: a state, so it does not matter in which order

@@ -128,6 +128,13 @@ class Pool {
   /// Frees every block and forgets every reservation; ids handed out before are void.
   void clear();
 
+  /// For good: no block is handed out any more (kPoolFailed), what is free, cached or reserved is
+  /// given back with its pages, the null block's too, and pages on their way in are waited for.
+  /// `discard`: blocks in use as well; else their pages stay until they are freed. Answers the
+  /// pages that are still held. Waits for the session; blocks. Repeatable. Fails as unmap of the
+  /// backing does.
+  Result<std::uint64_t> close(bool discard);
+
   // --- what could be had ---------------------------------------------------------------------
 
   /// Blocks that alloc could give now, mapping and evicting as it must, and taking from others what
@@ -259,6 +266,7 @@ class Pool {
   Status shrink(Lock& lock, std::uint64_t pages);
   Status unmap(Lock& lock, const std::vector<PageIndex>& batch);
   void evict_everything();
+  void discard_everything();
   bool drop_reserved();
   /// How long a call may wait for others, and whether the session is its own to let go meanwhile.
   struct Wait {

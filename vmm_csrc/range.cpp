@@ -54,6 +54,8 @@ Range::~Range() {
   // to the end of the process.
   twice([&] { return unmap(pages, Afterwards::kDestroy); });
   twice([&] { return store_.trim(); });
+  if (member_ && held_bytes() == 0) member_->leave();
+  if (member_ && held_bytes() > 0) member_->linger();
   if (mapped_pages() == 0)
     twice([&] { return driver_->release(address_, geometry_.range_bytes()); });
 }
@@ -130,9 +132,9 @@ Status Range::unmap(std::span<const PageIndex> pages, Afterwards afterwards) {
   if (Status sound = check_batch(pages, true); !sound) return sound;
   std::vector<PageIndex> sorted(pages.begin(), pages.end());
   std::sort(sorted.begin(), sorted.end());
-  if (Status done = unmap_extents(sorted); !done) return done;
   std::vector<Handle> handles;
   handles.reserve(sorted.size() * geometry_.extents_per_page);
+  if (Status done = unmap_extents(sorted); !done) return done;
   for (const PageIndex page : sorted) {
     mapped_[page] = 0;
     for (std::uint64_t e = 0; e < geometry_.extents_per_page; ++e) {

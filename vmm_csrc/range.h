@@ -10,6 +10,7 @@
 #include "driver.h"
 #include "geometry.h"
 #include "lazy_array.h"
+#include "ledger.h"
 #include "own_process.h"
 #include "pages.h"
 
@@ -52,6 +53,9 @@ class Range {
   /// Destroys recycled handles.
   Status trim() { return store_.trim(); }
 
+  /// Whose grant the pages are: it is given back when the last of them is gone with this range.
+  void hold_grant_of(std::shared_ptr<LedgerMember> member) { member_ = std::move(member); }
+
   bool is_mapped(PageIndex page) const;
   bool failed() const { return failed_.load(std::memory_order_relaxed); }
   std::uint64_t mapped_pages() const { return mapped_pages_.load(std::memory_order_relaxed); }
@@ -91,6 +95,7 @@ class Range {
   mutable std::mutex mutex_;        // before PageStore's; held across driver calls
   LazyArray<std::uint8_t> mapped_;  // per page: 1 = mapped
   LazyArray<Handle> handles_;       // per page and extent, valid while mapped
+  std::shared_ptr<LedgerMember> member_;
   std::atomic<std::uint64_t> mapped_pages_{0};
   std::atomic<bool> failed_{false};
 };

@@ -172,6 +172,16 @@ Status RingBacking::ping() {
   return run_everywhere(RingMemory::Command::kNothing, {});
 }
 
+bool RingBacking::has_live_processes() const {
+  for (std::size_t rank = 0; rank < memory_->ranks; ++rank) {
+    const RingMemory::Rank& worker = memory_->workers[rank];
+    const auto pid = static_cast<pid_t>(worker.pid.load());
+    if (pid <= 0 || pid == ::getpid()) continue;
+    if (!process_is_gone(pid, worker.start_ticks.load())) return true;
+  }
+  return false;
+}
+
 Status RingBacking::copy(std::span<const BlockMove> moves) {
   const std::lock_guard lock(mutex_);
   constexpr std::size_t kMovesPerEntry = RingMemory::kPagesPerEntry / kWordsPerMove;
@@ -428,7 +438,8 @@ bool RingWorker::look_at_device() {
   return true;
 }
 
-Status RingWorker::carry_out(const RingMemory::Entry& entry) {
+/// No page is worth the process: memory for the books themselves may run out as well.
+Status RingWorker::carry_out(const RingMemory::Entry& entry) try {
   const std::span<const PageIndex> pages(entry.pages.data(),
                                          std::min<std::size_t>(entry.count, entry.pages.size()));
   switch (static_cast<RingMemory::Command>(entry.command)) {
@@ -442,6 +453,8 @@ Status RingWorker::carry_out(const RingMemory::Entry& entry) {
       return ok();
   }
   return Error{Errc::kInvalidArgument, "no such command: " + std::to_string(entry.command)};
+} catch (const std::bad_alloc&) {
+  return Error{Errc::kOutOfMemory, "out of memory"};
 }
 
 }  // namespace kvelastic

@@ -104,6 +104,8 @@ class RingBacking final : public Backing {
   Status copy(std::span<const BlockMove> moves) override;
   /// Asks every worker for nothing but an answer; fails as map. What a command costs at least.
   Status ping();
+  /// Whether a process other than this one has been a worker and lives: its pages live with it.
+  bool has_live_processes() const;
   /// Of the rank with the least free memory: a grant is good for the smallest.
   std::optional<DeviceMemory> device_memory() const override;
   /// The processes that serve this ring, by rank: number and start; (0, 0): none yet.

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from kvelastic.config import default_host_capacity_bytes
+
 
 @dataclass(frozen=True)
 class Gpu:
@@ -202,4 +204,6 @@ class Facts:
     def host_capacity_bytes(self) -> int:
         """What counts as the host device's capacity."""
         set_bytes = self.config.host_memory_bytes
-        return self.memory.machine_bytes if set_bytes is None else set_bytes
+        if set_bytes is not None:
+            return set_bytes
+        return default_host_capacity_bytes(self.memory.machine_bytes)

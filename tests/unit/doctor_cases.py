@@ -32,7 +32,7 @@ PACKAGES = PackageFacts(
 GOOD = Facts(
     gpus=GpuFacts(kernel_module="580.82", cuda_version=13000, count=1, gpus=(GPU,)),
     shm=ShmFacts(size_bytes=8 * GIB, free_bytes=8 * GIB, needed_bytes=266240),
-    memory=MemoryFacts(32 * GIB, thp_enabled="madvise", thp_shmem="never"),
+    memory=MemoryFacts(40 * GIB, thp_enabled="madvise", thp_shmem="never"),
     limits=LimitFacts(65530, 20000, None, 0, 16 * GIB, GIB),
     system=SystemFacts(kernel="6.18.1"),
     config=ConfigFacts(enabled=True),
@@ -190,7 +190,7 @@ TABLE: list[tuple[str, str, Facts, str]] = [
     ("host.hugepages", "warning", on_host(memory=memory(thp_enabled=None)), "enabled=not there"),
     ("host.hugepages", "note", replace(GOOD, memory=memory(thp_shmem="deny")), "deny"),
     # ----------------------------------------------------------------------------------- limits
-    ("limits.memory", "ok", on_host(), "32.00 GiB"),
+    ("limits.memory", "ok", on_host(), "40.00 GiB"),
     (
         "limits.memory",
         "ok",
@@ -200,10 +200,10 @@ TABLE: list[tuple[str, str, Facts, str]] = [
     (
         "limits.memory",
         "problem",
-        with_config(on_host(), host_memory_bytes=33 * GIB),
-        "KVELASTIC_HOST_MEMORY is 33.00 GiB; this process may have 32.00 GiB",
+        with_config(on_host(), host_memory_bytes=41 * GIB),
+        "KVELASTIC_HOST_MEMORY is 41.00 GiB; this process may have 40.00 GiB",
     ),
-    ("limits.memory", "note", with_config(host_memory_bytes=33 * GIB), "33.00 GiB"),
+    ("limits.memory", "note", with_config(host_memory_bytes=41 * GIB), "41.00 GiB"),
     ("limits.mappings", "ok", on_host(), "may need 40960"),
     ("limits.mappings", "ok", replace(GOOD, limits=limits(max_map_count=9)), "GPU pages do not"),
     ("limits.mappings", "note", on_host(limits=limits(max_map_count=None)), "cannot be read"),

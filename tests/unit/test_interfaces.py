@@ -13,6 +13,7 @@ import torch
 from kvelastic import errors, segment
 from kvelastic.integration.sglang import interfaces as sglang
 from kvelastic.integration.vllm import interfaces as vllm
+from kvelastic.ledger import list_ledgers
 
 LAYERS, BLOCKS, TOKENS, HEADS, DIM = 3, 500, 16, 2, 64
 CELL_BYTES = HEADS * DIM * 2
@@ -301,3 +302,16 @@ def test_threads_share_one_manager() -> None:
     assert not failures
     manager.check_integrity()
     assert manager.available_size() == BLOCKS - 1
+
+
+def test_after_shutdown_nothing_is_held_and_no_block_is_handed_out() -> None:
+    vllm.init_kvelastic(device="cpu")
+    manager = vllm.get_kv_cache_manager(BLOCKS, TOKENS, CELL_BYTES, LAYERS)
+    assert len(manager.alloc(30) or []) == 30
+    name = manager.name
+    vllm.shutdown_kvelastic()
+    assert manager.get_mapped_memory_size() == 0, "page 0 as well"
+    with pytest.raises(errors.PoolFailedError, match="closed"):
+        manager.alloc(1)
+    assert manager.available_size() == 0
+    assert all(member.name != name for info in list_ledgers() for member in info.members)

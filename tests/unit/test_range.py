@@ -186,6 +186,7 @@ POOL_CALLS = {
     "mapped_bytes": lambda pool, ids: pool.mapped_bytes,
     "occupancy": lambda pool, ids: pool.occupancy(),
     "stats": lambda pool, ids: pool.stats(),
+    "reusable": lambda pool, ids: pool.reusable(ids),
     "check_integrity": lambda pool, ids: pool.check_integrity(),
 }
 

@@ -209,6 +209,55 @@ TEST(pages_that_land_over_the_limit_call_the_keeper) {
   pool.on_wanted(nullptr);
 }
 
+/// Memory whose books find no memory themselves.
+class ThrowingBacking final : public Backing {
+ public:
+  explicit ThrowingBacking(std::shared_ptr<Range> range) : inner_(std::move(range)) {}
+
+  Status map(std::span<const PageIndex> pages) override { return inner_.map(pages); }
+  Status unmap(std::span<const PageIndex> pages) override {
+    if (throws > 0) {
+      --throws;
+      throw std::bad_alloc();
+    }
+    return inner_.unmap(pages);
+  }
+  Status copy(std::span<const BlockMove> moves) override { return inner_.copy(moves); }
+  std::optional<DeviceMemory> device_memory() const override { return std::nullopt; }
+
+  std::atomic<int> throws = 0;
+
+ private:
+  LocalBacking inner_;
+};
+
+TEST(a_keeper_without_memory_for_its_lists_goes_on) {
+  auto segment = std::make_unique<Segment>();
+  REQUIRE(segment->owner != nullptr);
+  auto range = make_range();
+  REQUIRE(range != nullptr);
+  auto backing = std::make_shared<ThrowingBacking>(range);
+  auto made = Pool::create(geometry(), backing, options());
+  REQUIRE(static_cast<bool>(made));
+  std::shared_ptr<Pool> pool = *std::move(made);
+  CHECK(static_cast<bool>(pool->ensure(kPages * kBlocksPerPage - 1)));
+  std::shared_ptr<RecordOwner> record(segment->owner.get(), [](RecordOwner*) {});
+  auto keeper = Keeper::start(pool, record, {});
+  backing->throws = 3;
+  auto writer = WishWriter::open(segment->bytes);
+  REQUIRE(static_cast<bool>(writer));
+  WishChange change;
+  change.limit_bytes = kPage;
+  const std::uint64_t revision = writer->write(change);
+  auto view = RecordView::open(segment->bytes);
+  REQUIRE(static_cast<bool>(view));
+  CHECK(view->wait_answer(revision, true, 60'000'000'000));
+  CHECK(backing->throws == 0);
+  CHECK(pool->mapped_bytes() == kPage);
+  CHECK(static_cast<bool>(pool->check_integrity()));
+  keeper->stop();
+}
+
 TEST(reservations_make_way_for_others_who_need_the_memory) {
   auto range = make_range();
   REQUIRE(range != nullptr);

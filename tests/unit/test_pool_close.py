@@ -1,0 +1,135 @@
+"""Memory first, then its grant: a pool that closes leaves no page that no ledger knows of."""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from kvelastic import config, errors, ledger
+from kvelastic.device import host
+from kvelastic.layout import PageLayout
+from kvelastic.pool import ElasticPool, local_range, open_pool
+from kvelastic.tensors import whole_range
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "programs"))
+from open_memfds import open_memfds
+
+MIB = 1 << 20
+B = 8
+PAGES = 16
+LAYOUT = PageLayout(block_bytes=64 << 10, buffers=4, blocks_per_page=B, extent_bytes=2 * MIB)
+
+
+class Device:
+    """A ledger of the test's own, and the pools on it."""
+
+    def __init__(self) -> None:
+        self.group = f"test-{os.getpid()}-{random.randrange(1 << 32):x}"
+        self.settings = replace(
+            config.load({}), ledger=self.group, host_memory=PAGES * LAYOUT.page_bytes
+        )
+
+    def pool(self) -> ElasticPool:
+        """A pool with its keeper, whose memory is this process's."""
+        device = host(self.settings)
+        pool = open_pool(
+            self.settings,
+            LAYOUT,
+            PAGES,
+            num_blocks=PAGES * B,
+            block_tokens=16,
+            engine="test",
+            device=device,
+            memory=local_range(device),
+        )
+        pool.start_keeper()
+        return pool
+
+    def granted_bytes(self) -> int:
+        infos = [info for info in ledger.list_ledgers() if info.group == self.group]
+        return sum(member.granted_bytes for info in infos for member in info.members)
+
+
+def resident_bytes(before: set[int]) -> int:
+    """Of the memory files of this process that were not there before."""
+    return sum(
+        fd.stat().st_blocks * 512 for inode, fd in open_memfds().items() if inode not in before
+    )
+
+
+@pytest.fixture
+def device() -> Iterator[Device]:
+    made = Device()
+    yield made
+    ledger.reap()
+    assert not [info for info in ledger.list_ledgers() if info.group == made.group]
+
+
+def test_all_is_given_back_by_a_close_that_discards(device: Device) -> None:
+    before = set(open_memfds())
+    pool = device.pool()
+    assert pool.blocks.alloc(3 * B)
+    assert resident_bytes(before) >= 3 * LAYOUT.page_bytes
+    pool.close(discard=True)
+    assert resident_bytes(before) == device.granted_bytes() == pool.blocks.mapped_bytes == 0
+    pool.close()
+    with pytest.raises(errors.PoolFailedError, match="closed"):
+        pool.blocks.alloc(1)
+    with pytest.raises(errors.PoolFailedError, match="closed"):
+        pool.blocks.ensure(1)
+    pool.blocks.wake()
+    assert pool.blocks.available_size() == 0
+
+
+def test_what_is_in_use_keeps_its_memory_and_its_grant(device: Device) -> None:
+    """Tensors over it stay valid, so no other instance may be granted what is behind them."""
+    before = set(open_memfds())
+    pool = device.pool()
+    ids = pool.blocks.alloc(2 * B)
+    cached = pool.blocks.alloc(3 * B)
+    assert ids
+    assert cached
+    pool.blocks.cache(cached)
+    flat: torch.Tensor | None = whole_range(pool.memory)  # type: ignore[arg-type]
+    assert flat is not None
+    at = LAYOUT.offset_bytes(ids[0], 0, PAGES)
+    flat[at] = 77
+    pool.close()
+    held = pool.blocks.mapped_bytes
+    assert 2 * LAYOUT.page_bytes <= held <= 3 * LAYOUT.page_bytes, "cached and parked went"
+    assert resident_bytes(before) == device.granted_bytes() == held
+    other = device.pool()
+    assert other.blocks.alloc((PAGES - 1) * B) is None, "granted twice"
+    other.close()
+    assert int(flat[at]) == 77
+    # What is freed after the close goes at once, and so does its grant.
+    pool.blocks.free(ids[B:])
+    assert resident_bytes(before) == device.granted_bytes() == pool.blocks.mapped_bytes
+    del pool
+    assert device.granted_bytes() > 0
+    assert int(flat[at]) == 77
+    del flat
+    assert resident_bytes(before) == device.granted_bytes() == 0
+
+
+def test_a_close_in_a_forked_child_gives_nothing_back(device: Device) -> None:
+    pool = device.pool()
+    assert pool.blocks.alloc(B)
+    held = device.granted_bytes()
+    child = os.fork()
+    if child == 0:
+        try:
+            pool.close(discard=True)
+        finally:
+            os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert device.granted_bytes() == held == pool.blocks.mapped_bytes
+    pool.blocks.check_integrity()
+    pool.close(discard=True)
