@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import TypeAlias
 
@@ -19,6 +20,8 @@ from kvelastic.device import Device
 from kvelastic.errors import ConfigError, DeviceUnavailableError, DriverError
 from kvelastic.layout import PageLayout
 from kvelastic.sizes import format_size
+
+_log = logging.getLogger("kvelastic")
 
 Memory: TypeAlias = "_vmm.Range | _vmm.Ring"
 MemoryMaker: TypeAlias = Callable[[segment.Segment, _vmm.Geometry], Memory]
@@ -169,7 +172,6 @@ def open_pool(
             priority=settings.priority,
         )
         where = memory(own_segment, native_geometry(layout, pages))
-        tokens = settings.max_cached_tokens
         blocks = _vmm.Pool(
             where,
             max_blocks=min(num_blocks, pages * layout.blocks_per_page),
@@ -177,7 +179,7 @@ def open_pool(
             capacity_bytes=place.member.capacity_bytes,
             min_reserved_pages=settings.min_reserved_pages,
             max_reserved_pages=settings.max_reserved_pages,
-            max_cached_blocks=-1 if tokens < 0 else tokens // block_tokens,
+            max_cached_blocks=most_cached_blocks(settings.max_cached_tokens, block_tokens),
             preallocate=settings.page_prealloc_enabled,
             member=place.member,
             reclaim_wait_s=settings.reclaim_wait_s,
@@ -190,6 +192,25 @@ def open_pool(
         own_segment.close()
         raise
     return ElasticPool(own_segment, place, where, blocks, settings)
+
+
+def most_cached_blocks(max_cached_tokens: int, block_tokens: int) -> int:
+    """`KVELASTIC_MAX_CACHED_TOKENS` in whole blocks, at least one; -1: no bound, 0: none is cached.
+
+    Says so where one block holds more tokens than that.
+    """
+    if max_cached_tokens < 0:
+        return -1
+    if 0 < max_cached_tokens < block_tokens:
+        _log.warning(
+            "KVELASTIC_MAX_CACHED_TOKENS=%d is less than one block of %d tokens: one block is"
+            " cached. Set it to 0 to cache none, or to %d or more.",
+            max_cached_tokens,
+            block_tokens,
+            block_tokens,
+        )
+        return 1
+    return max_cached_tokens // block_tokens
 
 
 def _start_limit_bytes(

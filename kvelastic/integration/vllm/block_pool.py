@@ -142,11 +142,25 @@ class ElasticBlockPool(BlockPool):  # type: ignore[misc]  # vLLM has no type inf
         if self.headroom == 0 or (least > 0 and self._memory.ensure(least) < least):
             self.fell_short = True
 
+    @property
+    def arrivals(self) -> int:
+        """Goes up whenever blocks can be had that could not be had before."""
+        return self._memory.arrivals
+
+    def wait_for_arrival(self, seen: int, timeout_s: float) -> None:
+        """Block until `arrivals` is another than `seen`, or `timeout_s` has passed."""
+        self._memory.wait_for_arrival(seen, timeout_s)
+
     # --- steps ----------------------------------------------------------------------------------
 
-    def step_begins(self) -> int:
-        """A step was scheduled; returns its number, for `step_ends`."""
-        return self._steps.begin()
+    def step_begins(self, *, works: bool = True) -> int:
+        """A step was scheduled; returns its number, for `step_ends`. Not all have work to do."""
+        return self._steps.begin(works=works)
+
+    @property
+    def is_at_work(self) -> bool:
+        """Whether a step that has work to do is on its way."""
+        return self._steps.is_at_work
 
     def step_ends(self, step: int) -> None:
         """The workers have carried out this step, and all before it."""

@@ -32,12 +32,20 @@ class StepsOnTheirWay:
 
     def __init__(self) -> None:
         self._newest = 0
+        self._newest_at_work = 0
         self._ended = 0
 
-    def begin(self) -> int:
-        """A step was scheduled; returns its number, 1 or more."""
+    def begin(self, *, works: bool = True) -> int:
+        """A step was scheduled; returns its number, 1 or more. An empty one has no work to do."""
         self._newest += 1
+        if works:
+            self._newest_at_work = self._newest
         return self._newest
+
+    @property
+    def is_at_work(self) -> bool:
+        """Whether a step that has work to do is on its way."""
+        return self._newest_at_work > self._ended
 
     def end(self, step: int) -> None:
         """The workers have carried out `step`, and with it all before it."""

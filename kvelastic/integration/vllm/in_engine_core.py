@@ -6,14 +6,16 @@ is an `ElasticBlockPool`, a step's output carries the step's number (`kvelastic_
 
 from __future__ import annotations
 
-import time
+import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from kvelastic.integration.vllm.starvation import NAP_S, Starvation
+from kvelastic.integration.vllm.starvation import Starvation
 
 if TYPE_CHECKING:
     from kvelastic.integration.vllm.scheduler_side import Instance
+
+_log = logging.getLogger("kvelastic.vllm")
 
 _KV_CACHE = "kv_cache"
 """vLLM's tag of the KV cache's memory, for sleep and wake."""
@@ -175,11 +177,28 @@ def schedule(original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs:
     if pool is None:
         return original(scheduler, *args, **kwargs)
     pool.headroom = scheduler.kv_cache_manager.watermark_blocks
+    former = pool.starvation
+    asked_for_nothing = former is not None and not former.has_news()
+    seen = pool.arrivals  # before the step looks for blocks: what comes meanwhile counts as news
     with pool.session():
         output = original(scheduler, *args, **kwargs)
-    output.kvelastic_step = pool.step_begins()
-    starved = pool.fell_short and output.total_num_scheduled_tokens == 0
-    pool.starvation = Starvation(scheduler) if starved else None
+    works = output.total_num_scheduled_tokens > 0
+    output.kvelastic_step = pool.step_begins(works=works)
+    starved = pool.fell_short and not pool.is_at_work
+    pool.starvation = (
+        Starvation(scheduler, seen, former if asked_for_nothing else None) if starved else None
+    )
+    if starved and former is None:
+        _log.debug("All %d requests wait for blocks.", len(scheduler.requests))
+    elif works and former is not None:
+        if asked_for_nothing and not pool.fell_short and pool.arrivals == seen:
+            _log.warning(
+                "A request could run, and nothing had said that there are blocks for it: it may "
+                "have waited up to a second too long. Please report this, with what was changed "
+                "at that time (limits, sleep, other models)."
+            )
+        else:
+            _log.debug("Blocks have come: %d tokens run.", output.total_num_scheduled_tokens)
     return output
 
 
@@ -198,25 +217,28 @@ def update_from_output(
 
 
 def step(original: Callable[..., Any], core: Any) -> Any:
-    """Take a nap before, or in the place of, an empty step while all wait for memory."""
-    if not _is_starved(core):
-        return original(core)
-    time.sleep(NAP_S)
-    return original(core) if core.scheduler.connector is not None else ({}, False)
+    """Take a nap in the place of an empty step while all wait for memory."""
+    return ({}, False) if _naps(core) else original(core)
 
 
 def step_with_batch_queue(original: Callable[..., Any], core: Any) -> Any:
-    """As `step`, where nothing is on its way that could end meanwhile."""
-    if core.batch_queue or not _is_starved(core):
-        return original(core)
-    time.sleep(NAP_S)
-    return original(core) if core.scheduler.connector is not None else (None, False)
+    """As `step`; what is in the queue then are empty steps, which end with those to come."""
+    return (None, False) if _naps(core) else original(core)
 
 
-def _is_starved(core: Any) -> bool:
-    """With a connector the step is made all the same: transfers, which free blocks, end in it."""
+def _naps(core: Any) -> bool:
+    """Whether all requests wait for memory, and still do after a nap.
+
+    False where blocks come free only in a step: with a connector, whose transfers end there, and
+    while some are held back for a step.
+    """
     pool = _elastic_pool(core.scheduler)
-    return pool is not None and pool.starvation is not None and not pool.starvation.is_over()
+    if pool is None or pool.starvation is None:
+        return False
+    if pool.held_back_ids and core.scheduler.connector is None:
+        return False
+    still: bool = pool.starvation.nap()
+    return still and core.scheduler.connector is None
 
 
 def _elastic_pool(scheduler: Any) -> Any | None:

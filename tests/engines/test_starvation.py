@@ -1,0 +1,199 @@
+"""All requests wait for memory, and some comes: in what order, driven by hand, with nothing timed.
+
+The pool, its ledger and its neighbour are real; vLLM's scheduler and core are stood in for by what
+the wrappers read of them.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "programs"))
+from two_pools import BLOCKS_PER_PAGE, PAGED, PAGES, TwoPools
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+WANTED = 4
+"""Blocks that the one request needs."""
+
+
+class Engine:
+    """An engine core with one request, which runs as soon as its blocks can be had."""
+
+    def __init__(self, memory: Any) -> None:
+        from kvelastic.integration.vllm.block_pool import ElasticBlockPool
+
+        self.pool = ElasticBlockPool(
+            PAGES * BLOCKS_PER_PAGE,
+            memory=memory,
+            id_span=PAGED.id_span(PAGES),
+            enable_caching=True,
+            hash_block_size=32,
+        )
+        self.scheduler = SimpleNamespace(
+            requests={"r": None},
+            finished_req_ids=set(),
+            pause_state=0,
+            connector=None,
+            kv_cache_manager=SimpleNamespace(block_pool=self.pool, watermark_blocks=0),
+        )
+        self.core = SimpleNamespace(scheduler=self.scheduler, batch_queue=[])
+        self.looked: list[int] = []
+        """Of every step, how many tokens it scheduled."""
+        self.in_the_step: Callable[[], None] = lambda: None
+        """Runs after the step has looked for blocks, and before it ends."""
+
+    def turn(self) -> bool:
+        """One turn of vLLM's loop; whether the scheduler was asked."""
+        from kvelastic.integration.vllm import in_engine_core
+
+        before = len(self.looked)
+        in_engine_core.step(self._step, self.core)
+        return len(self.looked) > before
+
+    def _step(self, core: Any) -> tuple[dict[int, Any], bool]:
+        from kvelastic.integration.vllm import in_engine_core
+
+        output = in_engine_core.schedule(self._schedule, core.scheduler)
+        in_engine_core.update_from_output(lambda *_: None, core.scheduler, output, None)
+        return {}, output.total_num_scheduled_tokens > 0
+
+    def _schedule(self, _: Any) -> SimpleNamespace:
+        self.pool.prepare(WANTED)
+        tokens = 1 if self.pool.get_num_free_blocks() >= WANTED else 0
+        self.in_the_step()
+        self.looked.append(tokens)
+        return SimpleNamespace(total_num_scheduled_tokens=tokens)
+
+
+@pytest.fixture
+def shared() -> Iterator[TwoPools]:
+    made = TwoPools(f"kvstarve-{os.getpid()}-{random.randrange(1 << 40):x}")
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def never_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No pause ends by its length: what is not told is never found."""
+    from kvelastic.integration.vllm import starvation
+
+    monkeypatch.setattr(starvation, "time", SimpleNamespace(monotonic=lambda: 0.0))
+
+
+@pytest.fixture
+def starved(shared: TwoPools, never_by_itself: None) -> tuple[Engine, Callable[[], None]]:
+    """An engine whose neighbour has the whole device, and what brings it a page."""
+    a, b = shared.pools
+    theirs = b.alloc(PAGES * BLOCKS_PER_PAGE - 1)
+    assert theirs is not None
+
+    def a_page_comes() -> None:
+        b.free(theirs)
+        b.trim()
+        a.ensure(WANTED)  # as the keeper does when the neighbour rings
+
+    return Engine(a), a_page_comes
+
+
+def test_a_page_that_comes_in_the_midst_of_the_step_that_missed_it_ends_the_nap(starved) -> None:
+    engine, a_page_comes = starved
+    engine.in_the_step = a_page_comes
+    assert engine.turn()
+    engine.in_the_step = lambda: None
+    assert engine.looked == [0]
+    assert engine.turn(), "memory is there, and the engine naps"
+    assert engine.looked == [0, 1]
+
+
+def test_a_page_that_comes_after_the_step_ends_the_nap(starved) -> None:
+    engine, a_page_comes = starved
+    assert engine.turn()
+    assert not engine.turn()
+    assert not engine.turn()
+    a_page_comes()
+    assert engine.turn()
+    assert engine.looked == [0, 1]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda scheduler: scheduler.requests.update(s=None),
+        lambda scheduler: scheduler.finished_req_ids.add("r"),
+        lambda scheduler: setattr(scheduler, "pause_state", 1),
+    ],
+    ids=["a request comes", "a request is aborted", "a pause"],
+)
+def test_what_happens_to_requests_ends_the_nap(starved, change) -> None:
+    engine, _ = starved
+    assert engine.turn()
+    assert not engine.turn()
+    change(engine.scheduler)
+    assert engine.turn()
+    assert engine.looked == [0, 0]
+
+
+def test_the_scheduler_is_asked_again_after_a_pause_that_doubles(
+    shared: TwoPools, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from kvelastic.integration.vllm import starvation
+
+    now_s = 0.0
+    monkeypatch.setattr(starvation, "time", SimpleNamespace(monotonic=lambda: now_s))
+    a, b = shared.pools
+    assert b.alloc(PAGES * BLOCKS_PER_PAGE - 1) is not None
+    engine = Engine(a)
+    assert engine.turn()
+    asked_s = []
+    monkeypatch.setattr(engine.pool, "wait_for_arrival", lambda *_: None)
+    for tick in range(1, 500):
+        now_s = tick * 0.01
+        if engine.turn():
+            asked_s.append(now_s)
+    gaps = [later - sooner for sooner, later in zip([0.0, *asked_s], asked_s, strict=False)]
+    assert gaps[:4] == pytest.approx([0.01, 0.02, 0.04, 0.08], abs=0.011)
+    assert max(gaps) == pytest.approx(1.0, abs=0.011)
+
+
+def test_empty_steps_in_the_queue_keep_nobody_awake(starved) -> None:
+    """With several steps on their way the queue is never empty: an empty step is always in it."""
+    from kvelastic.integration.vllm import in_engine_core
+
+    engine, a_page_comes = starved
+    outputs = []
+
+    def with_queue(core: Any) -> tuple[None, bool]:
+        outputs.append(in_engine_core.schedule(engine._schedule, core.scheduler))
+        core.batch_queue.append(outputs[-1])
+        return None, False
+
+    in_engine_core.step_with_batch_queue(with_queue, engine.core)
+    for _ in range(3):
+        in_engine_core.step_with_batch_queue(with_queue, engine.core)
+    assert engine.looked == [0], "it went on with empty steps"
+    a_page_comes()
+    in_engine_core.step_with_batch_queue(with_queue, engine.core)
+    assert engine.looked == [0, 1]
+
+
+def test_while_a_step_with_work_is_on_its_way_nobody_naps(starved) -> None:
+    """Its end may be what the others wait for."""
+    from kvelastic.integration.vllm import in_engine_core
+
+    engine, _ = starved
+    number = engine.pool.step_begins(works=True)
+    assert engine.turn()
+    assert engine.pool.starvation is None
+    engine.pool.step_ends(number)
+    assert engine.turn()
+    assert engine.pool.starvation is not None
+    assert in_engine_core._naps(engine.core)

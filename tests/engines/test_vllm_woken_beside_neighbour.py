@@ -1,0 +1,78 @@
+"""A woken model whose memory an idle neighbour holds: what comes ends the nap, and nothing else.
+
+The order of events is read from the engine's own log; nothing is timed.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+from vllm_server import Request, VllmServer, make_requests
+
+from kvelastic import segment
+
+pytestmark = pytest.mark.timeout(900)
+
+MIB = 1 << 20
+DEVICE_MIB = 100
+PAGE_MIB = 8
+SHORT = Request([5, 6, 7], 8)
+STARVED = "requests wait for blocks"
+FED = "Blocks have come"
+MISSED = "nothing had said that there are blocks"
+
+
+def name_of(model: str) -> str:
+    return f"kvelastic_test_{os.getpid()}_{model}"
+
+
+@pytest.fixture(scope="module")
+def neighbours(tiny_model: Path, log_folder: Path) -> Iterator[tuple[VllmServer, VllmServer]]:
+    """Two models on one device: the first ranks before the second."""
+
+    def start(model: str, **environment: str) -> VllmServer:
+        return VllmServer(
+            tiny_model,
+            log_folder / f"neighbour_{model}.log",
+            {
+                "ENABLE_KVELASTIC": "true",
+                "KVELASTIC_IPC_NAME": name_of(model),
+                "KVELASTIC_LEDGER": f"kvelastic-test-{os.getpid()}",
+                "KVELASTIC_HOST_MEMORY": f"{DEVICE_MIB}M",
+                "KVELASTIC_PAGE_SIZE_MB": str(PAGE_MIB),
+                "KVELASTIC_MAX_CACHED_TOKENS": "-1",
+                "KVELASTIC_LOG_LEVEL": "DEBUG",
+                "VLLM_SERVER_DEV_MODE": "1",  # /sleep and /wake_up
+                **environment,
+            },
+            ["--kv-cache-memory-bytes", str(DEVICE_MIB * MIB)],
+        )
+
+    with ExitStack() as stack:
+        a = stack.enter_context(start("aa", KVELASTIC_PRIORITY="10", KVELASTIC_LIMIT="60M"))
+        b = stack.enter_context(start("bb"))
+        yield a.wait_until_ready(), b.wait_until_ready()
+    segment.reap()
+
+
+def test_memory_that_an_idle_neighbour_gives_up_is_used_when_it_comes(neighbours) -> None:
+    a, b = neighbours
+    expected = a.complete(SHORT)
+    for turn in range(3):
+        a.post("/sleep?level=1")
+        seed = 100 * turn
+        while segment.inspect(name_of("bb")).usage["mapped_bytes"] <= (DEVICE_MIB - PAGE_MIB) * MIB:
+            b.complete_all(make_requests(32, seed, shortest=400, longest=900))
+            seed += 1
+            assert seed % 100 < 20, "the neighbour does not fill the device"
+        before = a.log.read_text()
+        a.post("/wake_up")
+        assert a.complete(SHORT) == expected
+        said = a.log.read_text()[len(before) :]
+        assert STARVED in said, "there was memory without the neighbour's"
+        assert FED in said[said.index(STARVED) :]
+        assert MISSED not in said
