@@ -1,14 +1,16 @@
-"""What all tests share: `--soak`, and a look at shared memory when a test is over."""
+"""What all tests share: `--soak`, what a run skips, and looks at what a test and a run leave."""
 
 from __future__ import annotations
 
 import os
 import signal
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from hypothesis import settings
+from run_end import Traces
 
 SHM = Path("/dev/shm")
 
@@ -17,6 +19,9 @@ os.environ["KVELASTIC_LEDGER"] = f"test-{os.getpid()}"
 
 # Fakes that outlive their parents on purpose end with the run.
 os.environ["KVELASTIC_TEST_RUN"] = str(os.getpid())
+
+traces = Traces()
+left_at_the_end: list[str] = []
 
 # A shell that runs this in the background has Ctrl-C ignored, and a child inherits that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -39,6 +44,37 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason="takes minutes; run with --soak"))
 
 
+def pytest_report_collectionfinish(items: list[pytest.Item]) -> list[str]:
+    """What this run is going to skip, and why: from the marks that the tests have."""
+    reasons = Counter(reason for item in items if (reason := _why_skipped(item)) is not None)
+    return [f"will skip {count}: {reason}" for reason, count in sorted(reasons.items())]
+
+
+def _why_skipped(item: pytest.Item) -> str | None:
+    for mark in item.iter_markers():
+        if mark.name == "skip" or (mark.name == "skipif" and any(mark.args)):
+            return str(mark.kwargs["reason"])
+    return None
+
+
+@pytest.hookimpl(trylast=True)  # after the last fixture's end
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """A run that leaves something behind has failed, however it ended."""
+    left_at_the_end.extend(traces.left())
+    if left_at_the_end and session.exitstatus in (
+        pytest.ExitCode.OK,
+        pytest.ExitCode.NO_TESTS_COLLECTED,
+    ):
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    if left_at_the_end:
+        terminalreporter.section("left behind by this run", red=True)
+        for line in left_at_the_end:
+            terminalreporter.line(line)
+
+
 @pytest.fixture(autouse=True)
 def _nothing_left_in_shared_memory() -> Iterator[None]:
     """Fail a test that leaves a segment of this very process, or one that no live process owns.
@@ -48,6 +84,7 @@ def _nothing_left_in_shared_memory() -> Iterator[None]:
     """
     before = _files()
     yield
+    traces.look()
     new = _files() - before
     if not new:
         return

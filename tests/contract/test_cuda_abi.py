@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import shutil
 import subprocess
-import sysconfig
 from pathlib import Path
 
-import pytest
+import needs
 
 ROOT = Path(__file__).parents[2]
 
@@ -71,22 +70,9 @@ SAME(EventDestroy); SAME(EventRecord); SAME(EventQuery); SAME(GetErrorName);
 """
 
 
-def cuda_include() -> Path | None:
-    packages = Path(sysconfig.get_paths()["purelib"])
-    for folder in [
-        *Path("/usr/local").glob("cuda*/include"),
-        *packages.glob("nvidia/*/include"),
-        Path("/usr/include"),
-    ]:
-        if (folder / "cuda.h").exists():
-            return folder
-    return None
-
-
+@needs.cuda_h
 def test_our_declarations_are_cuda_hs(tmp_path: Path) -> None:
-    include = cuda_include()
-    if include is None:
-        pytest.skip("no cuda.h on this machine")
+    include = needs.find_cuda_include()
     compiler = shutil.which("c++") or shutil.which("g++")
     assert compiler is not None
     source = tmp_path / "abi.cpp"

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 
+import needs
 import pytest
 
 HERE = Path(__file__).parent
@@ -64,7 +64,7 @@ def test_simulated_cuda(case: str, tmp_path: Path) -> None:
     run("cuda", case, simulated(tmp_path, **SIMULATED.get(case, {})))
 
 
-@pytest.mark.skipif(shutil.which("nvidia-smi") is None, reason="no NVIDIA driver: no nvidia-smi")
+@needs.gpu
 @pytest.mark.parametrize("case", EVERY_DRIVER + EVERY_CUDA)
 def test_real_cuda(case: str) -> None:
     run("cuda", case, {})
@@ -96,6 +96,7 @@ def test_a_device_that_cannot_be_had(
     assert re.search(match, done.stderr), done.stderr
 
 
+@needs.no_gpu
 def test_no_driver_at_all_falls_back_to_the_host_with_one_line() -> None:
     program = (
         "import logging; logging.basicConfig(level=logging.INFO)\n"
@@ -108,7 +109,5 @@ def test_no_driver_at_all_falls_back_to_the_host_with_one_line() -> None:
         capture_output=True,
         text=True,
     )
-    if shutil.which("nvidia-smi"):
-        pytest.skip("there is a GPU")
     assert done.stdout == "host\n"
     assert done.stderr.count("Using the host's memory") == 1

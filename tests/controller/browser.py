@@ -1,4 +1,4 @@
-"""A real headless Chromium for the dashboard's tests; tests skip, and say why, where there is none.
+"""A real headless Chromium for the dashboard's tests.
 
 with Browser() as browser, browser.page(url, scheme="dark", width=360) as page:
     page.page.get_by_role("button", name="Sleep m").click()
@@ -7,14 +7,13 @@ with Browser() as browser, browser.page(url, scheme="dark", width=360) as page:
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-import pytest
+import needs
 from running import until
 
 _PALE = """() => {
@@ -45,7 +44,6 @@ _UNNAMED = """() => [...document.querySelectorAll("button, input, a, [tabindex='
   .filter((e) => e.checkVisibility())
   .filter((e) => !(e.ariaLabel || e.labels?.length || e.textContent.trim()))
   .map((e) => e.outerHTML)"""
-PROGRAMS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 ARGUMENTS = [
     "--no-sandbox",
     "--disable-gpu",
@@ -56,16 +54,6 @@ ARGUMENTS = [
     "--disable-sync",
 ]
 TIMEOUT_MS = 30_000
-
-
-def skip_without() -> str:
-    """The path of a Chromium; the test is skipped if that or playwright is missing."""
-    pytest.importorskip("playwright.sync_api", reason="no playwright: pip install playwright")
-    for name in PROGRAMS:
-        path = shutil.which(name)
-        if path is not None:
-            return path
-    pytest.skip(f"none of {', '.join(PROGRAMS)} here: apt-get install chromium")
 
 
 def expect(locator: Any) -> Any:
@@ -137,12 +125,11 @@ class Browser:
     """One Chromium; each page has a profile of its own."""
 
     def __init__(self) -> None:
-        path = skip_without()
         from playwright.sync_api import sync_playwright
 
         self._playwright = sync_playwright().start()
         self._browser = self._playwright.chromium.launch(
-            executable_path=path, headless=True, args=ARGUMENTS
+            executable_path=needs.find_chromium(), headless=True, args=ARGUMENTS
         )
 
     @contextmanager

@@ -27,12 +27,6 @@ COUNT = "document.querySelectorAll('#rows > tr').length == {}"
 
 
 @pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    with Browser() as browser:
-        yield browser
-
-
-@pytest.fixture(scope="module")
 def engines() -> Iterator[tuple[Engine]]:
     with Engine("vllm", "org/m") as engine:
         yield (engine,)

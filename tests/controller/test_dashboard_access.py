@@ -15,12 +15,6 @@ API, ADMIN = "api-key-1", "admin-key-1"
 
 
 @pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    with Browser() as browser:
-        yield browser
-
-
-@pytest.fixture(scope="module")
 def engine() -> Iterator[Engine]:
     with Engine("vllm", "org/m") as engine:
         yield engine

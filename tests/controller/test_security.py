@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import needs
 import pytest
 from running import Controller, Engine, config_for, until
 
@@ -231,6 +232,7 @@ def test_a_plain_key_is_warned_about(engine: Engine) -> None:
         assert not [line for line in front.lines if "plain-secret" in line]
 
 
+@needs.openssl
 def test_https_only_where_a_certificate_is_given(engine: Engine, tmp_path: Path) -> None:
     cert, key = tmp_path / "cert.pem", tmp_path / "key.pem"
     made = subprocess.run(
@@ -238,8 +240,7 @@ def test_https_only_where_a_certificate_is_given(engine: Engine, tmp_path: Path)
          "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1", "-keyout", key, "-out", cert],
         capture_output=True, timeout=60, check=False,
     )  # fmt: skip
-    if made.returncode != 0:
-        pytest.skip("openssl is not there")
+    assert made.returncode == 0, made.stderr
     import ssl
     import urllib.request
 

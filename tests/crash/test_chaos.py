@@ -36,6 +36,8 @@ INSTANCES = 5
 NAMES = 8
 """Of instances; fewer than are started, so that names are used again."""
 SOON_S = 60.0
+NEEDED = ("kills", "stops", "wishes", "frozen", "all granted", "rests", "reads", "joins", "moved")
+"""What happens at least twice, of what is counted."""
 
 
 def _with_one_bit_changed(raw: bytearray, pick: random.Random) -> bytes:
@@ -379,7 +381,8 @@ def test_no_wrong_byte_and_no_page_without_a_grant(seconds, tmp_path, capsys) ->
         for _ in range(2):
             chaos.start_joiner()
         chaos.fill_up(INSTANCES)
-        while time.monotonic() < end_s:
+        # Where one of these never happens the rest says nothing: a busy machine takes longer.
+        while time.monotonic() < end_s or any(chaos.counts[what] < 2 for what in NEEDED):
             chaos.do_something()
         chaos.end()
     finally:
@@ -387,8 +390,4 @@ def test_no_wrong_byte_and_no_page_without_a_grant(seconds, tmp_path, capsys) ->
     counts = chaos.counts
     with capsys.disabled():
         print("chaos:", ", ".join(f"{name} {count:,}" for name, count in sorted(counts.items())))
-    # Where none of these happened the rest says nothing.
-    for name in ("kills", "stops", "wishes", "frozen", "rests", "reads", "joins", "moved"):
-        assert counts[name] > 0, f"no {name}"
     assert counts["resident pages"] > counts["frozen"], "hardly anything was held"
-    assert counts["all granted"] > 0, "the device was never full"

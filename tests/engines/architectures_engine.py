@@ -1,17 +1,24 @@
 """Serves tiny models one after the other in this process: `architectures_engine.py OUT NAME...`
 
-OUT becomes a JSON object: for each name the tokens of three rounds of the same requests, or the
-error that the model could not be served with. The second round finds prompts in the prefix cache;
-before the third, an instance of kvelastic, if there is one, sleeps, wakes, and is limited.
+OUT becomes a JSON object: for each name its `dtype` and the tokens of three `rounds` of the same
+requests, or the `error` that the model could not be served with. The second round finds prompts in
+the prefix cache; before the third, an instance of kvelastic, if there is one, sleeps, wakes, and is
+limited.
+
+Which types a kernel takes depends on the processor: MLA has no float32 where there is AMX. A model
+is served in the first of `TYPES` that vLLM runs here; with `--types-of OTHER_OUT` in the one that
+another run of this program, which may still be at it, has found.
 """
 
 from __future__ import annotations
 
+import argparse
 import gc
 import json
 import os
 import random
-import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -24,9 +31,11 @@ MACHINE_BYTES = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 KV_BYTES = int(0.9 * MACHINE_BYTES) if NAME else 64 << 20
 """With kvelastic nearly all of the machine's memory, which stock vLLM would refuse: so much is not
 free, and need not be."""
-NOT_EXACT = ("gated_delta",)
-"""What answers differently, in stock vLLM too, when requests are batched otherwise, as they are
-under a limit: bfloat16 shows it. So these are not limited."""
+TYPES = ("float32", "bfloat16", "float16")
+EXACT_TYPE = "float32"
+"""In the others answers differ, in stock vLLM too, when requests are batched otherwise, as they are
+under a limit. So a model in another type is not limited."""
+LOOK_EVERY_S = 0.1
 
 
 def prompts() -> list[list[int]]:
@@ -37,7 +46,7 @@ def prompts() -> list[list[int]]:
     return [(shared if index % 2 else []) + one for index, one in enumerate(own)]
 
 
-def rounds(engine: Any, architecture: Architecture) -> list[list[list[int]]]:
+def rounds(engine: Any, exact: bool) -> list[list[list[int]]]:
     from vllm import SamplingParams
 
     wanted = [{"prompt_token_ids": prompt} for prompt in prompts()]
@@ -49,7 +58,7 @@ def rounds(engine: Any, architecture: Architecture) -> list[list[list[int]]]:
 
     answers = [ask(), ask()]
     if NAME is not None:
-        _through_sleep_to_a_limit(engine, architecture.name not in NOT_EXACT)
+        _through_sleep_to_a_limit(engine, exact)
     return [*answers, ask()]
 
 
@@ -67,40 +76,74 @@ def _through_sleep_to_a_limit(engine: Any, exact: bool) -> None:
         assert answer.state == "applied"
 
 
-def serve(name: str, folder: str) -> list[list[list[int]]]:
+def serve(architecture: Architecture, dtype: str, folder: str) -> list[list[list[int]]]:
     from vllm import LLM
     from vllm.distributed import cleanup_dist_env_and_memory
 
-    architecture = ARCHITECTURES[name]
     architecture.write(folder)
     arguments = {
-        "dtype": "float32",
         "max_model_len": MAX_MODEL_TOKENS,
         "max_num_seqs": 8,
         "enforce_eager": True,
         "kv_cache_memory_bytes": KV_BYTES,
         **architecture.engine_args(folder),
+        "dtype": dtype,
     }
-    engine = LLM(folder, **arguments)
+    engine = None
     try:
-        return rounds(engine, architecture)
+        engine = LLM(folder, **arguments)
+        return rounds(engine, dtype == EXACT_TYPE)
     finally:
-        engine.llm_engine.engine_core.shutdown()
+        if engine is not None:
+            engine.llm_engine.engine_core.shutdown()
         del engine
         cleanup_dist_env_and_memory()
         gc.collect()
 
 
-def main(out: str, *names: str) -> None:
+def types_of(architecture: Architecture) -> list[str]:
+    """Its own first, then the exact one."""
+    own = architecture.args.get("dtype", EXACT_TYPE)
+    return [own, *(one for one in TYPES if one != own)]
+
+
+def serve_in_one_of(types: list[str], serve: Callable[[str], Any]) -> dict[str, Any]:
+    """The rounds in the first type that can be served, or the errors of all."""
+    errors = []
+    for dtype in types:
+        try:
+            return {"dtype": dtype, "rounds": serve(dtype)}
+        except Exception as error:  # noqa: PERF203  (it is seconds of work)
+            errors.append(f"{dtype}: {type(error).__name__}: {error}")
+    return {"error": "; ".join(errors)}
+
+
+def found_by(other: Path, name: str) -> list[str]:
+    """The type in which another run has served it; none where it could not. Waits for that."""
+    while True:
+        answers = json.loads(other.read_text()) if other.exists() else {}
+        if name in answers:
+            return [answers[name]["dtype"]] if "dtype" in answers[name] else []
+        time.sleep(LOOK_EVERY_S)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("out", type=Path)
+    parser.add_argument("names", nargs="+", choices=ARCHITECTURES)
+    parser.add_argument("--types-of", type=Path)
+    given = parser.parse_args()
     answers: dict[str, Any] = {}
-    for name in names:
+    for name in given.names:
+        one = ARCHITECTURES[name]
+        types = found_by(given.types_of, name) if given.types_of else types_of(one)
         with TemporaryDirectory() as folder:
-            try:
-                answers[name] = serve(name, folder)
-            except Exception as error:
-                answers[name] = f"{type(error).__name__}: {error}"
-        Path(out).write_text(json.dumps(answers))
+            answers[name] = serve_in_one_of(types, lambda dtype: serve(one, dtype, folder))  # noqa: B023
+        # The other run may be reading: it sees all of it or nothing.
+        complete = given.out.with_suffix(".new")
+        complete.write_text(json.dumps(answers))
+        complete.replace(given.out)
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main()

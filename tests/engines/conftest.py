@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import needs
 import pytest
 
 HERE = Path(__file__).parent
@@ -16,12 +16,10 @@ sys.path.insert(0, str(HERE))  # the folder's own modules; other folders have te
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    missing = importlib.util.find_spec("vllm") is None
     for item in items:
         if HERE in item.path.parents:
             item.add_marker(pytest.mark.engine)
-            if missing:
-                item.add_marker(pytest.mark.skip(reason="vLLM is not installed: scripts/setup"))
+            item.add_marker(needs.vllm)
 
 
 @pytest.fixture(scope="session")

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from architectures_engine import serve_in_one_of
+from killed_engines import kill_group
 from tiny_architectures import ARCHITECTURES
 from vllm_server import engine_environment
 
@@ -42,7 +42,9 @@ def run_both(folder: Path, names: tuple[str, ...]) -> tuple[dict, dict]:
     running = []
     for kind, extra in (("stock", {}), ("elastic", elastic)):
         program, out = HERE / "architectures_engine.py", folder / f"{kind}.json"
-        command = [sys.executable, program, out, *names]
+        # Which types a processor has kernels for is what stock vLLM finds out for both.
+        stock = ["--types-of", folder / "stock.json"] if kind == "elastic" else []
+        command = [sys.executable, program, out, *names, *stock]
         environment = engine_environment(VLLM_ENABLE_V1_MULTIPROCESSING="0", **extra)
         with (folder / f"{kind}.log").open("wb") as log:
             running.append(
@@ -59,8 +61,7 @@ def run_both(folder: Path, names: tuple[str, ...]) -> tuple[dict, dict]:
             assert process.wait(DEADLINE_S) == 0, (folder / "elastic.log").read_text()[-4000:]
     finally:
         for process in running:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
+            kill_group(process)
     stock, with_kvelastic = (
         json.loads((folder / f"{kind}.json").read_text()) for kind in ("stock", "elastic")
     )
@@ -71,12 +72,13 @@ def check(folder: Path, names: tuple[str, ...]) -> None:
     stock, elastic = run_both(folder, names)
     wrong = {}
     for name in names:
-        assert not isinstance(stock[name], str), f"stock vLLM does not run {name}: {stock[name]}"
-        if isinstance(elastic[name], str):
-            wrong[name] = elastic[name]
-        elif elastic[name] != stock[name]:
-            differ = [ours != its for ours, its in zip(elastic[name], stock[name], strict=True)]
-            wrong[name] = f"tokens differ in the rounds {differ}"
+        ours, its = elastic[name], stock[name]
+        assert "error" not in its, f"stock vLLM does not run {name}: {its['error']}"
+        if "error" in ours:
+            wrong[name] = ours["error"]
+        elif ours["rounds"] != its["rounds"]:
+            differ = [a != b for a, b in zip(ours["rounds"], its["rounds"], strict=True)]
+            wrong[name] = f"tokens differ in the rounds {differ}, in {its['dtype']}"
     assert not wrong
 
 
@@ -87,3 +89,22 @@ def test_one_of_each_kind_of_cache(tmp_path: Path) -> None:
 @pytest.mark.soak
 def test_all_others(tmp_path: Path) -> None:
     check(tmp_path, OTHERS)
+
+
+def test_a_type_that_the_processor_has_no_kernel_for_is_not_taken() -> None:
+    """As with MLA in float32 where there is AMX."""
+    tried = []
+
+    def serve(dtype: str) -> list[str]:
+        tried.append(dtype)
+        if dtype == "float32":
+            raise RuntimeError("expect weight to be bfloat16")
+        return ["tokens"]
+
+    assert serve_in_one_of(["float32", "bfloat16", "float16"], serve) == {
+        "dtype": "bfloat16",
+        "rounds": ["tokens"],
+    }
+    assert tried == ["float32", "bfloat16"]
+    answer = serve_in_one_of(["float32"], serve)
+    assert answer == {"error": "float32: RuntimeError: expect weight to be bfloat16"}

@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import os
 import random
-import re
 import subprocess
 import threading
 import time
@@ -258,7 +257,7 @@ class Operator:
 def kill_or_stop(server: VllmServer, how: str, counts: Counter[str], pick: random.Random) -> None:
     """End a server by what happens to one of its processes. Returns when it has ended."""
     workers = workers_of(server)
-    own = _shared_memory_of(server)
+    server.processes()  # who they are, and what memory they share
     counts[how] += 1
     if how.startswith("stopped") and not _stop(pick.choice(workers), resume=how == "stopped"):
         counts["stopped, and not missed"] += 1
@@ -276,7 +275,6 @@ def kill_or_stop(server: VllmServer, how: str, counts: Counter[str], pick: rando
     server.wait_until_gone()
     took_s = round(time.monotonic() - begin_s)
     counts["longest end, s"] = max(counts["longest end, s"], took_s)
-    _remove(own)
 
 
 def _stop(worker: psutil.Process, *, resume: bool) -> bool:
@@ -302,22 +300,6 @@ def _stop(worker: psutil.Process, *, resume: bool) -> bool:
         with contextlib.suppress(psutil.Error):
             worker.resume()
     return missed
-
-
-def _shared_memory_of(server: VllmServer) -> list[Path]:
-    """Of vLLM's own: nobody removes it when the process that should is killed."""
-    found: set[Path] = set()
-    api = psutil.Process(server.process.pid)
-    for process in [api, *api.children(recursive=True)]:
-        with contextlib.suppress(OSError):
-            text = Path(f"/proc/{process.pid}/maps").read_text()
-            found |= {Path(name) for name in re.findall(r"/dev/shm/(?:psm_|sem\.mp-)\S+", text)}
-    return sorted(found)
-
-
-def _remove(paths: Sequence[Path]) -> None:
-    for path in paths:
-        path.unlink(missing_ok=True)
 
 
 def check_that_nothing_is_left(counts: Counter[str]) -> None:

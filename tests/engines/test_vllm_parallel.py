@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import signal
@@ -14,6 +13,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from killed_engines import kill_group
 from vllm_server import (
     PAGE_BYTES,
     START_DEADLINE_S,
@@ -71,8 +71,7 @@ def expected(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> list
     try:
         assert engine.wait(START_DEADLINE_S) == 0
     finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(engine.pid, signal.SIGKILL)
+        kill_group(engine)
     tokens: list[list[int]] = json.loads((folder / "tokens.json").read_text())
     return tokens
 

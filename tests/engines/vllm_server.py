@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import psutil
+from killed_engines import LeftBehind
 
 VLLM = Path(sys.executable).with_name("vllm")
 START_DEADLINE_S = 420.0
@@ -58,7 +59,8 @@ def engine_environment(**extra: str) -> dict[str, str]:
     kept = {
         name: value
         for name, value in os.environ.items()
-        if not name.startswith(("KVELASTIC_", "KVCACHED_", "ENABLE_KV"))
+        if name == "KVELASTIC_LEDGER"  # the run's own
+        or not name.startswith(("KVELASTIC_", "KVCACHED_", "ENABLE_KV"))
     }
     offline = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_CI_ENV": "1"}
     return {**kept, **offline, **extra}
@@ -90,6 +92,7 @@ class VllmServer:
                 start_new_session=True,
             )
         self._seen: dict[int, psutil.Process] = {}
+        self._left = LeftBehind()
 
     def __enter__(self) -> VllmServer:
         return self
@@ -106,6 +109,7 @@ class VllmServer:
                 raise AssertionError(f"vllm ended with {self.process.returncode}: {self.tail()}")
             with contextlib.suppress(OSError, http.client.HTTPException):
                 if self.request("/health")[0] == 200:
+                    self.processes()
                     return self
             time.sleep(0.1)
         raise AssertionError(f"vllm was not ready in {START_DEADLINE_S} s: {self.tail()}")
@@ -113,11 +117,11 @@ class VllmServer:
     def processes(self) -> dict[str, psutil.Process]:
         """`api`, `core`, `worker` (with several: `worker0`, `worker1`, too, by rank).
 
-        Also remembers them, to see later that they are gone.
+        Also remembers them, and what memory they share, to see later that they are gone.
         """
-        api = psutil.Process(self.process.pid)
+        api, *children = self._left.note(self.process.pid)
         found = {"api": api}
-        for child in api.children(recursive=True):
+        for child in children:
             self._seen[child.pid] = child
             with contextlib.suppress(psutil.Error):
                 line = " ".join(child.cmdline())
@@ -145,7 +149,7 @@ class VllmServer:
 
     def kill(self) -> None:
         """SIGKILL to every process of the server. Safe at any time."""
-        with contextlib.suppress(psutil.Error):
+        if self.process.poll() is None:
             self.processes()
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
@@ -154,6 +158,7 @@ class VllmServer:
                 child.kill()
         self.process.wait(STOP_DEADLINE_S)
         psutil.wait_procs(list(self._seen.values()), timeout=STOP_DEADLINE_S)
+        self._left.remove()
 
     def tail(self, characters: int = 6000) -> str:
         return self.log.read_text(errors="replace")[-characters:]

@@ -324,24 +324,30 @@ def serve(name: str, seed: int) -> None:
     """Until stdin closes."""
     from kvelastic.config import load
     from kvelastic.device import host
+    from kvelastic.errors import KvelasticError
     from kvelastic.layout import PageLayout
     from kvelastic.pool import local_range, open_pool
 
     settings = load()
     layout = PageLayout(BLOCK_BYTES, BUFFERS, BLOCKS_PER_PAGE, PAGE_BYTES)
     device = host(settings)
-    with open_pool(
-        settings,
-        layout,
-        PAGES,
-        num_blocks=PAGES * BLOCKS_PER_PAGE,
-        block_tokens=16,
-        engine="chaos",
-        device=device,
-        memory=local_range(device),
-        name=name,
-        movable=True,
-    ) as pool:
+    try:
+        opened = open_pool(
+            settings,
+            layout,
+            PAGES,
+            num_blocks=PAGES * BLOCKS_PER_PAGE,
+            block_tokens=16,
+            engine="chaos",
+            device=device,
+            memory=local_range(device),
+            name=name,
+            movable=True,
+        )
+    except KvelasticError as error:
+        print(json.dumps({"error": f"{error.code}: {error}"}), flush=True)
+        return
+    with opened as pool:
         pool.start_keeper()
         dice = random.Random(seed)
         contents = Contents(pool.memory.address, layout, PAGES)
@@ -405,15 +411,6 @@ def stay_for_a_moment(name: str, group: str, capacity_bytes: int, dice: random.R
         assert mine.path.stat().st_ino == inode, "its segment was replaced"
 
 
-def main() -> None:
-    from kvelastic.errors import KvelasticError
-
-    name, seed, *more = sys.argv[1:]
-    try:
-        (join_and_leave if more == ["--joins"] else serve)(name, int(seed))
-    except KvelasticError as error:
-        print(json.dumps({"error": f"{error.code}: {error}"}), flush=True)
-
-
 if __name__ == "__main__":
-    main()
+    name, seed, *more = sys.argv[1:]
+    (join_and_leave if more == ["--joins"] else serve)(name, int(seed))

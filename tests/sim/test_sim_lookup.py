@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import ctypes
-import importlib.util
 import os
-import shutil
 import subprocess
 import sys
-from pathlib import Path
 
-import pytest
+import needs
 from simdriver import HERE, MIB, PAGE, Driver, library, run
 
 SUCCESS = "CUDA_SUCCESS"
@@ -225,21 +222,10 @@ def test_pointers_are_described() -> None:
 # --- cuda.h and cuda-python, where they are
 
 
-def cuda_include() -> Path | None:
-    places = [Path(p) for p in os.environ.get("KVSIM_CUDA_INCLUDE", "").split(":") if p]
-    places += sorted(Path("/usr/local").glob("cuda*/include"))
-    for path in sys.path:
-        places += sorted(Path(path).glob("nvidia/*/include"))
-    return next((place for place in places if (place / "cuda.h").is_file()), None)
-
-
+@needs.cuda_h
 def test_the_abi_is_that_of_cuda_h() -> None:
-    include = cuda_include()
-    if include is None:
-        pytest.skip("no cuda.h: install the nvidia-cuda-runtime wheel or set KVSIM_CUDA_INCLUDE")
+    include = needs.find_cuda_include()
     compiler = os.environ.get("CXX", "g++")
-    if shutil.which(compiler) is None:
-        pytest.skip(f"no {compiler}")
     done = subprocess.run(
         [compiler, "-std=c++20", "-fsyntax-only", f"-I{include}", HERE / "cuda_abi_check.cpp"],
         capture_output=True,
@@ -249,22 +235,9 @@ def test_the_abi_is_that_of_cuda_h() -> None:
     assert done.returncode == 0, done.stderr
 
 
-def bindings_path() -> str | None:
-    """Where cuda.bindings is: in this environment, or in KVSIM_CUDA_PYTHON."""
-    named = os.environ.get("KVSIM_CUDA_PYTHON", "")
-    if named:
-        return named
-    try:
-        found = importlib.util.find_spec("cuda.bindings")
-    except ModuleNotFoundError:
-        return None
-    return "" if found is not None else None
-
-
+@needs.cuda_python
 def test_cuda_python_runs_against_the_library() -> None:
-    path = bindings_path()
-    if path is None:
-        pytest.skip("no cuda.bindings: pip install cuda-bindings, or set KVSIM_CUDA_PYTHON")
+    path = needs.find_cuda_python()
     environment = {k: v for k, v in os.environ.items() if not k.startswith("KVSIM_")}
     environment |= {"LD_LIBRARY_PATH": str(library().parent), "KVSIM_MEMORY": "256M"}
     if path:

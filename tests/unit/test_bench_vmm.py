@@ -8,6 +8,7 @@ import shutil
 import subprocess
 from pathlib import Path
 
+import needs
 import pytest
 
 from benchmarks.vmm import (
@@ -119,8 +120,10 @@ def test_an_advantage_is_below_one_where_kvelastic_is_slower():
     assert median_ratio([2.0], [4.0]) == 0.5
 
 
+@needs.torch
 def test_every_layout_answers_as_a_dense_cache_does():
-    torch = pytest.importorskip("torch")
+    import torch
+
     from benchmarks.vmm import cache_layouts, decode_attention
     from kvelastic import _vmm
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 
+import needs
 import pytest
 
 from kvelastic.cli.doctor import report
@@ -23,7 +23,6 @@ STATES = {"ok", "note", "warning", "problem"}
 # A shell that has set nothing, so that this machine's variables decide no test.
 OURS = ("KVELASTIC", "KVCACHED", "KVSIM", "VLLM_PLUGINS", "CUDA_VISIBLE_DEVICES", "NO_COLOR")
 BARE = {key: value for key, value in os.environ.items() if not any(o in key for o in OURS)}
-no_gpu = pytest.mark.skipif(shutil.which("nvidia-smi") is not None, reason="there is a GPU")
 
 
 def doctor(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -68,7 +67,7 @@ def test_json_is_an_array_of_findings():
     assert {entry["check"].partition(".")[0] for entry in entries} == set(topics.split())
 
 
-@no_gpu
+@needs.no_gpu
 def test_no_driver_is_a_note():
     _, by_check = findings()
     (driver,) = by_check["gpu.driver"]

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+import needs
 import pytest
 
 from kvelastic import errors
@@ -61,8 +62,10 @@ def test_kept_pages_are_counted_and_used_first(memory):
     assert memory.held_at_the_os() == memory.range.held_bytes == 0
 
 
+@needs.torch
 def test_the_memory_goes_with_its_last_user():
-    torch = pytest.importorskip("torch")
+    import torch
+
     memory = Memory(LAYOUTS["paged"], PAGES)
     memory.range.map([0, 1])
     pool = memory.pool()

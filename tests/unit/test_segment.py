@@ -11,6 +11,7 @@ import sys
 import threading
 from pathlib import Path
 
+import needs
 import pytest
 
 from kvelastic import _vmm, lease, segment
@@ -291,9 +292,8 @@ def test_another_pid_namespace_is_never_reaped(name):
     assert not (SHM / name).exists()
 
 
+@needs.root
 def test_another_users_dead_segment_is_shown_and_not_reaped(name):
-    if os.geteuid() != 0:
-        pytest.skip("only root can give a file away")
     forge(name, start_time_ticks=1)
     os.chown(SHM / name, 12345, -1)
     info = found(name)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from math import prod
 from typing import Any, NamedTuple
 
+import needs
 import numpy as np
 import pytest
 from hypothesis import assume, given, settings
@@ -197,8 +198,10 @@ def test_token_views(case: Case) -> None:
                     assert rows.ravel().tolist() == want
 
 
+@needs.torch
 def test_views_work_as_torch_tensors() -> None:
-    torch = pytest.importorskip("torch")
+    import torch
+
     made = plan((2, 64, 16, 4, 64), engine="vllm", block_size=16, itemsize=2, num_layers=3)
     pages = 2
     raw = torch.zeros(made.layout.range_bytes(pages), dtype=torch.int8)

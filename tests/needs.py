@@ -1,0 +1,72 @@
+"""What a test needs that a machine may not have, each said once.
+
+    import needs
+
+    @needs.chromium
+    def test_the_page(): ...
+
+Each is a mark that skips the test and says why. They are counted once the tests are collected, so
+that a run says at its start what it leaves out (conftest.py).
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+
+def find_chromium() -> str | None:
+    """The path of a Chromium, by any of its names."""
+    names = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+    return next((path for name in names if (path := shutil.which(name))), None)
+
+
+def find_cuda_include() -> Path | None:
+    """A folder with cuda.h: of a toolkit, of the nvidia-cuda-runtime wheel, or as told."""
+    told = [Path(place) for place in os.environ.get("KVSIM_CUDA_INCLUDE", "").split(":") if place]
+    toolkits = sorted(Path("/usr/local").glob("cuda*/include"))
+    packages = {Path(sysconfig.get_paths()["purelib"]), *map(Path, sys.path)}
+    wheels = sorted(place for folder in packages for place in folder.glob("nvidia/*/include"))
+    places = [*told, *toolkits, *wheels, Path("/usr/include")]
+    return next((place for place in places if (place / "cuda.h").is_file()), None)
+
+
+def find_cuda_python() -> str | None:
+    """What to add to PYTHONPATH for cuda.bindings; nothing where it is in this environment."""
+    if named := os.environ.get("KVSIM_CUDA_PYTHON"):
+        return named
+    return "" if _has_module("cuda") and _has_module("cuda.bindings") else None
+
+
+def _has_module(name: str) -> bool:
+    return importlib.util.find_spec(name) is not None
+
+
+def _need(is_there: bool, reason: str) -> pytest.MarkDecorator:
+    return pytest.mark.skipif(not is_there, reason=reason)
+
+
+_HAS_GPU = shutil.which("nvidia-smi") is not None
+
+gpu = _need(_HAS_GPU, "no NVIDIA driver: no nvidia-smi")
+no_gpu = _need(not _HAS_GPU, "there is a GPU")
+torch = _need(_has_module("torch"), "no torch: scripts/setup")
+vllm = _need(_has_module("vllm"), "vLLM is not installed: scripts/setup")
+playwright = _need(_has_module("playwright"), "no playwright: pip install playwright")
+chromium = _need(find_chromium() is not None, "no Chromium: apt-get install chromium")
+openssl = _need(shutil.which("openssl") is not None, "no openssl: apt-get install openssl")
+root = _need(os.geteuid() == 0, "only root can give a file away")
+cuda_h = _need(
+    find_cuda_include() is not None,
+    "no cuda.h: install the nvidia-cuda-runtime wheel or set KVSIM_CUDA_INCLUDE",
+)
+cuda_python = _need(
+    find_cuda_python() is not None,
+    "no cuda.bindings: pip install cuda-bindings, or set KVSIM_CUDA_PYTHON",
+)

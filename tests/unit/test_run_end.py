@@ -1,0 +1,121 @@
+"""A run of the tests says what it skips, and fails where it leaves something behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+import run_end
+
+TESTS = Path(__file__).parents[1]
+NAME = f"kvelastic_left_by_{os.getpid()}"
+LEAVES = f"""
+import pathlib, run_end, subprocess
+run_end.ENDING_S = 0.2
+pathlib.Path("/dev/shm/{NAME}").touch()
+sleeper = subprocess.Popen(["sleep", "1000"], start_new_session=True)
+print("pid", sleeper.pid)
+"""
+ENDS = {
+    "passes": ("def test_a(): pass", 1),
+    "fails, and is the last with -x": ("def test_a(): assert 0\ndef test_b(): pass", 1),
+    "is interrupted": ("def test_a(): raise KeyboardInterrupt", 2),
+    "is deselected": ("def test_b(): pass", 1),
+}
+
+
+def run_pytest(folder: Path, source: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """In a run of its own, with this folder's conftest."""
+    (folder / "test_inner.py").write_text(source)
+    command = [sys.executable, "-m", "pytest", "-p", "conftest", "-p", "no:cacheprovider", "-s"]
+    return subprocess.run(
+        [*command, "--rootdir", folder, folder / "test_inner.py", *arguments],
+        env=os.environ | {"PYTHONPATH": str(TESTS)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_what_a_run_leaves_fails_it_however_it_ends(end, tmp_path):
+    source, status = ENDS[end]
+    try:
+        done = run_pytest(tmp_path, LEAVES + source, "-x", "-k", "test_a")
+    finally:
+        (run_end.SHM / NAME).unlink(missing_ok=True)
+    assert done.returncode == status, done.stdout
+    assert f"file /dev/shm/{NAME}" in done.stdout
+    assert "now killed: sleep 1000" in done.stdout
+    pid = int(done.stdout.split("pid ")[1].split()[0])
+    assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+
+
+def test_a_run_that_leaves_nothing_has_passed(tmp_path):
+    done = run_pytest(tmp_path, "def test_a(): pass")
+    assert done.returncode == 0, done.stdout
+    assert "left behind" not in done.stdout
+
+
+@pytest.fixture
+def traces(monkeypatch):
+    monkeypatch.setenv(run_end.MARK, os.environ[run_end.MARK])
+    monkeypatch.setenv("SPT_NOENV", "1")
+    return run_end.Traces()
+
+
+def test_others_are_not_blamed(traces):
+    """Their files have the names that ours have; their processes are alive."""
+    unmarked = {name: value for name, value in os.environ.items() if name != run_end.MARK}
+    names = [NAME, f"psm_{os.getpid()}"]
+    script = 'for f in "$@"; do exec 3<>/dev/shm/$f; tail -f <&3 >/dev/null & echo $!; done'
+    done = subprocess.run(
+        ["sh", "-c", script, "sh", *names], env=unmarked, stdout=subprocess.PIPE, text=True
+    )
+    pids = [int(word) for word in done.stdout.split()]
+    try:
+        traces.look()
+        assert traces.files() == []
+        assert not {process.pid for process in traces.processes()} & set(pids)
+    finally:
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
+        for name in names:
+            (run_end.SHM / name).unlink()
+
+
+def test_a_file_that_a_process_of_the_run_has_used_is_the_runs(traces):
+    path = run_end.SHM / f"psm_{os.getpid()}"
+    with path.open("w") as file, subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=file):
+        traces.look()
+    assert traces.files() == [path.name]
+    path.unlink()
+    assert traces.files() == []
+
+
+def test_a_run_says_at_its_start_what_it_skips_and_why(tmp_path):
+    source = """
+import needs, pytest
+@needs.gpu
+@pytest.mark.parametrize("case", range(3))
+def test_a(case): pass
+@needs.no_gpu
+def test_b(): pass
+@pytest.mark.soak
+def test_c(): pass
+"""
+    done = run_pytest(
+        tmp_path, source, "-p", "no:randomly", "--strict-markers", "-o", "markers=soak"
+    )
+    said = [line for line in done.stdout.splitlines() if line.startswith("will skip")]
+    assert "will skip 1: takes minutes; run with --soak" in said
+    assert set(said) & {
+        "will skip 1: there is a GPU",
+        "will skip 3: no NVIDIA driver: no nvidia-smi",
+    }
+    assert len(said) == 2
