@@ -33,8 +33,8 @@ constexpr std::chrono::milliseconds kSqueezeLease{500};
 constexpr std::chrono::milliseconds kRepeatedFor{40};
 /// After this long an engine that goes on without the pages it wants asks for them once more.
 constexpr std::chrono::milliseconds kAskAgain{10};
-/// Memory goes back in batches of about this size, so that who waits for it can begin with it.
-constexpr std::uint64_t kGiveUpBytes = std::uint64_t{32} << 20;
+/// Memory comes and goes back in batches of about this size, so that who waits can begin with it.
+constexpr std::uint64_t kBatchBytes = std::uint64_t{32} << 20;
 
 }  // namespace
 
@@ -74,6 +74,10 @@ Pool::Pool(const Geometry& geometry, std::shared_ptr<Backing> backing, const Poo
   const Lock lock(mutex_);
   if (member_) member_->set_limit(limit_bytes_);
   changed();
+}
+
+std::uint64_t Pool::batch_pages() const {
+  return std::max<std::uint64_t>(kBatchBytes / page_cost_bytes(), 1);
 }
 
 std::uint64_t Pool::whole_pages(std::uint64_t limit_bytes) const {
@@ -473,8 +477,26 @@ bool Pool::pursue() {
   return true;
 }
 
-/// Maps at most `pages` pages, as many as the ledger grants; answers how many.
+/// Maps at most `pages` pages, as many as the ledger grants and the limit has room for; answers how
+/// many. In batches, so that who waits for some of them need not wait for all: zeroing a GiB takes a
+/// tenth of a second. A failure after the first batch leaves what is mapped, and comes up again.
 Result<std::uint64_t> Pool::grow(Lock& lock, std::uint64_t pages) {
+  std::uint64_t grown = 0;
+  while (grown < pages && mappable_pages() > 0) {
+    const std::uint64_t next = std::min({pages - grown, mappable_pages(), batch_pages()});
+    Result<std::uint64_t> got = grow_by_batch(lock, next);
+    if (!got) {
+      if (grown == 0 || final_error_) return got.error();
+      break;
+    }
+    grown += *got;
+    if (*got < next) break;
+  }
+  return grown;
+}
+
+/// All of the pages that are granted, or none.
+Result<std::uint64_t> Pool::grow_by_batch(Lock& lock, std::uint64_t pages) {
   const std::uint64_t page_bytes = page_cost_bytes();
   std::vector<PageIndex> batch;
   batch.reserve(pages);  // what throws does so before anything is taken
@@ -703,10 +725,9 @@ Result<std::uint64_t> Pool::give_up(std::uint64_t pages, Depth depth, std::uint6
   std::uint64_t target =
       std::max(held_pages_ > pages ? held_pages_ - pages : std::uint64_t{0}, kept);
   if (depth == Depth::kInUse) target = std::max(target, squeeze_floor());
-  const std::uint64_t batch = std::max<std::uint64_t>(kGiveUpBytes / page_bytes, 1);
   const std::uint64_t before = counts_.pages_unmapped_ever;
   while (held_pages_ > target) {
-    const std::uint64_t next = std::min(held_pages_ - target, batch);
+    const std::uint64_t next = std::min(held_pages_ - target, batch_pages());
     while (depth != Depth::kParked && blocks_->parked_pages() < next &&
            (drop_reserved() || empty_a_page(lock))) {
     }

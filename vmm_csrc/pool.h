@@ -263,6 +263,8 @@ class Pool {
   bool pages_may_come(std::uint32_t own_entries) const;
   bool pages_are_coming() const;
   Result<std::uint64_t> grow(Lock& lock, std::uint64_t pages);
+  Result<std::uint64_t> grow_by_batch(Lock& lock, std::uint64_t pages);
+  std::uint64_t batch_pages() const;
   Status shrink(Lock& lock, std::uint64_t pages);
   Status unmap(Lock& lock, const std::vector<PageIndex>& batch);
   void evict_everything();

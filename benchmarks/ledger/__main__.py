@@ -1,6 +1,6 @@
 """`scripts/bench ledger`: what instances pay for sharing a device.
 
-    scripts/bench ledger               all parts, about three minutes
+    scripts/bench ledger               all parts, about six minutes
     scripts/bench ledger --quick       a minute; its figures are no evidence
     scripts/bench ledger --part grants --part listing
 

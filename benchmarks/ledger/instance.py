@@ -11,12 +11,14 @@ import os
 import resource
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
 
 BLOCKS_PER_PAGE = 8
 RETRY_S = 0.001
+LOOK_EVERY_S = 0.0002
 ROOT = Path(__file__).parents[2]
 
 
@@ -80,14 +82,58 @@ def cpu_ms() -> float:
     return (used.ru_utime + used.ru_stime) * 1000
 
 
+class Arrivals:
+    """Looks, while an alloc waits, how many blocks could be had with no page to map.
+
+    with Arrivals(blocks) as arrivals: ...
+    arrivals.first_ms, arrivals.first_blocks    # of the first look that saw more than at the start
+    """
+
+    def __init__(self, blocks: Any) -> None:
+        self._blocks = blocks
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._look)
+        self.first_ms: float | None = None
+        self.first_blocks = 0
+
+    def _look(self) -> None:
+        while not self._stop.wait(LOOK_EVERY_S):
+            more = self._blocks.available_mapped() - self._before
+            if more > 0:
+                self.first_ms = (time.perf_counter() - self.start_s) * 1000
+                self.first_blocks = more
+                return
+
+    def __enter__(self) -> Arrivals:
+        self._before = self._blocks.available_mapped()
+        self.start_s = time.perf_counter()
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+
+
 def alloc_until(blocks: Any, count: int, timeout_s: float) -> dict[str, Any]:
-    """As an engine does, which asks again in every step: the blocks, and how many times no."""
+    """As an engine does, which asks again in every step: the blocks, and how many times no.
+
+    `first_ms` is None where the first page that came was all of it.
+    """
     refused = 0
     end = time.monotonic() + timeout_s
-    while (ids := blocks.alloc(count)) is None and time.monotonic() < end:
-        refused += 1
-        time.sleep(RETRY_S)
-    return {"ids": ids, "refused": refused}
+    with Arrivals(blocks) as arrivals:
+        while (ids := blocks.alloc(count)) is None and time.monotonic() < end:
+            refused += 1
+            time.sleep(RETRY_S)
+        done_ms = (time.perf_counter() - arrivals.start_s) * 1000
+    return {
+        "ids": ids,
+        "refused": refused,
+        "done_ms": done_ms,
+        "first_ms": arrivals.first_ms,
+        "first_blocks": arrivals.first_blocks,
+    }
 
 
 def serve(pages: int, page_mib: int) -> None:

@@ -32,8 +32,19 @@ class KernelTimes:
     punch_ms: float
     fill_ms: float
     """Of the host driver's sequence."""
+
+    @property
+    def moved_ms(self) -> float:
+        """One after the other, as one thread does it."""
+        return self.punch_ms + self.fill_ms
+
+
+@dataclass(frozen=True)
+class ComparedTimes:
+    """What `KernelTimes` are to be seen beside; milliseconds for all the bytes."""
+
     two_threads_ms: float
-    """The same by two threads, half of the pages each."""
+    """The fill by two threads, half of the pages each."""
     zero_ms: float
     """Huge pages of anonymous memory: zeroing, and one fault for each."""
     memset_ms: float
@@ -113,11 +124,17 @@ def measure(bytes_: int, page_bytes: int) -> KernelTimes:
     giver, taker = File(bytes_, page_bytes), File(bytes_, page_bytes)
     try:
         giver.fill()
-        punch_ms, fill_ms = giver.punch(), taker.fill()
-        taker.punch()
-        two_threads_ms = taker.fill(threads=2)
+        return KernelTimes(giver.punch(), taker.fill())
     finally:
         giver.close()
         taker.close()
-    zero_ms, memset_ms = _zero_ms(bytes_)
-    return KernelTimes(punch_ms, fill_ms, two_threads_ms, zero_ms, memset_ms)
+
+
+def compare(bytes_: int, page_bytes: int) -> ComparedTimes:
+    """One round of what explains `measure`."""
+    file = File(bytes_, page_bytes)
+    try:
+        two_threads_ms = file.fill(threads=2)
+    finally:
+        file.close()
+    return ComparedTimes(two_threads_ms, *_zero_ms(bytes_))

@@ -9,7 +9,7 @@ from typing import Any
 
 from benchmarks.harness import Figure
 from benchmarks.ledger import kernel_floor
-from benchmarks.ledger.instance import BLOCKS_PER_PAGE, Instance
+from benchmarks.ledger.instance import BLOCKS_PER_PAGE, LOOK_EVERY_S, Instance
 from benchmarks.ledger.own_device import OwnDevice
 from kvelastic import _vmm
 
@@ -18,7 +18,7 @@ PAGE_MIB = 16
 """The default page of a Llama-3-8B."""
 PAGES = (GIB >> 20) // PAGE_MIB
 BLOCKS = PAGES * BLOCKS_PER_PAGE
-LOOK_EVERY_S = 0.001
+GIVER_LOOK_EVERY_S = 0.001
 IDLE_S = _vmm.RECLAIM_IDLE_NS / 1e9 + 0.05
 SOON_S = 30.0
 
@@ -30,8 +30,12 @@ class Size:
     rounds: int
 
 
-FULL = Size(rounds=15)
-QUICK = Size(rounds=3)
+FULL = Size(rounds=100)
+QUICK = Size(rounds=5)
+COMPARE_EVERY = 10
+"""Rounds; what explains the kernel's times takes longer than the round itself."""
+FIRST_PAGE_MS = 10
+LEAST_RATE = 0.85
 
 
 @dataclass
@@ -44,10 +48,24 @@ class Round:
     asker_cpu_ms: float
     giver_cpu_ms: float
     first_page_ms: float
+    """Until the asker had blocks of the first page that came, mapped and zeroed."""
+    rest_bytes: int
+    """What came after that."""
+    first_given_ms: float
     """Until the giver had given its first batch."""
     given_ms: float
     """Until it had given the last one."""
     kernel: kernel_floor.KernelTimes
+
+    @property
+    def rest_rate(self) -> float:
+        """Bytes a millisecond of what came after the first page."""
+        return self.rest_bytes / (self.asked_ms - self.first_page_ms)
+
+    @property
+    def kernel_rate(self) -> float:
+        """Bytes a millisecond when the kernel does as much with nobody in between."""
+        return GIB / self.kernel.moved_ms
 
 
 @dataclass
@@ -62,7 +80,7 @@ class GiverWatch:
     def run(self) -> None:
         """Until stopped."""
         last = self.device.granted()[self.name]
-        while not self._stop.wait(LOOK_EVERY_S):
+        while not self._stop.wait(GIVER_LOOK_EVERY_S):
             now = self.device.granted()[self.name]
             if now < last:
                 self.times_s.append(time.perf_counter())
@@ -94,12 +112,17 @@ def move(device: OwnDevice, idle: Instance, name: str, busy: Instance) -> Round:
     busy.ask("trim")
     idle.ask("take_evicted")
     times_ms = [1000 * (at - start) for at in watch.times_s]
+    # All in one batch: then the first page has come with the last.
+    first_ms = got["done_ms"] if got["first_ms"] is None else got["first_ms"]
+    first_bytes = (got["first_blocks"] * (PAGE_MIB << 20)) // BLOCKS_PER_PAGE
     return Round(
-        asked_ms=answer["ms"],
+        asked_ms=got["done_ms"],
         refused=got["refused"],
         asker_cpu_ms=answer["cpu_ms"],
         giver_cpu_ms=giver_cpu_ms,
-        first_page_ms=times_ms[0],
+        first_page_ms=first_ms,
+        rest_bytes=GIB - first_bytes,
+        first_given_ms=times_ms[0],
         given_ms=times_ms[-1],
         kernel=kernel_floor.measure(GIB, PAGE_MIB << 20),
     )
@@ -134,28 +157,40 @@ def rounds(count: int) -> list[Round]:
 
 
 def figures(size: Size) -> list[Figure]:
-    """Of the ask, beside the kernel's time, and where the time goes."""
+    """The two bars, and where the time goes, beside the kernel's."""
     done = rounds(size.rounds)
-    serial = [one.kernel.punch_ms + one.kernel.fill_ms for one in done]
-    ask = Figure("from ask to mapped, 1 GiB", "ms", [one.asked_ms for one in done], "<= 50 ms")
-    ask.floor_name, ask.floor_samples = "kernel, punch + fill", serial
+    compared = [
+        kernel_floor.compare(GIB, PAGE_MIB << 20)
+        for _ in range(max(size.rounds // COMPARE_EVERY, 1))
+    ]
+    bar = f"p99 <= {FIRST_PAGE_MS} ms"
+    first = Figure("from ask to the first page", "ms", [one.first_page_ms for one in done], bar)
+    given = Figure("  of it until it is given", "ms", [one.first_given_ms for one in done])
+    bar = f"ratio >= {LEAST_RATE}"
+    rest = Figure("the rest of 1 GiB", "GB/s", [one.rest_rate / 1e6 for one in done], bar)
+    rest.floor_name = "kernel, punch + fill"
+    rest.floor_samples = [one.kernel_rate / 1e6 for one in done]
+    ask = Figure("from ask to mapped, 1 GiB", "ms", [one.asked_ms for one in done])
+    ask.floor_name, ask.floor_samples = rest.floor_name, [one.kernel.moved_ms for one in done]
     asker = Figure("  the asker's processor time", "ms", [one.asker_cpu_ms for one in done])
     asker.floor_name = "kernel, fill"
     asker.floor_samples = [one.kernel.fill_ms for one in done]
     giver = Figure("  the giver's processor time", "ms", [one.giver_cpu_ms for one in done])
     giver.floor_name = "kernel, punch"
     giver.floor_samples = [one.kernel.punch_ms for one in done]
-    first = Figure("  until the first batch is given", "ms", [one.first_page_ms for one in done])
     last = Figure("  until the last batch is given", "ms", [one.given_ms for one in done])
-    zero = Figure("kernel: 1 GiB of huge pages zeroed", "ms", [one.kernel.zero_ms for one in done])
+    zero = Figure("kernel: 1 GiB of huge pages zeroed", "ms", [one.zero_ms for one in compared])
     zero.floor_name = "memset of as much"
-    zero.floor_samples = [one.kernel.memset_ms for one in done]
-    pair = Figure("kernel: fill by two threads", "ms", [one.kernel.two_threads_ms for one in done])
+    zero.floor_samples = [one.memset_ms for one in compared]
+    pair = Figure("kernel: fill by two threads", "ms", [one.two_threads_ms for one in compared])
     pair.floor_name, pair.floor_samples = "by one", asker.floor_samples
     share = 100 * zero.median / ask.median
+    first.note = (
+        f"pages of {PAGE_MIB} MiB, seen within {1000 * LOOK_EVERY_S:g} ms of their coming;"
+        f" {sum(one.first_page_ms <= FIRST_PAGE_MS for one in done)} of {len(done)} within the bar"
+    )
     ask.note = (
-        f"pages of {PAGE_MIB} MiB; the kernel's zeroing alone is {share:.0f} % of it"
-        f" ({zero.median:.0f} ms), so a bar under that cannot be reached on this machine;"
+        f"the kernel's zeroing alone is {share:.0f} % of it ({zero.median:.0f} ms);"
         f" {sum(one.refused > 0 for one in done)} of {len(done)} rounds were refused at first"
     )
-    return [ask, asker, giver, first, last, zero, pair]
+    return [first, given, rest, ask, asker, giver, last, zero, pair]

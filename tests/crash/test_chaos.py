@@ -33,6 +33,7 @@ SECONDS = os.environ.get("CHAOS_SECONDS")
 SHM = Path("/dev/shm")
 CAPACITY_PAGES = 40
 INSTANCES = 5
+FREEZES = 8
 NAMES = 8
 """Of instances; fewer than are started, so that names are used again."""
 SOON_S = 60.0
@@ -138,7 +139,7 @@ class Chaos:
         """One thing of all that can be done."""
         things = {
             self.kill: 4, self.leave: 1, self.stop_for_a_while: 6, self.wish: 24, self.look: 4,
-            self.compare_frozen: 12, self.rest: 1, self.kill_a_joiner: 1, self.kill_a_starter: 1,
+            self.compare_often: 10, self.rest: 1, self.kill_a_joiner: 1, self.kill_a_starter: 1,
         }  # fmt: skip
         self.pick.choices(list(things), list(things.values()))[0]()
         self.fill_up()
@@ -276,6 +277,12 @@ class Chaos:
         found = [info for info in ledger.list_ledgers() if info.group == self._group]
         assert len(found) <= 1, "two ledgers of one device"
         return found[0] if found else None
+
+    def compare_often(self) -> None:
+        """What is wrong for microseconds only is met by many looks, if by any."""
+        for _ in range(FREEZES):
+            self.compare_frozen()
+            time.sleep(self.pick.random() * 0.005)
 
     def compare_frozen(self) -> None:
         """All are stopped in the middle of what they do; a page without a grant would be seen."""

@@ -27,10 +27,7 @@ from tiny_architectures import ARCHITECTURES, Architecture
 
 MAX_MODEL_TOKENS = 512
 NAME = os.environ.get("KVELASTIC_IPC_NAME")
-MACHINE_BYTES = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-KV_BYTES = int(0.9 * MACHINE_BYTES) if NAME else 64 << 20
-"""With kvelastic nearly all of the machine's memory, which stock vLLM would refuse: so much is not
-free, and need not be."""
+STOCK_KV_BYTES = 64 << 20
 TYPES = ("float32", "bfloat16", "float16")
 EXACT_TYPE = "float32"
 """In the others answers differ, in stock vLLM too, when requests are batched otherwise, as they are
@@ -76,6 +73,17 @@ def _through_sleep_to_a_limit(engine: Any, exact: bool) -> None:
         assert answer.state == "applied"
 
 
+def kv_bytes() -> int:
+    """With kvelastic nearly all of the memory that vLLM knows of, of one node where there are more:
+    stock vLLM would refuse it, for so much is not free, and need not be."""
+    if NAME is None:
+        return STOCK_KV_BYTES
+    from vllm.v1.worker.cpu_worker import get_allowed_cpu_list, get_memory_node_info
+
+    node = get_allowed_cpu_list()[0].numa_node
+    return int(0.9 * get_memory_node_info(node).total_memory)
+
+
 def serve(architecture: Architecture, dtype: str, folder: str) -> list[list[list[int]]]:
     from vllm import LLM
     from vllm.distributed import cleanup_dist_env_and_memory
@@ -85,7 +93,7 @@ def serve(architecture: Architecture, dtype: str, folder: str) -> list[list[list
         "max_model_len": MAX_MODEL_TOKENS,
         "max_num_seqs": 8,
         "enforce_eager": True,
-        "kv_cache_memory_bytes": KV_BYTES,
+        "kv_cache_memory_bytes": kv_bytes(),
         **architecture.engine_args(folder),
         "dtype": dtype,
     }
