@@ -478,8 +478,8 @@ bool Pool::pursue() {
 }
 
 /// Maps at most `pages` pages, as many as the ledger grants and the limit has room for; answers how
-/// many. In batches, so that who waits for some of them need not wait for all: zeroing a GiB takes a
-/// tenth of a second. A failure after the first batch leaves what is mapped, and comes up again.
+/// many. In batches, so that who waits for some of them need not wait for all: zeroing a GiB takes
+/// a tenth of a second. A failure after the first batch leaves what is mapped, and comes up again.
 Result<std::uint64_t> Pool::grow(Lock& lock, std::uint64_t pages) {
   std::uint64_t grown = 0;
   while (grown < pages && mappable_pages() > 0) {
