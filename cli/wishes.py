@@ -14,12 +14,10 @@ from kvelastic.cli.arguments import NameType, PercentType, SizeType, ValueComman
 from kvelastic.cli.endings import EXIT_FAILED, EXIT_TIMED_OUT, fail, fall_short
 from kvelastic.cli.finding import explain_reaped, readable, sweep
 from kvelastic.errors import SegmentNotFoundError
+from kvelastic.sizes import MAX_PRIORITY
 
 if TYPE_CHECKING:
     from kvelastic.segment import Answer
-
-_MAX_PRIORITY = 1000
-"""As `KVELASTIC_PRIORITY` has it; the least is the same below zero."""
 
 
 @dataclass(frozen=True)
@@ -87,9 +85,9 @@ def limit_percent_command(name: str, percent: float, wait_s: float | None) -> No
 @click.option("--limit", "limit_bytes", type=SizeType(), metavar="SIZE", help="Never exceeded.")
 @click.option(
     "--priority",
-    type=click.IntRange(-_MAX_PRIORITY, _MAX_PRIORITY),
+    type=click.IntRange(-MAX_PRIORITY, MAX_PRIORITY),
     metavar="N",
-    help="-1000 to 1000; higher keeps its memory longer.",
+    help=f"{-MAX_PRIORITY} to {MAX_PRIORITY}; higher keeps its memory longer.",
 )
 @wait_option("applied")
 def set_command(

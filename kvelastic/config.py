@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple, TextIO
 
 from kvelastic.errors import ConfigError, InvalidArgumentError
-from kvelastic.sizes import MIB_BYTES, SIZE_FORMS, parse_percent, parse_size
+from kvelastic.sizes import MAX_PRIORITY, MIB_BYTES, SIZE_FORMS, parse_percent, parse_size
 
 logger = logging.getLogger("kvelastic")
 
@@ -245,8 +245,9 @@ VARIABLES: Final[tuple[Variable, ...]] = (
              "Limit that an instance starts with; kvctl limit changes it while it runs."),
     Variable("KVELASTIC_MIN", None, "minimum", parse_size, "0", f"0, or {SIZE_FORMS}",
              "Guarantee: memory that other instances never take from this one."),
-    Variable("KVELASTIC_PRIORITY", None, "priority", _integer(-1000, most=1000), "0",
-             "an integer from -1000 to 1000",
+    Variable("KVELASTIC_PRIORITY", None, "priority",
+             _integer(-MAX_PRIORITY, most=MAX_PRIORITY), "0",
+             f"an integer from {-MAX_PRIORITY} to {MAX_PRIORITY}",
              "Instances of a higher priority keep their memory longer and are served first."),
     Variable("KVELASTIC_LEDGER", None, "ledger", _ledger, "default",
              "1 to 32 of the characters A-Z a-z 0-9 _ -",

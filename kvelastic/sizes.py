@@ -22,6 +22,9 @@ TIB_BYTES: Final = 1 << 40
 MAX_SIZE_BYTES: Final = (1 << 63) - 1
 """The largest size there is: sizes travel as signed 64-bit integers in the segment."""
 
+MAX_PRIORITY: Final = 1000
+"""The highest priority of an instance; the lowest is the same below zero."""
+
 SIZE_FORMS: Final = (
     "bytes as a plain number, or a number with K, M, G or T, optionally followed by B or iB"
     " (512M, 1.5GiB, 2g, 1_073_741_824)"

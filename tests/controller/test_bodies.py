@@ -241,9 +241,12 @@ def test_what_waits_costs_its_own_size(engine: Engine) -> None:
         front.complete("org/m", pad="x" * 2 * MIB)
         before = held_bytes(front.process.pid)
         fake = {"hold": "wait"}
-        body = json.dumps({"model": "org/m", "fake": fake})[:-1].encode() + b',"x":[' + b"[]," * (
-            size // 3
-        ) + b"[]]}"
+        body = (
+            json.dumps({"model": "org/m", "fake": fake})[:-1].encode()
+            + b',"x":['
+            + b"[]," * (size // 3)
+            + b"[]]}"
+        )
         # None reaches the engine before its model is awake.
         assert front.post("/action/sleep/org%2Fm").status_code == 200
         engine.change(wake_hold="wake")

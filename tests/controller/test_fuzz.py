@@ -318,9 +318,12 @@ def test_mutated_requests_do_no_harm(count: int) -> None:
     async def all_of_them(port: int) -> None:
         await asyncio.gather(*(some_of_them(port) for _ in range(AT_ONCE)))
 
-    with Engine() as engine, Controller(config_for(
-        engine, server=server, auth=auth, model={"aliases": ["alias"]}
-    )) as front:
+    with (
+        Engine() as engine,
+        Controller(
+            config_for(engine, server=server, auth=auth, model={"aliases": ["alias"]})
+        ) as front,
+    ):
         front.client.headers["authorization"] = f"Bearer {API}"
         asyncio.run(all_of_them(front.port))
         print(f"answers: {dict(sorted(seen.items()))}; {memory_mib(front.process.pid):.0f} MiB")

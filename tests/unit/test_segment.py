@@ -587,3 +587,17 @@ def test_unknown_fields_are_named(mine):
         mine.record.publish_answer(1, "no_such", effective_limit_bytes=0)
     with pytest.raises(InvalidArgumentError, match="no_such"):
         mine.record.add_counter("no_such")
+
+
+@pytest.mark.parametrize("priority", [1001, -1001, 5_000_000])
+def test_a_priority_beyond_the_bounds_is_refused_by_whoever_asks(name, mine, priority):
+    with pytest.raises(InvalidArgumentError, match=f"priority={priority} .* -1000 to 1000"):
+        segment.wish(name, priority=priority)
+    assert mine.record.read_wish()["revision"] == 0
+
+
+def test_a_wait_that_is_no_number_is_refused(name, mine):
+    """It was never over, and the loop that waits never slept."""
+    with pytest.raises(InvalidArgumentError, match="wait_s=nan"):
+        segment.wish(name, limit_bytes=1, wait_s=float("nan"))
+    assert mine.record.read_wish()["revision"] == 0
