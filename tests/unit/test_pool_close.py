@@ -32,8 +32,12 @@ class Device:
 
     def __init__(self) -> None:
         self.group = f"test-{os.getpid()}-{random.randrange(1 << 32):x}"
+        # Nothing is mapped ahead of demand, so that two looks one after the other agree.
         self.settings = replace(
-            config.load({}), ledger=self.group, host_memory=PAGES * LAYOUT.page_bytes
+            config.load({}),
+            ledger=self.group,
+            host_memory=PAGES * LAYOUT.page_bytes,
+            page_prealloc_enabled=False,
         )
 
     def pool(self) -> ElasticPool:
