@@ -227,7 +227,10 @@ void bind_pool(nb::module_& m) {
       .def(
           "wait_for_arrival",
           [](Pool& pool, std::uint32_t seen, double timeout_s) {
-            return without_gil([&] { return pool.wait_for_arrival(seen, duration(timeout_s)); });
+            const std::chrono::nanoseconds timeout = duration(timeout_s);
+            return without_gil([&pool = own(pool), seen, timeout] {
+              return pool.wait_for_arrival(seen, timeout);
+            });
           },
           "seen"_a, "timeout_s"_a,
           "Block until arrivals is another than `seen`, timeout_s at most; returns it. The keeper "
