@@ -6,14 +6,16 @@ The order of events is read from the engine's own log; nothing is timed.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from vllm_server import Request, VllmServer, make_requests
+from vllm_server import REQUEST_DEADLINE_S, Request, VllmServer, make_requests
 
-from kvelastic import segment
+from kvelastic import ledger, segment
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -56,7 +58,10 @@ def neighbours(tiny_model: Path, log_folder: Path) -> Iterator[tuple[VllmServer,
         a = stack.enter_context(start("aa", KVELASTIC_PRIORITY="10", KVELASTIC_LIMIT="60M"))
         b = stack.enter_context(start("bb"))
         yield a.wait_until_ready(), b.wait_until_ready()
+        for server in (a, b):
+            server.stop()
     segment.reap()
+    ledger.reap()
 
 
 def test_memory_that_an_idle_neighbour_gives_up_is_used_when_it_comes(neighbours) -> None:
@@ -69,10 +74,26 @@ def test_memory_that_an_idle_neighbour_gives_up_is_used_when_it_comes(neighbours
             b.complete_all(make_requests(32, seed, shortest=400, longest=900))
             seed += 1
             assert seed % 100 < 20, "the neighbour does not fill the device"
-        before = a.log.read_text()
+        before = len(a.log.read_text())
         a.post("/wake_up")
-        assert a.complete(SHORT) == expected
-        said = a.log.read_text()[len(before) :]
-        assert STARVED in said, "there was memory without the neighbour's"
+        # It gives nothing up before the woken one has looked for memory and found none.
+        keeper = b.processes()["core"]
+        keeper.suspend()
+        with ThreadPoolExecutor(1) as thread:
+            answer = thread.submit(a.complete, SHORT)
+            try:
+                wait_for(lambda start=before: STARVED in a.log.read_text()[start:])
+                assert not answer.done()
+            finally:
+                keeper.resume()
+            assert answer.result(timeout=REQUEST_DEADLINE_S) == expected
+        said = a.log.read_text()[before:]
         assert FED in said[said.index(STARVED) :]
         assert MISSED not in said
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    end_s = time.monotonic() + REQUEST_DEADLINE_S
+    while not condition():
+        assert time.monotonic() < end_s, "it did not come"
+        time.sleep(0.02)
