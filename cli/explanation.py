@@ -45,11 +45,12 @@ def explain(facts: InstanceFacts, ledger: LedgerInfo | None) -> list[Line]:
 def _status(facts: InstanceFacts) -> Iterable[Line]:
     if facts.status == "closing":
         yield Line("state", "It is ending, and answers no wish any more.")
-    elif facts.status == "elsewhere":
+    elif facts.status == "unknown":
         yield Line(
             "state",
-            "It belongs to another pid namespace: whether its process lives cannot be seen here.",
-            "run kvctl in its container",
+            "Whether its process lives cannot be asked here: the file system of its segment has no"
+            " locks for it.",
+            "mount a tmpfs at /dev/shm; kvctl doctor says more",
         )
 
 

@@ -15,7 +15,7 @@ class InstanceFacts:
 
     name: str
     status: str
-    """alive, closing, dead or elsewhere."""
+    """alive, closing, dead or unknown."""
     state: str
     """Of the newest wish: applied, shrinking, refused or pending."""
     uuid: bytes = b""

@@ -163,8 +163,8 @@ def _own_ask(me: Member, others: list[Member], ledger: LedgerInfo) -> Iterable[L
 def _giving(giver: Member) -> str:
     """What one who was asked does about it."""
     wanted, spare_bytes = _size(giver.wanted_bytes), giver.parked_bytes + giver.cached_bytes
-    if giver.status == "elsewhere":
-        return f"was asked for {wanted}, and whether it lives cannot be seen here"
+    if giver.status == "unknown":
+        return f"was asked for {wanted}, and whether it lives cannot be asked here"
     if spare_bytes >= giver.wanted_bytes:
         return f"was asked for {wanted} and gives them out of what is parked and cached"
     return (

@@ -22,7 +22,7 @@ class Row(TypedDict):
     alive: bool
     state: str
     """applied, shrinking, refused, failed or pending (a wish not answered) while it lives; else
-    closing, dead, elsewhere or unreadable."""
+    closing, dead, unknown or unreadable."""
     asleep: bool | None
     """Whether it sleeps: it hands out nothing, and holds nothing that is not in use."""
     reason: str

@@ -1,11 +1,16 @@
-"""Who owns a segment, and whether that process still lives.
+"""Whether a process lives: a lock on a byte of a shared file, which the kernel frees at its end.
 
-    me = ProcessIdentity.of_this_process()
-    me.liveness()        # Liveness.ALIVE
+    life = hold(path, fd, SCHEDULER_BYTE)                       # the process itself, and its judge:
+    liveness(fd, SCHEDULER_BYTE, owner=ProcessIdentity(...))    # Liveness.ALIVE
 
-A process is named by pid, start time, boot id and pid namespace together: a pid alone is given to
-another process sooner or later, and a segment must never be taken for alive (or removed) because
-of a stranger who has its number.
+The judge is native (vmm_csrc/life_lock.h), one for all. The bytes of a segment's file:
+
+    0         the scheduler: the instance answers as long as it is held
+    1 + rank  the worker of that rank
+
+Those of a ledger's are in vmm_csrc/ledger.h. In a file that has only a temporary name yet, byte 0
+is its maker's. Pid, start time, boot id and pid namespace name a process for people; a judge takes
+them for a second look, before it calls somebody dead.
 """
 
 from __future__ import annotations
@@ -15,6 +20,13 @@ from dataclasses import dataclass
 from enum import Enum
 from functools import lru_cache
 from pathlib import Path
+from typing import Final
+
+from kvelastic import _vmm
+
+SCHEDULER_BYTE: Final = 0
+MAKER_BYTE: Final = 0
+FIRST_WORKER_BYTE: Final = 1
 
 
 class Liveness(Enum):
@@ -22,8 +34,8 @@ class Liveness(Enum):
 
     ALIVE = "alive"
     DEAD = "dead"
-    ELSEWHERE = "elsewhere"
-    """It runs (or ran) in another pid namespace of this boot, where nobody here can look."""
+    UNKNOWN = "unknown"
+    """It cannot be asked here (the file is on no tmpfs): nothing may be done to what it has."""
 
 
 @dataclass(frozen=True)
@@ -48,20 +60,32 @@ class ProcessIdentity:
             uid=os.geteuid(),
         )
 
-    def is_of_this_namespace(self) -> bool:
-        """Whether its pid means here what it meant to itself."""
-        return self.pid_namespace == pid_namespace()
 
-    def liveness(self) -> Liveness:
-        """Look whether the process lives; reads one file of /proc."""
-        if self.boot_id != boot_id():
-            return Liveness.DEAD
-        if not self.is_of_this_namespace():
-            return Liveness.ELSEWHERE
-        ticks = start_time_ticks(self.pid)
-        if ticks is None and _is_hidden(self.pid):
-            return Liveness.ALIVE
-        return Liveness.ALIVE if ticks == self.start_time_ticks else Liveness.DEAD
+def hold(path: Path, fd: int, byte: int) -> _vmm.LifeLock | None:
+    """Hold a byte of the file until `release()` or the end of this process.
+
+    Forked children do not keep it. `fd` is any open of the file that `path` must lead to. None: its
+    file system has no such locks, and judges know that too. Raises `SegmentBusyError` if a live
+    process holds it, `SegmentError`.
+    """
+    return _vmm.LifeLock.hold(str(path), fd, byte)
+
+
+def liveness(fd: int, byte: int, owner: ProcessIdentity | None = None) -> Liveness:
+    """Ask whether the byte is held. `fd` is an open of the caller's own; one system call.
+
+    Before `owner` is called dead, it is looked for among the processes that this one can see.
+    """
+    if owner is None:
+        return Liveness(_vmm.life_of(fd, byte))
+    return Liveness(
+        _vmm.life_of(
+            fd,
+            byte,
+            pid_namespace=owner.pid_namespace,
+            processes=[(owner.pid, owner.start_time_ticks)],
+        )
+    )
 
 
 def start_time_ticks(pid: int) -> int | None:
@@ -83,17 +107,6 @@ def start_time_ticks(pid: int) -> int | None:
     if state in (b"Z", b"X", b"x") and threads <= 1:
         return None
     return ticks
-
-
-def _is_hidden(pid: int) -> bool:
-    """Whether the process is there although /proc does not show it (mounted with hidepid)."""
-    try:
-        os.kill(pid, 0)
-    except PermissionError:
-        return True
-    except (OSError, OverflowError):
-        return False
-    return False  # ours, so /proc would show it: a zombie
 
 
 @lru_cache(maxsize=1)

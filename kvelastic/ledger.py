@@ -5,12 +5,14 @@
     reap()                                       # every kvctl does this when it starts
 
 A ledger is a file of /dev/shm named by group and device. Its first member makes it and the last one
-removes it; whoever joins, leaves or removes holds the file's lock, and looks whether the name still
-leads to that file. Bytes are granted in native code, without any lock (vmm_csrc/ledger.h).
+removes it. Joining, leaving and granting are done in native code, where nobody waits for anybody
+(vmm_csrc/ledger.h). Only who removes the file holds its lock meanwhile, and looks whether the name
+still leads to that file; where the lock is not to be had at once, the file stays for `reap`.
 """
 
 from __future__ import annotations
 
+import atexit
 import logging
 import mmap
 import os
@@ -29,20 +31,38 @@ from kvelastic.errors import (
     LedgerForeignError,
     PoolExhaustedError,
     SegmentBusyError,
+    SegmentError,
     SegmentFormatError,
     is_out_of_descriptors,
 )
-from kvelastic.lease import Liveness, ProcessIdentity, boot_id, pid_namespace
+from kvelastic.lease import MAKER_BYTE, Liveness, ProcessIdentity, boot_id, hold, liveness
 from kvelastic.ledger_facts import LedgerInfo, Member
-from kvelastic.segment_dir import READ_FLAGS, SHM_DIR, WRITE_FLAGS, inode_of, locked, owner_of
+from kvelastic.segment_dir import (
+    READ_FLAGS,
+    SHM_DIR,
+    WRITE_FLAGS,
+    inode_of,
+    locked,
+    temporary_name,
+)
 from kvelastic.sizes import format_size
 
-__all__ = ["JoinedLedger", "LedgerInfo", "Member", "join", "ledger_path", "list_ledgers", "reap"]
+__all__ = [
+    "JoinedLedger",
+    "LedgerInfo",
+    "Member",
+    "hold_as_worker",
+    "join",
+    "ledger_path",
+    "list_ledgers",
+    "reap",
+]
 
 _log = logging.getLogger("kvelastic")
 
 _PREFIX: Final = ".kvelastic_ledger_"
 _LOCK_S: Final = 2.0
+"""How long a start waits where a file is half removed, or where there are no life locks."""
 _JOIN_TRIES: Final = 100
 
 
@@ -55,7 +75,8 @@ class JoinedLedger:
     """This process's place in a ledger. Close it, or use it as a context manager.
 
     `member` is what a native pool takes. Closing gives everything back that was granted; the pool
-    must not be used after that.
+    must not be used after that. A process that exits without closing leaves the place too, unless
+    it still holds memory: then the kernel's word that it is dead frees what was granted.
     """
 
     def __init__(self, path: Path, fd: int, memory: mmap.mmap, member: _vmm.LedgerMember) -> None:
@@ -65,16 +86,23 @@ class JoinedLedger:
         self._memory = memory
         self._pid = os.getpid()
         self._closed = False
+        atexit.register(self._close_at_exit)
+
+    def _close_at_exit(self) -> None:
+        if self._pid == os.getpid() and self.member.granted_bytes == 0:
+            self.close()
 
     def close(self) -> None:
-        """Leave; the last one removes the file. Repeatable; does nothing in a forked child."""
+        """Leave; the last one removes the file. Repeatable; does nothing in a forked child.
+
+        Waits for nobody.
+        """
         if self._closed or self._pid != os.getpid():
             return
         self._closed = True
-        with suppress(SegmentBusyError, OSError), locked(self._fd, self.path.name, _LOCK_S):
-            self.member.leave()
-            _remove_if_empty(self.path, self._fd, self._memory)
-        self.member.leave()  # also where the lock was not to be had; the file stays for gc then
+        atexit.unregister(self._close_at_exit)
+        self.member.leave()
+        _remove_if_empty(self.path, self._fd, self._memory)
         with suppress(BufferError):
             self._memory.close()  # a pool that is still there keeps it mapped
         os.close(self._fd)
@@ -86,6 +114,7 @@ class JoinedLedger:
         """
         if not self._closed and self._pid == os.getpid():
             self._closed = True
+            atexit.unregister(self._close_at_exit)
             os.close(self._fd)
 
     def __enter__(self) -> JoinedLedger:
@@ -116,34 +145,43 @@ def join(
     me = ProcessIdentity.of_this_process()
     for _ in range(_JOIN_TRIES):
         fd = _open_or_make(path, device, group, capacity_bytes)
+        memory: mmap.mmap | None = None
         try:
-            with _locked_file(fd, path):
-                found = _leads_to(path, fd)
-                if found:
-                    memory = _map(fd, path, mmap.PROT_READ | mmap.PROT_WRITE)
-                    _vmm.ledger_reap(memory, pid_namespace())
-                    try:
-                        member = _vmm.LedgerMember.join(
-                            memory,
-                            name=name,
-                            uuid=uuid,
-                            pid=me.pid,
-                            start_time_ticks=me.start_time_ticks,
-                            pid_namespace=me.pid_namespace,
-                            uid=me.uid,
-                            min_bytes=min_bytes,
-                            priority=priority,
-                        )
-                    except BaseException:
-                        _remove_if_empty(path, fd, memory)  # it may have been made just now
-                        raise
-        except PoolExhaustedError as error:
+            memory = _map(fd, path, mmap.PROT_READ | mmap.PROT_WRITE)
+            _vmm.ledger_reap(memory, fd)
+            with _alone(fd, path):
+                member = _vmm.LedgerMember.join(
+                    memory,
+                    name=name,
+                    uuid=uuid,
+                    pid=me.pid,
+                    start_time_ticks=me.start_time_ticks,
+                    pid_namespace=me.pid_namespace,
+                    uid=me.uid,
+                    min_bytes=min_bytes,
+                    priority=priority,
+                    path=str(path),
+                    fd=fd,
+                    # A forked child has the host's pages mapped too, a device's it has not.
+                    children_keep=device == "host",
+                )
+            if member is None:  # its last member has just left
+                _remove_shut(fd, path)
+        except BaseException as error:
+            gone = not _leads_to(path, fd)
+            if memory is not None:
+                _remove_if_empty(path, fd, memory)  # it may have been made just now
             os.close(fd)
-            raise LedgerError(f"{path}: {error}; end an instance first") from error
-        except BaseException:
-            os.close(fd)
+            if isinstance(error, PoolExhaustedError):
+                raise LedgerError(
+                    f"{path}: {error}; end an instance of the device first, or set KVELASTIC_LEDGER"
+                    " to another name and divide the memory between the two with"
+                    " KVELASTIC_HOST_MEMORY or KVELASTIC_GPU_UTILIZATION"
+                ) from error
+            if isinstance(error, SegmentError) and gone:
+                continue
             raise
-        if not found:  # its last member has just removed it
+        if member is None:
             os.close(fd)
             continue
         if member.capacity_bytes != capacity_bytes:
@@ -156,6 +194,38 @@ def join(
             )
         return JoinedLedger(path, fd, memory, member)
     raise LedgerError(f"{path} is removed as fast as it is made")
+
+
+def hold_as_worker(uuid: bytes, rank: int) -> list[_vmm.LifeLock]:
+    """Show that this process, a worker of the instance with that segment, may hold its memory.
+
+    In every ledger that the instance has joined; what it was granted stays its own as long as this
+    process lives, also when the scheduler does not. To be done before any page is mapped. Raises
+    `LedgerError` if the instance is in no ledger, `SegmentBusyError` if another process is that
+    worker.
+    """
+    held = []
+    found = False
+    for path in _paths():
+        with suppress(FileNotFoundError, LedgerError):  # others' ledgers are no concern of ours
+            fd = _open(path, READ_FLAGS)
+            try:
+                for entry in _members(fd, path):
+                    if entry["uuid"] != uuid:
+                        continue
+                    found = True
+                    byte = _vmm.ledger_life_byte(entry["slot"], entry["life"], 1 + rank)
+                    life = hold(path, fd, byte)
+                    if life is not None:
+                        held.append(life)
+            finally:
+                os.close(fd)
+    if not found:
+        raise LedgerError(
+            f"the instance of this worker (rank {rank}) is in no ledger of {SHM_DIR}: its scheduler"
+            " has ended, or has another /dev/shm; restart the engine"
+        )
+    return held
 
 
 def list_ledgers() -> list[LedgerInfo]:
@@ -204,35 +274,50 @@ def _open_or_make(path: Path, device: str, group: str, capacity_bytes: int) -> i
             return _open(path, WRITE_FLAGS)
         except FileNotFoundError:
             pass
-        temporary = SHM_DIR / f".kvelastic_new_ledger_{os.getpid()}_{os.urandom(6).hex()}"
-        fd = -1
         try:
-            fd = os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
-            os.fchmod(fd, 0o600)
-            os.posix_fallocate(fd, 0, _vmm.LEDGER_BYTES)
-            with mmap.mmap(fd, _vmm.LEDGER_BYTES) as memory:
-                _vmm.ledger_create(
-                    memory,
-                    device=device,
-                    group=group,
-                    capacity_bytes=capacity_bytes,
-                    uid=os.geteuid(),
-                    boot_id=boot_id(),
-                    created_realtime_ns=time.time_ns(),
-                )
-            os.link(temporary, path, follow_symlinks=False)
+            return _make(path, device, group, capacity_bytes)
         except FileExistsError:
-            os.close(fd)  # another starter was faster
-        except OSError as error:
-            if fd >= 0:
-                os.close(fd)
+            pass  # another starter was faster
+        except FileNotFoundError:
+            pass  # somebody has reaped the unfinished file before its lock was taken
+        except (OSError, SegmentError) as error:
             raise LedgerError(f"cannot make a ledger in {SHM_DIR}: {error}") from error
-        else:
-            return fd
-        finally:
-            with suppress(OSError):
-                temporary.unlink()
     raise LedgerError(f"{path} comes and goes")
+
+
+def _make(path: Path, device: str, group: str, capacity_bytes: int) -> int:
+    temporary = SHM_DIR / temporary_name("ledger")
+    fd = os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    life: _vmm.LifeLock | None = None
+    try:
+        try:
+            life = hold(temporary, fd, MAKER_BYTE)
+        except SegmentError:
+            temporary.stat()  # FileNotFoundError: see above
+            raise
+        os.fchmod(fd, 0o600)
+        os.posix_fallocate(fd, 0, _vmm.LEDGER_BYTES)
+        with mmap.mmap(fd, _vmm.LEDGER_BYTES) as memory:
+            _vmm.ledger_create(
+                memory,
+                device=device,
+                group=group,
+                capacity_bytes=capacity_bytes,
+                uid=os.geteuid(),
+                boot_id=boot_id(),
+                created_realtime_ns=time.time_ns(),
+            )
+        os.link(temporary, path, follow_symlinks=False)
+    except BaseException:
+        os.close(fd)
+        raise
+    else:
+        return fd
+    finally:
+        with suppress(OSError):
+            temporary.unlink()
+        if life is not None:
+            life.release()
 
 
 def _open(path: Path, flags: int) -> int:
@@ -271,6 +356,16 @@ def _locked_file(fd: int, path: Path) -> Iterator[None]:
         raise LedgerError(str(error)) from error
 
 
+@contextmanager
+def _alone(fd: int, path: Path) -> Iterator[None]:
+    """Keep other joiners out, where the locks that do so of themselves are not to be had."""
+    if liveness(fd, MAKER_BYTE) is not Liveness.UNKNOWN:
+        yield
+        return
+    with _locked_file(fd, path):
+        yield
+
+
 def _leads_to(path: Path, fd: int) -> bool:
     try:
         return inode_of(path.stat(follow_symlinks=False)) == inode_of(os.fstat(fd))
@@ -302,7 +397,7 @@ def _look(path: Path) -> LedgerInfo:
         return LedgerInfo(device, "unreadable", problem=str(error))
     try:
         with mmap.mmap(fd, 0, prot=mmap.PROT_READ) as memory:
-            raw = _vmm.read_ledger(memory)
+            raw = _vmm.read_ledger(memory, fd)
     except (OSError, ValueError, SegmentFormatError) as error:
         if is_out_of_descriptors(error):
             raise LedgerError(f"cannot map {path}: {error}") from error
@@ -315,48 +410,57 @@ def _look(path: Path) -> LedgerInfo:
         group=raw["group"],
         capacity_bytes=raw["capacity_bytes"],
         others_bytes=raw["others_bytes"],
-        members=tuple(_member(entry, raw["boot_id"]) for entry in raw["members"]),
+        members=tuple(_member(entry) for entry in raw["members"]),
     )
 
 
-_MEMBER_FIELDS: Final = tuple(field.name for field in fields(Member) if field.name != "status")
+_MEMBER_FIELDS: Final = tuple(field.name for field in fields(Member))
 
 
-def _member(entry: dict[str, Any], boot: bytes) -> Member:
-    return Member(
-        status=_liveness(entry, boot).value, **{name: entry[name] for name in _MEMBER_FIELDS}
-    )
+def _member(entry: dict[str, Any]) -> Member:
+    return Member(**{name: entry[name] for name in _MEMBER_FIELDS})
 
 
-def _liveness(entry: dict[str, Any], boot: bytes) -> Liveness:
-    """Of the instance: dead when neither its own process nor any with its pages lives."""
-    liveness = owner_of(entry | {"boot_id": boot}).liveness()
-    for pid, ticks in entry["workers"]:
-        if liveness is not Liveness.DEAD:
-            break
-        worker = {"pid": pid, "start_time_ticks": ticks, "boot_id": boot}
-        liveness = owner_of(entry | worker).liveness()
-    return liveness
+def _members(fd: int, path: Path) -> list[dict[str, Any]]:
+    with _map(fd, path, mmap.PROT_READ) as memory:
+        members: list[dict[str, Any]] = _vmm.read_ledger(memory)["members"]
+    return members
 
 
 def _reap_one(path: Path) -> bool:
     """Free the dead; remove the file if nobody is left. True: it was removed."""
     fd = _open(path, WRITE_FLAGS)
     try:
-        with locked(fd, path.name, _LOCK_S), _map(fd, path, mmap.PROT_READ | mmap.PROT_WRITE) as m:
-            _vmm.ledger_reap(m, pid_namespace())
-            return _remove_if_empty(path, fd, m)
+        with _map(fd, path, mmap.PROT_READ | mmap.PROT_WRITE) as memory:
+            return _remove_if_empty(path, fd, memory)
     finally:
         os.close(fd)
 
 
 def _remove_if_empty(path: Path, fd: int, memory: mmap.mmap) -> bool:
-    """Pre: the file's lock is held, so nobody joins meanwhile."""
-    raw = _vmm.read_ledger(memory)
-    for entry in raw["members"]:
-        if _liveness(entry, raw["boot_id"]) is not Liveness.DEAD:
+    """Free the dead; remove the file unless somebody is a member, or holds its lock. Never waits.
+
+    Who leaves while another one looks does not get the lock: so who had it looks once more.
+    """
+    while True:
+        _vmm.ledger_reap(memory, fd)
+        if not _is_empty(memory) or not _leads_to(path, fd):
             return False
-    if not _leads_to(path, fd):
-        return False
-    path.unlink()
-    return True
+        try:
+            with locked(fd, path.name, 0.0):
+                if _vmm.ledger_shut(memory) and _leads_to(path, fd):
+                    path.unlink()
+                    return True
+        except (SegmentBusyError, OSError):
+            return False
+
+
+def _is_empty(memory: mmap.mmap) -> bool:
+    return not _vmm.read_ledger(memory)["members"]
+
+
+def _remove_shut(fd: int, path: Path) -> None:
+    """Remove a file that nobody joins any more, where who shut it was stopped, or died."""
+    with _locked_file(fd, path):
+        if _leads_to(path, fd):
+            path.unlink(missing_ok=True)

@@ -15,7 +15,7 @@ class Member:
     """Of its segment: 16 bytes."""
     pid: int
     status: str
-    """alive, dead or elsewhere (another pid namespace)."""
+    """alive, dead or unknown (it cannot be asked here whether it lives)."""
     granted_bytes: int
     """What it may hold now; it holds that much, or is about to."""
     min_bytes: int

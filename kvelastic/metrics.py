@@ -25,7 +25,7 @@ from kvelastic.segment_dir import SegmentInfo
 INSTANCE_LABELS: Final = ("name", "device", "engine", "model")
 DEVICE_LABELS: Final = ("device", "group")
 STATES: Final = ("applied", "shrinking", "refused", "failed", "pending", "closing")
-STATUSES: Final = ("alive", "closing", "dead", "elsewhere", "unreadable")
+STATUSES: Final = ("alive", "closing", "dead", "unknown", "unreadable")
 
 Kind = Literal["gauge", "counter"]
 Value = int | float | None

@@ -10,7 +10,9 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
+import os
 from collections.abc import Callable
 from typing import TypeAlias
 
@@ -66,6 +68,13 @@ class ElasticPool:
         """The native pool: alloc, free, cache, touch, limits (see vmm_csrc/pool.h)."""
         self._settings = settings
         self._keeper: _vmm.Keeper | None = None
+        self._pid = os.getpid()
+        # A process that forgets to close it leaves neither ledger nor segment behind.
+        atexit.register(self._close_at_exit)
+
+    def _close_at_exit(self) -> None:
+        if self._pid == os.getpid():  # what a forked child inherits is not its own
+            self.close()
 
     @property
     def name(self) -> str:
@@ -92,6 +101,7 @@ class ElasticPool:
 
         Waits for this process's own threads, and for the driver.
         """
+        atexit.unregister(self._close_at_exit)
         keeper, self._keeper = self._keeper, None
         if keeper is not None:
             keeper.stop()

@@ -32,7 +32,14 @@ from kvelastic.errors import (
     SegmentFormatError,
     SegmentNotFoundError,
 )
-from kvelastic.lease import Liveness, ProcessIdentity
+from kvelastic.lease import (
+    FIRST_WORKER_BYTE,
+    SCHEDULER_BYTE,
+    Liveness,
+    ProcessIdentity,
+    hold,
+    liveness,
+)
 from kvelastic.segment_dir import (
     LOCK_WAIT_S,
     READ_FLAGS,
@@ -73,7 +80,6 @@ ANSWER_GLANCE_S: Final = 0.2
 """How long `wish` looks for an answer where it need not wait for one."""
 
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:@+-]{0,63}")
-_OWNER_LOCK_S: Final = 0.1
 _DEATH_CHECK_S: Final = 0.25
 _CLAIM_TRIES: Final = 100
 
@@ -114,7 +120,14 @@ class Segment:
     """
 
     def __init__(
-        self, name: str, fd: int, memory: mmap.mmap, record: _vmm.Record, *, owned: bool
+        self,
+        name: str,
+        fd: int,
+        memory: mmap.mmap,
+        record: _vmm.Record,
+        *,
+        owned: bool,
+        life: _vmm.LifeLock | None = None,
     ) -> None:
         self.name = name
         self.record = record
@@ -123,6 +136,7 @@ class Segment:
         self._inode = inode_of(os.fstat(fd))
         self._owner_pid = os.getpid() if owned else 0
         self._closed = False
+        self._life = life
         if owned:
             atexit.register(self.close)
 
@@ -145,8 +159,22 @@ class Segment:
         with locked(self._fd, self.name, timeout_s):
             yield self.record
 
+    def hold_as_worker(self, rank: int) -> _vmm.LifeLock | None:
+        """Show others that this process, the instance's worker of that rank, lives.
+
+        Until the lock is released or the process ends. Raises as `lease.hold`.
+        """
+        return hold(self.path, self._fd, FIRST_WORKER_BYTE + rank)
+
+    def liveness(self) -> Liveness:
+        """Ask whether the instance lives; one system call."""
+        return liveness(self._fd, SCHEDULER_BYTE, owner_of(self.record.read_header()))
+
     def close(self) -> None:
-        """Unmap it; the owner also says that it closes and removes the name. Safe to repeat."""
+        """Unmap it; the owner also says that it closes and removes the name. Safe to repeat.
+
+        Waits for nobody.
+        """
         if self._closed:
             return
         self._closed = True
@@ -154,6 +182,8 @@ class Segment:
             atexit.unregister(self.close)
             self.record.set_closing()
             self._unlink_own()
+            if self._life is not None:
+                self._life.release()
         self.record.release()
         # A pool or keeper that still holds the record keeps the bytes mapped until it is gone.
         with suppress(BufferError):
@@ -162,7 +192,7 @@ class Segment:
 
     def _unlink_own(self) -> None:
         """Remove the name if it still leads to this segment, and not to one made after it."""
-        with suppress(OSError), locked(self._fd, self.name, _OWNER_LOCK_S, fail=False):
+        with suppress(OSError), locked(self._fd, self.name, 0.0, fail=False):
             if inode_of(self.path.stat(follow_symlinks=False)) == self._inode:
                 self.path.unlink()
 
@@ -186,10 +216,24 @@ def create(name: str | None, *, engine: str, model: str = "", device: str = "hos
     """
     candidates = [check_name(name)] if name is not None else _automatic_names(engine)
     reap()
+    for _ in range(_CLAIM_TRIES):
+        with suppress(_RemovedError):
+            return _create(candidates, engine=engine, model=model, device=device)
+    raise SegmentError(f"files that begin in {SHM_DIR} are removed as fast as they are made")
+
+
+class _RemovedError(Exception):
+    """Somebody has reaped the unfinished file: it was found before its lock was taken."""
+
+
+def _create(candidates: list[str], *, engine: str, model: str, device: str) -> Segment:
     owner = ProcessIdentity.of_this_process()
-    temporary = temporary_name(owner)
+    temporary = temporary_name("segment")
     fd = _create_file(temporary)
+    life: _vmm.LifeLock | None = None
     try:
+        # Before the file has its real name: nobody ever finds a segment of the living without it.
+        life = _hold_own(temporary, fd)
         memory = mmap.mmap(fd, _vmm.SEGMENT_BYTES)
         for candidate in candidates:
             record = _vmm.Record.create(
@@ -213,9 +257,11 @@ def create(name: str | None, *, engine: str, model: str = "", device: str = "hos
                 if candidate == candidates[-1]:
                     raise
             else:
-                return Segment(candidate, fd, memory, record, owned=True)
+                return Segment(candidate, fd, memory, record, owned=True, life=life)
         raise SegmentExistsError("no name is left")  # not reached: there is a last candidate
     except BaseException:
+        if life is not None:
+            life.release()
         os.close(fd)
         raise
     finally:
@@ -269,6 +315,16 @@ def _create_file(temporary: str) -> int:
     return fd
 
 
+def _hold_own(temporary: str, fd: int) -> _vmm.LifeLock | None:
+    path = SHM_DIR / temporary
+    try:
+        return hold(path, fd, SCHEDULER_BYTE)
+    except SegmentError:
+        if not path.exists():
+            raise _RemovedError from None
+        raise
+
+
 def _claim(temporary: str, name: str) -> None:
     """Give the finished file its real name; a dead instance's segment makes way for it."""
     for _ in range(_CLAIM_TRIES):
@@ -277,6 +333,8 @@ def _claim(temporary: str, name: str) -> None:
             return
         except FileExistsError:
             pass
+        except FileNotFoundError:
+            raise _RemovedError from None
         except OSError as error:
             raise SegmentError(f"cannot name a segment {name!r}: {error}") from error
         if not _makes_way(name):
@@ -391,7 +449,7 @@ def _answer(record: _vmm.Record, revision: int) -> Answer:
 
 def _check_alive(segment: Segment, consequence: str) -> None:
     header = segment.record.read_header()
-    if owner_of(header).liveness() is Liveness.DEAD or header["state"] == "closing":
+    if segment.liveness() is Liveness.DEAD or header["state"] == "closing":
         raise SegmentDeadError(
             f"the instance of {segment.name!r} (process {header['pid']}) has ended{consequence}"
         )

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 from kvelastic import _vmm
 from kvelastic.errors import (
@@ -30,7 +30,7 @@ from kvelastic.errors import (
     SegmentNotFoundError,
     is_out_of_descriptors,
 )
-from kvelastic.lease import Liveness, ProcessIdentity
+from kvelastic.lease import MAKER_BYTE, SCHEDULER_BYTE, Liveness, ProcessIdentity, liveness
 
 SHM_DIR: Final = Path("/dev/shm")
 LOCK_WAIT_S: Final = 1.0
@@ -39,7 +39,8 @@ LOCK_WAIT_S: Final = 1.0
 READ_FLAGS: Final = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 WRITE_FLAGS: Final = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
-_TEMPORARY: Final = re.compile(r"\.kvelastic_new_([0-9]+)_([0-9]+)_([0-9]+)_[0-9a-f]+")
+_TEMPORARY_PREFIX: Final = ".kvelastic_new_"
+_TEMPORARY: Final = re.compile(r"\.kvelastic_new_(segment|ledger)_[0-9a-f]{12}")
 _FOREIGN_COPY_BYTES: Final = 4 * _vmm.SEGMENT_BYTES
 
 
@@ -50,7 +51,7 @@ class SegmentInfo:
     name: str
     """Of the file in /dev/shm, which is what every command takes."""
     status: str
-    """alive, closing, dead, elsewhere (another pid namespace) or unreadable (see `problem`)."""
+    """alive, closing, dead, unknown (nobody can be asked) or unreadable (see `problem`)."""
     problem: str = ""
     is_ours: bool = True
     """Whether the file belongs to this user."""
@@ -63,20 +64,21 @@ class SegmentInfo:
     @property
     def is_alive(self) -> bool:
         """Whether its instance may still answer."""
-        return self.status in {"alive", "closing", "elsewhere"}
+        return self.status in {"alive", "closing", "unknown"}
 
     @property
     def is_reapable(self) -> bool:
         """Whether `reap` may remove it: dead for certain, and this user's own."""
-        return (
-            self.status == "dead" and self.is_ours and owner_of(self.header).is_of_this_namespace()
-        )
+        return self.status == "dead" and self.is_ours
 
 
-def temporary_name(owner: ProcessIdentity) -> str:
-    """A name for a segment that is not finished, by which `reap` knows who has left it behind."""
-    numbers = f"{owner.pid}_{owner.start_time_ticks}_{owner.pid_namespace}"
-    return f".kvelastic_new_{numbers}_{os.urandom(6).hex()}"
+def temporary_name(of: Literal["segment", "ledger"]) -> str:
+    """A name for a file that is not finished; `reap` removes it when its maker is dead.
+
+    Its maker holds `MAKER_BYTE` of it. A `reap` that comes between the making of the file and the
+    taking of the lock removes it, and the maker has to begin again.
+    """
+    return f"{_TEMPORARY_PREFIX}{of}_{os.urandom(6).hex()}"
 
 
 def open_file(name: str, flags: int) -> int:
@@ -127,7 +129,8 @@ def _file_names() -> list[str]:
             return [
                 entry.name
                 for entry in entries
-                if entry.is_file(follow_symlinks=False) and not _TEMPORARY.fullmatch(entry.name)
+                if entry.is_file(follow_symlinks=False)
+                and not entry.name.startswith(_TEMPORARY_PREFIX)
             ]
     except OSError as error:
         if is_out_of_descriptors(error):
@@ -161,11 +164,11 @@ def _inspect(fd: int, name: str) -> SegmentInfo:
             return SegmentInfo(name, "unreadable", problem=str(error), is_ours=is_ours)
         try:
             header = record.read_header()
-            liveness = owner_of(header).liveness()
-            is_closing = liveness is Liveness.ALIVE and header["state"] == "closing"
+            life = liveness(fd, SCHEDULER_BYTE, owner_of(header))
+            is_closing = life is Liveness.ALIVE and header["state"] == "closing"
             return SegmentInfo(
                 name,
-                "closing" if is_closing else liveness.value,
+                "closing" if is_closing else life.value,
                 is_ours=is_ours,
                 header=header,
                 usage=record.read_usage(),
@@ -222,19 +225,20 @@ def reap() -> list[str]:
 
 
 def _reap_temporaries() -> list[str]:
-    me = ProcessIdentity.of_this_process()
     removed = []
     with suppress(OSError), os.scandir(SHM_DIR) as entries:
         for entry in entries:
-            match = _TEMPORARY.fullmatch(entry.name)
-            if match is None:
+            if not _TEMPORARY.fullmatch(entry.name):
                 continue
-            maker = ProcessIdentity(int(match[1]), int(match[2]), me.boot_id, int(match[3]), me.uid)
-            with suppress(OSError):
-                is_ours = entry.stat(follow_symlinks=False).st_uid == me.uid
-                if is_ours and maker.liveness() is Liveness.DEAD:
-                    Path(entry.path).unlink()
-                    removed.append(entry.name)
+            with suppress(OSError, SegmentError):
+                fd = open_file(entry.name, READ_FLAGS)
+                try:
+                    is_ours = os.fstat(fd).st_uid == os.geteuid()
+                    if is_ours and liveness(fd, MAKER_BYTE) is Liveness.DEAD:
+                        Path(entry.path).unlink()
+                        removed.append(entry.name)
+                finally:
+                    os.close(fd)
     return removed
 
 

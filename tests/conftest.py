@@ -90,7 +90,7 @@ def _nothing_left_in_shared_memory() -> Iterator[None]:
         return
     from kvelastic import segment
 
-    left = [name for name in new if name.startswith(f".kvelastic_new_{os.getpid()}_")]
+    left = [name for name in new if name.startswith(".kvelastic_new_")]
     left += [
         info.name
         for info in segment.list_segments()

@@ -9,6 +9,7 @@
 #include <cstring>
 
 #include "bind_errors.h"
+#include "bind_life.h"
 #include "bind_record.h"
 #include "ledger.h"
 
@@ -62,7 +63,13 @@ nb::dict entry_dict(const LedgerEntry& entry) {
   out["uid"] = entry.identity.uid;
   out["start_time_ticks"] = entry.identity.start_ticks;
   out["pid_namespace"] = entry.identity.pid_namespace;
-  out["workers"] = nb::cast(entry.workers);
+  nb::list workers;
+  for (const ProcessStart& worker : entry.workers) {
+    workers.append(nb::make_tuple(worker.pid, worker.start_ticks));
+  }
+  out["workers"] = workers;
+  out["life"] = entry.life;
+  out["status"] = life_name(entry.alive);
   out["granted_bytes"] = entry.facts.granted_bytes;
   out["min_bytes"] = entry.facts.min_bytes;
   out["limit_bytes"] = entry.limit_bytes;
@@ -78,11 +85,12 @@ nb::dict entry_dict(const LedgerEntry& entry) {
   return out;
 }
 
-nb::dict read_ledger(nb::handle buffer) {
+nb::dict read_ledger(nb::handle buffer, int fd) {
   const auto hold = hold_buffer(buffer, PyBUF_SIMPLE);
   const LedgerView view = unwrap(LedgerView::open(hold->bytes()));
+  const LifeJudge judge(fd);
   nb::list members;
-  for (const LedgerEntry& entry : view.members()) members.append(entry_dict(entry));
+  for (const LedgerEntry& entry : view.members(judge)) members.append(entry_dict(entry));
   nb::dict out;
   out["device"] = text_field(view.header().device);
   out["group"] = text_field(view.header().group);
@@ -134,6 +142,19 @@ std::uint64_t kept(nb::sequence contenders, std::size_t self, std::uint64_t capa
   return kept_bytes(all, self, capacity_bytes, ReclaimRules{});
 }
 
+template <auto kMethod>
+struct Own;
+template <typename Return, typename... Arguments, Return (LedgerMember::*kMethod)(Arguments...)>
+struct Own<kMethod> {
+  static Return call(LedgerMember& member, Arguments... arguments) {
+    check(member.refuse_in_a_child());
+    return (member.*kMethod)(arguments...);
+  }
+};
+/// A method that raises DeviceUnavailableError in a forked child.
+template <auto kMethod>
+constexpr auto own = &Own<kMethod>::call;
+
 }  // namespace
 
 void bind_ledger(nb::module_& m) {
@@ -167,15 +188,27 @@ void bind_ledger(nb::module_& m) {
       },
       "buffer"_a, nb::kw_only(), "device"_a, "group"_a, "capacity_bytes"_a, "uid"_a, "boot_id"_a,
       "created_realtime_ns"_a, "Make a buffer that nobody else sees yet a ledger.");
-  m.def("read_ledger", &read_ledger, "buffer"_a,
-        "What a ledger says, as a dict; a read-only buffer will do. Raises SegmentFormatError.");
+  m.def(
+      "read_ledger", &read_ledger, "buffer"_a, "fd"_a = -1,
+      "What a ledger says, as a dict; a read-only buffer will do. Raises SegmentFormatError.\n"
+      "`fd` is an open of the same file, by which members' lives are asked; -1: all are unknown.");
   m.def(
       "ledger_reap",
-      [](nb::handle buffer, std::uint64_t own_pid_namespace) {
+      [](nb::handle buffer, int fd) {
         const auto hold = hold_buffer(buffer, PyBUF_WRITABLE);
-        return unwrap(ledger_reap(hold->bytes(), own_pid_namespace));
+        return unwrap(ledger_reap(hold->bytes(), LifeJudge(fd)));
       },
-      "buffer"_a, "own_pid_namespace"_a, "Free the slots of dead processes; returns how many.");
+      "buffer"_a, "fd"_a,
+      "Free the slots of the dead; returns how many. `fd` is an open of the same file.");
+  m.def(
+      "ledger_shut",
+      [](nb::handle buffer) {
+        const auto hold = hold_buffer(buffer, PyBUF_WRITABLE);
+        return unwrap(ledger_shut(hold->bytes()));
+      },
+      "buffer"_a, "Let nobody join any more if there is no member; True: so it is.");
+  m.def("ledger_life_byte", &ledger_life_byte, "slot"_a, "life"_a, "process"_a,
+        "The byte of a member's process: 0 its scheduler, 1 + rank a worker.");
   m.def("plan_reclaim", &plan, "contenders"_a, "asker"_a, "free_bytes"_a, "capacity_bytes"_a,
         "Whom to ask for what: (contender, bytes, depth) tuples; see vmm_csrc/reclaim.h.");
   m.def("kept_bytes", &kept, "contenders"_a, "self"_a, "capacity_bytes"_a,
@@ -186,31 +219,41 @@ void bind_ledger(nb::module_& m) {
           "join",
           [](nb::handle buffer, const std::string& name, nb::bytes uuid, std::uint32_t pid,
              std::uint64_t start_time_ticks, std::uint64_t pid_namespace, std::uint32_t uid,
-             std::uint64_t min_bytes, std::int64_t priority) {
+             std::uint64_t min_bytes, std::int64_t priority, const std::string& path, int fd,
+             bool children_keep) {
             const auto hold = hold_buffer(buffer, PyBUF_WRITABLE);
-            const LedgerIdentity identity{pid,           uid,           start_time_ticks,
-                                          pid_namespace, sixteen(uuid), padded<64>(name)};
+            LedgerJoin how{.identity = {pid, uid, start_time_ticks, pid_namespace, sixteen(uuid),
+                                        padded<64>(name)},
+                           .min_bytes = min_bytes,
+                           .priority = priority};
+            if (children_keep) how.children = LifeLock::Children::kKeep;
+            if (fd >= 0) how.file = unwrap(LifeFile::of(path, fd));
             return std::shared_ptr<LedgerMember>(
-                unwrap(LedgerMember::join(hold->bytes(), identity, min_bytes, priority, hold)));
+                unwrap(LedgerMember::join(hold->bytes(), std::move(how), hold)));
           },
           "buffer"_a, nb::kw_only(), "name"_a, "uuid"_a, "pid"_a, "start_time_ticks"_a,
-          "pid_namespace"_a, "uid"_a, "min_bytes"_a = 0, "priority"_a = 0,
-          "Take a slot; hold flock() on the file. Raises GuaranteeError, PoolExhaustedError.")
-      .def("leave", &LedgerMember::leave, "Give everything back and the slot up. Repeatable.")
-      .def("linger", &LedgerMember::linger,
+          "pid_namespace"_a, "uid"_a, "min_bytes"_a = 0, "priority"_a = 0, "path"_a = "",
+          "fd"_a = -1, "children_keep"_a = false,
+          "Take a slot; None: the file is removed, or about to be. `path` and `fd` are the "
+          "file's,\n"
+          "in which this member's life is held; without them nobody can tell whether it lives.\n"
+          "`children_keep`: it counts as alive as long as a forked child does. Raises\n"
+          "GuaranteeError, PoolExhaustedError, SegmentError.")
+      .def("leave", own<&LedgerMember::leave>, "Give everything back and the slot up. Repeatable.")
+      .def("linger", own<&LedgerMember::linger>,
            "Keep the slot and what is granted until the processes of this member have ended.")
-      .def("grant", &LedgerMember::grant, "pages"_a, "page_bytes"_a,
+      .def("grant", own<&LedgerMember::grant>, "pages"_a, "page_bytes"_a,
            "Take as many of `pages` pages as there is room for; returns how many.")
-      .def("give_back", &LedgerMember::give_back, "pages"_a, "page_bytes"_a)
+      .def("give_back", own<&LedgerMember::give_back>, "pages"_a, "page_bytes"_a)
       .def("room", &LedgerMember::room, "page_bytes"_a, "Pages that grant() would give now.")
       .def("reach", &LedgerMember::reach, "page_bytes"_a,
            "The same with what others would have to give up.")
-      .def("ask", &LedgerMember::ask, "bytes"_a,
+      .def("ask", own<&LedgerMember::ask>, "bytes"_a,
            "Say that bytes are missing and ask others for them. False: nobody has to give.")
-      .def("stop_asking", &LedgerMember::stop_asking)
+      .def("stop_asking", own<&LedgerMember::stop_asking>)
       .def("set_min",
            [](LedgerMember& member, std::uint64_t bytes) { check(member.set_min(bytes)); })
-      .def("set_priority", &LedgerMember::set_priority)
+      .def("set_priority", own<&LedgerMember::set_priority>)
       .def(
           "add_worker",
           [](LedgerMember& member, std::uint32_t pid, std::uint64_t start_time_ticks) {
@@ -218,9 +261,9 @@ void bind_ledger(nb::module_& m) {
           },
           "pid"_a, "start_time_ticks"_a,
           "Name one more process that maps the pages: grants stay until all of them are gone.")
-      .def("set_others", &LedgerMember::set_others, "bytes"_a)
-      .def("publish", &LedgerMember::publish, "in_use_bytes"_a, "cached_bytes"_a, "parked_bytes"_a,
-           "page_bytes"_a, "active"_a)
+      .def("set_others", own<&LedgerMember::set_others>, "bytes"_a)
+      .def("publish", own<&LedgerMember::publish>, "in_use_bytes"_a, "cached_bytes"_a,
+           "parked_bytes"_a, "page_bytes"_a, "active"_a)
       .def(
           "wanted",
           [](const LedgerMember& member) {
@@ -228,7 +271,7 @@ void bind_ledger(nb::module_& m) {
             return nb::make_tuple(wanted.bytes, static_cast<std::uint32_t>(wanted.depth));
           },
           "(bytes, depth) that others ask of this one.")
-      .def("handled", &LedgerMember::handled, "bytes"_a)
+      .def("handled", own<&LedgerMember::handled>, "bytes"_a)
       .def_prop_ro("granted_bytes", &LedgerMember::granted_bytes)
       .def_prop_ro("capacity_bytes", &LedgerMember::capacity_bytes)
       .def_prop_ro("min_bytes", &LedgerMember::min_bytes)

@@ -8,7 +8,6 @@
 #include <thread>
 
 #include "checksum.h"
-#include "process.h"
 #include "record.h"
 #include "size_text.h"
 
@@ -90,14 +89,22 @@ std::uint64_t open_requests(const LedgerSlot& slot) {
   return bytes;
 }
 
-std::vector<std::pair<std::uint32_t, std::uint64_t>> workers_of(const LedgerSlot& slot) {
-  std::vector<std::pair<std::uint32_t, std::uint64_t>> found;
+std::vector<ProcessStart> workers_of(const LedgerSlot& slot) {
+  std::vector<ProcessStart> found;
   for (const LedgerWorker& worker : slot.workers) {
     const std::uint32_t pid = worker.pid.load();
     if (pid == 0) break;
-    found.emplace_back(pid, worker.start_ticks.load());
+    found.push_back({pid, worker.start_ticks.load()});
   }
   return found;
+}
+
+/// Whether the member with that life has a process left: its scheduler, or one with its pages.
+Life life_of(const LifeJudge& judge, std::size_t index, std::uint64_t life,
+             const LedgerIdentity& who, std::vector<ProcessStart> processes) {
+  processes.push_back({who.pid, who.start_ticks});
+  return judge.ask(ledger_life_byte(index, life, 0), 1 + kLedgerWorkers, who.pid_namespace,
+                   processes);
 }
 
 /// What the ledger says of one member; times become ages.
@@ -136,7 +143,7 @@ Result<LedgerView> LedgerView::open(std::span<const std::byte> bytes) {
   return LedgerView(reinterpret_cast<const LedgerLayout*>(bytes.data()));
 }
 
-std::vector<LedgerEntry> LedgerView::members() const {
+std::vector<LedgerEntry> LedgerView::members(const LifeJudge& judge) const {
   std::vector<LedgerEntry> found;
   const std::uint64_t now_ns = monotonic_ns();
   for (std::size_t i = 0; i < slots_used(*layout_); ++i) {
@@ -147,12 +154,15 @@ std::vector<LedgerEntry> LedgerView::members() const {
                       life,
                       slot.identity,
                       workers_of(slot),
+                      Life::kUnknown,
                       contender_of(slot, now_ns, ReclaimRules{}),
                       slot.limit_bytes.load(std::memory_order_relaxed),
                       slot.in_use_bytes.load(std::memory_order_relaxed),
                       slot.page_bytes.load(std::memory_order_relaxed)};
     // Left, and perhaps taken by another one, while it was copied: it is not what was looked for.
-    if (slot.life.load() == life) found.push_back(entry);
+    if (slot.life.load() != life) continue;
+    entry.alive = life_of(judge, i, life, entry.identity, entry.workers);
+    found.push_back(std::move(entry));
   }
   return found;
 }
@@ -184,21 +194,15 @@ Status ledger_create(std::span<std::byte> bytes, const LedgerOrigin& origin) {
 
 namespace {
 
-std::uint64_t reap_dead(LedgerLayout& layout, std::uint64_t own_pid_namespace) {
+std::uint64_t reap_dead(LedgerLayout& layout, const LifeJudge& judge) {
   std::uint64_t freed = 0;
   for (std::size_t i = 0; i < slots_used(layout); ++i) {
     LedgerSlot& slot = layout.slots[i];
     std::uint64_t life = slot.life.load();
     const LedgerIdentity who = slot.identity;
+    auto workers = workers_of(slot);
     if (!is_alive(life) || slot.life.load() != life) continue;
-    if (who.pid_namespace != own_pid_namespace) continue;  // its pid says nothing here
-    if (!process_is_gone(static_cast<pid_t>(who.pid), who.start_ticks)) continue;
-    const auto workers = workers_of(slot);
-    if (!std::ranges::all_of(workers, [](const auto& worker) {
-          return process_is_gone(static_cast<pid_t>(worker.first), worker.second);
-        })) {
-      continue;
-    }
+    if (life_of(judge, i, life, who, std::move(workers)) != Life::kDead) continue;
     if (slot.life.compare_exchange_strong(life, life + 1)) ++freed;
   }
   if (freed > 0) {
@@ -211,9 +215,27 @@ std::uint64_t reap_dead(LedgerLayout& layout, std::uint64_t own_pid_namespace) {
 
 }  // namespace
 
-Result<std::uint64_t> ledger_reap(std::span<std::byte> bytes, std::uint64_t own_pid_namespace) {
+Result<std::uint64_t> ledger_reap(std::span<std::byte> bytes, const LifeJudge& judge) {
   if (Status valid = validate(bytes); !valid) return valid.error();
-  return reap_dead(*reinterpret_cast<LedgerLayout*>(bytes.data()), own_pid_namespace);
+  return reap_dead(*reinterpret_cast<LedgerLayout*>(bytes.data()), judge);
+}
+
+namespace {
+
+constexpr std::uint64_t kShut = 1;
+constexpr std::uint64_t kOneJoin = 2;
+
+}  // namespace
+
+Result<bool> ledger_shut(std::span<std::byte> bytes) {
+  if (Status valid = validate(bytes); !valid) return valid.error();
+  auto& layout = *reinterpret_cast<LedgerLayout*>(bytes.data());
+  std::uint64_t door = layout.door.load();
+  if ((door & kShut) != 0) return true;
+  for (std::size_t i = 0; i < slots_used(layout); ++i) {
+    if (is_alive(layout.slots[i].life.load())) return false;
+  }
+  return layout.door.compare_exchange_strong(door, door | kShut);
 }
 
 // --------------------------------------------------------------------------------------- member
@@ -235,10 +257,7 @@ struct LedgerMember::Everybody {
   std::uint64_t free_bytes = 0;
 };
 
-Result<std::unique_ptr<LedgerMember>> LedgerMember::join(std::span<std::byte> bytes,
-                                                         const LedgerIdentity& identity,
-                                                         std::uint64_t min_bytes,
-                                                         std::int64_t priority,
+Result<std::unique_ptr<LedgerMember>> LedgerMember::join(std::span<std::byte> bytes, LedgerJoin how,
                                                          std::shared_ptr<void> keep) {
   if (Status valid = validate(bytes); !valid) return valid.error();
   auto* layout = reinterpret_cast<LedgerLayout*>(bytes.data());
@@ -246,6 +265,15 @@ Result<std::unique_ptr<LedgerMember>> LedgerMember::join(std::span<std::byte> by
     LedgerSlot& slot = layout->slots[i];
     const std::uint64_t life = slot.life.load();
     if (is_alive(life)) continue;
+    // The lock is there before the member is, so nobody finds a member without it; and it keeps
+    // other joiners out of the slot.
+    LifeLock::Attempt claim{LifeLock::Outcome::kNoLocks, nullptr};
+    if (!how.file.path.empty()) {
+      auto tried = LifeLock::hold(how.file, ledger_life_byte(i, life + 1, 0), how.children);
+      if (!tried) return tried.error();
+      claim = *std::move(tried);
+    }
+    if (claim.outcome == LifeLock::Outcome::kTaken || slot.life.load() != life) continue;
     for (SharedWord* word :
          {&slot.units, &slot.min_bytes, &slot.ask_bytes, &slot.ask_since_ns, &slot.ask_seen_ns,
           &slot.limit_bytes, &slot.in_use_bytes, &slot.cached_bytes, &slot.parked_bytes,
@@ -257,13 +285,18 @@ Result<std::unique_ptr<LedgerMember>> LedgerMember::join(std::span<std::byte> by
       slot.handled_bytes[depth] = 0;
     }
     for (LedgerWorker& worker : slot.workers) worker.pid = 0;
-    slot.priority = priority;
+    slot.priority = how.priority;
     slot.active_ns = monotonic_coarse_ns();
-    slot.identity = identity;
+    slot.identity = how.identity;
     slot.life = life + 1;
-    if (layout->slots_used.load() <= i) layout->slots_used = static_cast<std::uint32_t>(i + 1);
-    std::unique_ptr<LedgerMember> member(new LedgerMember(layout, i, life + 1, std::move(keep)));
-    if (Status guaranteed = member->set_min(min_bytes); !guaranteed) return guaranteed.error();
+    std::uint32_t used = layout->slots_used.load();
+    while (used <= i &&
+           !layout->slots_used.compare_exchange_weak(used, static_cast<std::uint32_t>(i + 1))) {
+    }
+    std::unique_ptr<LedgerMember> member(new LedgerMember(layout, i, life + 1, std::move(how.file),
+                                                          std::move(claim.lock), std::move(keep)));
+    if ((layout->door.fetch_add(kOneJoin) & kShut) != 0) return std::unique_ptr<LedgerMember>();
+    if (Status guaranteed = member->set_min(how.min_bytes); !guaranteed) return guaranteed.error();
     return member;
   }
   return Error{Errc::kPoolExhausted,
@@ -271,9 +304,18 @@ Result<std::unique_ptr<LedgerMember>> LedgerMember::join(std::span<std::byte> by
 }
 
 void LedgerMember::leave() {
+  if (!joined_by_.is_this()) return;   // what a forked child drops is not its own
   const std::lock_guard lock(mutex_);  // a grant on its way would go to who has the slot next
   std::uint64_t life = life_;
   if (slot().life.compare_exchange_strong(life, life_ + 1)) wake_askers();
+  life_lock_.reset();
+}
+
+Status LedgerMember::refuse_in_a_child() const {
+  if (joined_by_.is_this()) return ok();
+  return Error{Errc::kDeviceUnavailable, "this place in the device's ledger is that of process " +
+                                             std::to_string(joined_by_.pid()) +
+                                             "; a forked child has to join for itself"};
 }
 
 /// One pass over the slots: what is granted and claimed; and what others wait for before us, where
@@ -299,6 +341,7 @@ LedgerMember::Sums LedgerMember::add_up(std::uint64_t wanted_units) const {
 }
 
 std::uint64_t LedgerMember::grant(std::uint64_t pages, std::uint64_t page_bytes) {
+  if (!joined_by_.is_this()) return 0;  // whose mutex may have been taken while it was forked
   const std::uint64_t each = units_of(page_bytes);
   const std::lock_guard lock(mutex_);
   pages = std::min(pages, kClaimMask / each);
@@ -335,6 +378,7 @@ std::uint64_t LedgerMember::grant(std::uint64_t pages, std::uint64_t page_bytes)
 }
 
 void LedgerMember::give_back(std::uint64_t pages, std::uint64_t page_bytes) {
+  if (!joined_by_.is_this()) return;
   {
     const std::lock_guard lock(mutex_);
     if (pages == 0 || !is_member()) return;
@@ -368,6 +412,7 @@ std::uint64_t LedgerMember::granted_bytes() const {
 }
 
 void LedgerMember::set_others(std::uint64_t bytes) {
+  if (!joined_by_.is_this()) return;
   layout_->others_at_ns = monotonic_ns();
   if (layout_->others_bytes.exchange(bytes) > bytes) wake_askers();
 }
@@ -378,13 +423,14 @@ void LedgerMember::see_device(std::uint64_t total_bytes, std::uint64_t free_byte
 }
 
 Status LedgerMember::set_min(std::uint64_t min_bytes) {
+  if (Status own = refuse_in_a_child(); !own) return own;
   const std::lock_guard lock(mutex_);
   if (!is_member()) return ok();
   const std::uint64_t before = slot().min_bytes.exchange(min_bytes);
   std::uint64_t sum_bytes = 0;
   // The second look is without the dead, who guarantee nothing.
   for (int look = 0; look < 2; ++look) {
-    if (look > 0 && reap_dead(*layout_, slot().identity.pid_namespace) == 0) break;
+    if (look > 0 && reap_dead(*layout_, LifeJudge(file_)) == 0) break;
     sum_bytes = 0;
     for (std::size_t i = 0; i < slots_used(*layout_); ++i) {
       const LedgerSlot& other = layout_->slots[i];
@@ -402,6 +448,7 @@ Status LedgerMember::set_min(std::uint64_t min_bytes) {
 }
 
 Status LedgerMember::add_worker(std::uint32_t pid, std::uint64_t start_ticks) {
+  if (Status own = refuse_in_a_child(); !own) return own;
   const std::lock_guard lock(mutex_);
   if (!is_member()) return ok();
   for (LedgerWorker& worker : slot().workers) {
@@ -451,7 +498,7 @@ std::uint64_t LedgerMember::reach(std::uint64_t page_bytes) const {
   // An engine that sees nothing available does not alloc, and so would never ask.
   if (less(now_ns, reaped_ns_.load(std::memory_order_relaxed)) >= rules_.patience_ns) {
     reaped_ns_.store(now_ns, std::memory_order_relaxed);
-    (void)reap_dead(*layout_, slot().identity.pid_namespace);
+    (void)reap_dead(*layout_, LifeJudge(file_));
   }
   const Everybody found = look_around(now_ns);
   return room(page_bytes) +
@@ -467,7 +514,7 @@ bool LedgerMember::ask(std::uint64_t bytes) {
   mine.ask_seen_ns = now_ns;
   mine.ask_bytes = bytes;
 
-  (void)reap_dead(*layout_, mine.identity.pid_namespace);
+  (void)reap_dead(*layout_, LifeJudge(file_));
   if (!is_member()) return false;
   const auto [all, where, self, free_bytes] = look_around(now_ns);
   bool any = free_bytes >= bytes;

@@ -13,11 +13,20 @@
 // compare-and-swap by whoever looks, gives all of them back. Nobody waits for anybody: a member
 // that is stopped between two steps keeps what it has claimed, and no more.
 //
-// Joining, leaving and removing the file are done under flock() on the file (kvelastic/ledger.py);
-// grants, returns, asks and facts are not.
+// Nobody waits for a lock either. A joiner claims a slot by taking the lock on its byte of the file
+// (life_lock.h), which a joiner that dies loses. Each membership has bytes of its own, so a slot
+// that is given anew is not taken for its former member's:
+//
+//   byte = generation of the slot | slot (7 bits) | process (7 bits)
+//                                            process: 0 the scheduler, 1 + r the worker of rank r
+//
+// The file is removed by whoever finds it empty and shuts its door; who joins meanwhile sees either
+// an open door, which the other one then cannot shut, or a shut one, and makes a new file.
+//
+// The file may be shortened by any process of its user. The members' next look at it is then a
+// SIGBUS, and the engines end: tmpfs has nothing that forbids it, and shared memory of one user is
+// only as safe as that user's processes.
 #pragma once
-
-#include <unistd.h>
 
 #include <array>
 #include <atomic>
@@ -31,15 +40,18 @@
 #include <vector>
 
 #include "futex.h"
+#include "life_lock.h"
+#include "own_process.h"
 #include "reclaim.h"
 #include "status.h"
 
 namespace kvelastic {
 
 inline constexpr std::uint64_t kLedgerMagic = 0x5245'4744'454c'564bULL;  ///< "KVLEDGER" in memory
-inline constexpr std::uint32_t kLedgerAbiVersion = 2;
+inline constexpr std::uint32_t kLedgerAbiVersion = 3;
 inline constexpr std::size_t kLedgerSlots = 128;
 inline constexpr std::size_t kLedgerWorkers = 64;  ///< of one member
+static_assert(kLedgerSlots <= 128 && kLedgerWorkers < 128, "a life byte has 7 bits for each");
 /// Grants are counted in these: a page takes as many as it needs, rounded up.
 inline constexpr std::uint64_t kGrantUnitBytes = std::uint64_t{64} << 10;
 
@@ -116,6 +128,7 @@ struct LedgerLayout {
   SharedWord others_bytes;                ///< held of the device by those who are no members
   SharedWord others_at_ns;                ///< when that was last looked at; 0: never
   std::atomic<std::uint32_t> slots_used;  ///< no slot from here on was ever taken
+  SharedWord door;                        ///< joins * 2, + 1 when nobody joins any more
   std::array<LedgerSlot, kLedgerSlots> slots;
 };
 static_assert(std::is_standard_layout_v<LedgerLayout>);
@@ -123,12 +136,20 @@ inline constexpr std::size_t kLedgerBytes = sizeof(LedgerLayout);
 
 // ------------------------------------------------------------------------------------- readers
 
+/// The byte of process `process` of the member that has `life` in `slot`: 0 its scheduler, 1 + rank
+/// a worker.
+constexpr std::uint64_t ledger_life_byte(std::size_t slot, std::uint64_t life,
+                                         std::size_t process) {
+  return (life >> 1) << 14 | std::uint64_t{slot} << 7 | process;
+}
+
 /// One member as it was found.
 struct LedgerEntry {
   std::size_t slot;
   std::uint64_t life;
   LedgerIdentity identity;
-  std::vector<std::pair<std::uint32_t, std::uint64_t>> workers;  ///< pid and start, ticks
+  std::vector<ProcessStart> workers;
+  Life alive;  ///< dead: neither its scheduler nor any of its workers lives
   Contender facts;
   std::uint64_t limit_bytes, in_use_bytes, page_bytes;
 };
@@ -146,8 +167,8 @@ class LedgerView {
   const LedgerHeader& header() const { return layout_->header; }
   std::uint64_t capacity_bytes() const { return layout_->capacity_bytes; }
   std::uint64_t others_bytes() const { return layout_->others_bytes; }
-  /// Members now, alive or dead; whether their processes live is for the caller to look at.
-  std::vector<LedgerEntry> members() const;
+  /// Members now, alive or dead; the judge is asked about each.
+  std::vector<LedgerEntry> members(const LifeJudge& judge) const;
 
  private:
   explicit LedgerView(const LedgerLayout* layout) : layout_(layout) {}
@@ -169,24 +190,36 @@ struct LedgerOrigin {
 /// text that does not fit.
 Status ledger_create(std::span<std::byte> bytes, const LedgerOrigin& origin);
 
-/// Frees the slots of processes of this pid namespace that are gone; answers how many. Any process
-/// at any time; costs a look at /proc for each member.
-Result<std::uint64_t> ledger_reap(std::span<std::byte> bytes, std::uint64_t own_pid_namespace);
+/// Frees the slots of the dead; answers how many. Any process at any time; a microsecond a member.
+Result<std::uint64_t> ledger_reap(std::span<std::byte> bytes, const LifeJudge& judge);
+
+/// Lets nobody join any more if there is no member: true, also when that was so before. The dead
+/// are members until they are reaped.
+Result<bool> ledger_shut(std::span<std::byte> bytes);
+
+/// What joining takes.
+struct LedgerJoin {
+  LedgerIdentity identity;
+  std::uint64_t min_bytes = 0;
+  std::int64_t priority = 0;
+  /// The ledger's. Without one, or where its file system has no locks, nobody can tell whether this
+  /// member lives, and joiners must keep each other out by other means.
+  LifeFile file{};
+  LifeLock::Children children = LifeLock::Children::kDrop;
+};
 
 /// One instance's end of a ledger. All calls from any thread of the process that joined, none
-/// blocks but wait(); in a forked child none may be made. The bytes must outlive it; `keep` is held
-/// as long.
+/// blocks but wait(); in a forked child none changes anything. The bytes must outlive it; `keep` is
+/// held as long.
 class LedgerMember {
  public:
-  /// Takes a slot; the caller holds the file's lock. kSegmentFormat as LedgerView::open,
-  /// kPoolExhausted when all slots are taken, kGuarantee as set_min.
-  static Result<std::unique_ptr<LedgerMember>> join(std::span<std::byte> bytes,
-                                                    const LedgerIdentity& identity,
-                                                    std::uint64_t min_bytes, std::int64_t priority,
+  /// Takes a slot; null: the door is shut, the file is removed or about to be. kSegmentFormat as
+  /// LedgerView::open, kPoolExhausted when all slots are taken, kGuarantee as set_min, kSegment as
+  /// LifeLock::hold.
+  static Result<std::unique_ptr<LedgerMember>> join(std::span<std::byte> bytes, LedgerJoin how,
                                                     std::shared_ptr<void> keep);
   ~LedgerMember() {
-    // What a forked child drops is not its own.
-    if (!lingers_ && ::getpid() == joined_by_) leave();
+    if (!lingers_) leave();
   }
   LedgerMember(const LedgerMember&) = delete;
   LedgerMember& operator=(const LedgerMember&) = delete;
@@ -197,6 +230,9 @@ class LedgerMember {
 
   /// Everything that was granted is the device's again. Repeatable; later calls grant nothing.
   void leave();
+
+  /// kDeviceUnavailable in a forked child: the place, and what was granted to it, is its parent's.
+  Status refuse_in_a_child() const;
 
   // --- bytes ---------------------------------------------------------------------------------
 
@@ -219,6 +255,7 @@ class LedgerMember {
   // --- guarantee and priority ----------------------------------------------------------------
 
   /// kGuarantee: the guarantees of all members would be more than the device has; with the sums.
+  /// kDeviceUnavailable in a forked child.
   Status set_min(std::uint64_t min_bytes);
   void set_priority(std::int64_t priority) {
     if (is_member()) slot().priority = priority;
@@ -229,8 +266,9 @@ class LedgerMember {
     if (is_member()) slot().limit_bytes.store(bytes, std::memory_order_relaxed);
   }
 
-  /// Names one more process that maps this instance's pages: the grants stay until it and all the
-  /// others are gone. Fails with kInvalidArgument for more than kLedgerWorkers.
+  /// Names one more process that maps this instance's pages, for people and for a judge's second
+  /// look; that process holds its byte itself (ledger_life_byte). Fails with kInvalidArgument for
+  /// more than kLedgerWorkers, kDeviceUnavailable in a forked child.
   Status add_worker(std::uint32_t pid, std::uint64_t start_ticks);
 
   /// The facts that others plan by; a few stores.
@@ -265,9 +303,14 @@ class LedgerMember {
   Status check_integrity(std::uint64_t pages, std::uint64_t page_bytes) const;
 
  private:
-  LedgerMember(LedgerLayout* layout, std::size_t index, std::uint64_t life,
-               std::shared_ptr<void> keep)
-      : layout_(layout), index_(index), life_(life), keep_(std::move(keep)) {}
+  LedgerMember(LedgerLayout* layout, std::size_t index, std::uint64_t life, LifeFile file,
+               std::unique_ptr<LifeLock> life_lock, std::shared_ptr<void> keep)
+      : layout_(layout),
+        index_(index),
+        life_(life),
+        file_(std::move(file)),
+        keep_(std::move(keep)),
+        life_lock_(std::move(life_lock)) {}
 
   struct Sums;
   struct Everybody;
@@ -275,19 +318,21 @@ class LedgerMember {
   LedgerSlot& slot() const { return layout_->slots[index_]; }
   /// The capacity less what strangers hold.
   std::uint64_t usable_bytes() const;
-  bool is_member() const { return slot().life.load() == life_; }
+  bool is_member() const { return slot().life.load() == life_ && joined_by_.is_this(); }
   Sums add_up(std::uint64_t wanted_units) const;
   void wake_askers() const;
 
   LedgerLayout* const layout_;
   const std::size_t index_;
   const std::uint64_t life_;
-  const pid_t joined_by_ = ::getpid();
+  const LifeFile file_;
+  const OwnProcess joined_by_;
   const std::shared_ptr<void> keep_;
   std::atomic<bool> lingers_{false};
   const ReclaimRules rules_;
   mutable std::atomic<std::uint64_t> reaped_ns_{0};  // when reach() last looked for the dead
-  std::mutex mutex_;  // between threads of this process only: grants, guarantee; a leaf
+  std::mutex mutex_;  // between threads of this process only: grants, guarantee, life; a leaf
+  std::unique_ptr<LifeLock> life_lock_;  // null: left, or nobody can be asked here
 };
 
 }  // namespace kvelastic

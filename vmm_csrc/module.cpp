@@ -4,6 +4,7 @@
 namespace kvelastic {
 void bind_driver(nanobind::module_& m);
 void bind_ledger(nanobind::module_& m);
+void bind_life(nanobind::module_& m);
 void bind_pool(nanobind::module_& m);
 void bind_record(nanobind::module_& m);
 }  // namespace kvelastic
@@ -15,5 +16,6 @@ NB_MODULE(_vmm, m) {
   kvelastic::bind_record(m);
   kvelastic::bind_driver(m);
   kvelastic::bind_ledger(m);
+  kvelastic::bind_life(m);
   kvelastic::bind_pool(m);
 }

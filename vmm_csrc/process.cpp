@@ -2,6 +2,7 @@
 
 #include <fcntl.h>
 #include <signal.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <array>
@@ -47,6 +48,16 @@ Stat read_stat(pid_t pid) {
 }
 
 }  // namespace
+
+std::uint64_t own_pid_namespace() {
+  struct stat state{};
+  return ::stat("/proc/self/ns/pid", &state) == 0 ? state.st_ino : 0;
+}
+
+bool process_is_seen(pid_t pid, std::uint64_t start_ticks) {
+  const Stat stat = read_stat(pid);
+  return stat.readable && stat.start_ticks == start_ticks;
+}
 
 std::optional<std::uint64_t> process_start_ticks(pid_t pid) {
   return read_stat(pid).start_ticks;

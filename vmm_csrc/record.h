@@ -40,7 +40,7 @@ namespace kvelastic {
 static_assert(std::endian::native == std::endian::little, "the record is little-endian");
 
 inline constexpr std::uint64_t kRecordMagic = 0x4354'5341'4c45'564bULL;  ///< "KVELASTC" in memory
-inline constexpr std::uint32_t kRecordAbiVersion = 3;
+inline constexpr std::uint32_t kRecordAbiVersion = 4;
 inline constexpr std::size_t kLineBytes = 64;
 inline constexpr std::size_t kRecordBytes = 4096;
 inline constexpr std::size_t kRingAreaBytes = std::size_t{256} << 10;

@@ -23,6 +23,7 @@ enum class Errc : std::uint8_t {
   kNullBlock,          ///< block 0 is never handed out nor given back
   kChannelTimeout,     ///< a worker did not acknowledge before the deadline
   kChannelClosed,      ///< the other end of a ring is gone
+  kSegment,            ///< a shared file, or a lock on it, that the system refuses
   kSegmentFormat,      ///< bytes that are not a segment of this version
   kDeviceUnavailable,  ///< no driver, too old a one, or no such device
   kGuarantee,          ///< guarantees that add up to more than the device has
@@ -52,6 +53,8 @@ constexpr std::string_view code_name(Errc code) {
       return "CHANNEL_TIMEOUT";
     case Errc::kChannelClosed:
       return "CHANNEL_CLOSED";
+    case Errc::kSegment:
+      return "SEGMENT";
     case Errc::kSegmentFormat:
       return "SEGMENT_FORMAT";
     case Errc::kDeviceUnavailable:

@@ -68,7 +68,7 @@ class SegmentFact:
 
     name: str
     status: str
-    """dead, unreadable, elsewhere; or hidden: another user's, not to be opened by this one."""
+    """dead, unreadable, unknown; or hidden: another user's, not to be opened by this one."""
     is_ours: bool = True
     problem: str = ""
 

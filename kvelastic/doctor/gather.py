@@ -80,7 +80,7 @@ def gather_segments(shm: Path) -> tuple[SegmentFact, ...]:
     found = [
         SegmentFact(info.name, info.status, info.is_ours, info.problem)
         for info in list_segments()
-        if info.status in {"dead", "unreadable", "elsewhere"}
+        if info.status in {"dead", "unreadable", "unknown"}
     ]
     found += [SegmentFact(name, "hidden", is_ours=False) for name in _closed_to_us(shm)]
     return tuple(found)

@@ -103,10 +103,11 @@ def _segment(segment: SegmentFact) -> Finding:
             "run kvctl as that user, or as root, to see and limit it",
         )
     return Finding(
-        "segments.elsewhere",
-        "note",
-        f"{name} belongs to another pid namespace: nobody here can tell whether it lives",
-        "run kvctl in its container, or share the namespace (--pid=host, --pid=container:NAME)",
+        "segments.unknown",
+        "warning",
+        f"{name}: whether its instance lives cannot be asked here, so it is never removed",
+        "mount a tmpfs at /dev/shm; if its process has ended (kvctl list shows the pid as it is in"
+        f" its own container), kvctl delete {name} --force",
     )
 
 

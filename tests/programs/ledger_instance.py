@@ -143,6 +143,11 @@ def serve() -> None:
                 answer({"ids": ids, "s": time.perf_counter() - start})
             elif verb == "churn":
                 answer(churn(blocks, *arguments))
+            elif verb == "fork_and_pause":
+                child = os.fork()
+                while child == 0:
+                    signal.pause()
+                answer(child)
             elif verb == "granted":
                 answer(pool.ledger.member.granted_bytes)
             elif verb == "available":

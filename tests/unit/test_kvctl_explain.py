@@ -110,7 +110,7 @@ CASES = {
         replace(CALM, limit_bytes=1000 * MIB), None, ["which is the whole device"], []),
     "dead": (replace(CALM, status="dead"), None, ["process 11 has ended", "kvctl gc"], ["holds"]),
     "closing": (replace(CALM, status="closing"), None, ["It is ending", "holds:"], []),
-    "elsewhere": (replace(CALM, status="elsewhere"), None, ["pid namespace", "holds:"], []),
+    "unknown": (replace(CALM, status="unknown"), None, ["cannot be asked", "holds:"], []),
     # --- wishes and limits
     "a wish just written": (
         replace(CALM, state="pending", wished_limit_bytes=MIB, pending_s=0.1), None,
@@ -192,8 +192,8 @@ CASES = {
         []),
     "asks one who cannot be seen": (
         CALM,
-        ledger(member("a", **ASKING), member("b", wanted_bytes=MIB, status="elsewhere"), **FULL),
-        ["b was asked for 1.00 MiB, and whether it lives cannot be seen"], []),
+        ledger(member("a", **ASKING), member("b", wanted_bytes=MIB, status="unknown"), **FULL),
+        ["b was asked for 1.00 MiB, and whether it lives cannot be asked"], []),
     "asks, and nobody has to give": (
         CALM, ledger(member("a", **ASKING), member("b", priority=4), **FULL),
         ["asks! It asks", "nobody has to give it any yet, though b could",

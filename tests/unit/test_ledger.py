@@ -18,13 +18,15 @@ import pytest
 
 from kvelastic import _vmm, ledger, segment
 from kvelastic.errors import (
+    DeviceUnavailableError,
     GuaranteeError,
     KvelasticError,
     LedgerError,
     LedgerForeignError,
+    SegmentBusyError,
     SegmentFormatError,
 )
-from kvelastic.lease import ProcessIdentity
+from kvelastic.lease import Liveness, ProcessIdentity
 from kvelastic.sizes import format_size
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "programs"))
@@ -593,32 +595,64 @@ def raw_join(memory: mmap.mmap, **changes: object) -> _vmm.LedgerMember:
     )
 
 
-def test_a_member_of_another_pid_namespace_is_left_alone(device):
-    path = ledger.ledger_path(GROUP, device)
+def one_that_died(mine: ledger.JoinedLedger, **changes: object) -> None:
+    """A member with four pages whose process has ended without a word."""
+    child = os.fork()
+    if child == 0:
+        try:
+            gone = raw_join(mine._memory, **{"path": str(mine.path), "fd": mine._fd} | changes)
+            os._exit(0 if gone.grant(4, PAGE) == 4 else 1)
+        finally:
+            os._exit(2)
+    assert os.waitpid(child, 0)[1] == 0
+
+
+def test_what_a_dead_container_had_is_free(device):
     with join(device) as mine:
-        away = raw_join(mine._memory, pid=1 << 21, pid_namespace=12)
-        assert away.grant(4, PAGE) == 4
-    assert [member.status for member in found(device).members] == ["elsewhere"]
-    assert path not in ledger.reap()
-    with join(device) as mine:
+        one_that_died(mine, pid=1 << 21, pid_namespace=12)
+        assert [member.status for member in found(device).members] == ["alive", "dead"]
         assert mine.member.room(PAGE) == 28
-    assert path.exists()
-    away.leave()
-    assert path in ledger.reap()
+        ledger.reap()
+        assert mine.member.room(PAGE) == 32
+
+
+def test_a_member_that_nobody_can_ask_about_is_left_alone(device):
+    with join(device) as mine:
+        one_that_died(mine)
+        with mmap.mmap(mine._fd, 0) as memory, Path("/proc/self/status").open("rb") as no_tmpfs:
+            for fd in (-1, no_tmpfs.fileno()):
+                entries = _vmm.read_ledger(memory, fd)["members"]
+                assert [entry["status"] for entry in entries] == ["unknown", "unknown"]
+                assert _vmm.ledger_reap(memory, fd) == 0
+        assert mine.member.room(PAGE) == 28
+    assert found(device) is None  # who leaves can ask
 
 
 def test_a_recycled_pid_is_not_the_member(device):
     with join(device) as mine:
         me = ProcessIdentity.of_this_process()
-        gone = raw_join(mine._memory, start_time_ticks=me.start_time_ticks + 1)
-        gone.grant(4, PAGE)
+        one_that_died(mine, pid=me.pid, start_time_ticks=me.start_time_ticks + 1)
         assert [member.status for member in found(device).members] == ["alive", "dead"]
         ledger.reap()
         assert [member.name for member in found(device).members] == ["mine"]
 
 
+def test_a_member_that_is_seen_to_run_is_alive_without_a_lock(device):
+    with join(device) as mine:
+        me = ProcessIdentity.of_this_process()
+        one_that_died(mine, pid=me.pid, start_time_ticks=me.start_time_ticks)
+        assert [member.status for member in found(device).members] == ["alive", "alive"]
+        ledger.reap()
+        assert mine.member.room(PAGE) == 28
+    ledger.ledger_path(GROUP, device).unlink()
+
+
 THREAD_GOES_ON = """
 import ctypes, sys, threading
+from kvelastic import ledger
+device, group = sys.argv[1:3]
+place = ledger.join(device, group=group, capacity_bytes=64 << 20, name="other", uuid=bytes(16))
+assert place.member.grant(4, 2 << 20) == 4
 threading.Thread(target=sys.stdin.read).start()
 print("here", flush=True)
 ctypes.CDLL(None).syscall(60, 0)  # exit of this thread only
@@ -628,21 +662,18 @@ ctypes.CDLL(None).syscall(60, 0)  # exit of this thread only
 def test_a_dead_main_thread_is_not_a_dead_member(device):
     """Its memory is there as long as another thread goes on."""
     process = subprocess.Popen(
-        [sys.executable, "-c", THREAD_GOES_ON],
+        [sys.executable, "-c", THREAD_GOES_ON, device, GROUP],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
     )
     try:
         stat = Path(f"/proc/{process.pid}/stat")
-        process.stdout.readline()
+        assert process.stdout.readline() == "here\n"
         deadline = time.monotonic() + SOON_S
         while stat.read_text().rsplit(")", 1)[1].split()[0] != "Z":
             assert time.monotonic() < deadline
         with join(device) as mine:
-            ticks = int(stat.read_text().rsplit(")", 1)[1].split()[19])
-            alive = raw_join(mine._memory, pid=process.pid, start_time_ticks=ticks)
-            assert alive.grant(4, PAGE) == 4
             ledger.reap()
             assert [member.status for member in found(device).members] == ["alive", "alive"]
             assert mine.member.room(PAGE) == 28
@@ -657,27 +688,51 @@ def test_a_dead_main_thread_is_not_a_dead_member(device):
         process.stdout.close()
 
 
+WORKER = """
+import sys
+from kvelastic import ledger
+lives = ledger.hold_as_worker(bytes.fromhex(sys.argv[1]), int(sys.argv[2]))
+print(len(lives), flush=True)
+sys.stdin.read()
+"""
+
+
 def test_the_pages_of_a_worker_outlive_its_scheduler(device):
     """What maps the pages still runs: they are not free, and the ledger is not empty."""
     path = ledger.ledger_path(GROUP, device)
-    worker = subprocess.Popen(["sleep", "600"])
-    try:
-        ticks = int(Path(f"/proc/{worker.pid}/stat").read_text().rsplit(")", 1)[1].split()[19])
-        with join(device) as mine:
-            me = ProcessIdentity.of_this_process()
-            gone = raw_join(mine._memory, start_time_ticks=me.start_time_ticks + 1)
-            gone.add_worker(worker.pid, ticks)
-            assert gone.grant(4, PAGE) == 4
-        assert path.exists()
+    uuid = os.urandom(16)
+    with ExitStack() as ends:
+
+        def started(program: str, *arguments: str) -> subprocess.Popen[bytes]:
+            process = subprocess.Popen(
+                [sys.executable, "-c", program, *arguments],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+            )
+            ends.enter_context(process)
+            ends.callback(process.kill)
+            return process
+
+        def end(process: subprocess.Popen[bytes]) -> None:
+            process.kill()
+            process.wait()
+
+        scheduler = started(MEMBER.replace("bytes(16)", repr(uuid)), device, GROUP, "0")
+        assert scheduler.stdout.readline() == b"8\n"
+        workers = [started(WORKER, uuid.hex(), str(rank)) for rank in (0, 63)]
+        for worker in workers:
+            assert worker.stdout.readline() == b"1\n"
+        with pytest.raises(SegmentBusyError):
+            ledger.hold_as_worker(uuid, 63)
+        end(scheduler)
         assert path not in ledger.reap()
-        with join(device) as mine:
-            assert mine.member.room(PAGE) == 28
-        worker.kill()
-        worker.wait()
+        assert [member.status for member in found(device).members] == ["alive"]
+        end(workers[0])
+        assert path not in ledger.reap()
+        end(workers[1])
         assert path in ledger.reap()
-    finally:
-        worker.kill()
-        worker.wait()
+        with pytest.raises(LedgerError, match="rank 2"):
+            ledger.hold_as_worker(uuid, 2)
 
 
 def test_a_reader_needs_no_right_to_write(device):
@@ -690,7 +745,7 @@ def test_a_reader_needs_no_right_to_write(device):
             with pytest.raises(BufferError):
                 raw_join(memory)
             with pytest.raises(BufferError):
-                _vmm.ledger_reap(memory, 0)
+                _vmm.ledger_reap(memory, file.fileno())
         with pytest.raises(SegmentFormatError):
             _vmm.read_ledger(bytes(_vmm.LEDGER_BYTES))
 
@@ -713,21 +768,103 @@ def test_a_stopped_member_blocks_nobody(device):
     ledger.reap()
 
 
-def test_a_lock_that_is_never_let_go_of_is_an_error_and_no_hang(device, monkeypatch):
-    """A process that was stopped just while it joined."""
+def test_a_stopped_holder_of_the_files_lock_stalls_nobody(device, monkeypatch):
+    """A kvctl that was stopped while it looked whether the file can go."""
     import fcntl
 
-    monkeypatch.setattr(ledger, "_LOCK_S", 0.05)
+    monkeypatch.setattr(ledger, "_LOCK_S", 3600.0)
     with join(device) as mine:
         fd = os.open(mine.path, os.O_RDWR)
         fcntl.flock(fd, fcntl.LOCK_EX)
+        with join(device) as other:
+            assert other.member.grant(99, PAGE) == 32
+        assert ledger.reap() == []
+    # Who has the lock removes the file, and else whoever looks next.
+    assert ledger.ledger_path(GROUP, device) not in ledger.reap()
+    with join(device) as again:
+        assert again.member.room(PAGE) == 32
+    os.close(fd)
+    assert ledger.ledger_path(GROUP, device) in ledger.reap()
+
+
+def test_who_dies_between_shutting_and_removing_the_file_stalls_nobody(device):
+    path = ledger.ledger_path(GROUP, device)
+    with join(device) as mine:
+        kept = os.open(path, os.O_RDWR)
+        mine.member.leave()
+        with mmap.mmap(kept, 0) as memory:
+            assert _vmm.ledger_shut(memory)
+        with join(device) as next_one:
+            assert next_one.member.grant(99, PAGE) == 32
+            assert os.fstat(kept).st_ino != path.stat().st_ino
+            mine.close()
+            assert found(device).granted_bytes == CAPACITY
+    os.close(kept)
+
+
+def test_where_there_are_no_life_locks_joiners_keep_each_other_out(device, monkeypatch):
+    """Of members there nobody knows whether they live, so they stay until they leave."""
+    import fcntl
+
+    monkeypatch.setattr(ledger, "liveness", lambda *_: Liveness.UNKNOWN)
+    monkeypatch.setattr(ledger, "_LOCK_S", 0.05)
+    with join(device) as mine, mine.path.open("rb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
         with pytest.raises(LedgerError, match="lock"):
             join(device)
+
+
+def test_the_place_after_the_last_is_refused_with_what_to_do(device):
+    with join(device) as mine:
+        others = [
+            raw_join(mine._memory, path=str(mine.path), fd=mine._fd)
+            for _ in range(_vmm.LEDGER_SLOTS - 1)
+        ]
         assert mine.path not in ledger.reap()
-        assert found(device).status == "readable"
-        # Who leaves does not wait for it for long either: what it held is free, the file stays.
+        assert {member.status for member in found(device).members} == {"alive"}
+        with pytest.raises(LedgerError, match=r"all 128 places .* end an instance .*, or set"):
+            join(device)
+        others.pop().leave()
+        with join(device):
+            pass
+        for other in others:
+            other.leave()
+
+
+EXITS = """
+import sys
+from kvelastic import ledger
+place = ledger.join(sys.argv[1], group=sys.argv[2], capacity_bytes=64 << 20, name="other",
+                    uuid=bytes(16))
+"""
+
+
+def test_a_normal_exit_leaves_no_file(device):
+    subprocess.run([sys.executable, "-c", EXITS, device, GROUP], check=True)
+    assert found(device) is None
+
+
+def test_a_forked_child_is_refused(device):
+    with join(device) as mine:
         mine.member.grant(3, PAGE)
-        mine.close()
-        assert found(device).members == ()
-        os.close(fd)
-    assert mine.path in ledger.reap()
+        child = os.fork()
+        if child == 0:
+            refused = 0
+            member = mine.member
+            for call in (
+                lambda: member.grant(1, PAGE),
+                lambda: member.give_back(1, PAGE),
+                lambda: member.ask(PAGE),
+                lambda: member.set_min(0),
+                lambda: member.set_priority(9),
+                lambda: member.publish(1, 2, 3, 4, True),
+                member.leave,
+            ):
+                with pytest.raises(DeviceUnavailableError, match="forked child"):
+                    call()
+                refused += 1
+            mine.close()
+            os._exit(refused)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+        assert mine.member.granted_bytes == 3 * PAGE
+        assert [member.status for member in found(device).members] == ["alive"]

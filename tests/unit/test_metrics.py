@@ -185,7 +185,7 @@ def test_counters_are_all_that_an_instance_counts():
     [
         ({}, "alive", "applied"),
         ({"answer": {"state": "shrinking"}}, "alive", "shrinking"),
-        ({"answer": {"state": "refused"}}, "elsewhere", "refused"),
+        ({"answer": {"state": "refused"}}, "unknown", "refused"),
         ({"answer": {"state": "failed"}}, "alive", "failed"),
         ({"answer": {"state": "none", "revision": 0}}, "alive", "pending"),
         ({"wish": {"revision": 2}}, "alive", "pending"),

@@ -24,6 +24,7 @@ from kvelastic.errors import (
     SegmentFormatError,
     SegmentNotFoundError,
 )
+from kvelastic.segment_dir import temporary_name
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "programs"))
 from segment_owner import CAPACITY_BYTES, Owner
@@ -273,22 +274,11 @@ def test_a_pid_that_was_given_to_another_process_is_dead(name):
     assert not (SHM / name).exists()
 
 
-def test_another_boot_is_dead(name):
-    forge(name, boot_id=bytes(range(16)))
+def test_a_dead_container_is_dead(name):
+    """Of a pid namespace that nobody here can look into, the kernel says it all the same."""
+    forge(name, pid=1 << 22, pid_namespace=1)
     assert segment.inspect(name).status == "dead"
     assert name in segment.reap()
-
-
-def test_another_pid_namespace_is_never_reaped(name):
-    forge(name, pid=1 << 22, pid_namespace=1)
-    info = segment.inspect(name)
-    assert info.status == "elsewhere"
-    assert info.is_alive
-    assert name not in segment.reap()
-    forge(name, pid_namespace=1, boot_id=bytes(range(16)))
-    assert segment.inspect(name).status == "dead"
-    assert name not in segment.reap()
-    segment.delete(name)  # but a person may
     assert not (SHM / name).exists()
 
 
@@ -303,21 +293,47 @@ def test_another_users_dead_segment_is_shown_and_not_reaped(name):
     assert (SHM / name).exists()
 
 
-def test_what_a_starter_left_half_made_is_reaped(name):
-    me = lease.ProcessIdentity.of_this_process()
-    dead = SHM / f".kvelastic_new_{me.pid}_1_{me.pid_namespace}_ab"
-    alive = SHM / f".kvelastic_new_{me.pid}_{me.start_time_ticks}_{me.pid_namespace}_ab"
-    far = SHM / f".kvelastic_new_{me.pid}_1_1_ab"
-    try:
-        for path in (dead, alive, far):
-            path.write_bytes(b"")
-        assert dead.name in segment.reap()
-        assert not dead.exists()
-        assert alive.exists()
-        assert far.exists()
-    finally:
-        for path in (dead, alive, far):
-            path.unlink(missing_ok=True)
+def test_what_a_starter_left_half_made_is_reaped():
+    for of in ("segment", "ledger"):
+        left, begun, foreign = (SHM / temporary_name(of) for _ in range(3))
+        foreign = foreign.with_name(foreign.name + "-of-another-version")
+        try:
+            for path in (left, begun, foreign):
+                path.write_bytes(b"")
+            with begun.open("rb") as file:
+                life = lease.hold(begun, file.fileno(), lease.MAKER_BYTE)
+            assert left.name in segment.reap()
+            assert not left.exists()
+            assert begun.exists()
+            assert foreign.exists()
+            assert not {begun.name, foreign.name} & {info.name for info in segment.list_segments()}
+            life.release()
+            assert begun.name in segment.reap()
+        finally:
+            for path in (left, begun, foreign):
+                path.unlink(missing_ok=True)
+
+
+def test_an_unfinished_file_that_is_reaped_too_early_is_made_anew(name, monkeypatch):
+    """Somebody looks between the making of the file and the taking of its lock, or before it has
+    its name."""
+    reaped = []
+
+    def hold_late(path, fd, byte):
+        if len(reaped) < 2:
+            reaped.append(path)
+            if len(reaped) == 1:
+                path.unlink()
+            else:
+                life = lease.hold(path, fd, byte)
+                path.unlink()
+                return life
+        return lease.hold(path, fd, byte)
+
+    monkeypatch.setattr(segment, "hold", hold_late)
+    with segment.create(name, engine="test"):
+        assert len(reaped) == 2
+        assert segment.inspect(name).status == "alive"
 
 
 def test_reaping_leaves_what_another_process_has_locked(name):

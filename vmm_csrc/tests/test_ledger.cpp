@@ -1,5 +1,7 @@
 // The ledger: who may join, what is granted, what is asked; and many threads at it at once.
+#include <fcntl.h>
 #include <signal.h>
+#include <sys/mman.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -24,15 +26,36 @@ namespace {
 constexpr std::uint64_t kMiB = 1 << 20;
 constexpr std::uint64_t kPage = 2 * kMiB;
 constexpr std::uint64_t kPages = 64;
-constexpr std::uint64_t kNamespace = 77;
 constexpr auto kSoon = std::chrono::seconds(30);
 
-/// A ledger in plain memory, aligned as a mapping is.
+/// A file of shared memory, gone with its last user.
+struct SharedFile {
+  std::string path =
+      "/dev/shm/.kvtest_" + std::to_string(::getpid()) + "_" + std::to_string(made.fetch_add(1));
+  int fd = ::open(path.c_str(), O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC, 0600);
+  std::byte* bytes = nullptr;
+  const pid_t made_by = ::getpid();
+
+  SharedFile() {
+    CHECK(::ftruncate(fd, static_cast<off_t>(kLedgerBytes)) == 0);
+    void* mapped = ::mmap(nullptr, kLedgerBytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+    CHECK(mapped != MAP_FAILED);
+    bytes = static_cast<std::byte*>(mapped);
+  }
+  SharedFile(const SharedFile&) = delete;
+  SharedFile& operator=(const SharedFile&) = delete;
+  ~SharedFile() {
+    ::munmap(bytes, kLedgerBytes);
+    ::close(fd);
+    if (::getpid() == made_by) ::unlink(path.c_str());
+  }
+
+ private:
+  static inline std::atomic<int> made{0};
+};
+
 struct Ledger {
-  struct alignas(4096) Bytes {
-    std::array<std::byte, kLedgerBytes> raw;
-  };
-  std::unique_ptr<Bytes> memory = std::make_unique<Bytes>();
+  SharedFile file{};
 
   explicit Ledger(std::uint64_t capacity_bytes = kPages * kPage) {
     LedgerOrigin origin;
@@ -41,17 +64,29 @@ struct Ledger {
     origin.group = "test";
     CHECK(static_cast<bool>(ledger_create(bytes(), origin)));
   }
-  std::span<std::byte> bytes() { return memory->raw; }
-  LedgerLayout& layout() { return *reinterpret_cast<LedgerLayout*>(memory->raw.data()); }
+  std::span<std::byte> bytes() { return {file.bytes, kLedgerBytes}; }
+  LedgerLayout& layout() { return *reinterpret_cast<LedgerLayout*>(file.bytes); }
   std::vector<LedgerEntry> members() {
     auto view = LedgerView::open(bytes());
-    return view ? view->members() : std::vector<LedgerEntry>{};
+    return view ? view->members(LifeJudge(file.fd)) : std::vector<LedgerEntry>{};
   }
   Result<std::unique_ptr<LedgerMember>> try_join(const LedgerIdentity& identity,
                                                  std::uint64_t min_bytes = 0,
                                                  std::int64_t priority = 0) {
-    return LedgerMember::join(bytes(), identity, min_bytes, priority, nullptr);
+    return LedgerMember::join(bytes(),
+                              {.identity = identity,
+                               .min_bytes = min_bytes,
+                               .priority = priority,
+                               .file = *LifeFile::of(file.path, file.fd)},
+                              nullptr);
   }
+  std::uint64_t reap() {
+    auto freed = ledger_reap(bytes(), LifeJudge(file.fd));
+    return CHECK(static_cast<bool>(freed)) ? *freed : 0;
+  }
+  /// A member whose process has ended without a word; answers its slot.
+  std::size_t one_that_died(const LedgerIdentity& identity, std::uint64_t pages,
+                            std::uint64_t min_bytes = 0);
   std::unique_ptr<LedgerMember> join(std::uint64_t min_bytes = 0, std::int64_t priority = 0);
 };
 
@@ -59,13 +94,25 @@ LedgerIdentity me() {
   LedgerIdentity identity;
   identity.pid = static_cast<std::uint32_t>(::getpid());
   identity.start_ticks = process_start_ticks(::getpid()).value_or(0);
-  identity.pid_namespace = kNamespace;
+  identity.pid_namespace = own_pid_namespace();
   return identity;
 }
 
 std::unique_ptr<LedgerMember> Ledger::join(std::uint64_t min_bytes, std::int64_t priority) {
   auto made = try_join(me(), min_bytes, priority);
   return CHECK(static_cast<bool>(made)) ? *std::move(made) : nullptr;
+}
+
+std::size_t Ledger::one_that_died(const LedgerIdentity& identity, std::uint64_t pages,
+                                  std::uint64_t min_bytes) {
+  const pid_t child = ::fork();
+  if (child == 0) {
+    auto member = try_join(identity, min_bytes);
+    ::_exit(member && (*member)->grant(pages, kPage) == pages ? 0 : 1);
+  }
+  int status = -1;
+  CHECK(::waitpid(child, &status, 0) == child && status == 0);
+  return members().back().slot;
 }
 
 /// A process that is over.
@@ -102,7 +149,8 @@ TEST(ledger_is_refused_where_a_byte_of_its_header_is_wrong) {
       byte ^= static_cast<std::byte>(flip);
       CHECK(LedgerView::open(ledger.bytes()).error().code == Errc::kSegmentFormat);
       CHECK(ledger.try_join(me()).error().code == Errc::kSegmentFormat);
-      CHECK(ledger_reap(ledger.bytes(), kNamespace).error().code == Errc::kSegmentFormat);
+      CHECK(ledger_reap(ledger.bytes(), LifeJudge(ledger.file.fd)).error().code ==
+            Errc::kSegmentFormat);
       byte ^= static_cast<std::byte>(flip);
     }
   }
@@ -208,46 +256,131 @@ TEST(ledger_has_a_place_for_each_of_128) {
 
 TEST(ledger_frees_the_dead_and_only_them) {
   Ledger ledger;
-  LedgerIdentity later_one_of_my_pid = me();
-  ++later_one_of_my_pid.start_ticks;
-  LedgerIdentity elsewhere = a_dead_one();
-  elsewhere.pid_namespace = kNamespace + 1;
   auto alive = ledger.join(kPage);
-  auto dead = ledger.try_join(a_dead_one());
-  auto recycled = ledger.try_join(later_one_of_my_pid);
-  auto away = ledger.try_join(elsewhere);
-  auto survived = ledger.try_join(a_dead_one());
-  REQUIRE(alive && dead && recycled && away && survived);
-  CHECK(static_cast<bool>((*survived)->add_worker(a_dead_one().pid, 1)));
+  REQUIRE(alive && alive->grant(8, kPage) == 8);
+  const LedgerIdentity nobody = a_dead_one();
+  LedgerIdentity later_one_of_my_pid = me(), elsewhere = nobody, seen = me();
+  ++later_one_of_my_pid.start_ticks;
+  elsewhere.pid_namespace = own_pid_namespace() + 1;
+  CHECK(ledger.one_that_died(nobody, 8) == 1);
+  CHECK(ledger.one_that_died(later_one_of_my_pid, 8) == 2);
+  CHECK(ledger.one_that_died(elsewhere, 8) == 3);
+  CHECK(ledger.one_that_died(seen, 8) == 4);
+  const std::size_t survived = ledger.one_that_died(nobody, 8);
+  const std::uint64_t life = ledger.layout().slots[survived].life.load();
+
+  int ready[2];
+  REQUIRE(::pipe(ready) == 0);
   const pid_t worker = ::fork();
   if (worker == 0) {
+    auto held = LifeLock::hold(*LifeFile::of(ledger.file.path, ledger.file.fd),
+                               ledger_life_byte(survived, life, 1 + 63), LifeLock::Children::kDrop);
+    if (!held || ::write(ready[1], "x", 1) != 1) ::_exit(1);
     for (;;) ::pause();
   }
-  CHECK(static_cast<bool>((*survived)->add_worker(static_cast<std::uint32_t>(worker),
-                                                  process_start_ticks(worker).value_or(0))));
-  for (LedgerMember* member :
-       {alive.get(), dead->get(), recycled->get(), away->get(), survived->get()}) {
-    CHECK(member->grant(8, kPage) == 8);
-  }
-  CHECK(alive->room(kPage) == kPages - 40);
-  auto freed = ledger_reap(ledger.bytes(), kNamespace);
-  CHECK(freed && *freed == 2);
+  char told = 0;
+  REQUIRE(::read(ready[0], &told, 1) == 1);
+  ::close(ready[0]);
+  ::close(ready[1]);
+
+  CHECK(alive->room(kPage) == kPages - 48);
+  CHECK(ledger.reap() == 3);
   CHECK(alive->room(kPage) == kPages - 24);
   std::vector<std::size_t> left;
-  for (const LedgerEntry& entry : ledger.members()) left.push_back(entry.slot);
-  CHECK(left == std::vector<std::size_t>{0, 3, 4});
-  CHECK(*ledger_reap(ledger.bytes(), kNamespace) == 0);
+  for (const LedgerEntry& entry : ledger.members()) {
+    left.push_back(entry.slot);
+    CHECK(entry.alive == Life::kAlive);
+  }
+  CHECK(left == std::vector<std::size_t>{0, 4, 5});
+  CHECK(ledger.reap() == 0);
   CHECK(::kill(worker, SIGKILL) == 0 && ::waitpid(worker, nullptr, 0) == worker);
-  CHECK(*ledger_reap(ledger.bytes(), kNamespace) == 1);
-  CHECK((*dead)->grant(1, kPage) == 0);
+  CHECK(ledger.reap() == 1);
+}
+
+TEST(ledger_concludes_nothing_where_it_cannot_ask) {
+  Ledger ledger;
+  ledger.one_that_died(a_dead_one(), 8);
+  const SharedFile another;
+  for (const int fd : {-1, 1 << 20}) {
+    CHECK(*ledger_reap(ledger.bytes(), LifeJudge(fd)) == 0);
+  }
+  const LifeFile mine = *LifeFile::of(ledger.file.path, ledger.file.fd);
+  for (const LifeFile& file : {LifeFile{}, LifeFile{"/dev/shm/.kvtest_none", 1, 2},
+                               LifeFile{another.path, mine.device, mine.inode},
+                               *LifeFile::of(ledger.file.path, another.fd)}) {
+    const LifeJudge judge(file);
+    CHECK(*ledger_reap(ledger.bytes(), judge) == 0);
+    CHECK(LedgerView::open(ledger.bytes())->members(judge).at(0).alive == Life::kUnknown);
+  }
+  CHECK(*ledger_reap(ledger.bytes(), LifeJudge(mine)) == 1);
+}
+
+TEST(ledger_slot_that_is_given_anew_is_not_its_former_members) {
+  Ledger ledger;
+  auto first = ledger.join();
+  REQUIRE(static_cast<bool>(first));
+  const std::uint64_t life = ledger.layout().slots[0].life.load();
+  const LifeFile file = *LifeFile::of(ledger.file.path, ledger.file.fd);
+  auto worker = LifeLock::hold(file, ledger_life_byte(0, life, 1), LifeLock::Children::kDrop);
+  REQUIRE(worker && worker->outcome == LifeLock::Outcome::kHeld);
+  first->leave();
+  CHECK(ledger.one_that_died(a_dead_one(), 4) == 0);
+  CHECK(ledger.reap() == 1);
+}
+
+TEST(ledger_joiner_keeps_others_out_of_its_slot_and_waits_for_nobody) {
+  Ledger ledger;
+  const LifeFile file = *LifeFile::of(ledger.file.path, ledger.file.fd);
+  // One that was stopped in the middle of joining.
+  auto stopped = LifeLock::hold(file, ledger_life_byte(0, 1, 0), LifeLock::Children::kDrop);
+  REQUIRE(stopped && stopped->outcome == LifeLock::Outcome::kHeld);
+  auto next = ledger.join();
+  CHECK(next && ledger.members().at(0).slot == 1);
+  stopped->lock.reset();
+  auto later = ledger.join();
+  CHECK(later && ledger.members().at(0).slot == 0);
+}
+
+TEST(ledger_door_is_shut_behind_the_last_and_stays_so) {
+  Ledger ledger;
+  auto member = ledger.join();
+  CHECK(!*ledger_shut(ledger.bytes()));
+  member->leave();
+  CHECK(*ledger_shut(ledger.bytes()) && *ledger_shut(ledger.bytes()));
+  auto refused = ledger.try_join(me());
+  CHECK(refused && *refused == nullptr);
+  CHECK(ledger.members().empty());
+}
+
+TEST(ledger_refuses_a_forked_child) {
+  Ledger ledger;
+  auto member = ledger.join(kPage);
+  REQUIRE(member && member->grant(2, kPage) == 2);
+  const pid_t child = ::fork();
+  if (child == 0) {
+    const Errc refused = Errc::kDeviceUnavailable;
+    bool all = member->grant(1, kPage) == 0 && !member->ask(kPage) && member->granted_bytes() == 0;
+    all &= member->set_min(0).error().code == refused;
+    all &= member->add_worker(1, 1).error().code == refused;
+    member->give_back(1, kPage);
+    member->set_others(kPage);
+    member->set_priority(9);
+    member->leave();
+    member.reset();
+    ::_exit(all ? 0 : 1);
+  }
+  int status = -1;
+  CHECK(::waitpid(child, &status, 0) == child && status == 0);
+  CHECK(member->granted_bytes() == 2 * kPage && member->priority() == 0);
+  CHECK(member->min_bytes() == kPage && member->room(kPage) == kPages - 2);
+  CHECK(ledger.members().at(0).alive == Life::kAlive);
 }
 
 TEST(ledger_asker_gets_what_the_dead_had) {
   Ledger ledger;
-  auto dead = ledger.try_join(a_dead_one());
+  ledger.one_that_died(a_dead_one(), kPages);
   auto alive = ledger.join();
-  REQUIRE(dead && alive);
-  CHECK((*dead)->grant(kPages, kPage) == kPages);
+  REQUIRE(static_cast<bool>(alive));
   CHECK(alive->grant(1, kPage) == 0);
   CHECK(alive->ask(kPage));
   CHECK(alive->grant(kPages, kPage) == kPages);
@@ -279,9 +412,9 @@ TEST(ledger_refuses_guarantees_that_are_more_than_the_device) {
 
 TEST(ledger_counts_no_guarantee_of_the_dead) {
   Ledger ledger;
-  auto dead = ledger.try_join(a_dead_one(), 60 * kPage);
+  ledger.one_that_died(a_dead_one(), 0, 60 * kPage);
   auto alive = ledger.join();
-  REQUIRE(dead && alive);
+  REQUIRE(static_cast<bool>(alive));
   CHECK(static_cast<bool>(alive->set_min(64 * kPage)));
 }
 
@@ -641,7 +774,7 @@ TEST(ledger_facts_and_asks_of_many_threads) {
       for (const LedgerEntry& entry : ledger.members()) {
         CHECK(entry.facts.granted_bytes <= kPages * kPage);
       }
-      CHECK(*ledger_reap(ledger.bytes(), kNamespace) == 0);
+      CHECK(ledger.reap() == 0);
       std::this_thread::yield();
     }
   });

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from kvelastic import _vmm, segment
+from kvelastic import _vmm, ledger, segment
 from kvelastic.errors import EngineError, SegmentNotFoundError
 from kvelastic.integration.vllm.handoff import Handoff
 
@@ -31,11 +31,16 @@ class WorkerMemory:
     """The arena of one worker and the thread that serves it. Made by `attach`."""
 
     def __init__(
-        self, seg: segment.Segment, arena: _vmm.Range, ring_worker: _vmm.RingWorker
+        self,
+        seg: segment.Segment,
+        arena: _vmm.Range,
+        ring_worker: _vmm.RingWorker,
+        lives: Sequence[_vmm.LifeLock | None],
     ) -> None:
         self._segment = seg
         self._arena = arena
         self._ring_worker = ring_worker
+        self._lives = lives  # held until this process ends: the memory is there as long
         self._tensor: torch.Tensor | None = torch.from_dlpack(arena.tensor())
         # A process that ends without telling the worker still stops its thread first.
         self._at_exit = Finalize(self, ring_worker.stop, exitpriority=10)
@@ -85,8 +90,9 @@ class WorkerMemory:
 def attach(handoff: Handoff) -> WorkerMemory:
     """Reserve the range and begin to carry out the scheduler's commands.
 
-    Raises `SegmentError` if the scheduler's segment is gone, `DriverError` if the addresses cannot
-    be reserved, and `ChannelError` if another worker is this rank already.
+    Raises `SegmentError` if the scheduler's segment is gone, `LedgerError` if its place in the
+    device's ledger is, `DriverError` if the addresses cannot be reserved, and `ChannelError` or
+    `SegmentBusyError` if another worker is this rank already.
     """
     seg = segment.open_writable(handoff.segment_name)
     try:
@@ -95,6 +101,11 @@ def attach(handoff: Handoff) -> WorkerMemory:
                 f"the segment {handoff.segment_name!r} is another instance's by now: the scheduler "
                 "that this worker belongs to has ended"
             )
+        # Before any page is mapped here: what dies with a page must be known to have lived.
+        lives = [
+            seg.hold_as_worker(handoff.rank),
+            *ledger.hold_as_worker(handoff.segment_uuid, handoff.rank),
+        ]
         arena = _vmm.Range.reserve(_vmm.HostDriver(), handoff.geometry())
         with _every_processor():
             ring_worker = _vmm.RingWorker.start(seg.record, arena, handoff.rank)
@@ -106,7 +117,7 @@ def attach(handoff: Handoff) -> WorkerMemory:
         handoff.pages,
         handoff.extents_per_page * handoff.extent_bytes / 2**20,
     )
-    return WorkerMemory(seg, arena, ring_worker)
+    return WorkerMemory(seg, arena, ring_worker, lives)
 
 
 @contextmanager
