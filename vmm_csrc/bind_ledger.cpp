@@ -153,7 +153,7 @@ struct Own<kMethod> {
 };
 /// A method that raises DeviceUnavailableError in a forked child.
 template <auto kMethod>
-constexpr auto own = &Own<kMethod>::call;
+constexpr auto of_its_own = &Own<kMethod>::call;
 
 }  // namespace
 
@@ -239,21 +239,22 @@ void bind_ledger(nb::module_& m) {
           "in which this member's life is held; without them nobody can tell whether it lives.\n"
           "`children_keep`: it counts as alive as long as a forked child does. Raises\n"
           "GuaranteeError, PoolExhaustedError, SegmentError.")
-      .def("leave", own<&LedgerMember::leave>, "Give everything back and the slot up. Repeatable.")
-      .def("linger", own<&LedgerMember::linger>,
+      .def("leave", of_its_own<&LedgerMember::leave>,
+           "Give everything back and the slot up. Repeatable.")
+      .def("linger", of_its_own<&LedgerMember::linger>,
            "Keep the slot and what is granted until the processes of this member have ended.")
-      .def("grant", own<&LedgerMember::grant>, "pages"_a, "page_bytes"_a,
+      .def("grant", of_its_own<&LedgerMember::grant>, "pages"_a, "page_bytes"_a,
            "Take as many of `pages` pages as there is room for; returns how many.")
-      .def("give_back", own<&LedgerMember::give_back>, "pages"_a, "page_bytes"_a)
+      .def("give_back", of_its_own<&LedgerMember::give_back>, "pages"_a, "page_bytes"_a)
       .def("room", &LedgerMember::room, "page_bytes"_a, "Pages that grant() would give now.")
       .def("reach", &LedgerMember::reach, "page_bytes"_a,
            "The same with what others would have to give up.")
-      .def("ask", own<&LedgerMember::ask>, "bytes"_a,
+      .def("ask", of_its_own<&LedgerMember::ask>, "bytes"_a,
            "Say that bytes are missing and ask others for them. False: nobody has to give.")
-      .def("stop_asking", own<&LedgerMember::stop_asking>)
+      .def("stop_asking", of_its_own<&LedgerMember::stop_asking>)
       .def("set_min",
            [](LedgerMember& member, std::uint64_t bytes) { check(member.set_min(bytes)); })
-      .def("set_priority", own<&LedgerMember::set_priority>)
+      .def("set_priority", of_its_own<&LedgerMember::set_priority>)
       .def(
           "add_worker",
           [](LedgerMember& member, std::uint32_t pid, std::uint64_t start_time_ticks) {
@@ -261,8 +262,8 @@ void bind_ledger(nb::module_& m) {
           },
           "pid"_a, "start_time_ticks"_a,
           "Name one more process that maps the pages: grants stay until all of them are gone.")
-      .def("set_others", own<&LedgerMember::set_others>, "bytes"_a)
-      .def("publish", own<&LedgerMember::publish>, "in_use_bytes"_a, "cached_bytes"_a,
+      .def("set_others", of_its_own<&LedgerMember::set_others>, "bytes"_a)
+      .def("publish", of_its_own<&LedgerMember::publish>, "in_use_bytes"_a, "cached_bytes"_a,
            "parked_bytes"_a, "page_bytes"_a, "active"_a)
       .def(
           "wanted",
@@ -271,7 +272,7 @@ void bind_ledger(nb::module_& m) {
             return nb::make_tuple(wanted.bytes, static_cast<std::uint32_t>(wanted.depth));
           },
           "(bytes, depth) that others ask of this one.")
-      .def("handled", own<&LedgerMember::handled>, "bytes"_a)
+      .def("handled", of_its_own<&LedgerMember::handled>, "bytes"_a)
       .def_prop_ro("granted_bytes", &LedgerMember::granted_bytes)
       .def_prop_ro("capacity_bytes", &LedgerMember::capacity_bytes)
       .def_prop_ro("min_bytes", &LedgerMember::min_bytes)

@@ -60,6 +60,10 @@ class ShmFacts:
     free_bytes: int = 0
     needed_bytes: int = 0
     """One instance's segment."""
+    has_life_locks: bool = True
+    """Whether the locks by which the living are told from the dead work there."""
+    pids_with_another: tuple[int, ...] = ()
+    """Processes that have joined a ledger in another /dev/shm than this one."""
 
 
 @dataclass(frozen=True)

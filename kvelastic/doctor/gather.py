@@ -10,7 +10,7 @@ import platform
 import resource
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from tempfile import TemporaryFile
+from tempfile import NamedTemporaryFile, TemporaryFile
 from typing import Final
 
 from kvelastic.doctor.ask_gpus import ask_gpus
@@ -25,11 +25,13 @@ from kvelastic.doctor.facts import (
 )
 from kvelastic.doctor.gather_config import gather_config
 from kvelastic.doctor.gather_packages import gather_packages
+from kvelastic.errors import KvelasticError
 from kvelastic.sizes import KIB_BYTES, MIB_BYTES
 
 # Every system's first pid namespace has this inode (the kernel's PROC_PID_INIT_INO).
 _FIRST_PID_NAMESPACE: Final = 0xEFFFFFFC
 _OUR_PREFIX: Final = "kvelastic_"
+_LEDGER_PREFIX: Final = ".kvelastic_ledger_"
 
 
 def gather(root: Path = Path("/"), environ: Mapping[str, str] = os.environ) -> Facts:
@@ -68,7 +70,49 @@ def gather_shm(root: Path) -> ShmFacts:
         size_bytes=size_bytes,
         free_bytes=free_bytes,
         needed_bytes=_segment_bytes(),
+        has_life_locks=not error and _has_life_locks(path),
+        pids_with_another=_pids_with_another_shm(root),
     )
+
+
+def _has_life_locks(shm: Path) -> bool:
+    """Hold one, as an instance does, and ask about it, as others do."""
+    try:
+        from kvelastic import _vmm
+    except ImportError:
+        return True  # the native module is missing, which is a finding of its own
+    with NamedTemporaryFile(prefix=".kvelastic_doctor_", dir=shm) as file:
+        try:
+            held = _vmm.LifeLock.hold(file.name, file.fileno(), 0)
+            return held is not None and _vmm.life_of(file.fileno(), 0) == "alive"
+        except KvelasticError:
+            return False
+
+
+def _pids_with_another_shm(root: Path) -> tuple[int, ...]:
+    """Of the processes that may be looked at: who has a ledger mapped that is not of this /dev/shm.
+
+    Containers with a /dev/shm each have a ledger each for one device.
+    """
+    try:
+        device = (root / "dev/shm").stat().st_dev
+        names = [entry.name for entry in (root / "proc").iterdir()]
+    except OSError:
+        return ()
+    ours = f"{os.major(device):02x}:{os.minor(device):02x}"
+
+    def has_another(pid: int) -> bool:
+        # address perms offset device inode path
+        lines = (line.split(maxsplit=5) for line in _text(root / f"proc/{pid}/maps").splitlines())
+        return any(
+            len(fields) == 6
+            and fields[5].rpartition("/")[2].startswith(_LEDGER_PREFIX)
+            and fields[3] != ours
+            for fields in lines
+        )
+
+    pids = sorted(int(name) for name in names if name.isdecimal())
+    return tuple(pid for pid in pids if has_another(pid))
 
 
 def gather_segments(shm: Path) -> tuple[SegmentFact, ...]:

@@ -39,6 +39,45 @@ def shm_findings(facts: Facts) -> Iterator[Finding]:
     else:
         yield Finding("shm.write", "ok", "files can be made in /dev/shm", "")
     yield _size(facts)
+    yield _locks(facts)
+    yield _shared(facts)
+
+
+def _locks(facts: Facts) -> Finding:
+    if facts.shm.has_life_locks or facts.shm.write_error:
+        return Finding("shm.locks", "ok", "who lives and who is dead can be told", "")
+    return Finding(
+        "shm.locks",
+        "warning",
+        "/dev/shm has no locks by which the living are told from the dead: what an instance that"
+        " was killed has left is never removed, and its memory stays granted",
+        "as root: mount -t tmpfs -o mode=1777 tmpfs /dev/shm; until then kvctl delete NAME --force,"
+        " and end all instances to remove their ledger",
+    )
+
+
+def _shared(facts: Facts) -> Finding:
+    pids = facts.shm.pids_with_another
+    if pids:
+        return Finding(
+            "shm.shared",
+            "problem",
+            f"instances with another /dev/shm are here (process {', '.join(map(str, pids[:8]))}):"
+            " each /dev/shm has a ledger of its own, and each grants the whole device",
+            "give all containers one /dev/shm (--ipc=host, --ipc=container:NAME, or one volume"
+            " mounted there), or divide the memory between them with KVELASTIC_HOST_MEMORY or"
+            " KVELASTIC_GPU_UTILIZATION",
+        )
+    if facts.system.is_own_pid_namespace:
+        return Finding(
+            "shm.shared",
+            "note",
+            "instances in other containers cannot be seen from here; one with a /dev/shm of its own"
+            " would have a second ledger for the same device",
+            "run kvctl doctor on the machine itself, as root, or with --pid=host; give all"
+            " containers one /dev/shm (--ipc=host)",
+        )
+    return Finding("shm.shared", "ok", "no instance with another /dev/shm is seen", "")
 
 
 def _size(facts: Facts) -> Finding:

@@ -67,8 +67,31 @@ def test_shm_that_is_not_there(tmp_path):
     assert shm.write_error == "No such file or directory"
 
 
+def test_who_has_a_ledger_in_another_shm(tmp_path):
+    shm = tmp_path / "dev/shm"
+    shm.mkdir(parents=True)
+    device = shm.stat().st_dev
+    ours = f"{os.major(device):02x}:{os.minor(device):02x}"
+    line = "00010000-00011000 ---s 00000000 {} 3    {}.kvelastic_ledger_g_host{}\n"
+    for pid, device_of_file, where, end in (
+        (11, ours, "/dev/shm/", ""),
+        (12, "7f:01", "/dev/shm/", ""),
+        (13, "7f:01", "/", " (deleted)"),
+    ):
+        write(
+            tmp_path,
+            f"proc/{pid}/maps",
+            "7f00-7f01 r-xp 0 00:00 0 \n" + line.format(device_of_file, where, end),
+        )
+    write(tmp_path, "proc/14/maps", "00010000-00011000 r--p 00000000 7f:01 3 /usr/lib/x.so\n")
+    (tmp_path / "proc/15").mkdir()
+    assert gather_shm(tmp_path).pids_with_another == (12, 13)
+
+
 def test_shm_of_this_machine_can_be_written_to():
-    assert gather_shm(Path("/")).write_error == ""
+    shm = gather_shm(Path("/"))
+    assert shm.write_error == ""
+    assert shm.has_life_locks
 
 
 def test_a_dead_and_an_unreadable_segment_are_named_and_stay(name):
