@@ -60,6 +60,22 @@ class ProcessIdentity:
             uid=os.geteuid(),
         )
 
+    def liveness(self) -> Liveness:
+        """Look for a process that holds no lock, by its number; reads one file of /proc.
+
+        For what has neither segment nor ledger (an engine that was launched, say). It is unknown
+        where it cannot be looked at: in another pid namespace, or hidden by /proc.
+        """
+        boot, namespace = boot_id(), pid_namespace()
+        if any(boot) and any(self.boot_id) and self.boot_id != boot:
+            return Liveness.DEAD
+        if namespace == 0 or self.pid_namespace != namespace:
+            return Liveness.UNKNOWN
+        ticks = start_time_ticks(self.pid)
+        if ticks is not None:
+            return Liveness.ALIVE if ticks == self.start_time_ticks else Liveness.DEAD
+        return Liveness.DEAD if _is_gone(self.pid) else Liveness.UNKNOWN
+
 
 def hold(path: Path, fd: int, byte: int) -> _vmm.LifeLock | None:
     """Hold a byte of the file until `release()` or the end of this process.
@@ -107,6 +123,21 @@ def start_time_ticks(pid: int) -> int | None:
     if state in (b"Z", b"X", b"x") and threads <= 1:
         return None
     return ticks
+
+
+def _is_gone(pid: int) -> bool:
+    """Whether no process has the number, or a zombie; False where that cannot be seen."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    except (OSError, OverflowError):
+        return False
+    # Ours, and not to be read as one that runs: a zombie, or /proc could not be opened.
+    try:
+        return b"Z" in Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[:1]
+    except OSError:
+        return False
 
 
 @lru_cache(maxsize=1)
