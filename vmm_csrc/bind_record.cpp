@@ -196,7 +196,7 @@ nb::dict wish_dict(const Wish& wish) {
   out["min_bytes"] = said(wish.min_revision, wish.min_bytes);
   out["priority"] = said(wish.priority_revision, wish.priority);
   out["asleep"] = said(wish.asleep_revision, wish.asleep);
-  out["trim_requests"] = wish.trim_requests;
+  out["trim_revision"] = wish.trim_revision;
   out["writer_pid"] = wish.writer_pid;
   out["written_ns"] = wish.written_ns;
   return out;

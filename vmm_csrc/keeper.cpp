@@ -17,6 +17,16 @@ constexpr std::int64_t kPursuitNs = 20'000'000;
 constexpr std::int64_t kDeviceLookNs = 1'000'000'000;
 constexpr std::int64_t kNever = -1;
 
+/// The next wish after `done` of which something is left to do; the newest, if there is none.
+std::uint64_t next_revision(const Wish& wish, std::uint64_t done) {
+  std::uint64_t next = wish.revision;
+  for (const std::uint64_t asked : {wish.limit_revision, wish.min_revision, wish.priority_revision,
+                                    wish.asleep_revision, wish.trim_revision}) {
+    if (asked > done) next = std::min(next, asked);
+  }
+  return next;
+}
+
 }  // namespace
 
 std::unique_ptr<Keeper> Keeper::start(std::shared_ptr<Pool> pool,
@@ -82,13 +92,18 @@ bool Keeper::read_wish() {
   if (record_->wish_revision() == revision_) return true;
   const std::optional<Wish> wish = record_->read_wish();
   if (!wish) return false;
-  const std::uint64_t before = std::exchange(revision_, wish->revision);
-  try {
-    carry_out(*wish, before);
-  } catch (const std::bad_alloc&) {
-    revision_ = before;  // the next round carries it out again, and answers it
-    throw;
-  }
+  // What came while this thread was away is one record by now, and each wish is judged by itself.
+  do {
+    const std::uint64_t before = revision_;
+    revision_ = next_revision(*wish, before);
+    try {
+      carry_out(*wish);
+    } catch (const std::bad_alloc&) {
+      revision_ = before;  // the next round carries it out again, and answers it
+      throw;
+    }
+  } while (revision_ != wish->revision);
+  finish_shrinking();
   return true;
 }
 
@@ -118,36 +133,38 @@ void Keeper::serve_asks() {
 }
 
 /// Guarantee and priority, all or nothing. Without a ledger there is nobody to be guarded from.
-Status Keeper::change_standing(const Wish& wish, std::uint64_t seen) {
+Status Keeper::change_standing(const Wish& wish) {
   const std::shared_ptr<LedgerMember>& member = pool_->member();
-  if (std::max(wish.min_revision, wish.priority_revision) <= seen) return ok();
+  const bool min = wish.min_revision == revision_;
+  const bool priority = wish.priority_revision == revision_;
+  if (!min && !priority) return ok();
   if (!member) return Error{Errc::kInvalidArgument, "this instance shares its device with nobody"};
-  if (wish.min_revision > seen) {
+  if (min) {
     if (Status set = member->set_min(wish.min_bytes); !set) return set;
   }
-  if (wish.priority_revision > seen) member->set_priority(wish.priority);
+  if (priority) member->set_priority(wish.priority);
   return ok();
 }
 
-/// `seen` is the revision of the wish before: only what was wished for since then is done.
-void Keeper::carry_out(const Wish& wish, std::uint64_t seen) {
-  if (Status standing = change_standing(wish, seen); !standing) {
-    trims_done_ = wish.trim_requests;
-    refuse(standing.error().message);
+/// Does what was wished for as `revision_`, all of it or nothing, and answers.
+void Keeper::carry_out(const Wish& wish) {
+  refusal_.clear();
+  if (Status standing = change_standing(wish); !standing) {
+    refusal_ = standing.error().message;
+    answer(pool_->limit_state(), {});
     return;
   }
-  if (wish.asleep_revision > seen) pool_->set_asleep(wish.asleep != 0);
+  if (wish.asleep_revision == revision_) pool_->set_asleep(wish.asleep != 0);
   // Two answers where memory has to be given back: that the wish was seen, then that it holds. What
   // is to be trimmed is not called applied before it is.
   const LimitState state =
-      wish.limit_revision > seen ? pool_->set_limit(wish.limit_bytes) : pool_->limit_state();
-  const bool trim = std::exchange(trims_done_, wish.trim_requests) != wish.trim_requests;
+      wish.limit_revision == revision_ ? pool_->set_limit(wish.limit_bytes) : pool_->limit_state();
+  const bool trim = wish.trim_revision == revision_;
   if (!trim || state.over_bytes > 0) answer(state, {});
   if (trim) {
     Result<std::uint64_t> trimmed = pool_->trim();
     answer(pool_->limit_state(), trimmed ? std::string() : trimmed.error().message);
   }
-  finish_shrinking();
   record_->add(Counter::kWishesApplied);
 }
 
@@ -161,13 +178,13 @@ void Keeper::finish_shrinking() {
   if (now.over_bytes != answered_over_bytes_ || !reason.empty()) answer(now, reason);
 }
 
-/// The wish changes nothing, as a whole.
-void Keeper::refuse(const std::string& reason) {
-  answer(pool_->limit_state(), reason, AnswerState::kRefused);
-}
-
-void Keeper::answer(const LimitState& state, std::string reason,
-                    std::optional<AnswerState> outcome) {
+void Keeper::answer(const LimitState& state, std::string reason) {
+  AnswerState outcome = state.over_bytes == 0 ? AnswerState::kApplied : AnswerState::kShrinking;
+  // It stays refused, whatever becomes of a limit that was wished for before it.
+  if (!refusal_.empty()) {
+    outcome = AnswerState::kRefused;
+    reason = refusal_;
+  }
   if (const std::optional<Error> failure = pool_->failure()) {
     failure_told_ = true;
     outcome = AnswerState::kFailed;
@@ -181,8 +198,7 @@ void Keeper::answer(const LimitState& state, std::string reason,
   answer.effective_limit_bytes = state.effective_bytes;
   answer.mapped_bytes = state.mapped_bytes;
   answer.over_bytes = state.over_bytes;
-  answer.state =
-      outcome.value_or(state.over_bytes == 0 ? AnswerState::kApplied : AnswerState::kShrinking);
+  answer.state = outcome;
   if (const std::shared_ptr<LedgerMember>& member = pool_->member()) {
     answer.min_bytes = member->min_bytes();
     answer.priority = member->priority();

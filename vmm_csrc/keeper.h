@@ -7,7 +7,6 @@
 #include <atomic>
 #include <chrono>
 #include <memory>
-#include <optional>
 #include <string>
 #include <thread>
 
@@ -51,14 +50,12 @@ class Keeper {
   void run();
   void go_round();
   bool read_wish();
-  void carry_out(const Wish& wish, std::uint64_t seen);
-  Status change_standing(const Wish& wish, std::uint64_t seen);
+  void carry_out(const Wish& wish);
+  Status change_standing(const Wish& wish);
   void serve_asks();
   void pass_bells_on();
   void finish_shrinking();
-  void refuse(const std::string& reason);
-  void answer(const LimitState& state, std::string reason,
-              std::optional<AnswerState> outcome = std::nullopt);
+  void answer(const LimitState& state, std::string reason);
   void decay();
   std::int64_t sleep_ns(bool wish_unreadable);
 
@@ -66,8 +63,8 @@ class Keeper {
   const std::shared_ptr<RecordOwner> record_;
   const KeeperOptions options_;
   const OwnProcess started_by_;
-  std::uint64_t revision_ = 0;  // of the last wish seen
-  std::uint64_t trims_done_ = 0;
+  std::uint64_t revision_ = 0;  // of the wish that is carried out, or was the last
+  std::string refusal_;         // why that one was refused; empty: it was not
   std::uint64_t answered_over_bytes_ = 0;
   bool failure_told_ = false;
   std::uint64_t seen_activity_ = 0;

@@ -215,7 +215,7 @@ Wish WishWriter::next(const WishChange& change) const {
     wish.asleep = *change.asleep ? 1 : 0;
     wish.asleep_revision = wish.revision;
   }
-  if (change.trim) wish.trim_requests += 1;
+  if (change.trim) wish.trim_revision = wish.revision;
   wish.writer_pid = static_cast<std::uint64_t>(getpid());
   wish.written_ns = monotonic_ns();
   return wish;

@@ -87,11 +87,12 @@ struct Wish {
   std::uint64_t limit_bytes = 0;    ///< never exceeded; 0 is a limit like any other
   std::uint64_t min_bytes = 0;      ///< the guarantee: never taken away by others
   std::int64_t priority = 0;        ///< higher keeps its memory longer
-  std::uint64_t trim_requests = 0;  ///< counts up: give back every parked page, once for each
+  std::uint64_t trim_revision = 0;  ///< the newest wish to give back every parked page
   std::uint64_t writer_pid = 0;
   std::uint64_t written_ns = 0;
   /// The newest wish that said something of that field; 0: none has, the instance keeps its own.
-  /// A refused one must not be judged again when another field is wished for.
+  /// Fields of one revision were wished for together: they are done or refused together, whatever
+  /// comes before the instance looks. A field that a later wish changed belongs to that one.
   std::uint64_t limit_revision = 0, min_revision = 0, priority_revision = 0;
   std::uint64_t asleep = 0;  ///< 1: hold nothing until somebody wishes 0
   std::uint64_t asleep_revision = 0;

@@ -69,9 +69,6 @@ class Chaos:
         self._joiners: list[Stamped] = []
         self._inodes: dict[int, int] = {}
         """Of the segments of the live ones, by pid."""
-        self._perhaps_refused: set[int] = set()
-        """Pids of those that were asked for a guarantee. A refused one takes with it what was asked
-        for with it or soon after, so what their segment says is wanted need not hold."""
         self._dead_pids: list[int] = []
         self._started = 0
 
@@ -244,10 +241,7 @@ class Chaos:
             ]
         )
         wait_s = self.pick.choice([0, 0, 0.02])
-        one = self.pick.choice(self._live)
-        if "min_bytes" in changes:
-            self._perhaps_refused.add(one.pid)
-        answer = segment.wish(one.name, wait_s=wait_s, **changes)
+        answer = segment.wish(self.pick.choice(self._live).name, wait_s=wait_s, **changes)
         # A guarantee may be more than the device has; a limit never is.
         allowed = {"applied", "shrinking", "none"} | (
             {"refused"} if "min_bytes" in changes else set()
@@ -319,8 +313,6 @@ class Chaos:
         with segment.open_readonly(one.name) as opened:
             wish, answer = opened.record.read_wish(), opened.record.read_answer()
         if answer["state"] != "applied" or answer["revision"] != wish["revision"]:
-            return
-        if one.pid in self._perhaps_refused:
             return
         self.counts["applied wishes looked at"] += 1
         limit_bytes = CAPACITY_PAGES * PAGE_BYTES

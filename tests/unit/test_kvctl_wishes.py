@@ -251,7 +251,7 @@ def test_wrong_usage_of_trim(name):
     with Owner(name):
         for arguments in (("trim",), ("trim", name, "1M"), ("trim", name, "--wait", "x")):
             assert kvctl(*arguments).exit_code == 2
-        assert wish_of(name)["trim_requests"] == 0
+        assert wish_of(name)["trim_revision"] == 0
 
 
 def test_limit_keeps_guarantee_and_priority():

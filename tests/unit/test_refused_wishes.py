@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -11,7 +14,7 @@ import pytest
 from kvelastic import segment
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "programs"))
-from ledger_instance import Instance
+from ledger_instance import PAGE_BYTES, Instance
 
 MIB = 1 << 20
 WAIT_S = 30.0
@@ -45,3 +48,91 @@ def test_what_was_refused_may_be_wished_for_again(pair: tuple[Instance, Instance
     assert segment.wish(b.name, min_bytes=40 * MIB, wait_s=WAIT_S).state == "refused"
     assert segment.wish(a.name, min_bytes=0, wait_s=WAIT_S).state == "applied"
     assert segment.wish(b.name, min_bytes=40 * MIB, wait_s=WAIT_S).min_bytes == 40 * MIB
+
+
+# --- wishes that the instance reads together, since it did not run when they came ---------------
+
+TOO_MUCH = 40 * MIB
+"""With what the first one is guaranteed, more than the device has."""
+
+
+@contextmanager
+def held(instance: Instance) -> Iterator[None]:
+    """It is stopped, and reads all that is wished for meanwhile as one record."""
+    instance.signal(signal.SIGSTOP)
+    os.waitid(os.P_PID, instance.pid, os.WSTOPPED | os.WNOWAIT)
+    try:
+        yield
+    finally:
+        instance.signal(signal.SIGCONT)
+
+
+def wait_for_answer(instance: Instance, revision: int) -> segment.Answer:
+    with segment.open_readonly(instance.name) as opened:
+        assert opened.record.wait_answer(revision, WAIT_S, settled=True)
+        raw = opened.record.read_answer()
+    assert raw.pop("whole")
+    return segment.Answer(**raw, wished_revision=revision)
+
+
+def write(instance: Instance, **changes: object) -> int:
+    """Wish without a look at the answer; the revision."""
+    with segment.open_writable(instance.name) as opened, opened.writing() as record:
+        return record.write_wish(changes.pop("limit_bytes", None), **changes)
+
+
+def test_a_refused_guarantee_does_not_take_a_later_sleep_with_it(
+    pair: tuple[Instance, Instance],
+) -> None:
+    _, b = pair
+    with held(b):
+        write(b, min_bytes=TOO_MUCH, limit_bytes=48 * MIB, priority=3)
+        last = write(b, asleep=True)
+    answer = wait_for_answer(b, last)
+    assert (answer.state, answer.revision) == ("applied", last)
+    assert segment.inspect(b.name).usage["asleep"] == 1
+    assert b.alloc(1) is None
+    assert (answer.min_bytes, answer.priority) == (0, 0), "half of a refused wish was done"
+    woken = segment.wish(b.name, asleep=False, wait_s=WAIT_S)
+    assert woken.effective_limit_bytes == 64 * MIB, "the refused limit came with a later wish"
+
+
+def test_a_refused_guarantee_does_not_take_an_earlier_limit_with_it(
+    pair: tuple[Instance, Instance],
+) -> None:
+    _, b = pair
+    with held(b):
+        write(b, limit_bytes=8 * MIB, priority=5)
+        last = write(b, min_bytes=TOO_MUCH, trim=True)
+    answer = wait_for_answer(b, last)
+    assert (answer.state, answer.effective_limit_bytes) == ("refused", 8 * MIB)
+    assert (answer.min_bytes, answer.priority) == (0, 5)
+    assert b.alloc(64) is None
+    assert b.mapped_bytes <= 8 * MIB
+
+
+def test_a_refusal_stays_one_while_an_earlier_limit_is_reached(
+    pair: tuple[Instance, Instance],
+) -> None:
+    _, b = pair
+    ids = b.alloc(24)
+    assert ids is not None
+    assert segment.wish(b.name, limit_bytes=2 * PAGE_BYTES).state == "shrinking"
+    last = write(b, min_bytes=TOO_MUCH)
+    assert wait_for_answer(b, last).state == "refused"
+    b.free(ids)  # what is over the limit goes, and is answered
+    with segment.open_readonly(b.name) as opened:
+        while (raw := opened.record.read_answer())["over_bytes"]:
+            assert raw["state"] == "refused", "a refused wish is called shrinking"
+        assert (raw["state"], raw["revision"]) == ("refused", last)
+    assert "guarantee" in raw["reason"]
+
+
+def test_what_is_left_of_an_overtaken_wish_holds(pair: tuple[Instance, Instance]) -> None:
+    _, b = pair
+    with held(b):
+        write(b, min_bytes=8 * MIB, limit_bytes=32 * MIB)
+        last = write(b, min_bytes=TOO_MUCH)
+    answer = wait_for_answer(b, last)
+    assert (answer.state, answer.min_bytes) == ("refused", 0)
+    assert answer.effective_limit_bytes == 32 * MIB

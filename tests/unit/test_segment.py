@@ -420,7 +420,7 @@ def test_wishes_count_up_and_keep_what_they_do_not_change(mine):
         assert record.write_wish(trim=True) == 2
     wish = mine.record.owner_wish()
     assert (wish["revision"], wish["limit_bytes"]) == (2, 10)
-    assert (wish["priority"], wish["trim_requests"]) == (-3, 1)
+    assert (wish["priority"], wish["trim_revision"]) == (-3, 2)
     assert wish["writer_pid"] == os.getpid()
     assert wish["written_ns"] > 0
 

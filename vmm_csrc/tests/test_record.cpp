@@ -182,7 +182,7 @@ TEST(record_wish_and_answer) {
   CHECK(writer->write({.trim = true}) == 2);
   wish = owner->read_wish();
   REQUIRE(wish);
-  CHECK(wish->limit_bytes == 0 && wish->trim_requests == 1 && wish->revision == 2);
+  CHECK(wish->limit_bytes == 0 && wish->trim_revision == 2 && wish->revision == 2);
 
   const auto view = RecordView::open(memory.span());
   REQUIRE(view);
