@@ -58,8 +58,8 @@ void Keeper::stop() {
     pool_->member()->ring();
     bell_thread_.join();
   }
+  // The pool goes on publishing: what its close() gives back is counted too.
   pool_->on_wanted(nullptr);
-  pool_->publish_to(nullptr);
 }
 
 /// A round that finds no memory for its own lists is given up, and made again a little later: a

@@ -356,6 +356,7 @@ Result<std::uint64_t> Pool::close(bool discard) {
   if (discard) discard_everything();
   Status done = enforce(lock);
   changed();
+  record_.reset();
   if (!done) return done.error();
   return held_pages_;
 }
