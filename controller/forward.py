@@ -37,6 +37,7 @@ from kvelastic.controller.request_body import (
 from kvelastic.controller.request_log import RequestIds, RequestLog
 from kvelastic.controller.served_model import Replica, ServedModel
 from kvelastic.errors import is_out_of_descriptors
+from kvelastic.sizes import MAX_PRIORITY
 
 if TYPE_CHECKING:
     from kvelastic.controller.front import Front
@@ -399,7 +400,7 @@ def _priority(headers: Headers) -> int:
     if raw is None:
         return 0
     try:
-        return max(-1000, min(1000, int(raw[:8])))
+        return max(-MAX_PRIORITY, min(MAX_PRIORITY, int(raw[:8])))
     except ValueError:
         return 0
 

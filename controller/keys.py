@@ -15,7 +15,8 @@ from kvelastic.controller.engine_paths import ModelPaths
 from kvelastic.controller.headers import Headers, find
 from kvelastic.controller.origins import Origins
 from kvelastic.controller.refusal import Refusal
-from kvelastic.controller.settings import MAX_PRIORITY, AuthSettings
+from kvelastic.controller.settings import AuthSettings
+from kvelastic.sizes import MAX_PRIORITY
 
 _log = logging.getLogger("kvelastic.controller")
 

@@ -11,6 +11,7 @@ from starlette.routing import BaseRoute, Route
 
 from kvelastic import __version__
 from kvelastic.controller.routes import Who, route
+from kvelastic.sizes import MAX_PRIORITY
 
 if TYPE_CHECKING:
     from kvelastic.controller.front import Front
@@ -41,7 +42,11 @@ _BODIES: dict[tuple[str, str], dict[str, Any]] = {
         "properties": {
             "min": _SIZE,
             "limit": _SIZE,
-            "priority": {"type": "integer", "minimum": -1000, "maximum": 1000},
+            "priority": {
+                "type": "integer",
+                "minimum": -MAX_PRIORITY,
+                "maximum": MAX_PRIORITY,
+            },
             "wait": _WAIT,
         },
     },

@@ -15,13 +15,12 @@ from kvelastic.controller.replies import Json
 from kvelastic.controller.routes import Who, json_object, route
 from kvelastic.controller.served_model import ServedModel
 from kvelastic.errors import InvalidArgumentError, SegmentNotFoundError
-from kvelastic.sizes import MAX_SIZE_BYTES, parse_size
+from kvelastic.sizes import MAX_PRIORITY, MAX_SIZE_BYTES, parse_size
 
 if TYPE_CHECKING:
     from kvelastic.controller.front import Front
 
 MOST_WAIT_S = 600.0
-_PRIORITY_MOST = 1000
 
 
 def routes(front: Front) -> list[Route]:
@@ -75,12 +74,13 @@ async def change_memory(front: Front, request: Request) -> Any:
     min_bytes, limit_bytes = _size(body, "min"), _size(body, "limit")
     priority = body.get("priority")
     if priority is not None and (
-        isinstance(priority, bool)
-        or not isinstance(priority, int)
-        or abs(priority) > _PRIORITY_MOST
+        isinstance(priority, bool) or not isinstance(priority, int) or abs(priority) > MAX_PRIORITY
     ):
         raise Refusal(
-            400, "invalid_value", "priority is a whole number, -1000 to 1000.", param="priority"
+            400,
+            "invalid_value",
+            f"priority is a whole number, {-MAX_PRIORITY} to {MAX_PRIORITY}.",
+            param="priority",
         )
     wait_s = _wait_s(body.get("wait"))
     if min_bytes is None and limit_bytes is None and priority is None:

@@ -24,7 +24,7 @@ from pydantic import (
 
 from kvelastic.controller.durations import DURATION_FORMS, parse_duration_s
 from kvelastic.errors import InvalidArgumentError
-from kvelastic.sizes import SIZE_FORMS, parse_size
+from kvelastic.sizes import MAX_PRIORITY, SIZE_FORMS, parse_size
 
 
 def _duration_s(value: object) -> float:
@@ -59,7 +59,6 @@ Size = Annotated[
 ]
 """Bytes."""
 
-MAX_PRIORITY: Final = 1000
 Priority = Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)]
 Port = Annotated[int, Field(ge=1, le=65535)]
 EngineName = Literal["vllm", "sglang", "transformers", "openai"]

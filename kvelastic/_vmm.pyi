@@ -6,6 +6,7 @@ from typing import Any, TypedDict
 RECORD_MAGIC: bytes
 RECORD_ABI_VERSION: int
 RECORD_BYTES: int
+MAX_PRIORITY: int
 RING_AREA_BYTES: int
 SEGMENT_BYTES: int
 

@@ -59,7 +59,6 @@ from kvelastic.segment_dir import (
     temporary_name,
     version_of,
 )
-from kvelastic.sizes import MAX_PRIORITY
 
 __all__ = [
     "Answer",
@@ -408,16 +407,12 @@ def wish(
     `trim` gives every parked page back once; None leaves things as they are.
     Waits until the wish is applied or refused, at most `wait_s` seconds; None looks only for
     `ANSWER_GLANCE_S`. The answer's state is `none` or `shrinking` when the time was over. Raises
-    `InvalidArgumentError` for a priority beyond `MAX_PRIORITY` and a `wait_s` that is nan,
+    `InvalidArgumentError` for a priority beyond `sizes.MAX_PRIORITY` and a `wait_s` that is nan,
     `SegmentNotFoundError`, `SegmentFormatError`, `SegmentBusyError` (another writer hangs) with
     nothing changed, and `SegmentDeadError` if the instance is dead or dies while this waits.
     """
     if wait_s is not None and math.isnan(wait_s):
         raise InvalidArgumentError("wait_s=nan is not accepted; give seconds, or None")
-    if priority is not None and abs(priority) > MAX_PRIORITY:
-        raise InvalidArgumentError(
-            f"priority={priority} is not accepted; it must be {-MAX_PRIORITY} to {MAX_PRIORITY}"
-        )
     with open_writable(name) as segment:
         _check_alive(segment, "; nothing was changed")
         with segment.writing() as record:

@@ -23,7 +23,11 @@ MAX_SIZE_BYTES: Final = (1 << 63) - 1
 """The largest size there is: sizes travel as signed 64-bit integers in the segment."""
 
 MAX_PRIORITY: Final = 1000
-"""The highest priority of an instance; the lowest is the same below zero."""
+"""The highest priority of an instance; the lowest is the same below zero.
+
+The record enforces it (`_vmm.MAX_PRIORITY`). It stands here too for those who read the
+configuration and have no use for the native module, which takes longer to load than all of it.
+"""
 
 SIZE_FORMS: Final = (
     "bytes as a plain number, or a number with K, M, G or T, optionally followed by B or iB"

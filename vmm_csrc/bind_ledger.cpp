@@ -254,7 +254,8 @@ void bind_ledger(nb::module_& m) {
       .def("stop_asking", of_its_own<&LedgerMember::stop_asking>)
       .def("set_min",
            [](LedgerMember& member, std::uint64_t bytes) { check(member.set_min(bytes)); })
-      .def("set_priority", of_its_own<&LedgerMember::set_priority>)
+      .def("set_priority", [](LedgerMember& member,
+                              std::int64_t priority) { check(member.set_priority(priority)); })
       .def(
           "add_worker",
           [](LedgerMember& member, std::uint32_t pid, std::uint64_t start_time_ticks) {

@@ -303,6 +303,7 @@ WishChange make_change(std::optional<std::uint64_t> limit_bytes,
   WishChange change;
   change.limit_bytes = limit_bytes;
   change.min_bytes = min_bytes;
+  if (priority) check(check_priority(*priority));
   change.priority = priority;
   change.asleep = asleep;
   change.trim = trim;
@@ -374,6 +375,7 @@ void bind_record(nb::module_& m) {
   m.attr("RECORD_BYTES") = kRecordBytes;
   m.attr("RING_AREA_BYTES") = kRingAreaBytes;
   m.attr("SEGMENT_BYTES") = kSegmentBytes;
+  m.attr("MAX_PRIORITY") = kMaxPriority;
   m.def("record_version", &version_of, "buffer"_a,
         "The version of bytes that start like a segment, of whatever version; None otherwise.");
 

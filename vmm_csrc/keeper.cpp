@@ -139,11 +139,13 @@ Status Keeper::change_standing(const Wish& wish) {
   const bool priority = wish.priority_revision == revision_;
   if (!min && !priority) return ok();
   if (!member) return Error{Errc::kInvalidArgument, "this instance shares its device with nobody"};
+  if (priority) {
+    if (Status bounded = check_priority(wish.priority); !bounded) return bounded;
+  }
   if (min) {
     if (Status set = member->set_min(wish.min_bytes); !set) return set;
   }
-  if (priority) member->set_priority(wish.priority);
-  return ok();
+  return priority ? member->set_priority(wish.priority) : ok();
 }
 
 /// Does what was wished for as `revision_`, all of it or nothing, and answers.

@@ -260,6 +260,7 @@ struct LedgerMember::Everybody {
 Result<std::unique_ptr<LedgerMember>> LedgerMember::join(std::span<std::byte> bytes, LedgerJoin how,
                                                          std::shared_ptr<void> keep) {
   if (Status valid = validate(bytes); !valid) return valid.error();
+  if (Status bounded = check_priority(how.priority); !bounded) return bounded.error();
   auto* layout = reinterpret_cast<LedgerLayout*>(bytes.data());
   for (std::size_t i = 0; i < kLedgerSlots; ++i) {
     LedgerSlot& slot = layout->slots[i];
@@ -445,6 +446,13 @@ Status LedgerMember::set_min(std::uint64_t min_bytes) {
   return Error{Errc::kGuarantee, "a guarantee of " + size_text(min_bytes) +
                                      " and those of the others, " + size_text(sum_bytes) +
                                      ", are more than the device's " + size_text(capacity_bytes())};
+}
+
+Status LedgerMember::set_priority(std::int64_t priority) {
+  if (Status own = refuse_in_a_child(); !own) return own;
+  if (Status bounded = check_priority(priority); !bounded) return bounded;
+  if (is_member()) slot().priority = priority;
+  return ok();
 }
 
 Status LedgerMember::add_worker(std::uint32_t pid, std::uint64_t start_ticks) {

@@ -214,8 +214,8 @@ struct LedgerJoin {
 class LedgerMember {
  public:
   /// Takes a slot; null: the door is shut, the file is removed or about to be. kSegmentFormat as
-  /// LedgerView::open, kPoolExhausted when all slots are taken, kGuarantee as set_min, kSegment as
-  /// LifeLock::hold.
+  /// LedgerView::open, kPoolExhausted when all slots are taken, kGuarantee as set_min,
+  /// kInvalidArgument as set_priority, kSegment as LifeLock::hold.
   static Result<std::unique_ptr<LedgerMember>> join(std::span<std::byte> bytes, LedgerJoin how,
                                                     std::shared_ptr<void> keep);
   ~LedgerMember() {
@@ -257,9 +257,8 @@ class LedgerMember {
   /// kGuarantee: the guarantees of all members would be more than the device has; with the sums.
   /// kDeviceUnavailable in a forked child.
   Status set_min(std::uint64_t min_bytes);
-  void set_priority(std::int64_t priority) {
-    if (is_member()) slot().priority = priority;
-  }
+  /// kInvalidArgument: beyond the bounds of a priority; kDeviceUnavailable in a forked child.
+  Status set_priority(std::int64_t priority);
   std::uint64_t min_bytes() const { return slot().min_bytes; }
   std::int64_t priority() const { return slot().priority; }
   void set_limit(std::uint64_t bytes) {

@@ -194,6 +194,13 @@ Result<WishWriter> WishWriter::open(std::span<std::byte> bytes) {
   return WishWriter(reinterpret_cast<RecordLayout*>(bytes.data()));
 }
 
+Status check_priority(std::int64_t priority) {
+  if (priority >= -kMaxPriority && priority <= kMaxPriority) return ok();
+  const std::string most = std::to_string(kMaxPriority);
+  return Error{Errc::kInvalidArgument, "priority=" + std::to_string(priority) +
+                                           " is not accepted; it must be -" + most + " to " + most};
+}
+
 Wish WishWriter::next(const WishChange& change) const {
   Wish wish;
   // Under the writers' lock nobody overtakes this read.

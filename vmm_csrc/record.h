@@ -81,6 +81,12 @@ struct RecordHeader {
 
 enum class InstanceState : std::uint32_t { kAlive = 1, kClosing = 2 };
 
+/// The highest priority of an instance; the lowest is the same below zero.
+inline constexpr std::int64_t kMaxPriority = 1000;
+
+/// kInvalidArgument for a priority beyond +-kMaxPriority.
+Status check_priority(std::int64_t priority);
+
 /// What an operator wants. Revision 0 means that nobody has wished anything yet.
 struct Wish {
   std::uint64_t revision = 0;

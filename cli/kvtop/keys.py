@@ -18,14 +18,13 @@ from kvelastic.cli.kvtop.ordering import ORDERS, ordered
 from kvelastic.cli.kvtop.scene import Instance
 from kvelastic.cli.kvtop.text import ASCII
 from kvelastic.errors import InvalidArgumentError
-from kvelastic.sizes import format_size, parse_percent, parse_size
+from kvelastic.sizes import MAX_PRIORITY, format_size, parse_percent, parse_size
 
 Mode = Literal["list", "filter", "entry", "confirm", "help"]
 Setting = Literal["limit", "min", "priority", "sleep"]
 Mood = Literal["plain", "good", "warn", "bad"]
 
 PAGE_ROWS: Final = 10
-MAX_PRIORITY: Final = (1 << 63) - 1
 _MOST_TYPED: Final = 64
 _SETTINGS: Final[dict[str, Setting]] = {"l": "limit", "m": "min", "p": "priority"}
 _SLEEPS: Final = {"z": True, "w": False}
@@ -249,7 +248,7 @@ def read_value(setting: Setting, text: str, target: Instance) -> int:
                 "write a whole number (higher keeps memory longer)"
             ) from None
         if not -MAX_PRIORITY <= value <= MAX_PRIORITY:
-            raise InvalidArgumentError("that is beyond 64 bits; write a smaller number")
+            raise InvalidArgumentError(f"write {-MAX_PRIORITY} to {MAX_PRIORITY}")
         return value
     if not text.strip().endswith("%"):
         try:

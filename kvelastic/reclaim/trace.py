@@ -16,14 +16,13 @@ from typing import Any, Final
 
 from kvelastic import _vmm
 from kvelastic.errors import InvalidArgumentError
-from kvelastic.sizes import MIB_BYTES, format_size, parse_size
+from kvelastic.sizes import MAX_PRIORITY, MIB_BYTES, format_size, parse_size
 
 MAX_REQUESTS: Final = 100_000
 """Requests in one trace; more would take minutes to replay."""
 MAX_MODELS: Final = _vmm.LEDGER_SLOTS
 MAX_MS: Final = 30 * 24 * 3600 * 1000
 """The longest time in a trace: a month."""
-MAX_PRIORITY: Final = 1000
 NS_PER_MS: Final = 1_000_000
 MIN_GIVE_BACK_NS: Final = 100_000
 """No victim is faster: two that take from each other at once would never get on in time."""

@@ -115,7 +115,8 @@ def test_a_change_is_asked_for_after_a_yes(keys, ask):
         ("m1.5.5G", "write a size"),
         ("phigh", "whole number"),
         ("p1.5", "whole number"),
-        ("p99999999999999999999", "64 bits"),
+        ("p99999999999999999999", "-1000 to 1000"),
+        ("p1001", "-1000 to 1000"),
     ],
 )
 def test_what_is_not_understood_is_said_and_can_be_mended(keys, problem):

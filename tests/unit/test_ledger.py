@@ -20,6 +20,7 @@ from kvelastic import _vmm, ledger, segment
 from kvelastic.errors import (
     DeviceUnavailableError,
     GuaranteeError,
+    InvalidArgumentError,
     KvelasticError,
     LedgerError,
     LedgerForeignError,
@@ -349,6 +350,17 @@ def test_guarantees_that_are_too_much_are_refused_with_the_sums(device):
                 mine.member.set_min(40 * MIB + 1)
             assert mine.member.min_bytes == 40 * MIB
         mine.member.set_min(54 * MIB)
+
+
+@pytest.mark.parametrize("priority", [1001, -1001])
+def test_a_priority_beyond_the_bounds_is_refused(device, priority):
+    with pytest.raises(InvalidArgumentError, match=f"priority={priority} .* -1000 to 1000"):
+        join(device, priority=priority)
+    assert found(device) is None
+    with join(device, priority=1000) as place:
+        with pytest.raises(InvalidArgumentError, match=f"priority={priority}"):
+            place.member.set_priority(priority)
+        assert place.member.priority == 1000
 
 
 def test_a_first_member_that_is_refused_leaves_no_ledger(device):

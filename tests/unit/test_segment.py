@@ -14,7 +14,7 @@ from pathlib import Path
 import needs
 import pytest
 
-from kvelastic import _vmm, lease, segment
+from kvelastic import _vmm, lease, segment, sizes
 from kvelastic.errors import (
     InvalidArgumentError,
     SegmentBusyError,
@@ -609,7 +609,14 @@ def test_unknown_fields_are_named(mine):
 def test_a_priority_beyond_the_bounds_is_refused_by_whoever_asks(name, mine, priority):
     with pytest.raises(InvalidArgumentError, match=f"priority={priority} .* -1000 to 1000"):
         segment.wish(name, priority=priority)
+    with segment.open_writable(name) as open_, pytest.raises(InvalidArgumentError, match="-1000"):
+        open_.record.write_wish(priority=priority)
     assert mine.record.read_wish()["revision"] == 0
+
+
+def test_the_bound_of_a_priority_is_the_record_s() -> None:
+    """Said to those who read the configuration too, who do not load native code."""
+    assert sizes.MAX_PRIORITY == _vmm.MAX_PRIORITY
 
 
 def test_a_wait_that_is_no_number_is_refused(name, mine):

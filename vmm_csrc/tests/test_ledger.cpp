@@ -222,7 +222,7 @@ TEST(ledger_member_that_left_changes_nothing) {
   CHECK(gone->grant(1, kPage) == 0 && gone->granted_bytes() == 0);
   gone->give_back(1, kPage);
   gone->publish(1, 2, 3, 4, true);
-  gone->set_priority(-1);
+  (void)gone->set_priority(-1);
   gone->set_limit(99);
   (void)gone->set_min(7 * kPage);
   gone->handled(1 << 30);
