@@ -9,8 +9,11 @@
 
 A layer's tensor is `num_kv_buffers` parts one after the other (K, then V). Page p is
 `page_bytes(group_id)` bytes at offset p * page_bytes of *every* part: one call maps it for all
-layers, or for none. For an engine the managers of `integration/*/interfaces.py` are the better
-way: they do the counting, and one page there is a single mapping for all layers.
+layers, or for none. Each group of tensors is an instance of its device: `kvctl list` shows what it
+holds, and no page is created that the device's ledger has not granted.
+
+For an engine the managers of `integration/*/interfaces.py` are the better way: they do the
+counting, and one page there is a single mapping for all layers.
 
 All calls may be made from any thread.
 """
@@ -23,9 +26,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from kvelastic import _vmm, embedded
-from kvelastic.config import load
+from kvelastic.config import Config, load
 from kvelastic.device import Device, means_host, resolve
 from kvelastic.errors import InvalidArgumentError, NotInitializedError
+from kvelastic.hand_mapped import HandMapped, open_hand_mapped
 from kvelastic.layout import GRANULARITY_BYTES
 
 if TYPE_CHECKING:
@@ -34,12 +38,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class _Tensors:
-    memory: _vmm.Range
+    pages: HandMapped
     block_bytes: int | None
 
 
 @dataclass(frozen=True)
 class _Setup:
+    settings: Config
     device: Device
     page_bytes: int
 
@@ -63,20 +68,21 @@ def init_kvelastic(device: str = "auto", page_size: int = 0) -> None:
             f"page_size={page_size} is not accepted; it must be a multiple of {GRANULARITY_BYTES}"
         )
     with _lock:
-        _setup = _Setup(resolve(device, settings), size)
+        _setup = _Setup(settings, resolve(device, settings), size)
 
 
 def shutdown_kvelastic() -> None:
-    """Unmap and destroy everything of every group. The tensors must not be touched any more."""
+    """Unmap and destroy everything of every group, and leave the device's ledger.
+
+    The tensors must not be touched any more. What the driver does not take back stays granted.
+    """
     global _setup
     with _lock:
         groups = list(_groups.values())
         _groups.clear()
         _setup = None
     for group in groups:
-        memory = group.memory
-        memory.unmap([p for p in range(memory.geometry.pages) if memory.is_mapped(p)], destroy=True)
-        memory.trim()
+        group.pages.close()
 
 
 def create_kv_tensors(
@@ -94,7 +100,8 @@ def create_kv_tensors(
     The size is rounded up so that each of the `num_kv_buffers` parts is whole pages; `dtype_size`
     must divide a page. `block_bytes` (of one block in one part) is only needed to name blocks in
     `map_to_kv_tensors`. Raises `NotInitializedError`, and `InvalidArgumentError` if a number is not
-    positive or the group has tensors already.
+    positive or the group has tensors already; what `open_hand_mapped` raises where the group cannot
+    be an instance of the device.
     """
     from kvelastic.tensors import whole_range
 
@@ -132,9 +139,15 @@ def create_kv_tensors(
             raise InvalidArgumentError(
                 f"group {group_id} has tensors already; use another group_id"
             )
-        memory = _vmm.Range.reserve(setup.device.driver(), geometry)
-        _groups[group_id] = _Tensors(memory, block_bytes)
-    flat = whole_range(memory)
+        named = setup.settings.ipc_name
+        own = open_hand_mapped(
+            setup.settings,
+            setup.device,
+            geometry,
+            name=f"{named}_vmm_g{group_id}" if named else None,
+        )
+        _groups[group_id] = _Tensors(own, block_bytes)
+    flat = whole_range(own.memory)
     layer_bytes = num_kv_buffers * part_bytes
     return [flat[i * layer_bytes : (i + 1) * layer_bytes] for i in range(num_layers)]
 
@@ -146,7 +159,7 @@ def kv_tensors_created(group_id: int = 0) -> bool:
 
 def page_bytes(group_id: int = 0) -> int:
     """Bytes that one page has in each part of each layer."""
-    return _group(group_id).memory.geometry.extent_bytes
+    return _group(group_id).pages.memory.geometry.extent_bytes
 
 
 def map_to_kv_tensors(
@@ -155,34 +168,37 @@ def map_to_kv_tensors(
     """Map pages in every layer, and the pages that `block_ids` lie in. All of them or none.
 
     Pages named twice, by number or through a block, are mapped once. New memory holds zeros; what
-    `unmap_from_kv_tensors` left is reused as it is. Raises `InvalidArgumentError` for a page that
-    is mapped already or outside the tensors, `OutOfMemoryError`.
+    `unmap_from_kv_tensors` left is reused as it is. Waits at most `KVELASTIC_RECLAIM_WAIT` for
+    memory of others. Raises `InvalidArgumentError` for a page that is mapped already or outside the
+    tensors, `OutOfMemoryError` where the device's ledger grants no more, `KVELASTIC_LIMIT` is
+    reached, or the device has none.
     """
     group = _group(group_id)
-    group.memory.map(_pages(group, page_ids, block_ids))
+    group.pages.map(_pages(group, page_ids, block_ids))
 
 
 def unmap_from_kv_tensors(
     page_ids: Sequence[int], block_ids: Sequence[int] = (), *, group_id: int = 0
 ) -> None:
-    """Unmap pages from every layer, all or none; touching them faults. The memory is kept.
+    """Unmap pages from every layer, all or none; touching them faults. The memory is kept,
+    and stays granted, until `trim_kv_tensors`, or a later call where others ask for it.
 
     Raises `InvalidArgumentError` for a page that is not mapped.
     """
     group = _group(group_id)
-    group.memory.unmap(_pages(group, page_ids, block_ids))
+    group.pages.unmap(_pages(group, page_ids, block_ids))
 
 
 def trim_kv_tensors(group_id: int = 0) -> None:
     """Give the memory of unmapped pages back to the device."""
-    _group(group_id).memory.trim()
+    _group(group_id).pages.trim()
 
 
 def _required_setup() -> _Setup:
     if _setup is not None:
         return _setup
     state = embedded.required()
-    return _Setup(state.device, state.settings.page_size_bytes)
+    return _Setup(state.settings, state.device, state.settings.page_size_bytes)
 
 
 def _group(group_id: int) -> _Tensors:
@@ -204,7 +220,7 @@ def _pages(group: _Tensors, page_ids: Sequence[int], block_ids: Sequence[int]) -
     for block in block_ids:
         first = block * (group.block_bytes or 0)
         last = first + (group.block_bytes or 0) - 1
-        size = group.memory.geometry.extent_bytes
+        size = group.pages.memory.geometry.extent_bytes
         pages.update(dict.fromkeys(range(first // size, last // size + 1)))
     return list(pages)
 

@@ -199,6 +199,13 @@ void bind_driver(nb::module_& m) {
           },
           "pages"_a, "Map pages that are not mapped; new ones hold zeros. Blocks.")
       .def(
+          "check_map",
+          [](const Range& r, nb::handle pages) {
+            const std::vector<std::uint32_t> batch = pages_of(pages);
+            check(without_gil([&r = own(r), &batch] { return r.check_map(batch); }));
+          },
+          "pages"_a, "Raise what map() would for these pages whatever memory there is.")
+      .def(
           "unmap",
           [](Range& r, nb::handle pages, bool destroy) {
             const std::vector<std::uint32_t> batch = pages_of(pages);

@@ -6,6 +6,7 @@
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
+#include <chrono>
 #include <cstring>
 
 #include "bind_errors.h"
@@ -252,6 +253,16 @@ void bind_ledger(nb::module_& m) {
       .def("ask", of_its_own<&LedgerMember::ask>, "bytes"_a,
            "Say that bytes are missing and ask others for them. False: nobody has to give.")
       .def("stop_asking", of_its_own<&LedgerMember::stop_asking>)
+      .def_prop_ro("bell", &LedgerMember::bell)
+      .def(
+          "wait",
+          [](const LedgerMember& member, std::uint32_t seen, double timeout_s) {
+            const std::chrono::duration<double> timeout(timeout_s);
+            const GilReleased unlocked;
+            member.wait(seen, std::chrono::duration_cast<std::chrono::nanoseconds>(timeout));
+          },
+          "seen"_a, "timeout_s"_a,
+          "Block until the bell is another than `seen`: memory came free, or is asked for.")
       .def("set_min",
            [](LedgerMember& member, std::uint64_t bytes) { check(member.set_min(bytes)); })
       .def("set_priority", [](LedgerMember& member,

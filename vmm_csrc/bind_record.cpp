@@ -273,13 +273,16 @@ double measure_publish_ns(const PyRecord& record, std::uint64_t count) {
 
 void publish_answer(const PyRecord& record, std::uint64_t revision, const std::string& state,
                     std::uint64_t effective_limit_bytes, std::uint64_t mapped_bytes,
-                    std::uint64_t over_bytes, const std::string& reason) {
+                    std::uint64_t over_bytes, const std::string& reason, std::uint64_t min_bytes,
+                    std::int64_t priority) {
   Answer answer;
   answer.revision = revision;
   answer.state = answer_state_of(state);
   answer.effective_limit_bytes = effective_limit_bytes;
   answer.mapped_bytes = mapped_bytes;
   answer.over_bytes = over_bytes;
+  answer.min_bytes = min_bytes;
+  answer.priority = priority;
   record.native()->answer(answer, reason);
 }
 
@@ -300,10 +303,10 @@ void add_counter(const PyRecord& record, const std::string& name, std::uint64_t 
 WishChange make_change(std::optional<std::uint64_t> limit_bytes,
                        std::optional<std::uint64_t> min_bytes, std::optional<std::int64_t> priority,
                        std::optional<bool> asleep, bool trim) {
+  if (priority) check(check_priority(*priority));
   WishChange change;
   change.limit_bytes = limit_bytes;
   change.min_bytes = min_bytes;
-  if (priority) check(check_priority(*priority));
   change.priority = priority;
   change.asleep = asleep;
   change.trim = trim;
@@ -372,10 +375,10 @@ WishWriter PyRecord::writer() const {
 void bind_record(nb::module_& m) {
   m.attr("RECORD_MAGIC") = nb::bytes(reinterpret_cast<const char*>(&kRecordMagic), 8);
   m.attr("RECORD_ABI_VERSION") = kRecordAbiVersion;
+  m.attr("MAX_PRIORITY") = kMaxPriority;
   m.attr("RECORD_BYTES") = kRecordBytes;
   m.attr("RING_AREA_BYTES") = kRingAreaBytes;
   m.attr("SEGMENT_BYTES") = kSegmentBytes;
-  m.attr("MAX_PRIORITY") = kMaxPriority;
   m.def("record_version", &version_of, "buffer"_a,
         "The version of bytes that start like a segment, of whatever version; None otherwise.");
 
@@ -428,7 +431,7 @@ void bind_record(nb::module_& m) {
       .def("owner_wish", &owner_wish, "Owner: the newest wish, or None.")
       .def("publish_answer", &publish_answer, "revision"_a, "state"_a, nb::kw_only(),
            "effective_limit_bytes"_a, "mapped_bytes"_a = 0, "over_bytes"_a = 0, "reason"_a = "",
-           "Owner: answer a wish and wake who waits.")
+           "min_bytes"_a = 0, "priority"_a = 0, "Owner: answer a wish and wake who waits.")
       .def("publish_usage", &publish_usage, "Owner: publish the fields of read_usage(), by name.")
       .def("add_counter", &add_counter, "name"_a, "amount"_a = 1)
       .def(

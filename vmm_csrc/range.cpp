@@ -84,6 +84,12 @@ Status Range::map(std::span<const PageIndex> pages) {
   return ok();
 }
 
+Status Range::check_map(std::span<const PageIndex> pages) const {
+  const std::lock_guard lock(mutex_);
+  if (Status usable = refuse_if_failed(); !usable) return usable;
+  return check_batch(pages, false);
+}
+
 Status Range::map_extents(std::span<const PageIndex> pages, std::span<const Handle> handles) {
   std::size_t done = 0;
   for (const PageIndex page : pages) {

@@ -42,6 +42,10 @@ class Range {
   /// kMapping or kPoolFailed; nothing is mapped then that was not before.
   Status map(std::span<const PageIndex> pages);
 
+  /// What map() would refuse of these pages whatever memory there is: kInvalidArgument,
+  /// kPoolFailed.
+  Status check_map(std::span<const PageIndex> pages) const;
+
   /// Unmaps mapped pages. The same failures; on one, every page is mapped as before, contents kept.
   Status unmap(std::span<const PageIndex> pages, Afterwards afterwards);
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvelastic import errors, vmm_ops
+from kvelastic import errors, ledger, segment, vmm_ops
 
 MIB = 1 << 20
 PAGE = 2 * MIB
@@ -100,3 +100,5 @@ def test_touching_an_unmapped_page_faults() -> None:
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.stdout == "still here\n"
     assert done.returncode == -11, "SIGSEGV"
+    segment.reap()
+    ledger.reap()
