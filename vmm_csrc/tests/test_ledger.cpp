@@ -364,7 +364,7 @@ TEST(ledger_refuses_a_forked_child) {
     all &= member->add_worker(1, 1).error().code == refused;
     member->give_back(1, kPage);
     member->set_others(kPage);
-    member->set_priority(9);
+    (void)member->set_priority(9);
     member->leave();
     member.reset();
     ::_exit(all ? 0 : 1);
