@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     from kvelastic.cli.rows import Row
     from kvelastic.devices import DeviceFacts
+    from kvelastic.ledger_facts import LedgerInfo
 
 
 class ProcessRow(TypedDict):
@@ -71,10 +72,12 @@ def devices_command(as_json: bool) -> None:
     """
     from kvelastic.cli.rows import row_of
     from kvelastic.devices import list_devices
+    from kvelastic.ledger import list_ledgers
     from kvelastic.segment import list_segments
 
     found = list_devices()
-    rows = device_rows(found.devices, [row_of(info) for info in list_segments()])
+    devices = with_ledgers(found.devices, list_ledgers(), _own_group())
+    rows = device_rows(devices, [row_of(info) for info in list_segments()])
     if as_json:
         import json
 
@@ -83,6 +86,45 @@ def devices_command(as_json: bool) -> None:
         _show(rows)
     if found.gpu_problem:
         click.echo(f"GPUs: {found.gpu_problem}.", err=True)
+
+
+def with_ledgers(
+    devices: Iterable[DeviceFacts], ledgers: Iterable[LedgerInfo], group: str | None
+) -> list[DeviceFacts]:
+    """The devices with the capacity that their instances go by, where there are any.
+
+    Of several groups of instances on one device, that of `group` counts; else none does.
+    """
+    from dataclasses import replace
+
+    from kvelastic.devices import device_key
+
+    by_key: dict[str, dict[str, int]] = {}
+    for ledger in ledgers:
+        if ledger.status == "readable":
+            of_device = by_key.setdefault(device_key(ledger.device), {})
+            of_device[ledger.group] = ledger.capacity_bytes
+    found = []
+    for facts in devices:
+        capacities = by_key.get(facts.key, {})
+        counts = group if group in capacities else next(iter(capacities), None)
+        is_clear = counts == group or len(capacities) == 1
+        if counts is not None and is_clear:
+            found.append(replace(facts, capacity_bytes=capacities[counts]))
+        else:
+            found.append(facts)
+    return found
+
+
+def _own_group() -> str | None:
+    """`KVELASTIC_LEDGER`; None where the environment cannot be read, which the host's row says."""
+    from kvelastic.config import load
+    from kvelastic.errors import ConfigError
+
+    try:
+        return load().ledger
+    except (ConfigError, OSError):
+        return None
 
 
 def device_rows(devices: Iterable[DeviceFacts], segments: Sequence[Row]) -> list[DeviceRow]:

@@ -19,6 +19,7 @@ from kvelastic.cli.finding import known_names
 from kvelastic.errors import InvalidArgumentError, KvelasticError, SegmentNotFoundError
 
 _COMMANDS: Final = {
+    "capacity": "capacity.capacity_command",
     "completion": "completion.completion_command",
     "delete": "housekeeping.delete_command",
     "devices": "devices.devices_command",

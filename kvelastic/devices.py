@@ -62,7 +62,7 @@ class DeviceFacts:
     free_bytes: int | None = None
     """Of the host: what programs can have without swapping, caches that can go included."""
     capacity_bytes: int | None = None
-    """Of the host: what instances may hold of it together (`KVELASTIC_HOST_MEMORY`)."""
+    """Of the host: what a first instance would let all hold together (`KVELASTIC_HOST_MEMORY`)."""
     driver_version: str | None = None
     """The NVIDIA driver's; None for the host."""
     processes: tuple[ProcessMemory, ...] | None = None

@@ -2,6 +2,7 @@
 
     with join(device, own_segment.name, ...) as member: ...   # an instance; for its native pool
     for ledger in list_ledgers(): print(ledger.device, ledger.free_bytes)
+    set_capacity("host", group="default", capacity_bytes=8 << 30)      # while instances run
     reap()                                       # every kvctl does this when it starts
 
 A ledger is a file of /dev/shm named by group and device. Its first member makes it and the last one
@@ -56,6 +57,7 @@ __all__ = [
     "ledger_path",
     "list_ledgers",
     "reap",
+    "set_capacity",
 ]
 
 _log = logging.getLogger("kvelastic")
@@ -187,7 +189,7 @@ def join(
         if member.capacity_bytes != capacity_bytes:
             _log.warning(
                 "The device %s is shared with instances that count its capacity as %s, not %s;"
-                " that holds here too until all of them have ended.",
+                " that holds here too until all of them have ended or `kvctl capacity` sets it.",
                 device,
                 format_size(member.capacity_bytes),
                 format_size(capacity_bytes),
@@ -226,6 +228,33 @@ def hold_as_worker(uuid: bytes, rank: int) -> list[_vmm.LifeLock]:
             " has ended, or has another /dev/shm; restart the engine"
         )
     return held
+
+
+def set_capacity(device: str, *, group: str, capacity_bytes: int) -> int:
+    """Change what the members of a ledger may hold together, at once; returns what it was.
+
+    What is held beyond it the members give back by and by. It lasts as long as the ledger: the
+    first to join after the last one has left sets it anew. Any process of the ledger's user may
+    call it; it waits for the file's lock, two seconds at most. Nothing has changed where it raises:
+    `GuaranteeError` for less than the guarantees, `InvalidArgumentError` for less than 64 KiB,
+    `LedgerForeignError` for another user's ledger, `LedgerError` if there is none or it cannot be
+    used.
+    """
+    path = ledger_path(group, device)
+    try:
+        fd = _open(path, WRITE_FLAGS)
+    except FileNotFoundError as error:
+        raise LedgerError(f"no instance is on {device}: there is no {path}") from error
+    try:
+        with _map(fd, path, mmap.PROT_READ | mmap.PROT_WRITE) as memory:
+            with _locked_file(fd, path):
+                before_bytes = _vmm.ledger_set_capacity(memory, capacity_bytes, fd)
+            # Who left meanwhile could not remove it.
+            if _remove_if_empty(path, fd, memory) or not _leads_to(path, fd):
+                raise LedgerError(f"the last instance on {device} has just ended")
+            return before_bytes
+    finally:
+        os.close(fd)
 
 
 def list_ledgers() -> list[LedgerInfo]:

@@ -210,6 +210,15 @@ void bind_ledger(nb::module_& m) {
       "buffer"_a, "Let nobody join any more if there is no member; True: so it is.");
   m.def("ledger_life_byte", &ledger_life_byte, "slot"_a, "life"_a, "process"_a,
         "The byte of a member's process: 0 its scheduler, 1 + rank a worker.");
+  m.def(
+      "ledger_set_capacity",
+      [](nb::handle buffer, std::uint64_t capacity_bytes, int fd) {
+        const auto hold = hold_buffer(buffer, PyBUF_WRITABLE);
+        return unwrap(ledger_set_capacity(hold->bytes(), capacity_bytes, LifeJudge(fd)));
+      },
+      "buffer"_a, "capacity_bytes"_a, "fd"_a,
+      "Change the capacity; hold flock() on the file, of which `fd` is an open. Returns what it\n"
+      "was. Raises GuaranteeError.");
   m.def("plan_reclaim", &plan, "contenders"_a, "asker"_a, "free_bytes"_a, "capacity_bytes"_a,
         "Whom to ask for what: (contender, bytes, depth) tuples; see vmm_csrc/reclaim.h.");
   m.def("kept_bytes", &kept, "contenders"_a, "self"_a, "capacity_bytes"_a,

@@ -79,10 +79,12 @@ void Keeper::go_round() {
   const bool read = read_wish();
   device_is_shared_ = pool_->see_device();
   if (pool_->failed() && !failure_told_) answer(pool_->limit_state(), {});
+  see_capacity();
+  const bool over_capacity = pool_->member() && pool_->member()->ask_for_excess();
   serve_asks();
   finish_shrinking();
   const bool missing = pool_->pursue();
-  pursuing_ = pool_->expire_squeeze() || missing;
+  pursuing_ = pool_->expire_squeeze() || missing || over_capacity;
   (void)pool_->provision();  // out of memory: demand will say so when it comes
   decay();
   (void)record_->wait_bell(seen, sleep_ns(!read));
@@ -117,6 +119,11 @@ void Keeper::pass_bells_on() {
     const std::uint32_t now = member.bell();
     if (std::exchange(heard, now) != now) record_->ring_bell();
   }
+}
+
+/// The answer says which limit holds.
+void Keeper::see_capacity() {
+  if (pool_->see_capacity()) answer(pool_->limit_state(), {});
 }
 
 /// Gives others what they ask of this instance, as far as there is something to give.

@@ -52,6 +52,7 @@ class Keeper {
   bool read_wish();
   void carry_out(const Wish& wish);
   Status change_standing(const Wish& wish);
+  void see_capacity();
   void serve_asks();
   void pass_bells_on();
   void finish_shrinking();

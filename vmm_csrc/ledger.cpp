@@ -213,7 +213,44 @@ std::uint64_t reap_dead(LedgerLayout& layout, const LifeJudge& judge) {
   return freed;
 }
 
+std::uint64_t guaranteed_bytes(const LedgerLayout& layout) {
+  std::uint64_t bytes = 0;
+  for (std::size_t i = 0; i < slots_used(layout); ++i) {
+    const LedgerSlot& slot = layout.slots[i];
+    if (is_alive(slot.life.load())) bytes += slot.min_bytes.load();
+  }
+  return bytes;
+}
+
 }  // namespace
+
+Result<std::uint64_t> ledger_set_capacity(std::span<std::byte> bytes, std::uint64_t capacity_bytes,
+                                          const LifeJudge& judge) {
+  if (Status valid = validate(bytes); !valid) return valid.error();
+  if (capacity_bytes < kGrantUnitBytes) {
+    return Error{Errc::kInvalidArgument, "a capacity of " + size_text(capacity_bytes) +
+                                             " is too small; it must be at least " +
+                                             size_text(kGrantUnitBytes)};
+  }
+  auto& layout = *reinterpret_cast<LedgerLayout*>(bytes.data());
+  const auto refusal = [&](std::uint64_t guaranteed) {
+    return Error{Errc::kGuarantee, "a capacity of " + size_text(capacity_bytes) +
+                                       " is less than what the instances are guaranteed, " +
+                                       size_text(guaranteed)};
+  };
+  (void)reap_dead(layout, judge);
+  // Looked at before the change, so that whoever is killed half-way leaves a capacity that holds
+  // the guarantees; and after it, for a guarantee that was given meanwhile.
+  if (const std::uint64_t sum = guaranteed_bytes(layout); sum > capacity_bytes) return refusal(sum);
+  const std::uint64_t before = layout.capacity_bytes.exchange(capacity_bytes);
+  const std::uint64_t sum = guaranteed_bytes(layout);
+  if (sum > capacity_bytes) layout.capacity_bytes = before;
+  for (std::size_t i = 0; i < slots_used(layout); ++i) {
+    if (is_alive(layout.slots[i].life.load())) ring_bell(layout.slots[i].bell);
+  }
+  if (sum > capacity_bytes) return refusal(sum);
+  return before;
+}
 
 Result<std::uint64_t> ledger_reap(std::span<std::byte> bytes, const LifeJudge& judge) {
   if (Status valid = validate(bytes); !valid) return valid.error();
@@ -350,12 +387,17 @@ std::uint64_t LedgerMember::grant(std::uint64_t pages, std::uint64_t page_bytes)
     std::uint64_t claim = pages * each;
     slot().units.fetch_add(claim);
     for (;; ++look) {
+      // A capacity that changes after this look and before the grant stands: look again. One that
+      // changes later finds the grant, and rings.
+      const std::uint64_t seen_bytes = capacity_bytes();
       const Sums sums = add_up(claim);
       const std::uint64_t capacity = usable_bytes();
       const std::uint64_t free = less(capacity / kGrantUnitBytes, sums.granted + sums.kept);
       if (free >= claim + sums.claimed()) {
         slot().units.fetch_add((claim << kGrantedShift) - claim);
-        return pages;
+        if (capacity_bytes() == seen_bytes) return pages;
+        slot().units.fetch_sub((claim << kGrantedShift) - claim);
+        continue;
       }
       if (sums.claimed() == 0 || look >= kClaimLooks) {
         // Others' claims do not matter here, or their owners were stopped with them: less, then.
@@ -364,7 +406,9 @@ std::uint64_t LedgerMember::grant(std::uint64_t pages, std::uint64_t page_bytes)
         claim = pages * each;
         if (pages == 0) return 0;
         slot().units.fetch_add((claim << kGrantedShift) - claim);
-        return pages;
+        if (capacity_bytes() == seen_bytes) return pages;
+        slot().units.fetch_sub((claim << kGrantedShift) - claim);
+        continue;
       }
       if (look >= kClaimSpins) std::this_thread::yield();
       if (sums.claimed_lower > 0) break;  // the lower slot stays, this one stands back
@@ -524,10 +568,21 @@ bool LedgerMember::ask(std::uint64_t bytes) {
 
   (void)reap_dead(*layout_, LifeJudge(file_));
   if (!is_member()) return false;
-  const auto [all, where, self, free_bytes] = look_around(now_ns);
-  bool any = free_bytes >= bytes;
-  for (const Demand& demand : plan_reclaim(all, self, free_bytes, usable_bytes(), rules_)) {
-    const auto [index, life] = where[demand.contender];
+  const Everybody found = look_around(now_ns);
+  const auto& [all, where, self, free_bytes] = found;
+  const bool asked =
+      demand(plan_reclaim(all, self, free_bytes, usable_bytes(), rules_), found, now_ns);
+  return asked || free_bytes >= bytes ||
+         std::any_of(all.begin(), all.end(), [&](const Contender& c) {
+           return &c != &all[self] && c.wanted_bytes > 0;  // also of who is slow to answer
+         });
+}
+
+bool LedgerMember::demand(const std::vector<Demand>& plan, const Everybody& everybody,
+                          std::uint64_t now_ns) {
+  bool any = false;
+  for (const Demand& demand : plan) {
+    const auto [index, life] = everybody.where[demand.contender];
     LedgerSlot& victim = layout_->slots[index];
     if (victim.life.load() != life) continue;
     if (open_requests(victim) == 0) victim.wanted_at_ns = now_ns;
@@ -535,9 +590,26 @@ bool LedgerMember::ask(std::uint64_t bytes) {
     ring_bell(victim.bell);
     any = true;
   }
-  return any || std::any_of(all.begin(), all.end(), [&](const Contender& c) {
-           return &c != &all[self] && c.wanted_bytes > 0;  // also of who is slow to answer
-         });
+  return any;
+}
+
+bool LedgerMember::ask_for_excess() {
+  const auto excess = [this] {
+    return less(add_up(0).granted * kGrantUnitBytes, capacity_bytes());
+  };
+  if (!is_member() || excess() == 0) return false;
+  const std::uint64_t now_ns = monotonic_ns();
+  std::uint64_t asked_ns = layout_->excess_asked_ns.load();
+  // A time to come is none of this machine's: it counts as long ago.
+  if (now_ns - asked_ns < rules_.patience_ns ||
+      !layout_->excess_asked_ns.compare_exchange_strong(asked_ns, now_ns)) {
+    return true;
+  }
+  (void)reap_dead(*layout_, LifeJudge(file_));
+  if (!is_member()) return false;
+  const Everybody found = look_around(now_ns);
+  (void)demand(plan_excess(found.all, excess(), capacity_bytes(), rules_), found, now_ns);
+  return true;
 }
 
 void LedgerMember::stop_asking() {

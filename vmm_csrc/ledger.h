@@ -129,6 +129,7 @@ struct LedgerLayout {
   SharedWord others_at_ns;                ///< when that was last looked at; 0: never
   std::atomic<std::uint32_t> slots_used;  ///< no slot from here on was ever taken
   SharedWord door;                        ///< joins * 2, + 1 when nobody joins any more
+  SharedWord excess_asked_ns;  ///< when somebody last asked for what is over the capacity
   std::array<LedgerSlot, kLedgerSlots> slots;
 };
 static_assert(std::is_standard_layout_v<LedgerLayout>);
@@ -208,6 +209,14 @@ struct LedgerJoin {
   LifeLock::Children children = LifeLock::Children::kDrop;
 };
 
+/// Changes what all members together may hold; the caller holds the file's lock. Answers what it
+/// was. Grants go by it at once, and what is held beyond it is given back by and by
+/// (LedgerMember::ask_for_excess). Nothing has changed where it fails: kGuarantee for less than the
+/// guarantees of the members, kInvalidArgument for less than kGrantUnitBytes, kSegmentFormat as
+/// LedgerView::open.
+Result<std::uint64_t> ledger_set_capacity(std::span<std::byte> bytes, std::uint64_t capacity_bytes,
+                                          const LifeJudge& judge);
+
 /// One instance's end of a ledger. All calls from any thread of the process that joined, none
 /// blocks but wait(); in a forked child none changes anything. The bytes must outlive it; `keep` is
 /// held as long.
@@ -280,6 +289,10 @@ class LedgerMember {
   /// it again every now and then (rules().ask_lease_ns) while it is so. False: nobody has to give.
   bool ask(std::uint64_t bytes);
   void stop_asking();
+  /// Where more is granted than the capacity, since that was lowered: asks those for the rest who
+  /// have to give it, this member among them, as one who outranks all. False: nothing is over it;
+  /// true: call again soon. Whichever member calls first asks for all, once in rules().patience_ns.
+  bool ask_for_excess();
   /// The bell of requests and of memory come free: seen = bell(); <look>; wait(seen, timeout).
   std::uint32_t bell() const { return slot().bell.load(std::memory_order_acquire); }
   void wait(std::uint32_t seen, std::chrono::nanoseconds timeout) const;
@@ -320,6 +333,8 @@ class LedgerMember {
   bool is_member() const { return slot().life.load() == life_ && joined_by_.is_this(); }
   Sums add_up(std::uint64_t wanted_units) const;
   void wake_askers() const;
+  /// Writes demands into the mailboxes, and rings. Answers whether there was one to write.
+  bool demand(const std::vector<Demand>& plan, const Everybody& everybody, std::uint64_t now_ns);
 
   LedgerLayout* const layout_;
   const std::size_t index_;

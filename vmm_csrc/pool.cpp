@@ -69,11 +69,16 @@ Pool::Pool(const Geometry& geometry, std::shared_ptr<Backing> backing, const Poo
       backing_(std::move(backing)),
       member_(std::move(member)),
       blocks_(std::move(blocks)),
+      seen_capacity_bytes_(capacity_bytes()),
       limit_bytes_(options.limit_bytes),
       pages_limit_(whole_pages(options.limit_bytes)) {
   const Lock lock(mutex_);
-  if (member_) member_->set_limit(limit_bytes_);
+  tell_limit();
   changed();
+}
+
+void Pool::tell_limit() {
+  if (member_) member_->set_limit(std::min(limit_bytes_, capacity_bytes()));
 }
 
 std::uint64_t Pool::batch_pages() const {
@@ -81,7 +86,7 @@ std::uint64_t Pool::batch_pages() const {
 }
 
 std::uint64_t Pool::whole_pages(std::uint64_t limit_bytes) const {
-  const std::uint64_t bytes = std::min(limit_bytes, options_.capacity_bytes);
+  const std::uint64_t bytes = std::min(limit_bytes, capacity_bytes());
   // Page 0 holds the null block and is never given back, so one page is the least.
   return std::clamp<std::uint64_t>(bytes / page_cost_bytes(), 1, geometry_.pages);
 }
@@ -677,9 +682,25 @@ LimitState Pool::set_limit(std::uint64_t limit_bytes) {
   limit_bytes_ = limit_bytes;
   pages_limit_ = whole_pages(limit_bytes);
   blocks_->close_pages(over_pages());
-  if (member_) member_->set_limit(limit_bytes);
+  tell_limit();
   changed();
   return limit_state_locked();
+}
+
+bool Pool::see_capacity() {
+  {
+    const Lock lock(mutex_);
+    if (capacity_bytes() == seen_capacity_bytes_) return false;
+  }
+  const std::lock_guard session(session_);
+  const Lock lock(mutex_);
+  seen_capacity_bytes_ = capacity_bytes();
+  pages_limit_ = whole_pages(limit_bytes_);
+  blocks_->close_pages(over_pages());
+  tell_limit();
+  note_arrival();  // with more of it, others than this pool may have come to give blocks
+  changed();
+  return true;
 }
 
 Result<LimitState> Pool::enforce_limit() {
@@ -892,7 +913,7 @@ Usage Pool::usage_locked(std::uint64_t available) const {
   const std::uint64_t page_bytes = page_cost_bytes();
   const std::uint64_t block_share_bytes = page_bytes / geometry_.blocks_per_page;
   Usage usage;
-  usage.capacity_bytes = options_.capacity_bytes;
+  usage.capacity_bytes = capacity_bytes();
   usage.mapped_bytes = held_pages_ * page_bytes;
   usage.in_use_bytes = blocks_->used_blocks() * block_share_bytes;
   usage.cached_bytes = blocks_->cached_blocks() * block_share_bytes;

@@ -41,9 +41,10 @@
 namespace kvelastic {
 
 struct PoolOptions {
-  std::uint64_t max_blocks = 0;      ///< ids that may be in use at once, the null block counted in
-  std::uint64_t limit_bytes = 0;     ///< at start; at least one page is always held (null block)
-  std::uint64_t capacity_bytes = 0;  ///< of the device; no limit goes beyond it
+  std::uint64_t max_blocks = 0;   ///< ids that may be in use at once, the null block counted in
+  std::uint64_t limit_bytes = 0;  ///< at start; at least one page is always held (null block)
+  /// Of the device, where no ledger says it; no limit goes beyond it.
+  std::uint64_t capacity_bytes = 0;
   std::uint64_t min_reserved_pages = 5;   ///< kept parked ahead of demand while there is any
   std::uint64_t max_reserved_pages = 10;  ///< never more than these are created ahead of demand
   std::int64_t max_cached_blocks = -1;    ///< -1: no bound
@@ -187,6 +188,9 @@ class Pool {
   bool pursue();
   /// Tells the ledger what others hold of a GPU. False: the device has none who could.
   bool see_device();
+  /// Goes by the capacity of the device where that has changed: limits beyond it are cut to it.
+  /// Gives nothing back itself. True: it has changed. Waits for the session then.
+  bool see_capacity();
   /// Lifts a squeeze that nobody has asked for any more. True: there is still one.
   bool expire_squeeze();
   const std::shared_ptr<LedgerMember>& member() const { return member_; }
@@ -304,7 +308,11 @@ class Pool {
   std::uint64_t in_use() const { return blocks_->used_blocks() - reserved_.size(); }
   std::uint64_t usable_blocks() const;
   std::uint64_t count_available(Reach reach) const;
+  std::uint64_t capacity_bytes() const {
+    return member_ ? member_->capacity_bytes() : options_.capacity_bytes;
+  }
   std::uint64_t whole_pages(std::uint64_t limit_bytes) const;
+  void tell_limit();
   bool provisioning_due() const;
   bool something_to_decay() const;
   void note_arrival();
@@ -325,7 +333,8 @@ class Pool {
   std::unique_ptr<Blocks> blocks_;
   std::vector<BlockId> reserved_;  // sorted; used in blocks_, set aside for the next allocs
   std::vector<BlockId> evicted_;
-  std::vector<Change> history_;  // moves, and the evictions before the last of them
+  std::vector<Change> history_;        // moves, and the evictions before the last of them
+  std::uint64_t seen_capacity_bytes_;  // pages_limit_ goes by this one, or by a newer one
   std::uint64_t limit_bytes_;
   std::uint64_t pages_limit_;
   std::uint64_t held_pages_ = 0;      // mapped, or on the way in or out

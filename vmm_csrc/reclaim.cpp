@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <array>
+#include <limits>
 #include <numeric>
 #include <optional>
 #include <tuple>
@@ -162,6 +163,22 @@ std::vector<Demand> plan_reclaim(std::span<const Contender> all, std::size_t ask
     }
   }
   return plan;
+}
+
+std::vector<Demand> plan_excess(std::span<const Contender> all, std::uint64_t excess_bytes,
+                                std::uint64_t capacity_bytes, const ReclaimRules& rules) {
+  std::vector<Contender> with_asker(all.begin(), all.end());
+  for (Contender& c : with_asker) {
+    // A part of a page that is guaranteed keeps the whole page.
+    const std::uint64_t page_bytes = std::max<std::uint64_t>(c.page_bytes, 1);
+    const std::uint64_t pages = c.min_bytes / page_bytes + (c.min_bytes % page_bytes > 0 ? 1 : 0);
+    c.min_bytes = std::max<std::uint64_t>(pages, 1) * page_bytes;
+  }
+  Contender asker;
+  asker.priority = std::numeric_limits<std::int64_t>::max();
+  asker.ask_bytes = excess_bytes;
+  with_asker.push_back(asker);
+  return plan_reclaim(with_asker, all.size(), 0, capacity_bytes, rules);
 }
 
 std::uint64_t reachable_bytes(std::span<const Contender> all, std::size_t asker,

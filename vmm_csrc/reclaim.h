@@ -87,6 +87,11 @@ std::vector<Demand> plan_reclaim(std::span<const Contender> all, std::size_t ask
                                  std::uint64_t free_bytes, std::uint64_t capacity_bytes,
                                  const ReclaimRules& rules);
 
+/// Whom to ask for what, so that all of them together hold `excess_bytes` less: as plan_reclaim for
+/// one who outranks everybody, so guarantees are kept, and one page of each, which no pool gives.
+std::vector<Demand> plan_excess(std::span<const Contender> all, std::uint64_t excess_bytes,
+                                std::uint64_t capacity_bytes, const ReclaimRules& rules);
+
 /// What others would have to give if `all[asker]` asked for it now: parked and cached pages.
 std::uint64_t reachable_bytes(std::span<const Contender> all, std::size_t asker,
                               std::uint64_t capacity_bytes, const ReclaimRules& rules);

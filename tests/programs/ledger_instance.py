@@ -150,6 +150,8 @@ def serve() -> None:
                 answer(child)
             elif verb == "granted":
                 answer(pool.ledger.member.granted_bytes)
+            elif verb == "arrivals":
+                answer(blocks.arrivals)
             elif verb == "available":
                 answer(blocks.available_size())
             else:

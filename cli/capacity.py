@@ -1,0 +1,103 @@
+"""`kvctl capacity`: how much of a device its instances may hold together, changed live."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Final
+
+import click
+
+from kvelastic.cli.arguments import SizeType, ValueCommand, wait_option
+from kvelastic.cli.endings import EXIT_FAILED, EXIT_TIMED_OUT, fail, fall_short
+
+if TYPE_CHECKING:
+    from kvelastic.ledger_facts import LedgerInfo
+
+_LOOK_S: Final = 0.01
+_BRIEF_LOOK_S: Final = 0.2
+"""Without --wait: most of what goes, goes in this time."""
+
+
+@click.command("capacity", cls=ValueCommand, short_help="Set what instances may hold of a device.")
+@click.argument("device")
+@click.argument("size", type=SizeType())
+@click.option("--group", metavar="NAME", help="Their KVELASTIC_LEDGER, where there are several.")
+@wait_option("no more than that is held")
+def capacity_command(device: str, size: int, group: str | None, wait_s: float | None) -> None:
+    """Set how much of DEVICE (host, or a GPU's UUID) its instances may hold together to SIZE.
+
+    It holds at once, for as long as one of them lives. Where more is held, they give it back as to
+    one who outranks them all, down to their guarantees; less than these add up to is refused.
+    Without --wait it is enough that it is set (exit code 3 if the time is over first).
+    """
+    from kvelastic.cli.finding import sweep
+    from kvelastic.ledger import set_capacity
+    from kvelastic.sizes import format_size
+
+    sweep()
+    found = _choose(device, group)
+    before_bytes = set_capacity(found.device, group=found.group, capacity_bytes=size)
+    message = (
+        f"{found.device}: the capacity is {format_size(size)} ({size} bytes)"
+        f" after {format_size(before_bytes)}"
+    )
+    deadline = time.monotonic() + (_BRIEF_LOOK_S if wait_s is None else wait_s)
+    while True:
+        now = _look(found)
+        if now is not None and now.capacity_bytes != size:
+            other = format_size(now.capacity_bytes)
+            fall_short(f"{found.device}: it was set anew, to {other}", wait_s, EXIT_FAILED)
+            return
+        if now is None or now.granted_bytes <= size:
+            break
+        if time.monotonic() >= deadline:
+            over = format_size(now.granted_bytes - size)
+            fall_short(f"{message}; {over} are still to be given back", wait_s, EXIT_TIMED_OUT)
+            return
+        time.sleep(_LOOK_S)
+    granted_bytes = 0 if now is None else now.granted_bytes
+    click.echo(f"{message}; {format_size(granted_bytes)} are held.")
+
+
+def _choose(device: str, group: str | None) -> LedgerInfo:
+    """The ledger that is meant; ends the command where none or more than one is."""
+    from kvelastic.devices import device_key
+    from kvelastic.ledger import list_ledgers
+
+    key = device_key(device)
+    found, others = [], []
+    for info in list_ledgers():
+        if info.status != "readable":
+            # Only the file's name is known: group, underscore, device.
+            name = device_key(info.device.rpartition("_")[2])
+            wanted = group is None or info.device.startswith(f"{group}_")
+            others += [info] if name == key and wanted else []
+        elif device_key(info.device) == key and group in {None, info.group}:
+            found.append(info)
+    if len(found) > 1:
+        groups = ", ".join(sorted(info.group for info in found))
+        raise click.UsageError(f"{device} has several groups of instances ({groups}): say --group.")
+    if not found and others:
+        fail(others[0].problem)
+    if not found:
+        of_group = "" if group is None else f" with KVELASTIC_LEDGER={group}"
+        fail(
+            f"no instance{of_group} is on {device}, so there is nothing to change; the first one to"
+            " start goes by KVELASTIC_HOST_MEMORY or KVELASTIC_GPU_UTILIZATION. `kvctl devices`"
+            " shows the devices."
+        )
+    return found[0]
+
+
+def _look(found: LedgerInfo) -> LedgerInfo | None:
+    """The same ledger now; None where all its instances have ended."""
+    from kvelastic.ledger import list_ledgers
+
+    return next(
+        (
+            info
+            for info in list_ledgers()
+            if (info.device, info.group) == (found.device, found.group)
+        ),
+        None,
+    )

@@ -1,0 +1,288 @@
+"""The capacity of a device, changed while instances run: who gives, who gets, and what is refused.
+
+Every instance is a process with a pool and a keeper (see programs/ledger_instance.py). They share a
+device of `DEVICE_PAGES` pages; nothing trims by itself, so what goes goes because of the capacity.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from kvelastic import ledger, segment
+from kvelastic.errors import GuaranteeError, InvalidArgumentError, LedgerError, LedgerForeignError
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "programs"))
+from ledger_instance import BLOCKS_PER_PAGE as B
+from ledger_instance import PAGE_BYTES as PAGE
+from ledger_instance import Instance
+
+DEVICE_PAGES = 32
+SOON_S = 30.0
+"""How long a busy machine may take for what should take milliseconds."""
+KVCTL = str(Path(sys.executable).with_name("kvctl"))
+
+
+def until(true: Callable[[], object], what: str) -> None:
+    deadline = time.monotonic() + SOON_S
+    while not true():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.001)
+
+
+class Device:
+    """A device of a test's own: the host, in a group of instances of its own."""
+
+    def __init__(self) -> None:
+        self.group = f"test-{os.getpid()}-{random.randrange(1 << 32):x}"
+        self.stack = ExitStack()
+
+    def start(self, **environ: str) -> Instance:
+        settings = {
+            "KVELASTIC_LEDGER": self.group,
+            "KVELASTIC_HOST_MEMORY": str(DEVICE_PAGES * PAGE),
+            "KVELASTIC_PAGE_PREALLOC_ENABLED": "false",
+            "KVELASTIC_MAX_CACHED_TOKENS": "-1",
+            "KVELASTIC_IDLE_TRIM_SECONDS": "-1",
+            "KVELASTIC_RECLAIM_WAIT": "0",
+        }
+        return self.stack.enter_context(Instance(**settings | environ))
+
+    @property
+    def path(self) -> Path:
+        return ledger.ledger_path(self.group, "host")
+
+    def set_pages(self, pages: int) -> int:
+        """Set the capacity; returns what it was, in pages."""
+        before = ledger.set_capacity("host", group=self.group, capacity_bytes=pages * PAGE)
+        return before // PAGE
+
+    def look(self) -> ledger.LedgerInfo:
+        (info,) = [info for info in ledger.list_ledgers() if info.group == self.group]
+        return info
+
+    def held(self) -> int:
+        return self.look().granted_bytes // PAGE
+
+    def pages(self, of: Instance) -> int:
+        (member,) = [member for member in self.look().members if member.pid == of.pid]
+        return member.granted_bytes // PAGE
+
+
+@pytest.fixture
+def device() -> Iterator[Device]:
+    made = Device()
+    with made.stack:
+        yield made
+    ledger.reap()
+    segment.reap()
+    assert not made.path.exists()
+
+
+def fill(of: Instance, pages: int) -> list[int]:
+    """All blocks of that many pages, in use; the null block is on the first."""
+    ids = of.alloc(pages * B - 1)
+    assert ids is not None
+    return ids
+
+
+def kvctl(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [KVCTL, *arguments], capture_output=True, text=True, env=os.environ | environ, check=False
+    )
+
+
+# ----------------------------------------------------------------------------------- lowered
+
+
+def test_what_is_over_a_lowered_capacity_goes_from_parked_to_cached_to_in_use(device):
+    high, low = device.start(KVELASTIC_PRIORITY="5"), device.start()
+    mine, others = fill(high, 12), fill(low, 16)
+    high.free(mine[8 * B - 1 :])  # 4 pages parked, of the one with the higher priority
+    low.cache(others[8 * B - 1 :])  # 8 pages cached
+    assert device.held() == 28
+
+    assert device.set_pages(24) == DEVICE_PAGES
+    until(lambda: device.held() <= 24, "the parked pages are not given")
+    assert (device.pages(high), device.pages(low)) == (8, 16)
+
+    device.set_pages(18)
+    until(lambda: device.held() <= 18, "the cached pages are not given")
+    assert (device.pages(high), device.pages(low)) == (8, 10)
+
+    device.set_pages(12)  # 2 more cached pages, and 4 of the lower priority that are in use
+    until(lambda: device.pages(low) == 8, "the last cached pages are not given")
+    until(lambda: low.alloc(1) is None, "who has to give blocks in use hands out new ones")
+    low.free(others[2 * B - 1 : 8 * B - 1])
+    until(lambda: device.held() <= 12, "what is freed is not given")
+    assert device.pages(high) == 8
+    for one in high, low:
+        one.ask("check_integrity")
+
+
+def test_guarantees_are_kept_and_the_others_give_instead(device):
+    first = device.start(KVELASTIC_MIN=str(10 * PAGE))
+    second = device.start(KVELASTIC_PRIORITY="5")
+    first.cache(fill(first, 16))
+    second.cache(fill(second, 16))
+    device.set_pages(12)
+    until(lambda: device.held() <= 12, "it is not given back")
+    assert device.pages(first) == 10
+    assert device.pages(second) == 2
+
+
+def test_a_stopped_instance_is_passed_over(device):
+    stopped, other = device.start(), device.start(KVELASTIC_PRIORITY="5")
+    for one in stopped, other:
+        one.cache(fill(one, 12))
+    stopped.signal(signal.SIGSTOP)
+    try:
+        device.set_pages(16)
+        until(lambda: device.held() <= 16, "the others wait for one that is stopped")
+        assert device.pages(stopped) == 12
+    finally:
+        stopped.signal(signal.SIGCONT)
+
+
+def test_a_limit_beyond_the_capacity_is_cut_to_it_and_grows_with_it(device):
+    one = device.start()
+    device.set_pages(8)
+    until(lambda: one.stats()["pages_limit"] == 8, "the limit is not cut")
+    info = segment.inspect(one.name)
+    assert info.usage["capacity_bytes"] == 8 * PAGE
+    assert one.alloc(8 * B) is None
+    device.set_pages(2 * DEVICE_PAGES)
+    until(lambda: one.stats()["pages_limit"] == 2 * DEVICE_PAGES, "the limit does not grow")
+    fill(one, 2 * DEVICE_PAGES)
+
+
+# ------------------------------------------------------------------------------------ raised
+
+
+def test_a_raised_capacity_reaches_who_waits_without_any_other_event(device):
+    holder, starved = device.start(), device.start()
+    fill(holder, DEVICE_PAGES - 1)
+    fill(starved, 1)
+    seen = starved.ask("arrivals")
+    assert starved.alloc(4 * B) is None
+    starved.send("wait_for_arrival", seen, SOON_S)
+    device.set_pages(DEVICE_PAGES + 4)
+    assert starved.read() != seen
+    until(lambda: starved.stats()["pages_mapped"] == 5, "the pages do not come")
+    until(lambda: starved.alloc(4 * B) is not None, "what has come is not handed out")
+
+
+# ------------------------------------------------------------------------------ refused, killed
+
+
+def test_less_than_the_guarantees_is_refused_with_the_figures(device):
+    device.start(KVELASTIC_MIN=str(6 * PAGE))
+    device.start(KVELASTIC_MIN=str(4 * PAGE))
+    with pytest.raises(GuaranteeError, match=r"16\.00 MiB.*20\.00 MiB"):
+        device.set_pages(8)
+    with pytest.raises(InvalidArgumentError, match="at least"):
+        device.set_pages(0)
+    assert device.look().capacity_bytes == DEVICE_PAGES * PAGE
+    assert device.set_pages(10) == DEVICE_PAGES
+
+
+def test_the_guarantees_of_the_dead_do_not_count(device):
+    device.start()
+    dead = device.start(KVELASTIC_MIN=str(20 * PAGE))
+    dead.kill()
+    assert device.set_pages(4) == DEVICE_PAGES
+
+
+SETTER = """
+import sys
+from kvelastic import ledger
+print("ready", flush=True)
+while True:
+    for pages in int(sys.argv[2]), int(sys.argv[3]):
+        ledger.set_capacity("host", group=sys.argv[1], capacity_bytes=pages << 21)
+"""
+
+
+def test_a_killed_setter_leaves_a_whole_value_and_no_lock(device):
+    one = device.start(KVELASTIC_MIN=str(6 * PAGE))
+    for _ in range(5):
+        arguments = [sys.executable, "-c", SETTER, device.group, "8", "24"]
+        with subprocess.Popen(arguments, stdout=subprocess.PIPE) as setter:
+            assert setter.stdout.readline() == b"ready\n"
+            until(lambda: device.look().capacity_bytes != DEVICE_PAGES * PAGE, "it sets nothing")
+            setter.kill()
+        assert device.look().capacity_bytes in {8 * PAGE, 24 * PAGE}
+        device.set_pages(DEVICE_PAGES)
+    until(lambda: one.stats()["pages_limit"] == DEVICE_PAGES, "the limit does not grow")
+    one.cache(fill(one, 12))
+    device.set_pages(7)
+    until(lambda: device.held() <= 7, "it is not given back")
+    one.ask("check_integrity")
+
+
+def test_what_is_no_ledger_of_ours_is_refused(device):
+    with pytest.raises(LedgerError, match="no instance"):
+        device.set_pages(8)
+    device.path.write_bytes(b"none")
+    try:
+        with pytest.raises(LedgerError):
+            device.set_pages(8)
+        if os.geteuid() == 0:
+            os.chown(device.path, 12345, -1)
+            with pytest.raises(LedgerForeignError, match="12345"):
+                device.set_pages(8)
+            done = kvctl("capacity", "host", "8G", "--group", device.group)
+            assert (done.returncode, done.stdout) == (1, "")
+            assert "12345" in done.stderr
+    finally:
+        device.path.unlink()
+
+
+# ----------------------------------------------------------------------------------- kvctl
+
+
+def test_kvctl_sets_it_waits_for_it_and_shows_it(device):
+    one = device.start(KVELASTIC_MIN=str(2 * PAGE))
+    ids = fill(one, 12)
+    of = ("--group", device.group)
+
+    refused = kvctl("capacity", "host", "1M", *of)
+    assert refused.returncode == 1
+    assert "4.00 MiB" in refused.stderr
+    assert kvctl("capacity", "host", "much", *of).returncode == 2
+    absent = kvctl("capacity", "GPU-0", "1G", *of)
+    assert absent.returncode == 1
+    assert "no instance" in absent.stderr
+
+    late = kvctl("capacity", "host", "16M", *of, "--wait", "0.05")
+    assert late.returncode == 3
+    assert "8.00 MiB are still to be given back" in late.stderr
+    assert kvctl("capacity", "host", "16M", *of).returncode == 0
+    one.free(ids[7 * B :])
+    done = kvctl("capacity", "host", "16M", *of, "--wait", str(SOON_S))
+    assert done.returncode == 0, done.stderr
+    assert "16.00 MiB are held" in done.stdout
+
+    # Another environment's variable is not what the instances go by.
+    shown = kvctl("devices", "--json", KVELASTIC_HOST_MEMORY="3G", KVELASTIC_LEDGER=device.group)
+    assert json.loads(shown.stdout)[0]["capacity_bytes"] == 16 << 20
+
+
+def test_it_lasts_as_long_as_somebody_is_there(device):
+    with device.start():
+        device.set_pages(8)
+        with device.start():
+            assert device.look().capacity_bytes == 8 * PAGE
+    assert not device.path.exists()
+    with device.start():
+        assert device.look().capacity_bytes == DEVICE_PAGES * PAGE
