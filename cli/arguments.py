@@ -49,6 +49,20 @@ class SizeType(click.ParamType):  # type: ignore[type-arg]
             self.fail(str(error), param, ctx)
 
 
+class LimitType(SizeType):
+    """The same, or `none` for no limit."""
+
+    name = "size"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        """Return bytes, `UNLIMITED_BYTES` for `none`; a bad size is a usage error (exit code 2)."""
+        if str(value).strip().lower() == "none":
+            from kvelastic.instance.status import UNLIMITED_BYTES
+
+            return UNLIMITED_BYTES
+        return super().convert(value, param, ctx)
+
+
 class PercentType(click.ParamType):  # type: ignore[type-arg]
     """0 to 100, with or without a percent sign."""
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 import click
 
 from kvelastic.cli.arguments import SizeType, ValueCommand, wait_option
-from kvelastic.cli.endings import EXIT_FAILED, EXIT_TIMED_OUT, fail, fall_short
+from kvelastic.cli.exit_codes import EXIT_FAILED, EXIT_TIMED_OUT, fail, fall_short
 
 if TYPE_CHECKING:
     from kvelastic.ledger_facts import LedgerInfo

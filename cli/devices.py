@@ -72,12 +72,12 @@ def devices_command(as_json: bool) -> None:
     """
     from kvelastic.cli.rows import row_of
     from kvelastic.devices import list_devices
+    from kvelastic.instance.look import look_at_all
     from kvelastic.ledger import list_ledgers
-    from kvelastic.segment import list_segments
 
     found = list_devices()
     devices = with_ledgers(found.devices, list_ledgers(), _own_group())
-    rows = device_rows(devices, [row_of(info) for info in list_segments()])
+    rows = device_rows(devices, [row_of(status) for status in look_at_all()])
     if as_json:
         import json
 

@@ -5,23 +5,24 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Final
 
-from kvelastic.cli.explanation_facts import InstanceFacts, Line
+from kvelastic.cli.explanation_line import Line
 from kvelastic.sizes import format_size as _size
 
 if TYPE_CHECKING:
+    from kvelastic.instance.status import InstanceStatus
     from kvelastic.ledger_facts import LedgerInfo, Member
 
 _NAMES_SHOWN: Final = 3
 
 
-def explain_ledger(facts: InstanceFacts, ledger: LedgerInfo | None) -> list[Line]:
+def explain_ledger(status: InstanceStatus, ledger: LedgerInfo | None) -> list[Line]:
     """What there is to say of an instance and the others of its device."""
     if ledger is None:
         return [
-            *_guarantee(facts, held_bytes=facts.mapped_bytes, has_others=False),
+            *_guarantee(status, held_bytes=status.mapped_bytes, has_others=False),
             Line("others", "It is in no ledger: nobody can ask it for memory, nor it anybody."),
         ]
-    me = member_of(facts, ledger)
+    me = member_of(status, ledger)
     if me is None:
         return [
             Line(
@@ -36,7 +37,7 @@ def explain_ledger(facts: InstanceFacts, ledger: LedgerInfo | None) -> list[Line
     others = [member for member in ledger.members if member is not me]
     living = [member for member in others if member.status != "dead"]
     return [
-        *_guarantee(facts, held_bytes=me.granted_bytes, has_others=bool(living)),
+        *_guarantee(status, held_bytes=me.granted_bytes, has_others=bool(living)),
         *_priority(me, living),
         *_device(ledger, living),
         *_dead(others),
@@ -45,38 +46,38 @@ def explain_ledger(facts: InstanceFacts, ledger: LedgerInfo | None) -> list[Line
     ]
 
 
-def member_of(facts: InstanceFacts, ledger: LedgerInfo | None) -> Member | None:
+def member_of(status: InstanceStatus, ledger: LedgerInfo | None) -> Member | None:
     """The instance's own place in a ledger."""
     members = () if ledger is None else ledger.members
-    return next((member for member in members if member.uuid == facts.uuid), None)
+    return next((member for member in members if member.uuid == status.uuid), None)
 
 
-def _guarantee(facts: InstanceFacts, *, held_bytes: int, has_others: bool) -> Iterable[Line]:
-    guarantee = _size(facts.min_bytes)
-    if facts.min_bytes > facts.limit_bytes and not facts.asleep:
+def _guarantee(status: InstanceStatus, *, held_bytes: int, has_others: bool) -> Iterable[Line]:
+    guarantee = _size(status.min_bytes)
+    if status.min_bytes > status.effective_limit_bytes and not status.asleep:
         yield Line(
             "guarantee",
-            f"Its guarantee is {guarantee}, of which its limit of {_size(facts.limit_bytes)} lets"
-            " it use no more.",
-            f"kvctl set {facts.name} --limit SIZE, or a smaller --min",
+            f"Its guarantee is {guarantee}, of which its limit of"
+            f" {_size(status.effective_limit_bytes)} lets it use no more.",
+            f"kvctl set {status.name} --limit SIZE, or a smaller --min",
         )
-    elif facts.min_bytes > held_bytes:
+    elif status.min_bytes > held_bytes:
         yield Line(
             "guarantee",
-            f"Its guarantee is {guarantee}: {_size(facts.min_bytes - held_bytes)} more are its"
+            f"Its guarantee is {guarantee}: {_size(status.min_bytes - held_bytes)} more are its"
             " own as soon as it needs them, whoever holds them now.",
         )
-    elif facts.min_bytes:
+    elif status.min_bytes:
         yield Line(
             "guarantee",
             f"Its guarantee is {guarantee}, which nobody takes from it; the other"
-            f" {_size(held_bytes - facts.min_bytes)} may be asked of it.",
+            f" {_size(held_bytes - status.min_bytes)} may be asked of it.",
         )
     elif has_others:
         yield Line(
             "guarantee",
             "It has no guarantee: all that it holds may be asked of it.",
-            f"kvctl set {facts.name} --min SIZE, if that should not be",
+            f"kvctl set {status.name} --min SIZE, if that should not be",
         )
 
 

@@ -11,26 +11,32 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 
-from kvelastic.cli.explanation_facts import InstanceFacts, Line
 from kvelastic.cli.explanation_ledger import member_of
+from kvelastic.cli.explanation_line import Line
 from kvelastic.cli.rows import printable
 
 if TYPE_CHECKING:
+    from kvelastic.instance.status import InstanceStatus
     from kvelastic.ledger_facts import LedgerInfo
 
+_NOT_SHOWN: Final = frozenset({"uuid", "uid", "is_known", "created", "counters", "shares"})
 _LEAST_COLUMNS: Final = 12
 """For a sentence, on a terminal of however few."""
 
 
 def explanation_text(
-    facts: InstanceFacts, lines: list[Line], *, columns: int | None = None, in_colour: bool = False
+    status: InstanceStatus,
+    lines: list[Line],
+    *,
+    columns: int | None = None,
+    in_colour: bool = False,
 ) -> str:
     """What each line is about, its sentence, and under it what to do.
 
     With `columns` sentences are wrapped to fit; without, each stays on one line.
     """
-    who = [facts.engine, facts.model, facts.device and f"on {facts.device}"]
-    title = ", ".join([facts.name, *filter(None, who), f"process {facts.pid}"])
+    who = [status.engine, status.model, status.device and f"on {status.device}"]
+    title = ", ".join([status.name, *filter(None, who), f"process {status.pid}"])
     width = max(len(line.about) for line in lines)
     shown = _wrap(printable(title), "", "  ", columns)
     for line in lines:
@@ -46,11 +52,11 @@ def explanation_text(
     return "\n".join(shown)
 
 
-def show_explanation(facts: InstanceFacts, lines: list[Line]) -> None:
+def show_explanation(status: InstanceStatus, lines: list[Line]) -> None:
     """Print it to stdout: wrapped on a terminal, and in colour unless `NO_COLOR` is set."""
     is_terminal = sys.stdout.isatty()
     text = explanation_text(
-        facts,
+        status,
         lines,
         columns=shutil.get_terminal_size().columns if is_terminal else None,
         in_colour=is_terminal and not os.environ.get("NO_COLOR"),
@@ -75,17 +81,18 @@ def _wrap(text: str, first: str, more: str, columns: int | None) -> list[str]:
 
 
 def explanation_json(
-    facts: InstanceFacts, ledger: LedgerInfo | None, lines: list[Line]
+    status: InstanceStatus, ledger: LedgerInfo | None, lines: list[Line]
 ) -> dict[str, Any]:
     """The object of `kvctl explain --json` (docs/kvctl.md); no key is ever left out."""
-    me = member_of(facts, ledger)
-    figures = asdict(facts)
-    del figures["uuid"]
+    me = member_of(status, ledger)
     members = () if ledger is None else ledger.members
     return {
-        **figures,
-        "overhead_bytes": facts.overhead_bytes,
-        "room_bytes": facts.room_bytes,
+        **{key: value for key, value in asdict(status).items() if key not in _NOT_SHOWN},
+        "status": status.life,
+        "wished_limit_bytes": status.requested_limit_bytes,
+        "slack_bytes": status.slack_bytes,
+        "overhead_bytes": status.slack_bytes,
+        "room_bytes": status.room_bytes,
         "granted_bytes": None if me is None else me.granted_bytes,
         "ask_bytes": None if me is None else me.ask_bytes,
         "ask_s": None if me is None else me.ask_s,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from kvelastic.cli.endings import fail
+from kvelastic.cli.exit_codes import fail
 from kvelastic.errors import SegmentNotFoundError
 
 if TYPE_CHECKING:
@@ -39,9 +39,9 @@ def rows(names: tuple[str, ...]) -> list[Row]:
     Raises `SegmentNotFoundError` for names that are not there.
     """
     from kvelastic.cli.rows import row_of
-    from kvelastic.segment import list_segments
+    from kvelastic.instance.look import look_at_all
 
-    found = [row_of(info) for info in list_segments()]
+    found = [row_of(status) for status in look_at_all()]
     if not names:
         return found
     by_name = {row["name"]: row for row in found}

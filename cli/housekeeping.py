@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 
 from kvelastic.cli.arguments import NameType
-from kvelastic.cli.endings import fail
+from kvelastic.cli.exit_codes import fail
 
 
 @click.command("delete", short_help="Remove a segment's name.")

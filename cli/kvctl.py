@@ -14,7 +14,7 @@ from typing import Any, Final
 import click
 
 from kvelastic import __version__
-from kvelastic.cli.endings import EXIT_USAGE, fail
+from kvelastic.cli.exit_codes import EXIT_USAGE, fail
 from kvelastic.cli.finding import known_names
 from kvelastic.errors import InvalidArgumentError, KvelasticError, SegmentNotFoundError
 
@@ -24,21 +24,21 @@ _COMMANDS: Final = {
     "delete": "housekeeping.delete_command",
     "devices": "devices.devices_command",
     "doctor": "doctor.doctor_command",
-    "explain": "looks.explain_command",
+    "explain": "inspection.explain_command",
     "gc": "housekeeping.gc_command",
     "kvtop": "kvtop.command.kvtop_command",
-    "limit": "wishes.limit_command",
-    "limit-percent": "wishes.limit_percent_command",
-    "list": "looks.list_command",
+    "limit": "limits.limit_command",
+    "limit-percent": "limits.limit_percent_command",
+    "list": "inspection.list_command",
     "metrics": "metrics.metrics_command",
     "serve": "serve.serve_command",
-    "set": "wishes.set_command",
+    "set": "limits.set_command",
     "shell": "shell.shell_command",
     "sleep": "sleeping.sleep_command",
-    "stats": "looks.stats_command",
-    "trim": "wishes.trim_command",
+    "stats": "inspection.stats_command",
+    "trim": "limits.trim_command",
     "wake": "sleeping.wake_command",
-    "watch": "looks.watch_command",
+    "watch": "inspection.watch_command",
 }
 """Where each command is, in `kvelastic.cli`: only the one that runs is imported."""
 

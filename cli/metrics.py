@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import click
 
-from kvelastic.cli.endings import fail
+from kvelastic.cli.exit_codes import fail
 
 if TYPE_CHECKING:
     from kvelastic.ledger_facts import LedgerInfo

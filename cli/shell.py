@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final
 
 import click
 
-from kvelastic.cli.endings import EXIT_FAILED, EXIT_USAGE
+from kvelastic.cli.exit_codes import EXIT_FAILED, EXIT_USAGE
 
 if TYPE_CHECKING:
     from kvelastic.cli.shell_input import Source

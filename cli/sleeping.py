@@ -1,7 +1,7 @@
 """The commands that put an instance to sleep and wake it: sleep, wake.
 
 A sleeping instance hands out no block and holds no memory; its limit stays what it is. The commands
-write the wish, wait for the answer as long as --wait says, and say what has become of it.
+write the request, wait for the reply as long as --wait says, and say what came of it.
 """
 
 from __future__ import annotations
@@ -11,10 +11,12 @@ from typing import TYPE_CHECKING
 import click
 
 from kvelastic.cli.arguments import NameType, wait_option
-from kvelastic.cli.endings import EXIT_FAILED, EXIT_TIMED_OUT, fall_short
+from kvelastic.cli.exit_codes import EXIT_TIMED_OUT, fall_short
 from kvelastic.cli.finding import readable, sweep
+from kvelastic.cli.limits import end, send
 
 if TYPE_CHECKING:
+    from kvelastic.instance.outcome import Outcome, Request
     from kvelastic.segment import Answer, SegmentInfo
 
 
@@ -27,10 +29,15 @@ def sleep_command(name: str, wait_s: float | None) -> None:
     What is cached is evicted. What requests still use goes when they end (exit code 3 if that is
     not so within --wait). The limit stays, and nothing is handed out again before `kvctl wake`.
     """
+    from kvelastic.instance.outcome import HOLDS, Request, Verdict
+
     before = readable(name, sweep())
-    answer = _wish(name, asleep=True, wait_s=wait_s)
-    if answer is not None:
-        _report_sleep(before, answer, wait_s)
+    request = Request(asleep=True)
+    outcome, answer = send(name, request, wait_s)
+    if outcome.verdict in HOLDS | {Verdict.SHRINKING}:
+        _end_sleep(before, answer, wait_s)
+    else:
+        _end_otherwise(name, request, outcome, answer, wait_s)
 
 
 @click.command("wake", short_help="Wake an instance that sleeps.")
@@ -41,38 +48,27 @@ def wake_command(name: str, wait_s: float | None) -> None:
 
     Memory comes with the next request.
     """
+    from kvelastic.instance.outcome import HOLDS, Request, Verdict
+
     before = readable(name, sweep())
-    answer = _wish(name, asleep=False, wait_s=wait_s)
-    if answer is not None:
-        _report_wake(before, answer, wait_s)
-
-
-def _wish(name: str, *, asleep: bool, wait_s: float | None) -> Answer | None:
-    """Wish it; None where it is said already that it has not come true."""
-    from kvelastic.cli.rows import printable
-    from kvelastic.segment import wish
-
-    answer = wish(name, asleep=asleep, wait_s=wait_s)
-    verb, is_now = "sleep" if asleep else "wake", "asleep" if answer.asleep else "awake"
-    if answer.state == "none":
-        message = f"{name}: {verb} is wished; the instance has not answered"
-        fall_short(message, wait_s, EXIT_TIMED_OUT)
-        return None
-    if answer.state == "failed":
-        why = f"{name} has failed: {printable(answer.reason)}"
-    elif answer.asleep == asleep:
-        return answer  # a later wish, for something else, changes nothing about it
-    elif not answer.is_to_the_wish:
-        why = f"{name}: {verb} was overtaken by a later wish; it is {is_now}"
-    elif answer.state == "refused":
-        why = f"{name}: {verb} is refused: {printable(answer.reason)}"
+    request = Request(asleep=False)
+    outcome, answer = send(name, request, wait_s)
+    if outcome.verdict in HOLDS | {Verdict.SHRINKING}:
+        _end_wake(before, outcome, answer, wait_s)
     else:
-        why = f"{name}: {verb} is not taken by the instance; it is {is_now}"
-    fall_short(why, wait_s, EXIT_FAILED)
-    return None
+        _end_otherwise(name, request, outcome, answer, wait_s)
 
 
-def _report_sleep(before: SegmentInfo, answer: Answer, wait_s: float | None) -> None:
+def _end_otherwise(
+    name: str, request: Request, outcome: Outcome, answer: Answer, wait_s: float | None
+) -> None:
+    from kvelastic.cli.outcome_text import outcome_text
+    from kvelastic.cli.rows import printable
+
+    end(outcome_text(printable(name), request, outcome, answer), outcome, wait_s)
+
+
+def _end_sleep(before: SegmentInfo, answer: Answer, wait_s: float | None) -> None:
     from kvelastic.cli.rows import printable
     from kvelastic.sizes import format_size
 
@@ -105,15 +101,13 @@ def _in_use_bytes(name: str) -> int:
     return in_use_bytes
 
 
-def _report_wake(before: SegmentInfo, answer: Answer, wait_s: float | None) -> None:
+def _end_wake(before: SegmentInfo, outcome: Outcome, answer: Answer, wait_s: float | None) -> None:
     from kvelastic.sizes import format_size
 
     already = "" if before.usage["asleep"] else " already"
-    limit = format_size(answer.effective_limit_bytes)
-    message = f"{before.name} is awake{already}; its limit is {limit}"
-    if answer.state == "shrinking":
-        over = format_size(answer.over_bytes)
-        message += f", and {over} are still to be given back"
-        fall_short(message, wait_s, EXIT_TIMED_OUT)
-        return
-    click.echo(f"{message}, and {format_size(answer.mapped_bytes)} are mapped.")
+    message = f"{before.name} is awake{already}; its limit is {format_size(answer.limit_bytes)}"
+    if answer.over_bytes:
+        message += f", and {format_size(answer.over_bytes)} are still to be given back"
+    else:
+        message += f", and {format_size(answer.mapped_bytes)} are mapped"
+    end(message, outcome, wait_s)

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvelastic.cli.rows import Row, printable, row_of
+from kvelastic.instance.look import ledgers
+from kvelastic.instance.status import status_of
 
 if TYPE_CHECKING:
     from kvelastic.segment import SegmentInfo
@@ -20,7 +22,7 @@ class Stats(Row):
     """One segment in full."""
 
     overhead_bytes: int
-    """Mapped and none of in use, cached, parked: padding, and free blocks of pages in use."""
+    """The name of `slack_bytes` before 0.2; goes with 0.3."""
     blocks_total: int
     """Ids that the range has."""
     blocks_in_use: int
@@ -71,10 +73,10 @@ def stats_of(now: Look, before: Look | None = None) -> Stats:
             counter: round((count - before.info.counters[counter]) / interval_s, 3)
             for counter, count in now.info.counters.items()
         }
-    known = usage["in_use_bytes"] + usage["cached_bytes"] + usage["parked_bytes"]
+    status = status_of(now.info, ledgers(), now_ns=now.at_ns)
     return Stats(
-        **row_of(now.info),
-        overhead_bytes=max(0, usage["mapped_bytes"] - known),
+        **row_of(status),
+        overhead_bytes=status.slack_bytes,
         blocks_total=usage["blocks_total"],
         blocks_in_use=usage["blocks_in_use"],
         blocks_cached=usage["blocks_cached"],
@@ -104,7 +106,7 @@ def stats_text(stats: Stats) -> str:
     def ago(seconds: float | None) -> str:
         return "never" if seconds is None else f"{seconds:.1f} s ago"
 
-    wished = stats["wished_limit_bytes"]
+    requested = stats["requested_limit_bytes"]
     state = stats["state"] + (f" ({printable(stats['reason'])})" if stats["reason"] else "")
     topics: dict[str, list[tuple[str, str]]] = {
         f"{printable(stats['name'])}": [
@@ -120,7 +122,7 @@ def stats_text(stats: Stats) -> str:
             ("asleep", "yes" if stats["asleep"] else "no"),
             ("limit", size(stats["limit_bytes"])),
             ("in effect", size(stats["effective_limit_bytes"])),
-            ("last wish", "none" if wished is None else size(wished)),
+            ("last request", "none" if requested is None else size(requested)),
             ("still over", size(stats["over_bytes"])),
             ("guarantee", size(stats["min_bytes"])),
             ("priority", str(stats["priority"])),
@@ -133,7 +135,7 @@ def stats_text(stats: Stats) -> str:
             ("  in use", size(stats["in_use_bytes"])),
             ("  cached", size(stats["cached_bytes"])),
             ("  parked", size(stats["parked_bytes"])),
-            ("  overhead", size(stats["overhead_bytes"])),
+            ("  slack", size(stats["slack_bytes"])),
             ("used", size(stats["used_bytes"])),
             ("updated", ago(stats["updated_s"])),
         ],

@@ -12,21 +12,19 @@ from typing import Any
 from kvelastic import ledger, segment
 from kvelastic.cli.rows import row_of
 from kvelastic.controller.sleep_policy import Ask
+from kvelastic.instance.look import look_at, look_at_all
+from kvelastic.instance.outcome import Request, outcome_of
+from kvelastic.instance.status import uuid_text
 
 
 def row(name: str) -> dict[str, Any]:
-    """What `kvctl list --json` says of one segment, and its ledgers' facts. Raises `SegmentError`.
-
-    Added keys: `granted_bytes` and `ask_bytes` (None where it is in no ledger). The limit of one
-    that sleeps is known from the ledger, too.
-    """
-    return _with_ledger(segment.inspect(name), ledger.list_ledgers())
+    """What `kvctl list --json` says of one instance. Raises `SegmentError`."""
+    return dict(row_of(look_at(name)))
 
 
 def rows() -> list[dict[str, Any]]:
-    """The same of every segment of this machine."""
-    ledgers = ledger.list_ledgers()
-    return [_with_ledger(info, ledgers) for info in segment.list_segments()]
+    """The same of every instance of this machine."""
+    return [dict(row_of(status)) for status in look_at_all()]
 
 
 def devices() -> list[dict[str, Any]]:
@@ -44,7 +42,7 @@ def devices() -> list[dict[str, Any]]:
             "asked_bytes": info.asked_bytes,
             "free_bytes": info.free_bytes,
             "members": [
-                {**asdict(member), "uuid": _uuid_text(member.uuid)} for member in info.members
+                {**asdict(member), "uuid": uuid_text(member.uuid)} for member in info.members
             ],
         }
         for info in ledger.list_ledgers()
@@ -61,11 +59,12 @@ def wish(
     trim: bool = False,
     wait_s: float | None = None,
 ) -> dict[str, Any]:
-    """Wish and say what was answered; blocks for up to `wait_s`. Raises as `segment.wish`.
+    """Make a request and say what came of it; blocks for up to `wait_s`. Raises as `segment.wish`.
 
-    `state`: applied, shrinking, refused, pending (no answer yet) or overtaken (by a later wish).
-    `asleep`: whether the instance sleeps, and keeps to its limit only when it wakes.
+    `state` is the verdict (see `kvelastic.instance.outcome`). `asleep` says whether the instance
+    sleeps, and keeps to its limit only when it wakes.
     """
+    request = Request(limit_bytes, min_bytes, priority, asleep, trim)
     answer = segment.wish(
         name,
         limit_bytes=limit_bytes,
@@ -75,13 +74,14 @@ def wish(
         trim=trim,
         wait_s=wait_s,
     )
+    outcome = outcome_of(request, answer)
     facts = asdict(answer)
     facts.pop("answered_ns")
-    if answer.state == "none":
-        facts["state"] = "pending"
-    elif not answer.is_to_the_wish:
-        facts["state"] = "overtaken"
-    return facts
+    return {
+        **facts,
+        "state": outcome.verdict.value,
+        "beyond_device_bytes": outcome.beyond_device_bytes,
+    }
 
 
 def shortage(name: str) -> str | None:
@@ -123,28 +123,6 @@ def pressure(older_than_s: float) -> tuple[list[Ask], dict[str, tuple[frozenset[
             if member.ask_bytes and member.ask_s >= older_than_s and member.status == "alive":
                 asks.append(Ask(place, member.ask_bytes, member.priority))
     return asks, held
-
-
-def _with_ledger(info: segment.SegmentInfo, ledgers: list[ledger.LedgerInfo]) -> dict[str, Any]:
-    members = [
-        member
-        for found in ledgers
-        for member in found.members
-        if member.uuid == info.header.get("uuid")
-    ]
-    facts = row_of(info)
-    if facts["asleep"] and facts["limit_bytes"] is None and members:
-        facts["limit_bytes"] = members[0].limit_bytes
-    return {
-        **facts,
-        "granted_bytes": sum(m.granted_bytes for m in members) if members else None,
-        "ask_bytes": sum(m.ask_bytes for m in members) if members else None,
-    }
-
-
-def _uuid_text(raw: bytes) -> str:
-    digits = raw.hex()
-    return "-".join((digits[:8], digits[8:12], digits[12:16], digits[16:20], digits[20:]))
 
 
 __all__ = [

@@ -15,6 +15,8 @@ from kvelastic.controller.replies import Json
 from kvelastic.controller.routes import Who, json_object, route
 from kvelastic.controller.served_model import ServedModel
 from kvelastic.errors import InvalidArgumentError, SegmentNotFoundError
+from kvelastic.instance.outcome import HOLDS, MAY_HOLD, Verdict
+from kvelastic.instance.status import UNLIMITED_BYTES
 from kvelastic.sizes import MAX_PRIORITY, MAX_SIZE_BYTES, parse_size
 
 if TYPE_CHECKING:
@@ -56,7 +58,9 @@ async def memory_of(front: Front, request: Request) -> Any:
 
 
 async def change_memory(front: Front, request: Request) -> Any:
-    """Wish of a model's instance: `min`, `limit`, `priority`, and `wait` until it is applied.
+    """Ask of a model's instance: `min`, `limit`, `priority`, and `wait` until it is applied.
+
+    A `limit` of null lifts the limit.
 
     200 applied, or seen; 202 accepted and not in force yet; 409 refused or overtaken.
     """
@@ -72,6 +76,8 @@ async def change_memory(front: Front, request: Request) -> Any:
             param=sorted(unknown)[0][:100],
         )
     min_bytes, limit_bytes = _size(body, "min"), _size(body, "limit")
+    if "limit" in body and body["limit"] is None:
+        limit_bytes = UNLIMITED_BYTES
     priority = body.get("priority")
     if priority is not None and (
         isinstance(priority, bool) or not isinstance(priority, int) or abs(priority) > MAX_PRIORITY
@@ -113,11 +119,9 @@ async def devices(front: Front, _: Request) -> Any:
 
 async def _wish(model: ServedModel, name: str, **wishes: Any) -> Json:
     answer = await asyncio.to_thread(_send, name, wishes)
-    status = {"refused": 409, "overtaken": 409, "shrinking": 202, "pending": 202}
-    return Json(
-        {"model": model.name, "instance": name, "answer": answer},
-        status.get(answer["state"], 200),
-    )
+    verdict = Verdict(answer["state"])
+    status = 200 if verdict in HOLDS else 202 if verdict in MAY_HOLD else 409
+    return Json({"model": model.name, "instance": name, "answer": answer}, status)
 
 
 def _send(name: str, wishes: dict[str, Any]) -> dict[str, Any]:

@@ -9,6 +9,7 @@ RECORD_BYTES: int
 MAX_PRIORITY: int
 RING_AREA_BYTES: int
 SEGMENT_BYTES: int
+UNLIMITED_BYTES: int
 
 class LimitState(TypedDict):
     state: str

@@ -18,13 +18,22 @@ from prometheus_client import generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from kvelastic.instance.status import status_of
 from kvelastic.ledger_facts import LedgerInfo, Member
 from kvelastic.segment_dir import SegmentInfo
 
 # Not `instance`: that is Prometheus' own label for whom it scrapes, and it would rename ours.
 INSTANCE_LABELS: Final = ("name", "device", "engine", "model")
 DEVICE_LABELS: Final = ("device", "group")
-STATES: Final = ("applied", "shrinking", "refused", "failed", "pending", "closing")
+STATES: Final = (
+    "applied",
+    "shrinking",
+    "refused",
+    "failed",
+    "pending",
+    "closing",
+    "unknown",
+)
 STATUSES: Final = ("alive", "closing", "dead", "unknown", "unreadable")
 
 Kind = Literal["gauge", "counter"]
@@ -49,26 +58,31 @@ def _device(name: str, help: str) -> Described:
     return Described(f"kvelastic_device_{name}", "gauge", DEVICE_LABELS, help)
 
 
-_USAGE: Final = {
+_FIGURES: Final = {
     "capacity_bytes": _instance("capacity_bytes", "What its device has for instances."),
     "mapped_bytes": _instance("mapped_bytes", "All physical memory that it holds."),
     "in_use_bytes": _instance("in_use_bytes", "In blocks that requests refer to."),
+    "set_aside_bytes": _instance("set_aside_bytes", "In blocks set aside for requests to come."),
     "cached_bytes": _instance("cached_bytes", "In blocks kept for prefix caching."),
     "parked_bytes": _instance("parked_bytes", "In free pages kept mapped for the next use."),
+    "slack_bytes": _instance("slack_bytes", "In free blocks of pages in use, and in padding."),
     "page_bytes": _instance("page_bytes", "One page."),
     "blocks_total": _instance("blocks", "Blocks that its address range has room for."),
     "blocks_in_use": _instance("blocks_in_use", "Blocks that requests refer to."),
     "blocks_cached": _instance("blocks_cached", "Blocks kept for prefix caching."),
     "asleep": _instance("asleep", "1 while it sleeps, hands out nothing and gives all back."),
-}
-_ANSWER: Final = {
-    "effective_limit_bytes": _instance(
-        "limit_bytes", "The limit that it keeps to; 0 while it sleeps."
+    "limit_bytes": _instance(
+        "limit_bytes", "Its limit, as it was set; an instance that sleeps keeps it."
     ),
-    "over_bytes": _instance("over_bytes", "Still to be given back to meet the limit."),
+    "effective_limit_bytes": _instance(
+        "effective_limit_bytes",
+        "The limit that it keeps to now: whole pages, lowered by a squeeze, 0 while it sleeps.",
+    ),
+    "over_bytes": _instance("over_bytes", "Still to be given back to meet that limit."),
     "min_bytes": _instance("min_bytes", "Its guarantee: nobody takes it below that."),
     "priority": _instance("priority", "Higher keeps its memory longer."),
 }
+"""By the fields of `InstanceStatus`."""
 _COUNTERS: Final = {
     name: _instance(f"{name}_total", help, kind="counter")
     for name, help in {
@@ -148,8 +162,7 @@ _UNREADABLE: Final = Described(
 )
 
 METRICS: Final[tuple[Described, ...]] = (
-    *_USAGE.values(),
-    *_ANSWER.values(),
+    *_FIGURES.values(),
     _STATE,
     *(described for described, _ in _MEMBER),
     *_COUNTERS.values(),
@@ -209,15 +222,13 @@ def families(segments: Sequence[SegmentInfo], ledgers: Sequence[LedgerInfo]) -> 
 
 def _add_instance(drawn: _Drawn, info: SegmentInfo) -> None:
     labels = _labels(info)
-    for key, described in _USAGE.items():
-        drawn.add(described, labels, info.usage.get(key))
-    for key, described in _ANSWER.items():
-        drawn.add(described, labels, info.answer.get(key))
-    for key, described in _COUNTERS.items():
-        drawn.add(described, labels, info.counters.get(key))
-    now = _state(info)
+    status = status_of(info)
+    for field, described in _FIGURES.items():
+        drawn.add(described, labels, getattr(status, field))
+    for counter, described in _COUNTERS.items():
+        drawn.add(described, labels, status.counters.get(counter))
     for state in STATES:
-        drawn.add(_STATE, (*labels, state), int(state == now))
+        drawn.add(_STATE, (*labels, state), int(state == status.state))
     drawn.add(_STARTED, labels, info.header["created_realtime_ns"] / 1e9)
     drawn.add(_INFO, (*labels, str(info.header["pid"]), info.header["uuid"].hex()), 1)
 
@@ -237,15 +248,6 @@ def _add_members(drawn: _Drawn, ledger: LedgerInfo, segments: Sequence[SegmentIn
 def _labels(info: SegmentInfo) -> tuple[str, ...]:
     header = info.header
     return (info.name, header["device"], header["engine"], header["model"])
-
-
-def _state(info: SegmentInfo) -> str:
-    if info.status == "closing":
-        return "closing"
-    if info.answer["revision"] != info.wish["revision"] or info.answer["state"] == "none":
-        return "pending"
-    state: str = info.answer["state"]
-    return state
 
 
 class _Drawn:

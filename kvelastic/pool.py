@@ -228,7 +228,7 @@ def _start_limit_bytes(
 ) -> int:
     wanted = settings.limit_bytes(capacity_bytes)
     if wanted is None:
-        return range_bytes  # the pool cuts it to the capacity, also when that changes
+        return _vmm.UNLIMITED_BYTES
     if wanted < page_bytes:
         raise ConfigError(
             f"KVELASTIC_LIMIT comes to {wanted} bytes, less than the one page"

@@ -104,6 +104,12 @@ class Answer:
     """The wish that this was awaited for; a larger `revision` means that another one came later."""
     asleep: bool = False
     """Whether it sleeps: it hands out nothing, and `effective_limit_bytes` is 0 until it wakes."""
+    limit_bytes: int = 0
+    """In force, as the operator set it; an instance that sleeps keeps it."""
+    capacity_bytes: int = 0
+    """Of its device; 0 where it has not said yet."""
+    is_unknown: bool = False
+    """Whether it cannot be asked here if its process lives."""
 
     @property
     def is_to_the_wish(self) -> bool:
@@ -429,17 +435,25 @@ def wish(
             _check_alive(segment, " and did not answer")
             if left_s <= 0:
                 break
-        return _answer(segment.record, revision)
+        return _answer(segment.record, revision, segment.liveness())
 
 
-def _answer(record: _vmm.Record, revision: int) -> Answer:
+def _answer(record: _vmm.Record, revision: int, life: Liveness) -> Answer:
     raw = record.read_answer()
     raw.pop("whole")
     if raw["revision"] < revision:
         raw["state"] = "none"
     # What an instance has become it publishes before it answers.
-    asleep = bool(record.read_usage()["asleep"])
-    return Answer(**raw, wished_revision=revision, asleep=asleep)
+    usage = record.read_usage()
+    limit_bytes, capacity_bytes = usage["limit_bytes"], usage["capacity_bytes"]
+    return Answer(
+        **raw,
+        wished_revision=revision,
+        asleep=bool(usage["asleep"]),
+        limit_bytes=capacity_bytes if limit_bytes == _vmm.UNLIMITED_BYTES else limit_bytes,
+        capacity_bytes=capacity_bytes,
+        is_unknown=life is Liveness.UNKNOWN,
+    )
 
 
 def _check_alive(segment: Segment, consequence: str) -> None:

@@ -145,7 +145,7 @@ AnswerState answer_state_of(const std::string& name) {
 }
 
 /// The fields of Usage that Python sees, by their names.
-constexpr std::array<std::pair<const char*, std::uint64_t Usage::*>, 16> kUsageFields{{
+constexpr std::array<std::pair<const char*, std::uint64_t Usage::*>, 18> kUsageFields{{
     {"capacity_bytes", &Usage::capacity_bytes},
     {"mapped_bytes", &Usage::mapped_bytes},
     {"in_use_bytes", &Usage::in_use_bytes},
@@ -162,6 +162,8 @@ constexpr std::array<std::pair<const char*, std::uint64_t Usage::*>, 16> kUsageF
     {"pools", &Usage::pools},
     {"updated_ns", &Usage::updated_ns},
     {"asleep", &Usage::asleep},
+    {"limit_bytes", &Usage::limit_bytes},
+    {"squeezed", &Usage::squeezed},
 }};
 
 nb::dict read_header(const PyRecord& record) {
@@ -379,6 +381,7 @@ void bind_record(nb::module_& m) {
   m.attr("RECORD_BYTES") = kRecordBytes;
   m.attr("RING_AREA_BYTES") = kRingAreaBytes;
   m.attr("SEGMENT_BYTES") = kSegmentBytes;
+  m.attr("UNLIMITED_BYTES") = kUnlimitedBytes;
   m.def("record_version", &version_of, "buffer"_a,
         "The version of bytes that start like a segment, of whatever version; None otherwise.");
 

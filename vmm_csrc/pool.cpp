@@ -928,6 +928,8 @@ Usage Pool::usage_locked(std::uint64_t available) const {
   usage.pages_parked = blocks_->parked_pages();
   usage.pools = 1;
   usage.asleep = asleep_ ? 1 : 0;
+  usage.limit_bytes = limit_bytes_;
+  usage.squeezed = !asleep_ && squeezed_to_ < pages_limit_ ? 1 : 0;
   return usage;
 }
 

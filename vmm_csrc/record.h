@@ -46,6 +46,9 @@ inline constexpr std::size_t kRecordBytes = 4096;
 inline constexpr std::size_t kRingAreaBytes = std::size_t{256} << 10;
 inline constexpr std::size_t kSegmentBytes = kRecordBytes + kRingAreaBytes;
 
+/// The limit of an instance that has none: it may use its whole device.
+inline constexpr std::uint64_t kUnlimitedBytes = (std::uint64_t{1} << 63) - 1;
+
 /// How often a reader tries again when the writer overtakes it, before it gives up.
 inline constexpr int kLatchReadTries = 1000;
 /// The same for the owner's look at a wish: a few microseconds at most, whatever writers do.
@@ -142,9 +145,11 @@ struct Usage {
   std::uint64_t pages_mapped = 0;
   std::uint64_t pages_parked = 0;
   std::uint64_t pools = 0;
-  std::uint64_t updated_ns = 0;  ///< CLOCK_MONOTONIC_COARSE; set by publish_usage()
-  std::uint64_t asleep = 0;      ///< 1: nothing is handed out, and nothing held that is not in use
-  std::array<std::uint64_t, 8> reserved{};
+  std::uint64_t updated_ns = 0;   ///< CLOCK_MONOTONIC_COARSE; set by publish_usage()
+  std::uint64_t asleep = 0;       ///< 1: nothing is handed out, and nothing held that is not in use
+  std::uint64_t limit_bytes = 0;  ///< as the operator set it, also in sleep; or kUnlimitedBytes
+  std::uint64_t squeezed = 0;  ///< 1: it keeps to less than its limit, for others are owed memory
+  std::array<std::uint64_t, 6> reserved{};
 };
 
 enum class Counter : std::uint32_t {

@@ -11,8 +11,8 @@ from dataclasses import replace
 from typing import Final
 
 from kvelastic.cli.kvtop import keys
-from kvelastic.cli.kvtop.looking import Outside, Told
 from kvelastic.cli.kvtop.model import Model
+from kvelastic.cli.kvtop.poller import Outside, Told
 from kvelastic.cli.kvtop.scene import Scene
 from kvelastic.cli.kvtop.terminal import Terminal
 from kvelastic.cli.kvtop.view import screen

@@ -9,7 +9,7 @@ import click
 
 from kvelastic import __version__
 from kvelastic.cli.arguments import NameType, SecondsType
-from kvelastic.cli.endings import fail
+from kvelastic.cli.exit_codes import fail
 from kvelastic.errors import KvelasticError
 
 _PIPE_COLUMNS = 120
@@ -65,8 +65,8 @@ def _once(names: tuple[str, ...], interval_s: float | None) -> str:
     import shutil
     import time
 
-    from kvelastic.cli.kvtop.looking import look
     from kvelastic.cli.kvtop.model import Model
+    from kvelastic.cli.kvtop.poller import look
     from kvelastic.cli.kvtop.text import ASCII, UNICODE, has_blocks
     from kvelastic.cli.kvtop.view import plain_screen
 

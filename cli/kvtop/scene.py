@@ -11,7 +11,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kvelastic.cli.rows import printable, row_of, shown_state
+from kvelastic.cli.rows import printable
+from kvelastic.instance.status import status_of
 
 if TYPE_CHECKING:
     from kvelastic.ledger_facts import LedgerInfo
@@ -46,6 +47,8 @@ class Instance:
     in_use_bytes: int | None = None
     cached_bytes: int | None = None
     parked_bytes: int | None = None
+    slack_bytes: int = 0
+    """Mapped, and neither in use, cached nor parked: free blocks of pages in use, padding."""
     over_bytes: int | None = None
     """Still to be given back to meet the limit."""
     pages_in: int | None = None
@@ -59,12 +62,6 @@ class Instance:
     history_bytes: tuple[int, ...] = ()
     """Mapped at the latest looks, the newest last."""
 
-    @property
-    def slack_bytes(self) -> int:
-        """Mapped, and neither in use, cached nor parked: free blocks of pages in use, padding."""
-        parts = (self.in_use_bytes or 0) + (self.cached_bytes or 0) + (self.parked_bytes or 0)
-        return max(0, (self.mapped_bytes or 0) - parts)
-
 
 @dataclass(frozen=True)
 class Device:
@@ -77,7 +74,7 @@ class Device:
     cached_bytes: int = 0
     parked_bytes: int = 0
     slack_bytes: int = 0
-    """Held, and none of the three."""
+    """Granted, and none of the three."""
     others_bytes: int = 0
     """Held by those who are no instances."""
     free_bytes: int = 0
@@ -128,28 +125,34 @@ def _ledgers_of(instances: Sequence[Instance], ledgers: list[LedgerInfo]) -> lis
 
 def instance_of(info: SegmentInfo) -> Instance:
     """Make an instance of its segment."""
-    row = row_of(info)
-    counters = info.counters
+    status = status_of(info)
+    known = status.is_known
+
+    def figure(value: int) -> int | None:
+        return value if known else None
+
+    counters = status.counters
     return Instance(
-        key=row["uuid"] or row["name"],
-        name=row["name"],
-        label=printable(row["name"]),
-        state=shown_state(row),
-        asleep=bool(row["asleep"]),
-        reason=printable(row["reason"]),
-        device=printable(row["device"] or ""),
-        engine=printable(row["engine"] or ""),
-        model=printable(row["model"] or ""),
-        pid=row["pid"],
-        limit_bytes=row["limit_bytes"],
-        min_bytes=info.answer.get("min_bytes"),
-        priority=info.answer.get("priority"),
-        capacity_bytes=row["capacity_bytes"],
-        mapped_bytes=row["mapped_bytes"],
-        in_use_bytes=row["in_use_bytes"],
-        cached_bytes=row["cached_bytes"],
-        parked_bytes=row["parked_bytes"],
-        over_bytes=row["over_bytes"],
+        key=status.uuid_text or status.name,
+        name=status.name,
+        label=printable(status.name),
+        state=status.word,
+        asleep=status.asleep,
+        reason=printable(status.reason),
+        device=printable(status.device),
+        engine=printable(status.engine),
+        model=printable(status.model),
+        pid=figure(status.pid),
+        limit_bytes=figure(status.limit_bytes),
+        min_bytes=figure(status.min_bytes),
+        priority=figure(status.priority),
+        capacity_bytes=figure(status.capacity_bytes),
+        mapped_bytes=figure(status.mapped_bytes),
+        in_use_bytes=figure(status.in_use_bytes),
+        cached_bytes=figure(status.cached_bytes),
+        parked_bytes=figure(status.parked_bytes),
+        slack_bytes=status.slack_bytes,
+        over_bytes=figure(status.over_bytes),
         pages_in=counters.get("pages_mapped"),
         pages_out=counters.get("pages_unmapped"),
         blocks_evicted=counters.get("blocks_evicted"),

@@ -68,10 +68,10 @@ export class Wish {
       this.parts[number].style.width = capacity ? `${(100 * (row[key] ?? 0)) / capacity}%` : "0";
     });
     this.min.update(row.min_bytes ?? 0, capacity, row.page_bytes ?? 1);
-    const effective = row.asleep ? null : row.effective_limit_bytes; // which is 0 in sleep
-    const limit = row.wished_limit_bytes ?? row.limit_bytes ?? effective ?? capacity;
+    const limit = row.requested_limit_bytes ?? row.limit_bytes ?? capacity;
     this.limit.update(limit, capacity, row.page_bytes ?? 1);
-    const isLimited = effective !== null && effective < capacity;
+    const effective = row.effective_limit_bytes; // which is 0 in sleep
+    const isLimited = !row.asleep && effective < capacity;
     const most = isLimited ? `its limit of ${bytes(effective)}` : bytes(capacity);
     const held =
       `${bytes(row.mapped_bytes)}${row.asleep ? "" : ` of ${most}`}: ` +
@@ -132,23 +132,26 @@ export class Wish {
   }
 
   hear({ answer }, body, words) {
-    if (answer.state === "applied" && answer.asleep) {
+    if (answer.state === "asleep") {
       this.answer.tell("ok", `Applied: ${words}. The model sleeps; its limit counts when it wakes.`);
     } else if (answer.state === "applied") {
       const effective = answer.effective_limit_bytes;
       const rounded = typeof body.limit === "number" && effective !== body.limit;
-      this.answer.tell(
-        "ok",
-        `Applied: ${words}${rounded ? `, in whole pages of its device ${bytes(effective)}` : ""}.`,
-      );
+      const pages = rounded ? `, in whole pages of its device ${bytes(effective)}` : "";
+      const beyond = answer.beyond_device_bytes
+        ? `, but its device has only ${bytes(answer.capacity_bytes)}`
+        : pages;
+      this.answer.tell("ok", `Applied: ${words}${beyond}.`);
     } else if (answer.state === "shrinking") {
       this.promised = { words, revision: answer.wished_revision };
       this.answer.tell("wait", `Taken: ${words}. ${bytes(answer.over_bytes)} still to be given back.`);
-    } else if (answer.state === "pending") {
+    } else if (answer.state === "pending" || answer.state === "unknown") {
       this.promised = { words, revision: answer.wished_revision };
-      this.answer.tell("wait", `Sent: ${words}. The instance has not answered yet.`);
+      this.answer.tell("wait", `Requested: ${words}. No reply yet.`);
     } else if (answer.state === "overtaken") {
-      this.answer.tell("no", "Overtaken: somebody else has wished something later.");
+      this.answer.tell("no", "Replaced by a later request.");
+    } else if (answer.state === "not_taken") {
+      this.answer.tell("no", `Not taken by the instance: ${words}.`);
     } else {
       this.answer.tell("no", `Refused: ${answer.reason || answer.state}`);
     }

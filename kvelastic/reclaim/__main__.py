@@ -17,7 +17,7 @@ from typing import Any, Final
 import click
 
 from kvelastic.cli.arguments import SizeType
-from kvelastic.cli.endings import EXIT_USAGE, fail
+from kvelastic.cli.exit_codes import EXIT_USAGE, fail
 from kvelastic.errors import InvalidArgumentError
 from kvelastic.reclaim.examples import EXAMPLES, example_trace
 from kvelastic.reclaim.report import report_table, summary

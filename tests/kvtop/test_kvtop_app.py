@@ -8,10 +8,10 @@ import threading
 import pytest
 from scenes import ONE
 
-from kvelastic.cli.kvtop import looking
+from kvelastic.cli.kvtop import poller
 from kvelastic.cli.kvtop.app import App
 from kvelastic.cli.kvtop.keys import Ask
-from kvelastic.cli.kvtop.looking import Outside, Told, look
+from kvelastic.cli.kvtop.poller import Outside, Told, look
 from kvelastic.cli.kvtop.text import ASCII, Line
 
 DEADLINE_S = 60
@@ -48,7 +48,7 @@ class TypedOn:
 
 @pytest.fixture
 def terminal(monkeypatch):
-    monkeypatch.setattr(looking, "look", lambda names: ONE)
+    monkeypatch.setattr(poller, "look", lambda names: ONE)
     terminal = TypedOn()
     outside = Outside(names=(), interval_s=3600, wake=terminal.wake)
     outside.start()
@@ -70,7 +70,7 @@ def test_keys_are_taken_while_a_wish_is_on_its_way(terminal, monkeypatch):
         assert may_answer.wait(DEADLINE_S)
         return Told("answered at last", "good")
 
-    monkeypatch.setattr(looking, "wish", slow_wish)
+    monkeypatch.setattr(poller, "wish", slow_wish)
     terminal.press("l", "7", "enter", "y")
     assert asked.get(timeout=DEADLINE_S) == Ask("kvelastic_vllm_1", "kvelastic_vllm_1", "limit", 7)
     terminal.press("?")
@@ -91,7 +91,7 @@ def test_keys_are_taken_while_a_look_takes_long(terminal, monkeypatch):
         assert may_end.wait(DEADLINE_S)
         return ONE
 
-    monkeypatch.setattr(looking, "look", slow_look)
+    monkeypatch.setattr(poller, "look", slow_look)
     terminal.press(" ")
     assert looking_now.wait(DEADLINE_S)
     terminal.press("?")

@@ -22,6 +22,14 @@ def segment_info(name: str, device: str = "GPU-1", **changes: object) -> Segment
         "cached_bytes": GIB,
         "parked_bytes": 512 * MIB,
         "page_bytes": 2 * MIB,
+        "limit_bytes": 8 * GIB,
+        "asleep": 0,
+        "squeezed": 0,
+        "blocks_total": 0,
+        "blocks_in_use": 0,
+        "blocks_cached": 0,
+        "blocks_available": 0,
+        "blocks_reserved": 0,
     }
     values: dict[str, object] = {
         "header": {
@@ -130,8 +138,8 @@ def test_names_choose_instances_and_their_devices():
 def test_one_that_sleeps_is_shown_so_and_has_the_limit_that_it_wakes_with():
     awake = segment_info("a")
     assert (instance_of(awake).state, instance_of(awake).asleep) == ("applied", False)
-    sleeping = segment_info("a", wish={"revision": 0, "limit_bytes": 2 * GIB})
-    sleeping.usage["asleep"] = 1
+    sleeping = segment_info("a")
+    sleeping.usage.update(asleep=1, limit_bytes=2 * GIB)
     sleeping.answer["effective_limit_bytes"] = 0
     one = instance_of(sleeping)
     assert (one.state, one.asleep, one.limit_bytes) == ("asleep", True, 2 * GIB)

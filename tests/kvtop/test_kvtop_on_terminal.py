@@ -203,9 +203,9 @@ def test_min_and_priority_by_keys(owner):
         top.wait_for(f"{owner.name}")
         change(top, "m", "32M")
         # This owner answers without taking guarantees: that it did not is what must be seen.
-        top.wait_for("min 32.00 MiB is not taken by the instance; it is 0 B now")
+        top.wait_for("guarantee 32.00 MiB not taken by the instance")
         change(top, "p", "-7")
-        top.wait_for("priority -7 is not taken")
+        top.wait_for("priority -7 not taken")
         wish = segment.inspect(owner.name).wish
         assert (wish["min_bytes"], wish["priority"], wish["limit_bytes"]) == (32 * MIB, -7, None)
 
@@ -217,12 +217,12 @@ def test_a_real_instance_and_its_ledger():
         top.wait_for("in use 4.00M")
         top.wait_for("others 0")  # only a ledger knows
         change(top, "m", "8M")
-        top.wait_for(f"{real.name}: min 8.00 MiB applied")
+        top.wait_for(f"{real.name}: guarantee 8.00 MiB applied")
         top.wait_for("others 0  min 8.00M")
         change(top, "p", "3")
         top.wait_for("priority 3 applied")
         change(top, "m", "80M")
-        top.wait_for("min 80.00 MiB is refused")
+        top.wait_for("guarantee 80.00 MiB refused")
         change(top, "l", "32M")
         top.wait_for("limit 32.00 MiB applied")
         top.wait_for("limit 32.00 MiB  min 8.00 MiB  priority 3")
@@ -235,7 +235,7 @@ def test_a_real_instance_is_put_to_sleep_and_woken_by_keys():
         top.press("z")
         top.wait_for("y = yes")
         top.press("y")
-        top.wait_for(f"{real.name}: sleep applied; it is asleep, and 0 B are mapped")
+        top.wait_for(f"{real.name}: sleep applied; 0 B are mapped")
         top.wait_for(lambda: any(row.split()[1:2] == ["asleep"] for row in top.rows))
         assert real.mapped_bytes == 0
         top.press("w")
@@ -254,9 +254,9 @@ def test_a_real_instance_is_put_to_sleep_and_woken_by_keys():
 @pytest.mark.parametrize(
     ("mode", "text"),
     [
-        ("refuse", "limit 1.00 MiB is refused: it is only a test"),
-        ("shrink", "is accepted; 95.00 MiB are still to be given back"),
-        ("mute", "limit 1.00 MiB is wished; the instance has not answered yet"),
+        ("refuse", "refused: it is only a test"),
+        ("shrink", "accepted; 95.00 MiB are still to be given back"),
+        ("mute", "limit 1.00 MiB requested; no reply yet"),
     ],
 )
 def test_other_answers(tag, mode, text):

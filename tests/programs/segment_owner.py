@@ -94,15 +94,17 @@ def main() -> None:
     assert mode in MODES, mode
     mine = segment.create(None if name == "-" else name, engine="test", model="none", device="host")
     record = mine.record
-    record.publish_usage(
-        capacity_bytes=CAPACITY_BYTES,
-        mapped_bytes=MAPPED_BYTES,
-        in_use_bytes=64 << 20,
-        cached_bytes=16 << 20,
-        parked_bytes=16 << 20,
-        page_bytes=2 << 20,
-        pools=1,
-    )
+    usage = {
+        "capacity_bytes": CAPACITY_BYTES,
+        "mapped_bytes": MAPPED_BYTES,
+        "in_use_bytes": 64 << 20,
+        "cached_bytes": 16 << 20,
+        "parked_bytes": 16 << 20,
+        "page_bytes": 2 << 20,
+        "pools": 1,
+        "limit_bytes": CAPACITY_BYTES,
+    }
+    record.publish_usage(**usage)
     record.publish_answer(
         0, "applied", effective_limit_bytes=CAPACITY_BYTES, mapped_bytes=MAPPED_BYTES
     )
@@ -125,6 +127,7 @@ def main() -> None:
                 )
                 if mode != "refuse" and wished is not None:
                     limit_bytes = wished
+                    record.publish_usage(**usage | {"limit_bytes": wished})
                 for state in states:
                     over_bytes = max(0, MAPPED_BYTES - limit_bytes) if state == "shrinking" else 0
                     mapped_bytes = MAPPED_BYTES if over_bytes else min(MAPPED_BYTES, limit_bytes)

@@ -61,6 +61,7 @@ def main() -> None:
     )
     record = mine.record
     usage = dict(facts["usage"])
+    usage.setdefault("limit_bytes", facts.get("limit_bytes", usage["capacity_bytes"]))
     record.publish_usage(**usage)
     record.publish_answer(
         0,

@@ -16,10 +16,10 @@ from click.testing import CliRunner, Result
 
 from kvelastic import segment
 from kvelastic.cli.explanation import explain
-from kvelastic.cli.explanation_facts import InstanceFacts
 from kvelastic.cli.explanation_output import explanation_json, explanation_text
 from kvelastic.cli.kvctl import main
 from kvelastic.cli.ledgers import choose_ledger
+from kvelastic.instance.status import InstanceStatus
 from kvelastic.ledger_facts import LedgerInfo, Member
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "programs"))
@@ -30,9 +30,9 @@ from terminal import Terminal
 KVCTL = str(Path(sys.executable).with_name("kvctl"))
 
 MIB = 1 << 20
-CALM = InstanceFacts(
+CALM = InstanceStatus(
     name="a",
-    status="alive",
+    life="alive",
     state="applied",
     uuid=b"a" * 16,
     engine="vLLM",
@@ -46,6 +46,7 @@ CALM = InstanceFacts(
     parked_bytes=10 * MIB,
     page_bytes=2 * MIB,
     limit_bytes=500 * MIB,
+    effective_limit_bytes=500 * MIB,
 )
 
 
@@ -76,7 +77,7 @@ def ledger(*members: Member, **changes) -> LedgerInfo:
     return replace(plain, **changes)
 
 
-def said(facts: InstanceFacts, of: LedgerInfo | None = None) -> str:
+def said(facts: InstanceStatus, of: LedgerInfo | None = None) -> str:
     return "\n".join(
         f"{line.about}{'!' if line.is_blocked else ':'} {line.what} -> {line.do}"
         for line in explain(facts, of)
@@ -93,51 +94,54 @@ CASES = {
         "cached: 20.00 MiB (20%)",
         "parked: 10.00 MiB (10%)",
         "kvctl trim a gives them back",
-        "overhead: 10.00 MiB (10%)",
+        "slack: 10.00 MiB (10%)",
         "limit: Its limit is 500.00 MiB: 400.00 MiB more fit.",
         "in no ledger",
     ], ["guarantee", "priority", "!", "KVELASTIC_PAGE_SIZE_MB"]),
     "nothing held": (
         replace(CALM, mapped_bytes=0, in_use_bytes=0, cached_bytes=0, parked_bytes=0), None,
-        ["It holds no memory of the device's 1000.00 MiB."], ["cached", "parked", "overhead"]),
-    "much overhead": (
-        replace(CALM, in_use_bytes=5 * MIB), None,
-        ["overhead: 65.00 MiB (65%)", "KVELASTIC_PAGE_SIZE_MB"], []),
-    "reserved": (
-        replace(CALM, in_use_bytes=40 * MIB, reserved_bytes=20 * MIB), None,
-        ["in use: 40.00 MiB (40%)", "reserved: 20.00 MiB (20%)", "overhead: 10.00 MiB"], []),
+        ["It holds no memory of the device's 1000.00 MiB."], ["cached", "parked", "slack"]),
+    "much slack": (
+        replace(CALM, in_use_bytes=5 * MIB, page_bytes=8 * MIB), None,
+        ["slack: 65.00 MiB (65%)", "KVELASTIC_PAGE_SIZE_MB"], []),
+    "set aside": (
+        replace(CALM, in_use_bytes=40 * MIB, set_aside_bytes=20 * MIB), None,
+        ["in use: 40.00 MiB (40%)", "set aside: 20.00 MiB (20%)", "slack: 10.00 MiB"], []),
     "no limit to speak of": (
-        replace(CALM, limit_bytes=1000 * MIB), None, ["which is the whole device"], []),
-    "dead": (replace(CALM, status="dead"), None, ["process 11 has ended", "kvctl gc"], ["holds"]),
-    "closing": (replace(CALM, status="closing"), None, ["It is ending", "holds:"], []),
-    "unknown": (replace(CALM, status="unknown"), None, ["cannot be asked", "holds:"], []),
+        replace(CALM, effective_limit_bytes=1000 * MIB), None, ["which is the whole device"], []),
+    "dead": (replace(CALM, life="dead"), None, ["process 11 has ended", "kvctl gc"], ["holds"]),
+    "closing": (replace(CALM, life="closing"), None, ["It is ending", "holds:"], []),
+    "unknown": (replace(CALM, life="unknown"), None, ["cannot be asked", "holds:"], []),
     # --- wishes and limits
-    "a wish just written": (
-        replace(CALM, state="pending", wished_limit_bytes=MIB, pending_s=0.1), None,
-        ["wish! The newest wish (limit 1.00 MiB) was written 0.1 s ago"], ["hangs"]),
-    "a wish long unanswered": (
-        replace(CALM, state="pending", pending_s=9), None,
-        ["wish! The newest wish was written 9.0 s ago", "its process 11 is stopped or hangs"], []),
+    "a request just made": (
+        replace(CALM, request_state="pending", requested_limit_bytes=MIB, pending_s=0.1), None,
+        ["request! The newest request (limit 1.00 MiB) was made 0.1 s ago"], ["hangs"]),
+    "a request without a reply": (
+        replace(CALM, request_state="pending", pending_s=9), None,
+        ["request! The newest request was made 9.0 s ago", "its process 11 is stopped or hangs"],
+        []),
     "refused": (
-        replace(CALM, state="refused", reason="too much"), None,
-        ["wish! The newest wish is refused: too much."], []),
+        replace(CALM, request_state="refused", reason="too much"), None,
+        ["request! The newest request is refused: too much."], []),
     "over, and in use": (
-        replace(CALM, state="shrinking", limit_bytes=40 * MIB, over_bytes=60 * MIB), None,
+        replace(
+            CALM, request_state="shrinking", effective_limit_bytes=40 * MIB, over_bytes=60 * MIB
+        ), None,
         ["limit! It is 60.00 MiB over its limit of 40.00 MiB, and only 30.00 MiB of it are parked",
          "hands out no blocks", "kvctl limit a SIZE"], []),
     "over, and nothing spare": (
         replace(CALM, over_bytes=60 * MIB, cached_bytes=0, parked_bytes=0), None,
         ["limit!", "nothing of it is parked or cached"], []),
     "over, and on its way": (
-        replace(CALM, limit_bytes=80 * MIB, over_bytes=20 * MIB), None,
+        replace(CALM, effective_limit_bytes=80 * MIB, over_bytes=20 * MIB), None,
         ["limit! It is 20.00 MiB over", "gives parked pages and cached blocks back"],
         ["hands out no blocks"]),
     "at its limit with a cache": (
-        replace(CALM, limit_bytes=101 * MIB), None,
+        replace(CALM, effective_limit_bytes=101 * MIB), None,
         ["limit: Its limit of 101.00 MiB is reached: new blocks take the place of the 30.00 MiB"],
         []),
     "at its limit, all in use": (
-        replace(CALM, limit_bytes=100 * MIB, cached_bytes=0, parked_bytes=0), None,
+        replace(CALM, effective_limit_bytes=100 * MIB, cached_bytes=0, parked_bytes=0), None,
         ["limit! Its limit of 100.00 MiB is reached, and nothing is parked", "wait until"], []),
     # --- guarantee and priority
     "a guarantee that it is under": (
@@ -263,7 +267,7 @@ def test_a_ledger_that_cannot_be_read_is_said_to_be_that():
 
 
 def test_texts_of_others_cannot_steer_the_terminal():
-    facts = replace(CALM, state="refused", reason="\x1b[2Jgone", model="m\x1b[31m")
+    facts = replace(CALM, request_state="refused", reason="\x1b[2Jgone", model="m\x1b[31m")
     text = explanation_text(facts, explain(facts, None))
     assert "\x1b" not in text
     assert "\ufffd[2Jgone" in text
@@ -271,7 +275,7 @@ def test_texts_of_others_cannot_steer_the_terminal():
 
 @pytest.mark.parametrize("columns", [50, 60, 80, 200])
 def test_a_terminal_gets_lines_that_fit_and_a_pipe_gets_sentences(columns):
-    facts = replace(CALM, limit_bytes=40 * MIB, over_bytes=60 * MIB)
+    facts = replace(CALM, effective_limit_bytes=40 * MIB, over_bytes=60 * MIB)
     lines = explain(facts, ledger(member("a"), member("b", **ASKING)))
     wrapped = explanation_text(facts, lines, columns=columns)
     assert max(map(len, wrapped.splitlines())) <= columns
@@ -365,14 +369,14 @@ def test_the_json_has_the_documented_keys(name):
     keys = set(whole) | set(whole["askers"][0]) | set(whole["lines"][0])
     assert [key for key in keys if f"`{key}`" not in section] == []
     assert told["granted_bytes"] is None
-    assert told["overhead_bytes"] == told["mapped_bytes"] - (96 * MIB)
+    assert told["slack_bytes"] == told["mapped_bytes"] - (96 * MIB)
     json.dumps(whole)
 
 
 def test_an_instance_that_does_not_answer(name):
     with Owner(name, "mute"):
         segment.wish(name, limit_bytes=MIB, wait_s=0)
-        assert "The newest wish (limit 1.00 MiB) was written" in kvctl("explain", name).stdout
+        assert "The newest request (limit 1.00 MiB) was made" in kvctl("explain", name).stdout
 
 
 def test_no_such_instance_and_one_that_cannot_be_read(name):

@@ -130,7 +130,7 @@ def test_a_limit_for_one_on_its_way_to_sleep_says_both(one):
     done("sleep", one.name)
     late = kvctl("limit", one.name, "16M", "--wait", "0.05")
     assert late.exit_code == 3
-    assert "is accepted; it is asleep, and 2.00 MiB are still to be given back" in late.stderr
+    assert "accepted; it is asleep, and 2.00 MiB are still to be given back" in late.stderr
     assert "2.00 MiB of one that is asleep and still to be" in done("trim", one.name)
 
 
@@ -138,7 +138,7 @@ def test_a_limit_that_nobody_has_asked_for_is_not_called_0(one):
     before = row(one.name)["limit_bytes"]
     assert before == 64 * MIB
     done("sleep", one.name, "--wait", "30")
-    assert row(one.name)["limit_bytes"] is None
+    assert row(one.name)["limit_bytes"] == before
     done("wake", one.name, "--wait", "30")
     assert row(one.name)["limit_bytes"] == before
 
@@ -158,8 +158,8 @@ def test_an_instance_that_does_not_know_sleep_is_not_called_asleep(name):
     with Owner(name):
         result = kvctl("sleep", name, "--wait", "30")
         assert (result.exit_code, result.stdout) == (1, "")
-        assert f"{name}: sleep is not taken by the instance; it is awake." in result.stderr
-        assert kvctl("sleep", name).exit_code == 0
+        assert f"{name}: sleep not taken by the instance; it is awake." in result.stderr
+        assert kvctl("sleep", name).exit_code == 1
         assert "is awake already; its limit is 4.00 GiB" in done("wake", name, "--wait", "30")
 
 
@@ -168,7 +168,7 @@ def test_one_that_does_not_answer(name, verb):
     with Owner(name, "mute"):
         waited = kvctl(verb, name, "--wait", "0.05")
         assert waited.exit_code == 3
-        said = f"{name}: {verb} is wished; the instance has not answered"
+        said = f"{name}: {verb} requested; no reply yet"
         assert f"{said} within 0.05 s." in waited.stderr
         assert done(verb, name) == f"{said}.\n"
 
@@ -192,10 +192,10 @@ def answer(**changes: object) -> segment.Answer:
 @pytest.mark.parametrize(
     ("changes", "code", "text"),
     [
-        ({"revision": 6}, 1, "sleep was overtaken by a later wish; it is awake"),
+        ({"revision": 6}, 1, "sleep was replaced by a later request; it is awake"),
         ({"revision": 6, "asleep": True}, 0, "is asleep; "),
         ({"revision": 6, "asleep": True, "state": "refused"}, 0, "is asleep; "),
-        ({"state": "refused", "reason": "no\x1b[2J"}, 1, "sleep is refused: no\ufffd[2J"),
+        ({"state": "refused", "reason": "no\x1b[2J"}, 1, "sleep refused: no\ufffd[2J"),
         ({"state": "failed", "reason": "no device"}, 1, "has failed: no device"),
         (
             {"asleep": True, "state": "shrinking", "mapped_bytes": MIB, "reason": "busy\x1b"},
@@ -298,7 +298,8 @@ def test_the_explanation_says_why_nothing_is_had_and_what_ends_that(one):
     one.free(ids)
     done("sleep", one.name, "--wait", "30")
     told = json.loads(done("explain", one.name, "--json"))
-    assert (told["asleep"], told["limit_bytes"], told["room_bytes"]) == (True, 0, 0)
+    assert (told["asleep"], told["limit_bytes"], told["room_bytes"]) == (True, 32 * MIB, 0)
+    assert told["effective_limit_bytes"] == 0
     (line,) = (line for line in told["lines"] if line["about"] == "asleep")
     assert line["is_blocked"]
     assert "It is asleep: it hands out no blocks, so new requests wait" in line["what"]

@@ -99,7 +99,7 @@ def test_the_text_has_every_figure(name):
         assert f"\n{topic}\n" in text
     assert re.search(r"\n  mapped +96\.00 MiB\n", text)
     assert MAPPED_BYTES == 96 << 20
-    assert re.search(r"\n  last wish +none\n", text)
+    assert re.search(r"\n  last request +none\n", text)
     assert re.search(r"\n  guarantee +0 B\n", text)
 
 

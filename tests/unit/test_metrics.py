@@ -39,6 +39,10 @@ USAGE = {
     "blocks_in_use": 300,
     "blocks_cached": 100,
     "asleep": 0,
+    "limit_bytes": 500 * MIB,
+    "squeezed": 0,
+    "blocks_available": 0,
+    "blocks_reserved": 0,
 }
 ANSWER = {
     "revision": 1,
@@ -47,6 +51,7 @@ ANSWER = {
     "over_bytes": 0,
     "min_bytes": 50 * MIB,
     "priority": -3,
+    "reason": "",
 }
 COUNTERS = {name: at + 1 for at, name in enumerate(metrics._COUNTERS)}
 
@@ -59,6 +64,7 @@ def info(name: str = "one", status: str = "alive", **changes: dict[str, object])
         "engine": "vllm",
         "model": "Qwen/Qwen3-8B",
         "pid": 4711,
+        "uid": 0,
     }
     return SegmentInfo(
         name,
@@ -140,14 +146,15 @@ def test_an_instance_and_its_device():
         assert found[f"kvelastic_device_{name}", "device=GPU-1,group=default"] == value, name
 
 
-def test_one_that_sleeps_has_a_gauge_for_it_and_no_limit():
+def test_one_that_sleeps_has_a_gauge_for_it_and_keeps_its_limit():
     """`asleep` is no state of the limit: what is still to be given back is told beside it."""
     sleeping = info(answer={"effective_limit_bytes": 0})
     sleeping.usage["asleep"] = 1
     found = samples(metrics.render([info("two"), sleeping], []))
     assert found["kvelastic_instance_asleep", ONE] == 1
     assert found["kvelastic_instance_asleep", ONE.replace("=one", "=two")] == 0
-    assert found["kvelastic_instance_limit_bytes", ONE] == 0
+    assert found["kvelastic_instance_limit_bytes", ONE] == 500 * MIB
+    assert found["kvelastic_instance_effective_limit_bytes", ONE] == 0
     assert found["kvelastic_instance_state", f"{ONE},state=applied"] == 1
 
 
@@ -185,7 +192,7 @@ def test_counters_are_all_that_an_instance_counts():
     [
         ({}, "alive", "applied"),
         ({"answer": {"state": "shrinking"}}, "alive", "shrinking"),
-        ({"answer": {"state": "refused"}}, "unknown", "refused"),
+        ({"answer": {"state": "refused"}}, "unknown", "unknown"),
         ({"answer": {"state": "failed"}}, "alive", "failed"),
         ({"answer": {"state": "none", "revision": 0}}, "alive", "pending"),
         ({"wish": {"revision": 2}}, "alive", "pending"),

@@ -1,4 +1,4 @@
-"""How a command ends: its exit codes, and a line on stderr where it did not do what was asked."""
+"""Exit codes, and the line on stderr of a command that did not do what was asked."""
 
 from __future__ import annotations
 

@@ -100,18 +100,19 @@ def explain_command(name: str, as_json: bool) -> None:
     import time
 
     from kvelastic.cli.explanation import explain
-    from kvelastic.cli.explanation_facts import facts_of
     from kvelastic.cli.explanation_output import explanation_json, show_explanation
     from kvelastic.cli.ledgers import ledger_of
+    from kvelastic.instance.status import status_of
 
     info = readable(name, sweep())
-    facts = facts_of(info, now_ns=time.monotonic_ns())
     ledger = ledger_of(info)
-    lines = explain(facts, ledger)
+    found = () if ledger is None else (ledger,)
+    status = status_of(info, found, now_ns=time.monotonic_ns())
+    lines = explain(status, ledger)
     if as_json:
-        _print_json(explanation_json(facts, ledger, lines))
+        _print_json(explanation_json(status, ledger, lines))
     else:
-        show_explanation(facts, lines)
+        show_explanation(status, lines)
 
 
 def _print_json(value: object) -> None:

@@ -1,4 +1,4 @@
-"""Looks at segments and ledgers, and wishes, on threads of their own: no key ever waits for them.
+"""The poller: looks at instances and makes requests on threads of its own, so no key ever waits.
 
 outside = Outside(names=(), interval_s=1.0, wake=terminal.wake)
 outside.start(); outside.look_soon(); outside.ask(ask)
@@ -13,15 +13,12 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
-from kvelastic.cli.kvtop.answers import answer_line
+from kvelastic.cli.kvtop.answers import answer_line, request_of
 from kvelastic.cli.kvtop.keys import Ask, Mood
 from kvelastic.cli.kvtop.scene import Scene, scene_of
 from kvelastic.errors import KvelasticError
-
-if TYPE_CHECKING:
-    from kvelastic.ledger_facts import LedgerInfo
 
 ANSWER_WAIT_S: Final = 1.0
 """How long an answer is awaited before it is said that there is none yet."""
@@ -38,23 +35,25 @@ class Told:
 def look(names: Sequence[str] = ()) -> Scene:
     """Find everything once. What dead instances have left is removed first."""
     from kvelastic.cli.finding import sweep
+    from kvelastic.instance.look import ledgers
     from kvelastic.segment import list_segments
 
     sweep(quiet=True)
-    return scene_of(list_segments(), _ledgers(), time.monotonic(), names)
+    return scene_of(list_segments(), ledgers(), time.monotonic(), names)
 
 
 def wish(ask: Ask) -> Told:
     """Wish what is asked, and say what came of it; an error is an answer too."""
     from kvelastic import segment
 
+    request = request_of(ask)
     try:
         answer = segment.wish(
             ask.name,
-            limit_bytes=ask.value if ask.setting == "limit" else None,
-            min_bytes=ask.value if ask.setting == "min" else None,
-            priority=ask.value if ask.setting == "priority" else None,
-            asleep=bool(ask.value) if ask.setting == "sleep" else None,
+            limit_bytes=request.limit_bytes,
+            min_bytes=request.min_bytes,
+            priority=request.priority,
+            asleep=request.asleep,
             wait_s=ANSWER_WAIT_S,
         )
     except KvelasticError as error:
@@ -112,13 +111,3 @@ class Outside:
     def _tell(self, news: Scene | Told) -> None:
         self._news.put(news)
         self._wake()
-
-
-def _ledgers() -> list[LedgerInfo]:
-    """All ledgers; none where they cannot be asked: the instances say enough to go on."""
-    from kvelastic.ledger import list_ledgers
-
-    try:
-        return list_ledgers()
-    except (KvelasticError, OSError):
-        return []

@@ -1,0 +1,85 @@
+"""What came of a request, in words: the same for kvctl and kvtop.
+
+text = outcome_text("kvelastic_vLLM_4711", request, outcome_of(request, answer), answer)
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvelastic.cli.rows import printable
+from kvelastic.instance.outcome import Outcome, Request, Verdict
+from kvelastic.instance.status import UNLIMITED_BYTES
+from kvelastic.sizes import format_size
+
+if TYPE_CHECKING:
+    from kvelastic.segment import Answer
+
+
+def request_text(request: Request, *, exact: bool = True) -> str:
+    """What is asked for: `limit 8.00 GiB (8589934592 bytes), priority 3`.
+
+    Without `exact` the bytes are left out, for a screen with little room.
+    """
+    size = _exact if exact else format_size
+    parts = []
+    if request.limit_bytes == UNLIMITED_BYTES:
+        parts.append("no limit")
+    elif request.limit_bytes is not None:
+        parts.append(f"limit {size(request.limit_bytes)}")
+    if request.min_bytes is not None:
+        parts.append(f"guarantee {size(request.min_bytes)}")
+    if request.priority is not None:
+        parts.append(f"priority {request.priority}")
+    if request.asleep is not None:
+        parts.append("sleep" if request.asleep else "wake")
+    if request.trim:
+        parts.append("trim")
+    return ", ".join(parts)
+
+
+def outcome_text(
+    name: str, request: Request, outcome: Outcome, answer: Answer, *, exact: bool = True
+) -> str:
+    """One sentence without its full stop. `name` is shown as it is: make it printable first."""
+    if outcome.verdict is Verdict.FAILED:
+        return f"{name} has failed: {printable(outcome.reason)}"
+    beyond, in_force = _beyond(outcome, answer), _in_force(request, answer)
+    over, mapped = format_size(answer.over_bytes), format_size(answer.mapped_bytes)
+    also = "it is asleep, and " if answer.asleep and request.asleep is None else ""
+    said = {
+        Verdict.PENDING: "requested; no reply yet",
+        Verdict.UNKNOWN: "requested; no reply yet, and whether its process lives cannot be asked"
+        " here",
+        Verdict.OVERTAKEN: f"was replaced by a later request; {in_force}",
+        Verdict.REFUSED: f"refused: {printable(outcome.reason)}",
+        Verdict.NOT_TAKEN: f"not taken by the instance; {in_force}",
+        Verdict.SHRINKING: f"accepted; {also}{over} are still to be given back",
+        Verdict.ASLEEP: f"applied{beyond}; it is asleep until `kvctl wake {name}`",
+        Verdict.APPLIED: f"applied{beyond}; {mapped} are mapped",
+    }
+    return f"{name}: {request_text(request, exact=exact)} {said[outcome.verdict]}"
+
+
+def _beyond(outcome: Outcome, answer: Answer) -> str:
+    if not outcome.beyond_device_bytes:
+        return ""
+    return f", but its device has only {format_size(answer.capacity_bytes)}"
+
+
+def _in_force(request: Request, answer: Answer) -> str:
+    """What holds instead, of the things that were asked for."""
+    parts = []
+    if request.limit_bytes is not None:
+        parts.append(f"the limit is {format_size(answer.limit_bytes)}")
+    if request.min_bytes is not None:
+        parts.append(f"the guarantee is {format_size(answer.min_bytes)}")
+    if request.priority is not None:
+        parts.append(f"the priority is {answer.priority}")
+    if request.asleep is not None:
+        parts.append(f"it is {'asleep' if answer.asleep else 'awake'}")
+    return ", ".join(parts)
+
+
+def _exact(size_bytes: int) -> str:
+    return f"{format_size(size_bytes)} ({size_bytes} bytes)"

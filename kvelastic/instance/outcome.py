@@ -1,0 +1,118 @@
+"""What came of a request to an instance: one verdict for every surface.
+
+    answer = segment.wish("kvelastic_vLLM_4711", limit_bytes=8 << 30, wait_s=5.0)
+    outcome_of(Request(limit_bytes=8 << 30), answer).verdict     # Verdict.APPLIED
+
+Pure: it looks at nothing but its arguments. How a verdict follows from an answer::
+
+    no reply ------------------------------------> PENDING, or UNKNOWN
+    the memory behind it has failed -------------> FAILED
+    a reply to a later request ------------------> OVERTAKEN
+    refused -------------------------------------> REFUSED
+    replied, but something else is in force -----> NOT_TAKEN
+    memory is still to be given back ------------> SHRINKING
+    in force when it wakes ----------------------> ASLEEP
+    in force ------------------------------------> APPLIED
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import TYPE_CHECKING, Final
+
+from kvelastic.instance.status import UNLIMITED_BYTES
+
+if TYPE_CHECKING:
+    from kvelastic.segment import Answer
+
+
+class Verdict(str, Enum):
+    """See the module; the values are those of the REST interface."""
+
+    APPLIED = "applied"
+    ASLEEP = "asleep"
+    SHRINKING = "shrinking"
+    PENDING = "pending"
+    UNKNOWN = "unknown"
+    OVERTAKEN = "overtaken"
+    REFUSED = "refused"
+    NOT_TAKEN = "not_taken"
+    FAILED = "failed"
+
+
+HOLDS: Final = frozenset({Verdict.APPLIED, Verdict.ASLEEP})
+"""It is as was asked, now or when the instance wakes."""
+MAY_HOLD: Final = frozenset({Verdict.SHRINKING, Verdict.PENDING, Verdict.UNKNOWN})
+"""It is not yet so. With every other verdict it is not, and will not be."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is asked for in one step; None leaves a thing as it is."""
+
+    limit_bytes: int | None = None
+    """UNLIMITED_BYTES: no limit."""
+    min_bytes: int | None = None
+    priority: int | None = None
+    asleep: bool | None = None
+    trim: bool = False
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether it asks for nothing."""
+        return self == Request()
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A verdict, and what it rests on."""
+
+    verdict: Verdict
+    reason: str = ""
+    """Why it is refused or has failed."""
+    beyond_device_bytes: int = 0
+    """By how much the limit that was asked for is larger than the device; 0: it is not."""
+
+
+def outcome_of(request: Request, answer: Answer) -> Outcome:
+    """What the answer to a request means for it."""
+    beyond_bytes = 0
+    if request.limit_bytes is not None and request.limit_bytes != UNLIMITED_BYTES:
+        beyond_bytes = max(0, request.limit_bytes - answer.capacity_bytes)
+    return Outcome(
+        _verdict(request, answer), answer.reason, beyond_bytes if answer.capacity_bytes else 0
+    )
+
+
+def _verdict(request: Request, answer: Answer) -> Verdict:
+    if answer.state == "none":
+        return Verdict.UNKNOWN if answer.is_unknown else Verdict.PENDING
+    # Whether it sleeps is seen, whatever else was asked of it since then.
+    is_sleep_so = request.asleep is not None and request.asleep == answer.asleep
+    verdict = Verdict.APPLIED
+    if answer.state == "failed":
+        verdict = Verdict.FAILED
+    elif not (answer.is_to_the_wish or is_sleep_so or request.trim):
+        verdict = Verdict.OVERTAKEN
+    elif answer.state == "refused" and answer.is_to_the_wish and not is_sleep_so:
+        verdict = Verdict.REFUSED
+    elif not _is_taken(request, answer):
+        verdict = Verdict.NOT_TAKEN
+    elif answer.state == "shrinking":
+        verdict = Verdict.SHRINKING
+    elif answer.asleep and request.asleep is None:
+        verdict = Verdict.ASLEEP
+    return verdict
+
+
+def _is_taken(request: Request, answer: Answer) -> bool:
+    """Whether what the instance keeps to is what was asked.
+
+    `applied` is its word for the limit only. A guarantee may be rounded up.
+    """
+    return (
+        (request.min_bytes is None or answer.min_bytes >= request.min_bytes)
+        and request.priority in {None, answer.priority}
+        and request.asleep in {None, answer.asleep}
+    )

@@ -1,0 +1,265 @@
+"""What an instance is: the one reading of its segment and of its places in ledgers.
+
+    status = status_of(segment.inspect("kvelastic_vLLM_4711"), ledger.list_ledgers())
+    status.state, status.limit_bytes, status.slack_bytes
+
+kvctl, kvtop, the metrics, the controller and the dashboard show these values and decide nothing.
+Pure: it looks at nothing but its arguments.
+
+The parts of what is mapped, and the limits over it::
+
+    mapped   [ in use | set aside | cached | parked | slack ]
+    limit    what the operator set, as it was set; an instance that sleeps keeps it
+    effective limit   what the instance keeps to now: whole pages, within the device, lowered while
+                      others are owed memory (a squeeze), 0 while it sleeps
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from datetime import datetime, timezone
+from typing import TYPE_CHECKING, Any, Final
+
+from kvelastic import _vmm
+
+if TYPE_CHECKING:
+    from kvelastic.ledger_facts import LedgerInfo, Member
+    from kvelastic.segment_dir import SegmentInfo
+
+UNLIMITED_BYTES: Final = _vmm.UNLIMITED_BYTES
+"""The limit of an instance that has none; it may use its whole device."""
+
+ENDED: Final = frozenset({"dead", "unreadable"})
+"""Values of `life` of which nothing more is to be expected."""
+
+
+@dataclass(frozen=True)
+class DeviceShare:
+    """An instance's place in the ledger of one device."""
+
+    device: str
+    group: str
+    granted_bytes: int
+    """What the ledger lets it hold."""
+    asked_bytes: int
+    """What it lacks and waits for."""
+    asked_s: float
+    """How long it has waited."""
+    wanted_bytes: int
+    """What others have asked of it and have not got yet."""
+    idle_s: float
+    """Since its last alloc or free."""
+
+
+@dataclass(frozen=True)
+class InstanceStatus:
+    """One instance at one moment. Figures are 0 and texts empty where `is_known` is False."""
+
+    name: str
+    """Of its segment, as every command takes it."""
+    life: str
+    """alive, closing, dead, unknown (whether it lives cannot be asked here), unreadable."""
+    state: str
+    """Of the newest request: applied, shrinking, refused, pending, or failed (its memory has
+    failed); of one that is not alive its `life`."""
+    request_state: str = "applied"
+    """The same, whatever its `life` is."""
+    reason: str = ""
+    """Why the state is refused, failed or unreadable."""
+    is_known: bool = True
+    """Whether its record could be read."""
+
+    asleep: bool = False
+    """It hands out no block, and holds nothing that is not in use."""
+    limit_bytes: int = 0
+    """As the operator set it; `capacity_bytes` where there is no limit."""
+    is_limited: bool = True
+    effective_limit_bytes: int = 0
+    """What it keeps to now (see the module)."""
+    is_squeezed: bool = False
+    """It keeps to less than its limit because others are owed memory."""
+    requested_limit_bytes: int | None = None
+    """Of the newest request that named one, whatever came of it; None: nobody has asked."""
+    over_bytes: int = 0
+    """Still to be given back to meet the effective limit."""
+    min_bytes: int = 0
+    """The guarantee: others never take what is below it."""
+    priority: int = 0
+
+    capacity_bytes: int = 0
+    """Of its device."""
+    mapped_bytes: int = 0
+    in_use_bytes: int = 0
+    set_aside_bytes: int = 0
+    """Set aside for requests to come (`try_to_reserve`), and in use by none."""
+    cached_bytes: int = 0
+    parked_bytes: int = 0
+    page_bytes: int = 0
+    blocks_total: int = 0
+    """Blocks that its address range has room for."""
+    blocks_in_use: int = 0
+    blocks_cached: int = 0
+    blocks_available: int = 0
+    """That an alloc could have now."""
+    blocks_reserved: int = 0
+
+    revision: int = 0
+    """Of the newest request."""
+    answered_revision: int = 0
+    pending_s: float = 0.0
+    """Since the newest request was made, where the instance has not replied to it."""
+
+    engine: str = ""
+    model: str = ""
+    device: str = ""
+    pid: int = 0
+    uid: int = 0
+    uuid: bytes = b""
+    created: str | None = None
+    """UTC, ISO 8601."""
+    counters: Mapping[str, int] = field(default_factory=dict)
+    shares: tuple[DeviceShare, ...] = ()
+    """Its places in ledgers; empty where it is in none, or in none that can be read."""
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it may still reply."""
+        return self.life not in ENDED
+
+    @property
+    def word(self) -> str:
+        """The state in one word, as tables show it: `asleep` where it has nothing left to do."""
+        return "asleep" if self.asleep and self.state == "applied" else self.state
+
+    @property
+    def slack_bytes(self) -> int:
+        """Mapped, and none of the rest: free blocks on pages in use, and padding."""
+        return max(0, self.mapped_bytes - self.in_use_bytes - self.spare_bytes)
+
+    @property
+    def spare_bytes(self) -> int:
+        """What makes way when memory is needed."""
+        return self.parked_bytes + self.set_aside_bytes + self.cached_bytes
+
+    @property
+    def used_bytes(self) -> int:
+        """Mapped and not parked."""
+        return max(0, self.mapped_bytes - self.parked_bytes)
+
+    @property
+    def room_bytes(self) -> int:
+        """What the effective limit still allows."""
+        return max(0, self.effective_limit_bytes - self.mapped_bytes)
+
+    @property
+    def granted_bytes(self) -> int | None:
+        """What ledgers let it hold on all its devices; None where it is in no ledger."""
+        return sum(share.granted_bytes for share in self.shares) if self.shares else None
+
+    @property
+    def asked_bytes(self) -> int | None:
+        """What it lacks and waits for; None where it is in no ledger."""
+        return sum(share.asked_bytes for share in self.shares) if self.shares else None
+
+    @property
+    def uuid_text(self) -> str | None:
+        """The UUID of its segment as text; None where it is not known."""
+        return uuid_text(self.uuid) if self.uuid else None
+
+
+def status_of(
+    info: SegmentInfo, ledgers: Iterable[LedgerInfo] = (), *, now_ns: int | None = None
+) -> InstanceStatus:
+    """Read a segment as it was found. `now_ns` (CLOCK_MONOTONIC) is needed for `pending_s` only."""
+    if not info.header:
+        return InstanceStatus(
+            info.name, info.status, info.status, info.status, reason=info.problem, is_known=False
+        )
+    header, usage, answer, request = info.header, info.usage, info.answer, info.wish
+    request_state = _request_state(answer, request)
+    limit_bytes, capacity_bytes = usage["limit_bytes"], usage["capacity_bytes"]
+    is_limited = limit_bytes != UNLIMITED_BYTES
+    # The record counts what is set aside as in use, by bytes; by blocks it tells them apart.
+    taken = usage["blocks_in_use"] + usage["blocks_reserved"]
+    set_aside_bytes = usage["in_use_bytes"] * usage["blocks_reserved"] // max(taken, 1)
+    waited_ns = 0 if now_ns is None else max(0, now_ns - request["written_ns"])
+    return InstanceStatus(
+        name=info.name,
+        life=info.status,
+        state=request_state if info.status == "alive" else info.status,
+        request_state=request_state,
+        reason=answer["reason"],
+        asleep=bool(usage["asleep"]),
+        limit_bytes=limit_bytes if is_limited else capacity_bytes,
+        is_limited=is_limited,
+        effective_limit_bytes=answer["effective_limit_bytes"],
+        is_squeezed=bool(usage["squeezed"]),
+        requested_limit_bytes=request["limit_bytes"],
+        over_bytes=answer["over_bytes"],
+        min_bytes=answer["min_bytes"],
+        priority=answer["priority"],
+        capacity_bytes=capacity_bytes,
+        mapped_bytes=usage["mapped_bytes"],
+        in_use_bytes=usage["in_use_bytes"] - set_aside_bytes,
+        set_aside_bytes=set_aside_bytes,
+        cached_bytes=usage["cached_bytes"],
+        parked_bytes=usage["parked_bytes"],
+        page_bytes=usage["page_bytes"],
+        blocks_total=usage["blocks_total"],
+        blocks_in_use=usage["blocks_in_use"],
+        blocks_cached=usage["blocks_cached"],
+        blocks_available=usage["blocks_available"],
+        blocks_reserved=usage["blocks_reserved"],
+        revision=request["revision"],
+        answered_revision=answer["revision"],
+        pending_s=waited_ns / 1e9 if request_state == "pending" else 0.0,
+        engine=header["engine"],
+        model=header["model"],
+        device=header["device"],
+        pid=header["pid"],
+        uid=header["uid"],
+        uuid=header["uuid"],
+        created=_utc_text(header["created_realtime_ns"]),
+        counters=dict(info.counters),
+        shares=tuple(_shares(header["uuid"], ledgers)),
+    )
+
+
+def _request_state(answer: Mapping[str, Any], request: Mapping[str, Any]) -> str:
+    state: str = answer["state"]
+    is_answered = state != "none" and answer["revision"] == request["revision"]
+    return state if is_answered else "pending"
+
+
+def _shares(uuid: bytes, ledgers: Iterable[LedgerInfo]) -> Iterable[DeviceShare]:
+    for ledger in ledgers:
+        for member in ledger.members:
+            if member.uuid == uuid:
+                yield _share(ledger, member)
+
+
+def _share(ledger: LedgerInfo, member: Member) -> DeviceShare:
+    return DeviceShare(
+        device=ledger.device,
+        group=ledger.group,
+        granted_bytes=member.granted_bytes,
+        asked_bytes=member.ask_bytes,
+        asked_s=member.ask_s,
+        wanted_bytes=member.wanted_bytes,
+        idle_s=member.idle_s,
+    )
+
+
+def uuid_text(raw: bytes) -> str:
+    """The 16 bytes of a UUID as people write it."""
+    digits = raw.hex()
+    return "-".join((digits[:8], digits[8:12], digits[12:16], digits[16:20], digits[20:]))
+
+
+def _utc_text(realtime_ns: int) -> str | None:
+    try:
+        moment = datetime.fromtimestamp(realtime_ns // 1_000_000_000, tz=timezone.utc)
+    except (OverflowError, ValueError, OSError):
+        return None
+    return moment.isoformat().replace("+00:00", "Z")

@@ -1,0 +1,152 @@
+"""Every surface says the same of an instance: one process put into each state, and compared."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from kvelastic import ledger, segment
+from kvelastic.cli.kvtop.scene import scene_of
+from kvelastic.controller import instance_memory
+from kvelastic.instance.outcome import Request, Verdict, outcome_of
+from kvelastic.instance.status import UNLIMITED_BYTES
+from kvelastic.metrics import STATES, render
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "programs"))
+from ledger_instance import PAGE_BYTES, Instance
+from segment_owner import Owner
+
+KVCTL = str(Path(sys.executable).with_name("kvctl"))
+WAIT_S = 10.0
+FIGURES = (
+    "capacity_bytes",
+    "mapped_bytes",
+    "in_use_bytes",
+    "cached_bytes",
+    "parked_bytes",
+    "slack_bytes",
+    "limit_bytes",
+    "effective_limit_bytes",
+    "over_bytes",
+    "min_bytes",
+    "priority",
+)
+
+
+def kvctl(*words: str) -> str:
+    done = subprocess.run([KVCTL, *words], capture_output=True, text=True, check=True)
+    return done.stdout
+
+
+def surfaces(name: str) -> dict[str, dict[str, object]]:
+    """What each surface says of one instance, by the keys of `FIGURES` and `state`."""
+    samples = {
+        sample.name.removeprefix("kvelastic_instance_"): sample.value
+        for family in text_string_to_metric_families(
+            render(segment.list_segments(), ledger.list_ledgers())
+        )
+        for sample in family.samples
+        if sample.labels.get("name") == name and sample.labels.get("state") is None
+    }
+    states = [
+        sample.labels["state"]
+        for family in text_string_to_metric_families(render(segment.list_segments(), []))
+        for sample in family.samples
+        if sample.name == "kvelastic_instance_state"
+        and sample.labels["name"] == name
+        and sample.value == 1
+    ]
+    (shown,) = scene_of(segment.list_segments(), ledger.list_ledgers(), 0.0, [name]).instances
+    (listed,) = json.loads(kvctl("list", name, "--json"))
+    return {
+        "kvctl list": listed,
+        "kvctl stats": json.loads(kvctl("stats", name, "--json")),
+        "kvctl explain": json.loads(kvctl("explain", name, "--json")),
+        "controller": instance_memory.row(name),
+        "kvtop": {
+            "state": "applied" if shown.state == "asleep" else shown.state,
+            **{key: getattr(shown, key) for key in FIGURES if hasattr(shown, key)},
+        },
+        "metrics": {
+            "state": states[0],
+            **{key: samples[key] for key in FIGURES},
+        },
+    }
+
+
+def until_replied(name: str, **wanted: object) -> None:
+    """Make a request and wait for the first reply to it, whatever that says."""
+    revision = segment.wish(name, wait_s=0, **wanted).wished_revision  # type: ignore[arg-type]
+    with segment.open_readonly(name) as seen:
+        assert seen.record.wait_answer(revision, WAIT_S)
+
+
+def assert_all_agree(name: str, state: str) -> dict[str, object]:
+    said = surfaces(name)
+    listed = said["kvctl list"]
+    assert listed["state"] == state
+    for surface, facts in said.items():
+        assert facts["state"] == state, surface
+        for key in FIGURES:
+            if key in facts:
+                assert facts[key] == listed[key], (surface, key)
+    return listed
+
+
+@pytest.fixture
+def instance() -> Iterator[Instance]:
+    group = f"surfaces-{os.getpid()}"
+    with Instance(
+        KVELASTIC_HOST_MEMORY="64M",
+        KVELASTIC_LEDGER=group,
+        KVELASTIC_PAGE_PREALLOC_ENABLED="false",  # nothing moves while it is compared
+    ) as one:
+        yield one
+
+
+def test_while_it_runs_shrinks_and_sleeps(instance: Instance) -> None:
+    name = instance.name
+    assert instance.alloc(40)  # ten pages, and none of them parked
+    before = assert_all_agree(name, "applied")
+    assert before["is_limited"] is False
+    # Not a whole number of pages: what was set and what is kept to are two figures everywhere.
+    odd_bytes = 8 * PAGE_BYTES - 4096
+    until_replied(name, limit_bytes=odd_bytes)
+    limited = assert_all_agree(name, "shrinking")
+    assert limited["limit_bytes"] == odd_bytes
+    assert limited["effective_limit_bytes"] == 7 * PAGE_BYTES
+    until_replied(name, limit_bytes=PAGE_BYTES)
+    assert_all_agree(name, "shrinking")
+    until_replied(name, limit_bytes=UNLIMITED_BYTES, asleep=True)
+    asleep = assert_all_agree(name, "shrinking")
+    assert (asleep["asleep"], asleep["limit_bytes"]) == (True, 64 << 20)
+    segment.wish(name, asleep=False, wait_s=WAIT_S)
+    assert_all_agree(name, "applied")
+
+
+@pytest.mark.parametrize(
+    ("mode", "verdict"),
+    [("refuse", "refused"), ("mute", "pending"), ("shrink", "shrinking"), ("apply", "applied")],
+)
+def test_what_came_of_a_request(mode: str, verdict: str) -> None:
+    request = Request(limit_bytes=32 << 20)
+    with Owner(f"surfaces_{mode}_{os.getpid()}", mode) as owner:
+        if mode == "shrink":
+            until_replied(owner.name, limit_bytes=request.limit_bytes)
+        else:
+            wait_s = WAIT_S if verdict in {"refused", "applied"} else 0
+            answer = segment.wish(owner.name, limit_bytes=request.limit_bytes, wait_s=wait_s)
+        assert_all_agree(owner.name, verdict)
+        if mode != "shrink":
+            assert outcome_of(request, answer).verdict is Verdict(verdict)
+
+
+def test_every_state_has_a_metric() -> None:
+    assert {"applied", "shrinking", "refused", "failed", "pending", "unknown"} <= set(STATES)
