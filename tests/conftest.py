@@ -18,7 +18,7 @@ SHM = Path("/dev/shm")
 os.environ["KVELASTIC_LEDGER"] = f"test-{os.getpid()}"
 
 # Fakes that outlive their parents on purpose end with the run.
-os.environ["TEST_RUN_OF_KVELASTIC"] = str(os.getpid())
+os.environ["PID_OF_TEST_RUN"] = str(os.getpid())
 
 traces = Traces()
 left_at_the_end: list[str] = []

@@ -76,7 +76,7 @@ def test_a_limit_for_a_model_that_sleeps_is_taken_at_once_and_counts_when_it_wak
     wish = {"limit": "96M", "min": "8M", "priority": 4, "wait": 5}
     response = front.client.patch("/memory/org/m", json=wish)
     answer = response.json()["answer"]
-    assert (response.status_code, answer["state"], answer["asleep"]) == (200, "applied", True)
+    assert (response.status_code, answer["state"], answer["asleep"]) == (200, "asleep", True)
     row = memory(front)
     assert (row["limit_bytes"], row["min_bytes"], row["priority"]) == (96 * MIB, 8 * MIB, 4)
     assert (row["asleep"], row["mapped_bytes"]) == (True, 0)

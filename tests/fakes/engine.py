@@ -20,7 +20,7 @@ fake of vLLM answers 401 to other keys under /v1; with `--api-key` that of SGLan
 but at /health and /metrics.
 
 It dies with who has started it, however that dies. With `--outlives-its-parent` it dies with the
-test run instead (TEST_RUN_OF_KVELASTIC, a pid): an orphan for tests.
+test run instead (PID_OF_TEST_RUN, a pid): an orphan for tests.
 """
 
 from __future__ import annotations
@@ -290,7 +290,7 @@ async def serve(arguments: argparse.Namespace) -> None:
 
 
 def die_with_test_run() -> None:
-    run = os.pidfd_open(int(os.environ["TEST_RUN_OF_KVELASTIC"]))
+    run = os.pidfd_open(int(os.environ["PID_OF_TEST_RUN"]))
 
     def watch() -> None:
         select.select([run], [], [])
