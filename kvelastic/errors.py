@@ -36,7 +36,8 @@ brackets), so `except ValueError` and `except kvelastic.errors.KvelasticError` b
     │   └── UnsupportedEngineError          UNSUPPORTED_ENGINE
     ├── ControllerError                     CONTROLLER           [RuntimeError]
     │   ├── ControllerConfigError           CONTROLLER_CONFIG    [ValueError]
-    │   └── EngineCallError                 ENGINE_CALL
+    │   ├── EngineCallError                 ENGINE_CALL
+    │   └── PortTakenError                  PORT_TAKEN
     └── IntegrityError                      INTEGRITY            [RuntimeError]
 
 A message says what happened, with which value, and what to do next. The native code knows only
