@@ -146,6 +146,7 @@ def test_a_stopped_instance_is_passed_over(device):
     for one in stopped, other:
         one.cache(fill(one, 12))
     stopped.signal(signal.SIGSTOP)
+    os.waitid(os.P_PID, stopped.pid, os.WSTOPPED | os.WNOWAIT)
     try:
         device.set_pages(16)
         until(lambda: device.held() <= 16, "the others wait for one that is stopped")
