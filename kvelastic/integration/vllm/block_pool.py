@@ -31,6 +31,9 @@ from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from kvelastic.errors import IntegrityError, PoolExhaustedError
 from kvelastic.integration.vllm.held_back import HeldBack, StepsOnTheirWay
 
+_ARRIVALS_WRAP = 1 << 32
+"""The native pool's count of arrivals is a word that wraps."""
+
 if TYPE_CHECKING:
     from kvelastic import _vmm
 
@@ -102,6 +105,10 @@ class ElasticBlockPool(BlockPool):  # type: ignore[misc]  # vLLM has no type inf
         self.fell_short = False
         """Whether, in the present session, blocks were wanted that could not be had."""
         self.starvation: Any = None
+        self.last_starvation: Any = None
+        """The newest one, also when it is over."""
+        self.given_back = 0
+        """Of the native pool's arrivals, those that came of blocks given back here."""
         """Kept here for the engine's loop; see `in_engine_core.step`."""
         self._steps = StepsOnTheirWay()
         self._held_back = HeldBack()
@@ -144,12 +151,24 @@ class ElasticBlockPool(BlockPool):  # type: ignore[misc]  # vLLM has no type inf
 
     @property
     def arrivals(self) -> int:
-        """Goes up whenever blocks can be had that could not be had before."""
-        return self._memory.arrivals
+        """Changes whenever blocks can be had that could not be had before, from anywhere else.
+
+        What this engine itself gives back does not count: it knows of that (`given_back`).
+        """
+        return (self._memory.arrivals - self.given_back) % _ARRIVALS_WRAP
 
     def wait_for_arrival(self, seen: int, timeout_s: float) -> None:
-        """Block until `arrivals` is another than `seen`, or `timeout_s` has passed."""
-        self._memory.wait_for_arrival(seen, timeout_s)
+        """Block until `arrivals` is another than `seen`, or `timeout_s` has passed.
+
+        For the thread that gives blocks back; no other does while it waits.
+        """
+        self._memory.wait_for_arrival((seen + self.given_back) % _ARRIVALS_WRAP, timeout_s)
+
+    def _give(self, give: Callable[[list[int]], object], ids: list[int]) -> None:
+        """Give blocks back; what can be had through that is no arrival."""
+        before = self._memory.arrivals
+        give(ids)
+        self.given_back += self._memory.arrivals - before
 
     # --- steps ----------------------------------------------------------------------------------
 
@@ -385,9 +404,9 @@ class ElasticBlockPool(BlockPool):  # type: ignore[misc]  # vLLM has no type inf
         if free:
             for block_id in free:
                 self.blocks.drop(block_id)
-            self._memory.free(free)
+            self._give(self._memory.free, free)
         if cached:
-            self._memory.cache(cached)
+            self._give(self._memory.cache, cached)
 
     def _count_reusable(self) -> int:
         """How many of the blocks that are held back may be used anew before they are given back."""
@@ -430,7 +449,7 @@ class ElasticBlockPool(BlockPool):  # type: ignore[misc]  # vLLM has no type inf
         for block_id in block_ids:
             self.blocks.drop(block_id)
         if block_ids:
-            self._memory.free(block_ids)
+            self._give(self._memory.free, block_ids)
 
     def check_integrity(self) -> None:
         """Compare with the native pool's own books; raises `IntegrityError`. Takes a while."""

@@ -177,24 +177,29 @@ def schedule(original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs:
     if pool is None:
         return original(scheduler, *args, **kwargs)
     pool.headroom = scheduler.kv_cache_manager.watermark_blocks
-    former = pool.starvation
+    former, last = pool.starvation, pool.last_starvation
     asked_for_nothing = former is not None and not former.has_news()
+    given_back = pool.given_back
     seen = pool.arrivals  # before the step looks for blocks: what comes meanwhile counts as news
     with pool.session():
         output = original(scheduler, *args, **kwargs)
     works = output.total_num_scheduled_tokens > 0
     output.kvelastic_step = pool.step_begins(works=works)
     starved = pool.fell_short and not pool.is_at_work
-    pool.starvation = (
-        Starvation(scheduler, seen, former if asked_for_nothing else None) if starved else None
-    )
+    pool.starvation = None
+    if starved:
+        since = None if last is None or last.has_news() else last
+        gave_back = pool.given_back != given_back
+        pool.starvation = Starvation(scheduler, seen, since, gave_back=gave_back)
+        pool.last_starvation = pool.starvation
     if starved and former is None:
         _log.debug("All %d requests wait for blocks.", len(scheduler.requests))
     elif works and former is not None:
-        if asked_for_nothing and not pool.fell_short and pool.arrivals == seen:
+        is_unexplained = asked_for_nothing and not former.gave_back
+        if is_unexplained and not pool.fell_short and pool.arrivals == seen:
             _log.warning(
                 "A request could run, and nothing had said that there are blocks for it: it may "
-                "have waited up to a second too long. Please report this, with what was changed "
+                "have waited up to ten seconds too long. Please report this, with what was changed "
                 "at that time (limits, sleep, other models)."
             )
         else:

@@ -17,33 +17,44 @@ from typing import Any
 
 NAP_S = 0.01
 """How long a nap keeps vLLM from its input and from a shutdown, at most."""
-_LONGEST_PAUSE_S = 1.0
+_LONGEST_PAUSE_S = 10.0
 """The scheduler is asked again after a pause all the same, which doubles up to this.
 
 Not for memory, which ends the nap at once, but for what requests may wait for besides (a grammar
-that is compiled, say) and for a driver that was out of memory: neither tells anybody.
+that is compiled, say) and for a driver that was out of memory: neither tells anybody. Each time
+vLLM's worker gets an empty step, and polls for seconds for the next one: once a second would keep
+its core busy.
 """
 
 
 class Starvation:
-    """Made when a step found no block; `former` is the one before, if nothing has come since.
+    """Made when a step found no block; `former` is the one before, of the same requests.
 
-    `seen` is `ElasticBlockPool.arrivals` as it was before that step.
+    `seen` is `ElasticBlockPool.arrivals` as it was before that step. `gave_back`: the step has
+    preempted a request, whose blocks another may have, so it is asked again at once. A request that
+    does not fit runs in pieces and is preempted, again and again: with a former one it pauses too.
     """
 
-    def __init__(self, scheduler: Any, seen: int, former: Starvation | None) -> None:
+    def __init__(
+        self, scheduler: Any, seen: int, former: Starvation | None, *, gave_back: bool
+    ) -> None:
+        self.gave_back = gave_back
         self._scheduler = scheduler
         self._pool = scheduler.kv_cache_manager.block_pool
         self._seen = seen
         self._requests = self._read_requests()
-        self._pause_s: float = NAP_S
+        self._pause_s: float = 0.0 if gave_back else NAP_S
         if former is not None:
-            self._pause_s = min(2 * former._pause_s, _LONGEST_PAUSE_S)
+            self._pause_s = min(max(2 * former._pause_s, NAP_S), _LONGEST_PAUSE_S)
         self._pause_ends_s = time.monotonic() + self._pause_s
 
     def has_news(self) -> bool:
         """Whether blocks have come, or requests have come or gone."""
-        return self._pool.arrivals != self._seen or self._read_requests() != self._requests
+        return self._pool.arrivals != self._seen or not self.is_of_the_same_requests()
+
+    def is_of_the_same_requests(self) -> bool:
+        """Whether no request has come or gone since."""
+        return self._read_requests() == self._requests
 
     def nap(self) -> bool:
         """Wait for blocks, `NAP_S` at most; whether to go on without a step."""
