@@ -28,7 +28,7 @@ its core busy.
 
 
 class Starvation:
-    """Made when a step found no block; `former` is the one before, of the same requests.
+    """Made when a step found no block; `former` is the one before, if nothing has come since.
 
     `seen` is `ElasticBlockPool.arrivals` as it was before that step. `gave_back`: the step has
     preempted a request, whose blocks another may have, so it is asked again at once. A request that
@@ -50,11 +50,7 @@ class Starvation:
 
     def has_news(self) -> bool:
         """Whether blocks have come, or requests have come or gone."""
-        return self._pool.arrivals != self._seen or not self.is_of_the_same_requests()
-
-    def is_of_the_same_requests(self) -> bool:
-        """Whether no request has come or gone since."""
-        return self._read_requests() == self._requests
+        return self._pool.arrivals != self._seen or self._read_requests() != self._requests
 
     def nap(self) -> bool:
         """Wait for blocks, `NAP_S` at most; whether to go on without a step."""
