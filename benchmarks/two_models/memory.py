@@ -17,11 +17,11 @@ from pathlib import Path
 from types import TracebackType
 
 import psutil
+from vllm_server import worker_memory_bytes
 
 from benchmarks.two_models.servers import WAYS, Servers
 from benchmarks.two_models.workload import MODELS
 from kvelastic import ledger
-from tests.engines.vllm_server import worker_memory_bytes
 
 EVERY_S = 0.5
 

@@ -18,11 +18,11 @@ from pathlib import Path
 from types import TracebackType
 
 import psutil
+import shared_files
+from vllm_server import VllmServer
 
 from benchmarks.two_models.workload import BLOCK_TOKENS, MODELS, Workload
 from kvelastic import ledger, segment
-from scripts._demo import shared_files
-from tests.engines.vllm_server import VllmServer
 
 HALVES, SHARED = WAYS = ("halves", "shared")
 MOST_REQUESTS_AT_ONCE = 32

@@ -11,8 +11,8 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.engines import tiny_model
-from tests.engines.vllm_server import BLOCK_TOKENS
+import tiny_model
+from vllm_server import BLOCK_TOKENS
 
 ROOT = Path(__file__).parents[2]
 NAMES = ("tiny", "smollm2")

@@ -19,12 +19,12 @@ from pathlib import Path
 from types import TracebackType
 
 import psutil
+import shared_files
+from vllm_server import VllmServer
 
 from benchmarks.vllm.models import Model
 from benchmarks.vllm.workload import Load
 from kvelastic import ledger, segment
-from scripts._demo import shared_files
-from tests.engines.vllm_server import VllmServer
 
 STOCK, ELASTIC = ORDER = ("stock", "kvelastic")
 ROLES = ("api", "core", "worker")

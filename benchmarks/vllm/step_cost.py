@@ -19,10 +19,11 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
+from vllm_server import engine_environment
+
 from benchmarks.vllm.models import ROOT, Model
 from benchmarks.vllm.servers import ELASTIC, ORDER, STOCK, environment
 from benchmarks.vllm.workload import MIXED, SATURATED, Load
-from tests.engines.vllm_server import engine_environment
 
 LOADS = (MIXED, SATURATED)
 CALLS = ("schedule", "update_from_output", "free")

@@ -18,7 +18,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
-from tests.engines.vllm_server import BLOCK_TOKENS, MAX_MODEL_TOKENS
+from vllm_server import BLOCK_TOKENS, MAX_MODEL_TOKENS
 
 PROFILE_LINES = 20
 PROFILE_ROUNDS = 5

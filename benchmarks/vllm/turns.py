@@ -6,10 +6,11 @@ import os
 import time
 from dataclasses import dataclass
 
+from vllm_server import Request, VllmServer
+
 from benchmarks.vllm.servers import ORDER, Servers, mapped_bytes
 from benchmarks.vllm.streams import stream_all
 from benchmarks.vllm.workload import Load
-from tests.engines.vllm_server import Request, VllmServer
 
 WARM_UP_TURNS = 2
 REST_S = 1.5

@@ -8,7 +8,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, replace
 
-from tests.engines.vllm_server import BLOCK_TOKENS, Request
+from vllm_server import BLOCK_TOKENS, Request
 
 PREFIX_TOKENS = 3 * BLOCK_TOKENS
 PREFIXES = 4

@@ -18,11 +18,11 @@ import shared_files
 from client import Burst, RequestFailedError, ask
 from front import FIRST, SECOND, Front
 from view import LiveView, Memory, Waiting
+from vllm_server import VllmServer, worker_memory_bytes
 
 from kvelastic import segment
 from kvelastic.errors import KvelasticError
 from kvelastic.sizes import format_size
-from tests.engines.vllm_server import VllmServer, worker_memory_bytes
 
 KV_BYTES = 768 << 20
 LOW_LIMIT = "96M"

@@ -23,8 +23,7 @@ from typing import Any
 
 import psutil
 from client import RequestFailedError, ask
-
-from tests.engines.vllm_server import START_DEADLINE_S, VLLM, VllmServer, free_port
+from vllm_server import START_DEADLINE_S, VLLM, VllmServer, free_port
 
 FIRST, SECOND = "sun", "moon"
 CONTROLLER = str(Path(sys.executable).with_name("kvelastic-controller"))

@@ -12,14 +12,11 @@ import os
 import signal
 import sys
 import threading
-from pathlib import Path
 
 import pytest
+from open_memfds import open_memfds
 
 from kvelastic import _vmm, errors
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "programs"))
-from open_memfds import open_memfds
 
 MIB = 1 << 20
 PAGES = 8

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import ctypes
-import sys
-from pathlib import Path
 
 import pytest
+from open_memfds import open_memfds
 
 from kvelastic import _vmm
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "programs"))
-from open_memfds import open_memfds
 
 
 class Host:

@@ -14,7 +14,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import needs
-from running import until
+from waiting import until
 
 _PALE = """() => {
   const rgb = (text) => text.match(/[\\d.]+/g).map(Number);

@@ -13,7 +13,6 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 from collections import deque
 from pathlib import Path
 from typing import Any
@@ -71,6 +70,10 @@ class Program:
         """Send a signal and wait; returns the exit code."""
         if self.process.poll() is None:
             self.process.send_signal(number)
+        return self.wait(timeout_s)
+
+    def wait(self, timeout_s: float = 30.0) -> int:
+        """Until it has ended by itself, or by a signal sent before; returns the exit code."""
         try:
             code = self.process.wait(timeout_s)
         except subprocess.TimeoutExpired:
@@ -172,9 +175,9 @@ class Controller(Program):
     def send(self, number: int) -> None:
         self.process.send_signal(number)
 
-    def end(self, number: signal.Signals = signal.SIGTERM, timeout_s: float = 30.0) -> int:
+    def wait(self, timeout_s: float = 30.0) -> int:
         try:
-            return super().end(number, timeout_s)
+            return super().wait(timeout_s)
         finally:
             if hasattr(self, "client"):
                 self.client.close()
@@ -187,14 +190,3 @@ def config_for(*engines: Engine, **sections: Any) -> dict[str, Any]:
     models = [{"name": e.model, "engine": e.kind, "url": e.url, **more} for e in engines]
     sections.setdefault("sleep", {"min_sleep": 0})
     return {"models": models, **sections}
-
-
-def until(condition: Any, timeout_s: float = 30.0) -> Any:
-    """Ask again and again until it is true; for what another process does in its own time."""
-    end_s = time.monotonic() + timeout_s
-    while True:
-        value = condition()
-        if value:
-            return value
-        assert time.monotonic() < end_s, "it did not come true"
-        time.sleep(0.005)

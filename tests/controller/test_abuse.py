@@ -16,8 +16,9 @@ from typing import Any
 
 import aiohttp
 import pytest
-from running import FAKES, Controller, Engine, config_for, until
+from running import FAKES, Controller, Engine, config_for
 from test_launch import free_port
+from waiting import until
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,8 @@ from typing import Any
 import httpx
 import pytest
 import yaml
-from running import Controller, Engine, Program, config_for, until
+from running import Controller, Engine, Program, config_for
+from waiting import until
 
 MIB = 1 << 20
 FORM = {"content-type": "multipart/form-data; boundary=------------------------4ebf00fbcf09"}

@@ -12,11 +12,10 @@ from pathlib import Path
 import httpx
 import pytest
 from browser import Browser, Shown, expect
-from running import FAKES, Controller, Engine, config_for, until
-from test_launch import free_port
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "programs"))
 from ledger_instance import PAGE_BYTES, Instance
+from running import FAKES, Controller, Engine, config_for
+from test_launch import free_port
+from waiting import until
 
 MIB = 1 << 20
 HOSTILE = "<img src=x onerror=\"document.title='owned'\">&amp;<b>bold"

@@ -8,7 +8,8 @@ from collections.abc import Iterator
 
 import httpx
 import pytest
-from running import Controller, Engine, config_for, until
+from running import Controller, Engine, config_for
+from waiting import until
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from running import Controller, Engine, config_for, until
+from running import Controller, Engine, config_for
+from waiting import until
 
 API, ADMIN = "fuzz-api-key", "fuzz-admin-key"
 DEADLINE_S = 20.0

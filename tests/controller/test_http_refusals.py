@@ -8,8 +8,9 @@ import socket
 from collections.abc import Iterator
 
 import pytest
-from running import Controller, Engine, config_for, until
+from running import Controller, Engine, config_for
 from test_security import raw
+from waiting import until
 
 KEY = "some-key"
 AUTH = b"Authorization: Bearer some-key\r\n"

@@ -11,7 +11,8 @@ from typing import Any
 
 import httpx
 import pytest
-from running import Controller, Engine, config_for, until
+from running import Controller, Engine, config_for
+from waiting import until
 
 API, BOUNDED, ADMIN = "api-key-1", "api-key-2", "admin-key-1"
 ENGINE_KEY = "key-of-the-engine"

@@ -11,7 +11,8 @@ from typing import Any
 
 import httpx
 import psutil
-from running import FAKES, Controller, until
+from running import FAKES, Controller
+from waiting import until
 
 from kvelastic.controller.launch_policy import STEADY_S, Restarts
 

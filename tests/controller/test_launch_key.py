@@ -15,8 +15,9 @@ import httpx
 import psutil
 import pytest
 import yaml
-from running import FAKES, Controller, until
+from running import FAKES, Controller
 from test_launch import launched
+from waiting import until
 
 from kvelastic.controller.launch_environment import engine_environment, new_engine_key
 from kvelastic.controller.settings import Settings

@@ -16,8 +16,9 @@ from pathlib import Path
 import httpx
 import pytest
 import yaml
-from running import Engine, config_for, until
+from running import Engine, config_for
 from test_launch import free_port
+from waiting import until
 
 from kvelastic.controller.log_writer import LogWriter
 

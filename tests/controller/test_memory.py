@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import httpx
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
-from running import Controller, Engine, config_for, until
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "programs"))
 from ledger_instance import PAGE_BYTES, Instance
+from prometheus_client.parser import text_string_to_metric_families
+from running import Controller, Engine, config_for
+from waiting import until
 
 MIB = 1 << 20
 

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import os
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from running import Controller, Engine, config_for, until
+from ledger_instance import Instance
+from running import Controller, Engine, config_for
+from waiting import until
 
 from kvelastic.controller import memory_history
 from kvelastic.controller.memory_history import SAMPLES, MemoryHistory
 from kvelastic.errors import IntegrityError
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "programs"))
-from ledger_instance import Instance
 
 MIB = 1 << 20
 

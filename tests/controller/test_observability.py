@@ -9,8 +9,9 @@ import pytest
 import schemathesis
 from hypothesis import HealthCheck, given, settings
 from prometheus_client.parser import text_string_to_metric_families
-from running import Controller, Engine, config_for, until
+from running import Controller, Engine, config_for
 from schemathesis.checks import not_a_server_error
+from waiting import until
 
 
 @pytest.fixture(scope="module")

@@ -11,9 +11,10 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
-from running import FAKES, Controller, Engine, config_for, until
+from running import FAKES, Controller, Engine, config_for
 from test_launch import free_port
 from test_slow_clients import dial, metric, post, rest_of
+from waiting import until
 
 from kvelastic.errors import SegmentError, is_out_of_descriptors
 

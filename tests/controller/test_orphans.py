@@ -16,8 +16,9 @@ from typing import Any
 import httpx
 import psutil
 import pytest
-from running import FAKES, Controller, Engine, until
+from running import FAKES, Controller, Engine
 from test_launch import free_port, launched, pid_of
+from waiting import until
 
 from kvelastic.controller import launch_record
 from kvelastic.controller.launch_record import LaunchedEngine, Mark, Record

@@ -7,7 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
-from running import Controller, Engine, config_for, until
+from running import Controller, Engine, config_for
+from waiting import until
 
 
 def test_models_come_and_go_and_no_request_is_lost() -> None:

@@ -13,7 +13,8 @@ from pathlib import Path
 
 import needs
 import pytest
-from running import Controller, Engine, config_for, until
+from running import Controller, Engine, config_for
+from waiting import until
 
 API, ADMIN = "api-key-1", "admin-key-1"
 DIGEST = "sha256:" + hashlib.sha256(ADMIN.encode()).hexdigest()

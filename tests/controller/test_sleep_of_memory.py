@@ -12,12 +12,11 @@ from typing import Any
 
 import httpx
 import pytest
-from running import FAKES, Controller, Engine, config_for, until
+from ledger_instance import Instance
+from running import FAKES, Controller, Engine, config_for
+from waiting import until
 
 from kvelastic import segment
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "programs"))
-from ledger_instance import Instance
 
 MIB = 1 << 20
 

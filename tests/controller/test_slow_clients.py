@@ -18,8 +18,9 @@ import httpx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from running import Controller, Engine, config_for, until
+from running import Controller, Engine, config_for
 from test_sleep import memory_mib
+from waiting import until
 
 from kvelastic.controller.connections import LEAST_BYTES, Sent, has_progressed
 

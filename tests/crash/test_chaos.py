@@ -13,18 +13,15 @@ from __future__ import annotations
 
 import os
 import random
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from stamped_instance import PAGE_BYTES, Stamped
 
 from kvelastic import ledger, segment
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "programs"))
-from stamped_instance import PAGE_BYTES, Stamped
 
 pytestmark = pytest.mark.timeout(1200)
 

@@ -8,18 +8,17 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-
-from kvelastic import ledger, segment
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "programs"))
 from ledger_instance import BLOCKS_PER_PAGE as B
 from ledger_instance import PAGE_BYTES as PAGE
 from ledger_instance import Instance
+from waiting import until
+
+from kvelastic import ledger, segment
 
 SHM = Path("/dev/shm")
 PAGES = 24
@@ -27,13 +26,6 @@ SOON_S = 30.0
 SAME_LOOKS = 5
 """A look at a ledger is no snapshot: what a page leaves while another one gets it may be counted
 twice. Pages that are granted twice are seen as often as one looks."""
-
-
-def until(true: Callable[[], object], what: str) -> None:
-    deadline = time.monotonic() + SOON_S
-    while not true():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.001)
 
 
 class Group:

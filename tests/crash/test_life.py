@@ -16,11 +16,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from ledger_instance import Instance
 
 from kvelastic import ledger, segment
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "programs"))
-from ledger_instance import Instance
 
 MIB = 1 << 20
 KVCTL = str(Path(sys.executable).with_name("kvctl"))

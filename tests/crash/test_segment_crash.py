@@ -11,12 +11,10 @@ import time
 from pathlib import Path
 
 import pytest
+from segment_owner import Owner
 
 from kvelastic import lease, segment
 from kvelastic.errors import SegmentBusyError, SegmentNotFoundError
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "programs"))
-from segment_owner import Owner
 
 SHM = Path("/dev/shm")
 

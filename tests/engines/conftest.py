@@ -12,7 +12,7 @@ import needs
 import pytest
 
 HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE))  # the folder's own modules; other folders have tests of other kinds
+PROGRAMS = HERE.parent / "programs"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -25,7 +25,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("tiny_model")
-    subprocess.run([sys.executable, HERE / "tiny_model.py", folder], check=True)
+    subprocess.run([sys.executable, PROGRAMS / "tiny_model.py", folder], check=True)
     return folder
 
 
@@ -48,6 +48,9 @@ def servers(tiny_model: Path, log_folder: Path, instance_name: str) -> Iterator[
     elastic = {
         "ENABLE_KVELASTIC": "true",
         "KVELASTIC_IPC_NAME": instance_name,
+        # It runs to the end of the session: in the ledger of the other tests it would hold them to
+        # its own idea of the device's capacity.
+        "KVELASTIC_LEDGER": f"test-{os.getpid()}-servers",
         "KVELASTIC_MAX_CACHED_TOKENS": "-1",
         "KVELASTIC_IDLE_TRIM_SECONDS": "0.5",
         "KVELASTIC_SANITY_CHECK": "true",

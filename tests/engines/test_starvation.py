@@ -8,15 +8,11 @@ from __future__ import annotations
 
 import os
 import random
-import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "programs"))
 from two_pools import BLOCKS_PER_PAGE, PAGED, PAGES, TwoPools
 
 pytestmark = pytest.mark.filterwarnings("ignore")

@@ -14,7 +14,7 @@ from killed_engines import kill_group
 from tiny_architectures import ARCHITECTURES
 from vllm_server import engine_environment
 
-HERE = Path(__file__).parent
+PROGRAM = Path(__file__).parents[1] / "programs" / "architectures_engine.py"
 DEADLINE_S = 1500.0
 
 pytestmark = pytest.mark.timeout(2 * DEADLINE_S)
@@ -41,10 +41,10 @@ def run_both(folder: Path, names: tuple[str, ...]) -> tuple[dict, dict]:
     }
     running = []
     for kind, extra in (("stock", {}), ("elastic", elastic)):
-        program, out = HERE / "architectures_engine.py", folder / f"{kind}.json"
+        out = folder / f"{kind}.json"
         # Which types a processor has kernels for is what stock vLLM finds out for both.
         stock = ["--types-of", folder / "stock.json"] if kind == "elastic" else []
-        command = [sys.executable, program, out, *names, *stock]
+        command = [sys.executable, PROGRAM, out, *names, *stock]
         environment = engine_environment(VLLM_ENABLE_V1_MULTIPROCESSING="0", **extra)
         with (folder / f"{kind}.log").open("wb") as log:
             running.append(

@@ -13,14 +13,14 @@ from vllm_server import engine_environment, make_requests
 
 pytestmark = pytest.mark.timeout(1500)
 
-HERE = Path(__file__).parent
+PROGRAM = Path(__file__).parents[1] / "programs" / "inprocess_engine.py"
 
 
 def generate(model: Path, folder: Path, run: str, **environment: str) -> list[list[int]]:
     requests, tokens = folder / "requests.json", folder / f"{run}.json"
     requests.write_text(json.dumps(make_requests(24, seed=11)))
     subprocess.run(
-        [sys.executable, HERE / "inprocess_engine.py", model, requests, tokens],
+        [sys.executable, PROGRAM, model, requests, tokens],
         env=engine_environment(VLLM_ENABLE_V1_MULTIPROCESSING="0", **environment),
         check=True,
         timeout=420,

@@ -57,7 +57,7 @@ def expected(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> list
     """What stock vLLM answers with two ranks: sums over ranks differ from those of one."""
     folder = tmp_path_factory.mktemp("stock_tp")
     (folder / "requests.json").write_text(json.dumps(REQUESTS))
-    program = Path(__file__).with_name("inprocess_engine.py")
+    program = Path(__file__).parents[1] / "programs" / "inprocess_engine.py"
     command = [
         sys.executable,
         program,

@@ -15,14 +15,12 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from on_terminal import KVTOP, OnTerminal
-
-from kvelastic import segment
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "programs"))
 from ledger_instance import Instance
+from on_terminal import KVTOP, OnTerminal
 from segment_owner import Owner
 from shown_instance import Shown
+
+from kvelastic import segment
 
 MIB, GIB = 1 << 20, 1 << 30
 GOLDEN = Path(__file__).with_name("golden")

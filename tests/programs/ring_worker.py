@@ -24,7 +24,6 @@ import signal
 import subprocess
 import sys
 from functools import cached_property
-from pathlib import Path
 
 
 class Worker:
@@ -141,5 +140,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).parent))
     main()

@@ -9,8 +9,6 @@ that sleeps hands out nothing, and holds nothing that is not in use.
 from __future__ import annotations
 
 import ctypes
-import sys
-from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -22,13 +20,11 @@ from hypothesis.stateful import (
     precondition,
     rule,
 )
+from open_memfds import open_memfds
 
 from kvelastic import _vmm, errors
 from kvelastic.layout import PageLayout
 from kvelastic.pool import native_geometry
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "programs"))
-from open_memfds import open_memfds
 
 MIB = 1 << 20
 PAGES = 6

@@ -6,18 +6,13 @@ failing driver call, after which everything must be as before, or done.
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from native_pools import LAYOUTS, Memory
 
 from kvelastic import errors
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "programs"))
-from native_pools import LAYOUTS, Memory
 
 PAGES = 5
 

@@ -12,32 +12,23 @@ import random
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-
-from kvelastic import ledger, segment
-from kvelastic.errors import GuaranteeError, InvalidArgumentError, LedgerError, LedgerForeignError
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "programs"))
 from ledger_instance import BLOCKS_PER_PAGE as B
 from ledger_instance import PAGE_BYTES as PAGE
 from ledger_instance import Instance
+from waiting import until
+
+from kvelastic import ledger, segment
+from kvelastic.errors import GuaranteeError, InvalidArgumentError, LedgerError, LedgerForeignError
 
 DEVICE_PAGES = 32
 SOON_S = 30.0
 """How long a busy machine may take for what should take milliseconds."""
 KVCTL = str(Path(sys.executable).with_name("kvctl"))
-
-
-def until(true: Callable[[], object], what: str) -> None:
-    deadline = time.monotonic() + SOON_S
-    while not true():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.001)
 
 
 class Device:

@@ -4,16 +4,9 @@ from __future__ import annotations
 
 import os
 import sys
-from pathlib import Path
 from types import ModuleType
 
 import pytest
-
-from kvelastic import config, devices, nvml
-from kvelastic.devices import DeviceFacts, ProcessMemory, device_key, host_facts, list_gpus
-from kvelastic.nvml import CudaBindingsNvml, Nvml, NvmlError, PynvmlNvml, Status
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "programs"))
 from fake_nvml import (
     GIB,
     QUESTIONS,
@@ -23,6 +16,10 @@ from fake_nvml import (
     mig_machine,
     pynvml_module,
 )
+
+from kvelastic import config, devices, nvml
+from kvelastic.devices import DeviceFacts, ProcessMemory, device_key, host_facts, list_gpus
+from kvelastic.nvml import CudaBindingsNvml, Nvml, NvmlError, PynvmlNvml, Status
 
 
 def by_itself(fake: FakeNvml) -> Nvml:

@@ -13,6 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from segment_owner import Owner
 
 from kvelastic.doctor import gather_packages as packages_module
 from kvelastic.doctor.ask_gpus import ask_gpus
@@ -28,9 +29,6 @@ from kvelastic.doctor.gather import (
 from kvelastic.doctor.gather_config import gather_config
 from kvelastic.doctor.gather_packages import gather_packages
 from kvelastic.ledger import ledger_path
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "programs"))
-from segment_owner import Owner
 
 SHM = Path("/dev/shm")
 

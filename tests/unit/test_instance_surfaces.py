@@ -10,7 +10,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from ledger_instance import PAGE_BYTES, Instance
 from prometheus_client.parser import text_string_to_metric_families
+from segment_owner import Owner
 
 from kvelastic import ledger, segment
 from kvelastic.cli.kvtop.scene import scene_of
@@ -18,10 +20,6 @@ from kvelastic.controller import instance_memory
 from kvelastic.instance.outcome import Request, Verdict, outcome_of
 from kvelastic.instance.status import UNLIMITED_BYTES
 from kvelastic.metrics import STATES, render
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "programs"))
-from ledger_instance import PAGE_BYTES, Instance
-from segment_owner import Owner
 
 KVCTL = str(Path(sys.executable).with_name("kvctl"))
 WAIT_S = 10.0

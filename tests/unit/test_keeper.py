@@ -10,11 +10,10 @@ import time
 from pathlib import Path
 
 import pytest
+from native_pools import HUGE, LAYOUTS, Memory
+from waiting import until
 
 from kvelastic import _vmm, errors, segment
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "programs"))
-from native_pools import HUGE, LAYOUTS, Memory
 
 B = 8
 PAGES = 12
@@ -61,14 +60,6 @@ class Instance:
             self.keeper.stop()
         self.operator.close()
         self.segment.close()
-
-
-def until(true, what: str) -> None:
-    """Wait for the keeper's thread to do something; fail if it never does."""
-    deadline = time.monotonic() + SOON_S
-    while not true():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.0005)
 
 
 def test_the_start_is_announced():

@@ -15,17 +15,15 @@ from pathlib import Path
 import click
 import pytest
 from click.testing import CliRunner, Result
+from ledger_instance import Instance
+from segment_owner import CAPACITY_BYTES, MAPPED_BYTES, Owner
+from terminal import written_to_a_terminal
 
 from kvelastic import segment
 from kvelastic.cli.kvctl import main
 from kvelastic.cli.rows import Row, printable, row_of
 from kvelastic.cli.tables import bar_cells, plain_table, rich_table
 from kvelastic.instance.status import status_of
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "programs"))
-from ledger_instance import Instance
-from segment_owner import CAPACITY_BYTES, MAPPED_BYTES, Owner
-from terminal import written_to_a_terminal
 
 SHM = Path("/dev/shm")
 KVCTL = str(Path(sys.executable).with_name("kvctl"))

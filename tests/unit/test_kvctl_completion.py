@@ -11,12 +11,10 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
-
-from kvelastic.cli.kvctl import main
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "programs"))
 from segment_owner import Owner
 from terminal import Terminal
+
+from kvelastic.cli.kvctl import main
 
 BIN = Path(sys.executable).parent
 PATH = f"{BIN}:{os.environ['PATH']}"

@@ -12,17 +12,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fake_nvml import GIB, write_packages
+from segment_owner import CAPACITY_BYTES, MAPPED_BYTES, Owner
+from terminal import written_to_a_terminal
 
 from kvelastic import segment
 from kvelastic.cli.device_tables import plain_tables
 from kvelastic.cli.devices import DeviceRow, InstanceRow, ProcessRow, device_rows
 from kvelastic.cli.rows import Row
 from kvelastic.devices import DeviceFacts, ProcessMemory
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "programs"))
-from fake_nvml import GIB, write_packages
-from segment_owner import CAPACITY_BYTES, MAPPED_BYTES, Owner
-from terminal import written_to_a_terminal
 
 SHM = Path("/dev/shm")
 KVCTL = str(Path(sys.executable).with_name("kvctl"))

@@ -10,12 +10,10 @@ from pathlib import Path
 
 import needs
 import pytest
+from terminal import written_to_a_terminal
 
 from kvelastic.cli.doctor import report
 from kvelastic.doctor import Finding
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "programs"))
-from terminal import written_to_a_terminal
 
 KVCTL = str(Path(sys.executable).with_name("kvctl"))
 SIM_BUILD = Path(__file__).parents[1] / "sim" / "build"

@@ -13,6 +13,9 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
+from ledger_instance import BLOCKS_PER_PAGE, Instance
+from segment_owner import Owner
+from terminal import Terminal
 
 from kvelastic import segment
 from kvelastic.cli.explanation import explain
@@ -21,11 +24,6 @@ from kvelastic.cli.kvctl import main
 from kvelastic.cli.ledgers import choose_ledger
 from kvelastic.instance.status import InstanceStatus
 from kvelastic.ledger_facts import LedgerInfo, Member
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "programs"))
-from ledger_instance import BLOCKS_PER_PAGE, Instance
-from segment_owner import Owner
-from terminal import Terminal
 
 KVCTL = str(Path(sys.executable).with_name("kvctl"))
 

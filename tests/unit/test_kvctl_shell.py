@@ -11,15 +11,13 @@ import sys
 from pathlib import Path
 
 import pytest
+from segment_owner import Owner
+from terminal import Terminal
 
 from kvelastic.cli import shell_input
 from kvelastic.cli.kvctl import main
 from kvelastic.cli.shell import Shell
 from kvelastic.cli.shell_words import ShellSyntaxError, words_of
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "programs"))
-from segment_owner import Owner
-from terminal import Terminal
 
 KVCTL = str(Path(sys.executable).with_name("kvctl"))
 PROMPT = "kvctl> "

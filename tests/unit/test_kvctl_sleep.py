@@ -12,16 +12,14 @@ from pathlib import Path
 import click
 import pytest
 from click.testing import CliRunner, Result
+from ledger_instance import BLOCKS_PER_PAGE, PAGE_BYTES, Instance
+from segment_owner import Owner
 
 from kvelastic import segment
 from kvelastic.cli.kvctl import main
 from kvelastic.cli.rows import Row, shown_state
 from kvelastic.cli.shell import Shell
 from kvelastic.cli.tables import plain_table
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "programs"))
-from ledger_instance import BLOCKS_PER_PAGE, PAGE_BYTES, Instance
-from segment_owner import Owner
 
 MIB = 1 << 20
 KVCTL = str(Path(sys.executable).with_name("kvctl"))

@@ -6,22 +6,19 @@ import json
 import os
 import random
 import re
-import sys
 import time
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
+from ledger_instance import BLOCKS_PER_PAGE, PAGE_BYTES, Instance
+from segment_owner import MAPPED_BYTES, Owner
 
 from kvelastic import segment
 from kvelastic.cli.kvctl import main
 from kvelastic.cli.rows import Row
 from kvelastic.cli.stats import Look, Stats, stats_of
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "programs"))
-from ledger_instance import BLOCKS_PER_PAGE, PAGE_BYTES, Instance
-from segment_owner import MAPPED_BYTES, Owner
 
 DEVICE = {"KVELASTIC_HOST_MEMORY": "64M", "KVELASTIC_PAGE_PREALLOC_ENABLED": "false"}
 

@@ -5,18 +5,15 @@ from __future__ import annotations
 import json
 import os
 import random
-import sys
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
+from ledger_instance import BLOCKS_PER_PAGE, PAGE_BYTES, Instance
+from segment_owner import Owner
 
 from kvelastic import segment
 from kvelastic.cli.kvctl import main
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "programs"))
-from ledger_instance import BLOCKS_PER_PAGE, PAGE_BYTES, Instance
-from segment_owner import Owner
 
 MIB = 1 << 20
 DEVICE = {

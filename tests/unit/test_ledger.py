@@ -15,6 +15,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+from ledger_instance import Instance
 
 from kvelastic import _vmm, ledger, segment
 from kvelastic.errors import (
@@ -29,9 +30,6 @@ from kvelastic.errors import (
 )
 from kvelastic.lease import Liveness, ProcessIdentity
 from kvelastic.sizes import format_size
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "programs"))
-from ledger_instance import Instance
 
 MIB = 1 << 20
 PAGE = 2 * MIB

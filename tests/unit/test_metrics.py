@@ -15,14 +15,12 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 from prometheus_client.parser import text_string_to_metric_families
+from segment_owner import CAPACITY_BYTES, MAPPED_BYTES, Owner
 
 from kvelastic import metrics
 from kvelastic.cli.kvctl import main
 from kvelastic.ledger_facts import LedgerInfo, Member
 from kvelastic.segment import SegmentInfo
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "programs"))
-from segment_owner import CAPACITY_BYTES, MAPPED_BYTES, Owner
 
 ROOT = Path(__file__).parents[2]
 KVCTL = str(Path(sys.executable).with_name("kvctl"))

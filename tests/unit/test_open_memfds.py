@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import os
-import sys
 import threading
-from pathlib import Path
+
+from open_memfds import open_memfds
 
 from kvelastic import _vmm
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "programs"))
-from open_memfds import open_memfds
 
 
 def test_files_that_close_while_they_are_listed_do_not_matter() -> None:

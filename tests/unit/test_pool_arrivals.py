@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import os
 import random
-import sys
 import threading
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
-
-from kvelastic import _vmm
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "programs"))
 from native_pools import HUGE
 from two_pools import BLOCKS_PER_PAGE, PAGES, TwoPools
+
+from kvelastic import _vmm
 
 FOREVER_S = -1.0
 

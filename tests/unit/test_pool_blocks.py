@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
+from native_pools import HUGE, LAYOUTS, Memory
 
 from kvelastic import errors
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "programs"))
-from native_pools import HUGE, LAYOUTS, Memory
 
 B = 8  # blocks a page of the paged layout
 PAGES = 5

@@ -4,22 +4,18 @@ from __future__ import annotations
 
 import os
 import random
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
+from open_memfds import open_memfds
 
 from kvelastic import config, errors, ledger
 from kvelastic.device import host
 from kvelastic.layout import PageLayout
 from kvelastic.pool import ElasticPool, local_range, open_pool
 from kvelastic.tensors import whole_range
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "programs"))
-from open_memfds import open_memfds
 
 MIB = 1 << 20
 B = 8

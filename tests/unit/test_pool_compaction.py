@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
+from native_pools import LAYOUTS, Memory
 
 from kvelastic import _vmm, errors
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "programs"))
-from native_pools import LAYOUTS, Memory
 
 B = 8
 PAGES = 6

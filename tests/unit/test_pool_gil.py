@@ -13,11 +13,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "programs"))
 from native_pools import LAYOUTS, Memory
 from two_pools import BLOCKS_PER_PAGE, TwoPools
 from two_pools import PAGES as DEVICE_PAGES

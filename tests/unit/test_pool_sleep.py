@@ -5,16 +5,12 @@ After every step the books are compared with what the operating system says is h
 
 from __future__ import annotations
 
-import sys
 import threading
-from pathlib import Path
 
 import pytest
+from native_pools import HUGE, LAYOUTS, Memory
 
 from kvelastic import _vmm, errors
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "programs"))
-from native_pools import HUGE, LAYOUTS, Memory
 
 PAGES = 6
 BLOCKS_PER_PAGE = LAYOUTS["paged"].blocks_per_page

@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import os
 import random
-import sys
-import threading
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 
 import pytest
-
-from kvelastic import _vmm, ledger, segment
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "programs"))
 from native_pools import HUGE
 from two_pools import BLOCKS_PER_PAGE, PAGES, TwoPools
+from waiting import until
+
+from kvelastic import _vmm, ledger, segment
 
 BOUND_S = 60.0
 """No test waits so long; one that does has hung."""
@@ -115,13 +111,3 @@ def test_with_a_keeper_what_is_freed_in_sleep_is_answered(shared: TwoPools) -> N
         assert pool.alloc(1) is not None
     finally:
         keeper.stop()
-
-
-def until(condition: Callable[[], bool]) -> None:
-    """Look again and again: what a keeper does, it does in its own time."""
-    pause = threading.Event()
-    for _ in range(int(BOUND_S / 0.005)):
-        if condition():
-            return
-        pause.wait(0.005)
-    raise AssertionError("it did not come true")

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import random
-import sys
 import threading
 import time
-from pathlib import Path
 
 import pytest
+from native_pools import LAYOUTS, Memory
 
 from kvelastic import errors
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "programs"))
-from native_pools import LAYOUTS, Memory
 
 PAGES = 10
 SECONDS = 2.0

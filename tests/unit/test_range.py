@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import gc
 import os
-import sys
 import threading
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 
 import needs
 import pytest
+from native_pools import HUGE, LAYOUTS, Memory
 
 from kvelastic import errors
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "programs"))
-from native_pools import HUGE, LAYOUTS, Memory
 
 PAGES = 6
 

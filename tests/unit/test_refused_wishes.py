@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
+from ledger_instance import PAGE_BYTES, Instance
 
 from kvelastic import segment
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "programs"))
-from ledger_instance import PAGE_BYTES, Instance
 
 MIB = 1 << 20
 WAIT_S = 30.0

@@ -5,19 +5,15 @@ from __future__ import annotations
 import os
 import random
 import resource
-import sys
 import threading
 import time
-from pathlib import Path
 
 import pytest
-
-from kvelastic import _vmm, errors, segment
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "programs"))
 from native_pools import HUGE, LAYOUTS, Memory
 from ring_scheduler import PAGES, TIMEOUT_S, Scheduler
 from ring_worker import Worker
+
+from kvelastic import _vmm, errors, segment
 
 B = 8
 

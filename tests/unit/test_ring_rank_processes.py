@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 import time
 from contextlib import ExitStack
-from pathlib import Path
 
 import pytest
-
-from kvelastic import errors
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "programs"))
 from ring_scheduler import PAGES, TIMEOUT_S, Scheduler
 from ring_worker import Worker
+
+from kvelastic import errors
 
 B = 8
 SOON_S = 5.0

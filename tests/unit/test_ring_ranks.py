@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import os
 import random
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from pathlib import Path
 
 import pytest
-
-from kvelastic import _vmm, errors, ledger, segment
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "programs"))
 from native_pools import HUGE, LAYOUTS, Memory
 from ring_scheduler import PAGES, TIMEOUT_S, Scheduler
 from ring_worker import Worker
+
+from kvelastic import _vmm, errors, ledger, segment
 
 B = 8
 RANKS = 4

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import random
-import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 import pytest
-
-from kvelastic import errors
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "programs"))
 from ring_scheduler import Scheduler
 from ring_worker import Worker
+
+from kvelastic import errors
 
 PAGES = 10
 RANKS = 3

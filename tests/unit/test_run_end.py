@@ -35,7 +35,7 @@ def run_pytest(folder: Path, source: str, *arguments: str) -> subprocess.Complet
     command = [sys.executable, "-m", "pytest", "-p", "conftest", "-p", "no:cacheprovider", "-s"]
     return subprocess.run(
         [*command, "--rootdir", folder, folder / "test_inner.py", *arguments],
-        env=os.environ | {"PYTHONPATH": str(TESTS)},
+        env=os.environ | {"PYTHONPATH": f"{TESTS}:{TESTS / 'programs'}"},
         capture_output=True,
         text=True,
         timeout=120,

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import needs
 import pytest
+from segment_owner import CAPACITY_BYTES, Owner
 
 from kvelastic import _vmm, lease, segment, sizes
 from kvelastic.errors import (
@@ -25,9 +26,6 @@ from kvelastic.errors import (
     SegmentNotFoundError,
 )
 from kvelastic.segment_dir import temporary_name
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "programs"))
-from segment_owner import CAPACITY_BYTES, Owner
 
 SHM = Path("/dev/shm")
 

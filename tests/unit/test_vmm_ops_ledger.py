@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import os
 import random
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from ledger_instance import BLOCKS_PER_PAGE, Instance
+from open_memfds import open_memfds
 
 from kvelastic import errors, ledger, segment, vmm_ops
 from kvelastic.ledger_facts import Member
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "programs"))
-from ledger_instance import BLOCKS_PER_PAGE, Instance
-from open_memfds import open_memfds
 
 MIB = 1 << 20
 PAGE = 2 * MIB

@@ -7,8 +7,6 @@ import os
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1]))  # for what vllm_server.py shares with the run
-
 
 def main(model: str, requests: str, tokens: str, ranks: str = "1") -> None:
     from vllm import LLM, SamplingParams
