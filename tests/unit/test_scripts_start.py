@@ -1,0 +1,43 @@
+"""Benchmarks and the demo find what they import: they share programs with the tests, which move."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import needs
+import pytest
+
+ROOT = Path(__file__).parents[2]
+BENCHMARKS = sorted(path.parent.name for path in ROOT.glob("benchmarks/*/__main__.py"))
+
+
+@pytest.mark.parametrize("name", BENCHMARKS)
+def test_every_benchmark_tells_its_options(name: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", f"benchmarks.{name}", "--help"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(f"usage: scripts/bench {name}")
+
+
+@needs.vllm
+def test_the_demo_finds_what_it_runs() -> None:
+    paths = ROOT / "scripts" / "_demo", ROOT / "tests" / "programs"
+    done = subprocess.run(
+        [sys.executable, "-c", "import demo"],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(map(str, paths))},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
