@@ -12,7 +12,7 @@ import logging
 import re
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import aiohttp
 from yarl import URL
@@ -36,11 +36,9 @@ from kvelastic.controller.request_body import (
 )
 from kvelastic.controller.request_log import RequestIds, RequestLog
 from kvelastic.controller.served_model import Replica, ServedModel
+from kvelastic.controller.serving import Serving
 from kvelastic.errors import is_out_of_descriptors
 from kvelastic.sizes import MAX_PRIORITY
-
-if TYPE_CHECKING:
-    from kvelastic.controller.front import Front
 
 _log = logging.getLogger("kvelastic.controller")
 
@@ -76,14 +74,14 @@ class Exchange:
 
 
 class Forwarder:
-    """The front's way to the engines."""
+    """The way from clients to the engines."""
 
-    def __init__(self, front: Front, session: aiohttp.ClientSession, log: RequestLog) -> None:
-        self._front = front
+    def __init__(self, serving: Serving, session: aiohttp.ClientSession, log: RequestLog) -> None:
+        self._serving = serving
         self._session = session
         self._log = log
         self._ids = RequestIds()
-        self.budget = BodyBudget(front.settings.server.max_buffered)
+        self.budget = BodyBudget(serving.settings.server.max_buffered)
         self.reader = BodyReader()
         self.running = 0
         """Exchanges that are not over."""
@@ -103,7 +101,7 @@ class Forwarder:
         watcher: asyncio.Task[None] | None = None
         try:
             key = self._authorize(exchange, headers)
-            server = self._front.settings.server
+            server = self._serving.settings.server
             body = await read_body(
                 receive,
                 find(headers, b"content-length"),
@@ -113,7 +111,7 @@ class Forwarder:
             )
             query: bytes = scope["query_string"]
             named = await find_name(body, find(headers, b"content-type"), query, self.reader)
-            model = self._front.fleet.find(named.name)
+            model = self._serving.fleet.find(named.name)
             if model is None:
                 raise unknown_model(named.name)
             exchange.model = model
@@ -150,7 +148,7 @@ class Forwarder:
 
     def _authorize(self, exchange: Exchange, headers: Headers) -> Key:
         """Whose request it is. Raises `Refusal` where it may not be made."""
-        keys = self._front.keys
+        keys = self._serving.keys
         exchange.is_operation = exchange.path not in keys.model_paths
         exchange.key = (keys.check_admin if exchange.is_operation else keys.check_api)(headers)
         return exchange.key
@@ -187,7 +185,7 @@ class Forwarder:
         self, scope: Any, send: Any, exchange: Exchange, model: ServedModel, body: Body
     ) -> None:
         settings = model.settings
-        keys = self._front.keys
+        keys = self._serving.keys
         headers = to_engine(
             scope["headers"],
             api_key=model.api_key,
@@ -238,7 +236,7 @@ class Forwarder:
                     return
             except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
                 if is_out_of_descriptors(error):
-                    raise self._front.files.refusal("connecting to an engine") from None
+                    raise self._serving.files.refusal("connecting to an engine") from None
                 # Nothing was sent, so another engine may have it.
                 self._unreachable(model, replica, tried)
             except asyncio.TimeoutError:
@@ -249,7 +247,7 @@ class Forwarder:
                 ) from None
             except (aiohttp.ClientError, OSError, ValueError) as error:
                 if is_out_of_descriptors(error):
-                    raise self._front.files.refusal("forwarding a request") from None
+                    raise self._serving.files.refusal("forwarding a request") from None
                 raise Refusal(
                     502,
                     "engine_failed",
@@ -323,8 +321,8 @@ class Forwarder:
                 refused=bool(exchange.error) and not exchange.started,
             )
         else:
-            self._front.unrouted += 1
-        if self._front.settings.server.log_requests:
+            self._serving.unrouted += 1
+        if self._serving.settings.server.log_requests:
             self._log.write(
                 {
                     "id": exchange.request_id,
@@ -353,7 +351,7 @@ class Forwarder:
             status=exchange.status,
             error="client_gone" if exchange.cancelled else exchange.error,
             model=None if exchange.model is None else exchange.model.name,
-            key=exchange.key or self._front.keys.identify(scope["headers"]),
+            key=exchange.key or self._serving.keys.identify(scope["headers"]),
             client=scope["client"],
             request_id=exchange.request_id,
         )

@@ -19,14 +19,14 @@ from kvelastic.controller import launch_record
 from kvelastic.controller.connections import Connections
 from kvelastic.controller.engine_calls import EngineCalls
 from kvelastic.controller.engine_process import EngineProcess, end_orphan
-from kvelastic.controller.fleet import NOT_SERVED, SHUTTING_DOWN, Fleet
+from kvelastic.controller.fleet import NOT_SERVED, SHUTTING_DOWN
 from kvelastic.controller.forward import Forwarder
 from kvelastic.controller.keys import Keys
-from kvelastic.controller.memory_history import MemoryHistory
 from kvelastic.controller.open_files import OpenFiles
 from kvelastic.controller.origins import Origins
 from kvelastic.controller.request_log import RequestLog
 from kvelastic.controller.served_model import ServedModel
+from kvelastic.controller.serving import Serving
 from kvelastic.controller.settings import LaunchSettings, ModelSettings, Settings
 from kvelastic.controller.upkeep import Upkeep
 from kvelastic.errors import ControllerError
@@ -38,7 +38,7 @@ ENGINE_KEEP_ALIVE_S = 3.0
 connection that the engine is just closing."""
 
 
-class Front:
+class Front(Serving):
     """See the module."""
 
     def __init__(
@@ -51,17 +51,9 @@ class Front:
         read_settings: Callable[[], Settings] | None = None,
     ) -> None:
         """`source` names the configuration, in the marks of engines that are launched."""
-        self.settings = settings
-        self.origins = Origins(settings.server)
-        self.keys = Keys(settings.auth, self.origins)
-        self.fleet = Fleet()
+        super().__init__(settings, files)
         self.log = log
-        self.files = files
         self.connections = Connections(files, lambda: self.settings.server.send_timeout)
-        self.memory_history = MemoryHistory()
-        self.started_at = time.time()
-        self.unrouted = 0
-        """Requests that named no model that is served here."""
         self.reloads = 0
         self.processes: dict[ServedModel, EngineProcess] = {}
         """Of the models whose engines are launched here."""

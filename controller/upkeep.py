@@ -5,17 +5,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from typing import TYPE_CHECKING
 
 from kvelastic.controller import instance_memory
 from kvelastic.controller.gate import State
 from kvelastic.controller.memory_history import INTERVAL_S
 from kvelastic.controller.served_model import ServedModel
+from kvelastic.controller.serving import Serving
 from kvelastic.controller.sleep_policy import Ask, Candidate, due, victims
 from kvelastic.errors import is_out_of_descriptors
-
-if TYPE_CHECKING:
-    from kvelastic.controller.front import Front
 
 _log = logging.getLogger("kvelastic.controller")
 
@@ -26,8 +23,8 @@ LOOK_AT_ENGINES_S = 5.0
 class Upkeep:
     """Two tasks of the loop: one looks at models, one takes samples of the devices' memory."""
 
-    def __init__(self, front: Front) -> None:
-        self._front = front
+    def __init__(self, serving: Serving) -> None:
+        self._serving = serving
         self._tasks: set[asyncio.Task[None]] = set()
         self._looked_s = time.monotonic()
 
@@ -45,12 +42,12 @@ class Upkeep:
 
     async def _run(self) -> None:
         while True:
-            await asyncio.sleep(self._front.settings.sleep.check_every)
+            await asyncio.sleep(self._serving.settings.sleep.check_every)
             try:
                 await self.look()
             except Exception as error:
                 if is_out_of_descriptors(error):
-                    self._front.files.note("looking at instances' memory")
+                    self._serving.files.note("looking at instances' memory")
                     continue
                 _log.exception("upkeep failed; it goes on")
 
@@ -61,7 +58,7 @@ class Upkeep:
                 await self.sample()
             except Exception as error:
                 if is_out_of_descriptors(error):
-                    self._front.files.note("taking a sample of the devices' memory")
+                    self._serving.files.note("taking a sample of the devices' memory")
                 else:
                     _log.exception("no sample of memory was taken; the next one follows")
             await asyncio.sleep(max(0.0, INTERVAL_S - (time.monotonic() - began_s)))
@@ -69,7 +66,7 @@ class Upkeep:
     async def sample(self) -> None:
         """Take one sample of what the devices' memory is used for."""
         devices = await asyncio.to_thread(instance_memory.devices)
-        self._front.memory_history.add(time.monotonic(), devices)
+        self._serving.memory_history.add(time.monotonic(), devices)
 
     async def look(self) -> None:
         """Do once what there is to do."""
@@ -79,14 +76,14 @@ class Upkeep:
             await asyncio.gather(
                 *(
                     m.find_state()
-                    for m in self._front.fleet
+                    for m in self._serving.fleet
                     if m.gate.is_idle and m.gate.state in {State.AWAKE, State.ASLEEP}
                 )
             )
-        for name in due([candidate_of(model) for model in self._front.fleet]):
+        for name in due([candidate_of(model) for model in self._serving.fleet]):
             self._put_to_sleep(name, "idle")
-        sleep = self._front.settings.sleep
-        instances = [m for m in self._front.fleet if m.settings.instance is not None]
+        sleep = self._serving.settings.sleep
+        instances = [m for m in self._serving.fleet if m.settings.instance is not None]
         if sleep.auto and instances:
             generations = {model: model.gate.generation for model in instances}
             asks, held = await asyncio.to_thread(instance_memory.pressure, sleep.pressure_after)
@@ -110,7 +107,7 @@ class Upkeep:
 
     def _put_to_sleep(self, name: str, why: str) -> None:
         """The gate has the last word: what was true a moment ago need not be."""
-        model = self._front.fleet.find(name)
+        model = self._serving.fleet.find(name)
         if model is not None and model.gate.ask_sleep(time.monotonic(), by_hand=False) is None:
             _log.info("falls asleep: %s", why, extra={"model": name})
 

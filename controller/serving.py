@@ -1,0 +1,30 @@
+"""What the controller serves at present: settings, models, keys. A reload replaces the parts.
+
+All of it belongs to the loop. `Front` owns it and changes it; forwarding and upkeep only read it.
+"""
+
+from __future__ import annotations
+
+import time
+
+from kvelastic.controller.fleet import Fleet
+from kvelastic.controller.keys import Keys
+from kvelastic.controller.memory_history import MemoryHistory
+from kvelastic.controller.open_files import OpenFiles
+from kvelastic.controller.origins import Origins
+from kvelastic.controller.settings import Settings
+
+
+class Serving:
+    """See the module."""
+
+    def __init__(self, settings: Settings, files: OpenFiles) -> None:
+        self.settings = settings
+        self.origins = Origins(settings.server)
+        self.keys = Keys(settings.auth, self.origins)
+        self.fleet = Fleet()
+        self.files = files
+        self.memory_history = MemoryHistory()
+        self.started_at = time.time()
+        self.unrouted = 0
+        """Requests that named no model that is served here."""
