@@ -1,4 +1,4 @@
-"""The HTTP protocol overrides parts of uvicorn that are not documented: which, and in what versions."""
+"""The HTTP protocol overrides undocumented parts of uvicorn: which, and in what versions."""
 
 from __future__ import annotations
 
