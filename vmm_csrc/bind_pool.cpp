@@ -247,19 +247,17 @@ void bind_pool(nb::module_& m) {
       .def("free_reserved", [](Pool& p) { without_gil([&p = own(p)] { p.free_reserved(); }); })
       .def_prop_ro("has_evicted", &Pool::has_evicted)
       .def(
-          "take_evicted", [](Pool& pool) { return list_of(own(pool).take_evicted()); },
-          "Ids of cached blocks evicted since the last call: forget what they held.")
-      .def(
           "take_changes",
           [](Pool& pool) {
             nb::list out;
-            for (const Pool::Change& change : own(pool).take_changes()) {
+            for (const BlockChange& change : own(pool).take_changes()) {
               out.append(nb::make_tuple(change.id, change.to));
             }
             return out;
           },
-          "(id, to) of every cached block that moved (to: where it is) or was evicted (to: -1)\n"
-          "since the last call, in order; for a movable pool, in the place of take_evicted.")
+          "(id, to) of every cached block that moved (to: where it is) or was evicted (to: -1: "
+          "forget\n"
+          "what it held) since the last call, in order.")
       .def(
           "compact",
           [](Pool& pool) {

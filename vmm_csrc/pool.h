@@ -7,11 +7,11 @@
 // cached pages are evicted, the cheapest first, then no block is handed out until the engine has
 // freed enough (it preempts).
 //
-// Threads. Every call may be made from any thread. Locks, in the order they are taken:
+// Threads. Every call may be made from any thread. docs/ARCHITECTURE.md has the order of all locks;
+// a pool's own two, the first taken first:
 //   session_  held by enter()..exit(), and by whoever takes pages or cached blocks away; free() and
 //             cache() only try for it, so they never wait: what they leave is left to the keeper
-//   mutex_    the accounting; never held across a call to the backing
-//   the backing's own, the ledger member's own
+//   mutex_    all state of the parts below; never held across a call to the backing
 //
 // Where there is a ledger, every page is granted by it before it is created, and given back to it
 // after it is destroyed. What others ask of this pool the keeper gives (give_up); what this pool
@@ -19,9 +19,7 @@
 // keeper (pursue).
 #pragma once
 
-#include <atomic>
 #include <chrono>
-#include <condition_variable>
 #include <cstdint>
 #include <functional>
 #include <memory>
@@ -30,51 +28,23 @@
 #include <span>
 #include <vector>
 
+#include "accounting.h"
 #include "backing.h"
-#include "blocks.h"
-#include "futex.h"
+#include "counters.h"
+#include "figures.h"
+#include "keeper_calls.h"
+#include "ladder.h"
 #include "ledger.h"
 #include "own_process.h"
+#include "page_supply.h"
+#include "pool_options.h"
+#include "pool_pages.h"
+#include "provisioning.h"
 #include "record.h"
 #include "session.h"
+#include "starvation.h"
 
 namespace kvelastic {
-
-struct PoolOptions {
-  std::uint64_t max_blocks = 0;   ///< ids that may be in use at once, the null block counted in
-  std::uint64_t limit_bytes = 0;  ///< at start; at least one page is always held (null block)
-  /// Of the device, where no ledger says it; no limit goes beyond it.
-  std::uint64_t capacity_bytes = 0;
-  std::uint64_t min_reserved_pages = 5;   ///< kept parked ahead of demand while there is any
-  std::uint64_t max_reserved_pages = 10;  ///< never more than these are created ahead of demand
-  std::int64_t max_cached_blocks = -1;    ///< -1: no bound
-  bool preallocate = true;                ///< false: no page is created before an alloc needs it
-  /// Cached blocks may move to other ids to empty pages; the engine must take_changes() then.
-  bool movable = false;
-  /// How many of each page the device holds: one a worker that maps pages there.
-  std::uint64_t page_copies = 1;
-  /// How long an alloc waits for memory that others have to give up; in a session it never does.
-  /// After it has waited in vain the next ones do not for kFruitlessWaits times as long.
-  std::chrono::nanoseconds reclaim_wait = std::chrono::milliseconds(50);
-};
-
-/// What set_limit() has come to.
-struct LimitState {
-  std::uint64_t limit_bytes = 0;      ///< as it was asked for
-  std::uint64_t effective_bytes = 0;  ///< what is kept: whole pages, within range and device
-  std::uint64_t mapped_bytes = 0;
-  std::uint64_t over_bytes = 0;  ///< still to be given back; 0 = applied
-};
-
-struct PoolStats {
-  std::uint64_t page_bytes = 0, pages_total = 0, pages_limit = 0;
-  std::uint64_t pages_mapped = 0, pages_parked = 0;
-  std::uint64_t blocks_total = 0, blocks_used = 0, blocks_cached = 0, blocks_reserved = 0;
-  std::uint64_t blocks_available = 0;
-  std::uint64_t allocs = 0, frees = 0, alloc_failures = 0, blocks_evicted = 0;
-  std::uint64_t blocks_moved = 0;
-  std::uint64_t pages_mapped_ever = 0, pages_unmapped_ever = 0, provision_runs = 0;
-};
 
 class Pool {
  public:
@@ -94,7 +64,7 @@ class Pool {
   // --- blocks --------------------------------------------------------------------------------
 
   /// `count` ids, or none when that many cannot be had now; then nothing has changed. May map
-  /// pages (blocks) and may evict cached blocks (see take_evicted). Fails only where no later try
+  /// pages (blocks) and may evict cached blocks (see take_changes). Fails only where no later try
   /// can succeed: kPoolFailed, kChannelClosed, kChannelTimeout; every later alloc and ensure fails
   /// then, for nobody knows what is mapped.
   Result<std::optional<std::vector<BlockId>>> alloc(std::uint64_t count);
@@ -110,21 +80,14 @@ class Pool {
   /// max_cached_blocks it evicts at once.
   Status cache(std::span<const BlockId> ids);
   /// Cached blocks are used again. All or nothing, fails as free. Cached blocks may have been
-  /// evicted meanwhile: take_evicted() first, and be in a session.
+  /// evicted meanwhile: take_changes() first, and be in a session.
   Status touch(std::span<const BlockId> ids);
 
-  /// Ids evicted since the last call; the engine must forget what they held before it looks for
-  /// cached contents again. Empty most of the time: ask has_evicted() first, one load.
-  std::vector<BlockId> take_evicted();
-
-  /// What has become of a cached block: it is at `to` now, or evicted (kEvicted).
-  struct Change {
-    static constexpr BlockId kEvicted = -1;
-    BlockId id, to;
-  };
-  /// As take_evicted, for a movable pool: every move and eviction since the last call, in order.
-  std::vector<Change> take_changes();
-  bool has_evicted() const { return has_evicted_.load(std::memory_order_acquire); }
+  /// Every eviction and move of a cached block since the last call, in order; the engine must
+  /// forget what evicted ones held before it looks for cached contents again. Empty most of the
+  /// time: ask has_evicted() first, one load.
+  std::vector<BlockChange> take_changes();
+  bool has_evicted() const { return accounting_.has_changes(); }
 
   /// Frees every block and forgets every reservation; ids handed out before are void.
   void clear();
@@ -140,11 +103,9 @@ class Pool {
 
   /// Blocks that alloc could give now, mapping and evicting as it must, and taking from others what
   /// they have to give. Lock-free.
-  std::uint64_t available() const;
+  std::uint64_t available() const { return figures_.available(); }
   /// The same without mapping a page. Lock-free.
-  std::uint64_t available_mapped() const {
-    return available_mapped_.load(std::memory_order_relaxed);
-  }
+  std::uint64_t available_mapped() const { return figures_.available_mapped(); }
   /// Maps pages until `count` blocks are free without evicting any, as far as the limit allows;
   /// never evicts. Does nothing where even eviction could not make `count` available. Answers
   /// available_mapped(). Blocks. Fails as alloc.
@@ -156,7 +117,7 @@ class Pool {
   /// Goes up whenever blocks can be had that could not be had before: a page came in, blocks were
   /// given back, the limit rose. Read it before a try that may fail: while it stands still, the
   /// same try would fail again. Lock-free.
-  std::uint32_t arrivals() const { return arrivals_.load(std::memory_order_acquire); }
+  std::uint32_t arrivals() const { return figures_.arrivals.count(); }
   /// Waits until arrivals() is another than `seen`, `timeout` at most; answers it. As long as
   /// somebody waits here, the keeper goes on asking others for what allocs could not get. Blocks.
   std::uint32_t wait_for_arrival(std::uint32_t seen, std::chrono::nanoseconds timeout);
@@ -207,13 +168,13 @@ class Pool {
   bool is_asleep() const;
   LimitState limit_state() const;
   /// Whether more is held than the limit allows: free() and cache() may block then. Lock-free.
-  bool is_over_limit() const { return over_limit_.load(std::memory_order_relaxed); }
+  bool is_over_limit() const { return figures_.is_over_limit(); }
   /// Of `ids`, all used, those that an engine may use anew before it gives them back: all of them,
   /// or over the limit those on pages that stay, as many as the limit has room for beside the
   /// blocks in use that are not named. Those of pages that are to drain are not among them.
   std::vector<BlockId> reusable(std::span<const BlockId> ids) const;
   /// Whether the backing has failed for good: no block is handed out any more. Lock-free.
-  bool failed() const { return failed_.load(std::memory_order_relaxed); }
+  bool failed() const { return accounting_.has_failed(); }
   /// What alloc fails with since then; none: it has not.
   std::optional<Error> failure() const;
 
@@ -231,13 +192,13 @@ class Pool {
 
   std::uint64_t mapped_bytes() const;
   std::optional<std::uint32_t> occupancy(PageIndex page) const;
-  const Geometry& geometry() const { return geometry_; }
+  const Geometry& geometry() const { return accounting_.geometry(); }
   /// What one page costs the device, all its copies together.
-  std::uint64_t page_cost_bytes() const { return geometry_.page_bytes() * options_.page_copies; }
+  std::uint64_t page_cost_bytes() const { return accounting_.page_bytes(); }
   PoolStats stats() const;
   Usage usage() const;
   /// Goes up with every call that allocs or frees: a pool whose count stands still is idle.
-  std::uint64_t activity() const { return activity_.load(std::memory_order_relaxed); }
+  std::uint64_t activity() const { return figures_.activity(); }
 
   /// Where usage and counters are published from now on, at every change; null: nowhere.
   void publish_to(std::shared_ptr<RecordOwner> record);
@@ -252,122 +213,35 @@ class Pool {
   Status check_integrity() const;
 
  private:
+  using Lock = PoolPages::Lock;
+  using Reach = Accounting::Reach;
+
   Pool(const Geometry& geometry, std::shared_ptr<Backing> backing, const PoolOptions& options,
        std::unique_ptr<Blocks> blocks, std::shared_ptr<LedgerMember> member);
 
-  using Clock = std::chrono::steady_clock;
-  /// What count_available() counts on: mapped pages only, or every page within the limit.
-  enum class Reach : std::uint8_t { kMapped, kLimit };
-
-  // All below: mutex_ is held. Those that take the lock let go of it while they call the backing.
-  using Lock = std::unique_lock<std::mutex>;
-  std::uint64_t at_hand() const { return reserved_.size() + blocks_->free_blocks(); }
-  bool blocks_at_hand(std::uint64_t count, std::vector<BlockId>& out);
+  // mutex_ is held. Those that take the lock let go of it while they call the backing.
+  bool take_at_hand(std::uint64_t count, std::vector<BlockId>& out);
   bool take_mapped(std::uint64_t count, std::vector<BlockId>& out);
-  bool pages_may_come(std::uint32_t own_entries) const;
-  bool pages_are_coming() const;
-  Result<std::uint64_t> grow(Lock& lock, std::uint64_t pages);
-  Result<std::uint64_t> grow_by_batch(Lock& lock, std::uint64_t pages);
-  std::uint64_t batch_pages() const;
-  Status shrink(Lock& lock, std::uint64_t pages);
-  Status unmap(Lock& lock, const std::vector<PageIndex>& batch);
-  void evict_everything();
-  void discard_everything();
-  bool drop_reserved();
-  /// How long a call may wait for others, and whether the session is its own to let go meanwhile.
-  struct Wait {
-    Clock::time_point until;
-    bool holds_session;
-  };
-  Wait may_wait(std::uint32_t own_entries) const;
-  Result<bool> get_pages(Lock& lock, std::uint64_t blocks, const Wait& wait);
-  bool wait_for_grant(Lock& lock, std::uint64_t pages, const Wait& wait);
-  void note_satisfied();
-  Result<std::uint64_t> compact_page(Lock& lock);
-  bool empty_a_page(Lock& lock);
-  Status enforce(Lock& lock);
-  Status go_down_the_ladder(Lock& lock);
-  bool enforcing_due() const;
   void given_back(Lock& lock);
-  Status refuse_reserved(std::span<const BlockId> ids) const;
-  void note_if_final(const Status& answered);
   void evict_over_bound();
-  void note_evicted(std::size_t before);
-  std::uint64_t mappable_pages() const {
-    return held_pages_ < pages_limit() ? pages_limit() - held_pages_ : 0;
-  }
-  std::uint64_t over_pages() const {
-    return held_pages_ > pages_limit() ? held_pages_ - pages_limit() : 0;
-  }
-  std::uint64_t squeeze_floor() const;
-  /// The operator's limit, or less while others have asked for blocks in use; nothing in sleep.
-  std::uint64_t pages_limit() const { return asleep_ ? 0 : std::min(pages_limit_, squeezed_to_); }
-  std::uint64_t pages_for(std::uint64_t blocks) const {
-    return (blocks + geometry_.blocks_per_page - 1) / geometry_.blocks_per_page;
-  }
-  std::uint64_t in_use() const { return blocks_->used_blocks() - reserved_.size(); }
-  std::uint64_t usable_blocks() const;
-  std::uint64_t count_available(Reach reach) const;
-  std::uint64_t capacity_bytes() const {
-    return member_ ? member_->capacity_bytes() : options_.capacity_bytes;
-  }
-  std::uint64_t whole_pages(std::uint64_t limit_bytes) const;
   void tell_limit();
-  bool provisioning_due() const;
-  bool something_to_decay() const;
-  void note_arrival();
-  void note_failed_alloc();
-  void note_activity() { activity_.fetch_add(1, std::memory_order_relaxed); }
-  LimitState limit_state_locked() const;
-  Usage usage_locked(std::uint64_t available) const;
-  void changed();
 
   const OwnProcess made_by_;
-  const Geometry geometry_;
   const PoolOptions options_;
-  const std::shared_ptr<Backing> backing_;
   const std::shared_ptr<LedgerMember> member_;  // null: nobody shares the device
 
   Session session_;
   mutable std::mutex mutex_;
-  std::unique_ptr<Blocks> blocks_;
-  std::vector<BlockId> reserved_;  // sorted; used in blocks_, set aside for the next allocs
-  std::vector<BlockId> evicted_;
-  std::vector<Change> history_;        // moves, and the evictions before the last of them
-  std::uint64_t seen_capacity_bytes_;  // pages_limit_ goes by this one, or by a newer one
-  std::uint64_t limit_bytes_;
-  std::uint64_t pages_limit_;
-  std::uint64_t held_pages_ = 0;      // mapped, or on the way in or out
-  std::condition_variable settled_;   // a batch of pages has come in or gone out
-  std::uint64_t parked_low_ = 0;      // fewest parked pages since take_idle_parked()
-  std::uint64_t demand_pages_ = 0;    // parked pages that allocs took since the last provision()
-  std::uint64_t announced_over_ = 0;  // over_pages() when the keeper was last called for it
-  bool enforcing_ = false;            // a thread is in enforce(); it holds the session
-  bool shrink_called_ = false;        // the keeper was called to enforce, and it still is due
-  bool provision_called_ = false;     // the keeper was called to provision and has not yet
-  bool failure_announced_ = false;    // the keeper was called for it
-  bool decay_armed_ = false;          // the keeper's decay timer runs
-  bool asleep_ = false;
-  std::uint64_t squeezed_to_ = ~std::uint64_t{0};  // pages, while others ask for blocks in use
-  Clock::time_point squeezed_until_{};
-  std::uint64_t met_squeeze_to_ = 0;  // of the last one that was met, until when it counts
-  Clock::time_point met_squeeze_until_{};
-  std::uint64_t starved_pages_ = 0;       // what the last allocs could not be granted
-  Clock::time_point starved_at_{};        // when that was
-  Clock::time_point wanted_at_{};         // when somebody last wanted or awaited them
-  bool pursuit_called_ = false;           // the keeper was called for it
-  Clock::time_point no_wait_before_{};    // a wait was in vain: allocs until then do not wait
-  std::uint64_t published_activity_ = 0;  // activity_ when the ledger was last told
-  PoolStats counts_;                      // the counters of stats()
-  std::optional<Error> final_error_;  // what alloc fails with since the backing has failed for good
-  std::shared_ptr<RecordOwner> record_;
-  std::function<void()> wake_;
-
-  std::atomic<std::uint64_t> available_limit_{0}, available_mapped_{0}, activity_{0};
-  std::atomic<std::int64_t> available_held_{0};  // with what is on its way; -1 for a null block
-  std::atomic<bool> has_evicted_{false}, over_limit_{false}, failed_{false};
-  FutexWord arrivals_{0};       // changes with mutex_ held
-  std::uint32_t awaiting_ = 0;  // threads in wait_for_arrival(): nobody else costs a system call
+  // Each owns its state, and uses those above it.
+  Counters counters_;
+  Accounting accounting_;
+  Starvation starvation_;
+  Provisioning provisioning_;
+  KeeperCalls calls_;
+  Figures figures_;
+  PoolPages pages_;
+  PageSupply supply_;
+  Ladder ladder_;
 };
 
 }  // namespace kvelastic

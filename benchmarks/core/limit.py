@@ -23,9 +23,9 @@ manager = kvi.get_kv_cache_manager(20000, 16, 512, 8)
 blocks = 512 * 2**20 // (2 * 8 * 16 * 512) - 64
 pool = manager._pool.blocks
 for line in sys.stdin:            # one line: fill the cache; the answer: it is filled
-    pool.take_evicted()
+    pool.take_changes()
     pool.clear()
-    pool.take_evicted()
+    pool.take_changes()
     ids = manager.alloc(blocks)
     pool.cache(ids)
     print("filled", flush=True)

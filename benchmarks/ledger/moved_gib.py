@@ -110,7 +110,7 @@ def move(device: OwnDevice, idle: Instance, name: str, busy: Instance) -> Round:
     assert given_back <= (PAGE_MIB << 20), f"{given_back} bytes are still the idle one's"
     busy.ask("free", got["ids"])
     busy.ask("trim")
-    idle.ask("take_evicted")
+    idle.ask("take_changes")
     times_ms = [1000 * (at - start) for at in watch.times_s]
     # All in one batch: then the first page has come with the last.
     first_ms = got["done_ms"] if got["first_ms"] is None else got["first_ms"]

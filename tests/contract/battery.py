@@ -161,7 +161,7 @@ def case_a_range_and_a_pool(driver: _vmm.Driver) -> None:
         pool.free(ids[32:])
         assert pool.limit_state()["state"] == "applied"
         assert held_bytes(driver) - before == pool.mapped_bytes <= 4 * page_bytes
-        pool.take_evicted()
+        pool.take_changes()
         pool.clear()
         pool.trim()
         assert held_bytes(driver) - before == page_bytes

@@ -174,7 +174,7 @@ def test_a_pool_survives_every_failure(geometry: _vmm.Geometry) -> None:
             if not bench.memory.failed:
                 assert pool.mapped_bytes == bench.memory.mapped_pages * page_bytes
                 bench.memory.check_integrity()
-        pool.take_evicted()
+        pool.take_changes()
         if not failed:
             assert len(set(held)) == len(held)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from native_pools import HUGE, LAYOUTS, Memory
+from native_pools import HUGE, LAYOUTS, Memory, evicted
 
 from kvelastic import errors
 
@@ -93,7 +93,7 @@ def test_none_changes_nothing_when_the_device_is_out_of_memory(name: str, count:
             pool.free(got)
             pool.trim()
             break
-        assert pool.take_evicted() == [], f"call {fail_at}: contents were dropped for nothing"
+        assert evicted(pool) == [], f"call {fail_at}: contents were dropped for nothing"
         after = pool.stats()
         assert after["alloc_failures"] == before["alloc_failures"] + fail_at
         same = ("blocks_used", "blocks_cached", "pages_mapped", "blocks_available")
@@ -113,7 +113,7 @@ def test_out_of_memory_still_finds_what_is_cached() -> None:
     got = pool.alloc(6)
     memory.driver.arm(0)
     assert sorted(got or ()) == sorted(ids[:6])
-    assert pool.take_evicted() == ids[:6]
+    assert evicted(pool) == ids[:6]
     assert memory.held_at_the_os() == 3 * HUGE
 
 

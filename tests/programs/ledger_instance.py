@@ -176,7 +176,7 @@ def churn(blocks: Any, seconds: float, most: int) -> dict[str, int]:
         counts["none" if ids is None else "got"] += 1
         if ids is not None:
             held.append(ids)
-        blocks.take_evicted()
+        blocks.take_changes()
     for ids in held:
         blocks.free(ids)
     blocks.check_integrity()

@@ -26,6 +26,13 @@ LAYOUTS = {
 }
 
 
+def evicted(pool: _vmm.Pool) -> list[int]:
+    """Blocks evicted since the last look at a pool that moves none."""
+    changes = pool.take_changes()
+    assert all(to == -1 for _, to in changes)
+    return [block for block, _ in changes]
+
+
 class Memory:
     """A range of `pages` pages on a host driver of its own, behind a driver that can fail."""
 

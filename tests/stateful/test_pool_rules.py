@@ -239,11 +239,8 @@ class PoolRules(RuleBasedStateMachine):
         return data.draw(st.lists(st.sampled_from(sorted(blocks)), min_size=1, unique=True))
 
     def forget_evicted(self) -> None:
-        if not self.movable:
-            for block in self.pool.take_evicted():
-                assert self.cached.pop(block, None) is not None, "evicted, and was not cached"
-            return
         for block, to in self.pool.take_changes():
+            assert to == -1 or self.movable
             tag = self.cached.pop(block, None)
             assert tag is not None, "moved or evicted, and was not cached"
             if to == -1:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from native_pools import LAYOUTS, Memory
+from native_pools import LAYOUTS, Memory, evicted
 
 from kvelastic import errors
 
@@ -53,7 +53,7 @@ class FailingDriver(RuleBasedStateMachine):
         return ids
 
     def forget_evicted(self) -> None:
-        for block in self.pool.take_evicted():
+        for block in evicted(self.pool):
             assert self.cached.pop(block, None) is not None, "evicted, and was not cached"
 
     def some(self, data: st.DataObject, blocks: dict[int, int]) -> list[int]:

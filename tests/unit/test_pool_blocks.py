@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from native_pools import HUGE, LAYOUTS, Memory
+from native_pools import HUGE, LAYOUTS, Memory, evicted
 
 from kvelastic import errors
 
@@ -74,14 +74,14 @@ def test_an_alloc_evicts_what_was_cached_first(memory):
     pool.cache(order[2:])
     assert pool.alloc(1) == order[:1]
     assert pool.has_evicted
-    assert pool.take_evicted() == order[:1]
+    assert evicted(pool) == order[:1]
     assert not pool.has_evicted
     pool.touch(order[1:2])  # used since: the others go first
     pool.cache(order[1:2])
     assert sorted(pool.alloc(2)) == sorted(order[2:])
-    assert pool.take_evicted() == order[2:]
+    assert evicted(pool) == order[2:]
     assert pool.alloc(2) is None
-    assert pool.take_evicted() == []
+    assert evicted(pool) == []
     pool.check_integrity()
 
 
@@ -112,7 +112,7 @@ def test_the_cheapest_page_is_evicted_first(memory):
             pool.free(pages[page][kept:])
     for limit, gone in ((4, pages[2][:2]), (3, pages[4][:3]), (2, pages[1][:5]), (1, pages[3])):
         assert pool.set_limit(limit * HUGE)["state"] == "applied"
-        assert sorted(pool.take_evicted()) == sorted(gone)
+        assert sorted(evicted(pool)) == sorted(gone)
         assert memory.held_at_the_os() == limit * HUGE
         pool.check_integrity()
 
@@ -123,7 +123,7 @@ def test_parked_pages_go_before_any_cached_one(memory):
     pool.cache(pages[1])
     pool.free(pages[2] + pages[3])
     pool.set_limit(3 * HUGE)
-    assert pool.take_evicted() == []
+    assert evicted(pool) == []
     assert pool.stats()["blocks_cached"] == B
 
 
@@ -134,10 +134,10 @@ def test_the_cache_is_bounded(memory, bound):
     for block in ids:
         pool.cache([block])
         assert pool.stats()["blocks_cached"] <= bound
-    evicted = pool.take_evicted()
-    assert len(evicted) == len(set(evicted)) == len(ids) - bound
+    gone = evicted(pool)
+    assert len(gone) == len(set(gone)) == len(ids) - bound
     assert pool.stats()["blocks_cached"] == bound
-    kept = [block for block in ids if block not in set(evicted)]
+    kept = [block for block in ids if block not in set(gone)]
     if kept:
         pool.touch(kept)
     pool.check_integrity()
@@ -149,9 +149,9 @@ def test_past_the_bound_whole_pages_go_where_that_costs_no_more(memory):
     pool.cache(pages[1][:2])
     pool.free(pages[1][2:])
     pool.cache(pages[2])  # 2 too many: page 1 as a whole is just those two
-    assert sorted(pool.take_evicted()) == sorted(pages[1][:2])
+    assert sorted(evicted(pool)) == sorted(pages[1][:2])
     pool.cache(pages[3][:1])  # 1 too many: no page is that cheap, so the oldest goes
-    assert pool.take_evicted() == pages[2][:1]
+    assert evicted(pool) == pages[2][:1]
 
 
 # ------------------------------------------------------------------------------------- mistakes
@@ -277,7 +277,7 @@ def test_clear_voids_everything(memory):
     pool.cache(ids[:5])
     assert pool.try_to_reserve(4)
     pool.clear()
-    assert sorted(pool.take_evicted()) == sorted(ids[:5])
+    assert sorted(evicted(pool)) == sorted(ids[:5])
     assert pool.stats()["blocks_used"] == pool.stats()["blocks_reserved"] == 0
     assert pool.available_size() == PAGES * B - 1
     for block in ids:

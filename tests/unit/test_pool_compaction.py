@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from native_pools import LAYOUTS, Memory
+from native_pools import LAYOUTS, Memory, evicted
 
 from kvelastic import _vmm, errors
 
@@ -85,7 +85,7 @@ def test_a_pool_whose_engine_cannot_follow_evicts() -> None:
     cached_on(memory, pool, {1: 2, 2: 1})
     assert pool.compact() == 0
     pool.set_limit(memory.layout.page_bytes)
-    assert len(pool.take_evicted()) == 3
+    assert len(evicted(pool)) == 3
 
 
 def test_a_copy_that_fails_leaves_every_block_where_it_was() -> None:

@@ -105,7 +105,7 @@ def test_all_of_the_limit_in_use_or_cached(memory) -> None:
     def step() -> None:
         assert pool.ensure(4) == PAGES * BLOCKS_PER_PAGE - 1
         ids = pool.alloc(4)
-        pool.take_evicted()
+        pool.take_changes()
         pool.cache(ids)
 
     assert not calls(step)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 
 import pytest
-from native_pools import HUGE, LAYOUTS, Memory
+from native_pools import HUGE, LAYOUTS, Memory, evicted
 
 from kvelastic import errors
 
@@ -85,7 +85,7 @@ def test_a_session_runs_the_ladder_itself(memory):
     try:
         assert pool.set_limit(3 * HUGE)["state"] == "shrinking"
         pool.cache(pages[2])
-        assert sorted(pool.take_evicted()) == sorted(pages[2])
+        assert sorted(evicted(pool)) == sorted(pages[2])
         assert pool.mapped_bytes == 4 * HUGE
         pool.free(pages[3])
         assert pool.limit_state()["state"] == "applied"

@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 
 import pytest
-from native_pools import HUGE, LAYOUTS, Memory
+from native_pools import HUGE, LAYOUTS, Memory, evicted
 
 from kvelastic import _vmm, errors
 
@@ -129,7 +129,7 @@ def test_only_the_null_page_is_left_while_its_own_block_is_in_use(one: Sleeper) 
     one.free([block for block in ids if block not in first])
     assert one.sleep()["mapped_bytes"] == HUGE
     one.cache(first)  # what is cached in sleep is evicted at once
-    assert sorted(one.pool.take_evicted()) == sorted(first)
+    assert sorted(evicted(one.pool)) == sorted(first)
     assert one.pool.limit_state() == asleep_and_empty(PAGES * HUGE)
 
 
@@ -166,7 +166,7 @@ def test_what_is_cached_is_evicted_and_the_engine_is_told(movable: bool) -> None
         # Moves would be for nothing: all of them are evictions.
         assert sorted(one.pool.take_changes()) == [(block, -1) for block in sorted(cached)]
     else:
-        assert sorted(one.pool.take_evicted()) == sorted(cached)
+        assert sorted(evicted(one.pool)) == sorted(cached)
     assert not one.pool.has_evicted
     with pytest.raises(errors.BlockError):
         one.pool.touch(cached[:1])
@@ -336,7 +336,7 @@ def test_it_sleeps_and_wakes_while_others_allocate() -> None:
                     if 0 in given or seen != {tag + 1}:
                         wrong.append((given, seen))
                     (one.pool.cache if turns[tag] % 3 == 0 else one.pool.free)(given)
-                one.pool.take_evicted()
+                one.pool.take_changes()
             for given in held:
                 one.pool.free(given)
         except Exception as error:

@@ -86,7 +86,7 @@ def test_no_block_twice(name):
         threading.Thread(
             target=disturb, args=(pool.set_limit, lambda c: (c.randint(1, PAGES) * page_bytes,))
         ),
-        threading.Thread(target=disturb, args=(pool.take_evicted, lambda _: ())),
+        threading.Thread(target=disturb, args=(pool.take_changes, lambda _: ())),
     ]
     for thread in threads:
         thread.start()

@@ -169,7 +169,6 @@ POOL_CALLS = {
     "ensure": lambda pool, ids: pool.ensure(20),
     "try_to_reserve": lambda pool, ids: pool.try_to_reserve(1),
     "free_reserved": lambda pool, ids: pool.free_reserved(),
-    "take_evicted": lambda pool, ids: pool.take_evicted(),
     "take_changes": lambda pool, ids: pool.take_changes(),
     "compact": lambda pool, ids: pool.compact(),
     "enter": lambda pool, ids: pool.enter(),

@@ -118,14 +118,14 @@ def test_the_cache_of_an_idle_one_goes_to_the_busy_one_page_by_page(device):
     device.wait_until_idle(idle)
     got = busy.alloc(2 * B - 1)
     assert got is not None
-    evicted = set(idle.ask("take_evicted"))
+    evicted = {block for block, _ in idle.ask("take_changes")}
     assert evicted == set(pages[5][:1] + pages[6][:2]), "the cheapest pages go first"
     sound(device, idle, busy)
     assert (device.pages(idle), device.pages(busy)) == (DEVICE_PAGES - 2, 2)
     # Of pages that cost the same those go first that were filled first.
     device.wait_until_idle(idle)
     assert busy.alloc(3 * B) is not None
-    evicted = set(idle.ask("take_evicted"))
+    evicted = {block for block, _ in idle.ask("take_changes")}
     assert len(by_page(list(evicted))) == 3
     assert all(len(blocks) == B for blocks in by_page(list(evicted)).values())
     assert evicted <= set(range(1 * B, DEVICE_PAGES * B))
@@ -139,9 +139,9 @@ def test_parked_pages_go_before_cached_ones(device):
     idle.free(ids[16 * B :])
     device.wait_until_idle(idle)
     assert busy.alloc(10 * B - 1) is not None
-    assert idle.ask("take_evicted") == []
+    assert idle.ask("take_changes") == []
     assert busy.alloc(10 * B) is not None
-    assert idle.ask("take_evicted") != []
+    assert idle.ask("take_changes") != []
     sound(device, idle, busy)
 
 
@@ -301,7 +301,7 @@ def test_busy_equals_end_at_fair_shares_and_stay_there(device, pages):
             ids = one.alloc(2 * B)
             if ids is not None:
                 one.cache(ids)
-            one.ask("take_evicted")
+            one.ask("take_changes")
 
     def shares() -> list[int]:
         return sorted([device.pages(first), device.pages(second)])

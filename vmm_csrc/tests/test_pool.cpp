@@ -106,7 +106,7 @@ void work(Pool& pool, std::uint32_t seed, std::vector<std::atomic<int>>& owners,
     }
     if (step % 64 == 0) {
       (void)pool.trim();
-      (void)pool.take_evicted();
+      (void)pool.take_changes();
     }
   }
   for (const BlockId id : mine) owners[static_cast<std::size_t>(id)] = 0;

@@ -81,10 +81,10 @@ TEST(session_keeps_what_it_saw) {
     }
     pool->enter();
     CHECK(pool->is_entered());
-    (void)pool->take_evicted();
+    (void)pool->take_changes();
     CHECK(static_cast<bool>(pool->cache(**mine)));  // the session's own call: this may evict
     bool whole = true;
-    for (const BlockId id : pool->take_evicted()) {
+    for (const auto [id, to] : pool->take_changes()) {
       for (const BlockId own : **mine) whole = whole && own != id;
     }
     std::this_thread::yield();

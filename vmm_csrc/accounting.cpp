@@ -1,0 +1,160 @@
+#include "accounting.h"
+
+#include <algorithm>
+#include <string>
+#include <utility>
+
+namespace kvelastic {
+
+// --- pages -----------------------------------------------------------------------------------
+
+bool Accounting::can_give() const {
+  if (over_pages() == 0 || failure_) return false;
+  const bool null_page_only = limit.is_asleep() && held_pages_ == 1 && blocks_->null_page_is_bare();
+  return blocks_->parked_pages() > 0 || blocks_->cached_blocks() > 0 || !reserved_.empty() ||
+         null_page_only;
+}
+
+// --- blocks ----------------------------------------------------------------------------------
+
+void Accounting::take(std::uint64_t count, std::vector<BlockId>& out) {
+  out.reserve(count);
+  while (out.size() < count && !reserved_.empty()) {
+    out.push_back(reserved_.back());
+    reserved_.pop_back();
+  }
+  blocks_->alloc(count - out.size(), over_pages() > 0 ? Blocks::Fit::kFullest : Blocks::Fit::kBest,
+                 out);
+}
+
+std::vector<BlockId> Accounting::reusable(std::span<const BlockId> ids) const {
+  std::vector<BlockId> out(ids.begin(), ids.end());
+  if (over_pages() == 0) return out;
+  std::erase_if(out, [this](BlockId id) { return blocks_->is_closed(id); });
+  const std::uint64_t others = in_use() - std::min<std::uint64_t>(ids.size(), in_use());
+  const std::uint64_t usable = usable_blocks();
+  const std::uint64_t room = usable > others ? usable - others : 0;
+  const std::uint64_t without = count_available(Reach::kMapped);
+  out.resize(std::min<std::uint64_t>(out.size(), room > without ? room - without : 0));
+  return out;
+}
+
+// --- blocks set aside for allocs to come -------------------------------------------------------
+
+void Accounting::reserve(std::vector<BlockId> ids) {
+  reserved_ = std::move(ids);
+  std::sort(reserved_.begin(), reserved_.end());
+}
+
+bool Accounting::drop_reserved() {
+  if (reserved_.empty()) return false;
+  (void)blocks_->free(std::exchange(reserved_, {}));
+  return true;
+}
+
+Status Accounting::refuse_reserved(std::span<const BlockId> ids) const {
+  for (const BlockId id : reserved_.empty() ? std::span<const BlockId>{} : ids) {
+    if (!std::binary_search(reserved_.begin(), reserved_.end(), id)) continue;
+    return Error{Errc::kDoubleFree, "block " + std::to_string(id) +
+                                        " is reserved and was never handed out; call "
+                                        "free_reserved() to give reserved blocks back"};
+  }
+  return ok();
+}
+
+// --- evictions and moves -----------------------------------------------------------------------
+
+void Accounting::note_evicted(std::size_t before) {
+  const std::size_t count = evicted_.size() - before;
+  if (count == 0) return;
+  counters_.add(Counter::kBlocksEvicted, count);
+  has_changes_.store(true, std::memory_order_release);
+}
+
+void Accounting::evict_oldest(std::uint64_t count) {
+  const std::size_t before = evicted_.size();
+  for (; count > 0; --count) (void)blocks_->evict_oldest_block(evicted_);
+  note_evicted(before);
+}
+
+bool Accounting::evict_cheapest_page() {
+  const std::size_t before = evicted_.size();
+  const bool evicted = blocks_->evict_cheapest_page(evicted_);
+  note_evicted(before);
+  return evicted;
+}
+
+void Accounting::evict_all() {
+  evict_oldest(blocks_->cached_blocks());
+}
+
+void Accounting::evict_down_to(std::uint64_t bound) {
+  const std::size_t before = evicted_.size();
+  while (blocks_->cached_blocks() > bound) {
+    const std::optional<std::uint32_t> cost = blocks_->cheapest_page_cost();
+    if (cost && *cost <= blocks_->cached_blocks() - bound) {
+      (void)blocks_->evict_cheapest_page(evicted_);
+    } else {
+      (void)blocks_->evict_oldest_block(evicted_);
+    }
+  }
+  note_evicted(before);
+}
+
+std::uint64_t Accounting::finish_moves(std::span<const BlockMove> moves, bool copied) {
+  // Evictions so far come before these moves: an id that was evicted may be where a block moves to.
+  for (const BlockId id : std::exchange(evicted_, {})) {
+    changes_.push_back({id, BlockChange::kEvicted});
+  }
+  std::uint64_t moved = 0;
+  for (const BlockMove& move : moves) {
+    if (!blocks_->finish_move(move, copied)) continue;
+    changes_.push_back({move.from, move.to});
+    ++moved;
+  }
+  if (!changes_.empty()) has_changes_.store(true, std::memory_order_release);
+  counters_.add(Counter::kBlocksMoved, moved);
+  return moved;
+}
+
+void Accounting::discard_all() {
+  reserved_.clear();
+  const std::size_t before = evicted_.size();
+  blocks_->clear(evicted_);
+  note_evicted(before);
+}
+
+std::vector<BlockChange> Accounting::take_changes() {
+  has_changes_.store(false, std::memory_order_release);
+  std::vector<BlockChange> changes = std::exchange(changes_, {});
+  for (const BlockId id : std::exchange(evicted_, {})) {
+    changes.push_back({id, BlockChange::kEvicted});
+  }
+  return changes;
+}
+
+// --- for good ----------------------------------------------------------------------------------
+
+void Accounting::fail(Error error) {
+  if (failure_) return;
+  failure_ = std::move(error);
+  has_failed_.store(true, std::memory_order_relaxed);
+}
+
+Status Accounting::check_integrity() const {
+  if (Status sound = blocks_->check_integrity(); !sound) return sound;
+  if (held_pages_ < blocks_->mapped_pages()) {
+    return Error{Errc::kIntegrity, "the pool holds " + std::to_string(held_pages_) +
+                                       " pages, of which " +
+                                       std::to_string(blocks_->mapped_pages()) + " are mapped"};
+  }
+  if (!reserved_.empty() && reserved_.front() == Blocks::kNullBlock) {
+    return Error{Errc::kIntegrity, "the null block is reserved"};
+  }
+  if (has_changes() == (evicted_.empty() && changes_.empty())) {
+    return Error{Errc::kIntegrity, "the mark of evicted blocks disagrees with their list"};
+  }
+  return ok();
+}
+
+}  // namespace kvelastic

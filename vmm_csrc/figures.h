@@ -1,0 +1,103 @@
+// What others see of a pool: after each change of its accounting its lock-free figures, its record,
+// its slot in the ledger, and whether its keeper has something to do.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <memory>
+
+#include "accounting.h"
+#include "arrivals.h"
+#include "counters.h"
+#include "keeper_calls.h"
+#include "ledger.h"
+#include "pool_options.h"
+#include "provisioning.h"
+#include "record.h"
+#include "starvation.h"
+
+namespace kvelastic {
+
+/// What set_limit() has come to.
+struct LimitState {
+  std::uint64_t limit_bytes = 0;      ///< as it was asked for
+  std::uint64_t effective_bytes = 0;  ///< what is kept: whole pages, within range and device
+  std::uint64_t mapped_bytes = 0;
+  std::uint64_t over_bytes = 0;  ///< still to be given back; 0 = applied
+};
+
+struct PoolStats {
+  std::uint64_t page_bytes = 0, pages_total = 0, pages_limit = 0;
+  std::uint64_t pages_mapped = 0, pages_parked = 0;
+  std::uint64_t blocks_total = 0, blocks_used = 0, blocks_cached = 0, blocks_reserved = 0;
+  std::uint64_t blocks_available = 0;
+  std::uint64_t allocs = 0, frees = 0, alloc_failures = 0, blocks_evicted = 0;
+  std::uint64_t blocks_moved = 0;
+  std::uint64_t pages_mapped_ever = 0, pages_unmapped_ever = 0, provision_runs = 0;
+};
+
+class Figures {
+ public:
+  Figures(const Accounting& accounting, const Starvation& starvation, Provisioning& provisioning,
+          KeeperCalls& calls, Counters& counters, const PoolOptions& options,
+          std::shared_ptr<LedgerMember> member)
+      : accounting_(accounting),
+        starvation_(starvation),
+        provisioning_(provisioning),
+        calls_(calls),
+        counters_(counters),
+        movable_(options.movable),
+        capacity_bytes_(options.capacity_bytes),
+        member_(std::move(member)) {}
+
+  // The pool's lock is held:
+
+  /// After every change of the accounting, and before the lock is let go.
+  void update();
+  Usage usage() const { return usage(accounting_.count_available(Accounting::Reach::kLimit)); }
+  PoolStats stats() const;
+  LimitState limit_state() const;
+  /// Of the device.
+  std::uint64_t capacity_bytes() const {
+    return member_ ? member_->capacity_bytes() : capacity_bytes_;
+  }
+  bool has_something_to_decay() const {
+    const Blocks& blocks = accounting_.blocks();
+    return blocks.parked_pages() > 0 || (movable_ && blocks.can_compact());
+  }
+
+  // Lock-free:
+
+  /// Blocks that alloc could give now, mapping and evicting as it must, and taking from others what
+  /// they have to give.
+  std::uint64_t available() const;
+  /// The same without mapping a page.
+  std::uint64_t available_mapped() const {
+    return available_mapped_.load(std::memory_order_relaxed);
+  }
+  bool is_over_limit() const { return over_limit_.load(std::memory_order_relaxed); }
+  /// Goes up with every call that allocs or frees.
+  std::uint64_t activity() const { return activity_.load(std::memory_order_relaxed); }
+  void note_activity() { activity_.fetch_add(1, std::memory_order_relaxed); }
+
+  Arrivals arrivals;
+
+ private:
+  Usage usage(std::uint64_t available) const;
+  void tell_ledger(const Usage& usage);
+
+  const Accounting& accounting_;
+  const Starvation& starvation_;
+  Provisioning& provisioning_;
+  KeeperCalls& calls_;
+  Counters& counters_;
+  const bool movable_;
+  const std::uint64_t capacity_bytes_;  // where no ledger says it
+  const std::shared_ptr<LedgerMember> member_;
+  std::uint64_t told_activity_ = 0;  // activity() when the ledger was last told
+  std::atomic<std::uint64_t> available_limit_{0}, available_mapped_{0}, activity_{0};
+  std::atomic<std::int64_t> available_held_{0};  // with what is on its way; -1 for a null block
+  std::atomic<bool> over_limit_{false};
+};
+
+}  // namespace kvelastic

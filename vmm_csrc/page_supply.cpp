@@ -1,0 +1,108 @@
+#include "page_supply.h"
+
+#include <algorithm>
+
+namespace kvelastic {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+}  // namespace
+
+PageSupply::Wait PageSupply::may_wait(std::uint32_t own_entries) const {
+  const Clock::time_point now = Clock::now();
+  const bool in_session = session_.is_mine() && session_.depth() > own_entries;
+  if (!member_ || in_session || !starvation_.may_wait(now)) return {now, false};
+  return {now + reclaim_wait_, own_entries > 0};
+}
+
+bool PageSupply::may_come(std::uint32_t own_entries) const {
+  if (accounting_.mappable_pages() == 0) return are_coming();
+  if (starvation_.pages() == 0) return true;
+  const Wait wait = may_wait(own_entries);
+  const Clock::time_point now = Clock::now();
+  // Others were asked a moment ago and had nothing: the keeper goes on asking them.
+  return starvation_.may_ask(now) || wait.until > now ||
+         member_->room(accounting_.page_bytes()) > 0;
+}
+
+/// Whether another thread has pages on the way that this one may use.
+bool PageSupply::are_coming() const {
+  return accounting_.moving_pages() > 0 && accounting_.over_pages() == 0;
+}
+
+Result<bool> PageSupply::get(Lock& lock, std::uint64_t blocks, const Wait& wait) {
+  if (accounting_.mappable_pages() > 0) {
+    const std::uint64_t pages =
+        std::min(accounting_.pages_for(blocks), accounting_.mappable_pages());
+    Result<std::uint64_t> grown = pages_.grow(lock, pages);
+    if (!grown) return grown.error();
+    if (*grown == pages) note_satisfied();
+    return *grown > 0 || wait_for_grant(lock, pages, wait);
+  }
+  if (!are_coming()) return false;
+  pages_.wait_for_a_batch(lock);
+  return true;
+}
+
+/// Waits, without the pool's lock and without the session, until the device has a page for this
+/// pool that others give up.
+bool PageSupply::wait_for_grant(Lock& lock, std::uint64_t pages, const Wait& wait) {
+  if (!member_) return false;
+  const std::uint64_t page_bytes = accounting_.page_bytes();
+  lock.unlock();
+  if (wait.holds_session) session_.unlock();
+  bool there = false, waited = false;
+  for (;;) {
+    const std::uint32_t seen = member_->bell();
+    const bool hope = member_->ask(pages * page_bytes);
+    there = member_->room(page_bytes) > 0;
+    const Clock::time_point now = Clock::now();
+    if (there || !hope || now >= wait.until) break;
+    const std::chrono::nanoseconds patience(member_->rules().patience_ns);
+    member_->wait(seen, std::min<std::chrono::nanoseconds>(wait.until - now, patience));
+    waited = true;
+  }
+  if (wait.holds_session) session_.lock();
+  lock.lock();
+  if (there) return true;
+  const Clock::time_point now = Clock::now();
+  if (waited) starvation_.waited_in_vain(reclaim_wait_, now);
+  starvation_.begin(pages, now);
+  figures_.update();
+  return false;
+}
+
+/// Everything that was asked for is there, or nobody wants it any more.
+void PageSupply::note_satisfied() {
+  starvation_.end();
+  calls_.end_pursuit();  // until then the keeper looks by itself
+  if (member_) member_->stop_asking();
+}
+
+bool PageSupply::pursue(Lock& lock) {
+  if (starvation_.pages() == 0 || !member_) {
+    calls_.end_pursuit();
+    return false;
+  }
+  const std::chrono::nanoseconds lease(member_->rules().ask_lease_ns);
+  const std::uint64_t wanted = std::min(starvation_.pages(), accounting_.mappable_pages());
+  const Clock::time_point now = Clock::now();
+  if (figures_.arrivals.is_awaited()) starvation_.want(now);
+  if (wanted == 0 || !starvation_.is_wanted(lease, now)) {
+    note_satisfied();
+    return false;
+  }
+  Result<std::uint64_t> grown = pages_.grow(lock, wanted);
+  if (grown) starvation_.got(*grown);
+  if (!grown || starvation_.pages() == 0) {
+    note_satisfied();
+    return false;
+  }
+  const std::uint64_t bytes = starvation_.pages() * accounting_.page_bytes();
+  lock.unlock();
+  (void)member_->ask(bytes);
+  return true;
+}
+
+}  // namespace kvelastic

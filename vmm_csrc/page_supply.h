@@ -1,0 +1,70 @@
+// How an alloc that finds too few blocks gets pages: it maps them, waits for those that another
+// thread has on the way, or asks the other instances of the device. What is missing after that the
+// keeper pursues. Every call is made with the pool's lock held; those that take `lock` let go of
+// it.
+#pragma once
+
+#include <chrono>
+#include <cstdint>
+#include <memory>
+
+#include "accounting.h"
+#include "figures.h"
+#include "keeper_calls.h"
+#include "ledger.h"
+#include "pool_pages.h"
+#include "session.h"
+#include "starvation.h"
+
+namespace kvelastic {
+
+class PageSupply {
+ public:
+  using Lock = PoolPages::Lock;
+
+  /// How long a call may wait for others, and whether the session is its own to let go meanwhile.
+  struct Wait {
+    Starvation::Time until;
+    bool holds_session;
+  };
+
+  PageSupply(Accounting& accounting, PoolPages& pages, Figures& figures, Starvation& starvation,
+             KeeperCalls& calls, Session& session, std::chrono::nanoseconds reclaim_wait,
+             std::shared_ptr<LedgerMember> member)
+      : accounting_(accounting),
+        pages_(pages),
+        figures_(figures),
+        starvation_(starvation),
+        calls_(calls),
+        session_(session),
+        reclaim_wait_(reclaim_wait),
+        member_(std::move(member)) {}
+
+  /// `own_entries` is how often the call itself has entered the session. In a session of the
+  /// caller's nobody waits: it counts on an answer at once, and the keeper could serve nobody
+  /// meanwhile.
+  Wait may_wait(std::uint32_t own_entries) const;
+  /// Whether get() would have anything to do that takes time: to map, to wait, or to ask others.
+  /// False: what is mapped is all there is for now.
+  bool may_come(std::uint32_t own_entries) const;
+  /// Gets pages for `blocks` more blocks, or some of them. False: none can be had now.
+  Result<bool> get(Lock& lock, std::uint64_t blocks, const Wait& wait);
+  /// Gets what is missing, and asks for the rest. False: nothing is missing any more.
+  bool pursue(Lock& lock);
+
+ private:
+  bool are_coming() const;
+  bool wait_for_grant(Lock& lock, std::uint64_t pages, const Wait& wait);
+  void note_satisfied();
+
+  Accounting& accounting_;
+  PoolPages& pages_;
+  Figures& figures_;
+  Starvation& starvation_;
+  KeeperCalls& calls_;
+  Session& session_;
+  const std::chrono::nanoseconds reclaim_wait_;
+  const std::shared_ptr<LedgerMember> member_;  // null: nobody shares the device
+};
+
+}  // namespace kvelastic

@@ -1,0 +1,139 @@
+#include "pool_pages.h"
+
+#include <algorithm>
+#include <new>
+
+namespace kvelastic {
+namespace {
+
+/// What `call` answers; kOutOfMemory where there is no memory for its lists. What the accounting
+/// has begun is ended in either case.
+template <typename F>
+Status guarded(F call) {
+  try {
+    return call();
+  } catch (const std::bad_alloc&) {
+    return Error{Errc::kOutOfMemory, "out of memory"};
+  }
+}
+
+}  // namespace
+
+bool is_final(const Error& error) {
+  return error.code == Errc::kPoolFailed || error.code == Errc::kChannelClosed ||
+         error.code == Errc::kChannelTimeout;
+}
+
+/// Remembers a failure after which nobody knows what is mapped. A page that is said to be mapped
+/// and is not would be a fault in the engine, far from here.
+void PoolPages::note_if_final(const Status& answered) {
+  if (answered || accounting_.failure() || !is_final(answered.error())) return;
+  Error error = answered.error();
+  // That call waited; those to come do not.
+  if (error.code == Errc::kChannelTimeout) error.code = Errc::kChannelClosed;
+  accounting_.fail(std::move(error));
+  figures_.arrivals.note();  // whoever waits for blocks is to hear of it from the next alloc
+}
+
+Result<std::uint64_t> PoolPages::grow(Lock& lock, std::uint64_t pages) {
+  std::uint64_t grown = 0;
+  while (grown < pages && accounting_.mappable_pages() > 0) {
+    const std::uint64_t next =
+        std::min({pages - grown, accounting_.mappable_pages(), batch_pages()});
+    Result<std::uint64_t> got = grow_by_batch(lock, next);
+    if (!got) {
+      if (grown == 0 || accounting_.failure()) return got.error();
+      break;
+    }
+    grown += *got;
+    if (*got < next) break;
+  }
+  return grown;
+}
+
+/// All of the pages that are granted, or none.
+Result<std::uint64_t> PoolPages::grow_by_batch(Lock& lock, std::uint64_t pages) {
+  const std::uint64_t page_bytes = accounting_.page_bytes();
+  Blocks& blocks = accounting_.blocks();
+  std::vector<PageIndex> batch;
+  batch.reserve(pages);  // what throws does so before anything is taken
+  if (member_) pages = member_->grant(pages, page_bytes);
+  if (pages == 0) return std::uint64_t{0};
+  for (std::uint64_t i = 0; i < pages; ++i) {
+    const std::optional<PageIndex> page = blocks.take_unmapped();
+    if (!page) break;
+    batch.push_back(*page);
+  }
+  if (member_) member_->give_back(pages - batch.size(), page_bytes);
+  if (batch.empty()) {
+    return Error{Errc::kPoolExhausted, "every page of the range is mapped or on its way"};
+  }
+  accounting_.hold(batch.size());
+  lock.unlock();
+  Status mapped = guarded([&] { return backing_->map(batch); });
+  lock.lock();
+  note_if_final(mapped);
+  for (const PageIndex page : batch) mapped ? blocks.add_page(page) : blocks.put_back(page);
+  if (mapped) {
+    // A page is created to be mapped and destroyed when it is unmapped: none is kept in between.
+    counters_.add(Counter::kPagesCreated, batch.size());
+    counters_.add(Counter::kPagesMapped, batch.size());
+  } else {
+    accounting_.let_go(batch.size());
+    // After a final failure nobody knows what is mapped: what was granted stays taken.
+    if (member_ && !accounting_.failure()) member_->give_back(batch.size(), page_bytes);
+  }
+  settled_.notify_all();
+  figures_.update();
+  if (!mapped) return mapped.error();
+  return static_cast<std::uint64_t>(batch.size());
+}
+
+Status PoolPages::shrink(Lock& lock, std::uint64_t pages) {
+  std::vector<PageIndex> batch;
+  batch.reserve(std::min(pages, accounting_.blocks().parked_pages()));
+  for (std::uint64_t i = 0; i < pages; ++i) {
+    const std::optional<PageIndex> page = accounting_.blocks().take_parked();
+    if (!page) break;
+    batch.push_back(*page);
+  }
+  return unmap(lock, batch);
+}
+
+Status PoolPages::unmap_null_page(Lock& lock) {
+  // Whoever finds a page mapped may count on the null block: it goes when no other page is there.
+  if (accounting_.held_pages() != 1 || accounting_.moving_pages() > 0) return ok();
+  const std::optional<PageIndex> page = accounting_.blocks().take_null_page();
+  return page ? unmap(lock, {*page}) : ok();
+}
+
+Status PoolPages::unmap(Lock& lock, const std::vector<PageIndex>& batch) {
+  if (batch.empty()) return ok();
+  Blocks& blocks = accounting_.blocks();
+  figures_.update();
+  lock.unlock();
+  Status unmapped = guarded([&] { return backing_->unmap(batch); });
+  lock.lock();
+  note_if_final(unmapped);
+  for (const PageIndex page : batch) unmapped ? blocks.put_back(page) : blocks.add_page(page);
+  if (unmapped) {
+    accounting_.let_go(batch.size());
+    if (member_) member_->give_back(batch.size(), accounting_.page_bytes());
+    counters_.add(Counter::kPagesUnmapped, batch.size());
+    counters_.add(Counter::kPagesDestroyed, batch.size());
+  }
+  settled_.notify_all();
+  figures_.update();
+  return unmapped;
+}
+
+Status PoolPages::copy(Lock& lock, std::span<const BlockMove> moves) {
+  figures_.update();
+  lock.unlock();
+  Status copied = guarded([&] { return backing_->copy(moves); });
+  lock.lock();
+  note_if_final(copied);
+  return copied;
+}
+
+}  // namespace kvelastic

@@ -1,0 +1,82 @@
+// Pages on their way in and out of a pool. The only place that calls the backing, and so the only
+// one that lets go of the pool's lock for that: every call is made with it held, and may find other
+// figures afterwards. Meanwhile the pages are held, neither mapped nor unmapped.
+//
+// Where there is a ledger, it grants a page before that is created, and has it back after it is
+// destroyed.
+#pragma once
+
+#include <condition_variable>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <span>
+#include <vector>
+
+#include "accounting.h"
+#include "backing.h"
+#include "counters.h"
+#include "figures.h"
+#include "ledger.h"
+
+namespace kvelastic {
+
+/// Memory comes and goes back in batches of about this size, so that who waits can begin with it.
+inline constexpr std::uint64_t kBatchBytes = std::uint64_t{32} << 20;
+
+/// A failure that a later try cannot mend: the caller must hear of it. Anything else is "no blocks
+/// now", which an engine's scheduler knows how to live with.
+bool is_final(const Error& error);
+
+class PoolPages {
+ public:
+  using Lock = std::unique_lock<std::mutex>;
+
+  PoolPages(Accounting& accounting, Figures& figures, Counters& counters,
+            std::shared_ptr<Backing> backing, std::shared_ptr<LedgerMember> member)
+      : accounting_(accounting),
+        figures_(figures),
+        counters_(counters),
+        backing_(std::move(backing)),
+        member_(std::move(member)) {}
+
+  /// Maps at most `pages` pages, as many as the ledger grants and the limit has room for; answers
+  /// how many. In batches, so that who waits for some of them need not wait for all: zeroing a GiB
+  /// takes a tenth of a second. A failure after the first batch leaves what is mapped, and comes up
+  /// again.
+  Result<std::uint64_t> grow(Lock& lock, std::uint64_t pages);
+  /// Unmaps at most `pages` parked pages.
+  Status shrink(Lock& lock, std::uint64_t pages);
+  /// Unmaps page 0, where it is the last and holds nothing but the null block.
+  Status unmap_null_page(Lock& lock);
+  /// Copies blocks of mapped pages.
+  Status copy(Lock& lock, std::span<const BlockMove> moves);
+
+  /// Waits until a batch has come in or gone out.
+  void wait_for_a_batch(Lock& lock) { settled_.wait(lock); }
+  /// Waits until no page is on its way.
+  void wait_until_settled(Lock& lock) {
+    settled_.wait(lock, [this] { return accounting_.moving_pages() == 0; });
+  }
+
+  std::uint64_t unmapped_ever() const { return counters_[Counter::kPagesUnmapped]; }
+  std::uint64_t batch_pages() const {
+    return std::max<std::uint64_t>(kBatchBytes / accounting_.page_bytes(), 1);
+  }
+  /// What a GPU has left; none on the host.
+  std::optional<DeviceMemory> device_memory() const { return backing_->device_memory(); }
+
+ private:
+  Result<std::uint64_t> grow_by_batch(Lock& lock, std::uint64_t pages);
+  Status unmap(Lock& lock, const std::vector<PageIndex>& batch);
+  void note_if_final(const Status& answered);
+
+  Accounting& accounting_;
+  Figures& figures_;
+  Counters& counters_;
+  const std::shared_ptr<Backing> backing_;
+  const std::shared_ptr<LedgerMember> member_;  // null: nobody shares the device
+  std::condition_variable settled_;
+};
+
+}  // namespace kvelastic

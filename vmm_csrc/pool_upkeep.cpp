@@ -1,0 +1,185 @@
+// What an operator and the keeper do to a pool: limits, sleep, what others ask, pages ahead of
+// demand; and what they read of it.
+#include <algorithm>
+
+#include "pool.h"
+
+namespace kvelastic {
+
+// --- limits and sleep --------------------------------------------------------------------------
+
+void Pool::tell_limit() {
+  if (!member_) return;
+  member_->set_limit(std::min(accounting_.limit.requested_bytes(), figures_.capacity_bytes()));
+}
+
+LimitState Pool::set_limit(std::uint64_t limit_bytes) {
+  const std::lock_guard session(session_);
+  const Lock lock(mutex_);
+  accounting_.limit.request(limit_bytes, figures_.capacity_bytes());
+  accounting_.close_pages_over_limit();
+  tell_limit();
+  figures_.update();
+  return figures_.limit_state();
+}
+
+bool Pool::see_capacity() {
+  {
+    const Lock lock(mutex_);
+    if (accounting_.limit.has_seen(figures_.capacity_bytes())) return false;
+  }
+  const std::lock_guard session(session_);
+  const Lock lock(mutex_);
+  accounting_.limit.see_capacity(figures_.capacity_bytes());
+  accounting_.close_pages_over_limit();
+  tell_limit();
+  figures_.arrivals.note();  // with more of it, others than this pool may have come to give blocks
+  figures_.update();
+  return true;
+}
+
+void Pool::set_asleep(bool asleep) {
+  const std::lock_guard session(session_);
+  const Lock lock(mutex_);
+  accounting_.limit.set_asleep(asleep);
+  accounting_.close_pages_over_limit();
+  figures_.update();
+}
+
+bool Pool::is_asleep() const {
+  const Lock lock(mutex_);
+  return accounting_.limit.is_asleep();
+}
+
+Result<LimitState> Pool::enforce_limit() {
+  const std::lock_guard session(session_);
+  Lock lock(mutex_);
+  Status done = ladder_.enforce(lock);
+  figures_.update();
+  if (!done) return done.error();
+  return figures_.limit_state();
+}
+
+// --- what others ask -----------------------------------------------------------------------------
+
+Result<std::uint64_t> Pool::give_up(std::uint64_t pages, Depth depth, std::uint64_t min_bytes) {
+  const std::lock_guard session(session_);
+  Lock lock(mutex_);
+  return ladder_.give_up(lock, pages, depth, min_bytes);
+}
+
+bool Pool::expire_squeeze() {
+  const Lock lock(mutex_);
+  Squeeze& squeeze = accounting_.limit.squeeze;
+  if (!squeeze.is_in_force()) return false;
+  if (!squeeze.expire(accounting_.over_pages() > 0, Squeeze::Time::clock::now())) return true;
+  accounting_.close_pages_over_limit();
+  figures_.update();
+  return false;
+}
+
+bool Pool::pursue() {
+  Lock lock(mutex_);
+  return supply_.pursue(lock);
+}
+
+bool Pool::see_device() {
+  const std::optional<DeviceMemory> memory = pages_.device_memory();
+  if (!memory || !member_) return false;
+  member_->see_device(memory->total_bytes, memory->free_bytes);
+  return true;
+}
+
+// --- ahead of demand, and when idle --------------------------------------------------------------
+
+Result<std::uint64_t> Pool::provision() {
+  Lock lock(mutex_);
+  if (!calls_.take_provision()) return std::uint64_t{0};
+  const std::uint64_t pages = std::min(
+      provisioning_.take_wanted(accounting_.blocks().parked_pages()), accounting_.mappable_pages());
+  if (pages == 0) return std::uint64_t{0};
+  counters_.add(Counter::kProvisionRuns);
+  return pages_.grow(lock, pages);
+}
+
+Result<std::uint64_t> Pool::compact() {
+  const std::lock_guard session(session_);
+  Lock lock(mutex_);
+  return ladder_.compact(lock);
+}
+
+Result<std::uint64_t> Pool::trim(std::uint64_t most) {
+  const std::lock_guard session(session_);
+  Lock lock(mutex_);
+  const std::uint64_t before = pages_.unmapped_ever();
+  const std::uint64_t pages = std::min(most, accounting_.blocks().parked_pages());
+  if (Status given = pages_.shrink(lock, pages); !given) return given.error();
+  return pages_.unmapped_ever() - before;
+}
+
+std::uint64_t Pool::take_idle_parked() {
+  const Lock lock(mutex_);
+  return provisioning_.take_idle(accounting_.blocks().parked_pages());
+}
+
+bool Pool::arm_decay() {
+  const Lock lock(mutex_);
+  return calls_.arm_decay(figures_.has_something_to_decay());
+}
+
+// --- figures ---------------------------------------------------------------------------------
+
+std::vector<BlockId> Pool::reusable(std::span<const BlockId> ids) const {
+  const Lock lock(mutex_);
+  return accounting_.reusable(ids);
+}
+
+std::optional<Error> Pool::failure() const {
+  const Lock lock(mutex_);
+  return accounting_.failure();
+}
+
+LimitState Pool::limit_state() const {
+  const Lock lock(mutex_);
+  return figures_.limit_state();
+}
+
+Usage Pool::usage() const {
+  const Lock lock(mutex_);
+  return figures_.usage();
+}
+
+PoolStats Pool::stats() const {
+  const Lock lock(mutex_);
+  return figures_.stats();
+}
+
+std::uint64_t Pool::mapped_bytes() const {
+  const Lock lock(mutex_);
+  return accounting_.held_pages() * accounting_.page_bytes();
+}
+
+std::optional<std::uint32_t> Pool::occupancy(PageIndex page) const {
+  const Lock lock(mutex_);
+  return accounting_.blocks().occupancy(page);
+}
+
+void Pool::publish_to(std::shared_ptr<RecordOwner> record) {
+  const Lock lock(mutex_);
+  counters_.publish_to(std::move(record));
+  figures_.update();
+}
+
+void Pool::on_wanted(std::function<void()> wake) {
+  const Lock lock(mutex_);
+  calls_.on_work(std::move(wake));
+}
+
+Status Pool::check_integrity() const {
+  const Lock lock(mutex_);
+  if (Status sound = accounting_.check_integrity(); !sound) return sound;
+  if (!member_ || accounting_.failure()) return ok();
+  return member_->check_integrity(accounting_.held_pages(), accounting_.page_bytes());
+}
+
+}  // namespace kvelastic

@@ -1,0 +1,340 @@
+// The parts of a pool that are pure state: their clock is a number here, and nothing is mapped.
+#include <chrono>
+#include <set>
+#include <vector>
+
+#include "../accounting.h"
+#include "../keeper_calls.h"
+#include "../page_limit.h"
+#include "../provisioning.h"
+#include "../squeeze.h"
+#include "../starvation.h"
+#include "check.h"
+
+namespace kvelastic {
+namespace {
+
+using std::chrono::milliseconds;
+constexpr Squeeze::Time kStart{};
+
+constexpr std::uint64_t kPage = 2 << 20;
+constexpr std::uint64_t kPages = 4;
+constexpr std::uint64_t kBlocksPerPage = 8;
+
+Geometry geometry() {
+  Geometry g;
+  g.pages = kPages;
+  g.extent_bytes = kPage;
+  g.block_bytes = kPage / kBlocksPerPage;
+  g.blocks_per_page = kBlocksPerPage;
+  return g;
+}
+
+/// An accounting of four pages, `mapped` of them there.
+struct Books {
+  Counters counters;
+  Accounting accounting;
+
+  explicit Books(std::uint64_t mapped)
+      : accounting(*Blocks::create(geometry()), PageLimit(kPages * kPage, kPages * kPage, kPage, 4),
+                   kPage, kPages * kBlocksPerPage, counters) {
+    accounting.hold(mapped);
+    for (std::uint64_t i = 0; i < mapped; ++i) {
+      accounting.blocks().add_page(*accounting.blocks().take_unmapped());
+    }
+  }
+  std::vector<BlockId> take(std::uint64_t count) {
+    std::vector<BlockId> ids;
+    accounting.take(count, ids);
+    return ids;
+  }
+  bool sound() const { return static_cast<bool>(accounting.check_integrity()); }
+};
+
+/// A keeper that counts its calls.
+struct CalledKeeper {
+  KeeperCalls calls;
+  int count = 0;
+  CalledKeeper() {
+    calls.on_work([this] { ++count; });
+  }
+  /// Whether this work calls it.
+  bool is_called_for(const KeeperWork& work) {
+    const int before = count;
+    calls.see(work);
+    return count > before;
+  }
+};
+
+}  // namespace
+
+// --- squeeze -----------------------------------------------------------------------------------
+
+TEST(a_squeeze_lasts_while_it_is_asked_for) {
+  Squeeze squeeze;
+  CHECK(!squeeze.is_in_force() && squeeze.floor(kStart) == 0);
+  squeeze.begin(3, kStart);
+  CHECK(squeeze.pages() == 3 && squeeze.floor(kStart) == 3);
+  CHECK(!squeeze.expire(true, kStart + Squeeze::kLease - milliseconds(1)));
+  squeeze.begin(3, kStart + milliseconds(400));  // asked for again
+  CHECK(!squeeze.expire(true, kStart + Squeeze::kLease));
+  CHECK(squeeze.expire(true, kStart + milliseconds(400) + Squeeze::kLease));
+  CHECK(!squeeze.is_in_force());
+  // Nobody's request was met: the next one may take as much as it likes.
+  CHECK(squeeze.floor(kStart + milliseconds(900)) == 0);
+}
+
+TEST(a_squeeze_that_was_met_takes_nothing_twice) {
+  Squeeze squeeze;
+  squeeze.begin(3, kStart);
+  CHECK(squeeze.expire(false, kStart + milliseconds(1)));
+  CHECK(squeeze.pages() == Squeeze::kNone);
+  CHECK(squeeze.floor(kStart + Squeeze::kRepeatedFor) == 3);
+  CHECK(squeeze.floor(kStart + milliseconds(1) + Squeeze::kRepeatedFor) == 0);
+}
+
+TEST(the_lowest_of_request_capacity_and_squeeze_holds) {
+  PageLimit limit(10 * kPage, 6 * kPage, kPage, 100);
+  CHECK(limit.pages() == 6 && limit.requested_bytes() == 10 * kPage);
+  limit.see_capacity(20 * kPage);
+  CHECK(limit.pages() == 10 && limit.has_seen(20 * kPage));
+  limit.squeeze.begin(4, kStart);
+  CHECK(limit.pages() == 4 && limit.is_squeezed());
+  limit.request(2 * kPage, 20 * kPage);
+  CHECK(limit.pages() == 2 && !limit.is_squeezed());
+  limit.request(0, 20 * kPage);
+  CHECK(limit.pages() == 1);  // the null block's
+  limit.set_asleep(true);
+  CHECK(limit.pages() == 0 && !limit.is_squeezed());
+  limit.set_asleep(false);
+  limit.request(~std::uint64_t{0}, ~std::uint64_t{0});
+  CHECK(limit.pages() == 4);
+  CHECK(limit.squeeze.expire(false, kStart) && limit.pages() == 100);  // the range's
+}
+
+// --- starvation ----------------------------------------------------------------------------------
+
+TEST(starvation_lasts_while_somebody_wants_the_pages) {
+  constexpr milliseconds lease(100);
+  Starvation starvation;
+  CHECK(starvation.pages() == 0 && starvation.may_wait(kStart));
+  starvation.begin(5, kStart);
+  CHECK(!starvation.may_ask(kStart + Starvation::kAskAgain - milliseconds(1)));
+  CHECK(starvation.may_ask(kStart + Starvation::kAskAgain));
+  CHECK(starvation.is_wanted(lease, kStart + lease));
+  CHECK(!starvation.is_wanted(lease, kStart + lease + milliseconds(1)));
+  starvation.want(kStart + milliseconds(50));
+  CHECK(starvation.is_wanted(lease, kStart + milliseconds(50) + lease));
+  starvation.got(3);
+  CHECK(starvation.pages() == 2);
+  starvation.got(3);  // more than was missing
+  CHECK(starvation.pages() == 0);
+}
+
+TEST(after_a_wait_in_vain_allocs_do_not_wait_for_a_while) {
+  Starvation starvation;
+  const Starvation::Time later = kStart + milliseconds(50) * Starvation::kFruitlessWaits;
+  starvation.waited_in_vain(milliseconds(50), kStart);
+  starvation.begin(1, kStart);
+  CHECK(!starvation.may_wait(later - milliseconds(1)) && starvation.may_wait(later));
+  starvation.end();  // what was missing is there: others do give
+  CHECK(starvation.may_wait(kStart));
+}
+
+// --- keeper calls --------------------------------------------------------------------------------
+
+TEST(the_keeper_is_called_for_what_becomes_due_while_the_figures_stand_still) {
+  // The limit is lowered while pages are on their way: too much is held, and nothing can be given.
+  // The pages land. As much is held as before, and now it can be given back: the keeper, which has
+  // answered that figure already, must hear of it.
+  CalledKeeper keeper;
+  KeeperWork work;
+  work.over_pages = 4;
+  CHECK(keeper.is_called_for(work));  // to answer
+  CHECK(!keeper.is_called_for(work));
+  {
+    const KeeperCalls::Enforcing enforcing(keeper.calls);
+    CHECK(!keeper.is_called_for(work));
+  }
+  work.enforce = true;
+  CHECK(keeper.is_called_for(work));
+  CHECK(!keeper.is_called_for(work));  // once: where it fails it tries again in its own time
+  // It enforces. What it finds meanwhile is its own; what lands after it is a call again.
+  {
+    const KeeperCalls::Enforcing enforcing(keeper.calls);
+    work.enforce = false;
+    CHECK(!keeper.is_called_for(work));
+    work.enforce = true;
+    CHECK(!keeper.is_called_for(work));
+    work.enforce = false;
+  }
+  CHECK(!keeper.is_called_for(work));
+  work.enforce = true;
+  CHECK(keeper.is_called_for(work));
+}
+
+TEST(the_keeper_is_called_once_for_each_thing) {
+  CalledKeeper keeper;
+  KeeperWork work;
+  CHECK(!keeper.is_called_for(work));
+  for (bool KeeperWork::* thing : {&KeeperWork::enforce, &KeeperWork::provision, &KeeperWork::decay,
+                                   &KeeperWork::pursue, &KeeperWork::failed}) {
+    work.*thing = true;
+    CHECK(keeper.is_called_for(work));
+    CHECK(!keeper.is_called_for(work));
+  }
+  for (const std::uint64_t over : {1, 2, 0}) {
+    work.over_pages = over;
+    CHECK(keeper.is_called_for(work));
+    CHECK(!keeper.is_called_for(work));
+  }
+}
+
+TEST(what_the_keeper_has_done_it_is_called_for_again) {
+  CalledKeeper keeper;
+  KeeperWork work;
+  work.provision = work.decay = work.pursue = true;
+  CHECK(keeper.is_called_for(work));
+  CHECK(keeper.calls.take_provision() && !keeper.calls.take_provision());
+  CHECK(keeper.is_called_for(work));
+  CHECK(keeper.calls.is_decay_armed() && !keeper.calls.arm_decay(false));
+  CHECK(keeper.is_called_for(work));
+  keeper.calls.end_pursuit();
+  CHECK(keeper.is_called_for(work));
+  CHECK(!keeper.is_called_for(work));
+  // Another keeper has been called for nothing yet.
+  keeper.calls.on_work([&] { ++keeper.count; });
+  CHECK(keeper.is_called_for(work));
+}
+
+// --- provisioning --------------------------------------------------------------------------------
+
+TEST(pages_stand_by_for_as_many_as_were_taken) {
+  Provisioning provisioning(2, 6, true);
+  CHECK(!provisioning.is_due(0));  // nobody has taken any
+  provisioning.took(4);
+  CHECK(provisioning.is_due(1) && !provisioning.is_due(2));
+  CHECK(provisioning.take_wanted(1) == 3);
+  CHECK(!provisioning.is_due(0));  // what is trimmed does not come back by itself
+  provisioning.took(1);
+  CHECK(provisioning.take_wanted(0) == 2);  // the least
+  provisioning.took(50);
+  CHECK(provisioning.take_wanted(1) == 5);  // the most
+  provisioning.took(3);
+  CHECK(provisioning.take_wanted(9) == 0);
+  Provisioning never(2, 6, false);
+  never.took(4);
+  CHECK(!never.is_due(0));
+}
+
+TEST(parked_pages_are_idle_if_none_of_them_was_needed) {
+  Provisioning provisioning(0, 0, true);
+  (void)provisioning.take_idle(5);
+  provisioning.see_parked(3);
+  provisioning.see_parked(5);
+  CHECK(provisioning.take_idle(5) == 3);
+  CHECK(provisioning.take_idle(5) == 5);
+}
+
+// --- accounting ----------------------------------------------------------------------------------
+
+TEST(reserved_blocks_are_taken_first_and_are_nobodys_to_free) {
+  Books books(2);
+  Accounting& accounting = books.accounting;
+  const std::vector<BlockId> reserved = books.take(3);
+  accounting.reserve(reserved);
+  CHECK(accounting.in_use() == 0 && accounting.reserved_blocks() == 3 && books.sound());
+  CHECK(accounting.refuse_reserved(std::span(reserved).first(1)).error().code == Errc::kDoubleFree);
+  const std::vector<BlockId> got = books.take(4);
+  CHECK(std::set<BlockId>(got.begin(), got.end()).contains(reserved[0]));
+  CHECK(accounting.in_use() == 4 && accounting.reserved_blocks() == 0);
+  CHECK(!accounting.drop_reserved());
+  CHECK(books.sound());
+}
+
+TEST(what_can_be_given_depends_on_blocks_pages_and_the_limit_in_any_order) {
+  Books books(2);
+  Accounting& accounting = books.accounting;
+  CHECK(!accounting.can_give());
+  accounting.limit.request(kPage, kPages * kPage);
+  CHECK(accounting.over_pages() == 1 && accounting.can_give());  // page 1 is parked
+  const std::vector<BlockId> ids = books.take(2 * kBlocksPerPage - 1);
+  CHECK(!accounting.can_give());  // all in use
+  CHECK(static_cast<bool>(accounting.blocks().cache(std::span(ids).first(1))));
+  CHECK(accounting.can_give());
+  accounting.evict_all();
+  CHECK(accounting.has_changes());
+  CHECK(accounting.take_changes().size() == 1 && !accounting.has_changes());
+  // A page on its way is over the limit, and nothing can be done about it yet.
+  accounting.hold(1);
+  CHECK(accounting.over_pages() == 2 && accounting.moving_pages() == 1 && !accounting.can_give());
+  accounting.blocks().add_page(*accounting.blocks().take_unmapped());
+  CHECK(accounting.can_give());
+  accounting.fail({Errc::kPoolFailed, "gone"});
+  CHECK(!accounting.can_give() && accounting.has_failed());
+  CHECK(accounting.count_available(Accounting::Reach::kLimit) == 0);
+  accounting.fail({Errc::kChannelClosed, "later"});
+  CHECK(accounting.failure()->code == Errc::kPoolFailed);  // the first
+  CHECK(books.sound());
+}
+
+TEST(asleep_the_null_page_alone_can_be_given) {
+  Books books(1);
+  CHECK(!books.accounting.can_give());
+  books.accounting.limit.set_asleep(true);
+  CHECK(books.accounting.can_give());
+  books.accounting.limit.set_asleep(false);
+  const std::vector<BlockId> ids = books.take(1);
+  books.accounting.limit.set_asleep(true);
+  CHECK(!books.accounting.can_give());
+  CHECK(static_cast<bool>(books.accounting.blocks().free(ids)));
+  CHECK(books.accounting.can_give());
+}
+
+TEST(a_bound_on_cached_blocks_evicts_whole_pages_where_that_costs_no_more) {
+  Books books(3);
+  Accounting& accounting = books.accounting;
+  const std::vector<BlockId> ids = books.take(3 * kBlocksPerPage - 1);
+  const auto of_page = [&](std::uint64_t page) {
+    std::vector<BlockId> some;
+    for (const BlockId id : ids) {
+      if (static_cast<std::uint64_t>(id) / kBlocksPerPage == page) some.push_back(id);
+    }
+    return some;
+  };
+  const std::vector<BlockId> one = of_page(1), two = of_page(2);
+  CHECK(static_cast<bool>(accounting.blocks().cache(one)));
+  CHECK(static_cast<bool>(accounting.blocks().cache(std::span(two).first(2))));
+  CHECK(static_cast<bool>(accounting.blocks().free(std::span(two).subspan(2))));
+  accounting.evict_down_to(kBlocksPerPage);  // page 2 is just the 2 too many
+  CHECK(accounting.blocks().parked_pages() == 1);
+  accounting.evict_down_to(kBlocksPerPage - 1);  // no page is that cheap: the oldest
+  const std::vector<BlockChange> changes = accounting.take_changes();
+  CHECK(changes.size() == 3 && changes[2].id == one[0] && changes[2].to == BlockChange::kEvicted);
+  CHECK(books.counters[Counter::kBlocksEvicted] == 3);
+  CHECK(books.sound());
+}
+
+TEST(evictions_and_moves_are_told_in_order) {
+  Books books(3);
+  Accounting& accounting = books.accounting;
+  const std::vector<BlockId> ids = books.take(3 * kBlocksPerPage - 1);
+  std::vector<BlockId> first, last;
+  for (const BlockId id : ids) {
+    (static_cast<std::uint64_t>(id) / kBlocksPerPage == 2 ? last : first).push_back(id);
+  }
+  CHECK(static_cast<bool>(accounting.blocks().free(std::span(first).first(1))));
+  CHECK(static_cast<bool>(accounting.blocks().cache(std::span(last).first(2))));
+  CHECK(static_cast<bool>(accounting.blocks().free(std::span(last).subspan(2))));
+  accounting.evict_oldest(1);
+  std::vector<BlockMove> moves;
+  REQUIRE(accounting.blocks().take_compaction(moves));
+  CHECK(accounting.finish_moves(moves, true) == 1);
+  const std::vector<BlockChange> changes = accounting.take_changes();
+  REQUIRE(changes.size() == 2);
+  CHECK(changes[0].id == last[0] && changes[0].to == BlockChange::kEvicted);
+  CHECK(changes[1].id == last[1] && changes[1].to == first[0]);
+  CHECK(books.sound());
+}
+
+}  // namespace kvelastic
