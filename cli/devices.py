@@ -68,7 +68,7 @@ def devices_command(as_json: bool) -> None:
     """Show the memory of the host and of every GPU, and who holds it.
 
     No GPU is opened for it: nothing of its memory is taken. Why a GPU or all of them cannot be
-    asked is said on stderr, or in the device's problem; that is no failure of the command.
+    asked is said on stderr, or in the device's problem; the command does not fail.
     """
     from kvelastic.cli.rows import row_of
     from kvelastic.devices import list_devices

@@ -112,7 +112,7 @@ def _device(ledger: LedgerInfo, others: list[Member]) -> Iterable[Line]:
     if ledger.others_bytes:
         yield Line(
             "device",
-            f"{_size(ledger.others_bytes)} of it are held by programs that are no instances.",
+            f"{_size(ledger.others_bytes)} of it are used by other processes.",
         )
 
 

@@ -51,7 +51,7 @@ class KvctlGroup(click.Group):
         return sorted({*super().list_commands(ctx), *_COMMANDS})
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """Import the command; None for a name that is none."""
+        """Import the command; None for an unknown name."""
         place = _COMMANDS.get(cmd_name)
         if place is None:
             return super().get_command(ctx, cmd_name)

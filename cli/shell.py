@@ -1,7 +1,7 @@
 """`kvctl shell`: kvctl's commands one after another, and nothing but them.
 
 Each line is run as the same command would be on its own, in this process. Nothing is ever handed to
-a system shell: what is no command of kvctl is an error.
+a system shell: anything but a command of kvctl is an error.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ EXIT_INTERRUPTED: Final = 130
 _OWN_WORDS: Final = ("help", "exit", "quit")
 _OWN_HELP: Final = (
     "Here without `kvctl` in front. Also: `help [COMMAND]`, `exit` or `quit` or Ctrl-D to leave;\n"
-    "Ctrl-C ends the command that runs. Lines are no lines of a system shell: no pipes, no `;`."
+    "Ctrl-C ends the command that runs. A line is not run by a system shell: no pipes, no `;`."
 )
 
 

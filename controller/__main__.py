@@ -45,7 +45,7 @@ def main(path: Path | None, check: bool, schema: bool) -> None:
     try:
         if check:
             settings = settings_file.load(path)
-            click.echo(f"{path}: {len(settings.models)} models, no fault.")
+            click.echo(f"{path}: {len(settings.models)} models: configuration valid.")
             for warning in warnings_of(settings):
                 click.echo(f"Warning: {warning}", err=True)
             return

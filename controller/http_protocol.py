@@ -1,7 +1,7 @@
 """uvicorn's HTTP protocol with the bounds that it lacks: on headers, connections, and slow clients.
 
 It also tells requests that wait behind another one on their connection that their client is gone,
-refuses what asks for another protocol, and answers what is no HTTP as JSON.
+refuses what asks for another protocol, and answers malformed HTTP with JSON.
 """
 
 from __future__ import annotations

@@ -60,7 +60,7 @@ def find_in_multipart(
 
 
 def _check_delimiters(body: bytes | mmap.mmap, delimiter: bytes) -> None:
-    """What looks like one and is none counts as well: each costs the parser time."""
+    """What only looks like one counts as well: each costs the parser time."""
     at = count = 0
     while (at := body.find(delimiter, at)) >= 0:
         at += len(delimiter)

@@ -73,7 +73,7 @@ class Origins:
         return said
 
     def preflight(self, scope: Any) -> Headers | None:
-        """The headers of the answer to a browser's question whether it may ask; None: it is none.
+        """The headers of the answer to a browser's preflight request; None if this is not one.
 
         It comes without a key, whatever the request itself will have.
         """

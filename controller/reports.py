@@ -1,4 +1,4 @@
-"""What the routes say of a model: plain values for JSON, in the seed's fields and ours."""
+"""What the routes say of a model: plain values for JSON, in kvcached's fields and ours."""
 
 from __future__ import annotations
 

@@ -98,7 +98,7 @@ def _audit(front: Front, request: Request, status: int, error: str) -> None:
 
 
 def _as_refusal(front: Front, error: Exception, path: str) -> Refusal:
-    """Raises what is no answer to anybody."""
+    """Raises what nobody can be told."""
     if isinstance(error, Refusal):
         return error
     if is_out_of_descriptors(error):

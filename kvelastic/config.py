@@ -403,7 +403,7 @@ def configure_logging(config: Config, stream: TextIO | None = None) -> None:
 def default_host_capacity_bytes(machine_bytes: int) -> int:
     """What of the machine's memory is for KV caches where nobody has said.
 
-    Four fifths. The rest is for what is no cache: an engine's Python and libraries take 0.5 to 1.5
+    Four fifths. The rest is for everything else: an engine's Python and libraries take 0.5 to 1.5
     GiB, weights lie beside the cache, and the kernel needs page cache to read them. How much that
     is nobody knows beforehand, so this is for planning only: what instances may take of each other.
     A page that the machine or a cgroup has no room for is refused when it is created.

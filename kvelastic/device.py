@@ -75,7 +75,7 @@ def _gpu(name: str, settings: Config) -> Device:
 def means_host(device: object) -> bool | None:
     """Whether what an engine calls a device (`"cpu"`, a torch.device) is the host; None: unsaid.
 
-    Raises `InvalidArgumentError` for what is no device at all.
+    Raises `InvalidArgumentError` for an unknown device.
     """
     text = str(device)
     if device is None or text == AUTO:

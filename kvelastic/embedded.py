@@ -1,4 +1,4 @@
-"""kvelastic inside one process: the state behind the seed's functions.
+"""kvelastic inside one process: the state behind kvcached's functions.
 
     init("vllm", device="cpu", ...); tensors = alloc_kv_cache(...)
     manager = get_kv_cache_manager(...); shutdown_kvelastic()

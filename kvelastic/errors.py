@@ -128,7 +128,7 @@ class NullBlockError(BlockError):
 
 
 class LimitError(KvelasticError, ValueError):
-    """A limit cannot be meant: negative, or below the pages that must stay mapped."""
+    """A limit that is out of range: negative, or below the pages that must stay mapped."""
 
     code = "LIMIT"
 

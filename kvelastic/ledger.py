@@ -69,7 +69,7 @@ _JOIN_TRIES: Final = 100
 
 
 def ledger_path(group: str, device: str) -> Path:
-    """Where the ledger of a device lies. It begins with a dot: it is no instance."""
+    """Where the ledger of a device lies. It begins with a dot: it is not an instance."""
     return SHM_DIR / f"{_PREFIX}{group}_{re.sub(r'[^A-Za-z0-9-]', '-', device)}"
 
 

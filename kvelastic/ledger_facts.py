@@ -50,7 +50,7 @@ class LedgerInfo:
     capacity_bytes: int = 0
     """What all instances together may hold."""
     others_bytes: int = 0
-    """Of the device's memory, what is held by those who are no members; it lowers what is free."""
+    """Of the device's memory, what processes that are not members use; it lowers what is free."""
     members: tuple[Member, ...] = field(default_factory=tuple)
 
     @property

@@ -1,4 +1,4 @@
-"""The block manager of the seed's interface: what a serving engine calls for every request.
+"""The block manager of kvcached's interface: what a serving engine calls for every request.
 
     manager = get_kv_cache_manager(num_blocks, block_size, cell_size, num_layers)
     ids = manager.alloc(4)        # ids index the tensors of alloc_kv_cache; None: not that many now
@@ -85,7 +85,7 @@ class KVCacheManager:
         return self._pool.name
 
     def resize(self, new_mem_size: int) -> bool:
-        """Set the limit to `new_mem_size` bytes *a buffer* (one layer's K, or V), as the seed does.
+        """Set the limit to `new_mem_size` bytes *a buffer* (one layer's K, or V), as kvcached does.
 
         True: it holds now. False: blocks in use are over it; no page is added and freed ones go
         back until it holds. More than the tensors have room for means all of it. Raises

@@ -135,7 +135,7 @@ _DEVICE: Final[tuple[tuple[Described, Callable[[LedgerInfo], Value]], ...]] = (
         lambda ledger: ledger.guaranteed_bytes,
     ),
     (
-        _device("others_bytes", "Held by those who are no instances, at the last look."),
+        _device("others_bytes", "Used by other processes, when last read."),
         lambda ledger: ledger.others_bytes,
     ),
     (
@@ -152,7 +152,7 @@ _DEVICE: Final[tuple[tuple[Described, Callable[[LedgerInfo], Value]], ...]] = (
     ),
 )
 _STATE: Final = _instance("state", "1 for the state of its limit, 0 for the others.", "state")
-_INFO: Final = _instance("info", "1; who it is.", "pid", "uuid")
+_INFO: Final = _instance("info", "Identity labels; always 1.", "pid", "uuid")
 _STARTED: Final = _instance("start_time_seconds", "When it started, in Unix time.")
 _SEGMENTS: Final = Described(
     "kvelastic_segments", "gauge", ("status",), "Segments found: " + ", ".join(STATUSES) + "."

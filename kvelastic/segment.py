@@ -216,7 +216,7 @@ def create(name: str | None, *, engine: str, model: str = "", device: str = "hos
 
     `name` is taken exactly (`KVELASTIC_IPC_NAME`); None means `kvelastic_<engine>_<pid>`, with a
     number behind it where that is taken. Raises `SegmentExistsError` if a live instance, or a file
-    that is no segment, has the name; `InvalidArgumentError` for a name that cannot be one;
+    that is not a segment, has the name; `InvalidArgumentError` for a name that cannot be one;
     `SegmentError` if the operating system refuses (no room in /dev/shm, say).
     """
     candidates = [check_name(name)] if name is not None else _automatic_names(engine)
@@ -363,7 +363,7 @@ def _describe_holder(name: str) -> str:
     try:
         info = inspect(name)
     except SegmentFormatError:
-        return f"a file that is no segment ({SHM_DIR / name})"
+        return f"a file that is not a segment ({SHM_DIR / name})"
     except SegmentNotFoundError:
         return "an instance that has just ended"
     if info.status == "unreadable":

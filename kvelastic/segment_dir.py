@@ -246,7 +246,7 @@ def delete(name: str, *, force: bool = False) -> None:
     """Remove the name; a live instance goes on without it, deaf to wishes.
 
     Raises `SegmentBusyError` for a live or unreadable segment without `force`,
-    `SegmentFormatError` for a file that is no segment, `SegmentNotFoundError`, `SegmentError`.
+    `SegmentFormatError` for a file that is not a segment, `SegmentNotFoundError`, `SegmentError`.
     """
     obstacle = _remove(name, lambda info: force or info.status == "dead")
     if obstacle is None:

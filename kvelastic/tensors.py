@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def itemsize_of(dtype: torch.dtype) -> int:
-    """Bytes an element. Raises `InvalidArgumentError` for what is no torch dtype."""
+    """Bytes an element. Raises `InvalidArgumentError` unless it is a torch dtype."""
     import torch
 
     if not isinstance(dtype, torch.dtype):

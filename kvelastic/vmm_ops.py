@@ -1,4 +1,4 @@
-"""The low-level calls of the seed: raw tensors, and pages mapped by hand.
+"""kvcached's low-level calls: raw tensors, and pages mapped by hand.
 
     init_kvelastic("cpu")
     raw = create_kv_tensors(64 << 20, 2, "cpu", num_layers=12)   # one flat int8 tensor a layer

@@ -125,7 +125,7 @@ struct LedgerSlot {
 struct LedgerLayout {
   LedgerHeader header;
   alignas(64) SharedWord capacity_bytes;
-  SharedWord others_bytes;                ///< held of the device by those who are no members
+  SharedWord others_bytes;                ///< of the device, used by processes that are not members
   SharedWord others_at_ns;                ///< when that was last looked at; 0: never
   std::atomic<std::uint32_t> slots_used;  ///< no slot from here on was ever taken
   SharedWord door;                        ///< joins * 2, + 1 when nobody joins any more

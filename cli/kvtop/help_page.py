@@ -12,7 +12,7 @@ def help_lines(glyphs: Glyphs) -> list[Line]:
         (glyphs.cached, "cached", "cached: blocks kept for prefix caching, evicted when needed"),
         (glyphs.parked, "parked", "parked: free pages kept mapped for the next use"),
         (glyphs.slack, "slack", "slack: the rest of pages in use, free blocks and padding"),
-        (glyphs.others, "others", "others: memory of the device that is no instance's"),
+        (glyphs.others, "others", "others: memory of the device that other processes use"),
         (glyphs.free, "free", "free: on a device, could be granted; of a limit, not mapped"),
     ]
     return [

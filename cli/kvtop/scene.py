@@ -76,7 +76,7 @@ class Device:
     slack_bytes: int = 0
     """Granted, and none of the three."""
     others_bytes: int = 0
-    """Held by those who are no instances."""
+    """Used by other processes."""
     free_bytes: int = 0
     guaranteed_bytes: int = 0
     asked_bytes: int = 0

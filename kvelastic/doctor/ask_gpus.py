@@ -101,7 +101,7 @@ def _death(returncode: int) -> str:
 
 
 def _with(facts: GpuFacts, line: str) -> GpuFacts:
-    """The facts with one more line; what is none of ours (a library's chatter) is passed over."""
+    """The facts with one more line; anything else (a library's chatter) is passed over."""
     try:
         said: dict[str, Any] = json.loads(line)
         if "gpu" in said:

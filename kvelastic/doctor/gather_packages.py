@@ -59,7 +59,7 @@ def _version(distribution: str, module: str) -> str | None:
 
 
 def _is_importable(module: str) -> bool:
-    """Whether there is such a top-level module; a mere folder of that name is none."""
+    """Whether there is such a top-level module; a mere folder of that name is not."""
     try:
         spec = find_spec(module)
     except (ImportError, ValueError):

@@ -29,7 +29,7 @@ _PIPE_COLUMNS: Final = 180
 
 
 class SimulatorCommand(click.Command):
-    """Turns what is no trace into a line on stderr and exit code 2."""
+    """Turns a file that is not a trace into a line on stderr and exit code 2."""
 
     def invoke(self, ctx: click.Context) -> Any:
         """Run it."""

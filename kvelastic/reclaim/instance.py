@@ -125,7 +125,7 @@ class Instance:
         return min(self.bound - self.in_use, self.parked + self.cached + self.mappable())
 
     def asks_for(self, now_ns: int) -> int:
-        """Bytes; an ask that was not repeated is none any more."""
+        """Bytes; an ask expires unless it is repeated."""
         return self.ask_bytes if now_ns - self.ask_seen_ns < ASK_LEASE_NS else 0
 
     def open_bytes(self) -> int:

@@ -203,7 +203,7 @@ def behind_one_address(front: Front, files: set[Path]) -> None:
     again = front.ask(SECOND, QUESTIONS[0], ANSWER_TOKENS)
     if again != answers[SECOND]:
         raise DemoError(f"{SECOND} answers {again!r} after its sleep, before {answers[SECOND]!r}")
-    print(f"  to {SECOND}, who sleeps: {QUESTIONS[0]}\n    {again}")
+    print(f"  to the sleeping model {SECOND}: {QUESTIONS[0]}\n    {again}")
     print(
         f"    woken and answered in {time.monotonic() - began_s:.1f} s; {front.states()}",
         flush=True,

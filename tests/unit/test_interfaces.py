@@ -1,4 +1,4 @@
-"""The seed's Python interface, for both engines: what callers of kvcached write, and mistakes."""
+"""kvcached's Python interface, for both engines: what callers of kvcached write, and mistakes."""
 
 from __future__ import annotations
 

@@ -169,7 +169,7 @@ CASES = {
         ["b, c, d and 2 others above it"], []),
     "strangers on the device": (
         CALM, ledger(member("a"), others_bytes=300 * MIB),
-        ["600.00 MiB of the device's", "300.00 MiB of it are held by programs that are no inst"],
+        ["600.00 MiB of the device's", "300.00 MiB of it are used by other processes"],
         []),
     "a dead one that still counts": (
         CALM, ledger(member("a"), member("b", status="dead")),

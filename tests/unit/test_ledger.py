@@ -1,4 +1,4 @@
-"""Ledgers: one a device, whoever comes and goes; what is none, or another's, is never misread."""
+"""Ledgers: one a device, whoever comes and goes; no other file is misread."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The seed's functions for SGLang: token-indexed tensors, K and V apart.
+"""kvcached's functions for SGLang: token-indexed tensors, K and V apart.
 
 from kvelastic.integration.sglang import interfaces as kvi
 

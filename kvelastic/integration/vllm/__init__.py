@@ -14,6 +14,6 @@ What happens in which of vLLM's processes, in order:
 5. engine core, every step: `block_pool` hands out the pool's sparse block ids, and holds back what
    a step on its way may still use (`held_back`).
 
-`interfaces` is the other way in: the seed's Python API, for engines that call it themselves.
+`interfaces` is the other way in: kvcached's Python API, for engines that call it themselves.
 Importing this package imports nothing of the above.
 """

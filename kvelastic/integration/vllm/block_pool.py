@@ -165,7 +165,7 @@ class ElasticBlockPool(BlockPool):  # type: ignore[misc]  # vLLM has no type inf
         self._memory.wait_for_arrival((seen + self.given_back) % _ARRIVALS_WRAP, timeout_s)
 
     def _give(self, give: Callable[[list[int]], object], ids: list[int]) -> None:
-        """Give blocks back; what can be had through that is no arrival."""
+        """Give blocks back; what becomes available that way is not counted as an arrival."""
         before = self._memory.arrivals
         give(ids)
         self.given_back += self._memory.arrivals - before

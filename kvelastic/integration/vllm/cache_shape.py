@@ -61,7 +61,7 @@ class CacheShape:
 def shape_of(config: Any) -> CacheShape:
     """Read a worker's `KVCacheConfig` as vLLM made it.
 
-    Raises `UnsupportedEngineError` for a placement that is none of the three forms.
+    Raises `UnsupportedEngineError` for any other placement.
     """
     tensors = config.kv_cache_tensors
     if all(tensor.layer_stride < tensor.block_stride for tensor in tensors):

@@ -1,4 +1,4 @@
-"""The seed's functions for vLLM, and for whoever writes an integration by hand.
+"""kvcached's functions for vLLM, and for whoever writes an integration by hand.
 
     from kvelastic.integration.vllm import interfaces as kvi
 

@@ -14,7 +14,7 @@ def register() -> None:
     is to be patched is patched when vLLM imports it.
 
     Raises `ConfigError` for a variable with a bad value, and `UnsupportedEngineError` if this
-    vLLM is none that the integration knows; vLLM's start then fails with that message.
+    vLLM has a version that kvelastic does not know; vLLM's start then fails with that message.
     """
     from kvelastic import config
 
