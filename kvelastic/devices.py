@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Final, Literal, TypeVar
 
 from kvelastic import config, nvml
-from kvelastic.errors import ConfigError
-from kvelastic.nvml import Nvml, NvmlError, Status
+from kvelastic.errors import ConfigError, NvmlError
+from kvelastic.nvml import Nvml, Status
 from kvelastic.sizes import KIB_BYTES
 
 HOST: Final = "host"

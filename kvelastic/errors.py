@@ -20,7 +20,8 @@ brackets), so `except ValueError` and `except kvelastic.errors.KvelasticError` b
     │   ├── DeviceUnavailableError          DEVICE_UNAVAILABLE
     │   ├── OutOfMemoryError                OUT_OF_MEMORY        [MemoryError]
     │   ├── MappingError                    MAPPING
-    │   └── PoolFailedError                 POOL_FAILED
+    │   ├── PoolFailedError                 POOL_FAILED
+    │   └── NvmlError                       NVML
     ├── SegmentError                        SEGMENT              [OSError]
     │   ├── SegmentNotFoundError            SEGMENT_NOT_FOUND    [FileNotFoundError]
     │   ├── SegmentExistsError              SEGMENT_EXISTS       [FileExistsError]
@@ -38,6 +39,7 @@ brackets), so `except ValueError` and `except kvelastic.errors.KvelasticError` b
     │   ├── ControllerConfigError           CONTROLLER_CONFIG    [ValueError]
     │   ├── EngineCallError                 ENGINE_CALL
     │   └── PortTakenError                  PORT_TAKEN
+    ├── TerminalError                       TERMINAL
     └── IntegrityError                      INTEGRITY            [RuntimeError]
 
 A message says what happened, with which value, and what to do next. The native code knows only
@@ -169,6 +171,17 @@ class PoolFailedError(DriverError):
     code = "POOL_FAILED"
 
 
+class NvmlError(DriverError):
+    """NVML, NVIDIA's management library, refused a question."""
+
+    code = "NVML"
+
+    def __init__(self, message: str, status: int = 999) -> None:
+        super().__init__(message)
+        self.status = status
+        """NVML's own number; 999 means unknown. See `kvelastic.nvml.Status`."""
+
+
 class SegmentError(KvelasticError, OSError):
     """An instance's shared-memory segment could not be made, read or written."""
 
@@ -269,6 +282,12 @@ class PortTakenError(ControllerError):
     """The port of an engine that is to be launched has another listener; the message names it."""
 
     code = "PORT_TAKEN"
+
+
+class TerminalError(KvelasticError):
+    """Standard input and output are not a terminal that kvtop can draw on."""
+
+    code = "TERMINAL"
 
 
 class IntegrityError(KvelasticError, RuntimeError):

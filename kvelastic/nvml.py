@@ -1,14 +1,13 @@
 """NVML, NVIDIA's management library, as far as kvelastic needs it: facts without a CUDA context.
 
-nvml = find()                   # None: no Python package for it is installed
+nvml = find()                   # None: nvidia-ml-py is not installed
 nvml.start()                    # every start needs its stop
 try:
     total_bytes, free_bytes = nvml.memory(nvml.device(0))
 finally:
     nvml.stop()
 
-Two packages reach it, and they name and fail differently: `cuda.bindings.nvml` (cuda-python since
-12.9.6 and 13.2, with numpy) and `pynvml` (nvidia-ml-py). Behind `Nvml` they are the same, and every
+It is reached through `pynvml`, the module of nvidia-ml-py, which the extra `cuda` installs. Every
 failure is an `NvmlError` that says in words what to do.
 """
 
@@ -18,7 +17,7 @@ import importlib
 from enum import IntEnum
 from typing import Any, Final, Literal, Protocol
 
-from kvelastic.errors import DriverError
+from kvelastic.errors import NvmlError
 
 INSTALL: Final = "pip install 'kvelastic[cuda]'"
 
@@ -76,14 +75,10 @@ _WORDS: Final[dict[int, str]] = {
 }
 
 
-class NvmlError(DriverError):
-    """NVML refused a question; the message says what to do next."""
-
-    def __init__(self, status: int, detail: str = "") -> None:
-        words = _WORDS.get(status) or f"NVML answered with error {_name_of(status)}"
-        super().__init__(f"{words} ({detail})" if detail else words)
-        self.status = status
-        """NVML's number; one of `Status`, if it is known here."""
+def nvml_error(status: int, detail: str = "") -> NvmlError:
+    """The error for one of NVML's numbers; its message says what to do next."""
+    words = _WORDS.get(status) or f"NVML answered with error {_name_of(status)}"
+    return NvmlError(f"{words} ({detail})" if detail else words, status)
 
 
 def _name_of(status: int) -> str:
@@ -136,102 +131,30 @@ class Nvml(Protocol):
         """The MIG instance in that slot; `NOT_FOUND` for an empty one."""
 
 
-class _Adapter:
-    """A package that reaches NVML, with its errors made into `NvmlError`."""
+class PynvmlNvml:
+    """NVML by way of nvidia-ml-py; its errors become `NvmlError`."""
 
-    def __init__(self, library: Any, error_class: type[Exception], status_field: str) -> None:
+    def __init__(self, library: Any) -> None:
         self._library = library
-        self._error_class = error_class
-        self._status_field = status_field
 
     def _ask(self, function: str, *arguments: object) -> Any:
         try:
             return getattr(self._library, function)(*arguments)
-        except self._error_class as error:
-            raise NvmlError(int(getattr(error, self._status_field))) from error
-        except (AttributeError, RuntimeError) as error:  # the package, or the driver, lacks it
-            raise NvmlError(Status.FUNCTION_NOT_FOUND, str(error)) from error
+        except self._library.NVMLError as error:
+            raise nvml_error(int(error.value)) from error
+        except AttributeError as error:  # the package, or the driver, lacks it
+            raise nvml_error(Status.FUNCTION_NOT_FOUND, str(error)) from error
         except Exception as error:  # one odd answer must not hide the rest of the machine
-            raise NvmlError(Status.UNKNOWN, repr(error)) from error
+            raise nvml_error(Status.UNKNOWN, repr(error)) from error
 
     def _ask_twice(self, function: str, *arguments: object) -> Any:
-        """Both packages ask for a count and then for that many: one more may start in between."""
+        """It asks for a count and then for that many: one more may start in between."""
         try:
             return self._ask(function, *arguments)
         except NvmlError as error:
             if error.status != Status.INSUFFICIENT_SIZE:
                 raise
             return self._ask(function, *arguments)
-
-
-class CudaBindingsNvml(_Adapter):
-    """NVML by way of `cuda.bindings.nvml`."""
-
-    def __init__(self, library: Any) -> None:
-        super().__init__(library, library.NvmlError, "status")
-
-    def start(self) -> None:
-        """Open NVML."""
-        try:
-            self._ask("init_v2")
-        except NvmlError as error:
-            if isinstance(error.__cause__, RuntimeError):  # this call is what loads the library
-                raise NvmlError(Status.LIBRARY_NOT_FOUND) from error
-            raise
-
-    def stop(self) -> None:
-        """Close it."""
-        self._ask("shutdown")
-
-    def driver_version(self) -> str:
-        """Version of the driver."""
-        return str(self._ask("system_get_driver_version"))
-
-    def count(self) -> int:
-        """How many GPUs there are."""
-        return int(self._ask("device_get_count_v2"))
-
-    def device(self, index: int) -> object:
-        """The GPU of that index."""
-        return self._ask("device_get_handle_by_index_v2", index)
-
-    def name(self, device: object) -> str:
-        """What the product is called."""
-        return str(self._ask("device_get_name", device))
-
-    def uuid(self, device: object) -> str:
-        """Its UUID."""
-        return str(self._ask("device_get_uuid", device))
-
-    def memory(self, device: object) -> tuple[int, int]:
-        """Total and free bytes."""
-        memory = self._ask("device_get_memory_info_v2", device)
-        return int(memory.total), int(memory.free)
-
-    def processes(self, device: object, kind: ProcessKind) -> list[tuple[int, int | None]]:
-        """Pid and bytes of each process."""
-        which = "mps_compute" if kind == "mps" else kind
-        found = self._ask_twice(f"device_get_{which}_running_processes_v3", device)
-        return [(int(found[i].pid), int(found[i].used_gpu_memory)) for i in range(len(found))]
-
-    def is_mig_on(self, device: object) -> bool:
-        """Whether the GPU is split."""
-        return int(self._ask("device_get_mig_mode", device)[0]) == _MIG_ENABLED
-
-    def mig_slots(self, device: object) -> int:
-        """How many MIG instances it could have."""
-        return int(self._ask("device_get_max_mig_device_count", device))
-
-    def mig_device(self, device: object, slot: int) -> object:
-        """The MIG instance in that slot."""
-        return self._ask("device_get_mig_device_handle_by_index", device, slot)
-
-
-class PynvmlNvml(_Adapter):
-    """NVML by way of `pynvml`, the module of nvidia-ml-py."""
-
-    def __init__(self, library: Any) -> None:
-        super().__init__(library, library.NVMLError, "value")
 
     def start(self) -> None:
         """Open NVML."""
@@ -287,15 +210,12 @@ class PynvmlNvml(_Adapter):
 
 
 def find() -> Nvml | None:
-    """NVML by the first package that is installed; None if there is none. Not opened yet."""
-    for module, adapter in (("cuda.bindings.nvml", CudaBindingsNvml), ("pynvml", PynvmlNvml)):
-        try:
-            library = importlib.import_module(module)
-        except ImportError:  # also cuda.bindings without numpy, or older than its nvml
-            continue
-        chosen: Nvml = adapter(library)
-        return chosen
-    return None
+    """NVML by nvidia-ml-py; None if that is not installed. Not opened yet."""
+    try:
+        library = importlib.import_module("pynvml")
+    except ImportError:
+        return None
+    return PynvmlNvml(library)
 
 
 def _text(answer: str | bytes) -> str:

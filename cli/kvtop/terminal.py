@@ -21,7 +21,7 @@ from types import FrameType
 from typing import Final
 
 from kvelastic.cli.kvtop.text import ASCII, UNICODE, Glyphs, Line, Span, cells, has_blocks
-from kvelastic.errors import KvelasticError
+from kvelastic.errors import TerminalError
 
 _KEY_NAMES: Final = {
     curses.KEY_UP: "up",
@@ -62,10 +62,6 @@ _ATTRIBUTES: Final = {
     "title": curses.A_REVERSE,
     "heading": curses.A_BOLD,
 }
-
-
-class TerminalError(KvelasticError):
-    """Standard input and output are no terminal that kvtop can draw on."""
 
 
 class Terminal:

@@ -177,7 +177,6 @@ def _packages(facts: Facts) -> Finding:
         if (version := facts.packages.version(name)) is not None
     ]
     seen = f"NVML is there, with {', '.join(installed) or 'no Python package for it'}"
-    # cuda-python has NVML in its newer versions, nvidia-ml-py in all.
     if facts.packages.version("nvidia-ml-py") is None:
         return Finding(
             check,

@@ -9,85 +9,88 @@ usage, or no trace.
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
-import click
-
-from kvelastic.cli.arguments import SizeType
-from kvelastic.cli.exit_codes import EXIT_USAGE, fail
 from kvelastic.errors import InvalidArgumentError
 from kvelastic.reclaim.examples import EXAMPLES, example_trace
 from kvelastic.reclaim.report import report_table, summary
 from kvelastic.reclaim.simulation import simulate
 from kvelastic.reclaim.trace import Trace, load_trace
+from kvelastic.sizes import parse_size
 
 _PIPE_COLUMNS: Final = 180
 """Wide enough for all columns; a terminal folds them."""
 
 
-class SimulatorCommand(click.Command):
-    """Turns a file that is not a trace into a line on stderr and exit code 2."""
-
-    def invoke(self, ctx: click.Context) -> Any:
-        """Run it."""
-        try:
-            return super().invoke(ctx)
-        except InvalidArgumentError as error:
-            fail(str(error), EXIT_USAGE)
-
-
-@click.command(
-    "python -m kvelastic.reclaim",
-    cls=SimulatorCommand,
-    context_settings={"help_option_names": ["-h", "--help"]},
-    epilog="The format of a TRACE and what the columns mean: docs/reclaim.md.",
-)
-@click.argument("trace", required=False, type=click.Path(path_type=Path))
-@click.option("--example", type=click.Choice(list(EXAMPLES)), help="Replay an example instead.")
-@click.option(
-    "--capacity", "capacity_bytes", type=SizeType(), help="Of the device, if not its own."
-)
-@click.option("--json", "as_json", is_flag=True, help="Print one object (docs/reclaim.md).")
-@click.option("--print-example", is_flag=True, help="Print the example as a TRACE, and end.")
-def main(
-    trace: Path | None,
-    example: str | None,
-    capacity_bytes: int | None,
-    as_json: bool,
-    print_example: bool,
-) -> None:
-    """Replay TRACE, a file, by the policy of reclaim: shared, and split into equal parts.
-
-    Every model has two rows: one for a device that all share, and one for an equal, fixed part of
-    its own.
-    """
-    if (trace is None) == (example is None):
-        raise click.UsageError("give a TRACE or --example, one of the two.")
-    if print_example and example is None:
-        raise click.UsageError("--print-example needs --example.")
-    if print_example and example is not None:
-        click.echo(json.dumps(EXAMPLES[example].document, indent=2))
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command. Raises SystemExit with code 2 for wrong usage, or for a bad trace."""
+    parser = _parser()
+    asked = parser.parse_args(arguments)
+    if (asked.trace is None) == (asked.example is None):
+        parser.error("give a TRACE or --example, one of the two.")
+    if asked.print_example:
+        if asked.example is None:
+            parser.error("--print-example needs --example.")
+        print(json.dumps(EXAMPLES[asked.example].document, indent=2))
         return
-    replayed = _find(trace, example, capacity_bytes)
-    shared, split = simulate(replayed), simulate(replayed.split_evenly())
-    if as_json:
+    try:
+        trace = _find(asked.trace, asked.example, asked.capacity)
+    except InvalidArgumentError as error:
+        sys.exit(_usage_error(str(error)))
+    shared, split = simulate(trace), simulate(trace.split_evenly())
+    if asked.json:
         report = {
-            "capacity_bytes": replayed.capacity_bytes,
+            "capacity_bytes": trace.capacity_bytes,
             "shared": shared.as_dict(),
             "split": split.as_dict(),
         }
-        click.echo(json.dumps(report, indent=2))
+        print(json.dumps(report, indent=2))
         return
     from rich.console import Console
 
-    if example is not None:
-        click.echo(EXAMPLES[example].what)
+    if asked.example is not None:
+        print(EXAMPLES[asked.example].what)
     width = None if sys.stdout.isatty() else _PIPE_COLUMNS
     Console(width=width).print(report_table(shared, split))
-    click.echo(summary(shared, split))
+    print(summary(shared, split))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        "python -m kvelastic.reclaim",
+        description="Replay TRACE, a file, by the policy of reclaim: shared, and split into equal"
+        " parts. Every model has two rows: one for a device that all share, and one for an equal,"
+        " fixed part of its own.",
+        epilog="The format of a TRACE and what the columns mean: docs/reclaim.md.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("trace", metavar="TRACE", nargs="?", type=Path)
+    parser.add_argument("--example", choices=list(EXAMPLES), help="replay an example instead")
+    parser.add_argument(
+        "--capacity", type=_size, metavar="SIZE", help="of the device, if not the trace's own"
+    )
+    parser.add_argument("--json", action="store_true", help="print one object (docs/reclaim.md)")
+    parser.add_argument(
+        "--print-example", action="store_true", help="print the example as a TRACE, and end"
+    )
+    return parser
+
+
+def _size(text: str) -> int:
+    try:
+        return parse_size(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _usage_error(message: str) -> int:
+    print(f"Error: {message}", file=sys.stderr)
+    return 2
 
 
 def _find(trace: Path | None, example: str | None, capacity_bytes: int | None) -> Trace:
@@ -98,4 +101,4 @@ def _find(trace: Path | None, example: str | None, capacity_bytes: int | None) -
 
 
 if __name__ == "__main__":
-    main(prog_name="python -m kvelastic.reclaim")
+    main()

@@ -12,13 +12,13 @@ functions and errors of the two packages, as modules. As a program, `fake_nvml.p
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
-from kvelastic.nvml import NOT_AVAILABLE_BYTES, NvmlError, ProcessKind, Status
+from kvelastic.errors import NvmlError
+from kvelastic.nvml import NOT_AVAILABLE_BYTES, ProcessKind, Status, nvml_error
 
 GIB = 1 << 30
 QUESTIONS = ("device", "name", "uuid", "memory", "processes", "is_mig_on", "mig_slots")
@@ -56,17 +56,17 @@ class FakeNvml:
 
     def _check(self, question: str) -> None:
         if question in self.refusals:
-            raise NvmlError(self.refusals[question])
+            raise nvml_error(self.refusals[question])
         if question != "start" and self.starts == self.stops:
-            raise NvmlError(Status.UNINITIALIZED)
+            raise nvml_error(Status.UNINITIALIZED)
 
     def _of(self, handle: object, *questions: str) -> FakeGpu:
         self._check("any question")
         if not isinstance(handle, _Handle) or handle.session != self.starts:
-            raise NvmlError(Status.INVALID_ARGUMENT)
+            raise nvml_error(Status.INVALID_ARGUMENT)
         for question in (*questions, "*"):
             if question in handle.gpu.refusals:
-                raise NvmlError(handle.gpu.refusals[question])
+                raise nvml_error(handle.gpu.refusals[question])
         return handle.gpu
 
     def start(self) -> None:
@@ -76,10 +76,10 @@ class FakeNvml:
     def stop(self) -> None:
         # Counted even if refused: what matters is that it was tried, once.
         if self.starts == self.stops:
-            raise NvmlError(Status.UNINITIALIZED)
+            raise nvml_error(Status.UNINITIALIZED)
         self.stops += 1
         if "stop" in self.refusals:
-            raise NvmlError(self.refusals["stop"])
+            raise nvml_error(self.refusals["stop"])
 
     def driver_version(self) -> str:
         self._check("version")
@@ -92,9 +92,9 @@ class FakeNvml:
     def device(self, index: int) -> object:
         self._check("any question")
         if not 0 <= index < len(self.gpus):
-            raise NvmlError(Status.INVALID_ARGUMENT)
+            raise nvml_error(Status.INVALID_ARGUMENT)
         if "device" in self.gpus[index].refusals:
-            raise NvmlError(self.gpus[index].refusals["device"])
+            raise nvml_error(self.gpus[index].refusals["device"])
         return _Handle(self.gpus[index], self.starts)
 
     def name(self, device: object) -> str:
@@ -120,16 +120,8 @@ class FakeNvml:
         slots = self._of(device, f"mig_device:{slot}").slots or ()
         instance = slots[slot] if 0 <= slot < len(slots) else None
         if instance is None:
-            raise NvmlError(Status.NOT_FOUND)
+            raise nvml_error(Status.NOT_FOUND)
         return _Handle(instance, self.starts)
-
-
-class CudaError(Exception):
-    """As `cuda.bindings.nvml.NvmlError`."""
-
-    def __init__(self, status: int) -> None:
-        super().__init__(f"status {status}")
-        self.status = status
 
 
 class PynvmlError(Exception):
@@ -138,42 +130,6 @@ class PynvmlError(Exception):
     def __init__(self, value: int) -> None:
         super().__init__(f"value {value}")
         self.value = value
-
-
-def cuda_module(fake: FakeNvml) -> ModuleType:
-    """The fake as `cuda.bindings.nvml`."""
-
-    def memory(device: object) -> SimpleNamespace:
-        total, free = fake.memory(device)
-        return SimpleNamespace(total=total, free=free, used=total - free - 7, reserved=7)
-
-    def processes(kind: ProcessKind) -> Callable[[object], list[SimpleNamespace]]:
-        return lambda device: [
-            SimpleNamespace(pid=pid, used_gpu_memory=NOT_AVAILABLE_BYTES if used is None else used)
-            for pid, used in fake.processes(device, kind)
-        ]
-
-    return _module(
-        "cuda.bindings.nvml",
-        CudaError,
-        {
-            "init_v2": fake.start,
-            "shutdown": fake.stop,
-            "system_get_driver_version": fake.driver_version,
-            "device_get_count_v2": fake.count,
-            "device_get_handle_by_index_v2": fake.device,
-            "device_get_name": fake.name,
-            "device_get_uuid": fake.uuid,
-            "device_get_memory_info_v2": memory,
-            "device_get_compute_running_processes_v3": processes("compute"),
-            "device_get_graphics_running_processes_v3": processes("graphics"),
-            "device_get_mps_compute_running_processes_v3": processes("mps"),
-            "device_get_mig_mode": lambda device: (int(fake.is_mig_on(device)), 0),
-            "device_get_max_mig_device_count": fake.mig_slots,
-            "device_get_mig_device_handle_by_index": fake.mig_device,
-        },
-        NvmlError=CudaError,
-    )
 
 
 def pynvml_module(fake: FakeNvml) -> ModuleType:
@@ -189,58 +145,37 @@ def pynvml_module(fake: FakeNvml) -> ModuleType:
             for pid, used in fake.processes(device, kind)
         ]
 
-    return _module(
-        "pynvml",
-        PynvmlError,
-        {
-            "nvmlInit": fake.start,
-            "nvmlShutdown": fake.stop,
-            "nvmlSystemGetDriverVersion": lambda: fake.driver_version().encode(),
-            "nvmlDeviceGetCount": fake.count,
-            "nvmlDeviceGetHandleByIndex": fake.device,
-            "nvmlDeviceGetName": lambda device: fake.name(device).encode(),
-            "nvmlDeviceGetUUID": lambda device: fake.uuid(device).encode(),
-            "nvmlDeviceGetMemoryInfo": memory,
-            "nvmlDeviceGetComputeRunningProcesses_v3": processes("compute"),
-            "nvmlDeviceGetGraphicsRunningProcesses_v3": processes("graphics"),
-            "nvmlDeviceGetMPSComputeRunningProcesses_v3": processes("mps"),
-            "nvmlDeviceGetMigMode": lambda device: [int(fake.is_mig_on(device)), 0],
-            "nvmlDeviceGetMaxMigDeviceCount": fake.mig_slots,
-            "nvmlDeviceGetMigDeviceHandleByIndex": fake.mig_device,
-        },
-        NVMLError=PynvmlError,
-    )
-
-
-def _module(
-    name: str,
-    error_class: Callable[[int], Exception],
-    functions: dict[str, Callable[..., object]],
-    **others: object,
-) -> ModuleType:
-    module = ModuleType(name)
-    for function_name, function in functions.items():
-        setattr(module, function_name, _raising(error_class, function))
-    vars(module).update(others)
+    functions: dict[str, Callable[..., object]] = {
+        "nvmlInit": fake.start,
+        "nvmlShutdown": fake.stop,
+        "nvmlSystemGetDriverVersion": lambda: fake.driver_version().encode(),
+        "nvmlDeviceGetCount": fake.count,
+        "nvmlDeviceGetHandleByIndex": fake.device,
+        "nvmlDeviceGetName": lambda device: fake.name(device).encode(),
+        "nvmlDeviceGetUUID": lambda device: fake.uuid(device).encode(),
+        "nvmlDeviceGetMemoryInfo": memory,
+        "nvmlDeviceGetComputeRunningProcesses_v3": processes("compute"),
+        "nvmlDeviceGetGraphicsRunningProcesses_v3": processes("graphics"),
+        "nvmlDeviceGetMPSComputeRunningProcesses_v3": processes("mps"),
+        "nvmlDeviceGetMigMode": lambda device: [int(fake.is_mig_on(device)), 0],
+        "nvmlDeviceGetMaxMigDeviceCount": fake.mig_slots,
+        "nvmlDeviceGetMigDeviceHandleByIndex": fake.mig_device,
+    }
+    module = ModuleType("pynvml")
+    for name, function in functions.items():
+        setattr(module, name, _raising(function))
+    vars(module).update(NVMLError=PynvmlError)
     return module
 
 
-def _raising(
-    error_class: Callable[[int], Exception], function: Callable[..., object]
-) -> Callable[..., object]:
+def _raising(function: Callable[..., object]) -> Callable[..., object]:
     def call(*arguments: object) -> object:
-        with _as(error_class):
+        try:
             return function(*arguments)
+        except NvmlError as error:
+            raise PynvmlError(error.status) from None
 
     return call
-
-
-@contextmanager
-def _as(error_class: Callable[[int], Exception]) -> Iterator[None]:
-    try:
-        yield
-    except NvmlError as error:
-        raise error_class(error.status) from None
 
 
 def mig_machine() -> FakeNvml:

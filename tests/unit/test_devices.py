@@ -12,29 +12,24 @@ from fake_nvml import (
     QUESTIONS,
     FakeGpu,
     FakeNvml,
-    cuda_module,
     mig_machine,
     pynvml_module,
 )
 
 from kvelastic import config, devices, nvml
 from kvelastic.devices import DeviceFacts, ProcessMemory, device_key, host_facts, list_gpus
-from kvelastic.nvml import CudaBindingsNvml, Nvml, NvmlError, PynvmlNvml, Status
+from kvelastic.nvml import Nvml, PynvmlNvml, Status, nvml_error
 
 
 def by_itself(fake: FakeNvml) -> Nvml:
     return fake
 
 
-def by_cuda_bindings(fake: FakeNvml) -> Nvml:
-    return CudaBindingsNvml(cuda_module(fake))
-
-
 def by_pynvml(fake: FakeNvml) -> Nvml:
     return PynvmlNvml(pynvml_module(fake))
 
 
-WAYS = [by_itself, by_cuda_bindings, by_pynvml]
+WAYS = [by_itself, by_pynvml]
 every_way = pytest.mark.parametrize("way", WAYS)
 
 
@@ -228,92 +223,60 @@ def test_nvml_is_stopped_also_when_a_bug_ends_the_look():
     assert (fake.starts, fake.stops) == (1, 1)
 
 
-# --------------------------------------------------------------------------------- the two packages
+# ------------------------------------------------------------------------------------ the package
+
+COMPUTE = "nvmlDeviceGetComputeRunningProcesses_v3"
 
 
-@pytest.mark.parametrize(
-    ("adapter", "module", "function"),
-    [
-        (CudaBindingsNvml, cuda_module, "device_get_compute_running_processes_v3"),
-        (PynvmlNvml, pynvml_module, "nvmlDeviceGetComputeRunningProcesses_v3"),
-    ],
-)
-class TestPackage:
-    @staticmethod
-    def asked(adapter, library: ModuleType) -> DeviceFacts:
-        ((gpu,), problem) = list_gpus(adapter(library), name_of)
-        assert problem == ""
-        return gpu
-
-    def test_one_that_lacks_a_function(self, adapter, module, function):
-        library = module(FakeNvml([FakeGpu()]))
-        delattr(library, function)
-        gpu = self.asked(adapter, library)
-        assert gpu.problem.startswith("processes: the NVIDIA driver is too old to tell; update it")
-        assert gpu.total_bytes == 80 * GIB
-
-    def test_one_that_fails_in_an_odd_way(self, adapter, module, function):
-        library = module(FakeNvml([FakeGpu()]))
-
-        def odd(_: object) -> None:
-            raise UnicodeError("odd bytes")
-
-        setattr(library, function, odd)
-        gpu = self.asked(adapter, library)
-        assert "odd bytes" in gpu.problem
-        assert gpu.total_bytes == 80 * GIB
-
-    @pytest.mark.parametrize("times", [1, 2])
-    def test_a_process_that_starts_while_they_are_counted(self, adapter, module, function, times):
-        fake = FakeNvml([FakeGpu(processes={"compute": [(1, 5)]})])
-        library = module(fake)
-        real, left = getattr(library, function), [times]
-        failure = getattr(library, "NvmlError", None) or library.NVMLError
-
-        def races(device: object) -> object:
-            left[0] -= 1
-            if left[0] >= 0:
-                raise failure(Status.INSUFFICIENT_SIZE)
-            return real(device)
-
-        setattr(library, function, races)
-        gpu = self.asked(adapter, library)
-        if times == 1:
-            assert [each.pid for each in gpu.processes] == [1]
-        else:
-            assert "INSUFFICIENT_SIZE" in gpu.problem
+def asked(library: ModuleType) -> DeviceFacts:
+    ((gpu,), problem) = list_gpus(PynvmlNvml(library), name_of)
+    assert problem == ""
+    return gpu
 
 
-def test_cuda_bindings_without_a_driver():
-    """It loads the driver's library in the first call, and fails with a RuntimeError."""
-    library = cuda_module(FakeNvml([]))
-
-    def init() -> None:
-        raise RuntimeError("no such library")
-
-    library.init_v2 = init
-    found, problem = list_gpus(CudaBindingsNvml(library), name_of)
-    assert found == ()
-    assert problem == str(NvmlError(Status.LIBRARY_NOT_FOUND))
+def test_a_package_that_lacks_a_function():
+    library = pynvml_module(FakeNvml([FakeGpu()]))
+    delattr(library, COMPUTE)
+    gpu = asked(library)
+    assert gpu.problem.startswith("processes: the NVIDIA driver is too old to tell; update it")
+    assert gpu.total_bytes == 80 * GIB
 
 
-def installed(monkeypatch, **packages: ModuleType | None) -> None:
-    """Let only these be importable; None in sys.modules makes an import fail."""
-    monkeypatch.setitem(sys.modules, "pynvml", packages.get("pynvml"))
-    cuda = packages.get("cuda")
-    monkeypatch.setitem(sys.modules, "cuda", ModuleType("cuda") if cuda else None)
-    monkeypatch.setitem(sys.modules, "cuda.bindings", ModuleType("cuda.bindings") if cuda else None)
-    monkeypatch.setitem(sys.modules, "cuda.bindings.nvml", cuda)
+def test_a_package_that_fails_in_an_odd_way():
+    library = pynvml_module(FakeNvml([FakeGpu()]))
+
+    def odd(_: object) -> None:
+        raise UnicodeError("odd bytes")
+
+    setattr(library, COMPUTE, odd)
+    gpu = asked(library)
+    assert "odd bytes" in gpu.problem
+    assert gpu.total_bytes == 80 * GIB
 
 
-def test_the_package_that_is_installed_is_used(monkeypatch):
-    fake = FakeNvml([FakeGpu()])
-    installed(monkeypatch, cuda=cuda_module(fake), pynvml=pynvml_module(fake))
-    assert isinstance(nvml.find(), CudaBindingsNvml)
-    installed(monkeypatch, pynvml=pynvml_module(fake))
-    assert isinstance(nvml.find(), PynvmlNvml)
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_process_that_starts_while_they_are_counted(times):
+    library = pynvml_module(FakeNvml([FakeGpu(processes={"compute": [(1, 5)]})]))
+    real, left = getattr(library, COMPUTE), [times]
+
+    def races(device: object) -> object:
+        left[0] -= 1
+        if left[0] >= 0:
+            raise library.NVMLError(Status.INSUFFICIENT_SIZE)
+        return real(device)
+
+    setattr(library, COMPUTE, races)
+    gpu = asked(library)
+    if times == 1:
+        assert [each.pid for each in gpu.processes] == [1]
+    else:
+        assert "INSUFFICIENT_SIZE" in gpu.problem
+
+
+def test_without_the_package_only_the_host_is_found(monkeypatch):
+    monkeypatch.setitem(sys.modules, "pynvml", pynvml_module(FakeNvml([FakeGpu()])))
     assert len(devices.list_devices().devices) == 2
-    installed(monkeypatch)
+    monkeypatch.setitem(sys.modules, "pynvml", None)  # makes its import fail
     assert nvml.find() is None
     found = devices.list_devices()
     assert [device.kind for device in found.devices] == ["host"]
@@ -321,8 +284,8 @@ def test_the_package_that_is_installed_is_used(monkeypatch):
 
 
 def test_errors_of_nvml_keep_their_number_and_their_place():
-    error = NvmlError(Status.NOT_FOUND)
-    assert (error.status, error.code) == (6, "DRIVER")
+    error = nvml_error(Status.NOT_FOUND)
+    assert (error.status, error.code) == (6, "NVML")
     assert str(error) == "NVML answered with error 6 (NOT_FOUND)"
 
 
@@ -351,7 +314,7 @@ def test_a_host_that_cannot_be_read(meminfo):
 
 
 def test_the_host_of_this_machine(monkeypatch):
-    installed(monkeypatch)
+    monkeypatch.setitem(sys.modules, "pynvml", None)
     page_bytes = os.sysconf("SC_PAGE_SIZE")
     (host,) = devices.list_devices(config.Config(host_memory=5 << 30)).devices
     assert host.capacity_bytes == 5 << 30
@@ -361,7 +324,7 @@ def test_the_host_of_this_machine(monkeypatch):
 
 
 def test_a_bad_variable_is_said_and_hides_nothing(monkeypatch):
-    installed(monkeypatch)
+    monkeypatch.setitem(sys.modules, "pynvml", None)
     monkeypatch.setenv("KVELASTIC_HOST_MEMORY", "banana")
     (host,) = devices.list_devices().devices
     assert "KVELASTIC_HOST_MEMORY" in host.problem
