@@ -1,20 +1,29 @@
 """`kvctl shell`: kvctl's commands one after another, and nothing but them.
 
-Each line is run as the same command would be on its own, in this process. Nothing is ever handed to
-a system shell: anything but a command of kvctl is an error.
+Each line is run as the same command would be on its own, in this process. There is no system shell
+behind the lines, so what would mean something to one is an error and never passed on: not as a
+command, and not as an argument either.
+
+    words_of("limit 'my model' 2G") == ["limit", "my model", "2G"]
+    words_of("list | wc")              # ShellSyntaxError: a pipe
+
+Lines come from a terminal, with history and completion, or from a pipe.
 """
 
 from __future__ import annotations
 
+import os
+import re
+import shlex
 import sys
-from typing import TYPE_CHECKING, Final
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Final, Protocol
 
 import click
 
 from kvelastic.cli.exit_codes import EXIT_FAILED, EXIT_USAGE
-
-if TYPE_CHECKING:
-    from kvelastic.cli.shell_input import Source
 
 EXIT_INTERRUPTED: Final = 130
 """Of a command ended by Ctrl-C, as in other shells."""
@@ -34,8 +43,6 @@ def shell_command(ctx: click.Context) -> None:
     On a terminal with completion (Tab) and a history. With commands on stdin the exit code is that
     of the last one that failed, 0 if none did. `#` begins a comment.
     """
-    from kvelastic.cli.shell_input import Piped, Typed, is_interactive
-
     group = ctx.find_root().command
     assert isinstance(group, click.Group)
     shell = Shell(group)
@@ -74,8 +81,6 @@ class Shell:
 
     def run_line(self, line: str) -> int | None:
         """Run one line and return its exit code; None where it says to leave."""
-        from kvelastic.cli.shell_words import ShellSyntaxError, words_of
-
         try:
             words = words_of(line)
         except ShellSyntaxError as error:
@@ -127,8 +132,6 @@ class Shell:
         """What `word`, typed after `before`, may become; completed as a shell's Tab would."""
         from click.shell_completion import ShellComplete
 
-        from kvelastic.cli.shell_words import ShellSyntaxError, words_of
-
         try:
             words = words_of(before)
         except ShellSyntaxError:
@@ -141,3 +144,153 @@ class Shell:
         found = ShellComplete(self._group, {}, "kvctl", "").get_completions(words, word)
         names = [item.value for item in found if item.type == "plain" and item.value != "shell"]
         return sorted({*names, *(mine for mine in own if mine.startswith(word))})
+
+
+# ------------------------------------------------------------------------- what a line means
+
+_REFUSED: Final = {
+    "!": "no other program is started from here",
+    ";": "one line is one command",
+    "|": "there are no pipes here",
+    "&": "nothing runs in the background, and one line is one command",
+    "<": "nothing is read from files here",
+    ">": "nothing is written to files here",
+    "`": "no other program is started from here",
+    "$": "there are no variables here",
+}
+
+
+# What is between quotes, behind a backslash, or a comment is text to everybody.
+_QUOTED: Final = re.compile(r"""\\.|'[^']*'|"(?:\\.|[^"\\])*"|#.*""")
+
+
+class ShellSyntaxError(ValueError):
+    """The line is no command: it has a sign of system shells, or a quote that is not closed."""
+
+
+def words_of(line: str) -> list[str]:
+    """The words of a line: quotes and backslash as in sh, `#` begins a comment.
+
+    Raises `ShellSyntaxError`.
+    """
+    for sign in _QUOTED.sub("", line):
+        if sign in _REFUSED:
+            raise ShellSyntaxError(f"{sign!r} is refused: {_REFUSED[sign]}.")
+    try:
+        return shlex.split(line, comments=True)
+    except ValueError as error:
+        raise ShellSyntaxError(f"{str(error).lower()}.") from error
+
+
+# ------------------------------------------------------------------------ where lines come from
+
+_HISTORY_LINES: Final = 1000
+
+Complete = Callable[[str, str], list[str]]
+"""What the word that is being typed may become: `complete(line_before_it, word)`."""
+
+
+def is_interactive() -> bool:
+    """Whether somebody types the lines and sees what comes of them."""
+    return sys.stdin.isatty() and sys.stdout.isatty()
+
+
+class Source(Protocol):
+    """Where lines come from."""
+
+    def read(self) -> str | None:
+        """The next line without its end; None when there is no more."""
+
+
+class Piped:
+    """The lines of stdin, without a prompt."""
+
+    def read(self) -> str | None:
+        """The next line; None at the end."""
+        line = sys.stdin.readline()
+        return line.rstrip("\n") if line else None
+
+
+class Typed:
+    """Lines typed at a prompt, edited with readline where this Python has it."""
+
+    def __init__(self, prompt: str, complete: Complete) -> None:
+        self._prompt = prompt
+        self._complete = complete
+        self._history: Path | None = None
+        self._lines = 0
+        self._matches: list[str] = []
+        try:
+            import readline
+        except ImportError:
+            return
+        # Names may hold : @ + - . and are one word all the same.
+        readline.set_completer_delims(" \t\n")
+        readline.set_completer(self._match)
+        is_libedit = "libedit" in (readline.__doc__ or "")
+        readline.parse_and_bind("bind ^I rl_complete" if is_libedit else "tab: complete")
+        self._start_history()
+
+    def read(self) -> str | None:
+        """The next line; None at Ctrl-D. Raises `KeyboardInterrupt` at Ctrl-C."""
+        try:
+            line = input(self._prompt)
+        except EOFError:
+            click.echo()  # the prompt's line has no end yet
+            return None
+        if line.strip():
+            self._remember()
+        return line
+
+    def _match(self, word: str, state: int) -> str | None:
+        """The completer that readline asks for match after match."""
+        import readline
+
+        if state == 0:
+            before = readline.get_line_buffer()[: readline.get_begidx()]
+            self._matches = self._complete(before, word)
+            if len(self._matches) == 1:
+                self._matches = [f"{self._matches[0]} "]
+        return self._matches[state] if state < len(self._matches) else None
+
+    def _start_history(self) -> None:
+        import readline
+
+        path = history_path()
+        try:
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            try:
+                os.fchmod(fd, 0o600)
+            finally:
+                os.close(fd)
+            readline.set_history_length(_HISTORY_LINES)  # in the file
+            readline.read_history_file(path)
+        except (OSError, ValueError) as error:
+            reason = getattr(error, "strerror", None) or error
+            click.echo(f"Note: no history is kept: {path}: {reason}.", err=True)
+            return
+        self._history = path
+        self._lines = readline.get_current_history_length()
+
+    def _remember(self) -> None:
+        """Append the line at once, so that shells side by side lose nothing of each other's."""
+        if self._history is None:
+            return
+        import readline
+
+        # readline has added the line, unless it is the same as the one before.
+        lines = readline.get_current_history_length()
+        if lines == self._lines:
+            return
+        self._lines = lines
+        with suppress(OSError, AttributeError):  # libedit may have no append
+            readline.append_history_file(1, self._history)
+
+
+def history_path() -> Path:
+    """`kvctl_history` in `$XDG_STATE_HOME/kvelastic`, or in `~/.local/state/kvelastic`."""
+    state = os.environ.get("XDG_STATE_HOME", "")
+    # A relative path counts as none, by the XDG base directory specification.
+    base = Path(state) if state.startswith("/") else Path("~/.local/state").expanduser()
+    return base / "kvelastic" / "kvctl_history"

@@ -25,6 +25,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Final
 
@@ -36,7 +37,6 @@ from kvelastic.controller.launch_environment import (
     engine_environment,
     new_engine_key,
 )
-from kvelastic.controller.launch_policy import Restarts
 from kvelastic.controller.launch_record import LaunchedEngine, Mark, Record
 from kvelastic.controller.listeners import listeners
 from kvelastic.controller.open_files import OpenFiles
@@ -52,7 +52,26 @@ _log = logging.getLogger("kvelastic.controller")
 HEALTH_EVERY_S: Final = 0.1
 HEALTH_MOST_S: Final = 1.0
 """Between two looks whether a starting engine is ready; they grow apart."""
+STEADY_S: Final = 60.0
+"""An engine that served for so long has not failed in a row."""
 _SHOWN_BYTES: Final = 256 << 10
+
+
+@dataclass
+class Restarts:
+    """How often an engine has failed in a row, and what follows of it."""
+
+    first_s: float
+    most_s: float
+    in_a_row: int = 0
+
+    def ended(self, served_s: float) -> float:
+        """It has ended after serving so long; returns how long to wait before the next start."""
+        if served_s >= STEADY_S:
+            self.in_a_row = 0
+        wait_s = min(self.most_s, self.first_s * 2.0 ** min(self.in_a_row, 30))
+        self.in_a_row += 1
+        return wait_s
 
 
 class EngineProcess:

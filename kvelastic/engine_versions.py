@@ -1,22 +1,21 @@
-"""Which versions of each engine are served, and by which module: plain data that anybody may read.
+"""Which versions of each engine are served: plain data that anybody may read.
 
     serves(VLLM, "0.32.0+cpu")       # True
     nearest_series(VLLM, "0.40.1")   # "0.32"
 
-No engine is imported here, and no integration: the modules are named, not loaded.
+No engine is imported here, and no integration: the module is named, not loaded.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection
 from typing import Final
 
-VLLM: Final[dict[str, str]] = {
-    "0.32": "kvelastic.integration.vllm.v0_32",
-    "0.33": "kvelastic.integration.vllm.v0_33",
-}
-"""Series of vLLM (major.minor) that were tried, and the module with their patches."""
+VLLM: Final = ("0.32", "0.33")
+"""Series of vLLM (major.minor) that were tried."""
+VLLM_HOOKS: Final = "kvelastic.integration.vllm.patches"
+"""The module whose `HOOKS` say what is hooked there."""
 
 
 def series_of(version: str) -> str | None:
@@ -25,17 +24,17 @@ def series_of(version: str) -> str | None:
     return f"{found[1]}.{found[2]}" if found else None
 
 
-def serves(table: Mapping[str, str], version: str) -> bool:
+def serves(table: Collection[str], version: str) -> bool:
     """Whether `version` belongs to a series of the table."""
     return series_of(version) in table
 
 
-def tried(table: Mapping[str, str]) -> str:
+def tried(table: Collection[str]) -> str:
     """The table for people: `0.31.x, 0.32.x`, or `none`."""
     return ", ".join(f"{series}.x" for series in table) or "none"
 
 
-def nearest_series(table: Mapping[str, str], version: str) -> str:
+def nearest_series(table: Collection[str], version: str) -> str:
     """The newest series that is not newer than `version`, else the oldest one.
 
     Raises ValueError for an empty table.

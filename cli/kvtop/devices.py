@@ -7,8 +7,17 @@ from typing import Final
 
 from kvelastic.cli.kvtop.bars import device_bar
 from kvelastic.cli.kvtop.scene import Device
-from kvelastic.cli.kvtop.short import short_size
-from kvelastic.cli.kvtop.text import Glyphs, Line, Span, Style, cells, cut, fit, line_cells
+from kvelastic.cli.kvtop.text import (
+    Glyphs,
+    Line,
+    Span,
+    Style,
+    cells,
+    cut,
+    fit,
+    line_cells,
+    short_size,
+)
 
 _MOST_NAME_CELLS: Final = 24
 _LEAST_BAR_CELLS: Final = 8

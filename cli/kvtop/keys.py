@@ -14,8 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Final, Literal
 
 from kvelastic.cli.kvtop.help_page import help_lines
-from kvelastic.cli.kvtop.ordering import ORDERS, ordered
-from kvelastic.cli.kvtop.scene import Instance
+from kvelastic.cli.kvtop.scene import ORDERS, Instance, ordered
 from kvelastic.cli.kvtop.text import ASCII
 from kvelastic.errors import InvalidArgumentError
 from kvelastic.sizes import MAX_PRIORITY, format_size, parse_percent, parse_size

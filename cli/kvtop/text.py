@@ -1,7 +1,8 @@
-"""Styled text in terminal cells: what the view is made of. Nothing here knows a terminal.
+"""Styled text and short numbers in terminal cells: what the view is made of. No terminal is known.
 
     line = [Span("host ", "strong"), Span("###", "in_use")]
     line_cells(line) == 8; cut(line, 4) == [Span("host", "strong")]
+    short_size(96 << 20) == "96.0M"; short_rate(1234.0) == "1.2k"
 
 A cell is one column. Some characters take two, some none; `cells` counts as the C library does,
 one character at a time, because that is what curses places them by.
@@ -149,3 +150,53 @@ def wrap(text: str, width: int, most_lines: int, mark: str = "") -> list[str]:
         last = f"{lines[most_lines - 1]} {lines[most_lines]}"
         lines = [*lines[: most_lines - 1], fit(last, width, mark).rstrip()]
     return lines
+
+
+CELLS: Final = 5
+"""A short number has at most so many, so that columns stay in place while values change."""
+UNKNOWN: Final = "-"
+
+
+def short_size(size_bytes: int | None) -> str:
+    """Bytes with three digits or so: `0`, `512B`, `4.00G`, `1023M`; powers of 1024."""
+    if size_bytes is None:
+        return UNKNOWN
+    if size_bytes < 1000:
+        return f"{size_bytes}B" if size_bytes else "0"
+    value = float(size_bytes)
+    for unit in "KMGTPE":
+        value /= 1024
+        if value < 9.995:
+            return f"{value:.2f}{unit}"
+        if value < 99.95:
+            return f"{value:.1f}{unit}"
+        if value < 1023.5:
+            return f"{value:.0f}{unit}"
+    return "huge"
+
+
+def short_rate(per_s: float | None) -> str:
+    """Times a second: `0`, `0.3`, `12`, `1.2k`; powers of 1000."""
+    if per_s is None:
+        return UNKNOWN
+    if per_s < 0.05:
+        return "0"
+    if per_s < 9.95:
+        return f"{per_s:.1f}"
+    if per_s < 9999.5:
+        return f"{per_s:.0f}"
+    for unit in "kMGT":
+        per_s /= 1000
+        if per_s < 999.5:
+            return f"{per_s:.0f}{unit}" if per_s >= 9.95 else f"{per_s:.1f}{unit}"
+    return "huge"
+
+
+def short_count(count: int | None) -> str:
+    """A whole number, as a priority: itself where it fits, else its sign and size."""
+    if count is None:
+        return UNKNOWN
+    text = str(count)
+    if len(text) <= CELLS:
+        return text
+    return "-big" if count < 0 else "big"

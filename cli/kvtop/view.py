@@ -10,12 +10,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from kvelastic.cli.kvtop.detail import DETAIL_LINES, detail_lines
 from kvelastic.cli.kvtop.devices import device_lines
 from kvelastic.cli.kvtop.help_page import help_lines
 from kvelastic.cli.kvtop.keys import Ui, selected_at, shown, value_of, value_text, wish_text
 from kvelastic.cli.kvtop.scene import Instance, Scene
-from kvelastic.cli.kvtop.table import Table
+from kvelastic.cli.kvtop.table import DETAIL_LINES, Table, detail_lines
 from kvelastic.cli.kvtop.text import (
     ASCII,
     Glyphs,

@@ -42,11 +42,11 @@ def gather_packages() -> PackageFacts:
 
 
 def _vllm_hooks(version: str) -> tuple[str, ...]:
-    """By the table of the module that serves this version; it imports neither vLLM nor torch."""
+    """By the integration's own table; it imports neither vLLM nor torch."""
     series = engine_versions.series_of(version)
     if series is None or series not in engine_versions.VLLM:
         return ()
-    table = import_module(engine_versions.VLLM[series]).HOOKS
+    table = import_module(engine_versions.VLLM_HOOKS).HOOKS
     return tuple(hook.path.partition(":")[2] for hook in table)
 
 

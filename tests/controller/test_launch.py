@@ -14,7 +14,7 @@ import psutil
 from running import FAKES, Controller
 from waiting import until
 
-from kvelastic.controller.launch_policy import STEADY_S, Restarts
+from kvelastic.controller.engine_process import STEADY_S, Restarts
 
 
 def free_port() -> int:

@@ -9,8 +9,7 @@ from scenes import GIB, MANY, MIB, instance
 
 from kvelastic.cli.kvtop.answers import answer_line
 from kvelastic.cli.kvtop.keys import Ask, Effect, Look, Quit, Ui, found, press, selected_at, shown
-from kvelastic.cli.kvtop.ordering import ORDERS
-from kvelastic.cli.kvtop.scene import Instance
+from kvelastic.cli.kvtop.scene import ORDERS, Instance
 from kvelastic.cli.kvtop.text import UNICODE
 from kvelastic.cli.kvtop.view import screen
 from kvelastic.segment import Answer

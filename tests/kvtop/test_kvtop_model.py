@@ -8,8 +8,7 @@ import pytest
 from scenes import GIB, MIB, instance
 
 from kvelastic.cli.kvtop.model import HISTORY_LOOKS, Model
-from kvelastic.cli.kvtop.ordering import ORDERS, ordered
-from kvelastic.cli.kvtop.scene import Scene, instance_of, scene_of
+from kvelastic.cli.kvtop.scene import ORDERS, Scene, instance_of, ordered, scene_of
 from kvelastic.ledger_facts import LedgerInfo, Member
 from kvelastic.segment import SegmentInfo
 

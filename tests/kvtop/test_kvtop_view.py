@@ -12,8 +12,21 @@ from kvelastic.cli.kvtop.bars import device_bar, shares, sparkline
 from kvelastic.cli.kvtop.help_page import help_lines
 from kvelastic.cli.kvtop.keys import Ui, press
 from kvelastic.cli.kvtop.scene import Scene
-from kvelastic.cli.kvtop.short import CELLS, short_count, short_rate, short_size
-from kvelastic.cli.kvtop.text import ASCII, UNICODE, Glyphs, Line, Span, cut, fit, spread, wrap
+from kvelastic.cli.kvtop.text import (
+    ASCII,
+    CELLS,
+    UNICODE,
+    Glyphs,
+    Line,
+    Span,
+    cut,
+    fit,
+    short_count,
+    short_rate,
+    short_size,
+    spread,
+    wrap,
+)
 from kvelastic.cli.kvtop.view import plain_screen, screen
 
 SIZES = [(1, 1), (2, 1), (1, 5), (3, 3), (20, 5), (40, 10), (80, 24), (120, 40), (200, 50)]

@@ -14,10 +14,8 @@ import pytest
 from segment_owner import Owner
 from terminal import Terminal
 
-from kvelastic.cli import shell_input
 from kvelastic.cli.kvctl import main
-from kvelastic.cli.shell import Shell
-from kvelastic.cli.shell_words import ShellSyntaxError, words_of
+from kvelastic.cli.shell import Shell, ShellSyntaxError, history_path, words_of
 
 KVCTL = str(Path(sys.executable).with_name("kvctl"))
 PROMPT = "kvctl> "
@@ -309,7 +307,7 @@ def test_where_the_history_lies(monkeypatch, environ, path):
     monkeypatch.delenv("XDG_STATE_HOME", raising=False)
     for name, value in environ.items():
         monkeypatch.setenv(name, value)
-    assert shell_input.history_path() == Path(path)
+    assert history_path() == Path(path)
 
 
 @pytest.mark.parametrize(

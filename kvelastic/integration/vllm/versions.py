@@ -1,29 +1,16 @@
-"""Which module serves the vLLM that is installed; `engine_versions` has the table."""
+"""As which series the installed vLLM is served; `engine_versions` has the table."""
 
 from __future__ import annotations
 
 import logging
-from importlib import import_module
-from typing import Protocol
 
 from kvelastic import engine_versions
 from kvelastic.errors import UnsupportedEngineError
-from kvelastic.integration.vllm.hooks import Hook
 
 _log = logging.getLogger("kvelastic.vllm")
 
-SERIES: dict[str, str] = engine_versions.VLLM
-"""Series of vLLM (major.minor) that were tried, and the module with their patches."""
-
-
-class Adapter(Protocol):
-    """What the module of a version offers."""
-
-    HOOKS: tuple[Hook, ...]
-    """What is hooked, for those who want to show it."""
-
-    def arm(self) -> None:
-        """Patch vLLM's modules as they are imported; again does nothing."""
+SERIES: tuple[str, ...] = engine_versions.VLLM
+"""Series of vLLM (major.minor) that were tried."""
 
 
 def installed_version() -> str:
@@ -33,15 +20,15 @@ def installed_version() -> str:
     return str(__version__)
 
 
-def module_for(version: str, *, strict: bool) -> str:
-    """Name the module that serves `version`.
+def series_for(version: str, *, strict: bool) -> str:
+    """The series that `version` is served as.
 
-    With `strict=False` an untried version gets the newest module that is not newer than it (or
-    the oldest one); the probes of that module still have to hold. Raises `UnsupportedEngineError`.
+    With `strict=False` an untried version is taken for the newest series that is not newer than it
+    (or the oldest one); the probes of that still have to hold. Raises `UnsupportedEngineError`.
     """
     series = engine_versions.series_of(version)
     if series is not None and series in SERIES:
-        return SERIES[series]
+        return series
     tried = engine_versions.tried(SERIES)
     if strict:
         raise UnsupportedEngineError(
@@ -60,10 +47,4 @@ def module_for(version: str, *, strict: bool) -> str:
         tried,
         chosen,
     )
-    return SERIES[chosen]
-
-
-def adapter(*, strict: bool) -> Adapter:
-    """Import the patches for the installed vLLM. Raises `UnsupportedEngineError`."""
-    module: Adapter = import_module(module_for(installed_version(), strict=strict))
-    return module
+    return chosen

@@ -1,4 +1,4 @@
-"""What kvelastic hooks into vLLM 0.32, and what must hold there.
+"""What kvelastic hooks into vLLM 0.32 and 0.33, and what must hold there.
 
 vLLM has no hook of its own for most of it, so functions are wrapped; each wrapper calls the
 original with the arguments it was given. Every function that a wrapper replaces, calls or relies on
@@ -8,7 +8,6 @@ is probed before any is set.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Final
 
 from kvelastic.integration.vllm import (
@@ -43,6 +42,17 @@ _OFFLOADS: Final = (
     "vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler:OffloadingConnectorScheduler"
 )
 _NODE_INFO: Final = "vllm.utils.cpu_resource_utils"
+
+# The two differ in the block pool alone. That of 0.33 takes more arguments, which the elastic pool
+# passes on, and leaves null blocks out of every count, as the elastic pool does for both.
+_FURTHER_POOL_ARGUMENTS: Final[dict[str, tuple[str, ...]]] = {
+    "0.32": (),
+    "0.33": ("num_hash_lookahead_tokens", "medium"),
+}
+_NEEDED_BY_POOL: Final[dict[str, tuple[str, ...]]] = {
+    "0.32": (),
+    "0.33": ("vllm.v1.core.kv_cache_utils:trim_null_head",),  # skips null blocks
+}
 
 HOOKS: Final = (
     Hook(
@@ -191,20 +201,15 @@ HOOKS: Final = (
 the hooks of its own room."""
 
 
-def arm() -> None:
-    """See `versions.Adapter.arm`."""
-    arm_with(probe_block_pool)
-
-
-def arm_with(probe_of_block_pool: Callable[[Probe], None]) -> None:
-    """Arm these hooks in a version whose block pool alone is built differently."""
+def arm(series: str) -> None:
+    """Patch vLLM's modules as they are imported, as that series; again does nothing."""
     engine = f"vLLM {installed_version()}"
     hooks.arm(
         engine,
         HOOKS,
         {
             FRONT_END: functools.partial(_probe_front_end, engine),
-            ENGINE_CORE: functools.partial(_probe_engine_core, engine, probe_of_block_pool),
+            ENGINE_CORE: functools.partial(_probe_engine_core, engine, series),
             WORKER: functools.partial(_probe_worker, engine),
             CPU_WORKER: functools.partial(_probe_cpu_worker, engine),
             OFFLOADING: functools.partial(_probe_offloading, engine),
@@ -219,7 +224,7 @@ def _probe_front_end(engine: str) -> None:
     probe.refuse_if_broken()
 
 
-def _probe_engine_core(engine: str, probe_of_block_pool: Callable[[Probe], None]) -> None:
+def _probe_engine_core(engine: str, series: str) -> None:
     probe = Probe(engine)
     probe.mentions(f"{_CORE}:EngineCore.__init__", ("model_executor", "_initialize_kv_caches"))
     probe.parameters(f"{_CORE}:EngineCore.shutdown", ("self",))
@@ -276,12 +281,12 @@ def _probe_engine_core(engine: str, probe_of_block_pool: Callable[[Probe], None]
         "the class of block_pool.py",
         probe.get(f"{_COORDINATOR}:BlockPool"),
     )
-    probe_of_block_pool(probe)
+    _probe_block_pool(probe, series)
     _probe_cache_config(probe)
     probe.refuse_if_broken()
 
 
-def probe_block_pool(probe: Probe, further_arguments: tuple[str, ...] = ()) -> None:
+def _probe_block_pool(probe: Probe, series: str) -> None:
     """Everything of `BlockPool` that the elastic pool replaces or relies on."""
     arguments = (
         "self",
@@ -290,7 +295,7 @@ def probe_block_pool(probe: Probe, further_arguments: tuple[str, ...] = ()) -> N
         "hash_block_size",
         "enable_kv_cache_events",
         "metrics_collector",
-        *further_arguments,
+        *_FURTHER_POOL_ARGUMENTS[series],
     )
     probe.parameters(f"{_POOL}.__init__", arguments)
     probe.parameters(f"{_POOL}.get_new_blocks", ("self", "num_blocks"))
@@ -304,6 +309,8 @@ def probe_block_pool(probe: Probe, further_arguments: tuple[str, ...] = ()) -> N
     probe.parameters(f"{_POOL}._maybe_evict_cached_block", ("self", "block"))
     probe.parameters(f"{_POOL}.move_block_hashes", ("self", "src_block", "dst_block"))
     probe.parameters(f"{_POOL}._notify_reuse", ("self", "blocks"))
+    for name in _NEEDED_BY_POOL[series]:
+        probe.get(name)
     # Everything that uses what the elastic pool does not have is replaced by it.
     probe.users(
         _POOL,
