@@ -26,7 +26,7 @@ _log = logging.getLogger("kvelastic.controller")
 
 LOG_EVERY_S: Final = 10.0
 _LEAST_OTHERS: Final = 96
-"""Files that are no connection: listeners, logs, segments that are read, pipes of engines."""
+"""Files other than connections: listeners, logs, segments that are read, pipes of engines."""
 _MOST_OTHERS: Final = 8192
 _MOST_BACKLOG: Final = 2048
 _UNLIMITED: Final = 1 << 20

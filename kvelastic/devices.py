@@ -214,7 +214,7 @@ class _Questions:
         *arguments: object,
         silent: tuple[Status, ...] = (),
     ) -> _Answer | None:
-        """The answer, or None; `silent` are the refusals that are no problem."""
+        """The answer, or None; `silent` are the refusals that do not count as a problem."""
         try:
             return question(*arguments)
         except NvmlError as error:

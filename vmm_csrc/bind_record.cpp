@@ -389,7 +389,7 @@ void bind_record(nb::module_& m) {
                        "The record at the start of a segment, over a buffer (an mmap).\n\n"
                        "Record(buffer) reads; it also writes wishes where the buffer is writable.\n"
                        "Record.create(...) makes the owner's end. Any thread. Raises "
-                       "SegmentFormatError\nfor bytes that are no segment of this version.")
+                       "SegmentFormatError\nfor bytes that are not a segment of this version.")
       .def_static("create", &make_owner, "buffer"_a, nb::kw_only(), "name"_a, "engine"_a, "model"_a,
                   "device"_a, "uuid"_a, "pid"_a, "start_time_ticks"_a, "boot_id"_a,
                   "pid_namespace"_a, "uid"_a, "created_realtime_ns"_a,

@@ -171,7 +171,7 @@ class Terminal:
         while True:
             try:
                 key = self._window.get_wch()
-            except (curses.error, ValueError):  # no more, or bytes that are no character
+            except (curses.error, ValueError):  # no more input, or bytes outside the encoding
                 return found
             if isinstance(key, int):
                 name = _KEY_NAMES.get(key, "")
