@@ -76,8 +76,9 @@ def devices_command(as_json: bool) -> None:
     from kvelastic.ledger import list_ledgers
 
     found = list_devices()
+    segments = [row_of(status) for status in look_at_all()]
     devices = with_ledgers(found.devices, list_ledgers(), _own_group())
-    rows = device_rows(devices, [row_of(status) for status in look_at_all()])
+    rows = device_rows(devices, segments)
     if as_json:
         import json
 
@@ -159,7 +160,7 @@ def _row(facts: DeviceFacts, kind: str, segments: Sequence[Row]) -> DeviceRow:
         total_bytes=facts.total_bytes,
         used_bytes=facts.used_bytes,
         free_bytes=facts.free_bytes,
-        capacity_bytes=facts.capacity_bytes,
+        capacity_bytes=_capacity_bytes(facts, segments),
         mapped_bytes=sum(segment["mapped_bytes"] or 0 for segment in segments),
         driver_version=facts.driver_version,
         problem=facts.problem,
@@ -182,6 +183,17 @@ def _row(facts: DeviceFacts, kind: str, segments: Sequence[Row]) -> DeviceRow:
             for process in facts.processes
         ],
     )
+
+
+def _capacity_bytes(facts: DeviceFacts, segments: Sequence[Row]) -> int | None:
+    """Of an instance that is in no ledger, what it says itself: not what this environment says."""
+    alone = [
+        segment["capacity_bytes"] or 0
+        for segment in segments
+        if segment["granted_bytes"] is None and segment["alive"]
+    ]
+    has_ledger = any(segment["granted_bytes"] is not None for segment in segments)
+    return facts.capacity_bytes if has_ledger or not any(alone) else max(alone)
 
 
 def _show(rows: list[DeviceRow]) -> None:

@@ -16,6 +16,7 @@ import click
 from kvelastic import __version__
 from kvelastic.cli.exit_codes import EXIT_USAGE, fail
 from kvelastic.cli.finding import known_names
+from kvelastic.cli.output import Program
 from kvelastic.errors import InvalidArgumentError, KvelasticError, SegmentNotFoundError
 
 _COMMANDS: Final = {
@@ -43,7 +44,7 @@ _COMMANDS: Final = {
 """Where each command is, in `kvelastic.cli`: only the one that runs is imported."""
 
 
-class KvctlGroup(click.Group):
+class KvctlGroup(Program, click.Group):
     """Finds commands when they are needed, and turns errors into a line and an exit code."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
@@ -59,6 +60,21 @@ class KvctlGroup(click.Group):
         command = getattr(import_module(f"kvelastic.cli.{module}"), name)
         assert isinstance(command, click.Command)
         return command
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Find the command; for a name that is none, say which is meant."""
+        try:
+            return super().resolve_command(ctx, args)
+        except click.UsageError as error:
+            from difflib import get_close_matches
+
+            near = get_close_matches(args[0], self.list_commands(ctx), n=1)
+            if near and not args[0].startswith("-") and "Did you mean" not in error.message:
+                message = f"{error.message} Did you mean {near[0]!r}?"
+                raise click.UsageError(message, ctx) from None
+            raise
 
     def invoke(self, ctx: click.Context) -> Any:
         """Run the command."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import signal
+import threading
 from typing import TYPE_CHECKING, NamedTuple
 
 import click
@@ -90,17 +91,17 @@ def metrics_command(address: Address | None, public: bool) -> None:
 
 
 def _serve(collector: KvelasticCollector, address: Address) -> None:
-    from prometheus_client import CollectorRegistry, start_http_server
+    from kvelastic.cli.metrics_server import metrics_server
 
     endings = {signal.SIGINT, signal.SIGTERM}
     # Before there are threads, which inherit it: a signal is waited for, and cuts nothing off.
     signal.pthread_sigmask(signal.SIG_BLOCK, endings)
-    registry = CollectorRegistry()
-    registry.register(collector)
     try:
-        server, thread = start_http_server(address.port, address.host, registry)
+        server = metrics_server(collector, address.host, address.port)
     except OSError as error:
         fail(f"cannot listen on {address}: {error.strerror or error}.")
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
     heard = Address(address.host, server.server_port)
     click.echo(f"Serving http://{heard}/metrics until Ctrl-C.")
     signal.sigwait(endings)

@@ -120,7 +120,11 @@ class Shell:
             code = EXIT_INTERRUPTED
         except BrokenPipeError:
             raise  # nobody reads any more: the shell ends as every command does then
-        except Exception:
+        except Exception as error:
+            from kvelastic.cli.output import is_of_output
+
+            if isinstance(error, OSError) and is_of_output(error):
+                raise  # nothing that the next command prints can be read either
             import traceback
 
             traceback.print_exc()

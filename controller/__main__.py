@@ -10,13 +10,14 @@ from typing import NoReturn
 import click
 
 from kvelastic import __version__
+from kvelastic.cli.output import Program
 from kvelastic.errors import KvelasticError
 
 EXIT_FAILED = 1
 EXIT_USAGE = 2
 
 
-@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.command(cls=Program, context_settings={"help_option_names": ["-h", "--help"]})
 @click.option(
     "--config",
     "-c",

@@ -10,19 +10,23 @@ import click
 from kvelastic import __version__
 from kvelastic.cli.arguments import NameType, SecondsType
 from kvelastic.cli.exit_codes import fail
-from kvelastic.errors import KvelasticError
+from kvelastic.cli.finding import known_names, rows, sweep
+from kvelastic.cli.output import Program
+from kvelastic.errors import KvelasticError, SegmentNotFoundError
 
 _PIPE_COLUMNS = 120
 _USUAL_INTERVAL_S = 1.0
 
 
-class KvtopCommand(click.Command):
+class KvtopCommand(Program):
     """Turns the errors of kvelastic into a line on stderr, as kvctl does."""
 
     def invoke(self, ctx: click.Context) -> Any:
         """Run it."""
         try:
             return super().invoke(ctx)
+        except SegmentNotFoundError as error:
+            fail(f"{error}. {known_names()}")
         except KvelasticError as error:
             fail(f"{error}.")
 
@@ -53,6 +57,9 @@ def kvtop_command(names: tuple[str, ...], interval_s: float | None, once: bool) 
 
     --once prints to stdout, for pipes. Rates need two looks: --interval says how far apart.
     """
+    if names:
+        sweep()
+        rows(names)  # an unknown name is an error now, not an empty screen
     if once:
         click.echo(_once(names, interval_s))
         return

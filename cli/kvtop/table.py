@@ -109,8 +109,8 @@ class Table:
         self._widths = [column.width for column in self._columns]
         self._grow(longest)
 
-    def heading(self, order: str, *, is_reversed: bool) -> Line:
-        """The line above; the column that is sorted by has an arrow."""
+    def heading(self, order: str | None, *, is_reversed: bool) -> Line:
+        """The line above; the column that is sorted by has an arrow, none has without `order`."""
         line = [self._title("NAME", "name", self._name, True, order, is_reversed)]
         for column, width in zip(self._columns, self._widths, strict=True):
             line.append(Span(_GAP, "heading"))
@@ -158,9 +158,15 @@ class Table:
             growing = [at for at in growing if self._widths[at] < self._columns[at].most]
 
     def _title(
-        self, title: str, of: str, width: int, is_left: bool, order: str, is_reversed: bool
+        self,
+        title: str,
+        of: str,
+        width: int,
+        is_left: bool,
+        order: str | None,
+        is_reversed: bool,
     ) -> Span:
-        if of != order:
+        if order is None or of != order:
             return Span(title.ljust(width) if is_left else title.rjust(width), "heading")
         # Names and states begin with the least, numbers with the largest.
         is_rising = (order in {"name", "state"}) != is_reversed

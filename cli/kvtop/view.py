@@ -60,7 +60,7 @@ def plain_screen(scene: Scene, width: int, glyphs: Glyphs) -> str:
         lines.append([])
     if rows:
         table = Table(rows, width, glyphs, whole_names=True)
-        lines.append(table.heading("", is_reversed=False))
+        lines.append(table.heading(None, is_reversed=False))
         lines += [table.row(one, is_selected=False) for one in rows]
     else:
         lines.append(cut([Span(NOTHING)], width))

@@ -16,6 +16,7 @@ import pexpect
 import pyte
 
 KVTOP = str(Path(sys.executable).with_name("kvtop"))
+KVCTL = str(Path(sys.executable).with_name("kvctl"))
 DEADLINE_S = 60.0
 
 

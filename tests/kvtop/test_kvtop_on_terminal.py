@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 from ledger_instance import Instance
-from on_terminal import KVTOP, OnTerminal
+from on_terminal import KVCTL, KVTOP, OnTerminal
 from segment_owner import Owner
 from shown_instance import Shown
 
@@ -384,9 +384,18 @@ def test_once_prints_a_plain_screen(three, tag):
     assert "48.0G of 80.0G" in lines[0]
     assert [line.split()[0] for line in lines[-3:]] == names(three)
     assert max(map(len, lines)) <= 120
+    assert not set("▲▼^v") & set(lines[-4]), "nothing is sorted by a column"
     plain = run(KVTOP, "--once", PYTHONIOENCODING="ascii")
     assert plain.returncode == 0
     assert plain.stdout.isascii()
+
+
+@pytest.mark.parametrize("program", [(KVTOP, "--once"), (KVCTL, "kvtop", "--once"), (KVTOP,)])
+def test_a_name_that_is_none_is_an_error(owner, program):
+    done = run(*program, "no_such_instance")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "no segment is called 'no_such_instance'" in done.stderr
+    assert owner.name in done.stderr
 
 
 def test_once_with_an_interval_has_rates(owner):
@@ -397,8 +406,7 @@ def test_once_with_an_interval_has_rates(owner):
 
 
 def test_kvctl_kvtop_is_the_same(owner):
-    kvctl = str(Path(KVTOP).with_name("kvctl"))
-    done = run(kvctl, "kvtop", "--refresh", "1", "--once", owner.name)
+    done = run(KVCTL, "kvtop", "--refresh", "1", "--once", owner.name)
     assert done.returncode == 0
     assert owner.name in done.stdout
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from fake_nvml import GIB, write_packages
+from ledger_instance import Instance
 from segment_owner import CAPACITY_BYTES, MAPPED_BYTES, Owner
 from terminal import written_to_a_terminal
 
@@ -118,6 +119,17 @@ def test_capacity_of_the_host_is_the_variables(no_nvml):
     (host,) = rows(no_nvml | {"KVELASTIC_HOST_MEMORY": "banana"})
     assert host["capacity_bytes"] is None
     assert "banana" in host["problem"]
+
+
+def test_capacity_is_what_its_instances_go_by_and_not_the_shells(no_nvml):
+    """Also of an instance that is in no ledger, as the owner of this test is."""
+    environ = no_nvml | {"KVELASTIC_HOST_MEMORY": "3G"}
+    with Instance(KVELASTIC_HOST_MEMORY="400M", KVELASTIC_LEDGER=f"devices_{os.getpid()}"):
+        (host,) = rows(environ)
+        assert host["capacity_bytes"] == 400 << 20
+    with Owner("-"):
+        (host,) = rows(environ)
+        assert host["capacity_bytes"] == CAPACITY_BYTES
 
 
 def test_json_with_gpus(gpus, name):
