@@ -28,6 +28,7 @@ from kvelastic.controller.request_log import RequestLog
 from kvelastic.controller.served_model import ServedModel
 from kvelastic.controller.serving import Serving
 from kvelastic.controller.settings import LaunchSettings, ModelSettings, Settings
+from kvelastic.controller.settings_warnings import warnings_of
 from kvelastic.controller.upkeep import Upkeep
 from kvelastic.errors import ControllerError
 
@@ -147,6 +148,10 @@ class Front(Serving):
             for key in (*bound, "keep_alive")
             if getattr(new.server, key) != getattr(old.server, key)
         ]
+        known = set(warnings_of(old))
+        for warning in warnings_of(new):
+            if warning not in known:
+                _log.warning("%s", warning)
         self.settings = new
         self.forwarder.budget.limit_bytes = new.server.max_buffered
         self.reloads += 1

@@ -7,7 +7,6 @@ takes says nothing of any key: whoever tries one cannot choose what its digest b
 from __future__ import annotations
 
 import hashlib
-import logging
 from dataclasses import dataclass
 from typing import Final
 
@@ -17,8 +16,6 @@ from kvelastic.controller.origins import Origins
 from kvelastic.controller.refusal import Refusal
 from kvelastic.controller.settings import AuthSettings
 from kvelastic.sizes import MAX_PRIORITY
-
-_log = logging.getLogger("kvelastic.controller")
 
 _ID_DIGITS: Final = 8
 
@@ -54,15 +51,6 @@ class Keys:
             self._by_digest[admin.digest] = Key(_id(admin.digest), admin.name, True, MAX_PRIORITY)
         is_open = not self._by_digest
         self._nobody = Key(None, None, is_open, MAX_PRIORITY if is_open else settings.max_priority)
-        plain = [
-            key for key in (*settings.api_keys, *settings.admin_keys) if not key.is_given_as_digest
-        ]
-        if plain:
-            _log.warning(
-                "%d keys stand in the configuration as they are; write sha256:HEX of them"
-                " (printf %%s KEY | sha256sum), or ${ENV_NAME}",
-                len(plain),
-            )
 
     @property
     def has_api_keys(self) -> bool:

@@ -17,6 +17,7 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    PrivateAttr,
     WithJsonSchema,
     field_validator,
     model_validator,
@@ -155,6 +156,7 @@ class KeySettings(_Section):
     """`sha256:HEX` of the key, or the key itself."""
     name: Annotated[str, Field(min_length=1, max_length=64)] | None = None
     """Whose it is; it stands in the log beside the key's id."""
+    _is_from_environment: bool = PrivateAttr(default=False)
 
     @field_validator("key")
     @classmethod
@@ -173,6 +175,15 @@ class KeySettings(_Section):
     def is_given_as_digest(self) -> bool:
         """Whether the configuration does not know the key itself."""
         return self.key.startswith("sha256:")
+
+    @property
+    def is_in_file(self) -> bool:
+        """Whether whoever reads the configuration file has the key."""
+        return not (self.is_given_as_digest or self._is_from_environment)
+
+    def mark_from_environment(self) -> None:
+        """The file names a variable, which has the key."""
+        self._is_from_environment = True
 
     @property
     def digest(self) -> bytes:

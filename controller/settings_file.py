@@ -47,8 +47,10 @@ def parse(
     if not isinstance(raw, dict):
         raise ControllerConfigError(f"{source}: the top level has keys (server, models, ...)")
     try:
-        raw = _substitute(raw, os.environ if environ is None else environ)
-        return Settings.model_validate(raw)
+        environ = os.environ if environ is None else environ
+        settings = Settings.model_validate(_substitute(raw, environ))
+        _mark_keys(settings, raw, environ)
+        return settings
     except ValidationError as error:
         faults = "; ".join(
             f"{'.'.join(_shown(part) for part in fault['loc']) or 'all'}:"
@@ -68,6 +70,20 @@ def _shown(part: int | str) -> str:
 def json_schema() -> dict[str, Any]:
     """The JSON schema of the configuration."""
     return Settings.model_json_schema()
+
+
+def _mark_keys(settings: Settings, raw: dict[str, Any], environ: Mapping[str, str]) -> None:
+    """Say of each key whether the file has it, or only the name of a variable that has it."""
+    auth = raw.get("auth") or {}
+    for name, keys in (
+        ("api_keys", settings.auth.api_keys),
+        ("admin_keys", settings.auth.admin_keys),
+    ):
+        for key, written in zip(keys, auth.get(name) or (), strict=True):
+            text = written["key"] if isinstance(written, dict) else written
+            variable = _VARIABLE.fullmatch(text)
+            if variable and variable[1] in environ:
+                key.mark_from_environment()
 
 
 def _substitute(value: Any, environ: Mapping[str, str]) -> Any:

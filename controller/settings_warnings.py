@@ -4,12 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from kvelastic.controller.settings import ModelSettings, Settings, is_loopback
+from kvelastic.controller.settings import AuthSettings, ModelSettings, Settings, is_loopback
 
 
 def warnings_of(settings: Settings) -> list[str]:
     """One sentence each, with what to do."""
-    return [warning for model in settings.models for warning in _of_launch(model)]
+    found = list(_of_keys(settings.auth))
+    for model in settings.models:
+        found += _of_launch(model)
+    return found
+
+
+def _of_keys(auth: AuthSettings) -> Iterator[str]:
+    for name, keys in (("api_keys", auth.api_keys), ("admin_keys", auth.admin_keys)):
+        count = sum(key.is_in_file for key in keys)
+        if count:
+            yield (
+                f"auth.{name}: whoever can read the configuration file has {count} of the"
+                f" {len(keys)} keys; write sha256:HEX of a key (printf %s KEY | sha256sum), or"
+                " ${ENV_NAME}"
+            )
 
 
 def _of_launch(model: ModelSettings) -> Iterator[str]:

@@ -11,6 +11,7 @@ import yaml
 
 from kvelastic.controller.durations import parse_duration_s
 from kvelastic.controller.settings_file import json_schema, load, parse
+from kvelastic.controller.settings_warnings import warnings_of
 from kvelastic.errors import ControllerConfigError, InvalidArgumentError
 
 EXAMPLE = Path(__file__).parents[2] / "docs" / "controller.example.yaml"
@@ -164,6 +165,19 @@ def test_the_schema_takes_what_is_taken_and_nothing_else() -> None:
         else:
             with pytest.raises(ControllerConfigError):
                 parse(yaml.safe_dump(text), {})
+
+
+def test_keys_that_stand_in_the_file_are_warned_of_and_others_are_not() -> None:
+    text = """
+auth:
+  api_keys: ["${HERE}", "plain", "${GONE:-default}", {key: "x${HERE}"}]
+  admin_keys: ["sha256:%s", {key: "${HERE}"}]
+""" % ("ab" * 32)
+    (warning,) = warnings_of(parse(text, {"HERE": "secret"}))
+    assert warning.startswith("auth.api_keys: whoever can read the configuration file has 3 of the")
+    assert "4 keys" in warning
+    assert "secret" not in warning
+    assert warnings_of(parse("auth: {api_keys: ['${HERE}']}", {"HERE": "secret"})) == []
 
 
 def test_a_key_is_given_once() -> None:
