@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Final
 
-from kvelastic.cli.explanation_ledger import explain_ledger
+from kvelastic.cli.explanation_ledger import explain_ledger, has_memory_for
 from kvelastic.cli.explanation_line import Line
 from kvelastic.sizes import format_size
 
@@ -22,9 +22,9 @@ _PATIENCE_S: Final = 1.0
 """An instance answers in about a millisecond; after so long something is wrong with it."""
 _MUCH_SLACK: Final = 0.25
 """Part of what is mapped."""
-_LEAST_PAGE_BYTES: Final = 2 << 20
+_LEAST_MAPPING_BYTES: Final = 2 << 20
 _LEAST_BLOCKS_A_PAGE: Final = 8
-"""No page is smaller than either (see `KVELASTIC_PAGE_SIZE_MB`)."""
+"""No mapping of a page is smaller than either (see `KVELASTIC_PAGE_SIZE_MB`)."""
 
 
 def explain(status: InstanceStatus, ledger: LedgerInfo | None) -> list[Line]:
@@ -41,7 +41,8 @@ def explain(status: InstanceStatus, ledger: LedgerInfo | None) -> list[Line]:
         *_life(status),
         *_holdings(status),
         *_request(status),
-        *(_sleep(status) if status.asleep else _limit(status)),
+        *(_sleep(status) if status.asleep else _limit(status, ledger)),
+        *_engine(status),
         *explain_ledger(status, ledger),
     ]
 
@@ -103,11 +104,13 @@ def _holdings(status: InstanceStatus) -> Iterable[Line]:
 
 
 def _can_have_smaller_pages(status: InstanceStatus) -> bool:
+    """Whether a page of half the size can be had; False where that is not known."""
     blocks = status.blocks_in_use + status.blocks_cached
-    if not blocks:
-        return status.page_bytes >= 2 * _LEAST_PAGE_BYTES
-    block_bytes = (status.in_use_bytes + status.cached_bytes) // blocks
-    return status.page_bytes >= 2 * max(_LEAST_PAGE_BYTES, _LEAST_BLOCKS_A_PAGE * block_bytes)
+    if not blocks or not status.mappings_per_page:
+        return False
+    mapping_bytes = status.page_bytes // status.mappings_per_page
+    block_bytes = (status.in_use_bytes + status.cached_bytes) // blocks // status.mappings_per_page
+    return mapping_bytes >= 2 * max(_LEAST_MAPPING_BYTES, _LEAST_BLOCKS_A_PAGE * block_bytes)
 
 
 def _request(status: InstanceStatus) -> Iterable[Line]:
@@ -149,11 +152,30 @@ def _sleep(status: InstanceStatus) -> Iterable[Line]:
     else:
         what = "It is asleep: it hands out no blocks, so new requests wait until it is woken."
         do = f"{wake}; where the controller put it to sleep, a request for its model wakes it"
+    if status.engine_asleep:
+        do = f"wake its engine, which wakes it too; {wake} alone is not enough"
+    elif status.engine_asleep is False:
+        what += " Its engine is awake and takes requests all the same."
+        do = wake
     yield Line("asleep", what, do, is_blocked=True)
     yield Line("limit", f"Its limit is {_size(status.limit_bytes)} when it wakes.")
 
 
-def _limit(status: InstanceStatus) -> Iterable[Line]:
+def _engine(status: InstanceStatus) -> Iterable[Line]:
+    """Of an engine that sleeps, which no request to the instance changes."""
+    if not status.engine_asleep:
+        return
+    also = "sleeps, too" if status.asleep else "sleeps, though its memory is awake"
+    yield Line(
+        "engine",
+        f"Its engine {also}: requests to it wait until the engine is woken.",
+        "have the controller wake it (POST /action/wakeup/MODEL, or a request for its model); an"
+        " engine without a controller by itself, vLLM with POST /wake_up",
+        is_blocked=True,
+    )
+
+
+def _limit(status: InstanceStatus, ledger: LedgerInfo | None) -> Iterable[Line]:
     limit = _size(status.effective_limit_bytes)
     if status.is_squeezed:
         yield Line(
@@ -170,8 +192,9 @@ def _limit(status: InstanceStatus) -> Iterable[Line]:
         whole = ", which is the whole device" if is_whole else ""
         yield Line("limit", f"Its limit is {limit}{whole}: {_size(status.room_bytes)} more fit.")
         return
-    # A larger limit helps where the device has room for it, and others do not hold it down.
-    can_grow = not is_whole and not status.is_squeezed
+    # A larger limit helps where it is the limit that binds, and the device has something to give.
+    can_grow = status.is_limit_binding and not status.is_squeezed and not is_whole
+    can_grow = can_grow and has_memory_for(status, ledger)
     if status.spare_bytes:
         yield Line(
             "limit",
@@ -194,19 +217,20 @@ def _limit(status: InstanceStatus) -> Iterable[Line]:
 
 def _over(status: InstanceStatus) -> Line:
     over, limit = _size(status.over_bytes), _size(status.effective_limit_bytes)
+    over += f" over {'that' if status.is_squeezed else f'its limit of {limit}'}"
     spare_bytes = status.spare_bytes
     if status.over_bytes > spare_bytes:
         spare = f"only {_size(spare_bytes)} of it are" if spare_bytes else "nothing of it is"
         what = (
-            f"It is {over} over its limit of {limit}, and {spare} parked or cached: the rest is in"
+            f"It is {over}, and {spare} parked or cached: the rest is in"
             " use, so it hands out no blocks until requests end or are preempted."
         )
         do = "wait"
-        if not status.is_squeezed:
+        if status.is_limit_binding and not status.is_squeezed:
             do += f", or raise the limit: kvctl limit {status.name} SIZE"
     else:
         what = (
-            f"It is {over} over its limit of {limit}, and gives parked pages and cached blocks"
+            f"It is {over}, and gives parked pages and cached blocks"
             " back; cached blocks on pages that are in use too come free only with those."
         )
         do = "look again; if it stays so, wait for requests to end"

@@ -52,6 +52,29 @@ def member_of(status: InstanceStatus, ledger: LedgerInfo | None) -> Member | Non
     return next((member for member in members if member.uuid == status.uuid), None)
 
 
+def has_memory_for(status: InstanceStatus, ledger: LedgerInfo | None) -> bool:
+    """Whether the device has a page more for an instance; True where nobody can say.
+
+    It is free, or held by others that rank below it or hold more than an equal share.
+    """
+    me = member_of(status, ledger)
+    if ledger is None or me is None:
+        return True
+    if ledger.free_bytes >= status.page_bytes:
+        return True
+    living = [member for member in ledger.members if member.status != "dead"]
+    share_bytes = ledger.capacity_bytes // max(len(living), 1)
+    return any(
+        other.granted_bytes > other.min_bytes
+        and (
+            other.priority < me.priority
+            or (other.priority == me.priority and other.granted_bytes > share_bytes)
+        )
+        for other in living
+        if other is not me
+    )
+
+
 def _guarantee(status: InstanceStatus, *, held_bytes: int, has_others: bool) -> Iterable[Line]:
     guarantee = _size(status.min_bytes)
     if status.min_bytes > status.effective_limit_bytes and not status.asleep:

@@ -5,7 +5,7 @@ text = outcome_text("kvelastic_vLLM_4711", request, outcome_of(request, answer),
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from kvelastic.cli.rows import printable
 from kvelastic.instance.outcome import Outcome, Request, Verdict
@@ -14,6 +14,12 @@ from kvelastic.sizes import format_size
 
 if TYPE_CHECKING:
     from kvelastic.segment import Answer
+
+
+ENGINE_SLEEPS: Final = (
+    "but its engine sleeps, and requests wait until that is woken (vLLM's /wake_up, or the"
+    " controller)"
+)
 
 
 def request_text(request: Request, *, exact: bool = True) -> str:
@@ -46,6 +52,7 @@ def outcome_text(
         return f"{name} has failed: {printable(outcome.reason)}"
     beyond, in_force = _beyond(outcome, answer), _in_force(request, answer)
     over, mapped = format_size(answer.over_bytes), format_size(answer.mapped_bytes)
+    engine = f"; {ENGINE_SLEEPS}" if outcome.engine_asleep else ""
     also = "it is asleep, and " if answer.asleep and request.asleep is None else ""
     said = {
         Verdict.PENDING: "requested; no reply yet",
@@ -56,7 +63,7 @@ def outcome_text(
         Verdict.NOT_TAKEN: f"not taken by the instance; {in_force}",
         Verdict.SHRINKING: f"accepted; {also}{over} are still to be given back",
         Verdict.ASLEEP: f"applied{beyond}; it is asleep until `kvctl wake {name}`",
-        Verdict.APPLIED: f"applied{beyond}; {mapped} are mapped",
+        Verdict.APPLIED: f"applied{beyond}; {mapped} are mapped{engine}",
     }
     return f"{name}: {request_text(request, exact=exact)} {said[outcome.verdict]}"
 

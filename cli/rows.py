@@ -21,6 +21,7 @@ class Row(TypedDict):
     alive: bool
     state: str
     asleep: bool | None
+    engine_asleep: bool | None
     reason: str
     limit_bytes: int | None
     is_limited: bool | None
@@ -71,6 +72,7 @@ def row_of(status: InstanceStatus) -> Row:
         alive=status.is_alive,
         state=status.state,
         asleep=status.asleep if known else None,
+        engine_asleep=status.engine_asleep,
         reason=status.reason,
         limit_bytes=figure(status.limit_bytes),
         is_limited=status.is_limited if known else None,
@@ -106,8 +108,9 @@ def row_of(status: InstanceStatus) -> Row:
 
 
 def shown_state(row: Row) -> str:
-    """What tables show as its state: `asleep` for one that sleeps and has nothing left to do."""
-    return "asleep" if row["asleep"] and row["state"] == "applied" else row["state"]
+    """What tables show as its state; see `InstanceStatus.word`."""
+    sleeps = row["asleep"] or row["engine_asleep"]
+    return "asleep" if sleeps and row["state"] == "applied" else row["state"]
 
 
 def printable(text: str) -> str:

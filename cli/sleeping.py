@@ -102,6 +102,7 @@ def _in_use_bytes(name: str) -> int:
 
 
 def _end_wake(before: SegmentInfo, outcome: Outcome, answer: Answer, wait_s: float | None) -> None:
+    from kvelastic.cli.outcome_text import ENGINE_SLEEPS
     from kvelastic.sizes import format_size
 
     already = "" if before.usage["asleep"] else " already"
@@ -110,4 +111,6 @@ def _end_wake(before: SegmentInfo, outcome: Outcome, answer: Answer, wait_s: flo
         message += f", and {format_size(answer.over_bytes)} are still to be given back"
     else:
         message += f", and {format_size(answer.mapped_bytes)} are mapped"
+    if outcome.engine_asleep:
+        message += f"; {ENGINE_SLEEPS}"
     end(message, outcome, wait_s)

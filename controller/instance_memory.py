@@ -84,6 +84,11 @@ def wish(
     }
 
 
+def is_asleep(name: str) -> bool:
+    """Whether an instance's memory sleeps. Raises `SegmentError`."""
+    return look_at(name).asleep
+
+
 def shortage(name: str) -> str | None:
     """Why an instance that wakes would not get what it is guaranteed; None if it would.
 
@@ -127,6 +132,7 @@ def pressure(older_than_s: float) -> tuple[list[Ask], dict[str, tuple[frozenset[
 
 __all__ = [
     "devices",
+    "is_asleep",
     "pressure",
     "row",
     "rows",

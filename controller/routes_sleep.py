@@ -85,6 +85,9 @@ async def wake_up(front: Front, request: Request) -> Any:
     """Wake a model; answers when it can serve."""
     model = front.fleet.need(request.path_params["model"])
     if model.gate.state is State.AWAKE:
+        problem = await model.wake_memory()  # which kvctl may have put to sleep
+        if problem is not None:
+            return _told(model, 502, False, f"Its memory could not be woken: {problem}")
         return _told(model, 200, True, "The model is awake already.")
     if model.gate.state is State.FALLING_ASLEEP:
         await model.settled()

@@ -65,6 +65,8 @@ class ServedModel:
         self._changed = asyncio.Event()
         self._are_engines_awake = False
         """Found so while the model sleeps: the next wake is of its memory only."""
+        self._is_memory_asleep = False
+        """While the model is awake: found so at the last look."""
         self._wishing = asyncio.Lock()
         self.gate.state = State.STARTING  # until its engines were looked at
 
@@ -231,6 +233,35 @@ class ServedModel:
             # the state of waking, so nothing else puts the model to sleep or wakes it meanwhile.
             self._are_engines_awake = True
             gate.ask_wake(time.monotonic())
+
+    async def look_at_memory(self) -> None:
+        """Say it where the model is awake and its memory sleeps: by `kvctl sleep`, not by us."""
+        name, gate = self.settings.instance, self.gate
+        if name is None or gate.state is not State.AWAKE:
+            return
+        generation = gate.generation
+        try:
+            is_asleep = await asyncio.to_thread(instance_memory.is_asleep, name)
+        except KvelasticError:
+            return  # it has not started, or has ended
+        if gate.generation != generation:
+            return
+        if is_asleep and not self._is_memory_asleep:
+            self.last_problem = (
+                f"its instance {name} was put to sleep by somebody else, and requests wait: kvctl"
+                " wake, or /action/wakeup, ends that"
+            )
+            _log.warning("%s", self.last_problem, extra={"model": self.name})
+        elif self._is_memory_asleep and not is_asleep:
+            self.last_problem = None
+        self._is_memory_asleep = is_asleep
+
+    async def wake_memory(self) -> str | None:
+        """Wake the memory of a model that is awake; a problem if that cannot be."""
+        problem = await self._memory_wakes()
+        if problem is None:
+            await self.look_at_memory()
+        return problem
 
     async def _sleep(self) -> None:
         timeout_s = self.sleep_settings.sleep_timeout

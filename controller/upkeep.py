@@ -78,7 +78,8 @@ class Upkeep:
                     m.find_state()
                     for m in self._serving.fleet
                     if m.gate.is_idle and m.gate.state in {State.AWAKE, State.ASLEEP}
-                )
+                ),
+                *(m.look_at_memory() for m in self._serving.fleet),
             )
         for name in due([candidate_of(model) for model in self._serving.fleet]):
             self._put_to_sleep(name, "idle")

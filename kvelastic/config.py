@@ -14,6 +14,7 @@ import logging
 import os
 import re
 import sys
+import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -208,12 +209,14 @@ VARIABLES: Final[tuple[Variable, ...]] = (
              "Name of the instance and its shared-memory segment."),
     Variable("KVELASTIC_GPU_UTILIZATION", "KVCACHED_GPU_UTILIZATION", "gpu_utilization", _fraction,
              "0.95", "a number above 0, up to 1",
-             "Largest part of the device's memory that KV caches may fill."),
+             "Largest part of a GPU's memory that KV caches may fill; of the host's memory"
+             " KVELASTIC_HOST_MEMORY says it."),
     Variable("KVELASTIC_PAGE_SIZE_MB", "KVCACHED_PAGE_SIZE_MB", "page_size_mb",
              _integer(2, 2, 1024), "2", "a multiple of 2, from 2 to 1024",
              "Smallest page size in MiB; a page may be larger to hold whole blocks of all layers."),
     Variable("KVELASTIC_LOG_LEVEL", "KVCACHED_LOG_LEVEL", "log_level", _log_level, "INFO",
-             "DEBUG, INFO, WARNING, ERROR or CRITICAL", "Least severe message that is logged."),
+             "DEBUG, INFO, WARNING, ERROR or CRITICAL",
+             "Least severe message that is logged; docs/log.md says what DEBUG adds."),
     Variable("KVELASTIC_PAGE_PREALLOC_ENABLED", "KVCACHED_PAGE_PREALLOC_ENABLED",
              "page_prealloc_enabled", _boolean, "true", BOOLEAN,
              "Map pages ahead of demand in the background."),
@@ -359,18 +362,31 @@ def _stem(name: str) -> str:
 
 # Messages that were said, and those that came before logging was set up.
 _said: set[str] = set()
+_SAID: Final = "_KVELASTIC_SAID"
+"""In the environment, which child processes inherit: checksums of what was said."""
 _held: list[tuple[int, str]] = []
 
 
 def say_once(level: int, message: str) -> None:
-    """Log `message` once a process; held until `configure_logging` if the level is off so far."""
+    """Log `message` once in this process and those that it starts.
+
+    Held until `configure_logging` if the level is off so far.
+    """
     if message in _said:
         return
     _said.add(message)
     if logger.isEnabledFor(level):
-        logger.log(level, message)
+        _say(level, message)
     else:
         _held.append((level, message))
+
+
+def _say(level: int, message: str) -> None:
+    digest = f"{zlib.crc32(message.encode()):08x}"
+    said = os.environ.get(_SAID, "").split()
+    if digest not in said:
+        os.environ[_SAID] = " ".join((*said, digest))
+        logger.log(level, message)
 
 
 class _Handler(logging.StreamHandler[TextIO]):
@@ -397,7 +413,7 @@ def configure_logging(config: Config, stream: TextIO | None = None) -> None:
     logger.setLevel(config.log_level)
     logger.propagate = False
     while _held:
-        logger.log(*_held.pop(0))
+        _say(*_held.pop(0))
 
 
 def default_host_capacity_bytes(machine_bytes: int) -> int:

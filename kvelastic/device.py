@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from kvelastic import _vmm
-from kvelastic.config import Config
+from kvelastic.config import Config, say_once
 from kvelastic.errors import DeviceUnavailableError, InvalidArgumentError
 
 _log = logging.getLogger("kvelastic")
@@ -41,6 +41,12 @@ class Device:
 
 def host(settings: Config) -> Device:
     """The machine's own memory, with the capacity of `KVELASTIC_HOST_MEMORY`."""
+    if settings.gpu_utilization != Config.gpu_utilization:
+        say_once(
+            logging.WARNING,
+            f"KVELASTIC_GPU_UTILIZATION={settings.gpu_utilization:g} is of GPUs and does nothing"
+            " for host memory; set KVELASTIC_HOST_MEMORY.",
+        )
     return Device(HOST, settings.host_memory_bytes, _vmm.HostDriver)
 
 

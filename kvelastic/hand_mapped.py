@@ -220,6 +220,7 @@ def open_hand_mapped(
     Limit, guarantee and priority are those of the variables; `name` as in `segment.create`. Raises
     `GuaranteeError`, `LedgerError`, `SegmentError`, `DriverError`; nothing is left behind then.
     """
+    _vmm.set_debug_logging(_log.isEnabledFor(logging.DEBUG))
     memory = _vmm.Range.reserve(device.driver(), geometry)
     own_segment = segment.create(name, engine=ENGINE, device=device.name)
     place: ledger.JoinedLedger | None = None

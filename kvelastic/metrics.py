@@ -71,6 +71,9 @@ _FIGURES: Final = {
     "blocks_in_use": _instance("blocks_in_use", "Blocks that requests refer to."),
     "blocks_cached": _instance("blocks_cached", "Blocks kept for prefix caching."),
     "asleep": _instance("asleep", "1 while it sleeps, hands out nothing and gives all back."),
+    "engine_asleep": _instance(
+        "engine_asleep", "1 while its engine sleeps, and requests to it wait; where that is known."
+    ),
     "limit_bytes": _instance(
         "limit_bytes", "Its limit, as it was set; an instance that sleeps keeps it."
     ),

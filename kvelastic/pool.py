@@ -19,7 +19,7 @@ from typing import TypeAlias
 from kvelastic import _vmm, ledger, segment
 from kvelastic.config import Config
 from kvelastic.device import Device
-from kvelastic.errors import ConfigError, DeviceUnavailableError, DriverError
+from kvelastic.errors import DeviceUnavailableError, DriverError
 from kvelastic.layout import PageLayout
 from kvelastic.sizes import format_size
 
@@ -155,17 +155,22 @@ def open_pool(
 
     `num_blocks` counts the null block; `name` overrides `KVELASTIC_IPC_NAME`; `movable` says that
     the engine follows cached blocks to other ids (`take_changes`); `page_copies` is how many of
-    each page the device holds, one a worker that maps pages there. Raises `ConfigError` for a
-    `KVELASTIC_LIMIT` under one page, `GuaranteeError` for a `KVELASTIC_MIN` that the device
-    has no room for, `LedgerError` if the device is not to be shared, `SegmentError` if the segment
-    cannot be made (its name is a live instance's), and what `memory` raises; nothing is left behind
-    then.
+    each page the device holds, one a worker that maps pages there. Raises `GuaranteeError` for a
+    `KVELASTIC_MIN` that the device has no room for, `LedgerError` if the device is not to be
+    shared, `SegmentError` if the segment cannot be made (its name is a live instance's), and what
+    `memory` raises; nothing is left behind then.
     """
+    _vmm.set_debug_logging(_log.isEnabledFor(logging.DEBUG))
+    _log.debug(
+        "layout: %s; %d pages of %s, %d blocks in each, at most %d blocks",
+        layout,
+        pages,
+        format_size(layout.page_bytes * page_copies),
+        layout.blocks_per_page,
+        num_blocks,
+    )
     limit_bytes = _start_limit_bytes(
-        settings,
-        layout.page_bytes * page_copies,
-        layout.range_bytes(pages) * page_copies,
-        device.capacity_bytes,
+        settings, layout.page_bytes * page_copies, device.capacity_bytes
     )
     own_segment = segment.create(
         settings.ipc_name if name is None else name, engine=engine, model=model, device=device.name
@@ -201,6 +206,15 @@ def open_pool(
             place.close()
         own_segment.close()
         raise
+    _log.debug(
+        "instance %s: on %s, of which instances may hold %s; limit %s, guarantee %s, priority %d",
+        own_segment.name,
+        device.name,
+        format_size(place.member.capacity_bytes),
+        "none" if limit_bytes == _vmm.UNLIMITED_BYTES else format_size(limit_bytes),
+        format_size(settings.minimum),
+        settings.priority,
+    )
     return ElasticPool(own_segment, place, where, blocks, settings)
 
 
@@ -223,16 +237,15 @@ def most_cached_blocks(max_cached_tokens: int, block_tokens: int) -> int:
     return max_cached_tokens // block_tokens
 
 
-def _start_limit_bytes(
-    settings: Config, page_bytes: int, range_bytes: int, capacity_bytes: int
-) -> int:
-    wanted = settings.limit_bytes(capacity_bytes)
-    if wanted is None:
+def _start_limit_bytes(settings: Config, page_bytes: int, capacity_bytes: int) -> int:
+    limit_bytes = settings.limit_bytes(capacity_bytes)
+    if limit_bytes is None:
         return _vmm.UNLIMITED_BYTES
-    if wanted < page_bytes:
-        raise ConfigError(
-            f"KVELASTIC_LIMIT comes to {wanted} bytes, less than the one page"
-            f" ({page_bytes} bytes) that is always held; set it to"
-            f" {format_size(page_bytes)} or more."
+    if limit_bytes < page_bytes:
+        _log.warning(
+            "KVELASTIC_LIMIT comes to %d bytes, less than a page of %s. One page is held all the"
+            " same; requests that need more wait until kvctl limit sets a higher limit.",
+            limit_bytes,
+            format_size(page_bytes),
         )
-    return min(wanted, range_bytes)
+    return limit_bytes

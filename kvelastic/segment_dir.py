@@ -60,6 +60,8 @@ class SegmentInfo:
     answer: dict[str, Any] = field(default_factory=dict)
     wish: dict[str, Any] = field(default_factory=dict)
     counters: dict[str, int] = field(default_factory=dict)
+    engine_asleep: bool | None = None
+    """Whether the engine itself sleeps; None where it has not said."""
 
     @property
     def is_alive(self) -> bool:
@@ -175,6 +177,7 @@ def _inspect(fd: int, name: str) -> SegmentInfo:
                 answer=record.read_answer(),
                 wish=record.read_wish(),
                 counters=record.counters(),
+                engine_asleep=record.engine_asleep,
             )
         finally:
             record.release()

@@ -145,7 +145,7 @@ AnswerState answer_state_of(const std::string& name) {
 }
 
 /// The fields of Usage that Python sees, by their names.
-constexpr std::array<std::pair<const char*, std::uint64_t Usage::*>, 18> kUsageFields{{
+constexpr std::array<std::pair<const char*, std::uint64_t Usage::*>, 19> kUsageFields{{
     {"capacity_bytes", &Usage::capacity_bytes},
     {"mapped_bytes", &Usage::mapped_bytes},
     {"in_use_bytes", &Usage::in_use_bytes},
@@ -164,6 +164,7 @@ constexpr std::array<std::pair<const char*, std::uint64_t Usage::*>, 18> kUsageF
     {"asleep", &Usage::asleep},
     {"limit_bytes", &Usage::limit_bytes},
     {"squeezed", &Usage::squeezed},
+    {"mappings_per_page", &Usage::mappings_per_page},
 }};
 
 nb::dict read_header(const PyRecord& record) {
@@ -236,6 +237,12 @@ nb::dict read_usage(const PyRecord& record) {
   for (const auto& [name, field] : kUsageFields) out[name] = usage.*field;
   out["whole"] = whole;
   return out;
+}
+
+nb::object engine_asleep(const PyRecord& record) {
+  const EngineSleep sleep = record.view().engine_sleep();
+  if (sleep == EngineSleep::kUnknown) return nb::none();
+  return nb::bool_(sleep == EngineSleep::kAsleep);
 }
 
 nb::dict counters(const PyRecord& record) {
@@ -406,6 +413,14 @@ void bind_record(nb::module_& m) {
       .def("read_answer", &read_answer)
       .def("read_usage", &read_usage)
       .def("counters", &counters)
+      .def_prop_ro("engine_asleep", &engine_asleep,
+                   "Whether the engine itself sleeps; None where it has not said.")
+      .def(
+          "set_engine_asleep",
+          [](const PyRecord& r, bool asleep) {
+            r.native()->set_engine_sleep(asleep ? EngineSleep::kAsleep : EngineSleep::kAwake);
+          },
+          "asleep"_a, "Owner: say whether the engine itself sleeps.")
       .def(
           "write_wish",
           [](const PyRecord& r, std::optional<std::uint64_t> limit_bytes,

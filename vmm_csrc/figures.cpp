@@ -91,6 +91,7 @@ Usage Figures::usage(std::uint64_t available) const {
   usage.asleep = accounting_.limit.is_asleep() ? 1 : 0;
   usage.limit_bytes = accounting_.limit.requested_bytes();
   usage.squeezed = accounting_.limit.is_squeezed() ? 1 : 0;
+  usage.mappings_per_page = page_bytes / accounting_.geometry().extent_bytes;
   return usage;
 }
 

@@ -4,6 +4,9 @@
 #include <cstdio>
 #include <new>
 
+#include "debug_log.h"
+#include "size_text.h"
+
 namespace kvelastic {
 namespace {
 
@@ -25,6 +28,22 @@ std::uint64_t next_revision(const Wish& wish, std::uint64_t done) {
     if (asked > done) next = std::min(next, asked);
   }
   return next;
+}
+
+const char* text_of(AnswerState state) {
+  switch (state) {
+    case AnswerState::kNone:
+      return "none";
+    case AnswerState::kApplied:
+      return "applied";
+    case AnswerState::kShrinking:
+      return "shrinking";
+    case AnswerState::kRefused:
+      return "refused";
+    case AnswerState::kFailed:
+      return "failed";
+  }
+  return "?";
 }
 
 }  // namespace
@@ -85,6 +104,10 @@ void Keeper::go_round() {
   finish_shrinking();
   const bool missing = pool_->pursue();
   pursuing_ = pool_->expire_squeeze() || missing || over_capacity;
+  // Also a squeeze that begins or ends is a limit that holds now.
+  if (pool_->limit_state().effective_bytes != answered_effective_bytes_) {
+    answer(pool_->limit_state(), {});
+  }
   (void)pool_->provision();  // out of memory: demand will say so when it comes
   decay();
   (void)record_->wait_bell(seen, sleep_ns(!read));
@@ -134,7 +157,11 @@ void Keeper::serve_asks() {
   for (LedgerMember::Wanted wanted = member->wanted(); wanted.bytes > 0 && !stopping_;
        wanted = member->wanted()) {
     const std::uint64_t pages = (wanted.bytes + page_bytes - 1) / page_bytes;
-    (void)pool_->give_up(pages, wanted.depth, member->min_bytes());
+    const Result<std::uint64_t> given = pool_->give_up(pages, wanted.depth, member->min_bytes());
+    if (debug_logging()) {
+      debug_log("ledger: was asked for %s, gave %s", size_text(wanted.bytes).c_str(),
+                size_text(given ? *given * page_bytes : 0).c_str());
+    }
     member->handled(wanted.bytes);
   }
 }
@@ -155,9 +182,26 @@ Status Keeper::change_standing(const Wish& wish) {
   return priority ? member->set_priority(wish.priority) : ok();
 }
 
+void Keeper::log_request(const Wish& wish) const {
+  if (!debug_logging()) return;
+  std::string what;
+  const auto is_of_it = [this](std::uint64_t revision) { return revision == revision_; };
+  if (is_of_it(wish.limit_revision)) {
+    what += wish.limit_bytes == kUnlimitedBytes ? ", no limit"
+                                                : ", limit " + size_text(wish.limit_bytes);
+  }
+  if (is_of_it(wish.min_revision)) what += ", guarantee " + size_text(wish.min_bytes);
+  if (is_of_it(wish.priority_revision)) what += ", priority " + std::to_string(wish.priority);
+  if (is_of_it(wish.asleep_revision)) what += wish.asleep != 0 ? ", sleep" : ", wake";
+  if (is_of_it(wish.trim_revision)) what += ", trim";
+  debug_log("request %llu of process %llu%s", static_cast<unsigned long long>(revision_),
+            static_cast<unsigned long long>(wish.writer_pid), what.c_str());
+}
+
 /// Does what was wished for as `revision_`, all of it or nothing, and answers.
 void Keeper::carry_out(const Wish& wish) {
   refusal_.clear();
+  log_request(wish);
   if (Status standing = change_standing(wish); !standing) {
     refusal_ = standing.error().message;
     answer(pool_->limit_state(), {});
@@ -213,6 +257,14 @@ void Keeper::answer(const LimitState& state, std::string reason) {
     answer.priority = member->priority();
   }
   answered_over_bytes_ = state.over_bytes;
+  answered_effective_bytes_ = state.effective_bytes;
+  if (debug_logging()) {
+    debug_log("request %llu: %s; keeps to %s, %s are mapped, %s over%s%s",
+              static_cast<unsigned long long>(revision_), text_of(outcome),
+              size_text(answer.effective_limit_bytes).c_str(),
+              size_text(answer.mapped_bytes).c_str(), size_text(answer.over_bytes).c_str(),
+              reason.empty() ? "" : ": ", reason.c_str());
+  }
   record_->answer(answer, reason);
 }
 

@@ -52,6 +52,7 @@ class Keeper {
   bool read_wish();
   void carry_out(const Wish& wish);
   Status change_standing(const Wish& wish);
+  void log_request(const Wish& wish) const;
   void see_capacity();
   void serve_asks();
   void pass_bells_on();
@@ -67,6 +68,7 @@ class Keeper {
   std::uint64_t revision_ = 0;  // of the wish that is carried out, or was the last
   std::string refusal_;         // why that one was refused; empty: it was not
   std::uint64_t answered_over_bytes_ = 0;
+  std::uint64_t answered_effective_bytes_ = 0;
   bool failure_told_ = false;
   std::uint64_t seen_activity_ = 0;
   bool shrink_again_ = false;  // the driver refused; nothing else may wake this thread for it

@@ -8,6 +8,7 @@
 #include <thread>
 
 #include "checksum.h"
+#include "debug_log.h"
 #include "record.h"
 #include "size_text.h"
 
@@ -379,6 +380,16 @@ LedgerMember::Sums LedgerMember::add_up(std::uint64_t wanted_units) const {
 }
 
 std::uint64_t LedgerMember::grant(std::uint64_t pages, std::uint64_t page_bytes) {
+  const std::uint64_t granted = take_grant(pages, page_bytes);
+  if (pages > 0 && debug_logging()) {
+    debug_log("ledger: granted %s of %s; %s are granted now",
+              size_text(granted * page_bytes).c_str(), size_text(pages * page_bytes).c_str(),
+              size_text(granted_bytes()).c_str());
+  }
+  return granted;
+}
+
+std::uint64_t LedgerMember::take_grant(std::uint64_t pages, std::uint64_t page_bytes) {
   if (!joined_by_.is_this()) return 0;  // whose mutex may have been taken while it was forked
   const std::uint64_t each = units_of(page_bytes);
   const std::lock_guard lock(mutex_);
@@ -563,6 +574,9 @@ bool LedgerMember::ask(std::uint64_t bytes) {
   LedgerSlot& mine = slot();
   const bool lapsed = less(now_ns, mine.ask_seen_ns.load()) >= rules_.ask_lease_ns;
   if (mine.ask_bytes.load() == 0 || lapsed) mine.ask_since_ns = now_ns;
+  if (debug_logging() && mine.ask_bytes.load() != bytes) {
+    debug_log("ledger: asks others for %s", size_text(bytes).c_str());
+  }
   mine.ask_seen_ns = now_ns;
   mine.ask_bytes = bytes;
 
@@ -587,6 +601,10 @@ bool LedgerMember::demand(const std::vector<Demand>& plan, const Everybody& ever
     if (victim.life.load() != life) continue;
     if (open_requests(victim) == 0) victim.wanted_at_ns = now_ns;
     victim.wanted_bytes[static_cast<std::size_t>(demand.depth) - 1].fetch_add(demand.bytes);
+    if (debug_logging()) {
+      debug_log("ledger: asked the instance of process %u for %s", victim.identity.pid,
+                size_text(demand.bytes).c_str());
+    }
     ring_bell(victim.bell);
     any = true;
   }

@@ -333,6 +333,7 @@ class LedgerMember {
   bool is_member() const { return slot().life.load() == life_ && joined_by_.is_this(); }
   Sums add_up(std::uint64_t wanted_units) const;
   void wake_askers() const;
+  std::uint64_t take_grant(std::uint64_t pages, std::uint64_t page_bytes);
   /// Writes demands into the mailboxes, and rings. Answers whether there was one to write.
   bool demand(const std::vector<Demand>& plan, const Everybody& everybody, std::uint64_t now_ns);
 

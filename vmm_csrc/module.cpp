@@ -1,6 +1,8 @@
 // The native module, `kvelastic._vmm`.
 #include <nanobind/nanobind.h>
 
+#include "debug_log.h"
+
 namespace kvelastic {
 void bind_driver(nanobind::module_& m);
 void bind_ledger(nanobind::module_& m);
@@ -13,6 +15,8 @@ NB_MODULE(_vmm, m) {
   m.doc() = "kvelastic's memory: drivers, ranges, pools and the shared record. No torch in here.";
   // An engine's tensors live until the interpreter is gone, and the range with them: no leak.
   nanobind::set_leak_warnings(false);
+  m.def("set_debug_logging", &kvelastic::set_debug_logging, nanobind::arg("on"),
+        "Whether native threads of this process write lines at DEBUG to stderr.");
   kvelastic::bind_record(m);
   kvelastic::bind_driver(m);
   kvelastic::bind_ledger(m);

@@ -3,6 +3,9 @@
 #include <algorithm>
 #include <string>
 
+#include "debug_log.h"
+#include "size_text.h"
+
 namespace kvelastic {
 namespace {
 
@@ -81,7 +84,15 @@ Status Range::map(std::span<const PageIndex> pages) {
     }
   }
   mapped_pages_.fetch_add(sorted.size(), std::memory_order_relaxed);
+  log_pages("mapped", sorted.size());
   return ok();
+}
+
+void Range::log_pages(const char* what, std::size_t pages) const {
+  if (pages == 0 || !debug_logging()) return;
+  debug_log("pages: %s %zu of %s; %llu are mapped", what, pages,
+            size_text(geometry_.page_bytes()).c_str(),
+            static_cast<unsigned long long>(mapped_pages_.load(std::memory_order_relaxed)));
 }
 
 Status Range::check_map(std::span<const PageIndex> pages) const {
@@ -148,6 +159,7 @@ Status Range::unmap(std::span<const PageIndex> pages, Afterwards afterwards) {
     }
   }
   mapped_pages_.fetch_sub(sorted.size(), std::memory_order_relaxed);
+  log_pages("unmapped", sorted.size());
   if (afterwards == Afterwards::kRecycle) {
     store_.recycle(handles);
     return ok();

@@ -78,6 +78,7 @@ class Range {
   Range(std::shared_ptr<Driver> driver, const Geometry& geometry, std::byte* address);
 
   Status check_batch(std::span<const PageIndex> pages, bool must_be_mapped) const;
+  void log_pages(const char* what, std::size_t pages) const;
   Status map_extents(std::span<const PageIndex> pages, std::span<const Handle> handles);
   Status enable(std::span<const PageIndex> pages);
   Status unmap_extents(std::span<const PageIndex> pages);

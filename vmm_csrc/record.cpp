@@ -172,6 +172,12 @@ std::uint64_t RecordView::counter(Counter counter) const {
   return __atomic_load_n(&layout_->counters[static_cast<std::size_t>(counter)], __ATOMIC_RELAXED);
 }
 
+EngineSleep RecordView::engine_sleep() const {
+  const std::uint64_t said = __atomic_load_n(&layout_->engine_sleep, __ATOMIC_RELAXED);
+  return said <= static_cast<std::uint64_t>(EngineSleep::kAsleep) ? static_cast<EngineSleep>(said)
+                                                                  : EngineSleep::kUnknown;
+}
+
 bool RecordView::wait_answer(std::uint64_t revision, bool settled, std::int64_t timeout_ns) const {
   const Deadline deadline(timeout_ns);
   for (;;) {
@@ -305,6 +311,10 @@ bool RecordOwner::wait_bell(std::uint32_t seen, std::int64_t timeout_ns) const {
     futex_wait(layout_->bell, seen, deadline.left());
   }
   return true;
+}
+
+void RecordOwner::set_engine_sleep(EngineSleep sleep) {
+  __atomic_store_n(&layout_->engine_sleep, static_cast<std::uint64_t>(sleep), __ATOMIC_RELAXED);
 }
 
 void RecordOwner::ring_bell() {

@@ -149,8 +149,12 @@ struct Usage {
   std::uint64_t asleep = 0;       ///< 1: nothing is handed out, and nothing held that is not in use
   std::uint64_t limit_bytes = 0;  ///< as the operator set it, also in sleep; or kUnlimitedBytes
   std::uint64_t squeezed = 0;  ///< 1: it keeps to less than its limit, for others are owed memory
-  std::array<std::uint64_t, 6> reserved{};
+  std::uint64_t mappings_per_page = 0;  ///< of one page, on all ranks; 0: not said
+  std::array<std::uint64_t, 5> reserved{};
 };
+
+/// Whether the engine itself sleeps (its weights, its requests), which the instance cannot change.
+enum class EngineSleep : std::uint64_t { kUnknown = 0, kAwake = 1, kAsleep = 2 };
 
 enum class Counter : std::uint32_t {
   kPagesMapped,
@@ -188,7 +192,8 @@ struct RecordLayout {
   Latch<Answer> answer;
   std::array<std::uint64_t, 8> reserved0;
   Latch<Usage> usage;
-  std::array<std::uint64_t, 8> reserved1;
+  std::uint64_t engine_sleep;  ///< an EngineSleep
+  std::array<std::uint64_t, 7> reserved1;
   std::array<std::uint64_t, kCounterRoom> counters;
   std::array<std::uint8_t, 1728> spare;
 };
@@ -212,6 +217,7 @@ static_assert(offsetof(RecordLayout, answer_bell) == 768);
 static_assert(offsetof(RecordLayout, wish) == 832);
 static_assert(offsetof(RecordLayout, answer) == 1088);
 static_assert(offsetof(RecordLayout, usage) == 1600);
+static_assert(offsetof(RecordLayout, engine_sleep) == 2048);
 static_assert(offsetof(RecordLayout, counters) == 2112);
 static_assert(offsetof(RecordLayout, spare) == 2368);
 static_assert(sizeof(RecordLayout) == kRecordBytes);
@@ -279,6 +285,8 @@ class RecordView {
   bool read_answer(Answer& out) const { return latch_read(layout_->answer, out); }
   bool read_usage(Usage& out) const { return latch_read(layout_->usage, out); }
   std::uint64_t counter(Counter counter) const;
+  /// kUnknown also for what is no value of this version.
+  EngineSleep engine_sleep() const;
 
   /// Blocks until the instance has answered revision `revision` or a later one; with `settled`
   /// until that answer is no longer "shrinking". False: `timeout_ns` passed (negative: never).
@@ -353,6 +361,7 @@ class RecordOwner {
   std::span<std::byte> ring_area() const { return ring_; }
 
   void set_state(InstanceState state);
+  void set_engine_sleep(EngineSleep sleep);
 
   /// The newest wish; nothing if there is none yet, or if writers change it faster than it can be
   /// read (then look again later). A few microseconds at most.

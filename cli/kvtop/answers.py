@@ -30,8 +30,8 @@ def answer_line(ask: Ask, answer: Answer) -> tuple[str, Mood]:
     request = request_of(ask)
     outcome = outcome_of(request, answer)
     mood: Mood = "bad"
-    if outcome.verdict in HOLDS:
+    if outcome.verdict in HOLDS and not outcome.engine_asleep:
         mood = "good"
-    elif outcome.verdict in MAY_HOLD:
+    elif outcome.verdict in HOLDS | MAY_HOLD:
         mood = "warn"
     return outcome_text(ask.label, request, outcome, answer, exact=False), mood

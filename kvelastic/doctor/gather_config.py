@@ -42,7 +42,7 @@ def gather_config(environ: Mapping[str, str]) -> ConfigFacts:
         errors=tuple(errors),
         unknown=_unknown(environ),
         legacy=_legacy(environ),
-        names_set=tuple(name for name in valid if "KVELASTIC" in name),
+        names_set=tuple(valid),
         enabled=settings.enabled if is_said else None,
         is_strict=settings.strict,
         device=settings.device,

@@ -73,6 +73,8 @@ class Outcome:
     """Why it is refused or has failed."""
     beyond_device_bytes: int = 0
     """By how much the limit that was asked for is larger than the device; 0: it is not."""
+    engine_asleep: bool = False
+    """The instance was woken, and its engine still sleeps: requests to it wait."""
 
 
 def outcome_of(request: Request, answer: Answer) -> Outcome:
@@ -81,7 +83,10 @@ def outcome_of(request: Request, answer: Answer) -> Outcome:
     if request.limit_bytes is not None and request.limit_bytes != UNLIMITED_BYTES:
         beyond_bytes = max(0, request.limit_bytes - answer.capacity_bytes)
     return Outcome(
-        _verdict(request, answer), answer.reason, beyond_bytes if answer.capacity_bytes else 0
+        _verdict(request, answer),
+        answer.reason,
+        beyond_bytes if answer.capacity_bytes else 0,
+        request.asleep is False and bool(answer.engine_asleep),
     )
 
 

@@ -72,6 +72,8 @@ class InstanceStatus:
 
     asleep: bool = False
     """It hands out no block, and holds nothing that is not in use."""
+    engine_asleep: bool | None = None
+    """The engine itself sleeps: requests to it wait whatever its memory does. None: not known."""
     limit_bytes: int = 0
     """As the operator set it; `capacity_bytes` where there is no limit."""
     is_limited: bool = True
@@ -96,6 +98,8 @@ class InstanceStatus:
     cached_bytes: int = 0
     parked_bytes: int = 0
     page_bytes: int = 0
+    mappings_per_page: int = 0
+    """Of a page, on all ranks together; 0: not known."""
     blocks_total: int = 0
     """Blocks that its address range has room for."""
     blocks_in_use: int = 0
@@ -129,8 +133,26 @@ class InstanceStatus:
 
     @property
     def word(self) -> str:
-        """The state in one word, as tables show it: `asleep` where it has nothing left to do."""
-        return "asleep" if self.asleep and self.state == "applied" else self.state
+        """The state in one word, as tables show it.
+
+        `asleep` where memory or engine sleeps, so that requests wait, and nothing is left to do.
+        """
+        return "asleep" if self.sleeps and self.state == "applied" else self.state
+
+    @property
+    def sleeps(self) -> bool:
+        """Whether its memory or its engine sleeps."""
+        return self.asleep or bool(self.engine_asleep)
+
+    @property
+    def is_limit_binding(self) -> bool:
+        """Whether it is the operator's limit that it keeps to, so that a higher one gives more.
+
+        Else it is the device, the addresses that it reserved at its start, or a squeeze.
+        """
+        return self.is_limited and self.limit_bytes - self.effective_limit_bytes < max(
+            self.page_bytes, 1
+        )
 
     @property
     def slack_bytes(self) -> int:
@@ -191,6 +213,7 @@ def status_of(
         request_state=request_state,
         reason=answer["reason"],
         asleep=bool(usage["asleep"]),
+        engine_asleep=info.engine_asleep,
         limit_bytes=limit_bytes if is_limited else capacity_bytes,
         is_limited=is_limited,
         effective_limit_bytes=answer["effective_limit_bytes"],
@@ -206,6 +229,7 @@ def status_of(
         cached_bytes=usage["cached_bytes"],
         parked_bytes=usage["parked_bytes"],
         page_bytes=usage["page_bytes"],
+        mappings_per_page=usage.get("mappings_per_page", 0),
         blocks_total=usage["blocks_total"],
         blocks_in_use=usage["blocks_in_use"],
         blocks_cached=usage["blocks_cached"],

@@ -177,6 +177,23 @@ def test_who_wakes_the_engine_alone_gets_its_memory_too(
     assert instance.alloc(1) is not None
 
 
+def test_memory_that_kvctl_has_put_to_sleep_is_named_and_woken(
+    front: Controller, instance: Instance
+) -> None:
+    """The model is awake for the controller, and requests wait in its engine."""
+
+    def problem() -> str | None:
+        return front.get("/models").json()["models"]["org/m"]["last_problem"]  # type: ignore[no-any-return]
+
+    segment.wish(instance.name, asleep=True, wait_s=60)
+    until(lambda: "was put to sleep by somebody else" in (problem() or ""))
+    assert front.state("org/m") == "awake"
+    answer = front.post("/action/wakeup/org/m")
+    assert answer.json()["success"], answer.text
+    assert segment.inspect(instance.name).usage["asleep"] == 0
+    assert problem() is None
+
+
 def test_an_instance_that_is_gone_is_no_hindrance(
     front: Controller, instance: Instance, engine: Engine
 ) -> None:

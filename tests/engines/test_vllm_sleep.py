@@ -113,6 +113,22 @@ def test_the_operators_sleep_waits_for_what_runs_and_holds_up_what_comes(
         assert [running.result(timeout=120), coming.result(timeout=120)] == expected
 
 
+def test_the_record_says_whether_vllm_sleeps_whoever_wakes_the_cache(awake, instance_name) -> None:
+    def engine_asleep() -> bool | None:
+        return segment.inspect(instance_name).engine_asleep
+
+    assert engine_asleep() is False
+    awake.post("/sleep?level=1")
+    assert engine_asleep() is True
+    segment.wish(instance_name, asleep=True, wait_s=5)
+    answer = segment.wish(instance_name, asleep=False, wait_s=5)
+    assert (answer.asleep, answer.engine_asleep, awake.is_sleeping()) == (False, True, True)
+    awake.post("/wake_up?tags=kv_cache")
+    assert engine_asleep() is True
+    awake.post("/wake_up")
+    assert engine_asleep() is False
+
+
 def test_vllms_wake_ends_the_operators_sleep(stock, awake, instance_name) -> None:
     request = Request([15, 16, 17], 20)
     segment.wish(instance_name, asleep=True, wait_s=5)

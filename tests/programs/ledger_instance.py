@@ -104,7 +104,7 @@ class Instance:
 
 
 def serve() -> None:
-    from kvelastic.config import load
+    from kvelastic.config import configure_logging, load
     from kvelastic.device import host
     from kvelastic.errors import KvelasticError
     from kvelastic.layout import PageLayout
@@ -114,6 +114,7 @@ def serve() -> None:
         print(json.dumps(value), flush=True)
 
     settings = load()
+    configure_logging(settings)
     pages = int(sys.argv[1]) if len(sys.argv) > 1 else PAGES
     layout = PageLayout(PAGE_BYTES // BLOCKS_PER_PAGE, 1, BLOCKS_PER_PAGE, PAGE_BYTES)
     device = host(settings)
@@ -152,6 +153,8 @@ def serve() -> None:
                 answer(pool.ledger.member.granted_bytes)
             elif verb == "arrivals":
                 answer(blocks.arrivals)
+            elif verb == "engine_sleeps":
+                answer(pool.segment.record.set_engine_asleep(*arguments))
             elif verb == "available":
                 answer(blocks.available_size())
             else:

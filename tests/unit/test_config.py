@@ -38,6 +38,7 @@ def fresh_process_state(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     before = (list(log.handlers), log.level, log.propagate)
     monkeypatch.setattr(config_module, "_said", set())
     monkeypatch.setattr(config_module, "_held", [])
+    monkeypatch.setenv(config_module._SAID, "")
     log.handlers[:], log.propagate = [], True
     log.setLevel(logging.NOTSET)
     yield
@@ -363,6 +364,27 @@ def test_what_was_said_before_logging_was_set_up_is_not_lost() -> None:
         configure_logging(found, stream)
         load({"KVCACHED_PAGE_SIZE_MB": "4"})
     assert stream.getvalue().count("KVCACHED_PAGE_SIZE_MB is honoured") == 1
+
+
+def test_a_variable_is_spoken_of_once_in_a_whole_tree_of_processes() -> None:
+    """An engine has a front, a core and workers, and each of them reads the variables."""
+    program = (
+        "import subprocess, sys; from kvelastic.config import configure_logging, load\n"
+        "configure_logging(load())\n"
+        "if len(sys.argv) > 1: subprocess.run([sys.executable, '-c', *sys.argv[1:]], check=True)"
+    )
+    environ = {**os.environ, "KVCACHED_PAGE_SIZE_MB": "4", "KVELASTIC_NO_SUCH": "1"}
+    environ.pop(config_module._SAID, None)
+    for _ in range(2):  # another tree says it again
+        done = subprocess.run(
+            [sys.executable, "-c", program, program, program],
+            env=environ,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=True,
+        )
+        assert done.stderr.count("KVCACHED_PAGE_SIZE_MB is honoured") == 1, done.stderr
+        assert done.stderr.count("KVELASTIC_NO_SUCH is not a variable") == 1, done.stderr
 
 
 def test_held_info_stays_unsaid_at_a_higher_level() -> None:

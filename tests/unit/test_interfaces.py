@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Iterator
 from types import ModuleType
@@ -279,6 +280,20 @@ def test_a_start_limit_holds(monkeypatch: pytest.MonkeyPatch) -> None:
     ids = manager.alloc(manager.available_size())
     assert len(ids) > 0
     assert manager.get_mapped_memory_size() <= 4 << 20
+
+
+@pytest.mark.parametrize("limit", ["0", "0%", "1M"])
+def test_a_start_limit_below_a_page_is_one_like_any_other(
+    limit: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As `kvctl limit NAME 0` is: one page is held, and a higher limit gives more."""
+    monkeypatch.setenv("KVELASTIC_LIMIT", limit)
+    monkeypatch.setattr(logging.getLogger("kvelastic"), "propagate", True)
+    _, manager = small()
+    assert "less than a page" in caplog.text
+    assert manager.alloc(BLOCKS - 1) is None
+    assert segment.wish(manager.name, limit_bytes=1 << 30, wait_s=60).state == "applied"
+    assert manager.alloc(BLOCKS - 1) is not None
 
 
 def test_threads_share_one_manager() -> None:

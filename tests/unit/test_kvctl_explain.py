@@ -83,6 +83,15 @@ def said(facts: InstanceStatus, of: LedgerInfo | None = None) -> str:
 
 
 ASKING = {"ask_bytes": 50 * MIB, "ask_s": 2.0}
+SLACK = {"in_use_bytes": 5 * MIB, "blocks_in_use": 5, "blocks_cached": 100}
+REACHED = replace(
+    CALM,
+    limit_bytes=100 * MIB,
+    effective_limit_bytes=100 * MIB,
+    in_use_bytes=100 * MIB,
+    cached_bytes=0,
+    parked_bytes=0,
+)
 FULL = {"others_bytes": 1000 * MIB}
 
 CASES = {
@@ -100,8 +109,17 @@ CASES = {
         replace(CALM, mapped_bytes=0, in_use_bytes=0, cached_bytes=0, parked_bytes=0), None,
         ["It holds no memory of the device's 1000.00 MiB."], ["cached", "parked", "slack"]),
     "much slack": (
-        replace(CALM, in_use_bytes=5 * MIB, page_bytes=8 * MIB), None,
+        replace(CALM, **SLACK, page_bytes=8 * MIB, mappings_per_page=1), None,
         ["slack: 65.00 MiB (65%)", "KVELASTIC_PAGE_SIZE_MB"], []),
+    "much slack, and pages as small as they get on two ranks": (
+        replace(CALM, **SLACK, page_bytes=4 * MIB, mappings_per_page=2), None,
+        ["slack: 65.00 MiB (65%)"], ["KVELASTIC_PAGE_SIZE_MB"]),
+    "much slack, and pages as small as they get a buffer": (
+        replace(CALM, **SLACK, page_bytes=48 * MIB, mappings_per_page=24), None,
+        ["slack: 65.00 MiB (65%)"], ["KVELASTIC_PAGE_SIZE_MB"]),
+    "much slack, and no more than eight blocks a page": (
+        replace(CALM, **(SLACK | {"blocks_cached": 20}), page_bytes=8 * MIB, mappings_per_page=1),
+        None, ["slack: 65.00 MiB (65%)"], ["KVELASTIC_PAGE_SIZE_MB"]),
     "set aside": (
         replace(CALM, in_use_bytes=40 * MIB, set_aside_bytes=20 * MIB), None,
         ["in use: 40.00 MiB (40%)", "set aside: 20.00 MiB (20%)", "slack: 10.00 MiB"], []),
@@ -121,9 +139,44 @@ CASES = {
     "refused": (
         replace(CALM, request_state="refused", reason="too much"), None,
         ["request! The newest request is refused: too much."], []),
+    "reached, and a larger one helps": (
+        REACHED, None, ["limit! Its limit of 100.00 MiB is reached", "kvctl limit a SIZE"], []),
+    "reached, and blocks are still to be had": (
+        replace(REACHED, blocks_available=1), None, ["1 block can still be had"],
+        ["!", "kvctl limit a SIZE"]),
+    "reached, and cached": (
+        replace(REACHED, cached_bytes=20 * MIB), None, ["should cache more"], ["!"]),
+    "reached, which is all the addresses it has": (
+        replace(REACHED, limit_bytes=1000 * MIB, is_limited=False, cached_bytes=20 * MIB), None,
+        ["Its limit of 100.00 MiB is reached"], ["kvctl limit a SIZE"]),
+    "reached, which is the device": (
+        replace(REACHED, capacity_bytes=100 * MIB, cached_bytes=20 * MIB), None,
+        ["Its limit of 100.00 MiB is reached"], ["kvctl limit a SIZE"]),
+    "reached, and the device is full of those who rank above": (
+        REACHED, ledger(member("a"), member("b", priority=1, granted_bytes=900 * MIB), **FULL),
+        ["Its limit of 100.00 MiB is reached"], ["kvctl limit a SIZE"]),
+    "reached, and the device is full of those who rank below": (
+        REACHED, ledger(member("a"), member("b", priority=-1, granted_bytes=900 * MIB), **FULL),
+        ["Its limit of 100.00 MiB is reached", "kvctl limit a SIZE"], []),
+    "squeezed": (
+        replace(REACHED, limit_bytes=500 * MIB, is_squeezed=True, over_bytes=50 * MIB), None,
+        ["Its limit is 500.00 MiB; it keeps to 100.00 MiB for now",
+         "limit! It is 50.00 MiB over that, and nothing"], ["raise the limit", "over its limit"]),
+    # --- sleep
+    "asleep, and its engine awake": (
+        replace(CALM, asleep=True, engine_asleep=False, mapped_bytes=0), None,
+        ["asleep! It is asleep", "Its engine is awake", "-> kvctl wake a\n"], ["engine!"]),
+    "asleep, and its engine too": (
+        replace(CALM, asleep=True, engine_asleep=True, mapped_bytes=0), None,
+        ["kvctl wake a alone is not enough", "engine! Its engine sleeps, too", "POST /wake_up"],
+        []),
+    "awake, and its engine asleep": (
+        replace(CALM, engine_asleep=True), None,
+        ["engine! Its engine sleeps, though its memory is awake", "/action/wakeup"], ["asleep!"]),
     "over, and in use": (
         replace(
-            CALM, request_state="shrinking", effective_limit_bytes=40 * MIB, over_bytes=60 * MIB
+            CALM, request_state="shrinking", limit_bytes=40 * MIB, effective_limit_bytes=40 * MIB,
+            over_bytes=60 * MIB
         ), None,
         ["limit! It is 60.00 MiB over its limit of 40.00 MiB, and only 30.00 MiB of it are parked",
          "hands out no blocks", "kvctl limit a SIZE"], []),

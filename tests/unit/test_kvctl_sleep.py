@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -267,6 +268,26 @@ def test_lists_stats_and_explanation_show_it(one):
     done("wake", one.name, "--wait", "30")
     lines = done("stats", one.name).splitlines()
     assert [line.split()[1] for line in lines if line.startswith("  asleep")] == ["no"]
+
+
+def test_an_engine_that_sleeps_is_named_by_whoever_wakes_its_memory(one):
+    """The controller puts both to sleep; kvctl wakes the memory, and requests wait all the same."""
+    assert row(one.name)["engine_asleep"] is None
+    one.ask("engine_sleeps", True)
+    done("sleep", one.name, "--wait", "30")
+    told = done("wake", one.name, "--wait", "30")
+    assert "is awake" in told
+    assert "but its engine sleeps" in told
+    assert (row(one.name)["asleep"], row(one.name)["engine_asleep"]) == (False, True)
+    assert done("list", one.name).splitlines()[1].split()[1] == "asleep"
+    assert "Its engine sleeps, though its memory is awake" in done("explain", one.name)
+    (metric,) = re.findall(rf"kvelastic_instance_engine_asleep.*{one.name}.*", done("metrics"))
+    assert metric.endswith(" 1.0")
+    one.ask("engine_sleeps", False)
+    done("sleep", one.name, "--wait", "30")
+    assert "Its engine is awake" in done("explain", one.name)
+    assert "engine" not in done("wake", one.name, "--wait", "30")
+    assert done("list", one.name).splitlines()[1].split()[1] == "applied"
 
 
 @pytest.mark.parametrize(

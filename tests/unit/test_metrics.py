@@ -9,6 +9,7 @@ import re
 import signal
 import subprocess
 import sys
+import urllib.error
 import urllib.request
 from pathlib import Path
 
@@ -72,6 +73,7 @@ def info(name: str = "one", status: str = "alive", **changes: dict[str, object])
         answer=ANSWER | changes.get("answer", {}),
         wish={"revision": 1, "limit_bytes": None} | changes.get("wish", {}),
         counters=dict(COUNTERS),
+        engine_asleep=False,
     )
 
 
@@ -318,6 +320,10 @@ def test_served_until_a_signal(owner, address, ending):
                 return response.read().decode()
 
         assert owner.name in scrape()
+        for elsewhere in ("/", "/metrics/", "/favicon.ico", "/metricsx"):
+            with pytest.raises(urllib.error.HTTPError, match="404") as refused:
+                urllib.request.urlopen(url.replace("/metrics", elsewhere), timeout=60)
+            refused.value.close()
         owner.kill()
         assert owner.name not in scrape()  # each request is a fresh look
         serving.send_signal(ending)

@@ -219,6 +219,11 @@ def test_a_squeeze_that_nobody_wants_any_more_is_lifted(device):
     fill(low, DEVICE_PAGES)
     assert high.alloc(4 * B - 1) is None
     until(lambda: low.stats()["pages_limit"] == DEVICE_PAGES, "it stays squeezed")
+    whole_bytes = DEVICE_PAGES * PAGE
+    until(
+        lambda: segment.inspect(low.name).answer["effective_limit_bytes"] == whole_bytes,
+        "operators are shown the squeeze for ever",
+    )
     until(
         lambda: segment.inspect(low.name).answer["state"] == "applied",
         "it never says that it is over",

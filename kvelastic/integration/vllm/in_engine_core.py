@@ -94,6 +94,7 @@ def executor_sleep(original: Callable[..., Any], executor: Any, *args: Any, **kw
     instance = _instance_of(executor)
     if instance is not None:
         instance.sleep()
+        instance.say_whether_engine_sleeps(executor.is_sleeping)
 
 
 def executor_wake_up(
@@ -104,6 +105,8 @@ def executor_wake_up(
     if instance is not None and (tags is None or _KV_CACHE in tags):
         instance.wake()
     original(executor, tags)
+    if instance is not None:
+        instance.say_whether_engine_sleeps(executor.is_sleeping)
 
 
 def executor_discard(original: Callable[..., Any], executor: Any, tags: tuple[str, ...]) -> None:
@@ -117,6 +120,7 @@ def executor_discard(original: Callable[..., Any], executor: Any, tags: tuple[st
         original(executor, others)
     instance.sleep()
     executor.sleeping_tags |= {_KV_CACHE}
+    instance.say_whether_engine_sleeps(executor.is_sleeping)
 
 
 # --- the scheduler ----------------------------------------------------------------------------

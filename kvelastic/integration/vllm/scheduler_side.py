@@ -97,6 +97,7 @@ class Instance:
         for pid, start_time_ticks in ring.workers:
             self._pool.ledger.member.add_worker(pid, start_time_ticks)
         self.blocks.ensure(1)
+        self.say_whether_engine_sleeps(False)
         self._pool.start_keeper()
         _log.info(
             "Ready as %s: kvctl list shows it, kvctl limit changes its limit.", self._pool.name
@@ -104,6 +105,7 @@ class Instance:
 
     def sleep(self) -> None:
         """Hold no memory until `wake()`; no request may be running. Blocks while it is unmapped."""
+        _log.debug("The engine falls asleep: all KV cache goes back.")
         state = self.blocks.sleep()
         if state["mapped_bytes"]:
             _log.warning(
@@ -114,7 +116,12 @@ class Instance:
 
     def wake(self) -> None:
         """Hand out blocks again, within the limit as it was. Takes no memory yet."""
+        _log.debug("The KV cache wakes.")
         self.blocks.wake()
+
+    def say_whether_engine_sleeps(self, asleep: bool) -> None:
+        """Show it to operators: what they put to sleep and wake by kvctl is the KV cache alone."""
+        self._pool.segment.record.set_engine_asleep(asleep)
 
     def close(self) -> None:
         """Stop, and remove the segment. Waits for no worker: one may be gone. Safe to repeat."""

@@ -94,6 +94,7 @@ def attach(handoff: Handoff) -> WorkerMemory:
     device's ledger is, `DriverError` if the addresses cannot be reserved, and `ChannelError` or
     `SegmentBusyError` if another worker is this rank already.
     """
+    _vmm.set_debug_logging(_log.isEnabledFor(logging.DEBUG))
     seg = segment.open_writable(handoff.segment_name)
     try:
         if seg.record.read_header()["uuid"] != handoff.segment_uuid:

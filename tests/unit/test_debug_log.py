@@ -1,0 +1,160 @@
+"""KVELASTIC_LOG_LEVEL=DEBUG: what is said of layouts, pages, grants, asks, requests and wakes."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from kvelastic import segment
+
+PROGRAM = str(Path(__file__).parents[1] / "programs" / "ledger_instance.py")
+ENVIRON = {
+    "KVELASTIC_HOST_MEMORY": "64M",
+    "KVELASTIC_PAGE_PREALLOC_ENABLED": "false",
+    "KVELASTIC_IDLE_TRIM_SECONDS": "3600",
+    "KVELASTIC_RECLAIM_WAIT": "10",
+}
+MIB = 1 << 20
+
+
+class Logged:
+    """An instance whose stderr is kept."""
+
+    def __init__(self, level: str, **environ: str) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, PROGRAM],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=os.environ
+            | ENVIRON
+            | environ
+            | {"KVELASTIC_LOG_LEVEL": level, "KVELASTIC_LEDGER": f"debug_{os.getpid()}"},
+        )
+        self.name = self._read()["name"]
+
+    def _read(self) -> Any:
+        assert self.process.stdout is not None
+        return json.loads(self.process.stdout.readline())
+
+    def ask(self, *command: Any) -> Any:
+        assert self.process.stdin is not None
+        print(json.dumps(command), file=self.process.stdin, flush=True)
+        return self._read()
+
+    def end(self) -> str:
+        _, log = self.process.communicate()
+        return log or ""
+
+    def __enter__(self) -> Logged:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.process.poll() is None:
+            self.process.communicate()
+        for pipe in (self.process.stdin, self.process.stdout, self.process.stderr):
+            if pipe is not None:
+                pipe.close()
+
+
+def test_what_happens_to_memory_is_said_and_each_line_is_one() -> None:
+    with Logged("DEBUG") as one, Logged("DEBUG", KVELASTIC_PRIORITY="1") as two:
+        ids = one.ask("alloc", 100)
+        one.ask("cache", ids)
+        assert two.ask("alloc", 60)  # for which the first one has to give
+        answer = segment.wish(two.name, limit_bytes=2 * MIB, priority=3)
+        assert answer.state == "shrinking"
+        segment.wish(two.name, min_bytes=1 << 40, wait_s=60)
+        segment.wish(two.name, asleep=True)
+        segment.wish(two.name, asleep=False)
+        two.ask("clear")
+        first, second = one.end(), two.end()
+    head = r"DEBUG \d\d-\d\d \d\d:\d\d:\d\d \[kvelastic \d+\] \S"
+    assert [line for line in (first + second).splitlines() if not re.match(head, line)] == []
+    for said in (
+        r"layout: PageLayout\(block_bytes=524288.*; 4096 pages of 2.00 MiB, 4 blocks in each",
+        rf"instance {one.name}: on host, of which instances may hold 64.00 MiB; limit none",
+        r"ledger: granted \d+.00 MiB of \d+.00 MiB; \d+.00 MiB are granted now",
+        r"pages: mapped \d+ of 2.00 MiB; \d+ are mapped",
+        r"ledger: was asked for .* MiB, gave .* MiB",
+        r"pages: unmapped \d+ of 2.00 MiB; \d+ are mapped",
+    ):
+        assert re.search(said, first), said
+    for said in (
+        r"ledger: asks others for \d+.00 MiB",
+        rf"ledger: asked the instance of process {one.process.pid} for \d+.00 MiB",
+        rf"request 1 of process {os.getpid()}, limit 2.00 MiB, priority 3\n",
+        r"request 1: shrinking; keeps to 2.00 MiB, .* are mapped, .* over",
+        r"request 2 of process \d+, guarantee 1.00 TiB\n",
+        r"request 2: refused; .*: a guarantee of 1.00 TiB",
+        r"request 3 of process \d+, sleep\n",
+        r"request 4 of process \d+, wake\n",
+    ):
+        assert re.search(said, second), said
+
+
+def test_nothing_of_it_is_said_without() -> None:
+    with Logged("INFO") as one:
+        one.ask("alloc", 10)
+        segment.wish(one.name, limit_bytes=MIB)
+        assert one.end() == ""
+
+
+MAPS = """
+import sys
+from kvelastic import _vmm
+
+_vmm.set_debug_logging(True)
+PAGE = 2 << 20
+memory = _vmm.Range.reserve(
+    _vmm.HostDriver(),
+    _vmm.Geometry(
+        pages=8,
+        extent_bytes=PAGE,
+        block_bytes=PAGE,
+        blocks_per_page=1,
+        extents_per_page=1,
+        extent_stride_bytes=8 * PAGE,
+    ),
+)
+memory.map([0])
+memory.map([1])
+print("mapped", flush=True)
+sys.stdin.read(1)
+memory.map([2])
+"""
+
+
+def test_a_pipe_that_nobody_reads_holds_nothing_up() -> None:
+    read_end, write_end = os.pipe()
+    filled = 0
+    os.set_blocking(write_end, False)
+    with suppress(BlockingIOError):
+        while True:
+            filled += os.write(write_end, bytes(4096))
+    os.set_blocking(write_end, True)
+    try:
+        process = subprocess.Popen(
+            [sys.executable, "-c", MAPS],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=write_end,
+        )
+    finally:
+        os.close(write_end)
+    with process, os.fdopen(read_end, "rb") as log:
+        assert process.stdout is not None
+        assert process.stdin is not None
+        assert process.stdout.readline() == b"mapped\n", "it waits for whoever reads its log"
+        assert len(log.read(filled)) == filled
+        process.stdin.write(b"x")
+        process.stdin.close()
+        rest = log.read()
+    assert b"(2 lines dropped) pages: mapped 1 of 2.00 MiB; 3 are mapped" in rest
