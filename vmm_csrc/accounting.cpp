@@ -27,16 +27,27 @@ void Accounting::take(std::uint64_t count, std::vector<BlockId>& out) {
                  out);
 }
 
-std::vector<BlockId> Accounting::reusable(std::span<const BlockId> ids) const {
-  std::vector<BlockId> out(ids.begin(), ids.end());
-  if (over_pages() == 0) return out;
-  std::erase_if(out, [this](BlockId id) { return blocks_->is_closed(id); });
-  const std::uint64_t others = in_use() - std::min<std::uint64_t>(ids.size(), in_use());
+// --- pinned blocks -----------------------------------------------------------------------------
+
+Result<PinTicket> Accounting::pin(std::span<const BlockId> ids, PinKind kind) {
+  if (Status handed_out = refuse_reserved(ids); !handed_out) return handed_out.error();
+  return blocks_->pin(ids, kind);
+}
+
+std::uint64_t Accounting::count_reusable() const {
+  const std::uint64_t reusable = blocks_->reusable_blocks();
+  if (over_pages() == 0) return reusable;
+  const std::uint64_t others = in_use() - blocks_->waiting_blocks();
   const std::uint64_t usable = usable_blocks();
   const std::uint64_t room = usable > others ? usable - others : 0;
   const std::uint64_t without = count_available(Reach::kMapped);
-  out.resize(std::min<std::uint64_t>(out.size(), room > without ? room - without : 0));
-  return out;
+  return std::min(reusable, room > without ? room - without : 0);
+}
+
+void Accounting::reuse(std::uint64_t count, std::vector<BlockId>& out) {
+  const std::size_t before = evicted_.size();
+  blocks_->reuse(count, out, evicted_);
+  note_evicted(before);
 }
 
 // --- blocks set aside for allocs to come -------------------------------------------------------
@@ -86,6 +97,9 @@ bool Accounting::evict_cheapest_page() {
 
 void Accounting::evict_all() {
   evict_oldest(blocks_->cached_blocks());
+  const std::size_t before = evicted_.size();
+  blocks_->evict_waiting(evicted_);
+  note_evicted(before);
 }
 
 void Accounting::evict_down_to(std::uint64_t bound) {
@@ -121,6 +135,12 @@ void Accounting::discard_all() {
   reserved_.clear();
   const std::size_t before = evicted_.size();
   blocks_->clear(evicted_);
+  note_evicted(before);
+}
+
+void Accounting::drop_pins() {
+  const std::size_t before = evicted_.size();
+  blocks_->drop_pins(evicted_);
   note_evicted(before);
 }
 

@@ -2,7 +2,7 @@
 // evicted that the engine has not been told of, pages, and their limit. Pure accounting: it calls
 // no backing, no ledger and no keeper, and its owner holds the pool's lock.
 //
-//   used in Blocks = in use by the engine + reserved for allocs to come
+//   used in Blocks = in use by the engine + given back and still pinned + reserved
 //   held pages     = mapped + on their way in or out
 #pragma once
 
@@ -73,6 +73,7 @@ class Accounting {
 
   /// Blocks that can be taken at once, without evicting any.
   std::uint64_t at_hand() const { return reserved_.size() + blocks_->free_blocks(); }
+  /// By the engine, or by who has pinned what it has given back.
   std::uint64_t in_use() const { return blocks_->used_blocks() - reserved_.size(); }
   /// Blocks that may be had, by evicting cached ones, too, as far as the limit goes.
   std::uint64_t count_available(Reach reach) const {
@@ -90,8 +91,19 @@ class Accounting {
   std::uint64_t max_blocks() const { return max_blocks_; }
   /// Appends `count` ids; reserved ones first. Pre: count <= at_hand().
   void take(std::uint64_t count, std::vector<BlockId>& out);
-  /// Of `ids`, all used, those that an engine may use anew before it gives them back.
-  std::vector<BlockId> reusable(std::span<const BlockId> ids) const;
+
+  // --- pinned blocks ---------------------------------------------------------------------------
+
+  /// As Blocks::pin; a reserved block is refused with kDoubleFree.
+  Result<PinTicket> pin(std::span<const BlockId> ids, PinKind kind);
+  /// Given back, still pinned, and not strictly: reuse() may take so many. Over the limit only
+  /// those on pages that stay, as many as it has room for.
+  std::uint64_t reusable_blocks() const {
+    const std::uint64_t waiting = blocks_->waiting_blocks();
+    return waiting == 0 ? 0 : count_reusable();
+  }
+  /// Appends `count` of them; what they held and was to be cached is evicted.
+  void reuse(std::uint64_t count, std::vector<BlockId>& out);
 
   // --- blocks set aside for allocs to come -----------------------------------------------------
 
@@ -110,14 +122,18 @@ class Accounting {
   void evict_oldest(std::uint64_t count);
   /// Parks the page whose cached blocks are the fewest. False: there is none to park.
   bool evict_cheapest_page();
+  /// Everything cached, and what is pinned and waits to be.
   void evict_all();
   /// Until `bound` cached blocks are left: whole pages where that costs no more blocks than the
   /// bound asks for, since only a whole page is memory given back; the oldest blocks for the rest.
   void evict_down_to(std::uint64_t bound);
   /// The blocks have been copied, or have not been: as Blocks::finish_move. Answers how many moved.
   std::uint64_t finish_moves(std::span<const BlockMove> moves, bool copied);
-  /// Frees every block and every reservation; what was cached is evicted.
+  /// Frees every block and every reservation; what was cached is evicted. Pinned blocks are free
+  /// when their pins end.
   void discard_all();
+  /// Ends every pin.
+  void drop_pins();
   /// Every move and eviction since the last call, in order.
   std::vector<BlockChange> take_changes();
   /// Whether take_changes() would answer any. Lock-free.
@@ -142,6 +158,7 @@ class Accounting {
     if (limit.is_asleep()) return 0;
     return std::min(max_blocks_, limit.pages() * geometry().blocks_per_page) - 1;
   }
+  std::uint64_t count_reusable() const;
   void note_evicted(std::size_t before);
 
   const std::uint64_t page_bytes_;

@@ -2,6 +2,7 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/string_view.h>
 #include <nanobind/stl/vector.h>
 
 #include <cmath>
@@ -65,12 +66,12 @@ std::shared_ptr<Pool> make_pool(nb::handle memory, std::uint64_t max_blocks,
   return unwrap(Pool::create(ring->geometry(), ring, options, std::move(member)));
 }
 
-nb::object alloc(Pool& pool, std::uint64_t count) {
+nb::object alloc(Pool& pool, std::uint64_t count, bool reuse) {
   std::optional<std::vector<BlockId>> ids;
   // The common case takes no page. To give the GIL away in it would cost far more than it takes: a
   // thread that wants it has it for up to 5 ms then, and the engine's step stands still.
-  if (!own(pool).try_alloc(count, ids)) {
-    ids = unwrap(without_gil([&] { return pool.alloc(count); }));
+  if (!own(pool).try_alloc(count, ids, reuse)) {
+    ids = unwrap(without_gil([&] { return pool.alloc(count, reuse); }));
   }
   return ids ? list_of(*ids) : nb::none();
 }
@@ -84,6 +85,19 @@ void with_ids(Pool& pool, nb::handle sequence) {
   } else {
     check((pool.*method)(ids));
   }
+}
+
+PinKind pin_kind(std::string_view name) {
+  if (name == "strict") return PinKind::kStrict;
+  if (name == "fenced") return PinKind::kFenced;
+  if (name == "ordered") return PinKind::kOrdered;
+  raise_code("INVALID_ARGUMENT", "a pin is strict, fenced or ordered, not " + std::string(name));
+}
+
+/// As free, it only blocks where it has to give memory back.
+bool unpin(Pool& pool, PinTicket ticket) {
+  if (!own(pool).is_over_limit()) return pool.unpin(ticket);
+  return without_gil([&] { return pool.unpin(ticket); });
 }
 
 nb::dict limit_dict(const LimitState& state) {
@@ -116,6 +130,7 @@ nb::dict stats_dict(const Pool& pool) {
   out["blocks_used"] = stats.blocks_used;
   out["blocks_cached"] = stats.blocks_cached;
   out["blocks_reserved"] = stats.blocks_reserved;
+  out["blocks_pinned"] = stats.blocks_pinned;
   out["blocks_available"] = stats.blocks_available;
   out["allocs"] = stats.allocs;
   out["frees"] = stats.frees;
@@ -199,8 +214,10 @@ void bind_pool(nb::module_& m) {
            "capacity_bytes"_a, "min_reserved_pages"_a = 5, "max_reserved_pages"_a = 10,
            "max_cached_blocks"_a = -1, "preallocate"_a = true, "member"_a = nb::none(),
            "reclaim_wait_s"_a = 0.05, "movable"_a = false, "page_copies"_a = 1)
-      .def("alloc", &alloc, "count"_a,
-           "Ids of `count` blocks, or None when that many cannot be had; nothing has changed then.")
+      .def("alloc", &alloc, "count"_a, nb::kw_only(), "reuse"_a = false,
+           "Ids of `count` blocks, or None when that many cannot be had; nothing has changed then. "
+           "With `reuse`, before a page is mapped, also blocks that were given back and are still "
+           "pinned, but not strictly.")
       .def("free", &with_ids<&Pool::free>, "ids"_a,
            "Give blocks back, used or cached. All or nothing; raises DoubleFreeError, "
            "UnknownBlockError, NullBlockError.")
@@ -208,6 +225,25 @@ void bind_pool(nb::module_& m) {
            "Keep the contents of used blocks until the memory is needed; the first named goes "
            "first.")
       .def("touch", &with_ids<&Pool::touch>, "ids"_a, "Use cached blocks again.")
+      .def(
+          "pin",
+          [](Pool& pool, nb::handle ids, std::string_view kind) {
+            return unwrap(own(pool).pin(integers_of(ids), pin_kind(kind)));
+          },
+          "ids"_a, nb::kw_only(), "kind"_a = "strict",
+          "Keep used or cached blocks where they are, and from being handed out, until unpin(), "
+          "whoever gives them back meanwhile; returns a ticket. kind: what alloc(reuse=True) may "
+          "do before: strict: nothing; fenced: use them last, since the engine makes their next "
+          "user wait for the reader; ordered: use them, since their next user's work comes after "
+          "the reader's in one queue. All or nothing; raises UnknownBlockError (free blocks, too), "
+          "NullBlockError.")
+      .def("unpin", &unpin, "ticket"_a,
+           "End a pin: what was given back meanwhile is free or cached now. False: it had ended.")
+      .def(
+          "pinned", [](const Pool& pool) { return list_of(own(pool).pinned()); },
+          "Ids of blocks that were given back and are still pinned.")
+      .def_prop_ro("reusable", &Pool::reusable,
+                   "How many of these alloc(reuse=True) could use again.")
       .def("available_size", &Pool::available, "Blocks that alloc could give now.")
       .def("available_mapped", &Pool::available_mapped,
            "Blocks that alloc could give now without mapping a page.")
@@ -298,14 +334,6 @@ void bind_pool(nb::module_& m) {
       .def_prop_ro("is_asleep", [](const Pool& pool) { return own(pool).is_asleep(); })
       .def_prop_ro("is_over_limit", &Pool::is_over_limit,
                    "Whether more is held than the limit allows.")
-      .def(
-          "reusable",
-          [](const Pool& pool, nb::handle ids) {
-            return list_of(own(pool).reusable(integers_of(ids)));
-          },
-          "ids"_a,
-          "Of these used blocks, in their order, those that may be used anew before they are given "
-          "back: over the limit only blocks of pages that stay, as many as it has room for.")
       .def("limit_state", [](const Pool& pool) { return limit_dict(own(pool).limit_state()); })
       .def(
           "trim",

@@ -13,7 +13,8 @@ Result<std::unique_ptr<Blocks>> Blocks::create(const Geometry& geometry) {
   const std::size_t words = geometry.pages * blocks->words_per_page_;
   for (Status made : {blocks->pages_.allocate(geometry.pages), blocks->taken_.allocate(words),
                       blocks->cached_.allocate(words),
-                      blocks->lru_.allocate(geometry.pages * geometry.blocks_per_page),
+                      blocks->links_.allocate(geometry.pages * geometry.blocks_per_page),
+                      blocks->pins_.allocate(geometry.pages * geometry.blocks_per_page),
                       blocks->partial_.allocate(geometry.pages, max_value),
                       blocks->evictable_.allocate(geometry.pages, max_value)}) {
     if (!made) return made.error();
@@ -201,9 +202,9 @@ Status Blocks::free(std::span<const BlockId> ids) {
   Status marked = for_all(
       ids, "in use",
       [this](Place at) {
-        const bool taken = is_taken(at);
+        if (!is_taken(at) || is_waiting(at, Pins::Then::kFree)) return false;
         taken_word(at) &= ~(std::uint64_t{1} << (at.slot % 64));
-        return taken;
+        return true;
       },
       [this](Place at) { taken_word(at) |= std::uint64_t{1} << (at.slot % 64); });
   if (!marked) return marked;
@@ -214,9 +215,12 @@ Status Blocks::free(std::span<const BlockId> ids) {
     // Ids of one page mostly come together: one step in and out of the lists for all of them.
     for (; i < places_.size() && places_[i].page == index; ++i) {
       const Place at = places_[i];
-      if (is_cached(at)) {
+      if (is_pinned(at)) {
+        taken_word(at) |= std::uint64_t{1} << (at.slot % 64);
+        pins_.set_then(dense(at), Pins::Then::kFree);
+      } else if (is_cached(at)) {
         cached_word(at) &= ~(std::uint64_t{1} << (at.slot % 64));
-        lru_remove(at);
+        lru_.remove(dense(at));
         --page.cached;
         --cached_blocks_;
       } else {
@@ -234,20 +238,20 @@ Status Blocks::cache(std::span<const BlockId> ids) {
       ids, "in use",
       [this](Place at) {
         if (!is_taken(at) || is_cached(at)) return false;
+        if (is_pinned(at) && !is_waiting(at, Pins::Then::kUsed)) return false;
         cached_word(at) |= std::uint64_t{1} << (at.slot % 64);
         return true;
       },
       [this](Place at) { cached_word(at) &= ~(std::uint64_t{1} << (at.slot % 64)); });
   if (!marked) return marked;
   for (const Place at : places_) {
-    unlist(at.page);
-    --pages_[at.page].used;
-    ++pages_[at.page].cached;
-    lru_append(at);
-    enlist(at.page);
+    if (is_pinned(at)) {
+      cached_word(at) &= ~(std::uint64_t{1} << (at.slot % 64));
+      pins_.set_then(dense(at), Pins::Then::kCached);
+    } else {
+      make_cached(at);
+    }
   }
-  used_blocks_ -= ids.size();
-  cached_blocks_ += ids.size();
   return ok();
 }
 
@@ -255,22 +259,45 @@ Status Blocks::touch(std::span<const BlockId> ids) {
   Status marked = for_all(
       ids, "cached",
       [this](Place at) {
+        if (is_waiting(at, Pins::Then::kCached)) {
+          pins_.set_then(dense(at), Pins::Then::kUsed);
+          return true;
+        }
         if (!is_cached(at)) return false;
         cached_word(at) &= ~(std::uint64_t{1} << (at.slot % 64));
         return true;
       },
-      [this](Place at) { cached_word(at) |= std::uint64_t{1} << (at.slot % 64); });
+      [this](Place at) {
+        if (is_pinned(at)) return pins_.set_then(dense(at), Pins::Then::kCached);
+        cached_word(at) |= std::uint64_t{1} << (at.slot % 64);
+      });
   if (!marked) return marked;
   for (const Place at : places_) {
-    unlist(at.page);
-    ++pages_[at.page].used;
-    --pages_[at.page].cached;
-    lru_remove(at);
-    enlist(at.page);
+    if (!is_pinned(at)) make_used(at);
   }
-  used_blocks_ += ids.size();
-  cached_blocks_ -= ids.size();
   return ok();
+}
+
+/// used -> cached; the bit of the block says so already.
+void Blocks::make_cached(Place at) {
+  unlist(at.page);
+  --pages_[at.page].used;
+  ++pages_[at.page].cached;
+  --used_blocks_;
+  ++cached_blocks_;
+  lru_.append(dense(at));
+  enlist(at.page);
+}
+
+/// cached -> used; the bit of the block says so already.
+void Blocks::make_used(Place at) {
+  unlist(at.page);
+  ++pages_[at.page].used;
+  --pages_[at.page].cached;
+  ++used_blocks_;
+  --cached_blocks_;
+  lru_.remove(dense(at));
+  enlist(at.page);
 }
 
 bool Blocks::evict_cheapest_page(std::vector<BlockId>& evicted) {
@@ -288,72 +315,19 @@ bool Blocks::evict_cheapest_page(std::vector<BlockId>& evicted) {
 }
 
 bool Blocks::evict_oldest_block(std::vector<BlockId>& evicted) {
-  if (lru_oldest_ == 0) return false;
-  const std::uint64_t oldest = lru_oldest_ - 1;
-  const Place at{static_cast<PageIndex>(oldest / blocks_per_page_),
-                 static_cast<std::uint32_t>(oldest % blocks_per_page_)};
+  if (lru_.oldest() == 0) return false;
+  const Place at = place(lru_.oldest() - 1);
   unlist(at.page);
   make_free(at);
   enlist(at.page);
-  evicted.push_back(geometry_.first_id(at.page) + at.slot);
-  return true;
-}
-
-// --- compaction ------------------------------------------------------------------------------
-
-std::optional<PageIndex> Blocks::compactable_page() const {
-  const std::optional<PageIndex> index = evictable_.lowest_from(1);
-  if (!index) return std::nullopt;
-  const Page& page = pages_[*index];
-  // Parked pages are no holes: filling one to empty another gains nothing.
-  const std::uint64_t own = page.closed ? 0 : free_in(page);
-  const std::uint64_t holes = free_blocks_ - parked_.size() * blocks_per_page_ - own;
-  if (holes < page.cached) return std::nullopt;
-  return index;
-}
-
-bool Blocks::take_compaction(std::vector<BlockMove>& moves) {
-  const std::optional<PageIndex> index = compactable_page();
-  if (!index) return false;
-  unlist(*index);  // so that it is not chosen itself
-  std::vector<BlockId> holes;
-  alloc(pages_[*index].cached, Fit::kFullest, holes);
-  enlist(*index);
-  auto hole = holes.begin();
-  for (std::uint32_t slot = 0; hole != holes.end(); ++slot) {
-    if (is_cached({*index, slot})) moves.push_back({geometry_.first_id(*index) + slot, *hole++});
-  }
-  return true;
-}
-
-bool Blocks::finish_move(const BlockMove& move, bool copied) {
-  const Place from = *find(move.from);
-  const Place to = *find(move.to);
-  const bool moves = copied && is_cached(from);
-  unlist(to.page);
-  --pages_[to.page].used;
-  --used_blocks_;
-  if (moves) {
-    ++pages_[to.page].cached;
-    cached_word(to) |= std::uint64_t{1} << (to.slot % 64);
-    lru_replace(from, to);
-  } else {
-    taken_word(to) &= ~(std::uint64_t{1} << (to.slot % 64));
-  }
-  enlist(to.page);
-  if (!moves) return false;
-  unlist(from.page);
-  const std::uint64_t mask = ~(std::uint64_t{1} << (from.slot % 64));
-  taken_word(from) &= mask;
-  cached_word(from) &= mask;
-  --pages_[from.page].cached;
-  enlist(from.page);
+  evicted.push_back(id_of(at));
   return true;
 }
 
 void Blocks::clear(std::vector<BlockId>& evicted) {
   while (evict_oldest_block(evicted)) {
   }
+  evict_waiting(evicted);
   for (PageIndex index = 0; index < fresh_; ++index) {
     Page& page = pages_[index];
     const std::uint32_t null_block = index == 0 ? 1 : 0;
@@ -365,6 +339,15 @@ void Blocks::clear(std::vector<BlockId>& evicted) {
       taken_[index * words_per_page_ + w] = w == 0 ? null_block : 0;
     }
     enlist(index);
+  }
+  for (const std::uint32_t block : pins_.pinned_blocks()) {
+    const Place at = place(block);
+    unlist(at.page);
+    taken_word(at) |= std::uint64_t{1} << (at.slot % 64);
+    ++pages_[at.page].used;
+    ++used_blocks_;
+    enlist(at.page);
+    pins_.set_then(block, Pins::Then::kFree);
   }
 }
 
@@ -379,7 +362,7 @@ void Blocks::make_free(Place at) {
   const std::uint64_t mask = ~(std::uint64_t{1} << (at.slot % 64));
   taken_word(at) &= mask;
   cached_word(at) &= mask;
-  lru_remove(at);
+  lru_.remove(dense(at));
   --pages_[at.page].cached;
   --cached_blocks_;
 }
@@ -422,100 +405,10 @@ void Blocks::enlist(PageIndex index) {
   ++evictable_pages_;
 }
 
-void Blocks::lru_append(Place at) {
-  const std::uint32_t self = dense(at) + 1;
-  lru_[self - 1] = {lru_newest_, 0};
-  (lru_newest_ != 0 ? lru_[lru_newest_ - 1].newer : lru_oldest_) = self;
-  lru_newest_ = self;
-}
-
-/// Puts `fresh` where `old` was in the order of eviction.
-void Blocks::lru_replace(Place old, Place fresh) {
-  const Link link = lru_[dense(old)];
-  const std::uint32_t self = dense(fresh) + 1;
-  lru_[self - 1] = link;
-  (link.older != 0 ? lru_[link.older - 1].newer : lru_oldest_) = self;
-  (link.newer != 0 ? lru_[link.newer - 1].older : lru_newest_) = self;
-}
-
-void Blocks::lru_remove(Place at) {
-  const Link link = lru_[dense(at)];
-  (link.older != 0 ? lru_[link.older - 1].newer : lru_oldest_) = link.newer;
-  (link.newer != 0 ? lru_[link.newer - 1].older : lru_newest_) = link.older;
-}
-
 std::optional<std::uint32_t> Blocks::occupancy(PageIndex index) const {
   if (index >= geometry_.pages || pages_[index].state != PageState::kMapped) return std::nullopt;
   const Page& page = pages_[index];
   return page.used + page.cached - (index == 0 ? 1 : 0);
-}
-
-// --- checks ----------------------------------------------------------------------------------
-
-Status Blocks::check_integrity() const {
-  const auto broken = [](std::string what) { return Status(Error{Errc::kIntegrity, what}); };
-  std::uint64_t mapped = 0, parked = 0, used = 0, cached = 0, open = 0, closed_cached = 0,
-                closed = 0;
-  for (PageIndex index = 0; index < fresh_; ++index) {
-    const Page& page = pages_[index];
-    std::uint64_t taken_bits = 0, cached_bits = 0;
-    for (std::uint64_t w = 0; w < words_per_page_; ++w) {
-      const std::uint64_t taken_here = taken_[index * words_per_page_ + w];
-      const std::uint64_t cached_here = cached_[index * words_per_page_ + w];
-      taken_bits += std::popcount(taken_here);
-      cached_bits += std::popcount(cached_here);
-      if ((cached_here & ~taken_here) != 0) {
-        return broken("page " + std::to_string(index) + " has a cached block that is free");
-      }
-    }
-    if (taken_bits != std::uint64_t{page.used} + page.cached || cached_bits != page.cached) {
-      return broken("page " + std::to_string(index) + " counts " + std::to_string(page.used) +
-                    " used and " + std::to_string(page.cached) + " cached blocks, its bits say " +
-                    std::to_string(taken_bits - cached_bits) + " and " +
-                    std::to_string(cached_bits));
-    }
-    if (page.state != PageState::kMapped) {
-      if (taken_bits != 0) {
-        return broken("page " + std::to_string(index) + " is not mapped and has blocks in use");
-      }
-      continue;
-    }
-    ++mapped;
-    closed += page.closed ? 1 : 0;
-    used += page.used;
-    cached += page.cached;
-    (page.closed ? closed_cached : open) += page.closed ? page.cached : free_in(page);
-    if (taken_bits == 0) {
-      ++parked;
-      const std::vector<PageIndex>& list = page.closed ? drained_ : parked_;
-      if (page.parked_at >= list.size() || list[page.parked_at] != index) {
-        return broken("page " + std::to_string(index) + " is empty and not parked");
-      }
-    }
-  }
-  if (fresh_ > 0 && pages_[0].state == PageState::kMapped) --used;  // the null block
-  if (closed != closed_count_) {
-    return broken(std::to_string(closed) + " pages are closed, " + std::to_string(closed_count_) +
-                  " were counted");
-  }
-  if (mapped != mapped_pages_ || parked != parked_pages() || used != used_blocks_ ||
-      cached != cached_blocks_ || open != free_blocks_ || closed_cached != closed_cached_) {
-    return broken("the totals say mapped " + std::to_string(mapped_pages_) + ", parked " +
-                  std::to_string(parked_pages()) + ", used " + std::to_string(used_blocks_) +
-                  ", cached " + std::to_string(cached_blocks_) + ", free " +
-                  std::to_string(free_blocks_) + "; recounted: " + std::to_string(mapped) + ", " +
-                  std::to_string(parked) + ", " + std::to_string(used) + ", " +
-                  std::to_string(cached) + ", " + std::to_string(open));
-  }
-  std::uint64_t listed = 0;
-  for (std::uint32_t at = lru_oldest_; at != 0 && listed <= cached; at = lru_[at - 1].newer) {
-    ++listed;
-  }
-  if (listed != cached) {
-    return broken(std::to_string(listed) + " blocks are listed for eviction, " +
-                  std::to_string(cached) + " are cached");
-  }
-  return ok();
 }
 
 }  // namespace kvelastic

@@ -5,6 +5,9 @@
 //   block:  free -> used -> free
 //                   used <-> cached -> free
 //
+// A used or cached block may be *pinned* (pins.h): what happens to it then waits for its last pin,
+// and to its page it is a used block all that time.
+//
 // A mapped page without a used or cached block is *parked*: the next alloc takes it with no driver
 // call. Page 0 holds block 0, the null block, which counts as neither used nor cached and is never
 // handed out, so page 0 is never parked once it is mapped.
@@ -16,11 +19,14 @@
 #include <optional>
 #include <queue>
 #include <span>
+#include <string>
 #include <vector>
 
+#include "block_list.h"
 #include "buckets.h"
 #include "geometry.h"
 #include "lazy_array.h"
+#include "pins.h"
 
 namespace kvelastic {
 
@@ -83,6 +89,28 @@ class Blocks {
   /// Cached blocks of the cheapest evictable page; none if there is no such page.
   std::optional<std::uint32_t> cheapest_page_cost() const;
 
+  // --- pins (pins.h) -------------------------------------------------------------------------
+
+  /// Pins used and cached blocks, and those that are given back and still pinned. A block named
+  /// twice is pinned twice. All or nothing; fails with kUnknownBlock (a free block, too) or
+  /// kNullBlock.
+  Result<PinTicket> pin(std::span<const BlockId> ids, PinKind kind);
+  /// Ends a pin. False: it has ended before, and nothing changes.
+  bool unpin(PinTicket ticket);
+  /// Blocks that are given back and still pinned: to their pages they are used.
+  std::uint64_t waiting_blocks() const { return pins_.waiting(); }
+  /// Those of them that reuse() can take: not pinned strictly, on open pages.
+  std::uint64_t reusable_blocks() const;
+  /// Appends `count` of these to `out`; they are used now, and what was to be cached is lost:
+  /// appends those ids to `evicted`. Pre: count <= reusable_blocks().
+  void reuse(std::uint64_t count, std::vector<BlockId>& out, std::vector<BlockId>& evicted);
+  /// Those that wait to be cached will be free instead; appends their ids.
+  void evict_waiting(std::vector<BlockId>& evicted);
+  /// Ids of those that wait.
+  std::vector<BlockId> waiting_ids() const;
+  /// Ends every pin; appends the ids of those that waited to be cached.
+  void drop_pins(std::vector<BlockId>& evicted);
+
   // --- compaction ----------------------------------------------------------------------------
 
   /// Whether a page whose blocks are all cached could be emptied into holes of other pages.
@@ -96,7 +124,8 @@ class Blocks {
   /// whether the block has moved.
   bool finish_move(const BlockMove& move, bool copied);
 
-  /// Every block is free; appends the ids that were cached. The mapped pages stay mapped.
+  /// Every block is free, pinned ones as soon as their pins end; appends the ids that were cached.
+  /// The mapped pages stay mapped.
   void clear(std::vector<BlockId>& evicted);
 
   // --- figures -------------------------------------------------------------------------------
@@ -131,11 +160,6 @@ class Blocks {
     PageIndex page;
     std::uint32_t slot;  // 0 <= slot < blocks_per_page
   };
-  struct Link {
-    std::uint32_t older;  // dense block index + 1; 0 = none
-    std::uint32_t newer;
-  };
-
   explicit Blocks(const Geometry& geometry);
 
   Result<Place> find(BlockId id) const;
@@ -146,6 +170,15 @@ class Blocks {
   std::size_t word_of(Place at) const { return at.page * words_per_page_ + at.slot / 64; }
   std::uint32_t dense(Place at) const {
     return static_cast<std::uint32_t>(at.page * blocks_per_page_ + at.slot);
+  }
+  Place place(std::uint32_t dense) const {
+    return {static_cast<PageIndex>(dense / blocks_per_page_),
+            static_cast<std::uint32_t>(dense % blocks_per_page_)};
+  }
+  BlockId id_of(Place at) const { return geometry_.first_id(at.page) + at.slot; }
+  bool is_pinned(Place at) const { return pins_.is_pinned(dense(at)); }
+  bool is_waiting(Place at, Pins::Then then) const {
+    return is_pinned(at) && pins_.then(dense(at)) == then;
   }
 
   /// Runs `step` on every id and leaves their places in `places_`; when an id is unknown, or `step`
@@ -163,10 +196,9 @@ class Blocks {
   }
   void alloc_in_page(PageIndex index, std::size_t count, std::vector<BlockId>& out);
   std::optional<PageIndex> compactable_page() const;
-  void lru_append(Place at);
-  void lru_replace(Place old, Place fresh);
-  void lru_remove(Place at);
   void make_free(Place at);
+  void make_cached(Place at);
+  void make_used(Place at);
 
   const Geometry geometry_;
   const std::uint64_t blocks_per_page_;
@@ -175,9 +207,9 @@ class Blocks {
   LazyArray<Page> pages_;
   LazyArray<std::uint64_t> taken_;   // a bit a block: used or cached
   LazyArray<std::uint64_t> cached_;  // a bit a block
-  LazyArray<Link> lru_;              // cached blocks by dense index
-  std::uint32_t lru_oldest_ = 0;     // dense index + 1
-  std::uint32_t lru_newest_ = 0;
+  BlockLinks links_;                 // by dense index
+  BlockList lru_{links_};            // cached blocks
+  Pins pins_{links_};                // a pinned block is used, so it is in no other list
   Buckets partial_;    // mapped pages with free blocks that are not parked, by free blocks
   Buckets evictable_;  // pages with cached and no used blocks, by cached blocks
   std::uint64_t evictable_pages_ = 0;

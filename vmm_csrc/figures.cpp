@@ -16,6 +16,7 @@ void Figures::update() {
                     mapped > available_mapped_.load(std::memory_order_relaxed);
   available_limit_.store(within_limit, std::memory_order_relaxed);
   available_mapped_.store(mapped, std::memory_order_relaxed);
+  reusable_.store(accounting_.reusable_blocks(), std::memory_order_relaxed);
   if (more) arrivals.note();
   const std::uint64_t coming = accounting_.moving_pages() * accounting_.geometry().blocks_per_page;
   const auto null_block = static_cast<std::int64_t>(blocks.occupancy(0) ? 0 : 1);
@@ -110,7 +111,8 @@ PoolStats Figures::stats() const {
   stats.pages_mapped = accounting_.held_pages();
   stats.pages_parked = blocks.parked_pages();
   stats.blocks_total = accounting_.max_blocks();
-  stats.blocks_used = accounting_.in_use();
+  stats.blocks_used = accounting_.in_use() - blocks.waiting_blocks();
+  stats.blocks_pinned = blocks.waiting_blocks();
   stats.blocks_cached = blocks.cached_blocks();
   stats.blocks_reserved = accounting_.reserved_blocks();
   stats.blocks_available = accounting_.count_available(Reach::kLimit);

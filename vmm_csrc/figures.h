@@ -30,6 +30,7 @@ struct PoolStats {
   std::uint64_t page_bytes = 0, pages_total = 0, pages_limit = 0;
   std::uint64_t pages_mapped = 0, pages_parked = 0;
   std::uint64_t blocks_total = 0, blocks_used = 0, blocks_cached = 0, blocks_reserved = 0;
+  std::uint64_t blocks_pinned = 0;  ///< given back, and somebody still reads them
   std::uint64_t blocks_available = 0;
   std::uint64_t allocs = 0, frees = 0, alloc_failures = 0, blocks_evicted = 0;
   std::uint64_t blocks_moved = 0;
@@ -75,6 +76,8 @@ class Figures {
   std::uint64_t available_mapped() const {
     return available_mapped_.load(std::memory_order_relaxed);
   }
+  /// Blocks given back that an alloc may use again although they are pinned.
+  std::uint64_t reusable() const { return reusable_.load(std::memory_order_relaxed); }
   bool is_over_limit() const { return over_limit_.load(std::memory_order_relaxed); }
   /// Goes up with every call that allocs or frees.
   std::uint64_t activity() const { return activity_.load(std::memory_order_relaxed); }
@@ -95,7 +98,7 @@ class Figures {
   const std::uint64_t capacity_bytes_;  // where no ledger says it
   const std::shared_ptr<LedgerMember> member_;
   std::uint64_t told_activity_ = 0;  // activity() when the ledger was last told
-  std::atomic<std::uint64_t> available_limit_{0}, available_mapped_{0}, activity_{0};
+  std::atomic<std::uint64_t> available_limit_{0}, available_mapped_{0}, reusable_{0}, activity_{0};
   std::atomic<std::int64_t> available_held_{0};  // with what is on its way; -1 for a null block
   std::atomic<bool> over_limit_{false};
 };

@@ -57,11 +57,21 @@ Pool::Pool(const Geometry& geometry, std::shared_ptr<Backing> backing, const Poo
 
 // --- alloc, ensure ---------------------------------------------------------------------------
 
-/// Takes `count` blocks without mapping or evicting; false where there are not as many.
-bool Pool::take_at_hand(std::uint64_t count, std::vector<BlockId>& out) {
-  if (accounting_.at_hand() < count) return false;
+/// Pinned blocks are used again before a page is mapped, and after all others.
+Pool::Parts Pool::parts_of(std::uint64_t count, bool reuse) const {
+  if (!reuse || accounting_.blocks().waiting_blocks() == 0) return {count, 0};
+  const std::uint64_t mapped = accounting_.count_available(Reach::kMapped);
+  const std::uint64_t reused =
+      count > mapped ? std::min(count - mapped, accounting_.reusable_blocks()) : 0;
+  return {count - reused, reused};
+}
+
+/// Takes the blocks without mapping or evicting; false where there are not as many.
+bool Pool::take_at_hand(Parts parts, std::vector<BlockId>& out) {
+  if (accounting_.at_hand() < parts.fresh) return false;
   const std::uint64_t parked = accounting_.blocks().parked_pages();
-  accounting_.take(count, out);
+  accounting_.take(parts.fresh, out);
+  accounting_.reuse(parts.reused, out);
   provisioning_.took(parked - accounting_.blocks().parked_pages());
   counters_.add(Counter::kAllocs);
   figures_.note_activity();
@@ -69,36 +79,39 @@ bool Pool::take_at_hand(std::uint64_t count, std::vector<BlockId>& out) {
   return true;
 }
 
-bool Pool::try_alloc(std::uint64_t count, std::optional<std::vector<BlockId>>& out) {
+bool Pool::try_alloc(std::uint64_t count, std::optional<std::vector<BlockId>>& out, bool reuse) {
   const std::unique_lock session(session_, std::try_to_lock);
   if (!session) return false;
   const Lock lock(mutex_);
   if (accounting_.failure()) return false;
-  if (count <= accounting_.count_available(Reach::kLimit)) {
-    if (take_at_hand(count, out.emplace())) return true;
+  const Parts parts = parts_of(count, reuse);
+  if (parts.fresh <= accounting_.count_available(Reach::kLimit)) {
+    if (take_at_hand(parts, out.emplace())) return true;
     if (supply_.may_come(1)) return false;
-    if (take_mapped(count, *out)) return true;
+    if (take_mapped(parts, *out)) return true;
   }
   counters_.add(Counter::kAllocFailures);
   out.reset();
   return true;
 }
 
-Result<std::optional<std::vector<BlockId>>> Pool::alloc(std::uint64_t count) {
+Result<std::optional<std::vector<BlockId>>> Pool::alloc(std::uint64_t count, bool reuse) {
   // Only while it evicts does alloc take anything from others; but a session begun by another
   // thread must be able to count on what it saw, so alloc waits for it from the start.
   const std::lock_guard session(session_);
   Lock lock(mutex_);
   if (accounting_.failure()) return *accounting_.failure();
   std::optional<PageSupply::Wait> wait;  // one deadline for all that this call waits
-  while (count <= accounting_.count_available(Reach::kLimit)) {
+  for (;;) {
+    const Parts parts = parts_of(count, reuse);
+    if (parts.fresh > accounting_.count_available(Reach::kLimit)) break;
     std::vector<BlockId> ids;
-    if (take_at_hand(count, ids)) return std::optional(std::move(ids));
+    if (take_at_hand(parts, ids)) return std::optional(std::move(ids));
     if (!wait) wait = supply_.may_wait(1);
-    Result<bool> got = supply_.get(lock, count - accounting_.at_hand(), *wait);
+    Result<bool> got = supply_.get(lock, parts.fresh - accounting_.at_hand(), *wait);
     if (!got && is_final(got.error())) return got.error();
     if (got && *got) continue;
-    if (take_mapped(count, ids)) return std::optional(std::move(ids));
+    if (take_mapped(parts_of(count, reuse), ids)) return std::optional(std::move(ids));
     break;
   }
   counters_.add(Counter::kAllocFailures);
@@ -106,12 +119,12 @@ Result<std::optional<std::vector<BlockId>>> Pool::alloc(std::uint64_t count) {
   return std::optional<std::vector<BlockId>>();
 }
 
-/// Takes `count` blocks without mapping, evicting cached ones for it; false, and nothing evicted,
-/// where that cannot make as many.
-bool Pool::take_mapped(std::uint64_t count, std::vector<BlockId>& out) {
-  while (count <= accounting_.count_available(Reach::kMapped)) {
-    if (take_at_hand(count, out)) return true;
-    accounting_.evict_oldest(count - accounting_.at_hand());
+/// Takes the blocks without mapping, evicting cached ones for it; false, and nothing evicted, where
+/// that cannot make as many.
+bool Pool::take_mapped(Parts parts, std::vector<BlockId>& out) {
+  while (parts.fresh <= accounting_.count_available(Reach::kMapped)) {
+    if (take_at_hand(parts, out)) return true;
+    accounting_.evict_oldest(parts.fresh - accounting_.at_hand());
   }
   return false;
 }
@@ -208,6 +221,21 @@ Status Pool::touch(std::span<const BlockId> ids) {
   return touched;
 }
 
+Result<PinTicket> Pool::pin(std::span<const BlockId> ids, PinKind kind) {
+  const Lock lock(mutex_);
+  Result<PinTicket> ticket = accounting_.pin(ids, kind);
+  figures_.update();
+  return ticket;
+}
+
+bool Pool::unpin(PinTicket ticket) {
+  Lock lock(mutex_);
+  const bool ended = accounting_.blocks().unpin(ticket);
+  evict_over_bound();
+  if (ended) given_back(lock);
+  return ended;
+}
+
 void Pool::evict_over_bound() {
   if (options_.max_cached_blocks < 0) return;
   const auto bound = static_cast<std::uint64_t>(options_.max_cached_blocks);
@@ -236,7 +264,10 @@ Result<std::uint64_t> Pool::close(bool discard) {
   accounting_.limit.set_asleep(true);  // from here on the limit has room for no page
   accounting_.fail({Errc::kPoolFailed, "the pool is closed; make another one"});
   pages_.wait_until_settled(lock);
-  if (discard) accounting_.discard_all();
+  if (discard) {
+    accounting_.drop_pins();
+    accounting_.discard_all();
+  }
   Status done = ladder_.enforce(lock);
   figures_.update();
   counters_.publish_to(nullptr);

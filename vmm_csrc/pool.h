@@ -67,10 +67,12 @@ class Pool {
   /// pages (blocks) and may evict cached blocks (see take_changes). Fails only where no later try
   /// can succeed: kPoolFailed, kChannelClosed, kChannelTimeout; every later alloc and ensure fails
   /// then, for nobody knows what is mapped.
-  Result<std::optional<std::vector<BlockId>>> alloc(std::uint64_t count);
+  /// `reuse`: where no block is free without a new page, blocks that were given back and are still
+  /// pinned, but not strictly; see reusable().
+  Result<std::optional<std::vector<BlockId>>> alloc(std::uint64_t count, bool reuse = false);
   /// The same for a caller that must not block: answers false where a page might be had, which
   /// takes time, and nothing has changed then; true with `out` filled or none.
-  bool try_alloc(std::uint64_t count, std::optional<std::vector<BlockId>>& out);
+  bool try_alloc(std::uint64_t count, std::optional<std::vector<BlockId>>& out, bool reuse = false);
 
   /// Used or cached blocks are free again. All or nothing; fails with kUnknownBlock, kNullBlock,
   /// kDoubleFree. Over the limit it gives the emptied pages back before it returns (blocks), unless
@@ -83,18 +85,38 @@ class Pool {
   /// evicted meanwhile: take_changes() first, and be in a session.
   Status touch(std::span<const BlockId> ids);
 
+  /// Keeps these blocks, used or cached, where they are for somebody who reads them: until unpin()
+  /// they are not evicted, moved or unmapped, and not handed out by an alloc without `reuse`,
+  /// whoever frees or caches them meanwhile, also in sleep and over a lower limit. What is given
+  /// back meanwhile is no free block, and neither counted as one nor taken for others, before its
+  /// last pin ends. Pins are counted; a block that is given back and still pinned can be pinned
+  /// again. All or nothing; fails with kUnknownBlock (a free block, too), kNullBlock, kDoubleFree
+  /// (a reserved one). A cached block may have been evicted: be in a session, and take_changes().
+  Result<PinTicket> pin(std::span<const BlockId> ids, PinKind kind);
+  /// Ends a pin: what was given back meanwhile is free or cached now. As free, it gives emptied
+  /// pages back over the limit (blocks). False: it has ended before, by unpin or by close(discard),
+  /// and nothing changes.
+  bool unpin(PinTicket ticket);
+  /// Ids of blocks that were given back and are still pinned.
+  std::vector<BlockId> pinned() const;
+  /// How many blocks alloc(reuse) could take of those: over the limit only those on pages that
+  /// stay, as many as it has room for. Lock-free.
+  std::uint64_t reusable() const { return figures_.reusable(); }
+
   /// Every eviction and move of a cached block since the last call, in order; the engine must
   /// forget what evicted ones held before it looks for cached contents again. Empty most of the
   /// time: ask has_evicted() first, one load.
   std::vector<BlockChange> take_changes();
   bool has_evicted() const { return accounting_.has_changes(); }
 
-  /// Frees every block and forgets every reservation; ids handed out before are void.
+  /// Frees every block and forgets every reservation; ids handed out before are void. Pinned
+  /// blocks are free when their pins end.
   void clear();
 
   /// For good: no block is handed out any more (kPoolFailed), what is free, cached or reserved is
   /// given back with its pages, the null block's too, and pages on their way in are waited for.
-  /// `discard`: blocks in use as well; else their pages stay until they are freed. Answers the
+  /// `discard`: blocks in use and pinned ones as well; else their pages stay until they are freed
+  /// and their pins have ended. Answers the
   /// pages that are still held. Waits for the session; blocks. Repeatable. Fails as unmap of the
   /// backing does.
   Result<std::uint64_t> close(bool discard);
@@ -169,10 +191,6 @@ class Pool {
   LimitState limit_state() const;
   /// Whether more is held than the limit allows: free() and cache() may block then. Lock-free.
   bool is_over_limit() const { return figures_.is_over_limit(); }
-  /// Of `ids`, all used, those that an engine may use anew before it gives them back: all of them,
-  /// or over the limit those on pages that stay, as many as the limit has room for beside the
-  /// blocks in use that are not named. Those of pages that are to drain are not among them.
-  std::vector<BlockId> reusable(std::span<const BlockId> ids) const;
   /// Whether the backing has failed for good: no block is handed out any more. Lock-free.
   bool failed() const { return accounting_.has_failed(); }
   /// What alloc fails with since then; none: it has not.
@@ -220,8 +238,13 @@ class Pool {
        std::unique_ptr<Blocks> blocks, std::shared_ptr<LedgerMember> member);
 
   // mutex_ is held. Those that take the lock let go of it while they call the backing.
-  bool take_at_hand(std::uint64_t count, std::vector<BlockId>& out);
-  bool take_mapped(std::uint64_t count, std::vector<BlockId>& out);
+  /// An alloc's blocks: `fresh` ones, and `reused` ones that are still pinned.
+  struct Parts {
+    std::uint64_t fresh, reused;
+  };
+  Parts parts_of(std::uint64_t count, bool reuse) const;
+  bool take_at_hand(Parts parts, std::vector<BlockId>& out);
+  bool take_mapped(Parts parts, std::vector<BlockId>& out);
   void given_back(Lock& lock);
   void evict_over_bound();
   void tell_limit();

@@ -129,9 +129,9 @@ bool Pool::arm_decay() {
 
 // --- figures ---------------------------------------------------------------------------------
 
-std::vector<BlockId> Pool::reusable(std::span<const BlockId> ids) const {
+std::vector<BlockId> Pool::pinned() const {
   const Lock lock(mutex_);
-  return accounting_.reusable(ids);
+  return accounting_.blocks().waiting_ids();
 }
 
 std::optional<Error> Pool::failure() const {

@@ -84,7 +84,7 @@ class Scheduler(RuleBasedStateMachine):
         self.written: dict[int, int] = {}
         self.on_their_way: list[tuple[int, set[int]]] = []
         """Steps that were scheduled and have not ended, and the blocks that they may touch."""
-        self.transfers: list[dict[int, int]] = []
+        self.transfers: list[tuple[dict[int, int], int]] = []
         """What is read outside of any step: number by block id."""
 
     def at(self, block, buffer: int) -> slice:
@@ -193,14 +193,14 @@ class Scheduler(RuleBasedStateMachine):
             known = [number for number in self.written if find(self.pool, number) is not None]
             chosen = data.draw(st.lists(st.sampled_from(known), max_size=6)) if known else []
             reads = {find(self.pool, number).block_id: number for number in chosen}
-            self.pool.pin(reads)
-        self.transfers.append(reads)
+            ticket = self.pool.pin(reads)
+        self.transfers.append((reads, ticket))
 
     @precondition(lambda self: self.transfers)
     @rule(data=st.data(), later=st.booleans())
     def transfer_ends(self, data, later: bool) -> None:
-        reads = self.transfers.pop(data.draw(st.integers(0, len(self.transfers) - 1)))
-        (self.pool.unpin_after_next_step if later else self.pool.unpin)(reads)
+        _, ticket = self.transfers.pop(data.draw(st.integers(0, len(self.transfers) - 1)))
+        (self.pool.unpin_after_next_step if later else self.pool.unpin)(ticket)
 
     # --- what an operator does, at any time -----------------------------------------------------
 
@@ -243,9 +243,9 @@ class Scheduler(RuleBasedStateMachine):
                 if b.ref_cnt == 0 and not b.is_null and b.block_id not in waiting
             ]
             assert not waiting & held
-            if not self.on_their_way and not self.pool._unpin_later:
-                assert waiting <= {id_ for reads in self.transfers for id_ in reads}
-            for reads in self.transfers:
+            if not self.on_their_way and not self.pool._pins_after_next_step:
+                assert waiting <= {id_ for reads, _ in self.transfers for id_ in reads}
+            for reads, _ in self.transfers:
                 for id_, number in reads.items():
                     assert self.arena.is_mapped(LAYOUT.page_of(id_)), "a pinned page stays"
                     block = find(self.pool, number)
@@ -276,8 +276,8 @@ class Scheduler(RuleBasedStateMachine):
                 assert find(self.pool, number) is not None
 
     def teardown(self) -> None:
-        for reads in self.transfers:
-            self.pool.unpin(reads)
+        for _, ticket in self.transfers:
+            self.pool.unpin(ticket)
         self.on_their_way.append((self.pool.step_begins(), set()))
         while self.on_their_way:
             self.step_ends()
@@ -407,8 +407,7 @@ def test_a_pinned_block_is_neither_unmapped_nor_moved_until_it_is_unpinned() -> 
     kept = blocks[2 * per_page]
     for number, block in enumerate(blocks):
         pool._insert_block_hash(key_of(number), block, num_tokens=32)
-    pool.pin([kept.block_id])
-    pool.pin([kept.block_id])
+    first, second = pool.pin([kept.block_id]), pool.pin([kept.block_id])
     pool.free_blocks(blocks)
     page = LAYOUT.page_of(kept.block_id)
     state = memory.set_limit(LAYOUT.page_bytes)
@@ -417,9 +416,10 @@ def test_a_pinned_block_is_neither_unmapped_nor_moved_until_it_is_unpinned() -> 
         pass
     assert arena.is_mapped(page)
     assert pool.held_back_ids == {kept.block_id}
-    pool.unpin([kept.block_id])
+    pool.unpin(first)
+    pool.unpin(first)  # a reader that says so twice is one reader
     assert arena.is_mapped(page), "one reader is left"
-    pool.unpin([kept.block_id])
+    pool.unpin(second)
     assert memory.limit_state()["over_bytes"] == 0
     assert not arena.is_mapped(page)
     pool.check_integrity()
@@ -430,10 +430,10 @@ def test_a_block_that_is_cached_already_can_be_pinned() -> None:
     pool = make_pool(memory)
     with pool.session():
         block = cache_a_block(pool)
-        pool.pin([block.block_id])
+        ticket = pool.pin([block.block_id])
     memory.sleep()
     assert arena.is_mapped(LAYOUT.page_of(block.block_id))
-    pool.unpin([block.block_id])
+    pool.unpin(ticket)
     assert memory.mapped_bytes == 0
     memory.wake()
     with pool.session():
@@ -447,8 +447,7 @@ def test_what_was_evicted_meanwhile_can_be_named_in_a_pin() -> None:
     with pool.session():
         block = cache_a_block(pool)
     memory.sleep()  # evicts it, which nobody has followed yet
-    pool.pin([block.block_id, 0])
-    pool.unpin([block.block_id, 0])
+    pool.unpin(pool.pin([block.block_id, 0]))
     memory.wake()
     pool.check_integrity()
 

@@ -184,7 +184,9 @@ POOL_CALLS = {
     "mapped_bytes": lambda pool, ids: pool.mapped_bytes,
     "occupancy": lambda pool, ids: pool.occupancy(),
     "stats": lambda pool, ids: pool.stats(),
-    "reusable": lambda pool, ids: pool.reusable(ids),
+    "pin": lambda pool, ids: pool.pin(ids),
+    "unpin": lambda pool, ids: pool.unpin(1),
+    "pinned": lambda pool, ids: pool.pinned(),
     "check_integrity": lambda pool, ids: pool.check_integrity(),
 }
 

@@ -12,7 +12,7 @@ What happens in which of vLLM's processes, in order:
 4. every worker: `worker_side` attaches to the segment and answers vLLM's one KV allocation with
    the arena's addresses, most of which have no memory behind them yet;
 5. engine core, every step: `block_pool` hands out the pool's sparse block ids, and holds back what
-   a step on its way may still use (`held_back`).
+   a step on its way may still use (`steps`).
 
 `interfaces` is the other way in: kvcached's Python API, for engines that call it themselves.
 Importing this package imports nothing of the above.

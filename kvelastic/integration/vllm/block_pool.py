@@ -8,6 +8,9 @@ only while its block is one of the first two:
     cached   no request does, but its contents are worth keeping: it has a hash
     free     neither; the id may lie in a page that has no memory
 
+A block that a step on its way or a transfer still uses when it is given back is *pinned* natively
+until they have ended: it stays where it is, and is used again only as its reader allows.
+
 The native pool may turn cached blocks into free ones by itself (the limit was lowered, more is
 cached than allowed), or move their contents to other ids (to empty a page), also while this process
 sleeps. It then queues what it did, and this class must follow before anybody looks them up:
@@ -22,17 +25,19 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from vllm.distributed.kv_events import AllBlocksCleared
 from vllm.v1.core.block_pool import BlockHashToBlockMap, BlockPool
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 
 from kvelastic.errors import IntegrityError, PoolExhaustedError
-from kvelastic.integration.vllm.held_back import HeldBack, StepsOnTheirWay
+from kvelastic.integration.vllm.steps import PinsOfSteps, StepsOnTheirWay
 
 _ARRIVALS_WRAP = 1 << 32
 """The native pool's count of arrivals is a word that wraps."""
+
+_Given = TypeVar("_Given")
 
 if TYPE_CHECKING:
     from kvelastic import _vmm
@@ -111,8 +116,10 @@ class ElasticBlockPool(BlockPool):  # type: ignore[misc]  # vLLM has no type inf
         """Of the native pool's arrivals, those that came of blocks given back here."""
         """Kept here for the engine's loop; see `in_engine_core.step`."""
         self._steps = StepsOnTheirWay()
-        self._held_back = HeldBack()
-        self._unpin_later: list[tuple[int, list[int]]] = []
+        self._pins_of_steps = PinsOfSteps()
+        self._pins_after_next_step = PinsOfSteps()
+        self._watched: dict[int, tuple[Any, int]] = {}
+        """Blocks that `unpin_blocks` was called for, by id, each with the ticket of its pin."""
         self.blocks = LiveBlocks(id_span)
         self.blocks.add(self.null_block)
 
@@ -126,8 +133,10 @@ class ElasticBlockPool(BlockPool):  # type: ignore[misc]  # vLLM has no type inf
             if self._depth == 0:
                 self.fell_short = False
             self._depth += 1
-            if self._held_back and self._memory.is_over_limit:
-                self._forget_held_back()
+            if self._watched and self._memory.is_over_limit:
+                # Over the limit nobody uses them again, and their pages have to go.
+                unused = [id_ for id_, (block, _) in self._watched.items() if block.ref_cnt == 0]
+                self._tell_readers(unused)
             self._follow_changes()
             yield
         finally:
@@ -141,7 +150,7 @@ class ElasticBlockPool(BlockPool):  # type: ignore[misc]  # vLLM has no type inf
         cached blocks that were just found stay. That it was not enough shows in
         `get_num_free_blocks`.
         """
-        at_hand = self._count_reusable()
+        at_hand = self._memory.reusable
         wanted = num_blocks + self.headroom - at_hand
         if wanted <= 0 or self._memory.ensure(wanted) >= wanted:
             return
@@ -164,10 +173,10 @@ class ElasticBlockPool(BlockPool):  # type: ignore[misc]  # vLLM has no type inf
         """
         self._memory.wait_for_arrival((seen + self.given_back) % _ARRIVALS_WRAP, timeout_s)
 
-    def _give(self, give: Callable[[list[int]], object], ids: list[int]) -> None:
+    def _give(self, give: Callable[[_Given], object], what: _Given) -> None:
         """Give blocks back; what becomes available that way is not counted as an arrival."""
         before = self._memory.arrivals
-        give(ids)
+        give(what)
         self.given_back += self._memory.arrivals - before
 
     # --- steps ----------------------------------------------------------------------------------
@@ -184,45 +193,44 @@ class ElasticBlockPool(BlockPool):  # type: ignore[misc]  # vLLM has no type inf
     def step_ends(self, step: int) -> None:
         """The workers have carried out this step, and all before it."""
         self._steps.end(step)
-        if self._held_back:
-            self._give_back(self._held_back.take_ended(self._steps.ended))
-        while self._unpin_later and self._unpin_later[0][0] <= self._steps.ended:
-            self.unpin(self._unpin_later.pop(0)[1])
+        for pins in (self._pins_of_steps, self._pins_after_next_step):
+            for ticket in pins.take_ended(self._steps.ended):
+                self.unpin(ticket)
 
-    def pin(self, block_ids: Iterable[int]) -> None:
+    @property
+    def waits_for_steps(self) -> bool:
+        """Whether blocks that were given back wait for a step to end."""
+        return len(self._pins_of_steps) > 0
+
+    def pin(self, block_ids: Iterable[int]) -> int:
         """Keep these blocks' memory where it is until `unpin`, whoever gives them back meanwhile.
 
-        For what reads blocks outside of any step. Counted. vLLM itself may have such a block again
-        at once, as it always could: a reader's own fence is for that.
+        For what reads blocks outside of any step; returns a ticket. Blocks whose contents have been
+        evicted are left out. vLLM itself may have such a block again at once, as it always could: a
+        reader's own fence is for that.
         """
-        ids = list(block_ids)
         with self.session():  # what was evicted meanwhile is known here, and nothing more goes
-            # Given back before, and cached: the native pool could move or evict them.
-            cached = [
-                block
-                for block_id in ids
-                if (block := self.blocks.get(block_id)) is not None
-                and block.ref_cnt == 0
-                and not block.is_null
-                and block_id not in self._held_back
+            still_read = set(self._memory.pinned())
+            ids = [
+                block_id
+                for block_id in block_ids
+                if block_id != 0
+                and (self.blocks.get(block_id) is not None or block_id in still_read)
             ]
-            if cached:
-                self._memory.touch([block.block_id for block in cached])
-            self._held_back.pin(ids)
-            self._held_back.keep_pinned(cached)
+            return self._memory.pin(ids, kind="fenced")
 
-    def unpin(self, block_ids: Iterable[int]) -> None:
-        """Count one reader less; blocks that nobody else needs are free, or cached, now."""
-        self._give_back(self._held_back.unpin(block_ids))
+    def unpin(self, ticket: int) -> None:
+        """End a pin; blocks that nobody else needs are free, or cached, now."""
+        self._give(self._memory.unpin, ticket)
 
-    def unpin_after_next_step(self, block_ids: Iterable[int]) -> None:
+    def unpin_after_next_step(self, ticket: int) -> None:
         """The same once the step that is scheduled next has ended."""
-        self._unpin_later.append((self._steps.next, list(block_ids)))
+        self._pins_after_next_step.add(self._steps.next, ticket)
 
     @property
     def held_back_ids(self) -> set[int]:
         """The blocks that nobody refers to, and that a step or a reader may still use."""
-        return self._held_back.ids()
+        return set(self._memory.pinned())
 
     # --- what vLLM calls ------------------------------------------------------------------------
 
@@ -234,22 +242,21 @@ class ElasticBlockPool(BlockPool):  # type: ignore[misc]  # vLLM has no type inf
         """
         if num_blocks <= 0:
             return []
-        lacking = num_blocks - self._memory.available_mapped() if self._held_back else 0
-        chosen = self._reusable()[:lacking] if lacking > 0 else []
-        ids = self._memory.alloc(num_blocks - len(chosen))
+        ids = self._memory.alloc(num_blocks, reuse=True)
         if ids is None:
             raise PoolExhaustedError(
                 f"Cannot get {num_blocks} free blocks from the pool: "
                 f"{self.available_size()} can be had. Raise the limit (kvctl limit) or "
                 "send fewer requests at once."
             )
-        self._use_anew(chosen)
+        if self._watched:
+            self._tell_readers(ids)
         # An id may have been evicted just now to be handed out again: its old object goes first.
         self._follow_changes()
         self._used += num_blocks
         add = self.blocks.add
         taken = []
-        for block_id in (*ids, *chosen):
+        for block_id in ids:
             block = KVCacheBlock(block_id, pool=self)
             block.ref_cnt = 1
             add(block)
@@ -265,11 +272,7 @@ class ElasticBlockPool(BlockPool):  # type: ignore[misc]  # vLLM has no type inf
             block.block_id for block in blocks if block.ref_cnt == 0 and not block.is_null
         )
         if revived:
-            cached = [block_id for block_id in revived if block_id not in self._held_back]
-            if cached:
-                self._memory.touch(cached)  # raises with nothing changed: so it comes first
-            for block_id in revived:
-                self._held_back.take(block_id)
+            self._memory.touch(list(revived))  # raises with nothing changed: so it comes first
             self._used += len(revived)
         for block in blocks:
             if block.is_null:
@@ -292,7 +295,7 @@ class ElasticBlockPool(BlockPool):  # type: ignore[misc]  # vLLM has no type inf
             if block.ref_cnt == 0:
                 unused.append(block)
         self._used -= len(unused)
-        self._put_aside(unused)
+        self._give_back(unused)
         if self._depth:
             # A preemption, while the limit is being lowered or the bound on cached blocks is met.
             self._follow_changes()
@@ -301,16 +304,17 @@ class ElasticBlockPool(BlockPool):  # type: ignore[misc]  # vLLM has no type inf
 
     def unpin_blocks(self, blocks: Iterable[Any], on_reuse: Callable[[Any], None]) -> None:
         """Refer once less to blocks whose contents somebody reads until `on_reuse` is called."""
-        ids = []
+        unused = []
         for block in blocks:
             block.ref_cnt -= 1
             self._reuse_watchers[block.block_id] = on_reuse
+            if block.block_id not in self._watched:
+                ticket = self._memory.pin([block.block_id], kind="fenced")
+                self._watched[block.block_id] = (block, ticket)
             if block.ref_cnt == 0:
-                ids.append(block.block_id)
-        self._used -= len(ids)
-        # Who reads them is told before they are used anew, and by nobody else: so they stay.
-        self._held_back.pin(ids)
-        self._held_back.keep_pinned([self.blocks[block_id] for block_id in ids])
+                unused.append(block)
+        self._used -= len(unused)
+        self._give_back(unused)
 
     def evict_blocks(self, block_ids: set[int]) -> None:
         """Drop these blocks' contents from the prefix cache; blocks in use stay in use."""
@@ -326,7 +330,7 @@ class ElasticBlockPool(BlockPool):  # type: ignore[misc]  # vLLM has no type inf
                 if block is None:
                     continue
                 self._maybe_evict_cached_block(block)
-                if block.ref_cnt == 0 and not block.is_null and block_id not in self._held_back:
+                if block.ref_cnt == 0 and not block.is_null:
                     free.append(block_id)
             self._release(free)
 
@@ -340,12 +344,10 @@ class ElasticBlockPool(BlockPool):  # type: ignore[misc]  # vLLM has no type inf
                 return False
             self.cached_block_hash_to_block = BlockHashToBlockMap()
             self.cached_block_hashes_by_block.clear()
-            if self._reuse_watchers:
-                self._tell_readers([self.blocks[block_id] for block_id in self._reuse_watchers])
+            self._tell_readers(list(self._watched))
             for block in self.blocks:
                 block.reset_hash()
-            waiting = self._held_back
-            self._release([id_ for id_ in self.blocks.ids() if id_ != 0 and id_ not in waiting])
+            self._release([id_ for id_ in self.blocks.ids() if id_ != 0])
             if self.metrics_collector:
                 self.metrics_collector.reset()
             if self.enable_kv_cache_events:
@@ -355,11 +357,11 @@ class ElasticBlockPool(BlockPool):  # type: ignore[misc]  # vLLM has no type inf
 
     def get_num_free_blocks(self) -> int:
         """How many blocks can be taken now; binding until the session ends, or a block is taken."""
-        return self._memory.available_mapped() + self._count_reusable()
+        return self._memory.available_mapped() + self._memory.reusable
 
     def available_size(self) -> int:
         """How many blocks could be had now, by mapping pages too; says nothing of the future."""
-        return self._memory.available_size() + self._count_reusable()
+        return self._memory.available_size() + self._memory.reusable
 
     def get_usage(self) -> float:
         """The part (0 to 1) of what may be used under the present limit that requests use."""
@@ -383,17 +385,13 @@ class ElasticBlockPool(BlockPool):  # type: ignore[misc]  # vLLM has no type inf
             else:
                 self._maybe_evict_cached_block(block)
 
-    def _put_aside(self, blocks: list[Any]) -> None:
-        """Blocks that nobody refers to any more: held back while a step is on its way."""
-        if newest := self._steps.newest:
-            for block in blocks:
-                self._held_back.add(block, newest)
-        else:
-            self._give_back(blocks)
-
     def _give_back(self, blocks: list[Any]) -> None:
-        """Blocks that nobody refers to and no step uses: cached where they have contents."""
-        blocks = self._held_back.keep_pinned(blocks)
+        """Blocks that nobody refers to any more: cached where they have contents, else free."""
+        if not blocks:
+            return
+        if newest := self._steps.newest:
+            ids = [block.block_id for block in blocks]
+            self._pins_of_steps.add(newest, self._memory.pin(ids, kind="ordered"))
         free: list[int] = []
         cached: list[int] = []
         for block in blocks:
@@ -408,41 +406,13 @@ class ElasticBlockPool(BlockPool):  # type: ignore[misc]  # vLLM has no type inf
         if cached:
             self._give(self._memory.cache, cached)
 
-    def _count_reusable(self) -> int:
-        """How many of the blocks that are held back may be used anew before they are given back."""
-        if not self._memory.is_over_limit:
-            return len(self._held_back)
-        return len(self._reusable())
-
-    def _reusable(self) -> list[int]:
-        """Which these are. Over the limit none that keeps a page from draining is among them."""
-        return self._memory.reusable(self._held_back.ids_to_reuse()) if self._held_back else []
-
-    def _use_anew(self, block_ids: list[int]) -> None:
-        """Take blocks that are held back for somebody else, who writes after whoever has them."""
-        taken = self._held_back.take_all(block_ids)
-        if self._reuse_watchers:
-            self._tell_readers(taken)
-        for block in taken:
-            self._maybe_evict_cached_block(block)
-            self.blocks.drop(block.block_id)
-
-    def _forget_held_back(self) -> None:
-        """Over the limit nothing stays cached, so nor do blocks that wait: no request finds them.
-
-        Found again, they would keep the pages from draining that have to go.
-        """
-        waiting = self._held_back.blocks()
-        for block in waiting:
-            self._maybe_evict_cached_block(block)
-        if self._reuse_watchers:
-            self._tell_readers(waiting)
-
-    def _tell_readers(self, blocks: list[Any]) -> None:
+    def _tell_readers(self, block_ids: Iterable[int]) -> None:
         """Blocks that were unpinned with a watcher are about to lose their contents."""
-        watched = [block for block in blocks if block.block_id in self._reuse_watchers]
-        self._notify_reuse(watched)
-        self.unpin([block.block_id for block in watched])
+        for block_id in block_ids:
+            block, ticket = self._watched.pop(block_id, (None, 0))
+            if block is not None:
+                self._notify_reuse([block])
+                self.unpin(ticket)
 
     def _release(self, block_ids: list[int]) -> None:
         """Give blocks back that are cached in the native pool but have no hash any more."""

@@ -214,7 +214,7 @@ def schedule(original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs:
 def update_from_output(
     original: Callable[..., Any], scheduler: Any, scheduler_output: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """The workers have carried this step out: what was held back for it is free now."""
+    """The workers have carried this step out: what was pinned for it is free now."""
     pool = _elastic_pool(scheduler)
     if pool is None:
         return original(scheduler, scheduler_output, *args, **kwargs)
@@ -239,12 +239,12 @@ def _naps(core: Any) -> bool:
     """Whether all requests wait for memory, and still do after a nap.
 
     False where blocks come free only in a step: with a connector, whose transfers end there, and
-    while some are held back for a step.
+    while some are pinned for a step.
     """
     pool = _elastic_pool(core.scheduler)
     if pool is None or pool.starvation is None:
         return False
-    if pool.held_back_ids and core.scheduler.connector is None:
+    if pool.waits_for_steps and core.scheduler.connector is None:
         return False
     still: bool = pool.starvation.nap()
     return still and core.scheduler.connector is None

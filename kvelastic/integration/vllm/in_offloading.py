@@ -29,19 +29,20 @@ class Pins:
 
     def __init__(self, pool: ElasticBlockPool) -> None:
         self._pool = pool
-        self._of_requests: dict[str, list[int]] = {}
-        self._of_jobs: dict[int, list[int]] = {}
+        self._of_requests: dict[str, int] = {}
+        self._of_jobs: dict[int, int] = {}
 
     def request_ends(self, request_id: str, block_ids: Iterable[int]) -> None:
         """Its blocks are about to be freed; jobs for them are made in the next step."""
-        self._of_requests[request_id] = self._pinned(block_ids)
+        self._of_requests[request_id] = self._pool.pin(dict.fromkeys(block_ids))
 
     def step_is_made(self, jobs: dict[int, Iterable[int]], ended_requests: Iterable[str]) -> None:
         """The jobs of these requests exist now, each with the blocks that it reads."""
         for job, block_ids in jobs.items():
-            self._of_jobs[job] = self._pinned(block_ids)
+            self._of_jobs[job] = self._pool.pin(dict.fromkeys(block_ids))
         for request_id in ended_requests:
-            self._pool.unpin(self._of_requests.pop(request_id, []))
+            if (ticket := self._of_requests.pop(request_id, None)) is not None:
+                self._pool.unpin(ticket)
 
     def jobs_left(self, jobs: Iterable[int]) -> None:
         """All workers have done every job but these."""
@@ -52,11 +53,6 @@ class Pins:
         """vLLM has dropped its jobs; with the next step it tells the workers to end them."""
         for job in list(self._of_jobs):
             self._pool.unpin_after_next_step(self._of_jobs.pop(job))
-
-    def _pinned(self, block_ids: Iterable[int]) -> list[int]:
-        ids = [block_id for block_id in dict.fromkeys(block_ids) if block_id != 0]
-        self._pool.pin(ids)
-        return ids
 
 
 def bind_gpu_block_pool(original: Callable[..., Any], connector: Any, pool: Any) -> None:

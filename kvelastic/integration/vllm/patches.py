@@ -133,7 +133,7 @@ HOOKS: Final = (
         ENGINE_CORE,
         f"{_SCHEDULER}:Scheduler.update_from_output",
         in_engine_core.update_from_output,
-        "a step has ended: what was held back for it is free",
+        "a step has ended: what was pinned for it is free",
     ),
     Hook(
         WORKER,

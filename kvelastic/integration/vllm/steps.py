@@ -1,0 +1,80 @@
+"""Which steps of vLLM are on their way, and what waits for them to end.
+
+With asynchronous scheduling or pipeline stages vLLM schedules a step before the one before it has
+ended. A request that ends (or is preempted) then gives its blocks back although a worker may still
+write to them. Stock vLLM does not mind: the next user's writes come after in the same stream. Here
+the page could be unmapped, or the contents moved, under that worker. So the blocks are pinned in
+the native pool (vmm_csrc/pins.h) until every step has ended that was on its way when they were
+given back. vLLM may have them again at once, as it always could, for such a pin is an *ordered*
+one::
+
+    schedule 7 | schedule 8 | 7 ends: request gives block 5 back | 8 ends: block 5 is free
+                              (pinned: step 8 is on its way)
+
+Pure bookkeeping; used by the scheduler's thread only.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+
+class StepsOnTheirWay:
+    """Which steps are scheduled and have not ended. They end in the order they began."""
+
+    def __init__(self) -> None:
+        self._newest = 0
+        self._newest_at_work = 0
+        self._ended = 0
+
+    def begin(self, *, works: bool = True) -> int:
+        """A step was scheduled; returns its number, 1 or more. An empty one has no work to do."""
+        self._newest += 1
+        if works:
+            self._newest_at_work = self._newest
+        return self._newest
+
+    @property
+    def is_at_work(self) -> bool:
+        """Whether a step that has work to do is on its way."""
+        return self._newest_at_work > self._ended
+
+    def end(self, step: int) -> None:
+        """The workers have carried out `step`, and with it all before it."""
+        self._ended = max(self._ended, step)
+
+    @property
+    def newest(self) -> int:
+        """The newest step that is on its way; 0: none is."""
+        return self._newest if self._newest > self._ended else 0
+
+    @property
+    def next(self) -> int:
+        """The number of the step that is scheduled next."""
+        return self._newest + 1
+
+    @property
+    def ended(self) -> int:
+        """The newest step that has ended."""
+        return self._ended
+
+
+class PinsOfSteps:
+    """Tickets of pins, each with the step after which it ends."""
+
+    def __init__(self) -> None:
+        self._tickets: deque[tuple[int, int]] = deque()
+
+    def __len__(self) -> int:
+        return len(self._tickets)
+
+    def add(self, step: int, ticket: int) -> None:
+        """The pin ends with `step`; no step before those that were added earlier."""
+        self._tickets.append((step, ticket))
+
+    def take_ended(self, step: int) -> list[int]:
+        """Take the tickets of pins that end with `step` or an earlier one."""
+        ended = []
+        while self._tickets and self._tickets[0][0] <= step:
+            ended.append(self._tickets.popleft()[1])
+        return ended

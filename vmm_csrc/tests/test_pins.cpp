@@ -1,0 +1,216 @@
+// Pinned blocks, in their accounting alone and in a pool over local memory.
+#include <algorithm>
+#include <vector>
+
+#include "../accounting.h"
+#include "../host_driver.h"
+#include "../pool.h"
+#include "check.h"
+
+namespace kvelastic {
+namespace {
+
+constexpr std::uint64_t kPage = HostDriver::kGranularityBytes;
+constexpr std::uint64_t kPages = 4;
+constexpr std::uint64_t kBlocksPerPage = 8;
+
+Geometry geometry() {
+  Geometry g;
+  g.pages = kPages;
+  g.extent_bytes = kPage;
+  g.block_bytes = kPage / kBlocksPerPage;
+  g.blocks_per_page = kBlocksPerPage;
+  return g;
+}
+
+/// Two mapped pages, all their blocks used.
+struct Full {
+  std::unique_ptr<Blocks> made = *Blocks::create(geometry());
+  Blocks& blocks = *made;
+  std::vector<BlockId> ids;
+  std::vector<BlockId> evicted;
+
+  Full() {
+    for (int i = 0; i < 2; ++i) blocks.add_page(*blocks.take_unmapped());
+    blocks.alloc(2 * kBlocksPerPage - 1, Blocks::Fit::kBest, ids);
+  }
+  ~Full() { CHECK(static_cast<bool>(blocks.check_integrity())); }
+  std::span<const BlockId> first(std::size_t count) const { return std::span(ids).first(count); }
+  PinTicket pin(std::size_t count, PinKind kind = PinKind::kStrict) {
+    return *blocks.pin(first(count), kind);
+  }
+};
+
+std::shared_ptr<Pool> make_pool() {
+  PoolOptions o;
+  o.max_blocks = kPages * kBlocksPerPage;
+  o.limit_bytes = o.capacity_bytes = kPages * kPage;
+  o.preallocate = false;
+  o.movable = true;
+  auto driver = HostDriver::open();
+  if (!driver) return nullptr;
+  auto range = Range::reserve(*std::move(driver), geometry());
+  if (!range) return nullptr;
+  auto pool = Pool::create(
+      geometry(), std::make_shared<LocalBacking>(std::shared_ptr<Range>(*std::move(range))), o);
+  if (!pool) return nullptr;
+  return *std::move(pool);
+}
+
+/// None where the pool has too few.
+std::vector<BlockId> take(Pool& pool, std::uint64_t count, bool reuse = false) {
+  Result<std::optional<std::vector<BlockId>>> ids = pool.alloc(count, reuse);
+  if (!ids || !ids->has_value()) return {};
+  return **ids;
+}
+
+}  // namespace
+
+TEST(a_pinned_block_that_is_freed_is_free_when_its_last_pin_ends) {
+  Full one;
+  const PinTicket first = one.pin(2), second = one.pin(1);
+  CHECK(static_cast<bool>(one.blocks.free(one.first(2))));
+  CHECK(one.blocks.free_blocks() == 0 && one.blocks.waiting_blocks() == 2);
+  CHECK(one.blocks.free(one.first(1)).error().code == Errc::kDoubleFree);
+  CHECK(one.blocks.cache(one.first(1)).error().code == Errc::kDoubleFree);
+  CHECK(one.blocks.touch(one.first(1)).error().code == Errc::kDoubleFree);
+  CHECK(one.blocks.unpin(first));
+  CHECK(one.blocks.free_blocks() == 1 && one.blocks.waiting_blocks() == 1);
+  CHECK(!one.blocks.unpin(first));  // once
+  CHECK(one.blocks.unpin(second));
+  CHECK(one.blocks.free_blocks() == 2 && one.blocks.waiting_blocks() == 0);
+  CHECK(one.blocks.pin(one.first(1), PinKind::kStrict).error().code == Errc::kUnknownBlock);
+}
+
+TEST(a_pinned_block_that_is_cached_can_be_touched_and_not_evicted) {
+  Full one;
+  const PinTicket ticket = one.pin(3);
+  CHECK(static_cast<bool>(one.blocks.cache(one.first(3))));
+  CHECK(one.blocks.cached_blocks() == 0 && !one.blocks.evict_oldest_block(one.evicted));
+  CHECK(static_cast<bool>(one.blocks.touch(one.first(1))));
+  CHECK(one.blocks.waiting_blocks() == 2);
+  CHECK(one.blocks.unpin(ticket));
+  CHECK(one.blocks.cached_blocks() == 2);
+  CHECK(one.blocks.evict_oldest_block(one.evicted) && one.evicted[0] == one.ids[1]);
+}
+
+TEST(a_cached_block_that_is_pinned_is_cached_again_after_it) {
+  Full one;
+  CHECK(static_cast<bool>(one.blocks.cache(one.first(2))));
+  const PinTicket ticket = one.pin(2);
+  CHECK(one.blocks.cached_blocks() == 0 && one.blocks.waiting_blocks() == 2);
+  CHECK(static_cast<bool>(one.blocks.free(one.first(1))));
+  CHECK(one.blocks.unpin(ticket));
+  CHECK(one.blocks.cached_blocks() == 1 && one.blocks.free_blocks() == 1);
+}
+
+TEST(a_call_that_is_refused_leaves_pinned_blocks_as_they_were) {
+  Full one;
+  const PinTicket ticket = one.pin(4);
+  CHECK(static_cast<bool>(one.blocks.cache(one.first(2))));
+  const std::vector<BlockId> twice = {one.ids[0], one.ids[1], one.ids[0]};
+  CHECK(!one.blocks.touch(twice) && !one.blocks.free(twice));
+  const std::vector<BlockId> used_twice = {one.ids[2], one.ids[3], one.ids[2]};
+  CHECK(!one.blocks.cache(used_twice) && !one.blocks.free(used_twice));
+  CHECK(one.blocks.waiting_blocks() == 2);
+  const std::vector<BlockId> with_null = {one.ids[0], Blocks::kNullBlock};
+  CHECK(one.blocks.pin(with_null, PinKind::kStrict).error().code == Errc::kNullBlock);
+  CHECK(one.blocks.unpin(ticket) && one.blocks.cached_blocks() == 2);
+}
+
+TEST(ordered_blocks_are_used_again_before_fenced_ones_and_strict_ones_are_not) {
+  Full one;
+  const PinTicket strict = *one.blocks.pin(one.first(2), PinKind::kStrict);
+  const PinTicket fenced = *one.blocks.pin(std::span(one.ids).subspan(1, 3), PinKind::kFenced);
+  const PinTicket ordered = *one.blocks.pin(std::span(one.ids).subspan(3, 3), PinKind::kOrdered);
+  // 0 strict, 1 strict and fenced, 2 fenced, 3 fenced and ordered, 4 and 5 ordered.
+  CHECK(static_cast<bool>(one.blocks.cache(std::span(one.ids).subspan(4, 1))));
+  CHECK(static_cast<bool>(one.blocks.free(one.first(4))));
+  CHECK(static_cast<bool>(one.blocks.free(std::span(one.ids).subspan(5, 1))));
+  CHECK(one.blocks.waiting_blocks() == 6 && one.blocks.reusable_blocks() == 4);
+  std::vector<BlockId> got;
+  one.blocks.reuse(3, got, one.evicted);
+  CHECK((got == std::vector<BlockId>{one.ids[5], one.ids[4], one.ids[2]}));
+  CHECK(one.evicted == std::vector<BlockId>{one.ids[4]});
+  for (const PinTicket ticket : {strict, fenced, ordered}) CHECK(one.blocks.unpin(ticket));
+  CHECK(one.blocks.free_blocks() == 3);  // 0, 1, 3; the others are in use
+}
+
+TEST(what_waits_to_be_cached_can_be_evicted_and_stays_until_its_pin_ends) {
+  Full one;
+  const PinTicket ticket = one.pin(2);
+  CHECK(static_cast<bool>(one.blocks.cache(one.first(2))));
+  one.blocks.evict_waiting(one.evicted);
+  CHECK(one.evicted.size() == 2 && one.blocks.waiting_blocks() == 2);
+  CHECK(!one.blocks.touch(one.first(1)));
+  CHECK(one.blocks.unpin(ticket) && one.blocks.free_blocks() == 2);
+}
+
+TEST(clear_frees_pinned_blocks_when_their_pins_end) {
+  Full one;
+  const PinTicket ticket = one.pin(3);
+  CHECK(static_cast<bool>(one.blocks.cache(one.first(1))));
+  one.blocks.clear(one.evicted);
+  CHECK(one.evicted.size() == 1 && one.blocks.used_blocks() == 3);
+  CHECK(one.blocks.waiting_blocks() == 3 && static_cast<bool>(one.blocks.check_integrity()));
+  CHECK(one.blocks.unpin(ticket) && one.blocks.used_blocks() == 0);
+}
+
+TEST(a_page_that_somebody_reads_stays_over_a_lower_limit_and_in_sleep) {
+  auto pool = make_pool();
+  REQUIRE(pool != nullptr);
+  const std::vector<BlockId> ids = take(*pool, 3 * kBlocksPerPage - 1);
+  const std::vector<BlockId> last(ids.end() - 1, ids.end());
+  const PinTicket ticket = *pool->pin(last, PinKind::kStrict);
+  CHECK(static_cast<bool>(pool->cache(ids)));
+  pool->set_asleep(true);
+  CHECK(pool->enforce_limit()->mapped_bytes == 2 * kPage);  // the null block's, and the read one
+  CHECK(pool->stats().blocks_pinned == 1 && pool->stats().blocks_used == 0);
+  CHECK(pool->trim() && *pool->compact() == 0);
+  CHECK(pool->available() == 0 && static_cast<bool>(pool->check_integrity()));
+  CHECK(pool->unpin(ticket));
+  CHECK(pool->mapped_bytes() == 0);
+  CHECK(static_cast<bool>(pool->check_integrity()));
+}
+
+TEST(a_closed_pool_gives_a_read_page_back_when_its_pin_ends) {
+  for (const bool discard : {false, true}) {
+    auto pool = make_pool();
+    REQUIRE(pool != nullptr);
+    const std::vector<BlockId> ids = take(*pool, 4);
+    const PinTicket ticket = *pool->pin(ids, PinKind::kOrdered);
+    CHECK(static_cast<bool>(pool->free(ids)));
+    CHECK(*pool->close(discard) == (discard ? 0U : 1U));
+    CHECK(pool->unpin(ticket) == !discard);
+    CHECK(pool->mapped_bytes() == 0);
+    CHECK(static_cast<bool>(pool->check_integrity()));
+  }
+}
+
+TEST(a_reserved_block_is_not_pinned) {
+  auto pool = make_pool();
+  REQUIRE(pool != nullptr);
+  const std::vector<BlockId> ids = take(*pool, 1);
+  CHECK(static_cast<bool>(pool->free(ids)));
+  CHECK(*pool->try_to_reserve(kBlocksPerPage - 1));
+  CHECK(pool->pin(ids, PinKind::kStrict).error().code == Errc::kDoubleFree);
+}
+
+TEST(an_alloc_with_reuse_takes_pinned_blocks_before_it_maps_a_page) {
+  auto pool = make_pool();
+  REQUIRE(pool != nullptr);
+  const std::vector<BlockId> ids = take(*pool, kBlocksPerPage - 1);
+  const PinTicket ticket = *pool->pin(ids, PinKind::kOrdered);
+  CHECK(static_cast<bool>(pool->free(ids)));
+  CHECK(pool->reusable() == kBlocksPerPage - 1 && pool->available_mapped() == 0);
+  const std::vector<BlockId> again = take(*pool, 2, true);
+  CHECK(again.size() == 2 && pool->mapped_bytes() == kPage &&
+        pool->reusable() == kBlocksPerPage - 3);
+  const std::vector<BlockId> fresh = take(*pool, 2);
+  CHECK(fresh.size() == 2 && pool->mapped_bytes() == 2 * kPage);
+  for (const BlockId id : fresh) CHECK(std::find(ids.begin(), ids.end(), id) == ids.end());
+  CHECK(pool->unpin(ticket));
+  CHECK(pool->stats().blocks_used == 4 && static_cast<bool>(pool->check_integrity()));
+}
+
+}  // namespace kvelastic
