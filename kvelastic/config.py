@@ -13,17 +13,16 @@ from __future__ import annotations
 import logging
 import os
 import re
-import sys
-import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Final, NamedTuple, TextIO
+from typing import Any, Final, NamedTuple
 
 from kvelastic.errors import ConfigError, InvalidArgumentError
+from kvelastic.host_capacity import default_host_capacity_bytes, machine_memory_bytes
+from kvelastic.logs import configure_logging, say_once
 from kvelastic.sizes import MAX_PRIORITY, MIB_BYTES, SIZE_FORMS, parse_percent, parse_size
 
-logger = logging.getLogger("kvelastic")
+__all__ = ["VARIABLES", "Config", "Percent", "configure_logging", "load", "markdown_table"]
 
 
 class Percent(NamedTuple):
@@ -358,105 +357,6 @@ def _warn_of_unknown(environ: Mapping[str, str]) -> None:
 
 def _stem(name: str) -> str:
     return name.removeprefix("KVELASTIC_").removesuffix("_KVELASTIC")
-
-
-# Messages that were said, and those that came before logging was set up.
-_said: set[str] = set()
-_SAID: Final = "_KVELASTIC_SAID"
-"""In the environment, which child processes inherit: checksums of what was said."""
-_held: list[tuple[int, str]] = []
-
-
-def say_once(level: int, message: str) -> None:
-    """Log `message` once in this process and those that it starts.
-
-    Held until `configure_logging` if the level is off so far.
-    """
-    if message in _said:
-        return
-    _said.add(message)
-    if logger.isEnabledFor(level):
-        _say(level, message)
-    else:
-        _held.append((level, message))
-
-
-def _say(level: int, message: str) -> None:
-    digest = f"{zlib.crc32(message.encode()):08x}"
-    said = os.environ.get(_SAID, "").split()
-    if digest not in said:
-        os.environ[_SAID] = " ".join((*said, digest))
-        logger.log(level, message)
-
-
-class _Handler(logging.StreamHandler[TextIO]):
-    """Ours, so that a second `configure_logging` replaces it and never adds one."""
-
-
-def configure_logging(config: Config, stream: TextIO | None = None) -> None:
-    """Let the logger `kvelastic` write to `stream` (stderr by default) as `config` says.
-
-    Calling it again replaces the handler. Records stay out of the root logger's handlers, or an
-    engine that sets those up would print each line twice.
-    """
-    stream = sys.stderr if stream is None else stream
-    prefix = f"[kvelastic {os.getpid()}]"
-    if config.log_color and stream.isatty():
-        prefix = f"\x1b[36m{prefix}\x1b[0m"
-    handler = _Handler(stream)
-    handler.setFormatter(
-        logging.Formatter(f"%(levelname)s %(asctime)s {prefix} %(message)s", "%m-%d %H:%M:%S")
-    )
-    for old in [old for old in logger.handlers if isinstance(old, _Handler)]:
-        logger.removeHandler(old)
-    logger.addHandler(handler)
-    logger.setLevel(config.log_level)
-    logger.propagate = False
-    while _held:
-        _say(*_held.pop(0))
-
-
-def default_host_capacity_bytes(machine_bytes: int) -> int:
-    """What of the machine's memory is for KV caches where nobody has said.
-
-    Four fifths. The rest is for everything else: an engine's Python and libraries take 0.5 to 1.5
-    GiB, weights lie beside the cache, and the kernel needs page cache to read them. How much that
-    is nobody knows beforehand, so this is for planning only: what instances may take of each other.
-    A page that the machine or a cgroup has no room for is refused when it is created.
-    """
-    return machine_bytes * 4 // 5
-
-
-def machine_memory_bytes(root: Path = Path("/")) -> int:
-    """Physical memory in bytes, or the tightest cgroup memory limit that this process is under.
-
-    `root` is where `proc` and `sys` are found. What cannot be read sets no limit.
-    """
-    limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
-    for line in _read(root / "proc/self/cgroup").splitlines():
-        # "0::/a/b" is cgroup v2; "5:cpu,memory:/a/b" is v1.
-        controllers, _, path = line.partition(":")[2].partition(":")
-        if not controllers:
-            top, name = root / "sys/fs/cgroup", "memory.max"
-        elif "memory" in controllers.split(","):
-            top, name = root / "sys/fs/cgroup/memory", "memory.limit_in_bytes"
-        else:
-            continue
-        # A limit anywhere above counts too. In a container the path may be the host's and not be
-        # there; its top still is.
-        parts = [part for part in path.split("/") if part not in ("", "..")]
-        for depth in range(len(parts) + 1):
-            text = _read(top.joinpath(*parts[:depth]) / name).strip()
-            if text.isdecimal():
-                limits.append(int(text))
-    return min(limits)
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text()
-    except OSError:
-        return ""
 
 
 if __name__ == "__main__":

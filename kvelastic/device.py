@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from typing import Final
 
 from kvelastic import _vmm
-from kvelastic.config import Config, say_once
+from kvelastic.config import Config
 from kvelastic.errors import DeviceUnavailableError, InvalidArgumentError
+from kvelastic.logs import say_once
 
 _log = logging.getLogger("kvelastic")
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvelastic.config import default_host_capacity_bytes
+from kvelastic.host_capacity import default_host_capacity_bytes
 
 
 @dataclass(frozen=True)

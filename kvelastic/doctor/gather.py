@@ -145,7 +145,7 @@ def gather_ledgers() -> tuple[LedgerFact, ...]:
 
 def gather_memory(root: Path) -> MemoryFacts:
     """The machine's memory and its huge pages; makes one page of 2 MiB and gives it back."""
-    from kvelastic.config import machine_memory_bytes
+    from kvelastic.host_capacity import machine_memory_bytes
 
     error, is_huge = "", True
     try:

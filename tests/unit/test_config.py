@@ -17,16 +17,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvelastic import config as config_module
+from kvelastic import logs
 from kvelastic.config import (
     VARIABLES,
     Config,
     Percent,
     configure_logging,
     load,
-    machine_memory_bytes,
     markdown_table,
 )
 from kvelastic.errors import ConfigError
+from kvelastic.host_capacity import machine_memory_bytes
 
 LEGACY = {v.legacy: v for v in VARIABLES if v.legacy}
 
@@ -36,9 +37,9 @@ def fresh_process_state(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Each test sees the logger and the once-a-process memory as a new process does."""
     log = logging.getLogger("kvelastic")
     before = (list(log.handlers), log.level, log.propagate)
-    monkeypatch.setattr(config_module, "_said", set())
-    monkeypatch.setattr(config_module, "_held", [])
-    monkeypatch.setenv(config_module._SAID, "")
+    monkeypatch.setattr(logs, "_said", set())
+    monkeypatch.setattr(logs, "_held", [])
+    monkeypatch.setenv(logs._SAID, "")
     log.handlers[:], log.propagate = [], True
     log.setLevel(logging.NOTSET)
     yield
@@ -374,7 +375,7 @@ def test_a_variable_is_spoken_of_once_in_a_whole_tree_of_processes() -> None:
         "if len(sys.argv) > 1: subprocess.run([sys.executable, '-c', *sys.argv[1:]], check=True)"
     )
     environ = {**os.environ, "KVCACHED_PAGE_SIZE_MB": "4", "KVELASTIC_NO_SUCH": "1"}
-    environ.pop(config_module._SAID, None)
+    environ.pop(logs._SAID, None)
     for _ in range(2):  # another tree says it again
         done = subprocess.run(
             [sys.executable, "-c", program, program, program],
