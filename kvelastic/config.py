@@ -57,6 +57,8 @@ class Config:
     """Bytes, or a part of the device; `limit_bytes` resolves it."""
     minimum: int = 0
     """Bytes that nobody may take from the instance."""
+    reserve: int | None = None
+    """Bytes of the device that are no KV cache; None: what the engine's integration measures."""
     priority: int = 0
     """Higher keeps its memory longer."""
     ledger: str = "default"
@@ -247,6 +249,9 @@ VARIABLES: Final[tuple[Variable, ...]] = (
              "Limit that an instance starts with; kvctl limit changes it while it runs."),
     Variable("KVELASTIC_MIN", None, "minimum", parse_size, "0", f"0, or {SIZE_FORMS}",
              "Guarantee: memory that other instances never take from this one."),
+    Variable("KVELASTIC_RESERVE", None, "reserve", parse_size, "(measured)", f"0, or {SIZE_FORMS}",
+             "What the engine holds of its device besides KV cache (weights, activations); unset,"
+             " what vLLM's workers are seen to hold after their start, and nothing of others."),
     Variable("KVELASTIC_PRIORITY", None, "priority",
              _integer(-MAX_PRIORITY, most=MAX_PRIORITY), "0",
              f"an integer from {-MAX_PRIORITY} to {MAX_PRIORITY}",

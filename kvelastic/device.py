@@ -14,6 +14,7 @@ from typing import Final
 from kvelastic import _vmm
 from kvelastic.config import Config
 from kvelastic.errors import DeviceUnavailableError, InvalidArgumentError
+from kvelastic.host_capacity import machine_memory_bytes
 from kvelastic.logs import say_once
 
 _log = logging.getLogger("kvelastic")
@@ -33,6 +34,9 @@ class Device:
     """What instances may hold of it: no limit goes beyond."""
     driver: Callable[[], _vmm.Driver]
     """Opens the seam to it; only a process that maps pages needs that."""
+    total_bytes: int = 0
+    """All of its memory, where the capacity is the KV caches' part of that (the host): what
+    instances reserve lies outside the capacity first. 0: it comes out of the capacity (a GPU)."""
 
     @property
     def is_host(self) -> bool:
@@ -48,7 +52,7 @@ def host(settings: Config) -> Device:
             f"KVELASTIC_GPU_UTILIZATION={settings.gpu_utilization:g} is of GPUs and does nothing"
             " for host memory; set KVELASTIC_HOST_MEMORY.",
         )
-    return Device(HOST, settings.host_memory_bytes, _vmm.HostDriver)
+    return Device(HOST, settings.host_memory_bytes, _vmm.HostDriver, machine_memory_bytes())
 
 
 def resolve(name: str, settings: Config) -> Device:

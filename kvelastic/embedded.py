@@ -53,6 +53,8 @@ class _State:
     engine: Engine
     settings: Config
     device: Device
+    reserve_bytes: int = 0
+    """What this process holds of the device besides its caches; its first group says so."""
     groups: dict[int, _Group] = field(default_factory=dict)
 
 
@@ -85,7 +87,7 @@ def init(
             )
         configure_logging(settings)
         named = settings.device if device is None else str(device)
-        _state = _State(engine, settings, resolve(named, settings))
+        _state = _State(engine, settings, resolve(named, settings), settings.reserve or 0)
 
 
 def shutdown_kvelastic() -> None:
@@ -99,6 +101,32 @@ def shutdown_kvelastic() -> None:
         state, _state = _state, None
         for group in state.groups.values() if state else ():
             group.pool.close(discard=True)
+
+
+def reserve(size_bytes: int, device: str | None = None) -> None:
+    """Say what this process holds of its device besides KV caches: weights, activations, graphs.
+
+    The whole of it, each time; `KVELASTIC_RESERVE`, or 0, before the first call. It counts against
+    what other instances may hold while the first cache of this process is awake. For more than
+    before, others are asked; blocks for five seconds at most until they have given it. Any thread.
+    Raises `NotInitializedError`, `InvalidArgumentError` for a size that is none or another device
+    than that of `init`, `GuaranteeError` and `ReserveError`, which say who holds what, with nothing
+    changed.
+    """
+    with _lock:
+        state = required()
+        if isinstance(size_bytes, bool) or not isinstance(size_bytes, int) or size_bytes < 0:
+            raise InvalidArgumentError(
+                f"a reserve of {size_bytes!r} is not accepted; give bytes, 0 or more"
+            )
+        if means_host(device) not in (None, state.device.is_host):
+            raise InvalidArgumentError(
+                f"device={device!s} is not the device of init_kvelastic, {state.device.name}"
+            )
+        first = next(iter(state.groups.values()), None)
+        if first is not None:
+            first.pool.reserve(size_bytes)
+        state.reserve_bytes = size_bytes
 
 
 def is_initialized() -> bool:
@@ -231,6 +259,7 @@ def _group_for(
         engine={"vllm": "vLLM", "sglang": "SGLang"}[state.engine],
         device=state.device,
         memory=local_range(state.device),
+        reserve_bytes=0 if state.groups else state.reserve_bytes,
         name=f"{name}_g{group_id}" if name and group_id else None,
     )
     pool.start_keeper()

@@ -15,7 +15,8 @@ brackets), so `except ValueError` and `except kvelastic.errors.KvelasticError` b
     │   ├── UnknownBlockError               UNKNOWN_BLOCK
     │   └── NullBlockError                  NULL_BLOCK
     ├── LimitError                          LIMIT                [ValueError]
-    │   └── GuaranteeError                  GUARANTEE
+    │   ├── GuaranteeError                  GUARANTEE
+    │   └── ReserveError                    RESERVE
     ├── DriverError                         DRIVER               [RuntimeError]
     │   ├── DeviceUnavailableError          DEVICE_UNAVAILABLE
     │   ├── OutOfMemoryError                OUT_OF_MEMORY        [MemoryError]
@@ -136,9 +137,15 @@ class LimitError(KvelasticError, ValueError):
 
 
 class GuaranteeError(LimitError):
-    """Guarantees that add up to more than the device has; the message has the sums."""
+    """Guarantees and reserves would be more than the device has; the message says who has them."""
 
     code = "GUARANTEE"
+
+
+class ReserveError(LimitError):
+    """Others did not give in time what is to be reserved; the message says who holds what."""
+
+    code = "RESERVE"
 
 
 class DriverError(KvelasticError, RuntimeError):

@@ -229,6 +229,7 @@ def open_hand_mapped(
             device.name,
             group=settings.ledger,
             capacity_bytes=device.capacity_bytes,
+            total_bytes=device.total_bytes,
             name=own_segment.name,
             uuid=own_segment.record.read_header()["uuid"],
             min_bytes=settings.minimum,

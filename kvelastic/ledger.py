@@ -135,18 +135,23 @@ def join(
     uuid: bytes,
     min_bytes: int = 0,
     priority: int = 0,
+    total_bytes: int = 0,
+    reserve_bytes: int = 0,
 ) -> JoinedLedger:
     """Become a member of the ledger of `device` (made here if there is none).
 
-    The first member's `capacity_bytes` is the ledger's; a later one that says something else is
-    told so in the log. `name` and `uuid` are the segment's. Raises `GuaranteeError` if `min_bytes`
-    and the other guarantees are more than the device has, `LedgerForeignError` if another user's
+    The first member's `capacity_bytes` is the ledger's, and so is its `total_bytes`, all of the
+    device's memory (0: no more than the capacity); a later one that says another capacity is told
+    so in the log. `name` and `uuid` are the segment's. `reserve_bytes` is what the member has there
+    that is no KV cache: others are asked for it, and waited for, five seconds at most. Raises
+    `GuaranteeError` if guarantees and reserves would be more than the device has, `ReserveError` if
+    others have not given what is to be reserved, `LedgerForeignError` if another user's
     instances share the device, `LedgerError` if the file is of another version or cannot be made.
     """
     path = ledger_path(group, device)
     me = ProcessIdentity.of_this_process()
     for _ in range(_JOIN_TRIES):
-        fd = _open_or_make(path, device, group, capacity_bytes)
+        fd = _open_or_make(path, device, group, capacity_bytes, total_bytes)
         memory: mmap.mmap | None = None
         try:
             memory = _map(fd, path, mmap.PROT_READ | mmap.PROT_WRITE)
@@ -161,6 +166,7 @@ def join(
                     pid_namespace=me.pid_namespace,
                     uid=me.uid,
                     min_bytes=min_bytes,
+                    reserve_bytes=reserve_bytes,
                     priority=priority,
                     path=str(path),
                     fd=fd,
@@ -236,7 +242,7 @@ def set_capacity(device: str, *, group: str, capacity_bytes: int) -> int:
     What is held beyond it the members give back by and by. It lasts as long as the ledger: the
     first to join after the last one has left sets it anew. Any process of the ledger's user may
     call it; it waits for the file's lock, two seconds at most. Nothing has changed where it raises:
-    `GuaranteeError` for less than the guarantees, `InvalidArgumentError` for less than 64 KiB,
+    `GuaranteeError` for less than the guarantees and reserves, `InvalidArgumentError` for less than 64 KiB,
     `LedgerForeignError` for another user's ledger, `LedgerError` if there is none or it cannot be
     used.
     """
@@ -296,7 +302,9 @@ def _paths() -> list[Path]:
         return []
 
 
-def _open_or_make(path: Path, device: str, group: str, capacity_bytes: int) -> int:
+def _open_or_make(
+    path: Path, device: str, group: str, capacity_bytes: int, total_bytes: int
+) -> int:
     """The open file; one that was not there is complete before it has its name."""
     for _ in range(_JOIN_TRIES):
         try:
@@ -304,7 +312,7 @@ def _open_or_make(path: Path, device: str, group: str, capacity_bytes: int) -> i
         except FileNotFoundError:
             pass
         try:
-            return _make(path, device, group, capacity_bytes)
+            return _make(path, device, group, capacity_bytes, total_bytes)
         except FileExistsError:
             pass  # another starter was faster
         except FileNotFoundError:
@@ -314,7 +322,7 @@ def _open_or_make(path: Path, device: str, group: str, capacity_bytes: int) -> i
     raise LedgerError(f"{path} comes and goes")
 
 
-def _make(path: Path, device: str, group: str, capacity_bytes: int) -> int:
+def _make(path: Path, device: str, group: str, capacity_bytes: int, total_bytes: int) -> int:
     temporary = SHM_DIR / temporary_name("ledger")
     fd = os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
     life: _vmm.LifeLock | None = None
@@ -332,6 +340,7 @@ def _make(path: Path, device: str, group: str, capacity_bytes: int) -> int:
                 device=device,
                 group=group,
                 capacity_bytes=capacity_bytes,
+                total_bytes=total_bytes,
                 uid=os.geteuid(),
                 boot_id=boot_id(),
                 created_realtime_ns=time.time_ns(),
@@ -438,6 +447,7 @@ def _look(path: Path) -> LedgerInfo:
         status="readable",
         group=raw["group"],
         capacity_bytes=raw["capacity_bytes"],
+        total_bytes=raw["total_bytes"],
         others_bytes=raw["others_bytes"],
         members=tuple(_member(entry) for entry in raw["members"]),
     )

@@ -19,7 +19,7 @@ class Member:
     granted_bytes: int
     """What it may hold now; it holds that much, or is about to."""
     min_bytes: int
-    """Its guarantee: nobody takes it below that."""
+    """Its guarantee: nobody takes it below that while it is awake."""
     limit_bytes: int
     priority: int
     in_use_bytes: int
@@ -34,6 +34,18 @@ class Member:
     """How long it has been asking; 0 where it does not."""
     wanted_bytes: int
     """What others have asked of it and it has not dealt with yet."""
+    reserve_bytes: int = 0
+    """What it has on the device that is no KV cache, while it is awake."""
+    pledged_bytes: int = 0
+    """What counts of that now, and nobody else gets: 0 while it sleeps; while it waits for memory
+    to reserve, all that it is to have."""
+    asleep: bool = False
+    """Guarantee and reserve count for nothing until it wakes; then it asks for both."""
+
+    @property
+    def guaranteed_bytes(self) -> int:
+        """What counts of the guarantee now."""
+        return 0 if self.asleep else self.min_bytes
 
 
 @dataclass(frozen=True)
@@ -49,8 +61,11 @@ class LedgerInfo:
     """Of instances that share it: `KVELASTIC_LEDGER`."""
     capacity_bytes: int = 0
     """What all instances together may hold."""
+    total_bytes: int = 0
+    """All of the device's memory, where that is more than the capacity; reserves and strangers
+    fill what lies outside the capacity first. 0: they come out of the capacity (a GPU)."""
     others_bytes: int = 0
-    """Of the device's memory, what processes that are not members use; it lowers what is free."""
+    """Of the device's memory, what processes that are not members use."""
     members: tuple[Member, ...] = field(default_factory=tuple)
 
     @property
@@ -60,8 +75,24 @@ class LedgerInfo:
 
     @property
     def guaranteed_bytes(self) -> int:
-        """The sum of all guarantees."""
-        return sum(member.min_bytes for member in self.members)
+        """The sum of the guarantees of those who are awake."""
+        return sum(member.guaranteed_bytes for member in self.members)
+
+    @property
+    def reserved_bytes(self) -> int:
+        """What those who are awake have beside their KV caches, or wait for."""
+        return sum(member.pledged_bytes for member in self.members)
+
+    @property
+    def outside_bytes(self) -> int:
+        """Memory of the device that is outside the capacity."""
+        return max(0, self.total_bytes - self.capacity_bytes)
+
+    @property
+    def taken_bytes(self) -> int:
+        """What reserves and strangers take of the capacity: what fits nowhere outside it."""
+        beside_bytes = self.reserved_bytes + self.others_bytes
+        return min(self.capacity_bytes, max(0, beside_bytes - self.outside_bytes))
 
     @property
     def asked_bytes(self) -> int:
@@ -71,4 +102,4 @@ class LedgerInfo:
     @property
     def free_bytes(self) -> int:
         """What could be granted now."""
-        return max(0, self.capacity_bytes - self.others_bytes - self.granted_bytes)
+        return max(0, self.capacity_bytes - self.taken_bytes - self.granted_bytes)

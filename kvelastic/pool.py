@@ -91,6 +91,16 @@ class ElasticPool:
             sanity_check=self._settings.sanity_check,
         )
 
+    def reserve(self, size_bytes: int) -> None:
+        """Say what this process holds of the device besides this cache: weights, activations.
+
+        It counts as long as the pool is awake. For more than before, others are asked; blocks for
+        five seconds at most until they have given it. Raises `GuaranteeError` if guarantees and
+        reserves would be more than the device has, `ReserveError` if others have not given it, with
+        nothing changed.
+        """
+        self.ledger.member.reserve(size_bytes)
+
     def close(self, *, discard: bool = False) -> None:
         """Stop the keeper, give the memory back, leave the ledger, remove the segment. Repeatable.
 
@@ -150,15 +160,17 @@ def open_pool(
     name: str | None = None,
     movable: bool = False,
     page_copies: int = 1,
+    reserve_bytes: int = 0,
 ) -> ElasticPool:
     """Make segment, memory and native pool; maps nothing and starts no thread yet.
 
     `num_blocks` counts the null block; `name` overrides `KVELASTIC_IPC_NAME`; `movable` says that
     the engine follows cached blocks to other ids (`take_changes`); `page_copies` is how many of
-    each page the device holds, one a worker that maps pages there. Raises `GuaranteeError` for a
-    `KVELASTIC_MIN` that the device has no room for, `LedgerError` if the device is not to be
-    shared, `SegmentError` if the segment cannot be made (its name is a live instance's), and what
-    `memory` raises; nothing is left behind then.
+    each page the device holds, one a worker that maps pages there; `reserve_bytes` as in `reserve`.
+    Raises `GuaranteeError` for a `KVELASTIC_MIN` or a reserve that the device has no room for,
+    `ReserveError` if others have not given what is to be reserved, `LedgerError` if the device is
+    not to be shared, `SegmentError` if the segment cannot be made (its name is a live instance's),
+    and what `memory` raises; nothing is left behind then.
     """
     _vmm.set_debug_logging(_log.isEnabledFor(logging.DEBUG))
     _log.debug(
@@ -181,9 +193,11 @@ def open_pool(
             device.name,
             group=settings.ledger,
             capacity_bytes=device.capacity_bytes,
+            total_bytes=device.total_bytes,
             name=own_segment.name,
             uuid=own_segment.record.read_header()["uuid"],
             min_bytes=settings.minimum,
+            reserve_bytes=reserve_bytes,
             priority=settings.priority,
         )
         where = memory(own_segment, native_geometry(layout, pages))

@@ -10,6 +10,7 @@
 #include <cstring>
 
 #include "bind_errors.h"
+#include "bind_gil.h"
 #include "bind_life.h"
 #include "bind_record.h"
 #include "ledger.h"
@@ -72,7 +73,12 @@ nb::dict entry_dict(const LedgerEntry& entry) {
   out["life"] = entry.life;
   out["status"] = life_name(entry.alive);
   out["granted_bytes"] = entry.facts.granted_bytes;
-  out["min_bytes"] = entry.facts.min_bytes;
+  out["min_bytes"] = entry.own_min_bytes;
+  out["guaranteed_bytes"] = entry.facts.min_bytes;
+  out["reserve_bytes"] = entry.own_reserve_bytes;
+  out["pledged_bytes"] = entry.pledged_bytes;
+  out["reserved_bytes"] = entry.reserved_bytes;
+  out["asleep"] = entry.asleep;
   out["limit_bytes"] = entry.limit_bytes;
   out["priority"] = entry.facts.priority;
   out["in_use_bytes"] = entry.in_use_bytes;
@@ -98,6 +104,7 @@ nb::dict read_ledger(nb::handle buffer, int fd) {
   out["uid"] = view.header().owner_uid;
   out["boot_id"] = nb::bytes(view.header().boot_id.data(), view.header().boot_id.size());
   out["capacity_bytes"] = view.capacity_bytes();
+  out["total_bytes"] = view.total_bytes();
   out["others_bytes"] = view.others_bytes();
   out["members"] = members;
   return out;
@@ -182,17 +189,26 @@ void bind_ledger(nb::module_& m) {
       "ledger_create",
       [](nb::handle buffer, const std::string& device, const std::string& group,
          std::uint64_t capacity_bytes, std::uint32_t uid, nb::bytes boot_id,
-         std::uint64_t created_realtime_ns) {
+         std::uint64_t created_realtime_ns, std::uint64_t total_bytes) {
         const auto hold = hold_buffer(buffer, PyBUF_WRITABLE);
         check(ledger_create(hold->bytes(), {uid, sixteen(boot_id), created_realtime_ns,
-                                            capacity_bytes, device, group}));
+                                            capacity_bytes, total_bytes, device, group}));
       },
       "buffer"_a, nb::kw_only(), "device"_a, "group"_a, "capacity_bytes"_a, "uid"_a, "boot_id"_a,
-      "created_realtime_ns"_a, "Make a buffer that nobody else sees yet a ledger.");
+      "created_realtime_ns"_a, "total_bytes"_a = 0, "Make a buffer that nobody else sees yet a ledger.");
   m.def(
       "read_ledger", &read_ledger, "buffer"_a, "fd"_a = -1,
       "What a ledger says, as a dict; a read-only buffer will do. Raises SegmentFormatError.\n"
       "`fd` is an open of the same file, by which members' lives are asked; -1: all are unknown.");
+  m.def(
+      "ledger_check_integrity",
+      [](nb::handle buffer) {
+        const auto hold = hold_buffer(buffer, PyBUF_SIMPLE);
+        check(unwrap(LedgerView::open(hold->bytes())).check_integrity());
+      },
+      "buffer"_a,
+      "Add everything up; raises IntegrityError where grants, guarantees and reserves are more than\n"
+      "the device has. Any process, at any time: of what changes meanwhile it says nothing.");
   m.def(
       "ledger_reap",
       [](nb::handle buffer, int fd) {
@@ -229,26 +245,30 @@ void bind_ledger(nb::module_& m) {
           "join",
           [](nb::handle buffer, const std::string& name, nb::bytes uuid, std::uint32_t pid,
              std::uint64_t start_time_ticks, std::uint64_t pid_namespace, std::uint32_t uid,
-             std::uint64_t min_bytes, std::int64_t priority, const std::string& path, int fd,
-             bool children_keep) {
+             std::uint64_t min_bytes, std::uint64_t reserve_bytes, std::int64_t priority,
+             const std::string& path, int fd, bool children_keep) {
             const auto hold = hold_buffer(buffer, PyBUF_WRITABLE);
             LedgerJoin how{.identity = {pid, uid, start_time_ticks, pid_namespace, sixteen(uuid),
                                         padded<64>(name)},
                            .min_bytes = min_bytes,
+                           .reserve_bytes = reserve_bytes,
                            .priority = priority};
             if (children_keep) how.children = LifeLock::Children::kKeep;
             if (fd >= 0) how.file = unwrap(LifeFile::of(path, fd));
-            return std::shared_ptr<LedgerMember>(
-                unwrap(LedgerMember::join(hold->bytes(), std::move(how), hold)));
+            // With a reserve it waits for what others have to give.
+            auto joined = without_gil(
+                [&] { return LedgerMember::join(hold->bytes(), std::move(how), hold); });
+            return std::shared_ptr<LedgerMember>(unwrap(std::move(joined)));
           },
           "buffer"_a, nb::kw_only(), "name"_a, "uuid"_a, "pid"_a, "start_time_ticks"_a,
-          "pid_namespace"_a, "uid"_a, "min_bytes"_a = 0, "priority"_a = 0, "path"_a = "",
+          "pid_namespace"_a, "uid"_a, "min_bytes"_a = 0, "reserve_bytes"_a = 0,
+          "priority"_a = 0, "path"_a = "",
           "fd"_a = -1, "children_keep"_a = false,
           "Take a slot; None: the file is removed, or about to be. `path` and `fd` are the "
           "file's,\n"
           "in which this member's life is held; without them nobody can tell whether it lives.\n"
           "`children_keep`: it counts as alive as long as a forked child does. Raises\n"
-          "GuaranteeError, PoolExhaustedError, SegmentError.")
+          "GuaranteeError, ReserveError, PoolExhaustedError, SegmentError.")
       .def("leave", of_its_own<&LedgerMember::leave>,
            "Give everything back and the slot up. Repeatable.")
       .def("linger", of_its_own<&LedgerMember::linger>,
@@ -274,6 +294,30 @@ void bind_ledger(nb::module_& m) {
           "Block until the bell is another than `seen`: memory came free, or is asked for.")
       .def("set_min",
            [](LedgerMember& member, std::uint64_t bytes) { check(member.set_min(bytes)); })
+      .def(
+          "reserve",
+          [](LedgerMember& member, std::uint64_t bytes) {
+            check(member.ask_to_reserve(bytes));
+            const std::chrono::nanoseconds timeout(member.rules().reserve_wait_ns);
+            check(without_gil([&] { return member.wait_for_claim(timeout); }));
+          },
+          "bytes"_a,
+          "Say what this member has on the device beside its grants. For more than before others\n"
+          "are asked, and waited for, five seconds at most. Raises GuaranteeError, ReserveError;\n"
+          "nothing has changed then.")
+      .def(
+          "wake",
+          [](LedgerMember& member, double timeout_s) {
+            check(member.ask_to_wake());
+            const auto timeout = std::chrono::duration_cast<std::chrono::nanoseconds>(
+                std::chrono::duration<double>(timeout_s));
+            check(without_gil([&] { return member.wait_for_claim(timeout); }));
+          },
+          "timeout_s"_a, "Have guarantee and reserve count again, as Pool.wake; for tests.")
+      .def("fall_asleep", of_its_own<&LedgerMember::fall_asleep>,
+           "Guarantee and reserve count for nothing until it wakes.")
+      .def_prop_ro("is_asleep", &LedgerMember::is_asleep)
+      .def_prop_ro("reserve_bytes", &LedgerMember::reserve_bytes)
       .def("set_priority", [](LedgerMember& member,
                               std::int64_t priority) { check(member.set_priority(priority)); })
       .def(

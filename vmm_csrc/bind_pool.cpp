@@ -1,5 +1,6 @@
 // `kvelastic._vmm`: the pool, its keeper, and the ring to a worker process.
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string_view.h>
@@ -13,6 +14,7 @@
 #include "keeper.h"
 #include "pool.h"
 #include "ring.h"
+#include "waking.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -27,6 +29,11 @@ std::chrono::nanoseconds duration(double seconds) {
   if (std::isnan(seconds)) raise_code("INVALID_ARGUMENT", "a time in seconds cannot be nan");
   if (seconds < 0 || seconds > 1e9) return kForever;
   return std::chrono::nanoseconds(static_cast<std::int64_t>(seconds * kNanosecondsPerSecond));
+}
+
+/// How long what is to be reserved is waited for.
+std::chrono::nanoseconds reserve_wait() {
+  return std::chrono::nanoseconds(ReclaimRules{}.reserve_wait_ns);
 }
 
 /// The ring area of a segment, and what keeps it mapped.
@@ -329,8 +336,16 @@ void bind_pool(nb::module_& m) {
           "Hold nothing, not even the null block's page, as soon as no block is in use; cached "
           "blocks are evicted at once. No block is handed out until wake().")
       .def(
-          "wake", [](Pool& pool) { without_gil([&pool = own(pool)] { pool.set_asleep(false); }); },
-          "Hand out blocks again; the next alloc or ensure maps the null block's page.")
+          "wake",
+          [](Pool& pool, std::optional<double> timeout_s) {
+            const auto timeout = timeout_s ? duration(*timeout_s) : reserve_wait();
+            check(without_gil([&pool = own(pool), timeout] { return wake(pool, timeout); }));
+          },
+          "timeout_s"_a = nb::none(),
+          "Hand out blocks again; the next alloc or ensure maps the null block's page. Its guarantee\n"
+          "and its reserve are asked of the ledger first; waits for what others have to give, five\n"
+          "seconds unless `timeout_s` says otherwise. Raises GuaranteeError, ReserveError; it sleeps\n"
+          "on then.")
       .def_prop_ro("is_asleep", [](const Pool& pool) { return own(pool).is_asleep(); })
       .def_prop_ro("is_over_limit", &Pool::is_over_limit,
                    "Whether more is held than the limit allows.")

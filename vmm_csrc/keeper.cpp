@@ -102,8 +102,9 @@ void Keeper::go_round() {
   const bool over_capacity = pool_->member() && pool_->member()->ask_for_excess();
   serve_asks();
   finish_shrinking();
+  const bool waking = !finish_waking();
   const bool missing = pool_->pursue();
-  pursuing_ = pool_->expire_squeeze() || missing || over_capacity;
+  pursuing_ = pool_->expire_squeeze() || missing || over_capacity || waking;
   // Also a squeeze that begins or ends is a limit that holds now.
   if (pool_->limit_state().effective_bytes != answered_effective_bytes_) {
     answer(pool_->limit_state(), {});
@@ -202,17 +203,71 @@ void Keeper::log_request(const Wish& wish) const {
 void Keeper::carry_out(const Wish& wish) {
   refusal_.clear();
   log_request(wish);
-  if (Status standing = change_standing(wish); !standing) {
-    refusal_ = standing.error().message;
-    answer(pool_->limit_state(), {});
-    return;
+  const std::shared_ptr<LedgerMember>& member = pool_->member();
+  const std::uint64_t min_before_bytes = member ? member->min_bytes() : 0;
+  const std::int64_t priority_before = member ? member->priority() : 0;
+  if (Status standing = change_standing(wish); !standing) return refuse(standing.error().message);
+  if (wish.asleep_revision != revision_) return apply(wish, revision_);
+  if (wish.asleep != 0 || !member) {
+    waking_.reset();
+    pool_->set_asleep(wish.asleep != 0);
+    return apply(wish, revision_);
   }
-  if (wish.asleep_revision == revision_) pool_->set_asleep(wish.asleep != 0);
+  Status asked = member->ask_to_wake();
+  waking_ = {wish, revision_,
+             Clock::now() + std::chrono::nanoseconds(asked ? member->rules().reserve_wait_ns : 0),
+             min_before_bytes, priority_before};
+  if (asked) {
+    (void)finish_waking();
+  } else {
+    refuse_waking(asked.error().message);
+  }
+}
+
+/// True: no wake waits any more.
+bool Keeper::finish_waking() {
+  if (!waking_) return true;
+  const std::shared_ptr<LedgerMember>& member = pool_->member();
+  if (!member->claim_is_met()) {
+    if (Clock::now() < waking_->until) return false;
+    if (Status failed = member->fail_claim(); !failed) {
+      refuse_waking(failed.error().message);
+      return true;
+    }
+  }
+  // Another thread may have given it up: then it sleeps, and the answer says so.
+  pool_->set_asleep(false);
+  Waking waking = *std::exchange(waking_, std::nullopt);
+  // A limit that was set after it holds already.
+  const std::optional<Wish> newest = record_->read_wish();
+  if (newest && newest->limit_revision != waking.wish.limit_revision) waking.wish.limit_revision = 0;
+  apply(waking.wish, waking.revision);
+  return true;
+}
+
+/// Nothing of that wish has happened.
+void Keeper::refuse_waking(std::string reason) {
+  const Waking waking = *std::exchange(waking_, std::nullopt);
+  const std::shared_ptr<LedgerMember>& member = pool_->member();
+  if (waking.wish.min_revision == waking.revision) (void)member->set_min(waking.min_before_bytes);
+  if (waking.wish.priority_revision == waking.revision) {
+    (void)member->set_priority(waking.priority_before);
+  }
+  if (waking.revision == revision_) refuse(std::move(reason));
+}
+
+void Keeper::refuse(std::string reason) {
+  refusal_ = std::move(reason);
+  answer(pool_->limit_state(), {});
+}
+
+/// The limit and the trim of a wish, and its answer.
+void Keeper::apply(const Wish& wish, std::uint64_t revision) {
   // Two answers where memory has to be given back: that the wish was seen, then that it holds. What
   // is to be trimmed is not called applied before it is.
   const LimitState state =
-      wish.limit_revision == revision_ ? pool_->set_limit(wish.limit_bytes) : pool_->limit_state();
-  const bool trim = wish.trim_revision == revision_;
+      wish.limit_revision == revision ? pool_->set_limit(wish.limit_bytes) : pool_->limit_state();
+  const bool trim = wish.trim_revision == revision;
   if (!trim || state.over_bytes > 0) answer(state, {});
   if (trim) {
     Result<std::uint64_t> trimmed = pool_->trim();
@@ -247,7 +302,9 @@ void Keeper::answer(const LimitState& state, std::string reason) {
     reason = "one page is always held, for the null block";
   }
   Answer answer;
-  answer.revision = revision_;
+  // A wake that waits is not answered: what is said meanwhile is still to the wish before it.
+  if (!waking_ || waking_->revision != revision_) answered_revision_ = revision_;
+  answer.revision = answered_revision_;
   answer.effective_limit_bytes = state.effective_bytes;
   answer.mapped_bytes = state.mapped_bytes;
   answer.over_bytes = state.over_bytes;

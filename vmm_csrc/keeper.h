@@ -7,6 +7,7 @@
 #include <atomic>
 #include <chrono>
 #include <memory>
+#include <optional>
 #include <string>
 #include <thread>
 
@@ -51,6 +52,10 @@ class Keeper {
   void go_round();
   bool read_wish();
   void carry_out(const Wish& wish);
+  void apply(const Wish& wish, std::uint64_t revision);
+  void refuse(std::string reason);
+  bool finish_waking();
+  void refuse_waking(std::string reason);
   Status change_standing(const Wish& wish);
   void log_request(const Wish& wish) const;
   void see_capacity();
@@ -67,6 +72,16 @@ class Keeper {
   const OwnProcess started_by_;
   std::uint64_t revision_ = 0;  // of the wish that is carried out, or was the last
   std::string refusal_;         // why that one was refused; empty: it was not
+  /// A wake that waits until others have given what is to be reserved; it is answered then.
+  struct Waking {
+    Wish wish;
+    std::uint64_t revision;
+    Clock::time_point until;
+    std::uint64_t min_before_bytes;  // what comes back where it is refused
+    std::int64_t priority_before;
+  };
+  std::optional<Waking> waking_;
+  std::uint64_t answered_revision_ = 0;
   std::uint64_t answered_over_bytes_ = 0;
   std::uint64_t answered_effective_bytes_ = 0;
   bool failure_told_ = false;

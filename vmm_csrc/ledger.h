@@ -3,7 +3,8 @@
 //
 //   header     identity of the device, written once before the file is visible; under a CRC
 //   capacity   what all members together may hold, and what strangers hold of it
-//   slots      one a member: granted and claimed bytes, guarantee, priority, ask, facts, a mailbox
+//   slots      one a member: granted and claimed bytes, guarantee, reserve, priority, ask, facts, a
+//              mailbox
 //
 // There is no sum that could be wrong. What is granted to a member stands in its own slot, and a
 // grant is: claim it there, add up all slots, and keep the claim or take it back. Of two that claim
@@ -12,6 +13,21 @@
 // again. A member that dies has its bytes in its slot and nowhere else: freeing the slot, one
 // compare-and-swap by whoever looks, gives all of them back. Nobody waits for anybody: a member
 // that is stopped between two steps keeps what it has claimed, and no more.
+//
+// A member also says what it has on the device beside its grants: its *reserve* (device_account.h has
+// the rules of the sums). It counts as long as the member is awake, and so does the guarantee:
+//
+//            fall_asleep                    ask_to_wake: refused, if the sums do not allow it
+//   awake  ------------->  asleep  <------------------------------------------+
+//     ^                      |  min, pledged: 0                                |
+//     |                      v  ask_to_wake                                    | give_up_claim
+//     +--------------------  waiting: min and pledged count, so nobody is granted what is to be
+//       what is pledged is      reserved; the others are asked for what they have of it
+//       there: reserved
+//
+// A larger reserve of a member that is awake goes the same way, from `reserved` to `pledged`. A
+// guarantee or reserve is claimed like a grant: it is written, then all are added up, and it is
+// taken back where they are too many; of two who claim at once the lower slot stays.
 //
 // Nobody waits for a lock either. A joiner claims a slot by taking the lock on its byte of the file
 // (life_lock.h), which a joiner that dies loses. Each membership has bytes of its own, so a slot
@@ -39,6 +55,7 @@
 #include <string>
 #include <vector>
 
+#include "device_account.h"
 #include "futex.h"
 #include "life_lock.h"
 #include "own_process.h"
@@ -48,7 +65,7 @@
 namespace kvelastic {
 
 inline constexpr std::uint64_t kLedgerMagic = 0x5245'4744'454c'564bULL;  ///< "KVLEDGER" in memory
-inline constexpr std::uint32_t kLedgerAbiVersion = 3;
+inline constexpr std::uint32_t kLedgerAbiVersion = 4;
 inline constexpr std::size_t kLedgerSlots = 128;
 inline constexpr std::size_t kLedgerWorkers = 64;  ///< of one member
 static_assert(kLedgerSlots <= 128 && kLedgerWorkers < 128, "a life byte has 7 bits for each");
@@ -96,18 +113,25 @@ struct LedgerSlot {
   // What a grant looks at, in one cache line.
   alignas(64) SharedWord life;  ///< generation * 2, + 1 while alive
   SharedWord units;             ///< granted * 2^32 + claimed, in units of kGrantUnitBytes
-  SharedWord min_bytes;
+  SharedWord min_bytes;         ///< the guarantee, as it counts now: 0 asleep
+  SharedWord pledged_bytes;     ///< at least `reserved_bytes`: what nobody else is granted any more
+  SharedWord reserved_bytes;    ///< what it has beside its grants; 0 asleep
   std::atomic<std::int64_t> priority;
-  SharedWord ask_bytes;     ///< 0: nothing
-  SharedWord ask_since_ns;  ///< CLOCK_MONOTONIC, as all times here
-  SharedWord ask_seen_ns;   ///< when it was last repeated
-  SharedWord active_ns;     ///< last alloc or free
+  SharedWord ask_bytes;    ///< 0: nothing
+  SharedWord ask_seen_ns;  ///< when it was last repeated; CLOCK_MONOTONIC, as all times here
 
-  alignas(64) SharedWord limit_bytes;
+  alignas(64) SharedWord ask_since_ns;
+  SharedWord active_ns;  ///< last alloc or free
+  SharedWord limit_bytes;
   SharedWord in_use_bytes;
   SharedWord cached_bytes;
   SharedWord parked_bytes;
   SharedWord page_bytes;
+
+  SharedWord own_min_bytes;      ///< the guarantee and
+  SharedWord own_reserve_bytes;  ///< the reserve, as they count when it is awake
+  SharedWord asleep;             ///< 1: or waking
+  SharedWord checking;           ///< 1: min and pledged may be too much, and are taken back then
 
   // The mailbox, a pair of words a depth: askers add to `wanted`, the member to `handled`; both
   // only go up.
@@ -125,6 +149,8 @@ struct LedgerSlot {
 struct LedgerLayout {
   LedgerHeader header;
   alignas(64) SharedWord capacity_bytes;
+  SharedWord most_bytes;                  ///< the largest capacity so far: what was granted by it
+  SharedWord total_bytes;                 ///< as DeviceMemorySize has it
   SharedWord others_bytes;                ///< of the device, used by processes that are not members
   SharedWord others_at_ns;                ///< when that was last looked at; 0: never
   std::atomic<std::uint32_t> slots_used;  ///< no slot from here on was ever taken
@@ -151,8 +177,11 @@ struct LedgerEntry {
   LedgerIdentity identity;
   std::vector<ProcessStart> workers;
   Life alive;  ///< dead: neither its scheduler nor any of its workers lives
-  Contender facts;
+  Contender facts;  ///< its min_bytes is what counts now
   std::uint64_t limit_bytes, in_use_bytes, page_bytes;
+  std::uint64_t own_min_bytes, own_reserve_bytes;  ///< as they count when it is awake
+  std::uint64_t pledged_bytes, reserved_bytes;     ///< what counts now (see LedgerSlot)
+  bool asleep;                                     ///< or waking
 };
 
 /// The ABI version of bytes that start like a ledger, of whatever version; nothing otherwise.
@@ -168,10 +197,16 @@ class LedgerView {
   const LedgerHeader& header() const { return layout_->header; }
   std::uint64_t capacity_bytes() const { return layout_->capacity_bytes; }
   std::uint64_t others_bytes() const { return layout_->others_bytes; }
+  std::uint64_t total_bytes() const { return layout_->total_bytes; }
+  /// Fails with kIntegrity where grants, guarantees and reserves break a rule of device_account.h. Of
+  /// members that change meanwhile it says nothing; after the capacity was lowered grants may be
+  /// what they were before.
+  Status check_integrity() const;
   /// Members now, alive or dead; the judge is asked about each.
   std::vector<LedgerEntry> members(const LifeJudge& judge) const;
 
  private:
+  friend class LedgerMember;
   explicit LedgerView(const LedgerLayout* layout) : layout_(layout) {}
   const LedgerLayout* layout_;
 };
@@ -183,6 +218,7 @@ struct LedgerOrigin {
   std::array<std::uint8_t, 16> boot_id{};
   std::uint64_t created_realtime_ns = 0;
   std::uint64_t capacity_bytes = 0;
+  std::uint64_t total_bytes = 0;  ///< as DeviceMemorySize has it
   std::string device;
   std::string group;
 };
@@ -202,6 +238,7 @@ Result<bool> ledger_shut(std::span<std::byte> bytes);
 struct LedgerJoin {
   LedgerIdentity identity;
   std::uint64_t min_bytes = 0;
+  std::uint64_t reserve_bytes = 0;
   std::int64_t priority = 0;
   /// The ledger's. Without one, or where its file system has no locks, nobody can tell whether this
   /// member lives, and joiners must keep each other out by other means.
@@ -211,20 +248,20 @@ struct LedgerJoin {
 
 /// Changes what all members together may hold; the caller holds the file's lock. Answers what it
 /// was. Grants go by it at once, and what is held beyond it is given back by and by
-/// (LedgerMember::ask_for_excess). Nothing has changed where it fails: kGuarantee for less than the
-/// guarantees of the members, kInvalidArgument for less than kGrantUnitBytes, kSegmentFormat as
+/// (LedgerMember::ask_for_excess). Nothing has changed where it fails: kGuarantee for less than
+/// the guarantees and reserves of the members, kInvalidArgument for less than kGrantUnitBytes, kSegmentFormat as
 /// LedgerView::open.
 Result<std::uint64_t> ledger_set_capacity(std::span<std::byte> bytes, std::uint64_t capacity_bytes,
                                           const LifeJudge& judge);
 
 /// One instance's end of a ledger. All calls from any thread of the process that joined, none
-/// blocks but wait(); in a forked child none changes anything. The bytes must outlive it; `keep` is
+/// blocks but wait(), wait_for_claim() and a join with a reserve; in a forked child none changes anything. The bytes must outlive it; `keep` is
 /// held as long.
 class LedgerMember {
  public:
   /// Takes a slot; null: the door is shut, the file is removed or about to be. kSegmentFormat as
-  /// LedgerView::open, kPoolExhausted when all slots are taken, kGuarantee as set_min,
-  /// kInvalidArgument as set_priority, kSegment as LifeLock::hold.
+  /// LedgerView::open, kPoolExhausted when all slots are taken, kGuarantee as set_min, kReserve as
+  /// wait_for_claim, kInvalidArgument as set_priority, kSegment as LifeLock::hold.
   static Result<std::unique_ptr<LedgerMember>> join(std::span<std::byte> bytes, LedgerJoin how,
                                                     std::shared_ptr<void> keep);
   ~LedgerMember() {
@@ -258,21 +295,49 @@ class LedgerMember {
   std::uint64_t capacity_bytes() const { return layout_->capacity_bytes; }
   /// Sets what strangers hold of the device, as somebody with a driver has seen it.
   void set_others(std::uint64_t bytes);
-  /// The same from what a driver says of the whole device: what is taken and not granted.
+  /// The same from what a driver says of the whole device: what is taken, and neither granted nor
+  /// reserved.
   void see_device(std::uint64_t total_bytes, std::uint64_t free_bytes);
 
   // --- guarantee and priority ----------------------------------------------------------------
 
-  /// kGuarantee: the guarantees of all members would be more than the device has; with the sums.
-  /// kDeviceUnavailable in a forked child.
+  /// kGuarantee: the guarantees of those who are awake would be more than the device has beside
+  /// their reserves; with who has what. Asleep it counts from the next wake. kDeviceUnavailable in
+  /// a forked child.
   Status set_min(std::uint64_t min_bytes);
   /// kInvalidArgument: beyond the bounds of a priority; kDeviceUnavailable in a forked child.
   Status set_priority(std::int64_t priority);
-  std::uint64_t min_bytes() const { return slot().min_bytes; }
+  /// The guarantee when it is awake.
+  std::uint64_t min_bytes() const { return slot().own_min_bytes; }
   std::int64_t priority() const { return slot().priority; }
   void set_limit(std::uint64_t bytes) {
     if (is_member()) slot().limit_bytes.store(bytes, std::memory_order_relaxed);
   }
+
+  // --- reserve, sleep ------------------------------------------------------------------------
+
+  /// Guarantee and reserve count for nothing from now on. To be called after the memory is given
+  /// back that was reserved.
+  void fall_asleep();
+  /// Claims both again. Fails with kGuarantee, with who has what, where the sums do not allow it:
+  /// it is asleep as before then. What is claimed is there when wait_for_claim() or claim_is_met()
+  /// say so. Does nothing where it is awake.
+  Status ask_to_wake();
+  /// Claims what this instance has on the device beside its grants. Less holds at once; for more
+  /// as ask_to_wake. Asleep it counts from the next wake. Any claim before it is given up.
+  Status ask_to_reserve(std::uint64_t bytes);
+  /// Whether nothing is claimed that is not there. Asks others for what is missing; where it is
+  /// false, call it again soon, and when the bell rings.
+  bool claim_is_met();
+  /// Back to what was before the claim. Does nothing where there is none.
+  void give_up_claim();
+  /// Gives it up, and answers kReserve with who holds what; nothing where it is met.
+  Status fail_claim();
+  /// Waits until it is met; fails as fail_claim after the timeout. Blocks.
+  Status wait_for_claim(std::chrono::nanoseconds timeout);
+  /// The reserve when it is awake.
+  std::uint64_t reserve_bytes() const { return slot().own_reserve_bytes; }
+  bool is_asleep() const { return is_member() && slot().asleep != 0; }
 
   /// Names one more process that maps this instance's pages, for people and for a judge's second
   /// look; that process holds its byte itself (ledger_life_byte). Fails with kInvalidArgument for
@@ -311,7 +376,8 @@ class LedgerMember {
   /// `bytes` of what was asked were dealt with, given or not to be had; the shallowest first.
   void handled(std::uint64_t bytes);
 
-  /// Fails with kIntegrity when the bytes granted are not `held_bytes` (rounded to grant units).
+  /// Fails with kIntegrity when the bytes granted are not those of the pages (rounded to grant
+  /// units), or as LedgerView::check_integrity.
   Status check_integrity(std::uint64_t pages, std::uint64_t page_bytes) const;
 
  private:
@@ -325,11 +391,20 @@ class LedgerMember {
         life_lock_(std::move(life_lock)) {}
 
   struct Sums;
+  struct Pledges;
   struct Everybody;
   Everybody look_around(std::uint64_t now_ns) const;
   LedgerSlot& slot() const { return layout_->slots[index_]; }
-  /// The capacity less what strangers hold.
-  std::uint64_t usable_bytes() const;
+  /// What of the capacity is for grants: without what strangers hold and all have pledged.
+  std::uint64_t usable_bytes() const { return usable_bytes(pledged_bytes()); }
+  std::uint64_t usable_bytes(std::uint64_t pledged_bytes) const;
+  std::uint64_t pledged_bytes() const;
+  Pledges add_up_pledges() const;
+  Status pledge(std::uint64_t min_bytes, std::uint64_t reserve_bytes);
+  Error pledge_refusal(std::uint64_t min_bytes, std::uint64_t reserve_bytes) const;
+  std::string holders(bool of_grants) const;
+  bool is_there() const;
+  void settle_claim(bool met);
   bool is_member() const { return slot().life.load() == life_ && joined_by_.is_this(); }
   Sums add_up(std::uint64_t wanted_units) const;
   void wake_askers() const;
@@ -346,7 +421,9 @@ class LedgerMember {
   std::atomic<bool> lingers_{false};
   const ReclaimRules rules_;
   mutable std::atomic<std::uint64_t> reaped_ns_{0};  // when reach() last looked for the dead
-  std::mutex mutex_;  // between threads of this process only: grants, guarantee, life; a leaf
+  std::uint64_t claim_ = 0, met_claim_ = 0;  // the newest one, and the last that was met
+  bool is_claiming_ = false;  // `pledged` is what is claimed, and not there yet
+  std::mutex mutex_;  // between threads of this process only: grants, claims, life; a leaf
   std::unique_ptr<LifeLock> life_lock_;  // null: left, or nobody can be asked here
 };
 

@@ -186,6 +186,8 @@ class Pool {
   /// Asleep a pool hands out nothing and holds nothing: enforce_limit() evicts everything cached
   /// and gives every page back, the null block's too, as soon as no block is in use. Awake again,
   /// the next alloc or ensure maps what it needs. Gives nothing back itself; waits for the session.
+  /// The ledger's member falls asleep with it, and has to be awake first (see waking.h): as long as
+  /// it is not, nor is this pool.
   void set_asleep(bool asleep);
   bool is_asleep() const;
   LimitState limit_state() const;

@@ -41,7 +41,8 @@ bool Pool::see_capacity() {
 void Pool::set_asleep(bool asleep) {
   const std::lock_guard session(session_);
   const Lock lock(mutex_);
-  accounting_.limit.set_asleep(asleep);
+  if (asleep && member_) member_->fall_asleep();
+  accounting_.limit.set_asleep(asleep || (member_ && member_->is_asleep()));
   accounting_.close_pages_over_limit();
   figures_.update();
 }

@@ -52,6 +52,8 @@ struct ReclaimRules {
   std::uint64_t fair_cached_ns = 300'000'000;
   /// After so long, also blocks in use of theirs.
   std::uint64_t fair_in_use_ns = 2'000'000'000;
+  /// What is to be reserved, by a wake say, is refused when others have not given it for so long.
+  std::uint64_t reserve_wait_ns = 5'000'000'000;
   /// An ask that nobody has repeated for so long is no ask any more.
   std::uint64_t ask_lease_ns = 250'000'000;
 };

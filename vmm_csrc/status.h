@@ -27,6 +27,7 @@ enum class Errc : std::uint8_t {
   kSegmentFormat,      ///< bytes that are not a segment of this version
   kDeviceUnavailable,  ///< no driver, too old a one, or no such device
   kGuarantee,          ///< guarantees that add up to more than the device has
+  kReserve,            ///< others have not given the memory that is to be reserved
   kIntegrity,          ///< check_integrity() found a rule broken
 };
 
@@ -61,6 +62,8 @@ constexpr std::string_view code_name(Errc code) {
       return "DEVICE_UNAVAILABLE";
     case Errc::kGuarantee:
       return "GUARANTEE";
+    case Errc::kReserve:
+      return "RESERVE";
     case Errc::kIntegrity:
       return "INTEGRITY";
   }

@@ -1,0 +1,287 @@
+"""What an instance reserves besides its KV cache: in one account with everybody's caches."""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack
+
+import pytest
+
+from kvelastic import _vmm, ledger, segment
+from kvelastic.config import machine_memory_bytes
+from kvelastic.errors import GuaranteeError, IntegrityError, ReserveError
+from programs.native_pools import HUGE
+from programs.two_pools import BLOCKS_PER_PAGE, PAGES, TwoPools
+
+BOUND_S = 60.0
+"""No test waits so long; one that does has hung."""
+CAPACITY = PAGES * HUGE
+
+
+@pytest.fixture
+def shared() -> Iterator[TwoPools]:
+    made = TwoPools(f"kvaccount-{os.getpid()}-{random.randrange(1 << 40):x}")
+    yield made
+    made.close()
+
+
+def fill(pool: _vmm.Pool) -> list[int]:
+    """Every page of the device, in use."""
+    ids = pool.alloc(PAGES * BLOCKS_PER_PAGE - 1)
+    assert ids is not None
+    return ids
+
+
+def is_sound(shared: TwoPools) -> None:
+    shared.check()
+    with shared.places[0].path.open("rb") as file:
+        _vmm.ledger_check_integrity(memoryview(file.read()))
+
+
+# --- two pools of this process ------------------------------------------------------------------
+
+
+def test_what_is_reserved_is_granted_to_nobody(shared: TwoPools) -> None:
+    a, b = shared.places
+    a.member.reserve(2 * HUGE)
+    assert shared.pools[1].alloc(PAGES * BLOCKS_PER_PAGE - 1) is None
+    assert b.member.room(HUGE) <= PAGES - 2
+    (info,) = [one for one in ledger.list_ledgers() if one.group == a.path.name.split("_")[2]]
+    assert (info.reserved_bytes, info.members[0].reserve_bytes) == (2 * HUGE, 2 * HUGE)
+    assert info.free_bytes == CAPACITY - 2 * HUGE - info.granted_bytes
+    is_sound(shared)
+
+
+def test_a_wake_takes_cache_of_a_neighbour_back_for_its_reserve(shared: TwoPools) -> None:
+    a, b = shared.pools
+    shared.places[0].member.reserve(4 * HUGE)
+    a.sleep()
+    ids = fill(b)
+    b.cache(ids)  # all of it is cache now
+    keeper = _vmm.Keeper.start(b, shared.segments[1].record, idle_trim_s=-1.0)
+    try:
+        a.wake()
+    finally:
+        keeper.stop()
+    assert not a.is_asleep
+    assert b.mapped_bytes <= 2 * HUGE
+    is_sound(shared)
+
+
+def test_a_wake_that_is_refused_sleeps_on_with_nothing_half_done(shared: TwoPools) -> None:
+    a, b = shared.pools
+    shared.places[0].member.reserve(4 * HUGE)
+    a.sleep()
+    theirs = fill(b)  # and nobody is there to give it
+    with pytest.raises(ReserveError, match=rf"{shared.segments[1].name} has 12.00 MiB of cache"):
+        a.wake(timeout_s=0.05)
+    assert a.is_asleep
+    assert a.alloc(1) is None
+    b.free(theirs)
+    assert fill(b), "nothing is kept for it"
+    shared.places[1].member.set_min(3 * HUGE)
+    with pytest.raises(GuaranteeError, match=r"6.00 MiB guaranteed"):
+        a.wake()
+    assert a.is_asleep
+    is_sound(shared)
+
+
+def test_a_wake_over_the_keeper_is_answered_when_it_holds(shared: TwoPools) -> None:
+    """By request, as kvctl does it, while the neighbour has to preempt for it."""
+    a, b = shared.pools
+    shared.places[0].member.reserve(4 * HUGE)
+    keepers = [
+        _vmm.Keeper.start(pool, one.record, idle_trim_s=-1.0)
+        for pool, one in zip(shared.pools, shared.segments, strict=True)
+    ]
+    name = shared.segments[0].name
+    try:
+        assert segment.wish(name, asleep=True, wait_s=BOUND_S).state == "applied"
+        theirs = fill(b)
+        answers = []
+        waker = threading.Thread(
+            target=lambda: answers.append(segment.wish(name, asleep=False, wait_s=BOUND_S))
+        )
+        waker.start()
+        while not b.is_over_limit:  # it is asked for blocks in use, and its engine preempts
+            assert waker.is_alive()
+        assert a.is_asleep
+        b.free(theirs)
+        waker.join(BOUND_S)
+        (answer,) = answers
+        assert (answer.state, answer.asleep) == ("applied", False)
+        is_sound(shared)
+    finally:
+        for keeper in keepers:
+            keeper.stop()
+
+
+def test_a_wake_over_the_keeper_is_refused_with_the_reason(shared: TwoPools) -> None:
+    shared.places[0].member.reserve(4 * HUGE)
+    name = shared.segments[0].name
+    keeper = _vmm.Keeper.start(shared.pools[0], shared.segments[0].record, idle_trim_s=-1.0)
+    try:
+        assert segment.wish(name, asleep=True, wait_s=BOUND_S).state == "applied"
+        shared.places[1].member.set_min(3 * HUGE)
+        answer = segment.wish(name, asleep=False, min_bytes=HUGE, wait_s=BOUND_S)
+        assert (answer.state, answer.asleep, answer.min_bytes) == ("refused", True, 0)
+        assert "no room for 2.00 MiB guaranteed and 8.00 MiB reserved" in answer.reason
+        shared.places[1].member.set_min(HUGE)
+        assert segment.wish(name, asleep=False, wait_s=BOUND_S).state == "applied"
+        is_sound(shared)
+    finally:
+        keeper.stop()
+
+
+def test_two_wakes_at_once_for_one_room(shared: TwoPools) -> None:
+    for place, pool in zip(shared.places, shared.pools, strict=True):
+        pool.sleep()
+        place.member.set_min(2 * HUGE)
+        place.member.reserve(2 * HUGE)
+    refused = []
+
+    def wake(pool: _vmm.Pool) -> None:
+        try:
+            pool.wake()
+        except GuaranteeError as error:
+            refused.append(error)
+
+    for _ in range(50):
+        wakers = [threading.Thread(target=wake, args=(pool,)) for pool in shared.pools]
+        for waker in wakers:
+            waker.start()
+        for waker in wakers:
+            waker.join(BOUND_S)
+        assert sorted(pool.is_asleep for pool in shared.pools) == [False, True]
+        is_sound(shared)
+        for pool in shared.pools:
+            pool.sleep()
+    assert len(refused) == 50
+
+
+def test_a_capacity_below_what_is_reserved_and_guaranteed_is_refused(shared: TwoPools) -> None:
+    group = shared.places[0].path.name.split("_")[2]
+    shared.places[0].member.reserve(2 * HUGE)
+    shared.places[1].member.set_min(2 * HUGE)
+    with pytest.raises(GuaranteeError, match=r"4.00 MiB guaranteed and 4.00 MiB reserved"):
+        ledger.set_capacity("host", group=group, capacity_bytes=4 * HUGE - 1)
+    assert ledger.set_capacity("host", group=group, capacity_bytes=4 * HUGE) == CAPACITY
+    assert shared.places[1].member.room(HUGE) == 2
+    is_sound(shared)
+
+
+def test_a_broken_account_is_named(shared: TwoPools) -> None:
+    fill(shared.pools[1])
+    raw = bytearray(shared.places[0].path.read_bytes())
+    granted = (6 * HUGE // _vmm.GRANT_UNIT_BYTES << 32).to_bytes(8, "little")
+    (at,) = [at for at in range(0, len(raw), 8) if raw[at : at + 8] == granted]
+    raw[at : at + 8] = (7 * HUGE // _vmm.GRANT_UNIT_BYTES << 32).to_bytes(8, "little")
+    with pytest.raises(IntegrityError, match=r"grants add up to 14.00 MiB"):
+        _vmm.ledger_check_integrity(memoryview(bytes(raw)))
+
+
+def test_the_host_takes_reserves_from_what_is_outside_the_capacity() -> None:
+    group = f"kvoutside-{os.getpid()}"
+    with ExitStack() as stack:
+        a, b = (
+            stack.enter_context(
+                ledger.join(
+                    "host",
+                    group=group,
+                    capacity_bytes=CAPACITY,
+                    total_bytes=CAPACITY + 4 * HUGE,
+                    name=who,
+                    uuid=who.encode() * 16,
+                )
+            )
+            for who in "ab"
+        )
+        a.member.reserve(4 * HUGE)
+        assert b.member.room(HUGE) == PAGES, "the caches' part is what it was"
+        a.member.reserve(5 * HUGE)
+        assert b.member.room(HUGE) == PAGES - 1
+        (info,) = [one for one in ledger.list_ledgers() if one.group == group]
+        assert (info.outside_bytes, info.taken_bytes) == (4 * HUGE, HUGE)
+        with pytest.raises(GuaranteeError):
+            b.member.reserve(6 * HUGE)
+
+
+# --- processes ------------------------------------------------------------------------------------
+
+EMBEDDED = """
+import sys
+from kvelastic import embedded, errors
+from kvelastic.integration.vllm import interfaces as kvi
+kvi.init_kvelastic(device="cpu")
+manager = kvi.get_kv_cache_manager(512, 16, 4096, 8)
+print(manager.name, flush=True)
+for line in sys.stdin:
+    try:
+        embedded.reserve(int(line))
+        print("done", flush=True)
+    except errors.KvelasticError as error:
+        print(error.code, error, flush=True)
+"""
+
+
+class Embedded:
+    """An embedded user of its own process, on a ledger with a small capacity."""
+
+    def __init__(self, group: str, **environ: str) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", EMBEDDED],
+            env=os.environ | {"KVELASTIC_LEDGER": group, "KVELASTIC_HOST_MEMORY": "64M"} | environ,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        self.name = self._line()
+
+    def _line(self) -> str:
+        assert self.process.stdout is not None
+        return self.process.stdout.readline().strip()
+
+    def reserve(self, size_bytes: int) -> str:
+        assert self.process.stdin is not None
+        print(size_bytes, file=self.process.stdin, flush=True)
+        return self._line()
+
+    def __enter__(self) -> Embedded:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.process.kill()
+        self.process.wait()
+        for pipe in (self.process.stdin, self.process.stdout, self.process.stderr):
+            if pipe is not None:
+                pipe.close()
+        segment.reap()
+        ledger.reap()
+
+
+def test_an_embedded_user_declares_a_reserve_and_dies_with_it() -> None:
+    group = f"kvembedded-{os.getpid()}"
+    outside = machine_memory_bytes() - (64 << 20)
+    with Embedded(group, KVELASTIC_RESERVE=str(outside + (8 << 20))) as first:
+        (info,) = [one for one in ledger.list_ledgers() if one.group == group]
+        assert info.taken_bytes == 8 << 20
+        with Embedded(group, KVELASTIC_MIN="20M") as second:
+            refused = first.reserve(outside + (60 << 20))
+            assert refused.startswith("GUARANTEE"), refused
+            assert f"{second.name} has 20.00 MiB guaranteed" in refused
+            assert first.reserve(outside + (40 << 20)) == "done"
+            assert first.reserve(-1).startswith("INVALID_ARGUMENT")
+            with Embedded(group, KVELASTIC_RESERVE="20M") as third:
+                assert third.name == ""  # it could not start
+                assert third.process.stderr is not None
+                assert "no room for 20.00 MiB reserved" in third.process.stderr.read()
+            first.process.kill()
+            first.process.wait()
+            with Embedded(group, KVELASTIC_RESERVE=str(outside)) as fourth:
+                assert fourth.name, "what the dead had reserved is free"

@@ -1,0 +1,14 @@
+#include "waking.h"
+
+namespace kvelastic {
+
+Status wake(Pool& pool, std::chrono::nanoseconds timeout) {
+  if (const std::shared_ptr<LedgerMember>& member = pool.member()) {
+    if (Status asked = member->ask_to_wake(); !asked) return asked;
+    if (Status there = member->wait_for_claim(timeout); !there) return there;
+  }
+  pool.set_asleep(false);
+  return ok();
+}
+
+}  // namespace kvelastic
