@@ -242,8 +242,8 @@ VARIABLES: Final[tuple[Variable, ...]] = (
              "How long the scheduler waits for a worker's acknowledgement."),
     Variable("KVELASTIC_HOST_MEMORY", None, "host_memory", _capacity, "(80% of memory)",
              f"more than 0: {SIZE_FORMS}",
-             "What counts as the capacity of the host device; unset, 80% of the machine's memory or"
-             " of the tightest cgroup limit."),
+             "What KV caches together may hold of the host's memory, its capacity; unset, 80% of"
+             " the machine's memory or of the tightest cgroup limit. Weights lie outside it."),
     Variable("KVELASTIC_LIMIT", None, "limit", _limit, "none",
              f"none; a percentage of the device (80%); or {SIZE_FORMS}",
              "Limit that an instance starts with; kvctl limit changes it while it runs."),

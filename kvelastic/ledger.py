@@ -242,9 +242,9 @@ def set_capacity(device: str, *, group: str, capacity_bytes: int) -> int:
     What is held beyond it the members give back by and by. It lasts as long as the ledger: the
     first to join after the last one has left sets it anew. Any process of the ledger's user may
     call it; it waits for the file's lock, two seconds at most. Nothing has changed where it raises:
-    `GuaranteeError` for less than the guarantees and reserves, `InvalidArgumentError` for less than 64 KiB,
-    `LedgerForeignError` for another user's ledger, `LedgerError` if there is none or it cannot be
-    used.
+    `GuaranteeError` for less than the guarantees and reserves, `InvalidArgumentError` for less than
+    64 KiB, `LedgerForeignError` for another user's ledger, `LedgerError` if there is none or it
+    cannot be used.
     """
     path = ledger_path(group, device)
     try:

@@ -195,7 +195,8 @@ void bind_ledger(nb::module_& m) {
                                             capacity_bytes, total_bytes, device, group}));
       },
       "buffer"_a, nb::kw_only(), "device"_a, "group"_a, "capacity_bytes"_a, "uid"_a, "boot_id"_a,
-      "created_realtime_ns"_a, "total_bytes"_a = 0, "Make a buffer that nobody else sees yet a ledger.");
+      "created_realtime_ns"_a, "total_bytes"_a = 0,
+      "Make a buffer that nobody else sees yet a ledger.");
   m.def(
       "read_ledger", &read_ledger, "buffer"_a, "fd"_a = -1,
       "What a ledger says, as a dict; a read-only buffer will do. Raises SegmentFormatError.\n"
@@ -207,7 +208,8 @@ void bind_ledger(nb::module_& m) {
         check(unwrap(LedgerView::open(hold->bytes())).check_integrity());
       },
       "buffer"_a,
-      "Add everything up; raises IntegrityError where grants, guarantees and reserves are more than\n"
+      "Add everything up; raises IntegrityError where grants, guarantees and reserves are more "
+      "than\n"
       "the device has. Any process, at any time: of what changes meanwhile it says nothing.");
   m.def(
       "ledger_reap",
@@ -261,9 +263,8 @@ void bind_ledger(nb::module_& m) {
             return std::shared_ptr<LedgerMember>(unwrap(std::move(joined)));
           },
           "buffer"_a, nb::kw_only(), "name"_a, "uuid"_a, "pid"_a, "start_time_ticks"_a,
-          "pid_namespace"_a, "uid"_a, "min_bytes"_a = 0, "reserve_bytes"_a = 0,
-          "priority"_a = 0, "path"_a = "",
-          "fd"_a = -1, "children_keep"_a = false,
+          "pid_namespace"_a, "uid"_a, "min_bytes"_a = 0, "reserve_bytes"_a = 0, "priority"_a = 0,
+          "path"_a = "", "fd"_a = -1, "children_keep"_a = false,
           "Take a slot; None: the file is removed, or about to be. `path` and `fd` are the "
           "file's,\n"
           "in which this member's life is held; without them nobody can tell whether it lives.\n"

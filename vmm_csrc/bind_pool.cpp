@@ -342,9 +342,12 @@ void bind_pool(nb::module_& m) {
             check(without_gil([&pool = own(pool), timeout] { return wake(pool, timeout); }));
           },
           "timeout_s"_a = nb::none(),
-          "Hand out blocks again; the next alloc or ensure maps the null block's page. Its guarantee\n"
-          "and its reserve are asked of the ledger first; waits for what others have to give, five\n"
-          "seconds unless `timeout_s` says otherwise. Raises GuaranteeError, ReserveError; it sleeps\n"
+          "Hand out blocks again; the next alloc or ensure maps the null block's page. Its "
+          "guarantee\n"
+          "and its reserve are asked of the ledger first; waits for what others have to give, "
+          "five\n"
+          "seconds unless `timeout_s` says otherwise. Raises GuaranteeError, ReserveError; it "
+          "sleeps\n"
           "on then.")
       .def_prop_ro("is_asleep", [](const Pool& pool) { return own(pool).is_asleep(); })
       .def_prop_ro("is_over_limit", &Pool::is_over_limit,

@@ -240,7 +240,8 @@ bool Keeper::finish_waking() {
   Waking waking = *std::exchange(waking_, std::nullopt);
   // A limit that was set after it holds already.
   const std::optional<Wish> newest = record_->read_wish();
-  if (newest && newest->limit_revision != waking.wish.limit_revision) waking.wish.limit_revision = 0;
+  if (newest && newest->limit_revision != waking.wish.limit_revision)
+    waking.wish.limit_revision = 0;
   apply(waking.wish, waking.revision);
   return true;
 }

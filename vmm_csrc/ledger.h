@@ -14,8 +14,8 @@
 // compare-and-swap by whoever looks, gives all of them back. Nobody waits for anybody: a member
 // that is stopped between two steps keeps what it has claimed, and no more.
 //
-// A member also says what it has on the device beside its grants: its *reserve* (device_account.h has
-// the rules of the sums). It counts as long as the member is awake, and so does the guarantee:
+// A member also says what it has on the device beside its grants: its *reserve* (device_account.h
+// has the rules of the sums). It counts as long as the member is awake, and so does the guarantee:
 //
 //            fall_asleep                    ask_to_wake: refused, if the sums do not allow it
 //   awake  ------------->  asleep  <------------------------------------------+
@@ -176,7 +176,7 @@ struct LedgerEntry {
   std::uint64_t life;
   LedgerIdentity identity;
   std::vector<ProcessStart> workers;
-  Life alive;  ///< dead: neither its scheduler nor any of its workers lives
+  Life alive;       ///< dead: neither its scheduler nor any of its workers lives
   Contender facts;  ///< its min_bytes is what counts now
   std::uint64_t limit_bytes, in_use_bytes, page_bytes;
   std::uint64_t own_min_bytes, own_reserve_bytes;  ///< as they count when it is awake
@@ -198,8 +198,8 @@ class LedgerView {
   std::uint64_t capacity_bytes() const { return layout_->capacity_bytes; }
   std::uint64_t others_bytes() const { return layout_->others_bytes; }
   std::uint64_t total_bytes() const { return layout_->total_bytes; }
-  /// Fails with kIntegrity where grants, guarantees and reserves break a rule of device_account.h. Of
-  /// members that change meanwhile it says nothing; after the capacity was lowered grants may be
+  /// Fails with kIntegrity where grants, guarantees and reserves break a rule of device_account.h.
+  /// Of members that change meanwhile it says nothing; after the capacity was lowered grants may be
   /// what they were before.
   Status check_integrity() const;
   /// Members now, alive or dead; the judge is asked about each.
@@ -249,14 +249,14 @@ struct LedgerJoin {
 /// Changes what all members together may hold; the caller holds the file's lock. Answers what it
 /// was. Grants go by it at once, and what is held beyond it is given back by and by
 /// (LedgerMember::ask_for_excess). Nothing has changed where it fails: kGuarantee for less than
-/// the guarantees and reserves of the members, kInvalidArgument for less than kGrantUnitBytes, kSegmentFormat as
-/// LedgerView::open.
+/// the guarantees and reserves of the members, kInvalidArgument for less than kGrantUnitBytes,
+/// kSegmentFormat as LedgerView::open.
 Result<std::uint64_t> ledger_set_capacity(std::span<std::byte> bytes, std::uint64_t capacity_bytes,
                                           const LifeJudge& judge);
 
 /// One instance's end of a ledger. All calls from any thread of the process that joined, none
-/// blocks but wait(), wait_for_claim() and a join with a reserve; in a forked child none changes anything. The bytes must outlive it; `keep` is
-/// held as long.
+/// blocks but wait(), wait_for_claim() and a join with a reserve; in a forked child none changes
+/// anything. The bytes must outlive it; `keep` is held as long.
 class LedgerMember {
  public:
   /// Takes a slot; null: the door is shut, the file is removed or about to be. kSegmentFormat as
@@ -421,9 +421,9 @@ class LedgerMember {
   std::atomic<bool> lingers_{false};
   const ReclaimRules rules_;
   mutable std::atomic<std::uint64_t> reaped_ns_{0};  // when reach() last looked for the dead
-  std::uint64_t claim_ = 0, met_claim_ = 0;  // the newest one, and the last that was met
+  std::uint64_t claim_ = 0, met_claim_ = 0;          // the newest one, and the last that was met
   bool is_claiming_ = false;  // `pledged` is what is claimed, and not there yet
-  std::mutex mutex_;  // between threads of this process only: grants, claims, life; a leaf
+  std::mutex mutex_;          // between threads of this process only: grants, claims, life; a leaf
   std::unique_ptr<LifeLock> life_lock_;  // null: left, or nobody can be asked here
 };
 

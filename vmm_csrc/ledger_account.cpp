@@ -190,10 +190,10 @@ std::string LedgerMember::holders(bool of_grants) const {
   std::string text;
   for (std::size_t i = 0; i < std::min(all.size(), kNamedHolders); ++i) {
     const Holder& holder = all[i];
-    const std::string what =
-        of_grants ? size_text(holder.bytes) + " of cache and " + size_text(holder.reserved_bytes) +
-                        " reserved"
-                  : guaranteed_and_reserved(holder.bytes, holder.reserved_bytes);
+    const std::string what = of_grants
+                                 ? size_text(holder.bytes) + " of cache and " +
+                                       size_text(holder.reserved_bytes) + " reserved"
+                                 : guaranteed_and_reserved(holder.bytes, holder.reserved_bytes);
     text += (i == 0 ? "; " : ", ") + holder.name + " has " + what;
   }
   if (all.size() > kNamedHolders) {
@@ -358,8 +358,9 @@ Status LedgerMember::wait_for_claim(std::chrono::nanoseconds timeout) {
     if (claim_is_met()) {
       const std::lock_guard lock(mutex_);
       if (met_claim_ >= claim || !is_member()) return ok();
-      return Error{Errc::kReserve, "what was to be reserved was given up meanwhile: the instance "
-                                   "was put to sleep, or asked for another reserve"};
+      return Error{Errc::kReserve,
+                   "what was to be reserved was given up meanwhile: the instance "
+                   "was put to sleep, or asked for another reserve"};
     }
     const auto now = std::chrono::steady_clock::now();
     if (now >= until) {

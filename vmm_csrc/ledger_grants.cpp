@@ -47,7 +47,8 @@ LedgerMember::Sums LedgerMember::add_up(std::uint64_t wanted_units) const {
   if (somebody_asks && wanted_units > 0 && is_member()) {
     Everybody found = look_around(monotonic_ns());
     found.all[found.self].idle_ns = 0;  // who wants a page works
-    sums.kept = units_of(kept_bytes(found.all, found.self, usable_bytes(sums.pledged_bytes), rules_));
+    sums.kept =
+        units_of(kept_bytes(found.all, found.self, usable_bytes(sums.pledged_bytes), rules_));
   }
   return sums;
 }
@@ -229,10 +230,10 @@ bool LedgerMember::demand(const std::vector<Demand>& plan, const Everybody& ever
 }
 
 bool LedgerMember::ask_for_excess() {
-  const auto left_for_caches = [this] { return size_of(*layout_).left_for_caches(pledged_bytes()); };
-  const auto excess = [&] {
-    return less(add_up(0).granted * kGrantUnitBytes, left_for_caches());
+  const auto left_for_caches = [this] {
+    return size_of(*layout_).left_for_caches(pledged_bytes());
   };
+  const auto excess = [&] { return less(add_up(0).granted * kGrantUnitBytes, left_for_caches()); };
   if (!is_member() || excess() == 0) return false;
   const std::uint64_t now_ns = monotonic_ns();
   std::uint64_t asked_ns = layout_->excess_asked_ns.load();

@@ -8,10 +8,10 @@
 
 namespace kvelastic {
 
-/// Lets blocks be handed out again when the ledger has room for the guarantee and the reserve, which
-/// others are asked to give. Fails as LedgerMember::ask_to_wake and wait_for_claim, with kReserve
-/// also where somebody puts the pool to sleep meanwhile; it sleeps then as before. Blocks, for
-/// `timeout` at most. Does nothing where it is awake.
+/// Lets blocks be handed out again when the ledger has room for the guarantee and the reserve,
+/// which others are asked to give. Fails as LedgerMember::ask_to_wake and wait_for_claim, with
+/// kReserve also where somebody puts the pool to sleep meanwhile; it sleeps then as before. Blocks,
+/// for `timeout` at most. Does nothing where it is awake.
 Status wake(Pool& pool, std::chrono::nanoseconds timeout);
 
 }  // namespace kvelastic

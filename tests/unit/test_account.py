@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import random
 import subprocess
@@ -11,12 +12,12 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 
 import pytest
+from programs.native_pools import HUGE
+from programs.two_pools import BLOCKS_PER_PAGE, PAGES, TwoPools
 
 from kvelastic import _vmm, ledger, segment
 from kvelastic.config import machine_memory_bytes
 from kvelastic.errors import GuaranteeError, IntegrityError, ReserveError
-from programs.native_pools import HUGE
-from programs.two_pools import BLOCKS_PER_PAGE, PAGES, TwoPools
 
 BOUND_S = 60.0
 """No test waits so long; one that does has hung."""
@@ -39,8 +40,11 @@ def fill(pool: _vmm.Pool) -> list[int]:
 
 def is_sound(shared: TwoPools) -> None:
     shared.check()
-    with shared.places[0].path.open("rb") as file:
-        _vmm.ledger_check_integrity(memoryview(file.read()))
+    with (
+        shared.places[0].path.open("rb") as file,
+        mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as memory,
+    ):
+        _vmm.ledger_check_integrity(memory)
 
 
 # --- two pools of this process ------------------------------------------------------------------
@@ -177,12 +181,13 @@ def test_a_capacity_below_what_is_reserved_and_guaranteed_is_refused(shared: Two
 
 def test_a_broken_account_is_named(shared: TwoPools) -> None:
     fill(shared.pools[1])
-    raw = bytearray(shared.places[0].path.read_bytes())
+    raw = mmap.mmap(-1, _vmm.LEDGER_BYTES)
+    raw[:] = shared.places[0].path.read_bytes()
     granted = (6 * HUGE // _vmm.GRANT_UNIT_BYTES << 32).to_bytes(8, "little")
     (at,) = [at for at in range(0, len(raw), 8) if raw[at : at + 8] == granted]
     raw[at : at + 8] = (7 * HUGE // _vmm.GRANT_UNIT_BYTES << 32).to_bytes(8, "little")
     with pytest.raises(IntegrityError, match=r"grants add up to 14.00 MiB"):
-        _vmm.ledger_check_integrity(memoryview(bytes(raw)))
+        _vmm.ledger_check_integrity(raw)
 
 
 def test_the_host_takes_reserves_from_what_is_outside_the_capacity() -> None:

@@ -100,7 +100,7 @@ inline std::unique_ptr<LedgerMember> Ledger::join(std::uint64_t min_bytes, std::
 }
 
 inline std::size_t Ledger::one_that_died(const LedgerIdentity& identity, std::uint64_t pages,
-                                  std::uint64_t min_bytes) {
+                                         std::uint64_t min_bytes) {
   const pid_t child = ::fork();
   if (child == 0) {
     auto member = try_join(identity, min_bytes);
