@@ -61,12 +61,12 @@ class LedgerInfo:
     """Of instances that share it: `KVELASTIC_LEDGER`."""
     capacity_bytes: int = 0
     """What all instances together may hold."""
-    total_bytes: int = 0
-    """All of the device's memory, where that is more than the capacity; reserves and strangers
-    fill what lies outside the capacity first. 0: they come out of the capacity (a GPU)."""
     others_bytes: int = 0
     """Of the device's memory, what processes that are not members use."""
     members: tuple[Member, ...] = field(default_factory=tuple)
+    total_bytes: int = 0
+    """All of the device's memory, where that is more than the capacity; reserves and strangers
+    fill what lies outside the capacity first. 0: they come out of the capacity (a GPU)."""
 
     @property
     def granted_bytes(self) -> int:
