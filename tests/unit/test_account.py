@@ -16,8 +16,8 @@ from programs.native_pools import HUGE
 from programs.two_pools import BLOCKS_PER_PAGE, PAGES, TwoPools
 
 from kvelastic import _vmm, ledger, segment
-from kvelastic.config import machine_memory_bytes
 from kvelastic.errors import GuaranteeError, IntegrityError, ReserveError
+from kvelastic.host_capacity import machine_memory_bytes
 
 BOUND_S = 60.0
 """No test waits so long; one that does has hung."""
