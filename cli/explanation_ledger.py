@@ -132,6 +132,11 @@ def _device(ledger: LedgerInfo, others: list[Member]) -> Iterable[Line]:
             " and no other instance is on it."
         )
     yield Line("device", what)
+    if ledger.reserved_bytes:
+        yield Line(
+            "device",
+            f"{_size(ledger.reserved_bytes)} are reserved for weights and the like of instances.",
+        )
     if ledger.others_bytes:
         yield Line(
             "device",

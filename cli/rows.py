@@ -45,6 +45,7 @@ class Row(TypedDict):
     revision: int | None
     answered_revision: int | None
     granted_bytes: int | None
+    reserved_bytes: int | None
     ask_bytes: int | None
     engine: str | None
     model: str | None
@@ -95,6 +96,7 @@ def row_of(status: InstanceStatus) -> Row:
         revision=figure(status.revision),
         answered_revision=figure(status.answered_revision),
         granted_bytes=status.granted_bytes,
+        reserved_bytes=status.reserved_bytes,
         ask_bytes=status.asked_bytes,
         engine=text(status.engine),
         model=text(status.model),

@@ -37,6 +37,8 @@ def devices() -> list[dict[str, Any]]:
             "problem": info.problem,
             "capacity_bytes": info.capacity_bytes,
             "others_bytes": info.others_bytes,
+            "reserved_bytes": info.reserved_bytes,
+            "total_bytes": info.total_bytes,
             "granted_bytes": info.granted_bytes,
             "guaranteed_bytes": info.guaranteed_bytes,
             "asked_bytes": info.asked_bytes,

@@ -134,8 +134,12 @@ _DEVICE: Final[tuple[tuple[Described, Callable[[LedgerInfo], Value]], ...]] = (
         lambda ledger: ledger.granted_bytes,
     ),
     (
-        _device("guaranteed_bytes", "The sum of all guarantees."),
+        _device("guaranteed_bytes", "The guarantees of instances that are awake."),
         lambda ledger: ledger.guaranteed_bytes,
+    ),
+    (
+        _device("reserved_bytes", "Held besides KV caches by instances that are awake."),
+        lambda ledger: ledger.reserved_bytes,
     ),
     (
         _device("others_bytes", "Used by other processes, when last read."),

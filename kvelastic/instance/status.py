@@ -50,6 +50,8 @@ class DeviceShare:
     """What others have asked of it and have not got yet."""
     idle_s: float
     """Since its last alloc or free."""
+    reserved_bytes: int = 0
+    """What it holds there besides its KV cache while it is awake."""
 
 
 @dataclass(frozen=True)
@@ -180,6 +182,11 @@ class InstanceStatus:
         return sum(share.granted_bytes for share in self.shares) if self.shares else None
 
     @property
+    def reserved_bytes(self) -> int | None:
+        """What it holds besides its KV cache while it is awake; None where it is in no ledger."""
+        return sum(share.reserved_bytes for share in self.shares) if self.shares else None
+
+    @property
     def asked_bytes(self) -> int | None:
         """What it lacks and waits for; None where it is in no ledger."""
         return sum(share.asked_bytes for share in self.shares) if self.shares else None
@@ -272,6 +279,7 @@ def _share(ledger: LedgerInfo, member: Member) -> DeviceShare:
         asked_s=member.ask_s,
         wanted_bytes=member.wanted_bytes,
         idle_s=member.idle_s,
+        reserved_bytes=member.reserve_bytes,
     )
 
 

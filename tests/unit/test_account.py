@@ -18,6 +18,7 @@ from programs.two_pools import BLOCKS_PER_PAGE, PAGES, TwoPools
 from kvelastic import _vmm, ledger, segment
 from kvelastic.errors import GuaranteeError, IntegrityError, ReserveError
 from kvelastic.host_capacity import machine_memory_bytes
+from kvelastic.process_memory import anonymous_bytes
 
 BOUND_S = 60.0
 """No test waits so long; one that does has hung."""
@@ -290,3 +291,12 @@ def test_an_embedded_user_declares_a_reserve_and_dies_with_it() -> None:
             first.process.wait()
             with Embedded(group, KVELASTIC_RESERVE=str(outside)) as fourth:
                 assert fourth.name, "what the dead had reserved is free"
+
+
+def test_what_a_process_holds_is_read_of_the_kernel() -> None:
+    before_bytes = anonymous_bytes(os.getpid())
+    held = mmap.mmap(-1, 64 << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    held.write(b"x" * len(held))
+    assert anonymous_bytes(os.getpid()) - before_bytes > 60 << 20
+    held.close()
+    assert anonymous_bytes(1 << 30) == 0
