@@ -11,7 +11,7 @@ be called from any thread, one at a time.
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from kvelastic.config import Config, configure_logging, load
@@ -25,7 +25,8 @@ from kvelastic.errors import (
 from kvelastic.layout import PageLayout
 from kvelastic.manager import KVCacheManager
 from kvelastic.pool import ElasticPool, local_range, open_pool
-from kvelastic.views import plan
+from kvelastic.snapshots import SCHEMA_VERSION, KVCachePoolSnapshot, RuntimeSnapshot
+from kvelastic.views import CachePlan, plan, plan_states, state_view
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -55,6 +56,9 @@ class _State:
     device: Device
     reserve_bytes: int = 0
     """What this process holds of the device besides its caches; its first group says so."""
+    is_worker: bool = False
+    async_sched: bool = False
+    """The last two change nothing, and are shown in snapshots."""
     groups: dict[int, _Group] = field(default_factory=dict)
 
 
@@ -63,31 +67,51 @@ _state: _State | None = None
 
 
 def init(
-    engine: Engine, *, tp_rank: int, world_size: int, pp_rank: int, device: str | None
+    engine: Engine,
+    *,
+    tp_rank: int,
+    world_size: int,
+    pp_rank: int,
+    device: str | None,
+    is_worker: bool = False,
+    async_sched: bool = False,
 ) -> None:
-    """Make this process ready; a second call with the same engine changes nothing.
+    """Make this process ready; a second call with the same arguments changes nothing.
 
-    Raises `UnsupportedError` for more than one rank, `DeviceUnavailableError` for a GPU that cannot
-    be had, and `ConfigError` for a variable with a bad value.
+    Raises `UnsupportedError` for more than one rank, and in a second call for another engine or
+    another device; `DeviceUnavailableError` for a GPU that cannot be had, and `ConfigError` for a
+    variable with a bad value.
     """
     global _state
     with _lock:
-        if _state is not None:
-            if _state.engine != engine:
-                raise UnsupportedError(
-                    f"kvelastic is initialized for {_state.engine} in this process already; call"
-                    " shutdown_kvelastic() first"
-                )
-            return
-        settings = load()
         if world_size != 1 or tp_rank != 0 or pp_rank != 0:
             raise UnsupportedError(
                 f"tp_rank={tp_rank}, world_size={world_size}, pp_rank={pp_rank} is not supported:"
-                " this version manages the cache of a single worker; use tp_size=1"
+                " a process manages the cache of one worker. Either call it in the process of each"
+                " rank with tp_size=1: each is an instance then, with a limit and block ids of its"
+                " own. Or serve with vLLM and ENABLE_KVELASTIC=true, where one scheduler hands out"
+                " blocks for all ranks"
             )
-        configure_logging(settings)
+        settings = load() if _state is None else _state.settings
         named = settings.device if device is None else str(device)
-        _state = _State(engine, settings, resolve(named, settings), settings.reserve or 0)
+        if _state is None:
+            configure_logging(settings)
+            place = resolve(named, settings)
+            reserve_bytes = settings.reserve or 0
+            _state = _State(engine, settings, place, reserve_bytes, is_worker, async_sched)
+            return
+        if _state.engine != engine:
+            raise UnsupportedError(
+                f"kvelastic is initialized for {_state.engine} in this process already; call"
+                " shutdown_kvelastic() first"
+            )
+        if device is not None and resolve(named, settings).name != _state.device.name:
+            raise UnsupportedError(
+                f"kvelastic is initialized on {_state.device.name} in this process already, and not"
+                f" on {named}; call shutdown_kvelastic() first"
+            )
+        _state.is_worker = _state.is_worker or is_worker
+        _state.async_sched = _state.async_sched or async_sched
 
 
 def shutdown_kvelastic() -> None:
@@ -151,6 +175,7 @@ def alloc_kv_cache(
     attention_type: str,
     kv_layout: str,
     group_id: int,
+    kernel_block_size: int | None = None,
 ) -> tuple[list[torch.Tensor], ...]:
     """The tensors of `views.CachePlan`, over a range of this process.
 
@@ -175,12 +200,137 @@ def alloc_kv_cache(
             kv_layout=kv_layout,
             page_size_bytes=state.settings.page_size_bytes,
             per_buffer=not state.settings.contiguous_layout,
+            kernel_block_size=kernel_block_size,
         )
         group = _group_for(state, group_id, cache.layout, cache.num_blocks, block_size)
         flat = whole_range(group.pool.memory)  # type: ignore[arg-type]  # a local_range
         return tuple(
             [view_of(flat, view, dtype) for view in views] for views in cache.views(group.pages)
         )
+
+
+@dataclass(frozen=True)
+class RawCache:
+    """A group's tensors as bytes; block id of a buffer begins at `id * block_bytes` of it."""
+
+    flat: torch.Tensor
+    """The whole range, int8."""
+    buffers: list[torch.Tensor]
+    """The same from each buffer's first byte on."""
+    ids: int
+    """Block ids that each buffer has."""
+    block_bytes: int
+    """Of a block in one buffer."""
+
+
+def raw_cache(group_id: int) -> RawCache:
+    """The tensors of `alloc_kv_cache` as bytes. Raises `NotInitializedError` without any."""
+    from kvelastic.tensors import whole_range
+
+    with _lock:
+        group = required().groups.get(group_id)
+        if group is None:
+            raise NotInitializedError(
+                f"group {group_id} has no tensors; call alloc_kv_cache() first"
+            )
+        layout = group.layout
+        flat = whole_range(group.pool.memory)  # type: ignore[arg-type]  # a local_range
+        step_bytes = layout.buffer_stride_bytes(group.pages)
+        buffers = [flat[i * step_bytes :] for i in range(layout.buffers)]
+        return RawCache(flat, buffers, layout.id_span(group.pages), layout.block_bytes)
+
+
+def views_of(flat: torch.Tensor, cache: CachePlan, dtype: torch.dtype) -> list[torch.Tensor]:
+    """Other views of tensors that are there: `flat` is the whole range of a group.
+
+    Raises `LayoutError` where the plan's blocks are not those of the group's buffers.
+    """
+    from kvelastic.tensors import view_of
+
+    with _lock:
+        for group in required().groups.values():
+            if flat.data_ptr() == group.pool.memory.address:  # type: ignore[union-attr]
+                break
+        else:
+            raise InvalidArgumentError(
+                "raw_kv_tensors are no tensors of kvelastic: give those of alloc_kv_cache(...,"
+                " return_meta=True)"
+            )
+        have, want = group.layout, cache.layout
+        if (have.block_bytes, have.buffers) != (want.block_bytes, want.buffers):
+            raise LayoutError(
+                f"the tensors have {have.buffers} buffers with blocks of {have.block_bytes} bytes,"
+                f" and the views want {want.buffers} with blocks of {want.block_bytes}"
+            )
+        (views,) = replace(cache, layout=have).views(group.pages)
+        return [view_of(flat, view, dtype) for view in views]
+
+
+def alloc_states(
+    shapes: Sequence[tuple[Sequence[int], torch.dtype]],
+    *,
+    num_slots: int,
+    num_layers: int,
+    device: Any,
+    group_id: int,
+) -> tuple[list[torch.Tensor], int]:
+    """Tensors `(layers, slots, *shape)` for states of a fixed size, and the bytes of a slot.
+
+    A slot is a block of the group: its states lie one after the other, in every layer. Raises as
+    `alloc_kv_cache`.
+    """
+    from kvelastic.tensors import itemsize_of, view_of, whole_range
+
+    with _lock:
+        state = required()
+        if means_host(device) not in (None, state.device.is_host):
+            raise InvalidArgumentError(
+                f"device={device!s} is not the device of init_kvelastic, {state.device.name}"
+            )
+        parts = [(tuple(int(n) for n in shape), itemsize_of(dtype)) for shape, dtype in shapes]
+        layout, offsets = plan_states(
+            parts,
+            num_layers=num_layers,
+            page_size_bytes=state.settings.page_size_bytes,
+            per_buffer=not state.settings.contiguous_layout,
+        )
+        group = _group_for(state, group_id, layout, num_slots, 1)
+        flat = whole_range(group.pool.memory)  # type: ignore[arg-type]  # a local_range
+        tensors = [
+            view_of(flat, state_view(layout, group.pages, offset_bytes, shape, itemsize), dtype)
+            for offset_bytes, (shape, itemsize), (_, dtype) in zip(
+                offsets, parts, shapes, strict=True
+            )
+        ]
+        return tensors, layout.block_bytes
+
+
+def runtime_snapshot(engine: Engine) -> RuntimeSnapshot:
+    """What this process is; also where it is not initialized."""
+    with _lock:
+        state = _state if _state is not None and _state.engine == engine else None
+        return RuntimeSnapshot(
+            schema_version=SCHEMA_VERSION,
+            engine=engine,
+            initialized=state is not None,
+            device=None if state is None else state.device.name,
+            world_size=1,
+            pp_rank=0,
+            async_sched=state is not None and state.async_sched,
+            contiguous_layout=Config.contiguous_layout
+            if state is None
+            else state.settings.contiguous_layout,
+            is_worker=state is not None and state.is_worker,
+        )
+
+
+def pool_snapshots(engine: Engine) -> list[KVCachePoolSnapshot]:
+    """Of every group that has a manager."""
+    with _lock:
+        if _state is None or _state.engine != engine:
+            return []
+        managers = [group.manager for group in _state.groups.values() if group.manager is not None]
+    return [manager.observability_snapshot(integration=engine) for manager in managers]
 
 
 def get_kv_cache_manager(
@@ -231,7 +381,9 @@ def get_kv_cache_manager(
                 group.pool,
                 num_blocks=num_blocks,
                 block_size=block_size,
-                buffers=num_layers * num_kv_buffers,
+                num_layers=num_layers,
+                num_kv_buffers=num_kv_buffers,
+                group_id=group_id,
             )
         return group.manager
 

@@ -200,6 +200,14 @@ class SegmentNotFoundError(SegmentError, FileNotFoundError):
 
     code = "SEGMENT_NOT_FOUND"
 
+    def __init__(self, message: str = "", filename: str | None = None) -> None:
+        super().__init__(message)
+        if filename is not None:
+            self.errno, self.strerror, self.filename = errno.ENOENT, message, filename
+
+    def __str__(self) -> str:
+        return str(self.args[0])  # not the form that OSError has for a filename
+
 
 class SegmentExistsError(SegmentError, FileExistsError):
     """A live instance has this name already; choose another `KVELASTIC_IPC_NAME`."""

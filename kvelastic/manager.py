@@ -15,6 +15,8 @@ from typing import Any, Final
 
 from kvelastic.errors import InvalidArgumentError
 from kvelastic.pool import ElasticPool
+from kvelastic.revised_limit import RevisedLimit
+from kvelastic.snapshots import KVCachePoolSnapshot, pool_snapshot
 
 _UNITS: Final = {"bytes": 1, "kb": 1 << 10, "mb": 1 << 20, "gb": 1 << 30}
 
@@ -25,13 +27,18 @@ class KVCacheManager:
     __slots__ = (
         "_buffers",
         "_pool",
+        "_revised_limit",
         "alloc",
         "available_size",
         "block_size",
         "clear",
         "free",
         "free_reserved",
+        "group_id",
         "num_blocks",
+        "num_kv_buffers",
+        "num_layers",
+        "set_memory_limit",
         "trim",
         "try_to_reserve",
     )
@@ -63,10 +70,26 @@ class KVCacheManager:
     clear: Callable[[], None]
     """Free every block and every reservation: ids handed out before are void."""
 
-    def __init__(self, pool: ElasticPool, *, num_blocks: int, block_size: int, buffers: int):
+    set_memory_limit: Callable[..., dict[str, Any]]
+    """`set_memory_limit(limit_bytes, revision=n)`: see `kvelastic.revised_limit.RevisedLimit`."""
+
+    def __init__(
+        self,
+        pool: ElasticPool,
+        *,
+        num_blocks: int,
+        block_size: int,
+        num_layers: int,
+        num_kv_buffers: int,
+        group_id: int,
+    ) -> None:
         native = pool.blocks
         self._pool = pool
-        self._buffers = buffers
+        self._buffers = num_layers * num_kv_buffers
+        self._revised_limit = RevisedLimit(native, pool.name, group_id)
+        self.num_layers = num_layers
+        self.num_kv_buffers = num_kv_buffers
+        self.group_id = group_id
         self.num_blocks = num_blocks
         """As asked for, the null block counted."""
         self.block_size = block_size
@@ -78,11 +101,42 @@ class KVCacheManager:
         self.free_reserved = native.free_reserved
         self.trim = native.trim
         self.clear = native.clear
+        self.set_memory_limit = self._revised_limit.set
 
     @property
     def name(self) -> str:
         """What `kvctl` calls this instance."""
         return self._pool.name
+
+    @property
+    def pool_name(self) -> str:
+        """The same, as kvcached calls it."""
+        return self._pool.name
+
+    def memory_limit_state(self) -> dict[str, Any]:
+        """What `set_memory_limit` answers, and nothing is set."""
+        return self._revised_limit.state()
+
+    def observability_snapshot(self, *, integration: str | None = None) -> KVCachePoolSnapshot:
+        """Pool, pages and blocks at this moment; `integration` overrides the engine's name."""
+        native = self._pool.blocks
+        geometry, member = native.geometry, self._pool.ledger.member
+        return pool_snapshot(
+            native.stats(),
+            native.limit_state(),
+            name=self._pool.name,
+            group_id=self.group_id,
+            integration=integration or self._pool.segment.record.read_header()["engine"].lower(),
+            layers=self.num_layers,
+            kv_buffers=self.num_kv_buffers,
+            block_bytes=geometry.block_bytes * self._buffers,
+            range_bytes=geometry.range_bytes,
+            room_bytes=member.room(geometry.page_bytes) * geometry.page_bytes,
+        )
+
+    def observability_snapshot_dict(self, *, integration: str | None = None) -> dict[str, Any]:
+        """The same for JSON."""
+        return self.observability_snapshot(integration=integration).to_dict()
 
     def resize(self, new_mem_size: int) -> bool:
         """Set the limit to `new_mem_size` bytes *a buffer* (one layer's K, or V), as kvcached does.

@@ -91,7 +91,7 @@ def open_file(name: str, flags: int) -> int:
     try:
         fd = os.open(path, flags)
     except FileNotFoundError:
-        raise SegmentNotFoundError(f"no segment is called {name!r}") from None
+        raise SegmentNotFoundError(f"no segment is called {name!r}", str(path)) from None
     except OSError as error:
         raise SegmentError(f"cannot open {path}: {error.strerror}") from error
     if not stat.S_ISREG(os.fstat(fd).st_mode):

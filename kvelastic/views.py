@@ -34,27 +34,37 @@ class TensorView(NamedTuple):
 
 
 def block_view(
-    layout: PageLayout, pages: int, buffer: int, block_shape: tuple[int, ...], itemsize: int
+    layout: PageLayout,
+    pages: int,
+    buffer: int,
+    block_shape: tuple[int, ...],
+    itemsize: int,
+    ratio: int = 1,
 ) -> TensorView:
-    """One buffer as `(ids, *block_shape)`: element [id] is that block, dense in itself.
+    """One buffer as `(ids * ratio, *block_shape)`: each block is `ratio` of these, dense.
 
-    Raises `LayoutError` if `block_shape` does not have the layout's bytes.
+    Raises `LayoutError` if `ratio` of `block_shape` do not have the layout's bytes.
     """
-    if prod(block_shape) * itemsize != layout.block_bytes:
+    if prod(block_shape) * itemsize * ratio != layout.block_bytes:
         raise LayoutError(
             f"block shape {block_shape} of {itemsize}-byte elements does not match the layout's"
             f" blocks of {layout.block_bytes} bytes."
         )
     return TensorView(
         offset_bytes=buffer * layout.buffer_stride_bytes(pages),
-        shape=(layout.id_span(pages), *block_shape),
-        strides=(layout.block_bytes // itemsize, *_dense_strides(block_shape)),
+        shape=(layout.id_span(pages) * ratio, *block_shape),
+        strides=(layout.block_bytes // itemsize // ratio, *_dense_strides(block_shape)),
         itemsize=itemsize,
     )
 
 
 def pair_view(
-    layout: PageLayout, pages: int, buffer: int, block_shape: tuple[int, ...], itemsize: int
+    layout: PageLayout,
+    pages: int,
+    buffer: int,
+    block_shape: tuple[int, ...],
+    itemsize: int,
+    ratio: int = 1,
 ) -> TensorView:
     """Two neighbouring buffers as `(2, ids, *block_shape)`: [0][id] is K of a block, [1][id] V.
 
@@ -64,22 +74,48 @@ def pair_view(
         [1]                       | V of page 0's ids |                   | V of page 1's ids | ...
               |<- buffer stride ->|
     """
-    one = block_view(layout, pages, buffer, block_shape, itemsize)
+    one = block_view(layout, pages, buffer, block_shape, itemsize, ratio)
     stride = layout.buffer_stride_bytes(pages) // itemsize
     return one._replace(shape=(2, *one.shape), strides=(stride, *one.strides))
 
 
+def halves_view(
+    layout: PageLayout,
+    pages: int,
+    buffer: int,
+    block_shape: tuple[int, ...],
+    itemsize: int,
+    ratio: int = 1,
+) -> TensorView:
+    """One buffer whose blocks are `(2, ...)`, as `(2, ids, ...)`: K and V lie block by block."""
+    one = block_view(layout, pages, buffer, block_shape, itemsize, ratio)
+    return one._replace(
+        shape=(2, one.shape[0], *one.shape[2:]),
+        strides=(one.strides[1], one.strides[0], *one.strides[2:]),
+    )
+
+
 def token_view(
-    layout: PageLayout, pages: int, buffer: int, block_shape: tuple[int, ...], itemsize: int
+    layout: PageLayout,
+    pages: int,
+    buffer: int,
+    block_shape: tuple[int, ...],
+    itemsize: int,
+    ratio: int = 1,
 ) -> TensorView:
     """One buffer indexed by token: `(ids * tokens, *block_shape[1:])`.
 
     Token t of block id is row `id * tokens + t`; blocks are dense, so their rows follow on.
     """
-    one = block_view(layout, pages, buffer, block_shape, itemsize)
+    one = block_view(layout, pages, buffer, block_shape, itemsize, ratio)
     return one._replace(
         shape=(one.shape[0] * block_shape[0], *block_shape[1:]), strides=one.strides[1:]
     )
+
+
+Form = Literal["split", "fused", "latent", "halves", "token_kv", "token_latent"]
+"""How K and V of a block lie: in buffers of their own (split), in one (fused; halves, where the
+tensor has K and V first), or there is only one (latent). token_*: indexed by token."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +128,10 @@ class CachePlan:
     num_layers: int
     block_shape: tuple[int, ...]
     itemsize: int
-    form: Literal["split", "fused", "latent", "token_kv", "token_latent"]
+    form: Form
+    ratio: int = 1
+    """Blocks of `block_shape` that a block of the layout consists of: an engine's kernels may want
+    smaller ones than its scheduler counts."""
 
     def views(self, pages: int) -> tuple[list[TensorView], ...]:
         """One list with a view a layer; two lists (all K, all V) for SGLang's MHA and GQA."""
@@ -103,14 +142,19 @@ class CachePlan:
             make = token_view
         else:
             starts = [list(firsts)]
-            make = pair_view if self.form == "split" else block_view
+            make = {"split": pair_view, "halves": halves_view}.get(self.form, block_view)
         return tuple(
-            [make(self.layout, pages, buffer, self.block_shape, self.itemsize) for buffer in each]
+            [
+                make(self.layout, pages, buffer, self.block_shape, self.itemsize, self.ratio)
+                for buffer in each
+            ]
             for each in starts
         )
 
 
-ATTENTION_TYPES: Final = ("MHA", "GQA", "MLA")
+HYBRID: Final = "HYBRID_LINEAR"
+"""Full attention beside linear attention: K and V of a layer in one buffer, as states are."""
+ATTENTION_TYPES: Final = ("MHA", "GQA", "MLA", HYBRID)
 KV_LAYOUTS: Final = ("NHD",)
 ITEMSIZES: Final = (1, 2, 4, 8)  # powers of two: strides between pages are whole elements
 _SHAPES: Final = {
@@ -133,19 +177,26 @@ def plan(
     granularity_bytes: int = GRANULARITY_BYTES,
     page_size_bytes: int = GRANULARITY_BYTES,
     per_buffer: bool = False,
+    kernel_block_size: int | None = None,
 ) -> CachePlan:
     """Turn an engine's cache shape into a layout and views.
 
     `block_size` is in tokens (SGLang calls it page_size), `itemsize` in bytes an element, and the
-    last three arguments are those of `PageLayout.solve`. `(2, 2, tokens, heads, dim)` is read as K
-    and V first. Raises `InvalidArgumentError` for an unknown engine, attention type or kv_layout,
-    `UnsupportedError` for hybrid models, and `LayoutError` for a shape that does not match.
+    next three arguments are those of `PageLayout.solve`. With `kernel_block_size` views count
+    blocks of so many tokens. `(2, 2, tokens, heads, dim)` is read as K and V first. Raises
+    `InvalidArgumentError` for an unknown engine, attention type or kv_layout, `UnsupportedError`
+    for hybrid models of SGLang (whose states `alloc_mamba_states` has), and `LayoutError` for a
+    shape that does not match.
     """
     _one_of("engine", engine, ("vllm", "sglang"))
-    if attention_type.upper().startswith(("HYBRID", "MAMBA")):
+    is_hybrid = attention_type == HYBRID
+    if attention_type.upper().startswith(("HYBRID", "MAMBA")) and not (
+        is_hybrid and engine == "vllm"
+    ):
         raise UnsupportedError(
-            f"Hybrid models (attention_type={attention_type!r}) are not supported yet; accepted"
-            f" are {', '.join(ATTENTION_TYPES)}. Serve this model with ENABLE_KVELASTIC=false."
+            f"Hybrid models of this kind (attention_type={attention_type!r}) are not supported;"
+            f" accepted are {', '.join(ATTENTION_TYPES)}, the last one for vLLM only. For SGLang"
+            " use MHA for the attention layers and alloc_mamba_states for the others."
         )
     _one_of("attention_type", attention_type, ATTENTION_TYPES)
     _one_of("kv_layout", kv_layout, KV_LAYOUTS)
@@ -156,7 +207,7 @@ def plan(
     latent = attention_type == "MLA"
     shape = _checked_shape(kvcache_shape, _SHAPES[engine, latent])
 
-    form: Literal["split", "fused", "latent", "token_kv", "token_latent"]
+    form: Form
     if engine == "sglang":
         good = len(shape) == 3 if not latent else len(shape) == 2 or shape[1:-1] == (1,)
         form = "token_latent" if latent else "token_kv"
@@ -171,12 +222,15 @@ def plan(
         form = "split" if shape[0] == 2 else "fused"
         num_blocks = shape[1] if shape[0] == 2 and good else shape[0]
         block_shape = shape[2:] if form == "split" else shape[1:]
+        if is_hybrid and form == "split":
+            form, block_shape = "halves", (2, *block_shape)
     if not good:
         raise LayoutError(
             f"kvcache_shape={shape} is not accepted for {engine} and {attention_type}; it must be"
             f" {_SHAPES[engine, latent]}."
         )
-    tokens = block_shape[1] if form == "fused" else block_shape[0]
+    has_both = form in ("fused", "halves")
+    tokens = block_shape[1] if has_both else block_shape[0]
     if tokens != block_size:
         raise LayoutError(
             f"block_size={block_size} does not match kvcache_shape={shape}, whose blocks have"
@@ -189,7 +243,61 @@ def plan(
         page_size_bytes=page_size_bytes,
         per_buffer=per_buffer,
     )
-    return CachePlan(layout, num_blocks, num_layers, block_shape, itemsize, form)
+    ratio = 1
+    if kernel_block_size is not None:
+        positive("kernel_block_size", kernel_block_size)
+        ratio, left = divmod(block_size, kernel_block_size)
+        if left:
+            raise LayoutError(
+                f"block_size={block_size} is no multiple of kernel_block_size={kernel_block_size}"
+            )
+        at = 1 if has_both else 0
+        block_shape = (*block_shape[:at], kernel_block_size, *block_shape[at + 1 :])
+    return CachePlan(layout, num_blocks, num_layers, block_shape, itemsize, form, ratio)
+
+
+def plan_states(
+    parts: Sequence[tuple[tuple[int, ...], int]],
+    *,
+    num_layers: int,
+    page_size_bytes: int = GRANULARITY_BYTES,
+    per_buffer: bool = False,
+) -> tuple[PageLayout, list[int]]:
+    """A layout whose blocks hold states of a fixed size, and where in a block each begins.
+
+    `parts` are shapes and bytes an element. Raises `LayoutError` for a shape or a size that is
+    not accepted.
+    """
+    positive("num_layers", num_layers)
+    if not parts:
+        raise LayoutError("no state is named; give at least one shape")
+    offsets, end_bytes = [], 0
+    for shape, itemsize in parts:
+        if itemsize not in ITEMSIZES:
+            raise LayoutError(f"itemsize={itemsize!r} is not accepted; one of {ITEMSIZES} is.")
+        _checked_shape(shape, "the shape of one state")
+        offsets.append(end_bytes)
+        end_bytes += -(-prod(shape) * itemsize // ITEMSIZES[-1]) * ITEMSIZES[-1]
+    layout = PageLayout.solve(
+        end_bytes, num_layers, page_size_bytes=page_size_bytes, per_buffer=per_buffer
+    )
+    return layout, offsets
+
+
+def state_view(
+    layout: PageLayout, pages: int, offset_bytes: int, shape: tuple[int, ...], itemsize: int
+) -> TensorView:
+    """One state of all layers and blocks, as `(layers, ids, *shape)`."""
+    return TensorView(
+        offset_bytes=offset_bytes,
+        shape=(layout.buffers, layout.id_span(pages), *shape),
+        strides=(
+            layout.buffer_stride_bytes(pages) // itemsize,
+            layout.block_bytes // itemsize,
+            *_dense_strides(shape),
+        ),
+        itemsize=itemsize,
+    )
 
 
 def _one_of(name: str, value: str, accepted: tuple[str, ...]) -> None:

@@ -1,6 +1,5 @@
 """kvcached's low-level calls: raw tensors, and pages mapped by hand.
 
-    init_kvelastic("cpu")
     raw = create_kv_tensors(64 << 20, 2, "cpu", num_layers=12)   # one flat int8 tensor a layer
     map_to_kv_tensors([0, 1, 2])       # pages 0 to 2 of every layer, K part and V part
     unmap_from_kv_tensors([1])         # its memory is kept for the next map
@@ -98,13 +97,15 @@ def create_kv_tensors(
     """One flat int8 tensor a layer, of at least `mem_size_per_layer` bytes, without memory.
 
     The size is rounded up so that each of the `num_kv_buffers` parts is whole pages; `dtype_size`
-    must divide a page. `block_bytes` (of one block in one part) is only needed to name blocks in
-    `map_to_kv_tensors`. Raises `NotInitializedError`, and `InvalidArgumentError` if a number is not
-    positive or the group has tensors already; what `open_hand_mapped` raises where the group cannot
-    be an instance of the device.
+    must divide a page. `block_bytes` (of one block in one part) is only needed to name blocks alone
+    in `map_to_kv_tensors`. Without `init_kvelastic` before it, `device` is the device. Raises
+    `InvalidArgumentError` if a number is not positive or the group has tensors already; what
+    `open_hand_mapped` raises where the group cannot be an instance of the device.
     """
     from kvelastic.tensors import whole_range
 
+    if _setup is None and not embedded.is_initialized():
+        init_kvelastic(str(device))
     setup = _required_setup()
     page_bytes = setup.page_bytes
     if means_host(device) not in (None, setup.device.is_host):
@@ -167,6 +168,8 @@ def map_to_kv_tensors(
 ) -> None:
     """Map pages in every layer, and the pages that `block_ids` lie in. All of them or none.
 
+    Where `create_kv_tensors` was not told how large a block is, `page_ids` say all that is mapped.
+
     Pages named twice, by number or through a block, are mapped once. New memory holds zeros; what
     `unmap_from_kv_tensors` left is reused as it is. Waits at most `KVELASTIC_RECLAIM_WAIT` for
     memory of others. Raises `InvalidArgumentError` for a page that is mapped already or outside the
@@ -214,8 +217,11 @@ def _group(group_id: int) -> _Tensors:
 def _pages(group: _Tensors, page_ids: Sequence[int], block_ids: Sequence[int]) -> list[int]:
     pages: dict[Any, None] = dict.fromkeys(page_ids)
     if block_ids and group.block_bytes is None:
+        if pages:
+            return list(pages)  # which those blocks lie in, as kvcached's callers name them
         raise InvalidArgumentError(
-            "block_ids need to know how large a block is: give block_bytes to create_kv_tensors"
+            "block_ids alone need to know how large a block is: give block_bytes to"
+            " create_kv_tensors, or name the pages"
         )
     for block in block_ids:
         first = block * (group.block_bytes or 0)

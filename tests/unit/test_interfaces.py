@@ -230,7 +230,7 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"device": "cuda"}, errors.InvalidArgumentError, "cuda.*host"),
     ({"device": "tpu"}, errors.InvalidArgumentError, "tpu"),
     ({"attention_type": "XHA"}, errors.InvalidArgumentError, "XHA.*MHA or GQA or MLA"),
-    ({"attention_type": "HYBRID_LINEAR"}, NotImplementedError, "^Hybrid models"),
+    ({"attention_type": "HYBRID"}, NotImplementedError, "^Hybrid models"),
     ({"kv_layout": "HND"}, errors.InvalidArgumentError, "HND.*NHD"),
     ({"kvcache_shape": (2, 4, 1 << 20, 64, 256)}, errors.LayoutError, "does not"),
 ]

@@ -240,7 +240,7 @@ GOOD: dict[str, Any] = {
 REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"engine": "tgi"}, InvalidArgumentError, "engine='tgi' .* vllm or sglang"),
     ({"attention_type": "SSM"}, InvalidArgumentError, "attention_type='SSM' .* MHA or GQA or MLA"),
-    ({"attention_type": "HYBRID_LINEAR"}, UnsupportedError, "^Hybrid models .*'HYBRID_LINEAR'"),
+    ({"attention_type": "HYBRID"}, UnsupportedError, "^Hybrid models .*'HYBRID'"),
     ({"attention_type": "mamba"}, UnsupportedError, "^Hybrid models .*'mamba'"),
     ({"kv_layout": "HND"}, InvalidArgumentError, "kv_layout='HND' .* NHD"),
     ({"block_size": 32}, LayoutError, "block_size=32 .* 16 tokens"),

@@ -15,15 +15,21 @@ from typing import TYPE_CHECKING, Any
 
 from kvelastic import embedded
 from kvelastic.embedded import get_kv_cache_manager, shutdown_kvelastic
+from kvelastic.snapshots import KVCachePoolSnapshot, RuntimeSnapshot
 
 if TYPE_CHECKING:
     import torch
 
 __all__ = [
     "alloc_kv_cache",
+    "alloc_mamba_states",
     "get_kv_cache_manager",
     "init_kvcached",
     "init_kvelastic",
+    "kv_cache_pool_snapshot_dicts",
+    "kv_cache_pool_snapshots",
+    "observability_snapshot",
+    "observability_snapshot_dict",
     "shutdown_kvcached",
     "shutdown_kvelastic",
 ]
@@ -46,6 +52,8 @@ def init_kvelastic(
         world_size=tp_size if world_size is None else world_size,
         pp_rank=pp_rank,
         device=device,
+        is_worker=is_worker,
+        async_sched=async_sched,
     )
 
 
@@ -77,6 +85,60 @@ def alloc_kv_cache(
         group_id=group_id,
     )
     return (lists[0], lists[1]) if len(lists) > 1 else lists[0]
+
+
+def alloc_mamba_states(
+    *,
+    num_slots: int,
+    num_mamba_layers: int,
+    cache_params: Any,
+    device: Any,
+    group_id: int = 0,
+) -> tuple[list[torch.Tensor], torch.Tensor, dict[str, Any]]:
+    """Make the tensors of a Mamba model's states, without memory: `(conv, temporal, info)`.
+
+    `cache_params` has `shape.conv` (a list of shapes), `shape.temporal`, `dtype.conv` and
+    `dtype.temporal`, as SGLang's. Each tensor is `(layers, slots, *shape)`, longer in slots than
+    asked for: index it with ids that the manager of `group_id` has handed out. That manager is
+    `get_kv_cache_manager(num_slots, 1, info["cell_size"], num_mamba_layers, num_kv_buffers=1,
+    group_id=group_id)`. Raises as `alloc_kv_cache`.
+    """
+    shape, dtype = cache_params.shape, cache_params.dtype
+    states = [*((conv, dtype.conv) for conv in shape.conv), (shape.temporal, dtype.temporal)]
+    tensors, cell_size = embedded.alloc_states(
+        states,
+        num_slots=num_slots,
+        num_layers=num_mamba_layers,
+        device=device,
+        group_id=group_id,
+    )
+    info = {
+        "is_contiguous": True,
+        "cell_size": cell_size,
+        "num_slots": tensors[-1].shape[1],
+        "num_layers": num_mamba_layers,
+    }
+    return tensors[:-1], tensors[-1], info
+
+
+def observability_snapshot() -> RuntimeSnapshot:
+    """What `init_kvelastic` was told, and the device that came of it; also before it."""
+    return embedded.runtime_snapshot("sglang")
+
+
+def observability_snapshot_dict() -> dict[str, Any]:
+    """The same for JSON."""
+    return observability_snapshot().to_dict()
+
+
+def kv_cache_pool_snapshots() -> list[KVCachePoolSnapshot]:
+    """Of every group that has a manager."""
+    return embedded.pool_snapshots("sglang")
+
+
+def kv_cache_pool_snapshot_dicts() -> list[dict[str, Any]]:
+    """The same for JSON."""
+    return [snapshot.to_dict() for snapshot in kv_cache_pool_snapshots()]
 
 
 # The names that kvcached's callers know.

@@ -1,0 +1,138 @@
+"""Snapshots of a process' state and pools, with the fields of kvcached's newer versions.
+
+    kvi.observability_snapshot_dict(); manager.observability_snapshot_dict()
+
+Plain frozen values; nothing is looked at after they are made. Bytes are bytes, counts are counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Final
+
+SCHEMA_VERSION: Final = "kvcached.observability.v1"
+"""The fields are those of that schema, so whoever reads it reads these."""
+
+
+@dataclass(frozen=True)
+class RuntimeSnapshot:
+    """What `init_kvelastic` was told, and what came of it."""
+
+    schema_version: str
+    engine: str
+    initialized: bool
+    device: str | None
+    """As kvelastic calls it: `host`, or a GPU's UUID."""
+    world_size: int
+    pp_rank: int
+    async_sched: bool
+    contiguous_layout: bool
+    is_worker: bool
+
+    def to_dict(self) -> dict[str, Any]:
+        """The same for JSON."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class KVCachePoolSnapshot:
+    """One pool. Pages are counted in whole ones: of all layers, K and V."""
+
+    schema_version: str
+    pool_type: str
+    integration: str
+    pool_name: str
+    group_id: int
+    num_layers: int
+    num_kv_buffers: int
+    page_size_bytes: int
+    block_size_bytes: int
+    """Of one block in all layers."""
+    total_blocks: int
+    available_blocks: int
+    allocated_blocks: int
+    reserved_blocks: int
+    available_bytes: int
+    allocated_bytes: int
+    reserved_bytes: int
+    null_block_reserved: bool
+    virtual_per_layer_bytes: int
+    virtual_total_bytes: int
+    mapped_bytes: int
+    total_pages: int
+    """That the limit has room for."""
+    free_pages: int
+    inuse_pages: int
+    reserved_pages: int
+    """Mapped, and no block of them in use or cached."""
+    available_physical_pages: int
+    """That could be granted and mapped within the limit, as far as is known without asking."""
+    effective_free_pages: int
+    in_shrink: bool
+    shrink_target_blocks: int | None
+    resize_target_bytes: int | None
+
+    def to_dict(self) -> dict[str, Any]:
+        """The same for JSON."""
+        return asdict(self)
+
+
+def pool_snapshot(
+    stats: Mapping[str, Any],
+    limit: Mapping[str, Any],
+    *,
+    name: str,
+    group_id: int,
+    integration: str,
+    layers: int,
+    kv_buffers: int,
+    block_bytes: int,
+    range_bytes: int,
+    room_bytes: int,
+) -> KVCachePoolSnapshot:
+    """Of a native pool's `stats()` and `limit_state()`; `room_bytes`: of the device, for it."""
+    page_bytes, over_bytes = stats["page_bytes"], limit["over_bytes"]
+    limit_pages, mapped, parked = (
+        stats["pages_limit"],
+        stats["pages_mapped"],
+        stats["pages_parked"],
+    )
+    room = min(max(0, limit_pages - mapped), room_bytes // page_bytes)
+    used, available, reserved = (
+        stats["blocks_used"],
+        stats["blocks_available"],
+        stats["blocks_reserved"],
+    )
+    blocks_a_page = max(1, page_bytes // block_bytes)
+    return KVCachePoolSnapshot(
+        schema_version=SCHEMA_VERSION,
+        pool_type="kv_cache",
+        integration=integration,
+        pool_name=name,
+        group_id=group_id,
+        num_layers=layers,
+        num_kv_buffers=kv_buffers,
+        page_size_bytes=page_bytes,
+        block_size_bytes=block_bytes,
+        total_blocks=stats["blocks_total"],
+        available_blocks=available,
+        allocated_blocks=used,
+        reserved_blocks=reserved,
+        available_bytes=available * block_bytes,
+        allocated_bytes=used * block_bytes,
+        reserved_bytes=reserved * block_bytes,
+        null_block_reserved=True,
+        virtual_per_layer_bytes=range_bytes // layers,
+        virtual_total_bytes=range_bytes,
+        mapped_bytes=limit["mapped_bytes"],
+        total_pages=limit_pages,
+        free_pages=max(0, limit_pages - mapped) + parked,
+        inuse_pages=mapped - parked,
+        reserved_pages=parked,
+        available_physical_pages=room,
+        effective_free_pages=room + parked,
+        in_shrink=over_bytes > 0,
+        shrink_target_blocks=limit_pages * blocks_a_page if over_bytes else None,
+        resize_target_bytes=limit["effective_limit_bytes"] if over_bytes else None,
+    )
