@@ -158,7 +158,7 @@ def test_a_dead_instance_makes_way(name):
 @pytest.mark.parametrize("content", [b"", b"something else" * 400])
 def test_a_foreign_file_is_neither_listed_nor_touched(name, content):
     (SHM / name).write_bytes(content)
-    with pytest.raises(SegmentExistsError, match="no segment"):
+    with pytest.raises(SegmentExistsError, match="not a segment"):
         segment.create(name, engine="test")
     with pytest.raises(SegmentFormatError):
         segment.delete(name, force=True)
