@@ -25,6 +25,7 @@ from kvelastic.integration.vllm.cache_shape import CacheShape
 from kvelastic.integration.vllm.handoff import HANDOFF, Handoff
 from kvelastic.layout import PageLayout
 from kvelastic.pool import FOREVER_S, ElasticPool, open_pool
+from kvelastic.process_memory import anonymous_bytes
 from kvelastic.segment import Segment
 from kvelastic.sizes import format_size
 
@@ -42,6 +43,8 @@ class Instance:
         pages: int,
         num_blocks: int,
         timeout_s: float,
+        *,
+        measures_reserve: bool,
     ) -> None:
         self.num_blocks = num_blocks
         """Blocks that vLLM was configured with, the null block counted."""
@@ -50,6 +53,7 @@ class Instance:
         self._layout = layout
         self._pages = pages
         self._timeout_s = timeout_s
+        self._measures_reserve = measures_reserve
         # Runs in the main process and in every kind of child that multiprocessing makes, which
         # `atexit` does not.
         self._at_exit = Finalize(self, pool.close, exitpriority=10)
@@ -89,13 +93,20 @@ class Instance:
     def wait_for_workers(self) -> None:
         """Return once every worker serves the ring and page 0, the null block's, is mapped.
 
-        Raises `ChannelError`, naming the rank, if one does neither within `KVELASTIC_IPC_TIMEOUT`.
+        Says what the workers hold besides the cache, unless `KVELASTIC_RESERVE` does. Raises
+        `ChannelError`, naming the rank, if one does neither within `KVELASTIC_IPC_TIMEOUT`,
+        `GuaranteeError` and `ReserveError` if the device has no room for what they hold.
         """
         ring = self._pool.memory
         assert isinstance(ring, _vmm.Ring)
         ring.wait_for_workers(self._timeout_s)
         for pid, start_time_ticks in ring.workers:
             self._pool.ledger.member.add_worker(pid, start_time_ticks)
+        if self._measures_reserve:
+            # They have loaded the model and warmed up, and hold no page of the cache yet.
+            held_bytes = sum(anonymous_bytes(pid) for pid in {pid for pid, _ in ring.workers})
+            self._pool.reserve(held_bytes)
+            _log.info("%s besides the KV cache are reserved.", format_size(held_bytes))
         self.blocks.ensure(1)
         self.say_whether_engine_sleeps(False)
         self._pool.start_keeper()
@@ -169,6 +180,7 @@ def start_instance(vllm_config: Any, cache_configs: Sequence[Any]) -> Instance:
         memory=ring,
         movable=True,
         page_copies=ranks,
+        reserve_bytes=settings.reserve or 0,
     )
     _log.info(
         "KV cache of %d blocks%s, in at most %d pages of %s with %d blocks each (%.1f%% padding).",
@@ -179,7 +191,15 @@ def start_instance(vllm_config: Any, cache_configs: Sequence[Any]) -> Instance:
         layout.blocks_per_page,
         100 * layout.padding_fraction,
     )
-    return Instance(pool, shape, layout, pages, num_blocks, timeout_s)
+    return Instance(
+        pool,
+        shape,
+        layout,
+        pages,
+        num_blocks,
+        timeout_s,
+        measures_reserve=settings.reserve is None,
+    )
 
 
 def _block_tokens(cache_config: Any) -> int:
