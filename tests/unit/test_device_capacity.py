@@ -129,7 +129,7 @@ def test_guarantees_are_kept_and_the_others_give_instead(device):
     device.set_pages(12)
     until(lambda: device.held() <= 12, "it is not given back")
     assert device.pages(first) == 10
-    # Less than 2 where the machine was busy: who does not answer in time is passed over for a while.
+    # Less than 2 on a busy machine: who does not answer in time is passed over for a while.
     assert device.pages(second) <= 2
 
 
