@@ -13,7 +13,8 @@
 #include "bind_record.h"
 #include "keeper.h"
 #include "pool.h"
-#include "ring.h"
+#include "ring_backing.h"
+#include "ring_worker.h"
 #include "waking.h"
 
 namespace nb = nanobind;

@@ -8,7 +8,7 @@
 //   usage        instance -> anyone       owner only
 //   counters     instance -> anyone       owner only
 //   spare        zero today; a later field goes here and keeps the ABI version
-//   ring area    after the record: the scheduler's ring to its workers (ring.h)
+//   ring area    after the record: the scheduler's ring to its workers (ring_memory.h)
 //
 // Wish, answer and usage are *latches*: two slots and a revision, where revision r lies in slot
 // r & 1. A writer fills the slot that nobody is told to read and then stores the revision, so

@@ -10,7 +10,8 @@
 #include "../host_driver.h"
 #include "../keeper.h"
 #include "../pool.h"
-#include "../ring.h"
+#include "../ring_backing.h"
+#include "../ring_worker.h"
 #include "check.h"
 
 namespace kvelastic {

@@ -1,0 +1,83 @@
+// The scheduler's end of the ring to its workers; see ring_memory.h.
+#pragma once
+
+#include <sys/types.h>
+
+#include <chrono>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <span>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "backing.h"
+#include "ring_memory.h"
+
+namespace kvelastic {
+
+/// Thread-safe.
+class RingBacking final : public Backing {
+ public:
+  /// Writes an empty ring for `ranks` workers into `memory`, which must outlive this object; `keep`
+  /// is held as long. Fails with kInvalidArgument where the memory is too small or misaligned, or
+  /// for more than RingMemory::kMaxRanks.
+  static Result<std::unique_ptr<RingBacking>> create(std::span<std::byte> memory,
+                                                     const Geometry& geometry, std::size_t ranks,
+                                                     std::chrono::nanoseconds timeout,
+                                                     std::shared_ptr<void> keep);
+
+  const Geometry& geometry() const { return memory_->geometry; }
+
+  /// Blocks until every rank has a worker. Fails with kChannelTimeout, naming those that have none.
+  Status wait_for_workers(std::chrono::nanoseconds timeout);
+
+  /// Blocks until every worker has answered, at most the timeout given to create(). Fails with the
+  /// first failing worker's own error, nothing changed in any; with kChannelClosed when a worker is
+  /// dead, with kChannelTimeout when one is late. A late worker may still carry the command out:
+  /// the ring is closed then, for what is mapped is no longer known.
+  Status map(std::span<const PageIndex> pages) override;
+  Status unmap(std::span<const PageIndex> pages) override;
+  Status copy(std::span<const BlockMove> moves) override;
+  /// Asks every worker for nothing but an answer; fails as map. What a command costs at least.
+  Status ping();
+  /// Whether a process other than this one has been a worker and lives: its pages live with it.
+  bool has_live_processes() const;
+  /// Of the rank with the least free memory: a grant is good for the smallest.
+  std::optional<DeviceMemory> device_memory() const override;
+  /// The processes that serve this ring, by rank: number and start; (0, 0): none yet.
+  std::vector<std::pair<pid_t, std::uint64_t>> workers() const;
+
+ private:
+  RingBacking(RingMemory* memory, std::chrono::nanoseconds timeout, std::shared_ptr<void> keep)
+      : memory_(memory), timeout_(timeout), keep_(std::move(keep)) {}
+
+  using Ranks = std::uint64_t;  // a bit each
+  Ranks all_ranks() const;
+
+  /// What a command has come to in the ranks that carried it out.
+  struct Outcome {
+    Ranks done = 0;
+    Status status = ok();  // the gravest failure; of several as grave, the first rank's
+  };
+
+  Status run(RingMemory::Command command, std::span<const PageIndex> pages);
+  Status run_everywhere(RingMemory::Command command, std::span<const std::uint32_t> words);
+  Outcome run_one(RingMemory::Command command, std::span<const std::uint32_t> words, Ranks ranks);
+  Status wait_for_answers(std::uint32_t sequence);
+  bool all_done(std::uint32_t sequence) const;
+  Status close(Error why);
+  std::string name_of(std::size_t rank) const;
+  bool is_serving(std::size_t rank) const;
+
+  RingMemory* const memory_;
+  const std::chrono::nanoseconds timeout_;
+  const std::shared_ptr<void> keep_;
+  std::mutex mutex_;  // one command at a time; nothing else is taken under it
+  bool closed_ = false;
+};
+
+}  // namespace kvelastic

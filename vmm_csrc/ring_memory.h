@@ -1,0 +1,86 @@
+// Commands from the scheduler process to its worker processes, through shared memory: page indices
+// one way, results the other. No pickle, no socket, no Python on the workers' side.
+//
+//   scheduler                      shared memory                       each worker (rank)
+//   post(map, pages)  ->  entries[seq % kEntries] = command   ->  its thread wakes (posted bell),
+//                         posted = seq + 1                        runs the command on its Range,
+//   all are done      <-  each rank's result, done = seq + 1  <-  the last one rings (answered
+//   bell)
+//
+// A command is one operation over all ranks. A page that is mapped in one of them is prepared, no
+// more: no id of it is handed out before all have mapped it, and where one could not the others
+// unmap it again. So there is nothing to commit but the answer.
+//
+// One producer at a time (RingBacking holds a lock), one consumer a rank. An entry is written by
+// the producer before `posted` passes it, a rank's slot by its worker before its `done` does.
+#pragma once
+
+#include <array>
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "futex.h"
+#include "geometry.h"
+#include "status.h"
+
+namespace kvelastic {
+
+/// The ring as it lies in shared memory. Only fixed-size integers: two builds must agree on it.
+struct RingMemory {
+  static constexpr std::uint32_t kMagic = 0x6b76726e;  // "kvrn"
+  static constexpr std::uint32_t kVersion = 4;
+  static constexpr std::size_t kEntries = 64;
+  static constexpr std::size_t kPagesPerEntry = 480;
+  static constexpr std::size_t kMaxRanks = 64;
+
+  enum class Command : std::uint32_t { kMap = 1, kUnmap = 2, kCopy = 3, kNothing = 4 };
+  /// A rank is taken once: what its worker had mapped, a later one would not have.
+  enum class WorkerState : std::uint32_t { kAbsent = 0, kTaken = 1, kServing = 2, kGone = 3 };
+
+  struct Entry {
+    std::uint32_t command;
+    std::uint32_t count;
+    std::uint64_t ranks;                              ///< a bit each: who carries it out
+    std::array<std::uint32_t, kPagesPerEntry> pages;  ///< kCopy: moves, four words each
+  };
+
+  /// One worker's own.
+  struct alignas(64) Rank {
+    FutexWord done;  ///< commands answered so far, modulo 2^32
+    std::atomic<std::uint32_t> state;
+    std::atomic<std::int32_t> pid;
+    std::uint32_t result;                           ///< of the last command: 0, or 1 + Errc
+    std::atomic<std::uint64_t> start_ticks;         ///< tells a reused pid from the worker's
+    std::atomic<std::uint64_t> device_total_bytes;  ///< as it sees its GPU; 0: the host
+    std::atomic<std::uint64_t> device_free_bytes;
+    std::uint32_t message_bytes;
+    std::array<char, 204> message;  ///< why, cut to fit
+  };
+  static_assert(sizeof(Rank) == 256);
+
+  std::uint32_t magic;
+  std::uint32_t version;
+  Geometry geometry;  ///< the scheduler's; a worker refuses to serve another one
+  std::uint32_t ranks;
+  alignas(64) FutexWord posted;    ///< commands posted so far, modulo 2^32
+  alignas(64) FutexWord answered;  ///< bell: every rank has answered
+  FutexWord attached;              ///< bell: a rank's state has changed
+  std::array<Rank, kMaxRanks> workers;
+  alignas(64) std::array<Entry, kEntries> entries;
+};
+static_assert(std::is_standard_layout_v<RingMemory>);
+static_assert(sizeof(RingMemory) <= 192 * 1024, "must fit the segment's ring area");
+
+/// The memory as a ring, whatever it holds. Fails with kInvalidArgument where it is too small or
+/// misaligned.
+Result<RingMemory*> as_ring(std::span<std::byte> memory);
+
+/// Both ids of a move, low and high half each, as an entry of kCopy has them.
+inline constexpr std::size_t kRingWordsPerMove = 4;
+std::vector<std::uint32_t> ring_words_of(std::span<const BlockMove> moves);
+std::vector<BlockMove> moves_of_ring_words(std::span<const std::uint32_t> words);
+
+}  // namespace kvelastic
