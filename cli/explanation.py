@@ -181,8 +181,9 @@ def _limit(status: InstanceStatus, ledger: LedgerInfo | None) -> Iterable[Line]:
         yield Line(
             "limit",
             f"Its limit is {_size(status.limit_bytes)}; it keeps to {limit} for now, because others"
-            " are owed memory that it holds.",
-            f"kvctl set {status.name} --min SIZE or a higher --priority, if it should keep more",
+            " are owed memory that it holds, or because the machine has too little left.",
+            f"kvctl set {status.name} --min SIZE or a higher --priority, if it should keep more"
+            " than others; kvctl doctor, if the machine is short of memory",
         )
     if status.over_bytes:
         yield _over(status)

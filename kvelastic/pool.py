@@ -60,6 +60,8 @@ class ElasticPool:
         memory: Memory,
         blocks: _vmm.Pool,
         settings: Config,
+        *,
+        is_on_host: bool,
     ) -> None:
         self.segment = own_segment
         self.ledger = own_place
@@ -67,6 +69,7 @@ class ElasticPool:
         self.blocks = blocks
         """The native pool: alloc, free, cache, touch, limits (see vmm_csrc/pool.h)."""
         self._settings = settings
+        self._is_on_host = is_on_host
         self._keeper: _vmm.Keeper | None = None
         self._pid = os.getpid()
         # A process that forgets to close it leaves neither ledger nor segment behind.
@@ -89,6 +92,7 @@ class ElasticPool:
             self.segment.record,
             idle_trim_s=FOREVER_S if idle_trim_s is None else idle_trim_s,
             sanity_check=self._settings.sanity_check,
+            watch_memory=self._is_on_host,
         )
 
     def reserve(self, size_bytes: int) -> None:
@@ -229,7 +233,7 @@ def open_pool(
         format_size(settings.minimum),
         settings.priority,
     )
-    return ElasticPool(own_segment, place, where, blocks, settings)
+    return ElasticPool(own_segment, place, where, blocks, settings, is_on_host=device.is_host)
 
 
 def most_cached_blocks(max_cached_tokens: int, block_tokens: int) -> int:

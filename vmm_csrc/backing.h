@@ -1,8 +1,11 @@
 // What gives a pool its memory.
 #pragma once
 
+#include <sys/types.h>
+
 #include <memory>
 #include <span>
+#include <vector>
 
 #include "geometry.h"
 #include "range.h"
@@ -31,6 +34,12 @@ class Backing {
 
   /// The device's memory as it was seen lately; none on the host. See Driver::memory().
   virtual std::optional<DeviceMemory> device_memory() const = 0;
+
+  /// As Driver::keep_free, wherever pages are created.
+  virtual void keep_free(std::uint64_t /*bytes*/) {}
+
+  /// The processes in which pages are created, where that is not this one.
+  virtual std::vector<pid_t> other_processes() const { return {}; }
 };
 
 /// Memory of this process.
@@ -44,6 +53,7 @@ class LocalBacking final : public Backing {
   }
   Status copy(std::span<const BlockMove> moves) override { return range_->copy(moves); }
   std::optional<DeviceMemory> device_memory() const override { return range_->driver().memory(); }
+  void keep_free(std::uint64_t bytes) override { range_->keep_free(bytes); }
 
  private:
   const std::shared_ptr<Range> range_;

@@ -265,6 +265,8 @@ void bind_pool(nb::module_& m) {
           "count"_a,
           "Map pages until `count` blocks are free, as far as the limit goes; never evicts. "
           "Returns available_mapped().")
+      .def_prop_ro("given_back_arrivals", &Pool::given_back_arrivals,
+                   "How many of the arrivals came of free and cache.")
       .def_prop_ro("arrivals", &Pool::arrivals,
                    "Goes up whenever blocks can be had that could not be had before. Read it "
                    "before a try that may fail.")
@@ -385,16 +387,20 @@ void bind_pool(nb::module_& m) {
       .def_static(
           "start",
           [](std::shared_ptr<Pool> pool, const PyRecord& record, double idle_trim_s,
-             bool sanity_check) {
+             bool sanity_check, bool watch_memory) {
             own(*pool);
             KeeperOptions options;
             const std::chrono::nanoseconds idle = duration(idle_trim_s);
             options.idle_trim = idle == kForever ? std::chrono::nanoseconds(-1) : idle;
             options.sanity_check = sanity_check;
+            options.watch_memory = watch_memory;
             return std::shared_ptr<Keeper>(
                 Keeper::start(std::move(pool), record.native(), options));
           },
-          "pool"_a, "record"_a, "idle_trim_s"_a = 5.0, "sanity_check"_a = false)
+          "pool"_a, "record"_a, "idle_trim_s"_a = 5.0, "sanity_check"_a = false,
+          "watch_memory"_a = false)
+      .def_prop_ro("memory_looks", &Keeper::memory_looks,
+                   "How often it has looked what the machine has left.")
       .def(
           "stop", [](Keeper& keeper) { without_gil([&] { keeper.stop(); }); },
           "End the thread. Blocks until what it does is done.");

@@ -104,6 +104,11 @@ class Driver {
   /// capacity is what was configured. Microseconds: never on a hot path.
   virtual std::optional<DeviceMemory> memory() const { return std::nullopt; }
 
+  /// Leave so much more of the machine free than create() would, from now on: what the processes of
+  /// an instance are about to allocate besides pages. Nothing on a GPU, where others say what is
+  /// left.
+  virtual void keep_free(std::uint64_t /*bytes*/) {}
+
   virtual DriverStats stats() const = 0;
 };
 

@@ -33,6 +33,7 @@ class FaultDriver final : public Driver {
   Status copy(std::span<const CopyRun> runs) override;
   Status drain() override { return inner_->drain(); }
   std::optional<DeviceMemory> memory() const override { return inner_->memory(); }
+  void keep_free(std::uint64_t bytes) override { inner_->keep_free(bytes); }
   DriverStats stats() const override { return inner_->stats(); }
 
  private:

@@ -66,6 +66,8 @@ class Figures {
     const Blocks& blocks = accounting_.blocks();
     return blocks.parked_pages() > 0 || (movable_ && blocks.can_compact());
   }
+  /// One that could be given back where memory runs short: page 0 stays.
+  bool has_page_to_watch() const { return accounting_.held_pages() > 1; }
 
   // Lock-free:
 

@@ -7,34 +7,18 @@
 //       MemAvailable, in which that is counted already
 #pragma once
 
+#include <atomic>
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <mutex>
 #include <string>
-#include <utility>
 #include <vector>
 
+#include "kernel_file.h"
 #include "status.h"
 
 namespace kvelastic {
-
-/// An open file that is read from its start again and again; closed with it.
-class PolledFile {
- public:
-  explicit PolledFile(const std::string& path);
-  PolledFile(PolledFile&& other) noexcept : fd_(std::exchange(other.fd_, -1)) {}
-  PolledFile(const PolledFile&) = delete;
-  PolledFile& operator=(const PolledFile&) = delete;
-  ~PolledFile();
-
-  bool is_open() const { return fd_ >= 0; }
-  /// Its first 16 KiB as they are now; empty where it cannot be read.
-  std::string read() const;
-
- private:
-  int fd_;
-};
 
 /// Thread-safe. The cgroups are those of the process when this was made. What cannot be read sets
 /// no bound.
@@ -51,8 +35,8 @@ class HostMemory {
     /// Never taken: for what this process and others allocate besides pages. 1/32 of the total, and
     /// not less than 16 nor more than 256 MiB.
     std::uint64_t margin_bytes() const;
-    /// What may be taken.
-    std::uint64_t spare_bytes() const;
+    /// What may be taken, where `keep_free_bytes` stay free besides.
+    std::uint64_t spare_bytes(std::uint64_t keep_free_bytes = 0) const;
   };
   /// Looks now; the tightest comes first. Empty: nothing is bounded.
   std::vector<Room> look() const;
@@ -61,11 +45,13 @@ class HostMemory {
   /// the same moment, are not to be had. A call that is answered from what was there a moment ago
   /// takes no look: one in kFresh, or as much as an eighth of what was spare, is enough.
   Status refuse_if_tight(std::size_t bytes);
+  /// Leave so much more than the margin from now on (memory_relief.h).
+  void keep_free(std::uint64_t bytes) { keep_free_bytes_.store(bytes, std::memory_order_relaxed); }
 
  private:
   struct Group {
     std::string where;
-    PolledFile limit, usage, stat;
+    KernelFile limit, usage, stat;
     const char* active;  // what its stat calls the page cache
     const char* inactive;
   };
@@ -74,8 +60,9 @@ class HostMemory {
   static constexpr std::chrono::milliseconds kFresh{10};
 
   std::vector<Group> groups_;
-  PolledFile meminfo_;
+  KernelFile meminfo_;
   std::mutex mutex_;  // a leaf
+  std::atomic<std::uint64_t> keep_free_bytes_{0};
   std::uint64_t credit_bytes_ = 0;
   std::chrono::steady_clock::time_point looked_at_{};
 };

@@ -1,8 +1,11 @@
 #include "keeper.h"
 
+#include <unistd.h>
+
 #include <algorithm>
 #include <cstdio>
 #include <new>
+#include <vector>
 
 #include "debug_log.h"
 #include "size_text.h"
@@ -52,6 +55,11 @@ std::unique_ptr<Keeper> Keeper::start(std::shared_ptr<Pool> pool,
                                       std::shared_ptr<RecordOwner> record,
                                       const KeeperOptions& options) {
   std::unique_ptr<Keeper> keeper(new Keeper(std::move(pool), std::move(record), options));
+  if (options.watch_memory) {
+    std::vector<pid_t> processes = keeper->pool_->other_processes();
+    processes.push_back(::getpid());
+    keeper->watch_ = std::make_unique<MemoryWatch>(processes);
+  }
   keeper->pool_->publish_to(keeper->record_);
   keeper->answer(keeper->pool_->limit_state(), {});
   keeper->pool_->on_wanted([bell = keeper->record_] { bell->ring_bell(); });
@@ -102,6 +110,7 @@ void Keeper::go_round() {
   const bool over_capacity = pool_->member() && pool_->member()->ask_for_excess();
   serve_asks();
   finish_shrinking();
+  watch_memory();
   const bool waking = !finish_waking();
   const bool missing = pool_->pursue();
   pursuing_ = pool_->expire_squeeze() || missing || over_capacity || waking;
@@ -287,6 +296,29 @@ void Keeper::finish_shrinking() {
   if (now.over_bytes != answered_over_bytes_ || !reason.empty()) answer(now, reason);
 }
 
+/// Where the machine is about to have too little left, caches go before the kernel kills somebody,
+/// and then requests make way.
+void Keeper::watch_memory() {
+  if (!watch_) return;
+  watching_ = pool_->arm_memory_watch();
+  const Clock::time_point now = Clock::now();
+  if (!watching_ || now < next_look_) return;
+  const std::uint64_t activity = pool_->activity();
+  const bool at_work = std::exchange(looked_at_activity_, activity) != activity;
+  const MemoryWatch::Look look = watch_->look(at_work);
+  next_look_ = now + look.again_in;
+  pool_->keep_free(look.keep_free_bytes);
+  ++memory_looks_;
+  const std::uint64_t page_bytes = pool_->page_cost_bytes();
+  if (look.spare_bytes / 2 >= page_bytes) pool_->note_memory();
+  const auto pages = [&](std::uint64_t bytes) { return (bytes + page_bytes - 1) / page_bytes; };
+  if (look.relief.bytes == 0) return;
+  const Result<std::uint64_t> given = pool_->give_up(pages(look.relief.bytes), Depth::kCached, 0);
+  const std::uint64_t there = given ? *given * page_bytes : 0;
+  if (look.relief.urgent_bytes <= there) return;
+  (void)pool_->give_up(pages(look.relief.urgent_bytes - there), Depth::kInUse, 0);
+}
+
 void Keeper::answer(const LimitState& state, std::string reason) {
   AnswerState outcome = state.over_bytes == 0 ? AnswerState::kApplied : AnswerState::kShrinking;
   // It stays refused, whatever becomes of a limit that was wished for before it.
@@ -361,8 +393,9 @@ std::int64_t Keeper::sleep_ns(bool wish_unreadable) {
   if (pursuing_) return kPursuitNs;
   const std::int64_t look = device_is_shared_ ? kDeviceLookNs : kNever;
   const std::int64_t retry = shrink_again_ ? kShrinkRetryNs : look;
-  if (next_decay_ == Clock::time_point::max()) return retry;
-  const auto left = std::chrono::nanoseconds(next_decay_ - Clock::now()).count();
+  const Clock::time_point due = watching_ ? std::min(next_decay_, next_look_) : next_decay_;
+  if (due == Clock::time_point::max()) return retry;
+  const auto left = std::chrono::nanoseconds(due - Clock::now()).count();
   return std::clamp<std::int64_t>(left, 0, retry < 0 ? kForever.count() : retry);
 }
 

@@ -11,6 +11,7 @@
 #include <string>
 #include <thread>
 
+#include "memory_watch.h"
 #include "pool.h"
 #include "record.h"
 
@@ -21,11 +22,14 @@ struct KeeperOptions {
   std::chrono::nanoseconds idle_trim = std::chrono::seconds(5);
   /// Run check_integrity() whenever the pool goes idle, and report what it finds.
   bool sanity_check = false;
+  /// The pool's pages are of the machine's own memory: give them back before that runs out.
+  bool watch_memory = false;
 };
 
 /// Carries out wishes (limit, guarantee, priority, sleep, trim) and answers them, provisions pages
 /// ahead of demand, gives parked pages back when they are not needed, gives others what they ask
-/// for, and goes after what this instance lacks. Sleeps otherwise, without a timer.
+/// for, and goes after what this instance lacks. While the pool has pages to give back it looks
+/// every 200 ms to 2 s what the machine has left. Sleeps otherwise, without a timer.
 class Keeper {
  public:
   /// Publishes the pool into the record, answers revision 0 with the start limit, starts the
@@ -36,6 +40,9 @@ class Keeper {
   ~Keeper() { stop(); }
   Keeper(const Keeper&) = delete;
   Keeper& operator=(const Keeper&) = delete;
+
+  /// How often it has looked what the machine has left.
+  std::uint64_t memory_looks() const { return memory_looks_; }
 
   /// Ends the thread; blocks until what it does is done. Safe to call twice. In a forked child it
   /// does nothing.
@@ -62,6 +69,7 @@ class Keeper {
   void serve_asks();
   void pass_bells_on();
   void finish_shrinking();
+  void watch_memory();
   void answer(const LimitState& state, std::string reason);
   void decay();
   std::int64_t sleep_ns(bool wish_unreadable);
@@ -90,6 +98,11 @@ class Keeper {
   Clock::time_point next_decay_ = Clock::time_point::max();
   bool device_is_shared_ = false;  // with those whom no ledger knows: look at it now and then
   bool pursuing_ = false;  // memory is missing, or others squeeze this pool: look again soon
+  std::unique_ptr<MemoryWatch> watch_;  // null: none is wanted
+  bool watching_ = false;               // the pool has pages that it could give back
+  Clock::time_point next_look_{};
+  std::uint64_t looked_at_activity_ = 0;
+  std::atomic<std::uint64_t> memory_looks_{0};
   std::atomic<bool> stopping_{false};
   std::thread thread_;
   std::thread bell_thread_;

@@ -14,6 +14,7 @@ struct KeeperWork {
   bool enforce = false;          ///< enforcing the limit would give something back
   bool provision = false;        ///< pages should be mapped ahead of demand
   bool decay = false;            ///< something to trim or compact once the pool is idle
+  bool watch = false;            ///< pages that could be given back where memory runs short
   bool pursue = false;           ///< others have to be asked for pages
   bool failed = false;           ///< the backing has failed for good
   std::uint64_t over_pages = 0;  ///< above the limit: what the keeper answers to the operator
@@ -24,7 +25,7 @@ class KeeperCalls {
   /// `wake` must neither block nor call back; null: there is no keeper.
   void on_work(std::function<void()> wake) {
     wake_ = std::move(wake);
-    enforce_ = provision_ = decay_ = pursue_ = false;
+    enforce_ = provision_ = decay_ = watch_ = pursue_ = false;
   }
   bool has_keeper() const { return static_cast<bool>(wake_); }
 
@@ -36,12 +37,14 @@ class KeeperCalls {
     if (!enforcing_) enforce_ = work.enforce;
     const bool provision = work.provision && !provision_;
     const bool decay = work.decay && !decay_;
+    const bool watch = work.watch && !watch_;
     const bool pursue = work.pursue && !pursue_;
     const bool answer = work.over_pages != answered_over_pages_;
     const bool failed = work.failed && !std::exchange(failed_, true);
-    if (!enforce && !provision && !decay && !pursue && !answer && !failed) return;
+    if (!enforce && !provision && !decay && !watch && !pursue && !answer && !failed) return;
     provision_ = provision_ || provision;
     decay_ = decay_ || decay;
+    watch_ = watch_ || watch;
     pursue_ = pursue_ || pursue;
     answered_over_pages_ = work.over_pages;
     wake_();
@@ -52,6 +55,8 @@ class KeeperCalls {
   /// Whether the keeper's decay timer runs.
   bool is_decay_armed() const { return decay_; }
   bool arm_decay(bool armed) { return decay_ = armed; }
+  /// Whether the keeper looks what the machine has left, until it finds no page to give back.
+  bool arm_watch(bool armed) { return watch_ = armed; }
   /// The keeper no longer asks others for pages: it is to be called for the next that are missing.
   void end_pursuit() { pursue_ = false; }
 
@@ -73,6 +78,7 @@ class KeeperCalls {
   bool enforce_ = false;  // called for, and still due
   bool provision_ = false;
   bool decay_ = false;
+  bool watch_ = false;
   bool pursue_ = false;
   bool failed_ = false;
   std::uint64_t answered_over_pages_ = 0;

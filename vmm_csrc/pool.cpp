@@ -204,12 +204,20 @@ Status Pool::cache(std::span<const BlockId> ids) {
 void Pool::given_back(Lock& lock) {
   counters_.add(Counter::kFrees);
   figures_.note_activity();
-  if (accounting_.over_pages() > 0) {
-    // Only tried for: who is in a session may be waiting for this very thread.
-    const std::unique_lock session(session_, std::try_to_lock);
-    // A failure leaves the pool over its limit, and the keeper tries again.
-    if (session) (void)ladder_.enforce(lock);
+  std::unique_lock session(session_, std::defer_lock);
+  // Only tried for: who is in a session may be waiting for this very thread.
+  if (accounting_.over_pages() > 0) (void)session.try_lock();
+  {
+    std::optional<KeeperCalls::Enforcing> enforcing;
+    if (session) enforcing.emplace(calls_);
+    // Counted before the ladder lets go of the lock: others may bring pages then.
+    const std::uint32_t before = figures_.arrivals.count();
+    figures_.update();
+    given_back_arrivals_.fetch_add(figures_.arrivals.count() - before, std::memory_order_relaxed);
   }
+  if (!session) return;
+  (void)ladder_.enforce(
+      lock);  // a failure leaves the pool over its limit, and the keeper tries again
   figures_.update();
 }
 

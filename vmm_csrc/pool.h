@@ -140,6 +140,10 @@ class Pool {
   /// given back, the limit rose. Read it before a try that may fail: while it stands still, the
   /// same try would fail again. Lock-free.
   std::uint32_t arrivals() const { return figures_.arrivals.count(); }
+  /// How many of them came of free() and cache(): who calls these knows of them. Lock-free.
+  std::uint32_t given_back_arrivals() const {
+    return given_back_arrivals_.load(std::memory_order_relaxed);
+  }
   /// Waits until arrivals() is another than `seen`, `timeout` at most; answers it. As long as
   /// somebody waits here, the keeper goes on asking others for what allocs could not get. Blocks.
   std::uint32_t wait_for_arrival(std::uint32_t seen, std::chrono::nanoseconds timeout);
@@ -177,6 +181,16 @@ class Pool {
   /// Lifts a squeeze that nobody has asked for any more. True: there is still one.
   bool expire_squeeze();
   const std::shared_ptr<LedgerMember>& member() const { return member_; }
+
+  /// As Backing::keep_free.
+  void keep_free(std::uint64_t bytes) { pages_.keep_free(bytes); }
+  /// As Backing::other_processes.
+  std::vector<pid_t> other_processes() const { return pages_.other_processes(); }
+  /// Whether there is a page that could be given back where memory runs short: from then until this
+  /// answers false the pool does not call for the keeper's looks again.
+  bool arm_memory_watch();
+  /// There is memory for another page. Whoever waits hears of it, where a page was refused before.
+  void note_memory();
 
   /// Sets the limit without giving anything back yet. Waits for the session.
   LimitState set_limit(std::uint64_t limit_bytes);
@@ -257,6 +271,7 @@ class Pool {
 
   Session session_;
   mutable std::mutex mutex_;
+  std::atomic<std::uint32_t> given_back_arrivals_{0};
   // Each owns its state, and uses those above it.
   Counters counters_;
   Accounting accounting_;

@@ -80,6 +80,7 @@ Result<std::uint64_t> PoolPages::grow_by_batch(Lock& lock, std::uint64_t pages) 
     counters_.add(Counter::kPagesMapped, batch.size());
   } else {
     accounting_.let_go(batch.size());
+    refused_ = refused_ || mapped.error().code == Errc::kOutOfMemory;
     // After a final failure nobody knows what is mapped: what was granted stays taken.
     if (member_ && !accounting_.failure()) member_->give_back(batch.size(), page_bytes);
   }

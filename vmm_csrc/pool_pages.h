@@ -11,6 +11,7 @@
 #include <memory>
 #include <mutex>
 #include <span>
+#include <utility>
 #include <vector>
 
 #include "accounting.h"
@@ -65,6 +66,10 @@ class PoolPages {
   }
   /// What a GPU has left; none on the host.
   std::optional<DeviceMemory> device_memory() const { return backing_->device_memory(); }
+  void keep_free(std::uint64_t bytes) { backing_->keep_free(bytes); }
+  std::vector<pid_t> other_processes() const { return backing_->other_processes(); }
+  /// Whether a page was refused for want of memory since this was last asked.
+  bool take_refusal() { return std::exchange(refused_, false); }
 
  private:
   Result<std::uint64_t> grow_by_batch(Lock& lock, std::uint64_t pages);
@@ -77,6 +82,7 @@ class PoolPages {
   const std::shared_ptr<Backing> backing_;
   const std::shared_ptr<LedgerMember> member_;  // null: nobody shares the device
   std::condition_variable settled_;
+  bool refused_ = false;
 };
 
 }  // namespace kvelastic

@@ -128,6 +128,18 @@ bool Pool::arm_decay() {
   return calls_.arm_decay(figures_.has_something_to_decay());
 }
 
+// --- where memory runs short ---------------------------------------------------------------------
+
+bool Pool::arm_memory_watch() {
+  const Lock lock(mutex_);
+  return calls_.arm_watch(figures_.has_page_to_watch());
+}
+
+void Pool::note_memory() {
+  const Lock lock(mutex_);
+  if (pages_.take_refusal()) figures_.arrivals.note();
+}
+
 // --- figures ---------------------------------------------------------------------------------
 
 std::vector<BlockId> Pool::pinned() const {

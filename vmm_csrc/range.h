@@ -69,6 +69,8 @@ class Range {
   std::byte* address() const { return address_; }
   const Geometry& geometry() const { return geometry_; }
   const Driver& driver() const { return *driver_; }
+  /// As Driver::keep_free.
+  void keep_free(std::uint64_t bytes) { driver_->keep_free(bytes); }
 
   /// Compares the page table with its counters and the driver's figures; for tests and for
   /// KVELASTIC_SANITY_CHECK. Fails with kIntegrity.

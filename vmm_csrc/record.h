@@ -148,7 +148,7 @@ struct Usage {
   std::uint64_t updated_ns = 0;   ///< CLOCK_MONOTONIC_COARSE; set by publish_usage()
   std::uint64_t asleep = 0;       ///< 1: nothing is handed out, and nothing held that is not in use
   std::uint64_t limit_bytes = 0;  ///< as the operator set it, also in sleep; or kUnlimitedBytes
-  std::uint64_t squeezed = 0;  ///< 1: it keeps to less than its limit, for others are owed memory
+  std::uint64_t squeezed = 0;     ///< 1: it keeps to less than its limit, see Squeeze
   std::uint64_t mappings_per_page = 0;  ///< of one page, on all ranks; 0: not said
   std::array<std::uint64_t, 5> reserved{};
 };

@@ -79,6 +79,14 @@ bool RingBacking::is_serving(std::size_t rank) const {
          !process_is_gone(worker.pid.load(), worker.start_ticks.load());
 }
 
+std::vector<pid_t> RingBacking::other_processes() const {
+  std::vector<pid_t> pids;
+  for (const auto& [pid, start_ticks] : workers()) {
+    if (pid != 0 && pid != ::getpid()) pids.push_back(pid);
+  }
+  return pids;
+}
+
 std::vector<std::pair<pid_t, std::uint64_t>> RingBacking::workers() const {
   std::vector<std::pair<pid_t, std::uint64_t>> found;
   for (std::size_t rank = 0; rank < memory_->ranks; ++rank) {

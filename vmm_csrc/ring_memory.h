@@ -31,7 +31,7 @@ namespace kvelastic {
 /// The ring as it lies in shared memory. Only fixed-size integers: two builds must agree on it.
 struct RingMemory {
   static constexpr std::uint32_t kMagic = 0x6b76726e;  // "kvrn"
-  static constexpr std::uint32_t kVersion = 4;
+  static constexpr std::uint32_t kVersion = 5;
   static constexpr std::size_t kEntries = 64;
   static constexpr std::size_t kPagesPerEntry = 480;
   static constexpr std::size_t kMaxRanks = 64;
@@ -65,9 +65,10 @@ struct RingMemory {
   std::uint32_t version;
   Geometry geometry;  ///< the scheduler's; a worker refuses to serve another one
   std::uint32_t ranks;
-  alignas(64) FutexWord posted;    ///< commands posted so far, modulo 2^32
-  alignas(64) FutexWord answered;  ///< bell: every rank has answered
-  FutexWord attached;              ///< bell: a rank's state has changed
+  std::atomic<std::uint64_t> keep_free_bytes;  ///< the scheduler's: see Driver::keep_free
+  alignas(64) FutexWord posted;                ///< commands posted so far, modulo 2^32
+  alignas(64) FutexWord answered;              ///< bell: every rank has answered
+  FutexWord attached;                          ///< bell: a rank's state has changed
   std::array<Rank, kMaxRanks> workers;
   alignas(64) std::array<Entry, kEntries> entries;
 };

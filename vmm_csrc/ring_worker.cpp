@@ -154,6 +154,7 @@ Status RingWorker::carry_out(const RingMemory::Entry& entry) try {
                                          std::min<std::size_t>(entry.count, entry.pages.size()));
   switch (static_cast<RingMemory::Command>(entry.command)) {
     case RingMemory::Command::kMap:
+      range_->keep_free(memory_->keep_free_bytes);
       return range_->map(pages);
     case RingMemory::Command::kUnmap:
       return range_->unmap(pages, Afterwards::kDestroy);

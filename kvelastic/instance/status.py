@@ -11,7 +11,8 @@ The parts of what is mapped, and the limits over it::
     mapped   [ in use | set aside | cached | parked | slack ]
     limit    what the operator set, as it was set; an instance that sleeps keeps it
     effective limit   what the instance keeps to now: whole pages, within the device, lowered while
-                      others are owed memory (a squeeze), 0 while it sleeps
+                      others are owed memory, or the machine has too little left (a squeeze),
+                      0 while it sleeps
 """
 
 from __future__ import annotations
@@ -82,7 +83,7 @@ class InstanceStatus:
     effective_limit_bytes: int = 0
     """What it keeps to now (see the module)."""
     is_squeezed: bool = False
-    """It keeps to less than its limit because others are owed memory."""
+    """It keeps to less than its limit: others are owed memory, or the machine has too little."""
     requested_limit_bytes: int | None = None
     """Of the newest request that named one, whatever came of it; None: nobody has asked."""
     over_bytes: int = 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
@@ -11,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from memory_cgroup import MemoryCgroup
 
 from kvelastic import _vmm, errors
 
@@ -131,24 +131,9 @@ def test_a_page_is_refused_before_the_kernel_would_kill_for_it(machine: Machine)
 
 
 @pytest.fixture
-def cgroup() -> Iterator[Path]:
-    """A memory cgroup (v1) of the test's own; skips where none can be made."""
-    top = Path("/sys/fs/cgroup/memory")
-    own = ""
-    for line in Path("/proc/self/cgroup").read_text().splitlines():
-        _, controllers, path = line.split(":", 2)
-        if "memory" in controllers.split(","):
-            own = path
-    parent = top / own.strip("/")
-    path = (parent if parent.is_dir() else top) / f"kvtest_{os.getpid()}_{os.urandom(4).hex()}"
-    try:
-        path.mkdir()
-    except OSError as error:
-        pytest.skip(f"no memory cgroup (v1) can be made here: {error}")
-    try:
-        yield path
-    finally:
-        path.rmdir()
+def cgroup() -> Iterator[MemoryCgroup]:
+    with MemoryCgroup.make() as made:
+        yield made
 
 
 IN_A_CGROUP = """
@@ -178,12 +163,14 @@ print(pool.mapped_bytes >> 20)
 """
 
 
-def run_in(cgroup: Path, limit_bytes: int, program: str, count: int = 1) -> list[subprocess.Popen]:
-    (cgroup / "memory.limit_in_bytes").write_text(str(limit_bytes))
+def run_in(
+    cgroup: MemoryCgroup, limit_bytes: int, program: str, count: int = 1
+) -> list[subprocess.Popen]:
+    cgroup.limit(limit_bytes)
     text = textwrap.dedent(program).format(programs=str(Path(__file__).parents[1] / "programs"))
     return [
         subprocess.Popen(
-            [sys.executable, "-c", IN_A_CGROUP, str(cgroup), text],
+            [sys.executable, "-c", IN_A_CGROUP, str(cgroup.path), text],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -194,7 +181,7 @@ def run_in(cgroup: Path, limit_bytes: int, program: str, count: int = 1) -> list
 
 @pytest.mark.parametrize("count", [1, 2])
 def test_a_pool_that_fills_its_cgroup_hears_none_and_is_not_killed(
-    cgroup: Path, count: int
+    cgroup: MemoryCgroup, count: int
 ) -> None:
     filled_mib = 0
     for process in run_in(cgroup, 200 * MIB, FILL, count):

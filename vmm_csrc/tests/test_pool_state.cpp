@@ -178,7 +178,7 @@ TEST(the_keeper_is_called_once_for_each_thing) {
   KeeperWork work;
   CHECK(!keeper.is_called_for(work));
   for (bool KeeperWork::* thing : {&KeeperWork::enforce, &KeeperWork::provision, &KeeperWork::decay,
-                                   &KeeperWork::pursue, &KeeperWork::failed}) {
+                                   &KeeperWork::watch, &KeeperWork::pursue, &KeeperWork::failed}) {
     work.*thing = true;
     CHECK(keeper.is_called_for(work));
     CHECK(!keeper.is_called_for(work));
