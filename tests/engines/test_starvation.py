@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import random
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,6 +20,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 WANTED = 4
 """Blocks that the one request needs."""
+FOREVER_S = -1.0
 
 
 class Engine:
@@ -42,6 +44,7 @@ class Engine:
             kv_cache_manager=SimpleNamespace(block_pool=self.pool, watermark_blocks=0),
         )
         self.core = SimpleNamespace(scheduler=self.scheduler, batch_queue=[])
+        self.wanted = WANTED
         self.looked: list[int] = []
         """Of every step, how many tokens it scheduled."""
         self.in_the_step: Callable[[], None] = lambda: None
@@ -63,8 +66,8 @@ class Engine:
         return {}, output.total_num_scheduled_tokens > 0
 
     def _schedule(self, _: Any) -> SimpleNamespace:
-        self.pool.prepare(WANTED)
-        tokens = 1 if self.pool.get_num_free_blocks() >= WANTED else 0
+        self.pool.prepare(self.wanted)
+        tokens = 1 if self.pool.get_num_free_blocks() >= self.wanted else 0
         self.in_the_step()
         self.looked.append(tokens)
         return SimpleNamespace(total_num_scheduled_tokens=tokens)
@@ -138,24 +141,28 @@ def test_what_happens_to_requests_ends_the_nap(starved, change) -> None:
     assert engine.looked == [0, 0]
 
 
-def test_the_scheduler_is_asked_again_after_a_pause_that_doubles(
-    shared: TwoPools, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def pauses_of(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The times between one question to the scheduler and the next, in the course of 50 s."""
     from kvelastic.integration.vllm import starvation
 
     now_s = 0.0
     monkeypatch.setattr(starvation, "time", SimpleNamespace(monotonic=lambda: now_s))
-    a, b = shared.pools
-    assert b.alloc(PAGES * BLOCKS_PER_PAGE - 1) is not None
-    engine = Engine(a)
     assert engine.turn()
-    asked_s = []
+    asked_s = [0.0]
     monkeypatch.setattr(engine.pool, "wait_for_arrival", lambda *_: None)
     for tick in range(1, 5000):
         now_s = tick * 0.01
         if engine.turn():
             asked_s.append(now_s)
-    gaps = [later - sooner for sooner, later in zip([0.0, *asked_s], asked_s, strict=False)]
+    return [later - sooner for sooner, later in pairwise(asked_s)]
+
+
+def test_the_scheduler_is_asked_again_after_a_pause_that_doubles(
+    shared: TwoPools, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a, b = shared.pools
+    assert b.alloc(PAGES * BLOCKS_PER_PAGE - 1) is not None
+    gaps = pauses_of(Engine(a), monkeypatch)
     assert gaps[:4] == pytest.approx([0.01, 0.02, 0.04, 0.08], abs=0.011)
     assert max(gaps) == pytest.approx(10.0, abs=0.011)
 
@@ -193,3 +200,91 @@ def test_while_a_step_with_work_is_on_its_way_nobody_naps(starved) -> None:
     assert engine.turn()
     assert engine.pool.starvation is not None
     assert in_engine_core._naps(engine.core)
+
+
+# --- what the engine gives back itself ----------------------------------------------------------
+
+
+@pytest.fixture
+def in_pieces(shared: TwoPools) -> tuple[Engine, Callable[[], None]]:
+    """An engine with one page, whose request needs two; and what brings it another page.
+
+    Every step runs a piece of the request, finds no block for the next, and preempts it.
+    """
+    a, b = shared.pools
+    theirs = b.alloc((PAGES - 1) * BLOCKS_PER_PAGE - 1)
+    assert theirs is not None
+    engine = Engine(a)
+
+    def run_a_piece_and_preempt() -> None:
+        if engine.pool.get_num_free_blocks() < engine.wanted:
+            engine.pool.free_blocks(reversed(engine.pool.get_new_blocks(2)))
+
+    def a_page_comes() -> None:
+        b.free(theirs)
+        b.trim()
+        a.ensure(engine.wanted)
+
+    engine.wanted = BLOCKS_PER_PAGE + 2
+    a.ensure(2)
+    engine.in_the_step = run_a_piece_and_preempt
+    return engine, a_page_comes
+
+
+def test_what_the_engine_gives_back_itself_ends_no_nap(in_pieces, never_by_itself) -> None:
+    """Once it is asked at once: what one request has given back another may take."""
+    engine, _ = in_pieces
+    assert [engine.turn() for _ in range(6)] == [True, True, False, False, False, False]
+    assert engine.looked == [0, 0]
+
+
+def test_a_page_that_comes_after_that_ends_the_nap(in_pieces, never_by_itself) -> None:
+    engine, a_page_comes = in_pieces
+    for _ in range(3):
+        engine.turn()
+    a_page_comes()
+    assert engine.turn()
+    assert engine.looked == [0, 0, 1]
+
+
+def test_who_waits_for_a_page_after_that_is_woken_by_it(in_pieces) -> None:
+    """The wait goes by the native count, which has what was given back in it."""
+    engine, a_page_comes = in_pieces
+    engine.turn()
+    seen = engine.pool.arrivals
+    a_page_comes()
+    engine.pool.wait_for_arrival(seen, FOREVER_S)
+    assert engine.pool.arrivals != seen
+
+
+def test_a_page_that_comes_while_blocks_are_given_back_ends_the_nap(
+    in_pieces, never_by_itself
+) -> None:
+    """By another thread, at any moment: that is not taken for what the engine gives back."""
+    engine, a_page_comes = in_pieces
+    engine.turn()
+    memory = engine.pool._memory
+
+    class WhileItGives:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(memory, name)
+
+        def free(self, ids: list[int]) -> None:
+            a_page_comes()
+            memory.free(ids)
+
+    engine.pool._memory = WhileItGives()
+    assert engine.turn()
+    engine.pool._memory = memory
+    assert engine.looked == [0, 0]
+    assert engine.turn(), "memory is there, and the engine naps"
+    assert engine.looked == [0, 0, 1]
+
+
+def test_pauses_of_a_request_that_runs_in_pieces_double(
+    in_pieces, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, _ = in_pieces
+    gaps = pauses_of(engine, monkeypatch)
+    assert gaps[:4] == pytest.approx([0.01, 0.01, 0.02, 0.04], abs=0.011)
+    assert max(gaps) == pytest.approx(10.0, abs=0.011)

@@ -25,7 +25,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_events import AllBlocksCleared
 from vllm.v1.core.block_pool import BlockHashToBlockMap, BlockPool
@@ -37,7 +37,6 @@ from kvelastic.integration.vllm.steps import PinsOfSteps, StepsOnTheirWay
 _ARRIVALS_WRAP = 1 << 32
 """The native pool's count of arrivals is a word that wraps."""
 
-_Given = TypeVar("_Given")
 
 if TYPE_CHECKING:
     from kvelastic import _vmm
@@ -111,10 +110,7 @@ class ElasticBlockPool(BlockPool):  # type: ignore[misc]  # vLLM has no type inf
         """Whether, in the present session, blocks were wanted that could not be had."""
         self.starvation: Any = None
         self.last_starvation: Any = None
-        """The newest one, also when it is over."""
-        self.given_back = 0
-        """Of the native pool's arrivals, those that came of blocks given back here."""
-        """Kept here for the engine's loop; see `in_engine_core.step`."""
+        """The newest one, also when it is over. Both are the engine's loop's: `in_engine_core`."""
         self._steps = StepsOnTheirWay()
         self._pins_of_steps = PinsOfSteps()
         self._pins_after_next_step = PinsOfSteps()
@@ -159,6 +155,11 @@ class ElasticBlockPool(BlockPool):  # type: ignore[misc]  # vLLM has no type inf
             self.fell_short = True
 
     @property
+    def given_back(self) -> int:
+        """Of the native pool's arrivals, those that came of blocks given back here."""
+        return self._memory.given_back_arrivals
+
+    @property
     def arrivals(self) -> int:
         """Changes whenever blocks can be had that could not be had before, from anywhere else.
 
@@ -172,12 +173,6 @@ class ElasticBlockPool(BlockPool):  # type: ignore[misc]  # vLLM has no type inf
         For the thread that gives blocks back; no other does while it waits.
         """
         self._memory.wait_for_arrival((seen + self.given_back) % _ARRIVALS_WRAP, timeout_s)
-
-    def _give(self, give: Callable[[_Given], object], what: _Given) -> None:
-        """Give blocks back; what becomes available that way is not counted as an arrival."""
-        before = self._memory.arrivals
-        give(what)
-        self.given_back += self._memory.arrivals - before
 
     # --- steps ----------------------------------------------------------------------------------
 
@@ -221,7 +216,7 @@ class ElasticBlockPool(BlockPool):  # type: ignore[misc]  # vLLM has no type inf
 
     def unpin(self, ticket: int) -> None:
         """End a pin; blocks that nobody else needs are free, or cached, now."""
-        self._give(self._memory.unpin, ticket)
+        self._memory.unpin(ticket)
 
     def unpin_after_next_step(self, ticket: int) -> None:
         """The same once the step that is scheduled next has ended."""
@@ -402,9 +397,9 @@ class ElasticBlockPool(BlockPool):  # type: ignore[misc]  # vLLM has no type inf
         if free:
             for block_id in free:
                 self.blocks.drop(block_id)
-            self._give(self._memory.free, free)
+            self._memory.free(free)
         if cached:
-            self._give(self._memory.cache, cached)
+            self._memory.cache(cached)
 
     def _tell_readers(self, block_ids: Iterable[int]) -> None:
         """Blocks that were unpinned with a watcher are about to lose their contents."""
@@ -419,7 +414,7 @@ class ElasticBlockPool(BlockPool):  # type: ignore[misc]  # vLLM has no type inf
         for block_id in block_ids:
             self.blocks.drop(block_id)
         if block_ids:
-            self._give(self._memory.free, block_ids)
+            self._memory.free(block_ids)
 
     def check_integrity(self) -> None:
         """Compare with the native pool's own books; raises `IntegrityError`. Takes a while."""
