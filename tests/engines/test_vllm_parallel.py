@@ -41,6 +41,8 @@ ELASTIC = {
     "KVELASTIC_MAX_CACHED_TOKENS": "-1",
     "KVELASTIC_MIN_RESERVED_PAGES": "0",
     "KVELASTIC_MAX_RESERVED_PAGES": "0",
+    # What two ranks and the record say is compared: no page may go between one look and the next.
+    "KVELASTIC_IDLE_TRIM_SECONDS": "-1",
     "VLLM_SERVER_DEV_MODE": "1",
 }
 REQUESTS = [

@@ -12,7 +12,7 @@ import random
 import signal
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 
 import pytest
 from ledger_instance import BLOCKS_PER_PAGE as B
@@ -20,7 +20,7 @@ from ledger_instance import PAGE_BYTES as PAGE
 from ledger_instance import Instance
 from waiting import until
 
-from kvelastic import ledger, segment
+from kvelastic import _vmm, ledger, segment
 
 DEVICE_PAGES = 32
 SOON_S = 30.0
@@ -57,6 +57,21 @@ class Device:
         """Granted, as all others see it."""
         return self.member(of).granted_bytes // PAGE
 
+    @contextmanager
+    def asker(self) -> Iterator[_vmm.LedgerMember]:
+        """A member that has no pages and no keeper: it does what the test does, and no more."""
+        place = ledger.join(
+            "host",
+            group=self.group,
+            capacity_bytes=DEVICE_PAGES * PAGE,
+            name="asker",
+            uuid=os.urandom(16),
+        )
+        try:
+            yield place.member
+        finally:
+            place.close()
+
     def wait_until_idle(self, of: Instance) -> None:
         until(lambda: self.member(of).idle_s > 0.6, "it never gets idle")
 
@@ -91,6 +106,12 @@ def by_page(ids: list[int]) -> dict[int, list[int]]:
     for block in sorted(ids):
         pages.setdefault(block // B, []).append(block)
     return pages
+
+
+def stop(one: Instance) -> None:
+    one.signal(signal.SIGSTOP)
+    _, status = os.waitpid(one.pid, os.WUNTRACED)
+    assert os.WIFSTOPPED(status)
 
 
 def sound(device: Device, *instances: Instance) -> None:
@@ -154,8 +175,12 @@ def test_blocks_in_use_of_an_equal_stay_however_idle_it_is(device):
     sound(device, idle, busy)
 
 
-def test_the_longer_idle_one_gives_first(device):
-    first, second, busy = device.start(), device.start(), device.start()
+@pytest.mark.parametrize("joined", ["longer idle first", "longer idle last"])
+def test_the_longer_idle_one_is_asked_first(device, joined):
+    """Asked once. Whoever does not answer in time is another test's: here nobody can answer."""
+    first, second = device.start(), device.start()
+    if joined == "longer idle last":
+        first, second = second, first
     half = DEVICE_PAGES // 2
     first.cache(fill(first, half))
     second.cache(fill(second, half))
@@ -163,9 +188,17 @@ def test_the_longer_idle_one_gives_first(device):
         lambda: device.member(first).idle_s > device.member(second).idle_s > 0.6,
         "they never get idle",
     )
-    assert busy.alloc(4 * B - 1) is not None
-    assert (device.pages(first), device.pages(second)) == (half - 4, half)
-    sound(device, first, second, busy)
+    stop(first)
+    stop(second)
+    with device.asker() as asker:
+        assert asker.ask(4 * PAGE)
+        asked = [device.member(one).wanted_bytes for one in (first, second)]
+        asker.stop_asking()
+    assert asked == [4 * PAGE, 0]
+    first.signal(signal.SIGCONT)
+    second.signal(signal.SIGCONT)
+    until(lambda: device.pages(first) == half - 4, "it does not give what it was asked for")
+    sound(device, first, second)
 
 
 # ------------------------------------------------------------------------- guarantee, priority
@@ -341,12 +374,6 @@ def test_a_busy_higher_priority_keeps_what_it_has(device):
 
 
 # --------------------------------------------------------------------- the stopped and the dead
-
-
-def stop(one: Instance) -> None:
-    one.signal(signal.SIGSTOP)
-    _, status = os.waitpid(one.pid, os.WUNTRACED)
-    assert os.WIFSTOPPED(status)
 
 
 def test_a_stopped_one_delays_nobody_and_the_next_is_asked(device):
