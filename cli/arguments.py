@@ -117,7 +117,7 @@ class ValueCommand(click.Command):
 
 
 def wait_option(until: str) -> Callable[[_Command], _Command]:
-    """`--wait SECONDS`, as `wait_s`, of a command that wishes something: `until` is its help."""
+    """`--wait SECONDS`, as `wait_s`, of a command that requests something: `until` is its help."""
     return click.option(
         "--wait", "wait_s", type=SecondsType(0), metavar="SECONDS", help=f"Until {until}."
     )

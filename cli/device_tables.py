@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from kvelastic.cli.rows import printable
+from kvelastic.instance.row import printable
 from kvelastic.sizes import format_size
 
 if TYPE_CHECKING:
     from rich.console import Group, RenderableType
 
-    from kvelastic.cli.devices import DeviceRow
+    from kvelastic.cli.device_rows import DeviceRow
 
 _SIZE_CELLS = len("1023.99 MiB")
 _EDGE_CELLS, _GAP_CELLS = 2, 3

@@ -49,7 +49,7 @@ def doctor_command(as_json: bool) -> None:
 
 def report(findings: list[Finding], *, in_colour: bool) -> str:
     """The findings by topic: one line each, and under it what to do."""
-    from kvelastic.cli.rows import printable
+    from kvelastic.instance.row import printable
 
     lines: list[str] = []
     width = max(len(finding.check) for finding in findings)

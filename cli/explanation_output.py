@@ -13,7 +13,7 @@ import click
 
 from kvelastic.cli.explanation_ledger import member_of
 from kvelastic.cli.explanation_line import Line
-from kvelastic.cli.rows import printable
+from kvelastic.instance.row import printable
 
 if TYPE_CHECKING:
     from kvelastic.instance.status import InstanceStatus

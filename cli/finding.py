@@ -14,7 +14,7 @@ from kvelastic.cli.exit_codes import fail
 from kvelastic.errors import SegmentNotFoundError
 
 if TYPE_CHECKING:
-    from kvelastic.cli.rows import Row
+    from kvelastic.instance.row import Row
     from kvelastic.segment import SegmentInfo
 
 
@@ -24,7 +24,7 @@ def sweep(*, quiet: bool = False) -> list[str]:
     Also their places in ledgers: who asks takes those by itself, but nobody may be asking.
     """
     from kvelastic import ledger, segment
-    from kvelastic.cli.rows import printable
+    from kvelastic.instance.row import printable
 
     reaped = segment.reap()
     ledger.reap()
@@ -38,8 +38,8 @@ def rows(names: tuple[str, ...]) -> list[Row]:
 
     Raises `SegmentNotFoundError` for names that are not there.
     """
-    from kvelastic.cli.rows import row_of
     from kvelastic.instance.look import look_at_all
+    from kvelastic.instance.row import row_of
 
     found = [row_of(status) for status in look_at_all()]
     if not names:
@@ -77,7 +77,7 @@ def explain_reaped(name: str, reaped: list[str]) -> None:
 
 def known_names() -> str:
     """A sentence with the names that there are."""
-    from kvelastic.cli.rows import printable
+    from kvelastic.instance.row import printable
     from kvelastic.segment import list_segments
 
     names = [printable(info.name) for info in list_segments()]

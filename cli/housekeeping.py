@@ -36,7 +36,7 @@ def gc_command(as_json: bool) -> None:
     of any more; never what belongs to others.
     """
     from kvelastic.cli.ledgers import reap_ledgers
-    from kvelastic.cli.rows import printable
+    from kvelastic.instance.row import printable
     from kvelastic.segment import list_segments, reap
     from kvelastic.sizes import format_size
 

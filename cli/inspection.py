@@ -6,7 +6,7 @@ import click
 
 from kvelastic.cli.arguments import NameType, SecondsType
 from kvelastic.cli.finding import readable, rows, sweep
-from kvelastic.cli.rows import Row
+from kvelastic.instance.row import Row
 
 
 @click.command("list", short_help="Show every instance.")

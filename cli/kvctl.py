@@ -64,7 +64,7 @@ class KvctlGroup(Program, click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Find the command; for a name that is none, say which is meant."""
+        """Find the command; for an unknown name, suggest the nearest."""
         try:
             return super().resolve_command(ctx, args)
         except click.UsageError as error:

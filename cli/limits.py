@@ -101,8 +101,8 @@ def trim_command(name: str, wait_s: float | None) -> None:
 def _ask(name: str, wait_s: float | None, **wanted: Any) -> None:
     """Make a request, say what came of it, and leave with the exit code for that."""
     from kvelastic.cli.outcome_text import outcome_text
-    from kvelastic.cli.rows import printable
     from kvelastic.instance.outcome import Request
+    from kvelastic.instance.row import printable
 
     request = Request(**wanted)
     outcome, answer = send(name, request, wait_s)
@@ -111,12 +111,12 @@ def _ask(name: str, wait_s: float | None, **wanted: Any) -> None:
 
 def send(name: str, request: Request, wait_s: float | None) -> tuple[Outcome, Answer]:
     """Make a request of an instance and judge the answer; ends the command if it has ended."""
+    from kvelastic import segment
     from kvelastic.instance.outcome import outcome_of
-    from kvelastic.segment import wish
 
     reaped = sweep()
     try:
-        answer = wish(
+        answer = segment.request(
             name,
             limit_bytes=request.limit_bytes,
             min_bytes=request.min_bytes,
@@ -151,9 +151,9 @@ def _end_trim(
     name: str, mapped_before_bytes: int, outcome: Outcome, answer: Answer, wait_s: float | None
 ) -> None:
     from kvelastic.cli.outcome_text import outcome_text
-    from kvelastic.cli.rows import printable
     from kvelastic.errors import SegmentError
     from kvelastic.instance.outcome import HOLDS, Request, Verdict
+    from kvelastic.instance.row import printable
     from kvelastic.segment import inspect
     from kvelastic.sizes import format_size
 

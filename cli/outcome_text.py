@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from kvelastic.cli.rows import printable
 from kvelastic.instance.outcome import Outcome, Request, Verdict
+from kvelastic.instance.row import printable
 from kvelastic.instance.status import UNLIMITED_BYTES
 from kvelastic.sizes import format_size
 

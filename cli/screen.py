@@ -9,8 +9,8 @@ from collections.abc import Callable
 
 import click
 
-from kvelastic.cli.rows import Row
 from kvelastic.cli.tables import plain_table, rich_table
+from kvelastic.instance.row import Row
 
 
 def show(rows: list[Row]) -> None:

@@ -63,13 +63,13 @@ def _end_otherwise(
     name: str, request: Request, outcome: Outcome, answer: Answer, wait_s: float | None
 ) -> None:
     from kvelastic.cli.outcome_text import outcome_text
-    from kvelastic.cli.rows import printable
+    from kvelastic.instance.row import printable
 
     end(outcome_text(printable(name), request, outcome, answer), outcome, wait_s)
 
 
 def _end_sleep(before: SegmentInfo, answer: Answer, wait_s: float | None) -> None:
-    from kvelastic.cli.rows import printable
+    from kvelastic.instance.row import printable
     from kvelastic.sizes import format_size
 
     name, already = before.name, " already" if before.usage["asleep"] else ""

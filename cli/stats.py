@@ -10,9 +10,9 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kvelastic.cli.rows import Row, printable, row_of
 from kvelastic.instance.look import ledgers
-from kvelastic.instance.status import status_of
+from kvelastic.instance.row import Row, printable, row_of
+from kvelastic.instance.status import FORMER_COUNTERS, status_of
 
 if TYPE_CHECKING:
     from kvelastic.segment import SegmentInfo
@@ -36,7 +36,7 @@ class Stats(Row):
     updated_s: float | None
     """Since the usage was published last; None if it never was."""
     answered_s: float | None
-    """Since the last answer to a wish; None if there was none."""
+    """Since the last answer to a request; None if there was none."""
     interval_s: float | None
     """Between the two looks of the rates, as it was; None if there was one look."""
     rates: dict[str, float] | None
@@ -153,7 +153,8 @@ def stats_text(stats: Stats) -> str:
             ("available", str(stats["blocks_available"])),
         ],
     }
-    counters, rates = stats["counters"] or {}, stats["rates"]
+    every, rates = stats["counters"] or {}, stats["rates"]
+    counters = {name: count for name, count in every.items() if name not in FORMER_COUNTERS}
     if rates is None:
         heading = "Counters"
         counted = [(name, str(count)) for name, count in counters.items()]

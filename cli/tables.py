@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from kvelastic.cli.rows import Row, printable, shown_state
+from kvelastic.instance.row import Row, printable, shown_state
 from kvelastic.sizes import format_size
 
 if TYPE_CHECKING:

@@ -141,7 +141,7 @@ class EngineProcess:
                 if await self._is_ready():
                     ready_s = time.monotonic()
                     await self._model.find_state()
-                    await self._model.wish_as_configured()
+                    await self._model.request_as_configured()
                     self._model.last_problem = None
                     self._set(State.AWAKE)
                     _log.info("engine is ready", extra=self._extra)

@@ -122,11 +122,11 @@ class Front(Serving):
             model = self.fleet.find(settings.name)
             if model is not None and model.name == settings.name and not _anew(model, settings):
                 if (model.settings, model.sleep_settings) != (settings, new.sleep):
-                    is_wish_new = model.settings.memory != settings.memory
+                    is_request_new = model.settings.memory != settings.memory
                     model.change(settings, new.sleep)
                     told["changed"].append(settings.name)
-                    if is_wish_new:
-                        self._start(model.wish_as_configured())
+                    if is_request_new:
+                        self._start(model.request_as_configured())
             else:
                 told["added" if model is None else "changed"].append(settings.name)
                 model = self._make(settings, new)

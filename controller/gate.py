@@ -222,7 +222,7 @@ class Gate:
         self._settle_asleep(now_s)
 
     def ask_wake(self, now_s: float) -> Refusal | None:
-        """Begin to wake by an operator's wish; None also where it is awake or waking."""
+        """Begin to wake by an operator's request; None also where it is awake or waking."""
         if self.state in {State.AWAKE, State.WAKING}:
             return None
         if self.state is not State.ASLEEP:

@@ -1,7 +1,7 @@
 """Memory of instances, as the controller sees and changes it: segments and ledgers, nothing else.
 
-The functions block for milliseconds (they map files, and `wish` waits for an answer), so they run
-in threads; they share nothing with the loop.
+The functions block for milliseconds (they map files, and `request` waits for an answer), so they
+run in threads; they share nothing with the loop.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from dataclasses import asdict
 from typing import Any
 
 from kvelastic import ledger, segment
-from kvelastic.cli.rows import row_of
 from kvelastic.controller.sleep_policy import Ask
 from kvelastic.instance.look import look_at, look_at_all
 from kvelastic.instance.outcome import Request, outcome_of
+from kvelastic.instance.row import row_of
 from kvelastic.instance.status import uuid_text
 
 
@@ -51,7 +51,7 @@ def devices() -> list[dict[str, Any]]:
     ]
 
 
-def wish(
+def request(
     name: str,
     *,
     limit_bytes: int | None = None,
@@ -61,13 +61,15 @@ def wish(
     trim: bool = False,
     wait_s: float | None = None,
 ) -> dict[str, Any]:
-    """Make a request and say what came of it; blocks for up to `wait_s`. Raises as `segment.wish`.
+    """Make a request and say what came of it; blocks for up to `wait_s`.
+
+    Raises as `segment.request`.
 
     `state` is the verdict (see `kvelastic.instance.outcome`). `asleep` says whether the instance
     sleeps, and keeps to its limit only when it wakes.
     """
     request = Request(limit_bytes, min_bytes, priority, asleep, trim)
-    answer = segment.wish(
+    answer = segment.request(
         name,
         limit_bytes=limit_bytes,
         min_bytes=min_bytes,
@@ -81,6 +83,7 @@ def wish(
     facts.pop("answered_ns")
     return {
         **facts,
+        "wished_revision": answer.requested_revision,  # the name before 0.2; goes with 0.3
         "state": outcome.verdict.value,
         "beyond_device_bytes": outcome.beyond_device_bytes,
     }
@@ -136,8 +139,8 @@ __all__ = [
     "devices",
     "is_asleep",
     "pressure",
+    "request",
     "row",
     "rows",
     "shortage",
-    "wish",
 ]

@@ -1,4 +1,4 @@
-"""Memory: what instances hold, and wishes of them: /memory, /devices."""
+"""Memory: what instances hold, and requests of them: /memory, /devices."""
 
 from __future__ import annotations
 
@@ -90,11 +90,16 @@ async def change_memory(front: Front, request: Request) -> Any:
         )
     wait_s = _wait_s(body.get("wait"))
     if min_bytes is None and limit_bytes is None and priority is None:
-        raise Refusal(400, "nothing_wished", "Give one of min, limit and priority at least.")
+        raise Refusal(
+            400,
+            "nothing_requested",
+            "Give one of min, limit and priority at least.",
+            former_code="nothing_wished",
+        )
     if min_bytes is not None and limit_bytes is not None and min_bytes > limit_bytes:
         raise Refusal(400, "invalid_value", "min is above limit.", param="min")
     request.state.asked = {"min": min_bytes, "limit": limit_bytes, "priority": priority}
-    return await _wish(
+    return await _request(
         model,
         name,
         limit_bytes=limit_bytes,
@@ -109,7 +114,7 @@ async def trim(front: Front, request: Request) -> Any:
     model = front.fleet.need(request.path_params["model"])
     name = _instance(model)
     body = await json_object(front, request)
-    return await _wish(model, name, trim=True, wait_s=_wait_s(body.get("wait")))
+    return await _request(model, name, trim=True, wait_s=_wait_s(body.get("wait")))
 
 
 async def devices(front: Front, _: Request) -> Any:
@@ -117,15 +122,15 @@ async def devices(front: Front, _: Request) -> Any:
     return {"devices": await asyncio.to_thread(instance_memory.devices)}
 
 
-async def _wish(model: ServedModel, name: str, **wishes: Any) -> Json:
-    answer = await asyncio.to_thread(_send, name, wishes)
+async def _request(model: ServedModel, name: str, **requests: Any) -> Json:
+    answer = await asyncio.to_thread(_send, name, requests)
     verdict = Verdict(answer["state"])
     status = 200 if verdict in HOLDS else 202 if verdict in MAY_HOLD else 409
     return Json({"model": model.name, "instance": name, "answer": answer}, status)
 
 
-def _send(name: str, wishes: dict[str, Any]) -> dict[str, Any]:
-    return instance_memory.wish(name, **wishes)
+def _send(name: str, requests: dict[str, Any]) -> dict[str, Any]:
+    return instance_memory.request(name, **requests)
 
 
 def _instance(model: ServedModel) -> str:

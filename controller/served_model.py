@@ -67,7 +67,7 @@ class ServedModel:
         """Found so while the model sleeps: the next wake is of its memory only."""
         self._is_memory_asleep = False
         """While the model is awake: found so at the last look."""
-        self._wishing = asyncio.Lock()
+        self._requesting = asyncio.Lock()
         self.gate.state = State.STARTING  # until its engines were looked at
 
     @property
@@ -206,7 +206,7 @@ class ServedModel:
         await self.find_state()
         if self.gate.state is State.STARTING:
             self.gate.set_state(State.AWAKE, time.monotonic())
-        await self.wish_as_configured()
+        await self.request_as_configured()
 
     async def find_state(self) -> None:
         """Ask the engines whether they sleep already, before or between requests.
@@ -302,13 +302,13 @@ class ServedModel:
 
     async def _memory_sleeps(self) -> str | None:
         """Its instance holds nothing from now on; its limit stays."""
-        return await self._wish_of_memory(asleep=True)
+        return await self._request_of_memory(asleep=True)
 
     async def _memory_wakes(self) -> str | None:
         """Its instance may hold memory again; a problem if its guarantee is not to be had."""
-        return await self._wish_of_memory(asleep=False)
+        return await self._request_of_memory(asleep=False)
 
-    async def _wish_of_memory(self, *, asleep: bool) -> str | None:
+    async def _request_of_memory(self, *, asleep: bool) -> str | None:
         name = self.settings.instance
         if name is None:
             return None
@@ -317,7 +317,7 @@ class ServedModel:
                 short = await asyncio.to_thread(instance_memory.shortage, name)
                 if short is not None:
                     return short
-            answer = await asyncio.to_thread(instance_memory.wish, name, asleep=asleep)
+            answer = await asyncio.to_thread(instance_memory.request, name, asleep=asleep)
         except SegmentNotFoundError:
             return None  # its instance has not started or has ended: nothing is held
         except KvelasticError as error:
@@ -326,22 +326,22 @@ class ServedModel:
             return f"its instance refuses to {'sleep' if asleep else 'wake'}: {answer['reason']}"
         return None
 
-    async def wish_as_configured(self) -> None:
+    async def request_as_configured(self) -> None:
         """Tell its instance what the configuration says of its memory, if it is there."""
-        async with self._wishing:  # of two at once the later one is the newer configuration's
-            wish, name = self.settings.memory, self.settings.instance
-            if name is None or (wish.min, wish.limit, wish.priority) == (None, None, None):
+        async with self._requesting:  # of two at once the later one is the newer configuration's
+            request, name = self.settings.memory, self.settings.instance
+            if name is None or (request.min, request.limit, request.priority) == (None, None, None):
                 return
             try:
                 await asyncio.to_thread(
-                    instance_memory.wish,
+                    instance_memory.request,
                     name,
-                    limit_bytes=wish.limit,
-                    min_bytes=wish.min,
-                    priority=wish.priority,
+                    limit_bytes=request.limit,
+                    min_bytes=request.min,
+                    priority=request.priority,
                 )
             except KvelasticError as error:
-                _log.warning("no wish was taken: %s", error, extra={"model": self.name})
+                _log.warning("no request was taken: %s", error, extra={"model": self.name})
 
     def _note(self, verb: str, problem: str | None) -> None:
         self.last_problem = None if problem is None else f"{verb}: {problem}"

@@ -243,7 +243,7 @@ class AuthSettings(_Section):
 
 
 class MemorySettings(_Section):
-    """What is wished of the model's instance when the controller first sees it."""
+    """What is requested of the model's instance when the controller first sees it."""
 
     min: Size | None = None
     """Guarantee: nobody takes it below that."""

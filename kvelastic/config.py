@@ -58,7 +58,7 @@ class Config:
     minimum: int = 0
     """Bytes that nobody may take from the instance."""
     reserve: int | None = None
-    """Bytes of the device that are no KV cache; None: what the engine's integration measures."""
+    """Bytes of the device besides KV cache; None: what the engine's integration measures."""
     priority: int = 0
     """Higher keeps its memory longer."""
     ledger: str = "default"

@@ -133,7 +133,7 @@ def reserve(size_bytes: int, device: str | None = None) -> None:
     The whole of it, each time; `KVELASTIC_RESERVE`, or 0, before the first call. It counts against
     what other instances may hold while the first cache of this process is awake. For more than
     before, others are asked; blocks for five seconds at most until they have given it. Any thread.
-    Raises `NotInitializedError`, `InvalidArgumentError` for a size that is none or another device
+    Raises `NotInitializedError`, `InvalidArgumentError` for a bad size or another device
     than that of `init`, `GuaranteeError` and `ReserveError`, which say who holds what, with nothing
     changed.
     """

@@ -228,7 +228,7 @@ class SegmentBusyError(SegmentError):
 
 
 class SegmentDeadError(SegmentError):
-    """The segment's process is gone, so nobody will answer a wish; it can be removed."""
+    """The segment's process is gone, so nobody will answer a request; it can be removed."""
 
     code = "SEGMENT_DEAD"
 

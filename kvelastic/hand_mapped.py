@@ -172,9 +172,10 @@ class HandMapped:
             surplus_bytes = member.granted_bytes - self.memory.held_bytes
             member.give_back(max(0, surplus_bytes) // extent_bytes, extent_bytes)
         self._publish()
-        wish = self.segment.record.owner_wish()
-        if wish is not None and wish["revision"] > self.segment.record.read_answer()["revision"]:
-            self._answer(wish["revision"], "refused", _REFUSAL)
+        request = self.segment.record.owner_request()
+        answered = self.segment.record.read_answer()["revision"]
+        if request is not None and request["revision"] > answered:
+            self._answer(request["revision"], "refused", _REFUSAL)
 
     def _answer(self, revision: int, state: str, reason: str = "") -> None:
         self.segment.record.publish_answer(

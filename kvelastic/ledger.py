@@ -143,7 +143,7 @@ def join(
     The first member's `capacity_bytes` is the ledger's, and so is its `total_bytes`, all of the
     device's memory (0: no more than the capacity); a later one that says another capacity is told
     so in the log. `name` and `uuid` are the segment's. `reserve_bytes` is what the member has there
-    that is no KV cache: others are asked for it, and waited for, five seconds at most. Raises
+    besides KV cache: others are asked for it, and waited for, five seconds at most. Raises
     `GuaranteeError` if guarantees and reserves would be more than the device has, `ReserveError` if
     others have not given what is to be reserved, `LedgerForeignError` if another user's
     instances share the device, `LedgerError` if the file is of another version or cannot be made.

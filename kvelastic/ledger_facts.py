@@ -35,7 +35,7 @@ class Member:
     wanted_bytes: int
     """What others have asked of it and it has not dealt with yet."""
     reserve_bytes: int = 0
-    """What it has on the device that is no KV cache, while it is awake."""
+    """What it holds on the device besides KV cache, while it is awake."""
     pledged_bytes: int = 0
     """What counts of that now, and nobody else gets: 0 while it sleeps; while it waits for memory
     to reserve, all that it is to have."""

@@ -98,7 +98,8 @@ _COUNTERS: Final = {
         "alloc_failures": "Calls for blocks that got none.",
         "blocks_evicted": "Cached blocks evicted.",
         "blocks_moved": "Blocks moved to other pages so that theirs could be given back.",
-        "wishes_applied": "Wishes of operators applied.",
+        "requests_applied": "Requests of operators applied.",
+        "wishes_applied": "The same, by its name before 0.2; goes with 0.3.",
         "provision_runs": "Times that pages were mapped ahead of demand.",
     }.items()
 }

@@ -85,7 +85,7 @@ class ElasticPool:
         return self.segment.name
 
     def start_keeper(self) -> None:
-        """Begin to answer wishes; the memory must be there to map (a worker attached)."""
+        """Begin to answer requests; the memory must be there to map (a worker attached)."""
         idle_trim_s = self._settings.idle_trim_s
         self._keeper = _vmm.Keeper.start(
             self.blocks,

@@ -33,7 +33,7 @@ class RevisedLimit:
         `status`: applied; deferred (blocks in use are over it; it holds when they are freed); stale
         (an older revision than the present one); conflict (the present revision, with another
         limit). With the last two nothing changes. Raises `LimitError` for a negative limit,
-        `InvalidArgumentError` for a revision that is no whole number from 0 up.
+        `InvalidArgumentError` unless the revision is a whole number from 0 up.
         """
         try:
             limit_bytes, revision = index(limit_bytes), index(revision)

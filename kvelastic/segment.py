@@ -3,7 +3,7 @@
     with segment.create(None, engine="vllm", model="m", device="host") as mine:
         mine.record            # the owner's end, for a pool and a keeper
     segment.list_segments()    # everybody's, dead ones marked
-    segment.wish("kvelastic_vllm_12", limit_bytes=1 << 30, wait_s=5.0)
+    segment.request("kvelastic_vllm_12", limit_bytes=1 << 30, wait_s=5.0)
 
 A segment is filled under a private name and then linked to its real one, which fails where that is
 taken: nobody ever sees half a segment, and of two starters of one name one wins.
@@ -72,11 +72,11 @@ __all__ = [
     "open_readonly",
     "open_writable",
     "reap",
-    "wish",
+    "request",
 ]
 
 ANSWER_GLANCE_S: Final = 0.2
-"""How long `wish` looks for an answer where it need not wait for one."""
+"""How long `request` looks for an answer where it need not wait for one."""
 
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:@+-]{0,63}")
 _DEATH_CHECK_S: Final = 0.25
@@ -85,7 +85,7 @@ _CLAIM_TRIES: Final = 100
 
 @dataclass(frozen=True)
 class Answer:
-    """What an instance says to a wish.
+    """What an instance says to a request.
 
     `state`: applied, shrinking, refused, none (not yet), or failed: the memory behind the instance
     has failed, and it hands out no block any more.
@@ -100,8 +100,8 @@ class Answer:
     answered_ns: int
     min_bytes: int
     priority: int
-    wished_revision: int = 0
-    """The wish that this was awaited for; a larger `revision` means that another one came later."""
+    requested_revision: int = 0
+    """The request that this was awaited for; a larger `revision`: another one came later."""
     asleep: bool = False
     """Whether it sleeps: it hands out nothing, and `effective_limit_bytes` is 0 until it wakes."""
     limit_bytes: int = 0
@@ -114,9 +114,9 @@ class Answer:
     """Whether it cannot be asked here if its process lives."""
 
     @property
-    def is_to_the_wish(self) -> bool:
-        """Whether the instance has answered the wish that was asked for, and no later one."""
-        return self.state != "none" and self.revision == self.wished_revision
+    def answers_the_request(self) -> bool:
+        """Whether the instance has answered the request that was asked for, and no later one."""
+        return self.state != "none" and self.revision == self.requested_revision
 
 
 class Segment:
@@ -159,7 +159,7 @@ class Segment:
 
     @contextmanager
     def writing(self, timeout_s: float = LOCK_WAIT_S) -> Iterator[_vmm.Record]:
-        """Hold the lock that writers of wishes share; the instance itself never takes it.
+        """Hold the lock that writers of requests share; the instance itself never takes it.
 
         Raises `SegmentBusyError` if another writer keeps it for `timeout_s` seconds.
         """
@@ -382,7 +382,7 @@ def open_readonly(name: str) -> Segment:
 
 
 def open_writable(name: str) -> Segment:
-    """Map a segment for writing wishes. Raises as `open_readonly`, or `SegmentError`."""
+    """Map a segment for writing requests. Raises as `open_readonly`, or `SegmentError`."""
     return _open(name, WRITE_FLAGS, mmap.PROT_READ | mmap.PROT_WRITE)
 
 
@@ -398,7 +398,7 @@ def _open(name: str, flags: int, protection: int) -> Segment:
         raise
 
 
-def wish(
+def request(
     name: str,
     *,
     limit_bytes: int | None = None,
@@ -408,12 +408,12 @@ def wish(
     trim: bool = False,
     wait_s: float | None = None,
 ) -> Answer:
-    """Wish something of an instance, all in one step, and wait for what it says.
+    """Request something of an instance, all in one step, and wait for what it says.
 
     `limit_bytes` it never exceeds (0 too), `min_bytes` nobody takes from it, a higher `priority`
     keeps memory longer, `asleep` makes it hold nothing as soon as nothing is in use (False: wake),
     `trim` gives every parked page back once; None leaves things as they are.
-    Waits until the wish is applied or refused, at most `wait_s` seconds; None looks only for
+    Waits until the request is applied or refused, at most `wait_s` seconds; None looks only for
     `ANSWER_GLANCE_S`. The answer's state is `none` or `shrinking` when the time was over. Raises
     `InvalidArgumentError` for a priority beyond `sizes.MAX_PRIORITY` and a `wait_s` that is nan,
     `SegmentNotFoundError`, `SegmentFormatError`, `SegmentBusyError` (another writer hangs) with
@@ -424,7 +424,7 @@ def wish(
     with open_writable(name) as segment:
         _check_alive(segment, "; nothing was changed")
         with segment.writing() as record:
-            revision = record.write_wish(
+            revision = record.write_request(
                 limit_bytes, min_bytes=min_bytes, priority=priority, asleep=asleep, trim=trim
             )
         deadline = time.monotonic() + (ANSWER_GLANCE_S if wait_s is None else wait_s)
@@ -450,7 +450,7 @@ def _answer(record: _vmm.Record, revision: int, life: Liveness) -> Answer:
     limit_bytes, capacity_bytes = usage["limit_bytes"], usage["capacity_bytes"]
     return Answer(
         **raw,
-        wished_revision=revision,
+        requested_revision=revision,
         asleep=bool(usage["asleep"]),
         limit_bytes=capacity_bytes if limit_bytes == _vmm.UNLIMITED_BYTES else limit_bytes,
         capacity_bytes=capacity_bytes,

@@ -58,7 +58,7 @@ class SegmentInfo:
     header: dict[str, Any] = field(default_factory=dict)
     usage: dict[str, Any] = field(default_factory=dict)
     answer: dict[str, Any] = field(default_factory=dict)
-    wish: dict[str, Any] = field(default_factory=dict)
+    request: dict[str, Any] = field(default_factory=dict)
     counters: dict[str, int] = field(default_factory=dict)
     engine_asleep: bool | None = None
     """Whether the engine itself sleeps; None where it has not said."""
@@ -175,7 +175,7 @@ def _inspect(fd: int, name: str) -> SegmentInfo:
                 header=header,
                 usage=record.read_usage(),
                 answer=record.read_answer(),
-                wish=record.read_wish(),
+                request=record.read_request(),
                 counters=record.counters(),
                 engine_asleep=record.engine_asleep,
             )
@@ -246,7 +246,7 @@ def _reap_temporaries() -> list[str]:
 
 
 def delete(name: str, *, force: bool = False) -> None:
-    """Remove the name; a live instance goes on without it, deaf to wishes.
+    """Remove the name; a live instance goes on without it, deaf to requests.
 
     Raises `SegmentBusyError` for a live or unreadable segment without `force`,
     `SegmentFormatError` for a file that is not a segment, `SegmentNotFoundError`, `SegmentError`.

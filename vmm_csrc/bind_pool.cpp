@@ -383,7 +383,7 @@ void bind_pool(nb::module_& m) {
       .def("stats", &stats_dict)
       .def("check_integrity", [](const Pool& pool) { check(own(pool).check_integrity()); });
 
-  nb::class_<Keeper>(m, "Keeper", "The instance's thread: wishes, provisioning, decay.")
+  nb::class_<Keeper>(m, "Keeper", "The instance's thread: requests, provisioning, decay.")
       .def_static(
           "start",
           [](std::shared_ptr<Pool> pool, const PyRecord& record, double idle_trim_s,

@@ -189,26 +189,26 @@ nb::dict read_header(const PyRecord& record) {
   return out;
 }
 
-nb::dict wish_dict(const Wish& wish) {
+nb::dict request_dict(const Request& request) {
   nb::dict out;
-  out["revision"] = wish.revision;
+  out["revision"] = request.revision;
   const auto said = [](std::uint64_t revision, auto value) -> nb::object {
     return revision != 0 ? nb::object(nb::int_(value)) : nb::none();
   };
-  out["limit_bytes"] = said(wish.limit_revision, wish.limit_bytes);
-  out["min_bytes"] = said(wish.min_revision, wish.min_bytes);
-  out["priority"] = said(wish.priority_revision, wish.priority);
-  out["asleep"] = said(wish.asleep_revision, wish.asleep);
-  out["trim_revision"] = wish.trim_revision;
-  out["writer_pid"] = wish.writer_pid;
-  out["written_ns"] = wish.written_ns;
+  out["limit_bytes"] = said(request.limit_revision, request.limit_bytes);
+  out["min_bytes"] = said(request.min_revision, request.min_bytes);
+  out["priority"] = said(request.priority_revision, request.priority);
+  out["asleep"] = said(request.asleep_revision, request.asleep);
+  out["trim_revision"] = request.trim_revision;
+  out["writer_pid"] = request.writer_pid;
+  out["written_ns"] = request.written_ns;
   return out;
 }
 
-nb::dict read_wish(const PyRecord& record) {
-  Wish wish;
-  const bool whole = record.view().read_wish(wish);
-  nb::dict out = wish_dict(wish);
+nb::dict read_request(const PyRecord& record) {
+  Request request;
+  const bool whole = record.view().read_request(request);
+  nb::dict out = request_dict(request);
   out["whole"] = whole;
   return out;
 }
@@ -295,10 +295,10 @@ void publish_answer(const PyRecord& record, std::uint64_t revision, const std::s
   record.native()->answer(answer, reason);
 }
 
-nb::object owner_wish(const PyRecord& record) {
-  const auto wish = record.native()->read_wish();
-  if (!wish) return nb::none();
-  return wish_dict(*wish);
+nb::object owner_request(const PyRecord& record) {
+  const auto request = record.native()->read_request();
+  if (!request) return nb::none();
+  return request_dict(*request);
 }
 
 void add_counter(const PyRecord& record, const std::string& name, std::uint64_t amount) {
@@ -309,11 +309,12 @@ void add_counter(const PyRecord& record, const std::string& name, std::uint64_t 
   raise_code("INVALID_ARGUMENT", "no counter is called '" + name + "'");
 }
 
-WishChange make_change(std::optional<std::uint64_t> limit_bytes,
-                       std::optional<std::uint64_t> min_bytes, std::optional<std::int64_t> priority,
-                       std::optional<bool> asleep, bool trim) {
+RequestChange make_change(std::optional<std::uint64_t> limit_bytes,
+                          std::optional<std::uint64_t> min_bytes,
+                          std::optional<std::int64_t> priority, std::optional<bool> asleep,
+                          bool trim) {
   if (priority) check(check_priority(*priority));
-  WishChange change;
+  RequestChange change;
   change.limit_bytes = limit_bytes;
   change.min_bytes = min_bytes;
   change.priority = priority;
@@ -375,10 +376,10 @@ const RecordView& PyRecord::view() const {
   return view_;
 }
 
-WishWriter PyRecord::writer() const {
+RequestWriter PyRecord::writer() const {
   if (is_released()) raise_released();
   if (hold_->readonly()) raise_code("SEGMENT", "this segment was opened for reading only");
-  return unwrap(WishWriter::open(hold_->bytes()));
+  return unwrap(RequestWriter::open(hold_->bytes()));
 }
 
 void bind_record(nb::module_& m) {
@@ -392,11 +393,12 @@ void bind_record(nb::module_& m) {
   m.def("record_version", &version_of, "buffer"_a,
         "The version of bytes that start like a segment, of whatever version; None otherwise.");
 
-  nb::class_<PyRecord>(m, "Record",
-                       "The record at the start of a segment, over a buffer (an mmap).\n\n"
-                       "Record(buffer) reads; it also writes wishes where the buffer is writable.\n"
-                       "Record.create(...) makes the owner's end. Any thread. Raises "
-                       "SegmentFormatError\nfor bytes that are not a segment of this version.")
+  nb::class_<PyRecord>(
+      m, "Record",
+      "The record at the start of a segment, over a buffer (an mmap).\n\n"
+      "Record(buffer) reads; it also writes requests where the buffer is writable.\n"
+      "Record.create(...) makes the owner's end. Any thread. Raises "
+      "SegmentFormatError\nfor bytes that are not a segment of this version.")
       .def_static("create", &make_owner, "buffer"_a, nb::kw_only(), "name"_a, "engine"_a, "model"_a,
                   "device"_a, "uuid"_a, "pid"_a, "start_time_ticks"_a, "boot_id"_a,
                   "pid_namespace"_a, "uid"_a, "created_realtime_ns"_a,
@@ -409,7 +411,7 @@ void bind_record(nb::module_& m) {
       .def("release", &PyRecord::release,
            "Let go of the buffer; a pool or keeper that uses it still holds it.")
       .def("read_header", &read_header)
-      .def("read_wish", &read_wish)
+      .def("read_request", &read_request)
       .def("read_answer", &read_answer)
       .def("read_usage", &read_usage)
       .def("counters", &counters)
@@ -422,7 +424,7 @@ void bind_record(nb::module_& m) {
           },
           "asleep"_a, "Owner: say whether the engine itself sleeps.")
       .def(
-          "write_wish",
+          "write_request",
           [](const PyRecord& r, std::optional<std::uint64_t> limit_bytes,
              std::optional<std::uint64_t> min_bytes, std::optional<std::int64_t> priority,
              std::optional<bool> asleep, bool trim) {
@@ -430,31 +432,32 @@ void bind_record(nb::module_& m) {
           },
           "limit_bytes"_a = nb::none(), nb::kw_only(), "min_bytes"_a = nb::none(),
           "priority"_a = nb::none(), "asleep"_a = nb::none(), "trim"_a = false,
-          "Publish a wish, wake the owner, return the revision. Hold flock() on the file.")
+          "Publish a request, wake the owner, return the revision. Hold flock() on the file.")
       .def(
-          "_write_half_wish",
+          "_write_half_request",
           [](const PyRecord& r, std::uint64_t limit_bytes) {
             r.writer().write_half(make_change(limit_bytes, {}, {}, {}, false));
           },
           "limit_bytes"_a, "For tests: what a writer that is killed half-way has written.")
-      .def("wait_answer", &wait_answer, "revision"_a, "timeout_s"_a, nb::kw_only(),
-           "settled"_a = false,
-           "True once the wish (or a later one) is answered; with settled, once it is no longer\n"
-           "shrinking. False after timeout_s (None: never). Blocks without the GIL; signals are "
-           "served.")
+      .def(
+          "wait_answer", &wait_answer, "revision"_a, "timeout_s"_a, nb::kw_only(),
+          "settled"_a = false,
+          "True once the request (or a later one) is answered; with settled, once it is no longer\n"
+          "shrinking. False after timeout_s (None: never). Blocks without the GIL; signals are "
+          "served.")
       .def("ring_bell", [](const PyRecord& r) { r.writer().ring_bell(); })
       .def_prop_ro("bell", [](const PyRecord& r) { return r.native()->bell(); })
       .def("wait_bell", &wait_bell, "seen"_a, "timeout_s"_a,
            "Owner: True once the bell differs from seen. Blocks without the GIL.")
-      .def("owner_wish", &owner_wish, "Owner: the newest wish, or None.")
+      .def("owner_request", &owner_request, "Owner: the newest request, or None.")
       .def("publish_answer", &publish_answer, "revision"_a, "state"_a, nb::kw_only(),
            "effective_limit_bytes"_a, "mapped_bytes"_a = 0, "over_bytes"_a = 0, "reason"_a = "",
-           "min_bytes"_a = 0, "priority"_a = 0, "Owner: answer a wish and wake who waits.")
+           "min_bytes"_a = 0, "priority"_a = 0, "Owner: answer a request and wake who waits.")
       .def("publish_usage", &publish_usage, "Owner: publish the fields of read_usage(), by name.")
       .def("add_counter", &add_counter, "name"_a, "amount"_a = 1)
       .def(
           "set_closing", [](const PyRecord& r) { r.native()->set_state(InstanceState::kClosing); },
-          "Owner: say that no further wish will be answered.")
+          "Owner: say that no further request will be answered.")
       .def("measure_publish_ns", &measure_publish_ns, "count"_a,
            "Owner, for benchmarks: mean nanoseconds of one publish of usage, over count of them.");
 }

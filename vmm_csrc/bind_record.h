@@ -40,7 +40,7 @@ class PyRecord {
   /// What a call without the GIL must hold until it returns. Throws as native().
   std::shared_ptr<BufferHold> hold() const;
   const RecordView& view() const;
-  WishWriter writer() const;
+  RequestWriter writer() const;
 
   bool is_owner() const { return owner_ != nullptr; }
   bool is_released() const { return hold_ == nullptr; }

@@ -13,8 +13,8 @@
 namespace kvelastic {
 namespace {
 
-/// When to look again at a wish whose writers were faster than the reader.
-constexpr std::int64_t kWishRetryNs = 100'000;
+/// When to look again at a request whose writers were faster than the reader.
+constexpr std::int64_t kRequestRetryNs = 100'000;
 /// When to try again to give memory back that the driver would not take.
 constexpr std::int64_t kShrinkRetryNs = 50'000'000;
 /// How often to look for memory that is missing, or whether others still ask for ours.
@@ -23,11 +23,12 @@ constexpr std::int64_t kPursuitNs = 20'000'000;
 constexpr std::int64_t kDeviceLookNs = 1'000'000'000;
 constexpr std::int64_t kNever = -1;
 
-/// The next wish after `done` of which something is left to do; the newest, if there is none.
-std::uint64_t next_revision(const Wish& wish, std::uint64_t done) {
-  std::uint64_t next = wish.revision;
-  for (const std::uint64_t asked : {wish.limit_revision, wish.min_revision, wish.priority_revision,
-                                    wish.asleep_revision, wish.trim_revision}) {
+/// The next request after `done` of which something is left to do; the newest, if there is none.
+std::uint64_t next_revision(const Request& request, std::uint64_t done) {
+  std::uint64_t next = request.revision;
+  for (const std::uint64_t asked :
+       {request.limit_revision, request.min_revision, request.priority_revision,
+        request.asleep_revision, request.trim_revision}) {
     if (asked > done) next = std::min(next, asked);
   }
   return next;
@@ -103,7 +104,7 @@ void Keeper::run() {
 
 void Keeper::go_round() {
   const std::uint32_t seen = record_->bell();
-  const bool read = read_wish();
+  const bool read = read_request();
   device_is_shared_ = pool_->see_device();
   if (pool_->failed() && !failure_told_) answer(pool_->limit_state(), {});
   see_capacity();
@@ -123,21 +124,22 @@ void Keeper::go_round() {
   (void)record_->wait_bell(seen, sleep_ns(!read));
 }
 
-bool Keeper::read_wish() {
-  if (record_->wish_revision() == revision_) return true;
-  const std::optional<Wish> wish = record_->read_wish();
-  if (!wish) return false;
-  // What came while this thread was away is one record by now, and each wish is judged by itself.
+bool Keeper::read_request() {
+  if (record_->request_revision() == revision_) return true;
+  const std::optional<Request> request = record_->read_request();
+  if (!request) return false;
+  // What came while this thread was away is one record by now, and each request is judged by
+  // itself.
   do {
     const std::uint64_t before = revision_;
-    revision_ = next_revision(*wish, before);
+    revision_ = next_revision(*request, before);
     try {
-      carry_out(*wish);
+      carry_out(*request);
     } catch (const std::bad_alloc&) {
       revision_ = before;  // the next round carries it out again, and answers it
       throw;
     }
-  } while (revision_ != wish->revision);
+  } while (revision_ != request->revision);
   finish_shrinking();
   return true;
 }
@@ -177,53 +179,54 @@ void Keeper::serve_asks() {
 }
 
 /// Guarantee and priority, all or nothing. Without a ledger there is nobody to be guarded from.
-Status Keeper::change_standing(const Wish& wish) {
+Status Keeper::change_standing(const Request& request) {
   const std::shared_ptr<LedgerMember>& member = pool_->member();
-  const bool min = wish.min_revision == revision_;
-  const bool priority = wish.priority_revision == revision_;
+  const bool min = request.min_revision == revision_;
+  const bool priority = request.priority_revision == revision_;
   if (!min && !priority) return ok();
   if (!member) return Error{Errc::kInvalidArgument, "this instance shares its device with nobody"};
   if (priority) {
-    if (Status bounded = check_priority(wish.priority); !bounded) return bounded;
+    if (Status bounded = check_priority(request.priority); !bounded) return bounded;
   }
   if (min) {
-    if (Status set = member->set_min(wish.min_bytes); !set) return set;
+    if (Status set = member->set_min(request.min_bytes); !set) return set;
   }
-  return priority ? member->set_priority(wish.priority) : ok();
+  return priority ? member->set_priority(request.priority) : ok();
 }
 
-void Keeper::log_request(const Wish& wish) const {
+void Keeper::log_request(const Request& request) const {
   if (!debug_logging()) return;
   std::string what;
   const auto is_of_it = [this](std::uint64_t revision) { return revision == revision_; };
-  if (is_of_it(wish.limit_revision)) {
-    what += wish.limit_bytes == kUnlimitedBytes ? ", no limit"
-                                                : ", limit " + size_text(wish.limit_bytes);
+  if (is_of_it(request.limit_revision)) {
+    what += request.limit_bytes == kUnlimitedBytes ? ", no limit"
+                                                   : ", limit " + size_text(request.limit_bytes);
   }
-  if (is_of_it(wish.min_revision)) what += ", guarantee " + size_text(wish.min_bytes);
-  if (is_of_it(wish.priority_revision)) what += ", priority " + std::to_string(wish.priority);
-  if (is_of_it(wish.asleep_revision)) what += wish.asleep != 0 ? ", sleep" : ", wake";
-  if (is_of_it(wish.trim_revision)) what += ", trim";
+  if (is_of_it(request.min_revision)) what += ", guarantee " + size_text(request.min_bytes);
+  if (is_of_it(request.priority_revision)) what += ", priority " + std::to_string(request.priority);
+  if (is_of_it(request.asleep_revision)) what += request.asleep != 0 ? ", sleep" : ", wake";
+  if (is_of_it(request.trim_revision)) what += ", trim";
   debug_log("request %llu of process %llu%s", static_cast<unsigned long long>(revision_),
-            static_cast<unsigned long long>(wish.writer_pid), what.c_str());
+            static_cast<unsigned long long>(request.writer_pid), what.c_str());
 }
 
-/// Does what was wished for as `revision_`, all of it or nothing, and answers.
-void Keeper::carry_out(const Wish& wish) {
+/// Does what was requested as `revision_`, all of it or nothing, and answers.
+void Keeper::carry_out(const Request& request) {
   refusal_.clear();
-  log_request(wish);
+  log_request(request);
   const std::shared_ptr<LedgerMember>& member = pool_->member();
   const std::uint64_t min_before_bytes = member ? member->min_bytes() : 0;
   const std::int64_t priority_before = member ? member->priority() : 0;
-  if (Status standing = change_standing(wish); !standing) return refuse(standing.error().message);
-  if (wish.asleep_revision != revision_) return apply(wish, revision_);
-  if (wish.asleep != 0 || !member) {
+  if (Status standing = change_standing(request); !standing)
+    return refuse(standing.error().message);
+  if (request.asleep_revision != revision_) return apply(request, revision_);
+  if (request.asleep != 0 || !member) {
     waking_.reset();
-    pool_->set_asleep(wish.asleep != 0);
-    return apply(wish, revision_);
+    pool_->set_asleep(request.asleep != 0);
+    return apply(request, revision_);
   }
   Status asked = member->ask_to_wake();
-  waking_ = {wish, revision_,
+  waking_ = {request, revision_,
              Clock::now() + std::chrono::nanoseconds(asked ? member->rules().reserve_wait_ns : 0),
              min_before_bytes, priority_before};
   if (asked) {
@@ -248,19 +251,20 @@ bool Keeper::finish_waking() {
   pool_->set_asleep(false);
   Waking waking = *std::exchange(waking_, std::nullopt);
   // A limit that was set after it holds already.
-  const std::optional<Wish> newest = record_->read_wish();
-  if (newest && newest->limit_revision != waking.wish.limit_revision)
-    waking.wish.limit_revision = 0;
-  apply(waking.wish, waking.revision);
+  const std::optional<Request> newest = record_->read_request();
+  if (newest && newest->limit_revision != waking.request.limit_revision)
+    waking.request.limit_revision = 0;
+  apply(waking.request, waking.revision);
   return true;
 }
 
-/// Nothing of that wish has happened.
+/// Nothing of that request has happened.
 void Keeper::refuse_waking(std::string reason) {
   const Waking waking = *std::exchange(waking_, std::nullopt);
   const std::shared_ptr<LedgerMember>& member = pool_->member();
-  if (waking.wish.min_revision == waking.revision) (void)member->set_min(waking.min_before_bytes);
-  if (waking.wish.priority_revision == waking.revision) {
+  if (waking.request.min_revision == waking.revision)
+    (void)member->set_min(waking.min_before_bytes);
+  if (waking.request.priority_revision == waking.revision) {
     (void)member->set_priority(waking.priority_before);
   }
   if (waking.revision == revision_) refuse(std::move(reason));
@@ -271,19 +275,20 @@ void Keeper::refuse(std::string reason) {
   answer(pool_->limit_state(), {});
 }
 
-/// The limit and the trim of a wish, and its answer.
-void Keeper::apply(const Wish& wish, std::uint64_t revision) {
-  // Two answers where memory has to be given back: that the wish was seen, then that it holds. What
-  // is to be trimmed is not called applied before it is.
-  const LimitState state =
-      wish.limit_revision == revision ? pool_->set_limit(wish.limit_bytes) : pool_->limit_state();
-  const bool trim = wish.trim_revision == revision;
+/// The limit and the trim of a request, and its answer.
+void Keeper::apply(const Request& request, std::uint64_t revision) {
+  // Two answers where memory has to be given back: that the request was seen, then that it holds.
+  // What is to be trimmed is not called applied before it is.
+  const LimitState state = request.limit_revision == revision
+                               ? pool_->set_limit(request.limit_bytes)
+                               : pool_->limit_state();
+  const bool trim = request.trim_revision == revision;
   if (!trim || state.over_bytes > 0) answer(state, {});
   if (trim) {
     Result<std::uint64_t> trimmed = pool_->trim();
     answer(pool_->limit_state(), trimmed ? std::string() : trimmed.error().message);
   }
-  record_->add(Counter::kWishesApplied);
+  record_->add(Counter::kRequestsApplied);
 }
 
 void Keeper::finish_shrinking() {
@@ -321,7 +326,7 @@ void Keeper::watch_memory() {
 
 void Keeper::answer(const LimitState& state, std::string reason) {
   AnswerState outcome = state.over_bytes == 0 ? AnswerState::kApplied : AnswerState::kShrinking;
-  // It stays refused, whatever becomes of a limit that was wished for before it.
+  // It stays refused, whatever becomes of a limit that was requested before it.
   if (!refusal_.empty()) {
     outcome = AnswerState::kRefused;
     reason = refusal_;
@@ -335,7 +340,7 @@ void Keeper::answer(const LimitState& state, std::string reason) {
     reason = "one page is always held, for the null block";
   }
   Answer answer;
-  // A wake that waits is not answered: what is said meanwhile is still to the wish before it.
+  // A wake that waits is not answered: what is said meanwhile is still to the request before it.
   if (!waking_ || waking_->revision != revision_) answered_revision_ = revision_;
   answer.revision = answered_revision_;
   answer.effective_limit_bytes = state.effective_bytes;
@@ -388,8 +393,8 @@ void Keeper::decay() {
   next_decay_ = pool_->arm_decay() ? now + options_.idle_trim : Clock::time_point::max();
 }
 
-std::int64_t Keeper::sleep_ns(bool wish_unreadable) {
-  if (wish_unreadable) return kWishRetryNs;
+std::int64_t Keeper::sleep_ns(bool request_unreadable) {
+  if (request_unreadable) return kRequestRetryNs;
   if (pursuing_) return kPursuitNs;
   const std::int64_t look = device_is_shared_ ? kDeviceLookNs : kNever;
   const std::int64_t retry = shrink_again_ ? kShrinkRetryNs : look;

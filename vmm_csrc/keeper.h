@@ -26,9 +26,9 @@ struct KeeperOptions {
   bool watch_memory = false;
 };
 
-/// Carries out wishes (limit, guarantee, priority, sleep, trim) and answers them, provisions pages
-/// ahead of demand, gives parked pages back when they are not needed, gives others what they ask
-/// for, and goes after what this instance lacks. While the pool has pages to give back it looks
+/// Carries out requests (limit, guarantee, priority, sleep, trim) and answers them, provisions
+/// pages ahead of demand, gives parked pages back when they are not needed, gives others what they
+/// ask for, and goes after what this instance lacks. While the pool has pages to give back it looks
 /// every 200 ms to 2 s what the machine has left. Sleeps otherwise, without a timer.
 class Keeper {
  public:
@@ -57,14 +57,14 @@ class Keeper {
 
   void run();
   void go_round();
-  bool read_wish();
-  void carry_out(const Wish& wish);
-  void apply(const Wish& wish, std::uint64_t revision);
+  bool read_request();
+  void carry_out(const Request& request);
+  void apply(const Request& request, std::uint64_t revision);
   void refuse(std::string reason);
   bool finish_waking();
   void refuse_waking(std::string reason);
-  Status change_standing(const Wish& wish);
-  void log_request(const Wish& wish) const;
+  Status change_standing(const Request& request);
+  void log_request(const Request& request) const;
   void see_capacity();
   void serve_asks();
   void pass_bells_on();
@@ -72,17 +72,17 @@ class Keeper {
   void watch_memory();
   void answer(const LimitState& state, std::string reason);
   void decay();
-  std::int64_t sleep_ns(bool wish_unreadable);
+  std::int64_t sleep_ns(bool request_unreadable);
 
   const std::shared_ptr<Pool> pool_;
   const std::shared_ptr<RecordOwner> record_;
   const KeeperOptions options_;
   const OwnProcess started_by_;
-  std::uint64_t revision_ = 0;  // of the wish that is carried out, or was the last
+  std::uint64_t revision_ = 0;  // of the request that is carried out, or was the last
   std::string refusal_;         // why that one was refused; empty: it was not
   /// A wake that waits until others have given what is to be reserved; it is answered then.
   struct Waking {
-    Wish wish;
+    Request request;
     std::uint64_t revision;
     Clock::time_point until;
     std::uint64_t min_before_bytes;  // what comes back where it is refused

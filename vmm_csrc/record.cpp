@@ -128,8 +128,8 @@ std::string_view counter_name(Counter counter) {
       return "alloc_failures";
     case Counter::kBlocksEvicted:
       return "blocks_evicted";
-    case Counter::kWishesApplied:
-      return "wishes_applied";
+    case Counter::kRequestsApplied:
+      return "requests_applied";
     case Counter::kProvisionRuns:
       return "provision_runs";
     case Counter::kBlocksMoved:
@@ -192,12 +192,12 @@ bool RecordView::wait_answer(std::uint64_t revision, bool settled, std::int64_t 
   }
 }
 
-// --------------------------------------------------------------------------------- wish writers
+// --------------------------------------------------------------------------------- request writers
 
-Result<WishWriter> WishWriter::open(std::span<std::byte> bytes) {
+Result<RequestWriter> RequestWriter::open(std::span<std::byte> bytes) {
   if (Status valid = validate(bytes); !valid) return valid.error();
   if (!is_aligned(bytes.data())) return misaligned();
-  return WishWriter(reinterpret_cast<RecordLayout*>(bytes.data()));
+  return RequestWriter(reinterpret_cast<RecordLayout*>(bytes.data()));
 }
 
 Status check_priority(std::int64_t priority) {
@@ -207,48 +207,48 @@ Status check_priority(std::int64_t priority) {
                                            " is not accepted; it must be -" + most + " to " + most};
 }
 
-Wish WishWriter::next(const WishChange& change) const {
-  Wish wish;
+Request RequestWriter::next(const RequestChange& change) const {
+  Request request;
   // Under the writers' lock nobody overtakes this read.
-  (void)latch_read(layout_->wish, wish);
-  wish.revision = __atomic_load_n(&layout_->wish.revision, __ATOMIC_ACQUIRE) + 1;
+  (void)latch_read(layout_->request, request);
+  request.revision = __atomic_load_n(&layout_->request.revision, __ATOMIC_ACQUIRE) + 1;
   if (change.limit_bytes) {
-    wish.limit_bytes = *change.limit_bytes;
-    wish.limit_revision = wish.revision;
+    request.limit_bytes = *change.limit_bytes;
+    request.limit_revision = request.revision;
   }
   if (change.min_bytes) {
-    wish.min_bytes = *change.min_bytes;
-    wish.min_revision = wish.revision;
+    request.min_bytes = *change.min_bytes;
+    request.min_revision = request.revision;
   }
   if (change.priority) {
-    wish.priority = *change.priority;
-    wish.priority_revision = wish.revision;
+    request.priority = *change.priority;
+    request.priority_revision = request.revision;
   }
   if (change.asleep) {
-    wish.asleep = *change.asleep ? 1 : 0;
-    wish.asleep_revision = wish.revision;
+    request.asleep = *change.asleep ? 1 : 0;
+    request.asleep_revision = request.revision;
   }
-  if (change.trim) wish.trim_revision = wish.revision;
-  wish.writer_pid = static_cast<std::uint64_t>(getpid());
-  wish.written_ns = monotonic_ns();
-  return wish;
+  if (change.trim) request.trim_revision = request.revision;
+  request.writer_pid = static_cast<std::uint64_t>(getpid());
+  request.written_ns = monotonic_ns();
+  return request;
 }
 
-std::uint64_t WishWriter::write(const WishChange& change) {
-  const Wish wish = next(change);
-  latch_write(layout_->wish, wish, wish.revision);
+std::uint64_t RequestWriter::write(const RequestChange& change) {
+  const Request request = next(change);
+  latch_write(layout_->request, request, request.revision);
   ring_bell();
-  return wish.revision;
+  return request.revision;
 }
 
-void WishWriter::ring_bell() {
+void RequestWriter::ring_bell() {
   kvelastic::ring_bell(layout_->bell);
 }
 
-void WishWriter::write_half(const WishChange& change) {
-  const Wish wish = next(change);
-  const auto words = std::bit_cast<std::array<std::uint64_t, sizeof(Wish) / 8>>(wish);
-  auto& slot = layout_->wish.slots[wish.revision & 1];
+void RequestWriter::write_half(const RequestChange& change) {
+  const Request request = next(change);
+  const auto words = std::bit_cast<std::array<std::uint64_t, sizeof(Request) / 8>>(request);
+  auto& slot = layout_->request.slots[request.revision & 1];
   __atomic_thread_fence(__ATOMIC_RELEASE);
   for (std::size_t i = 0; i < words.size() / 2; ++i) {
     __atomic_store_n(&slot[i], ~words[i], __ATOMIC_RELAXED);
@@ -298,10 +298,11 @@ void RecordOwner::set_state(InstanceState state) {
   kvelastic::ring_bell(layout_->answer_bell);  // who waits for an answer must hear of the end
 }
 
-std::optional<Wish> RecordOwner::read_wish() const {
-  Wish wish;
-  if (!latch_read(layout_->wish, wish, kWishReadTries) || wish.revision == 0) return std::nullopt;
-  return wish;
+std::optional<Request> RecordOwner::read_request() const {
+  Request request;
+  if (!latch_read(layout_->request, request, kRequestReadTries) || request.revision == 0)
+    return std::nullopt;
+  return request;
 }
 
 bool RecordOwner::wait_bell(std::uint32_t seen, std::int64_t timeout_ns) const {

@@ -3,14 +3,14 @@
 //
 //   header       identity, written once before the segment is visible; under a CRC
 //   state, bells one word each, on lines of their own
-//   wish         operator -> instance     one writer at a time (they share a lock on the file)
+//   request         operator -> instance     one writer at a time (they share a lock on the file)
 //   answer       instance -> operator     owner only
 //   usage        instance -> anyone       owner only
 //   counters     instance -> anyone       owner only
 //   spare        zero today; a later field goes here and keeps the ABI version
 //   ring area    after the record: the scheduler's ring to its workers (ring_memory.h)
 //
-// Wish, answer and usage are *latches*: two slots and a revision, where revision r lies in slot
+// Request, answer and usage are *latches*: two slots and a revision, where revision r lies in slot
 // r & 1. A writer fills the slot that nobody is told to read and then stores the revision, so
 //   - a writer killed (or stopped) half-way has changed nothing that a reader looks at,
 //   - a reader finds a whole value at once; it looks again only if two newer values came meanwhile,
@@ -51,8 +51,8 @@ inline constexpr std::uint64_t kUnlimitedBytes = (std::uint64_t{1} << 63) - 1;
 
 /// How often a reader tries again when the writer overtakes it, before it gives up.
 inline constexpr int kLatchReadTries = 1000;
-/// The same for the owner's look at a wish: a few microseconds at most, whatever writers do.
-inline constexpr int kWishReadTries = 16;
+/// The same for the owner's look at a request: a few microseconds at most, whatever writers do.
+inline constexpr int kRequestReadTries = 16;
 
 // ---------------------------------------------------------------------------- the shared layout
 
@@ -90,20 +90,20 @@ inline constexpr std::int64_t kMaxPriority = 1000;
 /// kInvalidArgument for a priority beyond +-kMaxPriority.
 Status check_priority(std::int64_t priority);
 
-/// What an operator wants. Revision 0 means that nobody has wished anything yet.
-struct Wish {
+/// What an operator wants. Revision 0 means that nobody has requested anything yet.
+struct Request {
   std::uint64_t revision = 0;
   std::uint64_t limit_bytes = 0;    ///< never exceeded; 0 is a limit like any other
   std::uint64_t min_bytes = 0;      ///< the guarantee: never taken away by others
   std::int64_t priority = 0;        ///< higher keeps its memory longer
-  std::uint64_t trim_revision = 0;  ///< the newest wish to give back every parked page
+  std::uint64_t trim_revision = 0;  ///< the newest request to give back every parked page
   std::uint64_t writer_pid = 0;
   std::uint64_t written_ns = 0;
-  /// The newest wish that said something of that field; 0: none has, the instance keeps its own.
-  /// Fields of one revision were wished for together: they are done or refused together, whatever
-  /// comes before the instance looks. A field that a later wish changed belongs to that one.
+  /// The newest request that said something of that field; 0: none has, the instance keeps its own.
+  /// Fields of one revision were requested together: they are done or refused together, whatever
+  /// comes before the instance looks. A field that a later request changed belongs to that one.
   std::uint64_t limit_revision = 0, min_revision = 0, priority_revision = 0;
-  std::uint64_t asleep = 0;  ///< 1: hold nothing until somebody wishes 0
+  std::uint64_t asleep = 0;  ///< 1: hold nothing until somebody requests 0
   std::uint64_t asleep_revision = 0;
 };
 
@@ -115,9 +115,9 @@ enum class AnswerState : std::uint32_t {
   kFailed = 4,     ///< the memory behind the instance has failed: it hands out no block any more
 };
 
-/// What the instance says to a wish; several answers may follow one another for one revision.
+/// What the instance says to a request; several answers may follow one another for one revision.
 struct Answer {
-  std::uint64_t revision = 0;  ///< of the wish that this answers
+  std::uint64_t revision = 0;  ///< of the request that this answers
   std::uint64_t effective_limit_bytes = 0;
   std::uint64_t mapped_bytes = 0;
   std::uint64_t over_bytes = 0;
@@ -165,7 +165,7 @@ enum class Counter : std::uint32_t {
   kFrees,
   kAllocFailures,
   kBlocksEvicted,
-  kWishesApplied,
+  kRequestsApplied,
   kProvisionRuns,
   kBlocksMoved,
   kCount,
@@ -188,7 +188,7 @@ struct RecordLayout {
   alignas(kLineBytes) std::uint32_t state;
   alignas(kLineBytes) FutexWord bell;         ///< futex word: the owner waits here
   alignas(kLineBytes) FutexWord answer_bell;  ///< futex word: who awaits an answer
-  Latch<Wish> wish;
+  Latch<Request> request;
   Latch<Answer> answer;
   std::array<std::uint64_t, 8> reserved0;
   Latch<Usage> usage;
@@ -210,11 +210,11 @@ static_assert(offsetof(RecordHeader, engine) == 192);
 static_assert(offsetof(RecordHeader, device) == 224);
 static_assert(offsetof(RecordHeader, model) == 320);
 static_assert(sizeof(RecordHeader) == 640);
-static_assert(sizeof(Wish) == 96 && sizeof(Answer) == 192 && sizeof(Usage) == 192);
+static_assert(sizeof(Request) == 96 && sizeof(Answer) == 192 && sizeof(Usage) == 192);
 static_assert(offsetof(RecordLayout, state) == 640);
 static_assert(offsetof(RecordLayout, bell) == 704);
 static_assert(offsetof(RecordLayout, answer_bell) == 768);
-static_assert(offsetof(RecordLayout, wish) == 832);
+static_assert(offsetof(RecordLayout, request) == 832);
 static_assert(offsetof(RecordLayout, answer) == 1088);
 static_assert(offsetof(RecordLayout, usage) == 1600);
 static_assert(offsetof(RecordLayout, engine_sleep) == 2048);
@@ -281,11 +281,11 @@ class RecordView {
   std::optional<InstanceState> state() const;  ///< nothing: no state of this version
 
   /// Each fills `out`; false: the writer was faster than kLatchReadTries looks (see latch_read).
-  bool read_wish(Wish& out) const { return latch_read(layout_->wish, out); }
+  bool read_request(Request& out) const { return latch_read(layout_->request, out); }
   bool read_answer(Answer& out) const { return latch_read(layout_->answer, out); }
   bool read_usage(Usage& out) const { return latch_read(layout_->usage, out); }
   std::uint64_t counter(Counter counter) const;
-  /// kUnknown also for what is no value of this version.
+  /// kUnknown also for a value that this version does not know.
   EngineSleep engine_sleep() const;
 
   /// Blocks until the instance has answered revision `revision` or a later one; with `settled`
@@ -298,10 +298,10 @@ class RecordView {
   const RecordLayout* layout_;
 };
 
-// --------------------------------------------------------------------------------- wish writers
+// --------------------------------------------------------------------------------- request writers
 
-/// What to change; what is not set stays as the last wish said.
-struct WishChange {
+/// What to change; what is not set stays as the last request said.
+struct RequestChange {
   std::optional<std::uint64_t> limit_bytes{};
   std::optional<std::uint64_t> min_bytes{};
   std::optional<std::int64_t> priority{};
@@ -309,24 +309,24 @@ struct WishChange {
   bool trim = false;
 };
 
-/// Writes wishes. Writers must hold an exclusive flock() on the segment's file from before
+/// Writes requests. Writers must hold an exclusive flock() on the segment's file from before
 /// write() until after it; the instance never takes that lock.
-class WishWriter {
+class RequestWriter {
  public:
   /// Fails as RecordView::open.
-  static Result<WishWriter> open(std::span<std::byte> bytes);
+  static Result<RequestWriter> open(std::span<std::byte> bytes);
 
-  /// Publishes the wish, wakes the instance and returns the wish's revision.
-  std::uint64_t write(const WishChange& change);
-  /// Wakes the instance without a wish.
+  /// Publishes the request, wakes the instance and returns the request's revision.
+  std::uint64_t write(const RequestChange& change);
+  /// Wakes the instance without a request.
   void ring_bell();
 
   /// For tests only: the first half of write(), as if the writer died there.
-  void write_half(const WishChange& change);
+  void write_half(const RequestChange& change);
 
  private:
-  explicit WishWriter(RecordLayout* layout) : layout_(layout) {}
-  Wish next(const WishChange& change) const;
+  explicit RequestWriter(RecordLayout* layout) : layout_(layout) {}
+  Request next(const RequestChange& change) const;
   RecordLayout* layout_;
 };
 
@@ -363,16 +363,17 @@ class RecordOwner {
   void set_state(InstanceState state);
   void set_engine_sleep(EngineSleep sleep);
 
-  /// The newest wish; nothing if there is none yet, or if writers change it faster than it can be
-  /// read (then look again later). A few microseconds at most.
-  std::optional<Wish> read_wish() const;
-  /// One load: compare with the last wish's revision before the longer read_wish().
-  std::uint64_t wish_revision() const {
-    return __atomic_load_n(&layout_->wish.revision, __ATOMIC_ACQUIRE);
+  /// The newest request; nothing if there is none yet, or if writers change it faster than it can
+  /// be read (then look again later). A few microseconds at most.
+  std::optional<Request> read_request() const;
+  /// One load: compare with the last request's revision before the longer read_request().
+  std::uint64_t request_revision() const {
+    return __atomic_load_n(&layout_->request.revision, __ATOMIC_ACQUIRE);
   }
 
   /// Waiting without losing a ring:
-  ///   seen = bell(); <look at wish_revision() and at whatever else is to do>; wait_bell(seen, t);
+  ///   seen = bell(); <look at request_revision() and at whatever else is to do>; wait_bell(seen,
+  ///   t);
   std::uint32_t bell() const { return layout_->bell.load(std::memory_order_acquire); }
   /// Blocks until the bell differs from `seen`: true. False when `timeout_ns` has passed
   /// (negative: never). Signals do not end it.

@@ -71,14 +71,14 @@ def figures() -> list[Figure]:
             with segment.open_writable(NAME) as instance, instance.writing() as record:
                 held = memfd_bytes(owner.pid)
                 start = time.perf_counter_ns()
-                revision = record.write_wish(limit_bytes=held - GIVEN_BACK)
+                revision = record.write_request(limit_bytes=held - GIVEN_BACK)
                 assert record.wait_answer(revision, 5.0)
                 seen.samples.append((time.perf_counter_ns() - start) / 1e6)
                 assert record.wait_answer(revision, 5.0, settled=True)
                 back.samples.append((time.perf_counter_ns() - start) / 1e6)
                 given = held - memfd_bytes(owner.pid)
                 assert given >= GIVEN_BACK, f"{given} bytes came back"
-                assert record.wait_answer(record.write_wish(limit_bytes=HIGH), 5.0, settled=True)
+                assert record.wait_answer(record.write_request(limit_bytes=HIGH), 5.0, settled=True)
         back.note = f"{given >> 20} MiB seen to be back in the memfd's blocks, every time"
     finally:
         owner.stdin.close()

@@ -41,7 +41,7 @@ class Look:
 
 @dataclass(frozen=True)
 class Ask:
-    """Wish one thing of an instance; `value` is bytes, a priority, or 1 to sleep and 0 to wake."""
+    """Request one thing of an instance: `value` is bytes, a priority, 1 to sleep or 0 to wake."""
 
     name: str
     label: str
@@ -218,7 +218,7 @@ def _press_confirm(ui: Ui, key: str) -> tuple[Ui, list[Effect]]:
     target = ui.target
     if key in {"y", "Y"} and target is not None:
         asked = replace(ui, mode="list", target=None, typed="")
-        message = f"asking {target.label} for {wish_text(ui.setting, ui.value)}"
+        message = f"asking {target.label} for {request_text(ui.setting, ui.value)}"
         ask = Ask(target.name, target.label, ui.setting, ui.value)
         return told(asked, message), [ask]
     if key in {"n", "N", "q", "escape"}:
@@ -271,8 +271,8 @@ def value_text(setting: Setting, value: int | None) -> str:
     return str(value) if setting == "priority" else format_size(value)
 
 
-def wish_text(setting: Setting, value: int) -> str:
-    """What is wished, for people: `limit 1.00 GiB`, `sleep`."""
+def request_text(setting: Setting, value: int) -> str:
+    """What is requested, for people: `limit 1.00 GiB`, `sleep`."""
     if setting == "sleep":
         return "sleep" if value else "wake"
     return f"{setting} {value_text(setting, value)}"

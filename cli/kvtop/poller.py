@@ -26,7 +26,7 @@ ANSWER_WAIT_S: Final = 1.0
 
 @dataclass(frozen=True)
 class Told:
-    """What came of a wish."""
+    """What came of a request."""
 
     message: str
     mood: Mood
@@ -42,13 +42,13 @@ def look(names: Sequence[str] = ()) -> Scene:
     return scene_of(list_segments(), ledgers(), time.monotonic(), names)
 
 
-def wish(ask: Ask) -> Told:
-    """Wish what is asked, and say what came of it; an error is an answer too."""
+def request(ask: Ask) -> Told:
+    """Request what is asked, and say what came of it; an error is an answer too."""
     from kvelastic import segment
 
     request = request_of(ask)
     try:
-        answer = segment.wish(
+        answer = segment.request(
             ask.name,
             limit_bytes=request.limit_bytes,
             min_bytes=request.min_bytes,
@@ -62,7 +62,7 @@ def wish(ask: Ask) -> Told:
 
 
 class Outside:
-    """Two threads: one looks every `interval_s`, one carries out wishes in their order."""
+    """Two threads: one looks every `interval_s`, one carries out requests in their order."""
 
     def __init__(
         self, *, names: Sequence[str], interval_s: float, wake: Callable[[], None]
@@ -76,7 +76,7 @@ class Outside:
 
     def start(self) -> None:
         """Begin with a look. The threads end with the process: nothing waits for them."""
-        for work in (self._look_again_and_again, self._wish_one_after_another):
+        for work in (self._look_again_and_again, self._request_one_after_another):
             threading.Thread(target=work, daemon=True, name=f"kvtop{work.__name__}").start()
 
     def look_soon(self) -> None:
@@ -84,7 +84,7 @@ class Outside:
         self._look_now.set()
 
     def ask(self, ask: Ask) -> None:
-        """Carry out a wish; `news` will tell the answer."""
+        """Carry out a request; `news` will tell the answer."""
         self._asks.put(ask)
 
     def news(self) -> list[Scene | Told]:
@@ -102,10 +102,10 @@ class Outside:
             self._tell(look(self._names))
             self._look_now.wait(max(0.0, begun_s + self._interval_s - time.monotonic()))
 
-    def _wish_one_after_another(self) -> None:
+    def _request_one_after_another(self) -> None:
         while True:
             ask = self._asks.get()
-            self._tell(wish(ask))
+            self._tell(request(ask))
             self.look_soon()  # the answer has changed what is on the screen
 
     def _tell(self, news: Scene | Told) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from kvelastic.cli.rows import printable
+from kvelastic.instance.row import printable
 from kvelastic.instance.status import status_of
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from typing import Final
 
 from kvelastic.cli.kvtop.devices import device_lines
 from kvelastic.cli.kvtop.help_page import help_lines
-from kvelastic.cli.kvtop.keys import Ui, selected_at, shown, value_of, value_text, wish_text
+from kvelastic.cli.kvtop.keys import Ui, request_text, selected_at, shown, value_of, value_text
 from kvelastic.cli.kvtop.scene import Instance, Scene
 from kvelastic.cli.kvtop.table import DETAIL_LINES, Table, detail_lines
 from kvelastic.cli.kvtop.text import (
@@ -202,7 +202,7 @@ def _question(ui: Ui, target: Instance, width: int, most: int, glyphs: Glyphs) -
         asks = f"Set {ui.setting} of {target.label} from {before} to {after}"
     text = f"{asks}? y = yes, n = no"
     if len(wrap(text, width, most + 1)) > most:
-        text = f"{wish_text(ui.setting, ui.value)}? y/n"
+        text = f"{request_text(ui.setting, ui.value)}? y/n"
     return _wrapped(text, "strong", width, most, glyphs)
 
 

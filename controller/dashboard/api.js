@@ -29,7 +29,7 @@ export function setKey(key) {
 }
 
 /**
- * Ask the controller: {status, body}. An answer that says no in a route's own words (409 of a wish)
+ * Ask the controller: {status, body}. An answer that says no in a route's own words (409 of a request)
  * is an answer; `ApiError` is thrown for errors, and where nothing came.
  */
 export async function call(method, path, body = undefined, timeoutMs = TIMEOUT_MS) {

@@ -15,7 +15,7 @@ export function bytes(value) {
   return `${figures(scaled)} ${UNITS[unit]}`;
 }
 
-/** Bytes with no figure lost that a wish could need: what a size's text field shows. */
+/** Bytes with no figure lost that a request could need: what a size's text field shows. */
 export function exactBytes(value) {
   if (value === null || value === undefined) return "";
   let unit = 0;

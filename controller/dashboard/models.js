@@ -4,7 +4,7 @@ import { Answer } from "./answer.js";
 import { ApiError, call, pathOf } from "./api.js";
 import { byId, make, mark, reconcile, say } from "./dom.js";
 import { duration, number } from "./format.js";
-import { Wish } from "./wish.js";
+import { Memory } from "./memory.js";
 
 const STATES = {
   awake: "awake",
@@ -66,7 +66,7 @@ class Row {
       ["failed", "failed"],
     ]);
     this.latency = make("table", { class: "latency" });
-    this.wish = new Wish(name, told);
+    this.memory = new Memory(name, told);
     this.sleep = this.button("Sleep", "sleep");
     this.wake = this.button("Wake", "wakeup");
     this.logs = make(
@@ -88,7 +88,7 @@ class Row {
       ),
       cell("Traffic", this.traffic.element),
       cell("Latency", this.latency),
-      cell("Memory", this.wish.element),
+      cell("Memory", this.memory.element),
       cell(
         "Actions",
         make("div", { class: "buttons" }, this.sleep, this.wake, this.logs),
@@ -113,7 +113,7 @@ class Row {
     });
     this.traffic.warn("failed", traffic?.failed_requests > 0);
     this.paintLatency(traffic);
-    this.wish.update(memory, model.instance, askedAt);
+    this.memory.update(memory, model.instance, askedAt);
     this.logs.hidden = !model.launched;
     this.answer.look(askedAt, {
       state: model.state,

@@ -1,6 +1,6 @@
 """What came of a request to an instance: one verdict for every surface.
 
-    answer = segment.wish("kvelastic_vLLM_4711", limit_bytes=8 << 30, wait_s=5.0)
+    answer = segment.request("kvelastic_vLLM_4711", limit_bytes=8 << 30, wait_s=5.0)
     outcome_of(Request(limit_bytes=8 << 30), answer).verdict     # Verdict.APPLIED
 
 Pure: it looks at nothing but its arguments. How a verdict follows from an answer::
@@ -98,9 +98,9 @@ def _verdict(request: Request, answer: Answer) -> Verdict:
     verdict = Verdict.APPLIED
     if answer.state == "failed":
         verdict = Verdict.FAILED
-    elif not (answer.is_to_the_wish or is_sleep_so or request.trim):
+    elif not (answer.answers_the_request or is_sleep_so or request.trim):
         verdict = Verdict.OVERTAKEN
-    elif answer.state == "refused" and answer.is_to_the_wish and not is_sleep_so:
+    elif answer.state == "refused" and answer.answers_the_request and not is_sleep_so:
         verdict = Verdict.REFUSED
     elif not _is_taken(request, answer):
         verdict = Verdict.NOT_TAKEN

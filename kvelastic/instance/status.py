@@ -35,6 +35,10 @@ ENDED: Final = frozenset({"dead", "unreadable"})
 """Values of `life` of which nothing more is to be expected."""
 
 
+FORMER_COUNTERS: Final = {"wishes_applied": "requests_applied"}
+"""What counters were called before 0.2, and are called now; goes with 0.3."""
+
+
 @dataclass(frozen=True)
 class DeviceShare:
     """An instance's place in the ledger of one device."""
@@ -206,7 +210,7 @@ def status_of(
         return InstanceStatus(
             info.name, info.status, info.status, info.status, reason=info.problem, is_known=False
         )
-    header, usage, answer, request = info.header, info.usage, info.answer, info.wish
+    header, usage, answer, request = info.header, info.usage, info.answer, info.request
     request_state = _request_state(answer, request)
     limit_bytes, capacity_bytes = usage["limit_bytes"], usage["capacity_bytes"]
     is_limited = limit_bytes != UNLIMITED_BYTES
@@ -253,7 +257,7 @@ def status_of(
         uid=header["uid"],
         uuid=header["uuid"],
         created=_utc_text(header["created_realtime_ns"]),
-        counters=dict(info.counters),
+        counters=_with_former_names(info.counters),
         shares=tuple(_shares(header["uuid"], ledgers)),
     )
 
@@ -296,3 +300,11 @@ def _utc_text(realtime_ns: int) -> str | None:
     except (OverflowError, ValueError, OSError):
         return None
     return moment.isoformat().replace("+00:00", "Z")
+
+
+def _with_former_names(counters: Mapping[str, int]) -> dict[str, int]:
+    named = dict(counters)
+    for former, name in FORMER_COUNTERS.items():
+        if name in named:
+            named[former] = named[name]
+    return named

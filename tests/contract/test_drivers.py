@@ -11,7 +11,7 @@ import needs
 import pytest
 
 HERE = Path(__file__).parent
-BATTERY = HERE / "battery.py"
+BATTERY = HERE.parent / "programs" / "battery.py"
 SIM_BUILD = HERE.parent / "sim" / "build"
 
 EVERY_DRIVER = [

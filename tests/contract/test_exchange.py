@@ -16,7 +16,7 @@ from test_drivers import simulated
 from kvelastic import errors
 from kvelastic.page_exchange import PageServer, peer_of, receive_pages
 
-PROGRAM = Path(__file__).with_name("exchange.py")
+PROGRAM = Path(__file__).parents[1] / "programs" / "exchange.py"
 
 
 def start(role: str, path: Path, environment: dict[str, str]) -> subprocess.Popen[str]:

@@ -62,8 +62,8 @@ def engine(engines: tuple[Engine], front: Controller) -> Engine:
     engines[0].reset()
     assert front.post("/action/wakeup/org/m").status_code == 200
     engines[0].reset()
-    wish = {"min": 0, "limit": 256 * MIB, "wait": "5s"}
-    assert front.client.patch("/memory/org/m", json=wish).status_code == 200
+    request = {"min": 0, "limit": 256 * MIB, "wait": "5s"}
+    assert front.client.patch("/memory/org/m", json=request).status_code == 200
     return engines[0]
 
 
@@ -157,7 +157,7 @@ def test_sleep_and_wake(page: Shown, front: Controller, engine: Engine) -> None:
     expect(text).to_have_value("256 MiB")
     text.fill("96M")
     text.press("Enter")
-    expect(row.locator(".wish .answer")).to_contain_text("The model sleeps")
+    expect(row.locator(".memory .answer")).to_contain_text("The model sleeps")
     expect(text).to_have_value("96 MiB")
     wake.click()
     expect(answer).to_have_text("The model is awake.")
@@ -217,19 +217,19 @@ def test_an_answer_goes_when_it_is_no_longer_true(
         engine.release("it")
         busy.join()
     expect(answer).to_be_empty()
-    # What was applied is no longer in force when somebody else has wished another thing.
+    # What was applied is no longer in force when somebody else has requested another thing.
     text = row.get_by_label("Limit of org/m, as text")
     text.fill("128M")
     text.press("Enter")
-    wish = row.locator(".wish .answer")
-    expect(wish).to_have_text("Applied: limit 128M.")
+    request = row.locator(".memory .answer")
+    expect(request).to_have_text("Applied: limit 128M.")
     expect(row.locator(".held")).to_contain_text("of its limit of 128 MiB: ")
     front.client.patch("/memory/org/m", json={"limit": 256 * MIB, "wait": "5s"})
-    expect(wish).to_be_empty()
+    expect(request).to_be_empty()
     expect(row.locator(".held")).to_contain_text("of 256 MiB: ")
 
 
-def test_a_slider_sends_the_wish_and_shows_the_answer(page: Shown, front: Controller) -> None:
+def test_a_slider_sends_the_request_and_shows_the_answer(page: Shown, front: Controller) -> None:
     row = page.row("org/m")
     limit = row.get_by_role("slider", name="Limit of org/m")
     expect(limit).to_have_attribute("aria-valuetext", "256 MiB")
@@ -239,7 +239,7 @@ def test_a_slider_sends_the_wish_and_shows_the_answer(page: Shown, front: Contro
     page.page.mouse.move(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2, steps=5)
     assert ("PATCH", "/memory/org%2Fm") not in page.asked  # not before it is let go
     page.page.mouse.up()
-    answer = row.locator(".wish .answer")
+    answer = row.locator(".memory .answer")
     expect(answer).to_have_text("Applied: limit 128 MiB.")
     assert front.get("/memory/org/m").json()["memory"]["limit_bytes"] == 128 * MIB
     expect(limit).to_have_attribute("aria-valuetext", "128 MiB")
@@ -255,14 +255,14 @@ def test_a_slider_sends_the_wish_and_shows_the_answer(page: Shown, front: Contro
     expect(text).to_have_value("0 B")
 
 
-def test_a_wish_that_takes_time(page: Shown, front: Controller, instance: Instance) -> None:
+def test_a_request_that_takes_time(page: Shown, front: Controller, instance: Instance) -> None:
     ids = instance.alloc(64)
     assert ids
     row = page.row("org/m")
     text = row.get_by_label("Limit of org/m, as text")
     text.fill("8M")
     text.press("Enter")
-    answer = row.locator(".wish .answer")
+    answer = row.locator(".memory .answer")
     expect(answer).to_contain_text("still to be given back")
     expect(row.locator(".held")).to_contain_text("over its limit")
     instance.free(ids)
@@ -321,7 +321,7 @@ def test_everything_works_by_the_keyboard_alone(page: Shown, front: Controller) 
     keyboard.press("Enter")
     tab_to("Limit of org/m")
     keyboard.press("ArrowLeft")
-    answer = page.row("org/m").locator(".wish .answer")
+    answer = page.row("org/m").locator(".memory .answer")
     expect(answer).to_have_text("Applied: limit 254 MiB.")
     keyboard.press("Home")
     expect(answer).to_contain_text("limit 0 B")

@@ -1,4 +1,4 @@
-"""Memory routes against real instances over host memory: the same wishes and answers as kvctl."""
+"""Memory routes against real instances over host memory: the same requests and answers as kvctl."""
 
 from __future__ import annotations
 
@@ -82,9 +82,9 @@ def test_metrics_have_what_kvctl_metrics_has(front: Controller, instance: Instan
     assert [s for s in samples if s.name == "kvelastic_device_capacity_bytes"]
 
 
-def test_a_wish_is_answered(front: Controller, instance: Instance) -> None:
-    wish = {"limit": "64M", "min": 8 * MIB, "priority": 7, "wait": "5s"}
-    response = front.client.patch("/memory/org/m", json=wish)
+def test_a_request_is_answered(front: Controller, instance: Instance) -> None:
+    request = {"limit": "64M", "min": 8 * MIB, "priority": 7, "wait": "5s"}
+    response = front.client.patch("/memory/org/m", json=request)
     assert response.status_code == 200
     answer = response.json()["answer"]
     assert (answer["state"], answer["effective_limit_bytes"]) == ("applied", 64 * MIB)
@@ -141,11 +141,11 @@ WRONG: list[dict[str, object]] = [
 ]
 
 
-def test_a_wrong_wish_changes_nothing(front: Controller, instance: Instance) -> None:
+def test_a_wrong_request_changes_nothing(front: Controller, instance: Instance) -> None:
     before = front.get("/memory/org/m").json()["memory"]["revision"]
-    for wish in WRONG:
-        response = front.client.patch("/memory/org/m", json=wish)
-        assert response.status_code == 400, wish
+    for request in WRONG:
+        response = front.client.patch("/memory/org/m", json=request)
+        assert response.status_code == 400, request
         assert set(response.json()["error"]) == {"message", "type", "param", "code"}
     assert front.get("/memory/org/m").json()["memory"]["revision"] == before
 
@@ -161,7 +161,7 @@ def test_an_instance_that_is_gone(front: Controller, instance: Instance) -> None
     ledger.reap()
 
 
-def test_the_configuration_s_wish_is_made_at_the_start(engine: Engine, instance: Instance) -> None:
+def test_what_is_configured_is_requested_at_the_start(engine: Engine, instance: Instance) -> None:
     memory = {"min": "4M", "limit": "32M", "priority": 3}
     with Controller(
         config_for(engine, model={"instance": instance.name, "memory": memory})

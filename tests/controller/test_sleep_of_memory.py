@@ -72,8 +72,8 @@ def test_a_limit_for_a_model_that_sleeps_is_taken_at_once_and_counts_when_it_wak
     front: Controller, instance: Instance
 ) -> None:
     sleep(front)
-    wish = {"limit": "96M", "min": "8M", "priority": 4, "wait": 5}
-    response = front.client.patch("/memory/org/m", json=wish)
+    request = {"limit": "96M", "min": "8M", "priority": 4, "wait": 5}
+    response = front.client.patch("/memory/org/m", json=request)
     answer = response.json()["answer"]
     assert (response.status_code, answer["state"], answer["asleep"]) == (200, "asleep", True)
     row = memory(front)
@@ -90,7 +90,7 @@ def test_a_limit_that_an_operator_sets_meanwhile_survives(
     """By kvctl, of which the controller hears nothing; also a limit of 0 is one like any other."""
     for limit_bytes in (48 * MIB, 0):
         sleep(front)
-        segment.wish(instance.name, limit_bytes=limit_bytes, wait_s=30)
+        segment.request(instance.name, limit_bytes=limit_bytes, wait_s=30)
         assert front.post("/action/wakeup/org/m").json()["success"]
         assert memory(front)["limit_bytes"] == limit_bytes
         assert memory(front)["asleep"] is False
@@ -133,7 +133,7 @@ def test_an_engine_that_cannot_be_put_to_sleep_keeps_its_memory(
 ) -> None:
     engine.change(sleep_status=500)
     assert front.post("/action/sleep/org/m").status_code == 502
-    assert segment.inspect(instance.name).wish["asleep"] is None
+    assert segment.inspect(instance.name).request["asleep"] is None
     assert instance.alloc(1) is not None
 
 
@@ -185,7 +185,7 @@ def test_memory_that_kvctl_has_put_to_sleep_is_named_and_woken(
     def problem() -> str | None:
         return front.get("/models").json()["models"]["org/m"]["last_problem"]  # type: ignore[no-any-return]
 
-    segment.wish(instance.name, asleep=True, wait_s=60)
+    segment.request(instance.name, asleep=True, wait_s=60)
     until(lambda: "was put to sleep by somebody else" in (problem() or ""))
     assert front.state("org/m") == "awake"
     answer = front.post("/action/wakeup/org/m")
@@ -203,7 +203,7 @@ def test_an_instance_that_is_gone_is_no_hindrance(
     assert front.complete("org/m").status_code == 200
 
 
-def test_the_configured_limit_of_a_launched_engine_is_wished_when_it_is_ready(
+def test_the_configured_limit_of_a_launched_engine_is_requested_when_it_is_ready(
     instance: Instance, tmp_path: Path
 ) -> None:
     with socket.socket() as sock:

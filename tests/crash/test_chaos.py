@@ -35,7 +35,7 @@ FREEZES = 8
 NAMES = 8
 """Of instances; fewer than are started, so that names are used again."""
 SOON_S = 60.0
-NEEDED = ("kills", "stops", "wishes", "frozen", "all granted", "rests", "reads", "joins", "moved")
+NEEDED = ("kills", "stops", "requests", "frozen", "all granted", "rests", "reads", "joins", "moved")
 """What happens at least twice, of what is counted."""
 
 
@@ -137,7 +137,7 @@ class Chaos:
     def do_something(self) -> None:
         """One thing of all that can be done."""
         things = {
-            self.kill: 4, self.leave: 1, self.stop_for_a_while: 6, self.wish: 24, self.look: 4,
+            self.kill: 4, self.leave: 1, self.stop_for_a_while: 6, self.request: 24, self.look: 4,
             self.compare_often: 10, self.rest: 1, self.kill_a_joiner: 1, self.kill_a_starter: 1,
         }  # fmt: skip
         self.pick.choices(list(things), list(things.values()))[0]()
@@ -218,13 +218,13 @@ class Chaos:
         if self.pick.random() < 0.5:
             self._reap()
         elif self.pick.random() < 0.5:
-            self.wish()
+            self.request()
         time.sleep(self.pick.random() * 0.1)
         self._all_are_well()
         for one in some:
             one.go_on()
 
-    def wish(self) -> None:
+    def request(self) -> None:
         """Of limits mostly, and of several things at once."""
         pages = self.pick.choice([0, 1, 2, 4, 8, 16, CAPACITY_PAGES])
         changes = self.pick.choice(
@@ -239,12 +239,12 @@ class Chaos:
             ]
         )
         wait_s = self.pick.choice([0, 0, 0.02])
-        answer = segment.wish(self.pick.choice(self._live).name, wait_s=wait_s, **changes)
+        answer = segment.request(self.pick.choice(self._live).name, wait_s=wait_s, **changes)
         # Guarantees may be more than the device has, also those of who wakes; a limit never is.
         may_be_refused = "min_bytes" in changes or changes.get("asleep") is False
         allowed = {"applied", "shrinking", "none"} | ({"refused"} if may_be_refused else set())
-        assert answer.state in allowed or not answer.is_to_the_wish, (changes, answer)
-        self.counts["wishes"] += 1
+        assert answer.state in allowed or not answer.answers_the_request, (changes, answer)
+        self.counts["requests"] += 1
 
     def look(self) -> None:
         """As kvctl does it, which also removes the dead."""
@@ -311,16 +311,16 @@ class Chaos:
 
     def _is_within_its_limit(self, one: Stamped, resident_bytes: int) -> None:
         with segment.open_readonly(one.name) as opened:
-            wish, answer = opened.record.read_wish(), opened.record.read_answer()
-        if answer["state"] != "applied" or answer["revision"] != wish["revision"]:
+            request, answer = opened.record.read_request(), opened.record.read_answer()
+        if answer["state"] != "applied" or answer["revision"] != request["revision"]:
             return
-        self.counts["applied wishes looked at"] += 1
+        self.counts["applied requests looked at"] += 1
         limit_bytes = CAPACITY_PAGES * PAGE_BYTES
-        if wish["asleep"]:
+        if request["asleep"]:
             limit_bytes = 0
-        elif wish["limit_bytes"] is not None:
-            limit_bytes = max(wish["limit_bytes"], PAGE_BYTES)  # that of the null block
-        assert resident_bytes <= limit_bytes, (one.name, resident_bytes, wish, answer)
+        elif request["limit_bytes"] is not None:
+            limit_bytes = max(request["limit_bytes"], PAGE_BYTES)  # that of the null block
+        assert resident_bytes <= limit_bytes, (one.name, resident_bytes, request, answer)
 
     def rest(self) -> None:
         """Nobody does anything: then what is held is what was granted, to the last byte."""

@@ -66,7 +66,7 @@ def instance(monkeypatch: pytest.MonkeyPatch) -> Iterator[Instance]:
 def is_whole(instance: Instance) -> bool:
     """Whether it has its name, its place and its grant, and answers."""
     mine = member()
-    answer = segment.wish(instance.name, priority=2, wait_s=30)
+    answer = segment.request(instance.name, priority=2, wait_s=30)
     return (
         mine is not None
         and (mine.status, mine.pid) == ("alive", instance.pid)

@@ -26,12 +26,12 @@ def name():
     (SHM / unique).unlink(missing_ok=True)
 
 
-# A writer that dies, or stops, in the middle of a wish with the writers' lock in its hand.
+# A writer that dies, or stops, in the middle of a request with the writers' lock in its hand.
 HALF_WRITER = """
 import sys
 from kvelastic import segment
 with segment.open_writable(sys.argv[1]) as other, other.writing() as record:
-    record._write_half_wish(123)
+    record._write_half_request(123)
     print("half", flush=True)
     sys.stdin.read()
 """
@@ -61,7 +61,7 @@ def test_a_killed_owner_is_dead_and_reaped(name, waited_for):
         assert name in segment.reap()
         assert not (SHM / name).exists()
         with pytest.raises(SegmentNotFoundError):
-            segment.wish(name, limit_bytes=1)
+            segment.request(name, limit_bytes=1)
 
 
 def test_the_next_instance_of_the_name_starts_at_once(name):
@@ -69,7 +69,7 @@ def test_the_next_instance_of_the_name_starts_at_once(name):
     first.kill()
     with Owner(name) as second:
         assert segment.inspect(name).header["pid"] == second.pid
-        assert segment.wish(name, limit_bytes=5, wait_s=30).state == "applied"
+        assert segment.request(name, limit_bytes=5, wait_s=30).state == "applied"
     first.__exit__(None)
 
 
@@ -95,18 +95,18 @@ ctypes.CDLL(None).syscall(60, 0)  # exit of this thread only
         finish(process)
 
 
-def test_a_writer_killed_in_the_middle_of_a_wish_has_changed_nothing(name):
+def test_a_writer_killed_in_the_middle_of_a_request_has_changed_nothing(name):
     with Owner(name):
-        assert segment.wish(name, limit_bytes=7 << 20, wait_s=30).state == "applied"
+        assert segment.request(name, limit_bytes=7 << 20, wait_s=30).state == "applied"
         writer = start(HALF_WRITER, name)
         assert writer.stdout.readline() == "half\n"
         finish(writer)
-        # The old wish is whole, for the instance and for anyone who looks ...
+        # The old request is whole, for the instance and for anyone who looks ...
         info = segment.inspect(name)
-        assert info.wish["whole"]
-        assert (info.wish["revision"], info.wish["limit_bytes"]) == (1, 7 << 20)
+        assert info.request["whole"]
+        assert (info.request["revision"], info.request["limit_bytes"]) == (1, 7 << 20)
         # ... and the next writer finds neither its lock nor its rubbish in his way.
-        answer = segment.wish(name, limit_bytes=9 << 20, wait_s=30)
+        answer = segment.request(name, limit_bytes=9 << 20, wait_s=30)
         assert (answer.state, answer.revision) == ("applied", 2)
         assert answer.effective_limit_bytes == 9 << 20
 
@@ -122,8 +122,8 @@ def test_a_writer_stopped_in_the_middle_stalls_no_instance(name):
             while segment.inspect(name).usage["updated_ns"] == before:
                 assert time.monotonic() < deadline, "the owner stands still"
             with pytest.raises(SegmentBusyError, match="lock"):
-                segment.wish(name, limit_bytes=1)
-            assert segment.inspect(name).wish["revision"] == 0
+                segment.request(name, limit_bytes=1)
+            assert segment.inspect(name).request["revision"] == 0
             # Nor does it keep the instance from ending.
             assert owner.end() == 0
             assert not (SHM / name).exists()
@@ -134,15 +134,15 @@ def test_a_writer_stopped_in_the_middle_stalls_no_instance(name):
 def test_a_stopped_owner_answers_when_it_goes_on(name):
     with Owner(name) as owner:
         owner.stop()
-        answer = segment.wish(name, limit_bytes=3 << 20, wait_s=0.1)
+        answer = segment.request(name, limit_bytes=3 << 20, wait_s=0.1)
         assert answer.state == "none"
         info = segment.inspect(name)
         assert info.status == "alive"
         assert name not in segment.reap()
-        assert info.wish["limit_bytes"] == 3 << 20
+        assert info.request["limit_bytes"] == 3 << 20
         owner.go_on()
         with segment.open_readonly(name) as reader:
-            assert reader.record.wait_answer(answer.wished_revision, 30)
+            assert reader.record.wait_answer(answer.requested_revision, 30)
         assert segment.inspect(name).answer["effective_limit_bytes"] == 3 << 20
 
 

@@ -78,7 +78,7 @@ def elastic(servers: tuple, instance_name: str) -> Iterator:
 
     yield servers[1]
     if servers[1].process.poll() is None:
-        segment.wish(instance_name, limit_bytes=KV_BYTES, asleep=False, wait_s=5)
+        segment.request(instance_name, limit_bytes=KV_BYTES, asleep=False, wait_s=5)
 
 
 @pytest.fixture

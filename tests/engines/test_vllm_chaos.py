@@ -151,7 +151,7 @@ class Clients(AskingThreads):
 
 
 class Operator:
-    """Wishes this and that of one living server, and looks whether it holds."""
+    """Requests this and that of one living server, and looks whether it holds."""
 
     def __init__(self, server: VllmServer, name: str, clients: Clients, pick: random.Random):
         self._server = server
@@ -176,7 +176,7 @@ class Operator:
         limit_bytes = self._pick.choice(LIMITS_PAGES) * self._page_bytes
         self._applied_bytes = None
         wait_s = self._pick.choice([None, 5.0])
-        answer = segment.wish(self._name, limit_bytes=limit_bytes, wait_s=wait_s)
+        answer = segment.request(self._name, limit_bytes=limit_bytes, wait_s=wait_s)
         assert answer.state in {"applied", "shrinking"}, answer
         self._clients.counts[f"limit {answer.state}"] += 1
         if answer.state == "applied":
@@ -184,7 +184,7 @@ class Operator:
             self._applied_bytes = answer.effective_limit_bytes
 
     def stand(self) -> None:
-        answer = segment.wish(
+        answer = segment.request(
             self._name,
             min_bytes=self._pick.randrange(3) * self._page_bytes,
             priority=self._pick.randrange(-5, 6),
@@ -193,17 +193,17 @@ class Operator:
         assert answer.state in {"applied", "shrinking"}, answer
 
     def trim(self) -> None:
-        answer = segment.wish(self._name, trim=True, wait_s=5)
+        answer = segment.request(self._name, trim=True, wait_s=5)
         assert answer.state in {"applied", "shrinking"}, answer
 
     def sleep(self) -> None:
-        way = self._pick.choice(["wish", self._vllm_way()])
+        way = self._pick.choice(["request", self._vllm_way()])
         with self._asleep(way):
             self._look(self._pick.uniform(0.1, 2.0), 0)
 
     def sleep_twice(self) -> None:
         """In both ways at once, and woken in any order."""
-        ways = ["wish", self._vllm_way()]
+        ways = ["request", self._vllm_way()]
         self._pick.shuffle(ways)
         outer, inner = ways
         if self._pick.random() < 0.5:
@@ -216,7 +216,7 @@ class Operator:
 
     def restore(self) -> None:
         """Without a limit, and with the standing that it began with."""
-        segment.wish(self._name, limit_bytes=KV_BYTES, min_bytes=0, priority=0, wait_s=5)
+        segment.request(self._name, limit_bytes=KV_BYTES, min_bytes=0, priority=0, wait_s=5)
 
     @contextlib.contextmanager
     def _asleep(self, way: str) -> Iterator[None]:
@@ -232,7 +232,7 @@ class Operator:
             wake_up(self._server, self._name, way)
 
     def _vllm_way(self) -> str:
-        return self._pick.choice(VLLM_WAYS) if self._has_sleep_routes else "wish"
+        return self._pick.choice(VLLM_WAYS) if self._has_sleep_routes else "request"
 
     def _wait_until_nothing_is_held(self) -> None:
         deadline_s = time.monotonic() + SLEEP_DEADLINE_S
@@ -284,14 +284,14 @@ def _stop(worker: psutil.Process, *, resume: bool) -> bool:
     there is nothing of that kind, vLLM goes on as if nothing had been, once it is resumed.
     """
     with contextlib.suppress(SegmentError):
-        segment.wish(NAME, limit_bytes=KV_BYTES, wait_s=5)
+        segment.request(NAME, limit_bytes=KV_BYTES, wait_s=5)
     time.sleep(1)  # pages are mapped ahead of demand
     worker.suspend()
     end_s = time.monotonic() + STOPPED_S
     missed = False
     while time.monotonic() < end_s:
         try:
-            segment.wish(NAME, limit_bytes=0, trim=True)
+            segment.request(NAME, limit_bytes=0, trim=True)
             missed = missed or segment.inspect(NAME).answer["state"] == "failed"
         except SegmentError:  # it has ended
             missed = True
@@ -315,7 +315,7 @@ def check_that_nothing_is_left(counts: Counter[str]) -> None:
 # --- tests --------------------------------------------------------------------------------------
 
 
-def test_random_wishes_under_load(stock, elastic, instance_name, capsys) -> None:
+def test_random_requests_under_load(stock, elastic, instance_name, capsys) -> None:
     pick = random.Random(SEED)
     with Clients(know(stock, make_requests(32, seed=31, longest=500))) as clients:
         operator = Operator(elastic, instance_name, clients, pick)

@@ -64,13 +64,13 @@ def test_what_is_being_copied_is_neither_unmapped_nor_moved(stock, offloading) -
 
     # All requests have ended, and the copies of their blocks are still on their way: without a pin
     # the thread that copies would read pages that are gone, and the worker would die of it.
-    answer = segment.wish(NAME, limit_bytes=PAGE_BYTES)
+    answer = segment.request(NAME, limit_bytes=PAGE_BYTES)
     assert answer.over_bytes > 0, "nothing was being copied"
     end_s = time.monotonic() + 60
     while segment.inspect(NAME).usage["mapped_bytes"] > PAGE_BYTES:
         assert time.monotonic() < end_s, "what was copied did not go"
         offloading.complete(REQUESTS[0]._replace(max_tokens=1, prompt=[3, 4, 5]))  # a step
-    segment.wish(NAME, limit_bytes=KV_BYTES, wait_s=10)
+    segment.request(NAME, limit_bytes=KV_BYTES, wait_s=10)
 
     before = offloading.metrics()["external_prefix_cache_hits_total"]
     offloading.post("/reset_prefix_cache")
@@ -78,7 +78,7 @@ def test_what_is_being_copied_is_neither_unmapped_nor_moved(stock, offloading) -
     assert offloading.metrics()["external_prefix_cache_hits_total"] > before + 500
 
     # Under a limit below the working set, with loads and stores all the time.
-    segment.wish(NAME, limit_bytes=3 * PAGE_BYTES, wait_s=10)
+    segment.request(NAME, limit_bytes=3 * PAGE_BYTES, wait_s=10)
     for _ in range(2):
         offloading.post("/reset_prefix_cache")
         assert offloading.complete_all(REQUESTS) == expected

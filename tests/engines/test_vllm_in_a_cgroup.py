@@ -65,9 +65,9 @@ def test_a_server_that_fills_its_cgroup_answers_everything_and_is_not_killed(
         server.wait_until_ready()
         # What it loads and compiles for its first requests is none of what it needs for more.
         expected = server.complete_all(requests[:8], at_once=2)
-        segment.wish(name, limit_bytes=0, wait_s=30)
+        segment.request(name, limit_bytes=0, wait_s=30)
         resting_bytes = cgroup.held_bytes()
-        segment.wish(name, limit_bytes=1 << 30, wait_s=30)
+        segment.request(name, limit_bytes=1 << 30, wait_s=30)
         cgroup.limit(resting_bytes + ROOM_BYTES)
 
         answers = server.complete_all(requests, at_once=REQUESTS)

@@ -116,13 +116,13 @@ def test_two_ranks_grow_shrink_and_sleep_together(parallel: VllmServer, expected
     assert usage["page_bytes"] == 2 * PAGE_BYTES
 
     # Two of a rank's pages, in two ranks: below the working set, with preemptions.
-    answer = segment.wish(NAME, limit_bytes=4 * PAGE_BYTES, wait_s=10)
+    answer = segment.request(NAME, limit_bytes=4 * PAGE_BYTES, wait_s=10)
     assert (answer.state, answer.mapped_bytes) == ("applied", 4 * PAGE_BYTES)
     assert both_hold(parallel) == [2 * PAGE_BYTES, 2 * PAGE_BYTES]
     assert parallel.complete_all(REQUESTS) == expected
     assert sum(both_hold(parallel)) <= 4 * PAGE_BYTES
     assert parallel.metrics()["num_preemptions_total"] > 0
-    segment.wish(NAME, limit_bytes=1 << 30, wait_s=10)
+    segment.request(NAME, limit_bytes=1 << 30, wait_s=10)
 
     parallel.post("/sleep?level=1")
     assert both_hold(parallel) == [0, 0]
@@ -142,7 +142,7 @@ def test_a_hung_rank_is_an_error_within_the_deadline(parallel: VllmServer) -> No
     named = f"worker {worker.pid} (rank 1) did not answer in {IPC_TIMEOUT_S * 1000:.0f} ms"
     since = time.monotonic()
     try:
-        answer = segment.wish(NAME, limit_bytes=2 * PAGE_BYTES, wait_s=60)
+        answer = segment.request(NAME, limit_bytes=2 * PAGE_BYTES, wait_s=60)
         assert answer.state == "failed"
         assert named in answer.reason
         assert time.monotonic() - since < 4 * IPC_TIMEOUT_S, "and this machine may be busy"

@@ -102,14 +102,14 @@ def test_the_operators_sleep_waits_for_what_runs_and_holds_up_what_comes(
     with ThreadPoolExecutor(2) as threads:
         running = threads.submit(awake.complete, LONG)
         wait_for(lambda: awake.metrics()["num_requests_running"] == 1)
-        answer = segment.wish(instance_name, asleep=True)
+        answer = segment.request(instance_name, asleep=True)
         assert answer.state in {"shrinking", "applied"}
         # Without another block the running request is preempted; it waits, and loses nothing.
         wait_for(lambda: held_bytes(awake, instance_name) == (0, 0))
         coming = threads.submit(awake.complete, later)
         wait_for(lambda: awake.metrics()["num_requests_waiting"] == 2)
         assert not awake.is_sleeping(), "vLLM itself knows nothing of it"
-        segment.wish(instance_name, asleep=False, wait_s=5)
+        segment.request(instance_name, asleep=False, wait_s=5)
         assert [running.result(timeout=120), coming.result(timeout=120)] == expected
 
 
@@ -120,8 +120,8 @@ def test_the_record_says_whether_vllm_sleeps_whoever_wakes_the_cache(awake, inst
     assert engine_asleep() is False
     awake.post("/sleep?level=1")
     assert engine_asleep() is True
-    segment.wish(instance_name, asleep=True, wait_s=5)
-    answer = segment.wish(instance_name, asleep=False, wait_s=5)
+    segment.request(instance_name, asleep=True, wait_s=5)
+    answer = segment.request(instance_name, asleep=False, wait_s=5)
     assert (answer.asleep, answer.engine_asleep, awake.is_sleeping()) == (False, True, True)
     awake.post("/wake_up?tags=kv_cache")
     assert engine_asleep() is True
@@ -131,7 +131,7 @@ def test_the_record_says_whether_vllm_sleeps_whoever_wakes_the_cache(awake, inst
 
 def test_vllms_wake_ends_the_operators_sleep(stock, awake, instance_name) -> None:
     request = Request([15, 16, 17], 20)
-    segment.wish(instance_name, asleep=True, wait_s=5)
+    segment.request(instance_name, asleep=True, wait_s=5)
     awake.post("/sleep?level=1")
     awake.post("/wake_up")
     assert segment.inspect(instance_name).usage["asleep"] == 0

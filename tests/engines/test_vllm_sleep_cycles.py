@@ -1,7 +1,7 @@
 """Asleep and awake again, time after time and under traffic: nothing is lost, and nothing grows.
 
 Clients ask without a pause while a server is put to sleep in every way there is: by vLLM's own
-`/sleep` in its three modes, and by the operator's wish, which is for the KV cache alone.
+`/sleep` in its three modes, and by the operator's request, which is for the KV cache alone.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from kvelastic import segment
 pytestmark = pytest.mark.timeout(1800)
 
 NAME = f"kvelastic_cycles_{os.getpid()}"
-WAYS = ("keep", "wish", "abort", "wish", "wait", "wish")
-"""The modes of vLLM's `/sleep`, and the operator's wish; taken in turn."""
+WAYS = ("keep", "request", "abort", "request", "wait", "request")
+"""The modes of vLLM's `/sleep`, and the operator's request; taken in turn."""
 CLIENTS = 4
 SLEEP_DEADLINE_S = 60.0
 ANSWER_DEADLINE_S = 120.0
@@ -76,8 +76,8 @@ def call(server: VllmServer, method: str, path: str) -> tuple[int, bytes]:
 
 def fall_asleep(server: VllmServer, name: str, way: str) -> None:
     """Put the server to sleep in one of `WAYS`. Returns once that was answered."""
-    if way == "wish":
-        answer = segment.wish(name, asleep=True, wait_s=SLEEP_DEADLINE_S)
+    if way == "request":
+        answer = segment.request(name, asleep=True, wait_s=SLEEP_DEADLINE_S)
         assert (answer.state, answer.asleep) == ("applied", True), answer
     else:
         status, body = call(server, "POST", f"/sleep?level=1&mode={way}")
@@ -86,8 +86,8 @@ def fall_asleep(server: VllmServer, name: str, way: str) -> None:
 
 
 def wake_up(server: VllmServer, name: str, way: str) -> None:
-    if way == "wish":
-        answer = segment.wish(name, asleep=False, wait_s=SLEEP_DEADLINE_S)
+    if way == "request":
+        answer = segment.request(name, asleep=False, wait_s=SLEEP_DEADLINE_S)
         assert (answer.state, answer.asleep) == ("applied", False), answer
     else:
         status, body = call(server, "POST", "/wake_up")

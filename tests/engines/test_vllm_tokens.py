@@ -32,11 +32,11 @@ def usage(name: str) -> dict:
 
 
 def first_answer(name: str, limit_bytes: int) -> str:
-    """Wish for a limit; the state of the first answer, which may be before it is reached."""
+    """Request for a limit; the state of the first answer, which may be before it is reached."""
     with segment.open_writable(name) as opened:
         with opened.writing() as record:
-            revision = record.write_wish(limit_bytes=limit_bytes)
-        assert opened.record.wait_answer(revision, 10.0), "no answer to a wish in 10 s"
+            revision = record.write_request(limit_bytes=limit_bytes)
+        assert opened.record.wait_answer(revision, 10.0), "no answer to a request in 10 s"
         return opened.record.read_answer()["state"]
 
 
@@ -66,9 +66,9 @@ def test_zeroed_memory_changes_the_tokens(stock, elastic, instance_name) -> None
 
     # A limit of one page drops what is cached, but in that page, all of which one request needs:
     # from then on the answers are right again.
-    segment.wish(instance_name, limit_bytes=PAGE_BYTES, wait_s=5)
+    segment.request(instance_name, limit_bytes=PAGE_BYTES, wait_s=5)
     elastic.complete(Request([5] * 990, 1))
-    segment.wish(instance_name, limit_bytes=KV_BYTES, wait_s=5)
+    segment.request(instance_name, limit_bytes=KV_BYTES, wait_s=5)
     assert differing(elastic.complete_all(requests), expected) == 0
 
 
@@ -78,7 +78,7 @@ def test_limit_below_the_working_set_preempts_and_keeps_the_tokens(
     requests = make_requests(32, seed=4, shortest=100, longest=600)
     expected = stock.complete_all(requests)
     preempted = elastic.metrics()["num_preemptions_total"]
-    answer = segment.wish(instance_name, limit_bytes=3 * PAGE_BYTES, wait_s=5)
+    answer = segment.request(instance_name, limit_bytes=3 * PAGE_BYTES, wait_s=5)
     assert (answer.state, answer.effective_limit_bytes) == ("applied", 3 * PAGE_BYTES)
     assert differing(elastic.complete_all(requests), expected) == 0
     assert elastic.metrics()["num_preemptions_total"] > preempted
@@ -96,7 +96,7 @@ def test_limit_lowered_while_idle_evicts_the_cache_and_returns_the_memory(
     assert before["blocks_in_use"] == 0
     assert worker_memory_bytes(worker) == before["mapped_bytes"]
 
-    answer = segment.wish(instance_name, limit_bytes=2 * PAGE_BYTES, wait_s=5)
+    answer = segment.request(instance_name, limit_bytes=2 * PAGE_BYTES, wait_s=5)
     assert (answer.state, answer.over_bytes) == ("applied", 0)
     # At once: nothing runs in the engine that could do it later.
     assert worker_memory_bytes(worker) <= 2 * PAGE_BYTES
@@ -120,7 +120,7 @@ def test_request_that_does_not_fit_waits_for_the_limit_without_spinning(
     # 31 blocks are in one page beside the null block; the last tokens need a 32nd.
     request = Request([3 + index % 500 for index in range(990)], 30)
     expected = stock.complete(request)
-    segment.wish(instance_name, limit_bytes=PAGE_BYTES, wait_s=5)
+    segment.request(instance_name, limit_bytes=PAGE_BYTES, wait_s=5)
     with ThreadPoolExecutor(1) as thread:
         answer = thread.submit(elastic.complete, request)
         found = elastic.processes()
@@ -129,7 +129,7 @@ def test_request_that_does_not_fit_waits_for_the_limit_without_spinning(
             time.sleep(0.05)
         _wait_until_calm(list(found.values()), deadline)
         assert not answer.done()
-        segment.wish(instance_name, limit_bytes=KV_BYTES, wait_s=5)
+        segment.request(instance_name, limit_bytes=KV_BYTES, wait_s=5)
         assert answer.result(timeout=60) == expected
 
 
@@ -175,7 +175,7 @@ def test_limit_changed_at_random_under_load(stock, elastic, instance_name, soak_
     assert {"applied", "shrinking"} <= set(states)
     assert min(gauges) >= 0
     assert max(gauges) <= 1
-    final = segment.wish(instance_name, limit_bytes=4 * PAGE_BYTES, wait_s=5)
+    final = segment.request(instance_name, limit_bytes=4 * PAGE_BYTES, wait_s=5)
     assert (final.state, final.over_bytes) == ("applied", 0)
     assert elastic.process.poll() is None
 

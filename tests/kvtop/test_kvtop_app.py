@@ -61,16 +61,16 @@ def terminal(monkeypatch):
     assert not running.is_alive()
 
 
-def test_keys_are_taken_while_a_wish_is_on_its_way(terminal, monkeypatch):
+def test_keys_are_taken_while_a_request_is_on_its_way(terminal, monkeypatch):
     asked: queue.Queue[Ask] = queue.Queue()
     may_answer = threading.Event()
 
-    def slow_wish(ask: Ask) -> Told:
+    def slow_request(ask: Ask) -> Told:
         asked.put(ask)
         assert may_answer.wait(DEADLINE_S)
         return Told("answered at last", "good")
 
-    monkeypatch.setattr(poller, "wish", slow_wish)
+    monkeypatch.setattr(poller, "request", slow_request)
     terminal.press("l", "7", "enter", "y")
     assert asked.get(timeout=DEADLINE_S) == Ask("kvelastic_vllm_1", "kvelastic_vllm_1", "limit", 7)
     terminal.press("?")

@@ -212,7 +212,7 @@ def answer(**changes: object) -> Answer:
         "answered_ns": 1,
         "min_bytes": 0,
         "priority": 0,
-        "wished_revision": 3,
+        "requested_revision": 3,
         "limit_bytes": GIB,
     }
     return Answer(**(values | changes))  # type: ignore[arg-type]

@@ -50,7 +50,7 @@ def segment_info(name: str, device: str = "GPU-1", **changes: object) -> Segment
             "priority": 3,
             "reason": "",
         },
-        "wish": {"revision": 0, "limit_bytes": None},
+        "request": {"revision": 0, "limit_bytes": None},
         "counters": {"pages_mapped": 10, "pages_unmapped": 4, "blocks_evicted": 2},
     }
     return SegmentInfo(name, **({"status": "alive"} | values | changes))  # type: ignore[arg-type]

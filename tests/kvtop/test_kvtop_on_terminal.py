@@ -189,11 +189,11 @@ def test_a_limit_by_keys_reaches_the_instance_and_its_answer_is_shown(owner):
         top.wait_for(f"{owner.name}")
         change(top, "l", "48M")
         top.wait_for(f"{owner.name}: limit 48.00 MiB applied; 48.00 MiB are mapped")
-        assert segment.inspect(owner.name).wish["limit_bytes"] == 48 * MIB
+        assert segment.inspect(owner.name).request["limit_bytes"] == 48 * MIB
         top.wait_for(" 48.0M ")
         change(top, "l", "25%")
         top.wait_for("limit 1.00 GiB applied")
-        assert segment.inspect(owner.name).wish["limit_bytes"] == GIB
+        assert segment.inspect(owner.name).request["limit_bytes"] == GIB
 
 
 def test_min_and_priority_by_keys(owner):
@@ -204,8 +204,9 @@ def test_min_and_priority_by_keys(owner):
         top.wait_for("guarantee 32.00 MiB not taken by the instance")
         change(top, "p", "-7")
         top.wait_for("priority -7 not taken")
-        wish = segment.inspect(owner.name).wish
-        assert (wish["min_bytes"], wish["priority"], wish["limit_bytes"]) == (32 * MIB, -7, None)
+        request = segment.inspect(owner.name).request
+        assert (request["min_bytes"], request["priority"]) == (32 * MIB, -7)
+        assert request["limit_bytes"] is None
 
 
 def test_a_real_instance_and_its_ledger():
@@ -275,7 +276,7 @@ def test_nothing_is_changed_without_a_yes(owner):
         top.wait_for(lambda: "New limit" not in top.text)
         top.press("q")
         assert top.ended() == 0
-    assert segment.inspect(owner.name).wish["revision"] == 0
+    assert segment.inspect(owner.name).request["revision"] == 0
 
 
 def test_keys_are_read_at_once_however_long_the_interval(owner):

@@ -69,7 +69,7 @@ def _through_sleep_to_a_limit(engine: Any, exact: bool) -> None:
     engine.wake_up()
     if exact:
         least = usage["page_bytes"] * max(usage["pages_mapped"] // 2, 2)
-        answer = segment.wish(NAME, limit_bytes=least, wait_s=10)
+        answer = segment.request(NAME, limit_bytes=least, wait_s=10)
         assert answer.state == "applied"
 
 

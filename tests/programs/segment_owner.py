@@ -1,4 +1,4 @@
-"""A tiny instance: owns a segment and answers wishes through the binding, with no memory behind it.
+"""A tiny instance: owns a segment and answers requests by the binding, with no memory behind it.
 
 As a program: `segment_owner.py NAME MODE`, NAME `-` for the automatic one. It prints `ready NAME`
 and lives until its stdin closes. As a module, for tests:
@@ -17,10 +17,10 @@ from pathlib import Path
 CAPACITY_BYTES = 4 << 30
 MAPPED_BYTES = 96 << 20
 MODES = {
-    "apply": "answers every wish: applied",
+    "apply": "answers every request: applied",
     "late": "shrinking at first, applied at the next look",
     "shrink": "shrinking for ever",
-    "refuse": "refuses every wish",
+    "refuse": "refuses every request",
     "mute": "never answers",
     "publish": "never answers, and publishes usage as fast as it can",
     "fork": "forks a child that closes the segment and exits, then behaves as apply",
@@ -119,15 +119,15 @@ def main() -> None:
         answered, limit_bytes = 0, CAPACITY_BYTES
         while True:
             seen = record.bell
-            wish = record.owner_wish()
-            if mode not in {"mute", "publish"} and wish and wish["revision"] != answered:
-                answered, wished = wish["revision"], wish["limit_bytes"]
+            request = record.owner_request()
+            if mode not in {"mute", "publish"} and request and request["revision"] != answered:
+                answered, requested = request["revision"], request["limit_bytes"]
                 states = {"late": ["shrinking", "applied"], "shrink": ["shrinking"]}.get(
                     mode, ["refused"] if mode == "refuse" else ["applied"]
                 )
-                if mode != "refuse" and wished is not None:
-                    limit_bytes = wished
-                    record.publish_usage(**usage | {"limit_bytes": wished})
+                if mode != "refuse" and requested is not None:
+                    limit_bytes = requested
+                    record.publish_usage(**usage | {"limit_bytes": requested})
                 for state in states:
                     over_bytes = max(0, MAPPED_BYTES - limit_bytes) if state == "shrinking" else 0
                     mapped_bytes = MAPPED_BYTES if over_bytes else min(MAPPED_BYTES, limit_bytes)

@@ -2,7 +2,7 @@
 
 As a program: `shown_instance.py NAME JSON`, with `engine`, `model`, `device`, `usage` (fields of
 the record), and optionally `limit_bytes`, the limit in force. Each line on stdin is JSON of the
-same kind: `usage` is published, `counters` are added. It answers no wish, prints a line for
+same kind: `usage` is published, `counters` are added. It answers no request, prints a line for
 each thing done, and lives until its stdin closes. As a module, for tests:
 
     with Shown("name", device="GPU-1", ...) as shown: shown.say(counters={"pages_mapped": 9})

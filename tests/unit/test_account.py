@@ -106,11 +106,11 @@ def test_a_wake_over_the_keeper_is_answered_when_it_holds(shared: TwoPools) -> N
     ]
     name = shared.segments[0].name
     try:
-        assert segment.wish(name, asleep=True, wait_s=BOUND_S).state == "applied"
+        assert segment.request(name, asleep=True, wait_s=BOUND_S).state == "applied"
         theirs = fill(b)
         answers = []
         waker = threading.Thread(
-            target=lambda: answers.append(segment.wish(name, asleep=False, wait_s=BOUND_S))
+            target=lambda: answers.append(segment.request(name, asleep=False, wait_s=BOUND_S))
         )
         waker.start()
         while not b.is_over_limit:  # it is asked for blocks in use, and its engine preempts
@@ -131,13 +131,13 @@ def test_a_wake_over_the_keeper_is_refused_with_the_reason(shared: TwoPools) -> 
     name = shared.segments[0].name
     keeper = _vmm.Keeper.start(shared.pools[0], shared.segments[0].record, idle_trim_s=-1.0)
     try:
-        assert segment.wish(name, asleep=True, wait_s=BOUND_S).state == "applied"
+        assert segment.request(name, asleep=True, wait_s=BOUND_S).state == "applied"
         shared.places[1].member.set_min(3 * HUGE)
-        answer = segment.wish(name, asleep=False, min_bytes=HUGE, wait_s=BOUND_S)
+        answer = segment.request(name, asleep=False, min_bytes=HUGE, wait_s=BOUND_S)
         assert (answer.state, answer.asleep, answer.min_bytes) == ("refused", True, 0)
         assert "no room for 2.00 MiB guaranteed and 8.00 MiB reserved" in answer.reason
         shared.places[1].member.set_min(HUGE)
-        assert segment.wish(name, asleep=False, wait_s=BOUND_S).state == "applied"
+        assert segment.request(name, asleep=False, wait_s=BOUND_S).state == "applied"
         is_sound(shared)
     finally:
         keeper.stop()

@@ -69,11 +69,11 @@ def test_what_happens_to_memory_is_said_and_each_line_is_one() -> None:
         ids = one.ask("alloc", 100)
         one.ask("cache", ids)
         assert two.ask("alloc", 60)  # for which the first one has to give
-        answer = segment.wish(two.name, limit_bytes=2 * MIB, priority=3)
+        answer = segment.request(two.name, limit_bytes=2 * MIB, priority=3)
         assert answer.state == "shrinking"
-        segment.wish(two.name, min_bytes=1 << 40, wait_s=60)
-        segment.wish(two.name, asleep=True)
-        segment.wish(two.name, asleep=False)
+        segment.request(two.name, min_bytes=1 << 40, wait_s=60)
+        segment.request(two.name, asleep=True)
+        segment.request(two.name, asleep=False)
         two.ask("clear")
         first, second = one.end(), two.end()
     head = r"DEBUG \d\d-\d\d \d\d:\d\d:\d\d \[kvelastic \d+\] \S"
@@ -103,7 +103,7 @@ def test_what_happens_to_memory_is_said_and_each_line_is_one() -> None:
 def test_nothing_of_it_is_said_without() -> None:
     with Logged("INFO") as one:
         one.ask("alloc", 10)
-        segment.wish(one.name, limit_bytes=MIB)
+        segment.request(one.name, limit_bytes=MIB)
         assert one.end() == ""
 
 

@@ -81,7 +81,7 @@ def surfaces(name: str) -> dict[str, dict[str, object]]:
 
 def until_replied(name: str, **wanted: object) -> None:
     """Make a request and wait for the first reply to it, whatever that says."""
-    revision = segment.wish(name, wait_s=0, **wanted).wished_revision  # type: ignore[arg-type]
+    revision = segment.request(name, wait_s=0, **wanted).requested_revision  # type: ignore[arg-type]
     with segment.open_readonly(name) as seen:
         assert seen.record.wait_answer(revision, WAIT_S)
 
@@ -125,7 +125,7 @@ def test_while_it_runs_shrinks_and_sleeps(instance: Instance) -> None:
     until_replied(name, limit_bytes=UNLIMITED_BYTES, asleep=True)
     asleep = assert_all_agree(name, "shrinking")
     assert (asleep["asleep"], asleep["limit_bytes"]) == (True, 64 << 20)
-    segment.wish(name, asleep=False, wait_s=WAIT_S)
+    segment.request(name, asleep=False, wait_s=WAIT_S)
     assert_all_agree(name, "applied")
 
 
@@ -140,7 +140,7 @@ def test_what_came_of_a_request(mode: str, verdict: str) -> None:
             until_replied(owner.name, limit_bytes=request.limit_bytes)
         else:
             wait_s = WAIT_S if verdict in {"refused", "applied"} else 0
-            answer = segment.wish(owner.name, limit_bytes=request.limit_bytes, wait_s=wait_s)
+            answer = segment.request(owner.name, limit_bytes=request.limit_bytes, wait_s=wait_s)
         assert_all_agree(owner.name, verdict)
         if mode != "shrink":
             assert outcome_of(request, answer).verdict is Verdict(verdict)

@@ -1,4 +1,4 @@
-"""The keeper: wishes answered whatever Python does, shrinking, trimming, decay, and its end."""
+"""The keeper: requests answered whatever Python does, shrinking, trimming, decay, and its end."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ class Instance:
             self.pool, self.segment.record, idle_trim_s=self.idle_trim_s, sanity_check=True
         )
 
-    def wish(self, limit_bytes: int | None = None, *, trim: bool = False) -> int:
+    def request(self, limit_bytes: int | None = None, *, trim: bool = False) -> int:
         with self.operator.writing():
-            return self.operator.record.write_wish(limit_bytes, trim=trim)
+            return self.operator.record.write_request(limit_bytes, trim=trim)
 
     def answer(self, revision: int, *, settled: bool = True) -> dict:
         assert self.operator.record.wait_answer(revision, SOON_S, settled=settled)
@@ -50,7 +50,7 @@ class Instance:
 
     def looked(self) -> None:
         """Return when the keeper has been through its loop since the call."""
-        self.answer(self.wish(trim=False))
+        self.answer(self.request(trim=False))
 
     def __enter__(self) -> Instance:
         return self
@@ -81,9 +81,9 @@ def test_the_start_is_announced():
         ((1 << 64) - 1, 8 * HUGE, ""),
     ],
 )
-def test_a_wish_is_answered_while_idle(limit, effective, reason):
+def test_a_request_is_answered_while_idle(limit, effective, reason):
     with Instance(capacity_bytes=8 * HUGE) as one:
-        answer = one.answer(one.wish(limit))
+        answer = one.answer(one.request(limit))
         assert answer["state"] == "applied"
         assert answer["effective_limit_bytes"] == effective
         assert reason in answer["reason"]
@@ -95,7 +95,7 @@ def test_idle_memory_is_back_when_the_answer_is_there():
         ids = one.pool.alloc(PAGES * B - 1)
         one.pool.cache(ids[: 6 * B])
         one.pool.free(ids[6 * B :])
-        answer = one.answer(one.wish(2 * HUGE))
+        answer = one.answer(one.request(2 * HUGE))
         assert answer["state"] == "applied"
         assert answer["mapped_bytes"] == one.memory.held_at_the_os() == 2 * HUGE
         assert one.operator.record.read_usage()["mapped_bytes"] == 2 * HUGE
@@ -109,7 +109,7 @@ HOGS = {
 
 
 @pytest.mark.parametrize("hog", HOGS.values(), ids=HOGS)
-def test_a_wish_is_answered_while_python_is_busy_in_c(hog):
+def test_a_request_is_answered_while_python_is_busy_in_c(hog):
     """The operator is another process; the main thread here never lets go of the GIL."""
     program = """
 import sys
@@ -118,7 +118,7 @@ with segment.open_writable(sys.argv[1]) as operator:
     print("open", flush=True)
     sys.stdin.readline()
     with operator.writing():
-        revision = operator.record.write_wish(int(sys.argv[2]))
+        revision = operator.record.write_request(int(sys.argv[2]))
     answered = operator.record.wait_answer(revision, 20.0, settled=True)
     print(operator.record.read_answer()["answered_ns"] if answered else 0, flush=True)
 """
@@ -147,7 +147,7 @@ def test_shrinking_is_applied_when_blocks_are_freed():
     with Instance() as one:
         ids = one.pool.alloc(PAGES * B - 1)
         pages = {p: [b for b in ids if one.memory.page_of(b) == p] for p in range(PAGES)}
-        revision = one.wish(4 * HUGE)
+        revision = one.request(4 * HUGE)
         answer = one.answer(revision, settled=False)
         assert (answer["state"], answer["over_bytes"]) == ("shrinking", (PAGES - 4) * HUGE)
         assert one.pool.alloc(1) is None
@@ -168,8 +168,8 @@ def test_shrinking_is_applied_when_blocks_are_freed():
 def test_a_limit_that_is_raised_again_ends_the_shrinking():
     with Instance() as one:
         ids = one.pool.alloc(PAGES * B - 1)
-        assert one.answer(one.wish(4 * HUGE), settled=False)["state"] == "shrinking"
-        answer = one.answer(one.wish(PAGES * HUGE))
+        assert one.answer(one.request(4 * HUGE), settled=False)["state"] == "shrinking"
+        answer = one.answer(one.request(PAGES * HUGE))
         assert answer["state"] == "applied"
         one.pool.free(ids)
         assert one.pool.alloc(PAGES * B - 1) is not None
@@ -180,18 +180,18 @@ def test_a_shrinking_that_the_driver_refuses_is_tried_again():
         ids = one.pool.alloc(PAGES * B - 1)
         one.pool.free(ids)
         one.memory.driver.arm(1, 6)
-        revision = one.wish(4 * HUGE)
+        revision = one.request(4 * HUGE)
         answer = one.answer(revision)  # nothing else happens in this process meanwhile
         assert answer["state"] == "applied"
         assert one.memory.held_at_the_os() == 4 * HUGE
 
 
-def test_a_wish_to_trim():
+def test_a_request_to_trim():
     with Instance(preallocate=True, min_reserved_pages=2, max_reserved_pages=4) as one:
         ids = one.pool.alloc(6 * B)
         one.pool.free(ids[B:])
         one.looked()
-        revision = one.wish(trim=True)
+        revision = one.request(trim=True)
         answer = one.answer(revision)
         assert answer["state"] == "applied"
         assert answer["mapped_bytes"] < 4 * HUGE
@@ -203,7 +203,7 @@ def test_a_wish_to_trim():
 
 def test_a_trim_does_not_change_the_limit():
     with Instance(limit_bytes=7 * HUGE) as one:
-        answer = one.answer(one.wish(trim=True))
+        answer = one.answer(one.request(trim=True))
         assert answer["effective_limit_bytes"] == 7 * HUGE
 
 
@@ -289,7 +289,7 @@ def test_a_stop_is_prompt_and_final(idle_trim_s):
             one.keeper.stop()
             assert time.monotonic() - since < SOON_S
             one.keeper.stop()
-            revision = one.wish(HUGE)
+            revision = one.request(HUGE)
             assert not one.operator.record.wait_answer(revision, 0.001)
             assert one.pool.limit_state()["limit_bytes"] == PAGES * HUGE
             one.pool.alloc(1)
@@ -305,13 +305,13 @@ def test_a_keeper_that_is_dropped_ends_too():
         assert len(list(Path("/proc/self/task").iterdir())) == threads
 
 
-def test_wishes_wait_for_the_session():
+def test_requests_wait_for_the_session():
     with Instance() as one:
         ids = one.pool.alloc(PAGES * B - 1)
         one.pool.cache(ids)
         one.pool.enter()
         available = one.pool.available_mapped()
-        revision = one.wish(2 * HUGE)
+        revision = one.request(2 * HUGE)
         assert not one.operator.record.wait_answer(revision, 0.1)
         assert not one.pool.has_evicted
         assert one.pool.available_mapped() == available
@@ -324,7 +324,7 @@ def test_what_a_session_held_up_is_done_after_it():
     """A thread gives blocks back in another's session: nothing is evicted before that ends."""
     with Instance() as one:
         ids = one.pool.alloc(PAGES * B - 1)
-        revision = one.wish(2 * HUGE)
+        revision = one.request(2 * HUGE)
         assert one.answer(revision, settled=False)["state"] == "shrinking"
         one.pool.enter()
         giver = threading.Thread(target=one.pool.cache, args=(ids,))
@@ -338,7 +338,7 @@ def test_what_a_session_held_up_is_done_after_it():
         assert one.answer(revision)["state"] == "applied"
     with Instance() as one:
         ids = one.pool.alloc(PAGES * B - 1)
-        revision = one.wish(2 * HUGE)
+        revision = one.request(2 * HUGE)
         assert one.answer(revision, settled=False)["state"] == "shrinking"
         one.pool.enter()
         giver = threading.Thread(target=one.pool.free, args=(ids,))
@@ -354,8 +354,8 @@ def test_only_the_owner_can_keep():
         _vmm.Keeper.start(one.pool, one.operator.record)
 
 
-def test_wishes_while_the_pool_is_busy():
-    """Operators wish at random while threads alloc and free; the last wish holds at the end."""
+def test_requests_while_the_pool_is_busy():
+    """Requests come at random while threads alloc and free; the last one holds at the end."""
     with Instance(idle_trim_s=0.01, preallocate=True) as one:
         wrong: list[object] = []
         stop = threading.Event()
@@ -379,12 +379,12 @@ def test_wishes_while_the_pool_is_busy():
             thread.start()
         chance = random.Random(5)
         for _ in range(60):
-            one.answer(one.wish(chance.randint(0, PAGES) * HUGE, trim=True), settled=False)
+            one.answer(one.request(chance.randint(0, PAGES) * HUGE, trim=True), settled=False)
         stop.set()
         for thread in threads:
             thread.join()
         assert wrong == []
-        answer = one.answer(one.wish(2 * HUGE))
+        answer = one.answer(one.request(2 * HUGE))
         assert answer["state"] == "applied"
         assert one.memory.held_at_the_os() <= 2 * HUGE
         one.pool.check_integrity()
@@ -402,11 +402,11 @@ def test_a_forked_child_that_drops_a_keeper_leaves_its_parents_alone():
             finally:
                 os._exit(0)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-        assert one.answer(one.wish(2 * HUGE))["state"] == "applied"
+        assert one.answer(one.request(2 * HUGE))["state"] == "applied"
         assert one.memory.read(block) == {4}
 
 
-def test_a_pool_that_has_failed_says_so_by_itself_and_to_every_wish() -> None:
+def test_a_pool_that_has_failed_says_so_by_itself_and_to_every_request() -> None:
     with Instance() as instance:
         ids = instance.pool.alloc(2 * B)
         assert ids is not None
@@ -422,4 +422,4 @@ def test_a_pool_that_has_failed_says_so_by_itself_and_to_every_wish() -> None:
         answer = instance.operator.record.read_answer()
         assert answer["revision"] == before
         assert "restart" in answer["reason"]
-        assert instance.answer(instance.wish(PAGES * HUGE))["state"] == "failed"
+        assert instance.answer(instance.request(PAGES * HUGE))["state"] == "failed"

@@ -21,8 +21,8 @@ from terminal import written_to_a_terminal
 
 from kvelastic import segment
 from kvelastic.cli.kvctl import main
-from kvelastic.cli.rows import Row, printable, row_of
 from kvelastic.cli.tables import bar_cells, plain_table, rich_table
+from kvelastic.instance.row import Row, printable, row_of
 from kvelastic.instance.status import status_of
 
 SHM = Path("/dev/shm")
@@ -54,7 +54,7 @@ def row(name: str) -> Row:
 
 
 def revision(name: str) -> int:
-    return segment.inspect(name).wish["revision"]
+    return segment.inspect(name).request["revision"]
 
 
 # ------------------------------------------------------------------------------------------ list
@@ -82,7 +82,7 @@ def test_list_json_has_the_documented_keys(owner):
 def test_guarantee_and_priority_are_those_of_the_answer(owner):
     info = segment.inspect(owner.name)
     info.answer.update(min_bytes=3 << 30, priority=-7)
-    info.wish.update(min_bytes=1, priority=1)  # a wish is not what is in force
+    info.request.update(min_bytes=1, priority=1)  # a request is not what is in force
     entry = row_of(status_of(info))
     assert (entry["min_bytes"], entry["priority"]) == (3 << 30, -7)
     heading, line = plain_table([entry]).splitlines()
@@ -240,7 +240,7 @@ def test_an_instance_that_does_not_answer(name):
         assert entry["limit_bytes"] == CAPACITY_BYTES
 
 
-def test_a_wish_overtaken_by_another_is_not_reported_as_done(name, monkeypatch):
+def test_a_request_overtaken_by_another_is_not_reported_as_done(name, monkeypatch):
     with Owner(name):
         kvctl("limit", name, "1G", "--wait", "30")
         late = segment.Answer(
@@ -253,9 +253,9 @@ def test_a_wish_overtaken_by_another_is_not_reported_as_done(name, monkeypatch):
             answered_ns=1,
             min_bytes=0,
             priority=0,
-            wished_revision=4,
+            requested_revision=4,
         )
-        monkeypatch.setattr(segment, "wish", lambda *_, **__: late)
+        monkeypatch.setattr(segment, "request", lambda *_, **__: late)
         result = kvctl("limit", name, "2G", "--wait", "1")
         assert result.exit_code == 1
         assert "replaced by a later request" in result.stderr

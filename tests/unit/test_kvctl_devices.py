@@ -18,10 +18,10 @@ from segment_owner import CAPACITY_BYTES, MAPPED_BYTES, Owner
 from terminal import written_to_a_terminal
 
 from kvelastic import segment
+from kvelastic.cli.device_rows import DeviceRow, InstanceRow, ProcessRow, device_rows
 from kvelastic.cli.device_tables import plain_tables
-from kvelastic.cli.devices import DeviceRow, InstanceRow, ProcessRow, device_rows
-from kvelastic.cli.rows import Row
 from kvelastic.devices import DeviceFacts, ProcessMemory
+from kvelastic.instance.row import Row
 
 SHM = Path("/dev/shm")
 KVCTL = str(Path(sys.executable).with_name("kvctl"))

@@ -128,7 +128,7 @@ CASES = {
     "dead": (replace(CALM, life="dead"), None, ["process 11 has ended", "kvctl gc"], ["holds"]),
     "closing": (replace(CALM, life="closing"), None, ["It is ending", "holds:"], []),
     "unknown": (replace(CALM, life="unknown"), None, ["cannot be asked", "holds:"], []),
-    # --- wishes and limits
+    # --- requests and limits
     "a request just made": (
         replace(CALM, request_state="pending", requested_limit_bytes=MIB, pending_s=0.1), None,
         ["request! The newest request (limit 1.00 MiB) was made 0.1 s ago"], ["hangs"]),
@@ -426,7 +426,7 @@ def test_the_json_has_the_documented_keys(name):
 
 def test_an_instance_that_does_not_answer(name):
     with Owner(name, "mute"):
-        segment.wish(name, limit_bytes=MIB, wait_s=0)
+        segment.request(name, limit_bytes=MIB, wait_s=0)
         assert "The newest request (limit 1.00 MiB) was made" in kvctl("explain", name).stdout
 
 

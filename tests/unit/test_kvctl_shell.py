@@ -186,21 +186,21 @@ def test_ctrl_c_ends_a_shell_that_nobody_types_to(owner):
         done.stdin.write(f"version\nlimit {mute.name} 1M --wait 600\nversion\n")
         done.stdin.flush()
         assert done.stdout.readline().startswith("kvctl")
-        until_wished(mute.name)
+        until_requested(mute.name)
         done.send_signal(2)
         rest, _ = done.communicate(timeout=60)
     assert done.returncode == 130
     assert rest == ""  # the second `version` did not run
 
 
-def until_wished(name: str) -> None:
-    """Return when a wish has been written to an instance."""
+def until_requested(name: str) -> None:
+    """Return when a request has been written to an instance."""
     import time
 
     from kvelastic import segment
 
     deadline = time.monotonic() + 60
-    while segment.inspect(name).wish["revision"] == 0:
+    while segment.inspect(name).request["revision"] == 0:
         assert time.monotonic() < deadline
         os.sched_yield()
 
@@ -231,7 +231,7 @@ def test_words_that_leave(terminal, word):
 def test_ctrl_c_ends_the_command_and_not_the_shell(terminal, owner):
     with Owner(f"{owner.name}_mute", "mute") as mute:
         terminal.type(f"limit {mute.name} 1M --wait 600\r")
-        until_wished(mute.name)
+        until_requested(mute.name)
         terminal.press_ctrl_c()
         terminal.until("Interrupted.")
         terminal.until(PROMPT)

@@ -18,9 +18,9 @@ from segment_owner import Owner
 
 from kvelastic import segment
 from kvelastic.cli.kvctl import main
-from kvelastic.cli.rows import Row, shown_state
 from kvelastic.cli.shell import Shell
 from kvelastic.cli.tables import plain_table
+from kvelastic.instance.row import Row, shown_state
 
 MIB = 1 << 20
 KVCTL = str(Path(sys.executable).with_name("kvctl"))
@@ -153,7 +153,7 @@ def test_awake_and_still_over_its_limit(one):
 
 
 def test_an_instance_that_does_not_know_sleep_is_not_called_asleep(name):
-    """It answers `applied` to every wish, and goes on as before."""
+    """It answers `applied` to every request, and goes on as before."""
     with Owner(name):
         result = kvctl("sleep", name, "--wait", "30")
         assert (result.exit_code, result.stdout) == (1, "")
@@ -183,7 +183,7 @@ def answer(**changes: object) -> segment.Answer:
         "answered_ns": 1,
         "min_bytes": 0,
         "priority": 0,
-        "wished_revision": 5,
+        "requested_revision": 5,
     }
     return segment.Answer(**(values | changes))  # type: ignore[arg-type]
 
@@ -204,9 +204,9 @@ def answer(**changes: object) -> segment.Answer:
     ],
 )
 def test_other_answers(name, monkeypatch, changes, code, text):
-    """What has become of it counts, and not which wish was answered last."""
+    """What has become of it counts, and not which request was answered last."""
     with Owner(name):
-        monkeypatch.setattr(segment, "wish", lambda *_, **__: answer(**changes))
+        monkeypatch.setattr(segment, "request", lambda *_, **__: answer(**changes))
         result = kvctl("sleep", name, "--wait", "1")
         assert result.exit_code == code
         assert text in result.output + result.stderr
@@ -229,7 +229,7 @@ def test_wrong_usage_changes_nothing(name, verb):
     with Owner(name):
         for more in ((), (name, "5"), (name, "--wait", "-1"), (name, "--wait"), (name, "--now")):
             assert kvctl(verb, *more).exit_code == 2, more
-        assert segment.inspect(name).wish["revision"] == 0
+        assert segment.inspect(name).request["revision"] == 0
 
 
 def test_in_the_shell_and_completed_there(one):

@@ -17,8 +17,8 @@ from segment_owner import MAPPED_BYTES, Owner
 
 from kvelastic import segment
 from kvelastic.cli.kvctl import main
-from kvelastic.cli.rows import Row
 from kvelastic.cli.stats import Look, Stats, stats_of
+from kvelastic.instance.row import Row
 
 DEVICE = {"KVELASTIC_HOST_MEMORY": "64M", "KVELASTIC_PAGE_PREALLOC_ENABLED": "false"}
 

@@ -386,7 +386,7 @@ def instance(device_group: str, **environ: str) -> Instance:
 
 
 def test_instances_start_and_change_with_guarantee_and_priority():
-    group = f"{GROUP}-wishes"
+    group = f"{GROUP}-requests"
     path = ledger.ledger_path(group, "host")
 
     def standing() -> list[tuple[int, int]]:
@@ -399,10 +399,10 @@ def test_instances_start_and_change_with_guarantee_and_priority():
             instance(group, KVELASTIC_MIN="25M")
         assert standing() == [(40 * MIB, 5), (0, 0)]
 
-        before = segment.wish(b.name, limit_bytes=32 * MIB, priority=2, wait_s=SOON_S)
+        before = segment.request(b.name, limit_bytes=32 * MIB, priority=2, wait_s=SOON_S)
         assert (before.state, before.min_bytes, before.priority) == ("applied", 0, 2)
-        # A refused wish changes nothing, also not what could have been had of it.
-        answer = segment.wish(
+        # A refused request changes nothing, also not what could have been had of it.
+        answer = segment.request(
             b.name, limit_bytes=8 * MIB, min_bytes=25 * MIB, priority=9, wait_s=SOON_S
         )
         assert answer.state == "refused"
@@ -412,12 +412,12 @@ def test_instances_start_and_change_with_guarantee_and_priority():
         assert answer.effective_limit_bytes == 32 * MIB
         assert standing() == [(40 * MIB, 5), (0, 2)]
 
-        answer = segment.wish(b.name, min_bytes=24 * MIB, priority=-3, wait_s=SOON_S)
+        answer = segment.request(b.name, min_bytes=24 * MIB, priority=-3, wait_s=SOON_S)
         assert (answer.state, answer.min_bytes, answer.priority) == ("applied", 24 * MIB, -3)
         assert answer.effective_limit_bytes == 32 * MIB
         assert standing() == [(40 * MIB, 5), (24 * MIB, -3)]
-        assert segment.wish(a.name, min_bytes=0, wait_s=SOON_S).state == "applied"
-        assert segment.wish(b.name, min_bytes=64 * MIB, wait_s=SOON_S).state == "applied"
+        assert segment.request(a.name, min_bytes=0, wait_s=SOON_S).state == "applied"
+        assert segment.request(b.name, min_bytes=64 * MIB, wait_s=SOON_S).state == "applied"
         assert standing() == [(0, 5), (64 * MIB, -3)]
         a.kill()
         b.close()

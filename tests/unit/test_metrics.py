@@ -71,7 +71,7 @@ def info(name: str = "one", status: str = "alive", **changes: dict[str, object])
         header=header | changes.get("header", {}),
         usage=dict(USAGE),
         answer=ANSWER | changes.get("answer", {}),
-        wish={"revision": 1, "limit_bytes": None} | changes.get("wish", {}),
+        request={"revision": 1, "limit_bytes": None} | changes.get("request", {}),
         counters=dict(COUNTERS),
         engine_asleep=False,
     )
@@ -195,7 +195,7 @@ def test_counters_are_all_that_an_instance_counts():
         ({"answer": {"state": "refused"}}, "unknown", "unknown"),
         ({"answer": {"state": "failed"}}, "alive", "failed"),
         ({"answer": {"state": "none", "revision": 0}}, "alive", "pending"),
-        ({"wish": {"revision": 2}}, "alive", "pending"),
+        ({"request": {"revision": 2}}, "alive", "pending"),
         ({}, "closing", "closing"),
     ],
 )

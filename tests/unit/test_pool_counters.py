@@ -74,7 +74,7 @@ def test_pages_are_counted_as_they_are_created_and_destroyed(pool: ElasticPool) 
         grown, _ = counted()
         assert grown > created
         pool.blocks.cache(cached)
-        answer = segment.wish(pool.name, limit_bytes=3 * LAYOUT.page_bytes, wait_s=30.0)
+        answer = segment.request(pool.name, limit_bytes=3 * LAYOUT.page_bytes, wait_s=30.0)
         assert answer.state == "applied"
         assert counted()[1] > trimmed
         pool.close(discard=True)

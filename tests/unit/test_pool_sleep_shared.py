@@ -79,7 +79,7 @@ def test_a_starved_one_that_is_put_to_sleep_asks_for_nothing_more(shared: TwoPoo
             return found.ask_bytes
 
         assert ask_bytes() > 0
-        answer = segment.wish(shared.segments[0].name, asleep=True, wait_s=BOUND_S)
+        answer = segment.request(shared.segments[0].name, asleep=True, wait_s=BOUND_S)
         assert (answer.state, answer.mapped_bytes, answer.asleep) == ("applied", 0, True)
         until(lambda: ask_bytes() == 0)
         b.free(theirs)
@@ -90,14 +90,14 @@ def test_a_starved_one_that_is_put_to_sleep_asks_for_nothing_more(shared: TwoPoo
 
 
 def test_with_a_keeper_what_is_freed_in_sleep_is_answered(shared: TwoPools) -> None:
-    """The record says shrinking with the bytes over, then applied with none: no wish in between."""
+    """The record says shrinking with the bytes over, then applied with none; no request between."""
     pool, name = shared.pools[0], shared.segments[0].name
     keeper = _vmm.Keeper.start(pool, shared.segments[0].record, idle_trim_s=-1.0)
     try:
         ids = pool.alloc(BLOCKS_PER_PAGE)
         assert ids is not None
         held_bytes = pool.mapped_bytes
-        answer = segment.wish(name, asleep=True, wait_s=0.05)
+        answer = segment.request(name, asleep=True, wait_s=0.05)
         assert (answer.state, answer.over_bytes) == ("shrinking", held_bytes)
         assert segment.inspect(name).usage["asleep"] == 1
         pool.free(ids)
@@ -105,7 +105,7 @@ def test_with_a_keeper_what_is_freed_in_sleep_is_answered(shared: TwoPools) -> N
         info = segment.inspect(name)
         assert info.answer["effective_limit_bytes"] == info.answer["mapped_bytes"] == 0
         assert info.usage["mapped_bytes"] == 0
-        answer = segment.wish(name, asleep=False, wait_s=BOUND_S)
+        answer = segment.request(name, asleep=False, wait_s=BOUND_S)
         assert (answer.state, answer.effective_limit_bytes) == ("applied", PAGES * HUGE)
         assert not answer.asleep
         assert pool.alloc(1) is not None

@@ -466,15 +466,15 @@ def test_a_limit_raised_past_the_start_while_the_device_is_full(device):
     device.wait_until_idle(idle)
     assert fill(busy, 2)
     assert busy.alloc(1) is None, "past its limit"
-    answer = segment.wish(busy.name, limit_bytes=12 * PAGE, wait_s=SOON_S)
+    answer = segment.request(busy.name, limit_bytes=12 * PAGE, wait_s=SOON_S)
     assert (answer.state, answer.effective_limit_bytes) == ("applied", 12 * PAGE)
     assert len(busy.alloc(10 * B)) == 10 * B
     assert busy.alloc(1) is None
     assert device.pages(busy) == 12
     assert device.member(busy).limit_bytes == 12 * PAGE
     sound(device, idle, busy)
-    # Beyond the device there is nothing, whatever is wished.
-    answer = segment.wish(busy.name, limit_bytes=1 << 50, wait_s=SOON_S)
+    # Beyond the device there is nothing, whatever is requested.
+    answer = segment.request(busy.name, limit_bytes=1 << 50, wait_s=SOON_S)
     assert (answer.state, answer.effective_limit_bytes) == ("applied", DEVICE_PAGES * PAGE)
 
 

@@ -179,7 +179,7 @@ def test_another_version_is_shown_and_never_touched(name):
     with pytest.raises(SegmentExistsError, match="version 77"):
         segment.create(name, engine="test")
     with pytest.raises(SegmentFormatError, match="version 77"):
-        segment.wish(name, limit_bytes=1)
+        segment.request(name, limit_bytes=1)
     with pytest.raises(SegmentBusyError, match="version 77"):
         segment.delete(name)
     assert (SHM / name).read_bytes() == data
@@ -257,7 +257,7 @@ def test_a_name_made_anew_survives_the_end_of_its_first_owner(name):
 def test_a_forked_child_never_removes_its_parents_segment(name):
     with Owner(name, "fork") as owner:
         assert segment.inspect(name).header["pid"] == owner.pid
-        assert segment.wish(name, limit_bytes=1 << 30, wait_s=30).state == "applied"
+        assert segment.request(name, limit_bytes=1 << 30, wait_s=30).state == "applied"
         assert segment.inspect(name).status == "alive"
 
 
@@ -355,7 +355,7 @@ def test_delete_needs_force_where_somebody_lives(name, mine):
         segment.delete(name, force=True)
 
 
-# -------------------------------------------------------------------------- reading and wishing
+# -------------------------------------------------------------------------- reading and requesting
 
 
 def test_a_reader_on_a_read_only_mapping(mine):
@@ -373,7 +373,7 @@ def test_a_reader_on_a_read_only_mapping(mine):
         assert reader.record.wait_answer(0, 0.0)
         assert not reader.record.wait_answer(1, 0.01)
         for forbidden in (
-            lambda: reader.record.write_wish(1),
+            lambda: reader.record.write_request(1),
             reader.record.ring_bell,
             lambda: reader.record.publish_usage(mapped_bytes=1),
             reader.record.set_closing,
@@ -411,58 +411,58 @@ def test_readers_never_see_two_publications_mixed(mine):
         reader.close()
 
 
-def test_wishes_count_up_and_keep_what_they_do_not_change(mine):
-    assert mine.record.owner_wish() is None
+def test_requests_count_up_and_keep_what_they_do_not_change(mine):
+    assert mine.record.owner_request() is None
     with segment.open_writable(mine.name) as other, other.writing() as record:
-        assert record.write_wish(10, priority=-3) == 1
-        assert record.write_wish(trim=True) == 2
-    wish = mine.record.owner_wish()
-    assert (wish["revision"], wish["limit_bytes"]) == (2, 10)
-    assert (wish["priority"], wish["trim_revision"]) == (-3, 2)
-    assert wish["writer_pid"] == os.getpid()
-    assert wish["written_ns"] > 0
+        assert record.write_request(10, priority=-3) == 1
+        assert record.write_request(trim=True) == 2
+    request = mine.record.owner_request()
+    assert (request["revision"], request["limit_bytes"]) == (2, 10)
+    assert (request["priority"], request["trim_revision"]) == (-3, 2)
+    assert request["writer_pid"] == os.getpid()
+    assert request["written_ns"] > 0
 
 
-def test_a_trim_before_any_limit_wishes_no_limit(mine):
-    mine.record.write_wish(trim=True)
-    assert mine.record.owner_wish()["limit_bytes"] is None
+def test_a_trim_before_any_limit_requests_no_limit(mine):
+    mine.record.write_request(trim=True)
+    assert mine.record.owner_request()["limit_bytes"] is None
 
 
 @pytest.mark.parametrize("limit_bytes", [0, 1, 1 << 30, (1 << 63) - 1])
-def test_a_wish_is_answered_by_the_instance(name, limit_bytes):
+def test_a_request_is_answered_by_the_instance(name, limit_bytes):
     with Owner(name, "apply"):
-        answer = segment.wish(name, limit_bytes=limit_bytes, wait_s=30)
+        answer = segment.request(name, limit_bytes=limit_bytes, wait_s=30)
         assert (answer.state, answer.effective_limit_bytes) == ("applied", limit_bytes)
-        assert answer.is_to_the_wish
+        assert answer.answers_the_request
         info = segment.inspect(name)
-        assert info.wish["limit_bytes"] == limit_bytes
-        assert info.answer["revision"] == info.wish["revision"] == 1
+        assert info.request["limit_bytes"] == limit_bytes
+        assert info.answer["revision"] == info.request["revision"] == 1
 
 
 def test_waiting_lasts_until_the_limit_holds(name):
     with Owner(name, "late"):
-        assert segment.wish(name, limit_bytes=1 << 20, wait_s=30).state == "applied"
+        assert segment.request(name, limit_bytes=1 << 20, wait_s=30).state == "applied"
     with Owner(name, "shrink"):
-        answer = segment.wish(name, limit_bytes=1 << 20, wait_s=0.05)
+        answer = segment.request(name, limit_bytes=1 << 20, wait_s=0.05)
         assert answer.state == "shrinking"
         assert answer.over_bytes > 0
     with Owner(name, "refuse"):
-        answer = segment.wish(name, limit_bytes=1 << 20, wait_s=30)
+        answer = segment.request(name, limit_bytes=1 << 20, wait_s=30)
         assert (answer.state, answer.reason) == ("refused", "it is only a test")
         assert answer.effective_limit_bytes == CAPACITY_BYTES
     with Owner(name, "mute"):
-        answer = segment.wish(name, limit_bytes=1 << 20, wait_s=0.05)
+        answer = segment.request(name, limit_bytes=1 << 20, wait_s=0.05)
         assert answer.state == "none"
-        assert not answer.is_to_the_wish
+        assert not answer.answers_the_request
 
 
-def test_a_wish_to_nobody(name):
+def test_a_request_to_nobody(name):
     with pytest.raises(SegmentNotFoundError, match=name):
-        segment.wish(name, limit_bytes=1)
+        segment.request(name, limit_bytes=1)
     forge(name, start_time_ticks=1)
     before = (SHM / name).read_bytes()
     with pytest.raises(SegmentDeadError, match="nothing was changed"):
-        segment.wish(name, limit_bytes=1)
+        segment.request(name, limit_bytes=1)
     assert (SHM / name).read_bytes() == before
 
 
@@ -471,14 +471,14 @@ def test_a_wait_ends_with_the_instance(name):
         killer = threading.Timer(0.2, owner.kill)
         killer.start()
         with pytest.raises(SegmentDeadError, match="did not answer"):
-            segment.wish(name, limit_bytes=1, wait_s=60)
+            segment.request(name, limit_bytes=1, wait_s=60)
         killer.join()
 
 
 def test_the_bell_wakes_a_waiting_owner(mine):
     seen = mine.record.bell
     assert not mine.record.wait_bell(seen, 0.01)
-    ringer = threading.Timer(0.05, lambda: mine.record.write_wish(1))
+    ringer = threading.Timer(0.05, lambda: mine.record.write_request(1))
     ringer.start()
     assert mine.record.wait_bell(seen, 60)
     ringer.join()
@@ -563,9 +563,9 @@ def test_rubbish_after_the_header_is_read_without_harm(name):
         assert info.answer["state"] in {"none", "applied", "shrinking", "refused", "unknown"}
         assert isinstance(info.answer["reason"], str)
     with segment.open_writable(name) as other, other.writing() as record:
-        revision = record.write_wish(5)  # wraps, if it must
-        assert record.read_wish()["revision"] == revision
-        assert record.read_wish()["limit_bytes"] == 5
+        revision = record.write_request(5)  # wraps, if it must
+        assert record.read_request()["revision"] == revision
+        assert record.read_request()["limit_bytes"] == 5
 
 
 def test_buffers_that_cannot_hold_a_segment():
@@ -606,10 +606,10 @@ def test_unknown_fields_are_named(mine):
 @pytest.mark.parametrize("priority", [1001, -1001, 5_000_000])
 def test_a_priority_beyond_the_bounds_is_refused_by_whoever_asks(name, mine, priority):
     with pytest.raises(InvalidArgumentError, match=f"priority={priority} .* -1000 to 1000"):
-        segment.wish(name, priority=priority)
+        segment.request(name, priority=priority)
     with segment.open_writable(name) as open_, pytest.raises(InvalidArgumentError, match="-1000"):
-        open_.record.write_wish(priority=priority)
-    assert mine.record.read_wish()["revision"] == 0
+        open_.record.write_request(priority=priority)
+    assert mine.record.read_request()["revision"] == 0
 
 
 def test_the_bound_of_a_priority_is_the_record_s() -> None:
@@ -620,5 +620,5 @@ def test_the_bound_of_a_priority_is_the_record_s() -> None:
 def test_a_wait_that_is_no_number_is_refused(name, mine):
     """It was never over, and the loop that waits never slept."""
     with pytest.raises(InvalidArgumentError, match="wait_s=nan"):
-        segment.wish(name, limit_bytes=1, wait_s=float("nan"))
-    assert mine.record.read_wish()["revision"] == 0
+        segment.request(name, limit_bytes=1, wait_s=float("nan"))
+    assert mine.record.read_request()["revision"] == 0

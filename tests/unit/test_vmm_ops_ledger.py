@@ -151,7 +151,7 @@ def test_others_see_it_and_cannot_change_it(group: str, monkeypatch: pytest.Monk
     assert (info.name, info.header["engine"]) == (f"{group}_vmm_g0", "vmm_ops")
     assert (info.answer["state"], info.answer["effective_limit_bytes"]) == ("applied", 8 * MIB)
     assert (info.answer["priority"], own(group).priority) == (7, 7)
-    assert segment.wish(info.name, limit_bytes=2 * MIB, wait_s=0.0).state == "none"
+    assert segment.request(info.name, limit_bytes=2 * MIB, wait_s=0.0).state == "none"
     with pytest.raises(errors.OutOfMemoryError, match="KVELASTIC_LIMIT"):
         vmm_ops.map_to_kv_tensors([3, 4])
     answer = shown().answer

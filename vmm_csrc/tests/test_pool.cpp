@@ -245,9 +245,9 @@ TEST(a_keeper_without_memory_for_its_lists_goes_on) {
   std::shared_ptr<RecordOwner> record(segment->owner.get(), [](RecordOwner*) {});
   auto keeper = Keeper::start(pool, record, {});
   backing->throws = 3;
-  auto writer = WishWriter::open(segment->bytes);
+  auto writer = RequestWriter::open(segment->bytes);
   REQUIRE(static_cast<bool>(writer));
-  WishChange change;
+  RequestChange change;
   change.limit_bytes = kPage;
   const std::uint64_t revision = writer->write(change);
   auto view = RecordView::open(segment->bytes);

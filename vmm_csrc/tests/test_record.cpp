@@ -100,7 +100,7 @@ TEST(record_refuses_malformed_bytes) {
   for (std::size_t bytes = 0; bytes < kSegmentBytes; bytes += bytes < 700 ? 1 : 4093) {
     const auto view = RecordView::open(memory.span().first(bytes));
     CHECK(!view && view.error().code == Errc::kSegmentFormat);
-    CHECK(!WishWriter::open(memory.span().first(bytes)));
+    CHECK(!RequestWriter::open(memory.span().first(bytes)));
   }
   for (std::size_t bit = 0; bit < sizeof(RecordHeader) * 8; ++bit) {
     std::byte& byte = memory.span()[bit / 8];
@@ -135,20 +135,20 @@ TEST(record_reads_rubbish_in_its_changing_part) {
     }
     const auto view = RecordView::open(memory.span());
     REQUIRE(view);
-    Wish wish;
+    Request request;
     Answer answer;
     Usage usage;
-    CHECK((*view).read_wish(wish));
+    CHECK((*view).read_request(request));
     CHECK((*view).read_answer(answer));
     CHECK((*view).read_usage(usage));
     (void)(*view).wait_answer(random(), true, 0);
     CHECK(text_of(answer.reason).size() <= answer.reason.size());
     (void)(*view).state();
-    (void)owner->read_wish();
-    auto writer = WishWriter::open(memory.span());
+    (void)owner->read_request();
+    auto writer = RequestWriter::open(memory.span());
     REQUIRE(writer);
     const std::uint64_t revision = writer->write({.limit_bytes = 3});
-    CHECK(owner->wish_revision() == revision);
+    CHECK(owner->request_revision() == revision);
   }
 }
 
@@ -167,22 +167,22 @@ TEST(record_reader_writes_nothing) {
   CHECK((*view).counter(Counter::kAllocs) == 0);
 }
 
-TEST(record_wish_and_answer) {
+TEST(record_request_and_answer) {
   const Memory memory;
   const auto owner = make(memory);
-  CHECK(!owner->read_wish());
-  auto writer = WishWriter::open(memory.span());
+  CHECK(!owner->read_request());
+  auto writer = RequestWriter::open(memory.span());
   REQUIRE(writer);
   const std::uint32_t seen = owner->bell();
   CHECK(writer->write({.limit_bytes = 0}) == 1);
   CHECK(owner->bell() != seen && owner->wait_bell(seen, 0));
-  auto wish = owner->read_wish();
-  REQUIRE(wish);
-  CHECK(wish->limit_revision == 1 && wish->limit_bytes == 0 && wish->revision == 1);
+  auto request = owner->read_request();
+  REQUIRE(request);
+  CHECK(request->limit_revision == 1 && request->limit_bytes == 0 && request->revision == 1);
   CHECK(writer->write({.trim = true}) == 2);
-  wish = owner->read_wish();
-  REQUIRE(wish);
-  CHECK(wish->limit_bytes == 0 && wish->trim_revision == 2 && wish->revision == 2);
+  request = owner->read_request();
+  REQUIRE(request);
+  CHECK(request->limit_bytes == 0 && request->trim_revision == 2 && request->revision == 2);
 
   const auto view = RecordView::open(memory.span());
   REQUIRE(view);
@@ -196,18 +196,18 @@ TEST(record_wish_and_answer) {
   CHECK((*view).read_answer(answer) && text_of(answer.reason) == std::string(128, 'r'));
 }
 
-TEST(record_half_a_wish_is_no_wish) {
+TEST(record_half_a_request_is_no_request) {
   const Memory memory;
   const auto owner = make(memory);
-  auto writer = WishWriter::open(memory.span());
+  auto writer = RequestWriter::open(memory.span());
   REQUIRE(writer);
   writer->write({.limit_bytes = 11, .priority = 4});
   writer->write_half({.limit_bytes = 22, .priority = 5});
-  const auto wish = owner->read_wish();
-  REQUIRE(wish);
-  CHECK(wish->revision == 1 && wish->limit_bytes == 11 && wish->priority == 4);
+  const auto request = owner->read_request();
+  REQUIRE(request);
+  CHECK(request->revision == 1 && request->limit_bytes == 11 && request->priority == 4);
   CHECK(writer->write({.limit_bytes = 33}) == 2);
-  const auto next = owner->read_wish();
+  const auto next = owner->read_request();
   REQUIRE(next);
   CHECK(next->limit_bytes == 33 && next->priority == 4);
 }
@@ -219,7 +219,7 @@ TEST(record_bell_wakes_another_process) {
   CHECK(!owner->wait_bell(seen, 1'000'000));
   const pid_t child = fork();
   if (child == 0) {
-    auto writer = WishWriter::open(memory.span());
+    auto writer = RequestWriter::open(memory.span());
     if (writer) writer->write({.limit_bytes = 77});
     const auto view = RecordView::open(memory.span());
     const bool answered = view && (*view).wait_answer(1, true, 60 * kSecondNs);
@@ -227,8 +227,8 @@ TEST(record_bell_wakes_another_process) {
   }
   REQUIRE(child > 0);
   CHECK(owner->wait_bell(seen, 60 * kSecondNs));
-  const auto wish = owner->read_wish();
-  CHECK(wish && wish->limit_bytes == 77);
+  const auto request = owner->read_request();
+  CHECK(request && request->limit_bytes == 77);
   owner->answer({.revision = 1, .state = AnswerState::kShrinking});
   owner->answer({.revision = 1, .state = AnswerState::kApplied});
   int status = -1;
@@ -263,10 +263,10 @@ TEST(record_publications_are_never_mixed) {
   second.join();
 }
 
-TEST(record_owner_is_not_held_up_by_a_storm_of_wishes) {
+TEST(record_owner_is_not_held_up_by_a_storm_of_requests) {
   const Memory memory;
   const auto owner = make(memory);
-  auto writer = WishWriter::open(memory.span());
+  auto writer = RequestWriter::open(memory.span());
   REQUIRE(writer);
   std::atomic<bool> stop{false};
   std::thread storm([&] {
@@ -276,10 +276,10 @@ TEST(record_owner_is_not_held_up_by_a_storm_of_wishes) {
   });
   int read = 0;
   for (int i = 0; i < 20'000 || read == 0; ++i) {
-    const auto wish = owner->read_wish();
-    if (!wish) continue;
+    const auto request = owner->read_request();
+    if (!request) continue;
     ++read;
-    CHECK(wish->limit_bytes == wish->min_bytes && wish->limit_bytes == wish->revision);
+    CHECK(request->limit_bytes == request->min_bytes && request->limit_bytes == request->revision);
   }
   stop = true;
   storm.join();

@@ -1,4 +1,4 @@
-// A model's memory: what it holds, and two sliders whose new value is sent as a wish when they are
+// A model's memory: what it holds, and two sliders whose new value is sent as a request when they are
 // let go. The answer stands below them, in words.
 
 import { Answer } from "./answer.js";
@@ -14,19 +14,19 @@ const PARTS = [
   ["parked_bytes", "use-parked"],
 ];
 
-export class Wish {
+export class Memory {
   /** `model` is its name; `told` follows each answer, with what was refused for want of a key. */
   constructor(model, told) {
     this.model = model;
     this.told = told;
     this.row = null;
-    this.waiting = null; // what to send when the answer to the last wish has come
+    this.waiting = null; // what to send when the answer to the last request has come
     this.isSending = false;
-    this.promised = null; // {words, revision} of the wish that is not in force yet
+    this.promised = null; // {words, revision} of the request that is not in force yet
     this.parts = PARTS.map(([, shade]) => make("span", { class: shade }));
     this.bar = make("div", { class: "bar", "aria-hidden": "true" }, ...this.parts);
-    this.min = new Setting("min", "Min", model, (wish) => this.send(wish));
-    this.limit = new Setting("limit", "Limit", model, (wish) => this.send(wish));
+    this.min = new Setting("min", "Min", model, (request) => this.send(request));
+    this.limit = new Setting("limit", "Limit", model, (request) => this.send(request));
     this.facts = make("p", { class: "held dim" });
     this.answer = new Answer();
     this.controls = make(
@@ -39,7 +39,7 @@ export class Wish {
     this.none = make("p", { class: "dim" });
     this.element = make(
       "div",
-      { class: "wish" },
+      { class: "memory" },
       this.none,
       this.controls,
       this.facts,
@@ -85,10 +85,10 @@ export class Wish {
     if (this.promised && askedAt >= this.answer.toldAt) this.follow(row, this.promised);
   }
 
-  /** What has come of a wish that was not in force when it was answered. */
+  /** What has come of a request that was not in force when it was answered. */
   follow(row, { words, revision }) {
     if (row.revision !== revision) {
-      this.answer.tell("no", "Overtaken: somebody else has wished something later.");
+      this.answer.tell("no", "Overtaken: somebody else has requested something later.");
       this.promised = null;
     } else if (row.state === "applied") {
       this.answer.tell("ok", `In force now: ${words}.`);
@@ -101,9 +101,9 @@ export class Wish {
     }
   }
 
-  /** One wish at a time; of those that come meanwhile the newest values are sent together. */
-  async send(wish) {
-    this.waiting = { ...this.waiting, ...wish };
+  /** One request at a time; of those that come meanwhile the newest values are sent together. */
+  async send(request) {
+    this.waiting = { ...this.waiting, ...request };
     if (this.isSending) return;
     this.isSending = true;
     const sent = new Set();
@@ -143,10 +143,10 @@ export class Wish {
         : pages;
       this.answer.tell("ok", `Applied: ${words}${beyond}.`);
     } else if (answer.state === "shrinking") {
-      this.promised = { words, revision: answer.wished_revision };
+      this.promised = { words, revision: answer.requested_revision };
       this.answer.tell("wait", `Taken: ${words}. ${bytes(answer.over_bytes)} still to be given back.`);
     } else if (answer.state === "pending" || answer.state === "unknown") {
-      this.promised = { words, revision: answer.wished_revision };
+      this.promised = { words, revision: answer.requested_revision };
       this.answer.tell("wait", `Requested: ${words}. No reply yet.`);
     } else if (answer.state === "overtaken") {
       this.answer.tell("no", "Replaced by a later request.");
@@ -164,7 +164,7 @@ class Setting {
     this.key = key;
     this.page = 1;
     this.isHeld = false; // somebody is at it: what is polled does not move it
-    this.isSent = false; // its wish is under way: neither
+    this.isSent = false; // its request is under way: neither
     const name = `${title} of ${model}`;
     this.slider = make("input", {
       type: "range",

@@ -1,4 +1,4 @@
-"""What kvctl says of one instance: a flat row of plain values, the same for people and programs.
+"""One instance as a flat row of plain values, the same for people and programs.
 
 The keys of `Row` are the schema of `kvctl list --json` (docs/kvctl.md); none is ever left out, and
 what is not known is None.

@@ -1,4 +1,4 @@
-"""A wish that was refused is over: it neither spoils nor slips into those that come after it."""
+"""A request that was refused is over: it neither spoils nor slips into those that come after it."""
 
 from __future__ import annotations
 
@@ -28,25 +28,25 @@ def test_a_refused_guarantee_changes_nothing_and_is_not_judged_again(
 ) -> None:
     _, b = pair
     limit = segment.inspect(b.name).answer["effective_limit_bytes"]
-    refused = segment.wish(b.name, min_bytes=40 * MIB, limit_bytes=48 * MIB, wait_s=WAIT_S)
+    refused = segment.request(b.name, min_bytes=40 * MIB, limit_bytes=48 * MIB, wait_s=WAIT_S)
     assert refused.state == "refused"
-    assert refused.effective_limit_bytes == limit, "half of a refused wish was done"
+    assert refused.effective_limit_bytes == limit, "half of a refused request was done"
     assert (refused.min_bytes, refused.priority) == (0, 0)
 
-    assert segment.wish(b.name, priority=7, wait_s=WAIT_S).state == "applied"
-    answer = segment.wish(b.name, min_bytes=8 * MIB, wait_s=WAIT_S)
+    assert segment.request(b.name, priority=7, wait_s=WAIT_S).state == "applied"
+    answer = segment.request(b.name, min_bytes=8 * MIB, wait_s=WAIT_S)
     assert (answer.state, answer.min_bytes, answer.priority) == ("applied", 8 * MIB, 7)
-    assert answer.effective_limit_bytes == limit, "the refused limit came with a later wish"
+    assert answer.effective_limit_bytes == limit, "the refused limit came with a later request"
 
 
-def test_what_was_refused_may_be_wished_for_again(pair: tuple[Instance, Instance]) -> None:
+def test_what_was_refused_may_be_requested_for_again(pair: tuple[Instance, Instance]) -> None:
     a, b = pair
-    assert segment.wish(b.name, min_bytes=40 * MIB, wait_s=WAIT_S).state == "refused"
-    assert segment.wish(a.name, min_bytes=0, wait_s=WAIT_S).state == "applied"
-    assert segment.wish(b.name, min_bytes=40 * MIB, wait_s=WAIT_S).min_bytes == 40 * MIB
+    assert segment.request(b.name, min_bytes=40 * MIB, wait_s=WAIT_S).state == "refused"
+    assert segment.request(a.name, min_bytes=0, wait_s=WAIT_S).state == "applied"
+    assert segment.request(b.name, min_bytes=40 * MIB, wait_s=WAIT_S).min_bytes == 40 * MIB
 
 
-# --- wishes that the instance reads together, since it did not run when they came ---------------
+# --- requests that the instance reads together, since it did not run when they came ---------------
 
 TOO_MUCH = 40 * MIB
 """With what the first one is guaranteed, more than the device has."""
@@ -54,7 +54,7 @@ TOO_MUCH = 40 * MIB
 
 @contextmanager
 def held(instance: Instance) -> Iterator[None]:
-    """It is stopped, and reads all that is wished for meanwhile as one record."""
+    """It is stopped, and reads all that is requested meanwhile as one record."""
     instance.signal(signal.SIGSTOP)
     os.waitid(os.P_PID, instance.pid, os.WSTOPPED | os.WNOWAIT)
     try:
@@ -68,13 +68,13 @@ def wait_for_answer(instance: Instance, revision: int) -> segment.Answer:
         assert opened.record.wait_answer(revision, WAIT_S, settled=True)
         raw = opened.record.read_answer()
     assert raw.pop("whole")
-    return segment.Answer(**raw, wished_revision=revision)
+    return segment.Answer(**raw, requested_revision=revision)
 
 
 def write(instance: Instance, **changes: object) -> int:
-    """Wish without a look at the answer; the revision."""
+    """Request without a look at the answer; the revision."""
     with segment.open_writable(instance.name) as opened, opened.writing() as record:
-        return record.write_wish(changes.pop("limit_bytes", None), **changes)
+        return record.write_request(changes.pop("limit_bytes", None), **changes)
 
 
 def test_a_refused_guarantee_does_not_take_a_later_sleep_with_it(
@@ -88,9 +88,9 @@ def test_a_refused_guarantee_does_not_take_a_later_sleep_with_it(
     assert (answer.state, answer.revision) == ("applied", last)
     assert segment.inspect(b.name).usage["asleep"] == 1
     assert b.alloc(1) is None
-    assert (answer.min_bytes, answer.priority) == (0, 0), "half of a refused wish was done"
-    woken = segment.wish(b.name, asleep=False, wait_s=WAIT_S)
-    assert woken.effective_limit_bytes == 64 * MIB, "the refused limit came with a later wish"
+    assert (answer.min_bytes, answer.priority) == (0, 0), "half of a refused request was done"
+    woken = segment.request(b.name, asleep=False, wait_s=WAIT_S)
+    assert woken.effective_limit_bytes == 64 * MIB, "the refused limit came with a later request"
 
 
 def test_a_refused_guarantee_does_not_take_an_earlier_limit_with_it(
@@ -113,18 +113,18 @@ def test_a_refusal_stays_one_while_an_earlier_limit_is_reached(
     _, b = pair
     ids = b.alloc(24)
     assert ids is not None
-    assert segment.wish(b.name, limit_bytes=2 * PAGE_BYTES).state == "shrinking"
+    assert segment.request(b.name, limit_bytes=2 * PAGE_BYTES).state == "shrinking"
     last = write(b, min_bytes=TOO_MUCH)
     assert wait_for_answer(b, last).state == "refused"
     b.free(ids)  # what is over the limit goes, and is answered
     with segment.open_readonly(b.name) as opened:
         while (raw := opened.record.read_answer())["over_bytes"]:
-            assert raw["state"] == "refused", "a refused wish is called shrinking"
+            assert raw["state"] == "refused", "a refused request is called shrinking"
         assert (raw["state"], raw["revision"]) == ("refused", last)
     assert "guarantee" in raw["reason"]
 
 
-def test_what_is_left_of_an_overtaken_wish_holds(pair: tuple[Instance, Instance]) -> None:
+def test_what_is_left_of_an_overtaken_request_holds(pair: tuple[Instance, Instance]) -> None:
     _, b = pair
     with held(b):
         write(b, min_bytes=8 * MIB, limit_bytes=32 * MIB)

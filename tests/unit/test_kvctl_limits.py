@@ -25,7 +25,7 @@ DEVICE = {
 
 @pytest.fixture
 def name():
-    unique = f"kvwish_{os.getpid()}_{random.randrange(1 << 40):x}"
+    unique = f"kvrequest_{os.getpid()}_{random.randrange(1 << 40):x}"
     yield unique
     (Path("/dev/shm") / unique).unlink(missing_ok=True)
 
@@ -40,8 +40,8 @@ def row(name: str) -> dict:
     return json.loads(kvctl("list", name, "--json").stdout)[0]
 
 
-def wish_of(name: str) -> dict:
-    return segment.inspect(name).wish
+def request_of(name: str) -> dict:
+    return segment.inspect(name).request
 
 
 def test_all_in_one_step():
@@ -56,7 +56,7 @@ def test_all_in_one_step():
             f"{one.name}: limit 48.00 MiB (50331648 bytes), guarantee 16.00 MiB (16777216 bytes),"
             " priority -3 applied; 0 B are mapped.\n"
         )
-        assert wish_of(one.name)["revision"] == 1
+        assert request_of(one.name)["revision"] == 1
         entry = row(one.name)
         assert (entry["limit_bytes"], entry["min_bytes"]) == (48 * MIB, 16 * MIB)
         assert entry["priority"] == -3
@@ -120,7 +120,7 @@ def test_other_answers(name, mode, code, text):
         assert unwaited.exit_code == (1 if mode == "refuse" else 0)
 
 
-def test_a_wish_that_another_overtook(name, monkeypatch):
+def test_a_request_that_another_overtook(name, monkeypatch):
     with Owner(name):
         late = segment.Answer(
             revision=5,
@@ -132,10 +132,10 @@ def test_a_wish_that_another_overtook(name, monkeypatch):
             answered_ns=1,
             min_bytes=3 * MIB,
             priority=4,
-            wished_revision=4,
+            requested_revision=4,
             limit_bytes=MIB,
         )
-        monkeypatch.setattr(segment, "wish", lambda *_, **__: late)
+        monkeypatch.setattr(segment, "request", lambda *_, **__: late)
         result = kvctl("set", name, "--min", "1M", "--limit", "2M", "--wait", "1")
         assert result.exit_code == 1
         assert "was replaced by a later request; the limit is 1.00 MiB" in result.stderr
@@ -169,7 +169,7 @@ def test_wrong_usage_of_set_changes_nothing(name, arguments):
         assert result.exit_code == 2
         assert result.stderr
         assert "Traceback" not in result.output
-        assert wish_of(name)["revision"] == 0
+        assert request_of(name)["revision"] == 0
 
 
 def test_set_says_what_can_be_set(name):
@@ -250,7 +250,7 @@ def test_wrong_usage_of_trim(name):
     with Owner(name):
         for arguments in (("trim",), ("trim", name, "1M"), ("trim", name, "--wait", "x")):
             assert kvctl(*arguments).exit_code == 2
-        assert wish_of(name)["trim_revision"] == 0
+        assert request_of(name)["trim_revision"] == 0
 
 
 def test_limit_keeps_guarantee_and_priority():
