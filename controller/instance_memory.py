@@ -94,33 +94,6 @@ def is_asleep(name: str) -> bool:
     return look_at(name).asleep
 
 
-def shortage(name: str) -> str | None:
-    """Why an instance that wakes would not get what it is guaranteed; None if it would.
-
-    Memory that others hold above their own guarantees counts as to be had: the ledger's rules take
-    it back when it is asked for. Raises `SegmentError`.
-    """
-    uuid = segment.inspect(name).header.get("uuid")
-    for info in ledger.list_ledgers():
-        for member in info.members:
-            if member.uuid != uuid:
-                continue
-            missing_bytes = member.min_bytes - member.granted_bytes
-            if missing_bytes <= info.free_bytes:
-                continue
-            to_be_had_bytes = info.free_bytes + sum(
-                max(0, other.granted_bytes - other.min_bytes)
-                for other in info.members
-                if other is not member and other.status != "dead"
-            )
-            if missing_bytes > to_be_had_bytes:
-                return (
-                    f"it is guaranteed {member.min_bytes} bytes of {info.device}, and"
-                    f" {to_be_had_bytes} are to be had"
-                )
-    return None
-
-
 def pressure(older_than_s: float) -> tuple[list[Ask], dict[str, tuple[frozenset[str], int]]]:
     """Asks that have waited so long, and by segment where it holds how much."""
     asks: list[Ask] = []
@@ -142,5 +115,4 @@ __all__ = [
     "request",
     "row",
     "rows",
-    "shortage",
 ]

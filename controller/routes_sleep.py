@@ -97,7 +97,8 @@ async def wake_up(front: Front, request: Request) -> Any:
     await model.settled()
     if model.state is State.AWAKE:
         return _told(model, 200, True, "The model is awake.")
-    return _told(model, 502, False, "The model could not be woken; it is asleep as before.")
+    why = f" {model.last_problem}" if model.last_problem else ""
+    return _told(model, 502, False, f"The model could not be woken; it is asleep as before.{why}")
 
 
 def _told(model: ServedModel, status: int, success: bool, message: str) -> Json:

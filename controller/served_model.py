@@ -22,6 +22,8 @@ from kvelastic.errors import EngineCallError, KvelasticError, SegmentNotFoundErr
 
 _log = logging.getLogger("kvelastic.controller")
 
+_WAKE_WAIT_S = 6.0
+"""An instance that wakes waits up to five seconds for others to give what it has reserved."""
 UNREACHABLE_REST_S = 1.0
 """An engine that refused a connection gets no request for so long, if there is another."""
 
@@ -305,7 +307,7 @@ class ServedModel:
         return await self._request_of_memory(asleep=True)
 
     async def _memory_wakes(self) -> str | None:
-        """Its instance may hold memory again; a problem if its guarantee is not to be had."""
+        """Its instance may hold memory again; a problem if the device lacks room for it."""
         return await self._request_of_memory(asleep=False)
 
     async def _request_of_memory(self, *, asleep: bool) -> str | None:
@@ -313,11 +315,10 @@ class ServedModel:
         if name is None:
             return None
         try:
-            if not asleep:
-                short = await asyncio.to_thread(instance_memory.shortage, name)
-                if short is not None:
-                    return short
-            answer = await asyncio.to_thread(instance_memory.request, name, asleep=asleep)
+            wait_s = None if asleep else _WAKE_WAIT_S
+            answer = await asyncio.to_thread(
+                instance_memory.request, name, asleep=asleep, wait_s=wait_s
+            )
         except SegmentNotFoundError:
             return None  # its instance has not started or has ended: nothing is held
         except KvelasticError as error:

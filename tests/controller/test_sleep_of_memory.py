@@ -152,6 +152,25 @@ def test_a_wake_that_fails_puts_the_memory_back_to_sleep(
     assert (row["asleep"], row["limit_bytes"]) == (False, 128 * MIB)
 
 
+def test_a_wake_that_the_device_has_no_room_for_is_refused_with_who_has_it(
+    front: Controller, instance: Instance
+) -> None:
+    front.client.patch("/memory/org/m", json={"min": "160M", "wait": 5})
+    sleep(front)
+    with Instance(
+        KVELASTIC_HOST_MEMORY="256M",
+        KVELASTIC_LEDGER=f"ctls-{os.getpid()}",
+        KVELASTIC_MIN="128M",
+    ) as other:
+        answer = front.post("/action/wakeup/org/m")
+        assert not answer.json()["success"]
+        assert "refuses to wake" in answer.text
+        assert other.name in answer.text
+        assert memory(front)["asleep"]
+    assert front.post("/action/wakeup/org/m").json()["success"]
+    assert not memory(front)["asleep"]
+
+
 def test_a_controller_that_starts_anew_wakes_what_the_last_one_put_to_sleep(
     engine: Engine, instance: Instance
 ) -> None:
