@@ -12,17 +12,18 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import FrameType
 
 import psutil
 
-from benchmarks.two_models import report
+from benchmarks.two_models import report, woken
 from benchmarks.two_models.bursts import BurstResult, measure
 from benchmarks.two_models.client import RequestFailedError, make_burst, run_burst
 from benchmarks.two_models.memory import MemoryWatch
-from benchmarks.two_models.servers import WAYS, Servers
+from benchmarks.two_models.servers import SHARED, WAYS, Servers
 from benchmarks.two_models.workload import MODELS, QUICK, WHOLE, Workload
 
 ROOT = Path(__file__).parents[2]
@@ -48,9 +49,9 @@ def model_folder() -> Path:
     return Path(done.stdout.strip())
 
 
-def warm_up(servers: Servers) -> None:
+def warm_up(servers: Servers, ways: Sequence[str] = WAYS) -> None:
     """The first requests after the start are slow; nothing of them is counted."""
-    for way in WAYS:
+    for way in ways:
         for model in MODELS:
             run_burst(servers[way, model].port, make_burst(2, 64, 8, 0.1, "warm-up"))
 
@@ -84,12 +85,32 @@ def run(workload: Workload) -> int:
                 results = rounds(servers, watch, workload)
                 time.sleep(SETTLE_S)
                 afterwards = watch.look()
+            awakening = woken.measure(servers, workload)
             left = servers.stop()
         except FAILURES as error:
             print(servers.log_ends(), file=sys.stderr)
             print(f"\ntwo_models failed: {error or type(error).__name__}"[:2000], file=sys.stderr)
             return 1
-    report.write(workload, results, watch.samples, afterwards, left)
+    report.write(workload, results, watch.samples, afterwards, awakening, left)
+    return 0
+
+
+def run_woken(workload: Workload) -> int:
+    """Only the first token of a woken model: two servers, and none of the bursts."""
+    with (
+        TemporaryDirectory(prefix="kvelastic-two-models-") as folder,
+        Servers(model_folder(), workload, Path(folder), (SHARED,)) as servers,
+    ):
+        try:
+            print(f"  two servers ready after {servers.start():.0f} s", flush=True)
+            warm_up(servers, (SHARED,))
+            awakening = woken.measure(servers, workload)
+            left = servers.stop()
+        except FAILURES as error:
+            print(servers.log_ends(), file=sys.stderr)
+            print(f"\ntwo_models failed: {error or type(error).__name__}"[:2000], file=sys.stderr)
+            return 1
+    report.write_woken(workload, awakening, left)
     return 0
 
 
@@ -100,11 +121,15 @@ def interrupted(number: int, _: FrameType | None) -> None:
 if __name__ == "__main__":
     arguments = argparse.ArgumentParser(prog="scripts/bench two_models", description=__doc__)
     arguments.add_argument("--quick", action="store_true", help="one round, under five minutes")
+    arguments.add_argument(
+        "--woken", action="store_true", help="only a woken model's first token, two minutes"
+    )
     chosen = arguments.parse_args()
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, interrupted)
     try:
-        sys.exit(run(QUICK if chosen.quick else WHOLE))
+        workload = QUICK if chosen.quick else WHOLE
+        sys.exit(run_woken(workload) if chosen.woken else run(workload))
     except KeyboardInterrupt:
         print("\nStopped: all servers have ended, and nothing is left of them.", file=sys.stderr)
         sys.exit(130)

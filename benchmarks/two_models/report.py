@@ -15,6 +15,7 @@ from benchmarks.two_models import plot
 from benchmarks.two_models.bursts import BurstResult
 from benchmarks.two_models.memory import Sample, most_held_bytes, most_used_bytes, write_csv
 from benchmarks.two_models.servers import HALVES, SHARED
+from benchmarks.two_models.woken import BAR_RATIO, WokenResult
 from benchmarks.two_models.workload import MIB, Workload
 
 RESULTS = Path(__file__).parent / "results"
@@ -135,11 +136,27 @@ def state_lines(afterwards: dict[tuple[str, str], Sample]) -> list[str]:
     ]
 
 
+def woken_line(awakening: WokenResult) -> str:
+    """The first token of a woken model, with what it is measured against."""
+    of = awakening
+    return (
+        "First token of a woken model beside a full, idle neighbour:"
+        f" {_times(of.beside_neighbour_s)} (bar: {of.bar_s:.2f} s, {BAR_RATIO:g} times an ordinary"
+        f" request's {_times(of.ordinary_s)}, and the page's own price, {of.page_price_s:.2f} s);"
+        f" with room on the device {_times(of.with_room_s)}"
+    )
+
+
+def _times(samples: Sequence[float]) -> str:
+    return f"{statistics.median(samples):.2f} s ({min(samples):.2f} .. {max(samples):.2f})"
+
+
 def write(
     workload: Workload,
     results: Sequence[BurstResult],
     samples: Sequence[Sample],
     afterwards: dict[tuple[str, str], Sample],
+    awakening: WokenResult,
     left: Sequence[str],
 ) -> None:
     """Print the table, and keep everything under results/."""
@@ -154,11 +171,11 @@ def write(
     remains = ", ".join(left) or "nothing"
     print(f"\nslowest first token, halves by shared, burst by burst: {by_burst}")
     print("\n".join(["eight seconds after the last burst:", *(f"  {line}" for line in state)]))
+    print(woken_line(awakening))
     print(f"left in shared memory after all have ended: {remains}")
 
-    RESULTS.mkdir(exist_ok=True)
     on = machine()
-    stem = f"{time.strftime('%Y-%m-%d')}-{on['cpu'].replace(' ', '-').lower()}"
+    stem = _stem(on)
     date = time.strftime("%Y-%m-%d %H:%M")
     content = {
         "machine": on,
@@ -167,6 +184,7 @@ def write(
         "figures": told,
         "bursts": [_without_tokens(result) for result in results],
         "afterwards": [asdict(sample) for sample in afterwards.values()],
+        "woken": asdict(awakening) | {"bar_s": awakening.bar_s},
         "left": list(left),
     }
     (RESULTS / f"{stem}.json").write_text(json.dumps(content, indent=1) + "\n")
@@ -177,11 +195,34 @@ def write(
     lines += [f"| {' | '.join(row)} |" for row in rows[1:]]
     lines += ["", f"Slowest first token, halves by shared, burst by burst: {by_burst}.", ""]
     lines += ["Eight seconds after the last burst:", "", *(f"- {line}" for line in state), ""]
+    lines += [f"{woken_line(awakening)}.", ""]
     lines += [f"Left in shared memory after all have ended: {remains}.", ""]
     (RESULTS / f"{stem}.md").write_text("\n".join(lines))
     title = f"{on['cpu']}, {on['cores']} cores, {date}"
     plot.draw(RESULTS / f"{stem}.png", title, workload, results, samples)
     print(f"kept in {RESULTS.relative_to(RESULTS.parents[2])}/{stem}.*")
+
+
+def write_woken(workload: Workload, awakening: WokenResult, left: Sequence[str]) -> None:
+    """The same for a run that measured nothing else."""
+    print(f"\n{woken_line(awakening)}")
+    print(f"left in shared memory after all have ended: {', '.join(left) or 'nothing'}")
+    on = machine()
+    content = {
+        "machine": on,
+        "date": time.strftime("%Y-%m-%d %H:%M"),
+        "workload": asdict(workload),
+        "woken": asdict(awakening) | {"bar_s": awakening.bar_s},
+        "left": list(left),
+    }
+    kept = RESULTS / f"{_stem(on)}-woken.json"
+    kept.write_text(json.dumps(content, indent=1) + "\n")
+    print(f"kept in {kept.relative_to(RESULTS.parents[2])}")
+
+
+def _stem(on: dict[str, Any]) -> str:
+    RESULTS.mkdir(exist_ok=True)
+    return f"{time.strftime('%Y-%m-%d')}-{on['cpu'].replace(' ', '-').lower()}"
 
 
 def _without_tokens(result: BurstResult) -> dict[str, Any]:

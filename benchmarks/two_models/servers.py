@@ -14,6 +14,7 @@ import contextlib
 import os
 import signal
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 
@@ -31,7 +32,10 @@ LOG_LINES = 30
 
 
 class Servers:
-    def __init__(self, model: Path, workload: Workload, folder: Path) -> None:
+    def __init__(
+        self, model: Path, workload: Workload, folder: Path, ways: Sequence[str] = WAYS
+    ) -> None:
+        self._ways = ways
         self._model = model
         self._workload = workload
         self._folder = folder
@@ -72,7 +76,7 @@ class Servers:
     def start(self) -> float:
         """All at once; answers after how many seconds the last one was ready."""
         begin_s = time.monotonic()
-        for way in WAYS:
+        for way in self._ways:
             for model in MODELS:
                 self._running[way, model] = self._launch(way, model)
         for server in self._running.values():
@@ -87,6 +91,7 @@ class Servers:
             "KVELASTIC_IPC_NAME": self.name(way, model),
             "KVELASTIC_LEDGER": self.group(way, model),
             "KVELASTIC_HOST_MEMORY": str(size),
+            "VLLM_SERVER_DEV_MODE": "1",  # /sleep and /wake_up
             "VLLM_RPC_BASE_PATH": str(self._folder),  # its sockets go with the folder
         }
         if way == HALVES:

@@ -31,6 +31,8 @@ class Workload:
     over_s: float = 20.0
     """The time in which a burst's requests come."""
     budget_pages: int = 14
+    woken_turns: int = 5
+    """How often a model is woken beside a full neighbour."""
     new_rounds_for_s: float = 420.0
     """No round begins later than this after the first."""
 
@@ -64,4 +66,4 @@ class Workload:
 
 
 WHOLE = Workload(rounds=3)
-QUICK = Workload(rounds=1, answer_tokens=96, over_s=18.0)
+QUICK = Workload(rounds=1, answer_tokens=96, over_s=18.0, woken_turns=2)
