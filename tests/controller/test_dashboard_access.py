@@ -36,7 +36,7 @@ def test_logs_of_a_launched_engine(browser: Browser, tmp_path: Path) -> None:
         with (tmp_path / "log").open("a") as file:
             file.write("one more line\n")
         expect(lines).to_contain_text("one more line")
-        expect(page.row("m").locator(".request")).to_contain_text("No instance is configured.")
+        expect(page.row("m").locator(".memory")).to_contain_text("No instance is configured.")
         assert page.problems == []
         assert page.page.title() == "kvelastic"
 
