@@ -158,6 +158,7 @@ RECLAIM_IDLE_NS: int
 RECLAIM_PATIENCE_NS: int
 RECLAIM_FAIR_CACHED_NS: int
 RECLAIM_FAIR_IN_USE_NS: int
+RECLAIM_RESERVE_WAIT_NS: int
 RECLAIM_ASK_LEASE_NS: int
 
 def ledger_version(head: bytes) -> int | None: ...
@@ -182,6 +183,20 @@ def plan_reclaim(
     contenders: Sequence[object], asker: int, free_bytes: int, capacity_bytes: int
 ) -> list[tuple[int, int, int]]: ...
 def kept_bytes(contenders: Sequence[object], self: int, capacity_bytes: int) -> int: ...
+def plan_excess(
+    contenders: Sequence[object], excess_bytes: int, capacity_bytes: int
+) -> list[tuple[int, int, int]]: ...
+def left_for_caches(capacity_bytes: int, total_bytes: int, beside_bytes: int) -> int: ...
+def has_room_for(
+    capacity_bytes: int, total_bytes: int, guaranteed_bytes: int, reserved_bytes: int
+) -> bool: ...
+def check_account(
+    capacity_bytes: int,
+    total_bytes: int,
+    granted_bytes: int,
+    guaranteed_bytes: int,
+    reserved_bytes: int,
+) -> None: ...
 
 class LedgerMember:
     @staticmethod

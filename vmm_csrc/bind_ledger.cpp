@@ -1,4 +1,4 @@
-// `kvelastic._vmm`: the ledger of a device, and the policy of who gives to whom.
+// `kvelastic._vmm`: the ledger of a device.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>
@@ -110,46 +110,6 @@ nb::dict read_ledger(nb::handle buffer, int fd) {
   return out;
 }
 
-// Plain values of a plan, as `kvelastic.reclaim` has them.
-std::vector<Contender> contenders_of(nb::sequence sequence) {
-  std::vector<Contender> all;
-  for (nb::handle item : sequence) {
-    Contender c;
-    c.granted_bytes = nb::cast<std::uint64_t>(item.attr("granted_bytes"));
-    c.min_bytes = nb::cast<std::uint64_t>(item.attr("min_bytes"));
-    c.priority = nb::cast<std::int64_t>(item.attr("priority"));
-    c.parked_bytes = nb::cast<std::uint64_t>(item.attr("parked_bytes"));
-    c.cached_bytes = nb::cast<std::uint64_t>(item.attr("cached_bytes"));
-    c.page_bytes = nb::cast<std::uint64_t>(item.attr("page_bytes"));
-    c.idle_ns = nb::cast<std::uint64_t>(item.attr("idle_ns"));
-    c.ask_bytes = nb::cast<std::uint64_t>(item.attr("ask_bytes"));
-    c.ask_ns = nb::cast<std::uint64_t>(item.attr("ask_ns"));
-    c.wanted_bytes = nb::cast<std::uint64_t>(item.attr("wanted_bytes"));
-    c.wanted_ns = nb::cast<std::uint64_t>(item.attr("wanted_ns"));
-    all.push_back(c);
-  }
-  return all;
-}
-
-nb::list plan(nb::sequence contenders, std::size_t asker, std::uint64_t free_bytes,
-              std::uint64_t capacity_bytes) {
-  const std::vector<Contender> all = contenders_of(contenders);
-  if (asker >= all.size()) raise_code("INVALID_ARGUMENT", "asker is no index of the contenders");
-  nb::list out;
-  for (const Demand& demand :
-       plan_reclaim(all, asker, free_bytes, capacity_bytes, ReclaimRules{})) {
-    out.append(
-        nb::make_tuple(demand.contender, demand.bytes, static_cast<std::uint32_t>(demand.depth)));
-  }
-  return out;
-}
-
-std::uint64_t kept(nb::sequence contenders, std::size_t self, std::uint64_t capacity_bytes) {
-  const std::vector<Contender> all = contenders_of(contenders);
-  if (self >= all.size()) raise_code("INVALID_ARGUMENT", "self is no index of the contenders");
-  return kept_bytes(all, self, capacity_bytes, ReclaimRules{});
-}
-
 template <auto kMethod>
 struct Own;
 template <typename Return, typename... Arguments, Return (LedgerMember::*kMethod)(Arguments...)>
@@ -170,12 +130,6 @@ void bind_ledger(nb::module_& m) {
   m.attr("LEDGER_SLOTS") = kLedgerSlots;
   m.attr("LEDGER_ABI_VERSION") = kLedgerAbiVersion;
   m.attr("GRANT_UNIT_BYTES") = kGrantUnitBytes;
-  const ReclaimRules rules;
-  m.attr("RECLAIM_IDLE_NS") = rules.idle_ns;
-  m.attr("RECLAIM_PATIENCE_NS") = rules.patience_ns;
-  m.attr("RECLAIM_FAIR_CACHED_NS") = rules.fair_cached_ns;
-  m.attr("RECLAIM_FAIR_IN_USE_NS") = rules.fair_in_use_ns;
-  m.attr("RECLAIM_ASK_LEASE_NS") = rules.ask_lease_ns;
 
   m.def(
       "ledger_version",
@@ -237,10 +191,6 @@ void bind_ledger(nb::module_& m) {
       "buffer"_a, "capacity_bytes"_a, "fd"_a,
       "Change the capacity; hold flock() on the file, of which `fd` is an open. Returns what it\n"
       "was. Raises GuaranteeError.");
-  m.def("plan_reclaim", &plan, "contenders"_a, "asker"_a, "free_bytes"_a, "capacity_bytes"_a,
-        "Whom to ask for what: (contender, bytes, depth) tuples; see vmm_csrc/reclaim.h.");
-  m.def("kept_bytes", &kept, "contenders"_a, "self"_a, "capacity_bytes"_a,
-        "What one of them has to leave to those who wait; see vmm_csrc/reclaim.h.");
 
   nb::class_<LedgerMember>(m, "LedgerMember", "An instance's end of a ledger; any thread.")
       .def_static(

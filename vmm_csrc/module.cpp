@@ -8,6 +8,7 @@ void bind_driver(nanobind::module_& m);
 void bind_ledger(nanobind::module_& m);
 void bind_life(nanobind::module_& m);
 void bind_pool(nanobind::module_& m);
+void bind_reclaim(nanobind::module_& m);
 void bind_record(nanobind::module_& m);
 }  // namespace kvelastic
 
@@ -22,4 +23,5 @@ NB_MODULE(_vmm, m) {
   kvelastic::bind_ledger(m);
   kvelastic::bind_life(m);
   kvelastic::bind_pool(m);
+  kvelastic::bind_reclaim(m);
 }

@@ -23,10 +23,12 @@ __all__ = [
     "FAIR_IN_USE_NS",
     "IDLE_NS",
     "PATIENCE_NS",
+    "RESERVE_WAIT_NS",
     "Contender",
     "Demand",
     "Depth",
     "kept_bytes",
+    "plan_excess",
     "plan_reclaim",
 ]
 
@@ -38,6 +40,8 @@ FAIR_CACHED_NS: Final = _vmm.RECLAIM_FAIR_CACHED_NS
 """After so long an ask reaches cached contents of busy equals above their share."""
 FAIR_IN_USE_NS: Final = _vmm.RECLAIM_FAIR_IN_USE_NS
 """After so long also their blocks in use."""
+RESERVE_WAIT_NS: Final = _vmm.RECLAIM_RESERVE_WAIT_NS
+"""What a wake is to reserve is refused when others have not given it for so long."""
 ASK_LEASE_NS: Final = _vmm.RECLAIM_ASK_LEASE_NS
 """An ask that nobody has repeated for so long is no ask any more."""
 
@@ -111,8 +115,19 @@ def plan_reclaim(
     else has to give anything. Raises `InvalidArgumentError` for a bad index or negative bytes.
     """
     _check(contenders, asker, free_bytes=free_bytes, capacity_bytes=capacity_bytes)
-    plan = _vmm.plan_reclaim(contenders, asker, free_bytes, capacity_bytes)
-    return [Demand(contender, count, Depth(depth)) for contender, count, depth in plan]
+    return _named(_vmm.plan_reclaim(contenders, asker, free_bytes, capacity_bytes))
+
+
+def plan_excess(
+    contenders: Sequence[Contender], excess_bytes: int, capacity_bytes: int
+) -> list[Demand]:
+    """Say whom to ask for what, so that all together hold `excess_bytes` less.
+
+    As `plan_reclaim` for one who outranks everybody: guarantees are kept, and one page of each.
+    Raises `InvalidArgumentError` for negative bytes.
+    """
+    _check_sizes(excess_bytes=excess_bytes, capacity_bytes=capacity_bytes)
+    return _named(_vmm.plan_excess(contenders, excess_bytes, capacity_bytes))
 
 
 def kept_bytes(contenders: Sequence[Contender], index: int, capacity_bytes: int) -> int:
@@ -126,9 +141,17 @@ def kept_bytes(contenders: Sequence[Contender], index: int, capacity_bytes: int)
     return _vmm.kept_bytes(contenders, index, capacity_bytes)
 
 
+def _named(plan: list[tuple[int, int, int]]) -> list[Demand]:
+    return [Demand(contender, count, Depth(depth)) for contender, count, depth in plan]
+
+
 def _check(contenders: Sequence[Contender], index: int, **sizes: int) -> None:
     if not 0 <= index < len(contenders):
         raise InvalidArgumentError(f"the index {index} is wrong for {len(contenders)} contenders.")
+    _check_sizes(**sizes)
+
+
+def _check_sizes(**sizes: int) -> None:
     for name, value in sizes.items():
         if not 0 <= value <= _MAX_UNSIGNED:
             raise InvalidArgumentError(f"{name} is {value}; it must be 0 to 2**64 - 1.")

@@ -129,6 +129,39 @@ EXAMPLES: Final = MappingProxyType(
                 ],
             },
         ),
+        "wakes": Example(
+            "One of two models sleeps while the other one caches all it can; a request wakes it.",
+            {
+                "capacity": "8G",
+                "models": [
+                    {"name": "busy", "reserved": "1G"},
+                    {"name": "rare", "reserved": "3G", "min": "1G", "asleep": True},
+                ],
+                "arrivals": [
+                    {
+                        "at_ms": 0,
+                        "model": "busy",
+                        "bytes": "256M",
+                        "hold_ms": 400,
+                        "cached": "192M",
+                        "count": 200,
+                        "every_ms": 150,
+                    },
+                    *(
+                        {
+                            "at_ms": at_ms,
+                            "model": "rare",
+                            "bytes": "512M",
+                            "hold_ms": 800,
+                            "count": 4,
+                            "every_ms": 300,
+                        }
+                        for at_ms in (8000, 20000)
+                    ),
+                ],
+                "sleeps": [{"at_ms": 10000, "model": "rare"}, {"at_ms": 23000, "model": "rare"}],
+            },
+        ),
         "slow-victim": Example(
             "The idlest instance is stopped and never answers in time: the next one is asked.",
             {

@@ -48,6 +48,12 @@ class Instance:
     index: int
     spec: ModelSpec
     limit_pages: int
+    asleep: bool = False
+    """It holds nothing, and its guarantee and reserve count for nothing."""
+    is_to_sleep: bool = False
+    """When it has no request left."""
+    claimed_ns: int | None = None
+    """Since when it asks for its guarantee and reserve, to wake; None: it does not."""
     cached: int = 0
     parked: int = 0
     running: dict[int, Request] = field(default_factory=dict)
@@ -88,6 +94,11 @@ class Instance:
     cached_evicted: int = 0
     """Evicted for its own requests."""
     peak: int = 0
+
+    @property
+    def counts(self) -> bool:
+        """Whether its guarantee and reserve are in the device's account."""
+        return not self.asleep or self.claimed_ns is not None
 
     @property
     def held(self) -> int:
@@ -138,7 +149,7 @@ class Instance:
         ask_bytes = self.asks_for(now_ns)
         return Contender(
             granted_bytes=self.granted_bytes,
-            min_bytes=self.spec.min_bytes,
+            min_bytes=self.spec.min_bytes if self.counts else 0,
             priority=self.spec.priority,
             parked_bytes=self.parked * page_bytes,
             cached_bytes=self.cached * page_bytes,
@@ -149,6 +160,14 @@ class Instance:
             wanted_bytes=self.open_bytes(),
             wanted_ns=now_ns - self.wanted_at_ns,
         )
+
+    def fall_asleep(self) -> None:
+        """Give everything back. Pre: no request runs or waits."""
+        self.asleep, self.is_to_sleep = True, False
+        self.cached = self.parked = self.parked_low = 0
+        self.starved = self.ask_bytes = 0
+        self.wait_until_ns = self.squeezed_to = None
+        self.owed.clear()
 
     # --- pages ----------------------------------------------------------------------------------
 
@@ -226,5 +245,7 @@ class Instance:
             raise IntegrityError(f"{name} has less than nothing of some kind of page.")
         if self.in_use != sum(request.pages for request in self.running.values()):
             raise IntegrityError(f"{name} counts pages as in use that no request has.")
+        if self.asleep and self.held:
+            raise IntegrityError(f"{name} sleeps and holds {self.held} pages.")
         if self.held > self.limit_pages:
             raise IntegrityError(f"{name} holds {self.held} pages, over {self.limit_pages}.")

@@ -34,6 +34,7 @@ def report_table(shared: SimulationResult, split: SimulationResult) -> Table:
         "Peak",
         "Cache lost",
         "Cache evicted",
+        "Wakes",
     ):
         table.add_column(heading, justify="right")
     table.add_column("Got from")
@@ -66,8 +67,21 @@ def _cells(model: ModelResult) -> tuple[str, ...]:
         format_size(model.peak_granted_bytes),
         format_size(model.cached_lost_bytes),
         format_size(model.cached_evicted_bytes),
+        _wakes(model),
         ", ".join(got) or "-",
     )
+
+
+def _wakes(model: ModelResult) -> str:
+    """How many, how long the longest took, and how many were refused."""
+    if not model.wakes_ns and not model.wakes_refused:
+        return "-"
+    parts = [str(len(model.wakes_ns))]
+    if model.wakes_ns:
+        parts[0] += f" in {_milliseconds(max(model.wakes_ns))}"
+    if model.wakes_refused:
+        parts.append(f"{model.wakes_refused} refused")
+    return ", ".join(parts)
 
 
 def _milliseconds(time_ns: int | None) -> str:

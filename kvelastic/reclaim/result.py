@@ -34,6 +34,10 @@ class ModelResult:
     """Evicted because others asked."""
     cached_evicted_bytes: int = 0
     """Evicted for its own requests."""
+    wakes_ns: list[int] = field(default_factory=list)
+    """How long each wake took: until its guarantee and reserve were there."""
+    wakes_refused: int = 0
+    """The sums did not allow it, or others did not give its reserve in time."""
 
     def wait_ns(self, percent: int) -> int | None:
         """Return the wait that `percent` of the served requests did not exceed; None: none was."""
@@ -73,8 +77,12 @@ class SimulationResult:
         models = []
         for model in self.models:
             values = asdict(model)
-            del values["waits_ns"]
-            models.append(
-                values | {"wait_p50_ns": model.wait_ns(50), "wait_p99_ns": model.wait_ns(99)}
-            )
+            del values["waits_ns"], values["wakes_ns"]
+            derived = {
+                "wait_p50_ns": model.wait_ns(50),
+                "wait_p99_ns": model.wait_ns(99),
+                "wakes": len(model.wakes_ns),
+                "wake_longest_ns": max(model.wakes_ns, default=None),
+            }
+            models.append(values | derived)
         return {"end_ns": self.end_ns, "moved_bytes": self.moved_bytes, "models": models}

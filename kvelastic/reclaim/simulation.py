@@ -18,7 +18,18 @@ from functools import partial
 from typing import Final
 
 from kvelastic.errors import IntegrityError
-from kvelastic.reclaim import ASK_LEASE_NS, PATIENCE_NS, Depth, kept_bytes, plan_reclaim
+from kvelastic.reclaim import (
+    ASK_LEASE_NS,
+    PATIENCE_NS,
+    RESERVE_WAIT_NS,
+    Contender,
+    Demand,
+    Depth,
+    kept_bytes,
+    plan_excess,
+    plan_reclaim,
+)
+from kvelastic.reclaim.account import Account
 from kvelastic.reclaim.instance import Instance, Owed, Request
 from kvelastic.reclaim.result import ModelResult, Move, SimulationResult
 from kvelastic.reclaim.trace import Arrival, Trace
@@ -54,9 +65,10 @@ class Simulation:
         self.trace = trace
         self.now_ns = 0
         self.instances = [
-            Instance(i, spec, trace.limit_bytes(i) // spec.page_bytes)
+            Instance(i, spec, trace.limit_bytes(i) // spec.page_bytes, asleep=spec.is_asleep)
             for i, spec in enumerate(trace.models)
         ]
+        self.account = Account(trace.capacity_bytes, trace.total_bytes, self.instances)
         self.result = SimulationResult([ModelResult(spec.name) for spec in trace.models], [])
         self._undone = len(trace.arrivals)
         self._events: list[tuple[int, int, Callable[[], None]]] = []
@@ -65,6 +77,8 @@ class Simulation:
         self._answers: list[bool] = [False] * len(self.instances)
         for arrival in trace.arrivals:
             self._at(arrival.at_ns, partial(self._arrive, arrival))
+        for sleep in trace.sleeps:
+            self._at(sleep.at_ns, partial(self._put_to_sleep, self.instances[sleep.model]))
 
     def step(self) -> bool:
         """Let the next event happen. False: every request is done with."""
@@ -84,17 +98,9 @@ class Simulation:
         self.result.end_ns = self.now_ns
         return self.result
 
-    @property
-    def granted_bytes(self) -> int:
-        """Held by all together."""
-        return sum(one.granted_bytes for one in self.instances)
-
     def check_integrity(self) -> None:
-        """Raise `IntegrityError` if more is granted than there is, or an instance's books lie."""
-        if self.granted_bytes > self.trace.capacity_bytes:
-            raise IntegrityError(
-                f"{self.granted_bytes} bytes are granted of {self.trace.capacity_bytes}."
-            )
+        """Raise `IntegrityError` if more is held than there is, or an instance's books lie."""
+        self.account.check_integrity()
         for one in self.instances:
             one.check_integrity()
 
@@ -123,7 +129,9 @@ class Simulation:
             return
         one.queue.append(request)
         self._set_deadline(one, request)
-        if len(one.queue) == 1:
+        if one.asleep:
+            self._wake(one)
+        elif len(one.queue) == 1:
             self._serve_queue(one)
 
     def _set_deadline(self, one: Instance, request: Request) -> None:
@@ -138,6 +146,7 @@ class Simulation:
             one.queue.remove(request)
             self._refuse(one)
             self._serve_queue(one)
+            self._sleep_if_idle(one)
 
         self._at(self.now_ns + left_ns, expire)
 
@@ -160,12 +169,16 @@ class Simulation:
         self._settle(one, one.enforce())
         self._arm_decay(one)
         self._serve_queue(one)
+        self._sleep_if_idle(one)
 
     def _look(self, one: Instance, time_ns: int) -> None:
         """What waits, asks or is squeezed looks whether something has changed."""
         if self._looks[one.index] != time_ns:
             return  # an earlier look has taken its place
         self._looks[one.index] = None
+        if one.asleep:
+            self._pursue_claim(one)
+            return
         self._watch_squeeze(one)
         self._pursue(one)
         self._serve_queue(one)
@@ -176,13 +189,13 @@ class Simulation:
 
     def _serve_queue(self, one: Instance) -> None:
         """The engine starts what it can, in the order of arrival."""
-        while one.queue and self._alloc(one, one.queue[0].pages):
+        while one.queue and not one.asleep and self._alloc(one, one.queue[0].pages):
             request = one.queue.popleft()
             request.waited_ns += self.now_ns - request.queued_ns
             one.begin(request, self.now_ns)
             end_ns = self.now_ns + request.arrival.hold_ns
             self._at(end_ns, partial(self._end, one, request, request.started))
-        if one.queue:
+        if one.queue and not one.asleep:
             self._look_at(one, self.now_ns + LOOK_NS)
 
     def _alloc(self, one: Instance, pages: int) -> bool:
@@ -251,11 +264,11 @@ class Simulation:
 
     def _room(self, one: Instance) -> int:
         """Pages that it would be granted now: what is free and kept for nobody who ranks before."""
-        free_bytes = self.trace.capacity_bytes - self.granted_bytes
+        free_bytes = self.account.free_bytes
         if any(other is not one and other.asks_for(self.now_ns) for other in self.instances):
             contenders = [other.contender(self.now_ns) for other in self.instances]
             contenders[one.index] = replace(contenders[one.index], idle_ns=0)
-            free_bytes -= kept_bytes(contenders, one.index, self.trace.capacity_bytes)
+            free_bytes -= kept_bytes(contenders, one.index, self.account.left_bytes)
         return max(0, free_bytes) // one.spec.page_bytes
 
     def _grant(self, one: Instance, pages: int) -> int:
@@ -273,8 +286,18 @@ class Simulation:
         one.ask_seen_ns = now_ns
         one.ask_bytes = count_bytes
         contenders = [other.contender(now_ns) for other in self.instances]
-        free_bytes = self.trace.capacity_bytes - self.granted_bytes
-        plan = plan_reclaim(contenders, one.index, free_bytes, self.trace.capacity_bytes)
+        free_bytes = self.account.free_bytes
+        plan = plan_reclaim(contenders, one.index, free_bytes, self.account.left_bytes)
+        self._demand(one, plan, contenders)
+        return (
+            bool(plan)
+            or free_bytes >= count_bytes
+            or any(facts.wanted_bytes > 0 for i, facts in enumerate(contenders) if i != one.index)
+        )
+
+    def _demand(self, one: Instance, plan: list[Demand], contenders: list[Contender]) -> None:
+        """Ask those that a plan names, for one who lacks memory."""
+        now_ns = self.now_ns
         for demand in plan:
             facts = contenders[demand.contender]
             left_bytes = facts.granted_bytes - facts.wanted_bytes - demand.bytes
@@ -287,11 +310,48 @@ class Simulation:
             if not self._answers[victim.index]:
                 self._answers[victim.index] = True
                 self._at(now_ns + victim.spec.give_back_ns, partial(self._answer, victim))
-        return (
-            bool(plan)
-            or free_bytes >= count_bytes
-            or any(facts.wanted_bytes > 0 for i, facts in enumerate(contenders) if i != one.index)
-        )
+
+    # --- sleep and wake -------------------------------------------------------------------------
+
+    def _put_to_sleep(self, one: Instance) -> None:
+        one.is_to_sleep = not one.asleep
+        self._sleep_if_idle(one)
+
+    def _sleep_if_idle(self, one: Instance) -> None:
+        """What it holds, its guarantee and its reserve are others' from now on."""
+        if one.is_to_sleep and not one.running and not one.queue:
+            one.fall_asleep()
+            self._wake_askers(one)
+
+    def _wake(self, one: Instance) -> None:
+        """Claim guarantee and reserve; refused where the sums do not allow it."""
+        if one.claimed_ns is not None:
+            return
+        if self.account.has_room_for(one):
+            one.claimed_ns = self.now_ns
+            self._pursue_claim(one)
+        else:
+            self.result.models[one.index].wakes_refused += 1
+
+    def _pursue_claim(self, one: Instance) -> None:
+        """It wakes when its reserve is there; others are asked for it, and not for ever."""
+        if one.claimed_ns is None:
+            return
+        figures, waited_ns = self.result.models[one.index], self.now_ns - one.claimed_ns
+        if self.account.is_there(one):
+            one.asleep, one.claimed_ns = False, None
+            figures.wakes_ns.append(waited_ns)
+            one.note_activity(self.now_ns)
+            self._serve_queue(one)
+        elif waited_ns >= RESERVE_WAIT_NS:
+            one.claimed_ns = None
+            figures.wakes_refused += 1
+            self._wake_askers(one)
+        else:
+            contenders = [other.contender(self.now_ns) for other in self.instances]
+            excess_bytes, left_bytes = self.account.excess_bytes, self.account.left_bytes
+            self._demand(one, plan_excess(contenders, excess_bytes, left_bytes), contenders)
+            self._look_at(one, self.now_ns + LOOK_NS)
 
     # --- victims --------------------------------------------------------------------------------
 
@@ -358,7 +418,7 @@ class Simulation:
 
     def _wake_askers(self, by: Instance) -> None:
         for other in self.instances:
-            if other is not by and other.ask_bytes > 0:
+            if other is not by and (other.ask_bytes > 0 or other.claimed_ns is not None):
                 self._look_at(other, self.now_ns)
 
     # --- decay ----------------------------------------------------------------------------------

@@ -44,6 +44,10 @@ class ModelSpec:
     """How long it takes as a victim, from a request until the memory is free."""
     preempt_ns: int = 50 * NS_PER_MS
     """Squeezed for so long, its engine preempts the newest request."""
+    reserved_bytes: int = 0
+    """What it holds besides its cache while it is awake: weights, activations."""
+    is_asleep: bool = False
+    """At the start; its first request wakes it."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +67,15 @@ class Arrival:
 
 
 @dataclass(frozen=True)
+class Sleep:
+    """A model is put to sleep: at once, or when its requests are done with."""
+
+    at_ns: int
+    model: int
+    """Its index among the models."""
+
+
+@dataclass(frozen=True)
 class Trace:
     """Everything that a simulation replays; arrivals in the order of their times."""
 
@@ -73,6 +86,10 @@ class Trace:
     """How long an alloc waits before it evicts its own cache: `KVELASTIC_RECLAIM_WAIT`."""
     late_ns: int = 200 * NS_PER_MS
     """A request that waited for longer than this is late."""
+    total_bytes: int = 0
+    """All memory of the device, where that is more than the capacity: reserves lie in the rest of
+    it first. 0: they come out of the capacity."""
+    sleeps: tuple[Sleep, ...] = ()
 
     def __post_init__(self) -> None:
         """Check what only the whole can say. Raises `InvalidArgumentError`."""
@@ -84,11 +101,19 @@ class Trace:
         for name in names:
             if names.count(name) > 1:
                 raise InvalidArgumentError(f"two models are called {name!r}.")
-        guaranteed_bytes = sum(model.min_bytes for model in self.models)
-        if guaranteed_bytes > self.capacity_bytes:
+        if 0 < self.total_bytes < self.capacity_bytes:
+            raise InvalidArgumentError("the total must not be less than the capacity.")
+        awake = [model for model in self.models if not model.is_asleep]
+        guaranteed_bytes = sum(model.min_bytes for model in awake)
+        reserved_bytes = sum(model.reserved_bytes for model in awake)
+        if not _vmm.has_room_for(
+            self.capacity_bytes, self.total_bytes, guaranteed_bytes, reserved_bytes
+        ):
+            what = f"the models' min add up to {format_size(guaranteed_bytes)}"
+            if reserved_bytes:
+                what += f" and what they have reserved to {format_size(reserved_bytes)}"
             raise InvalidArgumentError(
-                f"the models' min add up to {format_size(guaranteed_bytes)}, more than the"
-                f" capacity of {format_size(self.capacity_bytes)}."
+                f"{what}, more than the capacity of {format_size(self.capacity_bytes)} allows."
             )
         if len(self.arrivals) > MAX_REQUESTS:
             raise InvalidArgumentError(f"{_TOO_MANY}.")
@@ -99,13 +124,27 @@ class Trace:
         return self.capacity_bytes if limit_bytes is None else limit_bytes
 
     def split_evenly(self) -> Trace:
-        """Return the same with an equal, fixed part of the device for every model."""
+        """Return the same with an equal, fixed part of the device for every model.
+
+        The part holds its reserve, too; there nobody sleeps.
+        """
         share_bytes = self.capacity_bytes // len(self.models)
+        whole_bytes = max(self.total_bytes, self.capacity_bytes) // len(self.models)
         models = tuple(
-            replace(model, min_bytes=0, limit_bytes=min(share_bytes, self.limit_bytes(i)))
+            replace(
+                model,
+                min_bytes=0,
+                reserved_bytes=0,
+                is_asleep=False,
+                limit_bytes=min(
+                    share_bytes,
+                    max(0, whole_bytes - model.reserved_bytes),
+                    self.limit_bytes(i),
+                ),
+            )
             for i, model in enumerate(self.models)
         )
-        return replace(self, models=models)
+        return replace(self, models=models, sleeps=(), total_bytes=0)
 
 
 def load_trace(path: Path, capacity_bytes: int | None = None) -> Trace:
@@ -143,6 +182,13 @@ def parse_trace(document: object, capacity_bytes: int | None = None) -> Trace:
         arrivals=tuple(sorted(arrivals, key=lambda arrival: arrival.at_ns)),
         alloc_wait_ns=top.time_ns("alloc_wait_ms", Trace.alloc_wait_ns),
         late_ns=top.time_ns("late_ms", Trace.late_ns),
+        total_bytes=top.size("total", 0),
+        sleeps=tuple(
+            sorted(
+                (_sleep(item, at, names) for item, at in top.items("sleeps", [])),
+                key=lambda sleep: sleep.at_ns,
+            )
+        ),
     )
     top.done()
     return trace
@@ -158,6 +204,8 @@ def _model(item: object, at: str) -> ModelSpec:
         page_bytes=read.size("page", ModelSpec.page_bytes),
         give_back_ns=read.time_ns("give_back_ms", ModelSpec.give_back_ns),
         preempt_ns=read.time_ns("preempt_ms", ModelSpec.preempt_ns),
+        reserved_bytes=read.size("reserved", 0),
+        is_asleep=read.flag("asleep"),
     )
     unit_bytes = _vmm.GRANT_UNIT_BYTES
     if spec.page_bytes == 0 or spec.page_bytes % unit_bytes != 0:
@@ -168,15 +216,19 @@ def _model(item: object, at: str) -> ModelSpec:
     return spec
 
 
+def _sleep(item: object, at: str, names: Mapping[str, int]) -> Sleep:
+    read = _Reader(item, at)
+    sleep = Sleep(at_ns=read.time_ns("at_ms"), model=read.model(names))
+    read.done()
+    return sleep
+
+
 def _arrivals(item: object, at: str, names: Mapping[str, int], most: int) -> Iterator[Arrival]:
     """Yield one, or `count` of them, `every_ms` apart."""
     read = _Reader(item, at)
-    name = read.text("model")
-    if name not in names:
-        raise read.wrong("model", f"no model is called {name!r}")
     first = Arrival(
         at_ns=read.time_ns("at_ms"),
-        model=names[name],
+        model=read.model(names),
         bytes=read.size("bytes"),
         hold_ns=read.time_ns("hold_ms"),
         cached_bytes=read.size("cached", 0),
@@ -224,6 +276,20 @@ class _Reader:
             raise self.wrong(key, "must be a printable text")
         return value
 
+    def model(self, names: Mapping[str, int]) -> int:
+        """The index of the model that `model` names."""
+        name = self.text("model")
+        if name not in names:
+            raise self.wrong("model", f"no model is called {name!r}")
+        return names[name]
+
+    def flag(self, key: str) -> bool:
+        """False unless given."""
+        value = self._get(key, False)
+        if not isinstance(value, bool):
+            raise self.wrong(key, "must be true or false")
+        return value
+
     def size(self, key: str, default: int | None = None) -> int:
         value = self._get(key, default)
         if isinstance(value, bool) or not isinstance(value, int | str):
@@ -249,8 +315,8 @@ class _Reader:
             raise self.wrong(key, f"must be a whole number from {least} to {most}")
         return value
 
-    def items(self, key: str) -> list[tuple[object, str]]:
-        value = self._get(key)
+    def items(self, key: str, default: object = None) -> list[tuple[object, str]]:
+        value = self._get(key, default)
         if not isinstance(value, list):
             raise self.wrong(key, "must be a list")
         return [(item, f"{key}[{i}]") for i, item in enumerate(value)]

@@ -20,10 +20,19 @@ from kvelastic.errors import IntegrityError, InvalidArgumentError
 from kvelastic.lease import ProcessIdentity, pid_namespace
 from kvelastic.reclaim import Contender, Demand, Depth, kept_bytes, plan_reclaim
 from kvelastic.reclaim.__main__ import main
+from kvelastic.reclaim.account import Account
 from kvelastic.reclaim.examples import EXAMPLES, example_trace
 from kvelastic.reclaim.result import ModelResult, SimulationResult
 from kvelastic.reclaim.simulation import Simulation, simulate
-from kvelastic.reclaim.trace import NS_PER_MS, Arrival, ModelSpec, Trace, load_trace, parse_trace
+from kvelastic.reclaim.trace import (
+    NS_PER_MS,
+    Arrival,
+    ModelSpec,
+    Sleep,
+    Trace,
+    load_trace,
+    parse_trace,
+)
 from kvelastic.sizes import GIB_BYTES, MIB_BYTES
 
 ROOT = Path(__file__).parents[2]
@@ -268,6 +277,78 @@ def test_parked_pages_that_nobody_needs_go_back_by_themselves():
     assert result.models[1].waits_ns == [0]
 
 
+# ------------------------------------------------------------------------- reserve, sleep and wake
+
+RESERVING = [{"name": "a"}, {"name": "b", "reserved": "24M", "asleep": True}]
+FILL = {"model": "a", "bytes": "64M", "cached": "64M"}
+
+
+def test_a_wake_takes_what_it_reserves_from_caches():
+    """Also from a busy one of higher priority: who sleeps has a place, or is refused at once."""
+    models = [RESERVING[0] | {"priority": 1}, RESERVING[1]]
+    result = replay(FILL, {"model": "b", "at_ms": 110, "bytes": "4M"}, models=models)
+    a, b = result.models
+    assert (b.wakes_ns, b.wakes_refused, b.served) == ([ms(1)], 0, 1)
+    assert a.cached_lost_bytes >= 24 * MIB_BYTES
+    assert {move.asker for move in result.moves} == {1}
+
+
+def test_what_is_reserved_is_granted_to_nobody():
+    awake = [RESERVING[0], RESERVING[1] | {"asleep": False}]
+    result = replay(FILL | {"deadline_ms": 10}, FILL | {"bytes": "40M", "cached": 0}, models=awake)
+    assert (result.models[0].refused, result.models[0].served) == (1, 1)
+    assert result.models[0].peak_granted_bytes == 40 * MIB_BYTES
+    # On the host reserves lie beside the capacity, as far as there is room.
+    result = replay(FILL, models=awake, total="88M")
+    assert result.models[0].peak_granted_bytes == 64 * MIB_BYTES
+
+
+def test_a_sleeper_s_guarantee_and_reserve_are_others():
+    models = [RESERVING[0], RESERVING[1] | {"asleep": False, "min": "8M"}]
+    top = {"models": models, "sleeps": [{"at_ms": 50, "model": "b"}]}
+    result = replay(FILL | {"at_ms": 60}, **top)
+    assert result.models[0].peak_granted_bytes == 64 * MIB_BYTES
+    # While it has a request it stays awake; it sleeps when that has ended.
+    working = {"model": "b", "bytes": "4M", "hold_ms": 500}
+    result = replay(working, FILL | {"at_ms": 60}, **top)
+    assert result.models[0].waits_ns == [ms(440)]
+
+
+def test_a_wake_that_the_sums_do_not_allow_is_refused_at_once():
+    models = [RESERVING[0] | {"min": "41M"}, RESERVING[1]]
+    request = {"model": "b", "at_ms": 10, "bytes": "4M", "deadline_ms": 1000}
+    result = replay(FILL, request, request | {"at_ms": 20}, models=models)
+    b = result.models[1]
+    assert (b.wakes_ns, b.wakes_refused, b.served, b.refused) == ([], 2, 0, 2)
+    assert result.moves == []
+
+
+def test_a_wake_that_nobody_makes_room_for_is_withdrawn_and_may_be_tried_again():
+    models = [RESERVING[0] | {"give_back_ms": 20_000}, RESERVING[1], {"name": "c"}]
+    request = {"model": "b", "at_ms": 1000, "bytes": "4M", "deadline_ms": 6000}
+    late = {"model": "c", "at_ms": 6500, "bytes": "2M", "deadline_ms": 30_000}
+    again = request | {"at_ms": 35_000}
+    result = replay(FILL, request, late, again, models=models)
+    _, b, c = result.models
+    assert (b.wakes_refused, b.wakes_ns) == (1, [0])  # by then it had been given back
+    # The claim was withdrawn after five seconds, so what c waits for is not b's any more.
+    assert c.served == 1
+
+
+def test_of_two_wakes_at_once_the_first_has_the_last_room():
+    models = [{"name": name, "reserved": "40M", "asleep": True} for name in "ab"]
+    result = replay(*({"model": name, "bytes": "2M"} for name in "ab"), models=models)
+    assert [len(model.wakes_ns) for model in result.models] == [1, 0]
+    assert [model.wakes_refused for model in result.models] == [0, 1]
+
+
+def test_a_fixed_part_holds_the_reserve_and_nobody_sleeps_in_it():
+    trace = parse_trace(document({"model": "b"}, models=RESERVING, total="80M"))
+    split = trace.split_evenly()
+    assert [model.limit_bytes for model in split.models] == [32 * MIB_BYTES, 16 * MIB_BYTES]
+    assert simulate(split).models[1].wakes_ns == []
+
+
 # ------------------------------------------------------------------------------------- properties
 
 
@@ -276,13 +357,16 @@ def traces(draw: st.DrawFn) -> Trace:
     """Small devices and hard times: several models, all sizes of page, slow victims, guarantees."""
     count = draw(st.integers(1, 4))
     capacity = draw(st.integers(8, 40)) * PAGE
+    beside = draw(st.sampled_from([0, 0, PAGE, 10 * PAGE]))
     models = []
     for i in range(count):
         page = draw(st.sampled_from([PAGE // 32, PAGE // 2, PAGE, 2 * PAGE, 3 * PAGE]))
         models.append(
             ModelSpec(
                 name=f"m{i}",
-                min_bytes=draw(st.integers(0, capacity // count)),
+                min_bytes=draw(st.integers(0, capacity // count // 2)),
+                reserved_bytes=draw(st.just(0) | st.integers(0, capacity // count // 2)),
+                is_asleep=draw(st.booleans()),
                 limit_bytes=draw(st.none() | st.integers(0, capacity)),
                 priority=draw(st.integers(-1, 1)),
                 page_bytes=page,
@@ -304,8 +388,23 @@ def traces(draw: st.DrawFn) -> Trace:
             )
         )
     arrivals.sort(key=lambda arrival: arrival.at_ns)
-    wait_ns = ms(draw(st.sampled_from([0, 50, 1000])))
-    return Trace(capacity, tuple(models), tuple(arrivals), alloc_wait_ns=wait_ns)
+    times = draw(st.lists(st.tuples(st.integers(0, 6000), st.integers(0, count - 1)), max_size=6))
+    # Those who sleep at the start may ask for more than all the others leave.
+    greedy = draw(st.booleans())
+    models = [
+        replace(spec, min_bytes=draw(st.integers(0, capacity)))
+        if spec.is_asleep and greedy
+        else spec
+        for spec in models
+    ]
+    return Trace(
+        capacity,
+        tuple(models),
+        tuple(arrivals),
+        alloc_wait_ns=ms(draw(st.sampled_from([0, 50, 1000]))),
+        total_bytes=capacity + beside if beside else 0,
+        sleeps=tuple(Sleep(ms(at_ms), model) for at_ms, model in sorted(times)),
+    )
 
 
 class Watch:
@@ -317,7 +416,13 @@ class Watch:
 
     def __call__(self, simulation: Simulation) -> None:
         held = [one.granted_bytes for one in simulation.instances]
-        assert sum(held) <= simulation.trace.capacity_bytes
+        trace = simulation.trace
+        awake = [one.spec for one in simulation.instances if not one.asleep]
+        beside = max(0, trace.total_bytes - trace.capacity_bytes)
+        left = trace.capacity_bytes
+        left -= max(0, sum(spec.reserved_bytes for spec in awake) - beside)
+        assert sum(held) <= left, "grants and reserves"
+        assert sum(spec.min_bytes for spec in awake) <= left, "guarantees"
         moves = simulation.result.moves[self.moves :]
         self.moves += len(moves)
         for move in moves:
@@ -326,7 +431,8 @@ class Watch:
             assert move.victim != move.asker
         for i in {move.victim for move in moves}:
             # It may have taken memory again in the same step, but never lost what is guaranteed.
-            assert held[i] >= min(simulation.trace.models[i].min_bytes, self.held[i])
+            one = simulation.instances[i]
+            assert one.asleep or held[i] >= min(one.spec.min_bytes, self.held[i])
         self.held = held
 
 
@@ -342,6 +448,8 @@ def test_every_trace_ends_with_sound_books(trace):
         assert model.late <= model.served
         assert model.peak_granted_bytes <= trace.limit_bytes(i)
         assert model.name not in model.got_bytes_from
+        if not trace.models[i].is_asleep and not trace.sleeps:
+            assert (model.wakes_ns, model.wakes_refused) == ([], 0)
     assert result.moved_bytes == sum(sum(m.got_bytes_from.values()) for m in result.models)
 
 
@@ -362,8 +470,8 @@ def test_fixed_parts_are_nobodys_to_take(trace):
 @settings(max_examples=60)
 @given(trace=traces())
 def test_no_request_is_taken_from_a_higher_priority_for_a_lower_one(trace):
-    """But for a guarantee, and there is none here."""
-    models = tuple(replace(model, min_bytes=0) for model in trace.models)
+    """But for a guarantee or a reserve, and there is none here."""
+    models = tuple(replace(model, min_bytes=0, reserved_bytes=0) for model in trace.models)
     for move in simulate(replace(trace, models=models), Watch()).moves:
         victim, asker = models[move.victim], models[move.asker]
         assert move.depth is not Depth.IN_USE or victim.priority <= asker.priority
@@ -518,6 +626,15 @@ def test_equals_wait_alike():
     assert max(waits) < 2 * min(waits)
 
 
+def test_a_woken_model_has_its_reserve_at_once_and_gives_it_to_others_asleep():
+    shared, split = example("wakes")
+    busy, rare = shared.models
+    assert rare.wakes_ns == [ms(1), ms(1)]
+    assert (busy.refused, busy.late, rare.refused, rare.wakes_refused) == (0, 0, 0, 0)
+    assert busy.peak_granted_bytes == 7 * GIB_BYTES
+    assert busy.cached_evicted_bytes + busy.cached_lost_bytes < split.models[0].cached_evicted_bytes
+
+
 def test_a_slow_victim_delays_by_the_patience_and_no_more():
     shared, _ = example("slow-victim")
     busy = shared.models[0]
@@ -540,15 +657,18 @@ def test_the_documented_trace_replays_and_has_every_key():
     assert trace.models[0] == ModelSpec(
         "chat", min_bytes=GIB_BYTES, limit_bytes=6 * GIB_BYTES, priority=10, page_bytes=PAGE
     )
+    assert (trace.models[1].reserved_bytes, trace.sleeps) == (GIB_BYTES, (Sleep(ms(6000), 1),))
     assert sum(model.served for model in simulate(trace).models) == 9
     table = (ROOT / "docs/reclaim.md").read_text().rpartition("| key |")[2]
-    for key in [*documented_trace(), *(k for m in documented_trace()["models"] for k in m)]:
+    sleeps = documented_trace()["sleeps"]
+    objects = [documented_trace(), *documented_trace()["models"], *sleeps]
+    for key in (key for one in objects for key in one):
         assert key in table, key
 
 
 def test_the_documented_times_are_those_of_the_policy():
     text = (ROOT / "docs/reclaim.md").read_text()
-    for name in ("idle", "patience", "fair_cached", "fair_in_use", "ask_lease"):
+    for name in ("idle", "patience", "fair_cached", "fair_in_use", "ask_lease", "reserve_wait"):
         time_ns = getattr(reclaim, f"{name.upper()}_NS")
         assert re.search(rf"^\| {time_ns // NS_PER_MS} ms .*\| `{name}_ns` \|$", text, re.MULTILINE)
 
@@ -581,16 +701,30 @@ WRONG: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "a size of true": (put("capacity", True), "capacity: must be a size"),
     "a part of a byte": (put("capacity", 1.5), "capacity: must be a size"),
     "models of no list": (put("models", {}), "models: must be a list"),
-    "no model": (lambda made: made.update(models=[], arrivals=[]), "there must be 1 to 128 models"),
+    "no model": (
+        lambda made: made.update(models=[], arrivals=[], sleeps=[]),
+        "there must be 1 to 128 models",
+    ),
     "a model that is none": (put("models", 0, "a"), r"models\[0\]: must be an object"),
     "a model twice": (
-        lambda made: made.update(models=[{"name": "chat"}] * 2, arrivals=[]),
+        lambda made: made.update(models=[{"name": "chat"}] * 2, arrivals=[], sleeps=[]),
         "two models are called 'chat'",
     ),
     "a victim that takes no time": (put("models", 0, "give_back_ms", 0), "at least 0.1"),
     "a name of no text": (put("models", 0, "name", 7), "name: must be a printable text"),
     "a name that moves the cursor": (put("models", 0, "name", "\x1b[2J"), "printable text"),
     "too much guaranteed": (put("models", 0, "min", "9G"), "add up to 9.00 GiB, more than"),
+    "too much reserved": (
+        put("models", 0, "reserved", "7.5G"),
+        "add up to 1.00 GiB and what they have reserved to 7.50 GiB, more than the capacity",
+    ),
+    "less in total than there is": (put("total", "7G"), "total must not be less"),
+    "a sleep of nobody": (put("sleeps", [{"at_ms": 1, "model": "x"}]), r"sleeps\[0\]: model: no"),
+    "a sleep that lasts": (
+        put("sleeps", [{"at_ms": 1, "model": "chat", "to_ms": 2}]),
+        r"sleeps\[0\]: unknown key 'to_ms'",
+    ),
+    "asleep or not": (put("models", 0, "asleep", 1), "asleep: must be true or false"),
     "a page of part of a unit": (put("models", 0, "page", 1000), "multiple of 64.00 KiB"),
     "no page": (put("models", 0, "page", 0), "multiple of 64.00 KiB"),
     "a priority out of bounds": (put("models", 0, "priority", 1001), "from -1000 to 1000"),
@@ -698,7 +832,27 @@ def test_the_check_notices_more_than_there_is():
     simulation = Simulation(parse_trace(document({"model": "a"})))
     simulation.check_integrity()
     simulation.instances[0].add(33)
-    with pytest.raises(IntegrityError, match="are granted"):
+    with pytest.raises(IntegrityError, match="grants add up"):
+        simulation.check_integrity()
+
+
+@pytest.mark.parametrize(
+    ("method", "what"), [("has_room_for", "guarantees add up"), ("is_there", "grants add up")]
+)
+def test_the_check_notices_a_wake_that_there_was_no_room_for(monkeypatch, method, what):
+    monkeypatch.setattr(Account, method, lambda *_: True)
+    models = [{"name": "a", "min": "50M"}, RESERVING[1] | {"min": "8M"}]
+    if method == "is_there":
+        models = RESERVING
+    with pytest.raises(IntegrityError, match=what):
+        replay(FILL, {"model": "b", "at_ms": 10}, models=models)
+
+
+def test_the_check_notices_a_sleeper_that_holds_pages():
+    simulation = Simulation(parse_trace(document({"model": "b"}, models=RESERVING)))
+    simulation.check_integrity()
+    simulation.instances[1].add(1)
+    with pytest.raises(IntegrityError, match="sleeps and holds 1"):
         simulation.check_integrity()
 
 
