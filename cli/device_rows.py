@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
     from kvelastic.devices import DeviceFacts
     from kvelastic.instance.row import Row
+    from kvelastic.ledger_facts import LedgerInfo
 
 
 class ProcessRow(TypedDict):
@@ -32,6 +33,8 @@ class InstanceRow(TypedDict):
     model: str | None
     state: str
     mapped_bytes: int | None
+    reserved_bytes: int | None
+    """On this device; None where it is in no ledger of it."""
     limit_bytes: int | None
 
 
@@ -51,34 +54,54 @@ class DeviceRow(TypedDict):
     capacity_bytes: int | None
     mapped_bytes: int
     """What its instances hold of it, as far as they say."""
+    reserved_bytes: int | None
+    """What those who are awake hold of it besides KV caches; None where it has no ledger."""
     driver_version: str | None
     problem: str
     instances: list[InstanceRow]
     processes: list[ProcessRow] | None
 
 
-def device_rows(devices: Iterable[DeviceFacts], segments: Sequence[Row]) -> list[DeviceRow]:
+def device_rows(
+    devices: Iterable[DeviceFacts], segments: Sequence[Row], ledgers: Iterable[LedgerInfo] = ()
+) -> list[DeviceRow]:
     """The rows of the devices with their instances, and of those that only instances know."""
     from kvelastic.devices import DeviceFacts, device_key
 
     by_key: dict[str, list[Row]] = {}
+    of_device: dict[str, list[LedgerInfo]] = {}
+    for ledger in ledgers:
+        if ledger.status == "readable":
+            of_device.setdefault(device_key(ledger.device), []).append(ledger)
     for segment in segments:
         # A dead instance's memory is back with the device, whatever its segment still says.
         if segment["device"] and segment["state"] != "dead":
             by_key.setdefault(device_key(segment["device"]), []).append(segment)
-    rows = [_row(facts, facts.kind, by_key.pop(facts.key, [])) for facts in devices]
-    for there in by_key.values():
+    rows = [
+        _row(facts, facts.kind, by_key.pop(facts.key, []), of_device.get(facts.key, []))
+        for facts in devices
+    ]
+    for key, there in by_key.items():
         facts = DeviceFacts(
             kind="gpu",
             name=None,
             uuid=there[0]["device"],
             problem="instances are on it, and it is not to be seen from here",
         )
-        rows.append(_row(facts, "unknown", there))
+        rows.append(_row(facts, "unknown", there, of_device.get(key, [])))
     return rows
 
 
-def _row(facts: DeviceFacts, kind: str, segments: Sequence[Row]) -> DeviceRow:
+def _row(
+    facts: DeviceFacts, kind: str, segments: Sequence[Row], ledgers: Sequence[LedgerInfo]
+) -> DeviceRow:
+    from kvelastic.instance.status import uuid_text
+
+    reserved = {
+        uuid_text(member.uuid): member.reserve_bytes
+        for ledger in ledgers
+        for member in ledger.members
+    }
     return DeviceRow(
         kind=kind,
         name=facts.name,
@@ -91,6 +114,7 @@ def _row(facts: DeviceFacts, kind: str, segments: Sequence[Row]) -> DeviceRow:
         free_bytes=facts.free_bytes,
         capacity_bytes=_capacity_bytes(facts, segments),
         mapped_bytes=sum(segment["mapped_bytes"] or 0 for segment in segments),
+        reserved_bytes=sum(ledger.reserved_bytes for ledger in ledgers) if ledgers else None,
         driver_version=facts.driver_version,
         problem=facts.problem,
         instances=[
@@ -101,6 +125,7 @@ def _row(facts: DeviceFacts, kind: str, segments: Sequence[Row]) -> DeviceRow:
                 model=segment["model"],
                 state=segment["state"],
                 mapped_bytes=segment["mapped_bytes"],
+                reserved_bytes=reserved.get(segment["uuid"] or ""),
                 limit_bytes=segment["limit_bytes"],
             )
             for segment in segments

@@ -64,7 +64,8 @@ def _device_columns(rows: list[DeviceRow]) -> list[_Column]:
         _Column("Free", [_size(row["free_bytes"]) for row in rows], 1),
         _Column("Capacity", [_size(row["capacity_bytes"]) for row in rows], 7),
         _Column("Mapped", [_size(row["mapped_bytes"]) for row in rows], 2),
-        _Column("Driver", [printable(row["driver_version"] or "-") for row in rows], 8, True),
+        _Column("Reserved", [_size(row["reserved_bytes"]) for row in rows], 8),
+        _Column("Driver", [printable(row["driver_version"] or "-") for row in rows], 9, True),
         _Column("UUID", [printable(row["uuid"] or "-") for row in rows], 6, True, 40),
         _Column("Name", [printable(row["name"] or "-") for row in rows], 5, True, 24),
     ]
@@ -80,6 +81,7 @@ def _holder_columns(rows: list[DeviceRow]) -> list[_Column]:
                 "instance",
                 _or_dash(instance["pid"]),
                 _size(instance["mapped_bytes"]),
+                _size(instance["reserved_bytes"]),
                 _size(instance["limit_bytes"]),
                 printable(instance["name"]),
             )
@@ -92,18 +94,20 @@ def _holder_columns(rows: list[DeviceRow]) -> list[_Column]:
                 str(process["pid"]),
                 _size(process["used_bytes"]),
                 "-",
+                "-",
                 printable(process["name"] or "-"),
             )
             for process in row["processes"] or ()
         ]
-    columns = [list(column) for column in zip(*lines, strict=True)] or [[] for _ in range(6)]
+    columns = [list(column) for column in zip(*lines, strict=True)] or [[] for _ in range(7)]
     return [
         _Column("Device", columns[0], 3, is_left=True),
         _Column("Holder", columns[1], 2, is_left=True),
         _Column("Pid", columns[2], 4),
         _Column("Bytes", columns[3], 1),
-        _Column("Limit", columns[4], 5),
-        _Column("Name", columns[5], 0, is_left=True, most_cells=48),
+        _Column("Reserved", columns[4], 6),
+        _Column("Limit", columns[5], 5),
+        _Column("Name", columns[6], 0, is_left=True, most_cells=48),
     ]
 
 

@@ -30,10 +30,11 @@ def devices_command(as_json: bool) -> None:
     from kvelastic.instance.row import row_of
     from kvelastic.ledger import list_ledgers
 
+    ledgers = list_ledgers()
     found = list_devices()
     segments = [row_of(status) for status in look_at_all()]
-    devices = with_ledgers(found.devices, list_ledgers(), _own_group())
-    rows = device_rows(devices, segments)
+    devices = with_ledgers(found.devices, ledgers, _own_group())
+    rows = device_rows(devices, segments, ledgers)
     if as_json:
         import json
 

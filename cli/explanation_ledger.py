@@ -38,6 +38,7 @@ def explain_ledger(status: InstanceStatus, ledger: LedgerInfo | None) -> list[Li
     living = [member for member in others if member.status != "dead"]
     return [
         *_guarantee(status, held_bytes=me.granted_bytes, has_others=bool(living)),
+        *_reserve(me),
         *_priority(me, living),
         *_device(ledger, living),
         *_dead(others),
@@ -77,7 +78,14 @@ def has_memory_for(status: InstanceStatus, ledger: LedgerInfo | None) -> bool:
 
 def _guarantee(status: InstanceStatus, *, held_bytes: int, has_others: bool) -> Iterable[Line]:
     guarantee = _size(status.min_bytes)
-    if status.min_bytes > status.effective_limit_bytes and not status.asleep:
+    if status.asleep:
+        if status.min_bytes:
+            yield Line(
+                "guarantee",
+                f"Its guarantee is {guarantee}, which counts for nothing while it sleeps.",
+            )
+        return
+    if status.min_bytes > status.effective_limit_bytes:
         yield Line(
             "guarantee",
             f"Its guarantee is {guarantee}, of which its limit of"
@@ -101,6 +109,31 @@ def _guarantee(status: InstanceStatus, *, held_bytes: int, has_others: bool) -> 
             "guarantee",
             "It has no guarantee: all that it holds may be asked of it.",
             f"kvctl set {status.name} --min SIZE, if that should not be",
+        )
+
+
+def _reserve(me: Member) -> Iterable[Line]:
+    """What it holds besides its KV cache; and what a wake has to get first."""
+    if me.pledged_bytes > (0 if me.asleep else me.reserve_bytes):
+        yield Line(
+            "reserve",
+            f"It waits for {_size(me.pledged_bytes)} for weights and activations"
+            f"{', with which it wakes' if me.asleep else ''}: others are asked to give them, for"
+            " five seconds at most.",
+            is_blocked=True,
+        )
+    elif me.asleep and (me.reserve_bytes or me.min_bytes):
+        needs = [f"{_size(me.reserve_bytes)} for weights and activations"] * bool(me.reserve_bytes)
+        needs += [f"its guarantee of {_size(me.min_bytes)}"] * bool(me.min_bytes)
+        yield Line(
+            "reserve",
+            f"Before it wakes it asks for {' and '.join(needs)}; until then others may hold them.",
+        )
+    elif me.reserve_bytes:
+        yield Line(
+            "reserve",
+            f"{_size(me.reserve_bytes)} are reserved for it besides its KV cache (weights,"
+            " activations); nobody is asked for those.",
         )
 
 
@@ -135,13 +168,25 @@ def _device(ledger: LedgerInfo, others: list[Member]) -> Iterable[Line]:
     if ledger.reserved_bytes:
         yield Line(
             "device",
-            f"{_size(ledger.reserved_bytes)} are reserved for weights and the like of instances.",
+            f"{_size(ledger.reserved_bytes)} are reserved for weights and activations of those who"
+            f" are awake{_taken(ledger)}.",
         )
     if ledger.others_bytes:
         yield Line(
             "device",
             f"{_size(ledger.others_bytes)} of it are used by other processes.",
         )
+
+
+def _taken(ledger: LedgerInfo) -> str:
+    """Which part of the reserves no KV cache can have; on a GPU it is all of them."""
+    taken_bytes = ledger.reserved_of_capacity_bytes
+    if taken_bytes == ledger.reserved_bytes:
+        return ", which no KV cache can have"
+    beside = f"lie beside the {_size(ledger.capacity_bytes)} of KV caches"
+    if not taken_bytes:
+        return f"; they {beside}"
+    return f"; {_size(ledger.reserved_bytes - taken_bytes)} of them {beside}"
 
 
 def _dead(others: list[Member]) -> Iterable[Line]:

@@ -94,10 +94,13 @@ def explanation_json(
         "overhead_bytes": status.slack_bytes,
         "room_bytes": status.room_bytes,
         "granted_bytes": None if me is None else me.granted_bytes,
+        "reserved_bytes": status.reserved_bytes,
+        "pledged_bytes": None if me is None else me.pledged_bytes,
         "ask_bytes": None if me is None else me.ask_bytes,
         "ask_s": None if me is None else me.ask_s,
         "wanted_bytes": None if me is None else me.wanted_bytes,
         "device_free_bytes": None if ledger is None or me is None else ledger.free_bytes,
+        "device_reserved_bytes": None if ledger is None or me is None else ledger.reserved_bytes,
         "askers": [
             {
                 "name": member.name,

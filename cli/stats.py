@@ -33,6 +33,7 @@ class Stats(Row):
     pages_mapped: int
     pages_parked: int
     pools: int
+    """Always 1: an instance has one pool. Goes with 0.3."""
     updated_s: float | None
     """Since the usage was published last; None if it never was."""
     answered_s: float | None
@@ -84,7 +85,7 @@ def stats_of(now: Look, before: Look | None = None) -> Stats:
         blocks_reserved=usage["blocks_reserved"],
         pages_mapped=usage["pages_mapped"],
         pages_parked=usage["pages_parked"],
-        pools=usage["pools"],
+        pools=1,
         updated_s=_age_s(usage["updated_ns"], now.at_ns),
         answered_s=_age_s(answer["answered_ns"], now.at_ns),
         interval_s=None if interval_s is None else round(interval_s, 6),
@@ -107,6 +108,9 @@ def stats_text(stats: Stats) -> str:
         return "never" if seconds is None else f"{seconds:.1f} s ago"
 
     requested = stats["requested_limit_bytes"]
+    reserved = size(stats["reserved_bytes"])
+    if stats["reserved_bytes"]:
+        reserved += " when it wakes" if stats["asleep"] else " besides the KV cache"
     state = stats["state"] + (f" ({printable(stats['reason'])})" if stats["reason"] else "")
     topics: dict[str, list[tuple[str, str]]] = {
         f"{printable(stats['name'])}": [
@@ -137,13 +141,14 @@ def stats_text(stats: Stats) -> str:
             ("  parked", size(stats["parked_bytes"])),
             ("  slack", size(stats["slack_bytes"])),
             ("used", size(stats["used_bytes"])),
+            ("granted", size(stats["granted_bytes"])),
+            ("reserved", reserved),
             ("updated", ago(stats["updated_s"])),
         ],
         "Pages": [
             ("one page", size(stats["page_bytes"])),
             ("mapped", str(stats["pages_mapped"])),
             ("parked", str(stats["pages_parked"])),
-            ("pools", str(stats["pools"])),
         ],
         "Blocks": [
             ("in range", str(stats["blocks_total"])),

@@ -28,8 +28,21 @@ MOST_DEVICES: Final = 64
 MOST_INSTANCES: Final = 512
 
 _ABSENT: Final = -1
-_DEVICE_KEYS: Final = ("capacity_bytes", "others_bytes", "free_bytes")
-_INSTANCE_KEYS: Final = ("granted_bytes", "in_use_bytes", "cached_bytes", "parked_bytes")
+_DEVICE_KEYS: Final = (
+    "capacity_bytes",
+    "others_bytes",
+    "others_of_capacity_bytes",
+    "reserved_bytes",
+    "reserved_of_capacity_bytes",
+    "free_bytes",
+)
+_INSTANCE_KEYS: Final = (
+    "granted_bytes",
+    "in_use_bytes",
+    "cached_bytes",
+    "parked_bytes",
+    "pledged_bytes",
+)
 
 
 class _Columns:

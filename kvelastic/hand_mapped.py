@@ -201,7 +201,6 @@ class HandMapped:
             page_bytes=page_bytes,
             pages_mapped=held,
             pages_parked=held - mapped,
-            pools=1,
         )
         # To others all of it is in use: nobody is there to give it the moment that they ask.
         member.publish(held_bytes, 0, 0, page_bytes, True)

@@ -95,6 +95,16 @@ class LedgerInfo:
         return min(self.capacity_bytes, max(0, beside_bytes - self.outside_bytes))
 
     @property
+    def reserved_of_capacity_bytes(self) -> int:
+        """What of that reserves take; the rest of it is `others_of_capacity_bytes`."""
+        return min(self.reserved_bytes, self.taken_bytes)
+
+    @property
+    def others_of_capacity_bytes(self) -> int:
+        """What of the capacity processes that are not members take."""
+        return self.taken_bytes - self.reserved_of_capacity_bytes
+
+    @property
     def asked_bytes(self) -> int:
         """What members wait for: the pressure on the device."""
         return sum(member.ask_bytes for member in self.members)

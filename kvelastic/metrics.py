@@ -109,6 +109,10 @@ _MEMBER: Final[tuple[tuple[Described, Callable[[Member], Value]], ...]] = (
         lambda member: member.granted_bytes,
     ),
     (
+        _instance("reserved_bytes", "Held besides its KV cache while it is awake."),
+        lambda member: member.reserve_bytes,
+    ),
+    (
         _instance("asked_bytes", "What it cannot get and waits for."),
         lambda member: member.ask_bytes,
     ),

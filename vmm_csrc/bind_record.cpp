@@ -145,7 +145,7 @@ AnswerState answer_state_of(const std::string& name) {
 }
 
 /// The fields of Usage that Python sees, by their names.
-constexpr std::array<std::pair<const char*, std::uint64_t Usage::*>, 19> kUsageFields{{
+constexpr std::array<std::pair<const char*, std::uint64_t Usage::*>, 18> kUsageFields{{
     {"capacity_bytes", &Usage::capacity_bytes},
     {"mapped_bytes", &Usage::mapped_bytes},
     {"in_use_bytes", &Usage::in_use_bytes},
@@ -159,7 +159,6 @@ constexpr std::array<std::pair<const char*, std::uint64_t Usage::*>, 19> kUsageF
     {"blocks_reserved", &Usage::blocks_reserved},
     {"pages_mapped", &Usage::pages_mapped},
     {"pages_parked", &Usage::pages_parked},
-    {"pools", &Usage::pools},
     {"updated_ns", &Usage::updated_ns},
     {"asleep", &Usage::asleep},
     {"limit_bytes", &Usage::limit_bytes},

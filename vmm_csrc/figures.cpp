@@ -89,7 +89,6 @@ Usage Figures::usage(std::uint64_t available) const {
   usage.blocks_reserved = accounting_.reserved_blocks();
   usage.pages_mapped = accounting_.held_pages();
   usage.pages_parked = blocks.parked_pages();
-  usage.pools = 1;
   usage.asleep = accounting_.limit.is_asleep() ? 1 : 0;
   usage.limit_bytes = accounting_.limit.requested_bytes();
   usage.squeezed = accounting_.limit.is_squeezed() ? 1 : 0;

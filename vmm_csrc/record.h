@@ -144,8 +144,8 @@ struct Usage {
   std::uint64_t blocks_reserved = 0;
   std::uint64_t pages_mapped = 0;
   std::uint64_t pages_parked = 0;
-  std::uint64_t pools = 0;
-  std::uint64_t updated_ns = 0;   ///< CLOCK_MONOTONIC_COARSE; set by publish_usage()
+  std::uint64_t former_pools = 1;  ///< the number of pools to readers before 0.2; nobody sets it
+  std::uint64_t updated_ns = 0;    ///< CLOCK_MONOTONIC_COARSE; set by publish_usage()
   std::uint64_t asleep = 0;       ///< 1: nothing is handed out, and nothing held that is not in use
   std::uint64_t limit_bytes = 0;  ///< as the operator set it, also in sleep; or kUnlimitedBytes
   std::uint64_t squeezed = 0;     ///< 1: it keeps to less than its limit, see Squeeze

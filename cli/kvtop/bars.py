@@ -13,14 +13,15 @@ from kvelastic.cli.kvtop.text import Glyphs, Line, Span, Style
 
 
 def device_bar(device: Device, width: int, glyphs: Glyphs) -> Line:
-    """In use, cached, parked, slack, others and free, of the device's capacity."""
+    """In use, cached, parked, slack, reserved, others and free, of the device's capacity."""
     return _bar(
         [
             (device.in_use_bytes, glyphs.in_use, "in_use"),
             (device.cached_bytes, glyphs.cached, "cached"),
             (device.parked_bytes, glyphs.parked, "parked"),
             (device.slack_bytes, glyphs.slack, "slack"),
-            (device.others_bytes, glyphs.others, "others"),
+            (device.reserved_of_capacity_bytes, glyphs.reserved, "reserved"),
+            (device.others_of_capacity_bytes, glyphs.others, "others"),
         ],
         device.capacity_bytes,
         width,

@@ -64,6 +64,8 @@ def _amounts(device: Device, width: int, glyphs: Glyphs) -> Line:
         (glyphs.parked, "parked", "parked", device.parked_bytes),
         (glyphs.slack, "slack", "slack", device.slack_bytes),
     ]
+    if device.reserved_bytes:
+        parts.append((glyphs.reserved, "reserved", "reserved", device.reserved_bytes))
     if device.has_ledger:
         parts.append((glyphs.others, "others", "others", device.others_bytes))
     if device.guaranteed_bytes:

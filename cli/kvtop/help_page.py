@@ -12,6 +12,7 @@ def help_lines(glyphs: Glyphs) -> list[Line]:
         (glyphs.cached, "cached", "cached: blocks kept for prefix caching, evicted when needed"),
         (glyphs.parked, "parked", "parked: free pages kept mapped for the next use"),
         (glyphs.slack, "slack", "slack: the rest of pages in use, free blocks and padding"),
+        (glyphs.reserved, "reserved", "reserved: weights, activations of instances that are awake"),
         (glyphs.others, "others", "others: memory of the device that other processes use"),
         (glyphs.free, "free", "free: on a device, could be granted; of a limit, not mapped"),
     ]
@@ -35,8 +36,7 @@ _KEYS = (
     ("z w", "put it to sleep: it holds nothing until it is woken; wake it"),
     ("s S r", "sort by the next column, by the one before; reverse the order"),
     ("/", "show only what has a text in name, model, engine, state; Esc: all"),
-    ("Space", "look now"),
-    ("q Ctrl-C", "end"),
+    ("Space q", "look now; end, as Ctrl-C does"),
 )
 _COLUMNS = (
     ("MAPPED", "what the instance holds; the bar shows its parts, of the limit"),

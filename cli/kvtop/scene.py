@@ -51,6 +51,8 @@ class Instance:
     """Mapped, and neither in use, cached nor parked: free blocks of pages in use, padding."""
     over_bytes: int | None = None
     """Still to be given back to meet the limit."""
+    reserved_bytes: int | None = None
+    """Held besides its KV cache while it is awake; None where it is in no ledger."""
     pages_in: int | None = None
     """Mapped since its start; `pages_out` were unmapped."""
     pages_out: int | None = None
@@ -75,8 +77,13 @@ class Device:
     parked_bytes: int = 0
     slack_bytes: int = 0
     """Granted, and none of the three."""
+    reserved_bytes: int = 0
+    """Held besides KV caches by instances that are awake; `reserved_of_capacity_bytes` of it come
+    out of the capacity, the rest lies outside."""
+    reserved_of_capacity_bytes: int = 0
     others_bytes: int = 0
-    """Used by other processes."""
+    """Used by other processes; `others_of_capacity_bytes` as of what is reserved."""
+    others_of_capacity_bytes: int = 0
     free_bytes: int = 0
     guaranteed_bytes: int = 0
     asked_bytes: int = 0
@@ -108,11 +115,12 @@ def scene_of(
     names: Sequence[str] = (),
 ) -> Scene:
     """Make the scene of what was found; with `names`, of those instances and their devices."""
-    found = [instance_of(info) for info in segments]
+    ledgers = list(ledgers)
+    found = [instance_of(info, ledgers) for info in segments]
     if not names:
-        return Scene(at_s, tuple(_devices(found, list(ledgers))), tuple(found))
+        return Scene(at_s, tuple(_devices(found, ledgers)), tuple(found))
     instances = tuple(one for one in found if one.name in names)
-    chosen = _ledgers_of(instances, list(ledgers))
+    chosen = _ledgers_of(instances, ledgers)
     there = [one for one in found if one.device in {named.device for named in instances}]
     return Scene(at_s, tuple(_devices(there, chosen)), instances)
 
@@ -123,9 +131,9 @@ def _ledgers_of(instances: Sequence[Instance], ledgers: list[LedgerInfo]) -> lis
     return [ledger for ledger in ledgers if any(member.name in names for member in ledger.members)]
 
 
-def instance_of(info: SegmentInfo) -> Instance:
-    """Make an instance of its segment."""
-    status = status_of(info)
+def instance_of(info: SegmentInfo, ledgers: Iterable[LedgerInfo] = ()) -> Instance:
+    """Make an instance of its segment and its places in ledgers."""
+    status = status_of(info, ledgers)
     known = status.is_known
 
     def figure(value: int) -> int | None:
@@ -153,6 +161,7 @@ def instance_of(info: SegmentInfo) -> Instance:
         parked_bytes=figure(status.parked_bytes),
         slack_bytes=status.slack_bytes,
         over_bytes=figure(status.over_bytes),
+        reserved_bytes=status.reserved_bytes,
         pages_in=counters.get("pages_mapped"),
         pages_out=counters.get("pages_unmapped"),
         blocks_evicted=counters.get("blocks_evicted"),
@@ -192,7 +201,10 @@ def _from_ledger(ledger: LedgerInfo) -> Device:
         cached_bytes=cached_bytes,
         parked_bytes=parked_bytes,
         slack_bytes=max(0, ledger.granted_bytes - in_use_bytes - cached_bytes - parked_bytes),
+        reserved_bytes=ledger.reserved_bytes,
+        reserved_of_capacity_bytes=ledger.reserved_of_capacity_bytes,
         others_bytes=ledger.others_bytes,
+        others_of_capacity_bytes=ledger.others_of_capacity_bytes,
         free_bytes=ledger.free_bytes,
         guaranteed_bytes=ledger.guaranteed_bytes,
         asked_bytes=ledger.asked_bytes,

@@ -20,6 +20,7 @@ from kvelastic.cli.kvtop.text import (
     short_rate,
     short_size,
 )
+from kvelastic.sizes import format_size
 
 _LEAST_NAME_CELLS: Final = 8
 _USUAL_NAME_CELLS: Final = 20
@@ -199,6 +200,7 @@ def detail_lines(one: Instance, width: int, glyphs: Glyphs) -> list[Line]:
         ("limit", value_text("limit", one.limit_bytes)),
         ("min", value_text("min", one.min_bytes)),
         ("priority", value_text("priority", one.priority)),
+        ("reserved when awake" if one.asleep else "reserved", _reserved(one)),
         ("model", one.model),
     )
     parts: list[tuple[str, Style, str, int | None]] = [
@@ -211,6 +213,10 @@ def detail_lines(one: Instance, width: int, glyphs: Glyphs) -> list[Line]:
     for glyph, style, title, amount_bytes in parts:
         memory += [Span(glyph, style), Span(f" {title} {short_size(amount_bytes)}  ")]
     return [cut(line, width) for line in (who, where, what, memory)]
+
+
+def _reserved(one: Instance) -> str:
+    return format_size(one.reserved_bytes) if one.reserved_bytes else ""
 
 
 def _facts(*facts: tuple[str, str]) -> Line:

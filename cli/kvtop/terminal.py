@@ -52,6 +52,7 @@ _COLOURS: Final = {
     "cached": curses.COLOR_CYAN,
     "parked": curses.COLOR_BLUE,
     "slack": curses.COLOR_YELLOW,
+    "reserved": curses.COLOR_WHITE,
     "others": curses.COLOR_MAGENTA,
     "trend": curses.COLOR_CYAN,
 }

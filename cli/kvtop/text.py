@@ -17,7 +17,7 @@ from rich.cells import get_character_cell_size
 
 Style = Literal[
     "plain", "strong", "dim", "title", "heading", "good", "warn", "bad",
-    "in_use", "cached", "parked", "slack", "others", "free", "trend",
+    "in_use", "cached", "parked", "slack", "reserved", "others", "free", "trend",
 ]  # fmt: skip
 
 
@@ -39,6 +39,7 @@ class Glyphs(NamedTuple):
     cached: str
     parked: str
     slack: str
+    reserved: str
     others: str
     free: str
     levels: str
@@ -49,8 +50,8 @@ class Glyphs(NamedTuple):
     down: str
 
 
-UNICODE: Final = Glyphs("█", "▓", "▒", "░", "╳", "·", "▁▂▃▄▅▆▇█", "…", "▲", "▼")
-ASCII: Final = Glyphs("#", "=", "-", "~", "x", ".", "_.:-=+*#", "~", "^", "v")
+UNICODE: Final = Glyphs("█", "▓", "▒", "░", "▞", "╳", "·", "▁▂▃▄▅▆▇█", "…", "▲", "▼")
+ASCII: Final = Glyphs("#", "=", "-", "~", "%", "x", ".", "_.:-=+*#", "~", "^", "v")
 
 
 def has_blocks(encoding: str) -> bool:

@@ -23,7 +23,12 @@ const USES = [
     about: "Free blocks in pages that are in use, and pages granted and not mapped yet",
   },
 ];
-const OTHERS = { name: "Others", shade: "others", valueOf: (device) => device.others };
+// Of both only what comes out of the capacity, which the chart is a picture of.
+const BESIDE = [
+  { name: "Reserved", shade: "reserved", valueOf: (device) => device.reservedOfCapacity },
+  { name: "Others", shade: "others", valueOf: (device) => device.othersOfCapacity },
+];
+const RESERVED_ABOUT = "Weights, activations and the like of models that are awake";
 
 /** The section of devices; `divide` is "use" or "model". */
 export class Devices {
@@ -99,7 +104,8 @@ class Card {
       .map((sample) => ({ at: sample.at, device: sample.devices.get(this.key) }));
     this.paintFacts(ledger);
     this.layers = divide === "use" ? this.layersByUse() : this.layersByModel();
-    if (this.points.some((point) => point.device.others > 0)) this.layers.push(OTHERS);
+    const isThere = (layer) => this.points.some((point) => layer.valueOf(point.device) > 0);
+    this.layers.push(...BESIDE.filter(isThere));
     // All charts have one time axis, also that of a device that was there a while ago only.
     this.chart.show(this.points, this.layers, history);
     this.isGone = !ledger;
@@ -140,6 +146,7 @@ class Card {
             ["Capacity", ledger.capacity_bytes],
             ["Held", ledger.granted_bytes],
             ["Guaranteed", ledger.guaranteed_bytes],
+            ["Reserved", ledger.reserved_bytes],
             ["Asked for", ledger.asked_bytes],
             ["Free", ledger.free_bytes],
           ]
@@ -170,6 +177,7 @@ class Card {
         make("th", { scope: "col", title: use.about }, byUse ? swatch(use.shade) : "", use.name),
       ),
       make("th", { scope: "col" }, "Held"),
+      make("th", { scope: "col", title: RESERVED_ABOUT }, swatch("reserved"), "Reserved"),
     );
     const { device } = point;
     const rows = [...device.instances]
@@ -186,6 +194,7 @@ class Card {
           ),
           ...USES.map((use) => make("td", {}, bytes(held[use.key]))),
           make("td", {}, bytes(held.granted)),
+          make("td", {}, bytes(held.reserved)),
         ),
       );
     const total = (name, shade, value) =>
@@ -195,6 +204,7 @@ class Card {
         make("th", { scope: "row" }, shade ? swatch(shade) : "", name),
         make("td", { colspan: "4" }),
         make("td", {}, bytes(value)),
+        make("td", {}),
       );
     if (device.others > 0) rows.push(total("Others on the device", "others", device.others));
     rows.push(total("Free", null, device.free));

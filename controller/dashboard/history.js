@@ -8,7 +8,7 @@ export class History {
     this.startedAt = null;
     this.intervalS = 2;
     this.next = 0; // the number of the first sample that is not here
-    // {at, devices: Map(key -> {capacity, others, free, instances: Map(name -> ...)})}
+    // {at, devices: Map(key -> {capacity, others, reserved, free, instances: Map(name -> ...)})}
     this.samples = [];
   }
 
@@ -77,6 +77,7 @@ function sampleOf(answer, index) {
         cached,
         parked,
         slack,
+        reserved: instance.pledged_bytes[index],
       });
     }
     devices.set(keyOf(device), {
@@ -84,6 +85,9 @@ function sampleOf(answer, index) {
       group: device.group,
       capacity: device.capacity_bytes[index],
       others: device.others_bytes[index],
+      othersOfCapacity: device.others_of_capacity_bytes[index],
+      reserved: device.reserved_bytes[index],
+      reservedOfCapacity: device.reserved_of_capacity_bytes[index],
       free: device.free_bytes[index],
       instances,
     });

@@ -79,9 +79,11 @@ export class Memory {
       `${bytes(row.parked_bytes)} parked`;
     const whatFor = row.asleep ? "to be given back" : "over its limit";
     const over = row.over_bytes ? `; ${bytes(row.over_bytes)} ${whatFor}` : "";
+    const when = row.asleep ? "reserved when it wakes" : "reserved besides";
+    const reserved = row.reserved_bytes ? `; ${bytes(row.reserved_bytes)} ${when}` : "";
     const asks = row.ask_bytes ? `; it waits for ${bytes(row.ask_bytes)}` : "";
     const sleep = row.asleep ? ". Asleep: its limit counts when it wakes" : "";
-    say(this.facts, held + over + asks + sleep);
+    say(this.facts, held + over + reserved + asks + sleep);
     if (this.promised && askedAt >= this.answer.toldAt) this.follow(row, this.promised);
   }
 

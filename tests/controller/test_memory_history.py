@@ -21,12 +21,21 @@ MIB = 1 << 20
 
 def device(name: str, instances: dict[str, int], status: str = "readable") -> dict[str, Any]:
     members = [
-        {"name": n, "granted_bytes": b, "in_use_bytes": b, "cached_bytes": 0, "parked_bytes": 0}
+        {
+            "name": n,
+            "granted_bytes": b,
+            "in_use_bytes": b,
+            "cached_bytes": 0,
+            "parked_bytes": 0,
+            "pledged_bytes": b + 1,
+        }
         for n, b in instances.items()
     ]
     return {
         "device": name, "group": "g", "status": status, "capacity_bytes": 100,
-        "others_bytes": 0, "free_bytes": 100 - sum(instances.values()), "members": members,
+        "others_bytes": 0, "others_of_capacity_bytes": 0, "reserved_bytes": 7,
+        "reserved_of_capacity_bytes": 5, "free_bytes": 100 - sum(instances.values()),
+        "members": members,
     }  # fmt: skip
 
 
@@ -87,6 +96,8 @@ def test_one_name_twice_in_a_sample_is_added_up_and_an_unreadable_device_is_left
     history.add(0.0, [both, device("foreign", {}, status="foreign")])
     (shown,) = history.window(10, now_s=0.0, wall_s=0.0)["devices"]
     assert shown["instances"][0]["granted_bytes"] == [2]
+    assert shown["instances"][0]["pledged_bytes"] == [4]
+    assert (shown["reserved_bytes"], shown["reserved_of_capacity_bytes"]) == ([7], [5])
     history.check_integrity()
 
 
@@ -102,7 +113,9 @@ def test_the_history_s_route() -> None:
     group = f"past-{os.getpid()}"
     with (
         Engine("vllm", "org/m") as engine,
-        Instance(KVELASTIC_HOST_MEMORY="256M", KVELASTIC_LEDGER=group) as instance,
+        Instance(
+            KVELASTIC_HOST_MEMORY="256M", KVELASTIC_LEDGER=group, KVELASTIC_RESERVE="48M"
+        ) as instance,
         Controller(config_for(engine, model={"instance": instance.name})) as front,
     ):
         look_at_history(front, instance, group)
@@ -120,6 +133,9 @@ def look_at_history(front: Controller, instance: Instance, group: str) -> None:
     (held,) = one["instances"]
     assert (held["name"], held["model"]) == (instance.name, "org/m")
     assert len(held["granted_bytes"]) == len(answer["at"]) > 0
+    assert {48 * MIB} <= set(one["reserved_bytes"]) <= {48 * MIB, None}
+    assert {48 * MIB} <= set(held["pledged_bytes"]) <= {48 * MIB, None}
+    assert set(one["reserved_of_capacity_bytes"]) <= {0, None}  # the machine has more than 256M
     assert answer["interval_seconds"] == 2
     assert front.get("/devices/history?seconds=much").status_code == 400
     assert front.get("/devices/history?seconds=0").json()["devices"] == []

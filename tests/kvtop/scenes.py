@@ -44,6 +44,7 @@ def device(name: str = "host", **changes: object) -> Device:
         "parked_bytes": GIB,
         "slack_bytes": GIB,
         "others_bytes": GIB,
+        "others_of_capacity_bytes": GIB,
         "free_bytes": 7 * GIB,
         "guaranteed_bytes": 2 * GIB,
         "asked_bytes": 64 * MIB,

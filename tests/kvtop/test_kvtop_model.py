@@ -69,7 +69,8 @@ def member(name: str, **changes: int) -> Member:
         "ask_bytes": 0,
         "wanted_bytes": 0,
     } | changes
-    return Member(name=name, uuid=bytes(16), pid=1, status="alive", idle_s=0.0, ask_s=0.0, **values)
+    facts = {"uuid": bytes(16), "pid": 1, "status": "alive", "idle_s": 0.0, "ask_s": 0.0}
+    return Member(name=name, **(facts | values))  # type: ignore[arg-type]
 
 
 def ledger(device: str = "GPU-1", **changes: object) -> LedgerInfo:
@@ -94,6 +95,18 @@ def test_a_device_is_what_its_ledger_says():
     assert device.free_bytes == 7 * GIB
     assert device.guaranteed_bytes == 2 * GIB
     assert device.asked_bytes == 2 * MIB
+
+
+def test_reserves_come_out_of_a_gpu_s_capacity_and_lie_beside_the_host_s():
+    awake = member("a", reserve_bytes=3 * GIB, pledged_bytes=3 * GIB)
+    asleep = member("b", uuid=bytes(15) + b"b", reserve_bytes=2 * GIB, asleep=True, granted_bytes=0)
+    facts = {"members": (awake, asleep), "others_bytes": GIB}
+    (gpu,) = scene_of([], [ledger(**facts)], 0.0).devices
+    assert (gpu.reserved_bytes, gpu.reserved_of_capacity_bytes) == (3 * GIB, 3 * GIB)
+    assert (gpu.others_of_capacity_bytes, gpu.free_bytes) == (GIB, 8 * GIB)
+    (host,) = scene_of([], [ledger(total_bytes=18 * GIB, **facts)], 0.0).devices
+    assert (host.reserved_bytes, host.reserved_of_capacity_bytes) == (3 * GIB, 2 * GIB)
+    assert (host.others_of_capacity_bytes, host.free_bytes) == (0, 10 * GIB)
 
 
 def test_without_a_ledger_it_is_what_its_instances_say():

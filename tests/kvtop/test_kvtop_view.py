@@ -206,6 +206,28 @@ def test_a_device_bar_has_all_parts_in_order():
     assert [span.style for span in bar] == ["in_use", "cached", "parked", "slack", "others", "free"]
 
 
+def test_what_is_reserved_is_in_the_bar_as_far_as_it_comes_out_of_the_capacity():
+    on_a_gpu = device(
+        reserved_bytes=4 * GIB, reserved_of_capacity_bytes=4 * GIB, free_bytes=3 * GIB
+    )
+    bar = "".join(span.text for span in device_bar(on_a_gpu, 16, ASCII))
+    assert bar == "####==-~%%%%x..."
+    on_the_host = device(reserved_bytes=4 * GIB)  # all of it lies beside the capacity
+    bar = "".join(span.text for span in device_bar(on_the_host, 16, ASCII))
+    assert bar == "####==-~x......."
+    for place in (on_a_gpu, on_the_host):
+        lines = draw(replace(ONE, devices=(place,)), width=120)
+        assert "reserved 4.00G" in lines[3]
+
+
+def test_an_instance_s_reserve_stands_below_the_table():
+    awake = instance("a", reserved_bytes=3 * GIB)
+    assert "priority 0  reserved 3.00 GiB  model" in draw(replace(ONE, instances=(awake,)))[-3]
+    asleep = replace(awake, asleep=True, state="asleep")
+    lines = draw(replace(ONE, instances=(asleep,)))
+    assert "priority 0  reserved when awake 3.00 GiB  model" in lines[-3]
+
+
 def test_sparklines():
     assert sparkline((), 3, ASCII) == "   "
     assert sparkline((0, 0), 3, ASCII) == " __"

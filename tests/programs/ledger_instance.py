@@ -128,6 +128,7 @@ def serve() -> None:
             engine="test",
             device=device,
             memory=local_range(device),
+            reserve_bytes=settings.reserve or 0,
         )
     except KvelasticError as error:
         answer({"error": f"{error.code}: {error}"})

@@ -101,7 +101,6 @@ def main() -> None:
         "cached_bytes": 16 << 20,
         "parked_bytes": 16 << 20,
         "page_bytes": 2 << 20,
-        "pools": 1,
         "limit_bytes": CAPACITY_BYTES,
     }
     record.publish_usage(**usage)

@@ -35,6 +35,7 @@ FIGURES = (
     "over_bytes",
     "min_bytes",
     "priority",
+    "reserved_bytes",
 )
 
 
@@ -74,9 +75,28 @@ def surfaces(name: str) -> dict[str, dict[str, object]]:
         },
         "metrics": {
             "state": states[0],
-            **{key: samples[key] for key in FIGURES},
+            **{key: samples.get(key) for key in FIGURES},
         },
     }
+
+
+def devices_of(name: str) -> list[dict[str, object]]:
+    """The rows of `kvctl devices` about one instance, one a device."""
+    return [
+        row
+        for device in json.loads(kvctl("devices", "--json"))
+        for row in device["instances"]
+        if row["name"] == name
+    ]
+
+
+def reserved_on_the_device() -> dict[str, int]:
+    """What each surface says that the group of this test has reserved."""
+    group = f"surfaces-{os.getpid()}"
+    infos = [info for info in ledger.list_ledgers() if info.group == group]
+    (shown,) = scene_of([], infos, 0.0).devices
+    of_group = [one for one in instance_memory.devices() if one["group"] == group]
+    return {"controller": of_group[0]["reserved_bytes"], "kvtop": shown.reserved_bytes}
 
 
 def until_replied(name: str, **wanted: object) -> None:
@@ -105,6 +125,7 @@ def instance() -> Iterator[Instance]:
         KVELASTIC_HOST_MEMORY="64M",
         KVELASTIC_LEDGER=group,
         KVELASTIC_PAGE_PREALLOC_ENABLED="false",  # nothing moves while it is compared
+        KVELASTIC_RESERVE="6M",
     ) as one:
         yield one
 
@@ -114,6 +135,10 @@ def test_while_it_runs_shrinks_and_sleeps(instance: Instance) -> None:
     assert instance.alloc(40)  # ten pages, and none of them parked
     before = assert_all_agree(name, "applied")
     assert before["is_limited"] is False
+    assert before["reserved_bytes"] == 6 << 20
+    (on_device,) = devices_of(name)
+    assert on_device["reserved_bytes"] == 6 << 20
+    assert reserved_on_the_device() == {"controller": 6 << 20, "kvtop": 6 << 20}
     # Not a whole number of pages: what was set and what is kept to are two figures everywhere.
     odd_bytes = 8 * PAGE_BYTES - 4096
     until_replied(name, limit_bytes=odd_bytes)
@@ -125,6 +150,8 @@ def test_while_it_runs_shrinks_and_sleeps(instance: Instance) -> None:
     until_replied(name, limit_bytes=UNLIMITED_BYTES, asleep=True)
     asleep = assert_all_agree(name, "shrinking")
     assert (asleep["asleep"], asleep["limit_bytes"]) == (True, 64 << 20)
+    assert asleep["reserved_bytes"] == 6 << 20  # when it wakes; of its device it has nothing now
+    assert set(reserved_on_the_device().values()) == {0}
     segment.request(name, asleep=False, wait_s=WAIT_S)
     assert_all_agree(name, "applied")
 

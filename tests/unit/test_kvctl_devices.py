@@ -8,6 +8,7 @@ import random
 import re
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,8 @@ from kvelastic.cli.device_rows import DeviceRow, InstanceRow, ProcessRow, device
 from kvelastic.cli.device_tables import plain_tables
 from kvelastic.devices import DeviceFacts, ProcessMemory
 from kvelastic.instance.row import Row
+from kvelastic.instance.status import uuid_text
+from kvelastic.ledger_facts import LedgerInfo, Member
 
 SHM = Path("/dev/shm")
 KVCTL = str(Path(sys.executable).with_name("kvctl"))
@@ -99,6 +102,7 @@ def test_json_without_nvml_is_the_host_with_its_instances(owner, no_nvml):
         "model": "none",
         "state": "applied",
         "mapped_bytes": MAPPED_BYTES,
+        "reserved_bytes": None,
         "limit_bytes": CAPACITY_BYTES,
     }
     assert host["mapped_bytes"] == sum(each["mapped_bytes"] for each in host["instances"])
@@ -209,6 +213,34 @@ def test_instances_are_found_on_their_device():
     assert unknown["problem"]
 
 
+def place(digit: str, **values: Any) -> Member:
+    blank: dict[str, Any] = {field.name: 0 for field in fields(Member)}
+    told = {"name": digit, "uuid": bytes.fromhex(digit * 32), "status": "alive", "asleep": False}
+    return Member(**(blank | told | values))
+
+
+def test_what_is_reserved_is_told_apart_by_device():
+    """One instance in the ledgers of two devices, and one that sleeps."""
+    a, asleep = segment_row("a", "host", uuid=uuid_text(b"\x11" * 16)), segment_row("z", WHOLE_GPU)
+    on_host = place("1", reserve_bytes=5, pledged_bytes=5)
+    on_gpu = place("1", reserve_bytes=7, pledged_bytes=7)
+    sleeping = place("2", reserve_bytes=9, asleep=True)
+    ledgers = [
+        LedgerInfo("host", "readable", group="default", members=(on_host,)),
+        LedgerInfo("host", "readable", group="other", members=(place("3", pledged_bytes=1),)),
+        LedgerInfo(WHOLE_GPU, "readable", members=(on_gpu, sleeping)),
+        LedgerInfo("default_GPU-9", "foreign"),
+    ]
+    asleep["uuid"] = uuid_text(b"\x22" * 16)
+    devices = [DeviceFacts("host", "host"), DeviceFacts("gpu", "whole", 0, WHOLE_GPU)]
+    host, gpu = device_rows(devices, [a, asleep, segment_row("b", "host")], ledgers)
+    assert (host["reserved_bytes"], gpu["reserved_bytes"]) == (6, 7)
+    assert [each["reserved_bytes"] for each in host["instances"]] == [5, None]
+    assert [each["reserved_bytes"] for each in gpu["instances"]] == [9]  # when it wakes
+    (alone,) = device_rows(devices[1:], [])
+    assert alone["reserved_bytes"] is None
+
+
 # ----------------------------------------------------------------------------------------- tables
 
 
@@ -219,9 +251,10 @@ def test_plain_tables():
     ]
     text = plain_tables(device_rows(facts, [segment_row("big", WHOLE_GPU, mapped_bytes=GIB)]))
     devices, holders, problems = text.split("\n\n")
-    assert devices.splitlines()[0].split() == (
-        ["DEVICE", "TOTAL", "USED", "FREE", "CAPACITY", "MAPPED", "DRIVER", "UUID", "NAME"]
-    )
+    assert devices.splitlines()[0].split() == [
+        "DEVICE", "TOTAL", "USED", "FREE", "CAPACITY", "MAPPED", "RESERVED", "DRIVER", "UUID",
+        "NAME",
+    ]  # fmt: skip
     assert devices.splitlines()[1].split()[:6] == ["gpu:0", "-", "-", "-", "-", "1.00"]
     assert [line.split()[:3] for line in holders.splitlines()] == [
         ["DEVICE", "HOLDER", "PID"],

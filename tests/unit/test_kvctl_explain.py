@@ -194,7 +194,38 @@ CASES = {
     "at its limit, all in use": (
         replace(CALM, effective_limit_bytes=100 * MIB, cached_bytes=0, parked_bytes=0), None,
         ["limit! Its limit of 100.00 MiB is reached, and nothing is parked", "wait until"], []),
-    # --- guarantee and priority
+    "asleep, with a reserve and a guarantee": (
+        replace(CALM, asleep=True, min_bytes=50 * MIB, mapped_bytes=0),
+        ledger(member("a", asleep=True, min_bytes=50 * MIB, reserve_bytes=30 * MIB)),
+        ["guarantee: Its guarantee is 50.00 MiB, which counts for nothing while it sleeps.",
+         "reserve: Before it wakes it asks for 30.00 MiB for weights and activations and its"
+         " guarantee of 50.00 MiB"], ["nobody takes", "besides its KV cache"]),
+    "asleep, and about to wake": (
+        replace(CALM, asleep=True, mapped_bytes=0),
+        ledger(member("a", asleep=True, reserve_bytes=30 * MIB, pledged_bytes=30 * MIB)),
+        ["reserve! It waits for 30.00 MiB for weights and activations, with which it wakes"],
+        ["Before it wakes"]),
+    # --- reserve, guarantee and priority
+    "a reserve on a GPU": (
+        CALM, ledger(member("a", reserve_bytes=30 * MIB, pledged_bytes=30 * MIB)),
+        ["reserve: 30.00 MiB are reserved for it besides its KV cache",
+         "device: 30.00 MiB are reserved for weights and activations of those who are awake,"
+         " which no KV cache can have."], ["reserve!"]),
+    "a reserve on the host, beside the capacity": (
+        CALM,
+        ledger(
+            member("a", reserve_bytes=30 * MIB, pledged_bytes=30 * MIB), total_bytes=2000 * MIB
+        ),
+        ["; they lie beside the 1000.00 MiB of KV caches."], ["no KV cache can have"]),
+    "a reserve on the host, in part beside the capacity": (
+        CALM,
+        ledger(
+            member("a", reserve_bytes=30 * MIB, pledged_bytes=30 * MIB), total_bytes=1010 * MIB
+        ),
+        ["30.00 MiB are reserved for weights", "; 10.00 MiB of them lie beside"], []),
+    "a larger reserve that others have not given yet": (
+        CALM, ledger(member("a", reserve_bytes=30 * MIB, pledged_bytes=70 * MIB)),
+        ["reserve! It waits for 70.00 MiB for weights and activations: others are asked"], []),
     "a guarantee that it is under": (
         replace(CALM, min_bytes=120 * MIB), ledger(member("a", min_bytes=120 * MIB)),
         ["Its guarantee is 120.00 MiB: 20.00 MiB more are its own as soon as"], []),

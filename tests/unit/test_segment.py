@@ -363,9 +363,9 @@ def test_a_reader_on_a_read_only_mapping(mine):
     try:
         assert reader.record.readonly
         assert not reader.is_owner
-        mine.record.publish_usage(mapped_bytes=11, in_use_bytes=5, pools=2)
+        mine.record.publish_usage(mapped_bytes=11, in_use_bytes=5, blocks_total=2)
         usage = reader.record.read_usage()
-        assert (usage["mapped_bytes"], usage["in_use_bytes"], usage["pools"]) == (11, 5, 2)
+        assert (usage["mapped_bytes"], usage["in_use_bytes"], usage["blocks_total"]) == (11, 5, 2)
         assert usage["updated_ns"] > 0
         mine.record.add_counter("allocs", 3)
         assert reader.record.counters()["allocs"] == 3
@@ -393,7 +393,7 @@ def test_readers_never_see_two_publications_mixed(mine):
         value = 0
         while not stop.is_set():
             value += 1
-            mine.record.publish_usage(capacity_bytes=value, mapped_bytes=value, pools=value)
+            mine.record.publish_usage(capacity_bytes=value, mapped_bytes=value, squeezed=value)
 
     writer = threading.Thread(target=publish)
     writer.start()
@@ -401,9 +401,9 @@ def test_readers_never_see_two_publications_mixed(mine):
         seen = set()
         for _ in range(20_000):
             usage = reader.record.read_usage()
-            assert usage["capacity_bytes"] == usage["mapped_bytes"] == usage["pools"]
+            assert usage["capacity_bytes"] == usage["mapped_bytes"] == usage["squeezed"]
             assert usage["whole"]
-            seen.add(usage["pools"])
+            seen.add(usage["squeezed"])
         assert len(seen) > 1
     finally:
         stop.set()

@@ -244,7 +244,7 @@ TEST(record_publications_are_never_mixed) {
   // Two writers: several threads of an owner may publish.
   const auto publish = [&] {
     for (std::uint64_t value = 1; !stop.load(); ++value) {
-      owner->publish_usage({.capacity_bytes = value, .mapped_bytes = value, .pools = value});
+      owner->publish_usage({.capacity_bytes = value, .mapped_bytes = value, .squeezed = value});
     }
   };
   std::thread first(publish);
@@ -254,9 +254,9 @@ TEST(record_publications_are_never_mixed) {
   for (int i = 0; i < 200'000 || changes < 2000; ++i) {
     Usage usage;
     if (!(*view).read_usage(usage)) continue;
-    CHECK(usage.capacity_bytes == usage.mapped_bytes && usage.mapped_bytes == usage.pools);
-    changes += usage.pools != last ? 1 : 0;
-    last = usage.pools;
+    CHECK(usage.capacity_bytes == usage.mapped_bytes && usage.mapped_bytes == usage.squeezed);
+    changes += usage.squeezed != last ? 1 : 0;
+    last = usage.squeezed;
   }
   stop = true;
   first.join();
