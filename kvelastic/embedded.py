@@ -409,7 +409,7 @@ def _group_for(
         num_blocks=max(num_blocks, 2),
         block_tokens=block_tokens,
         engine={"vllm": "vLLM", "sglang": "SGLang"}[state.engine],
-        device=state.device,
+        devices=[state.device],
         memory=local_range(state.device),
         reserve_bytes=0 if state.groups else state.reserve_bytes,
         name=f"{name}_g{group_id}" if name and group_id else None,

@@ -120,7 +120,7 @@ class KVCacheManager:
     def observability_snapshot(self, *, integration: str | None = None) -> KVCachePoolSnapshot:
         """Pool, pages and blocks at this moment; `integration` overrides the engine's name."""
         native = self._pool.blocks
-        geometry, member = native.geometry, self._pool.ledger.member
+        geometry, places = native.geometry, self._pool.places
         return pool_snapshot(
             native.stats(),
             native.limit_state(),
@@ -131,7 +131,7 @@ class KVCacheManager:
             kv_buffers=self.num_kv_buffers,
             block_bytes=geometry.block_bytes * self._buffers,
             range_bytes=geometry.range_bytes,
-            room_bytes=member.room(geometry.page_bytes) * geometry.page_bytes,
+            room_bytes=places.room() * places.page_bytes,
         )
 
     def observability_snapshot_dict(self, *, integration: str | None = None) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """A pool of this process or another: native blocks and pages, their segment, and the keeper.
 
     with open_pool(settings, layout, pages, num_blocks=n, block_tokens=16, engine="vLLM",
-                   device=device, memory=local_range(device)) as pool:
+                   devices=[device], memory=local_range(device)) as pool:
         ids = pool.blocks.alloc(4)
 
 `memory` decides where pages are mapped: `local_range` in this process; a `_vmm.Ring` (see
@@ -13,14 +13,15 @@ from __future__ import annotations
 import atexit
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypeAlias
 
-from kvelastic import _vmm, ledger, segment
+from kvelastic import _vmm, segment
 from kvelastic.config import Config
 from kvelastic.device import Device
 from kvelastic.errors import DeviceUnavailableError, DriverError
 from kvelastic.layout import PageLayout
+from kvelastic.places import JoinedPlaces, capacity_bytes, copies_by_device, join_all
 from kvelastic.sizes import format_size
 
 _log = logging.getLogger("kvelastic")
@@ -56,7 +57,7 @@ class ElasticPool:
     def __init__(
         self,
         own_segment: segment.Segment,
-        own_place: ledger.JoinedLedger,
+        joined: JoinedPlaces,
         memory: Memory,
         blocks: _vmm.Pool,
         settings: Config,
@@ -64,7 +65,11 @@ class ElasticPool:
         is_on_host: bool,
     ) -> None:
         self.segment = own_segment
-        self.ledger = own_place
+        self.ledgers = joined.ledgers
+        """One for each device, in the order of their names."""
+        self.places = joined.places
+        """What all of these say together."""
+        self._joined = joined
         self.memory = memory
         self.blocks = blocks
         """The native pool: alloc, free, cache, touch, limits (see vmm_csrc/pool.h)."""
@@ -95,18 +100,28 @@ class ElasticPool:
             watch_memory=self._is_on_host,
         )
 
-    def reserve(self, size_bytes: int) -> None:
-        """Say what this process holds of the device besides this cache: weights, activations.
+    def reserve(self, size_bytes: int | Mapping[str, int]) -> None:
+        """Say what the instance holds of a device besides this cache: weights, activations.
 
-        It counts as long as the pool is awake. For more than before, others are asked; blocks for
+        Bytes by device name, of all devices that change; one number where there is one device. It
+        counts as long as the pool is awake. For more than before, others are asked; blocks for
         five seconds at most until they have given it. Raises `GuaranteeError` if guarantees and
-        reserves would be more than the device has, `ReserveError` if others have not given it, with
-        nothing changed.
+        reserves would be more than a device has, `ReserveError` if others have not given it, with
+        nothing changed on any device.
         """
-        self.ledger.member.reserve(size_bytes)
+        self._joined.reserve(size_bytes)
+
+    def name_workers(self) -> None:
+        """Name the processes of the ring in the ledgers of their devices, once all have attached.
+
+        What a device has granted stays granted as long as one of its ranks lives.
+        """
+        assert isinstance(self.memory, _vmm.Ring)
+        for rank, (pid, start_time_ticks) in enumerate(self.memory.workers):
+            self.places.add_worker(rank, pid, start_time_ticks)
 
     def close(self, *, discard: bool = False) -> None:
-        """Stop the keeper, give the memory back, leave the ledger, remove the segment. Repeatable.
+        """Stop the keeper, give the memory back, leave the ledgers, remove the segment. Repeatable.
 
         No block is handed out any more (`PoolFailedError`). Memory of this process goes at once,
         but for pages with blocks in use: tensors over those stay valid, and what is granted for
@@ -126,10 +141,9 @@ class ElasticPool:
         """Memory first, then its grant: nobody else is granted what is still there."""
         if isinstance(self.memory, _vmm.Ring):
             if self.memory.has_live_processes:
-                self.ledger.member.linger()
-                self.ledger.linger()
+                self._joined.linger()
             else:
-                self.ledger.close()
+                self._joined.close()
             return
         try:
             held_bytes = self.blocks.close(discard=discard)
@@ -138,10 +152,11 @@ class ElasticPool:
         except DriverError:
             held_bytes = self.blocks.mapped_bytes
         if held_bytes:
-            self.memory.hold_grant_of(self.ledger.member)
-            self.ledger.linger()
+            (own,) = self.ledgers
+            self.memory.hold_grant_of(own.member)
+            own.linger()
         else:
-            self.ledger.close()
+            self._joined.close()
 
     def __enter__(self) -> ElasticPool:
         return self
@@ -158,21 +173,21 @@ def open_pool(
     num_blocks: int,
     block_tokens: int,
     engine: str,
-    device: Device,
+    devices: Sequence[Device],
     memory: MemoryMaker,
     model: str = "",
     name: str | None = None,
     movable: bool = False,
-    page_copies: int = 1,
-    reserve_bytes: int = 0,
+    reserve_bytes: int | Mapping[str, int] = 0,
 ) -> ElasticPool:
     """Make segment, memory and native pool; maps nothing and starts no thread yet.
 
+    `devices` are by rank: rank i has its copy of every page on the i-th; memory of this process is
+    of one rank. A page is granted by all of them or by none. The limit is of all copies together.
     `num_blocks` counts the null block; `name` overrides `KVELASTIC_IPC_NAME`; `movable` says that
-    the engine follows cached blocks to other ids (`take_changes`); `page_copies` is how many of
-    each page the device holds, one a worker that maps pages there; `reserve_bytes` as in `reserve`.
-    Raises `GuaranteeError` for a `KVELASTIC_MIN` or a reserve that the device has no room for,
-    `ReserveError` if others have not given what is to be reserved, `LedgerError` if the device is
+    the engine follows cached blocks to other ids (`take_changes`); `reserve_bytes` as in `reserve`.
+    Raises `GuaranteeError` for a `KVELASTIC_MIN` or a reserve that a device has no room for,
+    `ReserveError` if others have not given what is to be reserved, `LedgerError` if a device is
     not to be shared, `SegmentError` if the segment cannot be made (its name is a live instance's),
     and what `memory` raises; nothing is left behind then.
     """
@@ -181,25 +196,27 @@ def open_pool(
         "layout: %s; %d pages of %s, %d blocks in each, at most %d blocks",
         layout,
         pages,
-        format_size(layout.page_bytes * page_copies),
+        format_size(layout.page_bytes * len(devices)),
         layout.blocks_per_page,
         num_blocks,
     )
     limit_bytes = _start_limit_bytes(
-        settings, layout.page_bytes * page_copies, device.capacity_bytes
+        settings, layout.page_bytes * len(devices), capacity_bytes(devices)
     )
     own_segment = segment.create(
-        settings.ipc_name if name is None else name, engine=engine, model=model, device=device.name
+        settings.ipc_name if name is None else name,
+        engine=engine,
+        model=model,
+        devices=copies_by_device(devices),
     )
-    place: ledger.JoinedLedger | None = None
+    joined: JoinedPlaces | None = None
     try:
-        place = ledger.join(
-            device.name,
+        joined = join_all(
+            devices,
             group=settings.ledger,
-            capacity_bytes=device.capacity_bytes,
-            total_bytes=device.total_bytes,
             name=own_segment.name,
             uuid=own_segment.record.read_header()["uuid"],
+            copy_bytes=layout.page_bytes,
             min_bytes=settings.minimum,
             reserve_bytes=reserve_bytes,
             priority=settings.priority,
@@ -209,31 +226,37 @@ def open_pool(
             where,
             max_blocks=min(num_blocks, pages * layout.blocks_per_page),
             limit_bytes=limit_bytes,
-            capacity_bytes=place.member.capacity_bytes,
+            capacity_bytes=joined.places.capacity_bytes,
             min_reserved_pages=settings.min_reserved_pages,
             max_reserved_pages=settings.max_reserved_pages,
             max_cached_blocks=most_cached_blocks(settings.max_cached_tokens, block_tokens),
             preallocate=settings.page_prealloc_enabled,
-            member=place.member,
+            places=joined.places,
             reclaim_wait_s=settings.reclaim_wait_s,
             movable=movable,
-            page_copies=page_copies,
         )
     except BaseException:
-        if place is not None:
-            place.close()
+        if joined is not None:
+            joined.close()
         own_segment.close()
         raise
     _log.debug(
         "instance %s: on %s, of which instances may hold %s; limit %s, guarantee %s, priority %d",
         own_segment.name,
-        device.name,
-        format_size(place.member.capacity_bytes),
+        ", ".join(name for name, _ in copies_by_device(devices)),
+        format_size(joined.places.capacity_bytes),
         "none" if limit_bytes == _vmm.UNLIMITED_BYTES else format_size(limit_bytes),
         format_size(settings.minimum),
         settings.priority,
     )
-    return ElasticPool(own_segment, place, where, blocks, settings, is_on_host=device.is_host)
+    return ElasticPool(
+        own_segment,
+        joined,
+        where,
+        blocks,
+        settings,
+        is_on_host=all(device.is_host for device in devices),
+    )
 
 
 def most_cached_blocks(max_cached_tokens: int, block_tokens: int) -> int:

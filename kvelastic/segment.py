@@ -17,7 +17,7 @@ import mmap
 import os
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -213,19 +213,29 @@ class Segment:
 # ------------------------------------------------------------------------------------- instances
 
 
-def create(name: str | None, *, engine: str, model: str = "", device: str = "host") -> Segment:
+def create(
+    name: str | None,
+    *,
+    engine: str,
+    model: str = "",
+    device: str = "host",
+    devices: Sequence[tuple[str, int]] | None = None,
+) -> Segment:
     """Make this instance's segment, and remove the dead ones that are found on the way.
 
     `name` is taken exactly (`KVELASTIC_IPC_NAME`); None means `kvelastic_<engine>_<pid>`, with a
-    number behind it where that is taken. Raises `SegmentExistsError` if a live instance, or a file
-    that is not a segment, has the name; `InvalidArgumentError` for a name that cannot be one;
-    `SegmentError` if the operating system refuses (no room in /dev/shm, say).
+    number behind it where that is taken. Pages have one copy, on `device`, unless `devices` says
+    how many copies are on each: (name, copies), 16 devices at most. Raises `SegmentExistsError` if
+    a live instance, or a file that is not a segment, has the name; `InvalidArgumentError` for a
+    name that cannot be one, or for too many devices; `SegmentError` if the operating system refuses
+    (no room in /dev/shm, say).
     """
     candidates = [check_name(name)] if name is not None else _automatic_names(engine)
+    places = [(device, 1)] if devices is None else list(devices)
     reap()
     for _ in range(_CLAIM_TRIES):
         with suppress(_RemovedError):
-            return _create(candidates, engine=engine, model=model, device=device)
+            return _create(candidates, engine=engine, model=model, devices=places)
     raise SegmentError(f"files that begin in {SHM_DIR} are removed as fast as they are made")
 
 
@@ -233,7 +243,9 @@ class _RemovedError(Exception):
     """Somebody has reaped the unfinished file: it was found before its lock was taken."""
 
 
-def _create(candidates: list[str], *, engine: str, model: str, device: str) -> Segment:
+def _create(
+    candidates: list[str], *, engine: str, model: str, devices: Sequence[tuple[str, int]]
+) -> Segment:
     owner = ProcessIdentity.of_this_process()
     temporary = temporary_name("segment")
     fd = _create_file(temporary)
@@ -248,7 +260,7 @@ def _create(candidates: list[str], *, engine: str, model: str, device: str) -> S
                 name=candidate,
                 engine=_fit(engine, 32),
                 model=_fit(model, 256),
-                device=_fit(device, 64),
+                devices=[(_fit(device, 64), copies) for device, copies in devices],
                 uuid=os.urandom(16),
                 pid=owner.pid,
                 start_time_ticks=owner.start_time_ticks,

@@ -4,6 +4,7 @@
 #include <sys/types.h>
 
 #include <memory>
+#include <optional>
 #include <span>
 #include <vector>
 
@@ -32,8 +33,9 @@ class Backing {
   /// After a failure any part may have been copied. Blocks.
   virtual Status copy(std::span<const BlockMove> moves) = 0;
 
-  /// The device's memory as it was seen lately; none on the host. See Driver::memory().
-  virtual std::optional<DeviceMemory> device_memory() const = 0;
+  /// What each rank has seen lately of its device's memory, by rank; none on the host. See
+  /// Driver::memory().
+  virtual std::vector<std::optional<DeviceMemory>> device_memory() const = 0;
 
   /// As Driver::keep_free, wherever pages are created.
   virtual void keep_free(std::uint64_t /*bytes*/) {}
@@ -52,7 +54,9 @@ class LocalBacking final : public Backing {
     return range_->unmap(pages, Afterwards::kDestroy);
   }
   Status copy(std::span<const BlockMove> moves) override { return range_->copy(moves); }
-  std::optional<DeviceMemory> device_memory() const override { return range_->driver().memory(); }
+  std::vector<std::optional<DeviceMemory>> device_memory() const override {
+    return {range_->driver().memory()};
+  }
   void keep_free(std::uint64_t bytes) override { range_->keep_free(bytes); }
 
  private:

@@ -49,8 +49,8 @@ std::shared_ptr<Pool> make_pool(nb::handle memory, std::uint64_t max_blocks,
                                 std::uint64_t limit_bytes, std::uint64_t capacity_bytes,
                                 std::uint64_t min_reserved_pages, std::uint64_t max_reserved_pages,
                                 std::int64_t max_cached_blocks, bool preallocate,
-                                std::shared_ptr<LedgerMember> member, double reclaim_wait_s,
-                                bool movable, std::uint64_t page_copies) {
+                                std::shared_ptr<Places> places, double reclaim_wait_s,
+                                bool movable) {
   PoolOptions options;
   options.max_blocks = max_blocks;
   options.limit_bytes = limit_bytes;
@@ -60,18 +60,17 @@ std::shared_ptr<Pool> make_pool(nb::handle memory, std::uint64_t max_blocks,
   options.max_cached_blocks = max_cached_blocks;
   options.preallocate = preallocate;
   options.movable = movable;
-  options.page_copies = page_copies;
   options.reclaim_wait = duration(reclaim_wait_s);
   if (nb::isinstance<Range>(memory)) {
     const auto range = nb::cast<std::shared_ptr<Range>>(memory);
     return unwrap(Pool::create(range->geometry(), std::make_shared<LocalBacking>(range), options,
-                               std::move(member)));
+                               std::move(places)));
   }
   std::shared_ptr<RingBacking> ring;
   if (!nb::try_cast(memory, ring) || ring == nullptr) {
     throw nb::type_error("memory must be a Range or a Ring");
   }
-  return unwrap(Pool::create(ring->geometry(), ring, options, std::move(member)));
+  return unwrap(Pool::create(ring->geometry(), ring, options, std::move(places)));
 }
 
 nb::object alloc(Pool& pool, std::uint64_t count, bool reuse) {
@@ -220,8 +219,8 @@ void bind_pool(nb::module_& m) {
                    "see vmm_csrc/pool.h.")
       .def(nb::new_(&make_pool), "memory"_a, nb::kw_only(), "max_blocks"_a, "limit_bytes"_a,
            "capacity_bytes"_a, "min_reserved_pages"_a = 5, "max_reserved_pages"_a = 10,
-           "max_cached_blocks"_a = -1, "preallocate"_a = true, "member"_a = nb::none(),
-           "reclaim_wait_s"_a = 0.05, "movable"_a = false, "page_copies"_a = 1)
+           "max_cached_blocks"_a = -1, "preallocate"_a = true, "places"_a = nb::none(),
+           "reclaim_wait_s"_a = 0.05, "movable"_a = false)
       .def("alloc", &alloc, "count"_a, nb::kw_only(), "reuse"_a = false,
            "Ids of `count` blocks, or None when that many cannot be had; nothing has changed then. "
            "With `reuse`, before a page is mapped, also blocks that were given back and are still "

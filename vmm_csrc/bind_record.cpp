@@ -3,7 +3,9 @@
 
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
 
 #include <algorithm>
 #include <cmath>
@@ -88,7 +90,8 @@ bool wait_in_slices(std::int64_t timeout_ns, Wait wait) {
 }
 
 PyRecord make_owner(nb::handle buffer, const std::string& name, const std::string& engine,
-                    const std::string& model, const std::string& device, nb::bytes uuid,
+                    const std::string& model,
+                    std::vector<std::pair<std::string, std::uint64_t>> devices, nb::bytes uuid,
                     std::uint32_t pid, std::uint64_t start_time_ticks, nb::bytes boot_id,
                     std::uint64_t pid_namespace, std::uint32_t uid,
                     std::uint64_t created_realtime_ns) {
@@ -96,7 +99,7 @@ PyRecord make_owner(nb::handle buffer, const std::string& name, const std::strin
   identity.name = name;
   identity.engine = engine;
   identity.model = model;
-  identity.device = device;
+  identity.devices = std::move(devices);
   identity.uuid = sixteen<decltype(identity.uuid)>(uuid, "uuid");
   identity.owner_pid = pid;
   identity.owner_start_ticks = start_time_ticks;
@@ -166,6 +169,15 @@ constexpr std::array<std::pair<const char*, std::uint64_t Usage::*>, 18> kUsageF
     {"mappings_per_page", &Usage::mappings_per_page},
 }};
 
+nb::list devices_of(const RecordHeader& header) {
+  nb::list out;
+  for (const RecordDevice& device : header.devices) {
+    if (device.copies == 0) break;
+    out.append(nb::make_tuple(text(device.name), device.copies));
+  }
+  return out;
+}
+
 nb::dict read_header(const PyRecord& record) {
   const RecordHeader& header = record.view().header();
   nb::dict out;
@@ -176,7 +188,8 @@ nb::dict read_header(const PyRecord& record) {
   out["name"] = text(header.name);
   out["engine"] = text(header.engine);
   out["model"] = text(header.model);
-  out["device"] = text(header.device);
+  out["device"] = text(header.devices.front().name);
+  out["devices"] = devices_of(header);
   out["uuid"] = nb::bytes(header.uuid.data(), header.uuid.size());
   out["pid"] = header.owner_pid;
   out["start_time_ticks"] = header.owner_start_ticks;
@@ -388,6 +401,8 @@ void bind_record(nb::module_& m) {
   m.attr("RECORD_BYTES") = kRecordBytes;
   m.attr("RING_AREA_BYTES") = kRingAreaBytes;
   m.attr("SEGMENT_BYTES") = kSegmentBytes;
+  m.attr("RECORD_HEADER_BYTES") = sizeof(RecordHeader);
+  m.attr("RECORD_DEVICES") = kRecordDevices;
   m.attr("UNLIMITED_BYTES") = kUnlimitedBytes;
   m.def("record_version", &version_of, "buffer"_a,
         "The version of bytes that start like a segment, of whatever version; None otherwise.");
@@ -399,7 +414,7 @@ void bind_record(nb::module_& m) {
       "Record.create(...) makes the owner's end. Any thread. Raises "
       "SegmentFormatError\nfor bytes that are not a segment of this version.")
       .def_static("create", &make_owner, "buffer"_a, nb::kw_only(), "name"_a, "engine"_a, "model"_a,
-                  "device"_a, "uuid"_a, "pid"_a, "start_time_ticks"_a, "boot_id"_a,
+                  "devices"_a, "uuid"_a, "pid"_a, "start_time_ticks"_a, "boot_id"_a,
                   "pid_namespace"_a, "uid"_a, "created_realtime_ns"_a,
                   "Clear the buffer (SEGMENT_BYTES) and fill in who owns it; nobody else may see "
                   "it yet.")

@@ -24,10 +24,10 @@ void Figures::update() {
                         std::memory_order_relaxed);
   over_limit_.store(over_pages > 0, std::memory_order_relaxed);
   provisioning_.see_parked(blocks.parked_pages());
-  if (counters_.record() || member_) {
+  if (counters_.record() || places_) {
     const Usage now = usage(within_limit);
     if (counters_.record()) counters_.record()->publish_usage(now);
-    if (member_) tell_ledger(now);
+    if (places_) tell_ledgers(now);
   }
   if (!calls_.has_keeper()) return;
   KeeperWork work;
@@ -42,20 +42,19 @@ void Figures::update() {
   calls_.see(work);
 }
 
-void Figures::tell_ledger(const Usage& usage) {
+void Figures::tell_ledgers(const Usage& usage) {
   const bool active = std::exchange(told_activity_, activity()) != activity();
   // Cached is what others can have of it: a page with a block in use stays, whatever else it has.
   // Blocks that are set aside lie together, as one alloc gave them, and make way as cached ones do.
   const std::uint64_t pages =
       accounting_.blocks().evictable_pages() +
       accounting_.reserved_blocks() / accounting_.geometry().blocks_per_page;
-  member_->publish(usage.in_use_bytes, pages * usage.page_bytes, usage.parked_bytes,
-                   usage.page_bytes, active);
+  places_->publish(usage.in_use_bytes, pages * usage.page_bytes, usage.parked_bytes, active);
 }
 
 std::uint64_t Figures::available() const {
   const std::uint64_t within_limit = available_limit_.load(std::memory_order_relaxed);
-  if (!member_ || within_limit == 0) return within_limit;
+  if (!places_ || within_limit == 0) return within_limit;
   const std::int64_t held = available_held_.load(std::memory_order_relaxed);
   const Geometry& geometry = accounting_.geometry();
   const auto with = [&](std::uint64_t pages) {
@@ -65,10 +64,9 @@ std::uint64_t Figures::available() const {
     return std::min(within_limit,
                     static_cast<std::uint64_t>(std::max<std::int64_t>(held + more, 0)));
   };
-  const std::uint64_t page_bytes = accounting_.page_bytes();
-  const std::uint64_t free_now = with(member_->room(page_bytes));
+  const std::uint64_t free_now = with(places_->room());
   if (free_now == within_limit) return within_limit;
-  return with(member_->reach(page_bytes));
+  return with(places_->reach());
 }
 
 Usage Figures::usage(std::uint64_t available) const {

@@ -10,7 +10,7 @@
 #include "arrivals.h"
 #include "counters.h"
 #include "keeper_calls.h"
-#include "ledger.h"
+#include "places.h"
 #include "pool_options.h"
 #include "provisioning.h"
 #include "record.h"
@@ -41,7 +41,7 @@ class Figures {
  public:
   Figures(const Accounting& accounting, const Starvation& starvation, Provisioning& provisioning,
           KeeperCalls& calls, Counters& counters, const PoolOptions& options,
-          std::shared_ptr<LedgerMember> member)
+          std::shared_ptr<Places> places)
       : accounting_(accounting),
         starvation_(starvation),
         provisioning_(provisioning),
@@ -49,7 +49,7 @@ class Figures {
         counters_(counters),
         movable_(options.movable),
         capacity_bytes_(options.capacity_bytes),
-        member_(std::move(member)) {}
+        places_(std::move(places)) {}
 
   // The pool's lock is held:
 
@@ -58,9 +58,9 @@ class Figures {
   Usage usage() const { return usage(accounting_.count_available(Accounting::Reach::kLimit)); }
   PoolStats stats() const;
   LimitState limit_state() const;
-  /// Of the device.
+  /// Of the devices, as far as one instance could have it.
   std::uint64_t capacity_bytes() const {
-    return member_ ? member_->capacity_bytes() : capacity_bytes_;
+    return places_ ? places_->capacity_bytes() : capacity_bytes_;
   }
   bool has_something_to_decay() const {
     const Blocks& blocks = accounting_.blocks();
@@ -89,7 +89,7 @@ class Figures {
 
  private:
   Usage usage(std::uint64_t available) const;
-  void tell_ledger(const Usage& usage);
+  void tell_ledgers(const Usage& usage);
 
   const Accounting& accounting_;
   const Starvation& starvation_;
@@ -98,7 +98,7 @@ class Figures {
   Counters& counters_;
   const bool movable_;
   const std::uint64_t capacity_bytes_;  // where no ledger says it
-  const std::shared_ptr<LedgerMember> member_;
+  const std::shared_ptr<Places> places_;
   std::uint64_t told_activity_ = 0;  // activity() when the ledger was last told
   std::atomic<std::uint64_t> available_limit_{0}, available_mapped_{0}, reusable_{0}, activity_{0};
   std::atomic<std::int64_t> available_held_{0};  // with what is on its way; -1 for a null block

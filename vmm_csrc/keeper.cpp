@@ -65,8 +65,11 @@ std::unique_ptr<Keeper> Keeper::start(std::shared_ptr<Pool> pool,
   keeper->answer(keeper->pool_->limit_state(), {});
   keeper->pool_->on_wanted([bell = keeper->record_] { bell->ring_bell(); });
   keeper->thread_ = std::thread(&Keeper::run, keeper.get());
-  if (keeper->pool_->member()) {
-    keeper->bell_thread_ = std::thread(&Keeper::pass_bells_on, keeper.get());
+  if (const std::shared_ptr<Places>& places = keeper->pool_->places()) {
+    for (const Place& place : places->all()) {
+      keeper->bell_threads_.emplace_back(&Keeper::pass_bells_on, keeper.get(),
+                                         std::cref(*place.member));
+    }
   }
   return keeper;
 }
@@ -76,15 +79,15 @@ void Keeper::stop() {
   if (!started_by_.is_this()) {
     // A forked child has inherited this object, but not the thread; pool and record are of no use.
     thread_.detach();
-    if (bell_thread_.joinable()) bell_thread_.detach();
+    for (std::thread& thread : bell_threads_) thread.detach();
     return;
   }
   stopping_ = true;
   record_->ring_bell();
   thread_.join();
-  if (bell_thread_.joinable()) {
-    pool_->member()->ring();
-    bell_thread_.join();
+  for (std::size_t i = 0; i < bell_threads_.size(); ++i) {
+    pool_->places()->all()[i].member->ring();
+    bell_threads_[i].join();
   }
   // The pool goes on publishing: what its close() gives back is counted too.
   pool_->on_wanted(nullptr);
@@ -105,10 +108,10 @@ void Keeper::run() {
 void Keeper::go_round() {
   const std::uint32_t seen = record_->bell();
   const bool read = read_request();
-  device_is_shared_ = pool_->see_device();
+  device_is_shared_ = pool_->see_devices();
   if (pool_->failed() && !failure_told_) answer(pool_->limit_state(), {});
   see_capacity();
-  const bool over_capacity = pool_->member() && pool_->member()->ask_for_excess();
+  const bool over_capacity = pool_->places() && pool_->places()->ask_for_excess();
   serve_asks();
   finish_shrinking();
   watch_memory();
@@ -144,9 +147,8 @@ bool Keeper::read_request() {
   return true;
 }
 
-/// Rings the instance's bell whenever the ledger's has been rung.
-void Keeper::pass_bells_on() {
-  const LedgerMember& member = *pool_->member();
+/// Rings the instance's bell whenever that of a ledger has been rung.
+void Keeper::pass_bells_on(const LedgerMember& member) {
   std::uint32_t heard = member.bell();
   record_->ring_bell();  // for what was asked before this thread listened
   while (!stopping_) {
@@ -163,35 +165,35 @@ void Keeper::see_capacity() {
 
 /// Gives others what they ask of this instance, as far as there is something to give.
 void Keeper::serve_asks() {
-  const std::shared_ptr<LedgerMember>& member = pool_->member();
-  if (!member) return;
-  const std::uint64_t page_bytes = pool_->page_cost_bytes();
-  for (LedgerMember::Wanted wanted = member->wanted(); wanted.bytes > 0 && !stopping_;
-       wanted = member->wanted()) {
-    const std::uint64_t pages = (wanted.bytes + page_bytes - 1) / page_bytes;
-    const Result<std::uint64_t> given = pool_->give_up(pages, wanted.depth, member->min_bytes());
+  const std::shared_ptr<Places>& places = pool_->places();
+  if (!places) return;
+  for (Places::Wanted wanted = places->wanted(); wanted.pages > 0 && !stopping_;
+       wanted = places->wanted()) {
+    const Result<std::uint64_t> given =
+        pool_->give_up(wanted.pages, wanted.depth, places->min_pages());
     if (debug_logging()) {
-      debug_log("ledger: was asked for %s, gave %s", size_text(wanted.bytes).c_str(),
-                size_text(given ? *given * page_bytes : 0).c_str());
+      debug_log("ledger: was asked for %s, gave %s",
+                size_text(wanted.pages * places->page_bytes()).c_str(),
+                size_text(given ? *given * places->page_bytes() : 0).c_str());
     }
-    member->handled(wanted.bytes);
+    places->handled(wanted, given ? *given : 0);
   }
 }
 
 /// Guarantee and priority, all or nothing. Without a ledger there is nobody to be guarded from.
 Status Keeper::change_standing(const Request& request) {
-  const std::shared_ptr<LedgerMember>& member = pool_->member();
+  const std::shared_ptr<Places>& places = pool_->places();
   const bool min = request.min_revision == revision_;
   const bool priority = request.priority_revision == revision_;
   if (!min && !priority) return ok();
-  if (!member) return Error{Errc::kInvalidArgument, "this instance shares its device with nobody"};
+  if (!places) return Error{Errc::kInvalidArgument, "this instance shares its device with nobody"};
   if (priority) {
     if (Status bounded = check_priority(request.priority); !bounded) return bounded;
   }
   if (min) {
-    if (Status set = member->set_min(request.min_bytes); !set) return set;
+    if (Status set = places->set_min(request.min_bytes); !set) return set;
   }
-  return priority ? member->set_priority(request.priority) : ok();
+  return priority ? places->set_priority(request.priority) : ok();
 }
 
 void Keeper::log_request(const Request& request) const {
@@ -214,20 +216,20 @@ void Keeper::log_request(const Request& request) const {
 void Keeper::carry_out(const Request& request) {
   refusal_.clear();
   log_request(request);
-  const std::shared_ptr<LedgerMember>& member = pool_->member();
-  const std::uint64_t min_before_bytes = member ? member->min_bytes() : 0;
-  const std::int64_t priority_before = member ? member->priority() : 0;
+  const std::shared_ptr<Places>& places = pool_->places();
+  const std::uint64_t min_before_bytes = places ? places->min_bytes() : 0;
+  const std::int64_t priority_before = places ? places->priority() : 0;
   if (Status standing = change_standing(request); !standing)
     return refuse(standing.error().message);
   if (request.asleep_revision != revision_) return apply(request, revision_);
-  if (request.asleep != 0 || !member) {
+  if (request.asleep != 0 || !places) {
     waking_.reset();
     pool_->set_asleep(request.asleep != 0);
     return apply(request, revision_);
   }
-  Status asked = member->ask_to_wake();
+  Status asked = places->ask_to_wake();
   waking_ = {request, revision_,
-             Clock::now() + std::chrono::nanoseconds(asked ? member->rules().reserve_wait_ns : 0),
+             Clock::now() + std::chrono::nanoseconds(asked ? places->rules().reserve_wait_ns : 0),
              min_before_bytes, priority_before};
   if (asked) {
     (void)finish_waking();
@@ -239,10 +241,10 @@ void Keeper::carry_out(const Request& request) {
 /// True: no wake waits any more.
 bool Keeper::finish_waking() {
   if (!waking_) return true;
-  const std::shared_ptr<LedgerMember>& member = pool_->member();
-  if (!member->claim_is_met()) {
+  const std::shared_ptr<Places>& places = pool_->places();
+  if (!places->claim_is_met()) {
     if (Clock::now() < waking_->until) return false;
-    if (Status failed = member->fail_claim(); !failed) {
+    if (Status failed = places->fail_claim(); !failed) {
       refuse_waking(failed.error().message);
       return true;
     }
@@ -261,11 +263,11 @@ bool Keeper::finish_waking() {
 /// Nothing of that request has happened.
 void Keeper::refuse_waking(std::string reason) {
   const Waking waking = *std::exchange(waking_, std::nullopt);
-  const std::shared_ptr<LedgerMember>& member = pool_->member();
+  const std::shared_ptr<Places>& places = pool_->places();
   if (waking.request.min_revision == waking.revision)
-    (void)member->set_min(waking.min_before_bytes);
+    (void)places->set_min(waking.min_before_bytes);
   if (waking.request.priority_revision == waking.revision) {
-    (void)member->set_priority(waking.priority_before);
+    (void)places->set_priority(waking.priority_before);
   }
   if (waking.revision == revision_) refuse(std::move(reason));
 }
@@ -347,9 +349,9 @@ void Keeper::answer(const LimitState& state, std::string reason) {
   answer.mapped_bytes = state.mapped_bytes;
   answer.over_bytes = state.over_bytes;
   answer.state = outcome;
-  if (const std::shared_ptr<LedgerMember>& member = pool_->member()) {
-    answer.min_bytes = member->min_bytes();
-    answer.priority = member->priority();
+  if (const std::shared_ptr<Places>& places = pool_->places()) {
+    answer.min_bytes = places->min_bytes();
+    answer.priority = places->priority();
   }
   answered_over_bytes_ = state.over_bytes;
   answered_effective_bytes_ = state.effective_bytes;

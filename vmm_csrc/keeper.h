@@ -1,6 +1,6 @@
 // The one thread of an instance: it waits on the record's bell and does what need not, or cannot,
-// wait for the engine. It never runs Python, so no engine and no GIL can hold it up. Where there is
-// a ledger, a second thread only passes its bell on: one thread cannot sleep on two futexes (before
+// wait for the engine. It never runs Python, so no engine and no GIL can hold it up. For each
+// ledger, another thread only passes its bell on: one thread cannot sleep on two futexes (before
 // Linux 5.16).
 #pragma once
 
@@ -10,6 +10,7 @@
 #include <optional>
 #include <string>
 #include <thread>
+#include <vector>
 
 #include "memory_watch.h"
 #include "pool.h"
@@ -67,7 +68,7 @@ class Keeper {
   void log_request(const Request& request) const;
   void see_capacity();
   void serve_asks();
-  void pass_bells_on();
+  void pass_bells_on(const LedgerMember& member);
   void finish_shrinking();
   void watch_memory();
   void answer(const LimitState& state, std::string reason);
@@ -105,7 +106,7 @@ class Keeper {
   std::atomic<std::uint64_t> memory_looks_{0};
   std::atomic<bool> stopping_{false};
   std::thread thread_;
-  std::thread bell_thread_;
+  std::vector<std::thread> bell_threads_;  // one a ledger
 };
 
 }  // namespace kvelastic

@@ -51,12 +51,11 @@ Result<std::uint64_t> Ladder::compact(Lock& lock) {
 }
 
 Result<std::uint64_t> Ladder::give_up(Lock& lock, std::uint64_t pages, Depth depth,
-                                      std::uint64_t min_bytes) {
+                                      std::uint64_t min_pages) {
   const Blocks& blocks = accounting_.blocks();
   Squeeze& squeeze = accounting_.limit.squeeze;
-  const std::uint64_t page_bytes = accounting_.page_bytes();
   const std::uint64_t held = accounting_.held_pages();
-  const std::uint64_t kept = std::max<std::uint64_t>((min_bytes + page_bytes - 1) / page_bytes, 1);
+  const std::uint64_t kept = std::max<std::uint64_t>(min_pages, 1);
   std::uint64_t target = std::max(held > pages ? held - pages : std::uint64_t{0}, kept);
   if (depth == Depth::kInUse) target = std::max(target, squeeze.floor(Squeeze::Time::clock::now()));
   const std::uint64_t before = pages_.unmapped_ever();

@@ -85,6 +85,7 @@ Contender contender_of(const LedgerSlot& slot, std::uint64_t now_ns, const Recla
   c.idle_ns = less(now_ns, slot.active_ns.load(std::memory_order_relaxed));
   if (less(now_ns, slot.ask_seen_ns.load()) < rules.ask_lease_ns) {
     c.ask_bytes = slot.ask_bytes.load();
+    c.keeps = slot.ask_keeps.load() != 0;
     c.ask_ns = less(now_ns, slot.ask_since_ns.load());
   }
   c.wanted_bytes = open_requests(slot);
@@ -231,7 +232,7 @@ Result<std::unique_ptr<LedgerMember>> LedgerMember::join(std::span<std::byte> by
     }
     if (claim.outcome == LifeLock::Outcome::kTaken || slot.life.load() != life) continue;
     for (SharedWord* word :
-         {&slot.units, &slot.min_bytes, &slot.ask_bytes, &slot.ask_since_ns, &slot.ask_seen_ns,
+         {&slot.units, &slot.min_bytes, &slot.ask_bytes, &slot.ask_since_ns, &slot.ask_seen_ns, &slot.ask_keeps,
           &slot.limit_bytes, &slot.in_use_bytes, &slot.cached_bytes, &slot.parked_bytes,
           &slot.page_bytes, &slot.wanted_at_ns, &slot.pledged_bytes, &slot.reserved_bytes,
           &slot.own_min_bytes, &slot.own_reserve_bytes, &slot.asleep, &slot.checking}) {
@@ -265,6 +266,10 @@ Result<std::unique_ptr<LedgerMember>> LedgerMember::join(std::span<std::byte> by
   }
   return Error{Errc::kPoolExhausted,
                "all " + std::to_string(kLedgerSlots) + " places of the device's ledger are taken"};
+}
+
+std::string_view LedgerMember::device() const {
+  return text_of(layout_->header.device);
 }
 
 void LedgerMember::leave() {
@@ -313,7 +318,5 @@ void LedgerMember::publish(std::uint64_t in_use_bytes, std::uint64_t cached_byte
   mine.page_bytes.store(page_bytes, std::memory_order_relaxed);
   if (active) mine.active_ns.store(monotonic_coarse_ns(), std::memory_order_relaxed);
 }
-
-// ---------------------------------------------------------------------------------------- asking
 
 }  // namespace kvelastic

@@ -53,6 +53,7 @@
 #include <optional>
 #include <span>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "device_account.h"
@@ -65,7 +66,7 @@
 namespace kvelastic {
 
 inline constexpr std::uint64_t kLedgerMagic = 0x5245'4744'454c'564bULL;  ///< "KVLEDGER" in memory
-inline constexpr std::uint32_t kLedgerAbiVersion = 4;
+inline constexpr std::uint32_t kLedgerAbiVersion = 5;
 inline constexpr std::size_t kLedgerSlots = 128;
 inline constexpr std::size_t kLedgerWorkers = 64;  ///< of one member
 static_assert(kLedgerSlots <= 128 && kLedgerWorkers < 128, "a life byte has 7 bits for each");
@@ -128,6 +129,7 @@ struct LedgerSlot {
   SharedWord parked_bytes;
   SharedWord page_bytes;
 
+  SharedWord ask_keeps;          ///< 1: what comes free is kept for the ask, see Contender::keeps
   SharedWord own_min_bytes;      ///< the guarantee and
   SharedWord own_reserve_bytes;  ///< the reserve, as they count when it is awake
   SharedWord asleep;             ///< 1: or waking
@@ -293,6 +295,8 @@ class LedgerMember {
   std::uint64_t room(std::uint64_t page_bytes) const;
   std::uint64_t granted_bytes() const;
   std::uint64_t capacity_bytes() const { return layout_->capacity_bytes; }
+  /// The name of the ledger's device.
+  std::string_view device() const;
   /// Sets what strangers hold of the device, as somebody with a driver has seen it.
   void set_others(std::uint64_t bytes);
   /// The same from what a driver says of the whole device: what is taken, and neither granted nor
@@ -329,6 +333,8 @@ class LedgerMember {
   /// Whether nothing is claimed that is not there. Asks others for what is missing; where it is
   /// false, call it again soon, and when the bell rings.
   bool claim_is_met();
+  /// Whether something is claimed that was not there when claim_is_met() last looked.
+  bool is_claiming() const;
   /// Back to what was before the claim. Does nothing where there is none.
   void give_up_claim();
   /// Gives it up, and answers kReserve with who holds what; nothing where it is met.
@@ -350,9 +356,17 @@ class LedgerMember {
 
   // --- asking --------------------------------------------------------------------------------
 
+  /// What is said of an ask that is one of several, in ledgers of other devices.
+  struct AskTerms {
+    std::uint64_t since_ns = 0;  ///< when the first of them was made; 0: this is the only one
+    bool keeps = true;           ///< as Contender::keeps
+  };
   /// Says that `bytes` are missing, and asks those for them who have to give (see reclaim.h). Call
   /// it again every now and then (rules().ask_lease_ns) while it is so. False: nobody has to give.
-  bool ask(std::uint64_t bytes);
+  bool ask(std::uint64_t bytes) { return ask_with(AskTerms{}, bytes); }
+  bool ask_with(AskTerms terms, std::uint64_t bytes);
+  /// Whether an ask of this member stands.
+  bool is_asking() const { return is_member() && slot().ask_bytes > 0; }
   void stop_asking();
   /// Where more is granted than the capacity, since that was lowered: asks those for the rest who
   /// have to give it, this member among them, as one who outranks all. False: nothing is over it;
@@ -423,7 +437,7 @@ class LedgerMember {
   mutable std::atomic<std::uint64_t> reaped_ns_{0};  // when reach() last looked for the dead
   std::uint64_t claim_ = 0, met_claim_ = 0;          // the newest one, and the last that was met
   bool is_claiming_ = false;  // `pledged` is what is claimed, and not there yet
-  std::mutex mutex_;          // between threads of this process only: grants, claims, life; a leaf
+  mutable std::mutex mutex_;  // between threads of this process only: grants, claims, life; a leaf
   std::unique_ptr<LifeLock> life_lock_;  // null: left, or nobody can be asked here
 };
 

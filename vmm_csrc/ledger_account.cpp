@@ -208,7 +208,8 @@ Status LedgerMember::set_min(std::uint64_t min_bytes) {
   if (!is_member()) return ok();
   LedgerSlot& mine = slot();
   if (mine.asleep != 0 && !is_claiming_) {
-    if (!size_of(*layout_).has_room_for(min_bytes, mine.own_reserve_bytes)) {
+    if (min_bytes > mine.own_min_bytes &&
+        !size_of(*layout_).has_room_for(min_bytes, mine.own_reserve_bytes)) {
       return pledge_refusal(min_bytes, mine.own_reserve_bytes);
     }
   } else if (min_bytes <= mine.min_bytes) {
@@ -271,7 +272,8 @@ Status LedgerMember::ask_to_reserve(std::uint64_t bytes) {
   LedgerSlot& mine = slot();
   if (is_claiming_) settle_claim(false);
   if (mine.asleep != 0) {
-    if (!size_of(*layout_).has_room_for(mine.own_min_bytes, bytes)) {
+    if (bytes > mine.own_reserve_bytes &&
+        !size_of(*layout_).has_room_for(mine.own_min_bytes, bytes)) {
       return pledge_refusal(mine.own_min_bytes, bytes);
     }
     mine.own_reserve_bytes = bytes;
@@ -320,6 +322,12 @@ bool LedgerMember::claim_is_met() {
   }
   (void)ask_for_excess();
   return false;
+}
+
+bool LedgerMember::is_claiming() const {
+  if (!joined_by_.is_this()) return false;
+  const std::lock_guard lock(mutex_);
+  return is_claiming_ && is_member();
 }
 
 void LedgerMember::give_up_claim() {

@@ -186,7 +186,7 @@ std::uint64_t LedgerMember::reach(std::uint64_t page_bytes) const {
          reachable_bytes(found.all, found.self, usable_bytes(), rules_) / page_bytes;
 }
 
-bool LedgerMember::ask(std::uint64_t bytes) {
+bool LedgerMember::ask_with(AskTerms terms, std::uint64_t bytes) {
   if (!is_member()) return false;
   const std::uint64_t now_ns = monotonic_ns();
   LedgerSlot& mine = slot();
@@ -195,6 +195,8 @@ bool LedgerMember::ask(std::uint64_t bytes) {
   if (debug_logging() && mine.ask_bytes.load() != bytes) {
     debug_log("ledger: asks others for %s", size_text(bytes).c_str());
   }
+  if (terms.since_ns != 0) mine.ask_since_ns = terms.since_ns;
+  mine.ask_keeps = terms.keeps ? 1 : 0;
   mine.ask_seen_ns = now_ns;
   mine.ask_bytes = bytes;
 

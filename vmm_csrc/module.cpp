@@ -7,6 +7,7 @@ namespace kvelastic {
 void bind_driver(nanobind::module_& m);
 void bind_ledger(nanobind::module_& m);
 void bind_life(nanobind::module_& m);
+void bind_places(nanobind::module_& m);
 void bind_pool(nanobind::module_& m);
 void bind_reclaim(nanobind::module_& m);
 void bind_record(nanobind::module_& m);
@@ -22,6 +23,7 @@ NB_MODULE(_vmm, m) {
   kvelastic::bind_driver(m);
   kvelastic::bind_ledger(m);
   kvelastic::bind_life(m);
+  kvelastic::bind_places(m);
   kvelastic::bind_pool(m);
   kvelastic::bind_reclaim(m);
 }

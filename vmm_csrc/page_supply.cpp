@@ -12,7 +12,7 @@ using Clock = std::chrono::steady_clock;
 PageSupply::Wait PageSupply::may_wait(std::uint32_t own_entries) const {
   const Clock::time_point now = Clock::now();
   const bool in_session = session_.is_mine() && session_.depth() > own_entries;
-  if (!member_ || in_session || !starvation_.may_wait(now)) return {now, false};
+  if (!places_ || in_session || !starvation_.may_wait(now)) return {now, false};
   return {now + reclaim_wait_, own_entries > 0};
 }
 
@@ -23,7 +23,7 @@ bool PageSupply::may_come(std::uint32_t own_entries) const {
   const Clock::time_point now = Clock::now();
   // Others were asked a moment ago and had nothing: the keeper goes on asking them.
   return starvation_.may_ask(now) || wait.until > now ||
-         member_->room(accounting_.page_bytes()) > 0;
+         places_->room() > 0;
 }
 
 /// Whether another thread has pages on the way that this one may use.
@@ -45,22 +45,21 @@ Result<bool> PageSupply::get(Lock& lock, std::uint64_t blocks, const Wait& wait)
   return true;
 }
 
-/// Waits, without the pool's lock and without the session, until the device has a page for this
+/// Waits, without the pool's lock and without the session, until all devices have a page for this
 /// pool that others give up.
 bool PageSupply::wait_for_grant(Lock& lock, std::uint64_t pages, const Wait& wait) {
-  if (!member_) return false;
-  const std::uint64_t page_bytes = accounting_.page_bytes();
+  if (!places_) return false;
   lock.unlock();
   if (wait.holds_session) session_.unlock();
   bool there = false, waited = false;
   for (;;) {
-    const std::uint32_t seen = member_->bell();
-    const bool hope = member_->ask(pages * page_bytes);
-    there = member_->room(page_bytes) > 0;
+    const Places::Bells seen = places_->bells();
+    const bool hope = places_->ask(pages);
+    there = places_->room() > 0;
     const Clock::time_point now = Clock::now();
     if (there || !hope || now >= wait.until) break;
-    const std::chrono::nanoseconds patience(member_->rules().patience_ns);
-    member_->wait(seen, std::min<std::chrono::nanoseconds>(wait.until - now, patience));
+    const std::chrono::nanoseconds patience(places_->rules().patience_ns);
+    places_->wait(seen, std::min<std::chrono::nanoseconds>(wait.until - now, patience));
     waited = true;
   }
   if (wait.holds_session) session_.lock();
@@ -77,15 +76,15 @@ bool PageSupply::wait_for_grant(Lock& lock, std::uint64_t pages, const Wait& wai
 void PageSupply::note_satisfied() {
   starvation_.end();
   calls_.end_pursuit();  // until then the keeper looks by itself
-  if (member_) member_->stop_asking();
+  if (places_) places_->stop_asking();
 }
 
 bool PageSupply::pursue(Lock& lock) {
-  if (starvation_.pages() == 0 || !member_) {
+  if (starvation_.pages() == 0 || !places_) {
     calls_.end_pursuit();
     return false;
   }
-  const std::chrono::nanoseconds lease(member_->rules().ask_lease_ns);
+  const std::chrono::nanoseconds lease(places_->rules().ask_lease_ns);
   const std::uint64_t wanted = std::min(starvation_.pages(), accounting_.mappable_pages());
   const Clock::time_point now = Clock::now();
   if (figures_.arrivals.is_awaited()) starvation_.want(now);
@@ -99,9 +98,9 @@ bool PageSupply::pursue(Lock& lock) {
     note_satisfied();
     return false;
   }
-  const std::uint64_t bytes = starvation_.pages() * accounting_.page_bytes();
+  const std::uint64_t missing = starvation_.pages();
   lock.unlock();
-  (void)member_->ask(bytes);
+  (void)places_->ask(missing);
   return true;
 }
 

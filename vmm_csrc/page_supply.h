@@ -1,5 +1,5 @@
 // How an alloc that finds too few blocks gets pages: it maps them, waits for those that another
-// thread has on the way, or asks the other instances of the device. What is missing after that the
+// thread has on the way, or asks the other instances of its devices. What is missing after that the
 // keeper pursues. Every call is made with the pool's lock held; those that take `lock` let go of
 // it.
 #pragma once
@@ -11,7 +11,7 @@
 #include "accounting.h"
 #include "figures.h"
 #include "keeper_calls.h"
-#include "ledger.h"
+#include "places.h"
 #include "pool_pages.h"
 #include "session.h"
 #include "starvation.h"
@@ -30,7 +30,7 @@ class PageSupply {
 
   PageSupply(Accounting& accounting, PoolPages& pages, Figures& figures, Starvation& starvation,
              KeeperCalls& calls, Session& session, std::chrono::nanoseconds reclaim_wait,
-             std::shared_ptr<LedgerMember> member)
+             std::shared_ptr<Places> places)
       : accounting_(accounting),
         pages_(pages),
         figures_(figures),
@@ -38,7 +38,7 @@ class PageSupply {
         calls_(calls),
         session_(session),
         reclaim_wait_(reclaim_wait),
-        member_(std::move(member)) {}
+        places_(std::move(places)) {}
 
   /// `own_entries` is how often the call itself has entered the session. In a session of the
   /// caller's nobody waits: it counts on an answer at once, and the keeper could serve nobody
@@ -64,7 +64,7 @@ class PageSupply {
   KeeperCalls& calls_;
   Session& session_;
   const std::chrono::nanoseconds reclaim_wait_;
-  const std::shared_ptr<LedgerMember> member_;  // null: nobody shares the device
+  const std::shared_ptr<Places> places_;  // null: nobody shares the device
 };
 
 }  // namespace kvelastic

@@ -6,8 +6,13 @@
 namespace kvelastic {
 namespace {
 
-std::uint64_t capacity_bytes(const LedgerMember* member, const PoolOptions& options) {
-  return member != nullptr ? member->capacity_bytes() : options.capacity_bytes;
+std::uint64_t capacity_bytes(const Places* places, const PoolOptions& options) {
+  return places != nullptr ? places->capacity_bytes() : options.capacity_bytes;
+}
+
+/// Of a page, on all devices together.
+std::uint64_t page_bytes(const Places* places, const Geometry& geometry) {
+  return places != nullptr ? places->page_bytes() : geometry.page_bytes();
 }
 
 }  // namespace
@@ -15,15 +20,17 @@ std::uint64_t capacity_bytes(const LedgerMember* member, const PoolOptions& opti
 Result<std::unique_ptr<Pool>> Pool::create(const Geometry& geometry,
                                            std::shared_ptr<Backing> backing,
                                            const PoolOptions& options,
-                                           std::shared_ptr<LedgerMember> member) {
+                                           std::shared_ptr<Places> places) {
   if (options.min_reserved_pages > options.max_reserved_pages) {
     return Error{Errc::kInvalidArgument, "min_reserved_pages is " +
                                              std::to_string(options.min_reserved_pages) +
                                              ", more than max_reserved_pages, " +
                                              std::to_string(options.max_reserved_pages)};
   }
-  if (options.page_copies == 0) {
-    return Error{Errc::kInvalidArgument, "page_copies is 0, must be at least 1"};
+  if (places && places->copy_bytes() != geometry.page_bytes()) {
+    return Error{Errc::kInvalidArgument,
+                 "the places are for pages of " + std::to_string(places->copy_bytes()) +
+                     " bytes, and those of the pool have " + std::to_string(geometry.page_bytes())};
   }
   if (options.max_blocks < 2) {
     return Error{Errc::kInvalidArgument, "max_blocks is " + std::to_string(options.max_blocks) +
@@ -33,22 +40,22 @@ Result<std::unique_ptr<Pool>> Pool::create(const Geometry& geometry,
   Result<std::unique_ptr<Blocks>> blocks = Blocks::create(geometry);
   if (!blocks) return blocks.error();
   return std::unique_ptr<Pool>(
-      new Pool(geometry, std::move(backing), options, *std::move(blocks), std::move(member)));
+      new Pool(geometry, std::move(backing), options, *std::move(blocks), std::move(places)));
 }
 
 Pool::Pool(const Geometry& geometry, std::shared_ptr<Backing> backing, const PoolOptions& options,
-           std::unique_ptr<Blocks> blocks, std::shared_ptr<LedgerMember> member)
+           std::unique_ptr<Blocks> blocks, std::shared_ptr<Places> places)
     : options_(options),
-      member_(std::move(member)),
+      places_(std::move(places)),
       accounting_(std::move(blocks),
-                  PageLimit(options.limit_bytes, capacity_bytes(member_.get(), options),
-                            geometry.page_bytes() * options.page_copies, geometry.pages),
-                  geometry.page_bytes() * options.page_copies, options.max_blocks, counters_),
+                  PageLimit(options.limit_bytes, capacity_bytes(places_.get(), options),
+                            page_bytes(places_.get(), geometry), geometry.pages),
+                  page_bytes(places_.get(), geometry), options.max_blocks, counters_),
       provisioning_(options.min_reserved_pages, options.max_reserved_pages, options.preallocate),
-      figures_(accounting_, starvation_, provisioning_, calls_, counters_, options, member_),
-      pages_(accounting_, figures_, counters_, std::move(backing), member_),
+      figures_(accounting_, starvation_, provisioning_, calls_, counters_, options, places_),
+      pages_(accounting_, figures_, counters_, std::move(backing), places_),
       supply_(accounting_, pages_, figures_, starvation_, calls_, session_, options.reclaim_wait,
-              member_),
+              places_),
       ladder_(accounting_, pages_, figures_, calls_, options.movable) {
   const Lock lock(mutex_);
   tell_limit();

@@ -13,8 +13,8 @@
 //             cache() only try for it, so they never wait: what they leave is left to the keeper
 //   mutex_    all state of the parts below; never held across a call to the backing
 //
-// Where there is a ledger, every page is granted by it before it is created, and given back to it
-// after it is destroyed. What others ask of this pool the keeper gives (give_up); what this pool
+// Where devices are shared, every page is granted by their ledgers before it is created, and given
+// back to them after it is destroyed. What others ask of this pool the keeper gives (give_up); what this pool
 // cannot get it asks of others, in the alloc that needs it (for reclaim_wait) and then through the
 // keeper (pursue).
 #pragma once
@@ -34,7 +34,7 @@
 #include "figures.h"
 #include "keeper_calls.h"
 #include "ladder.h"
-#include "ledger.h"
+#include "places.h"
 #include "own_process.h"
 #include "page_supply.h"
 #include "pool_options.h"
@@ -51,7 +51,7 @@ class Pool {
   static Result<std::unique_ptr<Pool>> create(const Geometry& geometry,
                                               std::shared_ptr<Backing> backing,
                                               const PoolOptions& options,
-                                              std::shared_ptr<LedgerMember> member = nullptr);
+                                              std::shared_ptr<Places> places = nullptr);
   /// Gives nothing back: the range or the worker's end does that with the memory itself.
   ~Pool() = default;
   Pool(const Pool&) = delete;
@@ -165,22 +165,23 @@ class Pool {
 
   // --- memory --------------------------------------------------------------------------------
 
-  /// Carries out what others ask: unmaps pages down to `depth`, never below `min_bytes` or one
-  /// page; answers how many. At Depth::kInUse what cannot be had now keeps the pool over a squeezed
+  /// Carries out what others ask: unmaps pages down to `depth`, never below `min_pages` or one;
+  /// answers how many. At Depth::kInUse what cannot be had now keeps the pool over a squeezed
   /// limit, until the engine has freed it or nobody has asked for kSqueezeLease. Waits for the
   /// session; blocks.
-  Result<std::uint64_t> give_up(std::uint64_t pages, Depth depth, std::uint64_t min_bytes);
+  Result<std::uint64_t> give_up(std::uint64_t pages, Depth depth, std::uint64_t min_pages);
   /// Gets what allocs could not get lately, as parked pages, and asks for it. False: nothing is
-  /// missing any more; true: call again soon, and when the member's bell rings. Blocks.
+  /// missing any more; true: call again soon, and when the bell of a ledger rings. Blocks.
   bool pursue();
-  /// Tells the ledger what others hold of a GPU. False: the device has none who could.
-  bool see_device();
+  /// Tells the ledgers what others hold of GPUs. False: nobody here could say.
+  bool see_devices();
   /// Goes by the capacity of the device where that has changed: limits beyond it are cut to it.
   /// Gives nothing back itself. True: it has changed. Waits for the session then.
   bool see_capacity();
   /// Lifts a squeeze that nobody has asked for any more. True: there is still one.
   bool expire_squeeze();
-  const std::shared_ptr<LedgerMember>& member() const { return member_; }
+  /// Where its pages are granted; null: nobody shares its device.
+  const std::shared_ptr<Places>& places() const { return places_; }
 
   /// As Backing::keep_free.
   void keep_free(std::uint64_t bytes) { pages_.keep_free(bytes); }
@@ -200,8 +201,8 @@ class Pool {
   /// Asleep a pool hands out nothing and holds nothing: enforce_limit() evicts everything cached
   /// and gives every page back, the null block's too, as soon as no block is in use. Awake again,
   /// the next alloc or ensure maps what it needs. Gives nothing back itself; waits for the session.
-  /// The ledger's member falls asleep with it, and has to be awake first (see waking.h): as long as
-  /// it is not, nor is this pool.
+  /// Its members of ledgers fall asleep with it, and have to be awake first (see waking.h): as long
+  /// as they are not, nor is this pool.
   void set_asleep(bool asleep);
   bool is_asleep() const;
   LimitState limit_state() const;
@@ -227,7 +228,7 @@ class Pool {
   std::uint64_t mapped_bytes() const;
   std::optional<std::uint32_t> occupancy(PageIndex page) const;
   const Geometry& geometry() const { return accounting_.geometry(); }
-  /// What one page costs the device, all its copies together.
+  /// What one page costs, all its copies on all devices together.
   std::uint64_t page_cost_bytes() const { return accounting_.page_bytes(); }
   PoolStats stats() const;
   Usage usage() const;
@@ -251,7 +252,7 @@ class Pool {
   using Reach = Accounting::Reach;
 
   Pool(const Geometry& geometry, std::shared_ptr<Backing> backing, const PoolOptions& options,
-       std::unique_ptr<Blocks> blocks, std::shared_ptr<LedgerMember> member);
+       std::unique_ptr<Blocks> blocks, std::shared_ptr<Places> places);
 
   // mutex_ is held. Those that take the lock let go of it while they call the backing.
   /// An alloc's blocks: `fresh` ones, and `reused` ones that are still pinned.
@@ -267,7 +268,7 @@ class Pool {
 
   const OwnProcess made_by_;
   const PoolOptions options_;
-  const std::shared_ptr<LedgerMember> member_;  // null: nobody shares the device
+  const std::shared_ptr<Places> places_;  // null: nobody shares the device
 
   Session session_;
   mutable std::mutex mutex_;

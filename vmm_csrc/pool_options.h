@@ -17,8 +17,6 @@ struct PoolOptions {
   bool preallocate = true;                ///< false: no page is created before an alloc needs it
   /// Cached blocks may move to other ids to empty pages; the engine must take_changes() then.
   bool movable = false;
-  /// How many of each page the device holds: one a worker that maps pages there.
-  std::uint64_t page_copies = 1;
   /// How long an alloc waits for memory that others have to give up; in a session it never does.
   /// After it has waited in vain the next ones do not for kFruitlessWaits times as long.
   std::chrono::nanoseconds reclaim_wait = std::chrono::milliseconds(50);

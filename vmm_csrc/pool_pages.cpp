@@ -53,18 +53,17 @@ Result<std::uint64_t> PoolPages::grow(Lock& lock, std::uint64_t pages) {
 
 /// All of the pages that are granted, or none.
 Result<std::uint64_t> PoolPages::grow_by_batch(Lock& lock, std::uint64_t pages) {
-  const std::uint64_t page_bytes = accounting_.page_bytes();
   Blocks& blocks = accounting_.blocks();
   std::vector<PageIndex> batch;
   batch.reserve(pages);  // what throws does so before anything is taken
-  if (member_) pages = member_->grant(pages, page_bytes);
+  if (places_) pages = places_->grant(pages);
   if (pages == 0) return std::uint64_t{0};
   for (std::uint64_t i = 0; i < pages; ++i) {
     const std::optional<PageIndex> page = blocks.take_unmapped();
     if (!page) break;
     batch.push_back(*page);
   }
-  if (member_) member_->give_back(pages - batch.size(), page_bytes);
+  if (places_) places_->give_back(pages - batch.size());
   if (batch.empty()) {
     return Error{Errc::kPoolExhausted, "every page of the range is mapped or on its way"};
   }
@@ -82,7 +81,7 @@ Result<std::uint64_t> PoolPages::grow_by_batch(Lock& lock, std::uint64_t pages) 
     accounting_.let_go(batch.size());
     refused_ = refused_ || mapped.error().code == Errc::kOutOfMemory;
     // After a final failure nobody knows what is mapped: what was granted stays taken.
-    if (member_ && !accounting_.failure()) member_->give_back(batch.size(), page_bytes);
+    if (places_ && !accounting_.failure()) places_->give_back(batch.size());
   }
   settled_.notify_all();
   figures_.update();
@@ -119,7 +118,7 @@ Status PoolPages::unmap(Lock& lock, const std::vector<PageIndex>& batch) {
   for (const PageIndex page : batch) unmapped ? blocks.put_back(page) : blocks.add_page(page);
   if (unmapped) {
     accounting_.let_go(batch.size());
-    if (member_) member_->give_back(batch.size(), accounting_.page_bytes());
+    if (places_) places_->give_back(batch.size());
     counters_.add(Counter::kPagesUnmapped, batch.size());
     counters_.add(Counter::kPagesDestroyed, batch.size());
   }

@@ -2,8 +2,8 @@
 // one that lets go of the pool's lock for that: every call is made with it held, and may find other
 // figures afterwards. Meanwhile the pages are held, neither mapped nor unmapped.
 //
-// Where there is a ledger, it grants a page before that is created, and has it back after it is
-// destroyed.
+// Where devices are shared, their ledgers grant a page before that is created, and have it back
+// after it is destroyed.
 #pragma once
 
 #include <condition_variable>
@@ -18,7 +18,7 @@
 #include "backing.h"
 #include "counters.h"
 #include "figures.h"
-#include "ledger.h"
+#include "places.h"
 
 namespace kvelastic {
 
@@ -34,14 +34,14 @@ class PoolPages {
   using Lock = std::unique_lock<std::mutex>;
 
   PoolPages(Accounting& accounting, Figures& figures, Counters& counters,
-            std::shared_ptr<Backing> backing, std::shared_ptr<LedgerMember> member)
+            std::shared_ptr<Backing> backing, std::shared_ptr<Places> places)
       : accounting_(accounting),
         figures_(figures),
         counters_(counters),
         backing_(std::move(backing)),
-        member_(std::move(member)) {}
+        places_(std::move(places)) {}
 
-  /// Maps at most `pages` pages, as many as the ledger grants and the limit has room for; answers
+  /// Maps at most `pages` pages, as many as all ledgers grant and the limit has room for; answers
   /// how many. In batches, so that who waits for some of them need not wait for all: zeroing a GiB
   /// takes a tenth of a second. A failure after the first batch leaves what is mapped, and comes up
   /// again.
@@ -64,8 +64,10 @@ class PoolPages {
   std::uint64_t batch_pages() const {
     return std::max<std::uint64_t>(kBatchBytes / accounting_.page_bytes(), 1);
   }
-  /// What a GPU has left; none on the host.
-  std::optional<DeviceMemory> device_memory() const { return backing_->device_memory(); }
+  /// What GPUs have left, by rank; none on the host.
+  std::vector<std::optional<DeviceMemory>> device_memory() const {
+    return backing_->device_memory();
+  }
   void keep_free(std::uint64_t bytes) { backing_->keep_free(bytes); }
   std::vector<pid_t> other_processes() const { return backing_->other_processes(); }
   /// Whether a page was refused for want of memory since this was last asked.
@@ -80,7 +82,7 @@ class PoolPages {
   Figures& figures_;
   Counters& counters_;
   const std::shared_ptr<Backing> backing_;
-  const std::shared_ptr<LedgerMember> member_;  // null: nobody shares the device
+  const std::shared_ptr<Places> places_;  // null: nobody shares the device
   std::condition_variable settled_;
   bool refused_ = false;
 };

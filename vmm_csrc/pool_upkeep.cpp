@@ -9,8 +9,8 @@ namespace kvelastic {
 // --- limits and sleep --------------------------------------------------------------------------
 
 void Pool::tell_limit() {
-  if (!member_) return;
-  member_->set_limit(std::min(accounting_.limit.requested_bytes(), figures_.capacity_bytes()));
+  if (!places_) return;
+  places_->set_limit(std::min(accounting_.limit.requested_bytes(), figures_.capacity_bytes()));
 }
 
 LimitState Pool::set_limit(std::uint64_t limit_bytes) {
@@ -41,8 +41,8 @@ bool Pool::see_capacity() {
 void Pool::set_asleep(bool asleep) {
   const std::lock_guard session(session_);
   const Lock lock(mutex_);
-  if (asleep && member_) member_->fall_asleep();
-  accounting_.limit.set_asleep(asleep || (member_ && member_->is_asleep()));
+  if (asleep && places_) places_->fall_asleep();
+  accounting_.limit.set_asleep(asleep || (places_ && places_->is_asleep()));
   accounting_.close_pages_over_limit();
   figures_.update();
 }
@@ -63,10 +63,10 @@ Result<LimitState> Pool::enforce_limit() {
 
 // --- what others ask -----------------------------------------------------------------------------
 
-Result<std::uint64_t> Pool::give_up(std::uint64_t pages, Depth depth, std::uint64_t min_bytes) {
+Result<std::uint64_t> Pool::give_up(std::uint64_t pages, Depth depth, std::uint64_t min_pages) {
   const std::lock_guard session(session_);
   Lock lock(mutex_);
-  return ladder_.give_up(lock, pages, depth, min_bytes);
+  return ladder_.give_up(lock, pages, depth, min_pages);
 }
 
 bool Pool::expire_squeeze() {
@@ -84,11 +84,8 @@ bool Pool::pursue() {
   return supply_.pursue(lock);
 }
 
-bool Pool::see_device() {
-  const std::optional<DeviceMemory> memory = pages_.device_memory();
-  if (!memory || !member_) return false;
-  member_->see_device(memory->total_bytes, memory->free_bytes);
-  return true;
+bool Pool::see_devices() {
+  return places_ && places_->see_devices(pages_.device_memory());
 }
 
 // --- ahead of demand, and when idle --------------------------------------------------------------
@@ -191,8 +188,8 @@ void Pool::on_wanted(std::function<void()> wake) {
 Status Pool::check_integrity() const {
   const Lock lock(mutex_);
   if (Status sound = accounting_.check_integrity(); !sound) return sound;
-  if (!member_ || accounting_.failure()) return ok();
-  return member_->check_integrity(accounting_.held_pages(), accounting_.page_bytes());
+  if (!places_ || accounting_.failure()) return ok();
+  return places_->check_integrity(accounting_.held_pages());
 }
 
 }  // namespace kvelastic

@@ -100,7 +100,7 @@ std::uint64_t kept_bytes(std::span<const Contender> all, std::size_t self,
   const Contender& b = all[self];
   std::uint64_t bytes = 0;
   for (const Contender& a : all) {
-    if (&a == &b || a.ask_bytes == 0 || !outranks(a, b, fair_bytes)) continue;
+    if (&a == &b || a.ask_bytes == 0 || !a.keeps || !outranks(a, b, fair_bytes)) continue;
     Contender plain = a;
     plain.min_bytes = 0;
     if (outranks(plain, b, 0)) {

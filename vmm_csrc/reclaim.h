@@ -37,6 +37,9 @@ struct Contender {
   std::uint64_t idle_ns = 0;       ///< since its last alloc or free
   std::uint64_t ask_bytes = 0;     ///< what it waits for; 0: nothing
   std::uint64_t ask_ns = 0;        ///< how long it has waited
+  /// Memory that comes free is kept for its ask. False: it waits for another device first, and
+  /// would have no use for it yet (see places.h).
+  bool keeps = true;
   std::uint64_t wanted_bytes = 0;  ///< asked of it and not dealt with yet
   std::uint64_t wanted_ns = 0;     ///< since the oldest of that, or since it last dealt with some
 };

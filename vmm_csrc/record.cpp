@@ -281,7 +281,17 @@ Result<std::unique_ptr<RecordOwner>> RecordOwner::create(std::span<std::byte> by
   if (Status s = copy_text(header.name, identity.name, "name"); !s) return s.error();
   if (Status s = copy_text(header.engine, identity.engine, "engine"); !s) return s.error();
   if (Status s = copy_text(header.model, identity.model, "model"); !s) return s.error();
-  if (Status s = copy_text(header.device, identity.device, "device"); !s) return s.error();
+  if (identity.devices.empty() || identity.devices.size() > kRecordDevices) {
+    return Error{Errc::kInvalidArgument,
+                 "an instance has pages on 1 to " + std::to_string(kRecordDevices) +
+                     " devices, not on " + std::to_string(identity.devices.size())};
+  }
+  for (std::size_t i = 0; i < identity.devices.size(); ++i) {
+    const auto& [name, copies] = identity.devices[i];
+    if (Status s = copy_text(header.devices[i].name, name, "device"); !s) return s.error();
+    if (copies == 0) return Error{Errc::kInvalidArgument, "no copy of a page is on " + name};
+    header.devices[i].copies = copies;
+  }
   header.crc32 = header_crc(header);
 
   auto* layout = reinterpret_cast<RecordLayout*>(bytes.data());

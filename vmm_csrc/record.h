@@ -31,6 +31,8 @@
 #include <string>
 #include <string_view>
 #include <type_traits>
+#include <utility>
+#include <vector>
 
 #include "futex.h"
 #include "status.h"
@@ -40,7 +42,7 @@ namespace kvelastic {
 static_assert(std::endian::native == std::endian::little, "the record is little-endian");
 
 inline constexpr std::uint64_t kRecordMagic = 0x4354'5341'4c45'564bULL;  ///< "KVELASTC" in memory
-inline constexpr std::uint32_t kRecordAbiVersion = 4;
+inline constexpr std::uint32_t kRecordAbiVersion = 5;
 inline constexpr std::size_t kLineBytes = 64;
 inline constexpr std::size_t kRecordBytes = 4096;
 inline constexpr std::size_t kRingAreaBytes = std::size_t{256} << 10;
@@ -55,6 +57,14 @@ inline constexpr int kLatchReadTries = 1000;
 inline constexpr int kRequestReadTries = 16;
 
 // ---------------------------------------------------------------------------- the shared layout
+
+/// A device with pages of the instance.
+struct RecordDevice {
+  std::array<char, 64> name;
+  std::uint64_t copies;  ///< of each page, one for each rank; 0: no device
+};
+/// Of one instance.
+inline constexpr std::size_t kRecordDevices = 16;
 
 /// Texts are UTF-8, padded with zero bytes; one that fills its array has no zero byte at its end.
 struct RecordHeader {
@@ -76,9 +86,9 @@ struct RecordHeader {
   std::array<std::uint64_t, 2> reserved1;
   std::array<char, 64> name;
   std::array<char, 32> engine;
-  std::array<char, 64> device;
   std::array<std::uint64_t, 4> reserved2;
   std::array<char, 256> model;
+  std::array<RecordDevice, kRecordDevices> devices;  ///< the first one's rank is the lowest
   std::array<std::uint64_t, 8> reserved3;
 };
 
@@ -195,7 +205,7 @@ struct RecordLayout {
   std::uint64_t engine_sleep;  ///< an EngineSleep
   std::array<std::uint64_t, 7> reserved1;
   std::array<std::uint64_t, kCounterRoom> counters;
-  std::array<std::uint8_t, 1728> spare;
+  std::array<std::uint8_t, 640> spare;
 };
 
 static_assert(std::is_standard_layout_v<RecordLayout>);
@@ -207,19 +217,19 @@ static_assert(offsetof(RecordHeader, boot_id) == 80);
 static_assert(offsetof(RecordHeader, created_realtime_ns) == 104);
 static_assert(offsetof(RecordHeader, name) == 128);
 static_assert(offsetof(RecordHeader, engine) == 192);
-static_assert(offsetof(RecordHeader, device) == 224);
-static_assert(offsetof(RecordHeader, model) == 320);
-static_assert(sizeof(RecordHeader) == 640);
+static_assert(offsetof(RecordHeader, model) == 256);
+static_assert(offsetof(RecordHeader, devices) == 512);
+static_assert(sizeof(RecordHeader) == 1728);
 static_assert(sizeof(Request) == 96 && sizeof(Answer) == 192 && sizeof(Usage) == 192);
-static_assert(offsetof(RecordLayout, state) == 640);
-static_assert(offsetof(RecordLayout, bell) == 704);
-static_assert(offsetof(RecordLayout, answer_bell) == 768);
-static_assert(offsetof(RecordLayout, request) == 832);
-static_assert(offsetof(RecordLayout, answer) == 1088);
-static_assert(offsetof(RecordLayout, usage) == 1600);
-static_assert(offsetof(RecordLayout, engine_sleep) == 2048);
-static_assert(offsetof(RecordLayout, counters) == 2112);
-static_assert(offsetof(RecordLayout, spare) == 2368);
+static_assert(offsetof(RecordLayout, state) == 1728);
+static_assert(offsetof(RecordLayout, bell) == 1792);
+static_assert(offsetof(RecordLayout, answer_bell) == 1856);
+static_assert(offsetof(RecordLayout, request) == 1920);
+static_assert(offsetof(RecordLayout, answer) == 2176);
+static_assert(offsetof(RecordLayout, usage) == 2688);
+static_assert(offsetof(RecordLayout, engine_sleep) == 3136);
+static_assert(offsetof(RecordLayout, counters) == 3200);
+static_assert(offsetof(RecordLayout, spare) == 3456);
 static_assert(sizeof(RecordLayout) == kRecordBytes);
 
 // ------------------------------------------------------------------------------------- latches
@@ -344,7 +354,7 @@ struct RecordIdentity {
   std::string name;
   std::string engine;
   std::string model;
-  std::string device;
+  std::vector<std::pair<std::string, std::uint64_t>> devices;  ///< name, copies of each page
 };
 
 /// The instance's own end. All calls from any thread of the owner; none takes a lock that another
@@ -352,7 +362,8 @@ struct RecordIdentity {
 class RecordOwner {
  public:
   /// Clears the bytes and fills the header; they must not be visible to others yet.
-  /// kInvalidArgument: fewer than kSegmentBytes, not aligned to 64, or a text that does not fit.
+  /// kInvalidArgument: fewer than kSegmentBytes, not aligned to 64, a text that does not
+  /// fit, no device, or more than kRecordDevices.
   static Result<std::unique_ptr<RecordOwner>> create(std::span<std::byte> bytes,
                                                      const RecordIdentity& identity);
 

@@ -149,15 +149,15 @@ Status RingBacking::copy(std::span<const BlockMove> moves) {
   return ok();
 }
 
-std::optional<DeviceMemory> RingBacking::device_memory() const {
-  std::optional<DeviceMemory> least;
+std::vector<std::optional<DeviceMemory>> RingBacking::device_memory() const {
+  std::vector<std::optional<DeviceMemory>> by_rank(memory_->ranks);
   for (std::size_t rank = 0; rank < memory_->ranks; ++rank) {
     const RingMemory::Rank& worker = memory_->workers[rank];
     const std::uint64_t total = worker.device_total_bytes.load();
     const std::uint64_t free = worker.device_free_bytes.load();
-    if (total > 0 && (!least || free < least->free_bytes)) least = DeviceMemory{total, free};
+    if (total > 0) by_rank[rank] = DeviceMemory{total, free};
   }
-  return least;
+  return by_rank;
 }
 
 Status RingBacking::run(RingMemory::Command command, std::span<const PageIndex> pages) {

@@ -46,8 +46,7 @@ class RingBacking final : public Backing {
   Status ping();
   /// Whether a process other than this one has been a worker and lives: its pages live with it.
   bool has_live_processes() const;
-  /// Of the rank with the least free memory: a grant is good for the smallest.
-  std::optional<DeviceMemory> device_memory() const override;
+  std::vector<std::optional<DeviceMemory>> device_memory() const override;
   void keep_free(std::uint64_t bytes) override { memory_->keep_free_bytes = bytes; }
   std::vector<pid_t> other_processes() const override;
   /// The processes that serve this ring, by rank: number and start; (0, 0): none yet.

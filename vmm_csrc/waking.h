@@ -1,4 +1,4 @@
-// How a sleeping pool wakes: its guarantee and reserve are asked of the device's ledger first.
+// How a sleeping pool wakes: its guarantee and reserve are asked of the devices' ledgers first.
 #pragma once
 
 #include <chrono>
@@ -8,8 +8,8 @@
 
 namespace kvelastic {
 
-/// Lets blocks be handed out again when the ledger has room for the guarantee and the reserve,
-/// which others are asked to give. Fails as LedgerMember::ask_to_wake and wait_for_claim, with
+/// Lets blocks be handed out again when all ledgers have room for the guarantee and the reserve,
+/// which others are asked to give. Fails as Places::ask_to_wake and wait_for_claim, with
 /// kReserve also where somebody puts the pool to sleep meanwhile; it sleeps then as before. Blocks,
 /// for `timeout` at most. Does nothing where it is awake.
 Status wake(Pool& pool, std::chrono::nanoseconds timeout);

@@ -154,7 +154,7 @@ def serve(pages: int, page_mib: int) -> None:
         num_blocks=pages * BLOCKS_PER_PAGE,
         block_tokens=16,
         engine="bench",
-        device=device,
+        devices=[device],
         memory=local_range(device),
     ) as pool:
         pool.start_keeper()

@@ -252,7 +252,7 @@ def live(day: Day) -> Outcome:
         num_blocks=pages * day.blocks_per_page,
         block_tokens=BLOCK_TOKENS,
         engine="bench",
-        device=device,
+        devices=[device],
         memory=local_range(device),
         movable=day.movable,
     ) as opened:

@@ -126,7 +126,7 @@ def serve() -> None:
             num_blocks=pages * BLOCKS_PER_PAGE,
             block_tokens=16,
             engine="test",
-            device=device,
+            devices=[device],
             memory=local_range(device),
             reserve_bytes=settings.reserve or 0,
         )
@@ -151,7 +151,7 @@ def serve() -> None:
                     signal.pause()
                 answer(child)
             elif verb == "granted":
-                answer(pool.ledger.member.granted_bytes)
+                answer(pool.places.granted_bytes)
             elif verb == "arrivals":
                 answer(blocks.arrivals)
             elif verb == "engine_sleeps":

@@ -339,7 +339,7 @@ def serve(name: str, seed: int) -> None:
             num_blocks=PAGES * BLOCKS_PER_PAGE,
             block_tokens=16,
             engine="chaos",
-            device=device,
+            devices=[device],
             memory=local_range(device),
             name=name,
             movable=True,

@@ -46,7 +46,7 @@ class TwoPools:
                     limit_bytes=PAGES * HUGE,
                     capacity_bytes=PAGES * HUGE,
                     preallocate=False,
-                    member=place.member,
+                    places=_vmm.Places([(place.member, [0])], HUGE),
                 )
             )
 

@@ -30,7 +30,7 @@ def test_less_than_a_block_is_one_block_and_a_warning(
     name = f"kvcached-bound-{os.getpid()}-{random.randrange(1 << 40):x}"
     with open_pool(
         settings, LAYOUT, 2, num_blocks=16, block_tokens=BLOCK_TOKENS, engine="test",
-        device=device, memory=local_range(device), name=name,
+        devices=[device], memory=local_range(device), name=name,
     ) as pool:  # fmt: skip
         ids = pool.blocks.alloc(4)
         assert ids is not None

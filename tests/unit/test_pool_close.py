@@ -46,7 +46,7 @@ class Device:
             num_blocks=PAGES * B,
             block_tokens=16,
             engine="test",
-            device=device,
+            devices=[device],
             memory=local_range(device),
         )
         pool.start_keeper()

@@ -37,7 +37,7 @@ def pool() -> Iterator[ElasticPool]:
         num_blocks=PAGES * B,
         block_tokens=16,
         engine="test",
-        device=device,
+        devices=[device],
         memory=local_range(device),
     )
     made.start_keeper()
@@ -55,7 +55,7 @@ def test_pages_are_counted_as_they_are_created_and_destroyed(pool: ElasticPool) 
         assert counters["pages_destroyed"] == counters["pages_unmapped"]
         held = counters["pages_created"] - counters["pages_destroyed"]
         assert held * LAYOUT.page_bytes == pool.blocks.mapped_bytes
-        assert held * LAYOUT.page_bytes == pool.ledger.member.granted_bytes
+        assert held * LAYOUT.page_bytes == pool.places.granted_bytes
         return counters["pages_created"], counters["pages_destroyed"]
 
     with segment.open_readonly(pool.name) as outside:

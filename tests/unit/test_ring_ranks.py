@@ -339,8 +339,7 @@ def test_a_page_counts_once_for_every_rank(device):
         ) as place,
         Scheduler(
             ranks=3,
-            page_copies=3,
-            member=place.member,
+            places=_vmm.Places([(place.member, range(3))], HUGE),
             limit_bytes=PAGES * cost,
             capacity_bytes=PAGES * cost,
         ) as scheduler,
@@ -389,7 +388,9 @@ def test_what_was_granted_stays_taken_when_nobody_knows_what_is_mapped(device):
             device, group="ring", capacity_bytes=PAGES * cost, name="mine", uuid=bytes(16)
         ) as place,
         Scheduler(
-            ranks=2, page_copies=2, member=place.member, capacity_bytes=PAGES * cost
+            ranks=2,
+            places=_vmm.Places([(place.member, range(2))], HUGE),
+            capacity_bytes=PAGES * cost,
         ) as scheduler,
         scheduler.all_workers() as workers,
     ):
@@ -401,6 +402,9 @@ def test_what_was_granted_stays_taken_when_nobody_knows_what_is_mapped(device):
         scheduler.pool.check_integrity()
 
 
-def test_a_page_is_held_at_least_once():
-    with pytest.raises(errors.InvalidArgumentError, match="page_copies is 0"):
-        Scheduler(page_copies=0)
+def test_a_page_is_held_at_least_once(device):
+    with (
+        ledger.join(device, group="ring", capacity_bytes=HUGE, name="m", uuid=bytes(16)) as place,
+        pytest.raises(errors.InvalidArgumentError, match="no rank has its pages on"),
+    ):
+        _vmm.Places([(place.member, [])], HUGE)

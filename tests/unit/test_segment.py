@@ -54,7 +54,7 @@ def forge(name: str, **changes: object) -> bytes:
         "name": name,
         "engine": "forged",
         "model": "",
-        "device": "host",
+        "devices": [("host", 1)],
         "uuid": bytes(16),
         "pid": me.pid,
         "start_time_ticks": me.start_time_ticks,
@@ -85,7 +85,7 @@ def test_the_header_says_who_made_it(name):
         assert made.is_owner
         assert segment.inspect(name).status == "alive"
     assert (header["name"], header["engine"], header["model"]) == (name, "vLLM", "org/model")
-    assert header["device"] == "GPU-1"
+    assert (header["device"], header["devices"]) == ("GPU-1", [("GPU-1", 1)])
     assert header["pid"] == os.getpid() == me.pid
     assert header["start_time_ticks"] == me.start_time_ticks > 0
     assert header["boot_id"] == me.boot_id != bytes(16)
@@ -543,7 +543,7 @@ def test_every_truncation_is_refused(name):
 
 def test_every_flipped_bit_of_the_header_is_noticed(name):
     data = bytearray(forge(name))
-    for bit in range(640 * 8):
+    for bit in range(_vmm.RECORD_HEADER_BYTES * 8):
         data[bit // 8] ^= 1 << bit % 8
         with pytest.raises(SegmentFormatError):
             _vmm.Record.open(aligned(data[: _vmm.SEGMENT_BYTES]))
@@ -556,7 +556,7 @@ def test_rubbish_after_the_header_is_read_without_harm(name):
     data = bytearray(forge(name))
     noise = random.Random(3)
     for _ in range(200):
-        data[640:4096] = noise.randbytes(4096 - 640)
+        data[_vmm.RECORD_HEADER_BYTES : 4096] = noise.randbytes(4096 - _vmm.RECORD_HEADER_BYTES)
         (SHM / name).write_bytes(data)
         info = segment.inspect(name)
         assert info.header["state"] in {"alive", "closing", "unknown"}
@@ -575,7 +575,7 @@ def test_buffers_that_cannot_hold_a_segment():
             name="a",
             engine="",
             model="",
-            device="",
+            devices=[("host", 1)],
             uuid=bytes(16),
             pid=1,
             start_time_ticks=1,

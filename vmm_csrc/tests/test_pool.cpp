@@ -59,7 +59,7 @@ class GatedBacking final : public Backing {
   }
   Status unmap(std::span<const PageIndex> pages) override { return inner_.unmap(pages); }
   Status copy(std::span<const BlockMove> moves) override { return inner_.copy(moves); }
-  std::optional<DeviceMemory> device_memory() const override { return std::nullopt; }
+  std::vector<std::optional<DeviceMemory>> device_memory() const override { return {}; }
 
   /// Returns when a map has begun and waits.
   void wait_for_a_map() { arrived_.acquire(); }
@@ -224,7 +224,7 @@ class ThrowingBacking final : public Backing {
     return inner_.unmap(pages);
   }
   Status copy(std::span<const BlockMove> moves) override { return inner_.copy(moves); }
-  std::optional<DeviceMemory> device_memory() const override { return std::nullopt; }
+  std::vector<std::optional<DeviceMemory>> device_memory() const override { return {}; }
 
   std::atomic<int> throws = 0;
 

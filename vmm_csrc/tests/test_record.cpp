@@ -40,7 +40,7 @@ RecordIdentity somebody() {
   identity.name = "kvelastic_test_42";
   identity.engine = "test";
   identity.model = "org/model";
-  identity.device = "host";
+  identity.devices = {{"host", 1}};
   return identity;
 }
 

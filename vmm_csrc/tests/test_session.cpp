@@ -20,7 +20,7 @@ class NoMemory final : public Backing {
   Status map(std::span<const PageIndex>) override { return answer(); }
   Status unmap(std::span<const PageIndex>) override { return answer(); }
   Status copy(std::span<const BlockMove>) override { return answer(); }
-  std::optional<DeviceMemory> device_memory() const override { return std::nullopt; }
+  std::vector<std::optional<DeviceMemory>> device_memory() const override { return {}; }
   std::atomic<int> fail_after{-1};  ///< calls until the backing fails for good; negative: never
 
  private:

@@ -100,8 +100,7 @@ class Instance:
         ring = self._pool.memory
         assert isinstance(ring, _vmm.Ring)
         ring.wait_for_workers(self._timeout_s)
-        for pid, start_time_ticks in ring.workers:
-            self._pool.ledger.member.add_worker(pid, start_time_ticks)
+        self._pool.name_workers()
         if self._measures_reserve:
             # They have loaded the model and warmed up, and hold no page of the cache yet.
             held_bytes = sum(anonymous_bytes(pid) for pid in {pid for pid, _ in ring.workers})
@@ -176,10 +175,9 @@ def start_instance(vllm_config: Any, cache_configs: Sequence[Any]) -> Instance:
         block_tokens=_block_tokens(cache_configs[0]),
         engine="vLLM",
         model=_model_name(vllm_config),
-        device=host(settings),
+        devices=[host(settings)] * ranks,
         memory=ring,
         movable=True,
-        page_copies=ranks,
         reserve_bytes=settings.reserve or 0,
     )
     _log.info(

@@ -1,0 +1,461 @@
+"""An instance whose pages lie on several devices: a grant by every ledger, or by none."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+from native_pools import HUGE, LAYOUTS
+
+from kvelastic import _vmm, ledger, segment
+from kvelastic.device import Device
+from kvelastic.errors import (
+    GuaranteeError,
+    IntegrityError,
+    InvalidArgumentError,
+    LedgerError,
+    ReserveError,
+)
+from kvelastic.places import JoinedPlaces, capacity_bytes, copies_by_device, join_all
+from kvelastic.pool import native_geometry
+
+BOUND_S = 60.0
+"""No test waits so long; one that does has hung."""
+PAGED = LAYOUTS["paged"]
+BLOCKS = PAGED.blocks_per_page
+
+
+class Machine:
+    """Devices of this test's own, with ledgers and nothing behind them."""
+
+    def __init__(self, pages: dict[str, int]) -> None:
+        self.group = f"kvplaces-{os.getpid()}-{random.randrange(1 << 40):x}"
+        self.devices = {
+            name: Device(name, count * HUGE, _vmm.HostDriver) for name, count in pages.items()
+        }
+        self.joined: list[JoinedPlaces] = []
+
+    def join(self, ranks: str, name: str = "", **options: object) -> JoinedPlaces:
+        """`ranks` are the devices' names, a letter each: "aab" has two copies on a."""
+        name = name or f"m{len(self.joined)}"
+        made = join_all(
+            [self.devices[rank] for rank in ranks],
+            group=self.group,
+            name=name,
+            uuid=name.encode().ljust(16),
+            copy_bytes=HUGE,
+            **options,  # type: ignore[arg-type]
+        )
+        self.joined.append(made)
+        return made
+
+    def members(self, device: str) -> dict[str, ledger.Member]:
+        return {
+            member.name: member
+            for info in ledger.list_ledgers()
+            if (info.group, info.device) == (self.group, device)
+            for member in info.members
+        }
+
+    def granted(self, device: str) -> dict[str, int]:
+        """Pages that each member has been granted there."""
+        members = self.members(device)
+        return {name: member.granted_bytes // HUGE for name, member in members.items()}
+
+    def check(self) -> None:
+        """Nobody has been granted or promised more than there is, on any device."""
+        for name in self.devices:
+            path = ledger.ledger_path(self.group, name)
+            if not path.exists():
+                continue
+            with (
+                path.open("rb") as file,
+                mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as memory,
+            ):
+                _vmm.ledger_check_integrity(memory)
+
+    def close(self) -> None:
+        for one in self.joined:
+            one.close()
+        left = [name for name in self.devices if ledger.ledger_path(self.group, name).exists()]
+        assert not left
+
+
+@pytest.fixture
+def machine() -> Iterator[Machine]:
+    made = Machine({"a": 8, "b": 8, "c": 4})
+    yield made
+    made.close()
+
+
+# ----------------------------------------------------------------------------------- who is where
+
+
+def test_a_place_for_each_device_and_a_copy_for_each_rank(machine: Machine) -> None:
+    devices = [machine.devices[name] for name in "bba"]
+    assert copies_by_device(devices) == [("b", 2), ("a", 1)]
+    assert capacity_bytes(devices) == 12 * HUGE  # b has room for four pages of two copies
+    mine = machine.join("bba")
+    assert mine.places.devices == [("a", 1), ("b", 2)]
+    assert mine.places.page_bytes == 3 * HUGE
+    assert mine.places.capacity_bytes == 12 * HUGE
+    assert [one.member.capacity_bytes for one in mine.ledgers] == [8 * HUGE, 8 * HUGE]
+
+
+def test_places_that_cannot_be(machine: Machine) -> None:
+    a = machine.join("a").ledgers[0].member
+    b = machine.join("b").ledgers[0].member
+    with pytest.raises(InvalidArgumentError, match="on one device at least"):
+        _vmm.Places([], HUGE)
+    with pytest.raises(InvalidArgumentError, match="a is named twice"):
+        _vmm.Places([(a, [0]), (a, [1])], HUGE)
+    with pytest.raises(InvalidArgumentError, match="rank 1 is named twice"):
+        _vmm.Places([(a, [0, 1]), (b, [1])], HUGE)
+    with pytest.raises(InvalidArgumentError, match="0 bytes"):
+        _vmm.Places([(a, [0])], 0)
+    with pytest.raises(InvalidArgumentError, match="places are for pages of"):
+        _vmm.Pool(
+            _vmm.Range.reserve(_vmm.HostDriver(), native_geometry(PAGED, 2)),
+            max_blocks=8,
+            limit_bytes=HUGE,
+            capacity_bytes=HUGE,
+            places=_vmm.Places([(a, [0])], 2 * HUGE),
+        )
+
+
+def test_a_start_that_one_ledger_refuses_is_in_none(machine: Machine) -> None:
+    machine.join("b", "owner", min_bytes=7 * HUGE)
+    with pytest.raises(GuaranteeError, match=r"^b: no room for 4.00 MiB"):
+        machine.join("ab", "late", min_bytes=4 * HUGE)
+    assert machine.granted("a") == {}
+    assert list(machine.granted("b")) == ["owner"]
+    bad = machine.devices["a"], Device("b" * 65, HUGE, _vmm.HostDriver)
+    with pytest.raises((LedgerError, InvalidArgumentError)):
+        join_all(bad, group=machine.group, name="x", uuid=bytes(16), copy_bytes=HUGE)
+    assert machine.granted("a") == {}
+
+
+# ------------------------------------------------------------------------------------------ grants
+
+
+def test_a_full_device_keeps_nothing_of_the_others(machine: Machine) -> None:
+    holder = machine.join("b", "holder")
+    assert holder.places.grant(8) == 8
+    mine = machine.join("ab", "mine")
+    before = machine.members("a")["mine"]
+    assert mine.places.room() == mine.places.grant(3) == 0
+    assert machine.granted("a")["mine"] == machine.granted("b")["mine"] == 0
+    holder.places.give_back(2)
+    assert mine.places.grant(3) == 2
+    assert machine.granted("a")["mine"] == machine.granted("b")["mine"] == 2
+    mine.places.check_integrity(2)
+    with pytest.raises(IntegrityError, match=r"^a: "):
+        mine.places.check_integrity(3)
+    assert before.granted_bytes == 0
+    machine.check()
+
+
+def test_every_ledger_grants_the_copies_that_lie_there(machine: Machine) -> None:
+    mine = machine.join("aabc", "mine")
+    assert mine.places.grant(99) == 4  # of two copies on a, of one on c
+    assert [machine.granted(name)["mine"] for name in "abc"] == [8, 4, 4]
+    assert mine.places.granted_bytes == 16 * HUGE
+    mine.places.give_back(4)
+    assert [machine.granted(name)["mine"] for name in "abc"] == [0, 0, 0]
+
+
+def test_two_that_name_their_devices_in_opposite_orders(machine: Machine) -> None:
+    """Neither holds a device that the other one waits for; together they hold all of both."""
+    both = [machine.join("ab", "one"), machine.join("ba", "two")]
+    got: list[list[int]] = [[], []]
+    start = threading.Barrier(2)
+
+    def take(which: int) -> None:
+        places = both[which].places
+        start.wait(BOUND_S)
+        for _ in range(3000):
+            pages = places.grant(8)
+            got[which].append(pages)
+            places.give_back(pages)
+
+    threads = [threading.Thread(target=take, args=(which,)) for which in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(BOUND_S)
+        assert not thread.is_alive()
+    assert all(8 in pages for pages in got), "each had all of it at some time"
+    for device in "ab":
+        assert set(machine.granted(device).values()) == {0}
+    assert both[0].places.grant(8) + both[1].places.grant(8) == 8
+    machine.check()
+
+
+def test_strangers_are_judged_by_the_ranks_of_each_device(machine: Machine) -> None:
+    mine = machine.join("aab", "mine")
+    assert mine.places.grant(2) == 2
+    total = 8 * HUGE
+    # Four pages of mine are on a: beside them two more are taken, as rank 1 has seen it.
+    assert mine.places.see_devices([(total, 3 * HUGE), (total, 2 * HUGE), (total, 6 * HUGE)])
+    others = {info.device: info.others_bytes for info in ledger.list_ledgers()}
+    assert (others["a"], others["b"]) == (2 * HUGE, 0)
+    assert mine.places.room() == 1
+    assert not mine.places.see_devices([None, None, None])
+
+
+_GRANTS = """
+import sys
+sys.path[:0] = sys.argv[1].split(":")
+from test_places import Machine
+machine = Machine({"a": 8, "b": 8})
+machine.group = sys.argv[2]
+places = machine.join("ab", "victim").places
+print("ready", flush=True)
+while True:
+    places.give_back(places.grant(1))
+"""
+
+
+def test_killed_in_the_middle_of_a_grant_nothing_stays_granted(machine: Machine) -> None:
+    """SIGSTOP until one ledger has granted and the other has not, then SIGKILL."""
+    mine = machine.join("ab", "mine")
+    paths = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "programs")]
+    with subprocess.Popen(
+        [sys.executable, "-c", _GRANTS, ":".join(paths), machine.group],
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as victim:
+        try:
+            assert victim.stdout is not None
+            assert victim.stdout.readline() == "ready\n"
+            for _ in range(5000):
+                os.kill(victim.pid, signal.SIGSTOP)
+                os.waitid(os.P_PID, victim.pid, os.WSTOPPED)
+                if machine.granted("a")["victim"] != machine.granted("b")["victim"]:
+                    break
+                os.kill(victim.pid, signal.SIGCONT)
+            else:
+                pytest.fail("it was never seen in the middle of a grant")
+        finally:
+            victim.kill()
+            victim.wait()
+    ledger.reap()
+    assert [machine.granted(name) for name in "ab"] == [{"mine": 0}, {"mine": 0}]
+    assert mine.places.grant(8) == 8
+    machine.check()
+
+
+# -------------------------------------------------------------------------- guarantee and reserve
+
+
+def test_a_guarantee_is_divided_by_copies(machine: Machine) -> None:
+    mine = machine.join("aab", "mine", min_bytes=6 * HUGE)
+    assert mine.places.min_bytes == 6 * HUGE
+    assert machine.members("a")["mine"].min_bytes == 4 * HUGE
+    assert machine.members("b")["mine"].min_bytes == 2 * HUGE
+    mine.places.set_min(1)  # rounded up, and still exact when it is read and set again
+    for _ in range(3):
+        mine.places.set_min(mine.places.min_bytes)
+    assert mine.places.min_bytes == 1
+    assert [machine.members(name)["mine"].min_bytes for name in "ab"] == [1, 1]
+
+
+def test_a_guarantee_that_the_second_device_refuses_holds_on_none(machine: Machine) -> None:
+    mine = machine.join("ab", "mine", min_bytes=2 * HUGE)
+    machine.join("b", "other", min_bytes=5 * HUGE)
+    for awake in (True, False):
+        with pytest.raises(GuaranteeError, match=r"^b: "):
+            mine.places.set_min(2 * (4 if awake else 9) * HUGE)
+        assert mine.places.min_bytes == 2 * HUGE
+        assert [machine.members(name)["mine"].min_bytes for name in "ab"] == [HUGE, HUGE]
+        mine.places.fall_asleep()
+
+
+def test_reserves_are_said_for_each_device(machine: Machine) -> None:
+    mine = machine.join("ab", "mine", reserve_bytes={"a": 3 * HUGE, "b": HUGE})
+    assert machine.members("a")["mine"].reserve_bytes == 3 * HUGE
+    assert mine.places.room() == 5
+    mine.reserve({"a": HUGE})
+    assert machine.members("a")["mine"].reserve_bytes == HUGE
+    assert machine.members("b")["mine"].reserve_bytes == HUGE
+    with pytest.raises(InvalidArgumentError, match="2 devices"):
+        mine.reserve(HUGE)
+    with pytest.raises(InvalidArgumentError, match="another device than a, b"):
+        mine.reserve({"c": HUGE})
+    machine.join("c").reserve(HUGE)
+    machine.check()
+
+
+def test_a_reserve_that_one_device_refuses_changes_none(machine: Machine) -> None:
+    mine = machine.join("ab", "mine", reserve_bytes={"a": 4 * HUGE, "b": HUGE})
+    machine.join("b", "other", min_bytes=5 * HUGE)
+    # It would grow on b, where there is no room, and shrink on a.
+    with pytest.raises(GuaranteeError, match=r"^b: "):
+        mine.reserve({"a": HUGE, "b": 4 * HUGE})
+    for device, pages in (("a", 4), ("b", 1)):
+        member = machine.members(device)["mine"]
+        assert (member.reserve_bytes, member.pledged_bytes) == (pages * HUGE, pages * HUGE)
+    machine.check()
+
+
+def test_a_wake_that_the_second_device_refuses_claims_nothing_on_the_first(
+    machine: Machine,
+) -> None:
+    mine = machine.join("ab", "mine", min_bytes=4 * HUGE, reserve_bytes={"a": HUGE, "b": 4 * HUGE})
+    mine.places.fall_asleep()
+    other = machine.join("b", "other")
+    assert other.places.grant(6) == 6
+    with pytest.raises(ReserveError, match=r"^b: 8.00 MiB to be reserved are not there; other has"):
+        mine.places.wake(0.0)
+    assert mine.places.is_asleep
+    for device in "ab":
+        member = machine.members(device)["mine"]
+        assert (member.asleep, member.pledged_bytes, member.guaranteed_bytes) == (True, 0, 0)
+    third = machine.join("a", "third")
+    assert third.places.grant(8) == 8, "nothing is kept on the first device"
+    third.places.give_back(8)
+    other.places.set_min(5 * HUGE)
+    with pytest.raises(GuaranteeError, match=r"^b: "):
+        mine.places.wake(0.0)
+    assert machine.members("a")["mine"].pledged_bytes == 0
+    machine.check()
+    other.places.set_min(0)
+    other.places.give_back(6)
+    mine.places.wake(0.0)
+    assert not mine.places.is_asleep
+    assert machine.members("a")["mine"].pledged_bytes == HUGE
+    assert machine.members("b")["mine"].pledged_bytes == 4 * HUGE
+    machine.check()
+
+
+def test_a_wake_waits_until_every_device_has_given(machine: Machine) -> None:
+    mine = machine.join("ab", "mine", reserve_bytes={"a": 4 * HUGE, "b": 4 * HUGE})
+    mine.places.fall_asleep()
+    others = [machine.join(device, f"on_{device}") for device in "ab"]
+    for other in others:
+        assert other.places.grant(8) == 8
+    waker = threading.Thread(target=mine.places.wake, args=(BOUND_S,))
+    waker.start()
+    for other in others:
+        while other.places.wanted()[0] < 4:  # it is asked of both at once
+            assert waker.is_alive()
+    others[1].places.give_back(4)
+    while machine.members("b")["mine"].asleep:  # there, and still not awake
+        assert waker.is_alive()
+    others[0].places.give_back(4)
+    waker.join(BOUND_S)
+    assert not waker.is_alive()
+    assert not mine.places.is_asleep
+    machine.check()
+
+
+def test_put_to_sleep_while_it_waits_to_wake(machine: Machine) -> None:
+    mine = machine.join("ab", "mine", reserve_bytes={"a": HUGE, "b": 4 * HUGE})
+    mine.places.fall_asleep()
+    other = machine.join("b", "other")
+    assert other.places.grant(8) == 8
+    caught: list[Exception] = []
+
+    def wake() -> None:
+        try:
+            mine.places.wake(BOUND_S)
+        except ReserveError as error:
+            caught.append(error)
+
+    waker = threading.Thread(target=wake)
+    waker.start()
+    while machine.members("a")["mine"].pledged_bytes == 0 or not other.places.wanted()[0]:
+        assert waker.is_alive()
+    mine.places.fall_asleep()
+    waker.join(BOUND_S)
+    assert "put to sleep" in str(caught[0])
+    assert [machine.members(name)["mine"].pledged_bytes for name in "ab"] == [0, 0]
+    machine.check()
+
+
+# ------------------------------------------------------------------------------------------- asks
+
+
+def test_an_ask_stands_where_something_is_missing(machine: Machine) -> None:
+    other = machine.join("b", "other", priority=-1)
+    assert other.places.grant(8) == 8
+    mine = machine.join("ab", "mine")
+    assert mine.places.ask(2)
+    assert (machine.members("a")["mine"].ask_bytes, machine.members("b")["mine"].ask_bytes) == (
+        0,
+        2 * HUGE,
+    )
+    assert mine.places.reach() == 0  # blocks in use, which it says nothing of
+    assert other.places.wanted() == (2, 3)
+    mine.places.stop_asking()
+    assert machine.members("b")["mine"].ask_bytes == 0
+
+
+def test_a_demand_of_any_device_is_met_in_pages(machine: Machine) -> None:
+    """The pages that go for one device's sake go on all."""
+    geometry = native_geometry(PAGED, 6)
+    mine = machine.join("aab", "mine", priority=-1)
+    with ExitStack() as stack:
+        own = stack.enter_context(
+            segment.create(
+                f"{machine.group}_mine", engine="test", devices=[("a", 2), ("b", 1)]
+            )
+        )
+        pool = _vmm.Pool(
+            _vmm.Range.reserve(_vmm.HostDriver(), geometry),
+            max_blocks=6 * BLOCKS,
+            limit_bytes=99 * HUGE,
+            capacity_bytes=99 * HUGE,
+            preallocate=False,
+            places=mine.places,
+        )
+        ids = pool.alloc(4 * BLOCKS - 1)
+        assert ids is not None
+        assert pool.alloc(1) is None, "a has no room for two copies more"
+        assert pool.mapped_bytes == 12 * HUGE
+        pool.free(ids)
+        keeper = _vmm.Keeper.start(pool, own.record, idle_trim_s=-1.0)
+        try:
+            other = machine.join("b", "other")
+            assert other.places.grant(8) == 4
+            assert other.places.ask(3)
+            while machine.granted("b")["mine"] > 1:
+                other.places.ask(3)
+            assert other.places.grant(3) == 3
+        finally:
+            keeper.stop()
+        assert machine.granted("a")["mine"] == 2 * machine.granted("b")["mine"] == 2
+        pool.check_integrity()
+        assert pool.close(discard=True) == 0
+    machine.check()
+
+
+def test_two_first_in_different_ledgers_do_not_keep_memory_from_each_other(
+    machine: Machine,
+) -> None:
+    """Each outranks the other on one device: what is kept there must not block both for ever."""
+    one, two = machine.join("ab", "one"), machine.join("ba", "two")
+    crowd = [machine.join("a", f"crowd{n}") for n in range(2)]
+    # On a the shares are small, and `one` has less than its own; on b both lack some.
+    assert one.places.grant(1) == 1
+    assert two.places.grant(3) == 3
+    assert crowd[0].places.grant(2) == 2
+    assert crowd[1].places.grant(1) == 1
+    for _ in range(2):
+        two.places.ask(6)  # has waited longer
+        one.places.ask(6)
+        for member in crowd:
+            member.places.ask(1)
+    assert one.places.room() + two.places.room() > 0
+    pages = one.places.grant(6) + two.places.grant(6)
+    assert pages >= 1
+    machine.check()
