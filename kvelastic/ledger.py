@@ -204,13 +204,15 @@ def join(
     raise LedgerError(f"{path} is removed as fast as it is made")
 
 
-def hold_as_worker(uuid: bytes, rank: int) -> list[_vmm.LifeLock]:
+def hold_as_worker(uuid: bytes, rank: int, device: str | None = None) -> list[_vmm.LifeLock]:
     """Show that this process, a worker of the instance with that segment, may hold its memory.
 
-    In every ledger that the instance has joined; what it was granted stays its own as long as this
-    process lives, also when the scheduler does not. To be done before any page is mapped. Raises
-    `LedgerError` if the instance is in no ledger, `SegmentBusyError` if another process is that
-    worker.
+    What the ledger of `device` has granted stays the instance's as long as this process lives, also
+    when the scheduler does not. `device` is where this rank's pages lie, by its name in the ledger;
+    the grants of other devices do not wait for this process. None: in every ledger that the
+    instance has joined, for one whose ranks all share a device. To be done before any page is
+    mapped. Raises `LedgerError` if the instance is in no such ledger, `SegmentBusyError` if another
+    process is that worker.
     """
     held = []
     found = False
@@ -218,8 +220,10 @@ def hold_as_worker(uuid: bytes, rank: int) -> list[_vmm.LifeLock]:
         with suppress(FileNotFoundError, LedgerError):  # others' ledgers are no concern of ours
             fd = _open(path, READ_FLAGS)
             try:
-                for entry in _members(fd, path):
-                    if entry["uuid"] != uuid:
+                with _map(fd, path, mmap.PROT_READ) as memory:
+                    raw = _vmm.read_ledger(memory)
+                for entry in raw["members"]:
+                    if entry["uuid"] != uuid or device not in {None, raw["device"]}:
                         continue
                     found = True
                     byte = _vmm.ledger_life_byte(entry["slot"], entry["life"], 1 + rank)
@@ -230,8 +234,9 @@ def hold_as_worker(uuid: bytes, rank: int) -> list[_vmm.LifeLock]:
                 os.close(fd)
     if not found:
         raise LedgerError(
-            f"the instance of this worker (rank {rank}) is in no ledger of {SHM_DIR}: its scheduler"
-            " has ended, or has another /dev/shm; restart the engine"
+            f"the instance of this worker (rank {rank}) is in no ledger of"
+            f" {SHM_DIR if device is None else device}: its scheduler has ended, or has another"
+            " /dev/shm, or has placed this rank on another device; restart the engine"
         )
     return held
 
@@ -458,12 +463,6 @@ _MEMBER_FIELDS: Final = tuple(field.name for field in fields(Member))
 
 def _member(entry: dict[str, Any]) -> Member:
     return Member(**{name: entry[name] for name in _MEMBER_FIELDS})
-
-
-def _members(fd: int, path: Path) -> list[dict[str, Any]]:
-    with _map(fd, path, mmap.PROT_READ) as memory:
-        members: list[dict[str, Any]] = _vmm.read_ledger(memory)["members"]
-    return members
 
 
 def _reap_one(path: Path) -> bool:

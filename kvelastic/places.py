@@ -60,9 +60,7 @@ def copies_by_device(devices: Sequence[Device]) -> list[tuple[str, int]]:
 def capacity_bytes(devices: Sequence[Device]) -> int:
     """What an instance could hold on all of them together, if it were alone there."""
     of_name = {device.name: device.capacity_bytes for device in devices}
-    return min(
-        of_name[name] * len(devices) // copies for name, copies in copies_by_device(devices)
-    )
+    return min(of_name[name] * len(devices) // copies for name, copies in copies_by_device(devices))
 
 
 def join_all(

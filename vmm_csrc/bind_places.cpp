@@ -98,8 +98,8 @@ void bind_places(nb::module_& m) {
                    "What the instance could hold, if it were alone.")
       .def(
           "see_devices",
-          [](Places& places, std::vector<std::optional<std::pair<std::uint64_t, std::uint64_t>>>
-                                 by_rank) {
+          [](Places& places,
+             std::vector<std::optional<std::pair<std::uint64_t, std::uint64_t>>> by_rank) {
             std::vector<std::optional<DeviceMemory>> seen;
             for (const auto& one : by_rank) {
               seen.push_back(one ? std::optional(DeviceMemory{one->first, one->second})
@@ -110,8 +110,8 @@ void bind_places(nb::module_& m) {
           "by_rank"_a,
           "Tell the ledgers what strangers hold, from (total, free) bytes that each rank has seen.")
       .def(
-          "set_min",
-          [](Places& places, std::uint64_t bytes) { check(places.set_min(bytes)); }, "bytes"_a,
+          "set_min", [](Places& places, std::uint64_t bytes) { check(places.set_min(bytes)); },
+          "bytes"_a,
           "The guarantee of all places together. Raises GuaranteeError; nothing has changed then.")
       .def_prop_ro("min_bytes", &Places::min_bytes)
       .def(

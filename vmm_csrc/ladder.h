@@ -34,8 +34,8 @@ class Ladder {
   /// Goes down until the limit holds or only blocks in use are left. Fails as unmap of the backing
   /// does.
   Status enforce(Lock& lock);
-  /// Unmaps `pages` pages for others, none of more worth than `depth`, and keeps `min_pages`, one at
-  /// least; answers how many. At Depth::kInUse what cannot be had now squeezes the pool.
+  /// Unmaps `pages` pages for others, none of more worth than `depth`, and keeps `min_pages`, one
+  /// at least; answers how many. At Depth::kInUse what cannot be had now squeezes the pool.
   Result<std::uint64_t> give_up(Lock& lock, std::uint64_t pages, Depth depth,
                                 std::uint64_t min_pages);
   /// Moves the cached blocks of one page into holes of others; answers how many. 0: there is no

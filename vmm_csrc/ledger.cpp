@@ -232,10 +232,11 @@ Result<std::unique_ptr<LedgerMember>> LedgerMember::join(std::span<std::byte> by
     }
     if (claim.outcome == LifeLock::Outcome::kTaken || slot.life.load() != life) continue;
     for (SharedWord* word :
-         {&slot.units, &slot.min_bytes, &slot.ask_bytes, &slot.ask_since_ns, &slot.ask_seen_ns, &slot.ask_keeps,
-          &slot.limit_bytes, &slot.in_use_bytes, &slot.cached_bytes, &slot.parked_bytes,
-          &slot.page_bytes, &slot.wanted_at_ns, &slot.pledged_bytes, &slot.reserved_bytes,
-          &slot.own_min_bytes, &slot.own_reserve_bytes, &slot.asleep, &slot.checking}) {
+         {&slot.units, &slot.min_bytes, &slot.ask_bytes, &slot.ask_since_ns, &slot.ask_seen_ns,
+          &slot.ask_keeps, &slot.limit_bytes, &slot.in_use_bytes, &slot.cached_bytes,
+          &slot.parked_bytes, &slot.page_bytes, &slot.wanted_at_ns, &slot.pledged_bytes,
+          &slot.reserved_bytes, &slot.own_min_bytes, &slot.own_reserve_bytes, &slot.asleep,
+          &slot.checking}) {
       *word = 0;
     }
     for (std::size_t depth = 0; depth < kDepths; ++depth) {

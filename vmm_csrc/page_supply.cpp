@@ -22,8 +22,7 @@ bool PageSupply::may_come(std::uint32_t own_entries) const {
   const Wait wait = may_wait(own_entries);
   const Clock::time_point now = Clock::now();
   // Others were asked a moment ago and had nothing: the keeper goes on asking them.
-  return starvation_.may_ask(now) || wait.until > now ||
-         places_->room() > 0;
+  return starvation_.may_ask(now) || wait.until > now || places_->room() > 0;
 }
 
 /// Whether another thread has pages on the way that this one may use.

@@ -25,9 +25,8 @@ Result<std::shared_ptr<Places>> Places::create(std::vector<Place> places,
   const auto refused = [](const std::string& why) { return Error{Errc::kInvalidArgument, why}; };
   if (places.empty()) return refused("an instance's pages must lie on one device at least");
   if (copy_bytes == 0) return refused("a copy of a page has 0 bytes, must have more");
-  std::sort(places.begin(), places.end(), [](const Place& a, const Place& b) {
-    return a.member->device() < b.member->device();
-  });
+  std::sort(places.begin(), places.end(),
+            [](const Place& a, const Place& b) { return a.member->device() < b.member->device(); });
   std::set<std::uint32_t> ranks;
   std::string_view before;
   std::uint64_t copies = 0;
@@ -112,9 +111,8 @@ std::uint64_t Places::capacity_bytes() const {
   for (const Place& place : places_) {
     const std::uint64_t here = place.member->capacity_bytes();
     const std::uint64_t ranks = place.ranks.size();
-    least = std::min(least, ranks == copies_
-                                ? here
-                                : here / ranks * copies_ + here % ranks * copies_ / ranks);
+    least = std::min(
+        least, ranks == copies_ ? here : here / ranks * copies_ + here % ranks * copies_ / ranks);
   }
   return least;
 }
@@ -302,8 +300,7 @@ Status Places::wait_for_claim(std::chrono::nanoseconds timeout) {
       if (Status failed = fail_claim(); !failed) return failed;
       continue;  // it has come in this moment, or another thread has ended it
     }
-    const std::chrono::nanoseconds left =
-        std::min<std::chrono::nanoseconds>(until - now, patience);
+    const std::chrono::nanoseconds left = std::min<std::chrono::nanoseconds>(until - now, patience);
     for (std::size_t i = 0; i < places_.size(); ++i) {
       if (!places_[i].member->is_claiming()) continue;
       places_[i].member->wait(seen[i], left);

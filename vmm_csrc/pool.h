@@ -14,9 +14,9 @@
 //   mutex_    all state of the parts below; never held across a call to the backing
 //
 // Where devices are shared, every page is granted by their ledgers before it is created, and given
-// back to them after it is destroyed. What others ask of this pool the keeper gives (give_up); what this pool
-// cannot get it asks of others, in the alloc that needs it (for reclaim_wait) and then through the
-// keeper (pursue).
+// back to them after it is destroyed. What others ask of this pool the keeper gives (give_up); what
+// this pool cannot get it asks of others, in the alloc that needs it (for reclaim_wait) and then
+// through the keeper (pursue).
 #pragma once
 
 #include <chrono>
@@ -34,9 +34,9 @@
 #include "figures.h"
 #include "keeper_calls.h"
 #include "ladder.h"
-#include "places.h"
 #include "own_process.h"
 #include "page_supply.h"
+#include "places.h"
 #include "pool_options.h"
 #include "pool_pages.h"
 #include "provisioning.h"

@@ -33,10 +33,10 @@ struct Contender {
   std::int64_t priority = 0;
   std::uint64_t parked_bytes = 0;
   std::uint64_t cached_bytes = 0;
-  std::uint64_t page_bytes = 0;    ///< what it gives is a multiple of this; 0: of one byte
-  std::uint64_t idle_ns = 0;       ///< since its last alloc or free
-  std::uint64_t ask_bytes = 0;     ///< what it waits for; 0: nothing
-  std::uint64_t ask_ns = 0;        ///< how long it has waited
+  std::uint64_t page_bytes = 0;  ///< what it gives is a multiple of this; 0: of one byte
+  std::uint64_t idle_ns = 0;     ///< since its last alloc or free
+  std::uint64_t ask_bytes = 0;   ///< what it waits for; 0: nothing
+  std::uint64_t ask_ns = 0;      ///< how long it has waited
   /// Memory that comes free is kept for its ask. False: it waits for another device first, and
   /// would have no use for it yet (see places.h).
   bool keeps = true;

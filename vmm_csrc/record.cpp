@@ -282,9 +282,9 @@ Result<std::unique_ptr<RecordOwner>> RecordOwner::create(std::span<std::byte> by
   if (Status s = copy_text(header.engine, identity.engine, "engine"); !s) return s.error();
   if (Status s = copy_text(header.model, identity.model, "model"); !s) return s.error();
   if (identity.devices.empty() || identity.devices.size() > kRecordDevices) {
-    return Error{Errc::kInvalidArgument,
-                 "an instance has pages on 1 to " + std::to_string(kRecordDevices) +
-                     " devices, not on " + std::to_string(identity.devices.size())};
+    return Error{Errc::kInvalidArgument, "an instance has pages on 1 to " +
+                                             std::to_string(kRecordDevices) + " devices, not on " +
+                                             std::to_string(identity.devices.size())};
   }
   for (std::size_t i = 0; i < identity.devices.size(); ++i) {
     const auto& [name, copies] = identity.devices[i];

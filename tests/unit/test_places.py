@@ -213,31 +213,45 @@ def test_strangers_are_judged_by_the_ranks_of_each_device(machine: Machine) -> N
 
 
 _GRANTS = """
-import sys
+import mmap, sys
 sys.path[:0] = sys.argv[1].split(":")
 from test_places import Machine
 machine = Machine({"a": 8, "b": 8})
 machine.group = sys.argv[2]
 places = machine.join("ab", "victim").places
+with open(sys.argv[3], "r+b") as file:
+    rounds = mmap.mmap(file.fileno(), 1)
 print("ready", flush=True)
 while True:
     places.give_back(places.grant(1))
+    rounds[0] = (rounds[0] + 1) % 256
 """
 
 
-def test_killed_in_the_middle_of_a_grant_nothing_stays_granted(machine: Machine) -> None:
+def test_killed_in_the_middle_of_a_grant_nothing_stays_granted(
+    machine: Machine, tmp_path: Path
+) -> None:
     """SIGSTOP until one ledger has granted and the other has not, then SIGKILL."""
     mine = machine.join("ab", "mine")
     paths = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "programs")]
-    with subprocess.Popen(
-        [sys.executable, "-c", _GRANTS, ":".join(paths), machine.group],
-        stdout=subprocess.PIPE,
-        text=True,
-    ) as victim:
+    counter = tmp_path / "rounds"
+    counter.write_bytes(bytes(1))
+    with (
+        subprocess.Popen(
+            [sys.executable, "-c", _GRANTS, ":".join(paths), machine.group, str(counter)],
+            stdout=subprocess.PIPE,
+            text=True,
+        ) as victim,
+        counter.open("r+b") as file,
+        mmap.mmap(file.fileno(), 1) as rounds,
+    ):
         try:
             assert victim.stdout is not None
             assert victim.stdout.readline() == "ready\n"
             for _ in range(5000):
+                seen = rounds[0]
+                while rounds[0] == seen:  # it has gone on since it was stopped last
+                    assert victim.poll() is None
                 os.kill(victim.pid, signal.SIGSTOP)
                 os.waitid(os.P_PID, victim.pid, os.WSTOPPED)
                 if machine.granted("a")["victim"] != machine.granted("b")["victim"]:
@@ -406,9 +420,7 @@ def test_a_demand_of_any_device_is_met_in_pages(machine: Machine) -> None:
     mine = machine.join("aab", "mine", priority=-1)
     with ExitStack() as stack:
         own = stack.enter_context(
-            segment.create(
-                f"{machine.group}_mine", engine="test", devices=[("a", 2), ("b", 1)]
-            )
+            segment.create(f"{machine.group}_mine", engine="test", devices=[("a", 2), ("b", 1)])
         )
         pool = _vmm.Pool(
             _vmm.Range.reserve(_vmm.HostDriver(), geometry),
@@ -459,3 +471,44 @@ def test_two_first_in_different_ledgers_do_not_keep_memory_from_each_other(
     pages = one.places.grant(6) + two.places.grant(6)
     assert pages >= 1
     machine.check()
+
+
+_SCHEDULER = """
+import sys
+sys.path[:0] = sys.argv[1].split(":")
+from test_places import Machine
+machine = Machine({"a": 8, "b": 8})
+machine.group = sys.argv[2]
+assert machine.join("ab", "scheduler").places.grant(3) == 3
+print("ready", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_worker_keeps_the_grant_of_its_own_device_alone(machine: Machine) -> None:
+    mine = machine.join("ab", "mine")
+    paths = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "programs")]
+    with subprocess.Popen(
+        [sys.executable, "-c", _SCHEDULER, ":".join(paths), machine.group],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as scheduler:
+        try:
+            assert scheduler.stdout is not None
+            assert scheduler.stdout.readline() == "ready\n"
+            uuid = b"scheduler".ljust(16)
+            with pytest.raises(LedgerError, match="is in no ledger of c"):
+                ledger.hold_as_worker(uuid, 1, "c")
+            lives = ledger.hold_as_worker(uuid, 1, "b")
+        finally:
+            scheduler.kill()
+            scheduler.wait()
+    ledger.reap()
+    assert machine.granted("a") == {"mine": 0}
+    assert machine.granted("b") == {"mine": 0, "scheduler": 3}
+    for life in lives:
+        life.release()
+    assert mine.places.grant(8) == 5, "who looks for memory finds the dead later"
+    ledger.reap()
+    assert machine.granted("b") == {"mine": 5}
