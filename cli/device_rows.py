@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from kvelastic.devices import DeviceFacts
-    from kvelastic.instance.row import Row
+    from kvelastic.instance.row import DeviceUseRow, Row
     from kvelastic.ledger_facts import LedgerInfo
 
 
@@ -25,7 +25,7 @@ class ProcessRow(TypedDict):
 
 
 class InstanceRow(TypedDict):
-    """An instance on a device; each key as in `kvctl list`."""
+    """An instance on a device; each key as in `kvctl list`, and bytes mapped on this device."""
 
     name: str
     pid: int | None
@@ -68,15 +68,16 @@ def device_rows(
     """The rows of the devices with their instances, and of those that only instances know."""
     from kvelastic.devices import DeviceFacts, device_key
 
-    by_key: dict[str, list[Row]] = {}
+    by_key: dict[str, list[tuple[Row, DeviceUseRow]]] = {}
     of_device: dict[str, list[LedgerInfo]] = {}
     for ledger in ledgers:
         if ledger.status == "readable":
             of_device.setdefault(device_key(ledger.device), []).append(ledger)
     for segment in segments:
         # A dead instance's memory is back with the device, whatever its segment still says.
-        if segment["device"] and segment["state"] != "dead":
-            by_key.setdefault(device_key(segment["device"]), []).append(segment)
+        if segment["state"] != "dead":
+            for use in segment["devices"] or []:
+                by_key.setdefault(device_key(use["device"]), []).append((segment, use))
     rows = [
         _row(facts, facts.kind, by_key.pop(facts.key, []), of_device.get(facts.key, []))
         for facts in devices
@@ -85,7 +86,7 @@ def device_rows(
         facts = DeviceFacts(
             kind="gpu",
             name=None,
-            uuid=there[0]["device"],
+            uuid=there[0][1]["device"],
             problem="instances are on it, and it is not to be seen from here",
         )
         rows.append(_row(facts, "unknown", there, of_device.get(key, [])))
@@ -93,7 +94,10 @@ def device_rows(
 
 
 def _row(
-    facts: DeviceFacts, kind: str, segments: Sequence[Row], ledgers: Sequence[LedgerInfo]
+    facts: DeviceFacts,
+    kind: str,
+    there: Sequence[tuple[Row, DeviceUseRow]],
+    ledgers: Sequence[LedgerInfo],
 ) -> DeviceRow:
     from kvelastic.instance.status import uuid_text
 
@@ -112,8 +116,8 @@ def _row(
         total_bytes=facts.total_bytes,
         used_bytes=facts.used_bytes,
         free_bytes=facts.free_bytes,
-        capacity_bytes=_capacity_bytes(facts, segments),
-        mapped_bytes=sum(segment["mapped_bytes"] or 0 for segment in segments),
+        capacity_bytes=_capacity_bytes(facts, there),
+        mapped_bytes=sum(use["mapped_bytes"] for _, use in there),
         reserved_bytes=sum(ledger.reserved_bytes for ledger in ledgers) if ledgers else None,
         driver_version=facts.driver_version,
         problem=facts.problem,
@@ -124,11 +128,11 @@ def _row(
                 engine=segment["engine"],
                 model=segment["model"],
                 state=segment["state"],
-                mapped_bytes=segment["mapped_bytes"],
+                mapped_bytes=use["mapped_bytes"],
                 reserved_bytes=reserved.get(segment["uuid"] or ""),
                 limit_bytes=segment["limit_bytes"],
             )
-            for segment in segments
+            for segment, use in there
         ],
         processes=None
         if facts.processes is None
@@ -139,12 +143,17 @@ def _row(
     )
 
 
-def _capacity_bytes(facts: DeviceFacts, segments: Sequence[Row]) -> int | None:
+def _capacity_bytes(facts: DeviceFacts, there: Sequence[tuple[Row, DeviceUseRow]]) -> int | None:
     """Of an instance that is in no ledger, what it says itself: not what this environment says."""
     alone = [
-        segment["capacity_bytes"] or 0
-        for segment in segments
-        if segment["granted_bytes"] is None and segment["alive"]
+        (segment["capacity_bytes"] or 0) * use["copies"] // _copies(segment)
+        for segment, use in there
+        if use["granted_bytes"] is None and segment["alive"]
     ]
-    has_ledger = any(segment["granted_bytes"] is not None for segment in segments)
+    has_ledger = any(use["granted_bytes"] is not None for _, use in there)
     return facts.capacity_bytes if has_ledger or not any(alone) else max(alone)
+
+
+def _copies(segment: Row) -> int:
+    """Of each page of an instance, on all its devices."""
+    return max(1, sum(use["copies"] for use in segment["devices"] or []))

@@ -60,11 +60,19 @@ def _life(status: InstanceStatus) -> Iterable[Line]:
 
 
 def _holdings(status: InstanceStatus) -> Iterable[Line]:
-    of_device = f" of the device's {_size(status.capacity_bytes)}" if status.capacity_bytes else ""
+    whose = "its devices'" if len(status.uses) > 1 else "the device's"
+    of_device = f" of {whose} {_size(status.capacity_bytes)}" if status.capacity_bytes else ""
     if status.mapped_bytes == 0:
         yield Line("holds", f"It holds no memory{of_device}.")
         return
     yield Line("holds", f"It holds {_size(status.mapped_bytes)}{of_device}.")
+    if len(status.uses) > 1:
+        parts = [f"{_size(use.mapped_bytes)} on {use.device}" for use in status.uses]
+        yield Line(
+            "devices",
+            f"Of that {', '.join(parts)}: every page has a copy for each rank, and none comes where"
+            " one device has no room.",
+        )
     if status.in_use_bytes:
         yield Line(
             "in use",

@@ -13,13 +13,13 @@ import click
 
 from kvelastic.cli.explanation_ledger import member_of
 from kvelastic.cli.explanation_line import Line
-from kvelastic.instance.row import printable
+from kvelastic.instance.row import printable, use_rows
 
 if TYPE_CHECKING:
     from kvelastic.instance.status import InstanceStatus
     from kvelastic.ledger_facts import LedgerInfo
 
-_NOT_SHOWN: Final = frozenset({"uuid", "uid", "is_known", "created", "counters", "shares"})
+_NOT_SHOWN: Final = frozenset({"uuid", "uid", "is_known", "created", "counters", "shares", "uses"})
 _LEAST_COLUMNS: Final = 12
 """For a sentence, on a terminal of however few."""
 
@@ -35,7 +35,8 @@ def explanation_text(
 
     With `columns` sentences are wrapped to fit; without, each stays on one line.
     """
-    who = [status.engine, status.model, status.device and f"on {status.device}"]
+    on = " and ".join(use.device for use in status.uses)
+    who = [status.engine, status.model, on and f"on {on}"]
     title = ", ".join([status.name, *filter(None, who), f"process {status.pid}"])
     width = max(len(line.about) for line in lines)
     shown = _wrap(printable(title), "", "  ", columns)
@@ -90,13 +91,14 @@ def explanation_json(
         **{key: value for key, value in asdict(status).items() if key not in _NOT_SHOWN},
         "status": status.life,
         "wished_limit_bytes": status.requested_limit_bytes,
+        "devices": use_rows(status),
         "slack_bytes": status.slack_bytes,
         "overhead_bytes": status.slack_bytes,
         "room_bytes": status.room_bytes,
-        "granted_bytes": None if me is None else me.granted_bytes,
+        "granted_bytes": None if me is None else status.granted_bytes,
         "reserved_bytes": status.reserved_bytes,
         "pledged_bytes": None if me is None else me.pledged_bytes,
-        "ask_bytes": None if me is None else me.ask_bytes,
+        "ask_bytes": None if me is None else status.asked_bytes,
         "ask_s": None if me is None else me.ask_s,
         "wanted_bytes": None if me is None else me.wanted_bytes,
         "device_free_bytes": None if ledger is None or me is None else ledger.free_bytes,

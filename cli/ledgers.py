@@ -7,25 +7,23 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from kvelastic.ledger_facts import LedgerInfo
-    from kvelastic.segment import SegmentInfo
-
-
-def ledger_of(info: SegmentInfo) -> LedgerInfo | None:
-    """The ledger that a segment's instance is a member of; None if there is none.
-
-    A ledger of the instance's device that cannot be read comes back as it is: what it says, and
-    whether the instance is in it, is not known then.
-    """
-    from kvelastic.ledger import list_ledgers
-
-    return choose_ledger(list_ledgers(), info.header["uuid"], info.header["device"])
 
 
 def choose_ledger(ledgers: list[LedgerInfo], uuid: bytes, device: str) -> LedgerInfo | None:
-    """The one that has a member of that segment; else an unreadable one of that device; or None."""
-    for ledger in ledgers:
-        if any(member.uuid == uuid for member in ledger.members):
-            return ledger
+    """The one that has a member of that segment; else an unreadable one of that device; or None.
+
+    What an unreadable one says, and whether the instance is in it, is not known.
+    Of an instance on several devices it is the one where it waits for most, else the fullest: what
+    it lacks there it can use nowhere.
+    """
+    own = [
+        (-member.ask_bytes, ledger.free_bytes, index)
+        for index, ledger in enumerate(ledgers)
+        for member in ledger.members
+        if member.uuid == uuid
+    ]
+    if own:
+        return ledgers[min(own)[-1]]
     for ledger in ledgers:
         # Of one that cannot be read only the file's name is known: group, underscore, device.
         is_of_device = ledger.device == device or ledger.device.endswith(f"_{device}")

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvelastic.instance.look import ledgers
-from kvelastic.instance.row import Row, printable, row_of
+from kvelastic.instance.row import DeviceUseRow, Row, printable, row_of
 from kvelastic.instance.status import FORMER_COUNTERS, status_of
 
 if TYPE_CHECKING:
@@ -107,6 +107,14 @@ def stats_text(stats: Stats) -> str:
     def ago(seconds: float | None) -> str:
         return "never" if seconds is None else f"{seconds:.1f} s ago"
 
+    def on_device(use: DeviceUseRow) -> str:
+        name = printable(use["device"] or "-")
+        if len(stats["devices"] or []) == 1:
+            return name
+        parts = [f"{size(use['mapped_bytes'])} mapped", f"{size(use['granted_bytes'])} granted"]
+        parts += [f"{size(use['reserved_bytes'])} reserved"] * bool(use["reserved_bytes"])
+        return f"{name}: {', '.join(parts)}"
+
     requested = stats["requested_limit_bytes"]
     reserved = size(stats["reserved_bytes"])
     if stats["reserved_bytes"]:
@@ -116,7 +124,7 @@ def stats_text(stats: Stats) -> str:
         f"{printable(stats['name'])}": [
             ("engine", printable(stats["engine"] or "-")),
             ("model", printable(stats["model"] or "-")),
-            ("device", printable(stats["device"] or "-")),
+            *(("device", on_device(use)) for use in stats["devices"] or []),
             ("process", f"{stats['pid']} of user {stats['uid']}"),
             ("created", stats["created"] or "-"),
             ("segment", stats["uuid"] or "-"),

@@ -105,7 +105,7 @@ _COUNTERS: Final = {
 }
 _MEMBER: Final[tuple[tuple[Described, Callable[[Member], Value]], ...]] = (
     (
-        _instance("granted_bytes", "What the device's ledger lets it hold now."),
+        _instance("granted_bytes", "What the device's ledger lets it hold there now."),
         lambda member: member.granted_bytes,
     ),
     (
@@ -163,6 +163,9 @@ _DEVICE: Final[tuple[tuple[Described, Callable[[LedgerInfo], Value]], ...]] = (
         lambda ledger: len(ledger.members),
     ),
 )
+_ON_DEVICE: Final = _instance(
+    "device_mapped_bytes", "Physical memory that it holds of each of its devices."
+)
 _STATE: Final = _instance("state", "1 for the state of its limit, 0 for the others.", "state")
 _INFO: Final = _instance("info", "Identity labels; always 1.", "pid", "uuid")
 _STARTED: Final = _instance("start_time_seconds", "When it started, in Unix time.")
@@ -175,6 +178,7 @@ _UNREADABLE: Final = Described(
 
 METRICS: Final[tuple[Described, ...]] = (
     *_FIGURES.values(),
+    _ON_DEVICE,
     _STATE,
     *(described for described, _ in _MEMBER),
     *_COUNTERS.values(),
@@ -237,6 +241,8 @@ def _add_instance(drawn: _Drawn, info: SegmentInfo) -> None:
     status = status_of(info)
     for field, described in _FIGURES.items():
         drawn.add(described, labels, getattr(status, field))
+    for use in status.uses:
+        drawn.add(_ON_DEVICE, (labels[0], use.device, *labels[2:]), use.mapped_bytes)
     for counter, described in _COUNTERS.items():
         drawn.add(described, labels, status.counters.get(counter))
     for state in STATES:
@@ -252,7 +258,9 @@ def _add_members(drawn: _Drawn, ledger: LedgerInfo, segments: Sequence[SegmentIn
         if member.status == "dead" or (info is not None and info.status == "dead"):
             continue
         # One whose segment's name was removed still holds memory.
-        labels = _labels(info) if info else (member.name, ledger.device, "", "")
+        header = info.header if info else {"engine": "", "model": ""}
+        name = info.name if info else member.name
+        labels = (name, ledger.device, header["engine"], header["model"])
         for described, value in _MEMBER:
             drawn.add(described, labels, value(member))
 
@@ -295,8 +303,10 @@ program serves already. [grafana/kvelastic.json](grafana/kvelastic.json) is a da
 
 Bytes and seconds; `_total` counts up since the start of the instance. `name` is the segment's, as
 every command of kvctl takes it; it is not called `instance`, which is Prometheus' own label for
-whom it scrapes. Metrics of a device, and those about what is granted, asked and wanted, are there
-where the device has a ledger.
+whom it scrapes. Metrics of a device, and those about what is granted, reserved, asked and wanted,
+are there where the device has a ledger. An instance on several devices has these once for each, and
+`kvelastic_instance_device_mapped_bytes`; its other metrics are of all devices together, and have
+the first one's name.
 
 | metric | kind | labels | meaning |
 |---|---|---|---|

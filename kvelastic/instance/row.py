@@ -12,6 +12,18 @@ if TYPE_CHECKING:
     from kvelastic.instance.status import InstanceStatus
 
 
+class DeviceUseRow(TypedDict):
+    """What an instance has on one of its devices; None where it is in no ledger there."""
+
+    device: str
+    copies: int
+    """Of each page: one for each rank whose pages lie there."""
+    mapped_bytes: int
+    granted_bytes: int | None
+    reserved_bytes: int | None
+    ask_bytes: int | None
+
+
 class Row(TypedDict):
     """One instance; the meanings are those of `InstanceStatus`."""
 
@@ -50,6 +62,8 @@ class Row(TypedDict):
     engine: str | None
     model: str | None
     device: str | None
+    """The first of `devices`."""
+    devices: list[DeviceUseRow] | None
     pid: int | None
     uid: int | None
     uuid: str | None
@@ -101,12 +115,28 @@ def row_of(status: InstanceStatus) -> Row:
         engine=text(status.engine),
         model=text(status.model),
         device=text(status.device),
+        devices=use_rows(status) if known else None,
         pid=figure(status.pid),
         uid=figure(status.uid),
         uuid=status.uuid_text,
         created=status.created,
         counters=dict(status.counters) if known else None,
     )
+
+
+def use_rows(status: InstanceStatus) -> list[DeviceUseRow]:
+    """What it has on each of its devices."""
+    return [
+        DeviceUseRow(
+            device=use.device,
+            copies=use.copies,
+            mapped_bytes=use.mapped_bytes,
+            granted_bytes=None if use.share is None else use.share.granted_bytes,
+            reserved_bytes=None if use.share is None else use.share.reserved_bytes,
+            ask_bytes=None if use.share is None else use.share.asked_bytes,
+        )
+        for use in status.uses
+    ]
 
 
 def shown_state(row: Row) -> str:

@@ -60,6 +60,18 @@ class DeviceShare:
 
 
 @dataclass(frozen=True)
+class DeviceUse:
+    """What an instance has on one of its devices."""
+
+    device: str
+    copies: int
+    """Of each page: one for each rank whose pages lie there."""
+    mapped_bytes: int
+    share: DeviceShare | None = None
+    """Its place in the device's ledger; None where it is in none that can be read."""
+
+
+@dataclass(frozen=True)
 class InstanceStatus:
     """One instance at one moment. Figures are 0 and texts empty where `is_known` is False."""
 
@@ -124,6 +136,7 @@ class InstanceStatus:
     engine: str = ""
     model: str = ""
     device: str = ""
+    """The first of its devices; `uses` has all."""
     pid: int = 0
     uid: int = 0
     uuid: bytes = b""
@@ -132,6 +145,8 @@ class InstanceStatus:
     counters: Mapping[str, int] = field(default_factory=dict)
     shares: tuple[DeviceShare, ...] = ()
     """Its places in ledgers; empty where it is in none, or in none that can be read."""
+    uses: tuple[DeviceUse, ...] = ()
+    """What it has on each device, that of the lowest rank first."""
 
     @property
     def is_alive(self) -> bool:
@@ -218,6 +233,7 @@ def status_of(
     taken = usage["blocks_in_use"] + usage["blocks_reserved"]
     set_aside_bytes = usage["in_use_bytes"] * usage["blocks_reserved"] // max(taken, 1)
     waited_ns = 0 if now_ns is None else max(0, now_ns - request["written_ns"])
+    shares = tuple(_shares(header["uuid"], ledgers))
     return InstanceStatus(
         name=info.name,
         life=info.status,
@@ -258,7 +274,8 @@ def status_of(
         uuid=header["uuid"],
         created=_utc_text(header["created_realtime_ns"]),
         counters=_with_former_names(info.counters),
-        shares=tuple(_shares(header["uuid"], ledgers)),
+        shares=shares,
+        uses=tuple(_uses(header["devices"], usage["mapped_bytes"], shares)),
     )
 
 
@@ -286,6 +303,17 @@ def _share(ledger: LedgerInfo, member: Member) -> DeviceShare:
         idle_s=member.idle_s,
         reserved_bytes=member.reserve_bytes,
     )
+
+
+def _uses(
+    devices: Iterable[tuple[str, int]], mapped_bytes: int, shares: Iterable[DeviceShare]
+) -> Iterable[DeviceUse]:
+    """Every copy of a page is as large as the others, so bytes are divided by copies."""
+    devices, shares = list(devices), list(shares)
+    whole = max(1, sum(copies for _, copies in devices))
+    for device, copies in devices:
+        share = next((one for one in shares if one.device == device), None)
+        yield DeviceUse(device, copies, mapped_bytes * copies // whole, share)
 
 
 def uuid_text(raw: bytes) -> str:

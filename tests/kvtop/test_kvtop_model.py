@@ -35,6 +35,7 @@ def segment_info(name: str, device: str = "GPU-1", **changes: object) -> Segment
             "uuid": name.encode().ljust(16),
             "created_realtime_ns": 0,
             "device": device,
+            "devices": [(device, 1)],
             "engine": "vllm",
             "model": "m",
             "pid": 1,

@@ -22,7 +22,7 @@ from kvelastic import segment
 from kvelastic.cli.device_rows import DeviceRow, InstanceRow, ProcessRow, device_rows
 from kvelastic.cli.device_tables import plain_tables
 from kvelastic.devices import DeviceFacts, ProcessMemory
-from kvelastic.instance.row import Row
+from kvelastic.instance.row import DeviceUseRow, Row
 from kvelastic.instance.status import uuid_text
 from kvelastic.ledger_facts import LedgerInfo, Member
 
@@ -76,6 +76,13 @@ def rows(environment: dict[str, str]) -> list[DeviceRow]:
 def segment_row(name: str, device: str | None, **values: Any) -> Row:
     blank: dict[str, Any] = dict.fromkeys(Row.__annotations__)
     told = {"name": name, "device": device, "state": "applied", "mapped_bytes": 1, **values}
+    use = dict.fromkeys(DeviceUseRow.__annotations__) | {
+        "device": device,
+        "copies": 1,
+        "mapped_bytes": told["mapped_bytes"] or 0,
+        "granted_bytes": told.get("granted_bytes"),
+    }
+    told["devices"] = None if device is None else [use]
     return Row(**(blank | told))  # type: ignore[typeddict-item]
 
 

@@ -60,6 +60,7 @@ def info(name: str = "one", status: str = "alive", **changes: dict[str, object])
         "uuid": name.encode("utf-8", "replace")[:16].ljust(16),
         "created_realtime_ns": 1_700_000_000_500_000_000,
         "device": "GPU-1",
+        "devices": [("GPU-1", 1)],
         "engine": "vllm",
         "model": "Qwen/Qwen3-8B",
         "pid": 4711,

@@ -51,9 +51,8 @@ class Machine:
             [self.devices[rank] for rank in ranks],
             group=self.group,
             name=name,
-            uuid=name.encode().ljust(16),
             copy_bytes=HUGE,
-            **options,  # type: ignore[arg-type]
+            **({"uuid": name.encode().ljust(16)} | options),  # type: ignore[arg-type]
         )
         self.joined.append(made)
         return made

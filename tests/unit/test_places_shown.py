@@ -1,0 +1,129 @@
+"""An instance on two devices, as every surface shows it: what it has on each."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from native_pools import HUGE
+from prometheus_client.parser import text_string_to_metric_families
+from test_places import BLOCKS, PAGED, Machine
+
+from kvelastic import _vmm, ledger, segment
+from kvelastic.cli.device_rows import device_rows
+from kvelastic.cli.ledgers import choose_ledger
+from kvelastic.controller import instance_memory
+from kvelastic.metrics import render
+from kvelastic.pool import native_geometry
+
+KVCTL = str(Path(sys.executable).with_name("kvctl"))
+
+
+@pytest.fixture
+def shown() -> Iterator[tuple[Machine, str]]:
+    """Three pages, two copies of each on b and one on a; a reserve on b."""
+    machine = Machine({"a": 8, "b": 8})
+    with segment.create(
+        f"{machine.group}_shown", engine="test", devices=[("b", 2), ("a", 1)]
+    ) as own:
+        uuid = own.record.read_header()["uuid"]
+        places = machine.join("bba", own.name, reserve_bytes={"b": HUGE}, uuid=uuid).places
+        pool = _vmm.Pool(
+            _vmm.Range.reserve(_vmm.HostDriver(), native_geometry(PAGED, 4)),
+            max_blocks=4 * BLOCKS,
+            limit_bytes=99 * HUGE,
+            capacity_bytes=99 * HUGE,
+            preallocate=False,
+            places=places,
+        )
+        keeper = _vmm.Keeper.start(pool, own.record, idle_trim_s=-1.0)
+        try:
+            assert pool.alloc(3 * BLOCKS - 1)
+            yield machine, own.name
+        finally:
+            keeper.stop()
+            pool.close(discard=True)
+            machine.close()
+
+
+def kvctl(*words: str) -> str:
+    return subprocess.run([KVCTL, *words], capture_output=True, text=True, check=True).stdout
+
+
+def test_bytes_by_device_everywhere(shown: tuple[Machine, str]) -> None:
+    machine, name = shown
+    wanted = [
+        {
+            "device": device,
+            "copies": copies,
+            "mapped_bytes": 3 * copies * HUGE,
+            "granted_bytes": 3 * copies * HUGE,
+            "reserved_bytes": reserved * HUGE,
+            "ask_bytes": 0,
+        }
+        for device, copies, reserved in (("b", 2, 1), ("a", 1, 0))
+    ]
+    row = instance_memory.row(name)
+    (listed,) = json.loads(kvctl("list", name, "--json"))
+    stats = json.loads(kvctl("stats", name, "--json"))
+    explained = json.loads(kvctl("explain", name, "--json"))
+    for facts in (row, listed, stats, explained):
+        assert facts["devices"] == wanted
+        assert facts["mapped_bytes"] == facts["granted_bytes"] == 9 * HUGE
+        assert facts["reserved_bytes"] == HUGE
+        assert facts["capacity_bytes"] == 12 * HUGE, "as much as b has for two copies of three"
+    assert "b: 12.00 MiB mapped, 12.00 MiB granted, 2.00 MiB reserved" in kvctl("stats", name)
+    text = kvctl("explain", name)
+    assert "on b and a" in text.splitlines()[0]
+    assert "12.00 MiB on b, 6.00 MiB on a" in text
+    segment.request(name, limit_bytes=6 * HUGE)
+    assert [machine.members(device)[name].limit_bytes for device in "ab"] == [2 * HUGE, 4 * HUGE]
+
+
+def test_metrics_have_a_series_for_each_device(shown: tuple[Machine, str]) -> None:
+    _, name = shown
+    text = render(segment.list_segments(), ledger.list_ledgers())
+    found = {
+        (sample.name.removeprefix("kvelastic_instance_"), sample.labels["device"]): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+        if sample.labels.get("name") == name
+    }
+    for metric in ("device_mapped_bytes", "granted_bytes"):
+        assert (found[metric, "a"], found[metric, "b"]) == (3 * HUGE, 6 * HUGE)
+    assert (found["reserved_bytes", "a"], found["reserved_bytes", "b"]) == (0, HUGE)
+    assert found["mapped_bytes", "b"] == 9 * HUGE
+    assert ("mapped_bytes", "a") not in found
+
+
+def test_each_device_lists_its_part(shown: tuple[Machine, str]) -> None:
+    machine, name = shown
+    rows = [row for row in instance_memory.rows() if row["name"] == name]
+    mine = [one for one in ledger.list_ledgers() if one.group == machine.group]
+    by_device = {row["uuid"]: row for row in device_rows([], rows, mine)}  # type: ignore[arg-type]
+    assert {key: row["mapped_bytes"] for key, row in by_device.items()} == {
+        "a": 3 * HUGE,
+        "b": 6 * HUGE,
+    }
+    assert by_device["b"]["instances"][0]["reserved_bytes"] == HUGE
+
+
+def test_explained_is_the_device_that_lacks(shown: tuple[Machine, str]) -> None:
+    machine, name = shown
+    uuid = segment.inspect(name).header["uuid"]
+
+    def chosen() -> str:
+        found = choose_ledger(
+            [one for one in ledger.list_ledgers() if one.group == machine.group], uuid, "b"
+        )
+        assert found is not None
+        return found.device
+
+    assert chosen() == "b"  # the fuller one
+    other = machine.join("a", "other")
+    assert other.places.grant(5) == 5
+    assert chosen() == "a"
