@@ -1,6 +1,6 @@
 """Which memory an instance uses: the host's, or a GPU's.
 
-device = resolve("auto", settings)      # "cpu", "host", "cuda", "cuda:1", "GPU-<uuid>"
+device = resolve("auto", settings)  # cpu, host, cuda, cuda:1, GPU-<uuid>, MIG-<uuid>
 memory = _vmm.Range.reserve(device.driver(), geometry)
 """
 
@@ -22,6 +22,7 @@ _log = logging.getLogger("kvelastic")
 HOST: Final = "host"
 _HOST_NAMES: Final = ("cpu", HOST)
 AUTO: Final = "auto"
+_GPU_PREFIXES: Final = ("cuda", "GPU-", "MIG-")
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,7 @@ class Device:
     """One device, as this process reaches it."""
 
     name: str
-    """`host`, or the GPU's UUID: the same in every process."""
+    """`host`, or the UUID of the GPU (or of its MIG instance): the same in every process."""
     capacity_bytes: int
     """What instances may hold of it: no limit goes beyond."""
     driver: Callable[[], _vmm.Driver]
@@ -70,10 +71,15 @@ def resolve(name: str, settings: Config) -> Device:
         except DeviceUnavailableError as error:
             _log.info("Using the host's memory: %s.", error)
             return host(settings)
-    if name.startswith(("cuda", "GPU-")):
+    if name.startswith(_GPU_PREFIXES):
         return _gpu(name, settings)
-    raise InvalidArgumentError(
-        f"device={name!r} is not accepted; it must be cpu, host, auto, cuda, cuda:N or GPU-<uuid>"
+    raise _not_accepted(name)
+
+
+def _not_accepted(name: str) -> InvalidArgumentError:
+    return InvalidArgumentError(
+        f"device={name!r} is not accepted; it must be cpu, host, auto, cuda, cuda:N, GPU-<uuid> or"
+        " MIG-<uuid>"
     )
 
 
@@ -93,8 +99,6 @@ def means_host(device: object) -> bool | None:
         return None
     if text in _HOST_NAMES:
         return True
-    if text.startswith(("cuda", "GPU-")):
+    if text.startswith(_GPU_PREFIXES):
         return False
-    raise InvalidArgumentError(
-        f"device={text!r} is not accepted; it must be cpu, host, auto, cuda, cuda:N or GPU-<uuid>"
-    )
+    raise _not_accepted(text)

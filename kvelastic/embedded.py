@@ -14,6 +14,7 @@ import threading
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
+from kvelastic import _vmm
 from kvelastic.config import Config, configure_logging, load
 from kvelastic.device import Device, means_host, resolve
 from kvelastic.errors import (
@@ -125,6 +126,22 @@ def shutdown_kvelastic() -> None:
         state, _state = _state, None
         for group in state.groups.values() if state else ():
             group.pool.close(discard=True)
+
+
+def use_streams(streams: Sequence[int]) -> None:
+    """Name the CUDA streams whose kernels use the caches, as `torch.cuda.Stream.cuda_stream`.
+
+    Pages are unmapped when the work in them is done that was queued before. 0 is the default
+    stream; no stream at all says that no kernel uses the caches. They take the place of those named
+    before; without a call they are the default stream and the one that was PyTorch's current stream
+    when the first cache was made. Nothing to do on the host. Never blocks; any thread. Raises
+    `NotInitializedError`.
+    """
+    with _lock:
+        device = required().device
+        driver = None if device.is_host else device.driver()
+        if isinstance(driver, _vmm.CudaDriver):
+            driver.use_streams(streams)
 
 
 def reserve(size_bytes: int, device: str | None = None) -> None:
@@ -400,6 +417,10 @@ def _group_for(
                 " alloc_kv_cache before get_kv_cache_manager"
             )
         return group
+    if not state.device.is_host:
+        from kvelastic.tensors import name_streams
+
+        name_streams(state.device.driver())
     pages = layout.pages_for_blocks(max(num_blocks, 2))
     name = state.settings.ipc_name
     pool = open_pool(

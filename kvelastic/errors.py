@@ -19,6 +19,7 @@ brackets), so `except ValueError` and `except kvelastic.errors.KvelasticError` b
     │   └── ReserveError                    RESERVE
     ├── DriverError                         DRIVER               [RuntimeError]
     │   ├── DeviceUnavailableError          DEVICE_UNAVAILABLE
+    │   ├── StreamsUnknownError             STREAMS_UNKNOWN
     │   ├── OutOfMemoryError                OUT_OF_MEMORY        [MemoryError]
     │   ├── MappingError                    MAPPING
     │   ├── PoolFailedError                 POOL_FAILED
@@ -158,6 +159,12 @@ class DeviceUnavailableError(DriverError):
     """There is no such device, no driver for it, or one that is too old."""
 
     code = "DEVICE_UNAVAILABLE"
+
+
+class StreamsUnknownError(DriverError):
+    """A GPU's pages may be in use, and its driver was not told by the kernels of which streams."""
+
+    code = "STREAMS_UNKNOWN"
 
 
 class OutOfMemoryError(DriverError, MemoryError):

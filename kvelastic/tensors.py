@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from kvelastic.errors import InvalidArgumentError
+
+_DEFAULT_STREAM: Final = 0
 
 if TYPE_CHECKING:
     import torch
@@ -29,6 +31,23 @@ def whole_range(memory: _vmm.Range) -> torch.Tensor:
     import torch
 
     return torch.from_dlpack(memory.tensor())
+
+
+def name_streams(driver: _vmm.Driver) -> None:
+    """Tell a GPU's driver which streams PyTorch computes on, unless it was told of any before.
+
+    Those are this thread's current stream and the default one. Nothing to do on the host.
+    """
+    import torch
+
+    from kvelastic import _vmm
+
+    if not isinstance(driver, _vmm.CudaDriver) or driver.knows_streams:
+        return
+    streams = {_DEFAULT_STREAM}
+    if torch.cuda.is_available():
+        streams.add(int(torch.cuda.current_stream(driver.ordinal).cuda_stream))
+    driver.use_streams(sorted(streams))
 
 
 def view_of(flat: torch.Tensor, view: TensorView, dtype: torch.dtype) -> torch.Tensor:

@@ -102,7 +102,7 @@ def create_kv_tensors(
     `InvalidArgumentError` if a number is not positive or the group has tensors already; what
     `open_hand_mapped` raises where the group cannot be an instance of the device.
     """
-    from kvelastic.tensors import whole_range
+    from kvelastic.tensors import name_streams, whole_range
 
     if _setup is None and not embedded.is_initialized():
         init_kvelastic(str(device))
@@ -135,6 +135,8 @@ def create_kv_tensors(
         extents_per_page=num_layers * num_kv_buffers,
         extent_stride_bytes=part_bytes,
     )
+    if not setup.device.is_host:
+        name_streams(setup.device.driver())
     with _lock:
         if group_id in _groups:
             raise InvalidArgumentError(

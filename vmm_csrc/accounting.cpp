@@ -9,7 +9,7 @@ namespace kvelastic {
 // --- pages -----------------------------------------------------------------------------------
 
 bool Accounting::can_give() const {
-  if (over_pages() == 0 || failure_) return false;
+  if (excess_pages() == 0 || failure_) return false;
   const bool null_page_only = limit.is_asleep() && held_pages_ == 1 && blocks_->null_page_is_bare();
   return blocks_->parked_pages() > 0 || blocks_->cached_blocks() > 0 || !reserved_.empty() ||
          null_page_only;
@@ -23,8 +23,8 @@ void Accounting::take(std::uint64_t count, std::vector<BlockId>& out) {
     out.push_back(reserved_.back());
     reserved_.pop_back();
   }
-  blocks_->alloc(count - out.size(), over_pages() > 0 ? Blocks::Fit::kFullest : Blocks::Fit::kBest,
-                 out);
+  blocks_->alloc(count - out.size(),
+                 excess_pages() > 0 ? Blocks::Fit::kFullest : Blocks::Fit::kBest, out);
 }
 
 // --- pinned blocks -----------------------------------------------------------------------------
@@ -36,7 +36,7 @@ Result<PinTicket> Accounting::pin(std::span<const BlockId> ids, PinKind kind) {
 
 std::uint64_t Accounting::count_reusable() const {
   const std::uint64_t reusable = blocks_->reusable_blocks();
-  if (over_pages() == 0) return reusable;
+  if (excess_pages() == 0) return reusable;
   const std::uint64_t others = in_use() - blocks_->waiting_blocks();
   const std::uint64_t usable = usable_blocks();
   const std::uint64_t room = usable > others ? usable - others : 0;
@@ -167,6 +167,10 @@ Status Accounting::check_integrity() const {
     return Error{Errc::kIntegrity, "the pool holds " + std::to_string(held_pages_) +
                                        " pages, of which " +
                                        std::to_string(blocks_->mapped_pages()) + " are mapped"};
+  }
+  if (leaving_pages_ > moving_pages()) {
+    return Error{Errc::kIntegrity, std::to_string(leaving_pages_) + " pages are leaving, of " +
+                                       std::to_string(moving_pages()) + " that are on their way"};
   }
   if (!reserved_.empty() && reserved_.front() == Blocks::kNullBlock) {
     return Error{Errc::kIntegrity, "the null block is reserved"};

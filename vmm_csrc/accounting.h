@@ -3,7 +3,7 @@
 // no backing, no ledger and no keeper, and its owner holds the pool's lock.
 //
 //   used in Blocks = in use by the engine + given back and still pinned + reserved
-//   held pages     = mapped + on their way in or out
+//   held pages     = mapped + on their way in + leaving (on their way out)
 #pragma once
 
 #include <algorithm>
@@ -53,6 +53,15 @@ class Accounting {
   std::uint64_t held_pages() const { return held_pages_; }
   void hold(std::uint64_t pages) { held_pages_ += pages; }
   void let_go(std::uint64_t pages) { held_pages_ -= pages; }
+  /// Pages are to be unmapped from now on; then they are gone, or have to stay.
+  void leave(std::uint64_t pages) { leaving_pages_ += pages; }
+  void left(std::uint64_t pages) {
+    leaving_pages_ -= pages;
+    held_pages_ -= pages;
+  }
+  void stay(std::uint64_t pages) { leaving_pages_ -= pages; }
+  /// Held pages that nobody has begun to unmap.
+  std::uint64_t staying_pages() const { return held_pages_ - leaving_pages_; }
   std::uint64_t moving_pages() const { return held_pages_ - blocks_->mapped_pages(); }
   /// What the limit has room for.
   std::uint64_t mappable_pages() const {
@@ -61,11 +70,15 @@ class Accounting {
   std::uint64_t over_pages() const {
     return held_pages_ > limit.pages() ? held_pages_ - limit.pages() : 0;
   }
+  /// Those of them that still have to be found and unmapped.
+  std::uint64_t excess_pages() const {
+    return staying_pages() > limit.pages() ? staying_pages() - limit.pages() : 0;
+  }
   std::uint64_t pages_for(std::uint64_t blocks) const {
     return (blocks + geometry().blocks_per_page - 1) / geometry().blocks_per_page;
   }
   /// Closes the pages that are over the limit, and opens the others; after each change of it.
-  void close_pages_over_limit() { blocks_->close_pages(over_pages()); }
+  void close_pages_over_limit() { blocks_->close_pages(excess_pages()); }
   /// Whether going down the ladder would find something to give.
   bool can_give() const;
 
@@ -166,6 +179,7 @@ class Accounting {
   Counters& counters_;
   std::unique_ptr<Blocks> blocks_;
   std::uint64_t held_pages_ = 0;
+  std::uint64_t leaving_pages_ = 0;
   std::vector<BlockId> reserved_;  // sorted
   std::vector<BlockId> evicted_;   // since the last of changes_
   std::vector<BlockChange> changes_;

@@ -14,8 +14,11 @@
 
 namespace kvelastic {
 
-/// Pages come and go through this, wherever they are mapped. Thread-safe; both calls block and are
-/// all or nothing. A page is in at most one call at a time.
+/// Pages come and go through this, wherever they are mapped. Thread-safe; calls block, and map and
+/// unmap are all or nothing. A page is in at most one call at a time.
+///
+/// A GPU may still be at work with pages that nobody uses any more. That is waited for by drain(),
+/// which no other call waits for: pages are mapped meanwhile.
 class Backing {
  public:
   Backing() = default;
@@ -26,11 +29,19 @@ class Backing {
   /// After success every process that uses the pages can touch them.
   virtual Status map(std::span<const PageIndex> pages) = 0;
 
-  /// After success no process can touch the pages, and their memory is the device's again.
+  /// Whether drain() may have to wait: the pages are a GPU's.
+  virtual bool works_behind() const = 0;
+
+  /// Waits until every device has finished what was given to it before this call, however long that
+  /// takes; other calls go on meanwhile. Fails as map, and with kStreamsUnknown.
+  virtual Status drain() = 0;
+
+  /// After success no process can touch the pages, and their memory is the device's again. Pre: the
+  /// devices have finished their work with them: drain(), since the pages were last used.
   virtual Status unmap(std::span<const PageIndex> pages) = 0;
 
   /// Copies blocks of mapped pages, in every buffer; the contents are there when this returns.
-  /// After a failure any part may have been copied. Blocks.
+  /// After a failure any part may have been copied. Pre: as unmap.
   virtual Status copy(std::span<const BlockMove> moves) = 0;
 
   /// What each rank has seen lately of its device's memory, by rank; none on the host. See
@@ -50,10 +61,12 @@ class LocalBacking final : public Backing {
   explicit LocalBacking(std::shared_ptr<Range> range) : range_(std::move(range)) {}
 
   Status map(std::span<const PageIndex> pages) override { return range_->map(pages); }
+  bool works_behind() const override { return range_->works_behind(); }
+  Status drain() override { return range_->drain(); }
   Status unmap(std::span<const PageIndex> pages) override {
-    return range_->unmap(pages, Afterwards::kDestroy);
+    return range_->unmap_idle(pages, Afterwards::kDestroy);
   }
-  Status copy(std::span<const BlockMove> moves) override { return range_->copy(moves); }
+  Status copy(std::span<const BlockMove> moves) override { return range_->copy_idle(moves); }
   std::vector<std::optional<DeviceMemory>> device_memory() const override {
     return {range_->driver().memory()};
   }

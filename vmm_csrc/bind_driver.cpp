@@ -95,7 +95,7 @@ void bind_driver(nb::module_& m) {
           [](Driver& d, std::size_t bytes) {
             return unwrap(without_gil([&] { return d.create(bytes); }));
           },
-          "bytes"_a, "Create a page of zeroed memory; returns its handle.")
+          "bytes"_a, "Create a page (of zeros on the host); returns its handle.")
       .def(
           "destroy", [](Driver& d, Handle h, std::size_t bytes) { check(d.destroy(h, bytes)); },
           "handle"_a, "bytes"_a)
@@ -127,10 +127,13 @@ void bind_driver(nb::module_& m) {
       .def(nb::new_([](const std::string& device) -> std::shared_ptr<CudaDriver> {
              return unwrap(without_gil([&] { return CudaDriver::open(device); }));
            }),
-           "device"_a = "cuda", "\"cuda\", \"cuda:N\" or \"GPU-<uuid>\".")
+           "device"_a = "cuda", "\"cuda\", \"cuda:N\", \"GPU-<uuid>\" or \"MIG-<uuid>\".")
       .def_prop_ro("uuid", &CudaDriver::uuid)
+      .def_prop_ro("ordinal", [](const CudaDriver& d) { return d.device().ordinal; })
       .def_prop_ro("total_bytes", [](const CudaDriver& d) { return unwrap(d.total_bytes()); })
       .def_prop_ro("free_bytes", [](const CudaDriver& d) { return unwrap(d.free_bytes()); })
+      .def_prop_ro("knows_streams", &CudaDriver::knows_streams,
+                   "Whether use_streams() has been called.")
       .def(
           "use_streams",
           [](CudaDriver& d, nb::handle streams) {
@@ -140,7 +143,10 @@ void bind_driver(nb::module_& m) {
             }
             d.use_streams(std::move(handles));
           },
-          "streams"_a, "Streams whose work reads the pages; none: the legacy default stream.")
+          "streams"_a,
+          "Name the streams whose work uses the pages, as integers; 0 is the legacy default "
+          "stream, "
+          "[] says that no kernel uses them. Before that, unmapping raises StreamsUnknownError.")
       .def(
           "export_page", [](CudaDriver& d, Handle h) { return unwrap(d.export_page(h)); },
           "handle"_a, "A page as a file descriptor, which the caller closes.")
@@ -197,7 +203,7 @@ void bind_driver(nb::module_& m) {
             const std::vector<std::uint32_t> batch = pages_of(pages);
             check(without_gil([&r = own(r), &batch] { return r.map(batch); }));
           },
-          "pages"_a, "Map pages that are not mapped; new ones hold zeros. Blocks.")
+          "pages"_a, "Map pages that are not mapped; new ones hold zeros on the host. Blocks.")
       .def(
           "check_map",
           [](const Range& r, nb::handle pages) {

@@ -31,11 +31,15 @@ inline constexpr int kLocationDevice = 1;
 inline constexpr int kAccessReadWrite = 3;
 inline constexpr int kGranularityMinimum = 0;
 inline constexpr unsigned kEventDisableTiming = 2;
+inline constexpr unsigned kStreamDefault = 0;
 inline constexpr unsigned kStreamNonBlocking = 1;
+inline constexpr int kCaptureModeRelaxed = 2;
+inline constexpr int kCaptureStatusNone = 0;
 
-/// The stream that work goes to when no stream is named (CU_STREAM_LEGACY).
-inline Stream legacy_stream() {
-  return reinterpret_cast<Stream>(std::uintptr_t{1});
+/// Whether a handle names the stream that work goes to when no stream is named: null, or
+/// CU_STREAM_LEGACY.
+inline bool is_legacy(Stream stream) {
+  return reinterpret_cast<std::uintptr_t>(stream) <= 1;
 }
 
 struct Uuid {

@@ -11,6 +11,8 @@ namespace {
 constexpr const char* kLibrary = "libcuda.so.1";
 /// Virtual memory management with everything used here is complete since CUDA 11.3.
 constexpr int kCudaVersion = 11030;
+/// From here on cuDeviceGetUuid tells MIG instances of one GPU apart.
+constexpr int kMigAwareVersion = 11040;
 constexpr std::uint64_t kDefaultSearch = 0;
 
 using GetProcAddress = Result (*)(const char* symbol, void** function, int version,
@@ -19,6 +21,7 @@ using GetProcAddress = Result (*)(const char* symbol, void** function, int versi
 struct Symbol {
   const char* name;
   void** slot;
+  int version = kCudaVersion;
 };
 
 std::vector<Symbol> symbols_of(Api& api) {
@@ -29,6 +32,7 @@ std::vector<Symbol> symbols_of(Api& api) {
       {"cuDeviceGetCount", slot(api.DeviceGetCount)},
       {"cuDeviceGet", slot(api.DeviceGet)},
       {"cuDeviceGetUuid", slot(api.DeviceGetUuid)},
+      {"cuDeviceGetUuid", slot(api.DeviceGetInstanceUuid), kMigAwareVersion},
       {"cuDeviceGetAttribute", slot(api.DeviceGetAttribute)},
       {"cuDeviceTotalMem", slot(api.DeviceTotalMem)},
       {"cuDevicePrimaryCtxRetain", slot(api.DevicePrimaryCtxRetain)},
@@ -46,8 +50,10 @@ std::vector<Symbol> symbols_of(Api& api) {
       {"cuMemSetAccess", slot(api.MemSetAccess)},
       {"cuMemExportToShareableHandle", slot(api.MemExportToShareableHandle)},
       {"cuMemImportFromShareableHandle", slot(api.MemImportFromShareableHandle)},
+      {"cuThreadExchangeStreamCaptureMode", slot(api.ThreadExchangeStreamCaptureMode)},
       {"cuStreamCreate", slot(api.StreamCreate)},
       {"cuStreamDestroy", slot(api.StreamDestroy)},
+      {"cuStreamIsCapturing", slot(api.StreamIsCapturing)},
       {"cuMemcpyDtoDAsync", slot(api.MemcpyDtoDAsync)},
       {"cuEventCreate", slot(api.EventCreate)},
       {"cuEventDestroy", slot(api.EventDestroy)},
@@ -77,11 +83,14 @@ kvelastic::Result<const Api*> load_once() {
   }
   static Api api{};
   for (const Symbol& symbol : symbols_of(api)) {
-    if (find(symbol.name, symbol.slot, kCudaVersion, kDefaultSearch) != kSuccess ||
+    if (find(symbol.name, symbol.slot, symbol.version, kDefaultSearch) != kSuccess ||
         *symbol.slot == nullptr) {
+      // A driver from before MIG instances had names of their own: they cannot be told apart.
+      if (symbol.version == kMigAwareVersion) continue;
       return unavailable(std::string("the CUDA driver is too old: it has no ") + symbol.name);
     }
   }
+  if (api.DeviceGetInstanceUuid == nullptr) api.DeviceGetInstanceUuid = api.DeviceGetUuid;
   if (const Result code = api.Init(0); code != kSuccess) {
     return unavailable(api.describe("cuInit", code));
   }

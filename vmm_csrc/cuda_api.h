@@ -15,7 +15,8 @@ struct Api {
   Result (*DriverGetVersion)(int* version);
   Result (*DeviceGetCount)(int* count);
   Result (*DeviceGet)(Device* device, int ordinal);
-  Result (*DeviceGetUuid)(Uuid* uuid, Device device);
+  Result (*DeviceGetUuid)(Uuid* uuid, Device device);          ///< of the whole GPU
+  Result (*DeviceGetInstanceUuid)(Uuid* uuid, Device device);  ///< of a MIG instance, if it is one
   Result (*DeviceGetAttribute)(int* value, int attribute, Device device);
   Result (*DeviceTotalMem)(std::size_t* bytes, Device device);
   Result (*DevicePrimaryCtxRetain)(Context* context, Device device);
@@ -39,8 +40,10 @@ struct Api {
   Result (*MemExportToShareableHandle)(void* shareable, AllocationHandle handle, int type,
                                        unsigned long long flags);
   Result (*MemImportFromShareableHandle)(AllocationHandle*, void* shareable, int type);
+  Result (*ThreadExchangeStreamCaptureMode)(int* mode);
   Result (*StreamCreate)(Stream* stream, unsigned flags);
   Result (*StreamDestroy)(Stream stream);
+  Result (*StreamIsCapturing)(Stream stream, int* status);
   Result (*MemcpyDtoDAsync)(Address to, Address from, std::size_t bytes, Stream stream);
   Result (*EventCreate)(Event* event, unsigned flags);
   Result (*EventDestroy)(Event event);

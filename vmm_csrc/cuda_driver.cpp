@@ -5,7 +5,9 @@
 #include <charconv>
 #include <chrono>
 #include <cstdio>
-#include <thread>
+#include <cstring>
+
+#include "pauses.h"
 
 namespace kvelastic {
 namespace {
@@ -14,27 +16,16 @@ using Clock = std::chrono::steady_clock;
 
 /// How long a busy device may answer "not ready" before that is a failure.
 constexpr auto kPatience = std::chrono::seconds(10);
-constexpr auto kFirstPause = std::chrono::microseconds(20);
-constexpr auto kLongestPause = std::chrono::milliseconds(1);
-
-/// Pauses that double, to a bound: short waits stay short, long ones cost no core.
-class Pauses {
- public:
-  void take() {
-    std::this_thread::sleep_for(next_);
-    next_ = std::min<Clock::duration>(2 * next_, kLongestPause);
-  }
-
- private:
-  Clock::duration next_ = kFirstPause;
-};
 
 Error unavailable(const std::string& message) {
   return {Errc::kDeviceUnavailable, message};
 }
 
-std::string text_of(const cuda::Uuid& uuid) {
-  std::string text = "GPU-";
+constexpr const char* kGpuPrefix = "GPU-";
+constexpr const char* kMigPrefix = "MIG-";
+
+std::string text_of(const char* prefix, const cuda::Uuid& uuid) {
+  std::string text = prefix;
   for (std::size_t i = 0; i < sizeof(uuid.bytes); ++i) {
     if (i == 4 || i == 6 || i == 8 || i == 10) text += '-';
     std::array<char, 3> hex{};
@@ -57,10 +48,12 @@ Result<std::vector<Found>> all_devices(const cuda::Api& api) {
   std::vector<Found> found;
   for (int ordinal = 0; ordinal < count; ++ordinal) {
     cuda::Device device = 0;
-    cuda::Uuid uuid{};
+    cuda::Uuid gpu{}, own{};
     if (api.DeviceGet(&device, ordinal) != cuda::kSuccess) continue;
-    if (api.DeviceGetUuid(&uuid, device) != cuda::kSuccess) continue;
-    found.push_back({ordinal, device, text_of(uuid)});
+    if (api.DeviceGetUuid(&gpu, device) != cuda::kSuccess) continue;
+    if (api.DeviceGetInstanceUuid(&own, device) != cuda::kSuccess) continue;
+    const bool is_whole = std::memcmp(gpu.bytes, own.bytes, sizeof(own.bytes)) == 0;
+    found.push_back({ordinal, device, text_of(is_whole ? kGpuPrefix : kMigPrefix, own)});
   }
   return found;
 }
@@ -68,15 +61,16 @@ Result<std::vector<Found>> all_devices(const cuda::Api& api) {
 /// The ordinal that "cuda" or "cuda:N" means; -1 for a UUID, which is looked up.
 Result<int> ordinal_of(const std::string& name) {
   if (name == "cuda") return 0;
-  if (name.starts_with("GPU-")) return -1;
+  if (name.starts_with(kGpuPrefix) || name.starts_with(kMigPrefix)) return -1;
   int ordinal = -1;
   if (name.starts_with("cuda:")) {
     const char* end = name.data() + name.size();
     const auto [stop, error] = std::from_chars(name.data() + 5, end, ordinal);
     if (error == std::errc() && stop == end && ordinal >= 0) return ordinal;
   }
-  return Error{Errc::kInvalidArgument,
-               "device \"" + name + "\" is not accepted; it must be cuda, cuda:N or GPU-<uuid>"};
+  return Error{Errc::kInvalidArgument, "device \"" + name +
+                                           "\" is not accepted; it must be cuda, cuda:N, "
+                                           "GPU-<uuid> or MIG-<uuid>"};
 }
 
 Result<Found> find(const cuda::Api& api, const std::string& name) {
@@ -102,14 +96,34 @@ cuda::Address address_of(const std::byte* at) {
   return reinterpret_cast<cuda::Address>(at);
 }
 
+/// While it lives, calls of this thread neither fail for a capture of a CUDA graph that goes on in
+/// this process nor end it.
+class BesideCaptures {
+ public:
+  explicit BesideCaptures(const cuda::Api& api)
+      : api_(api), code_(api.ThreadExchangeStreamCaptureMode(&mode_)) {}
+  BesideCaptures(const BesideCaptures&) = delete;
+  BesideCaptures& operator=(const BesideCaptures&) = delete;
+  ~BesideCaptures() {
+    if (code_ == cuda::kSuccess) (void)api_.ThreadExchangeStreamCaptureMode(&mode_);
+  }
+  cuda::Result code() const { return code_; }
+
+ private:
+  const cuda::Api& api_;
+  int mode_ = cuda::kCaptureModeRelaxed;  // the thread's own from then on
+  const cuda::Result code_;
+};
+
 }  // namespace
 
 /// Makes the driver's context the thread's own for the length of a call: the caller may be any
 /// thread, the ring's or the keeper's among them.
 class CudaDriver::InContext {
  public:
-  explicit InContext(const CudaDriver& driver) : api_(driver.api_) {
-    code_ = api_.CtxPushCurrent(driver.context_);
+  explicit InContext(const CudaDriver& driver) : api_(driver.api_), beside_captures_(driver.api_) {
+    code_ = beside_captures_.code();
+    if (code_ == cuda::kSuccess) code_ = api_.CtxPushCurrent(driver.context_);
   }
   InContext(const InContext&) = delete;
   InContext& operator=(const InContext&) = delete;
@@ -121,7 +135,62 @@ class CudaDriver::InContext {
 
  private:
   const cuda::Api& api_;
+  const BesideCaptures beside_captures_;
   cuda::Result code_;
+};
+
+/// An event in each stream. What is recorded in a stream that is being captured belongs to the
+/// graph, so such a stream gets its event when the capture has ended.
+class CudaDriver::StreamsFence final : public Fence {
+ public:
+  StreamsFence(const CudaDriver& driver, std::vector<cuda::Stream> streams)
+      : driver_(driver), unmarked_(std::move(streams)) {
+    events_.reserve(unmarked_.size());
+  }
+  ~StreamsFence() override {
+    const InContext context(driver_);
+    for (const cuda::Event event : events_) (void)driver_.api_.EventDestroy(event);
+  }
+
+  /// Pre: the context is current.
+  cuda::Result mark() {
+    for (auto stream = unmarked_.begin(); stream != unmarked_.end();) {
+      int capturing = cuda::kCaptureStatusNone;
+      cuda::Result code = driver_.api_.StreamIsCapturing(*stream, &capturing);
+      if (code == cuda::kSuccess && capturing != cuda::kCaptureStatusNone) {
+        ++stream;
+        continue;
+      }
+      cuda::Event event = nullptr;
+      if (code == cuda::kSuccess) {
+        code = driver_.api_.EventCreate(&event, cuda::kEventDisableTiming);
+      }
+      if (code != cuda::kSuccess) return code;
+      events_.push_back(event);
+      if (code = driver_.api_.EventRecord(event, *stream); code != cuda::kSuccess) return code;
+      stream = unmarked_.erase(stream);
+    }
+    return cuda::kSuccess;
+  }
+
+  Result<bool> has_passed() override {
+    const InContext context(driver_);
+    cuda::Result code = context.code();
+    if (code == cuda::kSuccess) code = mark();
+    for (; code == cuda::kSuccess && !events_.empty(); events_.pop_back()) {
+      code = driver_.api_.EventQuery(events_.back());
+      if (code != cuda::kSuccess) break;
+      (void)driver_.api_.EventDestroy(events_.back());
+    }
+    if (code == cuda::kErrorNotReady) return false;
+    if (code != cuda::kSuccess) return driver_.failed("waiting for a stream", code, 0);
+    return unmarked_.empty();
+  }
+
+ private:
+  const CudaDriver& driver_;
+  std::vector<cuda::Stream> unmarked_;
+  std::vector<cuda::Event> events_;  // those that have passed are gone
 };
 
 Result<std::unique_ptr<CudaDriver>> CudaDriver::open(const std::string& name) {
@@ -129,6 +198,7 @@ Result<std::unique_ptr<CudaDriver>> CudaDriver::open(const std::string& name) {
   Result<const cuda::Api*> loaded = cuda::load();
   if (!loaded) return loaded.error();
   const cuda::Api& api = **loaded;
+  const BesideCaptures beside_captures(api);
   Result<Found> found = find(api, name);
   if (!found) return found.error();
   if (!has(api, found->device, cuda::kAttributeVmmSupported)) {
@@ -157,6 +227,13 @@ Result<std::unique_ptr<CudaDriver>> CudaDriver::open(const std::string& name) {
 }
 
 CudaDriver::~CudaDriver() {
+  {
+    const InContext context(*this);
+    for (const cuda::Stream own : {behind_legacy_, copy_stream_}) {
+      if (own != nullptr) (void)api_.StreamDestroy(own);
+    }
+  }
+  const BesideCaptures beside_captures(api_);
   (void)api_.DevicePrimaryCtxRelease(device_);
 }
 
@@ -245,57 +322,64 @@ Status CudaDriver::unmap(std::byte* address, std::size_t bytes) {
   return ok();
 }
 
-Status CudaDriver::drain() {
-  std::vector<cuda::Stream> streams;
-  {
-    const std::lock_guard lock(streams_mutex_);
-    streams = streams_.empty() ? std::vector{cuda::legacy_stream()} : streams_;
-  }
-  for (const cuda::Stream stream : streams) {
-    const InContext context(*this);
-    cuda::Result code = context.code();
-    if (code == cuda::kSuccess) code = wait_for(stream);
-    if (code != cuda::kSuccess) return failed("waiting for a stream", code, 0);
-  }
-  return ok();
+cuda::Result CudaDriver::make_stream(cuda::Stream& stream, unsigned flags) {
+  return stream != nullptr ? cuda::kSuccess : api_.StreamCreate(&stream, flags);
 }
 
-cuda::Result CudaDriver::wait_for(cuda::Stream stream) {
-  cuda::Event event = nullptr;
-  cuda::Result code = api_.EventCreate(&event, cuda::kEventDisableTiming);
-  if (code == cuda::kSuccess) code = api_.EventRecord(event, stream);
-  // No deadline: pages must not be taken from under a kernel, however long it runs.
-  for (Pauses pauses; code == cuda::kSuccess;) {
-    code = api_.EventQuery(event);
-    if (code != cuda::kErrorNotReady) break;
-    pauses.take();
-    code = cuda::kSuccess;
+Result<std::unique_ptr<Fence>> CudaDriver::fence() {
+  const std::lock_guard lock(streams_mutex_);
+  if (!streams_) {
+    return Error{
+        Errc::kStreamsUnknown,
+        "pages of cuda:" + std::to_string(ordinal_) +
+            " may be in use by kernels of any stream, so none is unmapped; say first which "
+            "streams use them (use_streams), none if no kernel does"};
   }
-  if (event != nullptr) (void)api_.EventDestroy(event);
-  return code;
+  if (streams_->empty()) return std::unique_ptr<Fence>();
+  std::vector<cuda::Stream> streams = *streams_;
+  const InContext context(*this);
+  cuda::Result code = context.code();
+  for (cuda::Stream& each : streams) {
+    if (!cuda::is_legacy(each) || code != cuda::kSuccess) continue;
+    code = make_stream(behind_legacy_, cuda::kStreamDefault);
+    each = behind_legacy_;
+  }
+  auto fence = std::make_unique<StreamsFence>(*this, std::move(streams));
+  if (code == cuda::kSuccess) code = fence->mark();
+  if (code != cuda::kSuccess) return failed("marking the work of a stream", code, 0);
+  return std::unique_ptr<Fence>(std::move(fence));
+}
+
+void CudaDriver::use_streams(std::vector<cuda::Stream> streams) {
+  const std::lock_guard lock(streams_mutex_);
+  streams_ = std::move(streams);
+}
+
+bool CudaDriver::knows_streams() const {
+  const std::lock_guard lock(streams_mutex_);
+  return streams_.has_value();
 }
 
 Status CudaDriver::copy(std::span<const CopyRun> runs) {
   const std::lock_guard lock(copy_mutex_);
   const InContext context(*this);
   cuda::Result code = context.code();
-  if (code == cuda::kSuccess && copy_stream_ == nullptr) {
-    code = api_.StreamCreate(&copy_stream_, cuda::kStreamNonBlocking);
-  }
+  if (code == cuda::kSuccess) code = make_stream(copy_stream_, cuda::kStreamNonBlocking);
   if (code != cuda::kSuccess) return failed("making a stream for copies", code, 0);
   for (const CopyRun& run : runs) {
     code = api_.MemcpyDtoDAsync(address_of(run.to), address_of(run.from), run.bytes, copy_stream_);
     if (code != cuda::kSuccess) break;
   }
   // Also after a failure: what was given to the stream must not run on when this has returned.
-  const cuda::Result finished = wait_for(copy_stream_);
-  if (code == cuda::kSuccess) code = finished;
+  StreamsFence finished(*this, {copy_stream_});
+  const cuda::Result marked = finished.mark();
+  for (Pauses pauses; marked == cuda::kSuccess; pauses.take()) {
+    const Result<bool> passed = finished.has_passed();
+    if (!passed) return passed.error();
+    if (*passed) break;
+  }
+  if (code == cuda::kSuccess) code = marked;
   return code == cuda::kSuccess ? ok() : Status(failed("cuMemcpyDtoDAsync", code, 0));
-}
-
-void CudaDriver::use_streams(std::vector<cuda::Stream> streams) {
-  const std::lock_guard lock(streams_mutex_);
-  streams_ = std::move(streams);
 }
 
 Result<int> CudaDriver::export_page(Handle handle) {
@@ -318,6 +402,7 @@ Result<Handle> CudaDriver::import_page(int fd) {
 }
 
 Result<std::size_t> CudaDriver::total_bytes() const {
+  const BesideCaptures beside_captures(api_);
   std::size_t bytes = 0;
   const cuda::Result code = api_.DeviceTotalMem(&bytes, device_);
   if (code != cuda::kSuccess) return failed("cuDeviceTotalMem", code, 0);
@@ -332,10 +417,9 @@ Result<std::size_t> CudaDriver::free_bytes() const {
 }
 
 std::optional<DeviceMemory> CudaDriver::memory() const {
-  const InContext context(*this);
   const Result<std::size_t> total = total_bytes();
   const Result<std::size_t> free = free_bytes();
-  if (context.code() != cuda::kSuccess || !total || !free) return std::nullopt;
+  if (!total || !free) return std::nullopt;
   return DeviceMemory{*total, *free};
 }
 

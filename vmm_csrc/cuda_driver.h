@@ -4,6 +4,7 @@
 #include <atomic>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -13,12 +14,13 @@
 namespace kvelastic {
 
 /// Uses the device's primary context, the one that frameworks use, and keeps it alive. Answers of
-/// CUDA that pass by themselves (CUDA_ERROR_NOT_READY on a busy device) are waited out. Only a
-/// process that maps pages needs one: a scheduler that talks to its workers through a ring does
-/// not.
+/// CUDA that pass by themselves (CUDA_ERROR_NOT_READY on a busy device) are waited out. CUDA graphs
+/// may be captured meanwhile, in whichever mode: calls are made in the thread's relaxed capture
+/// mode, and nothing is queued in a stream of others but events. Only a process that maps pages
+/// needs one: a scheduler that talks to its workers through a ring does not.
 class CudaDriver final : public Driver {
  public:
-  /// `device` is "cuda", "cuda:1" (the process's own numbering) or "GPU-<uuid>".
+  /// `device` is "cuda", "cuda:1" (the process's own numbering), "GPU-<uuid>" or "MIG-<uuid>".
   /// Fails with kDeviceUnavailable: no driver or too old, no such device (the known ones are
   /// named), no virtual memory management on it; with kInvalidArgument for another text.
   static Result<std::unique_ptr<CudaDriver>> open(const std::string& device);
@@ -34,12 +36,18 @@ class CudaDriver final : public Driver {
   Status set_access(std::byte* address, std::size_t bytes) override;
   Status unmap(std::byte* address, std::size_t bytes) override;
   Status copy(std::span<const CopyRun> runs) override;
-  Status drain() override;
+  bool works_behind() const override { return true; }
+  Result<std::unique_ptr<Fence>> fence() override;
   std::optional<DeviceMemory> memory() const override;
   DriverStats stats() const override;
 
-  /// The streams whose work reads the pages; none: the legacy default stream.
+  /// The streams whose work reads or writes the pages, instead of those named before; null is the
+  /// legacy default stream, and none says that no kernel uses them. Before the first call, fence()
+  /// fails with kStreamsUnknown. A stream must live as long as it is named, and until the fences of
+  /// that time have passed. The fence of one that is being captured passes after the capture.
   void use_streams(std::vector<cuda::Stream> streams);
+  /// Whether use_streams() has been called.
+  bool knows_streams() const;
 
   /// A page as a file descriptor that another process may import; the caller closes it.
   /// Fails with kMapping where the device cannot.
@@ -48,6 +56,7 @@ class CudaDriver final : public Driver {
   /// destroy(): the memory is free once every process has.
   Result<Handle> import_page(int fd);
 
+  /// "GPU-..." or, of a MIG instance, "MIG-...": as nvidia-smi writes it.
   const std::string& uuid() const { return uuid_; }
   Result<std::size_t> total_bytes() const;
   /// What nobody holds on the device right now. Some microseconds: not for a hot path.
@@ -55,6 +64,7 @@ class CudaDriver final : public Driver {
 
  private:
   class InContext;
+  class StreamsFence;
 
   CudaDriver(const cuda::Api& api, cuda::Device device, int ordinal, cuda::Context context,
              std::string uuid, cuda::AllocationProperties properties)
@@ -67,8 +77,8 @@ class CudaDriver final : public Driver {
 
   Status refuse_size(const char* call, std::size_t bytes) const;
   Error failed(const char* call, cuda::Result code, std::size_t bytes) const;
-  /// Until the work given to the stream so far is done.
-  cuda::Result wait_for(cuda::Stream stream);
+  /// A stream of the driver's own, made at its first use. The context is current.
+  cuda::Result make_stream(cuda::Stream& stream, unsigned flags);
   template <typename F>
   cuda::Result patiently(F call) const;
 
@@ -79,8 +89,11 @@ class CudaDriver final : public Driver {
   const std::string uuid_;
   const cuda::AllocationProperties properties_;
   std::size_t granularity_bytes_ = 0;  // asked for once, by open()
-  std::mutex streams_mutex_;           // a leaf lock
-  std::vector<cuda::Stream> streams_;
+  mutable std::mutex streams_mutex_;   // a leaf lock
+  std::optional<std::vector<cuda::Stream>> streams_;
+  // Waits for the legacy default stream, and has no work of its own: an event in it stands for one
+  // in that stream, which must not be touched while others capture.
+  cuda::Stream behind_legacy_ = nullptr;
   std::mutex copy_mutex_;  // one batch of copies at a time; streams_mutex_ is not taken under it
   cuda::Stream copy_stream_ = nullptr;  // made by the first copy; waits for nobody's work
   std::atomic<std::uint64_t> creates_{0}, destroys_{0}, maps_{0}, unmaps_{0};

@@ -10,6 +10,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <optional>
 #include <span>
 
@@ -48,6 +49,18 @@ struct CopyRun {
   std::size_t bytes;
 };
 
+/// A point in a device's work: what was given to the device before it, and nothing later.
+class Fence {
+ public:
+  Fence() = default;
+  Fence(const Fence&) = delete;
+  Fence& operator=(const Fence&) = delete;
+  virtual ~Fence() = default;
+
+  /// Whether the device has finished that work. Never waits; any thread, one at a time.
+  virtual Result<bool> has_passed() = 0;
+};
+
 /// Every call may be made from any thread, also at the same time; two calls at once must not name
 /// the same addresses or the same handle. No call throws, aborts or prints. A call that fails has
 /// changed nothing.
@@ -71,9 +84,10 @@ class Driver {
   /// Gives a range back. Pre: nothing is mapped in it. `bytes` as it was reserved.
   virtual Status release(std::byte* address, std::size_t bytes) = 0;
 
-  /// Creates a page of `bytes` (a multiple of the granularity) of zeroed memory, not mapped
-  /// anywhere. The memory is really there when this returns: a later touch cannot run out.
-  /// Fails with kOutOfMemory when the device has none. The slow call: zeroing is in it.
+  /// Creates a page of `bytes` (a multiple of the granularity), not mapped anywhere: zeroed on the
+  /// host; on a GPU as the driver gives it, which nobody promises to be zeros. The memory is really
+  /// there when this returns: a later touch cannot run out. Fails with kOutOfMemory when the device
+  /// has none. The slow call: zeroing is in it.
   virtual Result<Handle> create(std::size_t bytes) = 0;
 
   /// Destroys a page: its memory is the device's again when this returns. Pre: not mapped.
@@ -91,10 +105,18 @@ class Driver {
   /// Post: the addresses fault when touched, as after reserve.
   virtual Status unmap(std::byte* address, std::size_t bytes) = 0;
 
-  /// Blocks until the device has finished what was given to it before this call and might still
-  /// read or write pages; called before pages are unmapped. Never waits for later work. On the
-  /// host there is nothing to wait for: who frees a block has stopped using it.
-  virtual Status drain() { return ok(); }
+  /// Whether work that was given to the device may still read or write pages when a call comes from
+  /// here. False on the host: who frees a block has stopped using it.
+  virtual bool works_behind() const { return false; }
+
+  /// Marks the work given to the device so far that might read or write pages: pages that nobody
+  /// uses any more may be unmapped when it has passed. Never waits. Null: there is nothing to wait
+  /// for. A fence must not outlive its driver. Fails with kStreamsUnknown on a GPU whose driver was
+  /// not told where that work is queued.
+  virtual Result<std::unique_ptr<Fence>> fence() { return std::unique_ptr<Fence>(); }
+
+  /// Blocks until a fence of this moment has passed, however long that takes. Fails as fence().
+  Status drain();
 
   /// Copies runs that do not overlap; all of it is there when this returns. Pre: both ends are
   /// readable and writable, and nothing else writes them meanwhile.

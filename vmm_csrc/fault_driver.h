@@ -31,7 +31,8 @@ class FaultDriver final : public Driver {
   Status set_access(std::byte* address, std::size_t bytes) override;
   Status unmap(std::byte* address, std::size_t bytes) override;
   Status copy(std::span<const CopyRun> runs) override;
-  Status drain() override { return inner_->drain(); }
+  bool works_behind() const override { return inner_->works_behind(); }
+  Result<std::unique_ptr<Fence>> fence() override { return inner_->fence(); }
   std::optional<DeviceMemory> memory() const override { return inner_->memory(); }
   void keep_free(std::uint64_t bytes) override { inner_->keep_free(bytes); }
   DriverStats stats() const override { return inner_->stats(); }

@@ -33,8 +33,8 @@ class KeeperCalls {
   void see(const KeeperWork& work) {
     // While a thread enforces the limit, it finds by itself what there is to give. Where it failed,
     // the keeper has been called and tries again in its own time.
-    const bool enforce = !enforcing_ && work.enforce && !enforce_;
-    if (!enforcing_) enforce_ = work.enforce;
+    const bool enforce = enforcing_ == 0 && work.enforce && !enforce_;
+    if (enforcing_ == 0) enforce_ = work.enforce;
     const bool provision = work.provision && !provision_;
     const bool decay = work.decay && !decay_;
     const bool watch = work.watch && !watch_;
@@ -60,11 +60,11 @@ class KeeperCalls {
   /// The keeper no longer asks others for pages: it is to be called for the next that are missing.
   void end_pursuit() { pursue_ = false; }
 
-  /// A thread enforces the limit as long as this lives.
+  /// A thread enforces the limit as long as this lives; several may, each in its turn.
   class Enforcing {
    public:
-    explicit Enforcing(KeeperCalls& calls) : calls_(calls) { calls_.enforcing_ = true; }
-    ~Enforcing() { calls_.enforcing_ = false; }
+    explicit Enforcing(KeeperCalls& calls) : calls_(calls) { ++calls_.enforcing_; }
+    ~Enforcing() { --calls_.enforcing_; }
     Enforcing(const Enforcing&) = delete;
     Enforcing& operator=(const Enforcing&) = delete;
 
@@ -74,8 +74,8 @@ class KeeperCalls {
 
  private:
   std::function<void()> wake_;
-  bool enforcing_ = false;
-  bool enforce_ = false;  // called for, and still due
+  unsigned enforcing_ = 0;  // threads
+  bool enforce_ = false;    // called for, and still due
   bool provision_ = false;
   bool decay_ = false;
   bool watch_ = false;

@@ -7,6 +7,7 @@ namespace kvelastic {
 
 Status Ladder::enforce(Lock& lock) {
   const KeeperCalls::Enforcing enforcing(calls_);  // ends by an exception, too
+  if (accounting_.excess_pages() > accounting_.blocks().parked_pages()) before_moves(lock);
   return go_down(lock);
 }
 
@@ -14,16 +15,17 @@ Status Ladder::go_down(Lock& lock) {
   const Blocks& blocks = accounting_.blocks();
   const bool asleep = accounting_.limit.is_asleep();
   if (asleep) accounting_.evict_all();  // what is moved first would only be evicted later
-  if (accounting_.over_pages() > blocks.parked_pages()) (void)accounting_.drop_reserved();
-  while (accounting_.over_pages() > 0) {
-    while (blocks.parked_pages() < accounting_.over_pages() && empty_a_page(lock)) {
+  if (accounting_.excess_pages() > blocks.parked_pages()) (void)accounting_.drop_reserved();
+  while (accounting_.excess_pages() > 0) {
+    while (blocks.parked_pages() < accounting_.excess_pages() && empty_a_page(lock)) {
     }
     if (blocks.parked_pages() == 0) break;  // what is left is in use
-    if (Status given = pages_.shrink(lock, accounting_.over_pages()); !given) return given;
+    Result<std::uint64_t> given = pages_.shrink(lock, accounting_.excess_pages());
+    if (!given) return given.error();
   }
   // Each page given back leaves one less to drain.
-  if (blocks.closed_pages() != accounting_.over_pages()) accounting_.close_pages_over_limit();
-  if (accounting_.over_pages() == 0) return ok();
+  if (blocks.closed_pages() != accounting_.excess_pages()) accounting_.close_pages_over_limit();
+  if (accounting_.excess_pages() == 0) return ok();
   // Cached blocks now only lie on pages in use. They make way, too: with none of them in between,
   // the blocks that may be used fit into the fullest pages, and those over the limit get no new
   // ones and drain.
@@ -31,14 +33,24 @@ Status Ladder::go_down(Lock& lock) {
   return accounting_.limit.is_asleep() ? pages_.unmap_null_page(lock) : ok();
 }
 
+/// Before anything is decided: the device may be at work with blocks that are to be moved.
+void Ladder::before_moves(Lock& lock) {
+  if (movable_ && accounting_.blocks().can_compact()) pages_.drain_ahead(lock);
+}
+
 /// Parks one more page: by moving what is cached on it, or else by evicting that.
 bool Ladder::empty_a_page(Lock& lock) {
-  Result<std::uint64_t> moved = compact(lock);
+  Result<std::uint64_t> moved = move_a_page(lock);
   if (moved && *moved > 0) return true;
   return accounting_.evict_cheapest_page();
 }
 
 Result<std::uint64_t> Ladder::compact(Lock& lock) {
+  before_moves(lock);
+  return move_a_page(lock);
+}
+
+Result<std::uint64_t> Ladder::move_a_page(Lock& lock) {
   std::vector<BlockMove> moves;
   if (!movable_ || accounting_.failure() || !accounting_.blocks().take_compaction(moves)) {
     return std::uint64_t{0};
@@ -54,23 +66,34 @@ Result<std::uint64_t> Ladder::give_up(Lock& lock, std::uint64_t pages, Depth dep
                                       std::uint64_t min_pages) {
   const Blocks& blocks = accounting_.blocks();
   Squeeze& squeeze = accounting_.limit.squeeze;
-  const std::uint64_t held = accounting_.held_pages();
+  if (depth != Depth::kParked && pages > blocks.parked_pages()) before_moves(lock);
+  const std::uint64_t staying = accounting_.staying_pages();
   const std::uint64_t kept = std::max<std::uint64_t>(min_pages, 1);
-  std::uint64_t target = std::max(held > pages ? held - pages : std::uint64_t{0}, kept);
+  std::uint64_t target = std::max(staying > pages ? staying - pages : std::uint64_t{0}, kept);
   if (depth == Depth::kInUse) target = std::max(target, squeeze.floor(Squeeze::Time::clock::now()));
   const std::uint64_t before = pages_.unmapped_ever();
-  while (accounting_.held_pages() > target) {
-    const std::uint64_t next = std::min(accounting_.held_pages() - target, pages_.batch_pages());
+  // Where kernels have to be waited for, all pages wait for them at once.
+  const std::uint64_t most_at_once = pages_.works_behind() ? pages : pages_.batch_pages();
+  // Pages may have come meanwhile: no more is given for that than was asked for.
+  std::uint64_t given = 0;
+  const auto missing = [&] {
+    const std::uint64_t now = accounting_.staying_pages();
+    return now > target ? std::min(now - target, pages - std::min(given, pages)) : 0;
+  };
+  while (missing() > 0) {
+    const std::uint64_t next = std::min(missing(), most_at_once);
     while (depth != Depth::kParked && blocks.parked_pages() < next &&
            (accounting_.drop_reserved() || empty_a_page(lock))) {
     }
     if (blocks.parked_pages() == 0) break;
-    if (Status given = pages_.shrink(lock, next); !given) return given.error();
+    Result<std::uint64_t> shrunk = pages_.shrink(lock, next);
+    if (!shrunk) return shrunk.error();
+    given += *shrunk;
   }
-  if (depth == Depth::kInUse && accounting_.held_pages() > target) {
+  if (depth == Depth::kInUse && missing() > 0) {
     squeeze.begin(target, Squeeze::Time::clock::now());
     accounting_.close_pages_over_limit();
-    if (Status given = enforce(lock); !given) return given.error();
+    if (Status enforced = enforce(lock); !enforced) return enforced.error();
   }
   figures_.update();
   return pages_.unmapped_ever() - before;

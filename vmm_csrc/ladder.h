@@ -6,7 +6,8 @@
 //   then no block of the emptiest pages is handed out, until the engine has freed them (it
 //   preempts)
 //
-// Every call is made in a session and with the pool's lock held, which PoolPages lets go of.
+// Every call is made in a session and with the pool's lock held. PoolPages lets go of both for a
+// while: after each of its calls the figures may be others.
 #pragma once
 
 #include <cstdint>
@@ -45,6 +46,8 @@ class Ladder {
  private:
   Status go_down(Lock& lock);
   bool empty_a_page(Lock& lock);
+  void before_moves(Lock& lock);
+  Result<std::uint64_t> move_a_page(Lock& lock);
 
   Accounting& accounting_;
   PoolPages& pages_;

@@ -27,7 +27,7 @@ bool PageSupply::may_come(std::uint32_t own_entries) const {
 
 /// Whether another thread has pages on the way that this one may use.
 bool PageSupply::are_coming() const {
-  return accounting_.moving_pages() > 0 && accounting_.over_pages() == 0;
+  return accounting_.moving_pages() > 0 && accounting_.excess_pages() == 0;
 }
 
 Result<bool> PageSupply::get(Lock& lock, std::uint64_t blocks, const Wait& wait) {

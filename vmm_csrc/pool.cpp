@@ -53,7 +53,7 @@ Pool::Pool(const Geometry& geometry, std::shared_ptr<Backing> backing, const Poo
                   page_bytes(places_.get(), geometry), options.max_blocks, counters_),
       provisioning_(options.min_reserved_pages, options.max_reserved_pages, options.preallocate),
       figures_(accounting_, starvation_, provisioning_, calls_, counters_, options, places_),
-      pages_(accounting_, figures_, counters_, std::move(backing), places_),
+      pages_(accounting_, figures_, counters_, session_, std::move(backing), places_),
       supply_(accounting_, pages_, figures_, starvation_, calls_, session_, options.reclaim_wait,
               places_),
       ladder_(accounting_, pages_, figures_, calls_, options.movable) {
@@ -212,8 +212,10 @@ void Pool::given_back(Lock& lock) {
   counters_.add(Counter::kFrees);
   figures_.note_activity();
   std::unique_lock session(session_, std::defer_lock);
-  // Only tried for: who is in a session may be waiting for this very thread.
-  if (accounting_.over_pages() > 0) (void)session.try_lock();
+  // Only tried for: who is in a session may be waiting for this very thread. Where kernels have to
+  // be waited for, the keeper does that.
+  const bool waits = pages_.works_behind() && calls_.has_keeper();
+  if (accounting_.excess_pages() > 0 && !waits) (void)session.try_lock();
   {
     std::optional<KeeperCalls::Enforcing> enforcing;
     if (session) enforcing.emplace(calls_);

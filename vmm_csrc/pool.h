@@ -10,7 +10,8 @@
 // Threads. Every call may be made from any thread. docs/ARCHITECTURE.md has the order of all locks;
 // a pool's own two, the first taken first:
 //   session_  held by enter()..exit(), and by whoever takes pages or cached blocks away; free() and
-//             cache() only try for it, so they never wait: what they leave is left to the keeper
+//             cache() only try for it, so they never wait: what they leave is left to the keeper.
+//             Who waits for a GPU to be done with pages that it has taken lets go of it meanwhile
 //   mutex_    all state of the parts below; never held across a call to the backing
 //
 // Where devices are shared, every page is granted by their ledgers before it is created, and given
@@ -76,7 +77,8 @@ class Pool {
 
   /// Used or cached blocks are free again. All or nothing; fails with kUnknownBlock, kNullBlock,
   /// kDoubleFree. Over the limit it gives the emptied pages back before it returns (blocks), unless
-  /// another thread is in a session: the keeper does it then, after that.
+  /// another thread is in a session, or the pages are a GPU's, whose kernels would have to be
+  /// waited for: the keeper does it then, where there is one.
   Status free(std::span<const BlockId> ids);
   /// Used blocks whose contents are worth keeping; evicted first named first. As free. Past
   /// max_cached_blocks it evicts at once.

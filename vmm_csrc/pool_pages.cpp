@@ -19,6 +19,30 @@ Status guarded(F call) {
 
 }  // namespace
 
+/// The caller's lock is let go of as long as this lives, and with it the session, where a device is
+/// waited for and no caller further up counts on it.
+class PoolPages::Unlocked {
+ public:
+  Unlocked(Lock& lock, Session& session, bool may_let_go)
+      : lock_(lock),
+        session_(session),
+        lets_go_(may_let_go && session.is_mine() && session.depth() == 1) {
+    lock_.unlock();
+    if (lets_go_) session_.unlock();
+  }
+  Unlocked(const Unlocked&) = delete;
+  Unlocked& operator=(const Unlocked&) = delete;
+  ~Unlocked() {
+    if (lets_go_) session_.lock();
+    lock_.lock();
+  }
+
+ private:
+  Lock& lock_;
+  Session& session_;
+  const bool lets_go_;
+};
+
 bool is_final(const Error& error) {
   return error.code == Errc::kPoolFailed || error.code == Errc::kChannelClosed ||
          error.code == Errc::kChannelTimeout;
@@ -89,48 +113,83 @@ Result<std::uint64_t> PoolPages::grow_by_batch(Lock& lock, std::uint64_t pages) 
   return static_cast<std::uint64_t>(batch.size());
 }
 
-Status PoolPages::shrink(Lock& lock, std::uint64_t pages) {
-  std::vector<PageIndex> batch;
-  batch.reserve(std::min(pages, accounting_.blocks().parked_pages()));
+Result<std::uint64_t> PoolPages::shrink(Lock& lock, std::uint64_t pages) {
+  std::vector<PageIndex> chosen;
+  chosen.reserve(std::min(pages, accounting_.blocks().parked_pages()));
   for (std::uint64_t i = 0; i < pages; ++i) {
     const std::optional<PageIndex> page = accounting_.blocks().take_parked();
     if (!page) break;
-    batch.push_back(*page);
+    chosen.push_back(*page);
   }
-  return unmap(lock, batch);
+  return unmap(lock, chosen, InSession::kMayLetGo);
 }
 
 Status PoolPages::unmap_null_page(Lock& lock) {
   // Whoever finds a page mapped may count on the null block: it goes when no other page is there.
   if (accounting_.held_pages() != 1 || accounting_.moving_pages() > 0) return ok();
   const std::optional<PageIndex> page = accounting_.blocks().take_null_page();
-  return page ? unmap(lock, {*page}) : ok();
+  if (!page) return ok();
+  // In the session: who wakes the pool meanwhile must not map another page before this one.
+  const Result<std::uint64_t> unmapped = unmap(lock, {*page}, InSession::kStay);
+  return unmapped ? ok() : Status(unmapped.error());
 }
 
-Status PoolPages::unmap(Lock& lock, const std::vector<PageIndex>& batch) {
-  if (batch.empty()) return ok();
-  Blocks& blocks = accounting_.blocks();
+/// `pages` have been taken off the blocks, and come back to them where they cannot be unmapped.
+Result<std::uint64_t> PoolPages::unmap(Lock& lock, const std::vector<PageIndex>& pages,
+                                       InSession session) {
+  if (pages.empty()) return std::uint64_t{0};
+  const bool waits = backing_->works_behind();
+  const std::size_t batch_size = waits ? batch_pages() : pages.size();
+  accounting_.leave(pages.size());
   figures_.update();
-  lock.unlock();
-  Status unmapped = guarded([&] { return backing_->unmap(batch); });
-  lock.lock();
+  Status status = ok();
+  std::uint64_t unmapped = 0;
+  {
+    std::mutex& mutex = *lock.mutex();
+    const Unlocked unlocked(lock, session_, waits && session == InSession::kMayLetGo);
+    status = guarded([&] { return backing_->drain(); });
+    for (std::span<const PageIndex> rest(pages); !rest.empty();) {
+      const std::span<const PageIndex> batch = rest.first(std::min(rest.size(), batch_size));
+      rest = rest.subspan(batch.size());
+      if (status) status = guarded([&] { return backing_->unmap(batch); });
+      if (status) unmapped += batch.size();
+      const std::lock_guard own(mutex);
+      end_unmap(batch, status);
+    }
+  }
+  if (!status && (unmapped == 0 || accounting_.failure())) return status.error();
+  return unmapped;
+}
+
+void PoolPages::end_unmap(std::span<const PageIndex> batch, const Status& unmapped) {
+  Blocks& blocks = accounting_.blocks();
   note_if_final(unmapped);
   for (const PageIndex page : batch) unmapped ? blocks.put_back(page) : blocks.add_page(page);
   if (unmapped) {
-    accounting_.let_go(batch.size());
+    accounting_.left(batch.size());
     if (places_) places_->give_back(batch.size());
     counters_.add(Counter::kPagesUnmapped, batch.size());
     counters_.add(Counter::kPagesDestroyed, batch.size());
+  } else {
+    accounting_.stay(batch.size());
   }
   settled_.notify_all();
   figures_.update();
-  return unmapped;
+}
+
+void PoolPages::drain_ahead(Lock& lock) {
+  if (!backing_->works_behind()) return;
+  const Unlocked unlocked(lock, session_, true);
+  (void)guarded([&] { return backing_->drain(); });
 }
 
 Status PoolPages::copy(Lock& lock, std::span<const BlockMove> moves) {
   figures_.update();
   lock.unlock();
-  Status copied = guarded([&] { return backing_->copy(moves); });
+  Status copied = guarded([&] {
+    Status finished = backing_->drain();
+    return finished ? backing_->copy(moves) : finished;
+  });
   lock.lock();
   note_if_final(copied);
   return copied;

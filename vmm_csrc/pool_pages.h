@@ -2,6 +2,11 @@
 // one that lets go of the pool's lock for that: every call is made with it held, and may find other
 // figures afterwards. Meanwhile the pages are held, neither mapped nor unmapped.
 //
+// On a GPU pages are unmapped when the kernels that were queued before are done with them. Who
+// waits for that lets go of the session, too, where it is its own alone: others map pages
+// meanwhile. The pages are chosen by then, so nothing is taken from a session that begins
+// meanwhile.
+//
 // Where devices are shared, their ledgers grant a page before that is created, and have it back
 // after it is destroyed.
 #pragma once
@@ -19,6 +24,7 @@
 #include "counters.h"
 #include "figures.h"
 #include "places.h"
+#include "session.h"
 
 namespace kvelastic {
 
@@ -33,11 +39,12 @@ class PoolPages {
  public:
   using Lock = std::unique_lock<std::mutex>;
 
-  PoolPages(Accounting& accounting, Figures& figures, Counters& counters,
+  PoolPages(Accounting& accounting, Figures& figures, Counters& counters, Session& session,
             std::shared_ptr<Backing> backing, std::shared_ptr<Places> places)
       : accounting_(accounting),
         figures_(figures),
         counters_(counters),
+        session_(session),
         backing_(std::move(backing)),
         places_(std::move(places)) {}
 
@@ -46,10 +53,15 @@ class PoolPages {
   /// takes a tenth of a second. A failure after the first batch leaves what is mapped, and comes up
   /// again.
   Result<std::uint64_t> grow(Lock& lock, std::uint64_t pages);
-  /// Unmaps at most `pages` parked pages.
-  Status shrink(Lock& lock, std::uint64_t pages);
+  /// Unmaps at most `pages` parked pages; answers how many. All or none on the host. On a GPU they
+  /// wait together and go in batches, so that others have the first of them early; a failure leaves
+  /// the rest parked then, and comes up if nothing was unmapped.
+  Result<std::uint64_t> shrink(Lock& lock, std::uint64_t pages);
   /// Unmaps page 0, where it is the last and holds nothing but the null block.
   Status unmap_null_page(Lock& lock);
+  /// Waits for the device without the session, before blocks are copied in it: the copy then has to
+  /// wait only for work that came meanwhile. Nothing on the host. A failure comes up in the copy.
+  void drain_ahead(Lock& lock);
   /// Copies blocks of mapped pages.
   Status copy(Lock& lock, std::span<const BlockMove> moves);
 
@@ -64,6 +76,8 @@ class PoolPages {
   std::uint64_t batch_pages() const {
     return std::max<std::uint64_t>(kBatchBytes / accounting_.page_bytes(), 1);
   }
+  /// Whether unmapping may have to wait for kernels.
+  bool works_behind() const { return backing_->works_behind(); }
   /// What GPUs have left, by rank; none on the host.
   std::vector<std::optional<DeviceMemory>> device_memory() const {
     return backing_->device_memory();
@@ -74,13 +88,18 @@ class PoolPages {
   bool take_refusal() { return std::exchange(refused_, false); }
 
  private:
+  class Unlocked;
+
   Result<std::uint64_t> grow_by_batch(Lock& lock, std::uint64_t pages);
-  Status unmap(Lock& lock, const std::vector<PageIndex>& batch);
+  enum class InSession : bool { kStay, kMayLetGo };
+  Result<std::uint64_t> unmap(Lock& lock, const std::vector<PageIndex>& pages, InSession session);
+  void end_unmap(std::span<const PageIndex> batch, const Status& unmapped);
   void note_if_final(const Status& answered);
 
   Accounting& accounting_;
   Figures& figures_;
   Counters& counters_;
+  Session& session_;
   const std::shared_ptr<Backing> backing_;
   const std::shared_ptr<Places> places_;  // null: nobody shares the device
   std::condition_variable settled_;

@@ -109,10 +109,7 @@ Result<std::uint64_t> Pool::compact() {
 Result<std::uint64_t> Pool::trim(std::uint64_t most) {
   const std::lock_guard session(session_);
   Lock lock(mutex_);
-  const std::uint64_t before = pages_.unmapped_ever();
-  const std::uint64_t pages = std::min(most, accounting_.blocks().parked_pages());
-  if (Status given = pages_.shrink(lock, pages); !given) return given.error();
-  return pages_.unmapped_ever() - before;
+  return pages_.shrink(lock, most);
 }
 
 std::uint64_t Pool::take_idle_parked() {

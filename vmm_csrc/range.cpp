@@ -142,8 +142,13 @@ Status Range::undo_map(std::span<const PageIndex> pages, std::size_t extents_map
 }
 
 Status Range::unmap(std::span<const PageIndex> pages, Afterwards afterwards) {
+  if (pages.empty()) return ok();
   // Before the lock: a map need not wait for what the device does with other pages.
   if (Status finished = driver_->drain(); !finished) return finished;
+  return unmap_idle(pages, afterwards);
+}
+
+Status Range::unmap_idle(std::span<const PageIndex> pages, Afterwards afterwards) {
   const std::lock_guard lock(mutex_);
   if (Status usable = refuse_if_failed(); !usable) return usable;
   if (Status sound = check_batch(pages, true); !sound) return sound;
@@ -172,6 +177,10 @@ Status Range::unmap(std::span<const PageIndex> pages, Afterwards afterwards) {
 
 Status Range::copy(std::span<const BlockMove> moves) {
   if (Status finished = driver_->drain(); !finished) return finished;
+  return copy_idle(moves);
+}
+
+Status Range::copy_idle(std::span<const BlockMove> moves) {
   const std::lock_guard lock(mutex_);
   if (Status usable = refuse_if_failed(); !usable) return usable;
   std::vector<CopyRun> runs;

@@ -46,13 +46,24 @@ class Range {
   /// kPoolFailed.
   Status check_map(std::span<const PageIndex> pages) const;
 
-  /// Unmaps mapped pages. The same failures; on one, every page is mapped as before, contents kept.
+  /// Unmaps mapped pages, when the device has finished what was given to it before; other calls go
+  /// on meanwhile. The same failures, and those of Driver::fence; on one, every page is mapped as
+  /// before, contents kept.
   Status unmap(std::span<const PageIndex> pages, Afterwards afterwards);
+  /// The same at once. Pre: the device has finished its work with these pages (see fence()).
+  Status unmap_idle(std::span<const PageIndex> pages, Afterwards afterwards);
 
-  /// Copies blocks, in every buffer. Waits for what the device does with them first (drain), and
+  /// Copies blocks, in every buffer, when the device has finished what was given to it before, and
   /// returns when the copies are there. Fails with kInvalidArgument where a block's page is not
-  /// mapped, nothing copied; kMapping, kPoolFailed.
+  /// mapped, nothing copied; kMapping, kPoolFailed, and as Driver::fence.
   Status copy(std::span<const BlockMove> moves);
+  /// The same at once. Pre: the device has finished its work with these blocks.
+  Status copy_idle(std::span<const BlockMove> moves);
+
+  /// As Driver::fence, works_behind and drain.
+  Result<std::unique_ptr<Fence>> fence() { return driver_->fence(); }
+  bool works_behind() const { return driver_->works_behind(); }
+  Status drain() { return driver_->drain(); }
 
   /// Destroys recycled handles.
   Status trim() { return store_.trim(); }

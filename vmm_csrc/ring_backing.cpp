@@ -73,6 +73,13 @@ std::string RingBacking::name_of(std::size_t rank) const {
          (memory_->ranks > 1 ? " (rank " + std::to_string(rank) + ")" : "");
 }
 
+Error RingBacking::failure_of(std::size_t rank, std::uint32_t result,
+                              const RingMemory::Reason& reason) const {
+  std::string why = reason.read();
+  if (memory_->ranks > 1) why = name_of(rank) + ": " + why;
+  return {RingMemory::code_of(result), std::move(why)};
+}
+
 bool RingBacking::is_serving(std::size_t rank) const {
   const RingMemory::Rank& worker = memory_->workers[rank];
   return worker.state.load() == static_cast<std::uint32_t>(RingMemory::WorkerState::kServing) &&
@@ -118,6 +125,24 @@ Status RingBacking::map(std::span<const PageIndex> pages) {
 
 Status RingBacking::unmap(std::span<const PageIndex> pages) {
   return run(RingMemory::Command::kUnmap, pages);
+}
+
+bool RingBacking::works_behind() const {
+  const auto workers = std::span(memory_->workers).first(memory_->ranks);
+  return std::any_of(workers.begin(), workers.end(),
+                     [](const RingMemory::Rank& worker) { return worker.works_behind != 0; });
+}
+
+Status RingBacking::drain() {
+  if (!works_behind()) return ok();
+  const std::lock_guard one(drain_mutex_);
+  const std::uint32_t number = ++last_fence_;
+  {
+    const std::lock_guard lock(mutex_);
+    const Outcome begun = run_one(RingMemory::Command::kFence, std::span(&number, 1), all_ranks());
+    if (!begun.status) return begun.status;
+  }
+  return wait_for_fence(number);  // without the lock: commands go on
 }
 
 Status RingBacking::ping() {
@@ -203,15 +228,27 @@ Status RingBacking::close(Error why) {
   return why;
 }
 
+Status RingBacking::refuse_if_closed() const {
+  if (!closed_) return ok();
+  return Error{Errc::kChannelClosed,
+               "the ring was closed after a worker failed; the engine has to be restarted"};
+}
+
+Status RingBacking::gone(std::size_t rank) {
+  return close({Errc::kChannelClosed, name_of(rank) + " is gone; the engine has to be restarted"});
+}
+
+Status RingBacking::late(const std::string& names) {
+  return close({Errc::kChannelTimeout,
+                names + " did not answer in " + std::to_string(timeout_.count() / 1'000'000) +
+                    " ms (KVELASTIC_IPC_TIMEOUT); the engine has to be restarted"});
+}
+
 RingBacking::Outcome RingBacking::run_one(RingMemory::Command command,
                                           std::span<const std::uint32_t> words, Ranks ranks) {
   Outcome outcome;
-  if (closed_) {
-    outcome.status =
-        Error{Errc::kChannelClosed,
-              "the ring was closed after a worker failed; the engine has to be restarted"};
-    return outcome;
-  }
+  outcome.status = refuse_if_closed();
+  if (!outcome.status) return outcome;
   // Never full: the lock lets one command be on its way, and a late one closes the ring.
   const std::uint32_t sequence = memory_->posted.load(std::memory_order_relaxed);
   RingMemory::Entry& entry = memory_->entries[sequence % RingMemory::kEntries];
@@ -225,18 +262,15 @@ RingBacking::Outcome RingBacking::run_one(RingMemory::Command command,
   for (std::size_t rank = 0; rank < memory_->ranks; ++rank) {
     const RingMemory::Rank& worker = memory_->workers[rank];
     if ((ranks >> rank & 1) == 0) continue;
-    if (worker.result == 0) {
+    if (worker.result == RingMemory::kDone) {
       outcome.done |= Ranks{1} << rank;
       continue;
     }
     // After kPoolFailed nobody knows what is mapped there: no other failure may hide that.
-    const auto code = static_cast<Errc>(worker.result - 1);
+    const Errc code = RingMemory::code_of(worker.result);
     const bool grave = code == Errc::kPoolFailed;
     if (outcome.status || (grave && outcome.status.error().code != Errc::kPoolFailed)) {
-      const std::size_t length = std::min<std::size_t>(worker.message_bytes, worker.message.size());
-      std::string why(worker.message.data(), length);
-      if (memory_->ranks > 1) why = name_of(rank) + ": " + why;
-      outcome.status = Error{code, std::move(why)};
+      outcome.status = failure_of(rank, worker.result, worker.reason);
     }
   }
   return outcome;
@@ -259,20 +293,50 @@ Status RingBacking::wait_for_answers(std::uint32_t sequence) {
     // Looking whether the workers live costs more than most of their answers take: only after a
     // wait.
     if (memory_->answered.load(std::memory_order_acquire) != heard) continue;
-    std::string late;
+    std::string names;
     for (std::size_t rank = 0; rank < memory_->ranks; ++rank) {
       if (memory_->workers[rank].done.load(std::memory_order_acquire) == sequence + 1) continue;
-      if (!is_serving(rank)) {
-        return close(
-            {Errc::kChannelClosed, name_of(rank) + " is gone; the engine has to be restarted"});
+      if (!is_serving(rank)) return gone(rank);
+      names += (names.empty() ? "" : ", ") + name_of(rank);
+    }
+    if (!names.empty() && until(deadline) == nanoseconds::zero()) return late(names);
+  }
+}
+
+/// Blocks until the fence has passed in every rank, as long as all of them look after it; closes
+/// the ring where one does not.
+Status RingBacking::wait_for_fence(std::uint32_t number) {
+  struct Looks {
+    std::uint32_t count;
+    Clock::time_point seen;
+  };
+  std::vector<Looks> looks(memory_->ranks, {0, Clock::now()});
+  Clock::time_point next_check = Clock::now() + kLivenessInterval;
+  for (;;) {
+    const std::uint32_t heard = memory_->answered.load(std::memory_order_acquire);
+    Status open = refuse_if_closed();
+    const Clock::time_point now = Clock::now();
+    const bool check = now >= next_check;  // the bell rings for every command, too
+    if (check) next_check = now + kLivenessInterval;
+    bool all = true;
+    for (std::size_t rank = 0; rank < memory_->ranks && open; ++rank) {
+      const RingMemory::Rank& worker = memory_->workers[rank];
+      if (worker.passed.load(std::memory_order_acquire) == number) {
+        if (worker.fence_result == RingMemory::kDone) continue;
+        return failure_of(rank, worker.fence_result, worker.fence_reason);
       }
-      late += (late.empty() ? "" : ", ") + name_of(rank);
+      all = false;
+      if (!check) continue;
+      Looks& own = looks[rank];
+      const std::uint32_t count = worker.looks.load(std::memory_order_relaxed);
+      if (std::exchange(own.count, count) != count) own.seen = now;
+      if (!is_serving(rank))
+        open = gone(rank);
+      else if (timeout_ != kForever && now - own.seen > timeout_)
+        open = late(name_of(rank));
     }
-    if (!late.empty() && until(deadline) == nanoseconds::zero()) {
-      return close({Errc::kChannelTimeout,
-                    late + " did not answer in " + std::to_string(timeout_.count() / 1'000'000) +
-                        " ms (KVELASTIC_IPC_TIMEOUT); the engine has to be restarted"});
-    }
+    if (all || !open) return open;
+    futex_wait(memory_->answered, heard, kLivenessInterval);
   }
 }
 

@@ -3,6 +3,7 @@
 
 #include <sys/types.h>
 
+#include <atomic>
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
@@ -40,6 +41,11 @@ class RingBacking final : public Backing {
   /// dead, with kChannelTimeout when one is late. A late worker may still carry the command out:
   /// the ring is closed then, for what is mapped is no longer known.
   Status map(std::span<const PageIndex> pages) override;
+  /// False before wait_for_workers().
+  bool works_behind() const override;
+  /// Waits for kernels as long as they take: only a worker that does not look after them any more
+  /// is late. Calls from several threads wait for each other.
+  Status drain() override;
   Status unmap(std::span<const PageIndex> pages) override;
   Status copy(std::span<const BlockMove> moves) override;
   /// Asks every worker for nothing but an answer; fails as map. What a command costs at least.
@@ -70,15 +76,22 @@ class RingBacking final : public Backing {
   Outcome run_one(RingMemory::Command command, std::span<const std::uint32_t> words, Ranks ranks);
   Status wait_for_answers(std::uint32_t sequence);
   bool all_done(std::uint32_t sequence) const;
+  Status wait_for_fence(std::uint32_t number);
+  Status refuse_if_closed() const;
   Status close(Error why);
+  Status gone(std::size_t rank);
+  Status late(const std::string& names);
+  Error failure_of(std::size_t rank, std::uint32_t result, const RingMemory::Reason& reason) const;
   std::string name_of(std::size_t rank) const;
   bool is_serving(std::size_t rank) const;
 
   RingMemory* const memory_;
   const std::chrono::nanoseconds timeout_;
   const std::shared_ptr<void> keep_;
-  std::mutex mutex_;  // one command at a time; nothing else is taken under it
-  bool closed_ = false;
+  std::mutex drain_mutex_;        // one fence at a time; before mutex_
+  std::uint32_t last_fence_ = 0;  // drain_mutex_
+  std::mutex mutex_;              // one command at a time; nothing else is taken under it
+  std::atomic<bool> closed_{false};
 };
 
 }  // namespace kvelastic

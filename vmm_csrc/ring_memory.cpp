@@ -1,8 +1,19 @@
 #include "ring_memory.h"
 
-#include <string>
+#include <algorithm>
+#include <cstring>
 
 namespace kvelastic {
+
+void RingMemory::Reason::write(const std::string& message) {
+  const std::size_t length = std::min(message.size(), text.size());
+  bytes = static_cast<std::uint32_t>(length);
+  std::memcpy(text.data(), message.data(), length);
+}
+
+std::string RingMemory::Reason::read() const {
+  return {text.data(), std::min<std::size_t>(bytes, text.size())};
+}
 
 Result<RingMemory*> as_ring(std::span<std::byte> memory) {
   if (memory.size() < sizeof(RingMemory)) {

@@ -11,6 +11,15 @@
 // more: no id of it is handed out before all have mapped it, and where one could not the others
 // unmap it again. So there is nothing to commit but the answer.
 //
+// A GPU may still be at work with pages that are to be unmapped. No command waits for that: kFence
+// is answered when the worker has marked the work given to its device so far, and `passed` says
+// later when that is done. Commands go on meanwhile, so a map never waits behind a kernel.
+//
+//   post(fence, 7)    ->  its thread asks the driver for a fence, answers, and looks at it now and
+//                         then, between commands
+//   all have passed 7 <-  each rank's passed = 7 (or why it failed); rings (answered bell)
+//   post(unmap, pages) -> at once
+//
 // One producer at a time (RingBacking holds a lock), one consumer a rank. An entry is written by
 // the producer before `posted` passes it, a rank's slot by its worker before its `done` does.
 #pragma once
@@ -20,6 +29,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <span>
+#include <string>
 #include <vector>
 
 #include "futex.h"
@@ -31,20 +41,37 @@ namespace kvelastic {
 /// The ring as it lies in shared memory. Only fixed-size integers: two builds must agree on it.
 struct RingMemory {
   static constexpr std::uint32_t kMagic = 0x6b76726e;  // "kvrn"
-  static constexpr std::uint32_t kVersion = 5;
+  static constexpr std::uint32_t kVersion = 6;
   static constexpr std::size_t kEntries = 64;
   static constexpr std::size_t kPagesPerEntry = 480;
   static constexpr std::size_t kMaxRanks = 64;
 
-  enum class Command : std::uint32_t { kMap = 1, kUnmap = 2, kCopy = 3, kNothing = 4 };
+  enum class Command : std::uint32_t { kMap = 1, kUnmap = 2, kCopy = 3, kNothing = 4, kFence = 5 };
   /// A rank is taken once: what its worker had mapped, a later one would not have.
   enum class WorkerState : std::uint32_t { kAbsent = 0, kTaken = 1, kServing = 2, kGone = 3 };
+
+  static constexpr std::uint32_t kDone = 0;
+  static std::uint32_t result_of(const Status& status) {
+    return status ? kDone : 1 + static_cast<std::uint32_t>(status.error().code);
+  }
+  /// Pre: not kDone.
+  static Errc code_of(std::uint32_t result) { return static_cast<Errc>(result - 1); }
 
   struct Entry {
     std::uint32_t command;
     std::uint32_t count;
-    std::uint64_t ranks;                              ///< a bit each: who carries it out
-    std::array<std::uint32_t, kPagesPerEntry> pages;  ///< kCopy: moves, four words each
+    std::uint64_t ranks;  ///< a bit each: who carries it out
+    std::array<std::uint32_t, kPagesPerEntry>
+        pages;  ///< kCopy: moves, four words each; kFence: its number
+  };
+
+  /// Why something failed, cut to fit.
+  struct Reason {
+    std::uint32_t bytes;
+    std::array<char, 200> text;
+
+    void write(const std::string& message);
+    std::string read() const;
   };
 
   /// One worker's own.
@@ -52,14 +79,19 @@ struct RingMemory {
     FutexWord done;  ///< commands answered so far, modulo 2^32
     std::atomic<std::uint32_t> state;
     std::atomic<std::int32_t> pid;
-    std::uint32_t result;                           ///< of the last command: 0, or 1 + Errc
+    std::uint32_t result;                           ///< of the last command: kDone, or 1 + Errc
     std::atomic<std::uint64_t> start_ticks;         ///< tells a reused pid from the worker's
     std::atomic<std::uint64_t> device_total_bytes;  ///< as it sees its GPU; 0: the host
     std::atomic<std::uint64_t> device_free_bytes;
-    std::uint32_t message_bytes;
-    std::array<char, 204> message;  ///< why, cut to fit
+    std::uint32_t works_behind;  ///< as Driver::works_behind; stands before kServing does
+    Reason reason;               ///< of `result`
+    // The fence: one at a time.
+    std::atomic<std::uint32_t> passed;  ///< number of the last that has passed, or failed
+    std::atomic<std::uint32_t> looks;   ///< goes up as long as the worker looks at one
+    std::uint32_t fence_result;         ///< of `passed`, as `result`; written before it
+    Reason fence_reason;
   };
-  static_assert(sizeof(Rank) == 256);
+  static_assert(sizeof(Rank) == 512);
 
   std::uint32_t magic;
   std::uint32_t version;

@@ -4,7 +4,6 @@
 
 #include <algorithm>
 #include <chrono>
-#include <cstring>
 #include <new>
 #include <string>
 
@@ -77,6 +76,7 @@ Result<std::unique_ptr<RingWorker>> RingWorker::start(std::span<std::byte> memor
   }
   own.pid = ::getpid();
   own.start_ticks = process_start_ticks(::getpid()).value_or(0);
+  own.works_behind = range->works_behind() ? 1 : 0;
   own.state = static_cast<std::uint32_t>(RingMemory::WorkerState::kServing);
   std::unique_ptr<RingWorker> worker(
       new RingWorker(shared, std::move(range), rank, std::move(keep)));
@@ -104,29 +104,63 @@ void RingWorker::stop() {
 }
 
 void RingWorker::serve() {
-  // A wait with a timeout costs a timer each time, which on the host is for nothing.
-  const nanoseconds patience = look_at_device() ? kDeviceLookInterval : kForever;
+  device_is_shared_ = look_at_device();
   while (!stopping_) {
     const std::uint32_t posted = memory_->posted.load(std::memory_order_acquire);
     const std::uint32_t done = own_.done.load(std::memory_order_relaxed);
     if (posted == done) {
-      futex_wait(memory_->posted, posted, patience);
-      if (memory_->posted.load(std::memory_order_relaxed) == posted) (void)look_at_device();
+      futex_wait(memory_->posted, posted, look_around());
       continue;
     }
     const RingMemory::Entry& entry = memory_->entries[done % RingMemory::kEntries];
     const Status answer = (entry.ranks >> rank_ & 1) != 0 ? carry_out(entry) : ok();
-    own_.result = answer ? 0 : 1 + static_cast<std::uint32_t>(answer.error().code);
-    if (!answer) {
-      const std::string& message = answer.error().message;
-      const std::size_t length = std::min(message.size(), own_.message.size());
-      own_.message_bytes = static_cast<std::uint32_t>(length);
-      std::memcpy(own_.message.data(), message.data(), length);
-    }
+    own_.result = RingMemory::result_of(answer);
+    if (!answer) own_.reason.write(answer.error().message);
     own_.done.store(done + 1, std::memory_order_seq_cst);
     if (is_last(done + 1)) ring_bell(memory_->answered);
+    if (fence_) look_at_fence();  // commands without end must not keep it from being seen
   }
+  fence_.reset();
   ended_ = true;
+}
+
+/// What is to be done while no command is there; answers how long to sleep after it. A wait with a
+/// timeout costs a timer each time, which on the host is for nothing.
+nanoseconds RingWorker::look_around() {
+  if (fence_) look_at_fence();
+  const Clock::time_point now = Clock::now();
+  if (device_is_shared_ && now >= next_device_look_) {
+    (void)look_at_device();
+    next_device_look_ = now + kDeviceLookInterval;
+  }
+  if (fence_) return fence_pauses_.next();
+  return device_is_shared_ ? next_device_look_ - now : kForever;
+}
+
+/// Marks the work that the device has now. One fence at a time: a further one takes its place.
+Status RingWorker::begin_fence(std::uint32_t number) {
+  Result<std::unique_ptr<Fence>> fence = range_->fence();
+  if (!fence) return fence.error();
+  fence_ = *std::move(fence);
+  fence_number_ = number;
+  fence_pauses_ = Pauses();
+  if (!fence_) end_fence(ok());
+  return ok();
+}
+
+void RingWorker::look_at_fence() {
+  own_.looks.fetch_add(1, std::memory_order_relaxed);
+  const Result<bool> passed = fence_->has_passed();
+  if (!passed) return end_fence(passed.error());
+  if (*passed) end_fence(ok());
+}
+
+void RingWorker::end_fence(const Status& how) {
+  fence_.reset();
+  own_.fence_result = RingMemory::result_of(how);
+  if (!how) own_.fence_reason.write(how.error().message);
+  own_.passed.store(fence_number_, std::memory_order_release);
+  ring_bell(memory_->answered);
 }
 
 /// Whether every rank has answered as much as this one, so that nobody else will ring. Of two that
@@ -157,9 +191,11 @@ Status RingWorker::carry_out(const RingMemory::Entry& entry) try {
       range_->keep_free(memory_->keep_free_bytes);
       return range_->map(pages);
     case RingMemory::Command::kUnmap:
-      return range_->unmap(pages, Afterwards::kDestroy);
+      return range_->unmap_idle(pages, Afterwards::kDestroy);
     case RingMemory::Command::kCopy:
-      return range_->copy(moves_of_ring_words(pages));
+      return range_->copy_idle(moves_of_ring_words(pages));
+    case RingMemory::Command::kFence:
+      return begin_fence(pages.empty() ? 0 : pages.front());
     case RingMemory::Command::kNothing:
       return ok();
   }

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <atomic>
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -10,6 +11,7 @@
 #include <utility>
 
 #include "own_process.h"
+#include "pauses.h"
 #include "range.h"
 #include "ring_memory.h"
 
@@ -28,8 +30,8 @@ class RingWorker {
   RingWorker(const RingWorker&) = delete;
   RingWorker& operator=(const RingWorker&) = delete;
 
-  /// Stops serving; blocks until the command in hand is done. Safe to call twice. In a forked child
-  /// it does nothing.
+  /// Stops serving; blocks until the command in hand is done, and not for a kernel: who waits for a
+  /// fence hears that this worker is gone. Safe to call twice. In a forked child it does nothing.
   void stop();
 
  private:
@@ -41,8 +43,14 @@ class RingWorker {
         range_(std::move(range)),
         keep_(std::move(keep)) {}
 
+  using Clock = std::chrono::steady_clock;
+
   void serve();
+  std::chrono::nanoseconds look_around();
   bool look_at_device();
+  void look_at_fence();
+  Status begin_fence(std::uint32_t number);
+  void end_fence(const Status& how);
   bool is_last(std::uint32_t done) const;
   Status carry_out(const RingMemory::Entry& entry);
 
@@ -52,6 +60,13 @@ class RingWorker {
   const std::shared_ptr<Range> range_;
   const std::shared_ptr<void> keep_;
   const OwnProcess started_by_;
+  // The thread's own:
+  std::unique_ptr<Fence> fence_;  // null: none is waited for
+  std::uint32_t fence_number_ = 0;
+  Pauses fence_pauses_;
+  bool device_is_shared_ = false;  // with those whom no ledger knows: look at it now and then
+  Clock::time_point next_device_look_{};
+
   std::atomic<bool> stopping_{false};
   std::atomic<bool> ended_{false};  // the thread has seen it
   std::thread thread_;

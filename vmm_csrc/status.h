@@ -25,6 +25,7 @@ enum class Errc : std::uint8_t {
   kChannelClosed,      ///< the other end of a ring is gone
   kSegment,            ///< a shared file, or a lock on it, that the system refuses
   kSegmentFormat,      ///< bytes that are not a segment of this version
+  kStreamsUnknown,     ///< a GPU's driver was not told which streams use its pages
   kDeviceUnavailable,  ///< no driver, too old a one, or no such device
   kGuarantee,          ///< guarantees that add up to more than the device has
   kReserve,            ///< others have not given the memory that is to be reserved
@@ -58,6 +59,8 @@ constexpr std::string_view code_name(Errc code) {
       return "SEGMENT";
     case Errc::kSegmentFormat:
       return "SEGMENT_FORMAT";
+    case Errc::kStreamsUnknown:
+      return "STREAMS_UNKNOWN";
     case Errc::kDeviceUnavailable:
       return "DEVICE_UNAVAILABLE";
     case Errc::kGuarantee:

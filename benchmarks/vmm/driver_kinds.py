@@ -73,10 +73,14 @@ def all_kinds() -> list[DriverKind]:
 
 
 def open_seam(name: str) -> _vmm.Driver:
-    """kvelastic's own driver."""
+    """kvelastic's own driver; no kernel uses its pages unless a part names the stream."""
     from kvelastic import _vmm
 
-    return _vmm.HostDriver() if name == HOST else _vmm.CudaDriver("cuda")
+    if name == HOST:
+        return _vmm.HostDriver()
+    driver = _vmm.CudaDriver("cuda")
+    driver.use_streams([])
+    return driver
 
 
 def open_bare(name: str) -> _vmm.Driver | BareCuda:

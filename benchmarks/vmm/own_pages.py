@@ -17,7 +17,7 @@ def reserve(driver: _vmm.Driver, layout: PageLayout, pages: int) -> _vmm.Range:
     return _vmm.Range.reserve(driver, native_geometry(layout, pages))
 
 
-def pool_over(memory: _vmm.Range) -> _vmm.Pool:
+def pool_over(memory: _vmm.Range | _vmm.Ring) -> _vmm.Pool:
     """A pool that may fill the range and maps nothing ahead of demand."""
     from kvelastic import _vmm
 

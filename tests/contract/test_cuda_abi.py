@@ -36,6 +36,9 @@ static_assert(CU_MEM_ACCESS_FLAGS_PROT_READWRITE == kAccessReadWrite);
 static_assert(CU_MEM_ALLOC_GRANULARITY_MINIMUM == kGranularityMinimum);
 static_assert(CU_EVENT_DISABLE_TIMING == kEventDisableTiming);
 static_assert(CU_STREAM_NON_BLOCKING == kStreamNonBlocking);
+static_assert(CU_STREAM_DEFAULT == kStreamDefault);
+static_assert(CU_STREAM_CAPTURE_MODE_RELAXED == kCaptureModeRelaxed);
+static_assert(CU_STREAM_CAPTURE_STATUS_NONE == kCaptureStatusNone);
 
 using P = CUmemAllocationProp;
 using O = AllocationProperties;
@@ -66,6 +69,9 @@ SAME(DevicePrimaryCtxRelease); SAME(CtxPushCurrent); SAME(CtxPopCurrent); SAME(M
 SAME(MemGetAllocationGranularity); SAME(MemAddressReserve); SAME(MemAddressFree); SAME(MemCreate);
 SAME(MemRelease); SAME(MemMap); SAME(MemUnmap); SAME(MemSetAccess);
 SAME(MemExportToShareableHandle); SAME(MemImportFromShareableHandle); SAME(EventCreate);
+static_assert(same_sizes(&cuDeviceGetUuid, decltype(Api::DeviceGetInstanceUuid){}));
+SAME(ThreadExchangeStreamCaptureMode); SAME(StreamCreate);
+SAME(StreamDestroy); SAME(StreamIsCapturing); SAME(MemcpyDtoDAsync);
 SAME(EventDestroy); SAME(EventRecord); SAME(EventQuery); SAME(GetErrorName);
 """
 

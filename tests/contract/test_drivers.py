@@ -30,6 +30,7 @@ SIMULATED = {
     "a_busy_device_is_waited_for": {},
     "out_of_memory_is_an_answer": {"KVSIM_MEMORY": "10M"},
     "pages_are_unmapped_after_use": {},
+    "no_more_mappings_is_an_answer": {"KVSIM_MAX_MAPPINGS": "5"},
 }
 
 
@@ -64,6 +65,26 @@ def test_simulated_cuda(case: str, tmp_path: Path) -> None:
     run("cuda", case, simulated(tmp_path, **SIMULATED.get(case, {})))
 
 
+@pytest.mark.parametrize("poison", ["0", "1"])
+@pytest.mark.parametrize("case", EVERY_DRIVER + EVERY_CUDA)
+def test_cuda_that_is_nobodys_own(case: str, poison: str, tmp_path: Path) -> None:
+    """The same library without the simulator's own functions, on a device that others use too."""
+    environment = simulated(tmp_path, KVSIM_POISON=poison, KVSIM_CONTEXT_BYTES="64M")
+    environment["LD_LIBRARY_PATH"] += "/foreign"
+    other = "from kvelastic import _vmm; d = _vmm.CudaDriver('cuda')\n"
+    other += "print('there', flush=True)\n"
+    other += "while True: d.destroy(d.create(d.granularity_bytes), d.granularity_bytes)\n"
+    with subprocess.Popen(
+        [sys.executable, "-c", other], env=os.environ | environment, stdout=subprocess.PIPE
+    ) as neighbour:
+        try:
+            assert neighbour.stdout is not None
+            assert neighbour.stdout.readline() == b"there\n"
+            run("cuda", case, environment)
+        finally:
+            neighbour.kill()
+
+
 @needs.gpu
 @pytest.mark.parametrize("case", EVERY_DRIVER + EVERY_CUDA)
 def test_real_cuda(case: str) -> None:
@@ -77,7 +98,8 @@ def test_real_cuda(case: str) -> None:
         ("cuda", {"KVSIM_NO_VMM": "1"}, "no virtual memory management"),
         ("cuda:7", {}, "there is no device cuda:7 .* there are: cuda:0 .GPU-"),
         ("GPU-00000000-0000-0000-0000-000000000000", {}, "there is no device GPU-0000"),
-        ("cuda:x", {}, "is not accepted"),
+        ("MIG-00000000-0000-0000-0000-000000000000", {}, "there is no device MIG-0000"),
+        ("cuda:x", {}, "is not accepted; .* GPU-<uuid> or MIG-<uuid>"),
     ],
 )
 def test_a_device_that_cannot_be_had(
@@ -94,6 +116,44 @@ def test_a_device_that_cannot_be_had(
     import re
 
     assert re.search(match, done.stderr), done.stderr
+
+
+MIG_PROGRAM = """
+from kvelastic import _vmm, config, device
+drivers = [_vmm.CudaDriver(f"cuda:{i}") for i in range(4)]
+names = [driver.uuid for driver in drivers]
+assert len(set(names)) == 4, names
+assert all(name.startswith(PREFIX) for name in names), names
+assert [_vmm.CudaDriver(name).ordinal for name in names] == [0, 1, 2, 3]
+settings = config.load()
+assert [device.resolve(name, settings).name for name in names] == names
+assert device.means_host(names[3]) is False
+drivers[1].create(drivers[1].granularity_bytes)
+free = [driver.free_bytes for driver in drivers]
+assert free[1] < free[0] == free[2] == free[3]
+print("passed")
+"""
+
+
+@pytest.mark.parametrize(
+    ("environment", "prefix"),
+    [
+        ({"KVSIM_MIG": "2"}, "MIG-"),
+        ({}, "GPU-"),
+        # From before CUDA could tell instances apart.
+        ({"KVSIM_DRIVER_VERSION": "11030"}, "GPU-"),
+    ],
+)
+def test_mig_instances_are_devices_of_their_own(
+    environment: dict[str, str], prefix: str, tmp_path: Path
+) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", MIG_PROGRAM.replace("PREFIX", repr(prefix))],
+        env=os.environ | simulated(tmp_path, KVSIM_DEVICES="4", **environment),
+        capture_output=True,
+        text=True,
+    )
+    assert (done.returncode, done.stdout) == (0, "passed\n"), done.stderr
 
 
 @needs.no_gpu

@@ -29,13 +29,23 @@ from functools import cached_property
 class Worker:
     """The process, from outside."""
 
-    def __init__(self, segment: str, layout: str, pages: int, rank: int = 0) -> None:
+    def __init__(
+        self,
+        segment: str,
+        layout: str,
+        pages: int,
+        rank: int = 0,
+        *,
+        program: str = __file__,
+        environment: dict[str, str] | None = None,
+    ) -> None:
         self.rank = rank
         self.process = subprocess.Popen(
-            [sys.executable, __file__, segment, layout, str(pages), str(rank)],
+            [sys.executable, program, segment, layout, str(pages), str(rank)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
+            env=os.environ | (environment or {}),
         )
 
     @cached_property

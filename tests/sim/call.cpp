@@ -4,6 +4,7 @@
 
 #include <atomic>
 
+#include "capture.h"
 #include "context.h"
 #include "faults.h"
 #include "settings.h"
@@ -52,7 +53,10 @@ CUresult before(Function function, Needs needs) {
   if (needs == Needs::kNothing) return CUDA_SUCCESS;  // cuInit
   if (!initialised.load()) return CUDA_ERROR_NOT_INITIALIZED;
   if (const CUresult sticky = sticky_error.load(); sticky != CUDA_SUCCESS) return sticky;
-  return needs == Needs::kContext ? check_current_context() : CUDA_SUCCESS;
+  if (needs == Needs::kContext) {
+    if (const CUresult none = check_current_context(); none != CUDA_SUCCESS) return none;
+  }
+  return check_captures(function);
 }
 
 void after(Function function, CUresult result, std::uint64_t began_ns) {

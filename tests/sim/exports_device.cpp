@@ -17,10 +17,19 @@
 namespace kvsim {
 namespace {
 
-CUuuid uuid_of(CUdevice device) {
+/// Of the GPU that a device is, or is an instance of.
+CUuuid gpu_uuid_of(CUdevice device) {
   CUuuid uuid{};
   std::memcpy(uuid.bytes, "kvelastic-sim\0\0", sizeof uuid.bytes);
-  uuid.bytes[15] = static_cast<char>(physical_device(device));
+  uuid.bytes[15] = static_cast<char>(physical_device(device) / std::max(settings().mig, 1));
+  return uuid;
+}
+
+CUuuid uuid_of(CUdevice device) {
+  CUuuid uuid = gpu_uuid_of(device);
+  if (settings().mig > 0) {
+    uuid.bytes[14] = static_cast<char>(1 + physical_device(device) % settings().mig);
+  }
   return uuid;
 }
 
@@ -163,22 +172,23 @@ KVSIM_API CUresult cuDeviceGetName(char* name, int length, CUdevice device) {
 }
 
 namespace {
-CUresult get_uuid(Function function, CUuuid* uuid, CUdevice device) {
+template <class Which>
+CUresult get_uuid(Function function, CUuuid* uuid, CUdevice device, Which which) {
   return call(function, Needs::kInit, [&] {
     if (uuid == nullptr) return CUDA_ERROR_INVALID_VALUE;
     if (!is_device(device)) return CUDA_ERROR_INVALID_DEVICE;
-    *uuid = uuid_of(device);
+    *uuid = which(device);
     return CUDA_SUCCESS;
   });
 }
 }  // namespace
 
 KVSIM_API CUresult cuDeviceGetUuid(CUuuid* uuid, CUdevice device) {
-  return get_uuid(Function::cuDeviceGetUuid, uuid, device);
+  return get_uuid(Function::cuDeviceGetUuid, uuid, device, gpu_uuid_of);
 }
 
 KVSIM_API CUresult cuDeviceGetUuid_v2(CUuuid* uuid, CUdevice device) {
-  return get_uuid(Function::cuDeviceGetUuid_v2, uuid, device);
+  return get_uuid(Function::cuDeviceGetUuid_v2, uuid, device, uuid_of);
 }
 
 KVSIM_API CUresult cuDeviceTotalMem_v2(std::size_t* bytes, CUdevice device) {

@@ -46,6 +46,7 @@ Settings read() {
   s.memory_bytes = bytes("KVSIM_MEMORY", std::size_t{1} << 30);
   s.granularity_bytes = bytes("KVSIM_GRANULARITY", std::size_t{2} << 20);
   s.devices = number("KVSIM_DEVICES", 1);
+  s.mig = number("KVSIM_MIG", 0);
   s.driver_version = number("KVSIM_DRIVER_VERSION", 13000);
   s.compute_capability = number("KVSIM_COMPUTE_CAPABILITY", 90);
   s.no_vmm = flag("KVSIM_NO_VMM", false);

@@ -11,6 +11,7 @@ struct Settings {
   std::size_t memory_bytes;       ///< KVSIM_MEMORY, of each device
   std::size_t granularity_bytes;  ///< KVSIM_GRANULARITY
   int devices;                    ///< KVSIM_DEVICES
+  int mig;                        ///< KVSIM_MIG
   int driver_version;             ///< KVSIM_DRIVER_VERSION
   int compute_capability;         ///< KVSIM_COMPUTE_CAPABILITY: 90 is 9.0
   bool no_vmm;                    ///< KVSIM_NO_VMM

@@ -11,6 +11,7 @@
 #include <mutex>
 #include <vector>
 
+#include "capture.h"
 #include "settings.h"
 
 namespace kvsim {
@@ -47,6 +48,7 @@ struct Event {
   const Context* context = nullptr;
   unsigned flags = 0;
   bool recorded = false;
+  bool captured = false;  // its last record is part of a graph
   Until at;
   std::shared_ptr<std::chrono::steady_clock::time_point> when;
 };
@@ -179,6 +181,18 @@ CUresult with_event(CUevent handle, Body body) {
   return event == all().events.end() ? CUDA_ERROR_INVALID_HANDLE : body(event->second, lock);
 }
 
+/// Work in the legacy stream would wait for blocking streams that are being captured.
+CUresult refuse_legacy(const Stream& stream) {
+  return stream.legacy ? check_legacy(stream.context) : CUDA_SUCCESS;
+}
+
+/// Nobody can wait for a stream that is being captured: nothing in it runs.
+CUresult refuse_captured(CUstream handle) {
+  if (!is_captured(key(handle))) return CUDA_SUCCESS;
+  lose_capture(key(handle));
+  return CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;
+}
+
 bool reached(const Until& until) {
   return until.stream == nullptr || until.stream->done >= until.item;
 }
@@ -211,14 +225,16 @@ CUresult destroy_stream(CUstream handle) {
 }
 
 CUresult query_stream(CUstream handle) {
-  return with_stream(handle, [](const StreamPtr& stream, auto&) {
+  return with_stream(handle, [&](const StreamPtr& stream, auto&) {
+    if (const CUresult refused = refuse_captured(handle); refused != CUDA_SUCCESS) return refused;
     pump();
     return stream->idle() ? CUDA_SUCCESS : CUDA_ERROR_NOT_READY;
   });
 }
 
 CUresult synchronize_stream(CUstream handle) {
-  return with_stream(handle, [](const StreamPtr& stream, auto& lock) {
+  return with_stream(handle, [&](const StreamPtr& stream, auto& lock) {
+    if (const CUresult refused = refuse_captured(handle); refused != CUDA_SUCCESS) return refused;
     const std::uint64_t until = stream->queued;
     wait(lock, [&] { return stream->done >= until; });
     return CUDA_SUCCESS;
@@ -243,6 +259,7 @@ CUresult wait_event(CUstream handle, CUevent event) {
   return with_stream(handle, [&](const StreamPtr& stream, auto&) {
     const auto found = all().events.find(key(event));
     if (found == all().events.end()) return CUDA_ERROR_INVALID_HANDLE;
+    if (is_captured(key(handle))) return CUDA_SUCCESS;
     if (!reached(found->second.at)) queue(stream, Item{{}, {found->second.at}});
     return CUDA_SUCCESS;
   });
@@ -257,6 +274,8 @@ CUresult stream_facts(CUstream handle, StreamFacts* facts) {
 
 CUresult enqueue(CUstream handle, std::function<void()> run) {
   return with_stream(handle, [&](const StreamPtr& stream, auto&) {
+    if (is_captured(key(handle))) return CUDA_SUCCESS;
+    if (const CUresult refused = refuse_legacy(*stream); refused != CUDA_SUCCESS) return refused;
     queue(stream, Item{std::move(run), {}});
     return CUDA_SUCCESS;
   });
@@ -287,6 +306,9 @@ CUresult record_event(CUevent handle, CUstream stream_handle) {
   return with_event(handle, [&](Event& event, auto&) {
     const StreamPtr stream = find(stream_handle);
     if (stream == nullptr || stream->context != event.context) return CUDA_ERROR_INVALID_HANDLE;
+    event.captured = is_captured(key(stream_handle));
+    if (event.captured) return CUDA_SUCCESS;
+    if (const CUresult refused = refuse_legacy(*stream); refused != CUDA_SUCCESS) return refused;
     auto when = std::make_shared<std::chrono::steady_clock::time_point>();
     event.recorded = true;
     event.at = {stream, stream->queued + 1};
@@ -298,6 +320,7 @@ CUresult record_event(CUevent handle, CUstream stream_handle) {
 
 CUresult query_event(CUevent handle) {
   return with_event(handle, [](const Event& event, auto&) {
+    if (event.captured) return CUDA_ERROR_CAPTURED_EVENT;
     pump();
     return reached(event.at) ? CUDA_SUCCESS : CUDA_ERROR_NOT_READY;
   });
@@ -305,6 +328,7 @@ CUresult query_event(CUevent handle) {
 
 CUresult synchronize_event(CUevent handle) {
   return with_event(handle, [](const Event& event, auto& lock) {
+    if (event.captured) return CUDA_ERROR_CAPTURED_EVENT;
     const Until at = event.at;  // the event may be recorded again, or destroyed, meanwhile
     wait(lock, [&] { return reached(at); });
     return CUDA_SUCCESS;
@@ -328,8 +352,37 @@ CUresult elapsed_ms(float* ms, CUevent start, CUevent end) {
   return CUDA_SUCCESS;
 }
 
+CUresult begin_capture(CUstream handle, CUstreamCaptureMode mode) {
+  return with_stream(handle, [&](const StreamPtr& stream, auto&) {
+    if (stream->legacy) return CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;
+    return open_capture(key(handle), stream->context, stream->blocking(), mode);
+  });
+}
+
+CUresult end_capture(CUstream handle, CUgraph* graph) {
+  return with_stream(handle, [&](const StreamPtr&, auto&) {
+    if (graph == nullptr) return CUDA_ERROR_INVALID_VALUE;
+    *graph = nullptr;
+    const CUresult result = close_capture(key(handle));
+    if (result == CUDA_SUCCESS) *graph = reinterpret_cast<CUgraph>(all().next += 0x10);
+    return result;
+  });
+}
+
+CUresult capture_status(CUstream handle, CUstreamCaptureStatus* status) {
+  return with_stream(handle, [&](const StreamPtr& stream, auto&) {
+    if (status == nullptr) return CUDA_ERROR_INVALID_VALUE;
+    if (const CUresult refused = refuse_legacy(*stream); refused != CUDA_SUCCESS) return refused;
+    *status = !is_captured(key(handle))      ? CU_STREAM_CAPTURE_STATUS_NONE
+              : is_capture_lost(key(handle)) ? CU_STREAM_CAPTURE_STATUS_INVALIDATED
+                                             : CU_STREAM_CAPTURE_STATUS_ACTIVE;
+    return CUDA_SUCCESS;
+  });
+}
+
 void destroy_streams_of(const Context* context) {
   const std::lock_guard lock(all().mutex);
+  drop_captures_of(context);
   const auto finish = [](Stream& stream) {
     stream.items.clear();
     stream.done = stream.queued;

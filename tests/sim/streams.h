@@ -51,6 +51,10 @@ CUresult query_event(CUevent handle);
 CUresult synchronize_event(CUevent handle);
 CUresult elapsed_ms(float* ms, CUevent start, CUevent end);
 
+CUresult begin_capture(CUstream handle, CUstreamCaptureMode mode);
+CUresult end_capture(CUstream handle, CUgraph* graph);
+CUresult capture_status(CUstream handle, CUstreamCaptureStatus* status);
+
 /// Every stream and event of a context that is going away. Pending work never happens.
 void destroy_streams_of(const Context* context);
 

@@ -58,6 +58,8 @@ class GatedBacking final : public Backing {
     return inner_.map(pages);
   }
   Status unmap(std::span<const PageIndex> pages) override { return inner_.unmap(pages); }
+  bool works_behind() const override { return false; }
+  Status drain() override { return ok(); }
   Status copy(std::span<const BlockMove> moves) override { return inner_.copy(moves); }
   std::vector<std::optional<DeviceMemory>> device_memory() const override { return {}; }
 
@@ -223,6 +225,8 @@ class ThrowingBacking final : public Backing {
     }
     return inner_.unmap(pages);
   }
+  bool works_behind() const override { return false; }
+  Status drain() override { return ok(); }
   Status copy(std::span<const BlockMove> moves) override { return inner_.copy(moves); }
   std::vector<std::optional<DeviceMemory>> device_memory() const override { return {}; }
 

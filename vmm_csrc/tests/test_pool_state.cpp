@@ -162,6 +162,9 @@ TEST(the_keeper_is_called_for_what_becomes_due_while_the_figures_stand_still) {
   // It enforces. What it finds meanwhile is its own; what lands after it is a call again.
   {
     const KeeperCalls::Enforcing enforcing(keeper.calls);
+    {
+      const KeeperCalls::Enforcing of_another_thread(keeper.calls);
+    }
     work.enforce = false;
     CHECK(!keeper.is_called_for(work));
     work.enforce = true;
@@ -270,6 +273,17 @@ TEST(what_can_be_given_depends_on_blocks_pages_and_the_limit_in_any_order) {
   CHECK(accounting.over_pages() == 2 && accounting.moving_pages() == 1 && !accounting.can_give());
   accounting.blocks().add_page(*accounting.blocks().take_unmapped());
   CHECK(accounting.can_give());
+  // One that is on its way out is held, and never to be found again: nor is another one for it.
+  CHECK(accounting.excess_pages() == 2);
+  const std::optional<PageIndex> page = accounting.blocks().take_parked();
+  accounting.leave(1);
+  CHECK(accounting.over_pages() == 2 && accounting.excess_pages() == 1 && books.sound());
+  accounting.stay(1);
+  accounting.blocks().add_page(*page);
+  CHECK(accounting.excess_pages() == 2 && accounting.staying_pages() == accounting.held_pages());
+  accounting.leave(1);
+  CHECK(!accounting.check_integrity());  // no page is on its way
+  accounting.stay(1);
   accounting.fail({Errc::kPoolFailed, "gone"});
   CHECK(!accounting.can_give() && accounting.has_failed());
   CHECK(accounting.count_available(Accounting::Reach::kLimit) == 0);

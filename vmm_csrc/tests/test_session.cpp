@@ -19,6 +19,8 @@ class NoMemory final : public Backing {
  public:
   Status map(std::span<const PageIndex>) override { return answer(); }
   Status unmap(std::span<const PageIndex>) override { return answer(); }
+  bool works_behind() const override { return false; }
+  Status drain() override { return ok(); }
   Status copy(std::span<const BlockMove>) override { return answer(); }
   std::vector<std::optional<DeviceMemory>> device_memory() const override { return {}; }
   std::atomic<int> fail_after{-1};  ///< calls until the backing fails for good; negative: never

@@ -1,0 +1,329 @@
+"""Kernels at work with pages that are to be unmapped, on the simulated GPU.
+
+Nothing here measures time: a kernel is held until the test lets it go, so what has returned before
+that did not wait for it.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import pytest
+from native_pools import HUGE
+from ring_scheduler import TIMEOUT_S, Scheduler
+from ring_worker import Worker
+
+from kvelastic import _vmm, errors
+
+PROGRAMS = Path(__file__).parents[1] / "programs"
+SIM_BUILD = Path(__file__).parents[1] / "sim" / "build"
+B = 8
+
+
+@pytest.fixture(scope="session")
+def library() -> str:
+    return subprocess.run([SIM_BUILD], check=True, capture_output=True, text=True).stdout.strip()
+
+
+# ------------------------------------------------------------------------------- over the ring
+
+
+class Gpus:
+    """A scheduler and its workers, each on a simulated GPU of its own."""
+
+    def __init__(self, scheduler: Scheduler, workers: list[Worker]) -> None:
+        self.scheduler, self.workers = scheduler, workers
+        self.pool, self.worker = scheduler.pool, workers[0]
+
+    def all(self, line: str) -> list[str]:
+        return [worker.ask(line) for worker in self.workers]
+
+
+@contextmanager
+def gpus(
+    library: str,
+    *,
+    ranks: int = 1,
+    timeout_s: float = TIMEOUT_S,
+    pages: int = 8,
+    named: bool = True,
+) -> Iterator[Gpus]:
+    with ExitStack() as stack:
+        scheduler = stack.enter_context(Scheduler(pages=pages, ranks=ranks, timeout_s=timeout_s))
+        workers = [
+            stack.enter_context(
+                Worker(
+                    scheduler.segment.name,
+                    "paged",
+                    pages,
+                    rank,
+                    program=str(PROGRAMS / "gpu_ring_worker.py"),
+                    environment={"LD_LIBRARY_PATH": library, "KVSIM_STRICT_CONTEXT": "1"},
+                )
+            )
+            for rank in range(ranks)
+        ]
+        for worker in workers:
+            assert worker.first_words == ["ready"]
+            assert not named or worker.ask("name") == "done"
+        scheduler.ring.wait_for_workers(TIMEOUT_S)
+        yield Gpus(scheduler, workers)
+
+
+class Background:
+    """A call in a thread of its own."""
+
+    def __init__(self, call: Callable[[], object]) -> None:
+        self.outcome: object = None
+        self._call = call
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self.outcome = self._call()
+        except Exception as error:
+            self.outcome = error
+
+    @property
+    def waits(self) -> bool:
+        return self._thread.is_alive()
+
+    def result(self) -> object:
+        self._thread.join(60)
+        assert not self.waits
+        return self.outcome
+
+
+def looks(gpus: Gpus) -> list[int]:
+    """How often each worker has looked whether its kernels are done."""
+    return [int(count) for count in gpus.all("calls cuEventQuery")]
+
+
+def until_fenced(gpus: Gpus, before: list[int]) -> None:
+    """Until each worker has asked its driver for a fence, so that the unmap waits."""
+    while any(now <= was for now, was in zip(looks(gpus), before, strict=True)):
+        pass
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_allocs_go_on_while_an_unmap_waits_for_a_kernel(library: str, ranks: int) -> None:
+    with gpus(library, ranks=ranks) as on:
+        pool = on.pool
+        ids = pool.alloc(4 * B - 1)
+        assert ids is not None
+        pool.free(ids[B - 1 :])  # pages 1 to 3 are parked
+        on.worker.ask("hold")
+        for page in (1, 2, 3):
+            on.worker.ask(f"read {page}")
+        asked = looks(on)
+        trim = Background(pool.trim)
+        until_fenced(on, asked)
+        more = pool.alloc(3 * B)
+        assert more is not None, "three pages were mapped while the others wait"
+        on.scheduler.ring.ping()
+        assert trim.waits
+        assert on.worker.mapped() == list(range(7))
+        assert pool.mapped_bytes == 7 * HUGE
+        on.worker.ask("release")
+        assert trim.result() == 3 * HUGE
+        assert [worker.mapped() for worker in on.workers] == ranks * [[0, 4, 5, 6]]
+        assert on.all("error") == ranks * ["0"]
+        pool.check_integrity()
+
+
+def test_a_lowered_limit_waits_and_blocks_are_to_be_had_meanwhile(library: str) -> None:
+    with gpus(library, pages=12) as on:
+        pool = on.pool
+        ids = pool.alloc(6 * B - 1)
+        assert ids is not None
+        pool.free(ids[2 * B - 1 :])
+        on.worker.ask("hold")
+        asked = looks(on)
+        lower = Background(lambda: pool.set_limit(2 * HUGE))
+        until_fenced(on, asked)
+        state = pool.limit_state()
+        assert state["state"] == "shrinking"
+        assert state["over_bytes"] == 4 * HUGE
+        assert pool.alloc(1) is None, "the limit holds for allocs at once"
+        pool.free(ids[:B])
+        assert len(pool.alloc(B) or []) == B
+        pool.set_limit(12 * HUGE)
+        assert len(pool.alloc(5 * B) or []) == 5 * B, "more than is parked: pages were mapped"
+        assert lower.waits
+        pool.check_integrity()
+        on.worker.ask("release")
+        state = lower.result()
+        assert isinstance(state, dict)
+        assert state["state"] == "applied"
+        assert pool.mapped_bytes == len(on.worker.mapped()) * HUGE
+        pool.check_integrity()
+
+
+def test_pages_that_are_on_their_way_out_are_given_back_once(library: str) -> None:
+    """Two threads go down the ladder at once: the second does not take as many pages again."""
+    with gpus(library) as on:
+        pool = on.pool
+        ids = pool.alloc(8 * B - 1)
+        assert ids is not None
+        pool.free(ids[B - 1 :])
+        on.worker.ask("hold")
+        asked = looks(on)
+        first = Background(lambda: pool.set_limit(5 * HUGE))
+        until_fenced(on, asked)
+        assert pool.set_limit(5 * HUGE)["over_bytes"] == 3 * HUGE
+        assert first.waits
+        on.worker.ask("release")
+        first.result()
+        assert pool.mapped_bytes == 5 * HUGE
+        assert len(on.worker.mapped()) == 5
+        pool.check_integrity()
+
+
+def test_a_map_that_fails_is_undone_while_a_kernel_runs(library: str) -> None:
+    with gpus(library, ranks=2) as on:
+        pool = on.pool
+        ids = pool.alloc(B - 1)
+        assert ids is not None
+        on.worker.ask("hold")
+        on.workers[1].ask("fail cuMemMap:1:CUDA_ERROR_OUT_OF_MEMORY")
+        assert pool.alloc(2 * B) is None
+        assert [worker.mapped() for worker in on.workers] == [[0], [0]]
+        pool.check_integrity()
+
+
+def test_a_long_kernel_is_no_late_worker_and_a_stopped_worker_is_one(library: str) -> None:
+    with gpus(library, timeout_s=0.4) as on:
+        pool = on.pool
+        ids = pool.alloc(3 * B - 1)
+        assert ids is not None
+        pool.free(ids[B - 1 :])
+        on.worker.ask("hold")
+        trim = Background(pool.trim)
+        # As many looks as take longer than the timeout: a look comes a millisecond at most after
+        # the one before, and as late as the machine likes.
+        (start,) = looks(on)
+        while looks(on)[0] - start < 600:
+            pass
+        assert trim.waits
+        assert len(pool.alloc(B) or []) == B
+        on.worker.pause()
+        assert isinstance(trim.result(), errors.ChannelTimeoutError)
+        on.worker.go_on()
+        with pytest.raises(errors.ChannelClosedError):
+            pool.alloc(2 * B)
+        pool.check_integrity()
+
+
+@pytest.mark.parametrize("how", ["kill", "stop"])
+def test_a_worker_that_ends_while_a_kernel_is_waited_for(library: str, how: str) -> None:
+    with gpus(library, ranks=2) as on:
+        pool = on.pool
+        pool.free(pool.alloc(3 * B - 1) or [])
+        on.worker.ask("hold")
+        asked = looks(on)
+        trim = Background(pool.trim)
+        until_fenced(on, asked)
+        if how == "kill":
+            on.worker.kill()
+        else:
+            assert on.worker.ask("stop") == "done", "the kernel is not waited for"
+        outcome = trim.result()
+        assert isinstance(outcome, errors.ChannelClosedError)
+        assert str(on.worker.pid) in str(outcome)
+        pool.check_integrity()
+
+
+@pytest.mark.parametrize("call", ["cuEventCreate", "cuEventRecord", "cuEventQuery"])
+def test_a_wait_that_fails_leaves_the_pages_where_they_are(library: str, call: str) -> None:
+    with gpus(library, ranks=2) as on:
+        pool = on.pool
+        pool.free(pool.alloc(3 * B - 1) or [])
+        on.workers[1].ask(f"fail {call}:1:CUDA_ERROR_UNKNOWN")
+        with pytest.raises(errors.MappingError, match=r"rank 1.*CUDA_ERROR_UNKNOWN"):
+            pool.trim()
+        assert [worker.mapped() for worker in on.workers] == 2 * [[0, 1, 2]]
+        pool.check_integrity()
+        assert pool.trim() == 2 * HUGE
+        assert [worker.mapped() for worker in on.workers] == 2 * [[0]]
+
+
+def test_free_leaves_the_waiting_to_the_keeper(library: str) -> None:
+    """The engine's thread frees blocks over the limit while a kernel runs, and goes on."""
+    with gpus(library) as on:
+        pool = on.pool
+        ids = pool.alloc(4 * B - 1)
+        assert ids is not None
+        keeper = _vmm.Keeper.start(pool, on.scheduler.segment.record)
+        try:
+            pool.set_limit(2 * HUGE)
+            on.worker.ask("hold")
+            asked = looks(on)
+            pool.free(ids[2 * B - 1 :])  # two pages' worth, on pages that are to go
+            until_fenced(on, asked)
+            assert on.worker.mapped() == [0, 1, 2, 3]
+            on.worker.ask("release")
+            while len(on.worker.mapped()) > 2:
+                pass
+        finally:
+            keeper.stop()
+        pool.check_integrity()
+
+
+def test_a_worker_that_knows_no_stream_unmaps_nothing(library: str) -> None:
+    with gpus(library, named=False) as on:
+        pool = on.pool
+        pool.free(pool.alloc(2 * B) or [])
+        with pytest.raises(errors.StreamsUnknownError, match="use_streams"):
+            pool.trim()
+        assert on.worker.mapped() == [0, 1, 2]
+        assert on.worker.ask("name") == "done"
+        assert pool.trim() == 2 * HUGE
+
+
+def test_a_graph_is_captured_beside_maps_and_unmaps(library: str) -> None:
+    with gpus(library) as on:
+        pool = on.pool
+        assert on.worker.ask("capture") == "done"
+        for _ in range(3):
+            pool.free(pool.alloc(3 * B) or [])
+            pool.trim()
+        on.scheduler.ring.ping()
+        assert on.worker.ask("captured") == "0"
+        assert on.worker.ask("capture") == "done"
+        pool.alloc(3 * B)
+        assert on.worker.ask("captured") == "0"
+
+
+# ----------------------------------------------------------------------------- in one process
+
+CASES = (
+    "an_alloc_goes_on_while_an_unmap_waits",
+    "an_alloc_goes_on_while_a_move_waits",
+    "a_stream_that_the_default_one_does_not_order",
+    "a_kernel_of_the_default_stream",
+    "nobody_said_which_streams",
+    "no_kernel_uses_the_pages",
+    "a_capture_goes_on_beside_every_call",
+    "a_capture_of_the_stream_itself_is_waited_for",
+    "streams_and_events_are_given_back",
+    "a_failed_wait_leaves_no_event",
+)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_in_one_process(library: str, case: str) -> None:
+    done = subprocess.run(
+        [sys.executable, str(PROGRAMS / "gpu_cases.py"), case],
+        env=os.environ | {"LD_LIBRARY_PATH": library, "KVSIM_STRICT_CONTEXT": "1"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (done.returncode, done.stdout) == (0, "passed\n"), done.stderr[-3000:]

@@ -1,0 +1,239 @@
+"""Kernels and captures beside a range of this process: `gpu_cases.py CASE` (test_kernels.py)."""
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+
+import pytest
+from gpu_kernels import GLOBAL, SUCCESS, THREAD_LOCAL, Gpu
+from native_pools import HUGE, LAYOUTS
+
+from kvelastic import _vmm, errors
+from kvelastic.pool import native_geometry
+
+PAGES = 24
+B = 8
+
+
+def reserve(gpu: Gpu) -> _vmm.Range:
+    return _vmm.Range.reserve(gpu.driver, native_geometry(LAYOUTS["paged"], PAGES))
+
+
+def pool_over(memory: _vmm.Range) -> _vmm.Pool:
+    total = PAGES * HUGE
+    return _vmm.Pool(
+        memory, max_blocks=PAGES * B, limit_bytes=total, capacity_bytes=total,
+        preallocate=False, movable=True,
+    )  # fmt: skip
+
+
+def begun(gpu: Gpu, call: Callable[[], object]) -> threading.Thread:
+    """The call in another thread; returns when it waits for a fence."""
+    before = gpu.count("cuEventQuery")
+    thread = threading.Thread(target=call)
+    thread.start()
+    while gpu.count("cuEventQuery") == before:
+        assert thread.is_alive(), "it did not wait"
+    return thread
+
+
+def case_an_alloc_goes_on_while_an_unmap_waits(gpu: Gpu) -> None:
+    gpu.driver.use_streams([gpu.stream])
+    memory = reserve(gpu)
+    pool = pool_over(memory)
+    ids = pool.alloc(4 * B - 1) or []
+    pool.cache(ids[:5])
+    pool.free(ids[5:])
+    calls: list[Callable[[], object]] = [pool.trim, lambda: pool.set_limit(2 * HUGE)]
+    for waits in calls:
+        pool.free(pool.alloc(6 * B) or [])
+        gpu.hold()
+        for page in filter(memory.is_mapped, range(PAGES)):
+            gpu.read(memory.address + page * HUGE, HUGE)
+        thread = begun(gpu, waits)
+        pool.set_limit(PAGES * HUGE)
+        got = pool.alloc(2 * B)
+        assert got is not None
+        assert thread.is_alive()
+        pool.free(got)
+        gpu.release()
+        thread.join()
+        assert gpu.error() == SUCCESS
+        pool.check_integrity()
+        memory.check_integrity()
+
+
+def case_an_alloc_goes_on_while_a_move_waits(gpu: Gpu) -> None:
+    gpu.driver.use_streams([gpu.stream])
+    memory = reserve(gpu)
+    pool = pool_over(memory)
+    ids = pool.alloc(3 * B - 1) or []
+    by_page = [[i for i in ids if LAYOUTS["paged"].page_of(i) == page] for page in range(3)]
+    pool.cache(by_page[2][:2])
+    pool.free(by_page[2][2:] + by_page[0][:3])  # the holes for them are on page 0
+    gpu.hold()
+    gpu.read(memory.address, 3 * HUGE)
+    thread = begun(gpu, pool.compact)
+    assert len(pool.alloc(3 * B) or []) == 3 * B
+    assert thread.is_alive()
+    gpu.release()
+    thread.join()
+    assert gpu.error() == SUCCESS
+    pool.check_integrity()
+
+
+def case_a_stream_that_the_default_one_does_not_order(gpu: Gpu) -> None:
+    """Where only the default stream is named, a kernel in a non-blocking one is not seen."""
+    memory = reserve(gpu)
+    memory.map([0, 1])
+    gpu.driver.use_streams([gpu.stream])
+    gpu.hold()
+    gpu.read(memory.address + HUGE, HUGE)
+    thread = begun(gpu, lambda: memory.unmap([1], destroy=True))
+    assert memory.is_mapped(1)
+    gpu.release()
+    thread.join()
+    assert gpu.error() == SUCCESS
+    gpu.driver.use_streams([0])
+    gpu.hold()
+    gpu.read(memory.address, HUGE)
+    memory.unmap([0], destroy=True)  # nobody was told
+    gpu.release()
+    assert gpu.error() != SUCCESS
+
+
+def case_a_kernel_of_the_default_stream(gpu: Gpu) -> None:
+    memory = reserve(gpu)
+    memory.map([0, 1])
+    gpu.driver.use_streams([0])
+    gpu.hold(0)
+    gpu.read(memory.address + HUGE, HUGE, 0)
+    thread = begun(gpu, lambda: memory.unmap([1], destroy=True))
+    memory.map([2])
+    assert memory.is_mapped(1)
+    gpu.release(0)
+    thread.join()
+    assert gpu.error() == SUCCESS
+
+
+def case_nobody_said_which_streams(gpu: Gpu) -> None:
+    memory = reserve(gpu)
+    memory.map([0, 1])
+    assert not gpu.driver.knows_streams
+    for call in (lambda: memory.unmap([1]), gpu.driver.drain, lambda: memory.copy([1], [2])):
+        with pytest.raises(errors.StreamsUnknownError, match="use_streams"):
+            call()
+    assert memory.is_mapped(1)
+    gpu.driver.use_streams([])
+    memory.unmap([1], destroy=True)
+
+
+def case_no_kernel_uses_the_pages(gpu: Gpu) -> None:
+    memory = reserve(gpu)
+    memory.map([0, 1])
+    gpu.driver.use_streams([])
+    gpu.hold()
+    memory.unmap([1], destroy=True)
+    assert gpu.count("cuEventRecord") == 0
+    gpu.release()
+
+
+def case_a_capture_goes_on_beside_every_call(gpu: Gpu) -> None:
+    """In this thread and from another, whatever the mode, in streams of both kinds."""
+    graph, blocking = gpu.new_stream(), gpu.new_stream(0)
+    gpu.driver.use_streams([0, gpu.stream])
+
+    def work() -> None:
+        memory = reserve(gpu)
+        memory.map([0, 1, 2])
+        memory.copy([1], [B])
+        memory.unmap([1])
+        memory.unmap([2], destroy=True)
+        assert gpu.driver.free_bytes < gpu.driver.total_bytes
+        fresh = _vmm.CudaDriver("cuda:0")
+        fresh.use_streams([])
+        fresh.drain()
+
+    for stream in (graph, blocking):
+        for mode in (GLOBAL, THREAD_LOCAL):
+            gpu.begin_capture(mode, stream)
+            work()
+            thread = threading.Thread(target=work)
+            thread.start()
+            thread.join()
+            gc.collect()
+            assert gpu.end_capture(stream) == SUCCESS
+    # The rule is kept by the simulator, and this thread's own mode is what it was.
+    gpu.begin_capture(GLOBAL, graph)
+    assert gpu.sim.cuCtxSynchronize() != SUCCESS
+    assert gpu.end_capture(graph) != SUCCESS
+
+
+def case_a_capture_of_the_stream_itself_is_waited_for(gpu: Gpu) -> None:
+    gpu.driver.use_streams([gpu.stream])
+    memory = reserve(gpu)
+    memory.map([0, 1])
+    gpu.begin_capture()
+    before = gpu.count("cuStreamIsCapturing")
+    thread = threading.Thread(target=lambda: memory.unmap([1], destroy=True))
+    thread.start()
+    while gpu.count("cuStreamIsCapturing") < before + 3:
+        assert thread.is_alive()
+    assert memory.is_mapped(1)
+    memory.map([2])
+    assert gpu.end_capture() == SUCCESS
+    thread.join()
+    assert not memory.is_mapped(1)
+
+
+def case_streams_and_events_are_given_back(gpu: Gpu) -> None:
+    made = gpu.count("cuStreamCreate")
+    for _ in range(3):
+        driver = _vmm.CudaDriver("cuda")
+        driver.use_streams([0, gpu.stream])
+        memory = _vmm.Range.reserve(driver, native_geometry(LAYOUTS["paged"], PAGES))
+        memory.map([0, 1])
+        memory.copy([1], [B])
+        memory.unmap([1])
+        del driver, memory
+        gc.collect()
+    assert gpu.count("cuStreamCreate") - made == gpu.count("cuStreamDestroy") == 6
+    assert gpu.count("cuEventCreate") == gpu.count("cuEventDestroy") > 0
+
+
+def case_a_failed_wait_leaves_no_event(gpu: Gpu) -> None:
+    gpu.driver.use_streams([0, gpu.stream])
+    memory = reserve(gpu)
+    memory.map([0, 1])
+    calls = (
+        "cuStreamCreate",
+        "cuEventCreate",
+        "cuEventRecord",
+        "cuEventQuery",
+        "cuStreamIsCapturing",
+        "cuThreadExchangeStreamCaptureMode",
+        "cuCtxPushCurrent",
+    )
+    for call in calls:
+        gpu.sim.kvsim_fail(f"{call}:1:CUDA_ERROR_UNKNOWN".encode())
+        with pytest.raises(errors.MappingError, match="CUDA_ERROR_UNKNOWN"):
+            memory.unmap([1])
+        gpu.sim.kvsim_fail(b"")
+        assert memory.is_mapped(1)
+    memory.unmap([1], destroy=True)
+    assert gpu.count("cuEventCreate") - 1 == gpu.count("cuEventDestroy")
+
+
+if __name__ == "__main__":
+    try:
+        globals()[f"case_{sys.argv[1]}"](Gpu())
+    except BaseException:
+        # Not by the way of destructors: they would wait for a kernel that is still held.
+        traceback.print_exc()
+        os._exit(1)
+    print("passed")
