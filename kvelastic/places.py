@@ -58,7 +58,12 @@ def copies_by_device(devices: Sequence[Device]) -> list[tuple[str, int]]:
 
 
 def capacity_bytes(devices: Sequence[Device]) -> int:
-    """What an instance could hold on all of them together, if it were alone there."""
+    """What an instance could hold on all of them together, if it were alone there.
+
+    Raises `InvalidArgumentError` for no device.
+    """
+    if not devices:
+        raise InvalidArgumentError("no device is given; name one for each rank")
     of_name = {device.name: device.capacity_bytes for device in devices}
     return min(of_name[name] * len(devices) // copies for name, copies in copies_by_device(devices))
 

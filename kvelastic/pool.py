@@ -19,7 +19,7 @@ from typing import TypeAlias
 from kvelastic import _vmm, segment
 from kvelastic.config import Config
 from kvelastic.device import Device
-from kvelastic.errors import DeviceUnavailableError, DriverError
+from kvelastic.errors import DeviceUnavailableError, DriverError, InvalidArgumentError
 from kvelastic.layout import PageLayout
 from kvelastic.places import JoinedPlaces, capacity_bytes, copies_by_device, join_all
 from kvelastic.sizes import format_size
@@ -189,7 +189,8 @@ def open_pool(
     Raises `GuaranteeError` for a `KVELASTIC_MIN` or a reserve that a device has no room for,
     `ReserveError` if others have not given what is to be reserved, `LedgerError` if a device is
     not to be shared, `SegmentError` if the segment cannot be made (its name is a live instance's),
-    and what `memory` raises; nothing is left behind then.
+    `InvalidArgumentError` unless there is one device for each rank, and what `memory` raises;
+    nothing is left behind then.
     """
     _vmm.set_debug_logging(_log.isEnabledFor(logging.DEBUG))
     _log.debug(
@@ -222,6 +223,11 @@ def open_pool(
             priority=settings.priority,
         )
         where = memory(own_segment, native_geometry(layout, pages))
+        ranks = len(where.workers) if isinstance(where, _vmm.Ring) else 1
+        if ranks != len(devices):
+            raise InvalidArgumentError(
+                f"{len(devices)} devices are given for {ranks} ranks; give one for each"
+            )
         blocks = _vmm.Pool(
             where,
             max_blocks=min(num_blocks, pages * layout.blocks_per_page),

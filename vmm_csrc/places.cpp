@@ -46,7 +46,10 @@ Result<std::shared_ptr<Places>> Places::create(std::vector<Place> places,
 }
 
 Places::Places(std::vector<Place> places, std::uint64_t copies, std::uint64_t copy_bytes)
-    : places_(std::move(places)), copies_(copies), copy_bytes_(copy_bytes) {
+    : places_(std::move(places)),
+      only_(places_.size() == 1 ? places_.front().member.get() : nullptr),
+      copies_(copies),
+      copy_bytes_(copy_bytes) {
   for (const Place& place : places_) min_bytes_ += place.member->min_bytes();
 }
 
@@ -106,7 +109,7 @@ std::uint64_t Places::granted_bytes() const {
   return bytes;
 }
 
-std::uint64_t Places::capacity_bytes() const {
+std::uint64_t Places::capacity_of_several() const {
   std::uint64_t least = ~std::uint64_t{0};
   for (const Place& place : places_) {
     const std::uint64_t here = place.member->capacity_bytes();
@@ -382,8 +385,8 @@ void Places::handled(const Wanted& wanted, std::uint64_t given) {
 
 // ----------------------------------------------------------------------------------------- facts
 
-void Places::publish(std::uint64_t in_use_bytes, std::uint64_t cached_bytes,
-                     std::uint64_t parked_bytes, bool active) {
+void Places::publish_parts(std::uint64_t in_use_bytes, std::uint64_t cached_bytes,
+                           std::uint64_t parked_bytes, bool active) {
   for (const Place& place : places_) {
     const auto here = [&](std::uint64_t bytes) {
       return scaled(bytes, place.ranks.size(), copies_);

@@ -75,7 +75,9 @@ class Places {
   std::uint64_t reach() const;
   std::uint64_t granted_bytes() const;
   /// What the instance could hold on all devices together, if it were alone there.
-  std::uint64_t capacity_bytes() const;
+  std::uint64_t capacity_bytes() const {
+    return only_ ? only_->capacity_bytes() : capacity_of_several();
+  }
   /// Tells each ledger what strangers hold of its device, from what drivers say by rank: the least
   /// that any rank of the device has seen to be free. False: no rank has a driver that can say.
   bool see_devices(std::span<const std::optional<DeviceMemory>> by_rank);
@@ -134,7 +136,11 @@ class Places {
 
   /// The facts that others plan by, of all places together.
   void publish(std::uint64_t in_use_bytes, std::uint64_t cached_bytes, std::uint64_t parked_bytes,
-               bool active);
+               bool active) {
+    if (only_)
+      return only_->publish(in_use_bytes, cached_bytes, parked_bytes, page_bytes(), active);
+    publish_parts(in_use_bytes, cached_bytes, parked_bytes, active);
+  }
   /// Names the process of a rank, as LedgerMember::add_worker, where its pages lie. Fails with
   /// kInvalidArgument for a rank of no place.
   Status add_worker(std::uint32_t rank, std::uint32_t pid, std::uint64_t start_ticks);
@@ -152,12 +158,16 @@ class Places {
 
   std::uint64_t cost_bytes(const Place& place) const { return place.ranks.size() * copy_bytes_; }
   std::uint64_t part_of(std::uint64_t bytes, const Place& place) const;
+  std::uint64_t capacity_of_several() const;
+  void publish_parts(std::uint64_t in_use_bytes, std::uint64_t cached_bytes,
+                     std::uint64_t parked_bytes, bool active);
   Error named(const Place& place, Error error) const;
   Status refuse_in_a_child() const { return places_.front().member->refuse_in_a_child(); }
   void undo(const Claim& claim, std::size_t count);
   void finish_claim();
 
   const std::vector<Place> places_;
+  LedgerMember* const only_;  // where there is one place: every alloc and free publishes
   const std::uint64_t copies_, copy_bytes_;
   std::atomic<std::uint64_t> min_bytes_{0};
   std::atomic<std::uint64_t> ask_since_ns_{0}, ask_seen_ns_{0};

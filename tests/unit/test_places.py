@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import mmap
 import os
-import random
 import signal
 import subprocess
 import sys
@@ -14,9 +13,11 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+from device_ledgers import Machine
 from native_pools import HUGE, LAYOUTS
 
 from kvelastic import _vmm, ledger, segment
+from kvelastic.config import Config
 from kvelastic.device import Device
 from kvelastic.errors import (
     GuaranteeError,
@@ -25,68 +26,14 @@ from kvelastic.errors import (
     LedgerError,
     ReserveError,
 )
-from kvelastic.places import JoinedPlaces, capacity_bytes, copies_by_device, join_all
-from kvelastic.pool import native_geometry
+from kvelastic.places import capacity_bytes, copies_by_device, join_all
+from kvelastic.pool import local_range, native_geometry, open_pool
 
 BOUND_S = 60.0
 """No test waits so long; one that does has hung."""
+PROGRAMS = str(Path(__file__).parents[1] / "programs")
 PAGED = LAYOUTS["paged"]
 BLOCKS = PAGED.blocks_per_page
-
-
-class Machine:
-    """Devices of this test's own, with ledgers and nothing behind them."""
-
-    def __init__(self, pages: dict[str, int]) -> None:
-        self.group = f"kvplaces-{os.getpid()}-{random.randrange(1 << 40):x}"
-        self.devices = {
-            name: Device(name, count * HUGE, _vmm.HostDriver) for name, count in pages.items()
-        }
-        self.joined: list[JoinedPlaces] = []
-
-    def join(self, ranks: str, name: str = "", **options: object) -> JoinedPlaces:
-        """`ranks` are the devices' names, a letter each: "aab" has two copies on a."""
-        name = name or f"m{len(self.joined)}"
-        made = join_all(
-            [self.devices[rank] for rank in ranks],
-            group=self.group,
-            name=name,
-            copy_bytes=HUGE,
-            **({"uuid": name.encode().ljust(16)} | options),  # type: ignore[arg-type]
-        )
-        self.joined.append(made)
-        return made
-
-    def members(self, device: str) -> dict[str, ledger.Member]:
-        return {
-            member.name: member
-            for info in ledger.list_ledgers()
-            if (info.group, info.device) == (self.group, device)
-            for member in info.members
-        }
-
-    def granted(self, device: str) -> dict[str, int]:
-        """Pages that each member has been granted there."""
-        members = self.members(device)
-        return {name: member.granted_bytes // HUGE for name, member in members.items()}
-
-    def check(self) -> None:
-        """Nobody has been granted or promised more than there is, on any device."""
-        for name in self.devices:
-            path = ledger.ledger_path(self.group, name)
-            if not path.exists():
-                continue
-            with (
-                path.open("rb") as file,
-                mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as memory,
-            ):
-                _vmm.ledger_check_integrity(memory)
-
-    def close(self) -> None:
-        for one in self.joined:
-            one.close()
-        left = [name for name in self.devices if ledger.ledger_path(self.group, name).exists()]
-        assert not left
 
 
 @pytest.fixture
@@ -108,6 +55,11 @@ def test_a_place_for_each_device_and_a_copy_for_each_rank(machine: Machine) -> N
     assert mine.places.page_bytes == 3 * HUGE
     assert mine.places.capacity_bytes == 12 * HUGE
     assert [one.member.capacity_bytes for one in mine.ledgers] == [8 * HUGE, 8 * HUGE]
+
+
+def test_devices_are_taken_in_one_order_by_everybody(machine: Machine) -> None:
+    a, b = (one.member for one in machine.join("ab").ledgers)
+    assert _vmm.Places([(b, [0]), (a, [1, 2])], HUGE).devices == [("a", 2), ("b", 1)]
 
 
 def test_places_that_cannot_be(machine: Machine) -> None:
@@ -151,7 +103,12 @@ def test_a_full_device_keeps_nothing_of_the_others(machine: Machine) -> None:
     assert holder.places.grant(8) == 8
     mine = machine.join("ab", "mine")
     before = machine.members("a")["mine"]
+    asker = machine.join("a", "asker")
+    asker.places.ask(1)
+    seen = asker.ledgers[0].member.bell
     assert mine.places.room() == mine.places.grant(3) == 0
+    assert asker.ledgers[0].member.bell == seen, "nothing was taken on a for a moment"
+    asker.places.stop_asking()
     assert machine.granted("a")["mine"] == machine.granted("b")["mine"] == 0
     holder.places.give_back(2)
     assert mine.places.grant(3) == 2
@@ -203,8 +160,8 @@ def test_strangers_are_judged_by_the_ranks_of_each_device(machine: Machine) -> N
     mine = machine.join("aab", "mine")
     assert mine.places.grant(2) == 2
     total = 8 * HUGE
-    # Four pages of mine are on a: beside them two more are taken, as rank 1 has seen it.
-    assert mine.places.see_devices([(total, 3 * HUGE), (total, 2 * HUGE), (total, 6 * HUGE)])
+    # Four pages of mine are on a: beside them two more are taken, as rank 0 has seen it.
+    assert mine.places.see_devices([(total, 2 * HUGE), (total, 3 * HUGE), (total, 6 * HUGE)])
     others = {info.device: info.others_bytes for info in ledger.list_ledgers()}
     assert (others["a"], others["b"]) == (2 * HUGE, 0)
     assert mine.places.room() == 1
@@ -213,8 +170,8 @@ def test_strangers_are_judged_by_the_ranks_of_each_device(machine: Machine) -> N
 
 _GRANTS = """
 import mmap, sys
-sys.path[:0] = sys.argv[1].split(":")
-from test_places import Machine
+sys.path.insert(0, sys.argv[1])
+from device_ledgers import Machine
 machine = Machine({"a": 8, "b": 8})
 machine.group = sys.argv[2]
 places = machine.join("ab", "victim").places
@@ -232,12 +189,11 @@ def test_killed_in_the_middle_of_a_grant_nothing_stays_granted(
 ) -> None:
     """SIGSTOP until one ledger has granted and the other has not, then SIGKILL."""
     mine = machine.join("ab", "mine")
-    paths = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "programs")]
     counter = tmp_path / "rounds"
     counter.write_bytes(bytes(1))
     with (
         subprocess.Popen(
-            [sys.executable, "-c", _GRANTS, ":".join(paths), machine.group, str(counter)],
+            [sys.executable, "-c", _GRANTS, PROGRAMS, machine.group, str(counter)],
             stdout=subprocess.PIPE,
             text=True,
         ) as victim,
@@ -474,8 +430,8 @@ def test_two_first_in_different_ledgers_do_not_keep_memory_from_each_other(
 
 _SCHEDULER = """
 import sys
-sys.path[:0] = sys.argv[1].split(":")
-from test_places import Machine
+sys.path.insert(0, sys.argv[1])
+from device_ledgers import Machine
 machine = Machine({"a": 8, "b": 8})
 machine.group = sys.argv[2]
 assert machine.join("ab", "scheduler").places.grant(3) == 3
@@ -486,9 +442,8 @@ sys.stdin.read()
 
 def test_a_worker_keeps_the_grant_of_its_own_device_alone(machine: Machine) -> None:
     mine = machine.join("ab", "mine")
-    paths = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "programs")]
     with subprocess.Popen(
-        [sys.executable, "-c", _SCHEDULER, ":".join(paths), machine.group],
+        [sys.executable, "-c", _SCHEDULER, PROGRAMS, machine.group],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -511,3 +466,49 @@ def test_a_worker_keeps_the_grant_of_its_own_device_alone(machine: Machine) -> N
     assert mine.places.grant(8) == 5, "who looks for memory finds the dead later"
     ledger.reap()
     assert machine.granted("b") == {"mine": 5}
+
+
+def test_one_device_for_each_rank(machine: Machine) -> None:
+    settings = Config(ledger=machine.group)
+    for devices, why in (("ab", "2 devices are given for 1 ranks"), ("", "no device is given")):
+        with pytest.raises(InvalidArgumentError, match=why):
+            open_pool(
+                settings,
+                PAGED,
+                2,
+                num_blocks=8,
+                block_tokens=16,
+                engine="test",
+                devices=[machine.devices[name] for name in devices],
+                memory=local_range(machine.devices["a"]),
+            )
+    assert machine.granted("a") == machine.granted("b") == {}
+
+
+def test_a_pool_over_two_devices_gives_all_back(machine: Machine) -> None:
+    """With a ring whose workers nobody has started: the ledgers are left at the end."""
+    settings = Config(ledger=machine.group, minimum=4 * HUGE)
+
+    def ring(own: segment.Segment, geometry: _vmm.Geometry) -> _vmm.Ring:
+        return _vmm.Ring.create(own.record, geometry, 1.0, 3)
+
+    with open_pool(
+        settings,
+        PAGED,
+        4,
+        num_blocks=32,
+        block_tokens=16,
+        engine="test",
+        devices=[machine.devices[name] for name in "aab"],
+        memory=ring,
+        reserve_bytes={"a": HUGE, "b": 2 * HUGE},
+    ) as pool:
+        assert pool.segment.record.read_header()["devices"] == [("a", 2), ("b", 1)]
+        assert [name for name, _ in pool.places.devices] == ["a", "b"]
+        assert pool.places.min_bytes == 4 * HUGE
+        pool.reserve({"b": HUGE})
+        members = {device: next(iter(machine.members(device).values())) for device in "ab"}
+        assert [members[device].reserve_bytes for device in "ab"] == [HUGE, HUGE]
+        with pytest.raises(InvalidArgumentError, match="2 devices"):
+            pool.reserve(HUGE)
+    assert machine.members("a") == machine.members("b") == {}

@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from native_pools import HUGE
+from device_ledgers import Machine
+from native_pools import HUGE, LAYOUTS
 from prometheus_client.parser import text_string_to_metric_families
-from test_places import BLOCKS, PAGED, Machine
 
 from kvelastic import _vmm, ledger, segment
 from kvelastic.cli.device_rows import device_rows
@@ -20,6 +20,8 @@ from kvelastic.controller import instance_memory
 from kvelastic.metrics import render
 from kvelastic.pool import native_geometry
 
+PAGED = LAYOUTS["paged"]
+BLOCKS = PAGED.blocks_per_page
 KVCTL = str(Path(sys.executable).with_name("kvctl"))
 
 
