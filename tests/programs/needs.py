@@ -57,6 +57,9 @@ _HAS_GPU = shutil.which("nvidia-smi") is not None
 gpu = _need(_HAS_GPU, "no NVIDIA driver: no nvidia-smi")
 no_gpu = _need(not _HAS_GPU, "there is a GPU")
 torch = _need(_has_module("torch"), "no torch: scripts/setup")
+TRITON = Path(sys.prefix) / "triton"
+"""Where scripts/setup puts Triton: beside the packages, for a torch for the CPU cannot bear it."""
+triton = _need((TRITON / "triton").is_dir(), "Triton is not beside vLLM: scripts/setup")
 vllm = _need(_has_module("vllm"), "vLLM is not installed: scripts/setup")
 playwright = _need(_has_module("playwright"), "no playwright: pip install playwright")
 chromium = _need(find_chromium() is not None, "no Chromium: apt-get install chromium")

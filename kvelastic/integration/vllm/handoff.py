@@ -18,6 +18,8 @@ class Handoff:
     """What a worker needs to attach: plain values that travel with its `KVCacheConfig`."""
 
     rank: int
+    device: str
+    """Where the scheduler counts this worker's pages: `host`, or a GPU's UUID."""
     segment_name: str
     segment_uuid: bytes
     pages: int

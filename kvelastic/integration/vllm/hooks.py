@@ -46,6 +46,9 @@ class Hook:
     """`module:Class.method` or `module:name`."""
     wrapper: Callable[..., Any]
     why: str
+    is_new: bool = False
+    """vLLM has nothing at that path: the wrapper is put there as it is, as a method that the engine
+    core calls in its workers by name."""
     is_made: bool = False
     """The wrapper is what `wrapper(original)` answers, with the original's own parameters: for what
     vLLM calls many times a step, where packing arguments anew would be the whole cost."""
@@ -80,6 +83,9 @@ def _set(hook: Hook) -> None:
     module, _, path = hook.path.partition(":")
     *outer, name = path.split(".")
     owner = functools.reduce(getattr, outer, import_module(module))
+    if hook.is_new:
+        setattr(owner, name, hook.wrapper)
+        return
     original = getattr(owner, name)
     if not hasattr(original, "kvelastic_original"):
         replacement = hook.wrapper(original) if hook.is_made else _packing(original, hook.wrapper)

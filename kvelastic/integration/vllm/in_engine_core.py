@@ -1,6 +1,7 @@
 """Wrappers for the engine core's process: the scheduler, and the executor that leads the workers.
 
-What is kept where: an executor has its `Instance` (`kvelastic_instance`), a scheduler's block pool
+What is kept where: an executor has its `Instance` (`kvelastic_instance`) and which of its workers
+have a part in it (`kvelastic_ranks`), a scheduler's block pool
 is an `ElasticBlockPool`, a step's output carries the step's number (`kvelastic_step`).
 """
 
@@ -19,6 +20,11 @@ _log = logging.getLogger("kvelastic.vllm")
 
 _KV_CACHE = "kv_cache"
 """vLLM's tag of the KV cache's memory, for sleep and wake."""
+
+DEVICE_FACTS = "kvelastic_device_facts"
+"""Method of a worker that tells its device; set by our hooks, called by name."""
+HELD_BYTES = "kvelastic_held_bytes"
+"""Method of a worker that tells what it holds there besides the KV cache."""
 
 _waiting_instance: Instance | None = None
 """Made before the workers start; the next block pool of this process takes it."""
@@ -46,14 +52,18 @@ def executor_initialize(
 
     global _waiting_instance
     # A stage without attention, or a model without it, has no KV cache and no part in this.
-    with_cache = [config for config in kv_cache_configs if config.kv_cache_tensors]
-    if not with_cache:
+    ranks = [rank for rank, config in enumerate(kv_cache_configs) if config.kv_cache_tensors]
+    if not ranks:
         original(executor, kv_cache_configs)
         return
     vllm_config = executor.vllm_config
+    with_cache = [kv_cache_configs[rank] for rank in ranks]
     for config in with_cache:
         refuse_cache_configuration(vllm_config, config)
-    instance = scheduler_side.start_instance(vllm_config, with_cache)
+    facts = executor.collective_rpc(DEVICE_FACTS)
+    instance = scheduler_side.start_instance(
+        vllm_config, with_cache, [facts[rank] for rank in ranks]
+    )
     try:
         for rank, config in enumerate(with_cache):
             instance.rewrite(config, rank)
@@ -63,9 +73,27 @@ def executor_initialize(
         instance.close()
         raise
     executor.kvelastic_instance = instance
+    executor.kvelastic_ranks = ranks
     # In one process with its worker, the scheduler would read the span of ids here.
     vllm_config.cache_config.num_gpu_blocks = instance.num_blocks
     _waiting_instance = instance
+
+
+def executor_warm_up(original: Callable[..., Any], executor: Any) -> None:
+    """From here on the instance maps pages ahead, answers requests, and gives to others.
+
+    Not before: a driver's call in the middle of a graph's capture can end it.
+    """
+    instance = _instance_of(executor)
+    original(executor)
+    if instance is None:
+        return
+    try:
+        held_bytes = executor.collective_rpc(HELD_BYTES)
+        instance.begin([held_bytes[rank] for rank in executor.kvelastic_ranks])
+    except BaseException:
+        instance.close()
+        raise
 
 
 def engine_core_shutdown(original: Callable[..., Any], core: Any) -> None:
@@ -100,9 +128,12 @@ def executor_sleep(original: Callable[..., Any], executor: Any, *args: Any, **kw
 def executor_wake_up(
     original: Callable[..., Any], executor: Any, tags: list[str] | None = None
 ) -> None:
-    """Let blocks be handed out again; their memory comes with the requests that need it."""
+    """Let blocks be handed out again; their memory comes with the requests that need it.
+
+    Also where the weights alone wake: what is reserved for them is asked for first.
+    """
     instance = _instance_of(executor)
-    if instance is not None and (tags is None or _KV_CACHE in tags):
+    if instance is not None and executor.sleeping_tags.issuperset(tags or ()):
         instance.wake()
     original(executor, tags)
     if instance is not None:

@@ -7,12 +7,19 @@ import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from kvelastic.integration.vllm import worker_device
 from kvelastic.integration.vllm.handoff import HANDOFF
+from kvelastic.integration.vllm.refusals import refuse_short_offsets
 
 if TYPE_CHECKING:
     from kvelastic.integration.vllm.worker_side import WorkerMemory
 
 _log = logging.getLogger("kvelastic.vllm")
+
+
+def device_facts(worker: Any) -> worker_device.DeviceFacts:
+    """Where this worker's pages will lie: asked by the engine core, which opens no device."""
+    return worker_device.of_worker(worker).facts
 
 
 def initialize_from_config(original: Callable[..., Any], worker: Any, kv_cache_config: Any) -> None:
@@ -23,11 +30,12 @@ def initialize_from_config(original: Callable[..., Any], worker: Any, kv_cache_c
         return
     from kvelastic.integration.vllm import worker_side
 
-    memory = worker_side.attach(handoff)
+    memory = worker_side.attach(handoff, worker_device.of_worker(worker))
     worker.kvelastic_memory = memory
     with memory.as_kv_allocation():
         original(worker, kv_cache_config)
     memory.check_views(worker.model_runner.kv_caches, kv_cache_config.num_blocks)
+    refuse_short_offsets(worker.model_runner)
 
 
 def shutdown(original: Callable[..., Any], worker: Any) -> None:

@@ -14,6 +14,7 @@ from kvelastic.integration.vllm import (
     hooks,
     in_engine_core,
     in_front_end,
+    in_gpu_worker,
     in_offloading,
     in_worker,
 )
@@ -36,6 +37,8 @@ _SCHEDULER: Final = "vllm.v1.core.sched.scheduler"
 _POOL: Final = "vllm.v1.core.block_pool:BlockPool"
 _CONFIG: Final = "vllm.v1.kv_cache_interface:KVCacheConfig"
 _WORKER: Final = "vllm.v1.worker.gpu_worker:Worker"
+_BLOCK_TABLE: Final = "vllm.v1.worker.block_table:BlockTable"
+_BLOCK_TABLES: Final = "vllm.v1.worker.gpu.block_table:BlockTables"
 _CPU_WORKER: Final = "vllm.v1.worker.cpu_worker"
 _OFFLOADING: Final = "vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector"
 _OFFLOADS: Final = (
@@ -73,6 +76,12 @@ HOOKS: Final = (
         f"{_EXECUTOR}.initialize_from_config",
         in_engine_core.executor_initialize,
         "make the instance; give the workers the paged layout",
+    ),
+    Hook(
+        ENGINE_CORE,
+        f"{_EXECUTOR}.compile_or_warm_up_model",
+        in_engine_core.executor_warm_up,
+        "say what the workers hold besides; the keeper begins",
     ),
     Hook(
         ENGINE_CORE,
@@ -142,6 +151,54 @@ HOOKS: Final = (
         "answer the one KV allocation with the arena",
     ),
     Hook(WORKER, f"{_WORKER}.shutdown", in_worker.shutdown, "detach"),
+    Hook(
+        WORKER,
+        f"{_WORKER}.{in_engine_core.DEVICE_FACTS}",
+        in_worker.device_facts,
+        "say on which device the worker computes",
+        is_new=True,
+    ),
+    Hook(
+        WORKER,
+        f"{_WORKER}.{in_engine_core.HELD_BYTES}",
+        in_gpu_worker.held_bytes,
+        "say what it holds there besides the KV cache",
+        is_new=True,
+    ),
+    Hook(
+        WORKER,
+        "torch.accelerator:get_memory_info",
+        in_gpu_worker.memory_info,
+        "while vLLM measures: free is what this process leaves, whatever neighbours hold",
+    ),
+    Hook(WORKER, f"{_WORKER}.init_device", in_gpu_worker.measures, "vLLM measures: at start"),
+    Hook(
+        WORKER,
+        f"{_WORKER}.load_model",
+        in_gpu_worker.load_model,
+        "have the others make room for the weights",
+    ),
+    Hook(
+        WORKER,
+        f"{_WORKER}.determine_available_memory",
+        in_gpu_worker.measures,
+        "vLLM measures: what it needs",
+    ),
+    Hook(WORKER, f"{_WORKER}.sleep", in_gpu_worker.measures, "vLLM measures: what sleep frees"),
+    Hook(
+        WORKER,
+        f"{_WORKER}.compile_or_warm_up_model",
+        in_gpu_worker.compile_or_warm_up_model,
+        "warm up over the null block",
+    ),
+    Hook(
+        WORKER,
+        f"{_BLOCK_TABLES}.gather_block_tables",
+        in_gpu_worker.gather_block_tables,
+        "no ids behind a row's own",
+    ),
+    Hook(WORKER, f"{_BLOCK_TABLE}.add_row", in_gpu_worker.add_row, "the same (V1)"),
+    Hook(WORKER, f"{_BLOCK_TABLE}.move_row", in_gpu_worker.move_row, "the same (V1)"),
     Hook(
         CPU_WORKER,
         f"{_CPU_WORKER}:CPUWorker.sleep",
@@ -242,6 +299,8 @@ def _probe_engine_core(engine: str, series: str) -> None:
     )
     probe.parameters(f"{_EXECUTOR}.__init__", ("self", "vllm_config"))
     probe.parameters(f"{_EXECUTOR}.initialize_from_config", ("self", "kv_cache_configs"))
+    probe.parameters(f"{_EXECUTOR}.compile_or_warm_up_model", ("self",))
+    probe.parameters(f"{_EXECUTOR}.collective_rpc", ("self", "method"))
     probe.parameters(f"{_EXECUTOR}.sleep", ("self", "level"))
     probe.parameters(f"{_EXECUTOR}.wake_up", ("self", "tags"))
     probe.parameters(f"{_EXECUTOR}.discard", ("self", "tags"))
@@ -352,7 +411,34 @@ def _probe_worker(engine: str) -> None:
         "vllm.v1.worker.utils:allocate_kv_cache", ("kv_cache_config", "device", "layout")
     )
     probe.mentions("vllm.v1.worker.utils:allocate_kv_cache", ("zeros", "int8", "size"))
+    _probe_gpu_worker(probe)
     probe.refuse_if_broken()
+
+
+def _probe_gpu_worker(probe: Probe) -> None:
+    """What vLLM measures on a GPU, and how its block tables are filled."""
+    probe.parameters(f"{_WORKER}.init_device", ("self",))
+    probe.mentions(f"{_WORKER}.init_device", ("MemorySnapshot", "request_memory", "device"))
+    probe.parameters(f"{_WORKER}.load_model", ("self",))
+    probe.parameters(f"{_WORKER}.determine_available_memory", ("self",))
+    probe.mentions(f"{_WORKER}.determine_available_memory", ("memory_profiling",))
+    probe.mentions("vllm.utils.mem_utils:MemorySnapshot.measure", ("get_memory_info",))
+    probe.parameters(f"{_WORKER}.sleep", ("self", "level"))
+    probe.mentions(f"{_WORKER}.sleep", ("get_memory_info",))
+    probe.parameters(f"{_WORKER}.compile_or_warm_up_model", ("self",))
+    probe.get("torch.accelerator:get_memory_info")
+    probe.parameters(
+        f"{_BLOCK_TABLES}.gather_block_tables",
+        ("self", "idx_mapping", "num_reqs_padded", "out", "out_ptrs"),
+    )
+    probe.mentions(f"{_BLOCK_TABLES}.gather_block_tables", ("input_block_tables",))
+    probe.mentions(f"{_BLOCK_TABLES}.append_block_ids", ("redirect_writes_to_null_block",))
+    probe.parameters(f"{_BLOCK_TABLE}.add_row", ("self", "block_ids", "row_idx"))
+    probe.parameters(f"{_BLOCK_TABLE}.move_row", ("self", "src", "tgt"))
+    probe.parameters(f"{_BLOCK_TABLE}.clear_row", ("self", "row_idx"))
+    probe.mentions(f"{_BLOCK_TABLE}.clear_row", ("num_blocks_per_row",))
+    probe.get("vllm.utils.torch_utils:current_stream")
+    probe.fields("vllm.v1.worker.utils:AttentionGroup", ("backend",))
 
 
 def _probe_cpu_worker(engine: str) -> None:

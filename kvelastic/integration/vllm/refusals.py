@@ -26,6 +26,10 @@ _NOT_COMPOSED: Final = {
     "MoRIIOConnector": _WHOLE_RANGE,
     "SimpleCPUOffloadConnector": "it would copy one layer of the paged layout",
 }
+_COUNTS_IN_32_BITS: Final = frozenset({"FLEX_ATTENTION"})
+"""Attention backends whose kernels do: vLLM's issue 50427."""
+_MOST_IN_32_BITS: Final = 2**31 - 1
+_DEVICES: Final = ("cpu", "cuda")
 _OFFLOADED_KINDS: Final = ("FullAttentionSpec", "MLAAttentionSpec", "UniformTypeKVCacheSpecs")
 
 _WAY_OUT = "Unset ENABLE_KVELASTIC to run this without kvelastic."
@@ -42,9 +46,21 @@ def refuse_configuration(vllm_config: Any) -> None:
     if getattr(vllm_config.attention_config, "hisparse_config", None) is not None:
         found.append("HiSparse, which keeps blocks in host memory")
     device = vllm_config.device_config.device_type
+    if device not in _DEVICES:
+        found.append(f"the device {device!r}: {' and '.join(_DEVICES)} are covered")
     if device != "cpu":
-        found.append(f"the device {device!r}: 'cpu' is covered so far")
+        found += _refused_on_gpus(vllm_config)
     _refuse(found)
+
+
+def _refused_on_gpus(vllm_config: Any) -> list[str]:
+    parallel = vllm_config.parallel_config
+    found = []
+    if parallel.use_ubatching:
+        found.append("micro-batches (--enable-dbo, --ubatch-size): they compute on several streams")
+    if parallel.enable_elastic_ep:
+        found.append("elastic expert parallelism, which starts workers later")
+    return found
 
 
 def refuse_cache_configuration(vllm_config: Any, config: Any) -> None:
@@ -68,6 +84,30 @@ def refuse_cache_configuration(vllm_config: Any, config: Any) -> None:
     if any(tensor.host_resident for tensor in config.kv_cache_tensors):
         found.append("KV cache tensors in host memory beside those on the device")
     _refuse(list(dict.fromkeys(found)))
+
+
+def refuse_short_offsets(runner: Any) -> None:
+    """Raise `UnsupportedEngineError` if a kernel would count a layer's elements in too few bits.
+
+    A layer's view spans the whole range of addresses, so it is longer than the same cache is in
+    stock vLLM. `runner` is a worker's model runner, its views made.
+    """
+    backends = {group.backend.get_name() for groups in runner.attn_groups for group in groups}
+    for name in sorted(backends & _COUNTS_IN_32_BITS):
+        longest = max(map(_span, runner.kv_caches), default=0)
+        if longest > _MOST_IN_32_BITS:
+            _refuse(
+                [
+                    f"{name} over a KV cache of which a layer spans {longest} elements: it counts "
+                    f"them in 32 bits, up to {_MOST_IN_32_BITS}. Choose another "
+                    "--attention-backend, or a smaller --kv-cache-memory-bytes"
+                ]
+            )
+
+
+def _span(view: Any) -> int:
+    steps = zip(view.shape, view.stride(), strict=True)
+    return 1 + sum((int(size) - 1) * int(stride) for size, stride in steps)
 
 
 def _connectors(vllm_config: Any) -> list[Any]:

@@ -1,35 +1,47 @@
 """The scheduler's half of an instance: segment, ring, pool and keeper, made for one KV cache.
 
-    instance = start_instance(vllm_config, kv_cache_configs)  # once vLLM knows the cache's size
+    instance = start_instance(vllm_config, configs, devices)  # once vLLM knows the cache's size
     instance.rewrite(config, rank)                            # each worker's config: paged layout
     instance.wait_for_workers()                               # after they all have
+    instance.begin(held_bytes)                                # after they have warmed up
     ... instance.blocks ...                                   # through block_pool.ElasticBlockPool
     instance.close()
 
-Knows of vLLM only the fields of its configuration; imports neither vLLM nor torch.
+Knows of vLLM only the fields of its configuration; imports neither vLLM nor torch. Opens no device:
+what a GPU is called and how large it is, its workers tell.
 """
 
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Sequence
 from functools import reduce
 from multiprocessing.util import Finalize
 from typing import Any
 
-from kvelastic import _vmm, config
-from kvelastic.device import host
-from kvelastic.errors import ConfigError
+from kvelastic import _vmm, config, gpu_table
+from kvelastic.device import AUTO, HOST, Device, host
+from kvelastic.errors import (
+    ConfigError,
+    DeviceUnavailableError,
+    OutOfMemoryError,
+    UnsupportedEngineError,
+)
 from kvelastic.integration.vllm import cache_shape
 from kvelastic.integration.vllm.cache_shape import CacheShape
 from kvelastic.integration.vllm.handoff import HANDOFF, Handoff
+from kvelastic.integration.vllm.worker_device import DeviceFacts
 from kvelastic.layout import PageLayout
+from kvelastic.places import capacity_bytes
 from kvelastic.pool import FOREVER_S, ElasticPool, open_pool
 from kvelastic.process_memory import anonymous_bytes
 from kvelastic.segment import Segment
 from kvelastic.sizes import format_size
 
 _log = logging.getLogger("kvelastic.vllm")
+
+_MOST_IDS = 2**31 - 1
 
 
 class Instance:
@@ -43,6 +55,7 @@ class Instance:
         pages: int,
         num_blocks: int,
         timeout_s: float,
+        devices: Sequence[DeviceFacts],
         *,
         measures_reserve: bool,
     ) -> None:
@@ -53,6 +66,7 @@ class Instance:
         self._layout = layout
         self._pages = pages
         self._timeout_s = timeout_s
+        self._devices = devices
         self._measures_reserve = measures_reserve
         # Runs in the main process and in every kind of child that multiprocessing makes, which
         # `atexit` does not.
@@ -78,6 +92,7 @@ class Instance:
         layout = self._layout
         return Handoff(
             rank=rank,
+            device=self._devices[rank].name,
             segment_name=self._pool.name,
             segment_uuid=self._pool.segment.record.read_header()["uuid"],
             pages=self._pages,
@@ -93,25 +108,42 @@ class Instance:
     def wait_for_workers(self) -> None:
         """Return once every worker serves the ring and page 0, the null block's, is mapped.
 
-        Says what the workers hold besides the cache, unless `KVELASTIC_RESERVE` does. Raises
-        `ChannelError`, naming the rank, if one does neither within `KVELASTIC_IPC_TIMEOUT`,
-        `GuaranteeError` and `ReserveError` if the device has no room for what they hold.
+        Raises `ChannelError`, naming the rank, if one does neither within `KVELASTIC_IPC_TIMEOUT`.
         """
         ring = self._pool.memory
         assert isinstance(ring, _vmm.Ring)
         ring.wait_for_workers(self._timeout_s)
         self._pool.name_workers()
-        if self._measures_reserve:
-            # They have loaded the model and warmed up, and hold no page of the cache yet.
-            held_bytes = sum(anonymous_bytes(pid) for pid in {pid for pid, _ in ring.workers})
-            self._pool.reserve(held_bytes)
-            _log.info("%s besides the KV cache are reserved.", format_size(held_bytes))
         self.blocks.ensure(1)
+
+    def begin(self, held_bytes: Sequence[int]) -> None:
+        """Map pages ahead, answer requests and give memory to others from here on.
+
+        `held_bytes` is what each rank holds of its GPU besides the cache; of the host's memory this
+        is looked at here. It is reserved, unless `KVELASTIC_RESERVE` says how much. Raises
+        `GuaranteeError` and `ReserveError` if a device has no room for it.
+        """
+        if self._measures_reserve:
+            reserve_bytes = dict.fromkeys((device.name for device in self._devices), 0)
+            for device, rank_bytes in zip(self._devices, held_bytes, strict=True):
+                reserve_bytes[device.name] += rank_bytes
+            if not self._is_on_gpu:
+                ring = self._pool.memory
+                assert isinstance(ring, _vmm.Ring)
+                processes = {pid for pid, _ in ring.workers}
+                reserve_bytes = {HOST: sum(map(anonymous_bytes, processes))}
+            self._pool.reserve(reserve_bytes)
+            for name, size_bytes in reserve_bytes.items():
+                _log.info("%s of %s besides the KV cache are reserved.", format_size(size_bytes), name)
         self.say_whether_engine_sleeps(False)
         self._pool.start_keeper()
         _log.info(
             "Ready as %s: kvctl list shows it, kvctl limit changes its limit.", self._pool.name
         )
+
+    @property
+    def _is_on_gpu(self) -> bool:
+        return self._devices[0].is_gpu
 
     def sleep(self) -> None:
         """Hold no memory until `wake()`; no request may be running. Blocks while it is unmapped."""
@@ -125,9 +157,20 @@ class Instance:
             )
 
     def wake(self) -> None:
-        """Hand out blocks again, within the limit as it was. Takes no memory yet."""
+        """Hand out blocks again, within the limit as it was; what is reserved comes first.
+
+        On a GPU the null block has memory when this returns: kernels read it. Raises `ReserveError`
+        or `OutOfMemoryError`, still asleep, if others have not given enough. Safe to repeat.
+        """
         _log.debug("The KV cache wakes.")
         self.blocks.wake()
+        if self._is_on_gpu and not self.blocks.ensure(1):
+            self.blocks.sleep()
+            raise OutOfMemoryError(
+                f"there is no room for one page of {self._pool.name} on "
+                f"{', '.join(dict.fromkeys(device.name for device in self._devices))}; kvctl devices "
+                "shows who holds what. Lower the limit of another model, and wake it again."
+            )
 
     def say_whether_engine_sleeps(self, asleep: bool) -> None:
         """Show it to operators: what they put to sleep and wake by kvctl is the KV cache alone."""
@@ -139,19 +182,17 @@ class Instance:
         self._pool.close()
 
 
-def start_instance(vllm_config: Any, cache_configs: Sequence[Any]) -> Instance:
-    """Make the instance for a cache, of which every worker (rank) has a configuration.
+def start_instance(
+    vllm_config: Any, cache_configs: Sequence[Any], devices: Sequence[DeviceFacts]
+) -> Instance:
+    """Make the instance for a cache, of which every worker (rank) has a configuration and a device.
 
     Raises `UnsupportedEngineError` for a placement that is not known, `LayoutError` if a block fits
     no page, `ConfigError` for a limit that cannot be kept, and `SegmentError` if the name is taken
     by a live instance.
     """
     settings = config.load()
-    if settings.device.startswith("cuda"):
-        raise ConfigError(
-            f"KVELASTIC_DEVICE={settings.device!r} does not fit vLLM on the CPU: set it to host or "
-            "auto, or leave it unset."
-        )
+    places = _places(settings, devices)
     shape = reduce(CacheShape.joined, map(cache_shape.shape_of, cache_configs))
     layout = PageLayout.solve(
         shape.block_bytes,
@@ -161,7 +202,8 @@ def start_instance(vllm_config: Any, cache_configs: Sequence[Any]) -> Instance:
     )
     num_blocks = cache_configs[0].num_blocks
     ranks = len(cache_configs)
-    pages = _pages(settings, layout, num_blocks, ranks)
+    pages = _pages(places, layout, num_blocks)
+    _check_ids(layout, pages)
     timeout_s = FOREVER_S if settings.ipc_timeout_s is None else settings.ipc_timeout_s
 
     def ring(segment: Segment, geometry: _vmm.Geometry) -> _vmm.Ring:
@@ -175,10 +217,13 @@ def start_instance(vllm_config: Any, cache_configs: Sequence[Any]) -> Instance:
         block_tokens=_block_tokens(cache_configs[0]),
         engine="vLLM",
         model=_model_name(vllm_config),
-        devices=[host(settings)] * ranks,
+        devices=places,
         memory=ring,
         movable=True,
-        reserve_bytes=settings.reserve or 0,
+        reserve_bytes={
+            place.name: (settings.reserve or 0) * copies // ranks
+            for place, copies in Counter(places).items()
+        },
     )
     _log.info(
         "KV cache of %d blocks%s, in at most %d pages of %s with %d blocks each (%.1f%% padding).",
@@ -196,6 +241,7 @@ def start_instance(vllm_config: Any, cache_configs: Sequence[Any]) -> Instance:
         pages,
         num_blocks,
         timeout_s,
+        devices,
         measures_reserve=settings.reserve is None,
     )
 
@@ -206,16 +252,58 @@ def _block_tokens(cache_config: Any) -> int:
     return max(int(tokens), 1)
 
 
-def _pages(settings: config.Config, layout: PageLayout, num_blocks: int, ranks: int) -> int:
-    page_cost_bytes = layout.page_bytes * ranks
+def _places(settings: config.Config, devices: Sequence[DeviceFacts]) -> list[Device]:
+    """Each rank's device, as the ledgers know it."""
+    on_gpu = devices[0].is_gpu
+    if settings.device != AUTO and settings.device.startswith("cuda") != on_gpu:
+        raise ConfigError(
+            f"KVELASTIC_DEVICE={settings.device!r} does not fit vLLM on "
+            f"{'GPUs' if on_gpu else 'the CPU'}: set it to auto, or leave it unset."
+        )
+    if not on_gpu:
+        return [host(settings)] * len(devices)
+    for device in dict.fromkeys(devices):
+        _log.info(
+            "The KV cache is on %s (%s).%s",
+            device.name,
+            device.model,
+            ""
+            if gpu_table.has_run(device.model)
+            else " No GPU of this model is in the table of docs/gpu.md yet: please report how it"
+            " went.",
+        )
+    return [
+        Device(each.name, int(each.total_bytes * settings.gpu_utilization), _no_driver)
+        for each in devices
+    ]
+
+
+def _no_driver() -> _vmm.Driver:
+    raise DeviceUnavailableError("a scheduler opens no GPU: its workers map the pages")
+
+
+def _check_ids(layout: PageLayout, pages: int) -> None:
+    """Block tables of GPUs hold ids in 32 bits."""
+    span = layout.id_span(pages)
+    if span > _MOST_IDS:
+        raise UnsupportedEngineError(
+            f"the block ids of this cache go up to {span}, and kernels hold them in 32 bits "
+            f"(at most {_MOST_IDS}). Make it smaller (vllm serve --kv-cache-memory-bytes), or its "
+            "blocks larger (--block-size)."
+        )
+
+
+def _pages(places: Sequence[Device], layout: PageLayout, num_blocks: int) -> int:
+    page_cost_bytes = layout.page_bytes * len(places)
     wanted = layout.pages_for_blocks(num_blocks)
-    most = settings.host_memory_bytes // page_cost_bytes
+    most = capacity_bytes(places) // page_cost_bytes
     if wanted <= most:
         return wanted
     _log.warning(
-        "vLLM wants %s of KV cache, and KVELASTIC_HOST_MEMORY has room for %d pages of %s. "
+        "vLLM wants %s of KV cache, and %s has room for %d pages of %s. "
         "Requests that need more than that will wait until they are aborted.",
         format_size(wanted * page_cost_bytes),
+        "KVELASTIC_HOST_MEMORY" if places[0].is_host else places[0].name,
         most,
         format_size(page_cost_bytes),
     )

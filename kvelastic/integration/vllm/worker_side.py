@@ -20,9 +20,10 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from kvelastic import _vmm, ledger, segment
+from kvelastic import _vmm, ledger, segment, tensors
 from kvelastic.errors import EngineError, SegmentNotFoundError
 from kvelastic.integration.vllm.handoff import Handoff
+from kvelastic.integration.vllm.worker_device import WorkerDevice
 
 _log = logging.getLogger("kvelastic.vllm")
 
@@ -41,7 +42,7 @@ class WorkerMemory:
         self._arena = arena
         self._ring_worker = ring_worker
         self._lives = lives  # held until this process ends: the memory is there as long
-        self._tensor: torch.Tensor | None = torch.from_dlpack(arena.tensor())
+        self._tensor: torch.Tensor | None = tensors.whole_range(arena)
         # A process that ends without telling the worker still stops its thread first.
         self._at_exit = Finalize(self, ring_worker.stop, exitpriority=10)
 
@@ -87,13 +88,19 @@ class WorkerMemory:
         self._segment.close()
 
 
-def attach(handoff: Handoff) -> WorkerMemory:
-    """Reserve the range and begin to carry out the scheduler's commands.
+def attach(handoff: Handoff, device: WorkerDevice) -> WorkerMemory:
+    """Reserve the range on the worker's device and begin to carry out the scheduler's commands.
 
-    Raises `SegmentError` if the scheduler's segment is gone, `LedgerError` if its place in the
-    device's ledger is, `DriverError` if the addresses cannot be reserved, and `ChannelError` or
+    Raises `EngineError` if the scheduler takes this worker for one on another device,
+    `SegmentError` if the scheduler's segment is gone, `LedgerError` if its place in the device's
+    ledger is, `DriverError` if the addresses cannot be reserved, and `ChannelError` or
     `SegmentBusyError` if another worker is this rank already.
     """
+    if handoff.device != device.facts.name:
+        raise EngineError(
+            f"worker {handoff.rank} computes on {device.facts.name}, and the scheduler counts its "
+            f"memory on {handoff.device}. Please report this with the model's name."
+        )
     _vmm.set_debug_logging(_log.isEnabledFor(logging.DEBUG))
     seg = segment.open_writable(handoff.segment_name)
     try:
@@ -105,9 +112,9 @@ def attach(handoff: Handoff) -> WorkerMemory:
         # Before any page is mapped here: what dies with a page must be known to have lived.
         lives = [
             seg.hold_as_worker(handoff.rank),
-            *ledger.hold_as_worker(handoff.segment_uuid, handoff.rank),
+            *ledger.hold_as_worker(handoff.segment_uuid, handoff.rank, handoff.device),
         ]
-        arena = _vmm.Range.reserve(_vmm.HostDriver(), handoff.geometry())
+        arena = _vmm.Range.reserve(device.driver, handoff.geometry())
         with _every_processor():
             ring_worker = _vmm.RingWorker.start(seg.record, arena, handoff.rank)
     except BaseException:

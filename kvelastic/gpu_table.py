@@ -1,0 +1,36 @@
+"""Which GPUs have run kvelastic: plain data that the log, `kvctl doctor` and docs/gpu.md show.
+
+A row is added by who has seen it, with what `scripts/test` and a served load said there.
+"""
+
+from __future__ import annotations
+
+from typing import Final, Literal, NamedTuple
+
+
+class Row(NamedTuple):
+    """One GPU with one driver and one way to compute attention."""
+
+    gpu: str
+    """As its driver calls it."""
+    driver: str
+    attention: str
+    how: Literal["seen", "simulated"]
+
+
+ROWS: Final = (
+    Row("the simulated driver", "CUDA 13.0", "vLLM's CPU kernels, V1 runner", "simulated"),
+    Row("the simulated driver", "CUDA 13.0", "vLLM's CPU kernels, V2 runner", "simulated"),
+)
+
+
+def has_run(gpu: str) -> bool:
+    """Whether a GPU of that name is in the table as seen."""
+    return any(row.how == "seen" and row.gpu == gpu for row in ROWS)
+
+
+def markdown() -> str:
+    """The table for docs/gpu.md."""
+    lines = ["| GPU | driver | attention | |", "|---|---|---|---|"]
+    lines += [f"| {row.gpu} | {row.driver} | {row.attention} | {row.how} |" for row in ROWS]
+    return "\n".join(lines) + "\n"

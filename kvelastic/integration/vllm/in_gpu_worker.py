@@ -1,0 +1,147 @@
+"""Wrappers for a worker's process on a GPU; on the CPU they let everything pass.
+
+vLLM measures the device's free memory three times: before it loads, after it has profiled, and
+around its sleep, and ends when the figures do not fit. Beside a neighbour they never do. While one
+of these runs, "free" means the device without the neighbours (`own_memory`).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from kvelastic import config, ledger
+from kvelastic.integration.vllm import start_reserve, worker_device
+from kvelastic.integration.vllm.own_memory import Seen, own_bytes
+
+_FIRST = "kvelastic_first_look"
+"""Attribute of a worker that has its first `Seen`."""
+
+_START = "kvelastic_start_reserve"
+"""Attribute of a worker that has its place in the ledger from load to the first request."""
+
+_measured_worker: Any | None = None
+"""The worker of this process whose memory vLLM is measuring now."""
+
+
+def measures(original: Callable[..., Any], worker: Any, *args: Any, **kwargs: Any) -> Any:
+    """Let vLLM measure this process alone while `original` runs."""
+    with _measuring(worker):
+        return original(worker, *args, **kwargs)
+
+
+def memory_info(original: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[int, int]:
+    """`torch.accelerator.get_memory_info`: free and total bytes of a device."""
+    free_bytes, total_bytes = original(*args, **kwargs)
+    worker = _measured_worker
+    if worker is None or not worker_device.of_worker(worker).facts.is_gpu:
+        return free_bytes, total_bytes
+    now = _look(worker, total_bytes - free_bytes)
+    first = worker.__dict__.setdefault(_FIRST, now)
+    return total_bytes - own_bytes(first, now), total_bytes
+
+
+def load_model(original: Callable[..., Any], worker: Any, *args: Any, **kwargs: Any) -> Any:
+    """Have the others make room first."""
+    if _START not in worker.__dict__:
+        setattr(worker, _START, start_reserve.claim(worker))
+    return original(worker, *args, **kwargs)
+
+
+def compile_or_warm_up_model(original: Callable[..., Any], worker: Any) -> Any:
+    """Warm up over the null block: it is the only one that has memory by then.
+
+    vLLM's newer model runner (V2) warms up with block ids that nobody has allocated.
+    """
+    tables = getattr(worker.model_runner, "block_tables", None)
+    if not hasattr(tables, "redirect_writes_to_null_block"):
+        tables = None
+    if tables is not None:
+        tables.redirect_writes_to_null_block = True
+    try:
+        with _measuring(worker):
+            return original(worker)
+    finally:
+        if tables is not None:
+            tables.redirect_writes_to_null_block = False
+
+
+def held_bytes(worker: Any) -> int:
+    """What this worker's process holds, or will hold again in a step, beside the KV cache.
+
+    From here on it is the instance that reserves it. 0 on the CPU, where the scheduler sees it by
+    itself. The peak of torch's allocator counts, and not what it holds now: between profiling and
+    the first request activations go back to the device.
+    """
+    import torch
+
+    if not worker_device.of_worker(worker).facts.is_gpu:
+        return 0
+    place = worker.__dict__.pop(_START, None)
+    if place is not None:
+        place.close()
+    first: Seen | None = worker.__dict__.get(_FIRST)
+    if first is None:
+        return 0
+    free_bytes, total_bytes = torch.accelerator.get_memory_info(worker.device)
+    now = _look(worker, total_bytes - free_bytes)
+    statistics = torch.accelerator.memory_stats(worker.device)
+    peak = int(statistics.get("reserved_bytes.all.peak", now.reserved_by_torch))
+    return own_bytes(first, now) + max(0, peak - now.reserved_by_torch)
+
+
+def gather_block_tables(
+    original: Callable[..., Any],
+    tables: Any,
+    idx_mapping: Any,
+    num_reqs_padded: int,
+    out: Any = None,
+    out_ptrs: Any = None,
+) -> Any:
+    """Clear the rows first: a row keeps the ids of a longer one before it, behind its own.
+
+    A kernel that reads ahead would meet pages that are not mapped any more.
+    """
+    for table in tables.input_block_tables if out is None else out:
+        table[:num_reqs_padded].zero_()
+    return original(tables, idx_mapping, num_reqs_padded, out, out_ptrs)
+
+
+def add_row(original: Callable[..., Any], table: Any, block_ids: list[int], row_idx: int) -> None:
+    """As `gather_block_tables`, for vLLM's older model runner (V1)."""
+    table.clear_row(row_idx)
+    original(table, block_ids, row_idx)
+
+
+def move_row(original: Callable[..., Any], table: Any, src: int, tgt: int) -> None:
+    """As `add_row`: the row that is written over may be the longer one."""
+    if src != tgt:
+        table.clear_row(tgt)
+    original(table, src, tgt)
+
+
+@contextmanager
+def _measuring(worker: Any) -> Iterator[None]:
+    global _measured_worker
+    before, _measured_worker = _measured_worker, worker
+    try:
+        yield
+    finally:
+        _measured_worker = before
+
+
+def _look(worker: Any, used_bytes: int) -> Seen:
+    import torch
+
+    name = worker_device.of_worker(worker).facts.name
+    group = config.load().ledger
+    of_instances = sum(
+        member.granted_bytes + member.pledged_bytes
+        for info in ledger.list_ledgers()
+        if info.device == name and info.group == group
+        for member in info.members
+        if member.pid != os.getpid()  # what this process reserved for its start is its own
+    )
+    return Seen(used_bytes, int(torch.accelerator.memory_reserved(worker.device)), of_instances)

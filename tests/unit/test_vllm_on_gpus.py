@@ -1,0 +1,119 @@
+"""vLLM on GPUs, what can be said without an engine: sums, refusals, and the table in the docs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from kvelastic import config, gpu_table
+from kvelastic.errors import ConfigError, UnsupportedEngineError
+from kvelastic.integration.vllm import scheduler_side, start_reserve
+from kvelastic.integration.vllm.own_memory import Seen, own_bytes
+from kvelastic.integration.vllm.refusals import refuse_short_offsets
+from kvelastic.integration.vllm.worker_device import DeviceFacts
+from kvelastic.layout import PageLayout
+
+GIB = 1 << 30
+FIRST = Seen(used=30 * GIB, reserved_by_torch=0, of_instances=20 * GIB)
+
+
+@pytest.mark.parametrize(
+    ("now", "own"),
+    [
+        (FIRST, 0),
+        # This process: 16 GiB by torch, 1 GiB beside it.
+        (Seen(47 * GIB, 16 * GIB, 20 * GIB), 17 * GIB),
+        # A neighbour of the ledger has grown by 10 GiB meanwhile, or has given back 15.
+        (Seen(57 * GIB, 16 * GIB, 30 * GIB), 17 * GIB),
+        (Seen(32 * GIB, 16 * GIB, 5 * GIB), 17 * GIB),
+        # A stranger has ended: nothing says so, and torch's figure stands.
+        (Seen(36 * GIB, 16 * GIB, 20 * GIB), 16 * GIB),
+    ],
+)
+def test_what_a_process_holds_among_neighbours(now: Seen, own: int) -> None:
+    assert own_bytes(FIRST, now) == own
+
+
+def test_what_a_start_takes() -> None:
+    assert start_reserve.expected_bytes(16 * GIB, 1, 80 * GIB) == 18 * GIB
+    assert start_reserve.expected_bytes(16 * GIB, 4, 80 * GIB) == 6 * GIB
+    assert start_reserve.expected_bytes(0, 1, GIB) == GIB // 32
+    assert start_reserve.expected_bytes(900 * GIB, 1, 80 * GIB) == 80 * GIB
+
+
+def test_the_size_of_a_models_weights(tmp_path: Path) -> None:
+    assert start_reserve.weights_bytes(str(tmp_path)) == 0
+    (tmp_path / "pytorch_model.bin").write_bytes(bytes(100))
+    assert start_reserve.weights_bytes(str(tmp_path)) == 100
+    (tmp_path / "model-1.safetensors").write_bytes(bytes(40))
+    (tmp_path / "model-2.safetensors").write_bytes(bytes(2))
+    assert start_reserve.weights_bytes(str(tmp_path)) == 42
+
+
+@pytest.mark.parametrize("model", ["somebody/no-such-model", "not a name", ""])
+def test_a_model_that_is_not_here_yet_has_no_known_size(
+    model: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    pytest.importorskip("huggingface_hub")
+    monkeypatch.chdir(tmp_path)
+    assert start_reserve.weights_bytes(model) == 0
+
+
+class View:
+    def __init__(self, shape: tuple[int, ...], strides: tuple[int, ...]) -> None:
+        self.shape, self._strides = shape, strides
+
+    def stride(self) -> tuple[int, ...]:
+        return self._strides
+
+
+def runner(backend: str, blocks: int) -> SimpleNamespace:
+    group = SimpleNamespace(backend=SimpleNamespace(get_name=lambda: backend))
+    return SimpleNamespace(attn_groups=[[group]], kv_caches=[View((blocks, 1024), (1024, 1))])
+
+
+def test_a_kernel_that_counts_in_32_bits_gets_no_longer_cache() -> None:
+    fits = 2**31 // 1024 - 1
+    refuse_short_offsets(runner("FLEX_ATTENTION", fits))
+    refuse_short_offsets(runner("FLASH_ATTN", 100 * fits))
+    with pytest.raises(UnsupportedEngineError, match=r"FLEX_ATTENTION .* 32 bits"):
+        refuse_short_offsets(runner("FLEX_ATTENTION", fits + 2))
+
+
+def test_ids_that_a_block_table_cannot_hold() -> None:
+    layout = PageLayout.solve(4096, 2, page_size_bytes=2 << 20)
+    pages = 2**31 // (layout.id_span(2) - layout.id_span(1))
+    scheduler_side._check_ids(layout, pages - 1)
+    with pytest.raises(UnsupportedEngineError, match="32 bits"):
+        scheduler_side._check_ids(layout, pages + 1)
+
+
+GPU = DeviceFacts("GPU-1", 80 * GIB, "NVIDIA H100")
+
+
+def test_the_capacity_of_a_gpu_is_the_part_that_the_settings_say() -> None:
+    other = DeviceFacts("GPU-2", 40 * GIB, "NVIDIA A100")
+    places = scheduler_side._places(config.Config(gpu_utilization=0.5), [GPU, other, GPU])
+    assert [(place.name, place.capacity_bytes) for place in places] == [
+        ("GPU-1", 40 * GIB),
+        ("GPU-2", 20 * GIB),
+        ("GPU-1", 40 * GIB),
+    ]
+    assert not any(place.is_host for place in places)
+
+
+@pytest.mark.parametrize(
+    ("device", "facts"),
+    [("host", GPU), ("cuda", DeviceFacts("host")), ("cuda:1", DeviceFacts("host"))],
+)
+def test_a_device_that_vllm_does_not_compute_on_is_refused(device: str, facts: DeviceFacts) -> None:
+    with pytest.raises(ConfigError, match=f"KVELASTIC_DEVICE='{device}'"):
+        scheduler_side._places(config.Config(device=device), [facts])
+
+
+def test_the_documentation_has_the_table() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "gpu.md").read_text()
+    assert gpu_table.markdown() in text
+    assert not gpu_table.has_run("the simulated driver")
