@@ -115,6 +115,7 @@ def test_no_table_names_blocks_behind_a_rows_own(gpu_run: dict[str, Any]) -> Non
 
 
 def test_nothing_is_unmapped_under_a_kernel_of_the_workers_stream(gpu_run: dict[str, Any]) -> None:
+    assert gpu_run["under_the_kernel"] != "applied"
     assert gpu_run["unmapped_under_the_kernel"] == 0
     assert gpu_run["after_the_kernel"] == "applied"
     assert gpu_run["used_after_the_kernel"] == 0

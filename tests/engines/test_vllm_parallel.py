@@ -14,6 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 from killed_engines import kill_group
+from simulated_machine import SimulatedMachine
 from vllm_server import (
     PAGE_BYTES,
     START_DEADLINE_S,
@@ -130,6 +131,44 @@ def test_two_ranks_grow_shrink_and_sleep_together(parallel: VllmServer, expected
     assert parallel.complete_all(REQUESTS) == expected
     (member,) = [m for i in ledger.list_ledgers() for m in i.members if m.name == NAME]
     assert member.granted_bytes == segment.inspect(NAME).usage["mapped_bytes"]
+
+
+def test_two_gpus_hold_the_same_and_each_ones_ledger_grants_what_it_holds(
+    tiny_model: Path, tmp_path: Path, expected
+) -> None:
+    """Two simulated GPUs, a rank on each: what is granted is granted on both, or on none."""
+    name = f"{NAME}_gpus"
+    with SimulatedMachine(tmp_path, devices=2, memory_bytes=256 << 20) as machine:
+        environment = ELASTIC | machine.engine_environment() | {"KVELASTIC_IPC_NAME": name}
+        with VllmServer(tiny_model, tmp_path / "gpus.log", environment, TWO_RANKS) as server:
+            server.wait_until_ready()
+
+            def held() -> list[int]:
+                return [machine.used_bytes(device) for device in (0, 1)]
+
+            def granted() -> list[int]:
+                return [
+                    member.granted_bytes
+                    for info in ledger.list_ledgers()
+                    for member in info.members
+                    if member.name == name
+                ]
+
+            assert held() == [PAGE_BYTES, PAGE_BYTES]
+            assert server.complete_all(REQUESTS) == expected
+            assert held()[0] == held()[1] > 2 * PAGE_BYTES
+            assert granted() == held()
+            assert segment.inspect(name).usage["mapped_bytes"] == sum(held())
+            answer = segment.request(name, limit_bytes=4 * PAGE_BYTES, wait_s=10)
+            assert (answer.state, held()) == ("applied", [2 * PAGE_BYTES] * 2)
+            assert server.complete_all(REQUESTS) == expected
+            assert max(held()) <= 2 * PAGE_BYTES
+            server.post("/sleep?level=1")
+            assert held() == [0, 0]
+            server.post("/wake_up")
+            assert held() == [PAGE_BYTES, PAGE_BYTES]
+            assert server.stop() == 0
+        assert held() == [0, 0]
 
 
 def test_a_hung_rank_is_an_error_within_the_deadline(parallel: VllmServer) -> None:

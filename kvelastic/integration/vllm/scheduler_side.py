@@ -134,7 +134,9 @@ class Instance:
                 reserve_bytes = {HOST: sum(map(anonymous_bytes, processes))}
             self._pool.reserve(reserve_bytes)
             for name, size_bytes in reserve_bytes.items():
-                _log.info("%s of %s besides the KV cache are reserved.", format_size(size_bytes), name)
+                _log.info(
+                    "%s of %s besides the KV cache are reserved.", format_size(size_bytes), name
+                )
         self.say_whether_engine_sleeps(False)
         self._pool.start_keeper()
         _log.info(
@@ -166,9 +168,9 @@ class Instance:
         self.blocks.wake()
         if self._is_on_gpu and not self.blocks.ensure(1):
             self.blocks.sleep()
+            names = ", ".join(dict.fromkeys(device.name for device in self._devices))
             raise OutOfMemoryError(
-                f"there is no room for one page of {self._pool.name} on "
-                f"{', '.join(dict.fromkeys(device.name for device in self._devices))}; kvctl devices "
+                f"there is no room for one page of {self._pool.name} on {names}; kvctl devices "
                 "shows who holds what. Lower the limit of another model, and wake it again."
             )
 
