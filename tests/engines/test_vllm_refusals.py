@@ -101,6 +101,37 @@ def test_an_engine_built_differently_is_refused_with_what_was_found(change, foun
     assert "unset ENABLE_KVELASTIC" in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("change", "found"),
+    [
+        ("del tables.BlockTables.append_block_ids", "append_block_ids: expected to exist"),
+        (
+            "tables.BlockTables.gather_block_tables = lambda self, mapping, padded: None",
+            "expected parameters ('self', 'idx_mapping', 'num_reqs_padded', 'out', 'out_ptrs')",
+        ),
+        (
+            "mem_utils.MemorySnapshot.measure = lambda self: None",
+            "MemorySnapshot.measure: expected it to use ['get_memory_info']",
+        ),
+    ],
+)
+def test_a_gpu_worker_built_differently_is_refused_with_what_was_found(change, found) -> None:
+    done = run_python(
+        f"""
+        from vllm.v1.worker.gpu import block_table as tables
+        from vllm.utils import mem_utils
+        {change}
+        from kvelastic.integration.vllm.plugin import register
+        register()
+        import vllm.v1.worker.gpu_worker
+        """,
+        ENABLE_KVELASTIC="true",
+    )
+    assert done.returncode != 0
+    assert "UnsupportedEngineError" in done.stderr
+    assert found in done.stderr
+
+
 def test_an_unknown_version_ends_the_server_with_the_reason(tiny_model, log_folder, tmp_path):
     # Python runs this at its start, in every process: the plugin finds another table then.
     tmp_path.joinpath("sitecustomize.py").write_text(

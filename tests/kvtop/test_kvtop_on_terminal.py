@@ -106,6 +106,8 @@ def test_the_screen_is_as_it_was_approved(three, tag, columns, lines, keys):
             return re.sub(r"pid \d+", "pid N", text) + "\n"
 
         top.wait_for(f"{tag}_chat"[:8])  # before the first look there is nothing to select
+        if keys:  # where there is nothing to select yet, `j` selects nothing
+            top.wait_for(lambda: tag in top.text)
         top.press(keys)
         if os.environ.get("KVELASTIC_WRITE_GOLDEN"):
             for _ in range(40):  # until there are rates, and the sparkline is full
