@@ -9,9 +9,12 @@ import pytest
 
 from kvelastic import config, gpu_table
 from kvelastic.errors import ConfigError, UnsupportedEngineError
-from kvelastic.integration.vllm import scheduler_side, start_reserve
+from kvelastic.integration.vllm import scheduler_side, start_reserve, versions
 from kvelastic.integration.vllm.own_memory import Seen, own_bytes
-from kvelastic.integration.vllm.refusals import refuse_short_offsets
+from kvelastic.integration.vllm.refusals import (
+    refuse_cache_configuration,
+    refuse_short_offsets,
+)
 from kvelastic.integration.vllm.worker_device import DeviceFacts
 from kvelastic.layout import PageLayout
 
@@ -80,6 +83,32 @@ def test_a_kernel_that_counts_in_32_bits_gets_no_longer_cache() -> None:
     refuse_short_offsets(runner("FLASH_ATTN", 100 * fits))
     with pytest.raises(UnsupportedEngineError, match=r"FLEX_ATTENTION .* 32 bits"):
         refuse_short_offsets(runner("FLEX_ATTENTION", fits + 2))
+
+
+class SlidingWindowSpec:
+    has_layer_views = True
+
+
+def cache_with_windows(device: str, v2: bool) -> tuple[SimpleNamespace, SimpleNamespace]:
+    engine = SimpleNamespace(
+        kv_transfer_config=None,
+        device_config=SimpleNamespace(device_type=device),
+        use_v2_model_runner=v2,
+    )
+    group = SimpleNamespace(kv_cache_spec=SlidingWindowSpec())
+    return engine, SimpleNamespace(kv_cache_groups=[group], kv_cache_tensors=[])
+
+
+@pytest.mark.parametrize(("version", "v2"), [("0.32.0", True), ("0.33.0", False)])
+def test_windows_whose_blocks_go_while_kernels_read_ahead_are_refused(
+    version: str, v2: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(versions, "installed_version", lambda: version)
+    refuse_cache_configuration(*cache_with_windows("cpu", v2))
+    with pytest.raises(UnsupportedEngineError, match="slid out of the window"):
+        refuse_cache_configuration(*cache_with_windows("cuda", v2))
+    monkeypatch.setattr(versions, "installed_version", lambda: "0.33.0")
+    refuse_cache_configuration(*cache_with_windows("cuda", True))
 
 
 def test_ids_that_a_block_table_cannot_hold() -> None:

@@ -98,7 +98,8 @@ def gather_block_tables(
     idx_mapping: Any,
     num_reqs_padded: int,
     out: Any = None,
-    out_ptrs: Any = None,
+    *arguments: Any,
+    **named: Any,
 ) -> Any:
     """Clear the rows first: a row keeps the ids of a longer one before it, behind its own.
 
@@ -106,7 +107,7 @@ def gather_block_tables(
     """
     for table in tables.input_block_tables if out is None else out:
         table[:num_reqs_padded].zero_()
-    return original(tables, idx_mapping, num_reqs_padded, out, out_ptrs)
+    return original(tables, idx_mapping, num_reqs_padded, out, *arguments, **named)
 
 
 def add_row(original: Callable[..., Any], table: Any, block_ids: list[int], row_idx: int) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any, Final
 
 from kvelastic.errors import UnsupportedEngineError
+from kvelastic.integration.vllm import versions
 
 _SEVERAL: Final = "MultiConnector"
 _OFFLOADING: Final = "OffloadingConnector"
@@ -26,6 +27,9 @@ _NOT_COMPOSED: Final = {
     "MoRIIOConnector": _WHOLE_RANGE,
     "SimpleCPUOffloadConnector": "it would copy one layer of the paged layout",
 }
+_WITH_WINDOWS: Final = frozenset(
+    {"SlidingWindowSpec", "SlidingWindowMLASpec", "ChunkedLocalAttentionSpec"}
+)
 _COUNTS_IN_32_BITS: Final = frozenset({"FLEX_ATTENTION"})
 """Attention backends whose kernels do: vLLM's issue 50427."""
 _MOST_IN_32_BITS: Final = 2**31 - 1
@@ -73,13 +77,20 @@ def refuse_cache_configuration(vllm_config: Any, config: Any) -> None:
             f"{_OFFLOADING} with KV cache groups of the kinds {', '.join(kinds)}: it reads blocks "
             "of sliding windows and states after they were freed, and does not say which"
         )
-    for group in config.kv_cache_groups:
-        specs = getattr(group.kv_cache_spec, "kv_cache_specs", None)
+    layers = [layer for group in config.kv_cache_groups for layer in _layers(group.kv_cache_spec)]
+    found += [
+        f"layers of the kind {type(layer).__name__}, which address the KV cache's memory themselves"
+        for layer in layers
+        if not layer.has_layer_views
+    ]
+    if vllm_config.device_config.device_type != "cpu" and not _masks_windows(vllm_config):
         found += [
-            f"layers of the kind {type(layer).__name__}, which address the KV cache's memory "
-            "themselves"
-            for layer in (specs.values() if specs else [group.kv_cache_spec])
-            if not layer.has_layer_views
+            f"layers of the kind {type(layer).__name__} on a GPU with this vLLM and model runner: "
+            "kernels read ahead into blocks that have slid out of the window, which may have no "
+            "memory. vLLM 0.33 with its V2 runner names none of those; "
+            "--disable-hybrid-kv-cache-manager keeps them"
+            for layer in layers
+            if type(layer).__name__ in _WITH_WINDOWS
         ]
     if any(tensor.host_resident for tensor in config.kv_cache_tensors):
         found.append("KV cache tensors in host memory beside those on the device")
@@ -108,6 +119,18 @@ def refuse_short_offsets(runner: Any) -> None:
 def _span(view: Any) -> int:
     steps = zip(view.shape, view.stride(), strict=True)
     return 1 + sum((int(size) - 1) * int(stride) for size, stride in steps)
+
+
+def _layers(spec: Any) -> list[Any]:
+    """A group's layers by their kinds: one kind, or several of one size."""
+    several = getattr(spec, "kv_cache_specs", None)
+    return list(several.values()) if several else [spec]
+
+
+def _masks_windows(vllm_config: Any) -> bool:
+    """Whether block tables name the null block in the place of what slid out of a window."""
+    series = versions.series_for(versions.installed_version(), strict=False)
+    return series != "0.32" and bool(vllm_config.use_v2_model_runner)
 
 
 def _connectors(vllm_config: Any) -> list[Any]:
