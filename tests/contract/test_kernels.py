@@ -306,6 +306,7 @@ def test_a_graph_is_captured_beside_maps_and_unmaps(library: str) -> None:
 CASES = (
     "an_alloc_goes_on_while_an_unmap_waits",
     "an_alloc_goes_on_while_a_move_waits",
+    "no_page_goes_from_under_a_kernel",
     "a_stream_that_the_default_one_does_not_order",
     "a_kernel_of_the_default_stream",
     "nobody_said_which_streams",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import random
 import sys
 import threading
 import traceback
@@ -13,7 +14,7 @@ import pytest
 from gpu_kernels import GLOBAL, SUCCESS, THREAD_LOCAL, Gpu
 from native_pools import HUGE, LAYOUTS
 
-from kvelastic import _vmm, errors
+from kvelastic import _vmm, errors, segment
 from kvelastic.pool import native_geometry
 
 PAGES = 24
@@ -85,6 +86,75 @@ def case_an_alloc_goes_on_while_a_move_waits(gpu: Gpu) -> None:
     thread.join()
     assert gpu.error() == SUCCESS
     pool.check_integrity()
+
+
+def case_no_page_goes_from_under_a_kernel(gpu: Gpu) -> None:
+    """Threads that alloc, read and free, limits, moves, sleep and a keeper; kernels come and go."""
+    gpu.driver.use_streams([gpu.stream])
+    memory = reserve(gpu)
+    pool = pool_over(memory)
+    ended = threading.Event()
+    failures: list[str] = []
+
+    def engine(seed: int) -> None:
+        chance = random.Random(seed)
+        gpu.enter()
+        mine: list[int] = []
+        for _ in range(400):
+            mine += pool.alloc(chance.randint(1, 20)) or []
+            for block in mine[:3]:
+                page = LAYOUTS["paged"].page_of(block)
+                gpu.read(memory.address + page * HUGE, HUGE)
+            chance.shuffle(mine)
+            cut = chance.randint(0, len(mine))
+            back, mine = mine[:cut], mine[cut:]
+            (pool.free if chance.random() < 0.5 else pool.cache)(back)
+            pool.take_changes()
+        pool.free(mine)
+
+    def operator(seed: int) -> None:
+        chance = random.Random(seed)
+        while not ended.is_set():
+            calls: list[Callable[[], object]] = [pool.trim, pool.compact, pool.sleep, pool.wake]
+            calls += 3 * [lambda: pool.set_limit(chance.randint(2, PAGES) * HUGE)]
+            chance.choice(calls)()
+            pool.wake()
+
+    def kernels() -> None:
+        while not ended.is_set():
+            gpu.hold()
+            asked = gpu.count("cuEventQuery")
+            while not ended.is_set() and gpu.count("cuEventQuery") < asked + 3:
+                pass
+            gpu.release()
+
+    def noted(work: Callable[..., None], *arguments: int) -> threading.Thread:
+        def run() -> None:
+            try:
+                work(*arguments)
+            except BaseException:
+                failures.append(traceback.format_exc())
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        return thread
+
+    name = f"kvtest_kernels_{os.getpid()}"
+    with segment.create(name, engine="test", device="cuda") as shared:
+        keeper = _vmm.Keeper.start(pool, shared.record, 0.01)
+        engines = [noted(engine, seed) for seed in range(2)]
+        others = [noted(operator, 7), noted(operator, 8), noted(kernels)]
+        for thread in engines:
+            thread.join()
+        ended.set()
+        for thread in others:
+            thread.join()
+        keeper.stop()
+    assert not failures, failures[0]
+    assert gpu.error() == SUCCESS
+    assert gpu.count("cuMemUnmap") > 0
+    pool.check_integrity()
+    memory.check_integrity()
 
 
 def case_a_stream_that_the_default_one_does_not_order(gpu: Gpu) -> None:

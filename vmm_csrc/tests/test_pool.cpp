@@ -78,7 +78,9 @@ struct Segment {
   std::unique_ptr<RecordOwner> owner;
 
   Segment() {
-    auto made = RecordOwner::create(bytes, RecordIdentity{});
+    RecordIdentity identity;
+    identity.devices = {{"host", 1}};
+    auto made = RecordOwner::create(bytes, identity);
     if (made) owner = *std::move(made);
   }
 };
