@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import threading
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
-from kvelastic import _vmm
+from kvelastic import _vmm, engines
 from kvelastic.config import Config, configure_logging, load
 from kvelastic.device import Device, means_host, resolve
 from kvelastic.errors import (
@@ -34,8 +34,6 @@ if TYPE_CHECKING:
 
     import torch
 
-Engine = Literal["vllm", "sglang"]
-
 
 @dataclass
 class _Group:
@@ -52,7 +50,8 @@ class _Group:
 class _State:
     """What `init` was told; exists from init to shutdown."""
 
-    engine: Engine
+    engine: str
+    """Its name in `kvelastic.engines`."""
     settings: Config
     device: Device
     reserve_bytes: int = 0
@@ -68,7 +67,7 @@ _state: _State | None = None
 
 
 def init(
-    engine: Engine,
+    engine: str,
     *,
     tp_rank: int,
     world_size: int,
@@ -322,7 +321,7 @@ def alloc_states(
         return tensors, layout.block_bytes
 
 
-def runtime_snapshot(engine: Engine) -> RuntimeSnapshot:
+def runtime_snapshot(engine: str) -> RuntimeSnapshot:
     """What this process is; also where it is not initialized."""
     with _lock:
         state = _state if _state is not None and _state.engine == engine else None
@@ -341,7 +340,7 @@ def runtime_snapshot(engine: Engine) -> RuntimeSnapshot:
         )
 
 
-def pool_snapshots(engine: Engine) -> list[KVCachePoolSnapshot]:
+def pool_snapshots(engine: str) -> list[KVCachePoolSnapshot]:
     """Of every group that has a manager."""
     with _lock:
         if _state is None or _state.engine != engine:
@@ -429,7 +428,7 @@ def _group_for(
         pages,
         num_blocks=max(num_blocks, 2),
         block_tokens=block_tokens,
-        engine={"vllm": "vLLM", "sglang": "SGLang"}[state.engine],
+        engine=engines.find(state.engine).title,
         devices=[state.device],
         memory=local_range(state.device),
         reserve_bytes=0 if state.groups else state.reserve_bytes,

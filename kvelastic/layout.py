@@ -31,7 +31,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import gcd
-from typing import Final, NamedTuple
+from typing import Final
 
 from kvelastic.errors import LayoutError
 
@@ -219,37 +219,6 @@ class PageLayout:
     def offset_bytes(self, block_id: int, buffer: int, pages: int) -> int:
         """Where a block begins in a buffer, from the base of the range."""
         return buffer * self.buffer_stride_bytes(pages) + block_id * self.block_bytes
-
-
-class VllmPlacement(NamedTuple):
-    """vLLM's own terms: block b of layer l lies at `offset + l*layer_stride + b*block_stride`."""
-
-    offset: int
-    layer_stride: int  # bytes
-    block_stride: int  # bytes
-    size: int  # bytes of the whole allocation
-    num_blocks: int  # ids a layer's view has
-
-
-def vllm_placement(layout: PageLayout, layers: int, pages: int) -> VllmPlacement:
-    """The placement of `layers` layers whose block is all of a layer's bytes (K and V together).
-
-    Views of neighbouring layers overlap in addresses and never in blocks: what lies between two
-    pages' ids of one layer belongs to the other layers. Raises `LayoutError` unless the layout has
-    one buffer a layer.
-    """
-    if layout.buffers != layers:
-        raise LayoutError(
-            f"layers={layers} does not match a layout of {layout.buffers} buffers; vLLM's placement"
-            " needs one buffer a layer, K and V in one block."
-        )
-    return VllmPlacement(
-        offset=0,
-        layer_stride=layout.buffer_stride_bytes(pages),
-        block_stride=layout.block_bytes,
-        size=layout.range_bytes(pages),
-        num_blocks=layout.id_span(pages),
-    )
 
 
 def _most_blocks(block_bytes: int, buffers: int, extent_bytes: int) -> int:

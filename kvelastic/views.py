@@ -12,8 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 from operator import index
-from typing import Final, Literal, NamedTuple
+from typing import Final, Literal, NamedTuple, Protocol
 
+from kvelastic import engines
 from kvelastic.errors import InvalidArgumentError, LayoutError, UnsupportedError
 from kvelastic.layout import GRANULARITY_BYTES, PageLayout, positive
 
@@ -134,7 +135,7 @@ class CachePlan:
     smaller ones than its scheduler counts."""
 
     def views(self, pages: int) -> tuple[list[TensorView], ...]:
-        """One list with a view a layer; two lists (all K, all V) for SGLang's MHA and GQA."""
+        """One list with a view a layer; two lists (all K, all V) where they are told apart."""
         step = self.layout.buffers // self.num_layers
         firsts = range(0, self.layout.buffers, step)
         if self.form in ("token_kv", "token_latent"):
@@ -152,23 +153,42 @@ class CachePlan:
         )
 
 
-HYBRID: Final = "HYBRID_LINEAR"
-"""Full attention beside linear attention: K and V of a layer in one buffer, as states are."""
-ATTENTION_TYPES: Final = ("MHA", "GQA", "MLA", HYBRID)
+class BlocksOfShape(NamedTuple):
+    """What a cache shape says of its blocks."""
+
+    form: Form
+    num_blocks: int
+    block_shape: tuple[int, ...]
+    tokens: int
+    """Of a block, by the shape."""
+
+
+class EngineShapes(Protocol):
+    """What `kvelastic/integration/NAME/shapes.py` has: how that engine describes a cache."""
+
+    ATTENTION_TYPES: tuple[str, ...]
+    BLOCK_SIZE: str
+    """What the engine calls the tokens of a block, for messages."""
+    HYBRID_ADVICE: str
+    """What to do for models that mix attention with states, where these are refused."""
+
+    @staticmethod
+    def accepted(attention_type: str) -> str:
+        """The shapes, for people."""
+
+    @staticmethod
+    def read(shape: tuple[int, ...], attention_type: str, block_size: int) -> BlocksOfShape | None:
+        """The blocks of a shape whose sizes are all 1 or more; None where it is not accepted."""
+
+
 KV_LAYOUTS: Final = ("NHD",)
 ITEMSIZES: Final = (1, 2, 4, 8)  # powers of two: strides between pages are whole elements
-_SHAPES: Final = {
-    ("vllm", False): "(2, blocks, tokens, heads, dim) or (blocks, 2, tokens, heads, dim)",
-    ("vllm", True): "(blocks, tokens, dim)",
-    ("sglang", False): "(tokens, heads, dim)",
-    ("sglang", True): "(tokens, dim) or (tokens, 1, dim)",
-}
 
 
 def plan(
     kvcache_shape: Sequence[int],
     *,
-    engine: Literal["vllm", "sglang"],
+    engine: str,
     block_size: int,
     itemsize: int,
     num_layers: int,
@@ -181,56 +201,34 @@ def plan(
 ) -> CachePlan:
     """Turn an engine's cache shape into a layout and views.
 
-    `block_size` is in tokens (SGLang calls it page_size), `itemsize` in bytes an element, and the
-    next three arguments are those of `PageLayout.solve`. With `kernel_block_size` views count
-    blocks of so many tokens. `(2, 2, tokens, heads, dim)` is read as K and V first. Raises
+    `engine` is a name of `kvelastic.engines`, whose folder knows its shapes. `block_size` is in
+    tokens, `itemsize` in bytes an element, and the next three arguments are those of
+    `PageLayout.solve`. With `kernel_block_size` views count blocks of so many tokens. Raises
     `InvalidArgumentError` for an unknown engine, attention type or kv_layout, `UnsupportedError`
-    for hybrid models of SGLang (whose states `alloc_mamba_states` has), and `LayoutError` for a
-    shape that does not match.
+    for hybrid models that the engine's folder does not know, and `LayoutError` for a shape that
+    does not match.
     """
-    _one_of("engine", engine, ("vllm", "sglang"))
-    is_hybrid = attention_type == HYBRID
-    if attention_type.upper().startswith(("HYBRID", "MAMBA")) and not (
-        is_hybrid and engine == "vllm"
-    ):
+    shapes: EngineShapes = engines.find(engine).shapes()
+    accepted = shapes.ATTENTION_TYPES
+    if attention_type not in accepted and attention_type.upper().startswith(("HYBRID", "MAMBA")):
         raise UnsupportedError(
             f"Hybrid models of this kind (attention_type={attention_type!r}) are not supported;"
-            f" accepted are {', '.join(ATTENTION_TYPES)}, the last one for vLLM only. For SGLang"
-            " use MHA for the attention layers and alloc_mamba_states for the others."
+            f" accepted are {', '.join(accepted)}. {shapes.HYBRID_ADVICE}".rstrip()
         )
-    _one_of("attention_type", attention_type, ATTENTION_TYPES)
+    _one_of("attention_type", attention_type, accepted)
     _one_of("kv_layout", kv_layout, KV_LAYOUTS)
-    positive("block_size" if engine == "vllm" else "page_size", block_size)
+    positive(shapes.BLOCK_SIZE, block_size)
     if itemsize not in ITEMSIZES:
         raise LayoutError(f"itemsize={itemsize!r} is not accepted; it must be one of {ITEMSIZES}.")
     positive("num_layers", num_layers)
-    latent = attention_type == "MLA"
-    shape = _checked_shape(kvcache_shape, _SHAPES[engine, latent])
-
-    form: Form
-    if engine == "sglang":
-        good = len(shape) == 3 if not latent else len(shape) == 2 or shape[1:-1] == (1,)
-        form = "token_latent" if latent else "token_kv"
-        # The last block may be asked for in part; it is given whole.
-        num_blocks = -(-shape[0] // block_size)
-        block_shape = (block_size, *shape[1:])
-    elif latent:
-        good = len(shape) == 3
-        form, num_blocks, block_shape = "latent", shape[0], shape[1:]
-    else:
-        good = len(shape) == 5 and 2 in shape[:2]
-        form = "split" if shape[0] == 2 else "fused"
-        num_blocks = shape[1] if shape[0] == 2 and good else shape[0]
-        block_shape = shape[2:] if form == "split" else shape[1:]
-        if is_hybrid and form == "split":
-            form, block_shape = "halves", (2, *block_shape)
-    if not good:
+    shape = _checked_shape(kvcache_shape, shapes.accepted(attention_type))
+    blocks = shapes.read(shape, attention_type, block_size)
+    if blocks is None:
         raise LayoutError(
             f"kvcache_shape={shape} is not accepted for {engine} and {attention_type}; it must be"
-            f" {_SHAPES[engine, latent]}."
+            f" {shapes.accepted(attention_type)}."
         )
-    has_both = form in ("fused", "halves")
-    tokens = block_shape[1] if has_both else block_shape[0]
+    form, num_blocks, block_shape, tokens = blocks
     if tokens != block_size:
         raise LayoutError(
             f"block_size={block_size} does not match kvcache_shape={shape}, whose blocks have"
@@ -251,7 +249,7 @@ def plan(
             raise LayoutError(
                 f"block_size={block_size} is no multiple of kernel_block_size={kernel_block_size}"
             )
-        at = 1 if has_both else 0
+        at = 1 if form in ("fused", "halves") else 0
         block_shape = (*block_shape[:at], kernel_block_size, *block_shape[at + 1 :])
     return CachePlan(layout, num_blocks, num_layers, block_shape, itemsize, form, ratio)
 

@@ -148,8 +148,8 @@ class ConfigFacts:
     device: str = "auto"
     host_memory_bytes: int | None = None
     page_bytes: int = 2 << 20
-    vllm_plugins: str | None = None
-    """VLLM_PLUGINS."""
+    allowed_plugins: tuple[tuple[str, str], ...] = ()
+    """By engine: the plugins that a variable of its own lets it load, where that is set."""
     is_kvcached_enabled: bool = False
     """ENABLE_KVCACHED or KVCACHED_AUTOPATCH is true."""
 
@@ -163,10 +163,10 @@ class PackageFacts:
     """Why kvelastic's native module cannot be imported."""
     versions: tuple[tuple[str, str | None], ...] = ()
     """Distribution and version; `unknown` for one that can be imported and has no metadata."""
-    vllm_plugins: tuple[str, ...] = ()
-    """Names of the entry points that vLLM will find."""
-    vllm_hooks: tuple[str, ...] = ()
-    """What kvelastic wraps in the vLLM that is installed; empty for one that it does not serve."""
+    plugins: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    """By engine that loads plugins: the names of the entry points that it will find."""
+    hooks: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    """By such engine: what kvelastic wraps in the installed version; none in one not served."""
 
     def version(self, name: str) -> str | None:
         """The version of a distribution that was asked for; None if it is not installed."""

@@ -11,6 +11,7 @@ from typing import Final
 
 from kvelastic import config
 from kvelastic.doctor.facts import ConfigFacts, LegacyName
+from kvelastic.engines import ENGINES
 from kvelastic.errors import ConfigError
 
 # So alike that one letter is missing, doubled or wrong, and not that a word is shared.
@@ -18,7 +19,10 @@ _TYPO: Final = 0.85
 
 
 def gather_config(environ: Mapping[str, str]) -> ConfigFacts:
-    """Read kvelastic's variables, kvcached's, and VLLM_PLUGINS. Never raises."""
+    """Read kvelastic's variables, kvcached's, and those by which engines choose plugins.
+
+    Never raises.
+    """
     errors: list[tuple[str, str]] = []
     valid: dict[str, str] = {}
     for variable in config.VARIABLES:
@@ -48,7 +52,11 @@ def gather_config(environ: Mapping[str, str]) -> ConfigFacts:
         device=settings.device,
         host_memory_bytes=settings.host_memory,
         page_bytes=settings.page_size_bytes,
-        vllm_plugins=environ.get("VLLM_PLUGINS"),
+        allowed_plugins=tuple(
+            (engine.name, environ[engine.plugins_variable])
+            for engine in ENGINES
+            if engine.plugins_variable in environ
+        ),
         is_kvcached_enabled=any(
             environ.get(name, "").strip().lower() in {"true", "1", "yes", "on"}
             for name in ("ENABLE_KVCACHED", "KVCACHED_AUTOPATCH")

@@ -3,51 +3,46 @@
 from __future__ import annotations
 
 import sys
-from importlib import import_module, metadata
+from importlib import metadata
 from importlib.util import find_spec
 from typing import Final
 
-from kvelastic import engine_versions
 from kvelastic.doctor.facts import PackageFacts
+from kvelastic.engines import ENGINES
 
 # Distribution, and the module that it brings; a module in a namespace package is not looked for.
 _WANTED: Final = {
-    "vllm": "vllm",
-    "sglang": "sglang",
+    **{engine.name: engine.name for engine in ENGINES},
     "torch": "torch",
     "kvcached": "kvcached",
     "cuda-python": "",
     "cuda-bindings": "",
     "nvidia-ml-py": "pynvml",
 }
-_VLLM_GROUP: Final = "vllm.general_plugins"
 
 
 def gather_packages() -> PackageFacts:
-    """Versions by their metadata, and the plugins that vLLM will find in this environment."""
+    """Versions by their metadata, and the plugins that engines will find in this environment."""
     try:
         from kvelastic import _vmm  # noqa: F401  (whether it can be imported is the question)
 
         native_error = ""
     except ImportError as error:
         native_error = str(error)
+    hooked = [engine for engine in ENGINES if engine.plugin_group]
     versions = {name: _version(name, module) for name, module in _WANTED.items()}
     return PackageFacts(
         python=(sys.version_info.major, sys.version_info.minor, sys.version_info.micro),
         native_error=native_error,
         versions=tuple(versions.items()),
-        vllm_plugins=tuple(sorted({point.name for point in _vllm_plugins()})),
-        vllm_hooks=_vllm_hooks(versions["vllm"] or ""),
+        plugins=tuple((engine.name, _plugins(engine.plugin_group)) for engine in hooked),
+        # By the integration's own table, which imports neither the engine nor torch.
+        hooks=tuple((engine.name, engine.hooks(versions[engine.name] or "")) for engine in hooked),
     )
 
 
-def _vllm_hooks(version: str) -> tuple[str, ...]:
-    """By the integration's own table; it imports neither vLLM nor torch."""
-    series = engine_versions.series_of(version)
-    if series is None or series not in engine_versions.VLLM:
-        return ()
-    table = import_module(engine_versions.VLLM_HOOKS).HOOKS
-    return tuple(hook.path.partition(":")[2] for hook in table)
+def _plugins(group: str) -> tuple[str, ...]:
+    return tuple(sorted({point.name for point in metadata.entry_points(group=group)}))
 
 
 def _version(distribution: str, module: str) -> str | None:
@@ -65,7 +60,3 @@ def _is_importable(module: str) -> bool:
     except (ImportError, ValueError):
         return False
     return spec is not None and spec.origin is not None
-
-
-def _vllm_plugins() -> metadata.EntryPoints:
-    return metadata.entry_points(group=_VLLM_GROUP)

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Final
 
-from kvelastic import engine_versions
+from kvelastic import engines
 from kvelastic.doctor.facts import Facts
 from kvelastic.doctor.finding import Finding, State
+from kvelastic.engines import ENGINES, Engine
 
 _OLDEST_PYTHON: Final = (3, 10)
 _PLUGIN: Final = "kvelastic"
@@ -16,77 +17,83 @@ _REINSTALL: Final = "install kvelastic into the environment that the engine runs
 
 def engine_findings(facts: Facts) -> Iterator[Finding]:
     """`engines.*`."""
-    yield _vllm(facts)
-    yield _plugin(facts)
-    yield _hooks(facts)
-    yield _sglang(facts)
+    for engine in ENGINES:
+        if engine.plugin_group:
+            yield _hooked(engine, facts)
+            yield _plugin(engine, facts)
+            yield _hooks(engine, facts)
+        else:
+            yield _not_hooked(engine, facts)
     yield _kvcached(facts)
 
 
-def _vllm(facts: Facts) -> Finding:
-    check, version = "engines.vllm", facts.packages.version("vllm")
-    tried = engine_versions.tried(engine_versions.VLLM)
+def _hooked(engine: Engine, facts: Facts) -> Finding:
+    check, title = f"engines.{engine.name}", engine.title
+    version = facts.packages.version(engine.name)
+    tried = engines.tried(engine.tried)
     if version is None:
         return Finding(
             check,
             "note",
-            "vLLM is not installed beside this kvctl",
-            f"if vLLM is in another environment, {_REINSTALL} and run that kvctl",
+            f"{title} is not installed beside this kvctl",
+            f"if {title} is in another environment, {_REINSTALL} and run that kvctl",
         )
-    if engine_versions.serves(engine_versions.VLLM, version):
-        return Finding(check, "ok", f"vLLM {version}", "")
+    if engines.serves(engine.tried, version):
+        return Finding(check, "ok", f"{title} {version}", "")
     # Only an engine that is to run on kvelastic is stopped by it.
     state: State = "problem" if facts.config.enabled and facts.config.is_strict else "warning"
     return Finding(
         check,
         state,
-        f"vLLM {version}: kvelastic was tried with {tried}",
-        f"install vLLM {tried}; or set KVELASTIC_STRICT=false to try it all the same (what"
+        f"{title} {version}: kvelastic was tried with {tried}",
+        f"install {title} {tried}; or set KVELASTIC_STRICT=false to try it all the same (what"
         " kvelastic touches is checked first)",
     )
 
 
-def _plugin(facts: Facts) -> Finding:
-    check, packages = "engines.plugin", facts.packages
-    if packages.version("vllm") is None:
-        return Finding(check, "ok", "not needed: no vLLM here", "")
-    if _PLUGIN not in packages.vllm_plugins:
-        seen = ", ".join(packages.vllm_plugins) or "none"
+def _plugin(engine: Engine, facts: Facts) -> Finding:
+    check, packages, title = "engines.plugin", facts.packages, engine.title
+    if packages.version(engine.name) is None:
+        return Finding(check, "ok", f"not needed: no {title} here", "")
+    found = dict(packages.plugins).get(engine.name, ())
+    if _PLUGIN not in found:
         return Finding(
             check,
             "problem",
-            f"vLLM does not find kvelastic among its plugins (vllm.general_plugins: {seen})",
+            f"{title} does not find kvelastic among its plugins"
+            f" ({engine.plugin_group}: {', '.join(found) or 'none'})",
             f"{_REINSTALL}; a folder on PYTHONPATH is not enough",
         )
-    allowed = facts.config.vllm_plugins
+    allowed, variable = dict(facts.config.allowed_plugins).get(engine.name), engine.plugins_variable
     if allowed is not None and _PLUGIN not in allowed.split(","):
         return Finding(
             check,
             "problem" if facts.config.enabled else "warning",
-            f"VLLM_PLUGINS={allowed!r} keeps vLLM from loading kvelastic",
-            "add kvelastic to VLLM_PLUGINS, or unset it",
+            f"{variable}={allowed!r} keeps {title} from loading kvelastic",
+            f"add kvelastic to {variable}, or unset it",
         )
-    return Finding(check, "ok", "vLLM finds kvelastic among its plugins", "")
+    return Finding(check, "ok", f"{title} finds kvelastic among its plugins", "")
 
 
-def _hooks(facts: Facts) -> Finding:
-    check, hooks = "engines.hooks", facts.packages.vllm_hooks
+def _hooks(engine: Engine, facts: Facts) -> Finding:
+    check, hooks = "engines.hooks", dict(facts.packages.hooks).get(engine.name)
     if not hooks:
-        return Finding(check, "ok", "nothing is hooked: no vLLM here that kvelastic serves", "")
+        what = f"nothing is hooked: no {engine.title} here that kvelastic serves"
+        return Finding(check, "ok", what, "")
     when = "in" if facts.config.enabled else "with ENABLE_KVELASTIC=true in"
-    return Finding(check, "ok", f"{when} this vLLM are hooked: {', '.join(hooks)}", "")
+    return Finding(check, "ok", f"{when} this {engine.title} are hooked: {', '.join(hooks)}", "")
 
 
-def _sglang(facts: Facts) -> Finding:
-    check, version = "engines.sglang", facts.packages.version("sglang")
+def _not_hooked(engine: Engine, facts: Facts) -> Finding:
+    check, title = f"engines.{engine.name}", engine.title
+    version = facts.packages.version(engine.name)
     if version is None:
-        return Finding(check, "ok", "SGLang is not installed beside this kvctl", "")
+        return Finding(check, "ok", f"{title} is not installed beside this kvctl", "")
     return Finding(
         check,
         "note",
-        f"SGLang {version}: its own processes are not hooked yet",
-        "call kvelastic.integration.sglang.interfaces yourself; ENABLE_KVELASTIC changes nothing"
-        " in SGLang",
+        f"{title} {version}: its own processes are not hooked yet",
+        f"call {engine.interfaces} yourself; ENABLE_KVELASTIC changes nothing in {title}",
     )
 
 

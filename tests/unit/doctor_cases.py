@@ -27,7 +27,7 @@ NO_LIBRARY = "libcuda.so.1: cannot open shared object file"
 PACKAGES = PackageFacts(
     python=(3, 11, 7),
     versions=(("vllm", "0.32.0+cpu"), ("torch", "2.13.0"), ("nvidia-ml-py", "13.580")),
-    vllm_plugins=("kvelastic", "other"),
+    plugins=(("vllm", ("kvelastic", "other")),),
 )
 GOOD = Facts(
     gpus=GpuFacts(kernel_module="580.82", cuda_version=13000, count=1, gpus=(GPU,)),
@@ -46,6 +46,10 @@ def with_gpus(**changes: object) -> Facts:
 
 def with_config(facts: Facts = GOOD, **changes: object) -> Facts:
     return replace(facts, config=replace(facts.config, **changes))
+
+
+def allowing(plugins: str, **changes: object) -> Facts:
+    return with_config(allowed_plugins=(("vllm", plugins),), **changes)
 
 
 def with_packages(**changes: object) -> Facts:
@@ -346,12 +350,12 @@ TABLE: list[tuple[str, str, Facts, str]] = [
     ("engines.vllm", "warning", with_config(adding("vllm", "unknown"), enabled=None), "unknown"),
     ("engines.plugin", "ok", GOOD, "finds kvelastic"),
     ("engines.plugin", "ok", without("vllm"), "not needed"),
-    ("engines.hooks", "ok", with_packages(vllm_hooks=("A.b", "C")), "hooked: A.b, C"),
-    ("engines.hooks", "ok", with_packages(vllm_hooks=()), "nothing is hooked"),
-    ("engines.plugin", "problem", with_packages(vllm_plugins=("other",)), "plugins: other"),
-    ("engines.plugin", "problem", with_config(vllm_plugins="a,b"), "VLLM_PLUGINS='a,b'"),
-    ("engines.plugin", "warning", with_config(vllm_plugins="", enabled=None), "VLLM_PLUGINS=''"),
-    ("engines.plugin", "ok", with_config(vllm_plugins="a,kvelastic"), "finds kvelastic"),
+    ("engines.hooks", "ok", with_packages(hooks=(("vllm", ("A.b", "C")),)), "hooked: A.b, C"),
+    ("engines.hooks", "ok", with_packages(hooks=()), "nothing is hooked"),
+    ("engines.plugin", "problem", with_packages(plugins=(("vllm", ("other",)),)), "plugins: other"),
+    ("engines.plugin", "problem", allowing("a,b"), "VLLM_PLUGINS='a,b'"),
+    ("engines.plugin", "warning", allowing("", enabled=None), "VLLM_PLUGINS=''"),
+    ("engines.plugin", "ok", allowing("a,kvelastic"), "finds kvelastic"),
     ("engines.sglang", "ok", GOOD, "not installed"),
     ("engines.sglang", "note", adding("sglang", "0.5.1"), "SGLang 0.5.1"),
     ("engines.kvcached", "ok", GOOD, "not installed"),

@@ -309,7 +309,8 @@ def test_each_bad_variable_is_found_and_the_good_ones_count():
         1 << 30,
         4 << 20,
     )
-    assert (config.enabled, config.is_strict, config.vllm_plugins) == (True, True, "a")
+    assert (config.enabled, config.is_strict) == (True, True)
+    assert config.allowed_plugins == (("vllm", "a"),)
     assert "KVELASTIC_DEVICE" in config.names_set
     assert "KVELASTIC_LIMIT" not in config.names_set
 
@@ -391,7 +392,7 @@ def test_packages_are_found_without_importing_them(monkeypatch, tmp_path):
     assert packages.version("nvidia-ml-py") == "unknown"
     assert packages.version("cuda-python") is None
     assert packages.python == sys.version_info[:3]
-    assert "kvelastic" in packages.vllm_plugins
+    assert "kvelastic" in dict(packages.plugins)["vllm"]
     assert packages.native_error == ""
 
 
@@ -402,16 +403,16 @@ def test_a_mere_folder_of_that_name_is_no_package(monkeypatch, tmp_path):
 
 
 def test_kvelastics_own_plugin_is_found_here():
-    assert "kvelastic" in gather_packages().vllm_plugins
+    assert "kvelastic" in dict(gather_packages().plugins)["vllm"]
     assert metadata.version("kvelastic")
 
 
 def test_the_hooks_are_those_of_the_table_without_importing_an_engine() -> None:
     code = (
-        "import sys; from kvelastic.doctor import gather_packages as g;"
-        "found = g._vllm_hooks('0.32.0+cpu');"
+        "import sys; from kvelastic.engines import find; g = find('vllm');"
+        "found = g.hooks('0.32.0+cpu');"
         "assert 'Scheduler.schedule' in found and 'Executor.sleep' in found, found;"
-        "assert g._vllm_hooks('0.33.1') and g._vllm_hooks('0.1.0') == () == g._vllm_hooks('');"
+        "assert g.hooks('0.33.1') and g.hooks('0.1.0') == () == g.hooks('');"
         "assert not {'vllm', 'torch'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -28,6 +28,7 @@ from doctor_cases import (
 from kvelastic.doctor.facts import Facts
 from kvelastic.doctor.finding import Finding
 from kvelastic.doctor.judge import judge
+from kvelastic.engines import ENGINES
 
 ROOT = Path(__file__).parents[2]
 
@@ -68,7 +69,8 @@ def test_every_state_of_every_check_is_in_the_table_and_in_the_docs() -> None:
         tested[check].add(state)
     sources = "".join(path.read_text() for path in (ROOT / "kvelastic/doctor").glob("judge_*.py"))
     topics = "gpu|host|limits|shm|segments|ledgers|permissions|config|engines|python"
-    assert set(tested) == set(re.findall(rf'"((?:{topics})\.[a-z]+)"', sources))
+    named = set(re.findall(rf'"((?:{topics})\.[a-z]+)"', sources))
+    assert set(tested) == named | {f"engines.{engine.name}" for engine in ENGINES}
     documented = {}
     for line in (ROOT / "docs/doctor.md").read_text().splitlines():
         found = re.match(r"\| `([a-z]+\.[a-z]+)` \| ([a-z, ]+) \|", line)

@@ -10,13 +10,13 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from kvelastic.errors import LayoutError
+from kvelastic.integration.vllm.placement import place_layers
 from kvelastic.layout import (
     GRANULARITY_BYTES,
     MAX_PAGE_BYTES,
     PADDING_ACCEPTED,
     TARGET_BLOCKS,
     PageLayout,
-    vllm_placement,
 )
 
 # Small numbers, so that brute force can look at every byte; the arithmetic knows no scale.
@@ -249,4 +249,4 @@ def test_solve_refuses_more_than_the_largest_page(name: str) -> None:
 
 def test_vllms_placement_needs_one_buffer_a_layer() -> None:
     with pytest.raises(LayoutError, match="layers=2 does not match a layout of 4 buffers"):
-        vllm_placement(PageLayout.solve(64, 4), 2, 1)
+        place_layers(PageLayout.solve(64, 4), 2, 1)

@@ -12,7 +12,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from kvelastic.errors import InvalidArgumentError, LayoutError, UnsupportedError
-from kvelastic.layout import PageLayout, vllm_placement
+from kvelastic.integration.vllm.placement import place_layers
+from kvelastic.layout import PageLayout
 from kvelastic.views import CachePlan, TensorView, block_view, plan
 
 GRANULE = 64
@@ -146,7 +147,7 @@ def test_fused_and_latent_views_and_vllms_own_placement(case: Case) -> None:
         assert layout.block_bytes == prod(block_shape) * itemsize
         tags = memory(layout, pages)
         (views,) = made.views(pages)
-        placement = vllm_placement(layout, layers, pages)
+        placement = place_layers(layout, layers, pages)
         assert placement.size == layout.range_bytes(pages)
         assert placement.num_blocks == layout.id_span(pages)
         for layer, view in enumerate(views):

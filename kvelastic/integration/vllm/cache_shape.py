@@ -27,7 +27,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from kvelastic.errors import UnsupportedEngineError
-from kvelastic.layout import PageLayout, vllm_placement
+from kvelastic.integration.vllm.placement import place_layers
+from kvelastic.layout import PageLayout
 
 _ALIGNMENT_BYTES = 64
 """Where layers begin inside a block that `mixed` packs: a cache line, and any element's size."""
@@ -96,7 +97,7 @@ def rewrite(config: Any, shape: CacheShape, layout: PageLayout, pages: int) -> N
     `shape` is what `layout` was made for. The scheduler keeps its own copy, with the number of
     blocks that there really are.
     """
-    placement = vllm_placement(layout, shape.buffers, pages)
+    placement = place_layers(layout, shape.buffers, pages)
     packed_bytes = 0
     for tensor in config.kv_cache_tensors:
         if shape.form == "layers":

@@ -19,9 +19,10 @@ from typing import TYPE_CHECKING, Any
 from kvelastic import embedded
 from kvelastic.embedded import get_kv_cache_manager, shutdown_kvelastic
 from kvelastic.errors import InvalidArgumentError
+from kvelastic.integration.vllm.shapes import HYBRID
 from kvelastic.snapshots import KVCachePoolSnapshot, RuntimeSnapshot
 from kvelastic.tensors import itemsize_of
-from kvelastic.views import HYBRID, plan
+from kvelastic.views import plan
 
 if TYPE_CHECKING:
     import torch

@@ -1,15 +1,15 @@
-"""As which series the installed vLLM is served; `engine_versions` has the table."""
+"""As which series the installed vLLM is served; `kvelastic.engines` has the table."""
 
 from __future__ import annotations
 
 import logging
 
-from kvelastic import engine_versions
+from kvelastic import engines
 from kvelastic.errors import UnsupportedEngineError
 
 _log = logging.getLogger("kvelastic.vllm")
 
-SERIES: tuple[str, ...] = engine_versions.VLLM
+SERIES: tuple[str, ...] = engines.find("vllm").tried
 """Series of vLLM (major.minor) that were tried."""
 
 
@@ -26,10 +26,10 @@ def series_for(version: str, *, strict: bool) -> str:
     With `strict=False` an untried version is taken for the newest series that is not newer than it
     (or the oldest one); the probes of that still have to hold. Raises `UnsupportedEngineError`.
     """
-    series = engine_versions.series_of(version)
+    series = engines.series_of(version)
     if series is not None and series in SERIES:
         return series
-    tried = engine_versions.tried(SERIES)
+    tried = engines.tried(SERIES)
     if strict:
         raise UnsupportedEngineError(
             f"kvelastic does not know vLLM {version}: it was tried with vLLM {tried}. Install one "
@@ -39,7 +39,7 @@ def series_for(version: str, *, strict: bool) -> str:
         )
     if not SERIES:
         raise UnsupportedEngineError(f"kvelastic serves no version of vLLM, found {version}.")
-    chosen = engine_versions.nearest_series(SERIES, version)
+    chosen = engines.nearest_series(SERIES, version)
     _log.warning(
         "vLLM %s was never tried with kvelastic (tried: %s); going on as if it were %s, because "
         "KVELASTIC_STRICT=false.",

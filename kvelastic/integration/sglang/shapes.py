@@ -1,0 +1,29 @@
+"""How SGLang describes a KV cache: by tokens, K and V apart, or only a latent one."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from kvelastic.views import BlocksOfShape, Form
+
+ATTENTION_TYPES: Final = ("MHA", "GQA", "MLA")
+BLOCK_SIZE: Final = "page_size"
+HYBRID_ADVICE: Final = "Use MHA for the attention layers and alloc_mamba_states for the others."
+
+
+def accepted(attention_type: str) -> str:
+    """The shapes, for people."""
+    if attention_type == "MLA":
+        return "(tokens, dim) or (tokens, 1, dim)"
+    return "(tokens, heads, dim)"
+
+
+def read(shape: tuple[int, ...], attention_type: str, block_size: int) -> BlocksOfShape | None:
+    """See `kvelastic.views.EngineShapes`. The last block may be asked for in part; it is whole."""
+    is_latent = attention_type == "MLA"
+    is_good = len(shape) == 2 or shape[1:-1] == (1,) if is_latent else len(shape) == 3
+    if not is_good:
+        return None
+    num_blocks = -(-shape[0] // block_size)
+    form: Form = "token_latent" if is_latent else "token_kv"
+    return BlocksOfShape(form, num_blocks, (block_size, *shape[1:]), block_size)

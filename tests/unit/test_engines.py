@@ -1,0 +1,122 @@
+"""One table knows the engines: another one is a row and a folder, and nothing else."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from kvelastic import embedded, engines, segment
+from kvelastic.doctor.facts import Facts, PackageFacts
+from kvelastic.doctor.judge_engines import engine_findings
+from kvelastic.engines import Engine
+from kvelastic.errors import InvalidArgumentError, UnsupportedError
+from kvelastic.views import BlocksOfShape, plan
+
+ROOT = Path(__file__).parents[2]
+NAMES = {name for engine in engines.ENGINES for name in (engine.name, engine.title)}
+
+
+class ToyShapes(ModuleType):
+    """What `kvelastic/integration/toy/shapes.py` would be."""
+
+    ATTENTION_TYPES = ("MHA",)
+    BLOCK_SIZE = "tokens"
+    HYBRID_ADVICE = "Use another engine."
+
+    @staticmethod
+    def accepted(attention_type: str) -> str:
+        return "(blocks, tokens, bytes)"
+
+    @staticmethod
+    def read(shape: tuple[int, ...], attention_type: str, block_size: int) -> BlocksOfShape | None:
+        return BlocksOfShape("latent", shape[0], shape[1:], shape[1]) if len(shape) == 3 else None
+
+
+@pytest.fixture
+def toy(monkeypatch: pytest.MonkeyPatch) -> Engine:
+    """One more row of the table, and its folder."""
+    engine = Engine("toy", "Toy")
+    monkeypatch.setattr(engines, "ENGINES", (*engines.ENGINES, engine))
+    monkeypatch.setattr("kvelastic.doctor.judge_engines.ENGINES", engines.ENGINES)
+    folder = "kvelastic.integration.toy"
+    monkeypatch.setitem(sys.modules, folder, ModuleType(folder))
+    monkeypatch.setitem(sys.modules, f"{folder}.shapes", ToyShapes(f"{folder}.shapes"))
+    return engine
+
+
+def test_a_new_engine_is_a_row_and_a_folder(toy: Engine) -> None:
+    small = {"block_size": 4, "itemsize": 2, "num_layers": 3}
+    made = plan((10, 4, 32), engine="toy", **small)
+    assert (made.form, made.num_blocks, made.layout.buffers) == ("latent", 10, 3)
+    with pytest.raises(ValueError, match=r"for toy and MHA; it must be \(blocks, tokens, bytes\)"):
+        plan((10, 4), engine="toy", **small)
+    with pytest.raises(UnsupportedError, match=r"accepted are MHA\. Use another engine\.$"):
+        plan((10, 4, 32), engine="toy", **small, attention_type="MAMBA")
+    with pytest.raises(InvalidArgumentError, match="must be vllm or sglang or toy"):
+        plan((10, 4, 32), engine="other", **small)
+    facts = Facts(packages=PackageFacts(versions=(("toy", "1.0"),)))
+    (finding,) = [one for one in engine_findings(facts) if one.check == "engines.toy"]
+    assert finding.what == "Toy 1.0: its own processes are not hooked yet"
+    assert "kvelastic.integration.toy.interfaces" in finding.do
+
+
+def test_its_instances_have_its_name(toy: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch = pytest.importorskip("torch")
+    monkeypatch.setenv("KVELASTIC_HOST_MEMORY", "64M")
+    embedded.init("toy", tp_rank=0, world_size=1, pp_rank=0, device="cpu")
+    try:
+        embedded.alloc_kv_cache(
+            (10, 4, 32),
+            block_size=4,
+            dtype=torch.float16,
+            device="cpu",
+            num_layers=3,
+            attention_type="MHA",
+            kv_layout="NHD",
+            group_id=0,
+        )
+        mine = [info for info in segment.list_segments() if info.header.get("engine") == "Toy"]
+        assert len(mine) == 1
+    finally:
+        embedded.shutdown_kvelastic()
+
+
+def test_no_engine_is_named_outside_of_its_folder_and_the_table() -> None:
+    """But in texts: what a comment, a docstring or a message says of one is no dependency."""
+    folder = ROOT / "kvelastic"
+    core = [*folder.glob("*.py"), *(folder / "doctor").glob("*.py")]
+    assert len(core) > 30
+    found = []
+    for path in core:
+        if path.name == "engines.py":
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            said = node.value if isinstance(node, ast.Constant) else None
+            if isinstance(said, str) and said in NAMES:
+                found.append(f"{path.name}:{node.lineno}: {said}")
+            for key in ("id", "attr", "arg", "name"):
+                name = getattr(node, key, None)
+                if isinstance(name, str) and any(
+                    one.name in name.lower() for one in engines.ENGINES
+                ):
+                    found.append(f"{path.name}:{node.lineno}: {name}")
+    assert found == []
+
+
+@pytest.mark.parametrize("engine", engines.ENGINES, ids=lambda engine: engine.name)
+def test_every_row_has_its_folder(engine: Engine) -> None:
+    assert (ROOT / "kvelastic" / "integration" / engine.name / "interfaces.py").is_file()
+    shapes = engine.shapes()
+    for attention_type in shapes.ATTENTION_TYPES:
+        assert shapes.accepted(attention_type)
+    assert bool(engine.plugin_group) == bool(engine.tried) == bool(engine.plugins_variable)
+
+
+def test_every_folder_has_its_row() -> None:
+    interfaces = (ROOT / "kvelastic" / "integration").glob("*/interfaces.py")
+    folders = {path.parent.name for path in interfaces}
+    assert folders == {engine.name for engine in engines.ENGINES}
