@@ -382,6 +382,8 @@ def test_how_it_looks(
         page.picture(tmp_path / f"{scheme}-{width}.png")
         assert (tmp_path / f"{scheme}-{width}.png").stat().st_size > 10_000
         assert not page.has_overflow()
+        names = page.page.locator(".legend tbody th")
+        assert min(name.bounding_box()["width"] for name in names.all()) > 60, "squeezed out"
         assert page.pale() == []
         assert page.unnamed() == []
         ground = page.page.evaluate("getComputedStyle(document.body).backgroundColor")
