@@ -7,9 +7,10 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from ledger_instance import Instance
 from vllm_server import Request, VllmServer, make_requests, worker_memory_bytes
 
-from kvelastic import segment
+from kvelastic import ledger, segment
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -136,3 +137,44 @@ def test_vllms_wake_ends_the_operators_sleep(stock, awake, instance_name) -> Non
     awake.post("/wake_up")
     assert segment.inspect(instance_name).usage["asleep"] == 0
     assert awake.complete(request) == stock.complete(request)
+
+
+def test_a_wake_that_a_neighbour_leaves_no_room_for_is_refused_and_comes_later(
+    stock, awake, instance_name
+) -> None:
+    """What vLLM has reserved (its weights) is others' while it sleeps; here one has taken it."""
+    request = Request([18, 19, 20], 20)
+    expected = stock.complete(request)
+    info = next(
+        info
+        for info in ledger.list_ledgers()
+        if instance_name in {member.name for member in info.members}
+    )
+    reserved_bytes = segment_member(instance_name).reserve_bytes
+    assert reserved_bytes > 0, "vLLM's workers hold nothing"
+    awake.post("/sleep?level=1")
+    with Instance(
+        KVELASTIC_LEDGER=info.group,
+        KVELASTIC_MIN=str(info.capacity_bytes),
+        KVELASTIC_RESERVE=str(info.outside_bytes),
+    ) as neighbour:
+        for _ in range(2):
+            status, answer = awake.request("/wake_up", "POST", 60)
+            assert status == 500
+            said = answer.decode()
+            assert f"{neighbour.name} has" in said, said
+            assert "reserved" in said, said
+            assert awake.is_sleeping()
+            assert segment.inspect(instance_name).usage["asleep"] == 1
+            assert segment.inspect(instance_name).engine_asleep is True
+            assert segment_member(instance_name).pledged_bytes == 0
+    awake.post("/wake_up")
+    assert not awake.is_sleeping()
+    assert segment_member(instance_name).pledged_bytes == reserved_bytes
+    assert awake.complete(request) == expected
+
+
+def segment_member(name: str) -> ledger.Member:
+    """An instance's place in its ledger."""
+    members = (member for info in ledger.list_ledgers() for member in info.members)
+    return next(member for member in members if member.name == name)
