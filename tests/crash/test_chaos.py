@@ -35,7 +35,10 @@ FREEZES = 8
 NAMES = 8
 """Of instances; fewer than are started, so that names are used again."""
 SOON_S = 60.0
-NEEDED = ("kills", "stops", "requests", "frozen", "all granted", "rests", "reads", "joins", "moved")
+NEEDED = (
+    "kills", "stops", "requests", "frozen", "all granted", "rests", "reads", "joins", "moved",
+    "larger reserves", "reserved while frozen", "asleep with a reserve", "woken with a reserve",
+)  # fmt: skip
 """What happens at least twice, of what is counted."""
 
 
@@ -68,6 +71,8 @@ class Chaos:
         self._inodes: dict[int, int] = {}
         """Of the segments of the live ones, by pid."""
         self._dead_pids: list[int] = []
+        self._seen_asleep: set[bytes] = set()
+        """Of those that reserve something, at the last look."""
         self._started = 0
 
     # --- instances --------------------------------------------------------------------------
@@ -78,6 +83,7 @@ class Chaos:
             self._launch(
                 f"{self._prefix}_{self.pick.randrange(NAMES)}",
                 KVELASTIC_MIN=str(self.pick.choice([0, 0, 1, 4, 12]) * PAGE_BYTES),
+                KVELASTIC_RESERVE=str(self.pick.choice([0, 1, 4]) * PAGE_BYTES),
                 KVELASTIC_PRIORITY=str(self.pick.randint(-1, 1)),
                 KVELASTIC_IDLE_TRIM_SECONDS=self.pick.choice(["0.02", "0.2", "-1"]),
                 KVELASTIC_MAX_CACHED_TOKENS=self.pick.choice(["-1", "640"]),
@@ -103,8 +109,9 @@ class Chaos:
             self._live.append(one)
             self._inodes[one.pid] = (SHM / one.name).stat().st_ino
             return
-        # Guarantees may be more than there is; who was stopped may have held the ledger's lock.
-        is_expected = problem.split(":")[0] in {"SEGMENT_EXISTS", "GUARANTEE"}
+        # Guarantees and reserves may be more than there is, or others may not have given in time;
+        # who was stopped may have held the ledger's lock.
+        is_expected = problem.split(":")[0] in {"SEGMENT_EXISTS", "GUARANTEE", "RESERVE"}
         assert is_expected or "has held the lock" in problem, problem
         self.counts[f"refused: {problem.split(':')[0]}"] += 1
         one.leave()
@@ -143,6 +150,7 @@ class Chaos:
         self.pick.choices(list(things), list(things.values()))[0]()
         self.fill_up()
         self._all_are_well()
+        self._note_sleepers()
         time.sleep(self.pick.random() * 0.02)  # the moment: any will do
 
     def kill(self) -> None:
@@ -234,17 +242,33 @@ class Chaos:
                 {"limit_bytes": 1 << 40},
                 {"min_bytes": pages * PAGE_BYTES, "priority": self.pick.randint(-2, 2)},
                 {"asleep": True},
+                {"asleep": False},
                 {"asleep": False, "limit_bytes": CAPACITY_PAGES * PAGE_BYTES},
                 {"trim": True},
             ]
         )
         wait_s = self.pick.choice([0, 0, 0.02])
-        answer = segment.request(self.pick.choice(self._live).name, wait_s=wait_s, **changes)
+        names = [one.name for one in self._live]
+        if changes.get("asleep") is False:
+            names = self._note_sleepers() or names  # a wake of who is awake shows little
+        answer = segment.request(self.pick.choice(names), wait_s=wait_s, **changes)
         # Guarantees may be more than the device has, also those of who wakes; a limit never is.
         may_be_refused = "min_bytes" in changes or changes.get("asleep") is False
         allowed = {"applied", "shrinking", "none"} | ({"refused"} if may_be_refused else set())
         assert answer.state in allowed or not answer.answers_the_request, (changes, answer)
         self.counts["requests"] += 1
+
+    def _note_sleepers(self) -> list[str]:
+        """Count those that sleep with a reserve, or have woken since the last look; their names."""
+        info = self._ledger()
+        members = info.members if info else ()
+        asleep = {one.uuid for one in members if one.asleep and one.reserve_bytes}
+        awake = {one.uuid for one in members if not one.asleep and one.reserve_bytes}
+        self.counts["asleep with a reserve"] += len(asleep)
+        self.counts["woken with a reserve"] += len(awake & self._seen_asleep)
+        self._seen_asleep = asleep
+        names = {member.name for member in members if member.asleep}
+        return [one.name for one in self._live if one.name in names]
 
     def look(self) -> None:
         """As kvctl does it, which also removes the dead."""
@@ -302,8 +326,11 @@ class Chaos:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as memory:
             _vmm.ledger_check_integrity(memory)
         total = sum(granted.values())
-        assert total <= CAPACITY_PAGES * PAGE_BYTES, f"{total} bytes are granted: {granted}"
-        self.counts["all granted"] += total == CAPACITY_PAGES * PAGE_BYTES
+        capacity_bytes = CAPACITY_PAGES * PAGE_BYTES
+        assert total <= capacity_bytes, f"{total} bytes are granted: {granted}"
+        self.counts["all granted"] += total + info.reserved_bytes >= capacity_bytes
+        self.counts["reserved while frozen"] += info.reserved_bytes > 0
+        self._note_sleepers()
         self.counts["frozen"] += 1
         self.counts["resident pages"] += sum(resident.values()) // PAGE_BYTES
         for one in everybody:
@@ -335,9 +362,25 @@ class Chaos:
         while wrong := self._differences():
             assert time.monotonic() < deadline, f"at rest: {wrong}"
             time.sleep(0.005)
+        self._adds_up()
         self.counts["rests"] += 1
         for one in self._live + self._joiners:
             one.go()
+
+    def _adds_up(self) -> None:
+        """The device's account, added up here and not by the code that keeps it.
+
+        At rest nobody begins to claim; who was asked to wake may still be at it.
+        """
+        info = self._ledger()
+        if info is None:
+            return
+        awake = [member for member in info.members if not member.asleep]
+        reserved_bytes = sum(member.reserve_bytes for member in awake)
+        left_bytes = CAPACITY_PAGES * PAGE_BYTES - reserved_bytes
+        guaranteed_bytes = sum(member.min_bytes for member in awake)
+        assert info.granted_bytes <= left_bytes, f"grants and reserves: {info}"
+        assert guaranteed_bytes <= left_bytes, f"guarantees: {info}"
 
     def _differences(self) -> dict[str, tuple[int, int | None]]:
         """Of those who hold something else than they were granted: both."""

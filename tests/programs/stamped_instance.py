@@ -24,6 +24,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any
 
@@ -34,6 +35,8 @@ BLOCKS_PER_PAGE = 8
 PAGE_BYTES = 2 << 20
 MOST_REQUESTS = 12
 MOST_BLOCKS = 3 * BLOCKS_PER_PAGE
+MOST_RESERVED_PAGES = 4
+RESERVES_A_STEP = 0.01
 
 
 class Stamped:
@@ -330,7 +333,8 @@ def serve(name: str, seed: int) -> None:
 
     settings = load()
     layout = PageLayout(BLOCK_BYTES, BUFFERS, BLOCKS_PER_PAGE, PAGE_BYTES)
-    device = host(settings)
+    # As a GPU has it: what is reserved comes out of the capacity, and not out of memory beside it.
+    device = replace(host(settings), total_bytes=0)
     try:
         opened = open_pool(
             settings,
@@ -343,6 +347,7 @@ def serve(name: str, seed: int) -> None:
             memory=local_range(device),
             name=name,
             movable=True,
+            reserve_bytes=settings.reserve or 0,
         )
     except KvelasticError as error:
         print(json.dumps({"error": f"{error.code}: {error}"}), flush=True)
@@ -360,10 +365,28 @@ def serve(name: str, seed: int) -> None:
         print(json.dumps({"name": pool.name}), flush=True)
         while not is_told_to_end(sys.stdin, engine.counts, rest):
             engine.step()
+            if dice.random() < RESERVES_A_STEP:
+                reserve_anew(pool, dice, engine.counts)
             if dice.random() < 0.3:
                 time.sleep(dice.random() * 0.005)  # an engine computes
         engine.check_all()
         pool.blocks.check_integrity()
+
+
+def reserve_anew(pool: Any, dice: random.Random, counts: Counter[str]) -> None:
+    """As an engine whose batches grow; others may not have so much, or not give it in time."""
+    from kvelastic.errors import GuaranteeError, ReserveError
+
+    before = pool.ledgers[0].member.reserve_bytes
+    wanted = dice.randint(0, MOST_RESERVED_PAGES) * PAGE_BYTES
+    try:
+        pool.reserve(wanted)
+    except (GuaranteeError, ReserveError):
+        assert pool.ledgers[0].member.reserve_bytes == before, "a refused reserve is in force"
+        counts["reserves refused"] += 1
+        return
+    assert pool.ledgers[0].member.reserve_bytes == wanted
+    counts["larger reserves" if wanted > before else "smaller reserves"] += 1
 
 
 def join_and_leave(name: str, seed: int) -> None:
