@@ -130,10 +130,12 @@ def executor_wake_up(
 ) -> None:
     """Let blocks be handed out again; their memory comes with the requests that need it.
 
-    Also where the weights alone wake: what is reserved for them is asked for first.
+    On a GPU also where the weights alone wake: what is reserved for them is asked for first.
     """
     instance = _instance_of(executor)
-    if instance is not None and executor.sleeping_tags.issuperset(tags or ()):
+    if instance is not None and (
+        tags is None or _KV_CACHE in tags or (instance.is_on_gpu and executor.is_sleeping)
+    ):
         instance.wake()
     original(executor, tags)
     if instance is not None:

@@ -127,7 +127,7 @@ class Instance:
             reserve_bytes = dict.fromkeys((device.name for device in self._devices), 0)
             for device, rank_bytes in zip(self._devices, held_bytes, strict=True):
                 reserve_bytes[device.name] += rank_bytes
-            if not self._is_on_gpu:
+            if not self.is_on_gpu:
                 ring = self._pool.memory
                 assert isinstance(ring, _vmm.Ring)
                 processes = {pid for pid, _ in ring.workers}
@@ -144,7 +144,8 @@ class Instance:
         )
 
     @property
-    def _is_on_gpu(self) -> bool:
+    def is_on_gpu(self) -> bool:
+        """Whether its pages lie on GPUs, or on the host."""
         return self._devices[0].is_gpu
 
     def sleep(self) -> None:
@@ -166,7 +167,7 @@ class Instance:
         """
         _log.debug("The KV cache wakes.")
         self.blocks.wake()
-        if self._is_on_gpu and not self.blocks.ensure(1):
+        if self.is_on_gpu and not self.blocks.ensure(1):
             self.blocks.sleep()
             names = ", ".join(dict.fromkeys(device.name for device in self._devices))
             raise OutOfMemoryError(
