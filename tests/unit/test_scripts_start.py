@@ -41,3 +41,16 @@ def test_the_demo_finds_what_it_runs() -> None:
         timeout=60,
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_the_folder_above_the_repository_is_not_searched_for_packages(tmp_path: Path) -> None:
+    """What lies there by chance, a checkout of triton say, is nobody's package."""
+    done = subprocess.run(
+        [sys.executable, "-c", "import sys, kvelastic.cli; print(*sys.path, sep='\\n')"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    )
+    assert str(ROOT.parent) not in done.stdout.splitlines()
