@@ -5,6 +5,7 @@ A row is added by who has seen it, with what `scripts/test` and a served load sa
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final, Literal, NamedTuple
 
 
@@ -24,9 +25,9 @@ ROWS: Final = (
 )
 
 
-def has_run(gpu: str) -> bool:
+def has_run(gpu: str, rows: Sequence[Row] = ROWS) -> bool:
     """Whether a GPU of that name is in the table as seen."""
-    return any(row.how == "seen" and row.gpu == gpu for row in ROWS)
+    return any(row.how == "seen" and row.gpu == gpu for row in rows)
 
 
 def markdown() -> str:

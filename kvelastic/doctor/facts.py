@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from kvelastic import gpu_table
 from kvelastic.host_capacity import default_host_capacity_bytes
 
 
@@ -196,6 +197,7 @@ class Facts:
     system: SystemFacts = SystemFacts()
     config: ConfigFacts = ConfigFacts()
     packages: PackageFacts = PackageFacts()
+    gpus_that_ran: tuple[gpu_table.Row, ...] = gpu_table.ROWS
 
     @property
     def is_host_device(self) -> bool:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Final
 
+from kvelastic import gpu_table
 from kvelastic.doctor.facts import Facts, Gpu
 from kvelastic.doctor.finding import Finding, State
 from kvelastic.sizes import MIB_BYTES, format_size
@@ -20,6 +21,8 @@ def gpu_findings(facts: Facts) -> Iterator[Finding]:
     yield _driver(facts)
     for gpu in facts.gpus.gpus:
         yield _vmm(gpu, facts)
+        if not gpu.error:
+            yield _seen(gpu, facts.gpus_that_ran)
     yield _device(facts)
     yield _packages(facts)
 
@@ -137,6 +140,20 @@ def _vmm(gpu: Gpu, facts: Facts) -> Finding:
             "nothing: pages are a multiple of that size; KVELASTIC_PAGE_SIZE_MB is only the least",
         )
     return Finding(check, "ok", seen, "")
+
+
+def _seen(gpu: Gpu, table: Sequence[gpu_table.Row]) -> Finding:
+    check, name = "gpu.seen", f"cuda:{gpu.ordinal} {gpu.name}"
+    if gpu_table.has_run(gpu.name, table):
+        return Finding(check, "ok", f"{name}: GPUs of this model have run kvelastic", "")
+    rows = "; ".join(f"{row.gpu} ({row.attention}): {row.how}" for row in table)
+    return Finding(
+        check,
+        "note",
+        f"{name}: no GPU of this model has run kvelastic yet. What has: {rows}",
+        "compare its answers with those of the engine alone, and report how it went; docs/gpu.md"
+        " says what is known",
+    )
 
 
 def _device(facts: Facts) -> Finding:

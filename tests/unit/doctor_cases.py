@@ -18,6 +18,7 @@ from kvelastic.doctor.facts import (
     ShmFacts,
     SystemFacts,
 )
+from kvelastic.gpu_table import ROWS, Row
 
 GIB = 1 << 30
 MIB = 1 << 20
@@ -37,6 +38,7 @@ GOOD = Facts(
     system=SystemFacts(kernel="6.18.1"),
     config=ConfigFacts(enabled=True),
     packages=PACKAGES,
+    gpus_that_ran=(Row("H200", "580.82", "FlashAttention 3", "seen"),),
 )
 
 
@@ -166,6 +168,8 @@ TABLE: list[tuple[str, str, Facts, str]] = [
         with_config(with_gpus(gpus=(BROKEN_GPU,)), device="cuda:1"),
         "those that can: none",
     ),
+    ("gpu.seen", "ok", GOOD, "cuda:0 H200: GPUs of this model have run kvelastic"),
+    ("gpu.seen", "note", replace(GOOD, gpus_that_ran=ROWS), "What has: the simulated driver"),
     ("gpu.packages", "ok", GOOD, "NVML is there, with nvidia-ml-py 13.580"),
     ("gpu.packages", "ok", on_host(), "of no use without a driver"),
     ("gpu.packages", "note", without("nvidia-ml-py"), "with no Python package"),
