@@ -132,6 +132,7 @@ if "TEST_TRITON" in os.environ:
 import vllm.v1.worker.cpu.shm  # noqa: E402, F401  vLLM's own stand-ins for the V2 runner
 
 torch.accelerator.get_memory_info = simulated_memory
+from vllm import SamplingParams  # noqa: E402
 from vllm.utils import mem_utils, torch_utils  # noqa: E402
 from vllm.v1.worker import gpu_worker  # noqa: E402
 
@@ -144,6 +145,9 @@ class GpuWorkerOnCpu(gpu_worker.Worker):  # type: ignore[misc]
         gpu_worker.kernel_warmup = lambda _: None
         gpu_worker.get_mem_allocator_instance = _SleepAllocator
         vllm_config.model_config.enable_cumem_allocator = True
+        vllm_config.kernel_config.enable_jit_warmup = True  # on the processor vLLM skips it
+        # Of the sampler's kernels Triton's interpreter runs those for temperature 0, no grammars.
+        SamplingParams.for_sampler_warmup = lambda: SamplingParams(temperature=0, max_tokens=8)
         worker_device.open_driver, tensors.whole_range = seams.open_driver, self._whole_range
         worker_device.model_name = lambda _: "simulated GPU"
         torch_utils.current_stream = self._current_stream
@@ -173,3 +177,6 @@ class GpuWorkerOnCpu(gpu_worker.Worker):  # type: ignore[misc]
     def load_model(self, **named: Any) -> None:
         super().load_model(**named)
         _loaded.append(True)
+
+    def sample_tokens(self, grammar_output: Any) -> Any:
+        return super().sample_tokens(None)
