@@ -23,8 +23,8 @@ _KV_CACHE = "kv_cache"
 
 DEVICE_FACTS = "kvelastic_device_facts"
 """Method of a worker that tells its device; set by our hooks, called by name."""
-HELD_BYTES = "kvelastic_held_bytes"
-"""Method of a worker that tells what it holds there besides the KV cache."""
+HAND_OVER = "kvelastic_hand_over_reserve"
+"""Method of a worker that ends its own reserve and tells what it holds besides the KV cache."""
 
 _waiting_instance: Instance | None = None
 """Made before the workers start; the next block pool of this process takes it."""
@@ -89,7 +89,7 @@ def executor_warm_up(original: Callable[..., Any], executor: Any) -> None:
     if instance is None:
         return
     try:
-        held_bytes = executor.collective_rpc(HELD_BYTES)
+        held_bytes = executor.collective_rpc(HAND_OVER)
         instance.begin([held_bytes[rank] for rank in executor.kvelastic_ranks])
     except BaseException:
         instance.close()

@@ -7,7 +7,6 @@ of these runs, "free" means the device without the neighbours (`own_memory`).
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -68,12 +67,12 @@ def compile_or_warm_up_model(original: Callable[..., Any], worker: Any) -> Any:
             tables.redirect_writes_to_null_block = False
 
 
-def held_bytes(worker: Any) -> int:
-    """What this worker's process holds, or will hold again in a step, beside the KV cache.
+def hand_over_reserve(worker: Any) -> int:
+    """End the reserve of the start; answer what the instance is to reserve in its place.
 
-    From here on it is the instance that reserves it. 0 on the CPU, where the scheduler sees it by
-    itself. The peak of torch's allocator counts, and not what it holds now: between profiling and
-    the first request activations go back to the device.
+    That is what this worker's process holds, or will hold again in a step, beside the KV cache. The
+    peak of torch's allocator counts, and not what it holds now: between profiling and the first
+    request activations go back to the device. 0 on the CPU, where the scheduler looks by itself.
     """
     import torch
 
@@ -143,6 +142,6 @@ def _look(worker: Any, used_bytes: int) -> Seen:
         for info in ledger.list_ledgers()
         if info.device == name and info.group == group
         for member in info.members
-        if member.pid != os.getpid()  # what this process reserved for its start is its own
+        if member.name != start_reserve.name()  # what it reserved for its start is its own
     )
     return Seen(used_bytes, int(torch.accelerator.memory_reserved(worker.device)), of_instances)

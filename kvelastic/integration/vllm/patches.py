@@ -160,9 +160,9 @@ HOOKS: Final = (
     ),
     Hook(
         WORKER,
-        f"{_WORKER}.{in_engine_core.HELD_BYTES}",
-        in_gpu_worker.held_bytes,
-        "say what it holds there besides the KV cache",
+        f"{_WORKER}.{in_engine_core.HAND_OVER}",
+        in_gpu_worker.hand_over_reserve,
+        "say what the instance is to reserve for it",
         is_new=True,
     ),
     Hook(

@@ -53,13 +53,18 @@ def claim(worker: Any) -> ledger.JoinedLedger | None:
         facts.name,
         group=settings.ledger,
         capacity_bytes=int(facts.total_bytes * settings.gpu_utilization),
-        name=f"starting_{os.getpid()}",
+        name=name(),
         uuid=uuid.uuid4().bytes,
         reserve_bytes=start_bytes,
         priority=settings.priority,
     )
     _log.info("%s of %s are reserved for the start.", format_size(start_bytes), facts.name)
     return place
+
+
+def name() -> str:
+    """What the ledger calls this process's place."""
+    return f"starting_{os.getpid()}"
 
 
 def expected_bytes(all_weights_bytes: int, ranks: int, total_bytes: int) -> int:
