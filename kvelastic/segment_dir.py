@@ -283,9 +283,11 @@ def _remove(
     path = SHM_DIR / name
     try:
         with locked(fd, name, lock_s):
+            info = _inspect(fd, name)
+            # After that look: a live owner may leave without the lock, and another take the name.
+            # A dead one does nothing any more, and who else removes its file waits for the lock.
             if inode_of(path.stat(follow_symlinks=False)) != inode_of(os.fstat(fd)):
                 return None  # somebody else has removed it, as asked
-            info = _inspect(fd, name)
             if not may_remove(info):
                 return info
             path.unlink()

@@ -7,12 +7,19 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import needs
 import pytest
 
+if TYPE_CHECKING:
+    from vllm_server import VllmServer
+
 HERE = Path(__file__).parent
 PROGRAMS = HERE.parent / "programs"
+
+shared_servers: list[VllmServer] = []
+"""Those that are running, for all tests of this folder."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -40,6 +47,15 @@ def instance_name() -> str:
     return f"kvelastic_test_{os.getpid()}"
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(nextitem: pytest.Item | None) -> None:
+    """The shared servers end with the last test here: others look at what runs on this machine."""
+    if nextitem is None or HERE not in nextitem.path.parents:
+        for server in shared_servers:
+            if server.process.poll() is None:
+                server.stop()
+
+
 @pytest.fixture(scope="session")
 def servers(tiny_model: Path, log_folder: Path, instance_name: str) -> Iterator[tuple]:
     """Stock vLLM and vLLM with kvelastic, started together."""
@@ -60,6 +76,7 @@ def servers(tiny_model: Path, log_folder: Path, instance_name: str) -> Iterator[
         VllmServer(tiny_model, log_folder / "stock.log") as stock,
         VllmServer(tiny_model, log_folder / "elastic.log", elastic) as with_kvelastic,
     ):
+        shared_servers.extend((stock, with_kvelastic))
         yield stock.wait_until_ready(), with_kvelastic.wait_until_ready()
 
 

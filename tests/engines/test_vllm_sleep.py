@@ -153,25 +153,26 @@ def test_a_wake_that_a_neighbour_leaves_no_room_for_is_refused_and_comes_later(
     reserved_bytes = segment_member(instance_name).reserve_bytes
     assert reserved_bytes > 0, "vLLM's workers hold nothing"
     awake.post("/sleep?level=1")
-    with Instance(
-        KVELASTIC_LEDGER=info.group,
-        KVELASTIC_MIN=str(info.capacity_bytes),
-        KVELASTIC_RESERVE=str(info.outside_bytes),
-    ) as neighbour:
-        for _ in range(2):
-            status, answer = awake.request("/wake_up", "POST", 60)
-            assert status == 500
-            said = answer.decode()
-            assert f"{neighbour.name} has" in said, said
-            assert "reserved" in said, said
-            assert awake.is_sleeping()
-            assert segment.inspect(instance_name).usage["asleep"] == 1
-            assert segment.inspect(instance_name).engine_asleep is True
-            assert segment_member(instance_name).pledged_bytes == 0
-    awake.post("/wake_up")
-    assert not awake.is_sleeping()
-    assert segment_member(instance_name).pledged_bytes == reserved_bytes
-    assert awake.complete(request) == expected
+    with awake.refusing():
+        with Instance(
+            KVELASTIC_LEDGER=info.group,
+            KVELASTIC_MIN=str(info.capacity_bytes),
+            KVELASTIC_RESERVE=str(info.outside_bytes),
+        ) as neighbour:
+            for _ in range(2):
+                status, answer = awake.request("/wake_up", "POST", 60)
+                assert status == 500
+                said = answer.decode()
+                assert f"{neighbour.name} has" in said, said
+                assert "reserved" in said, said
+                assert awake.is_sleeping()
+                assert segment.inspect(instance_name).usage["asleep"] == 1
+                assert segment.inspect(instance_name).engine_asleep is True
+                assert segment_member(instance_name).pledged_bytes == 0
+        awake.post("/wake_up")
+        assert not awake.is_sleeping()
+        assert segment_member(instance_name).pledged_bytes == reserved_bytes
+        assert awake.complete(request) == expected
 
 
 def segment_member(name: str) -> ledger.Member:

@@ -18,7 +18,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -92,6 +92,7 @@ class VllmServer:
                 start_new_session=True,
             )
         self._seen: dict[int, psutil.Process] = {}
+        self._refusals: list[tuple[int, int]] = []
         self._left = LeftBehind()
 
     def __enter__(self) -> VllmServer:
@@ -162,6 +163,20 @@ class VllmServer:
 
     def tail(self, characters: int = 6000) -> str:
         return self.log.read_text(errors="replace")[-characters:]
+
+    @contextlib.contextmanager
+    def refusing(self) -> Iterator[None]:
+        """What is asked for in the body is refused: vLLM logs that with where it was raised."""
+        start = len(self.log.read_text(errors="replace"))
+        yield
+        self._refusals.append((start, len(self.log.read_text(errors="replace"))))
+
+    def log_but_for_refusals(self) -> str:
+        """The log without what was logged under `refusing`."""
+        text = self.log.read_text(errors="replace")
+        for start, end in reversed(self._refusals):
+            text = text[:start] + text[end:]
+        return text
 
     # --- requests -----------------------------------------------------------------------------
 

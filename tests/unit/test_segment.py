@@ -15,7 +15,7 @@ import needs
 import pytest
 from segment_owner import CAPACITY_BYTES, Owner
 
-from kvelastic import _vmm, lease, segment, sizes
+from kvelastic import _vmm, lease, segment, segment_dir, sizes
 from kvelastic.errors import (
     InvalidArgumentError,
     SegmentBusyError,
@@ -622,3 +622,25 @@ def test_a_wait_that_is_no_number_is_refused(name, mine):
     with pytest.raises(InvalidArgumentError, match="wait_s=nan"):
         segment.request(name, limit_bytes=1, wait_s=float("nan"))
     assert mine.record.read_request()["revision"] == 0
+
+
+def test_a_name_that_was_taken_anew_while_its_former_owner_was_judged_is_left(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The owner leaves, and another one starts, while somebody holds the lock to look at it."""
+    name = f"kvelastic_anew_{os.getpid()}"
+    made = []
+    look = segment_dir._inspect
+
+    with Owner(name) as former:
+
+        def look_late(fd: int, name: str) -> segment.SegmentInfo:
+            monkeypatch.undo()
+            former.end()
+            made.append(segment.create(name, engine="b"))
+            return look(fd, name)
+
+        monkeypatch.setattr(segment_dir, "_inspect", look_late)
+        segment_dir.remove_if_reapable(name)
+        with made[0]:
+            assert segment.inspect(name).header["engine"] == "b"
