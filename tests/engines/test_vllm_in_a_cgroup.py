@@ -38,7 +38,7 @@ def cgroup() -> Iterator[MemoryCgroup]:
 def test_a_server_that_fills_its_cgroup_answers_everything_and_is_not_killed(
     cgroup: MemoryCgroup, tiny_model: Path, log_folder: Path
 ) -> None:
-    name = f"kvelastic_test_{os.getpid()}_cgroup"
+    name = f"kvelastic_cgroup_{os.getpid()}"
     requests = [
         Request(prompt[:PROMPT_TOKENS], MAX_TOKENS)
         for prompt, _ in make_requests(
@@ -51,7 +51,7 @@ def test_a_server_that_fills_its_cgroup_answers_everything_and_is_not_killed(
         {
             "ENABLE_KVELASTIC": "true",
             "KVELASTIC_IPC_NAME": name,
-            "KVELASTIC_LEDGER": f"{name}_ledger",
+            "KVELASTIC_LEDGER": name,
             "KVELASTIC_HOST_MEMORY": "8G",
         },
         [

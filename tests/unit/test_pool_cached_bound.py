@@ -27,7 +27,7 @@ def test_less_than_a_block_is_one_block_and_a_warning(
         {"KVELASTIC_MAX_CACHED_TOKENS": str(tokens), "KVELASTIC_HOST_MEMORY": "64M"}
     )
     device = host(settings)
-    name = f"kvcached-bound-{os.getpid()}-{random.randrange(1 << 40):x}"
+    name = f"kvbound-{os.getpid()}-{random.randrange(1 << 40):x}"
     with open_pool(
         settings, LAYOUT, 2, num_blocks=16, block_tokens=BLOCK_TOKENS, engine="test",
         devices=[device], memory=local_range(device), name=name,
