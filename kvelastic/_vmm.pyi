@@ -138,6 +138,9 @@ class FaultDriver(Driver):
     @property
     def calls(self) -> int: ...
 
+class GuardDriver(Driver):
+    def __init__(self, inner: Driver, page_bytes: int) -> None: ...
+
 # --- life -----------------------------------------------------------------------------------------
 
 class LifeLock:

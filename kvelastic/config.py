@@ -25,6 +25,10 @@ from kvelastic.sizes import MAX_PRIORITY, MIB_BYTES, SIZE_FORMS, parse_percent, 
 __all__ = ["VARIABLES", "Config", "Percent", "configure_logging", "load", "markdown_table"]
 
 
+HOST_PAGE_SIZE_MB: Final = 2
+"""A huge page of the host."""
+
+
 class Percent(NamedTuple):
     """A part of a device's capacity, 0 to 100."""
 
@@ -39,7 +43,8 @@ class Config:
     autopatch: bool = False
     ipc_name: str | None = None
     gpu_utilization: float = 0.95
-    page_size_mb: int = 2
+    page_size_mb: int | None = None
+    """None: 2 on the host, and what the driver's prices say on a GPU (`page_size`)."""
     log_level: str = "INFO"
     page_prealloc_enabled: bool = True
     min_reserved_pages: int = 5
@@ -69,12 +74,13 @@ class Config:
     """`auto`, `host`, `cuda` or `cuda:N`."""
     idle_trim_s: float | None = 5.0
     """None is never."""
+    guard_pages: bool = False
     strict: bool = True
 
     @property
     def page_size_bytes(self) -> int:
-        """`KVELASTIC_PAGE_SIZE_MB` in bytes."""
-        return self.page_size_mb * MIB_BYTES
+        """`KVELASTIC_PAGE_SIZE_MB` in bytes, or the host's default (`page_size.of` knows GPUs')."""
+        return (self.page_size_mb or HOST_PAGE_SIZE_MB) * MIB_BYTES
 
     @property
     def host_memory_bytes(self) -> int:
@@ -213,8 +219,10 @@ VARIABLES: Final[tuple[Variable, ...]] = (
              "Largest part of a GPU's memory that KV caches may fill; of the host's memory"
              " KVELASTIC_HOST_MEMORY says it."),
     Variable("KVELASTIC_PAGE_SIZE_MB", "KVCACHED_PAGE_SIZE_MB", "page_size_mb",
-             _integer(2, 2, 1024), "2", "a multiple of 2, from 2 to 1024",
-             "Smallest page size in MiB; a page may be larger to hold whole blocks of all layers."),
+             _integer(2, 2, 1024), "(2; by the prices of a GPU)",
+             "a multiple of 2, from 2 to 1024",
+             "Smallest page size in MiB; a page may be larger to hold whole blocks of all layers."
+             " Unset, a GPU's are as large as its driver's prices make worth while, 128 at most."),
     Variable("KVELASTIC_LOG_LEVEL", "KVCACHED_LOG_LEVEL", "log_level", _log_level, "INFO",
              "DEBUG, INFO, WARNING, ERROR or CRITICAL",
              "Least severe message that is logged; docs/log.md says what DEBUG adds."),
@@ -267,6 +275,9 @@ VARIABLES: Final[tuple[Variable, ...]] = (
     Variable("KVELASTIC_IDLE_TRIM_SECONDS", None, "idle_trim_s", _seconds_or_never, "5.0",
              "seconds; less than 0 is never",
              "After so long without an alloc or free, parked pages go back to the device."),
+    Variable("KVELASTIC_GUARD_PAGES", None, "guard_pages", _boolean, "false", BOOLEAN,
+             "For finding faults: a scratch page lies behind all that is not mapped, so that a"
+             " kernel that reads too far reads scratch. Maps and unmaps cost twice as much."),
     Variable("KVELASTIC_STRICT", None, "strict", _boolean, "true", BOOLEAN,
              "Refuse an engine version outside the supported table; false only warns."),
 )

@@ -1,7 +1,7 @@
 """Which memory an instance uses: the host's, or a GPU's.
 
 device = resolve("auto", settings)  # cpu, host, cuda, cuda:1, GPU-<uuid>, MIG-<uuid>
-memory = _vmm.Range.reserve(device.driver(), geometry)
+memory = reserve_range(device.driver(), geometry, guard_pages=settings.guard_pages)
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
-from kvelastic import _vmm
+from kvelastic import _vmm, page_size
 from kvelastic.config import Config
 from kvelastic.errors import DeviceUnavailableError, InvalidArgumentError
 from kvelastic.host_capacity import machine_memory_bytes
@@ -38,6 +38,9 @@ class Device:
     total_bytes: int = 0
     """All of its memory, where the capacity is the KV caches' part of that (the host): what
     instances reserve lies outside the capacity first. 0: it comes out of the capacity (a GPU)."""
+
+    page_cycle_us: float = 0.0
+    """What its driver charges for a handle, from its creation to its end; see `page_size`."""
 
     @property
     def is_host(self) -> bool:
@@ -86,7 +89,23 @@ def _not_accepted(name: str) -> InvalidArgumentError:
 def _gpu(name: str, settings: Config) -> Device:
     driver = _vmm.CudaDriver(name)
     capacity_bytes = int(driver.total_bytes * settings.gpu_utilization)
-    return Device(driver.uuid, capacity_bytes, lambda: driver)
+    return Device(
+        driver.uuid, capacity_bytes, lambda: driver, page_cycle_us=page_size.cycle_us(driver)
+    )
+
+
+def reserve_range(driver: _vmm.Driver, geometry: _vmm.Geometry, *, guard_pages: bool) -> _vmm.Range:
+    """Addresses of this process; with `guard_pages`, scratch behind all that is not mapped.
+
+    Raises `DriverError` if there are none left, or no memory for the scratch page.
+    """
+    if guard_pages:
+        _log.warning(
+            "KVELASTIC_GUARD_PAGES is on: kernels that read too far are not found out, and pages"
+            " cost twice as many driver calls."
+        )
+        driver = _vmm.GuardDriver(driver, geometry.extent_bytes)
+    return _vmm.Range.reserve(driver, geometry)
 
 
 def means_host(device: object) -> bool | None:

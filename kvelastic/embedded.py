@@ -14,7 +14,7 @@ import threading
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from kvelastic import _vmm, engines
+from kvelastic import _vmm, engines, page_size
 from kvelastic.config import Config, configure_logging, load
 from kvelastic.device import Device, means_host, resolve
 from kvelastic.errors import (
@@ -60,6 +60,11 @@ class _State:
     async_sched: bool = False
     """The last two change nothing, and are shown in snapshots."""
     groups: dict[int, _Group] = field(default_factory=dict)
+
+    @property
+    def page_size_bytes(self) -> int:
+        """What layouts start from."""
+        return page_size.of(self.settings, [self.device])
 
 
 _lock = threading.RLock()
@@ -214,7 +219,7 @@ def alloc_kv_cache(
             num_layers=num_layers,
             attention_type=attention_type,
             kv_layout=kv_layout,
-            page_size_bytes=state.settings.page_size_bytes,
+            page_size_bytes=state.page_size_bytes,
             per_buffer=not state.settings.contiguous_layout,
             kernel_block_size=kernel_block_size,
         )
@@ -307,7 +312,7 @@ def alloc_states(
         layout, offsets = plan_states(
             parts,
             num_layers=num_layers,
-            page_size_bytes=state.settings.page_size_bytes,
+            page_size_bytes=state.page_size_bytes,
             per_buffer=not state.settings.contiguous_layout,
         )
         group = _group_for(state, group_id, layout, num_slots, 1)
@@ -374,7 +379,7 @@ def get_kv_cache_manager(
             layout = PageLayout.solve(
                 block_size * cell_size,
                 num_layers * num_kv_buffers,
-                page_size_bytes=state.settings.page_size_bytes,
+                page_size_bytes=state.page_size_bytes,
                 per_buffer=not state.settings.contiguous_layout,
             )
             group = _group_for(state, group_id, layout, num_blocks, block_size)
@@ -430,7 +435,7 @@ def _group_for(
         block_tokens=block_tokens,
         engine=engines.find(state.engine).title,
         devices=[state.device],
-        memory=local_range(state.device),
+        memory=local_range(state.device, guard_pages=state.settings.guard_pages),
         reserve_bytes=0 if state.groups else state.reserve_bytes,
         name=f"{name}_g{group_id}" if name and group_id else None,
     )

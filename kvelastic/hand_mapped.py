@@ -18,7 +18,7 @@ from typing import Final
 
 from kvelastic import _vmm, ledger, segment
 from kvelastic.config import Config
-from kvelastic.device import Device
+from kvelastic.device import Device, reserve_range
 from kvelastic.errors import DeviceUnavailableError, DriverError, OutOfMemoryError
 from kvelastic.sizes import format_size
 
@@ -221,7 +221,7 @@ def open_hand_mapped(
     `GuaranteeError`, `LedgerError`, `SegmentError`, `DriverError`; nothing is left behind then.
     """
     _vmm.set_debug_logging(_log.isEnabledFor(logging.DEBUG))
-    memory = _vmm.Range.reserve(device.driver(), geometry)
+    memory = reserve_range(device.driver(), geometry, guard_pages=settings.guard_pages)
     own_segment = segment.create(name, engine=ENGINE, device=device.name)
     place: ledger.JoinedLedger | None = None
     try:

@@ -18,7 +18,7 @@ from typing import TypeAlias
 
 from kvelastic import _vmm, segment
 from kvelastic.config import Config
-from kvelastic.device import Device
+from kvelastic.device import Device, reserve_range
 from kvelastic.errors import DeviceUnavailableError, DriverError, InvalidArgumentError
 from kvelastic.layout import PageLayout
 from kvelastic.places import JoinedPlaces, capacity_bytes, copies_by_device, join_all
@@ -46,9 +46,9 @@ def native_geometry(layout: PageLayout, pages: int) -> _vmm.Geometry:
     )
 
 
-def local_range(device: Device) -> MemoryMaker:
-    """Addresses of this process; the maker raises `DriverError` if there are none left."""
-    return lambda _, geometry: _vmm.Range.reserve(device.driver(), geometry)
+def local_range(device: Device, *, guard_pages: bool = False) -> MemoryMaker:
+    """Addresses of this process, as `device.reserve_range`."""
+    return lambda _, geometry: reserve_range(device.driver(), geometry, guard_pages=guard_pages)
 
 
 class ElasticPool:

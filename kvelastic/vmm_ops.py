@@ -30,6 +30,7 @@ from kvelastic.device import Device, means_host, resolve
 from kvelastic.errors import InvalidArgumentError, NotInitializedError
 from kvelastic.hand_mapped import HandMapped, open_hand_mapped
 from kvelastic.layout import GRANULARITY_BYTES
+from kvelastic.page_size import of as default_page_size
 
 if TYPE_CHECKING:
     import torch
@@ -61,13 +62,13 @@ def init_kvelastic(device: str = "auto", page_size: int = 0) -> None:
     """
     global _setup
     settings = load()
-    size = page_size or settings.page_size_bytes
-    if size < 0 or size % GRANULARITY_BYTES != 0:
+    if page_size < 0 or page_size % GRANULARITY_BYTES != 0:
         raise InvalidArgumentError(
             f"page_size={page_size} is not accepted; it must be a multiple of {GRANULARITY_BYTES}"
         )
     with _lock:
-        _setup = _Setup(settings, resolve(device, settings), size)
+        on = resolve(device, settings)
+        _setup = _Setup(settings, on, page_size or default_page_size(settings, [on]))
 
 
 def shutdown_kvelastic() -> None:
@@ -203,7 +204,7 @@ def _required_setup() -> _Setup:
     if _setup is not None:
         return _setup
     state = embedded.required()
-    return _Setup(state.settings, state.device, state.settings.page_size_bytes)
+    return _Setup(state.settings, state.device, state.page_size_bytes)
 
 
 def _group(group_id: int) -> _Tensors:

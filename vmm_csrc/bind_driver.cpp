@@ -8,6 +8,7 @@
 #include "bind_ids.h"
 #include "cuda_driver.h"
 #include "fault_driver.h"
+#include "guard_driver.h"
 #include "host_driver.h"
 #include "range.h"
 
@@ -160,6 +161,21 @@ void bind_driver(nb::module_& m) {
           "arm", &FaultDriver::arm, "fail_at"_a, "fail_count"_a = 1,
           "Count anew; fail the fail_at-th call (the first is 1, 0: none) and fail_count - 1 more.")
       .def_prop_ro("calls", &FaultDriver::calls);
+
+  nb::class_<GuardDriver, Driver>(
+      m, "GuardDriver", "Leaves no address without memory: scratch lies behind what is unmapped.")
+      .def(
+          "__init__",
+          [](GuardDriver* self, std::shared_ptr<Driver> inner, std::size_t page_bytes) {
+            if (page_bytes == 0 || page_bytes % inner->granularity_bytes() != 0) {
+              raise_code("INVALID_ARGUMENT",
+                         "page_bytes=" + std::to_string(page_bytes) +
+                             " is not accepted; it must be a positive multiple of " +
+                             std::to_string(inner->granularity_bytes()));
+            }
+            new (self) GuardDriver(std::move(inner), page_bytes);
+          },
+          "inner"_a, "page_bytes"_a, "Pages of `inner` are of `page_bytes`, all.");
 
   nb::class_<Geometry>(m, "Geometry", "Where ids lie in pages; kvelastic.layout solves for it.")
       .def(

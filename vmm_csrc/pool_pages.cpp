@@ -59,11 +59,16 @@ void PoolPages::note_if_final(const Status& answered) {
   figures_.arrivals.note();  // whoever waits for blocks is to hear of it from the next alloc
 }
 
+std::uint64_t PoolPages::batch_after(std::uint64_t batch) const {
+  if (!works_behind()) return batch;
+  const std::uint64_t most = kLargestBatchBytes / accounting_.page_bytes();
+  return std::max(batch, std::min(2 * batch, most));
+}
+
 Result<std::uint64_t> PoolPages::grow(Lock& lock, std::uint64_t pages) {
-  std::uint64_t grown = 0;
-  while (grown < pages && accounting_.mappable_pages() > 0) {
-    const std::uint64_t next =
-        std::min({pages - grown, accounting_.mappable_pages(), batch_pages()});
+  std::uint64_t grown = 0, batch = batch_pages();
+  for (; grown < pages && accounting_.mappable_pages() > 0; batch = batch_after(batch)) {
+    const std::uint64_t next = std::min({pages - grown, accounting_.mappable_pages(), batch});
     Result<std::uint64_t> got = grow_by_batch(lock, next);
     if (!got) {
       if (grown == 0 || accounting_.failure()) return got.error();
@@ -139,7 +144,7 @@ Result<std::uint64_t> PoolPages::unmap(Lock& lock, const std::vector<PageIndex>&
                                        InSession session) {
   if (pages.empty()) return std::uint64_t{0};
   const bool waits = backing_->works_behind();
-  const std::size_t batch_size = waits ? batch_pages() : pages.size();
+  std::uint64_t batch_size = waits ? batch_pages() : pages.size();
   accounting_.leave(pages.size());
   figures_.update();
   Status status = ok();
@@ -149,8 +154,9 @@ Result<std::uint64_t> PoolPages::unmap(Lock& lock, const std::vector<PageIndex>&
     const Unlocked unlocked(lock, session_, waits && session == InSession::kMayLetGo);
     status = guarded([&] { return backing_->drain(); });
     for (std::span<const PageIndex> rest(pages); !rest.empty();) {
-      const std::span<const PageIndex> batch = rest.first(std::min(rest.size(), batch_size));
+      const std::span<const PageIndex> batch = rest.first(std::min<std::size_t>(rest.size(), batch_size));
       rest = rest.subspan(batch.size());
+      batch_size = batch_after(batch_size);
       if (status) status = guarded([&] { return backing_->unmap(batch); });
       if (status) unmapped += batch.size();
       const std::lock_guard own(mutex);

@@ -30,6 +30,9 @@ namespace kvelastic {
 
 /// Memory comes and goes back in batches of about this size, so that who waits can begin with it.
 inline constexpr std::uint64_t kBatchBytes = std::uint64_t{32} << 20;
+/// On a GPU each batch is twice the one before, up to this: its price is by the call and the
+/// handle, and one call serves a run of neighbours.
+inline constexpr std::uint64_t kLargestBatchBytes = std::uint64_t{512} << 20;
 
 /// A failure that a later try cannot mend: the caller must hear of it. Anything else is "no blocks
 /// now", which an engine's scheduler knows how to live with.
@@ -73,6 +76,7 @@ class PoolPages {
   }
 
   std::uint64_t unmapped_ever() const { return counters_[Counter::kPagesUnmapped]; }
+  /// Pages of the first batch.
   std::uint64_t batch_pages() const {
     return std::max<std::uint64_t>(kBatchBytes / accounting_.page_bytes(), 1);
   }
@@ -90,6 +94,7 @@ class PoolPages {
  private:
   class Unlocked;
 
+  std::uint64_t batch_after(std::uint64_t batch) const;
   Result<std::uint64_t> grow_by_batch(Lock& lock, std::uint64_t pages);
   enum class InSession : bool { kStay, kMayLetGo };
   Result<std::uint64_t> unmap(Lock& lock, const std::vector<PageIndex>& pages, InSession session);

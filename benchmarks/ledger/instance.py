@@ -1,6 +1,6 @@
-"""An instance over host memory that does as it is told: one JSON array a line in, one answer out.
+"""An instance that does as it is told: one JSON array a line in, one answer out.
 
-with Instance(pages=66, page_mib=16, KVELASTIC_HOST_MEMORY="1G") as one:
+with Instance(pages=66, page_mib=16, KVELASTIC_DEVICE="host") as one:
     answer = one.ask("alloc", 8)          # {"result": [1, 2, ...], "ms": ..., "cpu_ms": ...}
 """
 
@@ -139,14 +139,16 @@ def alloc_until(blocks: Any, count: int, timeout_s: float) -> dict[str, Any]:
 def serve(pages: int, page_mib: int) -> None:
     """Until stdin is closed."""
     from kvelastic.config import load
-    from kvelastic.device import host
+    from kvelastic.device import resolve
     from kvelastic.layout import PageLayout
     from kvelastic.pool import local_range, open_pool
 
     settings = load()
     page_bytes = page_mib << 20
     layout = PageLayout(page_bytes // BLOCKS_PER_PAGE, 1, BLOCKS_PER_PAGE, page_bytes)
-    device = host(settings)
+    device = resolve(settings.device, settings)
+    if not device.is_host:
+        device.driver().use_streams([])  # type: ignore[attr-defined]  # no kernel uses its pages
     with open_pool(
         settings,
         layout,

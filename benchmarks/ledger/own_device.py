@@ -36,6 +36,7 @@ class OwnDevice:
         return {
             "KVELASTIC_LEDGER": self.group,
             "KVELASTIC_HOST_MEMORY": str(self.capacity_bytes),
+            "KVELASTIC_DEVICE": DEVICE,
         }
 
     def granted(self) -> dict[str, int]:

@@ -58,6 +58,10 @@ PARTS = (
         "grow_shrink", (SIMULATED, CUDA), "kvcached has no host memory to compare with",
         profiles=tuple(prices.PROFILES),
     ),
+    Part(
+        "handover", (SIMULATED,), "calls are counted by the simulator's trace",
+        profiles=tuple(prices.PROFILES),
+    ),
     Part("waiting_unmap", (SIMULATED,), "only the simulator holds a kernel as long as is wanted"),
     Part("beside_kernel", (CUDA,), NEEDS_GPU),
     Part("decode_attention", (CUDA,), NEEDS_GPU),

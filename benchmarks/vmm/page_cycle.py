@@ -3,6 +3,7 @@
 cold      create, map, set_access, unmap, destroy: its memory came from the device and went back
 recycled  map, set_access, unmap: its memory stayed with kvelastic in between
 parked    alloc and free of its blocks; the page stays mapped
+guarded   as recycled, with KVELASTIC_GUARD_PAGES
 bare      map, set_access, unmap of a page that exists, with nothing of kvelastic's around them
 
 The page is the default one of a model of 36 layers (Qwen3-4B, 18 MiB).
@@ -22,7 +23,7 @@ from benchmarks.vmm.models import MIB, QWEN3_4B
 from benchmarks.vmm.section import Section, median_p99, median_ratio
 
 TITLE = "One page, needed and given up"
-WAYS = ("bare", "recycled", "cold", "parked")
+WAYS = ("bare", "recycled", "cold", "parked", "guarded")
 FULL: dict[str, Any] = {"rounds": 300}
 QUICK: dict[str, Any] = {"rounds": 5}
 
@@ -47,6 +48,8 @@ def measure(kind: str, *, rounds: int) -> dict[str, Any]:
 
 def cycles_of(kind: str) -> dict[str, Callable[[], None]]:
     """A function for each way that goes once through its cycle."""
+    from kvelastic import _vmm
+
     layout = QWEN3_4B.paged()
     page_bytes = layout.page_bytes
     touched = range(0, page_bytes if kind == driver_kinds.HOST else 0, 2 * MIB)
@@ -68,6 +71,7 @@ def cycles_of(kind: str) -> dict[str, Callable[[], None]]:
     seam = driver_kinds.open_seam(kind)
     keeps = own_pages.reserve(seam, layout, 1)
     gives_back = own_pages.reserve(seam, layout, 1)
+    guards = own_pages.reserve(_vmm.GuardDriver(seam, page_bytes), layout, 1)
     pool = own_pages.pool_over(own_pages.reserve(seam, layout, 2))
     one_page = layout.blocks_per_page
     pool.free(pool.alloc(2 * one_page - 1) or [])  # both pages mapped; block 0 is the null block
@@ -76,6 +80,11 @@ def cycles_of(kind: str) -> dict[str, Callable[[], None]]:
         keeps.map([0])
         use(keeps.address)
         keeps.unmap([0])
+
+    def guarded() -> None:
+        guards.map([0])
+        use(guards.address)
+        guards.unmap([0])
 
     def cold() -> None:
         gives_back.map([0])
@@ -87,7 +96,9 @@ def cycles_of(kind: str) -> dict[str, Callable[[], None]]:
         assert ids is not None
         pool.free(ids)
 
-    return {"bare": bare, "recycled": recycled, "cold": cold, "parked": parked}
+    return {
+        "bare": bare, "recycled": recycled, "cold": cold, "parked": parked, "guarded": guarded
+    }  # fmt: skip
 
 
 def sections(data: dict[str, Any], kind: driver_kinds.DriverKind) -> list[Section]:

@@ -22,11 +22,16 @@ EVERY_DRIVER = [
     "odd_sizes_are_refused",
     "a_range_and_a_pool",
     "threads",
+    "what_is_unmapped_is_scratch",
 ]
 EVERY_CUDA = ["a_page_goes_to_another_process"]
 SIMULATED = {
     "a_recycled_page_costs_three_calls_and_a_parked_one_none": {},
+    "memory_comes_and_goes_in_runs_that_grow": {},
     "no_failure_leaves_anything_behind": {},
+    "no_failure_of_a_guard_leaves_anything_behind": {},
+    "a_kernel_that_reads_too_far_reads_scratch": {},
+    "a_guarded_cycle_costs_six_calls": {},
     "a_busy_device_is_waited_for": {},
     "out_of_memory_is_an_answer": {"KVSIM_MEMORY": "10M"},
     "pages_are_unmapped_after_use": {},

@@ -12,6 +12,7 @@ import os
 import signal
 import sys
 import threading
+from collections.abc import Callable
 
 import pytest
 from open_memfds import open_memfds
@@ -270,14 +271,44 @@ def case_a_recycled_page_costs_three_calls_and_a_parked_one_none(driver: _vmm.Dr
     assert calls.kvsim_count(b"*") == 0, "parked pages cost no call of any kind"
 
 
-def case_no_failure_leaves_anything_behind(driver: _vmm.Driver) -> None:
-    """Every call from the first to the last fails, in growing, shrinking and ending."""
+def case_memory_comes_and_goes_in_runs_that_grow(driver: _vmm.Driver) -> None:
+    """Batches of 16, 32 and 64 pages of 2 MiB: a call each to give access, and to unmap."""
     sim = simulator()
     assert sim is not None
-    whole = geometry(driver, extents=2)
+    pages = 113
+    memory = _vmm.Range.reserve(driver, geometry(driver, pages))
+    total = pages * driver.granularity_bytes
+    pool = _vmm.Pool(
+        memory,
+        max_blocks=pages * 8,
+        limit_bytes=total,
+        capacity_bytes=total,
+        preallocate=False,
+    )
+    pool.ensure(1)
+    sim.kvsim_reset_counts()
+    ids = pool.alloc(112 * 8) or []
+    assert sim.kvsim_count(b"cuMemMap") == 112
+    assert sim.kvsim_count(b"cuMemSetAccess") == 3
+    pool.free(ids)
+    pool.trim()
+    assert sim.kvsim_count(b"cuMemUnmap") == 3
+    assert pool.mapped_bytes == driver.granularity_bytes
+
+
+def case_no_failure_leaves_anything_behind(driver: _vmm.Driver) -> None:
+    """Every call from the first to the last fails, in growing, shrinking and ending."""
+    no_failure_leaves_anything_behind(lambda: driver, geometry(driver, extents=2))
+
+
+def no_failure_leaves_anything_behind(
+    open_one: Callable[[], _vmm.Driver], whole: _vmm.Geometry
+) -> None:
+    sim = simulator()
+    assert sim is not None
 
     def work() -> None:
-        memory = _vmm.Range.reserve(driver, whole)
+        memory = _vmm.Range.reserve(open_one(), whole)
         total = PAGES * whole.page_bytes
         pool = _vmm.Pool(
             memory, max_blocks=PAGES * 8, limit_bytes=total, capacity_bytes=total, preallocate=False
@@ -301,6 +332,8 @@ def case_no_failure_leaves_anything_behind(driver: _vmm.Driver) -> None:
         with contextlib.suppress(errors.KvelasticError):
             work()
         sim.kvsim_fail(b"")
+        while sim.cuCtxPopCurrent_v2(ctypes.byref(ctypes.c_void_p())) == 0:
+            pass  # where popping failed the context is still on the thread's stack, which is finite
         left = (sim.kvsim_live_mappings(), sim.kvsim_live_allocations(), sim.kvsim_live_ranges())
         assert left == (0, 0, 0), f"call {failing} of {calls} left {left} behind"
 
@@ -371,6 +404,70 @@ def case_pages_are_unmapped_after_use(driver: _vmm.Driver) -> None:
     thread.join(30)
     assert done.is_set()
     memory.map([1])  # the device still answers: nothing was read too late
+
+
+def guarded(driver: _vmm.Driver) -> _vmm.Driver:
+    return _vmm.GuardDriver(driver, driver.granularity_bytes)
+
+
+def case_what_is_unmapped_is_scratch(driver: _vmm.Driver) -> None:
+    granule = driver.granularity_bytes
+    before = held_bytes(driver)
+    memory = _vmm.Range.reserve(guarded(driver), geometry(driver))
+    assert held_bytes(driver) - before == granule, "one scratch page for all addresses"
+    contents = Contents(driver)
+    address = memory.address
+
+    def page(index: int) -> int:
+        return address + index * granule
+
+    contents.write(page(7), b"astray")
+    assert contents.read(page(0), 6) == b"astray", "all that is unmapped is the same page"
+    memory.map([0, 1])
+    contents.write(page(0), b"page 0")
+    contents.write(page(1), b"page 1")
+    contents.write(page(2), b"beyond")
+    assert contents.read(page(0), 6) + contents.read(page(1), 6) == b"page 0page 1"
+    memory.unmap([0])
+    assert contents.read(page(0), 6) == b"beyond"
+    memory.map([3])
+    assert contents.read(page(3), 6) == b"page 0", "a page keeps its contents"
+    memory.unmap([1, 3], destroy=True)
+    del memory
+    assert held_bytes(driver) == before
+
+
+def case_a_kernel_that_reads_too_far_reads_scratch(driver: _vmm.Driver) -> None:
+    sim = simulator()
+    assert sim is not None
+    memory = _vmm.Range.reserve(guarded(driver), geometry(driver))
+    memory.map([0])
+    for page in range(PAGES):
+        at = ctypes.c_uint64(memory.address + page * driver.granularity_bytes)
+        assert sim.kvsim_enqueue_read(None, at, ctypes.c_size_t(64)) == 0
+    memory.map([1])  # the device still answers
+    bare = _vmm.Range.reserve(driver, geometry(driver))
+    sim.kvsim_enqueue_read(None, ctypes.c_uint64(bare.address), ctypes.c_size_t(64))
+    with pytest.raises(errors.DriverError):
+        bare.map([0])
+
+
+def case_a_guarded_cycle_costs_six_calls(driver: _vmm.Driver) -> None:
+    sim = simulator()
+    assert sim is not None
+    names = (b"cuMemMap", b"cuMemSetAccess", b"cuMemUnmap")
+    memory = _vmm.Range.reserve(guarded(driver), geometry(driver))
+    assert [sim.kvsim_count(name) for name in names] == [PAGES, 1, 0]
+    memory.map([3])
+    memory.unmap([3])
+    sim.kvsim_reset_counts()
+    memory.map([3])
+    memory.unmap([3])
+    assert [sim.kvsim_count(name) for name in names] == [2, 2, 2]
+
+
+def case_no_failure_of_a_guard_leaves_anything_behind(driver: _vmm.Driver) -> None:
+    no_failure_leaves_anything_behind(lambda: guarded(driver), geometry(driver, extents=2))
 
 
 def case_a_page_goes_to_another_process(driver: _vmm.Driver) -> None:

@@ -33,6 +33,8 @@ class SimulatedMachine:
             "KVSIM_DEVICES": str(devices),
             "KVSIM_MEMORY": str(memory_bytes),
             "KVSIM_POISON": "1",
+            # The default follows the driver's prices, and the simulator's own time is none.
+            "KVELASTIC_PAGE_SIZE_MB": "2",
         }
 
     def engine_environment(self) -> dict[str, str]:

@@ -15,6 +15,7 @@ from benchmarks.vmm import (
     counted_calls,
     driver_kinds,
     grow_shrink,
+    handover,
     kvcached_calls,
     layout_costs,
     part_process,
@@ -23,6 +24,7 @@ from benchmarks.vmm import (
 )
 from benchmarks.vmm.models import GIB, LLAMA_3_8B, MIB, QWEN3_4B, Model
 from benchmarks.vmm.section import Section, median_ratio
+from kvelastic import page_size
 
 DELAYS = Path(__file__).parents[1] / "sim" / "delays.cpp"
 
@@ -41,6 +43,7 @@ def test_a_cycle_costs_the_calls_that_we_claim(counted):
         "recycled": 3,
         "cold": 5,
         "parked": 0,
+        "guarded": 6,
         "kvcached, contiguous": 8,
         "kvcached, per layer": 576,
     }
@@ -106,6 +109,17 @@ def test_at_bare_prices_the_bar_holds_where_the_readme_says():
     assert times("gb10", 128, recycled=True) == pytest.approx(2.12, abs=0.01)
     assert times("a100", 128, recycled=False) == pytest.approx(1.23, abs=0.01)
     assert times("a100", 16, recycled=True) == pytest.approx(0.68, abs=0.01)
+
+
+def test_ten_gib_change_hands_in_time_at_bare_prices():
+    bar_ms = handover.WHOLE_MS
+    for profile, prices_ in prices.PROFILES.items():
+        size_bytes = page_size.for_price(prices_.own_us(2 * MIB, given_back=True), 80 * GIB)
+        data = {"page_bytes": size_bytes, "pages": 10 * GIB // size_bytes}
+        whole_ms, first_ms = handover.priced_ms(data, profile)
+        # The GB10 charges 12 us for each 2 MiB, whatever the page: 61 ms of 10 GiB.
+        assert (whole_ms <= bar_ms) == (profile != "gb10"), profile
+        assert first_ms <= handover.FIRST_MS, profile
 
 
 def test_an_advantage_is_below_one_where_kvelastic_is_slower():

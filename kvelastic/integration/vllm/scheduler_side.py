@@ -20,7 +20,7 @@ from functools import reduce
 from multiprocessing.util import Finalize
 from typing import Any
 
-from kvelastic import _vmm, config, gpu_table
+from kvelastic import _vmm, config, gpu_table, page_size
 from kvelastic.device import AUTO, HOST, Device, host
 from kvelastic.errors import (
     ConfigError,
@@ -200,7 +200,7 @@ def start_instance(
     layout = PageLayout.solve(
         shape.block_bytes,
         shape.buffers,
-        page_size_bytes=settings.page_size_bytes,
+        page_size_bytes=page_size.of(settings, places),
         per_buffer=not settings.contiguous_layout,
     )
     num_blocks = cache_configs[0].num_blocks
@@ -265,7 +265,7 @@ def _places(settings: config.Config, devices: Sequence[DeviceFacts]) -> list[Dev
         )
     if not on_gpu:
         return [host(settings)] * len(devices)
-    for device in dict.fromkeys(devices):
+    for device in {each.name: each for each in devices}.values():
         _log.info(
             "The KV cache is on %s (%s).%s",
             device.name,
@@ -276,7 +276,12 @@ def _places(settings: config.Config, devices: Sequence[DeviceFacts]) -> list[Dev
             " went.",
         )
     return [
-        Device(each.name, int(each.total_bytes * settings.gpu_utilization), _no_driver)
+        Device(
+            each.name,
+            int(each.total_bytes * settings.gpu_utilization),
+            _no_driver,
+            page_cycle_us=each.page_cycle_us,
+        )
         for each in devices
     ]
 

@@ -1,7 +1,7 @@
 """Where a worker's pages lie: the device that it computes on, its driver, and its streams.
 
     device = of_worker(worker)              # host memory, or the worker's own GPU
-    arena = _vmm.Range.reserve(device.driver, geometry)
+    arena = reserve_range(device.driver, geometry, guard_pages=False)
 
 Only a worker's process opens a GPU: the scheduler has none, learns these facts from its workers
 (`DeviceFacts`) and never calls into CUDA. Imports torch only inside its functions.
@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from kvelastic import _vmm
+from kvelastic import _vmm, page_size
 from kvelastic.device import HOST
 
 _KEPT = "kvelastic_worker_device"
@@ -29,6 +29,8 @@ class DeviceFacts:
     """Of the GPU; 0 on the host."""
     model: str = ""
     """What the GPU is called, `NVIDIA H100 80GB HBM3` say."""
+    page_cycle_us: float = 0.0
+    """What its driver charges for a handle, from its creation to its end; see `page_size`."""
 
     @property
     def is_gpu(self) -> bool:
@@ -56,7 +58,9 @@ def of_worker(worker: Any) -> WorkerDevice:
     driver = open_driver(worker)
     facts = DeviceFacts(HOST)
     if isinstance(driver, _vmm.CudaDriver):
-        facts = DeviceFacts(driver.uuid, driver.total_bytes, model_name(worker))
+        facts = DeviceFacts(
+            driver.uuid, driver.total_bytes, model_name(worker), page_size.cycle_us(driver)
+        )
         driver.use_streams(compute_streams(worker))
     opened = WorkerDevice(facts, driver)
     setattr(worker, _KEPT, opened)

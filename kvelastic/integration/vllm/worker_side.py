@@ -20,7 +20,8 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from kvelastic import _vmm, ledger, segment, tensors
+from kvelastic import _vmm, config, ledger, segment, tensors
+from kvelastic.device import reserve_range
 from kvelastic.errors import EngineError, SegmentNotFoundError
 from kvelastic.integration.vllm.handoff import Handoff
 from kvelastic.integration.vllm.worker_device import WorkerDevice
@@ -114,7 +115,9 @@ def attach(handoff: Handoff, device: WorkerDevice) -> WorkerMemory:
             seg.hold_as_worker(handoff.rank),
             *ledger.hold_as_worker(handoff.segment_uuid, handoff.rank, handoff.device),
         ]
-        arena = _vmm.Range.reserve(device.driver, handoff.geometry())
+        arena = reserve_range(
+            device.driver, handoff.geometry(), guard_pages=config.load().guard_pages
+        )
         with _every_processor():
             ring_worker = _vmm.RingWorker.start(seg.record, arena, handoff.rank)
     except BaseException:
