@@ -39,8 +39,8 @@ class Device:
     """All of its memory, where the capacity is the KV caches' part of that (the host): what
     instances reserve lies outside the capacity first. 0: it comes out of the capacity (a GPU)."""
 
-    page_cycle_us: float = 0.0
-    """What its driver charges for a handle, from its creation to its end; see `page_size`."""
+    page_price_us: float = 0.0
+    """What its driver charges for a handle, from creation to end (`page_size`); 0: not asked."""
 
     @property
     def is_host(self) -> bool:
@@ -89,9 +89,8 @@ def _not_accepted(name: str) -> InvalidArgumentError:
 def _gpu(name: str, settings: Config) -> Device:
     driver = _vmm.CudaDriver(name)
     capacity_bytes = int(driver.total_bytes * settings.gpu_utilization)
-    return Device(
-        driver.uuid, capacity_bytes, lambda: driver, page_cycle_us=page_size.cycle_us(driver)
-    )
+    price_us = page_size.price_us(settings, driver)
+    return Device(driver.uuid, capacity_bytes, lambda: driver, page_price_us=price_us)
 
 
 def reserve_range(driver: _vmm.Driver, geometry: _vmm.Geometry, *, guard_pages: bool) -> _vmm.Range:

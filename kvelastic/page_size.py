@@ -38,24 +38,29 @@ def of(settings: Config, devices: Sequence[Device]) -> int:
     if settings.page_size_mb is not None or all(device.is_host for device in devices):
         return settings.page_size_bytes
     return for_price(
-        max(device.page_cycle_us for device in devices),
+        max(device.page_price_us for device in devices),
         min(device.capacity_bytes for device in devices),
     )
 
 
-def for_price(cycle_us: float, capacity_bytes: int) -> int:
+def for_price(handle_us: float, capacity_bytes: int) -> int:
     """The smallest power of two at which a GiB costs at most `MOST_US_A_GIB`, within the bounds.
 
-    `cycle_us` is what a driver charges for a handle, from its creation to its end.
+    `handle_us` is what a driver charges for a handle, from its creation to its end.
     """
     size_bytes = GRANULARITY_BYTES
     most_bytes = min(LARGEST_BYTES, capacity_bytes // FEWEST_PAGES)
-    while cycle_us * GIB_BYTES / size_bytes > MOST_US_A_GIB and 2 * size_bytes <= most_bytes:
+    while handle_us * GIB_BYTES / size_bytes > MOST_US_A_GIB and 2 * size_bytes <= most_bytes:
         size_bytes *= 2
     return size_bytes
 
 
-def cycle_us(driver: _vmm.Driver) -> float:
+def price_us(settings: Config, driver: _vmm.Driver) -> float:
+    """`measured_price_us` of a GPU's driver where that decides; 0 where a size is set."""
+    return measured_price_us(driver) if settings.page_size_mb is None else 0.0
+
+
+def measured_price_us(driver: _vmm.Driver) -> float:
     """What a handle costs with this driver: create, map, set_access, unmap, destroy; microseconds.
 
     The shortest of a few tries with one granule: whatever else the machine does only adds to it.

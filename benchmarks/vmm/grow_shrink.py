@@ -89,7 +89,7 @@ def make_contestants(cuda: BareCuda, seam: Any, kv_bytes: int) -> list[Contestan
     The default of this driver, the smallest that holds eight blocks, and kvcached's.
     """
     contiguous = kvcached_calls.contiguous(LLAMA_3_8B)
-    default_bytes = page_size.for_price(page_size.cycle_us(seam), seam.total_bytes)
+    default_bytes = page_size.for_price(page_size.measured_price_us(seam), seam.total_bytes)
     sizes = {default_bytes: "default", LLAMA_3_8B.paged().page_bytes: ""}
     sizes.setdefault(contiguous.page_id_bytes, "")
     return [

@@ -41,7 +41,7 @@ def measure(kind: str, *, moved_bytes: int, rounds: int) -> dict[str, Any]:
         # Read by the simulator at this process's first call: it is the device of all three.
         os.environ["KVSIM_MACHINE"] = f"{folder}/machine"
         driver = _vmm.CudaDriver("cuda")
-        size_bytes = page_size.for_price(page_size.cycle_us(driver), driver.total_bytes)
+        size_bytes = page_size.for_price(page_size.measured_price_us(driver), driver.total_bytes)
         pages = moved_bytes // size_bytes
         environ = {
             "KVELASTIC_DEVICE": "cuda",

@@ -18,16 +18,16 @@ GIB = 1 << 30
 SIM_BUILD = Path(__file__).parents[1] / "sim" / "build"
 
 
-def gpu(cycle_us: float, capacity_bytes: int = 72 * GIB) -> Device:
-    return Device("GPU-x", capacity_bytes, _vmm.HostDriver, page_cycle_us=cycle_us)
+def gpu(handle_us: float, capacity_bytes: int = 72 * GIB) -> Device:
+    return Device("GPU-x", capacity_bytes, _vmm.HostDriver, page_price_us=handle_us)
 
 
 @pytest.mark.parametrize(
-    ("cycle_us", "mib"),
+    ("handle_us", "mib"),
     [(0, 2), (5, 2), (6, 4), (46, 16), (47, 32), (135, 64), (280, 128), (5000, 128)],
 )
-def test_a_dear_driver_gets_large_pages(cycle_us: float, mib: int) -> None:
-    assert page_size.for_price(cycle_us, 72 * GIB) == mib * MIB
+def test_a_dear_driver_gets_large_pages(handle_us: float, mib: int) -> None:
+    assert page_size.for_price(handle_us, 72 * GIB) == mib * MIB
 
 
 @pytest.mark.parametrize(
@@ -70,7 +70,7 @@ def on_simulator(program: str, tmp_path: Path, **environment: str) -> str:
 MEASURE = """
 from kvelastic import _vmm, page_size
 driver = _vmm.CudaDriver("cuda")
-print(page_size.cycle_us(driver), driver.total_bytes - driver.free_bytes)
+print(page_size.measured_price_us(driver), driver.total_bytes - driver.free_bytes)
 """
 
 

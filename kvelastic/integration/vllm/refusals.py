@@ -44,7 +44,10 @@ def refuse_configuration(vllm_config: Any) -> None:
     parallel = vllm_config.parallel_config
     found: list[str] = []
     if parallel.data_parallel_size != 1:
-        found.append(f"data_parallel_size={parallel.data_parallel_size}: 1 is covered so far")
+        found.append(
+            f"data_parallel_size={parallel.data_parallel_size} of a mixture of experts, whose "
+            "ranks step together: that of dense models is covered"
+        )
     for connector in _connectors(vllm_config):
         found += _refused_connector(connector)
     if getattr(vllm_config.attention_config, "hisparse_config", None) is not None:

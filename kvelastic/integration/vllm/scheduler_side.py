@@ -222,6 +222,7 @@ def start_instance(
         model=_model_name(vllm_config),
         devices=places,
         memory=ring,
+        name=_name(settings, vllm_config),
         movable=True,
         reserve_bytes={
             place.name: (settings.reserve or 0) * copies // ranks
@@ -247,6 +248,13 @@ def start_instance(
         devices,
         measures_reserve=settings.reserve is None,
     )
+
+
+def _name(settings: config.Config, vllm_config: Any) -> str | None:
+    """What the instance is called; None: made up. A dense model's data parallel ranks are engines
+    of their own, and told apart by their number."""
+    index = int(vllm_config.parallel_config.data_parallel_index)
+    return f"{settings.ipc_name}_dp{index}" if settings.ipc_name and index else settings.ipc_name
 
 
 def _block_tokens(cache_config: Any) -> int:
@@ -280,7 +288,7 @@ def _places(settings: config.Config, devices: Sequence[DeviceFacts]) -> list[Dev
             each.name,
             int(each.total_bytes * settings.gpu_utilization),
             _no_driver,
-            page_cycle_us=each.page_cycle_us,
+            page_price_us=each.page_price_us,
         )
         for each in devices
     ]

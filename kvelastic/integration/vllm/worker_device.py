@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from kvelastic import _vmm, page_size
+from kvelastic import _vmm, config, page_size
 from kvelastic.device import HOST
 
 _KEPT = "kvelastic_worker_device"
@@ -29,8 +29,8 @@ class DeviceFacts:
     """Of the GPU; 0 on the host."""
     model: str = ""
     """What the GPU is called, `NVIDIA H100 80GB HBM3` say."""
-    page_cycle_us: float = 0.0
-    """What its driver charges for a handle, from its creation to its end; see `page_size`."""
+    page_price_us: float = 0.0
+    """What its driver charges for a handle, from creation to end (`page_size`); 0: not asked."""
 
     @property
     def is_gpu(self) -> bool:
@@ -58,9 +58,8 @@ def of_worker(worker: Any) -> WorkerDevice:
     driver = open_driver(worker)
     facts = DeviceFacts(HOST)
     if isinstance(driver, _vmm.CudaDriver):
-        facts = DeviceFacts(
-            driver.uuid, driver.total_bytes, model_name(worker), page_size.cycle_us(driver)
-        )
+        price_us = page_size.price_us(config.load(), driver)
+        facts = DeviceFacts(driver.uuid, driver.total_bytes, model_name(worker), price_us)
         driver.use_streams(compute_streams(worker))
     opened = WorkerDevice(facts, driver)
     setattr(worker, _KEPT, opened)
