@@ -30,6 +30,7 @@ SIMULATED = {
     "memory_comes_and_goes_in_runs_that_grow": {},
     "no_failure_leaves_anything_behind": {},
     "no_failure_of_a_guard_leaves_anything_behind": {},
+    "a_workers_start_fails_at_any_call": {},
     "a_kernel_that_reads_too_far_reads_scratch": {},
     "a_guarded_cycle_costs_six_calls": {},
     "a_busy_device_is_waited_for": {},

@@ -17,7 +17,7 @@ from collections.abc import Callable
 import pytest
 from open_memfds import open_memfds
 
-from kvelastic import _vmm, errors
+from kvelastic import _vmm, device, errors, page_size, segment
 
 MIB = 1 << 20
 PAGES = 8
@@ -301,11 +301,41 @@ def case_no_failure_leaves_anything_behind(driver: _vmm.Driver) -> None:
     no_failure_leaves_anything_behind(lambda: driver, geometry(driver, extents=2))
 
 
+def case_a_workers_start_fails_at_any_call(driver: _vmm.Driver) -> None:
+    """As an engine's: the device is opened, a page priced, and a scheduler maps over the ring."""
+    whole = geometry(driver)
+    total = PAGES * whole.page_bytes
+
+    def work() -> None:
+        own = _vmm.CudaDriver("cuda")
+        own.use_streams([0])
+        page_size.measured_price_us(own)
+        memory = device.reserve_range(own, whole, guard_pages=False)
+        with segment.create(f"kvtest_start_{os.getpid()}", engine="test", device="cuda") as seg:
+            ring = _vmm.Ring.create(seg.record, whole, 30.0)
+            worker = _vmm.RingWorker.start(seg.record, memory)
+            try:
+                ring.wait_for_workers(30.0)
+                pool = _vmm.Pool(
+                    ring,
+                    max_blocks=PAGES * 8,
+                    limit_bytes=total,
+                    capacity_bytes=total,
+                    preallocate=False,
+                )
+                pool.ensure(1)
+                pool.free(pool.alloc(20) or [])
+                pool.sleep()
+                pool.check_integrity()
+            finally:
+                worker.stop()
+
+    every_call_fails_once(work)
+
+
 def no_failure_leaves_anything_behind(
     open_one: Callable[[], _vmm.Driver], whole: _vmm.Geometry
 ) -> None:
-    sim = simulator()
-    assert sim is not None
 
     def work() -> None:
         memory = _vmm.Range.reserve(open_one(), whole)
@@ -322,6 +352,12 @@ def no_failure_leaves_anything_behind(
         pool.trim()
         pool.check_integrity()
 
+    every_call_fails_once(work)
+
+
+def every_call_fails_once(work: Callable[[], None]) -> None:
+    sim = simulator()
+    assert sim is not None
     sim.kvsim_fail(b"")
     sim.kvsim_reset_counts()
     work()
