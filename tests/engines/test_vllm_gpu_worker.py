@@ -22,8 +22,12 @@ pytestmark = pytest.mark.timeout(1500)
 
 PROGRAMS = Path(__file__).parents[1] / "programs"
 DEVICE_BYTES = 1 << 30
-NEIGHBOUR_BYTES = 768 << 20
 TORCH_PEAK_BYTES = 16 << 20
+BESIDE = {
+    "V1": {"TEST_STARTING_BYTES": str(64 << 20)},
+    "V2": {"TEST_NEIGHBOUR_BYTES": str(768 << 20)},
+}
+"""Another engine that starts at the same time; a neighbour with three quarters of the device."""
 
 
 def run(program: str, *arguments: Path, timeout: float = 600, **environment: str) -> None:
@@ -60,7 +64,7 @@ def gpu_run(
             "KVELASTIC_IPC_NAME": f"kvelastic_gpu_worker_{os.getpid()}",
             "KVELASTIC_MAX_CACHED_TOKENS": "-1",
             "KVELASTIC_SANITY_CHECK": "true",
-            "TEST_NEIGHBOUR_BYTES": str(NEIGHBOUR_BYTES),
+            **BESIDE[request.param],
         }
         if request.param == "V2":
             environment |= {"TEST_TRITON": str(needs.TRITON), "VLLM_USE_V2_MODEL_RUNNER": "1"}
@@ -89,11 +93,13 @@ def test_what_is_applied_holds_on_the_device(gpu_run: dict[str, Any]) -> None:
     assert gpu_run["over_the_limit"] == []
 
 
-def test_the_whole_range_beside_a_neighbour_that_goes_while_vllm_profiles(
-    gpu_run: dict[str, Any],
-) -> None:
-    """Three quarters of the device are a neighbour's, and vLLM was told to use a half."""
-    assert gpu_run["events"][0] == "neighbour frees"
+def test_the_whole_range_whatever_others_do_while_vllm_profiles(gpu_run: dict[str, Any]) -> None:
+    """A neighbour has three quarters of the device and frees them; vLLM was told to use a half.
+
+    Or another engine loads the weights that it had reserved before this one looked first.
+    """
+    happened = {"V1": "another engine loads", "V2": "neighbour frees"}
+    assert gpu_run["events"][0] == happened[gpu_run["asked_for"]]
     block_bytes = (2 << 20) // 32
     capacity_bytes = DEVICE_BYTES // 2 - TORCH_PEAK_BYTES
     assert gpu_run["num_blocks"] * block_bytes == pytest.approx(capacity_bytes, rel=0.02)

@@ -126,6 +126,7 @@ def main(model: str, requests_file: str, results_file: str) -> None:
         distributed_executor_backend="uni",
         gpu_memory_utilization=0.5,
     )
+    worker.other_engine_ends()
     inside = engine.llm_engine.model_executor.driver_worker.worker
     found["runner"] = type(inside.model_runner).__module__
     found["num_blocks"] = engine.llm_engine.vllm_config.cache_config.num_gpu_blocks

@@ -22,12 +22,14 @@ from typing import Any
 import torch
 from simulated_gpu import seams
 
-from kvelastic import _vmm, tensors
+from kvelastic import _vmm, config, ledger, tensors
 from kvelastic.integration.vllm import worker_device
 
 CUDA = ctypes.CDLL("libcuda.so.1")
 NEIGHBOUR_BYTES = int(os.environ.get("TEST_NEIGHBOUR_BYTES", "0"))
 """What somebody else holds of the device when the engine starts, and frees while it profiles."""
+STARTING_BYTES = int(os.environ.get("TEST_STARTING_BYTES", "0"))
+"""What another engine that starts has reserved by then, and loads while this one profiles."""
 WEIGHTS_BYTES = 8 << 20
 """What torch's allocator says it holds once the model is loaded; on the processor it has none."""
 
@@ -37,6 +39,8 @@ stream = 0
 """The CUDA stream that the worker computes on, after it has started."""
 _pools: list[str] = []
 _neighbour: list[tuple[Any, int]] = []
+_starting: list[ledger.JoinedLedger] = []
+_starting_weights: list[tuple[Any, int]] = []
 _loaded: list[bool] = []
 
 
@@ -55,7 +59,21 @@ def _statistics(*_: object) -> dict[str, int]:
         driver, handle = _neighbour.pop()
         driver.destroy(handle, NEIGHBOUR_BYTES)
         events.append("neighbour frees")
+    if _loaded and _starting and not _starting_weights:
+        driver = _vmm.CudaDriver("cuda:0")
+        _starting_weights.append((driver, driver.create(STARTING_BYTES)))
+        events.append("another engine loads")
     return defaultdict(int, {"reserved_bytes.all.peak": 2 * _torch_reserves()})
+
+
+def other_engine_ends() -> None:
+    """The one that started beside this one."""
+    for place in _starting:
+        place.close()
+    for driver, handle in _starting_weights:
+        driver.destroy(handle, STARTING_BYTES)
+    _starting.clear()
+    _starting_weights.clear()
 
 
 def _stand_in_for_torch() -> None:
@@ -154,6 +172,19 @@ class GpuWorkerOnCpu(gpu_worker.Worker):  # type: ignore[misc]
         if NEIGHBOUR_BYTES:
             driver = _vmm.CudaDriver("cuda:0")
             _neighbour.append((driver, driver.create(NEIGHBOUR_BYTES)))
+        if STARTING_BYTES:
+            driver = _vmm.CudaDriver("cuda:0")
+            settings = config.load()
+            _starting.append(
+                ledger.join(
+                    driver.uuid,
+                    group=settings.ledger,
+                    capacity_bytes=int(driver.total_bytes * settings.gpu_utilization),
+                    name="another_engine",
+                    uuid=os.urandom(16),
+                    reserve_bytes=STARTING_BYTES,
+                )
+            )
         super().__init__(vllm_config, *arguments, **named)
         self._sleep_mode_backend = _SleepAllocator()
 

@@ -39,6 +39,12 @@ def test_what_a_process_holds_among_neighbours(now: Seen, own: int) -> None:
     assert own_bytes(FIRST, now) == own
 
 
+def test_a_neighbour_that_loads_what_it_has_reserved_is_not_charged_to_this_process() -> None:
+    first = Seen(used=2 * GIB, reserved_by_torch=0, of_instances=18 * GIB)
+    loaded = Seen(used=(2 + 16 + 16) * GIB, reserved_by_torch=16 * GIB, of_instances=18 * GIB)
+    assert own_bytes(first, loaded) == 16 * GIB
+
+
 def test_what_a_start_takes() -> None:
     assert start_reserve.expected_bytes(16 * GIB, 1, 80 * GIB) == 18 * GIB
     assert start_reserve.expected_bytes(16 * GIB, 4, 80 * GIB) == 6 * GIB

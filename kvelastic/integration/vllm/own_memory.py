@@ -38,4 +38,6 @@ def own_bytes(first: Seen, now: Seen) -> int:
 
 
 def _unexplained(seen: Seen) -> int:
-    return seen.used - seen.reserved_by_torch - seen.of_instances
+    # A neighbour that starts has reserved its weights before it loads them: what is not used yet
+    # must not make room in the first look for what is used in the next.
+    return max(0, seen.used - seen.reserved_by_torch - seen.of_instances)
