@@ -200,8 +200,17 @@ def test_two_servers_share_the_device_and_a_killed_one_gives_it_back(
         ledger.set_capacity(device, group=group, capacity_bytes=before)
 
 
-def test_failing_driver_calls_cost_no_token(stock, machine, tiny_model, tmp_path) -> None:
+@pytest.fixture
+def mig_instances(tmp_path: Path) -> Iterator[SimulatedMachine]:
+    with SimulatedMachine(tmp_path, devices=2, memory_bytes=DEVICE_BYTES, mig=2) as machine:
+        yield machine
+
+
+def test_failing_driver_calls_cost_no_token_on_a_mig_instance(
+    stock, mig_instances: SimulatedMachine, tiny_model, tmp_path
+) -> None:
     """Creating, mapping and giving access fail while the cache grows: pages come later."""
+    machine = mig_instances
     requests = make_requests(24, 11, shortest=100)
     expected = stock.complete_all(requests)
     plan = "cuMemCreate:4:2,cuMemMap:7:2,cuMemSetAccess:9:2,cuMemCreate:12-13:2,cuMemUnmap:2:600"
@@ -211,6 +220,7 @@ def test_failing_driver_calls_cost_no_token(stock, machine, tiny_model, tmp_path
         before = machine.used_bytes()
         assert differing(server.complete_all(requests), expected) == 0
         assert machine.used_bytes() > before
+        assert any(info.device.startswith("MIG-") for info in ledger.list_ledgers())
         assert server.stop() == 0
 
 

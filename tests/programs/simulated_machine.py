@@ -24,7 +24,10 @@ SEAMS = Path(__file__).parent / "simulated_gpu"
 class SimulatedMachine:
     """A context manager: the machine's file is there while it is active."""
 
-    def __init__(self, folder: Path, *, devices: int = 1, memory_bytes: int = 1 << 30) -> None:
+    def __init__(
+        self, folder: Path, *, devices: int = 1, memory_bytes: int = 1 << 30, mig: int = 0
+    ) -> None:
+        """With `mig`, so many devices each are the MIG instances of one GPU."""
         built = subprocess.run([SIM / "build"], check=True, capture_output=True, text=True)
         self.file = folder / "machine"
         self.environment = {
@@ -32,6 +35,7 @@ class SimulatedMachine:
             "KVSIM_MACHINE": str(self.file),
             "KVSIM_DEVICES": str(devices),
             "KVSIM_MEMORY": str(memory_bytes),
+            "KVSIM_MIG": str(mig),
             "KVSIM_POISON": "1",
             # The default follows the driver's prices, and the simulator's own time is none.
             "KVELASTIC_PAGE_SIZE_MB": "2",
