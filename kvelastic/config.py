@@ -213,8 +213,8 @@ VARIABLES: Final[tuple[Variable, ...]] = (
              "Kept for compatibility; ENABLE_KVELASTIC implies it."),
     Variable("KVELASTIC_IPC_NAME", "KVCACHED_IPC_NAME", "ipc_name", _ipc_name, "(automatic)",
              "1 to 64 of the characters A-Z a-z 0-9 . _ -",
-             "Name of the instance and its shared-memory segment. Data parallel ranks of a dense model"
-             " are instances of their own: NAME, NAME_dp1, NAME_dp2."),
+             "Name of the instance and its shared-memory segment. Data parallel ranks of a dense"
+             " model are instances of their own: NAME, NAME_dp1, NAME_dp2."),
     Variable("KVELASTIC_GPU_UTILIZATION", "KVCACHED_GPU_UTILIZATION", "gpu_utilization", _fraction,
              "0.95", "a number above 0, up to 1",
              "Largest part of a GPU's memory that KV caches may fill; of the host's memory"

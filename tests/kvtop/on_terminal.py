@@ -63,12 +63,16 @@ class OnTerminal:
         self._child.kill(number)
 
     def wait_for(self, what: str | Callable[[], bool]) -> None:
-        """Until the screen has a text, or a condition of it holds."""
-        is_there = (lambda: what in self.text) if isinstance(what, str) else what
+        """Until the screen has a text, over the ends of lines too, or a condition of it holds."""
+        is_there = (lambda: self._shows(what)) if isinstance(what, str) else what
         deadline = time.monotonic() + DEADLINE_S
         while not is_there():
             assert time.monotonic() < deadline, f"not seen: {what}\n{self.text}"
             assert self._read(), f"kvtop ended:\n{self.text}"
+
+    def _shows(self, what: str) -> bool:
+        # With a long name, as of a process with a long id, a line is wrapped anywhere.
+        return what in self.text or what in " ".join(self.text.split())
 
     def ended(self) -> int | None:
         """Wait until it has ended, and return its exit code; None: a signal ended it."""
