@@ -154,7 +154,8 @@ Result<std::uint64_t> PoolPages::unmap(Lock& lock, const std::vector<PageIndex>&
     const Unlocked unlocked(lock, session_, waits && session == InSession::kMayLetGo);
     status = guarded([&] { return backing_->drain(); });
     for (std::span<const PageIndex> rest(pages); !rest.empty();) {
-      const std::span<const PageIndex> batch = rest.first(std::min<std::size_t>(rest.size(), batch_size));
+      const std::span<const PageIndex> batch =
+          rest.first(std::min<std::size_t>(rest.size(), batch_size));
       rest = rest.subspan(batch.size());
       batch_size = batch_after(batch_size);
       if (status) status = guarded([&] { return backing_->unmap(batch); });
