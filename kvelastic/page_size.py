@@ -34,8 +34,12 @@ _TRIES: Final = 8
 
 
 def of(settings: Config, devices: Sequence[Device]) -> int:
-    """The page size in bytes that `PageLayout.solve` is to start from, on all of these devices."""
-    if settings.page_size_mb is not None or all(device.is_host for device in devices):
+    """The page size in bytes that `PageLayout.solve` is to start from, on all of these devices.
+
+    Where each buffer has pages of its own, a page is a handle for each of them: they stay small.
+    """
+    follows_prices = settings.page_size_mb is None and settings.contiguous_layout
+    if not follows_prices or all(device.is_host for device in devices):
         return settings.page_size_bytes
     return for_price(
         max(device.page_price_us for device in devices),

@@ -49,11 +49,7 @@ class OwnDevice:
 
     def idle_s(self, pid: int) -> float:
         """How long an instance has not allocated or freed."""
-        for info in ledger.list_ledgers():
-            for member in info.members:
-                if info.group == self.group and member.pid == pid:
-                    return member.idle_s
-        raise LookupError(f"no instance {pid} on {self.group}")
+        return idle_s(self.group, pid)
 
     def __enter__(self) -> OwnDevice:
         return self
@@ -66,6 +62,15 @@ class OwnDevice:
         segment.reap()
         left = ledger.ledger_path(self.group, DEVICE)
         assert not left.exists(), f"{left} is left behind"
+
+
+def idle_s(group: str, pid: int) -> float:
+    """How long an instance of this group, on whatever device, has not allocated or freed."""
+    for info in ledger.list_ledgers():
+        for member in info.members:
+            if info.group == group and member.pid == pid:
+                return member.idle_s
+    raise LookupError(f"no instance {pid} in {group}")
 
 
 def join(group: str, capacity_bytes: int, name: str) -> ledger.JoinedLedger:

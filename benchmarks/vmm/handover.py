@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.ledger.instance import BLOCKS_PER_PAGE, Instance
+from benchmarks.ledger.own_device import idle_s
 from benchmarks.vmm import driver_kinds
 from benchmarks.vmm.models import GIB, MIB
 from benchmarks.vmm.prices import PROFILES
@@ -87,7 +88,7 @@ def _rounds(
             ids = idle.ask("alloc_until", blocks, SOON_S)["result"]["ids"]
             assert ids is not None, "the idle one does not get its memory back"
             idle.ask("cache", ids)
-            while _idle_s(environ["KVELASTIC_LEDGER"], idle.pid) < IDLE_S:
+            while idle_s(environ["KVELASTIC_LEDGER"], idle.pid) < IDLE_S:
                 time.sleep(0.02)
             seen = trace.stat().st_size if trace else 0
             got: dict[str, Any] = busy.ask("alloc_until", blocks, SOON_S)["result"]
@@ -101,14 +102,6 @@ def _rounds(
             idle.ask("take_changes")
             done.append(got)
     return done
-
-
-def _idle_s(group: str, pid: int) -> float:
-    for info in ledger.list_ledgers():
-        for member in info.members:
-            if info.group == group and member.pid == pid:
-                return member.idle_s
-    raise LookupError(f"no instance {pid} in {group}")
 
 
 def priced_ms(data: dict[str, Any], profile: str) -> tuple[float, float]:

@@ -52,6 +52,8 @@ def test_what_is_set_counts_and_the_host_has_its_own() -> None:
     assert page_size.of(config.load({}), [host]) == 2 * MIB
     assert page_size.of(config.load({}), [gpu(5), gpu(280)]) == 128 * MIB
     assert page_size.of(config.load({}), [gpu(280), gpu(280, 2 * GIB)]) == 32 * MIB
+    per_buffer = config.load({"KVELASTIC_CONTIGUOUS_LAYOUT": "false"})
+    assert page_size.of(per_buffer, [gpu(280)]) == 2 * MIB, "a page is dozens of these"
 
 
 def on_simulator(program: str, tmp_path: Path, **environment: str) -> str:

@@ -251,8 +251,10 @@ def start_instance(
 
 
 def _name(settings: config.Config, vllm_config: Any) -> str | None:
-    """What the instance is called; None: made up. A dense model's data parallel ranks are engines
-    of their own, and told apart by their number."""
+    """What the instance is called; None: made up.
+
+    The ranks of a dense model's data parallel are engines of their own, told apart by number.
+    """
     index = int(vllm_config.parallel_config.data_parallel_index)
     return f"{settings.ipc_name}_dp{index}" if settings.ipc_name and index else settings.ipc_name
 
