@@ -152,3 +152,15 @@ def test_the_documentation_has_the_table() -> None:
     text = (Path(__file__).parents[2] / "docs" / "gpu.md").read_text()
     assert gpu_table.markdown() in text
     assert not gpu_table.has_run("the simulated driver")
+
+
+@pytest.mark.parametrize(
+    ("named", "index", "name"),
+    [(None, 0, None), (None, 1, None), ("a", 0, "a"), ("a", 1, "a_dp1"), ("a", 12, "a_dp12")],
+)
+def test_data_parallel_ranks_have_names_of_their_own(
+    named: str | None, index: int, name: str | None
+) -> None:
+    settings = config.load({"KVELASTIC_IPC_NAME": named} if named else {})
+    rank = SimpleNamespace(parallel_config=SimpleNamespace(data_parallel_index=index))
+    assert scheduler_side._name(settings, rank) == name
