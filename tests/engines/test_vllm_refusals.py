@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
 
 import pytest
 from vllm_server import VllmServer, engine_environment
@@ -13,6 +15,7 @@ from kvelastic.errors import UnsupportedEngineError
 from kvelastic.integration.vllm import versions
 
 END_DEADLINE_S = 300.0
+CHANGED = Path(__file__).parents[1] / "programs" / "changed_engine.py"
 
 
 def run_python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -73,63 +76,56 @@ def test_enabled_it_patches_once_when_the_engine_is_imported() -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "found"),
+    ("module", "changes"),
     [
-        ("block_pool.BlockPool.touch = lambda self, blocks, twice: None", "'twice' after them"),
-        ("del block_pool.BlockPool.unpin_blocks", "unpin_blocks: expected to exist"),
         (
-            "block_pool.BlockPool.peek = lambda self: self.free_block_queue",
-            "found ['__init__', 'free_blocks', 'get_new_blocks', 'get_num_free_blocks', 'peek'",
+            "vllm.v1.engine.core",
+            {
+                "block_pool.BlockPool.touch = lambda self, blocks, twice: None": (
+                    "'twice' after them"
+                ),
+                "del block_pool.BlockPool.unpin_blocks": "unpin_blocks: expected to exist",
+                "block_pool.BlockPool.peek = lambda self: self.free_block_queue": (
+                    "found ['__init__', 'free_blocks', 'get_new_blocks', 'get_num_free_blocks',"
+                    " 'peek'"
+                ),
+            },
+        ),
+        (
+            "vllm.v1.worker.gpu_worker",
+            {
+                "del tables.BlockTables.append_block_ids": "append_block_ids: expected to exist",
+                "tables.BlockTables.gather_block_tables = lambda self, mapping, padded: None": (
+                    "expected parameters"
+                    " ('self', 'idx_mapping', 'num_reqs_padded', 'out', 'out_ptrs')"
+                ),
+                "mem_utils.MemorySnapshot.measure = lambda self: None": (
+                    "MemorySnapshot.measure: expected it to use ['get_memory_info']"
+                ),
+            },
         ),
     ],
+    ids=["engine core", "gpu worker"],
 )
-def test_an_engine_built_differently_is_refused_with_what_was_found(change, found) -> None:
-    done = run_python(
-        f"""
-        from vllm.v1.core import block_pool
-        {change}
-        from kvelastic.integration.vllm.plugin import register
-        register()
-        import vllm.v1.engine.core
-        """,
-        ENABLE_KVELASTIC="true",
-        KVELASTIC_STRICT="false",
+def test_an_engine_built_differently_is_refused_with_what_was_found(
+    module: str, changes: dict[str, str]
+) -> None:
+    done = subprocess.run(
+        [sys.executable, CHANGED, module],
+        input=json.dumps(["pass", *changes]),
+        env=engine_environment(ENABLE_KVELASTIC="true", KVELASTIC_STRICT="false"),
+        capture_output=True,
+        text=True,
+        timeout=END_DEADLINE_S,
     )
-    assert done.returncode != 0
-    assert "UnsupportedEngineError" in done.stderr
-    assert found in done.stderr
-    assert "unset ENABLE_KVELASTIC" in done.stderr
-
-
-@pytest.mark.parametrize(
-    ("change", "found"),
-    [
-        ("del tables.BlockTables.append_block_ids", "append_block_ids: expected to exist"),
-        (
-            "tables.BlockTables.gather_block_tables = lambda self, mapping, padded: None",
-            "expected parameters ('self', 'idx_mapping', 'num_reqs_padded', 'out', 'out_ptrs')",
-        ),
-        (
-            "mem_utils.MemorySnapshot.measure = lambda self: None",
-            "MemorySnapshot.measure: expected it to use ['get_memory_info']",
-        ),
-    ],
-)
-def test_a_gpu_worker_built_differently_is_refused_with_what_was_found(change, found) -> None:
-    done = run_python(
-        f"""
-        from vllm.v1.worker.gpu import block_table as tables
-        from vllm.utils import mem_utils
-        {change}
-        from kvelastic.integration.vllm.plugin import register
-        register()
-        import vllm.v1.worker.gpu_worker
-        """,
-        ENABLE_KVELASTIC="true",
-    )
-    assert done.returncode != 0
-    assert "UnsupportedEngineError" in done.stderr
-    assert found in done.stderr
+    assert done.returncode == 0, done.stderr
+    (unchanged, told), *refused = json.loads(done.stdout.splitlines()[-1])
+    assert unchanged == 0, told
+    for (change, found), (status, text) in zip(changes.items(), refused, strict=True):
+        assert status != 0, change
+        assert "UnsupportedEngineError" in text, change
+        assert found in text, change
+        assert "unset ENABLE_KVELASTIC" in text, change
 
 
 def test_an_unknown_version_ends_the_server_with_the_reason(tiny_model, log_folder, tmp_path):
