@@ -35,11 +35,11 @@ Places& own(Places& places) {
   return places;
 }
 
-void wait_for_claim(Places& places, std::chrono::nanoseconds timeout) {
+void wait_for_claim(Places& places, Places::Claimed claimed, std::chrono::nanoseconds timeout) {
   Status there = ok();
   {
     const GilReleased unlocked;
-    there = places.wait_for_claim(timeout);
+    there = places.wait_for_claim(claimed, timeout);
   }
   check(there);
 }
@@ -61,8 +61,8 @@ void reserve(Places& places, nb::dict bytes) {
     }
     raise_code("INVALID_ARGUMENT", "a reserve was given for another device than " + names);
   }
-  check(places.ask_to_reserve(std::move(by_place)));
-  wait_for_claim(places, std::chrono::nanoseconds(places.rules().reserve_wait_ns));
+  const Places::Claimed claimed = unwrap(places.ask_to_reserve(std::move(by_place)));
+  wait_for_claim(places, claimed, std::chrono::nanoseconds(places.rules().reserve_wait_ns));
 }
 
 nb::list devices(const Places& places) {
@@ -125,9 +125,10 @@ void bind_places(nb::module_& m) {
       .def(
           "wake",
           [](Places& places, double timeout_s) {
-            check(places.ask_to_wake());
-            wait_for_claim(places, std::chrono::duration_cast<std::chrono::nanoseconds>(
-                                       std::chrono::duration<double>(timeout_s)));
+            const Places::Claimed claimed = unwrap(places.ask_to_wake());
+            wait_for_claim(places, claimed,
+                           std::chrono::duration_cast<std::chrono::nanoseconds>(
+                               std::chrono::duration<double>(timeout_s)));
           },
           "timeout_s"_a, "Have guarantee and reserve count again, as Pool.wake; for tests.")
       .def(

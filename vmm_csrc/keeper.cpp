@@ -227,7 +227,7 @@ void Keeper::carry_out(const Request& request) {
     pool_->set_asleep(request.asleep != 0);
     return apply(request, revision_);
   }
-  Status asked = places->ask_to_wake();
+  const Result<Places::Claimed> asked = places->ask_to_wake();
   waking_ = {request, revision_,
              Clock::now() + std::chrono::nanoseconds(asked ? places->rules().reserve_wait_ns : 0),
              min_before_bytes, priority_before};

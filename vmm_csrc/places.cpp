@@ -212,10 +212,11 @@ bool Places::is_asleep() const {
                      [](const Place& place) { return place.member->is_asleep(); });
 }
 
-Status Places::ask_to_wake() {
-  if (Status own = refuse_in_a_child(); !own) return own;
+Result<Places::Claimed> Places::ask_to_wake() {
+  if (Status own = refuse_in_a_child(); !own) return own.error();
   const std::lock_guard lock(mutex_);
-  if (claim_ || !is_asleep()) return ok();
+  if (claim_) return Claimed{claims_};
+  if (!is_asleep()) return Claimed{kNothingClaimed};
   Claim claim;
   claim.is_wake = true;
   for (std::size_t i = 0; i < places_.size(); ++i) {
@@ -225,12 +226,11 @@ Status Places::ask_to_wake() {
     return named(places_[i], asked.error());
   }
   claim_ = std::move(claim);
-  ++claims_;
-  return ok();
+  return Claimed{++claims_};
 }
 
-Status Places::ask_to_reserve(std::vector<std::uint64_t> bytes) {
-  if (Status own = refuse_in_a_child(); !own) return own;
+Result<Places::Claimed> Places::ask_to_reserve(std::vector<std::uint64_t> bytes) {
+  if (Status own = refuse_in_a_child(); !own) return own.error();
   if (bytes.size() != places_.size()) {
     return Error{Errc::kInvalidArgument, "reserves for " + std::to_string(bytes.size()) +
                                              " devices were given; the instance has pages on " +
@@ -249,8 +249,7 @@ Status Places::ask_to_reserve(std::vector<std::uint64_t> bytes) {
     return named(places_[i], asked.error());
   }
   claim_ = std::move(claim);
-  ++claims_;
-  return ok();
+  return Claimed{++claims_};
 }
 
 bool Places::claim_is_met() {
@@ -277,14 +276,9 @@ Status Places::fail_claim() {
   return ok();
 }
 
-Status Places::wait_for_claim(std::chrono::nanoseconds timeout) {
+Status Places::wait_for_claim(Claimed claimed, std::chrono::nanoseconds timeout) {
   if (Status own = refuse_in_a_child(); !own) return own;
-  std::uint64_t claim = 0;
-  {
-    const std::lock_guard lock(mutex_);
-    if (!claim_) return ok();
-    claim = claims_;
-  }
+  if (claimed == kNothingClaimed) return ok();
   // What is added to the clock is no more than it bears.
   const auto until = std::chrono::steady_clock::now() +
                      std::min<std::chrono::nanoseconds>(timeout, std::chrono::hours(24));
@@ -293,7 +287,7 @@ Status Places::wait_for_claim(std::chrono::nanoseconds timeout) {
     const Bells seen = bells();
     if (claim_is_met()) {
       const std::lock_guard lock(mutex_);
-      if (met_claim_ >= claim) return ok();
+      if (met_claim_ >= claimed) return ok();
       return Error{Errc::kReserve,
                    "what was to be reserved was given up meanwhile: the instance "
                    "was put to sleep, or asked for another reserve"};

@@ -98,12 +98,17 @@ class Places {
 
   void fall_asleep();
   bool is_asleep() const;
-  Status ask_to_wake();
+  /// Names what is claimed, for who waits for it: another thread may give it up at any moment.
+  using Claimed = std::uint64_t;
+  static constexpr Claimed kNothingClaimed = 0;
+
+  Result<Claimed> ask_to_wake();
   /// `bytes` are by place, in the order of all(). Smaller ones hold when the larger ones are there.
-  Status ask_to_reserve(std::vector<std::uint64_t> bytes);
+  Result<Claimed> ask_to_reserve(std::vector<std::uint64_t> bytes);
   bool claim_is_met();
   Status fail_claim();
-  Status wait_for_claim(std::chrono::nanoseconds timeout);
+  /// Fails with kReserve too where it was given up: by sleep, or by another claim.
+  Status wait_for_claim(Claimed claimed, std::chrono::nanoseconds timeout);
 
   // --- asking ----------------------------------------------------------------------------------
 
@@ -173,7 +178,8 @@ class Places {
   std::atomic<std::uint64_t> ask_since_ns_{0}, ask_seen_ns_{0};
   std::mutex mutex_;  // claims, guarantee
   std::optional<Claim> claim_;
-  std::uint64_t claims_ = 0, met_claim_ = 0;  // how many there were, and the last that was met
+  Claimed claims_ = kNothingClaimed;     // the last one
+  Claimed met_claim_ = kNothingClaimed;  // the last one that was met
 };
 
 }  // namespace kvelastic

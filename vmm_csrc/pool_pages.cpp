@@ -59,15 +59,11 @@ void PoolPages::note_if_final(const Status& answered) {
   figures_.arrivals.note();  // whoever waits for blocks is to hear of it from the next alloc
 }
 
-std::uint64_t PoolPages::batch_after(std::uint64_t batch) const {
-  if (!works_behind()) return batch;
-  const std::uint64_t most = kLargestBatchBytes / accounting_.page_bytes();
-  return std::max(batch, std::min(2 * batch, most));
-}
-
 Result<std::uint64_t> PoolPages::grow(Lock& lock, std::uint64_t pages) {
-  std::uint64_t grown = 0, batch = batch_pages();
-  for (; grown < pages && accounting_.mappable_pages() > 0; batch = batch_after(batch)) {
+  const std::uint64_t largest = batch_pages();
+  std::uint64_t grown = 0;
+  for (std::uint64_t batch = pages_of(kFirstBatchBytes);
+       grown < pages && accounting_.mappable_pages() > 0; batch = std::min(2 * batch, largest)) {
     const std::uint64_t next = std::min({pages - grown, accounting_.mappable_pages(), batch});
     Result<std::uint64_t> got = grow_by_batch(lock, next);
     if (!got) {
@@ -144,7 +140,8 @@ Result<std::uint64_t> PoolPages::unmap(Lock& lock, const std::vector<PageIndex>&
                                        InSession session) {
   if (pages.empty()) return std::uint64_t{0};
   const bool waits = backing_->works_behind();
-  std::uint64_t batch_size = waits ? batch_pages() : pages.size();
+  const std::uint64_t largest = waits ? batch_pages() : pages.size();
+  std::uint64_t batch_size = waits ? pages_of(kFirstBatchBytes) : largest;
   accounting_.leave(pages.size());
   figures_.update();
   Status status = ok();
@@ -157,7 +154,7 @@ Result<std::uint64_t> PoolPages::unmap(Lock& lock, const std::vector<PageIndex>&
       const std::span<const PageIndex> batch =
           rest.first(std::min<std::size_t>(rest.size(), batch_size));
       rest = rest.subspan(batch.size());
-      batch_size = batch_after(batch_size);
+      batch_size = std::min(2 * batch_size, largest);
       if (status) status = guarded([&] { return backing_->unmap(batch); });
       if (status) unmapped += batch.size();
       const std::lock_guard own(mutex);

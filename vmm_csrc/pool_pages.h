@@ -28,11 +28,12 @@
 
 namespace kvelastic {
 
-/// Memory comes and goes back in batches of about this size, so that who waits can begin with it.
-inline constexpr std::uint64_t kBatchBytes = std::uint64_t{32} << 20;
-/// On a GPU each batch is twice the one before, up to this: its price is by the call and the
-/// handle, and one call serves a run of neighbours.
-inline constexpr std::uint64_t kLargestBatchBytes = std::uint64_t{512} << 20;
+/// Memory comes and goes back in batches, so that who waits can begin with the first: each is twice
+/// the one before, from one page (or this) up to the largest.
+inline constexpr std::uint64_t kFirstBatchBytes = std::uint64_t{8} << 20;
+inline constexpr std::uint64_t kLargestBatchBytes = std::uint64_t{32} << 20;
+/// A GPU zeroes fast and charges by the call and the handle: one call serves a run of neighbours.
+inline constexpr std::uint64_t kLargestGpuBatchBytes = std::uint64_t{512} << 20;
 
 /// A failure that a later try cannot mend: the caller must hear of it. Anything else is "no blocks
 /// now", which an engine's scheduler knows how to live with.
@@ -76,9 +77,9 @@ class PoolPages {
   }
 
   std::uint64_t unmapped_ever() const { return counters_[Counter::kPagesUnmapped]; }
-  /// Pages of the first batch.
+  /// Pages of the largest batch.
   std::uint64_t batch_pages() const {
-    return std::max<std::uint64_t>(kBatchBytes / accounting_.page_bytes(), 1);
+    return pages_of(works_behind() ? kLargestGpuBatchBytes : kLargestBatchBytes);
   }
   /// Whether unmapping may have to wait for kernels.
   bool works_behind() const { return backing_->works_behind(); }
@@ -94,7 +95,10 @@ class PoolPages {
  private:
   class Unlocked;
 
-  std::uint64_t batch_after(std::uint64_t batch) const;
+  /// At least one.
+  std::uint64_t pages_of(std::uint64_t bytes) const {
+    return std::max<std::uint64_t>(bytes / accounting_.page_bytes(), 1);
+  }
   Result<std::uint64_t> grow_by_batch(Lock& lock, std::uint64_t pages);
   enum class InSession : bool { kStay, kMayLetGo };
   Result<std::uint64_t> unmap(Lock& lock, const std::vector<PageIndex>& pages, InSession session);

@@ -67,7 +67,7 @@ def all_costs(model: Model, kv_bytes: int = GIB) -> list[LayoutCost]:
     contiguous = kvcached_calls.contiguous(model)
     as_large = model.paged(contiguous.page_id_bytes)
     return [
-        own(model, model.paged(), "paged (kvelastic, default page)", kv_bytes),
+        own(model, model.paged(), "paged (kvelastic, 8 blocks a page)", kv_bytes),
         own(model, as_large, f"paged (kvelastic, {as_large.page_bytes // MIB} MiB page)", kv_bytes),
         theirs(model, contiguous, kv_bytes),
         theirs(model, kvcached_calls.per_layer(model), kv_bytes),

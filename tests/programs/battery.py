@@ -272,7 +272,7 @@ def case_a_recycled_page_costs_three_calls_and_a_parked_one_none(driver: _vmm.Dr
 
 
 def case_memory_comes_and_goes_in_runs_that_grow(driver: _vmm.Driver) -> None:
-    """Batches of 16, 32 and 64 pages of 2 MiB: a call each to give access, and to unmap."""
+    """Batches of 4, 8, 16, 32 and 52 pages of 2 MiB: a call each to give access, and to unmap."""
     sim = simulator()
     assert sim is not None
     pages = 113
@@ -289,10 +289,10 @@ def case_memory_comes_and_goes_in_runs_that_grow(driver: _vmm.Driver) -> None:
     sim.kvsim_reset_counts()
     ids = pool.alloc(112 * 8) or []
     assert sim.kvsim_count(b"cuMemMap") == 112
-    assert sim.kvsim_count(b"cuMemSetAccess") == 3
+    assert sim.kvsim_count(b"cuMemSetAccess") == 5
     pool.free(ids)
     pool.trim()
-    assert sim.kvsim_count(b"cuMemUnmap") == 3
+    assert sim.kvsim_count(b"cuMemUnmap") == 5
     assert pool.mapped_bytes == driver.granularity_bytes
 
 
@@ -392,7 +392,7 @@ def case_out_of_memory_is_an_answer(driver: _vmm.Driver) -> None:
         memory, max_blocks=PAGES * 8, limit_bytes=total, capacity_bytes=total, preallocate=False
     )
     assert pool.alloc(6 * 8) is None
-    assert pool.mapped_bytes == 0
+    assert pool.mapped_bytes == 4 * memory.geometry.page_bytes, "the first batch stays, parked"
     ids = pool.alloc(4 * 8)
     assert ids is not None
     assert pool.alloc(3 * 8) is None

@@ -37,8 +37,8 @@ class Model:
         return self.held * self.ranks.count(device)
 
     def least_of(self, device: str, least: int) -> float:
-        """Of a guarantee for all devices together, what counts on one of them."""
-        return least * self.ranks.count(device) / len(self.ranks)
+        """Of a guarantee for all devices together, what counts on one of them: whole bytes."""
+        return -(-least * HUGE * self.ranks.count(device) // len(self.ranks)) / HUGE
 
 
 class Places(RuleBasedStateMachine):
@@ -62,7 +62,7 @@ class Places(RuleBasedStateMachine):
             + reserve.get(device, 0)
             + sum(one.least_of(device, one.least) for one in self.others(key))
             + mine.least_of(device, least)
-            <= PAGES[device] + 1e-6
+            <= PAGES[device] + 1e-9
             for device in set(ranks)
         )
 

@@ -158,23 +158,27 @@ def test_a_ring_is_for_1_to_64_workers(ranks):
 # --------------------------------------------------------------------------- one rank cannot do it
 
 
-@pytest.mark.parametrize(("layout", "calls"), [("paged", 7), ("per buffer", 21)])
-def test_a_driver_that_fails_in_any_rank_at_any_step_leaves_nothing_mapped(layout, calls):
-    """The steps of three pages: each create, each map, then access."""
+@pytest.mark.parametrize(
+    ("layout", "pages", "calls"),
+    [("paged", 3, 7), ("per buffer", 1, 9)],
+    ids=["paged", "per buffer"],
+)
+def test_a_driver_that_fails_in_any_rank_at_any_step_leaves_nothing_mapped(layout, pages, calls):
+    """The steps of what is mapped at once: each create, each map, then access."""
     with Scheduler(layout, ranks=RANKS) as scheduler, scheduler.all_workers() as workers:
         pool = scheduler.pool
         for worker in workers:
             for step in range(1, calls + 1):
                 worker.ask(f"arm {step} 1")
-                assert pool.alloc(3 * B - 1) is None
+                assert pool.alloc(pages * B - 1) is None
                 assert everywhere(workers, "mapped") == ""
                 assert int(everywhere(workers, "held")) == pool.mapped_bytes == 0
                 pool.check_integrity()
         for worker in workers:
             worker.ask("arm 0 0")
-        ids = pool.alloc(3 * B - 1)
+        ids = pool.alloc(pages * B - 1)
         assert int(everywhere(workers, "calls")) == calls, "there is no other step"
-        assert everywhere(workers, "mapped") == "0 1 2"
+        assert everywhere(workers, "mapped") == " ".join(map(str, range(pages)))
         tag(workers, ids[-1])
         assert_tagged(workers, unmoved(ids[-1:]))
 
@@ -217,9 +221,10 @@ def test_an_unmap_that_fails_in_one_rank_leaves_all_mapped_everywhere():
         assert_tagged(workers, unmoved(used))
 
 
-BATCH_PAGES = 16  # what a pool maps at a time: 32 MiB
-CALLS_OF_A_BATCH = 2 * BATCH_PAGES + 1  # create and map each, one access for the run
-MANY = 3 * BATCH_PAGES + 2
+FIRST_BATCH_PAGES = 4  # what a pool maps first: 8 MiB; the next batch is twice as large
+CALLS_OF_THE_FIRST = 2 * FIRST_BATCH_PAGES + 1  # create and map each, one access for the run
+CALLS_OF_THE_SECOND = 4 * FIRST_BATCH_PAGES + 1
+MANY = 50
 
 
 def test_a_failure_in_a_later_batch_undoes_that_batch_everywhere():
@@ -228,10 +233,10 @@ def test_a_failure_in_a_later_batch_undoes_that_batch_everywhere():
         scheduler.all_workers() as workers,
     ):
         pool = scheduler.pool
-        workers[2].ask(f"arm {CALLS_OF_A_BATCH + 5} 1")
+        workers[2].ask(f"arm {CALLS_OF_THE_FIRST + 5} 1")
         # Undone in all ranks, and tried again: no rank has a page twice, or one that others lack.
         assert len(pool.alloc(MANY * B - 1)) == MANY * B - 1
-        assert int(workers[2].ask("calls")) > 2 * CALLS_OF_A_BATCH + 5
+        assert int(workers[2].ask("calls")) > 2 * MANY + 5
         assert everywhere(workers, "mapped") == " ".join(map(str, range(MANY)))
         assert everywhere(workers, "held") == str(MANY * HUGE)
         pool.check_integrity()
@@ -295,9 +300,9 @@ def test_a_batch_that_cannot_be_undone_closes_the_ring():
         Scheduler(pages=MANY, ranks=2, timeout_s=-1) as scheduler,
         scheduler.all_workers() as workers,
     ):
-        workers[0].ask(f"arm {CALLS_OF_A_BATCH + 1} 1")  # the second batch's first call
+        workers[0].ask(f"arm {CALLS_OF_THE_FIRST + 1} 1")  # the second batch's first call
         # The other rank has mapped that batch whole, and its first call to undo that fails.
-        workers[1].ask(f"arm {2 * CALLS_OF_A_BATCH + 1} 1")
+        workers[1].ask(f"arm {CALLS_OF_THE_FIRST + CALLS_OF_THE_SECOND + 1} 1")
         with pytest.raises(errors.ChannelClosedError, match="could not be undone"):
             scheduler.pool.alloc(MANY * B - 1)
         assert_closed(scheduler, workers)
