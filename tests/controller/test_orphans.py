@@ -269,6 +269,7 @@ def test_records_in_a_folder_that_others_can_write_to_are_not_believed(records: 
 @pytest.mark.parametrize(
     "seconds", [6.0, pytest.param(600.0, marks=pytest.mark.soak)], ids=["short", "ten_minutes"]
 )
+@pytest.mark.timeout(1800)
 def test_kills_and_reloads_leave_no_orphan_and_no_wrong_answer(
     seconds: float, tmp_path: Path
 ) -> None:
