@@ -115,6 +115,19 @@ def geometry(driver: _vmm.Driver, pages: int = PAGES, extents: int = 1) -> _vmm.
     )
 
 
+def whole_pool(memory: _vmm.Range | _vmm.Ring) -> _vmm.Pool:
+    """A pool that may fill all of it, and maps nothing ahead of demand."""
+    whole = memory.geometry
+    total_bytes = whole.pages * whole.page_bytes
+    return _vmm.Pool(
+        memory,
+        max_blocks=whole.pages * whole.blocks_per_page,
+        limit_bytes=total_bytes,
+        capacity_bytes=total_bytes,
+        preallocate=False,
+    )
+
+
 def case_granularity(driver: _vmm.Driver) -> None:
     granule = driver.granularity_bytes
     assert granule >= 4096
@@ -194,9 +207,7 @@ def case_a_range_and_a_pool(driver: _vmm.Driver) -> None:
         memory = _vmm.Range.reserve(driver, geometry(driver, extents=extents))
         page_bytes = memory.geometry.page_bytes
         total = PAGES * page_bytes
-        pool = _vmm.Pool(
-            memory, max_blocks=PAGES * 8, limit_bytes=total, capacity_bytes=total, preallocate=False
-        )
+        pool = whole_pool(memory)
         ids = pool.alloc(PAGES * 8 - 1)
         assert ids is not None
         assert held_bytes(driver) - before == total == pool.mapped_bytes
@@ -240,7 +251,6 @@ def case_threads(driver: _vmm.Driver) -> None:
 def case_a_recycled_page_costs_three_calls_and_a_parked_one_none(driver: _vmm.Driver) -> None:
     calls = simulator()
     assert calls is not None, "only the simulator counts calls"
-    granule = driver.granularity_bytes
     memory = _vmm.Range.reserve(driver, geometry(driver))
     memory.map([3])
     memory.unmap([3])
@@ -257,13 +267,7 @@ def case_a_recycled_page_costs_three_calls_and_a_parked_one_none(driver: _vmm.Dr
         "Map": 1, "SetAccess": 1, "Unmap": 1,
         "Create": 0, "Release": 0, "AddressReserve": 0, "AddressFree": 0,
     }  # fmt: skip
-    pool = _vmm.Pool(
-        memory,
-        max_blocks=64,
-        limit_bytes=PAGES * granule,
-        capacity_bytes=PAGES * granule,
-        preallocate=False,
-    )
+    pool = whole_pool(memory)
     pool.free(pool.alloc(40) or [])
     calls.kvsim_reset_counts()
     ids = pool.alloc(40)
@@ -277,14 +281,7 @@ def case_memory_comes_and_goes_in_runs_that_grow(driver: _vmm.Driver) -> None:
     assert sim is not None
     pages = 113
     memory = _vmm.Range.reserve(driver, geometry(driver, pages))
-    total = pages * driver.granularity_bytes
-    pool = _vmm.Pool(
-        memory,
-        max_blocks=pages * 8,
-        limit_bytes=total,
-        capacity_bytes=total,
-        preallocate=False,
-    )
+    pool = whole_pool(memory)
     pool.ensure(1)
     sim.kvsim_reset_counts()
     ids = pool.alloc(112 * 8) or []
@@ -304,7 +301,6 @@ def case_no_failure_leaves_anything_behind(driver: _vmm.Driver) -> None:
 def case_a_workers_start_fails_at_any_call(driver: _vmm.Driver) -> None:
     """As an engine's: the device is opened, a page priced, and a scheduler maps over the ring."""
     whole = geometry(driver)
-    total = PAGES * whole.page_bytes
 
     def work() -> None:
         own = _vmm.CudaDriver("cuda")
@@ -316,13 +312,7 @@ def case_a_workers_start_fails_at_any_call(driver: _vmm.Driver) -> None:
             worker = _vmm.RingWorker.start(seg.record, memory)
             try:
                 ring.wait_for_workers(30.0)
-                pool = _vmm.Pool(
-                    ring,
-                    max_blocks=PAGES * 8,
-                    limit_bytes=total,
-                    capacity_bytes=total,
-                    preallocate=False,
-                )
+                pool = whole_pool(ring)
                 pool.ensure(1)
                 pool.free(pool.alloc(20) or [])
                 pool.sleep()
@@ -340,9 +330,7 @@ def no_failure_leaves_anything_behind(
     def work() -> None:
         memory = _vmm.Range.reserve(open_one(), whole)
         total = PAGES * whole.page_bytes
-        pool = _vmm.Pool(
-            memory, max_blocks=PAGES * 8, limit_bytes=total, capacity_bytes=total, preallocate=False
-        )
+        pool = whole_pool(memory)
         ids = pool.alloc(30) or []
         pool.cache(ids[10:])
         pool.set_limit(2 * whole.page_bytes)
@@ -387,10 +375,7 @@ def case_a_busy_device_is_waited_for(driver: _vmm.Driver) -> None:
 def case_out_of_memory_is_an_answer(driver: _vmm.Driver) -> None:
     """KVSIM_MEMORY has room for five pages: the sixth is refused, and nothing is lost."""
     memory = _vmm.Range.reserve(driver, geometry(driver))
-    total = PAGES * memory.geometry.page_bytes
-    pool = _vmm.Pool(
-        memory, max_blocks=PAGES * 8, limit_bytes=total, capacity_bytes=total, preallocate=False
-    )
+    pool = whole_pool(memory)
     assert pool.alloc(6 * 8) is None
     assert pool.mapped_bytes == 4 * memory.geometry.page_bytes, "the first batch stays, parked"
     ids = pool.alloc(4 * 8)
