@@ -11,9 +11,6 @@ from pathlib import Path
 import pytest
 from vllm_server import VllmServer, engine_environment
 
-from kvelastic.errors import UnsupportedEngineError
-from kvelastic.integration.vllm import versions
-
 END_DEADLINE_S = 300.0
 CHANGED = Path(__file__).parents[1] / "programs" / "changed_engine.py"
 
@@ -131,24 +128,15 @@ def test_an_engine_built_differently_is_refused_with_what_was_found(
 def test_an_unknown_version_ends_the_server_with_the_reason(tiny_model, log_folder, tmp_path):
     # Python runs this at its start, in every process: the plugin finds another table then.
     tmp_path.joinpath("sitecustomize.py").write_text(
-        "from kvelastic.integration.vllm import versions\nversions.SERIES = ('0.31',)\n"
+        "from dataclasses import replace\n"
+        "from kvelastic import engines\n"
+        "engines.ENGINES = (replace(engines.find('vllm'), tried=('0.31',)),)\n"
     )
     environment = {"ENABLE_KVELASTIC": "true", "PYTHONPATH": str(tmp_path)}
     text = refused_start(VllmServer(tiny_model, log_folder / "version.log", environment))
     assert "kvelastic does not know vLLM 0.32" in text
     assert "tried with vLLM 0.31.x" in text
     assert "KVELASTIC_STRICT=false" in text
-
-
-def test_strict_off_takes_the_nearest_older_version(monkeypatch) -> None:
-    monkeypatch.setattr(versions, "SERIES", ("0.9", "0.31", "0.40"))
-    assert versions.series_for("0.32.0+cpu", strict=False) == "0.31"
-    assert versions.series_for("0.8.5", strict=False) == "0.9"
-    assert versions.series_for("1.0", strict=False) == "0.40"
-    assert versions.series_for("0.31.7", strict=True) == "0.31"
-    for unknown in ("0.32.0", "nonsense", ""):
-        with pytest.raises(UnsupportedEngineError, match=r"0\.9\.x, 0\.31\.x, 0\.40\.x"):
-            versions.series_for(unknown, strict=True)
 
 
 def test_a_bad_variable_ends_the_server_with_its_name(tiny_model, log_folder) -> None:

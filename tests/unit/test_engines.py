@@ -13,7 +13,8 @@ from kvelastic import embedded, engines, segment
 from kvelastic.doctor.facts import Facts, PackageFacts
 from kvelastic.doctor.judge_engines import engine_findings
 from kvelastic.engines import Engine
-from kvelastic.errors import InvalidArgumentError, UnsupportedError
+from kvelastic.errors import InvalidArgumentError, UnsupportedEngineError, UnsupportedError
+from kvelastic.hooks.versions import series_for
 from kvelastic.views import BlocksOfShape, plan
 
 ROOT = Path(__file__).parents[2]
@@ -120,3 +121,14 @@ def test_every_folder_has_its_row() -> None:
     interfaces = (ROOT / "kvelastic" / "integration").glob("*/interfaces.py")
     folders = {path.parent.name for path in interfaces}
     assert folders == {engine.name for engine in engines.ENGINES}
+
+
+def test_strict_off_takes_the_nearest_older_version() -> None:
+    toy = Engine("toy", "Toy", tried=("0.9", "0.31", "0.40"))
+    assert series_for(toy, "0.32.0+cpu", strict=False) == "0.31"
+    assert series_for(toy, "0.8.5", strict=False) == "0.9"
+    assert series_for(toy, "1.0", strict=False) == "0.40"
+    assert series_for(toy, "0.31.7", strict=True) == "0.31"
+    for unknown in ("0.32.0", "nonsense", ""):
+        with pytest.raises(UnsupportedEngineError, match=r"0\.9\.x, 0\.31\.x, 0\.40\.x"):
+            series_for(toy, unknown, strict=True)

@@ -10,25 +10,31 @@ from __future__ import annotations
 import functools
 from typing import Final
 
+from kvelastic.hooks import table
+from kvelastic.hooks.probe import Probe
+from kvelastic.hooks.table import Hook
 from kvelastic.integration.vllm import (
-    hooks,
     in_engine_core,
     in_front_end,
     in_gpu_worker,
     in_offloading,
     in_worker,
 )
-from kvelastic.integration.vllm.hooks import (
-    CPU_WORKER,
-    ENGINE_CORE,
-    FRONT_END,
-    OFFLOADING,
-    WORKER,
-    Hook,
-)
-from kvelastic.integration.vllm.probe import Probe
 from kvelastic.integration.vllm.versions import installed_version
 
+FRONT_END: Final = "vllm.v1.engine.utils"
+"""The process that started the engine core: the API server, or the user's program."""
+ENGINE_CORE: Final = "vllm.v1.engine.core"
+"""The scheduler's process."""
+WORKER: Final = "vllm.v1.worker.gpu_worker"
+"""Every worker's process, whatever its device."""
+CPU_WORKER: Final = "vllm.v1.worker.cpu_worker"
+"""A worker's process on the CPU."""
+OFFLOADING: Final = "vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector"
+"""The engine core and the workers, where that connector is configured."""
+
+
+_PAGE: Final = "docs/vllm.md"
 _CORE: Final = "vllm.v1.engine.core"
 _CLIENT: Final = "vllm.v1.engine.utils"
 _EXECUTOR: Final = "vllm.v1.executor.abstract:Executor"
@@ -261,7 +267,7 @@ the hooks of its own room."""
 def arm(series: str) -> None:
     """Patch vLLM's modules as they are imported, as that series; again does nothing."""
     engine = f"vLLM {installed_version()}"
-    hooks.arm(
+    table.arm(
         engine,
         HOOKS,
         {
@@ -275,14 +281,14 @@ def arm(series: str) -> None:
 
 
 def _probe_front_end(engine: str) -> None:
-    probe = Probe(engine)
+    probe = Probe(engine, page=_PAGE)
     probe.parameters(f"{_CLIENT}:shutdown", ("procs", "timeout"))
     probe.mentions(f"{_CLIENT}:CoreEngineProcManager.__init__", ("shutdown",))
     probe.refuse_if_broken()
 
 
 def _probe_engine_core(engine: str, series: str) -> None:
-    probe = Probe(engine)
+    probe = Probe(engine, page=_PAGE)
     probe.mentions(f"{_CORE}:EngineCore.__init__", ("model_executor", "_initialize_kv_caches"))
     probe.parameters(f"{_CORE}:EngineCore.shutdown", ("self",))
     probe.parameters(f"{_CORE}:EngineCore.step", ("self",))
@@ -404,7 +410,7 @@ def _probe_cache_config(probe: Probe) -> None:
 
 
 def _probe_worker(engine: str) -> None:
-    probe = Probe(engine)
+    probe = Probe(engine, page=_PAGE)
     probe.parameters(f"{_WORKER}.initialize_from_config", ("self", "kv_cache_config"))
     probe.parameters(f"{_WORKER}.shutdown", ("self",))
     probe.parameters(
@@ -442,7 +448,7 @@ def _probe_gpu_worker(probe: Probe) -> None:
 
 
 def _probe_cpu_worker(engine: str) -> None:
-    probe = Probe(engine)
+    probe = Probe(engine, page=_PAGE)
     probe.parameters(f"{_CPU_WORKER}:CPUWorker.sleep", ("self", "level"))
     probe.parameters(f"{_CPU_WORKER}:CPUWorker.wake_up", ("self", "tags"))
     probe.parameters(f"{_NODE_INFO}:get_memory_node_info", ("node_id",))
@@ -452,7 +458,7 @@ def _probe_cpu_worker(engine: str) -> None:
 
 
 def _probe_offloading(engine: str) -> None:
-    probe = Probe(engine)
+    probe = Probe(engine, page=_PAGE)
     bind = f"{_OFFLOADING}:OffloadingConnector.bind_gpu_block_pool"
     probe.parameters(bind, ("self", "gpu_block_pool"))
     probe.mentions(f"{_OFFLOADING}:OffloadingConnector.__init__", ("connector_scheduler",))

@@ -24,7 +24,7 @@ def register() -> None:
     config.configure_logging(settings)
     from kvelastic.integration.vllm import versions
 
-    series = versions.series_for(versions.installed_version(), strict=settings.strict)
+    series = versions.series(strict=settings.strict)
     from kvelastic.integration.vllm import patches
 
     patches.arm(series)

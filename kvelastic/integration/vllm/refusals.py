@@ -132,8 +132,7 @@ def _layers(spec: Any) -> list[Any]:
 
 def _masks_windows(vllm_config: Any) -> bool:
     """Whether block tables name the null block in the place of what slid out of a window."""
-    series = versions.series_for(versions.installed_version(), strict=False)
-    return series != "0.32" and bool(vllm_config.use_v2_model_runner)
+    return versions.series(strict=False) != "0.32" and bool(vllm_config.use_v2_model_runner)
 
 
 def _connectors(vllm_config: Any) -> list[Any]:

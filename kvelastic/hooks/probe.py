@@ -1,6 +1,6 @@
-"""Checks that vLLM is built as the patches expect, before any of them is set.
+"""Checks that an engine is built as the patches expect, before any of them is set.
 
-    probe = Probe("vLLM 0.32.0")
+    probe = Probe("vLLM 0.32.0", page="docs/vllm.md")
     probe.parameters("vllm.v1.core.block_pool:BlockPool.touch", ("self", "blocks"))
     probe.holds("...", condition, "what was expected", "what was found")
     probe.refuse_if_broken()
@@ -24,8 +24,10 @@ from kvelastic.errors import UnsupportedEngineError
 class Probe:
     """Collects what does not fit; not thread-safe, used once."""
 
-    def __init__(self, engine: str) -> None:
+    def __init__(self, engine: str, *, page: str) -> None:
+        """`engine` is its name and version; `page` of docs/ names the versions that were tried."""
         self._engine = engine
+        self._page = page
         self._broken: list[str] = []
 
     def get(self, path: str) -> Any:
@@ -103,7 +105,7 @@ class Probe:
         raise UnsupportedEngineError(
             f"kvelastic cannot run in this {self._engine}: it is not built as expected.\n"
             + "\n".join(f"  - {line}" for line in self._broken)
-            + "\nInstall a version that kvelastic was tried with (docs/vllm.md names them), or "
+            + f"\nInstall a version that kvelastic was tried with ({self._page} names them), or "
             "unset ENABLE_KVELASTIC to run without kvelastic. KVELASTIC_STRICT=false does not "
             "help here."
         )

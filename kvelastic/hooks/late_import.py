@@ -1,7 +1,8 @@
 """Calls a function right after a module has been imported, without importing it now.
 
-vLLM loads its plugins while it still parses its command line, and again in small helper processes
-that never run an engine. Importing an engine there to patch it would cost each of them seconds.
+kvelastic is loaded long before an engine is: while vLLM still parses its command line, in small
+helper processes that never run one, or (for transformers) when Python itself starts. Importing an
+engine there to patch it would cost each of them seconds.
 """
 
 from __future__ import annotations

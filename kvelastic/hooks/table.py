@@ -1,9 +1,10 @@
-"""What is hooked into vLLM, as data: where, by which wrapper, and why.
+"""What is hooked into an engine, as data: where, by which wrapper, and why.
 
     Hook(CORE, "vllm.v1.executor.abstract:Executor.sleep", wrapper, "give the KV cache back")
+    arm("vLLM 0.32.0", HOOKS, {CORE: probe_core})
 
 A wrapper is called as `wrapper(original, *args, **kwargs)` in the place of the function or class
-at that path. The hooks of a room are set when vLLM imports the module that the room is named by,
+at that path. The hooks of a room are set when the engine imports the module it is named by,
 after everything they touch was probed; `kvctl doctor` lists them, and the log says which were set.
 """
 
@@ -17,48 +18,37 @@ from importlib import import_module
 from types import ModuleType
 from typing import Any
 
-from kvelastic.integration.vllm.late_import import when_imported
+from kvelastic.hooks.late_import import when_imported
 
-_log = logging.getLogger("kvelastic.vllm")
+_log = logging.getLogger("kvelastic.hooks")
 
 _entered: set[str] = set()
-"""Rooms of this process whose hooks are set: a probe would not know vLLM again."""
-
-FRONT_END = "vllm.v1.engine.utils"
-"""The process that started the engine core: the API server, or the user's program."""
-ENGINE_CORE = "vllm.v1.engine.core"
-"""The scheduler's process."""
-WORKER = "vllm.v1.worker.gpu_worker"
-"""Every worker's process, whatever its device."""
-CPU_WORKER = "vllm.v1.worker.cpu_worker"
-"""A worker's process on the CPU."""
-OFFLOADING = "vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector"
-"""The engine core and the workers, where that connector is configured."""
+"""Rooms of this process whose hooks are set: a probe would not know the engine again."""
 
 
 @dataclass(frozen=True)
 class Hook:
-    """One function or class of vLLM that is wrapped."""
+    """One function or class of an engine that is wrapped."""
 
     room: str
-    """The module whose import sets it: one of the names above."""
+    """The module whose import sets it."""
     path: str
     """`module:Class.method` or `module:name`."""
     wrapper: Callable[..., Any]
     why: str
     is_new: bool = False
-    """vLLM has nothing at that path: the wrapper is put there as it is, as a method that the engine
-    core calls in its workers by name."""
+    """The engine has nothing at that path: the wrapper is put there as it is."""
     is_made: bool = False
     """The wrapper is what `wrapper(original)` answers, with the original's own parameters: for what
-    vLLM calls many times a step, where packing arguments anew would be the whole cost."""
+    is called many times a step, where packing arguments anew would be the whole cost."""
 
 
 def arm(engine: str, hooks: Sequence[Hook], probes: dict[str, Callable[[], None]]) -> None:
-    """Set each room's hooks when vLLM imports its module, after the room's probe has passed.
+    """Set each room's hooks when the engine imports its module, after the room's probe has passed.
 
-    A probe raises `UnsupportedEngineError` if vLLM is built differently; nothing of that room is
-    set then, and the import fails with it. Setting a hook twice does nothing.
+    `engine` is its name and version, for messages. A probe raises `UnsupportedEngineError` if the
+    engine is built differently; nothing of that room is set then, and the import fails with it.
+    Setting a hook twice does nothing.
     """
     for room in dict.fromkeys(hook.room for hook in hooks):
         when_imported(room, functools.partial(_enter, engine, room, hooks, probes[room]))

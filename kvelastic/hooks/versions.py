@@ -1,0 +1,42 @@
+"""As which series an installed engine is served; `kvelastic.engines` has the table."""
+
+from __future__ import annotations
+
+import logging
+
+from kvelastic import engines
+from kvelastic.engines import Engine
+from kvelastic.errors import UnsupportedEngineError
+
+_log = logging.getLogger("kvelastic.hooks")
+
+
+def series_for(engine: Engine, version: str, *, strict: bool) -> str:
+    """The series that `version` of the engine is served as.
+
+    With `strict=False` an untried version is taken for the newest series that is not newer than it
+    (or the oldest one); the probes of that still have to hold. Raises `UnsupportedEngineError`.
+    """
+    series = engines.series_of(version)
+    if series is not None and series in engine.tried:
+        return series
+    title, tried = engine.title, engines.tried(engine.tried)
+    if strict:
+        raise UnsupportedEngineError(
+            f"kvelastic does not know {title} {version}: it was tried with {title} {tried}. "
+            f"Install one of these, unset ENABLE_KVELASTIC to run {title} without kvelastic, or "
+            "set KVELASTIC_STRICT=false to try this version all the same (every function that "
+            "kvelastic touches is checked first)."
+        )
+    if not engine.tried:
+        raise UnsupportedEngineError(f"kvelastic serves no version of {title}, found {version}.")
+    chosen = engines.nearest_series(engine.tried, version)
+    _log.warning(
+        "%s %s was never tried with kvelastic (tried: %s); going on as if it were %s, because "
+        "KVELASTIC_STRICT=false.",
+        title,
+        version,
+        tried,
+        chosen,
+    )
+    return chosen
