@@ -60,6 +60,18 @@ torch = _need(_has_module("torch"), "no torch: scripts/setup")
 TRITON = Path(sys.prefix) / "triton"
 """Where scripts/setup puts Triton: beside the packages, for a torch for the CPU cannot bear it."""
 triton = _need((TRITON / "triton").is_dir(), "Triton is not beside vLLM: scripts/setup")
+TRANSFORMERS = {
+    "5.17": Path(sys.prefix) / "transformers-5.17",
+    "5.18": Path(sys.prefix) / "transformers-5.18",
+    "5.19": None,
+}
+"""Series of transformers, and the folder that scripts/setup puts each into; None: the packages'."""
+transformers = _need(
+    _has_module("torch")
+    and _has_module("transformers")
+    and all(folder is None or folder.is_dir() for folder in TRANSFORMERS.values()),
+    "not all series of transformers are installed: scripts/setup",
+)
 vllm = _need(_has_module("vllm"), "vLLM is not installed: scripts/setup")
 playwright = _need(_has_module("playwright"), "no playwright: pip install playwright")
 chromium = _need(find_chromium() is not None, "no Chromium: apt-get install chromium")
