@@ -1,0 +1,85 @@
+"""What goes on under a decoder: its limit goes down and up, and a neighbour takes what it gave.
+
+The neighbour is another pool of the same device. It writes poison into every page that it gets, and
+gives them back, so who reads memory that was unmapped reads poison.
+"""
+
+from __future__ import annotations
+
+import itertools
+import queue
+import threading
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from benchmarks.gpu.kernels.elastic_cache import ElasticCache
+
+LIMITS: Final = (0.35, 1.0, 0.6, 0.8)
+"""One after the other, of the whole range."""
+ANSWER_S: Final = 0.5
+"""How long a change waits until it holds; the next one comes in any case."""
+
+
+class Pressure:
+    """A thread that changes the limit once for each `next()`. Any failure is raised by `stop()`."""
+
+    def __init__(self, cache: ElasticCache, neighbour: ElasticCache, stream: Any) -> None:
+        """`stream` is the neighbour's, a torch stream; None where kernels run at once."""
+        self._cache, self._neighbour, self._stream = cache, neighbour, stream
+        self._limits = itertools.cycle(LIMITS)
+        self._changes: queue.Queue[float | None] = queue.Queue(maxsize=1)
+        self._failure: Exception | None = None
+        self._thread = threading.Thread(target=self._work, name="pressure")
+        self.requests = 0
+        self.applied = 0
+        self.pages_poisoned = 0
+        self._thread.start()
+
+    def next(self) -> None:
+        """Change the limit; waits where the change before the last one is still on its way."""
+        self._changes.put(next(self._limits))
+
+    def stop(self) -> None:
+        """Wait for what was begun. Raises what a change has run into."""
+        self._changes.put(None)
+        self._thread.join()
+        if self._failure is not None:
+            raise self._failure
+
+    def _work(self) -> None:
+        while (part := self._changes.get()) is not None:
+            if self._failure is None:
+                self._try(part)
+
+    def _try(self, part: float) -> None:
+        try:
+            self._change(part)
+        except Exception as failure:
+            self._failure = failure
+
+    def _change(self, part: float) -> None:
+        from kvelastic import segment
+
+        limit_bytes = int(part * self._cache.range_bytes)
+        answer = segment.request(self._cache.pool.name, limit_bytes=limit_bytes, wait_s=ANSWER_S)
+        self.requests += 1
+        if answer.state == "applied":
+            self.applied += 1
+            if part < 1:
+                freed_bytes = self._cache.range_bytes - limit_bytes
+                self._poison(-(-freed_bytes // self._neighbour.page_bytes))
+
+    def _poison(self, pages: int) -> None:
+        import torch
+
+        blocks = self._neighbour.pool.blocks
+        ids = blocks.alloc(pages * self._neighbour.blocks_per_page)
+        if ids is None:
+            return
+        device = self._neighbour.layers[0][0].device
+        with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
+            self._neighbour.poison(torch.tensor(ids, device=device))
+        blocks.free(ids)
+        blocks.trim()
+        self.pages_poisoned += pages

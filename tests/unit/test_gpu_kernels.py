@@ -1,0 +1,194 @@
+"""Decode attention over a paged cache: its answers, what it reads, and that wrong ones are seen.
+
+The Triton kernels run in Triton's interpreter, in processes of their own, for a torch for the CPU
+cannot bear Triton among its packages. There pages are the host's: a stray read is a SIGSEGV.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import needs
+import pytest
+
+from benchmarks.gpu.kernels import schedule
+from benchmarks.gpu.kernels.schedule import Schedule, Sequence
+
+ROOT = Path(__file__).parents[2]
+
+
+def start(command: str, *arguments: object) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", f"benchmarks.gpu.kernels.{command}", *map(str, arguments)],
+        cwd=ROOT,
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    kept = tmp_path_factory.mktemp("kernels") / "answers.json"
+    done = start("attention", "--interpret", "--json", kept)
+    assert done.returncode == 0, done.stdout
+    return json.loads(kept.read_text())
+
+
+@needs.torch
+@needs.triton
+def test_the_kernel_answers_as_torch_does_wherever_blocks_lie(answers: dict[str, Any]) -> None:
+    assert answers["wrong_answers"] == []
+    assert max(answers["error_beside_torch"].values()) < 0.001
+    layouts = answers["by_layout"]
+    assert {"paged, 2 MiB", "paged, 4 MiB", "per block", "per layer"} == set(layouts)
+    for told in layouts.values():
+        assert [each["same_answer"] for each in told["by_batch"].values()] == [True]
+        assert told["highest_element"] > 2**31, "offsets of 32 bits would do"
+
+
+@needs.torch
+@needs.triton
+def test_a_wrong_answer_is_named(answers: dict[str, Any]) -> None:
+    attention = importlib.import_module("benchmarks.gpu.kernels.attention")
+    wrong = copy.deepcopy(answers)
+    wrong["by_layout"]["per block"]["by_batch"]["2"]["same_answer"] = False
+    wrong["error_beside_torch"]["2"] = float("nan")
+    assert [each.split(",")[0] for each in attention.wrong_answers(wrong)] == ["per block", "dense"]
+
+
+@needs.torch
+@needs.triton
+def test_a_kernel_that_reads_ahead_faults_unless_pages_are_guarded(tmp_path: Path) -> None:
+    kept = tmp_path / "cases.json"
+    done = start("stale_columns", "--interpret", "--json", kept)
+    assert done.returncode == 0, done.stdout
+    cases = json.loads(kept.read_text())["cases"]
+    assert {name: case["status"] for name, case in cases.items()} == {
+        "masked": 0,
+        "read-ahead": -signal.SIGSEGV,
+        "guarded": 0,
+    }
+    assert "KVELASTIC_GUARD_PAGES is on" in cases["guarded"]["output"]
+
+
+@needs.torch
+@pytest.mark.parametrize(
+    "command", ["attention", "stale_columns", "decode --graphs", "decode --control no-fences"]
+)
+def test_what_needs_a_gpu_says_so(
+    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    name = command.split(maxsplit=1)[0]
+    monkeypatch.setattr(sys, "argv", command.split())
+    assert importlib.import_module(f"benchmarks.gpu.kernels.{name}").main() == 77
+    assert capsys.readouterr().out.startswith("needs a GPU: ")
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Of torch's: matrices here are small."""
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@needs.torch
+@pytest.mark.usefixtures("one_thread")
+def test_tokens_are_those_of_a_dense_cache_while_pages_come_and_go() -> None:
+    from benchmarks.gpu.kernels import decode, runtime
+
+    told = decode.run(runtime.eager(), decode.ON_HOST, 100)
+    assert told["tokens"] >= 100
+    assert decode.problems(told) == []
+
+
+@needs.torch
+@pytest.mark.usefixtures("one_thread")
+def test_a_block_table_with_a_freed_block_makes_other_tokens() -> None:
+    from benchmarks.gpu.kernels import decode, runtime
+
+    told = decode.run(runtime.eager(), decode.ON_HOST, 60, control=decode.STALE_TABLE)
+    assert told["seen"]
+    assert told["differing_tokens"] > 0
+    assert told["differing_states"] > 0
+
+
+@needs.torch
+def test_a_run_in_which_nothing_happened_is_no_proof() -> None:
+    from benchmarks.gpu.kernels import decode
+
+    told = {
+        "tokens": 100, "differing_tokens": 0, "differing_states": 0, "distinct_tokens": 60,
+        "limits_applied": 5, "pages_unmapped": 3, "pages_poisoned": 4, "preemptions": 1,
+    }  # fmt: skip
+    assert decode.problems(told) == []
+    for name in ("limits_applied", "pages_unmapped", "pages_poisoned", "preemptions"):
+        assert len(decode.problems({**told, name: 0})) == 1
+    assert len(decode.problems({**told, "distinct_tokens": 3})) == 1
+    assert len(decode.problems({**told, "differing_states": 1})) == 1
+
+
+class Blocks:
+    """A pool with so many blocks, which may be lowered."""
+
+    def __init__(self, count: int) -> None:
+        self.free = set(range(1, count + 1))
+
+    def alloc(self, count: int) -> list[int] | None:
+        return [self.free.pop() for _ in range(count)] if count <= len(self.free) else None
+
+    def release(self, ids: list[int]) -> None:
+        assert not self.free.intersection(ids)
+        self.free.update(ids)
+
+
+def test_every_sequence_gets_to_its_end_with_memory_for_little_more_than_one() -> None:
+    sequences = schedule.draw(400, (3, 30), (5, 40))
+    longest = max(-(-each.tokens // 4) for each in sequences)
+    blocks = Blocks(longest + 2)
+    under_test = Schedule(sequences, 6, 4, blocks.alloc, blocks.release)
+    computed: dict[int, int] = {}
+    steps = 0
+    while not under_test.is_done:
+        running = under_test.plan(over_limit=steps % 7 == 0)
+        assert running, "nobody computes although there is memory for the first"
+        assert len({each.slot for each in running}) == len(running)
+        ids = [block for each in running for block in each.ids]
+        assert len(set(ids)) == len(ids)
+        for each in running:
+            assert each.position < 4 * len(each.ids)
+            computed[each.index] = each.position
+        under_test.advance()
+        steps += 1
+        assert steps < 20_000
+    assert under_test.preemptions > 0
+    assert computed == {each.index: each.tokens - 2 for each in sequences}
+    assert len(blocks.free) == longest + 2
+
+
+def test_who_came_first_is_not_preempted_for_another() -> None:
+    blocks = Blocks(3)
+    sequences = [Sequence(index, 1, 9) for index in range(2)]
+    under_test = Schedule(sequences, 2, 4, blocks.alloc, blocks.release)
+    for _ in range(8):
+        assert under_test.plan(over_limit=False)[0] is sequences[0]
+        under_test.advance()
+    assert under_test.preemptions > 0
+    assert sequences[0].is_done
