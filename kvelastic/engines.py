@@ -3,52 +3,97 @@
     for engine in ENGINES: print(engine.title, tried(engine.tried))
     find("vllm").shapes()            # how its cache shapes are read; imported only now
 
-A new engine is a row here and a folder `kvelastic/integration/NAME` with `interfaces`, `shapes`
-and, where its own processes are hooked, `patches`. No engine is imported here, and an integration's
-modules only when they are asked for; they import no engine either.
+A new engine is a row here and a folder `kvelastic/integration/NAME`: with `interfaces` and `shapes`
+where kvcached has functions for it, with `plugin` and `patches` where its own processes are hooked.
+No engine is imported here, and an integration's modules only when they are asked for; they import
+no engine either.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Collection
-from dataclasses import dataclass
-from importlib import import_module
-from typing import Any, Final
-
-from kvelastic.errors import InvalidArgumentError
+TYPE_CHECKING = False  # typing.TYPE_CHECKING would cost the import of typing
+if TYPE_CHECKING:
+    from collections.abc import Collection
+    from typing import Any, Final
 
 
-@dataclass(frozen=True)
 class Engine:
-    """One engine."""
+    """One engine; not changed once it is made.
 
-    name: str
+    No dataclass: Python reads this table at its start (`kvelastic.startup`), and importing
+    `dataclasses` would cost every process ten times what it costs now.
+    """
+
+    name: Final[str]
     """As callers of kvcached's functions name it; its distribution, its module and its folder."""
-    title: str
+    title: Final[str]
     """For people."""
-    tried: tuple[str, ...] = ()
-    """Series (major.minor) that kvelastic was tried with."""
-    plugin_group: str = ""
-    """Entry points by which it loads kvelastic into its processes; empty: it is not hooked."""
-    plugins_variable: str = ""
+    tried: Final[tuple[str, ...]]
+    """Series (major.minor) that kvelastic was tried with; empty: it is not hooked."""
+    plugin_group: Final[str]
+    """Entry points by which it loads kvelastic into its processes, where it has plugins."""
+    plugins_variable: Final[str]
     """Environment variable that names the plugins it may load."""
+    loaded_by: Final[str]
+    """`module:Class` of its own, for one without plugins: to make the first of that class loads
+    kvelastic into the process (`kvelastic.startup`), and is refused where that fails."""
+    has_interfaces: Final[bool]
+    """Whether kvcached has functions for it, so that its folder has `interfaces` and `shapes`."""
+
+    def __init__(
+        self,
+        name: str,
+        title: str,
+        *,
+        tried: tuple[str, ...] = (),
+        plugin_group: str = "",
+        plugins_variable: str = "",
+        loaded_by: str = "",
+        has_interfaces: bool = True,
+    ) -> None:
+        self.name = name
+        self.title = title
+        self.tried = tried
+        self.plugin_group = plugin_group
+        self.plugins_variable = plugins_variable
+        self.loaded_by = loaded_by
+        self.has_interfaces = has_interfaces
 
     @property
     def interfaces(self) -> str:
         """The module with kvcached's functions for it."""
         return f"kvelastic.integration.{self.name}.interfaces"
 
+    @property
+    def loading_module(self) -> str:
+        """The module in `loaded_by`."""
+        return self.loaded_by.partition(":")[0]
+
+    @property
+    def loading_class(self) -> str:
+        """The class in `loaded_by`."""
+        return self.loaded_by.partition(":")[2]
+
     def shapes(self) -> Any:
         """The module that reads its cache shapes; see `kvelastic.views.EngineShapes`."""
-        return import_module(f"kvelastic.integration.{self.name}.shapes")
+        return _module_of(self.name, "shapes")
+
+    def plugin(self) -> Any:
+        """The module whose `register()` hooks kvelastic into a process of its own."""
+        return _module_of(self.name, "plugin")
 
     def hooks(self, version: str) -> tuple[str, ...]:
         """What is wrapped in that version; nothing in one that is not served."""
-        if not self.plugin_group or not serves(self.tried, version):
+        if not serves(self.tried, version):
             return ()
-        table = import_module(f"kvelastic.integration.{self.name}.patches").HOOKS
+        table = _module_of(self.name, "patches").HOOKS
         return tuple(hook.path.partition(":")[2] for hook in table)
+
+
+def _module_of(name: str, module: str) -> Any:
+    from importlib import import_module
+
+    return import_module(f"kvelastic.integration.{name}.{module}")
 
 
 ENGINES: Final = (
@@ -60,20 +105,41 @@ ENGINES: Final = (
         plugins_variable="VLLM_PLUGINS",
     ),
     Engine("sglang", "SGLang"),
+    Engine(
+        "transformers",
+        "transformers",
+        tried=("5.17", "5.18", "5.19"),
+        # Made in the caller's thread; its cache is made in a thread whose errors end no call.
+        loaded_by="transformers.generation.continuous_batching:ContinuousBatchingManager",
+        has_interfaces=False,
+    ),
 )
 
 
 def find(name: str) -> Engine:
     """The engine of that name. Raises `InvalidArgumentError`, which names those that there are."""
-    for engine in ENGINES:
+    return _find(name, ENGINES)
+
+
+def find_with_interfaces(name: str) -> Engine:
+    """The same among those that kvcached has functions for."""
+    return _find(name, [engine for engine in ENGINES if engine.has_interfaces])
+
+
+def _find(name: str, among: Collection[Engine]) -> Engine:
+    from kvelastic.errors import InvalidArgumentError
+
+    for engine in among:
         if engine.name == name:
             return engine
-    known = " or ".join(engine.name for engine in ENGINES)
+    known = " or ".join(engine.name for engine in among)
     raise InvalidArgumentError(f"engine={name!r} is not accepted; it must be {known}.")
 
 
 def series_of(version: str) -> str | None:
     """`0.32` of `0.32.0+cpu`; None for a text that does not start with two numbers."""
+    import re
+
     found = re.match(r"(\d+)\.(\d+)", version)
     return f"{found[1]}.{found[2]}" if found else None
 

@@ -208,7 +208,7 @@ def plan(
     for hybrid models that the engine's folder does not know, and `LayoutError` for a shape that
     does not match.
     """
-    shapes: EngineShapes = engines.find(engine).shapes()
+    shapes: EngineShapes = engines.find_with_interfaces(engine).shapes()
     accepted = shapes.ATTENTION_TYPES
     if attention_type not in accepted and attention_type.upper().startswith(("HYBRID", "MAMBA")):
         raise UnsupportedError(

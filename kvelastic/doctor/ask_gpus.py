@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import signal
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
+from kvelastic.doctor.child import run_child
 from kvelastic.doctor.facts import Gpu, GpuFacts
 
 PATIENCE_S: Final = 20.0
@@ -43,61 +41,10 @@ def ask_gpus(
         has_device_files=any((root / "dev").glob("nvidia[0-9]*")) or (root / "dev/dxg").exists(),
         visible_devices=environ.get("CUDA_VISIBLE_DEVICES"),
     )
-    lines, end = _run(command, environ, timeout_s)
+    lines, end = run_child(command, environ, timeout_s)
     for line in lines:
         facts = _with(facts, line)
     return replace(facts, child_end=end or facts.child_end)
-
-
-def _run(
-    command: Sequence[str], environ: Mapping[str, str], timeout_s: float
-) -> tuple[list[str], str]:
-    """The lines of the child, and how it failed to end well."""
-    try:
-        child = subprocess.Popen(
-            command,
-            env=dict(environ),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            errors="replace",
-        )
-    except OSError as error:
-        return [], f"could not be started: {error}"
-    end = ""
-    try:
-        said, errors = child.communicate(timeout=timeout_s)
-    except subprocess.TimeoutExpired:
-        end = f"gave no answer within {timeout_s:g} s"
-        said, errors = _kill(child)
-    except BaseException:  # Ctrl-C
-        _kill(child)
-        raise
-    if not end and child.returncode:
-        last = errors.strip().rpartition("\n")[2]
-        end = f"{_death(child.returncode)}{': ' if last else ''}{last}"
-    return said.splitlines(), end
-
-
-def _kill(child: subprocess.Popen[str]) -> tuple[str, str]:
-    """End the child; one that is stuck inside the kernel is left behind, not waited for."""
-    child.kill()
-    with suppress(subprocess.TimeoutExpired):
-        return child.communicate(timeout=2.0)
-    for stream in (child.stdout, child.stderr):
-        if stream is not None:
-            stream.close()
-    return "", ""
-
-
-def _death(returncode: int) -> str:
-    if returncode > 0:
-        return f"ended with exit code {returncode}"
-    try:
-        return f"died of {signal.Signals(-returncode).name}"
-    except ValueError:
-        return f"died of signal {-returncode}"
 
 
 def _with(facts: GpuFacts, line: str) -> GpuFacts:

@@ -175,6 +175,20 @@ class PackageFacts:
 
 
 @dataclass(frozen=True)
+class StartupFacts:
+    """What a new Python does at its start with ENABLE_KVELASTIC=true. Empty if none was asked."""
+
+    armed: tuple[str, ...] = ()
+    """Modules whose import will load kvelastic into the process."""
+    failure: str = ""
+    """What kvelastic, or the child, says went wrong."""
+    start_files: tuple[str, ...] = ()
+    """The kvelastic.pth and kvelastic.start that this Python reads."""
+    site_folders: tuple[str, ...] = ()
+    """Where it looks for them."""
+
+
+@dataclass(frozen=True)
 class LedgerFact:
     """A device's ledger that cannot be used as it is."""
 
@@ -197,6 +211,7 @@ class Facts:
     system: SystemFacts = SystemFacts()
     config: ConfigFacts = ConfigFacts()
     packages: PackageFacts = PackageFacts()
+    startup: StartupFacts = StartupFacts()
     gpus_that_ran: tuple[gpu_table.Row, ...] = gpu_table.ROWS
 
     @property

@@ -14,6 +14,7 @@ from tempfile import NamedTemporaryFile, TemporaryFile
 from typing import Final
 
 from kvelastic.doctor.ask_gpus import ask_gpus
+from kvelastic.doctor.ask_startup import ask_startup
 from kvelastic.doctor.facts import (
     Facts,
     LedgerFact,
@@ -21,10 +22,12 @@ from kvelastic.doctor.facts import (
     MemoryFacts,
     SegmentFact,
     ShmFacts,
+    StartupFacts,
     SystemFacts,
 )
 from kvelastic.doctor.gather_config import gather_config
 from kvelastic.doctor.gather_packages import gather_packages
+from kvelastic.engines import ENGINES
 from kvelastic.errors import KvelasticError
 from kvelastic.sizes import KIB_BYTES, MIB_BYTES
 
@@ -39,6 +42,8 @@ def gather(root: Path = Path("/"), environ: Mapping[str, str] = os.environ) -> F
 
     `root` is where `proc`, `sys` and `dev` are found.
     """
+    packages = gather_packages()
+    is_loaded_at_start = any(e.loaded_by and packages.version(e.name) for e in ENGINES)
     return Facts(
         gpus=ask_gpus(root, environ),
         shm=gather_shm(root),
@@ -48,7 +53,8 @@ def gather(root: Path = Path("/"), environ: Mapping[str, str] = os.environ) -> F
         limits=gather_limits(root),
         system=gather_system(root),
         config=gather_config(environ),
-        packages=gather_packages(),
+        packages=packages,
+        startup=ask_startup(environ) if is_loaded_at_start else StartupFacts(),
     )
 
 

@@ -29,13 +29,15 @@ def gather_packages() -> PackageFacts:
         native_error = ""
     except ImportError as error:
         native_error = str(error)
-    hooked = [engine for engine in ENGINES if engine.plugin_group]
+    hooked = [engine for engine in ENGINES if engine.tried]
     versions = {name: _version(name, module) for name, module in _WANTED.items()}
     return PackageFacts(
         python=(sys.version_info.major, sys.version_info.minor, sys.version_info.micro),
         native_error=native_error,
         versions=tuple(versions.items()),
-        plugins=tuple((engine.name, _plugins(engine.plugin_group)) for engine in hooked),
+        plugins=tuple(
+            (engine.name, _plugins(engine.plugin_group)) for engine in hooked if engine.plugin_group
+        ),
         # By the integration's own table, which imports neither the engine nor torch.
         hooks=tuple((engine.name, engine.hooks(versions[engine.name] or "")) for engine in hooked),
     )

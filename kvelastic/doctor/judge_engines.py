@@ -18,9 +18,9 @@ _REINSTALL: Final = "install kvelastic into the environment that the engine runs
 def engine_findings(facts: Facts) -> Iterator[Finding]:
     """`engines.*`."""
     for engine in ENGINES:
-        if engine.plugin_group:
+        if engine.tried:
             yield _hooked(engine, facts)
-            yield _plugin(engine, facts)
+            yield _plugin(engine, facts) if engine.plugin_group else _loading(engine, facts)
             yield _hooks(engine, facts)
         else:
             yield _not_hooked(engine, facts)
@@ -31,6 +31,8 @@ def _hooked(engine: Engine, facts: Facts) -> Finding:
     check, title = f"engines.{engine.name}", engine.title
     version = facts.packages.version(engine.name)
     tried = engines.tried(engine.tried)
+    if version is None and engine.loaded_by:
+        return Finding(check, "ok", f"{title} is not installed beside this kvctl", "")
     if version is None:
         return Finding(
             check,
@@ -40,14 +42,45 @@ def _hooked(engine: Engine, facts: Facts) -> Finding:
         )
     if engines.serves(engine.tried, version):
         return Finding(check, "ok", f"{title} {version}", "")
-    # Only an engine that is to run on kvelastic is stopped by it.
-    state: State = "problem" if facts.config.enabled and facts.config.is_strict else "warning"
     return Finding(
         check,
-        state,
+        _refused(engine, facts) if facts.config.is_strict else "warning",
         f"{title} {version}: kvelastic was tried with {tried}",
         f"install {title} {tried}; or set KVELASTIC_STRICT=false to try it all the same (what"
         " kvelastic touches is checked first)",
+    )
+
+
+def _refused(engine: Engine, facts: Facts) -> State:
+    """How bad it is that an engine is refused: only one that is to run on kvelastic is stopped.
+
+    One without plugins is a library of the others, too, which go on.
+    """
+    is_library = engine.loaded_by and any(
+        other.plugin_group and facts.packages.version(other.name) for other in ENGINES
+    )
+    return "problem" if facts.config.enabled and not is_library else "warning"
+
+
+def _loading(engine: Engine, facts: Facts) -> Finding:
+    check, title, startup = "engines.loading", engine.title, facts.startup
+    if facts.packages.version(engine.name) is None:
+        return Finding(check, "ok", f"not needed: no {title} here", "")
+    if engine.loading_module in startup.armed:
+        what = f"with ENABLE_KVELASTIC=true Python loads kvelastic into {title}"
+        return Finding(check, "ok", what, "")
+    if startup.failure:
+        seen = " ".join(startup.failure.split())
+    elif startup.start_files:
+        seen = f"it does not run {' and '.join(startup.start_files)}"
+    else:
+        seen = f"no kvelastic.pth lies in {' or '.join(startup.site_folders) or 'site-packages'}"
+    return Finding(
+        check,
+        _refused(engine, facts),
+        f"Python does not load kvelastic into {title}: {seen}",
+        f"{_REINSTALL}, a folder on PYTHONPATH is not enough; or begin the program with"
+        " kvelastic.startup.arm()",
     )
 
 

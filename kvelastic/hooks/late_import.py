@@ -2,18 +2,25 @@
 
 kvelastic is loaded long before an engine is: while vLLM still parses its command line, in small
 helper processes that never run one, or (for transformers) when Python itself starts. Importing an
-engine there to patch it would cost each of them seconds.
+engine there to patch it would cost each of them seconds. For the last, this module imports nothing.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
-from importlib.abc import Loader, MetaPathFinder
-from importlib.machinery import ModuleSpec
-from types import ModuleType
 
-Action = Callable[[ModuleType], None]
+TYPE_CHECKING = False  # typing.TYPE_CHECKING would cost the import of typing
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from importlib.abc import Loader, MetaPathFinder
+    from importlib.machinery import ModuleSpec
+    from types import ModuleType
+    from typing import TypeAlias
+
+    Action: TypeAlias = Callable[[ModuleType], None]
+else:
+    # The import system asks for the methods only.
+    Loader = MetaPathFinder = object
 
 
 def when_imported(name: str, action: Action) -> None:
@@ -28,6 +35,12 @@ def when_imported(name: str, action: Action) -> None:
         return
     finder = _finder()
     finder.actions[name] = action
+
+
+def armed() -> tuple[str, ...]:
+    """The names that an action waits for, or has waited for, in this process."""
+    finders = [known for known in sys.meta_path if isinstance(known, _Finder)]
+    return tuple(name for finder in finders for name in finder.actions)
 
 
 def _finder() -> _Finder:

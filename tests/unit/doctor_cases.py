@@ -16,6 +16,7 @@ from kvelastic.doctor.facts import (
     PackageFacts,
     SegmentFact,
     ShmFacts,
+    StartupFacts,
     SystemFacts,
 )
 from kvelastic.gpu_table import ROWS, Row
@@ -70,6 +71,20 @@ def without(name: str) -> Facts:
 def adding(name: str, version: str) -> Facts:
     others = tuple(v for v in PACKAGES.versions if v[0] != name)
     return with_packages(versions=(*others, (name, version)))
+
+
+def only_transformers(version: str = "5.19.0", **startup: object) -> Facts:
+    """An environment with no other engine."""
+    packages = with_packages(versions=(("transformers", version),)).packages
+    return replace(GOOD, packages=packages, startup=StartupFacts(**startup))
+
+
+def beside_vllm(facts: Facts) -> Facts:
+    versions = (*facts.packages.versions, ("vllm", "0.32.0"))
+    return replace(facts, packages=replace(facts.packages, versions=versions))
+
+
+LOADED = {"armed": ("transformers.generation.continuous_batching",)}
 
 
 def segment(status: str, **changes: object) -> Facts:
@@ -355,11 +370,52 @@ TABLE: list[tuple[str, str, Facts, str]] = [
     ("engines.plugin", "ok", GOOD, "finds kvelastic"),
     ("engines.plugin", "ok", without("vllm"), "not needed"),
     ("engines.hooks", "ok", with_packages(hooks=(("vllm", ("A.b", "C")),)), "hooked: A.b, C"),
-    ("engines.hooks", "ok", with_packages(hooks=()), "nothing is hooked"),
+    ("engines.hooks", "ok", with_packages(hooks=()), "nothing is hooked: no vLLM"),
     ("engines.plugin", "problem", with_packages(plugins=(("vllm", ("other",)),)), "plugins: other"),
     ("engines.plugin", "problem", allowing("a,b"), "VLLM_PLUGINS='a,b'"),
     ("engines.plugin", "warning", allowing("", enabled=None), "VLLM_PLUGINS=''"),
     ("engines.plugin", "ok", allowing("a,kvelastic"), "finds kvelastic"),
+    ("engines.hooks", "ok", without("vllm"), "no transformers here that kvelastic serves"),
+    ("engines.transformers", "ok", GOOD, "not installed"),
+    ("engines.transformers", "ok", only_transformers(**LOADED), "transformers 5.19.0"),
+    ("engines.transformers", "problem", only_transformers("4.57.1"), "5.17.x, 5.18.x, 5.19.x"),
+    ("engines.transformers", "warning", beside_vllm(only_transformers("4.57.1")), "4.57.1"),
+    (
+        "engines.transformers",
+        "warning",
+        with_config(only_transformers("4.57.1"), enabled=None),
+        "4.57.1",
+    ),
+    (
+        "engines.transformers",
+        "warning",
+        with_config(only_transformers("4.57.1"), is_strict=False),
+        "4.57.1",
+    ),
+    ("engines.loading", "ok", GOOD, "not needed"),
+    ("engines.loading", "ok", only_transformers(**LOADED), "Python loads kvelastic into"),
+    ("engines.loading", "problem", only_transformers(), "no kvelastic.pth lies in site-packages"),
+    (
+        "engines.loading",
+        "problem",
+        only_transformers(site_folders=("/a", "/b")),
+        "no kvelastic.pth lies in /a or /b",
+    ),
+    (
+        "engines.loading",
+        "problem",
+        only_transformers(start_files=("/a/kvelastic.pth",)),
+        "it does not run /a/kvelastic.pth",
+    ),
+    (
+        "engines.loading",
+        "problem",
+        only_transformers(failure="SyntaxError: a\nb", start_files=("/a/kvelastic.pth",)),
+        "SyntaxError: a b",
+    ),
+    ("engines.loading", "problem", only_transformers(armed=("another",)), "does not load"),
+    ("engines.loading", "warning", with_config(only_transformers(), enabled=None), "no kvelastic"),
+    ("engines.loading", "warning", beside_vllm(only_transformers()), "no kvelastic.pth"),
     ("engines.sglang", "ok", GOOD, "not installed"),
     ("engines.sglang", "note", adding("sglang", "0.5.1"), "SGLang 0.5.1"),
     ("engines.kvcached", "ok", GOOD, "not installed"),

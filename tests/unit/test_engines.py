@@ -110,17 +110,31 @@ def test_no_engine_is_named_outside_of_its_folder_and_the_table() -> None:
 
 @pytest.mark.parametrize("engine", engines.ENGINES, ids=lambda engine: engine.name)
 def test_every_row_has_its_folder(engine: Engine) -> None:
-    assert (ROOT / "kvelastic" / "integration" / engine.name / "interfaces.py").is_file()
-    shapes = engine.shapes()
-    for attention_type in shapes.ATTENTION_TYPES:
-        assert shapes.accepted(attention_type)
-    assert bool(engine.plugin_group) == bool(engine.tried) == bool(engine.plugins_variable)
+    folder = ROOT / "kvelastic" / "integration" / engine.name
+    assert (folder / "interfaces.py").is_file() == engine.has_interfaces
+    if engine.has_interfaces:
+        shapes = engine.shapes()
+        for attention_type in shapes.ATTENTION_TYPES:
+            assert shapes.accepted(attention_type)
+    assert bool(engine.plugin_group) == bool(engine.plugins_variable)
+    # An engine loads plugins, or is loaded by its import; one that is not hooked has neither.
+    assert bool(engine.plugin_group) + bool(engine.loaded_by) == bool(engine.tried)
+    if engine.tried:
+        assert callable(engine.plugin().register)
+    if engine.loaded_by:
+        assert engine.loading_module.partition(".")[0] == engine.name
+        assert engine.loading_class.isidentifier()
 
 
 def test_every_folder_has_its_row() -> None:
-    interfaces = (ROOT / "kvelastic" / "integration").glob("*/interfaces.py")
-    folders = {path.parent.name for path in interfaces}
+    made = (ROOT / "kvelastic" / "integration").glob("*/__init__.py")
+    folders = {path.parent.name for path in made}
     assert folders == {engine.name for engine in engines.ENGINES}
+
+
+def test_an_engine_without_kvcacheds_functions_is_not_accepted_by_them() -> None:
+    with pytest.raises(InvalidArgumentError, match=r"'transformers'.* must be vllm or sglang\.$"):
+        plan((10, 4, 32), engine="transformers", block_size=4, itemsize=2, num_layers=3)
 
 
 def test_strict_off_takes_the_nearest_older_version() -> None:
