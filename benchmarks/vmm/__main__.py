@@ -59,7 +59,7 @@ PARTS = (
         profiles=tuple(prices.PROFILES),
     ),
     Part(
-        "handover", (SIMULATED,), "calls are counted by the simulator's trace",
+        "handover", (SIMULATED, CUDA), "the host's memory is measured by scripts/bench ledger",
         profiles=tuple(prices.PROFILES),
     ),
     Part("waiting_unmap", (SIMULATED,), "only the simulator holds a kernel as long as is wanted"),

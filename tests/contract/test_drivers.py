@@ -9,22 +9,12 @@ from pathlib import Path
 
 import needs
 import pytest
+from battery import EVERY_CUDA, EVERY_DRIVER
 
 HERE = Path(__file__).parent
 BATTERY = HERE.parent / "programs" / "battery.py"
 SIM_BUILD = HERE.parent / "sim" / "build"
 
-EVERY_DRIVER = [
-    "granularity",
-    "reserving_costs_nothing_and_faults",
-    "a_page_lives",
-    "runs_are_one_call",
-    "odd_sizes_are_refused",
-    "a_range_and_a_pool",
-    "threads",
-    "what_is_unmapped_is_scratch",
-]
-EVERY_CUDA = ["a_page_goes_to_another_process"]
 SIMULATED = {
     "a_recycled_page_costs_three_calls_and_a_parked_one_none": {},
     "memory_comes_and_goes_in_runs_that_grow": {},
@@ -66,13 +56,13 @@ def test_host(case: str) -> None:
     run("host", case, {})
 
 
-@pytest.mark.parametrize("case", EVERY_DRIVER + EVERY_CUDA + list(SIMULATED))
+@pytest.mark.parametrize("case", [*EVERY_CUDA, *SIMULATED])
 def test_simulated_cuda(case: str, tmp_path: Path) -> None:
     run("cuda", case, simulated(tmp_path, **SIMULATED.get(case, {})))
 
 
 @pytest.mark.parametrize("poison", ["0", "1"])
-@pytest.mark.parametrize("case", EVERY_DRIVER + EVERY_CUDA)
+@pytest.mark.parametrize("case", EVERY_CUDA)
 def test_cuda_that_is_nobodys_own(case: str, poison: str, tmp_path: Path) -> None:
     """The same library without the simulator's own functions, on a device that others use too."""
     environment = simulated(tmp_path, KVSIM_POISON=poison, KVSIM_CONTEXT_BYTES="64M")
@@ -92,7 +82,7 @@ def test_cuda_that_is_nobodys_own(case: str, poison: str, tmp_path: Path) -> Non
 
 
 @needs.gpu
-@pytest.mark.parametrize("case", EVERY_DRIVER + EVERY_CUDA)
+@pytest.mark.parametrize("case", EVERY_CUDA)
 def test_real_cuda(case: str) -> None:
     run("cuda", case, {})
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import ctypes
 import sys
 from pathlib import Path
+
+from battery import Contents
 
 from kvelastic import _vmm
 from kvelastic.page_exchange import PageServer, receive_pages
@@ -14,6 +15,7 @@ PAGES = 250  # two messages
 
 def main(role: str, path: Path) -> None:
     driver = _vmm.CudaDriver("cuda")
+    contents = Contents(driver)
     granule = driver.granularity_bytes
     address = driver.reserve(PAGES * granule)
 
@@ -26,19 +28,19 @@ def main(role: str, path: Path) -> None:
         handles = [driver.create(granule) for _ in range(PAGES)]
         use(handles)
         for i in range(PAGES):
-            ctypes.memset(address + i * granule, i % 251 + 1, 8)
+            contents.write(address + i * granule, bytes([i % 251 + 1]) * 8)
         with PageServer(path) as server:
             print("listening", flush=True)
             taker = server.send(driver, handles)
         print(taker, flush=True)
         sys.stdin.readline()
-        print(ctypes.string_at(address, 1)[0], flush=True)
+        print(contents.read(address, 1)[0], flush=True)
     else:
         handles = receive_pages(path, driver)
         use(handles)
-        seen = [ctypes.string_at(address + i * granule, 8) for i in range(PAGES)]
+        seen = [contents.read(address + i * granule, 8) for i in range(PAGES)]
         assert seen == [bytes([i % 251 + 1]) * 8 for i in range(PAGES)]
-        ctypes.memset(address, 99, 1)
+        contents.write(address, bytes([99]))
         print("the same pages", flush=True)
 
 

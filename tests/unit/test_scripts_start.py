@@ -25,7 +25,8 @@ def test_every_benchmark_tells_its_options(name: str) -> None:
         timeout=60,
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith(f"usage: scripts/bench {name}")
+    command = "scripts/gpu" if name == "gpu" else f"scripts/bench {name}"
+    assert done.stdout.startswith(f"usage: {command}")
 
 
 @needs.vllm

@@ -1,0 +1,46 @@
+"""Instances on this device in processes of their own, in a ledger that no others join.
+
+with Group() as group, group.instance(pages=64, page_mib=16) as one:
+    one.read()
+    one.ask("alloc", 8)
+"""
+
+from __future__ import annotations
+
+import os
+
+from benchmarks.ledger.instance import Instance
+from kvelastic import ledger, segment
+from kvelastic.ledger_facts import LedgerInfo
+
+
+class Group:
+    """A context manager: nothing of it is left at its end."""
+
+    def __init__(self, **environ: str) -> None:
+        self.name = f"gpu-steps-{os.getpid()}"
+        self._environ = {
+            "KVELASTIC_DEVICE": "cuda",
+            "KVELASTIC_LEDGER": self.name,
+            "KVELASTIC_PAGE_PREALLOC_ENABLED": "false",
+            "KVELASTIC_MAX_CACHED_TOKENS": "-1",
+            "KVELASTIC_IDLE_TRIM_SECONDS": "-1",
+        } | environ
+
+    def instance(self, pages: int, page_mib: int) -> Instance:
+        """It has not read its first line: `read` waits for it."""
+        return Instance(pages, page_mib, **self._environ)
+
+    def ledger(self) -> LedgerInfo:
+        """As anybody may read it. Raises `LookupError` where it is gone."""
+        for info in ledger.list_ledgers():
+            if info.group == self.name:
+                return info
+        raise LookupError(f"there is no ledger of {self.name}")
+
+    def __enter__(self) -> Group:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        ledger.reap()
+        segment.reap()

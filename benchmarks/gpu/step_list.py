@@ -1,0 +1,177 @@
+"""The steps, in order of their value: what each proves, what it needs, how long it may take.
+
+A step is a program (see findings.py). What needs "gpu" cannot run on the simulated driver.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+OWN = "benchmarks.gpu.steps"
+TORCH = ("gpu", "torch for CUDA")
+KERNELS = (*TORCH, "triton", "the kernels")
+
+
+@dataclass(frozen=True)
+class Step:
+    """One row of the list."""
+
+    name: str
+    proves: str
+    limit_s: int
+    usual_s: int
+    """What it takes where nothing is wrong: it is not begun with less time left."""
+    command: tuple[str, ...]
+    """The module, and its arguments."""
+    needs: tuple[str, ...] = ()
+
+    @property
+    def needs_gpu(self) -> bool:
+        return "gpu" in self.needs
+
+
+def _vmm(part: str, proves: str, limit_s: int, usual_s: int, *needs: str) -> Step:
+    return Step(f"vmm-{part}", proves, limit_s, usual_s, (f"{OWN}.vmm", part), needs)
+
+
+def _decode(how: str, proves: str, limit_s: int, usual_s: int, *more: str) -> Step:
+    command = (f"{OWN}.kernels", "decode", *more)
+    return Step(f"decode-{how}", proves, limit_s, usual_s, command, KERNELS)
+
+
+BUILD = Step(
+    "build",
+    "the native module compiles and loads; nothing is installed",
+    420,
+    60,
+    (f"{OWN}.build",),
+)
+STEPS = (
+    BUILD,
+    Step("facts", "granularity, attributes, memory, what a page costs", 60, 10, (f"{OWN}.facts",)),
+    Step(
+        "stream-wait",
+        "an unmap waits for the kernels of the stream that was named",
+        60,
+        20,
+        (f"{OWN}.stream_wait",),
+    ),
+    Step(
+        "unnamed-stream",
+        "why it must be named: the default stream does not order the others",
+        60,
+        20,
+        (f"{OWN}.unnamed_stream",),
+    ),
+    Step(
+        "capture",
+        "a capture of a CUDA graph goes on beside every call of kvelastic's",
+        60,
+        10,
+        (f"{OWN}.capture",),
+    ),
+    Step(
+        "capture-bare",
+        "which bare calls end a capture, and which of them RELAXED permits",
+        60,
+        10,
+        (f"{OWN}.capture_bare",),
+    ),
+    Step(
+        "fresh-contents",
+        "what a new page holds: zeros, or what another process wrote",
+        60,
+        10,
+        (f"{OWN}.fresh_contents",),
+    ),
+    Step("free-memory", "released memory is free, and how soon", 60, 10, (f"{OWN}.free_memory",)),
+    Step(
+        "triton-pointer",
+        "Triton takes a tensor whose base is not mapped",
+        90,
+        20,
+        (f"{OWN}.triton_pointer",),
+        (*TORCH, "triton"),
+    ),
+    Step(
+        "not-ready",
+        "what calls answer, and how long they take, beside kernels",
+        60,
+        15,
+        (f"{OWN}.not_ready",),
+        TORCH,
+    ),
+    Step(
+        "device-names",
+        "each device, each MIG instance too, has the name that nvidia-smi gives it",
+        60,
+        5,
+        (f"{OWN}.device_names",),
+    ),
+    Step("battery", "the contract of drivers", 180, 40, (f"{OWN}.battery",)),
+    Step("exchange", "pages go to another process, contents and all", 60, 10, (f"{OWN}.exchange",)),
+    Step(
+        "random-operations",
+        "random operations of range and pool lose no byte",
+        120,
+        30,
+        (f"{OWN}.random_operations",),
+    ),
+    Step(
+        "stale-columns",
+        "H3: a kernel that reads behind a row's end faults; a guard page keeps it from harm",
+        120,
+        40,
+        (f"{OWN}.kernels", "stale_columns"),
+        KERNELS,
+    ),
+    Step(
+        "stale-columns-checked",
+        "the same under compute-sanitizer: what reads no further is clean",
+        200,
+        90,
+        (f"{OWN}.kernels", "stale_columns", "--sanitizer"),
+        (*KERNELS, "compute-sanitizer"),
+    ),
+    _vmm("call_costs", "what each call costs at 2 to 256 MiB a page", 120, 40),
+    _vmm("page_cycle", "a page's cycle is within 1.2 of the bare calls; recycled or cold", 90, 20),
+    _vmm("two_processes", "whether the driver serves two processes side by side", 90, 20),
+    _vmm("grow_shrink", "8 GiB grown and shrunk, beside the calls that kvcached makes", 150, 60),
+    _vmm("beside_kernel", "pages come and go beside a running kernel", 120, 40, *TORCH),
+    Step(
+        "attention",
+        "what the layouts cost paged attention, ids up to 60 GiB: the default page",
+        280,
+        200,
+        (f"{OWN}.kernels", "attention"),
+        KERNELS,
+    ),
+    _decode("eager", "tokens equal to a dense cache's under map and unmap", 150, 90),
+    _decode("graphs", "the same with CUDA graphs", 150, 90, "--graphs"),
+    _decode(
+        "control",
+        "a page that is unmapped too early would be noticed",
+        90,
+        40,
+        "--control",
+        "no-fences",
+    ),
+    Step("limit", "a limit is acknowledged within 5 ms, and holds", 90, 20, (f"{OWN}.limit",)),
+    Step("killed", "kill -9 of one instance gives everything back", 60, 10, (f"{OWN}.killed",)),
+    Step(
+        "handover",
+        "10 GiB of an idle model's cache go to a busy one: first page, and all",
+        120,
+        40,
+        (f"{OWN}.handover",),
+    ),
+    Step(
+        "transformers",
+        "continuous batching on an elastic cache gives the tokens of stock",
+        240,
+        120,
+        (f"{OWN}.transformers_batching",),
+        (*TORCH, "transformers", "the integration"),
+    ),
+)
+NAMES = tuple(step.name for step in STEPS)

@@ -1,0 +1,401 @@
+"""`scripts/gpu`: what needs no GPU passes on the simulated driver, and no step hides another.
+
+What a GPU alone can show says so. The runner is tried with steps that hang, die, shout and lie.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import needs
+import pytest
+
+from benchmarks.gpu import child, decisions, findings, report, state, step_list
+
+ROOT = Path(__file__).parents[2]
+SIMULATED = [
+    "facts",
+    "stream-wait",
+    "unnamed-stream",
+    "capture",
+    "capture-bare",
+    "fresh-contents",
+    "free-memory",
+    "device-names",
+    "battery",
+    "exchange",
+    "random-operations",
+    "vmm-call_costs",
+    "vmm-page_cycle",
+    "vmm-two_processes",
+    "vmm-grow_shrink",
+    "limit",
+    "killed",
+    "handover",
+]
+NEEDS_GPU = [
+    "triton-pointer",
+    "not-ready",
+    "stale-columns",
+    "stale-columns-checked",
+    "vmm-beside_kernel",
+    "attention",
+    "decode-eager",
+    "decode-graphs",
+    "decode-control",
+    "transformers",
+]
+ODD_STEPS = """
+    import json, os, signal, subprocess, sys, time
+    from pathlib import Path
+
+    here, name, answer = Path(__file__).parent, sys.argv[1], Path(sys.argv[3])
+    done = {"done": True, "skipped": "", "checks": [], "figures": {}, "lines": [], "tables": []}
+
+    def begin_other(**how):
+        other = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], **how)
+        (here / "other").write_text(str(other.pid))
+
+    with (here / "begun").open("a") as begun:
+        begun.write(name + "\\n")
+    if name == "hangs":
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        begin_other(start_new_session=True)
+        answer.write_text(json.dumps(done | {"done": False, "lines": ["said before it hung"]}))
+        time.sleep(600)
+    elif name == "dies":
+        os.kill(os.getpid(), signal.SIGSEGV)
+    elif name == "shouts":
+        print("first")
+        for _ in range(100):
+            sys.stdout.write("x" * (1 << 20))
+        print("last")
+    elif name == "leaves":
+        begin_other(start_new_session=True, stdout=sys.stdout)
+    elif name == "half":
+        answer.write_text('{"done": tr')
+    elif name == "lies":
+        answer.write_text(json.dumps(done | {"checks": [{"passed": 1}], "tables": 7}))
+    elif name == "nests":
+        answer.write_text("[" * 200_000)
+    elif name == "waits":
+        (here / "pid").write_text(str(os.getpid()))
+        while not (here / "go").exists():
+            time.sleep(0.01)
+    if name in ("shouts", "leaves", "waits", "one", "two", "three"):
+        answer.write_text(json.dumps(done))
+"""
+RUNNER = """
+import sys
+from benchmarks.gpu import step_list
+names = sys.argv.pop(1).split()
+step_list.STEPS = tuple(
+    step_list.Step(name, "", 2 if name == "hangs" else 60, 5, ("odd_steps", name)) for name in names
+)
+step_list.NAMES = tuple(names)
+from benchmarks.gpu.__main__ import main
+sys.exit(main())
+"""
+
+
+class Runner:
+    """`scripts/gpu` with steps of this test's own."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        (folder / "odd_steps.py").write_text(textwrap.dedent(ODD_STEPS))
+
+    def start(self, names: str, *options: str) -> subprocess.Popen[str]:
+        usual = ["--simulated", "--installed", "--work", str(self.folder / "work")]
+        return subprocess.Popen(
+            [sys.executable, "-c", RUNNER, names, *usual, *options],
+            cwd=ROOT,
+            env=os.environ | {"PYTHONPATH": str(self.folder)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def run(self, names: str, *options: str) -> tuple[int, str, str]:
+        with self.start(names, *options) as running:
+            said, complained = running.communicate(timeout=120)
+        return running.returncode, said, complained
+
+    @property
+    def state(self) -> state.State:
+        return state.load(self.folder / "work" / "simulated" / "state.json")
+
+    def statuses(self) -> dict[str, str]:
+        return {name: each.status for name, each in self.state.steps.items()}
+
+    def begun(self) -> list[str]:
+        return (self.folder / "begun").read_text().split()
+
+    def pid_of(self, name: str) -> int:
+        """Of the process that wrote it, as soon as it has."""
+        path = self.folder / name
+        deadline = time.monotonic() + 60
+        while not path.exists() or not path.read_text():
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        return int(path.read_text())
+
+
+@pytest.fixture
+def runner(tmp_path: Path) -> Runner:
+    return Runner(tmp_path)
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return "zombie" not in Path(f"/proc/{pid}/status").read_text()
+    except FileNotFoundError:
+        return False
+
+
+def test_what_needs_a_gpu_and_what_does_not() -> None:
+    steps = {step.name: step for step in step_list.STEPS}
+    assert [name for name, step in steps.items() if step.needs_gpu] == NEEDS_GPU
+    assert [name for name, step in steps.items() if not step.needs_gpu] == ["build", *SIMULATED]
+    for step in step_list.STEPS:
+        assert step.usual_s <= step.limit_s <= 480, step.name
+        module = step.command[0].replace(".", "/")
+        assert (ROOT / f"{module}.py").is_file(), step.name
+
+
+def test_the_list_says_what_each_step_proves_and_needs() -> None:
+    listed = subprocess.run(
+        [ROOT / "scripts" / "gpu", "--list"], check=True, capture_output=True, text=True
+    ).stdout
+    for step in step_list.STEPS:
+        assert step.name in listed
+        assert step.proves in listed
+    assert listed.count("needs a GPU") == len(NEEDS_GPU)
+
+
+def test_every_step_that_needs_no_gpu_passes_on_the_simulated_driver(tmp_path: Path) -> None:
+    options = ["--simulated", "--quick", "--installed", "--work", str(tmp_path / "work")]
+    done = subprocess.run(
+        [ROOT / "scripts" / "gpu", *options, "--out", str(tmp_path / "out")],
+        check=False,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = state.load(tmp_path / "work" / "simulated-quick" / "state.json").steps
+    assert [name for name in SIMULATED if found[name].status == state.PASSED] == SIMULATED
+    for name in NEEDS_GPU:
+        assert (found[name].status, found[name].why) == (state.NOT_RUN, "needs a GPU")
+        assert f"{name}: not run: needs a GPU" in done.stdout
+    page, kept = sorted((tmp_path / "out").iterdir(), key=lambda path: path.suffix, reverse=True)
+    assert json.loads(kept.read_text())["steps"].keys() == found.keys()
+    assert "Simulated: no figure on this page was measured on a GPU" in page.read_text()
+    assert "The README may say nothing of this run" in page.read_text()
+
+
+def test_no_step_hides_the_next(runner: Runner) -> None:
+    names = "hangs dies shouts leaves half lies nests one"
+    code, said, _ = runner.run(names)
+    assert code == 1
+    assert runner.statuses() == {
+        "hangs": "timed out",
+        "dies": "failed",
+        "shouts": "passed",
+        "leaves": "passed",
+        "half": "failed",
+        "lies": "failed",
+        "nests": "failed",
+        "one": "passed",
+    }
+    found = runner.state.steps
+    assert found["hangs"].findings["lines"] == ["said before it hung"]
+    assert found["dies"].why == "ended by SIGSEGV"
+    assert "cannot be read" in found["half"].why
+    assert "malformed" in found["lies"].why
+    shout = found["shouts"].output
+    assert len(shout) < 2 * (child.HEAD_BYTES + child.TAIL_BYTES)
+    assert shout.startswith("first\n")
+    assert shout.endswith("last\n")
+    assert "left out" in shout
+    assert not is_alive(int((runner.folder / "other").read_text()))
+    assert "dies: failed" in said
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_run_goes_on_where_it_was(runner: Runner, number: signal.Signals) -> None:
+    with runner.start("one waits two") as running:
+        step = runner.pid_of("pid")
+        running.send_signal(number)
+        running.communicate(timeout=60)
+    assert running.returncode == 128 + number
+    assert not is_alive(step)
+    assert runner.statuses() == {"one": "passed", "waits": "cut off"}
+    (runner.folder / "go").touch()
+    assert runner.run("one waits two")[0] == 0
+    assert set(runner.statuses().values()) == {"passed"}
+    assert runner.begun() == ["one", "waits", "waits", "two"]
+
+
+def test_a_step_that_ends_the_runner_twice_is_not_begun_again(runner: Runner) -> None:
+    for _ in range(2):
+        with runner.start("waits two") as running:
+            step = runner.pid_of("pid")
+            (runner.folder / "pid").unlink()
+            running.kill()
+            running.communicate(timeout=60)
+        deadline = time.monotonic() + 30
+        while is_alive(step):
+            assert time.monotonic() < deadline, "the step has outlived its runner"
+    assert runner.run("waits two")[0] == 1
+    assert runner.statuses() == {"waits": "failed", "two": "passed"}
+    assert runner.begun() == ["waits", "waits", "two"]
+
+
+def test_parts_go_on_where_the_last_one_ended(runner: Runner) -> None:
+    """Each has time for one: they are begun only where their usual time is left."""
+    for left in (["two", "three"], ["three"], []):
+        code, said, _ = runner.run("one two three", "--part-s", "4")
+        assert code == (3 if left else 0)
+        assert ("left: " + ", ".join(left) in said) == bool(left)
+    assert runner.begun() == ["one", "two", "three"]
+    assert runner.run("one two three", "--again", "two")[0] == 0
+    assert runner.run("one two three", "--fresh", "--only", "one")[0] == 0
+    assert runner.begun()[3:] == ["two", "one"]
+
+
+def test_what_a_part_cut_short_is_begun_again_by_the_next(runner: Runner) -> None:
+    code, _, _ = runner.run("one waits", "--part-s", "6")
+    assert code == 3
+    assert runner.statuses() == {"one": "passed", "waits": "cut off"}
+    (runner.folder / "go").touch()
+    assert runner.run("one waits")[0] == 0
+
+
+@needs.no_gpu
+def test_a_machine_without_a_gpu_is_told_so(tmp_path: Path) -> None:
+    options = ["--installed", "--work", str(tmp_path), "--out", str(tmp_path)]
+    done = subprocess.run(
+        [ROOT / "scripts" / "gpu", *options], check=False, capture_output=True, text=True
+    )
+    assert done.returncode == 1
+    assert done.stdout.count("not run: needs a GPU: no NVIDIA GPU here") >= len(SIMULATED)
+
+
+def test_two_at_once_are_refused(runner: Runner) -> None:
+    (runner.folder / "work").mkdir()
+    with (runner.folder / "work" / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        code, _, complained = runner.run("one")
+    assert code == 2
+    assert "another scripts/gpu runs in" in complained
+
+
+def test_results_that_cannot_be_written_are_printed(runner: Runner) -> None:
+    (runner.folder / "file").touch()
+    code, said, complained = runner.run("one", "--out", str(runner.folder / "file" / "out"))
+    assert code == 1
+    assert "results cannot be written" in complained
+    assert "| one |" in said
+    assert runner.statuses() == {"one": "passed"}
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"version": 99}', '{"version": 1, "steps": 7}'])
+def test_a_file_that_is_no_run_is_refused(runner: Runner, text: str) -> None:
+    path = runner.folder / "work" / "simulated" / "state.json"
+    path.parent.mkdir(parents=True)
+    path.write_text(text)
+    code, _, complained = runner.run("one")
+    assert code == 2
+    assert "--fresh begins another" in complained
+    assert path.read_text() == text
+
+
+def test_a_run_goes_on_from_results_brought_home(runner: Runner) -> None:
+    assert runner.run("one two", "--only", "one", "--out", str(runner.folder / "home"))[0] == 0
+    (kept,) = (runner.folder / "home").glob("*.json")
+    other = ["--work", str(runner.folder / "elsewhere")]
+    assert runner.run("one two", "--resume", str(kept), *other)[0] == 0
+    assert runner.begun() == ["one", "two"]
+
+
+def test_a_machine_without_what_a_build_needs_is_told_what_is_missing(tmp_path: Path) -> None:
+    answer = tmp_path / "findings.json"
+    subprocess.run(
+        [sys.executable, "-S", "-m", "benchmarks.gpu.steps.build", "--json", str(answer)],
+        cwd=ROOT,
+        env={"PATH": "/nonexistent", "CXX": "no-such-compiler"},
+        check=True,
+        capture_output=True,
+    )
+    (said,) = findings.read(answer)[0]["checks"]
+    assert not said["passed"]
+    assert "no nanobind" in said["said"]
+    assert "compiler" in said["said"]
+
+
+def decided(**figures: dict[str, object]) -> list[str]:
+    run = state.new("stem", simulated=False, quick=False)
+    for name, told in figures.items():
+        found = {"figures": told}
+        run.steps[name.replace("__", "-")] = state.Outcome(state.PASSED, findings=found)
+    return decisions.lines(run)
+
+
+def test_what_was_not_measured_decides_nothing() -> None:
+    page_size, guard, recycled, *readme = decided()
+    assert page_size == "Default page size: not measured; what attention asks for: not measured."
+    assert "its price: not measured; reading ahead: not run" in guard
+    assert recycled == "Recycled or cold: not measured."
+    assert all("not measured" in line or "not run" in line for line in readme)
+
+
+def test_figures_decide() -> None:
+    over_dense = {"2": 1.05, "8": 1.004, "16": 1.02, "64": 1.006, "128": 1.001}
+    page_size, guard, recycled, *readme = decided(
+        facts={"default_page_bytes": 64 << 20, "page_price_us": 135.2},
+        attention={"attention_over_dense": over_dense},
+        vmm__page_cycle={
+            "recycled_over_bare": 1.31,
+            "cold_over_recycled": 4.0,
+            "guarded_over_recycled": 1.9,
+        },
+        limit={"acknowledged_p99_ms": 0.7},
+        battery={},
+    )
+    assert "64 MiB at 135 us a page" in page_size
+    assert "within 1 % of dense from 64 MiB on" in page_size, "16 MiB is not within it"
+    assert "1.90 times as much" in guard
+    assert "keep handles" in recycled
+    assert any("1.31 of the bare calls (bar: 1.2, NOT met)" in line for line in readme)
+    assert any("within 0.70 ms (p99) (bar: 5)" in line for line in readme)
+    assert any("the contract of drivers holds: yes" in line for line in readme)
+
+
+def test_odd_findings_do_not_break_a_page() -> None:
+    run = state.new("stem", simulated=False, quick=False)
+    run.facts = {
+        "device": "a GPU",
+        "date": "",
+        "commit": "",
+        "machine": dict.fromkeys(("cpu", "cores", "memory", "kernel", "python"), ""),
+    }
+    outcome = run.steps["facts"] = state.Outcome()
+    outcome.status, outcome.why, outcome.output = state.FAILED, "a | b\nc", "```\nend"
+    outcome.findings = {
+        "figures": {"page_price_us": "many"},
+        "lines": [1, None],
+        "checks": [{"name": "n", "passed": 0}],
+        "tables": [{"title": "t", "headings": ["a"], "rows": [[1]], "notes": []}],
+    }
+    page = report.page(run)
+    assert "| a / b c |" in page
+    assert page.count("```") == 2
+    assert "#### t" in page
