@@ -13,17 +13,18 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import needs
 import pytest
+from simulated_machine import SimulatedMachine
 
 from benchmarks.gpu.kernels import schedule
 from benchmarks.gpu.kernels.schedule import Schedule, Sequence
 
 ROOT = Path(__file__).parents[2]
+PROGRAMS = ROOT / "tests" / "programs"
 
 
 def start(command: str, *arguments: object) -> subprocess.CompletedProcess[str]:
@@ -69,17 +70,33 @@ def test_a_wrong_answer_is_named(answers: dict[str, Any]) -> None:
 
 @needs.torch
 @needs.triton
-def test_a_kernel_that_reads_ahead_faults_unless_pages_are_guarded(tmp_path: Path) -> None:
-    kept = tmp_path / "cases.json"
-    done = start("stale_columns", "--interpret", "--json", kept)
-    assert done.returncode == 0, done.stdout
-    cases = json.loads(kept.read_text())["cases"]
-    assert {name: case["status"] for name, case in cases.items()} == {
-        "masked": 0,
-        "read-ahead": -signal.SIGSEGV,
-        "guarded": 0,
-    }
-    assert "KVELASTIC_GUARD_PAGES is on" in cases["guarded"]["output"]
+def test_a_kernel_that_reads_ahead_faults_unless_pages_are_guarded() -> None:
+    from benchmarks.gpu.kernels import stale_columns
+
+    ahead, guarded = (
+        stale_columns.start_case(case, interpret=True, under="")
+        for case in (stale_columns.READ_AHEAD, stale_columns.GUARDED)
+    )
+    assert ahead["as_it_should"], ahead
+    assert ahead["status"] == -signal.SIGSEGV
+    assert "read-ahead: masked: the answer is that of a dense cache" in ahead["output"]
+    assert guarded["as_it_should"], guarded
+    assert "guarded: read-ahead: the answer is that of a dense cache" in guarded["output"]
+    assert "KVELASTIC_GUARD_PAGES is on" in guarded["output"]
+
+
+def test_a_case_that_ends_otherwise_is_not_as_it_should_be() -> None:
+    from benchmarks.gpu.kernels.stale_columns import GUARDED, MASKED, READ_AHEAD, ended_as_it_should
+
+    fault = "CUDA error: an illegal memory access was encountered"
+    assert ended_as_it_should(READ_AHEAD, 86, fault)
+    assert ended_as_it_should(READ_AHEAD, 86, "Invalid __global__ read of size 16 bytes")
+    assert not ended_as_it_should(READ_AHEAD, 0, fault)
+    assert not ended_as_it_should(READ_AHEAD, 1, "ImportError")
+    assert not ended_as_it_should(READ_AHEAD, -signal.SIGKILL, "")
+    for case in (MASKED, GUARDED):
+        assert ended_as_it_should(case, 0, "")
+        assert not ended_as_it_should(case, 86, fault)
 
 
 @needs.torch
@@ -98,34 +115,42 @@ def test_what_needs_a_gpu_says_so(
     assert capsys.readouterr().out.startswith("needs a GPU: ")
 
 
-@pytest.fixture
-def one_thread() -> Iterator[None]:
-    """Of torch's: matrices here are small."""
+@needs.torch
+def test_pages_go_behind_late_kernels_and_only_without_fences_tokens_differ(tmp_path: Path) -> None:
+    from benchmarks.gpu.kernels import decode
+
+    with SimulatedMachine(tmp_path) as machine:
+        done = subprocess.run(
+            [sys.executable, PROGRAMS / "late_decode.py", "100"],
+            env={**os.environ, **machine.environment, "PYTHONPATH": str(ROOT)},
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 0, done.stderr
+        assert machine.used_bytes() == 0
+    fenced, unfenced = json.loads(done.stdout)
+    assert fenced["tokens"] >= 100
+    assert decode.problems(fenced) == []
+    assert unfenced["pages_unmapped"] > 0
+    assert unfenced["differing_tokens"] > 0
+    assert unfenced["differing_states"] > 0
+
+
+@needs.torch
+def test_a_block_table_with_a_freed_block_makes_other_tokens(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     import torch
 
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+    from benchmarks.gpu.kernels import decode
 
-
-@needs.torch
-@pytest.mark.usefixtures("one_thread")
-def test_tokens_are_those_of_a_dense_cache_while_pages_come_and_go() -> None:
-    from benchmarks.gpu.kernels import decode, runtime
-
-    told = decode.run(runtime.eager(), decode.ON_HOST, 100)
-    assert told["tokens"] >= 100
-    assert decode.problems(told) == []
-
-
-@needs.torch
-@pytest.mark.usefixtures("one_thread")
-def test_a_block_table_with_a_freed_block_makes_other_tokens() -> None:
-    from benchmarks.gpu.kernels import decode, runtime
-
-    told = decode.run(runtime.eager(), decode.ON_HOST, 60, control=decode.STALE_TABLE)
-    assert told["seen"]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    kept = tmp_path / "told.json"
+    arguments = ["--tokens", "60", "--control", "stale-table", "--json", str(kept)]
+    monkeypatch.setattr(sys, "argv", ["decode", *arguments])
+    assert decode.main() == 0
+    assert "control stale-table: seen" in capsys.readouterr().out
+    told = json.loads(kept.read_text())
     assert told["differing_tokens"] > 0
     assert told["differing_states"] > 0
 

@@ -9,7 +9,9 @@ Two decoders with the same weights take the same steps, one over a pool of kvela
 over plain tensors, and each feeds itself its own tokens. Meanwhile the pool's limit goes down and
 up, sequences are preempted and begin again, and blocks are overwritten before they are freed. The
 host runs ahead of the GPU, so that blocks are freed before the kernels that read them have begun.
-Without a GPU, attention is torch's own, on host memory, where every kernel is done at once.
+Without a GPU, attention is torch's own, on host memory, where every kernel is done at once;
+tests/programs/late_decode.py makes them late, on the simulated driver. Controls run with guard
+pages, so that a stale block is read, and not faulted on.
 
 Tokens must be equal, and so must every bit of the states they were chosen by.
 """
@@ -30,7 +32,7 @@ from typing import TYPE_CHECKING, Any, Final
 from benchmarks import harness
 from benchmarks.gpu.kernels import runtime, schedule
 from benchmarks.gpu.kernels.decoder import VOCABULARY, Decoder, Layers, Trajectory
-from benchmarks.gpu.kernels.elastic_cache import ElasticCache
+from benchmarks.gpu.kernels.elastic_cache import BESIDE_BLOCKS, ElasticCache
 from benchmarks.gpu.kernels.paged_attention import EagerAttention, PagedAttention
 from benchmarks.gpu.kernels.pressure import Pressure
 from benchmarks.gpu.kernels.runtime import NEEDS_GPU, NeedsGpuError, Runtime
@@ -39,6 +41,8 @@ from benchmarks.vmm.models import Model
 
 if TYPE_CHECKING:
     import torch
+
+    from kvelastic.device import Device
 
 STALE_TABLE: Final = "stale-table"
 NO_FENCES: Final = "no-fences"
@@ -95,15 +99,19 @@ class Inputs:
         self.rows = torch.zeros((work.slots, 4), dtype=torch.int64, device=device)
         self.table = torch.zeros((work.slots, work.columns), dtype=torch.int32, device=device)
 
-    def write(self, running: list[Sequence], no_sequence: int) -> None:
-        """In the order of the stream. Behind a row's blocks, and without one, is the null block."""
+    def prepare(self, running: list[Sequence], no_sequence: int) -> Callable[[], None]:
+        """What writes it, to be queued. Behind a row's own blocks is the null block."""
         rows = [[no_sequence, 0, 0, 0] for _ in range(self._work.slots)]
         table = [[0] * self._work.columns for _ in range(self._work.slots)]
         for each in running:
             rows[each.slot] = [each.index, each.position, each.prompt_tokens, 1]
             table[each.slot][: len(each.ids)] = each.ids
-        for target, values in ((self.rows, rows), (self.table, table)):
-            self.copy(target, values)
+
+        def write() -> None:
+            self.copy(self.rows, rows)
+            self.copy(self.table, table)
+
+        return write
 
     def copy(self, target: torch.Tensor, values: list[Any]) -> None:
         """Without waiting: from pinned memory, which torch keeps as long as the copy lasts."""
@@ -119,25 +127,20 @@ class Run:
     def __init__(self, where: Runtime, work: Work, tokens: int, control: str | None) -> None:
         import torch
 
-        from kvelastic.config import load
-        from kvelastic.device import resolve
-
         self._where, self._work, self._control = where, work, control
         self._device = where.device
         self._streams = [torch.cuda.Stream() for _ in range(2)] if where.is_gpu else []
-        own = resolve("cuda" if where.is_gpu else "host", load())
-        if where.is_gpu:
-            fenced = [] if control == NO_FENCES else [each.cuda_stream for each in self._streams]
-            own.driver().use_streams(fenced)  # type: ignore[attr-defined]
+        own = self._open([each.cuda_stream for each in self._streams])
         sequences = schedule.draw(tokens, work.prompt, work.generated)
         self._prompts = [each.prompt_tokens for each in sequences]
         self._ends = [each.tokens for each in sequences]
         self._no_sequence = len(sequences)
-        blocks = work.slots * work.columns
-        # With guards a stale block is read and not faulted on: what is read is then compared.
-        guard = control == STALE_TABLE
+        # No more than are used: else no limit would be felt by a few sequences.
+        blocks = min(work.slots, len(sequences)) * work.columns
         with contextlib.ExitStack() as opened, self.on_stream():
-            self._cache = ElasticCache(work.model, own, blocks, where.dtype, guard_pages=guard)
+            self._cache = ElasticCache(
+                work.model, own, blocks, where.dtype, guard_pages=control is not None
+            )
             opened.callback(self._cache.close)
             self._neighbour = ElasticCache(work.model, own, blocks, where.dtype)
             opened.callback(self._neighbour.close)
@@ -150,6 +153,23 @@ class Run:
             )
             self._build()
             self._opened = opened.pop_all()
+
+    def _open(self, streams: list[int]) -> Device:
+        """Where the pools lie; its driver is told of these streams, or, as a control, of none."""
+        from kvelastic.config import load
+        from kvelastic.device import resolve
+
+        own = resolve("cuda" if streams else "host", load())
+        if streams:
+            own.driver().use_streams([] if self._control == NO_FENCES else streams)  # type: ignore[attr-defined]
+        return own
+
+    def _queue(self, kernels: Callable[[], None]) -> None:
+        """Kernels, in the order of the decoders' stream."""
+        kernels()
+
+    def _wait_for_kernels(self) -> None:
+        self._where.synchronize()
 
     def _build(self) -> None:
         import torch
@@ -177,7 +197,7 @@ class Run:
         self._freed: list[int] = []
         self._stale: tuple[int, int] | None = None
         self.steps = 0
-        self._inputs.write([], self._no_sequence)
+        self._inputs.prepare([], self._no_sequence)()
         self._where.synchronize()
 
     def _attention(self) -> Any:
@@ -198,9 +218,12 @@ class Run:
         """Blocks that a sequence has done with; kernels that read them may not have begun."""
         import torch
 
-        device_ids = torch.empty(len(ids), dtype=torch.int64, device=self._device)
-        self._inputs.copy(device_ids, ids)
-        self._cache.poison(device_ids)
+        def poison() -> None:
+            device_ids = torch.empty(len(ids), dtype=torch.int64, device=self._device)
+            self._inputs.copy(device_ids, ids)
+            self._cache.poison(device_ids)
+
+        self._queue(poison)
         self._cache.pool.blocks.free(ids)
         self._freed = ids
 
@@ -232,13 +255,16 @@ class Run:
         with self.on_stream():
             step = self._captured() if graphs else self._both
             under = Pressure(
-                self._cache, self._neighbour, self._streams[1] if self._streams else None
+                self._cache,
+                self._neighbour,
+                self._work.columns + BESIDE_BLOCKS,
+                self._streams[1] if self._streams else None,
             )
             try:
                 self._loop(step, under)
             finally:
                 under.stop()
-            self._where.synchronize()
+            self._wait_for_kernels()
             return self._outcome(under)
 
     def _loop(self, step: Callable[[], None], under: Pressure) -> None:
@@ -255,13 +281,14 @@ class Run:
                 empty_looks += 1
                 if empty_looks > MOST_EMPTY_LOOKS:
                     raise RuntimeError(f"no block has come for {MOST_EMPTY_LOOKS} s")
+                under.next()
                 blocks.wait_for_arrival(seen, ARRIVAL_S)
                 continue
             empty_looks = 0
-            self._inputs.write(self._shown(running), self._no_sequence)
+            self._queue(self._inputs.prepare(self._shown(running), self._no_sequence))
             if self._where.is_gpu and self.steps % LAG_EVERY == 0:
                 torch.cuda._sleep(lag_cycles)
-            step()
+            self._queue(step)
             self._schedule.advance()
             self.steps += 1
             if self.steps % self._work.steps_a_limit == 0:
@@ -342,11 +369,17 @@ def problems(told: dict[str, Any]) -> list[str]:
 
 
 def run(
-    where: Runtime, work: Work, tokens: int, *, graphs: bool = False, control: str | None = None
+    where: Runtime,
+    work: Work,
+    tokens: int,
+    *,
+    graphs: bool = False,
+    control: str | None = None,
+    kind: type[Run] = Run,
 ) -> dict[str, Any]:
     """Generates at least `tokens` tokens. With `control`, `seen` says whether it was noticed."""
     told: dict[str, Any] = {**where.facts(), "graphs": graphs, "control": control}
-    this = Run(where, work, tokens, control)
+    this = kind(where, work, tokens, control)
     try:
         told |= this.all_tokens(graphs=graphs)
     except Exception as fault:

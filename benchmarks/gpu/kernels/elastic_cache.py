@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 PAGE_BYTES: Final = 2 * MIB
 """Small, so that many come and go."""
 IDLE_TRIM_S: Final = 0.05
+BESIDE_BLOCKS: Final = 2
+"""The null block, and one that keeps its page mapped: slots with no sequence compute there."""
 POISON: Final = 30_000.0
 """Far beyond what a decoder computes; finite, since not every attention skips what it masks."""
 
@@ -31,7 +33,7 @@ class ElasticCache:
         *,
         guard_pages: bool = False,
     ) -> None:
-        """Room for `blocks` blocks besides the null block and one that keeps its page mapped."""
+        """Room for `blocks` blocks and `BESIDE_BLOCKS`."""
         import torch
 
         from kvelastic import tensors
@@ -48,7 +50,7 @@ class ElasticCache:
             max_reserved_pages=2,
         )
         layout = model.paged(PAGE_BYTES)
-        pages = layout.pages_for_blocks(blocks + 2)
+        pages = layout.pages_for_blocks(blocks + BESIDE_BLOCKS)
         self.page_bytes = layout.page_bytes
         self.range_bytes = layout.range_bytes(pages)
         self.blocks_per_page = layout.blocks_per_page
@@ -71,9 +73,7 @@ class ElasticCache:
             ]
             buffers = [tensors.view_of(flat, view, dtype) for view in views]
             self.layers = list(zip(buffers[::2], buffers[1::2], strict=True))
-            # Slots with no sequence compute on the null block; with this one its page stays.
-            self.anchor = self.pool.blocks.alloc(1)
-            if self.anchor is None:
+            if self.pool.blocks.alloc(1) is None:
                 raise RuntimeError("the pool has no memory for its first block")
             self._poison = torch.full((), POISON, dtype=dtype, device=flat.device)
         except BaseException:

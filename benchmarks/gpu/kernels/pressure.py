@@ -24,8 +24,14 @@ ANSWER_S: Final = 0.5
 class Pressure:
     """A thread that changes the limit once for each `next()`. Any failure is raised by `stop()`."""
 
-    def __init__(self, cache: ElasticCache, neighbour: ElasticCache, stream: Any) -> None:
-        """`stream` is the neighbour's, a torch stream; None where kernels run at once."""
+    def __init__(
+        self, cache: ElasticCache, neighbour: ElasticCache, least_blocks: int, stream: Any
+    ) -> None:
+        """`stream` is the neighbour's, a torch stream; None where kernels run at once.
+
+        No limit is below the pages of `least_blocks` blocks.
+        """
+        self._least_bytes = cache.page_bytes * -(-least_blocks // cache.blocks_per_page)
         self._cache, self._neighbour, self._stream = cache, neighbour, stream
         self._limits = itertools.cycle(LIMITS)
         self._changes: queue.Queue[float | None] = queue.Queue(maxsize=1)
@@ -61,13 +67,14 @@ class Pressure:
     def _change(self, part: float) -> None:
         from kvelastic import segment
 
-        limit_bytes = int(part * self._cache.range_bytes)
+        # Below what one sequence needs nobody could compute, and no further change would come.
+        limit_bytes = max(int(part * self._cache.range_bytes), self._least_bytes)
         answer = segment.request(self._cache.pool.name, limit_bytes=limit_bytes, wait_s=ANSWER_S)
         self.requests += 1
         if answer.state == "applied":
             self.applied += 1
-            if part < 1:
-                freed_bytes = self._cache.range_bytes - limit_bytes
+            freed_bytes = self._cache.range_bytes - limit_bytes
+            if freed_bytes > 0:
                 self._poison(-(-freed_bytes // self._neighbour.page_bytes))
 
     def _poison(self, pages: int) -> None:

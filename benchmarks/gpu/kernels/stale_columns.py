@@ -8,8 +8,8 @@
 The pages of those blocks are unmapped. Three cases, each in a process of its own:
 
 masked       a kernel that reads no column behind a request's last block: right, and clean
-read-ahead   a kernel that reads whole tiles, and drops what is too much: it faults
-guarded      the same kernel with KVELASTIC_GUARD_PAGES: it reads scratch, and is right
+read-ahead   that one first, then one that reads whole tiles, and drops what is too much: it faults
+guarded      the same two with KVELASTIC_GUARD_PAGES: it reads scratch, and is right
 """
 
 from __future__ import annotations
@@ -98,12 +98,14 @@ def run_case(where: Runtime, case: str) -> int:
     wanted = answer(dense, dense_rows, read_ahead=False)
     where.synchronize()
     print(f"{case}: stale ids {stale[0]}.. of page {PAGE_OF_STALE_IDS}, not mapped", flush=True)
-    found = answer((keys, values), rows, read_ahead=case != MASKED)
-    where.synchronize()
-    if not torch.equal(found, wanted):
-        print(f"{case}: the answer is not that of a dense cache", flush=True)
-        return WRONG
-    print(f"{case}: the answer is that of a dense cache", flush=True)
+    for read_ahead in (False,) if case == MASKED else (False, True):
+        kernel = READ_AHEAD if read_ahead else MASKED
+        found = answer((keys, values), rows, read_ahead=read_ahead)
+        where.synchronize()
+        if not torch.equal(found, wanted):
+            print(f"{case}: {kernel}: the answer is not that of a dense cache", flush=True)
+            return WRONG
+        print(f"{case}: {kernel}: the answer is that of a dense cache", flush=True)
     return 0
 
 
