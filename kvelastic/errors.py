@@ -21,6 +21,7 @@ brackets), so `except ValueError` and `except kvelastic.errors.KvelasticError` b
     │   ├── DeviceUnavailableError          DEVICE_UNAVAILABLE
     │   ├── StreamsUnknownError             STREAMS_UNKNOWN
     │   ├── OutOfMemoryError                OUT_OF_MEMORY        [MemoryError]
+    │   │   └── LimitReachedError           LIMIT_REACHED
     │   ├── MappingError                    MAPPING
     │   ├── PoolFailedError                 POOL_FAILED
     │   └── NvmlError                       NVML
@@ -171,6 +172,12 @@ class OutOfMemoryError(DriverError, MemoryError):
     """The device has no memory left for a page, or no address space for a range."""
 
     code = "OUT_OF_MEMORY"
+
+
+class LimitReachedError(OutOfMemoryError):
+    """An instance that cannot wait needs more than its limit; it is as it was before the call."""
+
+    code = "LIMIT_REACHED"
 
 
 class MappingError(DriverError):

@@ -1,0 +1,309 @@
+"""`ElasticCache`: a cache for `model.generate` whose memory is an instance of kvelastic.
+
+    with ElasticCache.for_model(model) as cache:
+        model.generate(**inputs, past_key_values=cache)
+
+Keys and values lie in a range of addresses that get pages as the sequence grows (`token_rows` has
+the drawing), so no token is ever copied to make room for the next one, as `DynamicCache` does for
+every token. `kvctl list` shows the cache, and `kvctl limit` limits it.
+
+This module imports torch and transformers: `from kvelastic.integration.transformers import
+ElasticCache` does so only when the name is asked for.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import weakref
+from typing import Any, Final
+
+import torch
+import transformers
+from transformers.cache_utils import Cache, CacheLayerMixin, get_layer_types_and_kwargs
+
+from kvelastic import engines
+from kvelastic.config import Config, load
+from kvelastic.device import resolve
+from kvelastic.errors import InvalidArgumentError, UnsupportedEngineError, UnsupportedError
+from kvelastic.integration.transformers.growing_pages import open_growing_pages
+from kvelastic.integration.transformers.token_store import TokenStore
+from kvelastic.logs import say_once
+from kvelastic.sizes import parse_size
+
+__all__ = ["ElasticCache"]
+
+_FULL: Final = "full_attention"
+_WINDOWED: Final = ("sliding_attention", "chunked_attention")
+
+
+class ElasticLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is untyped here
+    """One layer of the cache. All of them share a `TokenStore`."""
+
+    is_compileable = False
+    is_croppable = True
+    supports_early_init = False
+
+    # Not super().__init__(): what it sets are properties here.
+    def __init__(self, store: TokenStore, index: int, window: int | None) -> None:
+        self._store = store
+        self._index = index
+        self._window = window
+        self.is_sliding = window is not None
+
+    @property
+    def is_initialized(self) -> bool:
+        """Whether it has tokens."""
+        return self.get_seq_length() > 0
+
+    @property
+    def keys(self) -> torch.Tensor | None:
+        """All keys, `[batch, heads, tokens, dim]`: a view, valid until the cache is cut."""
+        return self._store.view(self._index, 0) if self.is_initialized else None
+
+    @property
+    def values(self) -> torch.Tensor | None:
+        """All values, as `keys`."""
+        return self._store.view(self._index, 1) if self.is_initialized else None
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Nothing: memory comes with the first tokens."""
+
+    # What it maps cannot be traced: a compiled model runs this part as it is.
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch is untyped here
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Add tokens; answers those that attention may look at. Raises as `TokenStore.append`."""
+        before = self.get_seq_length()
+        keys, values = self._store.append(self._index, key_states, value_states)
+        if before == 0:
+            return key_states, value_states  # the same tokens, side by side
+        if self._window is None or before < self._window:
+            return keys, values
+        # As many as get_mask_sizes() has said.
+        first = before - self._window + 1
+        return keys[:, :, first:], values[:, :, first:]
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """How many keys the next `update` answers, and which token is the first of them."""
+        tokens = self.get_seq_length()
+        first = 0 if self._window is None else max(0, tokens - self._window + 1)
+        return tokens - first + query_length, first
+
+    def get_seq_length(self) -> int:
+        """Tokens so far."""
+        return self._store.lengths[self._index]
+
+    def get_max_length(self) -> int:
+        """-1: what bounds it is memory; the window of a sliding layer."""
+        return -1 if self._window is None else self._window
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        """Reorder the batch for beam search, in place."""
+        self._store.reorder(self._index, beam_idx)
+
+    def reset(self) -> None:
+        """Refused: layers share their pages, so only the whole cache can be reset."""
+        raise UnsupportedError("a layer of an ElasticCache is reset with the cache: cache.reset()")
+
+    def offload(self) -> None:
+        """Refused: the memory is the device's."""
+        raise UnsupportedError(
+            "an ElasticCache is not offloaded layer by layer; make it with device='cpu', or limit"
+            " it with `kvctl limit`"
+        )
+
+    prefetch = offload
+
+
+class ElasticCache(Cache):  # type: ignore[misc]  # transformers is untyped here
+    """A cache for `generate(past_key_values=...)`, an instance of kvelastic of its own.
+
+        cache = ElasticCache.for_model(model, limit="2G")
+        model.generate(**first_turn, past_key_values=cache)
+        model.generate(**both_turns, past_key_values=cache)      # goes on
+        cache.reset()                                            # memory goes back; use it again
+        cache.close()                                            # or a with statement, or del
+
+    `config` is the model's. `device` is where the model computes (`cpu`, `cuda:1`, a torch device);
+    unset, `KVELASTIC_DEVICE`. `limit`, bytes or a size such as `"2G"`, takes the place of
+    `KVELASTIC_LIMIT`, and `name` of `KVELASTIC_IPC_NAME` (of several caches of one process the
+    second is called NAME_2). The other variables hold as for an engine, but `ENABLE_KVELASTIC`:
+    who makes a cache wants it.
+
+    It has no length: its bound is its limit, the device's ledger and the device. A step that needs
+    more raises `LimitReachedError` or `OutOfMemoryError`, and the cache is then as it was before
+    the step. A lower limit takes nothing that is in use: `kvctl` says `shrinking` until tokens go.
+
+    Beams, several sequences, padding, assisted and prompt lookup decoding, `crop`,
+    `copy.deepcopy` and layers with a sliding window work as with `DynamicCache` (all tokens of such
+    layers are kept). Hybrid models, encoder-decoder models, models over several devices, layers
+    that are not alike, training and offloading are refused with `UnsupportedError`. In a model that
+    `torch.compile` was called with, the cache's own part runs uncompiled. Raises
+    `UnsupportedEngineError` for an untried series of transformers (with `KVELASTIC_STRICT=false` it
+    warns), and what `kvelastic.pool.open_pool` raises.
+
+    One thread at a time may use a cache, several caches may be used by several threads. In a forked
+    child it raises `DeviceUnavailableError`. Tensors of `layers[i].keys` must not be touched after
+    `crop` or `reset`; they stay valid after `close`, and so does their memory until they are gone.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        *,
+        device: Any = None,
+        limit: int | str | None = None,
+        name: str | None = None,
+    ) -> None:
+        settings = _settings_with(limit)
+        _check_version(settings)
+        self._made_with: dict[str, Any] = {"config": config, "device": device, "limit": limit}
+        windows = _windows_of(config)
+        where = resolve(_device_name(device, settings), settings)
+        pages = open_growing_pages(
+            settings,
+            where,
+            engine="transformers",
+            lanes=1 if settings.contiguous_layout else 2 * len(windows),
+            model=str(getattr(config, "_name_or_path", "") or ""),
+            name=name,
+        )
+        self._pages = pages
+        self._store = TokenStore(pages, where, len(windows))
+        # Also where nobody closes it: a pool that is open is not collected.
+        self._end = weakref.finalize(self, TokenStore.close, self._store)
+        super().__init__(
+            layers=[ElasticLayer(self._store, i, window) for i, window in enumerate(windows)]
+        )
+
+    @classmethod
+    def for_model(
+        cls, model: Any, *, limit: int | str | None = None, name: str | None = None
+    ) -> ElasticCache:
+        """A cache for that model, on the device on which it lies; else as the class."""
+        devices = {str(place) for place in (getattr(model, "hf_device_map", None) or {}).values()}
+        if len(devices) > 1:
+            raise UnsupportedError(
+                f"the model lies on several devices ({', '.join(sorted(devices))}), and a cache on"
+                " one; load it on one device, or use DynamicCache"
+            )
+        return cls(model.config, device=model.device, limit=limit, name=name)
+
+    @property
+    def name(self) -> str:
+        """What `kvctl` calls it."""
+        return self._pages.pool.name
+
+    def reset(self) -> None:
+        """Forget all tokens and give all pages back but one; waits for the unmapping.
+
+        The next tokens may be of another batch.
+        """
+        self._store.clear()
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove the last `-tokens_to_remove` tokens; a positive number: keep so many.
+
+        Pages behind them are parked, as `GrowingPages.shrink` says.
+        """
+        lengths = self._store.lengths
+        if tokens_to_remove > 0:
+            self._store.cut([tokens_to_remove] * len(lengths))
+        elif tokens_to_remove < 0:
+            self._store.cut([max(0, length + tokens_to_remove) for length in lengths])
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Have each sequence `repeats` times. Raises as a step does, with nothing changed."""
+        self._store.select_rows(torch.arange(self._store.batch).repeat_interleave(repeats))
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Keep those sequences, in that order; a mask or indices."""
+        if indices.dtype == torch.bool:
+            indices = indices.nonzero().flatten()
+        self._store.select_rows(indices)
+
+    def close(self) -> None:
+        """Give the memory back and leave ledger and segment; every later use raises. Repeatable.
+
+        Waits for the driver. What `layers[i].keys` answered before keeps its memory.
+        """
+        self._end()
+
+    def check_integrity(self) -> None:
+        """Raise `IntegrityError` where what it says of itself is not so."""
+        self._store.check_integrity()
+
+    def __enter__(self) -> ElasticCache:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __deepcopy__(self, _: dict[int, Any]) -> ElasticCache:
+        """Another cache with the same tokens, an instance of its own: a prompt to start from."""
+        other = ElasticCache(**self._made_with)
+        try:
+            self._store.copy_to(other._store)
+        except BaseException:
+            other.close()
+            raise
+        return other
+
+    def __reduce__(self) -> Any:
+        raise UnsupportedError(
+            "an ElasticCache cannot be pickled: its memory belongs to this process"
+        )
+
+
+def _settings_with(limit: int | str | None) -> Config:
+    settings = load()
+    if limit is None:
+        return settings
+    limit_bytes = parse_size(limit) if isinstance(limit, str) else limit
+    if isinstance(limit_bytes, bool) or not isinstance(limit_bytes, int) or limit_bytes < 0:
+        raise InvalidArgumentError(
+            f"limit={limit!r} is not accepted; give bytes, or a size such as '2G'"
+        )
+    return dataclasses.replace(settings, limit=limit_bytes)
+
+
+def _check_version(settings: Config) -> None:
+    version = str(transformers.__version__)
+    tried = engines.find("transformers").tried
+    if engines.serves(tried, version):
+        return
+    text = f"ElasticCache was tried with transformers {engines.tried(tried)}, and this is {version}"
+    if settings.strict:
+        raise UnsupportedEngineError(
+            f"{text}; use DynamicCache, or set KVELASTIC_STRICT=false to try it all the same"
+        )
+    say_once(logging.WARNING, f"{text}; going on, because KVELASTIC_STRICT=false.")
+
+
+def _device_name(device: Any, settings: Config) -> str:
+    if device is None:
+        return settings.device
+    if str(device) == "cuda" and torch.cuda.is_available():
+        return f"cuda:{torch.cuda.current_device()}"
+    return str(device)
+
+
+def _windows_of(config: Any) -> list[int | None]:
+    """The window of each layer that has a cache; None: it looks at all tokens."""
+    if getattr(config, "is_encoder_decoder", False):
+        raise UnsupportedError("ElasticCache serves no encoder-decoder models; use DynamicCache")
+    types, settings = get_layer_types_and_kwargs(config.get_text_config(decoder=True))
+    if isinstance(settings, dict):  # until 5.18 those of all layers
+        settings = [settings] * len(types)
+    for index, kind in enumerate(types):
+        if kind != _FULL and kind not in _WINDOWED:
+            raise UnsupportedError(
+                f"layer {index} of the model is of the kind {kind}; ElasticCache serves"
+                f" {', '.join((_FULL, *_WINDOWED))} only. Use DynamicCache"
+            )
+    return [
+        int(layer["sliding_window"]) if kind in _WINDOWED else None
+        for kind, layer in zip(types, settings, strict=False)
+    ]
