@@ -6,7 +6,8 @@
     scripts/gpu --out DIR           results go there too: JSON, and a page of Markdown
     scripts/gpu --simulated         on the simulated driver of tests/sim: what needs no kernels
 
-Nothing is installed: the native module is built with CMake and the nanobind of this Python. A step
+Nothing is installed: the native module is built with CMake and the nanobind of this Python, unless
+scripts/setup has built it. A step
 that fails, hangs or dies is written down and the next one is begun. Exit code 0: all that could run
 has passed; 1: something has not, or nothing could; 3: steps are left, so run it again.
 """
@@ -21,7 +22,7 @@ from pathlib import Path
 from benchmarks import harness
 from benchmarks.gpu import machine, places, report, runner, state
 from benchmarks.gpu.requirements import NEEDS_GPU
-from benchmarks.gpu.step_list import NAMES, STEPS
+from benchmarks.gpu.step_list import BUILD, NAMES, STEPS
 
 PART_S = 480
 EXIT_FAILED, EXIT_USAGE, EXIT_LEFT, EXIT_INTERRUPTED = 1, 2, 3, 130
@@ -73,9 +74,6 @@ def _arguments() -> argparse.Namespace:
         "--simulated", action="store_true", help="on the simulated driver: no figure is a GPU's"
     )
     parser.add_argument("--quick", action="store_true", help="short; figures are no evidence")
-    parser.add_argument(
-        "--installed", action="store_true", help="try this Python's kvelastic, and build none"
-    )
     return parser.parse_args()
 
 
@@ -94,8 +92,10 @@ def _part(given: argparse.Namespace) -> int:
         run.write(kept, out / f"{run.stem}.json")
         run.write_text(out / f"{run.stem}.md", report.page(run))
 
+    if run.outcome(BUILD.name).status in (state.FAILED, state.TIMED_OUT):
+        run.steps.pop(BUILD.name)  # nothing else can run, and what was wrong may have been mended
     part = runner.Part(
-        run, given.installed, given.part_s, keep, tuple(given.only) + tuple(given.again)
+        run, places.is_installed(), given.part_s, keep, tuple(given.only) + tuple(given.again)
     )
     left: list[str] = []
     try:

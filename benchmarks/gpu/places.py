@@ -46,6 +46,16 @@ def environment(*, installed: bool) -> dict[str, str]:
     }
 
 
+def is_installed() -> bool:
+    """Whether this Python finds this checkout with its native module, as scripts/setup has it."""
+    asks = "import sys, kvelastic, kvelastic._vmm; print(kvelastic.__file__)"
+    done = subprocess.run(
+        [sys.executable, "-c", asks],
+        check=False, cwd="/", env=environment(installed=True), capture_output=True, text=True,
+    )  # fmt: skip
+    return done.returncode == 0 and Path(done.stdout.strip()).is_relative_to(ROOT / "kvelastic")
+
+
 def simulator(machine: Path) -> dict[str, str]:
     """The environment of the simulated driver, built where it is not; `machine` is its file.
 

@@ -42,7 +42,7 @@ class Part:
 
     state: State
     installed: bool
-    """Whether the kvelastic of this Python is tried, instead of one that is built here."""
+    """Whether this Python has the native module, so that none is built."""
     part_s: float
     keep: Callable[[], None]
     """Writes the results; called after every change."""
@@ -77,7 +77,7 @@ class Part:
 
     def _missing(self, step: Step) -> str:
         if step is BUILD:
-            return "the installed kvelastic is tried" if self.installed else ""
+            return "kvelastic is installed here" if self.installed else ""
         needs = step.needs if self.state.simulated else ("gpu", *step.needs)
         if why := requirements.missing(needs, simulated=self.state.simulated):
             return why

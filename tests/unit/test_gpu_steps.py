@@ -114,7 +114,7 @@ class Runner:
         (folder / "odd_steps.py").write_text(textwrap.dedent(ODD_STEPS))
 
     def start(self, names: str, *options: str) -> subprocess.Popen[str]:
-        usual = ["--simulated", "--installed", "--work", str(self.folder / "work")]
+        usual = ["--simulated", "--work", str(self.folder / "work")]
         return subprocess.Popen(
             [sys.executable, "-c", RUNNER, names, *usual, *options],
             cwd=ROOT,
@@ -182,7 +182,7 @@ def test_the_list_says_what_each_step_proves_and_needs() -> None:
 
 
 def test_every_step_that_needs_no_gpu_passes_on_the_simulated_driver(tmp_path: Path) -> None:
-    options = ["--simulated", "--quick", "--installed", "--work", str(tmp_path / "work")]
+    options = ["--simulated", "--quick", "--work", str(tmp_path / "work")]
     done = subprocess.run(
         [ROOT / "scripts" / "gpu", *options, "--out", str(tmp_path / "out")],
         check=False,
@@ -281,7 +281,7 @@ def test_what_a_part_cut_short_is_begun_again_by_the_next(runner: Runner) -> Non
 
 @needs.no_gpu
 def test_a_machine_without_a_gpu_is_told_so(tmp_path: Path) -> None:
-    options = ["--installed", "--work", str(tmp_path), "--out", str(tmp_path)]
+    options = ["--work", str(tmp_path), "--out", str(tmp_path)]
     done = subprocess.run(
         [ROOT / "scripts" / "gpu", *options], check=False, capture_output=True, text=True
     )
@@ -339,6 +339,47 @@ def test_a_machine_without_what_a_build_needs_is_told_what_is_missing(tmp_path: 
     assert not said["passed"]
     assert "no nanobind" in said["said"]
     assert "compiler" in said["said"]
+
+
+SEGMENT_OF_A_STAND_IN = """
+import posix_ipc, stat
+from pathlib import Path
+from kvelastic import errors, segment
+assert Path(posix_ipc.__file__).parent.name == "stand_ins"
+with segment.create("kvtest_stand_in", engine="test", device="cpu"):
+    path = Path("/dev/shm/kvtest_stand_in")
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    try:
+        segment.create("kvtest_stand_in", engine="test", device="cpu")
+    except errors.SegmentExistsError:
+        print("refused")
+assert not path.exists()
+"""
+
+
+def test_instances_run_where_posix_ipc_is_not_installed() -> None:
+    stand_ins = ROOT / "benchmarks" / "gpu" / "stand_ins"
+    done = subprocess.run(
+        [sys.executable, "-c", SEGMENT_OF_A_STAND_IN],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(stand_ins)},
+        check=False,
+        capture_output=True,
+        text=True,
+    )
+    assert (done.returncode, done.stdout) == (0, "refused\n"), done.stderr
+
+
+def test_a_failed_build_is_tried_again_by_the_next_part(tmp_path: Path) -> None:
+    """Nothing else can run without it, and what was wrong may have been mended."""
+    work = tmp_path / "work"
+    failed = state.new("stem", simulated=True, quick=True)
+    failed.steps["build"] = state.Outcome(state.FAILED, why="no compiler")
+    failed.write(work / "simulated-quick" / "state.json")
+    options = ["--simulated", "--quick", "--only", "device-names", "--work", str(work)]
+    done = subprocess.run([ROOT / "scripts" / "gpu", *options], check=False, capture_output=True)
+    assert done.returncode == 0, done.stdout
+    assert "build" not in state.load(work / "simulated-quick" / "state.json").steps
 
 
 def decided(**figures: dict[str, object]) -> list[str]:

@@ -25,7 +25,7 @@ def missing() -> str:
     """Why nothing can be built here; empty: it can."""
     if sys.version_info < (3, 11):
         # PYTHONSAFEPATH is from 3.11 on.
-        return "Python 3.11 or later is needed to run from links; or scripts/setup, and --installed"
+        return "Python 3.11 or later is needed to run from links; or scripts/setup"
     lacking = [name for name in ("cmake",) if tool(name) is None]
     lacking += [] if importlib.util.find_spec("nanobind") else ["nanobind"]
     include = Path(sysconfig.get_paths()["include"])
@@ -92,6 +92,8 @@ def main() -> None:
         )  # fmt: skip
         said = (loads.stdout + loads.stderr).strip()
         found.check("the module loads", loads.returncode == 0, said[-2000:])
+        ours = loads.stdout.startswith(str(places.TREE))
+        found.check("no other kvelastic comes first on the path", ours)
         if names := places.stood_in_for():
             found.line(f"Not installed, and stood in for: {', '.join(names)}.")
 

@@ -17,6 +17,7 @@ from typing import Any
 
 from benchmarks.gpu.findings import Findings
 from benchmarks.gpu.requirements import tool
+from benchmarks.harness import shortened
 
 NEEDS_GPU = 77
 """Their exit code where they cannot do their work; the reason is on stdout."""
@@ -48,12 +49,12 @@ def main() -> None:
             return
         told = json.loads(answer.read_text()) if answer.is_file() else {}
         module = importlib.import_module(f"benchmarks.gpu.kernels.{given.program}")
+        found.figure("told", shortened(told))
         if told and given.program == "attention":
             _attention(found, module, told)
         elif told and given.program == "decode":
             for line in module.lines(told):
                 found.line(line.strip())
-            found.figure("told", told)
         said = [line for line in done.stdout.splitlines() if line.strip()]
         if given.program == "stale_columns":
             for line in said:

@@ -9,6 +9,7 @@ from typing import Any
 
 from benchmarks.gpu.driver_calls import DriverCalls
 from benchmarks.gpu.findings import Findings
+from benchmarks.harness import shortened
 from benchmarks.vmm import driver_kinds, part_process
 from benchmarks.vmm.section import median_ratio
 
@@ -31,6 +32,7 @@ def measure(found: Findings, part: str, **more: Any) -> dict[str, Any] | None:
     if "skipped" in data:
         found.skip(data["skipped"])
         return None
+    found.figure("samples", shortened(data))
     for section in module.sections(data, kind):
         found.table(section)
     return dict(data)
