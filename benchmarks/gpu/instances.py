@@ -19,7 +19,7 @@ class Group:
 
     def __init__(self, **environ: str) -> None:
         self.name = f"gpu-steps-{os.getpid()}"
-        self._environ = {
+        self.environ = {
             "KVELASTIC_DEVICE": "cuda",
             "KVELASTIC_LEDGER": self.name,
             "KVELASTIC_PAGE_PREALLOC_ENABLED": "false",
@@ -29,7 +29,7 @@ class Group:
 
     def instance(self, pages: int, page_mib: int) -> Instance:
         """It has not read its first line: `read` waits for it."""
-        return Instance(pages, page_mib, **self._environ)
+        return Instance(pages, page_mib, **self.environ)
 
     def ledger(self) -> LedgerInfo:
         """As anybody may read it. Raises `LookupError` where it is gone."""

@@ -68,6 +68,7 @@ def simulator(machine: Path) -> dict[str, str]:
         "LD_LIBRARY_PATH": built.stdout.strip(),
         "KVSIM_MACHINE": str(machine),
         "KVSIM_MEMORY": "12G",  # a sparse file
+        "KVSIM_CONTEXT_BYTES": "500M",
     }
 
 

@@ -47,7 +47,11 @@ def simulated() -> DriverKind:
     except (OSError, subprocess.CalledProcessError) as error:
         return DriverKind(SIMULATED, what, missing=f"tests/sim/build failed: {error}")
     # Device memory is a sparse file: it costs the machine's memory only where it is written.
-    environment = {"LD_LIBRARY_PATH": built.stdout.strip(), "KVSIM_MEMORY": "12G"}
+    environment = {
+        "LD_LIBRARY_PATH": built.stdout.strip(),
+        "KVSIM_MEMORY": "14G",
+        "KVSIM_CONTEXT_BYTES": "500M",  # as a GPU's
+    }
     return DriverKind(SIMULATED, what, environment)
 
 

@@ -20,7 +20,7 @@ from typing import Any
 
 from benchmarks.ledger.instance import BLOCKS_PER_PAGE, Instance
 from benchmarks.ledger.own_device import idle_s
-from benchmarks.vmm import driver_kinds
+from benchmarks.vmm import driver_kinds, scarce_device
 from benchmarks.vmm.models import GIB, MIB
 from benchmarks.vmm.prices import PROFILES
 from benchmarks.vmm.section import Section, median_p99, number
@@ -52,14 +52,17 @@ def measure(kind: str, *, moved_bytes: int, rounds: int) -> dict[str, Any]:
         environ = {
             "KVELASTIC_DEVICE": "cuda",
             "KVELASTIC_LEDGER": group,
-            # The pages that move, and those of the two null blocks.
-            "KVELASTIC_GPU_UTILIZATION": str((pages + 2.5) * size_bytes / driver.total_bytes),
             "KVELASTIC_PAGE_PREALLOC_ENABLED": "false",
             "KVELASTIC_MAX_CACHED_TOKENS": "-1",
             "KVELASTIC_IDLE_TRIM_SECONDS": "-1",
             "KVELASTIC_RECLAIM_WAIT": str(SOON_S),
         }
         try:
+            # The pages that move, and those of the two null blocks.
+            shared_bytes = int((pages + 2.5) * size_bytes)
+            environ["KVELASTIC_GPU_UTILIZATION"] = scarce_device.utilization(
+                driver, shared_bytes, size_bytes // MIB, 2, environ
+            )
             timed = _rounds(pages, size_bytes, rounds, environ)
             calls: Counter[str] = Counter()
             if kind == driver_kinds.SIMULATED:

@@ -8,9 +8,10 @@ from benchmarks.gpu.driver_calls import DriverCalls
 from benchmarks.gpu.findings import Findings
 from benchmarks.gpu.instances import Group
 from benchmarks.ledger.instance import BLOCKS_PER_PAGE
-from kvelastic import ledger
+from benchmarks.vmm import scarce_device
+from kvelastic import _vmm, ledger
 
-PAGE_MIB = 16
+PAGE_MIB, INSTANCES = 16, 2
 PAGE_BYTES = PAGE_MIB << 20
 PATIENCE_S = 30.0
 OTHERS_BYTES = 64 << 20
@@ -21,8 +22,13 @@ def main() -> None:
         pages = 16 if found.quick else 256
         cuda = DriverCalls()
         total = cuda.free_bytes()
+        driver = _vmm.CudaDriver("cuda")
         # Both together want more than the group may hold.
-        share = str((1.5 * pages * PAGE_BYTES) / _total_bytes())
+        shared_bytes = pages * PAGE_BYTES * 3 // 2
+        with Group() as group:
+            share = scarce_device.utilization(
+                driver, shared_bytes, PAGE_MIB, INSTANCES, group.environ
+            )
         with (
             Group(KVELASTIC_GPU_UTILIZATION=share) as group,
             group.instance(pages + 1, PAGE_MIB) as victim,
@@ -56,12 +62,6 @@ def main() -> None:
         found.check(
             "the device has everything back", left <= OTHERS_BYTES, f"{left} bytes are left"
         )
-
-
-def _total_bytes() -> int:
-    from kvelastic import _vmm
-
-    return _vmm.CudaDriver("cuda").total_bytes
 
 
 if __name__ == "__main__":
