@@ -35,8 +35,8 @@ def main() -> int:
         return 0
     harness.end_by_exception()
     try:
-        with runner.alone(given.work):
-            return _part(given)
+        with runner.alone(given.work) as scratch:
+            return _part(given, scratch)
     except (runner.AnotherRunsError, state.StateError) as error:
         print(f"scripts/gpu: {error}", file=sys.stderr)
         return EXIT_USAGE
@@ -77,7 +77,7 @@ def _arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _part(given: argparse.Namespace) -> int:
+def _part(given: argparse.Namespace, scratch: Path) -> int:
     kind = ("simulated" if given.simulated else "cuda") + ("-quick" if given.quick else "")
     kept = given.work / kind / "state.json"
     run = _state(given, kept)
@@ -95,7 +95,12 @@ def _part(given: argparse.Namespace) -> int:
     if run.outcome(BUILD.name).status in (state.FAILED, state.TIMED_OUT):
         run.steps.pop(BUILD.name)  # nothing else can run, and what was wrong may have been mended
     part = runner.Part(
-        run, places.is_installed(), given.part_s, keep, tuple(given.only) + tuple(given.again)
+        run,
+        scratch,
+        places.is_installed(),
+        given.part_s,
+        keep,
+        tuple(given.only) + tuple(given.again),
     )
     left: list[str] = []
     try:

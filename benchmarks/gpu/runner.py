@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import fcntl
+import hashlib
+import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -23,8 +25,11 @@ class AnotherRunsError(Exception):
 
 
 @contextmanager
-def alone(work: Path) -> Iterator[None]:
-    """Raises `AnotherRunsError` while another `scripts/gpu` runs in this folder."""
+def alone(work: Path) -> Iterator[Path]:
+    """A folder for what steps leave, empty, and gone at the end.
+
+    Raises `AnotherRunsError` while another `scripts/gpu` runs in `work`.
+    """
     work.mkdir(parents=True, exist_ok=True)
     with (work / "lock").open("w") as lock:
         try:
@@ -33,7 +38,17 @@ def alone(work: Path) -> Iterator[None]:
             raise AnotherRunsError(
                 f"another scripts/gpu runs in {work}; wait for its end"
             ) from error
-        yield
+        # In memory, and not under the results: a full disk is no step's fault. The name is always
+        # the same, so that one who was killed leaves nothing to the next.
+        parent = Path("/dev/shm") if Path("/dev/shm").is_dir() else work
+        name = hashlib.sha256(bytes(work.resolve())).hexdigest()[:12]
+        scratch = parent / f"bench_gpu_{name}"
+        shutil.rmtree(scratch, ignore_errors=True)
+        scratch.mkdir(mode=0o700)
+        try:
+            yield scratch
+        finally:
+            shutil.rmtree(scratch, ignore_errors=True)
 
 
 @dataclass
@@ -41,6 +56,8 @@ class Part:
     """One command: some of the steps, in a time that ends."""
 
     state: State
+    scratch: Path
+    """Where each step has a folder of its own."""
     installed: bool
     """Whether this Python has the native module, so that none is built."""
     part_s: float
@@ -115,8 +132,7 @@ class Part:
             self._say(step, _text(outcome))
 
     def _carry_out(self, step: Step, outcome: Outcome, limit_s: float) -> None:
-        # In memory, and not under the results: a full disk is no step's fault.
-        with TemporaryDirectory(prefix="bench_gpu_", dir=_scratch()) as folder:
+        with TemporaryDirectory(dir=self.scratch) as folder:
             answer = Path(folder) / "findings.json"
             environment = places.environment(installed=self.installed)
             if self.state.simulated:
@@ -154,7 +170,3 @@ def _text(outcome: Outcome) -> str:
     if outcome.status in (FAILED, TIMED_OUT):
         lines += [f"    {line}" for line in outcome.output.splitlines()[-15:]]
     return "\n".join(lines)
-
-
-def _scratch() -> str | None:
-    return "/dev/shm" if Path("/dev/shm").is_dir() else None

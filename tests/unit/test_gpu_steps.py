@@ -257,6 +257,7 @@ def test_a_step_that_ends_the_runner_twice_is_not_begun_again(runner: Runner) ->
     assert runner.run("waits two")[0] == 1
     assert runner.statuses() == {"waits": "failed", "two": "passed"}
     assert runner.begun() == ["waits", "waits", "two"]
+    assert not list(Path("/dev/shm").glob("bench_gpu_*")), "what the killed ones left is gone"
 
 
 def test_parts_go_on_where_the_last_one_ended(runner: Runner) -> None:

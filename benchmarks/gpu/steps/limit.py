@@ -67,7 +67,7 @@ def main() -> None:
                 min(freed) >= FREED_WITHIN * given_back,
                 f"{min(freed) >> 20} MiB at least of {given_back >> 20}",
             )
-            if not found.quick:
+            if not found.quick and not cuda.has("kvsim_count"):
                 worst = p99(seen_ms)
                 found.check("acknowledged within 5 ms (p99)", worst <= BAR_MS, f"{worst:.2f} ms")
             _kvctl(found, one, name)
