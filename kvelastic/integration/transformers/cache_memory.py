@@ -1,0 +1,206 @@
+"""The memory of one of transformers' paged caches: segment, pool, and the tensor over its range.
+
+transformers allocates the whole cache by one call, `torch.zeros(bytes, dtype=uint8)`, after it has
+decided how many sectors there are. `Making` answers both: as many sectors as its range has ids, and
+the range itself, with no memory behind it yet::
+
+    with Making(settings, torch_device, cache_config) as making:
+        ...                                  # PagedAttentionCache.__init__, on this thread
+    memory = making.memory
+
+Imports torch.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from kvelastic import gpu_table, page_size, tensors
+from kvelastic.config import Config
+from kvelastic.device import AUTO, Device, resolve
+from kvelastic.errors import ConfigError, EngineError
+from kvelastic.layout import PageLayout
+from kvelastic.pool import ElasticPool, local_range, open_pool
+from kvelastic.process_memory import anonymous_bytes
+from kvelastic.sizes import format_size
+
+_log = logging.getLogger("kvelastic.transformers")
+
+_TRASH_SECTORS: Final = 2
+"""transformers allocates so many besides the sectors that it was told of."""
+
+
+@dataclass(frozen=True)
+class CacheMemory:
+    """A cache's elastic memory, as long as the cache lives."""
+
+    pool: ElasticPool
+    layout: PageLayout
+    device: Device
+    capacity_sectors: int
+    """Sectors that the cache was configured with: what there can be at most."""
+
+
+class Making(TorchFunctionMode):  # type: ignore[misc]  # torch is untyped here
+    """Answers for one cache that is being made; not thread-safe, used once."""
+
+    def __init__(self, settings: Config, torch_device: torch.device, model: str) -> None:
+        super().__init__()
+        self._settings = settings
+        self._torch_device = torch_device
+        self._model = model
+        self._tensor: torch.Tensor | None = None
+        self._answered = 0
+        self.memory: CacheMemory | None = None
+
+    def size(self, sector_bytes: int, sector_tokens: int, wanted_sectors: int | None) -> int:
+        """Make the pool; returns the sectors that transformers is to believe in.
+
+        `wanted_sectors` None: as many as the device has room for. Maps nothing yet. Raises what
+        `open_pool` raises, `ConfigError` for a device that does not fit, `LayoutError` for a sector
+        that fits no page.
+        """
+        settings = self._settings
+        device = _device(settings, self._torch_device)
+        # All layers of a block lie side by side: to the layout they are one buffer.
+        layout = PageLayout.solve(
+            sector_bytes, 1, page_size_bytes=page_size.of(settings, [device]), per_buffer=True
+        )
+        capacity_pages = max(device.capacity_bytes // layout.page_bytes, 1)
+        pages = capacity_pages
+        if wanted_sectors is not None:
+            pages = layout.pages_for_blocks(wanted_sectors + 1)
+            if pages > capacity_pages:
+                _log.warning(
+                    "transformers wants %s of KV cache, and %s has room for %d pages of %s."
+                    " Requests that need more than that will wait until they are cancelled.",
+                    format_size(pages * layout.page_bytes),
+                    "KVELASTIC_HOST_MEMORY" if device.is_host else device.name,
+                    capacity_pages,
+                    format_size(layout.page_bytes),
+                )
+                pages = capacity_pages
+        # transformers needs one sector besides its two.
+        pages = max(pages, layout.pages_for_blocks(_TRASH_SECTORS + 1))
+        sectors = pages * layout.blocks_per_page - 1
+        if wanted_sectors is not None:
+            sectors = min(sectors, wanted_sectors)
+        pool = open_pool(
+            settings,
+            layout,
+            pages,
+            num_blocks=sectors + 1,
+            block_tokens=sector_tokens,
+            engine="transformers",
+            model=self._model,
+            devices=[device],
+            memory=local_range(device, guard_pages=settings.guard_pages),
+            movable=True,
+        )
+        span = layout.id_span(pages)
+        flat = tensors.whole_range(pool.memory).view(torch.uint8)
+        self._tensor = flat[: span * sector_bytes]
+        self.memory = CacheMemory(pool, layout, device, sectors)
+        _log.info(
+            "KV cache of %d sectors of %d tokens, in at most %d pages of %s with %d sectors each"
+            " (%.1f%% padding).",
+            sectors,
+            sector_tokens,
+            pages,
+            format_size(layout.page_bytes),
+            layout.blocks_per_page,
+            100 * layout.padding_fraction,
+        )
+        return span - _TRASH_SECTORS
+
+    def finish(self) -> CacheMemory:
+        """The memory, once the cache is made. Raises `EngineError` if it lies elsewhere."""
+        if self.memory is None or self._answered != 1:
+            raise EngineError(
+                f"transformers allocated its cache {self._answered} times instead of once, in a way"
+                " that kvelastic does not know. Please report this with the model's name; unset"
+                " ENABLE_KVELASTIC to go on without kvelastic."
+            )
+        self._tensor = None
+        return self.memory
+
+    def close(self) -> None:
+        """The cache was not made after all: leave nothing behind."""
+        self._tensor = None
+        if self.memory is not None:
+            self.memory.pool.close()
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Called by torch for every function on this thread while the cache is being made."""
+        kwargs = kwargs or {}
+        if (
+            func is torch.zeros
+            and self._tensor is not None
+            and args == (self._tensor.numel(),)
+            and kwargs.get("dtype") is torch.uint8
+        ):
+            self._answered += 1
+            return self._tensor
+        return func(*args, **kwargs)
+
+
+def begin(memory: CacheMemory, settings: Config, torch_device: torch.device) -> None:
+    """Say what this process holds besides, map the trash sector, and answer requests from here on.
+
+    Raises `GuaranteeError` and `ReserveError` if the device has no room for the reserve.
+    """
+    pool = memory.pool
+    reserve_bytes = settings.reserve
+    if reserve_bytes is None:
+        reserve_bytes = held_besides_bytes(torch_device)
+    pool.reserve(reserve_bytes)
+    pool.blocks.ensure(1)
+    pool.start_keeper()
+    _log.info(
+        "%s of %s besides the KV cache are reserved.",
+        format_size(reserve_bytes),
+        memory.device.name,
+    )
+    _log.info("Ready as %s: kvctl list shows it, kvctl limit changes its limit.", pool.name)
+
+
+def held_besides_bytes(torch_device: torch.device) -> int:
+    """What this process holds of the device besides KV cache: weights, above all."""
+    if torch_device.type == "cpu":
+        return anonymous_bytes(os.getpid())
+    return int(torch.cuda.memory_reserved(torch_device))
+
+
+def _device(settings: Config, torch_device: torch.device) -> Device:
+    on_gpu = torch_device.type != "cpu"
+    if settings.device != AUTO and settings.device.startswith("cuda") != on_gpu:
+        raise ConfigError(
+            f"KVELASTIC_DEVICE={settings.device!r} does not fit a model on {torch_device}: set it"
+            " to auto, or leave it unset."
+        )
+    if not on_gpu:
+        return resolve("cpu", settings)
+    device = resolve(f"cuda:{torch_device.index or 0}", settings)
+    model = str(torch.cuda.get_device_name(torch_device))
+    _log.info(
+        "The KV cache is on %s (%s).%s",
+        device.name,
+        model,
+        ""
+        if gpu_table.has_run(model)
+        else " No GPU of this model is in the table of docs/gpu.md yet: please report how it went.",
+    )
+    return device

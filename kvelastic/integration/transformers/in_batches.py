@@ -1,0 +1,114 @@
+"""Wrappers for the loop of continuous batching: sessions, waiting for memory, preemption."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from kvelastic.integration.transformers.in_cache import batches_of
+
+_log = logging.getLogger("kvelastic.transformers")
+
+
+def decide_use_async_batching(
+    original: Callable[..., None], cb_config: Any, *args: Any, **kwargs: Any
+) -> None:
+    """One batch at a time, unless asynchronous batching was asked for, which is refused later."""
+    if cb_config.use_async_batching is None:
+        cb_config.use_async_batching = False
+    original(cb_config, *args, **kwargs)
+
+
+def processor_init(
+    original: Callable[..., None], processor: Any, *args: Any, **kwargs: Any
+) -> None:
+    """Tell the driver the stream; every try to schedule is a session."""
+    original(processor, *args, **kwargs)
+    batches = batches_of(processor.cache)
+    if batches is None:
+        return
+    batches.name_streams(processor.inputs_and_outputs.compute_stream)
+    schedule = processor.scheduler.schedule_batch
+
+    def schedule_batch(*args: Any, **kwargs: Any) -> Any:
+        with batches.session():
+            scheduled = schedule(*args, **kwargs)
+        batches.found_none = scheduled[0] is None
+        return scheduled
+
+    # The instance's own: whichever class of scheduler it is.
+    processor.scheduler.schedule_batch = schedule_batch
+
+
+def prepare_next_batch(original: Callable[..., bool], processor: Any) -> bool:
+    """Wait where no request fits for now; transformers would end its loop with an error.
+
+    Between two looks at memory the loop looks at its requests: one may be cancelled, or a new one
+    may fit.
+    """
+    batches = batches_of(processor.cache)
+    if batches is None:
+        return original(processor)
+    from kvelastic.integration.transformers.batches import NothingFits
+
+    ready = False
+    while True:
+        seen = batches.arrivals  # before the try: what comes meanwhile counts as news
+        try:
+            ready = original(processor)
+        except NothingFits:
+            if batches.wait_for_arrival(seen):
+                continue
+        break
+    batches.batch_is_ready(
+        ready,
+        is_padded=processor.model_runner.pad_inputs,
+        stream=processor.inputs_and_outputs.compute_stream,
+    )
+    return ready
+
+
+def update_batch(original: Callable[..., None], processor: Any) -> None:
+    """One session: requests that end give blocks back, others share theirs."""
+    batches = batches_of(processor.cache)
+    if batches is None:
+        original(processor)
+        return
+    with batches.session():
+        original(processor)
+
+
+def offload_requests(original: Callable[..., bool], manager: Any) -> bool:
+    """Preempt requests, whose blocks are copied after they were freed.
+
+    Raises `NothingFits` where a batch is wanted and nobody is left to preempt.
+    """
+    batches = batches_of(manager.cache)
+    if batches is None:
+        return original(manager)
+    from kvelastic.integration.transformers.batches import NothingFits
+
+    waiting = len(manager.scheduler.waiting_requests)
+    with batches.session(), batches.sectors.read_after_free():
+        has_changed = original(manager)
+    preempted = len(manager.scheduler.waiting_requests) - waiting
+    if preempted:
+        batches.preempted += preempted
+        _log.debug("%d requests gave their blocks up for others.", preempted)
+    if batches.found_none and not has_changed:
+        raise NothingFits
+    return has_changed
+
+
+def warm_up(original: Callable[..., None], runner: Any, model: Any) -> None:
+    """Capture and compile over the trash sector: no memory is taken for requests that are none."""
+    batches = batches_of(runner.cache)
+    if batches is None:
+        original(runner, model)
+        return
+    batches.sectors.warms_up = True
+    try:
+        original(runner, model)
+    finally:
+        batches.sectors.warms_up = False

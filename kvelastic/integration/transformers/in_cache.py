@@ -1,0 +1,207 @@
+"""Wrappers for transformers' paged cache: made over elastic memory, it takes blocks from it."""
+
+from __future__ import annotations
+
+import contextvars
+import logging
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from kvelastic.integration.transformers.batches import Batches
+    from kvelastic.integration.transformers.cache_memory import Making
+
+_log = logging.getLogger("kvelastic.transformers")
+
+_KEPT: Final = "kvelastic_batches"
+"""Attribute of an elastic cache that has its `Batches`."""
+_MOST_MASK_BYTES: Final = 32 << 20
+"""What an attention mask over all that one batch may read takes at most, where the longest request
+does not need more."""
+
+_making: contextvars.ContextVar[Making | None] = contextvars.ContextVar("making", default=None)
+"""For the cache that this thread is making."""
+
+
+def batches_of(cache: Any) -> Batches | None:
+    """What an elastic cache has besides; None: it is a stock one."""
+    return getattr(cache, _KEPT, None)
+
+
+# --- a cache is made ---------------------------------------------------------------------------
+
+
+def cache_init(  # the parameters are probed
+    original: Callable[..., None],
+    cache: Any,
+    config: Any,
+    continuous_batching_config: Any,
+    device: Any,
+    distributed_helper: Any,
+    *args: Any,
+    **kwargs: Any,
+) -> None:
+    """Refuse what is not covered; make the cache over elastic memory."""
+    import torch
+
+    from kvelastic import config as kvelastic_config
+    from kvelastic.integration.transformers import cache_memory
+    from kvelastic.integration.transformers.batches import Batches
+    from kvelastic.integration.transformers.refusals import refuse_configuration
+
+    torch_device = torch.device(device)
+    refuse_configuration(continuous_batching_config, torch_device, distributed_helper)
+    settings = kvelastic_config.load()
+    making = cache_memory.Making(settings, torch_device, str(getattr(config, "_name_or_path", "")))
+    token = _making.set(making)
+    try:
+        with making:
+            original(
+                cache,
+                config,
+                continuous_batching_config,
+                device,
+                distributed_helper,
+                *args,
+                **kwargs,
+            )
+        memory = making.finish()
+        _fit(cache, config, memory.capacity_sectors)
+        cache_memory.begin(memory, settings, torch_device)
+    except BaseException:
+        making.close()
+        raise
+    finally:
+        _making.reset(token)
+    batches = Batches(cache, memory)
+    setattr(cache, _KEPT, batches)
+    # The cache's views keep the range reserved; its memory goes with the cache.
+    weakref.finalize(cache, memory.pool.close)
+
+
+def infer_sizes(original: Callable[..., tuple[int, int]], handler: Any) -> tuple[int, int]:
+    """How many tokens a batch has, and how many sectors there are: addresses, not free memory."""
+    making = _making.get()
+    if making is None:
+        return original(handler)
+    sectors = making.size(
+        handler.bytes_per_sector, handler.tokens_per_sector, handler.num_sectors_from_config()
+    )
+    max_batch_tokens = handler.cb_config.max_batch_tokens
+    if max_batch_tokens is None:
+        max_batch_tokens = handler._default_max_batch_tokens
+    return int(max_batch_tokens), sectors
+
+
+def make_pool(cache_pool: Any, num_sectors: int, num_allocators: int, *args: Any) -> Any:
+    """What `CachePool(...)` means in a cache: sectors of the elastic pool."""
+    making = _making.get()
+    if making is None or making.memory is None:
+        return cache_pool(num_sectors, num_allocators, *args)
+    from kvelastic.integration.transformers.sector_pool import SectorPool
+
+    return SectorPool(num_sectors, num_allocators, making.memory.pool.blocks)
+
+
+def _fit(cache: Any, config: Any, capacity_sectors: int) -> None:
+    """Turn what transformers has sized by ids into what it means by them."""
+    from transformers.generation.continuous_batching.utils import attn_mask_is_needed
+
+    allocators = list(cache.cache_allocators.values())
+    block_bytes = sum(ca.bytes_per_page * ca.pages_per_block for ca in allocators)
+    cache.num_blocks = capacity_sectors * cache.bytes_per_sector // block_bytes
+    capacity_tokens = capacity_sectors * cache.tokens_per_sector
+    cache.max_tokens_read = capacity_tokens
+    if attn_mask_is_needed(config):
+        # The mask is filled at once, rows for a batch times columns for all that it may read.
+        row_bytes = cache.max_batch_tokens * cache.dtype.itemsize
+        longest = int(getattr(config, "max_position_embeddings", 0) or capacity_tokens)
+        at_once = max(longest, _MOST_MASK_BYTES // row_bytes)
+        cache.max_tokens_read = min(capacity_tokens, at_once)
+    for allocator in allocators:
+        # See the drawing in sector_pool.py; a page has four rows or more.
+        allocator.write_trash_index = allocator.tokens_per_page - 1
+
+
+# --- blocks are taken and given back -----------------------------------------------------------
+
+
+def can_store(
+    original: Callable[..., bool], cache: Any, state: Any, request_len: int, dry_run: bool = False
+) -> bool:
+    """Have memory mapped for what a request needs before transformers looks what is free."""
+    batches = batches_of(cache)
+    if batches is None or dry_run:
+        return original(cache, state, request_len, dry_run)
+    allocators = cache.cache_allocators.values()
+    pool = batches.sectors
+    if pool.warms_up:
+        for allocator in allocators:
+            blocks = allocator.needs_new_blocks(state.request_id, state.current_len(), request_len)
+            allocator.block_table.setdefault(state.request_id, []).extend([0] * blocks)
+        return True
+    needed = sum(
+        allocator.needs_new_sectors(state.request_id, state.current_len(), request_len)
+        for allocator in allocators
+    )
+    if needed and not pool.prepare(needed):
+        return False
+    return original(cache, state, request_len, dry_run)
+
+
+def prepare_fork(
+    original: Callable[..., list[str]],
+    cache: Any,
+    src_state: Any,
+    dst_req_ids: list[str],
+    *args: Any,
+) -> list[str]:
+    """The same for the children of a request; those that do not fit are prefilled later."""
+    batches = batches_of(cache)
+    if batches is None:
+        return original(cache, src_state, dst_req_ids, *args)
+    forked: list[str] = []
+    for request_id in dst_req_ids:
+        needed = 0
+        for allocator in cache.cache_allocators.values():
+            blocks = allocator.count_non_shareable_blocks(
+                src_state.request_id, src_state.current_len()
+            )
+            missing = blocks - cache.pool.count_free_blocks(allocator.index)
+            needed += max(0, -(-missing // allocator.blocks_per_sector))
+        if needed and not batches.sectors.prepare(needed):
+            break
+        if not original(cache, src_state, [request_id], *args):
+            break
+        forked.append(request_id)
+    return forked
+
+
+def free_request(
+    original: Callable[..., None], allocator: Any, request_id: str, no_cache: bool = False
+) -> None:
+    """Give a request's blocks back tail first: what is cached first is evicted first, and a prefix
+    is of no use without its head."""
+    blocks = allocator.block_table.get(request_id)
+    if blocks is not None and _is_elastic(allocator):
+        allocator.block_table[request_id] = blocks[::-1]
+    original(allocator, request_id, no_cache)
+
+
+def _is_elastic(allocator: Any) -> bool:
+    return hasattr(allocator.pool, "read_after_free")
+
+
+def free_capacity(original: Callable[..., float], cache: Any, relative: bool = True) -> float:
+    """What is free of what may be had under the present limit, cached blocks counted as free."""
+    batches = batches_of(cache)
+    if batches is None:
+        return original(cache, relative)
+    sectors = batches.sectors
+    available = sectors.num_free_sectors
+    free_bytes = available * cache.bytes_per_sector
+    for allocator in cache.cache_allocators.values():
+        free_bytes += sectors.count_free_blocks(allocator.index) * allocator.bytes_per_block
+    total = (sectors.used_sectors + available) * cache.bytes_per_sector
+    return free_bytes / max(total, 1) if relative else free_bytes
