@@ -1,0 +1,164 @@
+"""The same prompts, the same tokens: continuous batching on kvelastic against stock transformers."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import needs
+import pytest
+from open_memfds import held_bytes
+from transformers_process import TransformersEngine, make_prompts
+from waiting import until
+
+from kvelastic import segment
+
+pytestmark = [needs.transformers, pytest.mark.timeout(600)]
+
+PAGE_BYTES = 2 << 20
+# 16 blocks of 64 tokens in a page (4 layers, 2 heads of 32, float32).
+ARGUMENTS = ["--block-tokens", "64", "--num-blocks", "127"]
+PROMPTS = make_prompts(16, seed=11, shortest=100, longest=200)
+NEW_TOKENS = 48
+
+
+@dataclass
+class Pair:
+    """An elastic engine, what stock answers, and the elastic one's name."""
+
+    engine: TransformersEngine
+    expected: list[list[int]]
+    name: str
+
+    def limit(self, pages: int | None) -> segment.Answer:
+        limit_bytes = PAGE_BYTES * (1000 if pages is None else pages)
+        return segment.request(self.name, limit_bytes=limit_bytes, wait_s=10)
+
+    def usage(self) -> dict[str, int]:
+        return segment.inspect(self.name).usage
+
+    def resident_bytes(self) -> int:
+        """What the kernel says."""
+        return held_bytes(self.engine.pid)
+
+
+# As of 5.18 all layers of a block are one buffer, which both layouts treat alike.
+@pytest.fixture(
+    scope="module",
+    params=[("5.18", "true"), ("5.19", "true"), ("5.19", "false")],
+    ids=["5.18", "5.19", "5.19 per buffer"],
+)
+def shared(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Pair]:
+    series, contiguous = request.param
+    name = f"kvtf_{series}_{contiguous}_{os.getpid()}"
+    environment = {
+        "ENABLE_KVELASTIC": "true",
+        "KVELASTIC_IPC_NAME": name,
+        "KVELASTIC_CONTIGUOUS_LAYOUT": contiguous,
+        "KVELASTIC_SANITY_CHECK": "true",
+        "KVELASTIC_IDLE_TRIM_SECONDS": "0.5",
+    }
+    logs = tmp_path_factory.mktemp("logs")
+    with (
+        TransformersEngine(series, logs / "stock", ARGUMENTS) as stock,
+        TransformersEngine(series, logs / "elastic", ARGUMENTS, environment) as engine,
+    ):
+        stock.wait_until_ready()
+        expected = stock.burst(PROMPTS, NEW_TOKENS)
+        assert stock.stop() == 0
+        assert engine.wait_until_ready().startswith(f"{series}.")
+        yield Pair(engine, expected, name)
+        assert engine.counters()["fatal_error"] is None
+        assert engine.stop() == 0
+        assert "Traceback" not in engine.tail()
+
+
+@pytest.fixture
+def pair(shared: Pair) -> Iterator[Pair]:
+    yield shared
+    shared.limit(None)
+
+
+def test_after_its_start_it_holds_one_page_and_the_same_tokens_come_cold_and_cached(
+    pair: Pair,
+) -> None:
+    assert pair.usage()["mapped_bytes"] <= PAGE_BYTES
+    assert pair.engine.burst(PROMPTS, NEW_TOKENS) == pair.expected
+    assert pair.usage()["mapped_bytes"] > 2 * PAGE_BYTES
+    before = pair.engine.counters()["prefix_tokens"]
+    assert pair.engine.burst(PROMPTS, NEW_TOKENS) == pair.expected
+    assert pair.engine.counters()["prefix_tokens"] > before
+
+
+def test_zeroed_memory_changes_the_tokens(pair: Pair) -> None:
+    """The control: the comparison does see bad KV."""
+    pair.engine.burst(PROMPTS, NEW_TOKENS)
+    assert pair.engine.ask("zero")["zeroed"] > 0
+    wrong = pair.engine.burst(PROMPTS, NEW_TOKENS)
+    assert sum(a != b for a, b in zip(wrong, pair.expected, strict=True)) > len(PROMPTS) // 2
+    # Whoever empties the cache gets right answers again.
+    assert segment.request(pair.name, asleep=True, wait_s=10).state == "applied"
+    assert pair.usage()["mapped_bytes"] == 0
+    assert segment.request(pair.name, asleep=False, wait_s=10).state == "applied"
+    assert pair.engine.burst(PROMPTS, NEW_TOKENS) == pair.expected
+
+
+def test_a_limit_lowered_while_idle_is_met_at_once(pair: Pair) -> None:
+    pair.engine.burst(PROMPTS, NEW_TOKENS)
+    assert pair.usage()["cached_bytes"] > 2 * PAGE_BYTES
+    answer = pair.limit(2)
+    assert (answer.state, answer.over_bytes) == ("applied", 0)
+    assert pair.usage()["mapped_bytes"] <= 2 * PAGE_BYTES
+    assert pair.resident_bytes() <= 2 * PAGE_BYTES
+    assert pair.engine.burst(PROMPTS, NEW_TOKENS) == pair.expected
+
+
+def test_a_limit_lowered_under_load_preempts_and_keeps_the_tokens(pair: Pair) -> None:
+    before = pair.engine.counters()["preemptions"]
+    ids = pair.engine.submit(PROMPTS, NEW_TOKENS)
+    until(lambda: pair.usage()["mapped_bytes"] > 2 * PAGE_BYTES, "the burst needs three pages")
+    pair.limit(2)
+    assert pair.engine.wait(ids) == pair.expected
+    assert pair.engine.counters()["preemptions"] > before
+    assert pair.usage()["mapped_bytes"] <= 2 * PAGE_BYTES
+
+
+def test_one_page_and_back(pair: Pair) -> None:
+    ids = pair.engine.submit(PROMPTS, NEW_TOKENS)
+    pair.limit(1)
+    assert pair.engine.wait(ids) == pair.expected
+    assert pair.usage()["mapped_bytes"] <= PAGE_BYTES
+    pair.limit(None)
+    assert pair.engine.burst(PROMPTS, NEW_TOKENS) == pair.expected
+    assert pair.usage()["mapped_bytes"] > 2 * PAGE_BYTES
+
+
+def test_a_request_that_does_not_fit_waits_and_can_be_cancelled(pair: Pair) -> None:
+    """Stock ends its loop where nothing can be scheduled."""
+    large = [[3 + index % 500 for index in range(1100)]]  # 18 blocks; a page has 15 and the null one
+    pair.limit(1)
+    (waiting,) = pair.engine.submit(large, 8)
+    (other,) = pair.engine.submit(PROMPTS[:1], NEW_TOKENS)
+    until(lambda: pair.engine.counters()["waiting"] + pair.engine.counters()["active"] >= 1)
+    assert pair.engine.ask("wait", ids=[waiting], timeout_s=0.5)["unfinished"] == [waiting]
+    pair.engine.cancel(waiting)
+    assert pair.engine.wait([other]) == pair.expected[:1]
+    (fits_later,) = pair.engine.submit(large, 8)
+    pair.engine.ask("wait", ids=[fits_later], timeout_s=0.2)
+    pair.limit(None)
+    assert len(pair.engine.wait([fits_later])[0]) == 8
+    assert pair.engine.counters()["is_alive"]
+
+
+def test_asleep_it_holds_nothing_and_answers_after_it_is_woken(pair: Pair) -> None:
+    pair.engine.burst(PROMPTS, NEW_TOKENS)
+    assert segment.request(pair.name, asleep=True, wait_s=10).state == "applied"
+    assert pair.usage()["mapped_bytes"] == pair.resident_bytes() == 0
+    ids = pair.engine.submit(PROMPTS, NEW_TOKENS)
+    assert pair.engine.ask("wait", ids=ids, timeout_s=0.5)["unfinished"] == ids
+    assert segment.request(pair.name, asleep=False, wait_s=10).state == "applied"
+    assert pair.engine.wait(ids) == pair.expected
