@@ -1,11 +1,10 @@
-"""The same prompts, the same tokens: continuous batching on kvelastic against stock transformers."""
+"""The same prompts, the same tokens: transformers on kvelastic against stock transformers."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 import needs
 import pytest
@@ -139,7 +138,8 @@ def test_one_page_and_back(pair: Pair) -> None:
 
 def test_a_request_that_does_not_fit_waits_and_can_be_cancelled(pair: Pair) -> None:
     """Stock ends its loop where nothing can be scheduled."""
-    large = [[3 + index % 500 for index in range(1100)]]  # 18 blocks; a page has 15 and the null one
+    # 18 blocks; one page has 15 besides the null block.
+    large = [[3 + index % 500 for index in range(1100)]]
     pair.limit(1)
     (waiting,) = pair.engine.submit(large, 8)
     (other,) = pair.engine.submit(PROMPTS[:1], NEW_TOKENS)

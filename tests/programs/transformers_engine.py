@@ -11,6 +11,7 @@ each line of stdout its answer (what the engine itself prints goes to stderr)::
     {"do": "counters"}   preemptions, prefix_tokens, active, waiting, cached_blocks, is_alive
     {"do": "zero"}       overwrite every cached block with zeros
     {"do": "generate_batch", "prompts": .., "max_new_tokens": 20}    -> {"tokens": [[..], ..]}
+    {"do": "pad"}        batches are padded from here on, as they are for CUDA graphs
     {"do": "restart"}    stop and start again, with the manager kept
     {"do": "stop"}
 
@@ -21,6 +22,7 @@ answer never ends early. `transformers_process.py` speaks this.
 from __future__ import annotations
 
 import argparse
+import copy
 import functools
 import json
 import os
@@ -233,10 +235,16 @@ class Engine:
             "prefix_tokens": self.watch.prefix_tokens,
             "active": len(processor.scheduler.active_requests) if processor else 0,
             "waiting": len(processor.scheduler.waiting_requests) if processor else 0,
-            "cached_blocks": len(self._cached_blocks()[0]) if processor else 0,
+            "cached_blocks": self._count_cached() if processor else 0,
             "is_alive": self.manager.is_running(),
             "fatal_error": None if status.fatal_error is None else str(status.fatal_error),
         }
+
+    def _count_cached(self) -> int:
+        cache = self.watch.processor.cache
+        if hasattr(cache, "cache_allocators"):  # as of 5.18
+            return sum(len(each.ledger.cached_blocks) for each in cache.cache_allocators.values())
+        return len(cache._block_manager._init_block_ids)
 
     def _cached_blocks(self) -> tuple[list[int], list[Any]]:
         """Blocks that no request has and whose contents are kept; tensors whose rows are blocks."""
@@ -255,10 +263,19 @@ class Engine:
                 tensor[blocks] = 0
         return {"zeroed": len(blocks)}
 
-    def generate_batch(self, prompts: list[list[int]], max_new_tokens: int) -> dict[str, Any]:
+    def pad(self) -> dict[str, Any]:
+        with self.watch.gate:
+            self.manager.batch_processor.model_runner.pad_inputs = True
+        return {}
+
+    def generate_batch(
+        self, prompts: list[list[int]], max_new_tokens: int, sequences: int = 1
+    ) -> dict[str, Any]:
+        generation = copy.deepcopy(self.generation)
+        generation.num_return_sequences = sequences
         outputs = self.model.generate_batch(
             prompts,
-            generation_config=self.generation,
+            generation_config=generation,
             continuous_batching_config=self.config,
             max_new_tokens=max_new_tokens,
         )

@@ -63,6 +63,10 @@ class Batches:
         allocator.ledger = ledger
         self.sectors.follow = ledger.follow
 
+    def close(self) -> None:
+        """The loop has ended for good."""
+        self._memory.close()
+
     def name_streams(self, compute_stream: Any) -> None:
         """Tell the driver of a GPU on which streams blocks are read and written."""
         driver = self._memory.device.driver()

@@ -17,12 +17,13 @@ import logging
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import count
 from typing import Any, Final
 
 import torch
 from torch.overrides import TorchFunctionMode
 
-from kvelastic import gpu_table, page_size, tensors
+from kvelastic import _vmm, gpu_table, page_size, tensors
 from kvelastic.config import Config
 from kvelastic.device import AUTO, Device, resolve
 from kvelastic.errors import ConfigError, EngineError
@@ -32,6 +33,9 @@ from kvelastic.process_memory import anonymous_bytes
 from kvelastic.sizes import format_size
 
 _log = logging.getLogger("kvelastic.transformers")
+
+_own_names: set[str] = set()
+"""Instances of this process: a second cache needs a name of its own where one is set."""
 
 _TRASH_SECTORS: Final = 2
 """transformers allocates so many besides the sectors that it was told of."""
@@ -46,6 +50,11 @@ class CacheMemory:
     device: Device
     capacity_sectors: int
     """Sectors that the cache was configured with: what there can be at most."""
+
+    def close(self) -> None:
+        """Give everything back; blocks in use stay as long as a tensor shows them. Repeatable."""
+        _own_names.discard(self.pool.name)
+        self.pool.close()
 
 
 class Making(TorchFunctionMode):  # type: ignore[misc]  # torch is untyped here
@@ -102,9 +111,12 @@ class Making(TorchFunctionMode):  # type: ignore[misc]  # torch is untyped here
             model=self._model,
             devices=[device],
             memory=local_range(device, guard_pages=settings.guard_pages),
+            name=_name(settings),
             movable=True,
         )
+        _own_names.add(pool.name)
         span = layout.id_span(pages)
+        assert isinstance(pool.memory, _vmm.Range)
         flat = tensors.whole_range(pool.memory).view(torch.uint8)
         self._tensor = flat[: span * sector_bytes]
         self.memory = CacheMemory(pool, layout, device, sectors)
@@ -135,7 +147,7 @@ class Making(TorchFunctionMode):  # type: ignore[misc]  # torch is untyped here
         """The cache was not made after all: leave nothing behind."""
         self._tensor = None
         if self.memory is not None:
-            self.memory.pool.close()
+            self.memory.close()
 
     def __torch_function__(
         self,
@@ -182,6 +194,14 @@ def held_besides_bytes(torch_device: torch.device) -> int:
     if torch_device.type == "cpu":
         return anonymous_bytes(os.getpid())
     return int(torch.cuda.memory_reserved(torch_device))
+
+
+def _name(settings: Config) -> str | None:
+    """The name that is set, with a number for the second cache of this process; None: made up."""
+    if settings.ipc_name is None or settings.ipc_name not in _own_names:
+        return settings.ipc_name
+    numbered = (f"{settings.ipc_name}_{number}" for number in count(2))
+    return next(name for name in numbered if name not in _own_names)
 
 
 def _device(settings: Config, torch_device: torch.device) -> Device:

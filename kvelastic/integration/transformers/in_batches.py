@@ -101,6 +101,17 @@ def offload_requests(original: Callable[..., bool], manager: Any) -> bool:
     return has_changed
 
 
+def manager_stop(original: Callable[..., None], manager: Any, *args: Any, **kwargs: Any) -> None:
+    """Give the cache's memory back with the session, whoever still holds the cache itself."""
+    processor = manager.batch_processor
+    original(manager, *args, **kwargs)
+    if processor is None or manager.batch_processor is not None or manager.is_running():
+        return
+    batches = batches_of(processor.cache)
+    if batches is not None:
+        batches.close()
+
+
 def warm_up(original: Callable[..., None], runner: Any, model: Any) -> None:
     """Capture and compile over the trash sector: no memory is taken for requests that are none."""
     batches = batches_of(runner.cache)

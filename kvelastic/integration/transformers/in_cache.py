@@ -77,7 +77,7 @@ def cache_init(  # the parameters are probed
     batches = Batches(cache, memory)
     setattr(cache, _KEPT, batches)
     # The cache's views keep the range reserved; its memory goes with the cache.
-    weakref.finalize(cache, memory.pool.close)
+    weakref.finalize(cache, memory.close)
 
 
 def infer_sizes(original: Callable[..., tuple[int, int]], handler: Any) -> tuple[int, int]:
@@ -204,4 +204,4 @@ def free_capacity(original: Callable[..., float], cache: Any, relative: bool = T
     for allocator in cache.cache_allocators.values():
         free_bytes += sectors.count_free_blocks(allocator.index) * allocator.bytes_per_block
     total = (sectors.used_sectors + available) * cache.bytes_per_sector
-    return free_bytes / max(total, 1) if relative else free_bytes
+    return float(free_bytes / max(total, 1) if relative else free_bytes)

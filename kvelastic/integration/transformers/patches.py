@@ -26,6 +26,7 @@ _POOL: Final = f"{_ROOM}.cache_allocators.cache_pool:CachePool"
 _ALLOCATOR: Final = f"{_ROOM}.cache_allocators.cache_allocator:CacheAllocator"
 _LEDGER: Final = f"{_ROOM}.cache_allocators.cache_allocator:BlockLedger"
 _PROCESSOR: Final = f"{LOOP}:ContinuousBatchProcessor"
+_MANAGER: Final = f"{LOOP}:ContinuousBatchingManager"
 _OFFLOADING: Final = f"{_ROOM}.offloading_manager:OffloadingManager"
 _RUNNER: Final = f"{_ROOM}.model_runner:ModelRunner"
 _RESOLVING: Final = f"{_ROOM}.initialization"
@@ -71,6 +72,7 @@ HOOKS: Final = (
         in_batches.offload_requests,
         "what is freed is still read",
     ),
+    Hook(LOOP, f"{_MANAGER}.stop", in_batches.manager_stop, "give the memory back"),
     Hook(LOOP, f"{_RUNNER}.warmup", in_batches.warm_up, "warm up over the trash sector"),
 )
 """Everything that is wrapped."""
@@ -183,6 +185,9 @@ def _probe_loop(probe: Probe) -> None:
     )
     probe.mentions(f"{_SCHEDULER}.__init__", ("cache",))
     probe.mentions(f"{_SCHEDULER}.reset", ("waiting_requests",))
+    probe.parameters(f"{_MANAGER}.stop", ("self",))
+    probe.mentions(f"{_MANAGER}.stop", ("batch_processor",))
+    probe.get(f"{_MANAGER}.is_running")
     probe.parameters(f"{_RUNNER}.warmup", ("self", "model"))
     probe.mentions(f"{_RUNNER}.__init__", ("pad_inputs", "cache"))
     probe.mentions(f"{_ROOM}.utils:create_warmup_future_states", ("can_store_request_tokens",))

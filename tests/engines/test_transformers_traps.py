@@ -1,0 +1,146 @@
+"""What continuous batching does that an elastic cache must not fall for, with a real engine."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import needs
+import pytest
+from transformers_process import TransformersEngine, make_prompts
+from waiting import until
+
+from kvelastic import segment
+from kvelastic.process_memory import anonymous_bytes
+from kvelastic.segment_dir import SegmentInfo, list_segments
+
+pytestmark = [needs.transformers, pytest.mark.timeout(600)]
+
+SERIES = "5.19"
+MIB = 1 << 20
+PROMPTS = make_prompts(16, seed=21)
+NAME = f"kvtrap_{os.getpid()}"
+
+
+@contextmanager
+def elastic(
+    folder: Path, arguments: Sequence[str], **environment: str
+) -> Iterator[TransformersEngine]:
+    variables = {
+        "ENABLE_KVELASTIC": "true",
+        "KVELASTIC_IPC_NAME": NAME,
+        "KVELASTIC_SANITY_CHECK": "true",
+        **environment,
+    }
+    with TransformersEngine(SERIES, folder / "elastic", arguments, variables) as engine:
+        yield engine
+
+
+def find_name(name: str) -> SegmentInfo | None:
+    return next((info for info in list_segments() if info.name == name), None)
+
+
+def limit(size_bytes: int) -> Any:
+    return segment.request(NAME, limit_bytes=size_bytes, wait_s=10)
+
+
+@contextmanager
+def both(
+    folder: Path, arguments: Sequence[str]
+) -> Iterator[tuple[TransformersEngine, TransformersEngine]]:
+    """Stock and elastic, started together."""
+    with (
+        TransformersEngine(SERIES, folder / "stock", arguments) as stock,
+        elastic(folder, arguments) as engine,
+    ):
+        stock.wait_until_ready()
+        engine.wait_until_ready()
+        yield stock, engine
+        assert engine.counters()["fatal_error"] is None
+        assert engine.stop() == stock.stop() == 0
+
+
+def test_padding_children_and_a_second_session(tmp_path: Path) -> None:
+    with both(tmp_path, ["--num-blocks", "127"]) as (stock, engine):
+        expected = stock.burst(PROMPTS, 24)
+        assert engine.burst(PROMPTS, 24) == expected
+        # Children share their parent's blocks, or copy them; and a second cache has its own name.
+        children, wanted = [
+            one.ask("generate_batch", prompts=PROMPTS[:4], max_new_tokens=24, sequences=3)
+            for one in (engine, stock)
+        ]
+        assert children == wanted
+        assert len(children["tokens"]) == 12
+        assert find_name(f"{NAME}_2") is None, "its memory has gone with its session"
+
+        # What a session leaves in the cache, the next one finds.
+        engine.ask("restart")
+        before = engine.counters()["prefix_tokens"]
+        assert engine.burst(PROMPTS, 24) == expected
+        assert engine.counters()["prefix_tokens"] > before
+
+        # Under a low limit the little that is cached is kept: what is free is judged by the limit.
+        assert limit(2 * MIB).state == "applied"
+        engine.burst(PROMPTS[:2], 24)
+        before = engine.counters()["prefix_tokens"]
+        assert engine.burst(PROMPTS[:2], 24) == expected[:2]
+        assert engine.counters()["prefix_tokens"] > before
+        limit(1024 * MIB)
+
+        # Padding reads the trash sector, whose page is a new one after sleep, and writes to it.
+        engine.ask("pad")
+        assert engine.burst(PROMPTS, 24) == expected
+        for asleep in (True, False):
+            assert segment.request(NAME, asleep=asleep, wait_s=10).state == "applied"
+        assert engine.burst(PROMPTS, 24) == expected
+
+
+@pytest.mark.parametrize("model", ["mistral", "gemma"])
+def test_sliding_windows(model: str, tmp_path: Path) -> None:
+    """Several kinds of attention divide sectors; blocks of windows are used in a ring."""
+    with both(tmp_path, ["--num-blocks", "127", "--model", model]) as (stock, engine):
+        expected = stock.burst(PROMPTS, 32)
+        assert engine.burst(PROMPTS, 32) == expected
+        ids = engine.submit(PROMPTS, 32)
+        limit(2 * MIB)
+        assert engine.wait(ids) == expected
+        until(lambda: segment.inspect(NAME).usage["blocks_in_use"] == 0)
+
+
+def test_a_page_of_one_large_block_and_a_prefix_that_keeps_its_head(tmp_path: Path) -> None:
+    # A block is 4 MiB (256 tokens, 8 layers, 4 heads of 64), more than the smallest page.
+    shape = ["--block-tokens", "256", "--num-blocks", "20", "--layers", "8"]
+    shape += ["--kv-heads", "4", "--head-dim", "64"]
+    prompt = [3 + index % 500 for index in range(1280)]
+    with elastic(tmp_path, shape, KVELASTIC_MAX_CACHED_TOKENS="512") as engine:
+        engine.wait_until_ready()
+        first = engine.burst([prompt], 4)
+        # Two of its five blocks stay, and they are of use only if they are the first two.
+        assert segment.inspect(NAME).usage["cached_bytes"] == 8 * MIB
+        assert engine.burst([prompt], 4) == first
+        assert engine.counters()["prefix_tokens"] == 512
+
+
+def test_a_million_tokens_of_addresses_cost_no_memory(tmp_path: Path) -> None:
+    """Stock fills its masks and indices for all that could ever be read, at the start."""
+    with (
+        TransformersEngine(SERIES, tmp_path / "stock", ["--num-blocks", "1024"]) as stock,
+        elastic(tmp_path, ["--num-blocks", str(1 << 16)]) as engine,
+    ):
+        stock.wait_until_ready()
+        engine.wait_until_ready()
+        expected = stock.burst(PROMPTS[:2], 8)
+        assert engine.burst(PROMPTS[:2], 8) == expected
+        more_bytes = anonymous_bytes(engine.pid) - anonymous_bytes(stock.pid)
+        assert more_bytes < 50 * MIB, f"{more_bytes / MIB:.1f} MiB more than stock"
+
+
+def test_two_batches_at_once_are_refused_when_they_are_asked_for(tmp_path: Path) -> None:
+    with elastic(tmp_path, ["--set", "use_async_batching=true"]) as engine:
+        answer = engine.first_answer()
+    assert answer["error"] == "UnsupportedEngineError"
+    assert "use_async_batching=True" in answer["message"]
+    assert "Leave it unset" in answer["message"]
