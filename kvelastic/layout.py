@@ -85,19 +85,23 @@ class PageLayout:
         granularity_bytes: int = GRANULARITY_BYTES,
         page_size_bytes: int = GRANULARITY_BYTES,
         per_buffer: bool = False,
+        fewest_blocks: int = TARGET_BLOCKS,
     ) -> PageLayout:
         """Choose the extent size for blocks of `block_bytes` in `buffers` buffers.
 
         The target is `page_size_bytes` or room for `TARGET_BLOCKS` blocks, whichever is more, in
         whole granules. Of the sizes from there to twice it the smallest that wastes less than
-        `PADDING_ACCEPTED` is taken, else the least wasteful; with `per_buffer` the smallest extent
-        of `page_size_bytes` or more that holds a block. Raises `LayoutError` if a value is
-        not positive, or if not even one block fits into `MAX_PAGE_BYTES`.
+        `PADDING_ACCEPTED` is taken, else the least wasteful. Where neighbours need not lie close
+        together, `fewest_blocks` of them are enough, and smaller pages are tried first. With
+        `per_buffer` it is the smallest extent of `page_size_bytes` or more that holds a block.
+        Raises `LayoutError` if a value is not positive, or if not even one block fits into
+        `MAX_PAGE_BYTES`.
         """
         positive("block_bytes", block_bytes)
         positive("buffers", buffers)
         positive("granularity_bytes", granularity_bytes)
         positive("page_size_bytes", page_size_bytes)
+        positive("fewest_blocks", fewest_blocks)
         largest = MAX_PAGE_BYTES // granularity_bytes * granularity_bytes
         for name, value in (
             ("granularity_bytes", granularity_bytes),
@@ -111,10 +115,13 @@ class PageLayout:
         share = 1 if per_buffer else buffers
         # Pages of its own for each buffer: neighbours are close anyway, and a page costs one
         # mapping a buffer, so the smallest is best.
-        wanted = max(page_size_bytes, (1 if per_buffer else TARGET_BLOCKS) * share * block_bytes)
-        target = min(_round_up(wanted, granularity_bytes), largest)
+        def room_for(blocks: int) -> int:
+            wanted = max(page_size_bytes, (1 if per_buffer else blocks) * share * block_bytes)
+            return min(_round_up(wanted, granularity_bytes), largest)
+
         best: PageLayout | None = None
-        for extent in range(target, min(2 * target, largest) + 1, granularity_bytes):
+        most = min(2 * room_for(TARGET_BLOCKS), largest)
+        for extent in range(room_for(fewest_blocks), most + 1, granularity_bytes):
             blocks = _most_blocks(block_bytes, share, extent)
             if blocks < 1:
                 continue

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -193,61 +194,78 @@ def test_the_trace_says_how_long_a_call_took(tmp_path: Path) -> None:
 # --- delays
 
 
-def measured_us(repeat: int = 40) -> dict[str, float]:
-    """The least time of each call: what a delay adds is in it, what the machine adds is not."""
-    gpu = Driver().start()
-    least: dict[str, float] = {}
+PATIENCE_S = 20.0
+"""On a busy machine the least time of a call is long in coming."""
 
-    def timed(name: str, act: object) -> None:
-        began = time.perf_counter()
-        act()  # type: ignore[operator]
-        took = (time.perf_counter() - began) * 1e6
-        least[name] = min(took, least.get(name, took))
 
-    address = gpu.reserve(4 * PAGE)
-    for _ in range(repeat):
-        made: list[int] = []
-        timed("create", lambda made=made: made.append(gpu.create()))
-        timed("map", lambda made=made: gpu.map(address, made[0]))
-        timed("set_access", lambda: gpu.set_access(address))
-        timed("unmap", lambda: gpu.call("cuMemUnmap", address, PAGE))
-        timed("release", lambda made=made: gpu.call("cuMemRelease", made[0]))
+def least_us(acts: dict[str, Callable[[], object]], most_us: dict[str, float]) -> dict[str, float]:
+    """The least time of each act: what a delay adds is in it, what the machine adds is not.
+
+    Goes round 40 times, and on until each has been no dearer than `most_us` once.
+    """
+    least = dict.fromkeys(acts, float("inf"))
+    end_s = time.perf_counter() + PATIENCE_S
+    rounds = 0
+    while rounds < 40 or (
+        any(least[name] > us for name, us in most_us.items()) and time.perf_counter() < end_s
+    ):
+        for name, act in acts.items():
+            began = time.perf_counter()
+            act()
+            least[name] = min(least[name], (time.perf_counter() - began) * 1e6)
+        rounds += 1
     return least
 
 
+def page_us(most_us: dict[str, float]) -> dict[str, float]:
+    """What a page's calls cost, from its creation to its end."""
+    gpu = Driver().start()
+    address = gpu.reserve(4 * PAGE)
+    made: list[int] = []
+    acts: dict[str, Callable[[], object]] = {
+        "create": lambda: made.append(gpu.create()),
+        "map": lambda: gpu.map(address, made[-1]),
+        "set_access": lambda: gpu.set_access(address),
+        "unmap": lambda: gpu.call("cuMemUnmap", address, PAGE),
+        "release": lambda: gpu.call("cuMemRelease", made[-1]),
+    }
+    return least_us(acts, most_us)
+
+
 def test_a_profile_costs_what_it_says() -> None:
-    bare = run(measured_us)
-    a100 = run(measured_us, KVSIM_PROFILE="a100")
     expected = {"create": 193, "map": 1.45, "set_access": 36, "unmap": 25.6, "release": 24}
+    bare = run(lambda: page_us({}))
+    # What the simulation does by itself is part of the price, up to the price.
+    most = {name: max(us, bare[name]) * 1.25 + 30 for name, us in expected.items()}
+    a100 = run(lambda: page_us(most), KVSIM_PROFILE="a100")
     for name, us in expected.items():
-        # What the simulation does by itself is part of the price, up to the price.
-        assert us <= a100[name] <= max(us, bare[name]) * 1.25 + 30, (name, us, bare[name])
+        assert us <= a100[name] <= most[name], (name, us, bare[name])
 
 
 def test_a_delay_is_charged_for_each_handle_and_granule() -> None:
-    def body() -> list[float]:
+    def body(most_us: dict[str, float]) -> list[float]:
         gpu = Driver().start()
         few, many = gpu.mapped(1, 8 * PAGE)[0], gpu.mapped(8)[0]
-        times = []
-        for address in (few, many):
-            least = 1e9
-            for _ in range(10):
-                began = time.perf_counter()
-                gpu.set_access(address, 8 * PAGE)
-                least = min(least, (time.perf_counter() - began) * 1e6)
-            times.append(least)
-        return times
+        least = least_us(
+            {
+                "few": lambda: gpu.set_access(few, 8 * PAGE),
+                "many": lambda: gpu.set_access(many, 8 * PAGE),
+            },
+            most_us,
+        )
+        return [least["few"], least["many"]]
 
-    one, eight = run(body, KVSIM_DELAY="cuMemSetAccess=100")
+    one, eight = run(lambda: body({"few": 300, "many": 1200}), KVSIM_DELAY="cuMemSetAccess=100")
     assert 100 <= one < 300
     assert 800 <= eight < 1200
-    one, eight = run(body, KVSIM_DELAY="cuMemSetAccess=100+50")
+    one, eight = run(lambda: body({"few": 800, "many": 1800}), KVSIM_DELAY="cuMemSetAccess=100+50")
     assert 500 <= one < 800
     assert 1200 <= eight < 1800
 
 
 def test_a_delay_on_top_of_a_profile_replaces_its_figure() -> None:
-    least = run(measured_us, KVSIM_PROFILE="a100", KVSIM_DELAY="cuMemCreate=0")
+    delay = "cuMemCreate=0"
+    least = run(lambda: page_us({"create": 150}), KVSIM_PROFILE="a100", KVSIM_DELAY=delay)
     assert least["create"] < 150
     assert least["set_access"] >= 36
 

@@ -250,3 +250,19 @@ def test_solve_refuses_more_than_the_largest_page(name: str) -> None:
 def test_vllms_placement_needs_one_buffer_a_layer() -> None:
     with pytest.raises(LayoutError, match="layers=2 does not match a layout of 4 buffers"):
         place_layers(PageLayout.solve(64, 4), 2, 1)
+
+
+def test_where_one_block_is_enough_a_page_is_no_larger_than_it_has_to_be() -> None:
+    """Blocks of which all layers lie side by side: nothing is gained by neighbours in a page."""
+    mib = 1 << 20
+    small = PageLayout.solve(32 << 10, 1, fewest_blocks=1)
+    assert (small.extent_bytes, small.blocks_per_page) == (2 * mib, 64)
+    large = PageLayout.solve(32 * mib, 1, fewest_blocks=1)
+    assert (large.extent_bytes, large.blocks_per_page) == (32 * mib, 1)
+    # One that divides no page would waste two thirds of the smallest.
+    odd = PageLayout.solve(720 << 10, 1, fewest_blocks=1)
+    assert odd.padding_fraction < 0.07
+    assert odd.extent_bytes <= 2 * 8 * (720 << 10) + 2 * mib
+    assert PageLayout.solve(720 << 10, 1, fewest_blocks=8) == PageLayout.solve(720 << 10, 1)
+    with pytest.raises(LayoutError, match="fewest_blocks=0"):
+        PageLayout.solve(32 << 10, 1, fewest_blocks=0)

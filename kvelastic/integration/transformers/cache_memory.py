@@ -78,9 +78,9 @@ class Making(TorchFunctionMode):  # type: ignore[misc]  # torch is untyped here
         """
         settings = self._settings
         device = _device(settings, self._torch_device)
-        # All layers of a block lie side by side: to the layout they are one buffer.
+        # All layers of a block lie side by side anyway: to the layout they are one buffer.
         layout = PageLayout.solve(
-            sector_bytes, 1, page_size_bytes=page_size.of(settings, [device]), per_buffer=True
+            sector_bytes, 1, page_size_bytes=page_size.of(settings, [device]), fewest_blocks=1
         )
         capacity_pages = max(device.capacity_bytes // layout.page_bytes, 1)
         pages = capacity_pages
