@@ -128,9 +128,8 @@ def test_an_engine_built_differently_is_refused_with_what_was_found(
 def test_an_unknown_version_ends_the_server_with_the_reason(tiny_model, log_folder, tmp_path):
     # Python runs this at its start, in every process: the plugin finds another table then.
     tmp_path.joinpath("sitecustomize.py").write_text(
-        "from dataclasses import replace\n"
         "from kvelastic import engines\n"
-        "engines.ENGINES = (replace(engines.find('vllm'), tried=('0.31',)),)\n"
+        "engines.ENGINES = (engines.Engine('vllm', 'vLLM', tried=('0.31',)),)\n"
     )
     environment = {"ENABLE_KVELASTIC": "true", "PYTHONPATH": str(tmp_path)}
     text = refused_start(VllmServer(tiny_model, log_folder / "version.log", environment))
