@@ -70,6 +70,24 @@ def test_a_wrong_answer_is_named(answers: dict[str, Any]) -> None:
 
 @needs.torch
 @needs.triton
+def test_the_kernels_compile_for_a_gpu_and_read_sixteen_bytes_at_once(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, PROGRAMS / "compile_kernels.py"],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "TRITON_CACHE_DIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert set(found) == {"attend_splits", "merge_splits", "store_tokens"}
+    attention = found["attend_splits"]
+    # K and V come past the registers, ahead of their use, and are multiplied by tensor cores.
+    assert attention["cp.async.cg.shared.global"] >= 16
+    assert any(name.startswith("mma.sync") and ".bf16." in name for name in attention)
+
+
+@needs.torch
+@needs.triton
 def test_a_kernel_that_reads_ahead_faults_unless_pages_are_guarded() -> None:
     from benchmarks.gpu.kernels import stale_columns
 
