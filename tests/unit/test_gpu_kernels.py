@@ -54,7 +54,7 @@ def test_the_kernel_answers_as_torch_does_wherever_blocks_lie(answers: dict[str,
     layouts = answers["by_layout"]
     assert {"paged, 2 MiB", "paged, 4 MiB", "per block", "per layer"} == set(layouts)
     for told in layouts.values():
-        assert [each["same_answer"] for each in told["by_batch"].values()] == [True]
+        assert told["by_batch"] == {"2": {"stored": True, "same_answer": True}}
         assert told["highest_element"] > 2**31, "offsets of 32 bits would do"
 
 
@@ -64,8 +64,13 @@ def test_a_wrong_answer_is_named(answers: dict[str, Any]) -> None:
     attention = importlib.import_module("benchmarks.gpu.kernels.attention")
     wrong = copy.deepcopy(answers)
     wrong["by_layout"]["per block"]["by_batch"]["2"]["same_answer"] = False
+    wrong["by_layout"]["per layer"]["by_batch"]["2"]["stored"] = False
     wrong["error_beside_torch"]["2"] = float("nan")
-    assert [each.split(",")[0] for each in attention.wrong_answers(wrong)] == ["per block", "dense"]
+    assert [each.split(",")[0] for each in attention.wrong_answers(wrong)] == [
+        "per block",
+        "per layer",
+        "dense",
+    ]
 
 
 @needs.torch
@@ -179,10 +184,10 @@ def test_a_run_in_which_nothing_happened_is_no_proof() -> None:
 
     told = {
         "tokens": 100, "differing_tokens": 0, "differing_states": 0, "distinct_tokens": 60,
-        "limits_applied": 5, "pages_unmapped": 3, "pages_poisoned": 4, "preemptions": 1,
+        "limits_applied": 5, "pages_unmapped": 3, "pages_poisoned": 4,
     }  # fmt: skip
     assert decode.problems(told) == []
-    for name in ("limits_applied", "pages_unmapped", "pages_poisoned", "preemptions"):
+    for name in ("limits_applied", "pages_unmapped", "pages_poisoned"):
         assert len(decode.problems({**told, name: 0})) == 1
     assert len(decode.problems({**told, "distinct_tokens": 3})) == 1
     assert len(decode.problems({**told, "differing_states": 1})) == 1

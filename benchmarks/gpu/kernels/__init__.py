@@ -4,5 +4,5 @@
     python -m benchmarks.gpu.kernels.decode           tokens while pages come and go
     python -m benchmarks.gpu.kernels.stale_columns    what a kernel meets behind its block table
 
-Exit status: 0 all answers are right, 1 one is not, 77 this needs a GPU, with the reason.
+Exit status: 0 all is right, 1 something is not, 77 it needs a GPU, with the reason on stdout.
 """

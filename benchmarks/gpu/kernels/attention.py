@@ -156,15 +156,35 @@ class Step:
         )
         order = torch.randperm(blocks, device=where.device)
         self._blocks = order[: batch * per_request].view(batch, per_request)
-        self._query = torch.randn(
-            (batch, model.query_heads, model.head_dim), device=where.device
-        ).to(where.dtype)
+        self._query, *self._new = (
+            torch.randn((batch, heads, model.head_dim), device=where.device).to(where.dtype)
+            for heads in (model.query_heads, model.kv_heads, model.kv_heads)
+        )
         # All blocks are in use, and not every last one is full.
         short = torch.arange(batch, device=where.device) % model.tokens_per_block
         self._lengths = (tokens - short).int()
 
     def _table(self, cache: Cache) -> torch.Tensor:
         return cache.ids[self._blocks].int()
+
+    def _store(self, cache: Cache, table: torch.Tensor) -> bool:
+        """K and V of each request's last token, by the kernel; whether they are where they belong.
+
+        Into both caches that are compared: their contents stay the same.
+        """
+        import torch
+
+        last = self._lengths.long() - 1
+        tokens = self._model.tokens_per_block
+        ids = table.long().gather(1, (last // tokens)[:, None]).squeeze(1)
+        there = []
+        for keys, values in cache.layers:
+            self._attention.store(*self._new, keys, values, table, self._lengths)
+            there += [
+                torch.equal(buffer[ids, last % tokens], new)
+                for buffer, new in zip((keys, values), self._new, strict=True)
+            ]
+        return all(there)
 
     def _answers(self, cache: Cache, table: torch.Tensor) -> list[torch.Tensor]:
         return [
@@ -177,9 +197,11 @@ class Step:
         import torch
 
         tables = {each.name: self._table(each) for each in (dense, cache)}
+        stored = [self._store(each, tables[each.name]) for each in (dense, cache)]
         answers = [self._answers(each, tables[each.name]) for each in (dense, cache)]
         told: dict[str, Any] = {
-            "same_answer": all(torch.equal(*pair) for pair in zip(*answers, strict=True))
+            "stored": all(stored),
+            "same_answer": all(torch.equal(*pair) for pair in zip(*answers, strict=True)),
         }
         if rounds == 0:
             return told
@@ -251,6 +273,12 @@ def wrong_answers(data: dict[str, Any]) -> list[str]:
         for layout, told in data["by_layout"].items()
         for batch, each in told["by_batch"].items()
         if not each["same_answer"]
+    ]
+    found += [
+        f"{layout}, B = {batch}: a token was not stored where it belongs"
+        for layout, told in data["by_layout"].items()
+        for batch, each in told["by_batch"].items()
+        if not each["stored"]
     ]
     return found + [
         f"dense, B = {batch}: {error:.3g} of torch's own attention"

@@ -360,7 +360,7 @@ def problems(told: dict[str, Any]) -> list[str]:
     ]
     found += [
         f"no {name.replace('_', ' ')}: nothing happened under the decoder"
-        for name in (*needed, "preemptions")
+        for name in needed
         if not told[name]
     ]
     if told["distinct_tokens"] * 20 < told["tokens"]:
@@ -416,9 +416,7 @@ def lines(told: dict[str, Any]) -> list[str]:
     return said + [f"  NO PROOF: {problem}" for problem in told.get("problems", ())]
 
 
-def _where(*, interpret: bool, graphs: bool, control: str | None) -> Runtime:
-    if interpret:
-        return runtime.interpreted()
+def _where(*, graphs: bool, control: str | None) -> Runtime:
     try:
         return runtime.compiled()
     except NeedsGpuError as reason:
@@ -437,14 +435,11 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=10_000, help="to generate (default 10000)")
     parser.add_argument("--graphs", action="store_true", help="as replays of a CUDA graph")
     parser.add_argument(
-        "--interpret", action="store_true", help="with the Triton kernels, on the processor: slow"
-    )
-    parser.add_argument(
         "--control", choices=(STALE_TABLE, NO_FENCES), help="break it, and see that it is noticed"
     )
     given = parser.parse_args()
     try:
-        where = _where(interpret=given.interpret, graphs=given.graphs, control=given.control)
+        where = _where(graphs=given.graphs, control=given.control)
     except NeedsGpuError as reason:
         print(f"needs a GPU: {reason}")
         return NEEDS_GPU

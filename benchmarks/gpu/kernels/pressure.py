@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, Final
 if TYPE_CHECKING:
     from benchmarks.gpu.kernels.elastic_cache import ElasticCache
 
-LIMITS: Final = (0.35, 1.0, 0.6, 0.8)
-"""One after the other, of the whole range."""
+LIMITS: Final = (0.6, None, 0.8, None)
+"""One after the other, of what is mapped then; None: of all that the pool has addresses for."""
 ANSWER_S: Final = 0.5
 """How long a change waits until it holds; the next one comes in any case."""
 
@@ -34,7 +34,7 @@ class Pressure:
         self._least_bytes = cache.page_bytes * -(-least_blocks // cache.blocks_per_page)
         self._cache, self._neighbour, self._stream = cache, neighbour, stream
         self._limits = itertools.cycle(LIMITS)
-        self._changes: queue.Queue[float | None] = queue.Queue(maxsize=1)
+        self._changes: queue.Queue[tuple[float | None] | None] = queue.Queue(maxsize=1)
         self._failure: Exception | None = None
         self._thread = threading.Thread(target=self._work, name="pressure")
         self.requests = 0
@@ -44,7 +44,7 @@ class Pressure:
 
     def next(self) -> None:
         """Change the limit; waits where the change before the last one is still on its way."""
-        self._changes.put(next(self._limits))
+        self._changes.put((next(self._limits),))
 
     def stop(self) -> None:
         """Wait for what was begun. Raises what a change has run into."""
@@ -54,21 +54,24 @@ class Pressure:
             raise self._failure
 
     def _work(self) -> None:
-        while (part := self._changes.get()) is not None:
+        while (change := self._changes.get()) is not None:
             if self._failure is None:
-                self._try(part)
+                self._try(*change)
 
-    def _try(self, part: float) -> None:
+    def _try(self, part: float | None) -> None:
         try:
             self._change(part)
         except Exception as failure:
             self._failure = failure
 
-    def _change(self, part: float) -> None:
+    def _change(self, part: float | None) -> None:
         from kvelastic import segment
 
-        # Below what one sequence needs nobody could compute, and no further change would come.
-        limit_bytes = max(int(part * self._cache.range_bytes), self._least_bytes)
+        limit_bytes = self._cache.range_bytes
+        if part is not None:
+            # Below what one sequence needs nobody could compute.
+            mapped_bytes = self._cache.pool.blocks.mapped_bytes
+            limit_bytes = max(int(part * mapped_bytes), self._least_bytes)
         answer = segment.request(self._cache.pool.name, limit_bytes=limit_bytes, wait_s=ANSWER_S)
         self.requests += 1
         if answer.state == "applied":
