@@ -37,7 +37,7 @@ class LateRun(decode.Run):
         self._gpu = Gpu()
         self._kernels: queue.Queue[Callable[[], None] | None] = queue.Queue(decode.STEPS_AHEAD)
         self._failure: BaseException | None = None
-        self._thread = threading.Thread(target=self._compute)
+        self._thread = threading.Thread(target=self._compute, daemon=True)
         self._thread.start()
         return super()._open([self._gpu.stream])
 

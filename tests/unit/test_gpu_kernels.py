@@ -25,6 +25,7 @@ from benchmarks.gpu.kernels.schedule import Schedule, Sequence
 
 ROOT = Path(__file__).parents[2]
 PROGRAMS = ROOT / "tests" / "programs"
+CHILD_S = 300
 
 
 def start(command: str, *arguments: object) -> subprocess.CompletedProcess[str]:
@@ -35,6 +36,7 @@ def start(command: str, *arguments: object) -> subprocess.CompletedProcess[str]:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
+        timeout=CHILD_S,
     )
 
 
@@ -81,6 +83,7 @@ def test_the_kernels_compile_for_a_gpu_and_read_sixteen_bytes_at_once(tmp_path: 
         env={**os.environ, "PYTHONPATH": str(ROOT), "TRITON_CACHE_DIR": str(tmp_path)},
         capture_output=True,
         text=True,
+        timeout=CHILD_S,
     )
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
@@ -148,6 +151,7 @@ def test_pages_go_behind_late_kernels_and_only_without_fences_tokens_differ(tmp_
             env={**os.environ, **machine.environment, "PYTHONPATH": str(ROOT)},
             capture_output=True,
             text=True,
+            timeout=CHILD_S,
         )
         assert done.returncode == 0, done.stderr
         assert machine.used_bytes() == 0
