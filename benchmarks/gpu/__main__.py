@@ -83,7 +83,13 @@ def _part(given: argparse.Namespace, scratch: Path) -> int:
     run = _state(given, kept)
     for name in given.again:
         run.steps.pop(name, None)
-    run.facts = machine.facts(simulated=given.simulated)
+    facts = machine.facts(simulated=given.simulated)
+    if run.facts and run.facts.get("device") != facts["device"]:
+        raise state.StateError(
+            f"the run that is kept began on {run.facts.get('device')}, and this is"
+            f" {facts['device']}; scripts/gpu --fresh begins another"
+        )
+    run.facts = facts
     # Figures of a simulation, or of a short run, are no results.
     usual = places.RESULTS if kind == "cuda" else given.work / kind
     out = given.out or usual

@@ -71,7 +71,7 @@ class State:
 
     def write(self, *paths: Path) -> None:
         """Never raises: results that cannot be written are said on stderr, and kept in memory."""
-        text = json.dumps({"version": VERSION} | asdict(self), indent=1) + "\n"
+        text = json.dumps({"version": VERSION} | asdict(self), separators=(",", ":")) + "\n"
         self.unwritten = ""
         for path in paths:
             self.write_text(path, text)

@@ -327,6 +327,17 @@ def test_a_run_goes_on_from_results_brought_home(runner: Runner) -> None:
     assert runner.begun() == ["one", "two"]
 
 
+def test_figures_of_two_devices_are_not_mixed(runner: Runner) -> None:
+    assert runner.run("one two", "--only", "one")[0] == 0
+    kept = runner.state
+    kept.facts["device"] = "NVIDIA H200, driver 580.95"
+    kept.write(runner.folder / "work" / "simulated" / "state.json")
+    code, _, complained = runner.run("one two")
+    assert code == 2
+    assert "began on NVIDIA H200" in complained
+    assert runner.begun() == ["one"]
+
+
 def test_a_machine_without_what_a_build_needs_is_told_what_is_missing(tmp_path: Path) -> None:
     answer = tmp_path / "findings.json"
     subprocess.run(
