@@ -10,10 +10,11 @@ from typing import Any
 
 import needs
 import pytest
+from ledger_instance import BLOCKS_PER_PAGE, PAGE_BYTES, Instance
 from transformers_process import TransformersEngine, make_prompts
 from waiting import until
 
-from kvelastic import segment
+from kvelastic import ledger, segment
 from kvelastic.process_memory import anonymous_bytes
 from kvelastic.segment_dir import SegmentInfo, list_segments
 
@@ -41,6 +42,12 @@ def elastic(
 
 def find_name(name: str) -> SegmentInfo | None:
     return next((info for info in list_segments() if info.name == name), None)
+
+
+def idle_s(group: str) -> float:
+    """How long the elastic engine has done nothing, as others see it."""
+    (info,) = [info for info in ledger.list_ledgers() if info.group == group]
+    return next(member.idle_s for member in info.members if member.name == NAME)
 
 
 def limit(size_bytes: int) -> Any:
@@ -136,6 +143,38 @@ def test_a_million_tokens_of_addresses_cost_no_memory(tmp_path: Path) -> None:
         assert engine.burst(PROMPTS[:2], 8) == expected
         more_bytes = anonymous_bytes(engine.pid) - anonymous_bytes(stock.pid)
         assert more_bytes < 50 * MIB, f"{more_bytes / MIB:.1f} MiB more than stock"
+
+
+def test_an_engine_of_another_kind_gives_to_it_and_takes_from_it(tmp_path: Path) -> None:
+    shared = {
+        "KVELASTIC_LEDGER": f"test-{os.getpid()}-kinds",
+        "KVELASTIC_HOST_MEMORY": str(6 * PAGE_BYTES),
+        "KVELASTIC_PAGE_PREALLOC_ENABLED": "false",
+        "KVELASTIC_MAX_CACHED_TOKENS": "-1",
+        "KVELASTIC_RECLAIM_WAIT": "30",
+    }
+    prompts = make_prompts(16, seed=22, shortest=100, longest=200)
+    with (
+        Instance(**shared) as other,
+        elastic(tmp_path, ["--block-tokens", "64", "--num-blocks", "80"], **shared) as engine,
+    ):
+        engine.wait_until_ready()
+        expected = engine.burst(prompts, 24)
+        assert segment.inspect(NAME).usage["mapped_bytes"] > 3 * PAGE_BYTES
+        until(lambda: idle_s(shared["KVELASTIC_LEDGER"]) > 0.6, "who works keeps what it has")
+        taken = other.alloc(5 * BLOCKS_PER_PAGE - 1)
+        assert taken is not None, "what was cached is given up"
+        assert segment.inspect(NAME).usage["mapped_bytes"] <= PAGE_BYTES
+        other.free(taken)
+        assert engine.burst(prompts, 24) == expected
+        assert segment.inspect(NAME).usage["mapped_bytes"] > 3 * PAGE_BYTES
+
+        engine.process.kill()
+        engine.process.wait()
+        assert other.alloc(6 * BLOCKS_PER_PAGE - 1) is not None, "all that the dead one held"
+        segment.reap()
+        assert find_name(NAME) is None
+    ledger.reap()
 
 
 def test_two_batches_at_once_are_refused_when_they_are_asked_for(tmp_path: Path) -> None:

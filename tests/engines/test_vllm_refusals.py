@@ -108,7 +108,7 @@ def test_an_engine_built_differently_is_refused_with_what_was_found(
     module: str, changes: dict[str, str]
 ) -> None:
     done = subprocess.run(
-        [sys.executable, CHANGED, module],
+        [sys.executable, CHANGED, "vllm", module],
         input=json.dumps(["pass", *changes]),
         env=engine_environment(ENABLE_KVELASTIC="true", KVELASTIC_STRICT="false"),
         capture_output=True,

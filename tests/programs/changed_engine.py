@@ -1,7 +1,9 @@
-"""Imports a module of vLLM with the plugin, once for each of several changes to vLLM before it.
+"""Loads kvelastic into an engine, once for each of several changes to the engine before it.
 
-`changed_engine.py MODULE` reads a JSON list of statements, each run in a fork of this process, and
-answers with a list of [exit status, stderr] in their order. What all of them need is imported once.
+`changed_engine.py vllm MODULE` has the plugin register and imports a module of vLLM then;
+`changed_engine.py transformers` has it register in continuous batching that is imported already.
+Reads a JSON list of statements, each run in a fork of this process, and answers with a list of
+[exit status, stderr] in their order. What all of them need is imported once.
 """
 
 from __future__ import annotations
@@ -13,34 +15,44 @@ import sys
 import tempfile
 import traceback
 
-from vllm.utils import mem_utils
-from vllm.v1.core import block_pool
-from vllm.v1.worker.gpu import block_table as tables
+# What the statements may name.
+NAMES = {
+    "vllm": {
+        "block_pool": "vllm.v1.core.block_pool",
+        "mem_utils": "vllm.utils.mem_utils",
+        "tables": "vllm.v1.worker.gpu.block_table",
+    },
+    "transformers": {
+        name: f"transformers.generation.continuous_batching.{module}"
+        for name, module in (
+            ("cache", "cache"),
+            ("pool", "cache_allocators.cache_pool"),
+            ("api", "continuous_api"),
+        )
+    },
+}
 
-NAMES = {"block_pool": block_pool, "mem_utils": mem_utils, "tables": tables}
 
-
-def import_changed(change: str, module: str) -> int:
+def import_changed(change: str, engine: str, modules: list[str]) -> int:
     """In the child; its exit status."""
     try:
-        exec(change, dict(NAMES))
-        from kvelastic.integration.vllm.plugin import register
-
-        register()
-        importlib.import_module(module)
+        exec(change, {name: sys.modules[path] for name, path in NAMES[engine].items()})
+        importlib.import_module(f"kvelastic.integration.{engine}.plugin").register()
+        for module in modules:
+            importlib.import_module(module)
     except BaseException:
         traceback.print_exc()
         return 1
     return 0
 
 
-def outcome(change: str, module: str) -> tuple[int, str]:
+def outcome(change: str, engine: str, modules: list[str]) -> tuple[int, str]:
     """What a fork of this process ended with, and what it wrote to stderr."""
     with tempfile.TemporaryFile("w+") as told:
         child = os.fork()
         if child == 0:
             os.dup2(told.fileno(), 2)
-            status = import_changed(change, module)
+            status = import_changed(change, engine, modules)
             sys.stderr.flush()
             os._exit(status)
         _, status = os.waitpid(child, 0)
@@ -49,5 +61,8 @@ def outcome(change: str, module: str) -> tuple[int, str]:
 
 
 if __name__ == "__main__":
-    assert sys.argv[1] not in sys.modules, "it is there already: nothing would be found"
-    print(json.dumps([outcome(change, sys.argv[1]) for change in json.load(sys.stdin)]))
+    _, engine, *modules = sys.argv
+    for path in NAMES[engine].values():
+        importlib.import_module(path)
+    assert not set(modules) & set(sys.modules), "it is there already: nothing would be found"
+    print(json.dumps([outcome(change, engine, modules) for change in json.load(sys.stdin)]))

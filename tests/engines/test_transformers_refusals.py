@@ -1,0 +1,76 @@
+"""What the transformers integration refuses, and when."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import needs
+import pytest
+
+from kvelastic.errors import UnsupportedEngineError
+from kvelastic.integration.transformers.refusals import refuse_configuration
+
+pytestmark = [needs.transformers, pytest.mark.timeout(600)]
+
+CHANGED = Path(__file__).parents[1] / "programs" / "changed_engine.py"
+DEADLINE_S = 300.0
+
+
+def test_transformers_built_differently_is_refused_with_what_was_found() -> None:
+    changes = {
+        "pass": "",
+        "del pool.CachePool.free_blocks": "free_blocks: expected to exist",
+        "pool.CachePool.more = lambda self: self.free_sectors": (
+            "expected 'free_sectors' to be used by"
+        ),
+        "cache.PagedAttentionCache.can_store_request_tokens = lambda self, state: True": (
+            "expected parameters ('self', 'state', 'request_len', 'dry_run')"
+        ),
+        "api.ContinuousBatchProcessor.prepare_next_batch = lambda self: True": (
+            "expected it to use ['clear_cancelled_requests', 'offload_requests', 'schedule_batch']"
+        ),
+    }
+    done = subprocess.run(
+        [sys.executable, CHANGED, "transformers"],
+        input=json.dumps(list(changes)),
+        env={**os.environ, "ENABLE_KVELASTIC": "true", "KVELASTIC_STRICT": "false"},
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+    )
+    assert done.returncode == 0, done.stderr
+    (unchanged, told), *refused = json.loads(done.stdout.splitlines()[-1])
+    assert unchanged == 0, told
+    for (change, found), (status, text) in zip(list(changes.items())[1:], refused, strict=True):
+        assert status != 0, change
+        assert "UnsupportedEngineError" in text, change
+        assert found in text, change
+        assert "docs/transformers.md" in text, change
+
+
+@pytest.mark.parametrize(
+    ("device", "ranks", "at_once", "named"),
+    [
+        ("mps", 1, False, "the device 'mps': cpu and cuda are covered"),
+        ("cuda", 2, False, "tensor parallelism over 2 processes"),
+        ("cpu", 1, True, "use_async_batching=True"),
+    ],
+)
+def test_what_is_not_covered_is_named(device: str, ranks: int, at_once: bool, named: str) -> None:
+    refuse_configuration(
+        SimpleNamespace(use_async_batching=False),
+        SimpleNamespace(type="cpu"),
+        SimpleNamespace(tp_size=1),
+    )
+    with pytest.raises(UnsupportedEngineError, match="Unset ENABLE_KVELASTIC") as refused:
+        refuse_configuration(
+            SimpleNamespace(use_async_batching=at_once),
+            SimpleNamespace(type=device),
+            SimpleNamespace(tp_size=ranks),
+        )
+    assert named in str(refused.value)
