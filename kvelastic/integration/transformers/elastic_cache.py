@@ -171,7 +171,11 @@ class ElasticCache(Cache):  # type: ignore[misc]  # transformers is untyped here
             name=name,
         )
         self._pages = pages
-        self._store = TokenStore(pages, where, len(windows))
+        try:
+            self._store = TokenStore(pages, where, len(windows))
+        except BaseException:
+            pages.close(is_unused=True)
+            raise
         # Also where nobody closes it: a pool that is open is not collected.
         self._end = weakref.finalize(self, TokenStore.close, self._store)
         super().__init__(

@@ -32,6 +32,8 @@ from typing import Final, NamedTuple
 
 ALIGNMENT_BYTES: Final = 64
 """Every part begins at a multiple of it: a cache line, and enough for all loads of GPU kernels."""
+LARGE_ROW_BYTES: Final = 4096
+"""From here on a further cache line a row is less than 2 % of it."""
 
 
 class Strides(NamedTuple):
@@ -75,8 +77,14 @@ class TokenRows:
         return [0, *accumulate(self.part_bytes(part) for part in range(2 * self.layers))]
 
     def row_bytes(self, lane: int) -> int:
-        """Bytes from a token to the next one in a lane."""
-        return self._offsets[-1] if self.is_one_lane else self.part_bytes(lane)
+        """Bytes from a token to the next one in a lane.
+
+        Large rows are an odd number of cache lines: at a distance of a power of two, the keys of
+        one head fall into few sets of a cache (on the host a longer prompt took twice the time).
+        """
+        size_bytes = self._offsets[-1] if self.is_one_lane else self.part_bytes(lane)
+        is_even = size_bytes // ALIGNMENT_BYTES % 2 == 0
+        return size_bytes + (ALIGNMENT_BYTES if is_even and size_bytes >= LARGE_ROW_BYTES else 0)
 
     def parts_of(self, lane: int) -> range:
         """The parts that lie in a lane."""
