@@ -113,6 +113,7 @@ class PageLayout:
                     " choose a smaller one."
                 )
         share = 1 if per_buffer else buffers
+
         # Pages of its own for each buffer: neighbours are close anyway, and a page costs one
         # mapping a buffer, so the smallest is best.
         def room_for(blocks: int) -> int:
