@@ -86,7 +86,7 @@ class Engine:
         """What is wrapped in that version; nothing in one that is not served."""
         if not serves(self.tried, version):
             return ()
-        table = _module_of(self.name, "patches").HOOKS
+        table = _module_of(self.name, "patches").hooks_for(series_of(version))
         return tuple(hook.path.partition(":")[2] for hook in table)
 
 

@@ -9,7 +9,8 @@ Continuous batching (`generate_batch`, the manager, `transformers serve --contin
    manager's: the same modules are imported by programs that never make one;
 3. a cache is made (`in_cache`): `cache_memory` makes segment, pool and keeper, and transformers'
    one allocation is answered with addresses that have no memory yet; `sector_pool` and
-   `prefix_ledger` take the places of its free list and of its record of cached blocks;
+   `prefix_ledger` take the places of its free list and of its record of cached blocks. The cache
+   of 5.17 has tensors for each layer: `block_patches` and the other `block_*` are for it alone;
 4. every batch (`in_batches`): what was evicted is followed, blocks are taken and given back, and
    where none can be had for now the loop waits instead of ending.
 

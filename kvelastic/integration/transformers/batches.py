@@ -7,24 +7,19 @@ it. Between sessions the keeper may, so each begins with what has changed::
     | schedule: follow, look up, take | compute | update: follow, cache, give back | schedule ...
       \\_______ a session __________/             \\________ a session __________/
 
-Imports transformers: only `in_cache` may import this module.
+Imports torch.
 """
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any, Final
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, Final, Protocol
 
-from transformers.generation.continuous_batching.utils import stream_context
+import torch
 
 from kvelastic import _vmm
 from kvelastic.integration.transformers.cache_memory import CacheMemory
-from kvelastic.integration.transformers.prefix_ledger import PrefixLedger
-from kvelastic.integration.transformers.sector_pool import SectorPool
-
-_log = logging.getLogger("kvelastic.transformers")
 
 _NAP_S: Final = 0.05
 """How long the loop waits for memory before it looks at its requests again."""
@@ -35,33 +30,34 @@ class NothingFits(Exception):  # noqa: N818  # never seen outside
     """No request can go on for now. transformers would end its loop with an error instead."""
 
 
-class Batches:
-    """Made with a cache, and used by the one thread that runs its loop."""
+class BlockSource(Protocol):
+    """`SectorPool`, or before 5.18 `ElasticBlockManager`: what took the place of a free list."""
 
-    def __init__(self, cache: Any, memory: CacheMemory) -> None:
-        self.sectors: SectorPool = cache.pool
+    warms_up: bool
+    follow: Callable[[], None]
+
+    def preempting(self) -> AbstractContextManager[None]:
+        """While it is open requests give blocks back for others, which may still be read."""
+
+
+class Batches:
+    """Made with a cache, and used by the one thread that runs its loop.
+
+    `trash` are the rows of the cache from which padding reads zeros.
+    """
+
+    def __init__(
+        self, source: BlockSource, memory: CacheMemory, trash: Sequence[torch.Tensor]
+    ) -> None:
+        self.source = source
         self.preempted = 0
         """Requests that gave their blocks up for others, since the start."""
         self.found_none = False
         """Whether the last try to schedule a batch found no request that fits."""
         self._memory = memory
         self._blocks = memory.pool.blocks
-        self._trash = cache.cache_tensor[: cache.bytes_per_sector]
+        self._trash = trash
         self._was_idle = True
-        if cache.use_prefix_sharing:
-            self._keep_prefixes(cache)
-
-    def _keep_prefixes(self, cache: Any) -> None:
-        (allocator,) = cache.cache_allocators.values()
-        if allocator.blocks_per_sector > 1:
-            # Blocks smaller than the alignment of sectors: models for tests, with tiny blocks.
-            _log.warning("No prefix is cached: a block is less than a sector. Use a larger page.")
-            cache.use_prefix_sharing = cache.allow_block_sharing = False
-            allocator.use_block_sharing = False
-            return
-        ledger = PrefixLedger(self.sectors, self._blocks)
-        allocator.ledger = ledger
-        self.sectors.follow = ledger.follow
 
     def close(self) -> None:
         """The loop has ended for good."""
@@ -78,7 +74,7 @@ class Batches:
         """Hold the native pool still, after everything that it did by itself was followed."""
         self._blocks.enter()
         try:
-            self.sectors.follow()
+            self.source.follow()
             yield
         finally:
             self._blocks.exit()
@@ -95,6 +91,7 @@ class Batches:
     def batch_is_ready(self, ready: bool, *, is_padded: bool, stream: Any) -> None:
         """Called after each try to make a batch. Padding reads zeros: the page may be a new one."""
         if ready and self._was_idle and is_padded:
-            with stream_context(stream):
-                self._trash.zero_()
+            with nullcontext() if stream is None else torch.cuda.stream(stream):
+                for rows in self._trash:
+                    rows.zero_()
         self._was_idle = not ready

@@ -1,12 +1,13 @@
-"""The memory of one of transformers' paged caches: segment, pool, and the tensor over its range.
+"""The memory of one of transformers' paged caches: segment, pool, and tensors over its range.
 
-transformers allocates the whole cache by one call, `torch.zeros(bytes, dtype=uint8)`, after it has
-decided how many sectors there are. `Making` answers both: as many sectors as its range has ids, and
-the range itself, with no memory behind it yet::
+transformers first decides how many blocks there are, and then allocates them. `Making` answers
+both: as many as its range has ids, and addresses in that range, with no memory behind them yet::
 
-    with Making(settings, torch_device, cache_config) as making:
+    with SectorMaking(settings, torch_device, model) as making:
         ...                                  # PagedAttentionCache.__init__, on this thread
-    memory = making.memory
+    memory = making.finish()
+
+`SectorMaking` does so for one flat tensor (5.18 and later), `block_memory` for one a layer (5.17).
 
 Imports torch.
 """
@@ -37,8 +38,8 @@ _log = logging.getLogger("kvelastic.transformers")
 _own_names: set[str] = set()
 """Instances of this process: a second cache needs a name of its own where one is set."""
 
-_TRASH_SECTORS: Final = 2
-"""transformers allocates so many besides the sectors that it was told of."""
+TRASH_BLOCKS: Final = 2
+"""transformers allocates so many (sectors, in 5.18 and later) besides those that it was told of."""
 
 
 @dataclass(frozen=True)
@@ -48,8 +49,8 @@ class CacheMemory:
     pool: ElasticPool
     layout: PageLayout
     device: Device
-    capacity_sectors: int
-    """Sectors that the cache was configured with: what there can be at most."""
+    capacity_blocks: int
+    """Blocks of the pool that the cache was configured with: what there can be at most."""
 
     def close(self) -> None:
         """Give everything back; blocks in use stay as long as a tensor shows them. Repeatable."""
@@ -60,32 +61,33 @@ class CacheMemory:
 class Making(TorchFunctionMode):  # type: ignore[misc]  # torch is untyped here
     """Answers for one cache that is being made; not thread-safe, used once."""
 
+    expected = 1
+    """Allocations by which transformers makes its cache."""
+
     def __init__(self, settings: Config, torch_device: torch.device, model: str) -> None:
         super().__init__()
         self._settings = settings
         self._torch_device = torch_device
         self._model = model
-        self._tensor: torch.Tensor | None = None
         self._answered = 0
         self.memory: CacheMemory | None = None
 
-    def size(self, sector_bytes: int, sector_tokens: int, wanted_sectors: int | None) -> int:
-        """Make the pool; returns the sectors that transformers is to believe in.
+    def _open(
+        self, make_layout: Callable[[int], PageLayout], block_tokens: int, wanted: int | None
+    ) -> tuple[int, torch.Tensor]:
+        """Make the pool; how many ids there are, and the whole range.
 
-        `wanted_sectors` None: as many as the device has room for. Maps nothing yet. Raises what
-        `open_pool` raises, `ConfigError` for a device that does not fit, `LayoutError` for a sector
-        that fits no page.
+        `make_layout` is given the page size to start from. `wanted` None: as many blocks as the
+        device has room for. Maps nothing yet. Raises what `open_pool` raises, `ConfigError` for a
+        device that does not fit, `LayoutError` for a block that fits no page.
         """
         settings = self._settings
         device = _device(settings, self._torch_device)
-        # All layers of a block lie side by side anyway: to the layout they are one buffer.
-        layout = PageLayout.solve(
-            sector_bytes, 1, page_size_bytes=page_size.of(settings, [device]), fewest_blocks=1
-        )
+        layout = make_layout(page_size.of(settings, [device]))
         capacity_pages = max(device.capacity_bytes // layout.page_bytes, 1)
         pages = capacity_pages
-        if wanted_sectors is not None:
-            pages = layout.pages_for_blocks(wanted_sectors + 1)
+        if wanted is not None:
+            pages = layout.pages_for_blocks(wanted + 1)
             if pages > capacity_pages:
                 _log.warning(
                     "transformers wants %s of KV cache, and %s has room for %d pages of %s."
@@ -96,17 +98,17 @@ class Making(TorchFunctionMode):  # type: ignore[misc]  # torch is untyped here
                     format_size(layout.page_bytes),
                 )
                 pages = capacity_pages
-        # transformers needs one sector besides its two.
-        pages = max(pages, layout.pages_for_blocks(_TRASH_SECTORS + 1))
-        sectors = pages * layout.blocks_per_page - 1
-        if wanted_sectors is not None:
-            sectors = min(sectors, wanted_sectors)
+        # transformers needs one besides its trash.
+        pages = max(pages, layout.pages_for_blocks(TRASH_BLOCKS + 1))
+        blocks = pages * layout.blocks_per_page - 1
+        if wanted is not None:
+            blocks = min(blocks, wanted)
         pool = open_pool(
             settings,
             layout,
             pages,
-            num_blocks=sectors + 1,
-            block_tokens=sector_tokens,
+            num_blocks=blocks + 1,
+            block_tokens=block_tokens,
             engine="transformers",
             model=self._model,
             devices=[device],
@@ -115,37 +117,32 @@ class Making(TorchFunctionMode):  # type: ignore[misc]  # torch is untyped here
             movable=True,
         )
         _own_names.add(pool.name)
-        span = layout.id_span(pages)
-        assert isinstance(pool.memory, _vmm.Range)
-        flat = tensors.whole_range(pool.memory).view(torch.uint8)
-        self._tensor = flat[: span * sector_bytes]
-        self.memory = CacheMemory(pool, layout, device, sectors)
+        self.memory = CacheMemory(pool, layout, device, blocks)
         _log.info(
-            "KV cache of %d sectors of %d tokens, in at most %d pages of %s with %d sectors each"
+            "KV cache of %d blocks of %d tokens, in at most %d pages of %s with %d blocks each"
             " (%.1f%% padding).",
-            sectors,
-            sector_tokens,
+            blocks,
+            block_tokens,
             pages,
             format_size(layout.page_bytes),
             layout.blocks_per_page,
             100 * layout.padding_fraction,
         )
-        return span - _TRASH_SECTORS
+        assert isinstance(pool.memory, _vmm.Range)
+        return layout.id_span(pages), tensors.whole_range(pool.memory)
 
     def finish(self) -> CacheMemory:
         """The memory, once the cache is made. Raises `EngineError` if it lies elsewhere."""
-        if self.memory is None or self._answered != 1:
+        if self.memory is None or self._answered != self.expected:
             raise EngineError(
-                f"transformers allocated its cache {self._answered} times instead of once, in a way"
-                " that kvelastic does not know. Please report this with the model's name; unset"
-                " ENABLE_KVELASTIC to go on without kvelastic."
+                f"transformers allocated its cache in {self._answered} tensors instead of"
+                f" {self.expected}, in a way that kvelastic does not know. Please report this with"
+                " the model's name; unset ENABLE_KVELASTIC to go on without kvelastic."
             )
-        self._tensor = None
         return self.memory
 
     def close(self) -> None:
         """The cache was not made after all: leave nothing behind."""
-        self._tensor = None
         if self.memory is not None:
             self.memory.close()
 
@@ -157,16 +154,48 @@ class Making(TorchFunctionMode):  # type: ignore[misc]  # torch is untyped here
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Called by torch for every function on this thread while the cache is being made."""
-        kwargs = kwargs or {}
+        found = self._answer(func, args, kwargs or {})
+        if found is None:
+            return func(*args, **(kwargs or {}))
+        self._answered += 1
+        return found
+
+    def _answer(
+        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> torch.Tensor | None:
+        """What transformers gets for that call, where it allocates the cache."""
+        raise NotImplementedError
+
+
+class SectorMaking(Making):
+    """For one tensor of bytes, in which all layers of a block lie side by side."""
+
+    _tensor: torch.Tensor | None = None
+
+    def size(self, sector_bytes: int, sector_tokens: int, wanted_sectors: int | None) -> int:
+        """Make the pool (see `_open`); returns the sectors that transformers is to believe in."""
+
+        def make_layout(page_size_bytes: int) -> PageLayout:
+            # To the layout they are one buffer, and need no neighbours.
+            return PageLayout.solve(
+                sector_bytes, 1, page_size_bytes=page_size_bytes, fewest_blocks=1
+            )
+
+        span, whole_range = self._open(make_layout, sector_tokens, wanted_sectors)
+        self._tensor = whole_range.view(torch.uint8)[: span * sector_bytes]
+        return span - TRASH_BLOCKS
+
+    def _answer(
+        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> torch.Tensor | None:
         if (
             func is torch.zeros
             and self._tensor is not None
             and args == (self._tensor.numel(),)
             and kwargs.get("dtype") is torch.uint8
         ):
-            self._answered += 1
             return self._tensor
-        return func(*args, **kwargs)
+        return None
 
 
 def begin(memory: CacheMemory, settings: Config, torch_device: torch.device) -> None:

@@ -90,7 +90,7 @@ def offload_requests(original: Callable[..., bool], manager: Any) -> bool:
     from kvelastic.integration.transformers.batches import NothingFits
 
     waiting = len(manager.scheduler.waiting_requests)
-    with batches.session(), batches.sectors.read_after_free():
+    with batches.session(), batches.source.preempting():
         has_changed = original(manager)
     preempted = len(manager.scheduler.waiting_requests) - waiting
     if preempted:
@@ -118,8 +118,8 @@ def warm_up(original: Callable[..., None], runner: Any, model: Any) -> None:
     if batches is None:
         original(runner, model)
         return
-    batches.sectors.warms_up = True
+    batches.source.warms_up = True
     try:
         original(runner, model)
     finally:
-        batches.sectors.warms_up = False
+        batches.source.warms_up = False

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
     from kvelastic.integration.transformers.batches import Batches
-    from kvelastic.integration.transformers.cache_memory import Making
+    from kvelastic.integration.transformers.cache_memory import CacheMemory, Making
 
 _log = logging.getLogger("kvelastic.transformers")
 
@@ -20,8 +20,8 @@ _MOST_MASK_BYTES: Final = 32 << 20
 """What an attention mask over all that one batch may read takes at most, where the longest request
 does not need more."""
 
-_making: contextvars.ContextVar[Making | None] = contextvars.ContextVar("making", default=None)
-"""For the cache that this thread is making."""
+_making: contextvars.ContextVar[Any] = contextvars.ContextVar("making", default=None)
+"""The `Making` of the cache that this thread is making."""
 
 
 def batches_of(cache: Any) -> Batches | None:
@@ -29,10 +29,24 @@ def batches_of(cache: Any) -> Batches | None:
     return getattr(cache, _KEPT, None)
 
 
+def making_now() -> Any:
+    """The `Making` of the cache that this thread is making; None: none, or a stock one."""
+    return _making.get()
+
+
 # --- a cache is made ---------------------------------------------------------------------------
 
 
-def cache_init(  # the parameters are probed
+def cache_init(original: Callable[..., None], cache: Any, *args: Any, **kwargs: Any) -> None:
+    """Refuse what is not covered; make the cache over elastic memory."""
+    from kvelastic.integration.transformers.cache_memory import SectorMaking
+
+    make_elastic(SectorMaking, _finish, original, cache, *args, **kwargs)
+
+
+def make_elastic(  # the parameters are probed
+    kind: type[Making],
+    finish: Callable[[Any, Any, Making, CacheMemory], Batches],
     original: Callable[..., None],
     cache: Any,
     config: Any,
@@ -42,18 +56,18 @@ def cache_init(  # the parameters are probed
     *args: Any,
     **kwargs: Any,
 ) -> None:
-    """Refuse what is not covered; make the cache over elastic memory."""
+    """Have transformers make its cache with a `kind` answering; `finish` turns what it has made
+    into an elastic one. Where anything fails nothing is left behind."""
     import torch
 
     from kvelastic import config as kvelastic_config
     from kvelastic.integration.transformers import cache_memory
-    from kvelastic.integration.transformers.batches import Batches
     from kvelastic.integration.transformers.refusals import refuse_configuration
 
     torch_device = torch.device(device)
     refuse_configuration(continuous_batching_config, torch_device, distributed_helper)
     settings = kvelastic_config.load()
-    making = cache_memory.Making(settings, torch_device, str(getattr(config, "_name_or_path", "")))
+    making = kind(settings, torch_device, str(getattr(config, "_name_or_path", "")))
     token = _making.set(making)
     try:
         with making:
@@ -67,14 +81,13 @@ def cache_init(  # the parameters are probed
                 **kwargs,
             )
         memory = making.finish()
-        _fit(cache, config, memory.capacity_sectors)
+        batches = finish(cache, config, making, memory)
         cache_memory.begin(memory, settings, torch_device)
     except BaseException:
         making.close()
         raise
     finally:
         _making.reset(token)
-    batches = Batches(cache, memory)
     setattr(cache, _KEPT, batches)
     # The cache's views keep the range reserved; its memory goes with the cache.
     weakref.finalize(cache, memory.close)
@@ -104,24 +117,51 @@ def make_pool(cache_pool: Any, num_sectors: int, num_allocators: int, *args: Any
     return SectorPool(num_sectors, num_allocators, making.memory.pool.blocks)
 
 
-def _fit(cache: Any, config: Any, capacity_sectors: int) -> None:
+def _finish(cache: Any, config: Any, _: Making, memory: CacheMemory) -> Batches:
     """Turn what transformers has sized by ids into what it means by them."""
-    from transformers.generation.continuous_batching.utils import attn_mask_is_needed
+    from kvelastic.integration.transformers.batches import Batches
 
     allocators = list(cache.cache_allocators.values())
     block_bytes = sum(ca.bytes_per_page * ca.pages_per_block for ca in allocators)
-    cache.num_blocks = capacity_sectors * cache.bytes_per_sector // block_bytes
-    capacity_tokens = capacity_sectors * cache.tokens_per_sector
-    cache.max_tokens_read = capacity_tokens
-    if attn_mask_is_needed(config):
-        # The mask is filled at once, rows for a batch times columns for all that it may read.
-        row_bytes = cache.max_batch_tokens * cache.dtype.itemsize
-        longest = int(getattr(config, "max_position_embeddings", 0) or capacity_tokens)
-        at_once = max(longest, _MOST_MASK_BYTES // row_bytes)
-        cache.max_tokens_read = min(capacity_tokens, at_once)
+    cache.num_blocks = memory.capacity_blocks * cache.bytes_per_sector // block_bytes
+    capacity_tokens = memory.capacity_blocks * cache.tokens_per_sector
+    cache.max_tokens_read = tokens_of_a_batch(cache, config, capacity_tokens)
     for allocator in allocators:
         # See the drawing in sector_pool.py; a page has four rows or more.
         allocator.write_trash_index = allocator.tokens_per_page - 1
+    if cache.use_prefix_sharing:
+        _keep_prefixes(cache, memory)
+    return Batches(cache.pool, memory, [cache.cache_tensor[: cache.bytes_per_sector]])
+
+
+def _keep_prefixes(cache: Any, memory: CacheMemory) -> None:
+    from kvelastic.integration.transformers.prefix_ledger import PrefixLedger
+
+    (allocator,) = cache.cache_allocators.values()
+    if allocator.blocks_per_sector > 1:
+        # Blocks smaller than the alignment of sectors: models for tests, with tiny blocks.
+        _log.warning("No prefix is cached: a block is less than a sector. Use a larger page.")
+        cache.use_prefix_sharing = cache.allow_block_sharing = False
+        allocator.use_block_sharing = False
+        return
+    ledger = PrefixLedger(cache.pool, memory.pool.blocks)
+    allocator.ledger = ledger
+    cache.pool.follow = ledger.follow
+
+
+def tokens_of_a_batch(cache: Any, config: Any, capacity_tokens: int) -> int:
+    """How many tokens of the cache one batch may read at most.
+
+    All of them, unless transformers has an attention mask of that many columns, filled at once.
+    """
+    from transformers.generation.continuous_batching.utils import attn_mask_is_needed
+
+    if not attn_mask_is_needed(config):
+        return capacity_tokens
+    # Rows for a batch times columns for all that it may read.
+    row_bytes = int(cache.max_batch_tokens * cache.dtype.itemsize)
+    longest = int(getattr(config, "max_position_embeddings", 0) or capacity_tokens)
+    return min(capacity_tokens, max(longest, _MOST_MASK_BYTES // row_bytes))
 
 
 # --- blocks are taken and given back -----------------------------------------------------------
@@ -135,7 +175,7 @@ def can_store(
     if batches is None or dry_run:
         return original(cache, state, request_len, dry_run)
     allocators = cache.cache_allocators.values()
-    pool = batches.sectors
+    pool = cache.pool
     if pool.warms_up:
         for allocator in allocators:
             blocks = allocator.needs_new_blocks(state.request_id, state.current_len(), request_len)
@@ -170,7 +210,7 @@ def prepare_fork(
             )
             missing = blocks - cache.pool.count_free_blocks(allocator.index)
             needed += max(0, -(-missing // allocator.blocks_per_sector))
-        if needed and not batches.sectors.prepare(needed):
+        if needed and not cache.pool.prepare(needed):
             break
         if not original(cache, src_state, [request_id], *args):
             break
@@ -190,7 +230,7 @@ def free_request(
 
 
 def _is_elastic(allocator: Any) -> bool:
-    return hasattr(allocator.pool, "read_after_free")
+    return hasattr(allocator.pool, "preempting")
 
 
 def free_capacity(original: Callable[..., float], cache: Any, relative: bool = True) -> float:
@@ -198,7 +238,7 @@ def free_capacity(original: Callable[..., float], cache: Any, relative: bool = T
     batches = batches_of(cache)
     if batches is None:
         return original(cache, relative)
-    sectors = batches.sectors
+    sectors = cache.pool
     available = sectors.num_free_sectors
     free_bytes = available * cache.bytes_per_sector
     for allocator in cache.cache_allocators.values():

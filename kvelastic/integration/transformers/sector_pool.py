@@ -117,7 +117,7 @@ class SectorPool(CachePool):  # type: ignore[misc]  # transformers is untyped he
         self.follow()
 
     @contextmanager
-    def read_after_free(self) -> Iterator[None]:
+    def preempting(self) -> Iterator[None]:
         """Keep the memory of what is freed in the body until it ends.
 
         transformers frees the blocks of a request first and copies them to the host then. The copy

@@ -264,6 +264,11 @@ HOOKS: Final = (
 the hooks of its own room."""
 
 
+def hooks_for(_series: str) -> tuple[Hook, ...]:
+    """What is wrapped in vLLM of that series: the same in all of them."""
+    return HOOKS
+
+
 def arm(series: str) -> None:
     """Patch vLLM's modules as they are imported, as that series; again does nothing."""
     engine = f"vLLM {installed_version()}"

@@ -1,0 +1,82 @@
+"""The memory of a paged cache of transformers 5.17: a tensor for K and one for V of each layer.
+
+Layers come in groups of one kind of attention, and groups overlay each other: a block belongs to
+one of them at a time, so there are as many tensors as two for each layer of a group. transformers
+fills a block at the end of each tensor while it makes them, where no memory is yet. So it gets
+tensors without any memory first, and the true ones once the cache is made.
+
+Imports torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from kvelastic import tensors, views
+from kvelastic.integration.transformers.cache_memory import TRASH_BLOCKS, Making
+from kvelastic.layout import PageLayout
+
+
+class BlockMaking(Making):
+    """For tensors in which row `id * tokens + t` is token t of block id."""
+
+    _whole_range: torch.Tensor
+    _block_shape: tuple[int, int, int] | None = None
+    _dtype: torch.dtype
+    _span = 0
+
+    def size(
+        self,
+        block_shape: tuple[int, int, int],
+        dtype: torch.dtype,
+        layers: int,
+        wanted_blocks: int | None,
+    ) -> int:
+        """Make the pool (see `_open`); returns the blocks that transformers is to believe in.
+
+        `block_shape` is (tokens, heads, head size), `layers` the number of layers of a group.
+        """
+        self._dtype = dtype
+        self.expected = 2 * layers
+        tokens, heads, head_size = block_shape
+        block_bytes = tokens * heads * head_size * dtype.itemsize
+
+        def make_layout(page_size_bytes: int) -> PageLayout:
+            return PageLayout.solve(
+                block_bytes,
+                self.expected,
+                page_size_bytes=page_size_bytes,
+                per_buffer=not self._settings.contiguous_layout,
+            )
+
+        self._span, self._whole_range = self._open(make_layout, tokens, wanted_blocks)
+        self._block_shape = block_shape
+        return self._span - TRASH_BLOCKS
+
+    def views(self) -> list[torch.Tensor]:
+        """The true tensors, once the cache is made: K and V of one layer after the other."""
+        assert self.memory is not None
+        assert self._block_shape is not None
+        layout = self.memory.layout
+        pages = self.memory.pool.blocks.geometry.pages
+        return [
+            tensors.view_of(
+                self._whole_range,
+                views.token_view(layout, pages, buffer, self._block_shape, self._dtype.itemsize),
+                self._dtype,
+            )
+            for buffer in range(layout.buffers)
+        ]
+
+    def _answer(
+        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> torch.Tensor | None:
+        if func is not torch.empty or self._block_shape is None:
+            return None
+        tokens, *row = self._block_shape
+        if args != ((self._span * tokens, *row),) or kwargs.get("dtype") is not self._dtype:
+            return None
+        return torch.empty(*args, dtype=self._dtype, device="meta")
