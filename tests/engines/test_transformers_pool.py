@@ -69,7 +69,7 @@ def test_what_is_freed_before_it_is_copied_stays_until_then() -> None:
     for block in blocks:
         cache.memory.write(block, 7)
     cache.native.set_limit(HUGE)
-    with cache.pool.read_after_free():
+    with cache.pool.preempting():
         cache.give_back(blocks)
         assert cache.pool.used_sectors == 0
         assert all(cache.memory.read(block) == {7} for block in blocks)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import needs
 import pytest
@@ -16,11 +17,29 @@ from kvelastic import segment
 
 pytestmark = [needs.transformers, pytest.mark.timeout(600)]
 
-PAGE_BYTES = 2 << 20
+MIB = 1 << 20
 # 16 blocks of 64 tokens in a page (4 layers, 2 heads of 32, float32).
-ARGUMENTS = ["--block-tokens", "64", "--num-blocks", "127"]
+ARGUMENTS = ("--block-tokens", "64", "--num-blocks", "127")
 PROMPTS = make_prompts(16, seed=11, shortest=100, longest=200)
 NEW_TOKENS = 48
+
+
+class Case(NamedTuple):
+    series: str
+    contiguous: str = "true"
+    page_bytes: int = 2 * MIB
+    arguments: tuple[str, ...] = ()
+
+
+CASES = {
+    "5.17": Case("5.17"),
+    # K and V of its one layer have a page of 2 MiB each, for 16 blocks as well.
+    "5.17 per buffer": Case("5.17", "false", 4 * MIB, ("--layers", "1", "--head-dim", "256")),
+    # As of 5.18 all layers of a block are one buffer, which both layouts treat alike.
+    "5.18": Case("5.18"),
+    "5.19": Case("5.19"),
+    "5.19 per buffer": Case("5.19", "false"),
+}
 
 
 @dataclass
@@ -30,9 +49,10 @@ class Pair:
     engine: TransformersEngine
     expected: list[list[int]]
     name: str
+    page_bytes: int
 
     def limit(self, pages: int | None) -> segment.Answer:
-        limit_bytes = PAGE_BYTES * (1000 if pages is None else pages)
+        limit_bytes = self.page_bytes * (1000 if pages is None else pages)
         return segment.request(self.name, limit_bytes=limit_bytes, wait_s=10)
 
     def usage(self) -> dict[str, int]:
@@ -43,16 +63,12 @@ class Pair:
         return held_bytes(self.engine.pid)
 
 
-# As of 5.18 all layers of a block are one buffer, which both layouts treat alike.
-@pytest.fixture(
-    scope="module",
-    params=[("5.18", "true"), ("5.19", "true"), ("5.19", "false")],
-    ids=["5.18", "5.19", "5.19 per buffer"],
-)
+@pytest.fixture(scope="module", params=CASES)
 def shared(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Pair]:
-    series, contiguous = request.param
+    series, contiguous, page_bytes, more = CASES[request.param]
+    arguments = [*ARGUMENTS, *more]
     name = f"kvtf_{series}_{contiguous}_{os.getpid()}"
     environment = {
         "ENABLE_KVELASTIC": "true",
@@ -63,14 +79,14 @@ def shared(
     }
     logs = tmp_path_factory.mktemp("logs")
     with (
-        TransformersEngine(series, logs / "stock", ARGUMENTS) as stock,
-        TransformersEngine(series, logs / "elastic", ARGUMENTS, environment) as engine,
+        TransformersEngine(series, logs / "stock", arguments) as stock,
+        TransformersEngine(series, logs / "elastic", arguments, environment) as engine,
     ):
         stock.wait_until_ready()
         expected = stock.burst(PROMPTS, NEW_TOKENS)
         assert stock.stop() == 0
         assert engine.wait_until_ready().startswith(f"{series}.")
-        yield Pair(engine, expected, name)
+        yield Pair(engine, expected, name, page_bytes)
         assert engine.counters()["fatal_error"] is None
         assert engine.stop() == 0
         assert "Traceback" not in engine.tail()
@@ -85,9 +101,9 @@ def pair(shared: Pair) -> Iterator[Pair]:
 def test_after_its_start_it_holds_one_page_and_the_same_tokens_come_cold_and_cached(
     pair: Pair,
 ) -> None:
-    assert pair.usage()["mapped_bytes"] <= PAGE_BYTES
+    assert pair.usage()["mapped_bytes"] <= pair.page_bytes
     assert pair.engine.burst(PROMPTS, NEW_TOKENS) == pair.expected
-    assert pair.usage()["mapped_bytes"] > 2 * PAGE_BYTES
+    assert pair.usage()["mapped_bytes"] > 2 * pair.page_bytes
     before = pair.engine.counters()["prefix_tokens"]
     assert pair.engine.burst(PROMPTS, NEW_TOKENS) == pair.expected
     assert pair.engine.counters()["prefix_tokens"] > before
@@ -108,32 +124,32 @@ def test_zeroed_memory_changes_the_tokens(pair: Pair) -> None:
 
 def test_a_limit_lowered_while_idle_is_met_at_once(pair: Pair) -> None:
     pair.engine.burst(PROMPTS, NEW_TOKENS)
-    assert pair.usage()["cached_bytes"] > 2 * PAGE_BYTES
+    assert pair.usage()["cached_bytes"] > 2 * pair.page_bytes
     answer = pair.limit(2)
     assert (answer.state, answer.over_bytes) == ("applied", 0)
-    assert pair.usage()["mapped_bytes"] <= 2 * PAGE_BYTES
-    assert pair.resident_bytes() <= 2 * PAGE_BYTES
+    assert pair.usage()["mapped_bytes"] <= 2 * pair.page_bytes
+    assert pair.resident_bytes() <= 2 * pair.page_bytes
     assert pair.engine.burst(PROMPTS, NEW_TOKENS) == pair.expected
 
 
 def test_a_limit_lowered_under_load_preempts_and_keeps_the_tokens(pair: Pair) -> None:
     before = pair.engine.counters()["preemptions"]
     ids = pair.engine.submit(PROMPTS, NEW_TOKENS)
-    until(lambda: pair.usage()["mapped_bytes"] > 2 * PAGE_BYTES, "the burst needs three pages")
+    until(lambda: pair.usage()["mapped_bytes"] > 2 * pair.page_bytes, "the burst needs three pages")
     pair.limit(2)
     assert pair.engine.wait(ids) == pair.expected
     assert pair.engine.counters()["preemptions"] > before
-    assert pair.usage()["mapped_bytes"] <= 2 * PAGE_BYTES
+    assert pair.usage()["mapped_bytes"] <= 2 * pair.page_bytes
 
 
 def test_one_page_and_back(pair: Pair) -> None:
     ids = pair.engine.submit(PROMPTS, NEW_TOKENS)
     pair.limit(1)
     assert pair.engine.wait(ids) == pair.expected
-    assert pair.usage()["mapped_bytes"] <= PAGE_BYTES
+    assert pair.usage()["mapped_bytes"] <= pair.page_bytes
     pair.limit(None)
     assert pair.engine.burst(PROMPTS, NEW_TOKENS) == pair.expected
-    assert pair.usage()["mapped_bytes"] > 2 * PAGE_BYTES
+    assert pair.usage()["mapped_bytes"] > 2 * pair.page_bytes
 
 
 def test_a_request_that_does_not_fit_waits_and_can_be_cancelled(pair: Pair) -> None:

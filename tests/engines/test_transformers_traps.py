@@ -20,7 +20,6 @@ from kvelastic.segment_dir import SegmentInfo, list_segments
 
 pytestmark = [needs.transformers, pytest.mark.timeout(600)]
 
-SERIES = "5.19"
 MIB = 1 << 20
 PROMPTS = make_prompts(16, seed=21)
 NAME = f"kvtrap_{os.getpid()}"
@@ -28,7 +27,7 @@ NAME = f"kvtrap_{os.getpid()}"
 
 @contextmanager
 def elastic(
-    folder: Path, arguments: Sequence[str], **environment: str
+    folder: Path, arguments: Sequence[str], series: str = "5.19", **environment: str
 ) -> Iterator[TransformersEngine]:
     variables = {
         "ENABLE_KVELASTIC": "true",
@@ -36,7 +35,7 @@ def elastic(
         "KVELASTIC_SANITY_CHECK": "true",
         **environment,
     }
-    with TransformersEngine(SERIES, folder / "elastic", arguments, variables) as engine:
+    with TransformersEngine(series, folder / "elastic", arguments, variables) as engine:
         yield engine
 
 
@@ -56,12 +55,12 @@ def limit(size_bytes: int) -> Any:
 
 @contextmanager
 def both(
-    folder: Path, arguments: Sequence[str]
+    folder: Path, arguments: Sequence[str], series: str = "5.19"
 ) -> Iterator[tuple[TransformersEngine, TransformersEngine]]:
     """Stock and elastic, started together."""
     with (
-        TransformersEngine(SERIES, folder / "stock", arguments) as stock,
-        elastic(folder, arguments) as engine,
+        TransformersEngine(series, folder / "stock", arguments) as stock,
+        elastic(folder, arguments, series) as engine,
     ):
         stock.wait_until_ready()
         engine.wait_until_ready()
@@ -70,17 +69,22 @@ def both(
         assert engine.stop() == stock.stop() == 0
 
 
-def test_padding_children_and_a_second_session(tmp_path: Path) -> None:
-    with both(tmp_path, ["--num-blocks", "127"]) as (stock, engine):
+@pytest.mark.parametrize("series", ["5.17", "5.19"])
+def test_padding_children_and_a_second_session(series: str, tmp_path: Path) -> None:
+    with both(tmp_path, ["--num-blocks", "127"], series) as (stock, engine):
         expected = stock.burst(PROMPTS, 24)
         assert engine.burst(PROMPTS, 24) == expected
         # Children share their parent's blocks, or copy them; and a second cache has its own name.
         children, wanted = [
+            one.wait(one.submit(PROMPTS[4:12], 24, sequences=3)) for one in (engine, stock)
+        ]
+        assert children == wanted
+        assert len(children) == 24
+        found, wanted = [
             one.ask("generate_batch", prompts=PROMPTS[:4], max_new_tokens=24, sequences=3)
             for one in (engine, stock)
         ]
-        assert children == wanted
-        assert len(children["tokens"]) == 12
+        assert found == wanted
         assert find_name(f"{NAME}_2") is None, "its memory has gone with its session"
 
         # What a session leaves in the cache, the next one finds.
@@ -105,10 +109,12 @@ def test_padding_children_and_a_second_session(tmp_path: Path) -> None:
         assert engine.burst(PROMPTS, 24) == expected
 
 
-@pytest.mark.parametrize("model", ["mistral", "gemma"])
-def test_sliding_windows(model: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("model", "series"), [("gemma", "5.17"), ("mistral", "5.19"), ("gemma", "5.19")]
+)
+def test_sliding_windows(model: str, series: str, tmp_path: Path) -> None:
     """Several kinds of attention divide sectors; blocks of windows are used in a ring."""
-    with both(tmp_path, ["--num-blocks", "127", "--model", model]) as (stock, engine):
+    with both(tmp_path, ["--num-blocks", "127", "--model", model], series) as (stock, engine):
         expected = stock.burst(PROMPTS, 32)
         assert engine.burst(PROMPTS, 32) == expected
         ids = engine.submit(PROMPTS, 32)
@@ -131,11 +137,12 @@ def test_a_page_of_one_large_block_and_a_prefix_that_keeps_its_head(tmp_path: Pa
         assert engine.counters()["prefix_tokens"] == 512
 
 
-def test_a_million_tokens_of_addresses_cost_no_memory(tmp_path: Path) -> None:
+@pytest.mark.parametrize("series", ["5.17", "5.19"])
+def test_a_million_tokens_of_addresses_cost_no_memory(series: str, tmp_path: Path) -> None:
     """Stock fills its masks and indices for all that could ever be read, at the start."""
     with (
-        TransformersEngine(SERIES, tmp_path / "stock", ["--num-blocks", "1024"]) as stock,
-        elastic(tmp_path, ["--num-blocks", str(1 << 16)]) as engine,
+        TransformersEngine(series, tmp_path / "stock", ["--num-blocks", "1024"]) as stock,
+        elastic(tmp_path, ["--num-blocks", str(1 << 16)], series) as engine,
     ):
         stock.wait_until_ready()
         engine.wait_until_ready()

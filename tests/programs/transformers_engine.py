@@ -6,6 +6,7 @@ The first answer says whether it started. After it, each line of stdin is a comm
 each line of stdout its answer (what the engine itself prints goes to stderr)::
 
     {"do": "submit", "prompts": [[5, 6, 7]], "max_new_tokens": [20]}  -> {"ids": ["r0"]}
+                         with "sequences": 3 each has two children, whose ids come last
     {"do": "wait", "ids": ["r0"], "timeout_s": 60}   -> {"tokens": {"r0": [..]}, "errors": {}, ..}
     {"do": "cancel", "id": "r0"}                     -> {"cancelled": true}
     {"do": "counters"}   preemptions, prefix_tokens, active, waiting, cached_blocks, is_alive
@@ -198,15 +199,20 @@ class Engine:
                 self.results[output.request_id] = output
                 self.watch.changed.notify_all()
 
-    def submit(self, prompts: list[list[int]], max_new_tokens: list[int]) -> dict[str, Any]:
+    def submit(
+        self, prompts: list[list[int]], max_new_tokens: list[int], sequences: int = 1
+    ) -> dict[str, Any]:
         ids = [f"r{self.submitted + i}" for i in range(len(prompts))]
         self.submitted += len(prompts)
+        self.manager.num_return_sequences = sequences
         with self.watch.gate:
             accepted = [
                 self.manager.add_request(prompt, request_id=name, max_new_tokens=tokens)
                 for name, prompt, tokens in zip(ids, prompts, max_new_tokens, strict=True)
             ]
-        return {"ids": ids, "refused": [i for i, one in zip(ids, accepted, strict=True) if not one]}
+        refused = [name for name, one in zip(ids, accepted, strict=True) if not one]
+        children = [f"{name}__child#{i}" for name in ids for i in range(sequences - 1)]
+        return {"ids": ids + children, "refused": refused}
 
     def wait(self, ids: list[str], timeout_s: float) -> dict[str, Any]:
         with self.watch.changed:

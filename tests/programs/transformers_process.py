@@ -112,14 +112,19 @@ class TransformersEngine:
         self.process.stdin.write(json.dumps({"do": do, **values}).encode() + b"\n")
         self.process.stdin.flush()
 
-    def submit(self, prompts: list[list[int]], max_new_tokens: int | Sequence[int]) -> list[str]:
-        """Hand prompts in, all for the same step, and return their ids."""
+    def submit(
+        self, prompts: list[list[int]], max_new_tokens: int | Sequence[int], sequences: int = 1
+    ) -> list[str]:
+        """Hand prompts in, all for the same step, and return their ids.
+
+        With several `sequences` of each: the ids of the prompts, and then those of their children.
+        """
         counts = (
             [max_new_tokens] * len(prompts)
             if isinstance(max_new_tokens, int)
             else list(max_new_tokens)
         )
-        answer = self.ask("submit", prompts=prompts, max_new_tokens=counts)
+        answer = self.ask("submit", prompts=prompts, max_new_tokens=counts, sequences=sequences)
         assert not answer["refused"], f"{answer}\n{self.tail()}"
         return list(answer["ids"])
 

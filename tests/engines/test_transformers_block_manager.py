@@ -1,0 +1,40 @@
+"""The manager of blocks of transformers 5.17 over a native pool, with nothing of an engine."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import needs
+import pytest
+from transformers_process import environment_of
+
+pytestmark = needs.transformers
+PROGRAM = Path(__file__).parents[1] / "programs" / "block_manager_steps.py"
+
+
+def test_books_and_contents_agree_through_random_requests_and_limits() -> None:
+    assert_all_happens(seed=1, steps=300)
+
+
+@pytest.mark.soak
+def test_the_same_for_longer() -> None:
+    for seed in range(2, 30):
+        assert_all_happens(seed=seed, steps=2000)
+
+
+def assert_all_happens(*, seed: int, steps: int) -> None:
+    done = subprocess.run(
+        [sys.executable, PROGRAM, str(seed), str(steps)],
+        env=environment_of("5.17", KVELASTIC_LEDGER=f"test-{os.getpid()}-blocks"),
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    happened = json.loads(done.stdout)
+    for what in ("found", "forked", "grew", "evicted", "did not fit"):
+        assert happened[what] > 0, happened
