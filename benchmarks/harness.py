@@ -13,12 +13,13 @@ from __future__ import annotations
 import json
 import os
 import platform
+import random
 import re
 import signal
 import statistics
 import subprocess
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -46,8 +47,7 @@ class Figure:
 
     def percentile(self, percent: float) -> float:
         """A sample with `percent` of all at or below it."""
-        ordered = sorted(self.samples)
-        return ordered[min(len(ordered) - 1, int(len(ordered) * percent / 100))]
+        return percentile(self.samples, percent)
 
     @property
     def ratio(self) -> float | None:
@@ -78,6 +78,24 @@ class Figure:
 def number(value: float) -> str:
     """Three significant digits, without an exponent where that can be."""
     return f"{value:.3g}" if 0.001 <= abs(value) < 1000 else f"{value:,.0f}" if value else "0"
+
+
+def percentile(samples: Sequence[float], percent: float) -> float:
+    """A sample with `percent` of all at or below it."""
+    ordered = sorted(samples)
+    return ordered[min(len(ordered) - 1, int(len(ordered) * percent / 100))]
+
+
+def bootstrap_range(
+    statistic: Callable[[Sequence[int]], float], count: int, draws: int = 400
+) -> tuple[float, float]:
+    """The middle 95 % of what `statistic` says of other draws of the same `count` rounds.
+
+    It is called with the numbers of the rounds that were drawn, some of them several times.
+    """
+    pick = random.Random(0)
+    drawn = [statistic(pick.choices(range(count), k=count)) for _ in range(draws)]
+    return percentile(drawn, 2.5), percentile(drawn, 97.5)
 
 
 def per_call_us(call: Callable[[], object], calls: int) -> float:

@@ -6,15 +6,14 @@ bootstrap over such pairs: of the ratios that other draws of the same turns give
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median
 
+from benchmarks.harness import bootstrap_range, percentile
 from benchmarks.vllm.servers import ELASTIC, ROLES, STOCK
 from benchmarks.vllm.turns import Turn
 
-DRAWS = 400
 _Turns = Sequence[Turn]
 
 
@@ -45,12 +44,6 @@ class _Figure:
     """Whether the ratio is the median of the turns' own, not that of all turns together."""
     bar: str = ""
     is_met: Callable[[float], bool] | None = None
-
-
-def percentile(samples: Sequence[float], percent: float) -> float:
-    """A sample with `percent` of all at or below it."""
-    ordered = sorted(samples)
-    return ordered[min(len(ordered) - 1, int(len(ordered) * percent / 100))]
 
 
 def _gaps_ms(percent: float) -> Callable[[_Turns], float]:
@@ -103,7 +96,7 @@ def _row(figure: _Figure, pairs: Sequence[tuple[Turn, Turn]]) -> Row:
         singles = [(figure.of([stock]), figure.of([elastic])) for stock, elastic in pairs]
         ratios = [elastic / stock for stock, elastic in singles]
         middle = median(ratios)
-        least, most = _range(lambda draw: median(ratios[i] for i in draw), len(pairs))
+        least, most = bootstrap_range(lambda draw: median(ratios[i] for i in draw), len(pairs))
         both = median(stock for stock, _ in singles), median(elastic for _, elastic in singles)
     else:
 
@@ -113,7 +106,7 @@ def _row(figure: _Figure, pairs: Sequence[tuple[Turn, Turn]]) -> Row:
 
         everything = range(len(pairs))
         middle = ratio(everything)
-        least, most = _range(ratio, len(pairs))
+        least, most = bootstrap_range(ratio, len(pairs))
         both = figure.of([pair[0] for pair in pairs]), figure.of([pair[1] for pair in pairs])
     verdict = _verdict(figure, least, most)
     return Row(figure.title, figure.unit, *both, middle, least, most, figure.bar, verdict)
@@ -124,9 +117,3 @@ def _verdict(figure: _Figure, least: float, most: float) -> str:
         return ""
     at_ends = {figure.is_met(least), figure.is_met(most)}
     return "open" if len(at_ends) > 1 else "met" if at_ends == {True} else "MISSED"
-
-
-def _range(ratio: Callable[[Sequence[int]], float], count: int) -> tuple[float, float]:
-    pick = random.Random(0)
-    ratios = sorted(ratio(pick.choices(range(count), k=count)) for _ in range(DRAWS))
-    return percentile(ratios, 2.5), percentile(ratios, 97.5)

@@ -9,8 +9,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.harness import file_stem, machine, number, shortened, taken
-from benchmarks.vllm.figures import Row, percentile, rows
+from benchmarks.harness import file_stem, machine, number, percentile, shortened, taken
+from benchmarks.vllm.figures import Row, rows
 from benchmarks.vllm.servers import ELASTIC, ORDER, STOCK, Start
 from benchmarks.vllm.step_cost import StepCost
 from benchmarks.vllm.turns import Compared, Turn
