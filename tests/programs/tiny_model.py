@@ -1,4 +1,4 @@
-"""Writes a tiny random Llama and its tokenizer: `tiny_model.py FOLDER`.
+"""Writes a tiny random Llama and its tokenizer: `tiny_model.py FOLDER [LAYERS KV_HEADS HEAD_DIM]`.
 
 Large initial weights make its greedy answers vary with every token of the prompt, so wrong KV shows
 in the answer. Run as a program: importing transformers takes seconds and warns.
@@ -11,7 +11,8 @@ import sys
 VOCABULARY = 512
 
 
-def write(folder: str) -> None:
+def write(folder: str, layers: int = 4, kv_heads: int = 2, head_dim: int = 32) -> None:
+    """vLLM's attention on the CPU takes no `head_dim` below 32."""
     import torch
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -21,10 +22,10 @@ def write(folder: str) -> None:
         vocab_size=VOCABULARY,
         hidden_size=128,
         intermediate_size=256,
-        num_hidden_layers=4,
+        num_hidden_layers=layers,
         num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,  # the least that vLLM's CPU attention takes
+        num_key_value_heads=kv_heads,
+        head_dim=head_dim,
         max_position_embeddings=2048,
         bos_token_id=1,
         eos_token_id=2,
@@ -46,4 +47,4 @@ def write(folder: str) -> None:
 
 
 if __name__ == "__main__":
-    write(sys.argv[1])
+    write(sys.argv[1], *map(int, sys.argv[2:]))

@@ -1,4 +1,4 @@
-"""Continuous batching of transformers over a tiny random model, told what to do line by line.
+"""Continuous batching of transformers over a tiny random model or one on disk, told line by line.
 
     PYTHONPATH=.venv/transformers-5.17 transformers_engine.py --num-blocks 64 --block-tokens 16
 
@@ -8,6 +8,7 @@ each line of stdout its answer (what the engine itself prints goes to stderr)::
     {"do": "submit", "prompts": [[5, 6, 7]], "max_new_tokens": [20]}  -> {"ids": ["r0"]}
                          with "sequences": 3 each has two children, whose ids come last
     {"do": "wait", "ids": ["r0"], "timeout_s": 60}   -> {"tokens": {"r0": [..]}, "errors": {}, ..}
+    {"do": "timed", "prompts": .., ..}    both, with total_s, and cpu_s of the process
     {"do": "cancel", "id": "r0"}                     -> {"cancelled": true}
     {"do": "counters"}   preemptions, prefix_tokens, active, waiting, cached_blocks, is_alive
     {"do": "zero"}       overwrite every cached block with zeros
@@ -29,6 +30,7 @@ import json
 import os
 import sys
 import threading
+import time
 from contextlib import suppress
 from dataclasses import fields
 from typing import IO, Any
@@ -46,6 +48,8 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--no-block-sharing", action="store_true")
     # mistral: every layer with a sliding window; gemma: half of them.
     parser.add_argument("--model", choices=("llama", "mistral", "gemma"), default="llama")
+    # A model on disk instead, in the same dtype and attention.
+    parser.add_argument("--folder")
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--kv-heads", type=int, default=2)
     parser.add_argument("--head-dim", type=int, default=32)
@@ -61,6 +65,9 @@ def make_model(options: argparse.Namespace) -> Any:
     import torch
     import transformers
 
+    how = {"dtype": getattr(torch, options.dtype), "attn_implementation": options.attention}
+    if options.folder is not None:
+        return transformers.AutoModelForCausalLM.from_pretrained(options.folder, **how).eval()
     shape = {
         "vocab_size": VOCABULARY,
         "hidden_size": 128,
@@ -87,10 +94,7 @@ def make_model(options: argparse.Namespace) -> Any:
             **shape, sliding_window=SLIDING_WINDOW, layer_types=kinds
         )
     torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(
-        config, dtype=getattr(torch, options.dtype), attn_implementation=options.attention
-    )
-    return model.eval()
+    return transformers.AutoModelForCausalLM.from_config(config, **how).eval()
 
 
 def make_config(options: argparse.Namespace) -> Any:
@@ -226,6 +230,18 @@ class Engine:
             "errors": errors,
             "unfinished": [name for name in ids if name not in done],
         }
+
+    def timed(
+        self, prompts: list[list[int]], max_new_tokens: list[int], timeout_s: float
+    ) -> dict[str, Any]:
+        begin_s, cpu_begin_s = time.perf_counter(), time.process_time()
+        submitted = self.submit(prompts, max_new_tokens)
+        answer = self.wait(submitted["ids"], timeout_s)
+        times = {
+            "total_s": time.perf_counter() - begin_s,
+            "cpu_s": time.process_time() - cpu_begin_s,
+        }
+        return {**submitted, **answer, **times}
 
     def cancel(self, id: str, timeout_s: float) -> dict[str, Any]:
         self.manager.cancel_request(id)
