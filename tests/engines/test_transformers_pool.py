@@ -77,6 +77,21 @@ def test_what_is_freed_before_it_is_copied_stays_until_then() -> None:
     cache.check()
 
 
+def test_while_it_preempts_only_what_has_memory_is_free() -> None:
+    """Where the driver has no page, another request has to give its blocks up."""
+    cache = Cache()
+    blocks = cache.take(BLOCKS - 1)
+    cache.memory.driver.arm(1, 1000)
+    assert not cache.pool.prepare(1)
+    assert cache.pool.num_free_sectors > 0, "the limit has room"
+    with cache.pool.preempting():
+        assert cache.pool.num_free_sectors == 0
+        cache.give_back(blocks[:2])
+        assert cache.pool.num_free_sectors == 2
+    assert cache.take(2)
+    cache.check()
+
+
 def test_evicted_by_a_limit_it_is_not_found_again() -> None:
     cache = Cache()
     blocks = cache.take(2 * BLOCKS)

@@ -59,7 +59,12 @@ class SectorPool(CachePool):  # type: ignore[misc]  # transformers is untyped he
 
     @property
     def num_free_sectors(self) -> int:
-        """Sectors that could be had now, by mapping pages and by evicting cached blocks."""
+        """Sectors that could be had now, by mapping pages and by evicting cached blocks.
+
+        While requests are preempted no page could be had: those that have none do not count.
+        """
+        if self._pins is not None:
+            return self._memory.available_mapped() + self._memory.reusable
         return self._memory.available_size() + self._memory.reusable
 
     @property
@@ -118,7 +123,7 @@ class SectorPool(CachePool):  # type: ignore[misc]  # transformers is untyped he
 
     @contextmanager
     def preempting(self) -> Iterator[None]:
-        """Keep the memory of what is freed in the body until it ends.
+        """Keep the memory of what is freed in the body until it ends, and count it as free.
 
         transformers frees the blocks of a request first and copies them to the host then. The copy
         is queued before whatever writes to these blocks next.
