@@ -86,6 +86,9 @@ def test_padding_children_and_a_second_session(series: str, tmp_path: Path) -> N
         ]
         assert found == wanted
         assert find_name(f"{NAME}_2") is None, "its memory has gone with its session"
+        log = engine.log.read_text()
+        assert log.count("besides the KV cache are reserved") == 2
+        assert log.count(" 0 B of host besides the KV cache") == 1, "weights are counted once"
 
         # What a session leaves in the cache, the next one finds.
         engine.ask("restart")

@@ -195,7 +195,8 @@ class Engine:
             self.manager.warmup()
         self.manager.start()
         outputs = self.manager.output_router.output_queue
-        threading.Thread(target=self._collect, args=(outputs,), daemon=True).start()
+        self.collector = threading.Thread(target=self._collect, args=(outputs,), daemon=True)
+        self.collector.start()
 
     def _collect(self, outputs: Any) -> None:
         while (output := outputs.get()) is not None:
@@ -321,6 +322,8 @@ class Engine:
             block=True, timeout=STOP_DEADLINE_S, keep_for_next_session=kept, hard_stop=True
         )
         self.manager.output_router.output_queue.put(None)
+        # A daemon that drops the last reference to a tensor while Python ends takes it down.
+        self.collector.join()
 
 
 def main(arguments: list[str]) -> None:

@@ -205,7 +205,9 @@ def begin(memory: CacheMemory, settings: Config, torch_device: torch.device) -> 
     """
     pool = memory.pool
     reserve_bytes = settings.reserve
-    if reserve_bytes is None:
+    if len(_own_names) > 1:
+        reserve_bytes = 0  # weights are the process's, and an earlier cache of it has said them
+    elif reserve_bytes is None:
         reserve_bytes = held_besides_bytes(torch_device)
     pool.reserve(reserve_bytes)
     pool.blocks.ensure(1)
