@@ -170,14 +170,14 @@ def test_an_engine_of_another_kind_gives_to_it_and_takes_from_it(tmp_path: Path)
     ):
         engine.wait_until_ready()
         expected = engine.burst(prompts, 24)
-        assert segment.inspect(NAME).usage["mapped_bytes"] > 3 * PAGE_BYTES
+        assert segment.inspect(NAME).usage["mapped_bytes"] > PAGE_BYTES
         until(lambda: idle_s(shared["KVELASTIC_LEDGER"]) > 0.6, "who works keeps what it has")
         taken = other.alloc(5 * BLOCKS_PER_PAGE - 1)
         assert taken is not None, "what was cached is given up"
         assert segment.inspect(NAME).usage["mapped_bytes"] <= PAGE_BYTES
         other.free(taken)
         assert engine.burst(prompts, 24) == expected
-        assert segment.inspect(NAME).usage["mapped_bytes"] > 3 * PAGE_BYTES
+        assert segment.inspect(NAME).usage["mapped_bytes"] > PAGE_BYTES
 
         engine.process.kill()
         engine.process.wait()

@@ -98,7 +98,7 @@ import sys
 from benchmarks.gpu import step_list
 names = sys.argv.pop(1).split()
 step_list.STEPS = tuple(
-    step_list.Step(name, "", 2 if name == "hangs" else 60, 5, ("odd_steps", name)) for name in names
+    step_list.Step(name, "", 6 if name == "hangs" else 60, 5, ("odd_steps", name)) for name in names
 )
 step_list.NAMES = tuple(names)
 from benchmarks.gpu.__main__ import main
