@@ -47,10 +47,11 @@ ELASTIC = {
     "VLLM_SERVER_DEV_MODE": "1",
 }
 REQUESTS = [
-    Request(prompt, 33) for prompt, _ in make_requests(12, seed=31, shortest=200, longest=500)
+    Request(prompt, 33) for prompt, _ in make_requests(12, seed=31, shortest=290, longest=291)
 ]
-"""Each fills a block more than its prompt does, so that a low limit preempts. Two ranks on two
-cores make a dozen steps a second: few requests, short answers."""
+"""Two of a rank's pages have 127 blocks for them. All prompts fit, in 123; each request then fills
+a block more than its prompt does, with its thirty-first token. So requests that come together are
+preempted. Two ranks on two cores make a dozen steps a second: few requests, short answers."""
 ENDED_S = 60.0
 """How long a server may take to end after one of its workers failed."""
 
@@ -120,7 +121,7 @@ def test_two_ranks_grow_shrink_and_sleep_together(parallel: VllmServer, expected
     answer = segment.request(NAME, limit_bytes=4 * PAGE_BYTES, wait_s=10)
     assert (answer.state, answer.mapped_bytes) == ("applied", 4 * PAGE_BYTES)
     assert both_hold(parallel) == [2 * PAGE_BYTES, 2 * PAGE_BYTES]
-    assert parallel.complete_all(REQUESTS) == expected
+    assert parallel.complete_together(REQUESTS) == expected
     assert sum(both_hold(parallel)) <= 4 * PAGE_BYTES
     assert parallel.metrics()["num_preemptions_total"] > 0
     segment.request(NAME, limit_bytes=1 << 30, wait_s=10)

@@ -157,7 +157,7 @@ def runner(tmp_path: Path) -> Runner:
 def is_alive(pid: int) -> bool:
     try:
         return "zombie" not in Path(f"/proc/{pid}/status").read_text()
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):  # the latter: it ended between open and read
         return False
 
 

@@ -159,7 +159,8 @@ while (ids := pool.alloc(8)) is not None:
 junk = bytearray(4 << 20)  # there is room for what else a process does
 pool.check_integrity()
 assert pool.stats()["pages_mapped"] * layout.page_bytes == pool.mapped_bytes
-print(pool.mapped_bytes >> 20)
+print(pool.mapped_bytes >> 20, flush=True)
+sys.stdin.read()  # what it holds is held until all have filled theirs
 """
 
 
@@ -171,6 +172,7 @@ def run_in(
     return [
         subprocess.Popen(
             [sys.executable, "-c", IN_A_CGROUP, str(cgroup.path), text],
+            stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -183,10 +185,11 @@ def run_in(
 def test_a_pool_that_fills_its_cgroup_hears_none_and_is_not_killed(
     cgroup: MemoryCgroup, count: int
 ) -> None:
-    filled_mib = 0
-    for process in run_in(cgroup, 200 * MIB, FILL, count):
-        out, err = process.communicate(timeout=120)
+    filling = run_in(cgroup, 200 * MIB, FILL, count)
+    outputs = [process.stdout for process in filling if process.stdout]
+    filled_mib = sum(int(output.readline() or 0) for output in outputs)
+    for process in filling:
+        _, err = process.communicate(timeout=120)
         assert process.returncode != -signal.SIGKILL, "the kernel killed it"
         assert process.returncode == 0, err
-        filled_mib += int(out)
     assert 60 <= filled_mib <= 184, "what was there to be had, less what stays free"
