@@ -62,6 +62,8 @@ class Accounting {
   void stay(std::uint64_t pages) { leaving_pages_ -= pages; }
   /// Held pages that nobody has begun to unmap.
   std::uint64_t staying_pages() const { return held_pages_ - leaving_pages_; }
+  /// Whether somebody unmaps pages just now.
+  bool is_leaving() const { return leaving_pages_ > 0; }
   std::uint64_t moving_pages() const { return held_pages_ - blocks_->mapped_pages(); }
   /// What the limit has room for.
   std::uint64_t mappable_pages() const {

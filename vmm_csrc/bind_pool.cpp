@@ -121,7 +121,7 @@ nb::dict set_limit(Pool& pool, std::uint64_t limit_bytes) {
   own(pool);
   return limit_dict(unwrap(without_gil([&] {
     (void)pool.set_limit(limit_bytes);
-    return pool.enforce_limit();
+    return pool.settle_limit();
   })));
 }
 
@@ -332,7 +332,7 @@ void bind_pool(nb::module_& m) {
             own(pool);
             return limit_dict(unwrap(without_gil([&]() -> Result<LimitState> {
               pool.set_asleep(true);
-              return pool.enforce_limit();
+              return pool.settle_limit();
             })));
           },
           "Hold nothing, not even the null block's page, as soon as no block is in use; cached "

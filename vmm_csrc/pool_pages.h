@@ -71,6 +71,10 @@ class PoolPages {
 
   /// Waits until a batch has come in or gone out.
   void wait_for_a_batch(Lock& lock) { settled_.wait(lock); }
+  /// Waits until no page is on its way out.
+  void wait_until_left(Lock& lock) {
+    settled_.wait(lock, [this] { return !accounting_.is_leaving(); });
+  }
   /// Waits until no page is on its way.
   void wait_until_settled(Lock& lock) {
     settled_.wait(lock, [this] { return accounting_.moving_pages() == 0; });

@@ -61,6 +61,16 @@ Result<LimitState> Pool::enforce_limit() {
   return figures_.limit_state();
 }
 
+Result<LimitState> Pool::settle_limit() {
+  while (true) {
+    Result<LimitState> state = enforce_limit();
+    if (!state || state->over_bytes == 0) return state;
+    Lock lock(mutex_);
+    if (!accounting_.is_leaving()) return state;
+    pages_.wait_until_left(lock);
+  }
+}
+
 // --- what others ask -----------------------------------------------------------------------------
 
 Result<std::uint64_t> Pool::give_up(std::uint64_t pages, Depth depth, std::uint64_t min_pages) {

@@ -1,6 +1,9 @@
 // Sessions while other threads give blocks back over the limit: for the thread sanitizer, and for
 // the promise that what a session saw stays its own.
 #include <atomic>
+#include <chrono>
+#include <future>
+#include <semaphore>
 #include <thread>
 
 #include "../host_driver.h"
@@ -31,6 +34,28 @@ class NoMemory final : public Backing {
     fail_after = 0;
     return Error{Errc::kChannelTimeout, "the worker is late"};
   }
+};
+
+/// Pages of a GPU, with kernels before them that end when the test says so.
+class LateGpu final : public Backing {
+ public:
+  Status map(std::span<const PageIndex>) override { return ok(); }
+  Status unmap(std::span<const PageIndex>) override { return ok(); }
+  bool works_behind() const override { return true; }
+  Status drain() override {
+    waiting_.release();
+    kernels_.acquire();
+    return ok();
+  }
+  Status copy(std::span<const BlockMove>) override { return ok(); }
+  std::vector<std::optional<DeviceMemory>> device_memory() const override { return {}; }
+
+  /// Returns when somebody waits for the kernels.
+  void wait_for_a_wait() { waiting_.acquire(); }
+  void end_kernels() { kernels_.release(100); }
+
+ private:
+  std::counting_semaphore<> waiting_{0}, kernels_{0};
 };
 
 Geometry geometry() {
@@ -134,6 +159,23 @@ TEST(pool_over_a_backing_that_failed_hands_out_nothing) {
     CHECK(static_cast<bool>(pool->free(held)));
     CHECK(static_cast<bool>(pool->check_integrity()));
   }
+}
+
+TEST(who_is_put_to_sleep_waits_for_pages_that_others_unmap) {
+  auto backing = std::make_shared<LateGpu>();
+  auto pool = make_pool(backing);
+  REQUIRE(pool != nullptr);
+  CHECK(static_cast<bool>(pool->ensure(kPages * kBlocksPerPage - 1)));
+  std::thread keeper([&] { (void)pool->trim(); });
+  backing->wait_for_a_wait();
+  pool->set_asleep(true);
+  auto asleep = std::async(std::launch::async, [&] { return pool->settle_limit(); });
+  (void)asleep.wait_for(std::chrono::milliseconds(50));  // long enough to answer too early
+  backing->end_kernels();
+  Result<LimitState> state = asleep.get();
+  keeper.join();
+  CHECK(state && state->mapped_bytes == 0);
+  CHECK(static_cast<bool>(pool->check_integrity()));
 }
 
 }  // namespace kvelastic
