@@ -121,7 +121,7 @@ nb::dict set_limit(Pool& pool, std::uint64_t limit_bytes) {
   own(pool);
   return limit_dict(unwrap(without_gil([&] {
     (void)pool.set_limit(limit_bytes);
-    return pool.settle_limit();
+    return pool.enforce_limit();
   })));
 }
 
@@ -336,7 +336,8 @@ void bind_pool(nb::module_& m) {
             })));
           },
           "Hold nothing, not even the null block's page, as soon as no block is in use; cached "
-          "blocks are evicted at once. No block is handed out until wake().")
+          "blocks are evicted at once. Waits for pages that others have begun to unmap. No block "
+          "is handed out until wake().")
       .def(
           "wake",
           [](Pool& pool, std::optional<double> timeout_s) {

@@ -201,7 +201,7 @@ class Pool {
   /// session; blocks. Fails as unmap of the backing does.
   Result<LimitState> enforce_limit();
   /// The same, and waits for pages over the limit that others have begun to unmap: what it answers
-  /// as held is in use. For who says to a person that memory is free.
+  /// as held is in use. For who puts the pool to sleep, and says then that its memory is free.
   Result<LimitState> settle_limit();
   /// Asleep a pool hands out nothing and holds nothing: enforce_limit() evicts everything cached
   /// and gives every page back, the null block's too, as soon as no block is in use. Awake again,
