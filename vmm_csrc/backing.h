@@ -10,6 +10,7 @@
 
 #include "geometry.h"
 #include "range.h"
+#include "staging_window.h"
 #include "status.h"
 
 namespace kvelastic {
@@ -44,6 +45,16 @@ class Backing {
   /// After a failure any part may have been copied. Pre: as unmap.
   virtual Status copy(std::span<const BlockMove> moves) = 0;
 
+  /// Copies whole blocks into slots of `staging` (CopyTo::kHost), or back (kDevice): every rank's
+  /// part. Waits for the device first. After a failure any part may have been copied. The pages of
+  /// the blocks must stay mapped meanwhile, the staging alive. Pre: slots are the staging's; its
+  /// record has room for all ranks.
+  virtual Status copy_records(std::span<const BlockSlot> blocks,
+                              const std::shared_ptr<Staging>& staging, CopyTo to) = 0;
+
+  /// How many ranks have a part in a record.
+  virtual std::uint64_t ranks() const { return 1; }
+
   /// What each rank has seen lately of its device's memory, by rank; none on the host. See
   /// Driver::memory().
   virtual std::vector<std::optional<DeviceMemory>> device_memory() const = 0;
@@ -67,6 +78,11 @@ class LocalBacking final : public Backing {
     return range_->unmap_idle(pages, Afterwards::kDestroy);
   }
   Status copy(std::span<const BlockMove> moves) override { return range_->copy_idle(moves); }
+  Status copy_records(std::span<const BlockSlot> blocks, const std::shared_ptr<Staging>& staging,
+                      CopyTo to) override {
+    if (Status finished = range_->drain(); !finished) return finished;
+    return window_.copy(blocks, staging, to);
+  }
   std::vector<std::optional<DeviceMemory>> device_memory() const override {
     return {range_->driver().memory()};
   }
@@ -74,6 +90,7 @@ class LocalBacking final : public Backing {
 
  private:
   const std::shared_ptr<Range> range_;
+  StagingWindow window_{range_, 0};
 };
 
 }  // namespace kvelastic

@@ -10,6 +10,7 @@
 
 #include "bind_errors.h"
 #include "bind_ids.h"
+#include "bind_pool_tiers.h"
 #include "bind_record.h"
 #include "keeper.h"
 #include "pool.h"
@@ -214,10 +215,11 @@ void bind_ring(nb::module_& m) {
 void bind_pool(nb::module_& m) {
   bind_ring(m);
 
-  nb::class_<Pool>(m, "Pool",
-                   "Blocks over a Range, or over a Ring to the process that has it. Any thread; "
-                   "see vmm_csrc/pool.h.")
-      .def(nb::new_(&make_pool), "memory"_a, nb::kw_only(), "max_blocks"_a, "limit_bytes"_a,
+  nb::class_<Pool> pool(m, "Pool",
+                        "Blocks over a Range, or over a Ring to the process that has it. Any "
+                        "thread; see vmm_csrc/pool.h.");
+  bind_pool_tiers(pool);
+  pool.def(nb::new_(&make_pool), "memory"_a, nb::kw_only(), "max_blocks"_a, "limit_bytes"_a,
            "capacity_bytes"_a, "min_reserved_pages"_a = 5, "max_reserved_pages"_a = 10,
            "max_cached_blocks"_a = -1, "preallocate"_a = true, "places"_a = nb::none(),
            "reclaim_wait_s"_a = 0.05, "movable"_a = false)

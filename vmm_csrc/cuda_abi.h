@@ -69,6 +69,27 @@ struct AccessDescriptor {
   int flags;
 };
 
+inline constexpr unsigned kHostRegisterPortable = 1;
+inline constexpr int kMemoryTypeHost = 1;
+inline constexpr int kMemoryTypeDevice = 2;
+
+/// CUDA_MEMCPY2D: rows of one width, each end with a pitch of its own.
+struct Copy2D {
+  struct End {
+    std::size_t x_bytes;
+    std::size_t y;
+    int memory_type;
+    void* host;
+    Address device;
+    void* array;
+    std::size_t pitch_bytes;
+  };
+  End from, to;
+  std::size_t width_bytes;
+  std::size_t height;
+};
+
+static_assert(sizeof(Copy2D) == 128);
 static_assert(sizeof(AllocationProperties) == 32 && sizeof(AccessDescriptor) == 12);
 static_assert(offsetof(AllocationProperties, flags) == 24);
 

@@ -45,6 +45,9 @@ struct Api {
   Result (*StreamDestroy)(Stream stream);
   Result (*StreamIsCapturing)(Stream stream, int* status);
   Result (*MemcpyDtoDAsync)(Address to, Address from, std::size_t bytes, Stream stream);
+  Result (*Memcpy2DAsync)(const Copy2D* copy, Stream stream);
+  Result (*MemHostRegister)(void* memory, std::size_t bytes, unsigned flags);
+  Result (*MemHostUnregister)(void* memory);
   Result (*EventCreate)(Event* event, unsigned flags);
   Result (*EventDestroy)(Event event);
   Result (*EventRecord)(Event event, Stream stream);

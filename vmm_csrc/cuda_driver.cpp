@@ -360,16 +360,14 @@ bool CudaDriver::knows_streams() const {
   return streams_.has_value();
 }
 
-Status CudaDriver::copy(std::span<const CopyRun> runs) {
+template <typename F>
+Status CudaDriver::copy_and_wait(const char* call, F queue) {
   const std::lock_guard lock(copy_mutex_);
   const InContext context(*this);
   cuda::Result code = context.code();
   if (code == cuda::kSuccess) code = make_stream(copy_stream_, cuda::kStreamNonBlocking);
   if (code != cuda::kSuccess) return failed("making a stream for copies", code, 0);
-  for (const CopyRun& run : runs) {
-    code = api_.MemcpyDtoDAsync(address_of(run.to), address_of(run.from), run.bytes, copy_stream_);
-    if (code != cuda::kSuccess) break;
-  }
+  code = queue(copy_stream_);
   // Also after a failure: what was given to the stream must not run on when this has returned.
   StreamsFence finished(*this, {copy_stream_});
   const cuda::Result marked = finished.mark();
@@ -379,7 +377,53 @@ Status CudaDriver::copy(std::span<const CopyRun> runs) {
     if (*passed) break;
   }
   if (code == cuda::kSuccess) code = marked;
-  return code == cuda::kSuccess ? ok() : Status(failed("cuMemcpyDtoDAsync", code, 0));
+  return code == cuda::kSuccess ? ok() : Status(failed(call, code, 0));
+}
+
+Status CudaDriver::copy(std::span<const CopyRun> runs) {
+  return copy_and_wait("cuMemcpyDtoDAsync", [&](cuda::Stream stream) {
+    for (const CopyRun& run : runs) {
+      const cuda::Result code =
+          api_.MemcpyDtoDAsync(address_of(run.to), address_of(run.from), run.bytes, stream);
+      if (code != cuda::kSuccess) return code;
+    }
+    return cuda::kSuccess;
+  });
+}
+
+Status CudaDriver::copy_host(std::span<const HostCopy> copies, CopyTo to) {
+  return copy_and_wait("cuMemcpy2DAsync", [&](cuda::Stream stream) {
+    for (const HostCopy& copy : copies) {
+      cuda::Copy2D run{};
+      run.width_bytes = copy.row_bytes;
+      run.height = copy.rows;
+      cuda::Copy2D::End& device = to == CopyTo::kHost ? run.from : run.to;
+      device.memory_type = cuda::kMemoryTypeDevice;
+      device.device = address_of(copy.device);
+      device.pitch_bytes = copy.stride_bytes;
+      cuda::Copy2D::End& host = to == CopyTo::kHost ? run.to : run.from;
+      host.memory_type = cuda::kMemoryTypeHost;
+      host.host = copy.host;
+      host.pitch_bytes = copy.row_bytes;
+      const cuda::Result code = api_.Memcpy2DAsync(&run, stream);
+      if (code != cuda::kSuccess) return code;
+    }
+    return cuda::kSuccess;
+  });
+}
+
+Status CudaDriver::pin_host(std::span<std::byte> memory) {
+  const InContext context(*this);
+  cuda::Result code = context.code();
+  if (code == cuda::kSuccess) {
+    code = api_.MemHostRegister(memory.data(), memory.size(), cuda::kHostRegisterPortable);
+  }
+  return code == cuda::kSuccess ? ok() : Status(failed("cuMemHostRegister", code, memory.size()));
+}
+
+void CudaDriver::unpin_host(std::span<std::byte> memory) {
+  const InContext context(*this);
+  if (context.code() == cuda::kSuccess) (void)api_.MemHostUnregister(memory.data());
 }
 
 Result<int> CudaDriver::export_page(Handle handle) {

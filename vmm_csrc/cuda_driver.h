@@ -36,6 +36,10 @@ class CudaDriver final : public Driver {
   Status set_access(std::byte* address, std::size_t bytes) override;
   Status unmap(std::byte* address, std::size_t bytes) override;
   Status copy(std::span<const CopyRun> runs) override;
+  /// One strided copy for each, queued together and waited for once.
+  Status copy_host(std::span<const HostCopy> copies, CopyTo to) override;
+  Status pin_host(std::span<std::byte> memory) override;
+  void unpin_host(std::span<std::byte> memory) override;
   bool works_behind() const override { return true; }
   Result<std::unique_ptr<Fence>> fence() override;
   std::optional<DeviceMemory> memory() const override;
@@ -79,6 +83,9 @@ class CudaDriver final : public Driver {
   Error failed(const char* call, cuda::Result code, std::size_t bytes) const;
   /// A stream of the driver's own, made at its first use. The context is current.
   cuda::Result make_stream(cuda::Stream& stream, unsigned flags);
+  /// Queues copies in the stream for them, and waits until they are done. `queue` answers a code.
+  template <typename F>
+  Status copy_and_wait(const char* call, F queue);
   template <typename F>
   cuda::Result patiently(F call) const;
 

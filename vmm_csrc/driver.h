@@ -49,6 +49,19 @@ struct CopyRun {
   std::size_t bytes;
 };
 
+/// One run of rows between a device's memory and the host's: on the device each row begins
+/// `stride_bytes` after the one before, on the host they lie side by side.
+struct HostCopy {
+  std::byte* device;
+  std::byte* host;
+  std::size_t row_bytes;
+  std::size_t rows;
+  std::size_t stride_bytes;
+};
+
+/// Which way a HostCopy goes.
+enum class CopyTo : std::uint8_t { kHost, kDevice };
+
 /// A point in a device's work: what was given to the device before it, and nothing later.
 class Fence {
  public:
@@ -121,6 +134,16 @@ class Driver {
   /// Copies runs that do not overlap; all of it is there when this returns. Pre: both ends are
   /// readable and writable, and nothing else writes them meanwhile.
   virtual Status copy(std::span<const CopyRun> runs) = 0;
+
+  /// Copies rows to or from memory of the host; all of it is there when this returns. Calls of
+  /// several threads may wait for each other. Pre: the device's end is mapped and stays so; nothing
+  /// writes where it is copied to.
+  virtual Status copy_host(std::span<const HostCopy> copies, CopyTo to) = 0;
+
+  /// Makes memory of the host fast to copy from and to, until unpin_host() of the same: on a GPU it
+  /// is pinned. Fails with kMapping; copies work all the same then.
+  virtual Status pin_host(std::span<std::byte> /*memory*/) { return ok(); }
+  virtual void unpin_host(std::span<std::byte> /*memory*/) {}
 
   /// The device's memory, where others take of it whom no ledger knows; none on the host, whose
   /// capacity is what was configured. Microseconds: never on a hot path.

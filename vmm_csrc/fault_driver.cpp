@@ -53,4 +53,9 @@ Status FaultDriver::copy(std::span<const CopyRun> runs) {
   return inner_->copy(runs);
 }
 
+Status FaultDriver::copy_host(std::span<const HostCopy> copies, CopyTo to) {
+  if (fails()) return injected(Errc::kMapping, "copy_host");
+  return inner_->copy_host(copies, to);
+}
+
 }  // namespace kvelastic

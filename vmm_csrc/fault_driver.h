@@ -8,9 +8,9 @@
 
 namespace kvelastic {
 
-/// Counts the calls that can fail (create, destroy, map, set_access, unmap, copy; reserve and
-/// release are not counted) and fails the `fail_at`-th, the first being 1, and the `fail_count` - 1
-/// that follow. 0 never fails. A failed call never reaches the inner driver.
+/// Counts the calls that can fail (create, destroy, map, set_access, unmap, copy, copy_host;
+/// reserve and release are not counted) and fails the `fail_at`-th, the first being 1, and the
+/// `fail_count` - 1 that follow. 0 never fails. A failed call never reaches the inner driver.
 class FaultDriver final : public Driver {
  public:
   explicit FaultDriver(std::shared_ptr<Driver> inner) : inner_(std::move(inner)) {}
@@ -31,6 +31,9 @@ class FaultDriver final : public Driver {
   Status set_access(std::byte* address, std::size_t bytes) override;
   Status unmap(std::byte* address, std::size_t bytes) override;
   Status copy(std::span<const CopyRun> runs) override;
+  Status copy_host(std::span<const HostCopy> copies, CopyTo to) override;
+  Status pin_host(std::span<std::byte> memory) override { return inner_->pin_host(memory); }
+  void unpin_host(std::span<std::byte> memory) override { inner_->unpin_host(memory); }
   bool works_behind() const override { return inner_->works_behind(); }
   Result<std::unique_ptr<Fence>> fence() override { return inner_->fence(); }
   std::optional<DeviceMemory> memory() const override { return inner_->memory(); }

@@ -56,6 +56,8 @@ struct Geometry {
     return extent * extent_stride_bytes +
            (slice * blocks_per_page + static_cast<std::uint64_t>(id)) * block_bytes;
   }
+  /// Bytes of one block in all buffers.
+  std::uint64_t record_bytes() const { return extents_per_page * buffers_per_extent * block_bytes; }
   /// The page in which an id lies, without a look whether the id is handed out.
   PageIndex page_of(BlockId id) const {
     return static_cast<PageIndex>(static_cast<std::uint64_t>(id) * block_bytes / extent_bytes);

@@ -48,6 +48,11 @@ class GuardDriver final : public Driver {
   bool works_behind() const override { return inner_->works_behind(); }
   Result<std::unique_ptr<Fence>> fence() override { return inner_->fence(); }
   Status copy(std::span<const CopyRun> runs) override { return inner_->copy(runs); }
+  Status copy_host(std::span<const HostCopy> copies, CopyTo to) override {
+    return inner_->copy_host(copies, to);
+  }
+  Status pin_host(std::span<std::byte> memory) override { return inner_->pin_host(memory); }
+  void unpin_host(std::span<std::byte> memory) override { inner_->unpin_host(memory); }
   std::optional<DeviceMemory> memory() const override { return inner_->memory(); }
   void keep_free(std::uint64_t bytes) override { inner_->keep_free(bytes); }
   DriverStats stats() const override { return inner_->stats(); }

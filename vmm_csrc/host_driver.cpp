@@ -162,6 +162,19 @@ Status HostDriver::copy(std::span<const CopyRun> runs) {
   return ok();
 }
 
+Status HostDriver::copy_host(std::span<const HostCopy> copies, CopyTo to) {
+  if (Status mine = opened_by_.refuse_in_a_child(); !mine) return mine;
+  for (const HostCopy& copy : copies) {
+    for (std::size_t row = 0; row < copy.rows; ++row) {
+      std::byte* here = copy.device + row * copy.stride_bytes;
+      std::byte* there = copy.host + row * copy.row_bytes;
+      std::memcpy(to == CopyTo::kHost ? there : here, to == CopyTo::kHost ? here : there,
+                  copy.row_bytes);
+    }
+  }
+  return ok();
+}
+
 DriverStats HostDriver::stats() const {
   return {creates_.load(), destroys_.load(), maps_.load(), unmaps_.load(), small_pages_.load()};
 }

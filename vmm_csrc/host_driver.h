@@ -38,6 +38,7 @@ class HostDriver final : public Driver {
   Status set_access(std::byte* address, std::size_t bytes) override;
   Status unmap(std::byte* address, std::size_t bytes) override;
   Status copy(std::span<const CopyRun> runs) override;
+  Status copy_host(std::span<const HostCopy> copies, CopyTo to) override;
   void keep_free(std::uint64_t bytes) override { left_.keep_free(bytes); }
   DriverStats stats() const override;
 

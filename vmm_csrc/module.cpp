@@ -11,6 +11,7 @@ void bind_places(nanobind::module_& m);
 void bind_pool(nanobind::module_& m);
 void bind_reclaim(nanobind::module_& m);
 void bind_record(nanobind::module_& m);
+void bind_staging(nanobind::module_& m);
 }  // namespace kvelastic
 
 NB_MODULE(_vmm, m) {
@@ -24,6 +25,7 @@ NB_MODULE(_vmm, m) {
   kvelastic::bind_ledger(m);
   kvelastic::bind_life(m);
   kvelastic::bind_places(m);
+  kvelastic::bind_staging(m);
   kvelastic::bind_pool(m);
   kvelastic::bind_reclaim(m);
 }

@@ -123,6 +123,17 @@ class Pool {
   /// backing does.
   Result<std::uint64_t> close(bool discard);
 
+  // --- bytes of blocks (tiers, transfer) -------------------------------------------------------
+
+  /// Copies whole blocks, every rank's part, into slots of `staging` (CopyTo::kHost) or back
+  /// (kDevice). Waits for what the devices have in hand; blocks. The caller keeps the blocks where
+  /// they are: they are in use by it, pinned, or leaving. Fails as Backing::copy_records, and with
+  /// kInvalidArgument for a record that is not as large as a block of all ranks.
+  Status copy_records(std::span<const BlockSlot> blocks, const std::shared_ptr<Staging>& staging,
+                      CopyTo to);
+  /// Bytes of one block in all buffers and all ranks.
+  std::uint64_t record_bytes() const { return pages_.ranks() * geometry().record_bytes(); }
+
   // --- what could be had ---------------------------------------------------------------------
 
   /// Blocks that alloc could give now, mapping and evicting as it must, and taking from others what

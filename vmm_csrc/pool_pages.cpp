@@ -199,4 +199,9 @@ Status PoolPages::copy(Lock& lock, std::span<const BlockMove> moves) {
   return copied;
 }
 
+Status PoolPages::copy_records(std::span<const BlockSlot> blocks,
+                               const std::shared_ptr<Staging>& staging, CopyTo to) {
+  return guarded([&] { return backing_->copy_records(blocks, staging, to); });
+}
+
 }  // namespace kvelastic

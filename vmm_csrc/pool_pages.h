@@ -69,6 +69,11 @@ class PoolPages {
   /// Copies blocks of mapped pages.
   Status copy(Lock& lock, std::span<const BlockMove> moves);
 
+  /// As Pool::copy_records. Without the lock: nothing of the pool's state is in it.
+  Status copy_records(std::span<const BlockSlot> blocks, const std::shared_ptr<Staging>& staging,
+                      CopyTo to);
+  std::uint64_t ranks() const { return backing_->ranks(); }
+
   /// Waits until a batch has come in or gone out.
   void wait_for_a_batch(Lock& lock) { settled_.wait(lock); }
   /// Waits until no page is on its way out.

@@ -187,12 +187,7 @@ Status Range::copy_idle(std::span<const BlockMove> moves) {
   runs.reserve(moves.size() * geometry_.extents_per_page * geometry_.buffers_per_extent);
   for (const BlockMove& move : moves) {
     for (const BlockId id : {move.from, move.to}) {
-      const bool inside = id > 0 && static_cast<std::uint64_t>(id) * geometry_.block_bytes <
-                                        geometry_.pages * geometry_.extent_bytes;
-      if (!inside || mapped_[geometry_.page_of(id)] == 0) {
-        return Error{Errc::kInvalidArgument,
-                     "block " + std::to_string(id) + " is on no mapped page"};
-      }
+      if (Status mapped = refuse_unmapped(id); !mapped) return mapped;
     }
     for (std::uint64_t e = 0; e < geometry_.extents_per_page; ++e) {
       for (std::uint64_t slice = 0; slice < geometry_.buffers_per_extent; ++slice) {
@@ -203,6 +198,35 @@ Status Range::copy_idle(std::span<const BlockMove> moves) {
     }
   }
   return driver_->copy(runs);
+}
+
+/// Pre: mutex_ is held.
+Status Range::refuse_unmapped(BlockId id) const {
+  const bool inside =
+      id > 0 && static_cast<std::uint64_t>(id) <
+                    geometry_.pages * geometry_.extent_bytes / geometry_.block_bytes;
+  if (inside && mapped_[geometry_.page_of(id)] != 0) return ok();
+  return Error{Errc::kInvalidArgument, "block " + std::to_string(id) + " is on no mapped page"};
+}
+
+Status Range::copy_records(std::span<const BlockRecord> blocks, CopyTo to) {
+  std::vector<HostCopy> copies;
+  copies.reserve(blocks.size() * geometry_.extents_per_page);
+  {
+    const std::lock_guard lock(mutex_);
+    if (Status usable = refuse_if_failed(); !usable) return usable;
+    for (const BlockRecord& block : blocks) {
+      if (Status mapped = refuse_unmapped(block.id); !mapped) return mapped;
+      std::byte* record = block.record;
+      for (std::uint64_t e = 0; e < geometry_.extents_per_page; ++e) {
+        copies.push_back({address_ + geometry_.block_offset(block.id, e, 0), record,
+                          geometry_.block_bytes, geometry_.buffers_per_extent,
+                          geometry_.blocks_per_page * geometry_.block_bytes});
+        record += geometry_.buffers_per_extent * geometry_.block_bytes;
+      }
+    }
+  }
+  return driver_->copy_host(copies, to);
 }
 
 Status Range::unmap_extents(std::span<const PageIndex> pages) {

@@ -16,6 +16,12 @@
 
 namespace kvelastic {
 
+/// A block, and where its record lies in memory of the host.
+struct BlockRecord {
+  BlockId id;
+  std::byte* record;
+};
+
 /// What becomes of the handles of unmapped pages.
 enum class Afterwards : std::uint8_t {
   kRecycle,  ///< kept for the next map: no driver create then
@@ -60,6 +66,12 @@ class Range {
   /// The same at once. Pre: the device has finished its work with these blocks.
   Status copy_idle(std::span<const BlockMove> moves);
 
+  /// Copies whole blocks, all buffers of each side by side, to or from memory of the host. Pages
+  /// are mapped and unmapped meanwhile: the caller keeps those of these blocks. Pre: the device has
+  /// finished its work with them. Fails with kInvalidArgument where a block's page is not mapped,
+  /// nothing copied; kMapping, kPoolFailed.
+  Status copy_records(std::span<const BlockRecord> blocks, CopyTo to);
+
   /// As Driver::fence, works_behind and drain.
   Result<std::unique_ptr<Fence>> fence() { return driver_->fence(); }
   bool works_behind() const { return driver_->works_behind(); }
@@ -80,6 +92,9 @@ class Range {
   std::byte* address() const { return address_; }
   const Geometry& geometry() const { return geometry_; }
   const Driver& driver() const { return *driver_; }
+  /// As Driver::pin_host and unpin_host.
+  Status pin_host(std::span<std::byte> memory) { return driver_->pin_host(memory); }
+  void unpin_host(std::span<std::byte> memory) { driver_->unpin_host(memory); }
   /// As Driver::keep_free.
   void keep_free(std::uint64_t bytes) { driver_->keep_free(bytes); }
 
@@ -98,6 +113,7 @@ class Range {
   Status undo_map(std::span<const PageIndex> pages, std::size_t extents_mapped);
   void mark_failed() { failed_.store(true, std::memory_order_relaxed); }
   Status refuse_if_failed() const;
+  Status refuse_unmapped(BlockId id) const;
   std::byte* extent_address(PageIndex page, std::uint64_t extent) const {
     return address_ + geometry_.extent_offset(page, extent);
   }

@@ -16,6 +16,9 @@ using Clock = std::chrono::steady_clock;
 /// How often a waiting scheduler looks whether its worker is still there.
 constexpr nanoseconds kLivenessInterval = std::chrono::milliseconds(50);
 
+/// Of one worker's memory in one command: a map that comes meanwhile waits for no more.
+constexpr std::uint64_t kCopyBytesAtOnce = std::uint64_t{8} << 20;
+
 nanoseconds until(Clock::time_point deadline) {
   return deadline == Clock::time_point::max() ? kForever
                                               : std::max(deadline - Clock::now(), nanoseconds(0));
@@ -168,6 +171,31 @@ Status RingBacking::copy(std::span<const BlockMove> moves) {
     // What other ranks and earlier entries have copied stays copied: a copy changes blocks that
     // nobody uses yet.
     Outcome copied = run_one(RingMemory::Command::kCopy, ring_words_of(batch), all_ranks());
+    if (!copied.status) return copied.status;
+    done += batch.size();
+  }
+  return ok();
+}
+
+Status RingBacking::copy_records(std::span<const BlockSlot> blocks,
+                                 const std::shared_ptr<Staging>& staging, CopyTo to) {
+  if (Status finished = drain(); !finished) return finished;
+  const auto command =
+      to == CopyTo::kHost ? RingMemory::Command::kCopyOut : RingMemory::Command::kCopyIn;
+  const std::uint64_t blocks_at_once =
+      std::clamp<std::uint64_t>(kCopyBytesAtOnce / memory_->geometry.record_bytes(), 1,
+                                RingMemory::kPagesPerEntry / kRingWordsPerBlockSlot);
+  for (std::size_t done = 0; done < blocks.size();) {
+    const auto batch =
+        blocks.subspan(done, std::min<std::size_t>(blocks.size() - done, blocks_at_once));
+    const std::lock_guard lock(mutex_);
+    if (staging_ != staging) {
+      Outcome attached =
+          run_one(RingMemory::Command::kStaging, ring_words_of(staging->name()), all_ranks());
+      if (!attached.status) return attached.status;
+      staging_ = staging;
+    }
+    Outcome copied = run_one(command, ring_words_of(batch), all_ranks());
     if (!copied.status) return copied.status;
     done += batch.size();
   }

@@ -48,6 +48,11 @@ class RingBacking final : public Backing {
   Status drain() override;
   Status unmap(std::span<const PageIndex> pages) override;
   Status copy(std::span<const BlockMove> moves) override;
+  /// In several commands where there are many, with others in between: what asks for memory does
+  /// not wait for all of them.
+  Status copy_records(std::span<const BlockSlot> blocks, const std::shared_ptr<Staging>& staging,
+                      CopyTo to) override;
+  std::uint64_t ranks() const override { return memory_->ranks; }
   /// Asks every worker for nothing but an answer; fails as map. What a command costs at least.
   Status ping();
   /// Whether a process other than this one has been a worker and lives: its pages live with it.
@@ -88,9 +93,10 @@ class RingBacking final : public Backing {
   RingMemory* const memory_;
   const std::chrono::nanoseconds timeout_;
   const std::shared_ptr<void> keep_;
-  std::mutex drain_mutex_;        // one fence at a time; before mutex_
-  std::uint32_t last_fence_ = 0;  // drain_mutex_
-  std::mutex mutex_;              // one command at a time; nothing else is taken under it
+  std::mutex drain_mutex_;            // one fence at a time; before mutex_
+  std::uint32_t last_fence_ = 0;      // drain_mutex_
+  std::shared_ptr<Staging> staging_;  // mutex_: what the workers have attached
+  std::mutex mutex_;                  // one command at a time; nothing else is taken under it
   std::atomic<bool> closed_{false};
 };
 

@@ -34,6 +34,7 @@
 
 #include "futex.h"
 #include "geometry.h"
+#include "staging_window.h"
 #include "status.h"
 
 namespace kvelastic {
@@ -41,12 +42,21 @@ namespace kvelastic {
 /// The ring as it lies in shared memory. Only fixed-size integers: two builds must agree on it.
 struct RingMemory {
   static constexpr std::uint32_t kMagic = 0x6b76726e;  // "kvrn"
-  static constexpr std::uint32_t kVersion = 6;
+  static constexpr std::uint32_t kVersion = 7;
   static constexpr std::size_t kEntries = 64;
   static constexpr std::size_t kPagesPerEntry = 480;
   static constexpr std::size_t kMaxRanks = 64;
 
-  enum class Command : std::uint32_t { kMap = 1, kUnmap = 2, kCopy = 3, kNothing = 4, kFence = 5 };
+  enum class Command : std::uint32_t {
+    kMap = 1,
+    kUnmap = 2,
+    kCopy = 3,
+    kNothing = 4,
+    kFence = 5,
+    kStaging = 6,  ///< attach the staging that the words name
+    kCopyOut = 7,  ///< blocks into slots of it
+    kCopyIn = 8,   ///< and back
+  };
   /// A rank is taken once: what its worker had mapped, a later one would not have.
   enum class WorkerState : std::uint32_t { kAbsent = 0, kTaken = 1, kServing = 2, kGone = 3 };
 
@@ -62,7 +72,7 @@ struct RingMemory {
     std::uint32_t count;
     std::uint64_t ranks;  ///< a bit each: who carries it out
     std::array<std::uint32_t, kPagesPerEntry>
-        pages;  ///< kCopy: moves, four words each; kFence: its number
+        pages;  ///< kCopy, kCopyOut, kCopyIn: pairs of 64 bits; kStaging: its name; kFence: number
   };
 
   /// Why something failed, cut to fit.
@@ -111,9 +121,16 @@ static_assert(sizeof(RingMemory) <= 192 * 1024, "must fit the segment's ring are
 /// misaligned.
 Result<RingMemory*> as_ring(std::span<std::byte> memory);
 
-/// Both ids of a move, low and high half each, as an entry of kCopy has them.
+/// Numbers of 64 bits lie in an entry as two words, the low one first. Both ids of a move:
 inline constexpr std::size_t kRingWordsPerMove = 4;
 std::vector<std::uint32_t> ring_words_of(std::span<const BlockMove> moves);
 std::vector<BlockMove> moves_of_ring_words(std::span<const std::uint32_t> words);
+/// The same for a block and its slot.
+inline constexpr std::size_t kRingWordsPerBlockSlot = 4;
+std::vector<std::uint32_t> ring_words_of(std::span<const BlockSlot> blocks);
+std::vector<BlockSlot> block_slots_of_ring_words(std::span<const std::uint32_t> words);
+/// And for the name of a staging.
+std::vector<std::uint32_t> ring_words_of(const StagingName& name);
+StagingName staging_of_ring_words(std::span<const std::uint32_t> words);
 
 }  // namespace kvelastic

@@ -198,10 +198,29 @@ Status RingWorker::carry_out(const RingMemory::Entry& entry) try {
       return begin_fence(pages.empty() ? 0 : pages.front());
     case RingMemory::Command::kNothing:
       return ok();
+    case RingMemory::Command::kStaging:
+      return attach(staging_of_ring_words(pages));
+    case RingMemory::Command::kCopyOut:
+      return copy_records(pages, CopyTo::kHost);
+    case RingMemory::Command::kCopyIn:
+      return copy_records(pages, CopyTo::kDevice);
   }
   return Error{Errc::kInvalidArgument, "no such command: " + std::to_string(entry.command)};
 } catch (const std::bad_alloc&) {
   return Error{Errc::kOutOfMemory, "out of memory"};
+}
+
+Status RingWorker::attach(const StagingName& name) {
+  Result<std::unique_ptr<Staging>> attached = Staging::attach(name);
+  if (!attached) return attached.error();
+  staging_ = *std::move(attached);
+  return ok();
+}
+
+/// Pre: the device has finished its work with these blocks: a fence has passed.
+Status RingWorker::copy_records(std::span<const std::uint32_t> words, CopyTo to) {
+  if (!staging_) return Error{Errc::kInvalidArgument, "no staging has been attached"};
+  return window_.copy(block_slots_of_ring_words(words), staging_, to);
 }
 
 }  // namespace kvelastic

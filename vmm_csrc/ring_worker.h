@@ -14,6 +14,7 @@
 #include "pauses.h"
 #include "range.h"
 #include "ring_memory.h"
+#include "staging_window.h"
 
 namespace kvelastic {
 
@@ -41,7 +42,8 @@ class RingWorker {
         own_(memory->workers[rank]),
         rank_(rank),
         range_(std::move(range)),
-        keep_(std::move(keep)) {}
+        keep_(std::move(keep)),
+        window_(range_, rank) {}
 
   using Clock = std::chrono::steady_clock;
 
@@ -53,6 +55,8 @@ class RingWorker {
   void end_fence(const Status& how);
   bool is_last(std::uint32_t done) const;
   Status carry_out(const RingMemory::Entry& entry);
+  Status attach(const StagingName& name);
+  Status copy_records(std::span<const std::uint32_t> words, CopyTo to);
 
   RingMemory* const memory_;
   RingMemory::Rank& own_;
@@ -61,7 +65,9 @@ class RingWorker {
   const std::shared_ptr<void> keep_;
   const OwnProcess started_by_;
   // The thread's own:
-  std::unique_ptr<Fence> fence_;  // null: none is waited for
+  StagingWindow window_;
+  std::shared_ptr<Staging> staging_;  // as the scheduler named it last; null: not yet
+  std::unique_ptr<Fence> fence_;      // null: none is waited for
   std::uint32_t fence_number_ = 0;
   Pauses fence_pauses_;
   bool device_is_shared_ = false;  // with those whom no ledger knows: look at it now and then

@@ -54,9 +54,9 @@ class Namespace:
 
     def key_of(self, block_hash: bytes, group: int = 0) -> bytes:
         """The key of a block that an engine names by a hash of its own, and by its group."""
-        return hashlib.sha256(
-            self.fingerprint + group.to_bytes(4, "little") + block_hash
-        ).digest()[:16]
+        return hashlib.sha256(self.fingerprint + group.to_bytes(4, "little") + block_hash).digest()[
+            :16
+        ]
 
     def next_generation(self) -> Namespace:
         """The same with everything stored so far out of reach."""

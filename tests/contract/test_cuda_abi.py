@@ -72,6 +72,7 @@ SAME(MemExportToShareableHandle); SAME(MemImportFromShareableHandle); SAME(Event
 static_assert(same_sizes(&cuDeviceGetUuid, decltype(Api::DeviceGetInstanceUuid){}));
 SAME(ThreadExchangeStreamCaptureMode); SAME(StreamCreate);
 SAME(StreamDestroy); SAME(StreamIsCapturing); SAME(MemcpyDtoDAsync);
+SAME(Memcpy2DAsync); SAME(MemHostRegister); SAME(MemHostUnregister);
 SAME(EventDestroy); SAME(EventRecord); SAME(EventQuery); SAME(GetErrorName);
 """
 

@@ -27,6 +27,7 @@ EVERY_DRIVER = (
     "runs_are_one_call",
     "odd_sizes_are_refused",
     "a_range_and_a_pool",
+    "records_of_blocks",
     "threads",
     "what_is_unmapped_is_scratch",
 )
@@ -248,6 +249,31 @@ def case_a_range_and_a_pool(driver: _vmm.Driver) -> None:
         memory.check_integrity()
         del pool, memory
         assert held_bytes(driver) == before
+
+
+def case_records_of_blocks(driver: _vmm.Driver) -> None:
+    for extents in (1, 3):
+        memory = _vmm.Range.reserve(driver, geometry(driver, extents=extents))
+        pool = whole_pool(memory)
+        ids = pool.alloc(5)
+        assert ids is not None
+        staging = _vmm.Staging(6, pool.record_bytes)
+        for slot in range(6):
+            staging.view(slot)[:] = bytes([17 * slot + 1]) * pool.record_bytes
+        pool.copy_in(staging, [0, 1, 2, 3, 4], ids)
+        pool.copy_out([ids[2]], staging, [5])
+        assert bytes(staging.view(5)) == bytes(staging.view(2))
+        library = simulator()
+        if library is not None:
+            library.kvsim_reset_counts()
+        pool.copy_out(ids, staging, [4, 3, 2, 1, 0])
+        for slot in range(5):
+            assert set(staging.view(slot)) == {17 * (4 - slot) + 1}
+        if library is not None:
+            library.kvsim_count.restype = ctypes.c_uint64
+            rows = library.kvsim_count(b"cuMemcpy2DAsync")
+            assert rows == 5 * extents, "one strided copy for each extent of a block"
+        pool.close(discard=True)
 
 
 def case_threads(driver: _vmm.Driver) -> None:

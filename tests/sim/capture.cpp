@@ -69,6 +69,7 @@ bool is_safe(Function function) {
     case Function::cuMemcpyHtoDAsync_v2:
     case Function::cuMemcpyDtoHAsync_v2:
     case Function::cuMemcpyDtoDAsync_v2:
+    case Function::cuMemcpy2DAsync_v2:
     case Function::cuMemsetD8Async:
     case Function::cuMemsetD32Async:
     case Function::cuStreamWaitEvent:

@@ -132,6 +132,24 @@ enum CUevent_flags : unsigned {
   CU_EVENT_INTERPROCESS = 4,
 };
 
+/// Rows of one width between two ends, each with a pitch of its own.
+struct CUDA_MEMCPY2D {
+  std::size_t srcXInBytes, srcY;
+  CUmemorytype srcMemoryType;
+  const void* srcHost;
+  CUdeviceptr srcDevice;
+  void* srcArray;
+  std::size_t srcPitch;
+  std::size_t dstXInBytes, dstY;
+  CUmemorytype dstMemoryType;
+  void* dstHost;
+  CUdeviceptr dstDevice;
+  void* dstArray;
+  std::size_t dstPitch;
+  std::size_t WidthInBytes;
+  std::size_t Height;
+};
+
 struct CUmemLocation {
   CUmemLocationType type;
   int id;

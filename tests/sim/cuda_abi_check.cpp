@@ -34,6 +34,12 @@ SAME_FIELD(CUmemAllocationProp, win32HandleMetaData);
 SAME_FIELD(CUmemAllocationProp, allocFlags);
 SAME_FIELD(CUmemAllocationProp, allocFlags.gpuDirectRDMACapable);
 SAME_FIELD(CUmemAllocationProp, allocFlags.usage);
+SAME_SIZE(CUDA_MEMCPY2D);
+SAME_FIELD(CUDA_MEMCPY2D, srcDevice);
+SAME_FIELD(CUDA_MEMCPY2D, srcPitch);
+SAME_FIELD(CUDA_MEMCPY2D, dstHost);
+SAME_FIELD(CUDA_MEMCPY2D, dstPitch);
+SAME_FIELD(CUDA_MEMCPY2D, Height);
 SAME_SIZE(CUmemAccessDesc);
 SAME_FIELD(CUmemAccessDesc, flags);
 

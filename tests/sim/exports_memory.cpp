@@ -1,6 +1,7 @@
 // Plain memory, copies, fills, and the attributes of pointers.
 #include <cstdlib>
 #include <cstring>
+#include <map>
 #include <memory>
 #include <vector>
 
@@ -87,6 +88,38 @@ CUresult copy_later(Function function, const Copy& copy, CUstream stream) {
     }
     return copy_in(stream, copy, staged);
   });
+}
+
+/// Memory of the host that is registered: copies read it when their turn in the stream comes.
+std::map<CUdeviceptr, std::size_t>& registered_host() {
+  static std::map<CUdeviceptr, std::size_t> ranges;
+  return ranges;
+}
+
+bool is_registered(CUdeviceptr address, std::size_t bytes) {
+  const std::lock_guard lock(driver_mutex());
+  const auto after = registered_host().upper_bound(address);
+  if (after == registered_host().begin()) return false;
+  const auto& [begin, size] = *std::prev(after);
+  return address + bytes <= begin + size;
+}
+
+/// One row of a strided copy; an end is of the kind that the copy says, nothing else is understood.
+Copy row_of(const CUDA_MEMCPY2D& copy, std::size_t row) {
+  const auto end = [&](CUmemorytype type, const void* host, CUdeviceptr device, std::size_t x,
+                       std::size_t y, std::size_t pitch) {
+    const CUdeviceptr base = type == CU_MEMORYTYPE_HOST ? address_of(host) : device;
+    return base + (y + row) * pitch + x;
+  };
+  const auto side = [](CUmemorytype type) {
+    return type == CU_MEMORYTYPE_HOST ? Side::kHost : Side::kDevice;
+  };
+  return {end(copy.dstMemoryType, copy.dstHost, copy.dstDevice, copy.dstXInBytes, copy.dstY,
+              copy.dstPitch),
+          side(copy.dstMemoryType),
+          end(copy.srcMemoryType, copy.srcHost, copy.srcDevice, copy.srcXInBytes, copy.srcY,
+              copy.srcPitch),
+          side(copy.srcMemoryType), copy.WidthInBytes};
 }
 
 /// Fills `count` values of `width` bytes.
@@ -191,6 +224,61 @@ KVSIM_API CUresult cuMemcpyDtoDAsync_v2(CUdeviceptr to, CUdeviceptr from, std::s
                                         CUstream stream) {
   return copy_later(Function::cuMemcpyDtoDAsync_v2, {to, Side::kDevice, from, Side::kDevice, bytes},
                     stream);
+}
+
+KVSIM_API CUresult cuMemcpy2DAsync_v2(const CUDA_MEMCPY2D* copy, CUstream stream) {
+  return call(Function::cuMemcpy2DAsync_v2, Needs::kContext, [&] {
+    const auto known = [](CUmemorytype type) {
+      return type == CU_MEMORYTYPE_HOST || type == CU_MEMORYTYPE_DEVICE;
+    };
+    if (copy == nullptr || !known(copy->srcMemoryType) || !known(copy->dstMemoryType) ||
+        copy->WidthInBytes > copy->srcPitch || copy->WidthInBytes > copy->dstPitch) {
+      return CUDA_ERROR_INVALID_VALUE;
+    }
+    if (copy->WidthInBytes == 0) return CUDA_SUCCESS;
+    for (std::size_t row = 0; row < copy->Height; ++row) {
+      if (const CUresult result = check_copy(row_of(*copy, row)); result != CUDA_SUCCESS) {
+        return result;
+      }
+    }
+    for (std::size_t row = 0; row < copy->Height; ++row) {
+      const Copy one = row_of(*copy, row);
+      std::shared_ptr<std::vector<char>> staged;
+      if (one.from_side == Side::kHost && !is_registered(one.from, one.bytes)) {
+        const auto* from = static_cast<const char*>(pointer_to(one.from));
+        staged = std::make_shared<std::vector<char>>(from, from + one.bytes);
+      }
+      if (const CUresult result = copy_in(stream, one, staged); result != CUDA_SUCCESS) {
+        return result;
+      }
+    }
+    return CUDA_SUCCESS;
+  });
+}
+
+KVSIM_API CUresult cuMemHostRegister_v2(void* pointer, std::size_t bytes, unsigned) {
+  return call(Function::cuMemHostRegister_v2, Needs::kContext, [&] {
+    if (pointer == nullptr || bytes == 0) return CUDA_ERROR_INVALID_VALUE;
+    const std::lock_guard lock(driver_mutex());
+    auto& ranges = registered_host();
+    const auto next = ranges.lower_bound(address_of(pointer));
+    const bool over_next = next != ranges.end() && next->first < address_of(pointer) + bytes;
+    const bool over_previous =
+        next != ranges.begin() &&
+        std::prev(next)->first + std::prev(next)->second > address_of(pointer);
+    if (over_next || over_previous) return CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED;
+    ranges.emplace(address_of(pointer), bytes);
+    return CUDA_SUCCESS;
+  });
+}
+
+KVSIM_API CUresult cuMemHostUnregister(void* pointer) {
+  return call(Function::cuMemHostUnregister, Needs::kContext, [&] {
+    const std::lock_guard lock(driver_mutex());
+    return registered_host().erase(address_of(pointer)) == 1
+               ? CUDA_SUCCESS
+               : CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED;
+  });
 }
 
 KVSIM_API CUresult cuMemsetD8_v2(CUdeviceptr to, unsigned char value, std::size_t count) {

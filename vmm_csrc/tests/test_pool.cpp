@@ -61,6 +61,10 @@ class GatedBacking final : public Backing {
   bool works_behind() const override { return false; }
   Status drain() override { return ok(); }
   Status copy(std::span<const BlockMove> moves) override { return inner_.copy(moves); }
+  Status copy_records(std::span<const BlockSlot>, const std::shared_ptr<Staging>&,
+                      CopyTo) override {
+    return ok();
+  }
   std::vector<std::optional<DeviceMemory>> device_memory() const override { return {}; }
 
   /// Returns when a map has begun and waits.
@@ -230,6 +234,10 @@ class ThrowingBacking final : public Backing {
   bool works_behind() const override { return false; }
   Status drain() override { return ok(); }
   Status copy(std::span<const BlockMove> moves) override { return inner_.copy(moves); }
+  Status copy_records(std::span<const BlockSlot>, const std::shared_ptr<Staging>&,
+                      CopyTo) override {
+    return ok();
+  }
   std::vector<std::optional<DeviceMemory>> device_memory() const override { return {}; }
 
   std::atomic<int> throws = 0;

@@ -25,6 +25,10 @@ class NoMemory final : public Backing {
   bool works_behind() const override { return false; }
   Status drain() override { return ok(); }
   Status copy(std::span<const BlockMove>) override { return answer(); }
+  Status copy_records(std::span<const BlockSlot>, const std::shared_ptr<Staging>&,
+                      CopyTo) override {
+    return ok();
+  }
   std::vector<std::optional<DeviceMemory>> device_memory() const override { return {}; }
   std::atomic<int> fail_after{-1};  ///< calls until the backing fails for good; negative: never
 
@@ -48,6 +52,10 @@ class LateGpu final : public Backing {
     return ok();
   }
   Status copy(std::span<const BlockMove>) override { return ok(); }
+  Status copy_records(std::span<const BlockSlot>, const std::shared_ptr<Staging>&,
+                      CopyTo) override {
+    return ok();
+  }
   std::vector<std::optional<DeviceMemory>> device_memory() const override { return {}; }
 
   /// Returns when somebody waits for the kernels.

@@ -1,0 +1,123 @@
+"""Whole blocks, all buffers side by side, to memory between blocks and stores, and back."""
+
+from __future__ import annotations
+
+import ctypes
+
+import pytest
+from native_pools import LAYOUTS, Memory
+from ring_scheduler import Scheduler
+
+from kvelastic import _vmm, errors
+
+EVERY_LAYOUT = sorted(LAYOUTS)
+
+
+def fill(memory: Memory, block: int, salt: int) -> bytes:
+    """Writes every byte of a block; answers them as a record has them."""
+    record = b""
+    for buffer in range(memory.layout.buffers):
+        at = memory.range.address + memory.layout.offset_bytes(block, buffer, memory.pages)
+        part = bytes((salt + buffer + i) % 251 for i in range(memory.layout.block_bytes))
+        ctypes.memmove(at, part, len(part))
+        record += part
+    return record
+
+
+@pytest.mark.parametrize("layout", EVERY_LAYOUT)
+def test_a_record_is_the_block_in_all_buffers(layout: str) -> None:
+    memory = Memory(LAYOUTS[layout], 6)
+    pool = memory.pool()
+    ids = pool.alloc(3)
+    records = [fill(memory, block, 10 * i) for i, block in enumerate(ids)]
+    staging = _vmm.Staging(4, pool.record_bytes)
+    pool.copy_out(ids, staging, [3, 0, 2])
+    assert [bytes(staging.view(slot)) for slot in (3, 0, 2)] == records
+    pool.copy_in(staging, [0, 2, 3], ids)
+    pool.copy_out(ids, staging, [1, 1, 1])
+    assert bytes(staging.view(1)) == records[0], "the last one: what was in slot 3"
+    fresh = pool.alloc(1)
+    pool.copy_in(staging, [2], fresh)
+    pool.copy_out(fresh, staging, [1])
+    assert bytes(staging.view(1)) == records[2]
+    assert staging.address(1) % 4096 == 0
+
+
+def test_what_does_not_fit_is_refused_and_nothing_is_copied() -> None:
+    memory = Memory(LAYOUTS["paged"], 4)
+    pool = memory.pool()
+    ids = pool.alloc(2)
+    staging = _vmm.Staging(2, pool.record_bytes)
+    staging.view(0)[:] = b"\7" * pool.record_bytes
+    for wrong, slots in ((ids, [0, 2]), (ids, [0, -1]), (ids, [0]), ([ids[0], 10**9], [0, 1])):
+        with pytest.raises(errors.InvalidArgumentError):
+            pool.copy_out(wrong, staging, slots)
+    unmapped = memory.layout.first_id(3)
+    with pytest.raises(errors.InvalidArgumentError, match="on no mapped page"):
+        pool.copy_out([ids[0], unmapped], staging, [0, 1])
+    with pytest.raises(errors.InvalidArgumentError, match="a block has"):
+        pool.copy_out(ids, _vmm.Staging(2, pool.record_bytes + 4096), [0, 1])
+    with pytest.raises(errors.InvalidArgumentError, match="slots"):
+        _vmm.Staging(0, 1)
+    with pytest.raises(errors.InvalidArgumentError):
+        _vmm.Staging(1 << 40, 1 << 20)
+    with pytest.raises(errors.InvalidArgumentError):
+        staging.view(2)
+    assert bytes(staging.view(0)) == b"\7" * pool.record_bytes
+
+
+def test_a_view_keeps_the_memory() -> None:
+    view = _vmm.Staging(1, 8192).view(0)
+    view[0], view[8191] = 1, 2
+    assert (len(view), view[0], view[8191]) == (8192, 1, 2)
+
+
+def test_a_failing_driver_is_heard_of() -> None:
+    memory = Memory(LAYOUTS["paged"], 4)
+    pool = memory.pool()
+    ids = pool.alloc(1)
+    staging = _vmm.Staging(1, pool.record_bytes)
+    memory.driver.arm(1)
+    with pytest.raises(errors.MappingError, match="copy_host"):
+        pool.copy_out(ids, staging, [0])
+    memory.driver.arm(0)
+    pool.copy_out(ids, staging, [0])
+
+
+@pytest.mark.parametrize("layout", ["paged", "per buffer"])
+def test_a_record_has_a_part_of_every_rank(layout: str) -> None:
+    with Scheduler(layout, ranks=3) as scheduler, scheduler.all_workers() as workers:
+        pool = scheduler.pool
+        ids = pool.alloc(20)
+        for block in ids:
+            for worker in workers:
+                worker.ask(f"write {block} {(block + 7 * worker.rank) % 251 + 1}")
+        part = scheduler.layout.block_bytes * scheduler.layout.buffers
+        assert pool.record_bytes == 3 * part
+        staging = _vmm.Staging(20, pool.record_bytes)
+        slots = list(range(20))
+        pool.copy_out(ids, staging, slots)
+        for block, slot in zip(ids, slots, strict=True):
+            for rank in range(3):
+                said = staging.view(slot)[rank * part : (rank + 1) * part]
+                assert said[0] == said[part - 1] == (block + 7 * rank) % 251 + 1
+        pool.copy_in(staging, slots, list(reversed(ids)))
+        for block, other in zip(ids, reversed(ids), strict=True):
+            for worker in workers:
+                told = worker.ask(f"read {other}")
+                assert told == str((block + 7 * worker.rank) % 251 + 1)
+        bigger = _vmm.Staging(30, pool.record_bytes)
+        pool.copy_out(ids[:1], bigger, [29])
+        assert bigger.view(29)[0] == staging.view(19)[0]
+
+
+def test_a_rank_that_fails_to_copy_fails_the_call_and_serves_on() -> None:
+    with Scheduler(ranks=3) as scheduler, scheduler.all_workers() as workers:
+        pool = scheduler.pool
+        ids = pool.alloc(4)
+        staging = _vmm.Staging(4, pool.record_bytes)
+        workers[1].ask("arm 1 1")
+        with pytest.raises(errors.MappingError, match=r"rank 1\): copy_host"):
+            pool.copy_out(ids, staging, [0, 1, 2, 3])
+        pool.copy_out(ids, staging, [0, 1, 2, 3])
+        pool.check_integrity()
