@@ -97,6 +97,8 @@ _COUNTERS: Final = {
         "frees": "Calls that gave blocks back.",
         "alloc_failures": "Calls for blocks that got none.",
         "blocks_evicted": "Cached blocks evicted.",
+        "blocks_demoted": "Cached blocks evicted that a tier has a copy of.",
+        "blocks_dropped": "Cached blocks evicted that no tier has: they are computed again.",
         "blocks_moved": "Blocks moved to other pages so that theirs could be given back.",
         "requests_applied": "Requests of operators applied.",
         "wishes_applied": "The same, by its name before 0.2; goes with 0.3.",

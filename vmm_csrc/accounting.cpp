@@ -75,10 +75,17 @@ Status Accounting::refuse_reserved(std::span<const BlockId> ids) const {
 
 // --- evictions and moves -----------------------------------------------------------------------
 
-void Accounting::note_evicted(std::size_t before) {
+void Accounting::note_evicted(std::size_t before, Loss loss) {
   const std::size_t count = evicted_.size() - before;
   if (count == 0) return;
   counters_.add(Counter::kBlocksEvicted, count);
+  if (has_tiers_) {
+    const auto demoted = static_cast<std::size_t>(
+        std::count_if(evicted_.begin() + static_cast<std::ptrdiff_t>(before), evicted_.end(),
+                      [](const EvictedBlock& block) { return block.has_copy; }));
+    counters_.add(Counter::kBlocksDemoted, demoted);
+    if (loss == Loss::kDropped) counters_.add(Counter::kBlocksDropped, count - demoted);
+  }
   has_changes_.store(true, std::memory_order_release);
 }
 
@@ -115,11 +122,15 @@ void Accounting::evict_down_to(std::uint64_t bound) {
   note_evicted(before);
 }
 
+void Accounting::note_evictions_as_changes() {
+  for (const EvictedBlock& block : std::exchange(evicted_, {})) {
+    changes_.push_back({block.id, block.has_copy ? BlockChange::kDemoted : BlockChange::kEvicted});
+  }
+}
+
 std::uint64_t Accounting::finish_moves(std::span<const BlockMove> moves, bool copied) {
   // Evictions so far come before these moves: an id that was evicted may be where a block moves to.
-  for (const BlockId id : std::exchange(evicted_, {})) {
-    changes_.push_back({id, BlockChange::kEvicted});
-  }
+  note_evictions_as_changes();
   std::uint64_t moved = 0;
   for (const BlockMove& move : moves) {
     if (!blocks_->finish_move(move, copied)) continue;
@@ -135,7 +146,7 @@ void Accounting::discard_all() {
   reserved_.clear();
   const std::size_t before = evicted_.size();
   blocks_->clear(evicted_);
-  note_evicted(before);
+  note_evicted(before, Loss::kDiscarded);
 }
 
 void Accounting::drop_pins() {
@@ -146,11 +157,8 @@ void Accounting::drop_pins() {
 
 std::vector<BlockChange> Accounting::take_changes() {
   has_changes_.store(false, std::memory_order_release);
-  std::vector<BlockChange> changes = std::exchange(changes_, {});
-  for (const BlockId id : std::exchange(evicted_, {})) {
-    changes.push_back({id, BlockChange::kEvicted});
-  }
-  return changes;
+  note_evictions_as_changes();
+  return std::exchange(changes_, {});
 }
 
 // --- for good ----------------------------------------------------------------------------------

@@ -22,9 +22,11 @@
 
 namespace kvelastic {
 
-/// What has become of a cached block: it is at `to` now, or evicted (kEvicted).
+/// What has become of a cached block: it is at `to` now, evicted and gone (kEvicted), or evicted
+/// with a copy in a tier (kDemoted).
 struct BlockChange {
   static constexpr BlockId kEvicted = -1;
+  static constexpr BlockId kDemoted = -2;
   BlockId id, to;
 };
 
@@ -154,6 +156,9 @@ class Accounting {
   /// Whether take_changes() would answer any. Lock-free.
   bool has_changes() const { return has_changes_.load(std::memory_order_acquire); }
 
+  /// From now on what is evicted counts as demoted or as dropped.
+  void use_tiers() { has_tiers_ = true; }
+
   // --- for good --------------------------------------------------------------------------------
 
   /// What alloc fails with from now on: nobody knows what is mapped, or the pool is closed.
@@ -174,7 +179,10 @@ class Accounting {
     return std::min(max_blocks_, limit.pages() * geometry().blocks_per_page) - 1;
   }
   std::uint64_t count_reusable() const;
-  void note_evicted(std::size_t before);
+  /// Whether what was evicted without a copy was lost, or given up by who had it cached.
+  enum class Loss : std::uint8_t { kDropped, kDiscarded };
+  void note_evicted(std::size_t before, Loss loss = Loss::kDropped);
+  void note_evictions_as_changes();
 
   const std::uint64_t page_bytes_;
   const std::uint64_t max_blocks_;
@@ -182,8 +190,9 @@ class Accounting {
   std::unique_ptr<Blocks> blocks_;
   std::uint64_t held_pages_ = 0;
   std::uint64_t leaving_pages_ = 0;
-  std::vector<BlockId> reserved_;  // sorted
-  std::vector<BlockId> evicted_;   // since the last of changes_
+  std::vector<BlockId> reserved_;      // sorted
+  std::vector<EvictedBlock> evicted_;  // since the last of changes_
+  bool has_tiers_ = false;
   std::vector<BlockChange> changes_;
   std::optional<Error> failure_;
   std::atomic<bool> has_changes_{false}, has_failed_{false};

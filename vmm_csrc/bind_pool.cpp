@@ -84,7 +84,7 @@ nb::object alloc(Pool& pool, std::uint64_t count, bool reuse) {
   return ids ? list_of(*ids) : nb::none();
 }
 
-/// free, cache and touch only block where they have to give memory back.
+/// free and touch only block where they have to give memory back.
 template <Status (Pool::*method)(std::span<const BlockId>)>
 void with_ids(Pool& pool, nb::handle sequence) {
   const std::vector<std::int64_t> ids = integers_of(sequence);
@@ -145,6 +145,10 @@ nb::dict stats_dict(const Pool& pool) {
   out["alloc_failures"] = stats.alloc_failures;
   out["blocks_evicted"] = stats.blocks_evicted;
   out["blocks_moved"] = stats.blocks_moved;
+  out["blocks_clean"] = stats.blocks_clean;
+  out["blocks_leaving"] = stats.blocks_leaving;
+  out["blocks_demoted"] = stats.blocks_demoted;
+  out["blocks_dropped"] = stats.blocks_dropped;
   out["pages_mapped_ever"] = stats.pages_mapped_ever;
   out["pages_unmapped_ever"] = stats.pages_unmapped_ever;
   out["provision_runs"] = stats.provision_runs;
@@ -218,7 +222,7 @@ void bind_pool(nb::module_& m) {
   nb::class_<Pool> pool(m, "Pool",
                         "Blocks over a Range, or over a Ring to the process that has it. Any "
                         "thread; see vmm_csrc/pool.h.");
-  bind_pool_tiers(pool);
+  bind_pool_tiers(m, pool);
   pool.def(nb::new_(&make_pool), "memory"_a, nb::kw_only(), "max_blocks"_a, "limit_bytes"_a,
            "capacity_bytes"_a, "min_reserved_pages"_a = 5, "max_reserved_pages"_a = 10,
            "max_cached_blocks"_a = -1, "preallocate"_a = true, "places"_a = nb::none(),
@@ -230,9 +234,6 @@ void bind_pool(nb::module_& m) {
       .def("free", &with_ids<&Pool::free>, "ids"_a,
            "Give blocks back, used or cached. All or nothing; raises DoubleFreeError, "
            "UnknownBlockError, NullBlockError.")
-      .def("cache", &with_ids<&Pool::cache>, "ids"_a,
-           "Keep the contents of used blocks until the memory is needed; the first named goes "
-           "first.")
       .def("touch", &with_ids<&Pool::touch>, "ids"_a, "Use cached blocks again.")
       .def(
           "pin",
@@ -302,9 +303,9 @@ void bind_pool(nb::module_& m) {
             }
             return out;
           },
-          "(id, to) of every cached block that moved (to: where it is) or was evicted (to: -1: "
+          "(id, to) of every cached block that moved (to: where it is) or was evicted (to < 0: "
           "forget\n"
-          "what it held) since the last call, in order.")
+          "what it held; -2: a tier has a copy, -1: none has) since the last call, in order.")
       .def(
           "compact",
           [](Pool& pool) {

@@ -7,6 +7,6 @@
 
 namespace kvelastic {
 
-void bind_pool_tiers(nanobind::class_<Pool>& pool);
+void bind_pool_tiers(nanobind::module_& m, nanobind::class_<Pool>& pool);
 
 }  // namespace kvelastic

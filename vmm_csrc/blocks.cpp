@@ -16,7 +16,9 @@ Result<std::unique_ptr<Blocks>> Blocks::create(const Geometry& geometry) {
                       blocks->links_.allocate(geometry.pages * geometry.blocks_per_page),
                       blocks->pins_.allocate(geometry.pages * geometry.blocks_per_page),
                       blocks->partial_.allocate(geometry.pages, max_value),
-                      blocks->evictable_.allocate(geometry.pages, max_value)}) {
+                      blocks->identities_.allocate(geometry.pages * geometry.blocks_per_page),
+                      blocks->evictable_.allocate(geometry.pages, max_value),
+                      blocks->clean_pages_.allocate(geometry.pages, max_value)}) {
     if (!made) return made.error();
   }
   return blocks;
@@ -80,7 +82,7 @@ std::optional<PageIndex> Blocks::take_parked() {
 
 bool Blocks::null_page_is_bare() const {
   return fresh_ > 0 && pages_[0].state == PageState::kMapped && pages_[0].used == 1 &&
-         pages_[0].cached == 0;
+         pages_[0].cached == 0 && pages_[0].reading == 0;
 }
 
 std::optional<PageIndex> Blocks::take_null_page() {
@@ -147,7 +149,9 @@ void Blocks::alloc_in_page(PageIndex index, std::size_t count, std::vector<Block
     // and lower ones are taken first, so those are never reached.
     for (std::uint64_t open = ~word; open != 0 && count > 0; open &= open - 1, --count) {
       word |= open & (~open + 1);
-      out.push_back(first + static_cast<BlockId>(w * 64 + std::countr_zero(open)));
+      const auto slot = static_cast<std::uint32_t>(w * 64 + std::countr_zero(open));
+      forget({index, slot});
+      out.push_back(first + static_cast<BlockId>(slot));
     }
   }
   enlist(index);
@@ -220,9 +224,7 @@ Status Blocks::free(std::span<const BlockId> ids) {
         pins_.set_then(dense(at), Pins::Then::kFree);
       } else if (is_cached(at)) {
         cached_word(at) &= ~(std::uint64_t{1} << (at.slot % 64));
-        lru_.remove(dense(at));
-        --page.cached;
-        --cached_blocks_;
+        remove_cached(at);
       } else {
         --page.used;
         --used_blocks_;
@@ -282,10 +284,8 @@ Status Blocks::touch(std::span<const BlockId> ids) {
 void Blocks::make_cached(Place at) {
   unlist(at.page);
   --pages_[at.page].used;
-  ++pages_[at.page].cached;
   --used_blocks_;
-  ++cached_blocks_;
-  lru_.append(dense(at));
+  add_cached(at);
   enlist(at.page);
 }
 
@@ -293,38 +293,38 @@ void Blocks::make_cached(Place at) {
 void Blocks::make_used(Place at) {
   unlist(at.page);
   ++pages_[at.page].used;
-  --pages_[at.page].cached;
   ++used_blocks_;
-  --cached_blocks_;
-  lru_.remove(dense(at));
+  remove_cached(at);
   enlist(at.page);
 }
 
-bool Blocks::evict_cheapest_page(std::vector<BlockId>& evicted) {
-  const std::optional<PageIndex> index = evictable_.lowest_from(1);
+bool Blocks::evict_cheapest_page(std::vector<EvictedBlock>& evicted) {
+  const std::optional<PageIndex> index = cheapest_page();
   if (!index) return false;
   unlist(*index);
   for (std::uint32_t slot = 0; pages_[*index].cached > 0; ++slot) {
     const Place at{*index, slot};
     if (!is_cached(at)) continue;
+    evicted.push_back({id_of(at), is_clean(at)});
     make_free(at);
-    evicted.push_back(geometry_.first_id(*index) + slot);
   }
   enlist(*index);
   return true;
 }
 
-bool Blocks::evict_oldest_block(std::vector<BlockId>& evicted) {
-  if (lru_.oldest() == 0) return false;
-  const Place at = place(lru_.oldest() - 1);
+bool Blocks::evict_oldest_block(std::vector<EvictedBlock>& evicted) {
+  const bool clean = clean_lru_.oldest() != 0;
+  const std::uint32_t oldest = clean ? clean_lru_.oldest() : lru_.oldest();
+  if (oldest == 0) return false;
+  const Place at = place(oldest - 1);
+  evicted.push_back({id_of(at), clean});
   unlist(at.page);
   make_free(at);
   enlist(at.page);
-  evicted.push_back(id_of(at));
   return true;
 }
 
-void Blocks::clear(std::vector<BlockId>& evicted) {
+void Blocks::clear(std::vector<EvictedBlock>& evicted) {
   while (evict_oldest_block(evicted)) {
   }
   evict_waiting(evicted);
@@ -352,9 +352,14 @@ void Blocks::clear(std::vector<BlockId>& evicted) {
 }
 
 std::optional<std::uint32_t> Blocks::cheapest_page_cost() const {
-  const std::optional<PageIndex> index = evictable_.lowest_from(1);
+  const std::optional<PageIndex> index = cheapest_page();
   if (!index) return std::nullopt;
   return pages_[*index].cached;
+}
+
+std::optional<PageIndex> Blocks::cheapest_page() const {
+  const std::optional<PageIndex> clean = clean_pages_.lowest_from(1);
+  return clean ? clean : evictable_.lowest_from(1);
 }
 
 /// cached -> free. Pre: the page is unlisted.
@@ -362,9 +367,25 @@ void Blocks::make_free(Place at) {
   const std::uint64_t mask = ~(std::uint64_t{1} << (at.slot % 64));
   taken_word(at) &= mask;
   cached_word(at) &= mask;
-  lru_.remove(dense(at));
+  remove_cached(at);
+}
+
+void Blocks::add_cached(Place at) {
+  const bool clean = is_clean(at);
+  (clean ? clean_lru_ : lru_).append(dense(at));
+  ++pages_[at.page].cached;
+  ++cached_blocks_;
+  pages_[at.page].clean += clean ? 1 : 0;
+  clean_blocks_ += clean ? 1 : 0;
+}
+
+void Blocks::remove_cached(Place at) {
+  const bool clean = is_clean(at);
+  (clean ? clean_lru_ : lru_).remove(dense(at));
   --pages_[at.page].cached;
   --cached_blocks_;
+  pages_[at.page].clean -= clean ? 1 : 0;
+  clean_blocks_ -= clean ? 1 : 0;
 }
 
 // --- lists -----------------------------------------------------------------------------------
@@ -372,7 +393,7 @@ void Blocks::make_free(Place at) {
 void Blocks::unlist(PageIndex index) {
   const Page& page = pages_[index];
   (page.closed ? closed_cached_ : free_blocks_) -= page.closed ? page.cached : free_in(page);
-  if (page.used == 0 && page.cached == 0) {
+  if (page.used == 0 && page.cached == 0 && page.reading == 0) {
     // The last parked page takes the place of this one.
     std::vector<PageIndex>& parked = page.closed ? drained_ : parked_;
     pages_[parked.back()].parked_at = page.parked_at;
@@ -383,15 +404,21 @@ void Blocks::unlist(PageIndex index) {
   if (const std::uint32_t open = free_in(page); open > 0 && !page.closed) {
     partial_.remove(index, open);
   }
-  if (page.used > 0) return;
-  evictable_.remove(index, page.cached);
+  if (page.used > 0 || page.cached == 0) return;
   --evictable_pages_;
+  if (page.reading > 0) return;
+  if (page.clean == page.cached) {
+    clean_pages_.remove(index, page.cached);
+    --clean_page_count_;
+  } else {
+    evictable_.remove(index, page.cached - page.clean);
+  }
 }
 
 void Blocks::enlist(PageIndex index) {
   Page& page = pages_[index];
   (page.closed ? closed_cached_ : free_blocks_) += page.closed ? page.cached : free_in(page);
-  if (page.used == 0 && page.cached == 0) {
+  if (page.used == 0 && page.cached == 0 && page.reading == 0) {
     std::vector<PageIndex>& parked = page.closed ? drained_ : parked_;
     page.parked_at = static_cast<std::uint32_t>(parked.size());
     parked.push_back(index);
@@ -400,9 +427,15 @@ void Blocks::enlist(PageIndex index) {
   if (const std::uint32_t open = free_in(page); open > 0 && !page.closed) {
     partial_.push_back(index, open);
   }
-  if (page.used > 0) return;
-  evictable_.push_back(index, page.cached);
+  if (page.used > 0 || page.cached == 0) return;
   ++evictable_pages_;
+  if (page.reading > 0) return;
+  if (page.clean == page.cached) {
+    clean_pages_.push_back(index, page.cached);
+    ++clean_page_count_;
+  } else {
+    evictable_.push_back(index, page.cached - page.clean);
+  }
 }
 
 std::optional<std::uint32_t> Blocks::occupancy(PageIndex index) const {

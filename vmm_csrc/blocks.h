@@ -8,6 +8,16 @@
 // A used or cached block may be *pinned* (pins.h): what happens to it then waits for its last pin,
 // and to its page it is a used block all that time.
 //
+// A block that is used or cached may have a key (block_key.h). With one it is *clean* while a tier
+// has a copy of it, and *dirty* else; clean ones are evicted first, for nothing is lost with them.
+// A dirty one that is cached is *leaving* as long as its copy is being made:
+//
+//   dirty -- begin_leaving --> leaving -- end_leaving, copied --> clean
+//                                 '-- used by another alloc, or renamed: the copy is of no use
+//
+// A leaving block stays what it was to alloc, touch and free. Only its page is kept: while blocks
+// of it are being read it is neither parked nor evictable.
+//
 // A mapped page without a used or cached block is *parked*: the next alloc takes it with no driver
 // call. Page 0 holds block 0, the null block, which counts as neither used nor cached and is never
 // handed out, so page 0 is never parked once it is mapped.
@@ -20,8 +30,10 @@
 #include <queue>
 #include <span>
 #include <string>
+#include <unordered_map>
 #include <vector>
 
+#include "block_key.h"
 #include "block_list.h"
 #include "buckets.h"
 #include "geometry.h"
@@ -29,6 +41,20 @@
 #include "pins.h"
 
 namespace kvelastic {
+
+/// A block whose contents are gone from here.
+struct EvictedBlock {
+  BlockId id;
+  bool has_copy;  ///< it was clean: a tier has it
+  bool operator==(const EvictedBlock&) const = default;
+};
+
+/// Blocks that are leaving together.
+struct Leaving {
+  std::uint32_t ticket = 0;
+  std::vector<BlockId> ids;
+  std::vector<BlockKey> keys;
+};
 
 class Blocks {
  public:
@@ -82,12 +108,42 @@ class Blocks {
   Status touch(std::span<const BlockId> ids);
 
   /// Frees every cached block of the page that costs the fewest of them, among pages that hold no
-  /// used block; appends their ids. The page is parked then. False: there is no such page.
-  bool evict_cheapest_page(std::vector<BlockId>& evicted);
-  /// Frees the block that was cached first; appends its id. False: none is cached.
-  bool evict_oldest_block(std::vector<BlockId>& evicted);
-  /// Cached blocks of the cheapest evictable page; none if there is no such page.
+  /// used block: of those that are clean all over, or else the one with the fewest dirty blocks.
+  /// The page is parked then. False: there is no such page.
+  bool evict_cheapest_page(std::vector<EvictedBlock>& evicted);
+  /// Frees the block that was cached first, of the clean ones if there are any. False: none is
+  /// cached.
+  bool evict_oldest_block(std::vector<EvictedBlock>& evicted);
+  /// Cached blocks of the page that evict_cheapest_page() would take; none: there is none.
   std::optional<std::uint32_t> cheapest_page_cost() const;
+
+  // --- keys and copies -----------------------------------------------------------------------
+
+  /// Gives used or cached blocks their keys; one with another key than before is dirty. All or
+  /// nothing; fails with kUnknownBlock (a free block, too) or kNullBlock. Pre: as many keys as ids.
+  Status name(std::span<const BlockId> ids, std::span<const BlockKey> keys);
+  /// Those that are used or cached and have these very keys are clean; answers how many. Others are
+  /// passed over. Pre: as many keys as ids.
+  std::uint64_t mark_clean(std::span<const BlockId> ids, std::span<const BlockKey> keys);
+  /// Every clean block is dirty again; answers how many. Looks at every block.
+  std::uint64_t forget_copies();
+
+  /// Which dirty blocks leave first.
+  enum class LeaveFirst : std::uint8_t {
+    kOldest,     ///< those cached first
+    kOfOnePage,  ///< those of the page that is the cheapest to empty, then of the next; then oldest
+  };
+  /// Begins to copy at most `most` dirty cached blocks that have keys and are not leaving.
+  Leaving begin_leaving(std::uint64_t most, LeaveFirst first);
+  /// Blocks that left together; 0: it has ended.
+  std::uint64_t leaving_of(std::uint32_t ticket) const {
+    const auto found = leaving_.find(ticket);
+    return found == leaving_.end() ? 0 : found->second.size();
+  }
+  /// Ends that. Blocks of which a copy was made (a flag each) are clean, unless they were used by
+  /// another alloc or renamed since; answers how many. Pre: as many flags as blocks. 0: it has
+  /// ended before.
+  std::uint64_t end_leaving(std::uint32_t ticket, std::span<const std::uint8_t> copied);
 
   // --- pins (pins.h) -------------------------------------------------------------------------
 
@@ -103,13 +159,13 @@ class Blocks {
   std::uint64_t reusable_blocks() const;
   /// Appends `count` of these to `out`; they are used now, and what was to be cached is lost:
   /// appends those ids to `evicted`. Pre: count <= reusable_blocks().
-  void reuse(std::uint64_t count, std::vector<BlockId>& out, std::vector<BlockId>& evicted);
+  void reuse(std::uint64_t count, std::vector<BlockId>& out, std::vector<EvictedBlock>& evicted);
   /// Those that wait to be cached will be free instead; appends their ids.
-  void evict_waiting(std::vector<BlockId>& evicted);
+  void evict_waiting(std::vector<EvictedBlock>& evicted);
   /// Ids of those that wait.
   std::vector<BlockId> waiting_ids() const;
   /// Ends every pin; appends the ids of those that waited to be cached.
-  void drop_pins(std::vector<BlockId>& evicted);
+  void drop_pins(std::vector<EvictedBlock>& evicted);
 
   // --- compaction ----------------------------------------------------------------------------
 
@@ -126,7 +182,7 @@ class Blocks {
 
   /// Every block is free, pinned ones as soon as their pins end; appends the ids that were cached.
   /// The mapped pages stay mapped.
-  void clear(std::vector<BlockId>& evicted);
+  void clear(std::vector<EvictedBlock>& evicted);
 
   // --- figures -------------------------------------------------------------------------------
 
@@ -137,6 +193,13 @@ class Blocks {
   std::uint64_t cached_blocks() const { return cached_blocks_; }
   /// Pages with cached and no used blocks: eviction makes memory of these.
   std::uint64_t evictable_pages() const { return evictable_pages_; }
+  /// Those of them that eviction would lose nothing of, and that nobody reads.
+  std::uint64_t clean_pages() const { return clean_page_count_; }
+  /// Cached blocks of which a tier has a copy.
+  std::uint64_t clean_blocks() const { return clean_blocks_; }
+  /// Dirty cached blocks: some may have no key, and some are leaving.
+  std::uint64_t dirty_blocks() const { return cached_blocks_ - clean_blocks_; }
+  std::uint64_t leaving_blocks() const { return leaving_blocks_; }
   /// Cached blocks of which eviction makes free ones: not those of closed pages.
   std::uint64_t evictable_blocks() const { return cached_blocks_ - closed_cached_; }
   /// Blocks that alloc can give without another page.
@@ -153,12 +216,20 @@ class Blocks {
     PageState state;
     std::uint32_t used;  // page 0: with the null block
     std::uint32_t cached;
+    std::uint32_t clean;      // of the cached ones
+    std::uint32_t reading;    // blocks of it that are being copied
     std::uint32_t parked_at;  // its place in parked_ or drained_, while it is parked
     bool closed;
   };
   struct Place {
     PageIndex page;
     std::uint32_t slot;  // 0 <= slot < blocks_per_page
+  };
+  /// What a block is below the engine, from the alloc that gave it on.
+  struct Identity {
+    BlockKey key;
+    std::uint32_t leaving;  // the ticket; 0: it is not
+    bool clean;
   };
   explicit Blocks(const Geometry& geometry);
 
@@ -196,6 +267,19 @@ class Blocks {
   }
   void alloc_in_page(PageIndex index, std::size_t count, std::vector<BlockId>& out);
   std::optional<PageIndex> compactable_page() const;
+  /// Counts and lists a cached block, or takes it out. Pre: the page is unlisted.
+  void add_cached(Place at);
+  void remove_cached(Place at);
+  void forget(Place at) {
+    if (has_identities_) identities_[dense(at)] = {};
+  }
+  bool is_clean(Place at) const { return has_identities_ && identities_[dense(at)].clean; }
+  void set_clean(Place at, bool clean);
+  std::optional<PageIndex> cheapest_page() const;
+  bool can_leave(Place at) const;
+  void leave(Place at, Leaving& leaving);
+  void leave_by_pages(std::uint64_t most, Leaving& leaving);
+  Status check_copies() const;
   void make_free(Place at);
   void make_cached(Place at);
   void make_used(Place at);
@@ -208,11 +292,19 @@ class Blocks {
   LazyArray<std::uint64_t> taken_;   // a bit a block: used or cached
   LazyArray<std::uint64_t> cached_;  // a bit a block
   BlockLinks links_;                 // by dense index
-  BlockList lru_{links_};            // cached blocks
+  BlockList lru_{links_};            // dirty cached blocks
+  BlockList clean_lru_{links_};      // clean ones
+  LazyArray<Identity> identities_;   // by dense index
+  bool has_identities_ = false;      // no block has had a key yet: nothing of them is touched
   Pins pins_{links_};                // a pinned block is used, so it is in no other list
-  Buckets partial_;    // mapped pages with free blocks that are not parked, by free blocks
-  Buckets evictable_;  // pages with cached and no used blocks, by cached blocks
+  Buckets partial_;  // mapped pages with free blocks that are not parked, by free blocks
+  // Pages with cached and no used blocks that nobody reads:
+  Buckets evictable_;    // with dirty blocks, by their number
+  Buckets clean_pages_;  // all clean, by cached blocks
   std::uint64_t evictable_pages_ = 0;
+  std::uint64_t clean_page_count_ = 0;
+  std::unordered_map<std::uint32_t, std::vector<std::uint32_t>> leaving_;  // ticket: dense indices
+  std::uint32_t newest_leaving_ = 0;
   std::vector<PageIndex> parked_;
   std::vector<PageIndex> drained_;  // parked and closed: to be unmapped, not to be used
   std::vector<PageIndex> closed_;   // pages that were closed; some may be unmapped since
@@ -221,6 +313,8 @@ class Blocks {
   std::uint64_t mapped_pages_ = 0;
   std::uint64_t used_blocks_ = 0;
   std::uint64_t cached_blocks_ = 0;
+  std::uint64_t clean_blocks_ = 0;
+  std::uint64_t leaving_blocks_ = 0;  // named by tickets that have not ended
   // Kept by enlist() and unlist():
   std::uint64_t free_blocks_ = 0;    // of open pages
   std::uint64_t closed_cached_ = 0;  // of closed pages

@@ -40,7 +40,7 @@ Status Blocks::check_integrity() const {
     used += page.used;
     cached += page.cached;
     (page.closed ? closed_cached : open) += page.closed ? page.cached : free_in(page);
-    if (taken_bits == 0) {
+    if (taken_bits == 0 && page.reading == 0) {
       ++parked;
       const std::vector<PageIndex>& list = page.closed ? drained_ : parked_;
       if (page.parked_at >= list.size() || list[page.parked_at] != index) {
@@ -66,11 +66,11 @@ Status Blocks::check_integrity() const {
   for (std::uint32_t at = lru_.oldest(); at != 0 && listed <= cached; at = lru_.after(at)) {
     ++listed;
   }
-  if (listed != cached || listed != lru_.size()) {
-    return broken(std::to_string(listed) + " blocks are listed for eviction, " +
-                  std::to_string(cached) + " are cached");
+  if (listed != dirty_blocks() || listed != lru_.size()) {
+    return broken(std::to_string(listed) + " dirty blocks are listed for eviction, " +
+                  std::to_string(dirty_blocks()) + " are cached");
   }
-  return ok();
+  return check_copies();
 }
 
 }  // namespace kvelastic

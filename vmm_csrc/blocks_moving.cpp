@@ -52,22 +52,26 @@ std::uint64_t Blocks::reusable_blocks() const {
   return count;
 }
 
-void Blocks::reuse(std::uint64_t count, std::vector<BlockId>& out, std::vector<BlockId>& evicted) {
+void Blocks::reuse(std::uint64_t count, std::vector<BlockId>& out,
+                   std::vector<EvictedBlock>& evicted) {
   if (count == 0) return;
   pins_.each_reusable([&](std::uint32_t block) {
     const Place at = place(block);
     if (pages_[at.page].closed) return true;
-    if (is_waiting(at, Pins::Then::kCached)) evicted.push_back(id_of(at));
+    if (is_waiting(at, Pins::Then::kCached)) {
+      evicted.push_back({id_of(at), is_clean(at)});
+    }
+    forget(at);
     pins_.set_then(block, Pins::Then::kUsed);
     out.push_back(id_of(at));
     return --count > 0;
   });
 }
 
-void Blocks::evict_waiting(std::vector<BlockId>& evicted) {
+void Blocks::evict_waiting(std::vector<EvictedBlock>& evicted) {
   for (const std::uint32_t block : pins_.waiting_blocks(true)) {
     pins_.set_then(block, Pins::Then::kFree);
-    evicted.push_back(id_of(place(block)));
+    evicted.push_back({id_of(place(block)), is_clean(place(block))});
   }
 }
 
@@ -77,7 +81,7 @@ std::vector<BlockId> Blocks::waiting_ids() const {
   return ids;
 }
 
-void Blocks::drop_pins(std::vector<BlockId>& evicted) {
+void Blocks::drop_pins(std::vector<EvictedBlock>& evicted) {
   evict_waiting(evicted);
   const std::vector<BlockId> unused = waiting_ids();
   pins_.drop();
@@ -86,8 +90,10 @@ void Blocks::drop_pins(std::vector<BlockId>& evicted) {
 
 // --- compaction ------------------------------------------------------------------------------
 
+/// Clean pages are not worth a move: evicting them loses nothing.
 std::optional<PageIndex> Blocks::compactable_page() const {
-  const std::optional<PageIndex> index = evictable_.lowest_from(1);
+  std::optional<PageIndex> index = evictable_.lowest_from(1);
+  if (!index) index = clean_pages_.lowest_from(1);
   if (!index) return std::nullopt;
   const Page& page = pages_[*index];
   // Parked pages are no holes: filling one to empty another gains nothing.
@@ -119,9 +125,12 @@ bool Blocks::finish_move(const BlockMove& move, bool copied) {
   --pages_[to.page].used;
   --used_blocks_;
   if (moves) {
+    const bool clean = is_clean(from);
+    if (has_identities_) identities_[dense(to)] = {identities_[dense(from)].key, 0, clean};
     ++pages_[to.page].cached;
+    pages_[to.page].clean += clean ? 1 : 0;
     cached_word(to) |= std::uint64_t{1} << (to.slot % 64);
-    lru_.replace(dense(from), dense(to));
+    (clean ? clean_lru_ : lru_).replace(dense(from), dense(to));
   } else {
     taken_word(to) &= ~(std::uint64_t{1} << (to.slot % 64));
   }
@@ -132,6 +141,7 @@ bool Blocks::finish_move(const BlockMove& move, bool copied) {
   taken_word(from) &= mask;
   cached_word(from) &= mask;
   --pages_[from.page].cached;
+  pages_[from.page].clean -= is_clean(from) ? 1 : 0;
   enlist(from.page);
   return true;
 }

@@ -119,6 +119,10 @@ PoolStats Figures::stats() const {
   stats.alloc_failures = counters_[Counter::kAllocFailures];
   stats.blocks_evicted = counters_[Counter::kBlocksEvicted];
   stats.blocks_moved = counters_[Counter::kBlocksMoved];
+  stats.blocks_clean = blocks.clean_blocks();
+  stats.blocks_leaving = blocks.leaving_blocks();
+  stats.blocks_demoted = counters_[Counter::kBlocksDemoted];
+  stats.blocks_dropped = counters_[Counter::kBlocksDropped];
   stats.pages_mapped_ever = counters_[Counter::kPagesMapped];
   stats.pages_unmapped_ever = counters_[Counter::kPagesUnmapped];
   stats.provision_runs = counters_[Counter::kProvisionRuns];

@@ -34,6 +34,9 @@ struct PoolStats {
   std::uint64_t blocks_available = 0;
   std::uint64_t allocs = 0, frees = 0, alloc_failures = 0, blocks_evicted = 0;
   std::uint64_t blocks_moved = 0;
+  std::uint64_t blocks_clean = 0,
+                blocks_leaving = 0;  ///< cached with a copy in a tier; being copied
+  std::uint64_t blocks_demoted = 0, blocks_dropped = 0;
   std::uint64_t pages_mapped_ever = 0, pages_unmapped_ever = 0, provision_runs = 0;
 };
 

@@ -296,7 +296,9 @@ void Keeper::apply(const Request& request, std::uint64_t revision) {
 void Keeper::finish_shrinking() {
   shrink_again_ = false;
   if (answered_over_bytes_ == 0 && pool_->limit_state().over_bytes == 0) return;
-  Result<LimitState> state = pool_->enforce_limit();
+  // A new request is not kept waiting by copies that are made for the last one.
+  Result<LimitState> state = pool_->enforce_limit(
+      [this] { return stopping_ || record_->request_revision() != revision_; });
   const LimitState now = state ? *state : pool_->limit_state();
   const std::string reason = state ? std::string() : state.error().message;
   shrink_again_ = !state && !pool_->failed();

@@ -33,6 +33,20 @@ Status Ladder::go_down(Lock& lock) {
   return accounting_.limit.is_asleep() ? pages_.unmap_null_page(lock) : ok();
 }
 
+Status Ladder::give_clean(Lock& lock) {
+  const KeeperCalls::Enforcing enforcing(calls_);
+  const Blocks& blocks = accounting_.blocks();
+  while (accounting_.excess_pages() > 0) {
+    while (blocks.parked_pages() < accounting_.excess_pages() && blocks.clean_pages() > 0) {
+      (void)accounting_.evict_cheapest_page();
+    }
+    if (blocks.parked_pages() == 0) break;
+    Result<std::uint64_t> given = pages_.shrink(lock, accounting_.excess_pages());
+    if (!given) return given.error();
+  }
+  return ok();
+}
+
 /// Before anything is decided: the device may be at work with blocks that are to be moved.
 void Ladder::before_moves(Lock& lock) {
   if (movable_ && accounting_.blocks().can_compact()) pages_.drain_ahead(lock);

@@ -35,6 +35,9 @@ class Ladder {
   /// Goes down until the limit holds or only blocks in use are left. Fails as unmap of the backing
   /// does.
   Status enforce(Lock& lock);
+  /// Gives back what is over the limit and costs nothing: parked pages, and those whose cached
+  /// blocks all have copies. Fails as enforce().
+  Status give_clean(Lock& lock);
   /// Unmaps `pages` pages for others, none of more worth than `depth`, and keeps `min_pages`, one
   /// at least; answers how many. At Depth::kInUse what cannot be had now squeezes the pool.
   Result<std::uint64_t> give_up(Lock& lock, std::uint64_t pages, Depth depth,

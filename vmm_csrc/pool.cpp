@@ -215,7 +215,10 @@ void Pool::given_back(Lock& lock) {
   // Only tried for: who is in a session may be waiting for this very thread. Where kernels have to
   // be waited for, the keeper does that.
   const bool waits = pages_.works_behind() && calls_.has_keeper();
-  if (accounting_.excess_pages() > 0 && !waits) (void)session.try_lock();
+  // While copies are waited for, who waits gives back.
+  if (accounting_.excess_pages() > 0 && !waits && !demotions_.is_awaited()) {
+    (void)session.try_lock();
+  }
   {
     std::optional<KeeperCalls::Enforcing> enforcing;
     if (session) enforcing.emplace(calls_);

@@ -32,6 +32,7 @@
 #include "accounting.h"
 #include "backing.h"
 #include "counters.h"
+#include "demotions.h"
 #include "figures.h"
 #include "keeper_calls.h"
 #include "ladder.h"
@@ -125,6 +126,34 @@ class Pool {
 
   // --- bytes of blocks (tiers, transfer) -------------------------------------------------------
 
+  /// From now on evictions count as demoted or dropped, and who shrinks the pool waits for copies
+  /// while a thread serves next_demotion().
+  void use_tiers(const DemotionWaits& waits);
+  /// Blocks get their keys: as cache(), and of blocks in use. Fails as Blocks::name.
+  Status cache(std::span<const BlockId> ids, std::span<const BlockKey> keys);
+  Status name(std::span<const BlockId> ids, std::span<const BlockKey> keys);
+  /// As Blocks::mark_clean and forget_copies.
+  std::uint64_t mark_clean(std::span<const BlockId> ids, std::span<const BlockKey> keys);
+  std::uint64_t forget_copies();
+
+  /// What is to be copied before it is evicted.
+  struct Demotion {
+    DemotionReason reason;
+    std::uint64_t blocks;  ///< dirty cached ones
+    std::chrono::nanoseconds left;
+  };
+  /// Blocks until somebody shrinks the pool and there are blocks to copy, `timeout` at most, or
+  /// until stop_demotions().
+  std::optional<Demotion> next_demotion(std::chrono::nanoseconds timeout);
+  /// Who called next_demotion() does so no more: nobody waits for copies.
+  void stop_demotions();
+  /// As Blocks::begin_leaving: while somebody shrinks the pool, the blocks that would go first,
+  /// else the oldest. Their contents can be read, their pages stay, until end_leaving(); whether a
+  /// block was still the same then is what end_leaving() answers.
+  Leaving begin_leaving(std::uint64_t most);
+  /// As Blocks::end_leaving; fails with kInvalidArgument for another number of flags.
+  Result<std::uint64_t> end_leaving(std::uint32_t ticket, std::span<const std::uint8_t> copied);
+
   /// Copies whole blocks, every rank's part, into slots of `staging` (CopyTo::kHost) or back
   /// (kDevice). Waits for what the devices have in hand; blocks. The caller keeps the blocks where
   /// they are: they are in use by it, pinned, or leaving. Fails as Backing::copy_records, and with
@@ -210,7 +239,9 @@ class Pool {
   LimitState set_limit(std::uint64_t limit_bytes);
   /// Goes down the ladder until the limit holds or only used blocks are left. Waits for the
   /// session; blocks. Fails as unmap of the backing does.
-  Result<LimitState> enforce_limit();
+  /// Where tiers are in use it waits for copies first, and gives back what is clean meanwhile,
+  /// until `interrupted` says that something else is to be done (asked every few milliseconds).
+  Result<LimitState> enforce_limit(const std::function<bool()>& interrupted = {});
   /// The same, and waits for pages over the limit that others have begun to unmap: what it answers
   /// as held is in use. For who puts the pool to sleep, and says then that its memory is free.
   Result<LimitState> settle_limit();
@@ -280,6 +311,10 @@ class Pool {
   bool take_mapped(Parts parts, std::vector<BlockId>& out);
   void given_back(Lock& lock);
   void evict_over_bound();
+  Result<LimitState> enforce_now();
+  bool would_drop(std::uint64_t pages) const;
+  void demote_for_limit(const std::function<bool()>& interrupted);
+  void demote_for_others(std::uint64_t pages);
   void tell_limit();
 
   const OwnProcess made_by_;
@@ -299,6 +334,7 @@ class Pool {
   PoolPages pages_;
   PageSupply supply_;
   Ladder ladder_;
+  Demotions demotions_;
 };
 
 }  // namespace kvelastic

@@ -52,7 +52,12 @@ bool Pool::is_asleep() const {
   return accounting_.limit.is_asleep();
 }
 
-Result<LimitState> Pool::enforce_limit() {
+Result<LimitState> Pool::enforce_limit(const std::function<bool()>& interrupted) {
+  demote_for_limit(interrupted);
+  return enforce_now();
+}
+
+Result<LimitState> Pool::enforce_now() {
   const std::lock_guard session(session_);
   Lock lock(mutex_);
   Status done = ladder_.enforce(lock);
@@ -62,8 +67,9 @@ Result<LimitState> Pool::enforce_limit() {
 }
 
 Result<LimitState> Pool::settle_limit() {
+  demote_for_limit({});
   while (true) {
-    Result<LimitState> state = enforce_limit();
+    Result<LimitState> state = enforce_now();
     if (!state || state->over_bytes == 0) return state;
     Lock lock(mutex_);
     if (!accounting_.is_leaving()) return state;
@@ -74,6 +80,7 @@ Result<LimitState> Pool::settle_limit() {
 // --- what others ask -----------------------------------------------------------------------------
 
 Result<std::uint64_t> Pool::give_up(std::uint64_t pages, Depth depth, std::uint64_t min_pages) {
+  if (depth != Depth::kParked) demote_for_others(pages);
   const std::lock_guard session(session_);
   Lock lock(mutex_);
   return ladder_.give_up(lock, pages, depth, min_pages);

@@ -134,6 +134,10 @@ std::string_view counter_name(Counter counter) {
       return "provision_runs";
     case Counter::kBlocksMoved:
       return "blocks_moved";
+    case Counter::kBlocksDemoted:
+      return "blocks_demoted";
+    case Counter::kBlocksDropped:
+      return "blocks_dropped";
     case Counter::kCount:
       break;
   }

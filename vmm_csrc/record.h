@@ -178,6 +178,8 @@ enum class Counter : std::uint32_t {
   kRequestsApplied,
   kProvisionRuns,
   kBlocksMoved,
+  kBlocksDemoted,
+  kBlocksDropped,
   kCount,
 };
 inline constexpr std::size_t kCounterRoom = 32;

@@ -56,7 +56,7 @@ class StoreStatistics:
     misses: int = 0
     """Records asked for that are not there."""
     torn: int = 0
-    """Records found that are not whole: torn, truncated, flipped. They are counted as misses, too."""
+    """Records found that are not whole: torn, truncated, flipped. They count as misses, too."""
     evicted: int = 0
     """Records displaced by others, or by a lower limit."""
     errors: int = 0
@@ -105,7 +105,7 @@ class Store(ABC):
 
     @abstractmethod
     def enter(self, namespace: Namespace) -> None:
-        """Records put from now on belong to `namespace`, and so does what `erase_matching` finds."""
+        """Records put from now on belong to `namespace`."""
 
     @abstractmethod
     def has(self, keys: bytes) -> list[bool]:

@@ -21,6 +21,12 @@ Geometry geometry(std::uint64_t pages, std::uint64_t blocks_per_page, std::uint6
   return g;
 }
 
+std::vector<BlockId> ids_of(const std::vector<EvictedBlock>& evicted) {
+  std::vector<BlockId> ids;
+  for (const EvictedBlock& block : evicted) ids.push_back(block.id);
+  return ids;
+}
+
 /// What a reader of blocks.h expects, in sets and lists.
 struct Model {
   std::set<BlockId> free_ids, used;
@@ -130,11 +136,11 @@ struct Play {
     CHECK(!blocks->touch(ids));
   }
   void evict() {
-    std::vector<BlockId> ids;
+    std::vector<EvictedBlock> gone;
     if (random() % 2 == 0) {
-      const bool any = blocks->evict_oldest_block(ids);
+      const bool any = blocks->evict_oldest_block(gone);
       CHECK(any == !model.cached.empty());
-      if (any) CHECK(ids == std::vector<BlockId>{model.cached.front()});
+      if (any) CHECK(ids_of(gone) == std::vector<BlockId>{model.cached.front()});
     } else {
       // The cheapest among the pages that hold cached blocks and no used one.
       std::map<PageIndex, std::uint32_t> cost;
@@ -144,19 +150,19 @@ struct Play {
       std::optional<std::uint32_t> cheapest;
       for (const auto& [page, count] : cost) cheapest = std::min(cheapest.value_or(count), count);
       CHECK(blocks->cheapest_page_cost() == cheapest);
-      CHECK(blocks->evict_cheapest_page(ids) == cheapest.has_value());
-      CHECK(ids.size() == cheapest.value_or(0));
+      CHECK(blocks->evict_cheapest_page(gone) == cheapest.has_value());
+      CHECK(gone.size() == cheapest.value_or(0));
       std::set<PageIndex> pages;
-      for (const BlockId id : ids) pages.insert(page_of(id));
+      for (const EvictedBlock& block : gone) pages.insert(page_of(block.id));
       CHECK(pages.size() <= 1);
     }
-    model.evicted(ids);
+    model.evicted(ids_of(gone));
   }
   void clear() {
-    std::vector<BlockId> ids;
-    blocks->clear(ids);
-    CHECK(ids == model.cached);
-    model.evicted(ids);
+    std::vector<EvictedBlock> gone;
+    blocks->clear(gone);
+    CHECK(ids_of(gone) == model.cached);
+    model.evicted(ids_of(gone));
     model.free_ids.insert(model.used.begin(), model.used.end());
     model.used.clear();
   }

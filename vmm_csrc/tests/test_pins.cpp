@@ -28,7 +28,7 @@ struct Full {
   std::unique_ptr<Blocks> made = *Blocks::create(geometry());
   Blocks& blocks = *made;
   std::vector<BlockId> ids;
-  std::vector<BlockId> evicted;
+  std::vector<EvictedBlock> evicted;
 
   Full() {
     for (int i = 0; i < 2; ++i) blocks.add_page(*blocks.take_unmapped());
@@ -91,7 +91,7 @@ TEST(a_pinned_block_that_is_cached_can_be_touched_and_not_evicted) {
   CHECK(one.blocks.waiting_blocks() == 2);
   CHECK(one.blocks.unpin(ticket));
   CHECK(one.blocks.cached_blocks() == 2);
-  CHECK(one.blocks.evict_oldest_block(one.evicted) && one.evicted[0] == one.ids[1]);
+  CHECK(one.blocks.evict_oldest_block(one.evicted) && one.evicted[0].id == one.ids[1]);
 }
 
 TEST(a_cached_block_that_is_pinned_is_cached_again_after_it) {
@@ -131,7 +131,7 @@ TEST(ordered_blocks_are_used_again_before_fenced_ones_and_strict_ones_are_not) {
   std::vector<BlockId> got;
   one.blocks.reuse(3, got, one.evicted);
   CHECK((got == std::vector<BlockId>{one.ids[5], one.ids[4], one.ids[2]}));
-  CHECK(one.evicted == std::vector<BlockId>{one.ids[4]});
+  CHECK(one.evicted == std::vector<EvictedBlock>{{one.ids[4], false}});
   for (const PinTicket ticket : {strict, fenced, ordered}) CHECK(one.blocks.unpin(ticket));
   CHECK(one.blocks.free_blocks() == 3);  // 0, 1, 3; the others are in use
 }

@@ -389,12 +389,12 @@ TEST(blocks_evict_the_cheapest_page_and_the_oldest_block) {
   CHECK(static_cast<bool>(blocks.cache(one)));
   CHECK(static_cast<bool>(blocks.cache(std::span(two).subspan(10))));
   CHECK(blocks.cheapest_page_cost() == 6U);
-  std::vector<BlockId> evicted;
+  std::vector<EvictedBlock> evicted;
   CHECK(blocks.evict_oldest_block(evicted));
-  CHECK(evicted.size() == 1 && evicted.front() == one.front());
+  CHECK(evicted.size() == 1 && evicted.front().id == one.front());
   evicted.clear();
   CHECK(blocks.evict_cheapest_page(evicted));
-  CHECK(evicted.size() == 6 && evicted.front() == two[10]);
+  CHECK(evicted.size() == 6 && evicted.front().id == two[10]);
   CHECK(blocks.parked_pages() == 1);
   CHECK(blocks.touch(std::span(two).subspan(10, 1)).error().code == Errc::kDoubleFree);
   CHECK(static_cast<bool>(blocks.check_integrity()));

@@ -1,0 +1,188 @@
+"""Blocks with keys: clean ones go first, what is evicted is demoted or dropped, shrinking waits."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+from native_pools import LAYOUTS, Memory
+
+from kvelastic import _vmm, errors
+
+PAGES = 6
+B = 8
+NO_KEY = bytes(16)
+
+
+def key(number: int) -> bytes:
+    return number.to_bytes(16, "little")
+
+
+def keys(ids: list[int], salt: int = 0) -> bytes:
+    return b"".join(key(block + salt + 1) for block in ids)
+
+
+def filled(memory: Memory, **options: bool) -> tuple[_vmm.Pool, list[int]]:
+    """A pool whose every block is cached under a key."""
+    pool = memory.pool(**options)
+    pool.use_tiers(limit_wait_s=3600, sleep_wait_s=3600, reclaim_wait_s=3600)
+    ids = sorted(pool.alloc(pool.available_size()) or [])
+    pool.cache(ids, keys(ids))
+    return pool, ids
+
+
+@contextmanager
+def demoter(pool: _vmm.Pool, *, most: int = 5, works: bool = True) -> Iterator[dict[bytes, int]]:
+    """A thread that copies whatever is wanted; yields the keys that it has kept, and their reads."""
+    kept: dict[bytes, int] = {}
+    attending = threading.Event()
+    ending = threading.Event()
+
+    def serve() -> None:
+        while not ending.is_set():
+            attending.set()
+            if pool.next_demotion(3600) is None:
+                continue
+            leaving = pool.begin_leaving(most)
+            for i in range(0, len(leaving.keys), 16):
+                kept[leaving.keys[i : i + 16]] = kept.get(leaving.keys[i : i + 16], 0) + 1
+            pool.end_leaving(leaving.ticket, [works] * len(leaving.ids))
+
+    pool.next_demotion(0)
+    thread = threading.Thread(target=serve)
+    thread.start()
+    attending.wait()
+    try:
+        yield kept
+    finally:
+        ending.set()
+        while thread.is_alive():
+            pool.stop_demotions()
+            thread.join(0.01)
+
+
+def test_a_clean_block_goes_before_an_older_dirty_one() -> None:
+    pool, ids = filled(Memory(LAYOUTS["paged"], PAGES))
+    clean = ids[10:12]
+    assert pool.mark_clean([*clean, ids[0]], keys([*clean, ids[1]])) == 2
+    assert pool.alloc(3) == [*clean, ids[0]]
+    assert pool.take_changes() == [(clean[0], -2), (clean[1], -2), (ids[0], -1)]
+    stats = pool.stats()
+    assert (stats["blocks_demoted"], stats["blocks_dropped"]) == (2, 1)
+    pool.check_integrity()
+
+
+def test_without_tiers_nothing_counts_as_dropped() -> None:
+    memory = Memory(LAYOUTS["paged"], 2)
+    pool = memory.pool()
+    ids = pool.alloc(15)
+    pool.cache(ids)
+    assert pool.alloc(2) is not None
+    stats = pool.stats()
+    assert (stats["blocks_evicted"], stats["blocks_dropped"]) == (2, 0)
+
+
+def test_what_the_engine_gives_up_is_not_dropped() -> None:
+    pool, ids = filled(Memory(LAYOUTS["paged"], PAGES))
+    pool.free(ids[:5])
+    pool.clear()
+    assert pool.stats()["blocks_dropped"] == 0
+
+
+@pytest.mark.parametrize("how", ["limit", "sleep"])
+def test_a_limit_and_a_sleep_wait_until_everything_is_copied(how: str) -> None:
+    memory = Memory(LAYOUTS["paged"], PAGES)
+    pool, ids = filled(memory)
+    with demoter(pool) as kept:
+        if how == "limit":
+            pool.set_limit(2 * memory.layout.page_bytes)
+        else:
+            assert pool.sleep()["mapped_bytes"] == 0
+    stats = pool.stats()
+    assert stats["blocks_dropped"] == 0
+    gone = [block for block, to in pool.take_changes() if to == -2]
+    assert stats["blocks_demoted"] == len(gone) >= 4 * B - 1
+    assert {key(block + 1) for block in gone} <= set(kept)
+    assert set(kept.values()) == {1}, "none was copied twice"
+    if how == "sleep":
+        assert sorted(gone) == ids
+    pool.check_integrity()
+
+
+def test_a_tier_that_takes_nothing_is_not_waited_for() -> None:
+    memory = Memory(LAYOUTS["paged"], PAGES)
+    pool, _ = filled(memory)
+    with demoter(pool, works=False) as kept:
+        pool.sleep()
+    assert len(kept) == 5, "one batch, and no second one"
+    assert pool.stats()["blocks_dropped"] == PAGES * B - 1
+
+
+def test_nobody_waits_where_nobody_copies() -> None:
+    pool, _ = filled(Memory(LAYOUTS["paged"], PAGES))
+    pool.sleep()
+    pool.wake()
+    ids = pool.alloc(9)
+    pool.cache(ids, keys(ids))
+    with demoter(pool):
+        pass
+    pool.sleep()
+    assert pool.stats()["blocks_dropped"] == PAGES * B - 1 + 9
+
+
+def test_a_demoter_that_never_answers_costs_the_deadline_only() -> None:
+    pool, _ = filled(Memory(LAYOUTS["paged"], PAGES))
+    pool.use_tiers(limit_wait_s=0.05, sleep_wait_s=0.05)
+    assert pool.next_demotion(0) is None
+    assert pool.sleep()["mapped_bytes"] == 0
+    assert pool.stats()["blocks_dropped"] == PAGES * B - 1
+
+
+def test_keys_are_for_blocks_that_are_there() -> None:
+    pool = Memory(LAYOUTS["paged"], 2).pool()
+    ids = pool.alloc(3)
+    with pytest.raises(errors.InvalidArgumentError, match="give 16 for each"):
+        pool.cache(ids, keys(ids)[:-1])
+    with pytest.raises(errors.DoubleFreeError):
+        pool.cache([ids[0], ids[0]], keys([1, 2]))
+    assert pool.stats()["blocks_cached"] == 0
+    pool.free(ids[2:])
+    for wrong, error in (
+        ([ids[2]], errors.UnknownBlockError),
+        ([0], errors.NullBlockError),
+        ([10**12], errors.UnknownBlockError),
+    ):
+        with pytest.raises(error):
+            pool.name_blocks(wrong, key(1))
+    pool.name_blocks(ids[:2], keys(ids[:2]))
+    pool.cache(ids[:2])
+    assert pool.begin_leaving(9).keys == keys(ids[:2])
+    with pytest.raises(ValueError, match="nan"):
+        pool.next_demotion(float("nan"))
+
+
+def test_flags_must_be_as_many_as_blocks() -> None:
+    pool, _ = filled(Memory(LAYOUTS["paged"], 2))
+    leaving = pool.begin_leaving(3)
+    with pytest.raises(errors.InvalidArgumentError, match="3 blocks"):
+        pool.end_leaving(leaving.ticket, [True])
+    assert pool.end_leaving(leaving.ticket, [True] * 3) == 3
+    assert pool.end_leaving(leaving.ticket, [True] * 3) == 0
+    assert pool.stats()["blocks_clean"] == 3
+    assert pool.forget_copies() == 3
+
+
+def test_a_page_is_not_unmapped_while_it_is_copied() -> None:
+    memory = Memory(LAYOUTS["paged"], PAGES)
+    pool, _ = filled(memory)
+    leaving = pool.begin_leaving(3)
+    read = {memory.page_of(block) for block in leaving.ids}
+    pool.sleep()
+    assert {page for page in range(PAGES) if memory.range.is_mapped(page)} == read
+    staging = _vmm.Staging(3, pool.record_bytes)
+    pool.copy_out(leaving.ids, staging, [0, 1, 2])
+    pool.end_leaving(leaving.ticket, [True] * 3)
+    assert pool.sleep()["mapped_bytes"] == 0
+    pool.check_integrity()
