@@ -21,6 +21,7 @@ from kvelastic.errors import ConfigError, InvalidArgumentError
 from kvelastic.host_capacity import default_host_capacity_bytes, machine_memory_bytes
 from kvelastic.logs import configure_logging, say_once
 from kvelastic.sizes import MAX_PRIORITY, MIB_BYTES, SIZE_FORMS, parse_percent, parse_size
+from kvelastic.tier_list import TIERS_FORMS, TierListError, TierSpec, parse_tiers
 
 __all__ = ["VARIABLES", "Config", "Percent", "configure_logging", "load", "markdown_table"]
 
@@ -76,6 +77,23 @@ class Config:
     """None is never."""
     guard_pages: bool = False
     strict: bool = True
+    tiers: tuple[TierSpec, ...] = ()
+    """Where demoted blocks lie, nearest first; none: evicted blocks are gone."""
+    tier_policy: str = "write_back"
+    tier_copies: str = "all"
+    tier_staging: int = 64 * MIB_BYTES
+    """Bytes between blocks and stores."""
+    tier_watermark: float = 10.0
+    """Percent of the blocks."""
+    tier_idle_s: float | None = 5.0
+    """None is never."""
+    tier_reclaim_s: float = 0.02
+    tier_limit_s: float = 2.0
+    tier_sleep_s: float = 30.0
+    tier_write_rate: int | None = None
+    """Bytes a second that are written ahead of need; None is no bound."""
+    tier_daily_write: int | None = None
+    """Bytes that a disk tier takes in a day; None is no bound."""
 
     @property
     def page_size_bytes(self) -> int:
@@ -194,6 +212,19 @@ def _seconds(text: str) -> float:
     return value
 
 
+def _size_or_none(text: str) -> int | None:
+    return None if text.lower() == "none" else _capacity(text)
+
+
+def _one_of(*words: str) -> Callable[[str], str]:
+    def parse(text: str) -> str:
+        if text.lower() not in words:
+            raise ValueError(text)
+        return text.lower()
+
+    return parse
+
+
 def _device(text: str) -> str:
     lowered = text.lower()
     if lowered in ("cpu", "host"):
@@ -281,6 +312,36 @@ VARIABLES: Final[tuple[Variable, ...]] = (
              " kernel that reads too far reads scratch. Maps and unmaps cost twice as much."),
     Variable("KVELASTIC_STRICT", None, "strict", _boolean, "true", BOOLEAN,
              "Refuse an engine version outside the supported table; false only warns."),
+    Variable("KVELASTIC_TIERS", None, "tiers", parse_tiers, "none", TIERS_FORMS,
+             "Where blocks that the cache must give up are kept; docs/tiers.md says more."),
+    Variable("KVELASTIC_TIER_POLICY", None, "tier_policy", _one_of("write_back", "write_through"),
+             "write_back", "write_back or write_through",
+             "write_back copies blocks as late as possible, write_through while it serves."),
+    Variable("KVELASTIC_TIER_COPIES", None, "tier_copies", _one_of("all", "first"), "all",
+             "all or first",
+             "Whether a block is kept in all tiers that take it, or in the nearest one only."),
+    Variable("KVELASTIC_TIER_STAGING", None, "tier_staging", _capacity, "64M",
+             f"more than 0: {SIZE_FORMS}",
+             "Host memory through which blocks go to tiers and come back."),
+    Variable("KVELASTIC_TIER_WATERMARK", None, "tier_watermark", parse_percent, "10%",
+             "a percentage of the blocks, 0 to 100",
+             "write_back cleans ahead when fewer blocks than that are free or have a copy."),
+    Variable("KVELASTIC_TIER_IDLE_SECONDS", None, "tier_idle_s", _seconds_or_never, "5.0",
+             "seconds; less than 0 is never",
+             "After so long without an alloc or free, write_back copies what has no copy yet."),
+    Variable("KVELASTIC_TIER_RECLAIM_SECONDS", None, "tier_reclaim_s", _seconds, "0.02",
+             "seconds, from 0 to 3600",
+             "How long memory that others ask for waits for copies; the rest is dropped."),
+    Variable("KVELASTIC_TIER_LIMIT_SECONDS", None, "tier_limit_s", _seconds, "2.0",
+             "seconds, from 0 to 3600", "The same for a lower limit."),
+    Variable("KVELASTIC_TIER_SLEEP_SECONDS", None, "tier_sleep_s", _seconds, "30.0",
+             "seconds, from 0 to 3600", "The same for a sleep."),
+    Variable("KVELASTIC_TIER_WRITE_RATE", None, "tier_write_rate", _size_or_none, "none",
+             f"none; or bytes a second, more than 0: {SIZE_FORMS}",
+             "Most that is written to tiers while nobody waits for it."),
+    Variable("KVELASTIC_TIER_DAILY_WRITE", None, "tier_daily_write", _size_or_none, "none",
+             f"none; or more than 0: {SIZE_FORMS}",
+             "Most that each disk tier writes in a day, for the life of the medium."),
 )
 # fmt: on
 
@@ -336,6 +397,10 @@ def _find(variable: Variable, environ: Mapping[str, str]) -> tuple[str, str | No
 def _parsed(variable: Variable, name: str, text: str) -> object:
     try:
         return variable.parse(text)
+    except TierListError as error:
+        raise ConfigError(
+            f"{name}={text!r} is not accepted: {error}; set it to {variable.accepts}."
+        ) from None
     except (ValueError, InvalidArgumentError):
         raise ConfigError(
             f"{name}={text!r} is not accepted; set it to {variable.accepts}."

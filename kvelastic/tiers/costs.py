@@ -1,0 +1,61 @@
+"""What things cost, measured while they happen: loads by tier, demotion, and computing a block.
+
+    costs = Costs(tiers=2)
+    costs.loaded(1, blocks=8, seconds=0.02); costs.computed(blocks=50, seconds=3.4)
+    costs.worth_asking(1)
+
+The rule itself is `policy.is_worth_asking`. Any thread.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+from kvelastic.tiers.policy import averaged, is_worth_asking
+
+
+class Costs:
+    """Moving averages, in seconds a block."""
+
+    def __init__(self, tiers: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._load_s: list[float | None] = [None] * tiers
+        self._asked_s = [clock()] * tiers
+        self._compute_s: float | None = None
+
+    def loaded(self, tier: int, blocks: int, seconds: float) -> None:
+        """A tier has brought `blocks` to staging in `seconds`."""
+        if blocks > 0:
+            with self._lock:
+                self._load_s[tier] = averaged(self._load_s[tier], seconds / blocks)
+
+    def computed(self, blocks: int, seconds: float) -> None:
+        """The engine has computed `blocks` in `seconds`."""
+        if blocks > 0:
+            with self._lock:
+                self._compute_s = averaged(self._compute_s, seconds / blocks)
+
+    def worth_asking(self, tier: int) -> bool:
+        """Whether loading from it beats computing; asking is noted when the answer is yes."""
+        with self._lock:
+            now_s = self._clock()
+            is_worth = is_worth_asking(
+                self._load_s[tier], self._compute_s, unasked_s=now_s - self._asked_s[tier]
+            )
+            if is_worth:
+                self._asked_s[tier] = now_s
+            return is_worth
+
+    def load_s(self, tier: int) -> float | None:
+        """Seconds to load a block from it; None before the first load."""
+        with self._lock:
+            return self._load_s[tier]
+
+    @property
+    def compute_s(self) -> float | None:
+        """Seconds to compute a block; None before anybody said."""
+        with self._lock:
+            return self._compute_s

@@ -1,0 +1,535 @@
+"""Runs graphs over all tiers: one thread for the pool's copies, and one for each store.
+
+    executor = Executor(copies, staging, stores)
+    run = executor.submit(Transfer(graph, keys, ids), Priority.LOAD)
+    run.wait(0.5); run.loaded
+    executor.close(timeout_s=5)
+
+A store that hangs holds its own thread and the slots of one batch, nothing else: once a call has
+taken `stuck_s`, what waits for that store fails, and so does all that comes, until the call
+returns. What the pool copies is always waited for, because it touches blocks.
+
+A store that raises, against its contract, is taken for one that has nothing; the error is logged.
+Slots come back when the calls that use them have returned, and never before.
+
+Locks: one, `_changed`; no call to a store or to the pool is made with it held. `StagingSlots` has
+one of its own, taken inside. Any thread may call anything.
+"""
+
+from __future__ import annotations
+
+import heapq
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+from kvelastic.errors import IntegrityError, InvalidArgumentError, KvelasticError
+from kvelastic.tiers.base import Store
+from kvelastic.tiers.graph import FILLS_STAGING, NO_TIER, POOL_COPIES, Kind, Operation, State
+from kvelastic.tiers.pool_side import Copies, StagingMemory
+from kvelastic.tiers.run import Batch, Priority, Run, Transfer
+from kvelastic.tiers.staging import StagingSlots
+
+_log = logging.getLogger("kvelastic")
+
+STUCK_S = 10.0
+"""A call to a store that takes longer is given up."""
+_LOOK_S = 0.25
+"""Who waits for a run looks after hanging stores so often."""
+
+Measured = Callable[[Kind, int, int, float], None]
+"""Told of each call that went well: kind, tier, blocks, seconds. Must be short."""
+
+
+class _Worker:
+    """A thread, what waits for it, and what it is doing. The executor's lock guards all of it."""
+
+    def __init__(self, name: str, tier: int, store: Store | None) -> None:
+        self.name = name
+        self.tier = tier
+        self.store = store
+        # Those that fill staging slots wait apart: where there are none, the others, which give
+        # slots back, must not wait behind them.
+        self.filling: list[tuple[int, int, Run, int]] = []
+        self.others: list[tuple[int, int, Run, int]] = []
+        self.running: tuple[Run, int] | None = None
+        self.began_s = 0.0
+        self.is_given_up = False
+        """Whether what it is doing was given up: it hangs."""
+        self.thread: threading.Thread | None = None
+
+
+class Executor:
+    """See the module."""
+
+    def __init__(
+        self,
+        copies: Copies,
+        memory: StagingMemory,
+        stores: Sequence[Store],
+        *,
+        stuck_s: float = STUCK_S,
+        clock: Callable[[], float] = time.monotonic,
+        measured: Measured | None = None,
+    ) -> None:
+        """Starts the threads. `stores` are nearest first, and belong to it: `close` closes them."""
+        self.slots = StagingSlots(memory.slots)
+        self._copies = copies
+        self._memory = memory
+        self._stuck_s = stuck_s
+        self._clock = clock
+        self._measured = measured
+        self._changed = threading.Condition()
+        self._serial = 0
+        self._runs: set[Run] = set()
+        self._is_closing = False
+        self._pool_worker = _Worker("kvelastic-copies", NO_TIER, None)
+        self._workers = [
+            _Worker(f"kvelastic-{store.name}"[:15], tier, store)
+            for tier, store in enumerate(stores)
+        ]
+        for worker in self._all_workers:
+            worker.thread = threading.Thread(
+                target=self._work, args=(worker,), name=worker.name, daemon=True
+            )
+            worker.thread.start()
+
+    @property
+    def _all_workers(self) -> list[_Worker]:
+        return [self._pool_worker, *self._workers]
+
+    # --- what others call ----------------------------------------------------------------------
+
+    def submit(self, transfer: Transfer, priority: Priority) -> Run:
+        """Begin a transfer. Never blocks.
+
+        Raises `InvalidArgumentError` for one that does not fit together, names a tier that is not
+        there, or has a batch of more items than there are slots.
+        """
+        transfer.check()
+        for operation in transfer.graph.operations:
+            if operation.tier >= len(self._workers):
+                raise InvalidArgumentError(
+                    f"tier {operation.tier} is not one of {len(self._workers)}; plan with those"
+                )
+        run = Run(self, transfer, priority, self._changed)
+        for batch in run.batches.values():
+            if len(batch.items) > self.slots.count:
+                raise InvalidArgumentError(
+                    f"a batch of {len(batch.items)} items needs as many staging slots, and there"
+                    f" are {self.slots.count}; plan smaller batches"
+                )
+        self.look()
+        with self._changed:
+            self._runs.add(run)
+            ready = run.states.ready()
+            if self._is_closing:
+                self._cancel(run)
+            else:
+                self._enqueue(run, ready)
+            callbacks = self._settle(run)
+        run.call(callbacks)
+        return run
+
+    def wait(self, run: Run, timeout_s: float | None, is_reached: Callable[[], bool]) -> bool:
+        """Until `is_reached` (with the lock held), `timeout_s` at most; answers what it says."""
+        deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
+        while True:
+            self.look()
+            with self._changed:
+                if is_reached():
+                    return True
+                left_s = _LOOK_S
+                if deadline_s is not None:
+                    left_s = min(left_s, deadline_s - time.monotonic())
+                    if left_s <= 0:
+                        return False
+                self._changed.wait(left_s)
+
+    def cancel(self, run: Run) -> None:
+        """As `Run.cancel`."""
+        with self._changed:
+            self._cancel(run)
+            callbacks = self._settle(run)
+        run.call(callbacks)
+
+    def look(self) -> None:
+        """Give up what hangs. Short; whoever asks about a run does it."""
+        settled: list[tuple[Run, list[Callable[[Run], None]]]] = []
+        with self._changed:
+            for worker in self._workers:
+                if worker.running is None or worker.is_given_up:
+                    continue
+                took_s = self._clock() - worker.began_s
+                if took_s < self._stuck_s:
+                    continue
+                run, index = worker.running
+                worker.is_given_up = True
+                _log.warning(
+                    "tier %s has not answered a %s for %.0f s: it counts as empty and full until"
+                    " it does",
+                    worker.store.name if worker.store else worker.name,
+                    run.transfer.graph.operations[index].kind.value,
+                    took_s,
+                )
+                self._enqueue(run, self._end(run, index, State.FAILED))
+                settled.append((run, self._settle(run)))
+                for queue in (worker.filling, worker.others):
+                    for _, _, other, waiting in queue:
+                        self._refuse(other, waiting)
+                        settled.append((other, self._settle(other)))
+                    queue.clear()
+        for run, callbacks in settled:
+            run.call(callbacks)
+
+    @property
+    def stuck_tiers(self) -> list[int]:
+        """Tiers whose store hangs."""
+        with self._changed:
+            return [worker.tier for worker in self._workers if worker.is_given_up]
+
+    @property
+    def open_runs(self) -> int:
+        """How many transfers are not over."""
+        with self._changed:
+            return len(self._runs)
+
+    def drain(self, timeout_s: float) -> bool:
+        """Wait until no transfer is open, `timeout_s` at most; answers whether none is. Blocks."""
+        deadline_s = time.monotonic() + timeout_s
+        while True:
+            self.look()
+            with self._changed:
+                if not self._runs and not any(w.running for w in self._all_workers):
+                    return True
+                left_s = min(_LOOK_S, deadline_s - time.monotonic())
+                if left_s <= 0:
+                    return False
+                self._changed.wait(left_s)
+
+    def settle_unawaited(self, timeout_s: float) -> bool:
+        """Cancel what nobody waits for, and wait until no store is being written to.
+
+        Answers whether that was reached within `timeout_s`; what hangs is not waited for. Blocks.
+        """
+        deadline_s = time.monotonic() + timeout_s
+        with self._changed:
+            for run in list(self._runs):
+                operations = run.transfer.graph.operations
+                for index in run.open_operations():
+                    if not operations[index].is_awaited and run.states.of(index) is State.PENDING:
+                        self._end(run, index, State.CANCELLED)
+                self._forget_if_over(run)
+        while True:
+            self.look()
+            with self._changed:
+                if not any(self._is_writing(worker) for worker in self._workers):
+                    return True
+                left_s = min(_LOOK_S, deadline_s - time.monotonic())
+                if left_s <= 0:
+                    return False
+                self._changed.wait(left_s)
+
+    @staticmethod
+    def _is_writing(worker: _Worker) -> bool:
+        if worker.running is None or worker.is_given_up:
+            return False
+        run, index = worker.running
+        return run.transfer.graph.operations[index].kind is Kind.PUT
+
+    def close(self, timeout_s: float = 5.0) -> list[str]:
+        """Cancel everything, end the threads and close the stores, each in its own thread.
+
+        Waits `timeout_s` at most for all of them. Answers the names of stores that hang: their
+        threads are left behind, with what they hold. Repeatable.
+        """
+        with self._changed:
+            self._is_closing = True
+            runs = list(self._runs)
+            for run in runs:
+                self._cancel(run)
+            settled = [(run, self._settle(run)) for run in runs]
+            self._changed.notify_all()
+        for run, callbacks in settled:
+            run.call(callbacks)
+        deadline_s = time.monotonic() + timeout_s
+        for worker in self._all_workers:
+            if worker.thread is not None and worker.thread is not threading.current_thread():
+                worker.thread.join(max(0.0, deadline_s - time.monotonic()))
+        left = [
+            worker.store.name if worker.store else "the pool's copies"
+            for worker in self._all_workers
+            if worker.thread is not None and worker.thread.is_alive()
+        ]
+        if left:
+            _log.warning(
+                "%s did not end within %.1f s and is left to the end of the process",
+                ", ".join(left),
+                timeout_s,
+            )
+        return left
+
+    def check_integrity(self) -> None:
+        """Compare runs, batches and slots; raises `IntegrityError` naming what disagrees."""
+        with self._changed:
+            held: list[int] = []
+            for run in self._runs:
+                run.states.check_integrity()
+                for number, batch in run.batches.items():
+                    held += batch.slots.values()
+                    open_ = sum(
+                        1
+                        for index in run.open_operations()
+                        if run.transfer.graph.operations[index].batch == number
+                        and run.transfer.graph.operations[index].kind is not Kind.DROP
+                    )
+                    if open_ != batch.open:
+                        raise IntegrityError(
+                            f"batch {number} counts {batch.open} open operations of {open_}"
+                        )
+            if len(set(held)) != len(held):
+                raise IntegrityError(f"two batches have one of the staging slots {sorted(held)}")
+            self.slots.check_integrity()
+            if self.slots.free + len(held) != self.slots.count:
+                raise IntegrityError(
+                    f"{self.slots.free} staging slots are free and {len(held)} held, of"
+                    f" {self.slots.count}"
+                )
+
+    # --- the lock is held ----------------------------------------------------------------------
+
+    def _worker_of(self, operation: Operation) -> _Worker:
+        if operation.kind in POOL_COPIES:
+            return self._pool_worker
+        return self._workers[operation.tier]
+
+    def _enqueue(self, run: Run, ready: Sequence[int]) -> None:
+        for index in ready:
+            if run.states.of(index) is not State.PENDING:
+                continue
+            operation = run.transfer.graph.operations[index]
+            worker = self._worker_of(operation)
+            if worker.is_given_up:
+                self._refuse(run, index)
+                continue
+            self._serial += 1
+            priority = run.priority if operation.is_awaited else Priority.BACKGROUND
+            queue = worker.filling if operation.kind in FILLS_STAGING else worker.others
+            heapq.heappush(queue, (priority, self._serial, run, index))
+        self._changed.notify_all()
+
+    def _refuse(self, run: Run, index: int) -> None:
+        """A store that hangs is not asked."""
+        if run.states.is_ready(index):
+            run.states.start(index)
+            self._enqueue(run, self._end(run, index, State.FAILED))
+
+    def _end(self, run: Run, index: int, state: State) -> list[int]:
+        operation = run.transfer.graph.operations[index]
+        freed = run.states.end(index, state)
+        batch = run.batches[operation.batch]
+        if operation.kind is not Kind.DROP:
+            batch.open -= 1
+        self._release(batch)
+        return freed
+
+    def _release(self, batch: Batch) -> None:
+        if batch.open == 0 and batch.calls == 0 and batch.slots:
+            self.slots.give_back(list(batch.slots.values()))
+            batch.slots.clear()
+            self._changed.notify_all()
+
+    def _cancel(self, run: Run) -> None:
+        run.is_cancelled = True
+        operations = run.transfer.graph.operations
+        for index in run.open_operations():
+            if run.states.of(index) is State.PENDING:
+                self._end(run, index, State.CANCELLED)
+            elif operations[index].kind not in POOL_COPIES:
+                # Its call goes on over slots that stay taken; what it brings is dropped.
+                self._end(run, index, State.CANCELLED)
+        self._changed.notify_all()
+
+    def _settle(self, run: Run) -> list[Callable[[Run], None]]:
+        """After any end of an operation; answers what is to be called without the lock."""
+        self._forget_if_over(run)
+        if not run.states.is_complete:
+            return []
+        self._changed.notify_all()
+        return run.take_callbacks()
+
+    def _forget_if_over(self, run: Run) -> None:
+        if run.states.is_over and not any(b.slots or b.calls for b in run.batches.values()):
+            self._runs.discard(run)
+            self._changed.notify_all()
+
+    def _next(self, worker: _Worker) -> tuple[Run, int] | None:
+        """What it does next; None where nothing can be done now."""
+        self._drop_ended(worker.filling)
+        self._drop_ended(worker.others)
+        # Of the same priority those first that give slots back.
+        if worker.filling and (not worker.others or worker.filling[0][0] < worker.others[0][0]):
+            _, _, run, index = worker.filling[0]
+            if self._has_slots(run, index):
+                heapq.heappop(worker.filling)
+                return run, index
+            # Making room may have cancelled what stands in front here.
+            self._drop_ended(worker.others)
+        if worker.others:
+            _, _, run, index = heapq.heappop(worker.others)
+            return run, index
+        return None
+
+    @staticmethod
+    def _drop_ended(queue: list[tuple[int, int, Run, int]]) -> None:
+        while queue and queue[0][2].states.of(queue[0][3]) is not State.PENDING:
+            heapq.heappop(queue)
+
+    def _has_slots(self, run: Run, index: int) -> bool:
+        batch = run.batches[run.transfer.graph.operations[index].batch]
+        if batch.slots or not batch.items:
+            return True
+        slots = self.slots.take(len(batch.items))
+        if slots is None and self._make_room(len(batch.items)):
+            slots = self.slots.take(len(batch.items))
+        if slots is None:
+            return False
+        batch.slots = dict(zip(batch.items, slots, strict=True))
+        return True
+
+    def _make_room(self, count: int) -> bool:
+        """Where slots are missing, what nobody waits for gives way; answers whether that helped."""
+        for run in sorted(self._runs, key=lambda run: -run.priority):
+            if self.slots.free >= count:
+                break
+            if not run.states.is_complete:
+                continue
+            for index in run.open_operations():
+                if run.states.of(index) is State.PENDING:
+                    self._end(run, index, State.CANCELLED)
+            self._forget_if_over(run)
+        return self.slots.free >= count
+
+    # --- the workers ---------------------------------------------------------------------------
+
+    def _work(self, worker: _Worker) -> None:
+        while True:
+            with self._changed:
+                job = self._next(worker)
+                while job is None:
+                    if self._is_closing:
+                        break
+                    self._changed.wait()
+                    job = self._next(worker)
+                if job is None:
+                    break
+                run, index = job
+                operation = run.transfer.graph.operations[index]
+                run.states.start(index)
+                items = run.items_for(operation)
+                batch = run.batches[operation.batch]
+                if items:
+                    batch.calls += 1
+                    worker.running = job
+                    worker.began_s = self._clock()
+                else:
+                    # Nothing is left to do for it: its predecessors have failed, or have done it.
+                    self._enqueue(run, self._end(run, index, State.CANCELLED))
+                    callbacks = self._settle(run)
+            if items:
+                self._call(worker, run, index, items)
+            else:
+                run.call(callbacks)
+        if worker.store is not None:
+            try:
+                worker.store.close()
+            except Exception:
+                _log.exception("tier %s could not be closed", worker.store.name)
+
+    def _call(self, worker: _Worker, run: Run, index: int, items: list[int]) -> None:
+        operation = run.transfer.graph.operations[index]
+        batch = run.batches[operation.batch]
+        began_s = time.perf_counter()
+        try:
+            went_well = self._do(worker, run, operation, items, batch)
+        except KvelasticError as error:
+            went_well = []
+            _log.warning(
+                "%s of %d blocks failed, and they count as not there: %s: %s",
+                operation.kind.value,
+                len(items),
+                error.code,
+                error,
+            )
+        except Exception:
+            went_well = []
+            _log.exception(
+                "%s of %d blocks failed in a way that its contract excludes; they count as not"
+                " there",
+                operation.kind.value,
+                len(items),
+            )
+        took_s = time.perf_counter() - began_s
+        if went_well and self._measured is not None:
+            self._measured(operation.kind, operation.tier, len(items), took_s)
+        with self._changed:
+            worker.running = None
+            worker.is_given_up = False
+            batch.calls -= 1
+            # Else it was given up or cancelled meanwhile, and its results with it.
+            if run.states.of(index) is State.RUNNING:
+                self._note(run, operation, items, went_well)
+                state = State.DONE if went_well else State.FAILED
+                freed = self._end(run, index, state)
+                if not run.is_cancelled:
+                    self._enqueue(run, freed)
+            else:
+                self._release(batch)
+            callbacks = self._settle(run)
+            self._changed.notify_all()
+        run.call(callbacks)
+
+    @staticmethod
+    def _note(run: Run, operation: Operation, items: list[int], went_well: list[int]) -> None:
+        if operation.kind in FILLS_STAGING:
+            for item in items:
+                run.staged[item] = False
+            for item in went_well:
+                run.staged[item] = True
+        elif operation.kind is Kind.COPY_IN:
+            for item in went_well:
+                run.loaded[item] = True
+        elif operation.kind is Kind.PUT:
+            for item in went_well:
+                run.stored[item].add(operation.tier)
+
+    def _do(
+        self, worker: _Worker, run: Run, operation: Operation, items: list[int], batch: Batch
+    ) -> list[int]:
+        """The call itself, without the lock; answers the items for which it went well."""
+        transfer, store = run.transfer, worker.store
+        slots = [batch.slots[item] for item in items] if batch.slots else []
+        if operation.kind is Kind.COPY_IN:
+            self._copies.copy_in(self._memory, slots, [transfer.ids[item] for item in items])
+            return items
+        if operation.kind is Kind.COPY_OUT:
+            self._copies.copy_out([transfer.ids[item] for item in items], self._memory, slots)
+            if transfer.confirm is None:
+                return items
+            stood_still = transfer.confirm()
+            return [item for item in items if stood_still[item]]
+        assert store is not None
+        if operation.kind is Kind.DROP:
+            store.erase(transfer.keys_of(items))
+            return items
+        if operation.kind is Kind.GET:
+            views = [self._memory.view(slot) for slot in slots]
+            whole = store.get(transfer.keys_of(items), views)
+            return [item for item, is_whole in zip(items, whole, strict=True) if is_whole]
+        stored: list[int] = []
+        for chain, parent in run.chains(items):
+            views = [self._memory.view(batch.slots[item]) for item in chain]
+            taken = store.put(transfer.keys_of(chain), views, chain_after=parent)
+            stored += [item for item, is_taken in zip(chain, taken, strict=True) if is_taken]
+        return stored

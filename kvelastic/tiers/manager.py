@@ -1,0 +1,448 @@
+"""Tiers of one pool: what is found in them, what is loaded from them, what leaves for them.
+
+    tiers = open_tiers(pool, settings, namespace, staging)      # see `opening`
+    with tiers.match(keys) as match:
+        ids = blocks.alloc(match.count)
+        load = tiers.load(match, ids)
+    load.wait(1.0)                                       # load.failed: places to be computed
+    tiers.close()
+
+Nothing here raises for what a tier's medium does: what cannot be read is a miss, what cannot be
+written was not stored, and both are counted. Any thread may call anything. `match`, `load` and the
+properties do not wait for a medium, as long as the stores keep their word.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+from kvelastic.errors import InvalidArgumentError
+from kvelastic.tiers.base import (
+    KEY_BYTES,
+    NO_KEY,
+    Capacity,
+    Lease,
+    Selection,
+    Store,
+    StoreStatistics,
+)
+from kvelastic.tiers.costs import Costs
+from kvelastic.tiers.demoter import Demoter, DemotionCounts
+from kvelastic.tiers.executor import STUCK_S, Executor
+from kvelastic.tiers.graph import NO_TIER, Kind
+from kvelastic.tiers.lineage import Lineage
+from kvelastic.tiers.match import Load, Match
+from kvelastic.tiers.namespace import Namespace
+from kvelastic.tiers.plan import Segment, load_graph, nearest
+from kvelastic.tiers.policy import Rules
+from kvelastic.tiers.pool_side import Copies, LeavingBlocks, StagingMemory
+from kvelastic.tiers.run import Priority, Run, Transfer
+
+_log = logging.getLogger("kvelastic")
+
+CLOSE_S = 5.0
+ERASE_S = 60.0
+"""How long `erase` and `forget` wait for a store."""
+LOAD_BATCH = 8
+"""Blocks of one read: deep enough for a disk, small enough that the first are copied early."""
+
+_T = TypeVar("_T")
+
+
+class NamedBlocks(Copies, LeavingBlocks, Protocol):
+    """The native pool, as far as tiers use it."""
+
+    def name_blocks(self, ids: Sequence[int], keys: bytes) -> None:
+        """The keys of blocks in use."""
+
+    def mark_clean(self, ids: Sequence[int], keys: bytes) -> int:
+        """They have copies now, if they still have these keys."""
+
+    def forget_copies(self) -> int:
+        """No block has a copy any more."""
+
+
+@dataclass(frozen=True)
+class TierStatistics:
+    """One tier."""
+
+    name: str
+    capacity: Capacity | None
+    """None where the store did not answer in time."""
+    store: StoreStatistics | None
+    load_s: float | None
+    """Seconds to load a block; None before the first load."""
+    is_stuck: bool
+    """Whether it hangs, and is not asked."""
+
+
+@dataclass(frozen=True)
+class TiersStatistics:
+    """All tiers of a pool. Counts are of blocks, since it was opened."""
+
+    tiers: tuple[TierStatistics, ...]
+    matched: int
+    """Asked for and found."""
+    unmatched: int
+    """Asked for and not found."""
+    loaded: int
+    missed: int
+    """Found, and not loaded all the same: a medium failed, or a load was cancelled."""
+    served: int
+    """Cleaned while shrinking waited."""
+    ahead: int
+    """Cleaned while nobody waited."""
+    refused: int
+    """Copied, and taken by no tier."""
+    late: int
+    """Begun, and cancelled at a deadline."""
+    lost: int
+    """Used, evicted or renamed while they were copied."""
+    demoted: int
+    """Evicted with a copy."""
+    dropped: int
+    """Evicted without one."""
+
+
+class Tiers:
+    """See the module. `stores` are nearest first, and belong to it."""
+
+    def __init__(
+        self,
+        blocks: NamedBlocks,
+        staging: StagingMemory,
+        namespace: Namespace,
+        stores: Sequence[Store],
+        rules: Rules | None = None,
+        *,
+        stuck_s: float = STUCK_S,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Enters the namespace in every store and starts the threads.
+
+        Raises `InvalidArgumentError` for a store of other records than staging's.
+        """
+        for store in stores:
+            if store.record_bytes != staging.record_bytes:
+                raise InvalidArgumentError(
+                    f"tier {store.name} has records of {store.record_bytes} bytes, and staging of"
+                    f" {staging.record_bytes}; open it for the pool's"
+                )
+        self._blocks = blocks
+        self._staging = staging
+        self._namespace = namespace
+        self._stores = tuple(stores)
+        self._rules = Rules() if rules is None else rules
+        self._costs = Costs(len(stores), clock)
+        self._lineage = Lineage()
+        self._lock = threading.Lock()
+        """Guards the counts, the namespace and the open matches; no other lock is taken inside."""
+        self._matched = self._unmatched = self._loaded = self._missed = 0
+        self._epoch = 0
+        """Goes up when records are erased: what was read before is no copy after."""
+        self._is_closed = False
+        for store in stores:
+            store.enter(namespace)
+        self._executor = Executor(
+            blocks, staging, stores, stuck_s=stuck_s, clock=clock, measured=self._measure
+        )
+        self._demoter = Demoter(
+            blocks,
+            self._executor,
+            self._rules,
+            record_bytes=staging.record_bytes,
+            tiers=self._tiers_that_take,
+            parents=self._lineage.parents,
+            clock=clock,
+        )
+
+    # --- looking and loading -------------------------------------------------------------------
+
+    @property
+    def namespace(self) -> Namespace:
+        """The one that keys are made for now."""
+        with self._lock:
+            return self._namespace
+
+    def match(self, keys: bytes, *, chain_after: bytes = NO_KEY) -> Match:
+        """Find and hold the leading keys that lie in tiers, each in the nearest that has it.
+
+        The keys continue one another, and the first one continues `chain_after` (NO_KEY: it begins
+        a prompt). Release the match when the step ends. A tier that hangs or is slower than
+        computing is not asked.
+        """
+        count, rest = divmod(len(keys), KEY_BYTES)
+        if rest:
+            raise InvalidArgumentError(
+                f"keys have {len(keys)} bytes, no multiple of {KEY_BYTES}; pass whole keys"
+            )
+        self._lineage.note(keys, chain_after)
+        held: list[Segment] = []
+        leases: list[Lease] = []
+        for segment in nearest(self._find(keys, count)):
+            lease = self._stores[segment.tier].lease(
+                keys[segment.first * KEY_BYTES : (segment.first + segment.count) * KEY_BYTES]
+            )
+            leases.append(lease)
+            if lease.count:
+                held.append(Segment(segment.tier, segment.first, lease.count))
+            # Less than was there a moment ago: it was displaced, and what follows is of no use.
+            if lease.count < segment.count:
+                break
+        match = Match(keys, held, leases, chain_after)
+        with self._lock:
+            self._matched += match.count
+            self._unmatched += count - match.count
+        return match
+
+    def _find(self, keys: bytes, count: int) -> list[list[bool]]:
+        """What each tier has; a farther one is asked only for what the nearer ones lack."""
+        found: list[list[bool]] = []
+        missing = list(range(count))
+        for tier, store in enumerate(self._stores):
+            row = [False] * count
+            found.append(row)
+            if not missing or not self._may_ask(tier):
+                continue
+            is_all = len(missing) == count
+            asked = keys if is_all else b"".join(_key(keys, at) for at in missing)
+            left = []
+            for at, is_there in zip(missing, store.has(asked), strict=True):
+                row[at] = is_there
+                if not is_there:
+                    left.append(at)
+            missing = left
+        return found
+
+    def _may_ask(self, tier: int) -> bool:
+        return tier not in self._executor.stuck_tiers and self._costs.worth_asking(tier)
+
+    def load(self, match: Match, ids: Sequence[int]) -> Load:
+        """Begin to load the first `len(ids)` keys of a match into these blocks, which are in use.
+
+        What the match holds stays held until the load is done. The blocks are
+        named by their keys, and those that were loaded count as clean under them. Raises
+        `InvalidArgumentError` for more blocks than the match has keys.
+        """
+        if len(ids) > match.count:
+            raise InvalidArgumentError(
+                f"{len(ids)} blocks were given for a match of {match.count}; give no more"
+            )
+        segments = [
+            Segment(s.tier, s.first, min(s.count, len(ids) - s.first))
+            for s in match.segments
+            if s.first < len(ids)
+        ]
+        nearest_kept = self._tiers_that_take()[:1]
+        graph = load_graph(
+            segments,
+            batch=min(LOAD_BATCH, max(1, self._staging.slots // 4)),
+            promote_to=nearest_kept[0] if nearest_kept else NO_TIER,
+            copies=self._rules.copies,
+        )
+        keys = match.keys[: len(ids) * KEY_BYTES]
+        parents = [match.chain_after, *(_key(keys, at) for at in range(len(ids) - 1))]
+        let_go = match.hold()
+        with self._lock:
+            epoch = self._epoch
+        try:
+            # Now, while they are surely in use: what fails is computed, under the same key.
+            self._blocks.name_blocks(ids, keys)
+            run = self._executor.submit(
+                Transfer(graph, keys, tuple(ids), parents[: len(ids)]), Priority.LOAD
+            )
+        except BaseException:
+            let_go()
+            raise
+
+        def note(run: Run) -> None:
+            try:
+                self._note_load(run, epoch)
+            finally:
+                let_go()
+
+        run.on_complete(note)
+        return Load(ids, run)
+
+    def _note_load(self, run: Run, epoch: int) -> None:
+        loaded = [at for at, is_loaded in enumerate(run.loaded) if is_loaded]
+        with self._lock:
+            self._loaded += len(loaded)
+            self._missed += len(run.loaded) - len(loaded)
+            is_current = epoch == self._epoch
+        # Those that have another key by now, or none, are left alone.
+        if loaded and is_current:
+            transfer = run.transfer
+            self._blocks.mark_clean([transfer.ids[at] for at in loaded], transfer.keys_of(loaded))
+
+    def computed(self, blocks: int, seconds: float) -> None:
+        """The engine has computed so many blocks in so long: what a tier has to beat."""
+        self._costs.computed(blocks, seconds)
+
+    def note_prompt(self, keys: bytes, *, chain_after: bytes = NO_KEY) -> None:
+        """Keys that continue one another: those of a prompt that was not looked up here."""
+        self._lineage.note(keys, chain_after)
+
+    # --- forgetting ----------------------------------------------------------------------------
+
+    def forget(self) -> Namespace:
+        """End this generation: nothing stored so far is found any more. Answers the new namespace.
+
+        For a reset of the prefix cache, and for weights or adapters that change in place. Keys are
+        to be made for the answer from now on. What lies in this process's own memory is erased;
+        what others share is displaced in time, or erased by `erase`. Waits for a copy that runs.
+        """
+        with self._quiet():
+            with self._lock:
+                old = self._namespace
+                self._namespace = old.next_generation()
+                new = self._namespace
+                self._epoch += 1
+            self._in_stores(lambda store: store.enter(new), ERASE_S)
+            own = [tier for tier, store in enumerate(self._stores) if store.name == "host"]
+            self._in_stores(
+                lambda store: store.erase_matching(Selection(namespace=old)), ERASE_S, own
+            )
+            self._blocks.forget_copies()
+        return new
+
+    def erase(self, selection: Selection | None = None) -> dict[str, int]:
+        """Forget records in every tier; answers how many, by tier. None: all of this namespace.
+
+        A tier that does not answer within a minute is left out of the answer and logged. Blocks.
+        """
+        if selection is None:
+            selection = Selection(namespace=self.namespace)
+        chosen = selection
+        with self._quiet():
+            with self._lock:
+                self._epoch += 1
+            erased = self._in_stores(lambda store: store.erase_matching(chosen), ERASE_S)
+            self._blocks.forget_copies()
+        return {self._stores[tier].name: count for tier, count in erased.items()}
+
+    def _quiet(self) -> _Quiet:
+        return _Quiet(self._demoter, self._executor)
+
+    def _in_stores(
+        self, call: Callable[[Store], _T], timeout_s: float, tiers: Sequence[int] | None = None
+    ) -> dict[int, _T]:
+        """Call something of each store, in a thread for each: one that hangs holds nobody up."""
+        answers: dict[int, _T] = {}
+        chosen = range(len(self._stores)) if tiers is None else tiers
+
+        def work(tier: int) -> None:
+            try:
+                answers[tier] = call(self._stores[tier])
+            except Exception:
+                _log.exception("tier %s failed against its contract", self._stores[tier].name)
+
+        threads = [
+            threading.Thread(target=work, args=(tier,), name="kvelastic-ask", daemon=True)
+            for tier in chosen
+        ]
+        deadline_s = time.monotonic() + timeout_s
+        for thread in threads:
+            thread.start()
+        for tier, thread in zip(chosen, threads, strict=True):
+            thread.join(max(0.0, deadline_s - time.monotonic()))
+            if thread.is_alive():
+                _log.warning(
+                    "tier %s did not answer within %.0f s", self._stores[tier].name, timeout_s
+                )
+        return dict(answers)
+
+    # --- the rest ------------------------------------------------------------------------------
+
+    def _tiers_that_take(self) -> list[int]:
+        """Those that demotion writes to now."""
+        stuck = set(self._executor.stuck_tiers)
+        return [
+            tier
+            for tier in range(len(self._stores))
+            if tier not in stuck and self._costs.worth_asking(tier)
+        ]
+
+    def _measure(self, kind: Kind, tier: int, blocks: int, seconds: float) -> None:
+        if kind is Kind.GET:
+            self._costs.loaded(tier, blocks, seconds)
+
+    def statistics(self) -> TiersStatistics:
+        """What was done, and what lies where. Waits a second at most for a store that hangs."""
+        capacities = self._in_stores(lambda store: store.capacity(), 1.0)
+        figures = self._in_stores(lambda store: store.statistics(), 1.0)
+        stuck = set(self._executor.stuck_tiers)
+        pool = self._blocks.stats()
+        counts: DemotionCounts = self._demoter.counts
+        with self._lock:
+            return TiersStatistics(
+                tiers=tuple(
+                    TierStatistics(
+                        name=store.name,
+                        capacity=capacities.get(tier),
+                        store=figures.get(tier),
+                        load_s=self._costs.load_s(tier),
+                        is_stuck=tier in stuck,
+                    )
+                    for tier, store in enumerate(self._stores)
+                ),
+                matched=self._matched,
+                unmatched=self._unmatched,
+                loaded=self._loaded,
+                missed=self._missed,
+                served=counts.served,
+                ahead=counts.ahead,
+                refused=counts.refused,
+                late=counts.late,
+                lost=counts.lost,
+                demoted=pool["blocks_demoted"],
+                dropped=pool["blocks_dropped"],
+            )
+
+    def drain(self, timeout_s: float = CLOSE_S) -> bool:
+        """Wait until nothing is on its way, also behind loads and demotions. Blocks."""
+        return self._executor.drain(timeout_s)
+
+    def check_integrity(self) -> None:
+        """Every part's own check, and every store's. Raises `IntegrityError`. Blocks."""
+        self._executor.check_integrity()
+        for store in self._stores:
+            store.check_integrity()
+
+    def close(self, timeout_s: float = CLOSE_S) -> list[str]:
+        """End the threads and close the stores. Answers what hangs and is left behind. Repeatable.
+
+        Waits `timeout_s` for each of the demoter and the stores at most. Call it before the pool
+        is closed.
+        """
+        with self._lock:
+            if self._is_closed:
+                return []
+            self._is_closed = True
+        left = [] if self._demoter.close(timeout_s) else ["demotion"]
+        return left + self._executor.close(timeout_s)
+
+
+class _Quiet:
+    """Nothing is being put anywhere inside."""
+
+    def __init__(self, demoter: Demoter, executor: Executor) -> None:
+        self._paused = demoter.paused()
+        self._executor = executor
+
+    def __enter__(self) -> None:
+        self._paused.__enter__()
+        if not self._executor.settle_unawaited(ERASE_S):
+            _log.warning("a tier that is being written to did not answer; it is erased around that")
+
+    def __exit__(self, *exc: object) -> None:
+        self._paused.__exit__(None, None, None)
+
+
+def _key(keys: bytes, at: int) -> bytes:
+    return keys[at * KEY_BYTES : (at + 1) * KEY_BYTES]

@@ -1,0 +1,124 @@
+"""From what is known to a graph: pure functions, no tier is asked and nothing is moved.
+
+    segments = nearest([[True, True, False], [True, True, True]])   # two of tier 0, one of tier 1
+    graph = load_graph(segments, batch=8, promote_to=0)
+    graph = demote_graph(24, tiers=[0, 1], batch=8, copies=Copies.ALL)
+
+Tiers are named by their place, the nearest first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvelastic.errors import InvalidArgumentError
+from kvelastic.tiers.graph import NO_TIER, Graph, Kind, Operation
+from kvelastic.tiers.policy import Copies
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Keys side by side that one tier has."""
+
+    tier: int
+    first: int
+    count: int
+
+
+def nearest(found: Sequence[Sequence[bool]]) -> list[Segment]:
+    """The leading keys that are anywhere, each in the nearest tier that has it.
+
+    `found[tier][key]` says whether a tier has a key; all have one length. Linear.
+    """
+    if not found:
+        return []
+    segments: list[Segment] = []
+    for key in range(len(found[0])):
+        tier = next((tier for tier, row in enumerate(found) if row[key]), NO_TIER)
+        if tier == NO_TIER:
+            break
+        last = segments[-1] if segments else None
+        if last is not None and last.tier == tier:
+            segments[-1] = Segment(tier, last.first, last.count + 1)
+        else:
+            segments.append(Segment(tier, key, 1))
+    return segments
+
+
+def load_graph(
+    segments: Sequence[Segment],
+    *,
+    batch: int,
+    promote_to: int = NO_TIER,
+    copies: Copies = Copies.ALL,
+) -> Graph:
+    """Bring the keys of `segments` into blocks, `batch` at a time.
+
+    What lies below `promote_to` is put there as well, behind the load, while its record is in
+    staging; exclusive, it then leaves the tier that it came from. Raises `InvalidArgumentError` for
+    a batch of nothing.
+    """
+    operations: list[Operation] = []
+    batches = 0
+    for segment in segments:
+        for items in _batches(segment.first, segment.count, batch):
+            get = len(operations)
+            operations.append(Operation(Kind.GET, items, segment.tier, batch=batches))
+            operations.append(Operation(Kind.COPY_IN, items, after=(get,), batch=batches))
+            if NO_TIER < promote_to < segment.tier:
+                operations.append(
+                    Operation(
+                        Kind.PUT,
+                        items,
+                        promote_to,
+                        after=(get + 1,),
+                        batch=batches,
+                        is_awaited=False,
+                    )
+                )
+                if copies is Copies.FIRST:
+                    operations.append(
+                        Operation(
+                            Kind.DROP,
+                            items,
+                            segment.tier,
+                            after=(get + 2,),
+                            batch=batches,
+                            is_awaited=False,
+                        )
+                    )
+            batches += 1
+    return Graph(operations, sum(segment.count for segment in segments))
+
+
+def demote_graph(count: int, *, tiers: Sequence[int], batch: int, copies: Copies) -> Graph:
+    """Bring `count` blocks into `tiers`, nearest first, `batch` at a time.
+
+    A block is safe when the first of them has taken it: what the others put besides is not awaited.
+    Without a tier nothing is read. Raises `InvalidArgumentError` for a batch of nothing.
+    """
+    operations: list[Operation] = []
+    if not tiers:
+        return Graph((), count)
+    for number, items in enumerate(_batches(0, count, batch)):
+        last = len(operations)
+        operations.append(Operation(Kind.COPY_OUT, items, batch=number))
+        for tier in tiers:
+            put = Operation(Kind.PUT, items, tier, after=(last,), batch=number, only_unstored=True)
+            last = len(operations)
+            operations.append(put)
+        if copies is Copies.ALL:
+            # The same record once more, to those that were not needed to make the block safe.
+            operations.extend(
+                Operation(Kind.PUT, items, tier, (last,), batch=number, is_awaited=False)
+                for tier in tiers[1:]
+            )
+    return Graph(operations, count)
+
+
+def _batches(first: int, count: int, batch: int) -> list[tuple[int, ...]]:
+    if batch < 1:
+        raise InvalidArgumentError(f"a batch of {batch} moves nothing; give 1 or more")
+    end = first + count
+    return [tuple(range(at, min(at + batch, end))) for at in range(first, end, batch)]

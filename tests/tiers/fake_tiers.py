@@ -1,0 +1,230 @@
+"""Stand-ins for a pool, staging memory and stores, that are stricter than the real ones.
+
+A fake refuses what would be a race in the real thing: a slot that two calls use, a copy into a
+block that nobody has in use. Faults are armed by the number of the call.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+
+from kvelastic.errors import DriverError, InvalidArgumentError
+from kvelastic.tiers.base import (
+    KEY_BYTES,
+    Capacity,
+    Lease,
+    Selection,
+    Store,
+    StoreStatistics,
+)
+from kvelastic.tiers.namespace import Namespace
+
+RECORD_BYTES = 64
+
+
+def key_of(number: int) -> bytes:
+    return number.to_bytes(KEY_BYTES, "big")
+
+
+def keys_of(numbers: Sequence[int]) -> bytes:
+    return b"".join(map(key_of, numbers))
+
+
+def record_of(number: int) -> bytes:
+    """What a block with this key holds: nothing else does."""
+    return (number + 1).to_bytes(8, "big") * (RECORD_BYTES // 8)
+
+
+def split(keys: bytes) -> list[bytes]:
+    assert len(keys) % KEY_BYTES == 0
+    return [keys[at : at + KEY_BYTES] for at in range(0, len(keys), KEY_BYTES)]
+
+
+class FakeStaging:
+    """Slots that know who uses them."""
+
+    def __init__(self, slots: int, record_bytes: int = RECORD_BYTES) -> None:
+        self.slots = slots
+        self.record_bytes = record_bytes
+        self._memory = [bytearray(record_bytes) for _ in range(slots)]
+        self._lock = threading.Lock()
+        self._users = [0] * slots
+
+    def view(self, slot: int) -> memoryview:
+        return memoryview(self._memory[slot])
+
+    def use(self, slots: Sequence[int], change: int) -> None:
+        with self._lock:
+            for slot in slots:
+                self._users[slot] += change
+                assert self._users[slot] in (0, 1), f"two calls use staging slot {slot}"
+
+    def slot_of(self, view: memoryview) -> int:
+        return next(at for at, memory in enumerate(self._memory) if view.obj is memory)
+
+
+class FakeCopies:
+    """Blocks as bytes by id."""
+
+    def __init__(self) -> None:
+        self.blocks: dict[int, bytes] = {}
+        self.calls = 0
+        self.fail_at = -1
+        self.before_copy: Callable[[], None] | None = None
+        self._lock = threading.Lock()
+
+    def _begin(self) -> None:
+        with self._lock:
+            number, self.calls = self.calls, self.calls + 1
+        if self.before_copy is not None:
+            self.before_copy()
+        if number == self.fail_at:
+            raise DriverError("a copy that was made to fail; arm no fault")
+
+    def copy_out(self, ids: Sequence[int], staging: FakeStaging, slots: Sequence[int]) -> None:
+        self._begin()
+        assert len(ids) == len(slots) > 0
+        staging.use(slots, 1)
+        for block, slot in zip(ids, slots, strict=True):
+            staging.view(slot)[:] = self.blocks[block]
+        staging.use(slots, -1)
+
+    def copy_in(self, staging: FakeStaging, slots: Sequence[int], ids: Sequence[int]) -> None:
+        self._begin()
+        assert len(ids) == len(slots) > 0
+        staging.use(slots, 1)
+        for block, slot in zip(ids, slots, strict=True):
+            self.blocks[block] = bytes(staging.view(slot))
+        staging.use(slots, -1)
+
+
+class FakeLease(Lease):
+    def __init__(self, store: FakeStore, keys: list[bytes]) -> None:
+        self.count = len(keys)
+        self._store = store
+        self._keys: list[bytes] | None = keys
+
+    def release(self) -> None:
+        keys, self._keys = self._keys, None
+        for key in keys or ():
+            self._store.leased.remove(key)
+
+
+class FakeStore(Store):
+    """Records in a dict; fails, refuses or hangs as told."""
+
+    def __init__(self, name: str, staging: FakeStaging, room: int = 1 << 30) -> None:
+        self.name = name
+        self.record_bytes = staging.record_bytes
+        self.records: dict[bytes, bytes] = {}
+        self.parents: dict[bytes, bytes | None] = {}
+        self.leased: list[bytes] = []
+        self.room = room
+        self.calls = 0
+        self.fail_at = -1
+        """The call that answers that nothing went well."""
+        self.raise_at = -1
+        """The call that breaks the contract."""
+        self.hang: threading.Event | None = None
+        """What puts and gets wait for."""
+        self.hanging = threading.Event()
+        """Set when one waits."""
+        self.before_call: Callable[[], None] | None = None
+        self.is_closed = False
+        self.namespace: Namespace | None = None
+        self._staging = staging
+        self._lock = threading.Lock()
+
+    def _is_failing(self) -> bool:
+        with self._lock:
+            number, self.calls = self.calls, self.calls + 1
+        assert not self.is_closed, "a closed store was called"
+        if self.before_call is not None:
+            self.before_call()
+        if self.hang is not None:
+            self.hanging.set()
+            assert self.hang.wait(60)
+        if number == self.raise_at:
+            raise ValueError("a store that breaks its contract")
+        return number == self.fail_at
+
+    def enter(self, namespace: Namespace) -> None:
+        self.namespace = namespace
+
+    def has(self, keys: bytes) -> list[bool]:
+        return [key in self.records for key in split(keys)]
+
+    def lease(self, keys: bytes) -> Lease:
+        leading = []
+        for key in split(keys):
+            if key not in self.records:
+                break
+            leading.append(key)
+        self.leased += leading
+        return FakeLease(self, leading)
+
+    def put(
+        self, keys: bytes, records: Sequence[memoryview], *, chain_after: bytes | None = None
+    ) -> list[bool]:
+        assert self._count_of(keys, records) > 0
+        slots = [self._staging.slot_of(view) for view in records]
+        self._staging.use(slots, 1)
+        try:
+            if self._is_failing():
+                return [False] * len(records)
+            stored = []
+            parent = chain_after
+            for key, record in zip(split(keys), records, strict=True):
+                is_room = key in self.records or len(self.records) < self.room
+                if is_room:
+                    self.records[key] = bytes(record)
+                    self.parents[key] = parent
+                stored.append(is_room)
+                parent = key if chain_after is not None else None
+            return stored
+        finally:
+            self._staging.use(slots, -1)
+
+    def get(self, keys: bytes, into: Sequence[memoryview]) -> list[bool]:
+        assert self._count_of(keys, into) > 0
+        slots = [self._staging.slot_of(view) for view in into]
+        self._staging.use(slots, 1)
+        try:
+            if self._is_failing():
+                for view in into:
+                    view[:] = b"\xee" * self.record_bytes
+                return [False] * len(into)
+            found = []
+            for key, view in zip(split(keys), into, strict=True):
+                record = self.records.get(key)
+                view[:] = record if record is not None else b"\xee" * self.record_bytes
+                found.append(record is not None)
+            return found
+        finally:
+            self._staging.use(slots, -1)
+
+    def erase(self, keys: bytes) -> int:
+        if self._is_failing():
+            return 0
+        return sum(self.records.pop(key, None) is not None for key in split(keys))
+
+    def erase_matching(self, selection: Selection) -> int:
+        count = len(self.records)
+        self.records.clear()
+        return count
+
+    def capacity(self) -> Capacity:
+        return Capacity(len(self.records) * self.record_bytes, None, len(self.records))
+
+    def set_limit(self, limit_bytes: int) -> None:
+        raise InvalidArgumentError("a fake has no limit; give it room")
+
+    def statistics(self) -> StoreStatistics:
+        return StoreStatistics()
+
+    def check_integrity(self) -> None:
+        pass
+
+    def close(self) -> None:
+        self.is_closed = True

@@ -1,0 +1,111 @@
+"""Graphs are sound or refused; states follow the order of the graph, whatever ends first."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvelastic.errors import IntegrityError, InvalidArgumentError
+from kvelastic.tiers.graph import ENDS, Graph, Kind, Operation, State, States
+
+
+def get(*after: int, items: tuple[int, ...] = (0,)) -> Operation:
+    return Operation(Kind.GET, items, tier=0, after=after)
+
+
+@pytest.mark.parametrize(
+    ("operations", "words"),
+    [
+        ([get(0)], "cycle"),
+        ([get(1), get(0)], "cycle"),
+        ([get(), get(2), get(3), get(1)], r"\[1, 2, 3\]"),
+        ([get(7)], "not there"),
+        ([get(-1)], "not there"),
+        ([get(items=(0, 0))], "twice"),
+        ([get(items=(-1,))], "beyond"),
+        ([Operation(Kind.COPY_IN, (0,), tier=0)], "tier"),
+        ([Operation(Kind.PUT, (0,))], "tier"),
+    ],
+)
+def test_a_graph_that_makes_no_sense_is_refused(operations, words) -> None:
+    with pytest.raises(InvalidArgumentError, match=words):
+        Graph(operations)
+
+
+def test_an_item_beyond_those_of_the_transfer_is_refused() -> None:
+    with pytest.raises(InvalidArgumentError, match="beyond 1"):
+        Graph([get(items=(1,))], items=1)
+
+
+def test_an_order_is_found_in_linear_time() -> None:
+    # A chain the wrong way round, and a fan: quadratic work would take hours here.
+    count = 200_000
+    chain = [get(at + 1) for at in range(count - 1)] + [get()]
+    assert Graph(chain).order[0] == count - 1
+    fan = [get()] + [get(0) for _ in range(count)]
+    assert len(Graph(fan).order) == count + 1
+
+
+@st.composite
+def graphs(draw: st.DrawFn) -> Graph:
+    count = draw(st.integers(0, 12))
+    operations = []
+    for at in range(count):
+        after = draw(st.sets(st.integers(0, at - 1), max_size=3)) if at else set()
+        operations.append(
+            Operation(
+                Kind.GET,
+                (draw(st.integers(0, 5)),),
+                tier=0,
+                after=tuple(sorted(after)),
+                is_awaited=draw(st.booleans()),
+            )
+        )
+    return Graph(operations)
+
+
+@given(graphs(), st.randoms(use_true_random=False))
+def test_every_order_of_ends_keeps_the_order_of_the_graph(graph, dice) -> None:
+    states = States(graph)
+    ready = set(states.ready())
+    running: set[int] = set()
+    ended: set[int] = set()
+    while ready or running:
+        states.check_integrity()
+        if ready and (not running or dice.random() < 0.5):
+            index = dice.choice(sorted(ready))
+            ready.remove(index)
+            assert set(graph.operations[index].after) <= ended
+            if dice.random() < 0.2:
+                ready |= set(states.end(index, State.CANCELLED))
+                ended.add(index)
+            else:
+                states.start(index)
+                running.add(index)
+        else:
+            index = dice.choice(sorted(running))
+            running.remove(index)
+            ended.add(index)
+            ready |= set(states.end(index, dice.choice([State.DONE, State.FAILED])))
+        awaited = {at for at, o in enumerate(graph.operations) if o.is_awaited}
+        assert states.is_complete == (awaited <= ended)
+        assert states.is_over == (len(ended) == len(graph.operations))
+    assert len(ended) == len(graph.operations)
+    states.check_integrity()
+
+
+@pytest.mark.parametrize("end", sorted(ENDS, key=str))
+def test_an_end_is_final(end) -> None:
+    states = States(Graph([get(), get(0)]))
+    with pytest.raises(IntegrityError):
+        states.start(1)
+    with pytest.raises(IntegrityError):
+        states.end(0, State.DONE)
+    states.start(0)
+    assert states.end(0, end) == [1]
+    for again in State:
+        with pytest.raises(IntegrityError):
+            states.end(0, again)
+    with pytest.raises(IntegrityError):
+        states.start(0)

@@ -1,0 +1,148 @@
+"""When blocks are cleaned, how much at once, and which tiers are asked."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvelastic.tiers.costs import Costs
+from kvelastic.tiers.policy import (
+    PROBE_AFTER_S,
+    Deadlines,
+    Occupancy,
+    WritePolicy,
+    averaged,
+    batch_blocks,
+    blocks_to_clean,
+    is_worth_asking,
+    refilled,
+)
+
+BACK, THROUGH = WritePolicy.WRITE_BACK, WritePolicy.WRITE_THROUGH
+
+
+def to_clean(policy, occupancy, idle_s=0.0, watermark=0.1, affordable=1000) -> int:
+    return blocks_to_clean(
+        policy,
+        occupancy,
+        watermark=watermark,
+        idle_s=idle_s,
+        idle_after_s=5.0,
+        affordable=affordable,
+    )
+
+
+@pytest.mark.parametrize(
+    ("used", "cached", "clean", "available", "expected"),
+    [
+        (50, 0, 0, 50, 0),
+        (50, 40, 0, 50, 0),  # 10 free of 100
+        (50, 41, 0, 50, 1),
+        (50, 50, 0, 50, 10),
+        (50, 50, 10, 50, 0),
+        (50, 50, 9, 50, 1),
+        (95, 5, 0, 5, 5),  # more than is dirty cannot be cleaned
+        (100, 0, 0, 0, 0),
+        (0, 0, 0, 0, 0),
+    ],
+)
+def test_write_back_cleans_up_to_its_watermark(used, cached, clean, available, expected) -> None:
+    occupancy = Occupancy(used=used, cached=cached, clean=clean, available=available)
+    assert to_clean(BACK, occupancy) == expected
+
+
+def test_write_back_cleans_everything_when_idle() -> None:
+    occupancy = Occupancy(used=0, cached=40, clean=10, available=100)
+    assert to_clean(BACK, occupancy, idle_s=4.9) == 0
+    assert to_clean(BACK, occupancy, idle_s=5.0) == 30
+    assert to_clean(BACK, occupancy, idle_s=math.inf, affordable=7) == 7
+
+
+def test_write_through_does_not_wait() -> None:
+    occupancy = Occupancy(used=0, cached=40, clean=10, available=100)
+    assert to_clean(THROUGH, occupancy) == 30
+    assert to_clean(THROUGH, occupancy, affordable=3) == 3
+
+
+@given(
+    st.sampled_from(WritePolicy),
+    st.integers(0, 50),
+    st.integers(0, 50),
+    st.integers(0, 50),
+    st.integers(0, 100),
+    st.floats(0, 10),
+    st.floats(0, 1),
+    st.integers(-5, 50),
+)
+def test_never_more_than_is_dirty_or_may_be_written(
+    policy, used, cached, clean, free, idle_s, watermark, affordable
+) -> None:
+    clean = min(clean, cached)
+    occupancy = Occupancy(used=used, cached=cached, clean=clean, available=cached + free)
+    count = to_clean(policy, occupancy, idle_s, watermark, affordable)
+    assert 0 <= count <= max(0, min(occupancy.dirty, affordable))
+    if policy is BACK and idle_s < 5 and occupancy.spare >= watermark * occupancy.total:
+        assert count == 0
+
+
+def test_a_deadline_is_by_its_reason() -> None:
+    deadlines = Deadlines(1, 2, 3)
+    assert [deadlines.of(r) for r in ("reclaim", "limit", "sleep", "new")] == [1, 2, 3, 1]
+
+
+def test_a_budget_fills_at_its_rate_and_no_higher_than_a_burst() -> None:
+    assert refilled(0, 2, rate_bytes_per_s=10, burst_bytes=100) == 20
+    assert refilled(95, 2, rate_bytes_per_s=10, burst_bytes=100) == 100
+    assert refilled(-50, 2, rate_bytes_per_s=10, burst_bytes=100) == -30
+
+
+def test_an_average_follows() -> None:
+    assert averaged(None, 4.0) == 4.0
+    assert averaged(4.0, 8.0, weight=0.25) == 5.0
+
+
+@pytest.mark.parametrize(
+    ("load_s", "compute_s", "unasked_s", "expected"),
+    [
+        (None, 1.0, 0, True),
+        (1.0, None, 0, True),
+        (1.0, 2.0, 0, True),
+        (2.0, 1.0, 0, False),
+        (2.0, 1.0, PROBE_AFTER_S, True),
+    ],
+)
+def test_a_tier_slower_than_computing_is_not_asked(load_s, compute_s, unasked_s, expected) -> None:
+    assert is_worth_asking(load_s, compute_s, unasked_s=unasked_s) is expected
+
+
+def test_a_slow_tier_is_tried_again_after_a_while() -> None:
+    now = [0.0]
+    costs = Costs(2, clock=lambda: now[0])
+    costs.computed(10, 1.0)
+    costs.loaded(0, 1, 5.0)
+    assert costs.worth_asking(1)
+    assert not costs.worth_asking(0)
+    now[0] = PROBE_AFTER_S
+    assert costs.worth_asking(0)
+    assert not costs.worth_asking(0), "one probe is enough"
+    for _ in range(40):
+        costs.loaded(0, 1, 0.01)
+    assert costs.worth_asking(0)
+
+
+@pytest.mark.parametrize(
+    ("rate", "deadline_s", "slots", "expected"),
+    [
+        (None, 0.02, 64, 4),
+        (None, 0.02, 4, 2),
+        (1e9, 0.02, 64, 4),  # 20 MB in the deadline, a fourth of it, 1 MiB each
+        (1e12, 0.02, 64, 32),
+        (1e3, 0.02, 64, 1),
+        (1e9, 0.02, 1, 1),
+    ],
+)
+def test_a_batch_is_a_part_of_the_deadline(rate, deadline_s, slots, expected) -> None:
+    assert batch_blocks(1 << 20, rate, deadline_s=deadline_s, slots=slots) == expected
