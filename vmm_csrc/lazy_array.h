@@ -6,6 +6,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <type_traits>
+#include <utility>
 
 #include "status.h"
 
@@ -41,6 +42,28 @@ class LazyArray {
     bytes_ = bytes;
     size_ = size;
     return ok();
+  }
+
+  /// At least `size` elements: those that are there stay, new ones are zero bytes. May move them.
+  /// On kOutOfMemory nothing has changed.
+  Status grow(std::size_t size) {
+    if (data_ == nullptr) return allocate(size);
+    if (size <= size_) return ok();
+    void* at = ::mremap(data_, bytes_, size * sizeof(T), MREMAP_MAYMOVE);
+    if (at == MAP_FAILED) {
+      return Error{Errc::kOutOfMemory,
+                   "no room for a table of " + std::to_string(size * sizeof(T)) + " bytes"};
+    }
+    data_ = static_cast<T*>(at);
+    bytes_ = size * sizeof(T);
+    size_ = size;
+    return ok();
+  }
+
+  void swap(LazyArray& other) noexcept {
+    std::swap(data_, other.data_);
+    std::swap(bytes_, other.bytes_);
+    std::swap(size_, other.size_);
   }
 
   T& operator[](std::size_t i) { return data_[i]; }

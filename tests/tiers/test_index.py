@@ -1,0 +1,104 @@
+"""The index of a tier: claims, leases, who is displaced, what a smaller size does."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvelastic._vmm import TierIndex
+from kvelastic.errors import InvalidArgumentError
+from kvelastic.tiers.base import NO_KEY
+
+POLICIES = ("lru", "lfu", "slru", "fifo")
+
+
+def key(number: int) -> bytes:
+    """A key of 16 bytes that tests can read."""
+    return number.to_bytes(16, "big")
+
+
+def keys(*numbers: int) -> bytes:
+    return b"".join(key(number) for number in numbers)
+
+
+def put(index: TierIndex, *numbers: int, chain_after: bytes | None = None) -> list[int]:
+    """Claim and commit; the numbers of what was displaced, in order."""
+    slots, displaced = index.claim(keys(*numbers), chain_after)
+    taken = [number for number, slot in zip(numbers, slots, strict=True) if slot >= 0]
+    assert index.commit(keys(*taken)) == []
+    index.check_integrity()
+    return [int.from_bytes(gone, "big") for gone, _ in displaced]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_claimed_key_is_no_hit_before_its_commit(policy: str) -> None:
+    index = TierIndex(4, policy)
+    slots, displaced = index.claim(keys(1, 2))
+    assert slots == [0, 1]
+    assert displaced == []
+    assert index.has(keys(1, 2)) == [False, False]
+    assert index.match(keys(1, 2)) == 0
+    assert index.slot_of(key(1)) == -1
+    ticket, held = index.lease(keys(1, 2))
+    assert held == []
+    assert index.release(ticket) == []
+    assert index.claim(keys(1, 2)) == ([-1, -1], [])
+    index.commit(key(1))
+    assert index.has(keys(1, 2)) == [True, False]
+    index.abandon(key(2))
+    assert index.stats() == {"slots": 4, "ready": 1, "pending": 0, "leased": 0, "displaced": 0}
+    assert index.claim(key(3))[0] == [1], "the slot of an abandoned key is free"
+    index.check_integrity()
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_leased_and_pending_records_are_never_displaced(policy: str) -> None:
+    index = TierIndex(3, policy)
+    put(index, 1, 2)
+    index.claim(key(3))
+    ticket, _ = index.lease(keys(1, 2))
+    assert index.claim(keys(4, 5)) == ([-2, -2], [])
+    assert index.release(ticket) == []
+    slots, displaced = index.claim(keys(4, 5))
+    assert sorted(slots) == [0, 1]
+    assert {gone for gone, _ in displaced} == {key(1), key(2)}
+    assert index.claim(key(6)) == ([-2], [])
+    index.check_integrity()
+
+
+def test_the_order_of_each_policy() -> None:
+    def order(policy: str) -> list[int]:
+        index = TierIndex(5, policy)
+        put(index, 1, 2, 3, 4, 5)
+        for used in (1, 1, 1, 3, 2, 2):
+            assert index.match(key(used)) == 1
+        return put(index, 11, 12, 13, 14, 15)
+
+    assert order("fifo") == [1, 2, 3, 4, 5]
+    assert order("lru") == [4, 5, 1, 3, 2]
+    assert order("lfu") == [4, 5, 3, 2, 1]
+    assert order("slru") == [4, 5, 1, 3, 2]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_leaves_go_before_inner_nodes_whichever_came_first(policy: str) -> None:
+    index = TierIndex(4, policy)
+    put(index, 3, chain_after=key(2))
+    put(index, 2, chain_after=key(1))
+    put(index, 1, chain_after=NO_KEY)
+    put(index, 9)
+    index.match(key(9))
+    assert put(index, 10) == [3]
+    assert put(index, 11) != [1]
+
+
+def test_a_lease_ends_once() -> None:
+    index = TierIndex(1, "lru")
+    put(index, 1)
+    ticket, _ = index.lease(key(1))
+    assert index.erase(key(1)) == []
+    assert index.has(key(1)) == [False]
+    assert index.claim(key(2)) == ([-2], [])
+    assert index.release(ticket) == [(key(1), 0)]
+    with pytest.raises(InvalidArgumentError, match="has ended or never was"):
+        index.release(ticket)
+    assert index.claim(key(2)) == ([0], [])
