@@ -11,6 +11,7 @@ void bind_places(nanobind::module_& m);
 void bind_pool(nanobind::module_& m);
 void bind_reclaim(nanobind::module_& m);
 void bind_record(nanobind::module_& m);
+void bind_record_io(nanobind::module_& m);
 void bind_staging(nanobind::module_& m);
 void bind_tier_index(nanobind::module_& m);
 }  // namespace kvelastic
@@ -22,6 +23,7 @@ NB_MODULE(_vmm, m) {
   m.def("set_debug_logging", &kvelastic::set_debug_logging, nanobind::arg("on"),
         "Whether native threads of this process write lines at DEBUG to stderr.");
   kvelastic::bind_record(m);
+  kvelastic::bind_record_io(m);
   kvelastic::bind_driver(m);
   kvelastic::bind_ledger(m);
   kvelastic::bind_life(m);
