@@ -164,6 +164,17 @@ void bind_pool_tiers(nb::module_& m, nb::class_<Pool>& pool) {
           "Choose at most `most` dirty cached blocks that have keys: the oldest, or those that "
           "would go first while somebody shrinks the pool. They can be copied, and their pages "
           "stay, until end_leaving().")
+      .def(
+          "still_leaving",
+          [](const Pool& self, std::uint32_t ticket) {
+            nb::list out;
+            for (const std::uint8_t flag : own(self).still_leaving(ticket)) out.append(flag != 0);
+            return out;
+          },
+          "ticket"_a,
+          "A flag for each block that left: whether it still holds what it held then. Ask after "
+          "the copy and before it is kept under its key: an alloc may have taken the block while "
+          "it was read.")
       .def("end_leaving", &end_leaving, "ticket"_a, "copied"_a,
            "A flag for each block that left: whether a tier has its copy now. Blocks that were "
            "used by others or renamed meanwhile are passed over. Returns how many are clean now.")

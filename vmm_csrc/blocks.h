@@ -140,6 +140,9 @@ class Blocks {
     const auto found = leaving_.find(ticket);
     return found == leaving_.end() ? 0 : found->second.size();
   }
+  /// A flag for each of them: whether it still holds what it held then. What has been read before
+  /// this call is whole where it says so. Empty: it has ended.
+  std::vector<std::uint8_t> still_leaving(std::uint32_t ticket) const;
   /// Ends that. Blocks of which a copy was made (a flag each) are clean, unless they were used by
   /// another alloc or renamed since; answers how many. Pre: as many flags as blocks. 0: it has
   /// ended before.

@@ -142,6 +142,16 @@ Leaving Blocks::begin_leaving(std::uint64_t most, LeaveFirst first) {
   return leaving;
 }
 
+std::vector<std::uint8_t> Blocks::still_leaving(std::uint32_t ticket) const {
+  std::vector<std::uint8_t> still;
+  const auto found = leaving_.find(ticket);
+  if (found == leaving_.end()) return still;
+  for (const std::uint32_t block : found->second) {
+    still.push_back(identities_[block].leaving == ticket ? 1 : 0);
+  }
+  return still;
+}
+
 std::uint64_t Blocks::end_leaving(std::uint32_t ticket, std::span<const std::uint8_t> copied) {
   const auto found = leaving_.find(ticket);
   if (found == leaving_.end()) return 0;

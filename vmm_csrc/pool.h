@@ -151,6 +151,9 @@ class Pool {
   /// else the oldest. Their contents can be read, their pages stay, until end_leaving(); whether a
   /// block was still the same then is what end_leaving() answers.
   Leaving begin_leaving(std::uint64_t most);
+  /// As Blocks::still_leaving: to be asked after the copy and before it is kept under its key, for
+  /// an alloc may have given the block to another use while it was read.
+  std::vector<std::uint8_t> still_leaving(std::uint32_t ticket) const;
   /// As Blocks::end_leaving; fails with kInvalidArgument for another number of flags.
   Result<std::uint64_t> end_leaving(std::uint32_t ticket, std::span<const std::uint8_t> copied);
 

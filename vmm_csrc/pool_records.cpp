@@ -73,6 +73,11 @@ Leaving Pool::begin_leaving(std::uint64_t most) {
   return leaving;
 }
 
+std::vector<std::uint8_t> Pool::still_leaving(std::uint32_t ticket) const {
+  const Lock lock(mutex_);
+  return accounting_.blocks().still_leaving(ticket);
+}
+
 Result<std::uint64_t> Pool::end_leaving(std::uint32_t ticket,
                                         std::span<const std::uint8_t> copied) {
   const Lock lock(mutex_);

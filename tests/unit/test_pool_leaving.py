@@ -35,7 +35,7 @@ def filled(memory: Memory, **options: bool) -> tuple[_vmm.Pool, list[int]]:
 
 @contextmanager
 def demoter(pool: _vmm.Pool, *, most: int = 5, works: bool = True) -> Iterator[dict[bytes, int]]:
-    """A thread that copies whatever is wanted; yields the keys that it has kept, and their reads."""
+    """A thread that copies whatever is wanted; yields how often each key was read."""
     kept: dict[bytes, int] = {}
     attending = threading.Event()
     ending = threading.Event()
@@ -186,3 +186,15 @@ def test_a_page_is_not_unmapped_while_it_is_copied() -> None:
     pool.end_leaving(leaving.ticket, [True] * 3)
     assert pool.sleep()["mapped_bytes"] == 0
     pool.check_integrity()
+
+
+def test_a_copy_that_was_torn_is_told_before_it_is_kept() -> None:
+    pool, ids = filled(Memory(LAYOUTS["paged"], 2))
+    leaving = pool.begin_leaving(4)
+    assert pool.still_leaving(leaving.ticket) == [True] * 4
+    pool.touch([ids[1]])
+    pool.free([ids[2]])
+    assert pool.alloc(1) == [ids[2]], "free at once, while it is read"
+    assert pool.still_leaving(leaving.ticket) == [True, True, False, True]
+    assert pool.end_leaving(leaving.ticket, [True, True, False, True]) == 3
+    assert pool.still_leaving(leaving.ticket) == []

@@ -128,6 +128,8 @@ TEST(a_copy_counts_only_for_the_block_that_was_read) {
   one.blocks->alloc(2, Blocks::Fit::kBest, got);
   CHECK(static_cast<bool>(one.blocks->free(freed)));
   one.cache(reused);
+  const std::vector<std::uint8_t> still = one.blocks->still_leaving(leaving.ticket);
+  CHECK(still.size() == 15 && still[0] == 1 && still[1] == 0 && still[2] == 0 && still[3] == 0);
   std::vector<std::uint8_t> copied = all(leaving);
   copied[14] = 0;
   CHECK(one.blocks->end_leaving(leaving.ticket, copied) == 15 - 3 - 1);

@@ -1,0 +1,157 @@
+// A pool that is shrunk, used and copied at the same time, for the thread sanitizer; and what it
+// promises then: a block that is called demoted was copied while it held what it holds.
+#include <atomic>
+#include <chrono>
+#include <random>
+#include <thread>
+#include <vector>
+
+#include "../host_driver.h"
+#include "../pool.h"
+#include "check.h"
+
+namespace kvelastic {
+namespace {
+
+constexpr std::uint64_t kPages = 8;
+constexpr std::uint64_t kBlocksPerPage = 4;
+
+std::unique_ptr<Pool> pool_of(const std::shared_ptr<Range>& range) {
+  PoolOptions options;
+  options.max_blocks = kPages * kBlocksPerPage;
+  options.limit_bytes = options.capacity_bytes = kPages * HostDriver::kGranularityBytes;
+  options.preallocate = false;
+  auto pool = Pool::create(range->geometry(), std::make_shared<LocalBacking>(range), options);
+  CHECK(static_cast<bool>(pool));
+  (*pool)->use_tiers({std::chrono::milliseconds(20), std::chrono::hours(1), std::chrono::hours(1)});
+  return *std::move(pool);
+}
+
+std::shared_ptr<Range> range_of_blocks() {
+  Geometry g;
+  g.pages = kPages;
+  g.extent_bytes = HostDriver::kGranularityBytes;
+  g.block_bytes = g.extent_bytes / kBlocksPerPage;
+  g.blocks_per_page = kBlocksPerPage;
+  auto range = Range::reserve(std::shared_ptr<Driver>(*HostDriver::open()), g);
+  CHECK(static_cast<bool>(range));
+  return *std::move(range);
+}
+
+/// Serves demotions until told to stop.
+class Demoter {
+ public:
+  explicit Demoter(Pool& pool) : pool_(pool), staging_(*Staging::create(4, pool.record_bytes())) {
+    (void)pool_.next_demotion(std::chrono::nanoseconds(0));
+    thread_ = std::thread([this] { serve(); });
+  }
+  ~Demoter() {
+    ending_ = true;
+    while (!ended_) {
+      pool_.stop_demotions();
+      std::this_thread::yield();
+    }
+    thread_.join();
+  }
+
+ private:
+  void serve() {
+    while (!ending_) {
+      if (!pool_.next_demotion(std::chrono::seconds(10))) continue;
+      const Leaving leaving = pool_.begin_leaving(4);
+      std::vector<BlockSlot> blocks;
+      for (std::size_t i = 0; i < leaving.ids.size(); ++i) blocks.push_back({leaving.ids[i], i});
+      CHECK(static_cast<bool>(pool_.copy_records(blocks, staging_, CopyTo::kHost)));
+      const std::vector<std::uint8_t> copied(leaving.ids.size(), 1);
+      CHECK(static_cast<bool>(pool_.end_leaving(leaving.ticket, copied)));
+    }
+    ended_ = true;
+  }
+
+  Pool& pool_;
+  const std::shared_ptr<Staging> staging_;
+  std::atomic<bool> ending_{false}, ended_{false};
+  std::thread thread_;
+};
+
+TEST(a_pool_is_shrunk_used_and_copied_at_once) {
+  const std::shared_ptr<Range> range = range_of_blocks();
+  const std::unique_ptr<Pool> pool = pool_of(range);
+  {
+    const Demoter demoter(*pool);
+    std::thread engine([&] {
+      std::mt19937 random(1);
+      std::uint64_t name = 0;
+      for (int step = 0; step < 3000; ++step) {
+        auto ids = pool->alloc(1 + random() % 6);
+        if (!CHECK(static_cast<bool>(ids))) return;
+        if (*ids) {
+          std::vector<BlockKey> keys;
+          for (std::size_t i = 0; i < (*ids)->size(); ++i) keys.push_back({++name, 7});
+          CHECK(static_cast<bool>(pool->cache(**ids, keys)));
+        }
+        if (step % 16 == 0) (void)pool->take_changes();
+      }
+    });
+    std::thread limits([&] {
+      std::mt19937 random(2);
+      for (int step = 0; step < 200; ++step) {
+        if (random() % 4 == 0) {
+          pool->set_asleep(true);
+          CHECK(static_cast<bool>(pool->settle_limit()));
+          pool->set_asleep(false);
+        }
+        (void)pool->set_limit((1 + random() % kPages) * HostDriver::kGranularityBytes);
+        CHECK(static_cast<bool>(pool->enforce_limit()));
+        CHECK(static_cast<bool>(pool->give_up(1 + random() % 3, Depth::kCached, 1)));
+      }
+    });
+    engine.join();
+    limits.join();
+    (void)pool->set_limit(kPages * HostDriver::kGranularityBytes);
+    CHECK(static_cast<bool>(pool->enforce_limit()));
+    auto ids = pool->alloc(kPages * kBlocksPerPage - 1);
+    REQUIRE(static_cast<bool>(ids) && ids->has_value());
+    const std::vector<BlockKey> keys((*ids)->size(), BlockKey{1, 1});
+    CHECK(static_cast<bool>(pool->cache(**ids, keys)));
+    const std::uint64_t before = pool->stats().blocks_demoted;
+    pool->set_asleep(true);
+    CHECK(static_cast<bool>(pool->settle_limit()));
+    CHECK(pool->stats().blocks_demoted == before + keys.size());
+  }
+  CHECK(static_cast<bool>(pool->check_integrity()));
+  const PoolStats stats = pool->stats();
+  CHECK(stats.blocks_leaving == 0);
+  CHECK(stats.blocks_demoted + stats.blocks_dropped == stats.blocks_evicted);
+}
+
+TEST(a_limit_gives_back_while_it_waits_and_a_new_request_ends_the_wait) {
+  const std::shared_ptr<Range> range = range_of_blocks();
+  const std::unique_ptr<Pool> pool = pool_of(range);
+  auto ids = pool->alloc(kPages * kBlocksPerPage - 1);
+  REQUIRE(static_cast<bool>(ids) && ids->has_value());
+  std::vector<BlockKey> keys;
+  for (const BlockId id : **ids) keys.push_back({static_cast<std::uint64_t>(id), 1});
+  CHECK(static_cast<bool>(pool->cache(**ids, keys)));
+  (void)pool->next_demotion(std::chrono::nanoseconds(0));
+  (void)pool->set_limit(HostDriver::kGranularityBytes);
+  std::atomic<bool> request{false};
+  std::thread keeper(
+      [&] { CHECK(static_cast<bool>(pool->enforce_limit([&] { return request.load(); }))); });
+  const auto want = pool->next_demotion(std::chrono::seconds(60));
+  CHECK(want && want->reason == DemotionReason::kLimit);
+  const Leaving leaving = pool->begin_leaving(kBlocksPerPage);
+  CHECK(static_cast<bool>(
+      pool->end_leaving(leaving.ticket, std::vector<std::uint8_t>(leaving.ids.size(), 1))));
+  // A page that is clean goes at once, the dirty ones stay: the wait has an hour to go.
+  while (pool->limit_state().mapped_bytes == kPages * HostDriver::kGranularityBytes) {
+    std::this_thread::yield();
+  }
+  CHECK(pool->stats().blocks_dropped == 0);
+  request = true;
+  keeper.join();
+  CHECK(pool->limit_state().over_bytes == 0 && pool->stats().blocks_dropped > 0);
+}
+
+}  // namespace
+}  // namespace kvelastic
