@@ -1,0 +1,202 @@
+"""One file of the disk tier: made, taken over from who died, its entries and its room.
+
+The process that writes a file holds flock() on it, which ends with the process however it ends.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from typing import Final
+
+from kvelastic import _vmm
+from kvelastic.tiers.disk_format import (
+    EMPTY_ENTRY,
+    ENTRY_BYTES,
+    FILE_ID_BYTES,
+    HEADER_BYTES,
+    Entry,
+    Geometry,
+    pack_entry,
+    pack_header,
+    unpack_header,
+)
+from kvelastic.tiers.owned_files import open_file
+
+SUFFIX: Final = ".kv"
+_RangeCall = Callable[[int, int, int], int]
+
+
+def held_bytes(state: os.stat_result) -> int:
+    """What a file may take of its file system: its blocks, and the map of them as it may grow.
+
+    A file system keeps a map of the parts of a file; where each system page is a part of its own
+    it takes a 160th of them all, and `st_blocks` counts it.
+    """
+    blocks_bytes = state.st_blocks * 512
+    return blocks_bytes + map_bytes(blocks_bytes)
+
+
+def map_bytes(blocks_bytes: int) -> int:
+    """What the map of so many bytes of a file may take."""
+    return blocks_bytes // 160 + 4096 if blocks_bytes else 0
+
+
+class DataFile:
+    """A file that this process writes. Slots are its own, from 0. The store's lock guards it.
+
+    Raises `OSError` for what the file system says.
+    """
+
+    def __init__(self, folder: int, name: str, fd: int, geometry: Geometry, file_id: bytes) -> None:
+        self.folder = folder
+        self.name = name
+        self.geometry = geometry
+        self.file_id = file_id
+        self._fd = fd
+        self._direct_fd = -1
+        self.is_direct = False
+        """Whether records go past the page cache."""
+        with suppress(OSError):  # tmpfs and others have no O_DIRECT
+            self._direct_fd = open_file(folder, name, os.O_RDWR | os.O_DIRECT)
+            self.is_direct = os.path.sameopenfile(fd, self._direct_fd)
+
+    @staticmethod
+    def create(folder: int, geometry: Geometry) -> DataFile:
+        """Make a file with all of its room. Call it under the folder's lock."""
+        file_id = os.urandom(FILE_ID_BYTES)
+        name = file_id[:8].hex() + SUFFIX
+        fd = open_file(folder, name, os.O_RDWR | os.O_CREAT | os.O_EXCL)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.posix_fallocate(fd, 0, geometry.file_bytes)
+            _write_all(fd, pack_header(geometry, file_id), 0)
+            return DataFile(folder, name, fd, geometry, file_id)
+        except BaseException:
+            with suppress(OSError):
+                os.unlink(name, dir_fd=folder)
+            os.close(fd)
+            raise
+
+    @staticmethod
+    def take_over(folder: int, name: str) -> DataFile | None:
+        """A file whose owner is gone; None where it is alive or the file is no whole one of ours.
+
+        Call it under the folder's lock.
+        """
+        fd = open_file(folder, name, os.O_RDWR)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            header = unpack_header(os.pread(fd, HEADER_BYTES, 0), os.fstat(fd).st_size)
+            if header is not None:
+                return DataFile(folder, name, fd, *header)
+        except BlockingIOError:
+            pass
+        except BaseException:
+            os.close(fd)
+            raise
+        os.close(fd)
+        return None
+
+    @property
+    def record_fd(self) -> int:
+        """By which records are read and written."""
+        return self._direct_fd if self.is_direct else self._fd
+
+    @property
+    def is_removed(self) -> bool:
+        """Whether somebody has removed the name."""
+        return os.fstat(self._fd).st_nlink == 0
+
+    @property
+    def size_bytes(self) -> int:
+        """How far the file reaches now."""
+        return os.fstat(self._fd).st_size
+
+    @property
+    def held_bytes(self) -> int:
+        """See `held_bytes`."""
+        return held_bytes(os.fstat(self._fd))
+
+    def use_page_cache(self) -> None:
+        """Stop using O_DIRECT: the file system has accepted the flag and refuses the calls."""
+        self.is_direct = False  # the descriptor stays: a call may be under way
+
+    def read_table(self) -> bytes:
+        """All entries, as far as the file reaches."""
+        end = HEADER_BYTES + self.geometry.slots * ENTRY_BYTES
+        parts = []
+        at = HEADER_BYTES
+        while at < end and (part := os.pread(self._fd, min(end - at, 1 << 22), at)):
+            parts.append(part)
+            at += len(part)
+        return b"".join(parts)
+
+    def write_entry(self, slot: int, entry: Entry) -> None:
+        """Say what lies in a slot; its record must be written."""
+        raw = pack_entry(entry, self.file_id, slot)
+        _write_all(self._fd, raw, self.geometry.entry_offset(slot))
+
+    def clear_entry(self, slot: int) -> None:
+        """Say that a slot is empty."""
+        _write_all(self._fd, EMPTY_ENTRY, self.geometry.entry_offset(slot))
+
+    def sync_entries(self) -> None:
+        """Wait until the medium has what was said."""
+        os.fdatasync(self._fd)
+
+    def wipe(self, slots: Iterable[int]) -> None:
+        """Make records unreadable; their room stays theirs."""
+        for first, count in runs(slots):
+            self._checked(_vmm.zero_range, first, count)
+
+    def release(self, slots: Iterable[int]) -> None:
+        """Give the room of slots back to the file system; raises EOPNOTSUPP where it cannot be."""
+        for first, count in runs(slots):
+            self._checked(_vmm.release_range, first, count)
+
+    def reserve(self, first: int, count: int) -> None:
+        """Take room for slots that have none."""
+        stride = self.geometry.stride_bytes
+        os.posix_fallocate(self._fd, self.geometry.record_offset(first), count * stride)
+
+    def remove(self) -> None:
+        """Close and remove the file."""
+        with suppress(FileNotFoundError):
+            os.unlink(self.name, dir_fd=self.folder)
+        self.close()
+
+    def close(self) -> None:
+        """Let go of it; whoever comes next may take it over. Repeatable."""
+        for fd in (self._direct_fd, self._fd):
+            if fd >= 0:
+                os.close(fd)
+        self._direct_fd = self._fd = -1
+
+    def _checked(self, call: _RangeCall, first: int, count: int) -> None:
+        stride = self.geometry.stride_bytes
+        failed = call(self._fd, self.geometry.record_offset(first), count * stride)
+        if failed:
+            raise OSError(failed, os.strerror(failed), self.name)
+
+
+def runs(slots: Iterable[int]) -> list[tuple[int, int]]:
+    """Slots as (first, count) of those side by side, in ascending order."""
+    out: list[tuple[int, int]] = []
+    for slot in sorted(slots):
+        if out and sum(out[-1]) == slot:
+            out[-1] = (out[-1][0], out[-1][1] + 1)
+        else:
+            out.append((slot, 1))
+    return out
+
+
+def _write_all(fd: int, raw: bytes, offset: int) -> None:
+    while raw:
+        written = os.pwrite(fd, raw, offset)
+        if written == 0:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        raw, offset = raw[written:], offset + written

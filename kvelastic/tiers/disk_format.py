@@ -1,0 +1,178 @@
+"""What lies in a file of the disk tier: a header, a table of entries, and the records.
+
+::
+
+    0            header: magic, version, sizes, the file's number; a checksum over them
+    4096         the table: one entry of 128 bytes for each slot; zeros: the slot is empty
+    data_offset  the records, each at a multiple of 4096
+
+All integers are little-endian. An entry lies within one sector, and its checksum also covers the
+file's number and its slot: an entry that was copied elsewhere is none. The checksum of a record is
+seeded with its key. So whatever is torn, truncated, flipped or mixed up is seen; nothing here is
+authentication.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Final, NamedTuple
+
+from kvelastic import _vmm
+from kvelastic.tiers.base import KEY_BYTES
+
+VERSION: Final = 1
+HEADER_BYTES: Final = 4096
+ENTRY_BYTES: Final = 128
+ALIGNMENT_BYTES: Final = 4096
+FILE_ID_BYTES: Final = 16
+MAX_SLOTS: Final = 1 << 24
+"""Of one file. A header that says more is not believed."""
+
+_MAGIC: Final = b"KVELDISK"
+_HEADER: Final = struct.Struct("<8sIIQQQQ16s")
+_ENTRY: Final = struct.Struct("<16s16s16s16sQQQQQ")
+_CHECKSUM: Final = struct.Struct("<Q")
+_SUMMED_BYTES: Final = ENTRY_BYTES - _CHECKSUM.size
+EMPTY_ENTRY: Final = bytes(ENTRY_BYTES)
+
+
+def aligned(size_bytes: int) -> int:
+    """The next multiple of what O_DIRECT wants."""
+    return -(-size_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+
+
+class Geometry(NamedTuple):
+    """Where everything lies in a file of so many records."""
+
+    record_bytes: int
+    slots: int
+
+    @property
+    def stride_bytes(self) -> int:
+        """From one record to the next."""
+        return aligned(self.record_bytes)
+
+    @property
+    def data_offset(self) -> int:
+        """Where the first record lies."""
+        return HEADER_BYTES + aligned(self.slots * ENTRY_BYTES)
+
+    @property
+    def file_bytes(self) -> int:
+        """All of it."""
+        return self.data_offset + self.slots * self.stride_bytes
+
+    def record_offset(self, slot: int) -> int:
+        """Where a slot's record lies."""
+        return self.data_offset + slot * self.stride_bytes
+
+    @staticmethod
+    def entry_offset(slot: int) -> int:
+        """Where a slot's entry lies."""
+        return HEADER_BYTES + slot * ENTRY_BYTES
+
+
+def largest_within(record_bytes: int, file_bytes: int) -> Geometry:
+    """The most records that fit a file of `file_bytes`; 0 slots where none does."""
+    each = aligned(record_bytes) + ENTRY_BYTES
+    slots = min(MAX_SLOTS, max(0, file_bytes - HEADER_BYTES) // each)
+    while slots > 0 and Geometry(record_bytes, slots).file_bytes > file_bytes:
+        slots -= 1  # the table's last system page; once or twice
+    return Geometry(record_bytes, slots)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What the table says of one record."""
+
+    key: bytes
+    parent: bytes
+    """The key that it continues; NO_KEY: none, or nobody has said."""
+    namespace: bytes
+    """Fingerprint."""
+    model: bytes
+    """Hash of its name; 16 bytes."""
+    generation: int
+    length_bytes: int
+    stored_ns: int
+    """Since the epoch."""
+    checksum: int
+    position: int
+    """In the batch it was put with: of one time, later ones are ends of chains."""
+
+
+def pack_header(geometry: Geometry, file_id: bytes) -> bytes:
+    """The first system page of a file."""
+    raw = _HEADER.pack(
+        _MAGIC,
+        VERSION,
+        ENTRY_BYTES,
+        geometry.record_bytes,
+        geometry.stride_bytes,
+        geometry.slots,
+        geometry.data_offset,
+        file_id,
+    )
+    raw += _CHECKSUM.pack(_vmm.record_checksum(raw, file_id))
+    return raw.ljust(HEADER_BYTES, b"\0")
+
+
+def unpack_header(raw: bytes, file_bytes: int) -> tuple[Geometry, bytes] | None:
+    """The geometry and the file's number; None for what is no whole file of this version."""
+    end = _HEADER.size + _CHECKSUM.size
+    if len(raw) < end:
+        return None
+    magic, version, entry_bytes, record_bytes, stride_bytes, slots, data_offset, file_id = (
+        _HEADER.unpack_from(raw)
+    )
+    (checksum,) = _CHECKSUM.unpack_from(raw, _HEADER.size)
+    if (magic, version, entry_bytes) != (_MAGIC, VERSION, ENTRY_BYTES):
+        return None
+    if checksum != _vmm.record_checksum(raw[: _HEADER.size], file_id):
+        return None
+    if not 0 < slots <= MAX_SLOTS or record_bytes == 0:
+        return None
+    geometry = Geometry(record_bytes, slots)
+    said = (stride_bytes, data_offset)
+    # A file that was cut is short; what is left of it can be read.
+    if said != (geometry.stride_bytes, geometry.data_offset) or file_bytes < data_offset:
+        return None
+    return geometry, file_id
+
+
+def pack_entry(entry: Entry, file_id: bytes, slot: int) -> bytes:
+    """128 bytes for the table."""
+    raw = _ENTRY.pack(
+        entry.key,
+        entry.parent,
+        entry.namespace,
+        entry.model,
+        entry.generation,
+        entry.length_bytes,
+        entry.stored_ns,
+        entry.checksum,
+        entry.position,
+    ).ljust(_SUMMED_BYTES, b"\0")
+    return raw + _CHECKSUM.pack(_vmm.record_checksum(raw, _place(file_id, slot)))
+
+
+def unpack_entry(raw: bytes, file_id: bytes, slot: int) -> Entry | None:
+    """The entry; None where it is not whole, or not of this place."""
+    (checksum,) = _CHECKSUM.unpack_from(raw, _SUMMED_BYTES)
+    if checksum != _vmm.record_checksum(raw[:_SUMMED_BYTES], _place(file_id, slot)):
+        return None
+    return Entry(*_ENTRY.unpack_from(raw))
+
+
+def entries(table: bytes, file_id: bytes) -> Iterator[tuple[int, Entry | None]]:
+    """Each slot that is not empty; with None where its entry is not whole."""
+    for slot in range(len(table) // ENTRY_BYTES):
+        raw = table[slot * ENTRY_BYTES : (slot + 1) * ENTRY_BYTES]
+        if raw != EMPTY_ENTRY:
+            yield slot, unpack_entry(raw, file_id, slot)
+
+
+def _place(file_id: bytes, slot: int) -> bytes:
+    return file_id[: KEY_BYTES - 8] + slot.to_bytes(8, "little")

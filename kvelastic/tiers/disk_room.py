@@ -1,0 +1,354 @@
+"""How much of the folders a disk store has: takes room, shares it, gives it back by policy.
+
+A slot without room is *parked*: the index believes that it is pending under a key that nobody has,
+so it is never given out. To give room back, slots are claimed for such keys, and the index
+displaces what its policy says; their place in the files is given back to the file system.
+
+**How engines share a folder.** The limit is of the folders: the blocks of all files there. Room is
+taken as it is needed, a file or a part of one at a time, by whoever comes first, and only while the
+sum stays within the limit. With n engines alive, a share is the limit divided by n. An engine that
+has less than its share and finds no room says so, and an engine that has more than its own gives
+back by policy down to it, at its next put or question for the capacity. An engine with a lower
+limit than its neighbours' takes nothing while they are above it, and gives back what it has.
+"""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable, Iterable
+from typing import Final
+
+from kvelastic import _vmm
+from kvelastic.sizes import GIB_BYTES, MIB_BYTES
+from kvelastic.tiers.base import KEY_BYTES
+from kvelastic.tiers.disk_file import DataFile, map_bytes, runs
+from kvelastic.tiers.disk_folder import Folder, FolderBusyError, all_locked
+from kvelastic.tiers.disk_format import Entry, aligned, entries, largest_within
+from kvelastic.tiers.disk_slots import SlotTable
+
+LOOK_EVERY_S: Final = 1.0
+"""How often an engine looks at what its neighbours have and want."""
+_MANY_FILES: Final = 64
+_CLAIM: Final = 1024
+
+
+class Room:
+    """The slots of one store. The store's lock guards it.
+
+    Raises `OSError` for what the file systems say; whatever was done until then stays done.
+    """
+
+    def __init__(
+        self,
+        index: _vmm.TierIndex,
+        table: SlotTable,
+        folders: list[Folder],
+        record_bytes: int,
+        limit_bytes: int,
+        clock: Callable[[], float],
+    ) -> None:
+        self.limit_bytes = limit_bytes
+        self.evicted = 0
+        """Records that went for want of room."""
+        self._index = index
+        self._table = table
+        self._folders = folders
+        self._record_bytes = record_bytes
+        self._stride_bytes = aligned(record_bytes)
+        self._clock = clock
+        self._parked: dict[int, bytes] = {}
+        self._made = 0
+        self._others: dict[Folder, list[str]] = {}
+        self._look_at_s = float("-inf")
+        self._grow_at_s = float("-inf")
+        self._park(index.stats()["slots"])  # slot 0
+
+    @property
+    def slots(self) -> int:
+        """Slots that have room."""
+        return self._table.slots - len(self._parked)
+
+    def set_limit(self, limit_bytes: int) -> None:
+        """Hold no more than this from now on, and look at once how much room there is."""
+        self.limit_bytes = limit_bytes
+        self._grow_at_s = float("-inf")
+        self.fit()
+
+    def adopt(self) -> int:
+        """Take over all that engines which are gone have left; answers how much of it is torn."""
+        found: list[tuple[int, int, int, Entry]] = []
+        torn = 0
+        with all_locked(self._folders):
+            for folder in self._folders:
+                whole, others = folder.take_over()
+                for file in whole:
+                    if file.geometry.record_bytes != self._record_bytes:
+                        others.append(file.name)
+                        file.close()
+                        continue
+                    torn += self._read(file, self._table.add_file(file).start, found)
+                self._others[folder] = others
+            self._index.resize(self._table.slots)
+            # Oldest first, so that the newest are the last to go; of one batch the ends of chains.
+            found.sort(key=lambda one: (one[0], -one[1]))
+            for _, _, slot, entry in found:
+                if self._index.restore(entry.key, slot, entry.parent):
+                    self._table.set(slot, entry)
+                else:  # there is another record of this key
+                    file, own = self._table.place(slot)
+                    file.clear_entry(own)
+            # Nobody knows which of the others have room.
+            self._release(self._park(self._free()))
+        self.fit()
+        return torn
+
+    def grow(self, wanted: int) -> int:
+        """Take room for `wanted` slots, as far as the limit goes; answers how many more there are.
+
+        Asks at most every `LOOK_EVERY_S` where there was none.
+        """
+        if wanted <= 0 or self._clock() < self._grow_at_s:
+            return 0
+        self._grow_at_s = self._clock() + LOOK_EVERY_S
+        got = 0
+        try:
+            with all_locked(self._folders):
+                got = self._refill(wanted)
+                while got < wanted and (more := self._add_file()):
+                    got += more
+                self._say_want(wanted - got)
+        except FolderBusyError:
+            return got
+        if got >= wanted:
+            self._grow_at_s = float("-inf")
+        return got
+
+    def look(self) -> None:
+        """Keep to the limit and to what neighbours are owed; at most every `LOOK_EVERY_S`."""
+        if self._clock() < self._look_at_s:
+            return
+        self._look_at_s = self._clock() + LOOK_EVERY_S
+        self._drop_removed()
+        self.fit()
+
+    def fit(self) -> None:
+        """Give back what is above the limit, and what neighbours wait for above a fair share."""
+        try:
+            with all_locked(self._folders):
+                for _ in range(3):  # a file's own header and table go only with the file
+                    over = max(self._held_bytes() - self.limit_bytes, self._owed_bytes())
+                    if over <= 0 or not self._give(over):
+                        return
+        except FolderBusyError:
+            self._look_at_s = float("-inf")
+
+    def check(self) -> None:
+        """Raises AssertionError where the account and the parked slots disagree."""
+        for slot in self._parked:
+            assert not self._table.has_record(slot), f"parked slot {slot} has a record"
+
+    def _read(self, file: DataFile, first: int, found: list[tuple[int, int, int, Entry]]) -> int:
+        """Entries of a file that was taken over; answers how many are not whole."""
+        torn = 0
+        end = file.size_bytes
+        for own, entry in entries(file.read_table(), file.file_id):
+            reach = file.geometry.record_offset(own) + self._record_bytes
+            if entry is None or entry.length_bytes != self._record_bytes or reach > end:
+                torn += 1
+                file.clear_entry(own)
+            else:
+                found.append((entry.stored_ns, entry.position, first + own, entry))
+        return torn
+
+    def _held_bytes(self) -> int:
+        return sum(folder.held_bytes() for folder in self._folders)
+
+    def _own_bytes(self) -> int:
+        return sum(file.held_bytes for file in self._table.files())
+
+    def _share(self) -> tuple[int, int]:
+        """A fair share of the limit, and the bytes that others wait for."""
+        seen = [folder.engines() for folder in self._folders]
+        engines = max((count for count, _ in seen), default=1)
+        return self.limit_bytes // engines, max((waited for _, waited in seen), default=0)
+
+    def _room_bytes(self) -> int:
+        """What may be taken: what neighbours wait for is left to them by who has its share."""
+        room = self.limit_bytes - self._held_bytes()
+        share, waited = self._share()
+        return min(room, share - self._own_bytes()) if waited else room
+
+    def _owed_bytes(self) -> int:
+        share, waited = self._share()
+        return min(waited, self._own_bytes() - share)
+
+    def _say_want(self, missing: int) -> None:
+        wanted_bytes = 0
+        if missing > 0:
+            share, _ = self._share()
+            # In steps: what the neighbours lose is not all needed at once.
+            step = max(missing * self._stride_bytes, share // 8)
+            wanted_bytes = max(0, min(step, share - self._own_bytes()))
+        for folder in self._folders:
+            folder.wait_for(wanted_bytes)
+
+    def _refill(self, wanted: int) -> int:
+        """Give room to parked slots of files that there are."""
+        room = self._room_bytes() * 160 // (self._stride_bytes * 161 + 160)  # see map_bytes
+        got = 0
+        batch = max(wanted, self._file_bytes() // self._stride_bytes // 8)
+        for file in self._table.files():
+            slots = self._table.range_of(file)
+            parked = [slot for slot in slots if slot in self._parked] if room > 0 else []
+            for start, length in runs(parked):
+                count = min(length, room, batch - got)
+                if count <= 0:
+                    return got
+                file.reserve(start - slots.start, count)
+                self._unpark(range(start, start + count))
+                got += count
+                room -= count
+        return got
+
+    def _file_bytes(self) -> int:
+        least = 64 * MIB_BYTES
+        return max(min(self.limit_bytes // 16, GIB_BYTES), self.limit_bytes // 256, least)
+
+    def _add_file(self) -> int:
+        """Make one more file; answers its slots, 0 where there is no room."""
+        while True:
+            room = self._room_bytes()
+            size = min(self._file_bytes(), room)
+            geometry = largest_within(self._record_bytes, size - map_bytes(size))
+            if geometry.slots > 0:
+                break
+            if not any(
+                folder.remove_oldest(self._others.get(folder, [])) for folder in self._folders
+            ):
+                return 0
+        files = self._table.files()
+        if size < self.limit_bytes // _MANY_FILES and len(files) >= _MANY_FILES:
+            return 0
+        of = {folder: sum(file.folder == folder.fd for file in files) for folder in self._folders}
+        failed: OSError | None = None
+        for folder in sorted(self._folders, key=of.__getitem__):
+            try:
+                file = DataFile.create(folder.fd, geometry)
+            except OSError as error:
+                failed = error
+                continue
+            if self._held_bytes() > self.limit_bytes:
+                file.remove()  # a file system that needs more for it than others do
+                return 0
+            slots = self._table.add_file(file)
+            if self._table.slots > self._index.stats()["slots"]:
+                self._index.resize(self._table.slots)
+            self._unpark([slot for slot in slots if slot in self._parked])
+            return geometry.slots
+        if failed is not None:
+            raise failed
+        return 0
+
+    def _remove_orphan(self) -> bool:
+        """Remove a file of records of another size whose engine is gone, the oldest first."""
+        return any(folder.remove_oldest(self._others.get(folder, [])) for folder in self._folders)
+
+    def _give(self, over_bytes: int) -> bool:
+        """Give back about so much, by policy; False where nothing could be given."""
+        slots = self._park(-(-over_bytes // self._stride_bytes))
+        if not self._release(slots):
+            return self._give_files(over_bytes)
+        gone = self._remove_empty_files()
+        return bool(slots) or gone
+
+    def _park(self, count: int) -> list[int]:
+        """Take up to `count` slots out of use; what lies there is displaced by policy."""
+        taken: list[int] = []
+        gone: list[int] = []
+        while len(taken) < count:
+            keys = [self._parking_key() for _ in range(min(_CLAIM, count - len(taken)))]
+            slots, displaced = self._index.claim(b"".join(keys), None)
+            gone.extend(slot for _, slot in displaced)
+            got = {slot: key for slot, key in zip(slots, keys, strict=True) if slot >= 0}
+            self._parked.update(got)
+            taken.extend(got)
+            if len(got) < len(keys):
+                break  # the rest is leased
+        self.evicted += len(gone)
+        self._forget(gone)
+        return taken
+
+    def _free(self) -> int:
+        stats = self._index.stats()
+        return int(stats["slots"] - stats["ready"] - stats["pending"])
+
+    def _parking_key(self) -> bytes:
+        self._made += 1
+        return b"parked: ".ljust(KEY_BYTES - 8) + self._made.to_bytes(8, "little")
+
+    def _unpark(self, slots: Iterable[int]) -> None:
+        keys = [self._parked.pop(slot) for slot in slots]
+        self._index.abandon(b"".join(keys))
+
+    def _forget(self, slots: Iterable[int]) -> None:
+        """Records were displaced: nobody finds them at the next open either."""
+        gone = [slot for slot in slots if self._table.has_record(slot)]
+        for slot in gone:
+            self._table.clear(slot)
+        for file, own in self._table.by_file(gone).items():
+            for slot in own:
+                file.clear_entry(slot)
+
+    def _release(self, slots: Iterable[int]) -> bool:
+        """Give the room of parked slots back; False where the file system cannot."""
+        try:
+            for file, own in self._table.by_file(slots).items():
+                file.release(own)
+        except OSError as error:
+            if error.errno in {errno.EOPNOTSUPP, errno.ENOSYS}:
+                return False
+            raise
+        return True
+
+    def _remove_empty_files(self) -> bool:
+        """Remove files whose slots are all parked; their slots stay parked for the next file."""
+        gone = False
+        for file in self._table.files():
+            if all(slot in self._parked for slot in self._table.range_of(file)):
+                self._table.remove_file(file)
+                file.remove()
+                gone = True
+        return gone
+
+    def _give_files(self, over_bytes: int) -> bool:
+        """Where no part of a file can be given back: whole files, those that hold least first."""
+        given = 0
+        for file in sorted(self._table.files(), key=self._records_in):
+            if given >= over_bytes:
+                break
+            if self._empty(file):
+                given += file.held_bytes
+                self._remove_empty_files()
+        return given > 0
+
+    def _records_in(self, file: DataFile) -> int:
+        return sum(self._table.has_record(slot) for slot in self._table.range_of(file))
+
+    def _empty(self, file: DataFile) -> bool:
+        """Park all slots of a file; False where some are in use."""
+        slots = self._table.range_of(file)
+        held = [slot for slot in slots if self._table.has_record(slot)]
+        keys = b"".join(self._table.key(slot) for slot in held)
+        self.evicted += len(held)
+        self._index.erase(keys)
+        self._forget(held)
+        free = self._park(self._free())
+        self._unpark([slot for slot in free if slot not in slots])
+        return all(slot in self._parked for slot in slots)
+
+    def _drop_removed(self) -> None:
+        """Files that somebody has removed: their records are gone, and their room is."""
+        for file in self._table.files():
+            if file.is_removed and self._empty(file):
+                self._table.remove_file(file)
+                file.close()

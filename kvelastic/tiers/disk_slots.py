@@ -1,0 +1,145 @@
+"""What a disk store knows of each of its slots, in flat arrays; and whose file a slot is in.
+
+Slots are numbered over all files: each file has a range of them, and slot 0 is nobody's, so that a
+store that has no file yet has an index as well.
+"""
+
+from __future__ import annotations
+
+from array import array
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+from kvelastic.tiers.base import KEY_BYTES
+from kvelastic.tiers.disk_file import DataFile
+from kvelastic.tiers.disk_format import Entry
+from kvelastic.tiers.disk_quota import Quotas
+
+
+class Owner(NamedTuple):
+    """Whose records they are."""
+
+    namespace: bytes
+    model: bytes
+    generation: int
+
+
+class SlotTable:
+    """Plain bookkeeping; the store's lock guards it."""
+
+    def __init__(self, quotas: Quotas) -> None:
+        self.slots = 1
+        self._quotas = quotas
+        self._keys = bytearray(KEY_BYTES)
+        self._checksums = array("Q", [0])
+        self._stored_ns = array("Q", [0])
+        self._owners = array("I", [0])
+        self._known: list[Owner] = []
+        self._numbers: dict[Owner, int] = {}
+        self._firsts: list[int] = [0]
+        self._files: list[DataFile | None] = [None]
+
+    def add_file(self, file: DataFile) -> range:
+        """The slots of a new file; a range that a removed one has left is used again."""
+        need = file.geometry.slots
+        for i, gone in enumerate(self._files):
+            if gone is None and i > 0 and self._range(i) >= need:
+                self._files[i] = file
+                return range(self._firsts[i], self._firsts[i] + need)
+        first = self.slots
+        self._firsts.append(first)
+        self._files.append(file)
+        self.slots += need
+        self._keys.extend(bytes(need * KEY_BYTES))
+        for numbers in (self._checksums, self._stored_ns, self._owners):
+            numbers.extend([0] * need)
+        return range(first, first + need)
+
+    def remove_file(self, file: DataFile) -> None:
+        """A file is gone; its slots lead nowhere."""
+        self._files[self._files.index(file)] = None
+
+    def files(self) -> list[DataFile]:
+        """All of them."""
+        return [file for file in self._files if file is not None]
+
+    def range_of(self, file: DataFile) -> range:
+        """The slots of a file."""
+        first = self._firsts[self._files.index(file)]
+        return range(first, first + file.geometry.slots)
+
+    def place(self, slot: int) -> tuple[DataFile, int]:
+        """File, and the slot's number in it. Raises LookupError for a slot that leads nowhere."""
+        i = bisect_right(self._firsts, slot) - 1
+        file = self._files[i]
+        own = slot - self._firsts[i]
+        if file is None or own >= file.geometry.slots:
+            raise LookupError(slot)
+        return file, own
+
+    def by_file(self, slots: Iterable[int]) -> dict[DataFile, list[int]]:
+        """Each file's own numbers of these; those that lead nowhere are left out."""
+        out: dict[DataFile, list[int]] = {}
+        for slot in slots:
+            try:
+                file, own = self.place(slot)
+            except LookupError:
+                continue
+            out.setdefault(file, []).append(own)
+        return out
+
+    def set(self, slot: int, entry: Entry) -> None:
+        """A slot has a record."""
+        at = slot * KEY_BYTES
+        self._keys[at : at + KEY_BYTES] = entry.key
+        self._checksums[slot] = entry.checksum
+        self._stored_ns[slot] = entry.stored_ns
+        owner = Owner(entry.namespace, entry.model, entry.generation)
+        if owner not in self._numbers:
+            self._known.append(owner)
+            self._numbers[owner] = len(self._known)
+        self._owners[slot] = self._numbers[owner]
+        self._quotas.stored(entry.model, entry.key)
+
+    def clear(self, slot: int) -> None:
+        """A slot has no record any more."""
+        owner = self.owner(slot)
+        if owner is not None:
+            self._quotas.gone(owner.model, self.key(slot))
+            self._owners[slot] = 0
+
+    def has_record(self, slot: int) -> bool:
+        """Whether it has one."""
+        return self._owners[slot] != 0
+
+    def key(self, slot: int) -> bytes:
+        """Of the record there."""
+        return bytes(self._keys[slot * KEY_BYTES : (slot + 1) * KEY_BYTES])
+
+    def checksum(self, slot: int) -> int:
+        """Of the record there."""
+        return self._checksums[slot]
+
+    def stored_ns(self, slot: int) -> int:
+        """When it was stored."""
+        return self._stored_ns[slot]
+
+    def owner(self, slot: int) -> Owner | None:
+        """Whose record lies there."""
+        number = self._owners[slot]
+        return self._known[number - 1] if number else None
+
+    def use(self, slot: int) -> None:
+        """A record was read."""
+        owner = self.owner(slot)
+        if owner is not None:
+            self._quotas.used(owner.model, self.key(slot))
+
+    def occupied(self) -> Iterator[int]:
+        """All slots with a record."""
+        return (slot for slot, number in enumerate(self._owners) if number)
+
+    def _range(self, i: int) -> int:
+        end = self._firsts[i + 1] if i + 1 < len(self._firsts) else self.slots
+        return end - self._firsts[i]

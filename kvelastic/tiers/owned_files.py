@@ -1,0 +1,65 @@
+"""Folders and files that belong to this user and to nobody else: made so, and checked to be so.
+
+A name is opened without following a link, and what it leads to is looked at after it is open, so
+nobody can put another file there in between.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from typing import Final
+
+from kvelastic.errors import InvalidArgumentError
+
+FOLDER_MODE: Final = 0o700
+FILE_MODE: Final = 0o600
+_FLAGS: Final = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+_OTHERS: Final = 0o077
+
+
+def open_folder(path: str | os.PathLike[str]) -> int:
+    """A descriptor of the folder, which is made if it is not there.
+
+    Raises `InvalidArgumentError` where it is a link or no folder, another user's, or open to
+    others; `OSError` for what the file system says.
+    """
+    name = os.fspath(path)
+    try:
+        os.makedirs(name, FOLDER_MODE, exist_ok=True)  # noqa: PTH103  (says EEXIST for a link)
+        fd = os.open(name, os.O_RDONLY | os.O_DIRECTORY | _FLAGS)
+    except OSError as error:
+        if error.errno in {errno.ELOOP, errno.ENOTDIR, errno.EEXIST}:
+            raise InvalidArgumentError(
+                f"{name} is a link or no folder; give a folder of its own"
+            ) from error
+        raise
+    state = os.fstat(fd)
+    problem = ""
+    if state.st_uid != os.geteuid():
+        problem = f"belongs to user {state.st_uid}; give a folder of user {os.geteuid()}"
+    elif stat.S_IMODE(state.st_mode) & _OTHERS:
+        problem = "is open to others; chmod 700 it, or give a folder of its own"
+    if problem:
+        os.close(fd)
+        raise InvalidArgumentError(f"{name} {problem}: what lies there is prompts")
+    return fd
+
+
+def open_file(folder: int, name: str, flags: int) -> int:
+    """Open a regular file in a folder (a descriptor) that is this user's, by one name only.
+
+    Raises `OSError` for what the file system says, and with EPERM for what is not so.
+    """
+    fd = os.open(name, flags | _FLAGS, FILE_MODE, dir_fd=folder)
+    state = os.fstat(fd)
+    if (
+        not stat.S_ISREG(state.st_mode)
+        or state.st_uid != os.geteuid()
+        or state.st_nlink > 1
+        or stat.S_IMODE(state.st_mode) & _OTHERS
+    ):
+        os.close(fd)
+        raise PermissionError(errno.EPERM, "not a file of this user alone", name)
+    return fd

@@ -1,0 +1,70 @@
+"""How many bytes a day may be written to a disk that wears: a count that outlives the process."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import struct
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Final
+
+from kvelastic.tiers.owned_files import open_file
+
+_FILE: Final = ".written"
+_COUNT: Final = struct.Struct("<QQ")
+_DAY_S: Final = 86400
+
+
+class WriteBudget:
+    """Bytes that all engines of a folder have written today (UTC), and what is left of a limit.
+
+    The count lies in the folder and is not forced to the medium: a loss of power may forget some.
+    Its owner's lock guards it; a call locks the file for microseconds.
+    """
+
+    def __init__(self, folder: int, daily_bytes: int | None, today_s: Callable[[], float]) -> None:
+        self._daily_bytes = daily_bytes
+        self._today_s = today_s
+        self._fd = -1
+        self._own = (0, 0)  # where the file cannot be had
+        if daily_bytes is not None and folder >= 0:
+            with suppress(OSError):
+                self._fd = open_file(folder, _FILE, os.O_RDWR | os.O_CREAT)
+
+    def take(self, records: int, record_bytes: int) -> int:
+        """How many of `records` may be written; they count as written from now on."""
+        if self._daily_bytes is None or records == 0:
+            return records
+        today = int(self._today_s()) // _DAY_S
+        day, written = self._read()
+        if day != today:
+            written = 0
+        granted = max(0, min(records, (self._daily_bytes - written) // record_bytes))
+        self._write(today, written + granted * record_bytes)
+        return granted
+
+    def close(self) -> None:
+        """Let go of the file. Repeatable."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def _read(self) -> tuple[int, int]:
+        """The day and its bytes; the file stays locked until `_write`."""
+        if self._fd >= 0:
+            with suppress(OSError):
+                fcntl.flock(self._fd, fcntl.LOCK_EX)
+                raw = os.pread(self._fd, _COUNT.size, 0)
+                if len(raw) == _COUNT.size:
+                    day, written = _COUNT.unpack(raw)
+                    return max((day, written), self._own)
+        return self._own
+
+    def _write(self, day: int, written: int) -> None:
+        self._own = (day, written)
+        if self._fd >= 0:
+            with suppress(OSError):
+                os.pwrite(self._fd, _COUNT.pack(day, written), 0)
+            with suppress(OSError):
+                fcntl.flock(self._fd, fcntl.LOCK_UN)

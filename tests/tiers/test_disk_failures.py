@@ -1,0 +1,281 @@
+"""What file systems and devices do to a disk store: misses and refused puts, and never an error."""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+from disk_records import MODEL, keys, open_store, put, whole
+
+from kvelastic import _vmm
+from kvelastic.errors import InvalidArgumentError
+from kvelastic.tiers.disk import DiskStore
+
+MIB = 1 << 20
+RECORD = 16 * 1024
+LIMIT = 8 * MIB
+IS_ROOT = os.geteuid() == 0
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+class FailingFiles:
+    """Reads and writes records, or says that it cannot; `fails` answers an errno for each call."""
+
+    engine = "failing"
+
+    def __init__(self) -> None:
+        self.io = _vmm.RecordIo("threads", 2)
+        self.fails: Callable[[str, int], int] = lambda way, at: 0
+        self.calls = 0
+
+    def _run(
+        self, way: str, places: Sequence[tuple[int, int]], views: Sequence[object], keys: bytes
+    ) -> list[tuple[int, int]]:
+        self.calls += 1
+        answers = getattr(self.io, way)(places, views, keys)
+        return [
+            (-self.fails(way, at), 0) if self.fails(way, at) else answer
+            for at, answer in enumerate(answers)
+        ]
+
+    def write(
+        self, places: Sequence[tuple[int, int]], views: Sequence[object], keys: bytes
+    ) -> list[tuple[int, int]]:
+        return self._run("write", places, views, keys)
+
+    def read(
+        self, places: Sequence[tuple[int, int]], views: Sequence[object], keys: bytes
+    ) -> list[tuple[int, int]]:
+        return self._run("read", places, views, keys)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path / "kv"
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC, errno.EROFS, errno.EFBIG])
+def test_writes_that_fail_are_refused_and_tried_again_later(folder: Path, code: int) -> None:
+    clock, files = Clock(), FailingFiles()
+    store = open_store(folder, RECORD, LIMIT, io=files, clock=clock)
+    assert all(put(store, range(5)))
+    files.fails = lambda way, at: code if way == "write" and at != 1 else 0
+    assert put(store, range(10, 13)) == [False, True, False]
+    seen = store.statistics()
+    assert (seen.puts, seen.refused, seen.errors) == (6, 2, 2)
+    calls = files.calls
+    assert put(store, range(20, 22)) == [False] * 2  # quiet
+    assert files.calls == calls
+    assert whole(store, range(30)) == [0, 1, 2, 3, 4, 11]
+    for _ in range(10):  # it is asked again and again, ever more rarely
+        clock.now_s += 61
+        assert put(store, [20]) == [False]
+    assert store.statistics().errors == 12
+    files.fails = lambda way, at: 0
+    clock.now_s += 61
+    assert put(store, range(20, 22)) == [True] * 2
+    store.check_integrity()
+    store.close()
+
+
+def test_reads_that_fail_are_misses_and_tried_again_later(folder: Path) -> None:
+    clock, files = Clock(), FailingFiles()
+    store = open_store(folder, RECORD, LIMIT, io=files, clock=clock)
+    put(store, range(5))
+    files.fails = lambda way, at: errno.EIO if way == "read" and at == 1 else 0
+    assert whole(store, range(5)) == [0, 2, 3, 4]
+    seen = store.statistics()
+    assert (seen.hits, seen.misses, seen.torn, seen.errors) == (4, 1, 0, 1)
+    assert store.has(keys(range(5))) == [False] * 5  # quiet
+    assert store.lease(keys(range(5))).count == 0
+    files.fails = lambda way, at: 0
+    clock.now_s += 1
+    assert whole(store, range(5)) == list(range(5))
+    store.check_integrity()
+    store.close()
+
+
+def test_a_file_system_that_refuses_direct_calls_gets_others(folder: Path) -> None:
+    files = FailingFiles()
+    store = open_store(folder, RECORD, LIMIT, io=files)
+    is_direct = any(file.is_direct for file in _files(store))
+
+    def fails(way: str, at: int) -> int:
+        return errno.EINVAL if any(file.is_direct for file in _files(store)) else 0
+
+    files.fails = fails
+    assert put(store, range(4)) == [True] * 4
+    assert whole(store, range(4)) == list(range(4))
+    assert store.statistics().errors == 0
+    assert files.calls == (3 if is_direct or files.calls == 3 else 2)
+    store.close()
+
+
+def _files(store: DiskStore) -> list[object]:
+    return list(store._table.files())
+
+
+def test_a_medium_that_is_full_keeps_what_fits(folder: Path) -> None:
+    """A limit on the size of files stands for it; its signal is ignored, as Python does."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    clock = Clock()
+    resource.setrlimit(resource.RLIMIT_FSIZE, (MIB, hard))
+    try:
+        store = open_store(folder, RECORD, LIMIT, clock=clock)
+        assert put(store, range(3)) == [False] * 3
+        assert store.statistics().errors == 1
+        assert put(store, range(3)) == [False] * 3
+        assert store.statistics().errors == 1  # quiet
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    clock.now_s += 61
+    assert put(store, range(3)) == [True] * 3
+    assert [path.suffix for path in folder.iterdir()].count(".kv") == 1
+    store.close()
+
+
+def test_no_descriptor_left_is_a_refused_put(folder: Path) -> None:
+    clock = Clock()
+    store = open_store(folder, RECORD, LIMIT, clock=clock)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    held = os.open("/dev/null", os.O_RDONLY)
+    os.close(held)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (held, hard))
+    try:
+        assert put(store, range(3)) == [False] * 3
+        assert store.capacity().records == 0
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    clock.now_s += 61
+    assert put(store, range(3)) == [True] * 3
+    store.check_integrity()
+    store.close()
+
+
+def test_a_folder_that_was_removed_is_made_again(folder: Path) -> None:
+    clock = Clock()
+    store = open_store(folder, RECORD, LIMIT, clock=clock)
+    put(store, range(5))
+    shutil.rmtree(folder)
+    for _ in range(4):
+        clock.now_s += 61
+        put(store, range(10, 15))
+    assert whole(store, range(20)) == list(range(10, 15))
+    assert folder.stat().st_mode & 0o777 == 0o700
+    store.check_integrity()
+    store.close()
+
+
+def test_a_folder_that_cannot_be_made_is_left_out(tmp_path: Path) -> None:
+    blocked = Path("/proc/kvelastic/kv")
+    store = DiskStore([blocked], RECORD, LIMIT, MODEL)
+    assert put(store, range(3)) == [False] * 3
+    assert store.statistics().errors >= 1
+    store.check_integrity()
+    store.close()
+    both = DiskStore([blocked, tmp_path / "kv"], RECORD, LIMIT, MODEL)
+    assert put(both, range(3)) == [True] * 3 or both.statistics().errors == 1
+    both.close()
+
+
+def test_links_are_not_followed(tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir(mode=0o700)
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    with pytest.raises(InvalidArgumentError, match="a link"):
+        open_store(tmp_path / "link", RECORD, LIMIT)
+    (tmp_path / "file").write_bytes(b"")
+    with pytest.raises(InvalidArgumentError, match="no folder"):
+        open_store(tmp_path / "file", RECORD, LIMIT)
+    store = open_store(tmp_path / "real", RECORD, LIMIT)
+    put(store, range(3))
+    store.close()
+    [good] = (tmp_path / "real").glob("*.kv")
+    elsewhere = tmp_path / "elsewhere"
+    good.rename(elsewhere)
+    for name, make in {
+        "0000000000000001.kv": lambda path: path.symlink_to(elsewhere),
+        "0000000000000002.kv": lambda path: path.mkdir(),
+        "0000000000000003.kv": os.mkfifo,
+        "0000000000000004.kv": lambda path: path.hardlink_to(elsewhere),
+    }.items():
+        make(tmp_path / "real" / name)
+    store = open_store(tmp_path / "real", RECORD, LIMIT)
+    assert store.capacity().records == 0
+    store.check_integrity()
+    store.close()
+
+
+@pytest.mark.skipif(not IS_ROOT, reason="only root gives files to others")
+def test_what_belongs_to_others_is_refused(folder: Path) -> None:
+    store = open_store(folder, RECORD, LIMIT)
+    put(store, range(3))
+    store.close()
+    [file] = folder.glob("*.kv")
+    os.chown(file, 12345, 12345)
+    store = open_store(folder, RECORD, LIMIT)
+    assert store.capacity().records == 0
+    store.close()
+    os.chown(folder, 12345, 12345)
+    with pytest.raises(InvalidArgumentError, match="belongs to user 12345"):
+        open_store(folder, RECORD, LIMIT)
+
+
+FULL_DISK = """
+import os, sys
+from pathlib import Path
+from disk_records import open_store, put, whole
+folder = Path(sys.argv[1])
+store = open_store(folder / "kv", 16384, 64 << 20)
+assert put(store, range(3)) == [False] * 3 or store.capacity().records == 3
+store.close()
+filler = folder / "filler"
+filler.write_bytes(bytes(6 << 20))
+store = open_store(folder / "kv", 16384, 4 << 20)
+put(store, range(8))
+seen = store.statistics()
+assert seen.refused + seen.puts == 8, seen
+found = whole(store, range(8))
+assert len(found) == seen.puts, (found, seen)
+store.check_integrity()
+store.close()
+os.system(f"mount -o remount,ro {folder}")
+store = open_store(folder / "kv", 16384, 4 << 20)
+assert put(store, range(20, 22)) == [False] * 2
+assert store.statistics().errors >= 1
+store.check_integrity()
+store.close()
+print("fine")
+"""
+
+
+@pytest.mark.skipif(not IS_ROOT, reason="only root mounts a file system")
+def test_a_small_file_system_full_and_read_only(tmp_path: Path) -> None:
+    script = (
+        f"mount -t tmpfs -o size=8m,mode=700 none {tmp_path} && exec {sys.executable} - {tmp_path}"
+    )
+    programs = Path(__file__).parents[1] / "programs"
+    unshared = subprocess.run(["unshare", "-m", "true"], capture_output=True)
+    if unshared.returncode != 0:
+        pytest.skip(f"no mount namespaces here: {unshared.stderr.decode()}")
+    done = subprocess.run(
+        ["unshare", "-m", "sh", "-c", script],
+        input=FULL_DISK,
+        env=os.environ | {"PYTHONPATH": f"{programs}:{os.environ.get('PYTHONPATH', '')}"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.stdout == "fine\n", done.stderr

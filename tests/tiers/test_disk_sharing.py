@@ -1,0 +1,144 @@
+"""Engines of one machine that share the folders of the disk tier, and how they divide the limit."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from disk_records import MODEL, disk_bytes, keys, open_store, put, whole
+
+from kvelastic.tiers.disk import DiskStore
+
+MIB = 1 << 20
+RECORD = 16 * 1024
+PROGRAM = Path(__file__).parents[1] / "programs" / "disk_records.py"
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path / "kv"
+
+
+def test_two_engines_come_to_a_fair_share(folder: Path) -> None:
+    clock = Clock()
+    limit_bytes = 16 * MIB
+    first = open_store(folder, RECORD, limit_bytes, clock=clock)
+    for number in range(0, 2000, 100):
+        put(first, range(number, number + 100))
+    alone = first.capacity().records
+    second = open_store(folder, RECORD, limit_bytes, clock=clock)
+    assert put(second, range(5000, 5010)) == [False] * 10  # there is no room yet
+    for round_number in range(20):
+        clock.now_s += 2
+        put(first, range(9000 + round_number, 9001 + round_number))
+        clock.now_s += 2
+        put(second, range(5000 + 50 * round_number, 5050 + 50 * round_number))
+        assert disk_bytes(folder) <= limit_bytes
+    shares = [store.capacity().records for store in (first, second)]
+    assert min(shares) > 0.4 * alone
+    assert sum(shares) > 0.9 * alone
+    for store in (first, second):
+        store.check_integrity()
+    assert whole(second, range(2000)) == []  # each has its own
+    second.close()
+    for number in range(0, 4000, 100):  # what it leaves lies there until somebody needs the room
+        clock.now_s += 2
+        put(first, range(20_000 + number, 20_100 + number))
+    first.check_integrity()
+    assert disk_bytes(folder) <= limit_bytes
+    first.close()
+    both = open_store(folder, RECORD, limit_bytes, clock=clock)
+    assert len(whole(both, range(30_000))) == both.capacity().records > 0.9 * alone
+    both.close()
+
+
+def test_processes_that_write_together_stay_below_the_limit(folder: Path) -> None:
+    limit_bytes = 8 * MIB
+    command = [sys.executable, str(PROGRAM), "write", str(folder), str(RECORD), str(limit_bytes)]
+    children = [
+        subprocess.Popen([*command, str(start)], stdout=subprocess.PIPE, text=True)
+        for start in (0, 1_000_000)
+    ]
+    try:
+        last = [0, 0]
+        for _ in range(300):
+            for i, child in enumerate(children):
+                assert child.stdout is not None
+                last[i] = int(child.stdout.readline())
+            assert disk_bytes(folder) <= limit_bytes
+    finally:
+        for child in children:
+            child.send_signal(signal.SIGKILL)
+            child.communicate()
+    store = open_store(folder, RECORD, limit_bytes)
+    assert store.statistics().torn == 0
+    found = whole(store, [*range(last[0]), *range(1_000_000, last[1])])
+    assert len(found) > 100
+    store.check_integrity()
+    store.close()
+
+
+def test_files_of_a_living_engine_are_left_alone(folder: Path) -> None:
+    first = open_store(folder, RECORD, 16 * MIB)
+    put(first, range(10))
+    second = open_store(folder, RECORD, 16 * MIB)
+    assert second.capacity().records == 0
+    assert second.erase(keys(range(10))) == 0
+    second.close()
+    assert whole(first, range(10)) == list(range(10))
+    first.close()
+
+
+def test_records_of_another_size_go_when_room_is_needed(folder: Path) -> None:
+    old = open_store(folder, 2 * RECORD, 8 * MIB)
+    put(old, range(100))
+    old.close()
+    store = open_store(folder, RECORD, 8 * MIB)
+    put(store, range(10))
+    back = open_store(folder, 2 * RECORD, 8 * MIB)
+    taken_back = back.capacity().records
+    back.close()
+    for first in range(0, 1000, 100):
+        put(store, range(first, first + 100))
+    assert store.capacity().records > 400
+    assert disk_bytes(folder) <= 8 * MIB
+    store.close()
+    assert taken_back in {0, 100}
+
+
+def test_a_forked_child_holds_nothing(folder: Path) -> None:
+    store = open_store(folder, RECORD, 8 * MIB)
+    put(store, range(5))
+    context = multiprocessing.get_context("fork")
+    ready, release = context.Event(), context.Event()
+
+    def child() -> None:
+        empty = store.has(keys(range(5))) == [False] * 5 and put(store, [9]) == [False]
+        ready.set()
+        release.wait(60)
+        os._exit(0 if empty else 1)
+
+    process = context.Process(target=child)
+    process.start()
+    assert ready.wait(60)
+    assert whole(store, range(5)) == list(range(5))
+    store.close()
+    again = DiskStore([folder], RECORD, 8 * MIB, MODEL)  # while the child lives
+    assert whole(again, range(5)) == list(range(5))
+    again.close()
+    release.set()
+    process.join()
+    assert process.exitcode == 0
