@@ -156,6 +156,15 @@ void bind_pool_tiers(nb::module_& m, nb::class_<Pool>& pool) {
           "Block until what shrinks the pool wants blocks copied, timeout_s at most, or until "
           "stop_demotions(); then None. From the first call on shrinking waits for copies.")
       .def(
+          "clean",
+          [](Pool& self, double timeout_s) {
+            const std::chrono::nanoseconds timeout = wait_of(timeout_s);
+            return without_gil([&self = own(self), timeout] { return self.clean(timeout); });
+          },
+          "timeout_s"_a,
+          "Have everything cached copied that has a key, and keep it cached; blocks, timeout_s at "
+          "most. Returns how many cached blocks have no copy then.")
+      .def(
           "stop_demotions", [](Pool& self) { own(self).stop_demotions(); },
           "Nobody serves next_demotion() any more, and nothing waits for copies.")
       .def(

@@ -149,8 +149,8 @@ class Tokens {
 
 nb::object keys_of_tokens(nb::handle tokens, std::int64_t block_tokens, const nb::bytes& seed) {
   if (block_tokens <= 0) {
-    raise_code("INVALID_ARGUMENT", "blocks of " + std::to_string(block_tokens) +
-                                       " tokens; they have one or more");
+    raise_code("INVALID_ARGUMENT",
+               "blocks of " + std::to_string(block_tokens) + " tokens; they have one or more");
   }
   const BlockKey first = key_of(seed);
   const Tokens view(tokens);
@@ -160,7 +160,8 @@ nb::object keys_of_tokens(nb::handle tokens, std::int64_t block_tokens, const nb
   const nb::object keys =
       nb::steal(PyBytes_FromStringAndSize(nullptr, static_cast<Py_ssize_t>(bytes)));
   if (!keys.is_valid()) throw nb::python_error();
-  const std::span<std::byte> out(reinterpret_cast<std::byte*>(PyBytes_AS_STRING(keys.ptr())), bytes);
+  const std::span<std::byte> out(reinterpret_cast<std::byte*>(PyBytes_AS_STRING(keys.ptr())),
+                                 bytes);
   constexpr std::size_t kLong = 1 << 16;  // a tenth of a millisecond
   if (all.size() < kLong) {
     block_keys(all, per_block, first, out);
@@ -185,9 +186,8 @@ void bind_tier_index(nb::module_& m) {
            "Room for `slots` records; policy: lru, lfu, slru or fifo. Raises InvalidArgumentError.")
       .def("has", &has, "keys"_a, "For each key whether it is ready. Changes nothing.")
       .def(
-          "match",
-          [](TierIndex& index, const nb::bytes& keys) { return index.match(Keys(keys)); }, "keys"_a,
-          "How many leading keys are ready; a use of these.")
+          "match", [](TierIndex& index, const nb::bytes& keys) { return index.match(Keys(keys)); },
+          "keys"_a, "How many leading keys are ready; a use of these.")
       .def("lease", &lease, "keys"_a,
            "(ticket, slots) of the leading ready keys, held until release(); a use of these.")
       .def(
@@ -213,10 +213,12 @@ void bind_tier_index(nb::module_& m) {
           "erased, or above a smaller size. Raises InvalidArgumentError where one is not pending, "
           "and changes nothing then.")
       .def(
-          "abandon", [](TierIndex& index, const nb::bytes& keys) { check(index.abandon(Keys(keys))); },
+          "abandon",
+          [](TierIndex& index, const nb::bytes& keys) { check(index.abandon(Keys(keys))); },
           "keys"_a, "These pending keys are gone, their slots free. Raises InvalidArgumentError.")
       .def(
-          "slot_of", [](const TierIndex& index, const nb::bytes& key) { return index.slot_of(key_of(key)); },
+          "slot_of",
+          [](const TierIndex& index, const nb::bytes& key) { return index.slot_of(key_of(key)); },
           "key"_a, "Where a ready key lies; -1: it is not ready.")
       .def(
           "erase",

@@ -58,10 +58,11 @@ class Demotions {
   class Wanting {
    public:
     Wanting(Demotions& demotions, DemotionReason reason)
+        : Wanting(demotions, reason, demotions.waits_.of(reason)) {}
+    Wanting(Demotions& demotions, DemotionReason reason, std::chrono::nanoseconds wait)
         : demotions_(demotions),
-          want_(demotions.wants_.insert(
-              demotions.wants_.end(),
-              {reason, Clock::now() + demotions.waits_.of(reason), false})) {
+          want_(demotions.wants_.insert(demotions.wants_.end(),
+                                        {reason, Clock::now() + wait, false})) {
       demotions_.changed_.notify_all();
     }
     Wanting(const Wanting&) = delete;

@@ -1,7 +1,7 @@
 // Which slots are free: a bitmap with bitmaps above it, so that the lowest is found in a few steps.
 //
-// The lowest goes first: a store's files fill from their beginning, and a smaller capacity finds few
-// records above it.
+// The lowest goes first: a store's files fill from their beginning, and a smaller capacity finds
+// few records above it.
 #pragma once
 
 #include <array>
@@ -28,7 +28,9 @@ class FreeSlots {
   }
 
   std::uint64_t size() const { return size_; }
-  bool contains(std::uint64_t slot) const { return (levels_[0][slot / 64] >> (slot % 64) & 1) != 0; }
+  bool contains(std::uint64_t slot) const {
+    return (levels_[0][slot / 64] >> (slot % 64) & 1) != 0;
+  }
 
   /// Repeatable.
   void add(std::uint64_t slot) {

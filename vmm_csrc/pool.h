@@ -145,6 +145,10 @@ class Pool {
   /// Blocks until somebody shrinks the pool and there are blocks to copy, `timeout` at most, or
   /// until stop_demotions().
   std::optional<Demotion> next_demotion(std::chrono::nanoseconds timeout);
+  /// Has everything cached copied that has a key, for who is about to give it up: blocks until it
+  /// is, `timeout` at most, or until no more can be. Answers how many dirty blocks are left. What
+  /// is clean stays cached, and nothing is given back.
+  std::uint64_t clean(std::chrono::nanoseconds timeout);
   /// Who called next_demotion() does so no more: nobody waits for copies.
   void stop_demotions();
   /// As Blocks::begin_leaving: while somebody shrinks the pool, the blocks that would go first,

@@ -125,6 +125,15 @@ void Pool::demote_for_limit(const std::function<bool()>& interrupted) {
   }
 }
 
+std::uint64_t Pool::clean(std::chrono::nanoseconds timeout) {
+  Lock lock(mutex_);
+  const Blocks& blocks = accounting_.blocks();
+  if (!demotions_.is_attended() || blocks.dirty_blocks() == 0) return blocks.dirty_blocks();
+  const Demotions::Wanting wanting(demotions_, DemotionReason::kSleep, timeout);
+  while (wanting.goes_on() && blocks.dirty_blocks() > 0) wanting.wait(lock, kLookInterval);
+  return blocks.dirty_blocks();
+}
+
 void Pool::demote_for_others(std::uint64_t pages) {
   Lock lock(mutex_);
   if (!demotions_.is_attended() || !would_drop(pages)) return;

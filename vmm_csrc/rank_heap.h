@@ -1,8 +1,8 @@
 // The lowest of many ranks, where ranks mostly go up: an indexed heap with four children a node.
 //
 // A rank that went up need not be told at once: the entry on top is compared with the truth when it
-// is wanted (`TierIndex::victim`), so a use costs nothing here. A rank that goes *down* must be told.
-// Entries hold their ranks: a step down reads one cache line, and no record.
+// is wanted (`TierIndex::victim`), so a use costs nothing here. A rank that goes *down* must be
+// told. Entries hold their ranks: a step down reads one cache line, and no record.
 #pragma once
 
 #include <algorithm>
@@ -37,9 +37,7 @@ class RankHeap {
   Rank known_rank(std::uint32_t node) const { return entries_[places_[node] - 1].rank(); }
 
   /// Pre: not contained. Constant time where the rank is higher than those before.
-  void push(std::uint32_t node, Rank rank) {
-    rise(size_++, {rank.time, rank.level, node});
-  }
+  void push(std::uint32_t node, Rank rank) { rise(size_++, {rank.time, rank.level, node}); }
 
   /// Repeatable.
   void remove(std::uint32_t node) {

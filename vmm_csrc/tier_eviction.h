@@ -4,7 +4,8 @@
 // history stands in the order of eviction. `TierIndex` keeps one History a record and knows no
 // policy; the record with the lowest Rank goes.
 //
-//   lru    least recently used            Mattson, Gecsei, Slutz, Traiger: Evaluation Techniques for
+//   lru    least recently used            Mattson, Gecsei, Slutz, Traiger: Evaluation Techniques
+//   for
 //                                         Storage Hierarchies, IBM Systems Journal 9(2), 1970
 //   lfu    least often used, then lru     Aho, Denning, Ullman: Principles of Optimal Page
 //                                         Replacement, JACM 18(1), 1971. Counts do not age
@@ -13,11 +14,11 @@
 //   fifo   in the order they came         Belady: A Study of Replacement Algorithms for a
 //                                         Virtual-Storage Computer, IBM Systems Journal 5(2), 1966
 //
-// SLRU has two segments. A record comes into the probationary one; a use takes it into the protected
-// one, which holds at most `protected_most()` records: its least recently used ones go back to the
-// young end of the probationary one. So a long prompt that is used once displaces none that came
-// back. The bound of the protected segment is enforced when room is needed, not at each use; the
-// same records are protected then.
+// SLRU has two segments. A record comes into the probationary one; a use takes it into the
+// protected one, which holds at most `protected_most()` records: its least recently used ones go
+// back to the young end of the probationary one. So a long prompt that is used once displaces none
+// that came back. The bound of the protected segment is enforced when room is needed, not at each
+// use; the same records are protected then.
 #pragma once
 
 #include <compare>

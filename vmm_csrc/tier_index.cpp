@@ -139,9 +139,9 @@ Status TierIndex::check_all_pending(std::span<const BlockKey> keys) const {
   for (std::size_t i = 0; i < keys.size(); ++i) {
     const NodeId id = find(keys[i]);
     if (id == kNoNode || !nodes_[id].is_pending()) {
-      return Error{Errc::kInvalidArgument, "key " + std::to_string(i) + " of " +
-                                               std::to_string(keys.size()) +
-                                               " is not pending; claim it first, and end that once"};
+      return Error{Errc::kInvalidArgument,
+                   "key " + std::to_string(i) + " of " + std::to_string(keys.size()) +
+                       " is not pending; claim it first, and end that once"};
     }
   }
   return ok();

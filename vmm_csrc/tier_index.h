@@ -5,10 +5,11 @@
 //
 // A *slot* holds one record. A *node* is what is known of a key: one that has a slot (pending or
 // ready), or a *ghost*, which has none but is continued by records that have. Each node knows the
-// node that it continues (its parent) and how many continue it, so leaves are displaced before inner
-// nodes, and a child may come before its parent: the parent is a ghost until it comes. A ghost knows
-// no parent of its own and goes with its last child. So there are never more ghosts than records,
-// and all memory is bounded by the number of slots: about 200 bytes each, touched or not.
+// node that it continues (its parent) and how many continue it, so leaves are displaced before
+// inner nodes, and a child may come before its parent: the parent is a ghost until it comes. A
+// ghost knows no parent of its own and goes with its last child. So there are never more ghosts
+// than records, and all memory is bounded by the number of slots: about 200 bytes each, touched or
+// not.
 //
 // A *lease* holds records: they are not displaced, and one that is erased meanwhile is no hit any
 // more, but its slot is free only when the last lease of it ends.
@@ -81,8 +82,8 @@ class TierIndex {
 
   /// Whether each key is ready. Changes nothing. Pre: as many answers as keys.
   void has(std::span<const BlockKey> keys, std::span<bool> answers) const;
-  /// How many leading keys are ready; a use of these. In one call the first key counts as used last:
-  /// no key is older than what continues it.
+  /// How many leading keys are ready; a use of these. In one call the first key counts as used
+  /// last: no key is older than what continues it.
   std::size_t match(std::span<const BlockKey> keys);
   /// The leading ready keys, held until release(); a use of these. There may be none.
   Leased lease(std::span<const BlockKey> keys);

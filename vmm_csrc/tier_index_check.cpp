@@ -32,7 +32,8 @@ Status TierIndex::check_nodes() const {
       ++unused;
       continue;
     }
-    if (node.key.is_none() || find(node.key) != id) return broken(name + " is not found by its key");
+    if (node.key.is_none() || find(node.key) != id)
+      return broken(name + " is not found by its key");
     if (node.parent != kNoNode) {
       if (node.parent > nodes_touched_ || nodes_[node.parent].state == State::kUnused) {
         return broken(name + " continues a node that is none");
@@ -79,8 +80,10 @@ Status TierIndex::check_nodes() const {
     return broken("counts of records or ghosts are wrong");
   }
   if (ghosts > ready + pending) return broken("more ghosts than records");
-  if (!order_.is_ordered() || order_.size() > ready) return broken("the order of eviction is wrong");
-  if (policy_ == EvictionPolicy::kSlru && (!protected_.is_ordered() || protected_.size() != guarded)) {
+  if (!order_.is_ordered() || order_.size() > ready)
+    return broken("the order of eviction is wrong");
+  if (policy_ == EvictionPolicy::kSlru &&
+      (!protected_.is_ordered() || protected_.size() != guarded)) {
     return broken("the protected segment is wrong");
   }
   return ok();

@@ -198,3 +198,13 @@ def test_a_copy_that_was_torn_is_told_before_it_is_kept() -> None:
     assert pool.still_leaving(leaving.ticket) == [True, True, False, True]
     assert pool.end_leaving(leaving.ticket, [True, True, False, True]) == 3
     assert pool.still_leaving(leaving.ticket) == []
+
+
+def test_everything_can_be_cleaned_and_stays_cached() -> None:
+    pool, ids = filled(Memory(LAYOUTS["paged"], PAGES))
+    assert pool.clean(3600) == len(ids), "nobody copies: it answers at once"
+    with demoter(pool):
+        assert pool.clean(3600) == 0
+    stats = pool.stats()
+    assert stats["blocks_clean"] == stats["blocks_cached"] == len(ids)
+    assert pool.take_changes() == []
