@@ -74,7 +74,8 @@ class ElasticPool:
         self.blocks = blocks
         """The native pool: alloc, free, cache, touch, limits (see vmm_csrc/pool.h)."""
         self._settings = settings
-        self._is_on_host = is_on_host
+        self.is_on_host = is_on_host
+        """Whether all of its devices are this machine's own memory."""
         self._keeper: _vmm.Keeper | None = None
         self._pid = os.getpid()
         # A process that forgets to close it leaves neither ledger nor segment behind.
@@ -97,7 +98,7 @@ class ElasticPool:
             self.segment.record,
             idle_trim_s=FOREVER_S if idle_trim_s is None else idle_trim_s,
             sanity_check=self._settings.sanity_check,
-            watch_memory=self._is_on_host,
+            watch_memory=self.is_on_host,
         )
 
     def reserve(self, size_bytes: int | Mapping[str, int]) -> None:

@@ -107,6 +107,7 @@ class Demoter:
         """End the thread; what is on its way is cancelled. Answers whether it ended. Repeatable."""
         self._is_closing.set()
         self._cancel_current()
+        self._blocks.stop_demotions()
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
@@ -122,6 +123,20 @@ class Demoter:
         finally:
             with self._state:
                 self._pauses -= 1
+
+    def clean_all(self, timeout_s: float) -> int:
+        """Copy whatever is cached and has a key, `timeout_s` at most; answers what is dirty then.
+
+        For an engine that gives its cache up by itself. Blocks, also while the thread serves.
+        """
+        deadline_s = self._clock() + timeout_s
+        with self._working:
+            while self._clock() < deadline_s and not self._is_closing.is_set():
+                begun, cleaned = self._clean(1 << 62, timeout_s, Priority.RECLAIM, deadline_s)
+                self.counts.served += cleaned
+                if begun == 0 or cleaned == 0:
+                    break
+            return Occupancy.of(self._blocks.stats()).dirty
 
     def _cancel_current(self) -> None:
         with self._state:

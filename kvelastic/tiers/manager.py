@@ -15,10 +15,11 @@ properties do not wait for a medium, as long as the stores keep their word.
 from __future__ import annotations
 
 import logging
+import secrets
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol, TypeVar
 
 from kvelastic.errors import InvalidArgumentError
@@ -65,6 +66,9 @@ class NamedBlocks(Copies, LeavingBlocks, Protocol):
 
     def forget_copies(self) -> int:
         """No block has a copy any more."""
+
+    def use_tiers(self, *, reclaim_wait_s: float, limit_wait_s: float, sleep_wait_s: float) -> None:
+        """Evictions count as demoted or dropped, and shrinking waits for copies."""
 
 
 @dataclass(frozen=True)
@@ -143,6 +147,12 @@ class Tiers:
         self._lock = threading.Lock()
         """Guards the counts, the namespace and the open matches; no other lock is taken inside."""
         self._matched = self._unmatched = self._loaded = self._missed = 0
+        deadlines = self._rules.deadlines
+        blocks.use_tiers(
+            reclaim_wait_s=deadlines.reclaim_s,
+            limit_wait_s=deadlines.limit_s,
+            sleep_wait_s=deadlines.sleep_s,
+        )
         self._epoch = 0
         """Goes up when records are erased: what was read before is no copy after."""
         self._is_closed = False
@@ -280,6 +290,14 @@ class Tiers:
             transfer = run.transfer
             self._blocks.mark_clean([transfer.ids[at] for at in loaded], transfer.keys_of(loaded))
 
+    def clean_all(self, timeout_s: float) -> int:
+        """Copy whatever is cached under keys to tiers now; answers how many blocks have no copy.
+
+        For an engine that is about to give its cache up by itself, as vLLM before it sleeps.
+        Blocks, `timeout_s` and one copy at most.
+        """
+        return self._demoter.clean_all(timeout_s)
+
     def computed(self, blocks: int, seconds: float) -> None:
         """The engine has computed so many blocks in so long: what a tier has to beat."""
         self._costs.computed(blocks, seconds)
@@ -300,7 +318,8 @@ class Tiers:
         with self._quiet():
             with self._lock:
                 old = self._namespace
-                self._namespace = old.next_generation()
+                # At random: another process that counts from the same start must not meet this.
+                self._namespace = replace(old, generation=secrets.randbits(62))
                 new = self._namespace
                 self._epoch += 1
             self._in_stores(lambda store: store.enter(new), ERASE_S)

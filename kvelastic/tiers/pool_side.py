@@ -74,6 +74,9 @@ class LeavingBlocks(Protocol):
     def next_demotion(self, timeout_s: float) -> Demotion | None:
         """Waits until shrinking wants blocks cleaned; None after `timeout_s`."""
 
+    def stop_demotions(self) -> None:
+        """Nobody calls `next_demotion` any more: who waits there returns, and shrinking goes on."""
+
     def begin_leaving(self, most: int) -> Leaving:
         """Take dirty cached blocks in hand, `most` at most; none pinned."""
 

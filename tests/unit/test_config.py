@@ -134,6 +134,18 @@ BAD: list[tuple[str, list[str]]] = [
     ("KVELASTIC_PRIORITY", ["high", "1.5", "1001", "-1001"]),
     ("KVELASTIC_LEDGER", ["a/b", "a b", "..", "x" * 33]),
     ("KVELASTIC_RECLAIM_WAIT", ["-1", "nan", "soon", "3601"]),
+    ("KVELASTIC_TIERS", ["host", "disk:/a", "tape:1G"]),
+    ("KVELASTIC_TIER_POLICY", ["write_never"]),
+    ("KVELASTIC_TIER_COPIES", ["2"]),
+    ("KVELASTIC_TIER_STAGING", ["0", "lots"]),
+    ("KVELASTIC_TIER_WATERMARK", ["-1", "101%", "half"]),
+    ("KVELASTIC_TIER_IDLE_SECONDS", ["never", "nan"]),
+    *[
+        (f"KVELASTIC_TIER_{n}_SECONDS", ["-1", "nan", "3601"])
+        for n in ("RECLAIM", "LIMIT", "SLEEP")
+    ],
+    ("KVELASTIC_TIER_WRITE_RATE", ["0", "-1", "lots"]),
+    ("KVELASTIC_TIER_DAILY_WRITE", ["0", "-1", "lots"]),
 ]
 
 
