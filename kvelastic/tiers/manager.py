@@ -428,10 +428,14 @@ class Tiers:
         return self._executor.drain(timeout_s)
 
     def check_integrity(self) -> None:
-        """Every part's own check, and every store's. Raises `IntegrityError`. Blocks."""
-        self._executor.check_integrity()
-        for store in self._stores:
-            store.check_integrity()
+        """Every part's own check, and every store's. Raises `IntegrityError`.
+
+        Nothing is demoted meanwhile. Blocks.
+        """
+        with self._quiet():
+            self._executor.check_integrity()
+            for store in self._stores:
+                store.check_integrity()
 
     def close(self, timeout_s: float = CLOSE_S) -> list[str]:
         """End the threads and close the stores. Answers what hangs and is left behind. Repeatable.

@@ -6,7 +6,7 @@ Stated here so that nothing of tiers depends on more, and so that tests can put 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 
 class StagingMemory(Protocol):
@@ -26,13 +26,14 @@ class StagingMemory(Protocol):
 
 class Copies(Protocol):
     """Copies between blocks and staging slots, one slot a block. They block, and raise
-    `DriverError` where the device fails; the GIL is released meanwhile.
+    `DriverError` where the device fails; the GIL is released meanwhile. `staging` is of the kind
+    that these copies know.
     """
 
-    def copy_out(self, ids: Sequence[int], staging: StagingMemory, slots: Sequence[int]) -> None:
+    def copy_out(self, ids: Sequence[int], staging: Any, slots: Sequence[int]) -> None:
         """Blocks to slots."""
 
-    def copy_in(self, staging: StagingMemory, slots: Sequence[int], ids: Sequence[int]) -> None:
+    def copy_in(self, staging: Any, slots: Sequence[int], ids: Sequence[int]) -> None:
         """Slots to blocks, which the caller has in use."""
 
 
