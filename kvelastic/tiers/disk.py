@@ -19,7 +19,6 @@ How engines of a machine share the folders and the limit: see disk_room.py.
 from __future__ import annotations
 
 import errno
-import hashlib
 import logging
 import os
 import threading
@@ -46,9 +45,10 @@ from kvelastic.tiers.disk_folder import Folder
 from kvelastic.tiers.disk_format import Entry, aligned
 from kvelastic.tiers.disk_quota import Quotas
 from kvelastic.tiers.disk_room import Room
-from kvelastic.tiers.disk_slots import Owner, SlotTable
+from kvelastic.tiers.disk_slots import SlotTable
 from kvelastic.tiers.namespace import Namespace
 from kvelastic.tiers.quiet import Quiet
+from kvelastic.tiers.record_owner import Owner, model_hash, owner_of
 from kvelastic.tiers.write_budget import WriteBudget
 
 _log = logging.getLogger("kvelastic")
@@ -160,8 +160,8 @@ class DiskStore(Store):
         self._reads = Quiet(clock)
         self._writes = Quiet(clock)
         self._growth = Quiet(clock)
-        self._owner = _owner_of(namespace or Namespace(model=""))
-        shares = {_model_hash(model): share for model, share in (quotas or {}).items()}
+        self._owner = owner_of(namespace or Namespace(model=""))
+        shares = {model_hash(model): share for model, share in (quotas or {}).items()}
         self._quotas = Quotas(shares)
         self._table = SlotTable(self._quotas)
         self._index = _vmm.TierIndex(1, policy)
@@ -187,7 +187,7 @@ class DiskStore(Store):
     def enter(self, namespace: Namespace) -> None:
         """Records put from now on are of `namespace`; what is under way stays of the last one."""
         with self._changed:
-            self._owner = _owner_of(namespace)
+            self._owner = owner_of(namespace)
 
     def has(self, keys: bytes) -> list[bool]:
         """As `Store.has`."""
@@ -259,7 +259,7 @@ class DiskStore(Store):
         before_ns = None
         if selection.older_than_s is not None:
             before_ns = int((self._wall_clock() - selection.older_than_s) * 1e9)
-        model = None if selection.model is None else _model_hash(selection.model)
+        model = None if selection.model is None else model_hash(selection.model)
         wanted = None if selection.namespace is None else selection.namespace.fingerprint
         with self._alone():
             keys = []
@@ -640,15 +640,6 @@ os.register_at_fork(after_in_child=_forget_in_child)
 def _check_limit(limit_bytes: int) -> None:
     if not 0 <= limit_bytes < 1 << 62:
         raise InvalidArgumentError(f"a limit of {limit_bytes} bytes; give 0 or more")
-
-
-def _model_hash(model: str) -> bytes:
-    return hashlib.sha256(b"kvelastic model " + model.encode()).digest()[:KEY_BYTES]
-
-
-def _owner_of(namespace: Namespace) -> Owner:
-    generation = namespace.generation % (1 << 64)
-    return Owner(namespace.fingerprint, _model_hash(namespace.model), generation)
 
 
 def _keys_at(keys: bytes, positions: Iterable[int]) -> bytes:

@@ -16,14 +16,13 @@ from __future__ import annotations
 
 import fcntl
 import os
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Final
 
 from kvelastic.tiers.disk_file import SUFFIX, DataFile, held_bytes
-from kvelastic.tiers.owned_files import open_file, open_folder
+from kvelastic.tiers.owned_files import lock_within, open_file, open_folder
 
 _LIVE_SUFFIX: Final = ".live"
 _LOCK: Final = ".lock"
@@ -63,15 +62,8 @@ class Folder:
     @contextmanager
     def locked(self) -> Iterator[None]:
         """Hold the folder's lock; raises `FolderBusyError` after `LOCK_WAIT_S`."""
-        deadline_s = time.monotonic() + LOCK_WAIT_S
-        while True:
-            try:
-                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() >= deadline_s:
-                    raise FolderBusyError(f"the lock of {self.path} is held") from None
-                time.sleep(0.002)  # flock has no deadline of its own
+        if not lock_within(self._lock, LOCK_WAIT_S):
+            raise FolderBusyError(f"the lock of {self.path} is held")
         try:
             yield
         finally:

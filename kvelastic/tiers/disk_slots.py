@@ -9,20 +9,12 @@ from __future__ import annotations
 from array import array
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator
-from typing import NamedTuple
 
 from kvelastic.tiers.base import KEY_BYTES
 from kvelastic.tiers.disk_file import DataFile
 from kvelastic.tiers.disk_format import Entry
 from kvelastic.tiers.disk_quota import Quotas
-
-
-class Owner(NamedTuple):
-    """Whose records they are."""
-
-    namespace: bytes
-    model: bytes
-    generation: int
+from kvelastic.tiers.record_owner import Owner
 
 
 class SlotTable:

@@ -7,8 +7,10 @@ nobody can put another file there in between.
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import stat
+import time
 from typing import Final
 
 from kvelastic.errors import InvalidArgumentError
@@ -63,3 +65,24 @@ def open_file(folder: int, name: str, flags: int) -> int:
         os.close(fd)
         raise PermissionError(errno.EPERM, "not a file of this user alone", name)
     return fd
+
+
+def lock_within(fd: int, wait_s: float) -> bool:
+    """Take flock() on an open file; False where somebody else has it all the time.
+
+    It ends with `fcntl.flock(fd, LOCK_UN)`, or when the file is closed.
+    """
+    deadline_s = time.monotonic() + wait_s
+    while not _try_lock(fd):
+        if time.monotonic() >= deadline_s:
+            return False
+        time.sleep(0.002)  # flock has no deadline of its own
+    return True
+
+
+def _try_lock(fd: int) -> bool:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True

@@ -1,0 +1,163 @@
+"""A file a record, in a folder that others write too: written whole, read with bounds.
+
+::
+
+    ab/abcdef...        the record of that key: an entry of 128 bytes, and its bytes
+    ab/.new-...         one that is being written
+
+A name is never followed as a link, and what a file says is believed after its checksum only. Raises
+`OSError` for what the file system says.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Final
+
+from kvelastic import _vmm
+from kvelastic.tiers.base import KEY_BYTES, NO_KEY
+from kvelastic.tiers.disk_format import ENTRY_BYTES, Entry, pack_entry, unpack_entry
+from kvelastic.tiers.record_owner import Owner
+
+HEAD_BYTES: Final = ENTRY_BYTES
+"""What a file has besides its record."""
+_NEW: Final = ".new-"
+_FLAGS: Final = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+
+
+def is_there(root: int, key: bytes, record_bytes: int) -> bool:
+    """Whether there is a file of the right size."""
+    name = key.hex()
+    try:
+        state = os.stat(f"{name[:2]}/{name}", dir_fd=root, follow_symlinks=False)
+    except FileNotFoundError:
+        return False
+    return stat.S_ISREG(state.st_mode) and state.st_size == HEAD_BYTES + record_bytes
+
+
+def write(root: int, key: bytes, record: memoryview, owner: Owner, stored_ns: int) -> None:
+    """Make the file; it is there whole or not at all."""
+    checksum = _vmm.record_checksum(record, key)
+    whose = (owner.namespace, owner.model, owner.generation)
+    entry = Entry(key, NO_KEY, *whose, record.nbytes, stored_ns, checksum, 0)
+    name = f"{_NEW}{os.urandom(8).hex()}"
+    with _shard(root, key.hex(), make=True) as shard:
+        fd = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _FLAGS, 0o600, dir_fd=shard)
+        try:
+            try:
+                _write_all(fd, [memoryview(pack_entry(entry, key, 0)), record.cast("B")])
+            finally:
+                os.close(fd)  # a network's file system says here what it could not write
+            os.rename(name, key.hex(), src_dir_fd=shard, dst_dir_fd=shard)
+        except BaseException:
+            with suppress(OSError):
+                os.unlink(name, dir_fd=shard)
+            raise
+
+
+def read(root: int, key: bytes, view: memoryview) -> bool:
+    """Whether the view has the record now; raises FileNotFoundError where there is no file."""
+    with _opened(root, key.hex()) as fd:
+        state = os.fstat(fd)
+        if not stat.S_ISREG(state.st_mode) or state.st_size != HEAD_BYTES + view.nbytes:
+            return False
+        head = bytearray(HEAD_BYTES)
+        parts = [memoryview(head), view.cast("B")]
+        while parts:
+            got = os.readv(fd, parts)
+            if got == 0:
+                return False
+            parts = _after(parts, got)
+    entry = unpack_entry(bytes(head), key, 0)
+    return (
+        entry is not None
+        and (entry.key, entry.length_bytes) == (key, view.nbytes)
+        and entry.checksum == _vmm.record_checksum(view, key)
+    )
+
+
+def head(root: int, name: str) -> Entry | None:
+    """What a file says of itself; None where it is not whole."""
+    try:
+        with _opened(root, name) as fd:
+            raw = os.read(fd, HEAD_BYTES)
+    except OSError:
+        return None
+    return unpack_entry(raw, bytes.fromhex(name), 0) if len(raw) == HEAD_BYTES else None
+
+
+def remove(root: int, name: str) -> bool:
+    """Whether there was such a file."""
+    try:
+        os.unlink(f"{name[:2]}/{name}", dir_fd=root)
+    except FileNotFoundError:
+        return False
+    return True
+
+
+def files(root: int, abandoned_before_s: float) -> Iterator[tuple[str, os.stat_result]]:
+    """Every record's file, whatever its size; removes what was begun before that time.
+
+    What cannot be looked at is left out.
+    """
+    for shard in _names(root):
+        if len(shard) != 2:
+            continue
+        with suppress(OSError), _shard(root, shard) as fd:
+            for name in _names(fd):
+                with suppress(OSError):
+                    state = os.stat(name, dir_fd=fd, follow_symlinks=False)
+                    if _is_key(name) and name[:2] == shard and stat.S_ISREG(state.st_mode):
+                        yield name, state
+                    elif name.startswith(_NEW) and state.st_mtime < abandoned_before_s:
+                        os.unlink(name, dir_fd=fd)
+
+
+@contextmanager
+def _opened(root: int, name: str) -> Iterator[int]:
+    with _shard(root, name) as shard:
+        fd = os.open(name, os.O_RDONLY | _FLAGS, dir_fd=shard)
+        try:
+            yield fd
+        finally:
+            os.close(fd)
+
+
+@contextmanager
+def _shard(root: int, name: str, *, make: bool = False) -> Iterator[int]:
+    """The folder of a key's file."""
+    if make:
+        with suppress(FileExistsError):
+            os.mkdir(name[:2], 0o700, dir_fd=root)
+    fd = os.open(name[:2], os.O_RDONLY | os.O_DIRECTORY | _FLAGS, dir_fd=root)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def _write_all(fd: int, parts: list[memoryview]) -> None:
+    while parts:
+        parts = _after(parts, os.writev(fd, parts))
+
+
+def _after(parts: list[memoryview], moved: int) -> list[memoryview]:
+    """What is left of these after so many bytes."""
+    left = []
+    for part in parts:
+        if moved < part.nbytes:
+            left.append(part[moved:])
+        moved = max(0, moved - part.nbytes)
+    return left
+
+
+def _names(fd: int) -> list[str]:
+    with os.scandir(fd) as listing:
+        return [entry.name for entry in listing]
+
+
+def _is_key(name: str) -> bool:
+    return len(name) == 2 * KEY_BYTES and all(c in "0123456789abcdef" for c in name)

@@ -1,0 +1,210 @@
+"""The store in a shared folder: two machines on one, damage, links, sweeping, failures."""
+
+from __future__ import annotations
+
+import os
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from disk_records import MODEL, key, keys, put, record, whole
+
+from kvelastic.errors import InvalidArgumentError
+from kvelastic.tiers.base import Selection
+from kvelastic.tiers.folder import FolderStore
+
+RECORD = 5000
+COUNT = 20
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now_s = 1_000_000.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "shared"
+
+
+def opened(path: Path, **more: object) -> FolderStore:
+    return FolderStore(path, RECORD, MODEL, **more)  # type: ignore[arg-type]
+
+
+def file_of(path: Path, number: int) -> Path:
+    name = key(number).hex()
+    return path / name[:2] / name
+
+
+def test_what_one_machine_puts_another_reads(path: Path) -> None:
+    one, other = opened(path), opened(path)
+    assert put(one, range(COUNT)) == [True] * COUNT
+    assert put(other, range(COUNT)) == [True] * COUNT
+    assert other.statistics().puts == 0  # they were there
+    assert whole(other, range(COUNT + 5)) == list(range(COUNT))
+    with other.lease(keys(range(COUNT + 5))) as lease:
+        assert lease.count == COUNT
+    assert one.erase(keys([3, 99])) == 1
+    assert other.has(keys(range(5))) == [True, True, True, False, True]
+    for store in (one, other):
+        store.check_integrity()
+        store.close()
+        assert whole(store, range(COUNT)) == []
+
+
+def test_files_and_folders_are_for_this_user(path: Path) -> None:
+    store = opened(path)
+    put(store, range(3))
+    store.close()
+    assert path.stat().st_mode & 0o777 == 0o700
+    assert {file.stat().st_mode & 0o777 for file in path.glob("??/*")} == {0o600}
+    path.chmod(0o702)
+    with pytest.raises(InvalidArgumentError, match="written by all"):
+        opened(path)
+    link = path.parent / "link"
+    link.symlink_to(path)
+    with pytest.raises(InvalidArgumentError, match="a link"):
+        opened(link)
+    with pytest.raises(InvalidArgumentError):
+        FolderStore(path, 0)
+
+
+def test_random_damages_serve_nothing_wrong(path: Path) -> None:
+    store = opened(path)
+    lost = 0
+    for seed in range(300):
+        rng = random.Random(seed)
+        put(store, [1])
+        file = file_of(path, 1)
+        raw = bytearray(file.read_bytes())
+        kind = rng.randrange(4)
+        if kind == 0:
+            raw[rng.randrange(len(raw))] ^= 1 << rng.randrange(8)
+        elif kind == 1:
+            del raw[rng.randrange(len(raw)) :]
+        elif kind == 2:
+            start = rng.randrange(len(raw))
+            raw[start : start + 512] = rng.randbytes(len(raw[start : start + 512]))
+        else:
+            raw += b"more"
+        file.write_bytes(raw)
+        lost += whole(store, [1]) == []
+    assert lost == 300
+    assert store.statistics().torn == 300
+    store.close()
+
+
+def test_a_record_under_another_keys_name_is_none(path: Path) -> None:
+    store = opened(path)
+    put(store, [1, 2])
+    file_of(path, 1).write_bytes(file_of(path, 2).read_bytes())
+    assert whole(store, [1, 2]) == [2]
+    assert store.statistics().torn == 1
+    store.close()
+
+
+def test_links_and_pipes_are_not_read(path: Path) -> None:
+    store = opened(path)
+    put(store, range(4))
+    elsewhere = path.parent / "elsewhere"
+    file_of(path, 1).rename(elsewhere)
+    file_of(path, 1).symlink_to(elsewhere)
+    file_of(path, 2).unlink()
+    os.mkfifo(file_of(path, 2))
+    assert whole(store, range(4)) == [0, 3]
+    assert store.has(keys(range(4))) == [True, False, False, True]
+    assert elsewhere.exists()
+    shard = file_of(path, 3).parent
+    shard.rename(path.parent / "moved")
+    shard.symlink_to(path.parent / "moved")
+    assert 3 not in whole(store, [3])
+    store.close()
+
+
+def test_erasing_by_model_namespace_and_age(path: Path) -> None:
+    wall = Clock()
+    store = opened(path, wall_clock=wall)
+    put(store, range(3))
+    wall.now_s += 100
+    store.enter(replace(MODEL, generation=1))
+    put(store, range(10, 13))
+    store.enter(replace(MODEL, model="two"))
+    put(store, range(20, 23))
+    assert store.erase_matching(Selection(model="three")) == 0
+    assert store.erase_matching(Selection(model="one", older_than_s=50)) == 3
+    assert store.erase_matching(Selection(namespace=replace(MODEL, generation=1))) == 3
+    assert whole(store, range(30)) == [20, 21, 22]
+    assert store.erase_matching(Selection()) == 3
+    assert store.capacity().records == 0
+    store.close()
+
+
+def test_a_limit_is_swept_oldest_first(path: Path) -> None:
+    clock = Clock()
+    size = RECORD + 128
+    store = opened(path, limit_bytes=20 * size, clock=clock)
+    for number in range(100):
+        put(store, [number])
+        stamp = 1_000_000_000 + number
+        os.utime(file_of(path, number), (stamp, stamp))
+        files = list(path.glob("??/*"))
+        assert len(files) <= 20 + 20 // 8 + 1
+    held = whole(store, range(100))
+    assert held == list(range(100 - len(held), 100))
+    assert store.capacity().records == len(held)
+    assert store.statistics().evicted == 100 - len(held)
+    store.set_limit(5 * size)
+    assert whole(store, range(100)) == list(range(100 - store.capacity().records, 100))
+    assert 0 < store.capacity().records <= 5
+    store.close()
+
+
+def test_old_records_and_what_was_left_half_written_are_swept(path: Path) -> None:
+    wall, clock = Clock(), Clock()
+    wall.now_s = 1_000_000_000.0
+    store = opened(path, max_age_s=1000, clock=clock, wall_clock=wall)
+    put(store, range(4))
+    for number in range(2):
+        os.utime(file_of(path, number), (wall.now_s - 2000, wall.now_s - 2000))
+    for number in range(2, 4):
+        os.utime(file_of(path, number), (wall.now_s, wall.now_s))
+    left = file_of(path, 0).parent / ".new-0123456789abcdef"
+    left.write_bytes(b"half")
+    os.utime(left, (wall.now_s - 4000, wall.now_s - 4000))
+    clock.now_s += 61
+    put(store, [9])
+    assert whole(store, range(10)) == [2, 3, 9]
+    assert not left.exists()
+    store.close()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="/proc refuses root as well")
+def test_a_file_system_that_refuses_is_a_miss() -> None:
+    clock = Clock()
+    store = FolderStore("/proc/kvelastic", RECORD, MODEL, clock=clock)
+    assert store.statistics().errors == 1
+    for _ in range(3):
+        clock.now_s += 61
+        assert put(store, range(3)) == [False] * 3
+        clock.now_s += 61
+        assert whole(store, range(3)) == []
+        assert store.has(keys(range(3))) == [False] * 3
+        assert store.capacity().records == 0
+    assert store.statistics().refused == 9
+    store.check_integrity()
+    store.close()
+
+
+def test_a_folder_that_was_removed_is_made_again(path: Path) -> None:
+    clock = Clock()
+    store = opened(path, clock=clock)
+    put(store, range(3))
+    path.rename(path.parent / "gone")
+    assert whole(store, range(3)) == []
+    assert put(store, range(3)) == [True] * 3
+    assert bytes(record(1, RECORD)) in file_of(path, 1).read_bytes()
+    store.close()
