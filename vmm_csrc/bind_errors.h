@@ -2,6 +2,7 @@
 #pragma once
 
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/string.h>  // or raise_code differs between files, and the linker takes one
 
 #include <string>
 

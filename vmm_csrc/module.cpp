@@ -4,6 +4,7 @@
 #include "debug_log.h"
 
 namespace kvelastic {
+void bind_copy(nanobind::module_& m);
 void bind_driver(nanobind::module_& m);
 void bind_ledger(nanobind::module_& m);
 void bind_life(nanobind::module_& m);
@@ -25,6 +26,7 @@ NB_MODULE(_vmm, m) {
   kvelastic::bind_record(m);
   kvelastic::bind_record_io(m);
   kvelastic::bind_driver(m);
+  kvelastic::bind_copy(m);
   kvelastic::bind_ledger(m);
   kvelastic::bind_life(m);
   kvelastic::bind_places(m);

@@ -1,0 +1,97 @@
+"""Calls to a library that may hang, with a bound on how long the caller waits.
+
+    worker = DeadlineWorker("mooncake")
+    worker.run(lambda: client.batch_is_exist(names), timeout_s=1.0)     # raises TimeoutError
+    worker.close(timeout_s=1.0)
+
+One call at a time. A call that is late goes on in its thread, for nothing can end it; until it has
+ended every other one is refused at once. So what a late call still uses (its buffers) may not be
+used by anybody else before `is_stuck` is False.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from typing import TypeVar
+
+Value = TypeVar("Value")
+
+
+class _Call:
+    """One call, and what came of it."""
+
+    def __init__(self, function: Callable[[], object]) -> None:
+        self.function = function
+        self.ended = threading.Event()
+        self.value: object = None
+        self.error: BaseException | None = None
+
+    def carry_out(self) -> None:
+        try:
+            self.value = self.function()
+        except BaseException as error:
+            self.error = error
+        finally:
+            self.ended.set()
+
+
+class DeadlineWorker:
+    """A daemon thread that carries calls out. Any thread may call any method."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._turn = threading.Lock()
+        self._late: _Call | None = None
+        self._closed = False
+
+    @property
+    def is_stuck(self) -> bool:
+        """Whether a late call is still under way."""
+        late = self._late
+        return late is not None and not late.ended.is_set()
+
+    def run(self, function: Callable[[], Value], timeout_s: float) -> Value:
+        """What `function` answers or raises. Waits for others' calls, too, `timeout_s` for each.
+
+        Raises `TimeoutError` if it has not ended by then, or is not begun because another one is
+        late, or the worker is closed.
+        """
+        if not self._turn.acquire(timeout=timeout_s):
+            raise TimeoutError(f"{self._name}: other calls take longer than {timeout_s:g} s")
+        try:
+            if self.is_stuck or self._closed:
+                raise TimeoutError(f"{self._name}: an earlier call has not ended, or it is closed")
+            self._late = None
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._serve, name=self._name, daemon=True)
+                self._thread.start()
+            call = _Call(function)
+            self._calls.put(call)
+            if not call.ended.wait(timeout_s):
+                self._late = call
+                raise TimeoutError(f"{self._name}: no answer within {timeout_s:g} s")
+        finally:
+            self._turn.release()
+        if call.error is not None:
+            raise call.error
+        return call.value  # type: ignore[return-value]  # what `function` answered
+
+    def close(self, timeout_s: float) -> bool:
+        """Begin no call any more, wait for the thread. False: a late call keeps it. Repeatable."""
+        with self._turn:
+            thread = self._thread
+            if not self._closed:
+                self._closed = True
+                self._calls.put(None)
+        if thread is None:
+            return True
+        thread.join(timeout_s)
+        return not thread.is_alive()
+
+    def _serve(self) -> None:
+        while (call := self._calls.get()) is not None:
+            call.carry_out()

@@ -1,0 +1,129 @@
+// `kvelastic._vmm`: copies between blocks of a range in this process and buffers of Python.
+#include <nanobind/nanobind.h>
+
+#include <cstring>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "bind_errors.h"
+#include "bind_ids.h"
+#include "range.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace kvelastic {
+namespace {
+
+/// Buffers of Python objects, one behind another; given back with the GIL held.
+class Buffers {
+ public:
+  Buffers() = default;
+  Buffers(const Buffers&) = delete;
+  Buffers& operator=(const Buffers&) = delete;
+  ~Buffers() {
+    for (Py_buffer& each : buffers_) PyBuffer_Release(&each);
+  }
+
+  /// Raises what the object raises: BufferError where it is not contiguous or is read-only.
+  void add(nb::handle object, bool must_write) {
+    buffers_.emplace_back();
+    if (PyObject_GetBuffer(object.ptr(), &buffers_.back(),
+                           must_write ? PyBUF_WRITABLE : PyBUF_SIMPLE) != 0) {
+      buffers_.pop_back();
+      throw nb::python_error();
+    }
+  }
+  std::size_t size() const { return buffers_.size(); }
+  std::span<std::byte> operator[](std::size_t i) const {
+    return {static_cast<std::byte*>(buffers_[i].buf), static_cast<std::size_t>(buffers_[i].len)};
+  }
+
+ private:
+  std::vector<Py_buffer> buffers_;
+};
+
+Error refuse(std::string what) {
+  return {Errc::kInvalidArgument, std::move(what)};
+}
+
+/// The first `bytes` of a block; fails with kInvalidArgument where there is no such block, its page
+/// is not mapped, or it is smaller.
+Result<std::byte*> block_address(const Range& range, BlockId id, std::size_t bytes) {
+  const Geometry& geometry = range.geometry();
+  const std::string name = "block " + std::to_string(id);
+  const std::uint64_t ids = geometry.range_bytes() / geometry.block_bytes;
+  if (id < 0 || static_cast<std::uint64_t>(id) >= ids) {
+    return refuse(name + " lies outside the range");
+  }
+  const PageIndex page = geometry.page_of(id);
+  const BlockId first = geometry.first_id(page);
+  if (id < first || static_cast<std::uint64_t>(id - first) >= geometry.blocks_per_page) {
+    return refuse(name + " lies between two pages");
+  }
+  if (!range.is_mapped(page)) {
+    return refuse(name + " is of a page that is not mapped; copy blocks in use only");
+  }
+  if (bytes > geometry.block_bytes) {
+    return refuse("a buffer of " + std::to_string(bytes) + " bytes is larger than " + name +
+                  ", which has " + std::to_string(geometry.block_bytes));
+  }
+  return range.address() + geometry.block_offset(id, 0, 0);
+}
+
+enum class Direction : std::uint8_t { kIntoBlocks, kOutOfBlocks };
+
+/// All or nothing: every block is looked at before the first byte is copied.
+Status copy_all(const Range& range, const std::vector<BlockId>& ids, const Buffers& buffers,
+                Direction direction) {
+  std::vector<std::byte*> addresses;
+  addresses.reserve(ids.size());
+  for (std::size_t i = 0; i < ids.size(); ++i) {
+    Result<std::byte*> address = block_address(range, ids[i], buffers[i].size());
+    if (!address) return address.error();
+    addresses.push_back(*address);
+  }
+  for (std::size_t i = 0; i < ids.size(); ++i) {
+    const std::span<std::byte> buffer = buffers[i];
+    if (buffer.empty()) continue;
+    if (direction == Direction::kIntoBlocks) {
+      std::memcpy(addresses[i], buffer.data(), buffer.size());
+    } else {
+      std::memcpy(buffer.data(), addresses[i], buffer.size());
+    }
+  }
+  return ok();
+}
+
+template <Direction direction>
+void copy_blocks(const Range& range, nb::handle ids, nb::sequence views) {
+  own(range);
+  const std::vector<BlockId> blocks = integers_of(ids);
+  const Geometry& geometry = range.geometry();
+  if (range.driver().device().type != DeviceKind::kHost || geometry.extents_per_page != 1 ||
+      geometry.buffers_per_extent != 1) {
+    raise_code("INVALID_ARGUMENT", "blocks of one buffer in the host's memory are copied so only");
+  }
+  Buffers buffers;
+  for (nb::handle view : views) buffers.add(view, direction == Direction::kOutOfBlocks);
+  if (buffers.size() != blocks.size()) {
+    raise_code("INVALID_ARGUMENT", std::to_string(blocks.size()) + " blocks and " +
+                                       std::to_string(buffers.size()) +
+                                       " buffers; pass one for each");
+  }
+  check(without_gil([&] { return copy_all(range, blocks, buffers, direction); }));
+}
+
+}  // namespace
+
+void bind_copy(nb::module_& m) {
+  m.def("write_blocks", &copy_blocks<Direction::kIntoBlocks>, "range"_a, "ids"_a, "buffers"_a,
+        "Copy each buffer to the first bytes of its block; without the GIL. The blocks are in use "
+        "by the caller, in host memory and of one buffer. Raises InvalidArgumentError for no such "
+        "block, an unmapped one and a larger buffer, with nothing copied.");
+  m.def("read_blocks", &copy_blocks<Direction::kOutOfBlocks>, "range"_a, "ids"_a, "buffers"_a,
+        "The other way round; the buffers must be writable.");
+}
+
+}  // namespace kvelastic
