@@ -25,8 +25,15 @@ ROOT = Path(__file__).parents[2]
 class Instance:
     """A process of its own with pool, keeper, segment and a place in a ledger."""
 
-    def __init__(self, pages: int, page_mib: int, **environ: str) -> None:
-        command = [sys.executable, "-m", "benchmarks.ledger.instance", str(pages), str(page_mib)]
+    def __init__(
+        self,
+        pages: int,
+        page_mib: int,
+        *,
+        module: str = "benchmarks.ledger.instance",
+        **environ: str,
+    ) -> None:
+        command = [sys.executable, "-m", module, str(pages), str(page_mib)]
         self.process = subprocess.Popen(
             command,
             cwd=ROOT,
