@@ -42,7 +42,7 @@ from kvelastic.tiers.base import (
 )
 from kvelastic.tiers.disk_file import DataFile
 from kvelastic.tiers.disk_folder import Folder
-from kvelastic.tiers.disk_format import Entry, aligned
+from kvelastic.tiers.disk_format import Entry, aligned, entries
 from kvelastic.tiers.disk_quota import Quotas
 from kvelastic.tiers.disk_room import Room
 from kvelastic.tiers.disk_slots import SlotTable
@@ -175,7 +175,7 @@ class DiskStore(Store):
             first = self._folders[0].fd if self._folders else -1
             self._budget = WriteBudget(first, daily_write_bytes, wall_clock)
             with self._medium(self._growth):
-                self._count(torn=self._room.adopt())
+                self._room.adopt()
         except BaseException:
             for folder in self._folders:
                 folder.close()
@@ -216,6 +216,7 @@ class DiskStore(Store):
     ) -> list[bool]:
         """As `Store.put`. Blocks until the records are written."""
         count = self._count_of(keys, records)
+        self._count_of(chain_after or b"")
         pieces, owner = self._begin_put(keys, count, chain_after)
         if pieces:
             stored: list[tuple[_Piece, Entry]] = []
@@ -292,7 +293,12 @@ class DiskStore(Store):
     def statistics(self) -> StoreStatistics:
         """As `Store.statistics`."""
         with self._changed:
-            return replace(self._figures, evicted=self._figures.evicted + self._room.evicted)
+            now = self._figures
+            return replace(
+                now,
+                evicted=now.evicted + self._room.evicted,
+                torn=now.torn + self._room.torn,
+            )
 
     def check_integrity(self) -> None:
         """As `Store.check_integrity`: index, slots, and the tables in the files. Waits for puts."""
@@ -302,6 +308,7 @@ class DiskStore(Store):
             self._index.check_integrity()
             try:
                 self._room.check()
+                self._check_tables()
                 for slot in self._table.occupied():
                     key = self._table.key(slot)
                     found = self._index.slot_of(key)
@@ -311,6 +318,25 @@ class DiskStore(Store):
                 assert records == ready, f"{records} slots with records, {ready} in the index"
             except AssertionError as broken:
                 raise IntegrityError(f"disk store: {broken}") from None
+
+    def _check_tables(self) -> None:
+        """Whether the files say of each record what is known of it."""
+        with self._medium(self._reads):
+            for file in self._table.files():
+                first = self._table.range_of(file).start
+                found = dict(entries(file.read_table(), file.file_id))
+                for slot in self._table.range_of(file):
+                    entry = found.get(slot - first)
+                    if self._table.has_record(slot):
+                        key = self._table.key(slot)
+                        assert entry is not None, f"no entry of {key.hex()} in {file.name}"
+                        assert entry.key == key, (
+                            f"{file.name} has {entry.key.hex()} for {key.hex()}"
+                        )
+                    else:
+                        assert entry is None or self._figures.errors, (
+                            f"an entry left in {file.name}"
+                        )
 
     def close(self) -> None:
         """As `Store.close`. Waits for puts that are under way."""
@@ -368,7 +394,7 @@ class DiskStore(Store):
         slots = self._room.limit_bytes // aligned(self.record_bytes)
         over = self._quotas.over(self._owner.model, new, slots)
         if over:
-            self._count(evicted=self._erase(b"".join(over)))
+            self._count(evicted=self._erase(b"".join(over), wipe=False))
         stats = self._index.stats()
         free = stats["slots"] - stats["ready"] - stats["pending"]
         if free < new and self._growth.is_over:
@@ -489,8 +515,12 @@ class DiskStore(Store):
 
     # --- erasing ----------------------------------------------------------------------------------
 
-    def _erase(self, keys: bytes) -> int:
-        """Forget keys, in the files first. Under the lock, with no put under way for these."""
+    def _erase(self, keys: bytes, *, wipe: bool = True) -> int:
+        """Forget keys, in the files first. Under the lock, with no put under way for these.
+
+        With `wipe` the records cannot be read from the files any more when this returns, except
+        those that are leased: these when their leases end.
+        """
         if self._closed or not keys:
             return 0
         slots = [self._index.slot_of(key) for key in _each(keys)]
@@ -501,15 +531,19 @@ class DiskStore(Store):
             with self._medium(self._writes):
                 for slot in own:
                     file.clear_entry(slot)
-                file.sync_entries()
-        self._wipe(slot for _, slot in self._index.erase(keys))
+                if wipe:
+                    file.sync()
+        freed = self._index.erase(keys)
+        if wipe:
+            self._wipe(slot for _, slot in freed)
         return len(slots)
 
     def _wipe(self, slots: Iterable[int]) -> None:
-        """Make what lay in slots unreadable, on the medium too."""
+        """Make what lay in slots unreadable, in the file system's journal as well."""
         for file, own in self._table.by_file(slots).items():
             with self._medium(self._writes):
                 file.wipe(own)
+                file.sync()
 
     # --- the medium -------------------------------------------------------------------------------
 

@@ -144,7 +144,7 @@ class DataFile:
         """Say that a slot is empty."""
         _write_all(self._fd, EMPTY_ENTRY, self.geometry.entry_offset(slot))
 
-    def sync_entries(self) -> None:
+    def sync(self) -> None:
         """Wait until the medium has what was said."""
         os.fdatasync(self._fd)
 

@@ -70,8 +70,8 @@ class Folder:
             fcntl.flock(self._lock, fcntl.LOCK_UN)
 
     def held_bytes(self) -> int:
-        """What all files with records take, whoever's they are. Under the lock."""
-        return sum(held_bytes(state) for state in self._states(SUFFIX).values())
+        """What all files take, whoever's they are. Under the lock."""
+        return sum(held_bytes(state) for state in self._states("").values())
 
     def take_over(self) -> tuple[list[DataFile], list[str]]:
         """Files whose writers are gone: those that are whole, and the names of the others."""

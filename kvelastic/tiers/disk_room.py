@@ -23,7 +23,7 @@ from kvelastic.sizes import GIB_BYTES, MIB_BYTES
 from kvelastic.tiers.base import KEY_BYTES
 from kvelastic.tiers.disk_file import DataFile, map_bytes, runs
 from kvelastic.tiers.disk_folder import Folder, FolderBusyError, all_locked
-from kvelastic.tiers.disk_format import Entry, aligned, entries, largest_within
+from kvelastic.tiers.disk_format import Entry, Geometry, aligned, entries, largest_within
 from kvelastic.tiers.disk_slots import SlotTable
 
 LOOK_EVERY_S: Final = 1.0
@@ -50,6 +50,8 @@ class Room:
         self.limit_bytes = limit_bytes
         self.evicted = 0
         """Records that went for want of room."""
+        self.torn = 0
+        """Entries of files that were taken over, and that are not whole."""
         self._index = index
         self._table = table
         self._folders = folders
@@ -74,33 +76,11 @@ class Room:
         self._grow_at_s = float("-inf")
         self.fit()
 
-    def adopt(self) -> int:
-        """Take over all that engines which are gone have left; answers how much of it is torn."""
-        found: list[tuple[int, int, int, Entry]] = []
-        torn = 0
+    def adopt(self) -> None:
+        """Take over all that engines which are gone have left."""
         with all_locked(self._folders):
-            for folder in self._folders:
-                whole, others = folder.take_over()
-                for file in whole:
-                    if file.geometry.record_bytes != self._record_bytes:
-                        others.append(file.name)
-                        file.close()
-                        continue
-                    torn += self._read(file, self._table.add_file(file).start, found)
-                self._others[folder] = others
-            self._index.resize(self._table.slots)
-            # Oldest first, so that the newest are the last to go; of one batch the ends of chains.
-            found.sort(key=lambda one: (one[0], -one[1]))
-            for _, _, slot, entry in found:
-                if self._index.restore(entry.key, slot, entry.parent):
-                    self._table.set(slot, entry)
-                else:  # there is another record of this key
-                    file, own = self._table.place(slot)
-                    file.clear_entry(own)
-            # Nobody knows which of the others have room.
-            self._release(self._park(self._free()))
+            self._take_over()
         self.fit()
-        return torn
 
     def grow(self, wanted: int) -> int:
         """Take room for `wanted` slots, as far as the limit goes; answers how many more there are.
@@ -116,6 +96,8 @@ class Room:
                 got = self._refill(wanted)
                 while got < wanted and (more := self._add_file()):
                     got += more
+                if got < wanted and self._take_over():
+                    got += self._refill(wanted - got)
                 self._say_want(wanted - got)
         except FolderBusyError:
             return got
@@ -147,18 +129,47 @@ class Room:
         for slot in self._parked:
             assert not self._table.has_record(slot), f"parked slot {slot} has a record"
 
-    def _read(self, file: DataFile, first: int, found: list[tuple[int, int, int, Entry]]) -> int:
-        """Entries of a file that was taken over; answers how many are not whole."""
-        torn = 0
+    def _take_over(self) -> bool:
+        """Files of engines that are gone become this one's; whether there were any."""
+        found: list[tuple[int, int, int, Entry]] = []
+        adopted = False
+        for folder in self._folders:
+            whole, others = folder.take_over()
+            for file in whole:
+                if file.geometry.record_bytes != self._record_bytes:
+                    others.append(file.name)
+                    file.close()
+                    continue
+                adopted = True
+                self._read(file, self._table.add_file(file).start, found)
+            self._others[folder] = others
+        if not adopted:
+            return False
+        if self._table.slots > self._index.stats()["slots"]:
+            self._index.resize(self._table.slots)
+        self._unpark([slot for *_, slot, _ in found if slot in self._parked])
+        # Oldest first, so that the newest are the last to go; of one batch the ends of chains.
+        found.sort(key=lambda one: (one[0], -one[1]))
+        for _, _, slot, entry in found:
+            if self._index.restore(entry.key, slot, entry.parent):
+                self._table.set(slot, entry)
+            else:  # there is another record of this key
+                file, own = self._table.place(slot)
+                file.clear_entry(own)
+        # Nobody knows which of the others have room.
+        self._release(self._park(self._free()))
+        return True
+
+    def _read(self, file: DataFile, first: int, found: list[tuple[int, int, int, Entry]]) -> None:
+        """Entries of a file that was taken over; counts those that are not whole."""
         end = file.size_bytes
         for own, entry in entries(file.read_table(), file.file_id):
             reach = file.geometry.record_offset(own) + self._record_bytes
             if entry is None or entry.length_bytes != self._record_bytes or reach > end:
-                torn += 1
+                self.torn += 1
                 file.clear_entry(own)
             else:
                 found.append((entry.stored_ns, entry.position, first + own, entry))
-        return torn
 
     def _held_bytes(self) -> int:
         return sum(folder.held_bytes() for folder in self._folders)
@@ -226,32 +237,39 @@ class Room:
                 folder.remove_oldest(self._others.get(folder, [])) for folder in self._folders
             ):
                 return 0
-        files = self._table.files()
-        if size < self.limit_bytes // _MANY_FILES and len(files) >= _MANY_FILES:
+        many = len(self._table.files()) >= _MANY_FILES
+        if many and size < self.limit_bytes // _MANY_FILES:
             return 0
-        of = {folder: sum(file.folder == folder.fd for file in files) for folder in self._folders}
         failed: OSError | None = None
-        for folder in sorted(self._folders, key=of.__getitem__):
-            try:
-                file = DataFile.create(folder.fd, geometry)
-            except OSError as error:
-                failed = error
-                continue
-            if self._held_bytes() > self.limit_bytes:
-                file.remove()  # a file system that needs more for it than others do
-                return 0
-            slots = self._table.add_file(file)
-            if self._table.slots > self._index.stats()["slots"]:
-                self._index.resize(self._table.slots)
-            self._unpark([slot for slot in slots if slot in self._parked])
-            return geometry.slots
+        while geometry.slots > 0:
+            for folder in self._by_files():
+                made = _try_create(folder, geometry)
+                if isinstance(made, DataFile):
+                    return self._use(made)
+                failed = made
+            if failed is None or failed.errno != errno.ENOSPC:
+                break
+            size //= 4  # the file system has less room than the limit: what there is
+            geometry = largest_within(self._record_bytes, size)
         if failed is not None:
             raise failed
         return 0
 
-    def _remove_orphan(self) -> bool:
-        """Remove a file of records of another size whose engine is gone, the oldest first."""
-        return any(folder.remove_oldest(self._others.get(folder, [])) for folder in self._folders)
+    def _by_files(self) -> list[Folder]:
+        """The folders, those with the fewest files first."""
+        files = self._table.files()
+        return sorted(self._folders, key=lambda one: sum(file.folder == one.fd for file in files))
+
+    def _use(self, file: DataFile) -> int:
+        """A new file's slots are given out from now on; answers how many."""
+        if self._held_bytes() > self.limit_bytes:
+            file.remove()  # a file system that needs more for it than others do
+            return 0
+        slots = self._table.add_file(file)
+        if self._table.slots > self._index.stats()["slots"]:
+            self._index.resize(self._table.slots)
+        self._unpark([slot for slot in slots if slot in self._parked])
+        return len(slots)
 
     def _give(self, over_bytes: int) -> bool:
         """Give back about so much, by policy; False where nothing could be given."""
@@ -352,3 +370,10 @@ class Room:
             if file.is_removed and self._empty(file):
                 self._table.remove_file(file)
                 file.close()
+
+
+def _try_create(folder: Folder, geometry: Geometry) -> DataFile | OSError:
+    try:
+        return DataFile.create(folder.fd, geometry)
+    except OSError as error:
+        return error

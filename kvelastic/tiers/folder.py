@@ -141,6 +141,7 @@ class FolderStore(Store):
     ) -> list[bool]:
         """As `Store.put`. The order in which chains are swept is by age, not by `chain_after`."""
         count = self._count_of(keys, records)
+        self._count_of(chain_after or b"")
         if not self._may_call():
             self._count(refused=count)
             return [False] * count
@@ -222,8 +223,13 @@ class FolderStore(Store):
             return Capacity(used_bytes, self._limit_bytes, records)
 
     def set_limit(self, limit_bytes: int) -> None:
-        """As `Store.set_limit`, for what all machines have written; sweeps at once."""
+        """As `Store.set_limit`, for what all machines have written; sweeps at once.
+
+        Raises `InvalidArgumentError` where the store was opened without a limit: then others sweep.
+        """
         _check_limit(limit_bytes)
+        if self._limit_bytes is None:
+            raise InvalidArgumentError("this folder store was opened without a limit")
         with self._lock:
             self._limit_bytes = limit_bytes
         self._sweep(wait=True)

@@ -91,6 +91,23 @@ def test_processes_that_write_together_stay_below_the_limit(folder: Path) -> Non
     store.close()
 
 
+def test_what_a_neighbour_left_is_taken_over_when_room_is_needed(folder: Path) -> None:
+    clock = Clock()
+    store = open_store(folder, RECORD, 8 * MIB, clock=clock)
+    neighbour = open_store(folder, RECORD, 8 * MIB, clock=clock)
+    assert all(put(neighbour, range(480)))
+    assert put(store, [1000]) == [False]
+    neighbour.close()
+    clock.now_s += 2
+    put(store, range(1000, 1010))
+    clock.now_s += 2
+    assert put(store, range(1000, 1010)) == [True] * 10
+    assert len(whole(store, range(480))) >= 460
+    assert disk_bytes(folder) <= 8 * MIB
+    store.check_integrity()
+    store.close()
+
+
 def test_files_of_a_living_engine_are_left_alone(folder: Path) -> None:
     first = open_store(folder, RECORD, 16 * MIB)
     put(first, range(10))

@@ -161,6 +161,8 @@ def test_a_limit_is_swept_oldest_first(path: Path) -> None:
     assert whole(store, range(100)) == list(range(100 - store.capacity().records, 100))
     assert 0 < store.capacity().records <= 5
     store.close()
+    with pytest.raises(InvalidArgumentError, match="without a limit"):
+        opened(path).set_limit(5 * size)
 
 
 def test_old_records_and_what_was_left_half_written_are_swept(path: Path) -> None:
