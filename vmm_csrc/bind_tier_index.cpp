@@ -129,7 +129,8 @@ class Tokens {
       raise_code("INVALID_ARGUMENT", "tokens of format \"" + format +
                                          "\"; pass a buffer of int64, as array('q') or NumPy has");
     }
-    if (reinterpret_cast<std::uintptr_t>(view_.buf) % alignof(std::int64_t) != 0) {
+    if (view_.len != 0 &&
+        reinterpret_cast<std::uintptr_t>(view_.buf) % alignof(std::int64_t) != 0) {
       PyBuffer_Release(&view_);
       raise_code("INVALID_ARGUMENT", "tokens do not lie at a multiple of 8 bytes; copy them");
     }

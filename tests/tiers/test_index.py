@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from array import array
+from collections.abc import Callable
+
 import pytest
 
-from kvelastic._vmm import TierIndex
+from kvelastic._vmm import TierIndex, block_keys
 from kvelastic.errors import InvalidArgumentError
 from kvelastic.tiers.base import NO_KEY
 
@@ -102,3 +105,85 @@ def test_a_lease_ends_once() -> None:
     with pytest.raises(InvalidArgumentError, match="has ended or never was"):
         index.release(ticket)
     assert index.claim(key(2)) == ([0], [])
+
+
+def test_the_first_key_of_a_match_is_the_youngest_and_of_a_claim_the_oldest() -> None:
+    index = TierIndex(3, "lru")
+    put(index, 1, 2, 3)
+    assert put(index, 4) == [1]
+    index.match(keys(2, 3, 4))
+    assert put(index, 5, 6, 7) == [4, 3, 2]
+
+
+def test_slru_protects_four_of_five() -> None:
+    index = TierIndex(5, "slru")
+    put(index, 1, 2, 3, 4, 5)
+    for number in (1, 2, 3, 4, 5):
+        index.match(key(number))
+    assert put(index, 6) == [1], "used least recently, so it went back to the probationary segment"
+    assert put(index, 7) == [6]
+    assert index.match(keys(2, 3, 4, 5)) == 4
+
+
+def test_fewer_slots() -> None:
+    index = TierIndex(4, "lru")
+    put(index, 1, 2, 3)
+    index.claim(key(4))
+    ticket, _ = index.lease(keys(1, 2, 3))
+    assert index.resize(1) == [], "two are leased, one is being written"
+    assert index.has(keys(1, 2, 3)) == [True, False, False]
+    assert index.commit(key(4)) == [(key(4), 3)]
+    assert sorted(index.release(ticket)) == [(key(2), 1), (key(3), 2)]
+    assert index.claim(keys(5, 6)) == ([0, -2], [(key(1), 0)])
+    assert index.resize(2) == []
+    assert index.claim(keys(6)) == ([1], [])
+    index.check_integrity()
+
+
+def test_what_is_erased_while_it_is_written_is_never_a_hit() -> None:
+    index = TierIndex(1, "lru")
+    index.claim(key(1))
+    assert index.erase(key(1)) == []
+    assert index.claim(keys(1, 2)) == ([-1, -2], []), "its writer is not done"
+    assert index.commit(key(1)) == [(key(1), 0)]
+    assert index.has(key(1)) == [False]
+    assert index.claim(key(2)) == ([0], [])
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda index: index.has(b"short"),
+        lambda index: index.claim(keys(1) + NO_KEY),
+        lambda index: index.claim(keys(1), b"short"),
+        lambda index: index.restore(NO_KEY, 0),
+        lambda index: index.slot_of(keys(1, 2)),
+        lambda index: index.commit(key(7)),
+        lambda index: index.resize(2**40),
+        lambda index: TierIndex(1, "arc"),
+    ],
+)
+def test_mistakes_are_refused_and_change_nothing(call: Callable[[TierIndex], object]) -> None:
+    index = TierIndex(2)
+    with pytest.raises(InvalidArgumentError):
+        call(index)
+    assert index.stats() == {"slots": 2, "ready": 0, "pending": 0, "leased": 0, "displaced": 0}
+    index.check_integrity()
+
+
+def test_keys_of_tokens() -> None:
+    seed = bytes(range(16))
+    tokens = array("q", range(64))
+    all_keys = block_keys(tokens, 16, seed)
+    assert len(all_keys) == 64
+    assert block_keys(tokens[:40], 16, seed) == all_keys[:32], "what is no whole block has no key"
+    assert block_keys(tokens[32:], 16, all_keys[16:32]) == all_keys[32:], "a key is a seed"
+    assert block_keys(tokens, 16, bytes(16)) != all_keys
+    assert block_keys(array("q"), 16, seed) == b""
+    for wrong in (array("i", [1]), array("d", [1.0]), b"12345678"):
+        with pytest.raises(InvalidArgumentError, match="int64"):
+            block_keys(wrong, 1, seed)
+    with pytest.raises(InvalidArgumentError, match="16 bytes"):
+        block_keys(tokens, 16, b"short")
+    with pytest.raises(InvalidArgumentError, match="one or more"):
+        block_keys(tokens, 0, seed)

@@ -1,0 +1,255 @@
+// The index of a tier against a model that is too simple to be wrong, and from several threads.
+#include <algorithm>
+#include <atomic>
+#include <map>
+#include <random>
+#include <set>
+#include <thread>
+#include <vector>
+
+#include "../tier_index.h"
+#include "check.h"
+
+namespace kvelastic {
+namespace {
+
+constexpr EvictionPolicy kPolicies[] = {EvictionPolicy::kLru, EvictionPolicy::kLfu,
+                                        EvictionPolicy::kSlru, EvictionPolicy::kFifo};
+constexpr TierIndex::Chain kNoChain{};
+
+BlockKey key(std::uint64_t number) {
+  return {number, 0};
+}
+
+std::vector<BlockKey> keys(std::initializer_list<std::uint64_t> numbers) {
+  std::vector<BlockKey> out;
+  for (const std::uint64_t number : numbers) out.push_back(key(number));
+  return out;
+}
+
+/// The numbers of the keys that were displaced for these.
+std::vector<std::uint64_t> put(TierIndex& index, const std::vector<BlockKey>& wanted,
+                               TierIndex::Chain chain = kNoChain) {
+  const auto claimed = index.claim(wanted, chain);
+  std::vector<std::uint64_t> gone;
+  if (!CHECK(static_cast<bool>(claimed))) return gone;
+  std::vector<BlockKey> taken;
+  for (std::size_t i = 0; i < wanted.size(); ++i) {
+    if ((*claimed).slots[i] >= 0) taken.push_back(wanted[i]);
+  }
+  CHECK(static_cast<bool>(index.commit(taken)));
+  for (const KeyInSlot& record : (*claimed).displaced) gone.push_back(record.key.low);
+  CHECK(static_cast<bool>(index.check_integrity()));
+  return gone;
+}
+
+std::shared_ptr<TierIndex> make(std::uint64_t slots, EvictionPolicy policy) {
+  auto made = TierIndex::create(slots, policy);
+  return made ? *std::move(made) : nullptr;
+}
+
+}  // namespace
+
+TEST(tier_index_gives_out_each_slot_once) {
+  std::mt19937_64 random(16);
+  for (const EvictionPolicy policy : kPolicies) {
+    const auto index = make(64, policy);
+    std::map<std::uint64_t, std::int64_t> where;  // ready or pending
+    std::map<TierIndex::Ticket, std::vector<KeyInSlot>> leases;
+    std::multiset<std::int64_t> held;
+    std::uint64_t slots = 64;
+    for (int round = 0; round < 3000; ++round) {
+      const std::uint64_t first = random() % 200 + 1;
+      std::vector<BlockKey> some;
+      for (std::uint64_t i = 0; i < random() % 8; ++i) some.push_back(key(first + i));
+      switch (random() % 6) {
+        case 0:
+        case 1: {
+          const bool chain = random() % 4 != 0;
+          const auto claimed = index->claim(some, {chain, key(first - 1)});
+          REQUIRE(static_cast<bool>(claimed));
+          for (const KeyInSlot& record : (*claimed).displaced) {
+            CHECK(where.at(record.key.low) == record.slot);
+            CHECK(!held.contains(record.slot));
+            where.erase(record.key.low);
+          }
+          std::vector<BlockKey> taken;
+          for (std::size_t i = 0; i < some.size(); ++i) {
+            const std::int64_t slot = (*claimed).slots[i];
+            if (slot == TierIndex::kThereAlready) CHECK(where.contains(some[i].low));
+            if (slot < 0) continue;
+            CHECK(slot < static_cast<std::int64_t>(slots));
+            for (const auto& [number, at] : where) CHECK(at != slot);
+            CHECK(!held.contains(slot));
+            where[some[i].low] = slot;
+            taken.push_back(some[i]);
+          }
+          if (random() % 8 == 0) {
+            CHECK(static_cast<bool>(index->abandon(taken)));
+            for (const BlockKey& each : taken) where.erase(each.low);
+          } else {
+            auto gone = index->commit(taken);
+            CHECK(gone && gone->empty());
+          }
+          break;
+        }
+        case 2: {
+          const TierIndex::Leased leased = index->lease(some);
+          std::vector<KeyInSlot>& mine = leases[leased.ticket];
+          for (std::size_t i = 0; i < leased.slots.size(); ++i) {
+            CHECK(where.at(some[i].low) == leased.slots[i]);
+            held.insert(leased.slots[i]);
+            mine.push_back({some[i], static_cast<std::uint32_t>(leased.slots[i])});
+          }
+          break;
+        }
+        case 3:
+          if (!leases.empty()) {
+            const auto ticket = leases.begin()->first;
+            for (const KeyInSlot& record : leases.at(ticket)) held.erase(held.find(record.slot));
+            leases.erase(ticket);
+            const auto freed = index->release(ticket);
+            REQUIRE(static_cast<bool>(freed));
+            for (const KeyInSlot& record : *freed) CHECK(!held.contains(record.slot));
+            CHECK(!index->release(ticket));
+          }
+          break;
+        case 4:
+          index->match(some);
+          for (const KeyInSlot& record : index->erase(std::span(some).first(some.size() / 4))) {
+            CHECK(!held.contains(record.slot));
+          }
+          for (const BlockKey& each : std::span(some).first(some.size() / 4)) where.erase(each.low);
+          break;
+        default:
+          if (random() % 8 != 0) break;
+          slots = random() % 96;
+          REQUIRE(static_cast<bool>(index->resize(slots)));
+          std::erase_if(where, [&](const auto& each) {
+            return each.second >= static_cast<std::int64_t>(slots);
+          });
+      }
+      if (!CHECK(static_cast<bool>(index->check_integrity()))) return;
+      for (const auto& [number, slot] : where) CHECK(index->slot_of(key(number)) == slot);
+      CHECK(index->stats().ready == where.size());
+    }
+  }
+}
+
+TEST(tier_index_order_of_eviction) {
+  const auto order = [](EvictionPolicy policy) {
+    const auto index = make(5, policy);
+    put(*index, keys({1, 2, 3, 4, 5}));
+    for (const std::uint64_t used : {1, 1, 1, 3, 2, 2}) index->match(keys({used}));
+    return put(*index, keys({11, 12, 13, 14, 15}));
+  };
+  using Order = std::vector<std::uint64_t>;
+  CHECK(order(EvictionPolicy::kFifo) == Order{1, 2, 3, 4, 5});
+  CHECK(order(EvictionPolicy::kLru) == Order{4, 5, 1, 3, 2});
+  CHECK(order(EvictionPolicy::kLfu) == Order{4, 5, 3, 2, 1});
+  CHECK(order(EvictionPolicy::kSlru) == Order{4, 5, 1, 3, 2});
+}
+
+TEST(tier_index_slru_demotes_what_is_too_much_for_its_protected_segment) {
+  const auto index = make(5, EvictionPolicy::kSlru);
+  put(*index, keys({1, 2, 3, 4, 5}));
+  for (const std::uint64_t used : {1, 2, 3, 4, 5}) index->match(keys({used}));
+  // Four may be protected: 1 was used least recently and goes back, to the young end.
+  CHECK(put(*index, keys({6})) == std::vector<std::uint64_t>{1});
+  CHECK(put(*index, keys({7})) == std::vector<std::uint64_t>{6});
+  CHECK(index->match(keys({2, 3, 4, 5})) == 4);
+}
+
+TEST(tier_index_a_chain_goes_from_its_end) {
+  for (const EvictionPolicy policy : kPolicies) {
+    const auto index = make(4, policy);
+    put(*index, keys({1, 2, 3, 4}), {true, BlockKey{}});
+    CHECK(put(*index, keys({5}), {true, BlockKey{}}) == std::vector<std::uint64_t>{4});
+    index->match(keys({5}));
+    CHECK(index->match(keys({1, 2, 3, 4})) == 3);
+  }
+}
+
+TEST(tier_index_ghosts_go_with_their_last_child) {
+  const auto index = make(2, EvictionPolicy::kLru);
+  // Each is continued by the next, of which only every second one comes.
+  for (std::uint64_t i = 2; i < 100'000; i += 2) {
+    const auto claimed = index->claim(keys({i}), {true, key(i - 1)});
+    REQUIRE(static_cast<bool>(claimed));
+    REQUIRE(static_cast<bool>(index->commit(keys({i}))));
+  }
+  CHECK(static_cast<bool>(index->check_integrity()));
+}
+
+TEST(tier_index_a_circle_of_parents_is_displaced_all_the_same) {
+  const auto index = make(2, EvictionPolicy::kLru);
+  put(*index, keys({1}), {true, key(2)});
+  put(*index, keys({2}), {true, key(1)});
+  put(*index, keys({1}), {true, key(1)});
+  CHECK(put(*index, keys({3, 4})).size() == 2);
+  CHECK(index->stats().ready == 2);
+}
+
+TEST(tier_index_refuses_what_is_wrong_and_stays_whole) {
+  CHECK(!TierIndex::create(TierIndex::kMostSlots + 1, EvictionPolicy::kLru));
+  const auto index = make(2, EvictionPolicy::kLru);
+  CHECK(!index->claim(std::vector<BlockKey>{key(1), BlockKey{}}, kNoChain));
+  CHECK(index->stats().pending == 0);
+  CHECK(static_cast<bool>(index->claim(keys({1}), kNoChain)));
+  CHECK(!index->commit(keys({1, 2})));
+  CHECK(!index->abandon(keys({1, 2})));
+  CHECK(index->stats().pending == 1);
+  CHECK(!index->release(1));
+  CHECK(!index->resize(TierIndex::kMostSlots + 1));
+  CHECK(static_cast<bool>(index->check_integrity()));
+}
+
+TEST(tier_index_of_many_slots_costs_what_is_touched) {
+  const auto index = make(0, EvictionPolicy::kSlru);
+  CHECK(put(*index, keys({1})).empty());
+  CHECK(index->stats().ready == 0);
+  REQUIRE(static_cast<bool>(index->resize(1000)));
+  put(*index, keys({1, 2, 3}), {true, BlockKey{}});
+  REQUIRE(static_cast<bool>(index->resize(1 << 22)));
+  CHECK(index->match(keys({1, 2, 3})) == 3);
+  auto gone = index->resize(1);
+  REQUIRE(static_cast<bool>(gone));
+  CHECK(gone->size() == 2);
+  CHECK(index->match(keys({1, 2, 3})) == 1);
+}
+
+TEST(tier_index_from_several_threads) {
+  const auto index = make(256, EvictionPolicy::kSlru);
+  std::atomic<std::uint64_t> wrong = 0;
+  const auto work = [&](std::uint64_t seed) {
+    std::mt19937_64 random(seed);
+    for (int round = 0; round < 400; ++round) {
+      std::vector<BlockKey> some;
+      const std::uint64_t first = random() % 1000 + 1;
+      for (std::uint64_t i = 0; i < 16; ++i) some.push_back(key(first + i));
+      auto claimed = index->claim(some, {true, key(first - 1)});
+      if (!claimed) {
+        ++wrong;
+        continue;
+      }
+      std::vector<BlockKey> taken;
+      for (std::size_t i = 0; i < some.size(); ++i) {
+        if ((*claimed).slots[i] >= 0) taken.push_back(some[i]);
+      }
+      if (!index->commit(taken)) ++wrong;
+      const TierIndex::Leased leased = index->lease(some);
+      for (std::size_t i = 0; i < leased.slots.size(); ++i) {
+        if (index->slot_of(some[i]) != leased.slots[i]) ++wrong;
+      }
+      if (!index->release(leased.ticket)) ++wrong;
+    }
+  };
+  std::vector<std::thread> threads;
+  for (std::uint64_t i = 0; i < 3; ++i) threads.emplace_back(work, i);
+  for (std::thread& each : threads) each.join();
+  CHECK(wrong == 0);
+  CHECK(index->stats().leased == 0);
+  CHECK(static_cast<bool>(index->check_integrity()));
+}
+
+}  // namespace kvelastic
