@@ -124,20 +124,6 @@ class Demoter:
             with self._state:
                 self._pauses -= 1
 
-    def clean_all(self, timeout_s: float) -> int:
-        """Copy whatever is cached and has a key, `timeout_s` at most; answers what is dirty then.
-
-        For an engine that gives its cache up by itself. Blocks, also while the thread serves.
-        """
-        deadline_s = self._clock() + timeout_s
-        with self._working:
-            while self._clock() < deadline_s and not self._is_closing.is_set():
-                begun, cleaned = self._clean(1 << 62, timeout_s, Priority.RECLAIM, deadline_s)
-                self.counts.served += cleaned
-                if begun == 0 or cleaned == 0:
-                    break
-            return Occupancy.of(self._blocks.stats()).dirty
-
     def _cancel_current(self) -> None:
         with self._state:
             run = self._run
@@ -216,16 +202,16 @@ class Demoter:
         clean.
         """
         tiers = self._tiers()
-        if not tiers:
-            return 0, 0
         slots = self._executor.slots.count
         size = batch_blocks(self._record_bytes, self._bytes_per_s, deadline_s=share_s, slots=slots)
         leaving = self._blocks.begin_leaving(min(most, size))
         ids, ticket = leaving.ids, leaving.ticket
         copied = [False] * len(ids)
-        if not ids:
+        if not ids or not tiers:
+            # Said with blocks and no copy of any, so that nobody waits for what no tier takes.
             self._blocks.end_leaving(ticket, copied)
-            return 0, 0
+            self.counts.refused += len(ids)
+            return len(ids), 0
         began_s = self._clock()
         try:
             order, run = self._submit(ids, leaving.keys, ticket, tiers, priority)

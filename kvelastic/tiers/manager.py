@@ -67,6 +67,9 @@ class NamedBlocks(Copies, LeavingBlocks, Protocol):
     def forget_copies(self) -> int:
         """No block has a copy any more."""
 
+    def clean(self, timeout_s: float) -> int:
+        """Have all copied that is cached under keys; answers how many blocks have no copy then."""
+
     def use_tiers(self, *, reclaim_wait_s: float, limit_wait_s: float, sleep_wait_s: float) -> None:
         """Evictions count as demoted or dropped, and shrinking waits for copies."""
 
@@ -296,7 +299,7 @@ class Tiers:
         For an engine that is about to give its cache up by itself, as vLLM before it sleeps.
         Blocks, `timeout_s` and one copy at most.
         """
-        return self._demoter.clean_all(timeout_s)
+        return self._blocks.clean(timeout_s)
 
     def computed(self, blocks: int, seconds: float) -> None:
         """The engine has computed so many blocks in so long: what a tier has to beat."""

@@ -4,8 +4,8 @@ Its prompts are chains of numbers, many with common beginnings. A block holds wh
 nothing else holds that, so a block that was loaded, found again or kept can be compared to the last
 byte. A wrong one is an exception, and so an exit status.
 
-As a program: `embedded_engine.py NAME --seed S --steps N --disk FOLDER --host SIZE --copies all`
-prints a line of JSON with counts every `--report` steps, and a last one with `"end": true` after it
+As a program: `embedded_engine.py NAME --seed S --steps N --disk FOLDER --host-bytes SIZE` prints
+a line of JSON with counts every `--report` steps, and a last one with what its tiers hold, after it
 has given everything back and compared all accounts. A test kills it where it likes.
 """
 
@@ -41,7 +41,7 @@ BLOCKS_PER_PAGE = 32
 PAGE_BYTES = 2 << 20
 RECORD_BYTES = BLOCK_BYTES * BUFFERS
 SLOTS = 24
-DOCUMENTS = 40
+DOCUMENTS = 16
 MOST_TOKENS = 48
 """Blocks of a prompt: a token is a block."""
 MOST_REQUESTS = 6
@@ -107,6 +107,8 @@ class Engine:
         self.key_of: dict[int, bytes] = {}
         self.users: Counter[int] = Counter()
         self.is_asleep = False
+        self.is_calm = False
+        """Whether records are never erased: all that is stored can be found by the next life."""
 
     # --- prompts -------------------------------------------------------------------------------
 
@@ -126,6 +128,8 @@ class Engine:
 
     def step(self) -> None:
         """One thing that an engine or an operator does."""
+        if self.is_asleep and self.dice.random() < 0.2:
+            self.sleep_or_wake()
         actions = {
             self.begin: 46,
             self.end: 34,
@@ -134,9 +138,9 @@ class Engine:
             self.sleep_or_wake: 2,
             self.trim: 2,
             self.clean: 4,
-            self.forget: 1,
-            self.erase: 1,
         }
+        if not self.is_calm:
+            actions |= {self.forget: 1, self.erase: 1}
         (action,) = self.dice.choices(list(actions), list(actions.values()))
         action()
         self.counts[action.__name__] += 1
@@ -183,7 +187,7 @@ class Engine:
             self.contents.write(request.ids[place], keys[place])
             self._register(request.ids[place], keys[place])
         self.counts["computed"] += len(keys) - loading.stop
-        if load is not None and self.dice.random() < 0.1:
+        if load is not None and self.dice.random() < 0.2:
             load.cancel()
             self.counts["cancelled"] += 1
         if self.dice.random() < 0.5:
@@ -265,7 +269,7 @@ class Engine:
         self.blocks.check_integrity()
 
     def limit(self) -> None:
-        pages = self.dice.choice([1, 2, 4, 8, PAGES, PAGES])
+        pages = self.dice.choice([1, 3, 6, 12, PAGES, PAGES])
         segment.request(
             self.pool.name, limit_bytes=pages * PAGE_BYTES, wait_s=self.dice.choice([0, 0.05])
         )
@@ -384,6 +388,7 @@ def main() -> None:
     parser.add_argument("--disk", type=Path)
     parser.add_argument("--disk-bytes", type=int, default=32 << 20)
     parser.add_argument("--host-bytes", type=int, default=0)
+    parser.add_argument("--calm", action="store_true")
     asked = parser.parse_args()
     engine = open_engine(
         asked.name,
@@ -392,6 +397,7 @@ def main() -> None:
         disk_bytes=asked.disk_bytes,
         host_bytes=asked.host_bytes,
     )
+    engine.is_calm = asked.calm
     print(json.dumps({"ready": True}), flush=True)
     for step in range(1, asked.steps + 1):
         engine.step()
@@ -400,7 +406,7 @@ def main() -> None:
     tiers = engine.finish()
     assert engine.tiers.close(SOON_S) == []
     engine.pool.close()
-    print(json.dumps({"end": True, "tiers": tiers, "counts": engine.counts}), flush=True)
+    print(json.dumps({"tiers": tiers, "counts": engine.counts}), flush=True)
 
 
 if __name__ == "__main__":
