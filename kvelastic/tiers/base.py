@@ -102,6 +102,8 @@ class Store(ABC):
     name: str
     """As in KVELASTIC_TIERS, commands and metrics: host, disk, folder, mooncake."""
     record_bytes: int
+    asks_medium: bool = False
+    """Whether `has` and `lease` ask a file system or a server, and so may block."""
 
     @abstractmethod
     def enter(self, namespace: Namespace) -> None:

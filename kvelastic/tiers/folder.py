@@ -74,6 +74,7 @@ class FolderStore(Store):
     """See the module. Any thread may call; every call asks the file system, and may block."""
 
     name = "folder"
+    asks_medium = True
 
     def __init__(
         self,

@@ -37,6 +37,7 @@ from kvelastic.tiers.demoter import Demoter, DemotionCounts
 from kvelastic.tiers.executor import STUCK_S, Executor
 from kvelastic.tiers.graph import NO_TIER, Kind
 from kvelastic.tiers.lineage import Lineage
+from kvelastic.tiers.lookup import Lookup
 from kvelastic.tiers.match import Load, Match
 from kvelastic.tiers.namespace import Namespace
 from kvelastic.tiers.plan import Segment, load_graph, nearest
@@ -147,6 +148,7 @@ class Tiers:
         self._rules = Rules() if rules is None else rules
         self._costs = Costs(len(stores), clock)
         self._lineage = Lineage()
+        self._lookup = Lookup(stores)
         self._lock = threading.Lock()
         """Guards the counts, the namespace and the open matches; no other lock is taken inside."""
         self._matched = self._unmatched = self._loaded = self._missed = 0
@@ -198,8 +200,9 @@ class Tiers:
         held: list[Segment] = []
         leases: list[Lease] = []
         for segment in nearest(self._find(keys, count)):
-            lease = self._stores[segment.tier].lease(
-                keys[segment.first * KEY_BYTES : (segment.first + segment.count) * KEY_BYTES]
+            end = segment.first + segment.count
+            lease = self._lookup.hold(
+                segment.tier, keys[segment.first * KEY_BYTES : end * KEY_BYTES]
             )
             leases.append(lease)
             if lease.count:
@@ -217,7 +220,7 @@ class Tiers:
         """What each tier has; a farther one is asked only for what the nearer ones lack."""
         found: list[list[bool]] = []
         missing = list(range(count))
-        for tier, store in enumerate(self._stores):
+        for tier in range(len(self._stores)):
             row = [False] * count
             found.append(row)
             if not missing or not self._may_ask(tier):
@@ -225,7 +228,7 @@ class Tiers:
             is_all = len(missing) == count
             asked = keys if is_all else b"".join(_key(keys, at) for at in missing)
             left = []
-            for at, is_there in zip(missing, store.has(asked), strict=True):
+            for at, is_there in zip(missing, self._lookup.has(tier, asked), strict=True):
                 row[at] = is_there
                 if not is_there:
                     left.append(at)
@@ -451,6 +454,7 @@ class Tiers:
                 return []
             self._is_closed = True
         left = [] if self._demoter.close(timeout_s) else ["demotion"]
+        self._lookup.close(timeout_s)
         return left + self._executor.close(timeout_s)
 
 

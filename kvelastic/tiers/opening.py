@@ -6,10 +6,8 @@ tiers = open_tiers(pool, settings, namespace)      # None: KVELASTIC_TIERS names
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from importlib import import_module
-from typing import Final
 
 from kvelastic import _vmm
 from kvelastic.config import Config
@@ -20,13 +18,6 @@ from kvelastic.tiers.base import Store
 from kvelastic.tiers.manager import Tiers
 from kvelastic.tiers.namespace import Namespace
 from kvelastic.tiers.settings import TierSettings
-
-_STORES: Final = {
-    "host": ("kvelastic.tiers.host", "HostStore"),
-    "disk": ("kvelastic.tiers.disk", "DiskStore"),
-    "folder": ("kvelastic.tiers.folder", "FolderStore"),
-    "mooncake": ("kvelastic.tiers.remote", "MooncakeStore"),
-}
 
 
 def open_tiers(
@@ -79,20 +70,31 @@ def _useful(specs: Sequence[TierSpec], *, is_on_host: bool) -> list[TierSpec]:
 def _open_store(
     spec: TierSpec, settings: Config, asked: TierSettings, namespace: Namespace, name: str
 ) -> Store:
-    record_bytes = namespace.record_bytes
-    module, class_name = _STORES[spec.kind]
-    # Late: what one kind needs is not imported for another.
-    make: Callable[..., Store] = getattr(import_module(module), class_name)
+    # Late, each in its branch: what one kind needs is not imported for another.
+    record_bytes, limit_bytes = namespace.record_bytes, spec.limit_bytes
     if spec.kind == "host":
+        from kvelastic.tiers.host import HostStore
+
+        assert limit_bytes is not None
         own_name = f"{name}_tier"[:64]
-        return make(
-            record_bytes, spec.limit_bytes, settings=settings, name=own_name, model=namespace.model
+        return HostStore(
+            record_bytes, limit_bytes, settings=settings, name=own_name, model=namespace.model
         )
     if spec.kind == "disk":
-        daily = asked.daily_write_bytes
-        return make(
-            spec.folders, record_bytes, spec.limit_bytes, namespace, daily_write_bytes=daily
+        from kvelastic.tiers.disk import DiskStore
+
+        assert limit_bytes is not None
+        return DiskStore(
+            spec.folders,
+            record_bytes,
+            limit_bytes,
+            namespace,
+            daily_write_bytes=asked.daily_write_bytes,
         )
     if spec.kind == "folder":
-        return make(spec.folders[0], record_bytes, spec.limit_bytes, namespace)
-    return make(spec.address, record_bytes, namespace)
+        from kvelastic.tiers.folder import FolderStore
+
+        return FolderStore(spec.folders[0], record_bytes, namespace, limit_bytes=limit_bytes)
+    from kvelastic.tiers.remote import MooncakeStore
+
+    return MooncakeStore(spec.address, record_bytes)

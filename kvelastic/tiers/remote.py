@@ -64,6 +64,7 @@ class MooncakeStore(Store):
     """
 
     name = "mooncake"
+    asks_medium = True
 
     def __init__(
         self,

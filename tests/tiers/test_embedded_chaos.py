@@ -17,7 +17,6 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +36,6 @@ NEIGHBOUR_PAGES = 12
 REPORT = 40
 NEEDED = ("loaded", "demoted", "dropped", "found", "moved", "forget", "erase", "cancelled")
 ENDLESS = 1 << 30
-HAS_HOST = find_spec("kvelastic.tiers.host") is not None
 
 
 class Life:
@@ -115,7 +113,7 @@ def chaos(
     def begin(steps: int) -> Life:
         number = counts["lives"]
         counts["lives"] += 1
-        host = ("--host-bytes", str(HOST_BYTES)) if number % 2 and HAS_HOST else ()
+        host = ("--host-bytes", str(HOST_BYTES)) if number % 2 else ()
         seed = dice.randrange(1 << 30)
         log = tmp_path / f"life{number}.log"
         life = Life(disk, log, environ, seed, "--steps", str(steps), *host)
