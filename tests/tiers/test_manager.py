@@ -1,0 +1,422 @@
+"""Tiers over a stand-in of a pool: what is matched, loaded, forgotten, and when a tier is asked."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import pytest
+from fake_tiers import FakeCopies, FakeStaging, FakeStore, key_of, keys_of, record_of
+
+from kvelastic.errors import BlockError, InvalidArgumentError
+from kvelastic.tiers.base import KEY_BYTES, Selection
+from kvelastic.tiers.manager import Tiers
+from kvelastic.tiers.namespace import Namespace
+from kvelastic.tiers.policy import Copies, Rules, WritePolicy
+
+SOON_S = 60.0
+
+
+@dataclass
+class FakeDemotion:
+    reason: str
+    blocks: int
+    seconds_left: float
+
+
+@dataclass
+class FakeLeaving:
+    ticket: int = 0
+    ids: list[int] = field(default_factory=list)
+    keys: bytes = b""
+
+
+class FakePool(FakeCopies):
+    """Cached blocks by age, and the pool's side of leaving. Block n has key n unless renamed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.changed = threading.Condition()
+        self.names: dict[int, bytes] = {}
+        self.dirty: list[int] = []
+        self.clean_ids: set[int] = set()
+        self.leaving: dict[int, list[int]] = {}
+        self.taken: set[int] = set()
+        """Used by an alloc while they left."""
+        self.demotion: FakeDemotion | None = None
+        self.is_attended = False
+        self.tickets = 0
+        self.most_asked: list[int] = []
+
+    def put_dirty(self, ids: Sequence[int]) -> None:
+        with self.changed:
+            for block in ids:
+                self.blocks[block] = record_of(block)
+                self.names[block] = key_of(block)
+                self.dirty.append(block)
+
+    def use_tiers(self, *, reclaim_wait_s: float, limit_wait_s: float, sleep_wait_s: float) -> None:
+        self.waits = (reclaim_wait_s, limit_wait_s, sleep_wait_s)
+
+    def name_blocks(self, ids: Sequence[int], keys: bytes) -> None:
+        with self.changed:
+            for at, block in enumerate(ids):
+                if block < 0:
+                    raise BlockError("a block that is free")
+                self.names[block] = keys[at * KEY_BYTES : (at + 1) * KEY_BYTES]
+
+    def mark_clean(self, ids: Sequence[int], keys: bytes) -> int:
+        with self.changed:
+            for at, block in enumerate(ids):
+                if self.names.get(block) == keys[at * KEY_BYTES : (at + 1) * KEY_BYTES]:
+                    self.clean_ids.add(block)
+            return len(ids)
+
+    def forget_copies(self) -> int:
+        with self.changed:
+            count = len(self.clean_ids)
+            self.dirty += sorted(self.clean_ids)
+            self.clean_ids.clear()
+            return count
+
+    def next_demotion(self, timeout_s: float) -> FakeDemotion | None:
+        with self.changed:
+            self.is_attended = True
+            self.changed.wait_for(
+                lambda: self.demotion is not None or not self.is_attended, timeout_s
+            )
+            return self.demotion
+
+    def stop_demotions(self) -> None:
+        with self.changed:
+            self.is_attended = False
+            self.demotion = None
+            self.changed.notify_all()
+
+    def shrink(self, reason: str, seconds: float = SOON_S) -> bool:
+        """As who lowers a limit; answers whether all was cleaned."""
+        with self.changed:
+            self.demotion = FakeDemotion(reason, len(self.dirty), seconds)
+            self.changed.notify_all()
+            assert self.changed.wait_for(lambda: self.demotion is None, SOON_S)
+            return not self.dirty
+
+    def clean(self, timeout_s: float) -> int:
+        self.shrink("limit", timeout_s)
+        return len(self.dirty)
+
+    def begin_leaving(self, most: int) -> FakeLeaving:
+        with self.changed:
+            self.most_asked.append(most)
+            ids = self.dirty[:most]
+            if not ids:
+                self._settle()
+                return FakeLeaving()
+            self.tickets += 1
+            self.leaving[self.tickets] = ids
+            return FakeLeaving(self.tickets, ids, b"".join(self.names[b] for b in ids))
+
+    def still_leaving(self, ticket: int) -> list[bool]:
+        with self.changed:
+            return [block not in self.taken for block in self.leaving[ticket]]
+
+    def end_leaving(self, ticket: int, copied: Sequence[bool]) -> int:
+        with self.changed:
+            ids = self.leaving.pop(ticket, [])
+            assert len(ids) == len(copied)
+            cleaned = 0
+            for block, is_copied in zip(ids, copied, strict=True):
+                if block in self.taken:
+                    self.dirty.remove(block)
+                    self.taken.discard(block)
+                elif is_copied:
+                    self.dirty.remove(block)
+                    self.clean_ids.add(block)
+                    cleaned += 1
+            if not self.dirty or not any(copied):
+                self._settle()
+            return cleaned
+
+    def _settle(self) -> None:
+        self.demotion = None
+        self.changed.notify_all()
+
+    def stats(self) -> dict[str, int]:
+        with self.changed:
+            cached = len(self.dirty) + len(self.clean_ids)
+            return {
+                "blocks_used": 0,
+                "blocks_cached": cached,
+                "blocks_clean": len(self.clean_ids),
+                "blocks_available": 100,
+                "blocks_demoted": 0,
+                "blocks_dropped": 0,
+                "allocs": 1,
+                "frees": 1,
+            }
+
+
+class World:
+    def __init__(self, rules: Rules | None = None, slots: int = 16) -> None:
+        self.staging = FakeStaging(slots)
+        self.pool = FakePool()
+        self.near = FakeStore("host", self.staging)
+        self.far = FakeStore("disk", self.staging)
+        self.now_s = 0.0
+        self.namespace = Namespace("m")
+        self.tiers = Tiers(
+            self.pool,
+            self.staging,
+            self.namespace,
+            [self.near, self.far],
+            rules or Rules(idle_after_s=1e9, watermark=0.0, tick_s=0.01),
+            clock=lambda: self.now_s,
+        )
+
+    def fill(self, near: Sequence[int], far: Sequence[int]) -> None:
+        for store, numbers in ((self.near, near), (self.far, far)):
+            store.records.update({key_of(n): record_of(n) for n in numbers})
+
+
+@pytest.fixture
+def world() -> Iterator[World]:
+    made = World()
+    yield made
+    assert made.tiers.close(SOON_S) == []
+    assert made.near.is_closed
+    assert not made.near.leased
+    assert not made.far.leased
+
+
+def test_leading_keys_are_matched_and_held(world) -> None:
+    world.fill(near=[0, 1, 4, 6], far=[1, 2, 3, 5, 7])
+    match = world.tiers.match(keys_of(range(9)))
+    assert match.count == 8
+    assert match.keys == keys_of(range(8))
+    assert sorted(world.near.leased) == [key_of(n) for n in (0, 1, 4, 6)]
+    assert sorted(world.far.leased) == [key_of(n) for n in (2, 3, 5, 7)]
+    match.release()
+    match.release()
+    assert not match.is_held
+    statistics = world.tiers.statistics()
+    assert (statistics.matched, statistics.unmatched) == (8, 1)
+
+
+def test_a_load_holds_what_it_reads_until_it_is_done(world) -> None:
+    world.fill(near=[0, 1], far=range(2, 9))
+    world.far.hang = release = threading.Event()
+    with world.tiers.match(keys_of(range(9))) as match:
+        load = world.tiers.load(match, list(range(50, 59)))
+    assert world.far.hanging.wait(SOON_S)
+    assert match.is_held
+    assert len(world.far.leased) == 7
+    assert not load.done
+    release.set()
+    assert load.wait(SOON_S)
+    assert load.failed == []
+    assert load.count == 9
+    assert [world.pool.blocks[50 + n] for n in range(9)] == [record_of(n) for n in range(9)]
+    assert world.tiers.drain(SOON_S)
+    assert not match.is_held
+    assert world.pool.clean_ids == set(range(50, 59))
+    assert set(world.near.records) == {key_of(n) for n in range(9)}, "promoted"
+    assert world.near.parents[key_of(5)] == key_of(4)
+    world.tiers.check_integrity()
+
+
+def test_a_part_of_a_match_may_be_loaded_and_no_more(world) -> None:
+    world.fill(near=[0, 1, 2], far=[3, 4])
+    with world.tiers.match(keys_of(range(5))) as match:
+        load = world.tiers.load(match, [50, 51])
+        assert load.wait(SOON_S)
+        assert sorted(world.pool.blocks) == [50, 51]
+        with pytest.raises(InvalidArgumentError, match="no more"):
+            world.tiers.load(match, list(range(6)))
+        with pytest.raises(BlockError):
+            world.tiers.load(match, [-1])
+    assert not match.is_held
+    with pytest.raises(InvalidArgumentError, match="whole keys"):
+        world.tiers.match(b"abc")
+
+
+def test_what_cannot_be_read_is_a_miss(world) -> None:
+    world.fill(near=[0, 1], far=[2, 3])
+    world.far.fail_at = 0
+    with world.tiers.match(keys_of(range(4))) as match:
+        load = world.tiers.load(match, [50, 51, 52, 53])
+    assert load.wait(SOON_S)
+    assert load.failed == [2, 3]
+    assert load.count == 2
+    assert world.tiers.drain(SOON_S)
+    assert world.pool.clean_ids == {50, 51}
+    statistics = world.tiers.statistics()
+    assert (statistics.loaded, statistics.missed) == (2, 2)
+
+
+def test_a_cancelled_load_touches_nothing_when_it_is_done(world) -> None:
+    world.fill(near=[], far=range(8))
+    world.far.hang = release = threading.Event()
+    with world.tiers.match(keys_of(range(8))) as match:
+        load = world.tiers.load(match, list(range(50, 58)))
+    assert world.far.hanging.wait(SOON_S)
+    load.cancel()
+    assert load.wait(SOON_S)
+    assert load.failed == list(range(8))
+    assert not match.is_held
+    release.set()
+    assert world.tiers.drain(SOON_S)
+    assert not world.pool.blocks
+
+
+@pytest.mark.parametrize("reason", ["reclaim", "limit", "sleep"])
+def test_shrinking_gets_its_blocks_cleaned(world, reason) -> None:
+    world.pool.put_dirty(range(40))
+    assert world.pool.shrink(reason)
+    assert world.tiers.drain(SOON_S)
+    for store in (world.near, world.far):
+        assert store.records == {key_of(n): record_of(n) for n in range(40)}
+    assert world.tiers.statistics().served == 40
+
+
+def test_a_block_that_was_used_while_it_left_is_stored_nowhere(world) -> None:
+    def take() -> None:
+        world.pool.before_copy = None
+        world.pool.taken.add(1)
+        world.pool.blocks[1] = b"\xaa" * 64  # torn
+
+    world.pool.before_copy = take
+    world.pool.put_dirty(range(3))
+    world.pool.shrink("limit")
+    assert world.tiers.drain(SOON_S)
+    for store in (world.near, world.far):
+        assert set(store.records) == {key_of(0), key_of(2)}
+        assert store.records[key_of(2)] == record_of(2)
+
+
+def test_tiers_that_take_nothing_are_not_waited_for(world) -> None:
+    world.near.room = world.far.room = 2
+    world.pool.put_dirty(range(20))
+    assert not world.pool.shrink("sleep")
+    # Two lie near; what lay there before it was copied far as well, or what came after it.
+    assert {0, 1} <= world.pool.clean_ids <= {0, 1, 2, 3}
+    assert world.tiers.statistics().refused > 0
+
+
+def test_blocks_are_cleaned_in_the_order_of_their_prompts(world) -> None:
+    world.tiers.note_prompt(keys_of([7, 3, 5]))
+    world.tiers.match(keys_of([7, 3, 9])).release()
+    world.pool.put_dirty([5, 9, 3, 7, 1])
+    assert world.pool.shrink("limit")
+    parents = world.near.parents
+    assert [parents[key_of(n)] for n in (7, 3, 5, 9, 1)] == [
+        bytes(16),
+        key_of(7),
+        key_of(3),
+        key_of(3),
+        bytes(16),
+    ]
+
+
+def test_write_through_cleans_without_being_asked() -> None:
+    world = World(Rules(policy=WritePolicy.WRITE_THROUGH, copies=Copies.FIRST, tick_s=0.001))
+    cleaned = threading.Event()
+    end_leaving = world.pool.end_leaving
+
+    def seen(ticket: int, copied: Sequence[bool]) -> int:
+        count = end_leaving(ticket, copied)
+        if len(world.pool.clean_ids) == 30:
+            cleaned.set()
+        return count
+
+    world.pool.end_leaving = seen  # type: ignore[method-assign]
+    world.pool.put_dirty(range(30))
+    assert cleaned.wait(SOON_S)
+    assert world.tiers.close(SOON_S) == []
+    assert len(world.near.records) == 30
+    assert not world.far.records
+    assert world.tiers.statistics().ahead == 30
+
+
+def test_forgetting_ends_a_generation_for_good(world) -> None:
+    world.fill(near=[0], far=[0])
+    world.pool.put_dirty([5])
+    world.pool.clean_ids.add(0)
+    new = world.tiers.forget()
+    assert new == world.tiers.namespace
+    assert new.generation != 0
+    assert new.generation != world.tiers.forget().generation
+    assert world.near.namespace == world.far.namespace == world.tiers.namespace
+    assert not world.near.records, "the process's own memory is given back"
+    assert world.far.records, "what others may share is theirs"
+    assert not world.pool.clean_ids
+    assert world.tiers.erase(Selection()) == {"host": 0, "disk": 1}
+
+
+def test_a_load_from_before_an_erasure_leaves_nothing_clean(world) -> None:
+    world.fill(near=[], far=range(4))
+    world.far.hang = release = threading.Event()
+    with world.tiers.match(keys_of(range(4))) as match:
+        load = world.tiers.load(match, [50, 51, 52, 53])
+    assert world.far.hanging.wait(SOON_S)
+    world.tiers.erase()
+    release.set()
+    assert load.wait(SOON_S)
+    assert world.tiers.drain(SOON_S)
+    assert not world.pool.clean_ids
+    assert not world.near.records, "nothing was promoted after the erasure"
+
+
+def test_a_tier_slower_than_computing_is_not_asked(world) -> None:
+    world.fill(near=[0], far=range(8))
+    world.tiers.computed(1000, 1e-6)
+    for _ in range(2):
+        with world.tiers.match(keys_of(range(8))) as match:
+            count = match.count
+            world.tiers.load(match, list(range(50, 50 + count))).wait(SOON_S)
+    assert count == 0
+    world.now_s += 3600
+    with world.tiers.match(key_of(0)) as match:
+        assert match.count == 1, "tried again after a while"
+
+
+def test_a_store_that_answers_late_is_a_miss() -> None:
+    world = World()
+    answer = threading.Event()
+    has = world.far.has
+
+    def slow(keys: bytes) -> list[bool]:
+        assert answer.wait(SOON_S)
+        return has(keys)
+
+    world.far.has = slow  # type: ignore[method-assign]
+    world.far.asks_medium = True
+    tiers = Tiers(world.pool, world.staging, world.namespace, [world.near, world.far])
+    world.fill(near=[0], far=range(4))
+    assert tiers.match(keys_of(range(4))).count == 1
+    answer.set()
+    assert tiers.close(SOON_S) == []
+    assert world.tiers.close(SOON_S) == []
+
+
+def test_closing_does_not_wait_for_what_hangs() -> None:
+    world = World()
+    world.pool.put_dirty(range(4))
+    world.far.hang = release = threading.Event()
+    assert world.pool.shrink("reclaim"), "the near tier was enough"
+    assert world.far.hanging.wait(SOON_S)
+    assert world.tiers.close(0.2) == ["disk"]
+    assert not world.pool.is_attended
+    assert world.tiers.close() == []
+    release.set()
+
+
+def test_records_of_another_size_are_refused() -> None:
+    staging = FakeStaging(4)
+    with pytest.raises(InvalidArgumentError, match="records of 64"):
+        Tiers(
+            FakePool(),
+            FakeStaging(4, record_bytes=128),
+            Namespace("m"),
+            [FakeStore("host", staging)],
+        )
