@@ -62,12 +62,14 @@ class Keys {
   std::vector<BlockKey> copy_;
 };
 
-nb::list list_of_records(const std::vector<KeyInSlot>& records) {
-  nb::list list;
-  for (const KeyInSlot& record : records) {
+nb::object list_of_records(const std::vector<KeyInSlot>& records) {
+  const nb::object list = nb::steal(PyList_New(static_cast<Py_ssize_t>(records.size())));
+  if (!list.is_valid()) throw nb::python_error();
+  for (std::size_t i = 0; i < records.size(); ++i) {
     char key[BlockKey::kBytes];
-    record.key.store(key);
-    list.append(nb::make_tuple(nb::bytes(key, sizeof(key)), record.slot));
+    records[i].key.store(key);
+    PyList_SET_ITEM(list.ptr(), static_cast<Py_ssize_t>(i),
+                    nb::make_tuple(nb::bytes(key, sizeof(key)), records[i].slot).release().ptr());
   }
   return list;
 }
