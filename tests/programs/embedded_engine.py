@@ -25,7 +25,7 @@ import numpy as np
 
 from kvelastic import segment
 from kvelastic.config import Config, load
-from kvelastic.device import host
+from kvelastic.device import host, resolve
 from kvelastic.layout import PageLayout
 from kvelastic.pool import ElasticPool, local_range, open_pool
 from kvelastic.tiers.base import KEY_BYTES, NO_KEY, Selection, Store
@@ -344,10 +344,18 @@ def open_engine(
     disk_bytes: int = 32 << 20,
     host_bytes: int = 0,
     rules: Rules | None = None,
+    on_gpu: bool = False,
 ) -> Engine:
-    """A pool of host memory that stands for a device, with a host tier and a disk tier as asked."""
+    """A pool of host memory that stands for a device, with a host tier and a disk tier as asked.
+
+    `on_gpu`: on the simulated GPU, whose memory numpy can reach.
+    """
     settings = load() if settings is None else settings
-    device = replace(host(settings), total_bytes=0)
+    if on_gpu:
+        device = resolve("cuda", settings)
+        device.driver().use_streams([])  # type: ignore[attr-defined]  # numpy is no kernel
+    else:
+        device = replace(host(settings), total_bytes=0)
     pool = open_pool(
         replace(settings, max_cached_tokens=-1),
         LAYOUT,
@@ -388,6 +396,7 @@ def main() -> None:
     parser.add_argument("--disk", type=Path)
     parser.add_argument("--disk-bytes", type=int, default=32 << 20)
     parser.add_argument("--host-bytes", type=int, default=0)
+    parser.add_argument("--gpu", action="store_true", help="on the simulated GPU")
     parser.add_argument("--calm", action="store_true")
     asked = parser.parse_args()
     engine = open_engine(
@@ -396,6 +405,7 @@ def main() -> None:
         disk=asked.disk,
         disk_bytes=asked.disk_bytes,
         host_bytes=asked.host_bytes,
+        on_gpu=asked.gpu,
     )
     engine.is_calm = asked.calm
     print(json.dumps({"ready": True}), flush=True)

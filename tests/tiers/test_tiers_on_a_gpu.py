@@ -1,0 +1,38 @@
+"""The same engine on the simulated GPU: device and host differ, so a host tier keeps blocks."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import embedded_engine
+import pytest
+from simulated_machine import SimulatedMachine
+
+
+@pytest.mark.parametrize("tiers", ["host", "host and disk"])
+def test_no_wrong_byte_comes_back_from_the_host(tmp_path: Path, tiers: str) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir(mode=0o700)
+    more = ["--disk", str(disk)] if tiers == "host and disk" else []
+    with SimulatedMachine(tmp_path, memory_bytes=256 << 20) as machine:
+        environ = os.environ | machine.environment | {"KVELASTIC_LEDGER": f"gpu-{os.getpid()}"}
+        ran = subprocess.run(
+            [
+                *(sys.executable, embedded_engine.__file__, "on_a_gpu", "--gpu", "--seed", "5"),
+                *("--steps", "400", "--host-bytes", str(16 << 20), *more),
+            ],
+            env=environ,
+            capture_output=True,
+            text=True,
+        )
+        assert ran.returncode == 0, ran.stderr
+        said = json.loads(ran.stdout.splitlines()[-1])
+        counts = said["counts"]
+        assert counts["loaded"] > 0, counts
+        assert counts["demoted"] > 0, counts
+        assert said["tiers"]["host"]["used_bytes"] <= 16 << 20
+        assert machine.used_bytes() == 0, "pages are left on the GPU"
