@@ -34,6 +34,10 @@ class Kind:
     """A store in a folder that is its own, with `ROOM`."""
     is_bounded: bool = True
     """It has a limit of its own; else others decide what stays."""
+    refuses_limits: bool = False
+    """Nobody can set one from here."""
+    knows_ages: bool = True
+    """Of records, to erase the old ones."""
     survives: bool = False
     """Records are found at the next open."""
     failing: Callable[[int], AbstractContextManager[Callable[[], int]]] | None = None
@@ -501,7 +505,6 @@ BOUNDED: Sequence[Case] = (
     leased_records_outlive_a_lower_limit,
     leased_records_are_erased_when_the_lease_ends,
     leases_hold_while_others_put,
-    records_are_erased_by_what_they_are,
     it_is_never_above_its_limit,
     the_ends_of_chains_go_first,
     a_use_keeps_a_record,
@@ -509,14 +512,14 @@ BOUNDED: Sequence[Case] = (
 )
 """What holds where the store itself decides who stays."""
 
-UNBOUNDED: Sequence[Case] = (a_limit_that_others_decide_is_refused,)
-SURVIVING: Sequence[Case] = (what_survives_is_found_again,)
 
 
 def cases_of(kind: Kind) -> list[Case]:
     """Everything that this kind has to do."""
     return [
         *ALL,
-        *(BOUNDED if kind.is_bounded else UNBOUNDED),
-        *(SURVIVING if kind.survives else ()),
+        *(BOUNDED if kind.is_bounded else ()),
+        *([a_limit_that_others_decide_is_refused] if kind.refuses_limits else ()),
+        *([records_are_erased_by_what_they_are] if kind.knows_ages else ()),
+        *([what_survives_is_found_again] if kind.survives else ()),
     ]
