@@ -189,10 +189,7 @@ class HostStore(Store):
     ) -> list[bool]:
         """As `Store.put`."""
         count = self._count_of(keys, records)
-        if chain_after is not None and len(chain_after) != KEY_BYTES:
-            raise InvalidArgumentError(
-                f"chain_after has {len(chain_after)} bytes; it must be a key of {KEY_BYTES}"
-            )
+        self._check_chain(chain_after)
         with self._lock:
             if self._world is None:
                 raise InvalidArgumentError("nothing can be put before enter() names a namespace")

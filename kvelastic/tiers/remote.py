@@ -224,10 +224,7 @@ class MooncakeStore(Store):
     ) -> list[bool]:
         """As `Store.put`; the server knows no chains."""
         self._count_of(keys, records)
-        if chain_after is not None and len(chain_after) != KEY_BYTES:
-            raise InvalidArgumentError(
-                f"chain_after has {len(chain_after)} bytes; it must be a key of {KEY_BYTES}"
-            )
+        self._check_chain(chain_after)
         if self._namespace is None:
             raise InvalidArgumentError("nothing can be put before enter() names a namespace")
         of_key = dict(zip(_split(keys), records, strict=True))

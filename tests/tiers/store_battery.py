@@ -21,6 +21,8 @@ from kvelastic.tiers.namespace import Namespace
 RECORD_BYTES = 256 << 10
 ROOM = 20
 """How many records the limit of a fresh store has room for, at least."""
+FEW = 4
+"""Records of a case that repeats itself for every call of the medium."""
 WORLD = Namespace(model="llama", dtype="float16", block_tokens=16, record_bytes=RECORD_BYTES)
 OTHER = Namespace(model="qwen", dtype="float16", block_tokens=16, record_bytes=RECORD_BYTES)
 
@@ -434,8 +436,8 @@ def a_medium_that_fails_is_a_miss(bench: Bench) -> None:
         turn += 1
         before = store.statistics()
         with bench.kind.failing(turn) as calls:
-            names = range(name, name + ROOM)
-            name += ROOM
+            names = range(name, name + FEW)
+            name += FEW
             stored = bench.put(*names)
             bench.has(*names)
             with store.lease(keys_of(names)) as lease:
@@ -446,9 +448,9 @@ def a_medium_that_fails_is_a_miss(bench: Bench) -> None:
         if reached and bench.kind.counts_errors:
             assert after.errors > before.errors
         assert after.puts - before.puts == sum(stored)
-        assert after.refused - before.refused == ROOM - sum(stored)
+        assert after.refused - before.refused == FEW - sum(stored)
         store.check_integrity()
-        assert store.erase(keys_of(names)) <= ROOM
+        assert store.erase(keys_of(names)) <= FEW
         if not reached:
             break
     assert turn > 1, "the medium was never called"
@@ -511,7 +513,6 @@ BOUNDED: Sequence[Case] = (
     statistics_add_up,
 )
 """What holds where the store itself decides who stays."""
-
 
 
 def cases_of(kind: Kind) -> list[Case]:

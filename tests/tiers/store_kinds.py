@@ -26,6 +26,7 @@ from kvelastic.tiers.remote import MooncakeStore
 PAGE_BYTES = 2 << 20
 DISK_BYTES = 10 << 20
 
+
 class Clock:
     """Seconds that pass when they are read: no failure is waited for."""
 
@@ -124,9 +125,7 @@ _files: list[FailingFiles] = []
 
 def open_disk(folder: Path) -> Store:
     _files[:] = [FailingFiles()]
-    return DiskStore(
-        [folder / "kv"], RECORD_BYTES, DISK_BYTES, WORLD, io=_files[0], clock=Clock()
-    )
+    return DiskStore([folder / "kv"], RECORD_BYTES, DISK_BYTES, WORLD, io=_files[0], clock=Clock())
 
 
 @contextmanager
@@ -144,9 +143,7 @@ def disk_write_seen(look: Callable[[], None]) -> Iterator[None]:
     _files[0].after_write = lambda: None
 
 
-DISK = Kind(
-    "disk", open_disk, survives=True, failing=failing_disk, before_visible=disk_write_seen
-)
+DISK = Kind("disk", open_disk, survives=True, failing=failing_disk, before_visible=disk_write_seen)
 
 # --- folder ---------------------------------------------------------------------------------------
 
