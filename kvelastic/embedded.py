@@ -10,6 +10,7 @@ be called from any thread, one at a time.
 
 from __future__ import annotations
 
+import logging
 import threading
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -24,6 +25,7 @@ from kvelastic.errors import (
     UnsupportedError,
 )
 from kvelastic.layout import PageLayout
+from kvelastic.logs import say_once
 from kvelastic.manager import KVCacheManager
 from kvelastic.pool import ElasticPool, local_range, open_pool
 from kvelastic.snapshots import SCHEMA_VERSION, KVCachePoolSnapshot, RuntimeSnapshot
@@ -101,6 +103,12 @@ def init(
         named = settings.device if device is None else str(device)
         if _state is None:
             configure_logging(settings)
+            if settings.tiers:
+                say_once(
+                    logging.WARNING,
+                    "KVELASTIC_TIERS does nothing here: blocks of kvcached's interface have no"
+                    " keys. Use kvelastic.tiers (docs/tiers.md), or unset it.",
+                )
             place = resolve(named, settings)
             reserve_bytes = settings.reserve or 0
             _state = _State(engine, settings, place, reserve_bytes, is_worker, async_sched)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -330,3 +331,12 @@ def test_after_shutdown_nothing_is_held_and_no_block_is_handed_out() -> None:
         manager.alloc(1)
     assert manager.available_size() == 0
     assert all(member.name != name for info in list_ledgers() for member in info.members)
+
+
+def test_who_sets_tiers_hears_that_this_interface_has_none(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("KVELASTIC_TIERS", f"disk:{tmp_path}:1G")
+    monkeypatch.setattr(logging.getLogger("kvelastic"), "propagate", True)
+    small()
+    assert "KVELASTIC_TIERS does nothing here" in caplog.text

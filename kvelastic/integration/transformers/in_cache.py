@@ -63,10 +63,17 @@ def make_elastic(  # the parameters are probed
     from kvelastic import config as kvelastic_config
     from kvelastic.integration.transformers import cache_memory
     from kvelastic.integration.transformers.refusals import refuse_configuration
+    from kvelastic.logs import say_once
 
     torch_device = torch.device(device)
     refuse_configuration(continuous_batching_config, torch_device, distributed_helper)
     settings = kvelastic_config.load()
+    if settings.tiers:
+        say_once(
+            logging.WARNING,
+            "KVELASTIC_TIERS does nothing under transformers yet: what a cache gives up is computed"
+            " again. Unset it to be rid of this line.",
+        )
     making = kind(settings, torch_device, str(getattr(config, "_name_or_path", "")))
     token = _making.set(making)
     try:
