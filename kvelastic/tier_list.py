@@ -20,7 +20,8 @@ MOST_CHARACTERS: Final = 4096
 TIERS_FORMS: Final = (
     "none; or tiers from the nearest to the farthest, with commas between: host:SIZE,"
     " disk:FOLDER:SIZE (several folders with + between), folder:FOLDER:SIZE or folder:FOLDER,"
-    " mooncake:HOST:PORT; each kind but disk once at most"
+    " mooncake:HOST:PORT or mooncake:HOST:PORT+SIZE (SIZE of this machine's memory is given to it);"
+    " each kind but disk once at most"
 )
 _ADDRESS: Final = re.compile(r"[A-Za-z0-9._\[\]:-]{1,255}")
 
@@ -38,7 +39,7 @@ class TierSpec:
     folders: tuple[str, ...] = ()
     """Absolute; of disk one or several, of folder one."""
     limit_bytes: int | None = None
-    """None: others decide."""
+    """None: others decide. Of mooncake: what of this machine's memory it is given."""
     address: str = ""
     """Of a mooncake master."""
 
@@ -84,9 +85,10 @@ def _parse_tier(part: str) -> TierSpec:
             raise TierListError(f"{part!r} names several folders; a shared one is one")
         return TierSpec("folder", shared, _size(part, size) if size else None)
     if kind == "mooncake":
-        if not _ADDRESS.fullmatch(rest):
+        address, plus, given = rest.partition("+")
+        if not _ADDRESS.fullmatch(address):
             raise TierListError(f"{part!r} has no address of a mooncake master")
-        return TierSpec("mooncake", address=rest)
+        return TierSpec("mooncake", (), _size(part, given) if plus else None, address)
     raise TierListError(f"{part!r} is of no kind that is known")
 
 

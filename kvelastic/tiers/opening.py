@@ -97,4 +97,4 @@ def _open_store(
         return FolderStore(spec.folders[0], record_bytes, namespace, limit_bytes=limit_bytes)
     from kvelastic.tiers.remote import MooncakeStore
 
-    return MooncakeStore(spec.address, record_bytes)
+    return MooncakeStore(spec.address, record_bytes, segment_bytes=limit_bytes or 0)

@@ -27,6 +27,7 @@ def test_a_list_is_read_in_its_order() -> None:
     )
     assert parse_tiers("folder:/d") == (TierSpec("folder", ("/d",)),)
     assert parse_tiers("disk:/a:1G,disk:/b:1G")[1].folders == ("/b",)
+    assert parse_tiers("mooncake:h:1+2G")[0] == TierSpec("mooncake", (), 2 * GIB, "h:1")
     assert parse_tiers("none") == parse_tiers(" ") == ()
 
 
@@ -42,6 +43,7 @@ def test_a_list_is_read_in_its_order() -> None:
         ("disk:/a:/b:1G", "colon"),
         ("folder:/a+/b", "several"),
         ("mooncake:a b", "address"),
+        ("mooncake:a:1+", "not understood"),
         ("tape:1G", "no kind"),
         ("host:1G,host:2G", "twice"),
         ("disk:/a:1G,folder:/a", "twice"),

@@ -1,0 +1,42 @@
+"""The example of docs/tiers.md runs as it stands, and its table of defaults is the code's."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+from kvelastic.config import VARIABLES
+
+PAGE = Path(__file__).parents[2] / "docs" / "tiers.md"
+
+
+def test_the_example_runs(tmp_path) -> None:
+    (code,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    folder = tmp_path / "kv"
+    folder.mkdir(mode=0o700)
+    environ = os.environ | {"KVELASTIC_TIERS": f"disk:{folder}:64M"}
+    # The second run finds what the first one has left on the disk.
+    for before in (0, 6):
+        done = subprocess.run(
+            [sys.executable, "-W", "error", "-c", code],
+            env=environ,
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.splitlines() == [
+            f"{before} blocks were there before",
+            "6 blocks were loaded; to be computed: []",
+        ]
+
+
+def test_every_variable_of_tiers_is_on_the_page() -> None:
+    text = PAGE.read_text()
+    for variable in VARIABLES:
+        if variable.name.startswith("KVELASTIC_TIER"):
+            short = variable.name.removeprefix("KVELASTIC_TIER")
+            assert variable.name in text or f"...{short}" in text, variable.name
