@@ -1,7 +1,9 @@
 // The index of a tier against a model that is too simple to be wrong, and from several threads.
 #include <algorithm>
 #include <atomic>
+#include <cstdlib>
 #include <map>
+#include <new>
 #include <random>
 #include <set>
 #include <thread>
@@ -9,6 +11,31 @@
 
 #include "../tier_index.h"
 #include "check.h"
+
+namespace {
+
+/// How many allocations of this thread still succeed; negative: all.
+thread_local int allocations_left = -1;
+
+void* allocate(std::size_t bytes) {
+  if (allocations_left == 0) throw std::bad_alloc();
+  if (allocations_left > 0) --allocations_left;
+  if (void* at = std::malloc(bytes == 0 ? 1 : bytes)) return at;
+  throw std::bad_alloc();
+}
+
+}  // namespace
+
+// Not inlined: the compiler would see malloc on one side only, and call it a mismatch.
+[[gnu::noinline]] void* operator new(std::size_t bytes) {
+  return allocate(bytes);
+}
+[[gnu::noinline]] void operator delete(void* at) noexcept {
+  std::free(at);
+}
+[[gnu::noinline]] void operator delete(void* at, std::size_t) noexcept {
+  std::free(at);
+}
 
 namespace kvelastic {
 namespace {
@@ -216,6 +243,39 @@ TEST(tier_index_of_many_slots_costs_what_is_touched) {
   REQUIRE(static_cast<bool>(gone));
   CHECK(gone->size() == 2);
   CHECK(index->match(keys({1, 2, 3})) == 1);
+}
+
+TEST(tier_index_stays_whole_when_memory_runs_out_anywhere) {
+  for (int left = 0; left < 12; ++left) {
+    const auto index = make(4, EvictionPolicy::kSlru);
+    put(*index, keys({1, 2, 3, 4}), {true, BlockKey{}});
+    const std::vector<BlockKey> here = keys({1, 2, 3, 4});
+    const std::vector<BlockKey> more = keys({5, 6});
+    const TierIndex::Leased held = index->lease(std::span(here).first(1));
+    const auto attempt = [&](auto call) {
+      const TierIndex::Stats before = index->stats();
+      bool failed = false;
+      allocations_left = left;
+      try {
+        call();
+      } catch (const std::bad_alloc&) {
+        failed = true;
+      }
+      allocations_left = -1;
+      CHECK(static_cast<bool>(index->check_integrity()));
+      const TierIndex::Stats after = index->stats();
+      if (failed) {
+        CHECK(before.ready == after.ready && before.pending == after.pending &&
+              before.leased == after.leased && before.displaced == after.displaced);
+      }
+    };
+    attempt([&] { (void)index->lease(here); });
+    attempt([&] { (void)index->claim(more, {true, key(2)}); });
+    attempt([&] { (void)index->erase(here); });
+    attempt([&] { (void)index->resize(1); });
+    CHECK(static_cast<bool>(index->release(held.ticket)));
+    CHECK(static_cast<bool>(index->check_integrity()));
+  }
 }
 
 TEST(tier_index_from_several_threads) {
