@@ -18,90 +18,36 @@ How engines of a machine share the folders and the limit: see disk_room.py.
 
 from __future__ import annotations
 
-import errno
-import logging
 import os
-import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from typing import Final, Literal, Protocol
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Final, Literal
 
 from kvelastic import _vmm
-from kvelastic.errors import IntegrityError, InvalidArgumentError
-from kvelastic.tiers.base import (
-    KEY_BYTES,
-    NO_KEY,
-    Capacity,
-    Lease,
-    Selection,
-    Store,
-    StoreStatistics,
-)
-from kvelastic.tiers.disk_file import DataFile
-from kvelastic.tiers.disk_folder import Folder
-from kvelastic.tiers.disk_format import Entry, aligned, entries
-from kvelastic.tiers.disk_quota import Quotas
-from kvelastic.tiers.disk_room import Room
-from kvelastic.tiers.disk_slots import SlotTable
+from kvelastic.errors import InvalidArgumentError
+from kvelastic.tiers.base import NO_KEY, Capacity, Lease, Selection, Store, StoreStatistics
+from kvelastic.tiers.disk_format import Entry, aligned
+from kvelastic.tiers.disk_pieces import Piece, RecordFiles, carry, keys_at
+from kvelastic.tiers.disk_state import DiskState
 from kvelastic.tiers.namespace import Namespace
-from kvelastic.tiers.quiet import Quiet
 from kvelastic.tiers.record_owner import Owner, model_hash, owner_of
-from kvelastic.tiers.write_budget import WriteBudget
-
-_log = logging.getLogger("kvelastic")
 
 MAX_RECORD_BYTES: Final = 1 << 32
 DEPTH: Final = 32
 """How many records of one call are under way at once."""
 
-Answers = list[tuple[int, int]]
-
-
-class RecordFiles(Protocol):
-    """What reads and writes records: a `_vmm.RecordIo`, or one that fails on demand (tests)."""
-
-    def write(
-        self, places: Sequence[tuple[int, int]], views: Sequence[object], keys: bytes
-    ) -> Answers:
-        """See `_vmm.RecordIo.write`."""
-
-    def read(
-        self, places: Sequence[tuple[int, int]], views: Sequence[object], keys: bytes
-    ) -> Answers:
-        """See `_vmm.RecordIo.read`."""
-
-
-@dataclass(frozen=True)
-class _Piece:
-    """One record on its way."""
-
-    at: int
-    """In the keys of the call."""
-    key: bytes
-    slot: int
-    file: DataFile
-    own_slot: int
-    checksum: int = 0
-    parent: bytes = NO_KEY
-
-    @property
-    def place(self) -> tuple[int, int]:
-        return self.file.record_fd, self.file.geometry.record_offset(self.own_slot)
-
 
 class _DiskLease(Lease):
-    def __init__(self, store: DiskStore, ticket: int | None, count: int) -> None:
+    def __init__(self, state: DiskState, ticket: int | None, count: int) -> None:
         self.count = count
-        self._store = store
+        self._state = state
         self._ticket = ticket
 
     def release(self) -> None:
         ticket, self._ticket = self._ticket, None
         if ticket is not None:
-            self._store.release(ticket)
+            self._state.release(ticket)
 
 
 class DiskStore(Store):
@@ -148,68 +94,42 @@ class DiskStore(Store):
         if not folders:
             raise InvalidArgumentError("a disk store without folders; give one or more")
         self.record_bytes = record_bytes
-        self._clock = clock
         self._wall_clock = wall_clock
         self._io: RecordFiles = _vmm.RecordIo(io, DEPTH) if isinstance(io, str) else io
-        self._figures = StoreStatistics()
-        self._changed = threading.Condition(threading.RLock())
-        self._reading = 0
-        self._writing = 0
-        self._erasing = 0
-        self._closed = False
-        self._reads = Quiet(clock)
-        self._writes = Quiet(clock)
-        self._growth = Quiet(clock)
         self._owner = owner_of(namespace or Namespace(model=""))
-        shares = {model_hash(model): share for model, share in (quotas or {}).items()}
-        self._quotas = Quotas(shares)
-        self._table = SlotTable(self._quotas)
-        self._index = _vmm.TierIndex(1, policy)
-        self._paths = [os.path.abspath(os.fspath(path)) for path in folders]  # noqa: PTH100
-        self._folders: list[Folder] = []
-        try:
-            self._open_folders()
-            self._room = Room(
-                self._index, self._table, self._folders, record_bytes, limit_bytes, clock
-            )
-            first = self._folders[0].fd if self._folders else -1
-            self._budget = WriteBudget(first, daily_write_bytes, wall_clock)
-            with self._medium(self._growth):
-                self._room.adopt()
-        except BaseException:
-            for folder in self._folders:
-                folder.close()
-            raise
-        _stores.add(self)
+        self._state = DiskState(
+            folders,
+            record_bytes,
+            limit_bytes,
+            policy,
+            quotas or {},
+            daily_write_bytes,
+            clock,
+            wall_clock,
+        )
+        _states.add(self._state)
 
     # --- the contract -----------------------------------------------------------------------------
 
     def enter(self, namespace: Namespace) -> None:
         """Records put from now on are of `namespace`; what is under way stays of the last one."""
-        with self._changed:
+        with self._state.changed:
             self._owner = owner_of(namespace)
 
     def has(self, keys: bytes) -> list[bool]:
         """As `Store.has`."""
         count = self._count_of(keys)
-        if self._closed or not self._reads.is_over:
+        if self._state.closed or not self._state.reads.is_over:
             return [False] * count
-        return self._index.has(keys)
+        return self._state.index.has(keys)
 
     def lease(self, keys: bytes) -> Lease:
         """As `Store.lease`. While the disk is left alone after errors, nothing is there."""
         self._count_of(keys)
-        if self._closed or not self._reads.is_over:
-            return _DiskLease(self, None, 0)
-        ticket, slots = self._index.lease(keys)
-        return _DiskLease(self, ticket, len(slots))
-
-    def release(self, ticket: int) -> None:
-        """End a lease; `Lease.release` calls it."""
-        freed = self._index.release(ticket)
-        if freed and not self._closed:
-            with self._changed:
-                self._wipe(slot for _, slot in freed)
+        if self._state.closed or not self._state.reads.is_over:
+            return _DiskLease(self._state, None, 0)
+        ticket, slots = self._state.index.lease(keys)
+        return _DiskLease(self._state, ticket, len(slots))
 
     def put(
         self, keys: bytes, records: Sequence[memoryview], *, chain_after: bytes | None = None
@@ -219,7 +139,7 @@ class DiskStore(Store):
         self._count_of(chain_after or b"")
         pieces, owner = self._begin_put(keys, count, chain_after)
         if pieces:
-            stored: list[tuple[_Piece, Entry]] = []
+            stored: list[tuple[Piece, Entry]] = []
             try:
                 stored = self._write(pieces, records, owner)
             finally:
@@ -231,20 +151,20 @@ class DiskStore(Store):
         count = self._count_of(keys, into)
         pieces, tickets = self._begin_get(keys, count)
         answers = [False] * count
-        torn: list[_Piece] = []
+        torn: list[Piece] = []
         try:
             if pieces:
-                results = self._call(self._io.read, pieces, [into[p.at] for p in pieces])
+                results = carry(self._io.read, pieces, into)
                 for piece, (moved, checksum) in zip(pieces, results, strict=True):
                     whole = moved == self.record_bytes and checksum == piece.checksum
                     answers[piece.at] = whole
                     if moved >= 0 and not whole:
                         torn.append(piece)
-                self._judge(self._reads, results)
+                self._state.judge(self._state.reads, results)
         finally:
             self._end_get(tickets, torn)
         hits = sum(answers)
-        self._count(
+        self._state.count(
             hits=hits, misses=count - hits, torn=len(torn), bytes_read=hits * self.record_bytes
         )
         return answers
@@ -252,8 +172,8 @@ class DiskStore(Store):
     def erase(self, keys: bytes) -> int:
         """As `Store.erase`. Waits for puts that are under way, and for the medium."""
         self._count_of(keys)
-        with self._alone():
-            return self._erase(keys)
+        with self._state.alone():
+            return self._state.erase(keys)
 
     def erase_matching(self, selection: Selection) -> int:
         """As `Store.erase_matching`, of what this engine has; its neighbours erase their own."""
@@ -262,94 +182,47 @@ class DiskStore(Store):
             before_ns = int((self._wall_clock() - selection.older_than_s) * 1e9)
         model = None if selection.model is None else model_hash(selection.model)
         wanted = None if selection.namespace is None else selection.namespace.fingerprint
-        with self._alone():
+        with self._state.alone():
             keys = []
-            for slot in self._table.occupied():
-                owner = self._table.owner(slot)
+            for slot in self._state.table.occupied():
+                owner = self._state.table.owner(slot)
                 if owner is None or (wanted is not None and owner.namespace != wanted):
                     continue
                 if model is not None and owner.model != model:
                     continue
-                if before_ns is None or self._table.stored_ns(slot) < before_ns:
-                    keys.append(self._table.key(slot))
-            return self._erase(b"".join(keys))
+                if before_ns is None or self._state.table.stored_ns(slot) < before_ns:
+                    keys.append(self._state.table.key(slot))
+            return self._state.erase(b"".join(keys))
 
     def capacity(self) -> Capacity:
         """As `Store.capacity`: records by their own size; files are rounded up, and made ahead."""
-        with self._changed:
-            self._look()
-            records = 0 if self._closed else self._index.stats()["ready"]
-            return Capacity(records * self.record_bytes, self._room.limit_bytes, records)
+        with self._state.changed:
+            self._state.look()
+            records = 0 if self._state.closed else self._state.index.stats()["ready"]
+            return Capacity(records * self.record_bytes, self._state.room.limit_bytes, records)
 
     def set_limit(self, limit_bytes: int) -> None:
         """As `Store.set_limit`. What it gives back is punched out of the files, or whole files."""
         _check_limit(limit_bytes)
-        with self._changed:
-            if self._closed:
+        with self._state.changed:
+            if self._state.closed:
                 return
-            with self._medium(self._growth):
-                self._room.set_limit(limit_bytes)
+            with self._state.medium(self._state.growth):
+                self._state.room.set_limit(limit_bytes)
 
     def statistics(self) -> StoreStatistics:
         """As `Store.statistics`."""
-        with self._changed:
-            now = self._figures
-            return replace(
-                now,
-                evicted=now.evicted + self._room.evicted,
-                torn=now.torn + self._room.torn,
-            )
+        return self._state.statistics()
 
     def check_integrity(self) -> None:
         """As `Store.check_integrity`: index, slots, and the tables in the files. Waits for puts."""
-        with self._alone():
-            if self._closed:
-                return
-            self._index.check_integrity()
-            try:
-                self._room.check()
-                self._check_tables()
-                for slot in self._table.occupied():
-                    key = self._table.key(slot)
-                    found = self._index.slot_of(key)
-                    assert found == slot, f"slot {slot} has {key.hex()}, the index has {found}"
-                records = sum(1 for _ in self._table.occupied())
-                ready = self._index.stats()["ready"]
-                assert records == ready, f"{records} slots with records, {ready} in the index"
-            except AssertionError as broken:
-                raise IntegrityError(f"disk store: {broken}") from None
-
-    def _check_tables(self) -> None:
-        """Whether the files say of each record what is known of it."""
-        with self._medium(self._reads):
-            for file in self._table.files():
-                first = self._table.range_of(file).start
-                found = dict(entries(file.read_table(), file.file_id))
-                for slot in self._table.range_of(file):
-                    entry = found.get(slot - first)
-                    if self._table.has_record(slot):
-                        key = self._table.key(slot)
-                        assert entry is not None, f"no entry of {key.hex()} in {file.name}"
-                        assert entry.key == key, (
-                            f"{file.name} has {entry.key.hex()} for {key.hex()}"
-                        )
-                    else:
-                        assert entry is None or self._figures.errors, (
-                            f"an entry left in {file.name}"
-                        )
+        with self._state.alone():
+            if not self._state.closed:
+                self._state.check_integrity()
 
     def close(self) -> None:
-        """As `Store.close`. Waits for puts that are under way."""
-        with self._alone():
-            if self._closed:
-                return
-            self._changed.wait_for(lambda: not self._reading)
-            self._closed = True
-            self._budget.close()
-            for file in self._table.files():
-                file.close()
-            for folder in self._folders:
-                folder.close()
+        """As `Store.close`. Waits for calls that are under way."""
+        self._state.close()
 
     @property
     def engine(self) -> str:
@@ -360,46 +233,44 @@ class DiskStore(Store):
 
     def _begin_put(
         self, keys: bytes, count: int, chain_after: bytes | None
-    ) -> tuple[list[_Piece], Owner]:
-        with self._changed:
-            self._changed.wait_for(lambda: not self._erasing)
-            if self._closed:
-                self._count(refused=count)
-                return [], self._owner
-            new = count - sum(self._index.has(keys))
+    ) -> tuple[list[Piece], Owner]:
+        """Slots for what is new, as far as room, budget and medium allow; and whose it will be."""
+        state = self._state
+        nothing: list[Piece] = []
+        with state.changed:
+            state.wait_for_erasing()
+            there = state.index.has(keys)
+            new = count - sum(there)
+            if state.closed or not state.writes.is_over:
+                state.count(refused=new)
+                return nothing, self._owner
             if new == 0:
-                return [], self._owner
-            if not self._writes.is_over:
-                self._count(refused=new)
-                return [], self._owner
-            self._look()
-            self._make_room(new)
-            slots, displaced = self._index.claim(keys, chain_after)
-            try:
+                return nothing, self._owner
+            granted = state.budget.take(new, aligned(self.record_bytes))
+            keys = _with_so_many_new(keys, there, granted)
+            state.count(refused=new - granted)
+            state.look()
+            self._make_room(granted)
+            slots, displaced = state.index.claim(keys, chain_after)
+            state.count(refused=slots.count(-2), evicted=len(displaced))
+            pieces: list[Piece] = []
+            with state.medium(state.writes):
                 pieces = self._place(keys, chain_after, slots, displaced)
-            except OSError as error:
-                self._failed(self._writes, error)
-                self._index.abandon(_keys_at(keys, [i for i, s in enumerate(slots) if s >= 0]))
-                self._count(refused=new)
-                return [], self._owner
-            granted = self._budget.take(len(pieces), aligned(self.record_bytes))
-            self._index.abandon(b"".join(piece.key for piece in pieces[granted:]))
-            self._count(refused=slots.count(-2) + len(pieces) - granted)
-            if granted:
-                self._writing += 1
-            return pieces[:granted], self._owner
+            if not pieces:
+                claimed = [keys_at(keys, at) for at, slot in enumerate(slots) if slot >= 0]
+                state.index.abandon(b"".join(claimed))
+                state.count(refused=len(claimed))
+            state.budget.give_back(granted - len(pieces), aligned(self.record_bytes))
+            state.writing += 1 if pieces else 0
+            return pieces, self._owner
 
     def _make_room(self, new: int) -> None:
         """Take room for new records, as far as the limit and the model's quota allow."""
-        slots = self._room.limit_bytes // aligned(self.record_bytes)
-        over = self._quotas.over(self._owner.model, new, slots)
+        slots = self._state.room.limit_bytes // aligned(self.record_bytes)
+        over = self._state.quotas.over(self._owner.model, new, slots)
         if over:
-            self._count(evicted=self._erase(b"".join(over), wipe=False))
-        stats = self._index.stats()
-        free = stats["slots"] - stats["ready"] - stats["pending"]
-        if free < new and self._growth.is_over:
-            with self._medium(self._growth):
-                self._room.grow(new - free)
+            self._state.count(evicted=self._state.erase(b"".join(over), wipe=False))
+        self._state.grow(new)
 
     def _place(
         self,
@@ -407,77 +278,66 @@ class DiskStore(Store):
         chain_after: bytes | None,
         slots: Sequence[int],
         displaced: Iterable[tuple[bytes, int]],
-    ) -> list[_Piece]:
+    ) -> list[Piece]:
         """Where each record goes; whatever lay there is forgotten, in the files as well."""
         for _, slot in displaced:
-            self._table.clear(slot)
-            self._count(evicted=1)
+            self._state.table.clear(slot)
         pieces = []
         for at, slot in enumerate(slots):
             if slot >= 0:
-                file, own = self._table.place(slot)
+                file, own = self._state.table.place(slot)
                 parent = NO_KEY
                 if chain_after is not None:
-                    parent = _keys_at(keys, [at - 1]) if at else chain_after
-                pieces.append(_Piece(at, _keys_at(keys, [at]), slot, file, own, parent=parent))
+                    parent = keys_at(keys, at - 1) if at else chain_after
+                pieces.append(Piece(at, keys_at(keys, at), slot, file, own, parent=parent))
         for _, slot in displaced:
-            file, own = self._table.place(slot)
+            file, own = self._state.table.place(slot)
             file.clear_entry(own)
         return pieces
 
     def _write(
-        self, pieces: list[_Piece], records: Sequence[memoryview], owner: Owner
-    ) -> list[tuple[_Piece, Entry]]:
+        self, pieces: list[Piece], records: Sequence[memoryview], owner: Owner
+    ) -> list[tuple[Piece, Entry]]:
         """Write records, then their entries; answers those that are whole in the files."""
-        results = self._call(self._io.write, pieces, [records[p.at] for p in pieces])
+        results = carry(self._io.write, pieces, records)
         stored_ns = int(self._wall_clock() * 1e9)
-        stored: list[tuple[_Piece, Entry]] = []
+        stored: list[tuple[Piece, Entry]] = []
         for piece, (moved, checksum) in zip(pieces, results, strict=True):
             if moved != self.record_bytes:
                 continue
-            entry = Entry(
-                piece.key,
-                piece.parent,
-                owner.namespace,
-                owner.model,
-                owner.generation,
-                self.record_bytes,
-                stored_ns,
-                checksum,
-                piece.at,
-            )
+            entry = piece.entry(owner, self.record_bytes, stored_ns, checksum)
             try:
                 piece.file.write_entry(piece.own_slot, entry)
             except OSError as error:
-                self._failed(self._writes, error)
+                self._state.failed(self._state.writes, error)
                 break
             stored.append((piece, entry))
-        self._judge(self._writes, results)
+        self._state.judge(self._state.writes, results)
         return stored
 
-    def _end_put(self, pieces: list[_Piece], stored: list[tuple[_Piece, Entry]]) -> None:
-        with self._changed:
+    def _end_put(self, pieces: list[Piece], stored: list[tuple[Piece, Entry]]) -> None:
+        with self._state.changed:
             whole = {piece.at for piece, _ in stored}
             lost = [piece for piece in pieces if piece.at not in whole]
             for piece, entry in reversed(stored):  # ends of chains first: see Quotas
-                self._table.set(piece.slot, entry)
-            self._index.commit(b"".join(piece.key for piece, _ in stored))
-            self._index.abandon(b"".join(piece.key for piece in lost))
-            self._count(
+                self._state.table.set(piece.slot, entry)
+            self._state.index.commit(b"".join(piece.key for piece, _ in stored))
+            self._state.index.abandon(b"".join(piece.key for piece in lost))
+            self._state.count(
                 puts=len(stored),
                 refused=len(lost),
                 bytes_written=len(stored) * aligned(self.record_bytes),
             )
-            self._writing -= 1
-            self._changed.notify_all()
+            self._state.writing -= 1
+            self._state.changed.notify_all()
 
     # --- getting ----------------------------------------------------------------------------------
 
-    def _begin_get(self, keys: bytes, count: int) -> tuple[list[_Piece], list[int]]:
+    def _begin_get(self, keys: bytes, count: int) -> tuple[list[Piece], list[int]]:
         """Hold those that are there; answers where they lie, and the tickets of the leases."""
-        pieces: list[_Piece] = []
+        pieces: list[Piece] = []
         tickets: list[int] = []
-        with self._changed:
+        with self._state.changed:
             there = self.has(keys)
             at = 0
             while at < count:
@@ -485,187 +345,43 @@ class DiskStore(Store):
                 while end < count and there[end]:
                     end += 1
                 if end > at:
-                    ticket, slots = self._index.lease(keys[at * KEY_BYTES : end * KEY_BYTES])
+                    ticket, slots = self._state.index.lease(keys_at(keys, at, end - at))
                     tickets.append(ticket)
                     for i, slot in enumerate(slots, at):
-                        key = _keys_at(keys, [i])
-                        file, own = self._table.place(slot)
-                        pieces.append(_Piece(i, key, slot, file, own, self._table.checksum(slot)))
-                        self._table.use(slot)
+                        key = keys_at(keys, i)
+                        file, own = self._state.table.place(slot)
+                        pieces.append(
+                            Piece(i, key, slot, file, own, self._state.table.checksum(slot))
+                        )
+                        self._state.table.use(slot)
                 at = end + 1
-            self._reading += 1
+            self._state.reading += 1
         return pieces, tickets
 
-    def _end_get(self, tickets: list[int], torn: list[_Piece]) -> None:
+    def _end_get(self, tickets: list[int], torn: list[Piece]) -> None:
         for ticket in tickets:
-            self.release(ticket)
-        with self._changed:
-            self._reading -= 1
-            self._changed.notify_all()
+            self._state.release(ticket)
+        with self._state.changed:
+            self._state.reading -= 1
+            self._state.changed.notify_all()
         if torn:
-            with self._alone():
+            with self._state.alone():
                 # Only what still lies where it was read: it may have been put anew meanwhile.
                 same = [
                     p.key
                     for p in torn
-                    if self._index.slot_of(p.key) == p.slot
-                    and self._table.checksum(p.slot) == p.checksum
+                    if self._state.index.slot_of(p.key) == p.slot
+                    and self._state.table.checksum(p.slot) == p.checksum
                 ]
-                self._erase(b"".join(same))
-
-    # --- erasing ----------------------------------------------------------------------------------
-
-    def _erase(self, keys: bytes, *, wipe: bool = True) -> int:
-        """Forget keys, in the files first. Under the lock, with no put under way for these.
-
-        With `wipe` the records cannot be read from the files any more when this returns, except
-        those that are leased: these when their leases end.
-        """
-        if self._closed or not keys:
-            return 0
-        slots = [self._index.slot_of(key) for key in _each(keys)]
-        slots = [slot for slot in slots if slot >= 0]
-        for slot in slots:
-            self._table.clear(slot)
-        for file, own in self._table.by_file(slots).items():
-            with self._medium(self._writes):
-                for slot in own:
-                    file.clear_entry(slot)
-                if wipe:
-                    file.sync()
-        freed = self._index.erase(keys)
-        if wipe:
-            self._wipe(slot for _, slot in freed)
-        return len(slots)
-
-    def _wipe(self, slots: Iterable[int]) -> None:
-        """Make what lay in slots unreadable, in the file system's journal as well."""
-        for file, own in self._table.by_file(slots).items():
-            with self._medium(self._writes):
-                file.wipe(own)
-                file.sync()
-
-    # --- the medium -------------------------------------------------------------------------------
-
-    def _call(
-        self,
-        call: Callable[[Sequence[tuple[int, int]], Sequence[object], bytes], Answers],
-        pieces: list[_Piece],
-        views: list[memoryview],
-    ) -> Answers:
-        """Read or write; where a file system refuses O_DIRECT after all, through the page cache."""
-        keys = b"".join(piece.key for piece in pieces)
-        results = call([piece.place for piece in pieces], views, keys)
-        refused = [
-            i
-            for i, (moved, _) in enumerate(results)
-            if moved == -errno.EINVAL and pieces[i].file.is_direct
-        ]
-        if refused:
-            with self._changed:
-                for i in refused:
-                    pieces[i].file.use_page_cache()
-            again = call(
-                [pieces[i].place for i in refused],
-                [views[i] for i in refused],
-                b"".join(pieces[i].key for i in refused),
-            )
-            for i, answer in zip(refused, again, strict=True):
-                results[i] = answer
-        return results
-
-    def _judge(self, quiet: Quiet, results: Answers) -> None:
-        failed = [-moved for moved, _ in results if moved < 0]
-        if failed:
-            error = OSError(failed[0], os.strerror(failed[0]))
-            self._failed(quiet, error, len(failed))
-        else:
-            with self._changed:
-                quiet.worked()
-
-    def _failed(self, quiet: Quiet, error: OSError, calls: int = 1) -> None:
-        _log.debug("disk tier: %s", error)
-        with self._changed:
-            self._count(errors=calls)
-            quiet.failed()
-
-    @contextmanager
-    def _medium(self, quiet: Quiet) -> Iterator[None]:
-        """Count what the file system refuses, and leave it alone for a while."""
-        try:
-            yield
-        except OSError as error:
-            self._failed(quiet, error)
-
-    def _look(self) -> None:
-        """See what neighbours want, and whether folders that were gone are back."""
-        if not self._closed and self._growth.is_over:
-            with self._medium(self._growth):
-                self._open_folders()
-                self._room.look()
-
-    def _open_folders(self) -> None:
-        """Open those that are not open yet, or that somebody has replaced."""
-        for folder in self._folders[:]:
-            in_use = any(file.folder == folder.fd for file in self._table.files())
-            if not in_use and not folder.is_there():
-                self._folders.remove(folder)
-                folder.close()
-        open_paths = {folder.path for folder in self._folders}
-        for path in self._paths:
-            if path not in open_paths:
-                self._open_folder(path)
-
-    def _open_folder(self, path: str) -> None:
-        try:
-            folder = Folder(path)
-        except OSError as error:
-            _log.warning("the disk tier goes without %s: %s", path, error)
-            self._failed(self._growth, error)
-            return
-        if any(folder.identity == other.identity for other in self._folders):
-            folder.close()
-            raise InvalidArgumentError(f"{path} is named twice; name each folder once")
-        self._folders.append(folder)
-
-    # --- the lock ---------------------------------------------------------------------------------
-
-    @contextmanager
-    def _alone(self) -> Iterator[None]:
-        """Hold the lock while no put is under way; those that come wait."""
-        with self._changed:
-            self._erasing += 1
-            try:
-                self._changed.wait_for(lambda: not self._writing)
-                yield
-            finally:
-                self._erasing -= 1
-                self._changed.notify_all()
-
-    def _count(self, **more: int) -> None:
-        with self._changed:
-            now = self._figures
-            self._figures = replace(
-                now, **{name: getattr(now, name) + count for name, count in more.items()}
-            )
-
-    def _forget_in_child(self) -> None:
-        """After a fork: the files and their locks are the parent's."""
-        self._changed = threading.Condition(threading.RLock())
-        self._closed = True
-        self._budget.close()
-        for file in self._table.files():
-            file.close()
-        for folder in self._folders:
-            folder.forget()
+                self._state.erase(b"".join(same))
 
 
-_stores: weakref.WeakSet[DiskStore] = weakref.WeakSet()
+_states: weakref.WeakSet[DiskState] = weakref.WeakSet()
 
 
 def _forget_in_child() -> None:
-    for store in list(_stores):
-        store._forget_in_child()
+    for state in list(_states):
+        state.forget_in_child()
 
 
 os.register_at_fork(after_in_child=_forget_in_child)
@@ -676,9 +392,12 @@ def _check_limit(limit_bytes: int) -> None:
         raise InvalidArgumentError(f"a limit of {limit_bytes} bytes; give 0 or more")
 
 
-def _keys_at(keys: bytes, positions: Iterable[int]) -> bytes:
-    return b"".join(keys[at * KEY_BYTES : (at + 1) * KEY_BYTES] for at in positions)
-
-
-def _each(keys: bytes) -> Iterator[bytes]:
-    return (keys[at : at + KEY_BYTES] for at in range(0, len(keys), KEY_BYTES))
+def _with_so_many_new(keys: bytes, there: Sequence[bool], granted: int) -> bytes:
+    """The leading keys of which at most `granted` are not there."""
+    count = 0
+    for is_there in there:
+        granted -= not is_there
+        if granted < 0:
+            break
+        count += 1
+    return keys_at(keys, 0, count)

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable
 from typing import Final
 
 from kvelastic import _vmm
+from kvelastic.errors import IntegrityError
 from kvelastic.sizes import GIB_BYTES, MIB_BYTES
 from kvelastic.tiers.base import KEY_BYTES
 from kvelastic.tiers.disk_file import DataFile, map_bytes, runs
@@ -52,6 +53,8 @@ class Room:
         """Records that went for want of room."""
         self.torn = 0
         """Entries of files that were taken over, and that are not whole."""
+        self.owes = False
+        """Whether more is held than may be: the rest is leased."""
         self._index = index
         self._table = table
         self._folders = folders
@@ -119,15 +122,17 @@ class Room:
             with all_locked(self._folders):
                 for _ in range(3):  # a file's own header and table go only with the file
                     over = max(self._held_bytes() - self.limit_bytes, self._owed_bytes())
+                    self.owes = over > 0 and bool(self._table.files())
                     if over <= 0 or not self._give(over):
                         return
         except FolderBusyError:
             self._look_at_s = float("-inf")
 
     def check(self) -> None:
-        """Raises AssertionError where the account and the parked slots disagree."""
+        """Raises `IntegrityError` where a parked slot has a record."""
         for slot in self._parked:
-            assert not self._table.has_record(slot), f"parked slot {slot} has a record"
+            if self._table.has_record(slot):
+                raise IntegrityError(f"disk store: slot {slot} is parked and has a record")
 
     def _take_over(self) -> bool:
         """Files of engines that are gone become this one's; whether there were any."""

@@ -44,6 +44,12 @@ class WriteBudget:
         self._write(today, written + granted * record_bytes)
         return granted
 
+    def give_back(self, records: int, record_bytes: int) -> None:
+        """These were taken and not written."""
+        if self._daily_bytes is not None and records > 0:
+            day, written = self._read()
+            self._write(day, max(0, written - records * record_bytes))
+
     def close(self) -> None:
         """Let go of the file. Repeatable."""
         if self._fd >= 0:

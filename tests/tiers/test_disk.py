@@ -141,7 +141,6 @@ def test_leased_records_stay(folder: Path) -> None:
         store.set_limit(0)
         assert whole(store, range(10)) == list(range(5, 10))
     lease.release()
-    store.set_limit(0)
     assert store.capacity().records == 0
     assert disk_bytes(folder) == 0
     store.check_integrity()

@@ -126,7 +126,7 @@ def test_a_file_system_that_refuses_direct_calls_gets_others(folder: Path) -> No
 
 
 def _files(store: DiskStore) -> list[object]:
-    return list(store._table.files())
+    return list(store._state.table.files())
 
 
 def test_a_medium_that_is_full_keeps_what_fits(folder: Path) -> None:

@@ -1,0 +1,108 @@
+"""Records of one call on their way between memory and the files of a disk store."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from kvelastic.tiers.base import KEY_BYTES, NO_KEY
+from kvelastic.tiers.disk_file import DataFile
+from kvelastic.tiers.disk_format import Entry
+from kvelastic.tiers.record_owner import Owner
+
+Answers = list[tuple[int, int]]
+"""For each record: bytes moved or minus errno, and the checksum of what is in memory now."""
+
+Way = Callable[[Sequence[tuple[int, int]], Sequence[object], bytes], Answers]
+
+
+class RecordFiles(Protocol):
+    """What reads and writes records: a `_vmm.RecordIo`, or one that fails on demand (tests)."""
+
+    def write(
+        self, places: Sequence[tuple[int, int]], views: Sequence[object], keys: bytes
+    ) -> Answers:
+        """See `_vmm.RecordIo.write`."""
+
+    def read(
+        self, places: Sequence[tuple[int, int]], views: Sequence[object], keys: bytes
+    ) -> Answers:
+        """See `_vmm.RecordIo.read`."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One record on its way."""
+
+    at: int
+    """In the keys of the call."""
+    key: bytes
+    slot: int
+    """Of the store."""
+    file: DataFile
+    own_slot: int
+    """Of the file."""
+    checksum: int = 0
+    """Of a read: what must come."""
+    parent: bytes = NO_KEY
+    """Of a write: the key that it continues."""
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """Descriptor and offset."""
+        return self.file.record_fd, self.file.geometry.record_offset(self.own_slot)
+
+    def entry(self, owner: Owner, length_bytes: int, stored_ns: int, checksum: int) -> Entry:
+        """What the file's table says once it is written."""
+        return Entry(
+            self.key,
+            self.parent,
+            owner.namespace,
+            owner.model,
+            owner.generation,
+            length_bytes,
+            stored_ns,
+            checksum,
+            self.at,
+        )
+
+
+def carry(way: Way, pieces: Sequence[Piece], views: Sequence[memoryview]) -> Answers:
+    """Read or write, `views` by the pieces' places in the call.
+
+    Where a file system has taken O_DIRECT and refuses the calls, through the page cache, from then
+    on for good.
+    """
+    answers = _call(way, pieces, views)
+    refused = [
+        i
+        for i, (moved, _) in enumerate(answers)
+        if moved == -errno.EINVAL and pieces[i].file.is_direct
+    ]
+    for i in refused:
+        pieces[i].file.use_page_cache()
+    if refused:
+        again = _call(way, [pieces[i] for i in refused], views)
+        for i, answer in zip(refused, again, strict=True):
+            answers[i] = answer
+    return answers
+
+
+def _call(way: Way, pieces: Sequence[Piece], views: Sequence[memoryview]) -> Answers:
+    return way(
+        [piece.place for piece in pieces],
+        [views[piece.at] for piece in pieces],
+        b"".join(piece.key for piece in pieces),
+    )
+
+
+def keys_at(keys: bytes, at: int, count: int = 1) -> bytes:
+    """So many keys from one on."""
+    return keys[at * KEY_BYTES : (at + count) * KEY_BYTES]
+
+
+def each_key(keys: bytes) -> list[bytes]:
+    """The keys one by one."""
+    return [keys_at(keys, at) for at in range(len(keys) // KEY_BYTES)]

@@ -1,0 +1,274 @@
+"""What a disk store has: index, slots, files and room, its figures, and the lock over all of it."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+
+from kvelastic import _vmm
+from kvelastic.errors import IntegrityError, InvalidArgumentError
+from kvelastic.tiers.base import StoreStatistics
+from kvelastic.tiers.disk_folder import Folder
+from kvelastic.tiers.disk_format import entries
+from kvelastic.tiers.disk_pieces import Answers, each_key
+from kvelastic.tiers.disk_quota import Quotas
+from kvelastic.tiers.disk_room import Room
+from kvelastic.tiers.disk_slots import SlotTable
+from kvelastic.tiers.quiet import Quiet
+from kvelastic.tiers.record_owner import model_hash
+from kvelastic.tiers.write_budget import WriteBudget
+
+_log = logging.getLogger("kvelastic")
+
+
+class DiskState:
+    """Whoever changes anything holds `changed`, a condition over a lock that may be held twice.
+
+    It is not held while records are read or written; calls that are under way are counted in
+    `reading` and `writing` instead, and who must be alone waits for these.
+    """
+
+    def __init__(
+        self,
+        folders: Sequence[str | os.PathLike[str]],
+        record_bytes: int,
+        limit_bytes: int,
+        policy: str,
+        quotas: Mapping[str, float],
+        daily_write_bytes: int | None,
+        clock: Callable[[], float],
+        wall_clock: Callable[[], float],
+    ) -> None:
+        """Open the folders and take over what lies there. Raises as `DiskStore`."""
+        self.changed = threading.Condition(threading.RLock())
+        self.reading = 0
+        self.writing = 0
+        self.closed = False
+        self.reads = Quiet(clock)
+        self.writes = Quiet(clock)
+        self.growth = Quiet(clock)
+        self.quotas = Quotas({model_hash(model): share for model, share in quotas.items()})
+        self.table = SlotTable(self.quotas)
+        self.index = _vmm.TierIndex(1, policy)
+        self._record_bytes = record_bytes
+        self._erasing = 0
+        self._figures = StoreStatistics()
+        self._paths = [os.path.abspath(os.fspath(path)) for path in folders]  # noqa: PTH100
+        self._folders: list[Folder] = []
+        try:
+            self._open_folders()
+            self.room = Room(
+                self.index, self.table, self._folders, record_bytes, limit_bytes, clock
+            )
+            first = self._folders[0].fd if self._folders else -1
+            self.budget = WriteBudget(first, daily_write_bytes, wall_clock)
+            with self.medium(self.growth):
+                self.room.adopt()
+        except BaseException:
+            for folder in self._folders:
+                folder.close()
+            raise
+
+    # --- the lock ---------------------------------------------------------------------------------
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Hold the lock while no put is under way; those that come wait."""
+        with self.changed:
+            self._erasing += 1
+            try:
+                self.changed.wait_for(lambda: not self.writing)
+                yield
+            finally:
+                self._erasing -= 1
+                self.changed.notify_all()
+
+    def wait_for_erasing(self) -> None:
+        """Let those go first who wait to be alone. Under the lock."""
+        self.changed.wait_for(lambda: not self._erasing)
+
+    def count(self, **more: int) -> None:
+        """Add to the figures."""
+        with self.changed:
+            now = self._figures
+            self._figures = replace(
+                now, **{name: getattr(now, name) + count for name, count in more.items()}
+            )
+
+    def statistics(self) -> StoreStatistics:
+        """All figures."""
+        with self.changed:
+            now = self._figures
+            evicted, torn = now.evicted + self.room.evicted, now.torn + self.room.torn
+            return replace(now, evicted=evicted, torn=torn)
+
+    # --- the medium -------------------------------------------------------------------------------
+
+    def judge(self, quiet: Quiet, answers: Answers) -> None:
+        """Count what failed of a call, and leave the medium alone for a while if anything did."""
+        failed = [-moved for moved, _ in answers if moved < 0]
+        if failed:
+            self.failed(quiet, OSError(failed[0], os.strerror(failed[0])), len(failed))
+        else:
+            with self.changed:
+                quiet.worked()
+
+    def failed(self, quiet: Quiet, error: OSError, calls: int = 1) -> None:
+        """Calls have failed."""
+        _log.debug("disk tier: %s", error)
+        with self.changed:
+            self.count(errors=calls)
+            quiet.failed()
+
+    @contextmanager
+    def medium(self, quiet: Quiet) -> Iterator[None]:
+        """Count what the file system refuses, and leave it alone for a while."""
+        try:
+            yield
+        except OSError as error:
+            self.failed(quiet, error)
+
+    def look(self) -> None:
+        """See what neighbours want, and whether folders that were gone are back. Under the lock."""
+        if not self.closed and self.growth.is_over:
+            with self.medium(self.growth):
+                self._open_folders()
+                self.room.look()
+
+    def grow(self, wanted: int) -> None:
+        """Take room for more records, where there is any. Under the lock."""
+        stats = self.index.stats()
+        missing = wanted - (stats["slots"] - stats["ready"] - stats["pending"])
+        if missing > 0 and self.growth.is_over:
+            with self.medium(self.growth):
+                self.room.grow(missing)
+
+    def _open_folders(self) -> None:
+        """Open those that are not open yet, or that somebody has replaced."""
+        for folder in self._folders[:]:
+            in_use = any(file.folder == folder.fd for file in self.table.files())
+            if not in_use and not folder.is_there():
+                self._folders.remove(folder)
+                folder.close()
+        open_paths = {folder.path for folder in self._folders}
+        for path in self._paths:
+            if path not in open_paths:
+                self._open_folder(path)
+
+    def _open_folder(self, path: str) -> None:
+        try:
+            folder = Folder(path)
+        except OSError as error:
+            _log.warning("the disk tier goes without %s: %s", path, error)
+            self.failed(self.growth, error)
+            return
+        if any(folder.identity == other.identity for other in self._folders):
+            folder.close()
+            raise InvalidArgumentError(f"{path} is named twice; name each folder once")
+        self._folders.append(folder)
+
+    # --- erasing ----------------------------------------------------------------------------------
+
+    def erase(self, keys: bytes, *, wipe: bool = True) -> int:
+        """Forget keys, in the files first. Under the lock, with no put under way for these.
+
+        With `wipe` the records cannot be read from the files any more when this returns, except
+        those that are leased: these when their leases end.
+        """
+        if self.closed or not keys:
+            return 0
+        slots = [self.index.slot_of(key) for key in each_key(keys)]
+        slots = [slot for slot in slots if slot >= 0]
+        for slot in slots:
+            self.table.clear(slot)
+        for file, own in self.table.by_file(slots).items():
+            with self.medium(self.writes):
+                for slot in own:
+                    file.clear_entry(slot)
+                if wipe:
+                    file.sync()
+        freed = self.index.erase(keys)
+        if wipe:
+            self._wipe(slot for _, slot in freed)
+        return len(slots)
+
+    def release(self, ticket: int) -> None:
+        """End a lease. What was erased meanwhile goes now, before its slot is given out again."""
+        with self.changed:
+            freed = self.index.release(ticket)
+            if self.closed:
+                return
+            self._wipe(slot for _, slot in freed)
+            if self.room.owes:
+                with self.medium(self.growth):
+                    self.room.fit()
+
+    def _wipe(self, slots: Iterable[int]) -> None:
+        """Make what lay in slots unreadable, on the medium as well."""
+        for file, own in self.table.by_file(slots).items():
+            with self.medium(self.writes):
+                file.wipe(own)
+                file.sync()
+
+    # --- the end ----------------------------------------------------------------------------------
+
+    def check_integrity(self) -> None:
+        """Raises `IntegrityError` where index, slots and files disagree. While alone."""
+        self.index.check_integrity()
+        self.room.check()
+        records = 0
+        for slot in self.table.occupied():
+            key = self.table.key(slot)
+            found = self.index.slot_of(key)
+            if found != slot:
+                raise _broken(f"slot {slot} has {key.hex()}, which the index has in {found}")
+            records += 1
+        ready = self.index.stats()["ready"]
+        if records != ready:
+            raise _broken(f"{records} slots have records, {ready} are in the index")
+        with self.medium(self.reads):
+            self._check_tables()
+
+    def _check_tables(self) -> None:
+        for file in self.table.files():
+            first = self.table.range_of(file).start
+            found = dict(entries(file.read_table(), file.file_id))
+            for slot in self.table.range_of(file):
+                entry = found.get(slot - first)
+                if self.table.has_record(slot):
+                    key = self.table.key(slot)
+                    if entry is None or entry.key != key:
+                        raise _broken(f"{file.name} does not say that slot {slot} has {key.hex()}")
+                elif slot - first in found and not self._figures.errors:
+                    raise _broken(f"{file.name} says that slot {slot} has a record")
+
+    def close(self) -> None:
+        """Let go of everything, once no call is under way. Repeatable."""
+        with self.alone():
+            if self.closed:
+                return
+            self.changed.wait_for(lambda: not self.reading)
+            self.closed = True
+            self.budget.close()
+            for file in self.table.files():
+                file.close()
+            for folder in self._folders:
+                folder.close()
+
+    def forget_in_child(self) -> None:
+        """After a fork: the files and their locks are the parent's."""
+        self.changed = threading.Condition(threading.RLock())
+        self.closed = True
+        self.budget.close()
+        for file in self.table.files():
+            file.close()
+        for folder in self._folders:
+            folder.forget()
+
+
+def _broken(what: str) -> IntegrityError:
+    return IntegrityError(f"disk store: {what}")
