@@ -39,6 +39,8 @@ _log = logging.getLogger("kvelastic")
 
 AHEAD_S = 0.1
 """How long one leaving takes at most where nobody waits."""
+MOST_AHEAD_S = 1.0
+"""It is cancelled then: a tier may hang."""
 REFUSED_S = 1.0
 """After every tier has refused, nothing is cleaned ahead for so long; doubled each time."""
 MOST_REFUSED_S = 30.0
@@ -157,7 +159,9 @@ class Demoter:
         share_s = min(demotion.seconds_left, self._rules.deadlines.of(demotion.reason))
         left = demotion.blocks
         while left > 0 and self._clock() < deadline_s and not self._must_stop():
-            begun, cleaned = self._clean(left, share_s, Priority.RECLAIM, deadline_s)
+            # A sleep has time for the farther tiers, too: they may be all that a restart finds.
+            behind_s = demotion.seconds_left if demotion.reason == "sleep" else 0.0
+            begun, cleaned = self._clean(left, share_s, Priority.RECLAIM, deadline_s, behind_s)
             self.counts.served += cleaned
             left -= begun
             if begun == 0 or cleaned == 0:
@@ -180,7 +184,9 @@ class Demoter:
             affordable=self._affordable(now_s),
         )
         while wanted > 0 and not self._must_stop():
-            begun, cleaned = self._clean(wanted, AHEAD_S, Priority.BACKGROUND, None)
+            # Bounded, because nobody who shrinks is served meanwhile.
+            until_s = self._clock() + MOST_AHEAD_S
+            begun, cleaned = self._clean(wanted, AHEAD_S, Priority.BACKGROUND, until_s, AHEAD_S)
             self.counts.ahead += cleaned
             self._budget_bytes -= begun * self._record_bytes
             wanted -= begun
@@ -196,10 +202,15 @@ class Demoter:
                 self._serve(demotion)
 
     def _clean(
-        self, most: int, share_s: float, priority: Priority, deadline_s: float | None
+        self,
+        most: int,
+        share_s: float,
+        priority: Priority,
+        deadline_s: float,
+        behind_s: float,
     ) -> tuple[int, int]:
-        """One leaving of `most` blocks at most; answers how many were begun, and how many are
-        clean.
+        """One leaving of `most` blocks at most, and what farther tiers get behind it, `behind_s`
+        at most. Answers how many were begun, and how many are clean.
         """
         tiers = self._tiers()
         slots = self._executor.slots.count
@@ -214,22 +225,25 @@ class Demoter:
             return len(ids), 0
         began_s = self._clock()
         try:
-            order, run = self._submit(ids, leaving.keys, ticket, tiers, priority)
-            left_s = None if deadline_s is None else max(0.0, deadline_s - self._clock())
-            if not run.wait(left_s):
-                run.cancel()
-                run.wait()
-            for place, stored in zip(order, run.stored, strict=True):
-                copied[place] = bool(stored)
+            try:
+                order, run = self._submit(ids, leaving.keys, ticket, tiers, priority)
+                if not run.wait(max(0.0, deadline_s - self._clock())):
+                    run.cancel()
+                    run.wait()
+                for place, stored in zip(order, run.stored, strict=True):
+                    copied[place] = bool(stored)
+            finally:
+                clean = self._blocks.end_leaving(ticket, copied)
+            self._count(run, copied, clean)
+            took_s = self._clock() - began_s
+            if all(copied) and took_s > 0:
+                rate = len(ids) * self._record_bytes / took_s
+                self._bytes_per_s = averaged(self._bytes_per_s, rate)
+            if behind_s > 0:
+                run.wait_until_over(behind_s)
         finally:
             with self._state:
                 self._run = None
-            clean = self._blocks.end_leaving(ticket, copied)
-        self._count(run, copied, clean)
-        took_s = self._clock() - began_s
-        if all(copied) and took_s > 0:
-            rate = len(ids) * self._record_bytes / took_s
-            self._bytes_per_s = averaged(self._bytes_per_s, rate)
         return len(ids), clean
 
     def _submit(

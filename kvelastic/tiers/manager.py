@@ -225,14 +225,18 @@ class Tiers:
             found.append(row)
             if not missing or not self._may_ask(tier):
                 continue
-            is_all = len(missing) == count
-            asked = keys if is_all else b"".join(_key(keys, at) for at in missing)
-            left = []
-            for at, is_there in zip(missing, self._lookup.has(tier, asked), strict=True):
-                row[at] = is_there
-                if not is_there:
-                    left.append(at)
-            missing = left
+            if len(missing) == count:
+                answers = found[tier] = self._lookup.has(tier, keys)
+            else:
+                asked = b"".join(_key(keys, at) for at in missing)
+                answers = self._lookup.has(tier, asked)
+                for at, is_there in zip(missing, answers, strict=True):
+                    row[at] = is_there
+            missing = (
+                [at for at, is_there in zip(missing, answers, strict=True) if not is_there]
+                if False in answers
+                else []
+            )
         return found
 
     def _may_ask(self, tier: int) -> bool:

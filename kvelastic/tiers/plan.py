@@ -34,16 +34,30 @@ def nearest(found: Sequence[Sequence[bool]]) -> list[Segment]:
     if not found:
         return []
     segments: list[Segment] = []
-    for key in range(len(found[0])):
-        tier = next((tier for tier, row in enumerate(found) if row[key]), NO_TIER)
+    count = len(found[0])
+    # Where each row is True and False next, from `at` on. They only go forward, by the list's own
+    # search: long runs cost no step of Python for each key.
+    next_true = [_next(row, True, 0) for row in found]
+    at = 0
+    while at < count:
+        tier = next((tier for tier, there in enumerate(next_true) if there == at), NO_TIER)
         if tier == NO_TIER:
             break
-        last = segments[-1] if segments else None
-        if last is not None and last.tier == tier:
-            segments[-1] = Segment(tier, last.first, last.count + 1)
-        else:
-            segments.append(Segment(tier, key, 1))
+        end = min([_next(found[tier], False, at), *next_true[:tier]])
+        segments.append(Segment(tier, at, end - at))
+        at = end
+        for other, row in enumerate(found):
+            if next_true[other] < at:
+                next_true[other] = _next(row, True, at)
     return segments
+
+
+def _next(row: Sequence[bool], value: bool, at: int) -> int:
+    """The first place from `at` on that has `value`; the length where none has."""
+    try:
+        return row.index(value, at)
+    except ValueError:
+        return len(row)
 
 
 def load_graph(

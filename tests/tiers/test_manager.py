@@ -420,3 +420,31 @@ def test_records_of_another_size_are_refused() -> None:
             Namespace("m"),
             [FakeStore("host", staging)],
         )
+
+
+def test_a_sleep_fills_the_farther_tiers_too(world) -> None:
+    """Staging has room for a part of it only; a restart would find the far tier alone."""
+    world.pool.put_dirty(range(100))
+    assert world.pool.shrink("sleep")
+    assert world.tiers.drain(SOON_S)
+    assert len(world.far.records) == len(world.near.records) == 100
+
+
+def test_erasing_does_not_wait_for_a_sleep_that_waits_for_a_slow_tier(world) -> None:
+    world.far.hang = release = threading.Event()
+    world.pool.put_dirty(range(4))
+    assert world.pool.shrink("sleep")
+    assert world.far.hanging.wait(SOON_S)
+    done = threading.Event()
+
+    def erase() -> None:
+        world.now_s += 1000  # the far tier counts as hanging
+        world.tiers.erase()
+        done.set()
+
+    thread = threading.Thread(target=erase)
+    thread.start()
+    assert done.wait(SOON_S)
+    thread.join()
+    assert not world.near.records
+    release.set()

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from kvelastic import ledger
 from kvelastic.config import VARIABLES
 
 PAGE = Path(__file__).parents[2] / "docs" / "tiers.md"
@@ -32,6 +33,7 @@ def test_the_example_runs(tmp_path) -> None:
             f"{before} blocks were there before",
             "6 blocks were loaded; to be computed: []",
         ]
+    ledger.reap()
 
 
 def test_every_variable_of_tiers_is_on_the_page() -> None:
