@@ -21,6 +21,7 @@ Records do not survive the process. There is no checksum: what is read is what w
 from __future__ import annotations
 
 import itertools
+import logging
 import threading
 import time
 from collections.abc import Sequence
@@ -32,7 +33,7 @@ from kvelastic.device import Device
 from kvelastic.errors import IntegrityError, InvalidArgumentError, KvelasticError
 from kvelastic.layout import PageLayout
 from kvelastic.pool import ElasticPool, local_range, open_pool
-from kvelastic.sizes import MAX_PRIORITY
+from kvelastic.sizes import MAX_PRIORITY, format_size
 from kvelastic.tiers.base import (
     KEY_BYTES,
     Capacity,
@@ -44,6 +45,8 @@ from kvelastic.tiers.base import (
 from kvelastic.tiers.host_blocks import HostBlocks
 from kvelastic.tiers.host_slots import GONE
 from kvelastic.tiers.namespace import Namespace
+
+_log = logging.getLogger("kvelastic")
 
 ALIGNMENT_BYTES = 4096
 """Blocks begin at multiples of a system page, so that a disk can be read straight into them."""
@@ -107,6 +110,13 @@ class HostStore(Store):
         self._sleeps_for_limit = False
         self._counts = dict.fromkeys(StoreStatistics.__dataclass_fields__, 0)
         self.set_limit(limit_bytes)
+        if self._limit_room() == 0 < limit_bytes:
+            _log.warning(
+                "The host tier's limit of %s is less than a page with a record, of %s: nothing is"
+                " kept there. Set a higher one.",
+                format_size(limit_bytes),
+                format_size(self._layout.page_bytes),
+            )
 
     def _open(
         self, settings: Config, place: Device, pages: int, name: str | None, model: str
@@ -198,15 +208,14 @@ class HostStore(Store):
                 return [False] * count
             world = self._world
             self._busy += 1
-            try:
+        try:
+            failed = self._get_memory(count)
+            with self._lock:
+                self._counts["errors"] += failed
                 self._blocks.follow()
-                self._follow_limit()
+                self._make_room(count)
                 slots, displaced = self._index.claim(keys, chain_after)
                 self._drop_displaced(displaced)
-            except BaseException:
-                self._end_work()
-                raise
-        try:
             self._fill(keys, records, slots, world)
             return self._index.has(keys)
         finally:
@@ -360,21 +369,49 @@ class HostStore(Store):
     def _limit_bytes(self) -> int:
         return int(self._pool.blocks.limit_state()["effective_limit_bytes"])
 
+    def _get_memory(self, count: int) -> bool:
+        """Have pages mapped for `count` records where there are any; True: the driver failed."""
+        try:
+            self._pool.blocks.ensure(count)
+        except KvelasticError:
+            return True
+        return False
+
+    def _make_room(self, count: int) -> None:
+        """Give the index as many free slots as there are free blocks, `count` at most.
+
+        So the index is full when memory is, and the policy says who goes, not the pool.
+        """
+        pool = self._pool.blocks
+        free = max(pool.available_mapped() - pool.stats()["blocks_cached"], 0)
+        have = self._index.stats()
+        in_slots = have["ready"] + have["pending"] - len(self._ballast)
+        self._set_room(min(in_slots + min(count, free), self._limit_room()))
+
     def _follow_limit(self, limit_bytes: int | None = None) -> None:
-        """Have the index hold no more records than the limit has room for.
+        """Have the index hold no more records than the limit has room for."""
+        room = self._index_slots - len(self._ballast)
+        self._set_room(min(room, self._limit_room(limit_bytes)))
+
+    def _limit_room(self, limit_bytes: int | None = None) -> int:
+        """Records within a limit; None: that of the pool, whoever has set it."""
+        if limit_bytes is None:
+            limit_bytes = 0 if self._sleeps_for_limit else self._limit_bytes()
+        pages = min(limit_bytes // self._layout.page_bytes, self._pool.blocks.geometry.pages)
+        return max(pages * self._layout.blocks_per_page - 1, 0)  # one is the null block
+
+    def _set_room(self, room: int) -> None:
+        """Have the index hold `room` records at most; what is over it goes by policy.
 
         The index cannot shrink by policy, so what it may not hold is filled with *ballast*: keys
         that are claimed and never put.
         """
-        if limit_bytes is None:
-            limit_bytes = 0 if self._sleeps_for_limit else self._limit_bytes()
-        pages = min(limit_bytes // self._layout.page_bytes, self._pool.blocks.geometry.pages)
-        room = max(pages * self._layout.blocks_per_page - 1, 0)  # one is the null block
         now = self._index_slots - len(self._ballast)
         if room > now:
             back = [self._ballast.pop() for _ in range(min(room - now, len(self._ballast)))]
             self._index.abandon(b"".join(back))
             if room > self._index_slots:
+                self._index.resize(2 * room)  # so that its tables are not copied each time
                 self._index.resize(room)
                 self._index_slots = room
         elif room < now:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from failing_store import FailingStore
 from mooncake_stand_in import Server, StandIn
 from store_battery import RECORD_BYTES, ROOM, WORLD, Kind
 
@@ -82,6 +83,27 @@ HOST = Kind(
     counts_errors=False,
     before_visible=host_write_seen,
 )
+
+# --- one that fails -------------------------------------------------------------------------------
+
+_failing: list[FailingStore] = []
+"""The newest one."""
+
+
+def open_failing(folder: Path) -> Store:
+    _failing[:] = [FailingStore(open_host(folder))]
+    return _failing[0]
+
+
+@contextmanager
+def failing_store(turn: int) -> Iterator[Callable[[], int]]:
+    (store,) = _failing
+    store.fail_at(turn)
+    yield lambda: store.calls
+    store.fail_at(0)
+
+
+FAILING = Kind("failing", open_failing, failing=failing_store, before_visible=host_write_seen)
 
 # --- disk -----------------------------------------------------------------------------------------
 
@@ -246,4 +268,4 @@ MOONCAKE = Kind(
     before_visible=mooncake_write_seen,
 )
 
-KINDS = [HOST, DISK, FOLDER, MOONCAKE]
+KINDS = [HOST, FAILING, DISK, FOLDER, MOONCAKE]

@@ -18,6 +18,7 @@ from waiting import until
 from kvelastic import _vmm, ledger, segment
 from kvelastic.config import Config, load
 from kvelastic.errors import InvalidArgumentError, SegmentExistsError
+from kvelastic.tiers.base import NO_KEY
 from kvelastic.tiers.host import HostStore
 
 DEVICE_PAGES = 16
@@ -116,6 +117,23 @@ def test_a_neighbour_takes_what_nobody_reads(tier: Tier) -> None:
         lease.release()
 
 
+def test_where_memory_lacks_the_policy_says_who_goes(tier: Tier) -> None:
+    """The beginning of a chain is the oldest, and still goes last."""
+    with tier.neighbour() as other:
+        assert other.alloc(12 * B - 1) is not None
+        chain = list(range(2 * PER_PAGE))
+        for name in chain:
+            after = keys_of([name - 1]) if name else NO_KEY
+            keys = keys_of([name])
+            assert tier.store.put(keys, records_of(keys), chain_after=after) == [True]
+        for name in range(1000, 1000 + 8 * PER_PAGE):
+            assert tier.bench.put(name, chain=True) == [True]
+            kept = tier.bench.has(*chain)
+            assert kept == sorted(kept, reverse=True), "a beginning went before its continuation"
+        assert tier.store.capacity().records == 4 * PER_PAGE - 1
+        tier.store.check_integrity()
+
+
 def test_what_a_dead_neighbour_held_can_be_had(tier: Tier) -> None:
     with tier.neighbour() as other:
         assert other.alloc(12 * B - 1) is not None
@@ -168,6 +186,17 @@ def test_less_than_a_page_is_nothing(tier: Tier) -> None:
     tier.store.set_limit(PAGE_BYTES)
     assert all(tier.bench.put(*range(PER_PAGE - 1)))
     assert tier.store.capacity().used_bytes == PAGE_BYTES
+
+
+def test_a_limit_that_holds_nothing_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("WARNING", "kvelastic"):
+        HostStore(RECORD_BYTES, PAGE_BYTES - 1).close()
+    assert "less than a page" in caplog.text
+    caplog.clear()
+    with caplog.at_level("WARNING", "kvelastic"):
+        HostStore(RECORD_BYTES, PAGE_BYTES).close()
+        HostStore(RECORD_BYTES, 0).close()
+    assert caplog.text == ""
 
 
 def test_a_lower_limit_keeps_what_was_used_last(tier: Tier) -> None:
