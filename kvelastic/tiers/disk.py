@@ -27,11 +27,12 @@ from typing import Final, Literal
 from kvelastic import _vmm
 from kvelastic.errors import InvalidArgumentError
 from kvelastic.tiers.base import NO_KEY, Capacity, Lease, Selection, Store, StoreStatistics
+from kvelastic.tiers.disk_erase import wanted_by
 from kvelastic.tiers.disk_format import Entry, aligned
 from kvelastic.tiers.disk_pieces import Piece, RecordFiles, carry, keys_at
 from kvelastic.tiers.disk_state import DiskState
 from kvelastic.tiers.namespace import Namespace
-from kvelastic.tiers.record_owner import Owner, model_hash, owner_of
+from kvelastic.tiers.record_owner import Owner, owner_of
 
 MAX_RECORD_BYTES: Final = 1 << 32
 DEPTH: Final = 32
@@ -176,23 +177,21 @@ class DiskStore(Store):
             return self._state.erase(keys)
 
     def erase_matching(self, selection: Selection) -> int:
-        """As `Store.erase_matching`, of what this engine has; its neighbours erase their own."""
-        before_ns = None
-        if selection.older_than_s is not None:
-            before_ns = int((self._wall_clock() - selection.older_than_s) * 1e9)
-        model = None if selection.model is None else model_hash(selection.model)
-        wanted = None if selection.namespace is None else selection.namespace.fingerprint
+        """As `Store.erase_matching`; also in files whose engines are gone.
+
+        Neighbours that run erase what is theirs themselves.
+        """
+        now_s = self._wall_clock()
+        wanted = wanted_by(selection, now_s)
         with self._state.alone():
+            table = self._state.table
             keys = []
-            for slot in self._state.table.occupied():
-                owner = self._state.table.owner(slot)
-                if owner is None or (wanted is not None and owner.namespace != wanted):
-                    continue
-                if model is not None and owner.model != model:
-                    continue
-                if before_ns is None or self._state.table.stored_ns(slot) < before_ns:
-                    keys.append(self._state.table.key(slot))
-            return self._state.erase(b"".join(keys))
+            for slot in table.occupied():
+                owner = table.owner(slot)
+                if owner is not None and wanted(owner, table.stored_ns(slot)):
+                    keys.append(table.key(slot))
+            erased = self._state.erase(b"".join(keys))
+            return erased + self._state.erase_left_behind(selection, now_s)
 
     def capacity(self) -> Capacity:
         """As `Store.capacity`: records by their own size; files are rounded up, and made ahead."""

@@ -73,6 +73,10 @@ class Folder:
         """What all files take, whoever's they are. Under the lock."""
         return sum(held_bytes(state) for state in self._states("").values())
 
+    def record_files(self) -> list[str]:
+        """The names of all files with records."""
+        return list(self._states(SUFFIX))
+
     def take_over(self) -> tuple[list[DataFile], list[str]]:
         """Files whose writers are gone: those that are whole, and the names of the others."""
         whole = []

@@ -11,7 +11,8 @@ from dataclasses import replace
 
 from kvelastic import _vmm
 from kvelastic.errors import IntegrityError, InvalidArgumentError
-from kvelastic.tiers.base import StoreStatistics
+from kvelastic.tiers.base import Selection, StoreStatistics
+from kvelastic.tiers.disk_erase import erase_left_behind
 from kvelastic.tiers.disk_folder import Folder
 from kvelastic.tiers.disk_format import entries
 from kvelastic.tiers.disk_pieces import Answers, each_key
@@ -195,6 +196,14 @@ class DiskState:
         if wipe:
             self._wipe(slot for _, slot in freed)
         return len(slots)
+
+    def erase_left_behind(self, selection: Selection, now_s: float) -> int:
+        """Records in files of engines that are gone. Under the lock."""
+        erased = 0
+        for folder in self._folders if not self.closed else []:
+            with self.medium(self.writes):
+                erased += erase_left_behind(folder, selection, now_s).records
+        return erased
 
     def release(self, ticket: int) -> None:
         """End a lease. What was erased meanwhile goes now, before its slot is given out again."""

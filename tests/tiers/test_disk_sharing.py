@@ -7,12 +7,15 @@ import os
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from disk_records import MODEL, disk_bytes, keys, open_store, put, whole
+from disk_records import MODEL, disk_bytes, keys, open_store, put, record, whole
 
+from kvelastic.tiers.base import Selection
 from kvelastic.tiers.disk import DiskStore
+from kvelastic.tiers.disk_erase import ErasedAtRest, erase_at_rest
 
 MIB = 1 << 20
 RECORD = 16 * 1024
@@ -134,6 +137,38 @@ def test_records_of_another_size_go_when_room_is_needed(folder: Path) -> None:
     assert disk_bytes(folder) <= 8 * MIB
     store.close()
     assert taken_back in {0, 100}
+
+
+def test_erasing_reaches_what_engines_have_left(folder: Path) -> None:
+    for record_bytes in (RECORD, 2 * RECORD):
+        store = open_store(folder, record_bytes, record_bytes // RECORD * 8 * MIB)
+        put(store, range(10))
+        store.enter(replace(MODEL, model="two"))
+        put(store, range(10, 15))
+        store.close()
+    words = [bytes(record(number, RECORD)[:64]) for number in (3, 12)]
+
+    def lying() -> list[bool]:
+        content = b"".join(path.read_bytes() for path in sorted(folder.iterdir()))
+        return [word in content for word in words]
+
+    assert lying() == [True, True]
+    assert erase_at_rest([folder], Selection(model="two")) == ErasedAtRest(records=10)
+    assert lying() == [True, False]
+    store = open_store(folder, 2 * RECORD, 16 * MIB)
+    assert whole(store, range(20)) == list(range(10))
+    assert erase_at_rest([folder], Selection(model="one")) == ErasedAtRest(10, busy_files=1)
+    assert whole(store, range(20)) == list(range(10))
+    assert store.erase_matching(Selection(model="one")) == 10
+    assert lying() == [False, False]
+    store.check_integrity()
+    store.close()
+    [first, _] = sorted(folder.glob("*.kv"))
+    first.write_bytes(b"damaged" + bytes(record(1, RECORD)))
+    assert erase_at_rest([folder], Selection(model="one")).records == 0
+    assert first.exists()
+    erase_at_rest([folder], Selection())
+    assert not first.exists()
 
 
 def test_a_forked_child_holds_nothing(folder: Path) -> None:
