@@ -7,7 +7,7 @@ import importlib
 
 from benchmarks.harness import Figure, report
 
-PARTS = ("index", "copies", "reclaim")
+PARTS = ("index", "copies", "reclaim", "disk")
 """Each is a module `<part>_part` with `figures() -> list[Figure]`."""
 
 
