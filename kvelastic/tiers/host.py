@@ -102,7 +102,9 @@ class HostStore(Store):
         self._ballast += self._new_ballast(1)
         self._pool = self._open(settings, place, pages, name, model)
         self._blocks = HostBlocks(self._pool.blocks, self._forget)
-        self._lock = threading.Lock()  # before the pool's own and the index's
+        # In this order: the limit's, the pool's session, this one, the pool's own and the index's.
+        self._limit_lock = threading.Lock()
+        self._lock = threading.Lock()
         self._idle = threading.Condition(self._lock)
         self._busy = 0
         self._world: int | None = None
@@ -174,7 +176,7 @@ class HostStore(Store):
         self._count_of(keys)
         with self._lock:
             if self._closed:
-                return _HostLease(self, 0, 0, [])
+                return _HostLease(self, 0, None, [])
             self._blocks.follow()
             while True:
                 ticket, slots = self._index.lease(keys)
@@ -209,11 +211,12 @@ class HostStore(Store):
             world = self._world
             self._busy += 1
         try:
-            failed = self._get_memory(count)
+            missing = count - sum(self._index.has(keys))
+            failed = self._get_memory(missing)
             with self._lock:
                 self._counts["errors"] += failed
                 self._blocks.follow()
-                self._make_room(count)
+                self._make_room(missing)
                 slots, displaced = self._index.claim(keys, chain_after)
                 self._drop_displaced(displaced)
             self._fill(keys, records, slots, world)
@@ -331,6 +334,10 @@ class HostStore(Store):
     def set_limit(self, limit_bytes: int) -> None:
         """As `Store.set_limit`; the same as `kvctl limit` but for who goes: the policy says it."""
         _refuse_negative("limit_bytes", limit_bytes)
+        with self._limit_lock:
+            self._set_limit(limit_bytes)
+
+    def _set_limit(self, limit_bytes: int) -> None:
         with self._lock:
             if self._closed:
                 return
@@ -341,7 +348,8 @@ class HostStore(Store):
             self._move_together(limit_bytes)
             self._pool.blocks.set_limit(limit_bytes)
             if limit_bytes < self._layout.page_bytes:
-                self._sleeps_for_limit = True
+                # One that an operator has put to sleep is woken by nobody else.
+                self._sleeps_for_limit |= not self._pool.blocks.is_asleep
                 self._pool.blocks.sleep()
             elif self._sleeps_for_limit:
                 self._pool.blocks.wake(timeout_s=WAKE_WAIT_S)
@@ -452,15 +460,25 @@ class HostStore(Store):
         with self._lock:
             if self._closed:
                 return
-            self._pool.blocks.check_integrity()
-            self._index.check_integrity()
-            self._blocks.check_integrity(quiet=self._busy == 0)
-            ready = self._index.stats()["ready"]
-            known = 0
-            for slot in self._blocks.slots.slots():
-                known += self._index.slot_of(self._blocks.slots.key_of(slot)) == slot
-            if known != ready:
-                raise IntegrityError(f"the index has {ready} records, and {known} lie in blocks")
+            self._busy += 1
+        pool = self._pool.blocks
+        pool.enter()  # blocks that the pool moves are taken twice meanwhile
+        try:
+            with self._lock:
+                pool.check_integrity()
+                self._index.check_integrity()
+                self._blocks.check_integrity(quiet=self._busy == 1)
+                slots = self._blocks.slots
+                known = sum(self._index.slot_of(slots.key_of(at)) == at for at in slots.slots())
+                ready = self._index.stats()["ready"]
+                if known != ready:
+                    raise IntegrityError(
+                        f"the index has {ready} records, and {known} lie in blocks"
+                    )
+        finally:
+            pool.exit()
+            with self._lock:
+                self._end_work()
 
     def close(self) -> None:
         """As `Store.close`; waits for copies on their way. All records are gone."""
@@ -485,20 +503,19 @@ class HostStore(Store):
 class _HostLease(Lease):
     """Records that are blocks in use until `release()`."""
 
-    def __init__(self, store: HostStore, count: int, ticket: int, blocks: list[int]) -> None:
+    def __init__(self, store: HostStore, count: int, ticket: int | None, blocks: list[int]) -> None:
         self.count = count
         self._store = store
         self._ticket = ticket
         self._blocks = blocks
         self._lock = threading.Lock()
-        self._ended = ticket == 0
 
     def release(self) -> None:
         """As `Lease.release`."""
         with self._lock:
-            ended, self._ended = self._ended, True
-        if not ended:
-            self._store._release_lease(self._ticket, self._blocks)
+            ticket, self._ticket = self._ticket, None
+        if ticket is not None:
+            self._store._release_lease(ticket, self._blocks)
 
 
 def _key(keys: bytes, at: int) -> bytes:

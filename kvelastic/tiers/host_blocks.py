@@ -46,7 +46,7 @@ class HostBlocks:
             ids = self._pool.alloc(count)
             if ids is not None:
                 return ids
-            count = min(count - 1, self._pool.available_size())
+            count = min(count - 1, self._pool.available_mapped())  # nobody is waited for again
         return []
 
     def fill(self, slot: int, block: int, key: bytes, world: int, now_s: float) -> None:

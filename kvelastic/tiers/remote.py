@@ -49,7 +49,8 @@ Value = TypeVar("Value")
 
 ALIGNMENT_BYTES = 4096
 STAGED_RECORDS = 16
-"""Records that one call to the server transfers."""
+STAGED_BYTES = 32 << 20
+"""What one call to the server transfers at most, so many records and bytes; a record at least."""
 CLIENT_BUFFER_BYTES = 16 << 20
 """Memory of the client's own, which transfers of registered buffers do not use."""
 CLOSE_WAIT_S = 5.0
@@ -79,7 +80,7 @@ class MooncakeStore(Store):
     ) -> None:
         """Connect; where that fails the store is there and empty, and tries again later.
 
-        `timeout_s` bounds each call to the server, of `STAGED_RECORDS` records at most, and
+        `timeout_s` bounds each call to the server, of `STAGED_BYTES` or one record, and
         `setup_timeout_s` this constructor. `make_client` and `clock` are for tests. Raises
         `InvalidArgumentError` for a bad address or size, and `UnsupportedError`, which says how to
         install it, where Mooncake's client cannot be imported.
@@ -101,11 +102,13 @@ class MooncakeStore(Store):
         self._timeout_s = timeout_s
         self._setup_timeout_s = setup_timeout_s
         slot_bytes = -(-self._stored_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-        self._memory = mmap.mmap(-1, slot_bytes * STAGED_RECORDS)
+        staged = max(1, min(STAGED_RECORDS, STAGED_BYTES // slot_bytes))
+        self._memory = mmap.mmap(-1, slot_bytes * staged)
+        self._staged = staged
         self._pin = ctypes.c_char.from_buffer(self._memory)
         base = ctypes.addressof(self._pin)
         whole = memoryview(self._memory)
-        starts = range(0, slot_bytes * STAGED_RECORDS, slot_bytes)
+        starts = range(0, slot_bytes * staged, slot_bytes)
         self._addresses = [base + start for start in starts]
         self._slots = [whole[start : start + self._stored_bytes] for start in starts]
         self._asks = DeadlineWorker("kvelastic-mooncake-asks")
@@ -231,8 +234,8 @@ class MooncakeStore(Store):
         each = list(of_key)
         stored = dict(zip(each, self._exist(each), strict=True))
         new = [key for key in each if not stored[key]]
-        for at in range(0, len(new), STAGED_RECORDS):
-            some = new[at : at + STAGED_RECORDS]
+        for at in range(0, len(new), self._staged):
+            some = new[at : at + self._staged]
             done = self._put_some(some, [of_key[key] for key in some])
             stored.update(zip(some, done, strict=True))
         return [stored[key] for key in _split(keys)]
@@ -272,8 +275,8 @@ class MooncakeStore(Store):
             raise InvalidArgumentError("a view to read into is read-only or not contiguous")
         each = _split(keys)
         found: list[bool] = []
-        for at in range(0, len(each), STAGED_RECORDS):
-            found += self._get_some(each[at : at + STAGED_RECORDS], into[at : at + STAGED_RECORDS])
+        for at in range(0, len(each), self._staged):
+            found += self._get_some(each[at : at + self._staged], into[at : at + self._staged])
         return found
 
     def _get_some(self, keys: Sequence[bytes], into: Sequence[memoryview]) -> list[bool]:
