@@ -11,9 +11,13 @@ records. Files of engines that are gone are taken over.
 
 The folders are this user's alone (0700, files 0600). What lies there is the KV of prompts, in
 clear: whoever can read it can read much of what was said. `erase` makes records unreadable through
-the file system; what the medium itself keeps of overwritten blocks is the medium's affair.
+the file system; what the medium itself keeps of overwritten blocks is the medium's affair. A record
+that was displaced is found no more, and its bytes lie there until another one is written over them.
 
-How engines of a machine share the folders and the limit: see disk_room.py.
+Engines of a machine share the folders, and the limit is of the folders, not of an engine. Whoever
+needs room first takes it; with n engines alive, one that has less than an n-th part of the limit
+gets it from those that have more (disk_room.py). Each finds its own records, and those of engines
+that are gone when it opens or needs room; it does not read what its neighbours write.
 """
 
 from __future__ import annotations

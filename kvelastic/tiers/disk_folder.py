@@ -127,12 +127,15 @@ class Folder:
             os.ftruncate(self._live, wanted_bytes)
 
     def is_there(self) -> bool:
-        """Whether the path still leads to this folder."""
+        """Whether the path still leads to this folder, and its lock is the one that others see."""
         try:
-            state = Path(self.path).lstat()
+            seen = Path(self.path).lstat()
+            lock = os.stat(_LOCK, dir_fd=self.fd, follow_symlinks=False)
+            own = os.fstat(self._lock)
         except OSError:
             return False
-        return (state.st_dev, state.st_ino) == self.identity
+        same_lock = (lock.st_dev, lock.st_ino) == (own.st_dev, own.st_ino)
+        return same_lock and (seen.st_dev, seen.st_ino) == self.identity
 
     def close(self) -> None:
         """Say that this engine is gone. Repeatable."""

@@ -23,7 +23,7 @@ from kvelastic.errors import IntegrityError
 from kvelastic.sizes import GIB_BYTES, MIB_BYTES
 from kvelastic.tiers.base import KEY_BYTES
 from kvelastic.tiers.disk_file import DataFile, map_bytes, runs
-from kvelastic.tiers.disk_folder import Folder, FolderBusyError, all_locked
+from kvelastic.tiers.disk_folder import Folder, all_locked
 from kvelastic.tiers.disk_format import Entry, Geometry, aligned, entries, largest_within
 from kvelastic.tiers.disk_slots import SlotTable
 
@@ -76,7 +76,7 @@ class Room:
     def set_limit(self, limit_bytes: int) -> None:
         """Hold no more than this from now on, and look at once how much room there is."""
         self.limit_bytes = limit_bytes
-        self._grow_at_s = float("-inf")
+        self._grow_at_s = self._look_at_s = float("-inf")
         self.fit()
 
     def adopt(self) -> None:
@@ -93,17 +93,13 @@ class Room:
         if wanted <= 0 or self._clock() < self._grow_at_s:
             return 0
         self._grow_at_s = self._clock() + LOOK_EVERY_S
-        got = 0
-        try:
-            with all_locked(self._folders):
-                got = self._refill(wanted)
-                while got < wanted and (more := self._add_file()):
-                    got += more
-                if got < wanted and self._take_over():
-                    got += self._refill(wanted - got)
-                self._say_want(wanted - got)
-        except FolderBusyError:
-            return got
+        with all_locked(self._folders):
+            got = self._refill(wanted)
+            while got < wanted and (more := self._add_file()):
+                got += more
+            if got < wanted and self._take_over():
+                got += self._refill(wanted - got)
+            self._say_want(wanted - got)
         if got >= wanted:
             self._grow_at_s = float("-inf")
         return got
@@ -118,15 +114,12 @@ class Room:
 
     def fit(self) -> None:
         """Give back what is above the limit, and what neighbours wait for above a fair share."""
-        try:
-            with all_locked(self._folders):
-                for _ in range(3):  # a file's own header and table go only with the file
-                    over = max(self._held_bytes() - self.limit_bytes, self._owed_bytes())
-                    self.owes = over > 0 and bool(self._table.files())
-                    if over <= 0 or not self._give(over):
-                        return
-        except FolderBusyError:
-            self._look_at_s = float("-inf")
+        with all_locked(self._folders):
+            for _ in range(3):  # a file's own header and table go only with the file
+                over = max(self._held_bytes() - self.limit_bytes, self._owed_bytes())
+                self.owes = over > 0 and bool(self._table.files())
+                if over <= 0 or not self._give(over):
+                    return
 
     def check(self) -> None:
         """Raises `IntegrityError` where a parked slot has a record."""

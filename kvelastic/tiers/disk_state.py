@@ -13,7 +13,7 @@ from kvelastic import _vmm
 from kvelastic.errors import IntegrityError, InvalidArgumentError
 from kvelastic.tiers.base import Selection, StoreStatistics
 from kvelastic.tiers.disk_erase import erase_left_behind
-from kvelastic.tiers.disk_folder import Folder
+from kvelastic.tiers.disk_folder import Folder, FolderBusyError
 from kvelastic.tiers.disk_format import entries
 from kvelastic.tiers.disk_pieces import Answers, each_key
 from kvelastic.tiers.disk_quota import Quotas
@@ -127,9 +127,14 @@ class DiskState:
 
     @contextmanager
     def medium(self, quiet: Quiet) -> Iterator[None]:
-        """Count what the file system refuses, and leave it alone for a while."""
+        """Count what the file system refuses, and leave it alone for a while.
+
+        So a neighbour that was stopped with a folder's lock is not waited for again and again.
+        """
         try:
             yield
+        except FolderBusyError as error:
+            self.failed(quiet, error, 0)
         except OSError as error:
             self.failed(quiet, error)
 
@@ -137,7 +142,8 @@ class DiskState:
         """See what neighbours want, and whether folders that were gone are back. Under the lock."""
         if not self.closed and self.growth.is_over:
             with self.medium(self.growth):
-                self._open_folders()
+                if self._open_folders():
+                    self.room.adopt()
                 self.room.look()
 
     def grow(self, wanted: int) -> None:
@@ -148,17 +154,19 @@ class DiskState:
             with self.medium(self.growth):
                 self.room.grow(missing)
 
-    def _open_folders(self) -> None:
-        """Open those that are not open yet, or that somebody has replaced."""
+    def _open_folders(self) -> bool:
+        """Open those that are not open yet, or that somebody has replaced; whether any was."""
         for folder in self._folders[:]:
             in_use = any(file.folder == folder.fd for file in self.table.files())
             if not in_use and not folder.is_there():
                 self._folders.remove(folder)
                 folder.close()
+        there = len(self._folders)
         open_paths = {folder.path for folder in self._folders}
         for path in self._paths:
             if path not in open_paths:
                 self._open_folder(path)
+        return len(self._folders) > there
 
     def _open_folder(self, path: str) -> None:
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import resource
 import shutil
@@ -166,16 +167,24 @@ def test_no_descriptor_left_is_a_refused_put(folder: Path) -> None:
     store.close()
 
 
-def test_a_folder_that_was_removed_is_made_again(folder: Path) -> None:
+@pytest.mark.parametrize("with_folder", [True, False])
+def test_a_folder_that_was_removed_is_made_again(folder: Path, with_folder: bool) -> None:
     clock = Clock()
     store = open_store(folder, RECORD, LIMIT, clock=clock)
     put(store, range(5))
-    shutil.rmtree(folder)
+    if with_folder:
+        shutil.rmtree(folder)
+    else:
+        for path in folder.iterdir():
+            path.unlink()
     for _ in range(4):
         clock.now_s += 61
         put(store, range(10, 15))
     assert whole(store, range(20)) == list(range(10, 15))
     assert folder.stat().st_mode & 0o777 == 0o700
+    other = open_store(folder, RECORD, LIMIT)  # they see each other
+    assert put(other, [1]) == [False]
+    other.close()
     store.check_integrity()
     store.close()
 
@@ -232,6 +241,36 @@ def test_what_belongs_to_others_is_refused(folder: Path) -> None:
     os.chown(folder, 12345, 12345)
     with pytest.raises(InvalidArgumentError, match="belongs to user 12345"):
         open_store(folder, RECORD, LIMIT)
+
+
+def test_a_neighbour_that_was_stopped_with_the_lock_is_not_waited_for_twice(
+    folder: Path,
+) -> None:
+    clock = Clock()
+    store = open_store(folder, RECORD, LIMIT, clock=clock)
+    put(store, range(5))
+    store.close()
+    stopped = os.open(folder / ".lock", os.O_RDWR)
+    fcntl.flock(stopped, fcntl.LOCK_EX)
+    store = open_store(folder, RECORD, LIMIT, clock=clock)
+    assert put(store, range(9)) == [False] * 9  # it does not know what lies there
+    os.close(stopped)
+    assert put(store, range(9)) == [False] * 9  # quiet
+    clock.now_s += 61
+    assert put(store, range(9)) == [True] * 9
+    assert store.statistics().puts == 4  # the others were there
+    assert whole(store, range(9)) == list(range(9))
+    stopped = os.open(folder / ".lock", os.O_RDWR)
+    fcntl.flock(stopped, fcntl.LOCK_EX)
+    clock.now_s += 61
+    assert put(store, range(20, 25)) == [True] * 5  # what it has it uses
+    store.set_limit(0)
+    assert store.capacity().records == 14
+    os.close(stopped)
+    clock.now_s += 61
+    assert store.capacity().records == 0
+    store.check_integrity()
+    store.close()
 
 
 FULL_DISK = """

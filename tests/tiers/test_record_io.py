@@ -1,0 +1,45 @@
+"""Which engine reads and writes records, where io_uring is not to be had."""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvelastic import _vmm
+from kvelastic.errors import InvalidArgumentError
+
+PROGRAM = Path(__file__).parents[1] / "programs" / "forbid_io_uring.py"
+
+
+@pytest.mark.parametrize("call", [425, 426], ids=["setup", "enter"])
+@pytest.mark.parametrize("code", [errno.EPERM, errno.ENOSYS], ids=["EPERM", "ENOSYS"])
+def test_a_process_that_may_not_use_io_uring_has_threads(call: int, code: int) -> None:
+    command = [sys.executable, str(PROGRAM), str(call), str(code)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if "prctl" in done.stderr:
+        pytest.skip(f"no seccomp here: {done.stderr}")
+    engine, why = done.stdout.splitlines()
+    assert engine == "threads"
+    assert "io_uring cannot be used here" in why
+    assert os.strerror(code) in why
+
+
+def test_engines_and_depths_that_cannot_be_are_refused() -> None:
+    for arguments in (("magic", 8), ("threads", 0), ("threads", 257)):
+        with pytest.raises(InvalidArgumentError):
+            _vmm.RecordIo(*arguments)  # type: ignore[arg-type]
+    assert _vmm.RecordIo("threads", 3).depth == 3
+
+
+def test_a_record_cannot_be_read_into_what_is_read_only(tmp_path: Path) -> None:
+    io = _vmm.RecordIo("threads")
+    with (tmp_path / "file").open("w+b") as file:
+        with pytest.raises(BufferError):
+            io.read([(file.fileno(), 0)], [b"abc"], bytes(16))
+        assert io.read([(file.fileno(), 0)], [bytearray(3)], bytes(16))[0][0] == 0
+        assert io.read([(-1, 0)], [bytearray(3)], bytes(16)) == [(-errno.EBADF, 0)]
