@@ -32,7 +32,7 @@ from kvelastic.tiers.base import KEY_BYTES, NO_KEY, Selection, Store
 from kvelastic.tiers.manager import Tiers
 from kvelastic.tiers.match import Load
 from kvelastic.tiers.namespace import Namespace
-from kvelastic.tiers.policy import Rules
+from kvelastic.tiers.policy import Copies, Rules, WritePolicy
 
 PAGES = 24
 BLOCK_BYTES = 16 << 10
@@ -398,6 +398,9 @@ def main() -> None:
     parser.add_argument("--host-bytes", type=int, default=0)
     parser.add_argument("--gpu", action="store_true", help="on the simulated GPU")
     parser.add_argument("--calm", action="store_true")
+    parser.add_argument("--policy", default="write_back")
+    parser.add_argument("--copies", default="all")
+    parser.add_argument("--idle", type=float, default=5.0)
     asked = parser.parse_args()
     engine = open_engine(
         asked.name,
@@ -406,6 +409,10 @@ def main() -> None:
         disk_bytes=asked.disk_bytes,
         host_bytes=asked.host_bytes,
         on_gpu=asked.gpu,
+        # It looks often, so that blocks are copied while the engine works.
+        rules=Rules(
+            WritePolicy(asked.policy), Copies(asked.copies), idle_after_s=asked.idle, tick_s=0.002
+        ),
     )
     engine.is_calm = asked.calm
     print(json.dumps({"ready": True}), flush=True)

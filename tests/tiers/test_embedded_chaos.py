@@ -116,7 +116,11 @@ def chaos(
         host = ("--host-bytes", str(HOST_BYTES)) if number % 2 else ()
         seed = dice.randrange(1 << 30)
         log = tmp_path / f"life{number}.log"
-        life = Life(disk, log, environ, seed, "--steps", str(steps), *host)
+        policy = ("--policy", dice.choice(["write_back", "write_through"]))
+        copies = ("--copies", dice.choice(["all", "all", "first"]))
+        idle = ("--idle", dice.choice(["0.01", "5"]))
+        more = (*host, *policy, *copies, *idle)
+        life = Life(disk, log, environ, seed, "--steps", str(steps), *more)
         live.append(life)
         assert life.read() == {"ready": True}
         return life
