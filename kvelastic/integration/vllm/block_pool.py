@@ -40,6 +40,7 @@ _ARRIVALS_WRAP = 1 << 32
 
 if TYPE_CHECKING:
     from kvelastic import _vmm
+    from kvelastic.integration.vllm.in_tiers import EngineTiers
 
 _log = logging.getLogger("kvelastic.vllm")
 
@@ -111,6 +112,8 @@ class ElasticBlockPool(BlockPool):  # type: ignore[misc]  # vLLM has no type inf
         self.starvation: Any = None
         self.last_starvation: Any = None
         """The newest one, also when it is over. Both are the engine's loop's: `in_engine_core`."""
+        self.tiers: EngineTiers | None = None
+        """What keeps demoted blocks; None: evicted blocks are gone."""
         self._steps = StepsOnTheirWay()
         self._pins_of_steps = PinsOfSteps()
         self._pins_after_next_step = PinsOfSteps()
@@ -184,6 +187,15 @@ class ElasticBlockPool(BlockPool):  # type: ignore[misc]  # vLLM has no type inf
     def is_at_work(self) -> bool:
         """Whether a step that has work to do is on its way."""
         return self._steps.is_at_work
+
+    @property
+    def newest_step_at_work(self) -> int:
+        """The newest step on its way that has work to do; 0: none has."""
+        return self._steps.newest_at_work
+
+    def has_ended(self, step: int) -> bool:
+        """Whether the workers have carried out this step, and all before it."""
+        return self._steps.ended >= step
 
     def step_ends(self, step: int) -> None:
         """The workers have carried out this step, and all before it."""
@@ -389,16 +401,20 @@ class ElasticBlockPool(BlockPool):  # type: ignore[misc]  # vLLM has no type inf
             self._pins_of_steps.add(newest, self._memory.pin(ids, kind="ordered"))
         free: list[int] = []
         cached: list[int] = []
+        hashes: list[bytes] = []
         for block in blocks:
             if self.enable_caching and block.block_hash is not None:
                 cached.append(block.block_id)
+                hashes.append(block.block_hash)
             else:
                 free.append(block.block_id)
         if free:
             for block_id in free:
                 self.blocks.drop(block_id)
             self._memory.free(free)
-        if cached:
+        if cached and self.tiers is not None:
+            self._memory.cache(cached, b"".join(map(self.tiers.key_of, hashes)))
+        elif cached:
             self._memory.cache(cached)
 
     def _tell_readers(self, block_ids: Iterable[int]) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from kvelastic.integration.vllm.starvation import Starvation
+from kvelastic.integration.vllm.tier_connector import is_ours
 
 if TYPE_CHECKING:
     from kvelastic.integration.vllm.scheduler_side import Instance
@@ -37,9 +38,15 @@ def executor_init(
     original: Callable[..., Any], executor: Any, vllm_config: Any, *args: Any, **kwargs: Any
 ) -> None:
     """Refuse what is not covered, before a worker is started or a model is loaded."""
+    from kvelastic import config
+    from kvelastic.integration.vllm import tier_refusals
     from kvelastic.integration.vllm.refusals import refuse_configuration
 
     refuse_configuration(vllm_config)
+    if config.load().tiers:
+        tier_refusals.refuse_for_tiers(vllm_config)
+    else:
+        tier_refusals.refuse_without_tiers(vllm_config)
     original(executor, vllm_config, *args, **kwargs)
 
 
@@ -49,6 +56,7 @@ def executor_initialize(
     """Make the instance; give each worker the paged layout and where to attach."""
     from kvelastic.integration.vllm import scheduler_side
     from kvelastic.integration.vllm.refusals import refuse_cache_configuration
+    from kvelastic.integration.vllm.tier_refusals import refuse_cache_for_tiers
 
     global _waiting_instance
     # A stage without attention, or a model without it, has no KV cache and no part in this.
@@ -57,9 +65,12 @@ def executor_initialize(
         original(executor, kv_cache_configs)
         return
     vllm_config = executor.vllm_config
+    has_tiers = is_ours(vllm_config.kv_transfer_config)
     with_cache = [kv_cache_configs[rank] for rank in ranks]
     for config in with_cache:
         refuse_cache_configuration(vllm_config, config)
+        if has_tiers:
+            refuse_cache_for_tiers(config)
     facts = executor.collective_rpc(DEVICE_FACTS)
     instance = scheduler_side.start_instance(
         vllm_config, with_cache, [facts[rank] for rank in ranks]
@@ -69,6 +80,7 @@ def executor_initialize(
             instance.rewrite(config, rank)
         original(executor, kv_cache_configs)
         instance.wait_for_workers()
+        instance.open_tiers(vllm_config, with_cache[0])
     except BaseException:
         instance.close()
         raise
@@ -167,9 +179,12 @@ def make_block_pool(block_pool: Any, num_gpu_blocks: int, *args: Any, **kwargs: 
     instance, _waiting_instance = _waiting_instance, None
     if instance is None:
         return block_pool(num_gpu_blocks, *args, **kwargs)
-    return ElasticBlockPool(
+    pool = ElasticBlockPool(
         num_gpu_blocks, *args, memory=instance.blocks, id_span=instance.id_span, **kwargs
     )
+    if instance.tiers is not None:
+        instance.tiers.bind(pool)
+    return pool
 
 
 def make_blocks_needed(original: Callable[..., int]) -> Callable[..., int]:
@@ -219,8 +234,12 @@ def schedule(original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs:
     given_back = pool.given_back
     seen = pool.arrivals  # before the step looks for blocks: what comes meanwhile counts as news
     with pool.session():
+        if pool.tiers is not None:
+            pool.tiers.deliver(scheduler)
         output = original(scheduler, *args, **kwargs)
-    works = output.total_num_scheduled_tokens > 0
+        works = output.total_num_scheduled_tokens > 0
+        if pool.tiers is not None and pool.fell_short and not works and not pool.is_at_work:
+            pool.tiers.give_back_loaded(scheduler)
     output.kvelastic_step = pool.step_begins(works=works)
     starved = pool.fell_short and not pool.is_at_work
     pool.starvation = None
@@ -229,6 +248,8 @@ def schedule(original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs:
         gave_back = pool.given_back != given_back
         pool.starvation = Starvation(scheduler, seen, since, gave_back=gave_back)
         pool.last_starvation = pool.starvation
+    if pool.tiers is not None:
+        pool.tiers.step_is_made(scheduler, output, is_idle=not pool.is_at_work)
     if starved and former is None:
         _log.debug("All %d requests wait for blocks.", len(scheduler.requests))
     elif works and former is not None:
@@ -252,6 +273,8 @@ def update_from_output(
     if pool is None:
         return original(scheduler, scheduler_output, *args, **kwargs)
     pool.step_ends(scheduler_output.kvelastic_step)
+    if pool.tiers is not None:
+        pool.tiers.step_has_run(scheduler_output)
     if scheduler.connector is None:
         return original(scheduler, scheduler_output, *args, **kwargs)
     with pool.session():  # a connector looks up cached blocks here, which must not move meanwhile
@@ -271,16 +294,21 @@ def step_with_batch_queue(original: Callable[..., Any], core: Any) -> Any:
 def _naps(core: Any) -> bool:
     """Whether all requests wait for memory, and still do after a nap.
 
-    False where blocks come free only in a step: with a connector, whose transfers end there, and
-    while some are pinned for a step.
+    False where blocks come free only in a step: with a connector whose transfers end there (those
+    of tiers do not), and while some are pinned for a step.
     """
     pool = _elastic_pool(core.scheduler)
-    if pool is None or pool.starvation is None:
+    if pool is None:
         return False
-    if pool.waits_for_steps and core.scheduler.connector is None:
+    if pool.tiers is not None and pool.tiers.waits:
+        return bool(pool.tiers.nap())
+    if pool.starvation is None:
+        return False
+    moves_in_steps = core.scheduler.connector is not None and pool.tiers is None
+    if pool.waits_for_steps and not moves_in_steps:
         return False
     still: bool = pool.starvation.nap()
-    return still and core.scheduler.connector is None
+    return still and not moves_in_steps
 
 
 def _elastic_pool(scheduler: Any) -> Any | None:

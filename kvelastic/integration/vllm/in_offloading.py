@@ -58,8 +58,13 @@ class Pins:
 def bind_gpu_block_pool(original: Callable[..., Any], connector: Any, pool: Any) -> None:
     """Know the pool, where it is an elastic one."""
     original(connector, pool)
-    if connector.connector_scheduler is not None and hasattr(pool, "pin"):
-        connector.connector_scheduler.kvelastic_pins = Pins(pool)
+    scheduler_side = connector.connector_scheduler
+    if scheduler_side is None or not hasattr(pool, "pin"):
+        return
+    if hasattr(scheduler_side.manager, "lookups"):  # our own, which reads no freed block
+        scheduler_side.kvelastic_tiers = pool.tiers
+    else:
+        scheduler_side.kvelastic_pins = Pins(pool)
 
 
 def request_finished(original: Callable[..., Any], connector: Any, request: Any) -> Any:
@@ -75,6 +80,9 @@ def request_finished(original: Callable[..., Any], connector: Any, request: Any)
 def build_connector_meta(original: Callable[..., Any], connector: Any, output: Any) -> Any:
     """Pin what the new jobs read."""
     made = original(connector, output)
+    tiers = getattr(connector, "kvelastic_tiers", None)
+    if tiers is not None:
+        tiers.begin_loads(connector, made)
     pins = _pins_of(connector)
     if pins is not None:
         jobs = {job: entry.src_spec.block_ids.tolist() for job, entry in made.store_jobs.items()}

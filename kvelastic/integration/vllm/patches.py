@@ -19,6 +19,8 @@ from kvelastic.integration.vllm import (
     in_gpu_worker,
     in_offloading,
     in_worker,
+    tier_connector,
+    tier_hooks,
 )
 from kvelastic.integration.vllm.versions import installed_version
 
@@ -30,6 +32,8 @@ WORKER: Final = "vllm.v1.worker.gpu_worker"
 """Every worker's process, whatever its device."""
 CPU_WORKER: Final = "vllm.v1.worker.cpu_worker"
 """A worker's process on the CPU."""
+ARGUMENTS: Final = "vllm.engine.arg_utils"
+"""The process that reads vLLM's arguments: the API server, or the user's program."""
 OFFLOADING: Final = "vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector"
 """The engine core and the workers, where that connector is configured."""
 
@@ -50,6 +54,9 @@ _OFFLOADING: Final = "vllm.distributed.kv_transfer.kv_connector.v1.offloading_co
 _OFFLOADS: Final = (
     "vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler:OffloadingConnectorScheduler"
 )
+_ARGUMENTS: Final = "vllm.engine.arg_utils:EngineArgs.create_engine_config"
+_CONNECTOR_CONFIG: Final = "vllm.config.kv_transfer:KVTransferConfig"
+_OFFLOAD_BASE: Final = "vllm.v1.kv_offload.base"
 _NODE_INFO: Final = "vllm.utils.cpu_resource_utils"
 
 # The two differ in the block pool alone. That of 0.33 takes more arguments, which the elastic pool
@@ -264,20 +271,62 @@ HOOKS: Final = (
 the hooks of its own room."""
 
 
+TIER_HOOKS: Final = (
+    Hook(
+        ARGUMENTS,
+        _ARGUMENTS,
+        tier_connector.create_engine_config,
+        "fill in the connector that brings blocks back from tiers",
+    ),
+    Hook(
+        ENGINE_CORE,
+        f"{_SCHEDULER}:Scheduler.reset_prefix_cache",
+        tier_hooks.reset_prefix_cache,
+        "demote before a sleep; else nothing in the tiers is found any more",
+    ),
+    Hook(
+        ENGINE_CORE,
+        f"{_CORE}:EngineCore._reset_caches",
+        tier_hooks.reset_caches,
+        "know a sleep's reset from others",
+    ),
+    Hook(
+        ENGINE_CORE,
+        f"{_CORE}:EngineCore.sleep",
+        tier_hooks.sleep,
+        "know a sleep's reset from others",
+    ),
+    Hook(
+        ENGINE_CORE,
+        f"{_CORE}:EngineCore.release_kv_cache_memory",
+        tier_hooks.release_kv_cache_memory,
+        "the same for a sleep of the KV cache alone",
+    ),
+    Hook(
+        ENGINE_CORE,
+        f"{_CORE}:EngineCore.collective_rpc",
+        tier_hooks.collective_rpc,
+        "weights that change in place",
+    ),
+)
+"""Wrapped besides, where `KVELASTIC_TIERS` is set."""
+
+
 def hooks_for(_series: str) -> tuple[Hook, ...]:
-    """What is wrapped in vLLM of that series: the same in all of them."""
+    """What is wrapped in vLLM of that series, without tiers: the same in all of them."""
     return HOOKS
 
 
-def arm(series: str) -> None:
+def arm(series: str, *, tiers: bool = False) -> None:
     """Patch vLLM's modules as they are imported, as that series; again does nothing."""
     engine = f"vLLM {installed_version()}"
     table.arm(
         engine,
-        HOOKS,
+        HOOKS + TIER_HOOKS if tiers else HOOKS,
         {
+            ARGUMENTS: functools.partial(_probe_arguments, engine),
             FRONT_END: functools.partial(_probe_front_end, engine),
-            ENGINE_CORE: functools.partial(_probe_engine_core, engine, series),
+            ENGINE_CORE: functools.partial(_probe_engine_core, engine, series, tiers),
             WORKER: functools.partial(_probe_worker, engine),
             CPU_WORKER: functools.partial(_probe_cpu_worker, engine),
             OFFLOADING: functools.partial(_probe_offloading, engine),
@@ -292,8 +341,50 @@ def _probe_front_end(engine: str) -> None:
     probe.refuse_if_broken()
 
 
-def _probe_engine_core(engine: str, series: str) -> None:
+def _probe_arguments(engine: str) -> None:
     probe = Probe(engine, page=_PAGE)
+    probe.mentions(_ARGUMENTS, ("kv_transfer_config", "kv_offloading_size"))
+    probe.fields(
+        _CONNECTOR_CONFIG,
+        ("kv_connector", "kv_role", "kv_load_failure_policy", "kv_connector_extra_config"),
+    )
+    probe.refuse_if_broken()
+
+
+def _probe_tiers(probe: Probe) -> None:
+    """What tiers wrap, call and read besides."""
+    probe.parameters(
+        f"{_SCHEDULER}:Scheduler.reset_prefix_cache",
+        ("self", "reset_running_requests", "reset_connector"),
+    )
+    probe.mentions(f"{_CORE}:EngineCore._reset_caches", ("reset_prefix_cache",))
+    probe.parameters(f"{_CORE}:EngineCore.sleep", ("self", "level", "mode"))
+    probe.mentions(f"{_CORE}:EngineCore.sleep", ("pause_scheduler", "sleep"))
+    probe.parameters(f"{_CORE}:EngineCore.release_kv_cache_memory", ("self",))
+    probe.parameters(f"{_CORE}:EngineCore.collective_rpc", ("self", "method"))
+    # What is told of a load that is over, as `update_from_output` tells it.
+    probe.parameters(
+        f"{_SCHEDULER}:Scheduler._update_from_kv_xfer_finished", ("self", "kv_connector_output")
+    )
+    probe.mentions(
+        f"{_SCHEDULER}:Scheduler._update_from_kv_xfer_finished",
+        ("update_connector_output", "finished_recving", "finished_recving_kv_req_ids"),
+    )
+    probe.mentions(
+        f"{_SCHEDULER}:Scheduler._update_waiting_for_remote_kv",
+        ("failed_recving_kv_req_ids", "num_computed_tokens", "cache_blocks", "free"),
+    )
+    probe.mentions(f"{_OFFLOADS}.update_connector_output", ("completed_jobs", "pending_count"))
+    probe.mentions(f"{_OFFLOADS}.build_connector_meta", ("_current_batch_load_jobs", "on_schedule_end"))
+    probe.mentions(f"{_OFFLOADS}.__init__", ("_sliding_window_groups", "manager"))
+    probe.mentions(f"{_OFFLOADS}.update_state_after_alloc", ("prepare_load", "GPULoadStoreSpec"))
+    probe.fields(f"{_OFFLOAD_BASE}:ReqContext", ("req_id", "_offload_key_positions"))
+
+
+def _probe_engine_core(engine: str, series: str, tiers: bool) -> None:
+    probe = Probe(engine, page=_PAGE)
+    if tiers:
+        _probe_tiers(probe)
     probe.mentions(f"{_CORE}:EngineCore.__init__", ("model_executor", "_initialize_kv_caches"))
     probe.parameters(f"{_CORE}:EngineCore.shutdown", ("self",))
     probe.parameters(f"{_CORE}:EngineCore.step", ("self",))
@@ -473,8 +564,8 @@ def _probe_offloading(engine: str) -> None:
     probe.parameters(f"{_OFFLOADS}.request_finished", ("self", "request"))
     probe.parameters(f"{_OFFLOADS}.build_connector_meta", ("self", "scheduler_output"))
     common = "vllm.distributed.kv_transfer.kv_connector.v1.offloading.common"
-    probe.fields(f"{common}:OffloadingConnectorMetadata", ("store_jobs",))
-    probe.fields(f"{common}:TransferJob", ("src_spec",))
+    probe.fields(f"{common}:OffloadingConnectorMetadata", ("load_jobs", "store_jobs"))
+    probe.fields(f"{common}:TransferJob", ("req_id", "src_spec", "dst_spec"))
     probe.parameters(f"{_OFFLOADS}.update_connector_output", ("self", "connector_output"))
     probe.parameters(f"{_OFFLOADS}.reset_cache", ("self",))
     state = "vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler:RequestGroupState"

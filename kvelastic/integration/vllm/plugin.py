@@ -27,4 +27,4 @@ def register() -> None:
     series = versions.series(strict=settings.strict)
     from kvelastic.integration.vllm import patches
 
-    patches.arm(series)
+    patches.arm(series, tiers=bool(settings.tiers))

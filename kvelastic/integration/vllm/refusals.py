@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any, Final
 
 from kvelastic.errors import UnsupportedEngineError
-from kvelastic.integration.vllm import versions
+from kvelastic.integration.vllm import tier_connector, versions
 
 _SEVERAL: Final = "MultiConnector"
 _OFFLOADING: Final = "OffloadingConnector"
@@ -73,7 +73,9 @@ def _refused_on_gpus(vllm_config: Any) -> list[str]:
 def refuse_cache_configuration(vllm_config: Any, config: Any) -> None:
     """Raise `UnsupportedEngineError` if the KV cache has layers that are not covered."""
     found: list[str] = []
-    offloads = any(_name(one) == _OFFLOADING for one in _connectors(vllm_config))
+    offloads = not tier_connector.is_ours(vllm_config.kv_transfer_config) and any(
+        _name(one) == _OFFLOADING for one in _connectors(vllm_config)
+    )
     kinds = [type(group.kv_cache_spec).__name__ for group in config.kv_cache_groups]
     if offloads and (len(kinds) > 1 or kinds[0] not in _OFFLOADED_KINDS):
         found.append(

@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Sequence
 from functools import reduce
 from multiprocessing.util import Finalize
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvelastic import _vmm, config, gpu_table, page_size
 from kvelastic.device import AUTO, HOST, Device, host
@@ -38,6 +38,9 @@ from kvelastic.pool import FOREVER_S, ElasticPool, open_pool
 from kvelastic.process_memory import anonymous_bytes
 from kvelastic.segment import Segment
 from kvelastic.sizes import format_size
+
+if TYPE_CHECKING:
+    from kvelastic.integration.vllm.in_tiers import EngineTiers
 
 _log = logging.getLogger("kvelastic.vllm")
 
@@ -68,6 +71,8 @@ class Instance:
         self._timeout_s = timeout_s
         self._devices = devices
         self._measures_reserve = measures_reserve
+        self.tiers: EngineTiers | None = None
+        """What keeps demoted blocks; None: evicted blocks are gone."""
         # Runs in the main process and in every kind of child that multiprocessing makes, which
         # `atexit` does not.
         self._at_exit = Finalize(self, pool.close, exitpriority=10)
@@ -175,6 +180,26 @@ class Instance:
                 "shows who holds what. Lower the limit of another model, and wake it again."
             )
 
+    def open_tiers(self, vllm_config: Any, cache_config: Any) -> None:
+        """Keep what is demoted in the tiers of `KVELASTIC_TIERS`, if it names any.
+
+        After the workers have attached, and before vLLM makes its scheduler. Blocks while the
+        weights' files are sampled and stores are opened. Raises what they raise.
+        """
+        settings = config.load()
+        if not settings.tiers:
+            return
+        # Not imported where there are none.
+        from kvelastic.integration.vllm import in_tiers, tier_opening
+
+        tiers = tier_opening.open_for(settings, self._pool, vllm_config, cache_config)
+        if tiers is None:
+            return
+        self._at_exit.cancel()
+        self._at_exit = Finalize(self, _close_all, (tiers, self._pool), exitpriority=10)
+        self.tiers = in_tiers.EngineTiers(tiers, sleep_wait_s=settings.tier_sleep_s)
+        in_tiers.set_of_this_engine(self.tiers)
+
     def say_whether_engine_sleeps(self, asleep: bool) -> None:
         """Show it to operators: what they put to sleep and wake by kvctl is the KV cache alone."""
         self._pool.segment.record.set_engine_asleep(asleep)
@@ -182,7 +207,16 @@ class Instance:
     def close(self) -> None:
         """Stop, and remove the segment. Waits for no worker: one may be gone. Safe to repeat."""
         self._at_exit.cancel()
+        if self.tiers is not None:
+            self.tiers.close()
         self._pool.close()
+
+
+def _close_all(tiers: Any, pool: ElasticPool) -> None:
+    try:
+        tiers.close()
+    finally:
+        pool.close()
 
 
 def start_instance(

@@ -1,0 +1,80 @@
+"""Wrappers for vLLM's resets, sleep and weights, set where tiers are wanted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kvelastic.integration.vllm.in_tiers import EngineTiers
+
+_KEEPS_WEIGHTS_LEVEL = 1
+"""The level of sleep after which the same weights wake."""
+
+
+def reset_prefix_cache(
+    original: Callable[..., bool], scheduler: Any, *args: Any, **kwargs: Any
+) -> bool:
+    """Of the scheduler. Before a sleep, demote; else nothing in the tiers is found any more."""
+    tiers = _tiers_of(scheduler)
+    if tiers is None:
+        return original(scheduler, *args, **kwargs)
+    tiers.before_reset(scheduler)
+    try:
+        return original(scheduler, *args, **kwargs)
+    finally:
+        tiers.after_reset()
+
+
+def reset_caches(original: Callable[..., None], core: Any, *args: Any, **kwargs: Any) -> None:
+    """Of the engine core: what a sleep and a pause call."""
+    tiers = _tiers_of(core.scheduler)
+    if tiers is None:
+        original(core, *args, **kwargs)
+        return
+    with tiers.resetting_all():
+        original(core, *args, **kwargs)
+
+
+def sleep(
+    original: Callable[..., Any], core: Any, level: int = 1, *args: Any, **kwargs: Any
+) -> Any:
+    """The reset that belongs to it comes now, or once requests have ended."""
+    tiers = _tiers_of(core.scheduler)
+    if tiers is not None:
+        tiers.sleeps = level == _KEEPS_WEIGHTS_LEVEL
+    try:
+        return original(core, level, *args, **kwargs)
+    except BaseException:
+        if tiers is not None:
+            tiers.sleeps = False
+        raise
+
+
+def release_kv_cache_memory(original: Callable[..., None], core: Any) -> None:
+    """A sleep of the KV cache alone."""
+    tiers = _tiers_of(core.scheduler)
+    if tiers is not None:
+        tiers.sleeps = True
+    try:
+        original(core)
+    finally:
+        if tiers is not None:
+            tiers.sleeps = False
+
+
+def collective_rpc(
+    original: Callable[..., Any], core: Any, method: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """Whoever calls the workers may change their weights."""
+    try:
+        return original(core, method, *args, **kwargs)
+    finally:
+        tiers = _tiers_of(core.scheduler)
+        if tiers is not None:
+            tiers.called_workers(method)
+
+
+def _tiers_of(scheduler: Any) -> EngineTiers | None:
+    pool = getattr(getattr(scheduler, "kv_cache_manager", None), "block_pool", None)
+    return getattr(pool, "tiers", None)

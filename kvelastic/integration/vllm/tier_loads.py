@@ -1,0 +1,134 @@
+"""Loads from the tiers into blocks of requests, on their way beside the engine's steps.
+
+    loads.begin("req", job, match, ids)          # in the step in which vLLM has made the job
+    for load in loads.take_finished(): ...       # before the next step
+    loads.wait_for_any(0.01)                     # in the place of empty steps
+
+A load never fails for vLLM: how many of the leading blocks hold their records is answered, and the
+rest is computed. Blocks of a load are in use by its request until it is over, also where the
+request has ended before.
+
+Used by the scheduler's thread only; threads of the tiers carry the loads out.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+_LOOK_S = 0.002
+
+
+class Loading(Protocol):
+    """A load that the tiers carry out."""
+
+    @property
+    def done(self) -> bool:
+        """Whether its blocks are touched by nobody any more."""
+
+    @property
+    def count(self) -> int:
+        """How many leading blocks hold their records. Once it is done."""
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Until it is done, `timeout_s` at most; answers whether it is."""
+
+    def cancel(self) -> None:
+        """Begin nothing more of it. Repeatable."""
+
+
+class LoadingTiers(Protocol):
+    """What loading needs of the tiers."""
+
+    def load(self, match: Any, ids: Sequence[int]) -> Loading:
+        """Bring the first keys of a match into blocks that are in use. Never blocks.
+
+        Holds what the match holds until it is done.
+        """
+
+
+@dataclass(frozen=True)
+class Load:
+    """One load of one request."""
+
+    request: str
+    job: int
+    """vLLM's number of it."""
+    blocks: int
+    loading: Loading | None
+    """None: it was not begun."""
+
+    @property
+    def is_over(self) -> bool:
+        """Whether its blocks are touched by nobody any more."""
+        return self.loading is None or self.loading.done
+
+    @property
+    def leading(self) -> int:
+        """How many of the leading blocks hold their records; for one that is over."""
+        return 0 if self.loading is None else self.loading.count
+
+
+class Loads:
+    """See the module."""
+
+    def __init__(self, tiers: LoadingTiers) -> None:
+        self._tiers = tiers
+        self._open: list[Load] = []
+
+    def begin(self, request: str, job: int, match: Any, ids: Sequence[int]) -> None:
+        """Begin a load of what the match holds into these blocks, and release the match.
+
+        It may hold less than there are blocks.
+        """
+        try:
+            loading = self._tiers.load(match, ids[: match.count]) if match.count else None
+        finally:
+            match.release()
+        self._open.append(Load(request, job, len(ids), loading))
+
+    def refuse(self, request: str, job: int, blocks: int) -> None:
+        """A load that is not to begin: it is over, with nothing loaded."""
+        self._open.append(Load(request, job, blocks, None))
+
+    @property
+    def open(self) -> int:
+        """How many were begun and not taken."""
+        return len(self._open)
+
+    @property
+    def has_finished(self) -> bool:
+        """Whether `take_finished` would give something."""
+        return any(load.is_over for load in self._open)
+
+    def take_finished(self) -> list[Load]:
+        """Those that are over and were not taken yet."""
+        finished = [load for load in self._open if load.is_over]
+        if finished:
+            self._open = [load for load in self._open if load not in finished]
+        return finished
+
+    def wait_for_any(self, timeout_s: float) -> bool:
+        """Block until one is over, `timeout_s` at most; answers whether one is."""
+        end_s = time.monotonic() + timeout_s
+        while self._open and not self.has_finished:
+            left_s = end_s - time.monotonic()
+            if left_s <= 0:
+                return False
+            loading = self._open[0].loading
+            if loading is not None:
+                loading.wait(left_s if len(self._open) == 1 else min(left_s, _LOOK_S))
+        return self.has_finished
+
+    def cancel_all(self, timeout_s: float) -> bool:
+        """Begin nothing more of any, and block until all are over, `timeout_s` at most.
+
+        Answers whether they are.
+        """
+        end_s = time.monotonic() + timeout_s
+        loadings = [load.loading for load in self._open if load.loading is not None]
+        for loading in loadings:
+            loading.cancel()
+        return all(loading.wait(max(0.0, end_s - time.monotonic())) for loading in loadings)

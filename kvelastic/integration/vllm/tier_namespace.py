@@ -1,0 +1,92 @@
+"""The namespace of a vLLM's tiers: everything that changes the bytes of a block of the same tokens.
+
+vLLM's hash of a block stands for its tokens and all before them, for multi-modal inputs, for a
+salt and for a LoRA's name. What it says nothing of is said here. Where nobody can say what weights
+these are, the namespace is of this process alone: nothing is found again after it.
+
+Reads fields of vLLM's configuration only; imports neither vLLM nor torch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import secrets
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+from kvelastic.integration.vllm.weights_fingerprint import fingerprint_of_weights
+from kvelastic.tiers.namespace import Namespace
+
+_STABLE_HASHES: Final = frozenset({"sha256", "sha256_cbor"})
+"""Those that begin from a fixed seed in every process, unless PYTHONHASHSEED gives another."""
+_RANDOM_WEIGHTS: Final = "dummy"
+_GROUP_BYTES: Final = 4
+"""At the end of what vLLM calls a block's hash: its group, most significant byte first."""
+
+
+def namespace_of(
+    vllm_config: Any,
+    cache_config: Any,
+    record_bytes: int,
+    *,
+    version: str,
+    environ: Mapping[str, str] = os.environ,
+    fingerprint: Callable[[str], str | None] = fingerprint_of_weights,
+) -> Namespace:
+    """The namespace of an engine with this configuration and KV cache.
+
+    Blocks while the weights' files are sampled.
+    """
+    model = vllm_config.model_config
+    parallel = vllm_config.parallel_config
+    groups = cache_config.kv_cache_groups
+    return Namespace(
+        model=str(model.model),
+        weights=_weights(model, vllm_config.load_config, fingerprint),
+        dtype=f"{model.dtype}/{vllm_config.cache_config.cache_dtype}",
+        layout="; ".join(
+            [
+                f"vLLM {version} on {vllm_config.device_config.device_type}",
+                str(vllm_config.cache_config.kv_cache_layout),
+                *(f"{len(group.layer_names)} x {group.kv_cache_spec!r}" for group in groups),
+            ]
+        ),
+        block_tokens=int(groups[0].kv_cache_spec.block_size),
+        record_bytes=record_bytes,
+        ranks=", ".join(
+            f"{name} {getattr(parallel, name + '_parallel_size', 1)}"
+            for name in ("tensor", "pipeline", "decode_context", "prefill_context")
+        ),
+        hash_algorithm=_hash_algorithm(vllm_config.cache_config.prefix_caching_hash_algo, environ),
+    )
+
+
+def _weights(model: Any, load: Any, fingerprint: Callable[[str], str | None]) -> str:
+    found = None if load.load_format == _RANDOM_WEIGHTS else fingerprint(str(model.model))
+    if found is None:
+        commit = getattr(model.hf_config, "_commit_hash", None)
+        found = f"commit {commit}" if commit else f"unknown {secrets.token_hex(16)}"
+    described = "; ".join((found, str(model.revision), str(model.quantization), _settings(model)))
+    return hashlib.sha256(described.encode()).hexdigest()[:32]
+
+
+def _settings(model: Any) -> str:
+    """The model's configuration as it is computed with: with what the command line overrides."""
+    as_dict = getattr(model.hf_config, "to_dict", None)
+    settings = as_dict() if callable(as_dict) else vars(model.hf_config)
+    return json.dumps(settings, sort_keys=True, default=str)
+
+
+def _hash_algorithm(name: str, environ: Mapping[str, str]) -> str:
+    seed = environ.get("PYTHONHASHSEED")
+    if seed is None and name not in _STABLE_HASHES:
+        seed = secrets.token_hex(16)  # vLLM takes a random one for each process
+    return f"{name} from {seed!r}"
+
+
+def key_of(namespace: Namespace, hash_with_group: bytes) -> bytes:
+    """The key of a block that vLLM knows by its hash and group, side by side in one `bytes`."""
+    group = int.from_bytes(hash_with_group[-_GROUP_BYTES:], "big")
+    return namespace.key_of(hash_with_group[:-_GROUP_BYTES], group)

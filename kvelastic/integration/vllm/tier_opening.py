@@ -1,0 +1,28 @@
+"""Opens the tiers of a vLLM's pool. Imported only where `KVELASTIC_TIERS` names some."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvelastic.config import Config
+from kvelastic.integration.vllm import versions
+from kvelastic.integration.vllm.tier_namespace import namespace_of
+from kvelastic.pool import ElasticPool
+from kvelastic.tiers.manager import Tiers
+from kvelastic.tiers.opening import open_tiers
+
+
+def open_for(
+    settings: Config, pool: ElasticPool, vllm_config: Any, cache_config: Any
+) -> Tiers | None:
+    """The tiers that the settings name for the blocks of a pool, opened; None: none is of use.
+
+    Blocks while the weights' files are sampled and stores are opened. Raises what they raise.
+    """
+    namespace = namespace_of(
+        vllm_config,
+        cache_config,
+        pool.blocks.record_bytes,
+        version=versions.installed_version(),
+    )
+    return open_tiers(pool, settings, namespace)
