@@ -375,7 +375,9 @@ def _probe_tiers(probe: Probe) -> None:
         ("failed_recving_kv_req_ids", "num_computed_tokens", "cache_blocks", "free"),
     )
     probe.mentions(f"{_OFFLOADS}.update_connector_output", ("completed_jobs", "pending_count"))
-    probe.mentions(f"{_OFFLOADS}.build_connector_meta", ("_current_batch_load_jobs", "on_schedule_end"))
+    probe.mentions(
+        f"{_OFFLOADS}.build_connector_meta", ("_current_batch_load_jobs", "on_schedule_end")
+    )
     probe.mentions(f"{_OFFLOADS}.__init__", ("_sliding_window_groups", "manager"))
     probe.mentions(f"{_OFFLOADS}.update_state_after_alloc", ("prepare_load", "GPULoadStoreSpec"))
     probe.fields(f"{_OFFLOAD_BASE}:ReqContext", ("req_id", "_offload_key_positions"))
