@@ -1,0 +1,200 @@
+"""vLLM with a disk tier: what its cache gave up comes back, with the tokens that stock computes."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+from vllm_server import BLOCK_TOKENS, KV_BYTES, PAGE_BYTES, Request, VllmServer, make_requests
+
+from kvelastic import segment
+
+pytestmark = pytest.mark.timeout(600)
+
+NAME = f"kvelastic_tiers_{os.getpid()}"
+PROGRAMS = Path(__file__).parents[1] / "programs"
+REQUESTS = make_requests(10, seed=61, shortest=200)
+
+
+class Answer(NamedTuple):
+    tokens: list[int]
+    own: int
+    """Tokens found in vLLM's own prefix cache."""
+    loaded: int
+    """Tokens found in the tiers."""
+
+
+class TieredServer(VllmServer):
+    """vLLM with kvelastic and one disk tier in a folder of its own."""
+
+    def __init__(self, model: Path, log: Path, folder: Path) -> None:
+        folder.mkdir(mode=0o700, exist_ok=True)
+        environment = {
+            "ENABLE_KVELASTIC": "true",
+            "KVELASTIC_IPC_NAME": NAME,
+            "KVELASTIC_TIERS": f"disk:{folder}:256M",
+            "KVELASTIC_TIER_LIMIT_SECONDS": "60",  # a busy machine drops nothing
+            "KVELASTIC_MAX_CACHED_TOKENS": "-1",
+            "KVELASTIC_SANITY_CHECK": "true",
+            "VLLM_SERVER_DEV_MODE": "1",
+        }
+        super().__init__(model, log, environment)
+
+    def ask(self, request: Request) -> Answer:
+        before = self.metrics()
+        tokens = self.complete(request)
+        after = self.metrics()
+        names = ("prefix_cache_hits_total", "external_prefix_cache_hits_total")
+        return Answer(tokens, *(int(after[name] - before[name]) for name in names))
+
+    def evict(self) -> None:
+        """A limit of one page, and back."""
+        segment.request(NAME, limit_bytes=PAGE_BYTES, wait_s=60)
+        assert segment.inspect(NAME).usage["mapped_bytes"] <= PAGE_BYTES
+        segment.request(NAME, limit_bytes=KV_BYTES, wait_s=10)
+
+    def check_end(self) -> None:
+        assert self.stop() == 0
+        log = self.log.read_text(errors="replace")
+        for word in ("IntegrityError", "sanity check failed", "please report", "Please report"):
+            assert word not in log
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("tiers") / "disk"
+
+
+@pytest.fixture(scope="module")
+def expected(servers: tuple) -> list[list[int]]:
+    answers: list[list[int]] = servers[0].complete_all(REQUESTS)
+    return answers
+
+
+@pytest.fixture(scope="module")
+def tiered(
+    tiny_model: Path, log_folder: Path, folder: Path, expected: list[list[int]]
+) -> Iterator[VllmServer]:
+    """One that has answered all requests once."""
+    with TieredServer(tiny_model, log_folder / "tiers.log", folder) as server:
+        server.wait_until_ready()
+        assert server.complete_all(REQUESTS) == expected
+        yield server
+
+
+def check_found(answer: Answer, request: Request, tokens: list[int]) -> None:
+    """At most the last block is computed, or of a whole one its last token."""
+    assert answer.tokens == tokens
+    assert len(request.prompt) - answer.own - answer.loaded <= BLOCK_TOKENS
+
+
+def test_after_a_limit_of_one_page_nothing_is_computed_again(tiered, expected) -> None:
+    tiered.evict()
+    loaded = 0
+    for request, tokens in zip(REQUESTS, expected, strict=True):
+        answer = tiered.ask(request)
+        check_found(answer, request, tokens)
+        loaded += answer.loaded
+    assert loaded > 1000, "nothing had been evicted"
+
+
+def test_sleep_demotes_and_what_wakes_finds_it(tiered, expected) -> None:
+    for _ in range(2):
+        tiered.post("/sleep?level=1")
+        tiered.post("/wake_up")
+        answer = tiered.ask(REQUESTS[0])
+        assert answer.own == 0, "vLLM's own cache has slept"
+        check_found(answer, REQUESTS[0], expected[0])
+
+
+def test_another_salt_finds_nothing(tiered, expected) -> None:
+    tiered.evict()
+    before = tiered.metrics()
+    body = {"model": "m", "prompt": REQUESTS[0].prompt, "max_tokens": 1, "cache_salt": "other"}
+    connection = http.client.HTTPConnection("127.0.0.1", tiered.port, timeout=300)
+    connection.request(
+        "POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"}
+    )
+    assert connection.getresponse().status == 200
+    connection.close()
+    after = tiered.metrics()
+    for name in ("prefix_cache_hits_total", "external_prefix_cache_hits_total"):
+        assert after[name] == before[name]
+
+
+def test_under_limits_that_change_all_the_time_every_answer_is_stocks(tiered, expected) -> None:
+    is_over = threading.Event()
+
+    def change_limits() -> None:
+        pages = 1
+        while not is_over.is_set():
+            pages = pages * 3 % 31 or 1
+            segment.request(NAME, limit_bytes=pages * PAGE_BYTES)
+            is_over.wait(0.05)
+
+    changing = threading.Thread(target=change_limits)
+    changing.start()
+    try:
+        rounds = [tiered.complete_all(REQUESTS) for _ in range(3)]
+    finally:
+        is_over.set()
+        changing.join()
+        segment.request(NAME, limit_bytes=KV_BYTES, wait_s=60)
+    assert rounds == [expected] * 3
+
+
+def test_a_server_that_was_killed_finds_its_records_and_a_reset_hides_them(
+    tiered, expected, tiny_model, log_folder, folder
+) -> None:
+    tiered.post("/sleep?level=1")  # demotes all
+    tiered.kill()
+    log = log_folder / "tiers_again.log"
+    with TieredServer(tiny_model, log, folder) as again:
+        again.wait_until_ready()
+        for request, tokens in zip(REQUESTS, expected, strict=True):
+            answer = again.ask(request)
+            check_found(answer, request, tokens)
+        assert again.metrics()["external_prefix_cache_hits_total"] > 1000
+
+        again.post("/reset_prefix_cache")
+        assert again.ask(REQUESTS[0]) == Answer(expected[0], 0, 0)
+        again.post("/sleep?level=1")
+        again.post("/wake_up")
+        answer = again.ask(REQUESTS[0])
+        assert answer.own == 0
+        check_found(answer, REQUESTS[0], expected[0])
+
+        # Records that have lost their bytes are misses, and computed again.
+        again.post("/sleep?level=1")
+        again.post("/wake_up")
+        (file,) = folder.glob("*.kv")
+        size_bytes = file.stat().st_size
+        with file.open("r+b") as opened:
+            opened.seek(size_bytes // 256)
+            opened.write(bytes(size_bytes - size_bytes // 256))
+        assert again.complete_all(REQUESTS) == expected
+        again.check_end()
+
+
+def test_groups_and_windows(log_folder, tmp_path) -> None:
+    model = tmp_path / "model"
+    program = PROGRAMS / "tiny_architectures.py"
+    subprocess.run([sys.executable, program, "full_and_sliding", model], check=True)
+    with TieredServer(model, log_folder / "tiers_windows.log", tmp_path / "disk") as server:
+        server.wait_until_ready()
+        expected = server.complete_all(REQUESTS)
+        server.evict()
+        answers = [server.ask(request) for request in REQUESTS]
+        assert [answer.tokens for answer in answers] == expected
+        assert sum(answer.loaded for answer in answers) > 500
+        segment.request(NAME, limit_bytes=3 * PAGE_BYTES, wait_s=60)
+        assert [server.complete_all(REQUESTS) for _ in range(2)] == [expected] * 2
+        server.check_end()

@@ -1,0 +1,97 @@
+"""Which connector vLLM gets with tiers, and what is refused with the reason."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvelastic.errors import UnsupportedEngineError
+from kvelastic.integration.vllm import tier_connector
+from kvelastic.integration.vllm.tier_refusals import (
+    refuse_cache_for_tiers,
+    refuse_for_tiers,
+    refuse_without_tiers,
+)
+
+
+def connector(**fields: Any) -> SimpleNamespace:
+    return SimpleNamespace(**{**tier_connector.fields(), **fields})
+
+
+def vllm_config(**changes: Any) -> SimpleNamespace:
+    given = {
+        "kv_transfer_config": connector(),
+        "cache_config": SimpleNamespace(enable_prefix_caching=True),
+        "lora_config": None,
+        "speculative_config": None,
+        "parallel_config": SimpleNamespace(decode_context_parallel_size=1),
+    }
+    return SimpleNamespace(**{**given, **changes})
+
+
+def test_it_is_filled_in_where_none_is_configured() -> None:
+    for configured in (None, SimpleNamespace(kv_connector=None)):
+        made = tier_connector.filled_in(configured, SimpleNamespace, offloads=False)
+        assert tier_connector.is_ours(made)
+        assert made.kv_load_failure_policy == "recompute", "a failed load must not fail a request"
+
+
+def test_one_that_names_our_spec_is_left_as_it_is() -> None:
+    ours = connector()
+    assert tier_connector.filled_in(ours, SimpleNamespace, offloads=False) is ours
+
+
+@pytest.mark.parametrize("name", ["OffloadingConnector", "NixlConnector", "MultiConnector"])
+def test_any_other_is_refused(name: str) -> None:
+    other = SimpleNamespace(kv_connector=name, kv_connector_extra_config={})
+    with pytest.raises(UnsupportedEngineError, match=f"the KV connector {name} is configured"):
+        tier_connector.filled_in(other, SimpleNamespace, offloads=False)
+
+
+def test_vllms_own_offloading_is_refused() -> None:
+    with pytest.raises(UnsupportedEngineError, match="--kv-offloading-size"):
+        tier_connector.filled_in(None, SimpleNamespace, offloads=True)
+
+
+def test_what_is_covered_is_accepted() -> None:
+    refuse_for_tiers(vllm_config())
+    refuse_without_tiers(vllm_config(kv_transfer_config=None))
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"kv_transfer_config": None}, "another KV connector"),
+        ({"cache_config": SimpleNamespace(enable_prefix_caching=False)}, "prefix-caching"),
+        ({"lora_config": object()}, "LoRA"),
+        ({"speculative_config": object()}, "speculative"),
+        ({"parallel_config": SimpleNamespace(decode_context_parallel_size=2)}, "decode_context"),
+        (
+            {"kv_transfer_config": connector(kv_connector_extra_config={
+                "spec_module_path": tier_connector.SPEC_MODULE, "blocks_per_chunk": 2,
+            })},
+            "a record is one block",
+        ),
+    ],
+)  # fmt: skip
+def test_what_is_not_is_refused_with_the_reason(changes: dict[str, Any], why: str) -> None:
+    with pytest.raises(UnsupportedEngineError, match=why):
+        refuse_for_tiers(vllm_config(**changes))
+
+
+def test_our_spec_without_tiers_is_refused() -> None:
+    with pytest.raises(UnsupportedEngineError, match="names no tier"):
+        refuse_without_tiers(vllm_config())
+
+
+@pytest.mark.parametrize("kind", ["MambaSpec", "ChunkedLocalAttentionSpec"])
+def test_layers_whose_blocks_are_not_named_by_tokens_are_refused(kind: str) -> None:
+    def cache(*kinds: str) -> SimpleNamespace:
+        groups = [SimpleNamespace(kv_cache_spec=type(one, (), {})()) for one in kinds]
+        return SimpleNamespace(kv_cache_groups=groups)
+
+    refuse_cache_for_tiers(cache("FullAttentionSpec", "SlidingWindowSpec"))
+    with pytest.raises(UnsupportedEngineError, match=kind):
+        refuse_cache_for_tiers(cache("FullAttentionSpec", kind))

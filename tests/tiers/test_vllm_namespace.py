@@ -1,0 +1,188 @@
+"""What must not be mixed is told apart: weights by their contents, and all else that changes KV."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvelastic.integration.vllm.tier_namespace import key_of, namespace_of
+from kvelastic.integration.vllm.weights_fingerprint import fingerprint_of_weights, samples
+
+MIB = 1 << 20
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    (tmp_path / "config.json").write_text('{"hidden_size": 128}')
+    (tmp_path / "model.safetensors").write_bytes(bytes(range(256)) * 64)
+    (tmp_path / "README.md").write_text("not read")
+    return tmp_path
+
+
+class Spec:
+    block_size = 32
+
+    def __init__(self, window: int = 0) -> None:
+        self.window = window
+
+    def __repr__(self) -> str:
+        return f"Spec(window={self.window})"
+
+
+def vllm_config(model: str = "/m", **changes: Any) -> SimpleNamespace:
+    """A configuration of vLLM; a change is named by the part it is in, `parallel__tensor_...`."""
+    parts = {
+        "model": {
+            "model": model,
+            "dtype": "torch.float32",
+            "revision": None,
+            "quantization": None,
+            "hf_config": SimpleNamespace(rope_theta=1.0),
+        },
+        "load": {"load_format": "auto"},
+        "parallel": {"tensor_parallel_size": 1, "pipeline_parallel_size": 1},
+        "cache": {
+            "cache_dtype": "auto",
+            "kv_cache_layout": "LBHNC",
+            "prefix_caching_hash_algo": "sha256",
+        },
+        "device": {"device_type": "cpu"},
+    }
+    for name, value in changes.items():
+        part, _, field = name.partition("__")
+        parts[part][field] = value
+    return SimpleNamespace(
+        **{f"{part}_config": SimpleNamespace(**fields) for part, fields in parts.items()}
+    )
+
+
+def cache_config(window: int = 0) -> SimpleNamespace:
+    group = SimpleNamespace(layer_names=["a", "b"], kv_cache_spec=Spec(window))
+    return SimpleNamespace(kv_cache_groups=[group])
+
+
+def namespace(config: SimpleNamespace, **more: Any) -> Any:
+    given = {
+        "cache_config": cache_config(),
+        "record_bytes": 4096,
+        "version": "0.32.0",
+        "environ": {},
+        "fingerprint": lambda _: "weights",
+        **more,
+    }
+    return namespace_of(config, **given)
+
+
+def test_the_same_weights_at_another_path_are_the_same(model: Path, tmp_path_factory) -> None:
+    first = fingerprint_of_weights(str(model))
+    other = tmp_path_factory.mktemp("copy")
+    for name in ("config.json", "model.safetensors"):
+        (other / name).write_bytes((model / name).read_bytes())
+    assert first == fingerprint_of_weights(str(other)) is not None
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
+def test_another_byte_is_another_fingerprint(model: Path, name: str) -> None:
+    first = fingerprint_of_weights(str(model))
+    content = bytearray((model / name).read_bytes())
+    content[len(content) // 2] ^= 1
+    (model / name).write_bytes(content)
+    assert fingerprint_of_weights(str(model)) != first
+
+
+def test_a_file_more_is_another_fingerprint_and_a_note_is_not(model: Path) -> None:
+    first = fingerprint_of_weights(str(model))
+    (model / "README.md").write_text("changed")
+    assert fingerprint_of_weights(str(model)) == first
+    (model / "adapter.safetensors").write_bytes(b"")
+    assert fingerprint_of_weights(str(model)) != first
+
+
+def test_a_change_of_a_mebibyte_anywhere_in_a_large_file_is_seen(model: Path) -> None:
+    large = model / "large.bin"
+    large.write_bytes(bytes(20 * MIB))
+    first = fingerprint_of_weights(str(model))
+    for offset in (0, 7 * MIB + 1, 19 * MIB):
+        content = bytearray(20 * MIB)
+        content[offset : offset + MIB] = b"x" * MIB
+        large.write_bytes(content)
+        assert fingerprint_of_weights(str(model)) != first, offset
+    assert sum(length for _, length in samples(20 * MIB)) < MIB
+
+
+def test_where_there_are_no_weights_nobody_can_say(tmp_path: Path) -> None:
+    assert fingerprint_of_weights(str(tmp_path)) is None
+    assert fingerprint_of_weights("org/some-model") is None
+
+
+def test_two_engines_of_the_same_share_keys() -> None:
+    assert namespace(vllm_config()) == namespace(vllm_config())
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"model__model": "/other"},
+        {"model__dtype": "torch.bfloat16"},
+        {"model__quantization": "fp8"},
+        {"model__hf_config": SimpleNamespace(rope_theta=2.0)},
+        {"cache__cache_dtype": "fp8"},
+        {"cache__kv_cache_layout": "BLHNC"},
+        {"cache__prefix_caching_hash_algo": "sha256_cbor"},
+        {"parallel__tensor_parallel_size": 2},
+        {"parallel__pipeline_parallel_size": 2},
+        {"device__device_type": "cuda"},
+    ],
+)
+def test_what_changes_kv_changes_the_namespace(changes: dict[str, Any]) -> None:
+    other = namespace(vllm_config(**changes))
+    assert other.fingerprint != namespace(vllm_config()).fingerprint
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"fingerprint": lambda _: "other weights"},
+        {"cache_config": cache_config(window=64)},
+        {"version": "0.33.0"},
+        {"environ": {"PYTHONHASHSEED": "0"}},
+        {"record_bytes": 8192},
+    ],
+)
+def test_so_does_what_is_not_in_the_configuration(more: dict[str, Any]) -> None:
+    assert namespace(vllm_config(), **more).fingerprint != namespace(vllm_config()).fingerprint
+
+
+@pytest.mark.parametrize(
+    ("changes", "more"),
+    [
+        ({}, {"fingerprint": lambda _: None}),
+        ({"load__load_format": "dummy"}, {}),
+        ({"cache__prefix_caching_hash_algo": "xxhash"}, {}),
+    ],
+)
+def test_what_nobody_can_tell_is_of_this_process_alone(changes: Any, more: Any) -> None:
+    first, second = (namespace(vllm_config(**changes), **more) for _ in range(2))
+    assert first.fingerprint != second.fingerprint
+
+
+def test_a_commit_stands_for_weights_that_are_not_at_a_path() -> None:
+    def by_commit(commit: str) -> Any:
+        settings = SimpleNamespace(_commit_hash=commit)
+        config = vllm_config("org/model", model__hf_config=settings)
+        return namespace(config, fingerprint=lambda _: None)
+
+    assert by_commit("a") == by_commit("a")
+    assert by_commit("a") != by_commit("b")
+
+
+def test_a_key_is_of_a_hash_and_its_group() -> None:
+    space = namespace(vllm_config())
+    hashed, other = bytes(32), bytes(31) + b"\1"
+    first, second = (0).to_bytes(4, "big"), (1).to_bytes(4, "big")
+    keys = {key_of(space, hashed + first), key_of(space, hashed + second)}
+    assert len(keys | {key_of(space, other + first)}) == 3
+    assert key_of(space, hashed + second) == space.key_of(hashed, 1)
