@@ -94,6 +94,8 @@ class Config:
     """Bytes a second that are written ahead of need; None is no bound."""
     tier_daily_write: int | None = None
     """Bytes that a disk tier takes in a day; None is no bound."""
+    tier_compare: bool = True
+    """Whether a tier that is slower than computing is left out."""
 
     @property
     def page_size_bytes(self) -> int:
@@ -342,6 +344,8 @@ VARIABLES: Final[tuple[Variable, ...]] = (
     Variable("KVELASTIC_TIER_DAILY_WRITE", None, "tier_daily_write", _size_or_none, "none",
              f"none; or more than 0: {SIZE_FORMS}",
              "Most that each disk tier writes in a day, for the life of the medium."),
+    Variable("KVELASTIC_TIER_COMPARE", None, "tier_compare", _boolean, "true", BOOLEAN,
+             "Leave a tier out while it takes longer to bring blocks back than computing them."),
 )
 # fmt: on
 

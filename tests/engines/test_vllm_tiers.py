@@ -42,6 +42,7 @@ class TieredServer(VllmServer):
             "KVELASTIC_IPC_NAME": NAME,
             "KVELASTIC_TIERS": f"disk:{folder}:256M",
             "KVELASTIC_TIER_LIMIT_SECONDS": "60",  # a busy machine drops nothing
+            "KVELASTIC_TIER_COMPARE": "false",  # nor finds that this model computes faster
             "KVELASTIC_MAX_CACHED_TOKENS": "-1",
             "KVELASTIC_SANITY_CHECK": "true",
             "VLLM_SERVER_DEV_MODE": "1",

@@ -83,9 +83,12 @@ class _Behind(NamedTuple):
 class EngineTiers:
     """The tiers of one engine core, and where its requests are with them."""
 
-    def __init__(self, tiers: Tiers, *, sleep_wait_s: float) -> None:
-        """`sleep_wait_s` is how long a sleep waits at most until what is cached is demoted."""
+    def __init__(self, tiers: Tiers, *, sleep_wait_s: float, compares: bool) -> None:
+        """`sleep_wait_s` is how long a sleep waits at most until what is cached is demoted;
+        `compares`: the tiers hear how long computing takes.
+        """
         self._tiers = tiers
+        self._compares = compares
         self._sleep_wait_s = sleep_wait_s
         self._namespace = tiers.namespace
         self.lookups = Lookups(tiers, self.key_of)
@@ -245,7 +248,7 @@ class EngineTiers:
         Steps overlap: the time of one begins where the one before has ended.
         """
         blocks = output.total_num_scheduled_tokens // max(1, self._namespace.block_tokens)
-        if blocks >= _LEAST_BLOCKS:
+        if self._compares and blocks >= _LEAST_BLOCKS:
             began_s = max(output.kvelastic_made_s, self._last_step_s)
             self._tiers.computed(blocks, time.monotonic() - began_s)
         self._last_step_s = time.monotonic()

@@ -197,7 +197,9 @@ class Instance:
             return
         self._at_exit.cancel()
         self._at_exit = Finalize(self, _close_all, (tiers, self._pool), exitpriority=10)
-        self.tiers = in_tiers.EngineTiers(tiers, sleep_wait_s=settings.tier_sleep_s)
+        self.tiers = in_tiers.EngineTiers(
+            tiers, sleep_wait_s=settings.tier_sleep_s, compares=settings.tier_compare
+        )
         in_tiers.set_of_this_engine(self.tiers)
 
     def say_whether_engine_sleeps(self, asleep: bool) -> None:
