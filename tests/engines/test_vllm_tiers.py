@@ -183,6 +183,7 @@ def test_a_server_that_was_killed_finds_its_records_and_a_reset_hides_them(
             opened.write(bytes(size_bytes - size_bytes // 256))
         assert again.complete_all(REQUESTS) == expected
         again.check_end()
+        assert "could not be read from the tiers" in log.read_text(errors="replace")
 
 
 def test_groups_and_windows(log_folder, tmp_path) -> None:
