@@ -9,6 +9,7 @@ operator whose engine does not run, or will never run again.
 
 from __future__ import annotations
 
+import errno
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -104,6 +105,11 @@ def _erase(file: DataFile, wanted: Wanted) -> int:
         file.clear_entry(slot)
     if slots:
         file.sync()
-        file.wipe(slots)
+        try:
+            file.release(slots)  # to wipe would take room for those that have none
+        except OSError as error:
+            if error.errno not in {errno.EOPNOTSUPP, errno.ENOSYS}:
+                raise
+            file.wipe(slots)
         file.sync()
     return len(slots)

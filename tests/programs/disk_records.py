@@ -5,16 +5,20 @@ python disk_records.py write FOLDER RECORD_BYTES LIMIT_BYTES FIRST      puts unt
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
+import random
 import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from kvelastic.tiers.base import Store
+from kvelastic.tiers.base import NO_KEY, Store
 from kvelastic.tiers.disk import DiskStore
 from kvelastic.tiers.namespace import Namespace
 
+NUMBERS = 3000
+"""What `anything` puts and erases begins below this, and ends 30 above it at most."""
 MODEL = Namespace(model="one", block_tokens=16)
 
 
@@ -53,8 +57,11 @@ def open_store(folder: Path, record_bytes: int, limit_bytes: int, **more: Any) -
 
 
 def disk_bytes(folder: Path) -> int:
-    """What the files of a folder take."""
-    return sum(path.stat().st_blocks * 512 for path in folder.iterdir())
+    """What the files of a folder take; under the lock with which engines make and remove them."""
+    with (folder / ".lock").open("rb") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        names = [path for path in folder.iterdir() if path.suffix != ".live"]
+        return sum(path.stat().st_blocks * 512 for path in names)
 
 
 def _write(folder: str, record_bytes: str, limit_bytes: str, first: str) -> None:
@@ -66,5 +73,27 @@ def _write(folder: str, record_bytes: str, limit_bytes: str, first: str) -> None
         print(number, flush=True)
 
 
+def _anything(folder: str, record_bytes: str, limit_bytes: str, seed: str) -> None:
+    rng = random.Random(int(seed))
+    limit = int(limit_bytes)
+    store = open_store(Path(folder), int(record_bytes), limit)
+    while True:
+        first = rng.randrange(NUMBERS)
+        numbers = range(first, first + rng.randint(1, 30))
+        kind = rng.randrange(12)
+        if kind < 7:
+            put(store, numbers, chain_after=NO_KEY)
+        elif kind < 9:
+            whole(store, numbers)
+        elif kind == 9:
+            store.erase(keys(numbers))
+        elif kind == 10:
+            store.set_limit(rng.choice((limit, limit // 2, limit // 4, limit)))
+        else:
+            store.close()
+            store = open_store(Path(folder), int(record_bytes), limit)
+        print(kind, flush=True)
+
+
 if __name__ == "__main__":
-    {"write": _write}[sys.argv[1]](*sys.argv[2:])
+    {"write": _write, "anything": _anything}[sys.argv[1]](*sys.argv[2:])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -11,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from disk_records import MODEL, disk_bytes, keys, open_store, put, record, whole
+from disk_records import MODEL, NUMBERS, disk_bytes, keys, open_store, put, record, whole
 
 from kvelastic.tiers.base import Selection
 from kvelastic.tiers.disk import DiskStore
@@ -109,6 +110,39 @@ def test_what_a_neighbour_left_is_taken_over_when_room_is_needed(folder: Path) -
     assert disk_bytes(folder) <= 8 * MIB
     store.check_integrity()
     store.close()
+
+
+def test_engines_that_do_anything_and_are_killed(
+    folder: Path, request: pytest.FixtureRequest
+) -> None:
+    """Two at once, killed in the middle of it, again and again: nothing torn, nothing wrong."""
+    limit_bytes = 6 * MIB
+    rng = random.Random(7)
+    command = [sys.executable, str(PROGRAM), "anything", str(folder), str(RECORD), str(limit_bytes)]
+    for _ in range(60 if request.config.getoption("--soak") else 5):
+        children = [
+            subprocess.Popen(
+                [*command, str(rng.randrange(1 << 30))], stdout=subprocess.PIPE, text=True
+            )
+            for _ in range(2)
+        ]
+        try:
+            for _ in range(rng.randint(5, 150)):
+                for child in children:
+                    assert child.stdout is not None
+                    assert child.stdout.readline(), "it ended by itself; see above"
+                assert disk_bytes(folder) <= limit_bytes
+        finally:
+            for child in children:
+                child.send_signal(signal.SIGKILL)
+                child.communicate()
+        store = open_store(folder, RECORD, limit_bytes)
+        assert len(whole(store, range(NUMBERS + 30))) == store.capacity().records
+        seen = store.statistics()
+        assert (seen.torn, seen.errors) == (0, 0)
+        store.check_integrity()
+        store.close()
+        assert disk_bytes(folder) <= limit_bytes
 
 
 def test_files_of_a_living_engine_are_left_alone(folder: Path) -> None:
