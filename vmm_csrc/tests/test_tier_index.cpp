@@ -30,6 +30,10 @@ void* allocate(std::size_t bytes) {
 [[gnu::noinline]] void* operator new(std::size_t bytes) {
   return allocate(bytes);
 }
+// What std::stable_sort asks for; delete below is for both.
+[[gnu::noinline]] void* operator new(std::size_t bytes, const std::nothrow_t&) noexcept {
+  return std::malloc(bytes == 0 ? 1 : bytes);
+}
 [[gnu::noinline]] void operator delete(void* at) noexcept {
   std::free(at);
 }
