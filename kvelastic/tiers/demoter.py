@@ -152,6 +152,10 @@ class Demoter:
             # whoever made this may not have noticed yet.
             _log.warning("blocks could not be demoted: %s: %s", error.code, error)
             self._is_closing.wait(REFUSED_S)
+        except Exception:
+            # Without this thread whoever shrinks would wait for nothing, each time.
+            _log.exception("blocks could not be demoted; it is tried again")
+            self._is_closing.wait(REFUSED_S)
 
     def _serve(self, demotion: Demotion) -> None:
         """Until as many are clean as are wanted, nothing is left, or time is up."""

@@ -14,7 +14,9 @@ properties do not wait for a medium, as long as the stores keep their word.
 
 from __future__ import annotations
 
+import atexit
 import logging
+import os
 import secrets
 import threading
 import time
@@ -48,6 +50,8 @@ from kvelastic.tiers.run import Priority, Run, Transfer
 _log = logging.getLogger("kvelastic")
 
 CLOSE_S = 5.0
+EXIT_S = 2.0
+"""The same at the end of a process that has not closed its tiers."""
 ERASE_S = 60.0
 """How long `erase` and `forget` wait for a store."""
 LOAD_BATCH = 8
@@ -175,6 +179,13 @@ class Tiers:
             parents=self._lineage.parents,
             clock=clock,
         )
+        # A process that forgets to close it ends with no thread inside a store or the pool.
+        self._pid = os.getpid()
+        atexit.register(self._close_at_exit)
+
+    def _close_at_exit(self) -> None:
+        if self._pid == os.getpid():  # a forked child has none of the threads
+            self.close(EXIT_S)
 
     # --- looking and loading -------------------------------------------------------------------
 
@@ -457,6 +468,7 @@ class Tiers:
             if self._is_closed:
                 return []
             self._is_closed = True
+        atexit.unregister(self._close_at_exit)
         left = [] if self._demoter.close(timeout_s) else ["demotion"]
         self._lookup.close(timeout_s)
         return left + self._executor.close(timeout_s)

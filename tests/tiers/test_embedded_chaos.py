@@ -250,3 +250,25 @@ def test_write_back_above_its_watermark_and_busy_writes_nothing(tmp_path, group)
     finally:
         assert engine.tiers.close() == []
         engine.pool.close()
+
+
+def test_a_process_that_forgets_to_close_its_tiers_ends_well(tmp_path, group) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir(mode=0o700)
+    code = (
+        "import random, pathlib, embedded_engine\n"
+        f"disk = pathlib.Path({str(disk)!r})\n"
+        "engine = embedded_engine.open_engine('forgets', random.Random(4), disk=disk)\n"
+        "engine.is_calm = True\n"
+        "for _ in range(40): engine.step()\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=os.environ | group,
+        cwd=PROGRAM.parent,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert not [info for info in segment.list_segments() if info.name == "forgets"]
