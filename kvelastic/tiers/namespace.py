@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 FORMAT_VERSION = 1
 """Of records and keys; another one finds nothing of this."""
@@ -31,7 +32,7 @@ class Namespace:
     hash_algorithm: str = ""
     generation: int = 0
 
-    @property
+    @cached_property
     def fingerprint(self) -> bytes:
         """16 bytes that stand for all of it: SHA-256 over its fields, each with its length."""
         digest = hashlib.sha256(b"kvelastic tier namespace %d" % FORMAT_VERSION)

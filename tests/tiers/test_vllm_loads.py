@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 
 from kvelastic.errors import InvalidArgumentError
-from kvelastic.integration.vllm.tier_loads import Loads
+from kvelastic.integration.vllm.tier_loads import Loads, is_too_slow
 from kvelastic.integration.vllm.tier_lookups import Chain, Lookups
 from kvelastic.tiers.base import KEY_BYTES, NO_KEY
 
@@ -181,3 +181,41 @@ def test_all_can_be_ended() -> None:
     assert loads.cancel_all(0.0)
     assert [load.leading for load in loads.take_finished()] == [0, 0]
     assert all(loading.is_cancelled for loading in tiers.loadings)
+
+
+@pytest.mark.parametrize(
+    ("elapsed_s", "loaded", "compute_s", "expected"),
+    [
+        (0.01, 0, 0.1, False),  # too early to say, of ten blocks
+        (0.09, 0, 0.1, True),  # nothing came in the time that most of a block takes
+        (0.5, 8, 0.1, False),
+        (0.5, 4, 0.1, True),  # would take 1.25 s where computing takes 1
+        (0.5, 6, None, False),
+        (0.5, 1, None, True),
+    ],
+)
+def test_a_load_that_computing_would_overtake_is_given_up(
+    elapsed_s: float, loaded: int, compute_s: float | None, expected: bool
+) -> None:
+    assert is_too_slow(elapsed_s, 10, loaded, compute_s=compute_s) is expected
+
+
+def test_a_tier_that_was_quick_of_late_may_get_nowhere_a_little_longer() -> None:
+    assert is_too_slow(0.3, 10, 0, compute_s=0.1)
+    assert not is_too_slow(0.3, 10, 0, compute_s=0.1, load_s=0.01)
+    assert is_too_slow(0.5, 10, 0, compute_s=0.1, load_s=0.01)
+
+
+def test_what_a_slow_load_has_brought_stays() -> None:
+    now_s = [0.0]
+    tiers = Tiers("a", "b")
+    loads = Loads(tiers, clock=lambda: now_s[0])
+    loads.begin("slow", 1, tiers.match(key("a") + key("b")), [4, 5])
+    loads.begin("quick", 2, tiers.match(key("a")), [6])
+    slow, quick = tiers.loadings
+    slow.count, quick.done = 0, True
+    loads.give_up_slow(0.5)
+    assert not slow.is_cancelled
+    now_s[0] = 0.4
+    loads.give_up_slow(0.5)
+    assert (slow.is_cancelled, quick.is_cancelled) == (True, False)

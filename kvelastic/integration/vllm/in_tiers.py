@@ -28,6 +28,7 @@ from kvelastic.errors import IntegrityError
 from kvelastic.integration.vllm.tier_loads import LoadingTiers, Loads
 from kvelastic.integration.vllm.tier_lookups import Found, Lookups, MatchingTiers
 from kvelastic.integration.vllm.tier_namespace import key_of
+from kvelastic.tiers.policy import averaged
 
 if TYPE_CHECKING:
     from kvelastic.integration.vllm.block_pool import ElasticBlockPool
@@ -97,6 +98,8 @@ class EngineTiers:
         self._behind: deque[_Behind] = deque()
         self._wait: _Wait | None = None
         self._last_step_s = 0.0
+        self._compute_s: float | None = None
+        """What computing a block takes, seconds; None before one was measured."""
         self.sleeps = False
         """Whether the next reset of all caches is a sleep's, which keeps the tiers."""
         self._resets_for_sleep = False
@@ -154,6 +157,7 @@ class EngineTiers:
     def deliver(self, scheduler: Any) -> None:
         """Tell vLLM which loads are over."""
         self._begin_behind()
+        self._give_up_slow_loads()
         if not self.loads.has_finished:
             return
         from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
@@ -175,6 +179,10 @@ class EngineTiers:
             scheduler._update_from_kv_xfer_finished(
                 KVConnectorOutput(finished_recving={load.request})
             )
+
+    def _give_up_slow_loads(self) -> None:
+        if self._compares:
+            self.loads.give_up_slow(self._compute_s)
 
     def _compute_rest(self, scheduler: Any, connector: Any, request: Any, leading: int) -> None:
         """Of several groups, or of windows, a part is worth nothing."""
@@ -240,6 +248,7 @@ class EngineTiers:
 
     def nap(self) -> bool:
         """Where `waits`, wait for a load a moment; whether to go on without a step."""
+        self._give_up_slow_loads()
         return self._wait is not None and self._wait.nap()
 
     def step_has_run(self, output: Any) -> None:
@@ -250,7 +259,9 @@ class EngineTiers:
         blocks = output.total_num_scheduled_tokens // max(1, self._namespace.block_tokens)
         if self._compares and blocks >= _LEAST_BLOCKS:
             began_s = max(output.kvelastic_made_s, self._last_step_s)
-            self._tiers.computed(blocks, time.monotonic() - began_s)
+            took_s = time.monotonic() - began_s
+            self._compute_s = averaged(self._compute_s, took_s / blocks)
+            self._tiers.computed(blocks, took_s)
         self._last_step_s = time.monotonic()
 
     # --- resets ---------------------------------------------------------------------------------

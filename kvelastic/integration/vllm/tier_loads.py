@@ -14,11 +14,20 @@ Used by the scheduler's thread only; threads of the tiers carry the loads out.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
-_LOOK_S = 0.002
+from kvelastic.tiers.policy import averaged
+
+_LOOK_S: Final = 0.002
+_FIRST_LOOK: Final = 0.08
+"""Part of the time that computing takes, after which a load is judged for the first time: it must
+have got somewhere by then. What is lost with a tier that hangs is no more than that."""
+_PATIENCE: Final = 4.0
+"""Times that loads of late have taken: as long a load may get nowhere, behind a write, say."""
+_UNMEASURED_S: Final = 0.1
+"""What computing a block is taken for until one was computed: never less."""
 
 
 class Loading(Protocol):
@@ -30,7 +39,7 @@ class Loading(Protocol):
 
     @property
     def count(self) -> int:
-        """How many leading blocks hold their records. Once it is done."""
+        """How many leading blocks hold their records by now; stands once it is done."""
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Until it is done, `timeout_s` at most; answers whether it is."""
@@ -59,6 +68,7 @@ class Load:
     blocks: int
     loading: Loading | None
     """None: it was not begun."""
+    began_s: float = 0.0
 
     @property
     def is_over(self) -> bool:
@@ -71,12 +81,34 @@ class Load:
         return 0 if self.loading is None else self.loading.count
 
 
+def is_too_slow(
+    elapsed_s: float,
+    blocks: int,
+    loaded: int,
+    *,
+    compute_s: float | None,
+    load_s: float | None = None,
+) -> bool:
+    """Whether computing would be over before a load that has come so far.
+
+    `compute_s` is what computing a block takes and `load_s` what loading one has taken of late,
+    None where there was none yet. A load that goes on as it did ends after
+    `elapsed_s * blocks / loaded`.
+    """
+    computing_s = blocks * (_UNMEASURED_S if compute_s is None else compute_s)
+    patience_s = max(_FIRST_LOOK * computing_s, _PATIENCE * blocks * (load_s or 0.0))
+    return elapsed_s > patience_s and elapsed_s * blocks > computing_s * loaded
+
+
 class Loads:
     """See the module."""
 
-    def __init__(self, tiers: LoadingTiers) -> None:
+    def __init__(self, tiers: LoadingTiers, clock: Callable[[], float] = time.monotonic) -> None:
         self._tiers = tiers
+        self._clock = clock
         self._open: list[Load] = []
+        self._load_s: float | None = None
+        """What a block of the whole loads of late has taken."""
 
     def begin(self, request: str, job: int, match: Any, ids: Sequence[int]) -> None:
         """Begin a load of what the match holds into these blocks, and release the match.
@@ -87,11 +119,26 @@ class Loads:
             loading = self._tiers.load(match, ids[: match.count]) if match.count else None
         finally:
             match.release()
-        self._open.append(Load(request, job, len(ids), loading))
+        self._open.append(Load(request, job, len(ids), loading, self._clock()))
 
     def refuse(self, request: str, job: int, blocks: int) -> None:
         """A load that is not to begin: it is over, with nothing loaded."""
         self._open.append(Load(request, job, blocks, None))
+
+    def give_up_slow(self, compute_s: float | None) -> None:
+        """Begin nothing more of those that computing would overtake: what they have, stays."""
+        now_s = self._clock()
+        for load in self._open:
+            if load.loading is None or load.is_over:
+                continue
+            if is_too_slow(
+                now_s - load.began_s,
+                load.blocks,
+                load.leading,
+                compute_s=compute_s,
+                load_s=self._load_s,
+            ):
+                load.loading.cancel()
 
     @property
     def open(self) -> int:
@@ -108,6 +155,10 @@ class Loads:
         finished = [load for load in self._open if load.is_over]
         if finished:
             self._open = [load for load in self._open if load not in finished]
+        for load in finished:
+            if load.leading == load.blocks:
+                took_s = self._clock() - load.began_s
+                self._load_s = averaged(self._load_s, took_s / load.blocks)
         return finished
 
     def wait_for_any(self, timeout_s: float) -> bool:
