@@ -276,9 +276,9 @@ class Engine:
 
     def sleep_or_wake(self) -> None:
         self.is_asleep = not self.is_asleep
-        if self.is_asleep:
-            while self.requests:
-                self.end()
+        # Blocks in use are not given up, whoever waits for them.
+        while self.requests:
+            self.end()
         wait_s = self.dice.choice([0, SOON_S])
         segment.request(self.pool.name, asleep=self.is_asleep, wait_s=wait_s)
 
