@@ -314,9 +314,9 @@ class Engine:
 
     def finish(self) -> dict[str, Any]:
         """Give everything back; raises `AssertionError` for a block or a byte that is left."""
-        segment.request(self.pool.name, asleep=False, limit_bytes=PAGES * PAGE_BYTES, wait_s=SOON_S)
         while self.requests:
             self.end()
+        segment.request(self.pool.name, asleep=False, limit_bytes=PAGES * PAGE_BYTES, wait_s=SOON_S)
         self.check_all()
         assert self.tiers.drain(SOON_S)
         self.tiers.check_integrity()
