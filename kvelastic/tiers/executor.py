@@ -26,6 +26,7 @@ from collections.abc import Callable, Sequence
 
 from kvelastic.errors import IntegrityError, InvalidArgumentError, KvelasticError
 from kvelastic.tiers.base import Store
+from kvelastic.tiers.calls import carry_out
 from kvelastic.tiers.graph import FILLS_STAGING, NO_TIER, POOL_COPIES, Kind, Operation, State
 from kvelastic.tiers.pool_side import Copies, StagingMemory
 from kvelastic.tiers.run import Batch, Priority, Run, Transfer
@@ -452,7 +453,9 @@ class Executor:
         batch = run.batches[operation.batch]
         began_s = time.perf_counter()
         try:
-            went_well = self._do(worker, run, operation, items, batch)
+            went_well = carry_out(
+                self._copies, self._memory, worker.store, run, operation, items, batch
+            )
         except KvelasticError as error:
             went_well = []
             _log.warning(
@@ -503,33 +506,3 @@ class Executor:
         elif operation.kind is Kind.PUT:
             for item in went_well:
                 run.stored[item].add(operation.tier)
-
-    def _do(
-        self, worker: _Worker, run: Run, operation: Operation, items: list[int], batch: Batch
-    ) -> list[int]:
-        """The call itself, without the lock; answers the items for which it went well."""
-        transfer, store = run.transfer, worker.store
-        slots = [batch.slots[item] for item in items] if batch.slots else []
-        if operation.kind is Kind.COPY_IN:
-            self._copies.copy_in(self._memory, slots, [transfer.ids[item] for item in items])
-            return items
-        if operation.kind is Kind.COPY_OUT:
-            self._copies.copy_out([transfer.ids[item] for item in items], self._memory, slots)
-            if transfer.confirm is None:
-                return items
-            stood_still = transfer.confirm()
-            return [item for item in items if stood_still[item]]
-        assert store is not None
-        if operation.kind is Kind.DROP:
-            store.erase(transfer.keys_of(items))
-            return items
-        if operation.kind is Kind.GET:
-            views = [self._memory.view(slot) for slot in slots]
-            whole = store.get(transfer.keys_of(items), views)
-            return [item for item, is_whole in zip(items, whole, strict=True) if is_whole]
-        stored: list[int] = []
-        for chain, parent in run.chains(items):
-            views = [self._memory.view(batch.slots[item]) for item in chain]
-            taken = store.put(transfer.keys_of(chain), views, chain_after=parent)
-            stored += [item for item, is_taken in zip(chain, taken, strict=True) if is_taken]
-        return stored
