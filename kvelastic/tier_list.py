@@ -8,6 +8,7 @@ Imported by the configuration, so it knows no store.
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import dataclass
 from typing import Final
@@ -99,7 +100,8 @@ def _folders(part: str, text: str) -> tuple[str, ...]:
             raise TierListError(
                 f"{part!r} has a folder that is not absolute, or has a colon in its name"
             )
-    return folders
+    # One spelling, as the stores see it: two of one folder would be two tiers that share it.
+    return tuple("/" + os.path.normpath(folder).lstrip("/") for folder in folders)
 
 
 def _size(part: str, text: str) -> int:

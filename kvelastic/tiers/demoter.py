@@ -135,8 +135,12 @@ class Demoter:
     # --- the thread ----------------------------------------------------------------------------
 
     def _work(self) -> None:
-        while not self._is_closing.is_set():
-            self._turn()
+        try:
+            while not self._is_closing.is_set():
+                self._turn()
+        finally:
+            # A last look for a want, begun before `close`, says that there is a thread to wait for.
+            self._blocks.stop_demotions()
 
     def _turn(self) -> None:
         try:

@@ -37,7 +37,7 @@ from kvelastic.tiers.base import (
 from kvelastic.tiers.costs import Costs
 from kvelastic.tiers.demoter import Demoter, DemotionCounts
 from kvelastic.tiers.executor import STUCK_S, Executor
-from kvelastic.tiers.graph import NO_TIER, Kind
+from kvelastic.tiers.graph import NO_TIER, Graph, Kind
 from kvelastic.tiers.lineage import Lineage
 from kvelastic.tiers.lookup import Lookup
 from kvelastic.tiers.match import Load, Match
@@ -208,6 +208,8 @@ class Tiers:
                 f"keys have {len(keys)} bytes, no multiple of {KEY_BYTES}; pass whole keys"
             )
         self._lineage.note(keys, chain_after)
+        with self._lock:
+            epoch = self._epoch
         held: list[Segment] = []
         leases: list[Lease] = []
         for segment in nearest(self._find(keys, count)):
@@ -221,7 +223,7 @@ class Tiers:
             # Less than was there a moment ago: it was displaced, and what follows is of no use.
             if lease.count < segment.count:
                 break
-        match = Match(keys, held, leases, chain_after)
+        match = Match(keys, held, leases, chain_after, epoch)
         with self._lock:
             self._matched += match.count
             self._unmatched += count - match.count
@@ -257,7 +259,8 @@ class Tiers:
         """Begin to load the first `len(ids)` keys of a match into these blocks, which are in use.
 
         What the match holds stays held until the load is done. The blocks are
-        named by their keys, and those that were loaded count as clean under them. Raises
+        named by their keys, and those that were loaded count as clean under them. Of a match from
+        before `erase` or `forget` nothing is loaded, though its leases may still keep it. Raises
         `InvalidArgumentError` for more blocks than the match has keys.
         """
         if len(ids) > match.count:
@@ -276,11 +279,12 @@ class Tiers:
             promote_to=nearest_kept[0] if nearest_kept else NO_TIER,
             copies=self._rules.copies,
         )
+        if not self._is_current(match.epoch):
+            # Loaded, it would also be put into a nearer tier once more, for others to find.
+            graph = Graph((), len(ids))
         keys = match.keys[: len(ids) * KEY_BYTES]
         parents = [match.chain_after, *(_key(keys, at) for at in range(len(ids) - 1))]
         let_go = match.hold()
-        with self._lock:
-            epoch = self._epoch
         try:
             # Now, while they are surely in use: what fails is computed, under the same key.
             self._blocks.name_blocks(ids, keys)
@@ -293,21 +297,27 @@ class Tiers:
 
         def note(run: Run) -> None:
             try:
-                self._note_load(run, epoch)
+                self._note_load(run, match.epoch)
             finally:
                 let_go()
 
         run.on_complete(note)
+        if not self._is_current(match.epoch):  # erased in between, which did not see this run
+            run.cancel()
         return Load(ids, run)
+
+    def _is_current(self, epoch: int) -> bool:
+        """Whether nothing was erased since."""
+        with self._lock:
+            return epoch == self._epoch
 
     def _note_load(self, run: Run, epoch: int) -> None:
         loaded = [at for at, is_loaded in enumerate(run.loaded) if is_loaded]
         with self._lock:
             self._loaded += len(loaded)
             self._missed += len(run.loaded) - len(loaded)
-            is_current = epoch == self._epoch
         # Those that have another key by now, or none, are left alone.
-        if loaded and is_current:
+        if loaded and self._is_current(epoch):
             transfer = run.transfer
             self._blocks.mark_clean([transfer.ids[at] for at in loaded], transfer.keys_of(loaded))
 

@@ -28,12 +28,15 @@ class Match:
         segments: Sequence[Segment],
         leases: Sequence[Lease],
         chain_after: bytes = NO_KEY,
+        epoch: int = 0,
     ) -> None:
         self.segments = tuple(segments)
         self.count = sum(segment.count for segment in segments)
         """How many leading keys there are."""
         self.keys = keys[: self.count * KEY_BYTES]
         self.chain_after = chain_after
+        self.epoch = epoch
+        """How often its tiers had erased anything when it was found."""
         self._leases = tuple(leases)
         self._lock = threading.Lock()
         self._holders = 1

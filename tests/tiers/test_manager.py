@@ -367,6 +367,66 @@ def test_a_load_from_before_an_erasure_leaves_nothing_clean(world) -> None:
     assert not world.near.records, "nothing was promoted after the erasure"
 
 
+@pytest.mark.parametrize("how", ["erase", "forget"])
+def test_nothing_is_loaded_by_a_match_from_before_an_erasure(world, how) -> None:
+    world.fill(near=[], far=range(4))
+    with world.tiers.match(keys_of(range(4))) as match:
+        assert match.count == 4
+        # A store keeps what is leased until then, so it can still be read.
+        world.far.erase_matching = lambda selection: 0
+        getattr(world.tiers, how)()
+        load = world.tiers.load(match, [50, 51, 52, 53])
+    assert load.wait(SOON_S)
+    assert load.failed == [0, 1, 2, 3]
+    assert world.tiers.drain(SOON_S)
+    assert not world.near.records, "what was erased is not put anywhere again"
+    assert not world.pool.clean_ids
+
+
+def test_an_erasure_while_a_load_begins_is_seen(world) -> None:
+    world.fill(near=[], far=range(4))
+    world.far.erase_matching = lambda selection: 0
+    name_blocks = world.pool.name_blocks
+
+    def erase_first(ids: Sequence[int], keys: bytes) -> None:
+        world.tiers.erase()
+        name_blocks(ids, keys)
+
+    world.pool.name_blocks = erase_first
+    world.far.hang = release = threading.Event()
+    with world.tiers.match(keys_of(range(4))) as match:
+        load = world.tiers.load(match, [50, 51, 52, 53])
+    release.set()
+    assert load.wait(SOON_S)
+    assert load.failed == [0, 1, 2, 3]
+    assert world.tiers.drain(SOON_S)
+    assert not world.near.records
+
+
+def test_nobody_waits_for_copies_once_it_is_closed() -> None:
+    """Also where the thread was cleaning ahead and looks for a want once more."""
+    world = World(Rules(policy=WritePolicy.WRITE_THROUGH, tick_s=0.001))
+    stopped = threading.Event()
+    end_leaving, stop = world.pool.end_leaving, world.pool.stop_demotions
+
+    def close_meanwhile(ticket: int, copied: Sequence[bool]) -> int:
+        closing.start()
+        assert stopped.wait(SOON_S)
+        return end_leaving(ticket, copied)
+
+    def stopping() -> None:
+        stop()
+        stopped.set()
+
+    world.pool.end_leaving = close_meanwhile  # type: ignore[method-assign]
+    world.pool.stop_demotions = stopping  # type: ignore[method-assign]
+    closing = threading.Thread(target=world.tiers.close)
+    world.pool.put_dirty(range(4))
+    assert stopped.wait(SOON_S)
+    closing.join()
+    assert not world.pool.is_attended
+
+
 def test_a_tier_slower_than_computing_is_not_asked(world) -> None:
     world.fill(near=[0], far=range(8))
     world.tiers.computed(1000, 1e-6)

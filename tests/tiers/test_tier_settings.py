@@ -47,6 +47,8 @@ def test_a_list_is_read_in_its_order() -> None:
         ("tape:1G", "no kind"),
         ("host:1G,host:2G", "twice"),
         ("disk:/a:1G,folder:/a", "twice"),
+        ("disk:/a:1G,disk:/a/:1G", "twice"),
+        ("disk:/a+//a/./b/..:1G", "twice"),
         (",".join(["disk:/a:1G"] * 9), "more than 8"),
         ("x" * 5000, "more than 4096"),
         ("host:1G,", "does not say"),
