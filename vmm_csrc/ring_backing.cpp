@@ -190,6 +190,7 @@ Status RingBacking::copy_records(std::span<const BlockSlot> blocks,
         blocks.subspan(done, std::min<std::size_t>(blocks.size() - done, blocks_at_once));
     const std::lock_guard lock(mutex_);
     if (staging_ != staging) {
+      staging_.reset();  // where only some ranks attach it, nobody knows what each of them has
       Outcome attached =
           run_one(RingMemory::Command::kStaging, ring_words_of(staging->name()), all_ranks());
       if (!attached.status) return attached.status;

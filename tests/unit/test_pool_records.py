@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import resource
 
 import pytest
 from native_pools import LAYOUTS, Memory
@@ -121,3 +122,21 @@ def test_a_rank_that_fails_to_copy_fails_the_call_and_serves_on() -> None:
             pool.copy_out(ids, staging, [0, 1, 2, 3])
         pool.copy_out(ids, staging, [0, 1, 2, 3])
         pool.check_integrity()
+
+
+def test_a_staging_that_one_rank_cannot_attach_leaves_no_part_elsewhere() -> None:
+    with Scheduler(ranks=3) as scheduler, scheduler.all_workers() as workers:
+        pool = scheduler.pool
+        ids = pool.alloc(1)
+        part = scheduler.layout.block_bytes * scheduler.layout.buffers
+        first, second = (_vmm.Staging(1, pool.record_bytes) for _ in range(2))
+        pool.copy_out(ids, first, [0])
+        before = resource.prlimit(workers[1].pid, resource.RLIMIT_NOFILE)
+        resource.prlimit(workers[1].pid, resource.RLIMIT_NOFILE, (0, before[1]))
+        with pytest.raises(errors.MappingError, match=r"rank 1\).*staging"):
+            pool.copy_out(ids, second, [0])
+        resource.prlimit(workers[1].pid, resource.RLIMIT_NOFILE, before)
+        for worker in workers:
+            worker.ask(f"write {ids[0]} {50 + worker.rank}")
+        pool.copy_out(ids, first, [0])
+        assert [first.view(0)[rank * part] for rank in range(3)] == [50, 51, 52]
