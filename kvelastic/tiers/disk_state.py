@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -19,6 +18,7 @@ from kvelastic.tiers.disk_pieces import Answers, each_key
 from kvelastic.tiers.disk_quota import Quotas
 from kvelastic.tiers.disk_room import Room
 from kvelastic.tiers.disk_slots import SlotTable
+from kvelastic.tiers.passing_lock import PassingLock
 from kvelastic.tiers.quiet import Quiet
 from kvelastic.tiers.record_owner import model_hash
 from kvelastic.tiers.write_budget import WriteBudget
@@ -45,7 +45,7 @@ class DiskState:
         wall_clock: Callable[[], float],
     ) -> None:
         """Open the folders and take over what lies there. Raises as `DiskStore`."""
-        self.changed = threading.Condition(threading.RLock())
+        self.changed = PassingLock()
         self.reading = 0
         self.writing = 0
         self.closed = False
@@ -214,15 +214,18 @@ class DiskState:
         return erased
 
     def release(self, ticket: int) -> None:
-        """End a lease. What was erased meanwhile goes now, before its slot is given out again."""
-        with self.changed:
-            freed = self.index.release(ticket)
-            if self.closed:
-                return
-            self._wipe(slot for _, slot in freed)
-            if self.room.owes:
-                with self.medium(self.growth):
-                    self.room.fit()
+        """End a lease, or have it ended by who has the lock: he may be waiting for a medium."""
+        self.changed.soon(lambda: self._end_lease(ticket))
+
+    def _end_lease(self, ticket: int) -> None:
+        """What was erased meanwhile goes now, before its slot is given out again."""
+        freed = self.index.release(ticket)
+        if self.closed:
+            return
+        self._wipe(slot for _, slot in freed)
+        if self.room.owes:
+            with self.medium(self.growth):
+                self.room.fit()
 
     def _wipe(self, slots: Iterable[int]) -> None:
         """Make what lay in slots unreadable, on the medium as well."""
@@ -278,7 +281,7 @@ class DiskState:
 
     def forget_in_child(self) -> None:
         """After a fork: the files and their locks are the parent's."""
-        self.changed = threading.Condition(threading.RLock())
+        self.changed = PassingLock()
         self.closed = True
         self.budget.close()
         for file in self.table.files():

@@ -9,6 +9,7 @@ import resource
 import shutil
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from disk_records import MODEL, keys, open_store, put, whole
 from kvelastic import _vmm
 from kvelastic.errors import InvalidArgumentError
 from kvelastic.tiers.disk import DiskStore
+from kvelastic.tiers.disk_file import DataFile
 
 MIB = 1 << 20
 RECORD = 16 * 1024
@@ -107,6 +109,43 @@ def test_reads_that_fail_are_misses_and_tried_again_later(folder: Path) -> None:
     clock.now_s += 1
     assert whole(store, range(5)) == list(range(5))
     store.check_integrity()
+    store.close()
+
+
+def test_a_medium_that_hangs_holds_up_nobody_who_ends_a_lease(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = open_store(folder, RECORD, LIMIT)
+    put(store, range(1000))  # as many as there is room for
+    there = whole(store, range(1000))
+    leases = [store.lease(keys([number])) for number in there[-2:]]
+    assert [lease.count for lease in leases] == [1, 1]
+    clear_entry = DataFile.clear_entry
+    reached, let_go, released = (threading.Event() for _ in range(3))
+
+    def hang(file: DataFile, slot: int) -> None:
+        reached.set()
+        assert let_go.wait(60)
+        clear_entry(file, slot)
+
+    def release() -> None:
+        for lease in leases:
+            lease.release()
+        released.set()
+
+    monkeypatch.setattr(DataFile, "clear_entry", hang)
+    putting = threading.Thread(target=put, args=(store, range(2000, 2004)))
+    engine = threading.Thread(target=release)
+    putting.start()
+    assert reached.wait(60)
+    engine.start()
+    was_released = released.wait(10)
+    let_go.set()
+    putting.join()
+    engine.join()
+    assert was_released
+    store.check_integrity()
+    assert store._state.index.stats()["leased"] == 0, "who had the lock has ended them"
     store.close()
 
 
