@@ -46,7 +46,14 @@ class Demotions {
     bool given_up = false;  ///< nothing more can be copied: waiting is for nothing
   };
 
-  void use(const DemotionWaits& waits) { waits_ = waits; }
+  /// Who lacks memory asks again and again: in so long a time all asks together wait as long as one
+  /// may (a token bucket).
+  static constexpr std::chrono::seconds kReclaimRefill{1};
+
+  void use(const DemotionWaits& waits) {
+    waits_ = waits;
+    reclaim_left_ = waits.reclaim;
+  }
   /// Whether a thread serves next(): without one nobody waits.
   bool is_attended() const { return attended_; }
   /// Whether somebody waits for copies just now: what is dirty is not to be evicted meanwhile.
@@ -85,6 +92,20 @@ class Demotions {
     Demotions& demotions_;
     const std::list<Want>::iterator want_;
   };
+
+  /// How long others who ask may be kept waiting now.
+  std::chrono::nanoseconds reclaim_wait(Clock::time_point now) {
+    const auto passed = std::min<std::chrono::nanoseconds>(now - reclaim_seen_, kReclaimRefill);
+    reclaim_seen_ = now;
+    reclaim_left_ = std::min(waits_.reclaim,
+                             reclaim_left_ + waits_.reclaim * passed.count() /
+                                                 std::chrono::nanoseconds(kReclaimRefill).count());
+    return reclaim_left_;
+  }
+  /// They have been kept waiting so long.
+  void note_reclaim(std::chrono::nanoseconds waited) {
+    reclaim_left_ -= std::min(waited, reclaim_left_);
+  }
 
   // --- who demotes ---------------------------------------------------------------------------
 
@@ -137,6 +158,8 @@ class Demotions {
   std::list<Want> wants_;
   std::condition_variable changed_;
   std::uint64_t progress_ = 0;
+  std::chrono::nanoseconds reclaim_left_ = waits_.reclaim;
+  Clock::time_point reclaim_seen_ = Clock::now();
   bool attended_ = false;
   bool stopped_ = false;
   bool all_leaving_ = false;

@@ -9,6 +9,8 @@ namespace {
 
 /// How often who waits for copies looks at what else there is to do, and gives back what is clean.
 constexpr std::chrono::milliseconds kLookInterval{5};
+/// Less is not worth waking anybody.
+constexpr std::chrono::milliseconds kLeastWait{1};
 
 }  // namespace
 
@@ -137,8 +139,12 @@ std::uint64_t Pool::clean(std::chrono::nanoseconds timeout) {
 void Pool::demote_for_others(std::uint64_t pages) {
   Lock lock(mutex_);
   if (!demotions_.is_attended() || !would_drop(pages)) return;
-  const Demotions::Wanting wanting(demotions_, DemotionReason::kReclaim);
+  const Demotions::Clock::time_point begun = Demotions::Clock::now();
+  const std::chrono::nanoseconds wait = demotions_.reclaim_wait(begun);
+  if (wait < kLeastWait) return;  // nothing can be copied in it
+  const Demotions::Wanting wanting(demotions_, DemotionReason::kReclaim, wait);
   while (wanting.goes_on() && would_drop(pages)) wanting.wait(lock, kLookInterval);
+  demotions_.note_reclaim(Demotions::Clock::now() - begun);
 }
 
 // --- bytes of blocks

@@ -36,7 +36,7 @@ Status TierIndex::check_nodes() const {
       return broken(name + " is not found by its key");
     if (node.parent != kNoNode) {
       if (node.parent > nodes_touched_ || nodes_[node.parent].state == State::kUnused) {
-        return broken(name + " continues a node that is none");
+        return broken(name + " continues a node that is unused");
       }
       ++children[node.parent];
     }

@@ -191,7 +191,7 @@ class Store(ABC):
         return count
 
     def _check_chain(self, chain_after: bytes | None) -> None:
-        """Raises `InvalidArgumentError` where that is no key."""
+        """Raises `InvalidArgumentError` unless that is a key."""
         if chain_after is not None and len(chain_after) != KEY_BYTES:
             raise InvalidArgumentError(
                 f"chain_after has {len(chain_after)} bytes; it must be a key of {KEY_BYTES}"

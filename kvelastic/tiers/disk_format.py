@@ -120,7 +120,7 @@ def pack_header(geometry: Geometry, file_id: bytes) -> bytes:
 
 
 def unpack_header(raw: bytes, file_bytes: int) -> tuple[Geometry, bytes] | None:
-    """The geometry and the file's number; None for what is no whole file of this version."""
+    """The geometry and the file's number; None unless it is a whole file of this version."""
     end = _HEADER.size + _CHECKSUM.size
     if len(raw) < end:
         return None

@@ -97,8 +97,9 @@ def test_with_a_keeper_what_is_freed_in_sleep_is_answered(shared: TwoPools) -> N
         ids = pool.alloc(BLOCKS_PER_PAGE)
         assert ids is not None
         held_bytes = pool.mapped_bytes
-        answer = segment.request(name, asleep=True, wait_s=0.05)
-        assert (answer.state, answer.over_bytes) == ("shrinking", held_bytes)
+        segment.request(name, asleep=True)
+        until(lambda: segment.inspect(name).answer["state"] == "shrinking")
+        assert segment.inspect(name).answer["over_bytes"] == held_bytes
         assert segment.inspect(name).usage["asleep"] == 1
         pool.free(ids)
         until(lambda: segment.inspect(name).answer["state"] == "applied")

@@ -13,6 +13,8 @@ from kvelastic import errors
 
 PAGES = 10
 SECONDS = 2.0
+LEAST_TURNS = 6
+"""Of each thread, however busy the machine is."""
 
 
 class Busy:
@@ -48,7 +50,7 @@ class Busy:
 
     def run(self, until):
         try:
-            while time.monotonic() < until:
+            while time.monotonic() < until or self.turns <= LEAST_TURNS:
                 self.turns += 1
                 ids = self.pool.alloc(self.random.randint(1, 20))
                 for block in ids or ():
@@ -93,7 +95,6 @@ def test_no_block_twice(name):
     for thread in threads:
         thread.join()
     assert wrong == []
-    assert all(share.turns > 5 for share in shares)
     pool.set_limit(PAGES * page_bytes)
     pool.check_integrity()
     memory.range.check_integrity()

@@ -153,5 +153,20 @@ TEST(a_limit_gives_back_while_it_waits_and_a_new_request_ends_the_wait) {
   CHECK(pool->limit_state().over_bytes == 0 && pool->stats().blocks_dropped > 0);
 }
 
+TEST(asks_that_follow_one_another_wait_once_together) {
+  using std::chrono::milliseconds;
+  Demotions demotions;
+  demotions.use({milliseconds(20), milliseconds(2000), milliseconds(30000)});
+  const Demotions::Clock::time_point start = Demotions::Clock::now();
+  CHECK(demotions.reclaim_wait(start) == milliseconds(20));
+  demotions.note_reclaim(milliseconds(15));
+  CHECK(demotions.reclaim_wait(start) == milliseconds(5));
+  demotions.note_reclaim(milliseconds(6));
+  CHECK(demotions.reclaim_wait(start) == milliseconds(0));
+  CHECK(demotions.reclaim_wait(start + milliseconds(100)) == milliseconds(2));
+  CHECK(demotions.reclaim_wait(start + milliseconds(500)) == milliseconds(10));
+  CHECK(demotions.reclaim_wait(start + std::chrono::hours(1)) == milliseconds(20));
+}
+
 }  // namespace
 }  // namespace kvelastic
