@@ -9,10 +9,12 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from simulated_machine import SimulatedMachine
 from vllm_server import BLOCK_TOKENS, KV_BYTES, PAGE_BYTES, Request, VllmServer, make_requests
 
 from kvelastic import segment
@@ -35,7 +37,7 @@ class Answer(NamedTuple):
 class TieredServer(VllmServer):
     """vLLM with kvelastic and one disk tier in a folder of its own."""
 
-    def __init__(self, model: Path, log: Path, folder: Path) -> None:
+    def __init__(self, model: Path, log: Path, folder: Path, **further: str) -> None:
         folder.mkdir(mode=0o700, exist_ok=True)
         environment = {
             "ENABLE_KVELASTIC": "true",
@@ -46,6 +48,7 @@ class TieredServer(VllmServer):
             "KVELASTIC_MAX_CACHED_TOKENS": "-1",
             "KVELASTIC_SANITY_CHECK": "true",
             "VLLM_SERVER_DEV_MODE": "1",
+            **further,
         }
         super().__init__(model, log, environment)
 
@@ -95,6 +98,33 @@ def check_found(answer: Answer, request: Request, tokens: list[int]) -> None:
     """At most the last block is computed, or of a whole one its last token."""
     assert answer.tokens == tokens
     assert len(request.prompt) - answer.own - answer.loaded <= BLOCK_TOKENS
+
+
+@contextmanager
+def disturbed(server: TieredServer) -> Iterator[None]:
+    """In the body clients leave, caches are reset, and the engine sleeps and wakes."""
+    is_over = threading.Event()
+
+    def disturb() -> None:
+        body = {"model": "m", "prompt": REQUESTS[1].prompt, "max_tokens": 50, "stream": True}
+        while not is_over.is_set():
+            leaving = http.client.HTTPConnection("127.0.0.1", server.port, timeout=300)
+            leaving.request(
+                "POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"}
+            )
+            is_over.wait(0.03)
+            leaving.close()
+            server.post("/reset_prefix_cache?reset_running_requests=true")
+            server.post("/sleep?level=1&mode=wait")
+            server.post("/wake_up")
+
+    disturbing = threading.Thread(target=disturb)
+    disturbing.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        disturbing.join()
 
 
 def test_after_a_limit_of_one_page_nothing_is_computed_again(tiered, expected) -> None:
@@ -198,5 +228,32 @@ def test_groups_and_windows(log_folder, tmp_path) -> None:
         assert [answer.tokens for answer in answers] == expected
         assert sum(answer.loaded for answer in answers) > 500
         segment.request(NAME, limit_bytes=3 * PAGE_BYTES, wait_s=60)
-        assert [server.complete_all(REQUESTS) for _ in range(2)] == [expected] * 2
+        with disturbed(server):
+            assert [server.complete_all(REQUESTS) for _ in range(2)] == [expected] * 2
+        assert server.complete_all(REQUESTS) == expected
+        server.check_end()
+
+
+def test_a_cache_on_a_gpu_has_a_host_tier(tiny_model, log_folder, tmp_path, expected) -> None:
+    """Over the simulated device: copies go through the driver, in the worker's process."""
+    with (
+        SimulatedMachine(tmp_path, memory_bytes=256 << 20) as machine,
+        TieredServer(
+            tiny_model,
+            log_folder / "tiers_gpu.log",
+            tmp_path / "disk",
+            KVELASTIC_TIERS="host:64M",
+            **machine.engine_environment(),
+        ) as server,
+    ):
+        server.wait_until_ready()
+        assert server.complete_all(REQUESTS) == expected
+        server.evict()
+        for request, tokens in zip(REQUESTS, expected, strict=True):
+            check_found(server.ask(request), request, tokens)
+        server.post("/sleep?level=1")
+        server.post("/wake_up")
+        answer = server.ask(REQUESTS[0])
+        assert answer.own == 0
+        check_found(answer, REQUESTS[0], expected[0])
         server.check_end()

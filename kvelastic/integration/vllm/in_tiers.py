@@ -208,21 +208,23 @@ class EngineTiers:
         requests would hold what each other needs for ever. It finds its blocks again later. In a
         session of the pool.
         """
-        if self.loads.open or self._behind or scheduler.running:
-            return
-        holding = list(scheduler.kv_holding_waiting)
-        while holding:
-            request = holding.pop()
+        if not (self.loads.open or self._behind or scheduler.running):
+            self._give_back_last(scheduler)
+
+    def _give_back_last(self, scheduler: Any) -> bool:
+        """Of the requests that wait with loaded blocks the last one; whether there was one."""
+        for request in reversed(list(scheduler.kv_holding_waiting)):
             if scheduler._handle_blocked_waiting_request(request) and request.num_computed_tokens:
                 break
         else:
-            return
+            return False
         scheduler.kv_holding_waiting.remove_requests([request])
         scheduler.kv_cache_manager.free(request)
         request.num_computed_tokens = 0
         scheduler._inflight_prefills.discard(request)
         scheduler.waiting.prepend_request(request)
         _log.debug("Request %s gives its loaded blocks back.", request.request_id)
+        return True
 
     def end_loads(self, scheduler: Any) -> None:
         """End what is on its way, and tell vLLM. Blocks while copies that have begun end."""
@@ -275,9 +277,12 @@ class EngineTiers:
         finally:
             self._resets_for_sleep = False
 
-    def before_reset(self, scheduler: Any) -> None:
-        """The prefix cache is about to be reset."""
-        self.end_loads(scheduler)
+    def before_reset(self, scheduler: Any, *, preempts: bool) -> None:
+        """The prefix cache is about to be reset; `preempts`: requests that run give way to it."""
+        with self.pool.session():
+            self.end_loads(scheduler)
+            while preempts and self._give_back_last(scheduler):
+                pass  # as those that run: vLLM fails such a reset while any has blocks
         if not self._resets_for_sleep:
             return
         if left := self._tiers.clean_all(self._sleep_wait_s):

@@ -13,15 +13,19 @@ _KEEPS_WEIGHTS_LEVEL = 1
 
 
 def reset_prefix_cache(
-    original: Callable[..., bool], scheduler: Any, *args: Any, **kwargs: Any
+    original: Callable[..., bool],
+    scheduler: Any,
+    reset_running_requests: bool = False,
+    *args: Any,
+    **kwargs: Any,
 ) -> bool:
     """Of the scheduler. Before a sleep, demote; else nothing in the tiers is found any more."""
     tiers = _tiers_of(scheduler)
     if tiers is None:
-        return original(scheduler, *args, **kwargs)
-    tiers.before_reset(scheduler)
+        return original(scheduler, reset_running_requests, *args, **kwargs)
+    tiers.before_reset(scheduler, preempts=reset_running_requests)
     try:
-        return original(scheduler, *args, **kwargs)
+        return original(scheduler, reset_running_requests, *args, **kwargs)
     finally:
         tiers.after_reset()
 
