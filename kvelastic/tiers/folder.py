@@ -25,7 +25,6 @@ import stat
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Final, TypeVar
@@ -43,6 +42,7 @@ from kvelastic.tiers.base import (
 from kvelastic.tiers.folder_record import HEAD_BYTES
 from kvelastic.tiers.namespace import Namespace
 from kvelastic.tiers.owned_files import lock_within
+from kvelastic.tiers.parallel_calls import ParallelCalls
 from kvelastic.tiers.quiet import Quiet
 from kvelastic.tiers.record_owner import Owner, model_hash, owner_of
 
@@ -110,7 +110,7 @@ class FolderStore(Store):
         self._other_bytes = 0
         self._unswept_bytes = 0
         self._sweep_at_s = float("-inf")
-        self._workers: tuple[int, ThreadPoolExecutor] | None = None
+        self._calls = ParallelCalls("kvelastic-folder", _AT_ONCE)
         with self._medium():
             os.close(self._open_root())
 
@@ -254,9 +254,7 @@ class FolderStore(Store):
         """As `Store.close`."""
         with self._lock:
             self._closed = True
-            workers, self._workers = self._workers, None
-        if workers is not None and workers[0] == os.getpid():
-            workers[1].shutdown()
+        self._calls.close()
 
     # --- one record -------------------------------------------------------------------------------
 
@@ -413,20 +411,11 @@ class FolderStore(Store):
     def _at_once(self, call: Callable[[_A], _T], each: Sequence[_A]) -> list[_T]:
         """Call for each, several at once; answers in their order."""
         errors = self._figures.errors
-        if len(each) < 2:
-            answers = [call(one) for one in each]
-        else:
-            answers = list(self._pool().map(call, each))
+        answers = self._calls.map(call, each) if len(each) > 1 else [call(one) for one in each]
         with self._lock:
             if self._figures.errors == errors:
                 self._quiet.worked()
         return answers
-
-    def _pool(self) -> ThreadPoolExecutor:
-        with self._lock:
-            if self._workers is None or self._workers[0] != os.getpid():  # or this is a fork
-                self._workers = (os.getpid(), ThreadPoolExecutor(_AT_ONCE, "kvelastic-folder"))
-            return self._workers[1]
 
 
 def _each(keys: bytes) -> list[bytes]:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 import random
+import subprocess
+import sys
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,6 +16,7 @@ from disk_records import MODEL, key, keys, put, record, whole
 from kvelastic.errors import InvalidArgumentError
 from kvelastic.tiers.base import Selection
 from kvelastic.tiers.folder import FolderStore
+from kvelastic.tiers.parallel_calls import ParallelCalls
 
 RECORD = 5000
 COUNT = 20
@@ -210,3 +214,44 @@ def test_a_folder_that_was_removed_is_made_again(path: Path) -> None:
     assert put(store, range(3)) == [True] * 3
     assert bytes(record(1, RECORD)) in file_of(path, 1).read_bytes()
     store.close()
+
+
+HANGING = """
+import sys, threading
+from kvelastic.tiers import folder_record
+from kvelastic.tiers.folder import FolderStore
+from kvelastic.tiers.lookup import Lookup
+store = FolderStore(sys.argv[1], 4096)
+looking = Lookup([store])
+folder_record.is_there = lambda *_: threading.Event().wait()
+assert looking.has(0, bytes(range(64))) == [False] * 4
+print("ends")
+"""
+
+
+def test_a_server_that_does_not_answer_keeps_no_process(path: Path) -> None:
+    command = [sys.executable, "-c", HANGING, str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "ends\n", "")
+
+
+def test_calls_at_once_end_before_an_error_is_raised() -> None:
+    calls = ParallelCalls("test", 2)
+    ended: list[int] = []
+    failed = threading.Event()
+
+    def call(number: int) -> int:
+        if number == 0:
+            failed.set()
+            raise OSError("the first")
+        assert failed.wait(60)
+        ended.append(number)
+        return -number
+
+    with pytest.raises(OSError, match="the first"):
+        calls.map(call, range(9))
+    assert sorted(ended) == list(range(1, 9))
+    assert calls.map(call, range(1, 9)) == [-n for n in range(1, 9)]
+    calls.close()
+    assert calls.map(call, [3]) == [-3]
+    calls.close()
