@@ -1,4 +1,5 @@
-"""The kinds of arguments that kvctl takes: names, sizes, percentages, seconds; and `--wait`."""
+"""The kinds of arguments that kvctl takes: names, tiers, sizes, percentages, times; and
+`--wait`."""
 
 from __future__ import annotations
 
@@ -99,6 +100,50 @@ class SecondsType(click.ParamType):  # type: ignore[type-arg]
         if not math.isfinite(seconds) or seconds < self.least_s:
             self.fail(f"{value!r} must be at least {self.least_s:g} seconds", param, ctx)
         return seconds
+
+
+class AgeType(click.ParamType):  # type: ignore[type-arg]
+    """A time in seconds, or with s, m, h or d behind it; more than nothing."""
+
+    name = "age"
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> float:
+        """Return seconds; anything else is a usage error (exit code 2)."""
+        text = str(value).strip().lower()
+        unit_s = {"s": 1, "m": 60, "h": 3600, "d": 86400}.get(text[-1:])
+        number = text[:-1] if unit_s else text
+        try:
+            age_s = float(number) * (unit_s or 1)
+        except ValueError:
+            age_s = math.nan
+        if not (math.isfinite(age_s) and age_s > 0):
+            self.fail(f"{value!r} is not an age; write 90s, 15m, 12h or 7d", param, ctx)
+        return age_s
+
+
+class TierType(click.ParamType):  # type: ignore[type-arg]
+    """A tier of the instance that was named before; the shell completes it from that."""
+
+    name = "tier"
+
+    def shell_complete(
+        self, ctx: click.Context, param: click.Parameter, incomplete: str
+    ) -> list[CompletionItem]:
+        """Offer the tiers that begin as typed."""
+        from click.shell_completion import CompletionItem
+
+        from kvelastic.errors import SegmentError
+        from kvelastic.segment import inspect
+        from kvelastic.tier_board import read
+
+        try:
+            board = read(inspect(str(ctx.params.get("name", ""))))
+        except SegmentError:
+            return []
+        tiers = [one.tier for one in board.tiers] if board is not None else []
+        return [CompletionItem(tier) for tier in tiers if tier.startswith(incomplete)]
 
 
 class ValueCommand(click.Command):

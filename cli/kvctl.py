@@ -37,6 +37,7 @@ _COMMANDS: Final = {
     "shell": "shell.shell_command",
     "sleep": "sleeping.sleep_command",
     "stats": "inspection.stats_command",
+    "tiers": "tiers.tiers_command",
     "trim": "limits.trim_command",
     "wake": "sleeping.wake_command",
     "watch": "inspection.watch_command",

@@ -23,7 +23,7 @@ from kvelastic.controller.gate import State
 from kvelastic.controller.routes import Who, route
 from kvelastic.controller.traffic import bucket_bounds_s
 from kvelastic.errors import LedgerError, SegmentError, is_out_of_descriptors
-from kvelastic.metrics import families
+from kvelastic.metrics import KvelasticCollector
 
 if TYPE_CHECKING:
     from kvelastic.controller.front import Front
@@ -41,7 +41,7 @@ async def metrics(front: Front, _: Request) -> Response:
     """Counters and gauges for Prometheus: the controller's own, and those of `kvctl metrics`."""
     try:
         memory = await asyncio.to_thread(
-            lambda: list(families(segment.list_segments(), ledger.list_ledgers()))
+            lambda: list(KvelasticCollector(segment.list_segments, ledger.list_ledgers).collect())
         )
     except (SegmentError, LedgerError) as error:
         if not is_out_of_descriptors(error):

@@ -10,7 +10,7 @@ kvelastic.metrics` prints docs/metrics.md.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal
 
@@ -21,6 +21,8 @@ from prometheus_client.registry import Collector
 from kvelastic.instance.status import status_of
 from kvelastic.ledger_facts import LedgerInfo, Member
 from kvelastic.segment_dir import SegmentInfo
+from kvelastic.tier_board import boards_of
+from kvelastic.tier_board_format import BoardFigures, TierFigures
 
 # Not `instance`: that is Prometheus' own label for whom it scrapes, and it would rename ours.
 INSTANCE_LABELS: Final = ("name", "device", "engine", "model")
@@ -52,6 +54,14 @@ class Described:
 
 def _instance(name: str, help: str, *more: str, kind: Kind = "gauge") -> Described:
     return Described(f"kvelastic_instance_{name}", kind, (*INSTANCE_LABELS, *more), help)
+
+
+def _tiers(name: str, help: str) -> Described:
+    return Described(f"kvelastic_tiers_{name}", "counter", ("name",), help)
+
+
+def _tier(name: str, help: str, kind: Kind = "gauge") -> Described:
+    return Described(f"kvelastic_tier_{name}", kind, ("name", "tier"), help)
 
 
 def _device(name: str, help: str) -> Described:
@@ -165,6 +175,66 @@ _DEVICE: Final[tuple[tuple[Described, Callable[[LedgerInfo], Value]], ...]] = (
         lambda ledger: len(ledger.members),
     ),
 )
+_TIER: Final[tuple[tuple[Described, Callable[[TierFigures], Value]], ...]] = (
+    (_tier("used_bytes", "What records take there."), lambda tier: tier.used_bytes),
+    (
+        _tier("limit_bytes", "What they may take, where that is decided here."),
+        lambda tier: tier.limit_bytes,
+    ),
+    (_tier("records", "Blocks kept there."), lambda tier: tier.records),
+    (_tier("stuck", "1 while it hangs and is not asked."), lambda tier: int(tier.is_stuck)),
+    (
+        _tier("load_seconds", "How long it takes to load a block."),
+        lambda tier: None if tier.load_us is None else tier.load_us / 1e6,
+    ),
+    (
+        _tier("write_budget_bytes", "What may be written to it a day (UTC), if bounded."),
+        lambda tier: tier.write_budget_bytes,
+    ),
+    (
+        _tier("write_left_bytes", "What is left of that today."),
+        lambda tier: tier.write_left_bytes,
+    ),
+    (_tier("puts_total", "Records stored.", "counter"), lambda tier: tier.puts),
+    (
+        _tier("refused_total", "Records not stored: no room, a budget, a failure.", "counter"),
+        lambda tier: tier.refused,
+    ),
+    (_tier("hits_total", "Records read whole.", "counter"), lambda tier: tier.hits),
+    (
+        _tier("misses_total", "Records asked for that were not there.", "counter"),
+        lambda tier: tier.misses,
+    ),
+    (
+        _tier("torn_total", "Records found that were not whole.", "counter"),
+        lambda tier: tier.torn,
+    ),
+    (
+        _tier("evicted_total", "Records displaced by others or by a limit.", "counter"),
+        lambda tier: tier.evicted,
+    ),
+    (_tier("errors_total", "Calls to the medium that failed.", "counter"), lambda t: t.errors),
+    (
+        _tier("written_bytes_total", "Bytes written to it.", "counter"),
+        lambda tier: tier.bytes_written,
+    ),
+    (_tier("read_bytes_total", "Bytes read from it.", "counter"), lambda tier: tier.bytes_read),
+)
+_TIERS: Final = {
+    field: _tiers(f"blocks_{field}_total", help)
+    for field, help in {
+        "matched": "Blocks asked for and found in tiers.",
+        "unmatched": "Blocks asked for and not found in tiers.",
+        "loaded": "Blocks loaded from tiers.",
+        "missed": "Blocks found in tiers that were not loaded all the same.",
+        "served": "Blocks copied to tiers while shrinking waited.",
+        "ahead": "Blocks copied to tiers while nobody waited.",
+        "refused": "Blocks that no tier took.",
+        "late": "Copies to tiers cancelled at a deadline.",
+        "lost": "Blocks that were used, evicted or renamed while they were copied.",
+    }.items()
+}
+"""By the fields of `BoardFigures`."""
 _ON_DEVICE: Final = _instance(
     "device_mapped_bytes", "Physical memory that it holds of each of its devices."
 )
@@ -186,6 +256,8 @@ METRICS: Final[tuple[Described, ...]] = (
     *_COUNTERS.values(),
     _STARTED,
     _INFO,
+    *(described for described, _ in _TIER),
+    *_TIERS.values(),
     *(described for described, _ in _DEVICE),
     _SEGMENTS,
     _UNREADABLE,
@@ -194,7 +266,7 @@ METRICS: Final[tuple[Described, ...]] = (
 
 
 class KvelasticCollector(Collector):
-    """Looks at segments and ledgers at each scrape, for a registry of prometheus-client.
+    """Looks at segments, their tiers and ledgers at each scrape, for a registry.
 
     `find_segments` and `find_ledgers` are `segment.list_segments` and `ledger.list_ledgers`.
     """
@@ -203,29 +275,46 @@ class KvelasticCollector(Collector):
         self,
         find_segments: Callable[[], Sequence[SegmentInfo]],
         find_ledgers: Callable[[], Sequence[LedgerInfo]],
+        find_boards: Callable[[Sequence[SegmentInfo]], Mapping[str, BoardFigures]] = boards_of,
     ) -> None:
         self._find_segments = find_segments
         self._find_ledgers = find_ledgers
+        self._find_boards = find_boards
 
     def collect(self) -> Iterable[Metric]:
         """What is found now."""
-        return families(self._find_segments(), self._find_ledgers())
+        segments = self._find_segments()
+        return families(segments, self._find_ledgers(), self._find_boards(segments))
 
 
-def render(segments: Sequence[SegmentInfo], ledgers: Sequence[LedgerInfo]) -> str:
-    """All metrics in Prometheus' text format."""
-    return generate_latest(KvelasticCollector(lambda: segments, lambda: ledgers)).decode()
+def render(
+    segments: Sequence[SegmentInfo],
+    ledgers: Sequence[LedgerInfo],
+    boards: Mapping[str, BoardFigures] | None = None,
+) -> str:
+    """All metrics in Prometheus' text format. Without `boards` they are looked for."""
+    find_boards = boards_of if boards is None else lambda _: boards
+    return generate_latest(
+        KvelasticCollector(lambda: segments, lambda: ledgers, find_boards)
+    ).decode()
 
 
-def families(segments: Sequence[SegmentInfo], ledgers: Sequence[LedgerInfo]) -> Iterable[Metric]:
+def families(
+    segments: Sequence[SegmentInfo],
+    ledgers: Sequence[LedgerInfo],
+    boards: Mapping[str, BoardFigures],
+) -> Iterable[Metric]:
     """All metrics as values of prometheus-client, in the order of `METRICS`.
 
-    A dead or unreadable instance has none, but is counted in `kvelastic_segments`.
+    `boards` are those of tiers, by the names of segments. A dead or unreadable instance has no
+    metrics, but is counted in `kvelastic_segments`.
     """
     drawn = _Drawn()
     for info in segments:
         if info.is_alive and info.header:
             _add_instance(drawn, info)
+    for name, board in boards.items():
+        _add_tiers(drawn, name, board)
     readable = [ledger for ledger in ledgers if ledger.status == "readable"]
     for ledger in readable:
         labels = (ledger.device, ledger.group)
@@ -251,6 +340,14 @@ def _add_instance(drawn: _Drawn, info: SegmentInfo) -> None:
         drawn.add(_STATE, (*labels, state), int(state == status.state))
     drawn.add(_STARTED, labels, info.header["created_realtime_ns"] / 1e9)
     drawn.add(_INFO, (*labels, str(info.header["pid"]), info.header["uuid"].hex()), 1)
+
+
+def _add_tiers(drawn: _Drawn, name: str, board: BoardFigures) -> None:
+    for tier in board.tiers:
+        for described, value in _TIER:
+            drawn.add(described, (name, tier.tier), value(tier))
+    for field, described in _TIERS.items():
+        drawn.add(described, (name,), getattr(board, field))
 
 
 def _add_members(drawn: _Drawn, ledger: LedgerInfo, segments: Sequence[SegmentInfo]) -> None:
@@ -308,7 +405,8 @@ every command of kvctl takes it; it is not called `instance`, which is Prometheu
 whom it scrapes. Metrics of a device, and those about what is granted, reserved, asked and wanted,
 are there where the device has a ledger. An instance on several devices has these once for each, and
 `kvelastic_instance_device_mapped_bytes`; its other metrics are of all devices together, and have
-the first one's name.
+the first one's name. Those of tiers are there where the instance has some; `tier` is what
+`kvctl tiers` calls it.
 
 | metric | kind | labels | meaning |
 |---|---|---|---|

@@ -41,6 +41,8 @@ WRITE_FLAGS: Final = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 _TEMPORARY_PREFIX: Final = ".kvelastic_new_"
 _TEMPORARY: Final = re.compile(r"\.kvelastic_new_(segment|ledger)_[0-9a-f]{12}")
+_BOARD_PREFIX: Final = ".kvelastic_tiers_"
+_BOARD: Final = re.compile(r"\.kvelastic_tiers_[0-9a-f]{32}")
 _FOREIGN_COPY_BYTES: Final = 4 * _vmm.SEGMENT_BYTES
 
 
@@ -81,6 +83,14 @@ def temporary_name(of: Literal["segment", "ledger"]) -> str:
     taking of the lock removes it, and the maker has to begin again.
     """
     return f"{_TEMPORARY_PREFIX}{of}_{os.urandom(6).hex()}"
+
+
+def board_name(uuid: bytes) -> str:
+    """The file of the tier board of the segment that has this uuid (`kvelastic.tier_board`).
+
+    Its maker holds `MAKER_BYTE` of it for as long as it lives; `reap` removes it after that.
+    """
+    return _BOARD_PREFIX + uuid.hex()
 
 
 def open_file(name: str, flags: int) -> int:
@@ -132,7 +142,7 @@ def _file_names() -> list[str]:
                 entry.name
                 for entry in entries
                 if entry.is_file(follow_symlinks=False)
-                and not entry.name.startswith(_TEMPORARY_PREFIX)
+                and not entry.name.startswith((_TEMPORARY_PREFIX, _BOARD_PREFIX))
             ]
     except OSError as error:
         if is_out_of_descriptors(error):
@@ -214,7 +224,8 @@ def owner_of(header: dict[str, Any]) -> ProcessIdentity:
 def reap() -> list[str]:
     """Remove the segments of this user's dead processes, and what they began to make.
 
-    Returns the names removed. Never raises and never waits: what is locked is left for the next.
+    Returns the names removed, but for tier boards, which are parts of segments. Never raises and
+    never waits: what is locked is left for the next.
     """
     removed: list[str] = []
     names: list[str] = []
@@ -224,14 +235,16 @@ def reap() -> list[str]:
         with suppress(SegmentError):
             if inspect(name).is_reapable and remove_if_reapable(name, lock_s=0.0):
                 removed.append(name)
-    return sorted(removed) + _reap_temporaries()
+    _reap_unheld(_BOARD)
+    return sorted(removed) + _reap_unheld(_TEMPORARY)
 
 
-def _reap_temporaries() -> list[str]:
+def _reap_unheld(kind: re.Pattern[str]) -> list[str]:
+    """Remove files of that kind whose maker is dead."""
     removed = []
     with suppress(OSError), os.scandir(SHM_DIR) as entries:
         for entry in entries:
-            if not _TEMPORARY.fullmatch(entry.name):
+            if not kind.fullmatch(entry.name):
                 continue
             with suppress(OSError, SegmentError):
                 fd = open_file(entry.name, READ_FLAGS)

@@ -163,6 +163,10 @@ class Store(ABC):
     def statistics(self) -> StoreStatistics:
         """What it has done."""
 
+    def write_budget(self) -> tuple[int, int] | None:
+        """Bytes that may be written a day (UTC), and what is left of them; None: any number."""
+        return None
+
     @abstractmethod
     def check_integrity(self) -> None:
         """Compare index, account and medium; raises `IntegrityError` naming what disagrees."""

@@ -217,6 +217,10 @@ class DiskStore(Store):
         """As `Store.statistics`."""
         return self._state.statistics()
 
+    def write_budget(self) -> tuple[int, int] | None:
+        """As `Store.write_budget`."""
+        return self._state.write_budget()
+
     def check_integrity(self) -> None:
         """As `Store.check_integrity`: index, slots, and the tables in the files. Waits for puts."""
         with self._state.alone():

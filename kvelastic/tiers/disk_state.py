@@ -107,6 +107,11 @@ class DiskState:
             evicted, torn = now.evicted + self.room.evicted, now.torn + self.room.torn
             return replace(now, evicted=evicted, torn=torn)
 
+    def write_budget(self) -> tuple[int, int] | None:
+        """As `Store.write_budget`."""
+        with self.changed:
+            return self.budget.left()
+
     # --- the medium -------------------------------------------------------------------------------
 
     def judge(self, quiet: Quiet, answers: Answers) -> None:

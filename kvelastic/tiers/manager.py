@@ -20,7 +20,7 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol, TypeVar
 
@@ -121,6 +121,13 @@ class TiersStatistics:
     """Evicted without one."""
 
 
+class Observer(Protocol):
+    """Who shows tiers to others, and ends before they do."""
+
+    def close(self) -> None:
+        """Ask nothing of the tiers any more. Repeatable."""
+
+
 class Tiers:
     """See the module. `stores` are nearest first, and belong to it."""
 
@@ -165,6 +172,7 @@ class Tiers:
         self._epoch = 0
         """Goes up when records are erased: what was read before is no copy after."""
         self._is_closed = False
+        self._observers: list[Observer] = []
         for store in stores:
             store.enter(namespace)
         self._executor = Executor(
@@ -368,13 +376,20 @@ class Tiers:
         """
         if selection is None:
             selection = Selection(namespace=self.namespace)
-        chosen = selection
+        counts: dict[str, int] = {}
+        for tier, count in self.erase_by_place(selection).items():
+            name = self._stores[tier].name
+            counts[name] = counts.get(name, 0) + count
+        return counts
+
+    def erase_by_place(self, selection: Selection) -> dict[int, int]:
+        """The same, by the places of the tiers: of one kind there may be several."""
         with self._quiet():
             with self._lock:
                 self._epoch += 1
-            erased = self._in_stores(lambda store: store.erase_matching(chosen), ERASE_S)
+            erased = self._in_stores(lambda store: store.erase_matching(selection), ERASE_S)
             self._blocks.forget_copies()
-        return {self._stores[tier].name: count for tier, count in erased.items()}
+        return erased
 
     def _quiet(self) -> _Quiet:
         return _Quiet(self._demoter, self._executor)
@@ -424,8 +439,15 @@ class Tiers:
 
     def statistics(self) -> TiersStatistics:
         """What was done, and what lies where. Waits a second at most for a store that hangs."""
-        capacities = self._in_stores(lambda store: store.capacity(), 1.0)
-        figures = self._in_stores(lambda store: store.statistics(), 1.0)
+        return self.statistics_with(
+            self._in_stores(lambda store: store.capacity(), 1.0),
+            self._in_stores(lambda store: store.statistics(), 1.0),
+        )
+
+    def statistics_with(
+        self, capacities: Mapping[int, Capacity], figures: Mapping[int, StoreStatistics]
+    ) -> TiersStatistics:
+        """The same with what stores have said, by their places. Asks none, and does not wait."""
         stuck = set(self._executor.stuck_tiers)
         pool = self._blocks.stats()
         counts: DemotionCounts = self._demoter.counts
@@ -454,6 +476,20 @@ class Tiers:
                 dropped=pool["blocks_dropped"],
             )
 
+    @property
+    def stores(self) -> tuple[Store, ...]:
+        """Nearest first. They belong to this: not to be closed."""
+        return self._stores
+
+    @property
+    def rules(self) -> Rules:
+        """What it goes by."""
+        return self._rules
+
+    def attach(self, observer: Observer) -> None:
+        """It is closed before the tiers are."""
+        self._observers.append(observer)
+
     def drain(self, timeout_s: float = CLOSE_S) -> bool:
         """Wait until nothing is on its way, also behind loads and demotions. Blocks."""
         return self._executor.drain(timeout_s)
@@ -479,6 +515,8 @@ class Tiers:
                 return []
             self._is_closed = True
         atexit.unregister(self._close_at_exit)
+        for observer in self._observers:
+            observer.close()
         left = [] if self._demoter.close(timeout_s) else ["demotion"]
         self._lookup.close(timeout_s)
         return left + self._executor.close(timeout_s)

@@ -17,6 +17,7 @@ from kvelastic.tier_list import TierSpec
 from kvelastic.tiers.base import Store
 from kvelastic.tiers.manager import Tiers
 from kvelastic.tiers.namespace import Namespace
+from kvelastic.tiers.publisher import show
 from kvelastic.tiers.settings import TierSettings
 
 
@@ -52,6 +53,7 @@ def open_tiers(
         for store in stores:
             store.close()
         raise
+    show(tiers, pool.segment.record.read_header()["uuid"])
     return tiers
 
 

@@ -50,6 +50,20 @@ class WriteBudget:
             day, written = self._read()
             self._write(day, max(0, written - records * record_bytes))
 
+    def left(self) -> tuple[int, int] | None:
+        """The bytes of a day, and how many of them may still be written; None: no limit."""
+        if self._daily_bytes is None:
+            return None
+        day, written = self._own
+        if self._fd >= 0:
+            with suppress(OSError):
+                raw = os.pread(self._fd, _COUNT.size, 0)
+                if len(raw) == _COUNT.size:
+                    day, written = max(_COUNT.unpack(raw), self._own)
+        if day != int(self._today_s()) // _DAY_S:
+            written = 0
+        return self._daily_bytes, max(0, self._daily_bytes - written)
+
     def close(self) -> None:
         """Let go of the file. Repeatable."""
         if self._fd >= 0:

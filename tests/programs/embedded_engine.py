@@ -33,6 +33,7 @@ from kvelastic.tiers.manager import Tiers
 from kvelastic.tiers.match import Load
 from kvelastic.tiers.namespace import Namespace
 from kvelastic.tiers.policy import Copies, Rules, WritePolicy
+from kvelastic.tiers.publisher import show
 
 PAGES = 24
 BLOCK_BYTES = 16 << 10
@@ -382,6 +383,7 @@ def open_engine(
         stores.append(DiskStore([disk], RECORD_BYTES, disk_bytes, namespace))
     staging = _vmm.Staging(SLOTS, pool.blocks.record_bytes)
     tiers = Tiers(pool.blocks, staging, namespace, stores, rules)
+    show(tiers, pool.segment.record.read_header()["uuid"])
     pool.start_keeper()
     return Engine(pool, tiers, namespace, dice)
 

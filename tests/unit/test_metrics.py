@@ -22,6 +22,7 @@ from kvelastic import metrics
 from kvelastic.cli.kvctl import main
 from kvelastic.ledger_facts import LedgerInfo, Member
 from kvelastic.segment import SegmentInfo
+from kvelastic.tier_board_format import BoardFigures, TierFigures
 
 ROOT = Path(__file__).parents[2]
 KVCTL = str(Path(sys.executable).with_name("kvctl"))
@@ -52,6 +53,8 @@ ANSWER = {
     "priority": -3,
     "reason": "",
 }
+TIER = TierFigures("disk", "disk", *range(1, 16), is_stuck=False, is_current=True)
+BOARD = BoardFigures(1, 0, "write_back", *range(11), (TIER,))
 COUNTERS = {name: at + 1 for at, name in enumerate(metrics._COUNTERS)}
 
 
@@ -162,7 +165,9 @@ def test_one_that_sleeps_has_a_gauge_for_it_and_keeps_its_limit():
 def test_every_metric_that_is_described_is_there_with_its_kind_and_labels():
     families = {
         family.name: family
-        for family in text_string_to_metric_families(metrics.render([info()], [LEDGER]))
+        for family in text_string_to_metric_families(
+            metrics.render([info()], [LEDGER], {"one": BOARD})
+        )
     }
     for one in metrics.METRICS:
         family = families.pop(one.name.removesuffix("_total"))

@@ -1,0 +1,112 @@
+"""What `kvctl tiers` prints: a table of tiers and sentences below it, or objects for programs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from datetime import datetime, timezone
+from typing import TYPE_CHECKING, Any
+
+from kvelastic.sizes import format_size
+
+if TYPE_CHECKING:
+    from kvelastic.tier_board_format import BoardFigures, TierFigures
+
+NOTHING = "No instance has tiers. KVELASTIC_TIERS gives an engine some when it starts."
+
+_HEADINGS = (
+    "NAME",
+    "TIER",
+    "STATE",
+    "USED",
+    "LIMIT",
+    "RECORDS",
+    "HITS",
+    "MISSES",
+    "PUTS",
+    "REFUSED",
+    "EVICTED",
+    "ERRORS",
+    "WRITTEN",
+    "READ",
+    "LOAD",
+    "WRITE_LEFT",
+)
+_LEFT = {0, 1, 2}
+
+
+def table(boards: Mapping[str, BoardFigures]) -> str:
+    """One line a tier, nearest first, and what became of each instance's blocks."""
+    from kvelastic.instance.row import printable
+
+    if not boards:
+        return NOTHING
+    lines: list[tuple[str, ...]] = [_HEADINGS]
+    for name, board in boards.items():
+        lines += [(printable(name), *_cells(tier)) for tier in board.tiers]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    text = [
+        "  ".join(
+            cell.ljust(width) if at in _LEFT else cell.rjust(width)
+            for at, (cell, width) in enumerate(zip(line, widths, strict=True))
+        ).rstrip()
+        for line in lines
+    ]
+    text += ["", *(_sentence(printable(name), board) for name, board in boards.items())]
+    return "\n".join(text)
+
+
+def _cells(tier: TierFigures) -> tuple[str, ...]:
+    return (
+        tier.tier,
+        state_of(tier),
+        format_size(tier.used_bytes),
+        _size(tier.limit_bytes),
+        str(tier.records),
+        str(tier.hits),
+        str(tier.misses),
+        str(tier.puts),
+        str(tier.refused),
+        str(tier.evicted),
+        str(tier.errors),
+        format_size(tier.bytes_written),
+        format_size(tier.bytes_read),
+        "-" if tier.load_us is None else f"{tier.load_us / 1000:.2f} ms",
+        _size(tier.write_left_bytes),
+    )
+
+
+def state_of(tier: TierFigures) -> str:
+    """ok; stuck: it hangs and is not asked; silent: it does not say what it holds."""
+    if tier.is_stuck:
+        return "stuck"
+    return "ok" if tier.is_current else "silent"
+
+
+def _sentence(name: str, board: BoardFigures) -> str:
+    asked = board.matched + board.unmatched
+    return (
+        f"{name} ({board.policy}): {board.demoted} blocks demoted, {board.dropped} dropped;"
+        f" {board.matched} of {asked} found, {board.loaded} loaded, {board.missed} not after all;"
+        f" {board.served} cleaned while shrinking waited, {board.ahead} ahead, {board.refused}"
+        f" refused by every tier, {board.late} too late, {board.lost} changed meanwhile."
+    )
+
+
+def as_object(name: str, board: BoardFigures) -> dict[str, Any]:
+    """For --json: the figures as they are, the time as text."""
+    figures = asdict(board)
+    seconds = figures.pop("published_realtime_ns") / 1e9
+    tiers = figures.pop("tiers")
+    try:
+        published = datetime.fromtimestamp(seconds, tz=timezone.utc).isoformat()
+    except (OverflowError, ValueError, OSError):
+        published = None
+    states = [
+        {**tier, "state": state_of(one)} for tier, one in zip(tiers, board.tiers, strict=True)
+    ]
+    return {"name": name, "published": published, **figures, "tiers": states}
+
+
+def _size(size_bytes: int | None) -> str:
+    return "-" if size_bytes is None else format_size(size_bytes)

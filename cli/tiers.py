@@ -1,0 +1,266 @@
+"""`kvctl tiers`: where what left a cache lies, and what an operator may do about it.
+
+    kvctl tiers [NAME]                        show
+    kvctl tiers limit|trim|clear|erase|verify NAME ...
+
+Each of the second line writes a request to the instance's tier board and waits for the answer to
+that very request. They need not be the only ones: every operator gets his own.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import TYPE_CHECKING, Any, Final
+
+import click
+
+from kvelastic.cli.arguments import (
+    AgeType,
+    NameType,
+    SizeType,
+    TierType,
+    ValueCommand,
+    wait_option,
+)
+from kvelastic.cli.exit_codes import EXIT_TIMED_OUT, fail
+from kvelastic.cli.finding import readable, sweep
+
+if TYPE_CHECKING:
+    from click.shell_completion import CompletionItem
+
+    from kvelastic.tier_board_format import BoardFigures, TierAnswer, TierRequest
+
+_GLANCE_S: Final = 2.0
+"""How long an answer is looked for without --wait: stores are asked, and may be slow."""
+_VERIFY_S: Final = 60.0
+
+
+class TiersGroup(click.Group):
+    """A group that shows tiers where its first word is no command of it: a name, or nothing."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Put `show` before what is not the name of a command."""
+        is_command = bool(args) and args[0] in {*self.commands, "-h", "--help"}
+        # A shell that completes the first word wants the commands, too.
+        if not is_command and not (ctx.resilient_parsing and not args):
+            args = ["show", *args]
+        return super().parse_args(ctx, args)
+
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
+        """Offer commands, and names of instances."""
+        names = NameType().shell_complete(ctx, self.commands["show"].params[0], incomplete)
+        return [*super().shell_complete(ctx, incomplete), *names]
+
+
+_json_option = click.option(
+    "--json", "as_json", is_flag=True, help="Print objects (docs/kvctl.md)."
+)
+
+
+@click.group(
+    "tiers", cls=TiersGroup, short_help="Where cached blocks are kept, and what to do about it."
+)
+def tiers_command() -> None:
+    """Show the tiers of all instances, or of NAME; or do something about them.
+
+    `kvctl tiers [NAME] [--json]` shows; an instance that is called as a command of these is shown
+    by `kvctl tiers show NAME`.
+    """
+
+
+@tiers_command.command("show")
+@click.argument("name", type=NameType(), required=False)
+@_json_option
+def show_command(name: str | None, as_json: bool) -> None:
+    """Show what each tier holds, has done and costs, nearest first."""
+    from kvelastic.cli.tier_tables import as_object, table
+
+    boards = _all_boards() if name is None else {name: _board_of(name)}
+    if as_json:
+        click.echo(json.dumps([as_object(*one) for one in boards.items()], indent=2))
+    else:
+        click.echo(table(boards))
+
+
+@tiers_command.command("limit", cls=ValueCommand)
+@click.argument("name", type=NameType())
+@click.argument("tier", type=TierType())
+@click.argument("size", type=SizeType())
+@wait_option("it is kept")
+@_json_option
+def limit_command(name: str, tier: str, size: int, wait_s: float | None, as_json: bool) -> None:
+    """Have TIER hold no more than SIZE from now on; what is over it goes by the tier's policy.
+
+    The limit of a disk is that of its folders, whoever fills them. A restart takes the one of
+    KVELASTIC_TIERS again.
+    """
+    from kvelastic.sizes import format_size
+    from kvelastic.tier_board_format import TierRequest
+
+    answer = _ask(name, TierRequest("limit", tier=tier, size_bytes=size), wait_s)
+    held = _held(answer)
+    message = f"{name}: {tier} holds at most {format_size(size)} now, and {held}"
+    _end(message, answer, name, wait_s, as_json)
+
+
+@tiers_command.command("trim", cls=ValueCommand)
+@click.argument("name", type=NameType())
+@click.argument("tier", type=TierType())
+@click.argument("size", type=SizeType())
+@wait_option("it is done")
+@_json_option
+def trim_command(name: str, tier: str, size: int, wait_s: float | None, as_json: bool) -> None:
+    """Have TIER give back what it holds beyond SIZE, once; its limit stays."""
+    from kvelastic.sizes import format_size
+    from kvelastic.tier_board_format import TierRequest
+
+    answer = _ask(name, TierRequest("trim", tier=tier, size_bytes=size), wait_s)
+    message = f"{name}: {tier} was trimmed to {format_size(size)}, and {_held(answer)}"
+    _end(message, answer, name, wait_s, as_json)
+
+
+@tiers_command.command("clear")
+@click.argument("name", type=NameType())
+@click.option("--yes", is_flag=True, help="Do not ask.")
+@wait_option("it is done")
+@_json_option
+def clear_command(name: str, yes: bool, wait_s: float | None, as_json: bool) -> None:
+    """Erase every record of this instance's model and settings, in all its tiers.
+
+    Other engines of the same namespace lose what they share with it. What a cache holds stays.
+    """
+    from kvelastic.tier_board_format import TierRequest
+
+    _board_of(name)
+    if not yes:
+        if not sys.stdin.isatty():
+            raise click.UsageError("nobody can be asked here: add --yes.")
+        click.confirm(f"Erase all that the tiers of {name} keep?", abort=True)
+    answer = _ask(name, TierRequest("clear"), wait_s)
+    _end(f"{name}: {_erased(name, answer)}", answer, name, wait_s, as_json)
+
+
+@tiers_command.command("erase", cls=ValueCommand)
+@click.argument("name", type=NameType())
+@click.option("--model", metavar="MODEL", help="Only of this model, as engines call it.")
+@click.option(
+    "--older-than", "age_s", type=AgeType(), metavar="AGE", help="Only older (90s, 15m, 12h, 7d)."
+)
+@wait_option("it is done")
+@_json_option
+def erase_command(
+    name: str, model: str | None, age_s: float | None, wait_s: float | None, as_json: bool
+) -> None:
+    """Erase the records of a model, or those older than an age, or both, in all its tiers.
+
+    Whoever's they are, as far as its tiers reach; `clear` erases all of its own.
+    """
+    from kvelastic.tier_board_format import TierRequest
+
+    if model is None and age_s is None:
+        raise click.UsageError("say what to erase: --model or --older-than (`clear` erases all).")
+    answer = _ask(name, TierRequest("erase", model=model, older_than_s=age_s), wait_s)
+    _end(f"{name}: {_erased(name, answer)}", answer, name, wait_s, as_json)
+
+
+@tiers_command.command("verify")
+@click.argument("name", type=NameType())
+@wait_option("all is compared")
+@_json_option
+def verify_command(name: str, wait_s: float | None, as_json: bool) -> None:
+    """Compare each tier's index with its account and its medium, and count records.
+
+    Nothing is demoted meanwhile. Exit code 1 if anything disagrees. Waits a minute without --wait.
+    """
+    from kvelastic.tier_board_format import TierRequest
+
+    answer = _ask(name, TierRequest("verify"), _VERIFY_S if wait_s is None else wait_s)
+    message = f"{name}: index, account and medium agree; {_by_tier(name, answer)}"
+    _end(message, answer, name, _VERIFY_S if wait_s is None else wait_s, as_json)
+
+
+def _all_boards() -> dict[str, BoardFigures]:
+    from kvelastic.segment import list_segments
+    from kvelastic.tier_board import boards_of
+
+    sweep()
+    return dict(boards_of(list_segments()))
+
+
+def _board_of(name: str) -> BoardFigures:
+    from kvelastic.instance.row import printable
+    from kvelastic.tier_board import read
+
+    info = readable(name, sweep())
+    board = read(info)
+    if board is None:
+        fail(
+            f"{printable(name)} has no tiers; KVELASTIC_TIERS gives an engine some when it starts."
+        )
+    return board
+
+
+def _ask(name: str, request: TierRequest, wait_s: float | None) -> TierAnswer | None:
+    from kvelastic.tier_board import ask
+
+    board = _board_of(name)
+    tiers = [one.tier for one in board.tiers]
+    if request.tier and request.tier not in tiers:
+        fail(f"{name} has no tier {request.tier!r}; it has {', '.join(tiers)}.")
+    info = readable(name, [])
+    return ask(info, request, _GLANCE_S if wait_s is None else wait_s)
+
+
+def _held(answer: TierAnswer | None) -> str:
+    counts = [] if answer is None else [count for count in answer.counts if count is not None]
+    return f"{counts[0]} records" if counts else "what it holds is not known"
+
+
+def _erased(name: str, answer: TierAnswer | None) -> str:
+    total = 0 if answer is None else sum(count or 0 for count in answer.counts)
+    return f"{total} records erased ({_by_tier(name, answer)})"
+
+
+def _by_tier(name: str, answer: TierAnswer | None) -> str:
+    if answer is None:
+        return ""
+    tiers = [one.tier for one in _board_of(name).tiers]
+    return ", ".join(
+        f"{tier} {'-' if count is None else count}"
+        for tier, count in zip(tiers, answer.counts, strict=False)
+    )
+
+
+def _end(
+    message: str, answer: TierAnswer | None, name: str, wait_s: float | None, as_json: bool
+) -> None:
+    """Print what came of it, with the exit code for that."""
+    from kvelastic.instance.row import printable
+
+    if as_json:
+        click.echo(json.dumps(_answer_object(name, answer), indent=2))
+    if answer is None:
+        text = f"{printable(name)} has not answered yet; the request stays"
+        if wait_s is not None:
+            fail(f"{text}, and there was no answer within {wait_s:g} s.", EXIT_TIMED_OUT)
+        if not as_json:
+            click.echo(f"{text}.")
+    elif answer.state == "done":
+        if not as_json:
+            click.echo(f"{printable(message)}.")
+    else:
+        what = "refused it" if answer.state == "refused" else "failed to do it all"
+        fail(f"{printable(name)} {what}: {printable(answer.reason)}.")
+
+
+def _answer_object(name: str, answer: TierAnswer | None) -> dict[str, Any]:
+    if answer is None:
+        return {"name": name, "state": "pending", "records": None, "reason": ""}
+    tiers = [one.tier for one in _board_of(name).tiers]
+    return {
+        "name": name,
+        "state": answer.state,
+        "records": dict(zip(tiers, answer.counts, strict=False)),
+        "reason": answer.reason,
+    }

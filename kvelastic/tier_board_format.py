@@ -1,0 +1,384 @@
+"""The bytes of a tier board: what an instance says of its tiers, and what operators ask of it.
+
+    page 0          magic and version
+    2 snapshots     figures; the instance writes the older one, readers take the newer whole one
+    16 requests     of operators, who share a lock; the one of a revision is at revision % 16
+    16 answers      of the instance, at the place of the request
+
+Each cell ends with a checksum over what it is and holds. So a cell is whole or nothing, whoever is
+killed half-way and whatever the order in which memory becomes visible; no one waits for anybody.
+Everything is read as if it could lie: `unpack_*` answers None for what no writer of ours writes.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+import zlib
+from dataclasses import astuple, dataclass, fields
+from typing import Any, Final
+
+MOST_TIERS: Final = 8
+RING: Final = 16
+"""Requests and answers that there is room for."""
+SNAPSHOTS: Final = 2
+MOST_REVISION: Final = 1 << 62
+MOST_BYTES: Final = 1 << 62
+"""No size is larger."""
+LEAST_AGE_S: Final = 0.001
+MOST_AGE_S: Final = 100 * 366 * 86400.0
+MOST_MODEL_BYTES: Final = 256
+
+REQUEST_KINDS: Final = ("limit", "trim", "clear", "erase", "verify")
+ANSWER_STATES: Final = ("done", "refused", "failed")
+POLICIES: Final = ("write_back", "write_through")
+TIER_KINDS: Final = ("host", "disk", "folder", "mooncake")
+
+_MAGIC: Final = b"KVTIERS\0"
+VERSION: Final = 1
+_HEADER: Final = struct.Struct("<8sI")
+_HEADER_BYTES: Final = 4096
+SNAPSHOT_BYTES: Final = 4096
+CELL_BYTES: Final = 512
+_REQUESTS_AT: Final = _HEADER_BYTES + SNAPSHOTS * SNAPSHOT_BYTES
+_ANSWERS_AT: Final = _REQUESTS_AT + RING * CELL_BYTES
+FILE_BYTES: Final = _ANSWERS_AT + RING * CELL_BYTES
+
+_NONE: Final = (1 << 64) - 1
+_LABEL_BYTES: Final = 16
+_SUM: Final = struct.Struct("<I")
+_ALL: Final = struct.Struct("<QQQBB6x11Q")
+_TIER: Final = struct.Struct("<16s16s17Q")
+_REQUEST: Final = struct.Struct("<QBBBxH2x16sQQ256s")
+_ANSWER: Final = struct.Struct("<QBxH4x8Q320s")
+_MOST_REASON_BYTES: Final = 320
+
+
+@dataclass(frozen=True)
+class TierFigures:
+    """One tier. Counts are of records, since it was opened; None: not known, or there is none."""
+
+    tier: str
+    """What commands call it: its kind, with a number behind it from the second of a kind on."""
+    kind: str
+    """host, disk, folder or mooncake."""
+    used_bytes: int
+    limit_bytes: int | None
+    """None: others decide."""
+    records: int
+    puts: int
+    refused: int
+    hits: int
+    misses: int
+    torn: int
+    evicted: int
+    errors: int
+    bytes_written: int
+    bytes_read: int
+    load_us: int | None
+    """Microseconds to load a block; None before the first."""
+    write_budget_bytes: int | None
+    """That may be written a day (UTC)."""
+    write_left_bytes: int | None
+    """Of that, today."""
+    is_stuck: bool
+    """Whether it hangs, and is not asked."""
+    is_current: bool
+    """Whether it answered for these figures; if not they are older, or zero."""
+
+
+@dataclass(frozen=True)
+class BoardFigures:
+    """All tiers of an instance. Counts are of blocks, since they were opened."""
+
+    published_realtime_ns: int
+    answered_revision: int
+    """Of the last request that was answered."""
+    policy: str
+    """write_back or write_through."""
+    matched: int
+    unmatched: int
+    loaded: int
+    missed: int
+    served: int
+    ahead: int
+    refused: int
+    late: int
+    lost: int
+    demoted: int
+    dropped: int
+    tiers: tuple[TierFigures, ...]
+
+
+_BLOCK_COUNTS: Final = (
+    "matched",
+    "unmatched",
+    "loaded",
+    "missed",
+    "served",
+    "ahead",
+    "refused",
+    "late",
+    "lost",
+    "demoted",
+    "dropped",
+)
+_TIER_FIGURES: Final = tuple(field.name for field in fields(TierFigures))[2:-2]
+"""Those between what it is called and how it does; the order of the file is that of the class."""
+_TIER_OPTIONAL: Final = {"limit_bytes", "load_us", "write_budget_bytes", "write_left_bytes"}
+
+
+@dataclass(frozen=True)
+class TierRequest:
+    """What an operator asks. `tier` and `size_bytes` belong to limit and trim, the rest to erase.
+
+    Of an erase at least one of `model` and `older_than_s` is given.
+    """
+
+    kind: str
+    tier: str = ""
+    size_bytes: int = 0
+    model: str | None = None
+    older_than_s: float | None = None
+
+
+@dataclass(frozen=True)
+class TierAnswer:
+    """What the instance says to a request."""
+
+    revision: int
+    state: str
+    """done, refused (nothing was changed) or failed."""
+    counts: tuple[int | None, ...]
+    """Records erased (clear, erase) or held (the others), tier by tier; None: not said."""
+    reason: str
+
+
+class BadRequestError(ValueError):
+    """A request that none of the commands makes; the message says what is wrong with it."""
+
+
+def check_request(request: TierRequest) -> TierRequest:
+    """Return it if it can be what somebody meant; both sides ask. Raises `BadRequestError`."""
+    if request.kind not in REQUEST_KINDS:
+        raise BadRequestError(f"a request of kind {request.kind!r} is not known")
+    if request.kind in {"limit", "trim"}:
+        if not 0 <= request.size_bytes < MOST_BYTES:
+            raise BadRequestError(f"{request.size_bytes} bytes are no size")
+        if not request.tier:
+            raise BadRequestError("no tier is named")
+    if request.kind == "erase":
+        if request.model is None and request.older_than_s is None:
+            raise BadRequestError("neither a model nor an age says what to erase")
+        if request.model is not None:
+            size = len(request.model.encode("utf-8", "surrogateescape"))
+            if not 0 < size <= MOST_MODEL_BYTES:
+                raise BadRequestError(
+                    f"a model's name of {size} bytes is not accepted; 1 to {MOST_MODEL_BYTES} are"
+                )
+        age_s = request.older_than_s
+        # nan compares to nothing, so it is refused as well.
+        if age_s is not None and not (math.isfinite(age_s) and LEAST_AGE_S <= age_s <= MOST_AGE_S):
+            raise BadRequestError(
+                f"an age of {age_s:g} s is not accepted; {LEAST_AGE_S:g} to {MOST_AGE_S:g} are"
+            )
+    return request
+
+
+# ---------------------------------------------------------------------------------------- places
+
+
+def snapshot_at(number: int) -> int:
+    """Where the snapshot of that number lies in the file; they alternate."""
+    return _HEADER_BYTES + number % SNAPSHOTS * SNAPSHOT_BYTES
+
+
+def request_at(revision: int) -> int:
+    """Where the request of that revision lies."""
+    return _REQUESTS_AT + revision % RING * CELL_BYTES
+
+
+def answer_at(revision: int) -> int:
+    """Where the answer of that revision lies."""
+    return _ANSWERS_AT + revision % RING * CELL_BYTES
+
+
+# ---------------------------------------------------------------------------------------- header
+
+
+def pack_header() -> bytes:
+    """The beginning of the file."""
+    return _HEADER.pack(_MAGIC, VERSION)
+
+
+def version_of(raw: bytes) -> int | None:
+    """The version of a board that begins like this; None: it is no board."""
+    if len(raw) < _HEADER.size:
+        return None
+    magic, version = _HEADER.unpack_from(raw)
+    return version if magic == _MAGIC else None
+
+
+# ------------------------------------------------------------------------------------- snapshots
+
+
+def pack_snapshot(number: int, board: BoardFigures) -> bytes:
+    """One snapshot; the newer one has the higher number."""
+    tiers = board.tiers[:MOST_TIERS]
+    body = _ALL.pack(
+        number,
+        _number(board.published_realtime_ns),
+        _number(board.answered_revision),
+        POLICIES.index(board.policy),
+        len(tiers),
+        *(_number(getattr(board, name)) for name in _BLOCK_COUNTS),
+    )
+    for tier in tiers:
+        name, kind, *figures = astuple(tier)
+        body += _TIER.pack(_label(name), _label(kind), *map(_number, figures))
+    return _sealed(b"snapshot", body, SNAPSHOT_BYTES)
+
+
+def unpack_snapshot(raw: bytes) -> tuple[int, BoardFigures] | None:
+    """Its number and what it says; None: it is not whole."""
+    body = _opened(b"snapshot", raw, SNAPSHOT_BYTES)
+    if body is None:
+        return None
+    number, published_ns, answered, policy, tier_count, *counts = _ALL.unpack_from(body)
+    by_name = dict(zip(_BLOCK_COUNTS, counts, strict=True))
+    if policy >= len(POLICIES) or tier_count > MOST_TIERS or answered >= MOST_REVISION:
+        return None
+    tiers = []
+    for place in range(tier_count):
+        tier = _unpack_tier(body, _ALL.size + place * _TIER.size)
+        if tier is None:
+            return None
+        tiers.append(tier)
+    board = BoardFigures(
+        published_realtime_ns=published_ns,
+        answered_revision=answered,
+        policy=POLICIES[policy],
+        tiers=tuple(tiers),
+        **by_name,
+    )
+    return number, board
+
+
+def _unpack_tier(body: bytes, at: int) -> TierFigures | None:
+    name, kind, *figures, is_stuck, is_current = _TIER.unpack_from(body, at)
+    label, kind_text = _text(name), _text(kind)
+    if not label or not label.isalnum() or kind_text not in TIER_KINDS:
+        return None
+    values: dict[str, Any] = dict(zip(_TIER_FIGURES, map(_or_none, figures), strict=True))
+    # A count that is not known is none of ours.
+    if any(values[name] is None for name in _TIER_FIGURES if name not in _TIER_OPTIONAL):
+        return None
+    return TierFigures(
+        tier=label, kind=kind_text, is_stuck=bool(is_stuck), is_current=bool(is_current), **values
+    )
+
+
+# -------------------------------------------------------------------------- requests and answers
+
+
+def pack_request(revision: int, request: TierRequest) -> bytes:
+    """The cell of a request that `check_request` has accepted."""
+    model = (request.model or "").encode("utf-8", "surrogateescape")
+    age_ms = 0 if request.older_than_s is None else round(request.older_than_s * 1000)
+    body = _REQUEST.pack(
+        revision,
+        REQUEST_KINDS.index(request.kind),
+        request.model is not None,
+        request.older_than_s is not None,
+        len(model),
+        _label(request.tier),
+        request.size_bytes,
+        age_ms,
+        model,
+    )
+    return _sealed(b"request", body, CELL_BYTES)
+
+
+def unpack_request(raw: bytes) -> tuple[int, TierRequest] | None:
+    """Its revision and what it asks, which `check_request` has not seen; None: it is not whole."""
+    body = _opened(b"request", raw, CELL_BYTES)
+    if body is None:
+        return None
+    revision, kind, has_model, has_age, length, tier, size_bytes, age_ms, model = (
+        _REQUEST.unpack_from(body)
+    )
+    label = _text(tier)
+    if not 0 < revision < MOST_REVISION or label is None:
+        return None
+    return revision, TierRequest(
+        REQUEST_KINDS[kind] if kind < len(REQUEST_KINDS) else f"#{kind}",
+        label,
+        size_bytes,
+        model[:length].decode("utf-8", "surrogateescape") if has_model else None,
+        age_ms / 1000 if has_age else None,
+    )
+
+
+def pack_answer(answer: TierAnswer) -> bytes:
+    """The cell of an answer; of a long reason the end is left out."""
+    reason = answer.reason.encode("utf-8", "replace")[:_MOST_REASON_BYTES]
+    counts = [*answer.counts, *[None] * MOST_TIERS][:MOST_TIERS]
+    body = _ANSWER.pack(
+        answer.revision,
+        ANSWER_STATES.index(answer.state),
+        len(reason),
+        *map(_number, counts),
+        reason,
+    )
+    return _sealed(b"answer", body, CELL_BYTES)
+
+
+def unpack_answer(raw: bytes) -> TierAnswer | None:
+    """What was answered; None: it is not whole."""
+    body = _opened(b"answer", raw, CELL_BYTES)
+    if body is None:
+        return None
+    revision, state, length, *counts, reason = _ANSWER.unpack_from(body)
+    if not 0 < revision < MOST_REVISION or state >= len(ANSWER_STATES):
+        return None
+    return TierAnswer(
+        revision,
+        ANSWER_STATES[state],
+        tuple(map(_or_none, counts)),
+        reason[:length].decode("utf-8", "replace"),
+    )
+
+
+# ----------------------------------------------------------------------------------------- cells
+
+
+def _sealed(what: bytes, body: bytes, size: int) -> bytes:
+    body = body.ljust(size - _SUM.size, b"\0")
+    return body + _SUM.pack(zlib.crc32(body, zlib.crc32(_MAGIC + what)))
+
+
+def _opened(what: bytes, raw: bytes, size: int) -> bytes | None:
+    if len(raw) != size:
+        return None
+    body = raw[: -_SUM.size]
+    (expected,) = _SUM.unpack_from(raw, len(body))
+    return body if zlib.crc32(body, zlib.crc32(_MAGIC + what)) == expected else None
+
+
+def _number(value: int | None) -> int:
+    return _NONE if value is None else min(max(int(value), 0), _NONE - 1)
+
+
+def _or_none(value: int) -> int | None:
+    return None if value == _NONE else value
+
+
+def _label(text: str) -> bytes:
+    return text.encode("ascii", "replace")[:_LABEL_BYTES]
+
+
+def _text(raw: bytes) -> str | None:
+    try:
+        return raw.rstrip(b"\0").decode("ascii")
+    except UnicodeDecodeError:
+        return None

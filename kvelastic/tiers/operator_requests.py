@@ -1,0 +1,139 @@
+"""What operators ask of tiers, carried out: limits, trims, erasures, checks.
+
+    answer = carry_out(revision, request, tiers, labels)      # blocks as long as stores need
+
+A request comes from a file that others write to, so it is checked here as if nobody had before.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from kvelastic.errors import IntegrityError, InvalidArgumentError, KvelasticError
+from kvelastic.tier_board_format import BadRequestError, TierAnswer, TierRequest, check_request
+from kvelastic.tiers.base import Selection, Store
+from kvelastic.tiers.namespace import Namespace
+
+_log = logging.getLogger("kvelastic")
+
+Counts = tuple[int | None, ...]
+
+
+class AskedTiers(Protocol):
+    """Tiers, as far as operators reach them."""
+
+    @property
+    def stores(self) -> tuple[Store, ...]:
+        """Nearest first."""
+
+    @property
+    def namespace(self) -> Namespace:
+        """The one of now."""
+
+    def erase_by_place(self, selection: Selection) -> dict[int, int]:
+        """Forget records in every tier; how many, by the places of those that answered."""
+
+    def check_integrity(self) -> None:
+        """Raises `IntegrityError`."""
+
+
+def labels_of(stores: Sequence[Store]) -> tuple[str, ...]:
+    """What commands call each tier: its kind, with a number from the second of a kind on."""
+    kinds = [store.name for store in stores]
+    return tuple(
+        kind if (nth := kinds[: place + 1].count(kind)) == 1 else f"{kind}{nth}"
+        for place, kind in enumerate(kinds)
+    )
+
+
+def carry_out(revision: int, request: TierRequest, tiers: AskedTiers) -> TierAnswer:
+    """Do it, and say what came of it; never raises for what a store or a request is. Blocks."""
+    try:
+        check_request(request)
+        state, counts, reason = _CARRIED_OUT[request.kind](request, tiers)
+        return TierAnswer(revision, state, counts, reason)
+    except (BadRequestError, InvalidArgumentError) as error:
+        return TierAnswer(revision, "refused", (), str(error))
+    except IntegrityError as error:
+        return TierAnswer(revision, "failed", (), str(error))
+    except KvelasticError as error:
+        return TierAnswer(revision, "failed", (), f"{error.code}: {error}")
+    except Exception as error:
+        # The thread that asks for the next request must outlive what a store did wrong.
+        _log.exception("an operator's request to the tiers failed")
+        return TierAnswer(revision, "failed", (), f"{type(error).__name__}: {error}")
+
+
+_Outcome = tuple[str, Counts, str]
+
+
+def _limit(request: TierRequest, tiers: AskedTiers) -> _Outcome:
+    place = _place_of(request.tier, tiers)
+    store = tiers.stores[place]
+    if store.capacity().limit_bytes is None:
+        raise InvalidArgumentError(f"others decide what {request.tier} holds; it has no limit here")
+    store.set_limit(request.size_bytes)
+    return "done", _held(tiers, place), ""
+
+
+def _trim(request: TierRequest, tiers: AskedTiers) -> _Outcome:
+    place = _place_of(request.tier, tiers)
+    store = tiers.stores[place]
+    capacity = store.capacity()
+    if capacity.limit_bytes is None:
+        raise InvalidArgumentError(
+            f"others decide what {request.tier} holds; it cannot be trimmed here"
+        )
+    if capacity.used_bytes > request.size_bytes and capacity.limit_bytes > request.size_bytes:
+        try:
+            store.set_limit(request.size_bytes)
+        finally:
+            store.set_limit(capacity.limit_bytes)
+    return "done", _held(tiers, place), ""
+
+
+def _clear(request: TierRequest, tiers: AskedTiers) -> _Outcome:
+    return _erased(tiers, Selection(namespace=tiers.namespace))
+
+
+def _erase(request: TierRequest, tiers: AskedTiers) -> _Outcome:
+    return _erased(tiers, Selection(model=request.model, older_than_s=request.older_than_s))
+
+
+def _erased(tiers: AskedTiers, selection: Selection) -> _Outcome:
+    erased = tiers.erase_by_place(selection)
+    labels = labels_of(tiers.stores)
+    counts = tuple(erased.get(place) for place in range(len(labels)))
+    silent = [label for label, count in zip(labels, counts, strict=True) if count is None]
+    if silent:
+        return "failed", counts, f"{', '.join(silent)} did not answer; ask again when it does"
+    return "done", counts, ""
+
+
+def _verify(request: TierRequest, tiers: AskedTiers) -> _Outcome:
+    tiers.check_integrity()
+    return "done", tuple(store.capacity().records for store in tiers.stores), ""
+
+
+def _place_of(label: str, tiers: AskedTiers) -> int:
+    labels = labels_of(tiers.stores)
+    if label not in labels:
+        raise InvalidArgumentError(f"there is no tier {label!r}; there are {', '.join(labels)}")
+    return labels.index(label)
+
+
+def _held(tiers: AskedTiers, place: int) -> Counts:
+    counts: list[int | None] = [None] * len(tiers.stores)
+    counts[place] = tiers.stores[place].capacity().records
+    return tuple(counts)
+
+
+_CARRIED_OUT: dict[str, Callable[[TierRequest, AskedTiers], _Outcome]] = {
+    "limit": _limit,
+    "trim": _trim,
+    "clear": _clear,
+    "erase": _erase,
+    "verify": _verify,
+}

@@ -1,0 +1,417 @@
+"""The tier board: what is on it is whole or nothing, whoever writes to it and whatever."""
+
+from __future__ import annotations
+
+import os
+import random
+import stat
+import struct
+import threading
+import zlib
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from kvelastic import segment
+from kvelastic import tier_board_format as board_format
+from kvelastic.errors import (
+    IntegrityError,
+    InvalidArgumentError,
+    SegmentBusyError,
+    SegmentDeadError,
+    SegmentError,
+    SegmentFormatError,
+    SegmentNotFoundError,
+)
+from kvelastic.segment_dir import SHM_DIR, SegmentInfo, board_name
+from kvelastic.tier_board import ask, boards_of, read
+from kvelastic.tier_board_format import BoardFigures, TierAnswer, TierFigures, TierRequest
+from kvelastic.tiers.base import Capacity, Selection
+from kvelastic.tiers.board import Board
+from kvelastic.tiers.namespace import Namespace
+from kvelastic.tiers.operator_requests import carry_out, labels_of
+
+TIER = TierFigures(
+    "disk", "disk", 10, None, 3, 4, 5, 6, 7, 8, 9, 11, 12, 13, None, 14, 15, False, True
+)
+HOST = replace(TIER, tier="host", kind="host", limit_bytes=0, load_us=250, is_stuck=True)
+FIGURES = BoardFigures(5, 0, "write_through", *range(11), (HOST, TIER))
+
+
+@pytest.fixture
+def info() -> Iterator[SegmentInfo]:
+    name = f"board_{os.getpid()}_{random.randrange(1 << 40):x}"
+    with segment.create(name, engine="test"):
+        yield segment.inspect(name)
+
+
+@pytest.fixture
+def board(info: SegmentInfo) -> Iterator[Board]:
+    one = Board.create(info.header["uuid"])
+    one.publish(FIGURES)
+    yield one
+    one.close()
+    assert not path_of(info).exists()
+
+
+def path_of(info: SegmentInfo) -> Path:
+    return SHM_DIR / board_name(info.header["uuid"])
+
+
+def overwrite(info: SegmentInfo, at: int, raw: bytes) -> None:
+    with path_of(info).open("r+b") as file:
+        file.seek(at)
+        file.write(raw)
+
+
+# ---------------------------------------------------------------------------------------- format
+
+
+def test_what_is_written_is_read() -> None:
+    assert board_format.unpack_snapshot(board_format.pack_snapshot(7, FIGURES)) == (7, FIGURES)
+    for request in (
+        TierRequest("limit", "disk2", 1 << 40),
+        TierRequest("trim", "host", 0),
+        TierRequest("clear"),
+        TierRequest("erase", model="a/b é", older_than_s=1.5),
+        TierRequest("erase", older_than_s=0.001),
+        TierRequest("verify"),
+    ):
+        board_format.check_request(request)
+        assert board_format.unpack_request(board_format.pack_request(3, request)) == (3, request)
+    answer = TierAnswer(9, "refused", (None, 0, 12), "why")
+    found = board_format.unpack_answer(board_format.pack_answer(answer))
+    assert found == replace(answer, counts=(None, 0, 12, *[None] * 5))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_flipped_bit_or_noise_is_never_whole(seed: int) -> None:
+    dice = random.Random(seed)
+    cells = (
+        (board_format.pack_snapshot(7, FIGURES), board_format.unpack_snapshot),
+        (board_format.pack_request(3, TierRequest("clear")), board_format.unpack_request),
+        (board_format.pack_answer(TierAnswer(9, "done", (), "")), board_format.unpack_answer),
+    )
+    for cell, unpack in cells:
+        for _ in range(200):
+            broken = bytearray(cell)
+            broken[dice.randrange(len(cell))] ^= 1 << dice.randrange(8)
+            assert unpack(bytes(broken)) is None
+            assert unpack(dice.randbytes(len(cell))) is None
+            assert unpack(cell[: dice.randrange(len(cell))]) is None
+        others = {board_format.unpack_request, board_format.unpack_answer} - {unpack}
+        assert all(other(cell) is None for other in others), "a cell is taken for another kind"
+
+
+def sealed(what: bytes, body: bytes, size: int) -> bytes:
+    """A cell with a right checksum, whatever is in it: as a liar writes it."""
+    body = body.ljust(size - 4, b"\0")
+    return body + struct.pack("<I", zlib.crc32(body, zlib.crc32(b"KVTIERS\0" + what)))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_liar_with_a_right_checksum_crashes_nobody(seed: int) -> None:
+    dice = random.Random(seed)
+    for _ in range(300):
+        for what, size, unpack in (
+            (b"snapshot", board_format.SNAPSHOT_BYTES, board_format.unpack_snapshot),
+            (b"request", board_format.CELL_BYTES, board_format.unpack_request),
+            (b"answer", board_format.CELL_BYTES, board_format.unpack_answer),
+        ):
+            length = dice.choice([8, 24, 40, size - 4])
+            unpack(sealed(what, dice.randbytes(length), size))
+    noise = sealed(b"request", struct.pack("<QB", 5, 200), board_format.CELL_BYTES)
+    found = board_format.unpack_request(noise)
+    assert found is not None
+    with pytest.raises(board_format.BadRequestError, match="not known"):
+        board_format.check_request(found[1])
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        TierRequest("erase"),
+        TierRequest("erase", older_than_s=-1.0),
+        TierRequest("erase", older_than_s=0.0),
+        TierRequest("erase", older_than_s=float("nan")),
+        TierRequest("erase", older_than_s=float("inf")),
+        TierRequest("erase", older_than_s=(2**64 - 1) / 1000),
+        TierRequest("erase", model=""),
+        TierRequest("erase", model="x" * 257),
+        TierRequest("limit", "disk", -1),
+        TierRequest("limit", "disk", 1 << 62),
+        TierRequest("limit", "", 5),
+        TierRequest("format", "disk", 5),
+    ],
+)
+def test_what_nobody_can_mean_is_refused_on_both_sides(
+    info: SegmentInfo, board: Board, request_: TierRequest
+) -> None:
+    with pytest.raises(InvalidArgumentError, match="nothing was asked"):
+        ask(info, request_, 0)
+    assert board.next_request() is None
+    tiers = FakeTiers()
+    assert carry_out(1, request_, tiers).state == "refused"
+    assert tiers.did == []
+
+
+# ------------------------------------------------------------------------------------------ file
+
+
+def test_a_board_is_its_users_alone_and_goes_when_it_is_closed(info: SegmentInfo) -> None:
+    assert read(info) is None
+    board = Board.create(info.header["uuid"])
+    try:
+        state = path_of(info).stat()
+        assert stat.S_IMODE(state.st_mode) == 0o600
+        assert state.st_size == board_format.FILE_BYTES
+        with pytest.raises(SegmentFormatError, match="damaged"):
+            read(info)  # nothing is published yet
+        board.publish(FIGURES)
+        assert read(info) == FIGURES
+        assert boards_of([info]) == {info.name: FIGURES}
+        with pytest.raises(SegmentError, match="cannot make"):
+            Board.create(info.header["uuid"])
+        assert read(info) == FIGURES, "who came second has removed the board of the first"
+        assert segment.reap() == []
+        assert path_of(info).exists(), "a living board was reaped"
+    finally:
+        board.close()
+        board.close()
+    assert not path_of(info).exists()
+    assert read(info) is None
+    with pytest.raises(SegmentNotFoundError, match="has no tiers"):
+        ask(info, TierRequest("verify"), 0)
+
+
+def test_the_board_of_nobody_is_reaped_and_not_told_of(info: SegmentInfo) -> None:
+    path = path_of(info)
+    path.write_bytes(board_format.pack_header())
+    assert segment.reap() == []
+    assert not path.exists()
+
+
+def test_a_board_that_others_may_open_is_not_read(info: SegmentInfo, board: Board) -> None:
+    path_of(info).chmod(0o644)
+    with pytest.raises(SegmentFormatError, match="user alone"):
+        read(info)
+    path_of(info).chmod(0o600)
+    assert read(info) == FIGURES
+
+
+def test_a_link_is_not_followed(info: SegmentInfo, tmp_path: Path) -> None:
+    target = tmp_path / "target"
+    target.write_bytes(b"")
+    path_of(info).symlink_to(target)
+    try:
+        with pytest.raises(SegmentError, match="cannot open"):
+            read(info)
+        with pytest.raises(SegmentError, match="cannot make"):
+            Board.create(info.header["uuid"])
+    finally:
+        path_of(info).unlink()
+    assert target.read_bytes() == b""
+
+
+def test_a_writer_that_ends_half_way_has_changed_nothing(info: SegmentInfo, board: Board) -> None:
+    newer = replace(FIGURES, matched=1000)
+    cell = board_format.pack_snapshot(2, newer)
+    for length in (1, 8, 100, len(cell) // 2, len(cell) - 1):
+        overwrite(info, board_format.snapshot_at(2), cell[:length] + bytes(8)[: len(cell) - length])
+        assert read(info) == FIGURES
+    board.publish(newer)
+    assert read(info) == newer
+    request = board_format.pack_request(1, TierRequest("clear"))
+    overwrite(info, board_format.request_at(1), request[:-1])
+    assert board.next_request() is None
+
+
+def test_another_version_and_a_short_file_are_told_of(info: SegmentInfo, board: Board) -> None:
+    overwrite(info, 8, struct.pack("<I", 99))
+    with pytest.raises(SegmentFormatError, match="of version 99"):
+        read(info)
+    overwrite(info, 0, board_format.pack_header())
+    for size in (5000, 12, 0):
+        os.truncate(path_of(info), size)
+        with pytest.raises(SegmentFormatError, match="damaged" if size > 12 else "board"):
+            read(info)
+        assert board.next_request() is None
+    board.publish(FIGURES)
+    overwrite(info, 0, board_format.pack_header())
+    assert read(info) == FIGURES
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_noise_in_the_file_hangs_nobody_and_the_next_figures_heal_it(
+    info: SegmentInfo, board: Board, seed: int
+) -> None:
+    dice = random.Random(seed)
+    for _ in range(100):
+        at = dice.randrange(board_format.FILE_BYTES)
+        overwrite(info, at, dice.randbytes(dice.randrange(1, 6000)))
+        with suppress(SegmentError):
+            assert read(info) == FIGURES
+        with suppress(SegmentError):
+            ask(info, TierRequest("verify"), 0)
+        if (found := board.next_request()) is not None:
+            assert found[1] == TierRequest("verify")
+            board.answer(TierAnswer(found[0], "done", (), ""))
+        os.truncate(path_of(info), board_format.FILE_BYTES)
+        board.publish(FIGURES)
+        overwrite(info, 0, board_format.pack_header())
+        assert read(info) == FIGURES
+
+
+# -------------------------------------------------------------------------------------- requests
+
+
+def test_operators_get_their_own_answers(info: SegmentInfo, board: Board) -> None:
+    """More operators than the ring has places, at once; each asks for a size of its own."""
+    operators, each = 12, 6
+    got: dict[int, TierAnswer | None] = {}
+    is_over = threading.Event()
+
+    def serve() -> None:
+        while not is_over.is_set():
+            if (found := board.next_request()) is not None:
+                revision, request = found
+                board.answer(TierAnswer(revision, "done", (request.size_bytes,), ""))
+
+    def operate(number: int) -> None:
+        for at in range(each):
+            size = number * each + at
+            got[size] = ask(info, TierRequest("limit", "disk", size), 60.0)
+
+    server = threading.Thread(target=serve)
+    server.start()
+    threads = [threading.Thread(target=operate, args=(n,)) for n in range(operators)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    is_over.set()
+    server.join()
+    assert sorted(got) == list(range(operators * each))
+    for size, answer in got.items():
+        assert answer is not None
+        assert answer.counts[0] == size, "an operator has another one's answer"
+    assert len({answer.revision for answer in got.values() if answer}) == operators * each
+
+
+def test_requests_that_nobody_answers_are_kept_and_then_refused(
+    info: SegmentInfo, board: Board
+) -> None:
+    for size in range(board_format.RING):
+        assert ask(info, TierRequest("limit", "disk", size), 0) is None
+    with pytest.raises(SegmentBusyError, match="nothing was asked"):
+        ask(info, TierRequest("verify"), 0)
+    for size in range(board_format.RING):
+        found = board.next_request()
+        assert found is not None
+        assert found == (size + 1, TierRequest("limit", "disk", size))
+        board.answer(TierAnswer(found[0], "done", (), ""))
+    assert board.next_request() is None
+    assert ask(info, TierRequest("verify"), 0) is None
+
+
+def test_an_unknown_tier_is_refused_before_anything_is_written(
+    info: SegmentInfo, board: Board
+) -> None:
+    with pytest.raises(InvalidArgumentError, match="no tier 'tape'; it has host, disk"):
+        ask(info, TierRequest("limit", "tape", 5), 0)
+    assert board.next_request() is None
+
+
+def test_who_waits_hears_that_the_instance_has_ended(info: SegmentInfo) -> None:
+    board = Board.create(info.header["uuid"])
+    board.publish(FIGURES)
+
+    def end_when_asked() -> None:
+        while board.next_request() is None:
+            pass
+        board.close()
+
+    thread = threading.Thread(target=end_when_asked)
+    thread.start()
+    with pytest.raises(SegmentDeadError, match="have ended"):
+        ask(info, TierRequest("verify"), 60.0)
+    thread.join()
+
+
+# ------------------------------------------------------------------------------------- carry out
+
+
+class FakeStore:
+    def __init__(self, name: str, did: list[tuple[object, ...]]) -> None:
+        self.name = name
+        self.did = did
+        self.held = Capacity(100, 500, 10)
+
+    def capacity(self) -> Capacity:
+        return self.held
+
+    def set_limit(self, limit_bytes: int) -> None:
+        self.did.append((self.name, limit_bytes))
+        used = min(self.held.used_bytes, limit_bytes)
+        self.held = Capacity(used, limit_bytes, used // 10)
+
+
+class FakeTiers:
+    def __init__(self) -> None:
+        self.did: list[tuple[object, ...]] = []
+        self.stores = tuple(FakeStore(kind, self.did) for kind in ("host", "disk", "disk"))
+        self.namespace = Namespace("m")
+        self.answers = {0: 1, 1: 2, 2: 3}
+        self.problem: Exception | None = None
+
+    def erase_by_place(self, selection: Selection) -> dict[int, int]:
+        self.did.append((selection,))
+        return self.answers
+
+    def check_integrity(self) -> None:
+        if self.problem is not None:
+            raise self.problem
+
+
+def test_each_request_does_what_it_says() -> None:
+    tiers = FakeTiers()
+    assert labels_of(tiers.stores) == ("host", "disk", "disk2")
+    done = carry_out(1, TierRequest("limit", "disk2", 50), tiers)
+    assert done == TierAnswer(1, "done", (None, None, 5), "")
+    assert tiers.did == [("disk", 50)]
+    tiers.did.clear()
+    assert carry_out(2, TierRequest("trim", "host", 30), tiers).counts == (3, None, None)
+    assert tiers.did == [("host", 30), ("host", 500)], "the limit is not what it was"
+    tiers.did.clear()
+    assert carry_out(3, TierRequest("trim", "host", 30), tiers).state == "done"
+    assert tiers.did == [], "there was nothing to trim"
+    assert carry_out(4, TierRequest("clear"), tiers).counts == (1, 2, 3)
+    erase = TierRequest("erase", model="m", older_than_s=60.0)
+    assert carry_out(5, erase, tiers).state == "done"
+    assert tiers.did == [
+        (Selection(namespace=tiers.namespace),),
+        (Selection(model="m", older_than_s=60.0),),
+    ]
+    assert carry_out(6, TierRequest("verify"), tiers).counts == (3, 10, 5)
+
+
+def test_what_fails_is_said_and_never_raised() -> None:
+    tiers = FakeTiers()
+    refused = carry_out(1, TierRequest("limit", "tape", 1), tiers)
+    assert (refused.state, "no tier 'tape'" in refused.reason) == ("refused", True)
+    tiers.stores[0].held = Capacity(1, None, 1)
+    for kind in ("limit", "trim"):
+        assert carry_out(1, TierRequest(kind, "host", 1), tiers).state == "refused"
+    assert tiers.did == []
+    tiers.answers = {0: 1, 2: 3}
+    silent = carry_out(1, TierRequest("clear"), tiers)
+    assert (silent.state, silent.counts) == ("failed", (1, None, 3))
+    assert silent.reason.startswith("disk did not answer")
+    for problem in (IntegrityError("slot 5"), SegmentError("gone"), OSError("odd")):
+        tiers.problem = problem
+        answer = carry_out(1, TierRequest("verify"), tiers)
+        assert answer.state == "failed"
+        assert str(problem) in answer.reason

@@ -1,0 +1,290 @@
+"""kvctl tiers on a real instance over a real pool with a disk tier, and what it leaves."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+from click.shell_completion import ShellComplete
+from click.testing import CliRunner, Result
+
+from kvelastic import segment, tier_board_format
+from kvelastic.cli.kvctl import main
+from kvelastic.errors import SegmentError
+from kvelastic.segment_dir import SHM_DIR, board_name
+from kvelastic.tier_board import ask, read
+from kvelastic.tier_board_format import TierAnswer, TierRequest
+
+PROGRAM = Path(__file__).parents[1] / "programs" / "tiers_instance.py"
+MIB = 1 << 20
+SOON_S = 60.0
+
+
+class Instance:
+    """A process of `tiers_instance.py`, ready."""
+
+    def __init__(self, folder: Path) -> None:
+        unique = f"{os.getpid()}_{random.randrange(1 << 40):x}"
+        self.name = f"kvtiers_{unique}"
+        self.process = subprocess.Popen(
+            [sys.executable, str(PROGRAM), self.name, str(folder)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=os.environ
+            | {"KVELASTIC_HOST_MEMORY": "256M", "KVELASTIC_GROUP": f"tiers-{unique}"},
+        )
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        assert line, f"the instance has ended: {self.process.wait()}"
+        self.records: int = json.loads(line)["records"]
+        assert self.records > 20
+        self.info = segment.inspect(self.name)
+
+    @property
+    def board(self) -> Path:
+        return SHM_DIR / board_name(self.info.header["uuid"])
+
+    def end(self) -> int:
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.close()
+        status = self.process.wait()
+        self.process.stdout.close()
+        return status
+
+
+@pytest.fixture
+def one(tmp_path: Path) -> Iterator[Instance]:
+    instance = Instance(tmp_path / "disk")
+    yield instance
+    assert instance.end() == 0
+    assert not instance.board.exists()
+    assert read_or_none(instance) is None
+
+
+def read_or_none(instance: Instance) -> object:
+    try:
+        return read(instance.info)
+    except SegmentError:
+        return None
+
+
+def kvctl(*arguments: str) -> Result:
+    result = CliRunner().invoke(main, ["tiers", *arguments])
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+    return result
+
+
+def done(*arguments: str) -> str:
+    result = kvctl(*arguments)
+    assert result.exit_code == 0, result.stderr
+    return result.stdout
+
+
+def said(*arguments: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(done(*arguments, "--wait", str(SOON_S), "--json"))
+    return found
+
+
+def shown(name: str) -> dict[str, Any]:
+    (instance,) = json.loads(done(name, "--json"))
+    (tier,) = instance["tiers"]
+    return {**instance, **tier, "name": instance["name"]}
+
+
+def test_what_is_shown_is_what_there_is(one: Instance) -> None:
+    figures = shown(one.name)
+    assert figures["name"] == one.name
+    assert (figures["tier"], figures["kind"], figures["state"]) == ("disk", "disk", "ok")
+    assert figures["policy"] == "write_back"
+    answer = said("verify", one.name)
+    assert answer == {
+        "name": one.name,
+        "state": "done",
+        "records": {"disk": one.records},
+        "reason": "",
+    }
+    figures = shown(one.name)
+    assert (figures["records"], figures["puts"]) == (one.records, one.records)
+    assert (figures["limit_bytes"], figures["errors"]) == (32 * MIB, 0)
+    assert figures["served"] == one.records
+    assert figures["used_bytes"] >= one.records * 64 << 10
+    lines = done(one.name).splitlines()
+    assert lines[0].split()[:5] == ["NAME", "TIER", "STATE", "USED", "LIMIT"]
+    assert lines[1].split()[:3] == [one.name, "disk", "ok"]
+    assert lines[-1].startswith(f"{one.name} (write_back): 0 blocks demoted")
+    assert one.name in done()
+    assert done("show", one.name).splitlines()[0] == lines[0]
+
+
+def test_limits_and_trims_hold(one: Instance) -> None:
+    limit = said("limit", one.name, "disk", "2M")
+    figures = shown(one.name)
+    assert limit["records"]["disk"] == figures["records"] < one.records
+    assert figures["limit_bytes"] == 2 * MIB
+    assert 0 < figures["used_bytes"] <= 2 * MIB
+    trim = said("trim", one.name, "disk", "512K")
+    figures = shown(one.name)
+    assert trim["records"]["disk"] == figures["records"]
+    assert figures["used_bytes"] <= MIB // 2
+    assert figures["limit_bytes"] == 2 * MIB, "a trim has changed the limit"
+    text = done("limit", one.name, "disk", "1G", "--wait", str(SOON_S))
+    assert text.startswith(f"{one.name}: disk holds at most 1.00 GiB now, and ")
+    assert shown(one.name)["limit_bytes"] == 1 << 30
+
+
+def test_erasing_says_how_much_it_was(one: Instance) -> None:
+    assert said("erase", one.name, "--older-than", "7d")["records"] == {"disk": 0}
+    assert said("erase", one.name, "--model", "another")["records"] == {"disk": 0}
+    assert said("verify", one.name)["records"] == {"disk": one.records}
+    assert said("erase", one.name, "--model", "embedded")["records"] == {"disk": one.records}
+    assert said("clear", one.name, "--yes")["records"] == {"disk": 0}
+    assert shown(one.name)["records"] == 0
+
+
+def test_clear_erases_all_and_asks_first(one: Instance) -> None:
+    refused = kvctl("clear", one.name)
+    assert (refused.exit_code, "add --yes" in refused.stderr) == (2, True)
+    text = done("clear", one.name, "--yes", "--wait", str(SOON_S))
+    assert text == f"{one.name}: {one.records} records erased (disk {one.records}).\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (("limit", "NAME", "tape", "1G"), 1, "has no tier 'tape'; it has disk"),
+        (("trim", "NAME", "tape", "1G"), 1, "has no tier 'tape'; it has disk"),
+        (("limit", "NAME", "disk", "much"), 2, "is not understood"),
+        (("limit", "NAME", "disk", "-1"), 2, "a negative value is not accepted"),
+        (("erase", "NAME"), 2, "say what to erase"),
+        (("erase", "NAME", "--older-than", "-1"), 2, "is not an age"),
+        (("erase", "NAME", "--older-than", "0"), 2, "is not an age"),
+        (("erase", "NAME", "--older-than", "nan"), 2, "is not an age"),
+        (("erase", "NAME", "--older-than", "1e300d"), 2, "nothing was asked"),
+        (("erase", "NAME", "--older-than", "9999999d"), 2, "nothing was asked"),
+        (("erase", "NAME", "--model", ""), 2, "nothing was asked"),
+        (("nobody",), 1, "no segment is called 'nobody'. Known names"),
+        (("verify", "nobody"), 1, "no segment is called 'nobody'. Known names"),
+    ],
+)
+def test_mistakes_change_nothing(
+    shared: Instance, arguments: tuple[str, ...], code: int, message: str
+) -> None:
+    result = kvctl(*(shared.name if part == "NAME" else part for part in arguments))
+    assert (result.exit_code, message in result.stderr) == (code, True), result.stderr
+    assert said("verify", shared.name)["records"] == {"disk": shared.records}
+    assert shown(shared.name)["limit_bytes"] == 32 * MIB
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Instance]:
+    instance = Instance(tmp_path_factory.mktemp("shared") / "disk")
+    yield instance
+    assert instance.end() == 0
+
+
+def test_an_instance_without_tiers_says_where_they_come_from() -> None:
+    name = f"kvtiers_none_{os.getpid()}"
+    with segment.create(name, engine="test"):
+        for arguments in ((name,), ("verify", name), ("clear", name, "--yes")):
+            result = kvctl(*arguments)
+            assert (result.exit_code, "KVELASTIC_TIERS gives" in result.stderr) == (1, True)
+        assert json.loads(done("--json")) == [] or name not in done("--json")
+
+
+def test_operators_at_once_get_their_own_answers(one: Instance) -> None:
+    answers: dict[int, TierAnswer | None] = {}
+
+    def operate(number: int) -> None:
+        request = (
+            TierRequest("limit", "disk", (number + 1) * MIB)
+            if number % 2
+            else TierRequest("erase", model="another")
+        )
+        answers[number] = ask(one.info, request, SOON_S)
+
+    threads = [threading.Thread(target=operate, args=(number,)) for number in range(10)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len({answer.revision for answer in answers.values() if answer}) == len(threads)
+    for number, answer in answers.items():
+        assert answer is not None
+        assert answer.state == "done"
+        # Of a limit: what is held; of this erasure: nothing.
+        assert (answer.counts[0] == 0) == (number % 2 == 0)
+
+
+def test_noise_on_the_board_stops_neither_side(one: Instance) -> None:
+    dice = random.Random(5)
+    header = tier_board_format.pack_header()
+    for _ in range(30):
+        with one.board.open("r+b") as file:
+            file.seek(dice.randrange(len(header), tier_board_format.FILE_BYTES - 600))
+            file.write(dice.randbytes(600))
+        for arguments in ((one.name,), ("limit", one.name, "disk", "16M", "--wait", "0")):
+            assert kvctl(*arguments).exit_code in {0, 1, 3}
+    assert one.process.poll() is None
+    while read_or_none(one) is None:  # until it is written again
+        assert one.process.poll() is None
+    assert said("verify", one.name)["state"] == "done"
+    assert shown(one.name)["limit_bytes"] in {16 * MIB, 32 * MIB}
+
+
+def test_the_board_of_a_killed_instance_is_reaped(tmp_path: Path) -> None:
+    one = Instance(tmp_path / "disk")
+    assert one.board.exists()
+    one.process.kill()
+    one.end()
+    assert one.board.exists(), "nobody has reaped it yet"
+    result = kvctl(one.name)
+    assert (result.exit_code, "has ended" in result.stderr) == (1, True)
+    assert not one.board.exists()
+    assert not (SHM_DIR / one.name).exists()
+    again = Instance(tmp_path / "disk")
+    assert said("verify", again.name)["records"] == {"disk": again.records}
+    assert again.end() == 0
+
+
+def test_the_shell_completes_names_tiers_and_commands(shared: Instance) -> None:
+    def offered(*words: str) -> set[str]:
+        *before, word = words
+        complete = ShellComplete(main, {}, "kvctl", "")
+        return {item.value for item in complete.get_completions(["tiers", *before], word)}
+
+    assert {"limit", "trim", "clear", "erase", "verify", shared.name} <= offered("")
+    assert offered("limit", shared.name[:12]) == {shared.name}
+    assert offered("limit", shared.name, "") == {"disk"}
+    assert offered("limit", "nobody", "") == set()
+
+
+def test_metrics_have_every_tier(shared: Instance) -> None:
+    result = CliRunner().invoke(main, ["metrics"])
+    assert result.exit_code == 0
+    labels = f'{{name="{shared.name}",tier="disk"}}'
+    assert (
+        f"kvelastic_tier_limit_bytes{labels} {float(32 * MIB)!r}".replace(
+            "33554432.0", "3.3554432e+07"
+        )
+        in result.stdout
+    )
+    assert f"kvelastic_tier_records{labels} {float(shared.records)}" in result.stdout
+    assert f'kvelastic_tiers_blocks_served_total{{name="{shared.name}"}}' in result.stdout
+
+
+def test_every_command_says_what_it_takes() -> None:
+    group = main.get_command(click.Context(main), "tiers")
+    assert isinstance(group, click.Group)
+    for name in group.commands:
+        assert kvctl(name, "--help").exit_code == 0
+    assert "Commands:" in done("--help")
