@@ -307,7 +307,7 @@ class DiskStore(Store):
     ) -> list[tuple[Piece, Entry]]:
         """Write records, then their entries; answers those that are whole in the files."""
         results = carry(self._io.write, pieces, records)
-        stored_ns = int(self._wall_clock() * 1e9)
+        stored_ns = max(0, int(self._wall_clock() * 1e9))
         stored: list[tuple[Piece, Entry]] = []
         for piece, (moved, checksum) in zip(pieces, results, strict=True):
             if moved != self.record_bytes:

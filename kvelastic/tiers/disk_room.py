@@ -21,7 +21,7 @@ from typing import Final
 from kvelastic import _vmm
 from kvelastic.errors import IntegrityError
 from kvelastic.sizes import GIB_BYTES, MIB_BYTES
-from kvelastic.tiers.base import KEY_BYTES
+from kvelastic.tiers.base import KEY_BYTES, NO_KEY
 from kvelastic.tiers.disk_file import DataFile, map_bytes, runs
 from kvelastic.tiers.disk_folder import Folder, all_locked
 from kvelastic.tiers.disk_format import Entry, Geometry, aligned, entries, largest_within
@@ -163,7 +163,12 @@ class Room:
         end = file.size_bytes
         for own, entry in entries(file.read_table(), file.file_id):
             reach = file.geometry.record_offset(own) + self._record_bytes
-            if entry is None or entry.length_bytes != self._record_bytes or reach > end:
+            if (
+                entry is None
+                or entry.key == NO_KEY  # nobody of us has written that
+                or entry.length_bytes != self._record_bytes
+                or reach > end
+            ):
                 self.torn += 1
                 file.clear_entry(own)
             else:

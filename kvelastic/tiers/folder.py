@@ -263,7 +263,8 @@ class FolderStore(Store):
         try:
             if folder_record.is_there(root, key, self.record_bytes):
                 return "there"
-            folder_record.write(root, key, record, owner, int(self._wall_clock() * 1e9))
+            now_ns = max(0, int(self._wall_clock() * 1e9))
+            folder_record.write(root, key, record, owner, now_ns)
         except OSError as error:
             self._failed(error)
             return ""

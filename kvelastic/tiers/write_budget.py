@@ -9,18 +9,20 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Final
 
-from kvelastic.tiers.owned_files import open_file
+from kvelastic.tiers.owned_files import lock_within, open_file
 
 _FILE: Final = ".written"
 _COUNT: Final = struct.Struct("<QQ")
 _DAY_S: Final = 86400
+_LOCK_WAIT_S: Final = 0.25
 
 
 class WriteBudget:
     """Bytes that all engines of a folder have written today (UTC), and what is left of a limit.
 
     The count lies in the folder and is not forced to the medium: a loss of power may forget some.
-    Its owner's lock guards it; a call locks the file for microseconds.
+    Its owner's lock guards it; a call locks the file for microseconds. Where another engine was
+    stopped with that lock, only what this engine knows counts until it goes on.
     """
 
     def __init__(self, folder: int, daily_bytes: int | None, today_s: Callable[[], float]) -> None:
@@ -28,6 +30,7 @@ class WriteBudget:
         self._today_s = today_s
         self._fd = -1
         self._own = (0, 0)  # where the file cannot be had
+        self._is_locked = False
         if daily_bytes is not None and folder >= 0:
             with suppress(OSError):
                 self._fd = open_file(folder, _FILE, os.O_RDWR | os.O_CREAT)
@@ -36,7 +39,7 @@ class WriteBudget:
         """How many of `records` may be written; they count as written from now on."""
         if self._daily_bytes is None or records == 0:
             return records
-        today = int(self._today_s()) // _DAY_S
+        today = max(0, int(self._today_s())) // _DAY_S
         day, written = self._read()
         if day != today:
             written = 0
@@ -74,7 +77,9 @@ class WriteBudget:
         """The day and its bytes; the file stays locked until `_write`."""
         if self._fd >= 0:
             with suppress(OSError):
-                fcntl.flock(self._fd, fcntl.LOCK_EX)
+                self._is_locked = lock_within(self._fd, _LOCK_WAIT_S)
+                if not self._is_locked:
+                    return self._own
                 raw = os.pread(self._fd, _COUNT.size, 0)
                 if len(raw) == _COUNT.size:
                     day, written = _COUNT.unpack(raw)
@@ -83,7 +88,8 @@ class WriteBudget:
 
     def _write(self, day: int, written: int) -> None:
         self._own = (day, written)
-        if self._fd >= 0:
+        if self._fd >= 0 and self._is_locked:
+            self._is_locked = False
             with suppress(OSError):
                 os.pwrite(self._fd, _COUNT.pack(day, written), 0)
             with suppress(OSError):

@@ -13,7 +13,9 @@ from pathlib import Path
 import pytest
 from disk_records import MODEL, keys, open_store, put, whole
 
+from kvelastic.tiers.base import NO_KEY
 from kvelastic.tiers.disk import DiskStore
+from kvelastic.tiers.disk_format import Entry, Geometry, pack_entry, pack_header
 
 RECORD = 16 * 1024
 COUNT = 100
@@ -231,3 +233,16 @@ def test_a_writer_that_is_killed_loses_nothing_that_was_said(tmp_path: Path) -> 
         store.check_integrity()
         store.close()
         first = last + 1000
+
+
+def test_an_entry_of_the_key_of_no_block_is_not_whole(tmp_path: Path) -> None:
+    """Its checksum is right: somebody has made it so."""
+    folder = tmp_path / "made"
+    folder.mkdir(mode=0o700)
+    geometry, file_id = Geometry(RECORD, COUNT), b"f" * 16
+    entry = Entry(NO_KEY, NO_KEY, b"n" * 16, b"m" * 16, 0, RECORD, 1, 0, 0)
+    raw = pack_header(geometry, file_id) + pack_entry(entry, file_id, 0)
+    path = folder / "made.kv"
+    path.write_bytes(raw.ljust(geometry.file_bytes, b"\0"))
+    path.chmod(0o600)
+    assert opened_and_read(folder) == ([], 1)

@@ -312,6 +312,34 @@ def test_a_neighbour_that_was_stopped_with_the_lock_is_not_waited_for_twice(
     store.close()
 
 
+def test_a_neighbour_that_was_stopped_with_the_daily_count_is_not_waited_for(folder: Path) -> None:
+    store = open_store(folder, RECORD, LIMIT, daily_write_bytes=10 * RECORD)
+    assert put(store, range(2)) == [True] * 2
+    stopped = os.open(folder / ".written", os.O_RDWR)
+    fcntl.flock(stopped, fcntl.LOCK_EX)
+    stored: list[list[bool]] = []
+    putting = threading.Thread(target=lambda: stored.append(put(store, range(2, 6))), daemon=True)
+    putting.start()
+    putting.join(30)
+    os.close(stopped)
+    assert stored == [[True] * 4]
+    assert put(store, range(6, 20)).count(True) == 4, "ten in all: none was forgotten"
+    store.close()
+
+
+def test_a_clock_before_all_time_stops_nothing(folder: Path) -> None:
+    now = [-1e9]
+    more = {"daily_write_bytes": 3 * RECORD, "wall_clock": lambda: now[0]}
+    store = open_store(folder, RECORD, LIMIT, **more)
+    assert put(store, range(5)).count(True) == 3
+    store.check_integrity()
+    now[0] = 1e9
+    assert put(store, range(10, 15)).count(True) == 3, "another day"
+    now[0] = -1e9
+    assert put(store, range(20, 25)).count(True) == 3, "and another"
+    store.close()
+
+
 FULL_DISK = """
 import os, sys
 from pathlib import Path
