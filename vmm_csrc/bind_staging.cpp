@@ -13,7 +13,9 @@ using namespace nb::literals;
 namespace kvelastic {
 namespace {
 
+/// A forked child does not have the memory: to read there would end it.
 void refuse_slot(const Staging& staging, std::uint64_t slot) {
+  check(staging.made_by().refuse_in_a_child());
   if (slot < staging.slots()) return;
   raise_code("INVALID_ARGUMENT", "slot " + std::to_string(slot) + " is not one of the staging's " +
                                      std::to_string(staging.slots()));
@@ -57,9 +59,11 @@ void bind_staging(nb::module_& m) {
            "slots"_a, "record_bytes"_a)
       .def_prop_ro("slots", &Staging::slots)
       .def_prop_ro("record_bytes", &Staging::record_bytes)
-      .def("view", &view_of, "slot"_a,
-           "The record in a slot, writable; it keeps the memory alive. Raises "
-           "InvalidArgumentError.")
+      .def(
+          "view", &view_of, "slot"_a,
+          "The record in a slot, writable; it keeps the memory alive. Raises "
+          "InvalidArgumentError, and DeviceUnavailableError in a forked child, which does not have "
+          "it.")
       .def(
           "address",
           [](const Staging& staging, std::uint64_t slot) {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import resource
 
 import pytest
@@ -140,3 +141,18 @@ def test_a_staging_that_one_rank_cannot_attach_leaves_no_part_elsewhere() -> Non
             worker.ask(f"write {ids[0]} {50 + worker.rank}")
         pool.copy_out(ids, first, [0])
         assert [first.view(0)[rank * part] for rank in range(3)] == [50, 51, 52]
+
+
+def test_a_forked_child_does_not_have_the_memory() -> None:
+    staging = _vmm.Staging(2, 4096)
+    staging.view(0)[0] = 7
+    child = os.fork()
+    if child == 0:
+        refused = 0
+        for call in (staging.view, staging.address):
+            with pytest.raises(errors.DeviceUnavailableError, match="forked child"):
+                call(0)
+            refused += 1
+        os._exit(refused)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 2
+    assert staging.view(0)[0] == 7
