@@ -22,6 +22,7 @@ that are gone when it opens or needs room; it does not read what its neighbours 
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 import weakref
@@ -30,13 +31,17 @@ from typing import Final, Literal
 
 from kvelastic import _vmm
 from kvelastic.errors import InvalidArgumentError
+from kvelastic.sizes import format_size
 from kvelastic.tiers.base import NO_KEY, Capacity, Lease, Selection, Store, StoreStatistics
 from kvelastic.tiers.disk_erase import wanted_by
-from kvelastic.tiers.disk_format import Entry, aligned
+from kvelastic.tiers.disk_file import map_bytes
+from kvelastic.tiers.disk_format import Entry, aligned, largest_within
 from kvelastic.tiers.disk_pieces import Piece, RecordFiles, carry, keys_at
 from kvelastic.tiers.disk_state import DiskState
 from kvelastic.tiers.namespace import Namespace
 from kvelastic.tiers.record_owner import Owner, owner_of
+
+_log = logging.getLogger("kvelastic")
 
 MAX_RECORD_BYTES: Final = 1 << 32
 DEPTH: Final = 32
@@ -113,6 +118,14 @@ class DiskStore(Store):
             wall_clock,
         )
         _states.add(self._state)
+        room_bytes = limit_bytes - map_bytes(limit_bytes)
+        if largest_within(record_bytes, room_bytes).slots == 0 < limit_bytes:
+            _log.warning(
+                "The disk tier's limit of %s has no room for a file with one record of %s: nothing"
+                " is kept there. Set a higher one.",
+                format_size(limit_bytes),
+                format_size(record_bytes),
+            )
 
     # --- the contract -----------------------------------------------------------------------------
 

@@ -240,6 +240,18 @@ def test_a_folder_that_cannot_be_made_is_left_out(tmp_path: Path) -> None:
     both.close()
 
 
+def test_a_limit_that_holds_nothing_is_said(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    small = open_store(folder, RECORD, RECORD + 4096)
+    assert put(small, range(1)) == [False]
+    assert "nothing is kept there" in caplog.text
+    small.close()
+    caplog.clear()
+    enough = open_store(folder, RECORD, 2 * RECORD + 4096)
+    assert put(enough, range(1)) == [True]
+    assert not caplog.text
+    enough.close()
+
+
 def test_links_are_not_followed(tmp_path: Path) -> None:
     (tmp_path / "real").mkdir(mode=0o700)
     (tmp_path / "link").symlink_to(tmp_path / "real")
