@@ -58,7 +58,7 @@ class DeadlineWorker:
         """What `function` answers or raises. Waits for others' calls, too, `timeout_s` for each.
 
         Raises `TimeoutError` if it has not ended by then, or is not begun because another one is
-        late, or the worker is closed.
+        late, the worker is closed, or the system has no thread for it.
         """
         if not self._turn.acquire(timeout=timeout_s):
             raise TimeoutError(f"{self._name}: other calls take longer than {timeout_s:g} s")
@@ -67,8 +67,12 @@ class DeadlineWorker:
                 raise TimeoutError(f"{self._name}: an earlier call has not ended, or it is closed")
             self._late = None
             if self._thread is None:
-                self._thread = threading.Thread(target=self._serve, name=self._name, daemon=True)
-                self._thread.start()
+                thread = threading.Thread(target=self._serve, name=self._name, daemon=True)
+                try:
+                    thread.start()
+                except RuntimeError as error:  # the system has no thread left
+                    raise TimeoutError(f"{self._name}: {error}") from error
+                self._thread = thread
             call = _Call(function)
             self._calls.put(call)
             if not call.ended.wait(timeout_s):

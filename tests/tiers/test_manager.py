@@ -11,6 +11,7 @@ from fake_tiers import FakeCopies, FakeStaging, FakeStore, key_of, keys_of, reco
 
 from kvelastic.errors import BlockError, InvalidArgumentError
 from kvelastic.tiers.base import KEY_BYTES, Selection
+from kvelastic.tiers.lookup import Lookup
 from kvelastic.tiers.manager import Tiers
 from kvelastic.tiers.namespace import Namespace
 from kvelastic.tiers.policy import Copies, Rules, WritePolicy
@@ -457,6 +458,23 @@ def test_a_store_that_answers_late_is_a_miss() -> None:
     answer.set()
     assert tiers.close(SOON_S) == []
     assert world.tiers.close(SOON_S) == []
+
+
+def test_a_system_without_threads_is_a_miss(monkeypatch: pytest.MonkeyPatch) -> None:
+    staging = FakeStaging(4)
+    store = FakeStore("folder", staging)
+    store.asks_medium = True
+    store.records[key_of(1)] = record_of(1)
+    looking = Lookup([store], SOON_S)
+
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", refuse)
+        assert looking.has(0, keys_of([1])) == [False]
+    assert looking.has(0, keys_of([1])) == [True], "it is asked again"
+    looking.close(SOON_S)
 
 
 def test_closing_does_not_wait_for_what_hangs() -> None:
