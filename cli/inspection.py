@@ -95,21 +95,23 @@ def stats_command(name: str, interval_s: float | None, as_json: bool) -> None:
 def explain_command(name: str, as_json: bool) -> None:
     """Say why an instance holds what it holds, what is blocked and by what, and what to do.
 
-    Looks at the instance's segment and at the ledgers of its devices, and changes nothing.
+    Looks at the instance's segment, its tiers and the ledgers of its devices, and changes nothing.
     """
     import time
 
     from kvelastic.cli.explanation import explain
     from kvelastic.cli.explanation_output import explanation_json, show_explanation
+    from kvelastic.cli.explanation_tiers import explain_tiers
     from kvelastic.cli.ledgers import choose_ledger
     from kvelastic.instance.status import status_of
     from kvelastic.ledger import list_ledgers
+    from kvelastic.tier_board import boards_of
 
     info = readable(name, sweep())
     found = list_ledgers()
     ledger = choose_ledger(found, info.header["uuid"], info.header["device"])
     status = status_of(info, found, now_ns=time.monotonic_ns())
-    lines = explain(status, ledger)
+    lines = [*explain(status, ledger), *explain_tiers(boards_of([info]).get(info.name))]
     if as_json:
         _print_json(explanation_json(status, ledger, lines))
     else:

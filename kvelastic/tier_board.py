@@ -77,7 +77,7 @@ def ask(info: SegmentInfo, request: TierRequest, wait_s: float) -> TierAnswer | 
     """Ask something of an instance's tiers, and wait for its answer to this very request.
 
     None: no answer within `wait_s`; the request stays, and the instance goes on. Raises
-    `InvalidArgumentError` for what cannot be meant and for a tier that it does not have,
+    `InvalidArgumentError` for a malformed request and for a tier that it does not have,
     `SegmentNotFoundError` where it has no tiers, `SegmentBusyError` where others have asked as much
     as there is room for, `SegmentDeadError` if it has ended, and as `read`.
     """

@@ -159,7 +159,7 @@ class BadRequestError(ValueError):
 
 
 def check_request(request: TierRequest) -> TierRequest:
-    """Return it if it can be what somebody meant; both sides ask. Raises `BadRequestError`."""
+    """Return it if it is well-formed; both sides ask. Raises `BadRequestError`."""
     if request.kind not in REQUEST_KINDS:
         raise BadRequestError(f"a request of kind {request.kind!r} is not known")
     if request.kind in {"limit", "trim"}:

@@ -147,7 +147,7 @@ def test_a_liar_with_a_right_checksum_crashes_nobody(seed: int) -> None:
         TierRequest("format", "disk", 5),
     ],
 )
-def test_what_nobody_can_mean_is_refused_on_both_sides(
+def test_a_malformed_request_is_refused_on_both_sides(
     info: SegmentInfo, board: Board, request_: TierRequest
 ) -> None:
     with pytest.raises(InvalidArgumentError, match="nothing was asked"):

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,12 @@ from click.shell_completion import ShellComplete
 from click.testing import CliRunner, Result
 
 from kvelastic import segment, tier_board_format
+from kvelastic.cli.explanation_tiers import explain_tiers
 from kvelastic.cli.kvctl import main
 from kvelastic.errors import SegmentError
 from kvelastic.segment_dir import SHM_DIR, board_name
 from kvelastic.tier_board import ask, read
-from kvelastic.tier_board_format import TierAnswer, TierRequest
+from kvelastic.tier_board_format import BoardFigures, TierAnswer, TierFigures, TierRequest
 
 PROGRAM = Path(__file__).parents[1] / "programs" / "tiers_instance.py"
 MIB = 1 << 20
@@ -280,6 +282,27 @@ def test_metrics_have_every_tier(shared: Instance) -> None:
     )
     assert f"kvelastic_tier_records{labels} {float(shared.records)}" in result.stdout
     assert f'kvelastic_tiers_blocks_served_total{{name="{shared.name}"}}' in result.stdout
+
+
+def test_explain_says_what_tiers_keep(shared: Instance) -> None:
+    result = CliRunner().invoke(main, ["explain", shared.name])
+    assert result.exit_code == 0
+    (line,) = (line for line in result.stdout.splitlines() if line.startswith("  tiers "))
+    assert f"Tiers keep {shared.records} blocks on disk (" in line
+    assert line.endswith(" of 32.00 MiB).")
+
+
+def test_explain_says_which_tier_fails_and_why_nothing_is_written() -> None:
+    tier = TierFigures("disk", "disk", *range(15), is_stuck=True, is_current=True)
+    board = BoardFigures(1, 0, "write_back", *range(11), (tier,))
+    kept, stuck = explain_tiers(board)
+    assert kept.what.endswith("Of 19 evicted blocks 9 have a copy there.")
+    assert "dropped" in kept.do
+    assert (stuck.what.startswith("disk does not answer"), "9 times" in stuck.do) == (True, True)
+    full = replace(tier, is_stuck=False, write_left_bytes=0)
+    _, budget = explain_tiers(replace(board, tiers=(full,)))
+    assert "until midnight UTC" in budget.what
+    assert list(explain_tiers(None)) == []
 
 
 def test_every_command_says_what_it_takes() -> None:

@@ -1,0 +1,49 @@
+"""What `kvctl explain` says of tiers, on plain values.
+
+lines += explain_tiers(board)      # None: the instance has no tiers, and nothing is said of them
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from kvelastic.cli.explanation_line import Line
+from kvelastic.cli.tier_tables import state_of
+from kvelastic.sizes import format_size
+
+if TYPE_CHECKING:
+    from kvelastic.tier_board_format import BoardFigures, TierFigures
+
+
+def explain_tiers(board: BoardFigures | None) -> Iterable[Line]:
+    """What tiers keep, what became of evicted blocks, and which of them fails."""
+    if board is None or not board.tiers:
+        return
+    kept = ", ".join(_kept(tier) for tier in board.tiers)
+    evicted = board.demoted + board.dropped
+    what = f"Tiers keep {kept}."
+    if evicted:
+        what += f" Of {evicted} evicted blocks {board.demoted} have a copy there."
+    many_dropped = board.dropped > board.demoted
+    do = "docs/tiers.md says why blocks are dropped without a copy" if many_dropped else ""
+    yield Line("tiers", what, do)
+    for tier in board.tiers:
+        if state_of(tier) != "ok":
+            yield Line(
+                "tiers",
+                f"{tier.tier} does not answer, and is not used until it does.",
+                f"look at the medium of {tier.tier}; it has failed {tier.errors} times",
+            )
+        elif tier.write_left_bytes == 0:
+            yield Line(
+                "tiers",
+                f"{tier.tier} has used up what may be written to it a day; nothing more is stored"
+                " there until midnight UTC.",
+                "a larger KVELASTIC_TIER_DAILY_WRITE, if the medium may wear faster",
+            )
+
+
+def _kept(tier: TierFigures) -> str:
+    limit = "" if tier.limit_bytes is None else f" of {format_size(tier.limit_bytes)}"
+    return f"{tier.records} blocks on {tier.tier} ({format_size(tier.used_bytes)}{limit})"
