@@ -173,19 +173,22 @@ def _cell(fd: int, place: tuple[int, int]) -> bytes:
 
 def requests_in(fd: int) -> dict[int, TierRequest]:
     """Every whole request in an open board, by its revision."""
-    cells = (_cell(fd, (board_format.request_at(n), board_format.CELL_BYTES)) for n in _ring())
+    cells = _ring(fd, board_format.request_at(0))
     found = (board_format.unpack_request(cell) for cell in cells)
     return dict(one for one in found if one is not None)
 
 
 def _answers_in(fd: int) -> list[int]:
-    cells = (_cell(fd, (board_format.answer_at(n), board_format.CELL_BYTES)) for n in _ring())
+    cells = _ring(fd, board_format.answer_at(0))
     found = (board_format.unpack_answer(cell) for cell in cells)
     return [one.revision for one in found if one is not None]
 
 
-def _ring() -> range:
-    return range(board_format.RING)
+def _ring(fd: int, at: int) -> list[bytes]:
+    """All cells of a ring, read by one system call."""
+    size = board_format.CELL_BYTES
+    raw = os.pread(fd, board_format.RING * size, at)
+    return [raw[place : place + size] for place in range(0, len(raw), size)]
 
 
 def _write(fd: int, name: str, request: TierRequest) -> int:

@@ -1,0 +1,148 @@
+"""Figures go on being shown, and requests answered, whatever a store does."""
+
+from __future__ import annotations
+
+import os
+import random
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from kvelastic import segment
+from kvelastic.segment_dir import SHM_DIR, SegmentInfo, board_name
+from kvelastic.tier_board import ask, read
+from kvelastic.tier_board_format import TierRequest
+from kvelastic.tiers.base import Capacity, StoreStatistics
+from kvelastic.tiers.manager import TiersStatistics, TierStatistics
+from kvelastic.tiers.namespace import Namespace
+from kvelastic.tiers.policy import Rules
+from kvelastic.tiers.publisher import Publisher, show
+
+SOON_S = 60.0
+
+
+class Store:
+    """Says what it holds when `may_answer` is set."""
+
+    def __init__(self, name: str, records: int) -> None:
+        self.name = name
+        self.records = records
+        self.may_answer = threading.Event()
+        self.may_answer.set()
+        self.problem: Exception | None = None
+
+    def capacity(self) -> Capacity:
+        assert self.may_answer.wait(SOON_S)
+        if self.problem is not None:
+            raise self.problem
+        return Capacity(self.records * 10, 100, self.records)
+
+    def statistics(self) -> StoreStatistics:
+        return StoreStatistics(puts=self.records)
+
+    def write_budget(self) -> tuple[int, int] | None:
+        return (50, 40) if self.name == "disk" else None
+
+
+class Tiers:
+    """As much of them as the publisher asks."""
+
+    rules = Rules()
+    namespace = Namespace("m")
+
+    def __init__(self) -> None:
+        self.stores = (Store("host", 1), Store("disk", 2))
+        self.observers: list[Any] = []
+
+    def attach(self, observer: Any) -> None:
+        self.observers.append(observer)
+
+    def check_integrity(self) -> None:
+        pass
+
+    def statistics_with(self, *_: Any) -> TiersStatistics:
+        tiers = tuple(TierStatistics(one.name, None, None, 0.002, False) for one in self.stores)
+        return TiersStatistics(tiers, *range(11))
+
+
+@pytest.fixture
+def info() -> Iterator[SegmentInfo]:
+    name = f"publisher_{os.getpid()}_{random.randrange(1 << 40):x}"
+    with segment.create(name, engine="test"):
+        yield segment.inspect(name)
+
+
+@pytest.fixture
+def tiers(info: SegmentInfo) -> Iterator[Tiers]:
+    tiers = Tiers()
+    yield tiers
+    for store in tiers.stores:
+        store.may_answer.set()
+    for observer in tiers.observers:
+        observer.close()
+        observer.close()
+    assert not (SHM_DIR / board_name(info.header["uuid"])).exists()
+
+
+def shown_by(tiers: Tiers, info: SegmentInfo) -> Publisher:
+    publisher = show(tiers, info.header["uuid"])  # type: ignore[arg-type]
+    assert publisher is not None
+    assert tiers.observers == [publisher]
+    return publisher
+
+
+def test_what_stores_say_is_shown(info: SegmentInfo, tiers: Tiers) -> None:
+    shown_by(tiers, info).publish(SOON_S)
+    board = read(info)
+    assert board is not None
+    host, disk = board.tiers
+    assert (host.records, host.used_bytes, host.puts, host.write_left_bytes) == (1, 10, 1, None)
+    assert (disk.records, disk.write_budget_bytes, disk.write_left_bytes) == (2, 50, 40)
+    assert (disk.load_us, disk.is_current, disk.is_stuck) == (2000, True, False)
+    assert (board.matched, board.dropped) == (0, 10)
+
+
+def test_a_store_that_hangs_holds_nobody_up(info: SegmentInfo, tiers: Tiers) -> None:
+    tiers.stores[1].may_answer.clear()
+    publisher = shown_by(tiers, info)
+    publisher.publish()
+    tiers.stores[0].records = 7
+    publisher.publish(SOON_S)
+    board = read(info)
+    assert board is not None
+    host, disk = board.tiers
+    assert (host.records, host.is_current) == (7, True)
+    assert (disk.records, disk.is_current) == (0, False)
+    threads = threading.active_count()
+    for _ in range(5):
+        publisher.publish()
+    assert threading.active_count() <= threads, "each look at a store that hangs leaves a thread"
+    tiers.stores[1].may_answer.set()
+    while not (board := read(info)) or not board.tiers[1].is_current:
+        publisher.publish()
+    assert board.tiers[1].records == 2
+
+
+def test_a_store_that_breaks_its_word_is_shown_as_silent(info: SegmentInfo, tiers: Tiers) -> None:
+    tiers.stores[0].problem = OSError("odd")
+    shown_by(tiers, info).publish(SOON_S)
+    board = read(info)
+    assert board is not None
+    assert [tier.is_current for tier in board.tiers] == [False, True]
+    answer = ask(info, TierRequest("verify"), SOON_S)
+    assert answer is not None
+    assert (answer.state, "odd" in answer.reason) == ("failed", True)
+    tiers.stores[0].problem = None
+    answer = ask(info, TierRequest("verify"), SOON_S)
+    assert answer is not None
+    assert (answer.state, answer.counts[:2]) == ("done", (1, 2))
+
+
+def test_where_there_can_be_no_board_tiers_work_without(
+    info: SegmentInfo, tiers: Tiers, caplog: pytest.LogCaptureFixture
+) -> None:
+    shown_by(tiers, info)
+    assert show(Tiers(), info.header["uuid"]) is None  # type: ignore[arg-type]
+    assert "kvctl tiers will not see" in caplog.text
