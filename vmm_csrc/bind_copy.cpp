@@ -6,6 +6,7 @@
 #include <string>
 #include <vector>
 
+#include "bind_buffers.h"
 #include "bind_errors.h"
 #include "bind_ids.h"
 #include "range.h"
@@ -15,34 +16,6 @@ using namespace nb::literals;
 
 namespace kvelastic {
 namespace {
-
-/// Buffers of Python objects, one behind another; given back with the GIL held.
-class Buffers {
- public:
-  Buffers() = default;
-  Buffers(const Buffers&) = delete;
-  Buffers& operator=(const Buffers&) = delete;
-  ~Buffers() {
-    for (Py_buffer& each : buffers_) PyBuffer_Release(&each);
-  }
-
-  /// Raises what the object raises: BufferError where it is not contiguous or is read-only.
-  void add(nb::handle object, bool must_write) {
-    buffers_.emplace_back();
-    if (PyObject_GetBuffer(object.ptr(), &buffers_.back(),
-                           must_write ? PyBUF_WRITABLE : PyBUF_SIMPLE) != 0) {
-      buffers_.pop_back();
-      throw nb::python_error();
-    }
-  }
-  std::size_t size() const { return buffers_.size(); }
-  std::span<std::byte> operator[](std::size_t i) const {
-    return {static_cast<std::byte*>(buffers_[i].buf), static_cast<std::size_t>(buffers_[i].len)};
-  }
-
- private:
-  std::vector<Py_buffer> buffers_;
-};
 
 Error refuse(std::string what) {
   return {Errc::kInvalidArgument, std::move(what)};

@@ -9,6 +9,7 @@
 #include <utility>
 #include <vector>
 
+#include "bind_buffers.h"
 #include "bind_errors.h"
 #include "record_io.h"
 
@@ -17,29 +18,6 @@ using namespace nb::literals;
 
 namespace kvelastic {
 namespace {
-
-/// Buffers that stay until the call is over; dropped with the GIL held.
-class Buffers {
- public:
-  Buffers() = default;
-  Buffers(const Buffers&) = delete;
-  Buffers& operator=(const Buffers&) = delete;
-  ~Buffers() {
-    for (Py_buffer& buffer : held_) PyBuffer_Release(&buffer);
-  }
-
-  std::span<std::byte> take(nb::handle object, bool writable) {
-    Py_buffer buffer{};
-    if (PyObject_GetBuffer(object.ptr(), &buffer, writable ? PyBUF_WRITABLE : PyBUF_SIMPLE) != 0) {
-      throw nb::python_error();
-    }
-    held_.push_back(buffer);
-    return {static_cast<std::byte*>(buffer.buf), static_cast<std::size_t>(buffer.len)};
-  }
-
- private:
-  std::vector<Py_buffer> held_;
-};
 
 RecordKey key_at(std::span<const std::byte> keys, std::size_t index) {
   RecordKey key{};
@@ -66,7 +44,7 @@ nb::list run(RecordIo& io, Way way, nb::handle places, nb::handle views, nb::han
   // Copies: code of a view's exporter may change lists that it can see.
   const nb::list all_places(nb::borrow(places));
   const nb::list all_views(nb::borrow(views));
-  const std::span<const std::byte> all_keys = buffers.take(keys, false);
+  const std::span<const std::byte> all_keys = buffers.add(keys, false);
   if (all_places.size() != all_views.size() ||
       all_keys.size() != all_views.size() * sizeof(RecordKey)) {
     raise_code("INVALID_ARGUMENT", std::to_string(all_places.size()) + " places, " +
@@ -77,7 +55,7 @@ nb::list run(RecordIo& io, Way way, nb::handle places, nb::handle views, nb::han
   std::vector<RecordPiece> pieces(all_views.size());
   for (std::size_t i = 0; i < pieces.size(); ++i) {
     const auto [fd, offset] = nb::cast<std::pair<int, std::uint64_t>>(all_places[i]);
-    const std::span<std::byte> view = buffers.take(all_views[i], way == Way::kRead);
+    const std::span<std::byte> view = buffers.add(all_views[i], way == Way::kRead);
     pieces[i] = {.fd = fd,
                  .offset = offset,
                  .data = view.data(),
@@ -133,8 +111,8 @@ void bind_record_io(nb::module_& m) {
       "record_checksum",
       [](nb::handle buffer, nb::handle key) {
         Buffers buffers;
-        const std::span<const std::byte> bytes = buffers.take(buffer, false);
-        const std::span<const std::byte> seed = buffers.take(key, false);
+        const std::span<const std::byte> bytes = buffers.add(buffer, false);
+        const std::span<const std::byte> seed = buffers.add(key, false);
         if (seed.size() != sizeof(RecordKey)) {
           raise_code("INVALID_ARGUMENT",
                      "a key of " + std::to_string(seed.size()) + " bytes; a key has 16");

@@ -21,7 +21,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Protocol, TypeVar
 
 from kvelastic.errors import InvalidArgumentError
@@ -46,6 +46,7 @@ from kvelastic.tiers.plan import Segment, load_graph, nearest
 from kvelastic.tiers.policy import Rules
 from kvelastic.tiers.pool_side import Copies, LeavingBlocks, StagingMemory
 from kvelastic.tiers.run import Priority, Run, Transfer
+from kvelastic.tiers.statistics import TiersStatistics, TierStatistics
 
 _log = logging.getLogger("kvelastic")
 
@@ -77,48 +78,6 @@ class NamedBlocks(Copies, LeavingBlocks, Protocol):
 
     def use_tiers(self, *, reclaim_wait_s: float, limit_wait_s: float, sleep_wait_s: float) -> None:
         """Evictions count as demoted or dropped, and shrinking waits for copies."""
-
-
-@dataclass(frozen=True)
-class TierStatistics:
-    """One tier."""
-
-    name: str
-    capacity: Capacity | None
-    """None where the store did not answer in time."""
-    store: StoreStatistics | None
-    load_s: float | None
-    """Seconds to load a block; None before the first load."""
-    is_stuck: bool
-    """Whether it hangs, and is not asked."""
-
-
-@dataclass(frozen=True)
-class TiersStatistics:
-    """All tiers of a pool. Counts are of blocks, since it was opened."""
-
-    tiers: tuple[TierStatistics, ...]
-    matched: int
-    """Asked for and found."""
-    unmatched: int
-    """Asked for and not found."""
-    loaded: int
-    missed: int
-    """Found, and not loaded all the same: a medium failed, or a load was cancelled."""
-    served: int
-    """Cleaned while shrinking waited."""
-    ahead: int
-    """Cleaned while nobody waited."""
-    refused: int
-    """Copied, and taken by no tier."""
-    late: int
-    """Begun, and cancelled at a deadline."""
-    lost: int
-    """Used, evicted or renamed while they were copied."""
-    demoted: int
-    """Evicted with a copy."""
-    dropped: int
-    """Evicted without one."""
 
 
 class Observer(Protocol):

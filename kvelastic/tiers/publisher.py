@@ -29,8 +29,9 @@ from kvelastic.tier_board_format import (
 from kvelastic.tiers.base import Capacity, Store, StoreStatistics
 from kvelastic.tiers.board import Board
 from kvelastic.tiers.deadline_worker import DeadlineWorker
-from kvelastic.tiers.manager import Tiers, TiersStatistics, TierStatistics
+from kvelastic.tiers.manager import Tiers
 from kvelastic.tiers.operator_requests import carry_out, labels_of
+from kvelastic.tiers.statistics import TiersStatistics, TierStatistics
 
 _log = logging.getLogger("kvelastic")
 

@@ -7,6 +7,7 @@ with OnTerminal("name", columns=80, lines=24) as top:
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -98,4 +99,8 @@ class OnTerminal:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._child.close(force=True)
+        # pexpect's own close() gives a killed child a tenth of a second to be gone.
+        if self._child.isalive():
+            self._child.kill(signal.SIGKILL)
+            self._child.wait()
+        self._child.close(force=False)

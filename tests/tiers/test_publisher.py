@@ -15,10 +15,10 @@ from kvelastic.segment_dir import SHM_DIR, SegmentInfo, board_name
 from kvelastic.tier_board import ask, read
 from kvelastic.tier_board_format import TierRequest
 from kvelastic.tiers.base import Capacity, StoreStatistics
-from kvelastic.tiers.manager import TiersStatistics, TierStatistics
 from kvelastic.tiers.namespace import Namespace
 from kvelastic.tiers.policy import Rules
 from kvelastic.tiers.publisher import Publisher, show
+from kvelastic.tiers.statistics import TiersStatistics, TierStatistics
 
 SOON_S = 60.0
 
