@@ -30,7 +30,12 @@ def utilization(
     free_bytes = driver.free_bytes
     with Instance(PAGES, page_mib, **environ) as one:
         one.read()
-        pages = one.ask("stats")["result"]["pages_mapped"]
-        context_bytes = free_bytes - driver.free_bytes - pages * (page_mib << 20)
+        # Its keeper maps pages ahead meanwhile, which are no part of the context.
+        pages, looked = -1, 0
+        while pages != looked:
+            pages = one.ask("stats")["result"]["pages_mapped"]
+            taken_bytes = free_bytes - driver.free_bytes
+            looked = one.ask("stats")["result"]["pages_mapped"]
+        context_bytes = taken_bytes - pages * (page_mib << 20)
     beside_bytes = driver.total_bytes - free_bytes + instances * max(context_bytes, 0)
     return str((pages_bytes + beside_bytes) / driver.total_bytes)
