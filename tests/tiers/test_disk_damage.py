@@ -206,14 +206,15 @@ def said(child: subprocess.Popen[str]) -> int:
 def newest_said(child: subprocess.Popen[str]) -> int:
     """The last number in the pipe, which may hold thousands; waits for one. Not beside `said`."""
     assert child.stdout is not None
-    pipe = child.stdout.fileno()
-    text = os.read(pipe, 1 << 16)
-    os.set_blocking(pipe, False)
-    with contextlib.suppress(BlockingIOError):
-        while more := os.read(pipe, 1 << 16):
-            text += more
-    os.set_blocking(pipe, True)
-    return int(text.split()[-1]) if text.endswith(b"\n") else newest_said(child)
+    pipe, text = child.stdout.fileno(), b""
+    while not text.endswith(b"\n"):  # a full pipe cuts a line in two
+        text += os.read(pipe, 1 << 16)
+        os.set_blocking(pipe, False)
+        with contextlib.suppress(BlockingIOError):
+            while more := os.read(pipe, 1 << 16):
+                text += more
+        os.set_blocking(pipe, True)
+    return int(text.split()[-1])
 
 
 def test_copies_made_in_mid_write_serve_nothing_wrong(tmp_path: Path) -> None:
@@ -222,7 +223,8 @@ def test_copies_made_in_mid_write_serve_nothing_wrong(tmp_path: Path) -> None:
         try:
             for number in range(10):
                 first = last = newest_said(child)
-                while last < first + 320:  # it goes round: slots are written over as they are copied
+                # It goes round: slots are written over as they are copied.
+                while last < first + 320:
                     last = newest_said(child)
                 copy = copied(folder, tmp_path / f"copy{number}")
                 end = newest_said(child)
