@@ -6,6 +6,7 @@ with Instance(pages=66, page_mib=16, KVELASTIC_DEVICE="host") as one:
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import resource
@@ -13,8 +14,14 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kvelastic.config import Config
+    from kvelastic.pool import ElasticPool
 
 BLOCKS_PER_PAGE = 8
 RETRY_S = 0.001
@@ -143,8 +150,21 @@ def alloc_until(blocks: Any, count: int, timeout_s: float) -> dict[str, Any]:
     }
 
 
-def serve(pages: int, page_mib: int) -> None:
-    """Until stdin is closed."""
+Verbs = dict[str, Callable[..., Any]]
+
+
+@contextmanager
+def no_verbs(_: ElasticPool, __: Config) -> Iterator[Verbs]:
+    """An instance that knows the calls of its pool only."""
+    yield {}
+
+
+def serve(
+    pages: int,
+    page_mib: int,
+    more: Callable[[ElasticPool, Config], AbstractContextManager[Verbs]] = no_verbs,
+) -> None:
+    """Until stdin is closed. `more` answers verbs of its own, for as long as the pool serves."""
     from kvelastic.config import load
     from kvelastic.device import resolve
     from kvelastic.layout import PageLayout
@@ -156,27 +176,30 @@ def serve(pages: int, page_mib: int) -> None:
     device = resolve(settings.device, settings)
     if not device.is_host:
         device.driver().use_streams([])  # type: ignore[attr-defined]  # no kernel uses its pages
-    with open_pool(
-        settings,
-        layout,
-        pages,
-        num_blocks=pages * BLOCKS_PER_PAGE,
-        block_tokens=16,
-        engine="bench",
-        devices=[device],
-        memory=local_range(device),
-    ) as pool:
+    with (
+        open_pool(
+            settings,
+            layout,
+            pages,
+            num_blocks=pages * BLOCKS_PER_PAGE,
+            block_tokens=16,
+            engine="bench",
+            devices=[device],
+            memory=local_range(device),
+        ) as pool,
+        more(pool, settings) as added,
+    ):
         pool.start_keeper()
+        verbs: Verbs = {
+            "nothing": lambda: None,
+            "alloc_until": functools.partial(alloc_until, pool.blocks),
+            **added,
+        }
         print(json.dumps({"name": pool.name}), flush=True)
         for line in sys.stdin:
             verb, *arguments = json.loads(line)
             start, before = time.perf_counter(), cpu_ms()
-            if verb == "nothing":
-                result = None
-            elif verb == "alloc_until":
-                result = alloc_until(pool.blocks, *arguments)
-            else:
-                result = getattr(pool.blocks, verb)(*arguments)
+            result = (verbs.get(verb) or getattr(pool.blocks, verb))(*arguments)
             took = (time.perf_counter() - start) * 1000
             answer = {"result": result, "ms": took, "cpu_ms": cpu_ms() - before}
             print(json.dumps(answer | {"cpu_total_ms": cpu_ms()}), flush=True)
