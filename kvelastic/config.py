@@ -90,6 +90,7 @@ class Config:
     tier_reclaim_s: float = 0.02
     tier_limit_s: float = 2.0
     tier_sleep_s: float = 30.0
+    tier_exit_s: float = 5.0
     tier_write_rate: int | None = None
     """Bytes a second that are written ahead of need; None is no bound."""
     tier_daily_write: int | None = None
@@ -338,6 +339,8 @@ VARIABLES: Final[tuple[Variable, ...]] = (
              "seconds, from 0 to 3600", "The same for a lower limit."),
     Variable("KVELASTIC_TIER_SLEEP_SECONDS", None, "tier_sleep_s", _seconds, "30.0",
              "seconds, from 0 to 3600", "The same for a sleep."),
+    Variable("KVELASTIC_TIER_EXIT_SECONDS", None, "tier_exit_s", _seconds, "5.0",
+             "seconds, from 0 to 3600", "The same for the end of a vLLM that is told to stop."),
     Variable("KVELASTIC_TIER_WRITE_RATE", None, "tier_write_rate", _size_or_none, "none",
              f"none; or bytes a second, more than 0: {SIZE_FORMS}",
              "Most that is written to tiers while nobody waits for it."),

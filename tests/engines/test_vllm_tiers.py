@@ -4,72 +4,24 @@ from __future__ import annotations
 
 import http.client
 import json
-import os
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 from simulated_machine import SimulatedMachine
-from vllm_server import BLOCK_TOKENS, KV_BYTES, PAGE_BYTES, Request, VllmServer, make_requests
+from tiered_server import NAME, Answer, TieredServer, check_found
+from vllm_server import KV_BYTES, PAGE_BYTES, make_requests
 
 from kvelastic import segment
 
 pytestmark = pytest.mark.timeout(600)
 
-NAME = f"kvelastic_tiers_{os.getpid()}"
 PROGRAMS = Path(__file__).parents[1] / "programs"
 REQUESTS = make_requests(10, seed=61, shortest=200)
-
-
-class Answer(NamedTuple):
-    tokens: list[int]
-    own: int
-    """Tokens found in vLLM's own prefix cache."""
-    loaded: int
-    """Tokens found in the tiers."""
-
-
-class TieredServer(VllmServer):
-    """vLLM with kvelastic and one disk tier in a folder of its own."""
-
-    def __init__(self, model: Path, log: Path, folder: Path, **further: str) -> None:
-        folder.mkdir(mode=0o700, exist_ok=True)
-        environment = {
-            "ENABLE_KVELASTIC": "true",
-            "KVELASTIC_IPC_NAME": NAME,
-            "KVELASTIC_TIERS": f"disk:{folder}:256M",
-            "KVELASTIC_TIER_LIMIT_SECONDS": "60",  # a busy machine drops nothing
-            "KVELASTIC_TIER_COMPARE": "false",  # nor finds that this model computes faster
-            "KVELASTIC_MAX_CACHED_TOKENS": "-1",
-            "KVELASTIC_SANITY_CHECK": "true",
-            "VLLM_SERVER_DEV_MODE": "1",
-            **further,
-        }
-        super().__init__(model, log, environment)
-
-    def ask(self, request: Request) -> Answer:
-        before = self.metrics()
-        tokens = self.complete(request)
-        after = self.metrics()
-        names = ("prefix_cache_hits_total", "external_prefix_cache_hits_total")
-        return Answer(tokens, *(int(after[name] - before[name]) for name in names))
-
-    def evict(self) -> None:
-        """A limit of one page, and back."""
-        segment.request(NAME, limit_bytes=PAGE_BYTES, wait_s=60)
-        assert segment.inspect(NAME).usage["mapped_bytes"] <= PAGE_BYTES
-        segment.request(NAME, limit_bytes=KV_BYTES, wait_s=10)
-
-    def check_end(self) -> None:
-        assert self.stop() == 0
-        log = self.log.read_text(errors="replace")
-        for word in ("IntegrityError", "sanity check failed"):
-            assert word not in log
 
 
 @pytest.fixture(scope="module")
@@ -86,18 +38,12 @@ def expected(servers: tuple) -> list[list[int]]:
 @pytest.fixture(scope="module")
 def tiered(
     tiny_model: Path, log_folder: Path, folder: Path, expected: list[list[int]]
-) -> Iterator[VllmServer]:
+) -> Iterator[TieredServer]:
     """One that has answered all requests once."""
     with TieredServer(tiny_model, log_folder / "tiers.log", folder) as server:
         server.wait_until_ready()
         assert server.complete_all(REQUESTS) == expected
         yield server
-
-
-def check_found(answer: Answer, request: Request, tokens: list[int]) -> None:
-    """At most the last block is computed, or of a whole one its last token."""
-    assert answer.tokens == tokens
-    assert len(request.prompt) - answer.own - answer.loaded <= BLOCK_TOKENS
 
 
 @contextmanager

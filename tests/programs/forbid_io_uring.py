@@ -3,11 +3,13 @@ kvelastic reads and writes with then.
 
     python forbid_io_uring.py 425 1       io_uring_setup answers EPERM
     python forbid_io_uring.py 426 38      io_uring_enter answers ENOSYS
+    python forbid_io_uring.py 425 1 COMMAND ...       runs a command like that instead
 """
 
 from __future__ import annotations
 
 import ctypes
+import os
 import struct
 import sys
 
@@ -49,6 +51,8 @@ def forbid(call: int, code: int) -> None:
 
 if __name__ == "__main__":
     forbid(int(sys.argv[1]), int(sys.argv[2]))
+    if command := sys.argv[3:]:
+        os.execv(command[0], command)
     print(_vmm.RecordIo("auto").engine)
     try:
         _vmm.RecordIo("io_uring")

@@ -73,10 +73,13 @@ class VllmServer:
         log: Path,
         environment: dict[str, str] | None = None,
         arguments: Sequence[str] = (),
+        under: Sequence[str] = (),
     ) -> None:
+        """`under` is the command of a program that runs the server's."""
         self.log = log
         self.port = free_port()
         command = [
+            *under,
             str(VLLM), "serve", str(model), "--served-model-name", "m", "--dtype", "float32",
             "--host", "127.0.0.1", "--port", str(self.port), "--enforce-eager",
             "--max-model-len", str(MAX_MODEL_TOKENS), "--max-num-seqs", "16",

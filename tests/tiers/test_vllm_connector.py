@@ -24,7 +24,6 @@ def vllm_config(**changes: Any) -> SimpleNamespace:
     given = {
         "kv_transfer_config": connector(),
         "cache_config": SimpleNamespace(enable_prefix_caching=True),
-        "lora_config": None,
         "speculative_config": None,
         "parallel_config": SimpleNamespace(decode_context_parallel_size=1),
     }
@@ -65,7 +64,6 @@ def test_what_is_covered_is_accepted() -> None:
     [
         ({"kv_transfer_config": None}, "another KV connector"),
         ({"cache_config": SimpleNamespace(enable_prefix_caching=False)}, "prefix-caching"),
-        ({"lora_config": object()}, "LoRA"),
         ({"speculative_config": object()}, "speculative"),
         ({"parallel_config": SimpleNamespace(decode_context_parallel_size=2)}, "decode_context"),
         (

@@ -142,7 +142,7 @@ BAD: list[tuple[str, list[str]]] = [
     ("KVELASTIC_TIER_IDLE_SECONDS", ["never", "nan"]),
     *[
         (f"KVELASTIC_TIER_{n}_SECONDS", ["-1", "nan", "3601"])
-        for n in ("RECLAIM", "LIMIT", "SLEEP")
+        for n in ("RECLAIM", "LIMIT", "SLEEP", "EXIT")
     ],
     ("KVELASTIC_TIER_WRITE_RATE", ["0", "-1", "lots"]),
     ("KVELASTIC_TIER_DAILY_WRITE", ["0", "-1", "lots"]),

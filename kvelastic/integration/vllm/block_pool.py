@@ -17,7 +17,7 @@ sleeps. It then queues what it did, and this class must follow before anybody lo
 `session()` does so on entry, and holds the native pool still until it ends, so that what was
 checked can be taken. Everything here is called by the one thread that vLLM's scheduler runs in.
 
-Imports vLLM: only `patches` may import this module.
+Imports vLLM: imported where its scheduler makes a block pool.
 """
 
 from __future__ import annotations

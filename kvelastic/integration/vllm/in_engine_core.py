@@ -109,14 +109,17 @@ def executor_warm_up(original: Callable[..., Any], executor: Any) -> None:
 
 
 def engine_core_shutdown(original: Callable[..., Any], core: Any) -> None:
-    """Close the instance."""
+    """Demote what is cached, as long as there are workers to copy it; then close the instance."""
     global _waiting_instance
     executor = core.model_executor
+    instance = _instance_of(executor)
     try:
+        has_workers = not getattr(executor, "is_failed", False)
+        if has_workers and instance is not None and instance.tiers is not None:
+            instance.tiers.before_exit()
         original(core)
     finally:
         _waiting_instance = None
-        instance = _instance_of(executor)
         if instance is not None:
             instance.close()
 

@@ -9,24 +9,38 @@ from typing import Any
 _KILLED_WAIT_S = 5.0
 """How long a killed process may take until it is gone, at most."""
 _LOOK_S = 0.01
+_CLOSE_S = 5.0
+"""How long an engine core that has demoted its cache may take for the rest, at most."""
 
 
 def shutdown_engine_cores(
     original: Callable[..., Any], procs: list[Any], *args: Any, **kwargs: Any
 ) -> None:
-    """Remove what a killed engine core left.
+    """Let an engine core with tiers demote what it has; remove what a killed one left.
 
     vLLM gives its engine core no time to end (--shutdown-timeout 0) and kills it.
     """
+    from kvelastic import config, segment
+
     try:
+        settings = config.load()
+        if settings.tiers:
+            _let_end(procs, settings.tier_exit_s + _CLOSE_S)
         original(procs, *args, **kwargs)
     finally:
-        from kvelastic import segment
-
         for process in procs:
             process.join(_KILLED_WAIT_S)
         segment.reap()
         _leave_ledgers({process.pid for process in procs})
+
+
+def _let_end(procs: list[Any], most_s: float) -> None:
+    for process in procs:
+        if process.is_alive():
+            process.terminate()
+    end_s = time.monotonic() + most_s
+    for process in procs:
+        process.join(max(0.0, end_s - time.monotonic()))
 
 
 def _leave_ledgers(engine_cores: set[int]) -> None:

@@ -79,9 +79,13 @@ def request_finished(original: Callable[..., Any], connector: Any, request: Any)
 
 def build_connector_meta(original: Callable[..., Any], connector: Any, output: Any) -> Any:
     """Pin what the new jobs read."""
-    made = original(connector, output)
     tiers = getattr(connector, "kvelastic_tiers", None)
-    if tiers is not None:
+    if tiers is None:
+        made = original(connector, output)
+    else:
+        # vLLM takes every job of a preempted request for a store, and asserts it. Tiers have no
+        # stores, and a request that a sleep has preempted may load in the step that resumes it.
+        made = original(connector, replace(output, preempted_req_ids=None))
         tiers.begin_loads(connector, made)
     pins = _pins_of(connector)
     if pins is not None:

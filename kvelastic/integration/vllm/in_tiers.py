@@ -9,8 +9,8 @@ How a request's blocks come back, all in the scheduler's process::
     schedule   first, what has been loaded is told to vLLM as if a worker had: the request runs
 
 A load that has failed, or a part of one, is told too: vLLM computes what is missing. What a reset
-of the prefix cache means is said here as well: that of a sleep keeps the tiers, and demotes first;
-every other ends the generation, as new weights do.
+of the prefix cache means is said here as well: that of a sleep keeps the tiers, and demotes first,
+as the end of the engine does; every other ends the generation, as new weights do.
 
 Everything here is called by the scheduler's thread.
 """
@@ -84,13 +84,16 @@ class _Behind(NamedTuple):
 class EngineTiers:
     """The tiers of one engine core, and where its requests are with them."""
 
-    def __init__(self, tiers: Tiers, *, sleep_wait_s: float, compares: bool) -> None:
-        """`sleep_wait_s` is how long a sleep waits at most until what is cached is demoted;
-        `compares`: the tiers hear how long computing takes.
+    def __init__(
+        self, tiers: Tiers, *, sleep_wait_s: float, exit_wait_s: float, compares: bool
+    ) -> None:
+        """`sleep_wait_s` and `exit_wait_s` are how long a sleep and the engine's end wait at most
+        until what is cached is demoted; `compares`: the tiers hear how long computing takes.
         """
         self._tiers = tiers
         self._compares = compares
         self._sleep_wait_s = sleep_wait_s
+        self._exit_wait_s = exit_wait_s
         self._namespace = tiers.namespace
         self.lookups = Lookups(tiers, self.key_of)
         self.loads = Loads(tiers)
@@ -119,6 +122,10 @@ class EngineTiers:
     def key_of(self, hash_with_group: bytes) -> bytes:
         """The tiers' key of a block that vLLM knows by its hash and group."""
         return key_of(self._namespace, hash_with_group)
+
+    def before_exit(self) -> None:
+        """The engine is about to end, with its workers still there: what is cached is demoted."""
+        self.demote_all(self._exit_wait_s, "engine")
 
     def close(self) -> None:
         """Let go of the tiers; copies that have begun end first."""
@@ -283,10 +290,15 @@ class EngineTiers:
             self.end_loads(scheduler)
             while preempts and self._give_back_last(scheduler):
                 pass  # as those that run: vLLM fails such a reset while any has blocks
-        if not self._resets_for_sleep:
-            return
-        if left := self._tiers.clean_all(self._sleep_wait_s):
-            _log.warning("%d cached blocks are in no tier, and are lost with this sleep.", left)
+            if preempts and self._resets_for_sleep:
+                _preempt_all(scheduler)
+        if self._resets_for_sleep:
+            self.demote_all(self._sleep_wait_s, "sleep")
+
+    def demote_all(self, wait_s: float, why: str) -> None:
+        """Copy what is cached, `wait_s` at most: the cache is about to go, for `why`."""
+        if left := self._tiers.clean_all(wait_s):
+            _log.warning("%d cached blocks are in no tier, and are lost with this %s.", left, why)
 
     def after_reset(self) -> None:
         """It was reset, or vLLM could not."""
@@ -305,6 +317,13 @@ class EngineTiers:
             return
         if not isinstance(method, str) or any(part in method for part in _CHANGES_WEIGHTS):
             self.end_generation()
+
+
+def _preempt_all(scheduler: Any) -> None:
+    """What vLLM's reset does first, earlier: blocks are copied only once nobody uses them."""
+    now_s = time.monotonic()
+    while scheduler.running:
+        scheduler._preempt_request(scheduler.running.pop(), now_s, drop_stale_output=True)
 
 
 class _Wait:

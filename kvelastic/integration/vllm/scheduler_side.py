@@ -198,7 +198,10 @@ class Instance:
         self._at_exit.cancel()
         self._at_exit = Finalize(self, _close_all, (tiers, self._pool), exitpriority=10)
         self.tiers = in_tiers.EngineTiers(
-            tiers, sleep_wait_s=settings.tier_sleep_s, compares=settings.tier_compare
+            tiers,
+            sleep_wait_s=settings.tier_sleep_s,
+            exit_wait_s=settings.tier_exit_s,
+            compares=settings.tier_compare,
         )
         in_tiers.set_of_this_engine(self.tiers)
 

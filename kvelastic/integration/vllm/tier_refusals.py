@@ -37,8 +37,6 @@ def refuse_for_tiers(vllm_config: Any) -> None:
         found.append("another KV connector than the one that is filled in for tiers")
     if not vllm_config.cache_config.enable_prefix_caching:
         found.append("--no-enable-prefix-caching: blocks have no names then to be found by")
-    if vllm_config.lora_config is not None:
-        found.append("LoRA: vLLM names blocks by an adapter's name, which says nothing of weights")
     if vllm_config.speculative_config is not None:
         found.append("speculative decoding: the blocks of drafts are not tried with tiers")
     parallel = vllm_config.parallel_config

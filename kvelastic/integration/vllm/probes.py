@@ -1,0 +1,302 @@
+"""What must hold in vLLM 0.32 and 0.33 before anything is wrapped there.
+
+One function for each room of `patches`. Each raises `UnsupportedEngineError` with all that is
+missing or other than expected, so a vLLM that was rebuilt is refused and not half patched.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from kvelastic.hooks.probe import Probe
+from kvelastic.integration.vllm.targets import (
+    ADAPTER_KEYS,
+    BLOCK_POOL,
+    BLOCK_TABLE,
+    BLOCK_TABLES,
+    CACHE_CONFIG,
+    CONNECTOR_CONFIG,
+    COORDINATOR,
+    CPU_WORKER,
+    ENGINE_CONFIG,
+    ENGINE_CORE,
+    EXECUTOR,
+    FRONT_END,
+    NODE_INFO,
+    OFFLOAD_BASE,
+    OFFLOADING,
+    OFFLOADS,
+    SCHEDULER,
+    WORKER_CLASS,
+)
+
+_PAGE: Final = "docs/vllm.md"
+
+# The two differ in the block pool alone. That of 0.33 takes more arguments, which the elastic pool
+# passes on, and leaves null blocks out of every count, as the elastic pool does for both.
+_FURTHER_POOL_ARGUMENTS: Final[dict[str, tuple[str, ...]]] = {
+    "0.32": (),
+    "0.33": ("num_hash_lookahead_tokens", "medium"),
+}
+_NEEDED_BY_POOL: Final[dict[str, tuple[str, ...]]] = {
+    "0.32": (),
+    "0.33": ("vllm.v1.core.kv_cache_utils:trim_null_head",),  # skips null blocks
+}
+
+
+def front_end(engine: str) -> None:
+    """Of the process that started the engine core."""
+    probe = Probe(engine, page=_PAGE)
+    probe.parameters(f"{FRONT_END}:shutdown", ("procs", "timeout"))
+    probe.mentions(f"{FRONT_END}:CoreEngineProcManager.__init__", ("shutdown",))
+    probe.refuse_if_broken()
+
+
+def arguments(engine: str) -> None:
+    """Of the process that reads arguments, where tiers are wanted."""
+    probe = Probe(engine, page=_PAGE)
+    probe.mentions(ENGINE_CONFIG, ("kv_transfer_config", "kv_offloading_size"))
+    probe.fields(
+        CONNECTOR_CONFIG,
+        ("kv_connector", "kv_role", "kv_load_failure_policy", "kv_connector_extra_config"),
+    )
+    probe.refuse_if_broken()
+
+
+def _probe_tiers(probe: Probe) -> None:
+    """What tiers wrap, call and read besides."""
+    probe.parameters(
+        f"{SCHEDULER}:Scheduler.reset_prefix_cache",
+        ("self", "reset_running_requests", "reset_connector"),
+    )
+    probe.mentions(f"{ENGINE_CORE}:EngineCore._reset_caches", ("reset_prefix_cache",))
+    probe.parameters(f"{ENGINE_CORE}:EngineCore.sleep", ("self", "level", "mode"))
+    probe.mentions(f"{ENGINE_CORE}:EngineCore.sleep", ("pause_scheduler", "sleep"))
+    probe.parameters(f"{ENGINE_CORE}:EngineCore.release_kv_cache_memory", ("self",))
+    probe.parameters(f"{ENGINE_CORE}:EngineCore.collective_rpc", ("self", "method"))
+    probe.parameters(f"{ENGINE_CORE}:EngineCore.add_lora", ("self", "lora_request"))
+    probe.parameters(f"{ENGINE_CORE}:EngineCore.remove_lora", ("self", "lora_id"))
+    probe.parameters(ADAPTER_KEYS, ("request",))
+    probe.mentions(ADAPTER_KEYS, ("lora_request", "lora_name", "lora_path"))
+    probe.mentions(f"{SCHEDULER}:Scheduler.reset_prefix_cache", ("_preempt_request", "running"))
+    probe.parameters(
+        f"{SCHEDULER}:Scheduler._preempt_request",
+        ("self", "request", "timestamp", "drop_stale_output"),
+    )
+    # What is told of a load that is over, as `update_from_output` tells it.
+    probe.parameters(
+        f"{SCHEDULER}:Scheduler._update_from_kv_xfer_finished", ("self", "kv_connector_output")
+    )
+    probe.mentions(
+        f"{SCHEDULER}:Scheduler._update_from_kv_xfer_finished",
+        ("update_connector_output", "finished_recving", "finished_recving_kv_req_ids"),
+    )
+    probe.mentions(
+        f"{SCHEDULER}:Scheduler._update_waiting_for_remote_kv",
+        ("failed_recving_kv_req_ids", "num_computed_tokens", "cache_blocks", "free"),
+    )
+    probe.mentions(f"{OFFLOADS}.update_connector_output", ("completed_jobs", "pending_count"))
+    probe.mentions(
+        f"{OFFLOADS}.build_connector_meta", ("_current_batch_load_jobs", "on_schedule_end")
+    )
+    probe.mentions(f"{OFFLOADS}.__init__", ("_sliding_window_groups", "manager"))
+    probe.mentions(f"{OFFLOADS}.update_state_after_alloc", ("prepare_load", "GPULoadStoreSpec"))
+    probe.fields(f"{OFFLOAD_BASE}:ReqContext", ("req_id", "_offload_key_positions"))
+
+
+def engine_core(engine: str, series: str, tiers: bool) -> None:
+    """Of the scheduler's process; `tiers`: with what they wrap and read besides."""
+    probe = Probe(engine, page=_PAGE)
+    if tiers:
+        _probe_tiers(probe)
+    probe.mentions(
+        f"{ENGINE_CORE}:EngineCore.__init__", ("model_executor", "_initialize_kv_caches")
+    )
+    probe.parameters(f"{ENGINE_CORE}:EngineCore.shutdown", ("self",))
+    probe.parameters(f"{ENGINE_CORE}:EngineCore.step", ("self",))
+    probe.mentions(f"{ENGINE_CORE}:EngineCore.step", ("schedule", "update_from_output"))
+    probe.parameters(f"{ENGINE_CORE}:EngineCore.step_with_batch_queue", ("self",))
+    probe.mentions(
+        f"{ENGINE_CORE}:EngineCore.step_with_batch_queue",
+        ("schedule", "update_from_output", "batch_queue"),
+    )
+    probe.mentions(f"{SCHEDULER}:Scheduler.__init__", ("requests", "finished_req_ids"))
+    probe.mentions(
+        f"{ENGINE_CORE}:EngineCore._initialize_kv_caches",
+        ("generate_scheduler_kv_cache_config", "initialize_from_config"),
+    )
+    probe.parameters(f"{EXECUTOR}.__init__", ("self", "vllm_config"))
+    probe.parameters(f"{EXECUTOR}.initialize_from_config", ("self", "kv_cache_configs"))
+    probe.parameters(f"{EXECUTOR}.compile_or_warm_up_model", ("self",))
+    probe.parameters(f"{EXECUTOR}.collective_rpc", ("self", "method"))
+    probe.parameters(f"{EXECUTOR}.sleep", ("self", "level"))
+    probe.parameters(f"{EXECUTOR}.wake_up", ("self", "tags"))
+    probe.parameters(f"{EXECUTOR}.discard", ("self", "tags"))
+    probe.mentions(f"{EXECUTOR}.wake_up", ("sleeping_tags",))
+    probe.mentions("vllm.v1.core.kv_cache_utils:generate_scheduler_kv_cache_config", ("deepcopy",))
+    probe.parameters(f"{SCHEDULER}:Scheduler.schedule", ("self",))
+    probe.parameters(
+        f"{SCHEDULER}:Scheduler.update_from_output",
+        ("self", "scheduler_output", "model_runner_output"),
+    )
+    wrapper = "vllm.v1.worker.worker_base:WorkerWrapperBase.initialize_from_config"
+    probe.parameters(wrapper, ("self", "kv_cache_configs"))
+    probe.mentions(wrapper, ("global_rank",))
+    probe.parameters(
+        f"{COORDINATOR}:KVCacheCoordinator.get_num_blocks_to_allocate",
+        (
+            "self",
+            "request_id",
+            "num_tokens",
+            "new_computed_blocks",
+            "num_encoder_tokens",
+            "total_computed_tokens",
+            "num_local_computed_tokens",
+            "num_tokens_main_model",
+            "apply_admission_cap",
+            "prefill_end",
+        ),
+    )
+    probe.mentions(f"{COORDINATOR}:KVCacheCoordinator.__init__", ("BlockPool", "num_blocks"))
+    probe.mentions(
+        "vllm.v1.core.kv_cache_manager:KVCacheManager.allocate_slots",
+        ("get_num_blocks_to_allocate", "get_num_free_blocks", "allocate_new_blocks"),
+    )
+    probe.holds(
+        f"{COORDINATOR}:BlockPool",
+        probe.get(f"{COORDINATOR}:BlockPool") is probe.get(BLOCK_POOL),
+        "the class of block_pool.py",
+        probe.get(f"{COORDINATOR}:BlockPool"),
+    )
+    _probe_block_pool(probe, series)
+    _probe_cache_config(probe)
+    probe.refuse_if_broken()
+
+
+def _probe_block_pool(probe: Probe, series: str) -> None:
+    """Everything of `BlockPool` that the elastic pool replaces or relies on."""
+    arguments = (
+        "self",
+        "num_gpu_blocks",
+        "enable_caching",
+        "hash_block_size",
+        "enable_kv_cache_events",
+        "metrics_collector",
+        *_FURTHER_POOL_ARGUMENTS[series],
+    )
+    probe.parameters(f"{BLOCK_POOL}.__init__", arguments)
+    probe.parameters(f"{BLOCK_POOL}.get_new_blocks", ("self", "num_blocks"))
+    probe.parameters(f"{BLOCK_POOL}.touch", ("self", "blocks"))
+    probe.parameters(f"{BLOCK_POOL}.free_blocks", ("self", "ordered_blocks"))
+    probe.parameters(f"{BLOCK_POOL}.unpin_blocks", ("self", "blocks", "on_reuse"))
+    probe.parameters(f"{BLOCK_POOL}.evict_blocks", ("self", "block_ids"))
+    probe.parameters(f"{BLOCK_POOL}.reset_prefix_cache", ("self",))
+    probe.parameters(f"{BLOCK_POOL}.get_num_free_blocks", ("self",))
+    probe.parameters(f"{BLOCK_POOL}.get_usage", ("self",))
+    probe.parameters(f"{BLOCK_POOL}._maybe_evict_cached_block", ("self", "block"))
+    probe.parameters(f"{BLOCK_POOL}.move_block_hashes", ("self", "src_block", "dst_block"))
+    probe.parameters(f"{BLOCK_POOL}._notify_reuse", ("self", "blocks"))
+    for name in _NEEDED_BY_POOL[series]:
+        probe.get(name)
+    # Everything that uses what the elastic pool does not have is replaced by it.
+    probe.users(
+        BLOCK_POOL,
+        "free_block_queue",
+        (
+            "__init__",
+            "get_new_blocks",
+            "touch",
+            "free_blocks",
+            "unpin_blocks",
+            "get_num_free_blocks",
+        ),
+    )
+    probe.users(BLOCK_POOL, "blocks", ("__init__", "evict_blocks", "reset_prefix_cache"))
+    probe.users(BLOCK_POOL, "num_gpu_blocks", ("__init__", "reset_prefix_cache", "get_usage"))
+    probe.fields(
+        "vllm.v1.core.kv_cache_utils:KVCacheBlock",
+        ("block_id", "ref_cnt", "pool", "_block_hash", "is_null"),
+    )
+
+
+def _probe_cache_config(probe: Probe) -> None:
+    probe.fields(CACHE_CONFIG, ("num_blocks", "kv_cache_tensors", "kv_cache_groups"))
+    probe.fields(
+        "vllm.v1.kv_cache_interface:KVCacheTensor",
+        ("size", "layers", "layer_stride", "block_stride", "offset", "host_resident"),
+    )
+    probe.parameters(
+        "vllm.v1.kv_cache_interface:create_kv_cache_views",
+        ("raw", "spec", "num_blocks", "layout", "kv_cache_tensor", "kernel_block_size"),
+    )
+
+
+def worker(engine: str) -> None:
+    """Of a worker on any device."""
+    probe = Probe(engine, page=_PAGE)
+    probe.parameters(f"{WORKER_CLASS}.initialize_from_config", ("self", "kv_cache_config"))
+    probe.parameters(f"{WORKER_CLASS}.shutdown", ("self",))
+    probe.parameters(
+        "vllm.v1.worker.utils:allocate_kv_cache", ("kv_cache_config", "device", "layout")
+    )
+    probe.mentions("vllm.v1.worker.utils:allocate_kv_cache", ("zeros", "int8", "size"))
+    _probe_gpu_worker(probe)
+    probe.refuse_if_broken()
+
+
+def _probe_gpu_worker(probe: Probe) -> None:
+    """What vLLM measures on a GPU, and how its block tables are filled."""
+    probe.parameters(f"{WORKER_CLASS}.init_device", ("self",))
+    probe.mentions(f"{WORKER_CLASS}.init_device", ("MemorySnapshot", "request_memory", "device"))
+    probe.parameters(f"{WORKER_CLASS}.load_model", ("self",))
+    probe.parameters(f"{WORKER_CLASS}.determine_available_memory", ("self",))
+    probe.mentions(f"{WORKER_CLASS}.determine_available_memory", ("memory_profiling",))
+    probe.mentions("vllm.utils.mem_utils:MemorySnapshot.measure", ("get_memory_info",))
+    probe.parameters(f"{WORKER_CLASS}.sleep", ("self", "level"))
+    probe.mentions(f"{WORKER_CLASS}.sleep", ("get_memory_info",))
+    probe.parameters(f"{WORKER_CLASS}.compile_or_warm_up_model", ("self",))
+    probe.get("torch.accelerator:get_memory_info")
+    probe.parameters(
+        f"{BLOCK_TABLES}.gather_block_tables",
+        ("self", "idx_mapping", "num_reqs_padded", "out", "out_ptrs"),
+    )
+    probe.mentions(f"{BLOCK_TABLES}.gather_block_tables", ("input_block_tables",))
+    probe.mentions(f"{BLOCK_TABLES}.append_block_ids", ("redirect_writes_to_null_block",))
+    probe.parameters(f"{BLOCK_TABLE}.add_row", ("self", "block_ids", "row_idx"))
+    probe.parameters(f"{BLOCK_TABLE}.move_row", ("self", "src", "tgt"))
+    probe.parameters(f"{BLOCK_TABLE}.clear_row", ("self", "row_idx"))
+    probe.mentions(f"{BLOCK_TABLE}.clear_row", ("num_blocks_per_row",))
+    probe.get("vllm.utils.torch_utils:current_stream")
+    probe.fields("vllm.v1.worker.utils:AttentionGroup", ("backend",))
+
+
+def cpu_worker(engine: str) -> None:
+    """Of a worker on the CPU."""
+    probe = Probe(engine, page=_PAGE)
+    probe.parameters(f"{CPU_WORKER}:CPUWorker.sleep", ("self", "level"))
+    probe.parameters(f"{CPU_WORKER}:CPUWorker.wake_up", ("self", "tags"))
+    probe.parameters(f"{NODE_INFO}:get_memory_node_info", ("node_id",))
+    probe.fields(f"{NODE_INFO}:MemoryNodeInfo", ("total_memory", "available_memory"))
+    probe.mentions(f"{CPU_WORKER}:CPUWorker.determine_available_memory", ("get_memory_node_info",))
+    probe.refuse_if_broken()
+
+
+def offloading(engine: str) -> None:
+    """Of vLLM's OffloadingConnector, where it is configured."""
+    probe = Probe(engine, page=_PAGE)
+    bind = f"{OFFLOADING}:OffloadingConnector.bind_gpu_block_pool"
+    probe.parameters(bind, ("self", "gpu_block_pool"))
+    probe.mentions(f"{OFFLOADING}:OffloadingConnector.__init__", ("connector_scheduler",))
+    probe.parameters(f"{OFFLOADING}:build_offloading_config", ("vllm_config", "kv_cache_config"))
+    probe.fields("vllm.v1.kv_offload.config:OffloadingConfig", ("worker_kv_bytes_per_block",))
+    probe.mentions(f"{OFFLOADS}.__init__", ("_req_status", "_jobs"))
+    probe.parameters(f"{OFFLOADS}.request_finished", ("self", "request"))
+    probe.parameters(f"{OFFLOADS}.build_connector_meta", ("self", "scheduler_output"))
+    common = "vllm.distributed.kv_transfer.kv_connector.v1.offloading.common"
+    probe.fields(f"{common}:OffloadingConnectorMetadata", ("load_jobs", "store_jobs"))
+    probe.fields(f"{common}:TransferJob", ("req_id", "src_spec", "dst_spec"))
+    probe.parameters(f"{OFFLOADS}.update_connector_output", ("self", "connector_output"))
+    probe.parameters(f"{OFFLOADS}.reset_cache", ("self",))
+    state = "vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler:RequestGroupState"
+    probe.fields(state, ("block_ids",))
+    probe.refuse_if_broken()

@@ -1,0 +1,39 @@
+"""Where in vLLM lies what is wrapped, replaced or relied on: modules and classes, by name.
+
+The modules of the first group are also the rooms by which hooks are set: each process imports some
+of them, and gets the hooks of those.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+FRONT_END: Final = "vllm.v1.engine.utils"
+"""The process that started the engine core: the API server, or the user's program."""
+ENGINE_CORE: Final = "vllm.v1.engine.core"
+"""The scheduler's process."""
+WORKER: Final = "vllm.v1.worker.gpu_worker"
+"""Every worker's process, whatever its device."""
+CPU_WORKER: Final = "vllm.v1.worker.cpu_worker"
+"""A worker's process on the CPU."""
+ARGUMENTS: Final = "vllm.engine.arg_utils"
+"""The process that reads vLLM's arguments: the API server, or the user's program."""
+OFFLOADING: Final = "vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector"
+"""The engine core and the workers, where that connector is configured."""
+
+ADAPTER_KEYS: Final = "vllm.v1.core.kv_cache_utils:_gen_lora_extra_hash_keys"
+EXECUTOR: Final = "vllm.v1.executor.abstract:Executor"
+COORDINATOR: Final = "vllm.v1.core.kv_cache_coordinator"
+SCHEDULER: Final = "vllm.v1.core.sched.scheduler"
+BLOCK_POOL: Final = "vllm.v1.core.block_pool:BlockPool"
+CACHE_CONFIG: Final = "vllm.v1.kv_cache_interface:KVCacheConfig"
+WORKER_CLASS: Final = "vllm.v1.worker.gpu_worker:Worker"
+BLOCK_TABLE: Final = "vllm.v1.worker.block_table:BlockTable"
+BLOCK_TABLES: Final = "vllm.v1.worker.gpu.block_table:BlockTables"
+OFFLOADS: Final = (
+    "vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler:OffloadingConnectorScheduler"
+)
+ENGINE_CONFIG: Final = "vllm.engine.arg_utils:EngineArgs.create_engine_config"
+CONNECTOR_CONFIG: Final = "vllm.config.kv_transfer:KVTransferConfig"
+OFFLOAD_BASE: Final = "vllm.v1.kv_offload.base"
+NODE_INFO: Final = "vllm.utils.cpu_resource_utils"

@@ -1,0 +1,110 @@
+"""vLLM with tiers in a folder of its own, and what it finds again."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from vllm_server import BLOCK_TOKENS, KV_BYTES, PAGE_BYTES, Request, VllmServer
+
+from kvelastic import segment, tier_board
+from kvelastic.tier_board_format import BoardFigures
+
+NAME = f"kvelastic_tiers_{os.getpid()}"
+"""Of the instance; one of them runs at a time."""
+
+
+class Answer(NamedTuple):
+    tokens: list[int]
+    own: int
+    """Tokens found in vLLM's own prefix cache."""
+    loaded: int
+    """Tokens found in the tiers."""
+
+
+class TieredServer(VllmServer):
+    """vLLM with kvelastic and one disk tier in a folder of its own."""
+
+    def __init__(
+        self,
+        model: Path,
+        log: Path,
+        folder: Path,
+        arguments: Sequence[str] = (),
+        under: Sequence[str] = (),
+        **further: str,
+    ) -> None:
+        folder.mkdir(mode=0o700, exist_ok=True)
+        environment = {
+            "ENABLE_KVELASTIC": "true",
+            "KVELASTIC_IPC_NAME": NAME,
+            "KVELASTIC_TIERS": f"disk:{folder}:256M",
+            "KVELASTIC_TIER_LIMIT_SECONDS": "60",  # a busy machine drops nothing
+            "KVELASTIC_TIER_COMPARE": "false",  # nor finds that this model computes faster
+            "KVELASTIC_MAX_CACHED_TOKENS": "-1",
+            "KVELASTIC_SANITY_CHECK": "true",
+            "VLLM_SERVER_DEV_MODE": "1",
+            **further,
+        }
+        super().__init__(model, log, environment, arguments, under)
+
+    def ask(self, request: Request, **fields: Any) -> Answer:
+        """`fields` of the request besides, `model` say."""
+        before = self.metrics()
+        tokens = self.complete_as(request, **fields) if fields else self.complete(request)
+        after = self.metrics()
+        names = ("prefix_cache_hits_total", "external_prefix_cache_hits_total")
+        return Answer(tokens, *(int(after[name] - before[name]) for name in names))
+
+    def complete_as(self, request: Request, **fields: Any) -> list[int]:
+        body = {
+            "model": "m",
+            "prompt": request.prompt,
+            "max_tokens": request.max_tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+            "return_token_ids": True,
+            **fields,
+        }
+        (choice,) = json.loads(self.post_json("/v1/completions", body))["choices"]
+        tokens: list[int] = choice["token_ids"]
+        return tokens
+
+    def post_json(self, path: str, body: dict[str, Any]) -> bytes:
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=300)
+        try:
+            connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
+            response = connection.getresponse()
+            text = response.read()
+        finally:
+            connection.close()
+        assert response.status == 200, text
+        return text
+
+    def board(self) -> BoardFigures:
+        """What the tiers say of themselves, half a second old at most."""
+        board = tier_board.read(segment.inspect(NAME))
+        assert board is not None
+        return board
+
+    def evict(self) -> None:
+        """A limit of one page, and back."""
+        segment.request(NAME, limit_bytes=PAGE_BYTES, wait_s=60)
+        assert segment.inspect(NAME).usage["mapped_bytes"] <= PAGE_BYTES
+        segment.request(NAME, limit_bytes=KV_BYTES, wait_s=10)
+
+    def check_end(self) -> None:
+        assert self.stop() == 0
+        log = self.log.read_text(errors="replace")
+        for word in ("IntegrityError", "sanity check failed"):
+            assert word not in log
+
+
+def check_found(answer: Answer, request: Request, tokens: list[int]) -> None:
+    """At most the last block is computed, or of a whole one its last token."""
+    assert answer.tokens == tokens
+    assert len(request.prompt) - answer.own - answer.loaded <= BLOCK_TOKENS

@@ -1,0 +1,61 @@
+"""Blocks of a LoRA adapter are named by what it holds, as long as anybody can know that."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from kvelastic.integration.vllm.tier_adapters import Adapters, adapter_keys
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    (tmp_path / "adapter_config.json").write_text('{"r": 8}')
+    (tmp_path / "adapter_model.safetensors").write_bytes(b"weights" * 100)
+    return tmp_path
+
+
+def change(path: Path, by: bytes = b"others!") -> None:
+    (path / "adapter_model.safetensors").write_bytes(by * 100)
+
+
+def test_the_same_contents_have_the_same_name_in_every_process(path: Path) -> None:
+    assert Adapters().contents_of(1, str(path)) == Adapters().contents_of(7, str(path))
+
+
+def test_other_contents_have_another_name_after_they_were_loaded(path: Path) -> None:
+    adapters = Adapters()
+    before = adapters.contents_of(1, str(path))
+    change(path)
+    adapters.forget(1)
+    after = adapters.contents_of(1, str(path))
+    assert after != before
+    assert after == Adapters().contents_of(1, str(path))
+
+
+def test_files_that_changed_under_the_workers_have_a_name_of_their_own_once(path: Path) -> None:
+    adapters = Adapters()
+    before = adapters.contents_of(1, str(path))
+    change(path)
+    after = adapters.contents_of(1, str(path))
+    assert after not in (before, Adapters().contents_of(1, str(path)))
+    assert adapters.contents_of(1, str(path)) == after, "its own prefix cache still works"
+    change(path, b"weights")
+    assert adapters.contents_of(1, str(path)) not in (before, after)
+
+
+def test_an_adapter_that_cannot_be_read_is_found_by_nobody_else() -> None:
+    names = {Adapters().contents_of(1, "a-name-on-a-hub") for _ in range(2)}
+    assert len(names) == 2
+
+
+def test_contents_are_read_once_for_a_request_and_join_what_vllm_adds(path: Path) -> None:
+    lora = SimpleNamespace(lora_int_id=1, lora_path=str(path))
+    request = SimpleNamespace(lora_request=lora)
+    first = adapter_keys(lambda _: [("lora", "a", str(path))], request)
+    change(path)
+    assert adapter_keys(lambda _: [("lora", "a", str(path))], request) == first
+    assert first[0] == ("lora", "a", str(path))
+    assert adapter_keys(lambda _: [], SimpleNamespace(lora_request=None)) == []
