@@ -17,7 +17,7 @@ import subprocess
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -154,10 +154,10 @@ class Operator:
     """Requests this and that of one living server, and looks whether it holds."""
 
     def __init__(self, server: VllmServer, name: str, clients: Clients, pick: random.Random):
-        self._server = server
-        self._name = name
-        self._clients = clients
-        self._pick = pick
+        self.server = server
+        self.name = name
+        self.clients = clients
+        self.pick = pick
         self._workers = workers_of(server)
         self._page_bytes = segment.inspect(name).usage["page_bytes"]
         self._has_sleep_routes = call(server, "GET", "/is_sleeping")[0] == 200
@@ -165,79 +165,83 @@ class Operator:
         """The limit, if the last answer was that it holds."""
         self._samples = 0
 
+    def things(self) -> dict[Callable[[], None], int]:
+        """What it does, and how often."""
+        return {self.limit: 4, self.stand: 1, self.trim: 1, self.sleep: 2, self.sleep_twice: 1}
+
     def do_something(self) -> None:
-        things = {self.limit: 4, self.stand: 1, self.trim: 1, self.sleep: 2, self.sleep_twice: 1}
-        (thing,) = self._pick.choices(list(things), list(things.values()))
-        self._clients.counts[thing.__name__] += 1
+        things = self.things()
+        (thing,) = self.pick.choices(list(things), list(things.values()))
+        self.clients.counts[thing.__name__] += 1
         thing()
-        self._look(self._pick.random(), self._applied_bytes)
+        self._look(self.pick.random(), self._applied_bytes)
 
     def limit(self) -> None:
-        limit_bytes = self._pick.choice(LIMITS_PAGES) * self._page_bytes
+        limit_bytes = self.pick.choice(LIMITS_PAGES) * self._page_bytes
         self._applied_bytes = None
-        wait_s = self._pick.choice([None, 5.0])
-        answer = segment.request(self._name, limit_bytes=limit_bytes, wait_s=wait_s)
+        wait_s = self.pick.choice([None, 5.0])
+        answer = segment.request(self.name, limit_bytes=limit_bytes, wait_s=wait_s)
         assert answer.state in {"applied", "shrinking"}, answer
-        self._clients.counts[f"limit {answer.state}"] += 1
+        self.clients.counts[f"limit {answer.state}"] += 1
         if answer.state == "applied":
             assert answer.effective_limit_bytes == max(limit_bytes, self._page_bytes)
             self._applied_bytes = answer.effective_limit_bytes
 
     def stand(self) -> None:
         answer = segment.request(
-            self._name,
-            min_bytes=self._pick.randrange(3) * self._page_bytes,
-            priority=self._pick.randrange(-5, 6),
+            self.name,
+            min_bytes=self.pick.randrange(3) * self._page_bytes,
+            priority=self.pick.randrange(-5, 6),
             wait_s=5,
         )
         assert answer.state in {"applied", "shrinking"}, answer
 
     def trim(self) -> None:
-        answer = segment.request(self._name, trim=True, wait_s=5)
+        answer = segment.request(self.name, trim=True, wait_s=5)
         assert answer.state in {"applied", "shrinking"}, answer
 
     def sleep(self) -> None:
-        way = self._pick.choice(["request", self._vllm_way()])
+        way = self.pick.choice(["request", self._vllm_way()])
         with self._asleep(way):
-            self._look(self._pick.uniform(0.1, 2.0), 0)
+            self._look(self.pick.uniform(0.1, 2.0), 0)
 
     def sleep_twice(self) -> None:
         """In both ways at once, and woken in any order."""
         ways = ["request", self._vllm_way()]
-        self._pick.shuffle(ways)
+        self.pick.shuffle(ways)
         outer, inner = ways
-        if self._pick.random() < 0.5:
+        if self.pick.random() < 0.5:
             with self._asleep(outer), self._asleep(inner):
-                self._look(self._pick.random(), 0)
+                self._look(self.pick.random(), 0)
             return
         with self._asleep(outer), self._asleep(inner):
-            self._look(self._pick.random(), 0)
-            wake_up(self._server, self._name, outer)
+            self._look(self.pick.random(), 0)
+            wake_up(self.server, self.name, outer)
 
     def restore(self) -> None:
         """Without a limit, and with the standing that it began with."""
-        segment.request(self._name, limit_bytes=KV_BYTES, min_bytes=0, priority=0, wait_s=5)
+        segment.request(self.name, limit_bytes=KV_BYTES, min_bytes=0, priority=0, wait_s=5)
 
     @contextlib.contextmanager
     def _asleep(self, way: str) -> Iterator[None]:
-        self._clients.counts[f"sleep by {way}"] += 1
+        self.clients.counts[f"sleep by {way}"] += 1
         begin_s = time.monotonic()
-        fall_asleep(self._server, self._name, way)
+        fall_asleep(self.server, self.name, way)
         self._wait_until_nothing_is_held()
         if way == "abort":
-            self._clients.aborts.append((begin_s, time.monotonic() + 1))
+            self.clients.aborts.append((begin_s, time.monotonic() + 1))
         try:
             yield
         finally:
-            wake_up(self._server, self._name, way)
+            wake_up(self.server, self.name, way)
 
     def _vllm_way(self) -> str:
-        return self._pick.choice(VLLM_WAYS) if self._has_sleep_routes else "request"
+        return self.pick.choice(VLLM_WAYS) if self._has_sleep_routes else "request"
 
     def _wait_until_nothing_is_held(self) -> None:
         deadline_s = time.monotonic() + SLEEP_DEADLINE_S
         while held_bytes(self._workers):
-            assert time.monotonic() < deadline_s, segment.inspect(self._name)
+            assert time.monotonic() < deadline_s, segment.inspect(self.name)
             time.sleep(0.005)
 
     def _look(self, seconds: float, most_bytes: int | None) -> None:
@@ -246,8 +250,8 @@ class Operator:
         while time.monotonic() < until_s:
             if most_bytes is not None:
                 held = held_bytes(self._workers)
-                assert held <= most_bytes, f"{held} bytes held: {segment.inspect(self._name)}"
-                self._clients.counts["samples"] += 1
+                assert held <= most_bytes, f"{held} bytes held: {segment.inspect(self.name)}"
+                self.clients.counts["samples"] += 1
             time.sleep(0.02)
 
 
@@ -349,7 +353,8 @@ def test_everything_at_random(tiny_model, log_folder, capsys, workers) -> None:
             log = log_folder / f"chaos_{workers}_{clients.counts['starts']}.log"
             ends = ends or pick.sample(ENDS, len(ENDS))
             with VllmServer(tiny_model, log, ENVIRONMENT | binding, arguments) as server:
-                live_and_die(server.wait_until_ready(), clients, pick, ends, end_s)
+                operator = Operator(server.wait_until_ready(), NAME, clients, pick)
+                live_and_die(operator, clients, ends, end_s)
             check_that_nothing_is_left(clients.counts)
             text = log.read_text(errors="replace")
             assert "sanity check failed" not in text, log
@@ -359,12 +364,10 @@ def test_everything_at_random(tiny_model, log_folder, capsys, workers) -> None:
     report(capsys, SOAK_S, clients)
 
 
-def live_and_die(
-    server: VllmServer, clients: Clients, pick: random.Random, ends: list[str], end_s: float
-) -> None:
+def live_and_die(operator: Operator, clients: Clients, ends: list[str], end_s: float) -> None:
     """One server's life, to its end: the last of `ends`, or the ordinary one when time is over."""
     clients.counts["starts"] += 1
-    operator = Operator(server, NAME, clients, pick)
+    server, pick = operator.server, operator.pick
     clients.server = server
     dies_s = time.monotonic() + pick.uniform(*KILL_EVERY_S)
     while time.monotonic() < min(dies_s, end_s):

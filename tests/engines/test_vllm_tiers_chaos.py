@@ -1,0 +1,168 @@
+"""Chaos with tiers: what `test_vllm_chaos` does, over a disk that is too small, slow, and erased.
+
+    CHAOS_SEED=7 CHAOS_SECONDS=600 pytest --soak tests/engines/test_vllm_tiers_chaos.py
+
+Blocks leave and come back all the time. Every answer is stock vLLM's, however it was put together;
+requests fail only with their server. In the soak a server that was killed is followed by one that
+finds what it left.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from slow_disk import SlowDisk
+from test_vllm_chaos import (
+    ENDS,
+    ENVIRONMENT,
+    NAME,
+    SEED,
+    SOAK_S,
+    Clients,
+    Operator,
+    check_that_nothing_is_left,
+    live_and_die,
+    report,
+)
+from test_vllm_sleep_cycles import know
+from vllm_server import VllmServer, make_requests
+
+from kvelastic import segment, tier_board
+from kvelastic.tier_board_format import TierRequest
+
+pytestmark = pytest.mark.timeout(2400)
+
+SHORT_S = 15.0
+DISK_BYTES = 24 << 20
+"""Less than what the requests have together."""
+SMALL_BYTES = 1 << 20
+DELAYS_S = (0.0, 0.0, 0.002, 0.05, 0.5)
+ANSWER_S = 30.0
+
+
+class TieredOperator(Operator):
+    """Also fills, slows down and erases the disk, and ends generations."""
+
+    slow: SlowDisk
+
+    def things(self) -> dict[Callable[[], None], int]:
+        more = {self.fill: 1, self.slow_down: 2, self.erase: 1, self.reset: 1}
+        return {**super().things(), self.limit: 6, self.sleep: 4, **more}
+
+    def fill(self) -> None:
+        """A disk that is full: as small as what lies there, or smaller."""
+        for size_bytes in (SMALL_BYTES, DISK_BYTES):
+            self._ask(TierRequest("limit", tier="disk", size_bytes=size_bytes))
+            self._look(self.pick.random(), None)
+
+    def slow_down(self) -> None:
+        self.slow.delay(self.pick.choice(DELAYS_S))
+
+    def erase(self) -> None:
+        self._ask(TierRequest("clear"))
+
+    def reset(self) -> None:
+        """What the disk has is of no use from here on; requests that run begin again."""
+        status, text = self.server.request(
+            "/reset_prefix_cache?reset_running_requests=true", "POST", ANSWER_S
+        )
+        assert status == 200, text
+
+    def _ask(self, request: TierRequest) -> None:
+        answer = tier_board.ask(segment.inspect(self.name), request, ANSWER_S)
+        state = "late" if answer is None else answer.state
+        self.clients.counts[f"{request.kind} {state}"] += 1
+        assert state in ("done", "late"), answer
+
+
+class Disk:
+    """A folder, and how slow it is."""
+
+    def __init__(self, work_folder: Path) -> None:
+        folder = work_folder / "disk"
+        folder.mkdir(mode=0o700)
+        self.slow = SlowDisk(work_folder, folder)
+        self.environment = {
+            **ENVIRONMENT,
+            **self.slow.environment,
+            "KVELASTIC_TIERS": f"disk:{folder}:{DISK_BYTES}",
+            "KVELASTIC_TIER_STAGING": "2M",
+            "KVELASTIC_TIER_IDLE_SECONDS": "0.2",
+            "KVELASTIC_TIER_LIMIT_SECONDS": "0.5",
+            "KVELASTIC_TIER_SLEEP_SECONDS": "2",
+            "KVELASTIC_TIER_COMPARE": "false",  # a slow disk is asked all the same
+        }
+
+    def serve(self, model: Path, log: Path) -> VllmServer:
+        self.slow.delay(0)
+        return VllmServer(model, log, self.environment, under=self.slow.under)
+
+    def operator(self, server: VllmServer, clients: Clients, pick: random.Random) -> TieredOperator:
+        operator = TieredOperator(server, NAME, clients, pick)
+        operator.slow = self.slow
+        return operator
+
+
+def loaded_blocks() -> int:
+    board = tier_board.read(segment.inspect(NAME))
+    assert board is not None
+    return board.loaded
+
+
+def check_log(log: Path) -> None:
+    text = log.read_text(errors="replace")
+    for word in ("sanity check failed", "IntegrityError", "AssertionError"):
+        assert word not in text, log
+
+
+def test_random_requests_over_a_bad_disk(stock, tiny_model, log_folder, tmp_path, capsys) -> None:
+    disk, pick = Disk(tmp_path), random.Random(SEED)
+    log = log_folder / "tiers_chaos.log"
+    with (
+        disk.serve(tiny_model, log) as server,
+        Clients(know(stock, make_requests(32, seed=33, longest=500))) as clients,
+    ):
+        clients.server = server.wait_until_ready()
+        operator = disk.operator(server, clients, pick)
+        end_s = time.monotonic() + SHORT_S
+        while time.monotonic() < end_s:
+            operator.do_something()
+        clients.counts["blocks loaded"] = loaded_blocks()
+        clients.come_home()
+        disk.slow.delay(0)
+        assert server.stop() == 0
+    clients.check()
+    check_log(log)
+    assert clients.counts["blocks loaded"] > 0
+    check_that_nothing_is_left(clients.counts)
+    report(capsys, SHORT_S, clients)
+
+
+@pytest.mark.soak
+def test_lives_over_one_bad_disk(stock, tiny_model, log_folder, tmp_path, capsys) -> None:
+    with capsys.disabled():
+        print(f"\nchaos with tiers: CHAOS_SEED={SEED}, logs in {log_folder}")
+    disk, pick = Disk(tmp_path), random.Random(SEED)
+    end_s = time.monotonic() + SOAK_S
+    ends: list[str] = []
+    with (
+        contextlib.ExitStack() as at_last,
+        Clients(know(stock, make_requests(48, seed=34, longest=550))) as clients,
+    ):
+        at_last.callback(segment.reap)  # where the test has failed
+        while time.monotonic() < end_s:
+            log = log_folder / f"tiers_chaos_{clients.counts['starts']}.log"
+            ends = ends or pick.sample(ENDS, len(ENDS))
+            with disk.serve(tiny_model, log) as server:
+                operator = disk.operator(server.wait_until_ready(), clients, pick)
+                live_and_die(operator, clients, ends, end_s)
+            check_that_nothing_is_left(clients.counts)
+            check_log(log)
+            assert not clients.broken, clients.broken
+    clients.check()
+    report(capsys, SOAK_S, clients)
