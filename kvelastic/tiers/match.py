@@ -110,6 +110,11 @@ class Load:
         self._run.cancel()
 
     @property
+    def arrived(self) -> int:
+        """How many records have come from their tiers so far: they lie in staging, or farther."""
+        return sum(self._run.staged)
+
+    @property
     def failed(self) -> list[int]:
         """Places of the blocks that were not loaded: misses, to be computed. Once it is done."""
         return [at for at, is_loaded in enumerate(self._run.loaded) if not is_loaded]

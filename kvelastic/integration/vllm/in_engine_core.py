@@ -8,6 +8,7 @@ is an `ElasticBlockPool`, a step's output carries the step's number (`kvelastic_
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -109,13 +110,16 @@ def executor_warm_up(original: Callable[..., Any], executor: Any) -> None:
 
 
 def engine_core_shutdown(original: Callable[..., Any], core: Any) -> None:
-    """Demote what is cached, as long as there are workers to copy it; then close the instance."""
+    """Demote what is cached, as long as there are workers to copy it; then close the instance.
+
+    An engine that ends by a fault ends at once: its workers may not answer any more.
+    """
     global _waiting_instance
     executor = core.model_executor
     instance = _instance_of(executor)
     try:
-        has_workers = not getattr(executor, "is_failed", False)
-        if has_workers and instance is not None and instance.tiers is not None:
+        was_told_to_end = not isinstance(sys.exc_info()[1], Exception)
+        if was_told_to_end and instance is not None and instance.tiers is not None:
             instance.tiers.before_exit()
         original(core)
     finally:

@@ -9,8 +9,12 @@ from typing import Any
 _KILLED_WAIT_S = 5.0
 """How long a killed process may take until it is gone, at most."""
 _LOOK_S = 0.01
-_CLOSE_S = 5.0
-"""How long an engine core that has demoted its cache may take for the rest, at most."""
+_CLOSE_S = 15.0
+"""How long an engine core that has demoted its cache may take for the rest, at most.
+
+It kills workers that do not answer, after several waits of four seconds; killed before that, it
+leaves them behind.
+"""
 
 
 def shutdown_engine_cores(

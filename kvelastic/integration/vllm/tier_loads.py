@@ -38,6 +38,10 @@ class Loading(Protocol):
         """Whether its blocks are touched by nobody any more."""
 
     @property
+    def arrived(self) -> int:
+        """How many records have come from their tiers by now."""
+
+    @property
     def count(self) -> int:
         """How many leading blocks hold their records by now; stands once it is done."""
 
@@ -84,20 +88,21 @@ class Load:
 def is_too_slow(
     elapsed_s: float,
     blocks: int,
-    loaded: int,
+    arrived: int,
     *,
     compute_s: float | None,
     load_s: float | None = None,
 ) -> bool:
-    """Whether computing would be over before a load that has come so far.
+    """Whether computing would be over before a load of which so many records have arrived.
 
-    `compute_s` is what computing a block takes and `load_s` what loading one has taken of late,
-    None where there was none yet. A load that goes on as it did ends after
-    `elapsed_s * blocks / loaded`.
+    What has arrived is as good as loaded: a copy into blocks may wait behind pages that are being
+    mapped, which says nothing of the tier. `compute_s` is what computing a block takes and `load_s`
+    what loading one has taken of late, None where there was none yet. A load that goes on as it did
+    ends after `elapsed_s * blocks / arrived`.
     """
     computing_s = blocks * (_UNMEASURED_S if compute_s is None else compute_s)
     patience_s = max(_FIRST_LOOK * computing_s, _PATIENCE * blocks * (load_s or 0.0))
-    return elapsed_s > patience_s and elapsed_s * blocks > computing_s * loaded
+    return elapsed_s > patience_s and elapsed_s * blocks > computing_s * arrived
 
 
 class Loads:
@@ -134,7 +139,7 @@ class Loads:
             if is_too_slow(
                 now_s - load.began_s,
                 load.blocks,
-                load.leading,
+                load.loading.arrived,
                 compute_s=compute_s,
                 load_s=self._load_s,
             ):
