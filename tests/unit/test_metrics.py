@@ -22,7 +22,7 @@ from kvelastic import metrics
 from kvelastic.cli.kvctl import main
 from kvelastic.ledger_facts import LedgerInfo, Member
 from kvelastic.segment import SegmentInfo
-from kvelastic.tier_board_format import BoardFigures, TierFigures
+from kvelastic.tier_board_format import BlockCounts, BoardFigures, TierFigures
 
 ROOT = Path(__file__).parents[2]
 KVCTL = str(Path(sys.executable).with_name("kvctl"))
@@ -54,7 +54,7 @@ ANSWER = {
     "reason": "",
 }
 TIER = TierFigures("disk", "disk", *range(1, 16), is_stuck=False, is_current=True)
-BOARD = BoardFigures(1, 0, "write_back", *range(11), (TIER,))
+BOARD = BoardFigures(1, 0, "write_back", BlockCounts(*range(11)), (TIER,))
 COUNTERS = {name: at + 1 for at, name in enumerate(metrics._COUNTERS)}
 
 
