@@ -7,7 +7,7 @@ and some more. None is ever left out, and what is not known is None.
 from __future__ import annotations
 
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from kvelastic.instance.look import ledgers
@@ -44,10 +44,6 @@ class Stats(Row):
     """Between the two looks of the rates, as it was; None if there was one look."""
     rates: dict[str, float] | None
     """Of every counter, a second."""
-    tier_policy: str | None
-    """When its blocks are copied to tiers; None where it has none, or none that can be read."""
-    tier_blocks: dict[str, int] | None
-    """What became of its blocks since its tiers were opened."""
 
 
 _TIER_COUNTS: Final = (
@@ -102,8 +98,6 @@ def stats_of(now: Look, before: Look | None = None) -> Stats:
         answered_s=_age_s(answer["answered_ns"], now.at_ns),
         interval_s=None if interval_s is None else round(interval_s, 6),
         rates=rates,
-        tier_policy=None if now.board is None else now.board.policy,
-        tier_blocks=None if now.board is None else asdict(now.board.blocks),
     )
 
 

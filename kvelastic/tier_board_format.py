@@ -182,7 +182,10 @@ def check_request(request: TierRequest) -> TierRequest:
         if request.model is None and request.older_than_s is None:
             raise BadRequestError("neither a model nor an age says what to erase")
         if request.model is not None:
-            size = len(request.model.encode("utf-8", "surrogateescape"))
+            try:
+                size = len(request.model.encode("utf-8", "surrogateescape"))
+            except UnicodeEncodeError:
+                raise BadRequestError("a model's name that is no text is not accepted") from None
             if not 0 < size <= MOST_MODEL_BYTES:
                 raise BadRequestError(
                     f"a model's name of {size} bytes is not accepted; 1 to {MOST_MODEL_BYTES} are"

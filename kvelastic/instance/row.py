@@ -93,6 +93,10 @@ class Row(TypedDict):
     devices: list[DeviceUseRow] | None
     tiers: list[TierRow] | None
     """Nearest first; empty where it has none, or none that can be read."""
+    tier_policy: str | None
+    """When blocks are copied to them; None where `tiers` is empty."""
+    tier_blocks: dict[str, int] | None
+    """What became of its blocks since they were opened (`BlockCounts`)."""
     pid: int | None
     uid: int | None
     uuid: str | None
@@ -146,6 +150,8 @@ def row_of(status: InstanceStatus) -> Row:
         device=text(status.device),
         devices=use_rows(status) if known else None,
         tiers=tier_rows(status.board) if known else None,
+        tier_policy=None if status.board is None else status.board.policy,
+        tier_blocks=None if status.board is None else asdict(status.board.blocks),
         pid=figure(status.pid),
         uid=figure(status.uid),
         uuid=status.uuid_text,

@@ -7,8 +7,6 @@ import json
 import os
 import random
 import re
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
@@ -21,6 +19,7 @@ from click.shell_completion import ShellComplete
 from click.testing import CliRunner, Result
 from rich.console import Console
 from segment_owner import Owner
+from tiers_instance import Instance
 
 from kvelastic import segment, tier_board_format
 from kvelastic.cli.explanation_tiers import explain_tiers
@@ -29,7 +28,7 @@ from kvelastic.cli.tables import rich_table
 from kvelastic.errors import SegmentError
 from kvelastic.instance.row import Row, TierRow, row_of, tier_rows
 from kvelastic.instance.status import status_of
-from kvelastic.segment_dir import SHM_DIR, board_name
+from kvelastic.segment_dir import SHM_DIR
 from kvelastic.sizes import format_size
 from kvelastic.tier_board import ask, read
 from kvelastic.tier_board_format import (
@@ -40,42 +39,8 @@ from kvelastic.tier_board_format import (
     TierRequest,
 )
 
-PROGRAM = Path(__file__).parents[1] / "programs" / "tiers_instance.py"
 MIB = 1 << 20
 SOON_S = 60.0
-
-
-class Instance:
-    """A process of `tiers_instance.py`, ready."""
-
-    def __init__(self, folder: Path) -> None:
-        unique = f"{os.getpid()}_{random.randrange(1 << 40):x}"
-        self.name = f"kvtiers_{unique}"
-        self.process = subprocess.Popen(
-            [sys.executable, str(PROGRAM), self.name, str(folder)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env=os.environ
-            | {"KVELASTIC_HOST_MEMORY": "256M", "KVELASTIC_LEDGER": f"tiers-{unique}"},
-        )
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline()
-        assert line, f"the instance has ended: {self.process.wait()}"
-        self.records: int = json.loads(line)["records"]
-        assert self.records > 20
-        self.info = segment.inspect(self.name)
-
-    @property
-    def board(self) -> Path:
-        return SHM_DIR / board_name(self.info.header["uuid"])
-
-    def end(self) -> int:
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        self.process.stdin.close()
-        status = self.process.wait()
-        self.process.stdout.close()
-        return status
 
 
 @pytest.fixture
