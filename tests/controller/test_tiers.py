@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from browser import Browser, expect
 from ledger_instance import Instance as WithoutTiers
 from running import Controller, Engine, config_for
 from tiers_instance import DISK_BYTES, Instance
@@ -129,6 +131,40 @@ def audit(front: Controller, path: str) -> dict[str, Any]:
     line: dict[str, Any] = until(found)
     assert (line["kind"], line["model"]) == ("audit", "org/m")
     return line
+
+
+def test_the_dashboard_shows_tiers(
+    browser: Browser, front: Controller, instance: Instance, tmp_path: Path
+) -> None:
+    with browser.page(front.url) as page:
+        table = page.row("org/m").get_by_role("table", name="Tiers of org/m")
+        expect(table.locator("tbody tr")).to_have_count(1)
+        expect(table.locator("tbody tr")).to_contain_text("disk")
+        expect(table.locator("tbody tr")).to_contain_text("B of ")
+        assert front.client.patch(
+            "/memory/org%2Fm/tiers/disk", json={"limit": "30M", "wait": 60}
+        ).is_success
+        expect(table.locator("tbody tr")).to_contain_text(" of 30 MiB")
+
+        def altered(route: Any) -> None:
+            answer = front.get("/memory").json()
+            row = answer["models"]["org/m"]
+            one = row["tiers"][0] | {"hits": 4096, "misses": 17, "errors": 3, "state": "stuck"}
+            folder = one | {"tier": "mooncake", "limit_bytes": None, "used_bytes": 3 << 30}
+            row["tiers"] = [one, folder | {"errors": 0, "state": "ok"}]
+            route.fulfill(json=answer)
+
+        page.page.route("**/memory", altered)
+        expect(table.locator("tbody tr").first).to_have_text(
+            re.compile(r"disk stuck.+ of 30 MiB4096173")
+        )
+        expect(table.locator("tbody tr").last).to_have_text("mooncake 3 GiB4096170")
+        assert table.locator("td.bad").all_inner_texts() == ["3"]
+        for width in (1400, 700, 360):
+            page.page.set_viewport_size({"width": width, "height": 900})
+            assert not page.has_overflow(), width
+            page.picture(tmp_path / f"{width}.png")
+        assert (page.pale(), page.unnamed(), page.problems) == ([], [], [])
 
 
 def test_one_that_is_stopped_or_gone(engine: Engine, tmp_path: Path) -> None:
