@@ -281,6 +281,25 @@ def test_the_dashboard_names_only_metrics_and_labels_that_exist():
             ).groups()
             assert label in by_name[name].labels
     assert len(used) > 15
+    # What an operator asks of tiers first: how full, of use, at what cost, and whether they fail.
+    wanted = ("used_bytes", "limit_bytes", "hits_total", "misses_total", "errors_total", "stuck")
+    assert {f"kvelastic_tier_{name}" for name in wanted} <= used
+
+
+def test_no_panel_of_the_dashboard_lies_on_another_one():
+    panels = json.loads((ROOT / "docs" / "grafana" / "kvelastic.json").read_text())["panels"]
+    cells: set[tuple[int, int]] = set()
+    for panel in panels:
+        place = panel["gridPos"]
+        of_it = {
+            (place["x"] + x, place["y"] + y) for x in range(place["w"]) for y in range(place["h"])
+        }
+        assert not of_it & cells, panel["title"]
+        assert max(x for x, _ in of_it) < 24
+        cells |= of_it
+    rows = {panel["title"]: panel["gridPos"]["y"] for panel in panels if panel["type"] == "row"}
+    assert list(rows) == sorted(rows, key=lambda title: rows[title])
+    assert "Tiers" in rows
 
 
 # ------------------------------------------------------------------------------- the command
