@@ -185,7 +185,7 @@ def check_request(request: TierRequest) -> TierRequest:
             try:
                 size = len(request.model.encode("utf-8", "surrogateescape"))
             except UnicodeEncodeError:
-                raise BadRequestError("a model's name that is no text is not accepted") from None
+                raise BadRequestError("a model's name must be valid Unicode text") from None
             if not 0 < size <= MOST_MODEL_BYTES:
                 raise BadRequestError(
                     f"a model's name of {size} bytes is not accepted; 1 to {MOST_MODEL_BYTES} are"

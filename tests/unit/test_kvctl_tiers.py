@@ -9,7 +9,7 @@ import random
 import re
 import threading
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +24,11 @@ from tiers_instance import Instance
 from kvelastic import segment, tier_board_format
 from kvelastic.cli.explanation_tiers import explain_tiers
 from kvelastic.cli.kvctl import main
+from kvelastic.cli.kvtop.poller import look
 from kvelastic.cli.tables import rich_table
+from kvelastic.controller import instance_memory
 from kvelastic.errors import SegmentError
+from kvelastic.instance.look import look_at
 from kvelastic.instance.row import Row, TierRow, row_of, tier_rows
 from kvelastic.instance.status import status_of
 from kvelastic.segment_dir import SHM_DIR
@@ -313,6 +316,28 @@ def test_stats_has_every_figure_of_tiers(shared: Instance) -> None:
     assert re.search(rf"  records +{shared.records}\n", tier)
     assert re.search(r"  limit +32\.00 MiB\n", tier)
     assert re.search(r"\nBlocks and tiers, write_back\n  matched +0\n", text)
+
+
+def test_every_surface_says_the_same_of_tiers(shared: Instance) -> None:
+    listed = shown_tiers(shared.name)
+    assert look_at(shared.name).board is not None
+    assert instance_memory.row(shared.name)["tiers"] == listed
+    (row,) = (row for row in instance_memory.rows() if row["name"] == shared.name)
+    assert row["tiers"] == listed
+    (top,) = look([shared.name]).instances
+    assert [asdict(tier) | {"state": tier.state} for tier in top.tiers] == listed
+    assert top.tiers_bytes == listed[0]["used_bytes"]
+
+
+@pytest.mark.parametrize("command", ["limit", "trim"])
+def test_a_size_without_its_unit_changes_nothing(shared: Instance, command: str) -> None:
+    result = kvctl(command, shared.name, "disk", "0.5")
+    assert result.exit_code == 2
+    assert "size '0.5' is a fraction of a byte; write whole bytes, or a larger unit (0.5G)" in (
+        result.stderr
+    )
+    (tier,) = shown_tiers(shared.name)
+    assert (tier["limit_bytes"], tier["records"]) == (32 * MIB, shared.records)
 
 
 def test_one_without_tiers_has_none() -> None:
