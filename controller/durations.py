@@ -31,7 +31,10 @@ def _seconds(value: object) -> float | None:
     if isinstance(value, bool):
         return None
     if isinstance(value, int | float):
-        return float(value) if math.isfinite(value) else None
+        try:
+            return float(value) if math.isfinite(value) else None
+        except OverflowError:  # a whole number that no float is near
+            return None
     if not isinstance(value, str):
         return None
     text = value.strip().lower()

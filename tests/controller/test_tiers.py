@@ -66,6 +66,7 @@ WRONG: list[tuple[int, str, str, object]] = [
     (400, "PATCH", "disk", {"limit": 1 << 62}),
     (400, "PATCH", "disk", {"limits": 1}),
     (400, "PATCH", "disk", {"limit": 1, "wait": "1h"}),
+    (400, "PATCH", "disk", {"limit": 1, "wait": 10**400}),
     (400, "PATCH", "disk", []),
     (404, "PATCH", "host", {"limit": 1}),
     (404, "PATCH", "d\u00ef%00sk", {"limit": 1}),
