@@ -178,13 +178,13 @@ def survive(servers: list[VllmServer], restart: Callable[[], VllmServer], files:
     """The same long prompt four times; the last one is answered by a server of its own."""
     title("6. KV that survives: the same long prompt, after a limit and after a kill")
     (server,) = servers
-    print(kvctl("limit", NAME, str(KV_BYTES), "--wait", "10"))
+    print(kvctl("limit", NAME, f"{KV_BYTES >> 20}M", "--wait", "10"))
     asked = [ask_long(server, "cold")]
     print(f"  a prompt of {asked[0].tokens} tokens; the answer begins: {asked[0].answer[:60]!r}")
     asked.append(ask_long(server, "own prefix cache"))
-    print(kvctl("limit", NAME, str(_facts(NAME)["page_bytes"]), "--wait", "60"))
+    print(kvctl("limit", NAME, f"{_facts(NAME)['page_bytes'] >> 20}M", "--wait", "60"))
     print(f"  {held(server)}")
-    print(kvctl("limit", NAME, str(KV_BYTES), "--wait", "10"))
+    print(kvctl("limit", NAME, f"{KV_BYTES >> 20}M", "--wait", "10"))
     asked.append(_from_tiers(ask_long(server, "after a limit of one page")))
     print(kvctl("sleep", NAME, "--wait", "60"), flush=True)
     server.kill()
