@@ -10,6 +10,7 @@ stdin does. As a module, for tests:
 from __future__ import annotations
 
 import json
+import math
 import os
 import random
 import subprocess
@@ -59,8 +60,17 @@ def main() -> None:
     """See the module."""
     from embedded_engine import open_engine
 
+    from kvelastic.tiers.policy import Rules
+
     name, folder = sys.argv[1:]
-    engine = open_engine(name, random.Random(7), disk=Path(folder), disk_bytes=DISK_BYTES)
+    # What an operator erases stays erased: an idle instance would copy it again after five seconds.
+    engine = open_engine(
+        name,
+        random.Random(7),
+        disk=Path(folder),
+        disk_bytes=DISK_BYTES,
+        rules=Rules(idle_after_s=math.inf),
+    )
     for _ in range(12):
         engine.begin()
         engine.end()
