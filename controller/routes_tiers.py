@@ -5,7 +5,6 @@ What tiers keep is told by /memory and /memory/{model}.
 
 from __future__ import annotations
 
-import asyncio
 from typing import TYPE_CHECKING, Any, Final
 
 from starlette.requests import Request
@@ -102,9 +101,7 @@ async def _ask(
     model = front.fleet.need(request.path_params["model"])
     name, wait_s = instance_of(model), wait_of(body)
     request.state.asked = audited
-    answer = await asyncio.to_thread(
-        instance_tiers.ask, name, asked, usual_wait_s if wait_s is None else wait_s
-    )
+    answer = await instance_tiers.ask(name, asked, usual_wait_s if wait_s is None else wait_s)
     return Json(
         {"model": model.name, "instance": name, "answer": answer}, _STATUS_OF[answer["state"]]
     )

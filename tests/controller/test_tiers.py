@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import signal
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from browser import Browser, expect
 from ledger_instance import Instance as WithoutTiers
@@ -16,7 +19,7 @@ from running import Controller, Engine, config_for
 from tiers_instance import DISK_BYTES, Instance
 from waiting import until
 
-from kvelastic import ledger, segment
+from kvelastic import ledger, segment, tier_board
 
 MIB = 1 << 20
 
@@ -188,6 +191,39 @@ def test_one_that_is_stopped_or_gone(engine: Engine, tmp_path: Path) -> None:
         assert response.json()["error"]["code"] in {"SEGMENT_NOT_FOUND", "SEGMENT_DEAD"}
     segment.reap()
     ledger.reap()
+
+
+def test_who_waits_for_tiers_holds_up_nobody(engine: Engine, tmp_path: Path) -> None:
+    """More of them than there are threads; and the controller ends while they wait."""
+    instance = Instance(tmp_path / "disk")
+    server = {"drain_timeout": 0.5}
+    config = config_for(engine, model={"instance": instance.name}, server=server)
+    with (
+        contextlib.ExitStack() as at_the_end,
+        Controller(config) as front,
+        ThreadPoolExecutor(12) as clients,
+    ):
+        at_the_end.callback(instance.process.send_signal, signal.SIGCONT)
+        instance.process.send_signal(signal.SIGSTOP)
+        body = {"limit": "1M", "wait": 600}
+
+        def ask() -> int:
+            with contextlib.suppress(httpx.HTTPError):
+                url = f"{front.url}/memory/org/m/tiers/disk"
+                return httpx.patch(url, json=body, timeout=60).status_code
+            return 0
+
+        waiting = [clients.submit(ask) for _ in range(12)]
+
+        def asked() -> int:
+            with instance.board.open("rb") as board:
+                return len(tier_board.requests_in(board.fileno()))
+
+        until(lambda: asked() == 12)
+        assert front.get("/memory").status_code == 200
+        assert front.end() == 0
+        assert {one.result() for one in waiting} <= {0, 500, 503}
+    assert instance.end() == 0
 
 
 def test_one_without_tiers(engine: Engine) -> None:
