@@ -9,7 +9,6 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from kvelastic.cli.explanation_line import Line
-from kvelastic.cli.tier_tables import state_of
 from kvelastic.sizes import format_size
 
 if TYPE_CHECKING:
@@ -20,16 +19,17 @@ def explain_tiers(board: BoardFigures | None) -> Iterable[Line]:
     """What tiers keep, what became of evicted blocks, and which of them fails."""
     if board is None or not board.tiers:
         return
+    blocks = board.blocks
     kept = ", ".join(_kept(tier) for tier in board.tiers)
-    evicted = board.demoted + board.dropped
+    evicted = blocks.demoted + blocks.dropped
     what = f"Tiers keep {kept}."
     if evicted:
-        what += f" Of {evicted} evicted blocks {board.demoted} have a copy there."
-    many_dropped = board.dropped > board.demoted
+        what += f" Of {evicted} evicted blocks {blocks.demoted} have a copy there."
+    many_dropped = blocks.dropped > blocks.demoted
     do = "docs/tiers.md says why blocks are dropped without a copy" if many_dropped else ""
     yield Line("tiers", what, do)
     for tier in board.tiers:
-        if state_of(tier) != "ok":
+        if tier.state != "ok":
             yield Line(
                 "tiers",
                 f"{tier.tier} does not answer, and is not used until it does.",

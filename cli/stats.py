@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from kvelastic.instance.look import ledgers
-from kvelastic.instance.row import DeviceUseRow, Row, printable, row_of
+from kvelastic.instance.row import DeviceUseRow, Row, TierRow, printable, row_of
 from kvelastic.instance.status import FORMER_COUNTERS, status_of
+from kvelastic.tier_board import boards_of
 
 if TYPE_CHECKING:
     from kvelastic.segment import SegmentInfo
+    from kvelastic.tier_board_format import BoardFigures
 
 
 class Stats(Row):
@@ -44,12 +46,18 @@ class Stats(Row):
     """Of every counter, a second."""
 
 
+_TIER_COUNTS: Final = (
+    "records", "puts", "refused", "hits", "misses", "torn", "evicted", "errors",
+)  # fmt: skip
+
+
 @dataclass(frozen=True)
 class Look:
     """A segment, and when it was looked at (CLOCK_MONOTONIC, as its own times)."""
 
     info: SegmentInfo
     at_ns: int
+    board: BoardFigures | None = None
 
 
 def look(name: str, reaped: list[str]) -> Look:
@@ -57,7 +65,7 @@ def look(name: str, reaped: list[str]) -> Look:
     from kvelastic.cli.finding import readable
 
     info = readable(name, reaped)
-    return Look(info, time.monotonic_ns())
+    return Look(info, time.monotonic_ns(), boards_of([info]).get(info.name))
 
 
 def stats_of(now: Look, before: Look | None = None) -> Stats:
@@ -74,7 +82,7 @@ def stats_of(now: Look, before: Look | None = None) -> Stats:
             counter: round((count - before.info.counters[counter]) / interval_s, 3)
             for counter, count in now.info.counters.items()
         }
-    status = status_of(now.info, ledgers(), now_ns=now.at_ns)
+    status = status_of(now.info, ledgers(), now_ns=now.at_ns, board=now.board)
     return Stats(
         **row_of(status),
         overhead_bytes=status.slack_bytes,
@@ -166,6 +174,12 @@ def stats_text(stats: Stats) -> str:
             ("available", str(stats["blocks_available"])),
         ],
     }
+    for tier in stats["tiers"] or []:
+        topics[f"Tier {tier['tier']}"] = _tier_lines(tier)
+    if stats["tier_blocks"] is not None:
+        topics[f"Blocks and tiers, {stats['tier_policy']}"] = [
+            (what, str(count)) for what, count in stats["tier_blocks"].items()
+        ]
     every, rates = stats["counters"] or {}, stats["rates"]
     counters = {name: count for name, count in every.items() if name not in FORMER_COUNTERS}
     if rates is None:
@@ -183,3 +197,25 @@ def stats_text(stats: Stats) -> str:
         "\n".join([title, *(f"  {label:<{width}}  {value}" for label, value in lines)])
         for title, lines in topics.items()
     )
+
+
+def _tier_lines(tier: TierRow) -> list[tuple[str, str]]:
+    from kvelastic.sizes import format_size
+
+    def size(size_bytes: int | None, none: str) -> str:
+        return none if size_bytes is None else format_size(size_bytes)
+
+    load_us = tier["load_us"]
+    left = size(tier["write_left_bytes"], "no bound")
+    if tier["write_budget_bytes"] is not None:
+        left += f" of {format_size(tier['write_budget_bytes'])}"
+    return [
+        ("state", tier["state"]),
+        ("used", format_size(tier["used_bytes"])),
+        ("limit", size(tier["limit_bytes"], "others decide")),
+        *((what, str(tier[what])) for what in _TIER_COUNTS),
+        ("written", format_size(tier["bytes_written"])),
+        ("read", format_size(tier["bytes_read"])),
+        ("may be written today", left),
+        ("to load a block", "not known" if load_us is None else f"{load_us / 1000:.2f} ms"),
+    ]

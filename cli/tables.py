@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from kvelastic.instance.row import Row, printable, shown_state
+from kvelastic.instance.row import Row, TierRow, printable, shown_state
 from kvelastic.sizes import format_size
 
 if TYPE_CHECKING:
@@ -28,6 +28,7 @@ _WIDTHS = {
     "Min": _SIZE_CELLS,
     "Prio": len("-1000"),
     "Bar": _BAR_CELLS,
+    "Tiers": len("host 1023.99 MiB, disk 1023.99 GiB"),
     "Model": 24,
 }
 # What a terminal too narrow for all shows first; what is in one row here comes and goes together.
@@ -38,6 +39,7 @@ _BY_IMPORTANCE = (
     ("Of limit",),
     ("In use",),
     ("Bar",),
+    ("Tiers",),
     ("Cached", "Parked"),
     ("Min", "Prio"),
     ("Model",),
@@ -75,6 +77,7 @@ def plain_table(rows: list[Row]) -> str:
             "MIN",
             "PRIO",
             "PID",
+            "TIERS",
             "MODEL",
         )
     ]
@@ -91,12 +94,13 @@ def plain_table(rows: list[Row]) -> str:
             _size(row["min_bytes"]),
             _or_dash(row["priority"]),
             _or_dash(row["pid"]),
+            tiers_text(row["tiers"] or []),
             printable(row["model"] or "-"),
         )
         for row in rows
     ]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    left = {0, 1, len(lines[0]) - 1}
+    left = {0, 1, len(lines[0]) - 2, len(lines[0]) - 1}
     return "\n".join(
         "  ".join(
             cell.ljust(width) if index in left else cell.rjust(width)
@@ -120,7 +124,7 @@ def rich_table(rows: list[Row], width: int, *, ascii_only: bool = False) -> Tabl
     for name in shown:
         table.add_column(
             _heading(ascii_only) if name == "Bar" else name,
-            justify="left" if name in {"State", "Bar", "Model"} else "right",
+            justify="left" if name in {"State", "Bar", "Tiers", "Model"} else "right",
             no_wrap=True,
             overflow="ellipsis",
             width=_WIDTHS[name],
@@ -139,6 +143,7 @@ def rich_table(rows: list[Row], width: int, *, ascii_only: bool = False) -> Tabl
             "Min": Text(_size(row["min_bytes"])),
             "Prio": Text(_or_dash(row["priority"])),
             "Bar": _bar(row, ascii_only),
+            "Tiers": _tiers(row),
             "Model": Text(printable(row["model"] or "-")),
         }
         table.add_row(*(cells[name] for name in ("Name", *shown)))
@@ -150,6 +155,8 @@ def _columns(rows: list[Row], width: int) -> list[str]:
     left = width - _EDGE_CELLS - max(len("Name"), *(len(row["name"]) for row in rows))
     chosen: set[str] = set()
     for group in _BY_IMPORTANCE:
+        if group == ("Tiers",) and not any(row["tiers"] for row in rows):
+            continue
         left -= sum(_WIDTHS[name] + _GAP_CELLS for name in group)
         if left < 0 and chosen:  # one is shown in any case; the name is folded then
             break
@@ -184,6 +191,26 @@ def _bar(row: Row, ascii_only: bool) -> Text:
     for count, glyph, style in zip(bar_cells(row), glyphs, _BAR_STYLES, strict=True):
         bar.append(glyph * count, style=style)
     return bar
+
+
+def tiers_text(tiers: list[TierRow]) -> str:
+    """What each tier holds, nearest first, and which of them does not answer."""
+    return (
+        ", ".join(
+            f"{tier['tier']} {_size(tier['used_bytes'])}"
+            + ("" if tier["state"] == "ok" else f" {tier['state']}")
+            for tier in tiers
+        )
+        or "-"
+    )
+
+
+def _tiers(row: Row) -> Text:
+    from rich.text import Text
+
+    tiers = row["tiers"] or []
+    is_well = all(tier["state"] == "ok" for tier in tiers)
+    return Text(tiers_text(tiers), style="" if is_well else "red")
 
 
 def _percent(row: Row) -> float | None:

@@ -7,6 +7,7 @@ from dataclasses import asdict
 from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any
 
+from kvelastic.instance.row import tier_rows
 from kvelastic.sizes import format_size
 
 if TYPE_CHECKING:
@@ -59,7 +60,7 @@ def table(boards: Mapping[str, BoardFigures]) -> str:
 def _cells(tier: TierFigures) -> tuple[str, ...]:
     return (
         tier.tier,
-        state_of(tier),
+        tier.state,
         format_size(tier.used_bytes),
         _size(tier.limit_bytes),
         str(tier.records),
@@ -76,36 +77,33 @@ def _cells(tier: TierFigures) -> tuple[str, ...]:
     )
 
 
-def state_of(tier: TierFigures) -> str:
-    """ok; stuck: it hangs and is not asked; silent: it does not say what it holds."""
-    if tier.is_stuck:
-        return "stuck"
-    return "ok" if tier.is_current else "silent"
-
-
 def _sentence(name: str, board: BoardFigures) -> str:
-    asked = board.matched + board.unmatched
+    blocks = board.blocks
+    asked = blocks.matched + blocks.unmatched
     return (
-        f"{name} ({board.policy}): {board.demoted} blocks demoted, {board.dropped} dropped;"
-        f" {board.matched} of {asked} found, {board.loaded} loaded, {board.missed} not after all;"
-        f" {board.served} cleaned while shrinking waited, {board.ahead} ahead, {board.refused}"
-        f" refused by every tier, {board.late} too late, {board.lost} changed meanwhile."
+        f"{name} ({board.policy}): {blocks.demoted} blocks demoted, {blocks.dropped} dropped;"
+        f" {blocks.matched} of {asked} found, {blocks.loaded} loaded,"
+        f" {blocks.missed} not after all;"
+        f" {blocks.served} cleaned while shrinking waited, {blocks.ahead} ahead, {blocks.refused}"
+        f" refused by every tier, {blocks.late} too late, {blocks.lost} changed meanwhile."
     )
 
 
 def as_object(name: str, board: BoardFigures) -> dict[str, Any]:
     """For --json: the figures as they are, the time as text."""
-    figures = asdict(board)
-    seconds = figures.pop("published_realtime_ns") / 1e9
-    tiers = figures.pop("tiers")
+    seconds = board.published_realtime_ns / 1e9
     try:
         published = datetime.fromtimestamp(seconds, tz=timezone.utc).isoformat()
     except (OverflowError, ValueError, OSError):
         published = None
-    states = [
-        {**tier, "state": state_of(one)} for tier, one in zip(tiers, board.tiers, strict=True)
-    ]
-    return {"name": name, "published": published, **figures, "tiers": states}
+    return {
+        "name": name,
+        "published": published,
+        "policy": board.policy,
+        "answered_revision": board.answered_revision,
+        **asdict(board.blocks),
+        "tiers": tier_rows(board),
+    }
 
 
 def _size(size_bytes: int | None) -> str:

@@ -18,6 +18,7 @@ from kvelastic.controller import (
     routes_memory,
     routes_models,
     routes_sleep,
+    routes_tiers,
 )
 from kvelastic.controller.engine_paths import ENGINE_METHODS, is_crooked, is_for_engines
 from kvelastic.controller.front import Front
@@ -33,6 +34,7 @@ def make_application(front: Front) -> Asgi:
     described = [
         *routes_models.routes(front),
         *routes_sleep.routes(front),
+        *routes_tiers.routes(front),
         *routes_memory.routes(front),
         *routes_dashboard.routes(front),
         *routes_admin.routes(front),

@@ -5,7 +5,6 @@ parse_duration_s("5m") == 300.0 == parse_duration_s(300)
 
 from __future__ import annotations
 
-import math
 import re
 from typing import Final
 
@@ -28,10 +27,10 @@ def parse_duration_s(value: object) -> float:
 
 
 def _seconds(value: object) -> float | None:
-    if isinstance(value, bool):
-        return None
     if isinstance(value, int | float):
-        return float(value) if math.isfinite(value) else None
+        # Compared as it is: a whole number of 400 digits is no float.
+        is_number = not isinstance(value, bool) and 0 <= value <= MAX_DURATION_S
+        return float(value) if is_number else None
     if not isinstance(value, str):
         return None
     text = value.strip().lower()

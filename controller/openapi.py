@@ -34,6 +34,19 @@ _ERROR = {
 }
 _SIZE = {"oneOf": [{"type": "integer", "minimum": 0}, {"type": "string"}]}
 _WAIT = {"oneOf": [{"type": "number", "minimum": 0, "maximum": 600}, {"type": "string"}]}
+_AGE = {"oneOf": [{"type": "number", "exclusiveMinimum": 0}, {"type": "string"}]}
+
+
+def _asks(properties: dict[str, Any], *required: str) -> dict[str, Any]:
+    """The body of a request to tiers."""
+    return {
+        "type": "object",
+        "additionalProperties": False,
+        "properties": {**properties, "wait": _WAIT},
+        "required": list(required),
+    }
+
+
 _BODIES: dict[tuple[str, str], dict[str, Any]] = {
     ("/memory/{model}", "patch"): {
         "type": "object",
@@ -51,6 +64,14 @@ _BODIES: dict[tuple[str, str], dict[str, Any]] = {
         },
     },
     ("/memory/{model}/trim", "post"): {"type": "object", "properties": {"wait": _WAIT}},
+    ("/memory/{model}/tiers/{tier}", "patch"): _asks({"limit": _SIZE}, "limit"),
+    ("/memory/{model}/tiers/{tier}/trim", "post"): _asks({"size": _SIZE}, "size"),
+    ("/memory/{model}/tiers/clear", "post"): _asks({}),
+    ("/memory/{model}/tiers/erase", "post"): {
+        **_asks({"model": {"type": "string", "minLength": 1}, "older_than": _AGE}),
+        "minProperties": 1,
+    },
+    ("/memory/{model}/tiers/verify", "post"): _asks({}),
 }
 _QUERIES: dict[str, tuple[str, ...]] = {
     "/traffic/stats": ("window",),
@@ -144,6 +165,16 @@ def _operation(each: Route, path: str, method: str) -> dict[str, Any]:
                 "schema": {"type": "string", "minLength": 1},
             }
         )
+    if "{tier}" in path:
+        parameters.append(
+            {
+                "name": "tier",
+                "in": "path",
+                "required": True,
+                "description": "As /memory calls it: host, disk, disk2, ...",
+                "schema": {"type": "string", "minLength": 1},
+            }
+        )
     parameters += [
         {"name": name, "in": "query", "required": False, "schema": {"type": "string"}}
         for name in _QUERIES.get(path, ())
@@ -161,7 +192,7 @@ def _operation(each: Route, path: str, method: str) -> dict[str, Any]:
     }
     body = _BODIES.get((path, method))
     if body is not None:
-        operation["requestBody"] = _json(body, required=False)
+        operation["requestBody"] = _json(body, required=bool(body.get("required")))
     return operation
 
 

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import json
-import math
 from collections.abc import Awaitable, Callable
 from enum import Enum
 from typing import TYPE_CHECKING, Any
@@ -17,7 +14,6 @@ from kvelastic.controller.audit import audit
 from kvelastic.controller.durations import parse_duration_s
 from kvelastic.controller.refusal import Refusal
 from kvelastic.controller.replies import Json, refusal_response
-from kvelastic.controller.request_body import read_body
 from kvelastic.errors import (
     ControllerConfigError,
     GuaranteeError,
@@ -31,6 +27,7 @@ from kvelastic.errors import (
 
 if TYPE_CHECKING:
     from kvelastic.controller.front import Front
+    from kvelastic.controller.served_model import ServedModel
 
 Handler = Callable[["Front", Request], Awaitable[Any]]
 
@@ -112,27 +109,12 @@ def _as_refusal(front: Front, error: Exception, path: str) -> Refusal:
     return Refusal(409, error.code, str(error))
 
 
-async def json_object(front: Front, request: Request) -> dict[str, Any]:
-    """The request's body as a JSON object; nothing at all is an empty one. Raises `Refusal`."""
-    server = front.settings.server
-    body = await read_body(
-        request.receive,
-        None,
-        min(server.max_body, 1 << 20),
-        server.body_timeout,
-        front.forwarder.budget,
-    )
-    data = body.in_memory or b""
-    body.release()
-    if not data.strip():
-        return {}
-    try:
-        value = json.loads(data)
-    except (ValueError, RecursionError):
-        value = None
-    if not isinstance(value, dict):
-        raise Refusal(400, "invalid_json", "The body is not a JSON object.")
-    return value
+def instance_of(model: ServedModel) -> str:
+    """The segment of a model. Raises `SegmentNotFoundError` where none is configured."""
+    name = model.settings.instance
+    if name is None:
+        raise SegmentNotFoundError(f"no instance is configured for the model {model.name!r}")
+    return name
 
 
 def seconds_of(request: Request, key: str, default_s: float) -> float:
@@ -144,13 +126,3 @@ def seconds_of(request: Request, key: str, default_s: float) -> float:
         return parse_duration_s(text)
     except InvalidArgumentError as error:
         raise Refusal(400, error.code, str(error), param=key) from None
-
-
-def number_of(value: Any, key: str) -> float:
-    """A finite number that a body gives. Raises `Refusal` (400)."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise Refusal(400, "invalid_value", f"{key} is not a number.", param=key)
-    return float(value)
-
-
-__all__ = ["Handler", "Who", "asyncio", "json_object", "number_of", "route", "seconds_of"]

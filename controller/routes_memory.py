@@ -9,20 +9,17 @@ from starlette.requests import Request
 from starlette.routing import Route
 
 from kvelastic.controller import instance_memory
-from kvelastic.controller.durations import parse_duration_s
+from kvelastic.controller.json_body import check_keys, json_object, size_of, wait_of
 from kvelastic.controller.refusal import Refusal
 from kvelastic.controller.replies import Json
-from kvelastic.controller.routes import Who, json_object, route
+from kvelastic.controller.routes import Who, instance_of, route
 from kvelastic.controller.served_model import ServedModel
-from kvelastic.errors import InvalidArgumentError, SegmentNotFoundError
 from kvelastic.instance.outcome import HOLDS, MAY_HOLD, Verdict
 from kvelastic.instance.status import UNLIMITED_BYTES
-from kvelastic.sizes import MAX_PRIORITY, MAX_SIZE_BYTES, parse_size
+from kvelastic.sizes import MAX_PRIORITY
 
 if TYPE_CHECKING:
     from kvelastic.controller.front import Front
-
-MOST_WAIT_S = 600.0
 
 
 def routes(front: Front) -> list[Route]:
@@ -53,7 +50,7 @@ async def all_memory(front: Front, _: Request) -> Any:
 async def memory_of(front: Front, request: Request) -> Any:
     """One model's instance."""
     model = front.fleet.need(request.path_params["model"])
-    row = await asyncio.to_thread(instance_memory.row, _instance(model))
+    row = await asyncio.to_thread(instance_memory.row, instance_of(model))
     return {"model": model.name, "memory": row}
 
 
@@ -65,17 +62,10 @@ async def change_memory(front: Front, request: Request) -> Any:
     200 applied, or seen; 202 accepted and not in force yet; 409 refused or overtaken.
     """
     model = front.fleet.need(request.path_params["model"])
-    name = _instance(model)
+    name = instance_of(model)
     body = await json_object(front, request)
-    unknown = set(body) - {"min", "limit", "priority", "wait"}
-    if unknown:
-        raise Refusal(
-            400,
-            "unknown_key",
-            f"{sorted(unknown)[0][:100]!r} is not min, limit, priority or wait.",
-            param=sorted(unknown)[0][:100],
-        )
-    min_bytes, limit_bytes = _size(body, "min"), _size(body, "limit")
+    check_keys(body, "min", "limit", "priority", "wait")
+    min_bytes, limit_bytes = size_of(body, "min"), size_of(body, "limit")
     if "limit" in body and body["limit"] is None:
         limit_bytes = UNLIMITED_BYTES
     priority = body.get("priority")
@@ -88,7 +78,7 @@ async def change_memory(front: Front, request: Request) -> Any:
             f"priority is a whole number, {-MAX_PRIORITY} to {MAX_PRIORITY}.",
             param="priority",
         )
-    wait_s = _wait_s(body.get("wait"))
+    wait_s = wait_of(body)
     if min_bytes is None and limit_bytes is None and priority is None:
         raise Refusal(
             400,
@@ -112,9 +102,9 @@ async def change_memory(front: Front, request: Request) -> Any:
 async def trim(front: Front, request: Request) -> Any:
     """Have a model's instance give back every parked page."""
     model = front.fleet.need(request.path_params["model"])
-    name = _instance(model)
+    name = instance_of(model)
     body = await json_object(front, request)
-    return await _request(model, name, trim=True, wait_s=_wait_s(body.get("wait")))
+    return await _request(model, name, trim=True, wait_s=wait_of(body))
 
 
 async def devices(front: Front, _: Request) -> Any:
@@ -131,38 +121,3 @@ async def _request(model: ServedModel, name: str, **requests: Any) -> Json:
 
 def _send(name: str, requests: dict[str, Any]) -> dict[str, Any]:
     return instance_memory.request(name, **requests)
-
-
-def _instance(model: ServedModel) -> str:
-    name = model.settings.instance
-    if name is None:
-        raise SegmentNotFoundError(f"no instance is configured for the model {model.name!r}")
-    return name
-
-
-def _size(body: dict[str, Any], key: str) -> int | None:
-    value = body.get(key)
-    if value is None:
-        return None
-    if isinstance(value, str):
-        try:
-            return parse_size(value)
-        except InvalidArgumentError as error:
-            raise Refusal(400, error.code, str(error), param=key) from None
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= MAX_SIZE_BYTES:
-        raise Refusal(
-            400, "invalid_value", f"{key} is a number of bytes, or text like 512M.", param=key
-        )
-    return value
-
-
-def _wait_s(value: Any) -> float | None:
-    if value is None:
-        return None
-    try:
-        wait_s = parse_duration_s(value)
-    except InvalidArgumentError as error:
-        raise Refusal(400, error.code, str(error), param="wait") from None
-    if wait_s > MOST_WAIT_S:
-        raise Refusal(400, "invalid_value", f"wait is at most {MOST_WAIT_S:g} s.", param="wait")
-    return wait_s

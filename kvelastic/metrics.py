@@ -234,7 +234,7 @@ _TIERS: Final = {
         "lost": "Blocks that were used, evicted or renamed while they were copied.",
     }.items()
 }
-"""By the fields of `BoardFigures`."""
+"""By the fields of `BlockCounts`."""
 _ON_DEVICE: Final = _instance(
     "device_mapped_bytes", "Physical memory that it holds of each of its devices."
 )
@@ -347,7 +347,7 @@ def _add_tiers(drawn: _Drawn, name: str, board: BoardFigures) -> None:
         for described, value in _TIER:
             drawn.add(described, (name, tier.tier), value(tier))
     for field, described in _TIERS.items():
-        drawn.add(described, (name,), getattr(board, field))
+        drawn.add(described, (name,), getattr(board.blocks, field))
 
 
 def _add_members(drawn: _Drawn, ledger: LedgerInfo, segments: Sequence[SegmentInfo]) -> None:

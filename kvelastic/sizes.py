@@ -43,11 +43,11 @@ _PERCENT: Final = re.compile(_NUMBER + r"\s*%?")
 
 
 def parse_size(text: str) -> int:
-    """Read a size in bytes from `text`; part of a byte is dropped.
+    """Read a size in bytes from `text`; of `0.1T` the part of a byte is dropped.
 
     Upper and lower case mean the same, and `_` and `,` are ignored. Raises
-    `InvalidArgumentError` for anything else: empty, negative, nan, inf, an unknown unit, or
-    more than `MAX_SIZE_BYTES`.
+    `InvalidArgumentError` for anything else: empty, negative, nan, inf, an unknown unit, more than
+    `MAX_SIZE_BYTES`, a fraction of a byte (`0.5`: a unit was forgotten) or less than one byte.
     """
     match = _SIZE.fullmatch(text.replace("_", "").replace(",", "").strip())
     if match is None:
@@ -55,7 +55,12 @@ def parse_size(text: str) -> int:
     whole, _, decimals = match[1].partition(".")
     # In integers, because a float loses bytes above 2**53.
     scaled_bytes = int(whole + decimals) * _UNIT_BYTES[(match[2] or "").lower()]
-    size_bytes: int = scaled_bytes // 10 ** len(decimals)
+    size_bytes, part = divmod(scaled_bytes, int(10 ** len(decimals)))
+    if part and (not size_bytes or not match[2]):
+        what = "a fraction of a byte" if not match[2] else "less than a byte"
+        raise InvalidArgumentError(
+            f"size {text!r} is {what}; write whole bytes, or a larger unit ({match[1]}G)."
+        )
     if size_bytes > MAX_SIZE_BYTES:
         raise InvalidArgumentError(
             f"size {text!r} is larger than {format_size(MAX_SIZE_BYTES)}; write a smaller one."

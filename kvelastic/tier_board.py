@@ -41,7 +41,8 @@ from kvelastic.segment_dir import (
 from kvelastic.tier_board_format import BoardFigures, TierAnswer, TierRequest
 
 _READ_TRIES: Final = 100
-_POLL_S: Final = 0.01
+POLL_S: Final = 0.01
+"""Between two looks for an answer."""
 _DEATH_CHECK_S: Final = 0.25
 _OTHERS: Final = 0o077
 
@@ -76,10 +77,25 @@ def boards_of(infos: Sequence[SegmentInfo]) -> Mapping[str, BoardFigures]:
 def ask(info: SegmentInfo, request: TierRequest, wait_s: float) -> TierAnswer | None:
     """Ask something of an instance's tiers, and wait for its answer to this very request.
 
-    None: no answer within `wait_s`; the request stays, and the instance goes on. Raises
-    `InvalidArgumentError` for a malformed request and for a tier that it does not have,
-    `SegmentNotFoundError` where it has no tiers, `SegmentBusyError` where others have asked as much
-    as there is room for, `SegmentDeadError` if it has ended, and as `read`.
+    None: no answer within `wait_s`; the request stays, and the instance goes on. Raises as `post`,
+    and `SegmentDeadError` if it ends meanwhile.
+    """
+    deadline_s = time.monotonic() + wait_s
+    with post(info, request) as asked:
+        while True:
+            answer, now_s = asked.look(), time.monotonic()
+            if answer is not None or asked.is_lost or now_s >= deadline_s:
+                return answer
+            time.sleep(min(POLL_S, deadline_s - now_s))
+
+
+def post(info: SegmentInfo, request: TierRequest) -> Asked:
+    """Ask the same, and leave the waiting to the caller, who closes what is returned.
+
+    Blocks for milliseconds: operators share a lock. Raises `InvalidArgumentError` for a malformed
+    request and for a tier that it does not have, `SegmentNotFoundError` where it has no tiers,
+    `SegmentBusyError` where others have asked as much as there is room for, `SegmentDeadError` if
+    it has ended, and as `read`.
     """
     try:
         board_format.check_request(request)
@@ -100,10 +116,46 @@ def ask(info: SegmentInfo, request: TierRequest, wait_s: float) -> TierAnswer | 
                 f" {', '.join(tiers)}"
             )
         with locked(fd, info.name, LOCK_WAIT_S):
-            revision = _write(fd, info.name, request)
-        return _await(fd, info.name, revision, wait_s)
-    finally:
+            return Asked(fd, info.name, _write(fd, info.name, request))
+    except BaseException:
         os.close(fd)
+        raise
+
+
+class Asked:
+    """A request that was written, and the place of its answer. For one thread at a time."""
+
+    def __init__(self, fd: int, name: str, revision: int) -> None:
+        self.is_lost = False
+        """The answer was written over by that to a later request; there will be none."""
+        self._fd = fd
+        self._name = name
+        self._revision = revision
+        self._check_s = time.monotonic() + _DEATH_CHECK_S
+
+    def look(self) -> TierAnswer | None:
+        """The answer if there is one; never waits. Raises `SegmentDeadError` if there cannot be."""
+        place = (board_format.answer_at(self._revision), board_format.CELL_BYTES)
+        answer = board_format.unpack_answer(_cell(self._fd, place))
+        if answer is not None and answer.revision >= self._revision:
+            self.is_lost = answer.revision != self._revision
+            return None if self.is_lost else answer
+        if time.monotonic() >= self._check_s:
+            _check_alive(self._fd, self._name, "it did not answer")
+            self._check_s = time.monotonic() + _DEATH_CHECK_S
+        return None
+
+    def close(self) -> None:
+        """Let go of the board. Repeatable."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+    def __enter__(self) -> Asked:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
 
 def _open(info: SegmentInfo, flags: int) -> int | None:
@@ -207,23 +259,6 @@ def _write(fd: int, name: str, request: TierRequest) -> int:
     except OSError as error:
         raise SegmentError(f"cannot write to the tier board of {name!r}: {error}") from error
     return revision
-
-
-def _await(fd: int, name: str, revision: int, wait_s: float) -> TierAnswer | None:
-    deadline_s = time.monotonic() + wait_s
-    check_s = time.monotonic() + _DEATH_CHECK_S
-    place = (board_format.answer_at(revision), board_format.CELL_BYTES)
-    while True:
-        answer = board_format.unpack_answer(_cell(fd, place))
-        if answer is not None and answer.revision >= revision:
-            return answer if answer.revision == revision else None  # a whole round later
-        now_s = time.monotonic()
-        if now_s >= deadline_s:
-            return None
-        if now_s >= check_s:
-            _check_alive(fd, name, "it did not answer")
-            check_s = now_s + _DEATH_CHECK_S
-        time.sleep(min(_POLL_S, deadline_s - now_s))
 
 
 def _check_alive(fd: int, name: str, consequence: str) -> None:

@@ -86,43 +86,54 @@ class TierFigures:
     is_current: bool
     """Whether it answered for these figures; if not they are older, or zero."""
 
+    @property
+    def state(self) -> str:
+        """ok; stuck: it hangs and is not asked; silent: it does not say what it holds."""
+        if self.is_stuck:
+            return "stuck"
+        return "ok" if self.is_current else "silent"
+
+
+@dataclass(frozen=True)
+class BlockCounts:
+    """What became of an instance's blocks, since its tiers were opened."""
+
+    matched: int
+    """Asked for and found."""
+    unmatched: int
+    """Asked for and not found."""
+    loaded: int
+    missed: int
+    """Found, and not loaded all the same: a medium failed, or a load was cancelled."""
+    served: int
+    """Cleaned while shrinking waited."""
+    ahead: int
+    """Cleaned while nobody waited."""
+    refused: int
+    """Copied, and taken by no tier."""
+    late: int
+    """Begun, and cancelled at a deadline."""
+    lost: int
+    """Used, evicted or renamed while they were copied."""
+    demoted: int
+    """Evicted with a copy."""
+    dropped: int
+    """Evicted without one."""
+
 
 @dataclass(frozen=True)
 class BoardFigures:
-    """All tiers of an instance. Counts are of blocks, since they were opened."""
+    """All tiers of an instance."""
 
     published_realtime_ns: int
     answered_revision: int
     """Of the last request that was answered."""
     policy: str
     """write_back or write_through."""
-    matched: int
-    unmatched: int
-    loaded: int
-    missed: int
-    served: int
-    ahead: int
-    refused: int
-    late: int
-    lost: int
-    demoted: int
-    dropped: int
+    blocks: BlockCounts
     tiers: tuple[TierFigures, ...]
 
 
-_BLOCK_COUNTS: Final = (
-    "matched",
-    "unmatched",
-    "loaded",
-    "missed",
-    "served",
-    "ahead",
-    "refused",
-    "late",
-    "lost",
-    "demoted",
-    "dropped",
-)
 _TIER_FIGURES: Final = tuple(field.name for field in fields(TierFigures))[2:-2]
 """Those between what it is called and how it does; the order of the file is that of the class."""
 _TIER_OPTIONAL: Final = {"limit_bytes", "load_us", "write_budget_bytes", "write_left_bytes"}
@@ -171,7 +182,10 @@ def check_request(request: TierRequest) -> TierRequest:
         if request.model is None and request.older_than_s is None:
             raise BadRequestError("neither a model nor an age says what to erase")
         if request.model is not None:
-            size = len(request.model.encode("utf-8", "surrogateescape"))
+            try:
+                size = len(request.model.encode("utf-8", "surrogateescape"))
+            except UnicodeEncodeError:
+                raise BadRequestError("a model's name must be valid Unicode text") from None
             if not 0 < size <= MOST_MODEL_BYTES:
                 raise BadRequestError(
                     f"a model's name of {size} bytes is not accepted; 1 to {MOST_MODEL_BYTES} are"
@@ -231,7 +245,7 @@ def pack_snapshot(number: int, board: BoardFigures) -> bytes:
         _number(board.answered_revision),
         POLICIES.index(board.policy),
         len(tiers),
-        *(_number(getattr(board, name)) for name in _BLOCK_COUNTS),
+        *map(_number, astuple(board.blocks)),
     )
     for tier in tiers:
         name, kind, *figures = astuple(tier)
@@ -245,7 +259,6 @@ def unpack_snapshot(raw: bytes) -> tuple[int, BoardFigures] | None:
     if body is None:
         return None
     number, published_ns, answered, policy, tier_count, *counts = _ALL.unpack_from(body)
-    by_name = dict(zip(_BLOCK_COUNTS, counts, strict=True))
     if policy >= len(POLICIES) or tier_count > MOST_TIERS or answered >= MOST_REVISION:
         return None
     tiers = []
@@ -258,8 +271,8 @@ def unpack_snapshot(raw: bytes) -> tuple[int, BoardFigures] | None:
         published_realtime_ns=published_ns,
         answered_revision=answered,
         policy=POLICIES[policy],
+        blocks=BlockCounts(*counts),
         tiers=tuple(tiers),
-        **by_name,
     )
     return number, board
 

@@ -7,9 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import TYPE_CHECKING
 
 from kvelastic.cli.kvtop.scene import Device, Instance
 from kvelastic.cli.kvtop.text import Glyphs, Line, Span, Style
+
+if TYPE_CHECKING:
+    from kvelastic.tier_board_format import TierFigures
 
 
 def device_bar(device: Device, width: int, glyphs: Glyphs) -> Line:
@@ -42,6 +46,13 @@ def instance_bar(instance: Instance, width: int, glyphs: Glyphs) -> Line:
         width,
         glyphs.free,
     )
+
+
+def tier_bar(tier: TierFigures, width: int, glyphs: Glyphs) -> Line:
+    """What its records take, of the tier's limit; nothing where others decide that."""
+    if tier.limit_bytes is None:
+        return []
+    return _bar([(tier.used_bytes, glyphs.cached, "cached")], tier.limit_bytes, width, glyphs.free)
 
 
 def shares(amounts: Sequence[int], whole: int, width: int) -> list[int]:

@@ -41,7 +41,7 @@ _KEYS = (
 _COLUMNS = (
     ("MAPPED", "what the instance holds; the bar shows its parts, of the limit"),
     ("IN/S OUT/S", "pages mapped and unmapped a second; EVICT/S cached blocks"),
-    ("TREND", "mapped at the latest looks; the top is the highest shown"),
+    ("TREND TIERS", "mapped at the latest looks; what its tiers hold, as below"),
 )
 
 

@@ -7,7 +7,7 @@ Devices come from their ledgers. One without a readable ledger is what its insta
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
@@ -17,6 +17,7 @@ from kvelastic.instance.status import status_of
 if TYPE_CHECKING:
     from kvelastic.ledger_facts import LedgerInfo
     from kvelastic.segment import SegmentInfo
+    from kvelastic.tier_board_format import BoardFigures, TierFigures
 
 _DEFAULT_GROUP = "default"
 
@@ -57,12 +58,19 @@ class Instance:
     """Mapped since its start; `pages_out` were unmapped."""
     pages_out: int | None = None
     blocks_evicted: int | None = None
+    tiers: tuple[TierFigures, ...] = ()
+    """Nearest first; empty where it has none, or none that can be read."""
     # What only a comparison with earlier looks can tell, filled in by the model:
     pages_in_per_s: float | None = None
     pages_out_per_s: float | None = None
     evicted_per_s: float | None = None
     history_bytes: tuple[int, ...] = ()
     """Mapped at the latest looks, the newest last."""
+
+    @property
+    def tiers_bytes(self) -> int | None:
+        """What all its tiers hold together; None where it has none."""
+        return sum(tier.used_bytes for tier in self.tiers) if self.tiers else None
 
 
 @dataclass(frozen=True)
@@ -113,10 +121,14 @@ def scene_of(
     ledgers: Iterable[LedgerInfo],
     at_s: float,
     names: Sequence[str] = (),
+    boards: Mapping[str, BoardFigures] | None = None,
 ) -> Scene:
-    """Make the scene of what was found; with `names`, of those instances and their devices."""
-    ledgers = list(ledgers)
-    found = [instance_of(info, ledgers) for info in segments]
+    """Make the scene of what was found; with `names`, of those instances and their devices.
+
+    `boards` are those of tiers, by the names of segments.
+    """
+    ledgers, boards = list(ledgers), boards or {}
+    found = [instance_of(info, ledgers, boards.get(info.name)) for info in segments]
     if not names:
         return Scene(at_s, tuple(_devices(found, ledgers)), tuple(found))
     instances = tuple(one for one in found if one.name in names)
@@ -131,9 +143,11 @@ def _ledgers_of(instances: Sequence[Instance], ledgers: list[LedgerInfo]) -> lis
     return [ledger for ledger in ledgers if any(member.name in names for member in ledger.members)]
 
 
-def instance_of(info: SegmentInfo, ledgers: Iterable[LedgerInfo] = ()) -> Instance:
-    """Make an instance of its segment and its places in ledgers."""
-    status = status_of(info, ledgers)
+def instance_of(
+    info: SegmentInfo, ledgers: Iterable[LedgerInfo] = (), board: BoardFigures | None = None
+) -> Instance:
+    """Make an instance of its segment, its places in ledgers and the board of its tiers."""
+    status = status_of(info, ledgers, board=board)
     known = status.is_known
 
     def figure(value: int) -> int | None:
@@ -165,6 +179,7 @@ def instance_of(info: SegmentInfo, ledgers: Iterable[LedgerInfo] = ()) -> Instan
         pages_in=counters.get("pages_mapped"),
         pages_out=counters.get("pages_unmapped"),
         blocks_evicted=counters.get("blocks_evicted"),
+        tiers=() if status.board is None else status.board.tiers,
     )
 
 
@@ -240,6 +255,7 @@ _NUMBERS: Final[dict[str, _Value]] = {
     "in/s": lambda one: one.pages_in_per_s,
     "out/s": lambda one: one.pages_out_per_s,
     "evict/s": lambda one: one.evicted_per_s,
+    "tiers": lambda one: one.tiers_bytes,
 }
 ORDERS: Final = ("name", "state", *_NUMBERS)
 """What one can sort by; numbers come largest first, and an unknown one last."""

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
-from kvelastic.cli.kvtop.bars import instance_bar, sparkline
+from kvelastic.cli.kvtop.bars import instance_bar, sparkline, tier_bar
 from kvelastic.cli.kvtop.keys import value_text
 from kvelastic.cli.kvtop.scene import Instance
 from kvelastic.cli.kvtop.text import (
@@ -19,8 +19,12 @@ from kvelastic.cli.kvtop.text import (
     short_count,
     short_rate,
     short_size,
+    short_total,
 )
 from kvelastic.sizes import format_size
+
+if TYPE_CHECKING:
+    from kvelastic.tier_board_format import TierFigures
 
 _LEAST_NAME_CELLS: Final = 8
 _USUAL_NAME_CELLS: Final = 20
@@ -37,6 +41,10 @@ _STATE_STYLES: Final[dict[str, Style]] = {
     "unreadable": "bad",
     "dead": "bad",
 }
+
+
+_TIERS: Final = "TIERS"
+"""The column that is there only where an instance has some."""
 
 
 class _Column(NamedTuple):
@@ -64,6 +72,11 @@ def _trend(one: Instance, width: int, glyphs: Glyphs) -> Line:
     return [Span(sparkline(one.history_bytes, width, glyphs), "trend")]
 
 
+def _tiers(one: Instance, width: int, _: Glyphs) -> Line:
+    is_well = all(tier.state == "ok" for tier in one.tiers)
+    return [Span(short_size(one.tiers_bytes).rjust(width), "plain" if is_well else "bad")]
+
+
 def _model(one: Instance, width: int, glyphs: Glyphs) -> Line:
     return [Span(fit(one.model or "-", width, glyphs.mark))]
 
@@ -71,17 +84,18 @@ def _model(one: Instance, width: int, glyphs: Glyphs) -> Line:
 # In the order in which they stand.
 _COLUMNS: Final = (
     _Column("STATE", "state", 9, 9, 3, _state, True),
-    _Column("PRIO", "prio", 5, 5, 11, _number(lambda one: short_count(one.priority))),
+    _Column("PRIO", "prio", 5, 5, 12, _number(lambda one: short_count(one.priority))),
     _Column("MIN", "min", 5, 5, 5, _number(lambda one: short_size(one.min_bytes))),
     _Column("LIMIT", "limit", 6, 6, 2, _number(lambda one: short_size(one.limit_bytes))),
     _Column("MAPPED", "mapped", 7, 7, 1, _number(lambda one: short_size(one.mapped_bytes))),
-    _Column("IN USE", "in use", 7, 7, 9, _number(lambda one: short_size(one.in_use_bytes))),
+    _Column("IN USE", "in use", 7, 7, 10, _number(lambda one: short_size(one.in_use_bytes))),
     _Column("OF LIMIT", "", 8, 32, 4, instance_bar, True),
-    _Column("IN/S", "in/s", 5, 5, 6, _number(lambda one: short_rate(one.pages_in_per_s))),
-    _Column("OUT/S", "out/s", 6, 6, 7, _number(lambda one: short_rate(one.pages_out_per_s))),
-    _Column("EVICT/S", "evict/s", 8, 8, 10, _number(lambda one: short_rate(one.evicted_per_s))),
-    _Column("TREND", "", 6, 60, 8, _trend, True),
-    _Column("MODEL", "", 16, 40, 12, _model, True),
+    _Column(_TIERS, "tiers", 6, 6, 6, _tiers),
+    _Column("IN/S", "in/s", 5, 5, 7, _number(lambda one: short_rate(one.pages_in_per_s))),
+    _Column("OUT/S", "out/s", 6, 6, 8, _number(lambda one: short_rate(one.pages_out_per_s))),
+    _Column("EVICT/S", "evict/s", 8, 8, 11, _number(lambda one: short_rate(one.evicted_per_s))),
+    _Column("TREND", "", 6, 60, 9, _trend, True),
+    _Column("MODEL", "", 16, 40, 13, _model, True),
 )
 
 
@@ -106,7 +120,8 @@ class Table:
         usual = max(_LEAST_NAME_CELLS, min(_USUAL_NAME_CELLS, width // 4))
         usual = longest if whole_names else usual
         self._name = min(longest, usual, width)
-        self._columns = self._that_fit()
+        has_tiers = any(one.tiers for one in instances)
+        self._columns = self._that_fit([c for c in _COLUMNS if has_tiers or c.title != _TIERS])
         self._widths = [column.width for column in self._columns]
         self._grow(longest)
 
@@ -133,16 +148,16 @@ class Table:
         line.append(Span(" " * (self._width - used)))
         return [span._replace(is_selected=True) for span in line if span.text]
 
-    def _that_fit(self) -> list[_Column]:
+    def _that_fit(self, columns: Sequence[_Column]) -> list[_Column]:
         left = self._width - self._name
         chosen: list[_Column] = []
-        for column in sorted(_COLUMNS, key=lambda each: each.rank):
+        for column in sorted(columns, key=lambda each: each.rank):
             need = column.width + len(_GAP)
             if need > left:
                 break
             left -= need
             chosen.append(column)
-        return [column for column in _COLUMNS if column in chosen]
+        return [column for column in columns if column in chosen]
 
     def _grow(self, longest_name: int) -> None:
         """Give the room that is left to the name, then to the bar, the trend and the model."""
@@ -180,11 +195,12 @@ class Table:
 
 # ------------------------------------------- the selected instance: what the table has no room for
 
-DETAIL_LINES = 4
+DETAIL_LINES: Final = 4
+_TIER_BAR_CELLS: Final = 10
 
 
 def detail_lines(one: Instance, width: int, glyphs: Glyphs) -> list[Line]:
-    """`DETAIL_LINES` lines about it."""
+    """`DETAIL_LINES` lines about it, and one for each of its tiers."""
     who: Line = [Span(one.label, "strong"), Span(f"  {one.state}")]
     if one.over_bytes:
         over = "to go until it sleeps" if one.asleep else "over its limit"
@@ -212,7 +228,24 @@ def detail_lines(one: Instance, width: int, glyphs: Glyphs) -> list[Line]:
     memory: Line = []
     for glyph, style, title, amount_bytes in parts:
         memory += [Span(glyph, style), Span(f" {title} {short_size(amount_bytes)}  ")]
-    return [cut(line, width) for line in (who, where, what, memory)]
+    tiers = [_tier(tier, glyphs) for tier in one.tiers]
+    return [cut(line, width) for line in (who, where, what, memory, *tiers)]
+
+
+def _tier(tier: TierFigures, glyphs: Glyphs) -> Line:
+    """What it holds, and how it does; what matters most comes first, for a narrow screen."""
+    line: Line = [Span("tier ", "dim"), Span(f"{tier.tier}  ", "strong")]
+    if tier.state != "ok":
+        line.append(Span(f"{tier.state}  ", "bad"))
+    if tier.limit_bytes is None:
+        line.append(Span(f"{short_size(tier.used_bytes)}  "))
+    else:
+        of = f" {short_size(tier.used_bytes)} of {short_size(tier.limit_bytes)}  "
+        line += [*tier_bar(tier, _TIER_BAR_CELLS, glyphs), Span(of)]
+    load = "" if tier.load_us is None else f"{tier.load_us / 1000:.3g} ms"
+    totals = _facts(("hits", short_total(tier.hits)), ("misses", short_total(tier.misses)))
+    errors = Span(f"errors {short_total(tier.errors)}  ", "warn" if tier.errors else "dim")
+    return [*line, *totals, errors, *_facts(("blocks", short_total(tier.records)), ("load", load))]
 
 
 def _reserved(one: Instance) -> str:

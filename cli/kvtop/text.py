@@ -193,6 +193,11 @@ def short_rate(per_s: float | None) -> str:
     return "huge"
 
 
+def short_total(total: int) -> str:
+    """How often something has happened: itself, from 10,000 on `12k`; powers of 1000."""
+    return str(total) if total < 10_000 else short_rate(float(total))
+
+
 def short_count(count: int | None) -> str:
     """A whole number, as a priority: itself where it fits, else its sign and size."""
     if count is None:

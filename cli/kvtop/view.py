@@ -85,8 +85,11 @@ class _Plan:
     gaps: int = 0
 
 
-def _plan(height: int, devices: int, amounts: int, rows: int) -> _Plan:
-    """Give out the lines: first a bit of everything, by importance, then all of it."""
+def _plan(height: int, devices: int, amounts: int, rows: int, tiers: int) -> _Plan:
+    """Give out the lines: first a bit of everything, by importance, then all of it.
+
+    `tiers` is the most that an instance has: what is selected moves nothing else.
+    """
     plan = _Plan()
     left = height - plan.rows
     if left > 0:
@@ -101,6 +104,8 @@ def _plan(height: int, devices: int, amounts: int, rows: int) -> _Plan:
     left -= more
     if rows and left > DETAIL_LINES:
         plan.detail, left = DETAIL_LINES, left - DETAIL_LINES - 1
+        more = min(left, tiers)
+        plan.detail, left = plan.detail + more, left - more
     if amounts and plan.devices == devices and left >= amounts:
         plan.is_detailed, left = True, left - amounts
         plan.devices += amounts
@@ -114,7 +119,8 @@ def _body(scene: Scene, ui: Ui, width: int, height: int, glyphs: Glyphs, clock: 
         return []
     rows = shown(ui, scene.instances)
     amounts = sum(not device.problem for device in scene.devices)
-    plan = _plan(height, len(scene.devices), amounts, len(rows))
+    tiers = max((len(one.tiers) for one in rows), default=0)
+    plan = _plan(height, len(scene.devices), amounts, len(rows), tiers)
     lines: list[Line] = []
     if plan.title:
         lines.append(_title(ui, len(rows), len(scene.instances), width, clock))
@@ -130,6 +136,7 @@ def _body(scene: Scene, ui: Ui, width: int, height: int, glyphs: Glyphs, clock: 
     if plan.detail:
         lines.append([])
         lines += detail_lines(rows[selected_at(ui, rows)], width, glyphs)
+        lines += [[] for _ in range(height - len(lines))]
     return lines[:height]
 
 

@@ -1,10 +1,11 @@
 // A model's memory: what it holds, and two sliders whose new value is sent as a request when they are
-// let go. The answer stands below them, in words.
+// let go. The answer stands below them, in words, and below that what its tiers keep.
 
 import { Answer } from "./answer.js";
 import { ApiError, call, pathOf } from "./api.js";
 import { make, mark, say } from "./dom.js";
 import { bytes, exactBytes } from "./format.js";
+import { Tiers } from "./tiers.js";
 
 const WAIT = "2s";
 const STEPS = 100;
@@ -28,6 +29,7 @@ export class Memory {
     this.min = new Setting("min", "Min", model, (request) => this.send(request));
     this.limit = new Setting("limit", "Limit", model, (request) => this.send(request));
     this.facts = make("p", { class: "held dim" });
+    this.tiers = new Tiers(model);
     this.answer = new Answer();
     this.controls = make(
       "div",
@@ -44,6 +46,7 @@ export class Memory {
       this.controls,
       this.facts,
       this.answer.element,
+      this.tiers.element,
     );
   }
 
@@ -55,6 +58,7 @@ export class Memory {
     this.row = row ?? null;
     this.controls.hidden = this.facts.hidden = !row;
     this.none.hidden = Boolean(row);
+    this.tiers.update(row?.tiers ?? []);
     this.answer.look(askedAt, { revision: row?.revision, asleep: row?.asleep });
     if (!row) {
       say(

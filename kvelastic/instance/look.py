@@ -1,4 +1,4 @@
-"""Looking at instances: their segments and ledgers, read into `InstanceStatus`.
+"""Looking at instances: their segments, ledgers and tier boards, read into `InstanceStatus`.
 
     for status in look_at_all(): print(status.name, status.word)
 
@@ -8,24 +8,30 @@ Blocks for milliseconds (it maps files). Any thread; a look changes nothing.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 
 from kvelastic import ledger, segment
 from kvelastic.errors import LedgerError
 from kvelastic.instance.status import InstanceStatus, status_of
 from kvelastic.ledger_facts import LedgerInfo
+from kvelastic.segment_dir import SegmentInfo
+from kvelastic.tier_board import boards_of
 
 
 def look_at(name: str) -> InstanceStatus:
     """One instance. Raises `SegmentNotFoundError`, or `SegmentFormatError` for another file."""
-    info = segment.inspect(name)
-    return status_of(info, ledgers(), now_ns=time.monotonic_ns())
+    return _read([segment.inspect(name)])[0]
 
 
 def look_at_all() -> list[InstanceStatus]:
     """Every instance that this user may read, by name; also dead and unreadable ones."""
-    infos, found = segment.list_segments(), ledgers()
+    return _read(segment.list_segments())
+
+
+def _read(infos: Sequence[SegmentInfo]) -> list[InstanceStatus]:
+    found, boards = ledgers(), boards_of(infos)
     now_ns = time.monotonic_ns()
-    return [status_of(info, found, now_ns=now_ns) for info in infos]
+    return [status_of(info, found, now_ns=now_ns, board=boards.get(info.name)) for info in infos]
 
 
 def ledgers() -> list[LedgerInfo]:

@@ -6,10 +6,12 @@ what is not known is None.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TypedDict
+from dataclasses import asdict
+from typing import TYPE_CHECKING, TypedDict, cast
 
 if TYPE_CHECKING:
     from kvelastic.instance.status import InstanceStatus
+    from kvelastic.tier_board_format import BoardFigures
 
 
 class DeviceUseRow(TypedDict):
@@ -22,6 +24,31 @@ class DeviceUseRow(TypedDict):
     granted_bytes: int | None
     reserved_bytes: int | None
     ask_bytes: int | None
+
+
+class TierRow(TypedDict):
+    """One tier; the meanings are those of `TierFigures`."""
+
+    tier: str
+    kind: str
+    state: str
+    used_bytes: int
+    limit_bytes: int | None
+    records: int
+    puts: int
+    refused: int
+    hits: int
+    misses: int
+    torn: int
+    evicted: int
+    errors: int
+    bytes_written: int
+    bytes_read: int
+    load_us: int | None
+    write_budget_bytes: int | None
+    write_left_bytes: int | None
+    is_stuck: bool
+    is_current: bool
 
 
 class Row(TypedDict):
@@ -64,6 +91,12 @@ class Row(TypedDict):
     device: str | None
     """The first of `devices`."""
     devices: list[DeviceUseRow] | None
+    tiers: list[TierRow] | None
+    """Nearest first; empty where it has none, or none that can be read."""
+    tier_policy: str | None
+    """When blocks are copied to them; None where `tiers` is empty."""
+    tier_blocks: dict[str, int] | None
+    """What became of its blocks since they were opened (`BlockCounts`)."""
     pid: int | None
     uid: int | None
     uuid: str | None
@@ -116,6 +149,9 @@ def row_of(status: InstanceStatus) -> Row:
         model=text(status.model),
         device=text(status.device),
         devices=use_rows(status) if known else None,
+        tiers=tier_rows(status.board) if known else None,
+        tier_policy=None if status.board is None else status.board.policy,
+        tier_blocks=None if status.board is None else asdict(status.board.blocks),
         pid=figure(status.pid),
         uid=figure(status.uid),
         uuid=status.uuid_text,
@@ -136,6 +172,18 @@ def use_rows(status: InstanceStatus) -> list[DeviceUseRow]:
             ask_bytes=None if use.share is None else use.share.asked_bytes,
         )
         for use in status.uses
+    ]
+
+
+def tier_rows(board: BoardFigures | None) -> list[TierRow]:
+    """Its tiers, nearest first; None has none."""
+    tiers = () if board is None else board.tiers
+    return [
+        cast(  # mypy cannot follow asdict; a test compares the keys
+            TierRow,
+            {"tier": tier.tier, "kind": tier.kind, "state": tier.state, **asdict(tier)},
+        )
+        for tier in tiers
     ]
 
 

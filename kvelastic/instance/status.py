@@ -27,6 +27,7 @@ from kvelastic import _vmm
 if TYPE_CHECKING:
     from kvelastic.ledger_facts import LedgerInfo, Member
     from kvelastic.segment_dir import SegmentInfo
+    from kvelastic.tier_board_format import BoardFigures
 
 UNLIMITED_BYTES: Final = _vmm.UNLIMITED_BYTES
 """The limit of an instance that has none; it may use its whole device."""
@@ -147,6 +148,8 @@ class InstanceStatus:
     """Its places in ledgers; empty where it is in none, or in none that can be read."""
     uses: tuple[DeviceUse, ...] = ()
     """What it has on each device, that of the lowest rank first."""
+    board: BoardFigures | None = None
+    """What its tiers keep and have done; None where it has none, or none that can be read."""
 
     @property
     def is_alive(self) -> bool:
@@ -218,9 +221,16 @@ class InstanceStatus:
 
 
 def status_of(
-    info: SegmentInfo, ledgers: Iterable[LedgerInfo] = (), *, now_ns: int | None = None
+    info: SegmentInfo,
+    ledgers: Iterable[LedgerInfo] = (),
+    *,
+    now_ns: int | None = None,
+    board: BoardFigures | None = None,
 ) -> InstanceStatus:
-    """Read a segment as it was found. `now_ns` (CLOCK_MONOTONIC) is needed for `pending_s` only."""
+    """Read a segment as it was found, with the board of its tiers if it has one.
+
+    `now_ns` (CLOCK_MONOTONIC) is needed for `pending_s` only.
+    """
     if not info.header:
         return InstanceStatus(
             info.name, info.status, info.status, info.status, reason=info.problem, is_known=False
@@ -276,6 +286,7 @@ def status_of(
         counters=_with_former_names(info.counters),
         shares=shares,
         uses=tuple(_uses(header["devices"], usage["mapped_bytes"], shares)),
+        board=board,
     )
 
 

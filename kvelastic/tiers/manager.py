@@ -25,6 +25,7 @@ from dataclasses import replace
 from typing import Protocol, TypeVar
 
 from kvelastic.errors import InvalidArgumentError
+from kvelastic.tier_board_format import BlockCounts
 from kvelastic.tiers.base import (
     KEY_BYTES,
     NO_KEY,
@@ -422,17 +423,19 @@ class Tiers:
                     )
                     for tier, store in enumerate(self._stores)
                 ),
-                matched=self._matched,
-                unmatched=self._unmatched,
-                loaded=self._loaded,
-                missed=self._missed,
-                served=counts.served,
-                ahead=counts.ahead,
-                refused=counts.refused,
-                late=counts.late,
-                lost=counts.lost,
-                demoted=pool["blocks_demoted"],
-                dropped=pool["blocks_dropped"],
+                blocks=BlockCounts(
+                    matched=self._matched,
+                    unmatched=self._unmatched,
+                    loaded=self._loaded,
+                    missed=self._missed,
+                    served=counts.served,
+                    ahead=counts.ahead,
+                    refused=counts.refused,
+                    late=counts.late,
+                    lost=counts.lost,
+                    demoted=pool["blocks_demoted"],
+                    dropped=pool["blocks_dropped"],
+                ),
             )
 
     @property

@@ -158,17 +158,7 @@ class Publisher:
             published_realtime_ns=time.time_ns(),
             answered_revision=self._board.answered_revision,
             policy=self._tiers.rules.policy.value,
-            matched=all_of.matched,
-            unmatched=all_of.unmatched,
-            loaded=all_of.loaded,
-            missed=all_of.missed,
-            served=all_of.served,
-            ahead=all_of.ahead,
-            refused=all_of.refused,
-            late=all_of.late,
-            lost=all_of.lost,
-            demoted=all_of.demoted,
-            dropped=all_of.dropped,
+            blocks=all_of.blocks,
             tiers=tuple(
                 asked.figures(label, one)
                 for asked, label, one in zip(self._stores, self._labels, all_of.tiers, strict=False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from kvelastic.tier_board_format import BlockCounts
 from kvelastic.tiers.base import Capacity, StoreStatistics
 
 
@@ -23,27 +24,7 @@ class TierStatistics:
 
 @dataclass(frozen=True)
 class TiersStatistics:
-    """All tiers of a pool. Counts are of blocks, since it was opened."""
+    """All tiers of a pool."""
 
     tiers: tuple[TierStatistics, ...]
-    matched: int
-    """Asked for and found."""
-    unmatched: int
-    """Asked for and not found."""
-    loaded: int
-    missed: int
-    """Found, and not loaded all the same: a medium failed, or a load was cancelled."""
-    served: int
-    """Cleaned while shrinking waited."""
-    ahead: int
-    """Cleaned while nobody waited."""
-    refused: int
-    """Copied, and taken by no tier."""
-    late: int
-    """Begun, and cancelled at a deadline."""
-    lost: int
-    """Used, evicted or renamed while they were copied."""
-    demoted: int
-    """Evicted with a copy."""
-    dropped: int
-    """Evicted without one."""
+    blocks: BlockCounts

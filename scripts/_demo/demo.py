@@ -17,6 +17,7 @@ import psutil
 import shared_files
 from client import Burst, RequestFailedError, ask
 from front import FIRST, SECOND, Front
+from survival import Asked, ask_long, table
 from view import LiveView, Memory, Waiting
 from vllm_server import VllmServer, worker_memory_bytes
 
@@ -41,6 +42,7 @@ QUESTIONS = [
 ]
 ANSWER_TOKENS = 40
 BURST_REQUESTS = 40
+TIER_BYTES = 1 << 30
 IDLE_TRIM_S = 3.0
 TRIM_DEADLINE_S = 10.0
 LOG_LINES = 40
@@ -172,8 +174,41 @@ def start(server: VllmServer) -> None:
     print(f"  ready after {time.monotonic() - started_s:.0f} s\n  {held(server)}", flush=True)
 
 
+def survive(servers: list[VllmServer], restart: Callable[[], VllmServer], files: set[Path]) -> None:
+    """The same long prompt four times; the last one is answered by a server of its own."""
+    title("6. KV that survives: the same long prompt, after a limit and after a kill")
+    (server,) = servers
+    print(kvctl("limit", NAME, f"{KV_BYTES >> 20}M", "--wait", "10"))
+    asked = [ask_long(server, "cold")]
+    print(f"  a prompt of {asked[0].tokens} tokens; the answer begins: {asked[0].answer[:60]!r}")
+    asked.append(ask_long(server, "own prefix cache"))
+    print(kvctl("limit", NAME, f"{_facts(NAME)['page_bytes'] >> 20}M", "--wait", "60"))
+    print(f"  {held(server)}")
+    print(kvctl("limit", NAME, f"{KV_BYTES >> 20}M", "--wait", "10"))
+    asked.append(_from_tiers(ask_long(server, "after a limit of one page")))
+    print(kvctl("sleep", NAME, "--wait", "60"), flush=True)
+    server.kill()
+    print("  SIGKILL to every process of the server, and the same command again")
+    servers.append(restart())
+    start(servers[-1])
+    files |= shared_files.in_use_by(pids(servers[-1]))
+    ask(servers[-1].port, QUESTIONS[0], ANSWER_TOKENS)  # what an engine does but once
+    asked.append(_from_tiers(ask_long(servers[-1], "after SIGKILL and a restart")))
+    print(table(asked))
+    if len({one.answer for one in asked}) > 1:
+        raise DemoError(f"the answers differ: {[one.answer for one in asked]}")
+    print("  all four answers are the same")
+    print(kvctl("tiers", NAME), flush=True)
+
+
+def _from_tiers(asked: Asked) -> Asked:
+    if not asked.loaded:
+        raise DemoError(f"{asked.what}: none of {asked.tokens} tokens came from the disk")
+    return asked
+
+
 def two_models(server: VllmServer, model: Path, folder: Path, files: set[Path]) -> None:
-    title("6. A second model, and one address for both: the controller")
+    title("7. A second model, and one address for both: the controller")
     print(kvctl("limit", NAME, "256M", "--wait", "10"))
     with Front(folder, server, model, (NAME, SECOND_NAME)) as front:
         try:
@@ -226,7 +261,7 @@ def _wait(condition: Callable[[], bool], what: str) -> None:
 
 
 def end(server: VllmServer, files: set[Path]) -> None:
-    title("7. The end")
+    title("8. The end")
     server.stop()
     files_left = shared_files.left(files)
     ours = {NAME, SECOND_NAME}
@@ -237,11 +272,12 @@ def end(server: VllmServer, files: set[Path]) -> None:
         raise DemoError(f"left in shared memory: {', '.join(map(str, files_left))} {segments_left}")
 
 
-def clean_up(server: VllmServer, files: set[Path]) -> None:
+def clean_up(servers: list[VllmServer], files: set[Path]) -> None:
     """After Ctrl-C or a failure: nothing of ours runs on, nothing stays in shared memory."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C must not leave the half of it
-    files |= shared_files.in_use_by(pids(server))
-    server.kill()
+    for server in servers:
+        files |= shared_files.in_use_by(pids(server))
+        server.kill()
     shared_files.remove(files | {shared_files.SHM / name for name in (NAME, SECOND_NAME)})
 
 
@@ -250,27 +286,38 @@ def main(model: Path) -> None:
         "ENABLE_KVELASTIC": "true",
         "KVELASTIC_IPC_NAME": NAME,
         "KVELASTIC_IDLE_TRIM_SECONDS": str(IDLE_TRIM_S),
-        "VLLM_SERVER_DEV_MODE": "1",  # for part 6: vLLM has /sleep only then
+        "VLLM_SERVER_DEV_MODE": "1",  # for part 7: vLLM has /sleep only then
     }
-    title("1. vLLM with ENABLE_KVELASTIC=true, serving SmolLM2-135M-Instruct on the CPU")
+    title(
+        "1. vLLM with ENABLE_KVELASTIC=true and a disk tier, serving SmolLM2-135M-Instruct"
+        " on the CPU"
+    )
     files: set[Path] = set()
     with TemporaryDirectory(prefix="kvelastic-demo-") as folder:
         environment["VLLM_RPC_BASE_PATH"] = folder  # its sockets go with the folder
-        server = VllmServer(model, Path(folder) / "vllm.log", environment, SERVER_ARGUMENTS)
+        tier = Path(folder) / "tier"
+        tier.mkdir(0o700)
+        environment["KVELASTIC_TIERS"] = f"disk:{tier}:{TIER_BYTES}"
+
+        def server_of(log: str) -> VllmServer:
+            return VllmServer(model, Path(folder) / log, environment, SERVER_ARGUMENTS)
+
+        servers = [server_of("vllm.log")]
         try:
-            start(server)
-            files |= shared_files.in_use_by(pids(server))
-            show(server)
-            two_models(server, model, Path(folder), files)
-            end(server, files)
+            start(servers[0])
+            files |= shared_files.in_use_by(pids(servers[0]))
+            show(servers[0])
+            survive(servers, lambda: server_of("vllm_again.log"), files)
+            two_models(servers[-1], model, Path(folder), files)
+            end(servers[-1], files)
         except FAILURES as error:
-            lines = server.log.read_text(errors="replace").splitlines()[-LOG_LINES:]
+            lines = servers[-1].log.read_text(errors="replace").splitlines()[-LOG_LINES:]
             print("\n".join(["", "The end of the server's log:", *lines]), file=sys.stderr)
             # What VllmServer says goes on with the log, which stands above.
             reason = str(error).partition(":")[0] if isinstance(error, AssertionError) else error
             raise SystemExit(f"\nThe demo failed: {reason or type(error).__name__}") from None
         finally:
-            clean_up(server, files)
+            clean_up(servers, files)
 
 
 def interrupted(number: int, _: FrameType | None) -> None:

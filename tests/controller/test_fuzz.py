@@ -31,7 +31,8 @@ PATHS = [
     "/v1/models", "/models", "/health/m", "/traffic/stats?window=60", "/sleep/status", "/memory",
     "/v1/load_lora_adapter?model=m",
     "/devices", "/metrics", "/action/sleep/m", "/action/wakeup/m", "/admin/reload",
-    "/admin/models/m/logs?lines=10", "/memory/m", "/memory/m/trim", "/models/idle?threshold=1",
+    "/admin/models/m/logs?lines=10", "/memory/m", "/memory/m/trim", "/memory/m/tiers/disk",
+    "/models/idle?threshold=1",
 ]  # fmt: skip
 METHODS = [
     "GET",

@@ -137,6 +137,7 @@ WRONG: list[dict[str, object]] = [
     {"priority": 1001},
     {"priority": "high"},
     {"wait": "1h", "limit": 1},
+    {"wait": 10**400, "limit": 1},
     {"limits": 1},
 ]
 

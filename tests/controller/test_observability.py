@@ -69,7 +69,8 @@ def test_every_route_of_the_issue_is_described(front: Controller) -> None:
         "/health", "/models", "/health/{model}", "/traffic/stats", "/traffic/stats/{model}",
         "/models/idle", "/models/active", "/sleep/status", "/action/sleep/{model}",
         "/action/wakeup/{model}", "/sleep/candidates", "/memory", "/memory/{model}",
-        "/memory/{model}/trim", "/devices", "/v1/models", "/v1/models/{model}", "/admin/reload",
+        "/memory/{model}/trim", "/memory/{model}/tiers/{tier}", "/memory/{model}/tiers/erase",
+        "/devices", "/v1/models", "/v1/models/{model}", "/admin/reload",
         "/v1/completions", "/v1/chat/completions", "/metrics",
     ):  # fmt: skip
         assert path in paths, path

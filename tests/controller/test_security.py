@@ -70,6 +70,11 @@ WRITES = [
     ("POST", "/admin/reload"),
     ("PATCH", "/memory/m"),
     ("POST", "/memory/m/trim"),
+    ("PATCH", "/memory/m/tiers/disk"),
+    ("POST", "/memory/m/tiers/disk/trim"),
+    ("POST", "/memory/m/tiers/clear"),
+    ("POST", "/memory/m/tiers/erase"),
+    ("POST", "/memory/m/tiers/verify"),
 ]
 
 

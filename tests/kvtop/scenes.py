@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from kvelastic.cli.kvtop.scene import Device, Instance, Scene
+from kvelastic.tier_board_format import TierFigures
 
 MIB, GIB = 1 << 20, 1 << 30
 
@@ -80,4 +83,40 @@ WIDE = Scene(
         instance("🚀" * 40, priority=-(1 << 62), pages_in_per_s=1e12, mapped_bytes=1 << 62),
     ),
 )
-ALL = {"empty": EMPTY, "one": ONE, "many": MANY, "wide": WIDE}
+HOST = TierFigures(
+    tier="host",
+    kind="host",
+    used_bytes=3 * GIB,
+    limit_bytes=4 * GIB,
+    records=1204,
+    puts=1500,
+    refused=0,
+    hits=12_345,
+    misses=678,
+    torn=0,
+    evicted=296,
+    errors=0,
+    bytes_written=5 * GIB,
+    bytes_read=9 * GIB,
+    load_us=720,
+    write_budget_bytes=None,
+    write_left_bytes=None,
+    is_stuck=False,
+    is_current=True,
+)
+TIERS = Scene(
+    1.0,
+    (device(),),
+    (
+        instance(
+            "a_with_tiers",
+            tiers=(
+                HOST,
+                replace(HOST, tier="disk", kind="disk", errors=7, is_stuck=True),
+                replace(HOST, tier="mooncake", kind="mooncake", limit_bytes=None, load_us=None),
+            ),
+        ),
+        instance("b_without"),
+    ),
+)
+ALL = {"empty": EMPTY, "one": ONE, "many": MANY, "wide": WIDE, "tiers": TIERS}

@@ -21,6 +21,7 @@ from segment_owner import Owner
 from shown_instance import Shown
 
 from kvelastic import segment
+from kvelastic.tier_board_format import TierFigures
 
 MIB, GIB = 1 << 20, 1 << 30
 GOLDEN = Path(__file__).with_name("golden")
@@ -84,6 +85,34 @@ def three(tag: str) -> Iterator[list[Shown]]:
         ]
 
 
+@pytest.fixture
+def tiered(tag: str) -> Iterator[Shown]:
+    """One with a tier that is full and a second one that hangs."""
+    disk = dict.fromkeys(TierFigures.__dataclass_fields__, 0) | {
+        "tier": "disk",
+        "kind": "disk",
+        "used_bytes": 200 * GIB,
+        "limit_bytes": 200 * GIB,
+        "records": 51_200,
+        "hits": 40_960,
+        "misses": 120,
+        "load_us": 720,
+        "is_stuck": False,
+        "is_current": True,
+    }
+    folder = disk | {"tier": "folder", "kind": "folder", "limit_bytes": None, "load_us": None}
+    with Shown(
+        f"{tag}_with_tiers",
+        engine="vllm",
+        model="Qwen/Qwen3-8B",
+        device=f"GPU-first-{tag}",
+        limit_bytes=30 * GIB,
+        usage=usage(80 * GIB, 20 * GIB, 5 * GIB, 2 * GIB, GIB),
+        tiers=[disk, folder | {"used_bytes": 3 * GIB, "errors": 7, "is_stuck": True}],
+    ) as shown:
+        yield shown
+
+
 def names(three: list[Shown]) -> list[str]:
     return [shown.name for shown in three]
 
@@ -97,8 +126,20 @@ def names(three: list[Shown]) -> list[str]:
 )
 def test_the_screen_is_as_it_was_approved(three, tag, columns, lines, keys):
     """KVELASTIC_WRITE_GOLDEN=1 writes the files; look at them before they are committed."""
-    path = GOLDEN / f"{columns}x{lines}{'_help' if keys == '?' else ''}.txt"
-    with OnTerminal("-n", "0.1", *names(three), columns=columns, lines=lines) as top:
+    suffix = "_help" if keys == "?" else ""
+    check_golden(f"{columns}x{lines}{suffix}", names(three), tag, columns, lines, keys)
+
+
+@pytest.mark.parametrize(("columns", "lines"), [(120, 40), (80, 24), (40, 18)])
+def test_tiers_are_shown_as_it_was_approved(tiered, three, tag, columns, lines):
+    of_all = [*names(three), tiered.name]
+    check_golden(f"{columns}x{lines}_tiers", of_all, tag, columns, lines, "G")
+
+
+def check_golden(name: str, of: list[str], tag: str, columns: int, lines: int, keys: str) -> None:
+    """The screen after `keys` becomes that of a file."""
+    path = GOLDEN / f"{name}.txt"
+    with OnTerminal("-n", "0.1", *of, columns=columns, lines=lines) as top:
 
         def normal() -> str:
             text = top.text.replace(tag, "XXXXXX")
@@ -110,7 +151,7 @@ def test_the_screen_is_as_it_was_approved(three, tag, columns, lines, keys):
             top.wait_for(lambda: tag in top.text)
         top.press(keys)
         if os.environ.get("KVELASTIC_WRITE_GOLDEN"):
-            for _ in range(40):  # until there are rates, and the sparkline is full
+            for _ in range(150):  # until there are rates, and the sparkline is full
                 top._read()
             path.write_text(normal())
         try:

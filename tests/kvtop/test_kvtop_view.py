@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from scenes import ALL, EMPTY, GIB, MANY, ONE, WIDE, device, instance
+from scenes import ALL, EMPTY, GIB, MANY, ONE, TIERS, WIDE, device, instance
 from wcwidth import wcwidth
 
 from kvelastic.cli.kvtop.bars import device_bar, shares, sparkline
@@ -226,6 +226,56 @@ def test_an_instance_s_reserve_stands_below_the_table():
     asleep = replace(awake, asleep=True, state="asleep")
     lines = draw(replace(ONE, instances=(asleep,)))
     assert "priority 0  reserved when awake 3.00 GiB  model" in lines[-3]
+
+
+def test_tiers_have_a_column_and_stand_below_where_there_are_any():
+    lines = draw(TIERS, width=100, height=30)
+    heading = next(line for line in lines if line.startswith("NAME"))
+    row = next(line for line in lines if line.startswith("a_with_tiers"))
+    at = heading.index("TIERS")
+    assert row[at : at + len("TIERS")] == "9.00G"
+    counts = "hits 12k  misses 678  errors 0  blocks 1204"
+    assert lines[-4] == f"tier host  ▓▓▓▓▓▓▓▓·· 3.00G of 4.00G  {counts}  load 0.72 ms"
+    assert lines[-3].startswith("tier disk  stuck  ▓▓▓▓▓▓▓▓·· 3.00G of 4.00G  hits 12k  misses 678")
+    assert "errors 7" in lines[-3]
+    assert lines[-2] == f"tier mooncake  3.00G  {counts}"
+    assert not any("TIERS" in line for line in draw(ONE, width=200, height=50))
+
+
+def test_what_is_selected_moves_nothing_above_it():
+    lines = draw(TIERS, height=30)
+    other = draw(TIERS, state(TIERS, "j"), height=30)
+    assert other[:-8] == lines[:-8]
+    assert other[-8].startswith("b_without")
+    assert other[-4:-1] == ["", "", ""]  # where the other one's tiers stood
+    low = draw(TIERS, height=12)  # too low for all of them
+    assert [line[:9] for line in low if line.startswith("tier ")] == ["tier host"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "style"),
+    [({}, "plain"), ({"is_stuck": True}, "bad"), ({"is_current": False}, "bad")],
+)
+def test_a_tier_that_does_not_answer_is_seen_in_the_table(changes, style):
+    host = TIERS.instances[0].tiers[0]
+    shown = instance("b", tiers=(host, replace(host, **changes)))
+    lines = screen(
+        replace(TIERS, instances=(instance("a"), shown)),
+        Ui(),
+        width=80,
+        height=24,
+        glyphs=UNICODE,
+        clock="",
+    )
+    row = next(line for line in lines if line and line[0].text.startswith("b"))
+    assert [span.style for span in row if span.text.strip() == "6.00G"] == [style]
+
+
+def test_one_can_sort_by_what_tiers_hold():
+    ui = replace(Ui(), order="tiers")
+    rows = [line for line in draw(TIERS, ui, width=120) if line.startswith(("a_", "b_"))]
+    assert [row.split()[0] for row in rows[:2]] == ["a_with_tiers", "b_without"]
+    assert any("▼TIERS" in line for line in draw(TIERS, ui, width=120))
 
 
 def test_sparklines():

@@ -1,7 +1,8 @@
 """An instance with the values that a test wants to see on a screen, and no memory behind it.
 
 As a program: `shown_instance.py NAME JSON`, with `engine`, `model`, `device`, `usage` (fields of
-the record), and optionally `limit_bytes`, the limit in force. Each line on stdin is JSON of the
+the record), and optionally `limit_bytes`, the limit in force, and `tiers` (fields of
+`TierFigures`, each an object), for which it has a tier board. Each line on stdin is JSON of the
 same kind: `usage` is published, `counters` are added. It answers no request, prints a line for
 each thing done, and lives until its stdin closes. As a module, for tests:
 
@@ -49,6 +50,9 @@ class Shown:
         for pipe in (self.process.stdin, self.process.stdout):
             if pipe is not None:
                 pipe.close()
+        from kvelastic import segment
+
+        segment.reap()  # the board of its tiers, too
         (Path("/dev/shm") / self.name).unlink(missing_ok=True)
 
 
@@ -69,6 +73,13 @@ def main() -> None:
         effective_limit_bytes=facts.get("limit_bytes", usage["capacity_bytes"]),
         mapped_bytes=usage["mapped_bytes"],
     )
+    if "tiers" in facts:
+        from kvelastic.tier_board_format import BlockCounts, BoardFigures, TierFigures
+        from kvelastic.tiers.board import Board
+
+        tiers = tuple(TierFigures(**tier) for tier in facts["tiers"])
+        board = Board.create(record.read_header()["uuid"])
+        board.publish(BoardFigures(1, 0, "write_back", BlockCounts(*range(11)), tiers))
     print("ready", flush=True)
     for line in sys.stdin:
         more = json.loads(line)

@@ -1,25 +1,76 @@
 """An instance with a disk tier that has records in it, for tests of what operators see and do.
 
-`tiers_instance.py NAME FOLDER` computes prompts, copies what is cached to the disk, and prints a
-line of JSON with how many records there are. It ends, and closes everything, when its stdin does.
+As a program: `tiers_instance.py NAME FOLDER` computes prompts, copies what is cached to the disk,
+and prints a line of JSON with how many records there are. It ends, and closes everything, when its
+stdin does. As a module, for tests:
+
+    instance = Instance(folder); instance.name; assert instance.end() == 0
 """
 
 from __future__ import annotations
 
 import json
+import math
+import os
 import random
+import subprocess
 import sys
 from pathlib import Path
 
-from embedded_engine import open_engine
+from kvelastic import segment
+from kvelastic.segment_dir import SHM_DIR, board_name
 
 DISK_BYTES = 32 << 20
 
 
+class Instance:
+    """Such a process, ready."""
+
+    def __init__(self, folder: Path) -> None:
+        unique = f"{os.getpid()}_{random.randrange(1 << 40):x}"
+        self.name = f"kvtiers_{unique}"
+        self.process = subprocess.Popen(
+            [sys.executable, str(Path(__file__)), self.name, str(folder)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=os.environ
+            | {"KVELASTIC_HOST_MEMORY": "256M", "KVELASTIC_LEDGER": f"tiers-{unique}"},
+        )
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        assert line, f"the instance has ended: {self.process.wait()}"
+        self.records: int = json.loads(line)["records"]
+        assert self.records > 20
+        self.info = segment.inspect(self.name)
+
+    @property
+    def board(self) -> Path:
+        return SHM_DIR / board_name(self.info.header["uuid"])
+
+    def end(self) -> int:
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.close()
+        status = self.process.wait()
+        self.process.stdout.close()
+        return status
+
+
 def main() -> None:
     """See the module."""
+    from embedded_engine import open_engine
+
+    from kvelastic.tiers.policy import Rules
+
     name, folder = sys.argv[1:]
-    engine = open_engine(name, random.Random(7), disk=Path(folder), disk_bytes=DISK_BYTES)
+    # What an operator erases stays erased: an idle instance would copy it again after five seconds.
+    engine = open_engine(
+        name,
+        random.Random(7),
+        disk=Path(folder),
+        disk_bytes=DISK_BYTES,
+        rules=Rules(idle_after_s=math.inf),
+    )
     for _ in range(12):
         engine.begin()
         engine.end()

@@ -28,7 +28,13 @@ from kvelastic.errors import (
 )
 from kvelastic.segment_dir import SHM_DIR, SegmentInfo, board_name
 from kvelastic.tier_board import ask, boards_of, read
-from kvelastic.tier_board_format import BoardFigures, TierAnswer, TierFigures, TierRequest
+from kvelastic.tier_board_format import (
+    BlockCounts,
+    BoardFigures,
+    TierAnswer,
+    TierFigures,
+    TierRequest,
+)
 from kvelastic.tiers.base import Capacity, Selection
 from kvelastic.tiers.board import Board
 from kvelastic.tiers.namespace import Namespace
@@ -38,7 +44,7 @@ TIER = TierFigures(
     "disk", "disk", 10, None, 3, 4, 5, 6, 7, 8, 9, 11, 12, 13, None, 14, 15, False, True
 )
 HOST = replace(TIER, tier="host", kind="host", limit_bytes=0, load_us=250, is_stuck=True)
-FIGURES = BoardFigures(5, 0, "write_through", *range(11), (HOST, TIER))
+FIGURES = BoardFigures(5, 0, "write_through", BlockCounts(*range(11)), (HOST, TIER))
 
 
 @pytest.fixture
@@ -217,7 +223,7 @@ def test_a_link_is_not_followed(info: SegmentInfo, tmp_path: Path) -> None:
 
 
 def test_a_writer_that_ends_half_way_has_changed_nothing(info: SegmentInfo, board: Board) -> None:
-    newer = replace(FIGURES, matched=1000)
+    newer = replace(FIGURES, blocks=replace(FIGURES.blocks, matched=1000))
     cell = board_format.pack_snapshot(2, newer)
     for length in (1, 8, 100, len(cell) // 2, len(cell) - 1):
         overwrite(info, board_format.snapshot_at(2), cell[:length] + bytes(8)[: len(cell) - length])

@@ -200,8 +200,8 @@ def test_leading_keys_are_matched_and_held(world) -> None:
     match.release()
     match.release()
     assert not match.is_held
-    statistics = world.tiers.statistics()
-    assert (statistics.matched, statistics.unmatched) == (8, 1)
+    counts = world.tiers.statistics().blocks
+    assert (counts.matched, counts.unmatched) == (8, 1)
 
 
 def test_a_load_holds_what_it_reads_until_it_is_done(world) -> None:
@@ -251,8 +251,8 @@ def test_what_cannot_be_read_is_a_miss(world) -> None:
     assert load.count == 2
     assert world.tiers.drain(SOON_S)
     assert world.pool.clean_ids == {50, 51}
-    statistics = world.tiers.statistics()
-    assert (statistics.loaded, statistics.missed) == (2, 2)
+    counts = world.tiers.statistics().blocks
+    assert (counts.loaded, counts.missed) == (2, 2)
 
 
 def test_a_cancelled_load_touches_nothing_when_it_is_done(world) -> None:
@@ -277,7 +277,7 @@ def test_shrinking_gets_its_blocks_cleaned(world, reason) -> None:
     assert world.tiers.drain(SOON_S)
     for store in (world.near, world.far):
         assert store.records == {key_of(n): record_of(n) for n in range(40)}
-    assert world.tiers.statistics().served == 40
+    assert world.tiers.statistics().blocks.served == 40
 
 
 def test_a_block_that_was_used_while_it_left_is_stored_nowhere(world) -> None:
@@ -301,7 +301,7 @@ def test_tiers_that_take_nothing_are_not_waited_for(world) -> None:
     assert not world.pool.shrink("sleep")
     # Two lie near; what lay there before it was copied far as well, or what came after it.
     assert {0, 1} <= world.pool.clean_ids <= {0, 1, 2, 3}
-    assert world.tiers.statistics().refused > 0
+    assert world.tiers.statistics().blocks.refused > 0
 
 
 def test_blocks_are_cleaned_in_the_order_of_their_prompts(world) -> None:
@@ -336,7 +336,7 @@ def test_write_through_cleans_without_being_asked() -> None:
     assert world.tiers.close(SOON_S) == []
     assert len(world.near.records) == 30
     assert not world.far.records
-    assert world.tiers.statistics().ahead == 30
+    assert world.tiers.statistics().blocks.ahead == 30
 
 
 def test_forgetting_ends_a_generation_for_good(world) -> None:

@@ -13,7 +13,7 @@ import pytest
 from kvelastic import segment
 from kvelastic.segment_dir import SHM_DIR, SegmentInfo, board_name
 from kvelastic.tier_board import ask, read
-from kvelastic.tier_board_format import TierRequest
+from kvelastic.tier_board_format import BlockCounts, TierRequest
 from kvelastic.tiers.base import Capacity, StoreStatistics
 from kvelastic.tiers.namespace import Namespace
 from kvelastic.tiers.policy import Rules
@@ -64,7 +64,7 @@ class Tiers:
 
     def statistics_with(self, *_: Any) -> TiersStatistics:
         tiers = tuple(TierStatistics(one.name, None, None, 0.002, False) for one in self.stores)
-        return TiersStatistics(tiers, *range(11))
+        return TiersStatistics(tiers, BlockCounts(*range(11)))
 
 
 @pytest.fixture
@@ -101,7 +101,7 @@ def test_what_stores_say_is_shown(info: SegmentInfo, tiers: Tiers) -> None:
     assert (host.records, host.used_bytes, host.puts, host.write_left_bytes) == (1, 10, 1, None)
     assert (disk.records, disk.write_budget_bytes, disk.write_left_bytes) == (2, 50, 40)
     assert (disk.load_us, disk.is_current, disk.is_stuck) == (2000, True, False)
-    assert (board.matched, board.dropped) == (0, 10)
+    assert (board.blocks.matched, board.blocks.dropped) == (0, 10)
 
 
 def test_a_store_that_hangs_holds_nobody_up(info: SegmentInfo, tiers: Tiers) -> None:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import random
-import subprocess
-import sys
+import re
 import threading
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,51 +17,33 @@ import click
 import pytest
 from click.shell_completion import ShellComplete
 from click.testing import CliRunner, Result
+from rich.console import Console
+from segment_owner import Owner
+from tiers_instance import Instance
 
 from kvelastic import segment, tier_board_format
 from kvelastic.cli.explanation_tiers import explain_tiers
 from kvelastic.cli.kvctl import main
+from kvelastic.cli.kvtop.poller import look
+from kvelastic.cli.tables import rich_table
+from kvelastic.controller import instance_memory
 from kvelastic.errors import SegmentError
-from kvelastic.segment_dir import SHM_DIR, board_name
+from kvelastic.instance.look import look_at
+from kvelastic.instance.row import Row, TierRow, row_of, tier_rows
+from kvelastic.instance.status import status_of
+from kvelastic.segment_dir import SHM_DIR
+from kvelastic.sizes import format_size
 from kvelastic.tier_board import ask, read
-from kvelastic.tier_board_format import BoardFigures, TierAnswer, TierFigures, TierRequest
+from kvelastic.tier_board_format import (
+    BlockCounts,
+    BoardFigures,
+    TierAnswer,
+    TierFigures,
+    TierRequest,
+)
 
-PROGRAM = Path(__file__).parents[1] / "programs" / "tiers_instance.py"
 MIB = 1 << 20
 SOON_S = 60.0
-
-
-class Instance:
-    """A process of `tiers_instance.py`, ready."""
-
-    def __init__(self, folder: Path) -> None:
-        unique = f"{os.getpid()}_{random.randrange(1 << 40):x}"
-        self.name = f"kvtiers_{unique}"
-        self.process = subprocess.Popen(
-            [sys.executable, str(PROGRAM), self.name, str(folder)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env=os.environ
-            | {"KVELASTIC_HOST_MEMORY": "256M", "KVELASTIC_GROUP": f"tiers-{unique}"},
-        )
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline()
-        assert line, f"the instance has ended: {self.process.wait()}"
-        self.records: int = json.loads(line)["records"]
-        assert self.records > 20
-        self.info = segment.inspect(self.name)
-
-    @property
-    def board(self) -> Path:
-        return SHM_DIR / board_name(self.info.header["uuid"])
-
-    def end(self) -> int:
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        self.process.stdin.close()
-        status = self.process.wait()
-        self.process.stdout.close()
-        return status
 
 
 @pytest.fixture
@@ -101,6 +83,18 @@ def shown(name: str) -> dict[str, Any]:
     (instance,) = json.loads(done(name, "--json"))
     (tier,) = instance["tiers"]
     return {**instance, **tier, "name": instance["name"]}
+
+
+def shown_tiers(name: str) -> list[dict[str, Any]]:
+    (instance,) = json.loads(done(name, "--json"))
+    tiers: list[dict[str, Any]] = instance["tiers"]
+    return tiers
+
+
+def used(told: dict[str, Any]) -> int:
+    size_bytes: int = told["tiers"][0]["used_bytes"]
+    assert size_bytes > 0
+    return size_bytes
 
 
 def test_what_is_shown_is_what_there_is(one: Instance) -> None:
@@ -284,6 +278,75 @@ def test_metrics_have_every_tier(shared: Instance) -> None:
     assert f'kvelastic_tiers_blocks_served_total{{name="{shared.name}"}}' in result.stdout
 
 
+def test_list_says_what_tiers_keep(shared: Instance) -> None:
+    (row,) = json.loads(CliRunner().invoke(main, ["list", shared.name, "--json"]).stdout)
+    assert row["tiers"] == shown_tiers(shared.name)
+    assert set(row["tiers"][0]) == set(TierRow.__annotations__)
+    heading, line = CliRunner().invoke(main, ["list", shared.name]).stdout.splitlines()
+    at = heading.index("TIERS")
+    assert line[at : heading.index("MODEL")].rstrip() == f"disk {format_size(used(row))}"
+
+
+def test_a_table_on_a_terminal_has_tiers_where_there_is_room_and_there_are_any() -> None:
+    stuck = TierFigures("disk", "disk", *range(15), is_stuck=True, is_current=True)
+    board = BoardFigures(1, 0, "write_back", BlockCounts(*range(11)), (stuck,))
+    info = segment.SegmentInfo("a", "unreadable", problem="p")
+    known = row_of(status_of(info)) | {"tiers": tier_rows(board)}
+
+    def drawn(rows: list[Row], width: int) -> str:
+        console = Console(width=width, file=io.StringIO(), force_terminal=False)
+        console.print(rich_table(rows, width))
+        return console.file.getvalue()  # type: ignore[attr-defined,no-any-return]
+
+    assert "disk 0 B stuck" in drawn([known], 160)
+    assert "Tiers" not in drawn([known], 100)
+    assert "Tiers" not in drawn([row_of(status_of(info))], 160)
+
+
+def test_stats_has_every_figure_of_tiers(shared: Instance) -> None:
+    told = json.loads(CliRunner().invoke(main, ["stats", shared.name, "--json"]).stdout)
+    (board,) = json.loads(done(shared.name, "--json"))
+    assert told["tiers"] == board["tiers"]
+    assert told["tier_policy"] == "write_back"
+    assert told["tier_blocks"] == {key: board[key] for key in told["tier_blocks"]}
+    assert set(told["tier_blocks"]) == set(BlockCounts.__dataclass_fields__)
+    text = CliRunner().invoke(main, ["stats", shared.name]).stdout
+    (tier,) = re.findall(r"\nTier disk\n((?:  .*\n)+)", text)
+    assert re.search(rf"  used +{re.escape(format_size(used(told)))}\n", tier)
+    assert re.search(rf"  records +{shared.records}\n", tier)
+    assert re.search(r"  limit +32\.00 MiB\n", tier)
+    assert re.search(r"\nBlocks and tiers, write_back\n  matched +0\n", text)
+
+
+def test_every_surface_says_the_same_of_tiers(shared: Instance) -> None:
+    listed = shown_tiers(shared.name)
+    assert look_at(shared.name).board is not None
+    assert instance_memory.row(shared.name)["tiers"] == listed
+    (row,) = (row for row in instance_memory.rows() if row["name"] == shared.name)
+    assert row["tiers"] == listed
+    (top,) = look([shared.name]).instances
+    assert [asdict(tier) | {"state": tier.state} for tier in top.tiers] == listed
+    assert top.tiers_bytes == listed[0]["used_bytes"]
+
+
+@pytest.mark.parametrize("command", ["limit", "trim"])
+def test_a_size_without_its_unit_changes_nothing(shared: Instance, command: str) -> None:
+    result = kvctl(command, shared.name, "disk", "0.5")
+    assert result.exit_code == 2
+    assert "size '0.5' is a fraction of a byte; write whole bytes, or a larger unit (0.5G)" in (
+        result.stderr
+    )
+    (tier,) = shown_tiers(shared.name)
+    assert (tier["limit_bytes"], tier["records"]) == (32 * MIB, shared.records)
+
+
+def test_one_without_tiers_has_none() -> None:
+    with Owner(f"kvtiers_none_{os.getpid()}") as owner:
+        told = json.loads(CliRunner().invoke(main, ["stats", owner.name, "--json"]).stdout)
+        assert (told["tiers"], told["tier_policy"], told["tier_blocks"]) == ([], None, None)
+        assert "Tier" not in CliRunner().invoke(main, ["stats", owner.name]).stdout
+
+
 def test_explain_says_what_tiers_keep(shared: Instance) -> None:
     result = CliRunner().invoke(main, ["explain", shared.name])
     assert result.exit_code == 0
@@ -294,7 +357,7 @@ def test_explain_says_what_tiers_keep(shared: Instance) -> None:
 
 def test_explain_says_which_tier_fails_and_why_nothing_is_written() -> None:
     tier = TierFigures("disk", "disk", *range(15), is_stuck=True, is_current=True)
-    board = BoardFigures(1, 0, "write_back", *range(11), (tier,))
+    board = BoardFigures(1, 0, "write_back", BlockCounts(*range(11)), (tier,))
     kept, stuck = explain_tiers(board)
     assert kept.what.endswith("Of 19 evicted blocks 9 have a copy there.")
     assert "dropped" in kept.do

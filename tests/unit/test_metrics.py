@@ -22,7 +22,7 @@ from kvelastic import metrics
 from kvelastic.cli.kvctl import main
 from kvelastic.ledger_facts import LedgerInfo, Member
 from kvelastic.segment import SegmentInfo
-from kvelastic.tier_board_format import BoardFigures, TierFigures
+from kvelastic.tier_board_format import BlockCounts, BoardFigures, TierFigures
 
 ROOT = Path(__file__).parents[2]
 KVCTL = str(Path(sys.executable).with_name("kvctl"))
@@ -54,7 +54,7 @@ ANSWER = {
     "reason": "",
 }
 TIER = TierFigures("disk", "disk", *range(1, 16), is_stuck=False, is_current=True)
-BOARD = BoardFigures(1, 0, "write_back", *range(11), (TIER,))
+BOARD = BoardFigures(1, 0, "write_back", BlockCounts(*range(11)), (TIER,))
 COUNTERS = {name: at + 1 for at, name in enumerate(metrics._COUNTERS)}
 
 
@@ -281,6 +281,25 @@ def test_the_dashboard_names_only_metrics_and_labels_that_exist():
             ).groups()
             assert label in by_name[name].labels
     assert len(used) > 15
+    # What an operator asks of tiers first: how full, of use, at what cost, and whether they fail.
+    wanted = ("used_bytes", "limit_bytes", "hits_total", "misses_total", "errors_total", "stuck")
+    assert {f"kvelastic_tier_{name}" for name in wanted} <= used
+
+
+def test_no_panel_of_the_dashboard_lies_on_another_one():
+    panels = json.loads((ROOT / "docs" / "grafana" / "kvelastic.json").read_text())["panels"]
+    cells: set[tuple[int, int]] = set()
+    for panel in panels:
+        place = panel["gridPos"]
+        of_it = {
+            (place["x"] + x, place["y"] + y) for x in range(place["w"]) for y in range(place["h"])
+        }
+        assert not of_it & cells, panel["title"]
+        assert max(x for x, _ in of_it) < 24
+        cells |= of_it
+    rows = {panel["title"]: panel["gridPos"]["y"] for panel in panels if panel["type"] == "row"}
+    assert list(rows) == sorted(rows, key=lambda title: rows[title])
+    assert "Tiers" in rows
 
 
 # ------------------------------------------------------------------------------- the command

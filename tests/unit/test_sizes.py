@@ -46,7 +46,9 @@ UNITS = {"B": 1, "K": KIB_BYTES, "M": MIB_BYTES, "G": GIB_BYTES, "T": TIB_BYTES}
         ("1_000_000", 1_000_000),
         ("1,024K", 1 << 20),
         ("0.1T", 109951162777),  # 0.1 * 2**40 = 109951162777.6
-        ("0.9", 0),
+        ("0.0", 0),
+        ("1.000B", 1),
+        ("0.001K", 1),
         (str(MAX_SIZE_BYTES), MAX_SIZE_BYTES),
     ],
 )
@@ -64,6 +66,16 @@ def test_accepted(text: str, size_bytes: int) -> None:
 )
 def test_refused_with_the_value_and_the_accepted_forms(text: str) -> None:
     with pytest.raises(InvalidArgumentError, match="K, M, G or T") as caught:
+        parse_size(text)
+    assert repr(text) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "text", ["0.5", "0.9B", ".5", "1.5", "1073741824.25b", "0.0001K", "0." + "0" * 39 + "1T"]
+)
+def test_a_fraction_of_a_byte_is_no_size(text: str) -> None:
+    """A unit that was forgotten was a limit of nothing, which takes all that there is."""
+    with pytest.raises(InvalidArgumentError, match="a byte; write whole bytes") as caught:
         parse_size(text)
     assert repr(text) in str(caught.value)
 

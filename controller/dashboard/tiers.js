@@ -1,0 +1,58 @@
+// What a model's tiers keep of its blocks: a line a tier, nearest first.
+
+import { make, reconcile, say } from "./dom.js";
+import { bytes, number } from "./format.js";
+
+const HEADINGS = ["Tier", "Held", "Hits", "Misses", "Errors"];
+const WHY = {
+  stuck: "It hangs, and is not asked until it answers.",
+  silent: "It does not say what it holds: these figures are older.",
+};
+
+export class Tiers {
+  constructor(model) {
+    this.rows = new Map();
+    this.body = make("tbody");
+    this.element = make(
+      "table",
+      { class: "tiers", "aria-label": `Tiers of ${model}` },
+      make("thead", {}, make("tr", {}, ...HEADINGS.map((title) => make("th", { scope: "col" }, title)))),
+      this.body,
+    );
+  }
+
+  /** `tiers` is that of a row of /memory; without any the table is not shown. */
+  update(tiers) {
+    this.element.hidden = tiers.length === 0;
+    const items = tiers.map((tier) => [tier.tier, tier]);
+    reconcile(this.body, this.rows, items, (name) => new Line(name));
+  }
+}
+
+class Line {
+  constructor(name) {
+    this.state = make("span", { class: "problem" });
+    this.cells = HEADINGS.slice(1).map(() => make("td"));
+    this.element = make(
+      "tr",
+      {},
+      make("th", { scope: "row" }, `${name} `, this.state),
+      ...this.cells,
+    );
+  }
+
+  update(tier) {
+    const isWell = tier.state === "ok";
+    say(this.state, isWell ? "" : tier.state);
+    this.state.title = WHY[tier.state] ?? "";
+    const of = tier.limit_bytes === null ? "" : ` of ${bytes(tier.limit_bytes)}`;
+    const texts = [
+      `${bytes(tier.used_bytes)}${of}`,
+      number(tier.hits),
+      number(tier.misses),
+      number(tier.errors),
+    ];
+    texts.forEach((text, at) => say(this.cells[at], text));
+    this.cells.at(-1).classList.toggle("bad", tier.errors > 0);
+  }
+}

@@ -1,0 +1,53 @@
+"""Tiers of instances, as the controller changes them: requests on their boards, nothing else.
+
+What tiers keep is in the rows of `instance_memory`. A store may hang, so an answer is waited for on
+the loop: threads are few, and the end of the controller waits for them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+from kvelastic import segment, tier_board
+from kvelastic.controller.refusal import Refusal
+from kvelastic.tier_board_format import TierRequest
+
+
+async def ask(name: str, request: TierRequest, wait_s: float) -> dict[str, Any]:
+    """Ask something of an instance's tiers, and wait for an answer for up to `wait_s`.
+
+    `state` is done, refused, failed or pending (no answer yet; the request stays), and `records`
+    how many were erased (clear, erase) or are held (the others), by tier. Raises `Refusal` (404)
+    for a tier that it does not have, and as `tier_board.ask`.
+    """
+    tiers, asked = await asyncio.to_thread(_post, name, request)
+    deadline_s = time.monotonic() + wait_s
+    with asked:
+        while True:
+            answer = asked.look()
+            if answer is not None or asked.is_lost or time.monotonic() >= deadline_s:
+                break
+            await asyncio.sleep(tier_board.POLL_S)
+    if answer is None:
+        return {"state": "pending", "records": {}, "reason": ""}
+    return {
+        "state": answer.state,
+        "records": dict(zip(tiers, answer.counts, strict=False)),
+        "reason": answer.reason,
+    }
+
+
+def _post(name: str, request: TierRequest) -> tuple[list[str], tier_board.Asked]:
+    info = segment.inspect(name)
+    board = tier_board.read(info)
+    tiers = [] if board is None else [one.tier for one in board.tiers]
+    if board is not None and request.tier and request.tier not in tiers:
+        raise Refusal(
+            404,
+            "tier_not_found",
+            f"{name!r} has no tier {request.tier[:100]!r}; it has {', '.join(tiers)}.",
+            param="tier",
+        )
+    return tiers, tier_board.post(info, request)

@@ -1,0 +1,92 @@
+"""What the JSON body of a request to the controller's own routes says, read key by key.
+
+    body = await json_object(front, request)
+    check_keys(body, "limit", "wait")
+    size_of(body, "limit"), wait_of(body)
+
+Each raises `Refusal` (400) that names the key, for whatever the key does not take.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any, Final
+
+from starlette.requests import Request
+
+from kvelastic.controller.durations import parse_duration_s
+from kvelastic.controller.refusal import Refusal
+from kvelastic.controller.request_body import read_body
+from kvelastic.errors import InvalidArgumentError
+from kvelastic.sizes import MAX_SIZE_BYTES, parse_size
+
+if TYPE_CHECKING:
+    from kvelastic.controller.front import Front
+
+MOST_WAIT_S: Final = 600.0
+
+
+async def json_object(front: Front, request: Request) -> dict[str, Any]:
+    """The request's body as a JSON object; nothing at all is an empty one. Raises `Refusal`."""
+    server = front.settings.server
+    body = await read_body(
+        request.receive,
+        None,
+        min(server.max_body, 1 << 20),
+        server.body_timeout,
+        front.forwarder.budget,
+    )
+    data = body.in_memory or b""
+    body.release()
+    if not data.strip():
+        return {}
+    try:
+        value = json.loads(data)
+    except (ValueError, RecursionError):
+        value = None
+    if not isinstance(value, dict):
+        raise Refusal(400, "invalid_json", "The body is not a JSON object.")
+    return value
+
+
+def check_keys(body: dict[str, Any], *known: str) -> None:
+    """Refuse a key that nobody reads: it may be a mistyped one. Raises `Refusal` (400)."""
+    for key in sorted(set(body) - set(known)):
+        names = " or ".join(filter(None, [", ".join(known[:-1]), known[-1]]))
+        raise Refusal(400, "unknown_key", f"{key[:100]!r} is not {names}.", param=key[:100])
+
+
+def size_of(body: dict[str, Any], key: str) -> int | None:
+    """Bytes, or text like `512M`; None where the body has none. Raises `Refusal` (400)."""
+    value = body.get(key)
+    if value is None:
+        return None
+    if isinstance(value, str):
+        try:
+            return parse_size(value)
+        except InvalidArgumentError as error:
+            raise Refusal(400, error.code, str(error), param=key) from None
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= MAX_SIZE_BYTES:
+        raise Refusal(
+            400, "invalid_value", f"{key} is a number of bytes, or text like 512M.", param=key
+        )
+    return value
+
+
+def duration_of(body: dict[str, Any], key: str) -> float | None:
+    """Seconds; None where the body has none. Raises `Refusal` (400)."""
+    value = body.get(key)
+    if value is None:
+        return None
+    try:
+        return parse_duration_s(value)
+    except InvalidArgumentError as error:
+        raise Refusal(400, error.code, str(error), param=key) from None
+
+
+def wait_of(body: dict[str, Any]) -> float | None:
+    """How long a client waits for the outcome, at most `MOST_WAIT_S`. Raises `Refusal` (400)."""
+    wait_s = duration_of(body, "wait")
+    if wait_s is not None and wait_s > MOST_WAIT_S:
+        raise Refusal(400, "invalid_value", f"wait is at most {MOST_WAIT_S:g} s.", param="wait")
+    return wait_s

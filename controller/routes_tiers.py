@@ -1,0 +1,107 @@
+"""Requests to the tiers of a model's instance: /memory/{model}/tiers/...
+
+What tiers keep is told by /memory and /memory/{model}.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+from starlette.requests import Request
+from starlette.routing import Route
+
+from kvelastic.controller import instance_tiers
+from kvelastic.controller.json_body import check_keys, duration_of, json_object, size_of, wait_of
+from kvelastic.controller.refusal import Refusal
+from kvelastic.controller.replies import Json
+from kvelastic.controller.routes import Who, instance_of, route
+from kvelastic.tier_board_format import TierRequest
+
+if TYPE_CHECKING:
+    from kvelastic.controller.front import Front
+
+_USUAL_WAIT_S: Final = 2.0
+"""Stores are asked, and may be slow."""
+_VERIFY_WAIT_S: Final = 60.0
+_STATUS_OF: Final = {"done": 200, "pending": 202, "refused": 409, "failed": 409}
+
+
+def routes(front: Front) -> list[Route]:
+    """Of this page; before those of /memory, which a model's name with slashes could match."""
+    path = "/memory/{model:path}/tiers"
+    return [
+        route(front, f"{path}/{{tier}}", "PATCH", Who.ADMIN, change_tier),
+        route(front, f"{path}/{{tier}}/trim", "POST", Who.ADMIN, trim_tier),
+        route(front, f"{path}/clear", "POST", Who.ADMIN, clear_tiers),
+        route(front, f"{path}/erase", "POST", Who.ADMIN, erase_records),
+        route(front, f"{path}/verify", "POST", Who.ADMIN, verify_tiers),
+    ]
+
+
+async def change_tier(front: Front, request: Request) -> Any:
+    """Set the `limit` of a tier until its engine ends, and `wait` for it.
+
+    What is over it goes by the tier's policy. 200 done; 202 no answer yet; 409 refused.
+    """
+    return await _ask_about_size(front, request, "limit", "limit")
+
+
+async def trim_tier(front: Front, request: Request) -> Any:
+    """Have a tier give back what it holds beyond `size`, once; its limit stays."""
+    return await _ask_about_size(front, request, "trim", "size")
+
+
+async def clear_tiers(front: Front, request: Request) -> Any:
+    """Erase every record of this model and its settings, in all its tiers."""
+    body = await json_object(front, request)
+    check_keys(body, "wait")
+    return await _ask(front, request, body, TierRequest("clear"), {})
+
+
+async def erase_records(front: Front, request: Request) -> Any:
+    """Erase the records of a `model`, or those `older_than` an age, or both, in all its tiers."""
+    body = await json_object(front, request)
+    check_keys(body, "model", "older_than", "wait")
+    model, age_s = body.get("model"), duration_of(body, "older_than")
+    if model is not None and not isinstance(model, str):
+        raise Refusal(400, "invalid_value", "model is a text.", param="model")
+    if model is None and age_s is None:
+        raise Refusal(400, "nothing_requested", "Give one of model and older_than at least.")
+    asked = TierRequest("erase", model=model, older_than_s=age_s)
+    return await _ask(
+        front, request, body, asked, {"model": model and model[:256], "older_than": age_s}
+    )
+
+
+async def verify_tiers(front: Front, request: Request) -> Any:
+    """Compare each tier's index with its account and its medium: 409 if anything disagrees."""
+    body = await json_object(front, request)
+    check_keys(body, "wait")
+    return await _ask(front, request, body, TierRequest("verify"), {}, _VERIFY_WAIT_S)
+
+
+async def _ask_about_size(front: Front, request: Request, kind: str, key: str) -> Json:
+    body = await json_object(front, request)
+    check_keys(body, key, "wait")
+    size_bytes = size_of(body, key)
+    if size_bytes is None:
+        raise Refusal(400, "nothing_requested", f"Give a {key}: bytes, or text like 512M.")
+    asked = TierRequest(kind, tier=request.path_params["tier"], size_bytes=size_bytes)
+    return await _ask(front, request, body, asked, {key: size_bytes})
+
+
+async def _ask(
+    front: Front,
+    request: Request,
+    body: dict[str, Any],
+    asked: TierRequest,
+    audited: dict[str, Any],
+    usual_wait_s: float = _USUAL_WAIT_S,
+) -> Json:
+    model = front.fleet.need(request.path_params["model"])
+    name, wait_s = instance_of(model), wait_of(body)
+    request.state.asked = audited
+    answer = await instance_tiers.ask(name, asked, usual_wait_s if wait_s is None else wait_s)
+    return Json(
+        {"model": model.name, "instance": name, "answer": answer}, _STATUS_OF[answer["state"]]
+    )
