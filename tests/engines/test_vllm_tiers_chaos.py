@@ -111,7 +111,7 @@ class Disk:
 def loaded_blocks() -> int:
     board = tier_board.read(segment.inspect(NAME))
     assert board is not None
-    return board.loaded
+    return board.blocks.loaded
 
 
 def check_log(log: Path) -> None:

@@ -106,7 +106,7 @@ def test_what_a_sleep_stops_is_demoted_and_goes_on_from_there(first) -> None:
     tokens: list[list[int]] = []
     asking = threading.Thread(target=lambda: tokens.append(first.complete(request)))
     before = first.metrics()["generation_tokens_total"]
-    loaded_before = first.board().loaded
+    loaded_before = first.board().blocks.loaded
     asking.start()
     end_s = time.monotonic() + 120
     while first.metrics()["generation_tokens_total"] < before + 50:
@@ -121,7 +121,7 @@ def test_what_a_sleep_stops_is_demoted_and_goes_on_from_there(first) -> None:
 def wait_until_loaded(server: TieredServer, blocks: int) -> None:
     """The board's figures are half a second old."""
     end_s = time.monotonic() + 30
-    while server.board().loaded < blocks:
+    while server.board().blocks.loaded < blocks:
         assert time.monotonic() < end_s, server.board()
 
 
