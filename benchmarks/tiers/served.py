@@ -29,6 +29,8 @@ _WORDS = range(1000, 40_000)
 _WAKING = Request([1000] * 8, 4)
 """Asked before the clock starts: after a rest the first step may be late."""
 _WAIT_S = 60.0
+LOG_CHARACTERS = 20_000
+"""Of the server's log, shown where something went wrong."""
 
 
 def prompt(name: str, tokens: int = PROMPT_TOKENS) -> list[int]:
@@ -115,7 +117,9 @@ class Served:
     def __enter__(self) -> Served:
         return self.start()
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None:
+            print(self.server.log_but_for_refusals()[-LOG_CHARACTERS:], flush=True)
         with contextlib.suppress(Exception):
             self.server.stop()
         self.kill()
