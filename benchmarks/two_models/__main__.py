@@ -129,6 +129,7 @@ def run_staggered(chosen: argparse.Namespace, speed: calibration.Speed) -> int:
                 of_all = staggered.ways_of(prefix_cache=on, quick=False)
                 ways = tuple(way for way in chosen.ways if way in of_all)
             if not ways:
+                print("  tiers need the prefix cache: nothing to run without it", flush=True)
                 continue
             try:
                 staggered.run(model_folder(), speed, prefix_cache=on, ways=ways)
