@@ -152,7 +152,9 @@ def chosen_ways(text: str) -> list[str]:
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="scripts/bench two_models", description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="one round, under five minutes a part")
+    parser.add_argument(
+        "--quick", action="store_true", help="one round, or the ways that have bars"
+    )
     part = parser.add_mutually_exclusive_group()
     part.add_argument(
         "--woken", action="store_true", help="only a woken model's first token, two minutes"
