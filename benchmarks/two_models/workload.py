@@ -30,7 +30,7 @@ class Workload:
     requests: int = 20
     prompt_tokens: int = 192
     answer_tokens: int = 128
-    over_s: float = math.nan
+    over_s: float = 0.0
     """The time in which a burst's requests come: see `on_machine`."""
     budget_pages: int = 14
     woken_turns: int = 5

@@ -4,25 +4,37 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
+from pathlib import Path
 
 import pytest
 
 from benchmarks.two_models.calibration import Speed
-from benchmarks.two_models.servers import MOST_CONVERSATION_TOKENS
+from benchmarks.two_models.servers import (
+    MOST_CONVERSATION_TOKENS,
+    ledger_name,
+    two_models_in_turn,
+)
 from benchmarks.two_models.staggered.conversations import Conversations
 from benchmarks.two_models.staggered.phases import Phase, PhaseResult, phases
 from benchmarks.two_models.staggered.plan import PART, Plan, new_tokens, plan_for
 from benchmarks.two_models.staggered.report import figures, file_stem, summary
 from benchmarks.two_models.staggered.run import WITH_CACHE, at_a_time, ways_of
 from benchmarks.two_models.staggered.ways import (
+    ELASTIC,
     HALVES,
+    OFFLOAD,
     TIERS,
     TIERS_AGAIN,
     WAYS,
     WHOLE,
+    launch,
+    launches,
 )
 from benchmarks.two_models.workload import BLOCK_BYTES, BLOCK_TOKENS, MODELS, QUICK
+from kvelastic.tier_list import parse_tiers
 
+CORES = "VLLM_CPU_OMP_THREADS_BIND"
 SPEEDS = [
     Speed(tokens_per_s, step_s)
     for tokens_per_s, step_s in itertools.product((50, 880, 20_000), (0.002, 0.05, 0.4))
@@ -135,6 +147,48 @@ def test_a_burst_is_held_beside_a_model_that_has_begun_nothing_yet() -> None:
 
 
 # --- ways and memory ------------------------------------------------------------------------------
+
+
+def test_tiers_are_switched_on_by_their_variable_alone(plan: Plan, tmp_path: Path) -> None:
+    elastic, tiers = (
+        launch(plan, way, "a", tmp_path, prefix_cache=True) for way in (ELASTIC, TIERS)
+    )
+    assert tiers.arguments == elastic.arguments
+    assert set(tiers.environment) - set(elastic.environment) == {"KVELASTIC_TIERS"}
+    tier = parse_tiers(tiers.environment["KVELASTIC_TIERS"])[0]
+    assert (tier.kind, tier.limit_bytes) == ("disk", 2 * plan.budget_bytes)
+
+
+def test_two_models_share_a_ledger_and_no_core(plan: Plan, tmp_path: Path) -> None:
+    started = launches(plan, WITH_CACHE, tmp_path, prefix_cache=True)
+    for way in WITH_CACHE:
+        a, b = (started[way, model] for model in MODELS)
+        assert a.ledger == b.ledger
+        assert (a.ledger is None) == (way in {HALVES, OFFLOAD, WHOLE})
+        if len(os.sched_getaffinity(0)) > 1:
+            assert a.environment[CORES] != b.environment[CORES]
+    ledgers = {launch.ledger for launch in started.values()}
+    assert len(ledgers) == 4, "ways that share memory with one another compare nothing"
+
+
+def test_halves_are_stock_vllm(plan: Plan, tmp_path: Path) -> None:
+    for way, size in ((HALVES, plan.half_bytes), (WHOLE, plan.budget_bytes)):
+        stock = launch(plan, way, "b", tmp_path, prefix_cache=False)
+        assert stock.instance is None
+        assert set(stock.environment) == {CORES}
+        at = stock.arguments.index("--kv-cache-memory-bytes")
+        assert stock.arguments[at + 1] == str(size)
+        assert "--no-enable-prefix-caching" in stock.arguments
+
+
+def test_bursts_in_turn_have_the_servers_that_they_had() -> None:
+    started = two_models_in_turn(QUICK)
+    assert len(started) == 4
+    assert started["shared", "a"].ledger == started["shared", "b"].ledger == ledger_name()
+    assert len({launch.ledger for launch in started.values()}) == 3
+    limits = {key: launch.environment.get("KVELASTIC_LIMIT") for key, launch in started.items()}
+    assert limits["halves", "a"] == str(QUICK.half_bytes)
+    assert limits["shared", "a"] is None
 
 
 def test_ways_take_turns_as_far_as_there_is_memory() -> None:
