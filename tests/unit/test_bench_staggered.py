@@ -32,6 +32,7 @@ from benchmarks.two_models.staggered.ways import (
     launches,
 )
 from benchmarks.two_models.workload import BLOCK_BYTES, BLOCK_TOKENS, MODELS, QUICK
+from kvelastic.config import load
 from kvelastic.tier_list import parse_tiers
 
 CORES = "VLLM_CPU_OMP_THREADS_BIND"
@@ -167,6 +168,8 @@ def test_two_models_share_a_ledger_and_no_core(plan: Plan, tmp_path: Path) -> No
         assert (a.ledger is None) == (way in {HALVES, OFFLOAD, WHOLE})
         if len(os.sched_getaffinity(0)) > 1:
             assert a.environment[CORES] != b.environment[CORES]
+        if a.ledger is not None:
+            assert load({**a.environment}).ledger == a.ledger, "the engine would refuse it"
     ledgers = {launch.ledger for launch in started.values()}
     assert len(ledgers) == 4, "ways that share memory with one another compare nothing"
 

@@ -83,7 +83,8 @@ def _offloading(plan: Plan, model: str, *, prefix_cache: bool) -> Launch:
 
 def _elastic(plan: Plan, way: str, model: str, tier: Path | None, *, prefix_cache: bool) -> Launch:
     """Both models in one ledger that has the whole budget."""
-    name, group = instance_name(way, model), ledger_name(way)
+    name = instance_name(way, model)
+    group = ledger_name(str(WAYS.index(way)))  # its length has a bound
     environment = {
         "ENABLE_KVELASTIC": "true",
         "KVELASTIC_IPC_NAME": name,
