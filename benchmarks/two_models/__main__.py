@@ -1,29 +1,31 @@
 """`scripts/bench two_models`: two models in one budget against the same two with half of it each.
 
-The two ways take turns; in each a burst goes to model A while B has nothing to do, and then the
-other way round. `--quick` does one round. README.md says what the figures mean.
+First bursts in turn: in each way a burst goes to model A while B has nothing to do, and then the
+other way round. Then the published schedule of staggered bursts (`--staggered` alone), with other
+ways besides. README.md says what the figures mean.
 """
 
 from __future__ import annotations
 
 import argparse
 import http.client
-import signal
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from types import FrameType
 
 import psutil
 
-from benchmarks.two_models import report, woken
+from benchmarks import harness
+from benchmarks.two_models import calibration, report, woken
 from benchmarks.two_models.bursts import BurstResult, measure
 from benchmarks.two_models.client import RequestFailedError, make_burst, run_burst
 from benchmarks.two_models.memory import MemoryWatch
-from benchmarks.two_models.servers import SHARED, WAYS, Servers
+from benchmarks.two_models.servers import SHARED, WAYS, Servers, two_models_in_turn
+from benchmarks.two_models.staggered import run as staggered
+from benchmarks.two_models.staggered import ways as staggered_ways
 from benchmarks.two_models.workload import MODELS, QUICK, WHOLE, Workload
 
 ROOT = Path(__file__).parents[2]
@@ -47,6 +49,12 @@ def model_folder() -> Path:
         text=True,
     )
     return Path(done.stdout.strip())
+
+
+def failed(error: BaseException) -> int:
+    """Say so; answers the exit status."""
+    print(f"\ntwo_models failed: {error or type(error).__name__}"[:2000], file=sys.stderr)
+    return 1
 
 
 def warm_up(servers: Servers, ways: Sequence[str] = WAYS) -> None:
@@ -76,7 +84,7 @@ def run(workload: Workload) -> int:
     print(report.workload_lines(workload), flush=True)
     with (
         TemporaryDirectory(prefix="kvelastic-two-models-") as folder,
-        Servers(model_folder(), workload, Path(folder)) as servers,
+        Servers(model_folder(), Path(folder), two_models_in_turn(workload)) as servers,
     ):
         try:
             print(f"  four servers ready after {servers.start():.0f} s", flush=True)
@@ -89,8 +97,7 @@ def run(workload: Workload) -> int:
             left = servers.stop()
         except FAILURES as error:
             print(servers.log_ends(), file=sys.stderr)
-            print(f"\ntwo_models failed: {error or type(error).__name__}"[:2000], file=sys.stderr)
-            return 1
+            return failed(error)
     report.write(workload, results, watch.samples, afterwards, awakening, left)
     return 0
 
@@ -99,7 +106,7 @@ def run_woken(workload: Workload) -> int:
     """Only the first token of a woken model: two servers, and none of the bursts."""
     with (
         TemporaryDirectory(prefix="kvelastic-two-models-") as folder,
-        Servers(model_folder(), workload, Path(folder), (SHARED,)) as servers,
+        Servers(model_folder(), Path(folder), two_models_in_turn(workload, (SHARED,))) as servers,
     ):
         try:
             print(f"  two servers ready after {servers.start():.0f} s", flush=True)
@@ -108,28 +115,82 @@ def run_woken(workload: Workload) -> int:
             left = servers.stop()
         except FAILURES as error:
             print(servers.log_ends(), file=sys.stderr)
-            print(f"\ntwo_models failed: {error or type(error).__name__}"[:2000], file=sys.stderr)
-            return 1
+            return failed(error)
     report.write_woken(workload, awakening, left)
     return 0
 
 
-def interrupted(number: int, _: FrameType | None) -> None:
-    raise SystemExit(128 + number)
+def run_staggered(chosen: argparse.Namespace, speed: calibration.Speed) -> int:
+    """The published schedule, with the prefix cache on, off, or first on and then off."""
+    for on in (True, False):
+        if chosen.cache in {"both", "on" if on else "off"}:
+            ways = staggered.ways_of(prefix_cache=on, quick=chosen.quick)
+            if chosen.ways:
+                of_all = staggered.ways_of(prefix_cache=on, quick=False)
+                ways = tuple(way for way in chosen.ways if way in of_all)
+            if not ways:
+                print("  tiers need the prefix cache: nothing to run without it", flush=True)
+                continue
+            try:
+                staggered.run(model_folder(), speed, prefix_cache=on, ways=ways)
+            except (*FAILURES, MemoryError, ValueError) as error:
+                return failed(error)
+    return 0
+
+
+def chosen_ways(text: str) -> list[str]:
+    """`halves,kvelastic_tiers`."""
+    ways = text.split(",")
+    if unknown := [way for way in ways if way not in staggered_ways.WAYS]:
+        raise argparse.ArgumentTypeError(
+            f"{', '.join(unknown)}: no such way; there are {', '.join(staggered_ways.WAYS)}"
+        )
+    if len(set(ways)) < len(ways):
+        raise argparse.ArgumentTypeError(f"{text}: each way once")
+    return ways
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="scripts/bench two_models", description=__doc__)
+    parser.add_argument(
+        "--quick", action="store_true", help="one round, or the ways that have bars"
+    )
+    part = parser.add_mutually_exclusive_group()
+    part.add_argument(
+        "--woken", action="store_true", help="only a woken model's first token, two minutes"
+    )
+    part.add_argument(
+        "--staggered", action="store_true", help="only the published schedule of staggered bursts"
+    )
+    part.add_argument("--bursts", action="store_true", help="only the bursts in turn")
+    only = parser.add_argument_group("of the staggered bursts")
+    only.add_argument(
+        "--cache", choices=("on", "off", "both"), default="both", help="vLLM's prefix cache"
+    )
+    only.add_argument(
+        "--ways", type=chosen_ways, metavar="WAY,WAY", help=", ".join(staggered_ways.WAYS)
+    )
+    return parser.parse_args()
+
+
+def main() -> int:
+    chosen = arguments()
+    workload = QUICK if chosen.quick else WHOLE
+    if chosen.woken:
+        return run_woken(workload)
+    try:
+        speed = calibration.measure(model_folder())
+    except FAILURES as error:
+        return failed(error)
+    if not chosen.staggered and (status := run(workload.on_machine(speed.step_s))):
+        return status
+    return 0 if chosen.bursts else run_staggered(chosen, speed)
 
 
 if __name__ == "__main__":
-    arguments = argparse.ArgumentParser(prog="scripts/bench two_models", description=__doc__)
-    arguments.add_argument("--quick", action="store_true", help="one round, under five minutes")
-    arguments.add_argument(
-        "--woken", action="store_true", help="only a woken model's first token, two minutes"
-    )
-    chosen = arguments.parse_args()
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, interrupted)
+    harness.end_by_exception()
     try:
-        workload = QUICK if chosen.quick else WHOLE
-        sys.exit(run_woken(workload) if chosen.woken else run(workload))
+        sys.exit(main())
     except KeyboardInterrupt:
         print("\nStopped: all servers have ended, and nothing is left of them.", file=sys.stderr)
         sys.exit(130)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 DEADLINE_S = 600.0
-_WORDS = range(1000, 40_000)
+WORDS = range(1000, 40_000)
 """Token ids that prompts are made of: ordinary ones, above every special token of SmolLM2."""
 
 
@@ -46,7 +46,7 @@ def make_burst(
     return [
         Request(
             at_s - times[0],
-            pick.choices(_WORDS, k=prompt_tokens - pick.randrange(prompt_tokens // 8)),
+            pick.choices(WORDS, k=prompt_tokens - pick.randrange(prompt_tokens // 8)),
             answer_tokens - pick.randrange(answer_tokens // 8),
         )
         for at_s in times

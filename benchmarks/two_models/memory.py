@@ -8,7 +8,6 @@ with MemoryWatch(servers) as watch:
 from __future__ import annotations
 
 import csv
-import os
 import threading
 import time
 from collections.abc import Iterable
@@ -19,7 +18,7 @@ from types import TracebackType
 import psutil
 from vllm_server import worker_memory_bytes
 
-from benchmarks.two_models.servers import WAYS, Servers
+from benchmarks.two_models.servers import WAYS, Servers, instance_name, ledger_name
 from benchmarks.two_models.workload import MODELS
 from kvelastic import ledger
 
@@ -45,7 +44,7 @@ class Sample:
 class MemoryWatch:
     def __init__(self, servers: Servers) -> None:
         self._servers = servers
-        self._owners = {servers.name(way, m): (way, m) for way in WAYS for m in MODELS}
+        self._owners = {instance_name(way, m): (way, m) for way in WAYS for m in MODELS}
         self._workers = {
             (way, m): servers[way, m].processes()["worker"] for way in WAYS for m in MODELS
         }
@@ -74,7 +73,7 @@ class MemoryWatch:
     def look(self) -> dict[tuple[str, str], Sample]:
         """The present state of every instance, by way and model."""
         at_s = round(self.now_s(), 2)
-        mine = f"two-models-{os.getpid()}"
+        mine = ledger_name()
         found = {}
         for info in ledger.list_ledgers():
             if not info.group.startswith(mine):

@@ -32,8 +32,9 @@ def workload_lines(workload: Workload) -> str:
     w = workload
     return (
         f"  budget {w.budget_bytes // MIB} MiB, or {w.half_bytes // MIB} each; a burst:"
-        f" {w.requests} requests within {w.over_s:g} s, prompts of up to {w.prompt_tokens} tokens"
-        f" and answers of up to {w.answer_tokens}: {w.burst_bytes / MIB:.0f} MiB at most"
+        f" {w.requests} requests within {w.over_s:.1f} s, prompts of up to {w.prompt_tokens} tokens"
+        f" and answers of up to {w.answer_tokens}: {w.burst_bytes / MIB:.0f} MiB at most,"
+        f" {w.part:.2f} of a half"
     )
 
 
@@ -180,7 +181,7 @@ def write(
     content = {
         "machine": on,
         "date": date,
-        "workload": asdict(workload) | {"burst_bytes": workload.burst_bytes},
+        "workload": asdict(workload) | {"burst_bytes": workload.burst_bytes, "part": workload.part},
         "figures": told,
         "bursts": [_without_tokens(result) for result in results],
         "afterwards": [asdict(sample) for sample in afterwards.values()],

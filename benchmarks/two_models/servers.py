@@ -1,10 +1,10 @@
-"""The four servers: two models in the shared budget, and the same two with half of it each.
+"""The servers of a run: two models in each of several ways to share the memory.
 
-with Servers(model_folder, workload, work_folder) as servers:
+with Servers(model_folder, work_folder, two_models_in_turn(workload)) as servers:
     servers.start()
     servers["shared", "a"].port
 
-All four run from the beginning to the end, so that the two ways can take turns burst by burst; who
+All of them run from the beginning to the end, so that the ways can take turns burst by burst; who
 is not asked has nothing to do. Leaving the block ends all of them, whatever has happened.
 """
 
@@ -14,7 +14,8 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 
@@ -29,31 +30,98 @@ HALVES, SHARED = WAYS = ("halves", "shared")
 MOST_REQUESTS_AT_ONCE = 32
 MOST_TOKENS = 512
 LOG_LINES = 30
+MOST_CONVERSATION_TOKENS = 2048
+"""Of conversations that go on for several turns."""
+_MOST_TOKENS_A_STEP = 256
+"""A step of vLLM's default, 2,048 tokens, would take seconds here, and the burst with it."""
+
+
+@dataclass(frozen=True)
+class Launch:
+    """How one server is started, beyond what all have in common."""
+
+    arguments: Sequence[str]
+    environment: Mapping[str, str] = field(default_factory=dict)
+    instance: str | None = None
+    """Its name as kvctl shows it; None: it runs without kvelastic."""
+    ledger: str | None = None
+    """The group that it shares a budget with."""
+
+
+def instance_name(way: str, model: str) -> str:
+    """As kvctl shows it."""
+    return f"two_models_{os.getpid()}_{way}_{model}"
+
+
+def ledger_name(of: str = "") -> str:
+    """Of this run; `of` says whose, where there is more than one."""
+    return f"two-models-{os.getpid()}" + (f"-{of}" if of else "")
+
+
+def two_models_in_turn(
+    workload: Workload, ways: Sequence[str] = WAYS
+) -> dict[tuple[str, str], Launch]:
+    """Two that share one ledger, and the same two with half of the budget each."""
+    return {(way, model): _launch(workload, way, model) for way in ways for model in MODELS}
+
+
+def _launch(workload: Workload, way: str, model: str) -> Launch:
+    size = workload.budget_bytes if way == SHARED else workload.half_bytes
+    name = instance_name(way, model)
+    group = ledger_name() if way == SHARED else ledger_name(model)
+    environment = {
+        "ENABLE_KVELASTIC": "true",
+        "KVELASTIC_IPC_NAME": name,
+        "KVELASTIC_LEDGER": group,
+        "KVELASTIC_HOST_MEMORY": str(size),
+        "VLLM_SERVER_DEV_MODE": "1",  # /sleep and /wake_up
+    }
+    if way == HALVES:
+        environment["KVELASTIC_LIMIT"] = str(size)
+    arguments = [
+        "--max-model-len", str(MOST_TOKENS), "--max-num-seqs", str(MOST_REQUESTS_AT_ONCE),
+        "--block-size", str(BLOCK_TOKENS), "--kv-cache-memory-bytes", str(size),
+    ]  # fmt: skip
+    return Launch(arguments, environment, name, group)
+
+
+def stock_launch(model: str, kv_bytes: int, *, prefix_cache: bool) -> Launch:
+    """vLLM as it is, for conversations."""
+    return Launch(stock_arguments(kv_bytes, prefix_cache=prefix_cache), cores_of(model))
+
+
+def stock_arguments(kv_bytes: int, *, prefix_cache: bool) -> list[str]:
+    """For conversations, in whatever way."""
+    return [
+        "--max-model-len", str(MOST_CONVERSATION_TOKENS),
+        "--max-num-seqs", str(MOST_REQUESTS_AT_ONCE),
+        "--max-num-batched-tokens", str(_MOST_TOKENS_A_STEP),
+        "--block-size", str(BLOCK_TOKENS), "--kv-cache-memory-bytes", str(kv_bytes),
+        "--enable-prefix-caching" if prefix_cache else "--no-enable-prefix-caching",
+    ]  # fmt: skip
+
+
+def cores_of(model: str) -> dict[str, str]:
+    """Half of the cores for each model's worker: left alone, vLLM binds both to the same one."""
+    cores = sorted(os.sched_getaffinity(0))
+    half = max(1, len(cores) // 2)
+    mine = cores[:half] if model == MODELS[0] else cores[-half:]
+    return {"VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, mine))}
 
 
 class Servers:
     def __init__(
-        self, model: Path, workload: Workload, folder: Path, ways: Sequence[str] = WAYS
+        self, model: Path, folder: Path, launches: Mapping[tuple[str, str], Launch]
     ) -> None:
-        self._ways = ways
+        """`launches` by way and model."""
         self._model = model
-        self._workload = workload
         self._folder = folder
+        self._launches = launches
         self._running: dict[tuple[str, str], VllmServer] = {}
         self._files: set[Path] = set()
 
     def __getitem__(self, key: tuple[str, str]) -> VllmServer:
         return self._running[key]
-
-    @staticmethod
-    def name(way: str, model: str) -> str:
-        """Of the instance, as kvctl shows it."""
-        return f"two_models_{os.getpid()}_{way}_{model}"
-
-    @staticmethod
-    def group(way: str, model: str) -> str:
-        """Of the ledger: one for both, or one for each."""
-        return f"two-models-{os.getpid()}" + ("" if way == SHARED else f"-{model}")
 
     def __enter__(self) -> Servers:
         return self
@@ -64,43 +132,34 @@ class Servers:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            signal.signal(number, signal.SIG_IGN)  # a second one must not leave the half of it
+        before = {
+            number: signal.signal(number, signal.SIG_IGN)  # a second one must not leave the half
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+        }
         self._remember_files()
         for server in self._running.values():
             server.kill()
-        instances = [self.name(way, model) for way in WAYS for model in MODELS]
-        shared_files.remove(self._files | {shared_files.SHM / name for name in instances})
+        instances = {launch.instance for launch in self._launches.values()} - {None}
+        shared_files.remove(self._files | {shared_files.SHM / str(name) for name in instances})
         ledger.reap()
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
     def start(self) -> float:
         """All at once; answers after how many seconds the last one was ready."""
         begin_s = time.monotonic()
-        for way in self._ways:
-            for model in MODELS:
-                self._running[way, model] = self._launch(way, model)
+        for (way, model), launch in self._launches.items():
+            self._running[way, model] = VllmServer(
+                self._model,
+                self._folder / f"{way}_{model}.log",
+                # Its sockets go with the folder.
+                {**launch.environment, "VLLM_RPC_BASE_PATH": str(self._folder)},
+                launch.arguments,
+            )
         for server in self._running.values():
             server.wait_until_ready()
         self._remember_files()
         return time.monotonic() - begin_s
-
-    def _launch(self, way: str, model: str) -> VllmServer:
-        size = self._workload.budget_bytes if way == SHARED else self._workload.half_bytes
-        environment = {
-            "ENABLE_KVELASTIC": "true",
-            "KVELASTIC_IPC_NAME": self.name(way, model),
-            "KVELASTIC_LEDGER": self.group(way, model),
-            "KVELASTIC_HOST_MEMORY": str(size),
-            "VLLM_SERVER_DEV_MODE": "1",  # /sleep and /wake_up
-            "VLLM_RPC_BASE_PATH": str(self._folder),  # its sockets go with the folder
-        }
-        if way == HALVES:
-            environment["KVELASTIC_LIMIT"] = str(size)
-        arguments = [
-            "--max-model-len", str(MOST_TOKENS), "--max-num-seqs", str(MOST_REQUESTS_AT_ONCE),
-            "--block-size", str(BLOCK_TOKENS), "--kv-cache-memory-bytes", str(size),
-        ]  # fmt: skip
-        return VllmServer(self._model, self._folder / f"{way}_{model}.log", environment, arguments)
 
     def stop(self) -> list[str]:
         """End all as an operator does; answers what is left in shared memory."""
@@ -118,8 +177,9 @@ class Servers:
             if info.name.startswith(mine)
         }
         # Whoever made a ledger has it mapped under the name that it had before it was whole.
-        groups = {self.group(way, model) for way in WAYS for model in MODELS}
-        left |= {path for group in groups if (path := ledger.ledger_path(group, "host")).exists()}
+        groups = {launch.ledger for launch in self._launches.values()} - {None}
+        paths = {ledger.ledger_path(str(group), "host") for group in groups}
+        left |= {path for path in paths if path.exists()}
         return sorted(map(str, left))
 
     def log_ends(self) -> str:

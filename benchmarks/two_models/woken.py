@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from vllm_server import VllmServer
 
 from benchmarks.two_models.client import make_burst, run_burst
-from benchmarks.two_models.servers import SHARED, Servers
+from benchmarks.two_models.servers import SHARED, Servers, instance_name
 from benchmarks.two_models.workload import MODELS, Workload
 from kvelastic import segment
 
@@ -48,7 +48,7 @@ def measure(servers: Servers, workload: Workload) -> WokenResult:
     """Take turns; raises what `run_burst` raises. Both serve as before afterwards."""
     a, b = MODELS
     woken, neighbour = servers[SHARED, a], servers[SHARED, b]
-    neighbours_name = Servers.name(SHARED, b)
+    neighbours_name = instance_name(SHARED, b)
     result = WokenResult()
     for turn in range(workload.woken_turns):
         _first_token_s(woken, f"warm {turn}")

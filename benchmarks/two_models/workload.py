@@ -8,7 +8,7 @@ comes late has to wait there until earlier answers are finished.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from benchmarks.two_models.client import Request, make_burst
 
@@ -19,6 +19,8 @@ BLOCK_BYTES = BLOCK_TOKENS * 30 * 2 * 3 * 64 * 4
 PAGE_BYTES = 24 * MIB
 """What kvelastic makes of such blocks; a run compares it with what it finds."""
 MODELS = ("a", "b")
+_SPREAD = 0.75
+"""A burst's arrivals, by the time that its answers take."""
 
 
 @dataclass(frozen=True)
@@ -28,13 +30,20 @@ class Workload:
     requests: int = 20
     prompt_tokens: int = 192
     answer_tokens: int = 128
-    over_s: float = 20.0
-    """The time in which a burst's requests come."""
+    over_s: float = 0.0
+    """The time in which a burst's requests come: see `on_machine`."""
     budget_pages: int = 14
     woken_turns: int = 5
     """How often a model is woken beside a full neighbour."""
     new_rounds_for_s: float = 420.0
     """No round begins later than this after the first."""
+
+    def on_machine(self, step_s: float) -> Workload:
+        """Have a burst come faster than its first answers end, where a step takes so long.
+
+        All requests are under way at once then, and need the same memory on any processor.
+        """
+        return replace(self, over_s=_SPREAD * self.answer_tokens * step_s)
 
     @property
     def budget_bytes(self) -> int:
@@ -54,6 +63,11 @@ class Workload:
         """All requests of a burst at their ends, at the most."""
         return self.requests * self.request_bytes
 
+    @property
+    def part(self) -> float:
+        """What a burst needs at once at the most, as a part of a half."""
+        return self.burst_bytes / self.half_bytes
+
     def burst(self, round_number: int, model: str) -> list[Request]:
         """The same in both ways, another one for each model and round."""
         return make_burst(
@@ -66,4 +80,4 @@ class Workload:
 
 
 WHOLE = Workload(rounds=3)
-QUICK = Workload(rounds=1, answer_tokens=96, over_s=18.0, woken_turns=2)
+QUICK = Workload(rounds=1, answer_tokens=96, woken_turns=2)

@@ -1,13 +1,14 @@
 """Offloading to this machine's memory without a GPU, for vLLM's own OffloadingConnector.
 
 vLLM's CPU offloading wants a GPU to copy from. This is the same with its scheduler's side, its
-books and its fences, and a thread that copies; each job takes a while, so that jobs are on their
-way when the tests take memory away. Named by `spec_module_path=host_offload` and
-`spec_name=HostOffloading`.
+books and its fences, and a thread that copies. Named by `spec_module_path=host_offload` and
+`spec_name=HostOffloading`; `job_s` in the connector's extra configuration is how long each job
+takes at least, so that jobs are on their way when the tests take memory away.
 """
 
 from __future__ import annotations
 
+import os
 import queue
 import threading
 import time
@@ -19,18 +20,24 @@ from vllm.v1.kv_offload.base import OffloadingWorker, TransferResult
 from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
 
 JOB_S = 0.3
+"""What a job takes unless the configuration says otherwise."""
 
 
 class HostWorker(OffloadingWorker):
     """Copies blocks between the KV cache and tensors of its own, in the order it is asked."""
 
-    def __init__(self, kv_caches: Any, blocks_per_chunk: int, chunks: int) -> None:
+    def __init__(
+        self, kv_caches: Any, blocks_per_chunk: int, chunks: int, job_s: float = JOB_S
+    ) -> None:
         self._blocks_per_chunk = blocks_per_chunk
+        self._job_s = job_s
+        # NumPy and not torch copies: torch's copy would start threads for OpenMP of its own.
         self._cache = [
-            one.tensor.view(torch.int8).view(-1, one.page_size_bytes) for one in kv_caches.tensors
+            one.tensor.view(torch.int8).view(-1, one.page_size_bytes).numpy()
+            for one in kv_caches.tensors
         ]
         self._host = [
-            torch.zeros(chunks * blocks_per_chunk, one.page_size_bytes, dtype=torch.int8)
+            np.zeros((chunks * blocks_per_chunk, one.page_size_bytes), np.int8)
             for one in kv_caches.tensors
         ]
         self._refs = kv_caches.group_data_refs
@@ -54,13 +61,17 @@ class HostWorker(OffloadingWorker):
         return True
 
     def _copy_all(self) -> None:
+        # vLLM binds its workers to cores; the copies are not to wait for the model's.
+        os.sched_setaffinity(0, range(os.cpu_count() or 1))
         while (job := self._jobs.get()) is not None:
             job_id, cache, host, stores = job
-            time.sleep(JOB_S)
+            began_s = time.monotonic()
+            time.sleep(self._job_s)
             copied = self._copy(cache, host, stores)
             with self._changed:
                 self._pending.discard(job_id)
-                self._done.append(TransferResult(job_id, True, copied, JOB_S))
+                took_s = time.monotonic() - began_s
+                self._done.append(TransferResult(job_id, True, copied, took_s))
                 self._changed.notify_all()
 
     def _copy(self, cache: Any, host: Any, stores: bool) -> int:
@@ -74,9 +85,8 @@ class HostWorker(OffloadingWorker):
             chunks = -(-(count + skipped) // self._blocks_per_chunk)
             chunk_ids = host.block_ids[first_chunk : first_chunk + chunks].astype(np.int64)
             slots = chunk_ids[:, None] * self._blocks_per_chunk + np.arange(self._blocks_per_chunk)
-            there = torch.from_numpy(slots.ravel()[skipped : skipped + count])
-            block_ids = cache.block_ids[first_block : first_block + count].astype(np.int64)
-            here = torch.from_numpy(block_ids)
+            there = slots.ravel()[skipped : skipped + count]
+            here = cache.block_ids[first_block : first_block + count].astype(np.int64)
             first_block, first_chunk = first_block + count, first_chunk + chunks
             for ref in refs:
                 mine, its = self._cache[ref.tensor_idx], self._host[ref.tensor_idx]
@@ -106,5 +116,6 @@ class HostOffloading(CPUOffloadingSpec):
 
     def get_worker(self, kv_caches: Any) -> HostWorker:
         if not self._worker:
-            self._worker = HostWorker(kv_caches, self.blocks_per_chunk, self.num_chunks)
+            job_s = float(self.extra_config.get("job_s", JOB_S))
+            self._worker = HostWorker(kv_caches, self.blocks_per_chunk, self.num_chunks, job_s)
         return self._worker

@@ -1,0 +1,1 @@
+"""Staggered bursts of two models: the published schedule, scaled to the machine."""
