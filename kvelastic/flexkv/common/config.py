@@ -14,6 +14,26 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from kvelastic.errors import ConfigError, InvalidArgumentError, UnsupportedError
+from kvelastic.flexkv.common.user_config import (
+    GLOBAL_CONFIG_FROM_ENV,
+    UserConfig,
+    load_user_config_from_env,
+    load_user_config_from_file,
+    update_default_config_from_user_config,
+)
+
+__all__ = [
+    "GLOBAL_CONFIG_FROM_ENV",
+    "CacheConfig",
+    "ModelConfig",
+    "UserConfig",
+    "check_supported",
+    "dtype_name",
+    "item_bytes",
+    "load_user_config_from_env",
+    "load_user_config_from_file",
+    "update_default_config_from_user_config",
+]
 
 _ITEM_BYTES: Final = {
     "bfloat16": 2,
