@@ -16,7 +16,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, Protocol
 
 from kvelastic import _vmm
 from kvelastic.errors import InvalidArgumentError, NotInitializedError, UnsupportedError
@@ -78,11 +78,33 @@ class CPURemoteTransferWorker(_TierWorker):
     transfer_types = frozenset((TransferType.REMOTE2H, TransferType.H2REMOTE))
 
 
+class Blocks(Protocol):
+    """What is copied of a rank: `_vmm.EngineBlocks`, or `SharedBlocks` of another process."""
+
+    @property
+    def blocks(self) -> int:
+        """How many there are."""
+
+    @property
+    def record_bytes(self) -> int:
+        """Of one."""
+
+    def copy_out(
+        self, ids: Sequence[int], staging: Any, slots: Sequence[int], offset_bytes: int = 0
+    ) -> None:
+        """Blocks to slots, from that byte of each on."""
+
+    def copy_in(
+        self, staging: Any, slots: Sequence[int], ids: Sequence[int], offset_bytes: int = 0
+    ) -> None:
+        """The other way round."""
+
+
 @dataclass(frozen=True)
 class RankBlocks:
     """One rank's tensors."""
 
-    blocks: _vmm.EngineBlocks
+    blocks: Blocks
     keep: Any
     """What keeps their memory."""
 
@@ -119,9 +141,7 @@ class GPUCPUTransferWorker(TransferWorker):
             return Step(Kind.COPY_IN)
         return Step(Kind.PUT, self._tiers[DeviceType.CPU])
 
-    def register(
-        self, dp_client_id: int, tp_rank: int, blocks: _vmm.EngineBlocks, keep: Any = None
-    ) -> None:
+    def register(self, dp_client_id: int, tp_rank: int, blocks: Blocks, keep: Any = None) -> None:
         """A rank's tensors are there. `keep` is held until `unregister`.
 
         Raises `InvalidArgumentError` for a rank that is not expected or is there already, and for
