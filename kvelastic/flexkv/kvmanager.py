@@ -22,11 +22,21 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from kvelastic.config import Config
-from kvelastic.errors import UnsupportedError
-from kvelastic.flexkv.common.config import CacheConfig, ModelConfig
+from kvelastic.errors import ConfigError, NotInitializedError, UnsupportedError
+from kvelastic.flexkv.common.config import (
+    GLOBAL_CONFIG_FROM_ENV,
+    CacheConfig,
+    ModelConfig,
+    check_supported,
+)
 from kvelastic.flexkv.common.request import KVResponse, Mask
 from kvelastic.flexkv.common.storage import KVCacheLayout
 from kvelastic.flexkv.kvtask import WAIT_S, KVTaskEngine
+from kvelastic.flexkv.server.client import KVDPClient, KVTPClient
+from kvelastic.flexkv.server.process import KVServerHandle
+from kvelastic.flexkv.server.rank_listener import RankListener
+from kvelastic.flexkv.server.server import KVServer
+from kvelastic.flexkv.server.utils import default_endpoint, gpu_register_endpoint
 
 
 class KVManager:
@@ -49,28 +59,73 @@ class KVManager:
         kvelastic's own (None: from the environment). Raises `ConfigError` for a value that is not
         accepted, `UnsupportedError` for what is not there, with what to use instead.
         """
-        for name, port in (
-            ("gpu_register_port", gpu_register_port),
-            ("server_recv_port", server_recv_port),
-        ):
-            if port:
-                raise UnsupportedError(
-                    f"{name}={port!r}: this manager serves its own process; register tensors by"
-                    " register_kv_caches"
-                )
+        check_supported(model_config, cache_config)
         if event_collector is not None:
             raise UnsupportedError("event_collector: read `kvctl tiers` or the metrics instead")
         self.dp_client_id = dp_client_id
-        self._engine = KVTaskEngine(model_config, cache_config, settings=settings)
+        self.server_recv_port = server_recv_port or _configured_endpoint()
+        self.gpu_register_port = gpu_register_port or (
+            gpu_register_endpoint(self.server_recv_port) if self.server_recv_port else ""
+        )
+        self._model, self._cache = model_config, cache_config
+        self._listener: RankListener | None = None
+        self._server: KVServerHandle | None = None
+        self._own_ranks: list[KVTPClient] = []
+        self._is_served = is_served(model_config)
+        self._engine: KVTaskEngine | KVDPClient
+        if self._is_served:
+            self.server_recv_port = self.server_recv_port or default_endpoint()
+            self.gpu_register_port = self.gpu_register_port or gpu_register_endpoint(
+                self.server_recv_port
+            )
+            self._engine = KVDPClient(
+                self.server_recv_port, model_config, dp_client_id, cache_config.tokens_per_block
+            )
+        else:
+            self._engine = KVTaskEngine(model_config, cache_config, settings=settings)
 
     @property
     def task_engine(self) -> KVTaskEngine:
-        """What carries the calls out."""
+        """What carries the calls out. Raises `NotInitializedError` where a server does."""
+        if not isinstance(self._engine, KVTaskEngine):
+            raise NotInitializedError("the tasks of this manager are its server's")
         return self._engine
 
     def start(self) -> None:
-        """Open the tiers. Blocks as long as the stores need; raises what they raise."""
-        self._engine.start()
+        """Open the tiers, or start the server or find it, and listen for ranks.
+
+        Blocks as long as the stores need, or until the server is there. Raises what they raise, and
+        `ChannelError` if an endpoint is taken; nothing is left then. Repeatable.
+        """
+        try:
+            if self._is_served and self._server is None and self._owns_server:
+                self._server = KVServer.create_server(
+                    self._model,
+                    self._cache,
+                    self.gpu_register_port,
+                    self.server_recv_port,
+                    inherit_env=False,
+                )
+            self._engine.start()
+            if not self._is_served and self.gpu_register_port and self._listener is None:
+                self._listener = RankListener(
+                    self._model,
+                    self._cache,
+                    self.gpu_register_port,
+                    lambda: self.task_engine.transfer_engine.gpu_worker,
+                )
+        except BaseException:
+            self.shutdown()
+            raise
+
+    @property
+    def _owns_server(self) -> bool:
+        return self.dp_client_id == 0 and GLOBAL_CONFIG_FROM_ENV.server_launch_mode == "embedded"
+
+    def reconnect(self) -> None:
+        """Look for the server again, after a call has said that it is gone. Blocks shortly."""
+        if isinstance(self._engine, KVDPClient):
+            self._engine.reconnect()
 
     def is_ready(self) -> bool:
         """Whether every expected rank has registered its tensors, so that tasks can be launched."""
@@ -85,7 +140,13 @@ class KVManager:
     ) -> None:
         """As `KVTaskEngine.register_kv_caches`; the client is this manager's unless it is named."""
         client = self.dp_client_id if dp_client_id is None else dp_client_id
-        self._engine.register_kv_caches(kv_caches, layout, client, tp_rank)
+        if isinstance(self._engine, KVTaskEngine):
+            self._engine.register_kv_caches(kv_caches, layout, client, tp_rank)
+            return
+        rank = KVTPClient(self.gpu_register_port, client, tp_rank=tp_rank)
+        self._own_ranks.append(rank)
+        rank.register_to_server(kv_caches, layout)
+        rank.wait_until_registered()
 
     def get_match(
         self,
@@ -232,12 +293,28 @@ class KVManager:
         self._engine.reset()
 
     def shutdown(self) -> None:
-        """Cancel what is on its way and close the tiers. Repeatable. Blocks."""
-        self._engine.shutdown()
+        """Cancel what is on its way and close the tiers. Repeatable. Blocks.
+
+        Of several clients the one that has started the server ends it; the others leave it.
+        """
+        for rank in self._own_ranks:
+            rank.close()
+        if self._listener is not None:
+            self._listener.close()
+        if isinstance(self._engine, KVTaskEngine):
+            self._engine.shutdown()
+        elif self._server is None:
+            self._engine.unregister()
+        else:
+            self._engine.shutdown()
+            self._server.shutdown()
 
     def check_integrity(self) -> None:
-        """Every part's own check. Raises `IntegrityError`. Blocks."""
-        self._engine.check_integrity()
+        """Every part's own check; of a server that is its own. Raises `IntegrityError`. Blocks."""
+        if self._listener is not None:
+            self._listener.check_integrity()
+        if isinstance(self._engine, KVTaskEngine):
+            self._engine.check_integrity()
 
     def _client(self, dp_id: int) -> int:
         """`dp_id` names another client of this process than the manager's own."""
@@ -249,3 +326,23 @@ class KVManager:
 
     def __exit__(self, *_: object) -> None:
         self.shutdown()
+
+
+def is_served(model: ModelConfig) -> bool:
+    """Whether a server has the tiers: for several clients, or because the settings say so.
+
+    Raises `ConfigError` for FLEXKV_SERVER_LAUNCH_MODE=external where there is no server.
+    """
+    several = model.dp_size > 1 or model.instance_num > 1
+    if several or GLOBAL_CONFIG_FROM_ENV.server_client_mode:
+        return True
+    if GLOBAL_CONFIG_FROM_ENV.server_launch_mode == "external":
+        raise ConfigError(
+            "FLEXKV_SERVER_LAUNCH_MODE=external: one client has no server; set"
+            " FLEXKV_SERVER_CLIENT_MODE=1, or leave it out"
+        )
+    return False
+
+
+def _configured_endpoint() -> str:
+    return str(GLOBAL_CONFIG_FROM_ENV.server_recv_port or "")

@@ -33,7 +33,7 @@ from kvelastic.flexkv.common.config import CacheConfig, ModelConfig
 from kvelastic.flexkv.common.request import KVResponseStatus
 from kvelastic.flexkv.common.transfer import DeviceType
 from kvelastic.flexkv.kvmanager import KVManager
-from kvelastic.flexkv.kvtask import TaskStatus
+from kvelastic.flexkv.kvtask import KVTaskEngine, TaskStatus
 from kvelastic.flexkv.transfer.transfer_engine import TransferEngine
 
 
@@ -154,13 +154,16 @@ def test_it_is_ready_when_every_rank_of_every_client_has_registered() -> None:
     model = ModelConfig(
         num_layers=2, num_kv_heads=2, head_size=4, dtype="float32", tp_size=2, dp_size=2
     )
-    with KVManager(model, cache_config()) as manager:
+    tasks = KVTaskEngine(model, cache_config())
+    tasks.start()
+    with KVManager(MODEL, cache_config()) as manager:
         for client in range(2):
             for rank in range(2):
-                assert not manager.is_ready()
+                assert not tasks.is_ready()
                 own = Engine(manager, model)
-                manager.register_kv_caches([own.tensor], own.layout, client, rank)
-        assert manager.is_ready()
+                tasks.register_kv_caches([own.tensor], own.layout, client, rank)
+        assert tasks.is_ready()
+    tasks.shutdown()
 
 
 def test_before_start_and_after_shutdown_every_call_says_so() -> None:
