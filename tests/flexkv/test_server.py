@@ -199,6 +199,76 @@ def test_ranks_of_another_shape_or_place_are_refused(started: Started) -> None:
         two.wait_until_registered(10)
 
 
+def handed_over(started: Started, fds: list[int]) -> str:
+    """What a rank hears that hands these over as the memory of its cache."""
+    channel = connect(
+        parse_address(f"unix://{started.port.removeprefix('ipc://')}_gpu_register"),
+        messages.PROTOCOL,
+    )
+    body = messages.PROTOCOL.encode(messages.AddMemory(is_elastic=False))
+    tensor = messages.Tensor(
+        memory=0,
+        offset=0,
+        shape=list(SHAPE),
+        strides_bytes=list(np.empty(SHAPE, "float16").strides),
+        dtype="float16",
+        item_bytes=2,
+        block_axis=2,
+    )
+    try:
+        for first in range(0, len(fds), 16):
+            some = fds[first : first + 16]
+            frame = channel._writer.write(Kind.NOTICE, 0, body, len(some))
+            socket.send_fds(channel._socket, [frame], some)
+        channel.call(messages.RegisterTPClient(0, 0, False, [tensor]), 10)
+        return "registered"
+    except (KvelasticError, OSError) as error:
+        return str(error)
+    finally:
+        channel.close()
+
+
+def test_descriptors_of_what_is_no_memory_are_refused_and_closed(
+    started: Started, tmp_path: Path
+) -> None:
+    read_end, write_end = os.pipe()
+    folder = os.open(tmp_path, os.O_RDONLY)
+    zeros = os.open("/dev/zero", os.O_RDWR)
+    short, good = os.memfd_create("short"), os.memfd_create("good")
+    os.ftruncate(short, 100)
+    os.ftruncate(good, 1 << 20)
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    for fd in (read_end, folder, zeros):
+        assert "no memory" in handed_over(started, [fd])
+    assert "does not lie in its memory of 100 bytes" in handed_over(started, [short])
+    assert handed_over(started, [good] * 1000) != "registered"
+    assert handed_over(started, [good]) == "registered"
+    deadline_s = time.monotonic() + 30
+    while len(list(Path("/proc/self/fd").iterdir())) > before:
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)
+    started.server.check_integrity()
+    for fd in (read_end, write_end, folder, zeros, short, good):
+        os.close(fd)
+
+
+def test_memory_that_cannot_be_written_is_a_failed_get(started: Started) -> None:
+    rank, kv = started.rank(0)
+    client = started.client()
+    rank.wait_until_registered(10)
+    kv[...] = 1
+    put(client, 0, 1, 2)
+    (blocks,) = [one[1] for one in started.server._registrations._ranks.values()]
+    for fd in blocks._fds:
+        read_only = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY)
+        os.dup2(read_only, fd)
+        os.close(read_only)
+    task, _ = client.get_match(PROMPT)
+    client.launch_tasks([task], [slots(0, 1, 2)])
+    assert client.wait([task])[task].status is KVResponseStatus.FAILED
+    started.server.check_integrity()
+
+
 def test_a_rank_may_come_before_its_server_and_outlives_one(tmp_path: Path) -> None:
     kv = shared_zeros(SHAPE, "float16")
     rank = KVTPClient(f"ipc://{tmp_path}/s_gpu_register")

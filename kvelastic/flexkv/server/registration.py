@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import select
+import stat
 from collections.abc import Callable, Sequence
 from typing import Final
 
@@ -70,8 +71,10 @@ class Registrations:
         kept = self._memories.setdefault(request.connection, [])
         kept += [(fd, message.is_elastic) for fd in request.take_descriptors()]
         if len(kept) > _MOST_MEMORIES:
+            error = MessageError(f"a rank has handed over more than {_MOST_MEMORIES} memories")
             self.connection_ended(request.connection)
-            raise MessageError(f"a rank has handed over more than {_MOST_MEMORIES} memories")
+            request.connection.end(error)
+            raise error
 
     def add_device(self, request: Request, message: messages.AddDevice) -> None:
         """The rank's tensors lie in a GPU's pages."""
@@ -165,8 +168,7 @@ class Registrations:
                 blocks = DeviceBlocks(span, own, count, _exporter(connection))
             else:
                 sizes = [
-                    MOST_BYTES << 1 if is_elastic else os.fstat(fd).st_size
-                    for fd, is_elastic in memories
+                    MOST_BYTES << 1 if is_elastic else _size_of(fd) for fd, is_elastic in memories
                 ]
                 buffers, count = _buffers(message, sizes)
                 blocks = SharedBlocks(
@@ -190,6 +192,15 @@ class Registrations:
                 os.close(fd)
             raise
         return blocks
+
+
+def _size_of(fd: int) -> int:
+    found = os.fstat(fd)
+    if not stat.S_ISREG(found.st_mode):
+        raise InvalidArgumentError(
+            "what was handed over is no memory: give a memfd, or a file of shared memory"
+        )
+    return found.st_size
 
 
 def _buffers(
