@@ -22,7 +22,12 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from kvelastic.config import Config
-from kvelastic.errors import ConfigError, NotInitializedError, UnsupportedError
+from kvelastic.errors import (
+    ConfigError,
+    InvalidArgumentError,
+    NotInitializedError,
+    UnsupportedError,
+)
 from kvelastic.flexkv.common.config import (
     GLOBAL_CONFIG_FROM_ENV,
     CacheConfig,
@@ -62,6 +67,20 @@ class KVManager:
         check_supported(model_config, cache_config)
         if event_collector is not None:
             raise UnsupportedError("event_collector: read `kvctl tiers` or the metrics instead")
+        ports = (gpu_register_port, server_recv_port)
+        is_port = all(port is None or isinstance(port, str) for port in ports)
+        if not is_port or isinstance(dp_client_id, bool) or not isinstance(dp_client_id, int):
+            raise InvalidArgumentError(
+                f"gpu_register_port={gpu_register_port!r}, server_recv_port={server_recv_port!r},"
+                f" dp_client_id={dp_client_id!r}: two endpoints and a number are wanted; FlexKV has"
+                " changed their order, so pass them by name"
+            )
+        clients = model_config.dp_size * model_config.instance_num
+        if not 0 <= dp_client_id < clients:
+            raise InvalidArgumentError(
+                f"dp_client_id={dp_client_id} is none of {clients} data-parallel clients; it is"
+                " instance_id * dp_size + dp_rank"
+            )
         self.dp_client_id = dp_client_id
         self.server_recv_port = server_recv_port or _configured_endpoint()
         self.gpu_register_port = gpu_register_port or (

@@ -164,6 +164,21 @@ def test_external_without_a_server_is_refused(monkeypatch: pytest.MonkeyPatch) -
         KVManager(ONE, CACHE)
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [(0, "ipc:///tmp/a", "ipc:///tmp/b"), (None, None, "1"), (None, None, True), (None, 5)],
+)
+def test_arguments_in_flexkvs_newer_order_are_named(arguments: tuple[Any, ...]) -> None:
+    with pytest.raises(InvalidArgumentError, match="pass them by name"):
+        KVManager(ONE, CACHE, *arguments)
+
+
+def test_a_client_that_there_is_not_is_refused() -> None:
+    for client in (-1, 1):
+        with pytest.raises(InvalidArgumentError, match="none of 1"):
+            KVManager(ONE, CACHE, dp_client_id=client)
+
+
 def test_a_rank_of_another_process_registers_without_a_server(
     tmp_path: Path, ends: ExitStack
 ) -> None:

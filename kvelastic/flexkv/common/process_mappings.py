@@ -85,7 +85,7 @@ NOT_MAPPED: Final = -1
 def locate(pages: Sequence[int], fd: int) -> list[int]:
     """Where in a file the pages at these addresses (in units of `PAGE_BYTES`) lie now.
 
-    `NOT_MAPPED` for one that is none of the file's. Reads all mappings of this process: some
+    `NOT_MAPPED` for one of other memory. Reads all mappings of this process: some
     milliseconds.
     """
     own = [mapping for mapping in _own_mappings() if mapping.is_shared and _is_of(fd, mapping)]

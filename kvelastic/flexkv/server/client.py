@@ -47,7 +47,7 @@ class KVDPClient:
         dp_client_id: int = 0,
         tokens_per_block: int = 0,
     ) -> None:
-        """Does not connect yet. Raises `ConfigError` for an endpoint that is no Unix socket's."""
+        """Does not connect yet. Raises `ConfigError` for an endpoint other than a Unix socket's."""
         self.dp_client_id: Final = dp_client_id
         self.server_recv_port: Final = server_recv_port
         self._address = socket_address(server_recv_port)

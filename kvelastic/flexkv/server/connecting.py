@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from typing import Final, TypeVar
@@ -9,10 +10,13 @@ from typing import Final, TypeVar
 from kvelastic.errors import ChannelClosedError, ChannelError, ChannelTimeoutError, MessageError
 from kvelastic.messages import Address, Connection, Endpoint, Message
 
+_log = logging.getLogger("kvelastic.flexkv")
 Answer = TypeVar("Answer", bound=Message)
 ANSWER_S: Final = 30.0
 """For what is answered at once; the server's engine may be busy with others."""
-START_S: Final = 60.0
+START_S: Final = 300.0
+"""For a server to come: it starts with the first of several engines, which may load for long."""
+_SAY_AFTER_S: Final = 10.0
 _AGAIN_S: Final = 0.05
 
 
@@ -27,6 +31,7 @@ def connect_when_there(
     Blocks until `deadline_s` (of `time.monotonic`): `ChannelTimeoutError` then, and `ChannelError`
     once `is_over`.
     """
+    say_at_s = time.monotonic() + _SAY_AFTER_S
     while True:
         try:
             return endpoint.connect(address)
@@ -38,6 +43,9 @@ def connect_when_there(
                     f"no server has come to {address}: {error}. Start it, or set"
                     " FLEXKV_SERVER_RECV_PORT to its endpoint"
                 ) from error
+            if time.monotonic() >= say_at_s:
+                say_at_s = float("inf")
+                _log.info("Waiting for a server at %s.", address)
             time.sleep(_AGAIN_S)
 
 

@@ -49,7 +49,7 @@ class KVTPClient:
     ) -> None:
         """`device_id` counts all ranks of a machine; `tp_rank` is the place in the group outright.
 
-        Raises `ConfigError` for an endpoint that is no Unix socket's.
+        Raises `ConfigError` for an endpoint other than a Unix socket's.
         """
         if pp_rank != 0:
             raise InvalidArgumentError(

@@ -379,7 +379,7 @@ def response_message(task_id: int, response: KVResponse) -> TaskResponse:
 
 
 def response_of(message: TaskResponse) -> KVResponse:
-    """The other way round. Raises `InvalidArgumentError` for a status or a mask that is none."""
+    """The other way round. Raises `InvalidArgumentError` for an unknown status, or a short mask."""
     try:
         status = KVResponseStatus(message.status)
     except ValueError:
