@@ -226,6 +226,18 @@ def test_the_rest_finds_its_place() -> None:
     assert (cache.enable_remote, cache.remote_cache_path) == (True, "/shared")
 
 
+def test_the_level_of_the_log_is_flexkvs() -> None:
+    logger = logging.getLogger("kvelastic.flexkv")
+    before = logger.level
+    try:
+        updated(log_level="WARNING")
+        assert logger.level == logging.WARNING
+        updated(log_level="off")
+        assert not logger.isEnabledFor(logging.CRITICAL)
+    finally:
+        logger.setLevel(before)
+
+
 @pytest.mark.parametrize(
     "name",
     ["enable_gds", "enable_nixl", "enable_p2p_cpu", "enable_p2p_ssd", "use_mooncake_store_backend"],

@@ -89,7 +89,7 @@ SETTINGS: Final[tuple[Setting, ...]] = (
     Setting("trace_max_files", whole(least=1), 5, idle=_TRACE),
     Setting("trace_flush_interval_ms", whole(least=0), 1000, idle=_TRACE),
     Setting("log_level", choice("debug", "info", "warning", "error", "critical", "off"), "info", only="environment"),
-    Setting("logging_prefix", text, "FLEXKV", only="environment"),
+    Setting("logging_prefix", text, "FLEXKV", only="environment", idle="lines of the log begin as all of kvelastic's do"),
     Setting("num_log_interval_requests", whole(least=1), 200),
 
     Setting("enable_remote", boolean, False),

@@ -128,6 +128,15 @@ def update_default_config_from_user_config(
     cache_config.check()
     for name, value in user_config.settings.items():
         setattr(GLOBAL_CONFIG_FROM_ENV, name, value)
+    if "log_level" in user_config.settings:
+        set_log_level(user_config.settings["log_level"])
+
+
+def set_log_level(level: str) -> None:
+    """The least severe message of FlexKV's interface that is logged; `off`: none."""
+    is_off = level == "off"
+    logger = logging.getLogger("kvelastic.flexkv")
+    logger.setLevel(logging.CRITICAL + 1 if is_off else level.upper())
 
 
 def parse_path_list(paths: str | list[str]) -> list[str]:

@@ -34,11 +34,13 @@ def main(arguments: list[str]) -> int:
     from kvelastic.config import configure_logging
     from kvelastic.config import load as load_settings
     from kvelastic.errors import KvelasticError
+    from kvelastic.flexkv.common.user_config import GLOBAL_CONFIG_FROM_ENV, set_log_level
     from kvelastic.flexkv.server.server import KVServer
 
     configure_logging(load_settings())
     is_child = arguments[0] == "-"
     try:
+        set_log_level(GLOBAL_CONFIG_FROM_ENV.log_level)
         raw = _first_line() if is_child else _read(arguments[0])
         server = KVServer(*load(raw))
     except KvelasticError as error:

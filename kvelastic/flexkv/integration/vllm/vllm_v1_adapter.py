@@ -15,6 +15,7 @@ from typing import Any
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
 
+from kvelastic.config import configure_logging, load
 from kvelastic.errors import UnsupportedEngineError
 from kvelastic.flexkv.integration.config import FlexKVConfig
 from kvelastic.flexkv.integration.vllm.scheduler_side import FlexKVSchedulerConnector
@@ -48,6 +49,7 @@ class FlexKVConnectorV1Impl:
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole) -> None:
         """Raises what `FlexKVConfig` raises for settings and models that are not served."""
+        configure_logging(load())
         config = FlexKVConfig.from_env()
         config.post_init_from_vllm_config(vllm_config)
         if not config.enable_flexkv:
