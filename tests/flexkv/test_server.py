@@ -182,6 +182,14 @@ def test_a_client_that_comes_back_before_it_was_missed_is_let_in(started: Starte
     assert started.server.registered_ranks == 1
 
 
+def test_a_server_whose_endpoint_is_taken_leaves_nothing(started: Started) -> None:
+    before = threading.active_count()
+    with pytest.raises(ChannelError, match="cannot listen"):
+        started.start()
+    assert threading.active_count() == before
+    started.client(0)
+
+
 def test_ranks_of_another_shape_or_place_are_refused(started: Started) -> None:
     for more, why in (({"tp_rank": 1}, "none of 1"), ({"dp_client_id": 7}, "none of 2")):
         rank, _ = started.rank(**more)

@@ -57,8 +57,8 @@ class KVServer:
             model_config, cache_config, lambda: self._engine.transfer_engine.gpu_worker
         )
         self._engine.start()
+        self._thread = EngineThread(self._engine)
         try:
-            self._thread = EngineThread(self._engine)
             addresses = [self.server_recv_port, self.gpu_register_port]
             self._endpoint = Endpoint(
                 messages.PROTOCOL,
@@ -68,6 +68,7 @@ class KVServer:
                 name="flexkv",
             )
         except BaseException:
+            self._thread.stop()
             self._engine.shutdown()
             raise
         _log.info("FlexKV's server is at %s.", self.server_recv_port)
