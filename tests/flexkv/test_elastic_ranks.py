@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from native_pools import LAYOUTS, Memory
 
 from kvelastic.flexkv.common import process_mappings
 from kvelastic.flexkv.common.config import CacheConfig, ModelConfig
@@ -99,6 +100,20 @@ def test_a_block_without_memory_is_a_failed_copy_and_nothing_else(elastic: Elast
 
 def process_range(elastic: Elastic) -> range:
     return range(int(elastic.kv[0].shape[1]))
+
+
+def test_a_range_whose_pages_are_all_there_is_elastic_nevertheless() -> None:
+    memory = Memory(LAYOUTS["paged"], 2)
+    memory.range.map([0, 1])
+    flat = torch.from_dlpack(memory.range.tensor())
+    handle = TensorSharedHandle(flat)
+    assert handle.is_elastic
+    first = handle.description.offset // process_mappings.PAGE_BYTES
+    pages = range(first, first + flat.numel() // process_mappings.PAGE_BYTES)
+    assert process_mappings.NOT_MAPPED not in process_mappings.locate(pages, handle.fd)
+    memory.range.unmap([1])
+    assert process_mappings.NOT_MAPPED in process_mappings.locate(pages, handle.fd)
+    handle.close()
 
 
 def test_what_lies_where_is_what_the_kernel_says(elastic: Elastic) -> None:

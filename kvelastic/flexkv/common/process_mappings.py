@@ -46,9 +46,9 @@ def parse(text: str) -> Iterator[Mapping]:
 def behind(address: int, size_bytes: int) -> tuple[Mapping, int | None]:
     """The one shared file behind these addresses, and the offset of the first in it.
 
-    None in the place of the offset: pages of the file lie there, in whatever order, with holes
-    between them, as in a range of kvelastic's. Raises `InvalidArgumentError` if other memory lies
-    there: no other process can see that.
+    None in the place of the offset: pages of the file come and go there, as in a range of
+    kvelastic's, or lie there with holes between them. Raises `InvalidArgumentError` if other memory
+    lies there: no other process can see that.
     """
     end = address + size_bytes
     shared: list[Mapping] = []
@@ -72,11 +72,14 @@ def behind(address: int, size_bytes: int) -> tuple[Mapping, int | None]:
     first = shared[0]
     covered = first.start <= address and sum(one.end - one.start for one in shared) >= size_bytes
     in_order = all(one.offset - first.offset == one.start - first.start for one in shared)
-    if covered and in_order and shared[-1].end >= end:
+    comes_and_goes = first.path.split(" ")[0] == _OF_RANGES  # though all may be there just now
+    if covered and in_order and shared[-1].end >= end and not comes_and_goes:
         return first, first.offset + address - first.start
     return first, None
 
 
+_OF_RANGES: Final = "/memfd:kvelastic"
+"""What the host driver calls the memory of its pages."""
 PAGE_BYTES: Final = 2 << 20
 """Pages of a range on the host are multiples of this, at addresses that are."""
 NOT_MAPPED: Final = -1
@@ -85,10 +88,10 @@ NOT_MAPPED: Final = -1
 def locate(pages: Sequence[int], fd: int) -> list[int]:
     """Where in a file the pages at these addresses (in units of `PAGE_BYTES`) lie now.
 
-    `NOT_MAPPED` for one of other memory. Reads all mappings of this process: some
-    milliseconds.
+    `NOT_MAPPED` for one of other memory. Reads all mappings of this process: some milliseconds.
     """
-    own = [mapping for mapping in _own_mappings() if mapping.is_shared and _is_of(fd, mapping)]
+    file = _file_of(fd)
+    own = [one for one in _own_mappings() if one.is_shared and (one.device, one.inode) == file]
     starts = [mapping.start for mapping in own]
     offsets = []
     for page in pages:
@@ -129,10 +132,11 @@ def descriptor_of(mapping: Mapping) -> int:
 
 def _is_of(fd: int, mapping: Mapping) -> bool:
     try:
-        found = os.fstat(fd)
+        return _file_of(fd) == (mapping.device, mapping.inode)
     except OSError:  # the one that listed them, or another thread closed it
         return False
-    return (os.major(found.st_dev), os.minor(found.st_dev), found.st_ino) == (
-        *mapping.device,
-        mapping.inode,
-    )
+
+
+def _file_of(fd: int) -> tuple[tuple[int, int], int]:
+    found = os.fstat(fd)
+    return (os.major(found.st_dev), os.minor(found.st_dev)), found.st_ino
