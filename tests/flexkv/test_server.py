@@ -32,7 +32,7 @@ from kvelastic.errors import (
 from kvelastic.flexkv.common.config import CacheConfig, ModelConfig
 from kvelastic.flexkv.common.memory_handle import shared_zeros
 from kvelastic.flexkv.common.request import KVResponse, KVResponseStatus
-from kvelastic.flexkv.server import process
+from kvelastic.flexkv.server import engine_thread, process
 from kvelastic.flexkv.server import request as messages
 from kvelastic.flexkv.server.client import KVDPClient, KVTPClient
 from kvelastic.flexkv.server.server import KVServer
@@ -369,6 +369,23 @@ def test_what_a_client_that_goes_has_begun_is_given_back(started: Started) -> No
     two = started.client(0)
     _, mask = two.put_match(PROMPT)
     assert mask.all()  # the plan of the one that went has left nothing behind
+    started.server.check_integrity()
+
+
+def test_tasks_that_nobody_asks_about_are_forgotten_when_they_are_over(
+    started: Started, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_thread, "MOST_TASKS_OF_A_CLIENT", 32)
+    client = started.client(0)
+    for number in range(200):  # nothing is found: they are over at once
+        client.get_match(PROMPT + 100 * number)
+    assert started.server.open_tasks <= 32
+    for number in range(32):
+        client.put_match(np.arange(4) + 100 * number)
+    with pytest.raises(InvalidArgumentError, match="wait for them or cancel them"):
+        client.put_match(PROMPT + 7)
+    client.unregister()
+    assert started.server.open_tasks == 0
     started.server.check_integrity()
 
 

@@ -25,7 +25,7 @@ from kvelastic.messages import Message, Request
 _log = logging.getLogger("kvelastic.flexkv")
 _LOOK_S: Final = 0.25
 """How long the watcher sleeps at most; what ends wakes it at once."""
-_MOST_TASKS_OF_A_CLIENT: Final = 1 << 16
+MOST_TASKS_OF_A_CLIENT: Final = 1 << 14
 _OVER: Final = frozenset(
     {
         KVResponseStatus.SUCCESS,
@@ -60,19 +60,13 @@ class Tasks:
         return [task_id for task_id, is_over in self.is_over.items() if not is_over]
 
     def add(self, task_id: int) -> None:
-        """One that it has begun; of those that are over the oldest are forgotten."""
+        """One that it has begun."""
         self.is_over[task_id] = False
-        if len(self.is_over) > _MOST_TASKS_OF_A_CLIENT:
-            oldest = next(one for one, is_over in self.is_over.items() if is_over)
-            del self.is_over[oldest]
-            self.members.pop(oldest, None)
 
-    def check_room(self) -> None:
-        """Raise `InvalidArgumentError` if too many are open."""
-        if len(self.is_over) >= _MOST_TASKS_OF_A_CLIENT and not any(self.is_over.values()):
-            raise InvalidArgumentError(
-                f"{len(self.is_over)} tasks of this client are open; wait for them or cancel them"
-            )
+    def forget_ended(self) -> None:
+        """Forget those whose end it has seen."""
+        self.is_over = dict.fromkeys(self.open, False)
+        self.members = {one: ids for one, ids in self.members.items() if one in self.is_over}
 
     def own(self, task_ids: Iterable[int]) -> list[int]:
         """Those of `task_ids` that are this client's, each once."""
@@ -226,9 +220,24 @@ class EngineThread:
         else:
             raise MessageError(f"a server takes no {type(message).__name__}")
 
+    def _make_room(self, tasks: Tasks) -> None:
+        """Raise `InvalidArgumentError` if too many of a client's tasks are on their way, or were
+        never launched nor cancelled.
+        """
+        if len(tasks.is_over) < MOST_TASKS_OF_A_CLIENT:
+            return
+        # Some have ended and nobody has asked.
+        found = self._engine.try_wait(tasks.open, completely=True)
+        tasks.end(task_id for task_id, answer in found.items() if answer.status in _OVER)
+        tasks.forget_ended()
+        if len(tasks.is_over) >= MOST_TASKS_OF_A_CLIENT:
+            raise InvalidArgumentError(
+                f"{len(tasks.is_over)} tasks of this client are open; wait for them or cancel them"
+            )
+
     def _prefetch(self, tasks: Tasks, asked: messages.Prefetch) -> Message:
         tokens = messages.unpack_integers(asked.tokens)
-        tasks.check_room()
+        self._make_room(tasks)
         task_id = self._engine.prefetch_async(tokens, asked.namespace)
         tasks.add(task_id)
         return messages.Started(task_ids=[task_id])
@@ -236,7 +245,7 @@ class EngineThread:
     def _match(self, tasks: Tasks, asked: messages.Match) -> Message:
         tokens = messages.unpack_integers(asked.tokens)
         mask = None if asked.mask is None else messages.unpack_mask(asked.mask, tokens.size)
-        tasks.check_room()
+        self._make_room(tasks)
         client, namespace, layers = tasks.dp_client_id, asked.namespace, asked.layer_granularity
         engine = self._engine
         found = np.zeros(0, np.bool_)
