@@ -64,8 +64,7 @@ class FlexKVSchedulerConnector:
         self._failing: dict[str, _Task] = {}
         """Loads that failed, until a worker's output names their blocks."""
         self._away_until_s = 0.0
-        remove_dead_endpoints()
-        self._errors = LoadErrorSender(engine)
+        self._errors: LoadErrorSender | None = None
         self._manager = KVManager(
             config.model_config,
             config.cache_config,
@@ -74,6 +73,8 @@ class FlexKVSchedulerConnector:
             dp_client_id=config.dp_client_id_of_instance + dp_rank,
         )
         try:
+            remove_dead_endpoints()
+            self._errors = LoadErrorSender(engine)
             self._manager.start()
             self._wait_until_ready()
         except BaseException:
@@ -211,6 +212,8 @@ class FlexKVSchedulerConnector:
         """Put what is over into a step's output. A load that failed waits until its worker's output
         names the blocks.
         """
+        errors = self._errors
+        assert errors is not None
         sent, received = set(output.finished_sending or ()), set(output.finished_recving or ())
         for task_id, is_whole in self._over().items():
             task = self._running.pop(task_id)
@@ -221,7 +224,7 @@ class FlexKVSchedulerConnector:
                 received.add(name)
             else:
                 self._failing[name] = task
-                self._errors.tell(set(task.block_ids))
+                errors.tell(set(task.block_ids))
             if not is_whole:
                 self._stats.record_failed(1)
                 _log.warning("A %s of %d tokens failed.", task.kind, task.tokens)
@@ -229,7 +232,7 @@ class FlexKVSchedulerConnector:
             if set(task.block_ids) <= set(output.invalid_block_ids or ()):
                 received.add(name)
                 del self._failing[name]
-        self._errors.flush()
+        errors.flush()
         output.finished_sending, output.finished_recving = sent, received
 
     def _over(self) -> dict[int, bool]:
@@ -253,7 +256,8 @@ class FlexKVSchedulerConnector:
     def shutdown(self) -> None:
         """Safe to repeat."""
         self._manager.shutdown()
-        self._errors.close()
+        if self._errors is not None:
+            self._errors.close()
 
     def _open_tasks(self) -> list[_Task]:
         groups = (self._matched, self._to_launch, self._running)
