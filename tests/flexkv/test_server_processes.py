@@ -48,6 +48,12 @@ class Client:
         assert line, f"{self.role} {self.facts} has ended with {self.process.wait()}"
         return line.strip()
 
+    def begin(self, steps: int) -> None:
+        """Let an engine take steps; each writes a line."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(f"{steps}\n")
+        self.process.stdin.flush()
+
     def kill(self) -> None:
         self.process.send_signal(signal.SIGKILL)
         self.process.communicate()
@@ -125,18 +131,17 @@ def engines_over(folder: Path, seed: int) -> Iterator[Engines]:
         yield engines
 
 
-def steps(engine: Client, count: int) -> Counter[str]:
+def seen(engine: Client, count: int) -> Counter[str]:
     """What that many steps came to; a block with wrong bytes is never among it."""
-    seen = Counter(engine.line() for _ in range(count))
-    assert "WRONG" not in seen
-    return seen
+    lines = Counter(engine.line() for _ in range(count))
+    assert "WRONG" not in lines
+    return lines
 
 
 def until(engine: Client, outcome: str) -> None:
     for _ in range(5000):
-        line = engine.line()
-        assert line != "WRONG"
-        if line == outcome:
+        engine.begin(1)
+        if outcome in seen(engine, 1):
             return
     raise AssertionError(f"no {outcome} in 5000 steps")
 
@@ -150,19 +155,24 @@ def holds_nothing(server: KVServer) -> None:
     server.check_integrity()
 
 
+STEPS = 200
+
+
 def kill_one_at_random(engines: Engines, pick: random.Random) -> None:
     killed = pick.choice(engines.clients)
-    for engine in engines.engines:
-        steps(engine, pick.randrange(1, 30))
+    before = [pick.randrange(1, 30) for _ in engines.engines]
+    for engine, count in zip(engines.engines, before, strict=True):
+        engine.begin(STEPS)
+        seen(engine, count)
     killed.kill()
-    own = killed.facts["dp"]
-    others = [one for one in engines.engines if one.facts["dp"] != own]
-    for engine in others:
-        seen = steps(engine, 150)
-        assert not any(line.startswith("error") or line.endswith("failed") for line in seen), seen
-    if killed.role == "tp":  # the engine without its rank goes on, and copies nothing
-        (engine,) = (one for one in engines.engines if one.facts["dp"] == own)
-        steps(engine, 50)
+    for engine, count in zip(engines.engines, before, strict=True):
+        if engine is killed:
+            continue
+        lines = seen(engine, STEPS - count)
+        if engine.facts["dp"] != killed.facts["dp"]:
+            failed = {line for line in lines if "error" in line or line.endswith("failed")}
+            assert not failed, lines
+        # An engine without one of its ranks goes on, and copies nothing.
     # At once: whether the server has noticed that the old one is gone is no matter of the new one.
     killed.start()
     for engine in engines.engines:

@@ -2,7 +2,7 @@
 
 Both have the ranks' memory, by descriptors that they inherit: `tp` registers one rank's, `dp` moves
 blocks between all ranks of its group and the tiers, and knows what has to lie in them. Lines on
-standard output say what has happened; `dp` goes on until its standard input ends.
+standard output say what has happened; `dp` takes as many steps as each line of its input says.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import random
 import sys
-import threading
 from typing import Any
 
 import numpy as np
@@ -129,10 +128,9 @@ def main(role: str, given: str) -> None:
         return
     engine = Engine(facts["port"], facts["dp"], facts["fds"], facts["seed"])
     print("registered", flush=True)
-    ended = threading.Event()
-    threading.Thread(target=lambda: (sys.stdin.read(), ended.set()), daemon=True).start()
-    while not ended.is_set():
-        print(engine.step(), flush=True)
+    for line in sys.stdin:
+        for _ in range(int(line)):
+            print(engine.step(), flush=True)
     engine.client.unregister()
 
 
