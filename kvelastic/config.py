@@ -77,6 +77,7 @@ class Config:
     """None is never."""
     guard_pages: bool = False
     strict: bool = True
+    flexkv_alias: bool = False
     tiers: tuple[TierSpec, ...] = ()
     """Where demoted blocks lie, nearest first; none: evicted blocks are gone."""
     tier_policy: str = "write_back"
@@ -315,6 +316,9 @@ VARIABLES: Final[tuple[Variable, ...]] = (
              " kernel that reads too far reads scratch. Maps and unmaps cost twice as much."),
     Variable("KVELASTIC_STRICT", None, "strict", _boolean, "true", BOOLEAN,
              "Refuse an engine version outside the supported table; false only warns."),
+    Variable("KVELASTIC_FLEXKV_ALIAS", None, "flexkv_alias", _boolean, "false", BOOLEAN,
+             "Let `import flexkv` find kvelastic.flexkv where FlexKV itself is not installed; read"
+             " when Python starts (docs/flexkv.md)."),
     Variable("KVELASTIC_TIERS", None, "tiers", parse_tiers, "none", TIERS_FORMS,
              "Where blocks that the cache must give up are kept; docs/tiers.md says more."),
     Variable("KVELASTIC_TIER_POLICY", None, "tier_policy", _one_of("write_back", "write_through"),

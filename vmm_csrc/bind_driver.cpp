@@ -266,6 +266,15 @@ void bind_driver(nb::module_& m) {
       .def(
           "is_mapped", [](const Range& r, PageIndex page) { return own(r).is_mapped(page); },
           "page"_a)
+      .def(
+          "handles",
+          [](const Range& r, nb::handle pages) {
+            const std::vector<std::uint32_t> batch = pages_of(pages);
+            nb::list found;
+            for (const Handle handle : unwrap(own(r).handles(batch))) found.append(handle);
+            return found;
+          },
+          "pages"_a, "The driver's handles of mapped pages, for another process to import them.")
       .def_prop_ro("mapped_pages", &Range::mapped_pages)
       .def_prop_ro("held_bytes", &Range::held_bytes)
       .def_prop_ro("failed", &Range::failed)

@@ -189,6 +189,15 @@ void bind_tier_index(nb::module_& m) {
            "Room for `slots` records; policy: lru, lfu, slru or fifo. Raises InvalidArgumentError.")
       .def("has", &has, "keys"_a, "For each key whether it is ready. Changes nothing.")
       .def(
+          "leading",
+          [](const TierIndex& index, const nb::bytes& keys) {
+            const TierIndex::Leading counts = index.leading(Keys(keys));
+            return nb::make_tuple(counts.ready, counts.known);
+          },
+          "keys"_a,
+          "(ready, known): how many leading keys are ready, and how many ready or pending. Changes "
+          "nothing.")
+      .def(
           "match", [](TierIndex& index, const nb::bytes& keys) { return index.match(Keys(keys)); },
           "keys"_a, "How many leading keys are ready; a use of these.")
       .def("lease", &lease, "keys"_a,

@@ -6,6 +6,7 @@
 namespace kvelastic {
 void bind_copy(nanobind::module_& m);
 void bind_driver(nanobind::module_& m);
+void bind_engine_blocks(nanobind::module_& m);
 void bind_ledger(nanobind::module_& m);
 void bind_life(nanobind::module_& m);
 void bind_places(nanobind::module_& m);
@@ -31,6 +32,7 @@ NB_MODULE(_vmm, m) {
   kvelastic::bind_life(m);
   kvelastic::bind_places(m);
   kvelastic::bind_staging(m);
+  kvelastic::bind_engine_blocks(m);
   kvelastic::bind_tier_index(m);
   kvelastic::bind_pool(m);
   kvelastic::bind_reclaim(m);

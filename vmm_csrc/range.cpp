@@ -229,6 +229,23 @@ Status Range::copy_records(std::span<const BlockRecord> blocks, CopyTo to) {
   return driver_->copy_host(copies, to);
 }
 
+Result<std::vector<Handle>> Range::handles(std::span<const PageIndex> pages) const {
+  std::vector<Handle> found;
+  found.reserve(pages.size() * geometry_.extents_per_page);
+  const std::lock_guard lock(mutex_);
+  if (Status usable = refuse_if_failed(); !usable) return usable.error();
+  for (const PageIndex page : pages) {
+    if (page >= geometry_.pages || mapped_[page] == 0) {
+      return Error{Errc::kInvalidArgument,
+                   "page " + std::to_string(page) + " is not mapped, so nothing can be exported"};
+    }
+    for (std::uint64_t e = 0; e < geometry_.extents_per_page; ++e) {
+      found.push_back(handles_[page * geometry_.extents_per_page + e]);
+    }
+  }
+  return found;
+}
+
 Status Range::unmap_extents(std::span<const PageIndex> pages) {
   std::vector<std::pair<PageIndex, std::size_t>> runs;
   (void)for_each_run(pages, [&](PageIndex first, std::size_t count) {

@@ -84,6 +84,10 @@ class Range {
   void hold_grant_of(std::shared_ptr<LedgerMember> member) { member_ = std::move(member); }
 
   bool is_mapped(PageIndex page) const;
+  /// The handles of mapped pages, all extents of each side by side; for another process to import
+  /// them. The caller keeps the pages mapped as long as it uses the handles. Fails with
+  /// kInvalidArgument for a page that is not there or not mapped, kPoolFailed.
+  Result<std::vector<Handle>> handles(std::span<const PageIndex> pages) const;
   bool failed() const { return failed_.load(std::memory_order_relaxed); }
   std::uint64_t mapped_pages() const { return mapped_pages_.load(std::memory_order_relaxed); }
   /// Bytes of the device that are held: mapped pages and recycled handles.

@@ -31,6 +31,19 @@ void TierIndex::has(std::span<const BlockKey> keys, std::span<bool> answers) con
   });
 }
 
+TierIndex::Leading TierIndex::leading(std::span<const BlockKey> keys) const {
+  const std::lock_guard lock(mutex_);
+  Leading counts;
+  look_up(keys, [&](std::size_t i, NodeId id) {
+    const State state = id == kNoNode ? State::kUnused : nodes_[id].state;
+    if (state != State::kReady && state != State::kPending) return false;
+    if (state == State::kReady && counts.ready == i) ++counts.ready;
+    ++counts.known;
+    return true;
+  });
+  return counts;
+}
+
 std::size_t TierIndex::match(std::span<const BlockKey> keys) {
   const std::lock_guard lock(mutex_);
   std::size_t count = 0;

@@ -82,6 +82,12 @@ class TierIndex {
 
   /// Whether each key is ready. Changes nothing. Pre: as many answers as keys.
   void has(std::span<const BlockKey> keys, std::span<bool> answers) const;
+  /// How many leading keys are ready, and how many are ready or pending. Changes nothing.
+  struct Leading {
+    std::size_t ready = 0;
+    std::size_t known = 0;
+  };
+  Leading leading(std::span<const BlockKey> keys) const;
   /// How many leading keys are ready; a use of these. In one call the first key counts as used
   /// last: no key is older than what continues it.
   std::size_t match(std::span<const BlockKey> keys);

@@ -96,6 +96,34 @@ class Lease(ABC):
         self.release()
 
 
+class Reservation(ABC):
+    """Places for records that are on their way: nobody else puts these keys meanwhile.
+
+    A `put` of such a key fills its place. Until then it is not there to `has`, `lease` and `get`,
+    and there already to another `reserve`.
+    """
+
+    is_new: Sequence[bool]
+    """For each key asked for, whether it is to be put; else it is there, or on its way."""
+    slots: Sequence[int]
+    """Where each new record will lie, as the store numbers it; -1 elsewhere."""
+
+    @abstractmethod
+    def release(self) -> None:
+        """Give up the places that were not filled. Repeatable."""
+
+
+class Promise(Reservation):
+    """Of a store that decides at each `put` and reserves nothing."""
+
+    def __init__(self, there: Sequence[bool]) -> None:
+        self.is_new = [not is_there for is_there in there]
+        self.slots = [-1] * len(there)
+
+    def release(self) -> None:
+        """Nothing is held."""
+
+
 class Store(ABC):
     """Where demoted blocks lie. See the module for what holds of every method."""
 
@@ -113,12 +141,34 @@ class Store(ABC):
     def has(self, keys: bytes) -> list[bool]:
         """For each key, whether its record can be read now. Changes nothing."""
 
+    def leading(self, keys: bytes) -> tuple[int, int]:
+        """How many leading keys can be read now, and how many of these can be or are on their way.
+
+        A store that reserves no places knows of none that are on their way. Changes nothing.
+        """
+        there = self.has(keys)
+        ready = there.index(False) if False in there else len(there)
+        return ready, ready
+
     @abstractmethod
     def lease(self, keys: bytes) -> Lease:
         """Hold the leading keys that are there. A use, to the policy of eviction.
 
         A store that others displace records of (a server's) cannot promise: `get` may still miss.
         """
+
+    def reserve(self, keys: bytes, *, chain_after: bytes | None = None) -> Reservation | None:
+        """Have places for all of these keys that are not there, or None: no key is new then.
+
+        Others are displaced for them as by `put`. A store without such places answers what is not
+        there, and decides when it is put.
+        """
+        self._check_chain(chain_after)
+        return Promise(self.has(keys))
+
+    def evict(self, count: int) -> int:
+        """Displace `count` records by policy now; answers how many went. 0: others decide that."""
+        return 0
 
     @abstractmethod
     def put(

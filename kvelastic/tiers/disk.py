@@ -38,6 +38,7 @@ from kvelastic.tiers.disk_file import map_bytes
 from kvelastic.tiers.disk_format import Entry, aligned, largest_within
 from kvelastic.tiers.disk_pieces import Piece, RecordFiles, carry, keys_at
 from kvelastic.tiers.disk_state import DiskState
+from kvelastic.tiers.displacing import displace
 from kvelastic.tiers.namespace import Namespace
 from kvelastic.tiers.record_owner import Owner, owner_of
 
@@ -209,6 +210,21 @@ class DiskStore(Store):
                     keys.append(table.key(slot))
             erased = self._state.erase(b"".join(keys))
             return erased + self._state.erase_left_behind(selection, now_s)
+
+    def evict(self, count: int) -> int:
+        """As `Store.evict`. Waits for puts that are under way, and for the medium."""
+        with self._state.alone():
+            if self._state.closed:
+                return 0
+            displaced = displace(self._state.index, count)
+            self._state.count(evicted=len(displaced))
+            with self._state.medium(self._state.writes):
+                for _, slot in displaced:
+                    self._state.table.clear(slot)
+                for _, slot in displaced:
+                    file, own = self._state.table.place(slot)
+                    file.clear_entry(own)
+            return len(displaced)
 
     def capacity(self) -> Capacity:
         """As `Store.capacity`: records by their own size; files are rounded up, and made ahead."""

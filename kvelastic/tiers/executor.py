@@ -333,6 +333,8 @@ class Executor:
         if operation.kind is not Kind.DROP:
             batch.open -= 1
         self._release(batch)
+        if run.transfer.ended is not None:
+            run.transfer.ended(index, run)
         return freed
 
     def _release(self, batch: Batch) -> None:

@@ -20,11 +20,10 @@ Records do not survive the process. There is no checksum: what is read is what w
 
 from __future__ import annotations
 
-import itertools
 import logging
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from kvelastic import _vmm, device
@@ -38,11 +37,14 @@ from kvelastic.tiers.base import (
     KEY_BYTES,
     Capacity,
     Lease,
+    Reservation,
     Selection,
     Store,
     StoreStatistics,
 )
+from kvelastic.tiers.displacing import displace, unlikely_keys
 from kvelastic.tiers.host_blocks import HostBlocks
+from kvelastic.tiers.host_places import HostPlaces, HostReservation, Place
 from kvelastic.tiers.host_slots import GONE
 from kvelastic.tiers.namespace import Namespace
 
@@ -50,6 +52,9 @@ _log = logging.getLogger("kvelastic")
 
 ALIGNMENT_BYTES = 4096
 """Blocks begin at multiples of a system page, so that a disk can be read straight into them."""
+
+NO_ROOM = -2
+"""What a claim answers for a key that no slot is to be had for."""
 
 WAKE_WAIT_S = 5.0
 """How long a pool that slept for want of a limit waits to be awake again."""
@@ -74,12 +79,14 @@ class HostStore(Store):
         model: str = "",
         policy: str = "slru",
         on: Device | None = None,
+        max_records: int | None = None,
     ) -> None:
         """Make the pool and join the host's ledger; maps nothing yet.
 
-        `settings` give the ledger's group, the host's capacity and the engine's priority; `name`
-        is the instance's (None: automatic), `on` another device than `device.host(settings)`.
-        Raises `InvalidArgumentError` for a bad size or policy, and what `open_pool` raises.
+        `max_records` bounds the records besides the limit, which is of whole pages. `settings` give
+        the ledger's group, the host's capacity and the engine's priority; `name` is the instance's
+        (None: automatic), `on` another device than `device.host(settings)`. Raises
+        `InvalidArgumentError` for a bad size or policy, and what `open_pool` raises.
         """
         _refuse_negative("limit_bytes", limit_bytes)
         if isinstance(record_bytes, bool) or not isinstance(record_bytes, int) or record_bytes < 1:
@@ -98,10 +105,11 @@ class HostStore(Store):
         self._index = _vmm.TierIndex(1, policy)
         self._index_slots = 1
         self._ballast: list[bytes] = []
-        self._ballast_names = itertools.count(1)
+        self._max_records = max_records
         self._ballast += self._new_ballast(1)
         self._pool = self._open(settings, place, pages, name, model)
         self._blocks = HostBlocks(self._pool.blocks, self._forget)
+        self._places = HostPlaces()
         # In this order: the limit's, the pool's session, this one, the pool's own and the index's.
         self._limit_lock = threading.Lock()
         self._lock = threading.Lock()
@@ -171,6 +179,16 @@ class HostStore(Store):
                 self._blocks.follow()
         return self._index.has(keys)
 
+    def leading(self, keys: bytes) -> tuple[int, int]:
+        """As `Store.leading`."""
+        self._count_of(keys)
+        if self._closed:
+            return 0, 0
+        if self._pool.blocks.has_evicted:
+            with self._lock:
+                self._blocks.follow()
+        return self._index.leading(keys)
+
     def lease(self, keys: bytes) -> Lease:
         """As `Store.lease`; leased records are blocks in use, which nobody takes."""
         self._count_of(keys)
@@ -196,47 +214,118 @@ class HostStore(Store):
     def _end_lease(self, ticket: int) -> None:
         self._blocks.drop([slot for _, slot in self._index.release(ticket)])
 
+    def reserve(self, keys: bytes, *, chain_after: bytes | None = None) -> Reservation | None:
+        """As `Store.reserve`: memory is there for each place."""
+        count = self._count_of(keys)
+        self._check_chain(chain_after)
+        if self._begin_putting() is None:
+            return None
+        try:
+            missing = count - sum(self._index.has(keys))
+            if missing > self._limit_room():
+                return None  # before anything is displaced for it
+            slots = self._claim(keys, missing, chain_after)
+            return self._reserve(keys, slots)
+        finally:
+            with self._lock:
+                self._end_work()
+
+    def _reserve(self, keys: bytes, slots: list[int]) -> Reservation | None:
+        """Blocks for what was claimed: for all of it, or nothing is."""
+        new = [at for at, slot in enumerate(slots) if slot >= 0]
+        blocks: list[int] = []
+        failed = False
+        try:
+            if NO_ROOM not in slots:
+                blocks = self._blocks.take(len(new))
+        except KvelasticError:
+            failed = True
+        with self._lock:
+            self._counts["errors"] += failed
+            if len(blocks) == len(new) and not failed and NO_ROOM not in slots:
+                ticket = self._places.add(keys, slots, blocks)
+                return HostReservation(slots, ticket, self._give_up)
+            self._index.abandon(b"".join(_key(keys, at) for at in new))
+            if blocks:
+                self._pool.blocks.free(blocks)
+            return None
+
+    def _give_up(self, ticket: int) -> None:
+        """A reservation ends."""
+        with self._lock:
+            keys, blocks = self._places.give_up(ticket)
+            if not self._closed and blocks:
+                self._index.abandon(keys)
+                self._pool.blocks.free(blocks)
+                self._follow_limit()
+
     def put(
         self, keys: bytes, records: Sequence[memoryview], *, chain_after: bytes | None = None
     ) -> list[bool]:
         """As `Store.put`."""
         count = self._count_of(keys, records)
         self._check_chain(chain_after)
-        with self._lock:
-            if self._world is None:
-                raise InvalidArgumentError("nothing can be put before enter() names a namespace")
-            if self._closed or self._pool.blocks.is_asleep:
+        world = self._begin_putting()
+        if world is None:
+            with self._lock:
                 self._counts["refused"] += count
-                return [False] * count
-            world = self._world
-            self._busy += 1
+            return [False] * count
         try:
             missing = count - sum(self._index.has(keys))
-            failed = self._get_memory(missing)
+            slots = self._claim(keys, missing, chain_after)
             with self._lock:
-                self._counts["errors"] += failed
-                self._blocks.follow()
-                self._make_room(missing)
-                slots, displaced = self._index.claim(keys, chain_after)
-                self._drop_displaced(displaced)
-            self._fill(keys, records, slots, world)
+                places = self._places.take(split(keys)) if self._places.blocks else {}
+            self._fill(keys, records, slots, places, world)
             return self._index.has(keys)
         finally:
             with self._lock:
                 self._end_work()
 
+    def _begin_putting(self) -> int | None:
+        """Whose records come now; None where none is taken. Ended by `_end_work`."""
+        with self._lock:
+            if self._world is None:
+                raise InvalidArgumentError("nothing can be put before enter() names a namespace")
+            if self._closed or self._pool.blocks.is_asleep:
+                return None
+            self._busy += 1
+            return self._world
+
+    def _claim(self, keys: bytes, missing: int, chain_after: bytes | None) -> list[int]:
+        """Slots for the `missing` new keys; those that have places count as there."""
+        if self._places.blocks:
+            with self._lock:
+                missing -= self._places.count(split(keys))
+        failed = self._get_memory(missing)
+        with self._lock:
+            self._counts["errors"] += failed
+            self._blocks.follow()
+            self._make_room(missing)
+            slots, displaced = self._index.claim(keys, chain_after)
+            self._drop_displaced(displaced)
+            return slots
+
     def _fill(
-        self, keys: bytes, records: Sequence[memoryview], slots: Sequence[int], world: int
+        self,
+        keys: bytes,
+        records: Sequence[memoryview],
+        slots: list[int],
+        places: Mapping[int, Place],
+        world: int,
     ) -> None:
-        """Write what the claim gave slots for; what finds no memory is refused."""
-        new = [at for at, slot in enumerate(slots) if slot >= 0]
-        blocks: list[int] = []
+        """Write what has slots or places; what finds no memory is refused."""
+        claimed = [at for at, slot in enumerate(slots) if slot >= 0]
+        block_of = {at: place.block for at, place in places.items()}
+        for at, place in places.items():
+            slots[at] = place.slot
         written = False
         failed = False
         try:
             try:
-                blocks = self._blocks.take(len(new))
-                _vmm.write_blocks(self._range, blocks, [records[at] for at in new[: len(blocks)]])
+                block_of.update(zip(claimed, self._blocks.take(len(claimed)), strict=False))
+                _vmm.write_blocks(
+                    self._range, list(block_of.values()), [records[at] for at in block_of]
+                )
                 written = True
             except BufferError as error:
                 raise InvalidArgumentError(f"a record cannot be read: {error}") from None
@@ -246,24 +335,34 @@ class HostStore(Store):
                 failed = True
         finally:
             with self._lock:
-                kept = new[: len(blocks)] if written else []
-                lost = new[len(kept) :]
+                kept = sorted(block_of) if written else []
+                lost = [at for at in (*places, *claimed) if not written or at not in block_of]
                 self._counts["errors"] += failed
-                self._counts["refused"] += len(lost) + sum(slot < -1 for slot in slots)
+                self._counts["refused"] += len(lost) + slots.count(NO_ROOM)
                 self._index.abandon(b"".join(_key(keys, at) for at in lost))
-                if not written and blocks:
-                    self._pool.blocks.free(blocks)
+                if not written and block_of:
+                    self._pool.blocks.free(list(block_of.values()))
                 self._blocks.follow()
                 now_s = time.monotonic()
-                for at, block in zip(kept, blocks, strict=False):
-                    self._blocks.fill(slots[at], block, _key(keys, at), world, now_s)
+                for at in kept:
+                    self._blocks.fill(slots[at], block_of[at], _key(keys, at), world, now_s)
                 gone = self._index.commit(b"".join(_key(keys, at) for at in kept))
                 self._blocks.drop([slot for _, slot in gone])  # erased while they were written
                 self._counts["puts"] += len(kept) - len(gone)
                 self._counts["refused"] += len(gone)
                 self._counts["bytes_written"] += len(kept) * self.record_bytes
-                if written:
-                    self._blocks.release(blocks)
+                self._blocks.release([block_of[at] for at in kept])
+
+    def evict(self, count: int) -> int:
+        """As `Store.evict`."""
+        _refuse_negative("count", count)
+        with self._lock:
+            if self._closed:
+                return 0
+            self._blocks.follow()
+            displaced = displace(self._index, count)
+            self._drop_displaced(displaced)
+            return len(displaced)
 
     def get(self, keys: bytes, into: Sequence[memoryview]) -> list[bool]:
         """As `Store.get`."""
@@ -314,8 +413,7 @@ class HostStore(Store):
         if self._closed:
             return 0
         self._blocks.follow()
-        each = [_key(keys, at) for at in range(len(keys) // KEY_BYTES)]
-        there = sum(self._index.has(b"".join(dict.fromkeys(each))))
+        there = sum(self._index.has(b"".join(dict.fromkeys(split(keys)))))
         self._blocks.drop([slot for _, slot in self._index.erase(keys)])
         return there
 
@@ -406,7 +504,8 @@ class HostStore(Store):
         if limit_bytes is None:
             limit_bytes = 0 if self._sleeps_for_limit else self._limit_bytes()
         pages = min(limit_bytes // self._layout.page_bytes, self._pool.blocks.geometry.pages)
-        return max(pages * self._layout.blocks_per_page - 1, 0)  # one is the null block
+        room = max(pages * self._layout.blocks_per_page - 1, 0)  # one is the null block
+        return room if self._max_records is None else min(room, self._max_records)
 
     def _set_room(self, room: int) -> None:
         """Have the index hold `room` records at most; what is over it goes by policy.
@@ -427,11 +526,7 @@ class HostStore(Store):
 
     def _new_ballast(self, count: int) -> list[bytes]:
         """Displace `count` records, leased ones excepted; answers the keys that hold their room."""
-        # A key is made of a hash; one of these is met as often as two hashes are equal.
-        names = [
-            b"ballast" + next(self._ballast_names).to_bytes(KEY_BYTES - 7, "big")
-            for _ in range(count)
-        ]
+        names = unlikely_keys(count)
         slots, displaced = self._index.claim(b"".join(names), None)
         if displaced:
             self._drop_displaced(displaced)
@@ -467,7 +562,8 @@ class HostStore(Store):
             with self._lock:
                 pool.check_integrity()
                 self._index.check_integrity()
-                self._blocks.check_integrity(quiet=self._busy == 1)
+                self._places.check_integrity()
+                self._blocks.check_integrity(quiet=self._busy == 1, reserved=self._places.blocks)
                 slots = self._blocks.slots
                 known = sum(self._index.slot_of(slots.key_of(at)) == at for at in slots.slots())
                 ready = self._index.stats()["ready"]
@@ -516,6 +612,11 @@ class _HostLease(Lease):
             ticket, self._ticket = self._ticket, None
         if ticket is not None:
             self._store._release_lease(ticket, self._blocks)
+
+
+def split(keys: bytes) -> list[bytes]:
+    """Keys one by one."""
+    return [keys[at : at + KEY_BYTES] for at in range(0, len(keys), KEY_BYTES)]
 
 
 def _key(keys: bytes, at: int) -> bytes:

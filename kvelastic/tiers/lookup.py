@@ -7,10 +7,11 @@ request may be kept waiting for a perhaps.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from kvelastic.tiers.base import KEY_BYTES, Lease, Store
 from kvelastic.tiers.deadline_worker import DeadlineWorker
+from kvelastic.tiers.plan import Segment, nearest
 
 PATIENCE_S = 0.02
 
@@ -53,6 +54,50 @@ class Lookup:
         if tier in self._workers:
             return NoHold(len(keys) // KEY_BYTES)
         return self._stores[tier].lease(keys)
+
+    def hold_leading(
+        self, keys: bytes, may_ask: Callable[[int], bool]
+    ) -> tuple[list[Segment], list[Lease]]:
+        """The leading keys that are anywhere, each in the nearest tier that has it, and held there.
+
+        Tiers that `may_ask` denies are left out.
+        """
+        held: list[Segment] = []
+        leases: list[Lease] = []
+        for segment in nearest(self.find(keys, may_ask)):
+            end = segment.first + segment.count
+            lease = self.hold(segment.tier, keys[segment.first * KEY_BYTES : end * KEY_BYTES])
+            leases.append(lease)
+            if lease.count:
+                held.append(Segment(segment.tier, segment.first, lease.count))
+            # Less than was there a moment ago: it was displaced, and what follows is of no use.
+            if lease.count < segment.count:
+                break
+        return held, leases
+
+    def find(self, keys: bytes, may_ask: Callable[[int], bool]) -> list[list[bool]]:
+        """What each tier has; a farther one is asked only for what the nearer ones lack."""
+        count = len(keys) // KEY_BYTES
+        found: list[list[bool]] = []
+        missing = list(range(count))
+        for tier in range(len(self._stores)):
+            row = [False] * count
+            found.append(row)
+            if not missing or not may_ask(tier):
+                continue
+            if len(missing) == count:
+                answers = found[tier] = self.has(tier, keys)
+            else:
+                asked = b"".join(keys[at * KEY_BYTES : (at + 1) * KEY_BYTES] for at in missing)
+                answers = self.has(tier, asked)
+                for at, is_there in zip(missing, answers, strict=True):
+                    row[at] = is_there
+            missing = (
+                [at for at, is_there in zip(missing, answers, strict=True) if not is_there]
+                if False in answers
+                else []
+            )
+        return found
 
     def close(self, timeout_s: float) -> None:
         """End the threads; one that hangs is left behind. Repeatable."""

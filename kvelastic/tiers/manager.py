@@ -30,7 +30,6 @@ from kvelastic.tiers.base import (
     KEY_BYTES,
     NO_KEY,
     Capacity,
-    Lease,
     Selection,
     Store,
     StoreStatistics,
@@ -43,7 +42,7 @@ from kvelastic.tiers.lineage import Lineage
 from kvelastic.tiers.lookup import Lookup
 from kvelastic.tiers.match import Load, Match
 from kvelastic.tiers.namespace import Namespace
-from kvelastic.tiers.plan import Segment, load_graph, nearest
+from kvelastic.tiers.plan import Segment, load_graph
 from kvelastic.tiers.policy import Rules
 from kvelastic.tiers.pool_side import Copies, LeavingBlocks, StagingMemory
 from kvelastic.tiers.run import Priority, Run, Transfer
@@ -178,47 +177,12 @@ class Tiers:
         self._lineage.note(keys, chain_after)
         with self._lock:
             epoch = self._epoch
-        held: list[Segment] = []
-        leases: list[Lease] = []
-        for segment in nearest(self._find(keys, count)):
-            end = segment.first + segment.count
-            lease = self._lookup.hold(
-                segment.tier, keys[segment.first * KEY_BYTES : end * KEY_BYTES]
-            )
-            leases.append(lease)
-            if lease.count:
-                held.append(Segment(segment.tier, segment.first, lease.count))
-            # Less than was there a moment ago: it was displaced, and what follows is of no use.
-            if lease.count < segment.count:
-                break
+        held, leases = self._lookup.hold_leading(keys, self._may_ask)
         match = Match(keys, held, leases, chain_after, epoch)
         with self._lock:
             self._matched += match.count
             self._unmatched += count - match.count
         return match
-
-    def _find(self, keys: bytes, count: int) -> list[list[bool]]:
-        """What each tier has; a farther one is asked only for what the nearer ones lack."""
-        found: list[list[bool]] = []
-        missing = list(range(count))
-        for tier in range(len(self._stores)):
-            row = [False] * count
-            found.append(row)
-            if not missing or not self._may_ask(tier):
-                continue
-            if len(missing) == count:
-                answers = found[tier] = self._lookup.has(tier, keys)
-            else:
-                asked = b"".join(_key(keys, at) for at in missing)
-                answers = self._lookup.has(tier, asked)
-                for at, is_there in zip(missing, answers, strict=True):
-                    row[at] = is_there
-            missing = (
-                [at for at, is_there in zip(missing, answers, strict=True) if not is_there]
-                if False in answers
-                else []
-            )
-        return found
 
     def _may_ask(self, tier: int) -> bool:
         return tier not in self._executor.stuck_tiers and self._costs.worth_asking(tier)

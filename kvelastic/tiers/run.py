@@ -57,6 +57,9 @@ class Transfer:
     confirm: Callable[[], Sequence[bool]] | None = None
     """Asked after each copy out: whether each block has stood still until now. What it denies is
     put nowhere, for its record may be torn. Must be short."""
+    ended: Callable[[int, Run], None] | None = None
+    """Told of each operation that has ended, by its index, with the executor's lock held: it must
+    be short, must not raise, and calls nothing of the executor or its runs."""
 
     def key(self, item: int) -> bytes:
         """The key of one item."""

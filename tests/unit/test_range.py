@@ -47,6 +47,18 @@ def test_a_page_outside_is_not_mapped(memory):
     assert not memory.range.is_mapped((1 << 32) - 1)
 
 
+def test_handles_are_those_of_mapped_pages(memory):
+    memory.range.map([4, 1])
+    each = memory.range.geometry.extents_per_page
+    found = memory.range.handles([1, 4])
+    assert len(set(found)) == len(found) == 2 * each
+    assert memory.range.handles([4]) == found[each:]
+    assert memory.range.handles([]) == []
+    for page in (0, PAGES, 1 << 31):
+        with pytest.raises(errors.InvalidArgumentError):
+            memory.range.handles([1, page])
+
+
 def test_kept_pages_are_counted_and_used_first(memory):
     memory.range.map([1, 2])
     memory.range.unmap([1, 2])

@@ -167,6 +167,26 @@ TEST(tier_index_gives_out_each_slot_once) {
   }
 }
 
+TEST(tier_index_says_how_many_leading_keys_are_ready_and_how_many_known) {
+  const auto made = TierIndex::create(8, EvictionPolicy::kLru);
+  REQUIRE(made);
+  TierIndex& index = **made;
+  REQUIRE(index.claim(keys({1, 2, 3, 5}), kNoChain));
+  REQUIRE(index.commit(keys({1, 3})));
+  const auto leads = [&](std::initializer_list<std::uint64_t> of, std::size_t ready,
+                         std::size_t known) {
+    const TierIndex::Leading counts = index.leading(keys(of));
+    return counts.ready == ready && counts.known == known;
+  };
+  CHECK(leads({1, 2, 3, 4, 5}, 1, 3));
+  CHECK(leads({2, 1}, 0, 2));
+  CHECK(leads({1, 3}, 2, 2));
+  CHECK(leads({4, 1}, 0, 0));
+  CHECK(leads({}, 0, 0));
+  (void)index.erase(keys({2}));  // pending, and forgotten: it will not come
+  CHECK(leads({1, 2, 3}, 1, 1));
+}
+
 TEST(tier_index_order_of_eviction) {
   const auto order = [](EvictionPolicy policy) {
     const auto index = make(5, policy);

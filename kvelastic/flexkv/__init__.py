@@ -1,0 +1,1 @@
+"""FlexKV's interface over kvelastic's tiers: a tiered KV cache for an engine without a plugin."""

@@ -1,0 +1,81 @@
+"""Makes `import flexkv` mean `kvelastic.flexkv`, where FlexKV itself is not installed.
+
+    from kvelastic.flexkv import alias
+    alias.switch_on()
+
+    KVELASTIC_FLEXKV_ALIAS=true vllm serve ...    # the same in every Python process, from its start
+
+Nothing of the kind is on by itself, and no package named flexkv is installed. Each module is one
+object under both names, so its classes are the same. An installed FlexKV always goes first.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Final
+
+ALIAS: Final = "flexkv"
+TARGET: Final = "kvelastic.flexkv"
+
+
+def switch_on() -> None:
+    """From now on this process finds `flexkv` here. Repeatable, from any thread."""
+    if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
+        # Before Python's own: that would find the modules once more by the package's path.
+        sys.meta_path.insert(0, _Finder())
+
+
+def switch_off() -> None:
+    """Find no further module here; what has been imported stays imported."""
+    sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, _Finder)]
+
+
+class _Finder(MetaPathFinder):
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """The module of kvelastic with the same name, unless FlexKV itself is there."""
+        if fullname != ALIAS and not fullname.startswith(f"{ALIAS}."):
+            return None
+        if self._is_installed():
+            return None
+        real = TARGET + fullname.removeprefix(ALIAS)
+        try:
+            found = importlib.util.find_spec(real)
+        except ModuleNotFoundError:
+            return None
+        if found is None:
+            return None
+        is_package = found.submodule_search_locations is not None
+        return ModuleSpec(fullname, _Loader(real), is_package=is_package)
+
+    def _is_installed(self) -> bool:
+        """Whether the package flexkv is FlexKV's own: imported so, or found by anybody else."""
+        package = sys.modules.get(ALIAS)
+        if package is not None:
+            return package is not sys.modules.get(TARGET)
+        others = [finder for finder in sys.meta_path if not isinstance(finder, _Finder)]
+        return any(finder.find_spec(ALIAS, None) is not None for finder in others)
+
+
+class _Loader(Loader):
+    """Loads the module under its own name and answers that very object."""
+
+    def __init__(self, real: str) -> None:
+        self._real = real
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        """The module of kvelastic, with the spec that it has there."""
+        module = importlib.import_module(self._real)
+        self._own = module.__spec__, getattr(module, "__loader__", None)
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        """It has run already; importing set the alias's spec on it, and here that goes."""
+        module.__spec__, module.__loader__ = self._own

@@ -1,0 +1,1 @@
+"""Which blocks lie where, and which transfers follow from that."""

@@ -1,0 +1,442 @@
+"""What a request finds in the tiers, what it holds of them, and which transfers follow.
+
+    engine = GlobalCacheEngine(storage)
+    graph, mask, plan, end_op_id = engine.get(1, token_ids, token_mask, slot_mapping)
+    ...                                      # run the graph
+    plan()                                   # or plan.abort(): what is held is given back
+
+Any thread. Looking asks indexes in memory; a store that would ask a medium is given 20 ms.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+import numpy as np
+
+from kvelastic.errors import InvalidArgumentError, UnsupportedError
+from kvelastic.flexkv.cache.radixtree import MatchResult, RadixTree
+from kvelastic.flexkv.cache.transfer_pattern import (
+    Fragment,
+    get_graph,
+    prefetch_graph,
+    put_graph,
+)
+from kvelastic.flexkv.common.block import SequenceMeta
+from kvelastic.flexkv.common.hash_utils import Tokens, as_tokens
+from kvelastic.flexkv.common.request import Mask
+from kvelastic.flexkv.common.transfer import BlockIds, DeviceType, TransferOpGraph
+from kvelastic.flexkv.storage.storage_engine import StorageEngine
+from kvelastic.tiers.base import KEY_BYTES, NO_KEY, Lease, Reservation, Selection, Store
+from kvelastic.tiers.deadline_worker import DeadlineWorker
+from kvelastic.tiers.lookup import Lookup
+from kvelastic.tiers.plan import Segment
+
+ERASE_S: Final = 60.0
+"""How long `reset` waits for a store."""
+ALL_LAYERS: Final = -1
+
+
+class CacheEngine:
+    """One tier: its blocks by their tokens, and room for more. Any thread."""
+
+    def __init__(self, device_type: DeviceType, store: Store, storage: StorageEngine) -> None:
+        self.device_type = device_type
+        self.store = store
+        self.index = RadixTree(store, storage.namespace)
+
+    def match(self, sequence: SequenceMeta, first: int = 0) -> MatchResult:
+        """As `RadixTree.match_prefix`."""
+        return self.index.match_prefix(sequence, first)
+
+    def insert(self, sequence: SequenceMeta, first: int = 0) -> Reservation | None:
+        """As `RadixTree.insert`."""
+        return self.index.insert(sequence, first)
+
+    def lock(self, sequence: SequenceMeta, count: int, first: int = 0) -> Lease:
+        """As `RadixTree.lock`."""
+        return self.index.lock(sequence, count, first)
+
+    def evict(self, count: int) -> int:
+        """As `RadixTree.evict`."""
+        return self.index.evict(count)
+
+    @property
+    def num_used_blocks(self) -> int:
+        """How many records it has."""
+        return self.store.capacity().records
+
+
+class Plan:
+    """What one request holds, and the graph for it. Calling it gives all back, as `abort` does.
+
+    The graph has run, or never will: places that were not filled are given up, blocks that were
+    held may be evicted. Repeatable, any thread.
+    """
+
+    def __init__(
+        self,
+        graph: TransferOpGraph,
+        length: int,
+        first_token: int,
+        tokens: int,
+        leases: Sequence[Lease] = (),
+        place: Reservation | None = None,
+        *,
+        fragments: Sequence[Fragment] = (),
+    ) -> None:
+        self.graph = graph
+        self.length = length
+        """Of the request, in tokens."""
+        self.first_token = first_token
+        self.tokens = tokens
+        """How many tokens from `first_token` on are to be moved, or are there."""
+        self.fragments = fragments
+        """Where the blocks of a get were found."""
+        self._leases = leases
+        self._place = place
+        self._lock = threading.Lock()
+
+    def mask(self, tokens: int | None = None) -> Mask:
+        """True for the tokens that are moved; `tokens` for the leading ones of these only."""
+        mask = np.zeros(self.length, np.bool_)
+        count = self.tokens if tokens is None else tokens
+        mask[self.first_token : self.first_token + count] = True
+        return mask
+
+    def release_leases(self) -> None:
+        """What is read may be evicted again."""
+        with self._lock:
+            leases, self._leases = self._leases, ()
+        for lease in leases:
+            lease.release()
+
+    def __call__(self) -> None:
+        """The graph is over."""
+        self.release_leases()
+        with self._lock:
+            place, self._place = self._place, None
+        if place is not None:
+            place.release()
+
+    def abort(self) -> None:
+        """The graph is not run, or no further."""
+        self()
+
+
+class GlobalCacheEngine:
+    """All tiers of one storage. See the module."""
+
+    def __init__(
+        self, storage: StorageEngine, may_ask: Callable[[int], bool] = lambda tier: True
+    ) -> None:
+        """`may_ask` says which tiers answer now, by their places."""
+        self._storage = storage
+        self._may_ask = may_ask
+        self._devices = list(storage.tiers)
+        self._lookup = Lookup(list(storage.stores.values()))
+        self._cpu = storage.stores[DeviceType.CPU]
+        self.tokens_per_block = storage.layout.tokens_per_block
+        self._farther = [device for device in self._devices if device is not DeviceType.CPU]
+
+    def engine(self, device_type: DeviceType) -> CacheEngine:
+        """One tier. Raises `InvalidArgumentError` for one that is not opened."""
+        store = self._storage.get_storage_handle(device_type).data
+        return CacheEngine(device_type, store, self._storage)
+
+    def sequence(self, token_ids: Any, namespace: Sequence[str] | None = None) -> SequenceMeta:
+        """A request's tokens with the keys that its blocks have here."""
+        seed = self._storage.namespace.fingerprint
+        return SequenceMeta(token_ids, self.tokens_per_block, namespace, seed=seed)
+
+    # --- FlexKV's calls ------------------------------------------------------------------------
+
+    def get(
+        self,
+        request_id: int,
+        token_ids: Any,
+        token_mask: Any,
+        slot_mapping: Any,
+        layer_num: int = ALL_LAYERS,
+        layer_granularity: int = ALL_LAYERS,
+        dp_id: int = 0,
+        *,
+        namespace: Sequence[str] | None = None,
+    ) -> tuple[TransferOpGraph, Mask, Plan, int]:
+        """(graph, return_mask, callback, task_end_op_id): what is there, on its way to the engine.
+
+        `slot_mapping` has one slot for each True token of `token_mask`; None or empty: the blocks
+        are bound later. Call the callback when the graph is over, or its `abort`. Raises
+        `InvalidArgumentError`, and `UnsupportedError` for anything but all layers at once.
+        """
+        check_layers(layer_num, layer_granularity)
+        sequence = self.sequence(token_ids, namespace)
+        first, last = wanted_blocks(token_mask, sequence)
+        plan = self.plan_get(sequence, first, last, dp_id=dp_id)
+        try:
+            self._bind(plan, token_mask, slot_mapping)
+        except BaseException:
+            plan.abort()
+            raise
+        return plan.graph, plan.mask(), plan, plan.graph.task_end_op_id
+
+    def put(
+        self,
+        request_id: int,
+        token_ids: Any,
+        token_mask: Any,
+        slot_mapping: Any,
+        layer_num: int = ALL_LAYERS,
+        dp_id: int = 0,
+        *,
+        namespace: Sequence[str] | None = None,
+    ) -> tuple[TransferOpGraph, Mask, Plan, int, int]:
+        """(graph, return_mask, callback, task_end_op_id, skipped_gpu_blocks): what is not there.
+
+        `skipped_gpu_blocks` are the leading blocks that are there already, or on their way. As
+        `get` for the rest.
+        """
+        check_layers(layer_num, ALL_LAYERS)
+        sequence = self.sequence(token_ids, namespace)
+        last = put_blocks(token_mask, sequence)
+        plan = self.plan_put(sequence, last, dp_id=dp_id)
+        try:
+            self._bind(plan, token_mask, slot_mapping)
+        except BaseException:
+            plan.abort()
+            raise
+        skipped = plan.first_token // self.tokens_per_block if plan.tokens else last
+        return plan.graph, plan.mask(), plan, plan.graph.task_end_op_id, skipped
+
+    def _bind(self, plan: Plan, token_mask: Any, slot_mapping: Any) -> None:
+        if slot_mapping is None or len(slot_mapping) == 0:
+            return
+        slots = slots_of_plan(plan, token_mask, slot_mapping)
+        if plan.tokens:
+            plan.graph.bind_engine_blocks(blocks_of_slots(slots, self.tokens_per_block))
+
+    # --- plans ---------------------------------------------------------------------------------
+
+    def plan_get(
+        self,
+        sequence: SequenceMeta,
+        first: int,
+        last: int,
+        *,
+        dp_id: int = 0,
+        cpu_only: bool = False,
+        is_prefetch: bool = False,
+    ) -> Plan:
+        """Hold the longest run of blocks from `first` on, before `last`, that is in the tiers."""
+        keys = sequence.keys[first * KEY_BYTES : last * KEY_BYTES]
+        may_ask = (lambda tier: tier == 0) if cpu_only else self._may_ask
+        segments, leases = self._lookup.hold_leading(keys, may_ask)
+        first_token = first * self.tokens_per_block
+        if not segments:
+            for lease in leases:
+                lease.release()
+            return Plan(TransferOpGraph(), sequence.length, first_token, 0)
+        count = sum(segment.count for segment in segments)
+        keys = keys[: count * KEY_BYTES]
+        after = sequence.parent(first)
+        place = None
+        try:
+            place = self._places_for(keys, segments, after)
+            fragments = [
+                Fragment(self._devices[segment.tier], segment.first, segment.count)
+                for segment in segments
+            ]
+            if is_prefetch:
+                graph = prefetch_graph(keys, fragments, chain_after=after)
+            else:
+                graph = get_graph(keys, fragments, chain_after=after, dp_id=dp_id)
+            return Plan(
+                graph,
+                sequence.length,
+                first_token,
+                count * self.tokens_per_block,
+                leases,
+                place,
+                fragments=fragments,
+            )
+        except BaseException:
+            Plan(TransferOpGraph(), 0, 0, 0, leases, place).abort()
+            raise
+
+    def _places_for(
+        self, keys: bytes, segments: Sequence[Segment], chain_after: bytes
+    ) -> Reservation | None:
+        """Places in the CPU tier for what lies farther away only; None where there are none.
+
+        From the first such block on: what is there already counts as there.
+        """
+        first = next((segment.first for segment in segments if segment.tier), None)
+        if first is None:
+            return None
+        at = first * KEY_BYTES
+        after = keys[at - KEY_BYTES : at] if at else chain_after
+        return self._cpu.reserve(keys[at:], chain_after=after)
+
+    def plan_put(self, sequence: SequenceMeta, last: int, *, dp_id: int = 0) -> Plan:
+        """Have places for the blocks before `last` that the CPU tier has not, nor has coming.
+
+        Where not all of them find one, the plan is empty: nothing is put.
+        """
+        keys = sequence.keys[: last * KEY_BYTES]
+        place = self._cpu.reserve(keys, chain_after=NO_KEY) if keys else None
+        if place is None:
+            return Plan(TransferOpGraph(), sequence.length, 0, 0)
+        is_new = place.is_new
+        if True not in is_new:
+            place.release()
+            return Plan(TransferOpGraph(), sequence.length, 0, 0)
+        first = is_new.index(True)
+        graph = put_graph(
+            keys[first * KEY_BYTES :],
+            self._farther,
+            chain_after=sequence.parent(first),
+            dst_block_ids=place.slots[first:],
+            dp_id=dp_id,
+        )
+        tokens = (last - first) * self.tokens_per_block
+        return Plan(graph, sequence.length, first * self.tokens_per_block, tokens, place=place)
+
+    # --- the rest ------------------------------------------------------------------------------
+
+    def reset(self, timeout_s: float = ERASE_S) -> list[str]:
+        """Forget all blocks in all tiers; answers the tiers that did not answer in time.
+
+        Nothing that was put before is found after. Plans from before hold what they held until they
+        end. Blocks.
+        """
+        old = self._storage.namespace
+        self._storage.next_generation()
+        late = []
+        for device, store in self._storage.stores.items():
+            worker = DeadlineWorker("kvelastic-reset")
+            try:
+                worker.run(_erasing(store, Selection(namespace=old)), timeout_s)
+            except TimeoutError:
+                late.append(device.name)
+            finally:
+                worker.close(0.0)
+        return late
+
+    def close(self, timeout_s: float = 5.0) -> None:
+        """End the threads that ask media. The stores are the transfer engine's. Repeatable."""
+        self._lookup.close(timeout_s)
+
+    def check_integrity(self) -> None:
+        """Every store's own check. Raises `IntegrityError`. Blocks."""
+        for store in self._storage.stores.values():
+            store.check_integrity()
+
+
+def _erasing(store: Store, selection: Selection) -> Callable[[], int]:
+    return lambda: store.erase_matching(selection)
+
+
+# --- what callers pass ------------------------------------------------------------------------
+
+
+def check_layers(layer_num: int, layer_granularity: int) -> None:
+    """Raise `UnsupportedError` (a NotImplementedError) for anything but all layers at once."""
+    for name, value in (("layer_num", layer_num), ("layer_granularity", layer_granularity)):
+        if value != ALL_LAYERS:
+            raise UnsupportedError(
+                f"{name}={value}: blocks are moved in all layers at once; leave it at {ALL_LAYERS}"
+            )
+
+
+def as_mask(token_mask: Any, length: int) -> Mask | None:
+    """A mask as a row of bools; None where it is None, which is all True.
+
+    Raises `InvalidArgumentError` for another length or another kind of array.
+    """
+    if token_mask is None:
+        return None
+    try:
+        mask = np.asarray(token_mask)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise InvalidArgumentError(f"token_mask cannot be read as an array: {error}") from None
+    if mask.dtype != np.bool_ or mask.shape != (length,):
+        raise InvalidArgumentError(
+            f"token_mask of shape {mask.shape} and dtype {mask.dtype} for {length} tokens; pass one"
+            " bool for each"
+        )
+    return mask
+
+
+def true_span(mask: Mask | None, length: int) -> tuple[int, int]:
+    """First True token and the one behind the last. `InvalidArgumentError` for a hole between."""
+    if mask is None:
+        return 0, length
+    count = int(np.count_nonzero(mask))
+    if count == 0:
+        return 0, 0
+    first = int(mask.argmax())
+    if not mask[first : first + count].all():
+        raise InvalidArgumentError(
+            "token_mask has a False between two True tokens; pass one run of True"
+        )
+    return first, first + count
+
+
+def wanted_blocks(token_mask: Any, sequence: SequenceMeta) -> tuple[int, int]:
+    """The blocks of a get: from that of the first True token on, whole ones only."""
+    first, end = true_span(as_mask(token_mask, sequence.length), sequence.length)
+    first_block = first // sequence.tokens_per_block
+    return first_block, max(first_block, end // sequence.tokens_per_block)
+
+
+def put_blocks(token_mask: Any, sequence: SequenceMeta) -> int:
+    """How many leading whole blocks are to be put.
+
+    Raises `InvalidArgumentError` unless the mask is True from the first token on.
+    """
+    first, end = true_span(as_mask(token_mask, sequence.length), sequence.length)
+    if first:
+        raise InvalidArgumentError(
+            f"token_mask of a put begins with {first} False tokens; blocks are put from the first"
+            " token on, and those that are there already are left out of the answer"
+        )
+    return end // sequence.tokens_per_block
+
+
+def slots_of_plan(plan: Plan, token_mask: Any, slot_mapping: Any) -> Tokens:
+    """Of one slot for each True token of a request's mask, those of the plan's tokens."""
+    slots = as_tokens(slot_mapping, "slot_mapping")
+    first, end = true_span(as_mask(token_mask, plan.length), plan.length)
+    if len(slots) != end - first:
+        raise InvalidArgumentError(
+            f"slot_mapping has {len(slots)} slots for {end - first} True tokens; pass one for each"
+        )
+    if plan.tokens and plan.first_token < first:
+        raise InvalidArgumentError(
+            f"the first True token, {first}, is inside a block: its block begins at"
+            f" {plan.first_token}, for which there are no slots; begin the mask at a block"
+        )
+    at = plan.first_token - first
+    return slots[at : at + plan.tokens]
+
+
+def blocks_of_slots(slots: Tokens, tokens_per_block: int) -> BlockIds:
+    """The engine's blocks of whole pages of slots.
+
+    Raises `InvalidArgumentError` where slots are not those of whole blocks, in order.
+    """
+    if len(slots) % tokens_per_block:
+        raise InvalidArgumentError(
+            f"{len(slots)} slots are no whole blocks of {tokens_per_block} tokens"
+        )
+    rows = slots.reshape(-1, tokens_per_block)
+    firsts = rows[:, 0]
+    is_whole = (rows - firsts[:, None] == np.arange(tokens_per_block)).all()
+    if not is_whole or (firsts % tokens_per_block).any() or (firsts < 0).any():
+        raise InvalidArgumentError(
+            f"slot_mapping is not page aligned: each {tokens_per_block} slots must be those of one"
+            " block, in order"
+        )
+    return firsts // tokens_per_block

@@ -1,0 +1,85 @@
+"""The numbers of a fixed set of blocks: who has which.
+
+    pool = Mempool(1024)
+    blocks = pool.allocate_blocks(4)
+    pool.recycle_blocks(blocks)
+
+For an engine that has a block table and no allocator of its own, as `docs/flexkv.md` has one. The
+tiers number their own records.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvelastic.errors import (
+    DoubleFreeError,
+    IntegrityError,
+    InvalidArgumentError,
+    PoolExhaustedError,
+    UnknownBlockError,
+)
+from kvelastic.tiers.staging import StagingSlots
+
+
+class Mempool:
+    """Block ids 0 to `num_total_blocks` - 1. Any thread. Errors leave it as it was."""
+
+    def __init__(self, num_total_blocks: int) -> None:
+        if num_total_blocks < 1:
+            raise InvalidArgumentError(f"num_total_blocks={num_total_blocks}; give 1 or more")
+        self.num_total_blocks = num_total_blocks
+        self._slots = StagingSlots(num_total_blocks)
+
+    @property
+    def num_free_blocks(self) -> int:
+        """How many could be had now."""
+        return self._slots.free
+
+    @property
+    def num_used_blocks(self) -> int:
+        """How many are out."""
+        return self.num_total_blocks - self._slots.free
+
+    def allocate_blocks(self, num: int) -> npt.NDArray[np.int64]:
+        """`num` blocks. Raises `PoolExhaustedError` (a ValueError) where fewer are free."""
+        if num < 0:
+            raise InvalidArgumentError(f"{num} blocks were asked for; ask for 0 or more")
+        taken = self._slots.take(num) if num <= self.num_total_blocks else None
+        if taken is None:
+            raise PoolExhaustedError(
+                f"{num} blocks were asked for, and {self.num_free_blocks} of"
+                f" {self.num_total_blocks} are free; recycle some, or ask for fewer"
+            )
+        return np.array(taken, np.int64)
+
+    def recycle_blocks(self, block_ids: Any) -> None:
+        """Blocks that are free again.
+
+        Raises `UnknownBlockError` for one that the pool does not have, `DoubleFreeError` for one
+        that is free already or named twice; none is recycled then.
+        """
+        blocks = [int(block) for block in np.asarray(block_ids).ravel()]
+        for block in blocks:
+            if not 0 <= block < self.num_total_blocks:
+                raise UnknownBlockError(
+                    f"block {block} is not one of the pool's {self.num_total_blocks}"
+                )
+        try:
+            self._slots.give_back(blocks)
+        except IntegrityError:
+            raise DoubleFreeError(
+                f"of the blocks {blocks[:8]} at least one is free already, or named twice; recycle"
+                " each block once"
+            ) from None
+
+    def reset(self) -> None:
+        """All blocks are free again, whoever has them."""
+        self._slots = StagingSlots(self.num_total_blocks)
+
+    def check_integrity(self) -> None:
+        """Raises `IntegrityError` where lists and marks disagree."""
+        self._slots.check_integrity()

@@ -1,0 +1,66 @@
+"""A request's tokens as whole blocks with their keys."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvelastic._vmm import block_keys
+from kvelastic.errors import InvalidArgumentError
+from kvelastic.flexkv.common.hash_utils import NO_SEED, as_tokens, namespace_seed
+from kvelastic.tiers.base import KEY_BYTES
+
+
+class SequenceMeta:
+    """Tokens, and the chain of their blocks' keys, which is made when it is first asked for.
+
+    sequence = SequenceMeta(token_ids, tokens_per_block=16)
+    sequence.num_blocks, sequence.keys, sequence.key(3)
+    """
+
+    def __init__(
+        self,
+        token_ids: Any,
+        tokens_per_block: int = 16,
+        namespace: Sequence[str] | None = None,
+        *,
+        seed: bytes = NO_SEED,
+    ) -> None:
+        """`seed` is the world's fingerprint (see `hash_utils`).
+
+        Raises `InvalidArgumentError` for tokens that are no row of integers, and blocks of none.
+        """
+        if tokens_per_block < 1:
+            raise InvalidArgumentError(f"tokens_per_block={tokens_per_block}; give 1 or more")
+        self.token_ids = as_tokens(token_ids)
+        self.tokens_per_block = tokens_per_block
+        self.length = len(self.token_ids)
+        self.num_blocks = self.length // tokens_per_block
+        self.seed = namespace_seed(seed, namespace) if namespace else seed
+
+    @cached_property
+    def keys(self) -> bytes:
+        """Of all whole blocks, side by side."""
+        return block_keys(self.token_ids, self.tokens_per_block, self.seed)
+
+    @property
+    def block_hashes(self) -> npt.NDArray[np.uint64]:
+        """The keys as numbers: a row of two for each block, the lower half first."""
+        return np.frombuffer(self.keys, np.uint64).reshape(-1, 2)
+
+    def key(self, block: int) -> bytes:
+        """Of one block. Raises `InvalidArgumentError` for one that is not there."""
+        if not 0 <= block < self.num_blocks:
+            raise InvalidArgumentError(f"block {block} is not one of {self.num_blocks}")
+        return self.keys[block * KEY_BYTES : (block + 1) * KEY_BYTES]
+
+    def parent(self, block: int) -> bytes:
+        """What a block continues: the key before it, and none before the first."""
+        return self.key(block - 1) if block > 0 else bytes(KEY_BYTES)
+
+    def __len__(self) -> int:
+        return self.length

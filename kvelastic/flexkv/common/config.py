@@ -1,0 +1,267 @@
+"""What a model's KV looks like, and where it may be kept.
+
+    model = ModelConfig(num_layers=32, num_kv_heads=8, head_size=128, dtype="bfloat16")
+    cache = CacheConfig(num_cpu_blocks=4096, enable_ssd=True, ssd_cache_dir="/mnt/nvme/kv")
+    check_supported(model, cache)
+
+Names and defaults are FlexKV's. What it has and kvelastic does not is refused by name, with what
+takes its place; nothing is accepted and then ignored.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from kvelastic.errors import ConfigError, InvalidArgumentError, UnsupportedError
+from kvelastic.flexkv.common.user_config import (
+    GLOBAL_CONFIG_FROM_ENV,
+    UserConfig,
+    load_user_config_from_env,
+    load_user_config_from_file,
+    update_default_config_from_user_config,
+)
+
+__all__ = [
+    "GLOBAL_CONFIG_FROM_ENV",
+    "CacheConfig",
+    "ModelConfig",
+    "UserConfig",
+    "check_supported",
+    "dtype_name",
+    "item_bytes",
+    "load_user_config_from_env",
+    "load_user_config_from_file",
+    "update_default_config_from_user_config",
+]
+
+_ITEM_BYTES: Final = {
+    "bfloat16": 2,
+    "float16": 2,
+    "half": 2,
+    "float32": 4,
+    "float": 4,
+    "float64": 8,
+    "double": 8,
+    "float8_e4m3fn": 1,
+    "float8_e5m2": 1,
+    "fp8": 1,
+    "int8": 1,
+    "uint8": 1,
+}
+EVICTION_POLICIES: Final = ("lru", "lfu", "slru", "fifo")
+MOONCAKE_PREFIX: Final = "mooncake:"
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """One model's KV. Immutable; raises `InvalidArgumentError` for what cannot be."""
+
+    num_layers: int = 1
+    num_kv_heads: int = 1
+    head_size: int = 1
+    kv_dim: int = 2
+    """2: K and V apart; 1: one fused row (MLA, packed)."""
+    use_mla: bool | None = None
+    """FlexKV's older name for `kv_dim=1`; None: as `kv_dim` says."""
+    dtype: Any = "bfloat16"
+    """A name, or a dtype of torch or NumPy."""
+    tp_size: int = 1
+    pp_size: int = 1
+    dp_size: int = 1
+    cp_size: int = 1
+    nnodes: int = 1
+    instance_num: int = 1
+    model: str = ""
+    """Its name, as `kvctl tiers erase --model` takes it."""
+    weights: str = ""
+    """A fingerprint of its weights. With one, what lies on a disk or a remote store is found again
+    after a restart; without one it is not: two models of one shape could not be told apart."""
+
+    def __post_init__(self) -> None:
+        if self.use_mla is not None:
+            object.__setattr__(self, "kv_dim", 1 if self.use_mla else 2)
+        object.__setattr__(self, "use_mla", self.kv_dim == 1)
+        for name in _MODEL_COUNTS:
+            _check_count(name, getattr(self, name))
+        if self.kv_dim not in (1, 2):
+            raise InvalidArgumentError(f"kv_dim={self.kv_dim}; give 2 for K and V, 1 for one row")
+        if self.kv_dim == 2 and self.num_kv_heads % self.tp_size:
+            raise InvalidArgumentError(
+                f"num_kv_heads={self.num_kv_heads} cannot be divided by tp_size={self.tp_size};"
+                " give the heads of all ranks together, replicated ones included"
+            )
+        item_bytes(self.dtype)
+
+    @property
+    def dtype_name(self) -> str:
+        """The dtype's name without its module."""
+        return dtype_name(self.dtype)
+
+    @property
+    def heads_per_rank(self) -> int:
+        """Heads that each tensor-parallel rank has; a fused row is whole on every rank."""
+        return self.num_kv_heads if self.kv_dim == 1 else self.num_kv_heads // self.tp_size
+
+    @property
+    def ranks_in_a_record(self) -> int:
+        """How many ranks' parts a record has. Ranks that all have the same row make one part."""
+        return 1 if self.kv_dim == 1 else self.tp_size
+
+    @property
+    def token_size_in_bytes(self) -> int:
+        """Of one token in all layers and of all ranks."""
+        row = self.num_kv_heads * self.head_size * item_bytes(self.dtype)
+        return self.num_layers * self.kv_dim * row
+
+
+_MODEL_COUNTS: Final = (
+    "num_layers",
+    "num_kv_heads",
+    "head_size",
+    "tp_size",
+    "pp_size",
+    "dp_size",
+    "cp_size",
+    "nnodes",
+    "instance_num",
+)
+
+
+@dataclass
+class CacheConfig:
+    """Tiers and their sizes. `check()` says what is wrong; KVManager calls it."""
+
+    tokens_per_block: int = 16
+    enable_cpu: bool = True
+    enable_ssd: bool = False
+    enable_gds: bool = False
+    enable_nixl: bool = False
+    enable_remote: bool = False
+    enable_p2p_cpu: bool = False
+    enable_p2p_ssd: bool = False
+    enable_3rd_remote: bool = False
+    use_mooncake_store_backend: bool = False
+    num_cpu_blocks: int = 1_000_000
+    """A limit, not memory: the host's memory is taken as blocks come."""
+    num_ssd_blocks: int = 10_000_000
+    num_remote_blocks: int | None = None
+    """None: others decide what a remote store keeps."""
+    ssd_cache_dir: str | list[str] | None = None
+    """One folder or several; in one string they are separated by `;`."""
+    remote_cache_path: str | None = None
+    """A shared folder, or `mooncake:HOST:PORT`."""
+    eviction_policy: str = "lru"
+    staging_bytes: int = 64 << 20
+    """Host memory that copies pass through."""
+    cpu_name: str | None = None
+    """What `kvctl` calls the CPU tier; None: automatic."""
+    trace_path: str | None = None
+    """Where requests are recorded (`common.tracer`); None: nowhere."""
+    extra: dict[str, Any] = field(default_factory=dict)
+    """For integrations; the library reads nothing of it."""
+
+    @property
+    def ssd_folders(self) -> list[str]:
+        """`ssd_cache_dir` as a list."""
+        if self.ssd_cache_dir is None:
+            return []
+        if isinstance(self.ssd_cache_dir, str):
+            return [part.strip() for part in self.ssd_cache_dir.split(";") if part.strip()]
+        return list(self.ssd_cache_dir)
+
+    def check(self) -> None:
+        """Raise `ConfigError` for a value that is not accepted or has no companion that it needs.
+
+        `UnsupportedError` for what kvelastic has not, naming what to use instead.
+        """
+        _refuse_unsupported(self)
+        for name in ("tokens_per_block", "num_cpu_blocks", "num_ssd_blocks", "staging_bytes"):
+            _check_count(name, getattr(self, name), ConfigError)
+        if self.num_remote_blocks is not None:
+            _check_count("num_remote_blocks", self.num_remote_blocks, ConfigError)
+        if self.eviction_policy not in EVICTION_POLICIES:
+            raise ConfigError(
+                f"eviction_policy={self.eviction_policy!r} is not accepted; give one of"
+                f" {', '.join(EVICTION_POLICIES)}"
+            )
+        if not self.enable_cpu:
+            raise ConfigError("enable_cpu=False: every transfer passes the CPU tier; leave it on")
+        if self.enable_ssd and not self.ssd_folders:
+            raise ConfigError("enable_ssd=True without ssd_cache_dir; name a folder or several")
+        if self.enable_remote and not self.remote_cache_path:
+            raise ConfigError(
+                "enable_remote=True without remote_cache_path; name a shared folder, or"
+                f" {MOONCAKE_PREFIX}HOST:PORT"
+            )
+
+
+def check_supported(model: ModelConfig, cache: CacheConfig) -> None:
+    """Raise for what cannot be served: `UnsupportedError` by name, `ConfigError` for a value."""
+    if model.nnodes > 1:
+        raise UnsupportedError(
+            f"nnodes={model.nnodes}: ranks of one model on several machines are not served; run"
+            " one instance a machine and share what they keep by enable_remote"
+        )
+    if model.cp_size > 1:
+        raise UnsupportedError(
+            f"cp_size={model.cp_size}: a block that is spread over context-parallel ranks is not"
+            " served; use tensor parallelism"
+        )
+    if model.pp_size > 1:
+        raise UnsupportedError(
+            f"pp_size={model.pp_size}: give each pipeline stage a KVManager of its own, with the"
+            " layers of that stage"
+        )
+    cache.check()
+
+
+_UNSUPPORTED: Final = {
+    "enable_gds": "GPUDirect Storage: blocks pass pinned host memory; leave it off",
+    "enable_nixl": "NIXL: blocks pass pinned host memory; leave it off",
+    "enable_p2p_cpu": "reading other machines' CPU tiers: use enable_remote with"
+    " remote_cache_path=mooncake:HOST:PORT",
+    "enable_p2p_ssd": "reading other machines' disks: use enable_remote with a shared folder as"
+    " remote_cache_path",
+    "enable_3rd_remote": "another remote backend: use enable_remote with a shared folder or"
+    " mooncake:HOST:PORT as remote_cache_path",
+    "use_mooncake_store_backend": "a switch for Mooncake: use enable_remote with"
+    " remote_cache_path=mooncake:HOST:PORT",
+}
+
+
+def _refuse_unsupported(cache: CacheConfig) -> None:
+    for name, instead in _UNSUPPORTED.items():
+        if getattr(cache, name):
+            raise UnsupportedError(f"{name}=True is not there ({instead})")
+
+
+def dtype_name(dtype: Any) -> str:
+    """`torch.bfloat16`, `numpy.float16` and `"float16"` by their plain names."""
+    if isinstance(dtype, str):
+        return dtype.removeprefix("torch.")
+    if isinstance(dtype, type):
+        return dtype.__name__
+    name = getattr(dtype, "name", None)
+    return name if isinstance(name, str) else str(dtype).removeprefix("torch.")
+
+
+def item_bytes(dtype: Any) -> int:
+    """Bytes of one element. Raises `InvalidArgumentError` for what is no dtype."""
+    known = _ITEM_BYTES.get(dtype_name(dtype))
+    if known is not None:
+        return known
+    size = getattr(dtype, "itemsize", None)
+    if isinstance(size, int) and size > 0:
+        return size
+    raise InvalidArgumentError(
+        f"dtype={dtype!r} is not accepted; give a dtype of torch or NumPy, or one of"
+        f" {', '.join(_ITEM_BYTES)}"
+    )
+
+
+def _check_count(
+    name: str, value: object, error: type[InvalidArgumentError | ConfigError] = InvalidArgumentError
+) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise error(f"{name}={value!r} is not accepted; give a whole number from 1 on")

@@ -1,0 +1,96 @@
+"""The chain of block hashes: each stands for all tokens up to the end of its block.
+
+    keys = hash_blocks(tokens, tokens_per_block=16, seed=namespace_seed(fingerprint, ["lora-7"]))
+
+128 bits a block, made by the native `block_keys`; see vmm_csrc/block_keys.h for what it is not:
+cryptographic. A namespace (a LoRA, a tenant, a session) is hashed first, so that two of them share
+no block.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from kvelastic._vmm import block_keys
+from kvelastic.errors import InvalidArgumentError
+from kvelastic.tiers.base import KEY_BYTES
+
+NO_SEED: Final = bytes(KEY_BYTES)
+
+Tokens = npt.NDArray[np.int64]
+
+
+def as_tokens(token_ids: Any, what: str = "token_ids") -> Tokens:
+    """A contiguous row of int64; no copy where it is one already. Takes arrays and CPU tensors.
+
+    Raises `InvalidArgumentError` for another shape, for what is no integer, and for a tensor that
+    is not on the CPU.
+    """
+    if type(token_ids) is not np.ndarray:
+        try:
+            token_ids = np.asarray(token_ids)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise InvalidArgumentError(
+                f"{what} cannot be read as an array: {error}; pass a row of int64 on the CPU"
+            ) from None
+        if token_ids.size == 0 and token_ids.ndim == 1:
+            return np.empty(0, np.int64)
+    if token_ids.ndim != 1 or token_ids.dtype.kind not in "iu":
+        raise InvalidArgumentError(
+            f"{what} of shape {token_ids.shape} and dtype {token_ids.dtype}; pass a row of int64"
+        )
+    return np.ascontiguousarray(token_ids, np.int64)
+
+
+def hash_blocks(token_ids: Any, tokens_per_block: int, seed: bytes = NO_SEED) -> bytes:
+    """The 16-byte keys of all whole blocks, side by side. What remains of the tokens has none."""
+    return block_keys(as_tokens(token_ids), tokens_per_block, seed)
+
+
+def namespace_seed(fingerprint: bytes, names: Sequence[str] | None) -> bytes:
+    """What a chain begins with: the world's fingerprint, and names that are joined with NUL."""
+    if not names:
+        return fingerprint
+    if isinstance(names, str) or not all(isinstance(name, str) for name in names):
+        raise InvalidArgumentError(f"namespace={names!r}; pass a list of names")
+    if any("\0" in name for name in names):
+        raise InvalidArgumentError("a name of a namespace has a NUL in it, which joins them")
+    joined = "\0".join(names).encode("utf-8", "surrogatepass")
+    return hashlib.sha256(fingerprint + joined).digest()[:KEY_BYTES]
+
+
+class Hasher:
+    """The same chain for tokens that come in pieces.
+
+    hasher = Hasher(16)
+    hasher.update(prompt); hasher.update(answer)
+    hasher.keys            # of all whole blocks so far
+    """
+
+    def __init__(self, tokens_per_block: int, seed: bytes = NO_SEED) -> None:
+        self._tokens_per_block = tokens_per_block
+        self._seed = seed
+        self._rest = np.empty(0, np.int64)
+        self._keys = bytearray(hash_blocks(self._rest, tokens_per_block, seed))
+
+    def update(self, token_ids: Any) -> None:
+        """These tokens come next. Raises `InvalidArgumentError` for what are none."""
+        tokens = np.concatenate([self._rest, as_tokens(token_ids)])
+        whole = len(tokens) - len(tokens) % self._tokens_per_block
+        before = bytes(self._keys[-KEY_BYTES:]) or self._seed
+        self._keys += hash_blocks(tokens[:whole], self._tokens_per_block, before)
+        self._rest = tokens[whole:]
+
+    @property
+    def keys(self) -> bytes:
+        """Of all whole blocks so far, side by side."""
+        return bytes(self._keys)
+
+    def digest(self) -> bytes:
+        """The key of the last whole block; the seed before the first."""
+        return bytes(self._keys[-KEY_BYTES:]) or self._seed

@@ -1,0 +1,254 @@
+"""Tensors as other processes find them: a descriptor of their memory, and where they lie in it.
+
+    kv = shared_zeros((layers, 2, blocks, tokens, heads, head_size), "float16")   # in a memfd
+    handle = TensorSharedHandle(kv)
+    ...                                     # its description and fd go to the other process
+    there = TensorSharedHandle.of(description, fd).get_tensor()                   # the same bytes
+
+A descriptor goes beside a message, from the kernel's hand: no name that others could open, nothing
+pickled. Memory that was allocated otherwise is found out too, if it is a shared mapping of a file.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import math
+import mmap
+import os
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+
+from kvelastic.errors import InvalidArgumentError, UnsupportedError
+from kvelastic.flexkv.common import process_mappings
+from kvelastic.flexkv.common.config import dtype_name, item_bytes
+
+_F_ADD_SEALS: Final = 1033
+_F_GET_SEALS: Final = 1034
+_F_SEAL_SEAL: Final = 1
+_F_SEAL_SHRINK: Final = 2
+_F_SEAL_GROW: Final = 4
+MOST_AXES: Final = 8
+MOST_BYTES: Final = 1 << 46
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """Bytes of blocks in one file: block `b` has `block_bytes` at `offset + b * stride_bytes`."""
+
+    offset: int
+    stride_bytes: int
+    block_bytes: int
+
+
+@dataclass(frozen=True)
+class TensorDescription:
+    """A tensor without its memory: plain values, which may come from another process."""
+
+    offset: int
+    """Of its first element in the memory."""
+    shape: tuple[int, ...]
+    strides_bytes: tuple[int, ...]
+    dtype: str
+    item_bytes: int
+
+    def check(self, memory_bytes: int) -> None:
+        """Raise `InvalidArgumentError` unless all of it lies in a memory of that size."""
+        if not 0 < len(self.shape) <= MOST_AXES or len(self.strides_bytes) != len(self.shape):
+            raise InvalidArgumentError(f"a tensor of the shape {self.shape} is not accepted")
+        counts = (self.item_bytes, *self.shape)
+        if min(counts) < 1 or max(counts) > MOST_BYTES or min(self.strides_bytes) < 0:
+            raise InvalidArgumentError(
+                f"a tensor of the shape {self.shape} with strides of {self.strides_bytes} bytes is"
+                " not accepted"
+            )
+        if not 0 <= self.offset <= memory_bytes - self.span_bytes:
+            raise InvalidArgumentError(
+                f"a tensor that spans {self.span_bytes} bytes from {self.offset} on does not lie in"
+                f" its memory of {memory_bytes} bytes"
+            )
+
+    @property
+    def span_bytes(self) -> int:
+        """From its first byte to its last."""
+        steps = zip(self.shape, self.strides_bytes, strict=True)
+        return self.item_bytes + sum((size - 1) * stride for size, stride in steps)
+
+    def buffers(self, block_axis: int) -> list[Buffer]:
+        """Where the blocks of that axis lie: one buffer for each run of bytes that they have.
+
+        Runs follow one another as the axes do; in a run bytes are as they lie, whatever the order
+        of its axes. Raises `InvalidArgumentError` if blocks share bytes, or are in too many runs.
+        """
+        if not 0 <= block_axis < len(self.shape):
+            raise InvalidArgumentError(f"a tensor of the shape {self.shape} has no {block_axis=}")
+        axes = [axis for axis in range(len(self.shape)) if axis != block_axis]
+        run_bytes, outer = self._dense_run(axes)
+        offsets = [self.offset]
+        for axis in outer:
+            if len(offsets) * self.shape[axis] > MOST_RUNS:
+                raise InvalidArgumentError(
+                    f"a block of the shape {self.shape} lies in more than {MOST_RUNS} pieces"
+                )
+            stride = self.strides_bytes[axis]
+            offsets = [at + step * stride for at in offsets for step in range(self.shape[axis])]
+        stride = self.strides_bytes[block_axis]
+        if self.shape[block_axis] > 1 and stride < run_bytes:
+            raise InvalidArgumentError(
+                f"blocks of {run_bytes} bytes that are {stride} bytes apart share some"
+            )
+        return [Buffer(at, stride, run_bytes) for at in offsets]
+
+    def _dense_run(self, axes: Sequence[int]) -> tuple[int, list[int]]:
+        """Bytes that lie side by side, and the axes that are not among them, in their order."""
+        run_bytes = self.item_bytes
+        inner = set()
+        for axis in sorted(axes, key=lambda axis: self.strides_bytes[axis]):
+            if self.shape[axis] != 1 and self.strides_bytes[axis] != run_bytes:
+                break
+            run_bytes *= self.shape[axis]
+            inner.add(axis)
+        return run_bytes, [axis for axis in axes if axis not in inner]
+
+
+MOST_RUNS: Final = 4096
+
+
+class TensorSharedHandle:
+    """One tensor, and a descriptor of its memory, which it owns. Not thread-safe."""
+
+    def __init__(self, tensor: Any) -> None:
+        """Of a NumPy array or a torch tensor on the CPU whose memory is a shared file's.
+
+        Raises `InvalidArgumentError` for memory of this process alone, and `UnsupportedError` for
+        a GPU's that has no descriptor.
+        """
+        address, description = describe(tensor)
+        if getattr(getattr(tensor, "device", None), "type", "cpu") == "cuda":
+            raise UnsupportedError(
+                "memory that cudaMalloc gave has no file descriptor: let kvelastic allocate it"
+                " (kvelastic.embedded), and register its range"
+            )
+        mapping, offset = process_mappings.behind(address, description.span_bytes)
+        self.is_elastic = offset is None
+        """Whether pages come and go behind the tensor. Its offset is its address then: which page
+        lies where in the file is asked of its owner for each copy."""
+        offset = address if offset is None else offset
+        self.description = TensorDescription(
+            offset,
+            description.shape,
+            description.strides_bytes,
+            description.dtype,
+            description.item_bytes,
+        )
+        self.fd = process_mappings.descriptor_of(mapping)
+        self._closing = weakref.finalize(self, os.close, self.fd)
+
+    @classmethod
+    def of(cls, description: TensorDescription, fd: int) -> TensorSharedHandle:
+        """What another process has described. The descriptor belongs to the handle from now on.
+
+        Raises `InvalidArgumentError` if the tensor does not lie in that memory; it is closed then.
+        """
+        handle = cls.__new__(cls)
+        handle.description, handle.fd, handle.is_elastic = description, fd, False
+        handle._closing = weakref.finalize(handle, os.close, fd)
+        try:
+            description.check(os.fstat(fd).st_size)
+        except BaseException:
+            handle.close()
+            raise
+        return handle
+
+    def get_tensor(self) -> np.ndarray[Any, Any]:
+        """The tensor, as a NumPy array over the shared memory; it outlives the handle.
+
+        A dtype that NumPy has not (bfloat16) comes as integers of its size. Raises
+        `InvalidArgumentError` for memory that its owner can shorten: touching what is gone would
+        end this process.
+        """
+        if not _cannot_shrink(self.fd):
+            raise InvalidArgumentError(
+                "this memory could be shortened while it is looked at; seal it (F_SEAL_SHRINK), as"
+                " shared_zeros does, or read it by its descriptor"
+            )
+        memory = mmap.mmap(self.fd, 0)
+        one = self.description
+        tensor: np.ndarray[Any, Any] = np.ndarray(
+            one.shape, _numpy_type(one), buffer=memory, offset=one.offset, strides=one.strides_bytes
+        )
+        return tensor
+
+    def close(self) -> None:
+        """Close the descriptor. Safe to repeat."""
+        self._closing()
+
+
+def describe(tensor: Any) -> tuple[int, TensorDescription]:
+    """A tensor's address, and what it is but for its memory.
+
+    Takes what has a `data_ptr` as torch has it, or NumPy's array interface.
+    """
+    if hasattr(tensor, "data_ptr"):
+        size = int(tensor.element_size())
+        strides = tuple(int(stride) * size for stride in tensor.stride())
+        address = int(tensor.data_ptr())
+    elif isinstance(tensor, np.ndarray):
+        size, strides, address = tensor.itemsize, tensor.strides, int(tensor.ctypes.data)
+    else:
+        raise InvalidArgumentError(
+            f"a {type(tensor).__name__} is no tensor; give NumPy's arrays or torch's tensors"
+        )
+    shape = tuple(int(count) for count in tensor.shape)
+    return address, TensorDescription(0, shape, strides, dtype_name(tensor.dtype), size)
+
+
+def shared_zeros(shape: int | Sequence[int], dtype: Any = "uint8") -> np.ndarray[Any, Any]:
+    """A NumPy array of zeros in memory that other processes can be given: a sealed memfd.
+
+    Pages are taken as they are first touched, and all goes with the last process that has it. A
+    dtype that NumPy has not comes as integers of its size; `torch.from_numpy(...).view(...)`.
+    """
+    shape = (shape,) if isinstance(shape, int) else tuple(shape)
+    size_bytes = math.prod(shape) * item_bytes(dtype)
+    if not 0 < size_bytes <= MOST_BYTES:
+        raise InvalidArgumentError(f"an array of the shape {shape} is not accepted")
+    fd = os.memfd_create("kvelastic-flexkv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.ftruncate(fd, size_bytes)
+        fcntl.fcntl(fd, _F_ADD_SEALS, _F_SEAL_SHRINK | _F_SEAL_GROW | _F_SEAL_SEAL)
+        memory = mmap.mmap(fd, size_bytes)
+    except BaseException:
+        os.close(fd)
+        raise
+    weakref.finalize(memory, os.close, fd)  # it is looked up by the mapping
+    described = TensorDescription(0, shape, (), dtype_name(dtype), item_bytes(dtype))
+    array: np.ndarray[Any, Any] = np.ndarray(shape, _numpy_type(described), buffer=memory)
+    return array
+
+
+def _numpy_type(description: TensorDescription) -> np.dtype[Any]:
+    try:
+        found = np.dtype(description.dtype)
+    except TypeError:
+        found = None
+    if found is not None and found.itemsize == description.item_bytes and not found.hasobject:
+        return found
+    return (
+        np.dtype(f"V{description.item_bytes}")
+        if description.item_bytes not in _INTEGERS
+        else (np.dtype(_INTEGERS[description.item_bytes]))
+    )
+
+
+_INTEGERS: Final = {1: "uint8", 2: "uint16", 4: "uint32", 8: "uint64"}
+
+
+def _cannot_shrink(fd: int) -> bool:
+    try:
+        return bool(fcntl.fcntl(fd, _F_GET_SEALS) & _F_SEAL_SHRINK)
+    except OSError:  # no memfd
+        return False

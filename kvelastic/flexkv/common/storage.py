@@ -1,0 +1,162 @@
+"""The order of a KV cache's bytes, and blocks turned from one order into another.
+
+LAYERFIRST   [layer, kv, block, token, head, element]
+BLOCKFIRST   [block, layer, kv, token, head, element]      one block is one piece: a record
+LAYERBLOCK   [layer, block, kv, token, head, element]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from kvelastic.errors import InvalidArgumentError
+
+Bytes = npt.NDArray[np.uint8]
+Part = tuple[int, int, int, int, int]
+"""As `_vmm.EngineBlocks` takes them: address, block stride, row bytes, rows, row stride."""
+
+
+class KVCacheLayoutType(Enum):
+    """Which order."""
+
+    LAYERFIRST = "LAYERFIRST"
+    BLOCKFIRST = "BLOCKFIRST"
+    LAYERBLOCK = "LAYERBLOCK"
+
+
+_LAYER, _KV, _BLOCK, _ROW = range(4)
+_ORDERS: Final = {
+    KVCacheLayoutType.LAYERFIRST: (_LAYER, _KV, _BLOCK, _ROW),
+    KVCacheLayoutType.BLOCKFIRST: (_BLOCK, _LAYER, _KV, _ROW),
+    KVCacheLayoutType.LAYERBLOCK: (_LAYER, _BLOCK, _KV, _ROW),
+}
+"""Which axis comes when; the row is what a block has of one layer's K or V."""
+
+
+@dataclass(frozen=True)
+class KVCacheLayout:
+    """Order and sizes. Raises `InvalidArgumentError` for a size below 1."""
+
+    type: KVCacheLayoutType
+    num_layer: int
+    num_block: int
+    tokens_per_block: int
+    num_head: int
+    head_size: int
+    kv_dim: int = 2
+    itemsize: int = 2
+    """Bytes of an element."""
+
+    def __post_init__(self) -> None:
+        sizes = (self.num_layer, self.num_block, self.tokens_per_block, self.num_head)
+        if min(*sizes, self.head_size, self.kv_dim, self.itemsize) < 1:
+            raise InvalidArgumentError(f"{self} has a size below 1; give whole numbers from 1 on")
+
+    @property
+    def row_bytes(self) -> int:
+        """What a block has of one layer's K, or V."""
+        return self.tokens_per_block * self.num_head * self.head_size * self.itemsize
+
+    @property
+    def block_bytes(self) -> int:
+        """A block in all layers: a record, or one rank's part of it."""
+        return self.num_layer * self.kv_dim * self.row_bytes
+
+    @property
+    def total_bytes(self) -> int:
+        """All blocks."""
+        return self.num_block * self.block_bytes
+
+    @property
+    def _axes(self) -> tuple[int, ...]:
+        return (self.num_layer, self.kv_dim, self.num_block, self.row_bytes)
+
+    @property
+    def kv_shape(self) -> tuple[int, ...]:
+        """Of the whole cache as one tensor."""
+        row = (self.tokens_per_block, self.num_head, self.head_size)
+        return (*(self._axes[axis] for axis in _ORDERS[self.type][:-1]), *row)
+
+    def _strides(self) -> tuple[int, int, int]:
+        """Bytes from one layer, one of K and V, one block to the next."""
+        strides = [0] * 3
+        step = self.row_bytes
+        for axis in reversed(_ORDERS[self.type][:-1]):
+            strides[axis] = step
+            step *= self._axes[axis]
+        return strides[_LAYER], strides[_KV], strides[_BLOCK]
+
+    def parts(self, addresses: Sequence[int]) -> list[Part]:
+        """Where each layer of a block lies, in a record's order.
+
+        `addresses` is one for the whole cache, or one for each layer's own tensor, which then has
+        this layout with one layer. Raises `InvalidArgumentError` for another number of them.
+        """
+        layer, kv, block = self._strides()
+        if len(addresses) == 1:
+            bases = [addresses[0] + at * layer for at in range(self.num_layer)]
+        elif self.type is KVCacheLayoutType.BLOCKFIRST or len(addresses) != self.num_layer:
+            raise InvalidArgumentError(
+                f"{len(addresses)} addresses for {self.num_layer} layers in {self.type.value}; give"
+                " one for all, or one for each layer, whose blocks then lie in that layer's tensor"
+            )
+        else:
+            bases = list(addresses)
+        if kv == self.row_bytes:  # K and V side by side are one row
+            row = self.kv_dim * self.row_bytes
+            return [(base, block, row, 1, row) for base in bases]
+        return [(base, block, self.row_bytes, self.kv_dim, kv) for base in bases]
+
+    def convert(self, memory: Any, to: KVCacheLayoutType) -> Bytes:
+        """The whole cache's bytes in another order.
+
+        `memory` is a buffer of `total_bytes` (`InvalidArgumentError` else).
+        """
+        flat = np.frombuffer(memory, np.uint8)
+        if flat.size != self.total_bytes:
+            raise InvalidArgumentError(
+                f"{flat.size} bytes for a cache of {self.total_bytes}; pass all of it"
+            )
+        order, wanted = _ORDERS[self.type], _ORDERS[to]
+        shaped = flat.reshape([self._axes[axis] for axis in order])
+        return np.ascontiguousarray(
+            shaped.transpose([order.index(axis) for axis in wanted])
+        ).ravel()
+
+    def with_type(self, to: KVCacheLayoutType) -> KVCacheLayout:
+        """The same sizes in another order."""
+        return KVCacheLayout(
+            to,
+            self.num_layer,
+            self.num_block,
+            self.tokens_per_block,
+            self.num_head,
+            self.head_size,
+            self.kv_dim,
+            self.itemsize,
+        )
+
+
+class StorageHandleType(Enum):
+    """What a handle names."""
+
+    STORE = "store"
+    """A tier's store: records by key."""
+    ENGINE = "engine"
+    """Blocks of an engine's tensors, by id."""
+
+
+@dataclass(frozen=True)
+class StorageHandle:
+    """Where blocks of one device lie, and in which order."""
+
+    handle_type: StorageHandleType
+    data: Any
+    """A `tiers.base.Store`, or a `_vmm.EngineBlocks`."""
+    kv_layout: KVCacheLayout

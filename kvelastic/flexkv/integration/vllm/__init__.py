@@ -1,0 +1,1 @@
+"""vLLM's own FlexKVConnectorV1, on the alias."""

@@ -1,0 +1,311 @@
+"""The scheduler's part of the connector: matches, launches and follows tasks; owns which are open.
+
+    waiting request     get_num_new_matched_tokens   matched, cancelled unless the next two follow
+                        update_state_after_alloc     its blocks are known
+    every step          build_connector_meta         cancel what was not taken, launch the rest
+                        update_connector_output      what is over: blocks are the engine's again
+    finished request    request_finished             matched for a put; its blocks stay until then
+
+Nothing here is a request's failure: without a server, or with one that fails, nothing is found and
+nothing is kept.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass, field
+from typing import Any, Final, Literal
+
+import numpy as np
+
+from kvelastic.errors import ChannelError, EngineError, KvelasticError, NotInitializedError
+from kvelastic.flexkv.common.request import KVResponseStatus
+from kvelastic.flexkv.integration.config import FlexKVConfig
+from kvelastic.flexkv.integration.stats import FlexKVStats
+from kvelastic.flexkv.integration.vllm.load_errors import LoadErrorSender
+from kvelastic.flexkv.kvmanager import KVManager
+from kvelastic.flexkv.server.utils import remove_dead_endpoints
+
+_log = logging.getLogger("kvelastic.flexkv")
+_READY_S: Final = 600.0
+_LOOK_S: Final = 0.05
+_SAY_EVERY_S: Final = 10.0
+_AWAY_S: Final = 5.0
+"""After a server was not there it is not asked for so long."""
+_UNREADY: Final = KVResponseStatus.UNREADY
+
+
+@dataclass
+class _Task:
+    """One task of one request."""
+
+    task_id: int
+    kind: Literal["get", "put"]
+    request: Any
+    tokens: int
+    """That are copied, from `skipped` on."""
+    skipped: int
+    block_ids: list[int] = field(default_factory=list)
+
+
+class FlexKVSchedulerConnector:
+    """See the module. Not thread-safe: vLLM's scheduler calls it."""
+
+    def __init__(self, config: FlexKVConfig, dp_rank: int, engine: str) -> None:
+        """Start a KVManager and wait for the engine's ranks. Blocks; raises `EngineError` if they
+        do not come, and what `KVManager` raises.
+        """
+        self._block_size = config.cache_config.tokens_per_block
+        self._stats = FlexKVStats(config.user_config.settings.get("num_log_interval_requests", 200))
+        self._matched: dict[int, _Task] = {}
+        self._to_launch: dict[int, _Task] = {}
+        self._running: dict[int, _Task] = {}
+        self._failing: dict[str, _Task] = {}
+        """Loads that failed, until a worker's output names their blocks."""
+        self._away_until_s = 0.0
+        self._errors: LoadErrorSender | None = None
+        self._manager = KVManager(
+            config.model_config,
+            config.cache_config,
+            gpu_register_port=config.gpu_register_port,
+            server_recv_port=config.server_recv_port,
+            dp_client_id=config.dp_client_id_of_instance + dp_rank,
+        )
+        try:
+            remove_dead_endpoints()
+            self._errors = LoadErrorSender(engine)
+            self._manager.start()
+            self._wait_until_ready()
+        except BaseException:
+            self.shutdown()
+            raise
+
+    def _wait_until_ready(self) -> None:
+        began_s = said_s = time.monotonic()
+        while not self._manager.is_ready():
+            now_s = time.monotonic()
+            if now_s - began_s > _READY_S:
+                raise EngineError(
+                    f"the workers' KV caches were not registered within {_READY_S:.0f} s; their log"
+                    " says why"
+                )
+            if now_s - said_s > _SAY_EVERY_S:
+                said_s = now_s
+                _log.info("Waiting for the workers' KV caches.")
+            time.sleep(_LOOK_S)
+
+    @property
+    def stats(self) -> FlexKVStats:
+        """What was asked for and found since the last line of the log."""
+        return self._stats
+
+    # --- gets ----------------------------------------------------------------------------------
+
+    def get_num_new_matched_tokens(
+        self, request: Any, num_computed_tokens: int
+    ) -> tuple[int, bool]:
+        """How many tokens behind those computed lie in tiers, and whether they come later."""
+        found = self._get_match(request, num_computed_tokens)
+        self._stats.record_get(
+            num_prompt_tokens=request.num_tokens,
+            num_gpu_matched_tokens=num_computed_tokens,
+            num_flexkv_matched_tokens=found,
+        )
+        return found, found > 0
+
+    def _get_match(self, request: Any, computed: int) -> int:
+        tokens = self._tokens(request, request.num_tokens)
+        if tokens is None or tokens.size <= computed:
+            return 0
+        mask = np.ones(tokens.size, np.bool_)
+        mask[:computed] = False
+        matched = self._try(
+            lambda: self._manager.get_match(tokens, mask, namespace=_namespace(request))
+        )
+        return 0 if matched is None else self._note("get", request, computed, *matched)
+
+    def _note(
+        self,
+        kind: Literal["get", "put"],
+        request: Any,
+        skipped: int,
+        task_id: int,
+        mask: np.ndarray[Any, Any],
+    ) -> int:
+        """Keep a task that is to copy something; one that is not is cancelled at once."""
+        found = int(np.count_nonzero(mask))
+        if found == 0:
+            self._try(lambda: self._manager.cancel([task_id]))
+        else:
+            if kind == "put":
+                skipped = mask.size - found
+            self._matched[task_id] = _Task(task_id, kind, request, found, skipped)
+        return found
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        """The blocks that a load goes into."""
+        if num_external_tokens == 0:
+            return
+        task = self._take_matched("get", request)
+        if task is None:
+            raise EngineError(f"vLLM loads for {request.request_id}, which was not matched")
+        self._launch_into(task, blocks.get_block_ids()[0])
+
+    def _take_matched(self, kind: str, request: Any) -> _Task | None:
+        for task_id, task in self._matched.items():
+            if task.kind == kind and task.request.request_id == request.request_id:
+                return self._matched.pop(task_id)
+        return None
+
+    def _launch_into(self, task: _Task, block_ids: list[int]) -> None:
+        first = task.skipped // self._block_size
+        task.block_ids = list(block_ids[first : first + task.tokens // self._block_size])
+        self._to_launch[task.task_id] = task
+
+    # --- puts ----------------------------------------------------------------------------------
+
+    def request_finished(self, request: Any, block_ids: list[int]) -> bool:
+        """Whether its blocks are still needed: until `update_connector_output` says so."""
+        if any(task.request.request_id == request.request_id for task in self._open_tasks()):
+            return True
+        if not _ended_well(request):
+            return False
+        # The last token's KV is not computed: it was sampled and never read.
+        known = min(request.num_tokens - 1, request.num_computed_tokens)
+        tokens = self._tokens(request, min(known, len(block_ids) * self._block_size))
+        if tokens is None or tokens.size == 0:
+            return False
+        matched = self._try(lambda: self._manager.put_match(tokens, namespace=_namespace(request)))
+        if matched is None:
+            return False
+        found = self._note("put", request, 0, *matched)
+        self._stats.record_put(num_all_tokens=request.num_tokens, num_unmatched_tokens=found)
+        task = self._take_matched("put", request)
+        if task is None:
+            return False
+        self._launch_into(task, block_ids)
+        return True
+
+    # --- every step ----------------------------------------------------------------------------
+
+    def launch(self) -> None:
+        """Cancel what vLLM did not take up, and launch what it did."""
+        cancelled = list(self._matched)
+        self._matched.clear()
+        if cancelled:
+            self._try(lambda: self._manager.cancel(cancelled))
+        if not self._to_launch:
+            return
+        tasks = list(self._to_launch.values())
+        self._to_launch.clear()
+        slots = [self._slots(task) for task in tasks]
+        self._running.update({task.task_id: task for task in tasks})
+        self._try(lambda: self._manager.launch([task.task_id for task in tasks], slots))
+        # One that could not be launched is not found, or not ready, at the next look.
+
+    def _slots(self, task: _Task) -> np.ndarray[Any, np.dtype[np.int64]]:
+        starts = np.asarray(task.block_ids, np.int64) * self._block_size
+        return (starts[:, None] + np.arange(self._block_size)).reshape(-1)
+
+    def take_finished(self, output: Any) -> None:
+        """Put what is over into a step's output. A load that failed waits until its worker's output
+        names the blocks.
+        """
+        errors = self._errors
+        assert errors is not None
+        sent, received = set(output.finished_sending or ()), set(output.finished_recving or ())
+        for task_id, is_whole in self._over().items():
+            task = self._running.pop(task_id)
+            name = task.request.request_id
+            if task.kind == "put":
+                sent.add(name)
+            elif is_whole:
+                received.add(name)
+            else:
+                self._failing[name] = task
+                errors.tell(set(task.block_ids))
+            if not is_whole:
+                self._stats.record_failed(1)
+                _log.warning("A %s of %d tokens failed.", task.kind, task.tokens)
+        for name, task in list(self._failing.items()):
+            if set(task.block_ids) <= set(output.invalid_block_ids or ()):
+                received.add(name)
+                del self._failing[name]
+        errors.flush()
+        output.finished_sending, output.finished_recving = sent, received
+
+    def _over(self) -> dict[int, bool]:
+        """Tasks that have ended, and whether all was copied."""
+        if not self._running:
+            return {}
+        try:
+            found = self._manager.try_wait(list(self._running))
+        except (ChannelError, NotInitializedError):
+            # A server that is gone copies no more: its memory of our blocks went with it.
+            return dict.fromkeys(self._running, False)
+        unready = [one for one, answer in found.items() if answer.status is _UNREADY]
+        if unready:  # its launch was refused
+            self._try(lambda: self._manager.cancel(unready))
+        return {
+            task_id: response.status is KVResponseStatus.SUCCESS
+            for task_id, response in found.items()
+            if task_id in self._running
+        }
+
+    def shutdown(self) -> None:
+        """Safe to repeat."""
+        self._manager.shutdown()
+        if self._errors is not None:
+            self._errors.close()
+
+    def _open_tasks(self) -> list[_Task]:
+        groups = (self._matched, self._to_launch, self._running)
+        return [task for group in groups for task in group.values()] + list(self._failing.values())
+
+    def _tokens(self, request: Any, count: int) -> np.ndarray[Any, np.dtype[np.int64]] | None:
+        """The first whole blocks of them; None for prompts that are more than their tokens."""
+        has_embeddings = getattr(request, "prompt_embeds", None) is not None
+        if has_embeddings or getattr(request, "mm_features", None):
+            return None
+        whole = count - count % self._block_size
+        return np.asarray(request.all_token_ids[:whole], np.int64)
+
+    def _try(self, call: Any) -> Any:
+        """Its answer; None where there is no server or it refuses: a miss, and never an error."""
+        now_s = time.monotonic()
+        if now_s < self._away_until_s:
+            return None
+        try:
+            return call()
+        except (ChannelError, NotInitializedError) as error:
+            self._away_until_s = now_s + _AWAY_S
+            _log.warning("Nothing is kept or found for now: %s.", error)
+            self._manager.reconnect()
+        except KvelasticError as error:
+            _log.warning("Not kept or not found: %s.", error)
+        return None
+
+
+def _ended_well(request: Any) -> bool:
+    from vllm.v1.request import RequestStatus
+
+    return request.status in (
+        RequestStatus.FINISHED_STOPPED,
+        RequestStatus.FINISHED_LENGTH_CAPPED,
+    )
+
+
+def _namespace(request: Any) -> list[str] | None:
+    """What must not be mixed besides tokens: LoRA, salt, and what the request says itself."""
+    names: list[str] = []
+    lora = getattr(request, "lora_request", None)
+    if lora is not None:
+        names += ["lora", str(lora.lora_name), str(lora.lora_path)]
+    salt = getattr(request, "cache_salt", None)
+    if salt is not None:
+        names += ["salt", str(salt)]
+    own = getattr(request, "namespace_info", None)
+    if own is not None:
+        names += [str(one) for one in (own if isinstance(own, list) else [own])]
+    return names or None

@@ -1,0 +1,329 @@
+"""The one thread that has the task engine: carries out what clients ask for, in the order it comes.
+
+Tasks belong to the client that began them: another one's are not found. Who waits for tasks is
+answered when they are over, and nobody waits for another client's wait. What a client has begun and
+not seen the end of when it goes is given back: plans are undone, copies that run are forgotten.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable
+from queue import Empty, SimpleQueue
+from typing import Any, Final
+
+import numpy as np
+
+from kvelastic.errors import ChannelError, InvalidArgumentError, KvelasticError, MessageError
+from kvelastic.flexkv.common.request import KVResponse, KVResponseStatus
+from kvelastic.flexkv.kvtask import KVTaskEngine
+from kvelastic.flexkv.server import request as messages
+from kvelastic.messages import Message, Request
+
+_log = logging.getLogger("kvelastic.flexkv")
+_LOOK_S: Final = 0.25
+"""How long the watcher sleeps at most; what ends wakes it at once."""
+MOST_TASKS_OF_A_CLIENT: Final = 1 << 14
+_OVER: Final = frozenset(
+    {
+        KVResponseStatus.SUCCESS,
+        KVResponseStatus.FAILED,
+        KVResponseStatus.CANCELLED,
+        KVResponseStatus.NOTFOUND,
+    }
+)
+
+
+class Tasks:
+    """The tasks of one client. The thread's own."""
+
+    def __init__(self, dp_client_id: int) -> None:
+        self.dp_client_id: Final = dp_client_id
+        self.is_over: dict[int, bool] = {}
+        """For each task, oldest first, whether the client has seen its end."""
+        self.members: dict[int, list[int]] = {}
+        """Of tasks that were launched as one."""
+        self.is_gone = False
+
+    def end(self, task_ids: Iterable[int]) -> None:
+        """The client has seen the end of these."""
+        for task_id in task_ids:
+            for one in (task_id, *self.members.get(task_id, ())):
+                if one in self.is_over:
+                    self.is_over[one] = True
+
+    @property
+    def open(self) -> list[int]:
+        """Those whose end it has not seen."""
+        return [task_id for task_id, is_over in self.is_over.items() if not is_over]
+
+    def add(self, task_id: int) -> None:
+        """One that it has begun."""
+        self.is_over[task_id] = False
+
+    def forget_ended(self) -> None:
+        """Forget those whose end it has seen."""
+        self.is_over = dict.fromkeys(self.open, False)
+        self.members = {one: ids for one, ids in self.members.items() if one in self.is_over}
+
+    def own(self, task_ids: Iterable[int]) -> list[int]:
+        """Those of `task_ids` that are this client's, each once."""
+        return [one for one in dict.fromkeys(task_ids) if one in self.is_over]
+
+
+class _Waiting:
+    """A request whose answer waits."""
+
+    def __init__(self, request: Request, tasks: Tasks, asked: messages.Wait) -> None:
+        self.request = request
+        self.tasks = tasks
+        self.asked = asked
+        self.deadline_s = time.monotonic() + (asked.timeout_s or 0.0)
+
+
+class EngineThread:
+    """See the module. Any thread may call; nothing but `stop` and `ask` blocks."""
+
+    def __init__(self, engine: KVTaskEngine) -> None:
+        self._engine = engine
+        self._calls: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._waiting: list[_Waiting] = []
+        self._clients: list[Tasks] = []
+        self._seen = 0
+        self._waits = threading.Event()
+        self._is_stopping = False
+        self._threads = [
+            threading.Thread(target=run, name=name, daemon=True)
+            for run, name in ((self._run, "flexkv-engine"), (self._watch, "flexkv-watch"))
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def carry_out(self, request: Request, tasks: Tasks, message: Message) -> None:
+        """Do what a client asks for and answer it, when its turn comes."""
+        self._calls.put(lambda: self._answer(request, tasks, message))
+
+    def give_back(self, tasks: Tasks) -> None:
+        """The client has gone."""
+        self._calls.put(lambda: self._give_back(tasks))
+
+    def ask(self, question: Callable[[], object], timeout_s: float = 30.0) -> Any:
+        """Call something in the thread and answer what it answers, or raise what it raises."""
+        answers: SimpleQueue[tuple[object, BaseException | None]] = SimpleQueue()
+
+        def call() -> None:
+            try:
+                answers.put((question(), None))
+            except BaseException as error:
+                answers.put((None, error))
+
+        self._calls.put(call)
+        answer, failure = answers.get(timeout=timeout_s)
+        if failure is not None:
+            raise failure
+        return answer
+
+    def add(self, tasks: Tasks) -> None:
+        """A client has come."""
+        self._calls.put(lambda: self._clients.append(tasks))
+
+    @property
+    def open_tasks(self) -> int:
+        """Of all clients, in the thread alone."""
+        return sum(len(tasks.open) for tasks in self._clients)
+
+    def stop(self) -> None:
+        """Carry out what was asked for so far, and end. Safe to repeat."""
+        self._calls.put(None)
+        self._threads[0].join()
+        self._is_stopping = True
+        self._waits.set()
+        self._threads[1].join()
+
+    # --- its thread ----------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while True:
+            try:
+                call = self._calls.get(timeout=self._patience_s())
+            except Empty:
+                call = _nothing
+            if call is None:
+                return
+            self._safely(call)
+            if self._waiting:
+                self._seen = self._engine.transfer_engine.events
+                self._safely(self._look_at_waiting)
+                if self._waiting:
+                    self._waits.set()
+
+    def _patience_s(self) -> float | None:
+        """Until the first deadline of who waits."""
+        if not self._waiting:
+            return None
+        return max(0.0, min(one.deadline_s for one in self._waiting) - time.monotonic())
+
+    def _watch(self) -> None:
+        """The other thread: while somebody waits, wakes this one when something has ended."""
+        while not self._is_stopping:
+            self._waits.wait()
+            self._waits.clear()
+            if self._is_stopping:
+                return
+            self._engine.transfer_engine.wait_for_event(self._seen, _LOOK_S)
+            self._calls.put(_nothing)
+
+    def _safely(self, call: Callable[[], None]) -> None:
+        try:
+            call()
+        except Exception:
+            _log.exception("the server goes on after a fault")
+
+    def _answer(self, request: Request, tasks: Tasks, message: Message) -> None:
+        if tasks.is_gone:
+            return
+        try:
+            answer = self._carry_out(request, tasks, message)
+        except Exception as error:
+            if not isinstance(error, KvelasticError):
+                _log.exception("a %s was not carried out", type(message).__name__)
+            request.refuse(error)
+        else:
+            if answer is not None:
+                request.answer(answer)
+
+    def _carry_out(self, request: Request, tasks: Tasks, message: Message) -> Message | None:
+        """The answer; None where that comes later."""
+        if isinstance(message, messages.Wait):
+            self._waiting.append(_Waiting(request, tasks, message))
+            return None
+        if isinstance(message, messages.Match):
+            return self._match(tasks, message)
+        if isinstance(message, messages.Launch):
+            return self._launch(tasks, message)
+        if isinstance(message, messages.Prefetch):
+            return self._prefetch(tasks, message)
+        self._end(tasks, message)
+        return messages.Done()
+
+    def _end(self, tasks: Tasks, message: Message) -> None:
+        if isinstance(message, messages.Cancel):
+            ids = tasks.own(message.task_ids)
+            self._engine.cancel(ids)
+            tasks.end(ids)
+        elif isinstance(message, messages.Reset):
+            self._engine.reset()
+        elif isinstance(message, messages.Unregister):
+            self._give_back(tasks)
+        else:
+            raise MessageError(f"a server takes no {type(message).__name__}")
+
+    def _make_room(self, tasks: Tasks) -> None:
+        """Raise `InvalidArgumentError` if too many of a client's tasks are on their way, or were
+        never launched nor cancelled.
+        """
+        if len(tasks.is_over) < MOST_TASKS_OF_A_CLIENT:
+            return
+        # Some have ended and nobody has asked.
+        found = self._engine.try_wait(tasks.open, completely=True)
+        tasks.end(task_id for task_id, answer in found.items() if answer.status in _OVER)
+        tasks.forget_ended()
+        if len(tasks.is_over) >= MOST_TASKS_OF_A_CLIENT:
+            raise InvalidArgumentError(
+                f"{len(tasks.is_over)} tasks of this client are open; wait for them or cancel them"
+            )
+
+    def _prefetch(self, tasks: Tasks, asked: messages.Prefetch) -> Message:
+        tokens = messages.unpack_integers(asked.tokens)
+        self._make_room(tasks)
+        task_id = self._engine.prefetch_async(tokens, asked.namespace)
+        tasks.add(task_id)
+        return messages.Started(task_ids=[task_id])
+
+    def _match(self, tasks: Tasks, asked: messages.Match) -> Message:
+        tokens = messages.unpack_integers(asked.tokens)
+        mask = None if asked.mask is None else messages.unpack_mask(asked.mask, tokens.size)
+        self._make_room(tasks)
+        client, namespace, layers = tasks.dp_client_id, asked.namespace, asked.layer_granularity
+        engine = self._engine
+        found = np.zeros(0, np.bool_)
+        if asked.slots is not None:
+            slots = messages.unpack_integers(asked.slots)
+            if asked.kind == "get":
+                task_id = engine.get_async(tokens, slots, mask, layers, client, namespace=namespace)
+            else:
+                task_id = engine.put_async(tokens, slots, mask, client, namespace=namespace)
+        elif asked.kind == "get":
+            task_id, found = engine.get_match(
+                tokens, mask, layers, client, cpu_only=asked.cpu_only, namespace=namespace
+            )
+        else:
+            task_id, found = engine.put_match(tokens, mask, client, namespace=namespace)
+        tasks.add(task_id)
+        start, stop = messages.span_of(found)
+        return messages.Matched(task_id=task_id, count=found.size, start=start, stop=stop)
+
+    def _launch(self, tasks: Tasks, asked: messages.Launch) -> Message:
+        strangers = [one for one in asked.task_ids if one not in tasks.is_over]
+        if strangers:
+            raise InvalidArgumentError(f"tasks {strangers[:8]} are none of this client's")
+        slots = [messages.unpack_integers(one) for one in asked.slots]
+        started = self._engine.launch(asked.task_ids, slots, as_batch=asked.as_batch)
+        if asked.as_batch:
+            for batch_id in started:
+                tasks.add(batch_id)
+                tasks.members[batch_id] = list(asked.task_ids)
+        return messages.Started(task_ids=list(started))
+
+    def _give_back(self, tasks: Tasks) -> None:
+        self._engine.cancel(tasks.open)
+        tasks.is_over.clear()
+        tasks.is_gone = True
+        if tasks in self._clients:
+            self._clients.remove(tasks)
+
+    def _look_at_waiting(self) -> None:
+        still = []
+        for one in self._waiting:
+            if one.tasks.is_gone:
+                continue
+            try:
+                responses = self._responses(one)
+            except Exception as error:
+                one.request.refuse(error)
+                continue
+            if responses is None:
+                still.append(one)
+                continue
+            over = [task_id for task_id, found in responses.items() if found.status in _OVER]
+            answer = messages.Responses(
+                responses=[messages.response_message(*item) for item in responses.items()]
+            )
+            try:
+                one.request.answer(answer)
+            except ChannelError as error:
+                _log.warning("an answer was not sent: %s", error)
+            one.tasks.end(over)
+        self._waiting = still
+
+    def _responses(self, one: _Waiting) -> dict[int, KVResponse] | None:
+        """What to answer now, or None while there is time to wait."""
+        own = one.tasks.own(one.asked.task_ids)
+        missing = {
+            task_id: KVResponse(KVResponseStatus.NOTFOUND, task_id)
+            for task_id in one.asked.task_ids
+            if task_id not in one.tasks.is_over
+        }
+        found = self._engine.try_wait(own, one.asked.completely)
+        if one.asked.timeout_s is not None and len(found) < len(own):
+            if time.monotonic() < one.deadline_s:
+                return None
+            late = [task_id for task_id in own if task_id not in found]
+            found |= {task_id: KVResponse(KVResponseStatus.TIMEOUT, task_id) for task_id in late}
+        return {**found, **missing}
+
+
+def _nothing() -> None:
+    """For a look at who waits."""

@@ -1,0 +1,298 @@
+"""A rank of an engine: hands its KV cache's memory to whoever copies its blocks."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import groupby
+from typing import Any, Final
+
+from kvelastic import _vmm
+from kvelastic.errors import (
+    ChannelClosedError,
+    ChannelTimeoutError,
+    InvalidArgumentError,
+    KvelasticError,
+    MessageError,
+    UnsupportedError,
+)
+from kvelastic.flexkv.common import process_mappings
+from kvelastic.flexkv.common.memory_handle import TensorSharedHandle, describe
+from kvelastic.flexkv.common.storage import KVCacheLayout, KVCacheLayoutType
+from kvelastic.flexkv.server import request as messages
+from kvelastic.flexkv.server.connecting import ANSWER_S, START_S, connect_when_there, expect
+from kvelastic.flexkv.server.utils import socket_address
+from kvelastic.messages import Connection, Endpoint, Request
+
+_log = logging.getLogger("kvelastic.flexkv")
+_DESCRIPTORS_AT_ONCE: Final = 16
+
+
+class KVTPClient:
+    """One rank: registers its KV cache's memory, and again when the server has come anew.
+
+    Its registration lasts as long as it does: `close()` it, or end its process, and the server
+    lets go of the memory. Not thread-safe but for `close`.
+    """
+
+    def __init__(
+        self,
+        gpu_register_port: str,
+        dp_client_id: int = 0,
+        device_id: int = 0,
+        pp_rank: int = 0,
+        *,
+        tp_rank: int | None = None,
+    ) -> None:
+        """`device_id` counts all ranks of a machine; `tp_rank` is the place in the group outright.
+
+        Raises `ConfigError` for an endpoint other than a Unix socket's.
+        """
+        if pp_rank != 0:
+            raise InvalidArgumentError(
+                f"pp_rank={pp_rank}: give each pipeline stage a KVManager of its own"
+            )
+        self.dp_client_id: Final = dp_client_id
+        self.device_id: Final = device_id
+        self._tp_rank = device_id if tp_rank is None else tp_rank
+        self._is_device_id = tp_rank is None
+        self._address = socket_address(gpu_register_port)
+        self._handles: list[TensorSharedHandle] = []
+        self._device: tuple[_vmm.Range, _vmm.CudaDriver] | None = None
+        self._message: messages.RegisterTPClient | None = None
+        self._changed = threading.Condition()
+        self._is_closed = False
+        self._is_registered = False
+        self._failure: KvelasticError | None = None
+        self._ended = threading.Event()
+        self._endpoint = Endpoint(
+            messages.PROTOCOL, self._hear, on_close=lambda _: self._ended.set(), name="flexkv-tp"
+        )
+        self._thread: threading.Thread | None = None
+
+    def register_to_server(
+        self,
+        kv_caches: Sequence[Any],
+        kv_layout: KVCacheLayout | None = None,
+        *,
+        block_axis: int | None = None,
+    ) -> None:
+        """Hand over these tensors, a layer each or all in one. Returns at once.
+
+        The server may come later: a thread of this client waits for it. `kv_layout` says which
+        axis counts blocks; `block_axis` does where the tensors are of no layout that FlexKV has.
+        Raises what `TensorSharedHandle` raises, and `InvalidArgumentError` for a second call.
+        """
+        axis = self._axis(kv_caches, kv_layout, block_axis)
+        self._handles = [TensorSharedHandle(tensor) for tensor in kv_caches]
+        self._register_tensors(
+            [
+                messages.tensor_message(handle.description, self._place_of(handle), axis)
+                for handle in self._handles
+            ]
+        )
+
+    def register_range(
+        self,
+        memory: _vmm.Range,
+        driver: _vmm.CudaDriver,
+        kv_caches: Sequence[Any],
+        kv_layout: KVCacheLayout | None = None,
+        *,
+        block_axis: int | None = None,
+    ) -> None:
+        """The same for tensors in a range of kvelastic's on a GPU, whose pages come and go.
+
+        For each copy the server asks for the pages of its blocks, which must be mapped as long as
+        the task runs. Raises `UnsupportedError` for a range with pages of each buffer's own
+        (KVELASTIC_CONTIGUOUS_LAYOUT=false), `InvalidArgumentError` for a tensor outside it.
+        """
+        axis = self._axis(kv_caches, kv_layout, block_axis)
+        geometry = memory.geometry
+        if geometry.extents_per_page != 1:
+            raise UnsupportedError(
+                "a range whose buffers have pages of their own cannot be registered; leave"
+                " KVELASTIC_CONTIGUOUS_LAYOUT on"
+            )
+        tensors = []
+        for tensor in kv_caches:
+            address, found = describe(tensor)
+            placed = replace(found, offset=address - memory.address)
+            placed.check(memory.range_bytes)
+            tensors.append(messages.tensor_message(placed, 0, axis))
+        self._device = (memory, driver)
+        self._register_tensors(tensors)
+
+    def _axis(
+        self, kv_caches: Sequence[Any], kv_layout: KVCacheLayout | None, block_axis: int | None
+    ) -> int:
+        if self._thread is not None:
+            raise InvalidArgumentError("this client has registered; make one for each rank")
+        if not kv_caches:
+            raise InvalidArgumentError("a rank without tensors has nothing to register")
+        return block_axis_of(kv_layout, kv_caches) if block_axis is None else block_axis
+
+    def _register_tensors(self, tensors: list[messages.Tensor]) -> None:
+        self._message = messages.RegisterTPClient(
+            dp_client_id=self.dp_client_id,
+            tp_rank=self._tp_rank,
+            is_device_id=self._is_device_id,
+            tensors=tensors,
+        )
+        self._thread = threading.Thread(
+            target=self._stay_registered, name="flexkv-register", daemon=True
+        )
+        self._thread.start()
+
+    def wait_until_registered(self, timeout_s: float = START_S) -> None:
+        """Blocks. Raises what the server answered, or `ChannelTimeoutError`."""
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self._is_registered or self._failure is not None, timeout_s
+            )
+            if self._failure is not None:
+                raise self._failure
+            if not self._is_registered:
+                raise ChannelTimeoutError(f"nobody has taken the memory at {self._address} so far")
+
+    def close(self) -> None:
+        """Take the memory back. Safe to repeat."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+        self._ended.set()
+        self._endpoint.close()
+        if self._thread is not None:
+            self._thread.join()
+        for handle in self._handles:
+            handle.close()
+
+    def _memories(self) -> list[tuple[int, bool]]:
+        """A descriptor for each file, and whether it is elastic: tensors of one file share it."""
+        files = {_memory_of(handle): (handle.fd, handle.is_elastic) for handle in self._handles}
+        return list(files.values())
+
+    def _place_of(self, handle: TensorSharedHandle) -> int:
+        files = list({_memory_of(one): None for one in self._handles})
+        return files.index(_memory_of(handle))
+
+    def _hear(self, request: Request) -> None:
+        """The server's questions. In the endpoint's thread; takes milliseconds."""
+        asked = request.message
+        memories = self._memories()
+        if isinstance(asked, messages.Export) and self._device is not None:
+            self._export(request, asked, *self._device)
+        elif isinstance(asked, messages.Locate) and asked.memory < len(memories):
+            fd, _ = memories[asked.memory]
+            request.answer(messages.Located(offsets=process_mappings.locate(asked.pages, fd)))
+        else:
+            raise MessageError(f"this rank takes no {type(asked).__name__}")
+
+    def _export(
+        self,
+        request: Request,
+        asked: messages.Export,
+        memory: _vmm.Range,
+        driver: _vmm.CudaDriver,
+    ) -> None:
+        fds: list[int] = []
+        try:
+            for handle in memory.handles(asked.pages):
+                fds.append(driver.export_page(handle))  # noqa: PERF401  # closed on failure
+            request.answer(messages.Done(), descriptors=fds)
+        finally:
+            for fd in fds:
+                os.close(fd)
+
+    def _stay_registered(self) -> None:
+        while not self._is_closed:
+            self._ended.clear()
+            try:
+                connection = connect_when_there(
+                    self._endpoint, self._address, float("inf"), self._gone
+                )
+                self._register(connection)
+            except ChannelClosedError:
+                continue  # it went in the middle: it is looked for again
+            except KvelasticError as error:
+                if not self._is_closed:
+                    _log.error("the server at %s refuses this rank: %s", self._address, error)
+                self._settle(failure=error)
+                return
+            self._settle(is_registered=True)
+            self._ended.wait()
+            self._settle(is_registered=False)
+
+    def _register(self, connection: Connection) -> None:
+        assert self._message is not None
+        if self._device is not None:
+            memory, driver = self._device
+            geometry = memory.geometry
+            connection.notify(
+                messages.AddDevice(
+                    device=driver.uuid, page_bytes=geometry.page_bytes, pages=geometry.pages
+                )
+            )
+        memories = self._memories()
+        # In their order, which says which one a tensor means: one kind in each message.
+        for is_elastic, group in groupby(memories, key=lambda memory: memory[1]):
+            fds = [fd for fd, _ in group]
+            for first in range(0, len(fds), _DESCRIPTORS_AT_ONCE):
+                connection.notify(
+                    messages.AddMemory(is_elastic=is_elastic),
+                    descriptors=fds[first : first + _DESCRIPTORS_AT_ONCE],
+                )
+        expect(connection.call(self._message, ANSWER_S), messages.Registered)
+
+    def _gone(self) -> bool:
+        return self._is_closed
+
+    def _settle(
+        self, *, is_registered: bool = False, failure: KvelasticError | None = None
+    ) -> None:
+        with self._changed:
+            self._is_registered, self._failure = is_registered, failure
+            self._changed.notify_all()
+
+
+_AXES: Final = {
+    KVCacheLayoutType.LAYERFIRST: 2,
+    KVCacheLayoutType.BLOCKFIRST: 0,
+    KVCacheLayoutType.LAYERBLOCK: 1,
+}
+"""Which axis of `KVCacheLayout.kv_shape` counts blocks."""
+
+
+def block_axis_of(layout: KVCacheLayout | None, tensors: Sequence[Any]) -> int:
+    """Which axis counts blocks in tensors of that layout: one for all layers, or one for each.
+
+    Raises `InvalidArgumentError` for tensors of another shape.
+    """
+    if layout is None:
+        raise InvalidArgumentError("say by kv_layout or block_axis which axis counts blocks")
+    shape = [int(count) for count in tensors[0].shape]
+    whole = replace(layout, num_layer=1) if len(tensors) > 1 else layout
+    blocks_at = _AXES[whole.type]
+    found = -1
+    # A tensor may leave out axes of one: of its one layer, of K and V in one row.
+    left = len(shape) - 1
+    for axis in reversed(range(len(whole.kv_shape))):
+        if left >= 0 and shape[left] == whole.kv_shape[axis]:
+            found = left if axis == blocks_at else found
+            left -= 1
+        elif whole.kv_shape[axis] != 1:
+            break
+    if found < 0 or left >= 0:
+        raise InvalidArgumentError(
+            f"a tensor of the shape {tuple(shape)} is not of {layout.type.name}, which has"
+            f" {whole.kv_shape}"
+        )
+    return found
+
+
+def _memory_of(handle: TensorSharedHandle) -> tuple[int, int, bool]:
+    found = os.fstat(handle.fd)
+    return found.st_dev, found.st_ino, handle.is_elastic

@@ -1,0 +1,192 @@
+"""The server: one task engine and its tiers, for several engines of a machine.
+
+    server = KVServer(model_config, cache_config, server_recv_port="ipc:///run/user/1000/kv")
+    server.run()                                        # until a client or a signal ends it
+
+    python -m kvelastic.flexkv.server CONFIG.json       # the same as a program
+
+Two threads: the endpoint's hears clients and ranks, and hands what takes time to the engine's
+(`engine_thread`). A connection is its client; when it ends, what the client held is given back.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Mapping
+from typing import Final
+
+from kvelastic.errors import InvalidArgumentError, NotInitializedError
+from kvelastic.flexkv.common.config import CacheConfig, ModelConfig, check_supported
+from kvelastic.flexkv.kvtask import KVTaskEngine
+from kvelastic.flexkv.server import request as messages
+from kvelastic.flexkv.server.engine_thread import EngineThread, Tasks
+from kvelastic.flexkv.server.process import KVServerHandle, start_process
+from kvelastic.flexkv.server.registration import Registrations, has_gone
+from kvelastic.flexkv.server.utils import default_endpoint, gpu_register_endpoint, socket_address
+from kvelastic.messages import Connection, Endpoint, Request
+
+_log = logging.getLogger("kvelastic.flexkv")
+
+
+class KVServer:
+    """See the module. Any thread may call."""
+
+    def __init__(
+        self,
+        model_config: ModelConfig,
+        cache_config: CacheConfig,
+        gpu_register_port: str = "",
+        server_recv_port: str = "",
+    ) -> None:
+        """Open the tiers and listen. Blocks as long as stores need to open.
+
+        Raises what `check_supported` and `KVTaskEngine` raise, and `ChannelError` if an endpoint is
+        taken; nothing is left then.
+        """
+        check_supported(model_config, cache_config)
+        self.server_recv_port: Final = server_recv_port or default_endpoint()
+        self.gpu_register_port: Final = gpu_register_port or gpu_register_endpoint(
+            self.server_recv_port
+        )
+        self._shape = messages.shape_of(model_config, cache_config.tokens_per_block)
+        self._clients: dict[Connection, Tasks] = {}
+        self._is_over = threading.Event()
+        self._engine = KVTaskEngine(model_config, cache_config)
+        self._registrations = Registrations(
+            model_config, cache_config, lambda: self._engine.transfer_engine.gpu_worker
+        )
+        self._engine.start()
+        self._thread = EngineThread(self._engine)
+        try:
+            addresses = [self.server_recv_port, self.gpu_register_port]
+            self._endpoint = Endpoint(
+                messages.PROTOCOL,
+                self._hear,
+                listen=[socket_address(one) for one in addresses],
+                on_close=self._connection_ended,
+                name="flexkv",
+            )
+        except BaseException:
+            self._thread.stop()
+            self._engine.shutdown()
+            raise
+        _log.info("FlexKV's server is at %s.", self.server_recv_port)
+
+    @classmethod
+    def create_server(
+        cls,
+        model_config: ModelConfig,
+        cache_config: CacheConfig,
+        gpu_register_port: str = "",
+        server_recv_port: str | None = None,
+        child_env: Mapping[str, str] | None = None,
+        inherit_env: bool = True,
+    ) -> KVServerHandle:
+        """A server in a process of its own, which ends with this one. Does not wait for it.
+
+        `child_env` is added to its environment; with `inherit_env` False that has of this
+        process's what a Python needs and the variables of FlexKV and kvelastic.
+        """
+        return start_process(
+            model_config,
+            cache_config,
+            gpu_register_port,
+            server_recv_port or "",
+            dict(child_env or {}),
+            inherit_env=inherit_env,
+        )
+
+    def is_ready(self) -> bool:
+        """Whether every rank of every data-parallel client has registered."""
+        return self._registrations.is_complete
+
+    def run(self) -> None:
+        """Block until a client shuts the server down, or `stop` is called; then close."""
+        self._is_over.wait()
+        self.close()
+
+    def stop(self) -> None:
+        """Let `run` return. From a signal handler, too."""
+        self._is_over.set()
+
+    def close(self) -> None:
+        """Let all clients go and close the tiers. Blocks for copies that run. Safe to repeat."""
+        self._is_over.set()
+        self._endpoint.close()
+        self._thread.stop()
+        self._engine.shutdown()
+
+    @property
+    def open_tasks(self) -> int:
+        """Tasks that clients have begun and not seen the end of. Blocks for the engine's turn."""
+        return int(self._thread.ask(lambda: self._thread.open_tasks))
+
+    @property
+    def registered_ranks(self) -> int:
+        """How many ranks' memory is in use."""
+        return len(self._registrations)
+
+    def check_integrity(self) -> None:
+        """Raise `IntegrityError` for what is held and nobody has. Blocks; the server is idle."""
+        self._registrations.check_integrity()
+        self._thread.ask(self._engine.check_integrity)
+
+    # --- the endpoint's thread -----------------------------------------------------------------
+
+    def _hear(self, request: Request) -> None:
+        message = request.message
+        if isinstance(message, messages.AddMemory):
+            self._registrations.add_memory(request, message)
+        elif isinstance(message, messages.AddDevice):
+            self._registrations.add_device(request, message)
+        elif isinstance(message, messages.RegisterTPClient):
+            self._registrations.register(request, message)
+            request.answer(messages.Registered())
+        elif isinstance(message, messages.RegisterDPClient):
+            self._register_client(request, message)
+            request.answer(messages.Registered())
+        elif isinstance(message, messages.IsReady):
+            request.answer(messages.Ready(is_ready=self._registrations.is_complete))
+        elif isinstance(message, messages.Shutdown):
+            self._tasks_of(request)
+            request.answer(messages.Done())
+            self._is_over.set()
+        else:
+            self._thread.carry_out(request, self._tasks_of(request), message)
+
+    def _register_client(self, request: Request, message: messages.RegisterDPClient) -> None:
+        if not message.shape.is_served_by(self._shape):
+            raise InvalidArgumentError(
+                f"this server is for {self._shape}, and the client has {message.shape}"
+            )
+        clients = self._shape.dp_size * self._shape.instance_num
+        if message.dp_client_id >= clients:
+            raise InvalidArgumentError(
+                f"dp_client_id={message.dp_client_id} is none of {clients} data-parallel clients"
+            )
+        if request.connection in self._clients:
+            raise InvalidArgumentError("this connection is a client already")
+        for connection, tasks in list(self._clients.items()):
+            if tasks.dp_client_id == message.dp_client_id:
+                if not has_gone(connection):
+                    raise InvalidArgumentError(
+                        f"client {message.dp_client_id} is {connection.peer} already; give each"
+                        " its own dp_client_id"
+                    )
+                self._connection_ended(connection)
+        tasks = self._clients[request.connection] = Tasks(message.dp_client_id)
+        self._thread.add(tasks)
+
+    def _tasks_of(self, request: Request) -> Tasks:
+        tasks = self._clients.get(request.connection)
+        if tasks is None:
+            raise NotInitializedError("say first which data-parallel client this is")
+        return tasks
+
+    def _connection_ended(self, connection: Connection) -> None:
+        self._registrations.connection_ended(connection)
+        tasks = self._clients.pop(connection, None)
+        if tasks is not None:
+            _log.info("Client %d has gone.", tasks.dp_client_id)
+            self._thread.give_back(tasks)

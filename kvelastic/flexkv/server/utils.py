@@ -1,0 +1,70 @@
+"""Where FlexKV's processes meet: endpoints as FlexKV writes them, as addresses of sockets here."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import socket
+import stat
+import tempfile
+import time
+from pathlib import Path
+from typing import Final
+
+from kvelastic.errors import ConfigError, InvalidArgumentError, UnsupportedError
+from kvelastic.messages import Address, parse_address
+
+_PREFIX: Final = "flexkv_"
+_YOUNG_S: Final = 60.0
+GPU_REGISTER: Final = "_gpu_register"
+"""What FlexKV puts behind the server's endpoint for that at which tensors are registered."""
+
+
+def socket_address(endpoint: str) -> Address:
+    """`ipc:///path`, `unix:///path` or a path, as an address.
+
+    Raises `UnsupportedError` for TCP, over which no memory can be handed, and `ConfigError` for
+    anything else.
+    """
+    if endpoint.startswith("tcp:"):
+        raise UnsupportedError(
+            f"{endpoint}: memory is handed over a Unix socket of this machine; use ipc:///path, and"
+            " one server on each machine"
+        )
+    path = endpoint.removeprefix("ipc://").removeprefix("unix://")
+    try:
+        return parse_address(f"unix://{path}")
+    except InvalidArgumentError as error:
+        raise ConfigError(f"{endpoint!r} is no endpoint; use ipc:///path: {error}") from None
+
+
+def gpu_register_endpoint(server_recv_port: str) -> str:
+    """Where tensors are registered for the server at that endpoint, unless it is told otherwise."""
+    return server_recv_port + GPU_REGISTER
+
+
+def default_folder() -> Path:
+    """Where endpoints are that nobody has named: this user's runtime folder, or the temporary."""
+    runtime = os.environ.get("XDG_RUNTIME_DIR", "")
+    return Path(runtime if runtime and Path(runtime).is_dir() else tempfile.gettempdir())
+
+
+def remove_dead_endpoints() -> None:
+    """Remove what killed engines have left in the default folder: sockets at which nobody listens.
+
+    Those of the last minute stay: their owners may be about to listen.
+    """
+    for path in default_folder().glob(f"{_PREFIX}{os.geteuid()}_*"):
+        with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as probe:
+            found = path.lstat()
+            is_old = time.time() - found.st_mtime > _YOUNG_S
+            probe.setblocking(False)
+            is_ours = stat.S_ISSOCK(found.st_mode) and found.st_uid == os.geteuid()
+            if is_ours and is_old and probe.connect_ex(str(path)) == errno.ECONNREFUSED:
+                path.unlink()
+
+
+def default_endpoint(name: str = "server") -> str:
+    """Of this user, in the default folder; `name` tells engines apart."""
+    return f"ipc://{default_folder()}/{_PREFIX}{os.geteuid()}_{name}"

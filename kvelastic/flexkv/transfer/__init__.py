@@ -1,0 +1,1 @@
+"""Moving blocks between devices."""

@@ -1,0 +1,92 @@
+"""`import flexkv`: on by name only, one object under both names, and never in FlexKV's way."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+def run(program: str, *paths: Path, **environment: str) -> str:
+    """In a Python of its own, for imports are for good; the last line that it prints."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("KVELASTIC_")}
+    search = os.pathsep.join([*map(str, paths), str(ROOT)])
+    ended = subprocess.run(
+        [sys.executable, "-c", program],
+        env={**kept, "PYTHONPATH": search, **environment},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    return (ended.stdout or ended.stderr).strip().splitlines()[-1]
+
+
+ON = "from kvelastic.flexkv import alias; alias.switch_on(); "
+
+
+def test_without_it_there_is_no_flexkv() -> None:
+    assert "No module named 'flexkv'" in run("import kvelastic.flexkv, flexkv")
+
+
+def test_a_module_is_one_object_under_both_names() -> None:
+    program = ON + (
+        "import flexkv.common.config as a, kvelastic.flexkv.common.config as b, sys, flexkv;"
+        "from flexkv.common.config import CacheConfig;"
+        "assert a is b and flexkv is sys.modules['kvelastic.flexkv'];"
+        "assert CacheConfig is b.CacheConfig;"
+        "assert b.__spec__.name == b.__name__ == 'kvelastic.flexkv.common.config', b.__spec__;"
+        "import importlib; importlib.reload(b); import pickle; pickle.dumps(b.CacheConfig());"
+        "print('one')"
+    )
+    assert run(program) == "one"
+
+
+def test_imported_first_by_the_alias_it_is_the_same() -> None:
+    program = ON + (
+        "from flexkv.integration.utils import cdiv; import kvelastic.flexkv.integration.utils as u;"
+        "assert u.cdiv is cdiv; print('one')"
+    )
+    assert run(program) == "one"
+
+
+def test_what_flexkv_has_not_is_not_there() -> None:
+    assert "No module named 'flexkv.nothing'" in run(ON + "import flexkv.nothing")
+    assert "No module named 'flexkv.common.x'" in run(ON + "import flexkv.common.x.y")
+
+
+def test_an_installed_flexkv_goes_first(tmp_path: Path) -> None:
+    package = tmp_path / "flexkv"
+    (package / "common").mkdir(parents=True)
+    (package / "__init__.py").write_text("NAME = 'the real one'\n")
+    (package / "common" / "__init__.py").write_text("")
+    program = ON + "import flexkv, flexkv.common; print(flexkv.NAME, flexkv.common.__file__)"
+    assert run(program, tmp_path) == f"the real one {package / 'common' / '__init__.py'}"
+    assert "flexkv.integration" in run(ON + "import flexkv.integration.utils", tmp_path)
+
+
+def test_it_is_switched_on_once_and_off_again() -> None:
+    program = ON + (
+        "import sys; n = len(sys.meta_path); alias.switch_on(); assert len(sys.meta_path) == n;"
+        "import flexkv; alias.switch_off(); import flexkv; import flexkv.common.debug"
+    )
+    assert "No module named" in run(program)
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"), [("true", "here"), ("false", "absent"), ("", "absent")]
+)
+def test_the_variable_switches_it_on_where_python_starts(value: str, expected: str) -> None:
+    program = (
+        "import importlib.util; print('here' if importlib.util.find_spec('flexkv') else 'absent')"
+    )
+    assert run(program, KVELASTIC_FLEXKV_ALIAS=value) == expected
+
+
+def test_the_variable_costs_no_import_before_its_use() -> None:
+    program = "import sys; print(sorted(m for m in sys.modules if 'numpy' in m or 'msgspec' in m))"
+    assert run(program, KVELASTIC_FLEXKV_ALIAS="true") == "[]"

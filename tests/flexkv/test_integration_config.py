@@ -1,0 +1,232 @@
+"""An engine's configuration as FlexKV's, what adapters count, and how they treat a lost server."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvelastic.errors import ChannelClosedError, ConfigError, UnsupportedError
+from kvelastic.flexkv.common.request import KVResponse, KVResponseStatus
+from kvelastic.flexkv.integration.config import FlexKVConfig
+from kvelastic.flexkv.integration.stats import FlexKVStats
+from kvelastic.flexkv.integration.utils import cdiv
+
+
+def vllm(**more: Any) -> SimpleNamespace:
+    """What is read of a VllmConfig."""
+    facts = {"tp": 2, "dp": 1, "pp": 1, "mla": False, "cache_dtype": "auto", **more}
+    return SimpleNamespace(
+        instance_id="i7",
+        model_config=SimpleNamespace(
+            model="tiny",
+            dtype="torch.bfloat16",
+            use_mla=facts["mla"],
+            get_num_layers=lambda parallel: 4,
+            get_num_kv_heads=lambda parallel: 3,
+            get_head_size=lambda: 64,
+        ),
+        parallel_config=SimpleNamespace(
+            tensor_parallel_size=facts["tp"],
+            data_parallel_size=facts["dp"],
+            pipeline_parallel_size=facts["pp"],
+        ),
+        cache_config=SimpleNamespace(block_size=32, cache_dtype=facts["cache_dtype"]),
+    )
+
+
+def configured(environ: dict[str, str] | None = None, **more: Any) -> FlexKVConfig:
+    config = FlexKVConfig.from_env(environ or {})
+    config.post_init_from_vllm_config(vllm(**more))
+    return config
+
+
+def test_a_models_shape_is_that_of_all_its_ranks() -> None:
+    model = configured().model_config
+    assert (model.num_layers, model.num_kv_heads, model.head_size, model.kv_dim) == (4, 6, 64, 2)
+    assert (model.tp_size, model.dp_size, model.dtype_name, model.model) == (
+        2,
+        1,
+        "bfloat16",
+        "tiny",
+    )
+    assert model.heads_per_rank == 3
+    row = configured(mla=True).model_config
+    assert (row.num_kv_heads, row.kv_dim) == (1, 1)
+    assert configured(cache_dtype="fp8_e4m3").model_config.token_size_in_bytes == 4 * 2 * 6 * 64
+
+
+def test_sizes_and_blocks_are_the_users() -> None:
+    config = configured({"FLEXKV_CPU_CACHE_GB": "1", "FLEXKV_EVICTION_POLICY": "slru"})
+    block_bytes = 4 * 2 * 6 * 64 * 2 * 32
+    assert config.cache_config.tokens_per_block == 32
+    assert config.cache_config.num_cpu_blocks == (1 << 30) // block_bytes
+    assert config.cache_config.eviction_policy == "slru"
+    assert not config.cache_config.enable_ssd
+
+
+def test_endpoints_belong_to_one_engine_unless_the_user_names_them() -> None:
+    own = configured()
+    assert own.server_recv_port.endswith("_i7")
+    assert own.gpu_register_port == own.server_recv_port + "_gpu_register"
+    named = configured({"FLEXKV_SERVER_RECV_PORT": "ipc:///tmp/x"})
+    assert (named.server_recv_port, named.gpu_register_port) == (
+        "ipc:///tmp/x",
+        "ipc:///tmp/x_gpu_register",
+    )
+    assert FlexKVConfig(server_recv_port="ipc:///a").gpu_register_port == "ipc:///a_gpu_register"
+
+
+def test_clients_of_an_instance_follow_those_of_the_one_before() -> None:
+    config = configured({"FLEXKV_INSTANCE_NUM": "3", "FLEXKV_INSTANCE_ID": "2"}, dp=4)
+    assert config.model_config.instance_num == 3
+    assert config.dp_client_id_of_instance == 8
+
+
+def test_what_is_not_served_is_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedError, match="pipeline_parallel_size=2"):
+        configured(pp=2)
+    with pytest.raises(UnsupportedError, match="enable_gds"):
+        configured({"FLEXKV_ENABLE_GDS": "1"})
+    with pytest.raises(ConfigError, match=r"nothing\.yml"):
+        FlexKVConfig.from_env({"FLEXKV_CONFIG_PATH": str(tmp_path / "nothing.yml")})
+    assert not FlexKVConfig.from_env({"ENABLE_FLEXKV": "0"}).enable_flexkv
+
+
+def test_counts_are_logged_and_begin_anew(caplog: pytest.LogCaptureFixture) -> None:
+    stats = FlexKVStats(num_log_interval_requests=2)
+    stats.record_put(num_all_tokens=100, num_unmatched_tokens=50)
+    stats.record_failed(1)
+    stats.record_get(200, 20, 100)
+    assert (stats.get_gpu_match_ratio, stats.get_flexkv_match_ratio) == (0.1, 0.5)
+    assert (stats.get_put_token_ratio, stats.total_num_requests) == (2.0, 2)
+    with caplog.at_level(logging.INFO, "kvelastic.flexkv"):
+        stats.record_get(200, 20, 100)
+    assert "Last 2 gets: 400 tokens asked for, 10.0 % found on the device, 50.0 % in tiers" in (
+        caplog.text
+    )
+    assert stats == FlexKVStats(num_log_interval_requests=2)
+    assert FlexKVStats().get_flexkv_match_ratio == 0
+    assert [cdiv(a, 4) for a in (0, 1, 4, 5)] == [0, 1, 1, 2]
+
+
+# --- vLLM's scheduler without a server that answers ---------------------------------------------
+
+
+class Manager:
+    """A KVManager whose server goes and comes."""
+
+    def __init__(self) -> None:
+        self.is_away = False
+        self.asked = 0
+        self.statuses: dict[int, KVResponseStatus] = {}
+
+    def reconnect(self) -> None:
+        """It stays away."""
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        def call(*arguments: Any, **more: Any) -> Any:
+            self.asked += 1
+            if self.is_away:
+                raise ChannelClosedError("the server has gone")
+            if name in ("get_match", "put_match"):
+                return 5, np.ones(len(arguments[0]), np.bool_)
+            if name == "try_wait":
+                return {one: KVResponse(self.statuses[one], one) for one in arguments[0]}
+            return None
+
+        return call
+
+
+class Errors:
+    """What the worker is told."""
+
+    def __init__(self) -> None:
+        self.told: list[set[int]] = []
+
+    def tell(self, block_ids: set[int]) -> None:
+        self.told.append(block_ids)
+
+    def flush(self) -> None:
+        """Nothing is left."""
+
+
+@pytest.fixture
+def scheduler() -> Any:
+    from kvelastic.flexkv.integration.vllm.scheduler_side import FlexKVSchedulerConnector
+
+    one: Any = FlexKVSchedulerConnector.__new__(FlexKVSchedulerConnector)
+    one._block_size = 4
+    one._stats = FlexKVStats()
+    one._matched, one._to_launch, one._running, one._failing = {}, {}, {}, {}
+    one._away_until_s = 0.0
+    one._manager, one._errors = Manager(), Errors()
+    return one
+
+
+def request(count: int = 12, **more: Any) -> SimpleNamespace:
+    return SimpleNamespace(
+        request_id="r1",
+        num_tokens=count,
+        num_computed_tokens=count,
+        all_token_ids=list(range(count)),
+        **more,
+    )
+
+
+def output(**more: Any) -> SimpleNamespace:
+    facts = {"finished_sending": None, "finished_recving": None, "invalid_block_ids": set(), **more}
+    return SimpleNamespace(**facts)
+
+
+def loading(scheduler: Any) -> None:
+    assert scheduler.get_num_new_matched_tokens(request(), 0) == (12, True)
+    blocks = SimpleNamespace(get_block_ids=lambda: ([7, 8, 9],))
+    scheduler.update_state_after_alloc(request(), blocks, 12)
+    scheduler.launch()
+
+
+def test_a_load_that_fails_is_over_only_when_a_worker_names_its_blocks(scheduler: Any) -> None:
+    loading(scheduler)
+    scheduler._manager.statuses = {5: KVResponseStatus.FAILED}
+    first, second, third = output(), output(), output(invalid_block_ids={7, 8, 9})
+    scheduler.take_finished(first)
+    assert first.finished_recving == set()
+    assert scheduler._errors.told == [{7, 8, 9}]
+    scheduler.take_finished(second)
+    assert second.finished_recving == set()
+    assert scheduler.request_finished(request(), [7, 8, 9]), "its blocks are still in use"
+    scheduler.take_finished(third)
+    assert third.finished_recving == {"r1"}
+    assert scheduler._errors.told == [{7, 8, 9}]
+
+
+def test_without_a_server_nothing_is_found_and_loads_fail(scheduler: Any) -> None:
+    loading(scheduler)
+    scheduler._manager.is_away = True
+    answer = output()
+    scheduler.take_finished(answer)
+    assert scheduler._errors.told == [{7, 8, 9}]
+    assert scheduler.get_num_new_matched_tokens(request(), 0) == (0, False)
+    asked = scheduler._manager.asked
+    assert scheduler.get_num_new_matched_tokens(request(), 0) == (0, False)
+    assert scheduler._manager.asked == asked, "a server that is away is not asked each time"
+
+
+def test_a_match_that_vllm_does_not_take_up_is_cancelled(scheduler: Any) -> None:
+    scheduler.get_num_new_matched_tokens(request(), 4)
+    asked = scheduler._manager.asked
+    scheduler.launch()
+    assert scheduler._manager.asked == asked + 1
+    assert scheduler._open_tasks() == []
+
+
+def test_prompts_that_are_more_than_their_tokens_are_left_out(scheduler: Any) -> None:
+    for more in ({"mm_features": [object()]}, {"prompt_embeds": object()}):
+        assert scheduler.get_num_new_matched_tokens(request(**more), 0) == (0, False)
+    assert scheduler._manager.asked == 0

@@ -1,0 +1,232 @@
+"""KVManager over a server: started by client 0, or by somebody else; and ranks without a server."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from kvelastic.errors import (
+    ChannelClosedError,
+    ChannelError,
+    ConfigError,
+    InvalidArgumentError,
+    NotInitializedError,
+    UnsupportedError,
+)
+from kvelastic.flexkv.common.config import CacheConfig, ModelConfig
+from kvelastic.flexkv.common.memory_handle import shared_zeros
+from kvelastic.flexkv.common.request import KVResponseStatus
+from kvelastic.flexkv.common.storage import KVCacheLayout, KVCacheLayoutType
+from kvelastic.flexkv.kvmanager import KVManager
+from kvelastic.flexkv.server import process
+from kvelastic.flexkv.server.client import KVTPClient
+from kvelastic.flexkv.server.rank_client import block_axis_of
+
+TOKENS, BLOCKS = 4, 16
+ONE = ModelConfig(num_layers=2, num_kv_heads=2, head_size=8, dtype="float16")
+TWO = ModelConfig(num_layers=2, num_kv_heads=2, head_size=8, dtype="float16", dp_size=2)
+CACHE = CacheConfig(tokens_per_block=TOKENS, num_cpu_blocks=64)
+LAYOUT = KVCacheLayout(KVCacheLayoutType.LAYERFIRST, 2, BLOCKS, TOKENS, 2, 8)
+PROMPT = np.arange(12)
+SLOTS = np.arange(12) + 2 * TOKENS
+
+
+@pytest.fixture
+def ends() -> Iterator[ExitStack]:
+    with ExitStack() as stack:
+        yield stack
+
+
+def manager(ends: ExitStack, model: ModelConfig, **more: Any) -> KVManager:
+    one = KVManager(model, CACHE, **more)
+    ends.callback(one.shutdown)
+    return one
+
+
+def put(one: KVManager, kv: Any) -> None:
+    kv[...] = np.random.default_rng(1).random(kv.shape)
+    task, mask = one.put_match(torch.from_numpy(PROMPT))
+    assert mask.all()
+    assert one.launch(task, torch.from_numpy(SLOTS)) == [task]
+    assert one.wait(task)[task].status is KVResponseStatus.SUCCESS
+    assert one.wait(task, completely=True)[task].status is KVResponseStatus.SUCCESS
+
+
+def got(one: KVManager, kv: Any) -> Any:
+    kv[...] = 0
+    task, mask = one.get_match(PROMPT)
+    assert mask.all()
+    one.launch([task], [SLOTS])
+    response = one.wait([task])[task]
+    assert response.status is KVResponseStatus.SUCCESS
+    assert response.get_mask().all()
+    return kv.copy()
+
+
+def test_client_0_starts_the_server_and_ends_it(
+    tmp_path: Path, ends: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FLEXKV_SERVER_CLIENT_MODE", "1")
+    monkeypatch.setenv("FLEXKV_SERVER_RECV_PORT", f"ipc://{tmp_path}/s")
+    one = manager(ends, ONE)
+    with pytest.raises(NotInitializedError):
+        one.get_match(PROMPT)
+    with pytest.raises(NotInitializedError):
+        _ = one.task_engine
+    one.start()
+    one.start()
+    assert not one.is_ready()
+    kv = shared_zeros(LAYOUT.kv_shape, "float16")
+    one.register_kv_caches([kv], LAYOUT)
+    assert one.is_ready()
+    put(one, kv)
+    kept = kv.copy()
+    assert (got(one, kv)[:, :, 2:5] == kept[:, :, 2:5]).all()
+    assert one._server is not None
+    with pytest.raises(InvalidArgumentError, match="each has its own"):
+        one.get_match(PROMPT, dp_id=1)
+    with pytest.raises(UnsupportedError, match="layer_granularity"):
+        one.get_match(PROMPT, layer_granularity=1)
+    server = one._server.process
+    one.shutdown()
+    one.shutdown()
+    assert server.poll() == 0
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_two_clients_share_what_they_put(tmp_path: Path, ends: ExitStack) -> None:
+    port = f"ipc://{tmp_path}/s"
+    second = manager(ends, TWO, server_recv_port=port, dp_client_id=1)
+    waiting = threading.Thread(target=second.start)  # until client 0 has started the server
+    waiting.start()
+    first = manager(ends, TWO, server_recv_port=port)
+    first.start()
+    waiting.join()
+    caches = [shared_zeros(LAYOUT.kv_shape, "float16") for _ in range(2)]
+    first.register_kv_caches([caches[0]], LAYOUT)
+    assert not first.is_ready()
+    second.register_kv_caches(list(caches[1]), LAYOUT)
+    assert first.is_ready()
+    assert second.is_ready()
+    put(first, caches[0])
+    assert (got(second, caches[1])[:, :, 2:5] == caches[0][:, :, 2:5]).all()
+    second.shutdown()
+    task, _ = first.get_match(PROMPT)  # the server is still there for the first one
+    first.cancel(task)
+
+
+def test_a_server_of_somebody_else_stays_when_its_clients_go(
+    tmp_path: Path, ends: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FLEXKV_SERVER_LAUNCH_MODE", "external")
+    port = f"ipc://{tmp_path}/s"
+    (tmp_path / "c.json").write_bytes(process.dump(TWO, CACHE, "", port))
+    command = [sys.executable, "-m", "kvelastic.flexkv.server", str(tmp_path / "c.json")]
+    server = subprocess.Popen(command)
+    ends.callback(server.wait)
+    ends.callback(server.terminate)
+    for _ in range(2):
+        one = manager(ends, TWO, server_recv_port=port)
+        one.start()
+        _, mask = one.get_match(PROMPT)
+        assert not mask.any()
+        one.shutdown()
+        assert server.poll() is None
+    one = manager(ends, TWO, server_recv_port=port, dp_client_id=1)
+    one.start()
+    server.kill()
+    server.wait()
+    with pytest.raises(ChannelClosedError):
+        one.get_match(PROMPT)
+    one.reconnect()  # there is none yet
+    with pytest.raises((ChannelError, NotInitializedError)):
+        one.get_match(PROMPT)
+    server = subprocess.Popen(command)
+    ends.callback(server.wait)
+    ends.callback(server.terminate)
+    one.start()
+    assert not one.get_match(PROMPT)[1].any()
+
+
+def test_external_without_a_server_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLEXKV_SERVER_LAUNCH_MODE", "external")
+    with pytest.raises(ConfigError, match="FLEXKV_SERVER_CLIENT_MODE=1"):
+        KVManager(ONE, CACHE)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [(0, "ipc:///tmp/a", "ipc:///tmp/b"), (None, None, "1"), (None, None, True), (None, 5)],
+)
+def test_arguments_in_flexkvs_newer_order_are_named(arguments: tuple[Any, ...]) -> None:
+    with pytest.raises(InvalidArgumentError, match="pass them by name"):
+        KVManager(ONE, CACHE, *arguments)
+
+
+def test_a_client_that_there_is_not_is_refused() -> None:
+    for client in (-1, 1):
+        with pytest.raises(InvalidArgumentError, match="none of 1"):
+            KVManager(ONE, CACHE, dp_client_id=client)
+
+
+def test_a_rank_of_another_process_registers_without_a_server(
+    tmp_path: Path, ends: ExitStack
+) -> None:
+    port = f"ipc://{tmp_path}/ranks"
+    rank = KVTPClient(port)
+    ends.callback(rank.close)
+    kv = shared_zeros(LAYOUT.kv_shape, "float16")
+    rank.register_to_server([kv], LAYOUT)
+    one = manager(ends, ONE, gpu_register_port=port)
+    one.start()
+    rank.wait_until_registered(20)
+    assert one.is_ready()
+    put(one, kv)
+    one.check_integrity()
+    with pytest.raises(ChannelError, match="cannot listen"):
+        manager(ends, ONE, gpu_register_port=port).start()
+    task, _ = one.get_match(PROMPT)
+    rank.close()
+    while one.is_ready():
+        pass
+    with pytest.raises(NotInitializedError, match="ranks of client 0 have registered"):
+        one.launch(task, SLOTS)
+    one.cancel(task)
+    one.check_integrity()
+
+
+@pytest.mark.parametrize(
+    ("kind", "shape", "each", "axis"),
+    [
+        (KVCacheLayoutType.LAYERFIRST, (2, 2, 16, 4, 2, 8), 1, 2),
+        (KVCacheLayoutType.LAYERFIRST, (2, 16, 4, 2, 8), 2, 1),
+        (KVCacheLayoutType.LAYERBLOCK, (2, 16, 2, 4, 2, 8), 1, 1),
+        (KVCacheLayoutType.LAYERBLOCK, (16, 2, 4, 2, 8), 2, 0),
+        (KVCacheLayoutType.BLOCKFIRST, (16, 2, 2, 4, 2, 8), 1, 0),
+    ],
+)
+def test_a_layout_says_which_axis_counts_blocks(
+    kind: KVCacheLayoutType, shape: tuple[int, ...], each: int, axis: int
+) -> None:
+    layout = KVCacheLayout(kind, 2, BLOCKS, TOKENS, 2, 8)
+    assert block_axis_of(layout, [np.empty(shape, "float16")] * each) == axis
+    with pytest.raises(InvalidArgumentError, match=kind.name):
+        block_axis_of(layout, [np.empty((*shape, 3), "float16")] * each)
+    with pytest.raises(InvalidArgumentError):
+        block_axis_of(None, [np.empty(shape)])
+    assert os.environ.get("FLEXKV_SERVER_RECV_PORT") is None
+
+
+def test_a_row_for_k_and_v_has_no_axis_of_its_own() -> None:
+    layout = KVCacheLayout(KVCacheLayoutType.LAYERFIRST, 3, BLOCKS, TOKENS, 1, 8, kv_dim=1)
+    assert block_axis_of(layout, [np.empty((BLOCKS, TOKENS, 8))] * 3) == 0

@@ -1,0 +1,609 @@
+"""The server and its clients: who is let in, whose tasks are whose, and what nonsense comes to."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvelastic.errors import (
+    ChannelClosedError,
+    ChannelError,
+    ConfigError,
+    InvalidArgumentError,
+    KvelasticError,
+    MessageError,
+    NotInitializedError,
+    UnsupportedError,
+)
+from kvelastic.flexkv.common.config import CacheConfig, ModelConfig
+from kvelastic.flexkv.common.memory_handle import shared_zeros
+from kvelastic.flexkv.common.request import KVResponse, KVResponseStatus
+from kvelastic.flexkv.server import engine_thread, process
+from kvelastic.flexkv.server import request as messages
+from kvelastic.flexkv.server.client import KVDPClient, KVTPClient
+from kvelastic.flexkv.server.server import KVServer
+from kvelastic.flexkv.server.utils import (
+    default_endpoint,
+    remove_dead_endpoints,
+    socket_address,
+)
+from kvelastic.messages import connect, parse_address
+from kvelastic.messages.frames import Kind
+
+MODEL = ModelConfig(num_layers=2, num_kv_heads=2, head_size=8, dtype="float16", dp_size=2)
+TOKENS = 4
+CACHE = CacheConfig(tokens_per_block=TOKENS, num_cpu_blocks=64)
+SHAPE = (2, 2, 16, TOKENS, 2, 8)
+PROMPT = np.arange(12)
+
+
+class Started:
+    """A server, and clients of it that end with it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.port = f"ipc://{folder}/s"
+        self.ends: list[Callable[[], None]] = []
+        self.server = self.start()
+
+    def start(self) -> KVServer:
+        server = KVServer(MODEL, CACHE, server_recv_port=self.port)
+        self.ends.append(server.close)
+        return server
+
+    def client(self, dp_client_id: int = 0, model: ModelConfig = MODEL) -> KVDPClient:
+        client = KVDPClient(self.port, model, dp_client_id)
+        self.ends.append(client.unregister)
+        client.start_server_and_register(5)
+        return client
+
+    def rank(self, dp_client_id: int = 0, **more: Any) -> tuple[KVTPClient, np.ndarray[Any, Any]]:
+        kv = shared_zeros(SHAPE, "float16")
+        rank = KVTPClient(f"{self.port}_gpu_register", dp_client_id, **more)
+        self.ends.append(rank.close)
+        rank.register_to_server(list(kv), block_axis=1)
+        return rank, kv
+
+    def close(self) -> None:
+        for end in reversed(self.ends):
+            end()
+
+
+@pytest.fixture
+def started(tmp_path: Path) -> Iterator[Started]:
+    one = Started(tmp_path)
+    yield one
+    one.close()
+
+
+def slots(*blocks: int) -> np.ndarray[Any, Any]:
+    return np.concatenate([np.arange(TOKENS) + block * TOKENS for block in blocks])
+
+
+def put(client: KVDPClient, *blocks: int) -> None:
+    task, mask = client.put_match(PROMPT)
+    client.launch_tasks([task], [slots(*blocks)[: int(mask.sum())]])
+    assert client.wait([task], completely=True)[task].status is KVResponseStatus.SUCCESS
+
+
+# --- what it is for -------------------------------------------------------------------------------
+
+
+def test_what_one_client_puts_another_one_gets(started: Started) -> None:
+    (first, kv), (second, other) = started.rank(0), started.rank(1)
+    one, two = started.client(0), started.client(1)
+    assert not one.is_ready() or first is not None
+    first.wait_until_registered(10)
+    second.wait_until_registered(10)
+    assert one.is_ready()
+    kv[...] = np.random.default_rng(0).random(SHAPE)
+    put(one, 5, 3, 8)
+    mask = np.ones(12, bool)
+    mask[:4] = False
+    task, found = two.get_match(PROMPT, mask)
+    assert (found == mask).all()
+    assert two.launch_tasks([task], [slots(1, 2)]) == [task]
+    assert two.wait([task])[task].status is KVResponseStatus.SUCCESS
+    assert (other[:, :, [1, 2]] == kv[:, :, [3, 8]]).all()
+    assert (other[:, :, 3] == 0).all()
+
+
+def test_each_call_of_a_manager_goes_over(started: Started) -> None:
+    rank, kv = started.rank(0)
+    client = started.client()
+    rank.wait_until_registered(10)
+    kv[...] = 1
+    task = client.put_async(PROMPT, slots(0, 1, 2))
+    assert client.wait([task])[task].status is KVResponseStatus.SUCCESS
+    kv[...] = 0
+    task = client.get_async(PROMPT, slots(0, 1, 2))
+    response = client.wait([task])[task]
+    assert (response.status, int(response.return_mask.sum())) == (KVResponseStatus.SUCCESS, 12)
+    assert (kv[:, :, :3] == 1).all()
+    task = client.prefetch_async(PROMPT)
+    client.wait([task])
+    elsewhere, mask = client.get_match(PROMPT, namespace=["another"])
+    assert not mask.any()
+    task, mask = client.get_match(PROMPT)
+    assert client.try_wait([task, 10**9])[10**9].status is KVResponseStatus.NOTFOUND
+    client.cancel_tasks([task, elsewhere])
+    client.reset()
+    task, mask = client.get_match(PROMPT)
+    assert not mask.any()
+
+
+# --- who is let in --------------------------------------------------------------------------------
+
+
+def test_another_models_client_is_refused(started: Started) -> None:
+    other = ModelConfig(num_layers=3, num_kv_heads=2, head_size=8, dtype="float16", dp_size=2)
+    with pytest.raises(InvalidArgumentError, match="num_layers=3"):
+        started.client(model=other)
+
+
+def test_a_client_that_is_there_and_one_too_many_are_refused(started: Started) -> None:
+    started.client(0)
+    with pytest.raises(InvalidArgumentError, match=f"process {os.getpid()} already"):
+        started.client(0)
+    with pytest.raises(InvalidArgumentError, match="none of 2"):
+        started.client(2)
+
+
+def test_a_client_that_comes_back_before_it_was_missed_is_let_in(started: Started) -> None:
+    first = started.client(0)
+    rank, _ = started.rank(0)
+    rank.wait_until_registered(10)
+    deaf = [
+        *started.server._clients,
+        *(one[0] for one in started.server._registrations._ranks.values()),
+    ]
+    for connection in deaf:
+        connection.read = lambda handle: None  # the server does not hear that it has gone
+    first._endpoint.close()
+    rank._is_closed = True
+    rank._endpoint.close()
+    started.client(0)
+    again, _ = started.rank(0)
+    again.wait_until_registered(10)
+    assert len(started.server._clients) == 1
+    assert started.server.registered_ranks == 1
+
+
+def test_a_server_whose_endpoint_is_taken_leaves_nothing(started: Started) -> None:
+    before = threading.active_count()
+    with pytest.raises(ChannelError, match="cannot listen"):
+        started.start()
+    assert threading.active_count() == before
+    started.client(0)
+
+
+def test_ranks_of_another_shape_or_place_are_refused(started: Started) -> None:
+    for more, why in (({"tp_rank": 1}, "none of 1"), ({"dp_client_id": 7}, "none of 2")):
+        rank, _ = started.rank(**more)
+        with pytest.raises(InvalidArgumentError, match=why):
+            rank.wait_until_registered(10)
+    small = KVTPClient(f"{started.port}_gpu_register")
+    small.register_to_server([shared_zeros((2, 16, TOKENS, 2, 8), "float16")], block_axis=1)
+    with pytest.raises(InvalidArgumentError, match="a block of these tensors has 256 bytes"):
+        small.wait_until_registered(10)
+    small.close()
+    one, _ = started.rank()
+    one.wait_until_registered(10)
+    two, _ = started.rank()
+    with pytest.raises(InvalidArgumentError, match="already"):
+        two.wait_until_registered(10)
+
+
+def handed_over(started: Started, fds: list[int]) -> str:
+    """What a rank hears that hands these over as the memory of its cache."""
+    channel = connect(
+        parse_address(f"unix://{started.port.removeprefix('ipc://')}_gpu_register"),
+        messages.PROTOCOL,
+    )
+    body = messages.PROTOCOL.encode(messages.AddMemory(is_elastic=False))
+    tensor = messages.Tensor(
+        memory=0,
+        offset=0,
+        shape=list(SHAPE),
+        strides_bytes=list(np.empty(SHAPE, "float16").strides),
+        dtype="float16",
+        item_bytes=2,
+        block_axis=2,
+    )
+    try:
+        for first in range(0, len(fds), 16):
+            some = fds[first : first + 16]
+            frame = channel._writer.write(Kind.NOTICE, 0, body, len(some))
+            socket.send_fds(channel._socket, [frame], some)
+        channel.call(messages.RegisterTPClient(0, 0, False, [tensor]), 10)
+        return "registered"
+    except (KvelasticError, OSError) as error:
+        return str(error)
+    finally:
+        channel.close()
+
+
+def test_descriptors_of_what_is_no_memory_are_refused_and_closed(
+    started: Started, tmp_path: Path
+) -> None:
+    read_end, write_end = os.pipe()
+    folder = os.open(tmp_path, os.O_RDONLY)
+    zeros = os.open("/dev/zero", os.O_RDWR)
+    short, good = os.memfd_create("short"), os.memfd_create("good")
+    os.ftruncate(short, 100)
+    os.ftruncate(good, 1 << 20)
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    for fd in (read_end, folder, zeros):
+        assert "no memory" in handed_over(started, [fd])
+    assert "does not lie in its memory of 100 bytes" in handed_over(started, [short])
+    assert handed_over(started, [good] * 1000) != "registered"
+    assert handed_over(started, [good]) == "registered"
+    deadline_s = time.monotonic() + 30
+    while len(list(Path("/proc/self/fd").iterdir())) > before:
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)
+    started.server.check_integrity()
+    for fd in (read_end, write_end, folder, zeros, short, good):
+        os.close(fd)
+
+
+def test_memory_that_cannot_be_written_is_a_failed_get(started: Started) -> None:
+    rank, kv = started.rank(0)
+    client = started.client()
+    rank.wait_until_registered(10)
+    kv[...] = 1
+    put(client, 0, 1, 2)
+    (blocks,) = [one[1] for one in started.server._registrations._ranks.values()]
+    for fd in blocks._fds:
+        read_only = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY)
+        os.dup2(read_only, fd)
+        os.close(read_only)
+    task, _ = client.get_match(PROMPT)
+    client.launch_tasks([task], [slots(0, 1, 2)])
+    assert client.wait([task])[task].status is KVResponseStatus.FAILED
+    started.server.check_integrity()
+
+
+def test_a_rank_may_come_before_its_server_and_outlives_one(tmp_path: Path) -> None:
+    kv = shared_zeros(SHAPE, "float16")
+    rank = KVTPClient(f"ipc://{tmp_path}/s_gpu_register")
+    rank.register_to_server(list(kv), block_axis=1)
+    for _ in range(2):
+        server = KVServer(MODEL, CACHE, server_recv_port=f"ipc://{tmp_path}/s")
+        rank.wait_until_registered(20)
+        assert server.registered_ranks == 1
+        server.close()
+        deadline_s = time.monotonic() + 20
+        while rank._is_registered:
+            assert time.monotonic() < deadline_s
+            time.sleep(0.01)
+    rank.close()
+
+
+def test_without_a_server_a_client_says_where_it_looked(tmp_path: Path) -> None:
+    client = KVDPClient(f"ipc://{tmp_path}/nobody", MODEL)
+    with pytest.raises(NotInitializedError):
+        client.get_match(PROMPT)
+    with pytest.raises(ChannelError, match="FLEXKV_SERVER_RECV_PORT"):
+        client.start_server_and_register(0.2)
+    client.shutdown()
+    client.unregister()
+
+
+def test_a_server_that_goes_is_an_error_of_each_call(started: Started) -> None:
+    client = started.client()
+    started.server.close()
+    with pytest.raises(ChannelClosedError):
+        client.get_match(PROMPT)
+
+
+def test_endpoints_of_flexkv_and_what_is_none() -> None:
+    assert socket_address("ipc:///tmp/a") == socket_address("unix:///tmp/a")
+    assert str(socket_address("/tmp/a")) == "unix:///tmp/a"
+    assert default_endpoint("x").startswith("ipc:///")
+    with pytest.raises(UnsupportedError, match="one server on each machine"):
+        socket_address("tcp://10.0.0.1:5000")
+    for endpoint in ("", "ipc://", "ipc://relative", "ipc:///" + "x" * 200):
+        with pytest.raises(ConfigError):
+            socket_address(endpoint)
+
+
+def test_what_killed_engines_leave_is_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    paths = [Path(default_endpoint(name).removeprefix("ipc://")) for name in ("old", "new", "up")]
+    sockets = [socket.socket(socket.AF_UNIX) for _ in paths]
+    for one, path in zip(sockets, paths, strict=True):
+        one.bind(str(path))
+    sockets[2].listen()
+    for path in (paths[0], paths[2]):
+        os.utime(path, (0, 0))
+    (tmp_path / f"flexkv_{os.geteuid()}_file").write_text("")
+    os.utime(tmp_path / f"flexkv_{os.geteuid()}_file", (0, 0))
+    remove_dead_endpoints()
+    assert [path.exists() for path in paths] == [False, True, True]
+    assert (tmp_path / f"flexkv_{os.geteuid()}_file").exists()
+    for one in sockets:
+        one.close()
+
+
+# --- whose tasks ----------------------------------------------------------------------------------
+
+
+def test_a_clients_tasks_are_its_own(started: Started) -> None:
+    rank, _ = started.rank(0)
+    one, two = started.client(0), started.client(1)
+    rank.wait_until_registered(10)
+    task, _ = one.put_match(PROMPT)
+    with pytest.raises(InvalidArgumentError, match="none of this client's"):
+        two.launch_tasks([task], [slots(0, 1, 2)])
+    two.cancel_tasks([task])
+    assert two.wait([task])[task].status is KVResponseStatus.NOTFOUND
+    assert started.server.open_tasks == 1
+    one.launch_tasks([task], [slots(0, 1, 2)])
+    assert one.wait([task])[task].status is KVResponseStatus.SUCCESS
+
+
+def test_what_a_client_that_goes_has_begun_is_given_back(started: Started) -> None:
+    rank, _ = started.rank(0)
+    one = started.client(0)
+    rank.wait_until_registered(10)
+    one.put_match(PROMPT)
+    one.put_match(PROMPT + 100)
+    one.unregister()
+    assert started.server.open_tasks == 0
+    two = started.client(0)
+    _, mask = two.put_match(PROMPT)
+    assert mask.all()  # the plan of the one that went has left nothing behind
+    started.server.check_integrity()
+
+
+def test_tasks_that_nobody_asks_about_are_forgotten_when_they_are_over(
+    started: Started, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_thread, "MOST_TASKS_OF_A_CLIENT", 32)
+    client = started.client(0)
+    for number in range(200):  # nothing is found: they are over at once
+        client.get_match(PROMPT + 100 * number)
+    assert started.server.open_tasks <= 32
+    for number in range(32):
+        client.put_match(np.arange(4) + 100 * number)
+    with pytest.raises(InvalidArgumentError, match="wait for them or cancel them"):
+        client.put_match(PROMPT + 7)
+    client.unregister()
+    assert started.server.open_tasks == 0
+    started.server.check_integrity()
+
+
+def test_who_waits_holds_up_nobody(started: Started, monkeypatch: pytest.MonkeyPatch) -> None:
+    rank, _ = started.rank(0)
+    one, two = started.client(0), started.client(1)
+    rank.wait_until_registered(10)
+    task, _ = one.put_match(PROMPT)
+    engine: Any = started.server._engine
+    may_end = threading.Event()
+
+    def slow(ids: list[int], completely: bool = False) -> dict[int, KVResponse]:
+        if not may_end.is_set():
+            return {}
+        return {one: KVResponse(KVResponseStatus.SUCCESS, one) for one in ids}
+
+    monkeypatch.setattr(engine, "try_wait", slow)
+    answers: list[dict[int, KVResponse]] = []
+    waiting = threading.Thread(target=lambda: answers.append(one.wait([task], 60.0)))
+    waiting.start()
+    for _ in range(20):
+        two.cancel_tasks([two.get_match(PROMPT)[0]])
+    one.cancel_tasks([])  # of the same client, too
+    assert one.wait([task], 0.0)[task].status is KVResponseStatus.TIMEOUT
+    assert waiting.is_alive()
+    may_end.set()
+    waiting.join(60)
+    assert answers[0][task].status is KVResponseStatus.SUCCESS
+
+
+# --- nonsense -------------------------------------------------------------------------------------
+
+
+def speaking(started: Started, *, registered: bool) -> Any:
+    channel = connect(
+        parse_address(f"unix://{started.port.removeprefix('ipc://')}"), messages.PROTOCOL
+    )
+    if registered:
+        shape = messages.shape_of(MODEL, TOKENS)
+        channel.call(messages.RegisterDPClient(dp_client_id=1, shape=shape), 10)
+    return channel
+
+
+def valid(pick: random.Random) -> messages.Message:
+    tokens = messages.pack_integers(np.arange(pick.randrange(20)))
+    tensor = messages.Tensor(
+        memory=0,
+        offset=0,
+        shape=[2, 2],
+        strides_bytes=[2, 1],
+        dtype="int8",
+        item_bytes=1,
+        block_axis=0,
+    )
+    return pick.choice(
+        [
+            messages.Match("get", tokens, None, None, -1, None),
+            messages.Match("put", tokens, b"\xff", ["a"], -1, tokens),
+            messages.Prefetch(tokens, None),
+            messages.Launch([1, 2], [tokens, tokens], False),
+            messages.Cancel([1]),
+            messages.Wait([1, 2], 0.0, True),
+            messages.IsReady(),
+            messages.Unregister(),
+            messages.RegisterTPClient(0, 0, False, [tensor]),
+            messages.RegisterDPClient(0, messages.shape_of(MODEL, TOKENS)),
+            messages.AddMemory(is_elastic=False),
+            messages.AddMemory(is_elastic=True),
+        ]
+    )
+
+
+def mutated(pick: random.Random, body: bytes) -> bytes:
+    changed = bytearray(body)
+    for _ in range(pick.randrange(4)):
+        at = pick.randrange(len(changed) + 1)
+        changed[at : at + pick.randrange(3)] = pick.randbytes(pick.randrange(4))
+    return bytes(changed)
+
+
+def test_whatever_is_said_the_server_serves_on(started: Started) -> None:
+    rank, _ = started.rank(0)
+    good = started.client(0)
+    rank.wait_until_registered(10)
+    pick = random.Random(11)
+    channel = None
+    for number in range(1200):
+        if channel is None:
+            channel = speaking(started, registered=pick.random() < 0.7)
+        body = mutated(pick, messages.PROTOCOL.encode(valid(pick)))
+        frame = channel._writer.write(Kind.NOTICE, 0, body)
+        if pick.random() < 0.05:
+            frame = frame[: pick.randrange(len(frame))] + pick.randbytes(3)
+        try:
+            channel._socket.sendall(frame)
+            if pick.random() < 0.2:
+                channel.close()
+                channel = None
+        except OSError:
+            channel.close()
+            channel = None
+        if number % 100 == 0:
+            good.cancel_tasks([good.get_match(PROMPT)[0]])
+    if channel is not None:
+        channel.close()
+    good.unregister()
+    rank.close()
+    deadline_s = time.monotonic() + 30
+    while started.server.open_tasks or started.server.registered_ranks:
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)
+    started.server.check_integrity()
+
+
+@given(st.binary(max_size=300))
+def test_bytes_are_a_message_or_an_error(body: bytes) -> None:
+    try:
+        found = messages.PROTOCOL.decode(body)
+    except MessageError:
+        return
+    assert messages.PROTOCOL.decode(messages.PROTOCOL.encode(found)) == found
+
+
+@given(st.binary(max_size=64), st.integers(0, 600))
+def test_packed_arrays_are_an_array_or_an_error(packed: bytes, count: int) -> None:
+    for read in (messages.unpack_integers, lambda raw: messages.unpack_mask(raw, count)):
+        try:
+            array = read(packed)
+        except InvalidArgumentError:
+            continue
+        assert array.ndim == 1
+
+
+@given(st.lists(st.integers(-(1 << 63), (1 << 63) - 1), max_size=40))
+def test_integers_come_out_as_they_went_in(values: list[int]) -> None:
+    array = np.array(values, np.int64)
+    assert (messages.unpack_integers(messages.pack_integers(array)) == array).all()
+
+
+@given(st.lists(st.booleans(), max_size=70))
+def test_masks_come_out_as_they_went_in(values: list[bool]) -> None:
+    mask = np.array(values, bool)
+    packed = messages.pack_mask(mask)
+    assert packed is not None
+    assert (messages.unpack_mask(packed, mask.size) == mask).all()
+
+
+def test_what_is_no_array_of_tokens_is_refused_before_it_is_sent(started: Started) -> None:
+    client = started.client()
+    for tokens in (np.zeros((2, 2), int), np.zeros(3), ["a"], np.zeros((1 << 20) + 1, int)):
+        with pytest.raises(KvelasticError):
+            client.get_match(tokens)
+    with pytest.raises(KvelasticError):
+        client.get_match(PROMPT, np.ones(12))
+
+
+# --- as a program ---------------------------------------------------------------------------------
+
+
+def test_a_server_of_its_own_process_ends_with_the_one_that_started_it(tmp_path: Path) -> None:
+    port = f"ipc://{tmp_path}/s"
+    program = (
+        "import sys, time; from kvelastic.flexkv.server.server import KVServer;"
+        "from kvelastic.flexkv.common.config import *;"
+        f"handle = KVServer.create_server({MODEL!r}, {CACHE!r}, '', {port!r}, inherit_env=False);"
+        "print(handle.process.pid, flush=True); time.sleep(600)"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    server = int(parent.stdout.readline())
+    pidfd = os.pidfd_open(server)
+    client = KVDPClient(port, MODEL)
+    client.start_server_and_register(60)
+    _, mask = client.get_match(PROMPT)
+    assert not mask.any()
+    parent.send_signal(signal.SIGKILL)
+    parent.communicate()
+    import select
+
+    assert select.select([pidfd], [], [], 60)[0], "the server outlives its parent"
+    os.close(pidfd)
+    client.unregister()
+    assert not (tmp_path / "s").exists()
+
+
+def test_a_server_is_started_and_ended_by_hand(tmp_path: Path) -> None:
+    file = tmp_path / "server.json"
+    file.write_bytes(process.dump(MODEL, CACHE, "", f"ipc://{tmp_path}/s"))
+    command = [sys.executable, "-m", "kvelastic.flexkv.server", str(file)]
+    server = subprocess.Popen(command)
+    client = KVDPClient(f"ipc://{tmp_path}/s", MODEL)
+    client.start_server_and_register(60)
+    client.unregister()  # which leaves the server to others
+    client = KVDPClient(f"ipc://{tmp_path}/s", MODEL)
+    client.start_server_and_register(60)
+    client.shutdown()
+    assert server.wait(60) == 0
+    again = subprocess.Popen(command)
+    client = KVDPClient(f"ipc://{tmp_path}/s", MODEL)
+    client.start_server_and_register(60)
+    again.send_signal(signal.SIGTERM)
+    assert again.wait(60) == 0
+    client.unregister()
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("{", "no JSON"),
+        ("[]", "has the keys"),
+        ('{"model": {}}', "has the keys"),
+        ('{"model_config": {"layers": 1}}', "ModelConfig has the keys"),
+        ('{"cache_config": {"enable_gds": true}}', "enable_gds"),
+        ('{"model_config": {"nnodes": 2}}', "nnodes=2"),
+        ('{"server_recv_port": 5}', "endpoints"),
+        ('{"server_recv_port": "tcp://0.0.0.0:1"}', "tcp"),
+    ],
+)
+def test_a_configuration_that_is_none_is_named(text: str, why: str) -> None:
+    with pytest.raises(KvelasticError, match=why):
+        KVServer(*process.load(text.encode()))

@@ -1,0 +1,214 @@
+"""Two data-parallel engines of two ranks each, as processes: one is killed, the others go on."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import pytest
+from flexkv_clients import BLOCKS, MODEL, RANKS, TOKENS, cache_shape
+
+from kvelastic.flexkv.common.config import CacheConfig, ModelConfig
+from kvelastic.flexkv.common.memory_handle import TensorSharedHandle, shared_zeros
+from kvelastic.flexkv.server.server import KVServer
+
+PROGRAM = Path(__file__).parents[1] / "programs" / "flexkv_clients.py"
+DEADLINE_S = 120.0
+
+
+class Client:
+    """One process, and the lines that it has written."""
+
+    def __init__(self, role: str, facts: dict[str, object], fds: list[int]) -> None:
+        self.role, self.facts, self.fds = role, facts, fds
+        self.start()
+
+    def start(self) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, str(PROGRAM), self.role, json.dumps(self.facts)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            pass_fds=self.fds,
+            text=True,
+        )
+        assert self.line() == "registered"
+
+    def line(self) -> str:
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        assert line, f"{self.role} {self.facts} has ended with {self.process.wait()}"
+        return line.strip()
+
+    def begin(self, steps: int) -> None:
+        """Let an engine take steps; each writes a line."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(f"{steps}\n")
+        self.process.stdin.flush()
+
+    def kill(self) -> None:
+        self.process.send_signal(signal.SIGKILL)
+        self.process.communicate()
+
+    def end(self) -> None:
+        """As an engine ends that is told to."""
+        self.process.communicate(timeout=DEADLINE_S)
+        assert self.process.returncode == 0
+
+
+class Engines:
+    """A server in this process, and the clients around it."""
+
+    def __init__(self, folder: Path, cache: CacheConfig, seed: int) -> None:
+        self.port = f"ipc://{folder}/s"
+        self.server = KVServer(ModelConfig(**MODEL), cache, server_recv_port=self.port)
+        self.handles = [
+            [TensorSharedHandle(shared_zeros(cache_shape(), "float16")) for _ in range(RANKS)]
+            for _ in range(2)
+        ]
+        self.ranks = [
+            Client(
+                "tp",
+                {
+                    "port": self.server.gpu_register_port,
+                    "dp": dp,
+                    "rank": rank,
+                    "fd": self.handles[dp][rank].fd,
+                },
+                [self.handles[dp][rank].fd],
+            )
+            for dp in range(2)
+            for rank in range(RANKS)
+        ]
+        self.engines = [
+            Client(
+                "dp",
+                {
+                    "port": self.port,
+                    "dp": dp,
+                    "fds": [one.fd for one in self.handles[dp]],
+                    "seed": seed + dp,
+                },
+                [one.fd for one in self.handles[dp]],
+            )
+            for dp in range(2)
+        ]
+
+    @property
+    def clients(self) -> list[Client]:
+        return [*self.ranks, *self.engines]
+
+    def close(self) -> None:
+        for one in self.clients:
+            if one.process.poll() is None:
+                one.kill()
+        self.server.close()
+        for group in self.handles:
+            for handle in group:
+                handle.close()
+
+
+@contextmanager
+def engines_over(folder: Path, seed: int) -> Iterator[Engines]:
+    cache = CacheConfig(
+        tokens_per_block=TOKENS,
+        num_cpu_blocks=16,
+        enable_ssd=True,
+        ssd_cache_dir=str(folder / "ssd"),
+        num_ssd_blocks=64,
+    )
+    with ExitStack() as stack:
+        engines = Engines(folder, cache, seed)
+        stack.callback(engines.close)
+        yield engines
+
+
+def seen(engine: Client, count: int) -> Counter[str]:
+    """What that many steps came to; a block with wrong bytes is never among it."""
+    lines = Counter(engine.line() for _ in range(count))
+    assert "WRONG" not in lines
+    return lines
+
+
+def until(engine: Client, outcome: str) -> None:
+    for _ in range(5000):
+        engine.begin(1)
+        if outcome in seen(engine, 1):
+            return
+    raise AssertionError(f"no {outcome} in 5000 steps")
+
+
+def holds_nothing(server: KVServer) -> None:
+    """Wait until what killed clients held has been given back, and look whether that is all."""
+    deadline_s = time.monotonic() + DEADLINE_S
+    while server.open_tasks or server.registered_ranks:
+        assert time.monotonic() < deadline_s, (server.open_tasks, server.registered_ranks)
+        time.sleep(0.01)
+    server.check_integrity()
+
+
+STEPS = 200
+
+
+def kill_one_at_random(engines: Engines, pick: random.Random) -> None:
+    killed = pick.choice(engines.clients)
+    before = [pick.randrange(1, 30) for _ in engines.engines]
+    for engine, count in zip(engines.engines, before, strict=True):
+        engine.begin(STEPS)
+        seen(engine, count)
+    killed.kill()
+    for engine, count in zip(engines.engines, before, strict=True):
+        if engine is killed:
+            continue
+        lines = seen(engine, STEPS - count)
+        if engine.facts["dp"] != killed.facts["dp"]:
+            failed = {line for line in lines if "error" in line or line.endswith("failed")}
+            assert not failed, lines
+        # An engine without one of its ranks goes on, and copies nothing.
+    # At once: whether the server has noticed that the old one is gone is no matter of the new one.
+    killed.start()
+    for engine in engines.engines:
+        until(engine, "get-success")
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_one_is_killed_and_the_others_go_on(tmp_path: Path, seed: int) -> None:
+    with engines_over(tmp_path, seed) as engines:
+        kill_one_at_random(engines, random.Random(seed))
+        for engine in engines.engines:
+            engine.end()
+        for rank in engines.ranks:
+            rank.end()
+        holds_nothing(engines.server)
+
+
+@pytest.mark.soak
+def test_killed_again_and_again(tmp_path: Path) -> None:
+    pick = random.Random(os.getpid())
+    end_s = time.monotonic() + 300
+    with engines_over(tmp_path, 9) as engines:
+        while time.monotonic() < end_s:
+            kill_one_at_random(engines, pick)
+        for one in engines.clients:
+            one.kill()
+        holds_nothing(engines.server)
+
+
+def test_all_are_killed_at_once_and_nothing_is_held(tmp_path: Path) -> None:
+    with engines_over(tmp_path, 4) as engines:
+        for engine in engines.engines:
+            until(engine, "left")
+        for one in engines.clients:
+            one.process.send_signal(signal.SIGKILL)
+        for one in engines.clients:
+            one.process.communicate()
+        holds_nothing(engines.server)
+    assert BLOCKS > 0

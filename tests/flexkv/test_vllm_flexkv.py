@@ -1,0 +1,88 @@
+"""vLLM's own FlexKVConnectorV1 on the alias: a prompt comes back from host and from disk.
+
+On the CPU nothing insists on CUDA: the adapter gives the cache memory that can be handed over, by
+vLLM's own hook for that.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from vllm_server import BLOCK_TOKENS, KV_BYTES, Request, VllmServer
+
+pytestmark = [pytest.mark.timeout(900), pytest.mark.engine]
+
+ROOT = Path(__file__).parents[2]
+CONNECTOR = json.dumps(
+    {
+        "kv_connector": "FlexKVConnectorV1",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+    }
+)
+
+
+@pytest.fixture(scope="module")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    program = ROOT / "tests" / "programs" / "tiny_model.py"
+    subprocess.run([sys.executable, str(program), str(folder)], check=True, capture_output=True)
+    return folder
+
+
+HOST_BLOCKS = 30
+PROMPT_BLOCKS = 9
+PROMPTS = [
+    Request(random.Random(seed).choices(range(3, 512), k=PROMPT_BLOCKS * BLOCK_TOKENS + 5), 8)
+    for seed in range(6)
+]
+"""54 blocks that have nothing in common: more than the host's tier holds."""
+
+
+def answers(server: VllmServer) -> list[list[int]]:
+    """One after the other: what a load holds of the host's tier is another one's afterwards."""
+    return [server.complete(request) for request in PROMPTS]
+
+
+def test_a_prompt_comes_back_from_host_and_from_disk(tiny_model: Path, tmp_path: Path) -> None:
+    block_bytes = KV_BYTES // 1024
+    environment = {
+        "KVELASTIC_FLEXKV_ALIAS": "true",
+        "FLEXKV_CPU_CACHE_GB": repr(HOST_BLOCKS * block_bytes / 2**30),
+        "FLEXKV_SSD_CACHE_GB": "0.25",
+        "FLEXKV_SSD_CACHE_DIR": str(tmp_path / "ssd"),
+        "VLLM_SERVER_DEV_MODE": "1",
+        "XDG_RUNTIME_DIR": str(tmp_path),  # its sockets, which a killed engine leaves
+    }
+    log = tmp_path / "vllm.log"
+    arguments = ["--kv-transfer-config", CONNECTOR]
+    with VllmServer(tiny_model, log, environment, arguments) as server:
+        server.wait_until_ready()
+        # Nothing is kept yet: these tokens are stock vLLM's.
+        stock = answers(server)
+        for _ in range(2):
+            before = server.metrics()["external_prefix_cache_hits_total"]
+            server.post("/reset_prefix_cache")
+            assert answers(server) == stock
+            found = server.metrics()["external_prefix_cache_hits_total"] - before
+            assert found == len(PROMPTS) * PROMPT_BLOCKS * BLOCK_TOKENS
+        assert found > HOST_BLOCKS * BLOCK_TOKENS, "the host alone would do"
+        # A record that is torn is computed, and never answered with other tokens.
+        for file in sorted((tmp_path / "ssd").rglob("*")):
+            if file.is_file() and file.stat().st_size > block_bytes:
+                with file.open("r+b") as records:
+                    for at in range(0, file.stat().st_size, block_bytes // 4):
+                        records.seek(at)
+                        records.write(b"torn")
+        server.post("/reset_prefix_cache")
+        assert answers(server) == stock
+        assert server.stop() == 0
+    text = log.read_text(errors="replace")
+    assert "Recovered from KV load failure" in text
+    # vLLM kills its engine at once when it is told to end, and complains of that.
+    assert "Traceback" not in text.split("[shutdown]")[0]
