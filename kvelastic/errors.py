@@ -36,6 +36,7 @@ brackets), so `except ValueError` and `except kvelastic.errors.KvelasticError` b
     ├── ChannelError                        CHANNEL              [RuntimeError]
     │   ├── ChannelTimeoutError             CHANNEL_TIMEOUT      [TimeoutError]
     │   └── ChannelClosedError              CHANNEL_CLOSED
+    ├── DataDistError                       DATADIST             [RuntimeError]
     ├── EngineError                         ENGINE               [RuntimeError]
     │   └── UnsupportedEngineError          UNSUPPORTED_ENGINE
     ├── ControllerError                     CONTROLLER           [RuntimeError]
@@ -275,6 +276,12 @@ class ChannelClosedError(ChannelError):
     """The other end of the ring has closed it or has died."""
 
     code = "CHANNEL_CLOSED"
+
+
+class DataDistError(KvelasticError, RuntimeError):
+    """A call of LLM-DataDist's interface failed: `kvelastic.datadist.LLMException`."""
+
+    code = "DATADIST"
 
 
 class EngineError(KvelasticError, RuntimeError):
