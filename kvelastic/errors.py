@@ -35,7 +35,11 @@ brackets), so `except ValueError` and `except kvelastic.errors.KvelasticError` b
     │   └── LedgerForeignError              LEDGER_FOREIGN
     ├── ChannelError                        CHANNEL              [RuntimeError]
     │   ├── ChannelTimeoutError             CHANNEL_TIMEOUT      [TimeoutError]
-    │   └── ChannelClosedError              CHANNEL_CLOSED
+    │   ├── ChannelClosedError              CHANNEL_CLOSED
+    │   ├── MessageError                    MESSAGE
+    │   │   └── MessageVersionError         MESSAGE_VERSION
+    │   └── AccessDeniedError               ACCESS_DENIED        [PermissionError]
+    │       └── SecretError                 SECRET
     ├── DataDistError                       DATADIST             [RuntimeError]
     ├── EngineError                         ENGINE               [RuntimeError]
     │   └── UnsupportedEngineError          UNSUPPORTED_ENGINE
@@ -261,21 +265,45 @@ class LedgerForeignError(LedgerError):
 
 
 class ChannelError(KvelasticError, RuntimeError):
-    """The ring between the scheduler and a worker broke its rules or its other end."""
+    """What joins two processes (a ring, a connection) broke its rules or lost its other end."""
 
     code = "CHANNEL"
 
 
 class ChannelTimeoutError(ChannelError, TimeoutError):
-    """A worker did not acknowledge within `KVELASTIC_IPC_TIMEOUT`."""
+    """The other end did not answer in time; a worker: within `KVELASTIC_IPC_TIMEOUT`."""
 
     code = "CHANNEL_TIMEOUT"
 
 
 class ChannelClosedError(ChannelError):
-    """The other end of the ring has closed it or has died."""
+    """The other end has closed the ring or the connection, or has died."""
 
     code = "CHANNEL_CLOSED"
+
+
+class MessageError(ChannelError):
+    """A message that is larger than allowed, or none of those that the protocol has."""
+
+    code = "MESSAGE"
+
+
+class MessageVersionError(MessageError):
+    """The two ends of a connection are of different versions, or of different protocols."""
+
+    code = "MESSAGE_VERSION"
+
+
+class AccessDeniedError(ChannelError, PermissionError):
+    """A peer is another user's process, comes from another network, or has another secret."""
+
+    code = "ACCESS_DENIED"
+
+
+class SecretError(AccessDeniedError):
+    """The file with the secret is missing, open to others, or has none that is good enough."""
+
+    code = "SECRET"
 
 
 class DataDistError(KvelasticError, RuntimeError):

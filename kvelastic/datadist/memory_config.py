@@ -89,9 +89,7 @@ def _parse_tier(name: str, row: object) -> BufferTier:
     )
     if block & (block - 1):
         raise LLMParamError(f"{name}.blk_size={block} is no power of two")
-    total = checks.integer(
-        f"{name}.total_size", row["total_size"], least=1, most=checks.MAX_UINT32
-    )
+    total = checks.integer(f"{name}.total_size", row["total_size"], least=1, most=checks.MAX_UINT32)
     if total % _LARGEST_BLOCK_BYTES or total % block:
         raise LLMParamError(f"{name}.total_size={total} is no multiple of 2 MiB and of blk_size")
     largest = checks.integer(

@@ -1,0 +1,51 @@
+"""Small messages between processes, on one host or several: bounded, versioned, never pickled.
+
+    class Ask(Message):                              # msgspec structs, checked when they arrive
+        name: Annotated[str, Meta(max_length=64)]
+
+    class Answer(Message):
+        size_bytes: int
+
+    PROTOCOL = Protocol("sizes", version=1, messages=(Ask, Answer))
+
+    def handle(request: Request) -> None:            # in the endpoint's thread: must not block
+        request.answer(Answer(size_bytes=42))
+
+    with Endpoint(PROTOCOL, handle, listen=[parse_address("unix:///run/user/1000/sizes")]):
+        with connect(parse_address("unix:///run/user/1000/sizes"), PROTOCOL) as channel:
+            channel.call(Ask(name="kv"), timeout_s=1.0)
+
+Who may speak is settled before the first message: on a Unix socket the kernel says who the peer is,
+and only processes of the same user get in; on TCP both ends prove that they know a secret
+(`SecretFile`), and each message carries a code that only they can compute. There is no encryption:
+whoever can read the network can read the messages. Peers of another version get an error that both
+versions can read.
+
+A parser of what others send is linear in its size, and what it may allocate is bounded:
+`Protocol.most_bytes` for a message, a few hundred bytes before a peer is let in. Imports no torch.
+"""
+
+from msgspec import Meta
+
+from kvelastic.messages.addresses import Address, parse_address
+from kvelastic.messages.channel import Channel, connect
+from kvelastic.messages.connection import Connection, Request
+from kvelastic.messages.endpoint import Endpoint
+from kvelastic.messages.peers import Peer
+from kvelastic.messages.protocol import Message, Protocol
+from kvelastic.messages.secret import SecretFile
+
+__all__ = [
+    "Address",
+    "Channel",
+    "Connection",
+    "Endpoint",
+    "Message",
+    "Meta",
+    "Peer",
+    "Protocol",
+    "Request",
+    "SecretFile",
+    "connect",
+    "parse_address",
+]

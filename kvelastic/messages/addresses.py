@@ -1,0 +1,182 @@
+"""Where a server listens: `unix:///path` or `tcp://host:port`; and how its socket is made.
+
+A Unix socket is made with mode 0600. What is left of a server that was killed is removed by the
+next one, under a lock of the folder, so that two that start at once do not remove each other's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import socket
+import stat
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from ipaddress import ip_address
+from pathlib import Path
+from typing import Final
+
+from kvelastic.errors import ChannelClosedError, ChannelError, InvalidArgumentError
+
+_MOST_PATH_BYTES: Final = 107
+_BACKLOG: Final = 128
+_FOLDER_WAIT_S: Final = 2.0
+
+
+@dataclass(frozen=True)
+class Address:
+    """A Unix socket's path, or a TCP host and port (0, for a listener: any)."""
+
+    path: str = ""
+    host: str = ""
+    port: int = 0
+
+    @property
+    def is_unix(self) -> bool:
+        """Whether it is of this host only, by its kind."""
+        return bool(self.path)
+
+    @property
+    def is_loopback(self) -> bool:
+        """Whether only this host can reach it."""
+        return self.is_unix or ip_address(self.host).is_loopback
+
+    def __str__(self) -> str:
+        if self.is_unix:
+            return f"unix://{self.path}"
+        return (
+            f"tcp://[{self.host}]:{self.port}"
+            if ":" in self.host
+            else (f"tcp://{self.host}:{self.port}")
+        )
+
+
+def parse_address(text: str) -> Address:
+    """`unix:///run/kv` or `tcp://10.0.0.1:5000`, `tcp://[::1]:5000`; `localhost` is 127.0.0.1.
+
+    Other names are not looked up, for that blocks and can change. Raises `InvalidArgumentError`.
+    """
+    kind, _, rest = text.partition("://")
+    if kind == "unix" and rest.startswith("/") and len(rest.encode()) <= _MOST_PATH_BYTES:
+        return Address(path=rest)
+    if kind == "tcp":
+        host, _, port = rest.rpartition(":")
+        host = "127.0.0.1" if host == "localhost" else host.removeprefix("[").removesuffix("]")
+        with contextlib.suppress(ValueError):
+            if port.isascii() and port.isdigit() and int(port) < 1 << 16:
+                return Address(host=str(ip_address(host)), port=int(port))
+    raise InvalidArgumentError(
+        f"{text!r} is no address; use unix:///path (at most {_MOST_PATH_BYTES} bytes) or"
+        " tcp://a.b.c.d:port"
+    )
+
+
+class ListeningSocket:
+    """A socket that listens, without blocking. `close()` it; that removes a Unix socket's file."""
+
+    def __init__(self, address: Address) -> None:
+        """Raises `ChannelError` if the address is taken or cannot be used."""
+        self._inode: tuple[int, int] | None = None
+        family = _family(address)
+        self.socket = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            if address.is_unix:
+                os.fchmod(self.socket.fileno(), 0o600)  # the mode that bind gives to the file
+                self._bind_path(Path(address.path))
+            else:
+                self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                self.socket.bind((address.host, address.port))
+            self.socket.listen(_BACKLOG)
+            self.socket.setblocking(False)
+        except OSError as error:
+            self.close()
+            raise ChannelError(
+                f"cannot listen at {address}: {error}; choose another address"
+            ) from error
+        except BaseException:
+            self.close()
+            raise
+        self.address: Final = (
+            address
+            if address.is_unix
+            else Address(host=address.host, port=self.socket.getsockname()[1])
+        )
+        """With the port that was chosen."""
+
+    def _bind_path(self, path: Path) -> None:
+        self._path = path
+        try:
+            self.socket.bind(str(path))
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise
+            with _locked_folder(path.parent):
+                _remove_if_dead(path)
+                self.socket.bind(str(path))
+        found = path.lstat()
+        self._inode = (found.st_dev, found.st_ino)
+
+    def close(self) -> None:
+        """Stop listening. Safe to repeat."""
+        self.socket.close()
+        inode, self._inode = self._inode, None
+        if inode is not None:
+            with contextlib.suppress(OSError):
+                found = self._path.lstat()
+                if (found.st_dev, found.st_ino) == inode:  # not another server's by now
+                    self._path.unlink()
+
+
+def _remove_if_dead(path: Path) -> None:
+    """Remove the socket of a server that is gone; one that lives, or no socket, stays."""
+    found = path.lstat()
+    if not stat.S_ISSOCK(found.st_mode) or found.st_uid != os.geteuid():
+        return
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.setblocking(False)  # a living server with a full backlog is alive
+        if probe.connect_ex(str(path)) == errno.ECONNREFUSED:
+            path.unlink()
+
+
+@contextlib.contextmanager
+def _locked_folder(folder: Path) -> Iterator[None]:
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        deadline = time.monotonic() + _FOLDER_WAIT_S
+        while True:
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError as error:
+                if time.monotonic() > deadline:
+                    raise ChannelError(
+                        f"somebody holds a lock of {folder}; choose another folder"
+                    ) from error
+                time.sleep(0.01)
+        yield
+    finally:
+        os.close(fd)
+
+
+def connect_socket(address: Address, timeout_s: float) -> socket.socket:
+    """A connected socket with that timeout.
+
+    Raises `ChannelClosedError` if nobody listens there or it does not answer in time.
+    """
+    connected = socket.socket(_family(address), socket.SOCK_STREAM)
+    try:
+        connected.settimeout(timeout_s)
+        connected.connect(address.path if address.is_unix else (address.host, address.port))
+    except OSError as error:
+        connected.close()
+        raise ChannelClosedError(f"nobody answers at {address}: {error}") from error
+    return connected
+
+
+def _family(address: Address) -> socket.AddressFamily:
+    if address.is_unix:
+        return socket.AF_UNIX
+    return socket.AF_INET6 if ":" in address.host else socket.AF_INET

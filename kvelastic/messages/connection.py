@@ -1,0 +1,371 @@
+"""One connection of an endpoint: frames in and out, and who waits for which reply.
+
+Any thread sends; what the socket does not take at once the endpoint's thread sends later. Only
+that thread reads.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from queue import Empty, SimpleQueue
+from typing import Final
+
+from kvelastic.errors import (
+    ChannelClosedError,
+    ChannelError,
+    ChannelTimeoutError,
+    InvalidArgumentError,
+    KvelasticError,
+    MessageError,
+)
+from kvelastic.messages.frames import (
+    MOST_DESCRIPTORS,
+    Frame,
+    FrameReader,
+    FrameWriter,
+    Kind,
+    error_body,
+    error_of,
+)
+from kvelastic.messages.peers import Peer
+from kvelastic.messages.protocol import Message, Protocol
+
+MOST_UNANSWERED: Final = 256
+"""Requests of one peer that wait for their answers."""
+_READ_BYTES: Final = 1 << 18
+_DESCRIPTORS_SPACE: Final = socket.CMSG_SPACE(MOST_DESCRIPTORS * 4)
+
+
+class Request:
+    """A message that came. Its descriptors are closed after the handler, unless taken."""
+
+    def __init__(self, connection: Connection, frame: Frame, message: Message) -> None:
+        self.connection: Final = connection
+        self.message: Final = message
+        self.wants_reply: Final = frame.kind == Kind.REQUEST
+        self._number = frame.number
+        self._descriptors = frame.descriptors
+        self._is_open = self.wants_reply
+
+    def take_descriptors(self) -> tuple[int, ...]:
+        """Those that came with it; the caller closes them."""
+        taken, self._descriptors = self._descriptors, ()
+        return taken
+
+    def answer(self, message: Message, descriptors: Sequence[int] = ()) -> None:
+        """Send the reply; once, from any thread, now or later. The descriptors stay the caller's.
+
+        A peer that has gone is no error, and neither is a notice, which takes no reply.
+        """
+        if self._settle():
+            try:
+                body = self.connection.protocol.encode(message)
+            except MessageError as error:
+                self.connection.reply(Kind.ERROR, self._number, error_body(error))
+                raise
+            self.connection.reply(Kind.REPLY, self._number, body, descriptors)
+
+    def refuse(self, error: BaseException) -> None:
+        """Send an error in place of the reply; of one that is none of kvelastic's, only that."""
+        if self._settle():
+            self.connection.reply(Kind.ERROR, self._number, error_body(error))
+
+    def close_descriptors(self) -> None:
+        """Close those that nobody has taken."""
+        for fd in self.take_descriptors():
+            os.close(fd)
+
+    def _settle(self) -> bool:
+        was_open, self._is_open = self._is_open, False
+        return was_open
+
+
+class Connection:
+    """A peer that was let in. An endpoint makes it; any thread may use it."""
+
+    def __init__(
+        self,
+        connected: socket.socket,
+        peer: Peer,
+        protocol: Protocol,
+        reader: FrameReader,
+        writer: FrameWriter,
+        *,
+        wake: Callable[[Connection], None],
+        loop_thread: Callable[[], int | None],
+    ) -> None:
+        self.peer: Final = peer
+        self.protocol: Final = protocol
+        self.socket: Final = connected
+        self._reader = reader
+        self._writer = writer
+        self._wake = wake
+        self._loop_thread = loop_thread
+        self._lock = threading.Lock()  # a leaf: nothing is called under it but the socket
+        self._queue: deque[tuple[memoryview, list[int]]] = deque()
+        self._queued_bytes = 0
+        self._most_queued_bytes = 4 * (protocol.most_bytes + 1024)
+        self._waiting: dict[int, SimpleQueue[Frame | KvelasticError]] = {}
+        self._numbers = itertools.count(1)
+        self._unanswered = 0
+        self._sent_at_s = time.monotonic()
+        self._ended: KvelasticError | None = None
+
+    # --- any thread ----------------------------------------------------------------------------
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the peer was there when the kernel last said something of it."""
+        return self._ended is None
+
+    @property
+    def ended(self) -> KvelasticError | None:
+        """Why it has ended."""
+        return self._ended
+
+    def call(self, message: Message, timeout_s: float, descriptors: Sequence[int] = ()) -> Message:
+        """Send a request and wait for its reply; descriptors beside that are closed. Blocks.
+
+        Raises what the peer answered as an error; `ChannelTimeoutError`, after which the reply is
+        dropped when it comes; `ChannelClosedError` when the connection ends; `MessageError` for a
+        reply that is no message. Not from the endpoint's own thread (`InvalidArgumentError`).
+        """
+        reply, received = self.call_for_descriptors(message, timeout_s, descriptors)
+        for fd in received:
+            os.close(fd)
+        return reply
+
+    def call_for_descriptors(
+        self, message: Message, timeout_s: float, descriptors: Sequence[int] = ()
+    ) -> tuple[Message, tuple[int, ...]]:
+        """As `call`, with the descriptors that came beside the reply; the caller closes them."""
+        if threading.get_ident() == self._loop_thread():
+            raise InvalidArgumentError("a handler cannot wait for a reply; use a thread of its own")
+        body = self.protocol.encode(message)
+        arrived: SimpleQueue[Frame | KvelasticError] = SimpleQueue()
+        number = next(self._numbers)
+        self._waiting[number] = arrived
+        try:
+            self._send(Kind.REQUEST, number, body, descriptors)
+            try:
+                frame = arrived.get(timeout=max(timeout_s, 0))
+            except Empty:
+                raise ChannelTimeoutError(
+                    f"{self.peer} has not answered a {type(message).__name__} in {timeout_s:g} s"
+                ) from None
+        finally:
+            self._waiting.pop(number, None)
+        if isinstance(frame, KvelasticError):
+            raise frame
+        if frame.kind == Kind.ERROR:
+            raise error_of(frame.body)
+        try:
+            return self.protocol.decode(frame.body), frame.descriptors
+        except BaseException:
+            _close_all(frame.descriptors)
+            raise
+
+    def notify(self, message: Message, descriptors: Sequence[int] = ()) -> None:
+        """Send a message that takes no reply. Does not block. Raises `ChannelClosedError`."""
+        self._send(Kind.NOTICE, 0, self.protocol.encode(message), descriptors)
+
+    def close(self) -> None:
+        """End it; the peer sees that at once, and calls that wait raise. Safe to repeat."""
+        self.end(ChannelClosedError("the connection was closed here"))
+
+    def reply(self, kind: Kind, number: int, body: bytes, descriptors: Sequence[int] = ()) -> None:
+        """For `Request`."""
+        with self._lock:
+            self._unanswered -= 1
+        with contextlib.suppress(ChannelClosedError):
+            self._send(kind, number, body, descriptors)
+
+    def _send(self, kind: Kind, number: int, body: bytes, descriptors: Sequence[int] = ()) -> None:
+        if len(descriptors) > MOST_DESCRIPTORS:
+            raise InvalidArgumentError(
+                f"{len(descriptors)} descriptors are too many for a message;"
+                f" {MOST_DESCRIPTORS} are allowed"
+            )
+        if descriptors and self.peer.uid is None:
+            raise InvalidArgumentError("descriptors go over a Unix socket only")
+        with self._lock:
+            if self._ended is not None:
+                raise ChannelClosedError(f"the connection to {self.peer} has ended: {self._ended}")
+            frame = self._writer.write(kind, number, body, len(descriptors))
+            self._sent_at_s = time.monotonic()
+            self._queue.append((memoryview(frame), [os.dup(fd) for fd in descriptors]))
+            self._queued_bytes += len(frame)
+            failure = self._flush()
+            is_left = bool(self._queue)
+            if failure is None and self._queued_bytes > self._most_queued_bytes:
+                failure = ChannelError(f"{self.peer} does not read what it is sent")
+        if failure is not None:
+            self.end(failure)
+            raise ChannelClosedError(str(failure)) from failure
+        if is_left:
+            self._wake(self)
+
+    def _flush(self) -> KvelasticError | None:
+        """Send what the socket takes. The lock is held."""
+        while self._queue:
+            data, descriptors = self._queue[0]
+            try:
+                if descriptors:
+                    sent = socket.send_fds(self.socket, [data], descriptors)
+                else:
+                    sent = self.socket.send(data)
+            except (BlockingIOError, InterruptedError):
+                return None
+            except OSError as error:
+                return ChannelClosedError(f"{self.peer} has gone: {error}")
+            _close_all(descriptors)
+            self._queued_bytes -= sent
+            if sent < len(data):
+                self._queue[0] = (data[sent:], [])
+            else:
+                self._queue.popleft()
+        return None
+
+    def end(self, reason: KvelasticError) -> None:
+        """Shut it down, and the endpoint's thread forgets it. The first reason stays."""
+        with self._lock:
+            if self._ended is not None:
+                return
+            self._ended = reason
+            with contextlib.suppress(OSError):
+                self.socket.shutdown(socket.SHUT_RDWR)
+            for _, descriptors in self._queue:
+                _close_all(descriptors)
+            self._queue.clear()
+            self._queued_bytes = 0
+        for arrived in list(self._waiting.values()):
+            arrived.put(ChannelClosedError(f"{self.peer} has gone: {reason}"))
+        self._wake(self)
+
+    # --- the endpoint's thread -----------------------------------------------------------------
+
+    @property
+    def wants_to_write(self) -> bool:
+        """Whether something is queued."""
+        return bool(self._queue)
+
+    def write(self) -> None:
+        """The socket takes bytes again."""
+        with self._lock:
+            failure = self._flush()
+        if failure is not None:
+            self.end(failure)
+
+    def say_alive(self, now_s: float, every_s: float) -> None:
+        """Send something where nothing was sent for `every_s`, so that a lost host is noticed."""
+        if not self._queue and now_s - self._sent_at_s >= every_s:
+            with contextlib.suppress(ChannelClosedError):
+                self._send(Kind.ALIVE, 0, b"")
+
+    def read(self, handle: Callable[[Request], None]) -> None:
+        """Take what has come, once; requests go to `handle`. Ends the connection on nonsense."""
+        try:
+            receive_into(self.socket, self._reader)
+            self.dispatch(handle)
+        except KvelasticError as error:
+            self._tell_and_end(error)
+
+    def dispatch(self, handle: Callable[[Request], None]) -> None:
+        """Hand out the whole frames that are there."""
+        while self._ended is None and (frame := self._reader.next()) is not None:
+            if frame.kind in {Kind.REPLY, Kind.ERROR}:
+                self._take_reply(frame)
+            elif frame.kind in {Kind.REQUEST, Kind.NOTICE}:
+                self._take_request(frame, handle)
+            elif frame.kind != Kind.ALIVE or frame.body or frame.descriptors:
+                _close_all(frame.descriptors)
+                raise MessageError(f"a {frame.kind.name} came where none is due")
+
+    def _take_reply(self, frame: Frame) -> None:
+        if frame.kind == Kind.ERROR and frame.number == 0:
+            self.end(error_of(frame.body))
+            return
+        arrived = self._waiting.pop(frame.number, None)
+        if arrived is None:  # whoever asked waits no longer
+            _close_all(frame.descriptors)
+        else:
+            arrived.put(frame)
+
+    def _take_request(self, frame: Frame, handle: Callable[[Request], None]) -> None:
+        try:
+            message = self.protocol.decode(frame.body)
+        except MessageError:
+            _close_all(frame.descriptors)
+            raise
+        request = Request(self, frame, message)
+        try:
+            if request.wants_reply:
+                with self._lock:
+                    self._unanswered += 1
+                if self._unanswered > MOST_UNANSWERED:
+                    raise MessageError(f"{MOST_UNANSWERED} requests wait already; ask later")
+            handle(request)
+        except MessageError as error:
+            request.refuse(error)
+        finally:
+            request.close_descriptors()
+
+    def _tell_and_end(self, error: KvelasticError) -> None:
+        if not isinstance(error, ChannelClosedError):
+            with contextlib.suppress(ChannelClosedError):
+                self._send(Kind.ERROR, 0, error_body(error))
+        self.end(error)
+
+    def release(self) -> None:
+        """Close the socket, when nobody watches it any more."""
+        _close_all(self._reader.take_descriptors())
+        with self._lock:
+            self.socket.close()
+
+
+def receive_into(connected: socket.socket, reader: FrameReader) -> None:
+    """Feed the reader what has come, once; blocks as the socket does.
+
+    Raises `ChannelClosedError` when the peer has gone, `MessageError` for too many descriptors.
+    """
+    wanted = min(max(reader.wanted_bytes, 4096), _READ_BYTES)
+    try:
+        if connected.family == socket.AF_UNIX:
+            data, ancillary, flags, _ = connected.recvmsg(
+                wanted, _DESCRIPTORS_SPACE, socket.MSG_CMSG_CLOEXEC
+            )
+            descriptors = _descriptors_of(ancillary)
+        else:
+            data, descriptors, flags = connected.recv(wanted), [], 0
+    except (BlockingIOError, InterruptedError):
+        return
+    except TimeoutError:
+        raise
+    except OSError as error:
+        raise ChannelClosedError(f"the peer has gone: {error}") from error
+    reader.feed(data, descriptors)  # first, so that they are closed with the reader
+    if flags & socket.MSG_CTRUNC:
+        raise MessageError("descriptors were lost: too many, or this process has none left")
+    if not data:
+        raise ChannelClosedError("the peer has closed the connection or has died")
+
+
+def _descriptors_of(ancillary: list[tuple[int, int, bytes]]) -> list[int]:
+    descriptors: list[int] = []
+    for level, kind, data in ancillary:
+        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+            whole = len(data) - len(data) % 4
+            descriptors += memoryview(data[:whole]).cast("i").tolist()
+    return descriptors
+
+
+def _close_all(descriptors: Sequence[int]) -> None:
+    for fd in descriptors:
+        os.close(fd)

@@ -1,0 +1,415 @@
+"""An endpoint: one thread for all connections of a process, those that came and those it made.
+
+It notices at once when a peer's process has ended, and within a second when its host is gone
+(`peers.LOST_AFTER_S`). Who is not let in yet is a *stranger*: there are few of them, each has two
+seconds and a few hundred bytes, and the oldest goes when another one comes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import heapq
+import itertools
+import logging
+import os
+import selectors
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Final
+
+from kvelastic.errors import (
+    AccessDeniedError,
+    ChannelClosedError,
+    ChannelError,
+    ChannelTimeoutError,
+    ConfigError,
+    InvalidArgumentError,
+    KvelasticError,
+    SecretError,
+)
+from kvelastic.messages.addresses import Address, ListeningSocket
+from kvelastic.messages.channel import open_connection
+from kvelastic.messages.connection import Connection, Request, receive_into
+from kvelastic.messages.forked import drop_in_children
+from kvelastic.messages.frames import FrameReader, FrameWriter, Kind, error_body
+from kvelastic.messages.handshake import Handshake
+from kvelastic.messages.peers import (
+    ALIVE_EVERY_S,
+    LOOPBACK,
+    Peer,
+    check_peer,
+    networks,
+    peer_of,
+    prepare,
+)
+from kvelastic.messages.protocol import Protocol
+from kvelastic.messages.secret import SecretFile
+
+_log = logging.getLogger("kvelastic.messages")
+_STRANGER_S: Final = 2.0
+_MOST_STRANGERS: Final = 64
+DEFAULT_MOST_CONNECTIONS: Final = 1024
+_WITHOUT_DESCRIPTORS_S: Final = 0.1
+_REFUSALS_EVERY_S: Final = 10.0
+
+Handler = Callable[[Request], None]
+
+
+class _Stranger:
+    """A connection before its handshake is over."""
+
+    def __init__(self, accepted: socket.socket, deadline_s: float) -> None:
+        self.socket = accepted
+        self.deadline_s = deadline_s
+        self.reader = FrameReader()
+        self.writer = FrameWriter()
+        self.peer = Peer()
+        self.handshake: Handshake | None = None
+
+
+class Endpoint:
+    """Listens, connects, and hands requests to `handle` in its own thread.
+
+    `close()` it, or use it as a context manager.
+    """
+
+    def __init__(
+        self,
+        protocol: Protocol,
+        handle: Handler,
+        *,
+        listen: Sequence[Address] = (),
+        secret: SecretFile | None = None,
+        allowed: Sequence[str] = (),
+        most_connections: int = DEFAULT_MOST_CONNECTIONS,
+        on_open: Callable[[Connection], None] | None = None,
+        on_close: Callable[[Connection], None] | None = None,
+        name: str = "kvelastic",
+    ) -> None:
+        """Listen at all of `listen` (none: it only connects), and start the thread.
+
+        `handle` must not block: it answers at once, or hands the request to another thread that
+        answers later. What it raises is the peer's answer. `allowed` are networks that may come
+        over TCP, besides loopback. `on_open` and `on_close` are called in the thread, too;
+        `on_open` before any request of that connection.
+
+        Raises `ConfigError` for TCP without a secret, or on another interface than loopback with
+        no network allowed; `ChannelError` if an address is taken; nothing is left then.
+        """
+        if any(not address.is_unix for address in listen) and secret is None:
+            raise ConfigError("listening on TCP needs a secret: a file of mode 0600")
+        if any(not address.is_loopback for address in listen) and not allowed:
+            raise ConfigError(
+                "listening beyond loopback lets nobody in; name the networks that may come"
+            )
+        self.protocol: Final = protocol
+        self._handle = handle
+        self._secret = secret
+        self._allowed = networks([*LOOPBACK, *allowed])
+        self._most_connections = most_connections
+        self._on_open, self._on_close = on_open, on_close
+        self._pid = os.getpid()
+        self._selector = selectors.DefaultSelector()
+        self._listeners: list[ListeningSocket] = []
+        self._connections: set[Connection] = set()
+        self._strangers: dict[_Stranger, None] = {}
+        self._to_do: deque[Callable[[], None]] = deque()
+        self._timers: list[tuple[float, int, Callable[[], None]]] = []
+        self._timer_numbers = itertools.count()
+        self._is_closing = False
+        self._refused = 0
+        self._refusals_said_s = float("-inf")
+        self._alive_at_s = 0.0
+        self._waker, self._woken = socket.socketpair()
+        try:
+            for opened in (self._selector, self._waker, self._woken):
+                drop_in_children(opened)
+            for end in (self._waker, self._woken):
+                end.setblocking(False)
+            self._selector.register(self._woken, selectors.EVENT_READ)
+            for address in listen:
+                listener = ListeningSocket(address)
+                self._listeners.append(listener)
+                drop_in_children(listener.socket)
+                self._selector.register(listener.socket, selectors.EVENT_READ, listener)
+            self._thread = threading.Thread(target=self._run, name=f"{name}-messages", daemon=True)
+            self._thread.start()
+        except BaseException:
+            self._close_all()
+            raise
+
+    # --- any thread ----------------------------------------------------------------------------
+
+    @property
+    def addresses(self) -> tuple[Address, ...]:
+        """Where it listens, with the ports that were chosen."""
+        return tuple(listener.address for listener in self._listeners)
+
+    @property
+    def connections(self) -> tuple[Connection, ...]:
+        """Those that stand now."""
+        return tuple(self._connections)
+
+    @property
+    def refused(self) -> int:
+        """How many were not let in."""
+        return self._refused
+
+    def connect(self, address: Address, timeout_s: float = 5.0) -> Connection:
+        """A connection to another endpoint. Blocks. Raises as `channel.connect`.
+
+        Not from the endpoint's own thread (`InvalidArgumentError`).
+        """
+        if threading.current_thread() is self._thread:
+            raise InvalidArgumentError("a handler cannot connect; use a thread of its own")
+        opened = open_connection(address, self.protocol, self._secret, timeout_s)
+        connection = self._make(opened.socket, opened.peer, opened.reader, opened.writer)
+        adopted = threading.Event()
+
+        def adopt() -> None:
+            self._adopt(connection)
+            adopted.set()
+
+        self.run_soon(adopt)
+        if not adopted.wait(timeout_s):
+            connection.close()
+            if self._is_closing:
+                connection.release()
+            raise ChannelTimeoutError(f"the connection to {address} was not taken up in time")
+        return connection
+
+    def run_soon(self, do: Callable[[], None]) -> None:
+        """Call `do` in the thread; it must not block. What it raises is logged."""
+        self._to_do.append(do)
+        with contextlib.suppress(BlockingIOError, OSError):
+            self._waker.send(b"\0")
+
+    def run_later(self, delay_s: float, do: Callable[[], None]) -> None:
+        """The same, after `delay_s` seconds; not at all if the endpoint is closed before."""
+        at_s = time.monotonic() + delay_s
+        self.run_soon(lambda: heapq.heappush(self._timers, (at_s, next(self._timer_numbers), do)))
+
+    def close(self) -> None:
+        """End all connections and stop listening. Safe to repeat. Waits for a handler that runs.
+
+        In a forked child it does nothing: all of it is the parent's.
+        """
+        if self._pid != os.getpid():
+            return
+        self._is_closing = True
+        self.run_soon(lambda: None)
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    def __enter__(self) -> Endpoint:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # --- its thread ----------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            while not self._is_closing:
+                for key, events in self._selector.select(self._patience_s()):
+                    self._safely(self._serve, key, events)
+                while self._to_do:
+                    self._safely(self._to_do.popleft())
+                self._safely(self._look_at_clock)
+        finally:
+            self._close_all()
+
+    def _safely(self, do: Callable[..., None], *arguments: object) -> None:
+        """A fault in one thing is no fault of the others."""
+        try:
+            do(*arguments)
+        except Exception:
+            _log.exception("the endpoint of %s goes on after a fault", self.protocol.name)
+
+    def _patience_s(self) -> float | None:
+        now_s = time.monotonic()
+        waits = [stranger.deadline_s for stranger in itertools.islice(self._strangers, 1)]
+        if self._timers:
+            waits.append(self._timers[0][0])
+        if any(connection.peer.uid is None for connection in self._connections):
+            waits.append(self._alive_at_s)
+        return max(min(waits) - now_s, 0) if waits else None
+
+    def _look_at_clock(self) -> None:
+        now_s = time.monotonic()
+        while self._strangers and next(iter(self._strangers)).deadline_s <= now_s:
+            self._refuse(
+                next(iter(self._strangers)), ChannelTimeoutError("no handshake in two seconds")
+            )
+        if now_s >= self._alive_at_s:
+            self._alive_at_s = now_s + ALIVE_EVERY_S
+            for connection in list(self._connections):
+                if connection.peer.uid is None:
+                    connection.say_alive(now_s, ALIVE_EVERY_S)
+        while self._timers and self._timers[0][0] <= now_s:
+            self._safely(heapq.heappop(self._timers)[2])
+
+    def _serve(self, key: selectors.SelectorKey, events: int) -> None:
+        served = key.data
+        if isinstance(served, ListeningSocket):
+            self._accept(served)
+        elif isinstance(served, _Stranger):
+            self._hear_stranger(served)
+        elif isinstance(served, Connection):
+            if events & selectors.EVENT_WRITE:
+                served.write()
+            if events & selectors.EVENT_READ:
+                served.read(self._guarded)
+            self._settle(served)
+        else:
+            with contextlib.suppress(BlockingIOError):
+                while self._woken.recv(4096):
+                    pass
+
+    def _guarded(self, request: Request) -> None:
+        """The handler; what it raises is the peer's answer."""
+        try:
+            self._handle(request)
+        except KvelasticError as error:
+            request.refuse(error)
+        except Exception as error:
+            _log.exception("a %s was not answered", type(request.message).__name__)
+            request.refuse(error)
+
+    # --- who comes -----------------------------------------------------------------------------
+
+    def _accept(self, listener: ListeningSocket) -> None:
+        try:
+            accepted, _ = listener.socket.accept()
+        except OSError as error:
+            if error.errno in {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS}:
+                self._pause(listener)
+            return
+        drop_in_children(accepted)
+        accepted.setblocking(False)
+        stranger = _Stranger(accepted, time.monotonic() + _STRANGER_S)
+        while len(self._strangers) >= _MOST_STRANGERS:
+            self._refuse(next(iter(self._strangers)), ChannelError("others came after it"))
+        self._strangers[stranger] = None
+        self._selector.register(accepted, selectors.EVENT_READ, stranger)
+        try:
+            prepare(accepted)
+            stranger.peer = peer_of(accepted)
+            check_peer(stranger.peer, self._allowed)
+            if len(self._connections) >= self._most_connections:
+                raise ChannelError(f"{self._most_connections} connections stand already")
+            secret = self._secret if stranger.peer.uid is None else None
+            stranger.handshake = Handshake(
+                self.protocol, secret, stranger.reader, stranger.writer, is_client=False
+            )
+        except (KvelasticError, OSError) as error:
+            self._refuse(stranger, error)
+
+    def _pause(self, listener: ListeningSocket) -> None:
+        """No descriptor is left: look again in a while, and do not turn in circles."""
+        self._selector.unregister(listener.socket)
+
+        def look_again() -> None:
+            self._selector.register(listener.socket, selectors.EVENT_READ, listener)
+
+        self.run_later(_WITHOUT_DESCRIPTORS_S, look_again)
+
+    def _hear_stranger(self, stranger: _Stranger) -> None:
+        handshake = stranger.handshake
+        assert handshake is not None
+        try:
+            receive_into(stranger.socket, stranger.reader)
+            while not handshake.is_done and (frame := stranger.reader.next()) is not None:
+                answer = handshake.receive(frame)
+                # A few hundred bytes on a new socket: where those do not fit, nobody is there.
+                if answer and stranger.socket.send(answer) != len(answer):
+                    raise ChannelClosedError("a stranger does not read")
+        except (KvelasticError, OSError) as error:
+            self._refuse(stranger, error)
+            return
+        if handshake.is_done:
+            del self._strangers[stranger]
+            self._selector.unregister(stranger.socket)
+            self._adopt(
+                self._make(stranger.socket, stranger.peer, stranger.reader, stranger.writer)
+            )
+
+    def _refuse(self, stranger: _Stranger, error: Exception) -> None:
+        del self._strangers[stranger]
+        self._selector.unregister(stranger.socket)
+        told: Exception = error
+        if isinstance(error, SecretError):  # what is wrong with our file is for our log
+            told = AccessDeniedError("nobody gets in for now; the log of the peer says why")
+        with contextlib.suppress(OSError):
+            stranger.socket.send(stranger.writer.write(Kind.ERROR, 0, error_body(told)))
+        for fd in stranger.reader.take_descriptors():
+            os.close(fd)
+        stranger.socket.close()
+        if isinstance(error, ChannelClosedError):
+            return  # it went by itself, as a probe does
+        self._refused += 1
+        now_s = time.monotonic()
+        if now_s - self._refusals_said_s >= _REFUSALS_EVERY_S:
+            self._refusals_said_s = now_s
+            level = logging.WARNING if isinstance(error, AccessDeniedError) else logging.INFO
+            _log.log(
+                level,
+                "%s was not let in (%d so far): %s",
+                stranger.peer or "a peer",
+                self._refused,
+                error,
+            )
+
+    def _make(
+        self, connected: socket.socket, peer: Peer, reader: FrameReader, writer: FrameWriter
+    ) -> Connection:
+        connected.setblocking(False)
+        return Connection(
+            connected,
+            peer,
+            self.protocol,
+            reader,
+            writer,
+            wake=lambda connection: self.run_soon(lambda: self._settle(connection)),
+            loop_thread=lambda: self._thread.ident,
+        )
+
+    def _adopt(self, connection: Connection) -> None:
+        self._connections.add(connection)
+        self._selector.register(connection.socket, selectors.EVENT_READ, connection)
+        if self._on_open is not None:
+            self._on_open(connection)
+        connection.read(self._guarded)  # what came with the handshake is in the reader already
+        self._settle(connection)
+
+    def _settle(self, connection: Connection) -> None:
+        """Watch what it wants now; forget it when it has ended."""
+        if connection not in self._connections:
+            return
+        if connection.is_open:
+            events = selectors.EVENT_READ
+            if connection.wants_to_write:
+                events |= selectors.EVENT_WRITE
+            self._selector.modify(connection.socket, events, connection)
+            return
+        self._connections.discard(connection)
+        self._selector.unregister(connection.socket)
+        connection.release()
+        if self._on_close is not None:
+            self._on_close(connection)
+
+    def _close_all(self) -> None:
+        for listener in self._listeners:
+            listener.close()
+        for stranger in list(self._strangers):
+            self._refuse(stranger, ChannelClosedError("the endpoint closes"))
+        for connection in list(self._connections):
+            connection.close()
+            self._safely(self._settle, connection)
+        for opened in (self._selector, self._waker, self._woken):
+            opened.close()

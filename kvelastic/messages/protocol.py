@@ -1,0 +1,82 @@
+"""What two programs say to each other: a name, a version, and the messages there are.
+
+A body is MessagePack, an array of the message's name and its fields in order. msgspec reads it in
+one pass into the types that the class declares, and refuses everything else.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import msgspec
+
+from kvelastic.errors import InvalidArgumentError, MessageError
+
+MOST_BYTES: Final = 16 << 20
+"""No protocol may allow a larger message."""
+DEFAULT_MOST_BYTES: Final = 1 << 20
+_MOST_NAME_BYTES: Final = 32
+
+
+class Message(msgspec.Struct, frozen=True, tag=True, array_like=True, forbid_unknown_fields=True):
+    """Base of all messages; a subclass is a frozen struct whose fields are checked on arrival.
+
+    Bound what can be long: `Annotated[str, Meta(max_length=64)]`, and likewise lists and bytes.
+    The name of the class is its name on the wire; a change of its fields is a new version of the
+    protocol.
+    """
+
+
+class Protocol:
+    """The messages that two programs exchange. Immutable; any thread may use it."""
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        version: int,
+        messages: tuple[type[Message], ...],
+        most_bytes: int = DEFAULT_MOST_BYTES,
+    ) -> None:
+        """`most_bytes` bounds each message as it is sent, and so what a peer makes us allocate.
+
+        Raises `InvalidArgumentError` for a name of more than 32 ASCII characters, a version
+        outside 1 to 2**32-1, no messages, or a bound above 16 MiB.
+        """
+        if not (name.isascii() and 0 < len(name) <= _MOST_NAME_BYTES):
+            raise InvalidArgumentError(f"{name!r} names no protocol; use 1 to 32 ASCII characters")
+        if not 0 < version < 1 << 32:
+            raise InvalidArgumentError(f"{version} is no version; use 1 to {(1 << 32) - 1}")
+        if not messages:
+            raise InvalidArgumentError(f"the protocol {name!r} has no messages; name some")
+        if not 0 < most_bytes <= MOST_BYTES:
+            raise InvalidArgumentError(
+                f"a message of {most_bytes} bytes is not allowed; use 1 to {MOST_BYTES}"
+            )
+        self.name: Final = name
+        self.version: Final = version
+        self.most_bytes: Final = most_bytes
+        self._encoder = msgspec.msgpack.Encoder()
+        union: Any = messages[0]
+        for other in messages[1:]:
+            union = union | other
+        self._decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(union)
+
+    def encode(self, message: Message) -> bytes:
+        """The body of a message. Raises `MessageError` if it is larger than `most_bytes`."""
+        body = self._encoder.encode(message)
+        if len(body) > self.most_bytes:
+            raise MessageError(
+                f"a {type(message).__name__} of {len(body)} bytes is not sent: {self.name} allows"
+                f" {self.most_bytes}; send it in parts"
+            )
+        return body
+
+    def decode(self, body: bytes | bytearray | memoryview) -> Message:
+        """The message in a body. Raises `MessageError` for anything that is none of `messages`."""
+        try:
+            return self._decoder.decode(body)
+        except (msgspec.DecodeError, RecursionError) as error:
+            raise MessageError(f"not a message of {self.name} {self.version}: {error}") from None
+        except UnicodeDecodeError as error:
+            raise MessageError(f"text of {self.name} {self.version} that is no UTF-8") from error
