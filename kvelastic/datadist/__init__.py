@@ -19,6 +19,7 @@ from kvelastic.datadist.cache_manager import CacheManager
 from kvelastic.datadist.caches import Cache, KvCache
 from kvelastic.datadist.clusters import LLMClusterInfo
 from kvelastic.datadist.config import LLMConfig
+from kvelastic.datadist.datadist import LLMDataDist
 from kvelastic.datadist.descriptors import (
     BlocksCacheKey,
     CacheDesc,
@@ -49,6 +50,7 @@ __all__ = [
     "KvCacheManager",
     "LLMClusterInfo",
     "LLMConfig",
+    "LLMDataDist",
     "LLMException",
     "LLMRole",
     "LLMStatusCode",

@@ -154,6 +154,12 @@ class CacheManager(ManagerCalls):
                 model_id=_model_of(blocks_key),
                 is_blocks=is_blocks,
             )
+            try:
+                if remote_accessible:
+                    self._remote.expose(entry)
+            except BaseException:
+                self._caches.unregister(entry.cache_id)
+                raise
         return Cache(entry.cache_id, desc, entry.addrs, is_blocks_cache=is_blocks)
 
     def unregister_cache(self, cache_id: int) -> None:
@@ -164,7 +170,9 @@ class CacheManager(ManagerCalls):
         self._refuse_finalized()
         checks.integer("cache_id", cache_id, least=-(1 << 63), most=(1 << 63) - 1)
         with as_llm_exceptions("unregister_cache"):
-            self._caches.unregister(cache_id)
+            entry = self._caches.unregister(cache_id)
+            if entry is not None:
+                self._remote.withdraw(entry)
 
     def remap_registered_memory(self, mem_infos: MemInfo | Sequence[MemInfo]) -> NoReturn:
         """Not supported, here as in the original: `LLM_FEATURE_NOT_ENABLED`."""

@@ -46,6 +46,8 @@ class Entry:
     """Keys that still refer to it, and their rows."""
     moved: dict[RowIndex, set[int]] = field(default_factory=dict)
     """Tensors of a key's row that peers have had."""
+    uses: int = 0
+    """Copies and transfers that it is part of."""
 
     @property
     def row_bytes(self) -> int:
@@ -204,9 +206,18 @@ class CacheTable:
         entry = self._by_id.get(cache_id)
         return entry is not None and entry.origin == "allocated"
 
+    def is_there(self, entry: Entry) -> bool:
+        """Whether anything refers to it still."""
+        return self._by_id.get(entry.cache_id) is entry
+
+    def uses_of(self, cache_id: int) -> int:
+        """Copies and transfers that a cache is part of; 0 for one that has gone."""
+        entry = self._by_id.get(cache_id)
+        return 0 if entry is None else entry.uses
+
     def still_there(self, entry: Entry) -> None:
         """Raise `LLM_KV_CACHE_NOT_EXIST` where nothing refers to it any more."""
-        if self._by_id.get(entry.cache_id) is not entry:
+        if not self.is_there(entry):
             raise not_there(f"cache {entry.cache_id} was deallocated meanwhile")
 
     def of_row(self, index: RowIndex) -> tuple[Entry, int]:

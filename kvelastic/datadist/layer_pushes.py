@@ -69,27 +69,27 @@ class LayerPushes:
         """Push K and V of a layer of the cache. Raises `LLMException`."""
         config, layers = self._configs[config_at], self.layers[config_at]
         tensors = range(TENSORS_PER_LAYER * layer, TENSORS_PER_LAYER * (layer + 1))
-        if isinstance(config, TransferConfig):
-            first = TENSORS_PER_LAYER * (layer - layers.start)
-            sources = self._sources(tensors, config.src_batch_index)
-            step = len(sources) // len(tensors)
-            places = [
-                (run, config.dst_addrs[first + at // step] + self._target_offset(at % step))
-                for at, run in enumerate(sources)
-            ]
-            self._remote.push_to_addresses(self._entry, config.dst_cluster_id, places)
-            return
-        assert config.dst_layer_range is not None
-        to_layer = config.dst_layer_range.start + layer - layers.start
-        found = self._remote.resolve(config.cache_key)
-        targets = pieces.layer_tensors(
-            "dst_layer_range", found.desc, range(to_layer, to_layer + 1), TENSORS_PER_LAYER
-        )
         sources = self._sources(tensors, config.src_batch_index)
-        into = self._targets(found, targets, sources)
-        self._remote.push(self._entry, found, pieces.pairs_merged(sources, into))
-        if isinstance(config.cache_key, CacheKeyByIdAndIndex):
-            self._remote.moved(found, targets)
+        with self._remote.call(config.dst_cluster_id, is_layered=True) as peer:
+            if isinstance(config, TransferConfig):
+                first = TENSORS_PER_LAYER * (layer - layers.start)
+                step = len(sources) // len(tensors)
+                places = [
+                    (run, config.dst_addrs[first + at // step] + self._target_offset(at % step))
+                    for at, run in enumerate(sources)
+                ]
+                peer.push_to_addresses(self._entry, places)
+                return
+            assert config.dst_layer_range is not None
+            to_layer = config.dst_layer_range.start + layer - layers.start
+            found = peer.find(config.cache_key, is_write=True)
+            targets = pieces.layer_tensors(
+                "dst_layer_range", found.desc, range(to_layer, to_layer + 1), TENSORS_PER_LAYER
+            )
+            into = self._targets(found, targets, sources)
+            peer.push(self._entry, found, pieces.pairs_merged(sources, into))
+            if isinstance(config.cache_key, CacheKeyByIdAndIndex):
+                peer.moved(found, targets)
 
     def _sources(self, tensors: range, row: int) -> list[Run]:
         desc = self._entry.desc
@@ -119,7 +119,7 @@ class LayerPushes:
             )
         pieces.block_indices("dst_block_indices", found.desc, self._target_blocks)
         blocks = pieces.block_runs(found.desc, tensors, self._target_blocks)
-        return [Run(to.tensor, to.offset, of.size) for of, to in zip(sources, blocks, strict=True)]
+        return pieces.as_long_as(sources, blocks)
 
 
 def block_lists(

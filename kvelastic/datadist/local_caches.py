@@ -13,9 +13,11 @@ from __future__ import annotations
 
 import threading
 import time
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 from kvelastic import device
 from kvelastic.config import Config
@@ -29,10 +31,18 @@ from kvelastic.datadist.options import Options
 from kvelastic.datadist.pieces import Run
 from kvelastic.datadist.status import LLMException, LLMParamError, LLMStatusCode
 from kvelastic.device import Device
-from kvelastic.errors import DeviceUnavailableError
+from kvelastic.errors import DeviceUnavailableError, NotRegisteredError
 
 MAX_REGISTERED_ADDRESSES = 240
 """Of all registered caches of a process together, as in the original."""
+
+
+@dataclass(frozen=True)
+class Use:
+    """A cache that stays where it is; `end_use` ends that."""
+
+    entry: Entry
+    tickets: tuple[tuple[CacheMemory, int], ...]
 
 
 class LocalCaches:
@@ -43,6 +53,7 @@ class LocalCaches:
         self._options = options
         self._copying = threading.Lock()
         self._lock = threading.Lock()
+        self._unused = threading.Condition(self._lock)
         self._table = CacheTable()
         self._deleted: deque[int] = deque()
         self._registered_addresses = 0
@@ -207,11 +218,19 @@ class LocalCaches:
     def unregister(self, cache_id: int) -> Entry | None:
         """Forget a registered cache; None: there is none of this id.
 
-        Raises `LLMParamError` for one that was allocated.
+        Waits until nobody uses it, `sync_kv_timeout` at most (`LLM_TIMEOUT`). Raises
+        `LLMParamError` for one that was allocated.
         """
         with self._lock:
             if self._table.is_allocated(cache_id):
                 raise LLMParamError(f"cache {cache_id} was allocated; deallocate it")
+            if not self._unused.wait_for(
+                lambda: not self._table.uses_of(cache_id), self._options.sync_kv_timeout_s
+            ):
+                raise LLMException(
+                    f"cache {cache_id} is being transferred; unlink its peers, or try again",
+                    status_code=LLMStatusCode.LLM_TIMEOUT,
+                )
             entry = self._table.forget(cache_id)
             if entry is not None:
                 self._registered_addresses -= len(entry.addrs[0])
@@ -264,21 +283,77 @@ class LocalCaches:
             )
         return self.of_id(handle.cache_id)
 
-    @contextmanager
-    def held(self, entry: Entry) -> Iterator[None]:
-        """Keep a cache's own memory where it is. Raises `LLM_KV_CACHE_NOT_EXIST` if it has gone."""
-        tickets: list[tuple[CacheMemory, int]] = []
+    def begin_use(self, entry: Entry) -> Use:
+        """Keep a cache's own memory where it is, and a registered one registered, until `end_use`.
+
+        Raises `LLM_KV_CACHE_NOT_EXIST` if it has gone.
+        """
         with self._lock:
+            self._table.still_there(entry)
+            tickets: list[tuple[CacheMemory, int]] = []
             if isinstance(entry.memory, tuple):
-                self._table.still_there(entry)
                 memories = self._memories[entry.desc.placement]
                 for memory, piece in zip(memories, entry.memory, strict=True):
                     tickets.append((memory, memory.pin(piece)))
+            entry.uses += 1
+            return Use(entry, tuple(tickets))
+
+    def end_use(self, use: Use) -> bool:
+        """The use is over; once. Answers whether the cache still is what it was at its begin."""
+        with self._lock:
+            use.entry.uses -= 1
+            self._unused.notify_all()
+            is_there = self._table.is_there(use.entry)
+        for memory, ticket in use.tickets:
+            memory.unpin(ticket)
+        return is_there
+
+    @contextmanager
+    def held(self, entry: Entry) -> Iterator[None]:
+        """A use for the length of a block."""
+        use = self.begin_use(entry)
         try:
             yield
         finally:
-            for memory, ticket in tickets:
-                memory.unpin(ticket)
+            self.end_use(use)
+
+    def claim(self, cache_id: int | None, pieces: Sequence[tuple[int, int]]) -> list[Use]:
+        """Uses of what a peer means, for its copy: a cache, or (None) whichever the pieces lie in.
+
+        Raises `NotRegisteredError` where a piece lies in no such cache's tensor as a whole.
+        """
+        with self._lock:
+            entries = [
+                entry
+                for entry in self._table
+                if entry.remote_accessible and cache_id in {None, entry.cache_id}
+            ]
+        spans = sorted(
+            (address, address + entry.desc.size, entry.cache_id)
+            for entry in entries
+            for addrs in entry.addrs
+            for address in addrs
+        )
+        found: set[int] = set()
+        for address, size in pieces:
+            at = bisect_right(spans, (address, 1 << 64, 0)) - 1
+            if at < 0 or address + size > spans[at][1]:
+                raise NotRegisteredError(
+                    f"{size} bytes at {address:#x} are of no cache that peers reach"
+                    if cache_id is None
+                    else f"cache {cache_id} has gone, or does not have {size} bytes at {address:#x}"
+                )
+            found.add(spans[at][2])
+        uses: list[Use] = []
+        try:
+            for entry in entries:
+                if entry.cache_id in found:
+                    uses.append(self.begin_use(entry))  # noqa: PERF401 - those begun end
+        except LLMException as error:
+            for use in uses:
+                self.end_use(use)
+            raise NotRegisteredError(f"it has just gone: {error}") from error
+        return uses
 
     def copy(
         self, pairs: Sequence[tuple[Run, Run]], source: CacheHandle, target: CacheHandle

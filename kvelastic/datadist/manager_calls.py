@@ -29,8 +29,8 @@ from kvelastic.datadist.layers import (
 )
 from kvelastic.datadist.local_caches import LocalCaches
 from kvelastic.datadist.options import Options
-from kvelastic.datadist.pieces import TENSORS_PER_LAYER, Run
-from kvelastic.datadist.remote import Remote, RemoteCache
+from kvelastic.datadist.pieces import TENSORS_PER_LAYER
+from kvelastic.datadist.remote import Remote
 from kvelastic.datadist.status import (
     LLMException,
     LLMParamError,
@@ -198,18 +198,17 @@ class ManagerCalls:
             if size < 1:
                 raise LLMParamError(f"dst_cache_offset={target_offset} is beyond the row's end")
         target_tensors = layers.targets(entry.desc)
-        found = self._remote.resolve(key)
-        source_tensors = layers.sources(found.desc)
-        if found.is_blocks:
-            raise LLMParamError("the key leads to a blocks cache; use pull_blocks")
-        _refuse_other_count(source_tensors, target_tensors)
-        pairs = pieces.pairs_merged(
-            pieces.row_runs(found.desc, source_tensors, found.row, source_offset, size),
-            pieces.row_runs(entry.desc, target_tensors, row, target_offset, size),
-        )
-        self._remote.pull(found, entry, pairs)
-        if isinstance(key, CacheKey):
-            self._remote.moved(found, source_tensors)
+        targets = pieces.row_runs(entry.desc, target_tensors, row, target_offset, size)
+        with self._remote.call(key.cluster_id) as peer:
+            found = peer.find(key)
+            source_tensors = layers.sources(found.desc)
+            if found.is_blocks:
+                raise LLMParamError("the key leads to a blocks cache; use pull_blocks")
+            _refuse_other_count(source_tensors, target_tensors)
+            sources = pieces.row_runs(found.desc, source_tensors, found.row, source_offset, size)
+            peer.pull(found, entry, pieces.pairs_merged(sources, targets))
+            if isinstance(key, CacheKey):
+                peer.moved(found, source_tensors)
 
     def _pull_blocks(
         self,
@@ -231,27 +230,25 @@ class ManagerCalls:
         if not is_blocks and of:
             raise LLMParamError("src_blocks are of a BlocksCacheKey; leave them out")
         target_tensors = layers.targets(entry.desc)
-        found = self._remote.resolve(key)
-        source_tensors = layers.sources(found.desc)
-        _refuse_other_count(source_tensors, target_tensors)
         targets = pieces.block_runs(entry.desc, target_tensors, into)
-        if is_blocks:
-            pieces.same_rows(found.desc, entry.desc)
-            pieces.block_indices("src_blocks", found.desc, of)
-            sources = pieces.block_runs(found.desc, source_tensors, of)
-        else:
-            if found.is_blocks:
+        with self._remote.call(key.cluster_id) as peer:
+            found = peer.find(key)
+            source_tensors = layers.sources(found.desc)
+            _refuse_other_count(source_tensors, target_tensors)
+            if is_blocks:
+                pieces.same_rows(found.desc, entry.desc)
+                pieces.block_indices("src_blocks", found.desc, of)
+                sources = pieces.block_runs(found.desc, source_tensors, of)
+            elif found.is_blocks:
                 raise LLMParamError("the key leads to a blocks cache; give a BlocksCacheKey")
-            sources = pieces.row_as_blocks(
-                found.desc, source_tensors, found.row, len(into), entry.row_bytes
-            )
-            targets = [
-                Run(to.tensor, to.offset, of_run.size)
-                for of_run, to in zip(sources, targets, strict=True)
-            ]
-        self._remote.pull(found, entry, pieces.pairs_merged(sources, targets))
-        if isinstance(key, CacheKey):
-            self._remote.moved(found, source_tensors)
+            else:
+                sources = pieces.row_as_blocks(
+                    found.desc, source_tensors, found.row, len(into), entry.row_bytes
+                )
+                targets = pieces.as_long_as(sources, targets)
+            peer.pull(found, entry, pieces.pairs_merged(sources, targets))
+            if isinstance(key, CacheKey):
+                peer.moved(found, source_tensors)
 
     def _push_row(
         self, key: CacheKeyByIdAndIndex, cache: CacheHandle, row: int, layers: LayerArguments
@@ -259,20 +256,20 @@ class ManagerCalls:
         entry = self._caches.own("src_cache", cache)
         _refuse_blocks("push_cache", cache)
         at = pieces.row_index("src_batch_index", entry.desc, row)
-        self._push(entry, at, self._remote.resolve(key), layers)
-
-    def _push(self, entry: Entry, row: int, found: RemoteCache, layers: LayerArguments) -> None:
-        source_tensors, target_tensors = layers.sources(entry.desc), layers.targets(found.desc)
-        if found.is_blocks:
-            raise LLMParamError("the key leads to a blocks cache; use push_blocks")
-        _refuse_other_count(source_tensors, target_tensors)
+        source_tensors = layers.sources(entry.desc)
         size = entry.row_bytes
-        pairs = pieces.pairs_merged(
-            pieces.row_runs(entry.desc, source_tensors, row, 0, size),
-            pieces.row_runs(found.desc, target_tensors, found.row, 0, size),
-        )
-        self._remote.push(entry, found, pairs)
-        self._remote.moved(found, target_tensors)
+        with self._remote.call(key.cluster_id) as peer:
+            found = peer.find(key, is_write=True)
+            target_tensors = layers.targets(found.desc)
+            if found.is_blocks:
+                raise LLMParamError("the key leads to a blocks cache; use push_blocks")
+            _refuse_other_count(source_tensors, target_tensors)
+            pairs = pieces.pairs_merged(
+                pieces.row_runs(entry.desc, source_tensors, at, 0, size),
+                pieces.row_runs(found.desc, target_tensors, found.row, 0, size),
+            )
+            peer.push(entry, found, pairs)
+            peer.moved(found, target_tensors)
 
     def _push_blocks(
         self,
@@ -289,16 +286,17 @@ class ManagerCalls:
         if len(of) != len(into):
             raise LLMParamError(f"{len(of)} src_blocks and {len(into)} dst_blocks are given")
         source_tensors = layers.sources(entry.desc)
-        found = self._remote.resolve(key)
-        target_tensors = layers.targets(found.desc)
-        _refuse_other_count(source_tensors, target_tensors)
-        pieces.same_rows(entry.desc, found.desc)
-        pieces.block_indices("dst_blocks", found.desc, into)
-        pairs = pieces.pairs_merged(
-            pieces.block_runs(entry.desc, source_tensors, of),
-            pieces.block_runs(found.desc, target_tensors, into),
-        )
-        self._remote.push(entry, found, pairs)
+        with self._remote.call(key.cluster_id) as peer:
+            found = peer.find(key, is_write=True)
+            target_tensors = layers.targets(found.desc)
+            _refuse_other_count(source_tensors, target_tensors)
+            pieces.same_rows(entry.desc, found.desc)
+            pieces.block_indices("dst_blocks", found.desc, into)
+            pairs = pieces.pairs_merged(
+                pieces.block_runs(entry.desc, source_tensors, of),
+                pieces.block_runs(found.desc, target_tensors, into),
+            )
+            peer.push(entry, found, pairs)
 
     # --- layer by layer ----------------------------------------------------------------------
 

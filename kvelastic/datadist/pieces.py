@@ -95,6 +95,13 @@ def row_as_blocks(
     ]
 
 
+def as_long_as(runs: Sequence[Run], whole: Sequence[Run]) -> list[Run]:
+    """The beginnings of `whole` ones, each as long as the run that goes there."""
+    return [
+        Run(to.tensor, to.offset, run.size) for run, to in zip(runs, whole, strict=True)
+    ]
+
+
 def same_rows(source: CacheDesc, target: CacheDesc) -> None:
     """Refuse caches whose blocks differ in bytes."""
     if source.row_bytes != target.row_bytes:

@@ -7,7 +7,6 @@ write(cache, tensor=0, offset=0, data=b"..."); read(cache, 0, 0, 16)
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
 
 from kvelastic.config import load
 from kvelastic.datadist.cache_manager import CacheManager
@@ -17,8 +16,7 @@ from kvelastic.datadist.enums import LLMRole
 from kvelastic.datadist.kv_cache_manager import KvCacheManager
 from kvelastic.datadist.local_caches import LocalCaches
 from kvelastic.datadist.options import Options, read_options
-from kvelastic.datadist.pieces import Run
-from kvelastic.datadist.remote import AnyKey, Remote, RemoteCache
+from kvelastic.datadist.remote import Remote
 from kvelastic.datadist.status import LLMException, LLMStatusCode
 
 
@@ -27,22 +25,14 @@ class NoPeers(Remote):
 
     has_linked = False
 
-    def resolve(self, key: AnyKey) -> RemoteCache:
+    def call(self, cluster_id: int, *, is_layered: bool = False):
         raise LLMException("nobody", status_code=LLMStatusCode.LLM_NOT_YET_LINK)
 
-    def pull(self, source: RemoteCache, target: Entry, pairs: Sequence[tuple[Run, Run]]) -> None:
-        raise NotImplementedError
+    def expose(self, entry: Entry) -> None:
+        pass
 
-    def push(self, source: Entry, target: RemoteCache, pairs: Sequence[tuple[Run, Run]]) -> None:
-        raise NotImplementedError
-
-    def push_to_addresses(
-        self, source: Entry, cluster_id: int, pieces: Sequence[tuple[Run, int]]
-    ) -> None:
-        raise NotImplementedError
-
-    def moved(self, cache: RemoteCache, tensors: Sequence[int]) -> None:
-        raise NotImplementedError
+    def withdraw(self, entry: Entry) -> None:
+        pass
 
 
 def second_options(device_bytes: int = 0, host_bytes: int = 0, **more: str) -> Options:
