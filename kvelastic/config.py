@@ -77,6 +77,10 @@ class Config:
     """None is never."""
     guard_pages: bool = False
     strict: bool = True
+    link_secret: str | None = None
+    """A file; None: links stay on this host."""
+    link_allow: tuple[str, ...] = ()
+    """Networks of which hosts may link."""
     tiers: tuple[TierSpec, ...] = ()
     """Where demoted blocks lie, nearest first; none: evicted blocks are gone."""
     tier_policy: str = "write_back"
@@ -227,6 +231,18 @@ def _one_of(*words: str) -> Callable[[str], str]:
     return parse
 
 
+def _path(text: str) -> str:
+    if not text.startswith("/") or "\0" in text:
+        raise ValueError(text)
+    return text
+
+
+def _networks(text: str) -> tuple[str, ...]:
+    import ipaddress
+
+    return tuple(str(ipaddress.ip_network(one.strip())) for one in text.split(","))
+
+
 def _device(text: str) -> str:
     lowered = text.lower()
     if lowered in ("cpu", "host"):
@@ -314,6 +330,12 @@ VARIABLES: Final[tuple[Variable, ...]] = (
              " kernel that reads too far reads scratch. Maps and unmaps cost twice as much."),
     Variable("KVELASTIC_STRICT", None, "strict", _boolean, "true", BOOLEAN,
              "Refuse an engine version outside the supported table; false only warns."),
+    Variable("KVELASTIC_LINK_SECRET", None, "link_secret", _path, "none", "an absolute path",
+             "A file of mode 0600 with the secret that clusters of other hosts have, too. With it"
+             " clusters link over TCP, without it only on this host (docs/datadist.md)."),
+    Variable("KVELASTIC_LINK_ALLOW", None, "link_allow", _networks, "none",
+             "networks, divided by commas: 10.0.0.0/24",
+             "Whose hosts may link over TCP, besides this one."),
     Variable("KVELASTIC_TIERS", None, "tiers", parse_tiers, "none", TIERS_FORMS,
              "Where blocks that the cache must give up are kept; docs/tiers.md says more."),
     Variable("KVELASTIC_TIER_POLICY", None, "tier_policy", _one_of("write_back", "write_through"),

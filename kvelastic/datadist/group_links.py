@@ -25,7 +25,7 @@ _AGAIN_S: Final = 0.05
 """Between two looks whether a member of lower rank is there."""
 
 Join = Callable[[int, str, float], bool]
-"""Links a cluster and says the token; whether it is in the group, too. Blocks for seconds at most."""
+"""Links a cluster and says the token; whether it is in the group, too. Blocks for so long."""
 
 
 @dataclass(eq=False)
@@ -40,11 +40,8 @@ class _Linking:
 class GroupLinks:
     """See the module. Any thread; `close()` it. A group has a thread while it is made."""
 
-    def __init__(
-        self, cluster_id: int, join: Join, leave: Callable[[int], None]
-    ) -> None:
+    def __init__(self, join: Join, leave: Callable[[int], None]) -> None:
         """`leave` unlinks a cluster that is in no group any more."""
-        self._cluster_id = cluster_id
         self._join, self._leave = join, leave
         self._changed = threading.Condition()
         self._numbers = itertools.count(1)

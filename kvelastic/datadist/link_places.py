@@ -1,9 +1,9 @@
 """Where clusters listen and are found: addresses of the interface as addresses of sockets.
 
 On one host a cluster is reached over a Unix socket that stands for its ip:port, or for its id; the
-kernel says that both ends are the same user's. Without a secret that is all, so no port is open, and
-an address need not be one of this host's. With `KVELASTIC_LINK_SECRET` clusters listen on TCP as
-well, and reach other hosts.
+kernel says that both ends are the same user's. Without a secret that is all, so no port is open,
+and an address need not be one of this host's. With `KVELASTIC_LINK_SECRET` clusters listen on TCP
+as well, and reach other hosts.
 """
 
 from __future__ import annotations

@@ -71,8 +71,8 @@ class Links(Remote):
         self._in_progress: set[int] = set()
         self._has_linked = False
         self._exposed = Exposed(caches)
+        self._groups = GroupLinks(self._join_member, self._leave_member)
         self._node = self._listen(options.listen)
-        self._groups = GroupLinks(cluster_id, self._join_member, self._leave_member)
 
     def _listen(self, addresses: tuple[tuple[str, int], ...]) -> Node:
         places = self._places.listening(addresses)
@@ -164,14 +164,15 @@ class Links(Remote):
                     continue
                 raise LLMException(
                     f"cluster {cluster_id} does not listen at {place}"
-                    + ("" if self._places.secret else "; to reach another host, both sides need"
-                       " KVELASTIC_LINK_SECRET"),
+                    + (
+                        ""
+                        if self._places.secret
+                        else "; to reach another host, both sides need KVELASTIC_LINK_SECRET"
+                    ),
                     status_code=LLMStatusCode.LLM_LINK_FAILED,
                 ) from None
             except ConfigError as error:
-                raise LLMException(
-                    str(error), status_code=LLMStatusCode.LLM_LINK_FAILED
-                ) from error
+                raise LLMException(str(error), status_code=LLMStatusCode.LLM_LINK_FAILED) from error
             if link.peer_id != cluster_id:
                 self._drop(link)
                 raise LLMException(
@@ -280,9 +281,7 @@ class Links(Remote):
     def _leave_member(self, cluster_id: int) -> None:
         """No group uses this link any more."""
         try:
-            self.unlink(
-                cluster_id, time.monotonic() + self._options.sync_kv_timeout_s, force=False
-            )
+            self.unlink(cluster_id, time.monotonic() + self._options.sync_kv_timeout_s, force=False)
         except LLMException as error:
             if error.status_code is not LLMStatusCode.LLM_NOT_YET_LINK:  # the peer was first
                 raise
@@ -425,9 +424,9 @@ class Links(Remote):
     def close(self) -> None:
         """End all links. Repeatable."""
         self._groups.close()
-        self._node.close()
         with self._lock:
             self._peers.clear()
+        self._node.close()
 
 
 def not_linked(cluster_id: int) -> LLMException:

@@ -9,7 +9,6 @@ import logging
 from collections.abc import Mapping, Sequence
 
 from kvelastic.datadist import checks, pieces
-from kvelastic.datadist.cache_table import Entry
 from kvelastic.datadist.caches import CacheHandle
 from kvelastic.datadist.descriptors import (
     BlocksCacheKey,

@@ -1,9 +1,9 @@
 """A peer of this cluster: its link, who uses it, and why it is of no use any more.
 
-    linked -- used by transfers, or by a layered one, never both --> linked
-       |'-- timeout of a transfer --> broken (LLM_WAIT_PROCESS_TIMEOUT)  '
-       |'-- the peer has gone ------> broken (LLM_LINK_FAILED)           |-- linked anew, or unlinked
-       '--- unlinked by either side: forgotten
+linked -- used by transfers, or by a layered one, never both --> linked
+   |-- a transfer's timeout --> broken (LLM_WAIT_PROCESS_TIMEOUT) --.
+   |-- the peer has gone ----> broken (LLM_LINK_FAILED) ------------+--> linked anew
+   '-- unlinked by either side ----> forgotten <--------------------'
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ class LinkCall(PeerCall):
             for of, to in devices:
                 sources = [(of[run.tensor] + run.offset, run.size) for run, _ in pairs]
                 targets = [(to[run.tensor] + run.offset, run.size) for _, run in pairs]
-                self._hold_pages(targets, holds)
+                self._hold_pages(target, targets, holds)
                 self._peer.link.pull(
                     sources, targets, self.left_s(), claim=wire.claim_of(source.cache_id)
                 )
@@ -139,7 +139,7 @@ class LinkCall(PeerCall):
             for of, to in devices:
                 sources = [(of[run.tensor] + run.offset, run.size) for run, _ in pairs]
                 targets = [(to[run.tensor] + run.offset, run.size) for _, run in pairs]
-                self._hold_pages(sources, holds)
+                self._hold_pages(source, sources, holds)
                 self._peer.link.push(
                     sources, targets, self.left_s(), claim=wire.claim_of(target.cache_id)
                 )
@@ -151,15 +151,14 @@ class LinkCall(PeerCall):
             holds.enter_context(self._caches.held(source))
             sources = [(of[run.tensor] + run.offset, run.size) for run, _ in pieces]
             targets = [(address, run.size) for run, address in pieces]
-            self._hold_pages(sources, holds)
-            self._peer.link.push(
-                sources, targets, self.left_s(), claim=wire.CLAIM_OF_ADDRESSES
-            )
+            self._hold_pages(source, sources, holds)
+            self._peer.link.push(sources, targets, self.left_s(), claim=wire.CLAIM_OF_ADDRESSES)
 
-    def _hold_pages(self, pieces: Sequence[Piece], holds: ExitStack) -> None:
+    def _hold_pages(self, entry: Entry, pieces: Sequence[Piece], holds: ExitStack) -> None:
         """What lies in an elastic pool of a caller's stays mapped while it is copied."""
-        for registered, some in self._node.ranges.find_some(pieces).items():
-            holds.callback(registered.hold(some).release)
+        if entry.origin == "registered" and entry.remote_accessible:
+            for registered, some in self._node.ranges.find(pieces).items():
+                holds.callback(registered.hold(some).release)
 
     def moved(self, cache: RemoteCache, tensors: range) -> None:
         """As `PeerCall.moved`."""

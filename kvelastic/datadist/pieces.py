@@ -97,9 +97,7 @@ def row_as_blocks(
 
 def as_long_as(runs: Sequence[Run], whole: Sequence[Run]) -> list[Run]:
     """The beginnings of `whole` ones, each as long as the run that goes there."""
-    return [
-        Run(to.tensor, to.offset, run.size) for run, to in zip(runs, whole, strict=True)
-    ]
+    return [Run(to.tensor, to.offset, run.size) for run, to in zip(runs, whole, strict=True)]
 
 
 def same_rows(source: CacheDesc, target: CacheDesc) -> None:

@@ -7,8 +7,8 @@
     Refused(status, why)                         in place of an answer
 
 Bytes are `kvelastic.transfer`'s. A copy comes with a *claim*: the cache that the copier means. Its
-owner looks whether the addresses are still that cache's, and keeps it for as long as the copy takes.
-Every field is bounded, and what does not fit its type is no message: `decode` raises `MessageError`.
+owner looks whether the addresses are still that cache's, and keeps it while the copy takes. Every
+field is bounded, and what does not fit its type is no message: `decode` raises `MessageError`.
 """
 
 from __future__ import annotations
@@ -162,13 +162,15 @@ def encode(said: Question | Answer) -> bytes:
 def decode_question(body: bytes) -> Question:
     """What a peer asks. Raises `MessageError`."""
     with _as_message_error():
-        return _questions.decode(body)
+        said: Question = _questions.decode(body)
+        return said
 
 
 def decode_answer(body: bytes) -> Answer:
     """What a peer answers. Raises `MessageError`."""
     with _as_message_error():
-        return _answers.decode(body)
+        said: Answer = _answers.decode(body)
+        return said
 
 
 @contextmanager
