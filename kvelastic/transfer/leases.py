@@ -63,18 +63,20 @@ class Leases:
         pieces: Sequence[Piece],
         packed: bytes,
         lease_s: float,
-        claimed: Hold | None = None,
+        claim: Callable[[], Hold | None] = lambda: None,
     ) -> Lease:
-        """Hold these pieces, and `claimed`, which is the lease's from now on.
+        """Hold these pieces, and then what `claim` answers, which is asked when they are held.
+
+        So what a claim finds to be right stays right until the lease ends.
 
         Raises `NotRegisteredError`, `TransferBusyError`, what a hold raises; nothing is held then.
         """
         lease = Lease(next(self._numbers), owner, time.monotonic() + lease_s)
         lease.pieces = packed
-        lease.claimed = claimed
         try:
             for registered, some in self._ranges.find(pieces).items():
                 lease.holds[registered] = registered.hold(some)
+            lease.claimed = claim()
             self._put(lease)
             # A range that went meanwhile has not seen this lease: look once more, now that it is
             # where `end_in` finds it.

@@ -56,7 +56,7 @@ Answerer = Callable[[Link, bytes], bytes]
 """Answers what a peer's user asks, in a thread of the node's; what it raises is the answer."""
 
 Claimant = Callable[[Link, bytes, Sequence[Piece]], Hold]
-"""Looks at a copy's claim before it begins; raises to refuse it, or answers what to hold for it."""
+"""Looks at a copy's claim, its memory held; raises to refuse it, or answers what else to hold."""
 
 
 class Node:
@@ -79,8 +79,8 @@ class Node:
         """`lease_s`: no memory is held longer for a peer. `on_end`: a link has ended, by whomever;
         it must not block. The rest as `messages.Endpoint`, and raises as that.
 
-        A copy that comes with a claim is shown to `claim` first, so that memory which was given to
-        somebody else meanwhile is not taken for what it was.
+        A copy that comes with a claim is shown to `claim` when its memory is held and before a byte
+        is read, so that what was given to somebody else meanwhile is not taken for what it was.
         """
         if not 0 <= node_id < 1 << 64:
             raise InvalidArgumentError(f"{node_id} is no id of a node; use 0 to 2**64-1")
@@ -289,8 +289,8 @@ class Node:
         pieces = unpack(begin.pieces)
         # For no longer than the reader waits.
         lease_s = min(self.lease_s, begin.timeout_ms / 1000)
-        claimed = self._claimed(link, begin.claim, pieces)
-        lease = self.leases.begin(link.connection, pieces, begin.pieces, lease_s, claimed)
+        claim = partial(self._claimed, link, begin.claim, pieces)
+        lease = self.leases.begin(link.connection, pieces, begin.pieces, lease_s, claim)
         if not link.is_open:  # it ended before the lease stood in the table
             self.leases.end_of(link.connection)
         self._set_timer()
@@ -333,13 +333,13 @@ class Node:
         # No longer than a lease, for the targets are held as long.
         deadline_s = time.monotonic() + min(push.timeout_ms / 1000, self.lease_s)
         with contextlib.ExitStack() as holds:
-            if (claimed := self._claimed(link, push.claim, targets)) is not None:
-                holds.callback(claimed.release)
             found = self.ranges.find(targets)
             for registered, some in found.items():
                 holds.enter_context(registered.being_written())
                 holds.callback(registered.hold(some).release)
             self.ranges.find(targets)  # what was unregistered before it was marked is not written
+            if (claimed := self._claimed(link, push.claim, targets)) is not None:
+                holds.callback(claimed.release)
             checksum = link.read(push.lease, push.sources, push.targets, deadline_s)
             link.settle(push.lease, checksum, deadline_s)
         return Done()

@@ -233,7 +233,7 @@ if child == 0:
     endpoint.close()
     os.write(1, b"forked\\n")
     signal.pause()
-print(child, flush=True)
+os.write(1, f"{child}\\n".encode())
 sys.stdin.read()
 """
     gone = threading.Event()
