@@ -84,6 +84,9 @@ class Range {
   void hold_grant_of(std::shared_ptr<LedgerMember> member) { member_ = std::move(member); }
 
   bool is_mapped(PageIndex page) const;
+  /// How often the page was unmapped so far: who reads it compares before and after. A page that is
+  /// mapped and of the same generation as before has been there all the time.
+  std::uint32_t generation(PageIndex page) const;
   bool failed() const { return failed_.load(std::memory_order_relaxed); }
   std::uint64_t mapped_pages() const { return mapped_pages_.load(std::memory_order_relaxed); }
   /// Bytes of the device that are held: mapped pages and recycled handles.
@@ -129,6 +132,7 @@ class Range {
   mutable std::mutex mutex_;        // before PageStore's; held across driver calls
   LazyArray<std::uint8_t> mapped_;  // per page: 1 = mapped
   LazyArray<Handle> handles_;       // per page and extent, valid while mapped
+  LazyArray<std::uint32_t> generations_;
   std::shared_ptr<LedgerMember> member_;
   std::atomic<std::uint64_t> mapped_pages_{0};
   std::atomic<bool> failed_{false};

@@ -18,8 +18,8 @@ DEFAULT_MOST_BYTES: Final = 1 << 20
 _MOST_NAME_BYTES: Final = 32
 
 
-class Message(msgspec.Struct, frozen=True, tag=True, array_like=True, forbid_unknown_fields=True):
-    """Base of all messages; a subclass is a frozen struct whose fields are checked on arrival.
+class Message(msgspec.Struct, tag=True, array_like=True, forbid_unknown_fields=True):
+    """Base of all messages; a subclass is a struct whose fields are checked on arrival.
 
     Bound what can be long: `Annotated[str, Meta(max_length=64)]`, and likewise lists and bytes.
     The name of the class is its name on the wire; a change of its fields is a new version of the
