@@ -77,6 +77,7 @@ class Config:
     """None is never."""
     guard_pages: bool = False
     strict: bool = True
+    llm_datadist_alias: bool = False
     link_secret: str | None = None
     """A file; None: links stay on this host."""
     link_allow: tuple[str, ...] = ()
@@ -330,6 +331,9 @@ VARIABLES: Final[tuple[Variable, ...]] = (
              " kernel that reads too far reads scratch. Maps and unmaps cost twice as much."),
     Variable("KVELASTIC_STRICT", None, "strict", _boolean, "true", BOOLEAN,
              "Refuse an engine version outside the supported table; false only warns."),
+    Variable("KVELASTIC_LLM_DATADIST_ALIAS", None, "llm_datadist_alias", _boolean, "false", BOOLEAN,
+             "Let `import llm_datadist` find kvelastic.datadist where LLM-DataDist itself is not"
+             " installed; read when Python starts (docs/datadist.md)."),
     Variable("KVELASTIC_LINK_SECRET", None, "link_secret", _path, "none", "an absolute path",
              "A file of mode 0600 with the secret that clusters of other hosts have, too. With it"
              " clusters link over TCP, without it only on this host (docs/datadist.md)."),

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from kvelastic.engines import Engine
     from kvelastic.hooks.late_import import Action
 
+_TRUE = ("true", "1", "yes", "on")
+
 failure: Exception | None = None
 """Why `at_start` could not arm; `kvctl doctor` asks a new Python for it."""
 
@@ -43,7 +45,12 @@ def arm() -> None:
 
     Does nothing unless ENABLE_KVELASTIC (or kvcached's ENABLE_KVCACHED) is set. Call it any number
     of times, from any thread, before the engine is imported. Imports no engine and does not block.
+    KVELASTIC_LLM_DATADIST_ALIAS is another matter and switches on `kvelastic.datadist_alias` alone.
     """
+    if os.environ.get("KVELASTIC_LLM_DATADIST_ALIAS", "").strip().lower() in _TRUE:
+        from kvelastic import datadist_alias
+
+        datadist_alias.switch_on()
     if not (os.environ.get("ENABLE_KVELASTIC") or os.environ.get("ENABLE_KVCACHED")):
         return
     from kvelastic.engines import ENGINES

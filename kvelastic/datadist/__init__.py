@@ -1,6 +1,6 @@
 """LLM-DataDist's interface on elastic caches: clusters link, and move KV between their caches.
 
-    from kvelastic.datadist import *                  # or the alias llm_datadist: see `alias`
+    from kvelastic.datadist import *                  # or the alias: `kvelastic.datadist_alias`
 
     config = LLMConfig()
     config.device_id = 0

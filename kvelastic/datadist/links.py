@@ -220,6 +220,8 @@ class Links(Remote):
             self._forget(peer)
             try:
                 peer.link.unlink(0 if force else _left_s(deadline_s), force=force)
+            except ChannelClosedError:  # the peer was first, or has gone: it knows of no link
+                peer.link.unlink(0, force=True)
             except KvelasticError as error:
                 peer.link.unlink(0, force=True)
                 raise LLMException(

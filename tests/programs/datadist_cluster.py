@@ -82,8 +82,12 @@ class Cluster:
         self.process.send_signal(number)
 
     def kill(self) -> None:
+        """With SIGKILL; what it leaves in shared memory is removed, as whoever looks would."""
+        from kvelastic import segment_dir
+
         self.process.kill()
         self.process.wait()
+        segment_dir.reap()
 
     def close(self) -> None:
         with contextlib.suppress(BrokenPipeError):

@@ -1,12 +1,13 @@
 """Makes `import llm_datadist` mean `kvelastic.datadist`, where LLM-DataDist is not installed.
 
-    from kvelastic.datadist import alias
-    alias.switch_on()
+    from kvelastic import datadist_alias
+    datadist_alias.switch_on()
 
     KVELASTIC_LLM_DATADIST_ALIAS=true python app.py     # the same in every Python process
 
 Nothing of the kind is on by itself, and no package of that name is installed. The module has the
-public names and no submodules; an installed LLM-DataDist always goes first.
+public names and no submodules; an installed LLM-DataDist always goes first. Imports nothing of the
+interface before somebody imports that name.
 """
 
 from __future__ import annotations
