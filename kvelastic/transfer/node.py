@@ -247,9 +247,9 @@ class Node:
             case Check():
                 request.answer(Done())
             case Unlink():
+                self.forget(link)  # first: who has the reply may count on it
                 request.answer(Done())
-                self.forget(link)
-                # The reply has to leave first; the peer closes. If it does not, we do.
+                # The reply has to leave before the end; the peer closes. If it does not, we do.
                 self._endpoint.run_later(1.0, link.connection.close)
             case _:
                 raise MessageError(f"a {type(message).__name__} is not asked")

@@ -144,23 +144,30 @@ class Worker:
         self.process.stdin.flush()  # type: ignore[union-attr]
 
     def end(self) -> int:
-        code = self.process.wait(60)
-        self.process.stdin.close()  # type: ignore[union-attr]
-        self.process.stdout.close()  # type: ignore[union-attr]
-        return code
+        return self.process.wait(60)
+
+    def __enter__(self) -> Worker:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.process.kill()  # one that has ended is not there any more
+        self.process.communicate()
 
 
 @pytest.mark.parametrize("mla", [False, True], ids=["mha", "mla"])
 def test_a_replay(mla):
-    prefill, decode = Worker("kv_producer", 1, 2, mla), Worker("kv_consumer", 2, 1, mla)
-    decode.say(prefill.hear())
-    assert decode.hear() is True
-    prefill.say("finished")
-    assert prefill.hear() == "freed"
-    decode.say("again")
-    assert decode.hear() == "LLM_PARAM_INVALID"
-    prefill.say("end")
-    assert (prefill.end(), decode.end()) == (0, 0)
+    with (
+        Worker("kv_producer", 1, 2, mla) as prefill,
+        Worker("kv_consumer", 2, 1, mla) as decode,
+    ):
+        decode.say(prefill.hear())
+        assert decode.hear() is True
+        prefill.say("finished")
+        assert prefill.hear() == "freed"
+        decode.say("again")
+        assert decode.hear() == "LLM_PARAM_INVALID"
+        prefill.say("end")
+        assert (prefill.end(), decode.end()) == (0, 0)
 
 
 def test_the_example_of_two_processes():
