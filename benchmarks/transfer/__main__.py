@@ -31,6 +31,7 @@ def main() -> None:
         secret_path.write_text(secrets.token_hex(32))
         for kind in ("unix", "tcp"):
             listen = f"unix://{folder}/owner" if kind == "unix" else "tcp://127.0.0.1:0"
+
             owner = subprocess.Popen(
                 [
                     sys.executable,

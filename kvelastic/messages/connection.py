@@ -346,9 +346,9 @@ def receive_into(connected: socket.socket, reader: FrameReader) -> None:
             data, descriptors, flags = connected.recv(wanted), [], 0
     except (BlockingIOError, InterruptedError):
         return
-    except TimeoutError:
-        raise
     except OSError as error:
+        if isinstance(error, TimeoutError) and error.errno is None:
+            raise  # the socket's own timeout; ETIMEDOUT is a host that is lost
         raise ChannelClosedError(f"the peer has gone: {error}") from error
     reader.feed(data, descriptors)  # first, so that they are closed with the reader
     if flags & socket.MSG_CTRUNC:
