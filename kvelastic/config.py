@@ -232,7 +232,9 @@ def _one_of(*words: str) -> Callable[[str], str]:
     return parse
 
 
-def _path(text: str) -> str:
+def _path_or_none(text: str) -> str | None:
+    if text.lower() == "none":
+        return None
     if not text.startswith("/") or "\0" in text:
         raise ValueError(text)
     return text
@@ -241,6 +243,8 @@ def _path(text: str) -> str:
 def _networks(text: str) -> tuple[str, ...]:
     import ipaddress
 
+    if text.lower() == "none":
+        return ()
     return tuple(str(ipaddress.ip_network(one.strip())) for one in text.split(","))
 
 
@@ -334,11 +338,12 @@ VARIABLES: Final[tuple[Variable, ...]] = (
     Variable("KVELASTIC_LLM_DATADIST_ALIAS", None, "llm_datadist_alias", _boolean, "false", BOOLEAN,
              "Let `import llm_datadist` find kvelastic.datadist where LLM-DataDist itself is not"
              " installed; read when Python starts (docs/datadist.md)."),
-    Variable("KVELASTIC_LINK_SECRET", None, "link_secret", _path, "none", "an absolute path",
+    Variable("KVELASTIC_LINK_SECRET", None, "link_secret", _path_or_none, "none",
+             "none; or an absolute path",
              "A file of mode 0600 with the secret that clusters of other hosts have, too. With it"
              " clusters link over TCP, without it only on this host (docs/datadist.md)."),
     Variable("KVELASTIC_LINK_ALLOW", None, "link_allow", _networks, "none",
-             "networks, divided by commas: 10.0.0.0/24",
+             "none; or networks with commas between: 10.0.0.0/24",
              "Whose hosts may link over TCP, besides this one."),
     Variable("KVELASTIC_TIERS", None, "tiers", parse_tiers, "none", TIERS_FORMS,
              "Where blocks that the cache must give up are kept; docs/tiers.md says more."),

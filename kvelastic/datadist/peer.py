@@ -112,7 +112,7 @@ class LinkCall(PeerCall):
         try:
             desc = cache.desc()
         except (TypeError, ValueError) as error:
-            raise MessageError(f"a peer describes a cache that is none: {error}") from None
+            raise MessageError(f"a peer describes an invalid cache: {error}") from None
         addrs = tuple(tuple(one) for one in cache.addrs)
         if any(len(one) != desc.num_tensors for one in addrs) or cache.row >= desc.batch_size:
             raise MessageError("a peer describes a cache without all of its addresses")

@@ -8,7 +8,7 @@
 
 Bytes are `kvelastic.transfer`'s. A copy comes with a *claim*: the cache that the copier means. Its
 owner looks whether the addresses are still that cache's, and keeps it while the copy takes. Every
-field is bounded, and what does not fit its type is no message: `decode` raises `MessageError`.
+field is bounded, and what does not fit its type is refused: `decode` raises `MessageError`.
 """
 
 from __future__ import annotations
@@ -178,7 +178,9 @@ def _as_message_error() -> Iterator[None]:
     try:
         yield
     except (ValueError, RecursionError) as error:  # msgspec's errors are ValueErrors
-        raise MessageError(f"a peer said what is no message of this version: {error}") from None
+        raise MessageError(
+            f"a peer said something that this version does not know: {error}"
+        ) from None
 
 
 # --- claims: fixed records, for each comes with every copy ----------------------------------------

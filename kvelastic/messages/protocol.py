@@ -73,10 +73,10 @@ class Protocol:
         return body
 
     def decode(self, body: bytes | bytearray | memoryview) -> Message:
-        """The message in a body. Raises `MessageError` for anything that is none of `messages`."""
+        """The message in a body. Raises `MessageError` for anything but one of `messages`."""
         try:
             return self._decoder.decode(body)
         except (msgspec.DecodeError, RecursionError) as error:
             raise MessageError(f"not a message of {self.name} {self.version}: {error}") from None
         except UnicodeDecodeError as error:
-            raise MessageError(f"text of {self.name} {self.version} that is no UTF-8") from error
+            raise MessageError(f"text of {self.name} {self.version} that is not UTF-8") from error

@@ -20,7 +20,7 @@ _MOST: Final = 1 << 63
 
 
 def pack(pieces: Sequence[Piece]) -> bytes:
-    """Raises `InvalidArgumentError` for numbers that are no address or size."""
+    """Raises `InvalidArgumentError` for numbers that are not an address or a size."""
     try:
         return array("Q", [number for piece in pieces for number in piece]).tobytes()
     except (OverflowError, TypeError) as error:

@@ -4,9 +4,16 @@ from __future__ import annotations
 
 import pytest
 from datadist_local import local_manager, second_options
+from hypothesis import seed as with_seed
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
 from kvelastic.datadist import CacheDesc, CacheKey, DataType, LLMException, LLMStatusCode
 from kvelastic.datadist.descriptors import INVALID_ID
@@ -24,6 +31,8 @@ REQUESTS = st.integers(0, 5)
 
 class References(RuleBasedStateMachine):
     """Caches with keys come and go; the model knows which are left and what memory that is."""
+
+    steps = 0
 
     def __init__(self) -> None:
         super().__init__()
@@ -113,6 +122,7 @@ class References(RuleBasedStateMachine):
 
     @invariant()
     def agrees(self) -> None:
+        References.steps += 1
         self.caches.check_integrity()
         (memory,) = self.caches.pools()
         used = memory.pool.blocks.stats()["blocks_used"]
@@ -125,8 +135,12 @@ TestReferences = References.TestCase
 
 @pytest.mark.soak
 def test_ten_thousand_steps() -> None:
-    from hypothesis.stateful import run_state_machine_as_test
-
-    run_state_machine_as_test(
-        References, settings=settings(max_examples=100, stateful_step_count=100)
-    )
+    References.steps = 0
+    for seed in range(1000):
+        run_state_machine_as_test(
+            with_seed(seed)(References),
+            settings=settings(max_examples=50, stateful_step_count=100, database=None),
+        )
+        if References.steps >= 10_000:
+            return
+    pytest.fail(f"{References.steps} steps only")
