@@ -78,6 +78,11 @@ class Config:
     guard_pages: bool = False
     strict: bool = True
     flexkv_alias: bool = False
+    llm_datadist_alias: bool = False
+    link_secret: str | None = None
+    """A file; None: links stay on this host."""
+    link_allow: tuple[str, ...] = ()
+    """Networks of which hosts may link."""
     tiers: tuple[TierSpec, ...] = ()
     """Where demoted blocks lie, nearest first; none: evicted blocks are gone."""
     tier_policy: str = "write_back"
@@ -229,6 +234,22 @@ def _one_of(*words: str) -> Callable[[str], str]:
     return parse
 
 
+def _path_or_none(text: str) -> str | None:
+    if text.lower() == "none":
+        return None
+    if not text.startswith("/") or "\0" in text:
+        raise ValueError(text)
+    return text
+
+
+def _networks(text: str) -> tuple[str, ...]:
+    import ipaddress
+
+    if text.lower() == "none":
+        return ()
+    return tuple(str(ipaddress.ip_network(one.strip())) for one in text.split(","))
+
+
 def _device(text: str) -> str:
     lowered = text.lower()
     if lowered in ("cpu", "host"):
@@ -319,6 +340,16 @@ VARIABLES: Final[tuple[Variable, ...]] = (
     Variable("KVELASTIC_FLEXKV_ALIAS", None, "flexkv_alias", _boolean, "false", BOOLEAN,
              "Let `import flexkv` find kvelastic.flexkv where FlexKV itself is not installed; read"
              " when Python starts (docs/flexkv.md)."),
+    Variable("KVELASTIC_LLM_DATADIST_ALIAS", None, "llm_datadist_alias", _boolean, "false", BOOLEAN,
+             "Let `import llm_datadist` find kvelastic.datadist where LLM-DataDist itself is not"
+             " installed; read when Python starts (docs/datadist.md)."),
+    Variable("KVELASTIC_LINK_SECRET", None, "link_secret", _path_or_none, "none",
+             "none; or an absolute path",
+             "A file of mode 0600 with the secret that clusters of other hosts have, too. With it"
+             " clusters link over TCP, without it only on this host (docs/datadist.md)."),
+    Variable("KVELASTIC_LINK_ALLOW", None, "link_allow", _networks, "none",
+             "none; or networks with commas between: 10.0.0.0/24",
+             "Whose hosts may link over TCP, besides this one."),
     Variable("KVELASTIC_TIERS", None, "tiers", parse_tiers, "none", TIERS_FORMS,
              "Where blocks that the cache must give up are kept; docs/tiers.md says more."),
     Variable("KVELASTIC_TIER_POLICY", None, "tier_policy", _one_of("write_back", "write_through"),

@@ -40,6 +40,12 @@ brackets), so `except ValueError` and `except kvelastic.errors.KvelasticError` b
     │   │   └── MessageVersionError         MESSAGE_VERSION
     │   └── AccessDeniedError               ACCESS_DENIED        [PermissionError]
     │       └── SecretError                 SECRET
+    ├── TransferError                       TRANSFER             [RuntimeError]
+    │   ├── NotRegisteredError              NOT_REGISTERED       [ValueError]
+    │   ├── LeaseLostError                  LEASE_LOST
+    │   ├── LinkExistsError                 LINK_EXISTS
+    │   └── TransferBusyError               TRANSFER_BUSY
+    ├── DataDistError                       DATADIST             [RuntimeError]
     ├── EngineError                         ENGINE               [RuntimeError]
     │   └── UnsupportedEngineError          UNSUPPORTED_ENGINE
     ├── ControllerError                     CONTROLLER           [RuntimeError]
@@ -303,6 +309,42 @@ class SecretError(AccessDeniedError):
     """The file with the secret is missing, open to others, or has none that is good enough."""
 
     code = "SECRET"
+
+
+class TransferError(KvelasticError, RuntimeError):
+    """Bytes were not copied between processes; what the target holds there is undefined."""
+
+    code = "TRANSFER"
+
+
+class NotRegisteredError(TransferError, ValueError):
+    """A peer named memory that is not registered, or not as a whole."""
+
+    code = "NOT_REGISTERED"
+
+
+class LeaseLostError(TransferError):
+    """The memory's owner could not say that it was its own all the time; copy again."""
+
+    code = "LEASE_LOST"
+
+
+class LinkExistsError(TransferError):
+    """The two nodes have a link already, or as many as there may be."""
+
+    code = "LINK_EXISTS"
+
+
+class TransferBusyError(TransferError):
+    """Too many copies are under way at once; try again."""
+
+    code = "TRANSFER_BUSY"
+
+
+class DataDistError(KvelasticError, RuntimeError):
+    """A call of LLM-DataDist's interface failed: `kvelastic.datadist.LLMException`."""
+
+    code = "DATADIST"
 
 
 class EngineError(KvelasticError, RuntimeError):

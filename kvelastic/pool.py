@@ -15,6 +15,7 @@ import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeAlias
+from weakref import WeakSet
 
 from kvelastic import _vmm, segment
 from kvelastic.config import Config
@@ -28,6 +29,8 @@ _log = logging.getLogger("kvelastic")
 
 Memory: TypeAlias = "_vmm.Range | _vmm.Ring"
 MemoryMaker: TypeAlias = Callable[[segment.Segment, _vmm.Geometry], Memory]
+
+_open_pools: WeakSet[ElasticPool] = WeakSet()
 
 FOREVER_S = -1.0
 """What native code takes for "no deadline" and "never"."""
@@ -78,6 +81,7 @@ class ElasticPool:
         """Whether all of its devices are this machine's own memory."""
         self._keeper: _vmm.Keeper | None = None
         self._pid = os.getpid()
+        _open_pools.add(self)
         # A process that forgets to close it leaves neither ledger nor segment behind.
         atexit.register(self._close_at_exit)
 
@@ -132,6 +136,7 @@ class ElasticPool:
         Waits for this process's own threads, and for the driver.
         """
         atexit.unregister(self._close_at_exit)
+        _open_pools.discard(self)
         keeper, self._keeper = self._keeper, None
         if keeper is not None:
             keeper.stop()
@@ -164,6 +169,15 @@ class ElasticPool:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def pool_at(address: int) -> ElasticPool | None:
+    """The open pool of this process in whose range an address lies; None: in none. Any thread."""
+    for pool in list(_open_pools):
+        memory = pool.memory
+        if isinstance(memory, _vmm.Range) and 0 <= address - memory.address < memory.range_bytes:
+            return pool
+    return None
 
 
 def open_pool(

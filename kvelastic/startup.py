@@ -45,12 +45,17 @@ def arm() -> None:
 
     Does nothing unless ENABLE_KVELASTIC (or kvcached's ENABLE_KVCACHED) is set. Call it any number
     of times, from any thread, before the engine is imported. Imports no engine and does not block.
-    KVELASTIC_FLEXKV_ALIAS is another matter and switches on `kvelastic.flexkv.alias` alone.
+    KVELASTIC_FLEXKV_ALIAS and KVELASTIC_LLM_DATADIST_ALIAS are other matters: each switches on an
+    alias, and nothing else.
     """
     if os.environ.get("KVELASTIC_FLEXKV_ALIAS", "").strip().lower() in _TRUE:
         from kvelastic.flexkv import alias
 
         alias.switch_on()
+    if os.environ.get("KVELASTIC_LLM_DATADIST_ALIAS", "").strip().lower() in _TRUE:
+        from kvelastic import datadist_alias
+
+        datadist_alias.switch_on()
     if not (os.environ.get("ENABLE_KVELASTIC") or os.environ.get("ENABLE_KVCACHED")):
         return
     from kvelastic.engines import ENGINES

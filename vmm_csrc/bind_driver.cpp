@@ -275,6 +275,9 @@ void bind_driver(nb::module_& m) {
             return found;
           },
           "pages"_a, "The driver's handles of mapped pages, for another process to import them.")
+      .def(
+          "generation", [](const Range& r, PageIndex page) { return own(r).generation(page); },
+          "page"_a, "How often the page was unmapped so far.")
       .def_prop_ro("mapped_pages", &Range::mapped_pages)
       .def_prop_ro("held_bytes", &Range::held_bytes)
       .def_prop_ro("failed", &Range::failed)

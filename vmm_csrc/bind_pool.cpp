@@ -84,6 +84,13 @@ nb::object alloc(Pool& pool, std::uint64_t count, bool reuse) {
   return ids ? list_of(*ids) : nb::none();
 }
 
+nb::object alloc_run(Pool& pool, std::uint64_t pages) {
+  own(pool);
+  const std::optional<std::vector<BlockId>> ids =
+      unwrap(without_gil([&] { return pool.alloc_run(pages); }));
+  return ids ? list_of(*ids) : nb::none();
+}
+
 /// free and touch only block where they have to give memory back.
 template <Status (Pool::*method)(std::span<const BlockId>)>
 void with_ids(Pool& pool, nb::handle sequence) {
@@ -231,6 +238,10 @@ void bind_pool(nb::module_& m) {
            "Ids of `count` blocks, or None when that many cannot be had; nothing has changed then. "
            "With `reuse`, before a page is mapped, also blocks that were given back and are still "
            "pinned, but not strictly.")
+      .def("alloc_run", &alloc_run, "pages"_a,
+           "Ids of all blocks of `pages` pages side by side, one run of addresses, or None when "
+           "they "
+           "cannot be had; nothing has changed then. Blocks.")
       .def("free", &with_ids<&Pool::free>, "ids"_a,
            "Give blocks back, used or cached. All or nothing; raises DoubleFreeError, "
            "UnknownBlockError, NullBlockError.")

@@ -37,8 +37,8 @@ Blocks::Blocks(const Geometry& geometry)
 std::optional<PageIndex> Blocks::take_unmapped() {
   PageIndex page = 0;
   if (!returned_.empty()) {
-    page = returned_.top();
-    returned_.pop();
+    page = *returned_.begin();
+    returned_.erase(returned_.begin());
   } else if (fresh_ < geometry_.pages) {
     page = fresh_++;
   } else {
@@ -46,6 +46,39 @@ std::optional<PageIndex> Blocks::take_unmapped() {
   }
   pages_[page].state = PageState::kInTransit;
   return page;
+}
+
+void Blocks::take_unmapped(std::span<const PageIndex> pages) {
+  for (const PageIndex page : pages) {
+    for (; fresh_ <= page; ++fresh_) returned_.insert(fresh_);
+    returned_.erase(page);
+    pages_[page].state = PageState::kInTransit;
+  }
+}
+
+template <typename Fits>
+std::optional<PageIndex> Blocks::find_run(std::uint64_t count, Fits fits) const {
+  std::uint64_t length = 0;
+  for (PageIndex index = 1; index < geometry_.pages; ++index) {
+    length = fits(index) ? length + 1 : 0;
+    if (length == count) return static_cast<PageIndex>(index + 1 - count);
+  }
+  return std::nullopt;
+}
+
+std::optional<PageIndex> Blocks::find_unmapped_run(std::uint64_t count) const {
+  return find_run(count, [this](PageIndex index) {
+    return index >= fresh_ || pages_[index].state == PageState::kUnmapped;
+  });
+}
+
+std::optional<PageIndex> Blocks::find_parked_run(std::uint64_t count) const {
+  if (parked_.size() < count) return std::nullopt;
+  return find_run(count, [this](PageIndex index) {
+    if (index >= fresh_ || pages_[index].state != PageState::kMapped) return false;
+    const Page& page = pages_[index];
+    return !page.closed && page.used == 0 && page.cached == 0 && page.reading == 0;
+  });
 }
 
 void Blocks::add_page(PageIndex index) {
@@ -65,7 +98,7 @@ void Blocks::put_back(PageIndex page) {
     pages_[0].used = 0;
   }
   pages_[page].state = PageState::kUnmapped;
-  returned_.push(page);
+  returned_.insert(page);
 }
 
 std::optional<PageIndex> Blocks::take_parked() {
@@ -155,6 +188,12 @@ void Blocks::alloc_in_page(PageIndex index, std::size_t count, std::vector<Block
     }
   }
   enlist(index);
+}
+
+void Blocks::alloc_run(PageIndex first, std::uint64_t count, std::vector<BlockId>& out) {
+  for (std::uint64_t at = 0; at < count; ++at) {
+    alloc_in_page(static_cast<PageIndex>(first + at), blocks_per_page_, out);
+  }
 }
 
 Result<Blocks::Place> Blocks::find(BlockId id) const {

@@ -27,7 +27,7 @@
 #include <functional>
 #include <memory>
 #include <optional>
-#include <queue>
+#include <set>
 #include <span>
 #include <string>
 #include <unordered_map>
@@ -70,6 +70,13 @@ class Blocks {
   void add_page(PageIndex page);
   /// The page in transit is not mapped (any more).
   void put_back(PageIndex page);
+  /// These pages, to map next; in transit until add_page or put_back. Pre: they are unmapped.
+  void take_unmapped(std::span<const PageIndex> pages);
+  /// The first of `count` pages side by side that are unmapped, the lowest such; never page 0.
+  /// None: there is no such run. Looks at every page.
+  std::optional<PageIndex> find_unmapped_run(std::uint64_t count) const;
+  /// The same for parked pages that are not closed.
+  std::optional<PageIndex> find_parked_run(std::uint64_t count) const;
   /// A parked page to unmap, a closed one first; in transit until put_back or add_page.
   std::optional<PageIndex> take_parked();
 
@@ -98,6 +105,9 @@ class Blocks {
 
   /// Appends `count` ids to `out`; they are used now. Pre: count <= free_blocks().
   void alloc(std::size_t count, Fit fit, std::vector<BlockId>& out);
+
+  /// Appends every id of `count` pages from `first` on; they are used now. Pre: they are parked.
+  void alloc_run(PageIndex first, std::uint64_t count, std::vector<BlockId>& out);
 
   /// used or cached -> free. All or nothing; fails with kUnknownBlock, kNullBlock or kDoubleFree
   /// (also for an id named twice), and nothing has changed then.
@@ -269,6 +279,8 @@ class Blocks {
     return static_cast<std::uint32_t>(blocks_per_page_) - page.used - page.cached;
   }
   void alloc_in_page(PageIndex index, std::size_t count, std::vector<BlockId>& out);
+  template <typename Fits>
+  std::optional<PageIndex> find_run(std::uint64_t count, Fits fits) const;
   std::optional<PageIndex> compactable_page() const;
   /// Counts and lists a cached block, or takes it out. Pre: the page is unlisted.
   void add_cached(Place at);
@@ -311,8 +323,8 @@ class Blocks {
   std::vector<PageIndex> parked_;
   std::vector<PageIndex> drained_;  // parked and closed: to be unmapped, not to be used
   std::vector<PageIndex> closed_;   // pages that were closed; some may be unmapped since
-  std::priority_queue<PageIndex, std::vector<PageIndex>, std::greater<>> returned_;
-  PageIndex fresh_ = 0;  // pages from here on were never taken
+  std::set<PageIndex> returned_;    // unmapped, and below fresh_
+  PageIndex fresh_ = 0;             // pages from here on were never taken
   std::uint64_t mapped_pages_ = 0;
   std::uint64_t used_blocks_ = 0;
   std::uint64_t cached_blocks_ = 0;

@@ -14,6 +14,7 @@ void bind_pool(nanobind::module_& m);
 void bind_reclaim(nanobind::module_& m);
 void bind_record(nanobind::module_& m);
 void bind_record_io(nanobind::module_& m);
+void bind_pieces(nanobind::module_& m);
 void bind_staging(nanobind::module_& m);
 void bind_tier_index(nanobind::module_& m);
 }  // namespace kvelastic
@@ -31,6 +32,7 @@ NB_MODULE(_vmm, m) {
   kvelastic::bind_ledger(m);
   kvelastic::bind_life(m);
   kvelastic::bind_places(m);
+  kvelastic::bind_pieces(m);
   kvelastic::bind_staging(m);
   kvelastic::bind_engine_blocks(m);
   kvelastic::bind_tier_index(m);

@@ -37,16 +37,32 @@ Result<bool> PageSupply::get(Lock& lock, std::uint64_t blocks, const Wait& wait)
     Result<std::uint64_t> grown = pages_.grow(lock, pages);
     if (!grown) return grown.error();
     if (*grown == pages) note_satisfied();
-    return *grown > 0 || wait_for_grant(lock, pages, wait);
+    return *grown > 0 || wait_for_grant(lock, pages, 1, wait);
   }
   if (!are_coming()) return false;
   pages_.wait_for_a_batch(lock);
   return true;
 }
 
-/// Waits, without the pool's lock and without the session, until all devices have a page for this
-/// pool that others give up.
-bool PageSupply::wait_for_grant(Lock& lock, std::uint64_t pages, const Wait& wait) {
+Result<bool> PageSupply::get_run(Lock& lock, std::vector<PageIndex> run, const Wait& wait) {
+  const std::uint64_t pages = run.size();
+  if (accounting_.mappable_pages() < pages) {
+    // Parked pages lie where no run of this length is, and hold what it needs.
+    Result<std::uint64_t> given = pages_.shrink(lock, pages - accounting_.mappable_pages());
+    if (!given) return given.error();
+    return *given > 0;
+  }
+  Result<bool> grown = pages_.grow_run(lock, std::move(run));
+  if (!grown) return grown.error();
+  if (!*grown) return wait_for_grant(lock, pages, pages, wait);
+  note_satisfied();
+  return true;
+}
+
+/// Waits, without the pool's lock and without the session, until all devices have `enough` of the
+/// pages for this pool that others give up.
+bool PageSupply::wait_for_grant(Lock& lock, std::uint64_t pages, std::uint64_t enough,
+                                const Wait& wait) {
   if (!places_) return false;
   lock.unlock();
   if (wait.holds_session) session_.unlock();
@@ -54,7 +70,7 @@ bool PageSupply::wait_for_grant(Lock& lock, std::uint64_t pages, const Wait& wai
   for (;;) {
     const Places::Bells seen = places_->bells();
     const bool hope = places_->ask(pages);
-    there = places_->room() > 0;
+    there = places_->room() >= enough;
     const Clock::time_point now = Clock::now();
     if (there || !hope || now >= wait.until) break;
     const std::chrono::nanoseconds patience(places_->rules().patience_ns);

@@ -49,12 +49,15 @@ class PageSupply {
   bool may_come(std::uint32_t own_entries) const;
   /// Gets pages for `blocks` more blocks, or some of them. False: none can be had now.
   Result<bool> get(Lock& lock, std::uint64_t blocks, const Wait& wait);
+  /// Gets these very pages, or room for them; they are parked then. False: not to be had now. Pre:
+  /// they are unmapped.
+  Result<bool> get_run(Lock& lock, std::vector<PageIndex> run, const Wait& wait);
   /// Gets what is missing, and asks for the rest. False: nothing is missing any more.
   bool pursue(Lock& lock);
 
  private:
   bool are_coming() const;
-  bool wait_for_grant(Lock& lock, std::uint64_t pages, const Wait& wait);
+  bool wait_for_grant(Lock& lock, std::uint64_t pages, std::uint64_t enough, const Wait& wait);
   void note_satisfied();
 
   Accounting& accounting_;

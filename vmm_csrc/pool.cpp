@@ -1,6 +1,7 @@
 #include "pool.h"
 
 #include <algorithm>
+#include <numeric>
 #include <string>
 
 namespace kvelastic {
@@ -123,6 +124,45 @@ Result<std::optional<std::vector<BlockId>>> Pool::alloc(std::uint64_t count, boo
   }
   counters_.add(Counter::kAllocFailures);
   figures_.update();  // what an attempt mapped or evicted stays so
+  return std::optional<std::vector<BlockId>>();
+}
+
+Result<std::optional<std::vector<BlockId>>> Pool::alloc_run(std::uint64_t pages) {
+  const std::lock_guard session(session_);
+  Lock lock(mutex_);
+  if (accounting_.failure()) return *accounting_.failure();
+  Blocks& blocks = accounting_.blocks();
+  const std::uint64_t most = geometry().pages - 1;  // one is the null block's
+  const std::uint64_t count = std::min(pages, most + 1) * geometry().blocks_per_page;
+  std::optional<PageSupply::Wait> wait;  // one deadline for all that this call waits
+  while (pages > 0 && pages <= most && count <= accounting_.count_available(Reach::kLimit)) {
+    if (!wait) wait = supply_.may_wait(1);
+    Result<bool> got = false;
+    if (!blocks.occupancy(0)) {  // the first page of a pool is the null block's
+      got = supply_.get(lock, 1, *wait);
+    } else if (const std::optional<PageIndex> parked = blocks.find_parked_run(pages)) {
+      std::vector<BlockId> ids;
+      ids.reserve(count);
+      blocks.alloc_run(*parked, pages, ids);
+      provisioning_.took(pages);
+      counters_.add(Counter::kAllocs);
+      figures_.note_activity();
+      figures_.update();
+      return std::optional(std::move(ids));
+    } else if (const std::optional<PageIndex> unmapped = blocks.find_unmapped_run(pages)) {
+      std::vector<PageIndex> run(pages);
+      std::iota(run.begin(), run.end(), *unmapped);
+      got = supply_.get_run(lock, std::move(run), *wait);
+    } else {  // no addresses: parked pages lie in between
+      Result<std::uint64_t> given = pages_.shrink(lock, blocks.parked_pages());
+      if (!given) return given.error();
+      got = *given > 0;
+    }
+    if (!got && is_final(got.error())) return got.error();
+    if (!got || !*got) break;
+  }
+  counters_.add(Counter::kAllocFailures);
+  figures_.update();
   return std::optional<std::vector<BlockId>>();
 }
 

@@ -72,8 +72,12 @@ class Pool {
   /// `reuse`: where no block is free without a new page, blocks that were given back and are still
   /// pinned, but not strictly; see reusable().
   Result<std::optional<std::vector<BlockId>>> alloc(std::uint64_t count, bool reuse = false);
-  /// The same for a caller that must not block: answers false where a page might be had, which
-  /// takes time, and nothing has changed then; true with `out` filled or none.
+  /// All blocks of `pages` pages that lie side by side, as one run of addresses; they are freed by
+  /// free(), page by page or together. Else as alloc. For pools whose pages are given out whole.
+  /// Blocks.
+  Result<std::optional<std::vector<BlockId>>> alloc_run(std::uint64_t pages);
+  /// The same as alloc for a caller that must not block: answers false where a page might be had,
+  /// which takes time, and nothing has changed then; true with `out` filled or none.
   bool try_alloc(std::uint64_t count, std::optional<std::vector<BlockId>>& out, bool reuse = false);
 
   /// Used or cached blocks are free again. All or nothing; fails with kUnknownBlock, kNullBlock,

@@ -92,6 +92,24 @@ Result<std::uint64_t> PoolPages::grow_by_batch(Lock& lock, std::uint64_t pages) 
   if (batch.empty()) {
     return Error{Errc::kPoolExhausted, "every page of the range is mapped or on its way"};
   }
+  if (Status mapped = map_granted(lock, batch); !mapped) return mapped.error();
+  return static_cast<std::uint64_t>(batch.size());
+}
+
+Result<bool> PoolPages::grow_run(Lock& lock, std::vector<PageIndex> pages) {
+  const std::uint64_t granted = places_ ? places_->grant(pages.size()) : pages.size();
+  if (granted < pages.size()) {
+    places_->give_back(granted);
+    return false;
+  }
+  accounting_.blocks().take_unmapped(pages);
+  if (Status mapped = map_granted(lock, pages); !mapped) return mapped.error();
+  return true;
+}
+
+/// `batch` is granted, and taken off the unmapped pages.
+Status PoolPages::map_granted(Lock& lock, const std::vector<PageIndex>& batch) {
+  Blocks& blocks = accounting_.blocks();
   accounting_.hold(batch.size());
   lock.unlock();
   Status mapped = guarded([&] { return backing_->map(batch); });
@@ -110,8 +128,7 @@ Result<std::uint64_t> PoolPages::grow_by_batch(Lock& lock, std::uint64_t pages) 
   }
   settled_.notify_all();
   figures_.update();
-  if (!mapped) return mapped.error();
-  return static_cast<std::uint64_t>(batch.size());
+  return mapped;
 }
 
 Result<std::uint64_t> PoolPages::shrink(Lock& lock, std::uint64_t pages) {

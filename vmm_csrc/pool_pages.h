@@ -57,6 +57,9 @@ class PoolPages {
   /// takes a tenth of a second. A failure after the first batch leaves what is mapped, and comes up
   /// again.
   Result<std::uint64_t> grow(Lock& lock, std::uint64_t pages);
+  /// Maps these very pages, all or none: false where the ledgers do not grant all of them. Pre:
+  /// they are unmapped, and the limit has room for them.
+  Result<bool> grow_run(Lock& lock, std::vector<PageIndex> pages);
   /// Unmaps at most `pages` parked pages; answers how many. All or none on the host. On a GPU they
   /// wait together and go in batches, so that others have the first of them early; a failure leaves
   /// the rest parked then, and comes up if nothing was unmapped.
@@ -109,6 +112,7 @@ class PoolPages {
     return std::max<std::uint64_t>(bytes / accounting_.page_bytes(), 1);
   }
   Result<std::uint64_t> grow_by_batch(Lock& lock, std::uint64_t pages);
+  Status map_granted(Lock& lock, const std::vector<PageIndex>& batch);
   enum class InSession : bool { kStay, kMayLetGo };
   Result<std::uint64_t> unmap(Lock& lock, const std::vector<PageIndex>& pages, InSession session);
   void end_unmap(std::span<const PageIndex> batch, const Status& unmapped);

@@ -36,6 +36,7 @@ Result<std::unique_ptr<Range>> Range::reserve(std::shared_ptr<Driver> driver,
   if (!address) return address.error();
   std::unique_ptr<Range> range(new Range(std::move(driver), geometry, *address));
   if (Status made = range->mapped_.allocate(geometry.pages); !made) return made.error();
+  if (Status made = range->generations_.allocate(geometry.pages); !made) return made.error();
   if (Status made = range->handles_.allocate(geometry.pages * geometry.extents_per_page); !made) {
     return made.error();
   }
@@ -156,6 +157,9 @@ Status Range::unmap_idle(std::span<const PageIndex> pages, Afterwards afterwards
   std::sort(sorted.begin(), sorted.end());
   std::vector<Handle> handles;
   handles.reserve(sorted.size() * geometry_.extents_per_page);
+  // Before the memory goes, and also if it then does not: a reader that is told once too often
+  // reads again.
+  for (const PageIndex page : sorted) ++generations_[page];
   if (Status done = unmap_extents(sorted); !done) return done;
   for (const PageIndex page : sorted) {
     mapped_[page] = 0;
@@ -313,6 +317,11 @@ Status Range::refuse_if_failed() const {
 bool Range::is_mapped(PageIndex page) const {
   const std::lock_guard lock(mutex_);
   return page < geometry_.pages && mapped_[page] != 0;
+}
+
+std::uint32_t Range::generation(PageIndex page) const {
+  const std::lock_guard lock(mutex_);
+  return page < geometry_.pages ? generations_[page] : 0;
 }
 
 std::uint64_t Range::held_bytes() const {

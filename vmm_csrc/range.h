@@ -88,6 +88,9 @@ class Range {
   /// them. The caller keeps the pages mapped as long as it uses the handles. Fails with
   /// kInvalidArgument for a page that is not there or not mapped, kPoolFailed.
   Result<std::vector<Handle>> handles(std::span<const PageIndex> pages) const;
+  /// How often the page was unmapped so far: who reads it compares before and after. A page that is
+  /// mapped and of the same generation as before has been there all the time.
+  std::uint32_t generation(PageIndex page) const;
   bool failed() const { return failed_.load(std::memory_order_relaxed); }
   std::uint64_t mapped_pages() const { return mapped_pages_.load(std::memory_order_relaxed); }
   /// Bytes of the device that are held: mapped pages and recycled handles.
@@ -133,6 +136,7 @@ class Range {
   mutable std::mutex mutex_;        // before PageStore's; held across driver calls
   LazyArray<std::uint8_t> mapped_;  // per page: 1 = mapped
   LazyArray<Handle> handles_;       // per page and extent, valid while mapped
+  LazyArray<std::uint32_t> generations_;
   std::shared_ptr<LedgerMember> member_;
   std::atomic<std::uint64_t> mapped_pages_{0};
   std::atomic<bool> failed_{false};

@@ -32,7 +32,7 @@ def switch_on() -> None:
 
 
 def switch_off() -> None:
-    """Find no further module here; what has been imported stays imported."""
+    """Find it no more; where the package has been imported it stays imported."""
     sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, _Finder)]
 
 

@@ -9,6 +9,7 @@ who must know at once uses an `Endpoint`.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import threading
@@ -59,7 +60,9 @@ def open_connection(
         handshake = Handshake(
             protocol, None if address.is_unix else secret, reader, writer, is_client=True
         )
-        connected.sendall(handshake.begin())
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            # A server that lets nobody in has sent why, and may have closed by now.
+            connected.sendall(handshake.begin())
         while not handshake.is_done:
             frame = _receive(connected, reader, deadline_s)
             if answer := handshake.receive(frame):

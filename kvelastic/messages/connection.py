@@ -73,7 +73,7 @@ class Request:
             self.connection.reply(Kind.REPLY, self._number, body, descriptors)
 
     def refuse(self, error: BaseException) -> None:
-        """Send an error in place of the reply; of one that is none of kvelastic's, only that."""
+        """Send an error in place of the reply; of one that is not kvelastic's, only that."""
         if self._settle():
             self.connection.reply(Kind.ERROR, self._number, error_body(error))
 
@@ -135,7 +135,7 @@ class Connection:
 
         Raises what the peer answered as an error; `ChannelTimeoutError`, after which the reply is
         dropped when it comes; `ChannelClosedError` when the connection ends; `MessageError` for a
-        reply that is no message. Not from the endpoint's own thread (`InvalidArgumentError`).
+        reply that is not a message. Not from the endpoint's own thread (`InvalidArgumentError`).
         """
         reply, received = self.call_for_descriptors(message, timeout_s, descriptors)
         for fd in received:
@@ -346,9 +346,9 @@ def receive_into(connected: socket.socket, reader: FrameReader) -> None:
             data, descriptors, flags = connected.recv(wanted), [], 0
     except (BlockingIOError, InterruptedError):
         return
-    except TimeoutError:
-        raise
     except OSError as error:
+        if isinstance(error, TimeoutError) and error.errno is None:
+            raise  # the socket's own timeout; ETIMEDOUT is a host that is lost
         raise ChannelClosedError(f"the peer has gone: {error}") from error
     reader.feed(data, descriptors)  # first, so that they are closed with the reader
     if flags & socket.MSG_CTRUNC:

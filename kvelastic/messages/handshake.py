@@ -27,7 +27,7 @@ _HELLO: Final = struct.Struct("<32sII32s")  # protocol, its version, whether to 
 
 
 class Handshake:
-    """One end's part of it. `secret` None: a Unix socket, where the kernel has said who it is."""
+    """One end's part of it. `secret` None: a Unix socket, where the kernel has named the peer."""
 
     def __init__(
         self,

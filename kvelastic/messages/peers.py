@@ -14,7 +14,7 @@ from kvelastic.errors import AccessDeniedError, ChannelClosedError, InvalidArgum
 
 Network = IPv4Network | IPv6Network
 LOOPBACK: Final = ("127.0.0.0/8", "::1/128")
-LOST_AFTER_S: Final = 0.7
+LOST_AFTER_S: Final = 0.6
 """A host whose kernel acknowledges nothing for so long is gone."""
 ALIVE_EVERY_S: Final = 0.2
 """How often a connection says something, so that there is something to acknowledge."""

@@ -18,8 +18,8 @@ DEFAULT_MOST_BYTES: Final = 1 << 20
 _MOST_NAME_BYTES: Final = 32
 
 
-class Message(msgspec.Struct, frozen=True, tag=True, array_like=True, forbid_unknown_fields=True):
-    """Base of all messages; a subclass is a frozen struct whose fields are checked on arrival.
+class Message(msgspec.Struct, tag=True, array_like=True, forbid_unknown_fields=True):
+    """Base of all messages; a subclass is a struct whose fields are checked on arrival.
 
     Bound what can be long: `Annotated[str, Meta(max_length=64)]`, and likewise lists and bytes.
     The name of the class is its name on the wire; a change of its fields is a new version of the
@@ -73,10 +73,10 @@ class Protocol:
         return body
 
     def decode(self, body: bytes | bytearray | memoryview) -> Message:
-        """The message in a body. Raises `MessageError` for anything that is none of `messages`."""
+        """The message in a body. Raises `MessageError` for anything but one of `messages`."""
         try:
             return self._decoder.decode(body)
         except (msgspec.DecodeError, RecursionError) as error:
             raise MessageError(f"not a message of {self.name} {self.version}: {error}") from None
         except UnicodeDecodeError as error:
-            raise MessageError(f"text of {self.name} {self.version} that is no UTF-8") from error
+            raise MessageError(f"text of {self.name} {self.version} that is not UTF-8") from error

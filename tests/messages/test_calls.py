@@ -192,6 +192,7 @@ def test_a_stopped_peer_is_late_and_not_gone(
     process, address = start_server("tcp://127.0.0.1:0")
     connection = client.connect(address, timeout_s=30)
     process.send_signal(signal.SIGSTOP)
+    os.waitpid(process.pid, os.WUNTRACED)
     try:
         with pytest.raises(ChannelTimeoutError):
             connection.call(Ask("kv"), timeout_s=1.5)  # twice what a lost host takes
@@ -232,7 +233,7 @@ if child == 0:
     endpoint.close()
     os.write(1, b"forked\\n")
     signal.pause()
-print(child, flush=True)
+os.write(1, f"{child}\\n".encode())
 sys.stdin.read()
 """
     gone = threading.Event()

@@ -106,6 +106,8 @@ GOOD: list[tuple[str, str, Any]] = [
     ("KVELASTIC_PRIORITY", "-5", -5),
     ("KVELASTIC_LEDGER", "team_a-1", "team_a-1"),
     ("KVELASTIC_RECLAIM_WAIT", "0", 0.0),
+    ("KVELASTIC_LINK_SECRET", "/etc/secret", "/etc/secret"),
+    ("KVELASTIC_LINK_ALLOW", "10.0.0.0/24, fd00::/8", ("10.0.0.0/24", "fd00::/8")),
 ]
 
 
@@ -134,6 +136,8 @@ BAD: list[tuple[str, list[str]]] = [
     ("KVELASTIC_PRIORITY", ["high", "1.5", "1001", "-1001"]),
     ("KVELASTIC_LEDGER", ["a/b", "a b", "..", "x" * 33]),
     ("KVELASTIC_RECLAIM_WAIT", ["-1", "nan", "soon", "3601"]),
+    ("KVELASTIC_LINK_SECRET", ["secret", "./secret", "-"]),
+    ("KVELASTIC_LINK_ALLOW", ["10.0.0.1/8", "host", "10.0.0.0/33", ","]),
     ("KVELASTIC_TIERS", ["host", "disk:/a", "tape:1G"]),
     ("KVELASTIC_TIER_POLICY", ["write_never"]),
     ("KVELASTIC_TIER_COPIES", ["2"]),

@@ -1,0 +1,131 @@
+"""`scripts/bench transfer`: copies between two processes, beside memcpy and a bare TCP stream."""
+
+from __future__ import annotations
+
+import random
+import secrets
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+from benchmarks.harness import Figure, report
+from benchmarks.transfer.memory import PAGE_BYTES, mapped
+from kvelastic.messages import SecretFile, parse_address
+from kvelastic.transfer import Link, Node, Piece
+
+TOTAL_BYTES = 256 << 20
+COPIED_BYTES = 48 << 20
+ROUNDS = 15
+SIZES = {"24 KiB": 24 << 10, "1 MiB": 1 << 20}
+
+
+def main() -> None:
+    figures: list[Figure] = []
+    with tempfile.TemporaryDirectory() as folder:
+        secret_path = Path(folder) / "secret"
+        secret_path.touch(0o600)
+        secret_path.write_text(secrets.token_hex(32))
+        for kind in ("unix", "tcp"):
+            listen = f"unix://{folder}/owner" if kind == "unix" else "tcp://127.0.0.1:0"
+
+            owner = subprocess.Popen(
+                [
+                    sys.executable,
+                    "-m",
+                    "benchmarks.transfer.owner",
+                    listen,
+                    str(secret_path),
+                    str(TOTAL_BYTES),
+                ],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+            try:
+                assert owner.stdout is not None
+                base, address = owner.stdout.readline().split()
+                with Node(2, secret=SecretFile(secret_path)) as node:
+                    link = node.link(parse_address(address), timeout_s=10)
+                    for name, size in SIZES.items():
+                        figures += pulls(kind, link, int(base), name, size)
+            finally:
+                owner.kill()
+                owner.communicate()
+    report("transfer", figures)
+
+
+def pulls(kind: str, link: Link, base: int, name: str, size: int) -> list[Figure]:
+    """Pulls of scattered pieces into one place, and the same bytes by the floor, in turns."""
+    ours = mapped(TOTAL_BYTES, size)
+    count = COPIED_BYTES // size
+    # Pieces that lie within pages, as blocks do, in any order.
+    per_page = PAGE_BYTES // size
+    places = [
+        page * PAGE_BYTES + at * size
+        for page in range(TOTAL_BYTES // PAGE_BYTES)
+        for at in range(per_page)
+    ]
+    rng = random.Random(1)
+    sources: list[Piece] = [(base + at, size) for at in rng.sample(places, count)]
+    targets: list[Piece] = [(ours.address + at, size) for at in rng.sample(places, count)]
+    floor = copies_here(size) if kind == "unix" else bare_stream
+    samples, floors = [], []
+    for _ in range(ROUNDS):
+        begin_s = time.perf_counter()
+        link.pull(sources, targets, timeout_s=60)
+        samples.append(COPIED_BYTES / (time.perf_counter() - begin_s) / 1e9)
+        floors.append(floor())
+    what = "process_vm_readv" if kind == "unix" else "TCP stream"
+    bar = ">= 0.9 of the floor" if kind == "unix" else ""
+    floor_name = "memcpy of such pieces" if kind == "unix" else "bare TCP stream"
+    return [Figure(f"pull, {name} pieces, {what}", "GB/s", samples, bar, floor_name, floors)]
+
+
+def copies_here(size: int):  # type: ignore[no-untyped-def]
+    """memcpy of as many pieces within this process, by native code."""
+    memory = mapped(TOTAL_BYTES, size)
+    geometry = memory.geometry
+    ids = [
+        geometry.first_id(page) + at
+        for page in range(geometry.pages)
+        for at in range(geometry.blocks_per_page)
+    ][1:]
+    count = COPIED_BYTES // size
+    rng = random.Random(2)
+    picked = rng.sample(ids, 2 * count)
+
+    def copy() -> float:
+        begin_s = time.perf_counter()
+        memory.copy(picked[:count], picked[count:])  # type: ignore[attr-defined]
+        return COPIED_BYTES / (time.perf_counter() - begin_s) / 1e9
+
+    return copy
+
+
+def bare_stream() -> float:
+    """A connection on loopback, one thread that sends and one that receives, nothing else."""
+    data, into = bytes(COPIED_BYTES), bytearray(COPIED_BYTES)
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        begin_s = time.perf_counter()
+
+        def send() -> None:
+            accepted, _ = listening.accept()
+            with accepted:
+                accepted.sendall(data)
+
+        sender = threading.Thread(target=send)
+        sender.start()
+        with socket.create_connection(listening.getsockname()) as stream:
+            view, got = memoryview(into), 0
+            while got < COPIED_BYTES:
+                got += stream.recv_into(view[got:])
+        sender.join()
+        return COPIED_BYTES / (time.perf_counter() - begin_s) / 1e9
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,65 @@
+"""LLM-DataDist's interface on elastic caches: clusters link, and move KV between their caches.
+
+    from kvelastic.datadist import *                  # or the alias: `kvelastic.datadist_alias`
+
+    config = LLMConfig()
+    config.device_id = 0
+    config.enable_cache_manager = True
+    config.mem_pool_cfg = '{"memory_size": 1073741824}'
+    datadist = LLMDataDist(LLMRole.MIX, cluster_id=1)
+    datadist.init(config.generate_options())
+    cache = datadist.cache_manager.allocate_cache(CacheDesc(2, [4, 1024], DataType.DT_FLOAT16))
+
+Thin: links, leases and copies between processes are `kvelastic.transfer`'s, memory is
+`kvelastic.pool`'s. `docs/datadist.md` says how it behaves, what a peer may do, and in what it
+differs from the original. Imports no torch.
+"""
+
+from kvelastic.datadist.cache_manager import CacheManager
+from kvelastic.datadist.caches import Cache, KvCache
+from kvelastic.datadist.clusters import LLMClusterInfo
+from kvelastic.datadist.config import LLMConfig
+from kvelastic.datadist.datadist import LLMDataDist
+from kvelastic.datadist.descriptors import (
+    BlocksCacheKey,
+    CacheDesc,
+    CacheKey,
+    CacheKeyByIdAndIndex,
+    MemInfo,
+)
+from kvelastic.datadist.enums import DataType, LLMRole, Memtype, Placement, RegisterMemStatus
+from kvelastic.datadist.kv_cache_manager import KvCacheManager, Tensor
+from kvelastic.datadist.layers import (
+    CacheTask,
+    LayerSynchronizer,
+    TransferConfig,
+    TransferWithCacheKeyConfig,
+)
+from kvelastic.datadist.status import LLMException, LLMStatusCode
+
+__all__ = [
+    "BlocksCacheKey",
+    "Cache",
+    "CacheDesc",
+    "CacheKey",
+    "CacheKeyByIdAndIndex",
+    "CacheManager",
+    "CacheTask",
+    "DataType",
+    "KvCache",
+    "KvCacheManager",
+    "LLMClusterInfo",
+    "LLMConfig",
+    "LLMDataDist",
+    "LLMException",
+    "LLMRole",
+    "LLMStatusCode",
+    "LayerSynchronizer",
+    "MemInfo",
+    "Memtype",
+    "Placement",
+    "RegisterMemStatus",
+    "Tensor",
+    "TransferConfig",
+    "TransferWithCacheKeyConfig",
+]

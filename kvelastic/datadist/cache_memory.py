@@ -1,0 +1,178 @@
+"""The memory of allocated caches on one device: an elastic pool; a cache takes whole pages of it.
+
+    memory = CacheMemory(device, MemPool(1 << 30), settings, wait_s=1.0)
+    piece = memory.alloc(tensors=80, tensor_bytes=2 << 20)        # None: not to be had
+    piece.addresses
+    memory.free(piece); memory.close()
+
+The pool is an instance: `kvctl list` shows it, `kvctl limit` and other instances of the device
+take from it what no cache holds. The pages of a cache lie side by side, so each tensor has one
+address; where caches come and go the range has holes, which cost addresses and no memory.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Final
+
+from kvelastic import _vmm, page_size
+from kvelastic.config import Config
+from kvelastic.datadist.memory_config import BufferTier, MemPool, round_up, tier_of
+from kvelastic.device import Device
+from kvelastic.errors import IntegrityError
+from kvelastic.layout import PageLayout
+from kvelastic.pool import ElasticPool, local_range, open_pool
+
+ENGINE: Final = "datadist"
+"""What `kvctl list` has as the engine of these instances."""
+
+_ADDRESSES_PER_BYTE: Final = 4
+"""The range is so many times as long as the memory, so that a hole somewhere is long enough."""
+
+
+@dataclass(frozen=True, eq=False)
+class Piece:
+    """What a cache holds of the pool."""
+
+    addresses: tuple[int, ...]
+    """Of each tensor."""
+    blocks: tuple[int, ...]
+    tier: int | None
+    tier_bytes: int
+
+
+class CacheMemory:
+    """See the module. Any thread."""
+
+    def __init__(
+        self,
+        device: Device,
+        pool: MemPool,
+        settings: Config,
+        *,
+        wait_s: float,
+        tiers: Sequence[BufferTier] = (),
+        name: str | None = None,
+    ) -> None:
+        """Join the device's ledger; maps nothing yet.
+
+        `wait_s` is how long an alloc waits for other instances. Raises what `open_pool` raises.
+        """
+        self.device = device
+        self._alignment_bytes = pool.alignment_bytes
+        self._tiers = tuple(tiers)
+        self._tier_lock = threading.Lock()
+        self._tier_bytes = [0] * len(self._tiers)
+        page = page_size.of(settings, [device])
+        self._page_bytes = page
+        layout = PageLayout(page, 1, 1, page)
+        most_bytes = device.capacity_bytes
+        limit_bytes = None
+        if pool.memory_bytes is not None:
+            # The null block's page comes on top: what was asked for is there for caches.
+            limit_bytes = round_up(pool.memory_bytes, page) + page
+            most_bytes = min(limit_bytes, most_bytes)
+        self._pool = open_pool(
+            replace(
+                settings,
+                reclaim_wait_s=wait_s,
+                page_prealloc_enabled=False,
+                min_reserved_pages=0,
+                max_reserved_pages=0,
+            ),
+            layout,
+            max(_ADDRESSES_PER_BYTE * most_bytes // page, 2),
+            num_blocks=max(_ADDRESSES_PER_BYTE * most_bytes // page, 2),
+            block_tokens=1,
+            engine=ENGINE,
+            devices=[device],
+            memory=local_range(device, guard_pages=settings.guard_pages),
+            name=name,
+        )
+        if limit_bytes is not None:
+            own = settings.limit_bytes(self._pool.places.capacity_bytes)
+            self._pool.blocks.set_limit(limit_bytes if own is None else min(own, limit_bytes))
+        self._pool.start_keeper()
+
+    @property
+    def pool(self) -> ElasticPool:
+        """The pool, for who registers its range with peers."""
+        return self._pool
+
+    def alloc(self, tensors: int, tensor_bytes: int) -> Piece | None:
+        """Addresses of so many tensors, with memory behind them; None: not to be had.
+
+        Waits for other instances of the device where they have to give. Raises `DriverError` where
+        the pool has failed.
+        """
+        tier = tier_of(self._tiers, tensor_bytes)
+        alignment = self._tiers[tier].alignment_bytes if tier is not None else 0
+        step_bytes = round_up(tensor_bytes, alignment or self._alignment_bytes)
+        total_bytes = tensors * step_bytes
+        if not self._take_of_tier(tier, total_bytes):
+            return None
+        pages = -(-total_bytes // self._page_bytes)
+        blocks = None
+        try:
+            blocks = self._pool.blocks.alloc_run(pages)
+        finally:
+            if blocks is None:
+                self._give_to_tier(tier, total_bytes)
+        if blocks is None:
+            return None
+        base = self._range.address + blocks[0] * self._page_bytes
+        return Piece(
+            tuple(base + at * step_bytes for at in range(tensors)),
+            tuple(blocks),
+            tier,
+            total_bytes,
+        )
+
+    def free(self, piece: Piece) -> None:
+        """Give it back; what is pinned stays until its last pin ends."""
+        self._pool.blocks.free(piece.blocks)
+        self._give_to_tier(piece.tier, piece.tier_bytes)
+
+    def pin(self, piece: Piece) -> int:
+        """Keep its memory where it is until `unpin` of the ticket, whoever frees it meanwhile."""
+        return self._pool.blocks.pin(piece.blocks)
+
+    def unpin(self, ticket: int) -> None:
+        """End a pin; once is enough, again is no error."""
+        self._pool.blocks.unpin(ticket)
+
+    def _take_of_tier(self, tier: int | None, total_bytes: int) -> bool:
+        if tier is None:
+            return True
+        with self._tier_lock:
+            if self._tier_bytes[tier] + total_bytes > self._tiers[tier].total_bytes:
+                return False
+            self._tier_bytes[tier] += total_bytes
+            return True
+
+    def _give_to_tier(self, tier: int | None, total_bytes: int) -> None:
+        if tier is not None:
+            with self._tier_lock:
+                self._tier_bytes[tier] -= total_bytes
+
+    @property
+    def _range(self) -> _vmm.Range:
+        memory = self._pool.memory
+        assert isinstance(memory, _vmm.Range)
+        return memory
+
+    def check_integrity(self, pieces: Sequence[Piece]) -> None:
+        """The pool has in use what these pieces say; what is only pinned is not counted there."""
+        self._pool.blocks.check_integrity()
+        held = {block for piece in pieces for block in piece.blocks}
+        if len(held) != sum(len(piece.blocks) for piece in pieces):
+            raise IntegrityError("two caches hold the same page")
+        used = self._pool.blocks.stats()["blocks_used"]
+        if used != len(held):
+            raise IntegrityError(f"caches hold {len(held)} pages, and {used} are in use")
+
+    def close(self) -> None:
+        """Give all back, also what caches hold, and leave the ledger. Repeatable."""
+        self._pool.close(discard=True)

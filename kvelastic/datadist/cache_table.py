@@ -1,0 +1,257 @@
+"""Which caches there are, who refers to them, and what they are found by. Pure: it holds no memory.
+
+A cache that was allocated is referred to by its id and by each of its keys, and its memory goes
+with the last of them:
+
+    id     deallocate_cache
+    key    remove_cache_key, or a peer that has pulled, or pushed, all tensors of the key's row
+
+What was registered is its caller's memory: `unregister_cache` forgets it with its keys at once. A
+blocks cache has one key, which refers to it only as long as its id does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Final, Literal
+
+from kvelastic.datadist.descriptors import CacheDesc, CacheKey, RowIndex
+from kvelastic.datadist.status import LLMException, LLMParamError, LLMStatusCode
+from kvelastic.errors import IntegrityError
+
+MAX_CACHES: Final = 1 << 20
+
+Origin = Literal["allocated", "registered"]
+
+
+@dataclass(eq=False)
+class Entry:
+    """A cache of this process."""
+
+    cache_id: int
+    desc: CacheDesc
+    addrs: tuple[tuple[int, ...], ...]
+    """Of each device, of each tensor."""
+    origin: Origin
+    is_blocks: bool
+    remote_accessible: bool
+    memory: object = None
+    """What its owner keeps with it."""
+    has_id: bool = True
+    """Whether the id still refers to it."""
+    model_id: int | None = None
+    """The key of a blocks cache."""
+    rows: dict[RowIndex, int] = field(default_factory=dict)
+    """Keys that still refer to it, and their rows."""
+    moved: dict[RowIndex, set[int]] = field(default_factory=dict)
+    """Tensors of a key's row that peers have had."""
+    uses: int = 0
+    """Copies and transfers that it is part of."""
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row, or block, in one tensor."""
+        return self.desc.row_bytes
+
+
+class CacheTable:
+    """See the module. Not thread-safe: `LocalCaches` has the lock."""
+
+    def __init__(self) -> None:
+        self._next_id = 1
+        self._by_id: dict[int, Entry] = {}
+        self._by_row: dict[RowIndex, Entry] = {}
+        self._by_model: dict[int, Entry] = {}
+
+    def __len__(self) -> int:
+        return len(self._by_id)
+
+    def __iter__(self) -> Iterator[Entry]:
+        return iter(list(self._by_id.values()))
+
+    # --- make and forget ---------------------------------------------------------------------
+
+    def refuse_keys(
+        self, desc: CacheDesc, keys: Sequence[CacheKey], model_id: int | None
+    ) -> dict[RowIndex, int]:
+        """The rows that keys get; the last of equal keys counts, placeholders get none.
+
+        Raises `LLMParamError` for more keys than rows or one that is taken;
+        `LLM_PREFIX_ALREADY_EXIST` where that is a prefix.
+        """
+        if len(keys) > desc.batch_size:
+            raise LLMParamError(
+                f"{len(keys)} cache_keys are given for {desc.batch_size} rows; give one each"
+            )
+        rows = {key.index: row for row, key in enumerate(keys) if not key.is_placeholder}
+        for index in rows:
+            if index not in self._by_row:
+                continue
+            said = f"{index.kind} {index.value} of model {index.model_id}"
+            if index.kind == "prefix":
+                raise LLMException(
+                    f"{said} is the key of a cache already",
+                    status_code=LLMStatusCode.LLM_PREFIX_ALREADY_EXIST,
+                )
+            raise LLMParamError(f"{said} is the key of a cache already; remove it first")
+        if model_id is not None and model_id in self._by_model:
+            raise LLMParamError(f"model {model_id} has a blocks cache already")
+        if len(self._by_id) >= MAX_CACHES:
+            raise LLMException(
+                f"there are {MAX_CACHES} caches; deallocate some",
+                status_code=LLMStatusCode.LLM_OUT_OF_MEMORY,
+            )
+        return rows
+
+    def add(
+        self,
+        desc: CacheDesc,
+        addrs: Sequence[Sequence[int]],
+        *,
+        origin: Origin,
+        is_blocks: bool = False,
+        remote_accessible: bool = True,
+        keys: Sequence[CacheKey] = (),
+        model_id: int | None = None,
+    ) -> Entry:
+        """A new cache under a new id. Raises as `refuse_keys`, with nothing changed."""
+        rows = self.refuse_keys(desc, keys, model_id)
+        entry = Entry(
+            cache_id=self._next_id,
+            desc=desc,
+            addrs=tuple(tuple(one) for one in addrs),
+            origin=origin,
+            is_blocks=is_blocks,
+            remote_accessible=remote_accessible,
+            model_id=model_id,
+            rows=rows,
+        )
+        self._next_id += 1
+        self._by_id[entry.cache_id] = entry
+        self._by_row.update(dict.fromkeys(rows, entry))
+        if model_id is not None:
+            self._by_model[model_id] = entry
+        return entry
+
+    def release_id(self, cache_id: int) -> Entry | None:
+        """Drop the id's reference; answers the cache if that was the last one."""
+        entry = self._by_id.get(cache_id)
+        if entry is None or not entry.has_id:
+            return None
+        entry.has_id = False
+        return self._forget_if_free(entry)
+
+    def forget(self, cache_id: int) -> Entry | None:
+        """Drop a cache with all its references; None: there is none of this id."""
+        entry = self._by_id.get(cache_id)
+        if entry is None:
+            return None
+        entry.has_id = False
+        for index in list(entry.rows):
+            self._drop_row(entry, index)
+        return self._forget_if_free(entry)
+
+    def remove_key(self, index: RowIndex) -> Entry | None:
+        """Drop a key's reference; answers the cache if that was the last one."""
+        entry = self._by_row.get(index)
+        if entry is None:
+            return None
+        self._drop_row(entry, index)
+        return self._forget_if_free(entry)
+
+    def moved(self, cache_id: int, row: int, tensors: Sequence[int]) -> Entry | None:
+        """A peer has had these tensors of a row: when it has had all, the row's keys are dropped.
+
+        Answers the cache if that was its last reference.
+        """
+        entry = self._by_id.get(cache_id)
+        if entry is None:
+            return None
+        for index in [index for index, at in entry.rows.items() if at == row]:
+            had = entry.moved.setdefault(index, set())
+            had.update(tensors)
+            if len(had) >= entry.desc.num_tensors:
+                self._drop_row(entry, index)
+        return self._forget_if_free(entry)
+
+    def _drop_row(self, entry: Entry, index: RowIndex) -> None:
+        del entry.rows[index], self._by_row[index]
+        entry.moved.pop(index, None)
+
+    def _forget_if_free(self, entry: Entry) -> Entry | None:
+        if entry.has_id or entry.rows:
+            return None
+        del self._by_id[entry.cache_id]
+        if entry.model_id is not None:
+            del self._by_model[entry.model_id]
+        return entry
+
+    # --- find --------------------------------------------------------------------------------
+
+    def of_id(self, cache_id: int) -> Entry:
+        """A cache by its id, which must still refer to it. Raises `LLM_KV_CACHE_NOT_EXIST`."""
+        entry = self._by_id.get(cache_id)
+        if entry is None or not entry.has_id:
+            raise not_there(f"there is no cache of id {cache_id}")
+        return entry
+
+    def is_registered(self, cache_id: int) -> bool:
+        """Whether there is a registered cache of this id."""
+        entry = self._by_id.get(cache_id)
+        return entry is not None and entry.origin == "registered"
+
+    def is_allocated(self, cache_id: int) -> bool:
+        """Whether there is an allocated cache of this id."""
+        entry = self._by_id.get(cache_id)
+        return entry is not None and entry.origin == "allocated"
+
+    def is_there(self, entry: Entry) -> bool:
+        """Whether anything refers to it still."""
+        return self._by_id.get(entry.cache_id) is entry
+
+    def uses_of(self, cache_id: int) -> int:
+        """Copies and transfers that a cache is part of; 0 for one that has gone."""
+        entry = self._by_id.get(cache_id)
+        return 0 if entry is None else entry.uses
+
+    def still_there(self, entry: Entry) -> None:
+        """Raise `LLM_KV_CACHE_NOT_EXIST` where nothing refers to it any more."""
+        if not self.is_there(entry):
+            raise not_there(f"cache {entry.cache_id} was deallocated meanwhile")
+
+    def of_row(self, index: RowIndex) -> tuple[Entry, int]:
+        """A cache and a row by a key. Raises `LLM_KV_CACHE_NOT_EXIST`, `LLM_PREFIX_NOT_EXIST`."""
+        entry = self._by_row.get(index)
+        if entry is not None:
+            return entry, entry.rows[index]
+        said = f"no cache has {index.kind} {index.value} of model {index.model_id} as its key"
+        if index.kind == "prefix":
+            raise LLMException(said, status_code=LLMStatusCode.LLM_PREFIX_NOT_EXIST)
+        raise not_there(f"{said}: it was pulled or removed, or never was")
+
+    def of_model(self, model_id: int) -> Entry:
+        """The blocks cache of a model. Raises `LLM_KV_CACHE_NOT_EXIST`."""
+        entry = self._by_model.get(model_id)
+        if entry is None:
+            raise not_there(f"no blocks cache has model {model_id} as its key")
+        return entry
+
+    def check_integrity(self) -> None:
+        """Every reference leads to a cache that knows it, and none is kept for nothing."""
+        rows = {index: entry for entry in self._by_id.values() for index in entry.rows}
+        models = {
+            entry.model_id: entry for entry in self._by_id.values() if entry.model_id is not None
+        }
+        if rows != self._by_row or models != self._by_model:
+            raise IntegrityError("keys lead to other caches than those that have them")
+        for cache_id, entry in self._by_id.items():
+            if entry.cache_id != cache_id or not (entry.has_id or entry.rows):
+                raise IntegrityError(f"cache {cache_id} is kept, and nothing refers to it")
+            if not entry.moved.keys() <= entry.rows.keys():
+                raise IntegrityError(f"cache {cache_id} counts tensors of a key it has not")
+
+
+def not_there(message: str) -> LLMException:
+    """The exception for a cache that does not exist."""
+    return LLMException(message, status_code=LLMStatusCode.LLM_KV_CACHE_NOT_EXIST)

@@ -1,0 +1,157 @@
+"""Handles of caches: what the managers' calls give and take.
+
+    cache = manager.allocate_cache(CacheDesc(2, [4, 1024], DataType.DT_FLOAT16))
+    cache.cache_id, cache.tensor_addrs
+    cpu = Cache.create_cpu_cache(host_desc, addrs)      # over host memory of the caller's
+
+A handle names a cache and holds no memory of it: that belongs to the manager, and what a CPU cache
+lies in belongs to the caller.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+from kvelastic.datadist import checks
+from kvelastic.datadist.descriptors import CacheDesc
+from kvelastic.datadist.enums import Placement
+from kvelastic.datadist.status import LLMParamError
+
+NO_CACHE_ID: Final = -1
+"""The id of a CPU cache: no manager knows it."""
+
+
+class CacheHandle:
+    """What both generations' handles have. Made by managers and by `create_cpu_cache` only."""
+
+    def __init__(
+        self,
+        cache_id: int,
+        cache_desc: CacheDesc,
+        addrs: Sequence[Sequence[int]],
+        *,
+        is_blocks_cache: bool = False,
+    ) -> None:
+        self._cache_id = cache_id
+        self._cache_desc = cache_desc
+        self._addrs = [list(one) for one in addrs]
+        self._is_blocks_cache = is_blocks_cache
+        self._valid = True
+
+    @property
+    def cache_id(self) -> int:
+        """Its id in its cluster; -1 for a CPU cache."""
+        return self._cache_id
+
+    @property
+    def cache_desc(self) -> CacheDesc:
+        """What it was made with."""
+        return self._cache_desc
+
+    @property
+    def is_blocks_cache(self) -> bool:
+        """Whether it is used by blocks; a CPU cache can be either."""
+        return self._is_blocks_cache
+
+    @property
+    def is_cpu_cache(self) -> bool:
+        """Whether `create_cpu_cache` made it."""
+        return self._cache_id == NO_CACHE_ID
+
+    @property
+    def device_addrs(self) -> list[list[int]]:
+        """For each device the address of each tensor."""
+        return [list(one) for one in self._addrs]
+
+    @property
+    def is_valid(self) -> bool:
+        """False after it was deallocated or unregistered."""
+        return self._valid
+
+    def invalidate(self) -> None:
+        """Its memory may be another cache's from now on."""
+        self._valid = False
+        self._addrs = []
+
+    def __repr__(self) -> str:
+        """Its kind, id and description."""
+        return f"{type(self).__name__}(cache_id={self._cache_id}, cache_desc={self._cache_desc})"
+
+
+class Cache(CacheHandle):
+    """A cache of `CacheManager`: one device a process."""
+
+    @property
+    def tensor_addrs(self) -> list[int]:
+        """The address of each tensor; none after it was deallocated."""
+        return list(self._addrs[0]) if self._addrs else []
+
+    @classmethod
+    def create_cpu_cache(cls, cache_desc: CacheDesc, addrs: Sequence[int]) -> Cache:
+        """A cache over host memory of the caller's, who keeps it for as long as it is used.
+
+        Raises `AttributeError` for None, `TypeError` and `LLMParamError` for what does not fit.
+        """
+        _check_cpu(cache_desc, addrs)
+        return cls(NO_CACHE_ID, cache_desc, [_addresses(cache_desc, addrs)])
+
+
+class KvCache(CacheHandle):
+    """A cache of `KvCacheManager`: a copy on each device of the process.
+
+    When the last reference to the handle goes, so does the cache id's reference to the memory.
+    """
+
+    _on_delete: Callable[[int], None] | None = None
+
+    @property
+    def per_device_tensor_addrs(self) -> list[list[int]]:
+        """For each device the address of each tensor; none after it was deallocated."""
+        return self.device_addrs
+
+    @classmethod
+    def create_cpu_cache(
+        cls, cache_desc: CacheDesc, addrs: Sequence[int] | Sequence[Sequence[int]]
+    ) -> KvCache:
+        """As `Cache.create_cpu_cache`; with several devices a list of addresses for each."""
+        _check_cpu(cache_desc, addrs)
+        nested: Sequence[Any] = checks.sequence("addrs", addrs)
+        if not nested or isinstance(nested[0], int):
+            nested = [nested]
+        each = [_addresses(cache_desc, one) for one in nested]
+        return cls(NO_CACHE_ID, cache_desc, each)
+
+    def free_on_delete(self, free: Callable[[int], None]) -> KvCache:
+        """Have `free` called with the id when the handle goes; answers the handle."""
+        self._on_delete = free
+        return self
+
+    def invalidate(self) -> None:
+        """As `CacheHandle.invalidate`."""
+        super().invalidate()
+        self._on_delete = None
+
+    def __del__(self) -> None:
+        free = self._on_delete
+        if free is not None:
+            free(self._cache_id)
+
+
+def _check_cpu(cache_desc: CacheDesc, addrs: object) -> None:
+    if cache_desc is None or addrs is None:
+        raise AttributeError("create_cpu_cache() needs a cache_desc and addrs, and got None")
+    checks.instance("cache_desc", cache_desc, CacheDesc)
+    if cache_desc.placement is not Placement.HOST:
+        raise LLMParamError(
+            "a CPU cache lies in host memory: give its CacheDesc placement=Placement.HOST"
+        )
+
+
+def _addresses(cache_desc: CacheDesc, addrs: object) -> list[int]:
+    found = checks.integers("addrs", addrs, least=1)
+    if len(found) != cache_desc.num_tensors:
+        raise LLMParamError(
+            f"{len(found)} addresses are given for {cache_desc.num_tensors} tensors; give one each"
+        )
+    return found

@@ -1,0 +1,96 @@
+"""Who is linked with: a peer's id and addresses.
+
+cluster = LLMClusterInfo()
+cluster.remote_cluster_id = 1
+cluster.append_local_ip_info("127.0.0.1", 0)
+cluster.append_remote_ip_info("127.0.0.1", 26000)
+datadist.link_clusters([cluster])
+"""
+
+from __future__ import annotations
+
+import ipaddress
+
+from kvelastic.datadist import checks
+from kvelastic.datadist.enums import LLMRole
+from kvelastic.datadist.status import LLMParamError
+
+
+class LLMClusterInfo:
+    """A peer, as `link_clusters` and `unlink_clusters` take it.
+
+    Local addresses are where connections start from (the port is not used); the n-th remote one is
+    that of the peer's n-th device, or of its host.
+    """
+
+    def __init__(self) -> None:
+        self._remote_cluster_id: int | None = None
+        self._remote_role_type: LLMRole | None = None
+        self._local: list[tuple[str, int]] = []
+        self._remote: list[tuple[str, int]] = []
+
+    @property
+    def remote_cluster_id(self) -> int | None:
+        """The peer's id; None until it is set."""
+        return self._remote_cluster_id
+
+    @remote_cluster_id.setter
+    def remote_cluster_id(self, remote_cluster_id: int) -> None:
+        self._remote_cluster_id = checks.integer("remote_cluster_id", remote_cluster_id)
+
+    @property
+    def remote_role_type(self) -> LLMRole | None:
+        """The peer's role, where the caller wants it checked: another one is no link."""
+        return self._remote_role_type
+
+    @remote_role_type.setter
+    def remote_role_type(self, remote_role_type: LLMRole) -> None:
+        self._remote_role_type = checks.instance("remote_role_type", remote_role_type, LLMRole)
+
+    @property
+    def local_ip_infos(self) -> list[tuple[str, int]]:
+        """What `append_local_ip_info` was given."""
+        return list(self._local)
+
+    @property
+    def remote_ip_infos(self) -> list[tuple[str, int]]:
+        """What `append_remote_ip_info` was given."""
+        return list(self._remote)
+
+    def append_local_ip_info(self, ip: str | int, port: int) -> None:
+        """Add an address of this host's; `ip` as text or as a 32-bit number."""
+        self._local.append((address_text(ip), _port(port)))
+
+    def append_remote_ip_info(self, ip: str | int, port: int) -> None:
+        """Add an address of the peer's; `ip` as text or as a 32-bit number."""
+        self._remote.append((address_text(ip), _port(port)))
+
+
+def address_text(ip: str | int) -> str:
+    """An IP address in its usual form. Raises `TypeError` and `LLMParamError`."""
+    if isinstance(ip, bool) or not isinstance(ip, (str, int)):
+        raise TypeError(f"ip is a {type(ip).__name__}, must be a str or an int")
+    try:
+        return str(ipaddress.ip_address(ip))
+    except ValueError:
+        raise LLMParamError(
+            f"ip={ip!r} is no IP address; write it as 192.168.1.1 or as a 32-bit number"
+        ) from None
+
+
+def listen_addresses(listen_ip_info: str) -> list[tuple[str, int]]:
+    """What `listen_ip_info` names: "ip:port", several divided by ";". Raises `LLMParamError`."""
+    found = []
+    for one in checks.text("listen_ip_info", listen_ip_info).split(";"):
+        host, colon, port = one.strip().rpartition(":")
+        if not colon or not port.isascii() or not port.isdigit() or len(port) > 5:
+            raise LLMParamError(
+                f"listen_ip_info={listen_ip_info!r} is not accepted; write ip:port, as"
+                " 127.0.0.1:26000"
+            )
+        found.append((address_text(host.strip("[]")), _port(int(port))))
+    return found
+
+
+def _port(port: int) -> int:
+    return checks.integer("port", port, most=checks.MAX_UINT16)

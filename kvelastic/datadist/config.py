@@ -1,0 +1,191 @@
+"""`LLMConfig`: attributes that become the options of `LLMDataDist.init`.
+
+    config = LLMConfig()
+    config.device_id = 0
+    config.enable_cache_manager = True
+    datadist.init(config.generate_options())
+
+An attribute that was never set is None and is no option. Each is checked when it is set.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final, Generic, TypeVar, overload
+
+from kvelastic.datadist import checks, memory_config
+from kvelastic.datadist.clusters import listen_addresses
+from kvelastic.datadist.status import LLMParamError
+
+T = TypeVar("T")
+
+
+class _Option(Generic[T]):
+    """An attribute with its option's key, its check, and its text among the options."""
+
+    def __init__(
+        self, key: str, check: Callable[[str, Any], T], doc: str, form: Callable[[T], str] = str
+    ) -> None:
+        self.key = key
+        self._check = check
+        self.form = form
+        self.__doc__ = doc
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    @overload
+    def __get__(self, config: None, owner: type) -> _Option[T]: ...
+    @overload
+    def __get__(self, config: object, owner: type) -> T | None: ...
+    def __get__(self, config: object | None, owner: type) -> _Option[T] | T | None:
+        return self if config is None else config.__dict__.get(self._name)
+
+    def __set__(self, config: object, value: T) -> None:
+        config.__dict__[self._name] = self.check(value)
+
+    def check(self, value: object) -> T:
+        """The value as it is kept. Raises `TypeError`, `LLMParamError`."""
+        return self._check(self._name, value)
+
+
+def _bit(value: bool) -> str:
+    return "1" if value else "0"
+
+
+def _device_ids(name: str, value: object) -> int | list[int]:
+    if isinstance(value, (list, tuple)):
+        found = checks.integers(name, value, most=checks.MAX_UINT16)
+        if len(set(found)) != len(found):
+            raise LLMParamError(f"{name}={found} names a device twice")
+        return found
+    return checks.integer(name, value, most=checks.MAX_UINT16)
+
+
+def _device_text(value: int | list[int]) -> str:
+    return str(value) if isinstance(value, int) else ";".join(map(str, value))
+
+
+def _milliseconds(name: str, value: object) -> int:
+    if isinstance(value, str):
+        if not (value.isascii() and value.isdigit() and len(value) <= 10):
+            raise LLMParamError(f"{name}={value!r} is not accepted; give milliseconds")
+        value = int(value)
+    return checks.integer(name, value, least=1, most=(1 << 31) - 1)
+
+
+def _listen(name: str, value: str) -> str:
+    listen_addresses(value)
+    return value
+
+
+def _fraction(name: str, value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{name} is a {type(value).__name__}, must be a float")
+    if not 0 < value <= 1:
+        raise LLMParamError(f"{name}={value} is not accepted; it must be above 0 and at most 1")
+    return float(value)
+
+
+def _ge_options(name: str, value: object) -> dict[str, str]:
+    found = checks.instance(name, value, dict)
+    for key, one in found.items():
+        checks.text(f"{name}: a key", key)
+        checks.text(f"{name}[{key!r}]", one)
+    return dict(found)
+
+
+def _pool(name: str, value: str) -> str:
+    memory_config.parse_mem_pool(name, value)
+    return value
+
+
+def _tiers(name: str, value: str) -> str:
+    memory_config.parse_buffer_tiers(value)
+    return value
+
+
+def _json_or_empty(name: str, value: str) -> str:
+    if checks.text(name, value):
+        memory_config.parse_json_object(name, value)
+    return value
+
+
+def _traffic_class(name: str, value: object) -> int:
+    found = checks.integer(name, value, most=255)
+    if found % 4:
+        raise LLMParamError(f"{name}={found} is no multiple of 4")
+    return found
+
+
+def _backend(name: str, value: str) -> str:
+    if checks.text(name, value) != "hixl":
+        raise LLMParamError(f"{name}={value!r} is not accepted; the only one is 'hixl'")
+    return value
+
+
+def _within(least: int, most: int) -> Callable[[str, object], int]:
+    return lambda name, value: checks.integer(name, value, least=least, most=most)
+
+
+class LLMConfig:
+    """See the module. Setting an attribute raises `TypeError` or `LLMParamError`."""
+
+    device_id = _Option(
+        "ge.exec.deviceId", _device_ids, "The process's device, or a list of them.", _device_text
+    )
+    listen_ip_info = _Option("llm.listenIpInfo", _listen, "Where peers link to, as ip:port.")
+    sync_kv_timeout = _Option(
+        "llm.SyncKvCacheWaitTime", _milliseconds, "Deadline of a call in milliseconds; 1000."
+    )
+    enable_switch_role = _Option(
+        "llm.EnableSwitchRole", checks.flag, "Whether `switch_role` may be called.", _bit
+    )
+    ge_options = _Option(
+        "", _ge_options, "Further options; `ge.flowGraphMemMaxSize` bounds all caches, in bytes."
+    )
+    mem_utilization = _Option(
+        "llm.MemoryUtilization", _fraction, "The part of that which caches may take; 0.95."
+    )
+    buf_pool_cfg = _Option("llm.BufPoolCfg", _tiers, "Size classes of tensors, as JSON.")
+    mem_pool_cfg = _Option("llm.MemPoolConfig", _pool, "The pool of device caches, as JSON.")
+    host_mem_pool_cfg = _Option("llm.HostMemPoolConfig", _pool, "The pool of host caches.")
+    enable_cache_manager = _Option(
+        "llm.EnableCacheManager", checks.flag, "Use `cache_manager`, the second generation.", _bit
+    )
+    enable_remote_cache_accessible = _Option(
+        "llm.EnableRemoteCacheAccessible",
+        checks.flag,
+        "Remember what caches a peer has, and let peers write into ours.",
+        _bit,
+    )
+    rdma_traffic_class = _Option("llm.RdmaTrafficClass", _traffic_class, "Of RDMA: no effect.")
+    rdma_service_level = _Option("llm.RdmaServiceLevel", _within(0, 7), "Of RDMA: no effect.")
+    local_comm_res = _Option(
+        "llm.LocalCommRes", _json_or_empty, "A rank table; it implies the two options above."
+    )
+    link_total_time = _Option(
+        "llm.LinkTotalTime", _within(0, checks.MAX_UINT32), "Seconds that `link` tries; 0: 120."
+    )
+    link_retry_count = _Option(
+        "llm.LinkRetryCount", _within(1, 100), "Rounds in which `link` tries within them; 1."
+    )
+    transfer_backend = _Option("llm.TransferBackend", _backend, 'Only "hixl"; it has to listen.')
+    global_resource_config = _Option(
+        "llm.GlobalResourceConfig", _json_or_empty, "Of Ascend devices: no effect."
+    )
+
+    def generate_options(self) -> dict[str, str]:
+        """The options that were set; `ge_options` win over an attribute of the same key."""
+        found: dict[str, str] = {}
+        for name, option in OPTIONS.items():
+            value = self.__dict__.get(name)
+            if value is not None and option.key:
+                found[option.key] = option.form(value)
+        return found | (self.ge_options or {})
+
+
+OPTIONS: Final[dict[str, _Option[Any]]] = {
+    name: value for name, value in vars(LLMConfig).items() if isinstance(value, _Option)
+}
+"""Every attribute of `LLMConfig` by its name."""

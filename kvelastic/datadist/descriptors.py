@@ -1,0 +1,189 @@
+"""What a cache is (`CacheDesc`), and what it is found by: keys.
+
+    CacheDesc(80, [4, 2048, 1, 128], DataType.DT_FLOAT16)      # 80 tensors: K0, V0, K1, V1, ...
+    CacheKey(1, req_id=7)                   # of cluster 1, the row of request 7
+    CacheKeyByIdAndIndex(1, cache_id, 2)    # row 2 of a cache
+    BlocksCacheKey(1)                       # the blocks cache of model 0
+
+All are plain values: immutable, equal by value, hashable.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Final, Literal, NamedTuple
+
+from kvelastic.datadist import checks
+from kvelastic.datadist.enums import DataType, Placement, item_bytes
+from kvelastic.datadist.status import LLMParamError
+
+INVALID_ID: Final = checks.MAX_UINT64
+"""A `req_id` or `prefix_id` that stands for none; as `req_id` of a key it keeps a row free."""
+
+MAX_CACHE_BYTES: Final = 1 << 50
+"""The largest cache that is described: sums of its bytes never overflow a peer's arithmetic."""
+
+MAX_TENSORS: Final = 1 << 16
+
+
+@dataclass(frozen=True)
+class CacheDesc:
+    """`num_tensors` tensors of `shape`, each in one piece.
+
+    Along `batch_dim_index`, the first dimension unless told otherwise, a tensor has rows; in a
+    blocks cache those are its blocks. Raises `TypeError` and `LLMParamError`.
+    """
+
+    num_tensors: int
+    shape: Sequence[int]
+    data_type: DataType
+    placement: Placement = Placement.DEVICE
+    batch_dim_index: int = 0
+    seq_len_dim_index: int = -1
+    kv_tensor_format: str | None = None
+
+    def __post_init__(self) -> None:
+        checks.integer("num_tensors", self.num_tensors, least=1, most=MAX_TENSORS)
+        object.__setattr__(self, "shape", tuple(checks.integers("shape", self.shape, least=1)))
+        checks.instance("data_type", self.data_type, DataType)
+        checks.instance("placement", self.placement, Placement)
+        last = len(self.shape) - 1
+        checks.integer("batch_dim_index", self.batch_dim_index, most=last)
+        checks.integer("seq_len_dim_index", self.seq_len_dim_index, least=-1, most=last)
+        if self.kv_tensor_format is not None:
+            checks.text("kv_tensor_format", self.kv_tensor_format)
+        if not item_bytes(self.data_type):
+            raise LLMParamError(f"data_type={self.data_type.name} has no size; use a numeric type")
+        if self.size * self.num_tensors > MAX_CACHE_BYTES:
+            raise LLMParamError(
+                f"{self.num_tensors} tensors of {self.size} bytes are more than"
+                f" {MAX_CACHE_BYTES} bytes; describe a smaller cache"
+            )
+
+    @property
+    def size(self) -> int:
+        """Bytes of one tensor."""
+        return prod(self.shape) * item_bytes(self.data_type)
+
+    @property
+    def batch_size(self) -> int:
+        """Rows of a tensor; in a blocks cache its blocks."""
+        return self.shape[self.batch_dim_index]
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row, or block, in one tensor."""
+        return self.size // self.batch_size
+
+
+class RowIndex(NamedTuple):
+    """What a `CacheKey` is looked up by in its cluster."""
+
+    kind: Literal["request", "prefix"]
+    value: int
+    model_id: int
+
+
+@dataclass(frozen=True, init=False)
+class CacheKey:
+    """A row of a cache, by the request or the prefix whose KV it holds.
+
+    `cluster_id` (in the first generation `prompt_cluster_id`) only says which peer is asked.
+    """
+
+    cluster_id: int
+    req_id: int
+    model_id: int
+    prefix_id: int
+
+    def __init__(
+        self,
+        cluster_id: int | None = None,
+        req_id: int | None = None,
+        model_id: int = 0,
+        prefix_id: int = INVALID_ID,
+        *,
+        prompt_cluster_id: int | None = None,
+    ) -> None:
+        if req_id is None:
+            raise TypeError("CacheKey() needs req_id; 2**64-1 stands for none")
+        object.__setattr__(self, "cluster_id", _one_cluster(cluster_id, prompt_cluster_id))
+        object.__setattr__(self, "req_id", checks.integer("req_id", req_id))
+        object.__setattr__(self, "model_id", checks.integer("model_id", model_id))
+        object.__setattr__(self, "prefix_id", checks.integer("prefix_id", prefix_id))
+
+    @property
+    def prompt_cluster_id(self) -> int:
+        """The first generation's name of `cluster_id`."""
+        return self.cluster_id
+
+    @property
+    def is_placeholder(self) -> bool:
+        """Whether it only keeps a row free."""
+        return self.req_id == INVALID_ID and self.prefix_id == INVALID_ID
+
+    @property
+    def index(self) -> RowIndex:
+        """What it is looked up by. Raises `LLMParamError` unless one of its two ids is valid."""
+        if (self.req_id == INVALID_ID) == (self.prefix_id == INVALID_ID):
+            raise LLMParamError(
+                f"req_id={self.req_id} and prefix_id={self.prefix_id}: exactly one of them must be"
+                " valid, the other 2**64-1"
+            )
+        if self.prefix_id == INVALID_ID:
+            return RowIndex("request", self.req_id, self.model_id)
+        return RowIndex("prefix", self.prefix_id, self.model_id)
+
+
+@dataclass(frozen=True)
+class CacheKeyByIdAndIndex:
+    """A row of a cache, by the id that the cache has in its cluster."""
+
+    cluster_id: int
+    cache_id: int
+    batch_index: int = 0
+
+    def __post_init__(self) -> None:
+        checks.integer("cluster_id", self.cluster_id)
+        checks.integer("cache_id", self.cache_id, most=(1 << 63) - 1)
+        checks.integer("batch_index", self.batch_index, most=checks.MAX_UINT32)
+
+
+@dataclass(frozen=True, init=False)
+class BlocksCacheKey:
+    """A blocks cache, by the model whose KV it holds."""
+
+    cluster_id: int
+    model_id: int
+
+    def __init__(
+        self,
+        cluster_id: int | None = None,
+        model_id: int = 0,
+        *,
+        prompt_cluster_id: int | None = None,
+    ) -> None:
+        object.__setattr__(self, "cluster_id", _one_cluster(cluster_id, prompt_cluster_id))
+        object.__setattr__(self, "model_id", checks.integer("model_id", model_id))
+
+    @property
+    def prompt_cluster_id(self) -> int:
+        """The first generation's name of `cluster_id`."""
+        return self.cluster_id
+
+
+def _one_cluster(cluster_id: int | None, prompt_cluster_id: int | None) -> int:
+    if (cluster_id is None) == (prompt_cluster_id is None):
+        raise TypeError("give cluster_id, or prompt_cluster_id, and not both")
+    return checks.integer("cluster_id", prompt_cluster_id if cluster_id is None else cluster_id)
+
+
+@dataclass(frozen=True)
+class MemInfo:
+    """A piece of memory, for `remap_registered_memory`, which is not supported."""
+
+    mem_type: int
+    addr: int
+    size: int

@@ -1,0 +1,103 @@
+"""The interface's enumerations but for its status codes; numbers are those of the original."""
+
+from __future__ import annotations
+
+from enum import IntEnum, unique
+from typing import Final
+
+
+@unique
+class LLMRole(IntEnum):
+    """What a cluster is: it fills caches, it uses them, or both."""
+
+    PROMPT = 1
+    DECODER = 2
+    MIX = 3
+
+
+@unique
+class Placement(IntEnum):
+    """Which memory a cache lies in; where there is no GPU, the host's stands for the device's."""
+
+    HOST = 0
+    DEVICE = 1
+
+
+@unique
+class Memtype(IntEnum):
+    """The same, as `MemInfo` has it."""
+
+    MEM_TYPE_DEVICE = 0
+    MEM_TYPE_HOST = 1
+
+
+@unique
+class RegisterMemStatus(IntEnum):
+    """What `query_register_mem_status` answers."""
+
+    OK = 0
+    PREPARING = 1
+    FAILED = 2
+
+
+@unique
+class DataType(IntEnum):
+    """An element's type, by its number in GE's header."""
+
+    DT_FLOAT = 0
+    DT_FLOAT16 = 1
+    DT_INT8 = 2
+    DT_INT32 = 3
+    DT_UINT8 = 4
+    DT_INT16 = 6
+    DT_UINT16 = 7
+    DT_UINT32 = 8
+    DT_INT64 = 9
+    DT_UINT64 = 10
+    DT_DOUBLE = 11
+    DT_BOOL = 12
+    DT_STRING = 13
+    DT_BF16 = 27
+
+
+_NUMPY_NAMES: Final = {
+    DataType.DT_FLOAT: "float32",
+    DataType.DT_FLOAT16: "float16",
+    DataType.DT_INT8: "int8",
+    DataType.DT_INT32: "int32",
+    DataType.DT_UINT8: "uint8",
+    DataType.DT_INT16: "int16",
+    DataType.DT_UINT16: "uint16",
+    DataType.DT_UINT32: "uint32",
+    DataType.DT_INT64: "int64",
+    DataType.DT_UINT64: "uint64",
+    DataType.DT_DOUBLE: "float64",
+    DataType.DT_BOOL: "bool",
+    DataType.DT_BF16: "float16",  # numpy has no bfloat16: the same 16 bits under the other name
+}
+
+_ITEM_BYTES: Final = {
+    "float32": 4,
+    "float16": 2,
+    "int8": 1,
+    "int32": 4,
+    "uint8": 1,
+    "int16": 2,
+    "uint16": 2,
+    "uint32": 4,
+    "int64": 8,
+    "uint64": 8,
+    "float64": 8,
+    "bool": 1,
+}
+
+
+def numpy_name(data_type: DataType) -> str:
+    """The numpy dtype of a host copy. Raises `KeyError` for `DT_STRING`, which has none."""
+    return _NUMPY_NAMES[data_type]
+
+
+def item_bytes(data_type: DataType) -> int:
+    """Bytes of an element; 0 for `DT_STRING`, whose elements have no size."""
+    name = _NUMPY_NAMES.get(data_type)
+    return 0 if name is None else _ITEM_BYTES[name]

@@ -1,0 +1,119 @@
+"""What of this cluster's memory peers reach: pools of allocated caches, and registered tensors.
+
+A pool is exposed as a whole, once: its blocks that are in use are pinned for each copy. So is an
+elastic pool of the caller's in which registered tensors lie, for as long as one of them does; other
+memory of the caller's is exposed as it is. What a peer's copy means, its claim says.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from contextlib import ExitStack
+
+from kvelastic.datadist import wire
+from kvelastic.datadist.cache_table import Entry
+from kvelastic.datadist.local_caches import LocalCaches, Use
+from kvelastic.errors import UnsupportedError
+from kvelastic.pool import ElasticPool, pool_at
+from kvelastic.transfer import Link, Node, Piece, Registered, register_pool
+
+
+class Exposed:
+    """See the module. Any thread. `bind` it to its node before anything else."""
+
+    def __init__(self, caches: LocalCaches) -> None:
+        self._caches = caches
+        self._lock = threading.Lock()
+        self._node: Node | None = None
+        self._pools: dict[ElasticPool, tuple[Registered, int]] = {}
+        self._tensors: dict[int, list[Registered | ElasticPool]] = {}
+        """By cache."""
+
+    def bind(self, node: Node) -> None:
+        """Expose everything by this node, in place of the one before, which has been closed."""
+        with self._lock:
+            entries = [self._caches.of_id(cache_id) for cache_id in self._tensors]
+            self._node = node
+            self._pools.clear()
+            self._tensors.clear()
+            for memory in self._caches.pools():
+                if memory.pool.is_on_host:
+                    self._add_pool(node, memory.pool)
+        for entry in entries:
+            self.expose(entry)
+
+    def expose(self, entry: Entry) -> None:
+        """Let peers reach a registered cache.
+
+        Raises `InvalidArgumentError` for memory that they reach already, with nothing changed.
+        """
+        with self._lock, ExitStack() as undo:
+            node = self._bound()
+            held: list[Registered | ElasticPool] = []
+            for address in entry.addrs[0]:
+                pool = pool_at(address)
+                if pool is not None and pool.is_on_host:
+                    self._add_pool(node, pool)
+                    held.append(pool)
+                    undo.callback(self._remove_pool, node, pool)
+                else:
+                    registered = node.register(address, entry.desc.size)
+                    held.append(registered)
+                    undo.callback(node.unregister, registered)
+            self._tensors[entry.cache_id] = held
+            undo.pop_all()
+
+    def withdraw(self, entry: Entry) -> None:
+        """Let them not reach it any more. Repeatable."""
+        with self._lock:
+            node = self._bound()
+            for held in self._tensors.pop(entry.cache_id, ()):
+                if isinstance(held, ElasticPool):
+                    self._remove_pool(node, held)
+                else:
+                    node.unregister(held)
+
+    def claim(self, link: Link, claim: bytes, pieces: Sequence[Piece]) -> ClaimedCaches:
+        """For the node: what a peer's copy means is kept until the copy is over.
+
+        Raises `NotRegisteredError` where the pieces are not, or no longer, of what it means.
+        """
+        return ClaimedCaches(self._caches, self._caches.claim(wire.claimed_cache(claim), pieces))
+
+    def _add_pool(self, node: Node, pool: ElasticPool) -> None:
+        known = self._pools.get(pool)
+        if known is not None:
+            self._pools[pool] = (known[0], known[1] + 1)
+        else:
+            self._pools[pool] = (register_pool(node, pool), 1)
+
+    def _remove_pool(self, node: Node, pool: ElasticPool) -> None:
+        registered, count = self._pools[pool]
+        if count > 1:
+            self._pools[pool] = (registered, count - 1)
+        else:
+            del self._pools[pool]
+            node.unregister(registered)
+
+    def _bound(self) -> Node:
+        if self._node is None:
+            raise UnsupportedError("there is no node yet")
+        return self._node
+
+
+class ClaimedCaches:
+    """Caches that stay what they are while a peer copies: a `Hold` of `kvelastic.transfer`."""
+
+    def __init__(self, caches: LocalCaches, uses: Sequence[Use]) -> None:
+        self._caches = caches
+        self._uses = uses
+
+    def is_whole(self) -> bool:
+        """Their memory cannot be another's while they are in use."""
+        return True
+
+    def release(self) -> None:
+        """The copy is over."""
+        for use in self._uses:
+            self._caches.end_use(use)

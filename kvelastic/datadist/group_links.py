@@ -1,0 +1,151 @@
+"""Groups whose members all link with one another: who is there already, and until when is waited.
+
+A member links those of lower rank and waits to be linked by those of higher rank. It is there when
+it has said the group's token, and its peer is in the group by then, too:
+
+    PREPARING -- all others are there --> OK -- end --> gone
+        '------- the time is over ------> FAILED -- end --> gone
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Final
+
+from kvelastic.datadist.enums import RegisterMemStatus
+from kvelastic.datadist.rank_table import Group
+from kvelastic.datadist.status import LLMException, LLMStatusCode
+
+MOST_GROUPS: Final = 512
+_AGAIN_S: Final = 0.05
+"""Between two looks whether a member of lower rank is there."""
+
+Join = Callable[[int, str, float], bool]
+"""Links a cluster and says the token; whether it is in the group, too. Blocks for so long."""
+
+
+@dataclass(eq=False)
+class _Linking:
+    comm_id: int
+    group: Group
+    there: set[int] = field(default_factory=set)
+    status: RegisterMemStatus = RegisterMemStatus.PREPARING
+    is_over: bool = False
+
+
+class GroupLinks:
+    """See the module. Any thread; `close()` it. A group has a thread while it is made."""
+
+    def __init__(self, join: Join, leave: Callable[[int], None]) -> None:
+        """`leave` unlinks a cluster that is in no group any more."""
+        self._join, self._leave = join, leave
+        self._changed = threading.Condition()
+        self._numbers = itertools.count(1)
+        self._groups: dict[int, _Linking] = {}
+
+    def begin(self, group: Group, total_s: float, rounds: int) -> int:
+        """Begin to link; answers the group's id at once.
+
+        `total_s` is for all rounds together; a round is a try with each member. Raises
+        `LLM_FEATURE_NOT_ENABLED` for members on other hosts, `LLM_ALREADY_LINK` for a name in use.
+        """
+        elsewhere = [one.cluster_id for one in group.others if one.host is not None]
+        if elsewhere:
+            raise LLMException(
+                f"clusters {elsewhere} are on other hosts, which link() does not reach; use"
+                " link_clusters",
+                status_code=LLMStatusCode.LLM_FEATURE_NOT_ENABLED,
+            )
+        with self._changed:
+            if any(one.group.name == group.name for one in self._groups.values()):
+                raise LLMException(
+                    f"{group.name!r} is linked already; unlink it first",
+                    status_code=LLMStatusCode.LLM_ALREADY_LINK,
+                )
+            if len(self._groups) >= MOST_GROUPS:
+                raise LLMException(
+                    f"{MOST_GROUPS} groups are linked; unlink some",
+                    status_code=LLMStatusCode.LLM_CLUSTER_NUM_EXCEED_LIMIT,
+                )
+            linking = _Linking(next(self._numbers), group)
+            self._groups[linking.comm_id] = linking
+        threading.Thread(
+            target=self._make,
+            args=(linking, total_s, rounds),
+            name="kvelastic-group",
+            daemon=True,
+        ).start()
+        return linking.comm_id
+
+    def _make(self, linking: _Linking, total_s: float, rounds: int) -> None:
+        lower = [one for one in linking.group.others if one.rank < linking.group.own.rank]
+        deadline_s = time.monotonic() + total_s
+        while not self._is_done(linking) and time.monotonic() < deadline_s:
+            for one in lower:
+                if one.cluster_id not in linking.there and self._join(
+                    one.cluster_id, linking.group.token, max(total_s / rounds, _AGAIN_S)
+                ):
+                    with self._changed:
+                        linking.there.add(one.cluster_id)
+            with self._changed:
+                self._look(linking)
+                self._changed.wait(min(_AGAIN_S, max(deadline_s - time.monotonic(), 0)))
+        with self._changed:
+            if linking.status is RegisterMemStatus.PREPARING:
+                linking.status = RegisterMemStatus.FAILED
+
+    def _is_done(self, linking: _Linking) -> bool:
+        with self._changed:
+            return linking.is_over or linking.status is not RegisterMemStatus.PREPARING
+
+    def _look(self, linking: _Linking) -> None:
+        if len(linking.there) == len(linking.group.others):
+            linking.status = RegisterMemStatus.OK
+            self._changed.notify_all()
+
+    def joined(self, cluster_id: int, token: str) -> bool:
+        """A member has linked us and says its token; whether we are in that group."""
+        with self._changed:
+            for linking in self._groups.values():
+                members = {one.cluster_id for one in linking.group.others}
+                if linking.group.token == token and cluster_id in members:
+                    linking.there.add(cluster_id)
+                    self._look(linking)
+                    return True
+            return False
+
+    def status(self, comm_id: int) -> RegisterMemStatus:
+        """How far it is. Raises `LLM_NOT_YET_LINK` for an id that is not in use."""
+        with self._changed:
+            return self._known(comm_id).status
+
+    def end(self, comm_id: int) -> None:
+        """End a group, and each link of it that no other group uses. Raises `LLM_NOT_YET_LINK`."""
+        with self._changed:
+            linking = self._known(comm_id)
+            del self._groups[comm_id]
+            linking.is_over = True
+            self._changed.notify_all()
+            kept = {one for each in self._groups.values() for one in each.there}
+        for cluster_id in sorted(linking.there - kept):
+            self._leave(cluster_id)
+
+    def _known(self, comm_id: int) -> _Linking:
+        linking = self._groups.get(comm_id)
+        if linking is None:
+            raise LLMException(
+                f"no group has the id {comm_id}", status_code=LLMStatusCode.LLM_NOT_YET_LINK
+            )
+        return linking
+
+    def close(self) -> None:
+        """End all groups without a word. Repeatable."""
+        with self._changed:
+            for linking in self._groups.values():
+                linking.is_over = True
+            self._groups.clear()
+            self._changed.notify_all()

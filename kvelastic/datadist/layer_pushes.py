@@ -1,0 +1,162 @@
+"""What a layered transfer pushes: each layer's runs of the cache, and where they go at each peer.
+
+row -> row, blocks -> blocks, row -> blocks      (the last fills blocks one after the other)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeAlias
+
+from kvelastic.datadist import checks, pieces
+from kvelastic.datadist.cache_table import Entry
+from kvelastic.datadist.caches import CacheHandle
+from kvelastic.datadist.descriptors import BlocksCacheKey, CacheKeyByIdAndIndex
+from kvelastic.datadist.layers import TransferConfig, TransferWithCacheKeyConfig
+from kvelastic.datadist.pieces import TENSORS_PER_LAYER, Run
+from kvelastic.datadist.remote import Remote, RemoteCache
+from kvelastic.datadist.status import LLMParamError
+
+Config: TypeAlias = TransferConfig | TransferWithCacheKeyConfig
+
+
+class LayerPushes:
+    """A layered transfer's arguments, checked; `push_layer` pushes one layer to one peer."""
+
+    def __init__(
+        self,
+        remote: Remote,
+        entry: Entry,
+        configs: Sequence[Config],
+        source_blocks: list[int] | None,
+        target_blocks: list[int] | None,
+        target_block_bytes: int,
+    ) -> None:
+        self._remote = remote
+        self._entry = entry
+        self._configs = configs
+        self._source_blocks, self._target_blocks = source_blocks, target_blocks
+        self._target_block_bytes = target_block_bytes
+        every = range(entry.desc.num_tensors // TENSORS_PER_LAYER)
+        self.layers = [config.src_layer_range or every for config in configs]
+        for at, (config, layers) in enumerate(zip(configs, self.layers, strict=True)):
+            self._check(f"transfer_configs[{at}]", config, layers, every)
+
+    def _check(
+        self,
+        name: str,
+        config: Config,
+        layers: range,
+        every: range,
+    ) -> None:
+        if layers.stop > every.stop:
+            raise LLMParamError(
+                f"{name}: src_layer_range={layers} is beyond the {every.stop} layers of src_cache"
+            )
+        pieces.row_index(f"{name}: src_batch_index", self._entry.desc, config.src_batch_index)
+        if isinstance(config, TransferConfig):
+            if len(config.dst_addrs) != TENSORS_PER_LAYER * len(layers):
+                raise LLMParamError(
+                    f"{name}: {len(config.dst_addrs)} dst_addrs are given for {len(layers)} layers;"
+                    " give two for each"
+                )
+        elif (self._target_blocks is not None) is not isinstance(config.cache_key, BlocksCacheKey):
+            raise LLMParamError(
+                f"{name}: dst_block_indices go with a BlocksCacheKey, and it with them"
+            )
+
+    def push_layer(self, config_at: int, layer: int) -> None:
+        """Push K and V of a layer of the cache. Raises `LLMException`."""
+        config, layers = self._configs[config_at], self.layers[config_at]
+        tensors = range(TENSORS_PER_LAYER * layer, TENSORS_PER_LAYER * (layer + 1))
+        sources = self._sources(tensors, config.src_batch_index)
+        with self._remote.call(config.dst_cluster_id, is_layered=True) as peer:
+            if isinstance(config, TransferConfig):
+                first = TENSORS_PER_LAYER * (layer - layers.start)
+                step = len(sources) // len(tensors)
+                places = [
+                    (run, config.dst_addrs[first + at // step] + self._target_offset(at % step))
+                    for at, run in enumerate(sources)
+                ]
+                peer.push_to_addresses(self._entry, places)
+                return
+            assert config.dst_layer_range is not None
+            to_layer = config.dst_layer_range.start + layer - layers.start
+            found = peer.find(config.cache_key, is_write=True)
+            targets = pieces.layer_tensors(
+                "dst_layer_range", found.desc, range(to_layer, to_layer + 1), TENSORS_PER_LAYER
+            )
+            into = self._targets(found, targets, sources)
+            peer.push(self._entry, found, pieces.pairs_merged(sources, into))
+            if isinstance(config.cache_key, CacheKeyByIdAndIndex):
+                peer.moved(found, targets)
+
+    def _sources(self, tensors: range, row: int) -> list[Run]:
+        desc = self._entry.desc
+        if self._source_blocks is not None:
+            return pieces.block_runs(desc, tensors, self._source_blocks)
+        if self._target_blocks is not None:
+            return pieces.row_as_blocks(
+                desc, tensors, row, len(self._target_blocks), self._target_block_bytes
+            )
+        return pieces.row_runs(desc, tensors, row, 0, desc.row_bytes)
+
+    def _target_offset(self, at: int) -> int:
+        """Of the n-th run of a tensor."""
+        if self._target_blocks is None:
+            return 0
+        return self._target_blocks[at] * self._target_block_bytes
+
+    def _targets(self, found: RemoteCache, tensors: range, sources: list[Run]) -> list[Run]:
+        if self._target_blocks is None:
+            if found.is_blocks:
+                raise LLMParamError("the key leads to a blocks cache, and no blocks are named")
+            return pieces.row_runs(found.desc, tensors, found.row, 0, self._entry.row_bytes)
+        if found.desc.row_bytes != self._target_block_bytes:
+            raise LLMParamError(
+                f"dst_block_memory_size is {self._target_block_bytes}, and the peer's blocks have"
+                f" {found.desc.row_bytes} bytes"
+            )
+        pieces.block_indices("dst_block_indices", found.desc, self._target_blocks)
+        blocks = pieces.block_runs(found.desc, tensors, self._target_blocks)
+        return pieces.as_long_as(sources, blocks)
+
+
+def block_lists(
+    cache: CacheHandle,
+    source_blocks: Sequence[int] | None,
+    target_blocks: Sequence[int] | None,
+    target_block_bytes: int | None,
+) -> tuple[list[int] | None, list[int] | None, int]:
+    """The blocks on both sides, and the bytes of a target block in one tensor."""
+    size = checks.integer("dst_block_memory_size", target_block_bytes or 0, most=(1 << 50))
+    desc = cache.cache_desc
+    of = None
+    if source_blocks is not None:
+        of = pieces.block_indices("src_block_indices", desc, source_blocks)
+    into = None
+    if target_blocks is not None:
+        into = checks.integers("dst_block_indices", target_blocks, most=checks.MAX_UINT32)
+    if cache.is_blocks_cache:
+        if of is None or into is None:
+            raise LLMParamError(
+                "a blocks cache is sent to a blocks cache: give src_block_indices and"
+                " dst_block_indices"
+            )
+        if len(of) != len(into):
+            raise LLMParamError(f"{len(of)} blocks are named here, and {len(into)} at the peers")
+        if size not in {0, desc.row_bytes}:
+            raise LLMParamError(
+                f"dst_block_memory_size={size} is another than {desc.row_bytes}, that of src_cache"
+            )
+        return of, into, desc.row_bytes
+    if of is not None:
+        raise LLMParamError("src_block_indices are of a blocks cache, and src_cache is none")
+    if into is not None:
+        if not size:
+            raise LLMParamError("a row is sent to blocks: give dst_block_memory_size")
+        if (len(into) - 1) * size >= desc.row_bytes or len(into) * size < desc.row_bytes:
+            raise LLMParamError(
+                f"a row of {desc.row_bytes} bytes does not fill {len(into)} blocks of {size} bytes"
+            )
+    return None, into, size

@@ -1,0 +1,262 @@
+"""Caches that leave layer by layer, while later layers are still computed.
+
+    class Computed(LayerSynchronizer):
+        def synchronize_layer(self, layer_index, timeout_in_millis):
+            return events[layer_index].wait()
+
+    task = manager.transfer_cache_async(cache, Computed(), [TransferConfig(2, addrs)])
+    task.synchronize()
+
+One thread does it (`LayerSender`), one task after the other. For each layer that a configuration
+names, in order: it asks the synchronizer, and after a True, not before, it pushes the layer to each
+of those configurations. At the first False or failure the task ends.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from kvelastic.datadist import checks
+from kvelastic.datadist.descriptors import BlocksCacheKey, CacheKeyByIdAndIndex
+from kvelastic.datadist.status import LLMException, LLMParamError, LLMStatusCode, status_of
+
+_log = logging.getLogger("kvelastic")
+
+
+class LayerSynchronizer(ABC):
+    """Says when a layer of the cache is computed; users derive from it."""
+
+    @abstractmethod
+    def synchronize_layer(self, layer_index: int, timeout_in_millis: int | None) -> bool:
+        """Block until this layer may leave; False: it will not, and the task ends.
+
+        Called in the sender's thread, with None: there is no deadline but the caller's own. What
+        it raises counts as False, and is logged.
+        """
+
+
+@dataclass(frozen=True)
+class TransferConfig:
+    """Layers to raw addresses of a peer: K and V of each, in order.
+
+    Raises `TypeError`, `LLMParamError`; the number of addresses is checked with the cache.
+    """
+
+    dst_cluster_id: int
+    dst_addrs: Sequence[int]
+    src_layer_range: range | None = None
+    src_batch_index: int = 0
+
+    def __post_init__(self) -> None:
+        checks.integer("dst_cluster_id", self.dst_cluster_id)
+        addrs = tuple(checks.integers("dst_addrs", self.dst_addrs, least=1))
+        object.__setattr__(self, "dst_addrs", addrs)
+        checks.step_one("src_layer_range", self.src_layer_range)
+        checks.integer("src_batch_index", self.src_batch_index, most=checks.MAX_UINT32)
+
+
+@dataclass(frozen=True)
+class TransferWithCacheKeyConfig:
+    """Layers to a cache that a peer has registered or allocated.
+
+    Both ranges are needed, and equally long. Raises `TypeError`, `LLMParamError`.
+    """
+
+    cache_key: BlocksCacheKey | CacheKeyByIdAndIndex
+    src_layer_range: range | None = None
+    dst_layer_range: range | None = None
+    src_batch_index: int = 0
+
+    def __post_init__(self) -> None:
+        checks.instance("cache_key", self.cache_key, (BlocksCacheKey, CacheKeyByIdAndIndex))
+        source = checks.step_one("src_layer_range", self.src_layer_range)
+        target = checks.step_one("dst_layer_range", self.dst_layer_range)
+        if source is None or target is None or len(source) != len(target):
+            raise LLMParamError(
+                f"src_layer_range={source} and dst_layer_range={target} must both be given, and"
+                " be equally long"
+            )
+        checks.integer("src_batch_index", self.src_batch_index, most=checks.MAX_UINT32)
+        if isinstance(self.cache_key, BlocksCacheKey) and self.src_batch_index:
+            raise LLMParamError("with a BlocksCacheKey src_batch_index must be 0")
+
+    @property
+    def dst_cluster_id(self) -> int:
+        """The peer."""
+        return self.cache_key.cluster_id
+
+
+class CacheTask:
+    """What `transfer_cache_async` answers; any thread may wait for it."""
+
+    def __init__(self, configs: int) -> None:
+        self._changed = threading.Condition()
+        self._results: list[LLMStatusCode | None] = [None] * configs
+        self._ended: list[bool] = [False] * configs
+        self._status: LLMStatusCode | None = None
+
+    def synchronize(self, timeout_in_millis: int | None = None) -> LLMStatusCode:
+        """Block until the task has ended: the first failure, or `LLM_SUCCESS`.
+
+        `LLM_TIMEOUT` where it is still running then. None waits for ever.
+        """
+        self._wait(timeout_in_millis)
+        with self._changed:
+            return LLMStatusCode.LLM_TIMEOUT if self._status is None else self._status
+
+    def get_results(self, timeout_in_millis: int | None = None) -> list[LLMStatusCode | None]:
+        """Block as `synchronize`: the result of each configuration.
+
+        None: none of its layers was begun. `LLM_TIMEOUT`: it is still running. One that was begun
+        and not ended when the task failed has the failure's code.
+        """
+        self._wait(timeout_in_millis)
+        with self._changed:
+            if self._status is not None:
+                return list(self._results)
+            return [
+                result if ended else LLMStatusCode.LLM_TIMEOUT
+                for result, ended in zip(self._results, self._ended, strict=True)
+            ]
+
+    def _wait(self, timeout_in_millis: int | None) -> None:
+        if timeout_in_millis is not None:
+            checks.integer("timeout_in_millis", timeout_in_millis, most=checks.MAX_UINT32)
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self._status is not None,
+                None if timeout_in_millis is None else timeout_in_millis / 1000,
+            )
+
+    def note(self, config: int, status: LLMStatusCode, *, ended: bool) -> None:
+        """For the sender: what came of a configuration so far."""
+        with self._changed:
+            if self._status is None:
+                self._results[config] = status
+                self._ended[config] = ended
+
+    def end(self, status: LLMStatusCode) -> None:
+        """For the sender: the task is over; what was begun and not ended has failed with it.
+
+        Only the first call counts.
+        """
+        with self._changed:
+            if self._status is not None:
+                return
+            self._status = status
+            for at, result in enumerate(self._results):
+                if result is not None and not self._ended[at]:
+                    self._results[at] = status
+            self._changed.notify_all()
+
+
+Push = Callable[[int, int], None]
+"""Pushes to a configuration (by its index) a layer of the cache."""
+
+
+@dataclass(frozen=True)
+class LayeredTransfer:
+    """A task to be done: which layers each configuration has, and how one is pushed."""
+
+    task: CacheTask
+    synchronizer: LayerSynchronizer
+    layers: Sequence[range]
+    push: Push
+
+    def run(self, is_ended: Callable[[], bool]) -> None:
+        """Do it all; `is_ended` says that no further layer may leave. Raises nothing."""
+        for layer in sorted({one for layers in self.layers for one in layers}):
+            configs = [at for at, layers in enumerate(self.layers) if layer in layers]
+            if not self._is_computed(layer):
+                self._fail(configs, LLMStatusCode.LLM_PARAM_INVALID)
+                return
+            for config in configs:
+                status = (
+                    LLMStatusCode.LLM_ENGINE_FINALIZED
+                    if is_ended()
+                    else self._pushed(config, layer)
+                )
+                if status is not LLMStatusCode.LLM_SUCCESS:
+                    self._fail([config], status)
+                    return
+                self.task.note(config, status, ended=layer == self.layers[config][-1])
+        self.task.end(LLMStatusCode.LLM_SUCCESS)
+
+    def _is_computed(self, layer: int) -> bool:
+        try:
+            return bool(self.synchronizer.synchronize_layer(layer, None))
+        except Exception:
+            _log.exception("synchronize_layer(%d) failed: the transfer ends there", layer)
+            return False
+
+    def _pushed(self, config: int, layer: int) -> LLMStatusCode:
+        try:
+            self.push(config, layer)
+        except LLMException as error:
+            _log.warning("layer %d could not be pushed: %s", layer, error)
+            return error.status_code
+        except Exception as error:
+            _log.exception("layer %d could not be pushed", layer)
+            return status_of(error)
+        return LLMStatusCode.LLM_SUCCESS
+
+    def _fail(self, configs: Sequence[int], status: LLMStatusCode) -> None:
+        for config in configs:
+            self.task.note(config, status, ended=True)
+        self.task.end(status)
+
+
+class LayerSender:
+    """The thread that does layered transfers, one after the other; it starts with the first."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._waiting: deque[LayeredTransfer] = deque()
+        self._running: LayeredTransfer | None = None
+        self._thread: threading.Thread | None = None
+        self._ended = False
+
+    def send(self, transfer: LayeredTransfer) -> None:
+        """Have it done after those that came before. Never blocks. After `end` it fails at once."""
+        with self._changed:
+            if self._ended:
+                transfer.task.end(LLMStatusCode.LLM_ENGINE_FINALIZED)
+                return
+            self._waiting.append(transfer)
+            if self._thread is None:
+                # No thread that an exit waits for: a synchronizer may block for ever.
+                self._thread = threading.Thread(
+                    target=self._work, name="kvelastic-layers", daemon=True
+                )
+                self._thread.start()
+            self._changed.notify_all()
+
+    def end(self) -> None:
+        """No further layer leaves; tasks end with `LLM_ENGINE_FINALIZED`. Repeatable.
+
+        Does not wait for a synchronizer that blocks: what it says later has no effect.
+        """
+        with self._changed:
+            self._ended = True
+            waiting = [*([self._running] if self._running else []), *self._waiting]
+            self._waiting.clear()
+            self._changed.notify_all()
+        for transfer in waiting:
+            transfer.task.end(LLMStatusCode.LLM_ENGINE_FINALIZED)
+
+    def _work(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._waiting or self._ended)
+                if self._ended:
+                    return
+                self._running = transfer = self._waiting.popleft()
+            transfer.run(lambda: self._ended)
+            # Caches that it refers to may be freed while the thread waits.
+            self._running = None
+            del transfer

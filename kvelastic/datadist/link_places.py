@@ -1,0 +1,77 @@
+"""Where clusters listen and are found: addresses of the interface as addresses of sockets.
+
+On one host a cluster is reached over a Unix socket that stands for its ip:port, or for its id; the
+kernel says that both ends are the same user's. Without a secret that is all, so no port is open,
+and an address need not be one of this host's. With `KVELASTIC_LINK_SECRET` clusters listen on TCP
+as well, and reach other hosts.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from kvelastic.config import Config
+from kvelastic.errors import ChannelError
+from kvelastic.messages import Address, SecretFile
+
+_MODE: Final = 0o700
+
+
+@dataclass(frozen=True)
+class LinkPlaces:
+    """The folder of the sockets, and what opens TCP."""
+
+    folder: Path
+    secret: SecretFile | None
+    allowed: tuple[str, ...]
+
+    @classmethod
+    def of(cls, settings: Config) -> LinkPlaces:
+        """As the settings say; makes the folder, which is this user's alone.
+
+        Clusters of different `KVELASTIC_LEDGER` groups do not meet. Raises `ChannelError`,
+        `SecretError`.
+        """
+        base = Path(os.environ.get("XDG_RUNTIME_DIR") or f"/tmp/kvelastic-{os.geteuid()}")
+        folder = base / "kvelastic-links" / settings.ledger
+        try:
+            for one in (base, folder.parent, folder):
+                one.mkdir(mode=_MODE, exist_ok=True)
+                found = one.lstat()
+                is_ours = stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid()
+                if not is_ours or stat.S_IMODE(found.st_mode) & 0o022:
+                    raise ChannelError(
+                        f"{one} can be written by others; remove it, or set XDG_RUNTIME_DIR"
+                    )
+        except OSError as error:
+            raise ChannelError(
+                f"no folder for the sockets of links: {error}; set XDG_RUNTIME_DIR"
+            ) from error
+        secret = None if settings.link_secret is None else SecretFile(Path(settings.link_secret))
+        return cls(folder, secret, settings.link_allow)
+
+    def here(self, host: str, port: int) -> Address:
+        """The Unix socket that stands for an address."""
+        return Address(path=str(self.folder / f"{host}_{port}"))
+
+    def cluster(self, cluster_id: int) -> Address:
+        """The Unix socket of a cluster that members of its groups find it by."""
+        return Address(path=str(self.folder / f"cluster_{cluster_id}"))
+
+    def listening(self, addresses: tuple[tuple[str, int], ...]) -> list[Address]:
+        """Every socket of a cluster that listens at these."""
+        found = [self.here(host, port) for host, port in addresses]
+        if self.secret is not None:
+            found += [Address(host=host, port=port) for host, port in addresses]
+        return found
+
+    def towards(self, host: str, port: int) -> list[Address]:
+        """Where a peer of this address may be, the nearest first."""
+        found = [self.here(host, port)]
+        if self.secret is not None:
+            found.append(Address(host=host, port=port))
+        return found

@@ -1,0 +1,445 @@
+"""The links of a cluster: made and ended, used by managers, and what peers ask over them.
+
+    links = Links(cluster_id, role, caches, options, settings)
+    links.link(cluster, deadline_s)
+    with links.call(2) as peer: peer.find(key); ...
+    links.close()
+
+Linking, leases and copies are `kvelastic.transfer`'s; this knows what they are for.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from contextlib import AbstractContextManager
+from typing import Final
+
+from kvelastic.config import Config
+from kvelastic.datadist import wire
+from kvelastic.datadist.cache_table import Entry
+from kvelastic.datadist.clusters import LLMClusterInfo
+from kvelastic.datadist.enums import LLMRole, Placement, RegisterMemStatus
+from kvelastic.datadist.exposed import Exposed
+from kvelastic.datadist.group_links import GroupLinks
+from kvelastic.datadist.link_places import LinkPlaces
+from kvelastic.datadist.local_caches import LocalCaches
+from kvelastic.datadist.options import Options
+from kvelastic.datadist.peer import LinkCall, Peer, busy, calling
+from kvelastic.datadist.rank_table import Group
+from kvelastic.datadist.remote import PeerCall, Remote
+from kvelastic.datadist.status import LLMException, LLMParamError, LLMStatusCode, status_of
+from kvelastic.errors import (
+    ChannelClosedError,
+    ChannelError,
+    ChannelTimeoutError,
+    ConfigError,
+    KvelasticError,
+)
+from kvelastic.messages import Address
+from kvelastic.transfer import Link, Node
+
+_log = logging.getLogger("kvelastic")
+
+MOST_LINKS: Final = 512
+LEAST_LEASE_S: Final = 5.0
+
+
+class Links(Remote):
+    """See the module. Any thread; `close` and `switch_role` not beside others.
+
+    Lock order: `_lock` is a leaf but for a peer's own; no message is sent with it held.
+    """
+
+    def __init__(
+        self,
+        cluster_id: int,
+        role: LLMRole,
+        caches: LocalCaches,
+        options: Options,
+        settings: Config,
+    ) -> None:
+        """Listen as the options say. Raises `ChannelError`, `ConfigError`, `SecretError`."""
+        self._cluster_id = cluster_id
+        self._role = role
+        self._caches = caches
+        self._options = options
+        self._places = LinkPlaces.of(settings)
+        self._lock = threading.Lock()
+        self._peers: dict[int, Peer] = {}
+        self._in_progress: set[int] = set()
+        self._has_linked = False
+        self._exposed = Exposed(caches)
+        self._groups = GroupLinks(self._join_member, self._leave_member)
+        self._node = self._listen(options.listen)
+
+    def _listen(self, addresses: tuple[tuple[str, int], ...]) -> Node:
+        places = self._places.listening(addresses)
+        if self._options.is_cache_manager:
+            own = self._places.cluster(self._cluster_id)
+            try:
+                return self._open_node([*places, own])
+            except ChannelError as error:
+                if str(own) not in str(error):
+                    raise
+                _log.warning(
+                    "another process is cluster %d: members of groups will not find this one, and"
+                    " link() will fail (%s)",
+                    self._cluster_id,
+                    error,
+                )
+        return self._open_node(places)
+
+    def _open_node(self, listen: list[Address]) -> Node:
+        node = Node(
+            self._cluster_id,
+            answer=self._answer,
+            claim=self._exposed.claim,
+            listen=listen,
+            secret=self._places.secret,
+            allowed=self._places.allowed,
+            lease_s=max(self._options.sync_kv_timeout_s, LEAST_LEASE_S),
+            most_links=MOST_LINKS,
+            on_link=self._linked,
+            on_end=self._ended,
+        )
+        try:
+            self._exposed.bind(node)
+        except BaseException:
+            node.close()
+            raise
+        return node
+
+    # --- one side links ----------------------------------------------------------------------
+
+    def link(self, cluster: LLMClusterInfo, deadline_s: float) -> None:
+        """Link with a peer that listens. Raises `LLMException`, and as `Node.link`."""
+        cluster_id = cluster.remote_cluster_id
+        assert cluster_id is not None
+        self._begin(cluster_id)
+        try:
+            host, port = cluster.remote_ip_infos[0]
+            link = self._connect(cluster_id, self._places.towards(host, port), deadline_s)
+            try:
+                self._check_role(cluster_id, link, cluster.remote_role_type, deadline_s)
+            except BaseException:
+                self._drop(link)
+                raise
+        finally:
+            self._end(cluster_id)
+
+    def _begin(self, cluster_id: int) -> None:
+        """Nobody else links or unlinks this peer until `_end`."""
+        with self._lock:
+            if cluster_id in self._in_progress:
+                raise LLMException(
+                    f"another thread links or unlinks cluster {cluster_id}",
+                    status_code=LLMStatusCode.LLM_PROCESSING_LINK,
+                )
+            peer = self._peers.get(cluster_id)
+            if peer is not None and peer.is_linked:
+                raise LLMException(
+                    f"cluster {cluster_id} is linked", status_code=LLMStatusCode.LLM_ALREADY_LINK
+                )
+            linked = sum(one.is_linked for one in self._peers.values())
+            if linked + len(self._in_progress) >= MOST_LINKS:
+                raise LLMException(
+                    f"{MOST_LINKS} clusters are linked; unlink some",
+                    status_code=LLMStatusCode.LLM_CLUSTER_NUM_EXCEED_LIMIT,
+                )
+            self._in_progress.add(cluster_id)
+
+    def _end(self, cluster_id: int) -> None:
+        with self._lock:
+            self._in_progress.discard(cluster_id)
+
+    def _connect(self, cluster_id: int, places: list[Address], deadline_s: float) -> Link:
+        """A link to the cluster at the first of its addresses where somebody listens."""
+        for at, place in enumerate(places):
+            try:
+                link = self._node.link(place, _left_s(deadline_s))
+            except ChannelClosedError:
+                if at + 1 < len(places):
+                    continue
+                raise LLMException(
+                    f"cluster {cluster_id} does not listen at {place}"
+                    + (
+                        ""
+                        if self._places.secret
+                        else "; to reach another host, both sides need KVELASTIC_LINK_SECRET"
+                    ),
+                    status_code=LLMStatusCode.LLM_LINK_FAILED,
+                ) from None
+            except ConfigError as error:
+                raise LLMException(str(error), status_code=LLMStatusCode.LLM_LINK_FAILED) from error
+            if link.peer_id != cluster_id:
+                self._drop(link)
+                raise LLMException(
+                    f"{place} is cluster {link.peer_id}, not {cluster_id}",
+                    status_code=LLMStatusCode.LLM_LINK_FAILED,
+                )
+            return link
+        raise LLMParamError(f"cluster {cluster_id} has no address")
+
+    def _check_role(
+        self, cluster_id: int, link: Link, wanted: LLMRole | None, deadline_s: float
+    ) -> None:
+        call = LinkCall(Peer(cluster_id, link), self._node, self._caches, _left_s(deadline_s))
+        answer = call.ask(wire.Who())
+        if not isinstance(answer, wire.Welcome) or wanted not in {None, answer.role}:
+            raise LLMException(
+                f"cluster {cluster_id} is no {wanted.name if wanted else 'peer'}",
+                status_code=LLMStatusCode.LLM_LINK_FAILED,
+            )
+
+    def _drop(self, link: Link) -> None:
+        with self._lock:
+            peer = self._peers.get(link.peer_id)
+            if peer is not None and peer.link is link:
+                del self._peers[link.peer_id]
+        link.unlink(0, force=True)
+
+    def unlink(self, cluster_id: int, deadline_s: float, *, force: bool) -> None:
+        """End a link. Raises `LLMException`; the peer's silence, too, with our side ended."""
+        with self._lock:
+            peer = self._peers.get(cluster_id)
+            if cluster_id in self._in_progress:
+                raise LLMException(
+                    f"another thread links or unlinks cluster {cluster_id}",
+                    status_code=LLMStatusCode.LLM_PROCESSING_LINK,
+                )
+            if peer is None:
+                raise not_linked(cluster_id)
+            self._in_progress.add(cluster_id)
+        try:
+            if not peer.is_linked:
+                force = True  # there is nobody to be told
+            if not force and not peer.close(deadline_s):
+                raise busy(cluster_id)
+            self._forget(peer)
+            try:
+                peer.link.unlink(0 if force else _left_s(deadline_s), force=force)
+            except ChannelClosedError:  # the peer was first, or has gone: it knows of no link
+                peer.link.unlink(0, force=True)
+            except KvelasticError as error:
+                peer.link.unlink(0, force=True)
+                raise LLMException(
+                    f"cluster {cluster_id} was not told: {error}; unlink it there, too",
+                    status_code=LLMStatusCode.LLM_NOTIFY_PROMPT_UNLINK_FAILED,
+                ) from error
+        finally:
+            self._end(cluster_id)
+
+    def check(self, cluster_id: int) -> None:
+        """Raise unless the peer answers within the deadline of a call."""
+        peer = self._peer(cluster_id)
+        peer.refuse_broken()
+        if peer.is_in_use:
+            raise busy(cluster_id)
+        try:
+            peer.link.check(self._options.sync_kv_timeout_s)
+        except ChannelTimeoutError as error:
+            peer.break_off(LLMStatusCode.LLM_WAIT_PROCESS_TIMEOUT)
+            raise LLMException(
+                f"cluster {cluster_id} does not answer; link it anew",
+                status_code=LLMStatusCode.LLM_TIMEOUT,
+            ) from error
+
+    # --- all members link --------------------------------------------------------------------
+
+    def link_group(self, group: Group, total_s: float, rounds: int) -> int:
+        """Begin to link a group's members; answers its id. Raises `LLMException`."""
+        return self._groups.begin(group, total_s, rounds)
+
+    def unlink_group(self, comm_id: int) -> None:
+        """End a group, with the links that no other group uses. Raises `LLM_NOT_YET_LINK`."""
+        self._groups.end(comm_id)
+
+    def group_status(self, comm_id: int) -> RegisterMemStatus:
+        """How far a group is. Raises `LLM_NOT_YET_LINK`."""
+        return self._groups.status(comm_id)
+
+    def _join_member(self, cluster_id: int, token: str, timeout_s: float) -> bool:
+        """Whether the member of a lower rank is linked and in the group; links it."""
+        deadline_s = time.monotonic() + timeout_s
+        with self._lock:
+            peer = self._peers.get(cluster_id)
+        if peer is None or not peer.is_linked:
+            try:
+                self._connect(cluster_id, [self._places.cluster(cluster_id)], deadline_s)
+            except (LLMException, KvelasticError) as error:
+                _log.debug("cluster %d is not there yet: %s", cluster_id, error)
+                return False
+            peer = self._peer(cluster_id)
+        call = LinkCall(peer, self._node, self._caches, _left_s(deadline_s))
+        try:
+            answer = call.ask(wire.Join(token))
+        except KvelasticError as error:
+            _log.debug("cluster %d did not join: %s", cluster_id, error)
+            return False
+        return isinstance(answer, wire.Joined) and answer.is_there
+
+    def _leave_member(self, cluster_id: int) -> None:
+        """No group uses this link any more."""
+        try:
+            self.unlink(cluster_id, time.monotonic() + self._options.sync_kv_timeout_s, force=False)
+        except LLMException as error:
+            if error.status_code is not LLMStatusCode.LLM_NOT_YET_LINK:  # the peer was first
+                raise
+
+    # --- calls of managers -------------------------------------------------------------------
+
+    @property
+    def has_linked(self) -> bool:
+        """As `Remote.has_linked`."""
+        return self._has_linked
+
+    def call(
+        self, cluster_id: int, *, is_layered: bool = False
+    ) -> AbstractContextManager[PeerCall]:
+        """As `Remote.call`."""
+        return calling(
+            self._peer(cluster_id),
+            self._node,
+            self._caches,
+            self._options.sync_kv_timeout_s,
+            is_layered=is_layered,
+        )
+
+    def expose(self, entry: Entry) -> None:
+        """As `Remote.expose`."""
+        self._exposed.expose(entry)
+
+    def withdraw(self, entry: Entry) -> None:
+        """As `Remote.withdraw`."""
+        self._exposed.withdraw(entry)
+
+    def _peer(self, cluster_id: int) -> Peer:
+        with self._lock:
+            peer = self._peers.get(cluster_id)
+        if peer is None:
+            raise not_linked(cluster_id)
+        return peer
+
+    # --- what the node says ------------------------------------------------------------------
+
+    def _linked(self, link: Link) -> None:
+        """A link stands, whoever made it; in any thread."""
+        with self._lock:
+            self._has_linked = True
+            self._peers[link.peer_id] = Peer(link.peer_id, link)
+
+    def _ended(self, link: Link) -> None:
+        """A link has ended. Who was unlinked is forgotten, who has gone is remembered as broken."""
+        with self._lock:
+            peer = self._peers.get(link.peer_id)
+            if peer is None or peer.link is not link:
+                return
+            if link.ended is None and peer.broken is None:
+                del self._peers[link.peer_id]
+            elif peer.broken is None:
+                peer.broken = LLMStatusCode.LLM_LINK_FAILED
+                _log.warning("cluster %d has gone: %s", link.peer_id, link.ended)
+
+    def _forget(self, peer: Peer) -> None:
+        with self._lock:
+            if self._peers.get(peer.cluster_id) is peer:
+                del self._peers[peer.cluster_id]
+
+    def _answer(self, link: Link, body: bytes) -> bytes:
+        """What a peer asks; in a thread of the node's."""
+        try:
+            return wire.encode(self._answered(link, wire.decode_question(body)))
+        except KvelasticError as error:
+            return wire.encode(wire.Refused(int(status_of(error)), str(error)[:2048]))
+
+    def _answered(self, link: Link, asked: wire.Question) -> wire.Answer:
+        match asked:
+            case wire.Find():
+                return self._found(asked)
+            case wire.Moved():
+                tensors = range(asked.first_tensor, asked.first_tensor + asked.tensors)
+                self._caches.moved(asked.cache_id, asked.row, tensors)
+                return wire.Noted()
+            case wire.Who():
+                return wire.Welcome(int(self._role))
+            case wire.Join():
+                return wire.Joined(self._groups.joined(link.peer_id, asked.token))
+
+    def _found(self, asked: wire.Find) -> wire.Found:
+        key = asked.key
+        if isinstance(key, wire.ByRow):
+            entry, row = self._caches.of_row(wire.row_index(key))
+        elif isinstance(key, wire.ByModel):
+            entry, row = self._caches.of_model(key.model_id), 0
+        else:
+            entry, row = self._caches.of_id(key.cache_id), key.row
+        if row >= entry.desc.batch_size:
+            raise LLMParamError(f"the cache has {entry.desc.batch_size} rows, and no row {row}")
+        if not entry.remote_accessible:
+            raise LLMParamError(f"cache {entry.cache_id} is registered for this cluster alone")
+        if asked.is_write and not self._options.remembers_remote_caches:
+            raise LLMException(
+                "this cluster lets nobody push; set enable_remote_cache_accessible here, too",
+                status_code=LLMStatusCode.LLM_FEATURE_NOT_ENABLED,
+            )
+        desc = entry.desc
+        return wire.Found(
+            wire.Cache(
+                cache_id=entry.cache_id,
+                is_blocks=entry.is_blocks,
+                row=row,
+                num_tensors=desc.num_tensors,
+                shape=list(desc.shape),
+                data_type=int(desc.data_type),
+                is_device=desc.placement is Placement.DEVICE,
+                batch_dim_index=desc.batch_dim_index,
+                addrs=[list(one) for one in entry.addrs],
+            )
+        )
+
+    # --- role and end ------------------------------------------------------------------------
+
+    def switch_role(self, role: LLMRole, listen: tuple[tuple[str, int], ...]) -> None:
+        """Take a role, and listen there alone. Raises `LLM_EXIST_LINK`; nothing has changed then.
+
+        An address that cannot be had is `LLM_FAILED`, and what was listened at before is again.
+        """
+        with self._lock:
+            linked = [one.cluster_id for one in self._peers.values() if one.is_linked]
+            if linked or self._in_progress:
+                raise LLMException(
+                    f"clusters {linked} are linked; unlink them first",
+                    status_code=LLMStatusCode.LLM_EXIST_LINK,
+                )
+            self._peers.clear()
+        before = self._node.addresses
+        self._node.close()
+        try:
+            self._node = self._listen(listen)
+        except ChannelError as error:
+            self._node = self._open_node(list(before))
+            raise LLMException(str(error), status_code=LLMStatusCode.LLM_FAILED) from error
+        self._role = role
+
+    def close(self) -> None:
+        """End all links. Repeatable."""
+        self._groups.close()
+        with self._lock:
+            self._peers.clear()
+        self._node.close()
+
+
+def not_linked(cluster_id: int) -> LLMException:
+    """The exception for a cluster that is not linked."""
+    return LLMException(
+        f"cluster {cluster_id} is not linked", status_code=LLMStatusCode.LLM_NOT_YET_LINK
+    )
+
+
+def _left_s(deadline_s: float) -> float:
+    left_s = deadline_s - time.monotonic()
+    if left_s <= 0:
+        raise ChannelTimeoutError("the peer has not answered in time")
+    return left_s

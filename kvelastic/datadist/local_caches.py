@@ -1,0 +1,437 @@
+"""The caches of this process: the table of who refers to them, and the memory behind them.
+
+    caches = LocalCaches(options, settings)
+    entry = caches.allocate(desc, keys=[CacheKey(1, 7)])
+    with caches.held(entry): ...          # its memory stays, whoever frees it
+    caches.deallocate(entry.cache_id); caches.close()
+
+Both generations' managers and the peers' requests come here. Any thread. Lock order: this one's
+lock, then a pool's; no byte is copied and no memory waited for with the lock held.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from kvelastic import device
+from kvelastic.config import Config
+from kvelastic.datadist.byte_copies import copy_runs
+from kvelastic.datadist.cache_memory import CacheMemory, Piece
+from kvelastic.datadist.cache_table import CacheTable, Entry
+from kvelastic.datadist.caches import CacheHandle
+from kvelastic.datadist.descriptors import CacheDesc, CacheKey, RowIndex
+from kvelastic.datadist.enums import Placement
+from kvelastic.datadist.options import Options
+from kvelastic.datadist.pieces import Run
+from kvelastic.datadist.status import LLMException, LLMParamError, LLMStatusCode
+from kvelastic.device import Device
+from kvelastic.errors import DeviceUnavailableError, NotRegisteredError
+
+MAX_REGISTERED_ADDRESSES = 240
+"""Of all registered caches of a process together, as in the original."""
+
+
+@dataclass(frozen=True)
+class Use:
+    """A cache that stays where it is; `end_use` ends that."""
+
+    entry: Entry
+    tickets: tuple[tuple[CacheMemory, int], ...]
+
+
+class LocalCaches:
+    """See the module."""
+
+    def __init__(self, options: Options, settings: Config) -> None:
+        """Open the pools that `options` ask for; maps nothing. Raises what `open_pool` raises."""
+        self._options = options
+        self._copying = threading.Lock()
+        self._lock = threading.Lock()
+        self._unused = threading.Condition(self._lock)
+        self._table = CacheTable()
+        self._deleted: deque[int] = deque()
+        self._registered_addresses = 0
+        self._closed = False
+        self.devices: list[Device] = []
+        self._memories: dict[Placement, list[CacheMemory]] = {}
+        try:
+            for at in options.device_ids:
+                self.devices.append(_device(settings, at))
+            if options.device_pool is not None:
+                self._open(Placement.DEVICE, self.devices, settings)
+            if options.host_pool is not None:
+                self._open(Placement.HOST, [device.host(settings)], settings)
+        except BaseException:
+            self.close()
+            raise
+
+    def _open(self, placement: Placement, devices: Sequence[Device], settings: Config) -> None:
+        options = self._options
+        pool = options.device_pool if placement is Placement.DEVICE else options.host_pool
+        assert pool is not None
+        opened = self._memories.setdefault(placement, [])
+        for at, one in enumerate(devices):
+            number = f"_{at}" if len(devices) > 1 else ""
+            name = settings.ipc_name and f"{settings.ipc_name}_{placement.name.lower()}{number}"
+            opened.append(
+                CacheMemory(
+                    one,
+                    pool,
+                    settings,
+                    wait_s=options.sync_kv_timeout_s,
+                    tiers=options.tiers,
+                    name=name,
+                )
+            )
+
+    # --- make and forget ---------------------------------------------------------------------
+
+    def allocate(
+        self,
+        desc: CacheDesc,
+        *,
+        keys: Sequence[CacheKey] = (),
+        model_id: int | None = None,
+        is_blocks: bool = False,
+    ) -> Entry:
+        """A cache with memory of its own, on each device where it is a device cache.
+
+        Waits at most the deadline of a call for memory of others. Raises `LLM_FEATURE_NOT_ENABLED`
+        where no pool is configured, `LLM_OUT_OF_MEMORY` (`LLM_DEVICE_OUT_OF_MEMORY` in the first
+        generation), and as `CacheTable.refuse_keys`; nothing has changed then.
+        """
+        self.free_deleted()
+        memories = self._memories.get(desc.placement)
+        if memories is None:
+            option = "mem_pool_cfg" if desc.placement is Placement.DEVICE else "host_mem_pool_cfg"
+            raise LLMException(
+                f"there is no pool of {desc.placement.name} caches; set {option} before init",
+                status_code=LLMStatusCode.LLM_FEATURE_NOT_ENABLED,
+            )
+        with self._lock:
+            self._table.refuse_keys(desc, keys, model_id)
+        pieces: list[Piece] = []
+        try:
+            for memory in memories:
+                piece = memory.alloc(desc.num_tensors, desc.size)
+                if piece is None:
+                    raise self._out_of_memory(desc, memory)
+                pieces.append(piece)
+            with self._lock:
+                entry = self._table.add(
+                    desc,
+                    [piece.addresses for piece in pieces],
+                    origin="allocated",
+                    is_blocks=is_blocks,
+                    keys=keys,
+                    model_id=model_id,
+                )
+                entry.memory = tuple(pieces)
+                return entry
+        except BaseException:
+            for memory, piece in zip(memories, pieces, strict=False):
+                memory.free(piece)
+            raise
+
+    def _out_of_memory(self, desc: CacheDesc, memory: CacheMemory) -> LLMException:
+        state = memory.pool.blocks.limit_state()
+        is_second = self._options.is_cache_manager
+        return LLMException(
+            f"{desc.num_tensors} tensors of {desc.size} bytes are not to be had in"
+            f" {memory.pool.name}, which holds {state['mapped_bytes']} of"
+            f" {state['effective_limit_bytes']} bytes; deallocate caches, or raise its limit",
+            status_code=LLMStatusCode.LLM_OUT_OF_MEMORY
+            if is_second
+            else LLMStatusCode.LLM_DEVICE_OUT_OF_MEMORY,
+        )
+
+    def register(
+        self,
+        desc: CacheDesc,
+        addrs: Sequence[int],
+        *,
+        remote_accessible: bool,
+        keys: Sequence[CacheKey] = (),
+        model_id: int | None = None,
+        is_blocks: bool = False,
+    ) -> Entry:
+        """A cache over memory of the caller's. Raises `LLMParamError`."""
+        self.free_deleted()
+        if len(addrs) != desc.num_tensors:
+            raise LLMParamError(
+                f"{len(addrs)} addresses are given for {desc.num_tensors} tensors; give one each"
+            )
+        with self._lock:
+            if self._registered_addresses + len(addrs) > MAX_REGISTERED_ADDRESSES:
+                raise LLMParamError(
+                    f"{self._registered_addresses} addresses are registered: with {len(addrs)}"
+                    f" more they would be over {MAX_REGISTERED_ADDRESSES}"
+                )
+            entry = self._table.add(
+                desc,
+                [addrs],
+                origin="registered",
+                is_blocks=is_blocks,
+                remote_accessible=remote_accessible,
+                keys=keys,
+                model_id=model_id,
+            )
+            self._registered_addresses += len(addrs)
+            return entry
+
+    def deallocate(self, cache_id: int) -> bool:
+        """Drop the reference of an allocated cache's id; an unknown one is no error.
+
+        False: the cache is registered, and stays as it is.
+        """
+        self.free_deleted()
+        with self._lock:
+            if self._table.is_registered(cache_id):
+                return False
+            self._free(self._table.release_id(cache_id))
+            return True
+
+    def delete_later(self, cache_id: int) -> None:
+        """The same for a handle that is being deleted: at any moment, in any thread.
+
+        It never waits for a lock, for its own thread may hold it.
+        """
+        if not self._closed:
+            self._deleted.append(cache_id)
+            self.free_deleted()
+
+    def free_deleted(self) -> None:
+        """Carry out what `delete_later` could not."""
+        while self._deleted and self._lock.acquire(blocking=False):
+            try:
+                while self._deleted:
+                    self._free(self._table.release_id(self._deleted.popleft()))
+            finally:
+                self._lock.release()
+
+    def unregister(self, cache_id: int) -> Entry | None:
+        """Forget a registered cache; None: there is none of this id.
+
+        Waits until nobody uses it, `sync_kv_timeout` at most (`LLM_TIMEOUT`). Raises
+        `LLMParamError` for one that was allocated.
+        """
+        with self._lock:
+            if self._table.is_allocated(cache_id):
+                raise LLMParamError(f"cache {cache_id} was allocated; deallocate it")
+            if not self._unused.wait_for(
+                lambda: not self._table.uses_of(cache_id), self._options.sync_kv_timeout_s
+            ):
+                raise LLMException(
+                    f"cache {cache_id} is being transferred; unlink its peers, or try again",
+                    status_code=LLMStatusCode.LLM_TIMEOUT,
+                )
+            entry = self._table.forget(cache_id)
+            if entry is not None:
+                self._registered_addresses -= len(entry.addrs[0])
+            return entry
+
+    def remove_key(self, index: RowIndex) -> None:
+        """Drop a key's reference; an unknown one is no error."""
+        with self._lock:
+            self._free(self._table.remove_key(index))
+
+    def moved(self, cache_id: int, row: int, tensors: Sequence[int]) -> None:
+        """As `CacheTable.moved`."""
+        with self._lock:
+            self._free(self._table.moved(cache_id, row, tensors))
+
+    def _free(self, entry: Entry | None) -> None:
+        """Its memory goes now, or with its last pin. The lock is held."""
+        if entry is None or not isinstance(entry.memory, tuple):
+            return
+        for memory, piece in zip(self._memories[entry.desc.placement], entry.memory, strict=True):
+            memory.free(piece)
+
+    # --- find and hold -----------------------------------------------------------------------
+
+    def of_id(self, cache_id: int) -> Entry:
+        """As `CacheTable.of_id`."""
+        with self._lock:
+            return self._table.of_id(cache_id)
+
+    def of_row(self, index: RowIndex) -> tuple[Entry, int]:
+        """As `CacheTable.of_row`."""
+        with self._lock:
+            return self._table.of_row(index)
+
+    def of_model(self, model_id: int) -> Entry:
+        """As `CacheTable.of_model`."""
+        with self._lock:
+            return self._table.of_model(model_id)
+
+    def own(self, name: str, handle: CacheHandle) -> Entry:
+        """The cache of a handle that is an argument.
+
+        Raises `LLM_KV_CACHE_NOT_EXIST` where it was deallocated, `LLMParamError` for a CPU cache.
+        """
+        if handle.is_cpu_cache:
+            raise LLMParamError(f"{name} is a CPU cache; the call needs one of this manager")
+        if not handle.is_valid:
+            raise LLMException(
+                f"{name} was deallocated", status_code=LLMStatusCode.LLM_KV_CACHE_NOT_EXIST
+            )
+        return self.of_id(handle.cache_id)
+
+    def begin_use(self, entry: Entry) -> Use:
+        """Keep a cache's own memory where it is, and a registered one registered, until `end_use`.
+
+        Raises `LLM_KV_CACHE_NOT_EXIST` if it has gone.
+        """
+        with self._lock:
+            self._table.still_there(entry)
+            tickets: list[tuple[CacheMemory, int]] = []
+            if isinstance(entry.memory, tuple):
+                memories = self._memories[entry.desc.placement]
+                for memory, piece in zip(memories, entry.memory, strict=True):
+                    tickets.append((memory, memory.pin(piece)))
+            entry.uses += 1
+            return Use(entry, tuple(tickets))
+
+    def end_use(self, use: Use) -> bool:
+        """The use is over; once. Answers whether the cache still is what it was at its begin."""
+        with self._lock:
+            use.entry.uses -= 1
+            self._unused.notify_all()
+            is_there = self._table.is_there(use.entry)
+        for memory, ticket in use.tickets:
+            memory.unpin(ticket)
+        return is_there
+
+    @contextmanager
+    def held(self, entry: Entry) -> Iterator[None]:
+        """A use for the length of a block."""
+        use = self.begin_use(entry)
+        try:
+            yield
+        finally:
+            self.end_use(use)
+
+    def claim(self, cache_id: int | None, pieces: Sequence[tuple[int, int]]) -> list[Use]:
+        """Uses of what a peer means, for its copy: a cache, or (None) whichever the pieces lie in.
+
+        Raises `NotRegisteredError` where a piece lies in no such cache's tensor as a whole.
+        """
+        with self._lock:
+            entries = [
+                entry
+                for entry in self._table
+                if entry.remote_accessible and cache_id in {None, entry.cache_id}
+            ]
+        spans = sorted(
+            (address, address + entry.desc.size, entry.cache_id)
+            for entry in entries
+            for addrs in entry.addrs
+            for address in addrs
+        )
+        found: set[int] = set()
+        for address, size in pieces:
+            at = bisect_right(spans, (address, 1 << 64, 0)) - 1
+            if at < 0 or address + size > spans[at][1]:
+                raise NotRegisteredError(
+                    f"{size} bytes at {address:#x} are of no cache that peers reach"
+                    if cache_id is None
+                    else f"cache {cache_id} has gone, or does not have {size} bytes at {address:#x}"
+                )
+            found.add(spans[at][2])
+        uses: list[Use] = []
+        try:
+            for entry in entries:
+                if entry.cache_id in found:
+                    uses.append(self.begin_use(entry))  # noqa: PERF401 - those begun end
+        except LLMException as error:
+            for use in uses:
+                self.end_use(use)
+            raise NotRegisteredError(f"it has just gone: {error}") from error
+        return uses
+
+    def copy(
+        self, pairs: Sequence[tuple[Run, Run]], source: CacheHandle, target: CacheHandle
+    ) -> None:
+        """Copy runs of one cache to another, on each device; one copy at a time.
+
+        Raises as `copy_runs`, `LLM_TIMEOUT` after the deadline of a call.
+        """
+        deadline_s = time.monotonic() + self._options.sync_kv_timeout_s
+        with (
+            self._copying,
+            self.held_handle("source", source) as of,
+            self.held_handle("target", target) as to,
+        ):
+            if len(of) != len(to):
+                raise LLMParamError(f"the caches are on {len(of)} and {len(to)} devices")
+            trusted = self._is_own(source) and self._is_own(target)
+            placements = {source.cache_desc.placement, target.cache_desc.placement}
+            on_gpu = self.is_on_gpu and Placement.DEVICE in placements
+            for sources, targets in zip(of, to, strict=True):
+                copy_runs(
+                    pairs, sources, targets, trusted=trusted, on_gpu=on_gpu, deadline_s=deadline_s
+                )
+
+    def _is_own(self, handle: CacheHandle) -> bool:
+        return not handle.is_cpu_cache and isinstance(self.of_id(handle.cache_id).memory, tuple)
+
+    @contextmanager
+    def held_handle(self, name: str, handle: CacheHandle) -> Iterator[Sequence[Sequence[int]]]:
+        """The addresses of a cache that stays where it is meanwhile, of each device."""
+        if handle.is_cpu_cache:
+            yield handle.device_addrs
+            return
+        entry = self.own(name, handle)
+        with self.held(entry):
+            yield entry.addrs
+
+    @property
+    def is_on_gpu(self) -> bool:
+        """Whether device caches lie on a GPU."""
+        return any(not one.is_host for one in self.devices)
+
+    # --- life --------------------------------------------------------------------------------
+
+    def pools(self) -> list[CacheMemory]:
+        """Every pool of caches."""
+        return [memory for each in self._memories.values() for memory in each]
+
+    def check_integrity(self) -> None:
+        """Table and pools agree. Not while calls are on their way."""
+        with self._lock:
+            self._table.check_integrity()
+            for placement, memories in self._memories.items():
+                held = [
+                    entry.memory
+                    for entry in self._table
+                    if isinstance(entry.memory, tuple) and entry.desc.placement is placement
+                ]
+                for at, memory in enumerate(memories):
+                    memory.check_integrity([pieces[at] for pieces in held])
+
+    def close(self) -> None:
+        """Forget all caches, give all memory back and leave the ledgers. Repeatable."""
+        with self._lock:
+            self._table = CacheTable()
+            self._deleted.clear()
+            self._closed = True
+        for memory in self.pools():
+            memory.close()
+
+
+def _device(settings: Config, device_id: int) -> Device:
+    """The GPU of this number, or the host, which stands for it where there is none."""
+    if settings.device in {"host", "cpu"}:
+        return device.host(settings)
+    try:
+        return device.resolve(f"cuda:{device_id}", settings)
+    except DeviceUnavailableError:
+        if settings.device != device.AUTO:
+            raise
+        return device.host(settings)

@@ -1,0 +1,227 @@
+"""A peer of this cluster: its link, who uses it, and why it is of no use any more.
+
+linked -- used by transfers, or by a layered one, never both --> linked
+   |-- a transfer's timeout --> broken (LLM_WAIT_PROCESS_TIMEOUT) --.
+   |-- the peer has gone ----> broken (LLM_LINK_FAILED) ------------+--> linked anew
+   '-- unlinked by either side ----> forgotten <--------------------'
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+
+from kvelastic.datadist import wire
+from kvelastic.datadist.cache_table import Entry
+from kvelastic.datadist.local_caches import LocalCaches
+from kvelastic.datadist.pieces import Run
+from kvelastic.datadist.remote import AnyKey, PeerCall, RemoteCache
+from kvelastic.datadist.status import (
+    LLMException,
+    LLMParamError,
+    LLMStatusCode,
+    status_of,
+    status_of_number,
+)
+from kvelastic.errors import ChannelTimeoutError, KvelasticError, MessageError
+from kvelastic.transfer import Link, Node, Piece
+
+
+class Peer:
+    """See the module. Any thread."""
+
+    def __init__(self, cluster_id: int, link: Link) -> None:
+        self.cluster_id = cluster_id
+        self.link = link
+        self.broken: LLMStatusCode | None = None
+        self._changed = threading.Condition()
+        self._calls = {False: 0, True: 0}  # by whether they are layered
+        self._is_closing = False
+
+    @property
+    def is_linked(self) -> bool:
+        """Whether transfers may begin."""
+        return self.broken is None and self.link.is_open
+
+    @contextmanager
+    def used(self, *, is_layered: bool) -> Iterator[None]:
+        """A call uses the link. Raises `LLMException` where it cannot."""
+        with self._changed:
+            self.refuse_broken()
+            if self._is_closing or self._calls[not is_layered]:
+                raise busy(self.cluster_id)
+            self._calls[is_layered] += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._calls[is_layered] -= 1
+                self._changed.notify_all()
+
+    @property
+    def is_in_use(self) -> bool:
+        """Whether a call uses it now."""
+        return any(self._calls.values())
+
+    def refuse_broken(self) -> None:
+        """Raise what a link that is of no use any more is answered with."""
+        broken = self.broken
+        if broken is None and not self.link.is_open:
+            broken = LLMStatusCode.LLM_LINK_FAILED
+        if broken is not None:
+            why = "a transfer timed out" if self.broken else "the peer has gone"
+            raise LLMException(
+                f"the link to cluster {self.cluster_id} is broken ({why}); link it anew",
+                status_code=broken,
+            )
+
+    def break_off(self, status: LLMStatusCode) -> None:
+        """Nothing begins over this link any more; what the peer may still do has no effect."""
+        self.broken = status
+        self.link.unlink(0, force=True)
+
+    def close(self, deadline_s: float) -> bool:
+        """Let no call begin any more; False: some are still under way at the deadline."""
+        with self._changed:
+            self._is_closing = True
+            if self._changed.wait_for(
+                lambda: not self.is_in_use, max(deadline_s - time.monotonic(), 0)
+            ):
+                return True
+            self._is_closing = False
+            return False
+
+
+class LinkCall(PeerCall):
+    """A manager's call over a peer's link."""
+
+    def __init__(self, peer: Peer, node: Node, caches: LocalCaches, timeout_s: float) -> None:
+        self._peer = peer
+        self._node = node
+        self._caches = caches
+        self._deadline_s = time.monotonic() + timeout_s
+
+    def find(self, key: AnyKey, *, is_write: bool = False) -> RemoteCache:
+        """As `PeerCall.find`."""
+        answer = self.ask(wire.Find(wire.key_said(key), is_write))
+        if not isinstance(answer, wire.Found):
+            raise _unexpected(answer)
+        cache = answer.cache
+        try:
+            desc = cache.desc()
+        except (TypeError, ValueError) as error:
+            raise MessageError(f"a peer describes an invalid cache: {error}") from None
+        addrs = tuple(tuple(one) for one in cache.addrs)
+        if any(len(one) != desc.num_tensors for one in addrs) or cache.row >= desc.batch_size:
+            raise MessageError("a peer describes a cache without all of its addresses")
+        return RemoteCache(cache.cache_id, desc, cache.is_blocks, cache.row, addrs)
+
+    def pull(self, source: RemoteCache, target: Entry, pairs: Sequence[tuple[Run, Run]]) -> None:
+        """As `PeerCall.pull`."""
+        devices = _same_devices(source.addrs, target.addrs)
+        with ExitStack() as holds:
+            holds.enter_context(self._caches.held(target))
+            for of, to in devices:
+                sources = [(of[run.tensor] + run.offset, run.size) for run, _ in pairs]
+                targets = [(to[run.tensor] + run.offset, run.size) for _, run in pairs]
+                self._hold_pages(target, targets, holds)
+                self._peer.link.pull(
+                    sources, targets, self.left_s(), claim=wire.claim_of(source.cache_id)
+                )
+
+    def push(self, source: Entry, target: RemoteCache, pairs: Sequence[tuple[Run, Run]]) -> None:
+        """As `PeerCall.push`."""
+        devices = _same_devices(source.addrs, target.addrs)
+        with ExitStack() as holds:
+            holds.enter_context(self._caches.held(source))
+            for of, to in devices:
+                sources = [(of[run.tensor] + run.offset, run.size) for run, _ in pairs]
+                targets = [(to[run.tensor] + run.offset, run.size) for _, run in pairs]
+                self._hold_pages(source, sources, holds)
+                self._peer.link.push(
+                    sources, targets, self.left_s(), claim=wire.claim_of(target.cache_id)
+                )
+
+    def push_to_addresses(self, source: Entry, pieces: Sequence[tuple[Run, int]]) -> None:
+        """As `PeerCall.push_to_addresses`."""
+        of = source.addrs[0]
+        with ExitStack() as holds:
+            holds.enter_context(self._caches.held(source))
+            sources = [(of[run.tensor] + run.offset, run.size) for run, _ in pieces]
+            targets = [(address, run.size) for run, address in pieces]
+            self._hold_pages(source, sources, holds)
+            self._peer.link.push(sources, targets, self.left_s(), claim=wire.CLAIM_OF_ADDRESSES)
+
+    def _hold_pages(self, entry: Entry, pieces: Sequence[Piece], holds: ExitStack) -> None:
+        """What lies in an elastic pool of a caller's stays mapped while it is copied."""
+        if entry.origin == "registered" and entry.remote_accessible:
+            for registered, some in self._node.ranges.find(pieces).items():
+                holds.callback(registered.hold(some).release)
+
+    def moved(self, cache: RemoteCache, tensors: range) -> None:
+        """As `PeerCall.moved`."""
+        answer = self.ask(wire.Moved(cache.cache_id, cache.row, tensors.start, len(tensors)))
+        if not isinstance(answer, wire.Noted):
+            raise _unexpected(answer)
+
+    def ask(self, question: wire.Question) -> wire.Answer:
+        """What the peer answers. Raises `LLMException` for a refusal."""
+        body = self._peer.link.ask(wire.encode(question), self.left_s())
+        answer = wire.decode_answer(body)
+        if isinstance(answer, wire.Refused):
+            raise LLMException(
+                f"cluster {self._peer.cluster_id}: {answer.why}",
+                status_code=status_of_number(answer.status),
+            )
+        return answer
+
+    def left_s(self) -> float:
+        """Seconds to the deadline. Raises `ChannelTimeoutError` after it."""
+        left_s = self._deadline_s - time.monotonic()
+        if left_s <= 0:
+            raise ChannelTimeoutError("the call has taken longer than sync_kv_timeout")
+        return left_s
+
+
+@contextmanager
+def calling(
+    peer: Peer, node: Node, caches: LocalCaches, timeout_s: float, *, is_layered: bool
+) -> Iterator[LinkCall]:
+    """A call to a peer; a timeout breaks its link, for what comes later is nobody's any more."""
+    with peer.used(is_layered=is_layered):
+        try:
+            yield LinkCall(peer, node, caches, timeout_s)
+        except ChannelTimeoutError as error:
+            peer.break_off(LLMStatusCode.LLM_WAIT_PROCESS_TIMEOUT)
+            raise LLMException(
+                f"cluster {peer.cluster_id} was not done within sync_kv_timeout; link it anew",
+                status_code=LLMStatusCode.LLM_TIMEOUT,
+            ) from error
+        except LLMException:
+            raise
+        except KvelasticError as error:
+            raise LLMException(
+                f"cluster {peer.cluster_id}: {error}", status_code=status_of(error)
+            ) from error
+
+
+def busy(cluster_id: int) -> LLMException:
+    """The exception for a link that others use."""
+    return LLMException(
+        f"the link to cluster {cluster_id} is in use by another call",
+        status_code=LLMStatusCode.LLM_LINK_BUSY,
+    )
+
+
+def _same_devices(
+    one: Sequence[Sequence[int]], other: Sequence[Sequence[int]]
+) -> list[tuple[Sequence[int], Sequence[int]]]:
+    if len(one) != len(other):
+        raise LLMParamError(f"the caches are on {len(one)} and {len(other)} devices")
+    return list(zip(one, other, strict=True))
+
+
+def _unexpected(answer: wire.Answer) -> MessageError:
+    return MessageError(f"a {type(answer).__name__} is no answer to what was asked")

@@ -1,0 +1,193 @@
+"""Which bytes of caches belong together: rows, blocks and layers as runs of addresses. Pure.
+
+    tensor      | row 0 | row 1 | row 2 | ...        in a blocks cache: block 0, 1, 2, ...
+    layer l     tensors l*n .. l*n + n - 1           n = tensor_num_per_layer, 2 for K and V
+
+Each function checks what it is given against the descriptions, so that nothing reaches out of a
+tensor: `LLMParamError`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Final, NamedTuple
+
+from kvelastic.datadist import checks
+from kvelastic.datadist.descriptors import CacheDesc
+from kvelastic.datadist.status import LLMParamError
+
+TENSORS_PER_LAYER: Final = 2
+
+
+class Run(NamedTuple):
+    """Bytes of a tensor: which one, from where in it, and how many."""
+
+    tensor: int
+    offset: int
+    size: int
+
+
+def row_index(name: str, desc: CacheDesc, row: int) -> int:
+    """A row that the tensors have."""
+    return checks.integer(name, row, most=desc.batch_size - 1)
+
+
+def block_indices(name: str, desc: CacheDesc, blocks: object) -> list[int]:
+    """Blocks that the tensors have, at least one."""
+    return checks.integers(name, blocks, most=desc.batch_size - 1)
+
+
+def layer_tensors(
+    name: str, desc: CacheDesc, layers: range | None, tensors_per_layer: int
+) -> range:
+    """The tensors of these layers; of all where none are named."""
+    if layers is None:
+        return range(desc.num_tensors)
+    checks.integer("tensor_num_per_layer", tensors_per_layer, least=1, most=desc.num_tensors)
+    if desc.num_tensors % tensors_per_layer:
+        raise LLMParamError(
+            f"tensor_num_per_layer={tensors_per_layer} does not divide the cache's"
+            f" {desc.num_tensors} tensors"
+        )
+    if layers.stop * tensors_per_layer > desc.num_tensors:
+        raise LLMParamError(
+            f"{name}={layers} reaches beyond the {desc.num_tensors // tensors_per_layer} layers"
+            " of the cache"
+        )
+    return range(layers.start * tensors_per_layer, layers.stop * tensors_per_layer)
+
+
+def row_runs(
+    desc: CacheDesc, tensors: Iterable[int], row: int, offset: int, size: int
+) -> list[Run]:
+    """`size` bytes from `offset` in a row, in each of the tensors."""
+    if offset + size > desc.row_bytes:
+        raise LLMParamError(
+            f"{size} bytes from offset {offset} reach beyond a row of {desc.row_bytes} bytes"
+        )
+    return [Run(tensor, row * desc.row_bytes + offset, size) for tensor in tensors]
+
+
+def block_runs(desc: CacheDesc, tensors: Iterable[int], blocks: Sequence[int]) -> list[Run]:
+    """Whole blocks, in each of the tensors, in their order."""
+    step = desc.row_bytes
+    return [Run(tensor, block * step, step) for tensor in tensors for block in blocks]
+
+
+def row_as_blocks(
+    desc: CacheDesc, tensors: Iterable[int], row: int, count: int, block_bytes: int
+) -> list[Run]:
+    """A row in pieces that fill `count` blocks one after the other; the last may be shorter.
+
+    row      |-- block_bytes --|-- block_bytes --|-- rest --|
+    blocks   [        0        ][        1        ][    2     |  ]
+    """
+    if (count - 1) * block_bytes >= desc.row_bytes:
+        raise LLMParamError(
+            f"{count} blocks of {block_bytes} bytes are more than a row of {desc.row_bytes} bytes"
+            " fills; name fewer"
+        )
+    starts = range(0, count * block_bytes, block_bytes)
+    return [
+        Run(tensor, row * desc.row_bytes + at, min(block_bytes, desc.row_bytes - at))
+        for tensor in tensors
+        for at in starts
+    ]
+
+
+def as_long_as(runs: Sequence[Run], whole: Sequence[Run]) -> list[Run]:
+    """The beginnings of `whole` ones, each as long as the run that goes there."""
+    return [Run(to.tensor, to.offset, run.size) for run, to in zip(runs, whole, strict=True)]
+
+
+def same_rows(source: CacheDesc, target: CacheDesc) -> None:
+    """Refuse caches whose blocks differ in bytes."""
+    if source.row_bytes != target.row_bytes:
+        raise LLMParamError(
+            f"blocks of {source.row_bytes} and {target.row_bytes} bytes do not match"
+        )
+
+
+def pairs_merged(sources: Sequence[Run], targets: Sequence[Run]) -> list[tuple[Run, Run]]:
+    """Runs that are copied from one to the other, those that continue one another as one.
+
+    Pre: as many of each, of equal sizes.
+    """
+    merged: list[tuple[Run, Run]] = []
+    for source, target in zip(sources, targets, strict=True):
+        if merged:
+            before, into = merged[-1]
+            if _continues(before, source) and _continues(into, target):
+                merged[-1] = (
+                    Run(before.tensor, before.offset, before.size + source.size),
+                    Run(into.tensor, into.offset, into.size + target.size),
+                )
+                continue
+        merged.append((source, target))
+    return merged
+
+
+def _continues(before: Run, after: Run) -> bool:
+    return before.tensor == after.tensor and before.offset + before.size == after.offset
+
+
+# --- copies between caches of one process ---------------------------------------------------------
+
+
+def same_shape(source: CacheDesc, target: CacheDesc) -> None:
+    """Refuse caches whose tensors differ in number, type or rows; the number of rows may differ."""
+    for what, one, other in (
+        ("tensors", source.num_tensors, target.num_tensors),
+        ("bytes a row", source.row_bytes, target.row_bytes),
+        ("data type", source.data_type.name, target.data_type.name),
+    ):
+        if one != other:
+            raise LLMParamError(f"the caches do not match: {what} {one} and {other}")
+
+
+def copied_rows(
+    source: CacheDesc, target: CacheDesc, from_row: int, to_row: int, offset: int, size: int
+) -> list[tuple[Run, Run]]:
+    """What `copy_cache` copies; `size` -1: to the row's end."""
+    same_shape(source, target)
+    if size == -1:
+        size = source.row_bytes - offset
+        if size < 1:
+            raise LLMParamError(f"offset={offset} is at or beyond the row's end")
+    tensors = range(source.num_tensors)
+    return pairs_merged(
+        row_runs(source, tensors, from_row, offset, size),
+        row_runs(target, tensors, to_row, offset, size),
+    )
+
+
+def copied_blocks(desc: CacheDesc, fan_out: Mapping[int, Sequence[int]]) -> list[tuple[Run, Run]]:
+    """What `copy_blocks` copies, from each block to its targets.
+
+    Raises `LLMParamError` for a block that is a target twice, or a target and a source: what it
+    holds then would depend on the order.
+    """
+    pairs = [(source, target) for source, targets in fan_out.items() for target in targets]
+    targets = [target for _, target in pairs]
+    if len(set(targets)) != len(targets) or set(targets) & set(fan_out):
+        raise LLMParamError("a block is copied to twice, or is copied from as well")
+    tensors = range(desc.num_tensors)
+    return pairs_merged(
+        block_runs(desc, tensors, [source for source, _ in pairs]),
+        block_runs(desc, tensors, targets),
+    )
+
+
+def swapped_blocks(
+    source: CacheDesc, target: CacheDesc, from_to: Mapping[int, int]
+) -> list[tuple[Run, Run]]:
+    """What `swap_blocks` copies, neighbours together."""
+    same_shape(source, target)
+    order = sorted(from_to.items())
+    if len(set(from_to.values())) != len(order):
+        raise LLMParamError("two blocks are swapped to the same one")
+    tensors = range(source.num_tensors)
+    return pairs_merged(
+        block_runs(source, tensors, [one for one, _ in order]),
+        block_runs(target, tensors, [other for _, other in order]),
+    )

@@ -1,0 +1,144 @@
+"""Status codes, the exception that carries one, and what kvelastic's own errors are in them.
+
+    try:
+        manager.pull_cache(key, cache)
+    except LLMException as failed:
+        if failed.status_code is LLMStatusCode.LLM_TIMEOUT: ...      # make the link again
+        failed.__cause__         # kvelastic's error, where there was one
+
+Every `LLMException` is a `KvelasticError`, too, with the code `DATADIST`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from enum import IntEnum, unique
+from typing import Final
+
+from kvelastic.errors import DataDistError, KvelasticError
+
+_BASE: Final = 0x5010B000
+
+
+@unique
+class LLMStatusCode(IntEnum):
+    """What a call came to. All but three can be recovered from (`is_recoverable`)."""
+
+    LLM_SUCCESS = 0
+    LLM_FAILED = 0xFFFFFFFF
+    LLM_UNKNOWN_ERROR = -1
+    LLM_WAIT_PROCESS_TIMEOUT = _BASE + 1
+    LLM_KV_CACHE_NOT_EXIST = _BASE + 2
+    LLM_REPEAT_REQUEST = _BASE + 3
+    LLM_REQUEST_ALREADY_COMPLETED = _BASE + 4
+    LLM_PARAM_INVALID = _BASE + 5
+    LLM_ENGINE_FINALIZED = _BASE + 6
+    LLM_NOT_YET_LINK = _BASE + 7
+    LLM_ALREADY_LINK = _BASE + 8
+    LLM_LINK_FAILED = _BASE + 9
+    LLM_UNLINK_FAILED = _BASE + 10
+    LLM_NOTIFY_PROMPT_UNLINK_FAILED = _BASE + 11
+    LLM_CLUSTER_NUM_EXCEED_LIMIT = _BASE + 12
+    LLM_PROCESSING_LINK = _BASE + 13
+    LLM_DEVICE_OUT_OF_MEMORY = _BASE + 14
+    LLM_PREFIX_ALREADY_EXIST = _BASE + 15
+    LLM_PREFIX_NOT_EXIST = _BASE + 16
+    LLM_SEQ_LEN_OVER_LIMIT = _BASE + 17
+    LLM_NO_FREE_BLOCK = _BASE + 18
+    LLM_BLOCKS_OUT_OF_MEMORY = _BASE + 19
+    LLM_EXIST_LINK = _BASE + 24
+    LLM_FEATURE_NOT_ENABLED = _BASE + 25
+    LLM_TIMEOUT = _BASE + 26
+    LLM_LINK_BUSY = _BASE + 27
+    LLM_OUT_OF_MEMORY = _BASE + 28
+    # The runtime's own numbers; nothing here answers with them.
+    LLM_DEVICE_MEM_ERROR = 507053
+    LLM_SUSPECT_REMOTE_ERROR = 507057
+
+    @property
+    def is_recoverable(self) -> bool:
+        """Whether the process may go on; after `LLM_TIMEOUT` of a transfer with another link."""
+        return self not in _FATAL
+
+
+_FATAL: Final = frozenset(
+    {
+        LLMStatusCode.LLM_FAILED,
+        LLMStatusCode.LLM_UNKNOWN_ERROR,
+        LLMStatusCode.LLM_SUSPECT_REMOTE_ERROR,
+    }
+)
+
+
+class LLMException(DataDistError):  # noqa: N818 - the interface's name
+    """A call failed; `status_code` says how."""
+
+    def __init__(
+        self, *args: object, status_code: LLMStatusCode = LLMStatusCode.LLM_SUCCESS
+    ) -> None:
+        super().__init__(*args)
+        self._status_code = status_code
+
+    @property
+    def status_code(self) -> LLMStatusCode:
+        """The code that the call came to."""
+        return self._status_code
+
+
+class LLMParamError(LLMException, ValueError):
+    """A value that the call does not accept: `LLM_PARAM_INVALID`, and a `ValueError`."""
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*args, status_code=LLMStatusCode.LLM_PARAM_INVALID)
+
+
+# The most special code of a class or of its bases counts, so a new error has its parent's status.
+_STATUS_OF_CODE: Final = {
+    "INVALID_ARGUMENT": LLMStatusCode.LLM_PARAM_INVALID,
+    "LAYOUT": LLMStatusCode.LLM_PARAM_INVALID,
+    "BLOCK": LLMStatusCode.LLM_PARAM_INVALID,
+    "CONFIG": LLMStatusCode.LLM_PARAM_INVALID,
+    "LIMIT": LLMStatusCode.LLM_OUT_OF_MEMORY,
+    "OUT_OF_MEMORY": LLMStatusCode.LLM_OUT_OF_MEMORY,
+    "POOL_EXHAUSTED": LLMStatusCode.LLM_OUT_OF_MEMORY,
+    "NOT_INITIALIZED": LLMStatusCode.LLM_ENGINE_FINALIZED,
+    "UNSUPPORTED": LLMStatusCode.LLM_FEATURE_NOT_ENABLED,
+    "CHANNEL_TIMEOUT": LLMStatusCode.LLM_TIMEOUT,
+    "CHANNEL": LLMStatusCode.LLM_LINK_FAILED,
+    "MAPPING": LLMStatusCode.LLM_PARAM_INVALID,
+    "LINK_EXISTS": LLMStatusCode.LLM_ALREADY_LINK,
+    "NOT_REGISTERED": LLMStatusCode.LLM_KV_CACHE_NOT_EXIST,
+    "LEASE_LOST": LLMStatusCode.LLM_LINK_BUSY,
+    "TRANSFER_BUSY": LLMStatusCode.LLM_LINK_BUSY,
+}
+
+
+def status_of(error: BaseException) -> LLMStatusCode:
+    """What an error is in this interface; `LLM_FAILED` where nothing better is known."""
+    if isinstance(error, LLMException):
+        return error.status_code
+    for cls in type(error).__mro__:
+        status = _STATUS_OF_CODE.get(getattr(cls, "code", ""))
+        if status is not None:
+            return status
+    return LLMStatusCode.LLM_FAILED
+
+
+def status_of_number(number: int) -> LLMStatusCode:
+    """What a peer answered; `LLM_UNKNOWN_ERROR` for a number that this version does not know."""
+    try:
+        return LLMStatusCode(number)
+    except ValueError:
+        return LLMStatusCode.LLM_UNKNOWN_ERROR
+
+
+@contextmanager
+def as_llm_exceptions(doing: str) -> Iterator[None]:
+    """Raise kvelastic's errors as `LLMException`, from them; `doing` begins the message."""
+    try:
+        yield
+    except LLMException:
+        raise
+    except KvelasticError as error:
+        raise LLMException(f"{doing}: {error}", status_code=status_of(error)) from error

@@ -1,0 +1,391 @@
+"""A node: a process as others see it. It registers memory, has links, and serves what they ask."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import secrets
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Final
+
+from kvelastic.errors import (
+    ChannelClosedError,
+    ConfigError,
+    InvalidArgumentError,
+    KvelasticError,
+    LinkExistsError,
+    MessageError,
+    TransferError,
+    UnsupportedError,
+)
+from kvelastic.messages import Address, Connection, Endpoint, Message, Request, SecretFile
+from kvelastic.messages.peers import LOOPBACK, networks
+from kvelastic.transfer.leases import Lease, Leases
+from kvelastic.transfer.link import Link
+from kvelastic.transfer.pieces import Piece, total, unpack
+from kvelastic.transfer.ranges import Hold, Holder, Ranges, Registered
+from kvelastic.transfer.streams import Arrived, Streams
+from kvelastic.transfer.wire import (
+    PROTOCOL,
+    Ask,
+    Begin,
+    Begun,
+    Check,
+    Done,
+    Hello,
+    Push,
+    Send,
+    Settle,
+    Settled,
+    Told,
+    Unlink,
+)
+
+_log = logging.getLogger("kvelastic.transfer")
+MOST_LINKS: Final = 512
+DEFAULT_LEASE_S: Final = 5.0
+_WORKERS: Final = 4
+_COPIERS: Final = 8
+
+Answerer = Callable[[Link, bytes], bytes]
+"""Answers what a peer's user asks, in a thread of the node's; what it raises is the answer."""
+
+Claimant = Callable[[Link, bytes, Sequence[Piece]], Hold]
+"""Looks at a copy's claim, its memory held; raises to refuse it, or answers what else to hold."""
+
+
+class Node:
+    """Listens, links, and serves. `close()` it, or use it as a context manager. Any thread."""
+
+    def __init__(
+        self,
+        node_id: int,
+        *,
+        answer: Answerer | None = None,
+        claim: Claimant | None = None,
+        listen: Sequence[Address] = (),
+        secret: SecretFile | None = None,
+        allowed: Sequence[str] = (),
+        lease_s: float = DEFAULT_LEASE_S,
+        most_links: int = MOST_LINKS,
+        on_link: Callable[[Link], None] | None = None,
+        on_end: Callable[[Link], None] | None = None,
+    ) -> None:
+        """`lease_s`: no memory is held longer for a peer. `on_end`: a link has ended, by whomever;
+        it must not block. The rest as `messages.Endpoint`, and raises as that.
+
+        A copy that comes with a claim is shown to `claim` when its memory is held and before a byte
+        is read, so that what was given to somebody else meanwhile is not taken for what it was.
+        """
+        if not 0 <= node_id < 1 << 64:
+            raise InvalidArgumentError(f"{node_id} is no id of a node; use 0 to 2**64-1")
+        if lease_s <= 0:
+            raise InvalidArgumentError(f"a lease of {lease_s} s holds nothing; use more than 0")
+        self.node_id: Final = node_id
+        self.start: Final = secrets.token_bytes(16)
+        self.lease_s: Final = lease_s
+        self._answer, self._claim = answer, claim
+        self._on_link, self._on_end = on_link, on_end
+        self._most_links = most_links
+        self._pid = os.getpid()
+        self._secret = secret
+        self.ranges: Final = Ranges()
+        self.leases: Final = Leases(self.ranges)
+        self._lock = threading.Lock()
+        self._links: dict[int, Link] = {}
+        self._by_connection: dict[Connection, Link] = {}
+        self._is_timer_set = False
+        self._workers = ThreadPoolExecutor(_WORKERS, "kvelastic-transfer")
+        # Of their own: a peer that is stopped in the middle of a copy holds up no questions.
+        self._copiers = ThreadPoolExecutor(_COPIERS, "kvelastic-copies")
+        host = next((address.host for address in listen if not address.is_unix), None)
+        self.streams: Final = Streams(host, networks([*LOOPBACK, *allowed]))
+        try:
+            self._endpoint = Endpoint(
+                PROTOCOL,
+                self._handle,
+                listen=listen,
+                secret=secret,
+                allowed=allowed,
+                most_connections=most_links + 64,
+                on_close=self._closed,
+                name="kvelastic-transfer",
+            )
+        except BaseException:
+            self.streams.close()
+            raise
+
+    # --- memory --------------------------------------------------------------------------------
+
+    def register(self, address: int, size_bytes: int, hold: Holder | None = None) -> Registered:
+        """Let peers copy out of and into this memory, which must stay until `unregister`.
+
+        `hold` keeps a part of it in place for a copy, where it would not stay by itself. Raises
+        `InvalidArgumentError` where it overlaps what is registered.
+        """
+        return self.ranges.add(address, size_bytes, hold)
+
+    def unregister(self, registered: Registered) -> None:
+        """No copy begins in it any more, and pulls that run are lost. Safe to repeat.
+
+        Blocks while a push writes into it, `lease_s` at most. A peer's kernel may read there a
+        moment longer; what it reads then is no use to anybody.
+        """
+        self.ranges.remove(registered)
+        self.leases.end_in(registered)
+        registered.wait_until_unwritten()
+
+    # --- links ---------------------------------------------------------------------------------
+
+    @property
+    def addresses(self) -> tuple[Address, ...]:
+        """Where it listens, with the ports that were chosen."""
+        return self._endpoint.addresses
+
+    @property
+    def links(self) -> tuple[Link, ...]:
+        """Those that stand."""
+        return tuple(self._links.values())
+
+    def link_to(self, node_id: int) -> Link | None:
+        """The link to this node, if there is one."""
+        return self._links.get(node_id)
+
+    def link(self, address: Address, timeout_s: float) -> Link:
+        """A link to the node that listens there. Blocks.
+
+        Raises `ChannelClosedError` if nobody is there, `ChannelTimeoutError`, `AccessDeniedError`,
+        `MessageVersionError`, `LinkExistsError` if the two are linked, and `ConfigError` for TCP
+        without a secret.
+        """
+        if not address.is_unix and self._secret is None:
+            raise ConfigError(f"a link to {address} needs a secret that both sides have")
+        deadline_s = time.monotonic() + timeout_s
+        connection = self._endpoint.connect(address, timeout_s)
+        try:
+            hello = Hello(self.node_id, self.start, self.streams.port)
+            reply = connection.call(hello, deadline_s - time.monotonic())
+            if not isinstance(reply, Hello):
+                raise MessageError(f"a {type(reply).__name__} is no reply to a Hello")
+            return self._add(connection, reply, is_client=True)
+        except BaseException:
+            connection.close()
+            raise
+
+    def forget(self, link: Link) -> None:
+        """For `Link`: it has ended."""
+        with self._lock:
+            was_known = self._by_connection.pop(link.connection, None) is not None
+            if self._links.get(link.peer_id) is link:
+                del self._links[link.peer_id]
+        self.leases.end_of(link.connection)
+        if was_known and self._on_end is not None:
+            self._on_end(link)
+
+    def _add(self, connection: Connection, hello: Hello, *, is_client: bool) -> Link:
+        if hello.node_id < 0:
+            raise MessageError(f"{hello.node_id} is no id of a node")
+        link = Link(self, connection, hello, is_client=is_client)
+        with self._lock:
+            standing = self._links.get(hello.node_id)
+            if standing is not None and standing.is_open and standing.peer_start == hello.start:
+                raise LinkExistsError(
+                    f"node {self.node_id} has a link to node {hello.node_id}; unlink it first"
+                )
+            if hello.node_id == self.node_id:
+                raise LinkExistsError(f"both nodes are called {self.node_id}; give each its own id")
+            if len(self._links) >= self._most_links:
+                raise LinkExistsError(f"node {self.node_id} has {self._most_links} links, no more")
+            if not connection.is_open:
+                raise ChannelClosedError("the peer has gone before the link stood")
+            self._links[hello.node_id] = link
+            self._by_connection[connection] = link
+        if standing is not None:  # the same node, started anew: the old one cannot come back
+            standing.connection.close()
+        if not connection.is_open:
+            self.forget(link)
+        if self._on_link is not None:
+            self._on_link(link)
+        return link
+
+    def _closed(self, connection: Connection) -> None:
+        link = self._by_connection.get(connection)
+        if link is not None:
+            self.forget(link)
+
+    # --- what peers ask: in the endpoint's thread ----------------------------------------------
+
+    def _handle(self, request: Request) -> None:
+        message = request.message
+        link = self._by_connection.get(request.connection)
+        if link is None:
+            if not isinstance(message, Hello):
+                raise MessageError("a link begins with Hello")
+            self._add(request.connection, message, is_client=False)
+            request.answer(Hello(self.node_id, self.start, self.streams.port))
+            return
+        match message:
+            case Settle(number):
+                lease = self.leases.find(number, link.connection)
+                if request.wants_reply and lease is not None and lease.sent is not None:
+                    self._run(request, partial(self._settled, link, number, lease))
+                else:
+                    request.answer(self._settled(link, number, None))
+            case Begin():
+                self._run(request, partial(self._begin, link, message))
+            case Ask():
+                self._run(request, partial(self._answered, link, message))
+            case Send():
+                self._send(request, link, message)
+            case Push():
+                self._run(request, partial(self._pushed, link, message), self._copiers)
+            case Check():
+                request.answer(Done())
+            case Unlink():
+                self.forget(link)  # first: who has the reply may count on it
+                request.answer(Done())
+                # The reply has to leave before the end; the peer closes. If it does not, we do.
+                self._endpoint.run_later(1.0, link.connection.close)
+            case _:
+                raise MessageError(f"a {type(message).__name__} is not asked")
+
+    def _run(
+        self,
+        request: Request,
+        serve: Callable[[], Message],
+        pool: ThreadPoolExecutor | None = None,
+    ) -> None:
+        """Serve in a worker; what is raised there is the answer."""
+
+        def work() -> None:
+            try:
+                request.answer(serve())
+            except KvelasticError as error:
+                request.refuse(error)
+            except Exception as error:
+                _log.exception("a %s was not answered", type(request.message).__name__)
+                request.refuse(error)
+
+        (pool or self._workers).submit(work)
+
+    def _answered(self, link: Link, ask: Ask) -> Told:
+        if self._answer is None:
+            raise UnsupportedError(f"node {self.node_id} answers no questions")
+        return Told(self._answer(link, ask.body))
+
+    def _claimed(self, link: Link, claim: bytes, pieces: Sequence[Piece]) -> Hold | None:
+        if not claim:
+            return None
+        if self._claim is None:
+            raise UnsupportedError(f"node {self.node_id} knows no claims")
+        return self._claim(link, claim, pieces)
+
+    def _begin(self, link: Link, begin: Begin) -> Begun:
+        pieces = unpack(begin.pieces)
+        # For no longer than the reader waits.
+        lease_s = min(self.lease_s, begin.timeout_ms / 1000)
+        claim = partial(self._claimed, link, begin.claim, pieces)
+        lease = self.leases.begin(link.connection, pieces, begin.pieces, lease_s, claim)
+        if not link.is_open:  # it ended before the lease stood in the table
+            self.leases.end_of(link.connection)
+        self._set_timer()
+        return Begun(lease.number)
+
+    def _settled(self, link: Link, number: int, sending: Lease | None) -> Settled:
+        checksum = None
+        if sending is not None and sending.sent is not None:
+            # The reader has all bytes, so whoever sends them is about to know their checksum.
+            sending.sent.wait(max(sending.deadline_s - time.monotonic(), 0))
+            checksum = sending.checksum
+        return Settled(self.leases.settle(number, link.connection), checksum)
+
+    def _send(self, request: Request, link: Link, send: Send) -> None:
+        lease = self.leases.find(send.lease, link.connection)
+        if lease is None:
+            raise TransferError("the lease has ended before its bytes were sent")
+        descriptors = request.take_descriptors()
+        deadline_s = time.monotonic() + send.timeout_ms / 1000
+        lease.sent = sent = threading.Event()
+        carrier: int | Arrived | None = descriptors[0] if descriptors else None
+        if carrier is None and not link.is_client:
+            carrier = self.streams.expect(send.token)
+
+        def work() -> None:
+            try:
+                self.streams.send(link, lease, send.token, carrier, deadline_s)
+            except (KvelasticError, OSError) as error:
+                _log.info("a copy for node %d was not sent: %s", link.peer_id, error)
+            finally:
+                sent.set()
+
+        self._copiers.submit(work)
+        request.answer(Done())
+
+    def _pushed(self, link: Link, push: Push) -> Done:
+        targets = unpack(push.targets)
+        if total(unpack(push.sources)) != total(targets):
+            raise InvalidArgumentError("a push of as many bytes as it has room for is wanted")
+        # No longer than a lease, for the targets are held as long.
+        deadline_s = time.monotonic() + min(push.timeout_ms / 1000, self.lease_s)
+        with contextlib.ExitStack() as holds:
+            found = self.ranges.find(targets)
+            for registered, some in found.items():
+                holds.enter_context(registered.being_written())
+                holds.callback(registered.hold(some).release)
+            self.ranges.find(targets)  # what was unregistered before it was marked is not written
+            if (claimed := self._claimed(link, push.claim, targets)) is not None:
+                holds.callback(claimed.release)
+            checksum = link.read(push.lease, push.sources, push.targets, deadline_s)
+            link.settle(push.lease, checksum, deadline_s)
+        return Done()
+
+    @contextlib.contextmanager
+    def lent(self, link: Link, packed: bytes, deadline_s: float) -> Iterator[int]:
+        """For `Link`: a lease of the caller's own memory, for as long as the block lasts."""
+        lease = self.leases.lend(link.connection, packed, deadline_s)
+        try:
+            yield lease.number
+        finally:
+            self.leases.end(lease)
+
+    def _set_timer(self) -> None:
+        """Look at the leases' ends: once for all of them, however many there are."""
+        if not self._is_timer_set:
+            self._is_timer_set = True
+            self._endpoint.run_later(self.lease_s / 4, self._look_at_leases)
+
+    def _look_at_leases(self) -> None:
+        self._is_timer_set = False
+        if self.leases.expire() is not None:
+            self._set_timer()
+
+    # --- the end -------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """End all links, hold nothing any more. Safe to repeat. Waits for what it serves now.
+
+        In a forked child it does nothing: all of it is the parent's.
+        """
+        if self._pid != os.getpid():
+            return
+        self._endpoint.close()
+        self.streams.close()
+        for pool in (self._workers, self._copiers):
+            pool.shutdown(cancel_futures=True)
+        self.leases.end_all()
+
+    def check_integrity(self) -> None:
+        """Raises `IntegrityError` or AssertionError."""
+        self.ranges.check_integrity()
+        self.leases.check_integrity()
+
+    def __enter__(self) -> Node:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

@@ -1,0 +1,135 @@
+"""Memory that peers may reach: which addresses, and what keeps them in place for a copy.
+
+A peer names addresses, and whoever serves it looks them up here: a piece that does not lie in one
+registered range as a whole is refused.
+"""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Final, Protocol
+
+from kvelastic.errors import InvalidArgumentError, NotRegisteredError
+from kvelastic.transfer.pieces import Piece
+
+
+class Hold(Protocol):
+    """What keeps memory in place for one copy."""
+
+    def is_whole(self) -> bool:
+        """Whether the memory has been its owner's all the time since the hold began."""
+
+    def release(self) -> None:
+        """Let it go; called once, from any thread."""
+
+
+Holder = Callable[[Sequence[Piece]], Hold]
+"""Begins a hold of pieces that lie in the range; raises to refuse. Must not block for long."""
+
+
+class _NoHold:
+    """Memory that stays where it is as long as it is registered."""
+
+    def is_whole(self) -> bool:
+        return True
+
+    def release(self) -> None:
+        pass
+
+
+class Registered:
+    """One range; `Node.unregister` ends it."""
+
+    def __init__(self, address: int, size_bytes: int, hold: Holder | None) -> None:
+        self.address: Final = address
+        self.size_bytes: Final = size_bytes
+        self.hold: Final = hold or (lambda _: _NoHold())
+        self._written = threading.Condition()
+        self._writers = 0
+
+    @contextlib.contextmanager
+    def being_written(self) -> Iterator[None]:
+        """While bytes of a peer are copied into it here."""
+        with self._written:
+            self._writers += 1
+        try:
+            yield
+        finally:
+            with self._written:
+                self._writers -= 1
+                self._written.notify_all()
+
+    def wait_until_unwritten(self) -> None:
+        """Blocks until no such copy is under way; none must begin meanwhile."""
+        with self._written:
+            self._written.wait_for(lambda: not self._writers)
+
+    @property
+    def end(self) -> int:
+        """The first address behind it."""
+        return self.address + self.size_bytes
+
+
+class Ranges:
+    """All that a node has registered; they do not overlap. Any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._starts: list[int] = []
+        self._ranges: list[Registered] = []
+
+    def add(self, address: int, size_bytes: int, hold: Holder | None) -> Registered:
+        """Raises `InvalidArgumentError` for an empty range or one that overlaps another."""
+        if address <= 0 or size_bytes <= 0 or address + size_bytes > 1 << 63:
+            raise InvalidArgumentError(f"{size_bytes} bytes at {address:#x} are no memory")
+        new = Registered(address, size_bytes, hold)
+        with self._lock:
+            at = bisect.bisect_right(self._starts, address)
+            if (at and self._ranges[at - 1].end > address) or (
+                at < len(self._ranges) and self._ranges[at].address < new.end
+            ):
+                raise InvalidArgumentError(
+                    f"{size_bytes} bytes at {address:#x} are registered already, in part at least"
+                )
+            self._starts.insert(at, address)
+            self._ranges.insert(at, new)
+        return new
+
+    def remove(self, registered: Registered) -> bool:
+        """False: it was removed before."""
+        with self._lock:
+            at = bisect.bisect_left(self._starts, registered.address)
+            if at == len(self._ranges) or self._ranges[at] is not registered:
+                return False
+            del self._starts[at]
+            del self._ranges[at]
+            return True
+
+    def find(self, pieces: Sequence[Piece]) -> dict[Registered, list[Piece]]:
+        """The pieces by range. Raises `NotRegisteredError` for one that lies in none."""
+        found: dict[Registered, list[Piece]] = {}
+        with self._lock:
+            for address, size in pieces:
+                at = bisect.bisect_right(self._starts, address) - 1
+                if at < 0 or address + size > self._ranges[at].end:
+                    raise NotRegisteredError(
+                        f"{size} bytes at {address:#x} are not registered as a whole"
+                    )
+                found.setdefault(self._ranges[at], []).append((address, size))
+        return found
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """How many ranges, and their bytes."""
+        with self._lock:
+            return len(self._ranges), sum(one.size_bytes for one in self._ranges)
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError where ranges overlap or are out of order."""
+        with self._lock:
+            assert self._starts == [one.address for one in self._ranges]
+            for one, other in zip(self._ranges, self._ranges[1:], strict=False):
+                assert one.end <= other.address
