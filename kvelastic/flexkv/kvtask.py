@@ -611,7 +611,7 @@ class KVTaskEngine:
     def _batch_answer(
         self, batch_id: int, members: Sequence[int], completely: bool
     ) -> KVResponse | None:
-        """The first answer that is no success stands for all."""
+        """The first failure stands for all."""
         answers = [self._answer(task_id, completely) for task_id in members]
         known = [answer for answer in answers if answer is not None]
         if len(known) < len(answers):

@@ -247,7 +247,7 @@ def dtype_name(dtype: Any) -> str:
 
 
 def item_bytes(dtype: Any) -> int:
-    """Bytes of one element. Raises `InvalidArgumentError` for what is no dtype."""
+    """Bytes of one element. Raises `InvalidArgumentError` for an unknown dtype."""
     known = _ITEM_BYTES.get(dtype_name(dtype))
     if known is not None:
         return known

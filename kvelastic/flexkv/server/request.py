@@ -45,7 +45,7 @@ Namespace = Annotated[list[Name], Meta(max_length=_MOST_NAMES)]
 Axes = Annotated[list[Count], Meta(min_length=1, max_length=MOST_AXES)]
 
 
-class Shape(Message, frozen=True):
+class Shape(Message):
     """A model's KV: both sides must have the same."""
 
     num_layers: Count
@@ -65,14 +65,14 @@ class Shape(Message, frozen=True):
         return structs.replace(self, tokens_per_block=own) == server
 
 
-class RegisterDPClient(Message, frozen=True):
+class RegisterDPClient(Message):
     """This connection is that data-parallel client."""
 
     dp_client_id: ClientId
     shape: Shape
 
 
-class Tensor(Message, frozen=True):
+class Tensor(Message):
     """A tensor in one of the memories whose descriptors have come."""
 
     memory: Annotated[int, Meta(ge=0, le=MOST_TENSORS)]
@@ -84,14 +84,14 @@ class Tensor(Message, frozen=True):
     block_axis: Annotated[int, Meta(ge=0, lt=MOST_AXES)]
 
 
-class AddMemory(Message, frozen=True):
+class AddMemory(Message):
     """Descriptors beside it are further memories of the rank that registers next."""
 
     is_elastic: bool
     """Pages come and go behind the tensors, whose offsets are the rank's own addresses."""
 
 
-class AddDevice(Message, frozen=True):
+class AddDevice(Message):
     """The tensors of the rank that registers next lie in this range of a GPU."""
 
     device: Annotated[str, Meta(min_length=1, max_length=64)]
@@ -99,13 +99,13 @@ class AddDevice(Message, frozen=True):
     pages: Annotated[int, Meta(ge=1, le=1 << 24)]
 
 
-class Export(Message, frozen=True):
+class Export(Message):
     """The server asks a rank for descriptors of pages, which come beside the answer (`Done`)."""
 
     pages: Annotated[list[Count], Meta(max_length=16)]
 
 
-class Locate(Message, frozen=True):
+class Locate(Message):
     """The server asks a rank where in an elastic memory's file its pages lie now."""
 
     memory: Annotated[int, Meta(ge=0, le=MOST_TENSORS)]
@@ -113,13 +113,13 @@ class Locate(Message, frozen=True):
     """Addresses in the rank, in units of `process_mappings.PAGE_BYTES`."""
 
 
-class Located(Message, frozen=True):
+class Located(Message):
     """For each page its offset, or `process_mappings.NOT_MAPPED`."""
 
     offsets: Annotated[list[int], Meta(max_length=MOST_PAGES)]
 
 
-class RegisterTPClient(Message, frozen=True):
+class RegisterTPClient(Message):
     """This connection is that rank, and these are its tensors, in the order of a record."""
 
     dp_client_id: ClientId
@@ -129,21 +129,21 @@ class RegisterTPClient(Message, frozen=True):
     tensors: Annotated[list[Tensor], Meta(min_length=1, max_length=MOST_TENSORS)]
 
 
-class Registered(Message, frozen=True):
+class Registered(Message):
     """It is."""
 
 
-class IsReady(Message, frozen=True):
+class IsReady(Message):
     """Whether every rank of every data-parallel client has registered."""
 
 
-class Ready(Message, frozen=True):
+class Ready(Message):
     """Whether it is so."""
 
     is_ready: bool
 
 
-class Match(Message, frozen=True):
+class Match(Message):
     """get_match and put_match; with `slots` get_async and put_async, which launch at once."""
 
     kind: Literal["get", "put"]
@@ -156,14 +156,14 @@ class Match(Message, frozen=True):
     cpu_only: bool = False
 
 
-class Prefetch(Message, frozen=True):
+class Prefetch(Message):
     """prefetch_async."""
 
     tokens: Tokens
     namespace: Namespace | None
 
 
-class Matched(Message, frozen=True):
+class Matched(Message):
     """A task, and the one span of the tokens that its mask is True for."""
 
     task_id: int
@@ -172,7 +172,7 @@ class Matched(Message, frozen=True):
     stop: Count
 
 
-class Launch(Message, frozen=True):
+class Launch(Message):
     """launch: a task, and its slots, for each."""
 
     task_ids: TaskIds
@@ -180,19 +180,19 @@ class Launch(Message, frozen=True):
     as_batch: bool
 
 
-class Started(Message, frozen=True):
+class Started(Message):
     """What can be waited for."""
 
     task_ids: TaskIds
 
 
-class Cancel(Message, frozen=True):
+class Cancel(Message):
     """cancel."""
 
     task_ids: TaskIds
 
 
-class Wait(Message, frozen=True):
+class Wait(Message):
     """wait and, with no time, try_wait."""
 
     task_ids: TaskIds
@@ -201,14 +201,14 @@ class Wait(Message, frozen=True):
     completely: bool
 
 
-class Mask(Message, frozen=True):
+class Mask(Message):
     """A mask of so many tokens."""
 
     count: Annotated[int, Meta(ge=0, le=MOST_TOKENS)]
     bits: Bits
 
 
-class TaskResponse(Message, frozen=True):
+class TaskResponse(Message):
     """A KVResponse."""
 
     task_id: int
@@ -218,25 +218,25 @@ class TaskResponse(Message, frozen=True):
     """Of tasks that were launched as one: each one's."""
 
 
-class Responses(Message, frozen=True):
+class Responses(Message):
     """Of the tasks that were waited for."""
 
     responses: Annotated[list[TaskResponse], Meta(max_length=MOST_TASKS)]
 
 
-class Reset(Message, frozen=True):
+class Reset(Message):
     """reset: all tiers forget everything."""
 
 
-class Shutdown(Message, frozen=True):
+class Shutdown(Message):
     """The server ends, whoever else is there. `Unregister` is for one client."""
 
 
-class Unregister(Message, frozen=True):
+class Unregister(Message):
     """This client goes; the connection ends after the answer."""
 
 
-class Done(Message, frozen=True):
+class Done(Message):
     """It has been done."""
 
 

@@ -19,7 +19,7 @@ from kvelastic.messages import Connection, Endpoint, Message, Meta, Protocol, Re
 _AGAIN_S: Final = 0.05
 
 
-class FailedBlocks(Message, frozen=True):
+class FailedBlocks(Message):
     """Blocks of the engine that could not be loaded."""
 
     block_ids: Annotated[list[int], Meta(max_length=1 << 16)]
