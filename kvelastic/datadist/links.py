@@ -118,6 +118,7 @@ class Links(Remote):
         cluster_id = cluster.remote_cluster_id
         assert cluster_id is not None
         self._begin(cluster_id)
+        self._has_linked = True
         try:
             host, port = cluster.remote_ip_infos[0]
             link = self._connect(cluster_id, self._places.towards(host, port), deadline_s)
@@ -250,7 +251,9 @@ class Links(Remote):
 
     def link_group(self, group: Group, total_s: float, rounds: int) -> int:
         """Begin to link a group's members; answers its id. Raises `LLMException`."""
-        return self._groups.begin(group, total_s, rounds)
+        comm_id = self._groups.begin(group, total_s, rounds)
+        self._has_linked = True
+        return comm_id
 
     def unlink_group(self, comm_id: int) -> None:
         """End a group, with the links that no other group uses. Raises `LLM_NOT_YET_LINK`."""
@@ -327,7 +330,6 @@ class Links(Remote):
     def _linked(self, link: Link) -> None:
         """A link stands, whoever made it; in any thread."""
         with self._lock:
-            self._has_linked = True
             self._peers[link.peer_id] = Peer(link.peer_id, link)
 
     def _ended(self, link: Link) -> None:

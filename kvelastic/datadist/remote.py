@@ -70,7 +70,8 @@ class Remote(ABC):
     @property
     @abstractmethod
     def has_linked(self) -> bool:
-        """Whether there was a link already: what is registered later peers do not reach."""
+        """Whether this cluster has begun to link: by default peers do not reach what it registers
+        later. That a peer has linked it changes nothing, for that may be at any time."""
 
     @abstractmethod
     def call(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 import socket
 
 import pytest
@@ -199,6 +198,21 @@ def test_registered_memory_is_pulled_and_kept_to_itself(pair):
     one.run(again)
 
 
+def test_what_is_registered_after_a_link_is_for_its_cluster_alone_by_default(pair):
+    """After its own link, that is: peers may have linked it at any time."""
+    one, two = pair
+    for cluster in pair:
+        cluster.run(
+            "memory = ctypes.create_string_buffer(4 * 192);"
+            " addrs = [ctypes.addressof(memory) + 192 * t for t in range(4)];"
+            f"late = manager.register_cache({DESC}, addrs, [CacheKey(1, 5)])"
+        )
+        make(cluster)
+    pull = "manager.pull_cache(CacheKey({}, 5), cache)"
+    assert two.status(pull.format(1)) == "LLM_SUCCESS"
+    assert one.status(pull.format(2)) == "LLM_PARAM_INVALID"
+
+
 # ------------------------------------------------------------------------------------------ layers
 
 
@@ -277,12 +291,12 @@ def test_a_stopped_peer_times_out_and_is_linked_anew(pair):
     make(one, "[CacheKey(1, 1)]")
     make(two)
     pull = "manager.pull_cache(CacheKey(1, 1), cache)"
-    one.signal(signal.SIGSTOP)
+    one.stop()
     assert two.status(pull) == "LLM_TIMEOUT"
     assert two.status(pull) == "LLM_WAIT_PROCESS_TIMEOUT"
     link = f"datadist.link_clusters([cluster(1, {one.port})], 300)"
     assert two(f"{link}[0].name") == "LLM_TIMEOUT"
-    one.signal(signal.SIGCONT)
+    one.go_on()
     assert two(f"{link.replace('300', '5000')}[0].name") == "LLM_SUCCESS"
     assert two.status(pull) == "LLM_SUCCESS"
     assert one("len(datadist._links._node.leases)") == 0
@@ -350,10 +364,10 @@ def test_force_is_one_sided(pair):
 
 def test_an_unlink_that_the_peer_does_not_hear_of(pair):
     one, two = pair
-    one.signal(signal.SIGSTOP)
+    one.stop()
     said = two("datadist.unlink_clusters([cluster(1, 1)], 200)[0].name")
     assert said == "LLM_NOTIFY_PROMPT_UNLINK_FAILED"
-    one.signal(signal.SIGCONT)
+    one.go_on()
     assert two("datadist.unlink_clusters([cluster(1, 1)])[0].name") == "LLM_NOT_YET_LINK"
 
 
@@ -473,10 +487,10 @@ def test_the_first_generation():
         assert decoder.status(switch.format("DECODER", None)) == "LLM_PARAM_INVALID"
         assert decoder.status(switch.format("PROMPT", None)) == "LLM_PARAM_INVALID"
         assert decoder.status(switch.format("MIX", None)) == "LLM_EXIST_LINK"
-        prompt.signal(signal.SIGSTOP)
+        prompt.stop()
         assert decoder.status("datadist.check_link_status(1)") == "LLM_TIMEOUT"
         assert decoder.status("datadist.check_link_status(1)") == "LLM_WAIT_PROCESS_TIMEOUT"
-        prompt.signal(signal.SIGCONT)
+        prompt.go_on()
 
 
 def test_several_devices_pull_each_from_its_own():

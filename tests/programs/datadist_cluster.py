@@ -78,8 +78,13 @@ class Cluster:
         assert answer.get("status") or "failed" not in answer, answer
         return answer.get("status", "LLM_SUCCESS")
 
-    def signal(self, number: signal.Signals) -> None:
-        self.process.send_signal(number)
+    def stop(self) -> None:
+        """With SIGSTOP; it has stopped when this returns."""
+        self.process.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, self.process.pid, os.WSTOPPED | os.WNOWAIT)
+
+    def go_on(self) -> None:
+        self.process.send_signal(signal.SIGCONT)
 
     def kill(self) -> None:
         """With SIGKILL; what it leaves in shared memory is removed, as whoever looks would."""

@@ -32,7 +32,7 @@ class SequenceMeta:
     ) -> None:
         """`seed` is the world's fingerprint (see `hash_utils`).
 
-        Raises `InvalidArgumentError` for tokens that are not one row of integers, and for empty blocks.
+        Raises `InvalidArgumentError` unless tokens are one row of integers and blocks hold some.
         """
         if tokens_per_block < 1:
             raise InvalidArgumentError(f"tokens_per_block={tokens_per_block}; give 1 or more")

@@ -28,7 +28,7 @@ Tokens = npt.NDArray[np.int64]
 def as_tokens(token_ids: Any, what: str = "token_ids") -> Tokens:
     """A contiguous row of int64; no copy where it is one already. Takes arrays and CPU tensors.
 
-    Raises `InvalidArgumentError` for another shape, for anything but integers, and for a tensor that
+    Raises `InvalidArgumentError` for another shape, for other than integers, and for a tensor that
     is not on the CPU.
     """
     if type(token_ids) is not np.ndarray:

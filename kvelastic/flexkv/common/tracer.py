@@ -189,7 +189,7 @@ def _replay_one(
 def read(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
     """The lines of a file. A last one that is not whole (a crash) ends it.
 
-    Raises `InvalidArgumentError` for another version, and for a line that is too long or not an object.
+    Raises `InvalidArgumentError` for another version, and for a line that is not an object.
     """
     with Path(path).open("rb") as file:
         number = 0
