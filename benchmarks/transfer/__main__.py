@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import random
 import secrets
 import socket
@@ -24,6 +25,7 @@ SIZES = {"24 KiB": 24 << 10, "1 MiB": 1 << 20}
 
 
 def main() -> None:
+    argparse.ArgumentParser("scripts/bench transfer", description=__doc__).parse_args()
     figures: list[Figure] = []
     with tempfile.TemporaryDirectory() as folder:
         secret_path = Path(folder) / "secret"
