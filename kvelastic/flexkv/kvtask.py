@@ -39,10 +39,14 @@ from kvelastic.flexkv.cache.cache_engine import (
     slots_of_plan,
     wanted_blocks,
 )
+from kvelastic.flexkv.common.block import SequenceMeta
 from kvelastic.flexkv.common.config import CacheConfig, ModelConfig, check_supported
+from kvelastic.flexkv.common.debug import TaskRecord
 from kvelastic.flexkv.common.hash_utils import as_tokens
 from kvelastic.flexkv.common.request import KVRequestType, KVResponse, KVResponseStatus, Mask
+from kvelastic.flexkv.common.ring_buffer import RingBuffer
 from kvelastic.flexkv.common.storage import KVCacheLayout, StorageHandle
+from kvelastic.flexkv.common.tracer import Tracer
 from kvelastic.flexkv.common.transfer import (
     GRAPH_END,
     BlockIds,
@@ -53,12 +57,15 @@ from kvelastic.flexkv.storage.allocator import GPUAllocator
 from kvelastic.flexkv.storage.storage_engine import StorageEngine
 from kvelastic.flexkv.transfer.transfer_engine import TransferEngine
 from kvelastic.flexkv.transfer.worker import GPUCPUTransferWorker
+from kvelastic.tiers.base import Store
 
 _log = logging.getLogger("kvelastic")
 
 EXPIRY_S: Final = 30 * 60.0
 MOST_TASKS: Final = 100_000
 """Beyond either a task is forgotten, the oldest first; what it holds is given back."""
+RECENT_TASKS: Final = 256
+"""How many of those that are over are remembered for `common.debug`."""
 RESET_S: Final = 60.0
 WAIT_S: Final = 20.0
 
@@ -144,6 +151,8 @@ class KVTaskEngine:
         self._by_graph: dict[int, KVTask] = {}
         self._batches: dict[int, list[int]] = {}
         self._called_back: deque[tuple[Callable[[KVResponse], None], KVResponse]] = deque()
+        self._recent: RingBuffer[TaskRecord] = RingBuffer(RECENT_TASKS)
+        self._tracer: Tracer | None = None
         self._storage: StorageEngine | None = None
         self._is_shut = False
         self._part_bytes = 0
@@ -158,6 +167,11 @@ class KVTaskEngine:
         with self._lock:
             if self._storage is not None or self._is_shut:
                 return
+            if self.cache_config.trace_path is not None:
+                self._tracer = Tracer(
+                    self.cache_config.trace_path,
+                    tokens_per_block=self.cache_config.tokens_per_block,
+                )
             storage = StorageEngine(self.model_config, self.cache_config, self._settings)
             worker = GPUCPUTransferWorker(
                 storage.tiers,
@@ -265,6 +279,8 @@ class KVTaskEngine:
                 task.plan.abort()
             self.cache_engine.close()
             self.transfer_engine.shutdown()
+            if self._tracer is not None:
+                self._tracer.close()
 
     # --- matching ------------------------------------------------------------------------------
 
@@ -289,6 +305,8 @@ class KVTaskEngine:
         first, last = wanted_blocks(token_mask, sequence)
         plan = self.cache_engine.plan_get(sequence, first, last, dp_id=dp_id, cpu_only=cpu_only)
         task = self._add(KVRequestType.GET, plan, dp_id)
+        if self._tracer is not None:
+            self._trace_match(self._tracer, task, sequence, first, last, namespace)
         return task.task_id, plan.mask()
 
     def put_match(
@@ -304,9 +322,31 @@ class KVTaskEngine:
         _ = self.storage
         self._pump()
         sequence = self.cache_engine.sequence(token_ids, namespace)
-        plan = self.cache_engine.plan_put(sequence, put_blocks(token_mask, sequence), dp_id=dp_id)
+        last = put_blocks(token_mask, sequence)
+        plan = self.cache_engine.plan_put(sequence, last, dp_id=dp_id)
         task = self._add(KVRequestType.PUT, plan, dp_id)
+        if self._tracer is not None:
+            self._trace_match(self._tracer, task, sequence, 0, last, namespace)
         return task.task_id, plan.mask()
+
+    @staticmethod
+    def _trace_match(
+        tracer: Tracer,
+        task: KVTask,
+        sequence: SequenceMeta,
+        first: int,
+        last: int,
+        namespace: Sequence[str] | None,
+    ) -> None:
+        plan, per_block = task.plan, sequence.tokens_per_block
+        tracer.match(
+            task.task_type,
+            task.task_id,
+            sequence.token_ids,
+            (first * per_block, last * per_block),
+            namespace,
+            (plan.first_token if plan.tokens else 0, plan.tokens),
+        )
 
     def get_async(
         self,
@@ -359,6 +399,9 @@ class KVTaskEngine:
         sequence = self.cache_engine.sequence(token_ids, namespace)
         plan = self.cache_engine.plan_get(sequence, 0, sequence.num_blocks, is_prefetch=True)
         task = self._add(KVRequestType.PREFETCH, plan, 0)
+        if self._tracer is not None:
+            blocks = sequence.num_blocks
+            self._trace_match(self._tracer, task, sequence, 0, blocks, namespace)
         with self._lock:
             if not task.is_over:
                 self._submit([task])
@@ -414,6 +457,8 @@ class KVTaskEngine:
                 task.plan.graph.bind_engine_blocks(blocks)
                 task.status = TaskStatus.READY
             self._submit([task for task, _ in wanted])
+            if self._tracer is not None:
+                self._tracer.launch([task.task_id for task, _ in wanted])
             if not as_batch:
                 return ids
             batch_id = next(self._task_ids)
@@ -475,7 +520,10 @@ class KVTaskEngine:
         running = []
         with self._lock:
             self._pump()
-            for task_id in self._members(task_ids):
+            ids = self._members(task_ids)
+            if self._tracer is not None:
+                self._tracer.cancel(ids)
+            for task_id in ids:
                 task = self._tasks.get(task_id)
                 if task is None or task.graph_is_over:
                     continue
@@ -615,6 +663,7 @@ class KVTaskEngine:
 
     def _end(self, task: KVTask, status: TaskStatus) -> None:
         task.status = status
+        self._recent.append(self._record(task))
         if status is TaskStatus.CANCELLED:
             task.moved = []
         response = self._response(task)
@@ -640,6 +689,34 @@ class KVTaskEngine:
         """How many hold anything, or are on their way."""
         with self._lock:
             return sum(not task.graph_is_over for task in self._tasks.values())
+
+    def _record(self, task: KVTask) -> TaskRecord:
+        return TaskRecord(
+            task.task_id,
+            task.task_type.value,
+            task.status.value,
+            task.plan.tokens,
+            self._clock() - task.created_s,
+        )
+
+    def open_records(self) -> list[TaskRecord]:
+        """Those tasks, for `common.debug.describe`."""
+        with self._lock:
+            return [self._record(task) for task in self._tasks.values() if not task.graph_is_over]
+
+    def recent_records(self) -> list[TaskRecord]:
+        """The last tasks that are over, the oldest first."""
+        return self._recent.snapshot()
+
+    def tier_stores(self) -> dict[DeviceType, Store]:
+        """Nearest first. They belong to this: not to be closed."""
+        return dict(self.storage.stores)
+
+    @property
+    def stuck_devices(self) -> list[DeviceType]:
+        """Tiers that do not answer."""
+        stuck = self.transfer_engine.stuck_tiers
+        return [device for device, tier in self.storage.tiers.items() if tier in stuck]
 
     def status_of(self, task_id: int) -> TaskStatus | None:
         """Where a task is; None: it is not known."""
