@@ -7,7 +7,7 @@ import importlib
 
 from benchmarks.harness import Figure, report
 
-PARTS = ("index", "copies", "reclaim", "disk")
+PARTS = ("index", "copies", "reclaim", "disk", "flexkv")
 """Each is a module `<part>_part` with `figures() -> list[Figure]`."""
 
 

@@ -10,7 +10,17 @@ from typing import Any
 
 import numpy as np
 import pytest
-from flexkv_engine import MODEL, SOON_S, TOKENS, Engine, cache_config, prompt, running, slots_of
+from flexkv_engine import (
+    MODEL,
+    SOON_S,
+    TOKENS,
+    Engine,
+    cache_config,
+    prompt,
+    running,
+    slots_of,
+    wait_for_media,
+)
 
 from kvelastic.config import load
 from kvelastic.errors import (
@@ -482,6 +492,7 @@ def test_a_shared_folder_is_a_remote_tier_of_another_manager(tmp_path: Path) -> 
     with running(cache_config(**shared), model) as engine:
         assert engine.put(tokens) == 5
     with running(cache_config(**shared), model) as engine:
+        wait_for_media(engine.manager)
         task = engine.manager.prefetch_async(tokens)
         answer = engine.manager.wait(task, SOON_S)[task]
         assert answer.status is KVResponseStatus.SUCCESS
