@@ -7,7 +7,7 @@ import importlib
 
 from benchmarks.harness import Figure, report
 
-PARTS = ("index", "copies", "reclaim", "disk", "vllm", "vllm_load")
+PARTS = ("index", "copies", "reclaim", "disk", "flexkv", "vllm", "vllm_load")
 """Each is a module `<part>_part` with `figures() -> list[Figure]`."""
 
 

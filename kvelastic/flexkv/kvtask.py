@@ -256,7 +256,8 @@ class KVTaskEngine:
         with self._lock:
             ids = [task.task_id for task in self._tasks.values() if not task.graph_is_over]
         self.cancel(ids)
-        self.transfer_engine.settle(RESET_S)
+        # A store may still be busy with what was cancelled; what it stores would stay behind.
+        self.transfer_engine.stop_writing(RESET_S)
         self._pump()
         late = self.cache_engine.reset(RESET_S)
         if late:

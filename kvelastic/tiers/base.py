@@ -103,10 +103,19 @@ class Reservation(ABC):
     and there already to another `reserve`.
     """
 
-    is_new: Sequence[bool]
-    """For each key asked for, whether it is to be put; else it is there, or on its way."""
     slots: Sequence[int]
-    """Where each new record will lie, as the store numbers it; -1 elsewhere."""
+    """Where each new record will lie, as the store numbers it; below 0 elsewhere."""
+
+    @property
+    @abstractmethod
+    def is_new(self) -> Sequence[bool]:
+        """For each key asked for, whether it is to be put; else it is there, or on its way."""
+
+    @property
+    def first_new(self) -> int | None:
+        """The place of the first key that is to be put."""
+        is_new = self.is_new
+        return is_new.index(True) if True in is_new else None
 
     @abstractmethod
     def release(self) -> None:
@@ -117,8 +126,13 @@ class Promise(Reservation):
     """Of a store that decides at each `put` and reserves nothing."""
 
     def __init__(self, there: Sequence[bool]) -> None:
-        self.is_new = [not is_there for is_there in there]
+        self._there = there
         self.slots = [-1] * len(there)
+
+    @property
+    def is_new(self) -> Sequence[bool]:
+        """As `Reservation.is_new`."""
+        return [not is_there for is_there in self._there]
 
     def release(self) -> None:
         """Nothing is held."""

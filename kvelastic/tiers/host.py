@@ -23,7 +23,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from kvelastic import _vmm, device
@@ -44,7 +44,7 @@ from kvelastic.tiers.base import (
 )
 from kvelastic.tiers.displacing import displace, unlikely_keys
 from kvelastic.tiers.host_blocks import HostBlocks
-from kvelastic.tiers.host_places import HostPlaces, HostReservation, Place
+from kvelastic.tiers.host_places import HostPlaces, HostReservation
 from kvelastic.tiers.host_slots import GONE
 from kvelastic.tiers.namespace import Namespace
 
@@ -53,8 +53,8 @@ _log = logging.getLogger("kvelastic")
 ALIGNMENT_BYTES = 4096
 """Blocks begin at multiples of a system page, so that a disk can be read straight into them."""
 
-NO_ROOM = -2
-"""What a claim answers for a key that no slot is to be had for."""
+THERE, NO_ROOM = -1, -2
+"""What a claim answers for a key that is there or on its way, and where no slot is to be had."""
 
 WAKE_WAIT_S = 5.0
 """How long a pool that slept for want of a limit waits to be awake again."""
@@ -103,7 +103,7 @@ class HostStore(Store):
         # The range is as long as the largest limit that can be set: addresses cost nothing.
         pages = max(place.capacity_bytes // self._layout.page_bytes, 1)
         self._index = _vmm.TierIndex(1, policy)
-        self._index_slots = 1
+        self._index_slots = self._index_reach = 1
         self._ballast: list[bytes] = []
         self._max_records = max_records
         self._ballast += self._new_ballast(1)
@@ -215,48 +215,36 @@ class HostStore(Store):
         self._blocks.drop([slot for _, slot in self._index.release(ticket)])
 
     def reserve(self, keys: bytes, *, chain_after: bytes | None = None) -> Reservation | None:
-        """As `Store.reserve`: memory is there for each place."""
-        count = self._count_of(keys)
+        """As `Store.reserve`. Waits for no memory: that comes with the records, if it comes."""
+        self._count_of(keys)
         self._check_chain(chain_after)
-        if self._begin_putting() is None:
-            return None
-        try:
-            missing = count - sum(self._index.has(keys))
+        with self._lock:
+            if self._entered() is None:
+                return None
+            self._blocks.follow()
+            _, known = self._index.leading(keys)
+            missing = len(keys) // KEY_BYTES - known
             if missing > self._limit_room():
                 return None  # before anything is displaced for it
-            slots = self._claim(keys, missing, chain_after)
-            return self._reserve(keys, slots)
-        finally:
-            with self._lock:
-                self._end_work()
-
-    def _reserve(self, keys: bytes, slots: list[int]) -> Reservation | None:
-        """Blocks for what was claimed: for all of it, or nothing is."""
-        new = [at for at, slot in enumerate(slots) if slot >= 0]
-        blocks: list[int] = []
-        failed = False
-        try:
-            if NO_ROOM not in slots:
-                blocks = self._blocks.take(len(new))
-        except KvelasticError:
-            failed = True
-        with self._lock:
-            self._counts["errors"] += failed
-            if len(blocks) == len(new) and not failed and NO_ROOM not in slots:
-                ticket = self._places.add(keys, slots, blocks)
-                return HostReservation(slots, ticket, self._give_up)
-            self._index.abandon(b"".join(_key(keys, at) for at in new))
-            if blocks:
-                self._pool.blocks.free(blocks)
-            return None
+            if missing:
+                self._make_room(missing, self._pool.blocks.available_size())
+            slots, displaced = self._index.claim(keys, chain_after)
+            if displaced:
+                self._drop_displaced(displaced)
+            there = slots.count(THERE)
+            count = len(slots) - there - slots.count(NO_ROOM)
+            ticket = self._places.add(keys, slots, count)
+            if NO_ROOM in slots:
+                self._index.abandon(self._places.give_up(ticket))
+                return None
+            return HostReservation(slots, ticket, self._give_up)
 
     def _give_up(self, ticket: int) -> None:
         """A reservation ends."""
         with self._lock:
-            keys, blocks = self._places.give_up(ticket)
-            if not self._closed and blocks:
+            keys = self._places.give_up(ticket)
+            if keys and not self._closed:
                 self._index.abandon(keys)
-                self._pool.blocks.free(blocks)
                 self._follow_limit()
 
     def put(
@@ -265,67 +253,47 @@ class HostStore(Store):
         """As `Store.put`."""
         count = self._count_of(keys, records)
         self._check_chain(chain_after)
-        world = self._begin_putting()
-        if world is None:
-            with self._lock:
+        with self._lock:
+            world = self._entered()
+            if world is None:
                 self._counts["refused"] += count
-            return [False] * count
+                return [False] * count
+            self._busy += 1
         try:
             missing = count - sum(self._index.has(keys))
-            slots = self._claim(keys, missing, chain_after)
+            failed = self._get_memory(missing)
             with self._lock:
-                places = self._places.take(split(keys)) if self._places.blocks else {}
-            self._fill(keys, records, slots, places, world)
+                self._counts["errors"] += failed
+                self._blocks.follow()
+                self._make_room(missing, self._pool.blocks.available_mapped())
+                slots, displaced = self._index.claim(keys, chain_after)
+                self._drop_displaced(displaced)
+                for at, slot in self._places.take(keys).items():
+                    slots[at] = slot
+            self._fill(keys, records, slots, world)
             return self._index.has(keys)
         finally:
             with self._lock:
                 self._end_work()
 
-    def _begin_putting(self) -> int | None:
-        """Whose records come now; None where none is taken. Ended by `_end_work`."""
-        with self._lock:
-            if self._world is None:
-                raise InvalidArgumentError("nothing can be put before enter() names a namespace")
-            if self._closed or self._pool.blocks.is_asleep:
-                return None
-            self._busy += 1
-            return self._world
-
-    def _claim(self, keys: bytes, missing: int, chain_after: bytes | None) -> list[int]:
-        """Slots for the `missing` new keys; those that have places count as there."""
-        if self._places.blocks:
-            with self._lock:
-                missing -= self._places.count(split(keys))
-        failed = self._get_memory(missing)
-        with self._lock:
-            self._counts["errors"] += failed
-            self._blocks.follow()
-            self._make_room(missing)
-            slots, displaced = self._index.claim(keys, chain_after)
-            self._drop_displaced(displaced)
-            return slots
+    def _entered(self) -> int | None:
+        """Whose records come now; None where none is taken. The lock is held."""
+        if self._world is None:
+            raise InvalidArgumentError("nothing can be put before enter() names a namespace")
+        return None if self._closed or self._pool.blocks.is_asleep else self._world
 
     def _fill(
-        self,
-        keys: bytes,
-        records: Sequence[memoryview],
-        slots: list[int],
-        places: Mapping[int, Place],
-        world: int,
+        self, keys: bytes, records: Sequence[memoryview], slots: Sequence[int], world: int
     ) -> None:
-        """Write what has slots or places; what finds no memory is refused."""
-        claimed = [at for at, slot in enumerate(slots) if slot >= 0]
-        block_of = {at: place.block for at, place in places.items()}
-        for at, place in places.items():
-            slots[at] = place.slot
+        """Write what there are slots for; what finds no memory is refused."""
+        new = [at for at, slot in enumerate(slots) if slot >= 0]
+        blocks: list[int] = []
         written = False
         failed = False
         try:
             try:
-                block_of.update(zip(claimed, self._blocks.take(len(claimed)), strict=False))
-                _vmm.write_blocks(
-                    self._range, list(block_of.values()), [records[at] for at in block_of]
-                )
+                blocks = self._blocks.take(len(new))
+                _vmm.write_blocks(self._range, blocks, [records[at] for at in new[: len(blocks)]])
                 written = True
             except BufferError as error:
                 raise InvalidArgumentError(f"a record cannot be read: {error}") from None
@@ -335,23 +303,24 @@ class HostStore(Store):
                 failed = True
         finally:
             with self._lock:
-                kept = sorted(block_of) if written else []
-                lost = [at for at in (*places, *claimed) if not written or at not in block_of]
+                kept = new[: len(blocks)] if written else []
+                lost = new[len(kept) :]
                 self._counts["errors"] += failed
                 self._counts["refused"] += len(lost) + slots.count(NO_ROOM)
                 self._index.abandon(b"".join(_key(keys, at) for at in lost))
-                if not written and block_of:
-                    self._pool.blocks.free(list(block_of.values()))
+                if not written and blocks:
+                    self._pool.blocks.free(blocks)
                 self._blocks.follow()
                 now_s = time.monotonic()
-                for at in kept:
-                    self._blocks.fill(slots[at], block_of[at], _key(keys, at), world, now_s)
+                for at, block in zip(kept, blocks, strict=False):
+                    self._blocks.fill(slots[at], block, _key(keys, at), world, now_s)
                 gone = self._index.commit(b"".join(_key(keys, at) for at in kept))
                 self._blocks.drop([slot for _, slot in gone])  # erased while they were written
                 self._counts["puts"] += len(kept) - len(gone)
                 self._counts["refused"] += len(gone)
                 self._counts["bytes_written"] += len(kept) * self.record_bytes
-                self._blocks.release([block_of[at] for at in kept])
+                if written:
+                    self._blocks.release(blocks)
 
     def evict(self, count: int) -> int:
         """As `Store.evict`."""
@@ -413,7 +382,8 @@ class HostStore(Store):
         if self._closed:
             return 0
         self._blocks.follow()
-        there = sum(self._index.has(b"".join(dict.fromkeys(split(keys)))))
+        each = [_key(keys, at) for at in range(len(keys) // KEY_BYTES)]
+        there = sum(self._index.has(b"".join(dict.fromkeys(each))))
         self._blocks.drop([slot for _, slot in self._index.erase(keys)])
         return there
 
@@ -483,13 +453,13 @@ class HostStore(Store):
             return True
         return False
 
-    def _make_room(self, count: int) -> None:
+    def _make_room(self, count: int, available: int) -> None:
         """Give the index as many free slots as there are free blocks, `count` at most.
 
         So the index is full when memory is, and the policy says who goes, not the pool.
+        `available` blocks are free or cached: those of mapped pages, or those that could be had.
         """
-        pool = self._pool.blocks
-        free = max(pool.available_mapped() - pool.stats()["blocks_cached"], 0)
+        free = max(available - self._pool.blocks.stats()["blocks_cached"], 0)
         have = self._index.stats()
         in_slots = have["ready"] + have["pending"] - len(self._ballast)
         self._set_room(min(in_slots + min(count, free), self._limit_room()))
@@ -518,7 +488,9 @@ class HostStore(Store):
             back = [self._ballast.pop() for _ in range(min(room - now, len(self._ballast)))]
             self._index.abandon(b"".join(back))
             if room > self._index_slots:
-                self._index.resize(2 * room)  # so that its tables are not copied each time
+                if room > self._index_reach:  # so that its tables are not copied each time
+                    self._index_reach = 2 * room
+                    self._index.resize(self._index_reach)
                 self._index.resize(room)
                 self._index_slots = room
         elif room < now:
@@ -563,7 +535,7 @@ class HostStore(Store):
                 pool.check_integrity()
                 self._index.check_integrity()
                 self._places.check_integrity()
-                self._blocks.check_integrity(quiet=self._busy == 1, reserved=self._places.blocks)
+                self._blocks.check_integrity(quiet=self._busy == 1)
                 slots = self._blocks.slots
                 known = sum(self._index.slot_of(slots.key_of(at)) == at for at in slots.slots())
                 ready = self._index.stats()["ready"]
@@ -612,11 +584,6 @@ class _HostLease(Lease):
             ticket, self._ticket = self._ticket, None
         if ticket is not None:
             self._store._release_lease(ticket, self._blocks)
-
-
-def split(keys: bytes) -> list[bytes]:
-    """Keys one by one."""
-    return [keys[at : at + KEY_BYTES] for at in range(0, len(keys), KEY_BYTES)]
 
 
 def _key(keys: bytes, at: int) -> bytes:

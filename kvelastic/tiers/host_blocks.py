@@ -125,11 +125,10 @@ class HostBlocks:
                 self._doomed.add(block)
         self.release(blocks)
 
-    def check_integrity(self, *, quiet: bool, reserved: int = 0) -> None:
+    def check_integrity(self, *, quiet: bool) -> None:
         """Recount; raises `IntegrityError` naming what disagrees.
 
-        `quiet`: no put is on its way, so that every block of the pool is a record's, but those
-        `reserved` for records to come.
+        `quiet`: no put is on its way, so that every block of the pool is a record's.
         """
         self.follow()
         self.slots.check_integrity()
@@ -139,7 +138,7 @@ class HostBlocks:
         if not self._doomed <= self._holders.keys():
             raise IntegrityError("an erased record keeps a block that nobody holds")
         have = self._pool.stats()
-        ours = len(self.slots) + len(self._doomed) + reserved
+        ours = len(self.slots) + len(self._doomed)
         taken = have["blocks_used"] + have["blocks_cached"]
         # The pool evicts meanwhile: what it has evicted since the look is in the queue.
         if quiet and taken != ours and not self._pool.has_evicted:

@@ -64,7 +64,7 @@ class Lookup:
         """
         held: list[Segment] = []
         leases: list[Lease] = []
-        for segment in nearest(self.find(keys, may_ask)):
+        for segment in self._segments(keys, may_ask):
             end = segment.first + segment.count
             lease = self.hold(segment.tier, keys[segment.first * KEY_BYTES : end * KEY_BYTES])
             leases.append(lease)
@@ -74,6 +74,18 @@ class Lookup:
             if lease.count < segment.count:
                 break
         return held, leases
+
+    def _segments(self, keys: bytes, may_ask: Callable[[int], bool]) -> list[Segment]:
+        """Who has what: mostly the nearest has all of it, or there is no other."""
+        store = self._stores[0] if self._stores else None
+        if store is None or store.asks_medium or not may_ask(0):
+            return nearest(self.find(keys, may_ask))
+        ready, _ = store.leading(keys)
+        lead = [Segment(0, 0, ready)] if ready else []
+        if len(self._stores) == 1 or ready * KEY_BYTES == len(keys):
+            return lead
+        rest = nearest(self.find(keys[ready * KEY_BYTES :], may_ask))
+        return lead + [Segment(each.tier, each.first + ready, each.count) for each in rest]
 
     def find(self, keys: bytes, may_ask: Callable[[int], bool]) -> list[list[bool]]:
         """What each tier has; a farther one is asked only for what the nearer ones lack."""

@@ -106,6 +106,12 @@ class Plan:
         mask[self.first_token : self.first_token + count] = True
         return mask
 
+    @property
+    def slots(self) -> Sequence[int]:
+        """Of a put: where the CPU tier will have each block of the request, as it numbers them."""
+        place = self._place
+        return () if place is None else place.slots
+
     def release_leases(self) -> None:
         """What is read may be evicted again."""
         with self._lock:
@@ -208,6 +214,9 @@ class GlobalCacheEngine:
             plan.abort()
             raise
         skipped = plan.first_token // self.tokens_per_block if plan.tokens else last
+        if plan.tokens:
+            store = plan.graph.ops[plan.graph.task_end_op_id]
+            store.dst_block_ids = np.array(plan.slots[skipped:], np.int64)
         return plan.graph, plan.mask(), plan, plan.graph.task_end_op_id, skipped
 
     def _bind(self, plan: Plan, token_mask: Any, slot_mapping: Any) -> None:
@@ -288,16 +297,14 @@ class GlobalCacheEngine:
         place = self._cpu.reserve(keys, chain_after=NO_KEY) if keys else None
         if place is None:
             return Plan(TransferOpGraph(), sequence.length, 0, 0)
-        is_new = place.is_new
-        if True not in is_new:
+        first = place.first_new
+        if first is None:
             place.release()
             return Plan(TransferOpGraph(), sequence.length, 0, 0)
-        first = is_new.index(True)
         graph = put_graph(
             keys[first * KEY_BYTES :],
             self._farther,
             chain_after=sequence.parent(first),
-            dst_block_ids=place.slots[first:],
             dp_id=dp_id,
         )
         tokens = (last - first) * self.tokens_per_block

@@ -76,7 +76,6 @@ def put_graph(
     *,
     chain_after: bytes = NO_KEY,
     block_ids: BlockIds | None = None,
-    dst_block_ids: Sequence[int] | None = None,
     dp_id: int = 0,
 ) -> TransferOpGraph:
     """Take these keys from the engine's blocks into the CPU tier, and on to those farther away."""
@@ -88,7 +87,6 @@ def put_graph(
         keys=keys,
         chain_after=chain_after,
         src_block_ids=block_ids,
-        dst_block_ids=dst_block_ids,
         dp_id=dp_id,
     )
     graph.task_end_op_id = graph.add_transfer_op(store)

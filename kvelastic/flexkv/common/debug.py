@@ -44,7 +44,7 @@ class Described(Protocol):
 
 
 def describe(engine: Described, most: int = 20) -> str:
-    """Lines of text: tiers, open tasks, the last that are over. Asks stores, which may block."""
+    """Tiers, open tasks, the last ones that are over, in lines. Asks stores, which may block."""
     lines = ["tiers:"]
     stuck = set(engine.stuck_devices)
     for device, store in engine.tier_stores().items():

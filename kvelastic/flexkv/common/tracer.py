@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import stat
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -41,7 +42,8 @@ class Tracer:
         self._lock = threading.Lock()
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
         self._fd: int | None = os.open(path, flags, 0o600)
-        os.fchmod(self._fd, 0o600)
+        if stat.S_ISREG(os.fstat(self._fd).st_mode):  # a device's mode is everybody's
+            os.fchmod(self._fd, 0o600)
         self._write({"kvelastic_flexkv_trace": VERSION, **header})
 
     def match(
@@ -147,7 +149,9 @@ def replay(path: str | os.PathLike[str], manager: Manager) -> Iterator[Step]:
             continue
         try:
             step = _replay_one(line, manager, task_of, tokens_of)
-        except (KeyError, TypeError, OverflowError) as error:
+        except InvalidArgumentError:
+            raise
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise InvalidArgumentError(
                 f"line {number} of {os.fspath(path)} is no record of a call: {error!r}"
             ) from None
@@ -189,7 +193,7 @@ def _replay_one(
 def read(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
     """The lines of a file. A last one that is not whole (a crash) ends it.
 
-    Raises `InvalidArgumentError` for another version, and for a line that is not an object.
+    Raises `InvalidArgumentError` for another version, for a line that is not an object.
     """
     with Path(path).open("rb") as file:
         number = 0

@@ -71,6 +71,8 @@ class _Lowering:
 
     def items_of(self, op: TransferOp) -> list[int]:
         """Its blocks as items; new ones come into batches of their own."""
+        if len({op.key(at) for at in range(op.num_blocks)}) != op.num_blocks:
+            raise InvalidArgumentError(f"operation {op.op_id} names a block twice; name it once")
         engine = op.engine_side
         ids = (
             [-1] * op.num_blocks
@@ -99,8 +101,6 @@ class _Lowering:
                     )
                 self.ids[item] = ids[at]
             items.append(item)
-        if len(set(items)) != len(items):
-            raise InvalidArgumentError(f"operation {op.op_id} names a block twice; name it once")
         return items
 
     def add(self, at: int, op: TransferOp, items: Sequence[int], *, is_promotion: bool) -> None:

@@ -271,8 +271,22 @@ class TransferEngine:
         run.cancel()
         return run.wait(timeout_s)
 
+    def drain(self, timeout_s: float) -> bool:
+        """Wait until no store is called any more, not even for what was cancelled. As `settle`."""
+        return self._executor.drain(timeout_s)
+
+    def stop_writing(self, timeout_s: float) -> bool:
+        """Wait until no store is being written to; answers whether that was reached.
+
+        Nobody submits meanwhile. A store that hangs is not waited for.
+        """
+        return self._executor.settle_unawaited(timeout_s)
+
     def settle(self, timeout_s: float) -> bool:
-        """Wait until nothing is on its way, `timeout_s` at most; answers whether that is so."""
+        """Wait until no graph is on its way, `timeout_s` at most; answers whether that is so.
+
+        What a store is still doing for a cancelled one is not waited for: its result is dropped.
+        """
         deadline_s = time.monotonic() + timeout_s
         while True:
             self._executor.look()

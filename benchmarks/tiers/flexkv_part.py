@@ -1,0 +1,80 @@
+"""What FlexKV's interface adds to the index: get_match and put_match of a prompt of 256 blocks.
+
+Prompts that nobody has seen, in a CPU tier with room for 100,000 records of which half are there.
+The native part is what both calls cannot do without: the keys (twice), a look, and the claim; the
+difference is Python, locks and the blocks of the host's pool. What a put reserves is given up
+outside of the time, but in every other round, whose records then come.
+"""
+
+from __future__ import annotations
+
+import time
+from array import array
+
+from benchmarks.harness import Figure
+from benchmarks.tiers.index_part import BLOCK_TOKENS, BLOCKS, SEED, prompts
+from kvelastic._vmm import TierIndex, block_keys
+from kvelastic.tiers.base import NO_KEY
+
+ROUNDS, RECORDS = 200, 100_000
+BAR = "72 us and 20 us of Python"
+
+
+def native_us(index: TierIndex, prompt: array[int]) -> float:
+    """Keys twice, a look, and a claim, by the native index alone."""
+    start = time.perf_counter_ns()
+    keys = block_keys(prompt, BLOCK_TOKENS, SEED)
+    index.match(keys)
+    keys = block_keys(prompt, BLOCK_TOKENS, SEED)
+    slots, _ = index.claim(keys, NO_KEY)
+    end = time.perf_counter_ns()
+    assert len(slots) == BLOCKS
+    index.abandon(keys)
+    return (end - start) / 1000
+
+
+def figures() -> list[Figure]:
+    """A new prompt, then the same when all of it is there."""
+    import numpy as np
+
+    from kvelastic.flexkv.common.config import CacheConfig, ModelConfig
+    from kvelastic.flexkv.kvmanager import KVManager
+
+    floor = "keys twice, look and claim in the native index"
+    new = Figure("flexkv: get_match + put_match of 256 new blocks", "us", [], BAR, floor)
+    hit = Figure("flexkv: get_match of 256 blocks that are there", "us", [], "", "a look of these")
+    index = TierIndex(RECORDS)
+    model = ModelConfig(num_layers=1, num_kv_heads=1, head_size=16, dtype="float16")
+    cache = CacheConfig(tokens_per_block=BLOCK_TOKENS, num_cpu_blocks=RECORDS)
+    with KVManager(model, cache) as manager:
+        store = next(iter(manager.task_engine.storage.stores.values()))
+        records = [memoryview(bytes(store.record_bytes))] * BLOCKS
+        for at, prompt in enumerate(prompts(RECORDS // BLOCKS // 2 + ROUNDS, seed=3)):
+            tokens = np.array(prompt)
+            is_timed = at >= RECORDS // BLOCKS // 2
+            if is_timed:
+                new.floor_samples.append(native_us(index, prompt))
+            start = time.perf_counter_ns()
+            found, mask = manager.get_match(tokens)
+            task, unmatched = manager.put_match(tokens)
+            end = time.perf_counter_ns()
+            assert not mask.any()
+            assert unmatched.all()
+            if is_timed:
+                new.samples.append((end - start) / 1000)
+            keys = manager.task_engine.cache_engine.sequence(tokens).keys
+            if at % 2 or not is_timed:
+                assert all(store.put(keys, records, chain_after=NO_KEY))
+            manager.cancel(task)
+            if is_timed and at % 2:
+                start = time.perf_counter_ns()
+                task, mask = manager.get_match(tokens)
+                end = time.perf_counter_ns()
+                assert mask.all()
+                hit.samples.append((end - start) / 1000)
+                start = time.perf_counter_ns()
+                store.leading(keys)
+                hit.floor_samples.append((time.perf_counter_ns() - start) / 1000)
+                manager.cancel(task)
+            del found
+    return [new, hit]

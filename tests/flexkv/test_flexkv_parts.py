@@ -1,0 +1,684 @@
+"""The parts below KVManager, each by what its name promises."""
+
+from __future__ import annotations
+
+import os
+import stat
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from flexkv_engine import (
+    MODEL,
+    SOON_S,
+    TOKENS,
+    Engine,
+    cache_config,
+    prompt,
+    running,
+    slots_of,
+    wait_for_media,
+)
+
+from kvelastic.config import load
+from kvelastic.errors import (
+    DoubleFreeError,
+    InvalidArgumentError,
+    PoolExhaustedError,
+    UnknownBlockError,
+    UnsupportedError,
+)
+from kvelastic.flexkv import kvtask
+from kvelastic.flexkv.cache.mempool import Mempool
+from kvelastic.flexkv.cache.radixtree import RadixTree
+from kvelastic.flexkv.cache.transfer_pattern import (
+    Fragment,
+    get_graph,
+    prefetch_graph,
+    put_graph,
+)
+from kvelastic.flexkv.common.block import SequenceMeta
+from kvelastic.flexkv.common.debug import describe
+from kvelastic.flexkv.common.hash_utils import Hasher, hash_blocks, namespace_seed
+from kvelastic.flexkv.common.request import KVResponseStatus
+from kvelastic.flexkv.common.ring_buffer import RingBuffer
+from kvelastic.flexkv.common.storage import KVCacheLayout, KVCacheLayoutType
+from kvelastic.flexkv.common.tracer import replay
+from kvelastic.flexkv.common.transfer import (
+    GRAPH_END,
+    DeviceType,
+    TransferOp,
+    TransferOpGraph,
+    TransferOpStatus,
+    TransferType,
+)
+from kvelastic.flexkv.kvmanager import KVManager
+from kvelastic.flexkv.kvtask import KVTaskEngine, TaskStatus
+from kvelastic.flexkv.storage.allocator import tensor_memory
+from kvelastic.flexkv.storage.storage_engine import StorageEngine
+from kvelastic.tiers.host import HostStore
+from kvelastic.tiers.namespace import Namespace
+
+# --- keys -----------------------------------------------------------------------------------------
+
+
+def test_a_key_stands_for_all_tokens_up_to_its_block() -> None:
+    tokens = prompt(1, 4, more=1)
+    sequence = SequenceMeta(tokens, TOKENS)
+    assert (sequence.num_blocks, len(sequence), len(sequence.keys)) == (4, 17, 64)
+    changed = tokens.copy()
+    changed[TOKENS] += 1
+    other = SequenceMeta(changed, TOKENS)
+    same = [sequence.key(at) == other.key(at) for at in range(4)]
+    assert same == [True, False, False, False]
+    assert sequence.block_hashes.shape == (4, 2)
+    assert sequence.parent(0) == bytes(16)
+    assert sequence.parent(2) == sequence.key(1)
+    with pytest.raises(InvalidArgumentError):
+        sequence.key(4)
+    with pytest.raises(InvalidArgumentError):
+        SequenceMeta(tokens, 0)
+
+
+@pytest.mark.parametrize("cuts", [[], [3], [4, 8], [1, 2, 5, 16]])
+def test_tokens_in_pieces_make_the_same_chain(cuts: list[int]) -> None:
+    tokens = prompt(2, 4, more=2)
+    hasher = Hasher(TOKENS, b"s" * 16)
+    assert hasher.digest() == b"s" * 16
+    for piece in np.split(tokens, cuts):
+        hasher.update(piece)
+    assert hasher.keys == hash_blocks(tokens, TOKENS, b"s" * 16)
+    assert hasher.digest() == hasher.keys[-16:]
+
+
+def test_names_of_a_namespace_are_joined_without_meeting() -> None:
+    seeds = [
+        namespace_seed(bytes(16), names) for names in (None, ["a"], ["a", "b"], ["ab"], ["b", "a"])
+    ]
+    assert len(set(seeds)) == len(seeds)
+    for wrong in ("ab", ["a\0b"], [1]):
+        with pytest.raises(InvalidArgumentError):
+            namespace_seed(bytes(16), wrong)  # type: ignore[arg-type]
+
+
+# --- layouts --------------------------------------------------------------------------------------
+
+ORDERS = {"LAYERFIRST": "lkb", "BLOCKFIRST": "blk", "LAYERBLOCK": "lbk"}
+
+
+def numbered(kind: KVCacheLayoutType, kv_dim: int) -> tuple[KVCacheLayout, Any]:
+    """A cache whose elements say where they are: written place by place, by the words."""
+    layout = KVCacheLayout(kind, 3, 5, 2, 2, 4, kv_dim, 4)
+    memory = np.zeros(layout.kv_shape, np.uint32)
+    for layer in range(3):
+        for kv in range(kv_dim):
+            for block in range(5):
+                at = {"l": layer, "k": kv, "b": block}
+                where = tuple(at[axis] for axis in ORDERS[kind.value])
+                memory[where] = (layer * 2 + kv) * 5 + block + np.arange(16).reshape(2, 2, 4) * 1000
+    return layout, memory
+
+
+@pytest.mark.parametrize("kv_dim", [1, 2])
+@pytest.mark.parametrize("start", KVCacheLayoutType)
+@pytest.mark.parametrize("to", KVCacheLayoutType)
+def test_layouts_are_converted_into_each_other_byte_by_byte(
+    start: KVCacheLayoutType, to: KVCacheLayoutType, kv_dim: int
+) -> None:
+    layout, memory = numbered(start, kv_dim)
+    wanted, expected = numbered(to, kv_dim)
+    assert layout.convert(memory, to).tobytes() == expected.tobytes()
+    assert layout.with_type(to) == wanted
+    assert wanted.convert(expected, start).tobytes() == memory.tobytes()
+    with pytest.raises(InvalidArgumentError, match="all of it"):
+        layout.convert(memory[:1], to)
+
+
+@pytest.mark.parametrize("kind", KVCacheLayoutType)
+def test_what_one_layout_puts_another_gets(kind: KVCacheLayoutType) -> None:
+    tokens = prompt(3, 5)
+    with running() as first:
+        assert first.put(tokens) == 5
+        other = Engine(first.manager, MODEL, kind)
+        first.manager.task_engine.transfer_engine.gpu_worker.unregister(0)
+        first.manager.register_kv_caches([other.tensor], other.layout)
+        assert other.get(tokens) == 5
+
+
+def test_a_tensor_for_each_layer_is_the_same_as_one_for_all() -> None:
+    with KVManager(MODEL, cache_config()) as manager:
+        own = Engine(manager)
+        layers = [own.tensor[layer] for layer in range(MODEL.num_layers)]
+        manager.register_kv_caches(layers, own.layout)
+        tokens = prompt(1, 3)
+        assert own.put(tokens) == 3
+        assert own.get(tokens) == 3
+
+
+def test_tensors_that_do_not_fit_are_refused() -> None:
+    with KVManager(MODEL, cache_config()) as manager:
+        own = Engine(manager)
+        for wrong in (
+            [own.tensor[:1]],
+            [own.tensor, own.tensor],
+            [own.tensor.transpose()],
+            [bytes(own.tensor.nbytes)],
+        ):
+            with pytest.raises(InvalidArgumentError):
+                manager.register_kv_caches(wrong, own.layout)
+        manager.register_kv_caches([own.tensor], own.layout)
+        with pytest.raises(InvalidArgumentError, match="already"):
+            manager.register_kv_caches([own.tensor], own.layout)
+        with pytest.raises(InvalidArgumentError, match="client 1"):
+            manager.register_kv_caches([own.tensor], own.layout, 1)
+        with pytest.raises(InvalidArgumentError, match="rank 1"):
+            manager.register_kv_caches([own.tensor], own.layout, 0, 1)
+    address, size_bytes, device = tensor_memory(own.tensor)
+    assert (address, size_bytes, device) == (own.tensor.ctypes.data, own.tensor.nbytes, "cpu")
+
+
+# --- mempool, ring --------------------------------------------------------------------------------
+
+
+def test_a_mempool_gives_each_block_once_and_refuses_a_double_free() -> None:
+    pool = Mempool(4)
+    blocks = pool.allocate_blocks(3)
+    assert len(set(blocks.tolist())) == 3
+    assert (pool.num_free_blocks, pool.num_used_blocks) == (1, 3)
+    with pytest.raises(PoolExhaustedError, match="1 of 4"):
+        pool.allocate_blocks(2)
+    with pytest.raises(ValueError, match="asked for"):
+        pool.allocate_blocks(5)
+    pool.recycle_blocks(blocks[:1])
+    for wrong in (blocks[:2], [int(blocks[1])] * 2):
+        with pytest.raises(DoubleFreeError):
+            pool.recycle_blocks(wrong)
+    with pytest.raises(UnknownBlockError):
+        pool.recycle_blocks([4])
+    assert pool.num_used_blocks == 2
+    pool.check_integrity()
+    pool.reset()
+    assert pool.num_free_blocks == 4
+
+
+def test_a_ring_keeps_the_last_in_their_order() -> None:
+    ring: RingBuffer[int] = RingBuffer(3)
+    for number in range(5):
+        ring.append(number)
+    assert (ring.snapshot(), ring.dropped, len(ring)) == ([2, 3, 4], 2, 3)
+    assert ring.take_all() == [2, 3, 4]
+    ring.append(9)
+    assert ring.snapshot() == [9]
+    with pytest.raises(InvalidArgumentError):
+        RingBuffer(0)
+
+
+# --- tree -----------------------------------------------------------------------------------------
+
+WORLD = Namespace("m", record_bytes=4096)
+
+
+@pytest.fixture
+def store() -> Any:
+    made = HostStore(4096, 8 << 20, settings=load(), policy="lru", max_records=6)
+    made.enter(WORLD)
+    yield made
+    made.check_integrity()
+    made.close()
+
+
+def records(count: int) -> list[memoryview]:
+    return [memoryview(bytes([at]) * 4096) for at in range(count)]
+
+
+def test_a_tree_matches_inserts_locks_and_evicts(store: HostStore) -> None:
+    tree = RadixTree(store, WORLD)
+    sequence = SequenceMeta(prompt(1, 5), TOKENS)
+    assert tree.is_empty()
+    place = tree.insert(sequence)
+    assert place is not None
+    assert list(place.is_new) == [True] * 5
+    match = tree.match_prefix(sequence)
+    assert (match.num_ready_matched_blocks, match.num_matched_blocks) == (0, 5)
+    assert store.put(sequence.keys[:48], records(3), chain_after=bytes(16)) == [True] * 3
+    match = tree.match_prefix(sequence)
+    assert (match.num_ready_matched_blocks, match.num_matched_blocks) == (3, 5)
+    store.check_integrity()
+    place.release()
+    place.release()
+    match = tree.match_prefix(sequence)
+    assert (match.num_ready_matched_blocks, match.num_matched_blocks) == (3, 3)
+    assert tree.match_prefix(sequence, first=2).num_ready_matched_blocks == 1
+    with tree.lock(sequence, 2) as lease:
+        assert lease.count == 2
+        assert tree.evict(9) == 1
+    assert tree.match_prefix(sequence).num_ready_matched_blocks == 2
+    assert tree.remove(sequence, first=1) == 1
+    assert tree.reset() == 1
+    assert tree.is_empty()
+    with pytest.raises(InvalidArgumentError):
+        tree.match_prefix(sequence, first=6)
+
+
+def test_places_are_for_all_or_for_none(store: HostStore) -> None:
+    tree = RadixTree(store, WORLD)
+    old, new = SequenceMeta(prompt(1, 4), TOKENS), SequenceMeta(prompt(2, 7), TOKENS)
+    assert store.put(old.keys, records(4)) == [True] * 4
+    assert tree.insert(new) is None
+    assert tree.match_prefix(old).num_ready_matched_blocks == 4, "displaced for nothing"
+    with tree.lock(old, 4):
+        assert tree.insert(SequenceMeta(prompt(3, 3), TOKENS)) is None
+        store.check_integrity()
+    place = tree.insert(SequenceMeta(prompt(3, 6), TOKENS))
+    assert place is not None
+    place.release()
+
+
+def test_what_is_erased_on_its_way_does_not_come(store: HostStore) -> None:
+    tree = RadixTree(store, WORLD)
+    sequence = SequenceMeta(prompt(1, 3), TOKENS)
+    place = tree.insert(sequence)
+    tree.remove(sequence)
+    assert store.put(sequence.keys, records(3)) == [False] * 3
+    assert place is not None
+    place.release()
+    store.check_integrity()
+    assert tree.is_empty()
+
+
+def test_a_failed_put_gives_its_places_back(store: HostStore) -> None:
+    sequence = SequenceMeta(prompt(1, 3), TOKENS)
+    place = RadixTree(store, WORLD).insert(sequence)
+    assert place is not None
+    with pytest.raises(InvalidArgumentError):
+        store.put(sequence.keys, [memoryview(bytes(8192))[::2]] * 3)
+    place.release()
+    store.check_integrity()
+    assert store.put(sequence.keys, records(3)) == [True] * 3
+
+
+def test_a_place_of_an_ended_reservation_is_not_taken_from_a_later_one(store: HostStore) -> None:
+    keys = SequenceMeta(prompt(1, 1), TOKENS).keys
+    first = store.reserve(keys)
+    assert first is not None
+    assert store.put(keys, records(1)) == [True]
+    assert store.evict(1) == 1
+    second = store.reserve(keys)
+    assert second is not None
+    first.release()
+    assert store.put(keys, records(1)) == [True]
+    second.release()
+    assert store.has(keys) == [True]
+
+
+# --- graphs ---------------------------------------------------------------------------------------
+
+
+def kinds(graph: TransferOpGraph) -> list[TransferType]:
+    return [op.transfer_type for op in graph.order()]
+
+
+def test_patterns_are_those_of_flexkv() -> None:
+    keys = SequenceMeta(prompt(1, 5), TOKENS).keys
+    fragments = [
+        Fragment(DeviceType.CPU, 0, 2),
+        Fragment(DeviceType.SSD, 2, 2),
+        Fragment(DeviceType.REMOTE, 4, 1),
+    ]
+    graph = get_graph(keys, fragments)
+    assert kinds(graph) == [TransferType.DISK2H, TransferType.REMOTE2H, TransferType.H2D]
+    assert graph.ops[graph.task_end_op_id].transfer_type is TransferType.H2D
+    assert [op.num_blocks for op in graph.order()] == [2, 1, 5]
+    assert kinds(get_graph(keys, fragments[:1])) == [TransferType.H2D]
+    assert kinds(prefetch_graph(keys, fragments[1:]))[-1] is TransferType.VIRTUAL
+    graph = put_graph(keys, [DeviceType.SSD, DeviceType.REMOTE])
+    assert kinds(graph) == [TransferType.D2H, TransferType.H2DISK, TransferType.H2REMOTE]
+    assert graph.ops[graph.task_end_op_id].transfer_type is TransferType.D2H
+    assert get_graph(b"", []).num_ops == 0
+
+
+def test_a_graph_that_cannot_be_is_refused() -> None:
+    graph = TransferOpGraph()
+    keys = SequenceMeta(prompt(1, 2), TOKENS).keys
+    first = graph.add_transfer_op(TransferOp(TransferType.DISK2H, keys=keys))
+    second = graph.add_transfer_op(TransferOp(TransferType.H2D, keys=keys))
+    graph.add_dependency(second, first)
+    with pytest.raises(InvalidArgumentError, match="not in graph"):
+        graph.add_dependency(second, 10**9)
+    graph.add_dependency(first, second)
+    with pytest.raises(InvalidArgumentError, match="wait for one another"):
+        graph.order()
+    for wrong in (
+        {"keys": keys[:-1]},
+        {"keys": keys, "src_block_ids": [1]},
+        {"keys": keys, "dst_block_ids": [1, 2, 3]},
+    ):
+        with pytest.raises(InvalidArgumentError):
+            TransferOp(TransferType.H2D, **wrong)  # type: ignore[arg-type]
+
+
+def test_the_engine_says_of_each_operation_and_each_graph_that_it_is_over(tmp_path: Path) -> None:
+    with running(cache_config(tmp_path)) as engine:
+        transfers = engine.manager.task_engine.transfer_engine
+        index = engine.manager.task_engine.cache_engine
+        tokens = prompt(1, 3)
+        engine.compute(tokens, range(3))
+        graph, mask, plan, end, skipped = index.put(1, tokens, None, slots_of(range(3)))
+        assert (mask.all(), skipped, end) == (True, 0, graph.task_end_op_id)
+        transfers.submit_transfer_graph(graph)
+        said: list[tuple[int, int]] = []
+        while (graph.graph_id, GRAPH_END) not in said:
+            said += transfers.get_completed_graphs_and_ops(SOON_S)
+        put, disk = (op.op_id for op in graph.order())
+        assert said == [(graph.graph_id, put), (graph.graph_id, disk), (graph.graph_id, GRAPH_END)]
+        plan()
+        assert transfers.get_completed_graphs_and_ops() == []
+        with pytest.raises(InvalidArgumentError, match="completed already"):
+            transfers.submit_transfer_graph(graph)
+        engine.clear()
+        longer = np.concatenate([tokens, prompt(2, 2)])
+        graph, mask, plan, end = index.get(2, longer, np.ones(len(longer), np.bool_), None)
+        assert mask.sum() == 3 * TOKENS
+        graph.bind_engine_blocks([7, 8, 9])
+        transfers.submit_transfer_graph([graph])
+        while (graph.graph_id, GRAPH_END) not in said:
+            said += transfers.get_completed_graphs_and_ops(SOON_S)
+        plan()
+        assert [engine.holds(7 + at, tokens, at) for at in range(3)] == [True] * 3
+        *_, skipped = index.put(3, longer, None, None)
+        assert skipped == 3
+
+
+def test_put_gives_back_what_slots_that_do_not_fit_had_reserved() -> None:
+    with running() as engine:
+        index = engine.manager.task_engine.cache_engine
+        with pytest.raises(InvalidArgumentError):
+            index.put(1, prompt(1, 3), None, slots_of([1]))
+        assert engine.put(prompt(1, 3)) == 3
+        with pytest.raises(UnsupportedError, match="layer_num"):
+            index.get(1, prompt(1, 3), None, None, layer_num=1)
+
+
+@pytest.mark.parametrize("kind", [TransferType.DISK2D, TransferType.PEERH2H, TransferType.H2DISK])
+def test_what_no_worker_does_is_refused_with_what_to_use(kind: TransferType) -> None:
+    with running() as engine:
+        graph = TransferOpGraph()
+        graph.add_transfer_op(TransferOp(kind, keys=bytes(range(16))))
+        with pytest.raises(UnsupportedError, match=kind.value):
+            engine.manager.task_engine.transfer_engine.submit_transfer_graph(graph)
+
+
+def test_operations_of_ones_own_run_in_their_order(tmp_path: Path) -> None:
+    """CPU to disk and back by hand, without the cache engine."""
+    with running(cache_config(tmp_path)) as engine:
+        tokens = prompt(1, 20)
+        engine.compute(tokens, range(20))
+        transfers = engine.manager.task_engine.transfer_engine
+        keys = engine.manager.task_engine.cache_engine.sequence(tokens).keys
+        graph = TransferOpGraph()
+        store = TransferOp(TransferType.D2H, keys=keys, src_block_ids=range(20))
+        disk = TransferOp(TransferType.H2DISK, keys=keys)
+        join = TransferOp(TransferType.VIRTUAL)
+        for op in (disk, join, store):
+            graph.add_transfer_op(op)
+        graph.add_dependency(disk.op_id, store.op_id)
+        graph.add_dependency(join.op_id, disk.op_id)
+        transfers.submit_transfer_graph(graph)
+        assert transfers.settle(SOON_S)
+        assert {op.status for op in graph.ops.values()} == {TransferOpStatus.COMPLETED}
+        assert [sum(op.moved) for op in (store, disk)] == [20, 20]
+        engine.manager.task_engine.cache_engine.engine(DeviceType.CPU).evict(100)
+        assert engine.get(tokens) == 20
+
+
+def test_a_block_that_is_named_twice_is_refused() -> None:
+    with running() as engine:
+        transfers = engine.manager.task_engine.transfer_engine
+        key = bytes(range(16))
+        graph = TransferOpGraph()
+        graph.add_transfer_op(TransferOp(TransferType.D2H, keys=key * 2, src_block_ids=[0, 1]))
+        with pytest.raises(InvalidArgumentError, match="twice"):
+            transfers.submit_transfer_graph(graph)
+        graph = TransferOpGraph()
+        for block in (0, 1):
+            op = TransferOp(TransferType.D2H, keys=key, src_block_ids=[block])
+            graph.add_transfer_op(op)
+        with pytest.raises(InvalidArgumentError, match="make a graph for each"):
+            transfers.submit_transfer_graph(graph)
+        graph = TransferOpGraph()
+        graph.add_transfer_op(TransferOp(TransferType.D2H, keys=key, src_block_ids=[10**6]))
+        with pytest.raises(InvalidArgumentError, match="names blocks"):
+            transfers.submit_transfer_graph(graph)
+
+
+# --- storage --------------------------------------------------------------------------------------
+
+
+def test_storage_opens_what_the_configuration_names(tmp_path: Path) -> None:
+    cache = cache_config(
+        tmp_path, enable_remote=True, remote_cache_path=str(tmp_path / "shared"), num_cpu_blocks=7
+    )
+    storage = StorageEngine(MODEL, cache, load())
+    try:
+        assert storage.tiers == {DeviceType.CPU: 0, DeviceType.SSD: 1, DeviceType.REMOTE: 2}
+        names = [store.name for store in storage.stores.values()]
+        assert names == ["host", "disk", "folder"]
+        assert storage.record_bytes == MODEL.token_size_in_bytes * TOKENS
+        assert storage.get_storage_handle(DeviceType.CPU).data is storage.stores[DeviceType.CPU]
+        with pytest.raises(InvalidArgumentError, match="GPU"):
+            storage.get_storage_handle(DeviceType.GPU)
+        keys = os.urandom(16 * 9)
+        views = [memoryview(bytes(storage.record_bytes))] * 9
+        assert sum(storage.stores[DeviceType.CPU].put(keys, views)) == 7
+    finally:
+        storage.close()
+
+
+def test_a_store_that_cannot_be_opened_leaves_none_open(tmp_path: Path) -> None:
+    (tmp_path / "kv").mkdir(mode=0o777)
+    (tmp_path / "kv").chmod(0o777)
+    with pytest.raises(InvalidArgumentError):
+        StorageEngine(MODEL, cache_config(tmp_path), load())  # the fixture looks at /dev/shm
+
+
+def test_a_shared_folder_is_a_remote_tier_of_another_manager(tmp_path: Path) -> None:
+    from dataclasses import replace
+
+    model = replace(MODEL, weights="sha256:1")
+    shared = {"enable_remote": True, "remote_cache_path": str(tmp_path / "shared")}
+    tokens = prompt(1, 5)
+    with running(cache_config(**shared), model) as engine:
+        assert engine.put(tokens) == 5
+    with running(cache_config(**shared), model) as engine:
+        wait_for_media(engine.manager)
+        task = engine.manager.prefetch_async(tokens)
+        answer = engine.manager.wait(task, SOON_S)[task]
+        assert answer.status is KVResponseStatus.SUCCESS
+        assert engine.get(tokens) == 5
+
+
+# --- ranks ----------------------------------------------------------------------------------------
+
+
+def test_each_rank_gets_its_own_heads_back_and_mla_ranks_all_the_same() -> None:
+    from kvelastic.flexkv.common.config import ModelConfig
+
+    for kv_dim in (2, 1):
+        model = ModelConfig(
+            num_layers=2, num_kv_heads=2, head_size=4, dtype="float32", tp_size=2, kv_dim=kv_dim
+        )
+        with KVManager(model, cache_config()) as manager:
+            ranks = [Engine(manager, model) for _ in range(2)]
+            for rank, own in enumerate(ranks):
+                own.tensor[:] = np.random.default_rng(rank if kv_dim == 2 else 0).random(
+                    own.tensor.shape, np.float32
+                )
+                manager.register_kv_caches([own.tensor], own.layout, tp_rank=rank)
+            before = [own.tensor.copy() for own in ranks]
+            tokens = prompt(1, 3)
+            task = manager.put_async(tokens, slots_of(range(3)))
+            assert manager.wait(task, SOON_S)[task].status is KVResponseStatus.SUCCESS
+            for own in ranks:
+                own.clear()
+            task = manager.get_async(tokens, slots_of(range(3)))
+            assert manager.wait(task, SOON_S)[task].status is KVResponseStatus.SUCCESS
+            for own, was in zip(ranks, before, strict=True):
+                assert (own.tensor[:, :, :3] == was[:, :, :3]).all()
+
+
+# --- tasks ----------------------------------------------------------------------------------------
+
+
+def test_tasks_expire_by_age_and_give_back_what_they_hold() -> None:
+    now = [0.0]
+    tasks = KVTaskEngine(MODEL, cache_config(), clock=lambda: now[0])
+    tasks.start()
+    try:
+        tokens = prompt(1, 3)
+        old, _ = tasks.put_match(tokens)
+        now[0] = kvtask.EXPIRY_S - 1
+        young, _ = tasks.get_match(prompt(2, 1))
+        assert tasks.status_of(old) is TaskStatus.UNREADY
+        now[0] = kvtask.EXPIRY_S
+        tasks.get_match(prompt(3, 1))
+        assert tasks.status_of(old) is None
+        assert tasks.status_of(young) is TaskStatus.COMPLETED
+        assert tasks.wait(old, 0)[old].status is KVResponseStatus.NOTFOUND
+        again, mask = tasks.put_match(tokens)
+        assert mask.all(), "an expired task kept its places"
+        tasks.cancel(again)
+        tasks.check_integrity()
+    finally:
+        tasks.shutdown()
+
+
+def test_tasks_expire_by_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kvtask, "MOST_TASKS", 3)
+    with running() as engine:
+        ids = [engine.manager.get_match(prompt(seed, 1))[0] for seed in range(5)]
+        states = [engine.manager.task_engine.status_of(task) for task in ids]
+        assert states == [None, None, *[TaskStatus.COMPLETED] * 3]
+
+
+def test_a_failed_copy_fails_the_task_and_keeps_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    from kvelastic.errors import DriverError
+
+    with running() as engine:
+        worker = engine.manager.task_engine.transfer_engine.gpu_worker
+        with monkeypatch.context() as broken:
+
+            def fail(*_: object) -> None:
+                raise DriverError("a copy that was made to fail")
+
+            broken.setattr(worker, "copy_out", fail)
+            tokens = prompt(1, 3)
+            task = engine.manager.put_async(tokens, slots_of(range(3)))
+            answer = engine.manager.wait(task, SOON_S, completely=True)[task]
+            assert answer.status is KVResponseStatus.FAILED
+            assert answer.return_mask is not None
+            assert not answer.return_mask.any()
+        assert engine.put(tokens) == 3
+        assert engine.get(tokens) == 3
+
+
+def test_many_threads_put_and_get_at_once() -> None:
+    errors: list[BaseException] = []
+    with running(cache_config(num_cpu_blocks=24)) as engine:
+
+        def work(number: int) -> None:
+            try:
+                own = range(number * 8, number * 8 + 8)
+                for turn in range(20):
+                    tokens = prompt(turn % 5, 1 + turn % 6)
+                    blocks = list(own)[: len(tokens) // TOKENS]
+                    task, mask = engine.manager.put_match(tokens)
+                    count = int(mask.sum()) // TOKENS
+                    engine.compute(tokens, blocks[:count], int(mask.argmax()) // TOKENS)
+                    engine.manager.launch(task, slots_of(blocks[:count]))
+                    engine.manager.wait(task, SOON_S)
+                    task, mask = engine.manager.get_match(tokens)
+                    count = int(mask.sum()) // TOKENS
+                    engine.manager.launch(task, slots_of(blocks[:count]))
+                    answer = engine.manager.wait(task, SOON_S)[task]
+                    assert answer.status is KVResponseStatus.SUCCESS
+                    for at in range(count):
+                        assert engine.holds(blocks[at], tokens, at)
+            except BaseException as error:
+                errors.append(error)
+
+        threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert not errors, errors
+
+
+# --- tracer, debug --------------------------------------------------------------------------------
+
+
+def test_a_trace_replays_to_the_same_hits(tmp_path: Path) -> None:
+    trace = tmp_path / "requests.jsonl"
+    with running(cache_config(tmp_path, num_cpu_blocks=12, trace_path=str(trace))) as engine:
+        for seed in (1, 2, 1, 3, 2, 1):
+            engine.put(prompt(seed, 2 + seed))
+            engine.get(prompt(seed, 6))
+        task, _ = engine.manager.get_match(prompt(1, 3), np.arange(3 * TOKENS) >= TOKENS)
+        engine.manager.cancel(task)
+        engine.manager.put_match(prompt(9, 2), namespace=["a"])
+        engine.manager.cancel(engine.manager.put_match(prompt(8, 2))[0])
+        engine.manager.wait(engine.manager.prefetch_async(prompt(3, 5)), SOON_S)
+    assert stat.S_IMODE(trace.stat().st_mode) == 0o600
+    with running(cache_config(tmp_path / "other", num_cpu_blocks=12)) as engine:
+        steps = list(replay(trace, engine.manager))
+    assert len(steps) == 16
+    assert [step.found for step in steps] == [step.recorded for step in steps]
+    assert any(step.recorded[1] for step in steps)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b'{"call":"get"}\n',
+        b'{"call":"get","task":1,"tokens":"x","wanted":[0,1],"namespace":null,"found":[0,0]}\n',
+        b'{"call":"steal"}\n',
+        b"[]\n",
+        b"not json\n",
+    ],
+)
+def test_a_trace_that_lies_is_refused(tmp_path: Path, line: bytes) -> None:
+    trace = tmp_path / "trace"
+    trace.write_bytes(b'{"kvelastic_flexkv_trace":1}\n' + line)
+    with running() as engine:
+        with pytest.raises(InvalidArgumentError, match="line 2"):
+            list(replay(trace, engine.manager))
+        trace.write_bytes(b'{"kvelastic_flexkv_trace":2}\n')
+        with pytest.raises(InvalidArgumentError, match="version"):
+            list(replay(trace, engine.manager))
+        trace.write_bytes(b'{"kvelastic_flexkv_trace":1}\n{"call":"ge')
+        assert list(replay(trace, engine.manager)) == []
+
+
+def test_a_full_disk_ends_the_recording_and_nothing_else(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    if not Path("/dev/full").exists():
+        pytest.skip("no /dev/full here")
+    with running(cache_config(trace_path="/dev/full")) as engine:
+        assert engine.put(prompt(1, 2)) == 2
+        assert engine.get(prompt(1, 2)) == 2
+    assert "not recorded any more" in caplog.text
+
+
+def test_a_person_is_told_what_is_open_and_what_was_done(tmp_path: Path) -> None:
+    with running(cache_config(tmp_path)) as engine:
+        engine.put(prompt(1, 3))
+        task, _ = engine.manager.get_match(prompt(1, 3))
+        text = describe(engine.manager.task_engine)
+        assert "CPU: 3 blocks" in text
+        assert "SSD: 3 blocks" in text
+        assert f"{task} get unready, 12 tokens" in text
+        assert "put completed, 12 tokens" in text
+        engine.manager.cancel(task)

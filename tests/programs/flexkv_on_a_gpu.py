@@ -1,0 +1,88 @@
+"""FlexKV's workers over a GPU's memory: put, evict, get, by `flexkv_on_a_gpu.py FOLDER`.
+
+The GPU is `libcuda.so.1` of whoever runs this; the bytes are written and read by its own copies.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+from pathlib import Path
+
+import numpy as np
+from gpu_kernels import SUCCESS, Gpu
+
+from kvelastic import _vmm
+from kvelastic.config import load
+from kvelastic.flexkv.common.config import CacheConfig, ModelConfig
+from kvelastic.flexkv.common.request import KVResponseStatus
+from kvelastic.flexkv.common.storage import KVCacheLayout, KVCacheLayoutType
+from kvelastic.flexkv.common.transfer import DeviceType
+from kvelastic.flexkv.kvmanager import KVManager
+from kvelastic.flexkv.storage.allocator import GPUAllocator
+from kvelastic.layout import PageLayout
+from kvelastic.pool import native_geometry
+
+BLOCKS, TOKENS, LAYERS = 32, 4, 3
+
+
+def main(folder: Path) -> None:
+    gpu = Gpu()
+    layout = KVCacheLayout(KVCacheLayoutType.LAYERFIRST, LAYERS, BLOCKS, TOKENS, 2, 8, 2, 4)
+    page = PageLayout.solve(64 << 10, 1, page_size_bytes=2 << 20)
+    memory = _vmm.Range.reserve(gpu.driver, native_geometry(page, 1))
+    memory.map([0])
+    model = ModelConfig(num_layers=LAYERS, num_kv_heads=2, head_size=8, dtype="float32")
+    remote = folder / "shared"
+    for more in (
+        {"enable_ssd": True, "ssd_cache_dir": str(folder / "kv")},
+        {"enable_remote": True, "remote_cache_path": str(remote)},
+    ):
+        cache = CacheConfig(tokens_per_block=TOKENS, num_cpu_blocks=64, num_ssd_blocks=64, **more)
+        with KVManager(model, cache) as manager:
+            manager.task_engine.cache_engine._lookup._patience_s = 60.0
+            handle = GPUAllocator.from_addresses(layout, [memory.address], "cuda", load())
+            manager.task_engine.register_storage(handle, 0, 0, keep=memory)
+            there = np.random.default_rng(1).integers(0, 255, layout.total_bytes, np.uint8)
+            copy(gpu, "cuMemcpyHtoD_v2", memory.address, there)
+            tokens = np.arange(20 * TOKENS, dtype=np.int64)
+            slots = np.arange(20 * TOKENS, dtype=np.int64)
+            task = manager.put_async(tokens, slots)
+            done = manager.wait(task, 60, completely=True)[task]
+            assert done.status is KVResponseStatus.SUCCESS, done
+            copy(gpu, "cuMemcpyHtoD_v2", memory.address, np.zeros_like(there))
+            manager.task_engine.cache_engine.engine(DeviceType.CPU).evict(15)
+            task = manager.prefetch_async(tokens) if "enable_remote" in more else None
+            if task is not None:
+                assert manager.wait(task, 60)[task].status is KVResponseStatus.SUCCESS
+            task = manager.get_async(tokens, slots)
+            done = manager.wait(task, 60)[task]
+            assert done.status is KVResponseStatus.SUCCESS, done
+            assert done.return_mask is not None
+            assert done.return_mask.all()
+            back = np.empty_like(there)
+            copy(gpu, "cuMemcpyDtoH_v2", memory.address, back)
+            shaped = (LAYERS, 2, BLOCKS, layout.row_bytes)
+            wanted, got = there.reshape(shaped), back.reshape(shaped)
+            assert (got[:, :, :20] == wanted[:, :, :20]).all()
+            assert not got[:, :, 20:].any()
+            manager.task_engine.transfer_engine.drain(60)
+            manager.check_integrity()
+            manager.task_engine.release_client(0)
+    print("moved")
+
+
+def copy(gpu: Gpu, call: str, address: int, host: np.ndarray) -> None:  # type: ignore[type-arg]
+    """By the driver's own call: to the GPU or from it."""
+    device = ctypes.c_uint64(address)
+    pointer = host.ctypes.data_as(ctypes.c_void_p)
+    count = ctypes.c_size_t(host.nbytes)
+    arguments = (device, pointer, count) if "HtoD" in call else (pointer, device, count)
+    assert getattr(gpu.sim, call)(*arguments) == SUCCESS
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
+    sys.stdout.flush()
+    os._exit(0)
