@@ -19,7 +19,9 @@ if TYPE_CHECKING:
     from kvelastic.instance.status import InstanceStatus
     from kvelastic.ledger_facts import LedgerInfo
 
-_NOT_SHOWN: Final = frozenset({"uuid", "uid", "is_known", "created", "counters", "shares", "uses"})
+_NOT_SHOWN: Final = frozenset(
+    {"board", "uuid", "uid", "is_known", "created", "counters", "shares", "uses"}
+)
 _LEAST_COLUMNS: Final = 12
 """For a sentence, on a terminal of however few."""
 
