@@ -32,8 +32,14 @@ def switch_on() -> None:
 
 
 def switch_off() -> None:
-    """Find it no more; where the package has been imported it stays imported."""
+    """The name is unknown again; who has imported a module by it keeps that.
+
+    The names go as well: by the package's path Python would load its other modules a second time.
+    """
     sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, _Finder)]
+    if ALIAS in sys.modules and sys.modules[ALIAS] is sys.modules.get(TARGET):
+        for name in [one for one in sys.modules if one == ALIAS or one.startswith(f"{ALIAS}.")]:
+            del sys.modules[name]
 
 
 class _Finder(MetaPathFinder):

@@ -77,6 +77,14 @@ def test_it_is_switched_on_once_and_off_again() -> None:
     assert "No module named 'flexkv'" in run(program)
 
 
+def test_switched_off_it_loads_no_module_a_second_time() -> None:
+    program = ON + "import flexkv, flexkv.common; alias.switch_off(); "
+    for further in ("flexkv", "flexkv.common", "flexkv.common.block"):
+        assert "No module named 'flexkv'" in run(program + f"import {further}")
+    again = program + "alias.switch_on(); import flexkv as f, kvelastic.flexkv as k; print(f is k)"
+    assert run(again) == "True"
+
+
 @pytest.mark.parametrize(
     ("value", "expected"), [("true", "here"), ("false", "absent"), ("", "absent")]
 )
