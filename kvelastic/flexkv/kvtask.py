@@ -443,10 +443,7 @@ class KVTaskEngine:
     ) -> list[int]:
         """Begin tasks with the slots of their masks' True tokens. See `KVManager.launch`."""
         refuse_sliding(swa_slot_mappings=swa_slot_mappings)
-        if layerwise_transfer:
-            raise UnsupportedError(
-                "layerwise_transfer=True: blocks are moved in all layers at once; leave it off"
-            )
+        refuse_layerwise(layerwise_transfer)
         _ = self.storage
         ids, slots = _each(task_ids, slot_mappings)
         with self._lock:
@@ -739,6 +736,14 @@ def refuse_sliding(*, swa_aware: bool = False, swa_slot_mappings: Any = None) ->
         raise UnsupportedError(
             "swa_aware and swa_slot_mappings: sliding-window layers with blocks of their own are"
             " not served; register the tensors of full layers, or use kvelastic's own vLLM plugin"
+        )
+
+
+def refuse_layerwise(layerwise_transfer: bool) -> None:
+    """Raise `UnsupportedError` where blocks are to be moved layer by layer."""
+    if layerwise_transfer:
+        raise UnsupportedError(
+            "layerwise_transfer=True: blocks are moved in all layers at once; leave it off"
         )
 
 

@@ -13,11 +13,10 @@ from kvelastic.errors import (
     KvelasticError,
     MessageError,
     NotInitializedError,
-    UnsupportedError,
 )
 from kvelastic.flexkv.common.config import ModelConfig
 from kvelastic.flexkv.common.request import KVResponse, Mask
-from kvelastic.flexkv.kvtask import refuse_sliding
+from kvelastic.flexkv.kvtask import refuse_layerwise, refuse_sliding
 from kvelastic.flexkv.server import request as messages
 from kvelastic.flexkv.server.connecting import (
     ANSWER_S,
@@ -174,10 +173,7 @@ class KVDPClient:
     ) -> list[int]:
         """As `KVManager.launch`."""
         refuse_sliding(swa_slot_mappings=swa_slot_mappings)
-        if layerwise_transfer:
-            raise UnsupportedError(
-                "layerwise_transfer=True: blocks are moved in all layers at once; leave it off"
-            )
+        refuse_layerwise(layerwise_transfer)
         is_bare = isinstance(task_ids, int) and not isinstance(slot_mappings, (list, tuple))
         mappings = [slot_mappings] if is_bare else slot_mappings
         slots = [messages.pack_integers(one) for one in mappings]
