@@ -183,6 +183,8 @@ def test_the_longer_idle_one_is_asked_first(device, joined):
         first, second = second, first
     half = DEVICE_PAGES // 2
     first.cache(fill(first, half))
+    # Else both may become idle in one tick of the coarse clock, for good.
+    until(lambda: _caches_in_peace(device.member(first)), "the first one never gets idle")
     second.cache(fill(second, half))
     until(
         lambda: device.member(first).idle_s > device.member(second).idle_s > 0.6,
@@ -199,6 +201,10 @@ def test_the_longer_idle_one_is_asked_first(device, joined):
     second.signal(signal.SIGCONT)
     until(lambda: device.pages(first) == half - 4, "it does not give what it was asked for")
     sound(device, first, second)
+
+
+def _caches_in_peace(member):
+    return member.cached_bytes > 0 and member.in_use_bytes == 0 and member.idle_s > 0.1
 
 
 # ------------------------------------------------------------------------- guarantee, priority
