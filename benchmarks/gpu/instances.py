@@ -8,9 +8,10 @@ with Group() as group, group.instance(pages=64, page_mib=16) as one:
 from __future__ import annotations
 
 import os
+import time
 
 from benchmarks.ledger.instance import Instance
-from kvelastic import ledger, segment
+from kvelastic import _vmm, ledger, segment
 from kvelastic.ledger_facts import LedgerInfo
 
 
@@ -37,6 +38,22 @@ class Group:
             if info.group == self.name:
                 return info
         raise LookupError(f"there is no ledger of {self.name}")
+
+    def wait_until_counted(self, driver: _vmm.CudaDriver, timeout_s: float) -> bool:
+        """Until the ledger knows all that is held of the device besides its members' pages.
+
+        Its members look every so often, and a context that no look has met leaves room to others.
+        Blocks, and answers whether it does. Nothing else may change on the device meanwhile.
+        """
+        end_s = time.monotonic() + timeout_s
+        while True:
+            taken_bytes = driver.total_bytes - driver.free_bytes
+            info = self.ledger()
+            if info.others_bytes >= taken_bytes - info.granted_bytes:
+                return True
+            if time.monotonic() > end_s:
+                return False
+            time.sleep(0.01)
 
     def __enter__(self) -> Group:
         return self

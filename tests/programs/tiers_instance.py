@@ -17,7 +17,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-from kvelastic import segment
+from waiting import until
+
+from kvelastic import segment, tier_board
 from kvelastic.segment_dir import SHM_DIR, board_name
 
 DISK_BYTES = 32 << 20
@@ -42,6 +44,12 @@ class Instance:
         self.records: int = json.loads(line)["records"]
         assert self.records > 20
         self.info = segment.inspect(self.name)
+        # Figures are half a second old, and older where the disk is slow to say them.
+        until(lambda: self._shown_records() == self.records, "the board does not show the records")
+
+    def _shown_records(self) -> int | None:
+        board = tier_board.read(self.info)
+        return None if board is None else board.tiers[0].records
 
     @property
     def board(self) -> Path:

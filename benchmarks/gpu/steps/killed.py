@@ -36,6 +36,8 @@ def main() -> None:
         ):
             victim.read()
             other.read()
+            contexts = group.wait_until_counted(driver, PATIENCE_S)
+            found.check("the ledger counts both contexts", contexts)
             blocks = pages * BLOCKS_PER_PAGE
             taken = victim.ask("alloc", blocks - 1)["result"]
             found.check("one takes its memory", taken is not None)
