@@ -339,6 +339,29 @@ def test_a_block_that_is_held_back_is_found_touched_and_taken_as_ever() -> None:
     pool.check_integrity()
 
 
+def test_blocks_that_were_taken_anew_under_a_step_are_known_until_it_has_ended() -> None:
+    """A load that wrote to one at once would meet the step's own reads and writes."""
+    _, memory = make_memory()
+    pool = make_pool(memory)
+    with pool.session():
+        given_back = pool.get_new_blocks(LAYOUT.blocks_per_page)
+    memory.set_limit(memory.mapped_bytes)
+    first, second = pool.step_begins(), pool.step_begins()
+    pool.free_blocks(given_back)  # preempted, say
+    with pool.session():
+        fresh = pool.get_new_blocks(pool.get_num_free_blocks() - len(given_back))
+        assert pool.reused_under == 0
+        (anew,) = pool.get_new_blocks(1)
+    assert anew.block_id in {block.block_id for block in given_back}
+    assert pool.reused_under == second
+    pool.step_ends(first)
+    assert pool.reused_under == second
+    pool.step_ends(second)
+    assert pool.reused_under == 0
+    pool.free_blocks([*fresh, anew])
+    pool.check_integrity()
+
+
 def test_over_the_limit_only_blocks_of_pages_that_stay_are_used_anew_under_a_step() -> None:
     """The others keep a page from draining, and who got one would keep it for a whole request."""
     _, memory = make_memory()

@@ -117,6 +117,7 @@ class ElasticBlockPool(BlockPool):  # type: ignore[misc]  # vLLM has no type inf
         self._steps = StepsOnTheirWay()
         self._pins_of_steps = PinsOfSteps()
         self._pins_after_next_step = PinsOfSteps()
+        self._reused_under = 0
         self._watched: dict[int, tuple[Any, int]] = {}
         """Blocks that `unpin_blocks` was called for, by id, each with the ticket of its pin."""
         self.blocks = LiveBlocks(id_span)
@@ -189,9 +190,13 @@ class ElasticBlockPool(BlockPool):  # type: ignore[misc]  # vLLM has no type inf
         return self._steps.is_at_work
 
     @property
-    def newest_step_at_work(self) -> int:
-        """The newest step on its way that has work to do; 0: none has."""
-        return self._steps.newest_at_work
+    def reused_under(self) -> int:
+        """The newest step on its way under which blocks were handed out again; 0: there is none.
+
+        It may still read and write them. Work of later steps comes after its own by itself; whoever
+        else writes to blocks that were just taken waits until it `has_ended`.
+        """
+        return 0 if self.has_ended(self._reused_under) else self._reused_under
 
     def has_ended(self, step: int) -> bool:
         """Whether the workers have carried out this step, and all before it."""
@@ -249,6 +254,7 @@ class ElasticBlockPool(BlockPool):  # type: ignore[misc]  # vLLM has no type inf
         """
         if num_blocks <= 0:
             return []
+        reusable = self._memory.reusable if self.waits_for_steps else 0
         ids = self._memory.alloc(num_blocks, reuse=True)
         if ids is None:
             raise PoolExhaustedError(
@@ -256,6 +262,8 @@ class ElasticBlockPool(BlockPool):  # type: ignore[misc]  # vLLM has no type inf
                 f"{self.available_size()} can be had. Raise the limit (kvctl limit) or "
                 "send fewer requests at once."
             )
+        if reusable > 0 and self._memory.reusable != reusable:
+            self._reused_under = self._steps.newest
         if self._watched:
             self._tell_readers(ids)
         # An id may have been evicted just now to be handed out again: its old object goes first.

@@ -86,7 +86,7 @@ def build_connector_meta(original: Callable[..., Any], connector: Any, output: A
         # vLLM takes every job of a preempted request for a store, and asserts it. Tiers have no
         # stores, and a request that a sleep has preempted may load in the step that resumes it.
         made = original(connector, replace(output, preempted_req_ids=None))
-        tiers.begin_loads(connector, made)
+        tiers.begin_loads(made)
     pins = _pins_of(connector)
     if pins is not None:
         jobs = {job: entry.src_spec.block_ids.tolist() for job, entry in made.store_jobs.items()}

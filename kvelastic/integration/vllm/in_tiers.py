@@ -133,13 +133,14 @@ class EngineTiers:
 
     # --- loads ----------------------------------------------------------------------------------
 
-    def begin_loads(self, connector: Any, made: Any) -> None:
+    def begin_loads(self, made: Any) -> None:
         """Take the loads out of what a step tells its workers, and begin them.
 
-        A block that slid out of a window may be read by steps that are on their way, and be given
-        to a load at once: such a load begins when they have ended.
+        A block of a request that was preempted or aborted, or one that slid out of a window, may be
+        in use by a step that is on its way and yet be given to a load at once, as to any later
+        step. Loads are in no queue of the workers, so such a load begins when that step has ended.
         """
-        step = self.pool.newest_step_at_work if connector._sliding_window_groups else 0
+        step = self.pool.reused_under
         for job, entry in list(made.load_jobs.items()):
             del made.load_jobs[job]
             source, ids = entry.src_spec, entry.dst_spec.block_ids.tolist()

@@ -39,11 +39,6 @@ class StepsOnTheirWay:
         """Whether a step that has work to do is on its way."""
         return self._newest_at_work > self._ended
 
-    @property
-    def newest_at_work(self) -> int:
-        """The newest step on its way that has work to do; 0: none has."""
-        return self._newest_at_work if self.is_at_work else 0
-
     def end(self, step: int) -> None:
         """The workers have carried out `step`, and with it all before it."""
         self._ended = max(self._ended, step)
