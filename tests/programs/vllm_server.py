@@ -34,6 +34,8 @@ REQUEST_DEADLINE_S = 300.0
 BLOCK_TOKENS = 32
 MAX_MODEL_TOKENS = 1024
 PAGE_BYTES = 2 << 20
+DECIDED = 1e-4
+"""Of log probabilities: the tiny model's logits are known to a millionth or so."""
 KV_BYTES = 64 << 20
 """1024 blocks of 64 KiB, in pages of 2 MiB."""
 
@@ -192,7 +194,25 @@ class VllmServer:
         (max_tokens,) = {request.max_tokens for request in requests}
         return self._complete([request.prompt for request in requests], max_tokens)
 
+    def decided(self, request: Request) -> Request:
+        """The same request, ended before the first token that rounding decides.
+
+        Its best two tokens are so close that the order of a sum settles which it is, and that
+        depends on what is computed beside it.
+        """
+        (choice,) = self._choices(request.prompt, request.max_tokens, logprobs=2)
+        for count, best in enumerate(choice["logprobs"]["top_logprobs"]):
+            second, first = sorted(best.values())[-2:]
+            if first - second < DECIDED:
+                return request._replace(max_tokens=count)
+        return request
+
     def _complete(self, prompt: list[int] | list[list[int]], max_tokens: int) -> list[list[int]]:
+        return [choice["token_ids"] for choice in self._choices(prompt, max_tokens)]
+
+    def _choices(
+        self, prompt: list[int] | list[list[int]], max_tokens: int, **further: Any
+    ) -> list[dict[str, Any]]:
         body = json.dumps(
             {
                 "model": "m",
@@ -201,6 +221,7 @@ class VllmServer:
                 "temperature": 0,
                 "ignore_eos": True,
                 "return_token_ids": True,
+                **further,
             }
         )
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=REQUEST_DEADLINE_S)
@@ -213,8 +234,7 @@ class VllmServer:
         finally:
             connection.close()
         assert response.status == 200, text
-        choices = sorted(json.loads(text)["choices"], key=lambda choice: choice["index"])
-        return [choice["token_ids"] for choice in choices]
+        return sorted(json.loads(text)["choices"], key=lambda choice: int(choice["index"]))
 
     def complete_all(self, requests: Sequence[Request], at_once: int = 16) -> list[list[int]]:
         with ThreadPoolExecutor(at_once) as threads:
