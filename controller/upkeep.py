@@ -118,14 +118,14 @@ def candidate_of(
 ) -> Candidate:
     """A model, as the policy of sleep sees it."""
     settings, sleep = model.settings, model.sleep_settings
-    idle_after_s = settings.ttl
+    idle_after_s = settings.ttl if model.keep_alive_s is None else model.keep_alive_s
     if idle_after_s is None and sleep.auto:
         idle_after_s = sleep.idle_after
     return Candidate(
         name=model.name,
         is_awake=model.gate.state is State.AWAKE,
         is_idle=model.gate.is_idle,
-        can_sleep=model.kind.can_sleep,
+        can_sleep=model.can_sleep,
         pinned=settings.pin,
         idle_s=model.idle_s,
         idle_after_s=idle_after_s,
