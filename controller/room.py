@@ -111,6 +111,8 @@ class Model:
     idle_s: float = 0.0
     stays_s: float = 0.0
     """Its `min_awake` ends in so long."""
+    is_in_use: bool = False
+    """It is busy, or was within the last `min_awake`."""
     yields: bool = False
     """It is already held back so that its requests end."""
 

@@ -117,6 +117,8 @@ class ServedModel:
         """While it waits for its turn: why."""
         self.awake_since_s: float | None = None
         """When it last had woken or started; None: it was found awake."""
+        self.spares_until_s = 0.0
+        """It has made room for others, and displaces nobody who is in use until then."""
         self.keep_alive_s: float | None = None
         """What its last request asked for instead of `ttl`; infinite: never by time."""
         self._turns = turns

@@ -33,7 +33,14 @@ from kvelastic.controller.refusal import Refusal
 from kvelastic.controller.room import Claim, Device, Group, Model, Room
 from kvelastic.controller.served_model import ServedModel, WithdrawnError
 from kvelastic.controller.serving import Serving
-from kvelastic.controller.turn_policy import Decision, Stand, Standing, Want, decide
+from kvelastic.controller.turn_policy import (
+    SPARED_PART,
+    Decision,
+    Stand,
+    Standing,
+    Want,
+    decide,
+)
 from kvelastic.errors import is_out_of_descriptors
 
 _log = logging.getLogger("kvelastic.controller")
@@ -159,6 +166,7 @@ class Turns:
                 w.model.gate.waiting_priority,
                 w.want.may_displace,
                 w.want.is_start,
+                spares_s=max(0.0, w.model.spares_until_s - now_s),
             )
             for w in self._waiting.values()
             if not w.turn.done()
@@ -181,6 +189,8 @@ class Turns:
             model.gate.waits_for = wait.why
         for name in decision.sleep:
             if models[name].gate.ask_sleep(now_s, by_hand=False, for_others=True) is None:
+                spared_s = SPARED_PART * self._serving.settings.swap.min_awake
+                models[name].spares_until_s = now_s + spared_s
                 _log.info("falls asleep: others need its memory", extra={"model": name})
         for name, model in models.items():
             model.gate.set_yields(name in decision.yielding)
@@ -274,6 +284,7 @@ def standing_of(
             is_busy=stand is not Stand.THERE or not gate.may_make_room,
             idle_s=model.idle_s,
             stays_s=0.0 if since_s is None else max(0.0, since_s + min_awake_s - now_s),
+            is_in_use=model.idle_s < min_awake_s,
             yields=gate.yields,
         ),
         stand,

@@ -71,7 +71,15 @@ def test_min_awake_is_waited_for_and_looked_at_again() -> None:
     decision = decide_for(model("c"), *present)
     assert (decision.sleep, decision.yielding) == ([], set())
     assert decision.look_again_in_s in {3.0, 7.0}
-    assert "stays for" in decision.waits["c"].why
+    assert "not to make room" in decision.waits["c"].why
+
+
+def test_who_has_just_made_room_spares_those_in_use_for_a_while() -> None:
+    present = (model("a", 12, is_in_use=True), model("b", 12, is_in_use=True, is_busy=True))
+    decision = decide_for(model("c"), *present, spares_s=4.0)
+    assert (decision.sleep, decision.yielding, decision.look_again_in_s) == ([], set(), 4.0)
+    idle = model("idle", 12, priority=1)
+    assert decide_for(model("c"), present[0], idle, spares_s=4.0).sleep == ["idle"]
 
 
 def test_what_never_fits_is_refused_with_who_holds_the_memory() -> None:
