@@ -144,17 +144,14 @@ def claims() -> dict[str, DeviceClaims]:
     return found
 
 
-def own_group() -> str:
-    """The group whose ledgers the configuration speaks of: `KVELASTIC_LEDGER` of this process.
+def own_host() -> tuple[str, DeviceClaims]:
+    """The group whose ledgers the configuration speaks of, and the host where it has no ledger yet.
 
-    Raises `ConfigError`.
+    By `KVELASTIC_LEDGER` and `KVELASTIC_HOST_MEMORY` of this process, which engines inherit that it
+    launches. Raises `ConfigError`.
     """
-    return config.load().ledger
-
-
-def machine_bytes() -> int:
-    """The memory of this machine, or of the tightest cgroup that this process is in."""
-    return machine_memory_bytes()
+    own = config.load()
+    return own.ledger, DeviceClaims(own.host_memory_bytes, machine_memory_bytes())
 
 
 def _sum(one: Claim, other: Claim | None) -> Claim:
@@ -171,8 +168,7 @@ __all__ = [
     "claims",
     "devices",
     "is_asleep",
-    "machine_bytes",
-    "own_group",
+    "own_host",
     "pressure",
     "request",
     "row",

@@ -22,7 +22,7 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -61,9 +61,9 @@ class Turns:
     """See the module."""
 
     def __init__(self, serving: Serving) -> None:
-        """Raises `ConfigError` where `KVELASTIC_LEDGER` is no name."""
+        """Raises `ConfigError` for a `KVELASTIC_*` variable that is not understood."""
         self._serving = serving
-        self._group = instance_memory.own_group()
+        self._group, self._host = instance_memory.own_host()
         self._waiting: dict[ServedModel, _Waiting] = {}
         self._last_claims: dict[str, dict[str, Claim]] = {}
         """By model: what its instance was last seen to claim."""
@@ -96,6 +96,7 @@ class Turns:
         waiting = self._waiting.get(model)
         if waiting is not None and not waiting.turn.done():
             waiting.turn.set_exception(WithdrawnError())
+            self._changed.set()  # whoever was held back for it goes on
 
     def poke(self) -> None:
         """Look again, if anybody waits."""
@@ -108,7 +109,7 @@ class Turns:
             self._task.cancel()
             await asyncio.wait({self._task})
 
-    def leavers_for(self, model: ServedModel) -> dict[str, str]:
+    def waits_for_room_of(self, model: ServedModel) -> dict[str, str]:
         """By name: for whom this model is to make room, and why that one waits."""
         return {
             waiting.model.name: waiting.model.wait.why
@@ -125,9 +126,12 @@ class Turns:
             with suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._changed.wait(), again_s or LOOK_S)
             self._changed.clear()
+            generations = {m: m.gate.generation for m in self._serving.fleet}
             try:
                 devices = await asyncio.to_thread(instance_memory.claims)
-                decision = self._decide(devices)
+                # Of one that has just fallen asleep something else was read than it claims now.
+                same = {m for m, seen in generations.items() if m.gate.generation == seen}
+                decision = self._decide(devices, same)
             except Exception as error:
                 if is_out_of_descriptors(error):
                     self._serving.files.note("looking whether there is memory for a model")
@@ -141,13 +145,18 @@ class Turns:
         for model in self._serving.fleet:
             model.gate.set_yields(False)
 
-    def _decide(self, devices: Mapping[str, DeviceClaims]) -> Decision:
-        """Look at everybody at this moment, and do what follows."""
+    def _decide(
+        self, devices: Mapping[str, DeviceClaims], same: Collection[ServedModel]
+    ) -> Decision:
+        """Look at everybody at this moment, and do what follows.
+
+        `same`: models that are as they were when the devices were looked at.
+        """
         now_s = time.monotonic()
         settings = self._serving.settings
         models = {model.name: model for model in self._serving.fleet}
         models |= {waiting.model.name: waiting.model for waiting in self._waiting.values()}
-        room, claims = self._room(devices, list(models.values()))
+        room, claims = self._room(devices, list(models.values()), same)
         standings = {
             name: standing_of(
                 model,
@@ -196,14 +205,23 @@ class Turns:
             model.gate.set_yields(name in decision.yielding)
 
     def _room(
-        self, devices: Mapping[str, DeviceClaims], models: list[ServedModel]
+        self,
+        devices: Mapping[str, DeviceClaims],
+        models: list[ServedModel],
+        same: Collection[ServedModel],
     ) -> tuple[Room, dict[str, dict[str, Claim]]]:
         """Devices, groups, and what each model claims."""
         settings = self._serving.settings
-        ours = {model.settings.instance for model in models}
+        # A sleeper's instance that claims something was woken past the controller: it stays counted.
+        ours = {
+            model.settings.instance
+            for model in models
+            if model.gate.state is not State.ASLEEP or model not in same
+        }
         sessions = {model.engine_pid for model in models if model.engine_pid is not None}
-        by_name: dict[str, Device] = {
-            self._place(name): Device(size) for name, size in settings.devices.items()
+        by_name = {
+            self._place("host"): Device(self._host.capacity_bytes, self._host.total_bytes),
+            **{self._place(name): Device(size) for name, size in settings.devices.items()},
         }
         for place, device in devices.items():
             by_name[place] = Device(
@@ -215,9 +233,6 @@ class Turns:
                     if name not in ours and not _starts_for(name, sessions)
                 },
             )
-        host = self._place("host")
-        if host not in by_name:
-            by_name[host] = Device(instance_memory.machine_bytes())
         groups = {g.name: Group(g.at_once, g.exclusive, g.persistent) for g in settings.groups}
         claims = {model.name: self._claims_of(model, devices) for model in models}
         return Room(by_name, groups), claims

@@ -113,9 +113,9 @@ def simulate(requests: list[tuple[float, int, float]]) -> TurnSimulation:
 
 
 @pytest.mark.parametrize(("seed", "every_s"), [(0, 4), (1, 4), (6, 4), (2, 1), (4, 1), (7, 1)])
-def test_no_request_is_lost_and_no_wait_is_far_from_the_optimum_s(seed: int, every_s: float) -> None:
-    """The sum has another bound: who does not know the future and chooses one of three to go may
-    pay twice what the optimum pays (Sleator and Tarjan, 1985: k for k slots, here 2).
+def test_no_request_is_lost_and_no_wait_is_far_from_the_best(seed: int, every_s: float) -> None:
+    """The sum has another bound. Without the future nobody can promise less than twice the
+    optimum's with two places (Sleator and Tarjan, 1985).
     """
     requests = bursts(seed, every_s)
     simulation = simulate(requests)
@@ -127,7 +127,8 @@ def test_no_request_is_lost_and_no_wait_is_far_from_the_optimum_s(seed: int, eve
     longest_s, sum_s = best_waits_s(requests)
     print(
         f"{len(requests)} requests, {swaps} swaps: waited {max(simulation.waits_s):.1f} s at most,"
-        f" at best {longest_s:.1f} s; together {sum(simulation.waits_s):.0f} s, at best {sum_s:.0f} s"
+        f" at best {longest_s:.1f} s; together {sum(simulation.waits_s):.0f} s,"
+        f" at best {sum_s:.0f} s"
     )
     assert swaps
     assert max(simulation.waits_s) <= 1.5 * longest_s

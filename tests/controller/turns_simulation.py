@@ -1,6 +1,7 @@
 """Turns in simulated time: the policy and real gates over the simulator of a device's memory.
 
-    simulation = TurnSimulation(trace, (Engine(wake_s=2.0), Engine(wake_s=20.0, is_start=True)), min_awake_s=10)
+    engines = Engine(wake_s=2.0), Engine(wake_s=20.0, is_start=True)
+    simulation = TurnSimulation(trace, engines, min_awake_s=10)
     simulation.run()
     simulation.waits_s
 

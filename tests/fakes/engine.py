@@ -19,6 +19,9 @@ Keys are guarded as the real ones do it. With VLLM_API_KEY in its environment, o
 fake of vLLM answers 401 to other keys under /v1; with `--api-key` that of SGLang does everywhere
 but at /health and /metrics.
 
+With `--instance` it begins by opening a real instance (`tests/programs/ledger_instance.py`, which
+has its environment's KVELASTIC_* variables), and ends with 3 where the ledger refuses that.
+
 It dies with who has started it, however that dies. With `--outlives-its-parent` it dies with the
 test run instead (PID_OF_TEST_RUN, a pid): an orphan for tests.
 """
@@ -31,8 +34,10 @@ import json
 import os
 import select
 import signal
+import subprocess
 import sys
 import threading
+from pathlib import Path
 from typing import Any
 
 from aiohttp import web
@@ -149,6 +154,7 @@ class FakeEngine:
             event.set()
         self.holds.clear()
         self.counts.clear()
+        self.asleep = False
         self.settings = self.first_settings()
         return web.Response()
 
@@ -263,7 +269,23 @@ class FakeEngine:
         return response
 
 
+def open_instance() -> subprocess.Popen[str]:
+    child = subprocess.Popen(
+        [sys.executable, str(Path(__file__).parents[1] / "programs" / "ledger_instance.py")],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert child.stdout is not None
+    answer = json.loads(child.stdout.readline())
+    if "error" in answer:
+        print("no memory:", answer["error"], flush=True)
+        sys.exit(3)
+    return child
+
+
 async def serve(arguments: argparse.Namespace) -> None:
+    instance = open_instance() if arguments.instance else None
     if arguments.slow_start_s:
         await asyncio.sleep(arguments.slow_start_s)
     key = arguments.api_key
@@ -287,6 +309,10 @@ async def serve(arguments: argparse.Namespace) -> None:
         loop.add_signal_handler(signal.SIGTERM, stop.set)
     await stop.wait()
     await runner.cleanup()
+    if instance is not None:
+        assert instance.stdin is not None
+        instance.stdin.close()
+        instance.wait()
 
 
 def die_with_test_run() -> None:
@@ -309,6 +335,7 @@ def main() -> None:
     parser.add_argument("--model", default="m")
     parser.add_argument("--slow-start-s", type=float, default=0.0)
     parser.add_argument("--deaf", action="store_true", help="does not end at SIGTERM")
+    parser.add_argument("--instance", action="store_true")
     parser.add_argument("--die", type=int, metavar="CODE", help="ends at once with this code")
     arguments = parser.parse_args()
     if arguments.outlives_its_parent:
