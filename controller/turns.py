@@ -212,7 +212,7 @@ class Turns:
     ) -> tuple[Room, dict[str, dict[str, Claim]]]:
         """Devices, groups, and what each model claims."""
         settings = self._serving.settings
-        # A sleeper's instance that claims something was woken past the controller: it stays counted.
+        # A sleeper's instance that claims something was woken past the controller: it counts.
         ours = {
             model.settings.instance
             for model in models

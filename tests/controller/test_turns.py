@@ -272,8 +272,8 @@ def test_random_bursts_lose_nothing_and_swap_no_more_than_min_awake_allows(three
                 thread.join()
         said = [line for line in front.lines if "failed" in line and "wake" in line]
         assert not failed, said
-        problems = [model["last_problem"] for model in front.get("/models").json()["models"].values()]
-        assert problems == [None] * 3
+        models = front.get("/models").json()["models"].values()
+        assert [model["last_problem"] for model in models] == [None] * 3
     assert sum(engine.count("wake_calls") for engine in three.engines.values()) > 1
     for engine in three.engines.values():
         assert engine.count("slept_while_busy") == engine.count("requests_while_asleep") == 0

@@ -1,4 +1,4 @@
-"""Three models of which two fit, and requests in bursts: waits beside those of an offline optimum."""
+"""Three models of which two fit, and requests in bursts: waits beside an offline optimum's."""
 
 from __future__ import annotations
 
