@@ -33,7 +33,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Final
 
-from kvelastic.controller import launch_record
+from kvelastic.controller import instance_memory, launch_record
 from kvelastic.controller.engine_calls import EngineCalls
 from kvelastic.controller.gate import State
 from kvelastic.controller.launch_environment import (
@@ -177,9 +177,7 @@ class EngineProcess:
         """Go on with one that was adopted; else it is stopped, and preloaded if it is to be."""
         if self._is_prepared and self._process is not None:
             self._is_prepared = False
-            if await self._is_ready():
-                await self._model.find_state()
-                self._set(State.AWAKE)
+            if await self._goes_on():
                 await self._watch()
                 return
             await self._end_group()
@@ -187,6 +185,22 @@ class EngineProcess:
         self._model.gate.set_state(State.ASLEEP, time.monotonic())
         if self.launch.preload:
             self._model.preload()
+
+    async def _goes_on(self) -> bool:
+        """Whether an engine that was adopted is ready; its model is served by it then."""
+        try:
+            is_ready = await self._is_ready()
+            problem = "" if is_ready else self._how_it_ended()
+        except ControllerError as error:
+            is_ready, problem = False, f"cannot be adopted: {error}"
+        if not is_ready:
+            self._model.last_problem = f"launch: {problem}"
+            _log.warning("%s; a request starts it again", problem, extra=self._extra)
+            return False
+        await self._model.find_state()
+        await self._model.request_as_configured()
+        self._set(State.AWAKE)
+        return True
 
     async def _watch(self) -> None:
         """Until it ends by itself: requests that come then start it again."""
@@ -410,6 +424,9 @@ class EngineProcess:
                 await end_processes(engine.leader, engine.processes, self.launch.stop_timeout)
         if record is not None:
             await asyncio.to_thread(launch_record.remove, record)
+        if process is not None:
+            # One that was killed, or ended while it started, had no time to do it itself.
+            await asyncio.to_thread(instance_memory.remove_left_behind)
 
     @property
     def _extra(self) -> dict[str, str]:

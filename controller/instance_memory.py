@@ -144,6 +144,15 @@ def claims() -> dict[str, DeviceClaims]:
     return found
 
 
+def remove_left_behind() -> None:
+    """Remove what dead processes of this user have left: segments, and their places in ledgers.
+
+    Whoever starts an instance, and every kvctl, does that as well.
+    """
+    segment.reap()
+    ledger.reap()
+
+
 def own_host() -> tuple[str, DeviceClaims]:
     """The group whose ledgers the configuration speaks of, and the host where it has no ledger yet.
 
@@ -170,6 +179,7 @@ __all__ = [
     "is_asleep",
     "own_host",
     "pressure",
+    "remove_left_behind",
     "request",
     "row",
     "rows",

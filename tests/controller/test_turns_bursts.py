@@ -105,9 +105,7 @@ def simulate(requests: list[tuple[float, int, float]]) -> TurnSimulation:
             for at_s, model, hold_s in requests
         ),
     )
-    simulation = TurnSimulation(
-        trace, (Engine(WAKE_S, SLEEP_S),) * MODELS, min_awake_s=MIN_AWAKE_S
-    )
+    simulation = TurnSimulation(trace, (Engine(WAKE_S, SLEEP_S),) * MODELS, min_awake_s=MIN_AWAKE_S)
     simulation.run()
     return simulation
 
