@@ -120,7 +120,7 @@ class ServedModel:
         self.spares_until_s = 0.0
         """It has made room for others, and displaces nobody who is in use until then."""
         self.keep_alive_s: float | None = None
-        """What its last request asked for instead of `ttl`; infinite: never by time."""
+        """Until it sleeps, instead of `ttl`: what a request asked for last; infinite: never."""
         self._turns = turns
         self._is_preloaded = False
         """The next turn displaces nobody."""
@@ -293,6 +293,19 @@ class ServedModel:
             self.remind(self._by_operator_until_s)
         return refusal
 
+    def keep_alive(self, seconds: float | None) -> None:
+        """Have it sleep after so long without requests, instead of `ttl`; 0: now, if it is idle.
+
+        None: as it is configured. One that is pinned, cannot sleep, or is not woken by requests
+        goes on as it was: who may only use it must not end its use by others.
+        """
+        if not self.gate.rules.wake_on_request:
+            return
+        self.keep_alive_s = seconds
+        if seconds == 0 and self.can_sleep and not self.settings.pin:
+            # By somebody's word: whoever asks for it next does not wait for `min_sleep`.
+            self.gate.ask_sleep(time.monotonic(), by_hand=True)
+
     def preload(self) -> None:
         """Wake it if there is room, without a request and without displacing anybody."""
         self._is_preloaded = True
@@ -368,6 +381,7 @@ class ServedModel:
         if problem is None:
             self.sleeps += 1
             self.slept_at = time.time()
+            self.keep_alive_s = None
         self.gate.slept(problem is None, time.monotonic())
 
     async def _go_to_sleep(self) -> str | None:

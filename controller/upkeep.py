@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 
 from kvelastic.controller import instance_memory
@@ -118,9 +119,11 @@ def candidate_of(
 ) -> Candidate:
     """A model, as the policy of sleep sees it."""
     settings, sleep = model.settings, model.sleep_settings
-    idle_after_s = settings.ttl if model.keep_alive_s is None else model.keep_alive_s
+    idle_after_s = settings.ttl
     if idle_after_s is None and sleep.auto:
         idle_after_s = sleep.idle_after
+    if model.keep_alive_s is not None:
+        idle_after_s = None if math.isinf(model.keep_alive_s) else model.keep_alive_s
     return Candidate(
         name=model.name,
         is_awake=model.gate.state is State.AWAKE,
