@@ -20,9 +20,15 @@ from kvelastic.controller import (
     routes_sleep,
     routes_tiers,
 )
-from kvelastic.controller.engine_paths import ENGINE_METHODS, is_crooked, is_for_engines
+from kvelastic.controller.engine_paths import (
+    ENGINE_METHODS,
+    is_crooked,
+    is_for_engines,
+    is_ollama,
+)
 from kvelastic.controller.front import Front
 from kvelastic.controller.headers import Headers
+from kvelastic.controller.ollama import OllamaApi
 from kvelastic.controller.refusal import Refusal
 from kvelastic.controller.replies import on_refusal, refusal_response, send_refusal
 
@@ -53,6 +59,7 @@ def make_application(front: Front) -> Asgi:
         },
     )
     pages.router.redirect_slashes = False
+    ollama = OllamaApi(front)
 
     async def application(scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] != "http":
@@ -74,6 +81,9 @@ def make_application(front: Front) -> Asgi:
                 await send_refusal(send, refusal, path)
             else:
                 await front.forwarder(scope, receive, send)
+            return
+        if is_ollama(path):
+            await ollama(scope, receive, send)
             return
         await pages(scope, receive, send)
 

@@ -49,6 +49,11 @@ def is_anthropic(path: str) -> bool:
     return path.startswith("/v1/messages") and path[12:13] in {"", "/"}
 
 
+def is_ollama(path: str) -> bool:
+    """Whether it is of Ollama's API."""
+    return path.startswith("/api/")
+
+
 class ModelPaths:
     """The paths that an API key is good for."""
 

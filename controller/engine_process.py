@@ -1,11 +1,15 @@
 """A launched engine: started in a process group of its own, watched, started again, ended.
 
-process = EngineProcess(model, calls, settings, source)
+process = EngineProcess(model, calls, files, settings, source, turns)
+await process.prepare()  # what a controller that was killed has left on its port
 process.start()          # a task of the loop from now on
 await process.stop()     # SIGTERM, and SIGKILL to what is left of its group
 
 The engine's gate follows: STARTING until the health route answers, then AWAKE, DOWN while it does
 not run. Its output is appended to a file, which /admin/models/{model}/logs shows the end of.
+
+One that is started on demand is ASLEEP while it does not run: `start_now` and `stop_now` are its
+model's wake and sleep. Either kind starts when it is the model's turn (`turns`).
 
 Before each start its port is looked at:
 
@@ -29,7 +33,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Final
 
-from kvelastic.controller import launch_record
+from kvelastic.controller import instance_memory, launch_record
 from kvelastic.controller.engine_calls import EngineCalls
 from kvelastic.controller.gate import State
 from kvelastic.controller.launch_environment import (
@@ -42,7 +46,7 @@ from kvelastic.controller.listeners import listeners
 from kvelastic.controller.open_files import OpenFiles
 from kvelastic.controller.process_group import ForeignProcess, Leader, end_group, end_processes
 from kvelastic.controller.refusal import Refusal
-from kvelastic.controller.served_model import ServedModel
+from kvelastic.controller.served_model import ServedModel, Turns, WithdrawnError
 from kvelastic.controller.settings import LaunchSettings, Settings
 from kvelastic.errors import ControllerError, PortTakenError
 from kvelastic.lease import ProcessIdentity
@@ -84,6 +88,7 @@ class EngineProcess:
         files: OpenFiles,
         settings: Callable[[], Settings],
         source: str,
+        turns: Turns,
     ) -> None:
         """`settings` are those that hold when it is called; `source` is their file."""
         launch = model.settings.launch
@@ -103,14 +108,29 @@ class EngineProcess:
         self._calls = calls
         self._files = files
         self._settings = settings
+        self._turns = turns
         self._restarts = Restarts(launch.backoff, launch.backoff_max)
         self._process: Leader | None = None
         self._record: Record | None = None
         self._task: asyncio.Task[None] | None = None
+        self._is_prepared = False
+        """Its port was looked at, and `_process` is an engine that was adopted, or None."""
+        self._is_ending = False
+        model.has_turn = False
+        if launch.on_demand:
+            model.on_demand = self
+
+    async def prepare(self) -> None:
+        """End or adopt what has been left behind on its port, before anybody starts."""
+        with suppress(OSError, ControllerError):  # the start finds the same, and says it
+            await self._adopt()
+            self._is_prepared = True
+            self._model.has_turn = self._process is not None
 
     def start(self) -> None:
         """Begin; it goes on until `stop`."""
-        self._task = asyncio.get_running_loop().create_task(self._run())
+        run = self._begin_on_demand if self.launch.on_demand else self._run
+        self._task = asyncio.get_running_loop().create_task(run())
 
     async def stop(self) -> None:
         """End the engine and everything of its group; returns when it is gone."""
@@ -119,6 +139,92 @@ class EngineProcess:
             await asyncio.wait({self._task})
         await self._end_group()
         self._set(State.DOWN)
+        self._has_gone()
+
+    # ------------------------------------------------------------------------------- on demand
+
+    @property
+    def is_running(self) -> bool:
+        """Whether it has been started and has not ended."""
+        return self._process is not None and self._process.returncode is None
+
+    async def start_now(self) -> str | None:
+        """Start it; returns when it is ready, or with why it is not: then nothing is left of it."""
+        try:
+            await self._adopt_or_spawn()
+            if await self._is_ready():
+                await self._model.request_as_configured()
+                self._task = asyncio.get_running_loop().create_task(self._watch())
+                return None
+            problem = self._how_it_ended()
+        except (OSError, ControllerError) as error:
+            problem = f"cannot start: {error}"
+        await self._end_group()
+        return problem
+
+    async def stop_now(self) -> None:
+        """End it; returns when it is gone."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait({self._task})
+        await self._end_group()
+
+    def give_up(self) -> None:
+        """A start that is under way ends soon, in vain: the model is not served any more."""
+        self._is_ending = True
+
+    async def _begin_on_demand(self) -> None:
+        """Go on with one that was adopted; else it is stopped, and preloaded if it is to be."""
+        if self._is_prepared and self._process is not None:
+            self._is_prepared = False
+            if await self._goes_on():
+                await self._watch()
+                return
+            await self._end_group()
+        self._has_gone()
+        self._model.gate.set_state(State.ASLEEP, time.monotonic())
+        if self.launch.preload:
+            self._model.preload()
+
+    async def _goes_on(self) -> bool:
+        """Whether an engine that was adopted is ready; its model is served by it then."""
+        try:
+            is_ready = await self._is_ready()
+            problem = "" if is_ready else self._how_it_ended()
+        except ControllerError as error:
+            is_ready, problem = False, f"cannot be adopted: {error}"
+        if not is_ready:
+            self._model.last_problem = f"launch: {problem}"
+            _log.warning("%s; a request starts it again", problem, extra=self._extra)
+            return False
+        await self._model.find_state()
+        await self._model.request_as_configured()
+        self._set(State.AWAKE)
+        return True
+
+    async def _watch(self) -> None:
+        """Until it ends by itself: requests that come then start it again."""
+        began_s = time.monotonic()
+        assert self._process is not None
+        await self._process.wait()
+        problem = self._how_it_ended()
+        now_s = time.monotonic()
+        gate = self._model.gate
+        hold_off_s = self._restarts.ended(now_s - began_s)
+        self._model.last_problem = f"launch: {problem}"
+        _log.warning("%s; a request starts it again", problem, extra=self._extra)
+        if gate.state is State.FALLING_ASLEEP:
+            return  # `stop_now` follows
+        gate.set_state(State.STARTING, now_s)  # new requests wait
+        await self._end_group()
+        self._has_gone()
+        while gate.in_flight:
+            await asyncio.sleep(0.02)
+        now_s = time.monotonic()
+        gate.hold_off_until_s = now_s + hold_off_s
+        gate.set_state(State.ASLEEP, now_s)
+
+    # ---------------------------------------------------------------------------------- output
 
     def last_lines(self, count: int) -> list[str]:
         """The end of its output. Blocking, for a short while."""
@@ -135,18 +241,28 @@ class EngineProcess:
         while True:
             self._set(State.STARTING)
             ready_s = None
+            why = _ended()
             try:
-                if not await self._adopt():
-                    await self._spawn()
+                if not self._model.has_turn:
+                    refusal = await self._turns.take(self._model, is_start=True)
+                    if refusal is not None:
+                        raise refusal
+                await self._adopt_or_spawn()
                 if await self._is_ready():
                     ready_s = time.monotonic()
                     await self._model.find_state()
                     await self._model.request_as_configured()
                     self._model.last_problem = None
+                    self._model.awake_since_s = ready_s
                     self._set(State.AWAKE)
+                    self._turns.poke()
                     _log.info("engine is ready", extra=self._extra)
                     assert self._process is not None
                     await self._process.wait()
+            except WithdrawnError:
+                return
+            except Refusal as refusal:
+                why, problem = refusal, f"cannot start: {refusal.message}"
             except (OSError, ControllerError) as error:
                 problem = f"cannot start: {error}"
             else:
@@ -156,8 +272,9 @@ class EngineProcess:
             wait_s = self._restarts.ended(served_s)
             again = f"; starts again in {wait_s:g} s" if self.launch.restart else ""
             _log.warning("%s%s", problem, again, extra=self._extra)
-            self._set(State.DOWN)
+            self._set(State.DOWN, why)
             await self._end_group()
+            self._has_gone()
             if not self.launch.restart:
                 return
             await asyncio.sleep(wait_s)
@@ -169,6 +286,17 @@ class EngineProcess:
         if isinstance(self._process, ForeignProcess):
             return "the engine, which was adopted, ended; its exit code is not known"
         return f"the engine ended with {code}"
+
+    def _has_gone(self) -> None:
+        """It holds no memory any more."""
+        self._model.has_turn = False
+        self._turns.poke()
+
+    async def _adopt_or_spawn(self) -> None:
+        is_prepared, self._is_prepared = self._is_prepared, False
+        is_adopted = self._process is not None if is_prepared else await self._adopt()
+        if not is_adopted:
+            await self._spawn()
 
     async def _adopt(self) -> bool:
         """Deal with what has its port. True: an engine that is taken over as it is.
@@ -231,7 +359,7 @@ class EngineProcess:
         self.starts += 1
 
     def _begin(self, pid: int, key: str, record: Record) -> None:
-        self.pid = pid
+        self.pid = self._model.engine_pid = pid
         self._model.engine_key = key
         self._record = record
         try:
@@ -249,7 +377,7 @@ class EngineProcess:
         assert process is not None
         end_s = time.monotonic() + self.launch.ready_timeout
         pause_s = HEALTH_EVERY_S
-        while process.returncode is None and time.monotonic() < end_s:
+        while process.returncode is None and time.monotonic() < end_s and not self._is_ending:
             address = model.settings.addresses[0]
             if (
                 await self._calls.is_healthy(address, model.settings.health, model.api_key, 2.0)
@@ -286,7 +414,7 @@ class EngineProcess:
         """The engine and all its processes, so that no worker of it is left."""
         process, record = self._process, self._record
         self.pid = self._process = self._record = None
-        self._model.engine_key = None
+        self._model.engine_key = self._model.engine_pid = None
         if process is not None and not isinstance(process, ForeignProcess):
             await end_group(process, self.launch.stop_timeout)
         # Those that have left the group, and all of an engine that was adopted.
@@ -296,19 +424,26 @@ class EngineProcess:
                 await end_processes(engine.leader, engine.processes, self.launch.stop_timeout)
         if record is not None:
             await asyncio.to_thread(launch_record.remove, record)
+        if process is not None:
+            # One that was killed, or ended while it started, had no time to do it itself.
+            await asyncio.to_thread(instance_memory.remove_left_behind)
 
     @property
     def _extra(self) -> dict[str, str]:
         return {"model": self._model.name}
 
-    def _set(self, state: State) -> None:
-        why = Refusal(503, "model_down", "The model's engine has ended.", retry_after_s=5.0)
+    def _set(self, state: State, why: Refusal | None = None) -> None:
+        why = why or _ended()
         gate = self._model.gate
         if gate.state in {State.FALLING_ASLEEP, State.WAKING}:
             # A call to the engine is under way and ends by itself, badly.
             self._model.when_settled(lambda: gate.set_state(state, time.monotonic(), why))
         elif not (state is State.AWAKE and gate.state is State.ASLEEP):
             gate.set_state(state, time.monotonic(), why)
+
+
+def _ended() -> Refusal:
+    return Refusal(503, "model_down", "The model's engine has ended.", retry_after_s=5.0)
 
 
 async def end_orphan(engine: LaunchedEngine, stop_timeout_s: float) -> None:

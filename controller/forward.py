@@ -42,6 +42,8 @@ from kvelastic.sizes import MAX_PRIORITY
 
 _log = logging.getLogger("kvelastic.controller")
 
+ASKED_PATH: Final = "kvelastic.asked_path"
+"""Key of a request's ASGI scope: what its client asked for, where `path` is another one's API."""
 _FAILED: Final = Refusal(500, "internal_error", "The controller failed; its log says where.")
 _COMPLETION_TOKENS: Final = re.compile(rb'"(?:completion|output)_tokens"\s*:\s*([0-9]{1,9})')
 _TOKENS_HINT: Final = b"put_tokens", b"ion_tokens"
@@ -56,6 +58,8 @@ class Exchange:
     method: str
     path: str
     began_s: float
+    asked_path: str = ""
+    """What the client asked for; the log has it."""
     key: Key | None = None
     """Whose request it is; None where that was not settled."""
     is_operation: bool = False
@@ -93,9 +97,7 @@ class Forwarder:
     async def __call__(self, scope: Any, receive: Receive, send: Any) -> None:
         """Serve one request. Never raises: what goes wrong is an answer, or a cut connection."""
         headers: Headers = scope["headers"]
-        given = sane_request_id(find(headers, b"x-request-id"))
-        request_id = given.decode() if given is not None else self._ids.next()
-        exchange = Exchange(request_id, scope["method"], scope["path"], time.monotonic())
+        exchange = self._exchange(scope)
         self.running += 1
         body: Body | None = None
         watcher: asyncio.Task[None] | None = None
@@ -145,6 +147,13 @@ class Forwarder:
             self.running -= 1
             self._count(exchange)
             self._audit(exchange, scope)
+
+    def _exchange(self, scope: Any) -> Exchange:
+        given = sane_request_id(find(scope["headers"], b"x-request-id"))
+        request_id = given.decode() if given is not None else self._ids.next()
+        path: str = scope["path"]
+        asked_path = scope.get(ASKED_PATH, path)
+        return Exchange(request_id, scope["method"], path, time.monotonic(), asked_path)
 
     def _authorize(self, exchange: Exchange, headers: Headers) -> Key:
         """Whose request it is. Raises `Refusal` where it may not be made."""
@@ -327,7 +336,7 @@ class Forwarder:
                 {
                     "id": exchange.request_id,
                     "method": exchange.method,
-                    "path": exchange.path[:256],
+                    "path": exchange.asked_path[:256],
                     "model": None if exchange.model is None else exchange.model.name,
                     "key": None if exchange.key is None else exchange.key.id,
                     "status": exchange.status,

@@ -29,6 +29,7 @@ from kvelastic.controller.served_model import ServedModel
 from kvelastic.controller.serving import Serving
 from kvelastic.controller.settings import LaunchSettings, ModelSettings, Settings
 from kvelastic.controller.settings_warnings import warnings_of
+from kvelastic.controller.turns import Turns
 from kvelastic.controller.upkeep import Upkeep
 from kvelastic.errors import ControllerError
 
@@ -54,6 +55,7 @@ class Front(Serving):
         """`source` names the configuration, in the marks of engines that are launched."""
         super().__init__(settings, files)
         self.log = log
+        self.turns = Turns(self)
         self.connections = Connections(files, lambda: self.settings.server.send_timeout)
         self.reloads = 0
         self.processes: dict[ServedModel, EngineProcess] = {}
@@ -77,7 +79,10 @@ class Front(Serving):
         self.upkeep = Upkeep(self)
         models = [self._make(model) for model in self.settings.models]
         self.fleet.put(models)
-        await asyncio.gather(*(self._greet(model) for model in models))
+        await asyncio.gather(
+            *(model.look_at_first() for model in models if model.settings.launch is None)
+        )
+        self._launch([model for model in models if model.settings.launch is not None])
         self.upkeep.start()
         self.connections.start()
         self._start(self._end_left_behind())
@@ -94,6 +99,7 @@ class Front(Serving):
         await asyncio.gather(*(self._part(model, drain_s=0.0) for model in self.fleet))
         if self._tasks:
             await asyncio.wait(set(self._tasks))
+        await self.turns.stop()
         self.connections.stop()
         await self.session.close()
         self.forwarder.stop()
@@ -153,6 +159,7 @@ class Front(Serving):
             if warning not in known:
                 _log.warning("%s", warning)
         self.settings = new
+        self.turns.poke()
         self.forwarder.budget.limit_bytes = new.server.max_buffered
         self.reloads += 1
         self._start(self._replace(gone, fresh, new.server.drain_timeout))
@@ -174,24 +181,33 @@ class Front(Serving):
             *(self._part(model, drain_s) for model in in_the_way),
             *(self._greet_after(gone, m) for m in fresh if m.settings.launch is None),
         )
-        await asyncio.gather(*(self._greet(m) for m in fresh if m.settings.launch is not None))
+        self._launch([model for model in fresh if model.settings.launch is not None])
 
     def _make(self, settings: ModelSettings, whole: Settings | None = None) -> ServedModel:
-        return ServedModel(settings, (whole or self.settings).sleep, self.calls)
+        return ServedModel(settings, (whole or self.settings).sleep, self.calls, self.turns)
 
     async def _greet_after(self, gone: list[ServedModel], model: ServedModel) -> None:
         """What is found of an engine holds only when no sleep or wake of it is on its way."""
         await asyncio.gather(*(old.settled() for old in gone if _share(old, model)))
-        await self._greet(model)
-
-    async def _greet(self, model: ServedModel) -> None:
-        if model.settings.launch is not None:
-            process = self.processes[model] = EngineProcess(
-                model, self.calls, self.files, lambda: self.settings, self._source
-            )
-            process.start()
-            return
         await model.look_at_first()
+
+    def _launch(self, models: list[ServedModel]) -> None:
+        """Have their engines started, in this order where they cannot start together."""
+        made = []
+        for model in models:
+            process = self.processes[model] = EngineProcess(
+                model, self.calls, self.files, lambda: self.settings, self._source, self.turns
+            )
+            made.append(process)
+
+        async def begin() -> None:
+            await asyncio.gather(*(process.prepare() for process in made))
+            for process in made:
+                if process in self.processes.values():  # not parted with meanwhile
+                    process.start()
+
+        if made:
+            self._start(begin())
 
     async def _end_left_behind(self) -> None:
         """Engines of models that have gone from the configuration since a controller was killed.

@@ -6,10 +6,14 @@ clock and is used by one loop only::
     request   arrive -> admitted ----------------------------> leave
                      -> queued -> admitted / refused / leave (its client has gone)
     model     AWAKE -ask_sleep-> FALLING_ASLEEP -slept-> ASLEEP -arrive-> WAKING -woken-> AWAKE
+                                                           ^  not_begun     |
+                                                           +----------------+
               STARTING / DOWN: a launched engine that is not ready / that has ended
 
 A request counts as in flight from `admit` until its last byte is sent, so a stream keeps its model
-awake. A wake is asked for once, however many wait for it.
+awake. A wake is asked for once, however many wait for it. It may have to wait for memory first
+(`turns`), and ends without having begun when nobody wants it any more. An engine that is started on
+demand sleeps where it is stopped.
 """
 
 from __future__ import annotations
@@ -112,9 +116,15 @@ class Gate:
     hold_off_until_s: float = 0.0
     closing: Refusal | None = None
     """Set: every new request gets it."""
+    yields: bool = False
+    """While awake: new requests wait, so that it gets idle and can make room for another model."""
+    waits_for: str = ""
+    """While it wakes or starts: what it waits for, for people."""
     generation: int = 0
     """Counts changes of `state`. Who reads something to change the state by it, and waits for the
     answer, drops an answer that he asked for in another generation."""
+    _may_wake_at_once: bool = False
+    """`min_sleep` does not count for the present sleep."""
     _heap: list[tuple[int, int, Ticket]] = field(default_factory=list)
     _queued: int = 0
     _number: int = 0
@@ -128,6 +138,17 @@ class Gate:
     def is_idle(self) -> bool:
         """Nothing in flight and nothing waiting."""
         return self.in_flight == 0 and self._queued == 0
+
+    @property
+    def may_make_room(self) -> bool:
+        """Nothing is in flight, and what waits has been held back so that it could end."""
+        return self.in_flight == 0 and (self._queued == 0 or self.yields)
+
+    @property
+    def waiting_priority(self) -> int:
+        """The highest of the requests that wait; 0 if none does."""
+        waiting = (t.priority for _, _, t in self._heap if t.place is Place.QUEUED)
+        return max(waiting, default=0)
 
     # ------------------------------------------------------------------------------ requests
 
@@ -178,7 +199,7 @@ class Gate:
                         503,
                         "queue_timeout",
                         f"The model was not ready within {self.rules.queue_timeout_s:g} s"
-                        f" ({self.state.value}); try again later.",
+                        f" ({self._waits_in_words}); try again later.",
                         retry_after_s=5.0,
                     ),
                 )
@@ -190,13 +211,17 @@ class Gate:
 
     # --------------------------------------------------------------------------------- sleep
 
-    def ask_sleep(self, now_s: float, *, by_hand: bool) -> Refusal | None:
-        """Begin to fall asleep; a refusal if it may not now. Asleep already: None."""
+    def ask_sleep(self, now_s: float, *, by_hand: bool, for_others: bool = False) -> Refusal | None:
+        """Begin to fall asleep; a refusal if it may not now. Asleep already: None.
+
+        `for_others`: it makes room. Requests that were held back for that wait for its next turn,
+        which `min_sleep` does not delay.
+        """
         if self.state in {State.ASLEEP, State.FALLING_ASLEEP}:
             return None
         if self.state is not State.AWAKE:
             return Refusal(409, "model_not_awake", f"The model is {self.state.value}.")
-        if not self.is_idle:
+        if not (self.may_make_room if for_others else self.is_idle):
             return Refusal(
                 409,
                 "model_busy",
@@ -206,6 +231,7 @@ class Gate:
             )
         self._become(State.FALLING_ASLEEP)
         self.by_hand = by_hand
+        self._may_wake_at_once = by_hand or for_others
         self.effects.sleep()
         return None
 
@@ -241,11 +267,34 @@ class Gate:
             self._pump()
             return
         self._become(State.ASLEEP)
-        self.by_hand = True  # it has slept long enough: somebody wanted it awake
+        self._may_wake_at_once = True  # it has slept long enough: somebody wanted it awake
         hold_off_s = min(LAST_HOLD_OFF_S, FIRST_HOLD_OFF_S * 2.0 ** min(self.failed_wakes, 10))
         self.failed_wakes += 1
         self.hold_off_until_s = now_s + hold_off_s
         self.refuse_all(refusal)
+
+    def not_begun(self, refusal: Refusal | None, now_s: float) -> None:
+        """It was to wake and has not begun to; a refusal tells those who wait why.
+
+        The next request may try it again at once.
+        """
+        self._expect(State.WAKING)
+        self._become(State.ASLEEP)
+        self._may_wake_at_once = True
+        if refusal is not None:
+            self.refuse_all(refusal)
+        elif self._queued:
+            self._wake_if_due(now_s)
+
+    def set_yields(self, yields: bool) -> None:
+        """Hold new requests back while it is awake, or let them go on.
+
+        Where requests wake no model they would be lost, and are not held back.
+        """
+        yields = yields and self.rules.wake_on_request
+        if yields != self.yields and (self.state is State.AWAKE or not yields):
+            self.yields = yields
+            self._pump()
 
     def set_state(self, state: State, now_s: float, why: Refusal | None = None) -> None:
         """What was found out of an engine: it started, ended, or somebody else let it sleep.
@@ -256,7 +305,7 @@ class Gate:
             return
         self._become(state)
         if state is State.ASLEEP:
-            self.slept_at_s, self.by_hand = now_s, True
+            self.slept_at_s, self.by_hand, self._may_wake_at_once = now_s, True, True
             self._settle_asleep(now_s)
         elif state is State.AWAKE:
             self.last_activity_s = now_s
@@ -312,7 +361,11 @@ class Gate:
     @property
     def _has_room(self) -> bool:
         most = self.rules.max_in_flight
-        return most == 0 or self.in_flight < most
+        return not self.yields and (most == 0 or self.in_flight < most)
+
+    @property
+    def _waits_in_words(self) -> str:
+        return f"{self.state.value}: {self.waits_for}" if self.waits_for else self.state.value
 
     def _obstacle(self, now_s: float) -> Refusal | None:
         """Why waiting would be in vain."""
@@ -346,7 +399,7 @@ class Gate:
 
     @property
     def _wake_due_s(self) -> float:
-        return self.slept_at_s + (0.0 if self.by_hand else self.rules.min_sleep_s)
+        return self.slept_at_s + (0.0 if self._may_wake_at_once else self.rules.min_sleep_s)
 
     def _wake_if_due(self, now_s: float) -> None:
         if self.state is not State.ASLEEP or not self.rules.wake_on_request:
@@ -394,6 +447,8 @@ class Gate:
 
     def _become(self, state: State) -> None:
         self.state = state
+        self.yields = False
+        self.waits_for = ""
         self.generation += 1
 
     def _forget_gone(self) -> None:

@@ -6,11 +6,13 @@ run in threads; they share nothing with the loop.
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from kvelastic import ledger, segment
+from kvelastic import config, ledger, segment
+from kvelastic.controller.room import Claim
 from kvelastic.controller.sleep_policy import Ask
+from kvelastic.host_capacity import machine_memory_bytes
 from kvelastic.instance.look import look_at, look_at_all
 from kvelastic.instance.outcome import Request, outcome_of
 from kvelastic.instance.row import row_of
@@ -110,10 +112,74 @@ def pressure(older_than_s: float) -> tuple[list[Ask], dict[str, tuple[frozenset[
     return asks, held
 
 
+@dataclass
+class DeviceClaims:
+    """What the members of one device's ledger claim; by the names of their instances."""
+
+    capacity_bytes: int
+    total_bytes: int
+    counted: dict[str, Claim] = field(default_factory=dict)
+    """What counts now: nothing of those who sleep."""
+    full: dict[str, Claim] = field(default_factory=dict)
+    """What counts of each while it is awake."""
+    priorities: dict[str, int] = field(default_factory=dict)
+
+
+def claims() -> dict[str, DeviceClaims]:
+    """Every ledger that can be read, by `GROUP/DEVICE`."""
+    found = {}
+    for info in ledger.list_ledgers():
+        if info.status != "readable":
+            continue
+        device = DeviceClaims(info.capacity_bytes, info.total_bytes)
+        for member in info.members:
+            if member.status == "dead":
+                continue
+            full = Claim(max(member.reserve_bytes, member.pledged_bytes), member.min_bytes)
+            counted = Claim(member.pledged_bytes, member.guaranteed_bytes)
+            device.full[member.name] = _sum(full, device.full.get(member.name))
+            device.counted[member.name] = _sum(counted, device.counted.get(member.name))
+            device.priorities[member.name] = member.priority
+        found[f"{info.group}/{info.device}"] = device
+    return found
+
+
+def remove_left_behind() -> None:
+    """Remove what dead processes of this user have left: segments, and their places in ledgers.
+
+    Whoever starts an instance, and every kvctl, does that as well.
+    """
+    segment.reap()
+    ledger.reap()
+
+
+def own_host() -> tuple[str, DeviceClaims]:
+    """The group whose ledgers the configuration speaks of, and the host where it has no ledger yet.
+
+    By `KVELASTIC_LEDGER` and `KVELASTIC_HOST_MEMORY` of this process, which engines inherit that it
+    launches. Raises `ConfigError`.
+    """
+    own = config.load()
+    return own.ledger, DeviceClaims(own.host_memory_bytes, machine_memory_bytes())
+
+
+def _sum(one: Claim, other: Claim | None) -> Claim:
+    """A start is two members for a while: the instance's, and its worker's own."""
+    if other is None:
+        return one
+    return Claim(
+        one.reserved_bytes + other.reserved_bytes, one.guaranteed_bytes + other.guaranteed_bytes
+    )
+
+
 __all__ = [
+    "DeviceClaims",
+    "claims",
     "devices",
     "is_asleep",
+    "own_host",
     "pressure",
+    "remove_left_behind",
     "request",
     "row",
     "rows",

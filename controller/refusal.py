@@ -1,4 +1,4 @@
-"""Refusals: the controller's own answers, as errors of OpenAI's or of Anthropic's API."""
+"""Refusals: the controller's own answers, as errors of OpenAI's, Anthropic's or Ollama's API."""
 
 from __future__ import annotations
 
@@ -60,6 +60,10 @@ class Refusal(Exception):  # noqa: N818 - an answer, not an accident
         if request_id is not None:
             answer["request_id"] = request_id
         return json.dumps(answer).encode()
+
+    def ollama_body(self) -> bytes:
+        """The same in Ollama's shape, which is the message alone."""
+        return json.dumps({"error": self.message}).encode()
 
     def headers(self) -> list[tuple[bytes, bytes]]:
         """The answer's headers, without its length."""

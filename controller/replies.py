@@ -8,7 +8,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from kvelastic.controller.engine_paths import is_anthropic
+from kvelastic.controller.engine_paths import is_anthropic, is_ollama
 from kvelastic.controller.headers import Headers
 from kvelastic.controller.refusal import Refusal
 
@@ -47,6 +47,8 @@ def refusal_parts(
         body = refusal.anthropic_body(request_id)
         if request_id is not None:  # where Anthropic's clients look for it
             headers.append((b"request-id", request_id.encode()))
+    elif is_ollama(path):
+        body = refusal.ollama_body()
     else:
         body = refusal.body()
     headers.append((b"content-length", str(len(body)).encode()))

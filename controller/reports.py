@@ -46,7 +46,11 @@ def model_of(model: ServedModel) -> dict[str, Any]:
         "instance": settings.instance,
         "pinned": settings.pin,
         "ttl_seconds": candidate_of(model).idle_after_s,
-        "can_sleep": model.kind.can_sleep,
+        "can_sleep": model.can_sleep,
+        "on_demand": model.is_on_demand,
+        "waits": None
+        if model.wait is None
+        else {"why": model.wait.why, "for_room_of": list(model.wait.leavers)},
         "launched": settings.launch is not None,
         "last_problem": model.last_problem,
     }

@@ -93,7 +93,15 @@ async def _health_of(front: Front, model: ServedModel) -> dict[str, bool]:
 
 async def list_models(front: Front, _: Request) -> Any:
     """Models, with where they are served and how they are."""
-    return {"models": {model.name: reports.model_of(model) for model in front.fleet}}
+    return {
+        "models": {
+            model.name: {
+                **reports.model_of(model),
+                "makes_room_for": front.turns.waits_for_room_of(model),
+            }
+            for model in front.fleet
+        }
+    }
 
 
 async def idle_models(front: Front, request: Request) -> Any:

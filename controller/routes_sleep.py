@@ -66,8 +66,11 @@ async def sleep_candidates(front: Front, _: Request) -> Any:
 async def put_to_sleep(front: Front, request: Request) -> Any:
     """Put a model to sleep; answers when it sleeps. 409 while anything is in flight."""
     model = front.fleet.need(request.path_params["model"])
-    if not model.kind.can_sleep:
-        message = f"An engine of the kind {model.settings.engine!r} cannot sleep."
+    if not model.can_sleep:
+        message = (
+            f"An engine of the kind {model.settings.engine!r} cannot sleep, and is not launched on"
+            " demand."
+        )
         return _told(model, 400, False, message)
     if model.gate.state is State.ASLEEP:
         return _told(model, 200, True, "The model is asleep already.")
@@ -91,7 +94,7 @@ async def wake_up(front: Front, request: Request) -> Any:
         return _told(model, 200, True, "The model is awake already.")
     if model.gate.state is State.FALLING_ASLEEP:
         await model.settled()
-    refusal = model.gate.ask_wake(time.monotonic())
+    refusal = model.ask_wake(time.monotonic())
     if refusal is not None:
         return _told(model, refusal.status, False, refusal.message)
     await model.settled()

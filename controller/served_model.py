@@ -11,6 +11,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 from kvelastic.controller import instance_memory
 from kvelastic.controller.engine_calls import KINDS, EngineCalls, Kind
@@ -18,6 +19,7 @@ from kvelastic.controller.gate import Gate, Rules, State, Ticket
 from kvelastic.controller.refusal import Refusal
 from kvelastic.controller.settings import ModelSettings, SleepSettings
 from kvelastic.controller.traffic import Traffic
+from kvelastic.controller.turn_policy import Wait
 from kvelastic.errors import EngineCallError, KvelasticError, SegmentNotFoundError
 
 _log = logging.getLogger("kvelastic.controller")
@@ -29,6 +31,45 @@ UNREACHABLE_REST_S = 1.0
 
 EngineCall = Callable[[Kind, str, str | None, float], Awaitable[None]]
 """`EngineCalls.sleep` or `.wake`."""
+
+
+class WithdrawnError(Exception):
+    """Nobody wants the turn any more that is waited for."""
+
+
+class Turns(Protocol):
+    """Who says when a model may wake or start. Used in the loop only."""
+
+    async def take(
+        self, model: ServedModel, *, is_start: bool, may_displace: bool = True
+    ) -> Refusal | None:
+        """Wait for the model's turn; a refusal if it never comes. Raises `WithdrawnError`.
+
+        From then on `has_turn` says that it holds memory, or is about to.
+        """
+
+    def withdraw(self, model: ServedModel) -> None:
+        """Nobody waits for its turn any more."""
+
+    def poke(self) -> None:
+        """Something has changed that others may wait for."""
+
+
+class OnDemandEngine(Protocol):
+    """An engine that is started to wake its model, and stopped to let it sleep."""
+
+    @property
+    def is_running(self) -> bool:
+        """Whether it has been started and has not ended."""
+
+    async def start_now(self) -> str | None:
+        """Start it; returns when it is ready, or with why it is not: then nothing is left of it."""
+
+    async def stop_now(self) -> None:
+        """End it; returns when it is gone."""
+
+    def give_up(self) -> None:
+        """A start that is under way ends soon, in vain."""
 
 
 @dataclass(eq=False)
@@ -43,7 +84,14 @@ class Replica:
 class ServedModel:
     """See the module. Make it in the loop; `close` ends its tasks."""
 
-    def __init__(self, settings: ModelSettings, sleep: SleepSettings, calls: EngineCalls) -> None:
+    def __init__(
+        self,
+        settings: ModelSettings,
+        sleep: SleepSettings,
+        calls: EngineCalls,
+        turns: Turns | None = None,
+    ) -> None:
+        """`turns`: None where every model may wake at any time."""
         self.settings = settings
         self.sleep_settings = sleep
         self.replicas = [Replica(address) for address in settings.addresses]
@@ -57,8 +105,27 @@ class ServedModel:
         self.wakes = 0
         """Since the start: times it was woken, and put to sleep."""
         self.sleeps = 0
+        self.engine_pid: int | None = None
+        """Of an engine that runs and was launched here; it leads a session of its own."""
         self.engine_key: str | None = None
         """Of an engine that runs and was launched here: it has one of its own."""
+        self.on_demand: OnDemandEngine | None = None
+        """Set by whoever launches it, if it is to be started on demand."""
+        self.has_turn = True
+        """While it wakes or starts: it is its turn, and it takes memory."""
+        self.wait: Wait | None = None
+        """While it waits for its turn: why."""
+        self.awake_since_s: float | None = None
+        """When it last had woken or started; None: it was found awake."""
+        self.spares_until_s = 0.0
+        """It has made room for others, and displaces nobody who is in use until then."""
+        self.keep_alive_s: float | None = None
+        """Until it sleeps, instead of `ttl`: what a request asked for last; infinite: never."""
+        self._turns = turns
+        self._is_preloaded = False
+        """The next turn displaces nobody."""
+        self._by_operator_until_s = 0.0
+        """An operator waits for it to wake, and no longer than that."""
         self._calls = calls
         self._turn = 0
         self._tasks: set[asyncio.Task[None]] = set()
@@ -93,6 +160,16 @@ class ServedModel:
         return KINDS[self.settings.engine]
 
     @property
+    def can_sleep(self) -> bool:
+        """Whether it can be put to sleep, or stopped for that."""
+        return self.kind.can_sleep or self.is_on_demand
+
+    @property
+    def is_on_demand(self) -> bool:
+        """Whether its engine is started by requests."""
+        return self.settings.launch is not None and self.settings.launch.on_demand
+
+    @property
     def idle_s(self) -> float:
         """Since its last request came or ended; 0 while there is one."""
         return 0.0 if not self.gate.is_idle else time.monotonic() - self.gate.last_activity_s
@@ -122,7 +199,11 @@ class ServedModel:
 
     def leave(self, ticket: Ticket) -> None:
         """The request is over, or its client has gone."""
-        self.gate.leave(ticket, time.monotonic())
+        gate = self.gate
+        gate.leave(ticket, time.monotonic())
+        if self._turns is not None and gate.in_flight == 0:
+            self._withdraw_if_unwanted()
+            self._turns.poke()
 
     def take_over(self, old: ServedModel) -> None:
         """Those that wait for `old` wait for this one, in their order."""
@@ -164,8 +245,8 @@ class ServedModel:
         self.admit(ticket)
 
     def wake(self) -> None:
-        """Begin to wake the engines."""
-        self._start(self._wake())
+        """Begin to wake the engines, or to start one, when it is the model's turn."""
+        self._start(self._wake_in_turn())
 
     def sleep(self) -> None:
         """Begin to put the engines to sleep."""
@@ -185,6 +266,7 @@ class ServedModel:
     def _tick(self) -> None:
         self._reminder = None
         self.gate.tick(time.monotonic())
+        self._withdraw_if_unwanted()
 
     # ------------------------------------------------------------------------ sleep and wake
 
@@ -203,6 +285,32 @@ class ServedModel:
 
         self._keep(asyncio.get_running_loop().create_task(wait()))
 
+    def ask_wake(self, now_s: float) -> Refusal | None:
+        """Begin to wake by an operator's word, who waits for its turn as a request would."""
+        refusal = self.gate.ask_wake(now_s)
+        if refusal is None and self.gate.state is State.WAKING:
+            self._by_operator_until_s = now_s + self.gate.rules.queue_timeout_s
+            self.remind(self._by_operator_until_s)
+        return refusal
+
+    def keep_alive(self, seconds: float | None) -> None:
+        """Have it sleep after so long without requests, instead of `ttl`; 0: now, if it is idle.
+
+        None: as it is configured. One that is pinned, cannot sleep, or is not woken by requests
+        goes on as it was: who may only use it must not end its use by others.
+        """
+        if not self.gate.rules.wake_on_request:
+            return
+        self.keep_alive_s = seconds
+        if seconds == 0 and self.can_sleep and not self.settings.pin:
+            # By somebody's word: whoever asks for it next does not wait for `min_sleep`.
+            self.gate.ask_sleep(time.monotonic(), by_hand=True)
+
+    def preload(self) -> None:
+        """Wake it if there is room, without a request and without displacing anybody."""
+        self._is_preloaded = True
+        self.gate.ask_wake(time.monotonic())
+
     async def look_at_first(self) -> None:
         """Find out how engines that run already are; requests wait for that, for 2 s at most."""
         await self.find_state()
@@ -216,6 +324,8 @@ class ServedModel:
         An answer that was asked for in another generation says nothing of the present one.
         """
         gate = self.gate
+        if self.on_demand is not None and not self.on_demand.is_running:
+            return
         generation = gate.generation
         answers = await asyncio.gather(
             *(
@@ -266,33 +376,79 @@ class ServedModel:
         return problem
 
     async def _sleep(self) -> None:
+        problem = await self._go_to_sleep()
+        self._note("sleep", problem)
+        if problem is None:
+            self.sleeps += 1
+            self.slept_at = time.time()
+            self.keep_alive_s = None
+        self.gate.slept(problem is None, time.monotonic())
+
+    async def _go_to_sleep(self) -> str | None:
+        """Put engines and memory to sleep, or stop the engine; a problem if all is as before."""
         timeout_s = self.sleep_settings.sleep_timeout
+        if self.on_demand is not None:
+            await self._memory_sleeps()  # what tiers are to keep is copied while the engine lives
+            await self.on_demand.stop_now()
+            return None
         problem = _first_problem(await self._at_all(self._calls.sleep, timeout_s))
         if problem is None:
             problem = await self._memory_sleeps()
         if problem is not None:
             # Also those that failed: one that did not answer in time may sleep all the same.
             await self._at_all(self._calls.wake, timeout_s)
-        self._note("sleep", problem)
-        if problem is None:
-            self.sleeps += 1
-            self.slept_at = time.time()
-        self.gate.slept(problem is None, time.monotonic())
+        return problem
+
+    async def _wake_in_turn(self) -> None:
+        """Wait for memory, if the engines do not have it already; then wake."""
+        if self._turns is not None and not self._are_engines_awake:
+            is_start = self.on_demand is not None and not self.on_demand.is_running
+            is_preloaded, self._is_preloaded = self._is_preloaded, False
+            try:
+                refusal = await self._turns.take(
+                    self, is_start=is_start, may_displace=not is_preloaded
+                )
+            except WithdrawnError:
+                self.gate.not_begun(None, time.monotonic())
+                return
+            if refusal is not None:
+                self.last_problem = f"wake: {refusal.message}"
+                self.gate.not_begun(refusal, time.monotonic())
+                return
+        self.has_turn = True
+        await self._wake()
 
     async def _wake(self) -> None:
-        timeout_s = self.sleep_settings.wake_timeout
         are_engines_awake, self._are_engines_awake = self._are_engines_awake, False
+        problem = await self._wake_up(are_engines_awake)
+        self._note("wake", problem)
+        now_s = time.monotonic()
+        if problem is None:
+            self.wakes += not are_engines_awake
+            self.slept_at = None
+            self.awake_since_s = now_s
+        self.gate.woken(None if problem is None else _wake_failed(), now_s)
+
+    async def _wake_up(self, are_engines_awake: bool) -> str | None:
+        """Wake memory and engines, or start the engine; a problem if all is asleep as before."""
+        timeout_s = self.sleep_settings.wake_timeout
+        if self.on_demand is not None and not self.on_demand.is_running:
+            return await self.on_demand.start_now()
         problem = await self._memory_wakes()
         if problem is None and not are_engines_awake:
             problem = _first_problem(await self._at_all(self._calls.wake, timeout_s))
             if problem is not None:
                 await self._at_all(self._calls.sleep, timeout_s)
                 await self._memory_sleeps()
-        self._note("wake", problem)
-        if problem is None:
-            self.wakes += not are_engines_awake
-            self.slept_at = None
-        self.gate.woken(None if problem is None else _wake_failed(), time.monotonic())
+        return problem
+
+    def _withdraw_if_unwanted(self) -> None:
+        """Those who wanted it awake have gone before its turn came."""
+        gate = self.gate
+        if self.wait is None or gate.state is not State.WAKING or gate.queued:
+            return
+        if time.monotonic() >= self._by_operator_until_s and self._turns is not None:
+            self._turns.withdraw(self)
 
     async def _at_all(self, call: EngineCall, timeout_s: float) -> list[BaseException | None]:
         """Sleep or wake every engine at once; what each raised, in their order."""
@@ -315,7 +471,8 @@ class ServedModel:
         if name is None:
             return None
         try:
-            wait_s = None if asleep else _WAKE_WAIT_S
+            # What a sleeper holds is another's as soon as it sleeps: that is waited for.
+            wait_s = self.sleep_settings.sleep_timeout if asleep else _WAKE_WAIT_S
             answer = await asyncio.to_thread(
                 instance_memory.request, name, asleep=asleep, wait_s=wait_s
             )
@@ -366,6 +523,8 @@ class ServedModel:
                     self.gate.woken(_wake_failed(), now_s)
             finally:
                 self._changed.set()
+                if self._turns is not None:
+                    self._turns.poke()
 
         self._keep(asyncio.get_running_loop().create_task(guarded()))
 
@@ -377,6 +536,10 @@ class ServedModel:
         """No request enters any more, those that wait get `why`; waits for a sleep or wake."""
         self.gate.closing = why
         self.gate.refuse_all(why)
+        if self._turns is not None:
+            self._turns.withdraw(self)
+        if self.on_demand is not None:
+            self.on_demand.give_up()
         if self._tasks:
             await asyncio.wait(set(self._tasks))
         if self._reminder is not None:

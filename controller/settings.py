@@ -250,13 +250,43 @@ class MemorySettings(_Section):
     limit: Size | None = None
     """It never holds more than that."""
     priority: Priority | None = None
-    """Higher keeps memory longer, and is put to sleep later."""
+    """Higher keeps memory longer, is put to sleep later, and wakes first."""
+    needs: Size | None = None
+    """What the engine takes besides its KV cache while it is awake, until its instance has said so;
+    of an engine without an instance all that it takes."""
+    device: str | None = None
+    """Where: `host`, a GPU's UUID, or a name of `devices`; none: the only one of `devices`, else
+    `host`. An instance says it itself."""
 
     @model_validator(mode="after")
     def _min_within_limit(self) -> MemorySettings:
         if self.min is not None and self.limit is not None and self.min > self.limit:
             raise ValueError("min is above limit")
         return self
+
+
+class SwapSettings(_Section):
+    """How models that do not all fit take turns."""
+
+    min_awake: Duration = 10.0
+    """A model that was woken or started keeps its memory at least that long before it makes room
+    for another one. After that its new requests wait while others end, and it gives way."""
+    starts_at_once: Annotated[int, Field(ge=0)] = 0
+    """Engines that are started at the same time; 0: all for which there is room."""
+
+
+class GroupSettings(_Section):
+    """Models that restrict each other, whatever memory there is."""
+
+    name: str = Field(min_length=1, max_length=256)
+    models: tuple[str, ...] = Field(min_length=1)
+    """By name; a model is in one group at most."""
+    at_once: Annotated[int, Field(ge=0)] = 0
+    """So many of them are awake at once; 0: all."""
+    exclusive: bool = False
+    """While one of them is awake, no model outside is that can sleep and is not pinned."""
+    persistent: bool = False
+    """They stay awake beside an exclusive group."""
 
 
 class TimeoutSettings(_Section):
@@ -283,6 +313,11 @@ class LaunchSettings(_Section):
     """From SIGTERM to SIGKILL."""
     restart: bool = True
     """Start it again when it ends."""
+    on_demand: bool = False
+    """A request starts it. It is stopped where other engines are put to sleep: by hand, after
+    `ttl`, and when others need its memory."""
+    preload: bool = False
+    """With `on_demand`: start it with the controller, if there is room beside what runs already."""
     backoff: Duration = 1.0
     """Before the first restart in a row; it doubles up to `backoff_max`."""
     backoff_max: Duration = 60.0
@@ -368,6 +403,14 @@ class ModelSettings(_Section):
         return self
 
     @model_validator(mode="after")
+    def _preload_is_on_demand(self) -> ModelSettings:
+        if self.launch is not None and self.launch.preload and not self.launch.on_demand:
+            raise ValueError(
+                f"model {self.name!r}: launch.preload is for on_demand; others start anyway"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _key_is_known(self) -> ModelSettings:
         if self.launch is None or self.api_key is not None:
             return self
@@ -396,8 +439,32 @@ class Settings(_Section):
 
     server: ServerSettings = Field(default_factory=ServerSettings)
     sleep: SleepSettings = Field(default_factory=SleepSettings)
+    swap: SwapSettings = Field(default_factory=SwapSettings)
     auth: AuthSettings = AuthSettings()
+    devices: dict[str, Size] = Field(default_factory=dict)
+    """The memory of devices that no ledger knows, by a name of your choice."""
+    groups: tuple[GroupSettings, ...] = ()
     models: tuple[ModelSettings, ...] = ()
+
+    def group_of(self, model: str) -> str | None:
+        """The group that a model is in, by its name."""
+        return next((group.name for group in self.groups if model in group.models), None)
+
+    @model_validator(mode="after")
+    def _groups_are_of_models(self) -> Settings:
+        known = {model.name for model in self.models}
+        members: set[str] = set()
+        names = [group.name for group in self.groups]
+        for group in self.groups:
+            if names.count(group.name) > 1:
+                raise ValueError(f"two groups are called {group.name!r}")
+            for name in group.models:
+                if name not in known:
+                    raise ValueError(f"group {group.name!r}: no model is called {name!r}")
+                if name in members:
+                    raise ValueError(f"model {name!r} is in more than one group, or twice in one")
+                members.add(name)
+        return self
 
     @model_validator(mode="after")
     def _holds_together(self) -> Settings:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 
 from kvelastic.controller import instance_memory
@@ -121,11 +122,13 @@ def candidate_of(
     idle_after_s = settings.ttl
     if idle_after_s is None and sleep.auto:
         idle_after_s = sleep.idle_after
+    if model.keep_alive_s is not None:
+        idle_after_s = None if math.isinf(model.keep_alive_s) else model.keep_alive_s
     return Candidate(
         name=model.name,
         is_awake=model.gate.state is State.AWAKE,
         is_idle=model.gate.is_idle,
-        can_sleep=model.kind.can_sleep,
+        can_sleep=model.can_sleep,
         pinned=settings.pin,
         idle_s=model.idle_s,
         idle_after_s=idle_after_s,

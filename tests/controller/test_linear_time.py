@@ -62,6 +62,10 @@ def form(body: bytes, boundary: str = "b") -> bytes:
     return post(body, f"multipart/form-data; boundary={boundary}")
 
 
+def ollama(body: bytes) -> bytes:
+    return post(body, path="/api/chat")
+
+
 def get(
     *headers: bytes, target: bytes = b"/v1/echo?model=nobody", host: bytes = b"localhost"
 ) -> bytes:
@@ -72,6 +76,7 @@ def get(
 URLENCODED = "application/x-www-form-urlencoded"
 PART = b'--b\r\nContent-Disposition: form-data; name="file"; filename="f"\r\n\r\n'
 LAST = b'\r\n--b\r\nContent-Disposition: form-data; name="model"\r\n\r\nshort\r\n--b--\r\n'
+CALL = b'{"role":"assistant","tool_calls":[{"function":{"name":"f"}}]},'
 END = b'1],"model":"short"}'
 HOSTILE: dict[str, Callable[[int], bytes]] = {
     "json: lists": lambda n: post(fill(n, b"[],", b'{"x":[', END)),
@@ -104,6 +109,15 @@ HOSTILE: dict[str, Callable[[int], bytes]] = {
     "query: fields": lambda n: get(target=b"/v1/echo?" + b"a=b&" * (n // 4) + b"model=nobody"),
     "query: a name": lambda n: get(target=b"/v1/echo?model=" + b"%6d" * (n // 3)),
     "query: equals": lambda n: get(target=b"/v1/echo?" + b"=" * n),
+    "ollama: lists": lambda n: ollama(fill(n, b"[],", b'{"model":"m","tools":[', b"1]}")),
+    "ollama: results": lambda n: ollama(
+        fill(
+            n,
+            CALL + b'{"role":"tool","tool_name":"f"},',
+            b'{"model":"m","messages":[',
+            b'{"role":"user"}]}',
+        )
+    ),
     "path": lambda n: get(target=b"/v1/" + b"a/" * (n // 2) + b"?model=nobody"),
     "path: escapes": lambda n: get(target=b"/v1/" + b"%2e" * (n // 3) + b"?model=nobody"),
     "headers: many": lambda n: get(*[b"X-A: b"] * (n // 8)),

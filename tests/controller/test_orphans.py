@@ -7,6 +7,7 @@ import dataclasses
 import os
 import random
 import signal
+import socket
 import sys
 import time
 from collections.abc import Iterator
@@ -109,6 +110,24 @@ def test_an_adopted_engine_ends_with_its_new_controller(tmp_path: Path) -> None:
         assert engine_of(front) == orphan
         assert front.end() == 0
         assert not is_running(orphan)
+
+
+def test_an_orphan_on_demand_whose_port_is_a_stranger_s_is_not_waited_for(tmp_path: Path) -> None:
+    """Its controller was killed before it listened."""
+    config = launched(tmp_path, ORPHAN, "--slow-start-s=600", orphan="adopt", on_demand=True)
+    with Controller(config) as front, contextlib.closing(socket.socket()) as client:
+        until(lambda: front.state() == "asleep")
+        client.connect(("127.0.0.1", front.port))
+        client.sendall(b"POST /action/wakeup/m HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        until(lambda: pid_of(front) is not None)
+        orphan = pid_of(front)
+        assert orphan
+        front.end(signal.SIGKILL)
+    with Engine("vllm", "m", port_of(config)), Controller(config) as front:
+        until(lambda: front.state() == "asleep")
+        assert "is taken by" in front.get("/models").json()["models"]["m"]["last_problem"]
+        assert not is_running(orphan)
+        assert front.end() == 0
 
 
 def test_an_orphan_that_was_launched_in_another_way_is_not_adopted(tmp_path: Path) -> None:

@@ -164,7 +164,7 @@ def test_a_wake_that_the_device_has_no_room_for_is_refused_with_who_has_it(
     ) as other:
         answer = front.post("/action/wakeup/org/m")
         assert not answer.json()["success"]
-        assert "refuses to wake" in answer.text
+        assert "There is no room for the model" in answer.text
         assert other.name in answer.text
         assert memory(front)["asleep"]
     assert front.post("/action/wakeup/org/m").json()["success"]

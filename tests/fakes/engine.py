@@ -12,12 +12,17 @@ body under `fake`, so that tests need no other channel:
 
 `pad` makes each event of a stream so many bytes longer. `hold` keeps the answer's end back until
 `POST /fake/release?name=NAME`: no test sleeps to catch a request in flight.
+Of a chat, `deltas` are what its stream's events have, one each, and `message` is what an answer in
+one piece has. A request without `fake` meets what was set by `POST /fake/set {"fake": {...}}`.
 `GET /fake/state` says what it saw. `POST /fake/set` changes the defaults below,
 `POST /fake/reset` undoes that and forgets what was counted.
 
 Keys are guarded as the real ones do it. With VLLM_API_KEY in its environment, or `--api-key`, the
 fake of vLLM answers 401 to other keys under /v1; with `--api-key` that of SGLang does everywhere
 but at /health and /metrics.
+
+With `--instance` it begins by opening a real instance (`tests/programs/ledger_instance.py`, which
+has its environment's KVELASTIC_* variables), and ends with 3 where the ledger refuses that.
 
 It dies with who has started it, however that dies. With `--outlives-its-parent` it dies with the
 test run instead (PID_OF_TEST_RUN, a pid): an orphan for tests.
@@ -31,8 +36,10 @@ import json
 import os
 import select
 import signal
+import subprocess
 import sys
 import threading
+from pathlib import Path
 from typing import Any
 
 from aiohttp import web
@@ -66,6 +73,7 @@ class FakeEngine:
             "sleep_hold": "",
             "health_status": 200,
             "cors": "",
+            "fake": {},
         }
 
     def count(self, what: str) -> None:
@@ -81,6 +89,7 @@ class FakeEngine:
         add("GET", "/v1/models", self.models)
         for path in ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"):
             add("POST", path, self.generate)
+        add("POST", "/v1/embeddings", self.embed)
         add("GET", "/fake/state", self.state)
         add("POST", "/fake/release", self.release)
         add("POST", "/fake/set", self.change)
@@ -149,6 +158,7 @@ class FakeEngine:
             event.set()
         self.holds.clear()
         self.counts.clear()
+        self.asleep = False
         self.settings = self.first_settings()
         return web.Response()
 
@@ -209,7 +219,7 @@ class FakeEngine:
             self.in_flight -= 1
 
     async def _generate(self, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
-        fake = body.get("fake") or {}
+        fake = body.get("fake") or self.settings["fake"]
         if body.get("model") != self.model:
             error = {"message": f"The model {body.get('model')} does not exist.", "code": 404}
             return web.json_response({"error": error}, status=404)
@@ -224,17 +234,23 @@ class FakeEngine:
             headers = {"Retry-After": "7", "X-Engine": "fake"}
             error = {"message": "as asked", "type": "fake", "code": fake["status"]}
             return web.json_response({"error": error}, status=fake["status"], headers=headers)
-        tokens = int(body.get("max_tokens", 4))
+        is_chat = request.path == "/v1/chat/completions"
+        deltas = fake.get("deltas")
+        tokens = int(body.get("max_tokens", 4)) if deltas is None else len(deltas)
         if not body.get("stream"):
             if "hold" in fake:
                 await self.hold(fake["hold"]).wait()
             usage = {"prompt_tokens": 1, "completion_tokens": tokens, "total_tokens": tokens + 1}
             cors = self.settings["cors"]
+            choice = {"index": 0, "text": "x " * tokens, "finish_reason": "stop"}
+            if is_chat:
+                message = {"role": "assistant", "content": choice.pop("text")}
+                choice["message"] = message | fake.get("message", {})
             return web.json_response(
                 {
                     "id": request.headers.get("x-request-id", ""),
                     "model": self.model,
-                    "choices": [{"index": 0, "text": "x " * tokens, "finish_reason": "stop"}],
+                    "choices": [choice],
                     "usage": usage,
                 },
                 headers={"X-Engine": "fake"}
@@ -255,15 +271,51 @@ class FakeEngine:
             if "hold" in fake and number == 1:
                 await self.hold(fake["hold"]).wait()
             text = f"t{number} " + "x" * int(fake.get("pad", 0))
-            await response.write(
-                b"data: " + json.dumps({"choices": [{"text": text}]}).encode() + b"\n\n"
-            )
+            said: dict[str, Any] = {"text": text}
+            if is_chat:
+                said = {"delta": {"content": text} if deltas is None else deltas[number]}
+            await self.event(response, {"choices": [said]})
             await asyncio.sleep(fake.get("token_s", 0))
+        if (body.get("stream_options") or {}).get("include_usage"):
+            reason = fake.get("finish_reason", "stop")
+            await self.event(response, {"choices": [{"finish_reason": reason}]})
+            usage = {"prompt_tokens": 1, "completion_tokens": tokens, "total_tokens": tokens + 1}
+            await self.event(response, {"choices": [], "usage": usage})
         await response.write(b"data: [DONE]\n\n")
         return response
 
+    @staticmethod
+    async def event(response: web.StreamResponse, value: dict[str, Any]) -> None:
+        await response.write(b"data: " + json.dumps(value).encode() + b"\n\n")
+
+    async def embed(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        if "input" not in body:
+            return await self.echo(request)
+        self.last_body = json.dumps(body)
+        texts = body["input"] if isinstance(body["input"], list) else [body["input"]]
+        data = [{"index": n, "embedding": [float(n), 0.5]} for n in range(len(texts))]
+        usage = {"prompt_tokens": len(texts), "total_tokens": len(texts)}
+        return web.json_response({"data": data[::-1], "usage": usage})
+
+
+def open_instance() -> subprocess.Popen[str]:
+    child = subprocess.Popen(
+        [sys.executable, str(Path(__file__).parents[1] / "programs" / "ledger_instance.py")],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert child.stdout is not None
+    answer = json.loads(child.stdout.readline())
+    if "error" in answer:
+        print("no memory:", answer["error"], flush=True)
+        sys.exit(3)
+    return child
+
 
 async def serve(arguments: argparse.Namespace) -> None:
+    instance = open_instance() if arguments.instance else None
     if arguments.slow_start_s:
         await asyncio.sleep(arguments.slow_start_s)
     key = arguments.api_key
@@ -287,6 +339,10 @@ async def serve(arguments: argparse.Namespace) -> None:
         loop.add_signal_handler(signal.SIGTERM, stop.set)
     await stop.wait()
     await runner.cleanup()
+    if instance is not None:
+        assert instance.stdin is not None
+        instance.stdin.close()
+        instance.wait()
 
 
 def die_with_test_run() -> None:
@@ -309,6 +365,7 @@ def main() -> None:
     parser.add_argument("--model", default="m")
     parser.add_argument("--slow-start-s", type=float, default=0.0)
     parser.add_argument("--deaf", action="store_true", help="does not end at SIGTERM")
+    parser.add_argument("--instance", action="store_true")
     parser.add_argument("--die", type=int, metavar="CODE", help="ends at once with this code")
     arguments = parser.parse_args()
     if arguments.outlives_its_parent:

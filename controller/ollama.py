@@ -1,0 +1,367 @@
+"""Ollama's API over the same models: /api/..., an ASGI callable.
+
+What a model answers goes the way of all requests, through `Forwarder`: this side puts a request of
+OpenAI's API in the place of Ollama's, and turns the answer back on its way out.
+
+    client --/api/chat--> read, to_openai --> Forwarder --/v1/chat/completions--> engine
+           <--JSON lines-- _Answer <--------- send <----- server-sent events ----
+
+Keys and pages are checked as everywhere: without `auth.api_keys`, which only loopback may be, no
+key is asked for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from datetime import datetime, timezone
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+
+from kvelastic import __version__
+from kvelastic.controller import instance_memory, ollama_models
+from kvelastic.controller.forward import ASKED_PATH
+from kvelastic.controller.gate import State, Ticket
+from kvelastic.controller.headers import Headers, find
+from kvelastic.controller.ollama_answer import (
+    BadAnswerError,
+    Stream,
+    Times,
+    error_body,
+    error_text,
+    loaded,
+    whole,
+)
+from kvelastic.controller.ollama_models import Listed, timestamp
+from kvelastic.controller.ollama_request import BODY_BYTES, Asked, Call, read, to_openai
+from kvelastic.controller.refusal import Refusal
+from kvelastic.controller.replies import send_refusal
+from kvelastic.controller.request_body import ClientGoneError, Receive, read_body
+from kvelastic.controller.served_model import ServedModel
+from kvelastic.controller.upkeep import candidate_of
+from kvelastic.errors import KvelasticError
+
+if TYPE_CHECKING:
+    from kvelastic.controller.front import Front
+
+ANSWER_BYTES: Final = 64 << 20
+"""Of an engine's answer in one piece."""
+_ERROR_BYTES: Final = 64 << 10
+_OUR_OWN: Final = frozenset(
+    (b"accept", b"accept-encoding", b"content-length", b"content-type", b"transfer-encoding")
+)
+"""Headers that are about the client's request and answer, and not about the engine's."""
+_KEPT: Final = frozenset((b"retry-after", b"x-request-id", b"www-authenticate"))
+"""Of the engine's answer."""
+
+Handler = Callable[["OllamaApi", bytes], Awaitable[dict[str, Any]]]
+
+
+class OllamaApi:
+    """See the module. One for a front."""
+
+    def __init__(self, front: Front) -> None:
+        self._front = front
+
+    async def __call__(self, scope: Any, receive: Receive, send: Any) -> None:
+        """Serve one request under /api/. What goes wrong is an answer in Ollama's shape."""
+        path, method = scope["path"], scope["method"]
+        try:
+            call = _CALLS.get(path)
+            wanted = "POST" if call is not None else _ROUTES.get(path, ("", None))[0]
+            if not wanted:
+                raise _not_served(path)
+            if method != wanted and (method, wanted) != ("HEAD", "GET"):
+                raise Refusal(405, "method_not_allowed", f"{path} takes {wanted}.")
+            if path != "/api/version":
+                self._front.keys.check_api(scope["headers"])
+            body = await self._body(scope, receive)
+            if call is not None:
+                await self._ask(scope, receive, send, read(call, body))
+            else:
+                handler = _ROUTES[path][1]
+                await _send(send, 200, msgspec.json.encode(await handler(self, body)))
+        except Refusal as refusal:
+            await send_refusal(send, refusal, path)
+        except KvelasticError as error:
+            await send_refusal(send, Refusal(503, error.code, str(error), 1.0), path)
+        except ClientGoneError:
+            pass
+
+    # ------------------------------------------------------------------------------ what is listed
+
+    async def version(self, _: bytes) -> dict[str, Any]:
+        """Of the controller."""
+        return {"version": __version__}
+
+    async def tags(self, _: bytes) -> dict[str, Any]:
+        """Every model."""
+        return ollama_models.tags(await self._listed(list(self._front.fleet)))
+
+    async def running(self, _: bytes) -> dict[str, Any]:
+        """Those that are awake."""
+        awake = [model for model in self._front.fleet if model.state is State.AWAKE]
+        return ollama_models.running(await self._listed(awake), _now())
+
+    async def show(self, body: bytes) -> dict[str, Any]:
+        """One model."""
+        try:
+            asked = msgspec.json.decode(body, type=_Named)
+        except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+            raise Refusal(400, "invalid_json", f"The request is not understood: {error}.") from None
+        model = self._need(asked.model or asked.name or "")
+        (listed,) = await self._listed([model])
+        return ollama_models.shown(listed)
+
+    async def _listed(self, models: list[ServedModel]) -> list[Listed]:
+        memory = await asyncio.to_thread(instance_memory.claims)
+        since = datetime.fromtimestamp(self._front.started_at, timezone.utc)
+        found = []
+        for model in models:
+            idle_after_s = candidate_of(model).idle_after_s
+            expires_in_s = None
+            if idle_after_s is not None and not model.settings.pin and model.can_sleep:
+                expires_in_s = idle_after_s - model.idle_s
+            claims = [
+                device.full[model.settings.instance].all_bytes
+                for device in memory.values()
+                if model.settings.instance in device.full
+            ]
+            size = sum(claims) or model.settings.memory.needs or 0
+            found.append(Listed(model.name, model.settings.engine, since, size, expires_in_s))
+        return found
+
+    # ------------------------------------------------------------------------ what a model answers
+
+    async def _ask(self, scope: Any, receive: Receive, send: Any, asked: Asked) -> None:
+        model = self._need(asked.model)
+        if asked.is_load:
+            await self._load(receive, model, asked)
+            is_unload = asked.keep_alive_s == 0
+            body = loaded(asked.call, asked.model, timestamp(_now()), is_unload=is_unload)
+            await _send(send, 200, body)
+            return
+        path, body = to_openai(asked, model.name, model.settings.engine)
+        answer = _Answer(send, asked)
+        try:
+            await self._front.forwarder(
+                _scope_of(scope, path, len(body)), _receiving(body, receive), answer
+            )
+        finally:
+            model.keep_alive(asked.keep_alive_s)
+        await answer.cut()
+
+    async def _load(self, receive: Receive, model: ServedModel, asked: Asked) -> None:
+        """Have it awake, or asleep if nobody uses it. Raises `Refusal`, `ClientGoneError`."""
+        if asked.keep_alive_s != 0:
+            ticket = Ticket()
+            loop = asyncio.get_running_loop()
+            entering = loop.create_task(model.enter(ticket))
+            gone = loop.create_task(_gone(receive))
+            try:
+                await asyncio.wait({entering, gone}, return_when=asyncio.FIRST_COMPLETED)
+                if not entering.done():
+                    raise ClientGoneError
+                entering.result()
+            finally:
+                entering.cancel()
+                gone.cancel()
+                if ticket.model is not None:
+                    ticket.model.leave(ticket)
+        model.keep_alive(asked.keep_alive_s)
+        if asked.keep_alive_s == 0:
+            await model.settled()
+
+    async def _body(self, scope: Any, receive: Receive) -> bytes:
+        server = self._front.settings.server
+        body = await read_body(
+            receive,
+            find(scope["headers"], b"content-length"),
+            min(server.max_body, BODY_BYTES),
+            server.body_timeout,
+            self._front.forwarder.budget,
+        )
+        try:
+            return b"".join(body.pieces())
+        finally:
+            body.release()
+
+    def _need(self, name: str) -> ServedModel:
+        for each in ollama_models.names_of(name):
+            model = self._front.fleet.find(each)
+            if model is not None:
+                return model
+        raise Refusal(404, "model_not_found", f"model {name[:200]!r} not found", param="model")
+
+
+class _Named(msgspec.Struct):
+    """A request that names a model only, by the new key or the old one."""
+
+    model: str | None = None
+    name: str | None = None
+
+
+class _Answer:
+    """`send` for the forwarder: what the engine answers leaves it as Ollama's."""
+
+    def __init__(self, send: Any, asked: Asked) -> None:
+        self._send = send
+        self._asked = asked
+        self._began_s = self._answered_s = time.monotonic()
+        self._first_s: float | None = None
+        self._status = 0
+        self._headers: Headers = []
+        self._stream: Stream | None = None
+        """Its head has been sent."""
+        self._data = bytearray()
+        """Of an answer that is turned as a whole."""
+        self._is_over = False
+
+    async def __call__(self, message: Any) -> None:
+        """The next message of the answer; each waits for a slow client."""
+        if self._is_over:
+            return
+        if message["type"] == "http.response.start":
+            await self._start(message)
+            return
+        piece: bytes = message.get("body", b"")
+        is_last = not message.get("more_body", False)
+        if self._first_s is None and piece:
+            self._first_s = time.monotonic()
+        try:
+            if self._stream is not None:
+                await self._go_on(self._stream, piece, is_last)
+            else:
+                await self._collect(piece, is_last)
+        except BadAnswerError as error:
+            await self._fail(f"The engine's answer cannot be used: {error}.")
+
+    async def cut(self) -> None:
+        """The forwarder is done: where the answer has no end, say so in the stream."""
+        if self._stream is not None and not self._is_over:
+            await self._fail("The engine broke off its answer.")
+
+    async def _start(self, message: Any) -> None:
+        self._answered_s = time.monotonic()
+        self._status = message["status"]
+        self._headers = [(k, v) for k, v in message["headers"] if k in _KEPT]
+        if self._status < 400 and self._asked.streams:
+            self._stream = Stream(self._asked.call, self._asked.model)
+            await self._send(_head(200, b"application/x-ndjson", self._headers))
+
+    async def _go_on(self, stream: Stream, piece: bytes, is_last: bool) -> None:
+        created_at = timestamp(_now())
+        lines = stream.feed(piece, created_at)
+        if is_last:
+            lines += stream.end(self._times(), created_at)
+        self._is_over = is_last
+        if lines or is_last:
+            await self._send(_piece(lines, more=not is_last))
+
+    async def _collect(self, piece: bytes, is_last: bool) -> None:
+        is_error = self._status >= 400
+        room = (_ERROR_BYTES if is_error else ANSWER_BYTES) - len(self._data)
+        if len(piece) > room and not is_error:
+            raise BadAnswerError("it is too large")
+        self._data += piece[: max(0, room)]
+        if not is_last:
+            return
+        data = bytes(self._data)
+        if is_error:
+            body = error_body(error_text(self._status, data))
+        else:
+            now = timestamp(_now())
+            body = whole(self._asked.call, self._asked.model, data, self._times(), now)
+        self._is_over = True
+        await _send(self._send, self._status, body, self._headers)
+
+    async def _fail(self, message: str) -> None:
+        """Also in the middle of a stream: a line that has an error ends it."""
+        self._is_over = True
+        if self._stream is not None:
+            await self._send(_piece(error_body(message), more=False))
+        else:
+            await _send(self._send, 502, error_body(message), self._headers)
+
+    def _times(self) -> Times:
+        now_s = time.monotonic()
+        return Times(self._began_s, self._answered_s, self._first_s or now_s, now_s)
+
+
+_CALLS: Final = {call.value: call for call in Call}
+_ROUTES: Final[dict[str, tuple[str, Handler]]] = {
+    "/api/version": ("GET", OllamaApi.version),
+    "/api/tags": ("GET", OllamaApi.tags),
+    "/api/ps": ("GET", OllamaApi.running),
+    "/api/show": ("POST", OllamaApi.show),
+}
+
+
+def _scope_of(scope: Any, path: str, length: int) -> Any:
+    """The request to the engine: another path and body, the same client."""
+    headers = [(k, v) for k, v in scope["headers"] if k not in _OUR_OWN]
+    headers += [
+        (b"content-type", b"application/json"),
+        (b"content-length", str(length).encode()),
+    ]
+    return {
+        **scope,
+        "path": path,
+        "raw_path": path.encode(),
+        "query_string": b"",
+        "headers": headers,
+        ASKED_PATH: scope["path"],
+    }
+
+
+def _receiving(body: bytes, receive: Receive) -> Receive:
+    """The body once, and then what comes of the client: that it goes away."""
+    left = [body]
+
+    async def receive_on() -> Any:
+        if left:
+            return {"type": "http.request", "body": left.pop(), "more_body": False}
+        return await receive()
+
+    return receive_on
+
+
+async def _gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _send(send: Any, status: int, body: bytes, more: Headers | None = None) -> None:
+    headers = [*(more or []), (b"content-length", str(len(body)).encode())]
+    await send(_head(status, b"application/json; charset=utf-8", headers))
+    await send(_piece(body, more=False))
+
+
+def _head(status: int, kind: bytes, headers: Headers) -> Any:
+    return {
+        "type": "http.response.start",
+        "status": status,
+        "headers": [(b"content-type", kind), *headers],
+    }
+
+
+def _piece(body: bytes, *, more: bool) -> Any:
+    return {"type": "http.response.body", "body": body, "more_body": more}
+
+
+def _now() -> datetime:
+    return datetime.now(timezone.utc)
+
+
+def _not_served(path: str) -> Refusal:
+    return Refusal(
+        404,
+        "not_served",
+        f"{path[:200]} is not served here: models are named in the controller's configuration, and"
+        " neither pulled, made, copied nor removed by requests.",
+    )
+
+
+__all__ = ["OllamaApi"]

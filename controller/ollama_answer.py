@@ -1,0 +1,293 @@
+"""An engine's answer in OpenAI's API, made one of Ollama's: pure, but for what a stream remembers.
+
+stream = Stream(Call.CHAT, "m")           # of server-sent events, piece by piece
+lines = stream.feed(piece, created_at)    # what of it is whole by now, a JSON object a line
+lines = stream.end(times, created_at)
+
+whole(Call.CHAT, "m", body, times, created_at)      # an answer in one piece
+error_text(502, body)                               # what went wrong, as Ollama says it
+
+data: {"choices":[{"delta":{"content":"He"}}]}   {"message":{"content":"He"},"done":false}
+data: {"choices":[{"finish_reason":"stop"}]}     (kept: tool calls, the reason, and the usage
+data: {"choices":[],"usage":{...}}                are all in the last line)
+data: [DONE]                                     {"message":{"content":""},"done":true, ...}
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Final
+
+import msgspec
+
+from kvelastic.controller.ollama_request import Call
+
+EVENT_BYTES: Final = 8 << 20
+"""Of one event of a stream, and of all arguments of its tool calls together."""
+_SHOWN_CHARACTERS: Final = 2000
+
+
+class BadAnswerError(Exception):
+    """The engine's answer is not one of OpenAI's API; says what is wrong with it."""
+
+
+@dataclass(frozen=True)
+class Times:
+    """When what happened, in seconds of one clock."""
+
+    began_s: float
+    answered_s: float
+    """The engine's answer began: the model was awake, and the request was let in before."""
+    first_s: float
+    """Its first token was there."""
+    ended_s: float
+
+
+class _Function(msgspec.Struct):
+    name: str | None = None
+    arguments: str | None = None
+
+
+class _ToolCall(msgspec.Struct):
+    index: int | None = None
+    function: _Function | None = None
+
+
+class _Delta(msgspec.Struct):
+    content: str | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[_ToolCall] | None = None
+
+
+class _Logprobs(msgspec.Struct):
+    content: list[msgspec.Raw] | None = None
+
+
+class _Choice(msgspec.Struct):
+    delta: _Delta | None = None
+    message: _Delta | None = None
+    text: str | None = None
+    finish_reason: str | None = None
+    logprobs: _Logprobs | None = None
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+
+
+class _Embedding(msgspec.Struct):
+    embedding: list[float]
+    index: int = 0
+
+
+class _Answer(msgspec.Struct):
+    choices: list[_Choice] | None = None
+    usage: _Usage | None = None
+    error: msgspec.Raw = msgspec.Raw(b"null")
+
+
+class _Embeddings(msgspec.Struct):
+    data: list[_Embedding]
+    usage: _Usage | None = None
+
+
+class Stream:
+    """A stream of server-sent events on its way to become lines of JSON."""
+
+    def __init__(self, call: Call, model: str) -> None:
+        self._call = call
+        self._model = model
+        self._rest = bytearray()
+        """Of a line that has no end yet."""
+        self._scanned = 0
+        """So much of it has no line's end."""
+        self._is_over = False
+        self._reason: str | None = None
+        self._usage = _Usage()
+        self._tools: dict[int, list[_Function]] = {}
+        """Pieces of each call of a tool: its name first, then its arguments."""
+        self._argument_bytes = 0
+
+    def feed(self, piece: bytes, created_at: str) -> bytes:
+        """The lines that the next piece completes. Raises `BadAnswerError`."""
+        self._rest += piece
+        lines = []
+        start = 0
+        while (end := self._rest.find(b"\n", max(start, self._scanned))) >= 0:
+            lines.append(self._line(bytes(self._rest[start:end]), created_at))
+            start = end + 1
+        del self._rest[:start]
+        self._scanned = len(self._rest)
+        if self._scanned > EVENT_BYTES:
+            raise BadAnswerError("an event of its stream is too large")
+        return b"".join(lines)
+
+    def end(self, times: Times, created_at: str) -> bytes:
+        """The last line. Raises `BadAnswerError` where the stream broke off."""
+        if not self._is_over:
+            raise BadAnswerError("its stream ended before the answer did")
+        calls = _tool_calls([_joined(pieces) for pieces in self._tools.values()])
+        line = _part(self._call, self._model, created_at, _Delta(), calls)
+        return _ndjson({**line, **_last(self._reason, self._usage, times)})
+
+    def _line(self, line: bytes, created_at: str) -> bytes:
+        if not line.startswith(b"data:"):
+            return b""
+        data = line[5:].strip()
+        if data == b"[DONE]":
+            self._is_over = True
+            return b""
+        answer = _decode(data, _Answer)
+        if bytes(answer.error) != b"null":
+            raise BadAnswerError(error_text(500, data))
+        self._usage = answer.usage or self._usage
+        if not answer.choices:
+            return b""
+        choice = answer.choices[0]
+        if choice.finish_reason is not None:
+            self._reason, self._is_over = choice.finish_reason, True
+        delta = choice.delta or _Delta(content=choice.text)
+        for call in delta.tool_calls or ():
+            self._add(call)
+        said = delta.content or delta.reasoning_content or delta.reasoning
+        if not said and choice.logprobs is None:
+            return b""
+        part = _part(self._call, self._model, created_at, delta, [])
+        if choice.logprobs is not None and choice.logprobs.content:
+            part["logprobs"] = choice.logprobs.content
+        return _ndjson({**part, "done": False})
+
+    def _add(self, call: _ToolCall) -> None:
+        piece = call.function or _Function()
+        index = len(self._tools) if call.index is None else call.index
+        self._argument_bytes += len(piece.name or "") + len(piece.arguments or "") + 64
+        if self._argument_bytes > EVENT_BYTES:
+            raise BadAnswerError("the arguments of its tool calls are too large")
+        self._tools.setdefault(index, []).append(piece)
+
+
+def whole(call: Call, model: str, body: bytes, times: Times, created_at: str) -> bytes:
+    """An answer that came in one piece. Raises `BadAnswerError`."""
+    if call in {Call.EMBED, Call.EMBEDDINGS}:
+        return _embeddings(call, model, _decode(body, _Embeddings), times)
+    answer = _decode(body, _Answer)
+    if not answer.choices:
+        raise BadAnswerError("it has no choices")
+    choice = answer.choices[0]
+    said = choice.message or _Delta(content=choice.text)
+    calls = _tool_calls([each.function or _Function() for each in said.tool_calls or ()])
+    part = _part(call, model, created_at, said, calls)
+    if choice.logprobs is not None and choice.logprobs.content:
+        part["logprobs"] = choice.logprobs.content
+    return _json({**part, **_last(choice.finish_reason, answer.usage or _Usage(), times)})
+
+
+def loaded(call: Call, model: str, created_at: str, *, is_unload: bool) -> bytes:
+    """The answer to a request for nothing but that the model is awake, or is not."""
+    part = _part(call, model, created_at, _Delta(), [])
+    return _json({**part, "done": True, "done_reason": "unload" if is_unload else "load"})
+
+
+def error_body(message: str) -> bytes:
+    """An error as Ollama's clients know it: one line, also of a stream."""
+    return _ndjson({"error": message})
+
+
+def error_text(status: int, body: bytes) -> str:
+    """What an engine's, or the controller's, error says to people."""
+    try:
+        found = msgspec.json.decode(body)
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
+        found = None
+    for key in ("error", "message", "detail"):
+        if isinstance(found, dict) and found.get(key):
+            found = found[key]
+    if isinstance(found, str):
+        return found[:_SHOWN_CHARACTERS]
+    text = body[:_SHOWN_CHARACTERS].decode("utf-8", "replace").strip()
+    return text or f"the engine answered {status}"
+
+
+# ----------------------------------------------------------------------------------------- inside
+
+
+def _decode(data: bytes, kind: type[Any]) -> Any:
+    try:
+        return msgspec.json.decode(data, type=kind)
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+        raise BadAnswerError(f"it is not as OpenAI's API has it: {error}") from None
+
+
+def _part(
+    call: Call, model: str, created_at: str, said: _Delta, tool_calls: list[dict[str, Any]]
+) -> dict[str, Any]:
+    thinking = said.reasoning_content or said.reasoning
+    more = {} if thinking is None else {"thinking": thinking}
+    part: dict[str, Any] = {"model": model, "created_at": created_at}
+    if call is Call.GENERATE:
+        return {**part, "response": said.content or "", **more}
+    message: dict[str, Any] = {"role": "assistant", "content": said.content or "", **more}
+    if tool_calls:
+        message["tool_calls"] = tool_calls
+    return {**part, "message": message}
+
+
+def _joined(pieces: list[_Function]) -> _Function:
+    return _Function(
+        "".join(piece.name or "" for piece in pieces),
+        "".join(piece.arguments or "" for piece in pieces),
+    )
+
+
+def _tool_calls(functions: list[_Function]) -> list[dict[str, Any]]:
+    """Arguments are an object in Ollama's API, and text in OpenAI's."""
+    calls = []
+    for function in functions:
+        arguments = _decode((function.arguments or "{}").encode(), dict[str, msgspec.Raw])
+        calls.append({"function": {"name": function.name or "", "arguments": arguments}})
+    return calls
+
+
+def _last(reason: str | None, usage: _Usage, times: Times) -> dict[str, Any]:
+    return {
+        "done": True,
+        "done_reason": "length" if reason == "length" else "stop",
+        "total_duration": _ns(times.ended_s - times.began_s),
+        "load_duration": _ns(times.answered_s - times.began_s),
+        "prompt_eval_count": usage.prompt_tokens or 0,
+        "prompt_eval_duration": _ns(times.first_s - times.answered_s),
+        "eval_count": usage.completion_tokens or 0,
+        "eval_duration": _ns(times.ended_s - times.first_s),
+    }
+
+
+def _embeddings(call: Call, model: str, found: _Embeddings, times: Times) -> bytes:
+    vectors = [each.embedding for each in sorted(found.data, key=lambda each: each.index)]
+    if call is Call.EMBEDDINGS:
+        if not vectors:
+            raise BadAnswerError("it has no embedding")
+        return _json({"embedding": vectors[0]})
+    usage = found.usage or _Usage()
+    return _json(
+        {
+            "model": model,
+            "embeddings": vectors,
+            "total_duration": _ns(times.ended_s - times.began_s),
+            "load_duration": _ns(times.answered_s - times.began_s),
+            "prompt_eval_count": usage.prompt_tokens or 0,
+        }
+    )
+
+
+def _ns(seconds: float) -> int:
+    return max(0, round(seconds * 1e9))
+
+
+def _json(value: dict[str, Any]) -> bytes:
+    return msgspec.json.encode(value)
+
+
+def _ndjson(value: dict[str, Any]) -> bytes:
+    return msgspec.json.encode(value) + b"\n"

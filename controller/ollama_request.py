@@ -1,0 +1,312 @@
+"""What a request in Ollama's API asks for, and the same for an engine that speaks OpenAI's.
+
+    asked = read(Call.CHAT, body)                    # bounded and linear; raises `Refusal`
+    path, body = to_openai(asked, "the engine's name", "vllm")
+
+Pure functions over plain values. What an engine settles when it starts (`num_ctx`, `num_gpu`, ...)
+is passed over, as Ollama's own clients send it with every request.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterable
+from enum import Enum
+from typing import Any, Final
+
+import msgspec
+
+from kvelastic.controller.durations import parse_duration_s
+from kvelastic.controller.refusal import Refusal
+from kvelastic.errors import InvalidArgumentError
+
+BODY_BYTES: Final = 16 << 20
+"""Of one request, its images included."""
+_SMALL_BYTES: Final = 1 << 20
+_MOST_VALUES: Final = 200_000
+"""Objects and lists in a body beyond `_SMALL_BYTES`: each takes far more memory than its text."""
+_IMAGES: Final = {"/9j/": "jpeg", "iVBOR": "png", "R0lGOD": "gif", "UklGR": "webp"}
+"""What files of these kinds begin with, in base64."""
+
+
+class Call(Enum):
+    """One call of the API that a model answers."""
+
+    CHAT = "/api/chat"
+    GENERATE = "/api/generate"
+    EMBED = "/api/embed"
+    EMBEDDINGS = "/api/embeddings"
+
+
+class Options(msgspec.Struct):
+    """Those that change an answer; others are for loading a model."""
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    stop: list[str] | str | None = None
+    num_predict: int | None = None
+    repeat_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+
+
+class Function(msgspec.Struct):
+    """A tool, and what it is called with."""
+
+    name: str
+    arguments: msgspec.Raw = msgspec.Raw(b"{}")
+
+
+class ToolCall(msgspec.Struct):
+    """A call that the model made earlier in the conversation."""
+
+    function: Function
+
+
+class Message(msgspec.Struct):
+    """One of a conversation."""
+
+    role: str
+    content: str | None = None
+    images: list[str] | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_name: str | None = None
+
+
+class Asked(msgspec.Struct):
+    """One request of any `Call`; keys of the others are None in it."""
+
+    model: str
+    call: Call = Call.CHAT
+    messages: list[Message] | None = None
+    tools: list[msgspec.Raw] | None = None
+    prompt: str | None = None
+    suffix: str | None = None
+    system: str | None = None
+    images: list[str] | None = None
+    raw: bool | None = None
+    template: str | None = None
+    context: list[int] | None = None
+    input: str | list[str] | None = None
+    truncate: bool | None = None
+    dimensions: int | None = None
+    format: msgspec.Raw = msgspec.Raw(b"null")
+    options: Options | None = None
+    think: bool | str | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    stream: bool | None = None
+    keep_alive: float | str | None = None
+
+    @property
+    def streams(self) -> bool:
+        """Whether the answer comes line by line; Ollama's does unless told not to."""
+        return self.call in {Call.CHAT, Call.GENERATE} and self.stream is not False
+
+    @property
+    def is_load(self) -> bool:
+        """Whether nothing is to be computed: the model is only loaded, or unloaded."""
+        if self.call is Call.CHAT:
+            return not self.messages
+        return self.call is Call.GENERATE and not self.prompt and not self.images
+
+    @property
+    def keep_alive_s(self) -> float | None:
+        """How long the model stays awake without requests; infinite: for ever; None: not said."""
+        return None if self.keep_alive is None else _keep_alive_s(self.keep_alive)
+
+
+_DECODER: Final = msgspec.json.Decoder(Asked)
+
+
+def read(call: Call, body: bytes) -> Asked:
+    """Read a request. Raises `Refusal` (400, 413) with what is wrong."""
+    if len(body) > _SMALL_BYTES and body.count(b"{") + body.count(b"[") > _MOST_VALUES:
+        raise Refusal(
+            413,
+            "body_too_large",
+            f"A body beyond 1 MiB has at most {_MOST_VALUES} objects and lists.",
+        )
+    try:
+        asked = _DECODER.decode(body)
+    except msgspec.ValidationError as error:
+        raise Refusal(400, "invalid_value", f"The request is not understood: {error}.") from None
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+        raise Refusal(400, "invalid_json", f"The body is not JSON: {error}.") from None
+    asked.call = call
+    if not asked.model:
+        raise Refusal(400, "model_missing", "model is required", param="model")
+    _check(asked)
+    return asked
+
+
+def to_openai(asked: Asked, name: str, engine: str) -> tuple[str, bytes]:
+    """The path and the body for an engine that calls the model `name`.
+
+    `engine`: its kind. Names of what OpenAI's API lacks differ between kinds.
+    """
+    body: dict[str, Any] = {"model": name}
+    if asked.call in {Call.EMBED, Call.EMBEDDINGS}:
+        body["input"] = asked.prompt if asked.call is Call.EMBEDDINGS else asked.input
+        body["input"] = body["input"] or ""
+        if asked.dimensions is not None:
+            body["dimensions"] = asked.dimensions
+        if engine == "vllm" and asked.truncate is not False:
+            body["truncate_prompt_tokens"] = -1
+        return "/v1/embeddings", msgspec.json.encode(body)
+    if asked.streams:
+        body |= {"stream": True, "stream_options": {"include_usage": True}}
+    body |= _sampling(asked.options or Options(), engine)
+    body |= _response_format(asked.format)
+    if asked.call is Call.GENERATE and (asked.raw or asked.suffix is not None):
+        body["prompt"] = asked.prompt
+        if asked.suffix is not None:
+            body["suffix"] = asked.suffix
+        if asked.logprobs:
+            body["logprobs"] = asked.top_logprobs or 0
+        return "/v1/completions", msgspec.json.encode(body)
+    body["messages"] = _messages(_conversation(asked))
+    if asked.tools:
+        body["tools"] = asked.tools
+    if isinstance(asked.think, bool):
+        body["chat_template_kwargs"] = {"enable_thinking": asked.think}
+    elif asked.think is not None:
+        body["reasoning_effort"] = asked.think
+    if asked.logprobs:
+        body |= {"logprobs": True, "top_logprobs": asked.top_logprobs or 0}
+    return "/v1/chat/completions", msgspec.json.encode(body)
+
+
+# ----------------------------------------------------------------------------------------- inside
+
+
+def _check(asked: Asked) -> None:
+    """Raises `Refusal` (400) for what cannot be done here, rather than answer something else."""
+    for key in ("template", "context"):
+        if getattr(asked, key):
+            raise Refusal(
+                400,
+                "not_served",
+                f"{key} is not served: the engine has the model's own template, and /api/chat takes"
+                " a conversation.",
+                param=key,
+            )
+    if asked.call is Call.EMBED and asked.input is None:
+        raise Refusal(400, "input_missing", "input is required", param="input")
+    form = bytes(asked.format).strip()
+    if form[:1] != b"{" and form not in {b"null", b'""', b'"json"'}:
+        raise Refusal(
+            400, "invalid_value", 'format is "json", or a JSON schema as an object', param="format"
+        )
+    if asked.keep_alive is not None:
+        _keep_alive_s(asked.keep_alive)
+
+
+def _keep_alive_s(value: float | str) -> float:
+    """Raises `Refusal` (400)."""
+    is_negative = value.strip().startswith("-") if isinstance(value, str) else value < 0
+    try:
+        size = value.strip().removeprefix("-") if isinstance(value, str) else abs(value)
+        seconds = parse_duration_s(size)
+    except InvalidArgumentError as error:
+        if not isinstance(value, str):
+            return math.inf  # longer than any duration that is understood
+        raise Refusal(400, "invalid_value", f"keep_alive: {error}", param="keep_alive") from None
+    return math.inf if is_negative else seconds
+
+
+def _sampling(options: Options, engine: str) -> dict[str, Any]:
+    # vLLM's, SGLang's and transformers' name; llama.cpp has Ollama's.
+    penalty = "repeat_penalty" if engine == "openai" else "repetition_penalty"
+    given = {
+        "temperature": options.temperature,
+        "top_p": options.top_p,
+        "top_k": options.top_k,
+        "min_p": options.min_p,
+        "seed": options.seed,
+        "stop": options.stop or None,
+        penalty: options.repeat_penalty,
+        "presence_penalty": options.presence_penalty,
+        "frequency_penalty": options.frequency_penalty,
+        # Ollama's -1 is "until it ends", -2 "until the context is full": an engine's own default.
+        "max_tokens": None
+        if options.num_predict is None or options.num_predict < 0
+        else options.num_predict,
+    }
+    return {key: value for key, value in given.items() if value is not None}
+
+
+def _response_format(form: msgspec.Raw) -> dict[str, Any]:
+    text = bytes(form).strip()
+    if text == b'"json"':
+        return {"response_format": {"type": "json_object"}}
+    if text[:1] != b"{":
+        return {}
+    schema = {"name": "answer", "schema": form, "strict": True}
+    return {"response_format": {"type": "json_schema", "json_schema": schema}}
+
+
+def _conversation(asked: Asked) -> list[Message]:
+    if asked.call is Call.CHAT:
+        return asked.messages or []
+    system = [Message("system", asked.system)] if asked.system else []
+    return [*system, Message("user", asked.prompt, asked.images)]
+
+
+def _messages(conversation: Iterable[Message]) -> list[dict[str, Any]]:
+    """OpenAI's messages: calls of tools get ids, in order, and results name them.
+
+    A result is of the first call of that name that has none yet, or else of the first at all.
+    """
+    found = []
+    open_calls: dict[str, deque[str]] = {}
+    in_order: deque[tuple[str, str]] = deque()
+    count = 0
+    for message in conversation:
+        out: dict[str, Any] = {"role": message.role, "content": _content(message)}
+        calls = []
+        for call in message.tool_calls or ():
+            name, number = call.function.name, f"call_{count}"
+            count += 1
+            open_calls.setdefault(name, deque()).append(number)
+            in_order.append((name, number))
+            arguments = bytes(call.function.arguments).decode()
+            function = {"name": name, "arguments": arguments}
+            calls.append({"id": number, "type": "function", "function": function})
+        if calls:
+            out["tool_calls"] = calls
+        if message.role == "tool":
+            out["tool_call_id"] = _answered(open_calls, in_order, message.tool_name)
+        found.append(out)
+    return found
+
+
+def _answered(
+    open_calls: dict[str, deque[str]], in_order: deque[tuple[str, str]], name: str | None
+) -> str:
+    """The call that a result is of; it is open no more."""
+    if name is not None and open_calls.get(name):
+        return open_calls[name].popleft()
+    while in_order:
+        called, number = in_order.popleft()
+        waiting = open_calls[called]
+        if waiting and waiting[0] == number:
+            return waiting.popleft()
+    return "call_0"
+
+
+def _content(message: Message) -> str | list[dict[str, Any]]:
+    if not message.images:
+        return message.content or ""
+    parts: list[dict[str, Any]] = []
+    if message.content:
+        parts.append({"type": "text", "text": message.content})
+    for image in message.images:
+        kind = next((k for start, k in _IMAGES.items() if image.startswith(start)), "png")
+        url = f"data:image/{kind};base64,{image}"
+        parts.append({"type": "image_url", "image_url": {"url": url}})
+    return parts

@@ -1,0 +1,233 @@
+"""Whether models fit beside each other, and who has to go where they do not: pure functions.
+
+    room = Room(devices, groups)
+    room.obstacle(vision, [chat, coder])   # why it does not fit beside them; None: it does
+    room.leavers(vision, [chat, coder])    # who has to go so that it fits; None: it never does
+
+A model claims of each of its devices what the ledger will ask for when it wakes: what it has
+reserved, and its guarantee. Caches beyond guarantees shrink by themselves, so they are in nobody's
+way. The sums are the ledger's own (vmm_csrc/device_account.h).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from kvelastic import _vmm
+from kvelastic.sizes import format_size
+
+_NAMED_HOLDERS: Final = 3
+
+
+@dataclass(frozen=True)
+class Claim:
+    """What somebody counts for on one device."""
+
+    reserved_bytes: int = 0
+    guaranteed_bytes: int = 0
+
+    @property
+    def all_bytes(self) -> int:
+        """Both together."""
+        return self.reserved_bytes + self.guaranteed_bytes
+
+    def larger(self, other: Claim) -> Claim:
+        """Each of the two where it is larger."""
+        return Claim(
+            max(self.reserved_bytes, other.reserved_bytes),
+            max(self.guaranteed_bytes, other.guaranteed_bytes),
+        )
+
+    def __str__(self) -> str:
+        """For people: "8.00 GiB reserved and 1.00 GiB guaranteed"."""
+        parts = [
+            f"{format_size(count)} {what}"
+            for count, what in (
+                (self.reserved_bytes, "reserved"),
+                (self.guaranteed_bytes, "guaranteed"),
+            )
+            if count
+        ]
+        return " and ".join(parts) or "nothing"
+
+
+@dataclass(frozen=True)
+class Device:
+    """One device, and what others than the models have claimed of it."""
+
+    capacity_bytes: int
+    total_bytes: int = 0
+    """All of its memory, where that is more; reserves fill the rest first. 0: the capacity."""
+    others: Mapping[str, Claim] = field(default_factory=dict)
+    """Instances that belong to no model here, by name."""
+
+    def __str__(self) -> str:
+        """For people: "24.00 GiB", or "32.00 GiB (25.60 GiB of it for KV caches)"."""
+        if self.total_bytes <= self.capacity_bytes:
+            return format_size(self.capacity_bytes)
+        return (
+            f"{format_size(self.total_bytes)} ({format_size(self.capacity_bytes)} of it for KV"
+            " caches)"
+        )
+
+    def holds(self, claims: Iterable[Claim]) -> bool:
+        """Whether the ledger would let all of them, and the others, be awake together."""
+        all_claims = [*self.others.values(), *claims]
+        return _vmm.has_room_for(
+            self.capacity_bytes,
+            self.total_bytes,
+            sum(claim.guaranteed_bytes for claim in all_claims),
+            sum(claim.reserved_bytes for claim in all_claims),
+        )
+
+
+@dataclass(frozen=True)
+class Group:
+    """Models that restrict each other whatever memory there is."""
+
+    at_once: int = 0
+    """So many are awake at once; 0: all."""
+    exclusive: bool = False
+    """While one of them is awake, none outside is that could sleep."""
+    persistent: bool = False
+    """Its models do not make room for an exclusive group."""
+
+
+@dataclass(frozen=True)
+class Model:
+    """One model as room is planned for it."""
+
+    name: str
+    claims: Mapping[str, Claim] = field(default_factory=dict)
+    """By device."""
+    priority: int = 0
+    group: str | None = None
+    can_leave: bool = True
+    """It can be put to sleep, or stopped, without an operator's word."""
+    is_busy: bool = False
+    """It has requests in flight, or is just waking."""
+    idle_s: float = 0.0
+    stays_s: float = 0.0
+    """Its `min_awake` ends in so long."""
+    is_in_use: bool = False
+    """It is busy, or was within the last `min_awake`."""
+    yields: bool = False
+    """It is already held back so that its requests end."""
+
+    @property
+    def may_leave_now(self) -> bool:
+        """Whether it can be put to sleep at this moment."""
+        return self.can_leave and not self.is_busy and self.stays_s <= 0
+
+    def may_be_held_back_for(self, other: Model) -> bool:
+        """Whether its new requests wait for the other's turn, once its `min_awake` is over."""
+        return self.can_leave and self.priority <= other.priority
+
+
+class Room:
+    """Devices and groups at one moment."""
+
+    def __init__(self, devices: Mapping[str, Device], groups: Mapping[str, Group]) -> None:
+        self.devices = devices
+        self.groups = groups
+
+    def obstacle(self, coming: Model, beside: Iterable[Model]) -> str | None:
+        """Why it cannot be awake beside these, whatever they are to each other; None: it can."""
+        others = list(beside)
+        return self._crowded_group(coming, others) or self._full_device(coming, others)
+
+    def leavers(self, coming: Model, present: Sequence[Model]) -> list[Model] | None:
+        """Of those present, who has to go so that `coming` fits; None: it never does.
+
+        First those that can go now, the least important and idlest first; then those whose going
+        takes time: idle ones whose `min_awake` is not over and those that may be held back, then
+        busy ones of a higher priority. None goes whose going is not needed.
+        """
+        leaving: list[Model] = []
+        staying = {model.name: model for model in present}
+        for model in sorted(present, key=lambda model: _order(model, coming)):
+            if self.obstacle(coming, staying.values()) is None:
+                break
+            if model.can_leave and self._is_in_the_way(model, coming):
+                leaving.append(staying.pop(model.name))
+        if self.obstacle(coming, staying.values()) is not None:
+            return None
+        # Whom a later and larger one has made superfluous: the most precious are spared first.
+        for model in reversed(leaving[:-1]):
+            if self.obstacle(coming, [*staying.values(), model]) is None:
+                staying[model.name] = model
+                leaving.remove(model)
+        return leaving
+
+    def explain(self, coming: Model, present: Sequence[Model]) -> str:
+        """Why it does not fit beside those present, for people, with who holds the memory."""
+        stuck = [model for model in present if not model.can_leave]
+        return (
+            self.obstacle(coming, [])
+            or self.obstacle(coming, stuck)
+            or self.obstacle(coming, present)
+            or "nothing is in its way"
+        )
+
+    def _is_in_the_way(self, model: Model, coming: Model) -> bool:
+        """Whether its going can help at all: by a device, or by groups."""
+        if any(c.all_bytes and device in coming.claims for device, c in model.claims.items()):
+            return True
+        if model.group is not None and model.group == coming.group:
+            return self.groups[model.group].at_once > 0
+        return self._excludes(coming, model) or self._excludes(model, coming)
+
+    def _excludes(self, one: Model, other: Model) -> bool:
+        """Whether the first is of an exclusive group, and the other one has to be asleep then."""
+        group = self.groups.get(one.group or "")
+        if group is None or not group.exclusive or other.group == one.group or not other.can_leave:
+            return False
+        outside = self.groups.get(other.group or "")
+        return outside is None or not outside.persistent
+
+    def _crowded_group(self, coming: Model, others: list[Model]) -> str | None:
+        group = self.groups.get(coming.group or "")
+        if group is not None and group.at_once:
+            inside = [model.name for model in others if model.group == coming.group]
+            if len(inside) >= group.at_once:
+                names = ", ".join(inside[:_NAMED_HOLDERS])
+                return (
+                    f"of the group {coming.group!r} {group.at_once} may be awake at once, and"
+                    f" {names} {'is' if len(inside) == 1 else 'are'}"
+                )
+        for other in others:
+            for one, two in ((coming, other), (other, coming)):
+                if self._excludes(one, two):
+                    return (
+                        f"{one.name} is of the exclusive group {one.group!r}, and {two.name} is"
+                        f" not; {other.name} is awake"
+                    )
+        return None
+
+    def _full_device(self, coming: Model, others: list[Model]) -> str | None:
+        for name, mine in coming.claims.items():
+            device = self.devices.get(name)
+            claims = {model.name: model.claims[name] for model in others if name in model.claims}
+            if device is None or not mine.all_bytes or device.holds((mine, *claims.values())):
+                continue
+            holders = sorted(
+                (*claims.items(), *device.others.items()), key=lambda item: -item[1].all_bytes
+            )
+            held = [f"{who} has {claim}" for who, claim in holders if claim.all_bytes]
+            more = len(held) - _NAMED_HOLDERS
+            return (
+                f"it needs {mine} of {name.rpartition('/')[2]}, which has {device}"
+                + "".join(f"; {text}" for text in held[:_NAMED_HOLDERS])
+                + (f"; and {more} more" if more > 0 else "")
+            )
+        return None
+
+
+def _order(model: Model, coming: Model) -> tuple[int, int, bool, float, float]:
+    """Who goes first. Of those that can go now, one that was held back has requests waiting."""
+    if model.may_leave_now:
+        return 0, model.priority, model.yields, 0.0, -model.idle_s
+    step = 1 if not model.is_busy or model.may_be_held_back_for(coming) else 2
+    return step, model.priority, not model.yields, model.stays_s, -model.idle_s

@@ -1,0 +1,245 @@
+"""Who makes room for whom, and whose turn it is: the rules over plain values."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvelastic.controller.room import Claim, Device, Group, Model, Room
+from kvelastic.controller.turn_policy import Decision, Stand, Standing, Want, decide
+
+GIB = 1 << 30
+GPU = "default/gpu0"
+
+
+def model(name: str, needs: int = 8, least: int = 0, **more: Any) -> Model:
+    """One that needs so many GiB reserved and guaranteed of a GPU."""
+    return Model(name, {GPU: Claim(needs * GIB, least * GIB)}, **more)
+
+
+def room(capacity: int = 24, others: dict[str, int] | None = None, **groups: Group) -> Room:
+    held = {name: Claim(count * GIB) for name, count in (others or {}).items()}
+    return Room({GPU: Device(capacity * GIB, others=held)}, groups)
+
+
+def there(*models: Model) -> dict[str, Standing]:
+    return {one.name: Standing(one, Stand.THERE) for one in models}
+
+
+def decide_for(coming: Model, *present: Model, where: Room | None = None, **want: Any) -> Decision:
+    standings = {**there(*present), coming.name: Standing(coming, Stand.AWAY)}
+    return decide(where or room(), standings, [Want(coming.name, 1, **want)])
+
+
+def test_what_fits_goes_at_once() -> None:
+    assert decide_for(model("c"), model("a"), model("b")).go == ["c"]
+
+
+def test_the_least_important_goes_and_of_equals_the_idlest() -> None:
+    present = (
+        model("precious", priority=5, idle_s=900),
+        model("idle", idle_s=60),
+        model("idler", idle_s=600),
+    )
+    decision = decide_for(model("c"), *present)
+    assert (decision.sleep, decision.go) == (["idler"], [])
+
+
+def test_nobody_goes_whose_going_is_not_needed() -> None:
+    """The small one is idler, and too small to help; once the large one goes it may stay."""
+    present = (model("small", 4, idle_s=900), model("large", 16, idle_s=10))
+    assert decide_for(model("c", 16), *present).sleep == ["large"]
+
+
+def test_one_with_a_request_in_flight_never_goes_and_is_held_back_instead() -> None:
+    present = (model("b", 8, is_busy=True, priority=-1, idle_s=9), model("a", 16, is_busy=True))
+    decision = decide_for(model("c", 16), *present)
+    assert (decision.sleep, decision.yielding) == ([], {"a"})
+    assert "a ends its requests first" in decision.waits["c"].why
+
+
+def test_a_busy_one_of_a_higher_priority_is_not_held_back() -> None:
+    decision = decide_for(model("c"), model("a", 24, is_busy=True, priority=1))
+    assert (decision.sleep, decision.yielding) == ([], set())
+    assert "more important" in decision.waits["c"].why
+
+
+def test_min_awake_is_waited_for_and_looked_at_again() -> None:
+    present = (model("a", 12, stays_s=7.0), model("b", 12, stays_s=3.0, is_busy=True))
+    decision = decide_for(model("c"), *present)
+    assert (decision.sleep, decision.yielding) == ([], set())
+    assert decision.look_again_in_s in {3.0, 7.0}
+    assert "not to make room" in decision.waits["c"].why
+
+
+def test_who_has_just_made_room_spares_those_in_use_for_a_while() -> None:
+    present = (model("a", 12, is_in_use=True), model("b", 12, is_in_use=True, is_busy=True))
+    decision = decide_for(model("c"), *present, spares_s=4.0)
+    assert (decision.sleep, decision.yielding, decision.look_again_in_s) == ([], set(), 4.0)
+    idle = model("idle", 12, priority=1)
+    assert decide_for(model("c"), present[0], idle, spares_s=4.0).sleep == ["idle"]
+
+
+def test_what_never_fits_is_refused_with_who_holds_the_memory() -> None:
+    pinned = model("pinned", 12, can_leave=False)
+    decision = decide_for(model("c", 16), pinned, model("idle", 8))
+    assert decision.sleep == []
+    assert "pinned has 12.00 GiB reserved" in decision.refused["c"]
+    assert "idle" not in decision.refused["c"]
+    decision = decide_for(model("c", 16), where=room(others={"stranger": 10}))
+    assert "stranger has 10.00 GiB reserved" in decision.refused["c"]
+    assert "24.00 GiB" in decide_for(model("c", 30)).refused["c"]
+
+
+def test_guarantees_count_and_caches_beyond_them_do_not() -> None:
+    assert decide_for(model("c", 8, 4), model("a", 8, 4)).go == ["c"]
+    assert decide_for(model("c", 8, 4), model("a", 8, 6)).sleep == ["a"]
+
+
+def test_what_one_was_promised_is_not_given_to_the_next() -> None:
+    """Of two that start at once each finds room for one."""
+    a, b = model("a", 16), model("b", 16)
+    standings = {one.name: Standing(one, Stand.AWAY) for one in (a, b)}
+    decision = decide(room(), standings, [Want("b", 2), Want("a", 1)])
+    assert decision.go == ["a"]
+    assert decision.sleep == []
+    standings["a"] = Standing(a, Stand.COMING)
+    assert decide(room(), standings, [Want("b", 2)]).go == []
+
+
+def test_one_who_waits_is_not_overtaken_by_a_smaller_one() -> None:
+    busy, large, small = model("busy", 16, is_busy=True), model("large", 16), model("small", 8)
+    standings = {
+        **there(busy),
+        "large": Standing(large, Stand.AWAY),
+        "small": Standing(small, Stand.AWAY),
+    }
+    decision = decide(room(), standings, [Want("large", 1), Want("small", 2)])
+    # It fits beside what is there now, and beside the large one when that has come.
+    assert decision.go == ["small"]
+    small = model("small", 9)
+    standings["small"] = Standing(small, Stand.AWAY)
+    assert decide(room(25), standings, [Want("large", 1), Want("small", 2)]).go == ["small"]
+    assert decide(room(24), standings, [Want("large", 1), Want("small", 2)]).go == []
+
+
+def test_a_request_of_higher_priority_is_served_first_then_the_model_s_own_counts() -> None:
+    one, two, three = model("one", 24), model("two", 24, priority=3), model("three", 24)
+    standings = {m.name: Standing(m, Stand.AWAY) for m in (one, two, three)}
+    wants = [Want("one", 1), Want("two", 2), Want("three", 3, priority=9)]
+    assert decide(room(), standings, wants).go == ["three"]
+    assert decide(room(), standings, wants[:2]).go == ["two"]
+
+
+def test_who_falls_asleep_is_waited_for_and_nobody_else_is_displaced() -> None:
+    standings = {
+        "a": Standing(model("a", 12), Stand.GOING),
+        "b": Standing(model("b", 12), Stand.THERE),
+        "c": Standing(model("c", 12), Stand.AWAY),
+    }
+    decision = decide(room(), standings, [Want("c", 1)])
+    assert (decision.go, decision.sleep) == ([], [])
+    assert decision.waits["c"].leavers == ("a",)
+
+
+def test_a_preload_displaces_nobody() -> None:
+    decision = decide_for(model("c"), model("a", 24), may_displace=False)
+    assert (decision.sleep, decision.go) == ([], [])
+    assert "c" in decision.refused
+
+
+def test_only_so_many_start_at_once() -> None:
+    models = [model(name, 1) for name in "abc"]
+    standings = {m.name: Standing(m, Stand.AWAY, is_starting=True) for m in models}
+    wants = [Want(m.name, n, is_start=True) for n, m in enumerate(models)]
+    assert decide(room(), standings, wants, starts_at_once=2).go == ["a", "b"]
+    standings["a"] = Standing(models[0], Stand.COMING, is_starting=True)
+    assert decide(room(), standings, wants[1:], starts_at_once=2).go == ["b"]
+
+
+def test_of_a_group_so_many_are_awake_at_once_whatever_memory_there_is() -> None:
+    groups = {"g": Group(at_once=1)}
+    a, b, out = model("a", 1, group="g"), model("b", 1, group="g"), model("out", 1, idle_s=99)
+    assert decide_for(b, a, out, where=room(**groups)).sleep == ["a"]
+    stuck = model("a", 1, group="g", can_leave=False)
+    assert "may be awake at once" in decide_for(b, stuck, where=room(**groups)).refused["b"]
+
+
+def test_an_exclusive_group_sends_the_others_to_sleep_but_for_persistent_and_pinned_ones() -> None:
+    groups = {"alone": Group(exclusive=True), "always": Group(persistent=True)}
+    present = (
+        model("out", 1),
+        model("small", 1, group="always"),
+        model("pinned", 1, can_leave=False),
+    )
+    coming = model("big", 1, group="alone")
+    assert decide_for(coming, *present, where=room(**groups)).sleep == ["out"]
+    # And the other way round.
+    big = model("big", 1, group="alone")
+    assert decide_for(model("out", 1), big, where=room(**groups)).sleep == ["big"]
+    assert decide_for(model("small", 1, group="always"), big, where=room(**groups)).go == ["small"]
+
+
+def test_what_is_crowded_elsewhere_is_no_obstacle() -> None:
+    """Models that run when the controller starts may be more than a group or a device allows."""
+    groups = {"g": Group(at_once=1)}
+    crowd = [model(name, 20, group="g") for name in "ab"]
+    coming = Model("c", {"default/other": Claim(GIB)})
+    assert decide_for(coming, *crowd, where=room(**groups)).go == ["c"]
+    assert sorted(decide_for(model("d", 20), *crowd, where=room(**groups)).sleep) == ["a", "b"]
+
+
+sizes = st.integers(0, 12)
+
+
+@st.composite
+def scenes(draw: st.DrawFn) -> tuple[Room, dict[str, Standing], list[Want], int]:
+    """Any number of models in any state, of which some want to wake."""
+    groups = {"g": Group(draw(st.integers(0, 2)), draw(st.booleans())), "h": Group(persistent=True)}
+    standings, wants = {}, []
+    for number in range(draw(st.integers(1, 7))):
+        stand = draw(st.sampled_from(Stand))
+        one = model(
+            f"m{number}",
+            draw(sizes),
+            draw(sizes) // 3,
+            priority=draw(st.integers(-1, 1)),
+            group=draw(st.sampled_from([None, "g", "h"])),
+            can_leave=draw(st.booleans()),
+            is_busy=stand is not Stand.THERE or draw(st.booleans()),
+            idle_s=draw(sizes),
+            stays_s=draw(st.sampled_from([0.0, 0.0, 5.0])),
+        )
+        standings[one.name] = Standing(one, stand)
+        if stand is Stand.AWAY and draw(st.booleans()):
+            wants.append(Want(one.name, number, draw(st.integers(0, 1))))
+    return room(others={"x": draw(sizes)}, **groups), standings, wants, draw(st.integers(0, 2))
+
+
+@given(scenes())
+def test_in_any_scene_who_goes_fits_and_who_sleeps_may(
+    scene: tuple[Room, dict[str, Standing], list[Want], int],
+) -> None:
+    where, standings, wants, starts = scene
+    decision = decide(where, standings, wants, starts)
+    held = [s.model for s in standings.values() if s.stand is not Stand.AWAY]
+    for name in decision.go:
+        assert where.obstacle(standings[name].model, held) is None
+        held.append(standings[name].model)
+    assert len(set(decision.sleep)) == len(decision.sleep)
+    for name in decision.sleep:
+        assert standings[name].stand is Stand.THERE
+        assert standings[name].model.may_leave_now
+    for name in decision.yielding:
+        assert standings[name].stand is Stand.THERE
+        assert standings[name].model.can_leave
+        assert standings[name].model.stays_s == 0
+    told = [*decision.go, *decision.refused, *decision.waits]
+    assert sorted(told) == sorted(want.name for want in wants), "each is told once"
+    for name in decision.refused:
+        stuck = [m for m in held if not m.can_leave and m.name not in decision.go]
+        first = min(wants, key=lambda w: (-w.priority, -standings[w.name].model.priority, w.number))
+        if name == first.name:
+            assert where.obstacle(standings[name].model, stuck) is not None
