@@ -47,7 +47,7 @@ def build_sdist(tools: Path, out: Path) -> Path:
 def build_wheel(tools: Path, sdist: Path, scratch: Path, out: Path) -> Path:
     """A wheel from the sdist, with no index to fetch anything from, made fit for older systems."""
     pip = ("pip", "-qq", "--disable-pip-version-check", "wheel", "--no-index", "--no-deps")
-    portable = ("-C", "cmake.define.KVELASTIC_STATIC_LIBSTDCXX=ON")
+    portable = ("--config-settings", "cmake.define.KVELASTIC_STATIC_LIBSTDCXX=ON")
     run_in(tools, *pip, "--no-build-isolation", "-w", scratch, *portable, sdist)
     raw = next(scratch.glob("*.whl"))
     done = subprocess.run(
