@@ -65,9 +65,10 @@ def dependencies(wheel: Path) -> list[str]:
         fields = HeaderParser().parsestr(archive.read(name).decode())
     found = []
     for need in fields.get_all("Requires-Dist") or []:
-        requirement, _, marker = need.partition(";")
-        if not marker or re.search(r"""extra\s*==\s*['"]controller['"]""", marker):
-            found.append(requirement.strip())
+        # pip takes a marker as it is, but not one about an extra.
+        wanted = re.sub(r"""(\s+and)?\s+extra\s*==\s*['"]controller['"]""", "", need)
+        if not re.search(r"\bextra\b", wanted):
+            found.append(wanted.rstrip("; "))
     return found
 
 
