@@ -6,7 +6,12 @@ import logging
 import os
 import sys
 import zlib
-from typing import Final, Protocol, TextIO
+from typing import TYPE_CHECKING, Final, Protocol, TextIO
+
+if TYPE_CHECKING:
+    _Stream = logging.StreamHandler[TextIO]
+else:
+    _Stream = logging.StreamHandler  # which Python 3.10 cannot subscript
 
 logger = logging.getLogger("kvelastic")
 
@@ -53,7 +58,7 @@ def _say(level: int, message: str) -> None:
         logger.log(level, message)
 
 
-class _Handler(logging.StreamHandler[TextIO]):
+class _Handler(_Stream):
     """Ours, so that a second `configure_logging` replaces it and never adds one."""
 
 

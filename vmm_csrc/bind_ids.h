@@ -17,12 +17,14 @@ inline std::vector<std::int64_t> integers_of(nanobind::handle sequence) {
   PyObject* fast = PySequence_Fast(sequence.ptr(), "a sequence of integers is wanted");
   if (fast == nullptr) throw nanobind::python_error();
   const nanobind::object keep = nanobind::steal(fast);
+  const bool is_list = PyList_Check(fast) != 0;  // else a tuple: PySequence_Fast makes nothing else
   std::vector<std::int64_t> out;
-  out.reserve(static_cast<std::size_t>(PySequence_Fast_GET_SIZE(fast)));
+  out.reserve(static_cast<std::size_t>(Py_SIZE(fast)));
   // An item's __index__ may run Python that changes this very list: size and items are looked up
-  // anew each time, and the item is held.
-  for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(fast); ++i) {
-    PyObject* item = PySequence_Fast_GET_ITEM(fast, i);
+  // anew each time, and the item is held. nanobind's NB_ names are macros of Python's, and
+  // functions under the stable ABI, which has no PySequence_Fast_GET_ITEM.
+  for (Py_ssize_t i = 0; i < Py_SIZE(fast); ++i) {
+    PyObject* item = is_list ? NB_LIST_GET_ITEM(fast, i) : NB_TUPLE_GET_ITEM(fast, i);
     std::int64_t value = 0;
     if (PyLong_CheckExact(item)) {
       value = PyLong_AsLongLong(item);
@@ -47,7 +49,7 @@ inline nanobind::object list_of(const std::vector<std::int64_t>& values) {
       Py_DECREF(list);
       throw nanobind::python_error();
     }
-    PyList_SET_ITEM(list, static_cast<Py_ssize_t>(i), value);
+    NB_LIST_SET_ITEM(list, static_cast<Py_ssize_t>(i), value);
   }
   return nanobind::steal(list);
 }

@@ -68,8 +68,8 @@ nb::object list_of_records(const std::vector<KeyInSlot>& records) {
   for (std::size_t i = 0; i < records.size(); ++i) {
     char key[BlockKey::kBytes];
     records[i].key.store(key);
-    PyList_SET_ITEM(list.ptr(), static_cast<Py_ssize_t>(i),
-                    nb::make_tuple(nb::bytes(key, sizeof(key)), records[i].slot).release().ptr());
+    NB_LIST_SET_ITEM(list.ptr(), static_cast<Py_ssize_t>(i),
+                     nb::make_tuple(nb::bytes(key, sizeof(key)), records[i].slot).release().ptr());
   }
   return list;
 }
@@ -163,8 +163,7 @@ nb::object keys_of_tokens(nb::handle tokens, std::int64_t block_tokens, const nb
   const nb::object keys =
       nb::steal(PyBytes_FromStringAndSize(nullptr, static_cast<Py_ssize_t>(bytes)));
   if (!keys.is_valid()) throw nb::python_error();
-  const std::span<std::byte> out(reinterpret_cast<std::byte*>(PyBytes_AS_STRING(keys.ptr())),
-                                 bytes);
+  const std::span<std::byte> out(reinterpret_cast<std::byte*>(PyBytes_AsString(keys.ptr())), bytes);
   constexpr std::size_t kLong = 1 << 16;  // a tenth of a millisecond
   if (all.size() < kLong) {
     block_keys(all, per_block, first, out);

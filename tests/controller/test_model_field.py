@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import sys
 from collections.abc import AsyncIterator
 from typing import Any
 from urllib.parse import parse_qsl
@@ -202,7 +203,11 @@ FILE = part("file", b"\x00RIFF\r\n--not the end\r\n\r\nmodel\r\n", '; filename="
         b"\r\n" + part("model", b"m") + FILE + b"--b--\r\nepilogue",
         b"--b\r\nX: y\r\ncontent-DISPOSITION:form-data; name=model\r\nY:\r\n\r\nm\r\n--b--",
         part("model", b"f", '; filename="f"') + part("model", b"m") + b"--b--",
-        part("model", b"m") + b"--b \t\r\n" + part("x", b"y")[5:] + b"--b--",
+        pytest.param(
+            part("model", b"m") + b"--b \t\r\n" + part("x", b"y")[5:] + b"--b--",
+            # The newest parser for 3.10, which engines have there as well, knows no such blanks.
+            marks=pytest.mark.skipif(sys.version_info < (3, 11), reason="older parser"),
+        ),
     ],
 )
 def test_multipart_forms(body: bytes, chunk_bytes: int) -> None:

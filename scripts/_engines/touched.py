@@ -1,0 +1,55 @@
+"""What an integration touches in its engine, by reading its sources.
+
+    touched("vllm") -> ["vllm.v1.core.block_pool:BlockPool.touch", ...]
+
+The integrations name everything as `module:Name.attribute`, in probes and hooks; those texts are
+collected, with the names of modules in f-strings put in.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+INTEGRATIONS = Path(__file__).parents[2] / "kvelastic" / "integration"
+
+
+def _constants(trees: list[ast.Module]) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for tree in trees:
+        for node in tree.body:
+            if isinstance(node, ast.AnnAssign) and node.value is not None:
+                names, value = [node.target], node.value
+            elif isinstance(node, ast.Assign):
+                names, value = node.targets, node.value
+            else:
+                continue
+            if isinstance(value, ast.Constant) and isinstance(value.value, str):
+                found |= {each.id: value.value for each in names if isinstance(each, ast.Name)}
+    return found
+
+
+def _text(node: ast.AST, constants: dict[str, str]) -> str | None:
+    if isinstance(node, ast.Constant):
+        return node.value if isinstance(node.value, str) else None
+    if isinstance(node, ast.JoinedStr):
+        parts = []
+        for part in node.values:
+            inner = part.value if isinstance(part, ast.FormattedValue) else part
+            known = constants.get(inner.id) if isinstance(inner, ast.Name) else None
+            text = known if known is not None else _text(inner, constants)
+            if text is None:
+                return None
+            parts.append(text)
+        return "".join(parts)
+    return None
+
+
+def touched(engine: str) -> list[str]:
+    """Every `module:Name.attribute` of the engine that its integration names, sorted."""
+    trees = [ast.parse(path.read_text()) for path in sorted((INTEGRATIONS / engine).glob("*.py"))]
+    constants = _constants(trees)
+    pattern = re.compile(rf"{engine}(\.\w+)*:\w+(\.\w+)*")
+    texts = (_text(node, constants) for tree in trees for node in ast.walk(tree))
+    return sorted({text for text in texts if text is not None and pattern.fullmatch(text)})

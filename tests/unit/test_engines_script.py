@@ -1,0 +1,74 @@
+"""scripts/engines: what an integration touches, compared with a wheel of another release."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import sysconfig
+import zipfile
+from pathlib import Path
+
+import needs
+
+ROOT = Path(__file__).parents[2]
+PACKAGES = Path(sysconfig.get_paths()["purelib"])
+CHANGED = "vllm/v1/core/block_pool.py"
+
+
+def run(wheel: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [
+            sys.executable,
+            str(ROOT / "scripts" / "_engines" / "newest.py"),
+            f"--wheel={wheel}",
+            "--engine=vllm",
+        ],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+
+
+def pack(wheel: Path, changed: str | None) -> Path:
+    """vLLM as it is installed, with other text in one file; None: without that file."""
+    with zipfile.ZipFile(wheel, "w") as archive:
+        for path in (PACKAGES / "vllm").rglob("*.py"):
+            name = str(path.relative_to(PACKAGES))
+            if name != CHANGED:
+                archive.write(path, name)
+            elif changed is not None:
+                archive.writestr(name, changed)
+    return wheel
+
+
+@needs.vllm
+def test_a_parameter_that_is_new_and_a_function_that_is_gone(tmp_path: Path) -> None:
+    text = (PACKAGES / CHANGED).read_text()
+
+    same = run(pack(tmp_path / "same.whl", text))
+    assert (same.returncode, same.stderr) == (0, "")
+    assert "0 differ" in same.stdout
+
+    made = "def __init__(\n        self,"
+    assert made in text
+    other = run(pack(tmp_path / "other.whl", text.replace(made, f"{made} another,")))
+    assert other.returncode == 1
+    assert "changed  vllm.v1.core.block_pool:BlockPool" in other.stdout
+    assert "self, another" in other.stdout
+
+    gone = run(pack(tmp_path / "gone.whl", None))
+    assert gone.returncode == 1
+    assert "gone     vllm.v1.core.block_pool:BlockPool" in gone.stdout
+
+
+def test_usage_is_checked() -> None:
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "scripts" / "_engines" / "newest.py"), "--wheel", "x.whl"],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert done.returncode == 2
+    assert "--wheel needs --engine" in done.stderr
