@@ -9,7 +9,7 @@ from __future__ import annotations
 import bisect
 import contextlib
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Final, Protocol
 
 from kvelastic.errors import InvalidArgumentError, NotRegisteredError
@@ -120,6 +120,14 @@ class Ranges:
                     )
                 found.setdefault(self._ranges[at], []).append((address, size))
         return found
+
+    def check_same(self, pieces: Sequence[Piece], found: Iterable[Registered]) -> None:
+        """Raises `NotRegisteredError` where the pieces lie in other ranges than `find` said before.
+
+        An address may have been unregistered meanwhile, and registered for something else.
+        """
+        if self.find(pieces).keys() != set(found):
+            raise NotRegisteredError("the memory of a copy was unregistered before it began")
 
     @property
     def sizes(self) -> tuple[int, int]:
