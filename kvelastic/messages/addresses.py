@@ -81,7 +81,10 @@ class ListeningSocket:
         """Raises `ChannelError` if the address is taken or cannot be used."""
         self._inode: tuple[int, int] | None = None
         family = _family(address)
-        self.socket = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            self.socket = socket.socket(family, socket.SOCK_STREAM)
+        except OSError as error:
+            raise ChannelError(f"no socket can be opened: {error}; raise `ulimit -n`") from error
         try:
             if address.is_unix:
                 os.fchmod(self.socket.fileno(), 0o600)  # the mode that bind gives to the file
@@ -164,9 +167,13 @@ def _locked_folder(folder: Path) -> Iterator[None]:
 def connect_socket(address: Address, timeout_s: float) -> socket.socket:
     """A connected socket with that timeout.
 
-    Raises `ChannelClosedError` if nobody listens there or it does not answer in time.
+    Raises `ChannelClosedError` if nobody listens there or it does not answer in time, and
+    `ChannelError` where this process has no descriptor left.
     """
-    connected = socket.socket(_family(address), socket.SOCK_STREAM)
+    try:
+        connected = socket.socket(_family(address), socket.SOCK_STREAM)
+    except OSError as error:
+        raise ChannelError(f"no socket can be opened: {error}; raise `ulimit -n`") from error
     try:
         connected.settimeout(timeout_s)
         connected.connect(address.path if address.is_unix else (address.host, address.port))

@@ -198,9 +198,10 @@ class Connection:
         with self._lock:
             if self._ended is not None:
                 raise ChannelClosedError(f"the connection to {self.peer} has ended: {self._ended}")
+            copies = _copies_of(descriptors)
             frame = self._writer.write(kind, number, body, len(descriptors))
             self._sent_at_s = time.monotonic()
-            self._queue.append((memoryview(frame), [os.dup(fd) for fd in descriptors]))
+            self._queue.append((memoryview(frame), copies))
             self._queued_bytes += len(frame)
             failure = self._flush()
             is_left = bool(self._queue)
@@ -364,6 +365,17 @@ def _descriptors_of(ancillary: list[tuple[int, int, bytes]]) -> list[int]:
             whole = len(data) - len(data) % 4
             descriptors += memoryview(data[:whole]).cast("i").tolist()
     return descriptors
+
+
+def _copies_of(descriptors: Sequence[int]) -> list[int]:
+    """Descriptors of our own. Raises `ChannelError` where none are left, with none opened."""
+    copies: list[int] = []
+    try:
+        copies.extend(os.dup(fd) for fd in descriptors)  # keeps what came before a failure
+    except OSError as error:
+        _close_all(copies)
+        raise ChannelError(f"a descriptor cannot be passed: {error}; raise `ulimit -n`") from error
+    return copies
 
 
 def _close_all(descriptors: Sequence[int]) -> None:

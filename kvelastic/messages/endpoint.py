@@ -1,8 +1,10 @@
 """An endpoint: one thread for all connections of a process, those that came and those it made.
 
 It notices at once when a peer's process has ended, and within a second when its host is gone
-(`peers.LOST_AFTER_S`). Who is not let in yet is a *stranger*: there are few of them, each has two
-seconds and a few hundred bytes, and the oldest goes when another one comes.
+(`peers.LOST_AFTER_S`). Who is not let in yet is a *stranger*: there are few of them, each has five
+seconds for a step of the handshake and a few hundred bytes, and when another one comes, the one
+that has taken no step for longest goes. What a stranger has sent in time counts, however late this
+thread comes to read it.
 """
 
 from __future__ import annotations
@@ -50,7 +52,7 @@ from kvelastic.messages.protocol import Protocol
 from kvelastic.messages.secret import SecretFile
 
 _log = logging.getLogger("kvelastic.messages")
-_STRANGER_S: Final = 2.0
+_STRANGER_S: Final = 5.0
 _MOST_STRANGERS: Final = 64
 DEFAULT_MOST_CONNECTIONS: Final = 1024
 _WITHOUT_DESCRIPTORS_S: Final = 0.1
@@ -113,7 +115,6 @@ class Endpoint:
         self._most_connections = most_connections
         self._on_open, self._on_close = on_open, on_close
         self._pid = os.getpid()
-        self._selector = selectors.DefaultSelector()
         self._listeners: list[ListeningSocket] = []
         self._connections: set[Connection] = set()
         self._strangers: dict[_Stranger, None] = {}
@@ -124,7 +125,11 @@ class Endpoint:
         self._refused = 0
         self._refusals_said_s = float("-inf")
         self._alive_at_s = 0.0
-        self._waker, self._woken = socket.socketpair()
+        try:
+            self._selector = selectors.DefaultSelector()
+            self._waker, self._woken = socket.socketpair()
+        except OSError as error:
+            raise ChannelError(f"no socket can be opened: {error}; raise `ulimit -n`") from error
         try:
             for opened in (self._selector, self._waker, self._woken):
                 drop_in_children(opened)
@@ -242,10 +247,10 @@ class Endpoint:
 
     def _look_at_clock(self) -> None:
         now_s = time.monotonic()
-        while self._strangers and next(iter(self._strangers)).deadline_s <= now_s:
-            self._refuse(
-                next(iter(self._strangers)), ChannelTimeoutError("no handshake in two seconds")
-            )
+        while self._strangers and (late := next(iter(self._strangers))).deadline_s <= now_s:
+            self._hear_stranger(late)
+            if late in self._strangers and late.deadline_s <= now_s:
+                self._refuse(late, ChannelTimeoutError(f"no handshake in {_STRANGER_S:g} s"))
         if now_s >= self._alive_at_s:
             self._alive_at_s = now_s + ALIVE_EVERY_S
             for connection in list(self._connections):
@@ -321,11 +326,16 @@ class Endpoint:
 
     def _hear_stranger(self, stranger: _Stranger) -> None:
         handshake = stranger.handshake
-        assert handshake is not None
+        if stranger not in self._strangers or handshake is None:
+            return  # it was sent away after this event was seen
         try:
             receive_into(stranger.socket, stranger.reader)
             while not handshake.is_done and (frame := stranger.reader.next()) is not None:
                 answer = handshake.receive(frame)
+                # A step forward, of which there are two at most: its time begins anew, and others
+                # go before it.
+                stranger.deadline_s = time.monotonic() + _STRANGER_S
+                self._strangers[stranger] = self._strangers.pop(stranger)
                 # A few hundred bytes on a new socket: where those do not fit, nobody is there.
                 if answer and stranger.socket.send(answer) != len(answer):
                     raise ChannelClosedError("a stranger does not read")

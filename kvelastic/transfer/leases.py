@@ -10,6 +10,7 @@ A lease that has ended is lost, whatever happens after: its memory may be somebo
 from __future__ import annotations
 
 import itertools
+import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -19,6 +20,7 @@ from kvelastic.errors import IntegrityError, TransferBusyError
 from kvelastic.transfer.pieces import Piece
 from kvelastic.transfer.ranges import Hold, Ranges, Registered
 
+_log = logging.getLogger("kvelastic.transfer")
 MOST_LEASES: Final = 4096
 
 
@@ -80,7 +82,7 @@ class Leases:
             self._put(lease)
             # A range that went meanwhile has not seen this lease: look once more, now that it is
             # where `end_in` finds it.
-            self._ranges.find(pieces)
+            self._ranges.check_still(lease.holds)
         except BaseException:
             with self._lock:
                 self._leases.pop(lease.number, None)
@@ -123,9 +125,12 @@ class Leases:
             self.lost += 1
             return False
         # Still held: whoever ends a lease takes it out of the table first, and this call has.
-        is_whole = all(hold.is_whole() for hold in lease.all_holds())
-        _release(lease)
-        self.lost += not is_whole
+        is_whole = False
+        try:
+            is_whole = all(hold.is_whole() for hold in lease.all_holds())
+        finally:
+            _release(lease)
+            self.lost += not is_whole
         return is_whole
 
     def expire(self) -> float | None:
@@ -169,5 +174,13 @@ class Leases:
 
 
 def _release(lease: Lease) -> None:
+    """All of it, whatever one of them raises: other leases wait behind this one."""
     for hold in lease.all_holds():
+        _release_one(hold)
+
+
+def _release_one(hold: Hold) -> None:
+    try:
         hold.release()
+    except Exception:
+        _log.exception("memory that a lease held was not released as it should be")

@@ -29,7 +29,7 @@ from kvelastic.transfer.leases import Lease, Leases
 from kvelastic.transfer.link import Link
 from kvelastic.transfer.pieces import Piece, total, unpack
 from kvelastic.transfer.ranges import Hold, Holder, Ranges, Registered
-from kvelastic.transfer.streams import Arrived, Streams
+from kvelastic.transfer.streams import Carrier, Streams, passed_stream
 from kvelastic.transfer.wire import (
     PROTOCOL,
     Ask,
@@ -49,6 +49,7 @@ from kvelastic.transfer.wire import (
 _log = logging.getLogger("kvelastic.transfer")
 MOST_LINKS: Final = 512
 DEFAULT_LEASE_S: Final = 5.0
+_LOST_NOTICED_S: Final = 1.0
 _WORKERS: Final = 4
 _COPIERS: Final = 8
 
@@ -160,7 +161,8 @@ class Node:
         """A link to the node that listens there. Blocks.
 
         Raises `ChannelClosedError` if nobody is there, `ChannelTimeoutError`, `AccessDeniedError`,
-        `MessageVersionError`, `LinkExistsError` if the two are linked, and `ConfigError` for TCP
+        `MessageVersionError`, `LinkExistsError` if the two are linked or share an id, or another
+        linked node has the peer's, and `ConfigError` for TCP
         without a secret.
         """
         if not address.is_unix and self._secret is None:
@@ -172,10 +174,18 @@ class Node:
             reply = connection.call(hello, deadline_s - time.monotonic())
             if not isinstance(reply, Hello):
                 raise MessageError(f"a {type(reply).__name__} is no reply to a Hello")
+            self._look_after(reply.node_id, deadline_s)
             return self._add(connection, reply, is_client=True)
         except BaseException:
             connection.close()
             raise
+
+    def _look_after(self, node_id: int, deadline_s: float) -> None:
+        """Notice that a node has gone before another one that took its id is refused for it."""
+        standing = self._links.get(node_id)
+        if standing is not None and standing.is_open:
+            with contextlib.suppress(KvelasticError):
+                standing.check(min(deadline_s - time.monotonic(), _LOST_NOTICED_S))
 
     def forget(self, link: Link) -> None:
         """For `Link`: it has ended."""
@@ -184,6 +194,7 @@ class Node:
             if self._links.get(link.peer_id) is link:
                 del self._links[link.peer_id]
         self.leases.end_of(link.connection)
+        self.streams.end_of(link.connection)
         if was_known and self._on_end is not None:
             self._on_end(link)
 
@@ -193,20 +204,21 @@ class Node:
         link = Link(self, connection, hello, is_client=is_client)
         with self._lock:
             standing = self._links.get(hello.node_id)
-            if standing is not None and standing.is_open and standing.peer_start == hello.start:
-                raise LinkExistsError(
-                    f"node {self.node_id} has a link to node {hello.node_id}; unlink it first"
-                )
             if hello.node_id == self.node_id:
                 raise LinkExistsError(f"both nodes are called {self.node_id}; give each its own id")
-            if len(self._links) >= self._most_links:
+            if standing is not None and standing.is_open:
+                raise LinkExistsError(
+                    f"node {self.node_id} has a link to node {hello.node_id}; unlink it first"
+                    if standing.peer_start == hello.start
+                    else f"node {self.node_id} is linked to another node that is called"
+                    f" {hello.node_id}; give each its own id"
+                )
+            if standing is None and len(self._links) >= self._most_links:
                 raise LinkExistsError(f"node {self.node_id} has {self._most_links} links, no more")
             if not connection.is_open:
                 raise ChannelClosedError("the peer has gone before the link stood")
             self._links[hello.node_id] = link
             self._by_connection[connection] = link
-        if standing is not None:  # the same node, started anew: the old one cannot come back
-            standing.connection.close()
         if not connection.is_open:
             self.forget(link)
         if self._on_link is not None:
@@ -306,14 +318,16 @@ class Node:
 
     def _send(self, request: Request, link: Link, send: Send) -> None:
         lease = self.leases.find(send.lease, link.connection)
-        if lease is None:
-            raise TransferError("the lease has ended before its bytes were sent")
-        descriptors = request.take_descriptors()
-        deadline_s = time.monotonic() + send.timeout_ms / 1000
-        lease.sent = sent = threading.Event()
-        carrier: int | Arrived | None = descriptors[0] if descriptors else None
+        if lease is None or lease.sent is not None:
+            raise TransferError("there is no such lease, or its bytes have been sent already")
+        # No longer than the lease: a peer that asks and does not read holds up no other peer's.
+        deadline_s = min(time.monotonic() + send.timeout_ms / 1000, lease.deadline_s)
+        carrier: Carrier = passed_stream(request.take_descriptors())
+        if carrier is None and link.connection.peer.uid is not None:
+            raise TransferError("a stream on this host is a socket that is passed")
         if carrier is None and not link.is_client:
             carrier = self.streams.expect(send.token)
+        lease.sent = sent = threading.Event()
 
         def work() -> None:
             try:
@@ -337,7 +351,9 @@ class Node:
             for registered, some in found.items():
                 holds.enter_context(registered.being_written())
                 holds.callback(registered.hold(some).release)
-            self.ranges.find(targets)  # what was unregistered before it was marked is not written
+            # What was unregistered before it was marked is not written, nor what took
+            # its place.
+            self.ranges.check_still(found)
             if (claimed := self._claimed(link, push.claim, targets)) is not None:
                 holds.callback(claimed.release)
             checksum = link.read(push.lease, push.sources, push.targets, deadline_s)

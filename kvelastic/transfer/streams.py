@@ -4,64 +4,61 @@ On a Unix link the reader makes a pair of sockets and passes one end. On TCP who
 link connects to the other's data port and begins with a token of 32 random bytes, which has come
 over the link and is good for one stream. What comes without a token is closed. The bytes are in
 clear; their checksum comes over the link, whose messages cannot be forged.
+
+A stream ends with its link, which notices a host that is lost. By itself it is patient until the
+deadline: a reader that is stopped or busy for a second is late, not lost.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 import secrets
 import socket
 import threading
 import time
-from queue import Empty, SimpleQueue
+from collections.abc import Iterator
+from queue import Empty
 from typing import TYPE_CHECKING, Final, TypeAlias
 
 from kvelastic import _vmm
 from kvelastic.errors import (
-    AccessDeniedError,
     ChannelClosedError,
+    ChannelError,
     ChannelTimeoutError,
-    KvelasticError,
     TransferError,
 )
-from kvelastic.messages import Address
-from kvelastic.messages.addresses import ListeningSocket, connect_socket
+from kvelastic.messages import Address, Connection
+from kvelastic.messages.addresses import connect_socket
 from kvelastic.messages.forked import drop_in_children
-from kvelastic.messages.peers import Network, check_peer, peer_of, prepare
+from kvelastic.messages.peers import Network
+from kvelastic.transfer.data_port import Arrived, DataPort
 from kvelastic.transfer.leases import Lease
 from kvelastic.transfer.wire import TOKEN_BYTES
 
 if TYPE_CHECKING:
     from kvelastic.transfer.link import Link
 
-_TOKEN_S: Final = 1.0
-_MOST_STRANGERS: Final = 32
-
-
-Arrived: TypeAlias = "SimpleQueue[socket.socket]"
-"""Where a stream is put whose token was expected."""
+Carrier: TypeAlias = "socket.socket | Arrived | None"
+"""What a copy's bytes travel by: a socket that the peer has passed, one that is awaited, or none
+yet, where this side connects."""
 
 
 class Streams:
-    """Of a node: its data port, if it listens on TCP, and the tokens that it waits for."""
+    """Of a node: its data port, if it listens on TCP, and the streams that run."""
 
-    def __init__(self, host: str | None, allowed: list[Network]) -> None:
-        """`host` None: nobody connects. Raises `ChannelError`."""
-        self._allowed = allowed
+    def __init__(self, host: str | None, allowed: list[Network], port: int = 0) -> None:
+        """`host` None: nobody connects. `port` 0: the system chooses. Raises `ChannelError`."""
         self._lock = threading.Lock()
-        self._awaited: dict[bytes, Arrived] = {}
-        self._strangers = threading.Semaphore(_MOST_STRANGERS)
-        self._listener: ListeningSocket | None = None
-        if host is not None:
-            self._listener = ListeningSocket(Address(host=host))
-            drop_in_children(self._listener.socket)
-            self._listener.socket.setblocking(True)
-            threading.Thread(target=self._accept, name="kvelastic-data", daemon=True).start()
+        self._running: dict[Connection, set[socket.socket]] = {}
+        self._port: Final = (
+            None if host is None else DataPort(Address(host=host, port=port), allowed)
+        )
 
     @property
     def port(self) -> int:
         """Where streams come; 0: nowhere."""
-        return 0 if self._listener is None else self._listener.address.port
+        return 0 if self._port is None else self._port.port
 
     def receive(self, link: Link, lease: int, ours: bytes, deadline_s: float) -> int:
         """Ask the peer to send what a lease holds, and take it; returns its checksum. Blocks."""
@@ -70,111 +67,118 @@ class Streams:
         token = secrets.token_bytes(TOKEN_BYTES)
         if link.is_client:
             link.ask_to_send(lease, token, deadline_s)
-            with _connect(link, token, deadline_s) as stream:
-                return _vmm.receive_pieces(stream.fileno(), ours, deadline_s - time.monotonic())
+            return self._take(link, _connect(link, token, deadline_s), ours, deadline_s)
         arrived = self.expect(token)
         try:
             link.ask_to_send(lease, token, deadline_s)
-            with _wait(arrived, deadline_s) as stream:
-                return _vmm.receive_pieces(stream.fileno(), ours, deadline_s - time.monotonic())
+            return self._take(link, _wait(arrived, deadline_s), ours, deadline_s)
         finally:
-            self._forget(token, arrived)
+            self.forget(token, arrived)
 
     def _receive_here(self, link: Link, lease: int, ours: bytes, deadline_s: float) -> int:
-        mine, theirs = socket.socketpair()
-        with mine:
-            with theirs:
-                drop_in_children(mine)
+        try:
+            mine, theirs = socket.socketpair()
+        except OSError as error:
+            raise ChannelError(f"no stream can be opened: {error}; raise `ulimit -n`") from error
+        with theirs:
+            drop_in_children(mine)
+            try:
                 link.ask_to_send(lease, b"", deadline_s, theirs)
-            return _vmm.receive_pieces(mine.fileno(), ours, deadline_s - time.monotonic())
+            except BaseException:
+                mine.close()
+                raise
+        return self._take(link, mine, ours, deadline_s)
+
+    def _take(self, link: Link, stream: socket.socket, ours: bytes, deadline_s: float) -> int:
+        with self._carrying(link, stream):
+            return _vmm.receive_pieces(stream.fileno(), ours, deadline_s - time.monotonic())
 
     def send(
         self,
         link: Link,
         lease: Lease,
         token: bytes,
-        carrier: int | Arrived | None,
+        carrier: Carrier,
         deadline_s: float,
     ) -> None:
-        """Send what a lease holds; the peer learns of a failure by the stream's end. Blocks.
-
-        `carrier`: a descriptor that the peer has passed, or what `expect` answered for the token;
-        None: this side connects.
-        """
-        if isinstance(carrier, int):
-            stream = socket.socket(fileno=carrier)
+        """Send what a lease holds; the peer learns of a failure by the stream's end. Blocks."""
+        if isinstance(carrier, socket.socket):
+            stream = carrier
         elif carrier is None:
             stream = _connect(link, token, deadline_s)
         else:
             try:
                 stream = _wait(carrier, deadline_s)
             finally:
-                self._forget(token, carrier)
-        with stream:
-            left_s = min(deadline_s, lease.deadline_s) - time.monotonic()
+                self.forget(token, carrier)
+        with self._carrying(link, stream):
+            left_s = deadline_s - time.monotonic()
             lease.checksum = _vmm.send_pieces(stream.fileno(), lease.pieces, left_s)
 
-    def expect(self, token: bytes) -> Arrived:
-        """From now on a stream of this token is taken: one. `send` is to be called for it."""
-        arrived: Arrived = SimpleQueue()
-        with self._lock:
-            self._awaited[token] = arrived
-        return arrived
+    @contextlib.contextmanager
+    def _carrying(self, link: Link, stream: socket.socket) -> Iterator[None]:
+        """The stream ends with the link, and in any case with the block."""
+        with stream:
+            with self._lock:
+                self._running.setdefault(link.connection, set()).add(stream)
+            try:
+                if not link.is_open:  # it ended before the stream stood in the table
+                    raise ChannelClosedError(f"the link to node {link.peer_id} has ended")
+                yield
+            finally:
+                with self._lock:
+                    left = self._running[link.connection]
+                    left.discard(stream)
+                    if not left:
+                        del self._running[link.connection]
 
-    def _forget(self, token: bytes, arrived: Arrived) -> None:
+    def end_of(self, connection: Connection) -> None:
+        """The link has ended: so do its streams, and whoever waits for their bytes is told."""
         with self._lock:
-            self._awaited.pop(token, None)
-        with contextlib.suppress(Empty):
-            while True:
-                arrived.get_nowait().close()
+            for stream in self._running.get(connection, ()):
+                with contextlib.suppress(OSError):
+                    stream.shutdown(socket.SHUT_RDWR)
+
+    def expect(self, token: bytes) -> Arrived:
+        """From now on a stream of this token is taken: one. `send` or `forget` is to follow.
+
+        Raises `TransferError` where this node has no data port.
+        """
+        if self._port is None:
+            raise TransferError("this node takes no data streams")
+        return self._port.expect(token)
+
+    def forget(self, token: bytes, arrived: Arrived) -> None:
+        """Nobody waits for it any more. Repeatable."""
+        if self._port is not None:
+            self._port.forget(token, arrived)
 
     def close(self) -> None:
         """Take no more streams."""
-        listener, self._listener = self._listener, None
-        if listener is not None:
-            with contextlib.suppress(OSError):
-                listener.socket.shutdown(socket.SHUT_RDWR)  # ends the accept that waits
-            listener.close()
+        if self._port is not None:
+            self._port.close()
 
-    def _accept(self) -> None:
-        listener = self._listener
-        assert listener is not None
-        while True:
-            try:
-                stream, _ = listener.socket.accept()
-            except OSError:
-                if self._listener is None:
-                    return
-                time.sleep(0.1)  # no descriptor is left: look again in a while
-                continue
+
+def passed_stream(descriptors: tuple[int, ...]) -> socket.socket | None:
+    """The stream socket that a peer has passed; None: it has passed nothing.
+
+    The descriptors are taken over, and closed unless they are just that. Raises `TransferError`.
+    """
+    if not descriptors:
+        return None
+    first, *others = descriptors
+    for fd in others:
+        os.close(fd)
+    try:
+        stream = socket.socket(fileno=first)
+    except OSError:
+        os.close(first)
+    else:
+        if not others and stream.type == socket.SOCK_STREAM:
             drop_in_children(stream)
-            if not self._strangers.acquire(blocking=False):
-                stream.close()
-                continue
-            try:
-                threading.Thread(target=self._meet, args=(stream,), daemon=True).start()
-            except RuntimeError:
-                self._strangers.release()
-                stream.close()
-
-    def _meet(self, stream: socket.socket) -> None:
-        """Read the token of one that has come, and give the stream to whoever waits for it."""
-        try:
-            check_peer(peer_of(stream), self._allowed)
-            stream.settimeout(_TOKEN_S)
-            token = b""
-            while len(token) < TOKEN_BYTES and (more := stream.recv(TOKEN_BYTES - len(token))):
-                token += more
-            prepare(stream)
-            with self._lock:  # so that whoever stops waiting finds all that has come
-                arrived = self._awaited.pop(token, None)
-                if arrived is None:
-                    raise AccessDeniedError("a stream with a token that nobody waits for")
-                arrived.put(stream)
-        except (KvelasticError, OSError):
-            stream.close()
-        finally:
-            self._strangers.release()
+            return stream
+        stream.close()
+    raise TransferError("one stream socket is to be passed, nothing else")
 
 
 def _connect(link: Link, token: bytes, deadline_s: float) -> socket.socket:
@@ -184,7 +188,7 @@ def _connect(link: Link, token: bytes, deadline_s: float) -> socket.socket:
     stream = connect_socket(address, max(deadline_s - time.monotonic(), 0.001))
     drop_in_children(stream)
     try:
-        prepare(stream)
+        stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         stream.sendall(token)
     except OSError as error:
         stream.close()

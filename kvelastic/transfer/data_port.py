@@ -1,0 +1,179 @@
+"""The port at which data streams arrive: each begins with a token that somebody waits for.
+
+Whoever connects is a stranger until all 32 bytes of its token are there, and they are those that
+were expected. There are few strangers, each has a second, and the oldest goes when another one
+comes, so that those who only connect keep nobody out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import selectors
+import socket
+import threading
+import time
+from queue import Empty, SimpleQueue
+from typing import Final, TypeAlias
+
+from kvelastic.errors import AccessDeniedError, KvelasticError
+from kvelastic.messages import Address
+from kvelastic.messages.addresses import ListeningSocket
+from kvelastic.messages.forked import drop_in_children
+from kvelastic.messages.peers import Network, check_peer, peer_of
+from kvelastic.transfer.wire import TOKEN_BYTES
+
+_TOKEN_S: Final = 1.0
+_MOST_STRANGERS: Final = 32
+_WITHOUT_DESCRIPTORS_S: Final = 0.1
+
+Arrived: TypeAlias = "SimpleQueue[socket.socket]"
+"""Where a stream is put whose token was expected."""
+
+
+class _Stranger:
+    """A stream before its token is whole."""
+
+    def __init__(self, stream: socket.socket) -> None:
+        self.stream = stream
+        self.deadline_s = time.monotonic() + _TOKEN_S
+        self.token = b""
+
+
+class DataPort:
+    """Listens in a thread of its own; `expect` and `forget` from any thread. `close()` it."""
+
+    def __init__(self, address: Address, allowed: list[Network]) -> None:
+        """Raises `ChannelError` where the address is taken."""
+        self._allowed = allowed
+        self._lock = threading.Lock()
+        self._awaited: dict[bytes, Arrived] = {}
+        self._strangers: dict[_Stranger, None] = {}
+        self._is_closed = False
+        self._listener: Final = ListeningSocket(address)
+        try:
+            self._selector = selectors.DefaultSelector()
+            for opened in (self._listener.socket, self._selector):
+                drop_in_children(opened)
+            self._selector.register(self._listener.socket, selectors.EVENT_READ)
+            self._paused_until_s: float | None = None
+            self._thread = threading.Thread(target=self._run, name="kvelastic-data", daemon=True)
+            self._thread.start()
+        except BaseException:
+            self._listener.close()
+            raise
+
+    @property
+    def port(self) -> int:
+        """The number of the port, also where it was chosen by the system."""
+        return self._listener.address.port
+
+    def expect(self, token: bytes) -> Arrived:
+        """From now on one stream of this token is let in. `forget` it afterwards."""
+        arrived: Arrived = SimpleQueue()
+        with self._lock:
+            self._awaited[token] = arrived
+        return arrived
+
+    def forget(self, token: bytes, arrived: Arrived) -> None:
+        """Nobody waits any more; a stream that has come meanwhile is closed. Repeatable."""
+        with self._lock:
+            if self._awaited.get(token) is arrived:
+                del self._awaited[token]
+        with contextlib.suppress(Empty):
+            while True:
+                arrived.get_nowait().close()
+
+    def close(self) -> None:
+        """Let nobody in any more. Safe to repeat; does nothing in a forked child."""
+        self._is_closed = True
+        with contextlib.suppress(OSError):
+            self._listener.socket.shutdown(socket.SHUT_RDWR)  # wakes the thread
+        if self._thread.is_alive():
+            self._thread.join()
+
+    # --- its thread ----------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            while not self._is_closed:
+                for key, _ in self._selector.select(self._patience_s()):
+                    if isinstance(key.data, _Stranger):
+                        self._hear(key.data)
+                    else:
+                        self._accept()
+                self._look_at_clock()
+        finally:
+            for stranger in list(self._strangers):
+                self._end(stranger)
+            self._selector.close()
+            self._listener.close()
+
+    def _patience_s(self) -> float | None:
+        ends = [stranger.deadline_s for stranger in self._strangers]
+        if self._paused_until_s is not None:
+            ends.append(self._paused_until_s)
+        return max(min(ends) - time.monotonic(), 0) if ends else None
+
+    def _look_at_clock(self) -> None:
+        now_s = time.monotonic()
+        for stranger in [one for one in self._strangers if one.deadline_s <= now_s]:
+            self._hear(stranger)  # what has come in time counts, however late we look
+            self._end(stranger)
+        if self._paused_until_s is not None and self._paused_until_s <= now_s:
+            self._paused_until_s = None
+            self._selector.register(self._listener.socket, selectors.EVENT_READ)
+
+    def _accept(self) -> None:
+        try:
+            stream, _ = self._listener.socket.accept()
+        except BlockingIOError:
+            return
+        except OSError:
+            if not self._is_closed:  # no descriptor is left: look again in a while
+                self._selector.unregister(self._listener.socket)
+                self._paused_until_s = time.monotonic() + _WITHOUT_DESCRIPTORS_S
+            return
+        try:
+            drop_in_children(stream)
+            stream.setblocking(False)
+            check_peer(peer_of(stream), self._allowed)
+        except (KvelasticError, OSError):
+            stream.close()
+            return
+        while len(self._strangers) >= _MOST_STRANGERS:
+            self._end(next(iter(self._strangers)))
+        stranger = _Stranger(stream)
+        self._strangers[stranger] = None
+        self._selector.register(stream, selectors.EVENT_READ, stranger)
+
+    def _hear(self, stranger: _Stranger) -> None:
+        """Read what has come of its token, and give the stream to whoever waits for it."""
+        if stranger not in self._strangers:
+            return  # it went after this event was seen
+        try:
+            more = stranger.stream.recv(TOKEN_BYTES - len(stranger.token))
+            stranger.token += more
+            if not more:
+                raise AccessDeniedError("a stream that ended before its token was whole")
+            if len(stranger.token) < TOKEN_BYTES:
+                return
+            self._hand_over(stranger)
+        except BlockingIOError:
+            return
+        except (KvelasticError, OSError):
+            self._end(stranger)
+
+    def _hand_over(self, stranger: _Stranger) -> None:
+        with self._lock:  # so that whoever stops waiting finds all that has come
+            arrived = self._awaited.pop(stranger.token, None)
+            if arrived is None:
+                raise AccessDeniedError("a stream with a token that nobody waits for")
+            del self._strangers[stranger]
+            self._selector.unregister(stranger.stream)
+            arrived.put(stranger.stream)
+
+    def _end(self, stranger: _Stranger) -> None:
+        if stranger in self._strangers:
+            del self._strangers[stranger]
+            self._selector.unregister(stranger.stream)
+            stranger.stream.close()

@@ -1,0 +1,293 @@
+"""Peers that lie, stop, share an id or ask for too much; and a process without descriptors."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import socket
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from linked import Memory, address_of, linked, secret_file
+
+from kvelastic import _vmm
+from kvelastic.errors import (
+    ChannelClosedError,
+    ChannelError,
+    KvelasticError,
+    LinkExistsError,
+    NotRegisteredError,
+    TransferError,
+)
+from kvelastic.transfer import Hold, Link, Node, Piece, Registered, streams
+from kvelastic.transfer.pieces import pack
+from kvelastic.transfer.wire import Begin, Begun, Done, Send
+
+Pair = tuple[Node, Node, Link]
+
+
+@contextlib.contextmanager
+def pair(kind: str, folder: Path, *, lease_s: float = 5.0) -> Iterator[Pair]:
+    secret = secret_file(folder)
+    with (
+        Node(1, listen=[address_of(kind, folder)], secret=secret, lease_s=lease_s) as owner,
+        Node(2, secret=secret) as reader,
+        linked(kind, owner, reader) as link,
+    ):
+        yield owner, reader, link
+        owner.check_integrity()
+
+
+def begin(link: Link, memory: Memory) -> int:
+    return link._call(Begin(pack([memory.piece()]), b"", 60_000), Begun, 60).lease
+
+
+def open_descriptors() -> int:
+    return sum(1 for _ in Path("/proc/self/fd").iterdir())
+
+
+def test_what_is_passed_for_a_stream_must_be_one(tmp_path: Path) -> None:
+    memory = Memory(b"x" * 100)
+    with pair("unix", tmp_path) as (owner, _, link):
+        owner.register(memory.address, memory.size)
+        before = open_descriptors()
+        read, write = os.pipe()
+        one, other = socket.socketpair()
+        datagrams = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        with one, other, datagrams:
+            for passed in ([read], [one.fileno(), other.fileno()], [datagrams.fileno()], []):
+                with pytest.raises(TransferError):
+                    link._call(Send(begin(link, memory), b"", 60_000), Done, 60, passed)
+        os.close(read)
+        os.close(write)
+        link.check(60)
+        assert open_descriptors() == before
+
+
+def test_bytes_of_a_lease_are_sent_once(tmp_path: Path) -> None:
+    """Or one lease would be any number of streams and threads."""
+    memory = Memory(b"x" * 100)
+    with pair("unix", tmp_path) as (owner, _, link):
+        owner.register(memory.address, memory.size)
+        lease = begin(link, memory)
+        one, other = socket.socketpair()
+        with one, other:
+            link.ask_to_send(lease, b"", 1e9, one)
+            with pytest.raises(TransferError, match="sent already"):
+                link.ask_to_send(lease, b"", 1e9, one)
+
+
+def test_a_peer_that_never_comes_for_its_bytes_holds_up_nobody(tmp_path: Path) -> None:
+    """It says that it waits for an hour; the lease is over before."""
+    memory, ours = Memory(b"x" * 100), Memory(b"y" * 100)
+    with pair("tcp", tmp_path, lease_s=0.2) as (owner, _, link):
+        owner.register(memory.address, memory.size)
+        for _ in range(16):
+            lease = begin(link, memory)
+            link._call(Send(lease, os.urandom(32), 3_600_000), Done, 60)
+        for _ in range(100):
+            with contextlib.suppress(KvelasticError):
+                link.push([ours.piece()], [memory.piece()], timeout_s=5)
+                break
+        assert memory.content == ours.content
+
+
+def test_a_second_node_of_an_id_does_not_take_the_place_of_the_first(tmp_path: Path) -> None:
+    address = address_of("unix", tmp_path)
+    with Node(1, listen=[address]) as owner, Node(2) as first:
+        link = first.link(address, timeout_s=60)
+        with Node(2) as second, pytest.raises(LinkExistsError, match="each its own id"):
+            second.link(address, timeout_s=60)
+        link.check(timeout_s=60)
+        (back,) = owner.links
+        assert back.peer_start == first.start
+        other = address_of("unix", tmp_path, "other")
+        with (
+            Node(1, listen=[other]),
+            pytest.raises(LinkExistsError, match="each its own id"),
+        ):
+            first.link(other, timeout_s=60)
+        link.check(timeout_s=60)
+        first.close()
+        with Node(2) as anew:  # its end was noticed: the id is free
+            anew.link(address, timeout_s=60).check(timeout_s=60)
+
+
+def test_an_address_that_is_registered_for_something_else_meanwhile(tmp_path: Path) -> None:
+    memory, ours = Memory(b"x" * 100), Memory(bytes(100))
+    released = []
+
+    class Swapped:
+        """While memory is held, it goes, and something else takes its address."""
+
+        def __call__(self, pieces: Sequence[Piece]) -> Hold:
+            owner.ranges.remove(
+                registered
+            )  # as `unregister` begins; it waits for a push after that
+            owner.leases.end_in(registered)
+            again.append(owner.register(memory.address, memory.size))
+            return self
+
+        def is_whole(self) -> bool:
+            return True
+
+        def release(self) -> None:
+            released.append(True)
+
+    again: list[Registered] = []
+    with pair("unix", tmp_path) as (owner, _, link):
+        for copy in (link.pull, link.push):
+            registered = owner.register(memory.address, memory.size, Swapped())
+            pieces = [memory.piece()], [ours.piece()]
+            with pytest.raises(NotRegisteredError, match="unregistered before it began"):
+                copy(*(pieces if copy == link.pull else pieces[::-1]), timeout_s=60)
+            owner.unregister(again.pop())
+        assert released == [True, True]
+        assert memory.content == b"x" * 100
+        assert ours.content == bytes(100)
+
+
+def test_a_hold_that_fails_keeps_no_other(tmp_path: Path) -> None:
+    released = threading.Event()
+
+    class Hostile:
+        def __init__(self, fail: Callable[[], None]) -> None:
+            self.release = fail
+
+        def is_whole(self) -> bool:
+            raise ZeroDivisionError
+
+    def fail() -> None:
+        raise ZeroDivisionError
+
+    one, other, ours = Memory(b"x" * 100), Memory(b"x" * 100), Memory(bytes(200))
+    with pair("unix", tmp_path) as (owner, _, link):
+        owner.register(one.address, one.size, lambda _: Hostile(fail))
+        owner.register(other.address, other.size, lambda _: Hostile(released.set))
+        with pytest.raises(KvelasticError):
+            link.pull([one.piece(), other.piece()], [ours.piece()], timeout_s=60)
+        assert released.wait(60)
+        assert len(owner.leases) == 0
+
+
+@pytest.mark.parametrize("kind", ["unix stream", "tcp"])
+def test_a_reader_that_is_busy_in_the_middle_of_a_stream_is_late_and_not_lost(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For longer than a lost host is waited for, with more bytes than any socket buffers."""
+    receive = _vmm.receive_pieces
+
+    class Busy:
+        def __getattr__(self, name: str) -> object:
+            return getattr(_vmm, name)
+
+        def receive_pieces(self, fd: int, pieces: bytes, timeout_s: float) -> int:
+            threading.Event().wait(1.0)
+            return receive(fd, pieces, timeout_s)
+
+    monkeypatch.setattr(streams, "_vmm", Busy())
+    theirs, ours = Memory(os.urandom(48 << 20)), Memory(bytes(48 << 20))
+    with pair(kind, tmp_path, lease_s=60) as (owner, _, link):
+        owner.register(theirs.address, theirs.size)
+        link.pull([theirs.piece()], [ours.piece()], timeout_s=60)
+    assert ours.content == theirs.content
+
+
+@pytest.mark.parametrize("kind", ["unix stream", "tcp"])
+def test_a_stream_ends_with_its_link(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And not at the deadline of whoever waits for its bytes."""
+    let_go = threading.Event()
+
+    class Stuck:
+        def __getattr__(self, name: str) -> object:
+            return getattr(_vmm, name)
+
+        def send_pieces(self, fd: int, pieces: bytes, timeout_s: float) -> int:
+            owner.links[0].connection.close()
+            let_go.wait()
+            return 0
+
+    monkeypatch.setattr(streams, "_vmm", Stuck())
+    theirs, ours = Memory(b"x" * 100), Memory(bytes(100))
+    with pair(kind, tmp_path, lease_s=60) as (owner, _, link):
+        owner.register(theirs.address, theirs.size)
+        try:
+            with pytest.raises(ChannelClosedError):
+                link.pull([theirs.piece()], [ours.piece()], timeout_s=50)
+        finally:
+            let_go.set()
+
+
+def test_strangers_at_the_data_port_keep_nobody_out(tmp_path: Path) -> None:
+    theirs, ours = Memory(b"x" * 100), Memory(bytes(100))
+    with pair("tcp", tmp_path) as (owner, _, link), contextlib.ExitStack() as strangers:
+        owner.register(theirs.address, theirs.size)
+        for _ in range(80):
+            strangers.enter_context(
+                socket.create_connection(("127.0.0.1", owner.streams.port))
+            ).sendall(b"z" * 31)
+        link.pull([theirs.piece()], [ours.piece()], timeout_s=60)
+    assert ours.content == theirs.content
+
+
+@contextlib.contextmanager
+def no_descriptor_left() -> Iterator[None]:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    lowest_free = os.dup(0)
+    os.close(lowest_free)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest_free, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@pytest.mark.parametrize("kind", ["unix stream", "tcp"])
+def test_without_descriptors_a_copy_fails_and_the_link_lives(kind: str, tmp_path: Path) -> None:
+    theirs, ours = Memory(b"x" * 100), Memory(bytes(100))
+    with pair(kind, tmp_path, lease_s=0.5) as (owner, reader, link):
+        owner.register(theirs.address, theirs.size)
+        with no_descriptor_left():
+            with pytest.raises(ChannelError):
+                link.pull([theirs.piece()], [ours.piece()], timeout_s=60)
+            with pytest.raises(ChannelError):
+                reader.link(owner.addresses[0], timeout_s=60)
+            with pytest.raises(ChannelError):
+                Node(3)
+            link.check(timeout_s=60)
+        link.pull([theirs.piece()], [ours.piece()], timeout_s=60)
+    assert ours.content == theirs.content
+
+
+def test_512_links(tmp_path: Path) -> None:
+    """Sixteen at a time, each of another node; all of them pull, and the next one is refused."""
+    address = address_of("unix", tmp_path)
+    memory = Memory(b"x" * 100)
+    with contextlib.ExitStack() as nodes:
+        owner = nodes.enter_context(Node(0, listen=[address]))
+        owner.register(memory.address, memory.size)
+
+        def link(node_id: int) -> Node:
+            node = Node(node_id)
+            nodes.push(node)
+            ours = Memory(bytes(100))
+            standing = node.link(address, timeout_s=60)
+            standing.pull([memory.piece()], [ours.piece()], timeout_s=60)
+            assert ours.content == memory.content
+            return node
+
+        with ThreadPoolExecutor(16) as threads:
+            linked = list(threads.map(link, range(1, 513)))
+        assert len(owner.links) == 512
+        with pytest.raises(LinkExistsError, match="has 512 links, no more"):
+            link(513)
+        linked[0].links[0].unlink(timeout_s=60)
+        link(514)
+        for node in linked[1:]:
+            node.links[0].check(timeout_s=60)
