@@ -1,0 +1,166 @@
+"""Wrappers for SGLang's scheduler, which runs the model in the same process and thread."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+from collections.abc import Callable
+from multiprocessing.util import Finalize
+from typing import TYPE_CHECKING, Any, Final
+
+from kvelastic.integration.sglang.refusals import ends_process, refuse_cache
+
+if TYPE_CHECKING:
+    from kvelastic.engine_pool import EnginePool
+    from kvelastic.integration.sglang.allocator import ElasticPagedAllocator
+
+_log = logging.getLogger("kvelastic.sglang")
+
+NO_ROOM_FOR_THE_LAST: Final = "Out of memory even after retracting all other requests"
+"""How SGLang's message begins for the last request that it aborts."""
+
+
+# --- the scheduler begins ----------------------------------------------------------------------
+
+
+def kv_pool_class(original: Callable[..., Any], platform: Any, *, kind: str) -> Any:
+    """The elastic pool for the kind of attention that is covered."""
+    if kind != "mha":
+        return original(platform, kind=kind)
+    from kvelastic.integration.sglang.kv_pool import ElasticMHATokenToKVPool
+
+    return ElasticMHATokenToKVPool
+
+
+def paged_allocator_class(original: Callable[..., Any], platform: Any) -> Any:
+    """The allocator whose pages come from that pool."""
+    from kvelastic.integration.sglang.allocator import ElasticPagedAllocator
+
+    return ElasticPagedAllocator
+
+
+def scheduler_init(original: Callable[..., None], scheduler: Any, *args: Any, **more: Any) -> None:
+    """Refuse a KV cache that is not ours; answer operators from here on."""
+    original(scheduler, *args, **more)
+    _begin(scheduler)
+
+
+@ends_process
+def _begin(scheduler: Any) -> None:
+    from kvelastic import config
+    from kvelastic.process_memory import anonymous_bytes
+
+    refuse_cache(scheduler)
+    elastic = _elastic(scheduler)
+    elastic.begin(config.load(), anonymous_bytes(os.getpid()))
+    elastic.pool.segment.record.set_engine_asleep(False)
+    # `atexit` does not run in a process that multiprocessing has made.
+    Finalize(elastic, elastic.close, exitpriority=10)
+
+
+# --- each round --------------------------------------------------------------------------------
+
+
+def ingest_requests(original: Callable[..., Any], scheduler: Any, *args: Any, **more: Any) -> Any:
+    """Once a round, busy, idle or paused: give up what is over the limit."""
+    requests = original(scheduler, *args, **more)
+    _allocator(scheduler).shrink(scheduler.tree_cache)
+    return requests
+
+
+def get_next_batch(original: Callable[..., Any], scheduler: Any, *args: Any, **more: Any) -> Any:
+    """A session: what SGLang sees while it schedules it can take."""
+    blocks = _allocator(scheduler).blocks
+    blocks.enter()
+    try:
+        return original(scheduler, *args, **more)
+    finally:
+        blocks.exit()
+
+
+def retract_decode(original: Callable[..., Any], batch: Any) -> Any:
+    """The last request waits for memory, as the others do; stock would fail it with status 500."""
+    retracted, ratio, aborted = original(batch)
+    kept = []
+    for request in aborted:
+        reason = getattr(request.to_finish, "message", "")
+        if request.beam_group is None and reason.startswith(NO_ROOM_FOR_THE_LAST):
+            request.to_finish = None
+            retracted.append(request)
+        else:
+            kept.append(request)
+    return retracted, ratio, kept
+
+
+def says_no_room_for_the_last(retract: Any) -> bool:
+    """Whether SGLang's own `retract_decode` still has that message."""
+    code = getattr(retract, "__code__", None)
+    texts = code.co_consts if code is not None else ()
+    return any(isinstance(text, str) and text.startswith(NO_ROOM_FOR_THE_LAST) for text in texts)
+
+
+# --- what SGLang counts ------------------------------------------------------------------------
+
+
+def token_info(original: Callable[..., Any], observer: Any) -> Any:
+    """Figures of what there is under the present limit."""
+    stats = original(observer)
+    held = observer.token_to_kv_pool_allocator.used_size()
+    used = held - stats.full_evictable_size
+    reachable = held + stats.full_available_size
+    return dataclasses.replace(
+        stats,
+        full_num_used=used,
+        full_token_usage=used / reachable if reachable else 0.0,
+        full_capacity=reachable,
+    )
+
+
+def check_full_pool(
+    original: Callable[..., Any], checker: Any, stats: Any, *args: Any, **more: Any
+) -> Any:
+    """SGLang's leak check, against the pool: whatever is in use there must be accounted for here.
+
+    What a limit withholds, and what other instances hold, is available in this sum.
+    """
+    held = checker.token_to_kv_pool_allocator.used_size()
+    whole = dataclasses.replace(stats, full_available_size=checker.max_total_num_tokens - held)
+    return original(checker, whole, *args, **more)
+
+
+# --- sleep -------------------------------------------------------------------------------------
+
+
+def release_memory(original: Callable[..., Any], updater: Any, request: Any) -> Any:
+    """Give the KV cache's memory back, after SGLang has emptied it."""
+    from sglang.srt.constants import GPU_MEMORY_TYPE_KV_CACHE
+
+    answer = original(updater, request)
+    if GPU_MEMORY_TYPE_KV_CACHE in (request.tags or [GPU_MEMORY_TYPE_KV_CACHE]):
+        elastic = _elastic(updater.scheduler)
+        elastic.pool.blocks.sleep()
+        elastic.pool.segment.record.set_engine_asleep(True)
+    return answer
+
+
+def resume_memory(original: Callable[..., Any], updater: Any, request: Any) -> Any:
+    """Hand out memory again, before anybody may ask for it."""
+    from sglang.srt.constants import GPU_MEMORY_TYPE_KV_CACHE
+
+    if GPU_MEMORY_TYPE_KV_CACHE in (request.tags or [GPU_MEMORY_TYPE_KV_CACHE]):
+        elastic = _elastic(updater.scheduler)
+        elastic.pool.blocks.wake()
+        elastic.pool.blocks.ensure(1)
+        elastic.pool.segment.record.set_engine_asleep(False)
+    return original(updater, request)
+
+
+def _allocator(scheduler: Any) -> ElasticPagedAllocator:
+    allocator: ElasticPagedAllocator = scheduler.token_to_kv_pool_allocator
+    return allocator
+
+
+def _elastic(scheduler: Any) -> EnginePool:
+    elastic: EnginePool = _allocator(scheduler).get_kvcache().elastic
+    return elastic
