@@ -31,7 +31,7 @@ def _hooked(engine: Engine, facts: Facts) -> Finding:
     check, title = f"engines.{engine.name}", engine.title
     version = facts.packages.version(engine.name)
     tried = engines.tried(engine.tried)
-    if version is None and engine.loaded_by:
+    if version is None and (engine.loaded_by or _has_another(engine, facts)):
         return Finding(check, "ok", f"{title} is not installed beside this kvctl", "")
     if version is None:
         return Finding(
@@ -56,10 +56,17 @@ def _refused(engine: Engine, facts: Facts) -> State:
 
     One without plugins is a library of the others, too, which go on.
     """
-    is_library = engine.loaded_by and any(
-        other.plugin_group and facts.packages.version(other.name) for other in ENGINES
-    )
+    is_library = engine.loaded_by and _has_another(engine, facts)
     return "problem" if facts.config.enabled and not is_library else "warning"
+
+
+def _has_another(engine: Engine, facts: Facts) -> bool:
+    """Whether an engine with plugins is installed besides."""
+    return any(
+        other.plugin_group and facts.packages.version(other.name)
+        for other in ENGINES
+        if other is not engine
+    )
 
 
 def _loading(engine: Engine, facts: Facts) -> Finding:

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("kvelastic.sglang")
 
+_NAP_S: Final = 0.01
+"""How long the scheduler waits for memory before it looks at its requests again."""
 NO_ROOM_FOR_THE_LAST: Final = "Out of memory even after retracting all other requests"
 """How SGLang's message begins for the last request that it aborts."""
 
@@ -69,14 +71,27 @@ def ingest_requests(original: Callable[..., Any], scheduler: Any, *args: Any, **
     return requests
 
 
-def get_next_batch(original: Callable[..., Any], scheduler: Any, *args: Any, **more: Any) -> Any:
-    """A session: what SGLang sees while it schedules it can take."""
+def get_next_batch(
+    original: Callable[..., Any], scheduler: Any, running_batch: Any, last_batch: Any
+) -> Any:
+    """A session: what SGLang sees while it schedules it can take.
+
+    Where requests only wait for memory, its loop naps until some has come, instead of spinning.
+    """
     blocks = _allocator(scheduler).blocks
+    seen = blocks.arrivals  # before it looks: what comes meanwhile is news
     blocks.enter()
     try:
-        return original(scheduler, *args, **more)
+        plan = original(scheduler, running_batch=running_batch, last_batch=last_batch)
     finally:
         blocks.exit()
+    if plan.batch_to_run is None and last_batch is None and _waits(scheduler):
+        blocks.wait_for_arrival(seen, _NAP_S)
+    return plan
+
+
+def _waits(scheduler: Any) -> bool:
+    return bool(scheduler.waiting_queue) or scheduler.chunked_req is not None
 
 
 def retract_decode(original: Callable[..., Any], batch: Any) -> Any:
