@@ -31,6 +31,9 @@ if TYPE_CHECKING:
 class ElasticPagedAllocator(PagedTokenToKVPoolAllocator):  # type: ignore[misc]  # untyped here
     """Takes the place of the paged allocator; the same calls, the same meanings."""
 
+    wakes_later = False
+    """Whether SGLang has resumed, and the pool could not wake yet."""
+
     @property
     def blocks(self) -> _vmm.Pool:
         """The native pool."""

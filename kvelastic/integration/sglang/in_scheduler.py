@@ -9,6 +9,7 @@ from collections.abc import Callable
 from multiprocessing.util import Finalize
 from typing import TYPE_CHECKING, Any, Final
 
+from kvelastic.errors import KvelasticError
 from kvelastic.integration.sglang.refusals import ends_process, refuse_cache
 
 if TYPE_CHECKING:
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("kvelastic.sglang")
 
+KV_CACHE_TAG: Final = "kv_cache"
+"""How SGLang calls the KV cache where a part of its memory is named."""
 _NAP_S: Final = 0.01
 """How long the scheduler waits for memory before it looks at its requests again."""
 NO_ROOM_FOR_THE_LAST: Final = "Out of memory even after retracting all other requests"
@@ -67,7 +70,10 @@ def _begin(scheduler: Any) -> None:
 def ingest_requests(original: Callable[..., Any], scheduler: Any, *args: Any, **more: Any) -> Any:
     """Once a round, busy, idle or paused: give up what is over the limit."""
     requests = original(scheduler, *args, **more)
-    _allocator(scheduler).shrink(scheduler.tree_cache)
+    allocator = _allocator(scheduler)
+    if allocator.wakes_later:
+        _wake(scheduler, _NAP_S)
+    allocator.shrink(scheduler.tree_cache)
     return requests
 
 
@@ -149,10 +155,9 @@ def check_full_pool(
 
 def release_memory(original: Callable[..., Any], updater: Any, request: Any) -> Any:
     """Give the KV cache's memory back, after SGLang has emptied it."""
-    from sglang.srt.constants import GPU_MEMORY_TYPE_KV_CACHE
-
     answer = original(updater, request)
-    if GPU_MEMORY_TYPE_KV_CACHE in (request.tags or [GPU_MEMORY_TYPE_KV_CACHE]):
+    if KV_CACHE_TAG in (request.tags or [KV_CACHE_TAG]):
+        _allocator(updater.scheduler).wakes_later = False
         elastic = _elastic(updater.scheduler)
         elastic.pool.blocks.sleep()
         elastic.pool.segment.record.set_engine_asleep(True)
@@ -160,15 +165,33 @@ def release_memory(original: Callable[..., Any], updater: Any, request: Any) -> 
 
 
 def resume_memory(original: Callable[..., Any], updater: Any, request: Any) -> Any:
-    """Hand out memory again, before anybody may ask for it."""
-    from sglang.srt.constants import GPU_MEMORY_TYPE_KV_CACHE
+    """Hand out memory again.
 
-    if GPU_MEMORY_TYPE_KV_CACHE in (request.tags or [GPU_MEMORY_TYPE_KV_CACHE]):
-        elastic = _elastic(updater.scheduler)
-        elastic.pool.blocks.wake()
-        elastic.pool.blocks.ensure(1)
-        elastic.pool.segment.record.set_engine_asleep(False)
+    SGLang has no answer for a failure. Where others have not given what is reserved, requests wait,
+    and each round tries again.
+    """
+    if KV_CACHE_TAG in (request.tags or [KV_CACHE_TAG]):
+        error = _wake(updater.scheduler, None)
+        if error is not None:
+            _log.error(
+                "The KV cache could not wake: %s Requests wait; it is tried again until it does.",
+                error,
+            )
     return original(updater, request)
+
+
+def _wake(scheduler: Any, timeout_s: float | None) -> KvelasticError | None:
+    """Wake the pool; an error: it sleeps on, and is woken in a later round."""
+    allocator, elastic = _allocator(scheduler), _elastic(scheduler)
+    try:
+        elastic.pool.blocks.wake(timeout_s)
+    except KvelasticError as error:
+        allocator.wakes_later = True
+        return error
+    allocator.wakes_later = False
+    elastic.pool.blocks.ensure(1)
+    elastic.pool.segment.record.set_engine_asleep(False)
+    return None
 
 
 def _allocator(scheduler: Any) -> ElasticPagedAllocator:

@@ -180,6 +180,8 @@ def _probe_scheduler(probe: Probe) -> None:
     probe.parameters(f"{_UPDATER}.release_memory_occupation", ("self", "recv_req"))
     probe.mentions(f"{_UPDATER}.release_memory_occupation", ("flush_cache",))
     probe.parameters(f"{_UPDATER}.resume_memory_occupation", ("self", "recv_req"))
+    tag = probe.get("sglang.srt.constants:GPU_MEMORY_TYPE_KV_CACHE")
+    probe.holds("GPU_MEMORY_TYPE_KV_CACHE", tag == in_scheduler.KV_CACHE_TAG, "'kv_cache'", tag)
     _probe_pool(probe)
 
 
