@@ -20,10 +20,12 @@ def engine_findings(facts: Facts) -> Iterator[Finding]:
     for engine in ENGINES:
         if engine.tried:
             yield _hooked(engine, facts)
-            yield _plugin(engine, facts) if engine.plugin_group else _loading(engine, facts)
+            if engine.loaded_by:
+                yield _loading(engine, facts)
             yield _hooks(engine, facts)
         else:
             yield _not_hooked(engine, facts)
+    yield from _plugins(facts)
     yield _kvcached(facts)
 
 
@@ -91,10 +93,19 @@ def _loading(engine: Engine, facts: Facts) -> Finding:
     )
 
 
+def _plugins(facts: Facts) -> Iterator[Finding]:
+    """One for each engine with plugins that is here, or one that says that there is none."""
+    with_plugins = [engine for engine in ENGINES if engine.plugin_group]
+    here = [engine for engine in with_plugins if facts.packages.version(engine.name)]
+    if not here:
+        titles = " and no ".join(engine.title for engine in with_plugins)
+        yield Finding("engines.plugin", "ok", f"not needed: no {titles} here", "")
+    for engine in here:
+        yield _plugin(engine, facts)
+
+
 def _plugin(engine: Engine, facts: Facts) -> Finding:
     check, packages, title = "engines.plugin", facts.packages, engine.title
-    if packages.version(engine.name) is None:
-        return Finding(check, "ok", f"not needed: no {title} here", "")
     found = dict(packages.plugins).get(engine.name, ())
     if _PLUGIN not in found:
         return Finding(
