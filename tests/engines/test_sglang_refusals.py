@@ -105,3 +105,46 @@ def test_a_refused_server_ends_with_status_1_and_says_why(model: Path) -> None:
     assert "tp_size=2: each rank schedules for itself" in done.stderr
     assert "enable_mixed_chunk=True" in done.stderr
     assert "load weight" not in done.stderr.lower()
+
+
+def test_a_kv_cache_of_another_kind_is_refused() -> None:
+    """SGLang knows only after it has loaded a model which kind of cache that needs."""
+    program = """
+from types import SimpleNamespace as Made
+from kvelastic.integration.sglang.refusals import refuse_cache
+from kvelastic.integration.sglang.kv_pool import ElasticMHATokenToKVPool
+from kvelastic.integration.sglang.allocator import ElasticPagedAllocator
+from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
+from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
+
+def look(cache, allocator=ElasticPagedAllocator, swa=False, ssm=False):
+    made = allocator.__new__(allocator)
+    made._kvcache = cache.__new__(cache)
+    try:
+        refuse_cache(Made(is_hybrid_swa=swa, is_hybrid_ssm=ssm, token_to_kv_pool_allocator=made))
+    except Exception as error:
+        print(str(error).splitlines()[1])
+    else:
+        print("covered")
+
+ours = ElasticMHATokenToKVPool
+look(ours)
+look(MLATokenToKVPool)
+look(ours, PagedTokenToKVPoolAllocator)
+look(ours, swa=True)
+look(ours, ssm=True)
+"""
+    done = subprocess.run(
+        [needs.SGLANG_PYTHON, "-c", program],
+        env=sglang_environment(),
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+    )
+    assert done.returncode == 0, done.stderr
+    ours, mla, allocator, windows, states = done.stdout.splitlines()[-5:]
+    assert ours == "covered"
+    assert "a KV cache of the kind MLATokenToKVPool" in mla
+    assert "whose pages come from PagedTokenToKVPoolAllocator" in allocator
+    assert "a model with sliding windows" in windows
+    assert "a model with recurrent states" in states

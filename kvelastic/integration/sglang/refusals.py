@@ -53,6 +53,7 @@ COVERED: Final = (
     Covered("enable_lmcache", (False,), _STORES),
     Covered("enable_flexkv", (False,), _STORES),
     Covered("enable_hisparse", (False,), _STORES),
+    Covered("disable_radix_cache", (False,), _UNTRIED),
     Covered("radix_cache_backend", (None,), "how it evicts is not known here"),
     Covered("enable_session_radix_cache", (False,), _UNTRIED),
     Covered("enable_streaming_session", (False,), _UNTRIED),
