@@ -29,7 +29,8 @@ class Engine:
     title: Final[str]
     """For people."""
     tried: Final[tuple[str, ...]]
-    """Series (major.minor) that kvelastic was tried with; empty: it is not hooked."""
+    """Series that kvelastic was tried with, each the first numbers of its versions: two, or three
+    where an engine changes from one patch to the next. Empty: it is not hooked."""
     plugin_group: Final[str]
     """Entry points by which it loads kvelastic into its processes, where it has plugins."""
     plugins_variable: Final[str]
@@ -86,7 +87,7 @@ class Engine:
         """What is wrapped in that version; nothing in one that is not served."""
         if not serves(self.tried, version):
             return ()
-        table = _module_of(self.name, "patches").hooks_for(series_of(version))
+        table = _module_of(self.name, "patches").hooks_for(series_in(self.tried, version))
         return tuple(hook.path.partition(":")[2] for hook in table)
 
 
@@ -104,7 +105,13 @@ ENGINES: Final = (
         plugin_group="vllm.general_plugins",
         plugins_variable="VLLM_PLUGINS",
     ),
-    Engine("sglang", "SGLang"),
+    Engine(
+        "sglang",
+        "SGLang",
+        tried=("0.5.23",),  # its schedulers differ from one patch to the next
+        plugin_group="sglang.srt.plugins",
+        plugins_variable="SGLANG_PLUGINS",
+    ),
     Engine(
         "transformers",
         "transformers",
@@ -136,22 +143,24 @@ def _find(name: str, among: Collection[Engine]) -> Engine:
     raise InvalidArgumentError(f"engine={name!r} is not accepted; it must be {known}.")
 
 
-def series_of(version: str) -> str | None:
-    """`0.32` of `0.32.0+cpu`; None for a text that does not start with two numbers."""
-    import re
-
-    found = re.match(r"(\d+)\.(\d+)", version)
-    return f"{found[1]}.{found[2]}" if found else None
+def series_in(table: Collection[str], version: str) -> str | None:
+    """The series of the table to which `version` belongs (`0.32.0+cpu`: `0.32`); None: to none."""
+    numbers = _numbers(version)
+    for series in table:
+        wanted = _numbers(series)
+        if wanted and numbers[: len(wanted)] == wanted:
+            return series
+    return None
 
 
 def serves(table: Collection[str], version: str) -> bool:
     """Whether `version` belongs to a series of the table."""
-    return series_of(version) in table
+    return series_in(table, version) is not None
 
 
 def tried(table: Collection[str]) -> str:
     """The table for people: `0.31.x, 0.32.x`, or `none`."""
-    return ", ".join(f"{series}.x" for series in table) or "none"
+    return ", ".join(each if each.count(".") > 1 else f"{each}.x" for each in table) or "none"
 
 
 def nearest_series(table: Collection[str], version: str) -> str:
@@ -159,10 +168,14 @@ def nearest_series(table: Collection[str], version: str) -> str:
 
     Raises ValueError for an empty table.
     """
-    wanted = _numbers(series_of(version))
+    wanted = _numbers(version)
     older = [series for series in table if _numbers(series) <= wanted]
     return max(older, key=_numbers) if older else min(table, key=_numbers)
 
 
-def _numbers(series: str | None) -> tuple[int, ...]:
-    return tuple(int(part) for part in series.split(".")) if series else ()
+def _numbers(version: str) -> tuple[int, ...]:
+    """(0, 32, 0) of `0.32.0+cpu`; nothing of a text that does not start with a number."""
+    import re
+
+    found = re.match(r"\d+(\.\d+)*", version)
+    return tuple(map(int, found[0].split("."))) if found else ()

@@ -20,10 +20,12 @@ def engine_findings(facts: Facts) -> Iterator[Finding]:
     for engine in ENGINES:
         if engine.tried:
             yield _hooked(engine, facts)
-            yield _plugin(engine, facts) if engine.plugin_group else _loading(engine, facts)
+            if engine.loaded_by:
+                yield _loading(engine, facts)
             yield _hooks(engine, facts)
         else:
             yield _not_hooked(engine, facts)
+    yield from _plugins(facts)
     yield _kvcached(facts)
 
 
@@ -31,7 +33,7 @@ def _hooked(engine: Engine, facts: Facts) -> Finding:
     check, title = f"engines.{engine.name}", engine.title
     version = facts.packages.version(engine.name)
     tried = engines.tried(engine.tried)
-    if version is None and engine.loaded_by:
+    if version is None and (engine.loaded_by or _has_another(engine, facts)):
         return Finding(check, "ok", f"{title} is not installed beside this kvctl", "")
     if version is None:
         return Finding(
@@ -56,10 +58,17 @@ def _refused(engine: Engine, facts: Facts) -> State:
 
     One without plugins is a library of the others, too, which go on.
     """
-    is_library = engine.loaded_by and any(
-        other.plugin_group and facts.packages.version(other.name) for other in ENGINES
-    )
+    is_library = engine.loaded_by and _has_another(engine, facts)
     return "problem" if facts.config.enabled and not is_library else "warning"
+
+
+def _has_another(engine: Engine, facts: Facts) -> bool:
+    """Whether an engine with plugins is installed besides."""
+    return any(
+        other.plugin_group and facts.packages.version(other.name)
+        for other in ENGINES
+        if other is not engine
+    )
 
 
 def _loading(engine: Engine, facts: Facts) -> Finding:
@@ -84,10 +93,19 @@ def _loading(engine: Engine, facts: Facts) -> Finding:
     )
 
 
+def _plugins(facts: Facts) -> Iterator[Finding]:
+    """One for each engine with plugins that is here, or one that says that there is none."""
+    with_plugins = [engine for engine in ENGINES if engine.plugin_group]
+    here = [engine for engine in with_plugins if facts.packages.version(engine.name)]
+    if not here:
+        titles = " and no ".join(engine.title for engine in with_plugins)
+        yield Finding("engines.plugin", "ok", f"not needed: no {titles} here", "")
+    for engine in here:
+        yield _plugin(engine, facts)
+
+
 def _plugin(engine: Engine, facts: Facts) -> Finding:
     check, packages, title = "engines.plugin", facts.packages, engine.title
-    if packages.version(engine.name) is None:
-        return Finding(check, "ok", f"not needed: no {title} here", "")
     found = dict(packages.plugins).get(engine.name, ())
     if _PLUGIN not in found:
         return Finding(

@@ -17,8 +17,8 @@ def series_for(engine: Engine, version: str, *, strict: bool) -> str:
     With `strict=False` an untried version is taken for the newest series that is not newer than it
     (or the oldest one); the probes of that still have to hold. Raises `UnsupportedEngineError`.
     """
-    series = engines.series_of(version)
-    if series is not None and series in engine.tried:
+    series = engines.series_in(engine.tried, version)
+    if series is not None:
         return series
     title, tried = engine.title, engines.tried(engine.tried)
     if strict:

@@ -1,7 +1,8 @@
 """Loads kvelastic into an engine, once for each of several changes to the engine before it.
 
 `changed_engine.py vllm MODULE` has the plugin register and imports a module of vLLM then;
-`changed_engine.py transformers` has it register in continuous batching that is imported already.
+`changed_engine.py transformers` and `changed_engine.py sglang` have it register in the modules of
+continuous batching, or of a scheduler, that are imported already.
 Reads a JSON list of statements, each run in a fork of this process, and answers with a list of
 [exit status, stderr] in their order. What all of them need is imported once.
 """
@@ -29,6 +30,13 @@ NAMES = {
             ("pool", "cache_allocators.cache_pool"),
             ("api", "continuous_api"),
         )
+    },
+    "sglang": {
+        "arguments": "sglang.srt.server_args",
+        "batch": "sglang.srt.managers.schedule_batch",
+        "paged": "sglang.srt.mem_cache.allocator.paged",
+        "platform": "sglang.srt.platforms.interface",
+        "scheduler": "sglang.srt.managers.scheduler",
     },
 }
 

@@ -72,6 +72,12 @@ transformers = _need(
     and all(folder is None or folder.is_dir() for folder in TRANSFORMERS.values()),
     "not all series of transformers are installed: scripts/setup",
 )
+SGLANG_PYTHON = Path(sys.prefix).with_name(".venv-sglang") / "bin" / "python"
+"""Where scripts/setup puts SGLang: in an environment of its own, for it wants other versions."""
+sglang = _need(
+    SGLANG_PYTHON.parents[1].joinpath("installed").is_file(),
+    "SGLang is not in .venv-sglang: scripts/setup",
+)
 vllm = _need(_has_module("vllm"), "vLLM is not installed: scripts/setup")
 playwright = _need(_has_module("playwright"), "no playwright: pip install playwright")
 chromium = _need(find_chromium() is not None, "no Chromium: apt-get install chromium")

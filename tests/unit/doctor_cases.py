@@ -417,7 +417,15 @@ TABLE: list[tuple[str, str, Facts, str]] = [
     ("engines.loading", "warning", with_config(only_transformers(), enabled=None), "no kvelastic"),
     ("engines.loading", "warning", beside_vllm(only_transformers()), "no kvelastic.pth"),
     ("engines.sglang", "ok", GOOD, "not installed"),
-    ("engines.sglang", "note", adding("sglang", "0.5.1"), "SGLang 0.5.1"),
+    ("engines.sglang", "ok", adding("sglang", "0.5.23"), "SGLang 0.5.23"),
+    ("engines.sglang", "problem", adding("sglang", "0.5.1"), "tried with 0.5.23"),
+    (
+        "engines.sglang",
+        "warning",
+        with_config(adding("sglang", "0.5.1"), is_strict=False),
+        "tried with 0.5.23",
+    ),
+    ("engines.sglang", "note", without("vllm"), "not installed beside this kvctl"),
     ("engines.kvcached", "ok", GOOD, "not installed"),
     ("engines.kvcached", "note", adding("kvcached", "0.1.3"), "kvcached 0.1.3"),
     (

@@ -19,7 +19,7 @@ from typing import Any, Final, Protocol
 import torch
 
 from kvelastic import _vmm
-from kvelastic.integration.transformers.cache_memory import CacheMemory
+from kvelastic.engine_pool import EnginePool
 
 _NAP_S: Final = 0.05
 """How long the loop waits for memory before it looks at its requests again."""
@@ -47,7 +47,7 @@ class Batches:
     """
 
     def __init__(
-        self, source: BlockSource, memory: CacheMemory, trash: Sequence[torch.Tensor]
+        self, source: BlockSource, memory: EnginePool, trash: Sequence[torch.Tensor]
     ) -> None:
         self.source = source
         self.preempted = 0

@@ -14,48 +14,22 @@ Imports torch.
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
-from itertools import count
 from typing import Any, Final
 
 import torch
 from torch.overrides import TorchFunctionMode
 
-from kvelastic import _vmm, gpu_table, page_size, tensors
+from kvelastic import _vmm, engine_pool, page_size, tensors
 from kvelastic.config import Config
-from kvelastic.device import AUTO, Device, resolve
-from kvelastic.errors import ConfigError, EngineError
+from kvelastic.engine_pool import EnginePool
+from kvelastic.errors import EngineError
 from kvelastic.layout import PageLayout
-from kvelastic.pool import ElasticPool, local_range, open_pool
 from kvelastic.process_memory import anonymous_bytes
-from kvelastic.sizes import format_size
-
-_log = logging.getLogger("kvelastic.transformers")
-
-_own_names: set[str] = set()
-"""Instances of this process: a second cache needs a name of its own where one is set."""
 
 TRASH_BLOCKS: Final = 2
 """transformers allocates so many (sectors, in 5.18 and later) besides those that it was told of."""
-
-
-@dataclass(frozen=True)
-class CacheMemory:
-    """A cache's elastic memory, as long as the cache lives."""
-
-    pool: ElasticPool
-    layout: PageLayout
-    device: Device
-    capacity_blocks: int
-    """Blocks of the pool that the cache was configured with: what there can be at most."""
-
-    def close(self) -> None:
-        """Give everything back; blocks in use stay as long as a tensor shows them. Repeatable."""
-        _own_names.discard(self.pool.name)
-        self.pool.close()
 
 
 class Making(TorchFunctionMode):  # type: ignore[misc]  # torch is untyped here
@@ -70,7 +44,7 @@ class Making(TorchFunctionMode):  # type: ignore[misc]  # torch is untyped here
         self._torch_device = torch_device
         self._model = model
         self._answered = 0
-        self.memory: CacheMemory | None = None
+        self.memory: EnginePool | None = None
 
     def _open(
         self, make_layout: Callable[[int], PageLayout], block_tokens: int, wanted: int | None
@@ -82,56 +56,30 @@ class Making(TorchFunctionMode):  # type: ignore[misc]  # torch is untyped here
         device that does not fit, `LayoutError` for a block that fits no page.
         """
         settings = self._settings
-        device = _device(settings, self._torch_device)
-        layout = make_layout(page_size.of(settings, [device]))
-        capacity_pages = max(device.capacity_bytes // layout.page_bytes, 1)
-        pages = capacity_pages
-        if wanted is not None:
-            pages = layout.pages_for_blocks(wanted + 1)
-            if pages > capacity_pages:
-                _log.warning(
-                    "transformers wants %s of KV cache, and %s has room for %d pages of %s."
-                    " Requests that need more than that will wait until they are cancelled.",
-                    format_size(pages * layout.page_bytes),
-                    "KVELASTIC_HOST_MEMORY" if device.is_host else device.name,
-                    capacity_pages,
-                    format_size(layout.page_bytes),
-                )
-                pages = capacity_pages
-        # transformers needs one besides its trash.
-        pages = max(pages, layout.pages_for_blocks(TRASH_BLOCKS + 1))
-        blocks = pages * layout.blocks_per_page - 1
-        if wanted is not None:
-            blocks = min(blocks, wanted)
-        pool = open_pool(
+        on_gpu = self._torch_device.type != "cpu"
+        device = engine_pool.device_for(
             settings,
+            "transformers",
+            gpu=(self._torch_device.index or 0) if on_gpu else None,
+            gpu_model=torch.cuda.get_device_name(self._torch_device) if on_gpu else "",
+        )
+        layout = make_layout(page_size.of(settings, [device]))
+        self.memory = engine_pool.open_engine_pool(
+            settings,
+            device,
             layout,
-            pages,
-            num_blocks=blocks + 1,
             block_tokens=block_tokens,
+            wanted_blocks=wanted,
             engine="transformers",
             model=self._model,
-            devices=[device],
-            memory=local_range(device, guard_pages=settings.guard_pages),
-            name=_name(settings),
+            least_blocks=TRASH_BLOCKS,  # it needs one besides its trash
             movable=True,
         )
-        _own_names.add(pool.name)
-        self.memory = CacheMemory(pool, layout, device, blocks)
-        _log.info(
-            "KV cache of %d blocks of %d tokens, in at most %d pages of %s with %d blocks each"
-            " (%.1f%% padding).",
-            blocks,
-            block_tokens,
-            pages,
-            format_size(layout.page_bytes),
-            layout.blocks_per_page,
-            100 * layout.padding_fraction,
-        )
+        pool = self.memory.pool
         assert isinstance(pool.memory, _vmm.Range)
-        return layout.id_span(pages), tensors.whole_range(pool.memory)
+        return layout.id_span(self.memory.pages), tensors.whole_range(pool.memory)
 
-    def finish(self) -> CacheMemory:
+    def finish(self) -> EnginePool:
         """The memory, once the cache is made. Raises `EngineError` if it lies elsewhere."""
         if self.memory is None or self._answered != self.expected:
             raise EngineError(
@@ -198,60 +146,8 @@ class SectorMaking(Making):
         return None
 
 
-def begin(memory: CacheMemory, settings: Config, torch_device: torch.device) -> None:
-    """Say what this process holds besides, map the trash sector, and answer requests from here on.
-
-    Raises `GuaranteeError` and `ReserveError` if the device has no room for the reserve.
-    """
-    pool = memory.pool
-    reserve_bytes = settings.reserve
-    if len(_own_names) > 1:
-        reserve_bytes = 0  # weights are the process's, and an earlier cache of it has said them
-    elif reserve_bytes is None:
-        reserve_bytes = held_besides_bytes(torch_device)
-    pool.reserve(reserve_bytes)
-    pool.blocks.ensure(1)
-    pool.start_keeper()
-    _log.info(
-        "%s of %s besides the KV cache are reserved.",
-        format_size(reserve_bytes),
-        memory.device.name,
-    )
-    _log.info("Ready as %s: kvctl list shows it, kvctl limit changes its limit.", pool.name)
-
-
 def held_besides_bytes(torch_device: torch.device) -> int:
     """What this process holds of the device besides KV cache: weights, above all."""
     if torch_device.type == "cpu":
         return anonymous_bytes(os.getpid())
     return int(torch.cuda.memory_reserved(torch_device))
-
-
-def _name(settings: Config) -> str | None:
-    """The name that is set, with a number for the second cache of this process; None: made up."""
-    if settings.ipc_name is None or settings.ipc_name not in _own_names:
-        return settings.ipc_name
-    numbered = (f"{settings.ipc_name}_{number}" for number in count(2))
-    return next(name for name in numbered if name not in _own_names)
-
-
-def _device(settings: Config, torch_device: torch.device) -> Device:
-    on_gpu = torch_device.type != "cpu"
-    if settings.device != AUTO and settings.device.startswith("cuda") != on_gpu:
-        raise ConfigError(
-            f"KVELASTIC_DEVICE={settings.device!r} does not fit a model on {torch_device}: set it"
-            " to auto, or leave it unset."
-        )
-    if not on_gpu:
-        return resolve("cpu", settings)
-    device = resolve(f"cuda:{torch_device.index or 0}", settings)
-    model = str(torch.cuda.get_device_name(torch_device))
-    _log.info(
-        "The KV cache is on %s (%s).%s",
-        device.name,
-        model,
-        ""
-        if gpu_table.has_run(model)
-        else " No GPU of this model is in the table of docs/gpu.md yet: please report how it went.",
-    )
-    return device

@@ -18,8 +18,9 @@ from kvelastic.integration.transformers.in_cache import (
 )
 
 if TYPE_CHECKING:
+    from kvelastic.engine_pool import EnginePool
     from kvelastic.integration.transformers.batches import Batches
-    from kvelastic.integration.transformers.cache_memory import CacheMemory, Making
+    from kvelastic.integration.transformers.cache_memory import Making
 
 _ENDLESS: Final = 1 << 31
 """What transformers answers where any number of children fits."""
@@ -66,7 +67,7 @@ def make_manager(block_manager: Any, num_blocks: int, block_size: int, tp_on: bo
     return ElasticBlockManager(num_blocks, block_size, tp_on, making.memory.pool.blocks)
 
 
-def _finish(cache: Any, config: Any, making: Making, memory: CacheMemory) -> Batches:
+def _finish(cache: Any, config: Any, making: Making, memory: EnginePool) -> Batches:
     """Put the true tensors in, and turn what was sized by ids into what transformers means."""
     import torch
 

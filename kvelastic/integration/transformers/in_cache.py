@@ -9,8 +9,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
+    from kvelastic.engine_pool import EnginePool
     from kvelastic.integration.transformers.batches import Batches
-    from kvelastic.integration.transformers.cache_memory import CacheMemory, Making
+    from kvelastic.integration.transformers.cache_memory import Making
 
 _log = logging.getLogger("kvelastic.transformers")
 
@@ -46,7 +47,7 @@ def cache_init(original: Callable[..., None], cache: Any, *args: Any, **kwargs: 
 
 def make_elastic(  # the parameters are probed
     kind: type[Making],
-    finish: Callable[[Any, Any, Making, CacheMemory], Batches],
+    finish: Callable[[Any, Any, Making, EnginePool], Batches],
     original: Callable[..., None],
     cache: Any,
     config: Any,
@@ -63,17 +64,10 @@ def make_elastic(  # the parameters are probed
     from kvelastic import config as kvelastic_config
     from kvelastic.integration.transformers import cache_memory
     from kvelastic.integration.transformers.refusals import refuse_configuration
-    from kvelastic.logs import say_once
 
     torch_device = torch.device(device)
     refuse_configuration(continuous_batching_config, torch_device, distributed_helper)
     settings = kvelastic_config.load()
-    if settings.tiers:
-        say_once(
-            logging.WARNING,
-            "KVELASTIC_TIERS does nothing under transformers yet: what a cache gives up is computed"
-            " again. Unset it to be rid of this line.",
-        )
     making = kind(settings, torch_device, str(getattr(config, "_name_or_path", "")))
     token = _making.set(making)
     try:
@@ -89,7 +83,7 @@ def make_elastic(  # the parameters are probed
             )
         memory = making.finish()
         batches = finish(cache, config, making, memory)
-        cache_memory.begin(memory, settings, torch_device)
+        memory.begin(settings, cache_memory.held_besides_bytes(torch_device))
     except BaseException:
         making.close()
         raise
@@ -124,7 +118,7 @@ def make_pool(cache_pool: Any, num_sectors: int, num_allocators: int, *args: Any
     return SectorPool(num_sectors, num_allocators, making.memory.pool.blocks)
 
 
-def _finish(cache: Any, config: Any, _: Making, memory: CacheMemory) -> Batches:
+def _finish(cache: Any, config: Any, _: Making, memory: EnginePool) -> Batches:
     """Turn what transformers has sized by ids into what it means by them."""
     from kvelastic.integration.transformers.batches import Batches
 
@@ -141,7 +135,7 @@ def _finish(cache: Any, config: Any, _: Making, memory: CacheMemory) -> Batches:
     return Batches(cache.pool, memory, [cache.cache_tensor[: cache.bytes_per_sector]])
 
 
-def _keep_prefixes(cache: Any, memory: CacheMemory) -> None:
+def _keep_prefixes(cache: Any, memory: EnginePool) -> None:
     from kvelastic.integration.transformers.prefix_ledger import PrefixLedger
 
     (allocator,) = cache.cache_allocators.values()

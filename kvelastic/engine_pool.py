@@ -1,0 +1,181 @@
+"""The pool of an engine that schedules and computes in one process: transformers, SGLang.
+
+    device = device_for(settings, "SGLang", on_gpu=False)
+    cache = open_engine_pool(settings, device, layout, block_tokens=32, wanted_blocks=4096,
+                             engine="SGLang", model=name)
+    ...                                  # the engine makes its tensors over `cache.pool.memory`
+    cache.begin(settings, held_besides)  # once it has loaded and is about to serve
+    cache.close()
+
+vLLM's scheduler and workers are processes of their own, over a ring: see `integration/vllm`.
+Imports neither torch nor an engine.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from itertools import count
+
+from kvelastic import gpu_table
+from kvelastic.config import Config
+from kvelastic.device import AUTO, Device, resolve
+from kvelastic.errors import ConfigError
+from kvelastic.layout import PageLayout
+from kvelastic.logs import say_once
+from kvelastic.pool import ElasticPool, local_range, open_pool
+from kvelastic.sizes import format_size
+
+_log = logging.getLogger("kvelastic")
+
+_own_names: set[str] = set()
+"""Instances of this process: a second cache needs a name of its own where one is set."""
+
+
+@dataclass(frozen=True)
+class EnginePool:
+    """A cache's elastic memory, as long as the cache lives."""
+
+    pool: ElasticPool
+    layout: PageLayout
+    device: Device
+    capacity_blocks: int
+    """Blocks that there can be at most, the null block not counted."""
+
+    @property
+    def pages(self) -> int:
+        """Pages that its range of addresses has."""
+        return self.pool.blocks.geometry.pages
+
+    def begin(self, settings: Config, held_besides_bytes: int) -> None:
+        """Reserve what this process holds besides, map the null block, and answer requests.
+
+        `held_besides_bytes` is what it holds of the device besides KV cache, weights above all;
+        `KVELASTIC_RESERVE` comes before it. Raises `GuaranteeError` and `ReserveError` if the
+        device has no room for that.
+        """
+        reserve_bytes = settings.reserve
+        if len(_own_names) > 1:
+            reserve_bytes = 0  # weights are the process's, and an earlier cache of it has said them
+        elif reserve_bytes is None:
+            reserve_bytes = held_besides_bytes
+        self.pool.reserve(reserve_bytes)
+        self.pool.blocks.ensure(1)
+        self.pool.start_keeper()
+        _log.info(
+            "%s of %s besides the KV cache are reserved.",
+            format_size(reserve_bytes),
+            self.device.name,
+        )
+        _log.info(
+            "Ready as %s: kvctl list shows it, kvctl limit changes its limit.", self.pool.name
+        )
+
+    def close(self) -> None:
+        """Give everything back; blocks in use stay as long as a tensor shows them. Repeatable."""
+        _own_names.discard(self.pool.name)
+        self.pool.close()
+
+
+def open_engine_pool(
+    settings: Config,
+    device: Device,
+    layout: PageLayout,
+    *,
+    block_tokens: int,
+    wanted_blocks: int | None,
+    engine: str,
+    model: str,
+    least_blocks: int = 1,
+    movable: bool = False,
+) -> EnginePool:
+    """Make the pool; it maps nothing yet.
+
+    `wanted_blocks` is what the engine was configured with, without the null block; None: as many
+    as the device has room for. There are `least_blocks` in any case. `engine` is its name for
+    people; `movable` as for `open_pool`, which says what is raised.
+    """
+    if settings.tiers:
+        say_once(
+            logging.WARNING,
+            f"KVELASTIC_TIERS does nothing under {engine} yet: what a cache gives up is computed"
+            " again. Unset it to be rid of this line.",
+        )
+    capacity_pages = max(device.capacity_bytes // layout.page_bytes, 1)
+    pages = capacity_pages
+    if wanted_blocks is not None:
+        pages = layout.pages_for_blocks(wanted_blocks + 1)
+        if pages > capacity_pages:
+            _log.warning(
+                "%s wants %s of KV cache, and %s has room for %d pages of %s."
+                " Requests that need more than that will wait until they are cancelled.",
+                engine,
+                format_size(pages * layout.page_bytes),
+                "KVELASTIC_HOST_MEMORY" if device.is_host else device.name,
+                capacity_pages,
+                format_size(layout.page_bytes),
+            )
+            pages = capacity_pages
+    pages = max(pages, layout.pages_for_blocks(least_blocks + 1))
+    blocks = pages * layout.blocks_per_page - 1
+    if wanted_blocks is not None:
+        blocks = min(blocks, wanted_blocks)
+    pool = open_pool(
+        settings,
+        layout,
+        pages,
+        num_blocks=blocks + 1,
+        block_tokens=block_tokens,
+        engine=engine,
+        model=model,
+        devices=[device],
+        memory=local_range(device, guard_pages=settings.guard_pages),
+        name=_name(settings),
+        movable=movable,
+    )
+    _own_names.add(pool.name)
+    _log.info(
+        "KV cache of %d blocks of %d tokens, in at most %d pages of %s with %d blocks each"
+        " (%.1f%% padding).",
+        blocks,
+        block_tokens,
+        pages,
+        format_size(layout.page_bytes),
+        layout.blocks_per_page,
+        100 * layout.padding_fraction,
+    )
+    return EnginePool(pool, layout, device, blocks)
+
+
+def device_for(settings: Config, engine: str, *, gpu: int | None, gpu_model: str = "") -> Device:
+    """Where the engine's model is: the host, or the GPU of that number in this process.
+
+    Raises `ConfigError` if KVELASTIC_DEVICE says something else, and what `device.resolve` raises.
+    """
+    on_gpu = gpu is not None
+    if settings.device != AUTO and settings.device.startswith("cuda") != on_gpu:
+        where = f"cuda:{gpu}" if on_gpu else "cpu"
+        raise ConfigError(
+            f"KVELASTIC_DEVICE={settings.device!r} does not fit a model of {engine} on {where}: set"
+            " it to auto, or leave it unset."
+        )
+    if not on_gpu:
+        return resolve("cpu", settings)
+    device = resolve(f"cuda:{gpu}", settings)
+    _log.info(
+        "The KV cache is on %s (%s).%s",
+        device.name,
+        gpu_model,
+        ""
+        if gpu_table.has_run(gpu_model)
+        else " No GPU of this model is in the table of docs/gpu.md yet: please report how it went.",
+    )
+    return device
+
+
+def _name(settings: Config) -> str | None:
+    """The name that is set, with a number for the second cache of this process; None: made up."""
+    if settings.ipc_name is None or settings.ipc_name not in _own_names:
+        return settings.ipc_name
+    numbered = (f"{settings.ipc_name}_{number}" for number in count(2))
+    return next(name for name in numbered if name not in _own_names)

@@ -1,0 +1,204 @@
+"""Wrappers for SGLang's scheduler, which runs the model in the same process and thread."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+from collections.abc import Callable
+from multiprocessing.util import Finalize
+from typing import TYPE_CHECKING, Any, Final
+
+from kvelastic.errors import KvelasticError
+from kvelastic.integration.sglang.refusals import ends_process, refuse_cache
+
+if TYPE_CHECKING:
+    from kvelastic.engine_pool import EnginePool
+    from kvelastic.integration.sglang.allocator import ElasticPagedAllocator
+
+_log = logging.getLogger("kvelastic.sglang")
+
+KV_CACHE_TAG: Final = "kv_cache"
+"""How SGLang calls the KV cache where a part of its memory is named."""
+_NAP_S: Final = 0.01
+"""How long the scheduler waits for memory before it looks at its requests again."""
+NO_ROOM_FOR_THE_LAST: Final = "Out of memory even after retracting all other requests"
+"""How SGLang's message begins for the last request that it aborts."""
+
+
+# --- the scheduler begins ----------------------------------------------------------------------
+
+
+def kv_pool_class(original: Callable[..., Any], platform: Any, *, kind: str) -> Any:
+    """The elastic pool for the kind of attention that is covered."""
+    if kind != "mha":
+        return original(platform, kind=kind)
+    from kvelastic.integration.sglang.kv_pool import ElasticMHATokenToKVPool
+
+    return ElasticMHATokenToKVPool
+
+
+def paged_allocator_class(original: Callable[..., Any], platform: Any) -> Any:
+    """The allocator whose pages come from that pool."""
+    from kvelastic.integration.sglang.allocator import ElasticPagedAllocator
+
+    return ElasticPagedAllocator
+
+
+def scheduler_init(original: Callable[..., None], scheduler: Any, *args: Any, **more: Any) -> None:
+    """Refuse a KV cache that is not ours; answer operators from here on."""
+    original(scheduler, *args, **more)
+    _begin(scheduler)
+
+
+@ends_process
+def _begin(scheduler: Any) -> None:
+    from kvelastic import config
+    from kvelastic.process_memory import anonymous_bytes
+
+    refuse_cache(scheduler)
+    elastic = _elastic(scheduler)
+    elastic.begin(config.load(), anonymous_bytes(os.getpid()))
+    elastic.pool.segment.record.set_engine_asleep(False)
+    # `atexit` does not run in a process that multiprocessing has made.
+    Finalize(elastic, elastic.close, exitpriority=10)
+
+
+# --- each round --------------------------------------------------------------------------------
+
+
+def ingest_requests(original: Callable[..., Any], scheduler: Any, *args: Any, **more: Any) -> Any:
+    """Once a round, busy, idle or paused: give up what is over the limit."""
+    requests = original(scheduler, *args, **more)
+    allocator = _allocator(scheduler)
+    if allocator.wakes_later:
+        _wake(scheduler, _NAP_S)
+    allocator.shrink(scheduler.tree_cache)
+    return requests
+
+
+def get_next_batch(
+    original: Callable[..., Any], scheduler: Any, running_batch: Any, last_batch: Any
+) -> Any:
+    """A session: what SGLang sees while it schedules it can take.
+
+    Where requests only wait for memory, its loop naps until some has come, instead of spinning.
+    """
+    blocks = _allocator(scheduler).blocks
+    seen = blocks.arrivals  # before it looks: what comes meanwhile is news
+    blocks.enter()
+    try:
+        plan = original(scheduler, running_batch=running_batch, last_batch=last_batch)
+    finally:
+        blocks.exit()
+    if plan.batch_to_run is None and last_batch is None and _waits(scheduler):
+        blocks.wait_for_arrival(seen, _NAP_S)
+    return plan
+
+
+def _waits(scheduler: Any) -> bool:
+    return bool(scheduler.waiting_queue) or scheduler.chunked_req is not None
+
+
+def retract_decode(original: Callable[..., Any], batch: Any) -> Any:
+    """The last request waits for memory, as the others do; stock would fail it with status 500."""
+    retracted, ratio, aborted = original(batch)
+    kept = []
+    for request in aborted:
+        reason = getattr(request.to_finish, "message", "")
+        if request.beam_group is None and reason.startswith(NO_ROOM_FOR_THE_LAST):
+            request.to_finish = None
+            retracted.append(request)
+        else:
+            kept.append(request)
+    return retracted, ratio, kept
+
+
+def says_no_room_for_the_last(retract: Any) -> bool:
+    """Whether SGLang's own `retract_decode` still has that message."""
+    code = getattr(retract, "__code__", None)
+    texts = code.co_consts if code is not None else ()
+    return any(isinstance(text, str) and text.startswith(NO_ROOM_FOR_THE_LAST) for text in texts)
+
+
+# --- what SGLang counts ------------------------------------------------------------------------
+
+
+def token_info(original: Callable[..., Any], observer: Any) -> Any:
+    """Figures of what there is under the present limit."""
+    stats = original(observer)
+    held = observer.token_to_kv_pool_allocator.used_size()
+    used = held - stats.full_evictable_size
+    reachable = held + stats.full_available_size
+    return dataclasses.replace(
+        stats,
+        full_num_used=used,
+        full_token_usage=used / reachable if reachable else 0.0,
+        full_capacity=reachable,
+    )
+
+
+def check_full_pool(
+    original: Callable[..., Any], checker: Any, stats: Any, *args: Any, **more: Any
+) -> Any:
+    """SGLang's leak check, against the pool: whatever is in use there must be accounted for here.
+
+    What a limit withholds, and what other instances hold, is available in this sum.
+    """
+    held = checker.token_to_kv_pool_allocator.used_size()
+    whole = dataclasses.replace(stats, full_available_size=checker.max_total_num_tokens - held)
+    return original(checker, whole, *args, **more)
+
+
+# --- sleep -------------------------------------------------------------------------------------
+
+
+def release_memory(original: Callable[..., Any], updater: Any, request: Any) -> Any:
+    """Give the KV cache's memory back, after SGLang has emptied it."""
+    answer = original(updater, request)
+    if KV_CACHE_TAG in (request.tags or [KV_CACHE_TAG]):
+        _allocator(updater.scheduler).wakes_later = False
+        elastic = _elastic(updater.scheduler)
+        elastic.pool.blocks.sleep()
+        elastic.pool.segment.record.set_engine_asleep(True)
+    return answer
+
+
+def resume_memory(original: Callable[..., Any], updater: Any, request: Any) -> Any:
+    """Hand out memory again.
+
+    SGLang has no answer for a failure. Where others have not given what is reserved, requests wait,
+    and each round tries again.
+    """
+    if KV_CACHE_TAG in (request.tags or [KV_CACHE_TAG]):
+        error = _wake(updater.scheduler, None)
+        if error is not None:
+            _log.error(
+                "The KV cache could not wake: %s Requests wait; it is tried again until it does.",
+                error,
+            )
+    return original(updater, request)
+
+
+def _wake(scheduler: Any, timeout_s: float | None) -> KvelasticError | None:
+    """Wake the pool; an error: it sleeps on, and is woken in a later round."""
+    allocator, elastic = _allocator(scheduler), _elastic(scheduler)
+    try:
+        elastic.pool.blocks.wake(timeout_s)
+    except KvelasticError as error:
+        allocator.wakes_later = True
+        return error
+    allocator.wakes_later = False
+    elastic.pool.blocks.ensure(1)
+    elastic.pool.segment.record.set_engine_asleep(False)
+    return None
+
+
+def _allocator(scheduler: Any) -> ElasticPagedAllocator:
+    allocator: ElasticPagedAllocator = scheduler.token_to_kv_pool_allocator
+    return allocator
+
+
+def _elastic(scheduler: Any) -> EnginePool:
+    elastic: EnginePool = _allocator(scheduler).get_kvcache().elastic
+    return elastic

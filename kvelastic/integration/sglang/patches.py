@@ -1,0 +1,241 @@
+"""What kvelastic hooks into SGLang, and what must hold there.
+
+SGLang has hooks of its own (`HookRegistry`), but logs and forgets what fails in them. So functions
+are wrapped as everywhere else here: after every function that a wrapper replaces, calls or relies
+on was probed.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Final, TypeAlias
+
+from kvelastic.hooks import table
+from kvelastic.hooks.probe import Probe
+from kvelastic.hooks.table import Hook
+from kvelastic.integration.sglang import in_arguments, in_scheduler
+from kvelastic.integration.sglang.refusals import COVERED, ends_process
+from kvelastic.integration.sglang.versions import installed_version
+
+_PAGE: Final = "docs/sglang.md"
+_Look: TypeAlias = Callable[[Probe], None]
+
+ARGUMENTS: Final = "sglang.srt.server_args"
+"""Every process: the arguments."""
+PLATFORM: Final = "sglang.srt.platforms.interface"
+"""Every process: which classes a KV cache is made of."""
+SCHEDULER: Final = "sglang.srt.managers.scheduler"
+"""The scheduler's process; others import it to start that."""
+
+_ARGUMENTS: Final = f"{ARGUMENTS}:ServerArgs"
+_PLATFORM: Final = f"{PLATFORM}:SRTPlatform"
+_SCHEDULER: Final = f"{SCHEDULER}:Scheduler"
+_BATCH: Final = "sglang.srt.managers.schedule_batch:ScheduleBatch"
+_PARTS: Final = "sglang.srt.managers.scheduler_components"
+_OBSERVER: Final = f"{_PARTS}.pool_stats_observer:SchedulerPoolStatsObserver"
+_CHECKER: Final = f"{_PARTS}.invariant_checker:SchedulerInvariantChecker"
+_UPDATER: Final = f"{_PARTS}.weight_updater:SchedulerWeightUpdaterManager"
+_POOL: Final = "sglang.srt.mem_cache.memory_pool:MHATokenToKVPool"
+_ALLOCATOR: Final = "sglang.srt.mem_cache.allocator.paged:PagedTokenToKVPoolAllocator"
+_BASE: Final = "sglang.srt.mem_cache.allocator.base:BaseTokenToKVPoolAllocator"
+_ADDER: Final = "sglang.srt.managers.schedule_policy:PrefillAdder"
+_BUDGET: Final = "sglang.srt.mem_cache.prefill_budget:PrefillBudget"
+
+HOOKS: Final = (
+    Hook(
+        ARGUMENTS,
+        f"{_ARGUMENTS}.resolve_once",
+        in_arguments.resolve_once,
+        "a page size, and refuse what is not covered",
+    ),
+    Hook(
+        PLATFORM,
+        f"{_PLATFORM}.get_kv_pool_cls",
+        in_scheduler.kv_pool_class,
+        "make the KV cache over elastic memory",
+    ),
+    Hook(
+        PLATFORM,
+        f"{_PLATFORM}.get_paged_allocator_cls",
+        in_scheduler.paged_allocator_class,
+        "take pages from the elastic pool",
+    ),
+    Hook(
+        SCHEDULER,
+        f"{_SCHEDULER}.__init__",
+        in_scheduler.scheduler_init,
+        "refuse other KV caches, and answer operators",
+    ),
+    Hook(
+        SCHEDULER,
+        f"{_SCHEDULER}.ingest_requests",
+        in_scheduler.ingest_requests,
+        "the radix cache gives up what is over the limit",
+    ),
+    Hook(
+        SCHEDULER,
+        f"{_SCHEDULER}.get_next_batch_to_run",
+        in_scheduler.get_next_batch,
+        "a session to schedule in",
+    ),
+    Hook(
+        SCHEDULER,
+        f"{_BATCH}.retract_decode",
+        in_scheduler.retract_decode,
+        "the last request waits for memory too",
+    ),
+    Hook(
+        SCHEDULER,
+        f"{_OBSERVER}._get_token_info",
+        in_scheduler.token_info,
+        "figures of the present limit",
+    ),
+    Hook(
+        SCHEDULER,
+        f"{_CHECKER}._check_full_pool",
+        in_scheduler.check_full_pool,
+        "look for leaks in the elastic pool",
+    ),
+    Hook(
+        SCHEDULER,
+        f"{_UPDATER}.release_memory_occupation",
+        in_scheduler.release_memory,
+        "give the KV cache back",
+    ),
+    Hook(
+        SCHEDULER,
+        f"{_UPDATER}.resume_memory_occupation",
+        in_scheduler.resume_memory,
+        "wake the KV cache first",
+    ),
+)
+"""Everything that is wrapped."""
+
+
+def hooks_for(series: str | None) -> tuple[Hook, ...]:
+    """What is wrapped in SGLang of that series."""
+    return HOOKS
+
+
+def arm(series: str) -> None:
+    """Patch each module when SGLang imports it; again does nothing.
+
+    Where it is imported already that is now, with `UnsupportedEngineError` if it is built
+    differently.
+    """
+    engine = f"SGLang {installed_version()}"
+    probes = {ARGUMENTS: _probe_arguments, PLATFORM: _probe_platform, SCHEDULER: _probe_scheduler}
+    table.arm(
+        engine,
+        hooks_for(series),
+        {
+            room: ends_process(functools.partial(_probe, engine, probe))
+            for room, probe in probes.items()
+        },
+    )
+
+
+def _probe(engine: str, look: _Look) -> None:
+    probe = Probe(engine, page=_PAGE)
+    look(probe)
+    probe.refuse_if_broken()
+
+
+def _probe_arguments(probe: Probe) -> None:
+    probe.parameters(f"{_ARGUMENTS}.resolve_once", ("self",))
+    probe.mentions(f"{_ARGUMENTS}.resolve_once", ("_resolution_finished",))
+    for field in ("page_size", *(each.field for each in COVERED)):
+        probe.get(f"{_ARGUMENTS}.{field}")
+    probe.parameters("sglang.srt.arg_groups.overrides:resolving_view", ("server_args",))
+
+
+def _probe_platform(probe: Probe) -> None:
+    probe.parameters(f"{_PLATFORM}.get_kv_pool_cls", ("self", "kind"))
+    probe.parameters(f"{_PLATFORM}.get_paged_allocator_cls", ("self",))
+
+
+def _probe_scheduler(probe: Probe) -> None:
+    probe.parameters(f"{_SCHEDULER}.ingest_requests", ("self",))
+    for loop in ("event_loop_normal", "event_loop_overlap"):
+        probe.mentions(f"{_SCHEDULER}.{loop}", ("ingest_requests", "get_next_batch_to_run"))
+    probe.parameters(f"{_SCHEDULER}.get_next_batch_to_run", ("self", "running_batch", "last_batch"))
+    probe.mentions(
+        f"{_SCHEDULER}.flush_cache", ("tree_cache", "token_to_kv_pool_allocator", "clear")
+    )
+    probe.mentions(f"{_SCHEDULER}.update_running_batch", ("retract_decode", "send_abort_output"))
+    probe.parameters(f"{_BATCH}.retract_decode", ("self",))
+    probe.mentions(f"{_BATCH}.retract_decode", ("check_decode_mem", "to_finish", "release_req"))
+    retract = probe.get(f"{_BATCH}.retract_decode")
+    probe.holds(
+        f"{_BATCH}.retract_decode",
+        in_scheduler.says_no_room_for_the_last(retract),
+        f"a message that begins {in_scheduler.NO_ROOM_FOR_THE_LAST!r}",
+        "none",
+    )
+    probe.mentions(f"{_BATCH}.check_decode_mem", ("check_decode_capacity",))
+    probe.parameters(f"{_OBSERVER}._get_token_info", ("self",))
+    probe.parameters(f"{_CHECKER}._check_full_pool", ("self", "ps", "uncached"))
+    probe.mentions(f"{_CHECKER}._check_full_pool", ("max_total_num_tokens", "full_available_size"))
+    probe.parameters(f"{_UPDATER}.release_memory_occupation", ("self", "recv_req"))
+    probe.mentions(f"{_UPDATER}.release_memory_occupation", ("flush_cache",))
+    probe.parameters(f"{_UPDATER}.resume_memory_occupation", ("self", "recv_req"))
+    tag = probe.get("sglang.srt.constants:GPU_MEMORY_TYPE_KV_CACHE")
+    probe.holds("GPU_MEMORY_TYPE_KV_CACHE", tag == in_scheduler.KV_CACHE_TAG, "'kv_cache'", tag)
+    _probe_pool(probe)
+
+
+def _probe_pool(probe: Probe) -> None:
+    probe.mentions(
+        f"{_POOL}._create_buffers",
+        ("_create_buffers_normal", "_build_kv_buffer_descs", "is_quantized_kv_cache"),
+    )
+    probe.mentions(f"{_POOL}._build_kv_buffer_descs", ("size", "page_size", "k_buffer"))
+    # What uses the list of free pages is replaced, or is handed just the pages that it takes.
+    probe.users(
+        _ALLOCATOR,
+        "free_pages",
+        (
+            "available_size",
+            "get_all_free_pages",
+            "merge_and_sort_free",
+            "alloc",
+            "alloc_extend",
+            "alloc_decode",
+            "_release_page_ids",
+            "clear",
+        ),
+    )
+    probe.users(
+        _BASE,
+        "free_pages",
+        ("__init__", "available_size", "get_all_free_pages", "merge_and_sort_free"),
+    )
+    probe.parameters(
+        f"{_ALLOCATOR}.alloc_extend",
+        (
+            "self",
+            "prefix_lens",
+            "prefix_lens_cpu",
+            "seq_lens",
+            "seq_lens_cpu",
+            "last_loc",
+            "extend_num_tokens",
+            "num_new_pages",
+        ),
+    )
+    probe.parameters(f"{_ALLOCATOR}.alloc_decode", ("self", "seq_lens", "seq_lens_cpu", "last_loc"))
+    probe.parameters(f"{_BASE}.evict_to_free_tokens", ("self", "tree_cache", "num_tokens"))
+    probe.parameters(
+        f"{_BASE}.check_decode_capacity",
+        ("self", "num_tokens", "tree_cache", "requests", "spec_algorithm"),
+    )
+    probe.parameters(
+        f"{_BASE}.create_prefill_budget", ("self", "tree_cache", "num_mixed_decode_tokens")
+    )
+    probe.users(_BUDGET, "_available_and_evictable", ("remaining_total", "remaining_current"))
+    probe.mentions(f"{_BUDGET}.reserve", ("current_offset", "total_offset"))
+    probe.mentions(
+        "sglang.srt.managers.schedule_policy:PrefillAdder.add_chunked_req",
+        ("available_chunk_tokens",),
+    )

@@ -1,0 +1,150 @@
+"""What the SGLang integration refuses, when, and how the processes end."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import needs
+import pytest
+from sglang_server import command_of, sglang_environment
+
+from kvelastic.errors import UnsupportedEngineError
+from kvelastic.integration.sglang.refusals import COVERED, ends_process, refuse_arguments
+
+pytestmark = [needs.sglang, pytest.mark.timeout(600)]
+
+PROGRAMS = Path(__file__).parents[1] / "programs"
+DEADLINE_S = 300.0
+
+
+def covered(**changed: object) -> SimpleNamespace:
+    values = {each.field: each.values[0] for each in COVERED}
+    return SimpleNamespace(**{**values, "page_size": 32, **changed})
+
+
+def test_every_argument_that_is_not_covered_is_named() -> None:
+    refuse_arguments(covered())
+    with pytest.raises(UnsupportedEngineError, match="Unset ENABLE_KVELASTIC") as refused:
+        refuse_arguments(covered(**{each.field: "something else" for each in COVERED}))
+    for each in COVERED:
+        assert f"  - {each.field}='something else': {each.why}" in str(refused.value)
+    with pytest.raises(UnsupportedEngineError, match="Give --page-size 16 or 32"):
+        refuse_arguments(covered(page_size=1))
+
+
+def test_an_error_ends_the_process_whatever_it_is() -> None:
+    """SGLang logs an exception of a plugin, and goes on without it."""
+
+    @ends_process
+    def fail(error: Exception) -> None:
+        raise error
+
+    with pytest.raises(SystemExit, match=r"^kvelastic: of kvelastic's$"):
+        fail(UnsupportedEngineError("of kvelastic's"))
+    with pytest.raises(SystemExit, match=r"kvelastic could not be loaded .*: ValueError: other\."):
+        fail(ValueError("other"))
+
+
+def test_sglang_built_differently_is_refused_with_what_was_found() -> None:
+    changes = {
+        "pass": "",
+        "del batch.ScheduleBatch.check_decode_mem": "check_decode_mem: expected to exist",
+        "paged.PagedTokenToKVPoolAllocator.more = lambda self: self.free_pages": (
+            "expected 'free_pages' to be used by"
+        ),
+        "batch.ScheduleBatch.retract_decode = lambda self: None": (
+            "expected a message that begins 'Out of memory even after retracting"
+        ),
+        "platform.SRTPlatform.get_kv_pool_cls = lambda self: None": (
+            "expected parameters ('self', 'kind')"
+        ),
+        "del arguments.ServerArgs.enable_lmcache": "enable_lmcache: expected to exist",
+        "scheduler.Scheduler.event_loop_overlap = lambda self: None": (
+            "expected it to use ['get_next_batch_to_run', 'ingest_requests']"
+        ),
+    }
+    done = subprocess.run(
+        [needs.SGLANG_PYTHON, PROGRAMS / "changed_engine.py", "sglang"],
+        input=json.dumps(list(changes)),
+        env=sglang_environment(ENABLE_KVELASTIC="true", KVELASTIC_STRICT="false"),
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+    )
+    assert done.returncode == 0, done.stderr
+    (unchanged, told), *refused = json.loads(done.stdout.splitlines()[-1])
+    assert unchanged == 0, told
+    for (change, found), (status, text) in zip(list(changes.items())[1:], refused, strict=True):
+        assert status != 0, change
+        assert "SystemExit: kvelastic: " in text, change
+        assert found in text, change
+        assert "docs/sglang.md" in text, change
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tiny_model_for_sglang")
+    subprocess.run([sys.executable, PROGRAMS / "tiny_model.py", folder], check=True)
+    return folder
+
+
+def test_a_refused_server_ends_with_status_1_and_says_why(model: Path) -> None:
+    done = subprocess.run(
+        command_of(model, 1, ["--tp-size", "2", "--enable-mixed-chunk"]),
+        env=sglang_environment(ENABLE_KVELASTIC="true"),
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+    )
+    assert done.returncode == 1, done.stderr
+    assert "kvelastic does not cover what this SGLang was started with" in done.stderr
+    assert "tp_size=2: each rank schedules for itself" in done.stderr
+    assert "enable_mixed_chunk=True" in done.stderr
+    assert "load weight" not in done.stderr.lower()
+
+
+def test_a_kv_cache_of_another_kind_is_refused() -> None:
+    """SGLang knows only after it has loaded a model which kind of cache that needs."""
+    program = """
+from types import SimpleNamespace as Made
+from kvelastic.integration.sglang.refusals import refuse_cache
+from kvelastic.integration.sglang.kv_pool import ElasticMHATokenToKVPool
+from kvelastic.integration.sglang.allocator import ElasticPagedAllocator
+from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
+from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
+
+def look(cache, allocator=ElasticPagedAllocator, swa=False, ssm=False):
+    made = allocator.__new__(allocator)
+    made._kvcache = cache.__new__(cache)
+    try:
+        refuse_cache(Made(is_hybrid_swa=swa, is_hybrid_ssm=ssm, token_to_kv_pool_allocator=made))
+    except Exception as error:
+        print(str(error).splitlines()[1])
+    else:
+        print("covered")
+
+ours = ElasticMHATokenToKVPool
+look(ours)
+look(MLATokenToKVPool)
+look(ours, PagedTokenToKVPoolAllocator)
+look(ours, swa=True)
+look(ours, ssm=True)
+"""
+    done = subprocess.run(
+        [needs.SGLANG_PYTHON, "-c", program],
+        env=sglang_environment(),
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+    )
+    assert done.returncode == 0, done.stderr
+    ours, mla, allocator, windows, states = done.stdout.splitlines()[-5:]
+    assert ours == "covered"
+    assert "a KV cache of the kind MLATokenToKVPool" in mla
+    assert "whose pages come from PagedTokenToKVPoolAllocator" in allocator
+    assert "a model with sliding windows" in windows
+    assert "a model with recurrent states" in states

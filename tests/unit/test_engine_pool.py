@@ -1,0 +1,128 @@
+"""The pool of an engine that schedules and computes in one process: a toy, and SGLang's wake."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack
+from types import SimpleNamespace
+
+import pytest
+
+from kvelastic import _vmm, config, segment
+from kvelastic.device import Device
+from kvelastic.engine_pool import EnginePool, device_for, open_engine_pool
+from kvelastic.errors import ConfigError, ReserveError
+from kvelastic.integration.sglang import in_scheduler
+from kvelastic.layout import PageLayout
+from kvelastic.sizes import MIB_BYTES
+
+PAGE_BYTES = 2 * MIB_BYTES
+LAYOUT = PageLayout.solve(64 << 10, 4)
+"""Eight blocks of 256 KiB in a page."""
+
+
+class Toy:
+    """What an engine has to do: a device, a layout, and a pool that begins once it has loaded."""
+
+    def __init__(
+        self, stack: ExitStack, wanted_blocks: int | None = 100, device: Device | None = None
+    ) -> None:
+        self.settings = config.load()
+        device = device or device_for(self.settings, "Toy", gpu=None)
+        self.cache: EnginePool = open_engine_pool(
+            self.settings,
+            device,
+            LAYOUT,
+            block_tokens=16,
+            wanted_blocks=wanted_blocks,
+            engine="Toy",
+            model="bear",
+        )
+        stack.callback(self.cache.close)
+
+    def begin(self, held_besides_bytes: int = 0) -> Toy:
+        self.cache.begin(self.settings, held_besides_bytes)
+        return self
+
+
+@pytest.fixture
+def stack(monkeypatch: pytest.MonkeyPatch) -> Iterator[ExitStack]:
+    monkeypatch.setenv("KVELASTIC_HOST_MEMORY", "32M")
+    monkeypatch.setenv("KVELASTIC_IPC_NAME", f"kvtoy_{os.getpid()}")
+    with ExitStack() as stack:
+        yield stack
+
+
+def test_a_toy_engine_is_seen_limited_and_closed(stack: ExitStack) -> None:
+    toy = Toy(stack)
+    name = toy.cache.pool.name
+    assert toy.cache.pool.blocks.mapped_bytes == 0
+    toy.begin()
+    seen = segment.inspect(name)
+    assert (seen.header["engine"], seen.header["model"]) == ("Toy", "bear")
+    assert seen.usage["mapped_bytes"] == PAGE_BYTES
+    ids = toy.cache.pool.blocks.alloc(20)
+    assert ids is not None
+    assert segment.inspect(name).usage["mapped_bytes"] >= 3 * PAGE_BYTES
+    toy.cache.pool.blocks.free(ids)
+    assert segment.request(name, limit_bytes=PAGE_BYTES, wait_s=10).state == "applied"
+    toy.cache.close()
+    assert name not in {info.name for info in segment.list_segments()}
+
+
+def test_a_second_cache_of_the_process_has_a_number(stack: ExitStack) -> None:
+    first, second = Toy(stack).begin(), Toy(stack).begin(8 * MIB_BYTES)
+    assert second.cache.pool.name == f"{first.cache.pool.name}_2"
+    (ledger,) = second.cache.pool.ledgers
+    assert ledger.member.reserve_bytes == 0, "weights are the process's: the first has said them"
+
+
+def test_there_are_as_many_blocks_as_were_asked_for_and_fit(
+    stack: ExitStack, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert Toy(stack, wanted_blocks=100).cache.capacity_blocks == 100
+    assert "Toy wants" not in caplog.text
+    assert Toy(stack, wanted_blocks=None).cache.capacity_blocks == 16 * 8 - 1
+    assert Toy(stack, wanted_blocks=500).cache.capacity_blocks == 16 * 8 - 1
+    assert "Toy wants 126.00 MiB of KV cache, and KVELASTIC_HOST_MEMORY has room" in caplog.text
+
+
+def test_a_device_that_does_not_fit_is_refused(
+    stack: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVELASTIC_DEVICE", "cuda:0")
+    with pytest.raises(ConfigError, match="does not fit a model of Toy on cpu"):
+        Toy(stack)
+
+
+def test_sglang_resumes_later_where_its_reserve_is_not_to_be_had(
+    stack: ExitStack, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its answer cannot say that it failed, and an error would end its scheduler."""
+    device = Device(f"toys-{os.getpid()}", 32 * MIB_BYTES, _vmm.HostDriver)
+    toy = Toy(stack, device=device).begin(8 * MIB_BYTES)
+    allocator = SimpleNamespace(
+        blocks=toy.cache.pool.blocks,
+        wakes_later=False,
+        shrink=lambda tree: None,
+        get_kvcache=lambda: SimpleNamespace(elastic=toy.cache),
+    )
+    scheduler = SimpleNamespace(token_to_kv_pool_allocator=allocator, tree_cache=None)
+    updater, request = SimpleNamespace(scheduler=scheduler), SimpleNamespace(tags=None)
+    in_scheduler.release_memory(lambda *_: None, updater, request)
+    assert toy.cache.pool.blocks.is_asleep
+    other = Toy(stack, device=device).begin()
+    ids = other.cache.pool.blocks.alloc(100)
+    assert ids is not None
+    with pytest.raises(ReserveError):
+        toy.cache.pool.blocks.wake(0.01)
+    in_scheduler.resume_memory(lambda *_: None, updater, request)
+    assert toy.cache.pool.blocks.is_asleep
+    assert "The KV cache could not wake" in caplog.text
+    in_scheduler.ingest_requests(lambda *_: None, scheduler)
+    assert toy.cache.pool.blocks.is_asleep
+    other.cache.pool.blocks.free(ids)
+    other.cache.close()
+    in_scheduler.ingest_requests(lambda *_: None, scheduler)
+    assert not toy.cache.pool.blocks.is_asleep
