@@ -1,4 +1,4 @@
-"""`scripts/bench transfer`: copies between processes, beside memcpy and what the system does alone."""
+"""`scripts/bench transfer`: copies between processes, beside memcpy and the system's own calls."""
 
 from __future__ import annotations
 
@@ -101,9 +101,7 @@ def pulls(kind: str, link: Link, base: int, name: str, size: int) -> list[Figure
     ]
 
 
-def bare_reads(
-    pid: int, sources: Sequence[Piece], targets: Sequence[Piece]
-) -> Callable[[], float]:
+def bare_reads(pid: int, sources: Sequence[Piece], targets: Sequence[Piece]) -> Callable[[], float]:
     """The system call alone, on the same pieces, 8 MiB a call: what no reader can do without."""
 
     class Vector(ctypes.Structure):
