@@ -113,10 +113,7 @@ def decide(
         coming = standings[want.name].model
         present = [_spared(model, want) for model in kept.values()]
         leavers = room.leavers(coming, present)
-        if leavers is None:
-            decision.refused[want.name] = room.explain(coming, present)
-            continue
-        if leavers and not want.may_displace:
+        if leavers is None or (leavers and not want.may_displace):
             decision.refused[want.name] = room.explain(coming, present)
             continue
         for model in leavers:
