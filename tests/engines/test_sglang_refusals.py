@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +9,7 @@ from types import SimpleNamespace
 
 import needs
 import pytest
+from changed_engine import outcomes_of
 from sglang_server import command_of, sglang_environment
 
 from kvelastic.errors import UnsupportedEngineError
@@ -51,7 +51,6 @@ def test_an_error_ends_the_process_whatever_it_is() -> None:
 
 def test_sglang_built_differently_is_refused_with_what_was_found() -> None:
     changes = {
-        "pass": "",
         "del batch.ScheduleBatch.check_decode_mem": "check_decode_mem: expected to exist",
         "paged.PagedTokenToKVPoolAllocator.more = lambda self: self.free_pages": (
             "expected 'free_pages' to be used by"
@@ -67,18 +66,13 @@ def test_sglang_built_differently_is_refused_with_what_was_found() -> None:
             "expected it to use ['get_next_batch_to_run', 'ingest_requests']"
         ),
     }
-    done = subprocess.run(
-        [needs.SGLANG_PYTHON, PROGRAMS / "changed_engine.py", "sglang"],
-        input=json.dumps(list(changes)),
-        env=sglang_environment(ENABLE_KVELASTIC="true", KVELASTIC_STRICT="false"),
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE_S,
+    outcomes = outcomes_of(
+        changes,
+        sglang_environment(ENABLE_KVELASTIC="true", KVELASTIC_STRICT="false"),
+        "sglang",
+        python=needs.SGLANG_PYTHON,
     )
-    assert done.returncode == 0, done.stderr
-    (unchanged, told), *refused = json.loads(done.stdout.splitlines()[-1])
-    assert unchanged == 0, told
-    for (change, found), (status, text) in zip(list(changes.items())[1:], refused, strict=True):
+    for (change, found), (status, text) in zip(changes.items(), outcomes, strict=True):
         assert status != 0, change
         assert "SystemExit: kvelastic: " in text, change
         assert found in text, change

@@ -5,6 +5,9 @@
 continuous batching, or of a scheduler, that are imported already.
 Reads a JSON list of statements, each run in a fork of this process, and answers with a list of
 [exit status, stderr] in their order. What all of them need is imported once.
+As a module, for tests:
+
+    for status, text in outcomes_of(["del block_pool.BlockPool"], environment, "vllm", MODULE): ...
 """
 
 from __future__ import annotations
@@ -12,9 +15,14 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import subprocess
 import sys
 import tempfile
 import traceback
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+DEADLINE_S = 300.0
 
 # What the statements may name.
 NAMES = {
@@ -39,6 +47,28 @@ NAMES = {
         "scheduler": "sglang.srt.managers.scheduler",
     },
 }
+
+
+def outcomes_of(
+    changes: Iterable[str],
+    environment: Mapping[str, str],
+    engine: str,
+    *modules: str,
+    python: str | Path = sys.executable,
+) -> list[tuple[int, str]]:
+    """Run the program with `python`; what came of each change. Without one the engine loads."""
+    done = subprocess.run(
+        [python, __file__, engine, *modules],
+        input=json.dumps(["pass", *changes]),
+        env=dict(environment),
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+    )
+    assert done.returncode == 0, done.stderr
+    (unchanged, told), *changed = json.loads(done.stdout.splitlines()[-1])
+    assert unchanged == 0, told
+    return [(status, text) for status, text in changed]
 
 
 def import_changed(change: str, engine: str, modules: list[str]) -> int:

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import needs
 import psutil
 from killed_engines import LeftBehind
-from vllm_server import free_port
+from vllm_server import free_port, own_environment
 
 START_DEADLINE_S = 420.0
 """40 s where the machine has what SGLang imports in memory; minutes where it has to read it."""
@@ -40,12 +40,6 @@ class Answer(NamedTuple):
 
 def sglang_environment(**extra: str) -> dict[str, str]:
     """The tests' own environment without kvelastic's variables, and what SGLang needs here."""
-    kept = {
-        name: value
-        for name, value in os.environ.items()
-        if name == "KVELASTIC_LEDGER"  # the run's own
-        or not name.startswith(("KVELASTIC_", "KVCACHED_", "ENABLE_KV"))
-    }
     here = {
         "HF_HUB_OFFLINE": "1",
         "SGLANG_USE_CPU_ENGINE": "1",
@@ -53,7 +47,7 @@ def sglang_environment(**extra: str) -> dict[str, str]:
         # A leak is looked for after every step, and not only while it idles; it ends the server.
         "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1",
     }
-    return {**kept, **here, **extra}
+    return {**own_environment(), **here, **extra}
 
 
 def command_of(model: Path, port: int, arguments: Sequence[str] = ()) -> list[str]:

@@ -56,16 +56,20 @@ def make_requests(count: int, seed: int, *, shortest: int = 8, longest: int = 30
     return requests
 
 
-def engine_environment(**extra: str) -> dict[str, str]:
-    """The tests' own environment without kvelastic's variables, and what vLLM needs offline."""
-    kept = {
+def own_environment() -> dict[str, str]:
+    """The tests' own environment without kvelastic's variables."""
+    return {
         name: value
         for name, value in os.environ.items()
         if name == "KVELASTIC_LEDGER"  # the run's own
         or not name.startswith(("KVELASTIC_", "KVCACHED_", "ENABLE_KV"))
     }
+
+
+def engine_environment(**extra: str) -> dict[str, str]:
+    """The same, and what vLLM needs offline."""
     offline = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_CI_ENV": "1"}
-    return {**kept, **offline, **extra}
+    return {**own_environment(), **offline, **extra}
 
 
 class VllmServer:
