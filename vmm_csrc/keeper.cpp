@@ -123,6 +123,7 @@ void Keeper::go_round() {
     answer(pool_->limit_state(), {});
   }
   (void)pool_->provision();  // out of memory: demand will say so when it comes
+  pursuing_ = pursuing_ || pool_->is_provision_due();
   decay();
   (void)record_->wait_bell(seen, sleep_ns(!read));
 }

@@ -52,6 +52,8 @@ class KeeperCalls {
 
   /// Whether the keeper was called to provision since it last took that up; it does so now.
   bool take_provision() { return std::exchange(provision_, false); }
+  /// Whether it was called to provision and has not taken that up yet.
+  bool is_called_to_provision() const { return provision_; }
   /// Whether the keeper's decay timer runs.
   bool is_decay_armed() const { return decay_; }
   bool arm_decay(bool armed) { return decay_ = armed; }

@@ -274,8 +274,10 @@ class Pool {
   /// Unmaps at most `most` parked pages; answers how many. Waits for the session; blocks.
   Result<std::uint64_t> trim(std::uint64_t most = ~std::uint64_t{0});
   /// Maps parked pages ahead of demand up to the mark, if allocs have called for that since the
-  /// last time; answers how many. Blocks.
+  /// last time; answers how many. While blocks are loaded it leaves that for later. Blocks.
   Result<std::uint64_t> provision();
+  /// Whether it has left something for later: call it again soon.
+  bool is_provision_due() const;
   /// Moves cached blocks off the page that has the fewest, if other pages have holes for all of
   /// them; answers how many have moved. Nothing is lost. Only a movable pool does. Waits for the
   /// session; blocks. Fails as a copy of the backing does.
@@ -340,6 +342,7 @@ class Pool {
   Accounting accounting_;
   Starvation starvation_;
   Provisioning provisioning_;
+  LoadsFirst loads_;
   KeeperCalls calls_;
   Figures figures_;
   PoolPages pages_;

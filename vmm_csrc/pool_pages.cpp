@@ -59,7 +59,8 @@ void PoolPages::note_if_final(const Status& answered) {
   figures_.arrivals.note();  // whoever waits for blocks is to hear of it from the next alloc
 }
 
-Result<std::uint64_t> PoolPages::grow(Lock& lock, std::uint64_t pages) {
+Result<std::uint64_t> PoolPages::grow(Lock& lock, std::uint64_t pages,
+                                      const std::function<bool()>& interrupted) {
   const std::uint64_t largest = batch_pages();
   std::uint64_t grown = 0;
   for (std::uint64_t batch = pages_of(kFirstBatchBytes);
@@ -71,7 +72,7 @@ Result<std::uint64_t> PoolPages::grow(Lock& lock, std::uint64_t pages) {
       break;
     }
     grown += *got;
-    if (*got < next) break;
+    if (*got < next || (interrupted && interrupted())) break;
   }
   return grown;
 }

@@ -13,6 +13,7 @@
 
 #include <condition_variable>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <span>
@@ -55,8 +56,10 @@ class PoolPages {
   /// Maps at most `pages` pages, as many as all ledgers grant and the limit has room for; answers
   /// how many. In batches, so that who waits for some of them need not wait for all: zeroing a GiB
   /// takes a tenth of a second. A failure after the first batch leaves what is mapped, and comes up
-  /// again.
-  Result<std::uint64_t> grow(Lock& lock, std::uint64_t pages);
+  /// again. `interrupted` is asked before each batch but the first whether to leave it at that; it
+  /// is called with the lock held.
+  Result<std::uint64_t> grow(Lock& lock, std::uint64_t pages,
+                             const std::function<bool()>& interrupted = {});
   /// Maps these very pages, all or none: false where the ledgers do not grant all of them. Pre:
   /// they are unmapped, and the limit has room for them.
   Result<bool> grow_run(Lock& lock, std::vector<PageIndex> pages);

@@ -165,7 +165,15 @@ Status Pool::copy_records(std::span<const BlockSlot> blocks,
                                                std::to_string(staging->slots())};
     }
   }
-  return pages_.copy_records(blocks, staging, to);
+  if (to == CopyTo::kHost) return pages_.copy_records(blocks, staging, to);
+  const auto note = [this](void (LoadsFirst::*happens)(LoadsFirst::Time)) {
+    const Lock lock(mutex_);
+    (loads_.*happens)(std::chrono::steady_clock::now());
+  };
+  note(&LoadsFirst::begin);
+  Status copied = pages_.copy_records(blocks, staging, to);
+  note(&LoadsFirst::end);
+  return copied;
 }
 
 }  // namespace kvelastic

@@ -109,12 +109,24 @@ bool Pool::see_devices() {
 
 Result<std::uint64_t> Pool::provision() {
   Lock lock(mutex_);
-  if (!calls_.take_provision()) return std::uint64_t{0};
-  const std::uint64_t pages = std::min(
-      provisioning_.take_wanted(accounting_.blocks().parked_pages()), accounting_.mappable_pages());
+  const auto loads_go_first = [this] { return loads_.go_first(std::chrono::steady_clock::now()); };
+  if (loads_go_first() || !calls_.take_provision()) return std::uint64_t{0};
+  const Blocks& blocks = accounting_.blocks();
+  const std::uint64_t pages =
+      std::min(provisioning_.take_wanted(blocks.parked_pages()), accounting_.mappable_pages());
   if (pages == 0) return std::uint64_t{0};
   counters_.add(Counter::kProvisionRuns);
-  return pages_.grow(lock, pages);
+  Result<std::uint64_t> grown = pages_.grow(lock, pages, loads_go_first);
+  if (grown && *grown < pages && loads_go_first()) {
+    provisioning_.put_back(pages - *grown, blocks.parked_pages());
+    figures_.update();  // the keeper is called again
+  }
+  return grown;
+}
+
+bool Pool::is_provision_due() const {
+  const Lock lock(mutex_);
+  return calls_.is_called_to_provision();
 }
 
 Result<std::uint64_t> Pool::compact() {

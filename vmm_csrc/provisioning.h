@@ -3,6 +3,7 @@
 #pragma once
 
 #include <algorithm>
+#include <chrono>
 #include <cstdint>
 #include <utility>
 
@@ -28,6 +29,10 @@ class Provisioning {
     const std::uint64_t mark = std::clamp(std::exchange(demand_pages_, 0), min_pages_, max_pages_);
     return mark > parked_pages ? mark - parked_pages : 0;
   }
+  /// So many of them were not mapped, and are wanted still.
+  void put_back(std::uint64_t pages, std::uint64_t parked_pages) {
+    demand_pages_ = std::max(demand_pages_, pages + parked_pages);
+  }
   /// Parked pages that no alloc has needed since the last call.
   std::uint64_t take_idle(std::uint64_t parked_pages) {
     return std::exchange(fewest_parked_, parked_pages);
@@ -39,6 +44,35 @@ class Provisioning {
   const bool enabled_;
   std::uint64_t demand_pages_ = 0;   // parked pages that allocs took since take_wanted()
   std::uint64_t fewest_parked_ = 0;  // since take_idle()
+};
+
+/// Loads go before pages that nobody waits for yet: a worker carries out one command after another,
+/// and zeroing a page takes as long as loading many blocks. Pure; its owner holds the lock.
+class LoadsFirst {
+ public:
+  using Time = std::chrono::steady_clock::time_point;
+  /// The copies of one prompt come one after another: so long after one of them there may be more.
+  static constexpr std::chrono::milliseconds kMore{20};
+  /// Where loads never pause, pages wait no longer for them.
+  static constexpr std::chrono::seconds kLongest{1};
+
+  void begin(Time now) {
+    if (!is_busy(now)) since_ = now;
+    ++under_way_;
+  }
+  void end(Time now) {
+    --under_way_;
+    ended_ = now;
+  }
+  /// Whether pages ahead of demand are to wait.
+  bool go_first(Time now) const { return is_busy(now) && now < since_ + kLongest; }
+
+ private:
+  bool is_busy(Time now) const { return under_way_ > 0 || now < ended_ + kMore; }
+
+  unsigned under_way_ = 0;  // copies
+  Time since_;              // when the first of those began that left no pause
+  Time ended_;              // the last one
 };
 
 }  // namespace kvelastic

@@ -70,8 +70,10 @@ class Served:
         tiers: bool = True,
         under: Sequence[str] = (),
         arguments: Sequence[str] = (),
+        suffix: str = "",
     ) -> None:
-        self.name = f"bench_tiers_{os.getpid()}"
+        """`suffix`: of the instance's name, where several run at once."""
+        self.name = f"bench_tiers_{os.getpid()}{suffix}"
         self.group = f"bench-tiers-{os.getpid()}"
         self._model = model
         self._work_folder = work_folder

@@ -218,6 +218,94 @@ TEST(pages_that_land_over_the_limit_call_the_keeper) {
   pool.on_wanted(nullptr);
 }
 
+/// Local memory whose loads wait until the test lets them go on.
+class GatedLoads final : public Backing {
+ public:
+  explicit GatedLoads(std::shared_ptr<Range> range) : inner_(std::move(range)) {}
+
+  Status map(std::span<const PageIndex> pages) override {
+    if (at_map) std::exchange(at_map, nullptr)();
+    return inner_.map(pages);
+  }
+  Status unmap(std::span<const PageIndex> pages) override { return inner_.unmap(pages); }
+  bool works_behind() const override { return false; }
+  Status drain() override { return ok(); }
+  Status copy(std::span<const BlockMove> moves) override { return inner_.copy(moves); }
+  Status copy_records(std::span<const BlockSlot>, const std::shared_ptr<Staging>&,
+                      CopyTo) override {
+    arrived_.release();
+    open_.acquire();
+    return ok();
+  }
+  std::vector<std::optional<DeviceMemory>> device_memory() const override { return {}; }
+
+  void wait_for_a_load() { arrived_.acquire(); }
+  void let_it_go_on() { open_.release(); }
+
+  std::function<void()> at_map;  ///< called once, by the next map
+
+ private:
+  LocalBacking inner_;
+  std::counting_semaphore<> arrived_{0}, open_{0};
+};
+
+TEST(pages_ahead_of_demand_come_after_loads) {
+  Geometry large = geometry();  // a page is a batch
+  large.extent_bytes = kFirstBatchBytes;
+  large.block_bytes = large.extent_bytes / kBlocksPerPage;
+  auto driver = HostDriver::open();
+  REQUIRE(static_cast<bool>(driver));
+  auto range = Range::reserve(*std::move(driver), large);
+  REQUIRE(static_cast<bool>(range));
+  auto backing = std::make_shared<GatedLoads>(*std::move(range));
+  PoolOptions wants = options();
+  wants.limit_bytes = wants.capacity_bytes = kPages * large.extent_bytes;
+  wants.min_reserved_pages = 3;
+  auto made = Pool::create(large, backing, wants);
+  REQUIRE(static_cast<bool>(made));
+  Pool& pool = **made;
+  auto staged = Staging::create(1, pool.record_bytes());
+  REQUIRE(static_cast<bool>(staged));
+  const std::shared_ptr<Staging> staging = *std::move(staged);
+  pool.on_wanted([] {});
+  const auto ids = pool.alloc(kBlocksPerPage);
+  REQUIRE(ids && *ids);
+  CHECK(pool.is_provision_due());
+  const std::uint64_t before = pool.mapped_bytes();
+  const auto came = [&] { return (pool.mapped_bytes() - before) / large.extent_bytes; };
+  const auto provision_after_loads = [&] {
+    Result<std::uint64_t> mapped = pool.provision();
+    while (mapped && *mapped == 0) mapped = pool.provision();  // more loads might follow the last
+    CHECK(static_cast<bool>(mapped));
+  };
+  std::thread loading;
+  const auto load = [&] {
+    loading = std::thread([&] {
+      const BlockSlot one{(*ids)->front(), 0};
+      CHECK(static_cast<bool>(pool.copy_records({&one, 1}, staging, CopyTo::kDevice)));
+    });
+    backing->wait_for_a_load();
+  };
+  const auto end_load = [&] {
+    backing->let_it_go_on();
+    loading.join();
+  };
+
+  load();
+  const Result<std::uint64_t> mapped = pool.provision();
+  CHECK(mapped && *mapped == 0 && pool.is_provision_due() && came() == 0);
+  end_load();
+  // A load that comes in the midst waits for one batch, and the rest is left for later.
+  backing->at_map = load;
+  provision_after_loads();
+  CHECK(came() == 1 && pool.is_provision_due());
+  end_load();
+  provision_after_loads();
+  CHECK(came() == 3 && !pool.is_provision_due());
+  CHECK(static_cast<bool>(pool.check_integrity()));
+  pool.on_wanted(nullptr);
+}
+
 /// Memory whose books find no memory themselves.
 class ThrowingBacking final : public Backing {
  public:

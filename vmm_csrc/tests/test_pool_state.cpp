@@ -230,6 +230,38 @@ TEST(pages_stand_by_for_as_many_as_were_taken) {
   CHECK(!never.is_due(0));
 }
 
+TEST(pages_that_were_left_for_later_are_wanted_still) {
+  Provisioning provisioning(2, 6, true);
+  provisioning.took(5);
+  CHECK(provisioning.take_wanted(0) == 5);
+  provisioning.put_back(4, 1);  // one came in
+  CHECK(provisioning.is_due(1) && provisioning.take_wanted(1) == 4);
+}
+
+TEST(pages_ahead_of_demand_wait_for_loads_and_not_for_ever) {
+  const LoadsFirst::Time start{std::chrono::hours(1)};
+  const std::chrono::milliseconds ms{1};
+  LoadsFirst loads;
+  CHECK(!loads.go_first(start));
+  loads.begin(start);
+  CHECK(loads.go_first(start + 5 * ms));
+  loads.begin(start + 5 * ms);
+  loads.end(start + 6 * ms);
+  CHECK(loads.go_first(start + 500 * ms));  // one is still under way
+  CHECK(!loads.go_first(start + LoadsFirst::kLongest));
+  const LoadsFirst::Time last = start + 600 * ms;
+  loads.end(last);
+  CHECK(loads.go_first(last + LoadsFirst::kMore - ms));  // there may be more
+  CHECK(!loads.go_first(last + LoadsFirst::kMore));
+  // After a pause the time they have begins anew; without one it goes on.
+  const LoadsFirst::Time later = start + 10 * LoadsFirst::kLongest;
+  loads.begin(later);
+  loads.end(later);
+  loads.begin(later + LoadsFirst::kMore - ms);
+  CHECK(loads.go_first(later + LoadsFirst::kLongest - ms));
+  CHECK(!loads.go_first(later + LoadsFirst::kLongest));
+}
+
 TEST(parked_pages_are_idle_if_none_of_them_was_needed) {
   Provisioning provisioning(0, 0, true);
   (void)provisioning.take_idle(5);
