@@ -13,7 +13,15 @@ from pathlib import Path
 from signatures import signature
 from touched import touched
 
-ENGINES = ("vllm", "transformers")
+ENGINES = ("vllm", "transformers", "sglang")
+ROOT = Path(__file__).parents[2]
+
+
+def installed(engine: str) -> Path | None:
+    """The packages among which the engine is that kvelastic was written for; None: it is not."""
+    folders = [Path(sysconfig.get_paths()["purelib"])]
+    folders += sorted(ROOT.glob(".venv-sglang/lib/python*/site-packages"))
+    return next((each for each in folders if (each / engine).is_dir()), None)
 
 
 def fetch(engine: str, folder: Path) -> Path:
@@ -59,9 +67,15 @@ def main() -> int:
         parser.error("give --newest or --wheel")
     if options.wheel is not None and options.engine is None:
         parser.error("--wheel needs --engine")
-    ours = Path(sysconfig.get_paths()["purelib"])
     differs = False
     for engine in [options.engine] if options.engine else ENGINES:
+        ours = installed(engine)
+        if ours is None:
+            print(
+                f"{engine} is not installed here: there is nothing to compare with; run scripts/setup"
+            )
+            differs = True
+            continue
         with tempfile.TemporaryDirectory(prefix="kvelastic-engines-") as name:
             wheel = options.wheel or fetch(engine, Path(name))
             lines = compare(engine, ours, unpack(wheel, Path(name) / "unpacked"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import subprocess
 import sys
 import sysconfig
@@ -9,6 +10,7 @@ import zipfile
 from pathlib import Path
 
 import needs
+import pytest
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = Path(sysconfig.get_paths()["purelib"])
@@ -60,6 +62,32 @@ def test_a_parameter_that_is_new_and_a_function_that_is_gone(tmp_path: Path) -> 
     gone = run(pack(tmp_path / "gone.whl", None))
     assert gone.returncode == 1
     assert "gone     vllm.v1.core.block_pool:BlockPool" in gone.stdout
+
+
+def test_an_engine_that_is_not_installed_is_no_engine_without_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "scripts" / "_engines"))
+    newest = importlib.import_module("newest")
+    monkeypatch.setattr(newest, "ENGINES", ("none",))
+    monkeypatch.setattr(sys, "argv", ["engines", "--newest"])
+    assert newest.main() == 1
+    assert "none is not installed here" in capsys.readouterr().out
+
+
+@needs.sglang
+def test_sglang_is_looked_for_in_its_own_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "scripts" / "_engines"))
+    newest = importlib.import_module("newest")
+    packages = newest.installed("sglang")
+    assert packages is not None
+    assert newest.compare("sglang", packages, packages) == []
+    lines = newest.compare("sglang", packages, tmp_path)
+    assert any(
+        line.startswith("gone     sglang.srt.managers.scheduler:Scheduler") for line in lines
+    )
 
 
 def test_usage_is_checked() -> None:
