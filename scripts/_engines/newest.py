@@ -71,9 +71,7 @@ def main() -> int:
     for engine in [options.engine] if options.engine else ENGINES:
         ours = installed(engine)
         if ours is None:
-            print(
-                f"{engine} is not installed here: there is nothing to compare with; run scripts/setup"
-            )
+            print(f"{engine} is not installed here, so nothing can be compared; run scripts/setup")
             differs = True
             continue
         with tempfile.TemporaryDirectory(prefix="kvelastic-engines-") as name:
