@@ -23,13 +23,13 @@ LONGEST_DELAY_S = 2.0
 
 
 @pytest.fixture
-def start(tiny_model, log_folder) -> Iterator[Callable[[], VllmServer]]:
+def start(tiny_model, log_folder) -> Iterator[Callable[..., VllmServer]]:
     """Starts servers, all by one name, one after the other; kills what is left at the end."""
     servers: list[VllmServer] = []
 
-    def start_next() -> VllmServer:
+    def start_next(**more: str) -> VllmServer:
         log = log_folder / f"crash_{os.getpid()}_{time.monotonic_ns()}.log"
-        environment = {"ENABLE_KVELASTIC": "true", "KVELASTIC_IPC_NAME": NAME}
+        environment = {"ENABLE_KVELASTIC": "true", "KVELASTIC_IPC_NAME": NAME, **more}
         servers.append(VllmServer(tiny_model, log, environment))
         return servers[-1].wait_until_ready()
 
@@ -92,6 +92,25 @@ def test_ended_in_the_ordinary_way_nothing_stays_behind(start) -> None:
     assert server.stop() == 0
     # Nobody had to look for it: vLLM kills its engine core, and the front end clears up after it.
     assert not segment_file().exists()
+
+
+@pytest.mark.parametrize("tiers", [True, pytest.param(False, marks=pytest.mark.soak)])
+def test_a_worker_that_is_stopped_for_ever_is_killed_by_its_engine(start, tmp_path, tiers) -> None:
+    environment = {"KVELASTIC_IPC_TIMEOUT": "2"}
+    if tiers:
+        environment["KVELASTIC_TIERS"] = f"disk:{tmp_path / 'disk'}:64M"
+    server = start(**environment)
+    worker = server.processes()["worker"]
+    assert server.complete_all(make_requests(8, seed=11, shortest=300, longest=600))
+    worker.suspend()
+    segment.request(NAME, limit_bytes=PAGE_BYTES)  # what its scheduler misses it by
+    deadline = time.monotonic() + 30
+    while segment.inspect(NAME).answer["state"] != "failed":
+        assert time.monotonic() < deadline, segment.inspect(NAME)
+        time.sleep(0.02)
+    with load_on(server):
+        server.process.wait(60)
+    server.wait_until_gone()
 
 
 def _wait_for_memory(server: VllmServer) -> None:

@@ -7,9 +7,13 @@ is an `ElasticBlockPool`, a step's output carries the step's number (`kvelastic_
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import multiprocessing
+import signal
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from kvelastic.integration.vllm.starvation import Starvation
@@ -112,20 +116,36 @@ def executor_warm_up(original: Callable[..., Any], executor: Any) -> None:
 def engine_core_shutdown(original: Callable[..., Any], core: Any) -> None:
     """Demote what is cached, as long as there are workers to copy it; then close the instance.
 
-    An engine that ends by a fault ends at once: its workers may not answer any more.
+    An engine that ends by a fault ends at once: its workers may not answer any more. It kills them
+    then, after some waiting; told to end meanwhile it would leave them behind.
     """
     global _waiting_instance
     executor = core.model_executor
     instance = _instance_of(executor)
+    was_told_to_end = not isinstance(sys.exc_info()[1], Exception)
+    with _deaf_to_sigterm():
+        try:
+            if was_told_to_end and instance is not None and instance.tiers is not None:
+                instance.tiers.before_exit()
+            original(core)
+        finally:
+            _waiting_instance = None
+            if instance is not None:
+                instance.close()
+
+
+@contextlib.contextmanager
+def _deaf_to_sigterm() -> Iterator[None]:
+    """In a process of the engine core's own: elsewhere signals are the user's."""
+    is_own = multiprocessing.parent_process() is not None
+    if not is_own or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
     try:
-        was_told_to_end = not isinstance(sys.exc_info()[1], Exception)
-        if was_told_to_end and instance is not None and instance.tiers is not None:
-            instance.tiers.before_exit()
-        original(core)
+        yield
     finally:
-        _waiting_instance = None
-        if instance is not None:
-            instance.close()
+        signal.signal(signal.SIGTERM, before)
 
 
 def _instance_of(executor: Any) -> Instance | None:

@@ -22,13 +22,14 @@ def shutdown_engine_cores(
 ) -> None:
     """Let an engine core with tiers demote what it has; remove what a killed one left.
 
-    vLLM gives its engine core no time to end (--shutdown-timeout 0) and kills it.
+    vLLM gives its engine core no time to end (--shutdown-timeout 0) and kills it. One whose worker
+    does not answer is given the time to kill that worker, too.
     """
     from kvelastic import config, segment
 
     try:
         settings = config.load()
-        if settings.tiers:
+        if settings.tiers or _lost_a_worker({process.pid for process in procs}):
             _let_end(procs, settings.tier_exit_s + _CLOSE_S)
         original(procs, *args, **kwargs)
     finally:
@@ -36,6 +37,15 @@ def shutdown_engine_cores(
             process.join(_KILLED_WAIT_S)
         segment.reap()
         _leave_ledgers({process.pid for process in procs})
+
+
+def _lost_a_worker(engine_cores: set[int]) -> bool:
+    from kvelastic import segment
+
+    return any(
+        info.header.get("pid") in engine_cores and info.answer.get("state") == "failed"
+        for info in segment.list_segments()
+    )
 
 
 def _let_end(procs: list[Any], most_s: float) -> None:
