@@ -80,6 +80,7 @@ _QUERIES: dict[str, tuple[str, ...]] = {
     "/models/idle": ("threshold",),
     "/models/active": ("threshold", "window"),
     "/admin/models/{model}/logs": ("lines",),
+    "/models/{model}/logs": ("lines", "follow"),
 }
 _ENGINE_ROUTES = {
     "/v1/completions": "Completions.",
@@ -91,6 +92,16 @@ _ENGINE_ROUTES = {
     "/v1/messages": "Anthropic's messages.",
     "/tokenize": "Tokens of a text.",
     "/detokenize": "The text of tokens.",
+}
+_OLLAMA_ROUTES = {
+    "/api/chat": ("post", "Chat", "its engine answers, in lines of JSON unless `stream` is false"),
+    "/api/generate": ("post", "Generate", "its engine answers, in lines unless `stream` is false"),
+    "/api/embed": ("post", "Embeddings of one text or several", "its engine answers"),
+    "/api/embeddings": ("post", "An embedding, in the older shape", "its engine answers"),
+    "/api/show": ("post", "A model", "what the configuration says of it"),
+    "/api/tags": ("get", "Models", "all that are served"),
+    "/api/ps": ("get", "Models that are awake", "with what they take, and when they will sleep"),
+    "/api/version": ("get", "Which version this is", "open to everybody"),
 }
 
 
@@ -140,6 +151,8 @@ def describe(described: list[Route]) -> dict[str, Any]:
                 "security": [{"key": []}],
             }
         }
+    for path, (method, summary, note) in _OLLAMA_ROUTES.items():
+        paths[path] = {method: _ollama_operation(path, method, f"{summary}: {note}.")}
     return {
         "openapi": "3.1.0",
         "info": {
@@ -150,6 +163,27 @@ def describe(described: list[Route]) -> dict[str, Any]:
         "paths": dict(sorted(paths.items())),
         "components": {"securitySchemes": {"key": {"type": "http", "scheme": "bearer"}}},
     }
+
+
+def _ollama_operation(path: str, method: str, summary: str) -> dict[str, Any]:
+    error = {"type": "object", "required": ["error"], "properties": {"error": {"type": "string"}}}
+    operation: dict[str, Any] = {
+        "summary": f"Ollama's API. {summary}",
+        "operationId": "ollama" + path.removeprefix("/api").replace("/", "_"),
+        "responses": {
+            "200": {"description": "As Ollama answers."},
+            "default": {"description": "An error.", **_json(error)},
+        },
+        "security": [{"key": []}],
+    }
+    if method == "post":
+        body = {
+            "type": "object",
+            "required": ["model"],
+            "properties": {"model": {"type": "string"}},
+        }
+        operation["requestBody"] = _json(body, required=True)
+    return operation
 
 
 def _operation(each: Route, path: str, method: str) -> dict[str, Any]:
