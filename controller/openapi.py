@@ -82,6 +82,13 @@ _QUERIES: dict[str, tuple[str, ...]] = {
     "/admin/models/{model}/logs": ("lines",),
     "/models/{model}/logs": ("lines", "follow"),
 }
+_MODEL_PARAMETER = {
+    "name": "model",
+    "in": "path",
+    "required": True,
+    "description": "Name or alias, its slashes encoded or not.",
+    "schema": {"type": "string", "minLength": 1},
+}
 _ENGINE_ROUTES = {
     "/v1/completions": "Completions.",
     "/v1/chat/completions": "Chat completions.",
@@ -151,6 +158,10 @@ def describe(described: list[Route]) -> dict[str, Any]:
                 "security": [{"key": []}],
             }
         }
+    paths["/v1/realtime"] = {"get": _realtime_operation()}
+    paths["/upstream/{model}/{path}"] = {
+        method: _upstream_operation(method) for method in ("get", "post", "put", "patch", "delete")
+    }
     for path, (method, summary, note) in _OLLAMA_ROUTES.items():
         paths[path] = {method: _ollama_operation(path, method, f"{summary}: {note}.")}
     return {
@@ -162,6 +173,35 @@ def describe(described: list[Route]) -> dict[str, Any]:
         },
         "paths": dict(sorted(paths.items())),
         "components": {"securitySchemes": {"key": {"type": "http", "scheme": "bearer"}}},
+    }
+
+
+def _realtime_operation() -> dict[str, Any]:
+    return {
+        "summary": "A WebSocket to an engine of the model.",
+        "operationId": "engine_v1_realtime",
+        "parameters": [
+            {"name": "model", "in": "query", "required": True, "schema": {"type": "string"}}
+        ],
+        "responses": {
+            "101": {"description": "Messages go both ways as they are."},
+            "default": {"description": "An error.", **_json(_ERROR)},
+        },
+        "security": [{"key": []}],
+    }
+
+
+def _upstream_operation(method: str) -> dict[str, Any]:
+    path = {"name": "path", "description": "At the engine.", "in": "path", "required": True}
+    return {
+        "summary": "Any path of an engine of the model; an admin key for what is no inference.",
+        "operationId": f"upstream_{method}",
+        "parameters": [_MODEL_PARAMETER, {**path, "schema": {"type": "string"}}],
+        "responses": {
+            "200": {"description": "The engine's answer."},
+            "default": {"description": "An error.", **_json(_ERROR)},
+        },
+        "security": [{"key": []}],
     }
 
 
@@ -190,15 +230,7 @@ def _operation(each: Route, path: str, method: str) -> dict[str, Any]:
     doc = (each.endpoint.__doc__ or "").strip()
     parameters: list[dict[str, Any]] = []
     if "{model}" in path:
-        parameters.append(
-            {
-                "name": "model",
-                "in": "path",
-                "required": True,
-                "description": "Name or alias, its slashes encoded or not.",
-                "schema": {"type": "string", "minLength": 1},
-            }
-        )
+        parameters.append(_MODEL_PARAMETER)
     if "{tier}" in path:
         parameters.append(
             {

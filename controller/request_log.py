@@ -78,6 +78,14 @@ class _EventHandler(logging.Handler):
             self._writer.write(json.dumps({"kind": "event", "message": f"not logged: {error!r}"}))
 
 
+def _is_news(record: logging.LogRecord) -> bool:
+    """Not what lines of requests say: that an answer was cut short, that a WebSocket was made.
+
+    The latter comes with the query, which may have a key in it.
+    """
+    return "without completing" not in str(record.msg) and '"WebSocket ' not in str(record.msg)
+
+
 def set_up_logging(writer: LogWriter, level: str = "INFO") -> None:
     """Send what the process says of itself to `writer` as JSON.
 
@@ -94,7 +102,4 @@ def set_up_logging(writer: LogWriter, level: str = "INFO") -> None:
     threading.excepthook = lambda error: logging.root.error(
         "a thread failed: %s", error.thread, exc_info=error.exc_value
     )
-    # It says in prose what the lines of requests say: that an answer was cut short.
-    logging.getLogger("uvicorn.error").addFilter(
-        lambda record: "without completing response" not in record.getMessage()
-    )
+    logging.getLogger("uvicorn.error").addFilter(_is_news)
