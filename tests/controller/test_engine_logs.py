@@ -5,13 +5,14 @@ from __future__ import annotations
 import socket
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 from running import FAKES, Controller
-from test_slow_clients import dial, is_cut, metric
+from test_slow_clients import dial, metric
 from test_turns import free_port
 from waiting import until
 
@@ -179,7 +180,9 @@ def test_a_reader_that_stops_holds_nobody_up_and_is_cut(
             return metric(front, "send_timeouts_total") == cut + 1
 
         until(gone)
-        assert is_cut(sock)
+        with suppress(ConnectionError):
+            while sock.recv(1 << 20):
+                pass
     until(lambda: metric(front, "log_followers") == 0)
     # Who reads all the time is told what is left out, or gets all of it.
     with front.client.stream("GET", "/models/m/logs?lines=1") as response:
