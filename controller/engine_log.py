@@ -14,6 +14,7 @@ that is too far behind is told how much it misses, and goes on near the end:
 from __future__ import annotations
 
 import os
+import threading
 from contextlib import suppress
 from pathlib import Path
 from typing import Final
@@ -25,18 +26,39 @@ PIECE_BYTES: Final = 64 << 10
 
 
 class LogReader:
-    """See the module. Its calls block for a short while; one thread at a time. `close` it."""
+    """See the module. Its calls block for a short while, and any thread may make them.
+
+    `close` it. A task that is cancelled leaves a call behind in its thread, which finds it closed.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path
+        self._lock = threading.Lock()
+        self._is_over = False
         self._fd: int | None = None
         self._at = 0
         self._is_within_line = False
 
     def begin(self, lines: int) -> bytes:
-        """The last lines, as far as they are in the last `SHOWN_BYTES`."""
-        if not self._open():
-            return b""
+        """The last lines, as far as they are in the last `SHOWN_BYTES`. Raises `OSError`."""
+        with self._lock:
+            return self._begin(lines) if self._open() else b""
+
+    def more(self) -> bytes:
+        """What has been added since, at most `PIECE_BYTES` and a line about what was left out.
+
+        Raises `OSError`.
+        """
+        with self._lock:
+            return self._more() if self._open() else b""
+
+    def close(self) -> None:
+        """Let go of the file for good; safe to repeat."""
+        with self._lock:
+            self._is_over = True
+            self._let_go()
+
+    def _begin(self, lines: int) -> bytes:
         assert self._fd is not None
         size = os.fstat(self._fd).st_size
         data = _from_a_line_s_begin(self._fd, max(0, size - SHOWN_BYTES), size)
@@ -48,10 +70,7 @@ class LogReader:
         self._at = size
         return self._given(data[end + 1 :])
 
-    def more(self) -> bytes:
-        """What has been added since, at most `PIECE_BYTES` and a line about what was left out."""
-        if self._fd is None and not self._open():
-            return b""
+    def _more(self) -> bytes:
         assert self._fd is not None
         size = os.fstat(self._fd).st_size
         if size < self._at:
@@ -62,20 +81,21 @@ class LogReader:
         data = os.pread(self._fd, PIECE_BYTES, self._at)
         self._at += len(data)
         if not data and not self._is_at_path():
-            self.close()  # another file has its name by now
+            self._let_go()  # another file has its name by now
         return note + self._given(data)
 
-    def close(self) -> None:
-        """Let go of the file; safe to repeat."""
+    def _open(self) -> bool:
+        """Whether there is a file to read."""
+        if self._fd is None and not self._is_over:
+            with suppress(FileNotFoundError):
+                self._fd = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        return self._fd is not None
+
+    def _let_go(self) -> None:
         if self._fd is not None:
             os.close(self._fd)
         self._fd = None
         self._at = 0
-
-    def _open(self) -> bool:
-        with suppress(FileNotFoundError):
-            self._fd = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-        return self._fd is not None
 
     def _is_at_path(self) -> bool:
         assert self._fd is not None

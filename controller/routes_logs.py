@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 from starlette.requests import Request
 from starlette.responses import StreamingResponse
 from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
 from kvelastic.controller.engine_log import LogReader
 from kvelastic.controller.engine_process import EngineProcess
@@ -65,32 +66,47 @@ async def follow_log(front: Front, request: Request) -> Any:
             f"{MOST_FOLLOWERS} clients follow logs already; try again later.",
             retry_after_s=5.0,
         )
-    return StreamingResponse(
-        _written(front, model, process, lines, follows=follows),
-        media_type="text/plain",
-        headers={"cache-control": "no-store", "x-content-type-options": "nosniff"},
-    )
+    reader = LogReader(process.log_path)
+    try:
+        end = await asyncio.to_thread(reader.begin, lines)
+    except BaseException:
+        reader.close()
+        raise
+    return _Followed(front, reader, _written(model, reader, end, follows=follows))
+
+
+class _Followed(StreamingResponse):
+    """Counts, and lets go of the file however it ends."""
+
+    def __init__(self, front: Front, reader: LogReader, written: AsyncIterator[bytes]) -> None:
+        headers = {"cache-control": "no-store", "x-content-type-options": "nosniff"}
+        super().__init__(written, media_type="text/plain", headers=headers)
+        self._front = front
+        self._reader = reader
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve it."""
+        self._front.log_followers += 1
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._front.log_followers -= 1
+            self._reader.close()
 
 
 async def _written(
-    front: Front, model: ServedModel, process: EngineProcess, lines: int, *, follows: bool
+    model: ServedModel, reader: LogReader, end: bytes, *, follows: bool
 ) -> AsyncIterator[bytes]:
     """Piece by piece. Whoever takes them slowly reads the file later, and nobody waits for it."""
-    reader = LogReader(process.log_path)
-    front.log_followers += 1
-    try:
-        data = await asyncio.to_thread(reader.begin, lines)
-        while True:
-            if data:
-                yield data
-            if not follows or model.gate.closing is not None:
-                return
-            if not data:
-                await asyncio.sleep(LOOK_S)
-            data = await asyncio.to_thread(reader.more)
-    finally:
-        front.log_followers -= 1
-        reader.close()
+    data = end
+    while True:
+        if data:
+            yield data
+        if not follows or model.gate.closing is not None:
+            return
+        if not data:
+            await asyncio.sleep(LOOK_S)
+        data = await asyncio.to_thread(reader.more)
 
 
 def _launched(front: Front, request: Request) -> tuple[ServedModel, EngineProcess]:
