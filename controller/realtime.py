@@ -225,6 +225,9 @@ class _Relay:
             for way in ways:
                 way.cancel()
             await asyncio.wait(ways)
+            for way in ways:  # of two that end at once the second one's error is nobody's
+                if not way.cancelled():
+                    way.exception()
         self._exchange.error = closed.error
         if not closed.by_client:
             reason = closed.reason.encode()[:_REASON_BYTES].decode(errors="ignore")

@@ -78,12 +78,14 @@ class _EventHandler(logging.Handler):
             self._writer.write(json.dumps({"kind": "event", "message": f"not logged: {error!r}"}))
 
 
-def _is_news(record: logging.LogRecord) -> bool:
-    """Not what lines of requests say: that an answer was cut short, that a WebSocket was made.
+_NO_NEWS = ("without completing", '"WebSocket ', "Invalid UTF-8 sequence")
+"""What uvicorn says of an answer that was cut short, of a WebSocket that was made (with its query,
+which may have a key in it), and, with a traceback, of a client's message that is no text."""
 
-    The latter comes with the query, which may have a key in it.
-    """
-    return "without completing" not in str(record.msg) and '"WebSocket ' not in str(record.msg)
+
+def _is_news(record: logging.LogRecord) -> bool:
+    """Not what the lines of requests say."""
+    return not any(each in str(record.msg) for each in _NO_NEWS)
 
 
 def set_up_logging(writer: LogWriter, level: str = "INFO") -> None:
