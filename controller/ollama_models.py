@@ -26,10 +26,10 @@ class Listed:
     """When the controller began to serve it."""
     bytes: int = 0
     """What it takes of its device while it is awake, as far as that is known."""
-    capabilities: tuple[str, ...] = ()
-    """As the configuration says: the controller has not seen the model's files."""
     expires_in_s: float | None = None
     """Until it is put to sleep by time, if nobody asks; None: never."""
+    capabilities: tuple[str, ...] = ()
+    """As the configuration says: the controller has not seen the model's files."""
 
 
 def names_of(asked: str) -> tuple[str, ...]:
