@@ -15,6 +15,7 @@ from kvelastic.controller import (
     openapi,
     routes_admin,
     routes_dashboard,
+    routes_logs,
     routes_memory,
     routes_models,
     routes_sleep,
@@ -25,12 +26,15 @@ from kvelastic.controller.engine_paths import (
     is_crooked,
     is_for_engines,
     is_ollama,
+    is_upstream,
 )
 from kvelastic.controller.front import Front
 from kvelastic.controller.headers import Headers
 from kvelastic.controller.ollama import OllamaApi
+from kvelastic.controller.realtime import Realtime
 from kvelastic.controller.refusal import Refusal
 from kvelastic.controller.replies import on_refusal, refusal_response, send_refusal
+from kvelastic.controller.upstream import MORE_HEADERS, to_upstream
 
 Asgi = Callable[[Any, Any, Any], Awaitable[None]]
 
@@ -39,6 +43,7 @@ def make_application(front: Front) -> Asgi:
     """The front as an ASGI application. `front.start()` comes before its first request."""
     described = [
         *routes_models.routes(front),
+        *routes_logs.routes(front),
         *routes_sleep.routes(front),
         *routes_tiers.routes(front),
         *routes_memory.routes(front),
@@ -60,10 +65,15 @@ def make_application(front: Front) -> Asgi:
     )
     pages.router.redirect_slashes = False
     ollama = OllamaApi(front)
+    realtime = Realtime(front)
 
     async def application(scope: Any, receive: Any, send: Any) -> None:
-        if scope["type"] != "http":
-            return
+        if scope["type"] == "websocket":
+            await realtime(scope, receive, send)
+        elif scope["type"] == "http":
+            await http(scope, receive, send)
+
+    async def http(scope: Any, receive: Any, send: Any) -> None:
         if front.origins.allows_any:
             allowed = front.origins.preflight(scope)
             send = _sending(send, front.origins.cors(scope["headers"]))
@@ -81,11 +91,20 @@ def make_application(front: Front) -> Asgi:
                 await send_refusal(send, refusal, path)
             else:
                 await front.forwarder(scope, receive, send)
-            return
-        if is_ollama(path):
+        elif is_upstream(path):
+            await upstream(scope, receive, send)
+        elif is_ollama(path):
             await ollama(scope, receive, send)
-            return
-        await pages(scope, receive, send)
+        else:
+            await pages(scope, receive, send)
+
+    async def upstream(scope: Any, receive: Any, send: Any) -> None:
+        try:
+            asked = to_upstream(scope, front.fleet, front.keys)
+        except Refusal as refusal:
+            await send_refusal(send, refusal, scope["path"])
+        else:
+            await front.forwarder(asked, receive, _sending(send, MORE_HEADERS))
 
     return application
 

@@ -1,8 +1,9 @@
 """Paths that are for engines, and what each is: inference, or an operation on the engine itself.
 
 Under /v1/ engines do not only compute: vLLM loads adapters there, other servers whole models.
-Inference is what is listed here or in `auth.model_paths`; every other path under /v1/ needs an
-admin key, so what an engine's next version adds is closed until somebody has looked at it.
+Inference is what is listed here or in `auth.model_paths`; every other path under /v1/, and under
+/upstream/ every other path of an engine, needs an admin key, so what an engine's next version adds
+is closed until somebody has looked at it. Also with GET: SGLang empties its cache by that.
 """
 
 from __future__ import annotations
@@ -15,11 +16,12 @@ ENGINE_METHODS: Final = frozenset(("GET", "HEAD", "POST", "PUT", "PATCH", "DELET
 _OUTSIDE_V1: Final = frozenset(
     ("/tokenize", "/detokenize", "/rerank", "/v2/rerank", "/score", "/pooling", "/classify")
 )
+REALTIME: Final = "/v1/realtime"
 INFERENCE: Final = (
     # OpenAI's
     "/v1/completions", "/v1/chat/completions", "/v1/embeddings", "/v1/moderations",
     "/v1/responses", "/v1/responses/",  # and what is asked of an earlier response
-    "/v1/audio/transcriptions", "/v1/audio/translations", "/v1/audio/speech",
+    REALTIME, "/v1/audio/transcriptions", "/v1/audio/translations", "/v1/audio/speech",
     "/v1/images/generations", "/v1/images/edits", "/v1/images/variations",
     # Anthropic's
     "/v1/messages", "/v1/messages/count_tokens",
@@ -30,6 +32,12 @@ INFERENCE: Final = (
     "/v1/chat/completions/render", "/v1/chat/completions/derender", "/v1/messages/render",
 )  # fmt: skip
 """One that ends in a slash stands for everything below it."""
+UPSTREAM: Final = "/upstream/"
+"""Before a model's name, and that before any path of its engine."""
+_READS: Final = frozenset(
+    ("/health", "/ping", "/version", "/metrics", "/v1/models", "/get_model_info", "/model_info")
+)
+"""What holders of an API key may also get of an engine. Not what shows its settings or prompts."""
 
 
 def is_for_engines(path: str) -> bool:
@@ -52,6 +60,21 @@ def is_anthropic(path: str) -> bool:
 def is_ollama(path: str) -> bool:
     """Whether it is of Ollama's API."""
     return path.startswith("/api/")
+
+
+def is_upstream(path: str) -> bool:
+    """Whether it is for the engine of the model that it names itself."""
+    return path.startswith(UPSTREAM)
+
+
+def is_realtime(path: str) -> bool:
+    """Whether a WebSocket is served there."""
+    return path == REALTIME or (is_upstream(path) and path.endswith(REALTIME))
+
+
+def is_read(method: str, path: str) -> bool:
+    """Whether a request to an engine only tells what every client of its model may know."""
+    return method in {"GET", "HEAD"} and path in _READS
 
 
 class ModelPaths:

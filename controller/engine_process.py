@@ -26,7 +26,6 @@ import logging
 import os
 import re
 import time
-from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -35,6 +34,7 @@ from typing import IO, Final
 
 from kvelastic.controller import instance_memory, launch_record
 from kvelastic.controller.engine_calls import EngineCalls
+from kvelastic.controller.engine_log import last_lines
 from kvelastic.controller.gate import State
 from kvelastic.controller.launch_environment import (
     ENGINE_KEY_VARIABLE,
@@ -58,7 +58,6 @@ HEALTH_MOST_S: Final = 1.0
 """Between two looks whether a starting engine is ready; they grow apart."""
 STEADY_S: Final = 60.0
 """An engine that served for so long has not failed in a row."""
-_SHOWN_BYTES: Final = 256 << 10
 
 
 @dataclass
@@ -228,14 +227,7 @@ class EngineProcess:
 
     def last_lines(self, count: int) -> list[str]:
         """The end of its output. Blocking, for a short while."""
-        try:
-            with self.log_path.open("rb") as file:
-                file.seek(0, os.SEEK_END)
-                file.seek(max(0, file.tell() - _SHOWN_BYTES))
-                text = file.read().decode("utf-8", "replace")
-        except OSError:
-            return []
-        return list(deque(text.splitlines(), maxlen=count))
+        return last_lines(self.log_path, count)
 
     async def _run(self) -> None:
         while True:

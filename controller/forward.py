@@ -19,6 +19,7 @@ from yarl import URL
 
 from kvelastic.controller.audit import audit
 from kvelastic.controller.body_reader import BodyReader
+from kvelastic.controller.engine_paths import is_read
 from kvelastic.controller.gate import Place, Ticket
 from kvelastic.controller.headers import Headers, find, sane_request_id, to_client, to_engine
 from kvelastic.controller.http_protocol import SEND_TIMEOUT
@@ -44,6 +45,8 @@ _log = logging.getLogger("kvelastic.controller")
 
 ASKED_PATH: Final = "kvelastic.asked_path"
 """Key of a request's ASGI scope: what its client asked for, where `path` is another one's API."""
+NAMED_MODEL: Final = "kvelastic.named_model"
+"""Key of a request's ASGI scope: the model it is for, where that is not in its body or query."""
 _FAILED: Final = Refusal(500, "internal_error", "The controller failed; its log says where.")
 _COMPLETION_TOKENS: Final = re.compile(rb'"(?:completion|output)_tokens"\s*:\s*([0-9]{1,9})')
 _TOKENS_HINT: Final = b"put_tokens", b"ion_tokens"
@@ -87,8 +90,6 @@ class Forwarder:
         self._ids = RequestIds()
         self.budget = BodyBudget(serving.settings.server.max_buffered)
         self.reader = BodyReader()
-        self.running = 0
-        """Exchanges that are not over."""
 
     def stop(self) -> None:
         """End what it has started. No exchange runs any more."""
@@ -97,8 +98,7 @@ class Forwarder:
     async def __call__(self, scope: Any, receive: Receive, send: Any) -> None:
         """Serve one request. Never raises: what goes wrong is an answer, or a cut connection."""
         headers: Headers = scope["headers"]
-        exchange = self._exchange(scope)
-        self.running += 1
+        exchange = self.begin(scope)
         body: Body | None = None
         watcher: asyncio.Task[None] | None = None
         try:
@@ -111,15 +111,8 @@ class Forwarder:
                 server.body_timeout,
                 self.budget,
             )
-            query: bytes = scope["query_string"]
-            named = await find_name(body, find(headers, b"content-type"), query, self.reader)
-            model = self._serving.fleet.find(named.name)
-            if model is None:
-                raise unknown_model(named.name)
+            model = scope.get(NAMED_MODEL) or await self._find_model(scope, body)
             exchange.model = model
-            if named.name != model.settings.upstream_name:
-                name = model.settings.upstream_name
-                scope["query_string"] = rename(named, name, body, query)
             watcher = _cancel_when_gone(receive, exchange)
             await self._through_gate(scope, send, exchange, model, key, body)
         except Refusal as refusal:
@@ -144,21 +137,39 @@ class Forwarder:
                 watcher.cancel()
             if body is not None:
                 body.release()
-            self.running -= 1
-            self._count(exchange)
-            self._audit(exchange, scope)
+            self.end(exchange, scope)
 
-    def _exchange(self, scope: Any) -> Exchange:
+    def begin(self, scope: Any) -> Exchange:
+        """A request has come."""
         given = sane_request_id(find(scope["headers"], b"x-request-id"))
         request_id = given.decode() if given is not None else self._ids.next()
         path: str = scope["path"]
         asked_path = scope.get(ASKED_PATH, path)
         return Exchange(request_id, scope["method"], path, time.monotonic(), asked_path)
 
+    def end(self, exchange: Exchange, scope: Any) -> None:
+        """It is over: count it and log it."""
+        self._count(exchange)
+        self._audit(exchange, scope)
+
+    async def _find_model(self, scope: Any, body: Body) -> ServedModel:
+        """The model that the body or the query names, by the engine's own name from now on."""
+        query: bytes = scope["query_string"]
+        content_type = find(scope["headers"], b"content-type")
+        named = await find_name(body, content_type, query, self.reader)
+        model = self._serving.fleet.find(named.name)
+        if model is None:
+            raise unknown_model(named.name)
+        name = model.settings.upstream_name
+        if named.name != name:
+            scope["query_string"] = rename(named, name, body, query)
+        return model
+
     def _authorize(self, exchange: Exchange, headers: Headers) -> Key:
         """Whose request it is. Raises `Refusal` where it may not be made."""
         keys = self._serving.keys
-        exchange.is_operation = exchange.path not in keys.model_paths
+        is_inference = exchange.path in keys.model_paths
+        exchange.is_operation = not is_inference and not is_read(exchange.method, exchange.path)
         exchange.key = (keys.check_admin if exchange.is_operation else keys.check_api)(headers)
         return exchange.key
 
@@ -171,20 +182,12 @@ class Forwarder:
         key: Key,
         body: Body,
     ) -> None:
-        ticket = Ticket(priority=min(_priority(scope["headers"]), key.max_priority))
+        ticket = Ticket(priority=min(priority_of(scope["headers"]), key.max_priority))
         try:
             await model.enter(ticket)
             served: ServedModel = ticket.model
-            if served is not model:
-                exchange.model = served
-                if served.settings.upstream_name != model.settings.upstream_name:
-                    raise Refusal(
-                        503,
-                        "model_changed",
-                        "While this request waited, its model's engine was given another"
-                        " name for it (served_name); send it again.",
-                        retry_after_s=1.0,
-                    )
+            exchange.model = served
+            check_name(model, served)
             await self._to_an_engine(scope, send, exchange, served, body)
         finally:
             if ticket.place is not Place.OUT:
@@ -356,7 +359,7 @@ class Forwarder:
             return
         audit(
             self._log,
-            action=f"{exchange.method} {exchange.path}",
+            action=f"{exchange.method} {exchange.asked_path}",
             status=exchange.status,
             error="client_gone" if exchange.cancelled else exchange.error,
             model=None if exchange.model is None else exchange.model.name,
@@ -401,7 +404,19 @@ class _Silence:
         self._timer = asyncio.get_running_loop().call_later(left_s, self._look)
 
 
-def _priority(headers: Headers) -> int:
+def check_name(asked: ServedModel, served: ServedModel) -> None:
+    """A request that waited was given the engine's name before. Raises `Refusal` if it is old."""
+    if asked.settings.upstream_name != served.settings.upstream_name:
+        raise Refusal(
+            503,
+            "model_changed",
+            "While this request waited, its model's engine was given another name for it"
+            " (served_name); send it again.",
+            retry_after_s=1.0,
+        )
+
+
+def priority_of(headers: Headers) -> int:
     """`X-Kvelastic-Priority`, -1000 to 1000; anything else counts as 0."""
     raw = find(headers, b"x-kvelastic-priority")
     if raw is None:

@@ -58,6 +58,8 @@ class Front(Serving):
         self.turns = Turns(self)
         self.connections = Connections(files, lambda: self.settings.server.send_timeout)
         self.reloads = 0
+        self.log_followers = 0
+        """Clients that follow an engine's log."""
         self.processes: dict[ServedModel, EngineProcess] = {}
         """Of the models whose engines are launched here."""
         self._source = source

@@ -1,7 +1,8 @@
 """uvicorn's HTTP protocol with the bounds that it lacks: on headers, connections, and slow clients.
 
 It also tells requests that wait behind another one on their connection that their client is gone,
-refuses what asks for another protocol, and answers malformed HTTP with JSON.
+hands WebSockets on where they are served, refuses what else asks for another protocol, and answers
+malformed HTTP with JSON.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any, Final
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from kvelastic.controller.connections import Connections, Place
+from kvelastic.controller.engine_paths import is_realtime
 from kvelastic.controller.headers import Headers
 from kvelastic.controller.refusal import Refusal
 from kvelastic.controller.replies import refusal_parts, send_refusal
@@ -20,8 +22,10 @@ from kvelastic.controller.replies import refusal_parts, send_refusal
 _NO_UPGRADE: Final = Refusal(
     426,
     "upgrade_not_served",
-    "The controller speaks HTTP/1.1 only, neither WebSocket nor h2c; send it without Upgrade.",
+    "Of other protocols only WebSocket is served, and at /v1/realtime only; send this without"
+    " Upgrade.",
 )
+_BODY_HEADERS: Final = frozenset((b"content-length", b"transfer-encoding"))
 _NO_HTTP: Final = Refusal(400, "invalid_http", "This is not a request in HTTP/1.1.")
 
 SEND_TIMEOUT = "kvelastic.send_timeout"
@@ -47,6 +51,8 @@ def bounded_protocol(
             self._is_over = False
             self._is_deaf = False
             """What comes is no HTTP any more; answers still go out."""
+            self._upgrades = False
+            """The request that has come is a WebSocket's, and is served as one."""
             self._header_timer: asyncio.TimerHandle | None = None
             self._earlier: list[RequestResponseCycle] = []
             self._place = Place.SERVED
@@ -125,12 +131,34 @@ def bounded_protocol(
                 return
             previous = self.cycle
             if self.parser.should_upgrade():
-                self._refuse_upgrade()
+                self._upgrades = self._is_websocket
+                if self._upgrades:
+                    super().on_headers_complete()
+                else:
+                    self._refuse_upgrade()
             else:
                 super().on_headers_complete()
             if previous is not None and not previous.response_complete:
                 self._earlier = [c for c in self._earlier if not c.response_complete]
                 self._earlier.append(previous)
+
+        @property
+        def _is_websocket(self) -> bool:
+            """It asks for a WebSocket that is served, and nothing before it is being answered."""
+            path = self.url.partition(b"?")[0].decode("latin-1")
+            is_free = self.cycle is None or self.cycle.response_complete
+            is_get = self.parser.get_method() == b"GET" and self.parser.get_http_version() == "1.1"
+            has_body = any(name in _BODY_HEADERS for name, _ in self.headers)
+            is_asked = is_get and not has_body and self._get_upgrade() == b"websocket"
+            return is_free and is_asked and is_realtime(path)
+
+        def _should_upgrade(self) -> bool:
+            return self._upgrades
+
+        def handle_websocket_upgrade(self) -> None:
+            """The connection is another protocol's from here on, which takes its place."""
+            connections.leave(self)
+            super().handle_websocket_upgrade()
 
         def _refuse_upgrade(self) -> None:
             """In its turn. What follows is not read: the parser would take a body for requests."""

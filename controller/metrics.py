@@ -87,6 +87,11 @@ class _Collector:
             "Connections that are served at once, by the limit of open files.",
             value=connections.most,
         )
+        yield GaugeMetricFamily(
+            "kvelastic_log_followers",
+            "Clients that follow an engine's log.",
+            value=front.log_followers,
+        )
         yield CounterMetricFamily(
             "kvelastic_refused_connections",
             "Connections beyond that limit.",

@@ -51,11 +51,14 @@ async def find_name(
             field = find_model(data, form, boundary)
         else:
             field = await reader.find_model(body.to_file(), form, boundary)
-    if field is None and query:
-        form, field = None, find_in_urlencoded(query)
-    if field is None or not field.name:
-        raise Refusal(400, "model_missing", "The model parameter is required.", param="model")
-    return Named(field, form)
+    if field is None:
+        return name_in_query(query)
+    return Named(_given(field), form)
+
+
+def name_in_query(query: bytes) -> Named:
+    """The model that a query names. Raises `Refusal`."""
+    return Named(_given(find_in_urlencoded(query)), None)
 
 
 def rename(named: Named, name: str, body: Body, query: bytes) -> bytes:
@@ -63,11 +66,23 @@ def rename(named: Named, name: str, body: Body, query: bytes) -> bytes:
 
     Raises `Refusal` (503) if that is more than the budget has.
     """
+    if named.form is None:
+        return rename_in_query(named, name, query)
     _, start, end = named.field
-    if named.form is not None:
-        body.replace(start, end, written(name, named.form))
-        return query
+    body.replace(start, end, written(name, named.form))
+    return query
+
+
+def rename_in_query(named: Named, name: str, query: bytes) -> bytes:
+    """Put another name in its place; returns the query."""
+    _, start, end = named.field
     return query[:start] + written(name, Form.URLENCODED) + query[end:]
+
+
+def _given(field: ModelField | None) -> ModelField:
+    if field is None or not field.name:
+        raise Refusal(400, "model_missing", "The model parameter is required.", param="model")
+    return field
 
 
 def _form_of(body: Body, content_type: bytes) -> Form | None:

@@ -130,7 +130,17 @@ class OllamaApi:
                 if model.settings.instance in device.full
             ]
             size = sum(claims) or model.settings.memory.needs or 0
-            found.append(Listed(model.name, model.settings.engine, since, size, expires_in_s))
+            settings = model.settings
+            found.append(
+                Listed(
+                    name=model.name,
+                    engine=settings.engine,
+                    since=since,
+                    bytes=size,
+                    capabilities=settings.capabilities,
+                    expires_in_s=expires_in_s,
+                )
+            )
         return found
 
     # ------------------------------------------------------------------------ what a model answers

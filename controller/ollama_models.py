@@ -28,6 +28,8 @@ class Listed:
     """What it takes of its device while it is awake, as far as that is known."""
     expires_in_s: float | None = None
     """Until it is put to sleep by time, if nobody asks; None: never."""
+    capabilities: tuple[str, ...] = ()
+    """As the configuration says: the controller has not seen the model's files."""
 
 
 def names_of(asked: str) -> tuple[str, ...]:
@@ -60,7 +62,7 @@ def shown(model: Listed) -> dict[str, Any]:
         "modified_at": timestamp(model.since),
         "details": _details(),
         "model_info": {"general.architecture": "", "general.basename": model.name},
-        "capabilities": ["completion", "tools"],
+        "capabilities": list(model.capabilities),
     }
 
 

@@ -80,6 +80,14 @@ _QUERIES: dict[str, tuple[str, ...]] = {
     "/models/idle": ("threshold",),
     "/models/active": ("threshold", "window"),
     "/admin/models/{model}/logs": ("lines",),
+    "/models/{model}/logs": ("lines", "follow"),
+}
+_MODEL_PARAMETER = {
+    "name": "model",
+    "in": "path",
+    "required": True,
+    "description": "Name or alias, its slashes encoded or not.",
+    "schema": {"type": "string", "minLength": 1},
 }
 _ENGINE_ROUTES = {
     "/v1/completions": "Completions.",
@@ -91,6 +99,16 @@ _ENGINE_ROUTES = {
     "/v1/messages": "Anthropic's messages.",
     "/tokenize": "Tokens of a text.",
     "/detokenize": "The text of tokens.",
+}
+_OLLAMA_ROUTES = {
+    "/api/chat": ("post", "Chat", "its engine answers, in lines of JSON unless `stream` is false"),
+    "/api/generate": ("post", "Generate", "its engine answers, in lines unless `stream` is false"),
+    "/api/embed": ("post", "Embeddings of one text or several", "its engine answers"),
+    "/api/embeddings": ("post", "An embedding, in the older shape", "its engine answers"),
+    "/api/show": ("post", "A model", "what the configuration says of it"),
+    "/api/tags": ("get", "Models", "all that are served"),
+    "/api/ps": ("get", "Models that are awake", "with what they take, and when they will sleep"),
+    "/api/version": ("get", "Which version this is", "open to everybody"),
 }
 
 
@@ -140,6 +158,12 @@ def describe(described: list[Route]) -> dict[str, Any]:
                 "security": [{"key": []}],
             }
         }
+    paths["/v1/realtime"] = {"get": _realtime_operation()}
+    paths["/upstream/{model}/{path}"] = {
+        method: _upstream_operation(method) for method in ("get", "post", "put", "patch", "delete")
+    }
+    for path, (method, summary, note) in _OLLAMA_ROUTES.items():
+        paths[path] = {method: _ollama_operation(path, method, f"{summary}: {note}.")}
     return {
         "openapi": "3.1.0",
         "info": {
@@ -152,19 +176,61 @@ def describe(described: list[Route]) -> dict[str, Any]:
     }
 
 
+def _realtime_operation() -> dict[str, Any]:
+    return {
+        "summary": "A WebSocket to an engine of the model.",
+        "operationId": "engine_v1_realtime",
+        "parameters": [
+            {"name": "model", "in": "query", "required": True, "schema": {"type": "string"}}
+        ],
+        "responses": {
+            "101": {"description": "Messages go both ways as they are."},
+            "default": {"description": "An error.", **_json(_ERROR)},
+        },
+        "security": [{"key": []}],
+    }
+
+
+def _upstream_operation(method: str) -> dict[str, Any]:
+    path = {"name": "path", "description": "At the engine.", "in": "path", "required": True}
+    return {
+        "summary": "Any path of an engine of the model; an admin key for what is no inference.",
+        "operationId": f"upstream_{method}",
+        "parameters": [_MODEL_PARAMETER, {**path, "schema": {"type": "string"}}],
+        "responses": {
+            "200": {"description": "The engine's answer."},
+            "default": {"description": "An error.", **_json(_ERROR)},
+        },
+        "security": [{"key": []}],
+    }
+
+
+def _ollama_operation(path: str, method: str, summary: str) -> dict[str, Any]:
+    error = {"type": "object", "required": ["error"], "properties": {"error": {"type": "string"}}}
+    operation: dict[str, Any] = {
+        "summary": f"Ollama's API. {summary}",
+        "operationId": "ollama" + path.removeprefix("/api").replace("/", "_"),
+        "responses": {
+            "200": {"description": "As Ollama answers."},
+            "default": {"description": "An error.", **_json(error)},
+        },
+        "security": [{"key": []}],
+    }
+    if method == "post":
+        body = {
+            "type": "object",
+            "required": ["model"],
+            "properties": {"model": {"type": "string"}},
+        }
+        operation["requestBody"] = _json(body, required=True)
+    return operation
+
+
 def _operation(each: Route, path: str, method: str) -> dict[str, Any]:
     doc = (each.endpoint.__doc__ or "").strip()
     parameters: list[dict[str, Any]] = []
     if "{model}" in path:
-        parameters.append(
-            {
-                "name": "model",
-                "in": "path",
-                "required": True,
-                "description": "Name or alias, its slashes encoded or not.",
-                "schema": {"type": "string", "minLength": 1},
-            }
-        )
+        parameters.append(_MODEL_PARAMETER)
     if "{tier}" in path:
         parameters.append(
             {

@@ -78,6 +78,16 @@ class _EventHandler(logging.Handler):
             self._writer.write(json.dumps({"kind": "event", "message": f"not logged: {error!r}"}))
 
 
+_NO_NEWS = ("without completing", '"WebSocket ', "Invalid UTF-8 sequence")
+"""What uvicorn says of an answer that was cut short, of a WebSocket that was made (with its query,
+which may have a key in it), and, with a traceback, of a client's message that is no text."""
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    """Not what the lines of requests say."""
+    return not any(each in str(record.msg) for each in _NO_NEWS)
+
+
 def set_up_logging(writer: LogWriter, level: str = "INFO") -> None:
     """Send what the process says of itself to `writer` as JSON.
 
@@ -94,7 +104,4 @@ def set_up_logging(writer: LogWriter, level: str = "INFO") -> None:
     threading.excepthook = lambda error: logging.root.error(
         "a thread failed: %s", error.thread, exc_info=error.exc_value
     )
-    # It says in prose what the lines of requests say: that an answer was cut short.
-    logging.getLogger("uvicorn.error").addFilter(
-        lambda record: "without completing response" not in record.getMessage()
-    )
+    logging.getLogger("uvicorn.error").addFilter(_is_news)

@@ -26,6 +26,11 @@ from kvelastic.controller.request_log import RequestLog, set_up_logging
 from kvelastic.controller.settings import Settings
 from kvelastic.controller.settings_file import load
 from kvelastic.controller.settings_warnings import warnings_of
+from kvelastic.controller.websocket_protocol import (
+    MESSAGE_BYTES,
+    PING_EVERY_S,
+    bounded_websocket,
+)
 from kvelastic.errors import KvelasticError
 
 _log = logging.getLogger("kvelastic.controller")
@@ -105,7 +110,11 @@ def make_config(front: Front) -> uvicorn.Config:
         host=server.host,
         port=server.port,
         http=bounded_protocol(server.max_headers, server.header_timeout, front.connections, cors),
-        ws="none",
+        ws=bounded_websocket(front.connections),
+        ws_max_size=MESSAGE_BYTES,
+        ws_ping_interval=PING_EVERY_S,
+        ws_ping_timeout=PING_EVERY_S,
+        ws_per_message_deflate=False,
         lifespan="off",
         log_config=None,
         access_log=False,

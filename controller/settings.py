@@ -63,6 +63,7 @@ Size = Annotated[
 Priority = Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)]
 Port = Annotated[int, Field(ge=1, le=65535)]
 EngineName = Literal["vllm", "sglang", "transformers", "openai"]
+Capability = Literal["completion", "tools", "insert", "vision", "embedding", "thinking"]
 
 _NAME_OF_HOST: Final = re.compile(r"[a-z0-9_.-]{1,253}|\[[0-9a-f:.]{2,45}\]")
 _ORIGIN: Final = re.compile(
@@ -339,6 +340,8 @@ class ModelSettings(_Section):
     """Replicas: a request goes to the one with the least in flight."""
     launch: LaunchSettings | None = None
     aliases: tuple[str, ...] = ()
+    capabilities: tuple[Capability, ...] = ("completion", "tools")
+    """What it can do, for Ollama's clients, which offer no more than that (/api/show)."""
     served_name: str | None = None
     """The engine's own name for it, where that differs from `name`."""
     api_key: str | None = None

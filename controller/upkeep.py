@@ -83,7 +83,9 @@ class Upkeep:
                 *(m.look_at_memory() for m in self._serving.fleet),
             )
         for name in due([candidate_of(model) for model in self._serving.fleet]):
-            self._put_to_sleep(name, "idle")
+            model = self._serving.fleet.need(name)
+            # A request's own `keep_alive`: whoever asks next does not wait for `min_sleep`.
+            self._put_to_sleep(name, "idle", by_hand=model.keep_alive_s is not None)
         sleep = self._serving.settings.sleep
         instances = [m for m in self._serving.fleet if m.settings.instance is not None]
         if sleep.auto and instances:
@@ -107,10 +109,10 @@ class Upkeep:
         for name in victims(candidates, asks):
             self._put_to_sleep(name, "others ask for memory")
 
-    def _put_to_sleep(self, name: str, why: str) -> None:
+    def _put_to_sleep(self, name: str, why: str, *, by_hand: bool = False) -> None:
         """The gate has the last word: what was true a moment ago need not be."""
         model = self._serving.fleet.find(name)
-        if model is not None and model.gate.ask_sleep(time.monotonic(), by_hand=False) is None:
+        if model is not None and model.gate.ask_sleep(time.monotonic(), by_hand=by_hand) is None:
             _log.info("falls asleep: %s", why, extra={"model": name})
 
 

@@ -57,6 +57,7 @@ class Row {
     this.isActing = false;
     this.state = make("span", { class: "state" });
     this.about = make("p", { class: "dim" });
+    this.turn = make("p", { class: "turn" });
     this.problem = make("p", { class: "problem" });
     this.traffic = figures([
       ["rate", "requests/s"],
@@ -84,6 +85,7 @@ class Row {
         make("span", { class: "name" }, name),
         this.state,
         this.about,
+        this.turn,
         this.problem,
       ),
       cell("Traffic", this.traffic.element),
@@ -103,6 +105,7 @@ class Row {
     mark(this.state, "data-state", model.state);
     say(this.state, STATES[model.state] ?? model.state);
     say(this.about, aboutOf(model, traffic));
+    say(this.turn, turnOf(model));
     say(this.problem, model.last_problem ?? "");
     this.traffic.set({
       rate: number(traffic?.request_rate),
@@ -212,6 +215,18 @@ function aboutOf(model, traffic) {
   if (model.aliases.length) parts.push(`also ${model.aliases.join(", ")}`);
   if (traffic && !traffic.in_flight) parts.push(`idle ${duration(traffic.idle_time_seconds)}`);
   return parts.join(" · ");
+}
+
+/** What it waits for and who makes room for it; for whom it makes room. */
+function turnOf({ waits, makes_room_for: others }) {
+  const parts = [];
+  if (waits !== null) {
+    parts.push(`Waits for its turn: ${waits.why}.`);
+    if (waits.for_room_of.length) parts.push(`To make room: ${waits.for_room_of.join(", ")}.`);
+  }
+  const names = Object.keys(others);
+  if (names.length) parts.push(`Makes room for ${names.join(", ")}.`);
+  return parts.join(" ");
 }
 
 function cell(label, ...children) {

@@ -72,6 +72,9 @@ def test_every_route_of_the_issue_is_described(front: Controller) -> None:
         "/memory/{model}/trim", "/memory/{model}/tiers/{tier}", "/memory/{model}/tiers/erase",
         "/devices", "/v1/models", "/v1/models/{model}", "/admin/reload",
         "/v1/completions", "/v1/chat/completions", "/metrics",
+        "/api/chat", "/api/generate", "/api/embed", "/api/embeddings", "/api/show", "/api/tags",
+        "/api/ps", "/api/version", "/v1/realtime", "/upstream/{model}/{path}",
+        "/models/{model}/logs",
     ):  # fmt: skip
         assert path in paths, path
     assert "/action/sleep/{model}" in front.get("/docs").text

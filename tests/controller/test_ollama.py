@@ -231,6 +231,25 @@ def test_keys_and_pages_are_checked_as_everywhere(engine: Engine) -> None:
         assert front.get("/api/tags", headers={"Host": "evil.example"}).status_code == 403
 
 
+def test_a_request_after_a_keep_alive_that_is_over_does_not_wait_for_min_sleep(
+    engine: Engine,
+) -> None:
+    sleep = {"min_sleep": "1h", "queue_timeout": "1m", "check_every": "20ms"}
+    with Controller(config_for(engine, sleep=sleep)) as front:
+        body = {"model": "m", "messages": HELLO, "stream": False}
+        assert front.post("/api/chat", {**body, "keep_alive": 0.05}).status_code == 200
+        until(lambda: front.state() == "asleep")
+        assert front.post("/api/chat", body).status_code == 200
+        assert engine.count("wake_calls") == 1
+
+
+def test_capabilities_are_those_of_the_configuration(engine: Engine) -> None:
+    config = config_for(engine, model={"capabilities": ["embedding"]})
+    with Controller(config) as front:
+        shown = front.post("/api/show", {"model": "m"}).json()
+        assert shown["capabilities"] == ["embedding"]
+
+
 def test_a_client_starts_and_stops_an_engine(tmp_path: Path) -> None:
     """As with Ollama itself: a request loads a model, and it leaves by time."""
     launch: dict[str, Any] = {

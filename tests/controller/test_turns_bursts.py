@@ -112,8 +112,8 @@ def simulate(requests: list[tuple[float, int, float]]) -> TurnSimulation:
 
 @pytest.mark.parametrize(("seed", "every_s"), [(0, 4), (1, 4), (6, 4), (2, 1), (4, 1), (7, 1)])
 def test_no_request_is_lost_and_no_wait_is_far_from_the_best(seed: int, every_s: float) -> None:
-    """The sum has another bound. Without the future nobody can promise less than twice the
-    optimum's with two places (Sleator and Tarjan, 1985).
+    """The sum has another bound. The optimum knows the future; with two places nobody who does not
+    can promise less than twice its swaps (Sleator and Tarjan, 1985), nor so of the waits for them.
     """
     requests = bursts(seed, every_s)
     simulation = simulate(requests)
@@ -130,4 +130,4 @@ def test_no_request_is_lost_and_no_wait_is_far_from_the_best(seed: int, every_s:
     )
     assert swaps
     assert max(simulation.waits_s) <= 1.5 * longest_s
-    assert sum(simulation.waits_s) <= 2.5 * sum_s
+    assert sum(simulation.waits_s) <= 2.4 * sum_s

@@ -7,6 +7,7 @@ import re
 from importlib import metadata
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 
 METHODS = (
     "connection_made",
@@ -21,6 +22,9 @@ METHODS = (
     "send_400_response",
     "timeout_keep_alive_handler",
     "_unsupported_upgrade_warning",
+    "_get_upgrade",
+    "_should_upgrade",
+    "handle_websocket_upgrade",
 )
 ATTRIBUTES = (
     "app",
@@ -33,11 +37,16 @@ ATTRIBUTES = (
     "timeout_keep_alive_task",
     "transport",
 )
+WEBSOCKET = ("connection_made", "connection_lost", "handle_cont", "handle_ping")
 CYCLE = ("disconnected", "keep_alive", "message_event", "more_body", "response_complete", "scope")
 
 
 def test_uvicorn_has_what_is_overridden() -> None:
     assert [name for name in METHODS if not callable(getattr(HttpToolsProtocol, name, None))] == []
+    missing = [n for n in WEBSOCKET if not callable(getattr(WebSocketsSansIOProtocol, n, None))]
+    assert missing == []
+    websocket = inspect.getsource(WebSocketsSansIOProtocol.__init__)
+    assert [n for n in ("frames", "close_timeout") if f"self.{n}" not in websocket] == []
     made = inspect.getsource(HttpToolsProtocol.__init__)
     assert [name for name in ATTRIBUTES if f"self.{name}" not in made] == []
     cycle = inspect.getsource(RequestResponseCycle)

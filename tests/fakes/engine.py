@@ -14,7 +14,8 @@ body under `fake`, so that tests need no other channel:
 `POST /fake/release?name=NAME`: no test sleeps to catch a request in flight.
 Of a chat, `deltas` are what its stream's events have, one each, and `message` is what an answer in
 one piece has. A request without `fake` meets what was set by `POST /fake/set {"fake": {...}}`.
-`GET /fake/state` says what it saw. `POST /fake/set` changes the defaults below,
+`GET /fake/state` says what it saw. `POST /fake/say {"lines": 3, "text": "x"}` writes lines to its
+output. `POST /fake/set` changes the defaults below,
 `POST /fake/reset` undoes that and forgets what was counted.
 
 Keys are guarded as the real ones do it. With VLLM_API_KEY in its environment, or `--api-key`, the
@@ -73,6 +74,7 @@ class FakeEngine:
             "sleep_hold": "",
             "health_status": 200,
             "cors": "",
+            "realtime_status": 200,
             "fake": {},
         }
 
@@ -90,9 +92,11 @@ class FakeEngine:
         for path in ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"):
             add("POST", path, self.generate)
         add("POST", "/v1/embeddings", self.embed)
+        add("GET", "/v1/realtime", self.realtime)
         add("GET", "/fake/state", self.state)
         add("POST", "/fake/release", self.release)
         add("POST", "/fake/set", self.change)
+        add("POST", "/fake/say", self.say)
         add("POST", "/fake/reset", self.reset)
         if self.kind == "vllm":
             add("POST", "/sleep", self.sleep)
@@ -150,6 +154,14 @@ class FakeEngine:
 
     async def change(self, request: web.Request) -> web.Response:
         self.settings.update(await request.json())
+        return web.Response()
+
+    async def say(self, request: web.Request) -> web.Response:
+        """Write lines, as an engine's log has them; they have been written when it answers."""
+        asked = await request.json()
+        for number in range(asked["lines"]):
+            print(asked["text"], number)
+        sys.stdout.flush()
         return web.Response()
 
     async def reset(self, _: web.Request) -> web.Response:
@@ -287,6 +299,53 @@ class FakeEngine:
     @staticmethod
     async def event(response: web.StreamResponse, value: dict[str, Any]) -> None:
         await response.write(b"data: " + json.dumps(value).encode() + b"\n\n")
+
+    async def realtime(self, request: web.Request) -> web.StreamResponse:
+        """A WebSocket that sends back what it is sent, but for texts like `{"fake": {...}}`:
+
+        `close: 4001` ends it, `reset` and `die` without a word, `flood: 100` sends so many messages
+        of 64 KiB, and `big: 1000` one of so many bytes.
+        """
+        self.count("websockets")
+        if self.asleep:
+            self.count("requests_while_asleep")
+            return web.Response(status=500)
+        if self.settings["realtime_status"] != 200:
+            return web.Response(status=self.settings["realtime_status"])
+        if request.query.get("model", self.model) != self.model:
+            return web.Response(status=404)
+        socket = web.WebSocketResponse(protocols=("realtime",), max_msg_size=32 << 20)
+        await socket.prepare(request)
+        self.in_flight += 1
+        try:
+            await socket.send_json({"type": "session.created"})
+            async for message in socket:
+                if message.type is web.WSMsgType.BINARY:
+                    await socket.send_bytes(message.data)
+                elif message.type is web.WSMsgType.TEXT:
+                    await self.said(request, socket, message.data)
+        finally:
+            self.in_flight -= 1
+            self.count(f"closed_{socket.close_code}")
+        return socket
+
+    async def said(self, request: web.Request, socket: web.WebSocketResponse, text: str) -> None:
+        fake = json.loads(text).get("fake") if text.startswith("{") else None
+        if fake is None:
+            await socket.send_str(text)
+        elif "close" in fake:
+            await socket.close(code=fake["close"], message=b"as asked")
+        elif "die" in fake:
+            os._exit(9)
+        elif "reset" in fake:
+            assert request.transport is not None
+            request.transport.abort()
+        elif "big" in fake:
+            await socket.send_bytes(b"x" * fake["big"])
+        else:
+            for _ in range(fake["flood"]):
+                await socket.send_bytes(b"x" * 65536)
+                self.count("flooded")
 
     async def embed(self, request: web.Request) -> web.Response:
         body = await request.json()

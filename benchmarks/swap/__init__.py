@@ -1,0 +1,1 @@
+"""How long a client waits whose model takes another one's place."""
