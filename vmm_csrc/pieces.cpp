@@ -1,6 +1,7 @@
 #include "pieces.h"
 
 #include <poll.h>
+#include <sched.h>
 #include <sys/socket.h>
 #include <sys/uio.h>
 #include <unistd.h>
@@ -10,6 +11,8 @@
 #include <cerrno>
 #include <cstring>
 #include <string>
+#include <system_error>
+#include <thread>
 #include <vector>
 
 #include "record_checksum.h"
@@ -19,7 +22,10 @@ namespace {
 
 constexpr std::size_t kVectors = 1024;                         // the kernel's IOV_MAX
 constexpr std::uint64_t kBytesACall = std::uint64_t{8} << 20;  // between two looks at the clock
-constexpr std::uint64_t kSumBytes = std::uint64_t{1} << 20;    // see Checksum
+// One thread's copy is bounded by how fast a processor reads for the kernel, not by the memory.
+constexpr std::uint64_t kBytesAThread = std::uint64_t{4} << 20;
+constexpr std::uint64_t kMostThreads = 2;
+constexpr std::uint64_t kSumBytes = std::uint64_t{1} << 20;  // see Checksum
 
 /// Walks over pieces as one run of bytes, and puts the next of them into vectors.
 class Walk {
@@ -144,6 +150,41 @@ bool copy_own(std::span<const iovec> vectors, std::uint64_t bytes, std::vector<s
          static_cast<ssize_t>(bytes);
 }
 
+/// How many threads copy that much: as many as there is work for, on processors that we may use.
+std::uint64_t threads_for(std::uint64_t bytes) {
+  cpu_set_t allowed;
+  if (::sched_getaffinity(0, sizeof allowed, &allowed) != 0) return 1;
+  const std::uint64_t most = std::min<std::uint64_t>(kMostThreads, CPU_COUNT(&allowed));
+  return std::clamp<std::uint64_t>(bytes / kBytesAThread, 1, std::max<std::uint64_t>(most, 1));
+}
+
+/// The next `left` bytes of both walks; as read_from_process.
+Status read_part(pid_t pid, Walk from, Walk to, std::uint64_t left, PieceDeadline deadline) {
+  std::vector<iovec> from_vectors, to_vectors;
+  from_vectors.reserve(kVectors);
+  to_vectors.reserve(kVectors);
+  while (left > 0) {
+    if (std::chrono::steady_clock::now() >= deadline) return late();
+    const std::uint64_t there = from.gather(from_vectors, std::min(left, kBytesACall));
+    const std::uint64_t here = to.gather(to_vectors, there);
+    if (here < there) (void)from.gather(from_vectors, here);
+    const ssize_t copied = ::process_vm_readv(pid, to_vectors.data(), to_vectors.size(),
+                                              from_vectors.data(), from_vectors.size(), 0);
+    if (copied > 0) {
+      from.advance(static_cast<std::uint64_t>(copied));
+      to.advance(static_cast<std::uint64_t>(copied));
+      left -= static_cast<std::uint64_t>(copied);
+      continue;
+    }
+    if (errno == ESRCH) return Error{Errc::kChannelClosed, "the peer's process has ended"};
+    if (errno == EFAULT || copied == 0) return unmapped();
+    return Error{
+        Errc::kDeviceUnavailable,
+        std::string("memory of another process cannot be read here: ") + std::strerror(errno)};
+  }
+  return ok();
+}
+
 }  // namespace
 
 Result<std::uint64_t> bytes_of(std::span<const Piece> pieces) {
@@ -168,29 +209,22 @@ Status read_from_process(pid_t pid, std::span<const Piece> theirs, std::span<con
     return Error{Errc::kInvalidArgument, std::to_string(*their_bytes) + " bytes do not fit into " +
                                              std::to_string(*our_bytes)};
   }
+  const std::uint64_t threads = threads_for(*our_bytes);
+  if (threads == 1) return read_part(pid, Walk(theirs), Walk(ours), *our_bytes, deadline);
+  const std::uint64_t half = *our_bytes / 2;
   Walk from(theirs), to(ours);
-  std::vector<iovec> from_vectors, to_vectors;
-  from_vectors.reserve(kVectors);
-  to_vectors.reserve(kVectors);
-  while (!from.is_done()) {
-    if (std::chrono::steady_clock::now() >= deadline) return late();
-    const std::uint64_t there = from.gather(from_vectors, kBytesACall);
-    const std::uint64_t here = to.gather(to_vectors, there);
-    if (here < there) (void)from.gather(from_vectors, here);
-    const ssize_t copied = ::process_vm_readv(pid, to_vectors.data(), to_vectors.size(),
-                                              from_vectors.data(), from_vectors.size(), 0);
-    if (copied > 0) {
-      from.advance(static_cast<std::uint64_t>(copied));
-      to.advance(static_cast<std::uint64_t>(copied));
-      continue;
-    }
-    if (errno == ESRCH) return Error{Errc::kChannelClosed, "the peer's process has ended"};
-    if (errno == EFAULT || copied == 0) return unmapped();
-    return Error{
-        Errc::kDeviceUnavailable,
-        std::string("memory of another process cannot be read here: ") + std::strerror(errno)};
+  from.advance(half);
+  to.advance(half);
+  Status second = ok();
+  std::jthread beside;
+  try {
+    beside = std::jthread([&] { second = read_part(pid, from, to, *our_bytes - half, deadline); });
+  } catch (const std::system_error&) {  // no thread is to be had: one does it all
+    return read_part(pid, Walk(theirs), Walk(ours), *our_bytes, deadline);
   }
-  return ok();
+  const Status first = read_part(pid, Walk(theirs), Walk(ours), half, deadline);
+  beside.join();
+  return first ? second : first;
 }
 
 Result<std::uint64_t> send_pieces(int fd, std::span<const Piece> pieces, PieceDeadline deadline) {

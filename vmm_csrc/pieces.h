@@ -28,8 +28,8 @@ using PieceDeadline = std::chrono::steady_clock::time_point;
 /// its size, overflow.
 Result<std::uint64_t> bytes_of(std::span<const Piece> pieces);
 
-/// Copies another process's pieces here, in order. Blocks. Fails with kInvalidArgument (the sizes
-/// differ), kMapping (not mapped on one of the sides), kChannelClosed (no such process),
+/// Copies another process's pieces here, by up to two threads. Blocks. Fails with kInvalidArgument
+/// (the sizes differ), kMapping (not mapped on one of the sides), kChannelClosed (no such process),
 /// kDeviceUnavailable (the system does not allow it), kChannelTimeout; a part may have been copied.
 Status read_from_process(pid_t pid, std::span<const Piece> theirs, std::span<const Piece> ours,
                          PieceDeadline deadline);

@@ -1,8 +1,9 @@
-"""`scripts/bench transfer`: copies between two processes, beside memcpy and a bare TCP stream."""
+"""`scripts/bench transfer`: copies between processes, beside memcpy and the system's own calls."""
 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import random
 import secrets
 import socket
@@ -11,6 +12,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from benchmarks.harness import Figure, report
@@ -74,20 +76,60 @@ def pulls(kind: str, link: Link, base: int, name: str, size: int) -> list[Figure
     rng = random.Random(1)
     sources: list[Piece] = [(base + at, size) for at in rng.sample(places, count)]
     targets: list[Piece] = [(ours.address + at, size) for at in rng.sample(places, count)]
-    floor = copies_here(size) if kind == "unix" else bare_stream
-    samples, floors = [], []
+    floors: dict[str, Callable[[], float]]
+    if kind == "unix":
+        pid = link.connection.peer.pid
+        assert pid is not None
+        floors = {
+            "memcpy of such pieces": copies_here(size),
+            "bare process_vm_readv": bare_reads(pid, sources, targets),
+        }
+    else:
+        floors = {"bare TCP stream": bare_stream}
+    samples: list[float] = []
+    of_floors: dict[str, list[float]] = {floor: [] for floor in floors}
     for _ in range(ROUNDS):
         begin_s = time.perf_counter()
         link.pull(sources, targets, timeout_s=60)
         samples.append(COPIED_BYTES / (time.perf_counter() - begin_s) / 1e9)
-        floors.append(floor())
-    what = "process_vm_readv" if kind == "unix" else "TCP stream"
+        for floor, run in floors.items():
+            of_floors[floor].append(run())
     bar = ">= 0.9 of the floor" if kind == "unix" else ""
-    floor_name = "memcpy of such pieces" if kind == "unix" else "bare TCP stream"
-    return [Figure(f"pull, {name} pieces, {what}", "GB/s", samples, bar, floor_name, floors)]
+    return [
+        Figure(f"pull, {name} pieces, {kind}", "GB/s", samples, bar, floor, of_floors[floor])
+        for floor in floors
+    ]
 
 
-def copies_here(size: int):  # type: ignore[no-untyped-def]
+def bare_reads(pid: int, sources: Sequence[Piece], targets: Sequence[Piece]) -> Callable[[], float]:
+    """The system call alone, on the same pieces, 8 MiB a call: what no reader can do without."""
+
+    class Vector(ctypes.Structure):
+        _fields_ = (("base", ctypes.c_void_p), ("length", ctypes.c_size_t))
+
+    libc = ctypes.CDLL(None, use_errno=True)
+    batch = max((8 << 20) // sources[0][1], 1)
+    calls = []
+    for at in range(0, len(sources), batch):
+        count = len(sources[at : at + batch])
+        vectors = [
+            (Vector * count)(*(Vector(*piece) for piece in pieces[at : at + batch]))
+            for pieces in (targets, sources)
+        ]
+        calls.append((vectors[0], ctypes.c_ulong(count), vectors[1], ctypes.c_ulong(count)))
+
+    def read() -> float:
+        begin_s = time.perf_counter()
+        copied = sum(
+            libc.process_vm_readv(ctypes.c_int(pid), *call, ctypes.c_ulong(0)) for call in calls
+        )
+        assert copied == COPIED_BYTES // sources[0][1] * sources[0][1], copied
+        return COPIED_BYTES / (time.perf_counter() - begin_s) / 1e9
+
+    return read
+
+
+def copies_here(size: int) -> Callable[[], float]:
     """memcpy of as many pieces within this process, by native code."""
     memory = mapped(TOTAL_BYTES, size)
     geometry = memory.geometry

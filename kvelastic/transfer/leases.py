@@ -82,7 +82,7 @@ class Leases:
             self._put(lease)
             # A range that went meanwhile has not seen this lease: look once more, now that it is
             # where `end_in` finds it.
-            self._ranges.check_same(pieces, lease.holds)
+            self._ranges.check_still(lease.holds)
         except BaseException:
             with self._lock:
                 self._leases.pop(lease.number, None)

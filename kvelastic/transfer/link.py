@@ -21,7 +21,6 @@ from kvelastic.errors import (
     TransferError,
 )
 from kvelastic.messages import Connection, Message
-from kvelastic.transfer import pieces as pieces_module
 from kvelastic.transfer.pieces import Piece, pack, portions
 from kvelastic.transfer.wire import (
     Ask,
@@ -101,10 +100,10 @@ class Link:
         """
         deadline_s = time.monotonic() + timeout_s
         try:
-            for from_part, to_part in portions(sources, targets):
+            for from_part, to_part, size_bytes in portions(sources, targets):
                 packed, ours = pack(from_part), pack(to_part)
                 self._retried(partial(self._pull_once, packed, ours, claim, deadline_s))
-                self.count(pulled=pieces_module.total(to_part))
+                self.count(pulled=size_bytes)
         except KvelasticError:
             self.count(failures=1)
             raise
@@ -123,10 +122,10 @@ class Link:
         """
         deadline_s = time.monotonic() + timeout_s
         try:
-            for from_part, to_part in portions(sources, targets):
+            for from_part, to_part, size_bytes in portions(sources, targets):
                 ours, theirs = pack(from_part), pack(to_part)
                 self._retried(partial(self._push_once, ours, theirs, claim, deadline_s))
-                self.count(pushed=pieces_module.total(to_part))
+                self.count(pushed=size_bytes)
         except KvelasticError:
             self.count(failures=1)
             raise

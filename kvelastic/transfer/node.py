@@ -351,8 +351,9 @@ class Node:
             for registered, some in found.items():
                 holds.enter_context(registered.being_written())
                 holds.callback(registered.hold(some).release)
-            # What was unregistered before it was marked is not written, nor what took its place.
-            self.ranges.check_same(targets, found)
+            # What was unregistered before it was marked is not written, nor what took
+            # its place.
+            self.ranges.check_still(found)
             if (claimed := self._claimed(link, push.claim, targets)) is not None:
                 holds.callback(claimed.release)
             checksum = link.read(push.lease, push.sources, push.targets, deadline_s)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator, Sequence
+from itertools import chain
+from operator import itemgetter
 from typing import Final
 
 from kvelastic.errors import InvalidArgumentError
@@ -17,14 +19,18 @@ MOST_BYTES: Final = 64 << 20
 """Under one lease, so that a copy is over long before the lease is."""
 PIECE_BYTES: Final = 16
 _MOST: Final = 1 << 63
+_SIZE: Final = itemgetter(1)
 
 
 def pack(pieces: Sequence[Piece]) -> bytes:
     """Raises `InvalidArgumentError` for numbers that are not an address or a size."""
     try:
-        return array("Q", [number for piece in pieces for number in piece]).tobytes()
+        packed = array("Q", chain.from_iterable(pieces)).tobytes()
     except (OverflowError, TypeError) as error:
         raise InvalidArgumentError(f"pieces are pairs of address and size: {error}") from None
+    if len(packed) != PIECE_BYTES * len(pieces):
+        raise InvalidArgumentError("pieces are pairs of address and size")
+    return packed
 
 
 def unpack(packed: bytes) -> list[Piece]:
@@ -32,21 +38,20 @@ def unpack(packed: bytes) -> list[Piece]:
     if len(packed) % PIECE_BYTES:
         raise InvalidArgumentError("a list of pieces that is cut off")
     numbers = array("Q", packed)
-    pieces = list(zip(numbers[::2], numbers[1::2], strict=True))
-    if any(address >= _MOST or size >= _MOST for address, size in pieces):
+    if max(numbers, default=0) >= _MOST:
         raise InvalidArgumentError("an address or a size that no memory has")
-    return pieces
+    return list(zip(numbers[::2], numbers[1::2], strict=True))
 
 
 def total(pieces: Sequence[Piece]) -> int:
     """Bytes of all of them."""
-    return sum(size for _, size in pieces)
+    return sum(map(_SIZE, pieces))
 
 
 def portions(
     sources: Sequence[Piece], targets: Sequence[Piece]
-) -> Iterator[tuple[list[Piece], list[Piece]]]:
-    """The same copies in parts of at most `MOST_PIECES` and `MOST_BYTES`, equal on both sides.
+) -> Iterator[tuple[Sequence[Piece], Sequence[Piece], int]]:
+    """The same copies in parts of at most `MOST_PIECES` and `MOST_BYTES`, and each part's bytes.
 
         sources  |-----------|------|----------|--- ...
         targets  |----|----|---------|-----|------- ...
@@ -54,13 +59,14 @@ def portions(
 
     Raises `InvalidArgumentError` where the sides differ in bytes.
     """
-    if total(sources) != total(targets):
+    all_bytes, room_bytes = total(sources), total(targets)
+    if all_bytes != room_bytes:
         raise InvalidArgumentError(
-            f"{total(sources)} bytes do not fit into {total(targets)}; name as many on both sides"
+            f"{all_bytes} bytes do not fit into {room_bytes}; name as many on both sides"
         )
-    if max(len(sources), len(targets)) <= MOST_PIECES and total(sources) <= MOST_BYTES:
-        if total(sources):
-            yield list(sources), list(targets)
+    if max(len(sources), len(targets)) <= MOST_PIECES and all_bytes <= MOST_BYTES:
+        if all_bytes:
+            yield sources, targets, all_bytes
         return
     from_part: list[Piece] = []
     to_part: list[Piece] = []
@@ -77,7 +83,7 @@ def portions(
             if into == room:
                 at, into = at + 1, 0
             if len(from_part) == MOST_PIECES or part_bytes == MOST_BYTES:
-                yield from_part, to_part
+                yield from_part, to_part, part_bytes
                 from_part, to_part, part_bytes = [], [], 0
     if from_part:
-        yield from_part, to_part
+        yield from_part, to_part, part_bytes

@@ -444,6 +444,39 @@ def test_reading_what_is_unmapped_creates_no_page() -> None:
     assert memory.held_at_the_os() == before
 
 
+@pytest.mark.parametrize("processors", ["one", "all"])
+def test_large_copies_are_whole_however_many_threads_make_them(processors: str) -> None:
+    rng = random.Random(11)
+    size = (13 << 20) + 7
+    theirs, ours = Memory(rng.randbytes(size)), Memory(bytes(size))
+
+    def cut(memory: Memory, parts: int) -> list[Piece]:
+        cuts = sorted(rng.choices(range(size), k=parts))
+        return [
+            memory.piece(first, last - first)
+            for first, last in zip([0, *cuts], [*cuts, size], strict=True)
+        ]
+
+    allowed = os.sched_getaffinity(0)
+    try:
+        if processors == "one":
+            os.sched_setaffinity(0, {min(allowed)})
+        sources, targets = cut(theirs, 700), cut(ours, 1500)
+        _vmm.read_from_process(
+            os.getpid(), pieces_module.pack(sources), pieces_module.pack(targets), 60.0
+        )
+        assert ours.content == theirs.content
+        for hole in (2, len(sources) - 3):  # in the part of either thread
+            damaged = [*sources]
+            damaged[hole] = (4096, damaged[hole][1])
+            with pytest.raises(MappingError):
+                _vmm.read_from_process(
+                    os.getpid(), pieces_module.pack(damaged), pieces_module.pack(targets), 60.0
+                )
+    finally:
+        os.sched_setaffinity(0, allowed)
+
+
 # --- peers that are killed and stopped ------------------------------------------------------------
 
 READER = """
