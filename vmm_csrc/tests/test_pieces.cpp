@@ -1,0 +1,146 @@
+// Copies of pieces: by one thread and by two, over streams, and of a range whose pages come and go.
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <chrono>
+#include <cstring>
+#include <memory>
+#include <random>
+#include <thread>
+#include <vector>
+
+#include "../host_driver.h"
+#include "../pieces.h"
+#include "../range.h"
+#include "check.h"
+
+namespace kvelastic {
+namespace {
+
+constexpr std::uint64_t kPage = HostDriver::kGranularityBytes;
+
+PieceDeadline soon() {
+  return std::chrono::steady_clock::now() + std::chrono::seconds(60);
+}
+
+std::uint64_t address_of(const std::byte* byte) {
+  return static_cast<std::uint64_t>(reinterpret_cast<std::uintptr_t>(byte));
+}
+
+std::vector<std::byte> noise(std::size_t bytes, unsigned seed) {
+  std::mt19937 random(seed);
+  std::vector<std::byte> made(bytes);
+  for (std::byte& one : made) one = static_cast<std::byte>(random());
+  return made;
+}
+
+/// The memory in pieces of any size, some of them empty, in order.
+std::vector<Piece> cut(const std::vector<std::byte>& memory, std::size_t most, unsigned seed) {
+  std::mt19937 random(seed);
+  std::vector<Piece> pieces;
+  for (std::size_t at = 0; at < memory.size();) {
+    const std::size_t bytes = std::min<std::size_t>(random() % most, memory.size() - at);
+    pieces.push_back({address_of(memory.data() + at), bytes});
+    at += bytes;
+  }
+  return pieces;
+}
+
+TEST(pieces_are_whole_whatever_their_sizes) {
+  // Below and above what a second thread begins at.
+  for (const std::size_t bytes :
+       {std::size_t{0}, std::size_t{1}, std::size_t{70'001}, std::size_t{9} << 20}) {
+    const auto theirs = noise(bytes, 1);
+    std::vector<std::byte> ours(bytes);
+    const auto from = cut(theirs, 40'000, 2), to = cut(ours, 90'000, 3);
+    CHECK(bool(read_from_process(::getpid(), from, to, soon())));
+    CHECK(ours == theirs);
+  }
+}
+
+TEST(pieces_that_do_not_match_or_overflow_are_refused) {
+  std::vector<std::byte> memory(100);
+  const std::vector<Piece> whole{{address_of(memory.data()), 100}};
+  const std::vector<Piece> part{{address_of(memory.data()), 99}};
+  const std::vector<Piece> beyond{{~std::uint64_t{0}, 2}};
+  CHECK(read_from_process(::getpid(), whole, part, soon()).error().code == Errc::kInvalidArgument);
+  CHECK(read_from_process(::getpid(), beyond, whole, soon()).error().code ==
+        Errc::kInvalidArgument);
+  CHECK(read_from_process(::getpid(), whole, whole, {}).error().code == Errc::kChannelTimeout);
+}
+
+TEST(pieces_travel_over_a_stream) {
+  int ends[2];
+  CHECK(::socketpair(AF_UNIX, SOCK_STREAM, 0, ends) == 0);
+  const auto theirs = noise((3 << 20) + 5, 4);
+  std::vector<std::byte> ours(theirs.size());
+  const auto from = cut(theirs, 300'000, 5), to = cut(ours, 200'000, 6);
+  Result<std::uint64_t> sent = Error{Errc::kIntegrity, "not sent"};
+  std::thread sender([&] { sent = send_pieces(ends[0], from, soon()); });
+  const Result<std::uint64_t> received = receive_pieces(ends[1], to, soon());
+  sender.join();
+  CHECK(sent && received && *sent == *received);
+  CHECK(ours == theirs);
+  ::close(ends[0]);
+  CHECK(receive_pieces(ends[1], to, soon()).error().code == Errc::kChannelClosed);
+  ::close(ends[1]);
+}
+
+TEST(pieces_of_pages_that_come_and_go_are_what_their_generation_says) {
+  constexpr std::uint64_t kPages = 6;
+  Geometry geometry;
+  geometry.pages = kPages;
+  geometry.extent_bytes = geometry.block_bytes = kPage;
+  geometry.blocks_per_page = 1;
+  auto driver = HostDriver::open();
+  CHECK(bool(driver));
+  auto made = Range::reserve(*std::move(driver), geometry);
+  CHECK(bool(made));
+  const std::shared_ptr<Range> range = *std::move(made);
+  const auto page_at = [&](PageIndex page) { return range->address() + page * kPage; };
+
+  std::atomic<bool> is_over{false};
+  // Each life of a page is filled with a number of its own before its generation is looked at.
+  std::atomic<std::uint32_t> filled[kPages] = {};
+  std::thread owner([&] {
+    std::mt19937 random(7);
+    for (int round = 0; round < 150; ++round) {
+      const PageIndex page = random() % kPages;
+      if (range->is_mapped(page)) {
+        CHECK(bool(range->unmap_idle(std::vector{page}, Afterwards::kRecycle)));
+      } else {
+        CHECK(bool(range->map(std::vector{page})));
+        // By the system, as a transfer does it: the reader is another process there.
+        const auto life = static_cast<std::byte>(range->generation(page));
+        const std::vector<std::byte> content(kPage, life);
+        const std::vector<Piece> from{{address_of(content.data()), kPage}};
+        const std::vector<Piece> to{{address_of(page_at(page)), kPage}};
+        CHECK(bool(read_from_process(::getpid(), from, to, soon())));
+        filled[page] = range->generation(page) + 1;
+      }
+    }
+    is_over = true;
+  });
+  std::mt19937 random(8);
+  std::vector<std::byte> ours(kPage);
+  const std::vector<Piece> to{{address_of(ours.data()), kPage}};
+  while (!is_over) {
+    const PageIndex page = random() % kPages;
+    const std::uint32_t life = range->generation(page);
+    if (!range->is_mapped(page) || filled[page] != life + 1) continue;
+    const std::vector<Piece> from{{address_of(page_at(page)), kPage}};
+    const Status read = read_from_process(::getpid(), from, to, soon());
+    if (!read) {
+      CHECK(read.error().code == Errc::kMapping);
+    } else if (range->is_mapped(page) && range->generation(page) == life) {
+      const std::vector<std::byte> expected(kPage, static_cast<std::byte>(life));
+      CHECK(ours == expected);
+    }
+  }
+  owner.join();
+  CHECK(bool(range->check_integrity()));
+}
+
+}  // namespace
+}  // namespace kvelastic
