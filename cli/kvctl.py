@@ -30,6 +30,7 @@ _COMMANDS: Final = {
     "kvtop": "kvtop.command.kvtop_command",
     "limit": "limits.limit_command",
     "limit-percent": "limits.limit_percent_command",
+    "links": "links.links_command",
     "list": "inspection.list_command",
     "metrics": "metrics.metrics_command",
     "serve": "serve.serve_command",

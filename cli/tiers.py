@@ -25,32 +25,14 @@ from kvelastic.cli.arguments import (
 )
 from kvelastic.cli.exit_codes import EXIT_TIMED_OUT, fail
 from kvelastic.cli.finding import readable, sweep
+from kvelastic.cli.showing import ShowingGroup
 
 if TYPE_CHECKING:
-    from click.shell_completion import CompletionItem
-
     from kvelastic.tier_board_format import BoardFigures, TierAnswer, TierRequest
 
 _GLANCE_S: Final = 2.0
 """How long an answer is looked for without --wait: stores are asked, and may be slow."""
 _VERIFY_S: Final = 60.0
-
-
-class TiersGroup(click.Group):
-    """A group that shows tiers where its first word is no command of it: a name, or nothing."""
-
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Put `show` before what is not the name of a command."""
-        is_command = bool(args) and args[0] in {*self.commands, "-h", "--help"}
-        # A shell that completes the first word wants the commands, too.
-        if not is_command and not (ctx.resilient_parsing and not args):
-            args = ["show", *args]
-        return super().parse_args(ctx, args)
-
-    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
-        """Offer commands, and names of instances."""
-        names = NameType().shell_complete(ctx, self.commands["show"].params[0], incomplete)
-        return [*super().shell_complete(ctx, incomplete), *names]
 
 
 _json_option = click.option(
@@ -59,7 +41,7 @@ _json_option = click.option(
 
 
 @click.group(
-    "tiers", cls=TiersGroup, short_help="Where cached blocks are kept, and what to do about it."
+    "tiers", cls=ShowingGroup, short_help="Where cached blocks are kept, and what to do about it."
 )
 def tiers_command() -> None:
     """Show the tiers of all instances, or of NAME; or do something about them.

@@ -11,8 +11,9 @@ import time
 from typing import Any
 
 from kvelastic import segment, tier_board
+from kvelastic.board_file import POLL_S, Asked
 from kvelastic.controller.refusal import Refusal
-from kvelastic.tier_board_format import TierRequest
+from kvelastic.tier_board_format import TierAnswer, TierRequest
 
 
 async def ask(name: str, request: TierRequest, wait_s: float) -> dict[str, Any]:
@@ -29,7 +30,7 @@ async def ask(name: str, request: TierRequest, wait_s: float) -> dict[str, Any]:
             answer = asked.look()
             if answer is not None or asked.is_lost or time.monotonic() >= deadline_s:
                 break
-            await asyncio.sleep(tier_board.POLL_S)
+            await asyncio.sleep(POLL_S)
     if answer is None:
         return {"state": "pending", "records": {}, "reason": ""}
     return {
@@ -39,7 +40,7 @@ async def ask(name: str, request: TierRequest, wait_s: float) -> dict[str, Any]:
     }
 
 
-def _post(name: str, request: TierRequest) -> tuple[list[str], tier_board.Asked]:
+def _post(name: str, request: TierRequest) -> tuple[list[str], Asked[TierAnswer]]:
     info = segment.inspect(name)
     board = tier_board.read(info)
     tiers = [] if board is None else [one.tier for one in board.tiers]

@@ -83,6 +83,8 @@ class Config:
     """A file; None: links stay on this host."""
     link_allow: tuple[str, ...] = ()
     """Networks of which hosts may link."""
+    link_data_ports: tuple[int, int] | None = None
+    """The first and the last that data may come at over TCP; None: the system chooses."""
     tiers: tuple[TierSpec, ...] = ()
     """Where demoted blocks lie, nearest first; none: evicted blocks are gone."""
     tier_policy: str = "write_back"
@@ -250,6 +252,16 @@ def _networks(text: str) -> tuple[str, ...]:
     return tuple(str(ipaddress.ip_network(one.strip())) for one in text.split(","))
 
 
+def _ports(text: str) -> tuple[int, int] | None:
+    if text.lower() == "any":
+        return None
+    first, dash, last = text.partition("-")
+    ports = int(first), int(last if dash else first)
+    if not 0 < ports[0] <= ports[1] < 1 << 16:
+        raise ValueError(text)
+    return ports
+
+
 def _device(text: str) -> str:
     lowered = text.lower()
     if lowered in ("cpu", "host"):
@@ -350,6 +362,9 @@ VARIABLES: Final[tuple[Variable, ...]] = (
     Variable("KVELASTIC_LINK_ALLOW", None, "link_allow", _networks, "none",
              "none; or networks with commas between: 10.0.0.0/24",
              "Whose hosts may link over TCP, besides this one."),
+    Variable("KVELASTIC_LINK_DATA_PORTS", None, "link_data_ports", _ports, "any",
+             "any, a port, or the first and the last of some: 26100-26131",
+             "Where bytes come over TCP: each process takes the first of these that is free."),
     Variable("KVELASTIC_TIERS", None, "tiers", parse_tiers, "none", TIERS_FORMS,
              "Where blocks that the cache must give up are kept; docs/tiers.md says more."),
     Variable("KVELASTIC_TIER_POLICY", None, "tier_policy", _one_of("write_back", "write_through"),

@@ -18,14 +18,17 @@ from prometheus_client import generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from kvelastic import link_board
 from kvelastic.instance.status import status_of
 from kvelastic.ledger_facts import LedgerInfo, Member
+from kvelastic.link_board_format import LinkFigures, NodeFigures
 from kvelastic.segment_dir import SegmentInfo
 from kvelastic.tier_board import boards_of
 from kvelastic.tier_board_format import BoardFigures, TierFigures
 
 # Not `instance`: that is Prometheus' own label for whom it scrapes, and it would rename ours.
 INSTANCE_LABELS: Final = ("name", "device", "engine", "model")
+NODE_LABELS: Final = ("node", "pid", "role")
 DEVICE_LABELS: Final = ("device", "group")
 STATES: Final = (
     "applied",
@@ -62,6 +65,14 @@ def _tiers(name: str, help: str) -> Described:
 
 def _tier(name: str, help: str, kind: Kind = "gauge") -> Described:
     return Described(f"kvelastic_tier_{name}", kind, ("name", "tier"), help)
+
+
+def _node(name: str, help: str, kind: Kind = "gauge") -> Described:
+    return Described(f"kvelastic_node_{name}", kind, NODE_LABELS, help)
+
+
+def _link(name: str, help: str, kind: Kind = "counter") -> Described:
+    return Described(f"kvelastic_link_{name}", kind, (*NODE_LABELS, "peer"), help)
 
 
 def _device(name: str, help: str) -> Described:
@@ -220,6 +231,55 @@ _TIER: Final[tuple[tuple[Described, Callable[[TierFigures], Value]], ...]] = (
     ),
     (_tier("read_bytes_total", "Bytes read from it.", "counter"), lambda tier: tier.bytes_read),
 )
+_NODE: Final[tuple[tuple[Described, Callable[[NodeFigures], Value]], ...]] = (
+    (
+        _node("links", "Links that stand."),
+        lambda node: sum(link.state == "linked" for link in node.links),
+    ),
+    (_node("registered_bytes", "Memory that peers may reach."), lambda n: n.registered_bytes),
+    (_node("leases", "Copies by peers under way."), lambda node: node.leases),
+    (
+        _node("leases_expired_total", "Leases ended by their time, as a peer was late.", "counter"),
+        lambda node: node.leases_expired,
+    ),
+    (
+        _node(
+            "copies_lost_total",
+            "Copies by peers of memory that was not the same all the time.",
+            "counter",
+        ),
+        lambda node: node.copies_lost,
+    ),
+    (
+        _node("strangers_refused_total", "Connections that were not let in.", "counter"),
+        lambda node: node.strangers_refused,
+    ),
+)
+_LINK: Final[tuple[tuple[Described, Callable[[LinkFigures], Value]], ...]] = (
+    (
+        _link("up", "1 for a link that stands, 0 for one that has ended.", "gauge"),
+        lambda link: int(link.state == "linked"),
+    ),
+    (
+        _link("pulled_bytes_total", "That the node has read from the peer."),
+        lambda link: link.pulled_bytes,
+    ),
+    (
+        _link("pushed_bytes_total", "That the node has had the peer take."),
+        lambda link: link.pushed_bytes,
+    ),
+    (
+        _link("peer_pulled_bytes_total", "That the peer has read from the node."),
+        lambda link: link.peer_pulled_bytes,
+    ),
+    (
+        _link("peer_pushed_bytes_total", "That the peer has had the node take."),
+        lambda link: link.peer_pushed_bytes,
+    ),
+    (_link("leases", "Copies by the peer under way.", "gauge"), lambda link: link.leases),
+    (_link("retries_total", "Copies made again after a lost race."), lambda link: link.retries),
+    (_link("failures_total", "Copies of the node's that failed."), lambda link: link.failures),
+)
 _TIERS: Final = {
     field: _tiers(f"blocks_{field}_total", help)
     for field, help in {
@@ -258,6 +318,8 @@ METRICS: Final[tuple[Described, ...]] = (
     _INFO,
     *(described for described, _ in _TIER),
     *_TIERS.values(),
+    *(described for described, _ in _NODE),
+    *(described for described, _ in _LINK),
     *(described for described, _ in _DEVICE),
     _SEGMENTS,
     _UNREADABLE,
@@ -276,26 +338,31 @@ class KvelasticCollector(Collector):
         find_segments: Callable[[], Sequence[SegmentInfo]],
         find_ledgers: Callable[[], Sequence[LedgerInfo]],
         find_boards: Callable[[Sequence[SegmentInfo]], Mapping[str, BoardFigures]] = boards_of,
+        find_nodes: Callable[[], Sequence[NodeFigures]] = link_board.nodes,
     ) -> None:
         self._find_segments = find_segments
         self._find_ledgers = find_ledgers
         self._find_boards = find_boards
+        self._find_nodes = find_nodes
 
     def collect(self) -> Iterable[Metric]:
         """What is found now."""
         segments = self._find_segments()
-        return families(segments, self._find_ledgers(), self._find_boards(segments))
+        boards, nodes = self._find_boards(segments), self._find_nodes()
+        return families(segments, self._find_ledgers(), boards, nodes)
 
 
 def render(
     segments: Sequence[SegmentInfo],
     ledgers: Sequence[LedgerInfo],
     boards: Mapping[str, BoardFigures] | None = None,
+    nodes: Sequence[NodeFigures] | None = None,
 ) -> str:
-    """All metrics in Prometheus' text format. Without `boards` they are looked for."""
+    """All metrics in Prometheus' text format. `boards` and `nodes` are looked for if not given."""
     find_boards = boards_of if boards is None else lambda _: boards
+    find_nodes = link_board.nodes if nodes is None else lambda: nodes
     return generate_latest(
-        KvelasticCollector(lambda: segments, lambda: ledgers, find_boards)
+        KvelasticCollector(lambda: segments, lambda: ledgers, find_boards, find_nodes)
     ).decode()
 
 
@@ -303,6 +370,7 @@ def families(
     segments: Sequence[SegmentInfo],
     ledgers: Sequence[LedgerInfo],
     boards: Mapping[str, BoardFigures],
+    nodes: Sequence[NodeFigures] = (),
 ) -> Iterable[Metric]:
     """All metrics as values of prometheus-client, in the order of `METRICS`.
 
@@ -315,6 +383,8 @@ def families(
             _add_instance(drawn, info)
     for name, board in boards.items():
         _add_tiers(drawn, name, board)
+    for node in nodes:
+        _add_node(drawn, node)
     readable = [ledger for ledger in ledgers if ledger.status == "readable"]
     for ledger in readable:
         labels = (ledger.device, ledger.group)
@@ -348,6 +418,15 @@ def _add_tiers(drawn: _Drawn, name: str, board: BoardFigures) -> None:
             drawn.add(described, (name, tier.tier), value(tier))
     for field, described in _TIERS.items():
         drawn.add(described, (name,), getattr(board.blocks, field))
+
+
+def _add_node(drawn: _Drawn, node: NodeFigures) -> None:
+    labels = (str(node.node_id), str(node.pid), node.role)
+    for described, value in _NODE:
+        drawn.add(described, labels, value(node))
+    for link in node.links:
+        for of_link, value_of in _LINK:
+            drawn.add(of_link, (*labels, str(link.peer_id)), value_of(link))
 
 
 def _add_members(drawn: _Drawn, ledger: LedgerInfo, segments: Sequence[SegmentInfo]) -> None:
@@ -406,7 +485,8 @@ whom it scrapes. Metrics of a device, and those about what is granted, reserved,
 are there where the device has a ledger. An instance on several devices has these once for each, and
 `kvelastic_instance_device_mapped_bytes`; its other metrics are of all devices together, and have
 the first one's name. Those of tiers are there where the instance has some; `tier` is what
-`kvctl tiers` calls it.
+`kvctl tiers` calls it. Those of nodes and links are of processes that copy KV from one another, as
+`kvctl links` shows them: `node` and `peer` are ids.
 
 | metric | kind | labels | meaning |
 |---|---|---|---|

@@ -43,6 +43,9 @@ _TEMPORARY_PREFIX: Final = ".kvelastic_new_"
 _TEMPORARY: Final = re.compile(r"\.kvelastic_new_(segment|ledger)_[0-9a-f]{12}")
 _BOARD_PREFIX: Final = ".kvelastic_tiers_"
 _BOARD: Final = re.compile(r"\.kvelastic_tiers_[0-9a-f]{32}")
+_LINK_BOARD_PREFIX: Final = ".kvelastic_links_"
+LINK_BOARD: Final = re.compile(r"\.kvelastic_links_[0-9a-f]{32}")
+_NO_SEGMENTS: Final = (_TEMPORARY_PREFIX, _BOARD_PREFIX, _LINK_BOARD_PREFIX)
 _FOREIGN_COPY_BYTES: Final = 4 * _vmm.SEGMENT_BYTES
 
 
@@ -93,6 +96,14 @@ def board_name(uuid: bytes) -> str:
     return _BOARD_PREFIX + uuid.hex()
 
 
+def link_board_name(start: bytes) -> str:
+    """The file of the link board of the node that was given these 16 random bytes.
+
+    As that of tiers (`board_name`).
+    """
+    return _LINK_BOARD_PREFIX + start.hex()
+
+
 def open_file(name: str, flags: int) -> int:
     """Open a regular file of /dev/shm; other kinds (a pipe would block) are not segments."""
     if "/" in name or "\0" in name or name in {"", ".", ".."}:
@@ -141,8 +152,7 @@ def _file_names() -> list[str]:
             return [
                 entry.name
                 for entry in entries
-                if entry.is_file(follow_symlinks=False)
-                and not entry.name.startswith((_TEMPORARY_PREFIX, _BOARD_PREFIX))
+                if entry.is_file(follow_symlinks=False) and not entry.name.startswith(_NO_SEGMENTS)
             ]
     except OSError as error:
         if is_out_of_descriptors(error):
@@ -224,7 +234,7 @@ def owner_of(header: dict[str, Any]) -> ProcessIdentity:
 def reap() -> list[str]:
     """Remove the segments of this user's dead processes, and what they began to make.
 
-    Returns the names removed, but for tier boards, which are parts of segments. Never raises and
+    Returns the names removed, but for boards, which nobody calls by name. Never raises and
     never waits: what is locked is left for the next.
     """
     removed: list[str] = []
@@ -236,6 +246,7 @@ def reap() -> list[str]:
             if inspect(name).is_reapable and remove_if_reapable(name, lock_s=0.0):
                 removed.append(name)
     _reap_unheld(_BOARD)
+    _reap_unheld(LINK_BOARD)
     return sorted(removed) + _reap_unheld(_TEMPORARY)
 
 

@@ -1,28 +1,19 @@
 """The bytes of a tier board: what an instance says of its tiers, and what operators ask of it.
 
-    page 0          magic and version
-    2 snapshots     figures; the instance writes the older one, readers take the newer whole one
-    16 requests     of operators, who share a lock; the one of a revision is at revision % 16
-    16 answers      of the instance, at the place of the request
-
-Each cell ends with a checksum over what it is and holds. So a cell is whole or nothing, whoever is
-killed half-way and whatever the order in which memory becomes visible; no one waits for anybody.
-Everything is read as if it could lie: `unpack_*` answers None for what no writer of ours writes.
+Where cells lie and what seals them is in `board_layout`; here is what stands in them. `unpack_*`
+answers None for what no writer of ours writes.
 """
 
 from __future__ import annotations
 
 import math
 import struct
-import zlib
 from dataclasses import astuple, dataclass, fields
 from typing import Any, Final
 
+from kvelastic.board_layout import CELL_BYTES, MOST_REVISION, BoardLayout
+
 MOST_TIERS: Final = 8
-RING: Final = 16
-"""Requests and answers that there is room for."""
-SNAPSHOTS: Final = 2
-MOST_REVISION: Final = 1 << 62
 MOST_BYTES: Final = 1 << 62
 """No size is larger."""
 LEAST_AGE_S: Final = 0.001
@@ -34,19 +25,10 @@ ANSWER_STATES: Final = ("done", "refused", "failed")
 POLICIES: Final = ("write_back", "write_through")
 TIER_KINDS: Final = ("host", "disk", "folder", "mooncake")
 
-_MAGIC: Final = b"KVTIERS\0"
-VERSION: Final = 1
-_HEADER: Final = struct.Struct("<8sI")
-_HEADER_BYTES: Final = 4096
-SNAPSHOT_BYTES: Final = 4096
-CELL_BYTES: Final = 512
-_REQUESTS_AT: Final = _HEADER_BYTES + SNAPSHOTS * SNAPSHOT_BYTES
-_ANSWERS_AT: Final = _REQUESTS_AT + RING * CELL_BYTES
-FILE_BYTES: Final = _ANSWERS_AT + RING * CELL_BYTES
+LAYOUT: Final = BoardLayout("tier board", b"KVTIERS\0", version=1, snapshot_bytes=4096)
 
 _NONE: Final = (1 << 64) - 1
 _LABEL_BYTES: Final = 16
-_SUM: Final = struct.Struct("<I")
 _ALL: Final = struct.Struct("<QQQBB6x11Q")
 _TIER: Final = struct.Struct("<16s16s17Q")
 _REQUEST: Final = struct.Struct("<QBBBxH2x16sQQ256s")
@@ -199,40 +181,6 @@ def check_request(request: TierRequest) -> TierRequest:
     return request
 
 
-# ---------------------------------------------------------------------------------------- places
-
-
-def snapshot_at(number: int) -> int:
-    """Where the snapshot of that number lies in the file; they alternate."""
-    return _HEADER_BYTES + number % SNAPSHOTS * SNAPSHOT_BYTES
-
-
-def request_at(revision: int) -> int:
-    """Where the request of that revision lies."""
-    return _REQUESTS_AT + revision % RING * CELL_BYTES
-
-
-def answer_at(revision: int) -> int:
-    """Where the answer of that revision lies."""
-    return _ANSWERS_AT + revision % RING * CELL_BYTES
-
-
-# ---------------------------------------------------------------------------------------- header
-
-
-def pack_header() -> bytes:
-    """The beginning of the file."""
-    return _HEADER.pack(_MAGIC, VERSION)
-
-
-def version_of(raw: bytes) -> int | None:
-    """The version of a board that begins like this; None: it is no board."""
-    if len(raw) < _HEADER.size:
-        return None
-    magic, version = _HEADER.unpack_from(raw)
-    return version if magic == _MAGIC else None
-
-
 # ------------------------------------------------------------------------------------- snapshots
 
 
@@ -250,12 +198,12 @@ def pack_snapshot(number: int, board: BoardFigures) -> bytes:
     for tier in tiers:
         name, kind, *figures = astuple(tier)
         body += _TIER.pack(_label(name), _label(kind), *map(_number, figures))
-    return _sealed(b"snapshot", body, SNAPSHOT_BYTES)
+    return LAYOUT.sealed(b"snapshot", body, LAYOUT.snapshot_bytes)
 
 
 def unpack_snapshot(raw: bytes) -> tuple[int, BoardFigures] | None:
     """Its number and what it says; None: it is not whole."""
-    body = _opened(b"snapshot", raw, SNAPSHOT_BYTES)
+    body = LAYOUT.opened(b"snapshot", raw, LAYOUT.snapshot_bytes)
     if body is None:
         return None
     number, published_ns, answered, policy, tier_count, *counts = _ALL.unpack_from(body)
@@ -309,12 +257,12 @@ def pack_request(revision: int, request: TierRequest) -> bytes:
         age_ms,
         model,
     )
-    return _sealed(b"request", body, CELL_BYTES)
+    return LAYOUT.sealed(b"request", body, CELL_BYTES)
 
 
 def unpack_request(raw: bytes) -> tuple[int, TierRequest] | None:
     """Its revision and what it asks, which `check_request` has not seen; None: it is not whole."""
-    body = _opened(b"request", raw, CELL_BYTES)
+    body = LAYOUT.opened(b"request", raw, CELL_BYTES)
     if body is None:
         return None
     revision, kind, has_model, has_age, length, tier, size_bytes, age_ms, model = (
@@ -343,12 +291,12 @@ def pack_answer(answer: TierAnswer) -> bytes:
         *map(_number, counts),
         reason,
     )
-    return _sealed(b"answer", body, CELL_BYTES)
+    return LAYOUT.sealed(b"answer", body, CELL_BYTES)
 
 
 def unpack_answer(raw: bytes) -> TierAnswer | None:
     """What was answered; None: it is not whole."""
-    body = _opened(b"answer", raw, CELL_BYTES)
+    body = LAYOUT.opened(b"answer", raw, CELL_BYTES)
     if body is None:
         return None
     revision, state, length, *counts, reason = _ANSWER.unpack_from(body)
@@ -362,20 +310,7 @@ def unpack_answer(raw: bytes) -> TierAnswer | None:
     )
 
 
-# ----------------------------------------------------------------------------------------- cells
-
-
-def _sealed(what: bytes, body: bytes, size: int) -> bytes:
-    body = body.ljust(size - _SUM.size, b"\0")
-    return body + _SUM.pack(zlib.crc32(body, zlib.crc32(_MAGIC + what)))
-
-
-def _opened(what: bytes, raw: bytes, size: int) -> bytes | None:
-    if len(raw) != size:
-        return None
-    body = raw[: -_SUM.size]
-    (expected,) = _SUM.unpack_from(raw, len(body))
-    return body if zlib.crc32(body, zlib.crc32(_MAGIC + what)) == expected else None
+# ---------------------------------------------------------------------------------------- fields
 
 
 def _number(value: int | None) -> int:

@@ -6,6 +6,7 @@ import { byId, mark, say } from "./dom.js";
 import { clock } from "./format.js";
 import { History } from "./history.js";
 import { KeyDialog } from "./key.js";
+import { Links } from "./links.js";
 import { Logs } from "./logs.js";
 import { Models } from "./models.js";
 import { Poller } from "./poll.js";
@@ -14,6 +15,7 @@ const WINDOW_S = 60;
 
 const history = new History();
 const devices = new Devices();
+const links = new Links();
 const keyDialog = new KeyDialog(() => {
   needsKey = false;
   poller.now();
@@ -32,15 +34,17 @@ function afterAction(error) {
 async function look() {
   const askedAt = performance.now();
   try {
-    const [served, traffic, memory, ledgers, past] = await Promise.all([
+    const [served, traffic, memory, ledgers, linked, past] = await Promise.all([
       read("/models"),
       read(`/traffic/stats?window=${WINDOW_S}`),
       read("/memory"),
       read("/devices"),
+      read("/links"),
       read(history.path),
     ]);
     history.take(past);
     devices.update(ledgers.devices, history);
+    links.update(linked.nodes);
     models.update(served.models, traffic.traffic_stats, memory.models, askedAt);
     // It may have been hidden while the answers were on their way.
     if (document.hidden) link("paused", "Paused");

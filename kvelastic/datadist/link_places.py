@@ -28,6 +28,7 @@ class LinkPlaces:
     folder: Path
     secret: SecretFile | None
     allowed: tuple[str, ...]
+    data_ports: tuple[int, int] | None
 
     @classmethod
     def of(cls, settings: Config) -> LinkPlaces:
@@ -52,7 +53,7 @@ class LinkPlaces:
                 f"no folder for the sockets of links: {error}; set XDG_RUNTIME_DIR"
             ) from error
         secret = None if settings.link_secret is None else SecretFile(Path(settings.link_secret))
-        return cls(folder, secret, settings.link_allow)
+        return cls(folder, secret, settings.link_allow, settings.link_data_ports)
 
     def here(self, host: str, port: int) -> Address:
         """The Unix socket that stands for an address."""

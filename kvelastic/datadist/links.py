@@ -101,6 +101,8 @@ class Links(Remote):
             allowed=self._places.allowed,
             lease_s=max(self._options.sync_kv_timeout_s, LEAST_LEASE_S),
             most_links=MOST_LINKS,
+            data_ports=self._places.data_ports,
+            role=self._role.name,
             on_link=self._linked,
             on_end=self._ended,
         )
@@ -416,14 +418,15 @@ class Links(Remote):
                     status_code=LLMStatusCode.LLM_EXIST_LINK,
                 )
             self._peers.clear()
-        before = self._node.addresses
+        before, before_role = self._node.addresses, self._role
         self._node.close()
+        self._role = role
         try:
             self._node = self._listen(listen)
         except ChannelError as error:
+            self._role = before_role
             self._node = self._open_node(list(before))
             raise LLMException(str(error), status_code=LLMStatusCode.LLM_FAILED) from error
-        self._role = role
 
     def close(self) -> None:
         """End all links. Repeatable."""

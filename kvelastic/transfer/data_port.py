@@ -15,7 +15,7 @@ import time
 from queue import Empty, SimpleQueue
 from typing import Final, TypeAlias
 
-from kvelastic.errors import AccessDeniedError, KvelasticError
+from kvelastic.errors import AccessDeniedError, ChannelError, KvelasticError
 from kvelastic.messages import Address
 from kvelastic.messages.addresses import ListeningSocket
 from kvelastic.messages.forked import drop_in_children
@@ -39,17 +39,28 @@ class _Stranger:
         self.token = b""
 
 
+def _first_free(host: str, ports: tuple[int, int]) -> ListeningSocket:
+    first, last = ports
+    for port in range(first, last):
+        with contextlib.suppress(ChannelError):
+            return ListeningSocket(Address(host=host, port=port))
+    return ListeningSocket(Address(host=host, port=last))
+
+
 class DataPort:
     """Listens in a thread of its own; `expect` and `forget` from any thread. `close()` it."""
 
-    def __init__(self, address: Address, allowed: list[Network]) -> None:
-        """Raises `ChannelError` where the address is taken."""
+    def __init__(self, host: str, ports: tuple[int, int], allowed: list[Network]) -> None:
+        """Take the first port from `ports[0]` to `ports[1]` that is free; 0 is any.
+
+        Raises `ChannelError` where none is.
+        """
         self._allowed = allowed
         self._lock = threading.Lock()
         self._awaited: dict[bytes, Arrived] = {}
         self._strangers: dict[_Stranger, None] = {}
         self._is_closed = False
-        self._listener: Final = ListeningSocket(address)
+        self._listener: Final = _first_free(host, ports)
         try:
             self._selector = selectors.DefaultSelector()
             for opened in (self._listener.socket, self._selector):

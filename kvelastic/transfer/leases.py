@@ -13,6 +13,7 @@ import itertools
 import logging
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Final
 
@@ -37,6 +38,8 @@ class Lease:
         """Set when its bytes are sent, or could not be; None: nobody has asked for that."""
         self.claimed: Hold | None = None
         self.pieces: bytes = b""
+        self.read_bytes = 0
+        """That its owner reads under it; 0 where that is counted by this side."""
         self.checksum: int | None = None
         """Of what was sent under it."""
 
@@ -152,6 +155,11 @@ class Leases:
     def end_all(self) -> int:
         """The node closes."""
         return self._take(lambda lease: True)
+
+    def by_owner(self) -> dict[object, int]:
+        """How many each has now."""
+        with self._lock:
+            return Counter(lease.owner for lease in self._leases.values())
 
     def __len__(self) -> int:
         return len(self._leases)

@@ -47,8 +47,12 @@ _M = TypeVar("_M", bound=Message)
 class Link:
     """Made by `Node.link`, or by a peer that linked to us. Any thread; copies may run at once."""
 
-    def __init__(self, node: Node, connection: Connection, peer: Hello, *, is_client: bool) -> None:
+    def __init__(
+        self, node: Node, connection: Connection, peer: Hello, number: int, *, is_client: bool
+    ) -> None:
         self._node = node
+        self.number: Final = number
+        """Of the links of its node, in the order in which they were made."""
         self.connection: Final = connection
         self.peer_id: Final = peer.node_id
         self.peer_start: Final = peer.start
@@ -60,9 +64,13 @@ class Link:
         self._lock = threading.Lock()
         self.pulled_bytes = 0
         self.pushed_bytes = 0
+        self.peer_pulled_bytes = 0
+        self.peer_pushed_bytes = 0
         self.retries = 0
         self.failures = 0
         self.since_s: Final = time.time()
+        self.end_reason = ""
+        """In a word, when it has ended: unlinked, cut, or a code of kvelastic/errors.py."""
 
     @property
     def is_open(self) -> bool:
@@ -137,6 +145,7 @@ class Link:
         """
         if not force:
             self._call(Unlink(), Done, timeout_s)
+        self.end_reason = self.end_reason or "unlinked"
         self.connection.close()
         self._node.forget(self)
 
@@ -199,12 +208,21 @@ class Link:
         self._call(send, Done, _left_s(deadline_s), descriptors)
 
     def count(
-        self, *, pulled: int = 0, pushed: int = 0, retries: int = 0, failures: int = 0
+        self,
+        *,
+        pulled: int = 0,
+        pushed: int = 0,
+        peer_pulled: int = 0,
+        peer_pushed: int = 0,
+        retries: int = 0,
+        failures: int = 0,
     ) -> None:
         """Add to the figures."""
         with self._lock:
             self.pulled_bytes += pulled
             self.pushed_bytes += pushed
+            self.peer_pulled_bytes += peer_pulled
+            self.peer_pushed_bytes += peer_pushed
             self.retries += retries
             self.failures += failures
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import os
 import secrets
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -25,6 +27,7 @@ from kvelastic.errors import (
 )
 from kvelastic.messages import Address, Connection, Endpoint, Message, Request, SecretFile
 from kvelastic.messages.peers import LOOPBACK, networks
+from kvelastic.transfer.board import PUBLISH_S, LinkBoard
 from kvelastic.transfer.leases import Lease, Leases
 from kvelastic.transfer.link import Link
 from kvelastic.transfer.pieces import Piece, total, unpack
@@ -49,6 +52,7 @@ from kvelastic.transfer.wire import (
 _log = logging.getLogger("kvelastic.transfer")
 MOST_LINKS: Final = 512
 DEFAULT_LEASE_S: Final = 5.0
+_MOST_ENDED: Final = 16
 _LOST_NOTICED_S: Final = 1.0
 _WORKERS: Final = 4
 _COPIERS: Final = 8
@@ -74,11 +78,16 @@ class Node:
         allowed: Sequence[str] = (),
         lease_s: float = DEFAULT_LEASE_S,
         most_links: int = MOST_LINKS,
+        data_ports: tuple[int, int] | None = None,
+        role: str = "",
         on_link: Callable[[Link], None] | None = None,
         on_end: Callable[[Link], None] | None = None,
     ) -> None:
-        """`lease_s`: no memory is held longer for a peer. `on_end`: a link has ended, by whomever;
-        it must not block. The rest as `messages.Endpoint`, and raises as that.
+        """`lease_s`: no memory is held longer for a peer. `data_ports`: the first and the last
+        port of those that data streams may come at, if it listens on TCP; it takes the first that
+        is free, and None is any. `role`: what the node is to its users, shown to
+        operators. `on_end`: a link has ended, by whomever; it must not block. The rest as
+        `messages.Endpoint`, and raises as that.
 
         A copy that comes with a claim is shown to `claim` when its memory is held and before a byte
         is read, so that what was given to somebody else meanwhile is not taken for what it was.
@@ -90,6 +99,7 @@ class Node:
         self.node_id: Final = node_id
         self.start: Final = secrets.token_bytes(16)
         self.lease_s: Final = lease_s
+        self.role: Final = role
         self._answer, self._claim = answer, claim
         self._on_link, self._on_end = on_link, on_end
         self._most_links = most_links
@@ -100,12 +110,14 @@ class Node:
         self._lock = threading.Lock()
         self._links: dict[int, Link] = {}
         self._by_connection: dict[Connection, Link] = {}
+        self._ended: deque[Link] = deque(maxlen=_MOST_ENDED)
+        self._link_numbers = itertools.count(1)
         self._is_timer_set = False
         self._workers = ThreadPoolExecutor(_WORKERS, "kvelastic-transfer")
         # Of their own: a peer that is stopped in the middle of a copy holds up no questions.
         self._copiers = ThreadPoolExecutor(_COPIERS, "kvelastic-copies")
         host = next((address.host for address in listen if not address.is_unix), None)
-        self.streams: Final = Streams(host, networks([*LOOPBACK, *allowed]))
+        self.streams: Final = Streams(host, networks([*LOOPBACK, *allowed]), data_ports)
         try:
             self._endpoint = Endpoint(
                 PROTOCOL,
@@ -120,6 +132,8 @@ class Node:
         except BaseException:
             self.streams.close()
             raise
+        self._board = LinkBoard(self)
+        self._endpoint.run_later(PUBLISH_S, self._refresh_board)
 
     # --- memory --------------------------------------------------------------------------------
 
@@ -152,6 +166,27 @@ class Node:
     def links(self) -> tuple[Link, ...]:
         """Those that stand."""
         return tuple(self._links.values())
+
+    @property
+    def ended_links(self) -> tuple[Link, ...]:
+        """The last ones that ended, the latest last, unless their peers are linked again."""
+        with self._lock:
+            return tuple(link for link in self._ended if link.peer_id not in self._links)
+
+    @property
+    def strangers_refused(self) -> int:
+        """How many were not let in."""
+        return self._endpoint.refused
+
+    def cut(self, number: int, peer_id: int) -> bool:
+        """End a link as an operator asks, as if the peer had gone; False: there is none such."""
+        link = self._links.get(peer_id)
+        if link is None or link.number != number or not link.is_open:
+            return False
+        link.end_reason = "cut"
+        link.connection.end(ChannelClosedError("an operator has cut the link"))
+        self.forget(link)
+        return True
 
     def link_to(self, node_id: int) -> Link | None:
         """The link to this node, if there is one."""
@@ -193,6 +228,9 @@ class Node:
             was_known = self._by_connection.pop(link.connection, None) is not None
             if self._links.get(link.peer_id) is link:
                 del self._links[link.peer_id]
+                self._ended.append(link)
+            if not link.end_reason:
+                link.end_reason = "unlinked" if link.ended is None else link.ended.code
         self.leases.end_of(link.connection)
         self.streams.end_of(link.connection)
         if was_known and self._on_end is not None:
@@ -201,7 +239,7 @@ class Node:
     def _add(self, connection: Connection, hello: Hello, *, is_client: bool) -> Link:
         if hello.node_id < 0:
             raise MessageError(f"{hello.node_id} is no id of a node")
-        link = Link(self, connection, hello, is_client=is_client)
+        link = Link(self, connection, hello, next(self._link_numbers), is_client=is_client)
         with self._lock:
             standing = self._links.get(hello.node_id)
             if hello.node_id == self.node_id:
@@ -247,7 +285,9 @@ class Node:
                 if request.wants_reply and lease is not None and lease.sent is not None:
                     self._run(request, partial(self._settled, link, number, lease))
                 else:
-                    request.answer(self._settled(link, number, None))
+                    # A notice says that the copy has failed: nothing is counted, nor waited for.
+                    read = lease if request.wants_reply else None
+                    request.answer(self._settled(link, number, read))
             case Begin():
                 self._run(request, partial(self._begin, link, message))
             case Ask():
@@ -303,18 +343,22 @@ class Node:
         lease_s = min(self.lease_s, begin.timeout_ms / 1000)
         claim = partial(self._claimed, link, begin.claim, pieces)
         lease = self.leases.begin(link.connection, pieces, begin.pieces, lease_s, claim)
+        lease.read_bytes = total(pieces)
         if not link.is_open:  # it ended before the lease stood in the table
             self.leases.end_of(link.connection)
         self._set_timer()
         return Begun(lease.number)
 
-    def _settled(self, link: Link, number: int, sending: Lease | None) -> Settled:
+    def _settled(self, link: Link, number: int, lease: Lease | None) -> Settled:
         checksum = None
-        if sending is not None and sending.sent is not None:
+        if lease is not None and lease.sent is not None:
             # The reader has all bytes, so whoever sends them is about to know their checksum.
-            sending.sent.wait(max(sending.deadline_s - time.monotonic(), 0))
-            checksum = sending.checksum
-        return Settled(self.leases.settle(number, link.connection), checksum)
+            lease.sent.wait(max(lease.deadline_s - time.monotonic(), 0))
+            checksum = lease.checksum
+        is_whole = self.leases.settle(number, link.connection)
+        if is_whole and lease is not None:
+            link.count(peer_pulled=lease.read_bytes)
+        return Settled(is_whole, checksum)
 
     def _send(self, request: Request, link: Link, send: Send) -> None:
         lease = self.leases.find(send.lease, link.connection)
@@ -358,6 +402,7 @@ class Node:
                 holds.callback(claimed.release)
             checksum = link.read(push.lease, push.sources, push.targets, deadline_s)
             link.settle(push.lease, checksum, deadline_s)
+            link.count(peer_pushed=total(targets))
         return Done()
 
     @contextlib.contextmanager
@@ -380,6 +425,10 @@ class Node:
         if self.leases.expire() is not None:
             self._set_timer()
 
+    def _refresh_board(self) -> None:
+        self._endpoint.run_later(PUBLISH_S, self._refresh_board)
+        self._board.refresh()
+
     # --- the end -------------------------------------------------------------------------------
 
     def close(self) -> None:
@@ -390,6 +439,7 @@ class Node:
         if self._pid != os.getpid():
             return
         self._endpoint.close()
+        self._board.close()
         self.streams.close()
         for pool in (self._workers, self._copiers):
             pool.shutdown(cancel_futures=True)

@@ -47,13 +47,16 @@ yet, where this side connects."""
 class Streams:
     """Of a node: its data port, if it listens on TCP, and the streams that run."""
 
-    def __init__(self, host: str | None, allowed: list[Network], port: int = 0) -> None:
-        """`host` None: nobody connects. `port` 0: the system chooses. Raises `ChannelError`."""
+    def __init__(
+        self,
+        host: str | None,
+        allowed: list[Network],
+        ports: tuple[int, int] | None = None,
+    ) -> None:
+        """`host` None: nobody connects. `ports` as `Node` has them. Raises `ChannelError`."""
         self._lock = threading.Lock()
         self._running: dict[Connection, set[socket.socket]] = {}
-        self._port: Final = (
-            None if host is None else DataPort(Address(host=host, port=port), allowed)
-        )
+        self._port: Final = None if host is None else DataPort(host, ports or (0, 0), allowed)
 
     @property
     def port(self) -> int:

@@ -17,6 +17,9 @@ from running import FAKES, Controller, Engine, config_for
 from test_launch import free_port
 from waiting import until
 
+from kvelastic.messages import parse_address
+from kvelastic.transfer import Node
+
 MIB = 1 << 20
 HOSTILE = "<img src=x onerror=\"document.title='owned'\">&amp;<b>bold"
 COUNT = "document.querySelectorAll('#rows > tr').length == {}"
@@ -296,6 +299,26 @@ def test_the_chart_shows_memory_over_time(page: Shown, instance: Instance) -> No
         expect(card.locator(".past tbody tr").first).to_contain_text("256 MiB")
     finally:
         instance.free(ids)
+
+
+def test_links_are_shown(page: Shown, front: Controller, tmp_path: Path) -> None:
+    """Where processes of this machine have some; ids have 64 bits, and a number here 53."""
+    one, two = (1 << 64) - 1, (1 << 63) + 1
+    address = parse_address(f"unix://{tmp_path}/node")
+    rows = "[...document.querySelectorAll('#link-rows > tr')].map((row) => row.innerText).join()"
+    with Node(one, listen=[address], role=HOSTILE[:20]), Node(two) as reader:
+        link = reader.link(address, timeout_s=60)
+        page.until(f"{rows}.includes('{one} (') && {rows}.includes('{two} (')")
+        page.until(f"{rows}.includes('<img src=x')")
+        assert page.page.locator("#links-section").is_visible()
+        nodes = front.get("/links").json()["nodes"]
+        (shown,) = [node for node in nodes if node["name"] == str(two)]
+        assert [(each["peer_name"], each["way"]) for each in shown["links"]] == [
+            (str(one), "memory")
+        ]
+        link.unlink(timeout_s=60)
+        page.until(f"{rows}.includes('ended: unlinked')")
+    page.until("document.getElementById('links-section').hidden")
 
 
 def test_everything_works_by_the_keyboard_alone(page: Shown, front: Controller) -> None:

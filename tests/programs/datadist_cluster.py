@@ -26,21 +26,35 @@ HERE = Path(__file__).parent
 class Cluster:
     """See the module."""
 
-    def __init__(self, cluster_id: int, role: str = "MIX", **config: object) -> None:
+    def __init__(
+        self,
+        cluster_id: int,
+        role: str = "MIX",
+        environment: dict[str, str] | None = None,
+        **config: object,
+    ) -> None:
         self.process = subprocess.Popen(
             [sys.executable, str(Path(__file__))],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE), str(HERE.parents[1])])},
+            env={
+                **os.environ,
+                "PYTHONPATH": os.pathsep.join([str(HERE), str(HERE.parents[1])]),
+                **(environment or {}),
+            },
         )
         self.cluster_id = cluster_id
-        self.run(f"config = LLMConfig(); datadist = LLMDataDist(LLMRole.{role}, {cluster_id})")
-        for name, value in ({"device_id": 0} | config).items():
-            self.run(f"config.{name} = {value!r}")
-        self.run("datadist.init(config.generate_options())")
-        kind = "cache_manager" if config.get("enable_cache_manager") else "kv_cache_manager"
-        self.run(f"manager = datadist.{kind}")
+        try:
+            self.run(f"config = LLMConfig(); datadist = LLMDataDist(LLMRole.{role}, {cluster_id})")
+            for name, value in ({"device_id": 0} | config).items():
+                self.run(f"config.{name} = {value!r}")
+            self.run("datadist.init(config.generate_options())")
+            kind = "cache_manager" if config.get("enable_cache_manager") else "kv_cache_manager"
+            self.run(f"manager = datadist.{kind}")
+        except BaseException:
+            self.close()
+            raise
 
     def tell(self, code: str, *, is_expression: bool = False) -> None:
         """Have it begin; `answer` waits for the end."""

@@ -17,6 +17,7 @@ import pytest
 
 from kvelastic import segment
 from kvelastic import tier_board_format as board_format
+from kvelastic.board_layout import CELL_BYTES, RING
 from kvelastic.errors import (
     IntegrityError,
     InvalidArgumentError,
@@ -123,13 +124,13 @@ def test_a_liar_with_a_right_checksum_crashes_nobody(seed: int) -> None:
     dice = random.Random(seed)
     for _ in range(300):
         for what, size, unpack in (
-            (b"snapshot", board_format.SNAPSHOT_BYTES, board_format.unpack_snapshot),
-            (b"request", board_format.CELL_BYTES, board_format.unpack_request),
-            (b"answer", board_format.CELL_BYTES, board_format.unpack_answer),
+            (b"snapshot", board_format.LAYOUT.snapshot_bytes, board_format.unpack_snapshot),
+            (b"request", CELL_BYTES, board_format.unpack_request),
+            (b"answer", CELL_BYTES, board_format.unpack_answer),
         ):
             length = dice.choice([8, 24, 40, size - 4])
             unpack(sealed(what, dice.randbytes(length), size))
-    noise = sealed(b"request", struct.pack("<QB", 5, 200), board_format.CELL_BYTES)
+    noise = sealed(b"request", struct.pack("<QB", 5, 200), CELL_BYTES)
     found = board_format.unpack_request(noise)
     assert found is not None
     with pytest.raises(board_format.BadRequestError, match="not known"):
@@ -173,7 +174,7 @@ def test_a_board_is_its_users_alone_and_goes_when_it_is_closed(info: SegmentInfo
     try:
         state = path_of(info).stat()
         assert stat.S_IMODE(state.st_mode) == 0o600
-        assert state.st_size == board_format.FILE_BYTES
+        assert state.st_size == board_format.LAYOUT.file_bytes
         with pytest.raises(SegmentFormatError, match="damaged"):
             read(info)  # nothing is published yet
         board.publish(FIGURES)
@@ -195,7 +196,7 @@ def test_a_board_is_its_users_alone_and_goes_when_it_is_closed(info: SegmentInfo
 
 def test_the_board_of_nobody_is_reaped_and_not_told_of(info: SegmentInfo) -> None:
     path = path_of(info)
-    path.write_bytes(board_format.pack_header())
+    path.write_bytes(board_format.LAYOUT.pack_header())
     assert segment.reap() == []
     assert not path.exists()
 
@@ -226,12 +227,14 @@ def test_a_writer_that_ends_half_way_has_changed_nothing(info: SegmentInfo, boar
     newer = replace(FIGURES, blocks=replace(FIGURES.blocks, matched=1000))
     cell = board_format.pack_snapshot(2, newer)
     for length in (1, 8, 100, len(cell) // 2, len(cell) - 1):
-        overwrite(info, board_format.snapshot_at(2), cell[:length] + bytes(8)[: len(cell) - length])
+        overwrite(
+            info, board_format.LAYOUT.snapshot_at(2), cell[:length] + bytes(8)[: len(cell) - length]
+        )
         assert read(info) == FIGURES
     board.publish(newer)
     assert read(info) == newer
     request = board_format.pack_request(1, TierRequest("clear"))
-    overwrite(info, board_format.request_at(1), request[:-1])
+    overwrite(info, board_format.LAYOUT.request_at(1), request[:-1])
     assert board.next_request() is None
 
 
@@ -239,14 +242,14 @@ def test_another_version_and_a_short_file_are_told_of(info: SegmentInfo, board: 
     overwrite(info, 8, struct.pack("<I", 99))
     with pytest.raises(SegmentFormatError, match="of version 99"):
         read(info)
-    overwrite(info, 0, board_format.pack_header())
+    overwrite(info, 0, board_format.LAYOUT.pack_header())
     for size in (5000, 12, 0):
         os.truncate(path_of(info), size)
         with pytest.raises(SegmentFormatError, match="damaged" if size > 12 else "board"):
             read(info)
         assert board.next_request() is None
     board.publish(FIGURES)
-    overwrite(info, 0, board_format.pack_header())
+    overwrite(info, 0, board_format.LAYOUT.pack_header())
     assert read(info) == FIGURES
 
 
@@ -256,7 +259,7 @@ def test_noise_in_the_file_hangs_nobody_and_the_next_figures_heal_it(
 ) -> None:
     dice = random.Random(seed)
     for _ in range(100):
-        at = dice.randrange(board_format.FILE_BYTES)
+        at = dice.randrange(board_format.LAYOUT.file_bytes)
         overwrite(info, at, dice.randbytes(dice.randrange(1, 6000)))
         with suppress(SegmentError):
             assert read(info) == FIGURES
@@ -265,9 +268,9 @@ def test_noise_in_the_file_hangs_nobody_and_the_next_figures_heal_it(
         if (found := board.next_request()) is not None:
             assert found[1] == TierRequest("verify")
             board.answer(TierAnswer(found[0], "done", (), ""))
-        os.truncate(path_of(info), board_format.FILE_BYTES)
+        os.truncate(path_of(info), board_format.LAYOUT.file_bytes)
         board.publish(FIGURES)
-        overwrite(info, 0, board_format.pack_header())
+        overwrite(info, 0, board_format.LAYOUT.pack_header())
         assert read(info) == FIGURES
 
 
@@ -314,11 +317,11 @@ def test_operators_get_their_own_answers(info: SegmentInfo, board: Board) -> Non
 def test_requests_that_nobody_answers_are_kept_and_then_refused(
     info: SegmentInfo, board: Board
 ) -> None:
-    for size in range(board_format.RING):
+    for size in range(RING):
         assert ask(info, TierRequest("limit", "disk", size), 0) is None
     with pytest.raises(SegmentBusyError, match="nothing was asked"):
         ask(info, TierRequest("verify"), 0)
-    for size in range(board_format.RING):
+    for size in range(RING):
         found = board.next_request()
         assert found is not None
         assert found == (size + 1, TierRequest("limit", "disk", size))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import resource
 import socket
@@ -54,6 +55,7 @@ def test_what_is_passed_for_a_stream_must_be_one(tmp_path: Path) -> None:
     memory = Memory(b"x" * 100)
     with pair("unix", tmp_path) as (owner, _, link):
         owner.register(memory.address, memory.size)
+        gc.collect()  # what earlier tests left closes its descriptors when it likes
         before = open_descriptors()
         read, write = os.pipe()
         one, other = socket.socketpair()
@@ -65,7 +67,7 @@ def test_what_is_passed_for_a_stream_must_be_one(tmp_path: Path) -> None:
         os.close(read)
         os.close(write)
         link.check(60)
-        assert open_descriptors() == before
+        assert open_descriptors() <= before
 
 
 def test_bytes_of_a_lease_are_sent_once(tmp_path: Path) -> None:

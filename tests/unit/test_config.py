@@ -108,6 +108,8 @@ GOOD: list[tuple[str, str, Any]] = [
     ("KVELASTIC_RECLAIM_WAIT", "0", 0.0),
     ("KVELASTIC_LINK_SECRET", "/etc/secret", "/etc/secret"),
     ("KVELASTIC_LINK_ALLOW", "10.0.0.0/24, fd00::/8", ("10.0.0.0/24", "fd00::/8")),
+    ("KVELASTIC_LINK_DATA_PORTS", "26100-26131", (26100, 26131)),
+    ("KVELASTIC_LINK_DATA_PORTS", "26100", (26100, 26100)),
 ]
 
 
@@ -137,6 +139,7 @@ BAD: list[tuple[str, list[str]]] = [
     ("KVELASTIC_LEDGER", ["a/b", "a b", "..", "x" * 33]),
     ("KVELASTIC_RECLAIM_WAIT", ["-1", "nan", "soon", "3601"]),
     ("KVELASTIC_LINK_SECRET", ["secret", "./secret", "-"]),
+    ("KVELASTIC_LINK_DATA_PORTS", ["0", "2-1", "65536", "-5", "1-", "x"]),
     ("KVELASTIC_LINK_ALLOW", ["10.0.0.1/8", "host", "10.0.0.0/33", ","]),
     ("KVELASTIC_TIERS", ["host", "disk:/a", "tape:1G"]),
     ("KVELASTIC_TIER_POLICY", ["write_never"]),

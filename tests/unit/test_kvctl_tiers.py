@@ -223,10 +223,10 @@ def test_operators_at_once_get_their_own_answers(one: Instance) -> None:
 
 def test_noise_on_the_board_stops_neither_side(one: Instance) -> None:
     dice = random.Random(5)
-    header = tier_board_format.pack_header()
+    header = tier_board_format.LAYOUT.pack_header()
     for _ in range(30):
         with one.board.open("r+b") as file:
-            file.seek(dice.randrange(len(header), tier_board_format.FILE_BYTES - 600))
+            file.seek(dice.randrange(len(header), tier_board_format.LAYOUT.file_bytes - 600))
             file.write(dice.randbytes(600))
         for arguments in ((one.name,), ("limit", one.name, "disk", "16M", "--wait", "0")):
             assert kvctl(*arguments).exit_code in {0, 1, 3}

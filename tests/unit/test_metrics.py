@@ -21,6 +21,7 @@ from segment_owner import CAPACITY_BYTES, MAPPED_BYTES, Owner
 from kvelastic import metrics
 from kvelastic.cli.kvctl import main
 from kvelastic.ledger_facts import LedgerInfo, Member
+from kvelastic.link_board_format import LinkFigures, NodeFigures
 from kvelastic.segment import SegmentInfo
 from kvelastic.tier_board_format import BlockCounts, BoardFigures, TierFigures
 
@@ -103,6 +104,8 @@ def member(name: str = "one", **changes: object) -> Member:
     return Member(**(values | changes))  # type: ignore[arg-type]
 
 
+LINK = LinkFigures(1, 8, "process 4712", "client", "memory", "linked", "", *range(1, 9))
+NODE = NodeFigures(7, 4711, "PROMPT", (), 0, *range(1, 10), (LINK,))
 LEDGER = LedgerInfo("GPU-1", "readable", "", "default", 1000 * MIB, 200 * MIB, (member(),))
 
 
@@ -166,7 +169,7 @@ def test_every_metric_that_is_described_is_there_with_its_kind_and_labels():
     families = {
         family.name: family
         for family in text_string_to_metric_families(
-            metrics.render([info()], [LEDGER], {"one": BOARD})
+            metrics.render([info()], [LEDGER], {"one": BOARD}, [NODE])
         )
     }
     for one in metrics.METRICS:
@@ -282,6 +285,7 @@ def test_the_dashboard_names_only_metrics_and_labels_that_exist():
             assert label in by_name[name].labels
     assert len(used) > 15
     # What an operator asks of tiers first: how full, of use, at what cost, and whether they fail.
+    assert {"kvelastic_link_pulled_bytes_total", "kvelastic_link_failures_total"} <= used
     wanted = ("used_bytes", "limit_bytes", "hits_total", "misses_total", "errors_total", "stuck")
     assert {f"kvelastic_tier_{name}" for name in wanted} <= used
 

@@ -1,0 +1,145 @@
+"""`kvctl links`: which processes copy KV from one another, and the end of a link.
+
+    kvctl links [NODE] [--json]               show
+    kvctl links cut NODE PEER [--pid PID]     end a link
+
+A node need not be an instance: it is found by its link board.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Final
+
+import click
+
+from kvelastic.cli.arguments import wait_option
+from kvelastic.cli.exit_codes import EXIT_TIMED_OUT, fail
+from kvelastic.cli.showing import ShowingGroup
+
+if TYPE_CHECKING:
+    from click.shell_completion import CompletionItem
+
+    from kvelastic.link_board_format import LinkFigures, NodeFigures
+
+_GLANCE_S: Final = 2.0
+"""How long an answer is looked for without --wait."""
+
+
+class NodeIdType(click.ParamType):  # type: ignore[type-arg]
+    """The id of a node: 0 to 2**64-1."""
+
+    name = "node"
+
+    def convert(
+        self, value: object, param: click.Parameter | None, ctx: click.Context | None
+    ) -> int:
+        """Return the number; anything else is a usage error (exit code 2)."""
+        text = str(value)
+        if not (text.isascii() and text.isdigit() and int(text[:21]) < 1 << 64):
+            self.fail(f"{text!r} is no id of a node; `kvctl links` shows them", param, ctx)
+        return int(text)
+
+    def shell_complete(
+        self, ctx: click.Context, param: click.Parameter, incomplete: str
+    ) -> list[CompletionItem]:
+        """Offer the ids that there are now."""
+        from click.shell_completion import CompletionItem
+
+        from kvelastic.link_board import nodes
+
+        ids = dict.fromkeys(str(node.node_id) for node in nodes())
+        return [CompletionItem(one) for one in ids if one.startswith(incomplete)]
+
+
+_json_option = click.option(
+    "--json", "as_json", is_flag=True, help="Print objects (docs/kvctl.md)."
+)
+
+
+@click.group("links", cls=ShowingGroup, short_help="Who copies KV from whom, and ending a link.")
+def links_command() -> None:
+    """Show the links of all nodes, or of NODE; or cut one.
+
+    A node is a process whose memory others may copy (docs/transfer.md, docs/datadist.md).
+    """
+
+
+@links_command.command("show")
+@click.argument("node_id", metavar="[NODE]", type=NodeIdType(), required=False)
+@_json_option
+def show_command(node_id: int | None, as_json: bool) -> None:
+    """Show who is linked with whom, and what went over each link."""
+    from kvelastic.cli.link_tables import table
+    from kvelastic.link_board import nodes
+    from kvelastic.link_rows import object_of
+
+    found = nodes() if node_id is None else _nodes_of(node_id)
+    if as_json:
+        click.echo(json.dumps([object_of(node) for node in found], indent=2))
+    else:
+        click.echo(table(found))
+
+
+@links_command.command("cut")
+@click.argument("node_id", metavar="NODE", type=NodeIdType())
+@click.argument("peer_id", metavar="PEER", type=NodeIdType())
+@click.option("--pid", type=int, help="Of the node's process, where several have its id.")
+@wait_option("it is done")
+@_json_option
+def cut_command(
+    node_id: int, peer_id: int, pid: int | None, wait_s: float | None, as_json: bool
+) -> None:
+    """End the link between NODE and PEER at once, on both sides.
+
+    Copies over it fail, and nothing stays pinned for them. Either side may link anew.
+    """
+    from kvelastic.link_board import cut
+
+    node = _node_of(node_id, pid)
+    link = _link_of(node, peer_id)
+    answer = cut(node, link, _GLANCE_S if wait_s is None else wait_s)
+    if as_json:
+        state = "pending" if answer is None else answer.state
+        reason = "" if answer is None else answer.reason
+        told = {"node_id": node_id, "pid": node.pid, "peer_id": peer_id}
+        click.echo(json.dumps({**told, "state": state, "reason": reason}, indent=2))
+    if answer is None:
+        text = f"node {node_id} has not answered yet; the request stays"
+        if wait_s is not None:
+            fail(f"{text}, and there was no answer within {wait_s:g} s.", EXIT_TIMED_OUT)
+        if not as_json:
+            click.echo(f"{text}.")
+    elif answer.state == "refused":
+        fail(f"node {node_id} has not cut it: {answer.reason}.")
+    elif not as_json:
+        click.echo(f"node {node_id}: the link with node {peer_id} has ended.")
+
+
+def _nodes_of(node_id: int) -> list[NodeFigures]:
+    from kvelastic.link_board import nodes
+
+    every = nodes()
+    found = [node for node in every if node.node_id == node_id]
+    if not found:
+        known = ", ".join(dict.fromkeys(str(node.node_id) for node in every)) or "none"
+        fail(f"no node is called {node_id} (there are: {known}).")
+    return found
+
+
+def _node_of(node_id: int, pid: int | None) -> NodeFigures:
+    found = [node for node in _nodes_of(node_id) if pid in {None, node.pid}]
+    if not found:
+        fail(f"no node {node_id} is of process {pid}.")
+    if len(found) > 1:
+        pids = ", ".join(str(node.pid) for node in found)
+        fail(f"several nodes are called {node_id}: say which by --pid ({pids}).")
+    return found[0]
+
+
+def _link_of(node: NodeFigures, peer_id: int) -> LinkFigures:
+    standing = {link.peer_id: link for link in node.links if link.state == "linked"}
+    if peer_id not in standing:
+        known = ", ".join(map(str, standing)) or "none"
+        fail(f"node {node.node_id} has no link with node {peer_id} (it is linked with: {known}).")
+    return standing[peer_id]

@@ -1,0 +1,57 @@
+// Who copies KV from whom: a line a link, those of one node side by side.
+
+import { byId, make, reconcile, say } from "./dom.js";
+import { bytes, number } from "./format.js";
+
+const FIGURES = 5;
+
+export class Links {
+  constructor() {
+    this.rows = new Map();
+  }
+
+  /** `nodes` are those of /links; without any the section is not shown. */
+  update(nodes) {
+    byId("links-section").hidden = nodes.length === 0;
+    const items = nodes.flatMap((node) =>
+      node.links.map((link) => [`${node.name} ${node.pid} ${link.number}`, { node, link }]),
+    );
+    reconcile(byId("link-rows"), this.rows, items, () => new Line());
+    const standing = items.filter(([, { link }]) => link.state === "linked").length;
+    const held = nodes.reduce((sum, node) => sum + node.registered_bytes, 0);
+    const counts = `${nodes.length} nodes, ${standing} ends of links that stand`;
+    say(byId("links-totals"), `${counts}; peers reach ${bytes(held)}`);
+  }
+}
+
+class Line {
+  constructor() {
+    this.node = make("th", { scope: "row" });
+    this.peer = make("span");
+    this.state = make("span", { class: "problem" });
+    this.cells = Array.from({ length: FIGURES }, () => make("td"));
+    this.element = make(
+      "tr",
+      {},
+      this.node,
+      make("td", {}, this.peer, " ", this.state),
+      ...this.cells,
+    );
+  }
+
+  update({ node, link }) {
+    const role = node.role ? `${node.role}, ` : "";
+    say(this.node, `${node.name} (${role}process ${node.pid})`);
+    say(this.peer, `${link.peer_name} (${link.peer})`);
+    say(this.state, link.state === "linked" ? "" : `${link.state}: ${link.reason}`);
+    const texts = [
+      link.way,
+      bytes(link.in_bytes),
+      bytes(link.out_bytes),
+      number(link.leases),
+      number(link.failures),
+    ];
+    texts.forEach((text, at) => say(this.cells[at], text));
+    this.cells.at(-1).classList.toggle("bad", link.failures > 0);
+  }
+}

@@ -1,0 +1,363 @@
+"""What a node shows of its links, what operators ask of it, and what is left when it is killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+from linked import Memory, address_of, linked, secret_file
+from prometheus_client.parser import text_string_to_metric_families
+
+from kvelastic import link_board, metrics
+from kvelastic.board_layout import CELL_BYTES, RING
+from kvelastic.cli.kvctl import main
+from kvelastic.errors import (
+    ChannelClosedError,
+    KvelasticError,
+    SegmentBusyError,
+    SegmentNotFoundError,
+)
+from kvelastic.link_board_format import (
+    LAYOUT,
+    MOST_ENDED,
+    MOST_LINKS,
+    LinkAnswer,
+    LinkFigures,
+    LinkRequest,
+    NodeFigures,
+    pack_answer,
+    pack_request,
+    pack_snapshot,
+    text_of,
+    unpack_answer,
+    unpack_request,
+    unpack_snapshot,
+)
+from kvelastic.segment_dir import SHM_DIR, link_board_name, reap
+from kvelastic.transfer import Link, Node
+
+ONE, TWO = 7_000_000_001, 7_000_000_002  # other tests' nodes are in the same folder
+
+
+@pytest.fixture(params=["memory", "unix stream", "tcp"])
+def kind(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def pair(kind: str, tmp_path: Path) -> Iterator[tuple[Node, Node, Link]]:
+    secret = secret_file(tmp_path)
+    with (
+        Node(ONE, listen=[address_of(kind, tmp_path)], secret=secret, role="PROMPT") as owner,
+        Node(TWO, secret=secret) as reader,
+        linked(kind, owner, reader) as link,
+    ):
+        yield owner, reader, link
+
+
+def refreshed(node: Node) -> None:
+    """The board has been written, in the node's own thread."""
+    written = threading.Event()
+    node._endpoint.run_soon(lambda: (node._board.publish(), written.set())[1])
+    assert written.wait(60)
+
+
+def shown(node: Node) -> NodeFigures:
+    """What stands on the node's board, written anew."""
+    refreshed(node)
+    (found,) = [one for one in link_board.nodes() if one.node_id == node.node_id]
+    return found
+
+
+def kvctl(*arguments: str, code: int = 0) -> str:
+    result = CliRunner().invoke(main, ["links", *arguments])
+    assert result.exit_code == code, result.output
+    return result.output
+
+
+def kvctl_json(*arguments: str) -> Any:
+    return json.loads(kvctl(*arguments, "--json"))
+
+
+def test_both_ends_show_what_went_over_a_link(kind: str, pair: tuple[Node, Node, Link]) -> None:
+    owner, reader, link = pair
+    theirs, ours = Memory(os.urandom(3000)), Memory(bytes(3000))
+    owner.register(theirs.address, theirs.size)
+    for _ in range(3):
+        link.pull([theirs.piece(0, 1000)], [ours.piece(0, 1000)], timeout_s=60)
+    link.push([ours.piece(0, 500)], [theirs.piece(0, 500)], timeout_s=60)
+    with pytest.raises(KvelasticError):
+        link.pull([(4096, 1)], [ours.piece(0, 1)], timeout_s=60)
+    at_reader, at_owner = shown(reader), shown(owner)
+    (one,), (other,) = at_reader.links, at_owner.links
+    assert (one.peer_id, one.side, one.way, one.state) == (ONE, "client", kind, "linked")
+    assert (one.pulled_bytes, one.pushed_bytes, one.failures) == (3000, 500, 1)
+    assert (one.in_bytes, one.out_bytes) == (3000, 500)
+    assert (other.peer_id, other.side, other.state) == (TWO, "server", "linked")
+    assert (other.peer_pulled_bytes, other.peer_pushed_bytes) == (3000, 500)
+    assert (other.in_bytes, other.out_bytes) == (500, 3000)
+    assert (at_owner.role, at_owner.pid, at_owner.registered_bytes) == ("PROMPT", os.getpid(), 3000)
+    assert at_owner.addresses == (str(owner.addresses[0]),)
+    assert (at_owner.data_port > 0) is (kind == "tcp")
+    assert at_owner.leases == 0
+
+
+def test_a_lease_is_shown_by_whom_it_is(tmp_path: Path) -> None:
+    theirs, ours = Memory(b"x" * 100), Memory(bytes(100))
+    address = address_of("unix", tmp_path)
+    with Node(ONE, listen=[address]) as owner, Node(TWO) as reader:
+        owner.register(theirs.address, theirs.size)
+        link = reader.link(address, timeout_s=60)
+        settle = link.settle
+        seen = []
+
+        def look_and_settle(*arguments: Any) -> None:
+            seen.append(shown(owner))
+            settle(*arguments)
+
+        link.settle = look_and_settle  # type: ignore[method-assign]
+        link.pull([theirs.piece()], [ours.piece()], timeout_s=60)
+        assert [(node.leases, node.links[0].leases) for node in seen] == [(1, 1)]
+        assert shown(owner).links[0].leases == 0
+
+
+def test_links_that_have_ended_are_shown_with_the_reason(tmp_path: Path) -> None:
+    address = address_of("unix", tmp_path)
+    with Node(ONE, listen=[address]) as owner:
+        ended = threading.Event()
+        owner._on_end = lambda _: ended.set()
+        with Node(TWO) as reader:
+            reader.link(address, timeout_s=60).unlink(timeout_s=60)
+            assert ended.wait(60)
+            (link,) = shown(owner).links
+            assert (link.state, link.reason) == ("ended", "unlinked")
+            ended.clear()
+            reader.link(address, timeout_s=60)
+            (link,) = shown(owner).links  # the same peer: only the new one
+            assert (link.state, link.reason) == ("linked", "")
+        assert ended.wait(60)
+        *_, link = shown(owner).links
+        assert (link.state, link.reason) == ("ended", "CHANNEL_CLOSED")
+
+
+def test_kvctl_shows_and_cuts(kind: str, pair: tuple[Node, Node, Link]) -> None:
+    owner, reader, link = pair
+    theirs, ours = Memory(b"x" * 100), Memory(bytes(100))
+    owner.register(theirs.address, theirs.size)
+    link.pull([theirs.piece()], [ours.piece()], timeout_s=60)
+    for each in (owner, reader):
+        refreshed(each)
+    text = kvctl()
+    assert f"{ONE}" in text
+    assert "PROMPT" in text
+    (node,) = kvctl_json(str(TWO))
+    (one,) = node["links"]
+    assert (one["peer_id"], one["way"], one["in_bytes"]) == (ONE, kind, 100)
+    ended = threading.Event()
+    owner._on_end = reader._on_end = lambda _: ended.set()
+    answer = kvctl_json("cut", str(ONE), str(TWO), "--wait", "60")
+    assert (answer["state"], answer["reason"]) == ("done", "")
+    assert ended.wait(60)
+    assert owner.links == ()
+    with pytest.raises(ChannelClosedError):
+        link.pull([theirs.piece()], [ours.piece()], timeout_s=60)
+    assert "has no link with" in kvctl("cut", str(ONE), str(TWO), code=1)
+    again = reader.link(owner.addresses[0], timeout_s=60)
+    again.pull([theirs.piece()], [ours.piece()], timeout_s=60)
+    refreshed(owner)
+    assert "has ended" in kvctl("cut", str(ONE), str(TWO), "--pid", str(os.getpid()))
+
+
+def test_kvctl_says_what_is_wrong(tmp_path: Path) -> None:
+    with Node(ONE, listen=[address_of("unix", tmp_path)]), Node(ONE):
+        assert "say which by --pid" in kvctl("cut", str(ONE), str(TWO), code=1)
+        assert "no node is called 12345678901" in kvctl("12345678901", code=1)
+        assert "no id of a node" in kvctl("x", code=2)
+        assert "no id of a node" in kvctl(str(1 << 64), code=2)
+        assert "is of process 1." in kvctl("cut", str(ONE), str(TWO), "--pid", "1", code=1)
+        assert kvctl("--help").startswith("Usage: ")
+
+
+def test_a_request_for_a_link_that_was_made_anew_cuts_nothing(tmp_path: Path) -> None:
+    address = address_of("unix", tmp_path)
+    with Node(ONE, listen=[address]) as owner, Node(TWO) as reader:
+        reader.link(address, timeout_s=60)
+        node = shown(owner)
+        (old,) = node.links
+        reader.links[0].unlink(timeout_s=60)
+        new = reader.link(address, timeout_s=60)
+        answer = link_board.cut(node, old, wait_s=60)
+        assert answer is not None
+        assert (answer.state, answer.reason) == ("refused", "that link has ended before")
+        new.check(timeout_s=60)
+    with pytest.raises(SegmentNotFoundError, match="has gone"):
+        link_board.cut(node, old, wait_s=60)
+
+
+def test_requests_have_a_bound_and_are_answered_in_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Node(ONE, listen=[address_of("unix", tmp_path)]) as owner:
+        node = shown(owner)
+        monkeypatch.setattr(owner, "_board", _Idle(owner._board))
+        (name,) = [one for one in link_board._names() if one == link_board_name(owner.start)]
+        for number in range(RING):
+            link_board._post(name, LinkRequest("cut", number, TWO)).close()
+        with pytest.raises(SegmentBusyError):
+            link_board._post(name, LinkRequest("cut", 99, TWO))
+        owner._board.board.refresh()
+        assert shown_revision(owner, node) == RING
+        link_board._post(name, LinkRequest("cut", 99, TWO)).close()
+
+
+class _Idle:
+    """A board that the node's thread does not look at."""
+
+    def __init__(self, board: Any) -> None:
+        self.board = board
+
+    def refresh(self) -> None:
+        pass
+
+    def close(self) -> None:
+        self.board.close()
+
+
+def shown_revision(owner: Node, before: NodeFigures) -> int:
+    (found,) = [one for one in link_board.nodes() if one.node_id == before.node_id]
+    assert found.started_realtime_ns == before.started_realtime_ns
+    return found.answered_revision
+
+
+def test_metrics(tmp_path: Path) -> None:
+    address = address_of("unix", tmp_path)
+    theirs, ours = Memory(b"x" * 100), Memory(bytes(100))
+    with Node(ONE, listen=[address], role="PROMPT") as owner, Node(TWO) as reader:
+        owner.register(theirs.address, theirs.size)
+        link = reader.link(address, timeout_s=60)
+        link.pull([theirs.piece()], [ours.piece()], timeout_s=60)
+        found = {
+            (sample.name, sample.labels["node"], sample.labels.get("peer")): sample.value
+            for family in text_string_to_metric_families(
+                metrics.render([], [], {}, [shown(owner), shown(reader)])
+            )
+            for sample in family.samples
+            if "node" in sample.labels
+        }
+    assert found["kvelastic_node_links", str(ONE), None] == 1
+    assert found["kvelastic_node_registered_bytes", str(ONE), None] == 100
+    assert found["kvelastic_link_peer_pulled_bytes_total", str(ONE), str(TWO)] == 100
+    assert found["kvelastic_link_pulled_bytes_total", str(TWO), str(ONE)] == 100
+    assert found["kvelastic_link_up", str(TWO), str(ONE)] == 1
+
+
+# --- the file -------------------------------------------------------------------------------------
+
+
+def test_the_file_is_the_users_alone_and_goes_with_its_node(tmp_path: Path) -> None:
+    umask = os.umask(0)
+    try:
+        node = Node(ONE, listen=[address_of("unix", tmp_path)])
+    finally:
+        os.umask(umask)
+    path = SHM_DIR / link_board_name(node.start)
+    assert path.stat().st_mode & 0o777 == 0o600
+    child = os.fork()
+    if child == 0:
+        node.close()
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert path.exists()
+    path.chmod(0o644)
+    assert ONE not in [one.node_id for one in link_board.nodes()]
+    path.chmod(0o600)
+    assert ONE in [one.node_id for one in link_board.nodes()]
+    node.close()
+    node.close()
+    assert not path.exists()
+
+
+def test_what_a_killed_node_leaves_is_not_shown_and_removed() -> None:
+    program = """
+import sys
+from kvelastic.transfer import Node
+node = Node(int(sys.argv[1]))
+print(node.start.hex(), flush=True)
+sys.stdin.read()
+"""
+    process = subprocess.Popen(
+        [sys.executable, "-c", program, str(ONE)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    path = SHM_DIR / link_board_name(bytes.fromhex(process.stdout.readline()))
+    try:
+        process.send_signal(signal.SIGSTOP)
+        os.waitpid(process.pid, os.WUNTRACED)
+        reap()
+        assert ONE in [one.node_id for one in link_board.nodes()]  # stopped is not dead
+    finally:
+        process.kill()
+        process.communicate()
+    assert path.exists()
+    assert ONE not in [one.node_id for one in link_board.nodes()]
+    reap()
+    assert not path.exists()
+
+
+def test_a_node_that_cannot_be_shown_works_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvelastic.board_file.SHM_DIR", tmp_path / "nowhere")
+    address = address_of("unix", tmp_path)
+    with Node(ONE, listen=[address]) as owner, Node(TWO) as reader:
+        reader.link(address, timeout_s=60).check(timeout_s=60)
+        owner._board.refresh()
+        assert ONE not in [one.node_id for one in link_board.nodes()]
+
+
+FULL = LinkFigures(
+    (1 << 63) - 1, (1 << 64) - 1, "p" * 64, "client", "unix stream", "linked", "r" * 64,
+    *[(1 << 63) - 1] * 8,
+)  # fmt: skip
+NODE = NodeFigures(
+    (1 << 64) - 1, 1, "r" * 64, ("a" * 128,) * 8, 65535, *[(1 << 63) - 1] * 9,
+    (FULL,) * (MOST_LINKS + MOST_ENDED),
+)  # fmt: skip
+
+
+def test_the_largest_board_has_room() -> None:
+    assert unpack_snapshot(pack_snapshot(5, NODE)) == (5, NODE)
+
+
+def test_what_is_not_whole_is_nothing() -> None:
+    snapshot = pack_snapshot(1, NODE)
+    for at in (0, 8, 12, 5000, len(snapshot) - 1):
+        assert unpack_snapshot(snapshot[:at] + b"\xff" + snapshot[at + 1 :]) is None
+    assert unpack_snapshot(snapshot[:-1]) is None
+    request = pack_request(3, LinkRequest("cut", 1, 2))
+    assert unpack_request(request) == (3, LinkRequest("cut", 1, 2))
+    assert unpack_answer(request) is None
+    answer = LinkAnswer(3, "refused", "no")
+    assert unpack_answer(pack_answer(answer)) == answer
+    for lie in (
+        b"",
+        b"\x00" * 12,
+        (1 << 62).to_bytes(8, "little") + (5).to_bytes(4, "little") + b"\x93\xa3cut\x01",
+        (3).to_bytes(8, "little") + (1 << 31).to_bytes(4, "little"),
+        (3).to_bytes(8, "little") + (7).to_bytes(4, "little") + b"\x93\xa3tuc\x01\x02",
+        (3).to_bytes(8, "little") + (1).to_bytes(4, "little") + b"\xc1",
+    ):
+        assert unpack_request(LAYOUT.sealed(b"request", lie, CELL_BYTES)) is None
+    assert text_of("a\nb\x1b" + "x" * 100) == "a?b?" + "x" * 60
