@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import socket
+import ssl
 import struct
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -19,7 +20,7 @@ import psutil
 import pytest
 from running import Controller, Engine, config_for
 from test_sleep import memory_mib
-from test_slow_clients import dial, metric
+from test_slow_clients import dial, make_certificate, metric
 from test_turns import on_demand
 from waiting import until
 from websockets.exceptions import ConnectionClosed, InvalidStatus
@@ -57,7 +58,9 @@ def open_socket(
     front: Controller, path: str = "/v1/realtime?model=m", **more: Any
 ) -> ClientConnection:
     more.setdefault("max_size", 32 << 20)
-    return connect(front.url.replace("http", "ws") + path, proxy=None, open_timeout=60, **more)
+    scheme = "wss" if "ssl" in more else "ws"
+    url = f"{scheme}://127.0.0.1:{front.port}{path}"
+    return connect(url, proxy=None, open_timeout=60, **more)
 
 
 def in_flight(front: Controller, model: str = "m") -> int:
@@ -386,6 +389,20 @@ def test_handshakes_that_are_none_are_refused(engine: Engine, front: Controller)
     assert front.complete("m").status_code == 200
     until(lambda: in_flight(front) == 0)
     until(lambda: metric(front, "connections") <= 2)
+
+
+def test_over_tls(engine: Engine, tmp_path: Path) -> None:
+    certificate, key = make_certificate(tmp_path)
+    config = config_for(engine, server={"tls_cert": str(certificate), "tls_key": str(key)})
+    context = ssl.create_default_context(cafile=str(certificate))
+    with Controller(config) as front:
+        with open_socket(front, "/v1/realtime?model=org/m", ssl=context) as ws:
+            assert ws.recv() == CREATED
+            for message in ("text", b"x" * (1 << 20)):
+                ws.send(message)
+                assert ws.recv(30) == message
+            ws.close(code=4003)
+        until(lambda: engine.count("closed_4003") == 1)
 
 
 def test_silence_ends_it(engine: Engine) -> None:

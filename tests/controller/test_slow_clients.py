@@ -137,14 +137,20 @@ def test_pages_of_our_own_are_watched_too(front: Controller) -> None:
         until(lambda: metric(front, "connections") == before)
 
 
-def test_over_tls(engine: Engine, tmp_path: Path) -> None:
-    certificate, key = tmp_path / "cert.pem", tmp_path / "key.pem"
+def make_certificate(folder: Path) -> tuple[Path, Path]:
+    """A certificate of 127.0.0.1 that signs itself, and its key."""
+    certificate, key = folder / "cert.pem", folder / "key.pem"
     names = "subjectAltName=IP:127.0.0.1"
     subprocess.run(
         ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2",
          "-subj", "/CN=x", "-addext", names, "-keyout", str(key), "-out", str(certificate)],
         check=True, capture_output=True,
     )  # fmt: skip
+    return certificate, key
+
+
+def test_over_tls(engine: Engine, tmp_path: Path) -> None:
+    certificate, key = make_certificate(tmp_path)
     server = {"send_timeout": "1s", "tls_cert": str(certificate), "tls_key": str(key)}
     context = ssl.create_default_context(cafile=str(certificate))
     with Controller(config_for(engine, server=server)) as front:
