@@ -96,7 +96,7 @@ def test_ended_in_the_ordinary_way_nothing_stays_behind(start) -> None:
 
 @pytest.mark.parametrize("tiers", [True, pytest.param(False, marks=pytest.mark.soak)])
 def test_a_worker_that_is_stopped_for_ever_is_killed_by_its_engine(start, tmp_path, tiers) -> None:
-    environment = {"KVELASTIC_IPC_TIMEOUT": "2"}
+    environment = {"KVELASTIC_IPC_TIMEOUT": "2", "VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS": "1"}
     if tiers:
         environment["KVELASTIC_TIERS"] = f"disk:{tmp_path / 'disk'}:64M"
     server = start(**environment)
