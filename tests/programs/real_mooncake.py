@@ -1,6 +1,7 @@
 """The remote tier over a real `mooncake_master`, which it starts, kills and starts again.
 
-python real_mooncake.py          ends with 0 and "fine" where everything is as it should be
+python real_mooncake.py             ends with 0 and "fine" where everything is as it should be
+python real_mooncake.py lend PORT   gives the master at that port memory, until its input ends
 
 A process of its own: the client's threads, its log and what it does to its process stay here.
 """
@@ -53,6 +54,29 @@ def master(port: int) -> Iterator[subprocess.Popen[bytes]]:
     finally:
         process.kill()
         process.wait()
+
+
+@contextmanager
+def lender(port: int) -> Iterator[None]:
+    """Memory of another process for the master at that port, as other machines give it."""
+    command = [sys.executable, __file__, "lend", str(port)]
+    process = subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+    )
+    assert process.stdout is not None
+    try:
+        assert process.stdout.readline() == b"lent\n"
+        yield
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def lend(port: int) -> None:
+    client = connect(f"127.0.0.1:{port}", SEGMENT_BYTES, 16 << 20)
+    print("lent", flush=True)
+    sys.stdin.read()
+    client.close()
 
 
 def accepts(port: int) -> bool:
@@ -129,6 +153,9 @@ def gone(port: int) -> None:
 
 
 def main() -> None:
+    if sys.argv[1:2] == ["lend"]:
+        lend(int(sys.argv[2]))
+        return
     port = free_port()
     with master(port):
         battery(port)
