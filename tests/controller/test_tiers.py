@@ -19,7 +19,9 @@ from running import Controller, Engine, config_for
 from tiers_instance import DISK_BYTES, Instance
 from waiting import until
 
-from kvelastic import ledger, segment, tier_board
+from kvelastic import ledger, segment
+from kvelastic.board_file import requests_in
+from kvelastic.tier_board_format import LAYOUT, unpack_request
 
 MIB = 1 << 20
 
@@ -217,7 +219,7 @@ def test_who_waits_for_tiers_holds_up_nobody(engine: Engine, tmp_path: Path) -> 
 
         def asked() -> int:
             with instance.board.open("rb") as board:
-                return len(tier_board.requests_in(board.fileno()))
+                return len(requests_in(board.fileno(), LAYOUT, unpack_request))
 
         until(lambda: asked() == 12)
         assert front.get("/memory").status_code == 200
