@@ -15,7 +15,7 @@ import signal
 import subprocess
 
 import psutil
-from run_end import SHM, note_files_of
+from run_end import SHM, note_files_of, semaphores_of
 
 END_DEADLINE_S = 60.0
 
@@ -33,6 +33,7 @@ class LeftBehind:
             family = [process, *process.children(recursive=True)]
             # A segment and a ledger are kvelastic's own to remove, which is what is tested.
             self._names |= {name for name in note_files_of(family) if "kvelastic_" not in name}
+            self._names |= semaphores_of(family)
             return family
         return []
 

@@ -27,6 +27,7 @@ ENDING_S = 10.0
 
 _OURS_BY_NAME = re.compile(r"\.?kvelastic[_-].*")
 _USED = re.compile(r"/dev/shm/([^\n]+)")
+_MAPPED_SEMAPHORE = re.compile(r" ([0-9a-f]+):([0-9a-f]+) (\d+) +/dev/shm/sem\.")
 _seen_in_use: set[str] = set()
 
 
@@ -35,6 +36,25 @@ def note_files_of(processes: Iterable[psutil.Process]) -> set[str]:
     names = {name for process in processes for name in _names_used_by(process.pid)}
     _seen_in_use.update(names)
     return names
+
+
+def semaphores_of(processes: Iterable[psutil.Process]) -> set[str]:
+    """Files of Python's named semaphores that these have mapped, by their inodes: who has made one
+    maps it under a name that it had before, and `/proc/PID/maps` calls that deleted.
+    """
+    mapped: set[tuple[int, int]] = set()
+    for process in processes:
+        with contextlib.suppress(OSError):
+            text = Path(f"/proc/{process.pid}/maps").read_text(errors="replace")
+            for major, minor, inode in _MAPPED_SEMAPHORE.findall(text):
+                mapped.add((os.makedev(int(major, 16), int(minor, 16)), int(inode)))
+    found = set()
+    for path in SHM.glob("sem.*"):
+        with contextlib.suppress(OSError):
+            state = path.stat(follow_symlinks=False)
+            if (state.st_dev, state.st_ino) in mapped:
+                found.add(path.name)
+    return found
 
 
 def _names_used_by(pid: int) -> set[str]:

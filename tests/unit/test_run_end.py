@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import killed_engines
 import psutil
 import pytest
 import run_end
@@ -119,3 +120,27 @@ def test_c(): pass
         "will skip 3: no NVIDIA driver: no nvidia-smi",
     }
     assert len(said) == 2
+
+
+MAKES_A_SEMAPHORE = """
+import multiprocessing, time
+lock = multiprocessing.get_context("spawn").Lock()
+print(lock._semlock.name, flush=True)
+time.sleep(1000)
+"""
+
+
+def test_a_killed_engine_s_semaphores_go_with_it():
+    """Python's helper, which would remove them, is killed with it; maps call them deleted."""
+    engine = subprocess.Popen(
+        [sys.executable, "-c", MAKES_A_SEMAPHORE],
+        stdout=subprocess.PIPE,
+        start_new_session=True,
+    )
+    assert engine.stdout is not None
+    with engine.stdout:
+        name = engine.stdout.readline().decode().strip().removeprefix("/")
+        file = run_end.SHM / f"sem.{name}"
+        assert file.exists()
+        killed_engines.kill_group(engine)
+    assert not file.exists()
