@@ -194,7 +194,7 @@ def _realtime_operation() -> dict[str, Any]:
 def _upstream_operation(method: str) -> dict[str, Any]:
     path = {"name": "path", "description": "At the engine.", "in": "path", "required": True}
     return {
-        "summary": "Any path of an engine of the model; an admin key for what is no inference.",
+        "summary": "Any path of the model's engine; an admin key beyond inference and health.",
         "operationId": f"upstream_{method}",
         "parameters": [_MODEL_PARAMETER, {**path, "schema": {"type": "string"}}],
         "responses": {

@@ -80,7 +80,7 @@ class _EventHandler(logging.Handler):
 
 _NO_NEWS = ("without completing", '"WebSocket ', "Invalid UTF-8 sequence")
 """What uvicorn says of an answer that was cut short, of a WebSocket that was made (with its query,
-which may have a key in it), and, with a traceback, of a client's message that is no text."""
+which may have a key in it), and, with a traceback, of a client's message that is not valid text."""
 
 
 def _is_news(record: logging.LogRecord) -> bool:

@@ -3,8 +3,8 @@
     /upstream/org/model-a/v1/completions?x=1   ->  /v1/completions?x=1  at an engine of org/model-a
 
 It waits at the model's gate, wakes or starts it, and counts as in flight, as every request; only
-that its model stands in the path, and nothing is read or changed of its body. What is no inference
-needs an admin key there, as everywhere (`engine_paths`).
+that its model stands in the path, and nothing is read or changed of its body. Whatever is not
+inference needs an admin key there, as everywhere (`engine_paths`).
 
 A web page from there would be one of the controller's own origin, and could use the key that the
 dashboard keeps. So browsers are told to treat it as a page of nobody (`Content-Security-Policy`).
