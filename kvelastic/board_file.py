@@ -1,7 +1,7 @@
 """Files of boards in /dev/shm: made and written by the process that shows, read by operators.
 
     board = BoardFile.create(".kvelastic_tiers_...", LAYOUT)     # the process
-    board.write(cell, at); board.close()
+    board.publish(pack_snapshot); board.close()
 
     fd = open_board(name, LAYOUT, READ_FLAGS, subject, owner_uid)   # an operator
     newest(fd, LAYOUT, unpack_snapshot, subject)
@@ -31,7 +31,7 @@ from kvelastic.errors import (
     SegmentNotFoundError,
 )
 from kvelastic.lease import MAKER_BYTE, Liveness, hold, liveness
-from kvelastic.segment_dir import SHM_DIR, inode_of, open_file
+from kvelastic.segment_dir import LOCK_WAIT_S, SHM_DIR, inode_of, locked, open_file
 
 _FILE_MODE: Final = 0o600
 _OTHERS: Final = 0o077
@@ -56,10 +56,14 @@ class _Revised(Protocol):
 class BoardFile:
     """The owner's end. Made by `create`; for one thread at a time."""
 
-    def __init__(self, path: Path, fd: int, life: _vmm.LifeLock | None) -> None:
+    def __init__(
+        self, path: Path, fd: int, layout: BoardLayout, life: _vmm.LifeLock | None
+    ) -> None:
         self._path = path
         self._fd = fd
+        self._layout = layout
         self._life = life
+        self._snapshots = 0
         self._pid = os.getpid()
 
     @staticmethod
@@ -72,13 +76,38 @@ class BoardFile:
                 return board
         raise SegmentError(f"files that begin in {SHM_DIR} are removed as fast as they are made")
 
-    @property
-    def fd(self) -> int:
-        """Of the open file; negative when it is closed."""
-        return self._fd
+    def publish(self, pack: Callable[[int], bytes]) -> None:
+        """Show what `pack` makes of the snapshot's number instead of the last one.
 
-    def write(self, cell: bytes, at: int) -> None:
-        """Nothing when it is closed. Raises `SegmentError`."""
+        Nothing when it is closed. Raises `SegmentError`.
+        """
+        self._snapshots += 1
+        self._write(pack(self._snapshots), self._layout.snapshot_at(self._snapshots))
+
+    def answer(self, revision: int, cell: bytes) -> None:
+        """Answer the request of that revision. Nothing when closed. Raises `SegmentError`."""
+        self._write(cell, self._layout.answer_at(revision))
+
+    def pending(
+        self, unpack: Callable[[bytes], tuple[int, _T] | None], answered: int
+    ) -> dict[int, _T]:
+        """The requests later than `answered`, the oldest first; none when it is closed."""
+        if self._fd < 0:
+            return {}
+        found = self._later(unpack, answered)
+        # Operators write one after another, so what came before is there once a later one is seen;
+        # but not yet, maybe, where this look had passed.
+        if found and min(found) != answered + 1:
+            found = self._later(unpack, answered)
+        return dict(sorted(found.items()))
+
+    def _later(
+        self, unpack: Callable[[bytes], tuple[int, _T] | None], answered: int
+    ) -> dict[int, _T]:
+        found = requests_in(self._fd, self._layout, unpack)
+        return {revision: one for revision, one in found.items() if revision > answered}
+
+    def _write(self, cell: bytes, at: int) -> None:
         if self._fd < 0:
             return
         try:
@@ -113,7 +142,7 @@ def _make(path: Path, layout: BoardLayout) -> BoardFile | None:
         os.pwrite(fd, layout.pack_header(), 0)
         if not path.exists():
             raise FileNotFoundError(path)
-        return BoardFile(path, fd, life)
+        return BoardFile(path, fd, layout, life)
     except BaseException as error:
         is_reaped = not path.exists()
         _unlink_own(path, fd)
@@ -193,42 +222,10 @@ def requests_in(
     return dict(one for one in found if one is not None)
 
 
-def answers_in(fd: int, layout: BoardLayout, unpack: Callable[[bytes], _A | None]) -> list[int]:
-    """The revisions of all whole answers."""
-    found = (unpack(cell) for cell in _ring(fd, layout.answer_at(0)))
-    return [one.revision for one in found if one is not None]
-
-
 def _ring(fd: int, at: int) -> list[bytes]:
     """All cells of a ring, read by one system call."""
     raw = os.pread(fd, RING * CELL_BYTES, at)
     return [raw[place : place + CELL_BYTES] for place in range(0, len(raw), CELL_BYTES)]
-
-
-def write_request(
-    fd: int,
-    layout: BoardLayout,
-    pack: Callable[[int], bytes],
-    *,
-    answered: int,
-    asked: int,
-    subject: str,
-) -> int:
-    """With the file's lock held: write what was asked as the next revision, which it answers.
-
-    `answered` and `asked` are the last revisions of answers and of requests. Raises
-    `SegmentBusyError` where others have asked as much as there is room for, `SegmentError`.
-    """
-    revision = max(answered, asked) + 1
-    if revision - answered > RING:
-        raise SegmentBusyError(
-            f"{RING} requests to the {subject} wait for an answer already; nothing was asked"
-        )
-    try:
-        os.pwrite(fd, pack(revision), layout.request_at(revision))
-    except OSError as error:
-        raise SegmentError(f"cannot write to the board of the {subject}: {error}") from error
-    return revision
 
 
 def check_alive(fd: int, subject: str, consequence: str) -> None:
@@ -290,3 +287,37 @@ class Asked(Generic[_A]):
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def post(
+    fd: int,
+    layout: BoardLayout,
+    pack: Callable[[int], bytes],
+    unpack_request: Callable[[bytes], tuple[int, object] | None],
+    unpack_answer: Callable[[bytes], _A | None],
+    *,
+    answered: Callable[[], int],
+    lock_name: str,
+    subject: str,
+) -> Asked[_A]:
+    """Write what `pack` makes of the next revision as a request, and return what waits for it.
+
+    Takes the descriptor over, unless it raises. `answered` is the last revision that the owner's
+    figures call answered. Blocks for milliseconds: operators share the lock of the file, which
+    messages call `lock_name`. Raises `SegmentBusyError` where others have asked as much as there is
+    room for, `SegmentError`.
+    """
+    with locked(fd, lock_name, LOCK_WAIT_S):
+        answers = (unpack_answer(cell) for cell in _ring(fd, layout.answer_at(0)))
+        revisions = [one.revision for one in answers if one is not None]
+        last = max(0, answered(), *revisions)
+        revision = max(last, *requests_in(fd, layout, unpack_request), 0) + 1
+        if revision - last > RING:
+            raise SegmentBusyError(
+                f"{RING} requests to the {subject} wait for an answer already; nothing was asked"
+            )
+        try:
+            os.pwrite(fd, pack(revision), layout.request_at(revision))
+        except OSError as error:
+            raise SegmentError(f"cannot write to the board of the {subject}: {error}") from error
+    return Asked(fd, layout, unpack_answer, revision, subject)

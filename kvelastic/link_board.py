@@ -11,16 +11,9 @@ from __future__ import annotations
 
 import os
 
+from kvelastic import board_file
 from kvelastic import link_board_format as board_format
-from kvelastic.board_file import (
-    Asked,
-    answers_in,
-    check_alive,
-    newest,
-    open_board,
-    requests_in,
-    write_request,
-)
+from kvelastic.board_file import Asked, check_alive, newest, open_board
 from kvelastic.errors import SegmentError, SegmentNotFoundError, is_out_of_descriptors
 from kvelastic.lease import MAKER_BYTE, Liveness, liveness
 from kvelastic.link_board_format import (
@@ -32,11 +25,9 @@ from kvelastic.link_board_format import (
 )
 from kvelastic.segment_dir import (
     LINK_BOARD,
-    LOCK_WAIT_S,
     READ_FLAGS,
     SHM_DIR,
     WRITE_FLAGS,
-    locked,
 )
 
 
@@ -72,18 +63,16 @@ def _post(name: str, request: LinkRequest) -> Asked[LinkAnswer]:
         raise SegmentNotFoundError("the node has gone")
     try:
         check_alive(fd, "links of the node", "nothing was asked")
-        with locked(fd, name, LOCK_WAIT_S):
-            figures = newest(fd, LAYOUT, board_format.unpack_snapshot, LAYOUT.subject)
-            answers = answers_in(fd, LAYOUT, board_format.unpack_answer)
-            revision = write_request(
-                fd,
-                LAYOUT,
-                lambda revision: board_format.pack_request(revision, request),
-                answered=max(0, figures.answered_revision, *answers),
-                asked=max(0, *requests_in(fd, LAYOUT, board_format.unpack_request), 0),
-                subject="links of the node",
-            )
-        return Asked(fd, LAYOUT, board_format.unpack_answer, revision, "links of the node")
+        return board_file.post(
+            fd,
+            LAYOUT,
+            lambda revision: board_format.pack_request(revision, request),
+            board_format.unpack_request,
+            board_format.unpack_answer,
+            answered=lambda: _newest(fd).answered_revision,
+            lock_name=name,
+            subject="links of the node",
+        )
     except BaseException:
         os.close(fd)
         raise
@@ -115,13 +104,17 @@ def _read(name: str) -> NodeFigures | None:
         try:
             if liveness(fd, MAKER_BYTE) is Liveness.DEAD:
                 return None
-            return newest(fd, LAYOUT, board_format.unpack_snapshot, LAYOUT.subject)
+            return _newest(fd)
         finally:
             os.close(fd)
     except SegmentError as error:
         if is_out_of_descriptors(error):
             raise
         return None
+
+
+def _newest(fd: int) -> NodeFigures:
+    return newest(fd, LAYOUT, board_format.unpack_snapshot, LAYOUT.subject)
 
 
 def _open(name: str, flags: int) -> int | None:

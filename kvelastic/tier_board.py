@@ -13,16 +13,9 @@ import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
+from kvelastic import board_file
 from kvelastic import tier_board_format as board_format
-from kvelastic.board_file import (
-    Asked,
-    answers_in,
-    check_alive,
-    newest,
-    open_board,
-    requests_in,
-    write_request,
-)
+from kvelastic.board_file import Asked, check_alive, newest, open_board
 from kvelastic.errors import (
     InvalidArgumentError,
     SegmentError,
@@ -30,13 +23,11 @@ from kvelastic.errors import (
     SegmentNotFoundError,
 )
 from kvelastic.segment_dir import (
-    LOCK_WAIT_S,
     READ_FLAGS,
     SHM_DIR,
     WRITE_FLAGS,
     SegmentInfo,
     board_name,
-    locked,
 )
 from kvelastic.tier_board_format import LAYOUT, BoardFigures, TierAnswer, TierRequest
 
@@ -104,9 +95,16 @@ def post(info: SegmentInfo, request: TierRequest) -> Asked[TierAnswer]:
                 f"the instance {info.name!r} has no tier {request.tier!r}; it has"
                 f" {', '.join(tiers)}"
             )
-        with locked(fd, info.name, LOCK_WAIT_S):
-            revision = _write(fd, info.name, request)
-        return Asked(fd, LAYOUT, board_format.unpack_answer, revision, f"tiers of {info.name!r}")
+        return board_file.post(
+            fd,
+            LAYOUT,
+            lambda revision: board_format.pack_request(revision, request),
+            board_format.unpack_request,
+            board_format.unpack_answer,
+            answered=lambda: _newest(fd, info.name).answered_revision,
+            lock_name=info.name,
+            subject=f"tiers of {info.name!r}",
+        )
     except BaseException:
         os.close(fd)
         raise
@@ -129,16 +127,3 @@ def _owner_of(name: str) -> int:
 
 def _newest(fd: int, name: str) -> BoardFigures:
     return newest(fd, LAYOUT, board_format.unpack_snapshot, f"tier board of {name!r}")
-
-
-def _write(fd: int, name: str, request: TierRequest) -> int:
-    """Under the lock: what was asked before is read, and this gets the next revision."""
-    answers = answers_in(fd, LAYOUT, board_format.unpack_answer)
-    return write_request(
-        fd,
-        LAYOUT,
-        lambda revision: board_format.pack_request(revision, request),
-        answered=max(0, _newest(fd, name).answered_revision, *answers),
-        asked=max(0, *requests_in(fd, LAYOUT, board_format.unpack_request), 0),
-        subject=f"tiers of {name!r}",
-    )

@@ -18,7 +18,7 @@ from __future__ import annotations
 import threading
 
 from kvelastic import tier_board_format as board_format
-from kvelastic.board_file import BoardFile, requests_in
+from kvelastic.board_file import BoardFile
 from kvelastic.segment_dir import board_name
 from kvelastic.tier_board_format import LAYOUT, BoardFigures, TierAnswer, TierRequest
 
@@ -30,7 +30,6 @@ class Board:
         self._file = file
         self._lock = threading.Lock()
         """Guards what is below, and the file against its own threads."""
-        self._number = 0
         self._answered = 0
 
     @staticmethod
@@ -50,34 +49,19 @@ class Board:
     def publish(self, figures: BoardFigures) -> None:
         """Show these instead of the last ones. Raises `SegmentError`."""
         with self._lock:
-            self._number += 1
-            cell = board_format.pack_snapshot(self._number, figures)
-            self._file.write(cell, LAYOUT.snapshot_at(self._number))
+            self._file.publish(lambda number: board_format.pack_snapshot(number, figures))
 
     def next_request(self) -> tuple[int, TierRequest] | None:
         """The oldest request that has no answer, as it was found: check it. None: there is none."""
         with self._lock:
-            if self._file.fd < 0:
-                return None
-            pending = self._pending()
-            # Operators write one after another, so what came before is there once a later one is
-            # seen; but not yet, maybe, where this look had passed.
-            if pending and min(pending) != self._answered + 1:
-                pending = self._pending()
-            if not pending:
-                return None
-            revision = min(pending)
-            return revision, pending[revision]
-
-    def _pending(self) -> dict[int, TierRequest]:
-        found = requests_in(self._file.fd, LAYOUT, board_format.unpack_request)
-        return {revision: one for revision, one in found.items() if revision > self._answered}
+            pending = self._file.pending(board_format.unpack_request, self._answered)
+            return next(iter(pending.items()), None)
 
     def answer(self, answer: TierAnswer) -> None:
         """Say what came of a request. Raises `SegmentError`."""
         with self._lock:
             self._answered = max(self._answered, answer.revision)
-            self._file.write(board_format.pack_answer(answer), LAYOUT.answer_at(answer.revision))
+            self._file.answer(answer.revision, board_format.pack_answer(answer))
 
     def close(self) -> None:
         """Remove the file. Repeatable; a forked child leaves it where it is."""

@@ -13,7 +13,7 @@ import time
 from typing import TYPE_CHECKING, Final
 
 from kvelastic import link_board_format as board_format
-from kvelastic.board_file import BoardFile, requests_in
+from kvelastic.board_file import BoardFile
 from kvelastic.errors import KvelasticError
 from kvelastic.link_board_format import (
     LAYOUT,
@@ -40,7 +40,6 @@ class LinkBoard:
     def __init__(self, node: Node) -> None:
         """Make the file, and remove what dead processes have left; never raises."""
         self._node = node
-        self._number = 0
         self._answered = 0
         self._has_warned = False
         self._started_ns = time.time_ns()
@@ -64,9 +63,8 @@ class LinkBoard:
     def publish(self) -> None:
         """Show what is so now. Raises `SegmentError`."""
         if self._file is not None:
-            self._number += 1
-            cell = board_format.pack_snapshot(self._number, self._figures())
-            self._file.write(cell, LAYOUT.snapshot_at(self._number))
+            figures = self._figures()
+            self._file.publish(lambda number: board_format.pack_snapshot(number, figures))
 
     def close(self) -> None:
         """Remove the file. Repeatable."""
@@ -83,15 +81,15 @@ class LinkBoard:
     # --- what operators ask --------------------------------------------------------------------
 
     def _serve(self) -> None:
-        if self._file is None or self._file.fd < 0:
+        file = self._file  # `close` may come meanwhile
+        if file is None:
             return
-        found = requests_in(self._file.fd, LAYOUT, board_format.unpack_request)
-        for revision in sorted(found):
-            if revision > self._answered:
-                self._answered = revision
-                answer = self._carried_out(revision, found[revision])
-                self.publish()  # first: who has the answer sees what came of it
-                self._file.write(board_format.pack_answer(answer), LAYOUT.answer_at(revision))
+        pending = file.pending(board_format.unpack_request, self._answered)
+        for revision, request in pending.items():
+            self._answered = revision
+            answer = self._carried_out(revision, request)
+            self.publish()  # first: who has the answer sees what came of it
+            file.answer(revision, board_format.pack_answer(answer))
 
     def _carried_out(self, revision: int, request: LinkRequest) -> LinkAnswer:
         if not self._node.cut(request.link, request.peer_id):
