@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
+from kvelastic.cli.columns import aligned
 from kvelastic.instance.row import printable
 from kvelastic.sizes import format_size
 
@@ -123,12 +124,9 @@ def _wrongs(rows: list[DeviceRow]) -> list[str]:
 def _plain(columns: list[_Column]) -> str:
     if not columns[0].cells:
         return ""
-    drawn = []
-    for column in columns:
-        cells = [column.title.upper(), *column.cells]
-        width = max(map(len, cells))
-        drawn.append([cell.ljust(width) if column.is_left else cell.rjust(width) for cell in cells])
-    return "\n".join("  ".join(line).rstrip() for line in zip(*drawn, strict=True))
+    cells = ([column.title.upper(), *column.cells] for column in columns)
+    left = {index for index, column in enumerate(columns) if column.is_left}
+    return "\n".join(aligned(zip(*cells, strict=True), left))
 
 
 def _rich(columns: list[_Column], width: int) -> RenderableType:

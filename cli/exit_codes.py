@@ -21,6 +21,18 @@ def fail(message: str, code: int = EXIT_FAILED) -> NoReturn:
     sys.exit(code)
 
 
+def say_pending(who: str, wait_s: float | None, *, as_json: bool) -> None:
+    """Say that a request to `who` has no answer: an error only to those who waited for one.
+
+    With `as_json` the object that was printed says so to the others.
+    """
+    text = f"{who} has not answered yet; the request stays"
+    if wait_s is not None:
+        fail(f"{text}, and there was no answer within {wait_s:g} s.", EXIT_TIMED_OUT)
+    if not as_json:
+        click.echo(f"{text}.")
+
+
 def fall_short(message: str, wait_s: float | None, code: int) -> None:
     """Say what was not reached: an error, with that exit code, only to those who waited for it."""
     if wait_s is None:

@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
 
+from kvelastic.cli.columns import aligned
 from kvelastic.instance.row import printable
 from kvelastic.sizes import format_size
 
@@ -25,15 +26,7 @@ def table(nodes: Sequence[NodeFigures]) -> str:
     if not nodes:
         return NOTHING
     lines = [_HEADINGS] + [_cells(node, link) for node in nodes for link in node.links]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    text = [
-        "  ".join(
-            cell.ljust(width) if at in _LEFT else cell.rjust(width)
-            for at, (cell, width) in enumerate(zip(line, widths, strict=True))
-        ).rstrip()
-        for line in lines
-    ]
-    return "\n".join([*text, "", *map(_sentence, nodes)])
+    return "\n".join([*aligned(lines, _LEFT), "", *map(_sentence, nodes)])
 
 
 def _cells(node: NodeFigures, link: LinkFigures) -> tuple[str, ...]:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final
 import click
 
 from kvelastic.cli.arguments import wait_option
-from kvelastic.cli.exit_codes import EXIT_TIMED_OUT, fail
+from kvelastic.cli.exit_codes import fail, say_pending
 from kvelastic.cli.showing import ShowingGroup
 
 if TYPE_CHECKING:
@@ -105,11 +105,7 @@ def cut_command(
         told = {"node_id": node_id, "pid": node.pid, "peer_id": peer_id}
         click.echo(json.dumps({**told, "state": state, "reason": reason}, indent=2))
     if answer is None:
-        text = f"node {node_id} has not answered yet; the request stays"
-        if wait_s is not None:
-            fail(f"{text}, and there was no answer within {wait_s:g} s.", EXIT_TIMED_OUT)
-        if not as_json:
-            click.echo(f"{text}.")
+        say_pending(f"node {node_id}", wait_s, as_json=as_json)
     elif answer.state == "refused":
         fail(f"node {node_id} has not cut it: {answer.reason}.")
     elif not as_json:

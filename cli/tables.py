@@ -5,6 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
+from kvelastic.cli.columns import aligned
 from kvelastic.instance.row import Row, TierRow, printable, shown_state
 from kvelastic.sizes import format_size
 
@@ -99,15 +100,8 @@ def plain_table(rows: list[Row]) -> str:
         )
         for row in rows
     ]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    left = {0, 1, len(lines[0]) - 2, len(lines[0]) - 1}
-    return "\n".join(
-        "  ".join(
-            cell.ljust(width) if index in left else cell.rjust(width)
-            for index, (cell, width) in enumerate(zip(line, widths, strict=True))
-        ).rstrip()
-        for line in lines
-    )
+    last = len(lines[0]) - 1
+    return "\n".join(aligned(lines, left={0, 1, last - 1, last}))
 
 
 def rich_table(rows: list[Row], width: int, *, ascii_only: bool = False) -> Table | Text:

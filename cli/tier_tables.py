@@ -7,6 +7,7 @@ from dataclasses import asdict
 from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any
 
+from kvelastic.cli.columns import aligned
 from kvelastic.instance.row import tier_rows
 from kvelastic.sizes import format_size
 
@@ -45,15 +46,8 @@ def table(boards: Mapping[str, BoardFigures]) -> str:
     lines: list[tuple[str, ...]] = [_HEADINGS]
     for name, board in boards.items():
         lines += [(printable(name), *_cells(tier)) for tier in board.tiers]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    text = [
-        "  ".join(
-            cell.ljust(width) if at in _LEFT else cell.rjust(width)
-            for at, (cell, width) in enumerate(zip(line, widths, strict=True))
-        ).rstrip()
-        for line in lines
-    ]
-    text += ["", *(_sentence(printable(name), board) for name, board in boards.items())]
+    text = [*aligned(lines, _LEFT), ""]
+    text += (_sentence(printable(name), board) for name, board in boards.items())
     return "\n".join(text)
 
 

@@ -23,7 +23,7 @@ from kvelastic.cli.arguments import (
     ValueCommand,
     wait_option,
 )
-from kvelastic.cli.exit_codes import EXIT_TIMED_OUT, fail
+from kvelastic.cli.exit_codes import fail, say_pending
 from kvelastic.cli.finding import readable, sweep
 from kvelastic.cli.showing import ShowingGroup
 
@@ -223,11 +223,7 @@ def _end(
     if as_json:
         click.echo(json.dumps(_answer_object(name, answer), indent=2))
     if answer is None:
-        text = f"{printable(name)} has not answered yet; the request stays"
-        if wait_s is not None:
-            fail(f"{text}, and there was no answer within {wait_s:g} s.", EXIT_TIMED_OUT)
-        if not as_json:
-            click.echo(f"{text}.")
+        say_pending(printable(name), wait_s, as_json=as_json)
     elif answer.state == "done":
         if not as_json:
             click.echo(f"{printable(message)}.")
