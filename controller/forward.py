@@ -23,9 +23,15 @@ from kvelastic.controller.engine_paths import is_read
 from kvelastic.controller.gate import Place, Ticket
 from kvelastic.controller.headers import Headers, find, sane_request_id, to_client, to_engine
 from kvelastic.controller.http_protocol import SEND_TIMEOUT
-from kvelastic.controller.keys import Key
+from kvelastic.controller.keys import Key, Keys
 from kvelastic.controller.model_name import find_name, rename
-from kvelastic.controller.refusal import Refusal, unknown_model
+from kvelastic.controller.refusal import (
+    Refusal,
+    engine_failed,
+    engine_timeout,
+    engine_unreachable,
+    unknown_model,
+)
 from kvelastic.controller.replies import send_refusal
 from kvelastic.controller.request_body import (
     Body,
@@ -113,7 +119,7 @@ class Forwarder:
             )
             model = scope.get(NAMED_MODEL) or await self._find_model(scope, body)
             exchange.model = model
-            watcher = _cancel_when_gone(receive, exchange)
+            watcher = cancel_when_gone(receive, exchange, "http.disconnect")
             await self._through_gate(scope, send, exchange, model, key, body)
         except Refusal as refusal:
             exchange.error = exchange.error or refusal.code
@@ -125,9 +131,7 @@ class Forwarder:
                 raise  # the server ends
             if SEND_TIMEOUT in scope:
                 exchange.error = "send_timeout"
-            task = asyncio.current_task()
-            if task is not None and hasattr(task, "uncancel"):
-                task.uncancel()
+            uncancel()
         except Exception:
             _log.exception("request %s failed in the controller", exchange.request_id)
             exchange.error = _FAILED.code
@@ -196,20 +200,8 @@ class Forwarder:
     async def _to_an_engine(
         self, scope: Any, send: Any, exchange: Exchange, model: ServedModel, body: Body
     ) -> None:
-        settings = model.settings
-        keys = self._serving.keys
-        headers = to_engine(
-            scope["headers"],
-            api_key=model.api_key,
-            drop_authorization=keys.has_api_keys,
-            carries_key=keys.carries_key if keys else None,
-        )
-        headers.append((b"x-request-id", exchange.request_id.encode()))
-        text_headers = [(k.decode("latin-1"), v.decode("latin-1")) for k, v in headers]
-        target = scope["raw_path"].decode("latin-1")
-        if scope["query_string"]:
-            target += "?" + scope["query_string"].decode("latin-1")
-        limits = settings.timeouts
+        headers, target = request_to_engine(scope, exchange, self._serving.keys, model)
+        limits = model.settings.timeouts
         timeout = aiohttp.ClientTimeout(
             total=limits.total or None,
             sock_connect=limits.connect or None,
@@ -219,19 +211,14 @@ class Forwarder:
         while True:
             replica = model.pick(tried)
             if replica is None:
-                raise Refusal(
-                    503,
-                    "engine_unreachable",
-                    "No engine of this model accepts connections; try again later.",
-                    retry_after_s=2.0,
-                )
+                raise engine_unreachable()
             replica.in_flight += 1
             data = body.in_memory
             try:
                 async with self._session.request(
                     exchange.method,
                     URL(replica.address + target, encoded=True),
-                    headers=text_headers,
+                    headers=headers,
                     data=Upload(body) if data is None else data or None,
                     allow_redirects=False,
                     skip_auto_headers=_SKIP_AUTO,
@@ -252,19 +239,11 @@ class Forwarder:
                 # Nothing was sent, so another engine may have it.
                 self._unreachable(model, replica, tried)
             except asyncio.TimeoutError:
-                raise Refusal(
-                    504,
-                    "engine_timeout",
-                    "The engine did not answer in time (timeouts of this model).",
-                ) from None
+                raise engine_timeout() from None
             except (aiohttp.ClientError, OSError, ValueError) as error:
                 if is_out_of_descriptors(error):
                     raise self._serving.files.refusal("forwarding a request") from None
-                raise Refusal(
-                    502,
-                    "engine_failed",
-                    "The engine broke off the connection, or its answer is not HTTP.",
-                ) from None
+                raise engine_failed() from None
             finally:
                 replica.in_flight -= 1
 
@@ -427,15 +406,39 @@ def priority_of(headers: Headers) -> int:
         return 0
 
 
-def _cancel_when_gone(receive: Receive, exchange: Exchange) -> asyncio.Task[None]:
-    """Cancel the running task when its client goes away."""
+def request_to_engine(
+    scope: Any, exchange: Exchange, keys: Keys, model: ServedModel
+) -> tuple[list[tuple[str, str]], str]:
+    """The headers, and the path with the query, of the request to an engine of the model."""
+    headers = to_engine(
+        scope["headers"],
+        api_key=model.api_key,
+        drop_authorization=keys.has_api_keys,
+        carries_key=keys.carries_key if keys else None,
+    )
+    headers.append((b"x-request-id", exchange.request_id.encode()))
+    target = scope["raw_path"].decode("latin-1")
+    if scope["query_string"]:
+        target += "?" + scope["query_string"].decode("latin-1")
+    return [(k.decode("latin-1"), v.decode("latin-1")) for k, v in headers], target
+
+
+def cancel_when_gone(receive: Receive, exchange: Exchange, gone: str) -> asyncio.Task[None]:
+    """Cancel the running task when its client goes away: with the message of the type `gone`."""
     serving = asyncio.current_task()
 
     async def watch() -> None:
-        while (await receive())["type"] != "http.disconnect":
+        while (await receive())["type"] != gone:
             pass
         exchange.cancelled = True
         if serving is not None:
             serving.cancel()
 
     return asyncio.get_running_loop().create_task(watch())
+
+
+def uncancel() -> None:
+    """The running task was cancelled for its client's sake, and goes on to say so."""
+    task = asyncio.current_task()
+    if task is not None and hasattr(task, "uncancel"):
+        task.uncancel()

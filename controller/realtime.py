@@ -13,7 +13,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final
 
@@ -21,11 +20,24 @@ import aiohttp
 from yarl import URL
 
 from kvelastic.controller.engine_paths import REALTIME, is_upstream
-from kvelastic.controller.forward import NAMED_MODEL, Exchange, check_name, priority_of
+from kvelastic.controller.forward import (
+    NAMED_MODEL,
+    Exchange,
+    cancel_when_gone,
+    check_name,
+    priority_of,
+    request_to_engine,
+    uncancel,
+)
 from kvelastic.controller.gate import Place, Ticket
-from kvelastic.controller.headers import to_engine
 from kvelastic.controller.model_name import name_in_query, rename_in_query
-from kvelastic.controller.refusal import Refusal, unknown_model
+from kvelastic.controller.refusal import (
+    Refusal,
+    engine_failed,
+    engine_timeout,
+    engine_unreachable,
+    unknown_model,
+)
 from kvelastic.controller.replies import refusal_parts
 from kvelastic.controller.request_body import ClientGoneError
 from kvelastic.controller.served_model import Replica, ServedModel
@@ -92,9 +104,7 @@ class Realtime:
         except asyncio.CancelledError:
             if not exchange.cancelled:
                 raise  # the server ends
-            task = asyncio.current_task()
-            if task is not None and hasattr(task, "uncancel"):
-                task.uncancel()
+            uncancel()
         except Exception:
             _log.exception("WebSocket %s failed in the controller", exchange.request_id)
             exchange.error = "internal_error"
@@ -115,7 +125,7 @@ class Realtime:
         model = scope.get(NAMED_MODEL) or self._find_model(scope)
         exchange.model = model
         ticket = Ticket(priority=min(priority_of(scope["headers"]), key.max_priority))
-        watcher = _cancel_when_gone(receive, exchange)
+        watcher = cancel_when_gone(receive, exchange, "websocket.disconnect")
         try:
             await model.enter(ticket)
             exchange.model = served = ticket.model
@@ -150,33 +160,18 @@ class Realtime:
         self, scope: Any, exchange: Exchange, model: ServedModel
     ) -> tuple[Replica, aiohttp.ClientWebSocketResponse[bool]]:
         """A WebSocket of one of the model's engines, which counts as in flight there."""
-        keys = self._front.keys
-        headers = to_engine(
-            scope["headers"],
-            api_key=model.api_key,
-            drop_authorization=keys.has_api_keys,
-            carries_key=keys.carries_key if keys else None,
-        )
-        headers = [(k, v) for k, v in headers if not k.startswith(b"sec-websocket-")]
-        headers.append((b"x-request-id", exchange.request_id.encode()))
-        target = scope["raw_path"].decode("latin-1")
-        if scope["query_string"]:
-            target += "?" + scope["query_string"].decode("latin-1")
+        headers, target = request_to_engine(scope, exchange, self._front.keys, model)
+        headers = [(k, v) for k, v in headers if not k.startswith("sec-websocket-")]
         tried: set[str] = set()
         while True:
             replica = model.pick(tried)
             if replica is None:
-                raise Refusal(
-                    503,
-                    "engine_unreachable",
-                    "No engine of this model accepts connections; try again later.",
-                    retry_after_s=2.0,
-                )
+                raise engine_unreachable()
             replica.in_flight += 1
             try:
                 connecting = self._front.session.ws_connect(
                     URL(replica.address + target, encoded=True),
-                    headers=[(k.decode("latin-1"), v.decode("latin-1")) for k, v in headers],
+                    headers=headers,
                     protocols=scope["subprotocols"],
                     max_msg_size=MESSAGE_BYTES,
                     heartbeat=ENGINE_PING_S,
@@ -273,7 +268,7 @@ class _Relay:
                 else:
                     await self._engine.send_bytes(message["bytes"])
             except (aiohttp.ClientError, OSError):
-                raise _engine_failed() from None
+                raise _broken_off() from None
 
     async def _to_client(self) -> None:
         exchange, engine = self._exchange, self._engine
@@ -287,14 +282,14 @@ class _Relay:
             elif message.type is aiohttp.WSMsgType.CLOSE:
                 raise Closed(int(message.data or NORMAL), str(message.extra or ""))
             else:  # cut off, or not to be read: too large, say
-                raise _engine_failed()
+                raise _broken_off()
             if exchange.first_s is None:
                 exchange.first_s = self._said_s - exchange.began_s
             exchange.sent_bytes += len(message.data)
             await self._send(sent)
 
 
-def _engine_failed() -> Closed:
+def _broken_off() -> Closed:
     return Closed(ENGINE_FAILED, "the engine broke off the connection", "engine_failed")
 
 
@@ -305,11 +300,9 @@ def _as_refusal(error: BaseException) -> BaseException:
         message = f"The engine refuses the WebSocket with status {error.status}."
         return Refusal(status, "engine_refused_upgrade", message)
     if isinstance(error, asyncio.TimeoutError):
-        message = "The engine did not answer in time (timeouts of this model)."
-        return Refusal(504, "engine_timeout", message)
+        return engine_timeout()
     if isinstance(error, aiohttp.ClientError | OSError | ValueError):
-        message = "The engine broke off the connection, or its answer is not HTTP."
-        return Refusal(502, "engine_failed", message)
+        return engine_failed()
     return error
 
 
@@ -330,20 +323,6 @@ def _take_key_of_protocols(scope: Any) -> None:
         scope["subprotocols"] = [each for each in offered if each not in keys]
         key = keys[0].removeprefix(_KEY_PROTOCOL).encode("latin-1")
         scope["headers"] = [*scope["headers"], (b"authorization", b"Bearer " + key)]
-
-
-def _cancel_when_gone(receive: Callable[[], Any], exchange: Exchange) -> asyncio.Task[None]:
-    """Cancel the running task when its client goes away before the handshake is over."""
-    serving = asyncio.current_task()
-
-    async def watch() -> None:
-        while (await receive())["type"] != "websocket.disconnect":
-            pass
-        exchange.cancelled = True
-        if serving is not None:
-            serving.cancel()
-
-    return asyncio.get_running_loop().create_task(watch())
 
 
 async def _refuse(send: Any, exchange: Exchange, refusal: Refusal) -> None:

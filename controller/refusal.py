@@ -87,3 +87,29 @@ def unknown_model(name: str) -> Refusal:
         f"The model {shown!r} does not exist here; GET /v1/models lists those that do.",
         param="model",
     )
+
+
+def engine_unreachable() -> Refusal:
+    """503: no replica took the connection."""
+    return Refusal(
+        503,
+        "engine_unreachable",
+        "No engine of this model accepts connections; try again later.",
+        retry_after_s=2.0,
+    )
+
+
+def engine_timeout() -> Refusal:
+    """504: an engine took the connection and was silent."""
+    return Refusal(
+        504, "engine_timeout", "The engine did not answer in time (timeouts of this model)."
+    )
+
+
+def engine_failed() -> Refusal:
+    """502: an engine took the connection, and no answer came of it."""
+    return Refusal(
+        502,
+        "engine_failed",
+        "The engine broke off the connection, or its answer is not HTTP.",
+    )
