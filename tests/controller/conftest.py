@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import needs
 import pytest
 from browser import Browser
+from running import Controller, Engine
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -20,3 +21,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def browser() -> Iterator[Browser]:
     with Browser() as browser:
         yield browser
+
+
+@pytest.fixture
+def engine(engine_of_all: Engine, front: Controller) -> Engine:
+    """The one that a module's tests share, as if nobody had asked it anything, and awake."""
+    engine_of_all.reset()
+    for model in front.get("/models").json()["models"]:
+        assert front.post(f"/action/wakeup/{model}").json()["success"]
+    return engine_of_all

@@ -31,13 +31,6 @@ def front(engine_of_all: Engine) -> Iterator[Controller]:
         yield front
 
 
-@pytest.fixture
-def engine(engine_of_all: Engine, front: Controller) -> Engine:
-    engine_of_all.reset()
-    assert front.post("/action/wakeup/m").json()["success"]
-    return engine_of_all
-
-
 @pytest.fixture(scope="module")
 def client(front: Controller) -> Iterator[ollama.Client]:
     client = ollama.Client(front.url, timeout=60)

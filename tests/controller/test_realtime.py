@@ -47,13 +47,6 @@ def front(engine_of_all: Engine) -> Iterator[Controller]:
         yield front
 
 
-@pytest.fixture
-def engine(engine_of_all: Engine, front: Controller) -> Engine:
-    engine_of_all.reset()
-    assert front.post("/action/wakeup/m").json()["success"]
-    return engine_of_all
-
-
 def open_socket(
     front: Controller, path: str = "/v1/realtime?model=m", **more: Any
 ) -> ClientConnection:

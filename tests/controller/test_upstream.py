@@ -29,13 +29,6 @@ def front(engine_of_all: Engine) -> Iterator[Controller]:
         yield front
 
 
-@pytest.fixture
-def engine(engine_of_all: Engine, front: Controller) -> Engine:
-    engine_of_all.reset()
-    assert front.post("/action/wakeup/org/m").json()["success"]
-    return engine_of_all
-
-
 def raw(front: Controller, target: str, method: str = "GET", headers: str = "") -> int:
     """The status of a request whose target no client library has straightened."""
     with socket.create_connection(("127.0.0.1", front.port)) as sock:

@@ -47,16 +47,12 @@ std::shared_ptr<Range> make_range() {
   return *std::move(range);
 }
 
-/// Local memory whose maps wait until the test lets them go on.
-class GatedBacking final : public Backing {
+/// Local memory whose records nobody reads, for tests to stand in the way of one call or another.
+class OverLocal : public Backing {
  public:
-  explicit GatedBacking(std::shared_ptr<Range> range) : inner_(std::move(range)) {}
+  explicit OverLocal(std::shared_ptr<Range> range) : inner_(std::move(range)) {}
 
-  Status map(std::span<const PageIndex> pages) override {
-    arrived_.release();
-    open_.acquire();
-    return inner_.map(pages);
-  }
+  Status map(std::span<const PageIndex> pages) override { return inner_.map(pages); }
   Status unmap(std::span<const PageIndex> pages) override { return inner_.unmap(pages); }
   bool works_behind() const override { return false; }
   Status drain() override { return ok(); }
@@ -67,12 +63,26 @@ class GatedBacking final : public Backing {
   }
   std::vector<std::optional<DeviceMemory>> device_memory() const override { return {}; }
 
+ private:
+  LocalBacking inner_;
+};
+
+/// Its maps wait until the test lets them go on.
+class GatedBacking final : public OverLocal {
+ public:
+  using OverLocal::OverLocal;
+
+  Status map(std::span<const PageIndex> pages) override {
+    arrived_.release();
+    open_.acquire();
+    return OverLocal::map(pages);
+  }
+
   /// Returns when a map has begun and waits.
   void wait_for_a_map() { arrived_.acquire(); }
   void let_it_go_on() { open_.release(); }
 
  private:
-  LocalBacking inner_;
   std::counting_semaphore<> arrived_{0}, open_{0};
 };
 
@@ -218,26 +228,21 @@ TEST(pages_that_land_over_the_limit_call_the_keeper) {
   pool.on_wanted(nullptr);
 }
 
-/// Local memory whose loads wait until the test lets them go on.
-class GatedLoads final : public Backing {
+/// Its loads wait until the test lets them go on.
+class GatedLoads final : public OverLocal {
  public:
-  explicit GatedLoads(std::shared_ptr<Range> range) : inner_(std::move(range)) {}
+  using OverLocal::OverLocal;
 
   Status map(std::span<const PageIndex> pages) override {
     if (at_map) std::exchange(at_map, nullptr)();
-    return inner_.map(pages);
+    return OverLocal::map(pages);
   }
-  Status unmap(std::span<const PageIndex> pages) override { return inner_.unmap(pages); }
-  bool works_behind() const override { return false; }
-  Status drain() override { return ok(); }
-  Status copy(std::span<const BlockMove> moves) override { return inner_.copy(moves); }
   Status copy_records(std::span<const BlockSlot>, const std::shared_ptr<Staging>&,
                       CopyTo) override {
     arrived_.release();
     open_.acquire();
     return ok();
   }
-  std::vector<std::optional<DeviceMemory>> device_memory() const override { return {}; }
 
   void wait_for_a_load() { arrived_.acquire(); }
   void let_it_go_on() { open_.release(); }
@@ -245,7 +250,6 @@ class GatedLoads final : public Backing {
   std::function<void()> at_map;  ///< called once, by the next map
 
  private:
-  LocalBacking inner_;
   std::counting_semaphore<> arrived_{0}, open_{0};
 };
 
@@ -307,31 +311,19 @@ TEST(pages_ahead_of_demand_come_after_loads) {
 }
 
 /// Memory whose books find no memory themselves.
-class ThrowingBacking final : public Backing {
+class ThrowingBacking final : public OverLocal {
  public:
-  explicit ThrowingBacking(std::shared_ptr<Range> range) : inner_(std::move(range)) {}
+  using OverLocal::OverLocal;
 
-  Status map(std::span<const PageIndex> pages) override { return inner_.map(pages); }
   Status unmap(std::span<const PageIndex> pages) override {
     if (throws > 0) {
       --throws;
       throw std::bad_alloc();
     }
-    return inner_.unmap(pages);
+    return OverLocal::unmap(pages);
   }
-  bool works_behind() const override { return false; }
-  Status drain() override { return ok(); }
-  Status copy(std::span<const BlockMove> moves) override { return inner_.copy(moves); }
-  Status copy_records(std::span<const BlockSlot>, const std::shared_ptr<Staging>&,
-                      CopyTo) override {
-    return ok();
-  }
-  std::vector<std::optional<DeviceMemory>> device_memory() const override { return {}; }
 
   std::atomic<int> throws = 0;
-
- private:
-  LocalBacking inner_;
 };
 
 TEST(a_keeper_without_memory_for_its_lists_goes_on) {
