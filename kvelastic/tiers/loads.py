@@ -4,8 +4,8 @@
     for load in loads.take_finished(): ...       # before the next step
     loads.wait_for_any(0.01)                     # in the place of empty steps
 
-A load never fails for an engine: how many of the leading blocks hold their records is answered, and the
-rest is computed. Blocks of a load are in use by its request until it is over, also where the
+A load never fails for an engine: how many of the leading blocks hold their records is answered, and
+the rest is computed. Blocks of a load are in use by its request until it is over, also where the
 request has ended before.
 
 Used by the scheduler's thread only; threads of the tiers carry the loads out.

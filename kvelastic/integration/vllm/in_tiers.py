@@ -4,7 +4,7 @@ How a request's blocks come back, all in the scheduler's process::
 
     schedule   vLLM asks for blocks (`tier_spec`, `tier_lookups`); what is found is held
                it takes blocks for them, and makes a job for its workers
-               the job is taken out of the step: the tiers load beside the steps (`kvelastic/tiers/loads.py`)
+               the job is taken out of the step: the tiers load beside the steps (`tiers/loads.py`)
     ...        the request waits; where nothing else can run, the engine naps
     schedule   first, what has been loaded is told to vLLM as if a worker had: the request runs
 
