@@ -132,7 +132,11 @@ def test_after_its_start_it_holds_one_page_and_the_same_tokens_come_cold_and_cac
 
 def test_what_is_cached_is_held_and_nothing_more(pair: Pair) -> None:
     pair.burst()
-    needed = -(-(pair.usage()["blocks_in_use"] + pair.usage()["blocks_cached"]) * BLOCK_BYTES // pair.page_bytes)
+    needed = -(
+        -(pair.usage()["blocks_in_use"] + pair.usage()["blocks_cached"])
+        * BLOCK_BYTES
+        // pair.page_bytes
+    )
     until(lambda: pair.usage()["mapped_bytes"] <= (needed + 1) * pair.page_bytes, "trimmed")
 
 

@@ -185,11 +185,14 @@ def check_full_pool(
 ) -> Any:
     """SGLang's leak check, against the pool: whatever is in use there must be accounted for here.
 
-    What a limit withholds, and what other instances hold, is available in this sum.
+    What a limit withholds, what other instances hold, and what is being loaded from tiers is
+    available in this sum.
     """
     if checker.tree_cache.checks_integrity:
         checker.tree_cache.tree_blocks.check_integrity()
     held = checker.token_to_kv_pool_allocator.used_size()
+    if checker.tree_cache.prefix_loads is not None:
+        held -= checker.tree_cache.prefix_loads.loading_tokens
     whole = dataclasses.replace(stats, full_available_size=checker.max_total_num_tokens - held)
     return original(checker, whole, *args, **more)
 

@@ -38,8 +38,6 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("kvelastic.sglang")
 
-MOST_LOADS: Final = 8
-"""Requests that wait for their loads at a time: the first ones in the queue."""
 _END_LOADS_S: Final = 60.0
 
 
@@ -101,7 +99,7 @@ class PrefixLoads:
         """
         queue = scheduler.waiting_queue
         self._finish()
-        back = self._begin_loads(queue) if queue else []
+        back = self._begin_loads(queue, int(scheduler.max_running_requests)) if queue else []
         if not queue:
             self._looked_up.clear()
         if not back:
@@ -125,6 +123,11 @@ class PrefixLoads:
         self._loads.wait_for_any(timeout_s)
         return True
 
+    @property
+    def loading_tokens(self) -> int:
+        """Tokens of blocks that are in use by loads alone."""
+        return sum(len(each.ids) for each in self._waiting.values()) * int(self._cache.page_size)
+
     def computed(self, tokens: int, seconds: float) -> None:
         """A step has computed so many tokens of prompts."""
         blocks = tokens // self._cache.page_size
@@ -132,12 +135,16 @@ class PrefixLoads:
             self._compute_s = averaged(self._compute_s, seconds / blocks)
             self._tiers.computed(blocks, seconds)
 
-    def _begin_loads(self, queue: list[Any]) -> list[Any]:
-        """Look up what was not looked up yet; answers who is to be kept back."""
+    def _begin_loads(self, queue: list[Any], most: int) -> list[Any]:
+        """Look up what was not looked up yet; answers who is to be kept back.
+
+        No more than `most` loads at a time: as many requests can run, and what is loaded ahead of
+        these would displace it.
+        """
         self._looked_up &= {request.rid for request in queue}
         back = []
         for request in queue:
-            if request.rid not in self._looked_up and self._loads.open < MOST_LOADS:
+            if request.rid not in self._looked_up and self._loads.open < most:
                 if self._begin(request):
                     self._looked_up.add(request.rid)
                 else:
