@@ -172,8 +172,11 @@ class Operator(ABC):
         assert answer.state in {"applied", "shrinking"}, answer
         self.clients.counts[f"limit {answer.state}"] += 1
         if answer.state == "applied":
-            expected_bytes = min(max(limit_bytes, self._page_bytes), answer.capacity_bytes)
-            assert answer.effective_limit_bytes == expected_bytes, answer
+            effective_bytes = answer.effective_limit_bytes
+            if limit_bytes <= self.KV_BYTES:
+                assert effective_bytes == max(limit_bytes, self._page_bytes), answer
+            else:
+                assert self.KV_BYTES <= effective_bytes <= limit_bytes, answer
             self._applied_bytes = answer.effective_limit_bytes
 
     def stand(self) -> None:

@@ -10,6 +10,8 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -118,6 +120,13 @@ def start_pairs(model: Path, logs: Path, ends: contextlib.ExitStack) -> dict[str
         name = f"kvsgl_{contiguous}_{os.getpid()}"
         pair = Pair(server, expected, name, PAGE_BYTES[contiguous])
         pair.held_after_start_bytes = pair.usage()["mapped_bytes"]
-        ends.callback(pair.end)
         made[contiguous] = pair
+    ends.callback(_end_together, made.values())
     return made
+
+
+def _end_together(pairs: Iterable[Pair]) -> None:
+    """SGLang takes its time to end."""
+    with ThreadPoolExecutor(len(PAGE_BYTES)) as threads:
+        for ended in [threads.submit(pair.end) for pair in pairs]:
+            ended.result()
