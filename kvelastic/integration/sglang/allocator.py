@@ -18,6 +18,7 @@ Imports SGLang: only what runs in its scheduler's process may import this module
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -38,6 +39,9 @@ class ElasticPagedAllocator(PagedTokenToKVPoolAllocator):  # type: ignore[misc] 
     """Whether SGLang has resumed, and the pool could not wake yet."""
     radix_cache: ElasticRadixCache | None = None
     """The tree whose blocks come from here, once there is one."""
+
+    late_releases: list[tuple[Any, Callable[[], Any]]]
+    """Requests for `/release_memory_occupation` that wait until no other runs, and what to do."""
 
     @property
     def blocks(self) -> _vmm.Pool:

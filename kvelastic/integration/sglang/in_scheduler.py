@@ -80,6 +80,7 @@ def _begin(scheduler: Any) -> None:
     settings = config.load()
     elastic = _elastic(scheduler)
     _radix_cache(scheduler).checks_integrity = settings.sanity_check
+    _allocator(scheduler).late_releases = []
     # `atexit` does not run in a process that multiprocessing has made.
     Finalize(elastic, elastic.close, exitpriority=10)
     if settings.tiers:
@@ -100,6 +101,8 @@ def ingest_requests(original: Callable[..., Any], scheduler: Any, *args: Any, **
     requests = original(scheduler, *args, **more)
     if _allocator(scheduler).wakes_later:
         _wake(scheduler, _NAP_S)
+    if _allocator(scheduler).late_releases:
+        _release_late(scheduler)
     _radix_cache(scheduler).settle()
     return requests
 
@@ -203,28 +206,63 @@ def check_full_pool(
 def release_memory(original: Callable[..., Any], updater: Any, request: Any) -> Any:
     """Give the KV cache's memory back, after SGLang has emptied it.
 
-    With tiers it is demoted first, and found again after that.
+    With tiers it is demoted first, and found again after that. While a request runs the caller waits;
+    stock ends its scheduler there.
     """
-    is_asked = KV_CACHE_TAG in (request.tags or [KV_CACHE_TAG])
-    loads = _radix_cache(updater.scheduler).prefix_loads if is_asked else None
-    with nullcontext() if loads is None else loads.demoted():
-        answer = original(updater, request)
-    if is_asked:
-        _allocator(updater.scheduler).wakes_later = False
-        elastic = _elastic(updater.scheduler)
-        elastic.pool.blocks.sleep()
-        elastic.pool.segment.record.set_engine_asleep(True)
-    return answer
+
+    def release() -> Any:
+        is_asked = KV_CACHE_TAG in (request.tags or [KV_CACHE_TAG])
+        loads = _radix_cache(updater.scheduler).prefix_loads if is_asked else None
+        with nullcontext() if loads is None else loads.demoted():
+            answer = original(updater, request)
+        if is_asked:
+            _allocator(updater.scheduler).wakes_later = False
+            elastic = _elastic(updater.scheduler)
+            elastic.pool.blocks.sleep()
+            elastic.pool.segment.record.set_engine_asleep(True)
+        return answer
+
+    if _may_release(updater):
+        return release()
+    _allocator(updater.scheduler).late_releases.append((request, release))
+    return None  # SGLang sends no answer
+
+
+def _may_release(updater: Any) -> bool:
+    """What SGLang asserts."""
+    return bool(updater.is_fully_idle(ignore_waiting=updater.scheduler._engine_paused))
+
+
+def _release_late(scheduler: Any) -> None:
+    """Carry out what came while requests ran."""
+    releases = _allocator(scheduler).late_releases
+    while releases and _may_release(scheduler.weight_updater):
+        request, release = releases.pop(0)
+        scheduler.send_control_output(release(), request)
 
 
 def resume_memory(original: Callable[..., Any], updater: Any, request: Any) -> Any:
-    """Hand out memory again.
+    """Hand out memory again. What is awake stays so; stock ends its scheduler there.
 
     SGLang has no answer for a failure. Where others have not given what is reserved, requests wait,
     and each round tries again.
     """
-    if KV_CACHE_TAG in (request.tags or [KV_CACHE_TAG]):
-        error = _wake(updater.scheduler, None)
+    from sglang.srt.constants import GPU_MEMORY_ALL_TYPES
+    from sglang.srt.managers.io_struct import (
+        ReleaseMemoryOccupationReqOutput,
+        ResumeMemoryOccupationReqOutput,
+    )
+
+    scheduler = updater.scheduler
+    releases = _allocator(scheduler).late_releases
+    while releases:  # whoever waits for these is overtaken
+        scheduler.send_control_output(ReleaseMemoryOccupationReqOutput(), releases.pop(0)[0])
+    tags = request.tags or GPU_MEMORY_ALL_TYPES
+    request.tags = [tag for tag in tags if tag in updater.offload_tags]
+    if not request.tags:
+        return ResumeMemoryOccupationReqOutput()
+    if KV_CACHE_TAG in request.tags:
+        error = _wake(scheduler, None)
         if error is not None:
             _log.error(
                 "The KV cache could not wake: %s Requests wait; it is tried again until it does.",

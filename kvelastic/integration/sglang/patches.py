@@ -221,8 +221,12 @@ def _probe_scheduler(probe: Probe) -> None:
     probe.parameters(f"{_CHECKER}._check_full_pool", ("self", "ps", "uncached"))
     probe.mentions(f"{_CHECKER}._check_full_pool", ("max_total_num_tokens", "full_available_size"))
     probe.parameters(f"{_UPDATER}.release_memory_occupation", ("self", "recv_req"))
-    probe.mentions(f"{_UPDATER}.release_memory_occupation", ("flush_cache",))
+    probe.mentions(
+        f"{_UPDATER}.release_memory_occupation", ("flush_cache", "is_fully_idle", "_engine_paused")
+    )
+    probe.parameters(f"{_SCHEDULER}.send_control_output", ("self", "output", "recv_req"))
     probe.parameters(f"{_UPDATER}.resume_memory_occupation", ("self", "recv_req"))
+    probe.mentions(f"{_UPDATER}.resume_memory_occupation", ("offload_tags", "tags"))
     tag = probe.get("sglang.srt.constants:GPU_MEMORY_TYPE_KV_CACHE")
     probe.holds("GPU_MEMORY_TYPE_KV_CACHE", tag == in_scheduler.KV_CACHE_TAG, "'kv_cache'", tag)
     _probe_pool(probe)
