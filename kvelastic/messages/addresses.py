@@ -60,8 +60,10 @@ def parse_address(text: str) -> Address:
     Other names are not looked up, for that blocks and can change. Raises `InvalidArgumentError`.
     """
     kind, _, rest = text.partition("://")
-    if kind == "unix" and rest.startswith("/") and len(rest.encode()) <= _MOST_PATH_BYTES:
-        return Address(path=rest)
+    if kind == "unix" and rest.startswith("/") and "\0" not in rest:
+        with contextlib.suppress(UnicodeEncodeError):
+            if len(os.fsencode(rest)) <= _MOST_PATH_BYTES:
+                return Address(path=rest)
     if kind == "tcp":
         host, _, port = rest.rpartition(":")
         host = "127.0.0.1" if host == "localhost" else host.removeprefix("[").removesuffix("]")

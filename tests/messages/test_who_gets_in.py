@@ -371,6 +371,8 @@ def test_a_server_removes_only_its_own_socket(tmp_path: Path) -> None:
         "/run/s",
         "unix://run/s",
         f"unix:///{'x' * 108}",
+        "unix:///run/\0s",
+        "unix:///run/\ud83d",
         "tcp://127.0.0.1",
         "tcp://:5",
         "tcp://127.0.0.1:65536",
