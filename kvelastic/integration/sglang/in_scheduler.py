@@ -206,8 +206,8 @@ def check_full_pool(
 def release_memory(original: Callable[..., Any], updater: Any, request: Any) -> Any:
     """Give the KV cache's memory back, after SGLang has emptied it.
 
-    With tiers it is demoted first, and found again after that. While a request runs the caller waits;
-    stock ends its scheduler there.
+    With tiers it is demoted first, and found again after that. While a request runs the caller
+    waits; stock ends its scheduler there.
     """
 
     def release() -> Any:
