@@ -447,6 +447,29 @@ def test_switch_role_of_the_second_generation():
             assert one.status(switch.format("MIX", taken)) == "LLM_FAILED"
 
 
+def test_a_switch_that_is_refused_changes_nothing():
+    """Types, values, two addresses at once: what was listened at is listened at after each."""
+    at = free_port()
+    with (
+        second(1, listen_ip_info=f"127.0.0.1:{at}", enable_switch_role=True) as one,
+        second(2) as two,
+    ):
+        one.run(
+            "def switch(*arguments):\n"
+            "    try:\n        datadist.switch_role(*arguments)\n"
+            "    except (TypeError, ValueError) as error:\n"
+            "        return [isinstance(error, TypeError), isinstance(error, LLMException)]"
+        )
+        wrong_types = ("1", "None", "'PROMPT'", "LLMRole.MIX, 1", "LLMRole.MIX, ['x']")
+        for arguments in (*wrong_types, "LLMRole.MIX, {'llm.listenIpInfo': 1}"):
+            assert one(f"switch({arguments})") == [True, False], arguments
+        for place in ("nowhere", "127.0.0.1", "127.0.0.1:70000", "1.1.1.1:1;1.1.1.2:2"):
+            options = {"llm.listenIpInfo": place}
+            assert one(f"switch(LLMRole.MIX, {options})") == [False, True], place
+        assert one("datadist._role.name") == "MIX"
+        assert two(f"datadist.link_clusters([cluster(1, {at})])[0].name") == "LLM_SUCCESS"
+
+
 def test_the_first_generation():
     at = free_port()
     with (
