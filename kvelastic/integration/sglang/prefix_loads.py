@@ -210,8 +210,9 @@ class PrefixLoads:
             self._loads.give_up_slow(self._compute_s)
         for load in self._loads.take_finished():
             self._job_of.pop(load.request, None)
-            waiting = self._waiting.pop(load.job)
-            self._put(load, waiting)
+            waiting = self._waiting.pop(load.job, None)
+            if waiting is not None:  # else the cache was emptied before it ended
+                self._put(load, waiting)
 
     def _put(self, load: Load, waiting: _Waiting) -> None:
         if load.leading < load.blocks:
