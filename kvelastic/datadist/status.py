@@ -126,7 +126,7 @@ def status_of(error: BaseException) -> LLMStatusCode:
 
 
 def status_of_number(number: int) -> LLMStatusCode:
-    """Why a peer has refused; `LLM_UNKNOWN_ERROR` for a number that is no failure's here."""
+    """Why a peer has refused; `LLM_UNKNOWN_ERROR` for a number of no failure here."""
     try:
         status = LLMStatusCode(number)
     except ValueError:
