@@ -60,6 +60,7 @@ def main() -> None:
                     link = node.link(parse_address(address), timeout_s=10)
                     for name, size in SIZES.items():
                         figures += pulls(kind, link, int(base), name, size)
+                    link.unlink(10)
                     figures += deadlines(kind, node, address, int(base), owner)
             finally:
                 owner.kill()
@@ -138,7 +139,7 @@ def deadlines(
                 late_ms.append((time.perf_counter() - begin_s - timeout_s) * 1e3)
             finally:
                 owner.send_signal(signal.SIGCONT)
-                link.unlink(10, force=True)
+                link.unlink(10)
         assert len(late_ms) == DEADLINE_ROUNDS, "a peer that is stopped has answered"
         name = f"beyond a deadline of {timeout_s * 1e3:.0f} ms, {kind}"
         bar = f"<= {max(20.0, timeout_s * 1e2):.0f} ms"
