@@ -132,19 +132,20 @@ class TreeBlocks(Generic[Node]):
 
     def evicted(self, node: Node) -> None:
         """The tree gives a node up that nobody has locked."""
+        keys = None if self.keys_of is None else _keys(self.keys_of(node))
         if node in self._cached:
             ids = self._cached[node]
             self._drop(node)
         else:
             ids = self._ids_of(node)
             self._let_go.pop(node, None)
-            if self.keys_of is not None:
-                self._blocks.cache(ids[::-1], b"".join(_keys(self.keys_of(node))[::-1]))
-        if self.keys_of is None:
+            if keys is not None:
+                self._blocks.cache(ids[::-1], b"".join(keys[::-1]))
+        if keys is None:
             self._blocks.free([block for block in ids if block not in self._gone])
             return
         doubles = []
-        for block, key in zip(ids, _keys(self.keys_of(node)), strict=True):
+        for block, key in zip(ids, keys, strict=True):
             if block in self._gone:
                 continue
             if key in self._spare:
