@@ -16,6 +16,7 @@ import pytest
 from linked import Memory, address_of, linked, secret_file
 
 from kvelastic import _vmm
+from kvelastic._vmm import pack_pieces as pack
 from kvelastic.errors import (
     ChannelClosedError,
     ChannelError,
@@ -25,7 +26,6 @@ from kvelastic.errors import (
     TransferError,
 )
 from kvelastic.transfer import Hold, Link, Node, Piece, Registered, streams
-from kvelastic.transfer.pieces import pack
 from kvelastic.transfer.wire import Begin, Begun, Done, Send
 
 Pair = tuple[Node, Node, Link]
