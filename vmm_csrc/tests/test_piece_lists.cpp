@@ -35,7 +35,7 @@ TEST(portions_are_the_same_copies_within_the_limits) {
     const auto from = random_pieces(1000, bytes, seed), to = random_pieces(90'000, bytes, seed + 1);
     const std::size_t most_pieces = 1 + seed % 7;
     const std::uint64_t most_bytes = 1 + seed % 3 * 50;
-    const auto portions = portions_of(from, to, most_pieces, most_bytes);
+    auto portions = portions_of(from, to, most_pieces, most_bytes);
     REQUIRE(bool(portions));
     std::vector<std::uint64_t> sources, targets;
     for (const Portion& each : *portions) {
@@ -52,7 +52,7 @@ TEST(portions_are_the_same_copies_within_the_limits) {
 
 TEST(portions_that_fit_are_one) {
   const std::vector<Piece> from{{10, 5}, {20, 5}}, to{{50, 10}};
-  const auto portions = portions_of(from, to, 2, 10);
+  auto portions = portions_of(from, to, 2, 10);
   CHECK(portions && portions->size() == 1 && portions->front().from.size() == 2);
   CHECK(portions_of({}, {}, 1, 1)->empty());
 }
@@ -67,7 +67,7 @@ TEST(portions_of_sides_that_differ_are_refused) {
 TEST(pieces_are_found_in_the_range_that_has_all_of_them) {
   const std::vector<std::uint64_t> starts{100, 200, 400}, ends{200, 300, 500};
   const std::vector<Piece> pieces{{250, 50}, {100, 100}, {200, 1}, {499, 1}, {300, 0}, {199, 1}};
-  const auto found = pieces_by_range(pieces, starts, ends);
+  auto found = pieces_by_range(pieces, starts, ends);
   REQUIRE(found && found->size() == 3);
   CHECK((*found)[0].range == 1 && (*found)[0].pieces.size() == 3);
   CHECK((*found)[1].range == 0 && (*found)[1].pieces.size() == 2);
@@ -99,7 +99,7 @@ TEST(blocks_of_pieces_are_named_once_and_in_order) {
                                   {kBase + 1400, 1},
                                   {kBase + 2000, 0},
                                   {kBase + 399, 1}};
-  const auto ids = blocks_in(two_slices(), kBase, pieces);
+  auto ids = blocks_in(two_slices(), kBase, pieces);
   CHECK(ids && *ids == std::vector<BlockId>{3, 10, 11, 13});
   for (const Piece bad : {Piece{kBase + 1800, 1}, Piece{kBase + 1799, 2}, Piece{kBase - 1, 1},
                           Piece{kBase + 3000, 1}, Piece{kBase, ~std::uint64_t{0}}}) {
@@ -113,7 +113,7 @@ TEST(blocks_of_pieces_that_repeat_are_no_more_than_there_are) {
   geometry.block_bytes = 1;
   geometry.blocks_per_page = 400'000;
   const std::vector<Piece> pieces(20, Piece{0, 800'000});
-  const auto ids = blocks_in(geometry, 0, pieces);
+  auto ids = blocks_in(geometry, 0, pieces);
   CHECK(ids && ids->size() == 400'000 && ids->front() == 0 && ids->back() == 399'999);
 }
 
