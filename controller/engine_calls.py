@@ -24,6 +24,7 @@ class Kind:
     sleep: str | None = None
     wake: str | None = None
     is_sleeping: str | None = None
+    """Without it the engine's instance says whether it sleeps."""
 
     @property
     def can_sleep(self) -> bool:

@@ -98,6 +98,15 @@ def is_asleep(name: str) -> bool:
     return look_at(name).asleep
 
 
+def engine_asleep(name: str) -> bool | None:
+    """Whether an instance's engine sleeps, as the engine itself has noted; None: it did not say.
+
+    Of one that has ended there is nothing to say. Raises `SegmentError`.
+    """
+    status = look_at(name)
+    return status.engine_asleep if status.is_alive else None
+
+
 def pressure(older_than_s: float) -> tuple[list[Ask], dict[str, tuple[frozenset[str], int]]]:
     """Asks that have waited so long, and by segment where it holds how much."""
     asks: list[Ask] = []
@@ -176,6 +185,7 @@ __all__ = [
     "DeviceClaims",
     "claims",
     "devices",
+    "engine_asleep",
     "is_asleep",
     "own_host",
     "pressure",

@@ -327,12 +327,7 @@ class ServedModel:
         if self.on_demand is not None and not self.on_demand.is_running:
             return
         generation = gate.generation
-        answers = await asyncio.gather(
-            *(
-                self._calls.is_sleeping(self.kind, r.address, self.api_key, 2.0)
-                for r in self.replicas
-            )
-        )
+        answers = await self._ask_whether_engines_sleep()
         if gate.generation != generation or gate.in_flight:
             return
         if gate.state not in {State.AWAKE, State.ASLEEP, State.STARTING}:
@@ -345,6 +340,23 @@ class ServedModel:
             # the state of waking, so nothing else puts the model to sleep or wakes it meanwhile.
             self._are_engines_awake = True
             gate.ask_wake(time.monotonic())
+
+    async def _ask_whether_engines_sleep(self) -> list[bool | None]:
+        """What each engine answers; what its instance says where the engine has no such call."""
+        kind, name = self.kind, self.settings.instance
+        if kind.is_sleeping is not None:
+            return await asyncio.gather(
+                *(
+                    self._calls.is_sleeping(kind, r.address, self.api_key, 2.0)
+                    for r in self.replicas
+                )
+            )
+        if not kind.can_sleep or name is None:
+            return []
+        try:
+            return [await asyncio.to_thread(instance_memory.engine_asleep, name)]
+        except KvelasticError:
+            return []  # it has not started, or has ended
 
     async def look_at_memory(self) -> None:
         """Say it where the model is awake and its memory sleeps: by `kvctl sleep`, not by us."""

@@ -87,8 +87,19 @@ class Engine:
         """What is wrapped in that version; nothing in one that is not served."""
         if not serves(self.tried, version):
             return ()
-        table = _module_of(self.name, "patches").hooks_for(series_in(self.tried, version))
-        return tuple(hook.path.partition(":")[2] for hook in table)
+        return tuple(hook.path.partition(":")[2] for hook in self._table(version))
+
+    def rooms(self, version: str) -> dict[str, int]:
+        """How many functions are wrapped by which module, when the engine imports it.
+
+        Of a version that is not served: of the series next to it.
+        """
+        rooms = [hook.room for hook in self._table(version)]
+        return {room: rooms.count(room) for room in rooms}
+
+    def _table(self, version: str) -> Any:
+        series = series_in(self.tried, version) or nearest_series(self.tried, version)
+        return _module_of(self.name, "patches").hooks_for(series)
 
 
 def _module_of(name: str, module: str) -> Any:

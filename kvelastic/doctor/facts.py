@@ -189,6 +189,21 @@ class StartupFacts:
 
 
 @dataclass(frozen=True)
+class ProbeFact:
+    """What loading kvelastic into one engine came to."""
+
+    engine: str
+    hooked: int = 0
+    """Functions that were wrapped."""
+    broken: tuple[str, ...] = ()
+    """Messages of probes: the engine is built differently."""
+    missed: tuple[str, ...] = ()
+    """Modules of the engine that cannot be imported here, and why."""
+    failure: str = ""
+    """How the child ended, if it said nothing."""
+
+
+@dataclass(frozen=True)
 class LedgerFact:
     """A device's ledger that cannot be used as it is."""
 
@@ -212,6 +227,8 @@ class Facts:
     config: ConfigFacts = ConfigFacts()
     packages: PackageFacts = PackageFacts()
     startup: StartupFacts = StartupFacts()
+    probes: tuple[ProbeFact, ...] | None = None
+    """None: nobody asked for them."""
     gpus_that_ran: tuple[gpu_table.Row, ...] = gpu_table.ROWS
 
     @property

@@ -13,6 +13,7 @@ from pathlib import Path
 from tempfile import NamedTemporaryFile, TemporaryFile
 from typing import Final
 
+from kvelastic.doctor.ask_engines import ask_engine
 from kvelastic.doctor.ask_gpus import ask_gpus
 from kvelastic.doctor.ask_startup import ask_startup
 from kvelastic.doctor.facts import (
@@ -20,6 +21,8 @@ from kvelastic.doctor.facts import (
     LedgerFact,
     LimitFacts,
     MemoryFacts,
+    PackageFacts,
+    ProbeFact,
     SegmentFact,
     ShmFacts,
     StartupFacts,
@@ -37,10 +40,13 @@ _OUR_PREFIX: Final = "kvelastic_"
 _LEDGER_PREFIX: Final = ".kvelastic_ledger_"
 
 
-def gather(root: Path = Path("/"), environ: Mapping[str, str] = os.environ) -> Facts:
+def gather(
+    root: Path = Path("/"), environ: Mapping[str, str] = os.environ, *, probe: bool = False
+) -> Facts:
     """Everything that the checks want to know; takes a fraction of a second without a GPU.
 
-    `root` is where `proc`, `sys` and `dev` are found.
+    `root` is where `proc`, `sys` and `dev` are found. With `probe` kvelastic is loaded into every
+    engine that is installed, which takes as long as importing them.
     """
     packages = gather_packages()
     is_loaded_at_start = any(e.loaded_by and packages.version(e.name) for e in ENGINES)
@@ -55,7 +61,14 @@ def gather(root: Path = Path("/"), environ: Mapping[str, str] = os.environ) -> F
         config=gather_config(environ),
         packages=packages,
         startup=ask_startup(environ) if is_loaded_at_start else StartupFacts(),
+        probes=gather_probes(packages, environ) if probe else None,
     )
+
+
+def gather_probes(packages: PackageFacts, environ: Mapping[str, str]) -> tuple[ProbeFact, ...]:
+    """Of every engine that is installed, one after the other."""
+    installed = ((engine, packages.version(engine.name)) for engine in ENGINES if engine.tried)
+    return tuple(ask_engine(engine, version, environ) for engine, version in installed if version)
 
 
 def gather_shm(root: Path) -> ShmFacts:

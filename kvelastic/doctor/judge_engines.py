@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Final
 
 from kvelastic import engines
-from kvelastic.doctor.facts import Facts
+from kvelastic.doctor.facts import Facts, ProbeFact
 from kvelastic.doctor.finding import Finding, State
 from kvelastic.engines import ENGINES, Engine
 
@@ -26,6 +26,8 @@ def engine_findings(facts: Facts) -> Iterator[Finding]:
         else:
             yield _not_hooked(engine, facts)
     yield from _plugins(facts)
+    if facts.probes is not None:
+        yield from _probes(facts.probes, facts)
     yield _kvcached(facts)
 
 
@@ -133,6 +135,39 @@ def _hooks(engine: Engine, facts: Facts) -> Finding:
         return Finding(check, "ok", what, "")
     when = "in" if facts.config.enabled else "with ENABLE_KVELASTIC=true in"
     return Finding(check, "ok", f"{when} this {engine.title} are hooked: {', '.join(hooks)}", "")
+
+
+def _probes(probes: tuple[ProbeFact, ...], facts: Facts) -> Iterator[Finding]:
+    check = "engines.probe"
+    if not probes:
+        yield Finding(check, "ok", "nothing to look into: no engine here that is hooked", "")
+    for probe in probes:
+        engine = engines.find(probe.engine)
+        version = f"{engine.title} {facts.packages.version(engine.name)}"
+        another = f"install {engine.title} {engines.tried(engine.tried)}"
+        for difference in _differences(probe.broken):
+            what = f"kvelastic cannot run in this {version}: {difference}"
+            yield Finding(check, _refused(engine, facts), what, another)
+        for missed in probe.missed:
+            yield Finding(
+                check,
+                "note",
+                f"{version} cannot be imported whole here, and was not looked into there: {missed}",
+                "nothing if it is for another device; else set what the engine needs to start",
+            )
+        if probe.failure:
+            what = f"{version} could not be looked into: {probe.failure}"
+            yield Finding(check, "warning", what, "start the engine without kvelastic first")
+        elif not probe.broken:
+            what = f"{version} is built as expected: {probe.hooked} functions were hooked"
+            yield Finding(check, "ok", what, "")
+
+
+def _differences(messages: tuple[str, ...]) -> Iterator[str]:
+    """Each line of a list in a message; of one without a list the whole."""
+    for message in messages:
+        listed = [line[4:] for line in message.splitlines() if line.startswith("  - ")]
+        yield from listed or [" ".join(message.split())]
 
 
 def _not_hooked(engine: Engine, facts: Facts) -> Finding:

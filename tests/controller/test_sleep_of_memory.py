@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import sys
 import threading
@@ -211,6 +212,23 @@ def test_memory_that_kvctl_has_put_to_sleep_is_named_and_woken(
     assert answer.json()["success"], answer.text
     assert segment.inspect(instance.name).usage["asleep"] == 0
     assert problem() is None
+
+
+def test_where_the_engine_has_no_call_for_it_its_instance_says_whether_it_sleeps(
+    instance: Instance,
+) -> None:
+    """SGLang: what it notes in its segment outlives the controller."""
+    with Engine("sglang", "org/m") as engine:
+        config = config_for(engine, model={"instance": instance.name})
+        with Controller(config) as front:
+            assert front.state("org/m") == "awake"  # the instance has said nothing yet
+            sleep(front)
+            instance.ask("engine_sleeps", True)
+            front.end(signal.SIGKILL)
+        with Controller(config) as front:
+            until(lambda: front.state("org/m") == "asleep")
+            assert front.complete("org/m").status_code == 200
+            assert not engine.state()["asleep"]
 
 
 def test_an_instance_that_is_gone_is_no_hindrance(

@@ -1,7 +1,8 @@
-"""Fixtures for tests with a real vLLM: they start slowly, so most tests share two servers."""
+"""Fixtures for tests with real servers: they start slowly, so most tests share two of an engine."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import needs
 import pytest
 
 if TYPE_CHECKING:
+    from sglang_pair import Pair
     from vllm_server import VllmServer
 
 HERE = Path(__file__).parent
@@ -20,6 +22,8 @@ PROGRAMS = HERE.parent / "programs"
 
 shared_servers: list[VllmServer] = []
 """Those that are running, for all tests of this folder."""
+sglang_ends = contextlib.ExitStack()
+"""Ends the shared SGLang servers."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -49,7 +53,12 @@ def instance_name() -> str:
 
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown(nextitem: pytest.Item | None) -> None:
-    """The shared servers end with the last test here: others look at what runs on this machine."""
+    """The shared servers end with the last test here: others look at what runs on this machine.
+
+    SGLang's end with their own last test, for one of them uses the processor while it idles.
+    """
+    if nextitem is None or not nextitem.path.name.startswith("test_sglang_"):
+        sglang_ends.close()
     if nextitem is None or HERE not in nextitem.path.parents:
         for server in shared_servers:
             if server.process.poll() is None:
@@ -96,6 +105,36 @@ def elastic(servers: tuple, instance_name: str) -> Iterator:
     yield servers[1]
     if servers[1].process.poll() is None:
         segment.request(instance_name, limit_bytes=KV_BYTES, asleep=False, wait_s=5)
+
+
+@pytest.fixture(scope="session")
+def sglang_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from sglang_pair import make_model
+
+    return make_model(tmp_path_factory.mktemp("tiny_model_for_sglang"))
+
+
+@pytest.fixture(scope="session")
+def sglang_pairs(
+    sglang_model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[dict[str, Pair]]:
+    """Elastic SGLang in both layouts, by KVELASTIC_CONTIGUOUS_LAYOUT."""
+    from sglang_pair import start_pairs
+
+    with contextlib.ExitStack() as unfinished:
+        pairs = start_pairs(sglang_model, tmp_path_factory.mktemp("sglang_logs"), unfinished)
+        sglang_ends.push(unfinished.pop_all())
+    yield pairs
+    sglang_ends.close()
+
+
+@pytest.fixture(params=["true", "false"], ids=["paged", "per buffer"])
+def pair(request: pytest.FixtureRequest, sglang_pairs: dict[str, Pair]) -> Iterator[Pair]:
+    """One after the other; its limit is lifted again afterwards."""
+    pair = sglang_pairs[request.param]
+    yield pair
+    if pair.server.process.poll() is None:
+        pair.limit(None)
 
 
 @pytest.fixture

@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from pathlib import Path
 
 import needs
 import pytest
-from open_memfds import held_bytes
-from sglang_server import PAGE_TOKENS, Answer, SglangServer
-from transformers_process import make_prompts
+from sglang_pair import BLOCK_BYTES, NEW_TOKENS, PROMPTS, Pair, check_log, tokens_of
+from sglang_server import PAGE_TOKENS
 from vllm_server import zero_worker_memory
 from waiting import until
 
@@ -23,104 +17,12 @@ from kvelastic import segment
 
 pytestmark = [needs.sglang, pytest.mark.timeout(600)]
 
-PROGRAMS = Path(__file__).parents[1] / "programs"
-MIB = 1 << 20
-LAYERS, KV_HEADS, HEAD_DIM = 2, 2, 128
-BLOCK_BYTES = 2 * LAYERS * PAGE_TOKENS * KV_HEADS * HEAD_DIM * 4
-PROMPTS = make_prompts(16, seed=11, shortest=120, longest=250, shared_tokens=3 * PAGE_TOKENS)
-"""Each fits a page, of 15 blocks or 63; the burst needs 130: nine pages of one layout, three of the
-other."""
-NEW_TOKENS = 24
-PAGE_BYTES = {"true": 2 * MIB, "false": 2 * LAYERS * 2 * MIB}
-"""By KVELASTIC_CONTIGUOUS_LAYOUT: without it each buffer has a page of its own."""
-
-
-@dataclass
-class Pair:
-    """An elastic server, what stock answers, and the elastic one's name."""
-
-    server: SglangServer
-    expected: list[list[int]]
-    name: str
-    page_bytes: int
-
-    def limit(self, pages: int | None) -> segment.Answer:
-        limit_bytes = self.page_bytes * (1000 if pages is None else pages)
-        return segment.request(self.name, limit_bytes=limit_bytes, wait_s=10)
-
-    def usage(self) -> dict[str, int]:
-        return segment.inspect(self.name).usage
-
-    def resident_bytes(self) -> int:
-        """What the kernel says."""
-        return held_bytes(self.server.scheduler().pid)
-
-    def burst(self) -> list[list[int]]:
-        return tokens_of(self.server.generate_all(PROMPTS, NEW_TOKENS))
-
-
-def tokens_of(answers: list[Answer]) -> list[list[int]]:
-    return [answer.tokens for answer in answers]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("tiny_model_for_sglang")
-    shape = map(str, (LAYERS, KV_HEADS, HEAD_DIM))
-    subprocess.run([sys.executable, PROGRAMS / "tiny_model.py", folder, *shape], check=True)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def pairs(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Pair]]:
-    """Three servers that start together: stock, and kvelastic in both layouts."""
-    logs = tmp_path_factory.mktemp("sglang_logs")
-    names = {contiguous: f"kvsgl_{contiguous}_{os.getpid()}" for contiguous in PAGE_BYTES}
-
-    def elastic(contiguous: str, *arguments: str) -> SglangServer:
-        environment = {
-            "ENABLE_KVELASTIC": "true",
-            "KVELASTIC_IPC_NAME": names[contiguous],
-            "KVELASTIC_CONTIGUOUS_LAYOUT": contiguous,
-            "KVELASTIC_SANITY_CHECK": "true",
-            "KVELASTIC_IDLE_TRIM_SECONDS": "0.5",
-        }
-        return SglangServer(model, logs / f"elastic_{contiguous}.log", environment, arguments)
-
-    with (
-        SglangServer(model, logs / "stock.log", {}, ("--page-size", str(PAGE_TOKENS))) as stock,
-        elastic("true") as paged,
-        elastic("false", "--sleep-on-idle") as per_buffer,
-    ):
-        expected = tokens_of(stock.wait_until_ready().generate_all(PROMPTS, NEW_TOKENS))
-        stock.kill()
-        made = {
-            contiguous: Pair(server, expected, names[contiguous], PAGE_BYTES[contiguous])
-            for contiguous, server in (("true", paged), ("false", per_buffer))
-        }
-        for pair in made.values():
-            pair.server.wait_until_ready()
-        yield made
-        for pair in made.values():
-            assert pair.server.process.poll() is None, pair.server.tail()
-            pair.server.stop()
-            assert "hit an exception" not in pair.server.text(), pair.server.tail()
-            assert "memory leak" not in pair.server.text(), pair.server.tail()
-            assert pair.name not in {info.name for info in segment.list_segments()}
-
-
-@pytest.fixture(params=PAGE_BYTES, ids=["paged", "per buffer"])
-def pair(request: pytest.FixtureRequest, pairs: dict[str, Pair]) -> Iterator[Pair]:
-    pair: Pair = pairs[request.param]
-    yield pair
-    if pair.server.process.poll() is None:
-        pair.limit(None)
-
 
 def test_after_its_start_it_holds_one_page_and_the_same_tokens_come_cold_and_cached(
     pair: Pair,
 ) -> None:
-    assert pair.usage()["mapped_bytes"] <= pair.page_bytes
+    assert pair.held_after_start_bytes <= pair.page_bytes
+    pair.server.post("/flush_cache")
     cold = pair.server.generate_all(PROMPTS, NEW_TOKENS)
     assert tokens_of(cold) == pair.expected
     assert pair.usage()["mapped_bytes"] > pair.page_bytes
@@ -132,7 +34,11 @@ def test_after_its_start_it_holds_one_page_and_the_same_tokens_come_cold_and_cac
 
 def test_what_is_cached_is_held_and_nothing_more(pair: Pair) -> None:
     pair.burst()
-    needed = -(-pair.usage()["blocks_in_use"] * BLOCK_BYTES // pair.page_bytes)
+    needed = -(
+        -(pair.usage()["blocks_in_use"] + pair.usage()["blocks_cached"])
+        * BLOCK_BYTES
+        // pair.page_bytes
+    )
     until(lambda: pair.usage()["mapped_bytes"] <= (needed + 1) * pair.page_bytes, "trimmed")
 
 
@@ -182,10 +88,10 @@ def test_one_page_and_back(pair: Pair) -> None:
 
 
 @pytest.fixture
-def paged(pairs: dict[str, Pair]) -> Iterator[Pair]:
+def paged(sglang_pairs: dict[str, Pair]) -> Iterator[Pair]:
     """The server with small pages."""
-    yield pairs["true"]
-    pairs["true"].limit(None)
+    yield sglang_pairs["true"]
+    sglang_pairs["true"].limit(None)
 
 
 def test_a_request_that_does_not_fit_waits_and_can_be_cancelled(paged: Pair) -> None:
@@ -199,12 +105,12 @@ def test_a_request_that_does_not_fit_waits_and_can_be_cancelled(paged: Pair) -> 
         cancelled = threads.submit(pair.server.request, "/generate", "POST", 60, {
             "input_ids": large, "rid": "cancelled", "sampling_params": {"max_new_tokens": 8},
         })  # fmt: skip
-        until(lambda: waiting(pair.server) == 1, "it waits")
+        until(lambda: pair.waiting() == 1, "it waits")
         pair.server.post("/abort_request", rid="cancelled")
         cancelled.result()
-        until(lambda: waiting(pair.server) == 0, "it is gone")
+        until(lambda: pair.waiting() == 0, "it is gone")
         later = threads.submit(pair.server.generate, large, 8)
-        until(lambda: waiting(pair.server) == 1, "it waits")
+        until(lambda: pair.waiting() == 1, "it waits")
         pair.limit(None)
         assert later.result().tokens == expected
 
@@ -219,7 +125,7 @@ def test_a_request_that_outgrows_the_limit_waits_for_a_higher_one(paged: Pair) -
         answer = thread.submit(pair.server.generate, long, new_tokens)
         until(lambda: pair.usage()["mapped_bytes"] > pair.page_bytes, "it has outgrown a page")
         pair.limit(1)
-        until(lambda: waiting(pair.server) == 1, "it waits")
+        until(lambda: pair.waiting() == 1, "it waits")
         pair.limit(None)
         assert answer.result().tokens == expected
 
@@ -232,18 +138,52 @@ def test_released_it_holds_nothing_and_answers_after_it_has_resumed(pair: Pair) 
     assert pair.burst() == pair.expected
 
 
+def test_it_is_released_when_its_requests_have_ended_and_resumed_as_often_as_one_likes(
+    pair: Pair,
+) -> None:
+    """Stock ends where it is released while a request runs, or resumed while it is awake."""
+    pair.server.post("/resume_memory_occupation")
+    prompt, new_tokens = PROMPTS[0], 300
+    with ThreadPoolExecutor(2) as threads:
+        answer = threads.submit(pair.server.generate, prompt, new_tokens)
+        until(lambda: pair.running() == 1, "it runs")
+        pair.server.post("/release_memory_occupation")
+        assert len(answer.result().tokens) == new_tokens
+        assert pair.usage()["mapped_bytes"] == pair.resident_bytes() == 0
+        pair.server.post("/resume_memory_occupation")
+        # A request that waits for memory keeps a release waiting, until somebody resumes.
+        segment.request(pair.name, asleep=True, wait_s=10)
+        answer = threads.submit(pair.server.generate, prompt, new_tokens)
+        until(lambda: pair.waiting() == 1, "it waits")
+        released = threads.submit(pair.server.post, "/release_memory_occupation")
+        pair.server.post("/resume_memory_occupation")
+        segment.request(pair.name, asleep=False, wait_s=10)
+        assert len(answer.result().tokens) == new_tokens
+        released.result()
+    pair.server.post("/resume_memory_occupation")
+    assert pair.burst() == pair.expected
+
+
 def test_an_operator_puts_it_to_sleep_and_wakes_it(pair: Pair) -> None:
     pair.burst()
     assert segment.request(pair.name, asleep=True, wait_s=10).state == "applied"
     assert pair.usage()["mapped_bytes"] == pair.resident_bytes() == 0
     with ThreadPoolExecutor(1) as thread:
         burst = thread.submit(pair.burst)
-        until(lambda: waiting(pair.server) == len(PROMPTS), "all wait")
+        until(lambda: pair.waiting() == len(PROMPTS), "all wait")
         assert segment.request(pair.name, asleep=False, wait_s=10).state == "applied"
         assert burst.result() == pair.expected
 
 
-def waiting(server: SglangServer) -> int:
-    """Requests that SGLang has and does not run."""
-    (load,) = json.loads(server.request("/v1/loads")[1])["loads"]
-    return int(load["num_waiting_reqs"])
+@pytest.mark.soak
+def test_a_minute_idle_under_a_limit(sglang_pairs: dict[str, Pair]) -> None:
+    """SGLang looks for leaks while it idles, and ends where it finds one."""
+    for pair in sglang_pairs.values():
+        pair.burst()
+        pair.limit(1)
+    time.sleep(60)  # nothing is waited for: this is what is tested
+    for pair in sglang_pairs.values():
+        assert pair.usage()["mapped_bytes"] <= pair.page_bytes
+        assert pair.burst() == pair.expected
+        pair.limit(None)
+        check_log(pair.server)

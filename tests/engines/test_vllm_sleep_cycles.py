@@ -13,12 +13,12 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import psutil
 import pytest
 from asking_threads import AskingThreads
-from vllm_server import Request, VllmServer, make_requests, worker_memory_bytes
+from known_answers import Answered, Known, Times, ask, know
+from vllm_server import VllmServer, make_requests, worker_memory_bytes
 
 from kvelastic import segment
 
@@ -34,45 +34,6 @@ CYCLES_TO_WARM_UP = 10
 GROWTH_PART = 0.03
 GROWTH_BYTES = 16 << 20
 """A process may grow by this or by `GROWTH_PART` of what it was, whichever is more."""
-
-
-class Known(NamedTuple):
-    """A request, and the tokens that stock vLLM answers it with."""
-
-    request: Request
-    tokens: list[int]
-
-
-class Answered(NamedTuple):
-    known: Known
-    tokens: list[int]
-    sent_s: float
-    ended_s: float
-
-    @property
-    def is_full(self) -> bool:
-        """Whether the answer was not cut short: no request ends early by itself."""
-        return len(self.tokens) == self.known.request.max_tokens
-
-    @property
-    def is_right(self) -> bool:
-        return self.tokens == self.known.tokens[: len(self.tokens)]
-
-
-def ask(server: VllmServer, known: Known) -> Answered:
-    sent_s = time.monotonic()
-    tokens = server.complete(known.request)
-    return Answered(known, tokens, sent_s, time.monotonic())
-
-
-def know(stock: VllmServer, requests: Sequence[Request]) -> list[Known]:
-    """Requests with stock's answers, each as far as nothing but the prompt decides it."""
-    with ThreadPoolExecutor(16) as threads:
-        ended = list(threads.map(stock.decided, requests))
-    decided = [request for request in ended if request.max_tokens > 0]
-    assert len(decided) > len(requests) // 2
-    answers = stock.complete_all(decided)
-    return [Known(*both) for both in zip(decided, answers, strict=True)]
 
 
 def call(server: VllmServer, method: str, path: str) -> tuple[int, bytes]:
@@ -131,14 +92,6 @@ class Traffic(AskingThreads):
                 self.answered.append(ask(self.server, pick.choice(self.known)))
             except Exception as error:  # whatever it is, the test fails with it
                 self.failed.append(error)
-
-
-class Times(list[tuple[float, float]]):
-    """When something went on: from and to."""
-
-    def overlap(self, sent_s: float, ended_s: float) -> bool:
-        """Whether a request was on its way during any of it."""
-        return any(begin < ended_s and sent_s < end for begin, end in self)
 
 
 def cycle(

@@ -16,20 +16,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from chaos import SEED, SOAK_S, Clients, check_that_nothing_is_left, live_and_die, report
+from known_answers import know
 from slow_disk import SlowDisk
-from test_vllm_chaos import (
-    ENDS,
-    ENVIRONMENT,
-    NAME,
-    SEED,
-    SOAK_S,
-    Clients,
-    Operator,
-    check_that_nothing_is_left,
-    live_and_die,
-    report,
-)
-from test_vllm_sleep_cycles import know
+from test_vllm_chaos import ENDS, ENVIRONMENT, GROUP, NAME, VllmOperator
 from vllm_server import VllmServer, make_requests
 
 from kvelastic import segment, tier_board
@@ -45,7 +35,7 @@ DELAYS_S = (0.0, 0.0, 0.002, 0.05, 0.5)
 ANSWER_S = 30.0
 
 
-class TieredOperator(Operator):
+class TieredOperator(VllmOperator):
     """Also fills, slows down and erases the disk, and ends generations."""
 
     slow: SlowDisk
@@ -139,7 +129,7 @@ def test_random_requests_over_a_bad_disk(stock, tiny_model, log_folder, tmp_path
     clients.check()
     check_log(log)
     assert clients.counts["blocks loaded"] > 0
-    check_that_nothing_is_left(clients.counts)
+    check_that_nothing_is_left(NAME, GROUP, clients.counts)
     report(capsys, SHORT_S, clients)
 
 
@@ -160,8 +150,8 @@ def test_lives_over_one_bad_disk(stock, tiny_model, log_folder, tmp_path, capsys
             ends = ends or pick.sample(ENDS, len(ENDS))
             with disk.serve(tiny_model, log) as server:
                 operator = disk.operator(server.wait_until_ready(), clients, pick)
-                live_and_die(operator, clients, ends, end_s)
-            check_that_nothing_is_left(clients.counts)
+                live_and_die(operator, ends, end_s)
+            check_that_nothing_is_left(NAME, GROUP, clients.counts)
             check_log(log)
             assert not clients.broken, clients.broken
     clients.check()

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import needs
 import psutil
 from killed_engines import LeftBehind
-from vllm_server import free_port, own_environment
+from vllm_server import DECIDED, Request, free_port, own_environment
 
 START_DEADLINE_S = 420.0
 """40 s where the machine has what SGLang imports in memory; minutes where it has to read it."""
@@ -117,10 +117,14 @@ class SglangServer:
         """SIGTERM to the server, as an operator does it; answers its exit status."""
         self.scheduler()
         self.process.send_signal(signal.SIGTERM)
+        self.wait_until_gone()
+        return self.process.returncode
+
+    def wait_until_gone(self) -> None:
+        """Return once the server and every process of it that was seen has ended."""
         self.process.wait(STOP_DEADLINE_S)
         _, alive = psutil.wait_procs(list(self._seen.values()), timeout=STOP_DEADLINE_S)
         assert not alive, f"still there: {alive}; {self.tail()}"
-        return self.process.returncode
 
     def kill(self) -> None:
         """SIGKILL to every process of the server. Safe at any time."""
@@ -148,20 +152,36 @@ class SglangServer:
 
     # --- requests -----------------------------------------------------------------------------
 
-    def generate(self, prompt: list[int], new_tokens: int, name: str | None = None) -> Answer:
-        body = {
-            "input_ids": prompt,
-            "sampling_params": {
-                "temperature": 0,
-                "max_new_tokens": new_tokens,
-                "ignore_eos": True,
-            },
-            **({} if name is None else {"rid": name}),
-        }
+    def generate(self, prompt: list[int], new_tokens: int) -> Answer:
+        answer = self._generate(prompt, new_tokens)
+        return Answer(answer["output_ids"], answer["meta_info"]["cached_tokens"])
+
+    def complete(self, request: Request) -> list[int]:
+        """The tokens; fewer than asked for where the request was aborted."""
+        tokens: list[int] = self._generate(request.prompt, request.max_tokens)["output_ids"]
+        return tokens
+
+    def complete_all(self, requests: Sequence[Request], at_once: int = 16) -> list[list[int]]:
+        with ThreadPoolExecutor(at_once) as threads:
+            return list(threads.map(self.complete, requests))
+
+    def decided(self, request: Request) -> Request:
+        """The same request, ended before the first token that rounding decides (`VllmServer`)."""
+        answer = self._generate(
+            request.prompt, request.max_tokens, return_logprob=True, top_logprobs_num=2
+        )
+        for count, best in enumerate(answer["meta_info"]["output_top_logprobs"]):
+            first, second = sorted((each[0] for each in best), reverse=True)
+            if first - second < DECIDED:
+                return request._replace(max_tokens=count)
+        return request
+
+    def _generate(self, prompt: list[int], new_tokens: int, **more: Any) -> Any:
+        parameters = {"temperature": 0, "max_new_tokens": new_tokens, "ignore_eos": True}
+        body = {"input_ids": prompt, "sampling_params": parameters, **more}
         status, text = self.request("/generate", "POST", REQUEST_DEADLINE_S, body)
         assert status == 200, f"{status}: {text!r}\n{self.tail()}"
-        answer = json.loads(text)
-        return Answer(answer["output_ids"], answer["meta_info"]["cached_tokens"])
+        return json.loads(text)
 
     def generate_all(self, prompts: Sequence[list[int]], new_tokens: int) -> list[Answer]:
         with ThreadPoolExecutor(len(prompts)) as threads:

@@ -14,6 +14,7 @@ from kvelastic.doctor.facts import (
     LimitFacts,
     MemoryFacts,
     PackageFacts,
+    ProbeFact,
     SegmentFact,
     ShmFacts,
     StartupFacts,
@@ -53,6 +54,11 @@ def with_config(facts: Facts = GOOD, **changes: object) -> Facts:
 
 def allowing(plugins: str, **changes: object) -> Facts:
     return with_config(allowed_plugins=(("vllm", plugins),), **changes)
+
+
+def probed(**found: object) -> Facts:
+    """After `kvctl doctor --probe`, of vLLM."""
+    return replace(GOOD, probes=(ProbeFact("vllm", **found),))
 
 
 def with_packages(**changes: object) -> Facts:
@@ -426,6 +432,23 @@ TABLE: list[tuple[str, str, Facts, str]] = [
         "tried with 0.5.23",
     ),
     ("engines.sglang", "note", without("vllm"), "not installed beside this kvctl"),
+    ("engines.probe", "ok", replace(GOOD, probes=()), "nothing to look into"),
+    ("engines.probe", "ok", probed(hooked=36), "0.32.0+cpu is built as expected: 36 functions"),
+    (
+        "engines.probe",
+        "problem",
+        probed(broken=("It is built differently.\n  - a: expected b\n  - c: expected d\nInstall",)),
+        "in this vLLM 0.32.0+cpu: c: expected d",
+    ),
+    ("engines.probe", "problem", probed(broken=("no\nlist",)), "0.32.0+cpu: no list"),
+    (
+        "engines.probe",
+        "warning",
+        with_config(probed(broken=("other",)), enabled=None),
+        "in this vLLM 0.32.0+cpu: other",
+    ),
+    ("engines.probe", "note", probed(missed=("vllm.a: ImportError: b",)), "vllm.a: ImportError: b"),
+    ("engines.probe", "warning", probed(failure="died of SIGSEGV"), "died of SIGSEGV"),
     ("engines.kvcached", "ok", GOOD, "not installed"),
     ("engines.kvcached", "note", adding("kvcached", "0.1.3"), "kvcached 0.1.3"),
     (

@@ -209,3 +209,14 @@ def test_the_doctor_imports_no_engine():
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=BARE)
     assert done.stdout == "[]\n", done.stderr
+
+
+def test_on_a_terminal_a_long_text_goes_on_below_its_beginning():
+    finding = Finding("engines.hooks", "ok", "one two three " * 10, "four five " * 10)
+    lines = report([finding], in_colour=False, columns=60).splitlines()
+    assert max(map(len, lines)) <= 60
+    first, *others = lines[1:6]
+    assert first.index("one") == 26
+    assert all(line.startswith(" " * 26) and line[26] != " " for line in others)
+    assert report([finding], in_colour=False).count("\n") == 4
+    assert report([finding], in_colour=False, columns=40).count("\n") == 4

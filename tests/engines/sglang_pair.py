@@ -1,0 +1,132 @@
+"""SGLang on kvelastic beside what stock SGLang answers: servers that this folder's tests share.
+
+They start slowly. The fixtures `sglang_pairs` and `pair` (conftest.py) hand them out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from open_memfds import held_bytes
+from sglang_server import PAGE_TOKENS, Answer, SglangServer
+from transformers_process import make_prompts
+
+from kvelastic import segment
+
+PROGRAMS = Path(__file__).parents[1] / "programs"
+MIB = 1 << 20
+LAYERS, KV_HEADS, HEAD_DIM = 2, 2, 128
+BLOCK_BYTES = 2 * LAYERS * PAGE_TOKENS * KV_HEADS * HEAD_DIM * 4
+PROMPTS = make_prompts(16, seed=11, shortest=120, longest=250, shared_tokens=3 * PAGE_TOKENS)
+"""Each fits a page, of 15 blocks or 63; the burst needs 130: nine pages of one layout, three of the
+other."""
+NEW_TOKENS = 24
+PAGE_BYTES = {"true": 2 * MIB, "false": 2 * LAYERS * 2 * MIB}
+"""By KVELASTIC_CONTIGUOUS_LAYOUT: without it each buffer has a page of its own."""
+SLEEPS_ON_IDLE = "false"
+"""The layout whose server has `--sleep-on-idle`."""
+
+
+@dataclass
+class Pair:
+    """An elastic server, what stock answers, and the elastic one's name."""
+
+    server: SglangServer
+    expected: list[list[int]]
+    name: str
+    page_bytes: int
+    held_after_start_bytes: int = 0
+
+    def limit(self, pages: int | None) -> segment.Answer:
+        limit_bytes = self.page_bytes * (1000 if pages is None else pages)
+        return segment.request(self.name, limit_bytes=limit_bytes, wait_s=10)
+
+    def usage(self) -> dict[str, int]:
+        return segment.inspect(self.name).usage
+
+    def resident_bytes(self) -> int:
+        """What the kernel says."""
+        return held_bytes(self.server.scheduler().pid)
+
+    def burst(self) -> list[list[int]]:
+        return tokens_of(self.server.generate_all(PROMPTS, NEW_TOKENS))
+
+    def waiting(self) -> int:
+        """Requests that SGLang has and does not run."""
+        return self._load("num_waiting_reqs")
+
+    def running(self) -> int:
+        return self._load("num_running_reqs")
+
+    def _load(self, figure: str) -> int:
+        (load,) = json.loads(self.server.request("/v1/loads")[1])["loads"]
+        return int(load[figure])
+
+    def end(self) -> None:
+        """As an operator ends it; nothing is left, and it has met no error in all its time."""
+        assert self.server.process.poll() is None, self.server.tail()
+        self.server.stop()
+        check_log(self.server)
+        assert self.name not in {info.name for info in segment.list_segments()}
+
+
+def check_log(server: SglangServer) -> None:
+    """No exception, and no leak that SGLang has found."""
+    for word in ("hit an exception", "memory leak", "IntegrityError", "sanity check failed"):
+        assert word not in server.text(), f"{word!r} in {server.log}: {server.tail()}"
+
+
+def tokens_of(answers: list[Answer]) -> list[list[int]]:
+    return [answer.tokens for answer in answers]
+
+
+def make_model(folder: Path) -> Path:
+    """Blocks of 128 KiB, of which 15 fit a page of 2 MiB."""
+    shape = map(str, (LAYERS, KV_HEADS, HEAD_DIM))
+    subprocess.run([sys.executable, PROGRAMS / "tiny_model.py", folder, *shape], check=True)
+    return folder
+
+
+def start_pairs(model: Path, logs: Path, ends: contextlib.ExitStack) -> dict[str, Pair]:
+    """By KVELASTIC_CONTIGUOUS_LAYOUT; both start beside stock, which ends. `ends` ends them."""
+
+    def elastic(contiguous: str) -> SglangServer:
+        environment = {
+            "ENABLE_KVELASTIC": "true",
+            "KVELASTIC_IPC_NAME": f"kvsgl_{contiguous}_{os.getpid()}",
+            "KVELASTIC_CONTIGUOUS_LAYOUT": contiguous,
+            "KVELASTIC_SANITY_CHECK": "true",
+            "KVELASTIC_IDLE_TRIM_SECONDS": "0.5",
+        }
+        arguments = ("--sleep-on-idle",) if contiguous == SLEEPS_ON_IDLE else ()
+        log = logs / f"elastic_{contiguous}.log"
+        return ends.enter_context(SglangServer(model, log, environment, arguments))
+
+    page_size = ("--page-size", str(PAGE_TOKENS))
+    with SglangServer(model, logs / "stock.log", {}, page_size) as stock:
+        servers = {contiguous: elastic(contiguous) for contiguous in PAGE_BYTES}
+        expected = tokens_of(stock.wait_until_ready().generate_all(PROMPTS, NEW_TOKENS))
+    made = {}
+    for contiguous, server in servers.items():
+        server.wait_until_ready()
+        name = f"kvsgl_{contiguous}_{os.getpid()}"
+        pair = Pair(server, expected, name, PAGE_BYTES[contiguous])
+        pair.held_after_start_bytes = pair.usage()["mapped_bytes"]
+        made[contiguous] = pair
+    ends.callback(_end_together, made.values())
+    return made
+
+
+def _end_together(pairs: Iterable[Pair]) -> None:
+    """SGLang takes its time to end."""
+    with ThreadPoolExecutor(len(PAGE_BYTES)) as threads:
+        for ended in [threads.submit(pair.end) for pair in pairs]:
+            ended.result()

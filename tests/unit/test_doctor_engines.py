@@ -1,0 +1,40 @@
+"""`kvctl doctor --probe`: what a child says that loads kvelastic into an engine."""
+
+from __future__ import annotations
+
+import sys
+
+import needs
+import pytest
+
+from kvelastic import engines
+from kvelastic.doctor.ask_engines import ask_engine
+
+TRANSFORMERS = engines.find("transformers")
+
+
+def said(program: str, **more: float):
+    return ask_engine(TRANSFORMERS, "5.19.0", program=[sys.executable, "-c", program], **more)
+
+
+@needs.transformers
+def test_the_engine_that_is_installed_is_built_as_expected() -> None:
+    from transformers import __version__
+
+    found = ask_engine(TRANSFORMERS, __version__)
+    assert (found.broken, found.missed, found.failure) == ((), (), "")
+    assert found.hooked == len(TRANSFORMERS.hooks(__version__)) > 0
+
+
+def test_a_program_that_answers_nothing_is_said() -> None:
+    assert said("print('hello')").failure == "a child that imports it said nothing"
+    assert "died of SIGKILL" in said("import os; os.kill(os.getpid(), 9)").failure
+    assert "no answer within 0.2 s" in said("import time; time.sleep(60)", timeout_s=0.2).failure
+
+
+@pytest.mark.parametrize("engine", [each.name for each in engines.ENGINES])
+def test_the_rooms_are_those_of_the_hooks(engine: str) -> None:
+    one = engines.find(engine)
+    for series in one.tried:
+        assert sum(one.rooms(f"{series}.0").values()) == len(one.hooks(f"{series}.0"))
+    assert one.rooms("999.0") == one.rooms(f"{one.tried[-1]}.0")
