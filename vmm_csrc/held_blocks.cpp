@@ -4,24 +4,11 @@
 #include <string>
 
 namespace kvelastic {
-namespace {
-
-/// Between two looks at which ids are there already, so that no list of pieces makes a longer one
-/// than the range has blocks.
-constexpr std::size_t kIdsAtOnce = std::size_t{1} << 16;
-
-void keep_each_once(std::vector<BlockId>& ids) {
-  if (!std::is_sorted(ids.begin(), ids.end())) std::sort(ids.begin(), ids.end());
-  ids.erase(std::unique(ids.begin(), ids.end()), ids.end());
-}
-
-}  // namespace
 
 Result<std::vector<BlockId>> blocks_in(const Geometry& geometry, std::uint64_t base,
                                        std::span<const Piece> pieces) {
   std::vector<BlockId> ids;
   ids.reserve(pieces.size());
-  std::size_t next_look = kIdsAtOnce;
   for (const Piece& piece : pieces) {
     const std::uint64_t begin = piece.address - base;  // of an address before it: beyond the range
     if (piece.bytes == 0) continue;
@@ -44,13 +31,10 @@ Result<std::vector<BlockId>> blocks_in(const Geometry& geometry, std::uint64_t b
       }
       ids.push_back(static_cast<BlockId>(first + (block - first) % geometry.blocks_per_page));
       at += geometry.block_bytes - in_extent % geometry.block_bytes;
-      if (ids.size() >= next_look) {
-        keep_each_once(ids);
-        next_look = std::max(kIdsAtOnce, 2 * ids.size());
-      }
     }
   }
-  keep_each_once(ids);
+  std::sort(ids.begin(), ids.end());
+  ids.erase(std::unique(ids.begin(), ids.end()), ids.end());
   return ids;
 }
 

@@ -19,7 +19,8 @@ namespace kvelastic {
 ///     page     | slice 0: blocks_per_page blocks | slice 1 | ... | padding |
 ///     address  = base + extent * extent_stride + (slice * blocks_per_page + id) * block_bytes
 ///
-/// Fails with kInvalidArgument for bytes where no block lies. Pre: geometry.check().
+/// Takes time and memory for each block of each piece: the caller bounds their bytes. Fails with
+/// kInvalidArgument for bytes where no block lies. Pre: geometry.check().
 Result<std::vector<BlockId>> blocks_in(const Geometry& geometry, std::uint64_t base,
                                        std::span<const Piece> pieces);
 

@@ -30,7 +30,7 @@ from kvelastic.messages.peers import LOOPBACK, networks
 from kvelastic.transfer.board import PUBLISH_S, LinkBoard
 from kvelastic.transfer.leases import Lease, Leases
 from kvelastic.transfer.link import Link
-from kvelastic.transfer.pieces import PackedPieces, Piece
+from kvelastic.transfer.pieces import MOST_BYTES, PackedPieces, Piece
 from kvelastic.transfer.ranges import Hold, Holder, Ranges, Registered
 from kvelastic.transfer.streams import Carrier, Streams, passed_stream
 from kvelastic.transfer.wire import (
@@ -338,7 +338,7 @@ class Node:
         return self._claim(link, claim, pieces)
 
     def _begin(self, link: Link, begin: Begin) -> Begun:
-        pieces = PackedPieces(begin.pieces)
+        pieces = _held_at_once(begin.pieces)
         # For no longer than the reader waits.
         lease_s = min(self.lease_s, begin.timeout_ms / 1000)
         claim = partial(self._claimed, link, begin.claim, pieces)
@@ -385,7 +385,7 @@ class Node:
         request.answer(Done())
 
     def _pushed(self, link: Link, push: Push) -> Done:
-        targets = PackedPieces(push.targets)
+        targets = _held_at_once(push.targets)
         if PackedPieces(push.sources).size_bytes != targets.size_bytes:
             raise InvalidArgumentError("a push of as many bytes as it has room for is wanted")
         # No longer than a lease, for the targets are held as long.
@@ -455,3 +455,13 @@ class Node:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _held_at_once(packed: bytes) -> PackedPieces:
+    """What a peer names; refused where it takes longer to hold than a copy may."""
+    pieces = PackedPieces(packed)
+    if pieces.size_bytes > MOST_BYTES:
+        raise InvalidArgumentError(
+            f"{pieces.size_bytes} bytes in one copy; {MOST_BYTES} are held at once"
+        )
+    return pieces

@@ -1,9 +1,8 @@
-// Lists of pieces: cut into portions, sorted by range, and as the blocks that they belong to.
+// Lists of pieces: cut into portions, and sorted by range.
 #include <algorithm>
 #include <random>
 #include <vector>
 
-#include "../held_blocks.h"
 #include "../piece_lists.h"
 #include "check.h"
 
@@ -79,42 +78,6 @@ TEST(pieces_are_found_in_the_range_that_has_all_of_them) {
   }
   CHECK(pieces_by_range(pieces, {}, {}).error().code == Errc::kNotRegistered);
   CHECK(pieces_by_range({}, starts, ends)->empty());
-}
-
-Geometry two_slices() {
-  Geometry geometry;
-  geometry.pages = 3;
-  geometry.extent_bytes = 1000;
-  geometry.block_bytes = 100;
-  geometry.blocks_per_page = 4;
-  geometry.buffers_per_extent = 2;
-  return geometry;
-}
-
-TEST(blocks_of_pieces_are_named_once_and_in_order) {
-  constexpr std::uint64_t kBase = 5000;
-  // Page 1: blocks 10 to 13 in both slices, then 200 bytes of padding.
-  const std::vector<Piece> pieces{{kBase + 1799, 1},
-                                  {kBase + 1000, 101},
-                                  {kBase + 1400, 1},
-                                  {kBase + 2000, 0},
-                                  {kBase + 399, 1}};
-  auto ids = blocks_in(two_slices(), kBase, pieces);
-  CHECK(ids && *ids == std::vector<BlockId>{3, 10, 11, 13});
-  for (const Piece bad : {Piece{kBase + 1800, 1}, Piece{kBase + 1799, 2}, Piece{kBase - 1, 1},
-                          Piece{kBase + 3000, 1}, Piece{kBase, ~std::uint64_t{0}}}) {
-    CHECK(blocks_in(two_slices(), kBase, {&bad, 1}).error().code == Errc::kInvalidArgument);
-  }
-}
-
-TEST(blocks_of_pieces_that_repeat_are_no_more_than_there_are) {
-  Geometry geometry = two_slices();
-  geometry.extent_bytes = 800'000;
-  geometry.block_bytes = 1;
-  geometry.blocks_per_page = 400'000;
-  const std::vector<Piece> pieces(20, Piece{0, 800'000});
-  auto ids = blocks_in(geometry, 0, pieces);
-  CHECK(ids && ids->size() == 400'000 && ids->front() == 0 && ids->back() == 399'999);
 }
 
 }  // namespace
