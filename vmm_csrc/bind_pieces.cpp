@@ -11,6 +11,7 @@
 #include "bind_errors.h"
 #include "bind_ids.h"
 #include "held_blocks.h"
+#include "kernel_copy.h"
 #include "piece_lists.h"
 #include "piece_streams.h"
 #include "pieces.h"
@@ -161,6 +162,14 @@ void bind_pieces(nb::module_& m) {
       },
       "pid"_a, "theirs"_a, "ours"_a, "timeout_s"_a,
       "Copy another process's pieces here; see vmm_csrc/pieces.h. Blocks, without the GIL.");
+  m.def(
+      "copy_pieces",
+      [](const nb::bytes& sources, const nb::bytes& targets) {
+        const std::vector<Piece> from = pieces_of(sources), to = pieces_of(targets);
+        check(without_gil([&] { return copy_pieces(from, to); }));
+      },
+      "sources"_a, "targets"_a,
+      "Copy pieces within this process; what is not mapped is an error. Blocks, without the GIL.");
   m.def(
       "send_pieces",
       [](int fd, const nb::bytes& packed, double timeout_s) {

@@ -55,11 +55,7 @@ Result<std::vector<Portion>> portions_of(std::span<const Piece> from, std::span<
   const Result<std::uint64_t> room = bytes_of(to);
   if (!bytes) return bytes.error();
   if (!room) return room.error();
-  if (*bytes != *room) {
-    return Error{Errc::kInvalidArgument, std::to_string(*bytes) + " bytes do not fit into " +
-                                             std::to_string(*room) +
-                                             "; name as many on both sides"};
-  }
+  if (*bytes != *room) return other_size(*bytes, *room);
   std::vector<Portion> portions;
   Front sources(from), targets(to);
   for (std::uint64_t left = *bytes; left > 0; left -= portions.back().bytes) {
