@@ -50,8 +50,11 @@ def sglang_environment(**extra: str) -> dict[str, str]:
     return {**own_environment(), **here, **extra}
 
 
-def command_of(model: Path, port: int, arguments: Sequence[str] = ()) -> list[str]:
-    """Starts a server. Every attention and sampling kernel is torch's own."""
+def command_of(model: Path, port: int | str, arguments: Sequence[str] = ()) -> list[str]:
+    """Starts a server; `port` may be a controller's `{port}`.
+
+    Every attention and sampling kernel is torch's own.
+    """
     return [
         str(needs.SGLANG_PYTHON), "-m", "sglang.launch_server", "--model-path", str(model),
         "--host", "127.0.0.1", "--port", str(port), "--device", "cpu", "--dtype", "float32",
