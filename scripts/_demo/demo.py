@@ -9,20 +9,23 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import FrameType
+from typing import Any
 
 import psutil
 import shared_files
 from client import Burst, RequestFailedError, ask
+from engines import ENGINES, DemoEngine, Server
 from front import FIRST, SECOND, Front
 from survival import Asked, ask_long, table
 from view import LiveView, Memory, Waiting
-from vllm_server import VllmServer, worker_memory_bytes
 
 from kvelastic import segment
-from kvelastic.errors import KvelasticError
+from kvelastic.errors import KvelasticError, SegmentError
 from kvelastic.sizes import format_size
 
 LOW_LIMIT = "96M"
@@ -39,6 +42,7 @@ BURST_OF_FEW = 8
 TIER_BYTES = 1 << 30
 IDLE_TRIM_S = 3.0
 TRIM_DEADLINE_S = 10.0
+ASLEEP_S = 3.0
 LOG_LINES = 40
 
 
@@ -223,22 +227,23 @@ def survive(shown: Shown, restart: Callable[[], Shown], files: set[Path]) -> Sho
     print(f"  a prompt of {asked[0].tokens} tokens; the answer begins: {asked[0].answer[:60]!r}")
     asked.append(ask_long(server, "own prefix cache"))
     print(kvctl("limit", NAME, f"{_facts(NAME)['page_bytes'] >> 20}M", "--wait", "60"))
-    print(f"  {held(server)}")
+    print(f"  {shown.held()}")
     print(kvctl("limit", NAME, whole, "--wait", "10"))
     asked.append(_from_tiers(ask_long(server, "after a limit of one page")))
     print(kvctl("sleep", NAME, "--wait", "60"), flush=True)
     server.kill()
     print("  SIGKILL to every process of the server, and the same command again")
-    servers.append(restart())
-    start(servers[-1])
-    files |= shared_files.in_use_by(pids(servers[-1]))
-    ask(servers[-1].port, QUESTIONS[0], ANSWER_TOKENS)  # what an engine does but once
-    asked.append(_from_tiers(ask_long(servers[-1], "after SIGKILL and a restart")))
+    again = restart()
+    start(again)
+    files |= shared_files.in_use_by(pids(again.server))
+    again.ask(QUESTIONS[0])  # what an engine does but once
+    asked.append(_from_tiers(ask_long(again.server, "after SIGKILL and a restart")))
     print(table(asked))
     if len({one.answer for one in asked}) > 1:
         raise DemoError(f"the answers differ: {[one.answer for one in asked]}")
     print("  all four answers are the same")
     print(kvctl("tiers", NAME), flush=True)
+    return again
 
 
 def _from_tiers(asked: Asked) -> Asked:
@@ -247,10 +252,11 @@ def _from_tiers(asked: Asked) -> Asked:
     return asked
 
 
-def two_models(server: VllmServer, model: Path, folder: Path, files: set[Path]) -> None:
+def two_models(shown: Shown, folder: Path, files: set[Path]) -> None:
     title("7. A second model, and one address for both: the controller")
     print(kvctl("limit", NAME, "256M", "--wait", "10"))
-    with Front(folder, server, model, (NAME, SECOND_NAME)) as front:
+    names = (NAME, SECOND_NAME)
+    with Front(folder, shown.engine, shown.server, shown.model, names) as front:
         try:
             behind_one_address(front, files)
         except FAILURES:
@@ -270,8 +276,7 @@ def behind_one_address(front: Front, files: set[Path]) -> None:
     print(kvctl("list"), flush=True)
     print(f"  $ curl -X POST :{front.port}/action/sleep/{SECOND}")
     print(f"    {front.call('POST', f'/action/sleep/{SECOND}')['message']}")
-    page_bytes = _facts(SECOND_NAME)["page_bytes"]
-    _wait(lambda: _facts(SECOND_NAME)["mapped_bytes"] <= page_bytes, "the sleeper's memory is back")
+    _wait(lambda: _mapped_bytes(SECOND_NAME) == 0, "the sleeper's memory is back")
     print(f"  {front.states()}")
     print(kvctl("list"), flush=True)
     began_s = time.monotonic()
@@ -292,6 +297,18 @@ def _facts(name: str) -> dict[str, int]:
         return dict(instance.record.read_usage())
 
 
+def _mapped_bytes(name: str) -> int:
+    """0 of one that has been stopped."""
+    try:
+        return _facts(name)["mapped_bytes"]
+    except SegmentError:
+        return 0
+
+
+def _megabytes(size_bytes: int) -> str:
+    return f"{size_bytes >> 20}M"
+
+
 def _wait(condition: Callable[[], bool], what: str) -> None:
     deadline = time.monotonic() + TRIM_DEADLINE_S
     while not condition():
@@ -300,9 +317,9 @@ def _wait(condition: Callable[[], bool], what: str) -> None:
         time.sleep(0.05)
 
 
-def end(server: VllmServer, files: set[Path]) -> None:
+def end(shown: Shown, files: set[Path]) -> None:
     title("8. The end")
-    server.stop()
+    shown.server.stop()
     files_left = shared_files.left(files)
     ours = {NAME, SECOND_NAME}
     segments_left = [info.name for info in segment.list_segments() if info.name in ours]
@@ -312,7 +329,7 @@ def end(server: VllmServer, files: set[Path]) -> None:
         raise DemoError(f"left in shared memory: {', '.join(map(str, files_left))} {segments_left}")
 
 
-def clean_up(servers: list[VllmServer], files: set[Path]) -> None:
+def clean_up(servers: list[Server], files: set[Path]) -> None:
     """After Ctrl-C or a failure: nothing of ours runs on, nothing stays in shared memory."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C must not leave the half of it
     for server in servers:
@@ -321,35 +338,41 @@ def clean_up(servers: list[VllmServer], files: set[Path]) -> None:
     shared_files.remove(files | {shared_files.SHM / name for name in (NAME, SECOND_NAME)})
 
 
-def main(model: Path) -> None:
+def main(engine: DemoEngine, model: Path) -> None:
     environment = {
         "ENABLE_KVELASTIC": "true",
         "KVELASTIC_IPC_NAME": NAME,
         "KVELASTIC_IDLE_TRIM_SECONDS": str(IDLE_TRIM_S),
-        "VLLM_SERVER_DEV_MODE": "1",  # for part 7: vLLM has /sleep only then
     }
+    with_tiers = " and a disk tier" if engine.has_tiers else ""
     title(
-        "1. vLLM with ENABLE_KVELASTIC=true and a disk tier, serving SmolLM2-135M-Instruct"
+        f"1. {engine.title} with ENABLE_KVELASTIC=true{with_tiers}, serving SmolLM2-135M-Instruct"
         " on the CPU"
     )
     files: set[Path] = set()
+    servers: list[Server] = []
     with TemporaryDirectory(prefix="kvelastic-demo-") as folder:
-        environment["VLLM_RPC_BASE_PATH"] = folder  # its sockets go with the folder
-        tier = Path(folder) / "tier"
-        tier.mkdir(0o700)
-        environment["KVELASTIC_TIERS"] = f"disk:{tier}:{TIER_BYTES}"
+        if engine.has_tiers:
+            tier = Path(folder) / "tier"
+            tier.mkdir(0o700)
+            environment["KVELASTIC_TIERS"] = f"disk:{tier}:{TIER_BYTES}"
 
-        def server_of(log: str) -> VllmServer:
-            return VllmServer(model, Path(folder) / log, environment, SERVER_ARGUMENTS)
+        def begin() -> Shown:
+            log = Path(folder) / f"server_{len(servers)}.log"
+            servers.append(engine.serve(model, log, environment))
+            return Shown(engine, model, servers[-1])
 
-        servers = [server_of("vllm.log")]
+        shown = begin()
         try:
-            start(servers[0])
-            files |= shared_files.in_use_by(pids(servers[0]))
-            show(servers[0])
-            survive(servers, lambda: server_of("vllm_again.log"), files)
-            two_models(servers[-1], model, Path(folder), files)
-            end(servers[-1], files)
+            start(shown)
+            files |= shared_files.in_use_by(pids(shown.server))
+            show(shown)
+            if engine.has_tiers:
+                shown = survive(shown, begin, files)
+            else:
+                sleep(shown)
+            two_models(shown, Path(folder), files)
+            end(shown, files)
         except FAILURES as error:
             lines = servers[-1].log.read_text(errors="replace").splitlines()[-LOG_LINES:]
             print("\n".join(["", "The end of the server's log:", *lines]), file=sys.stderr)
@@ -368,7 +391,7 @@ if __name__ == "__main__":
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, interrupted)
     try:
-        main(Path(sys.argv[1]))
+        main(ENGINES[sys.argv[1]], Path(sys.argv[2]))
     except KeyboardInterrupt:
         print("\nStopped: the server has ended, and nothing is left of it.", file=sys.stderr)
         sys.exit(130)

@@ -10,14 +10,12 @@ All serve the same model in float32 on the CPU, in blocks of 32 tokens.
 from __future__ import annotations
 
 import os
-import sys
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
 from subprocess import Popen
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
-import needs
 import transformers_server
 from open_memfds import held_bytes
 from sglang_server import MAX_TOTAL_TOKENS, SglangServer, command_of
@@ -54,7 +52,7 @@ class DemoEngine(ABC):
     """What its cache may hold without a limit."""
     burst_requests: int
     has_tiers: bool = False
-    kind: dict[str, Any]
+    kind: ClassVar[dict[str, Any]]
     """What the controller's configuration says of it."""
 
     @abstractmethod
@@ -83,7 +81,7 @@ class Vllm(DemoEngine):
     kv_bytes = 768 << 20
     burst_requests = 40
     has_tiers = True
-    kind = {"engine": "vllm", "served_name": "m"}
+    kind: ClassVar[dict[str, Any]] = {"engine": "vllm", "served_name": "m"}
 
     def serve(self, model: Path, log: Path, environment: Mapping[str, str]) -> VllmServer:
         own = {
@@ -124,7 +122,7 @@ class Sglang(DemoEngine):
     title = "SGLang"
     kv_bytes = MAX_TOTAL_TOKENS // 32 * BLOCK_BYTES
     burst_requests = 24
-    kind = {"engine": "sglang", "served_name": "m"}
+    kind: ClassVar[dict[str, Any]] = {"engine": "sglang", "served_name": "m"}
     arguments = ("--served-model-name", "m", "--sleep-on-idle")
 
     def serve(self, model: Path, log: Path, environment: Mapping[str, str]) -> SglangServer:
@@ -149,7 +147,7 @@ class Transformers(DemoEngine):
     kv_bytes = 512 * BLOCK_BYTES
     burst_requests = 24
     # It has no sleep of its own: the controller stops it, and starts it for the next request.
-    kind = {"engine": "transformers"}
+    kind: ClassVar[dict[str, Any]] = {"engine": "transformers"}
 
     def serve(self, model: Path, log: Path, environment: Mapping[str, str]) -> TransformersServer:
         return TransformersServer(model, log, environment, self.kv_bytes // BLOCK_BYTES)
@@ -168,13 +166,3 @@ ENGINES: dict[str, DemoEngine] = {
     "sglang": Sglang(),
     "transformers": Transformers(),
 }
-
-
-def missing(name: str) -> str | None:
-    """Why the engine cannot be shown here; None: it can."""
-    if name == "sglang" and not needs.SGLANG_PYTHON.parents[1].joinpath("installed").is_file():
-        return f"SGLang is not in {needs.SGLANG_PYTHON.parents[1]}: run scripts/setup"
-    module = "vllm" if name == "vllm" else "transformers"
-    if name != "sglang" and not Path(sys.executable).with_name(module).exists():
-        return f"{module} is not installed beside {sys.executable}: run scripts/setup"
-    return None

@@ -47,7 +47,9 @@ class Front:
         self.log = folder / "controller.log"
         self._engine_log = folder / "moon.log"
         # JSON is YAML too.
-        self.config.write_text(json.dumps(self._settings(engine, first, model, instances), indent=2))
+        self.config.write_text(
+            json.dumps(self._settings(engine, first, model, instances), indent=2)
+        )
         with self.log.open("wb") as output:
             self.process = subprocess.Popen(
                 [CONTROLLER, "--config", str(self.config)],
