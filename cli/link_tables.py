@@ -19,6 +19,8 @@ _HEADINGS: Final = (
     "FAILURES", "SINCE",
 )  # fmt: skip
 _LEFT: Final = {0, 1, 2, 3, 4, 5, 6}
+_STALE_S: Final = 5.0
+"""A node says something each half second, unless it is stopped or has no time to."""
 
 
 def table(nodes: Sequence[NodeFigures]) -> str:
@@ -52,14 +54,25 @@ def _sentence(node: NodeFigures) -> str:
     role = f", {printable(node.role)}" if node.role else ""
     where = ", ".join(map(printable, node.addresses)) or "nowhere"
     data = f", and takes data at port {node.data_port}" if node.data_port else ""
-    standing = sum(link.state == "linked" for link in node.links)
-    reached = f"{format_size(node.registered_bytes)} in {node.ranges} ranges"
+    standing = _counted(sum(link.state == "linked" for link in node.links), "link")
+    reached = f"{format_size(node.registered_bytes)} in {_counted(node.ranges, 'range')}"
+    is_stale = time.time() - node.published_realtime_ns / 1e9 > _STALE_S
+    stale = (
+        f" It has said nothing for {_ago(node.published_realtime_ns)}: it is stopped, or very busy."
+        if is_stale
+        else ""
+    )
     return (
         f"node {node.node_id} (process {node.pid}{role}) listens at {where}{data};"
-        f" {standing} links; peers reach {reached};"
-        f" {node.leases} leases are in force, {node.leases_expired} ended by their time;"
-        f" {node.copies_lost} copies were lost; {node.strangers_refused} strangers were not let in."
+        f" {standing}; peers reach {reached};"
+        f" {_counted(node.leases, 'lease')} in force, {node.leases_expired} ended by their time;"
+        f" {_counted(node.copies_lost, 'copy', 'copies')} lost;"
+        f" {_counted(node.strangers_refused, 'stranger')} not let in.{stale}"
     )
+
+
+def _counted(number: int, one: str, many: str = "") -> str:
+    return f"{number} {one if number == 1 else many or one + 's'}"
 
 
 def _ago(realtime_ns: int) -> str:

@@ -71,10 +71,15 @@ def links_command() -> None:
 def show_command(node_id: int | None, as_json: bool) -> None:
     """Show who is linked with whom, and what went over each link."""
     from kvelastic.cli.link_tables import table
-    from kvelastic.link_board import nodes
+    from kvelastic.link_board import look
     from kvelastic.link_rows import object_of
 
-    found = nodes() if node_id is None else _nodes_of(node_id)
+    if node_id is None:
+        found, problems = look()
+        for problem in problems:
+            click.echo(f"Warning: a node is not shown. {problem}", err=True)
+    else:
+        found = _nodes_of(node_id)
     if as_json:
         click.echo(json.dumps([object_of(node) for node in found], indent=2))
     else:

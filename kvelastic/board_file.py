@@ -16,7 +16,7 @@ from __future__ import annotations
 import os
 import stat
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Final, Generic, Protocol, TypeVar
@@ -82,10 +82,15 @@ class BoardFile:
         Nothing when it is closed. Raises `SegmentError`.
         """
         self._snapshots += 1
+        self._write(self._layout.pack_header(), 0)  # whatever has become of it
         self._write(pack(self._snapshots), self._layout.snapshot_at(self._snapshots))
 
     def answer(self, revision: int, cell: bytes) -> None:
-        """Answer the request of that revision. Nothing when closed. Raises `SegmentError`."""
+        """Answer the request of that revision. Nothing when closed. Raises `SegmentError`.
+
+        Figures that call it answered are to be published before `RING` more are answered: what is
+        further ahead of them is taken for damage.
+        """
         self._write(cell, self._layout.answer_at(revision))
 
     def pending(
@@ -105,7 +110,8 @@ class BoardFile:
         self, unpack: Callable[[bytes], tuple[int, _T] | None], answered: int
     ) -> dict[int, _T]:
         found = requests_in(self._fd, self._layout, unpack)
-        return {revision: one for revision, one in found.items() if revision > answered}
+        last = answered + RING  # no operator asks for a later one; after it nothing would be asked
+        return {at: one for at, one in found.items() if answered < at <= last}
 
     def _write(self, cell: bytes, at: int) -> None:
         if self._fd < 0:
@@ -168,7 +174,7 @@ def _unlink_own(path: Path, fd: int) -> None:
 def open_board(
     name: str, layout: BoardLayout, flags: int, subject: str, owner_uid: int
 ) -> int | None:
-    """A descriptor of a board that is a file of that user alone; None: there is none.
+    """A descriptor of a board that is a file of that user alone; None: there is none, or not yet.
 
     `subject` is what messages call it. Raises `SegmentFormatError` for a board of another version
     or of somebody else, `SegmentError` if it cannot be opened.
@@ -181,7 +187,11 @@ def open_board(
         state = os.fstat(fd)
         if state.st_uid != owner_uid or state.st_nlink > 1 or stat.S_IMODE(state.st_mode) & _OTHERS:
             raise SegmentFormatError(f"the {subject} is not a file of its user alone")
-        version = layout.version_of(os.pread(fd, 16, 0))
+        head = os.pread(fd, 16, 0)
+        if head and not any(head):  # it is being made
+            os.close(fd)
+            return None
+        version = layout.version_of(head)
         if version != layout.version:
             what = "no board" if version is None else f"of version {version}"
             raise SegmentFormatError(
@@ -308,10 +318,10 @@ def post(
     room for, `SegmentError`.
     """
     with locked(fd, lock_name, LOCK_WAIT_S):
-        answers = (unpack_answer(cell) for cell in _ring(fd, layout.answer_at(0)))
-        revisions = [one.revision for one in answers if one is not None]
-        last = max(0, answered(), *revisions)
-        revision = max(last, *requests_in(fd, layout, unpack_request), 0) + 1
+        cells = [unpack_answer(cell) for cell in _ring(fd, layout.answer_at(0))]
+        answers = [one.revision for one in cells if one is not None]
+        last = _last_of(answers, answered())
+        revision = _last_of(requests_in(fd, layout, unpack_request), last) + 1
         if revision - last > RING:
             raise SegmentBusyError(
                 f"{RING} requests to the {subject} wait for an answer already; nothing was asked"
@@ -321,3 +331,11 @@ def post(
         except OSError as error:
             raise SegmentError(f"cannot write to the board of the {subject}: {error}") from error
     return Asked(fd, layout, unpack_answer, revision, subject)
+
+
+def _last_of(revisions: Iterable[int], base: int) -> int:
+    """The last revision that can be from `base` on; a later one stands there by damage, or lies.
+
+    Taken for true it would be the end of all requests: the owner answers no revision so late.
+    """
+    return max((one for one in revisions if base < one <= base + RING), default=base)

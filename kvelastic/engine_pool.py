@@ -88,14 +88,16 @@ def open_engine_pool(
     model: str,
     least_blocks: int = 1,
     movable: bool = False,
+    has_tiers: bool = False,
 ) -> EnginePool:
     """Make the pool; it maps nothing yet.
 
     `wanted_blocks` is what the engine was configured with, without the null block; None: as many
     as the device has room for. There are `least_blocks` in any case. `engine` is its name for
-    people; `movable` as for `open_pool`, which says what is raised.
+    people; `movable` as for `open_pool`, which says what is raised. Unless it `has_tiers`, the log
+    says once that KVELASTIC_TIERS does nothing.
     """
-    if settings.tiers:
+    if settings.tiers and not has_tiers:
         say_once(
             logging.WARNING,
             f"KVELASTIC_TIERS does nothing under {engine} yet: what a cache gives up is computed"

@@ -14,7 +14,12 @@ import os
 from kvelastic import board_file
 from kvelastic import link_board_format as board_format
 from kvelastic.board_file import Asked, check_alive, newest, open_board
-from kvelastic.errors import SegmentError, SegmentNotFoundError, is_out_of_descriptors
+from kvelastic.errors import (
+    SegmentError,
+    SegmentFormatError,
+    SegmentNotFoundError,
+    is_out_of_descriptors,
+)
 from kvelastic.lease import MAKER_BYTE, Liveness, liveness
 from kvelastic.link_board_format import (
     LAYOUT,
@@ -34,11 +39,25 @@ from kvelastic.segment_dir import (
 def nodes() -> list[NodeFigures]:
     """All nodes whose boards this user may read, by id and process; dead ones are left out.
 
-    One that cannot be read is left out, too. Raises `SegmentError` where this process is out of
-    file descriptors: none would look as if there were none.
+    One that cannot be read is left out, too (`look` says so). Raises `SegmentError` where this
+    process is out of file descriptors: none would look as if there were none.
     """
-    found = [figures for name in _names() if (figures := _read(name)) is not None]
-    return sorted(found, key=lambda node: (node.node_id, node.pid))
+    return look()[0]
+
+
+def look() -> tuple[list[NodeFigures], list[str]]:
+    """As `nodes`; and what is wrong with boards that cannot be read: another version, damage."""
+    looks = [_look_at(name) for name in _names()]
+    found = [figures for figures in looks if isinstance(figures, NodeFigures)]
+    problems = [problem for problem in looks if isinstance(problem, str)]
+    return sorted(found, key=lambda node: (node.node_id, node.pid)), sorted(problems)
+
+
+def _look_at(name: str) -> NodeFigures | str | None:
+    try:
+        return _read(name)
+    except SegmentFormatError as error:
+        return f"{SHM_DIR / name}: {error}"
 
 
 def cut(node: NodeFigures, link: LinkFigures, wait_s: float) -> LinkAnswer | None:
@@ -50,8 +69,7 @@ def cut(node: NodeFigures, link: LinkFigures, wait_s: float) -> LinkAnswer | Non
     """
     request = LinkRequest("cut", link.number, link.peer_id)
     for name in _names():
-        figures = _read(name)
-        if figures is not None and _is_same(figures, node):
+        if _is_of(name, node):
             with _post(name, request) as asked:
                 return asked.wait(wait_s)
     raise SegmentNotFoundError(f"node {node.node_id} of process {node.pid} has gone")
@@ -78,11 +96,15 @@ def _post(name: str, request: LinkRequest) -> Asked[LinkAnswer]:
         raise
 
 
-def _is_same(one: NodeFigures, other: NodeFigures) -> bool:
-    return (one.node_id, one.pid, one.started_realtime_ns) == (
-        other.node_id,
-        other.pid,
-        other.started_realtime_ns,
+def _is_of(name: str, node: NodeFigures) -> bool:
+    try:
+        found = _read(name)
+    except SegmentFormatError:
+        return False
+    return found is not None and (found.node_id, found.pid, found.started_realtime_ns) == (
+        node.node_id,
+        node.pid,
+        node.started_realtime_ns,
     )
 
 
@@ -97,6 +119,7 @@ def _names() -> list[str]:
 
 
 def _read(name: str) -> NodeFigures | None:
+    """None: it is dead, or another user's. Raises `SegmentFormatError` where it cannot be read."""
     try:
         fd = _open(name, READ_FLAGS)
         if fd is None:
@@ -108,7 +131,7 @@ def _read(name: str) -> NodeFigures | None:
         finally:
             os.close(fd)
     except SegmentError as error:
-        if is_out_of_descriptors(error):
+        if isinstance(error, SegmentFormatError) or is_out_of_descriptors(error):
             raise
         return None
 

@@ -19,12 +19,15 @@ MOST_LINKS: Final = 512
 MOST_ENDED: Final = 16
 MOST_TEXT: Final = 64
 """Characters of a text."""
+MOST_ADDRESS: Final = 128
 _NUMBER: Final = struct.Struct("<QI")
 _SUM_BYTES: Final = 4
 
 LAYOUT: Final = BoardLayout("link board", b"KVLINKS\0", version=1, snapshot_bytes=192 << 10)
 
 Count = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
+Id = Annotated[int, Meta(ge=0)]
+"""Of a node; of msgspec, integers are of 64 bits: what is larger is refused."""
 Way = Literal["memory", "unix stream", "tcp"]
 Text = Annotated[str, Meta(max_length=MOST_TEXT)]
 
@@ -38,7 +41,7 @@ class LinkFigures(_Shown, frozen=True):
 
     number: Count
     """Of the links of this node, in the order in which they were made; what a request names."""
-    peer_id: int
+    peer_id: Id
     peer: Text
     """The peer's process on this host, or its address."""
     side: Literal["client", "server"]
@@ -79,11 +82,13 @@ class LinkFigures(_Shown, frozen=True):
 class NodeFigures(_Shown, frozen=True):
     """A node, and its links: those that stand, and the last ones that have ended."""
 
-    node_id: int
+    node_id: Id
     pid: Count
     role: Text
     """What it is to its users; "" where they have not said."""
-    addresses: Annotated[tuple[Annotated[str, Meta(max_length=128)], ...], Meta(max_length=8)]
+    addresses: Annotated[
+        tuple[Annotated[str, Meta(max_length=MOST_ADDRESS)], ...], Meta(max_length=8)
+    ]
     """Where it listens."""
     data_port: Annotated[int, Meta(ge=0, le=65535)]
     """Where it takes data streams; 0: nowhere."""
@@ -111,7 +116,7 @@ class LinkRequest(_Shown, frozen=True):
     kind: Literal["cut"]
     link: Count
     """Its number."""
-    peer_id: int
+    peer_id: Id
 
 
 class LinkAnswer(_Shown, frozen=True):
@@ -129,9 +134,9 @@ _requests: Final = msgspec.msgpack.Decoder(LinkRequest)
 _answers: Final = msgspec.msgpack.Decoder(LinkAnswer)
 
 
-def text_of(text: object) -> str:
+def text_of(text: object, most: int = MOST_TEXT) -> str:
     """A text as it may stand on a board: printable, and cut to its bound."""
-    return "".join(one if one.isprintable() else "?" for one in str(text)[:MOST_TEXT])
+    return "".join(one if one.isprintable() else "?" for one in str(text)[:most])
 
 
 def pack_snapshot(number: int, node: NodeFigures) -> bytes:

@@ -424,7 +424,8 @@ def _add_node(drawn: _Drawn, node: NodeFigures) -> None:
     labels = (str(node.node_id), str(node.pid), node.role)
     for described, value in _NODE:
         drawn.add(described, labels, value(node))
-    for link in node.links:
+    # Several of one peer have ended, maybe, and one series is drawn: that of the latest.
+    for link in sorted(node.links, key=lambda link: link.number, reverse=True):
         for of_link, value_of in _LINK:
             drawn.add(of_link, (*labels, str(link.peer_id)), value_of(link))
 

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "bind_errors.h"
+#include "piece_streams.h"
 #include "pieces.h"
 
 namespace nb = nanobind;

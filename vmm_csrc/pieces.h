@@ -1,9 +1,10 @@
 // Bytes that travel between processes: pieces of memory, gathered on one side and scattered on the
 // other. The two lists name the same number of bytes; where one piece ends is each side's own.
 //
-// No call here can end the process: what is not mapped is an error of the kernel's (EFAULT), never
-// a fault. The other process's memory is read by the kernel, so reading a page that is not there
-// creates none.
+// No call can end the process: the kernel copies, so what is not mapped is an error (EFAULT) and
+// not a fault. Nor does one create a page of an elastic range: what its driver has mapped is whole,
+// and nothing is mapped elsewhere. Between hosts, or where the kernel does not read another
+// process's memory for us, see piece_streams.h.
 #pragma once
 
 #include <sys/types.h>
@@ -35,11 +36,9 @@ Result<std::uint64_t> bytes_of(std::span<const Piece> pieces);
 Status read_from_process(pid_t pid, std::span<const Piece> theirs, std::span<const Piece> ours,
                          PieceDeadline deadline);
 
-/// Sends pieces over a connected socket, and answers their checksum. Blocks, whatever mode the
-/// socket is in. Fails with kMapping, kChannelClosed, kChannelTimeout.
-Result<std::uint64_t> send_pieces(int fd, std::span<const Piece> pieces, PieceDeadline deadline);
-
-/// Receives exactly these pieces, and answers their checksum. As send_pieces.
-Result<std::uint64_t> receive_pieces(int fd, std::span<const Piece> pieces, PieceDeadline deadline);
+/// What is answered where memory of a copy is not mapped (kMapping), and where its deadline has
+/// passed (kChannelTimeout).
+Error unmapped_in_a_copy();
+Error late_copy();
 
 }  // namespace kvelastic

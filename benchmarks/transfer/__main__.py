@@ -6,23 +6,27 @@ import argparse
 import ctypes
 import random
 import secrets
-import socket
+import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 from benchmarks.harness import Figure, report
+from benchmarks.transfer.bare_stream import BareStream
 from benchmarks.transfer.memory import PAGE_BYTES, mapped
+from kvelastic.errors import KvelasticError
 from kvelastic.messages import SecretFile, parse_address
 from kvelastic.transfer import Link, Node, Piece
 
 TOTAL_BYTES = 256 << 20
 COPIED_BYTES = 48 << 20
 ROUNDS = 15
+DEADLINES_S = (0.1, 1.0)
+DEADLINE_ROUNDS = 5
 SIZES = {"24 KiB": 24 << 10, "1 MiB": 1 << 20}
 
 
@@ -56,6 +60,8 @@ def main() -> None:
                     link = node.link(parse_address(address), timeout_s=10)
                     for name, size in SIZES.items():
                         figures += pulls(kind, link, int(base), name, size)
+                    link.unlink(10)
+                    figures += deadlines(kind, node, address, int(base), owner)
             finally:
                 owner.kill()
                 owner.communicate()
@@ -77,6 +83,7 @@ def pulls(kind: str, link: Link, base: int, name: str, size: int) -> list[Figure
     sources: list[Piece] = [(base + at, size) for at in rng.sample(places, count)]
     targets: list[Piece] = [(ours.address + at, size) for at in rng.sample(places, count)]
     floors: dict[str, Callable[[], float]]
+    ends = ExitStack()
     if kind == "unix":
         pid = link.connection.peer.pid
         assert pid is not None
@@ -85,20 +92,59 @@ def pulls(kind: str, link: Link, base: int, name: str, size: int) -> list[Figure
             "bare process_vm_readv": bare_reads(pid, sources, targets),
         }
     else:
-        floors = {"bare TCP stream": bare_stream}
-    samples: list[float] = []
-    of_floors: dict[str, list[float]] = {floor: [] for floor in floors}
-    for _ in range(ROUNDS):
+        floors = {"bare TCP stream": ends.enter_context(BareStream(COPIED_BYTES, size)).receive}
+
+    def pull() -> float:
         begin_s = time.perf_counter()
         link.pull(sources, targets, timeout_s=60)
-        samples.append(COPIED_BYTES / (time.perf_counter() - begin_s) / 1e9)
-        for floor, run in floors.items():
-            of_floors[floor].append(run())
-    bar = ">= 0.9 of the floor" if kind == "unix" else ""
+        return COPIED_BYTES / (time.perf_counter() - begin_s) / 1e9
+
+    floors["the same again"] = pull  # the control
+    samples: list[float] = []
+    of_floors: dict[str, list[float]] = {floor: [] for floor in floors}
+    with ends:
+        for _ in range(ROUNDS):
+            samples.append(pull())
+            for floor, run in floors.items():
+                of_floors[floor].append(run())
+    bars = {"memcpy of such pieces": ">= 0.9", "bare TCP stream": ">= 0.8"}
     return [
-        Figure(f"pull, {name} pieces, {kind}", "GB/s", samples, bar, floor, of_floors[floor])
+        Figure(
+            f"pull, {name} pieces, {kind}",
+            "GB/s",
+            samples,
+            bars.get(floor, ""),
+            floor,
+            of_floors[floor],
+        )
         for floor in floors
     ]
+
+
+def deadlines(
+    kind: str, node: Node, address: str, base: int, owner: subprocess.Popen[str]
+) -> list[Figure]:
+    """How late a pull from a peer that is stopped returns."""
+    ours = mapped(PAGE_BYTES, PAGE_BYTES)
+    figures = []
+    for timeout_s in DEADLINES_S:
+        late_ms = []
+        for _ in range(DEADLINE_ROUNDS):
+            link = node.link(parse_address(address), timeout_s=10)
+            owner.send_signal(signal.SIGSTOP)
+            begin_s = time.perf_counter()
+            try:
+                link.pull([(base, PAGE_BYTES)], [(ours.address, PAGE_BYTES)], timeout_s)
+            except KvelasticError:
+                late_ms.append((time.perf_counter() - begin_s - timeout_s) * 1e3)
+            finally:
+                owner.send_signal(signal.SIGCONT)
+                link.unlink(10)
+        assert len(late_ms) == DEADLINE_ROUNDS, "a peer that is stopped has answered"
+        name = f"beyond a deadline of {timeout_s * 1e3:.0f} ms, {kind}"
+        bar = f"<= {max(20.0, timeout_s * 1e2):.0f} ms"
+        figures.append(Figure(name, "ms", late_ms, bar))
+    return figures
 
 
 def bare_reads(pid: int, sources: Sequence[Piece], targets: Sequence[Piece]) -> Callable[[], float]:
@@ -148,27 +194,6 @@ def copies_here(size: int) -> Callable[[], float]:
         return COPIED_BYTES / (time.perf_counter() - begin_s) / 1e9
 
     return copy
-
-
-def bare_stream() -> float:
-    """A connection on loopback, one thread that sends and one that receives, nothing else."""
-    data, into = bytes(COPIED_BYTES), bytearray(COPIED_BYTES)
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        begin_s = time.perf_counter()
-
-        def send() -> None:
-            accepted, _ = listening.accept()
-            with accepted:
-                accepted.sendall(data)
-
-        sender = threading.Thread(target=send)
-        sender.start()
-        with socket.create_connection(listening.getsockname()) as stream:
-            view, got = memoryview(into), 0
-            while got < COPIED_BYTES:
-                got += stream.recv_into(view[got:])
-        sender.join()
-        return COPIED_BYTES / (time.perf_counter() - begin_s) / 1e9
 
 
 if __name__ == "__main__":

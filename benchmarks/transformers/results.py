@@ -54,21 +54,31 @@ class Part:
         return "\n".join([*lines, "", *(f"- {note}" for note in self.table.notes)])
 
 
-def text(told: dict[str, Any], parts: Sequence[Part], failed: dict[str, str]) -> str:
+TITLE = "transformers with and without kvelastic"
+
+
+def text(
+    told: dict[str, Any], parts: Sequence[Part], failed: dict[str, str], title: str = TITLE
+) -> str:
     """The page."""
-    blocks = ["# transformers with and without kvelastic", f"{taken(told)}."]
+    blocks = [f"# {title}", f"{taken(told)}."]
     blocks += [part.markdown() for part in parts]
     blocks += [f"FAILED: {name}: {why}" for name, why in failed.items()]
     return "\n\n".join(blocks) + "\n"
 
 
 def write(
-    folder: Path, told: dict[str, Any], parts: Sequence[Part], failed: dict[str, str]
+    folder: Path,
+    told: dict[str, Any],
+    parts: Sequence[Part],
+    failed: dict[str, str],
+    *,
+    title: str = TITLE,
 ) -> Path:
     """Write both files; returns the page's path."""
     folder.mkdir(parents=True, exist_ok=True)
     page = folder / f"{file_stem()}.md"
-    page.write_text(text(told, parts, failed))
+    page.write_text(text(told, parts, failed, title))
     content = told | {
         "parts": [
             {"name": part.name, "load_before": part.load_before, "total_s": part.total_s}

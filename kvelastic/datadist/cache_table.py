@@ -170,7 +170,7 @@ class CacheTable:
             return None
         for index in [index for index, at in entry.rows.items() if at == row]:
             had = entry.moved.setdefault(index, set())
-            had.update(tensors)
+            had.update(one for one in tensors if one < entry.desc.num_tensors)
             if len(had) >= entry.desc.num_tensors:
                 self._drop_row(entry, index)
         return self._forget_if_free(entry)

@@ -5,7 +5,8 @@
     config.enable_cache_manager = True
     datadist.init(config.generate_options())
 
-An attribute that was never set is None and is no option. Each is checked when it is set.
+An attribute that was never set reads as its default and is no option. Each is checked when it is
+set.
 """
 
 from __future__ import annotations
@@ -19,16 +20,25 @@ from kvelastic.datadist.status import LLMParamError
 
 T = TypeVar("T")
 
+DEFAULT_MEM_UTILIZATION: Final = 0.95
+
 
 class _Option(Generic[T]):
     """An attribute with its option's key, its check, and its text among the options."""
 
     def __init__(
-        self, key: str, check: Callable[[str, Any], T], doc: str, form: Callable[[T], str] = str
+        self,
+        key: str,
+        check: Callable[[str, Any], T],
+        doc: str,
+        form: Callable[[T], str] = str,
+        *,
+        default: T | None = None,
     ) -> None:
         self.key = key
         self._check = check
         self.form = form
+        self.default = default
         self.__doc__ = doc
 
     def __set_name__(self, owner: type, name: str) -> None:
@@ -39,7 +49,10 @@ class _Option(Generic[T]):
     @overload
     def __get__(self, config: object, owner: type) -> T | None: ...
     def __get__(self, config: object | None, owner: type) -> _Option[T] | T | None:
-        return self if config is None else config.__dict__.get(self._name)
+        if config is None:
+            return self
+        found: T | None = config.__dict__.get(self._name, self.default)
+        return found
 
     def __set__(self, config: object, value: T) -> None:
         config.__dict__[self._name] = self.check(value)
@@ -134,46 +147,82 @@ class LLMConfig:
     device_id = _Option(
         "ge.exec.deviceId", _device_ids, "The process's device, or a list of them.", _device_text
     )
-    listen_ip_info = _Option("llm.listenIpInfo", _listen, "Where peers link to, as ip:port.")
+    listen_ip_info = _Option(
+        "llm.listenIpInfo", _listen, "Where peers link to, as ip:port.", default=""
+    )
     sync_kv_timeout = _Option(
         "llm.SyncKvCacheWaitTime", _milliseconds, "Deadline of a call in milliseconds; 1000."
     )
     enable_switch_role = _Option(
-        "llm.EnableSwitchRole", checks.flag, "Whether `switch_role` may be called.", _bit
+        "llm.EnableSwitchRole",
+        checks.flag,
+        "Whether `switch_role` may be called.",
+        _bit,
+        default=False,
     )
     ge_options = _Option(
-        "", _ge_options, "Further options; `ge.flowGraphMemMaxSize` bounds all caches, in bytes."
+        "",
+        _ge_options,
+        "Further options; `ge.flowGraphMemMaxSize` bounds all caches, in bytes.",
     )
     mem_utilization = _Option(
-        "llm.MemoryUtilization", _fraction, "The part of that which caches may take; 0.95."
+        "llm.MemoryUtilization",
+        _fraction,
+        "The part of that which caches may take.",
+        default=DEFAULT_MEM_UTILIZATION,
     )
-    buf_pool_cfg = _Option("llm.BufPoolCfg", _tiers, "Size classes of tensors, as JSON.")
-    mem_pool_cfg = _Option("llm.MemPoolConfig", _pool, "The pool of device caches, as JSON.")
-    host_mem_pool_cfg = _Option("llm.HostMemPoolConfig", _pool, "The pool of host caches.")
+    buf_pool_cfg = _Option(
+        "llm.BufPoolCfg", _tiers, "Size classes of tensors, as JSON.", default=""
+    )
+    mem_pool_cfg = _Option(
+        "llm.MemPoolConfig", _pool, "The pool of device caches, as JSON.", default=""
+    )
+    host_mem_pool_cfg = _Option(
+        "llm.HostMemPoolConfig", _pool, "The pool of host caches, as JSON.", default=""
+    )
     enable_cache_manager = _Option(
-        "llm.EnableCacheManager", checks.flag, "Use `cache_manager`, the second generation.", _bit
+        "llm.EnableCacheManager",
+        checks.flag,
+        "Use `cache_manager`, the second generation.",
+        _bit,
+        default=False,
     )
     enable_remote_cache_accessible = _Option(
         "llm.EnableRemoteCacheAccessible",
         checks.flag,
         "Remember what caches a peer has, and let peers write into ours.",
         _bit,
+        default=False,
     )
     rdma_traffic_class = _Option("llm.RdmaTrafficClass", _traffic_class, "Of RDMA: no effect.")
     rdma_service_level = _Option("llm.RdmaServiceLevel", _within(0, 7), "Of RDMA: no effect.")
     local_comm_res = _Option(
-        "llm.LocalCommRes", _json_or_empty, "A rank table; it implies the two options above."
+        "llm.LocalCommRes",
+        _json_or_empty,
+        "A rank table; it implies the two options above, also if it is set to nothing.",
+        default="",
     )
     link_total_time = _Option(
-        "llm.LinkTotalTime", _within(0, checks.MAX_UINT32), "Seconds that `link` tries; 0: 120."
+        "llm.LinkTotalTime",
+        _within(0, checks.MAX_UINT32),
+        "Seconds that `link` tries; 0: 120.",
+        default=0,
     )
     link_retry_count = _Option(
-        "llm.LinkRetryCount", _within(1, 100), "Rounds in which `link` tries within them; 1."
+        "llm.LinkRetryCount",
+        _within(1, 100),
+        "Rounds in which `link` tries within them.",
+        default=1,
     )
-    transfer_backend = _Option("llm.TransferBackend", _backend, 'Only "hixl"; it has to listen.')
+    transfer_backend = _Option(
+        "llm.TransferBackend", _backend, 'Only "hixl"; it has to listen.', default=""
+    )
     global_resource_config = _Option(
-        "llm.GlobalResourceConfig", _json_or_empty, "Of Ascend devices: no effect."
+        "llm.GlobalResourceConfig", _json_or_empty, "Of Ascend devices: no effect.", default=""
     )
+
+    def __init__(self) -> None:
+        self.ge_options = {}  # each its own: options may be put into it
 
     def generate_options(self) -> dict[str, str]:
         """The options that were set; `ge_options` win over an attribute of the same key."""

@@ -167,9 +167,9 @@ class LLMDataDist:
     ) -> tuple[LLMStatusCode, list[LLMStatusCode]]:
         """End links; the peers are told, unless `force`, which ends this side's only.
 
-        Answers as `link_clusters`: `LLM_NOT_YET_LINK`, `LLM_UNLINK_FAILED`,
-        `LLM_NOTIFY_PROMPT_UNLINK_FAILED` (this side's end is gone, the peer did not answer: it has
-        to unlink, too). Waits for transfers that use the links, until `timeout`.
+        Answers as `link_clusters`: `LLM_NOT_YET_LINK`, `LLM_NOTIFY_PROMPT_UNLINK_FAILED` (this
+        side's end is gone, the peer did not answer: it has to unlink, too), `LLM_LINK_BUSY` where
+        transfers still use the link at the end of `timeout`.
         """
         self._required()
         found = _checked(clusters, needs_address=False)

@@ -16,7 +16,7 @@ from math import prod
 from typing import Final, Literal, NamedTuple
 
 from kvelastic.datadist import checks
-from kvelastic.datadist.enums import DataType, Placement, item_bytes
+from kvelastic.datadist.enums import DataType, Memtype, Placement, item_bytes
 from kvelastic.datadist.status import LLMParamError
 
 INVALID_ID: Final = checks.MAX_UINT64
@@ -182,8 +182,16 @@ def _one_cluster(cluster_id: int | None, prompt_cluster_id: int | None) -> int:
 
 @dataclass(frozen=True)
 class MemInfo:
-    """A piece of memory, for `remap_registered_memory`, which is not supported."""
+    """A piece of memory, for `remap_registered_memory`, which is not supported.
 
-    mem_type: int
+    Raises `TypeError` and `LLMParamError`.
+    """
+
+    mem_type: Memtype
     addr: int
     size: int
+
+    def __post_init__(self) -> None:
+        checks.instance("mem_type", self.mem_type, Memtype)
+        checks.integer("addr", self.addr)
+        checks.integer("size", self.size, least=1)

@@ -16,7 +16,7 @@ from typing import Final
 
 from kvelastic.config import Config
 from kvelastic.errors import ChannelError
-from kvelastic.messages import Address, SecretFile
+from kvelastic.messages import MOST_PATH_BYTES, Address, SecretFile
 
 _MODE: Final = 0o700
 
@@ -56,12 +56,24 @@ class LinkPlaces:
         return cls(folder, secret, settings.link_allow, settings.link_data_ports)
 
     def here(self, host: str, port: int) -> Address:
-        """The Unix socket that stands for an address."""
-        return Address(path=str(self.folder / f"{host}_{port}"))
+        """The Unix socket that stands for an address. Raises `ChannelError`."""
+        return self._socket(f"{host}_{port}")
 
     def cluster(self, cluster_id: int) -> Address:
-        """The Unix socket of a cluster that members of its groups find it by."""
-        return Address(path=str(self.folder / f"cluster_{cluster_id}"))
+        """The Unix socket of a cluster that members of its groups find it by.
+
+        Raises `ChannelError`.
+        """
+        return self._socket(f"cluster_{cluster_id}")
+
+    def _socket(self, name: str) -> Address:
+        path = str(self.folder / name)
+        if len(os.fsencode(path)) > MOST_PATH_BYTES:
+            raise ChannelError(
+                f"{path} is too long for a Unix socket, which has {MOST_PATH_BYTES} bytes at most;"
+                " set XDG_RUNTIME_DIR to a folder with a shorter path"
+            )
+        return Address(path=path)
 
     def listening(self, addresses: tuple[tuple[str, int], ...]) -> list[Address]:
         """Every socket of a cluster that listens at these."""

@@ -11,7 +11,7 @@ from typing import Final
 
 from kvelastic.datadist import checks
 from kvelastic.datadist.clusters import listen_addresses
-from kvelastic.datadist.config import OPTIONS
+from kvelastic.datadist.config import DEFAULT_MEM_UTILIZATION, OPTIONS
 from kvelastic.datadist.enums import LLMRole
 from kvelastic.datadist.memory_config import (
     BufferTier,
@@ -26,7 +26,6 @@ LISTEN_KEY: Final = "llm.listenIpInfo"
 FLOW_GRAPH_KEY: Final = "ge.flowGraphMemMaxSize"
 DEFAULT_SYNC_KV_TIMEOUT_MS: Final = 1000
 DEFAULT_LINK_TOTAL_S: Final = 120
-DEFAULT_MEM_UTILIZATION: Final = 0.95
 _KEYS: Final = {name: option.key for name, option in OPTIONS.items() if option.key}
 _WITHOUT_EFFECT: Final = ("rdma_traffic_class", "rdma_service_level", "global_resource_config")
 

@@ -25,7 +25,12 @@ from kvelastic.datadist.status import (
     status_of,
     status_of_number,
 )
-from kvelastic.errors import ChannelTimeoutError, KvelasticError, MessageError
+from kvelastic.errors import (
+    ChannelTimeoutError,
+    KvelasticError,
+    MessageError,
+    UnknownBlockError,
+)
 from kvelastic.transfer import Link, Node, Piece
 
 
@@ -127,9 +132,10 @@ class LinkCall(PeerCall):
                 sources = [(of[run.tensor] + run.offset, run.size) for run, _ in pairs]
                 targets = [(to[run.tensor] + run.offset, run.size) for _, run in pairs]
                 self._hold_pages(target, targets, holds)
-                self._peer.link.pull(
-                    sources, targets, self.left_s(), claim=wire.claim_of(source.cache_id)
-                )
+                with self._told_if_gone(source):
+                    self._peer.link.pull(
+                        sources, targets, self.left_s(), claim=wire.claim_of(source.cache_id)
+                    )
 
     def push(self, source: Entry, target: RemoteCache, pairs: Sequence[tuple[Run, Run]]) -> None:
         """As `PeerCall.push`."""
@@ -140,9 +146,10 @@ class LinkCall(PeerCall):
                 sources = [(of[run.tensor] + run.offset, run.size) for run, _ in pairs]
                 targets = [(to[run.tensor] + run.offset, run.size) for _, run in pairs]
                 self._hold_pages(source, sources, holds)
-                self._peer.link.push(
-                    sources, targets, self.left_s(), claim=wire.claim_of(target.cache_id)
-                )
+                with self._told_if_gone(target):
+                    self._peer.link.push(
+                        sources, targets, self.left_s(), claim=wire.claim_of(target.cache_id)
+                    )
 
     def push_to_addresses(self, source: Entry, pieces: Sequence[tuple[Run, int]]) -> None:
         """As `PeerCall.push_to_addresses`."""
@@ -153,6 +160,18 @@ class LinkCall(PeerCall):
             targets = [(address, run.size) for run, address in pieces]
             self._hold_pages(source, sources, holds)
             self._peer.link.push(sources, targets, self.left_s(), claim=wire.CLAIM_OF_ADDRESSES)
+
+    @contextmanager
+    def _told_if_gone(self, cache: RemoteCache) -> Iterator[None]:
+        """A page of a cache that went after it was found is `LLM_KV_CACHE_NOT_EXIST`, too.
+
+        The peer pins before it looks whose the page is, and can only say that it is nobody's.
+        """
+        try:
+            yield
+        except UnknownBlockError:
+            self.ask(wire.Find(wire.ById(cache.cache_id, 0), False))
+            raise  # the cache is there: it is a caller's, who has not taken that block
 
     def _hold_pages(self, entry: Entry, pieces: Sequence[Piece], holds: ExitStack) -> None:
         """What lies in an elastic pool of a caller's stays mapped while it is copied."""

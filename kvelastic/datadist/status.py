@@ -126,11 +126,13 @@ def status_of(error: BaseException) -> LLMStatusCode:
 
 
 def status_of_number(number: int) -> LLMStatusCode:
-    """What a peer answered; `LLM_UNKNOWN_ERROR` for a number that this version does not know."""
+    """Why a peer has refused; `LLM_UNKNOWN_ERROR` for a number of no failure here."""
     try:
-        return LLMStatusCode(number)
+        status = LLMStatusCode(number)
     except ValueError:
         return LLMStatusCode.LLM_UNKNOWN_ERROR
+    is_failure = status is not LLMStatusCode.LLM_SUCCESS
+    return status if is_failure else LLMStatusCode.LLM_UNKNOWN_ERROR
 
 
 @contextmanager

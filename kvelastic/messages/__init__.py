@@ -27,7 +27,7 @@ A parser of what others send is linear in its size, and what it may allocate is 
 
 from msgspec import Meta
 
-from kvelastic.messages.addresses import Address, parse_address
+from kvelastic.messages.addresses import MOST_PATH_BYTES, Address, parse_address
 from kvelastic.messages.channel import Channel, connect
 from kvelastic.messages.connection import Connection, Request
 from kvelastic.messages.endpoint import Endpoint
@@ -36,6 +36,7 @@ from kvelastic.messages.protocol import Message, Protocol
 from kvelastic.messages.secret import SecretFile
 
 __all__ = [
+    "MOST_PATH_BYTES",
     "Address",
     "Channel",
     "Connection",

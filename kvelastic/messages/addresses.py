@@ -21,7 +21,8 @@ from typing import Final
 
 from kvelastic.errors import ChannelClosedError, ChannelError, InvalidArgumentError
 
-_MOST_PATH_BYTES: Final = 107
+MOST_PATH_BYTES: Final = 107
+"""Of a Unix socket: the kernel's 108, with the byte that ends it."""
 _BACKLOG: Final = 128
 _FOLDER_WAIT_S: Final = 2.0
 
@@ -60,8 +61,10 @@ def parse_address(text: str) -> Address:
     Other names are not looked up, for that blocks and can change. Raises `InvalidArgumentError`.
     """
     kind, _, rest = text.partition("://")
-    if kind == "unix" and rest.startswith("/") and len(rest.encode()) <= _MOST_PATH_BYTES:
-        return Address(path=rest)
+    if kind == "unix" and rest.startswith("/") and "\0" not in rest:
+        with contextlib.suppress(UnicodeEncodeError):
+            if len(os.fsencode(rest)) <= MOST_PATH_BYTES:
+                return Address(path=rest)
     if kind == "tcp":
         host, _, port = rest.rpartition(":")
         host = "127.0.0.1" if host == "localhost" else host.removeprefix("[").removesuffix("]")
@@ -69,7 +72,7 @@ def parse_address(text: str) -> Address:
             if port.isascii() and port.isdigit() and int(port) < 1 << 16:
                 return Address(host=str(ip_address(host)), port=int(port))
     raise InvalidArgumentError(
-        f"{text!r} is no address; use unix:///path (at most {_MOST_PATH_BYTES} bytes) or"
+        f"{text!r} is no address; use unix:///path (at most {MOST_PATH_BYTES} bytes) or"
         " tcp://a.b.c.d:port"
     )
 

@@ -114,7 +114,9 @@ class LinkBoard:
             node_id=node.node_id,
             pid=os.getpid(),
             role=text_of(node.role),
-            addresses=tuple(str(address)[:128] for address in node.addresses[:8]),
+            addresses=tuple(
+                text_of(address, board_format.MOST_ADDRESS) for address in node.addresses[:8]
+            ),
             data_port=node.streams.port,
             published_realtime_ns=time.time_ns(),
             started_realtime_ns=self._started_ns,

@@ -100,7 +100,7 @@ class Check(Message):
 
 PROTOCOL: Final = Protocol(
     "kvelastic transfer",
-    version=1,
+    version=2,  # 1: checksums over runs of 1 MiB
     messages=(
         Hello,
         Ask,

@@ -129,6 +129,18 @@ class References(RuleBasedStateMachine):
         assert used == len(self.alive()) * PAGES_EACH
 
 
+def test_tensors_that_a_cache_does_not_have_use_no_key_up() -> None:
+    """A peer that says nonsense of what it has had."""
+    manager, caches = local_manager(second_options(POOL_PAGES * 2 * MIB))
+    cache = manager.allocate_cache(DESC, [CacheKey(1, 7)])
+    caches.moved(cache.cache_id, 0, range(TENSORS, 1 << 16))
+    entry, _ = caches.of_row(CacheKey(1, 7).index)
+    assert not any(entry.moved.values())
+    caches.moved(cache.cache_id, 0, range(1 << 16))
+    assert not entry.rows
+    caches.close()
+
+
 References.TestCase.settings = settings(max_examples=10, stateful_step_count=40)
 TestReferences = References.TestCase
 

@@ -61,7 +61,7 @@ ATTRIBUTES = [
 def test_an_attribute(name, key, good, types, values):
     for value, text in good:
         config = LLMConfig()
-        assert getattr(config, name) is None
+        assert config.generate_options() == {}
         setattr(config, name, value)
         assert config.generate_options() == {key: text}
     config = LLMConfig()
@@ -85,6 +85,10 @@ def test_ge_options_are_options_as_they_are():
     for wrong in (["x"], {"a": 1}, {1: "a"}):
         with pytest.raises(TypeError):
             config.ge_options = wrong
+    other = LLMConfig()
+    other.ge_options["ge.flowGraphMemMaxSize"] = "1"
+    assert other.generate_options() == {"ge.flowGraphMemMaxSize": "1"}
+    assert LLMConfig().generate_options() == {}
 
 
 def options(**attributes: object) -> dict[str, str]:

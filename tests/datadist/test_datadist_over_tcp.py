@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import socket
 import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from datadist_cluster import Cluster
+from datadist_cluster import Cluster, free_port
 
 from kvelastic import link_board, segment
 from kvelastic.link_board_format import NodeFigures
@@ -19,12 +18,6 @@ ROWS = "CacheDesc(4, [3, 65536], DataType.DT_INT8)"
 BLOCKS = "CacheDesc(4, [8, 65536], DataType.DT_INT8)"
 ROW = 65536
 ONE, TWO = 8_000_000_001, 8_000_000_002
-
-
-def port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
 
 
 def host(folder: Path, name: str, secret: str, ports: str) -> dict[str, str]:
@@ -61,7 +54,7 @@ def hosts() -> Iterator[Path]:
 
 @pytest.fixture
 def pair(hosts: Path) -> Iterator[tuple[Cluster, Cluster]]:
-    at, first = port(), port()
+    at, first = free_port(), free_port()
     ports = f"{first}-{min(first + 30, 65535)}"
     one = host(hosts, "one", "5" * 64, ports)
     two = host(hosts, "two", "5" * 64, "any")
@@ -142,7 +135,7 @@ def test_a_killed_peer_is_noticed(pair: tuple[Cluster, Cluster]) -> None:
 
 
 def test_another_secret_links_nothing(hosts: Path) -> None:
-    at = port()
+    at = free_port()
     one = host(hosts, "one", "5" * 64, "any")
     two = host(hosts, "two", "6" * 64, "any")
     with start(ONE, one, listen_ip_info=f"127.0.0.1:{at}"), start(TWO, two) as reader:

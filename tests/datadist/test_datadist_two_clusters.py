@@ -2,21 +2,12 @@
 
 from __future__ import annotations
 
-import socket
-
 import pytest
-from datadist_cluster import Cluster
+from datadist_cluster import Cluster, free_port
 
 POOL = '{"memory_size": 33554432}'
 DESC = "CacheDesc(4, [3, 64], DataType.DT_INT8)"
 BLOCKS = "CacheDesc(4, [8, 64], DataType.DT_INT8)"
-
-
-def port() -> int:
-    """One that nobody listens at; clusters without a secret listen at no port themselves."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
 
 
 def second(cluster_id: int, **config: object) -> Cluster:
@@ -27,7 +18,7 @@ def second(cluster_id: int, **config: object) -> Cluster:
 @pytest.fixture
 def pair():
     """Clusters 1, which listens, and 2, which has linked it; neither remembers remote caches."""
-    at = port()
+    at = free_port()
     with second(1, listen_ip_info=f"127.0.0.1:{at}") as one, second(2) as two:
         one.port = at
         assert two(f"datadist.link_clusters([cluster(1, {at})])") == [0, [0]]
@@ -37,7 +28,7 @@ def pair():
 @pytest.fixture
 def open_pair():
     """The same, with `enable_remote_cache_accessible`."""
-    at = port()
+    at = free_port()
     with (
         second(1, listen_ip_info=f"127.0.0.1:{at}", enable_remote_cache_accessible=True) as one,
         second(2, enable_remote_cache_accessible=True) as two,
@@ -332,7 +323,7 @@ def test_codes_of_links(pair):
 
     failed = ["LLM_LINK_FAILED", "LLM_LINK_FAILED"]
     assert link(f"[cluster(1, {one.port})]") == ["LLM_ALREADY_LINK"] * 2
-    free = port()
+    free = free_port()
     assert link(f"[cluster(9, {free})]", 500) == failed
     with second(3, listen_ip_info=f"127.0.0.1:{free}"):
         # Another cluster listens there than the one that is meant.
@@ -430,7 +421,7 @@ def test_a_group_that_never_is():
 
 
 def test_switch_role_of_the_second_generation():
-    first, other = port(), port()
+    first, other = free_port(), free_port()
     with (
         second(1, listen_ip_info=f"127.0.0.1:{first}", enable_switch_role=True) as one,
         second(2) as two,
@@ -456,8 +447,31 @@ def test_switch_role_of_the_second_generation():
             assert one.status(switch.format("MIX", taken)) == "LLM_FAILED"
 
 
+def test_a_switch_that_is_refused_changes_nothing():
+    """Types, values, two addresses at once: what was listened at is listened at after each."""
+    at = free_port()
+    with (
+        second(1, listen_ip_info=f"127.0.0.1:{at}", enable_switch_role=True) as one,
+        second(2) as two,
+    ):
+        one.run(
+            "def switch(*arguments):\n"
+            "    try:\n        datadist.switch_role(*arguments)\n"
+            "    except (TypeError, ValueError) as error:\n"
+            "        return [isinstance(error, TypeError), isinstance(error, LLMException)]"
+        )
+        wrong_types = ("1", "None", "'PROMPT'", "LLMRole.MIX, 1", "LLMRole.MIX, ['x']")
+        for arguments in (*wrong_types, "LLMRole.MIX, {'llm.listenIpInfo': 1}"):
+            assert one(f"switch({arguments})") == [True, False], arguments
+        for place in ("nowhere", "127.0.0.1", "127.0.0.1:70000", "1.1.1.1:1;1.1.1.2:2"):
+            options = {"llm.listenIpInfo": place}
+            assert one(f"switch(LLMRole.MIX, {options})") == [False, True], place
+        assert one("datadist._role.name") == "MIX"
+        assert two(f"datadist.link_clusters([cluster(1, {at})])[0].name") == "LLM_SUCCESS"
+
+
 def test_the_first_generation():
-    at = port()
+    at = free_port()
     with (
         Cluster(1, "PROMPT", listen_ip_info=f"127.0.0.1:{at}", enable_switch_role=True) as prompt,
         Cluster(2, "DECODER", enable_switch_role=True) as decoder,
@@ -494,7 +508,7 @@ def test_the_first_generation():
 
 
 def test_several_devices_pull_each_from_its_own():
-    at = port()
+    at = free_port()
     with (
         Cluster(1, "PROMPT", listen_ip_info=f"127.0.0.1:{at}", device_id=[0, 1]) as prompt,
         Cluster(2, "DECODER", device_id=[0, 1], enable_switch_role=True) as decoder,

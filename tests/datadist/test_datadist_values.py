@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+from pathlib import Path
 
 import pytest
 
@@ -25,6 +26,7 @@ from kvelastic.datadist import (
     TransferWithCacheKeyConfig,
 )
 from kvelastic.datadist.enums import item_bytes
+from kvelastic.datadist.link_places import LinkPlaces
 from kvelastic.datadist.pieces import Run, pairs_merged, row_as_blocks
 from kvelastic.datadist.rank_table import parse_group
 from kvelastic.datadist.status import (
@@ -33,6 +35,7 @@ from kvelastic.datadist.status import (
     status_of,
     status_of_number,
 )
+from kvelastic.messages import MOST_PATH_BYTES
 
 INVALID = 2**64 - 1
 KEY = BlocksCacheKey(1)
@@ -242,3 +245,12 @@ def test_errors_as_exceptions():
     assert isinstance(refused.value, ValueError)
     again = pickle.loads(pickle.dumps(LLMException("x", status_code=LLMStatusCode.LLM_TIMEOUT)))
     assert again.status_code is LLMStatusCode.LLM_TIMEOUT
+
+
+def test_a_folder_whose_sockets_would_have_too_long_a_path(tmp_path: Path) -> None:
+    room = MOST_PATH_BYTES - len(str(tmp_path)) - len("/" + "/" + "cluster_1")
+    places = LinkPlaces(tmp_path / ("x" * room), None, (), None)
+    assert len(places.cluster(1).path) == MOST_PATH_BYTES
+    for too_long in (lambda: places.cluster(12), lambda: places.towards("127.0.0.1", 65535)):
+        with pytest.raises(errors.ChannelError, match="XDG_RUNTIME_DIR"):
+            too_long()

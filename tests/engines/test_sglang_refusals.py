@@ -108,14 +108,18 @@ from types import SimpleNamespace as Made
 from kvelastic.integration.sglang.refusals import refuse_cache
 from kvelastic.integration.sglang.kv_pool import ElasticMHATokenToKVPool
 from kvelastic.integration.sglang.allocator import ElasticPagedAllocator
+from kvelastic.integration.sglang.radix_cache import ElasticRadixCache
 from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
 from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
+from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
-def look(cache, allocator=ElasticPagedAllocator, swa=False, ssm=False):
+def look(cache, allocator=ElasticPagedAllocator, swa=False, ssm=False, tree=ElasticRadixCache):
     made = allocator.__new__(allocator)
     made._kvcache = cache.__new__(cache)
+    scheduler = Made(is_hybrid_swa=swa, is_hybrid_ssm=ssm, tree_cache=tree.__new__(tree),
+                     token_to_kv_pool_allocator=made)
     try:
-        refuse_cache(Made(is_hybrid_swa=swa, is_hybrid_ssm=ssm, token_to_kv_pool_allocator=made))
+        refuse_cache(scheduler)
     except Exception as error:
         print(str(error).splitlines()[1])
     else:
@@ -125,6 +129,7 @@ ours = ElasticMHATokenToKVPool
 look(ours)
 look(MLATokenToKVPool)
 look(ours, PagedTokenToKVPoolAllocator)
+look(ours, tree=UnifiedRadixCache)
 look(ours, swa=True)
 look(ours, ssm=True)
 """
@@ -136,9 +141,10 @@ look(ours, ssm=True)
         timeout=DEADLINE_S,
     )
     assert done.returncode == 0, done.stderr
-    ours, mla, allocator, windows, states = done.stdout.splitlines()[-5:]
+    ours, mla, allocator, tree, windows, states = done.stdout.splitlines()[-6:]
     assert ours == "covered"
     assert "a KV cache of the kind MLATokenToKVPool" in mla
     assert "whose pages come from PagedTokenToKVPoolAllocator" in allocator
+    assert "a radix cache of the kind UnifiedRadixCache" in tree
     assert "a model with sliding windows" in windows
     assert "a model with recurrent states" in states

@@ -220,6 +220,13 @@ ARCHITECTURES = {
             {**_GEMMA3, "layer_types": _layers("sssf")},
         ),
         Architecture(
+            "loud_mostly_sliding",
+            "as mostly_sliding; its head is the embedding, as SGLang wants it",
+            "gemma3_text",
+            {**_GEMMA3, "tie_word_embeddings": True, "layer_types": _layers("sssf")},
+            change_weights=_loud_layers,
+        ),
+        Architecture(
             "mixed_as_full",
             "one group of full and sliding layers: the hybrid manager is off",
             "gemma3_text",

@@ -289,6 +289,7 @@ def test_operators_get_their_own_answers(info: SegmentInfo, board: Board) -> Non
             while (found := board.next_request()) is not None:
                 revision, request = found
                 board.answer(TierAnswer(revision, "done", (request.size_bytes,), ""))
+                board.publish(replace(FIGURES, answered_revision=revision))
 
     def operate(number: int) -> None:
         for at in range(each):

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import pytest
 
 from kvelastic.errors import InvalidArgumentError
-from kvelastic.integration.vllm.tier_loads import Loads, is_too_slow
 from kvelastic.integration.vllm.tier_lookups import Chain, Lookups
 from kvelastic.tiers.base import KEY_BYTES, NO_KEY
+from kvelastic.tiers.loads import Loads, is_too_slow
 
 
 def key(name: str) -> bytes:

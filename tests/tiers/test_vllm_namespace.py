@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kvelastic.integration.vllm.tier_namespace import key_of, namespace_of
-from kvelastic.integration.vllm.weights_fingerprint import fingerprint_of_weights, samples
+from kvelastic.tiers.weights_fingerprint import fingerprint_of_weights, samples
 
 MIB = 1 << 20
 

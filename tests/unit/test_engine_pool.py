@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
 from types import SimpleNamespace
@@ -97,19 +98,39 @@ def test_a_device_that_does_not_fit_is_refused(
 
 
 def test_sglang_resumes_later_where_its_reserve_is_not_to_be_had(
-    stack: ExitStack, caplog: pytest.LogCaptureFixture
+    stack: ExitStack, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its answer cannot say that it failed, and an error would end its scheduler."""
+    answers = {
+        "ReleaseMemoryOccupationReqOutput": object,
+        "ResumeMemoryOccupationReqOutput": object,
+    }
+    for name, content in {
+        "sglang": {},
+        "sglang.srt": {},
+        "sglang.srt.constants": {"GPU_MEMORY_ALL_TYPES": ["kv_cache", "weights"]},
+        "sglang.srt.managers": {},
+        "sglang.srt.managers.io_struct": answers,
+    }.items():
+        monkeypatch.setitem(sys.modules, name, SimpleNamespace(**content))  # type: ignore[misc]
     device = Device(f"toys-{os.getpid()}", 32 * MIB_BYTES, _vmm.HostDriver)
     toy = Toy(stack, device=device).begin(8 * MIB_BYTES)
     allocator = SimpleNamespace(
         blocks=toy.cache.pool.blocks,
         wakes_later=False,
-        shrink=lambda tree: None,
+        late_releases=[],
         get_kvcache=lambda: SimpleNamespace(elastic=toy.cache),
     )
-    scheduler = SimpleNamespace(token_to_kv_pool_allocator=allocator, tree_cache=None)
-    updater, request = SimpleNamespace(scheduler=scheduler), SimpleNamespace(tags=None)
+    tree = SimpleNamespace(prefix_loads=None, settle=lambda: None)
+    scheduler = SimpleNamespace(
+        token_to_kv_pool_allocator=allocator, tree_cache=tree, _engine_paused=False
+    )
+    updater = SimpleNamespace(
+        scheduler=scheduler,
+        is_fully_idle=lambda ignore_waiting: True,
+        offload_tags={"kv_cache", "weights"},
+    )
+    request = SimpleNamespace(tags=None)
     in_scheduler.release_memory(lambda *_: None, updater, request)
     assert toy.cache.pool.blocks.is_asleep
     other = Toy(stack, device=device).begin()

@@ -1,5 +1,4 @@
-// Copies of pieces: by one thread and by two, over streams, and of a range whose pages come and go.
-#include <sys/socket.h>
+// Copies of pieces: by one thread and by two, and of a range whose pages come and go.
 #include <unistd.h>
 
 #include <atomic>
@@ -14,38 +13,12 @@
 #include "../pieces.h"
 #include "../range.h"
 #include "check.h"
+#include "pieces_fixture.h"
 
 namespace kvelastic {
 namespace {
 
 constexpr std::uint64_t kPage = HostDriver::kGranularityBytes;
-
-PieceDeadline soon() {
-  return std::chrono::steady_clock::now() + std::chrono::seconds(60);
-}
-
-std::uint64_t address_of(const std::byte* byte) {
-  return static_cast<std::uint64_t>(reinterpret_cast<std::uintptr_t>(byte));
-}
-
-std::vector<std::byte> noise(std::size_t bytes, unsigned seed) {
-  std::mt19937 random(seed);
-  std::vector<std::byte> made(bytes);
-  for (std::byte& one : made) one = static_cast<std::byte>(random());
-  return made;
-}
-
-/// The memory in pieces of any size, some of them empty, in order.
-std::vector<Piece> cut(const std::vector<std::byte>& memory, std::size_t most, unsigned seed) {
-  std::mt19937 random(seed);
-  std::vector<Piece> pieces;
-  for (std::size_t at = 0; at < memory.size();) {
-    const std::size_t bytes = std::min<std::size_t>(random() % most, memory.size() - at);
-    pieces.push_back({address_of(memory.data() + at), bytes});
-    at += bytes;
-  }
-  return pieces;
-}
 
 TEST(pieces_are_whole_whatever_their_sizes) {
   // Below and above what a second thread begins at.
@@ -68,23 +41,6 @@ TEST(pieces_that_do_not_match_or_overflow_are_refused) {
   CHECK(read_from_process(::getpid(), beyond, whole, soon()).error().code ==
         Errc::kInvalidArgument);
   CHECK(read_from_process(::getpid(), whole, whole, {}).error().code == Errc::kChannelTimeout);
-}
-
-TEST(pieces_travel_over_a_stream) {
-  int ends[2];
-  CHECK(::socketpair(AF_UNIX, SOCK_STREAM, 0, ends) == 0);
-  const auto theirs = noise((3 << 20) + 5, 4);
-  std::vector<std::byte> ours(theirs.size());
-  const auto from = cut(theirs, 300'000, 5), to = cut(ours, 200'000, 6);
-  Result<std::uint64_t> sent = Error{Errc::kIntegrity, "not sent"};
-  std::thread sender([&] { sent = send_pieces(ends[0], from, soon()); });
-  const Result<std::uint64_t> received = receive_pieces(ends[1], to, soon());
-  sender.join();
-  CHECK(sent && received && *sent == *received);
-  CHECK(ours == theirs);
-  ::close(ends[0]);
-  CHECK(receive_pieces(ends[1], to, soon()).error().code == Errc::kChannelClosed);
-  ::close(ends[1]);
 }
 
 TEST(pieces_of_pages_that_come_and_go_are_what_their_generation_says) {

@@ -5,7 +5,9 @@ from a list of free pages, by kernels of its own; this allocator takes just as m
 pool as a call needs, puts them there, and lets those kernels do the rest. Id 0, where SGLang writes
 what padding computes, is the pool's null block.
 
-Blocks that the radix cache holds are in use to the pool: who needs room evicts through the tree.
+What the radix cache holds and no request has locked is cached in the pool (`tree_blocks`). SGLang
+counts it as its own to evict, so it is not counted as available here, and who needs room evicts
+through the tree.
 
     session:  | admit: `ElasticPrefillBudget` has memory mapped | evict | alloc ...   |
               | or decode: `check_decode_capacity`, the same    | from the tree       |
@@ -27,6 +29,7 @@ from sglang.srt.utils import get_num_new_pages
 
 if TYPE_CHECKING:
     from kvelastic import _vmm
+    from kvelastic.integration.sglang.radix_cache import ElasticRadixCache
 
 
 class ElasticPagedAllocator(PagedTokenToKVPoolAllocator):  # type: ignore[misc]  # untyped here
@@ -34,6 +37,8 @@ class ElasticPagedAllocator(PagedTokenToKVPoolAllocator):  # type: ignore[misc] 
 
     wakes_later = False
     """Whether SGLang has resumed, and the pool could not wake yet."""
+    radix_cache: ElasticRadixCache | None = None
+    """The tree whose blocks come from here, once there is one."""
 
     late_releases: list[tuple[Any, Callable[[], Any]]]
     """Requests for `/release_memory_occupation` that wait until no other runs, and what to do."""
@@ -47,22 +52,16 @@ class ElasticPagedAllocator(PagedTokenToKVPoolAllocator):  # type: ignore[misc] 
     # --- how much there is ---------------------------------------------------------------------
 
     def available_size(self) -> int:
-        """Tokens that could be had now without evicting, under the present limit."""
-        return int(self.blocks.available_size() * self.page_size)
+        """Tokens that could be had now without evicting from the tree, under the present limit."""
+        return max(0, int(self.blocks.available_size()) - self._cached()) * int(self.page_size)
 
     def used_size(self) -> int:
         """Tokens of blocks that requests or the radix cache hold."""
-        return int(self.blocks.stats()["blocks_used"] * self.page_size)
+        return int((self.blocks.stats()["blocks_used"] + self._cached()) * self.page_size)
 
     def reachable_size(self, tree_cache: Any) -> int:
-        """Tokens that could be had now, also by evicting.
-
-        Over the limit, what is evicted is the limit's.
-        """
-        available = self.available_size()
-        if self.blocks.is_over_limit:
-            return available
-        return available + int(tree_cache.evictable_size())
+        """Tokens that could be had now, also by evicting."""
+        return int(self.blocks.available_size()) * int(self.page_size) + self._let_go(tree_cache)
 
     def have(self, tokens: int, tree_cache: Any) -> bool:
         """Have memory mapped for `tokens`, beyond what evicting gives; False: there is not enough.
@@ -70,9 +69,21 @@ class ElasticPagedAllocator(PagedTokenToKVPoolAllocator):  # type: ignore[misc] 
         Waits for the driver, and for what others give as long as `KVELASTIC_RECLAIM_WAIT` says. In
         a session what it has found stays.
         """
-        evictable = 0 if self.blocks.is_over_limit else int(tree_cache.evictable_size())
-        wanted = -(-tokens // self.page_size) - evictable // self.page_size
+        wanted = -(-(tokens - self._let_go(tree_cache)) // self.page_size)
         return bool(wanted <= 0 or self.blocks.ensure(wanted) >= wanted)
+
+    def _cached(self) -> int:
+        """Blocks of the radix cache that are cached in the pool."""
+        return 0 if self.radix_cache is None else self.radix_cache.tree_blocks.cached
+
+    def _let_go(self, tree_cache: Any) -> int:
+        """Tokens of the tree that no request has locked, and that are in use to the pool.
+
+        Over the limit, what is evicted is the limit's.
+        """
+        if self.blocks.is_over_limit:
+            return 0
+        return int(tree_cache.evictable_size()) - self._cached() * int(self.page_size)
 
     def get_all_free_pages(self) -> None:
         """SGLang's census of free pages; None: there is no list of them."""
@@ -124,6 +135,8 @@ class ElasticPagedAllocator(PagedTokenToKVPoolAllocator):  # type: ignore[misc] 
         ids = self.blocks.alloc(pages) if pages else []
         if ids is None:
             return False
+        if self.radix_cache is not None:
+            self.radix_cache.follow()  # the pool may have evicted of the tree
         self.free_pages = torch.tensor(ids, dtype=torch.int64, device=self.device)
         return True
 
@@ -140,6 +153,8 @@ class ElasticPagedAllocator(PagedTokenToKVPoolAllocator):  # type: ignore[misc] 
         """Take every page back, and hold one of the pool's pages at most."""
         self.blocks.clear()
         self.blocks.trim()
+        if self.radix_cache is not None:
+            self.radix_cache.tree_blocks.clear()
         self.free_pages = torch.empty((0,), dtype=torch.int64, device=self.device)
         self.free_group = None
         self.free_page_ids_group: list[torch.Tensor] = []
@@ -176,15 +191,6 @@ class ElasticPagedAllocator(PagedTokenToKVPoolAllocator):  # type: ignore[misc] 
         self.evict_to_free_tokens(tree_cache, num_tokens)
         pages = -(-num_tokens // self.page_size)
         return bool(pages == 0 or self.blocks.ensure(pages) >= pages)
-
-    def shrink(self, tree_cache: Any) -> None:
-        """Evict from the radix cache as long as the pool holds more than it may."""
-        if not self.blocks.is_over_limit or not tree_cache.supports_prefix_sharing():
-            return
-        page_tokens = self._kvcache.elastic.layout.blocks_per_page * self.page_size
-        while self.blocks.is_over_limit and tree_cache.evictable_size():
-            if not evict(tree_cache, page_tokens, self.page_size):
-                break
 
 
 def evict(tree_cache: Any, tokens: int, page_size: int) -> int:

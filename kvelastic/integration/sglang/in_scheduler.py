@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
+import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from multiprocessing.util import Finalize
 from typing import TYPE_CHECKING, Any, Final
 
@@ -15,13 +17,14 @@ from kvelastic.integration.sglang.refusals import ends_process, refuse_cache
 if TYPE_CHECKING:
     from kvelastic.engine_pool import EnginePool
     from kvelastic.integration.sglang.allocator import ElasticPagedAllocator
+    from kvelastic.integration.sglang.radix_cache import ElasticRadixCache
 
 _log = logging.getLogger("kvelastic.sglang")
 
 KV_CACHE_TAG: Final = "kv_cache"
 """How SGLang calls the KV cache where a part of its memory is named."""
 _NAP_S: Final = 0.01
-"""How long the scheduler waits for memory before it looks at its requests again."""
+"""How long the scheduler waits for memory, or for a load, before it looks at its requests again."""
 NO_ROOM_FOR_THE_LAST: Final = "Out of memory even after retracting all other requests"
 """How SGLang's message begins for the last request that it aborts."""
 
@@ -45,6 +48,23 @@ def paged_allocator_class(original: Callable[..., Any], platform: Any) -> Any:
     return ElasticPagedAllocator
 
 
+def radix_cache(original: Callable[..., Any], context: Any, **more: Any) -> Any:
+    """A tree whose blocks the pool may take while no request needs them."""
+    from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
+
+    from kvelastic.integration.sglang.allocator import ElasticPagedAllocator
+
+    if type(context.params.token_to_kv_pool_allocator) is not ElasticPagedAllocator:
+        return original(context, **more)  # refused in a moment, with the reason
+    from kvelastic.integration.sglang.radix_cache import ElasticFullComponent, ElasticRadixCache
+
+    context.params.component_registry_override = {
+        **(context.params.component_registry_override or {}),
+        ComponentType.FULL: ElasticFullComponent,
+    }
+    return original(context, **{**more, "cache_class": ElasticRadixCache})
+
+
 def scheduler_init(original: Callable[..., None], scheduler: Any, *args: Any, **more: Any) -> None:
     """Refuse a KV cache that is not ours; answer operators from here on."""
     original(scheduler, *args, **more)
@@ -57,26 +77,33 @@ def _begin(scheduler: Any) -> None:
     from kvelastic.process_memory import anonymous_bytes
 
     refuse_cache(scheduler)
+    settings = config.load()
     elastic = _elastic(scheduler)
+    _radix_cache(scheduler).checks_integrity = settings.sanity_check
     _allocator(scheduler).late_releases = []
-    elastic.begin(config.load(), anonymous_bytes(os.getpid()))
-    elastic.pool.segment.record.set_engine_asleep(False)
     # `atexit` does not run in a process that multiprocessing has made.
     Finalize(elastic, elastic.close, exitpriority=10)
+    if settings.tiers:
+        from kvelastic.integration.sglang.tier_opening import open_for
+
+        loads = open_for(settings, elastic, scheduler)
+        if loads is not None:
+            Finalize(loads, loads.close, exitpriority=20)
+    elastic.begin(settings, anonymous_bytes(os.getpid()))
+    elastic.pool.segment.record.set_engine_asleep(False)
 
 
 # --- each round --------------------------------------------------------------------------------
 
 
 def ingest_requests(original: Callable[..., Any], scheduler: Any, *args: Any, **more: Any) -> Any:
-    """Once a round, busy, idle or paused: give up what is over the limit."""
+    """Once a round, busy, idle or paused: the pool may have what requests have let go."""
     requests = original(scheduler, *args, **more)
-    allocator = _allocator(scheduler)
-    if allocator.wakes_later:
+    if _allocator(scheduler).wakes_later:
         _wake(scheduler, _NAP_S)
-    if allocator.late_releases:
+    if _allocator(scheduler).late_releases:
         _release_late(scheduler)
-    allocator.shrink(scheduler.tree_cache)
+    _radix_cache(scheduler).settle()
     return requests
 
 
@@ -85,18 +112,33 @@ def get_next_batch(
 ) -> Any:
     """A session: what SGLang sees while it schedules it can take.
 
-    Where requests only wait for memory, its loop naps until some has come, instead of spinning.
+    Requests whose prefixes are on their way from tiers are kept from it. Where requests only wait,
+    for memory or for a load, its loop naps until some has come, instead of spinning.
     """
-    blocks = _allocator(scheduler).blocks
+    blocks, cache = _allocator(scheduler).blocks, _radix_cache(scheduler)
     seen = blocks.arrivals  # before it looks: what comes meanwhile is news
-    blocks.enter()
-    try:
-        plan = original(scheduler, running_batch=running_batch, last_batch=last_batch)
-    finally:
-        blocks.exit()
-    if plan.batch_to_run is None and last_batch is None and _waits(scheduler):
+    loads = cache.prefix_loads
+    with cache.in_session():
+        with nullcontext() if loads is None else loads.kept_back(scheduler):
+            plan = original(scheduler, running_batch=running_batch, last_batch=last_batch)
+        cache.tree_blocks.settle()
+    is_idle = plan.batch_to_run is None and last_batch is None
+    if is_idle and _waits(scheduler) and (loads is None or not loads.wait_for_any(_NAP_S)):
         blocks.wait_for_arrival(seen, _NAP_S)
     return plan
+
+
+def run_batch(
+    original: Callable[..., Any], scheduler: Any, batch: Any, *args: Any, **more: Any
+) -> Any:
+    """What computing a block takes: a tier that is slower is not asked."""
+    loads = _radix_cache(scheduler).prefix_loads
+    if loads is None or not batch.forward_mode.is_extend():
+        return original(scheduler, batch, *args, **more)
+    began_s = time.monotonic()
+    result = original(scheduler, batch, *args, **more)
+    loads.computed(int(batch.extend_num_tokens), time.monotonic() - began_s)
+    return result
 
 
 def _waits(scheduler: Any) -> bool:
@@ -146,9 +188,14 @@ def check_full_pool(
 ) -> Any:
     """SGLang's leak check, against the pool: whatever is in use there must be accounted for here.
 
-    What a limit withholds, and what other instances hold, is available in this sum.
+    What a limit withholds, what other instances hold, and what is being loaded from tiers is
+    available in this sum.
     """
+    if checker.tree_cache.checks_integrity:
+        checker.tree_cache.tree_blocks.check_integrity()
     held = checker.token_to_kv_pool_allocator.used_size()
+    if checker.tree_cache.prefix_loads is not None:
+        held -= checker.tree_cache.prefix_loads.loading_tokens
     whole = dataclasses.replace(stats, full_available_size=checker.max_total_num_tokens - held)
     return original(checker, whole, *args, **more)
 
@@ -159,12 +206,16 @@ def check_full_pool(
 def release_memory(original: Callable[..., Any], updater: Any, request: Any) -> Any:
     """Give the KV cache's memory back, after SGLang has emptied it.
 
-    While a request runs the caller waits; stock ends its scheduler there.
+    With tiers it is demoted first, and found again after that. While a request runs the caller
+    waits; stock ends its scheduler there.
     """
 
     def release() -> Any:
-        answer = original(updater, request)
-        if KV_CACHE_TAG in (request.tags or [KV_CACHE_TAG]):
+        is_asked = KV_CACHE_TAG in (request.tags or [KV_CACHE_TAG])
+        loads = _radix_cache(updater.scheduler).prefix_loads if is_asked else None
+        with nullcontext() if loads is None else loads.demoted():
+            answer = original(updater, request)
+        if is_asked:
             _allocator(updater.scheduler).wakes_later = False
             elastic = _elastic(updater.scheduler)
             elastic.pool.blocks.sleep()
@@ -237,6 +288,11 @@ def _wake(scheduler: Any, timeout_s: float | None) -> KvelasticError | None:
 def _allocator(scheduler: Any) -> ElasticPagedAllocator:
     allocator: ElasticPagedAllocator = scheduler.token_to_kv_pool_allocator
     return allocator
+
+
+def _radix_cache(scheduler: Any) -> ElasticRadixCache:
+    cache: ElasticRadixCache = scheduler.tree_cache
+    return cache
 
 
 def _elastic(scheduler: Any) -> EnginePool:

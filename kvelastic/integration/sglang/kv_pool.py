@@ -52,6 +52,7 @@ class ElasticMHATokenToKVPool(MHATokenToKVPool):  # type: ignore[misc]  # SGLang
             wanted_blocks=blocks,
             engine="SGLang",
             model=_model_name(),
+            has_tiers=True,
         )
         memory = self.elastic.pool.memory
         assert isinstance(memory, _vmm.Range)

@@ -25,6 +25,8 @@ ARGUMENTS: Final = "sglang.srt.server_args"
 """Every process: the arguments."""
 PLATFORM: Final = "sglang.srt.platforms.interface"
 """Every process: which classes a KV cache is made of."""
+REGISTRY: Final = "sglang.srt.mem_cache.registry"
+"""The scheduler's process: which radix cache is made."""
 SCHEDULER: Final = "sglang.srt.managers.scheduler"
 """The scheduler's process; others import it to start that."""
 
@@ -39,6 +41,9 @@ _UPDATER: Final = f"{_PARTS}.weight_updater:SchedulerWeightUpdaterManager"
 _POOL: Final = "sglang.srt.mem_cache.memory_pool:MHATokenToKVPool"
 _ALLOCATOR: Final = "sglang.srt.mem_cache.allocator.paged:PagedTokenToKVPoolAllocator"
 _BASE: Final = "sglang.srt.mem_cache.allocator.base:BaseTokenToKVPoolAllocator"
+_TREE: Final = "sglang.srt.mem_cache.unified_radix_cache:UnifiedRadixCache"
+_CORE: Final = "sglang.srt.mem_cache.unified_cache.unified_tree_core:UnifiedTreeCore"
+_FULL: Final = "sglang.srt.mem_cache.unified_cache.components.full:FullComponent"
 _ADDER: Final = "sglang.srt.managers.schedule_policy:PrefillAdder"
 _BUDGET: Final = "sglang.srt.mem_cache.prefill_budget:PrefillBudget"
 
@@ -62,6 +67,12 @@ HOOKS: Final = (
         "take pages from the elastic pool",
     ),
     Hook(
+        REGISTRY,
+        f"{REGISTRY}:create_unified_radix_cache",
+        in_scheduler.radix_cache,
+        "a radix cache that the pool may take blocks from",
+    ),
+    Hook(
         SCHEDULER,
         f"{_SCHEDULER}.__init__",
         in_scheduler.scheduler_init,
@@ -71,13 +82,19 @@ HOOKS: Final = (
         SCHEDULER,
         f"{_SCHEDULER}.ingest_requests",
         in_scheduler.ingest_requests,
-        "the radix cache gives up what is over the limit",
+        "the pool may have what requests have let go",
     ),
     Hook(
         SCHEDULER,
         f"{_SCHEDULER}.get_next_batch_to_run",
         in_scheduler.get_next_batch,
         "a session to schedule in",
+    ),
+    Hook(
+        SCHEDULER,
+        f"{_SCHEDULER}.run_batch",
+        in_scheduler.run_batch,
+        "what computing takes, for the tiers",
     ),
     Hook(
         SCHEDULER,
@@ -125,7 +142,12 @@ def arm(series: str) -> None:
     differently.
     """
     engine = f"SGLang {installed_version()}"
-    probes = {ARGUMENTS: _probe_arguments, PLATFORM: _probe_platform, SCHEDULER: _probe_scheduler}
+    probes = {
+        ARGUMENTS: _probe_arguments,
+        PLATFORM: _probe_platform,
+        REGISTRY: _probe_registry,
+        SCHEDULER: _probe_scheduler,
+    }
     table.arm(
         engine,
         hooks_for(series),
@@ -153,6 +175,27 @@ def _probe_arguments(probe: Probe) -> None:
 def _probe_platform(probe: Probe) -> None:
     probe.parameters(f"{_PLATFORM}.get_kv_pool_cls", ("self", "kind"))
     probe.parameters(f"{_PLATFORM}.get_paged_allocator_cls", ("self",))
+
+
+def _probe_registry(probe: Probe) -> None:
+    probe.parameters(f"{REGISTRY}:create_unified_radix_cache", ("ctx", "cache_class"))
+    probe.mentions(
+        "sglang.srt.mem_cache.unified_cache.tree_core_registry:_rust_fallback_reason",
+        ("component_registry_override",),
+    )
+    probe.mentions(f"{_TREE}.__init__", ("component_registry_override", "tree_core"))
+    probe.mentions(f"{_TREE}.checkpoint", ("checkpoint_into_tree",))
+    probe.parameters(f"{_TREE}.match_prefix", ("self", "params"))
+    probe.mentions(f"{_TREE}._apply_eviction_result", ("device_frees",))
+    probe.parameters(f"{_FULL}.acquire_component_lock", ("self", "node", "result", "lock_host"))
+    probe.parameters(f"{_FULL}.release_component_lock", ("self", "node", "params", "lock_host"))
+    probe.parameters(f"{_FULL}.redistribute_on_node_split", ("self", "new_parent", "child"))
+    probe.parameters(
+        f"{_FULL}.evict_component",
+        ("self", "node", "device_frees", "host_frees", "cache_actions", "target"),
+    )
+    probe.parameters(f"{_CORE}._split_node", ("self", "key", "child", "split_len"))
+    probe.parameters(f"{_CORE}.evict_device_leaf", ("self", "node_id", "is_write_back"))
 
 
 def _probe_scheduler(probe: Probe) -> None:

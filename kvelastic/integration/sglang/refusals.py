@@ -95,6 +95,7 @@ def refuse_cache(scheduler: Any) -> None:
     """
     from kvelastic.integration.sglang.allocator import ElasticPagedAllocator
     from kvelastic.integration.sglang.kv_pool import ElasticMHATokenToKVPool
+    from kvelastic.integration.sglang.radix_cache import ElasticRadixCache
 
     found = []
     if scheduler.is_hybrid_swa:
@@ -110,6 +111,8 @@ def refuse_cache(scheduler: Any) -> None:
         )
     if not found and type(allocator) is not ElasticPagedAllocator:
         found.append(f"a KV cache whose pages come from {type(allocator).__name__}")
+    if not found and type(scheduler.tree_cache) is not ElasticRadixCache:
+        found.append(f"a radix cache of the kind {type(scheduler.tree_cache).__name__}")
     _refuse(found)
 
 

@@ -4,7 +4,7 @@ How a request's blocks come back, all in the scheduler's process::
 
     schedule   vLLM asks for blocks (`tier_spec`, `tier_lookups`); what is found is held
                it takes blocks for them, and makes a job for its workers
-               the job is taken out of the step: the tiers load beside the steps (`tier_loads`)
+               the job is taken out of the step: the tiers load beside the steps (`tiers/loads.py`)
     ...        the request waits; where nothing else can run, the engine naps
     schedule   first, what has been loaded is told to vLLM as if a worker had: the request runs
 
@@ -25,9 +25,9 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 
 from kvelastic.errors import IntegrityError
-from kvelastic.integration.vllm.tier_loads import LoadingTiers, Loads
 from kvelastic.integration.vllm.tier_lookups import Found, Lookups, MatchingTiers
 from kvelastic.integration.vllm.tier_namespace import key_of
+from kvelastic.tiers.loads import LoadingTiers, Loads
 from kvelastic.tiers.policy import averaged
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from kvelastic.integration.vllm.weights_fingerprint import fingerprint_of_weights
+from kvelastic.tiers.weights_fingerprint import fingerprint_of_weights
 
 _KIND: Final = "lora_contents"
 

@@ -16,8 +16,8 @@ import secrets
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
-from kvelastic.integration.vllm.weights_fingerprint import fingerprint_of_weights
 from kvelastic.tiers.namespace import Namespace
+from kvelastic.tiers.weights_fingerprint import fingerprint_of_weights
 
 _STABLE_HASHES: Final = frozenset({"sha256", "sha256_cbor"})
 """Those that begin from a fixed seed in every process, unless PYTHONHASHSEED gives another."""

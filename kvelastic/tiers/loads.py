@@ -1,11 +1,11 @@
 """Loads from the tiers into blocks of requests, on their way beside the engine's steps.
 
-    loads.begin("req", job, match, ids)          # in the step in which vLLM has made the job
+    loads.begin("req", job, match, ids)          # in the step in which the engine asks for it
     for load in loads.take_finished(): ...       # before the next step
     loads.wait_for_any(0.01)                     # in the place of empty steps
 
-A load never fails for vLLM: how many of the leading blocks hold their records is answered, and the
-rest is computed. Blocks of a load are in use by its request until it is over, also where the
+A load never fails for an engine: how many of the leading blocks hold their records is answered, and
+the rest is computed. Blocks of a load are in use by its request until it is over, also where the
 request has ended before.
 
 Used by the scheduler's thread only; threads of the tiers carry the loads out.
@@ -68,7 +68,7 @@ class Load:
 
     request: str
     job: int
-    """vLLM's number of it."""
+    """The engine's number of it."""
     blocks: int
     loading: Loading | None
     """None: it was not begun."""

@@ -1,0 +1,65 @@
+"""Opens the tiers of a SGLang's pool. Imported only where `KVELASTIC_TIERS` names some.
+
+The namespace is everything that changes the bytes of a block of the same tokens. SGLang's hash of a
+block stands for its tokens and all before them, for a salt and an extra key. Where nobody can say
+what weights these are, the namespace is of this process alone: nothing is found again after it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import secrets
+from typing import Any, Final
+
+from kvelastic.config import Config
+from kvelastic.engine_pool import EnginePool
+from kvelastic.integration.sglang.prefix_loads import PrefixLoads
+from kvelastic.integration.sglang.versions import installed_version
+from kvelastic.tiers.namespace import Namespace
+from kvelastic.tiers.opening import open_tiers
+from kvelastic.tiers.weights_fingerprint import fingerprint_of_weights
+
+_RANDOM_WEIGHTS: Final = "dummy"
+
+
+def open_for(settings: Config, elastic: EnginePool, scheduler: Any) -> PrefixLoads | None:
+    """The tiers that the settings name, behind this scheduler's radix cache; None: none is of use.
+
+    Blocks while the weights' files are sampled and stores are opened. Raises what they raise.
+    """
+    layout = f"{elastic.layout.buffers} buffers of {elastic.layout.block_bytes} bytes a block"
+    namespace = namespace_of(scheduler.server_args, scheduler.model_config, layout)
+    tiers = open_tiers(elastic.pool, settings, namespace)
+    if tiers is None:
+        return None
+    return PrefixLoads(
+        scheduler.tree_cache,
+        tiers,
+        compares=settings.tier_compare,
+        sleep_wait_s=settings.tier_sleep_s,
+        exit_wait_s=settings.tier_exit_s,
+    )
+
+
+def namespace_of(arguments: Any, model: Any, layout: str) -> Namespace:
+    """The namespace of a SGLang with these arguments, model and layout of a block."""
+    return Namespace(
+        model=str(arguments.model_path),
+        weights=_weights(arguments, model),
+        dtype=f"{model.dtype}/{arguments.kv_cache_dtype}",
+        layout=f"SGLang {installed_version()} on {arguments.device}; {layout}",
+        block_tokens=int(arguments.page_size),
+        hash_algorithm="SGLang's SHA-256",
+    )
+
+
+def _weights(arguments: Any, model: Any) -> str:
+    found = None
+    if arguments.load_format != _RANDOM_WEIGHTS:
+        found = fingerprint_of_weights(str(arguments.model_path))
+    if found is None:
+        found = f"unknown {secrets.token_hex(16)}"
+    settings = json.dumps(model.hf_config.to_dict(), sort_keys=True, default=str)
+    described = "; ".join((found, str(arguments.revision), str(arguments.quantization), settings))
+    return hashlib.sha256(described.encode()).hexdigest()[:32]

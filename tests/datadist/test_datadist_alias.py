@@ -1,0 +1,50 @@
+"""`import llm_datadist`: off by itself, the same classes where it is on, and theirs goes first."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+
+def python(program: str, **environment: str) -> str:
+    kept = {name: value for name, value in os.environ.items() if "ALIAS" not in name}
+    ended = subprocess.run(
+        [sys.executable, "-c", program],
+        env=kept | environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    return (ended.stdout or ended.stderr).strip().splitlines()[-1]
+
+
+def test_the_alias_is_off_by_itself():
+    assert "No module named 'llm_datadist'" in python("import kvelastic.datadist, llm_datadist")
+
+
+def test_the_alias_has_the_same_classes():
+    switched = "from kvelastic import datadist_alias as alias; alias.switch_on(); "
+    program = "import llm_datadist as a, kvelastic.datadist as b; print(a.Cache is b.Cache)"
+    assert python(switched + program) == "True"
+    assert python(program, KVELASTIC_LLM_DATADIST_ALIAS="true") == "True"
+    assert "No module named" in python(f"{switched} alias.switch_off(); import llm_datadist")
+
+
+def test_an_installed_one_goes_first(tmp_path):
+    (tmp_path / "llm_datadist.py").write_text("WHO = 'theirs'\n")
+    program = (
+        f"import sys; sys.path.insert(0, {str(tmp_path)!r});"
+        "from kvelastic import datadist_alias as alias; alias.switch_on();"
+        "import llm_datadist; print(llm_datadist.WHO)"
+    )
+    assert python(program) == "theirs"
+
+
+def test_the_variable_alone_imports_nothing_of_it():
+    program = "import sys; print('kvelastic.datadist' in sys.modules)"
+    assert python(program, KVELASTIC_LLM_DATADIST_ALIAS="true") == "False"
+
+
+def test_the_import_brings_no_torch():
+    assert python("import kvelastic.datadist, sys; print('torch' in sys.modules)") == "False"

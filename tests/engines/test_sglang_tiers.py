@@ -1,0 +1,175 @@
+"""SGLang with a disk tier: what its radix cache gave up comes back, and nothing is computed again.
+
+What a server answers at first is what it is held to afterwards: that these are stock's tokens is
+shown by `test_sglang_tokens`, and that wrong KV would be seen by its control.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import needs
+import pytest
+from sglang_server import PAGE_TOKENS, Answer, SglangServer
+from transformers_process import make_prompts
+from waiting import until
+
+from kvelastic import segment, tier_board
+from kvelastic.tier_board_format import BoardFigures
+
+pytestmark = [needs.sglang, pytest.mark.timeout(600)]
+
+PROGRAMS = Path(__file__).parents[1] / "programs"
+PAGE_BYTES = 2 << 20
+KV_BYTES = 1 << 30
+NAME = f"kvsgl_tiers_{os.getpid()}"
+PROMPTS = make_prompts(12, seed=23, shortest=150, longest=300, shared_tokens=2 * PAGE_TOKENS)
+NEW_TOKENS = 16
+
+
+class TieredServer(SglangServer):
+    """SGLang on kvelastic with one disk tier."""
+
+    def __init__(self, model: Path, log: Path, folder: Path) -> None:
+        folder.mkdir(mode=0o700, exist_ok=True)
+        environment = {
+            "ENABLE_KVELASTIC": "true",
+            "KVELASTIC_IPC_NAME": NAME,
+            "KVELASTIC_TIERS": f"disk:{folder}:256M",
+            "KVELASTIC_TIER_LIMIT_SECONDS": "60",  # a busy machine drops nothing
+            "KVELASTIC_TIER_COMPARE": "false",  # nor finds that this model computes faster
+            "KVELASTIC_SANITY_CHECK": "true",
+        }
+        super().__init__(model, log, environment)
+
+    def ask_all(self) -> list[Answer]:
+        """One after the other: what each finds is told apart."""
+        return [self.generate(prompt, NEW_TOKENS) for prompt in PROMPTS]
+
+    def board(self) -> BoardFigures:
+        """What the tiers say of themselves, half a second old at most."""
+        board = tier_board.read(segment.inspect(NAME))
+        assert board is not None
+        return board
+
+    def limit(self, limit_bytes: int) -> None:
+        segment.request(NAME, limit_bytes=limit_bytes, wait_s=90)
+
+    def evict(self) -> None:
+        """A limit of one page, and back."""
+        self.limit(PAGE_BYTES)
+        assert segment.inspect(NAME).usage["mapped_bytes"] <= PAGE_BYTES
+        self.limit(KV_BYTES)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tiny_model_for_sglang_tiers")
+    subprocess.run(
+        [sys.executable, PROGRAMS / "tiny_model.py", folder, "2", "2", "128"], check=True
+    )
+    return folder
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("sglang_tiers") / "disk"
+
+
+@pytest.fixture(scope="module")
+def server(model: Path, folder: Path) -> Iterator[TieredServer]:
+    with TieredServer(model, folder.parent / "tiers.log", folder) as server:
+        yield server.wait_until_ready()
+
+
+@pytest.fixture(scope="module")
+def expected(server: TieredServer) -> list[list[int]]:
+    return [answer.tokens for answer in server.ask_all()]
+
+
+def check_found(answers: list[Answer], expected: list[list[int]]) -> None:
+    """At most the last block is computed, or of a whole one its last token."""
+    assert [answer.tokens for answer in answers] == expected
+    for answer, prompt in zip(answers, PROMPTS, strict=True):
+        assert len(prompt) - answer.cached_tokens <= PAGE_TOKENS
+
+
+def test_after_a_limit_of_one_page_nothing_is_computed_again(server, expected) -> None:
+    server.evict()
+    usage = segment.inspect(NAME).usage
+    assert usage["blocks_in_use"] + usage["blocks_cached"] < len(PROMPTS) * 2, "it was evicted"
+    check_found(server.ask_all(), expected)
+
+
+def test_all_at_once_find_it_too(server, expected) -> None:
+    """They have a beginning in common, which is loaded once."""
+    server.evict()
+    answers = server.generate_all(PROMPTS, NEW_TOKENS)
+    check_found(answers, expected)
+
+
+def test_a_sleep_and_a_release_demote_and_what_wakes_finds_it(server, expected) -> None:
+    assert segment.request(NAME, asleep=True, wait_s=60).state == "applied"
+    assert segment.request(NAME, asleep=False, wait_s=60).state == "applied"
+    check_found(server.ask_all(), expected)
+    server.post("/release_memory_occupation")
+    assert segment.inspect(NAME).usage["mapped_bytes"] == 0
+    server.post("/resume_memory_occupation")
+    check_found(server.ask_all(), expected)
+
+
+def test_under_limits_that_change_all_the_time_every_answer_is_right(server, expected) -> None:
+    is_over = threading.Event()
+
+    def change_limits() -> None:
+        pages = 1
+        while not is_over.is_set():
+            pages = pages * 3 % 31 or 1
+            segment.request(NAME, limit_bytes=pages * PAGE_BYTES)
+            is_over.wait(0.05)
+
+    changing = threading.Thread(target=change_limits)
+    changing.start()
+    try:
+        rounds = [server.generate_all(PROMPTS, NEW_TOKENS) for _ in range(3)]
+    finally:
+        is_over.set()
+        changing.join()
+        server.limit(KV_BYTES)
+    assert [[one.tokens for one in answers] for answers in rounds] == [expected] * 3
+
+
+def test_what_the_tree_gives_up_for_others_is_found_again(server, expected) -> None:
+    """Under a limit of two pages prompts displace one another."""
+    server.limit(2 * PAGE_BYTES)
+    try:
+        for _ in range(2):
+            check_found(server.ask_all(), expected)
+    finally:
+        server.limit(KV_BYTES)
+
+
+def test_a_killed_server_finds_its_records_and_a_flush_hides_them(
+    server, expected, model, folder
+) -> None:
+    server.post("/release_memory_occupation")  # demotes all
+    server.kill()
+    with TieredServer(model, folder.parent / "tiers_again.log", folder) as again:
+        again.wait_until_ready()
+        check_found(again.ask_all(), expected)
+        again.post("/flush_cache")
+        assert segment.inspect(NAME).usage["mapped_bytes"] <= PAGE_BYTES
+        answers = again.ask_all()
+        assert [answer.tokens for answer in answers] == expected
+        assert answers[0].cached_tokens == 0, "found what was flushed"
+        until(lambda: again.board().tiers[0].errors == 0, "the board is there")
+        assert again.process.poll() is None
+        again.stop()
+        assert "hit an exception" not in again.text(), again.tail()
+        assert "memory leak" not in again.text(), again.tail()
+    assert NAME not in {info.name for info in segment.list_segments()}
