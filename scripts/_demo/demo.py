@@ -18,10 +18,10 @@ from typing import Any
 
 import psutil
 import shared_files
-from client import Burst, RequestFailedError, ask
-from engines import ENGINES, DemoEngine, Server
+from client import AT_ONCE, Burst, RequestFailedError, ask
+from engines import BLOCK_TOKENS, ENGINES, DemoEngine, Server
 from front import FIRST, SECOND, Front
-from survival import Asked, ask_long, table
+from survival import Asked, Where, ask_long, table
 from view import LiveView, Memory, Waiting
 
 from kvelastic import segment
@@ -44,6 +44,8 @@ IDLE_TRIM_S = 3.0
 TRIM_DEADLINE_S = 10.0
 ASLEEP_S = 3.0
 LOG_LINES = 40
+ENGINES_OWN = "sglang_"
+"""Files that SGLang makes; it ends its processes by SIGKILL and leaves them."""
 
 
 class DemoError(Exception):
@@ -84,6 +86,10 @@ class Shown:
 
     def burst(self, count: int) -> Burst:
         return Burst(self.server.port, count, self.engine.model_name(self.model))
+
+    def ask_long(self, what: str) -> Asked:
+        name = self.engine.model_name(self.model)
+        return ask_long(Where(self.server.port, name, NAME, BLOCK_TOKENS), what)
 
     def held(self) -> str:
         """What the instance says, and what the operating system says."""
@@ -147,7 +153,7 @@ def limited_burst(shown: Shown, answers: list[str]) -> None:
     after = shown.engine.preempted(shown.server)
     preempted = ""
     if before is not None and after is not None:
-        preempted = f", after {after - before} preemptions by {shown.engine.title}"
+        preempted = f", after {after - before} {shown.engine.gives_way}"
     print(f"  all {len(stories)} requests finished{preempted}")
     print(f"  the last story begins: {stories[-1][:100]!r}")
     print(f"  Q: {QUESTIONS[0]}\n  A: {again} ({same})")
@@ -176,7 +182,7 @@ def show(shown: Shown) -> None:
     count = shown.engine.burst_requests
     title("2. Questions")
     answers = questions(shown)
-    title(f"3. A burst of {count} requests, 16 at once: memory grows with use")
+    title(f"3. A burst of {count} requests, {min(count, AT_ONCE)} at once: memory grows with use")
     burst(shown)
     title(f"4. Another burst, and the limit lowered to {LOW_LIMIT} while it runs")
     limited_burst(shown, answers)
@@ -192,8 +198,9 @@ def start(shown: Shown) -> None:
 
 
 def sleep(shown: Shown) -> None:
-    """For engines that have no tiers here: asleep it holds nothing, and requests wait."""
+    """For engines that have no tiers."""
     title("6. Asleep: it holds nothing, and a request waits until it wakes")
+    print(f"  {shown.engine.without_tiers} (docs/tiers.md)")
     print(kvctl("limit", NAME, _megabytes(shown.kv_bytes), "--wait", "10"))
     before = shown.ask(QUESTIONS[0])
     print(f"  {shown.held()}")
@@ -221,23 +228,23 @@ def survive(shown: Shown, restart: Callable[[], Shown], files: set[Path]) -> Sho
     Answers with that.
     """
     title("6. KV that survives: the same long prompt, after a limit and after a kill")
-    server, whole = shown.server, _megabytes(shown.kv_bytes)
+    whole = _megabytes(shown.kv_bytes)
     print(kvctl("limit", NAME, whole, "--wait", "10"))
-    asked = [ask_long(server, "cold")]
+    asked = [shown.ask_long("cold")]
     print(f"  a prompt of {asked[0].tokens} tokens; the answer begins: {asked[0].answer[:60]!r}")
-    asked.append(ask_long(server, "own prefix cache"))
+    asked.append(shown.ask_long("own prefix cache"))
     print(kvctl("limit", NAME, f"{_facts(NAME)['page_bytes'] >> 20}M", "--wait", "60"))
     print(f"  {shown.held()}")
     print(kvctl("limit", NAME, whole, "--wait", "10"))
-    asked.append(_from_tiers(ask_long(server, "after a limit of one page")))
+    asked.append(_from_tiers(shown.ask_long("after a limit of one page")))
     print(kvctl("sleep", NAME, "--wait", "60"), flush=True)
-    server.kill()
+    shown.server.kill()
     print("  SIGKILL to every process of the server, and the same command again")
     again = restart()
     start(again)
     files |= shared_files.in_use_by(pids(again.server))
     again.ask(QUESTIONS[0])  # what an engine does but once
-    asked.append(_from_tiers(ask_long(again.server, "after SIGKILL and a restart")))
+    asked.append(_from_tiers(again.ask_long("after SIGKILL and a restart")))
     print(table(asked))
     if len({one.answer for one in asked}) > 1:
         raise DemoError(f"the answers differ: {[one.answer for one in asked]}")
@@ -321,10 +328,18 @@ def end(shown: Shown, files: set[Path]) -> None:
     title("8. The end")
     shown.server.stop()
     files_left = shared_files.left(files)
-    ours = {NAME, SECOND_NAME}
-    segments_left = [info.name for info in segment.list_segments() if info.name in ours]
     print(f"  the servers and their processes have ended; of their {len(files)} files in /dev/shm"
           f" {len(files_left) or 'none'} are left")  # fmt: skip
+    if files_left:
+        print(kvctl("gc"))
+        files_left = shared_files.left(files_left)
+        engines_own = [path for path in files_left if path.name.startswith(ENGINES_OWN)]
+        if engines_own:
+            names = ", ".join(path.name for path in engines_own)
+            print(f"  {shown.engine.title}'s own, removed by this demo: {names}", flush=True)
+        files_left = [path for path in files_left if path not in engines_own]
+    ours = {NAME, SECOND_NAME}
+    segments_left = [info.name for info in segment.list_segments() if info.name in ours]
     if files_left or segments_left:
         raise DemoError(f"left in shared memory: {', '.join(map(str, files_left))} {segments_left}")
 
@@ -344,7 +359,7 @@ def main(engine: DemoEngine, model: Path) -> None:
         "KVELASTIC_IPC_NAME": NAME,
         "KVELASTIC_IDLE_TRIM_SECONDS": str(IDLE_TRIM_S),
     }
-    with_tiers = " and a disk tier" if engine.has_tiers else ""
+    with_tiers = "" if engine.without_tiers else " and a disk tier"
     title(
         f"1. {engine.title} with ENABLE_KVELASTIC=true{with_tiers}, serving SmolLM2-135M-Instruct"
         " on the CPU"
@@ -352,7 +367,7 @@ def main(engine: DemoEngine, model: Path) -> None:
     files: set[Path] = set()
     servers: list[Server] = []
     with TemporaryDirectory(prefix="kvelastic-demo-") as folder:
-        if engine.has_tiers:
+        if not engine.without_tiers:
             tier = Path(folder) / "tier"
             tier.mkdir(0o700)
             environment["KVELASTIC_TIERS"] = f"disk:{tier}:{TIER_BYTES}"
@@ -367,7 +382,7 @@ def main(engine: DemoEngine, model: Path) -> None:
             start(shown)
             files |= shared_files.in_use_by(pids(shown.server))
             show(shown)
-            if engine.has_tiers:
+            if not engine.without_tiers:
                 shown = survive(shown, begin, files)
             else:
                 sleep(shown)

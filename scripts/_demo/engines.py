@@ -22,9 +22,12 @@ from sglang_server import MAX_TOTAL_TOKENS, SglangServer, command_of
 from transformers_server import TransformersServer
 from vllm_server import VLLM, VllmServer
 
-BLOCK_BYTES = 32 * 30 * 2 * 3 * 64 * 4
+BLOCK_TOKENS = 32
+BLOCK_BYTES = BLOCK_TOKENS * 30 * 2 * 3 * 64 * 4
 """Of SmolLM2-135M: 30 layers, K and V, 3 heads of 64 numbers."""
 SECOND_KV_BYTES = 256 << 20
+THREADS = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // 2))}
+"""More wait for each other where others use the cores too. vLLM chooses its own."""
 
 
 class Server(Protocol):
@@ -51,7 +54,10 @@ class DemoEngine(ABC):
     kv_bytes: int
     """What its cache may hold without a limit."""
     burst_requests: int
-    has_tiers: bool = False
+    without_tiers: str = ""
+    """Why the part about tiers is left out; empty: it is not."""
+    gives_way: str = "preemptions by vLLM"
+    """What `preempted` counts."""
     kind: ClassVar[dict[str, Any]]
     """What the controller's configuration says of it."""
 
@@ -80,8 +86,7 @@ class Vllm(DemoEngine):
     title = "vLLM"
     kv_bytes = 768 << 20
     burst_requests = 40
-    has_tiers = True
-    kind: ClassVar[dict[str, Any]] = {"engine": "vllm", "served_name": "m"}
+    kind: ClassVar[dict[str, Any]] = {"engine": "vllm"}
 
     def serve(self, model: Path, log: Path, environment: Mapping[str, str]) -> VllmServer:
         own = {
@@ -91,7 +96,7 @@ class Vllm(DemoEngine):
         arguments = [
             # float32: fast on every CPU, where bfloat16 is only on those with instructions for it.
             "--dtype", "float32", "--max-model-len", "2048", "--max-num-seqs", "16",
-            "--kv-cache-memory-bytes", str(self.kv_bytes),
+            "--kv-cache-memory-bytes", str(self.kv_bytes), "--enable-prompt-tokens-details",
         ]  # fmt: skip
         return VllmServer(model, log, {**environment, **own}, arguments)
 
@@ -120,17 +125,18 @@ class Vllm(DemoEngine):
 
 class Sglang(DemoEngine):
     title = "SGLang"
-    kv_bytes = MAX_TOTAL_TOKENS // 32 * BLOCK_BYTES
-    burst_requests = 24
-    kind: ClassVar[dict[str, Any]] = {"engine": "sglang", "served_name": "m"}
-    arguments = ("--served-model-name", "m", "--sleep-on-idle")
+    kv_bytes = MAX_TOTAL_TOKENS // BLOCK_TOKENS * BLOCK_BYTES
+    burst_requests = 16
+    gives_way = "retractions by SGLang"
+    kind: ClassVar[dict[str, Any]] = {"engine": "sglang"}
+    arguments = ("--served-model-name", "m", "--sleep-on-idle", "--enable-cache-report")
 
     def serve(self, model: Path, log: Path, environment: Mapping[str, str]) -> SglangServer:
-        return SglangServer(model, log, {**environment, **self._threads()}, self.arguments)
+        return SglangServer(model, log, {**environment, **THREADS}, self.arguments)
 
     def launch(self, model: Path, folder: Path) -> dict[str, Any]:
         command = command_of(model, "{port}", self.arguments)
-        return {"command": command, "env": {"SGLANG_USE_CPU_ENGINE": "1", **self._threads()}}
+        return {"command": command, "env": {"SGLANG_USE_CPU_ENGINE": "1", **THREADS}}
 
     def held_bytes(self, server: SglangServer) -> int:
         return held_bytes(server.scheduler().pid)
@@ -138,24 +144,23 @@ class Sglang(DemoEngine):
     def preempted(self, server: SglangServer) -> int:
         return server.retractions
 
-    def _threads(self) -> dict[str, str]:
-        return {"OMP_NUM_THREADS": str(os.cpu_count())}
-
 
 class Transformers(DemoEngine):
     title = "transformers"
+    without_tiers = "transformers' caches have no tiers yet, so no KV outlives its cache here"
     kv_bytes = 512 * BLOCK_BYTES
-    burst_requests = 24
+    burst_requests = 10
     # It has no sleep of its own: the controller stops it, and starts it for the next request.
     kind: ClassVar[dict[str, Any]] = {"engine": "transformers"}
 
     def serve(self, model: Path, log: Path, environment: Mapping[str, str]) -> TransformersServer:
-        return TransformersServer(model, log, environment, self.kv_bytes // BLOCK_BYTES)
+        blocks = self.kv_bytes // BLOCK_BYTES
+        return TransformersServer(model, log, {**environment, **THREADS}, blocks)
 
     def launch(self, model: Path, folder: Path) -> dict[str, Any]:
         blocks = SECOND_KV_BYTES // BLOCK_BYTES
         command = transformers_server.command_of(model, "{port}", blocks)
-        return {"command": command, "on_demand": True, "preload": True}
+        return {"command": command, "env": THREADS, "on_demand": True, "preload": True}
 
     def model_name(self, model: Path) -> str:
         return str(model)

@@ -31,6 +31,38 @@ CONTROLLER = str(Path(sys.executable).with_name("kvelastic-controller"))
 STOP_DEADLINE_S = 60.0
 
 
+def settings_of(
+    engine: DemoEngine,
+    port: int,
+    first_port: int,
+    model: Path,
+    instances: tuple[str, str],
+    log: Path,
+) -> dict[str, Any]:
+    """The controller's configuration: one model runs at `first_port`, one is to be launched."""
+    launch = engine.launch(model, log.parent)
+    launch["env"] = {
+        "ENABLE_KVELASTIC": "true",
+        "KVELASTIC_IPC_NAME": instances[1],
+        "HF_HUB_OFFLINE": "1",
+        **launch.get("env", {}),
+    }
+    launch |= {
+        "port": free_port(),
+        "ready_timeout": START_DEADLINE_S,
+        "log_file": str(log),
+    }
+    each = {"served_name": engine.model_name(model), **engine.kind}
+    url = f"http://127.0.0.1:{first_port}"
+    return {
+        "server": {"port": port, "log_requests": False},
+        "models": [
+            {"name": FIRST, "url": url, "instance": instances[0], **each},
+            {"name": SECOND, "launch": launch, "instance": instances[1], **each},
+        ],
+    }
+
+
 class Front:
     """The controller as a program of its own."""
 
@@ -46,10 +78,8 @@ class Front:
         self.config = folder / "controller.yaml"
         self.log = folder / "controller.log"
         self._engine_log = folder / "moon.log"
-        # JSON is YAML too.
-        self.config.write_text(
-            json.dumps(self._settings(engine, first, model, instances), indent=2)
-        )
+        settings = settings_of(engine, self.port, first.port, model, instances, self._engine_log)
+        self.config.write_text(json.dumps(settings, indent=2))  # JSON is YAML too
         with self.log.open("wb") as output:
             self.process = subprocess.Popen(
                 [CONTROLLER, "--config", str(self.config)],
@@ -57,35 +87,6 @@ class Front:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
-
-    def _settings(
-        self, engine: DemoEngine, first: Server, model: Path, instances: tuple[str, str]
-    ) -> dict[str, Any]:
-        launch = engine.launch(model, self.config.parent)
-        launch["env"] = {
-            "ENABLE_KVELASTIC": "true",
-            "KVELASTIC_IPC_NAME": instances[1],
-            "HF_HUB_OFFLINE": "1",
-            **launch.get("env", {}),
-        }
-        launch |= {
-            "port": free_port(),
-            "ready_timeout": START_DEADLINE_S,
-            "log_file": str(self._engine_log),
-        }
-        each = {"served_name": engine.model_name(model), **engine.kind}
-        return {
-            "server": {"port": self.port, "log_requests": False},
-            "models": [
-                {
-                    "name": FIRST,
-                    "url": f"http://127.0.0.1:{first.port}",
-                    "instance": instances[0],
-                    **each,
-                },
-                {"name": SECOND, "launch": launch, "instance": instances[1], **each},
-            ],
-        }
 
     def wait_until_ready(self) -> None:
         """Until both models are awake. Raises RequestFailedError where one does not become so."""
