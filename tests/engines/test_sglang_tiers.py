@@ -40,6 +40,8 @@ SHORT_S = 12.0
 NAME = f"kvsgl_tiers_{os.getpid()}"
 PROMPTS = make_prompts(12, seed=23, shortest=150, longest=300, shared_tokens=2 * PAGE_TOKENS)
 NEW_TOKENS = 16
+MIXED = ("--enable-mixed-chunk", "--chunked-prefill-size", str(4 * PAGE_TOKENS))
+"""Steps that compute a part of one prompt, and a token of each request that runs."""
 
 
 class TieredServer(SglangServer):
@@ -56,7 +58,7 @@ class TieredServer(SglangServer):
             "KVELASTIC_TIER_COMPARE": "false",  # nor finds that this model computes faster
             "KVELASTIC_SANITY_CHECK": "true",
         }
-        super().__init__(model, log, environment)
+        super().__init__(model, log, environment, MIXED)
 
     def ask_all(self) -> list[Answer]:
         """One after the other: what each finds is told apart."""

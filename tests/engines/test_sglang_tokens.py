@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
 
 import needs
 import pytest
-from sglang_pair import BLOCK_BYTES, NEW_TOKENS, PROMPTS, Pair, check_log, tokens_of
-from sglang_server import PAGE_TOKENS
+from sglang_pair import (
+    BLOCK_BYTES,
+    NEW_TOKENS,
+    PROMPTS,
+    Pair,
+    check_log,
+    tokens_of,
+)
+from sglang_server import PAGE_TOKENS, SglangServer
 from vllm_server import zero_worker_memory
 from waiting import until
 
@@ -173,6 +183,39 @@ def test_an_operator_puts_it_to_sleep_and_wakes_it(pair: Pair) -> None:
         until(lambda: pair.waiting() == len(PROMPTS), "all wait")
         assert segment.request(pair.name, asleep=False, wait_s=10).state == "applied"
         assert burst.result() == pair.expected
+
+
+def test_the_same_tokens_without_a_radix_cache(
+    sglang_pairs: dict[str, Pair], sglang_model: Path, tmp_path: Path
+) -> None:
+    name = f"kvsgl_no_radix_{os.getpid()}"
+    environment = {
+        "ENABLE_KVELASTIC": "true",
+        "KVELASTIC_IPC_NAME": name,
+        "KVELASTIC_SANITY_CHECK": "true",
+        "KVELASTIC_IDLE_TRIM_SECONDS": "0.5",
+    }
+    log = tmp_path / "no_radix.log"
+    with SglangServer(sglang_model, log, environment, ("--disable-radix-cache",)) as server:
+        pair = replace(sglang_pairs["true"], server=server.wait_until_ready(), name=name)
+        for _ in range(2):
+            answers = server.generate_all(PROMPTS, NEW_TOKENS)
+            assert tokens_of(answers) == pair.expected
+            assert sum(answer.cached_tokens for answer in answers) == 0
+        until(lambda: pair.usage()["mapped_bytes"] <= pair.page_bytes, "trimmed")
+        with ThreadPoolExecutor(1) as thread:
+            burst = thread.submit(pair.burst)
+            until(lambda: pair.usage()["mapped_bytes"] > pair.page_bytes, "the burst needs more")
+            pair.limit(1)
+            assert burst.result() == pair.expected
+        assert pair.usage()["mapped_bytes"] <= pair.page_bytes
+        pair.limit(None)
+        assert pair.burst() == pair.expected
+        pair.server.post("/release_memory_occupation")
+        assert pair.usage()["mapped_bytes"] == 0
+        pair.server.post("/resume_memory_occupation")
+        assert pair.burst() == pair.expected
+        pair.end()
 
 
 @pytest.mark.soak
