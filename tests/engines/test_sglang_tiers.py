@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import needs
@@ -165,6 +166,17 @@ def test_what_the_tree_gives_up_for_others_is_found_again(server, expected) -> N
             check_found(server.ask_all(), expected)
     finally:
         server.limit(KV_BYTES)
+
+
+def test_a_request_for_whose_prefix_there_is_no_memory_loads_it_once_there_is(
+    server, expected
+) -> None:
+    assert segment.request(NAME, asleep=True, wait_s=60).state == "applied"
+    with ThreadPoolExecutor(len(PROMPTS)) as threads:
+        answers = [threads.submit(server.generate, prompt, NEW_TOKENS) for prompt in PROMPTS]
+        until(lambda: server.load("num_waiting_reqs") == len(PROMPTS), "all were looked up")
+        assert segment.request(NAME, asleep=False, wait_s=60).state == "applied"
+        check_found([answer.result() for answer in answers], expected)
 
 
 class TieredOperator(OverDisk, SglangOperator):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -172,6 +173,31 @@ def test_it_is_released_when_its_requests_have_ended_and_resumed_as_often_as_one
         released.result()
     pair.server.post("/resume_memory_occupation")
     assert pair.burst() == pair.expected
+
+
+def test_requests_that_come_after_a_release_wait_behind_it(pair: Pair) -> None:
+    """Others keep asking: it is never without a request."""
+    is_released = threading.Event()
+
+    def keep_asking(prompt: list[int]) -> list[list[int]]:
+        answers = []
+        while not is_released.is_set():
+            answers.append(pair.server.generate(prompt, NEW_TOKENS).tokens)
+        return answers
+
+    with ThreadPoolExecutor(len(PROMPTS)) as threads:
+        asking = [threads.submit(keep_asking, prompt) for prompt in PROMPTS]
+        try:
+            until(lambda: pair.running() > 1, "they run")
+            pair.server.post("/release_memory_occupation")
+            until(lambda: pair.waiting() == len(PROMPTS), "they wait")
+            assert pair.usage()["mapped_bytes"] == pair.resident_bytes() == 0
+        finally:
+            is_released.set()
+            pair.server.post("/resume_memory_occupation")
+        for one, expected in zip(asking, pair.expected, strict=True):
+            answers = one.result()
+            assert answers == [expected] * len(answers)
 
 
 def test_an_operator_puts_it_to_sleep_and_wakes_it(pair: Pair) -> None:
