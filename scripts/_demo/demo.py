@@ -283,6 +283,8 @@ def behind_one_address(front: Front, files: set[Path]) -> None:
     print(kvctl("list"), flush=True)
     print(f"  $ curl -X POST :{front.port}/action/sleep/{SECOND}")
     print(f"    {front.call('POST', f'/action/sleep/{SECOND}')['message']}")
+    if front.engine.without_sleep:
+        print(f"    {front.engine.title}: {front.engine.without_sleep}")
     _wait(lambda: _mapped_bytes(SECOND_NAME) == 0, "the sleeper's memory is back")
     print(f"  {front.states()}")
     print(kvctl("list"), flush=True)
@@ -331,6 +333,7 @@ def end(shown: Shown, files: set[Path]) -> None:
     print(f"  the servers and their processes have ended; of their {len(files)} files in /dev/shm"
           f" {len(files_left) or 'none'} are left")  # fmt: skip
     if files_left:
+        print("  a process that ends by a signal leaves what whoever looks next removes:")
         print(kvctl("gc"))
         files_left = shared_files.left(files_left)
         engines_own = [path for path in files_left if path.name.startswith(ENGINES_OWN)]

@@ -58,6 +58,8 @@ class DemoEngine(ABC):
     """Why the part about tiers is left out; empty: it is not."""
     gives_way: str = "preemptions by vLLM"
     """What `preempted` counts."""
+    without_sleep: str = ""
+    """What the controller does where it cannot put the engine to sleep; empty: it can."""
     kind: ClassVar[dict[str, Any]]
     """What the controller's configuration says of it."""
 
@@ -150,7 +152,9 @@ class Transformers(DemoEngine):
     without_tiers = "transformers' caches have no tiers yet, so no KV outlives its cache here"
     kv_bytes = 512 * BLOCK_BYTES
     burst_requests = 10
-    # It has no sleep of its own: the controller stops it, and starts it for the next request.
+    without_sleep = (
+        "it has no sleep of its own: the controller ends it, and a request starts it again"
+    )
     kind: ClassVar[dict[str, Any]] = {"engine": "transformers"}
 
     def serve(self, model: Path, log: Path, environment: Mapping[str, str]) -> TransformersServer:

@@ -75,6 +75,7 @@ class Front:
         instances: tuple[str, str],
     ) -> None:
         self.port = free_port()
+        self.engine = engine
         self.config = folder / "controller.yaml"
         self.log = folder / "controller.log"
         self._engine_log = folder / "moon.log"
