@@ -332,15 +332,15 @@ def end(shown: Shown, files: set[Path]) -> None:
     files_left = shared_files.left(files)
     print(f"  the servers and their processes have ended; of their {len(files)} files in /dev/shm"
           f" {len(files_left) or 'none'} are left")  # fmt: skip
+    engines_own = [path for path in files_left if path.name.startswith(ENGINES_OWN)]
+    files_left = [path for path in files_left if path not in engines_own]
+    if engines_own:
+        names = ", ".join(path.name for path in engines_own)
+        print(f"  {shown.engine.title}'s own, removed by this demo: {names}", flush=True)
     if files_left:
         print("  a process that ends by a signal leaves what whoever looks next removes:")
-        print(kvctl("gc"))
+        print(kvctl("gc"), flush=True)
         files_left = shared_files.left(files_left)
-        engines_own = [path for path in files_left if path.name.startswith(ENGINES_OWN)]
-        if engines_own:
-            names = ", ".join(path.name for path in engines_own)
-            print(f"  {shown.engine.title}'s own, removed by this demo: {names}", flush=True)
-        files_left = [path for path in files_left if path not in engines_own]
     ours = {NAME, SECOND_NAME}
     segments_left = [info.name for info in segment.list_segments() if info.name in ours]
     if files_left or segments_left:
