@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -16,6 +18,7 @@ from sglang_pair import (
     BLOCK_BYTES,
     NEW_TOKENS,
     PROMPTS,
+    SLEEPS_ON_IDLE,
     Pair,
     check_log,
     tokens_of,
@@ -209,6 +212,25 @@ def test_an_operator_puts_it_to_sleep_and_wakes_it(pair: Pair) -> None:
         until(lambda: pair.waiting() == len(PROMPTS), "all wait")
         assert segment.request(pair.name, asleep=False, wait_s=10).state == "applied"
         assert burst.result() == pair.expected
+
+
+def test_kvctl_limits_a_server_that_sleeps_while_it_idles(sglang_pairs: dict[str, Pair]) -> None:
+    """With `--sleep-on-idle` its loop stands still for a second at a time, and no request comes."""
+    pair = sglang_pairs[SLEEPS_ON_IDLE]
+    pair.burst()
+    assert pair.usage()["mapped_bytes"] > pair.page_bytes
+    steps = pair.server.text().count("batch, ")
+    kvctl = Path(sys.executable).with_name("kvctl")
+    limit = [kvctl, "limit", pair.name, str(pair.page_bytes), "--wait", "60"]
+    done = subprocess.run(limit, capture_output=True, text=True, check=False)
+    try:
+        assert done.returncode == 0, done.stderr
+        assert "applied" in done.stdout
+        assert pair.resident_bytes() <= pair.page_bytes
+        assert pair.server.text().count("batch, ") == steps, "a request has woken it"
+        assert pair.burst() == pair.expected
+    finally:
+        pair.limit(None)
 
 
 def test_the_same_tokens_without_a_radix_cache(
