@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import needs
@@ -16,6 +19,7 @@ from sglang_pair import (
     BLOCK_BYTES,
     NEW_TOKENS,
     PROMPTS,
+    SLEEPS_ON_IDLE,
     Pair,
     check_log,
     tokens_of,
@@ -175,29 +179,31 @@ def test_it_is_released_when_its_requests_have_ended_and_resumed_as_often_as_one
     assert pair.burst() == pair.expected
 
 
-def test_requests_that_come_after_a_release_wait_behind_it(pair: Pair) -> None:
-    """Others keep asking: it is never without a request."""
-    is_released = threading.Event()
+def test_requests_that_come_after_a_release_wait_behind_it(paged: Pair) -> None:
+    """Others keep asking, for long answers of different lengths: it is never without a request."""
+    pair, is_released = paged, threading.Event()
+    prompts = PROMPTS[:6]
+    lengths = range(150, 150 + 20 * len(prompts), 20)
 
-    def keep_asking(prompt: list[int]) -> list[list[int]]:
+    def keep_asking(prompt: list[int], length: int) -> list[list[int]]:
         answers = []
         while not is_released.is_set():
-            answers.append(pair.server.generate(prompt, NEW_TOKENS).tokens)
+            answers.append(pair.server.generate(prompt, length).tokens)
         return answers
 
-    with ThreadPoolExecutor(len(PROMPTS)) as threads:
-        asking = [threads.submit(keep_asking, prompt) for prompt in PROMPTS]
+    with ThreadPoolExecutor(len(prompts)) as threads:
+        asking = list(map(partial(threads.submit, keep_asking), prompts, lengths))
         try:
-            until(lambda: pair.running() > 1, "they run")
+            until(lambda: pair.running() == len(prompts), "they run")
             pair.server.post("/release_memory_occupation")
-            until(lambda: pair.waiting() == len(PROMPTS), "they wait")
+            until(lambda: pair.waiting() == len(prompts), "they wait")
             assert pair.usage()["mapped_bytes"] == pair.resident_bytes() == 0
         finally:
             is_released.set()
             pair.server.post("/resume_memory_occupation")
-        for one, expected in zip(asking, pair.expected, strict=True):
-            answers = one.result()
-            assert answers == [expected] * len(answers)
+        for one, expected, length in zip(asking, pair.expected, lengths, strict=False):
+            for answer in one.result():
+                assert (answer[:NEW_TOKENS], len(answer)) == (expected, length)
 
 
 def test_an_operator_puts_it_to_sleep_and_wakes_it(pair: Pair) -> None:
@@ -209,6 +215,25 @@ def test_an_operator_puts_it_to_sleep_and_wakes_it(pair: Pair) -> None:
         until(lambda: pair.waiting() == len(PROMPTS), "all wait")
         assert segment.request(pair.name, asleep=False, wait_s=10).state == "applied"
         assert burst.result() == pair.expected
+
+
+def test_kvctl_limits_a_server_that_sleeps_while_it_idles(sglang_pairs: dict[str, Pair]) -> None:
+    """With `--sleep-on-idle` its loop stands still for a second at a time, and no request comes."""
+    pair = sglang_pairs[SLEEPS_ON_IDLE]
+    pair.burst()
+    assert pair.usage()["mapped_bytes"] > pair.page_bytes
+    steps = pair.server.text().count("batch, ")
+    kvctl = Path(sys.executable).with_name("kvctl")
+    limit = [kvctl, "limit", pair.name, str(pair.page_bytes), "--wait", "60"]
+    done = subprocess.run(limit, capture_output=True, text=True, check=False)
+    try:
+        assert done.returncode == 0, done.stderr
+        assert "applied" in done.stdout
+        assert pair.resident_bytes() <= pair.page_bytes
+        assert pair.server.text().count("batch, ") == steps, "a request has woken it"
+        assert pair.burst() == pair.expected
+    finally:
+        pair.limit(None)
 
 
 def test_the_same_tokens_without_a_radix_cache(
