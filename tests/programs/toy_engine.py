@@ -2,8 +2,7 @@
 
     engine = ToyEngine(cache.blocks, memory=cache.pool.memory, layout=cache.layout, pages=...)
     engine.submit("a", [1, 2, 3], new_tokens=20)
-    while engine.requests:
-        engine.turn()
+    engine.finish()
     assert engine.answers["a"] == answer_of([1, 2, 3], 20)
 
 It stands on `kvelastic.scheduling` as an integration does. What it answers is read from the memory
@@ -148,6 +147,15 @@ class ToyEngine:
             self.end_a_step()
         self.check_integrity()
         return True
+
+    def finish(self, turns: int = 5000) -> None:
+        """Turn until every request is answered, and no step is on its way."""
+        while self.requests and turns:
+            self.turn()
+            turns -= 1
+        assert not self.requests, "it came to a dead end"
+        while self._on_their_way:
+            self.end_a_step()
 
     # --- a step ---------------------------------------------------------------------------------
 

@@ -308,13 +308,6 @@ def toy(room: Room, steps_on_their_way: int = 1) -> ToyEngine:
     )
 
 
-def finish(engine: ToyEngine, turns: int = 5000) -> None:
-    while engine.requests and turns:
-        engine.turn()
-        turns -= 1
-    assert not engine.requests, "it came to a dead end"
-
-
 @pytest.mark.parametrize("steps_on_their_way", [0, 1, 3])
 @pytest.mark.parametrize("max_cached_blocks", [-1, 5])
 def test_a_toy_engine_answers_the_same_whatever_the_limit_does(
@@ -342,11 +335,9 @@ def test_a_toy_engine_answers_the_same_whatever_the_limit_does(
             del expected[aborted]
         engine.turn()
     room.pool.set_limit(5 * HUGE)
-    finish(engine)
+    engine.finish()
     assert engine.answers == expected
     assert min(engine.preemptions, engine.found, engine.evicted) > 0, "nothing was tried"
-    while engine._on_their_way:
-        engine.end_a_step()
     engine.forget_all()
     engine.check_integrity()
     room.pool.sleep()
@@ -355,20 +346,20 @@ def test_a_toy_engine_answers_the_same_whatever_the_limit_does(
 
 def test_a_prefix_that_moved_is_found_by_a_toy_engine() -> None:
     room = Room()
-    engine = toy(room)
+    engine = toy(room, steps_on_their_way=0)
     filler = room.take(A_PAGE - 2)
     engine._users.update(dict.fromkeys(filler, 1))  # as if requests had them
     engine.submit("anchor", [9] * BLOCK_TOKENS, 1)
-    finish(engine)
+    engine.finish()
     engine.submit("lonely", [2] * BLOCK_TOKENS, 1)
-    finish(engine)
+    engine.finish()
     for block in filler:
         del engine._users[block]
     room.blocks.give_back(filler)
     while room.pool.compact():
         pass
     engine.submit("other", [2] * BLOCK_TOKENS, 3)
-    finish(engine)
+    engine.finish()
     assert engine.moved == 1
     assert engine.found == 1
     assert engine.answers["other"] == answer_of([2] * BLOCK_TOKENS, 3)
@@ -390,5 +381,5 @@ def test_a_toy_engine_naps_until_a_neighbour_gives_memory(
     other.trim()
     mine.ensure(1)  # as the keeper does when the neighbour rings
     assert engine.turn(), "memory is there, and it naps"
-    finish(engine)
+    engine.finish()
     assert engine.answers["a"] == answer_of([1, 2, 3], 10)
