@@ -152,7 +152,7 @@ class EngineProcess:
         try:
             await self._adopt_or_spawn()
             if await self._is_ready():
-                await self._model.request_as_configured()
+                await self._model.memory.request_as_configured()
                 self._task = asyncio.get_running_loop().create_task(self._watch())
                 return None
             problem = self._how_it_ended()
@@ -197,7 +197,7 @@ class EngineProcess:
             _log.warning("%s; a request starts it again", problem, extra=self._extra)
             return False
         await self._model.find_state()
-        await self._model.request_as_configured()
+        await self._model.memory.request_as_configured()
         self._set(State.AWAKE)
         return True
 
@@ -243,7 +243,7 @@ class EngineProcess:
                 if await self._is_ready():
                     ready_s = time.monotonic()
                     await self._model.find_state()
-                    await self._model.request_as_configured()
+                    await self._model.memory.request_as_configured()
                     self._model.last_problem = None
                     self._model.awake_since_s = ready_s
                     self._set(State.AWAKE)

@@ -134,7 +134,7 @@ class Front(Serving):
                     model.change(settings, new.sleep)
                     told["changed"].append(settings.name)
                     if is_request_new:
-                        self._start(model.request_as_configured())
+                        self._start(model.memory.request_as_configured())
             else:
                 told["added" if model is None else "changed"].append(settings.name)
                 model = self._make(settings, new)

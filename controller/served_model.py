@@ -13,19 +13,17 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from kvelastic.controller import instance_memory
 from kvelastic.controller.engine_calls import KINDS, EngineCalls, Kind
 from kvelastic.controller.gate import Gate, Rules, State, Ticket
+from kvelastic.controller.model_memory import ModelMemory
 from kvelastic.controller.refusal import Refusal
 from kvelastic.controller.settings import ModelSettings, SleepSettings
 from kvelastic.controller.traffic import Traffic
 from kvelastic.controller.turn_policy import Wait
-from kvelastic.errors import EngineCallError, KvelasticError, SegmentNotFoundError
+from kvelastic.errors import EngineCallError
 
 _log = logging.getLogger("kvelastic.controller")
 
-_WAKE_WAIT_S = 6.0
-"""An instance that wakes waits up to five seconds for others to give what it has reserved."""
 UNREACHABLE_REST_S = 1.0
 """An engine that refused a connection gets no request for so long, if there is another."""
 
@@ -94,6 +92,7 @@ class ServedModel:
         """`turns`: None where every model may wake at any time."""
         self.settings = settings
         self.sleep_settings = sleep
+        self.memory = ModelMemory(settings, sleep)
         self.replicas = [Replica(address) for address in settings.addresses]
         self.traffic = Traffic()
         self.gate = Gate(self, _rules(settings, sleep), last_activity_s=time.monotonic())
@@ -136,7 +135,6 @@ class ServedModel:
         """Found so while the model sleeps: the next wake is of its memory only."""
         self._is_memory_asleep = False
         """While the model is awake: found so at the last look."""
-        self._requesting = asyncio.Lock()
         self.gate.state = State.STARTING  # until its engines were looked at
 
     @property
@@ -179,6 +177,7 @@ class ServedModel:
         old = {replica.address: replica for replica in self.replicas}
         self.replicas = [old.get(a) or Replica(a) for a in settings.addresses]
         self.settings, self.sleep_settings = settings, sleep
+        self.memory.change(settings, sleep)
         self.gate.set_rules(_rules(settings, sleep))
 
     # ------------------------------------------------------------------------------ requests
@@ -316,7 +315,7 @@ class ServedModel:
         await self.find_state()
         if self.gate.state is State.STARTING:
             self.gate.set_state(State.AWAKE, time.monotonic())
-        await self.request_as_configured()
+        await self.memory.request_as_configured()
 
     async def find_state(self) -> None:
         """Ask the engines whether they sleep already, before or between requests.
@@ -343,7 +342,7 @@ class ServedModel:
 
     async def _ask_whether_engines_sleep(self) -> list[bool | None]:
         """What each engine answers; what its instance says where the engine has no such call."""
-        kind, name = self.kind, self.settings.instance
+        kind = self.kind
         if kind.is_sleeping is not None:
             return await asyncio.gather(
                 *(
@@ -351,29 +350,21 @@ class ServedModel:
                     for r in self.replicas
                 )
             )
-        if not kind.can_sleep or name is None:
-            return []
-        try:
-            return [await asyncio.to_thread(instance_memory.engine_asleep, name)]
-        except KvelasticError:
-            return []  # it has not started, or has ended
+        return [await self.memory.engine_asleep()] if kind.can_sleep else []
 
     async def look_at_memory(self) -> None:
         """Say it where the model is awake and its memory sleeps: by `kvctl sleep`, not by us."""
-        name, gate = self.settings.instance, self.gate
-        if name is None or gate.state is not State.AWAKE:
+        gate = self.gate
+        if gate.state is not State.AWAKE:
             return
         generation = gate.generation
-        try:
-            is_asleep = await asyncio.to_thread(instance_memory.is_asleep, name)
-        except KvelasticError:
-            return  # it has not started, or has ended
-        if gate.generation != generation:
+        is_asleep = await self.memory.is_asleep()
+        if is_asleep is None or gate.generation != generation:
             return
         if is_asleep and not self._is_memory_asleep:
             self.last_problem = (
-                f"its instance {name} was put to sleep by somebody else, and requests wait: kvctl"
-                " wake, or /action/wakeup, ends that"
+                f"its instance {self.settings.instance} was put to sleep by somebody else, and"
+                " requests wait: kvctl wake, or /action/wakeup, ends that"
             )
             _log.warning("%s", self.last_problem, extra={"model": self.name})
         elif self._is_memory_asleep and not is_asleep:
@@ -382,7 +373,7 @@ class ServedModel:
 
     async def wake_memory(self) -> str | None:
         """Wake the memory of a model that is awake; a problem if that cannot be."""
-        problem = await self._memory_wakes()
+        problem = await self.memory.wake()
         if problem is None:
             await self.look_at_memory()
         return problem
@@ -400,12 +391,12 @@ class ServedModel:
         """Put engines and memory to sleep, or stop the engine; a problem if all is as before."""
         timeout_s = self.sleep_settings.sleep_timeout
         if self.on_demand is not None:
-            await self._memory_sleeps()  # what tiers are to keep is copied while the engine lives
+            await self.memory.sleep()  # what tiers are to keep is copied while the engine lives
             await self.on_demand.stop_now()
             return None
         problem = _first_problem(await self._at_all(self._calls.sleep, timeout_s))
         if problem is None:
-            problem = await self._memory_sleeps()
+            problem = await self.memory.sleep()
         if problem is not None:
             # Also those that failed: one that did not answer in time may sleep all the same.
             await self._at_all(self._calls.wake, timeout_s)
@@ -446,12 +437,12 @@ class ServedModel:
         timeout_s = self.sleep_settings.wake_timeout
         if self.on_demand is not None and not self.on_demand.is_running:
             return await self.on_demand.start_now()
-        problem = await self._memory_wakes()
+        problem = await self.memory.wake()
         if problem is None and not are_engines_awake:
             problem = _first_problem(await self._at_all(self._calls.wake, timeout_s))
             if problem is not None:
                 await self._at_all(self._calls.sleep, timeout_s)
-                await self._memory_sleeps()
+                await self.memory.sleep()
         return problem
 
     def _withdraw_if_unwanted(self) -> None:
@@ -469,49 +460,6 @@ class ServedModel:
             *(call(kind, replica.address, key, timeout_s) for replica in self.replicas),
             return_exceptions=True,
         )
-
-    async def _memory_sleeps(self) -> str | None:
-        """Its instance holds nothing from now on; its limit stays."""
-        return await self._request_of_memory(asleep=True)
-
-    async def _memory_wakes(self) -> str | None:
-        """Its instance may hold memory again; a problem if the device lacks room for it."""
-        return await self._request_of_memory(asleep=False)
-
-    async def _request_of_memory(self, *, asleep: bool) -> str | None:
-        name = self.settings.instance
-        if name is None:
-            return None
-        try:
-            # What a sleeper holds is another's as soon as it sleeps: that is waited for.
-            wait_s = self.sleep_settings.sleep_timeout if asleep else _WAKE_WAIT_S
-            answer = await asyncio.to_thread(
-                instance_memory.request, name, asleep=asleep, wait_s=wait_s
-            )
-        except SegmentNotFoundError:
-            return None  # its instance has not started or has ended: nothing is held
-        except KvelasticError as error:
-            return f"{error.code}: {error}"
-        if answer["state"] == "refused":
-            return f"its instance refuses to {'sleep' if asleep else 'wake'}: {answer['reason']}"
-        return None
-
-    async def request_as_configured(self) -> None:
-        """Tell its instance what the configuration says of its memory, if it is there."""
-        async with self._requesting:  # of two at once the later one is the newer configuration's
-            request, name = self.settings.memory, self.settings.instance
-            if name is None or (request.min, request.limit, request.priority) == (None, None, None):
-                return
-            try:
-                await asyncio.to_thread(
-                    instance_memory.request,
-                    name,
-                    limit_bytes=request.limit,
-                    min_bytes=request.min,
-                    priority=request.priority,
-                )
-            except KvelasticError as error:
-                _log.warning("no request was taken: %s", error, extra={"model": self.name})
 
     def _note(self, verb: str, problem: str | None) -> None:
         self.last_problem = None if problem is None else f"{verb}: {problem}"

@@ -46,7 +46,7 @@ _BOARD: Final = re.compile(r"\.kvelastic_tiers_[0-9a-f]{32}")
 _LINK_BOARD_PREFIX: Final = ".kvelastic_links_"
 LINK_BOARD: Final = re.compile(r"\.kvelastic_links_[0-9a-f]{32}")
 _NO_SEGMENTS: Final = (_TEMPORARY_PREFIX, _BOARD_PREFIX, _LINK_BOARD_PREFIX)
-_FOREIGN_COPY_BYTES: Final = 4 * _vmm.SEGMENT_BYTES
+_COPY_BYTES: Final = 4 * _vmm.SEGMENT_BYTES
 
 
 @dataclass(frozen=True)
@@ -161,7 +161,7 @@ def _file_names() -> list[str]:
 
 
 def inspect(name: str) -> SegmentInfo:
-    """Read one segment without mapping anybody else's file.
+    """Read one segment without mapping its file: who may write to that may also shorten it.
 
     Raises `SegmentNotFoundError`; `SegmentFormatError` if the file is not a segment at all. One of
     another version, or damaged, comes back as `unreadable`.
@@ -178,8 +178,7 @@ def _inspect(fd: int, name: str) -> SegmentInfo:
         raise SegmentFormatError(f"{SHM_DIR / name} is not a segment")
     state = os.fstat(fd)
     is_ours = state.st_uid == os.geteuid()
-    memory = map_file(fd, name, mmap.PROT_READ) if is_ours else _copy(fd, state.st_size)
-    with memory:
+    with _copy(fd, name, state.st_size) as memory:
         try:
             record = _vmm.Record.open(memory)
         except SegmentFormatError as error:
@@ -213,10 +212,14 @@ def map_file(fd: int, name: str, protection: int) -> mmap.mmap:
         raise SegmentFormatError(f"{SHM_DIR / name} cannot be mapped: {error}") from error
 
 
-def _copy(fd: int, size_bytes: int) -> mmap.mmap:
-    """Copy another user's file, who could shrink it while we read: a mapping would be a SIGBUS."""
-    memory = mmap.mmap(-1, max(1, min(size_bytes, _FOREIGN_COPY_BYTES)))
-    memory.write(os.pread(fd, len(memory), 0))
+def _copy(fd: int, name: str, size_bytes: int) -> mmap.mmap:
+    """Memory of our own that starts with what the record says now. Raises `SegmentError`."""
+    memory = mmap.mmap(-1, max(1, min(size_bytes, _COPY_BYTES)))
+    try:
+        _vmm.copy_record(fd, memory)
+    except OSError as error:
+        memory.close()
+        raise SegmentError(f"cannot read {SHM_DIR / name}: {error.strerror}") from error
     return memory
 
 

@@ -8,12 +8,14 @@
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
+#include <cerrno>
 #include <cmath>
 #include <cstring>
 #include <string>
 
 #include "bind_errors.h"
 #include "bind_gil.h"
+#include "record_copy.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -357,6 +359,19 @@ nb::object version_of(nb::handle buffer) {
   return nb::int_(*version);
 }
 
+void copy_record_to(int fd, nb::handle buffer) {
+  const auto hold = take_buffer(buffer, true);
+  int problem = 0;
+  {
+    const GilReleased unlocked;
+    problem = copy_record(fd, hold->bytes());
+  }
+  if (problem == 0) return;
+  errno = problem;
+  PyErr_SetFromErrno(PyExc_OSError);
+  throw nb::python_error();
+}
+
 }  // namespace
 
 BufferHold::~BufferHold() {
@@ -406,6 +421,10 @@ void bind_record(nb::module_& m) {
   m.attr("UNLIMITED_BYTES") = kUnlimitedBytes;
   m.def("record_version", &version_of, "buffer"_a,
         "The version of bytes that start like a segment, of whatever version; None otherwise.");
+  m.def(
+      "copy_record", &copy_record_to, "fd"_a, "buffer"_a,
+      "Copy the record of an open file into a buffer, each value whole; never maps the file. What "
+      "the file does not have stays as it is in the buffer. Raises OSError.");
 
   nb::class_<PyRecord>(
       m, "Record",

@@ -3,15 +3,19 @@
 #include <fcntl.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <cstring>
 #include <string>
+#include <utility>
 #include <vector>
 
-#include "pieces.h"
+#include "piece_walk.h"
 
 namespace kvelastic {
 namespace {
+
+constexpr std::uint64_t kBytesACall = std::uint64_t{64} << 20;  // the kernel takes 2 GiB at most
 
 /// Vectors that get shorter from the front.
 class Rest {
@@ -52,8 +56,13 @@ std::size_t bytes_in(std::span<const iovec> vectors) {
 }  // namespace
 
 KernelCopy::~KernelCopy() {
-  if (read_end_ >= 0) ::close(read_end_);
-  if (write_end_ >= 0) ::close(write_end_);
+  close_pipe();
+}
+
+void KernelCopy::close_pipe() {
+  for (int* end : {&read_end_, &write_end_}) {
+    if (*end >= 0) ::close(std::exchange(*end, -1));
+  }
 }
 
 Status KernelCopy::gather(std::span<const iovec> from, std::span<std::byte> buffer) {
@@ -68,18 +77,21 @@ Status KernelCopy::scatter(std::span<const std::byte> buffer, std::span<const io
 }
 
 Status KernelCopy::copy(std::span<const iovec> from, std::span<const iovec> to) {
-  if (read_end_ >= 0) return through_pipe(from, to);
-  const ssize_t copied =
-      ::process_vm_readv(::getpid(), to.data(), to.size(), from.data(), from.size(), 0);
-  if (copied >= 0 && static_cast<std::size_t>(copied) == bytes_in(to)) return ok();
-  if (copied >= 0 || errno == EFAULT) return unmapped_in_a_copy();
-  int ends[2];
-  if (::pipe2(ends, O_CLOEXEC | O_NONBLOCK) != 0) {
-    return refused("no pipe can be opened for a copy; raise `ulimit -n`: ", errno);
+  if (read_end_ < 0) {
+    const ssize_t copied =
+        ::process_vm_readv(::getpid(), to.data(), to.size(), from.data(), from.size(), 0);
+    if (copied >= 0 && static_cast<std::size_t>(copied) == bytes_in(to)) return ok();
+    if (copied >= 0 || errno == EFAULT) return unmapped_in_a_copy();
+    int ends[2];
+    if (::pipe2(ends, O_CLOEXEC | O_NONBLOCK) != 0) {
+      return refused("no pipe can be opened for a copy; raise `ulimit -n`: ", errno);
+    }
+    read_end_ = ends[0];
+    write_end_ = ends[1];
   }
-  read_end_ = ends[0];
-  write_end_ = ends[1];
-  return through_pipe(from, to);
+  Status copied = through_pipe(from, to);
+  if (!copied) close_pipe();  // what is still inside belongs to no other copy
+  return copied;
 }
 
 Status KernelCopy::through_pipe(std::span<const iovec> from, std::span<const iovec> to) {
@@ -103,6 +115,26 @@ Status KernelCopy::through_pipe(std::span<const iovec> from, std::span<const iov
       target.advance(static_cast<std::size_t>(out));
       inside -= static_cast<std::size_t>(out);
     }
+  }
+  return ok();
+}
+
+Status copy_pieces(std::span<const Piece> from, std::span<const Piece> to) {
+  const Result<std::uint64_t> bytes = bytes_of(from), room = bytes_of(to);
+  if (!bytes) return bytes.error();
+  if (!room) return room.error();
+  if (*bytes != *room) return other_size(*bytes, *room);
+  KernelCopy kernel;
+  PieceWalk source(from), target(to);
+  std::vector<iovec> from_vectors, to_vectors;
+  for (std::uint64_t left = *bytes; left > 0;) {
+    const std::uint64_t there = source.gather(from_vectors, std::min(left, kBytesACall));
+    const std::uint64_t here = target.gather(to_vectors, there);
+    if (here < there) (void)source.gather(from_vectors, here);
+    if (Status copied = kernel.copy(from_vectors, to_vectors); !copied) return copied;
+    source.advance(here);
+    target.advance(here);
+    left -= here;
   }
   return ok();
 }

@@ -1,5 +1,5 @@
-// Copies between a buffer and any memory of this process. The kernel makes them, so memory that is
-// not mapped is an error and never a fault, also where a page goes in the middle of a copy.
+// Copies between any memory of this process. The kernel makes them, so memory that is not mapped is
+// an error and never a fault, also where a page goes in the middle of a copy.
 #pragma once
 
 #include <sys/uio.h>
@@ -7,6 +7,7 @@
 #include <cstddef>
 #include <span>
 
+#include "pieces.h"
 #include "status.h"
 
 namespace kvelastic {
@@ -29,12 +30,20 @@ class KernelCopy {
   /// Spreads `buffer` over memory that has as many bytes. As gather.
   Status scatter(std::span<const std::byte> buffer, std::span<const iovec> to);
 
+  /// From one list to the other, which has as many bytes. As gather.
+  Status copy(std::span<const iovec> from, std::span<const iovec> to);
+
  private:
   Status through_pipe(std::span<const iovec> from, std::span<const iovec> to);
-  Status copy(std::span<const iovec> from, std::span<const iovec> to);
+  void close_pipe();
 
   int read_end_ = -1;
   int write_end_ = -1;
 };
+
+/// Copies pieces of this process to others of it, in order. Blocks. Fails with kInvalidArgument
+/// (the sizes differ), and as KernelCopy: what comes before that in the order is copied then, and
+/// maybe some of what comes after.
+Status copy_pieces(std::span<const Piece> from, std::span<const Piece> to);
 
 }  // namespace kvelastic

@@ -60,6 +60,11 @@ Status read_part(pid_t pid, PieceWalk from, PieceWalk to, std::uint64_t left,
 
 }  // namespace
 
+Error other_size(std::uint64_t bytes, std::uint64_t room) {
+  return {Errc::kInvalidArgument, std::to_string(bytes) + " bytes do not fit into " +
+                                      std::to_string(room) + "; name as many on both sides"};
+}
+
 Error late_copy() {
   return {Errc::kChannelTimeout, "the bytes did not travel in time; the copy is not complete"};
 }
@@ -87,10 +92,7 @@ Status read_from_process(pid_t pid, std::span<const Piece> theirs, std::span<con
   const Result<std::uint64_t> our_bytes = bytes_of(ours);
   if (!their_bytes) return their_bytes.error();
   if (!our_bytes) return our_bytes.error();
-  if (*their_bytes != *our_bytes) {
-    return Error{Errc::kInvalidArgument, std::to_string(*their_bytes) + " bytes do not fit into " +
-                                             std::to_string(*our_bytes)};
-  }
+  if (*their_bytes != *our_bytes) return other_size(*their_bytes, *our_bytes);
   const std::uint64_t threads = threads_for(*our_bytes);
   if (threads == 1) return read_part(pid, PieceWalk(theirs), PieceWalk(ours), *our_bytes, deadline);
   const std::uint64_t half = *our_bytes / 2;

@@ -36,8 +36,9 @@ Result<std::uint64_t> bytes_of(std::span<const Piece> pieces);
 Status read_from_process(pid_t pid, std::span<const Piece> theirs, std::span<const Piece> ours,
                          PieceDeadline deadline);
 
-/// What is answered where memory of a copy is not mapped (kMapping), and where its deadline has
-/// passed (kChannelTimeout).
+/// What is answered where the two sides of a copy differ in bytes (kInvalidArgument), where its
+/// memory is not mapped (kMapping), and where its deadline has passed (kChannelTimeout).
+Error other_size(std::uint64_t bytes, std::uint64_t room);
 Error unmapped_in_a_copy();
 Error late_copy();
 

@@ -20,6 +20,7 @@ enum class Errc : std::uint8_t {
   kPoolExhausted,      ///< not that many blocks can be had now
   kDoubleFree,         ///< a block was freed that is not in use
   kUnknownBlock,       ///< an id that this layout never hands out
+  kNotRegistered,      ///< memory that peers may not reach
   kNullBlock,          ///< block 0 is never handed out nor given back
   kChannelTimeout,     ///< a worker did not acknowledge before the deadline
   kChannelClosed,      ///< the other end of a ring is gone
@@ -49,6 +50,8 @@ constexpr std::string_view code_name(Errc code) {
       return "DOUBLE_FREE";
     case Errc::kUnknownBlock:
       return "UNKNOWN_BLOCK";
+    case Errc::kNotRegistered:
+      return "NOT_REGISTERED";
     case Errc::kNullBlock:
       return "NULL_BLOCK";
     case Errc::kChannelTimeout:

@@ -16,6 +16,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from benchmarks.harness import Figure, report
+from benchmarks.transfer.bare_mooncake import BareMooncake, why_missing
 from benchmarks.transfer.bare_stream import BareStream
 from benchmarks.transfer.memory import PAGE_BYTES, mapped
 from kvelastic.errors import KvelasticError
@@ -80,8 +81,9 @@ def pulls(kind: str, link: Link, base: int, name: str, size: int) -> list[Figure
         for at in range(per_page)
     ]
     rng = random.Random(1)
-    sources: list[Piece] = [(base + at, size) for at in rng.sample(places, count)]
-    targets: list[Piece] = [(ours.address + at, size) for at in rng.sample(places, count)]
+    from_places, to_places = rng.sample(places, count), rng.sample(places, count)
+    sources: list[Piece] = [(base + at, size) for at in from_places]
+    targets: list[Piece] = [(ours.address + at, size) for at in to_places]
     floors: dict[str, Callable[[], float]]
     ends = ExitStack()
     if kind == "unix":
@@ -93,6 +95,11 @@ def pulls(kind: str, link: Link, base: int, name: str, size: int) -> list[Figure
         }
     else:
         floors = {"bare TCP stream": ends.enter_context(BareStream(COPIED_BYTES, size)).receive}
+        if not (why := why_missing()):
+            mooncake = BareMooncake(TOTAL_BYTES, size, from_places, to_places)
+            floors["Mooncake's engine"] = ends.enter_context(mooncake).read
+        else:
+            print(f"no row beside Mooncake's engine: {why}", file=sys.stderr)
 
     def pull() -> float:
         begin_s = time.perf_counter()
@@ -107,7 +114,11 @@ def pulls(kind: str, link: Link, base: int, name: str, size: int) -> list[Figure
             samples.append(pull())
             for floor, run in floors.items():
                 of_floors[floor].append(run())
-    bars = {"memcpy of such pieces": ">= 0.9", "bare TCP stream": ">= 0.8"}
+    bars = {
+        "memcpy of such pieces": ">= 0.9",
+        "bare TCP stream": ">= 0.8",
+        "Mooncake's engine": ">= 0.8",
+    }
     return [
         Figure(
             f"pull, {name} pieces, {kind}",

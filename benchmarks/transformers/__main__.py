@@ -20,7 +20,7 @@ from tempfile import TemporaryDirectory
 
 from benchmarks.harness import end_by_exception, facts
 from benchmarks.transformers import generate, limit, memory, results, turns
-from benchmarks.transformers.engines import NotElasticError
+from benchmarks.transformers.engines import NotElasticError, all_ready
 from benchmarks.transformers.results import Part, Table
 from benchmarks.transformers.workload import SMOLLM2, TINY, Load
 from benchmarks.vllm.models import prepare
@@ -39,7 +39,9 @@ def _turns(load: Load, folder: Path, quick: bool) -> Table:
     arguments = []
     if load is SMOLLM2:
         arguments = ["--folder", str(prepare(load.model, folder).folder)]
-    return turns.measure(load.shortened() if quick else load, arguments, folder)
+    if quick:
+        load = load.shortened()
+    return turns.measure(load, lambda: all_ready(folder, load.num_blocks, arguments))
 
 
 PARTS: dict[str, tuple[str, Callable[[Path, bool], Table]]] = {

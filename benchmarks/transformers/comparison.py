@@ -11,6 +11,8 @@ from statistics import median
 
 from benchmarks.harness import bootstrap_range, number
 
+STOCK, AGAIN, ELASTIC = NAMES = ("stock", "stock again", "kvelastic")
+
 
 @dataclass(frozen=True)
 class Ratio:

@@ -12,19 +12,22 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 
 from transformers_process import TransformersEngine
 
+from benchmarks.transformers.comparison import ELASTIC, NAMES
+from benchmarks.transformers.turns import Answered, Ask
 from kvelastic import segment
 from kvelastic.errors import SegmentNotFoundError
 
-STOCK, AGAIN, ELASTIC = NAMES = ("stock", "stock again", "kvelastic")
 SERIES = "5.19"
 """Of transformers, as it comes with the environment."""
 INSTANCE = f"bench_transformers_{os.getpid()}"
 LEDGER = f"bench-transformers-{os.getpid()}"
 BLOCK_TOKENS = 32
+_TURN_DEADLINE_S = 500.0
 
 
 class NotElasticError(Exception):
@@ -67,6 +70,29 @@ def started(
         yield engines
         for engine in engines.values():
             engine.stop()
+
+
+@contextmanager
+def all_ready(folder: Path, num_blocks: int, arguments: Sequence[str]) -> Iterator[dict[str, Ask]]:
+    """All three with the same capacity, for turns. Raises as `started`."""
+    shape = ["--block-tokens", str(BLOCK_TOKENS), "--num-blocks", str(num_blocks), *arguments]
+    with started(folder, dict.fromkeys(NAMES, shape)) as engines:
+        yield {name: partial(_ask, engine) for name, engine in engines.items()}
+
+
+def _ask(engine: TransformersEngine, prompts: list[list[int]], new_tokens: list[int]) -> Answered:
+    """Raises `AssertionError` where a prompt was not answered."""
+    answer = engine.ask(
+        "timed",
+        _TURN_DEADLINE_S + 30,
+        prompts=prompts,
+        max_new_tokens=new_tokens,
+        timeout_s=_TURN_DEADLINE_S,
+    )
+    failed = answer["refused"] or answer["errors"] or answer["unfinished"]
+    assert not failed, f"{failed}\n{engine.tail()}"
+    tokens = [answer["tokens"][each] for each in answer["ids"]]
+    return Answered(answer["total_s"], answer["cpu_s"], tokens)
 
 
 def check_is_elastic() -> None:

@@ -23,13 +23,8 @@ from transformers_process import TransformersEngine
 from vllm_server import Request, VllmServer
 
 from benchmarks.harness import Figure
-from benchmarks.transformers.engines import (
-    BLOCK_TOKENS,
-    ELASTIC,
-    INSTANCE,
-    environment,
-    started,
-)
+from benchmarks.transformers.comparison import ELASTIC
+from benchmarks.transformers.engines import BLOCK_TOKENS, INSTANCE, environment, started
 from benchmarks.transformers.results import Table
 from benchmarks.transformers.workload import AT_ONCE
 from kvelastic import segment

@@ -1,26 +1,40 @@
-"""Turns: the same prompts to one engine, then to the next; the order changes every time."""
+"""Turns: the same prompts to one engine, then to the next; the order changes every time.
+
+    measure(TINY, started)    # `started()` is a context of three engines, one of each of NAMES
+
+An engine is a function here: of a turn's prompts and how many tokens each is answered with.
+"""
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from itertools import permutations
-from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
-from transformers_process import TransformersEngine
-
-from benchmarks.transformers.comparison import headings, row
-from benchmarks.transformers.engines import AGAIN, BLOCK_TOKENS, ELASTIC, NAMES, STOCK, started
+from benchmarks.transformers.comparison import AGAIN, ELASTIC, NAMES, STOCK, headings, row
 from benchmarks.transformers.results import Table
 from benchmarks.transformers.workload import AT_ONCE, Load
 
 _ORDERS = list(permutations(NAMES))
 """In six turns each engine comes first, second and last twice, and after each other one."""
-_TURN_DEADLINE_S = 500.0
+
+
+class Answered(NamedTuple):
+    """What an engine made of a turn's prompts, which it got all at once."""
+
+    total_s: float
+    """From the first prompt handed in to the last answer."""
+    cpu_s: float
+    """User and system, of all its processes."""
+    tokens: list[list[int]]
+
+
+Ask = Callable[[list[list[int]], list[int]], Answered]
 
 
 @dataclass(frozen=True)
@@ -31,9 +45,7 @@ class Turn:
     start: int
     number: int
     total_s: float
-    """From the first prompt handed in to the last answer."""
     cpu_s: float
-    """User and system, of the whole process."""
     tokens: int
     machine_load: float
 
@@ -46,22 +58,22 @@ class Turn:
         return 1e6 * self.cpu_s / self.tokens
 
 
-def measure(load: Load, arguments: Sequence[str], folder: Path) -> Table:
-    """All turns of a load; raises what `started` raises."""
+def measure(load: Load, started: Callable[[], AbstractContextManager[Mapping[str, Ask]]]) -> Table:
+    """All turns of a load; raises what `started` and its engines raise."""
     turns: dict[str, list[Turn]] = {name: [] for name in NAMES}
     differing = {AGAIN: 0, ELASTIC: 0}
     asked = 0
-    shape = ["--block-tokens", str(BLOCK_TOKENS), "--num-blocks", str(load.num_blocks), *arguments]
     for start in range(load.starts):
-        with started(folder, dict.fromkeys(NAMES, shape)) as engines:
+        with started() as engines:
             for index in range(-1, load.turns):
                 # Other prompts after every start: else a stall of one prompt's would come again.
                 turn_number = start * (load.turns + 1) + index + 1
                 answers = {}
                 for name in _ORDERS[turn_number % len(_ORDERS)]:
-                    turn, answers[name] = _turn(engines[name], name, load, start, turn_number)
+                    answered = engines[name](load.prompts(turn_number), load.answers(turn_number))
+                    answers[name] = answered.tokens
                     if index >= 0:
-                        turns[name].append(turn)
+                        turns[name].append(_turn(name, start, turn_number, answered))
                 asked += len(answers[STOCK])
                 for name in differing:
                     pairs = zip(answers[name], answers[STOCK], strict=True)
@@ -78,7 +90,8 @@ def measure(load: Load, arguments: Sequence[str], folder: Path) -> Table:
         ],
         [
             f"Started {load.starts} times; {load.turns} turns of {AT_ONCE} prompts at once after"
-            f" each start. Load while it ran: {median(t.machine_load for t in turns[STOCK]):.1f}.",
+            f" each start. Tokens a turn: {median(t.tokens for t in turns[STOCK]):,.0f}. Load while"
+            f" it ran: {median(t.machine_load for t in turns[STOCK]):.1f}.",
             f"Prompts answered otherwise than by stock, of {asked} (uncounted turns too):"
             f" {differing[AGAIN]} by stock again, {differing[ELASTIC]} with kvelastic.",
         ],
@@ -86,29 +99,10 @@ def measure(load: Load, arguments: Sequence[str], folder: Path) -> Table:
     )
 
 
-def _turn(
-    engine: TransformersEngine, name: str, load: Load, start: int, turn: int
-) -> tuple[Turn, list[list[int]]]:
-    answer = engine.ask(
-        "timed",
-        _TURN_DEADLINE_S + 30,
-        prompts=load.prompts(turn),
-        max_new_tokens=load.answers(turn),
-        timeout_s=_TURN_DEADLINE_S,
-    )
-    failed = answer["refused"] or answer["errors"] or answer["unfinished"]
-    assert not failed, f"{name}: {failed}\n{engine.tail()}"
-    tokens = [answer["tokens"][each] for each in answer["ids"]]
-    taken = Turn(
-        engine=name,
-        start=start,
-        number=turn,
-        total_s=answer["total_s"],
-        cpu_s=answer["cpu_s"],
-        tokens=sum(map(len, tokens)),
-        machine_load=os.getloadavg()[0],
-    )
-    return taken, tokens
+def _turn(name: str, start: int, number: int, answered: Answered) -> Turn:
+    tokens = sum(map(len, answered.tokens))
+    load = os.getloadavg()[0]
+    return Turn(name, start, number, answered.total_s, answered.cpu_s, tokens, load)
 
 
 def _plain(load: Load) -> dict[str, Any]:

@@ -10,26 +10,20 @@ that, and says so (`LLM_PARAM_INVALID`) where the process would otherwise die of
 from __future__ import annotations
 
 import ctypes
-import errno
-import os
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from math import inf
 from typing import Final
 
+from kvelastic import _vmm
 from kvelastic.datadist.pieces import Run
 from kvelastic.datadist.status import LLMException, LLMParamError, LLMStatusCode
+from kvelastic.errors import DeviceUnavailableError, MappingError
 
 _MOST_RUNS_A_CALL: Final = 1024
-"""IOV_MAX of Linux."""
-
 _MOST_BYTES_A_CALL: Final = 64 << 20
 """What is copied between two looks at the clock."""
-
-
-class _Iovec(ctypes.Structure):
-    _fields_ = (("base", ctypes.c_void_p), ("length", ctypes.c_size_t))
 
 
 def copy_runs(
@@ -100,39 +94,18 @@ def _copy_here(moves: Sequence[tuple[int, int, int]]) -> None:
 
 
 def _copy_by_kernel(moves: Sequence[tuple[int, int, int]]) -> None:
-    """process_vm_readv(2) of this very process: a fault is an answer."""
-    vectors = _Iovec * len(moves)
-    into = vectors(*(_Iovec(to, size) for to, _, size in moves))
-    of = vectors(*(_Iovec(of, size) for _, of, size in moves))
-    total = sum(size for _, _, size in moves)
-    done = _libc().process_vm_readv(os.getpid(), into, len(moves), of, len(moves), 0)
-    if done == total:
-        return
-    number = ctypes.get_errno() if done < 0 else errno.EFAULT
-    if number in {errno.EPERM, errno.ENOSYS}:  # a sandbox that denies the call
-        _copy_here(moves)
-        return
-    if number == errno.EFAULT:
+    """A fault is an answer, also where a sandbox denies process_vm_readv(2)."""
+    sources = _vmm.pack_pieces([(of, size) for _, of, size in moves])
+    targets = _vmm.pack_pieces([(to, size) for to, _, size in moves])
+    try:
+        _vmm.copy_pieces(sources, targets)
+    except MappingError as error:
         raise LLMParamError(
-            f"memory of a cache is not there: {max(done, 0)} of {total} bytes were copied. Keep"
-            " registered memory mapped until unregister_cache"
-        )
-    raise LLMException(os.strerror(number), status_code=LLMStatusCode.LLM_FAILED)
-
-
-@lru_cache(maxsize=1)
-def _libc() -> ctypes.CDLL:
-    libc = ctypes.CDLL(None, use_errno=True)
-    libc.process_vm_readv.restype = ctypes.c_ssize_t
-    libc.process_vm_readv.argtypes = [
-        ctypes.c_int,
-        ctypes.POINTER(_Iovec),
-        ctypes.c_ulong,
-        ctypes.POINTER(_Iovec),
-        ctypes.c_ulong,
-        ctypes.c_ulong,
-    ]
-    return libc
+            "memory of a cache is not there, and the copy is not complete. Keep registered memory"
+            " mapped until unregister_cache"
+        ) from error
+    except DeviceUnavailableError as error:
+        raise LLMException(str(error), status_code=LLMStatusCode.LLM_FAILED) from error
 
 
 def _copy_on_gpu(moves: Sequence[tuple[int, int, int]]) -> None:

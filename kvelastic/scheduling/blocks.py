@@ -287,13 +287,13 @@ class SchedulerBlocks:
         """
         return (self.pool.arrivals - self.pool.given_back_arrivals) % _ARRIVALS_WRAP
 
-    def wait_for_arrival(self, seen: int, timeout_s: float) -> None:
-        """Block until `arrivals` is another than `seen`, or `timeout_s` has passed.
+    def wait_for_arrival(self, seen: int, timeout_s: float) -> bool:
+        """Block until `arrivals` is another than `seen`, `timeout_s` at most; whether it is.
 
         `seen` is read *before* the engine looks for blocks: what comes while it looks is news.
         """
         raw = (seen + self.pool.given_back_arrivals) % _ARRIVALS_WRAP
-        self.pool.wait_for_arrival(raw, timeout_s)
+        return self.pool.wait_for_arrival(raw, timeout_s) != raw
 
     # --- what always holds ----------------------------------------------------------------------
 

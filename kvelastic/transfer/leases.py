@@ -14,11 +14,11 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Final
 
 from kvelastic.errors import IntegrityError, TransferBusyError
-from kvelastic.transfer.pieces import Piece
+from kvelastic.transfer.pieces import PackedPieces
 from kvelastic.transfer.ranges import Hold, Ranges, Registered
 
 _log = logging.getLogger("kvelastic.transfer")
@@ -65,8 +65,7 @@ class Leases:
     def begin(
         self,
         owner: object,
-        pieces: Sequence[Piece],
-        packed: bytes,
+        pieces: PackedPieces,
         lease_s: float,
         claim: Callable[[], Hold | None] = lambda: None,
     ) -> Lease:
@@ -77,7 +76,7 @@ class Leases:
         Raises `NotRegisteredError`, `TransferBusyError`, what a hold raises; nothing is held then.
         """
         lease = Lease(next(self._numbers), owner, time.monotonic() + lease_s)
-        lease.pieces = packed
+        lease.pieces = pieces.packed
         try:
             for registered, some in self._ranges.find(pieces).items():
                 lease.holds[registered] = registered.hold(some)

@@ -21,7 +21,7 @@ from kvelastic.errors import (
     TransferError,
 )
 from kvelastic.messages import Connection, Message
-from kvelastic.transfer.pieces import Piece, pack, portions
+from kvelastic.transfer.pieces import Piece, portions
 from kvelastic.transfer.wire import (
     Ask,
     Begin,
@@ -108,9 +108,8 @@ class Link:
         """
         deadline_s = time.monotonic() + timeout_s
         try:
-            for from_part, to_part, size_bytes in portions(sources, targets):
-                packed, ours = pack(from_part), pack(to_part)
-                self._retried(partial(self._pull_once, packed, ours, claim, deadline_s))
+            for theirs, ours, size_bytes in portions(sources, targets):
+                self._retried(partial(self._pull_once, theirs, ours, claim, deadline_s))
                 self.count(pulled=size_bytes)
         except KvelasticError:
             self.count(failures=1)
@@ -130,8 +129,7 @@ class Link:
         """
         deadline_s = time.monotonic() + timeout_s
         try:
-            for from_part, to_part, size_bytes in portions(sources, targets):
-                ours, theirs = pack(from_part), pack(to_part)
+            for ours, theirs, size_bytes in portions(sources, targets):
                 self._retried(partial(self._push_once, ours, theirs, claim, deadline_s))
                 self.count(pushed=size_bytes)
         except KvelasticError:

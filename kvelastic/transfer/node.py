@@ -30,7 +30,7 @@ from kvelastic.messages.peers import LOOPBACK, networks
 from kvelastic.transfer.board import PUBLISH_S, LinkBoard
 from kvelastic.transfer.leases import Lease, Leases
 from kvelastic.transfer.link import Link
-from kvelastic.transfer.pieces import Piece, total, unpack
+from kvelastic.transfer.pieces import MOST_BYTES, PackedPieces, Piece
 from kvelastic.transfer.ranges import Hold, Holder, Ranges, Registered
 from kvelastic.transfer.streams import Carrier, Streams, passed_stream
 from kvelastic.transfer.wire import (
@@ -338,12 +338,12 @@ class Node:
         return self._claim(link, claim, pieces)
 
     def _begin(self, link: Link, begin: Begin) -> Begun:
-        pieces = unpack(begin.pieces)
+        pieces = _held_at_once(begin.pieces)
         # For no longer than the reader waits.
         lease_s = min(self.lease_s, begin.timeout_ms / 1000)
         claim = partial(self._claimed, link, begin.claim, pieces)
-        lease = self.leases.begin(link.connection, pieces, begin.pieces, lease_s, claim)
-        lease.read_bytes = total(pieces)
+        lease = self.leases.begin(link.connection, pieces, lease_s, claim)
+        lease.read_bytes = pieces.size_bytes
         if not link.is_open:  # it ended before the lease stood in the table
             self.leases.end_of(link.connection)
         self._set_timer()
@@ -385,8 +385,8 @@ class Node:
         request.answer(Done())
 
     def _pushed(self, link: Link, push: Push) -> Done:
-        targets = unpack(push.targets)
-        if total(unpack(push.sources)) != total(targets):
+        targets = _held_at_once(push.targets)
+        if PackedPieces(push.sources).size_bytes != targets.size_bytes:
             raise InvalidArgumentError("a push of as many bytes as it has room for is wanted")
         # No longer than a lease, for the targets are held as long.
         deadline_s = time.monotonic() + min(push.timeout_ms / 1000, self.lease_s)
@@ -402,7 +402,7 @@ class Node:
                 holds.callback(claimed.release)
             checksum = link.read(push.lease, push.sources, push.targets, deadline_s)
             link.settle(push.lease, checksum, deadline_s)
-            link.count(peer_pushed=total(targets))
+            link.count(peer_pushed=targets.size_bytes)
         return Done()
 
     @contextlib.contextmanager
@@ -455,3 +455,13 @@ class Node:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _held_at_once(packed: bytes) -> PackedPieces:
+    """What a peer names; refused where it takes longer to hold than a copy may."""
+    pieces = PackedPieces(packed)
+    if pieces.size_bytes > MOST_BYTES:
+        raise InvalidArgumentError(
+            f"{pieces.size_bytes} bytes in one copy; {MOST_BYTES} are held at once"
+        )
+    return pieces

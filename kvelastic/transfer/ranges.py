@@ -9,11 +9,13 @@ from __future__ import annotations
 import bisect
 import contextlib
 import threading
+from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Final, Protocol
 
+from kvelastic import _vmm
 from kvelastic.errors import InvalidArgumentError, NotRegisteredError
-from kvelastic.transfer.pieces import Piece
+from kvelastic.transfer.pieces import PackedPieces, Piece, packed_of
 
 
 class Hold(Protocol):
@@ -78,7 +80,8 @@ class Ranges:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._starts: list[int] = []
+        self._starts = array("Q")
+        self._ends = array("Q")
         self._ranges: list[Registered] = []
 
     def add(self, address: int, size_bytes: int, hold: Holder | None) -> Registered:
@@ -95,6 +98,7 @@ class Ranges:
                     f"{size_bytes} bytes at {address:#x} are registered already, in part at least"
                 )
             self._starts.insert(at, address)
+            self._ends.insert(at, new.end)
             self._ranges.insert(at, new)
         return new
 
@@ -105,26 +109,21 @@ class Ranges:
             if at == len(self._ranges) or self._ranges[at] is not registered:
                 return False
             del self._starts[at]
+            del self._ends[at]
             del self._ranges[at]
             return True
 
-    def find(self, pieces: Sequence[Piece]) -> dict[Registered, list[Piece]]:
+    def find(self, pieces: Sequence[Piece]) -> dict[Registered, PackedPieces]:
         """The pieces by range. Raises `NotRegisteredError` for one that lies in none."""
-        found: dict[Registered, list[Piece]] = {}
+        packed = packed_of(pieces)
         with self._lock:
-            # Most copies touch one range: two passes in C find that out.
-            first, end = min(pieces, default=(0, 0))[0], max(map(sum, pieces), default=0)
-            at = bisect.bisect_right(self._starts, first) - 1
-            if pieces and at >= 0 and end <= self._ranges[at].end:
-                return {self._ranges[at]: list(pieces)}
-            for address, size in pieces:
-                at = bisect.bisect_right(self._starts, address) - 1
-                if at < 0 or address + size > self._ranges[at].end:
-                    raise NotRegisteredError(
-                        f"{size} bytes at {address:#x} are not registered as a whole"
-                    )
-                found.setdefault(self._ranges[at], []).append((address, size))
-        return found
+            found = _vmm.pieces_by_range(
+                packed.packed, self._starts.tobytes(), self._ends.tobytes()
+            )
+            ranges = [(self._ranges[at], some) for at, some in found]
+        return {
+            one: packed if some is packed.packed else PackedPieces(some) for one, some in ranges
+        }
 
     def check_still(self, found: Iterable[Registered]) -> None:
         """Raises `NotRegisteredError` where one of what `find` said was removed since.
@@ -148,6 +147,7 @@ class Ranges:
     def check_integrity(self) -> None:
         """Raises AssertionError where ranges overlap or are out of order."""
         with self._lock:
-            assert self._starts == [one.address for one in self._ranges]
+            assert list(self._starts) == [one.address for one in self._ranges]
+            assert list(self._ends) == [one.end for one in self._ranges]
             for one, other in zip(self._ranges, self._ranges[1:], strict=False):
                 assert one.end <= other.address

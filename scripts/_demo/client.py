@@ -16,7 +16,7 @@ class RequestFailedError(Exception):
     """The server answered, and not with an answer."""
 
 
-def ask(port: int, question: str, max_tokens: int, model: str = "m") -> str:
+def ask(port: int, question: str, max_tokens: int, model: str) -> str:
     """The model's answer at temperature 0.
 
     Raises RequestFailedError for a status other than 200, OSError or HTTPException where the server
@@ -49,13 +49,14 @@ def ask(port: int, question: str, max_tokens: int, model: str = "m") -> str:
 class Burst:
     """`count` stories of different lengths, sixteen at once; all under way once it is entered.
 
-    with Burst(port, 40) as burst:
+    with Burst(port, 40, "m") as burst:
         stories = burst.wait()
     Leaving the block early (Ctrl-C) waits for nothing: what has not been sent is not sent.
     """
 
-    def __init__(self, port: int, count: int) -> None:
+    def __init__(self, port: int, count: int, model: str) -> None:
         self._port = port
+        self._model = model
         self._count = count
         self._threads = ThreadPoolExecutor(AT_ONCE)
         self._futures: list[Future[str]] = []
@@ -64,7 +65,9 @@ class Burst:
         for i in range(self._count):
             story = f"Write a story about {TOPICS[i % len(TOPICS)]}. "
             story += "Make it long and calm. " * (i % 12 * 5)
-            self._futures.append(self._threads.submit(ask, self._port, story, 64 + 16 * (i % 8)))
+            length = 64 + 16 * (i % 8)
+            future = self._threads.submit(ask, self._port, story, length, self._model)
+            self._futures.append(future)
         return self
 
     def __exit__(

@@ -9,43 +9,43 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import FrameType
+from typing import Any
 
 import psutil
 import shared_files
-from client import Burst, RequestFailedError, ask
+from client import AT_ONCE, Burst, RequestFailedError, ask
+from engines import BLOCK_TOKENS, ENGINES, DemoEngine, Server
 from front import FIRST, SECOND, Front
-from survival import Asked, ask_long, table
+from survival import Asked, Where, ask_long, table
 from view import LiveView, Memory, Waiting
-from vllm_server import VllmServer, worker_memory_bytes
 
 from kvelastic import segment
-from kvelastic.errors import KvelasticError
+from kvelastic.errors import KvelasticError, SegmentError
 from kvelastic.sizes import format_size
 
-KV_BYTES = 768 << 20
 LOW_LIMIT = "96M"
 NAME = f"demo_{os.getpid()}"
 SECOND_NAME = f"{NAME}_second"
 KVCTL = str(Path(sys.executable).with_name("kvctl"))
-SERVER_ARGUMENTS = [
-    # float32: fast on every CPU, where bfloat16 is only on those with instructions for it.
-    "--dtype", "float32", "--max-model-len", "2048", "--max-num-seqs", "16",
-    "--kv-cache-memory-bytes", str(KV_BYTES),
-]  # fmt: skip
 QUESTIONS = [
     "What is the capital of France? Answer in one sentence.",
     "Name the four seasons of the year.",
     "What is 2 + 3? Answer with the number only.",
 ]
 ANSWER_TOKENS = 40
-BURST_REQUESTS = 40
+BURST_OF_FEW = 8
 TIER_BYTES = 1 << 30
 IDLE_TRIM_S = 3.0
 TRIM_DEADLINE_S = 10.0
+ASLEEP_S = 3.0
 LOG_LINES = 40
+ENGINES_OWN = "sglang_"
+"""Files that SGLang makes; it ends its processes by SIGKILL and leaves them."""
 
 
 class DemoError(Exception):
@@ -56,7 +56,7 @@ FAILURES = (
     DemoError,
     RequestFailedError,
     KvelasticError,
-    AssertionError,  # of VllmServer
+    AssertionError,  # of the servers
     OSError,
     http.client.HTTPException,
     subprocess.TimeoutExpired,
@@ -68,11 +68,41 @@ def title(text: str) -> None:
     print(f"\n\033[1m{text}\033[0m" if sys.stdout.isatty() else f"\n== {text}", flush=True)
 
 
-def pids(server: VllmServer) -> list[int]:
+@dataclass(frozen=True)
+class Shown:
+    """What the demo is about: an engine, the model that it serves, and a server of it."""
+
+    engine: DemoEngine
+    model: Path
+    server: Any
+
+    @property
+    def kv_bytes(self) -> int:
+        return self.engine.kv_bytes
+
+    def ask(self, question: str) -> str:
+        name = self.engine.model_name(self.model)
+        return ask(self.server.port, question, ANSWER_TOKENS, name)
+
+    def burst(self, count: int) -> Burst:
+        return Burst(self.server.port, count, self.engine.model_name(self.model))
+
+    def ask_long(self, what: str) -> Asked:
+        name = self.engine.model_name(self.model)
+        return ask_long(Where(self.server.port, name, NAME, BLOCK_TOKENS), what)
+
+    def held(self) -> str:
+        """What the instance says, and what the operating system says."""
+        said = Memory.of(NAME).mapped
+        real = self.engine.held_bytes(self.server)
+        return f"{format_size(said)} held by its own account, {format_size(real)} by the kernel's"
+
+
+def pids(server: Server) -> list[int]:
     """The server and all its processes, as far as they still run."""
     try:
-        api = psutil.Process(server.process.pid)
-        return [api.pid, *(child.pid for child in api.children(recursive=True))]
+        leader = psutil.Process(server.process.pid)
+        return [leader.pid, *(child.pid for child in leader.children(recursive=True))]
     except psutil.Error:
         return []
 
@@ -86,27 +116,20 @@ def kvctl(*arguments: str) -> str:
     return f"  $ kvctl {' '.join(arguments)}\n    {said}"
 
 
-def held(server: VllmServer) -> str:
-    """What the instance says, and what the operating system says."""
-    said = Memory.of(NAME).mapped
-    worker = server.processes().get("worker")
-    if worker is None:
-        raise DemoError("vLLM's worker has ended")
-    real = worker_memory_bytes(worker)
-    return f"{format_size(said)} held by its own account, {format_size(real)} by the kernel's"
-
-
-def questions(server: VllmServer) -> list[str]:
+def questions(shown: Shown) -> list[str]:
     answers = []
     for question in QUESTIONS:
-        answers.append(ask(server.port, question, ANSWER_TOKENS))
+        answers.append(shown.ask(question))
         print(f"  Q: {question}\n  A: {answers[-1]}", flush=True)
     return answers
 
 
-def burst(server: VllmServer) -> None:
-    print(f"  before: {held(server)}", flush=True)
-    with LiveView(NAME, "burst", KV_BYTES) as view, Burst(server.port, BURST_REQUESTS) as requests:
+def burst(shown: Shown) -> None:
+    print(f"  before: {shown.held()}", flush=True)
+    with (
+        LiveView(NAME, "burst", shown.kv_bytes) as view,
+        shown.burst(shown.engine.burst_requests) as requests,
+    ):
         stories = requests.wait()
     print(
         f"  {len(stories)} answers, {sum(map(len, stories))} characters;"
@@ -115,90 +138,119 @@ def burst(server: VllmServer) -> None:
     )
 
 
-def limited_burst(server: VllmServer, answers: list[str]) -> None:
-    preempted = -server.metrics()["num_preemptions_total"]
-    with (
-        LiveView(NAME, "limited", KV_BYTES) as view,
-        Burst(server.port, BURST_REQUESTS) as requests,
-    ):
+def limited_burst(shown: Shown, answers: list[str]) -> None:
+    count = shown.engine.burst_requests
+    before = shown.engine.preempted(shown.server)
+    with LiveView(NAME, "limited", shown.kv_bytes) as view, shown.burst(count) as requests:
         requests.wait(5)
-        view.say(f"  {requests.done} of {BURST_REQUESTS} requests are done; now:")
+        view.say(f"  {requests.done} of {count} requests are done; now:")
         asked_s = time.monotonic()
         view.say(kvctl("limit", NAME, LOW_LIMIT, "--wait", "300"))
         view.say(f"    {time.monotonic() - asked_s:.1f} s after it was asked for, under load")
-        again = ask(server.port, QUESTIONS[0], ANSWER_TOKENS)
+        again = shown.ask(QUESTIONS[0])
         stories = requests.wait()
-    preempted += server.metrics()["num_preemptions_total"]
     same = "as above" if again == answers[0] else "above it was another"
-    print(f"  all {len(stories)} requests finished, after {preempted:.0f} preemptions by vLLM")
+    after = shown.engine.preempted(shown.server)
+    preempted = ""
+    if before is not None and after is not None:
+        preempted = f", after {after - before} {shown.engine.gives_way}"
+    print(f"  all {len(stories)} requests finished{preempted}")
     print(f"  the last story begins: {stories[-1][:100]!r}")
     print(f"  Q: {QUESTIONS[0]}\n  A: {again} ({same})")
-    print(f"  after: {held(server)}", flush=True)
+    print(f"  after: {shown.held()}", flush=True)
 
 
-def idle(server: VllmServer) -> None:
-    print(kvctl("limit", NAME, str(KV_BYTES), "--wait", "10"), flush=True)
-    burst_of_few = 8
-    with LiveView(NAME, "idle", KV_BYTES) as view:
-        with Burst(server.port, burst_of_few) as requests:
+def idle(shown: Shown) -> None:
+    print(kvctl("limit", NAME, _megabytes(shown.kv_bytes), "--wait", "10"), flush=True)
+    with LiveView(NAME, "idle", shown.kv_bytes) as view:
+        with shown.burst(BURST_OF_FEW) as requests:
             requests.wait()
-        view.say(f"  {burst_of_few} more requests are done; nothing to do from here on")
+        view.say(f"  {BURST_OF_FEW} more requests are done; nothing to do from here on")
         deadline = time.monotonic() + 2 * IDLE_TRIM_S + TRIM_DEADLINE_S
         while Memory.of(NAME).parked and time.monotonic() < deadline:
             time.sleep(0.1)
-    print(f"  what was parked is back at the machine:\n  {held(server)}")
-    with segment.open_readonly(NAME) as instance:
-        page_bytes = instance.record.read_usage()["page_bytes"]
+    print(f"  what was parked is back at the machine:\n  {shown.held()}")
+    page_bytes = _facts(NAME)["page_bytes"]
     print("  the prefix cache stays until it is in the way, or until it is asked for:")
     print(kvctl("limit", NAME, str(page_bytes), "--wait", "10"))
     _wait(lambda: Memory.of(NAME).mapped <= page_bytes, "all but one page is given back")
-    print(f"  {held(server)};\n  one page always stays")
+    print(f"  {shown.held()};\n  one page always stays")
     print(kvctl("list"), flush=True)
 
 
-def show(server: VllmServer) -> None:
+def show(shown: Shown) -> None:
+    count = shown.engine.burst_requests
     title("2. Questions")
-    answers = questions(server)
-    title(f"3. A burst of {BURST_REQUESTS} requests, 16 at once: memory grows with use")
-    burst(server)
+    answers = questions(shown)
+    title(f"3. A burst of {count} requests, {min(count, AT_ONCE)} at once: memory grows with use")
+    burst(shown)
     title(f"4. Another burst, and the limit lowered to {LOW_LIMIT} while it runs")
-    limited_burst(server, answers)
+    limited_burst(shown, answers)
     title("5. The limit lifted, a little work, and then nothing to do")
-    idle(server)
+    idle(shown)
 
 
-def start(server: VllmServer) -> None:
+def start(shown: Shown) -> None:
     started_s = time.monotonic()
     with Waiting("starting (half a minute, more on a busy machine)"):
-        server.wait_until_ready()
-    print(f"  ready after {time.monotonic() - started_s:.0f} s\n  {held(server)}", flush=True)
+        shown.server.wait_until_ready()
+    print(f"  ready after {time.monotonic() - started_s:.0f} s\n  {shown.held()}", flush=True)
 
 
-def survive(servers: list[VllmServer], restart: Callable[[], VllmServer], files: set[Path]) -> None:
-    """The same long prompt four times; the last one is answered by a server of its own."""
+def sleep(shown: Shown) -> None:
+    """For engines that have no tiers."""
+    title("6. Asleep: it holds nothing, and a request waits until it wakes")
+    print(f"  {shown.engine.without_tiers} (docs/tiers.md)")
+    print(kvctl("limit", NAME, _megabytes(shown.kv_bytes), "--wait", "10"))
+    before = shown.ask(QUESTIONS[0])
+    print(f"  {shown.held()}")
+    print(kvctl("sleep", NAME, "--wait", "60"))
+    print(f"  {shown.held()}", flush=True)
+    with ThreadPoolExecutor(1) as thread:
+        waiting = thread.submit(shown.ask, QUESTIONS[0])
+        asked_s = time.monotonic()
+        wait([waiting], timeout=ASLEEP_S)
+        if waiting.done():
+            raise DemoError(f"a model that sleeps has answered: {waiting.result()!r}")
+        print(f"  a question waits since {time.monotonic() - asked_s:.1f} s")
+        print(kvctl("wake", NAME, "--wait", "60"))
+        woken_s = time.monotonic()
+        again = waiting.result()
+    if again != before:
+        raise DemoError(f"it answers {again!r} after its sleep, before {before!r}")
+    print(f"  answered {time.monotonic() - woken_s:.1f} s after that, with the same words: {again}")
+    print(f"  {shown.held()}", flush=True)
+
+
+def survive(shown: Shown, restart: Callable[[], Shown], files: set[Path]) -> Shown:
+    """The same long prompt four times; the last one is answered by a server of its own.
+
+    Answers with that.
+    """
     title("6. KV that survives: the same long prompt, after a limit and after a kill")
-    (server,) = servers
-    print(kvctl("limit", NAME, f"{KV_BYTES >> 20}M", "--wait", "10"))
-    asked = [ask_long(server, "cold")]
+    whole = _megabytes(shown.kv_bytes)
+    print(kvctl("limit", NAME, whole, "--wait", "10"))
+    asked = [shown.ask_long("cold")]
     print(f"  a prompt of {asked[0].tokens} tokens; the answer begins: {asked[0].answer[:60]!r}")
-    asked.append(ask_long(server, "own prefix cache"))
+    asked.append(shown.ask_long("own prefix cache"))
     print(kvctl("limit", NAME, f"{_facts(NAME)['page_bytes'] >> 20}M", "--wait", "60"))
-    print(f"  {held(server)}")
-    print(kvctl("limit", NAME, f"{KV_BYTES >> 20}M", "--wait", "10"))
-    asked.append(_from_tiers(ask_long(server, "after a limit of one page")))
+    print(f"  {shown.held()}")
+    print(kvctl("limit", NAME, whole, "--wait", "10"))
+    asked.append(_from_tiers(shown.ask_long("after a limit of one page")))
     print(kvctl("sleep", NAME, "--wait", "60"), flush=True)
-    server.kill()
+    shown.server.kill()
     print("  SIGKILL to every process of the server, and the same command again")
-    servers.append(restart())
-    start(servers[-1])
-    files |= shared_files.in_use_by(pids(servers[-1]))
-    ask(servers[-1].port, QUESTIONS[0], ANSWER_TOKENS)  # what an engine does but once
-    asked.append(_from_tiers(ask_long(servers[-1], "after SIGKILL and a restart")))
+    again = restart()
+    start(again)
+    files |= shared_files.in_use_by(pids(again.server))
+    again.ask(QUESTIONS[0])  # what an engine does but once
+    asked.append(_from_tiers(again.ask_long("after SIGKILL and a restart")))
     print(table(asked))
     if len({one.answer for one in asked}) > 1:
         raise DemoError(f"the answers differ: {[one.answer for one in asked]}")
     print("  all four answers are the same")
     print(kvctl("tiers", NAME), flush=True)
+    return again
 
 
 def _from_tiers(asked: Asked) -> Asked:
@@ -207,10 +259,11 @@ def _from_tiers(asked: Asked) -> Asked:
     return asked
 
 
-def two_models(server: VllmServer, model: Path, folder: Path, files: set[Path]) -> None:
+def two_models(shown: Shown, folder: Path, files: set[Path]) -> None:
     title("7. A second model, and one address for both: the controller")
     print(kvctl("limit", NAME, "256M", "--wait", "10"))
-    with Front(folder, server, model, (NAME, SECOND_NAME)) as front:
+    names = (NAME, SECOND_NAME)
+    with Front(folder, shown.engine, shown.server, shown.model, names) as front:
         try:
             behind_one_address(front, files)
         except FAILURES:
@@ -230,8 +283,9 @@ def behind_one_address(front: Front, files: set[Path]) -> None:
     print(kvctl("list"), flush=True)
     print(f"  $ curl -X POST :{front.port}/action/sleep/{SECOND}")
     print(f"    {front.call('POST', f'/action/sleep/{SECOND}')['message']}")
-    page_bytes = _facts(SECOND_NAME)["page_bytes"]
-    _wait(lambda: _facts(SECOND_NAME)["mapped_bytes"] <= page_bytes, "the sleeper's memory is back")
+    if front.engine.without_sleep:
+        print(f"    {front.engine.title}: {front.engine.without_sleep}")
+    _wait(lambda: _mapped_bytes(SECOND_NAME) == 0, "the sleeper's memory is back")
     print(f"  {front.states()}")
     print(kvctl("list"), flush=True)
     began_s = time.monotonic()
@@ -252,6 +306,18 @@ def _facts(name: str) -> dict[str, int]:
         return dict(instance.record.read_usage())
 
 
+def _mapped_bytes(name: str) -> int:
+    """0 of one that has been stopped."""
+    try:
+        return _facts(name)["mapped_bytes"]
+    except SegmentError:
+        return 0
+
+
+def _megabytes(size_bytes: int) -> str:
+    return f"{size_bytes >> 20}M"
+
+
 def _wait(condition: Callable[[], bool], what: str) -> None:
     deadline = time.monotonic() + TRIM_DEADLINE_S
     while not condition():
@@ -260,19 +326,28 @@ def _wait(condition: Callable[[], bool], what: str) -> None:
         time.sleep(0.05)
 
 
-def end(server: VllmServer, files: set[Path]) -> None:
+def end(shown: Shown, files: set[Path]) -> None:
     title("8. The end")
-    server.stop()
+    shown.server.stop()
     files_left = shared_files.left(files)
-    ours = {NAME, SECOND_NAME}
-    segments_left = [info.name for info in segment.list_segments() if info.name in ours]
     print(f"  the servers and their processes have ended; of their {len(files)} files in /dev/shm"
           f" {len(files_left) or 'none'} are left")  # fmt: skip
+    engines_own = [path for path in files_left if path.name.startswith(ENGINES_OWN)]
+    files_left = [path for path in files_left if path not in engines_own]
+    if engines_own:
+        names = ", ".join(path.name for path in engines_own)
+        print(f"  {shown.engine.title}'s own, removed by this demo: {names}", flush=True)
+    if files_left:
+        print("  a process that ends by a signal leaves what whoever looks next removes:")
+        print(kvctl("gc"), flush=True)
+        files_left = shared_files.left(files_left)
+    ours = {NAME, SECOND_NAME}
+    segments_left = [info.name for info in segment.list_segments() if info.name in ours]
     if files_left or segments_left:
         raise DemoError(f"left in shared memory: {', '.join(map(str, files_left))} {segments_left}")
 
 
-def clean_up(servers: list[VllmServer], files: set[Path]) -> None:
+def clean_up(servers: list[Server], files: set[Path]) -> None:
     """After Ctrl-C or a failure: nothing of ours runs on, nothing stays in shared memory."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C must not leave the half of it
     for server in servers:
@@ -281,35 +356,41 @@ def clean_up(servers: list[VllmServer], files: set[Path]) -> None:
     shared_files.remove(files | {shared_files.SHM / name for name in (NAME, SECOND_NAME)})
 
 
-def main(model: Path) -> None:
+def main(engine: DemoEngine, model: Path) -> None:
     environment = {
         "ENABLE_KVELASTIC": "true",
         "KVELASTIC_IPC_NAME": NAME,
         "KVELASTIC_IDLE_TRIM_SECONDS": str(IDLE_TRIM_S),
-        "VLLM_SERVER_DEV_MODE": "1",  # for part 7: vLLM has /sleep only then
     }
+    with_tiers = "" if engine.without_tiers else " and a disk tier"
     title(
-        "1. vLLM with ENABLE_KVELASTIC=true and a disk tier, serving SmolLM2-135M-Instruct"
+        f"1. {engine.title} with ENABLE_KVELASTIC=true{with_tiers}, serving SmolLM2-135M-Instruct"
         " on the CPU"
     )
     files: set[Path] = set()
+    servers: list[Server] = []
     with TemporaryDirectory(prefix="kvelastic-demo-") as folder:
-        environment["VLLM_RPC_BASE_PATH"] = folder  # its sockets go with the folder
-        tier = Path(folder) / "tier"
-        tier.mkdir(0o700)
-        environment["KVELASTIC_TIERS"] = f"disk:{tier}:{TIER_BYTES}"
+        if not engine.without_tiers:
+            tier = Path(folder) / "tier"
+            tier.mkdir(0o700)
+            environment["KVELASTIC_TIERS"] = f"disk:{tier}:{TIER_BYTES}"
 
-        def server_of(log: str) -> VllmServer:
-            return VllmServer(model, Path(folder) / log, environment, SERVER_ARGUMENTS)
+        def begin() -> Shown:
+            log = Path(folder) / f"server_{len(servers)}.log"
+            servers.append(engine.serve(model, log, environment))
+            return Shown(engine, model, servers[-1])
 
-        servers = [server_of("vllm.log")]
+        shown = begin()
         try:
-            start(servers[0])
-            files |= shared_files.in_use_by(pids(servers[0]))
-            show(servers[0])
-            survive(servers, lambda: server_of("vllm_again.log"), files)
-            two_models(servers[-1], model, Path(folder), files)
-            end(servers[-1], files)
+            start(shown)
+            files |= shared_files.in_use_by(pids(shown.server))
+            show(shown)
+            if not engine.without_tiers:
+                shown = survive(shown, begin, files)
+            else:
+                sleep(shown)
+            two_models(shown, Path(folder), files)
+            end(shown, files)
         except FAILURES as error:
             lines = servers[-1].log.read_text(errors="replace").splitlines()[-LOG_LINES:]
             print("\n".join(["", "The end of the server's log:", *lines]), file=sys.stderr)
@@ -328,7 +409,7 @@ if __name__ == "__main__":
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, interrupted)
     try:
-        main(Path(sys.argv[1]))
+        main(ENGINES[sys.argv[1]], Path(sys.argv[2]))
     except KeyboardInterrupt:
         print("\nStopped: the server has ended, and nothing is left of it.", file=sys.stderr)
         sys.exit(130)

@@ -1,6 +1,6 @@
 """The demo's last part: two models behind one address, one of them asleep and woken by a request.
 
-    with Front(folder, first, model, NAME, second_instance) as front:
+    with Front(folder, engine, first, model, (NAME, second_instance)) as front:
         front.wait_until_ready()
         front.ask("sun", "What is 2 + 3?", 16)
 
@@ -23,25 +23,64 @@ from typing import Any
 
 import psutil
 from client import RequestFailedError, ask
-from vllm_server import START_DEADLINE_S, VLLM, VllmServer, free_port
+from engines import DemoEngine, Server
+from vllm_server import START_DEADLINE_S, free_port
 
 FIRST, SECOND = "sun", "moon"
 CONTROLLER = str(Path(sys.executable).with_name("kvelastic-controller"))
 STOP_DEADLINE_S = 60.0
 
 
+def settings_of(
+    engine: DemoEngine,
+    port: int,
+    first_port: int,
+    model: Path,
+    instances: tuple[str, str],
+    log: Path,
+) -> dict[str, Any]:
+    """The controller's configuration: one model runs at `first_port`, one is to be launched."""
+    launch = engine.launch(model, log.parent)
+    launch["env"] = {
+        "ENABLE_KVELASTIC": "true",
+        "KVELASTIC_IPC_NAME": instances[1],
+        "HF_HUB_OFFLINE": "1",
+        **launch.get("env", {}),
+    }
+    launch |= {
+        "port": free_port(),
+        "ready_timeout": START_DEADLINE_S,
+        "log_file": str(log),
+    }
+    each = {"served_name": engine.model_name(model), **engine.kind}
+    url = f"http://127.0.0.1:{first_port}"
+    return {
+        "server": {"port": port, "log_requests": False},
+        "models": [
+            {"name": FIRST, "url": url, "instance": instances[0], **each},
+            {"name": SECOND, "launch": launch, "instance": instances[1], **each},
+        ],
+    }
+
+
 class Front:
     """The controller as a program of its own."""
 
     def __init__(
-        self, folder: Path, first: VllmServer, model: Path, instances: tuple[str, str]
+        self,
+        folder: Path,
+        engine: DemoEngine,
+        first: Server,
+        model: Path,
+        instances: tuple[str, str],
     ) -> None:
         self.port = free_port()
+        self.engine = engine
         self.config = folder / "controller.yaml"
         self.log = folder / "controller.log"
         self._engine_log = folder / "moon.log"
-        # JSON is YAML too.
-        self.config.write_text(json.dumps(self._settings(first, model, instances), indent=2))
+        settings = settings_of(engine, self.port, first.port, model, instances, self._engine_log)
+        self.config.write_text(json.dumps(settings, indent=2))  # JSON is YAML too
         with self.log.open("wb") as output:
             self.process = subprocess.Popen(
                 [CONTROLLER, "--config", str(self.config)],
@@ -49,44 +88,6 @@ class Front:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
-
-    def _settings(
-        self, first: VllmServer, model: Path, instances: tuple[str, str]
-    ) -> dict[str, Any]:
-        command = [
-            str(VLLM), "serve", str(model), "--served-model-name", "m", "--dtype", "float32",
-            "--host", "127.0.0.1", "--port", "{port}", "--enforce-eager",
-            "--max-model-len", "1024", "--max-num-seqs", "16", "--block-size", "32",
-            "--kv-cache-memory-bytes", str(256 << 20),
-        ]  # fmt: skip
-        launch = {
-            "command": command,
-            "port": free_port(),
-            "env": {
-                "ENABLE_KVELASTIC": "true",
-                "KVELASTIC_IPC_NAME": instances[1],
-                "VLLM_SERVER_DEV_MODE": "1",  # vLLM has /sleep and /wake_up only then
-                "VLLM_RPC_BASE_PATH": str(self.config.parent),
-                "VLLM_CPU_CI_ENV": "1",
-                "HF_HUB_OFFLINE": "1",
-                "VLLM_NO_USAGE_STATS": "1",
-            },
-            "ready_timeout": START_DEADLINE_S,
-            "log_file": str(self._engine_log),
-        }
-        each = {"engine": "vllm", "served_name": "m"}
-        return {
-            "server": {"port": self.port, "log_requests": False},
-            "models": [
-                {
-                    "name": FIRST,
-                    "url": f"http://127.0.0.1:{first.port}",
-                    "instance": instances[0],
-                    **each,
-                },
-                {"name": SECOND, "launch": launch, "instance": instances[1], **each},
-            ],
-        }
 
     def wait_until_ready(self) -> None:
         """Until both models are awake. Raises RequestFailedError where one does not become so."""

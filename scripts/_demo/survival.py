@@ -1,10 +1,11 @@
 """The demo's part about tiers: a long prompt whose blocks outlive the cache, and the server.
 
-    asked = [ask_long(server, "cold"), ask_long(server, "own prefix cache")]
+    asked = [ask_long(where, "cold"), ask_long(where, "own prefix cache")]
     print(table(asked))
 
-Each answer is asked for as a stream, so that its first token has a time; what vLLM counts before
-and after says how many tokens of the prompt were computed, and where the others came from.
+Each answer is asked for as a stream, so that its first token has a time. The engine says in it how
+many tokens of the prompt it has not computed, and the instance's tier board how many of these came
+from a tier.
 """
 
 from __future__ import annotations
@@ -15,12 +16,23 @@ import time
 from typing import NamedTuple
 
 from client import REQUEST_DEADLINE_S, RequestFailedError
-from vllm_server import VllmServer
 
+from kvelastic import segment, tier_board
+
+BOARD_DEADLINE_S = 10.0
 DAYS = 64
 ANSWER_TOKENS = 24
 CARGO = ["salt", "wool", "copper", "barley", "tar", "glass", "rope", "honey"]
 PORTS = ["Aldmouth", "Brine Cove", "Cedar Quay", "Dunmere", "Eastholm"]
+
+
+class Where(NamedTuple):
+    """Who is asked."""
+
+    port: int
+    model: str
+    instance: str
+    block_tokens: int
 
 
 class Asked(NamedTuple):
@@ -31,7 +43,7 @@ class Asked(NamedTuple):
     first_token_s: float
     tokens: int
     own: int
-    """Found in vLLM's own prefix cache."""
+    """Found in the engine's own prefix cache."""
     loaded: int
     """Found in tiers."""
 
@@ -50,28 +62,42 @@ def log_of_a_ship() -> str:
     return "This is the log of a ship. " + " ".join(days) + " Sum up the log in one sentence."
 
 
-def ask_long(server: VllmServer, what: str) -> Asked:
-    """Ask, and say how it came about. Raises as `client.ask`."""
-    before = server.metrics()
-    answer, first_token_s, tokens = _stream(server.port, log_of_a_ship())
-    after = server.metrics()
-    names = ("prefix_cache_hits_total", "external_prefix_cache_hits_total")
-    own, loaded = (int(after.get(name, 0) - before.get(name, 0)) for name in names)
-    return Asked(what, answer, first_token_s, tokens, own, loaded)
+def ask_long(where: Where, what: str) -> Asked:
+    """Ask, and say how it came about.
+
+    Raises as `client.ask`, and RequestFailedError where the tiers say nothing.
+    """
+    before = _loaded_tokens(where)
+    answer, first_token_s, tokens, cached = _stream(where, log_of_a_ship())
+    loaded = _loaded_tokens(where) - before
+    return Asked(what, answer, first_token_s, tokens, cached - loaded, loaded)
 
 
-def _stream(port: int, question: str) -> tuple[str, float, int]:
+def _loaded_tokens(where: Where) -> int:
+    """What tiers have given so far, by a board that was published after this was asked."""
+    now_ns = time.time_ns()
+    end_s = time.monotonic() + BOARD_DEADLINE_S
+    while time.monotonic() < end_s:
+        board = tier_board.read(segment.inspect(where.instance))
+        if board is not None and board.published_realtime_ns > now_ns:
+            return board.blocks.loaded * where.block_tokens
+        time.sleep(0.05)
+    raise RequestFailedError(f"{where.instance} has said nothing of its tiers")
+
+
+def _stream(where: Where, question: str) -> tuple[str, float, int, int]:
+    """The answer, seconds to its first token, tokens of the prompt and those not computed."""
     body = {
-        "model": "m",
+        "model": where.model,
         "messages": [{"role": "user", "content": question}],
         "max_tokens": ANSWER_TOKENS,
         "temperature": 0,
         "stream": True,
         "stream_options": {"include_usage": True},
     }
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=REQUEST_DEADLINE_S)
+    connection = http.client.HTTPConnection("127.0.0.1", where.port, timeout=REQUEST_DEADLINE_S)
     begun_s = time.monotonic()
-    text, first_token_s, tokens = "", 0.0, 0
+    text, first_token_s, tokens, cached = "", 0.0, 0, 0
     try:
         connection.request(
             "POST", "/v1/chat/completions", json.dumps(body), {"Content-Type": "application/json"}
@@ -88,11 +114,12 @@ def _stream(port: int, question: str) -> tuple[str, float, int]:
             if part and not text:
                 first_token_s = time.monotonic() - begun_s
             text += part or ""
-            if event.get("usage"):
-                tokens = event["usage"]["prompt_tokens"]
+            if usage := event.get("usage"):
+                tokens = usage["prompt_tokens"]
+                cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
     finally:
         connection.close()
-    return text.strip(), first_token_s, tokens
+    return text.strip(), first_token_s, tokens, cached
 
 
 def table(asked: list[Asked]) -> str:

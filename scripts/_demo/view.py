@@ -1,6 +1,7 @@
 """What the demo shows while something goes on: where the memory is, or how long it takes.
 
-On a terminal one picture stays in place; into a pipe a plain line goes out at a time.
+On a terminal one picture stays in place; into a pipe a plain line goes out whenever something has
+changed, and every ten seconds.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from kvelastic.sizes import format_size
 
 REPAINT_S = 0.1
 PLAIN_LINE_S = 0.5
+PLAIN_UNCHANGED_S = 10.0
 PLAIN_BAR_CELLS = 40
 LONGEST_BAR_CELLS = 70
 ASCII_CELLS = {"█": "#", "▓": "=", "░": "-", "│": "|", "·": "."}
@@ -78,6 +80,8 @@ class LiveView:
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._live: Any = None
+        self._printed: Memory | None = None
+        self._printed_s = 0.0
         self._started_s = time.monotonic()
         self.most_mapped_bytes = 0
 
@@ -126,6 +130,10 @@ class LiveView:
             self._paint(memory)
 
     def _plain(self, memory: Memory) -> None:
+        now_s = time.monotonic()
+        if memory == self._printed and now_s - self._printed_s < PLAIN_UNCHANGED_S:
+            return
+        self._printed, self._printed_s = memory, now_s
         pieces = bar(memory, self._full_bytes, PLAIN_BAR_CELLS)
         parts = "  ".join(
             f"{what} {format_size(part_bytes):>10}"

@@ -164,8 +164,12 @@ class Chaos:
             if self.pick.random() < 0.5:
                 self._corrupt(victim.name, inode)
             if self.pick.random() < 0.6:
-                self._reap()  # else whoever comes next does it
-                assert not self._is_there(victim.name, inode), "a dead one's segment is left"
+                # Else whoever comes next does it. What another one reaps is passed over meanwhile.
+                deadline = time.monotonic() + SOON_S
+                self._reap()
+                while self._is_there(victim.name, inode):
+                    assert time.monotonic() < deadline, "a dead one's segment is left"
+                    self._reap()
 
     def _corrupt(self, name: str, inode: int) -> None:
         """The segment of a dead one, and never that of another which has its name by now."""

@@ -3,7 +3,9 @@
     CHAOS_SEED=7 CHAOS_SECONDS=120 pytest --soak tests/engines/test_sglang_chaos.py
 
 SGLang looks for leaks after every step (`SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY`), and ends
-where it finds one.
+where it finds one. The soak has a disk tier under all of it, which is too small, slow, and erased
+(`test_sglang_tiers` has a short form of that): a server that was killed is followed by one that
+finds what it left.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from collections.abc import Callable
 import needs
 import psutil
 import pytest
+from bad_disk import BadDisk, OverBadDisk
 from chaos import (
     SEED,
     SOAK_S,
@@ -149,6 +152,10 @@ class SglangOperator(Operator):
         self.server.wait_until_gone()
 
 
+class TieredOperator(OverBadDisk, SglangOperator):
+    """With a disk tier that is too small, slow, and erased."""
+
+
 def test_random_requests_under_load(pair: Pair, capsys: pytest.CaptureFixture[str]) -> None:
     known = [
         Known(Request(prompt, NEW_TOKENS), tokens)
@@ -182,7 +189,8 @@ def test_everything_at_random(sglang_model, tmp_path, capsys, contiguous) -> Non
     with SglangServer(sglang_model, tmp_path / "stock.log", {}, page_size) as stock:
         known = know(stock.wait_until_ready(), make_requests(48, seed=35, longest=280))
         stock.stop()
-    environment = {**ENVIRONMENT, "KVELASTIC_CONTIGUOUS_LAYOUT": contiguous}
+    disk = BadDisk(tmp_path)
+    environment = {**ENVIRONMENT, **disk.environment, "KVELASTIC_CONTIGUOUS_LAYOUT": contiguous}
     arguments = ["--sleep-on-idle"] if contiguous == SLEEPS_ON_IDLE else []
     end_s = time.monotonic() + SOAK_S / len(PAGE_BYTES)
     ends: list[str] = []
@@ -191,13 +199,15 @@ def test_everything_at_random(sglang_model, tmp_path, capsys, contiguous) -> Non
         while time.monotonic() < end_s:
             log = tmp_path / f"chaos_{clients.counts['starts']}.log"
             ends = ends or pick.sample(ENDS, len(ENDS))
-            with SglangServer(sglang_model, log, environment, arguments) as server:
-                operator = SglangOperator(server.wait_until_ready(), NAME, clients, pick)
+            disk.slow.delay(0)
+            with SglangServer(sglang_model, log, environment, arguments, disk.slow.under) as server:
+                operator = TieredOperator(server.wait_until_ready(), NAME, clients, pick)
+                operator.disk = disk
                 live_and_die(operator, ends, end_s)
                 killed = server.process.returncode != 0
             check_that_nothing_is_left(NAME, GROUP, clients.counts)
-            if not killed:
-                check_log(server)
+            check_log(server, was_killed=killed)
             assert not clients.broken, clients.broken
     clients.check()
+    assert clients.counts["blocks loaded"] > 0
     report(capsys, SOAK_S / len(PAGE_BYTES), clients)

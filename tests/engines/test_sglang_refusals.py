@@ -88,7 +88,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_refused_server_ends_with_status_1_and_says_why(model: Path) -> None:
     done = subprocess.run(
-        command_of(model, 1, ["--tp-size", "2", "--enable-mixed-chunk"]),
+        command_of(model, 1, ["--tp-size", "2", "--enable-two-batch-overlap"]),
         env=sglang_environment(ENABLE_KVELASTIC="true"),
         capture_output=True,
         text=True,
@@ -97,7 +97,7 @@ def test_a_refused_server_ends_with_status_1_and_says_why(model: Path) -> None:
     assert done.returncode == 1, done.stderr
     assert "kvelastic does not cover what this SGLang was started with" in done.stderr
     assert "tp_size=2: each rank schedules for itself" in done.stderr
-    assert "enable_mixed_chunk=True" in done.stderr
+    assert "enable_two_batch_overlap=True" in done.stderr
     assert "load weight" not in done.stderr.lower()
 
 

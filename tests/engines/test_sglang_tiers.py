@@ -7,16 +7,25 @@ shown by `test_sglang_tokens`, and that wrong KV would be seen by its control.
 from __future__ import annotations
 
 import os
+import random
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import needs
 import pytest
+from bad_disk import OverDisk
+from chaos import SEED, Clients, report
+from known_answers import Known
+from sglang_pair import check_log
 from sglang_server import PAGE_TOKENS, Answer, SglangServer
+from test_sglang_chaos import SglangOperator
 from transformers_process import make_prompts
+from vllm_server import Request
 from waiting import until
 
 from kvelastic import segment, tier_board
@@ -27,9 +36,13 @@ pytestmark = [needs.sglang, pytest.mark.timeout(600)]
 PROGRAMS = Path(__file__).parents[1] / "programs"
 PAGE_BYTES = 2 << 20
 KV_BYTES = 1 << 30
+DISK_BYTES = 256 << 20
+SHORT_S = 12.0
 NAME = f"kvsgl_tiers_{os.getpid()}"
 PROMPTS = make_prompts(12, seed=23, shortest=150, longest=300, shared_tokens=2 * PAGE_TOKENS)
 NEW_TOKENS = 16
+MIXED = ("--enable-mixed-chunk", "--chunked-prefill-size", str(4 * PAGE_TOKENS))
+"""Steps that compute a part of one prompt, and a token of each request that runs."""
 
 
 class TieredServer(SglangServer):
@@ -40,12 +53,13 @@ class TieredServer(SglangServer):
         environment = {
             "ENABLE_KVELASTIC": "true",
             "KVELASTIC_IPC_NAME": NAME,
-            "KVELASTIC_TIERS": f"disk:{folder}:256M",
+            "KVELASTIC_LEDGER": f"kvsgl-tiers-{os.getpid()}",
+            "KVELASTIC_TIERS": f"disk:{folder}:{DISK_BYTES}",
             "KVELASTIC_TIER_LIMIT_SECONDS": "60",  # a busy machine drops nothing
             "KVELASTIC_TIER_COMPARE": "false",  # nor finds that this model computes faster
             "KVELASTIC_SANITY_CHECK": "true",
         }
-        super().__init__(model, log, environment)
+        super().__init__(model, log, environment, MIXED)
 
     def ask_all(self) -> list[Answer]:
         """One after the other: what each finds is told apart."""
@@ -152,6 +166,43 @@ def test_what_the_tree_gives_up_for_others_is_found_again(server, expected) -> N
             check_found(server.ask_all(), expected)
     finally:
         server.limit(KV_BYTES)
+
+
+def test_a_request_for_whose_prefix_there_is_no_memory_loads_it_once_there_is(
+    server, expected
+) -> None:
+    assert segment.request(NAME, asleep=True, wait_s=60).state == "applied"
+    with ThreadPoolExecutor(len(PROMPTS)) as threads:
+        answers = [threads.submit(server.generate, prompt, NEW_TOKENS) for prompt in PROMPTS]
+        until(lambda: server.load("num_waiting_reqs") == len(PROMPTS), "all were looked up")
+        assert segment.request(NAME, asleep=False, wait_s=60).state == "applied"
+        check_found([answer.result() for answer in answers], expected)
+
+
+class TieredOperator(OverDisk, SglangOperator):
+    """Everything that `test_sglang_chaos` does, over the disk."""
+
+    disk_bytes = DISK_BYTES
+
+
+def test_random_requests_over_a_disk(server, expected, capsys: pytest.CaptureFixture[str]) -> None:
+    known = [
+        Known(Request(prompt, NEW_TOKENS), tokens)
+        for prompt, tokens in zip(PROMPTS, expected, strict=True)
+    ]
+    with Clients(known) as clients:
+        operator = TieredOperator(server, NAME, clients, random.Random(SEED))
+        clients.server = server
+        end_s = time.monotonic() + SHORT_S
+        try:
+            while time.monotonic() < end_s:
+                operator.do_something()
+        finally:
+            operator.restore()
+    clients.check()
+    report(capsys, SHORT_S, clients)
+    check_log(server)
+    assert [answer.tokens for answer in server.ask_all()] == expected
 
 
 def test_a_killed_server_finds_its_records_and_a_flush_hides_them(

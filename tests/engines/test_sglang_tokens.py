@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+import os
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
 
 import needs
 import pytest
-from sglang_pair import BLOCK_BYTES, NEW_TOKENS, PROMPTS, Pair, check_log, tokens_of
-from sglang_server import PAGE_TOKENS
+from sglang_pair import (
+    BLOCK_BYTES,
+    NEW_TOKENS,
+    PROMPTS,
+    Pair,
+    check_log,
+    tokens_of,
+)
+from sglang_server import PAGE_TOKENS, SglangServer
 from vllm_server import zero_worker_memory
 from waiting import until
 
@@ -164,6 +175,31 @@ def test_it_is_released_when_its_requests_have_ended_and_resumed_as_often_as_one
     assert pair.burst() == pair.expected
 
 
+def test_requests_that_come_after_a_release_wait_behind_it(pair: Pair) -> None:
+    """Others keep asking: it is never without a request."""
+    is_released = threading.Event()
+
+    def keep_asking(prompt: list[int]) -> list[list[int]]:
+        answers = []
+        while not is_released.is_set():
+            answers.append(pair.server.generate(prompt, NEW_TOKENS).tokens)
+        return answers
+
+    with ThreadPoolExecutor(len(PROMPTS)) as threads:
+        asking = [threads.submit(keep_asking, prompt) for prompt in PROMPTS]
+        try:
+            until(lambda: pair.running() > 1, "they run")
+            pair.server.post("/release_memory_occupation")
+            until(lambda: pair.waiting() == len(PROMPTS), "they wait")
+            assert pair.usage()["mapped_bytes"] == pair.resident_bytes() == 0
+        finally:
+            is_released.set()
+            pair.server.post("/resume_memory_occupation")
+        for one, expected in zip(asking, pair.expected, strict=True):
+            answers = one.result()
+            assert answers == [expected] * len(answers)
+
+
 def test_an_operator_puts_it_to_sleep_and_wakes_it(pair: Pair) -> None:
     pair.burst()
     assert segment.request(pair.name, asleep=True, wait_s=10).state == "applied"
@@ -173,6 +209,39 @@ def test_an_operator_puts_it_to_sleep_and_wakes_it(pair: Pair) -> None:
         until(lambda: pair.waiting() == len(PROMPTS), "all wait")
         assert segment.request(pair.name, asleep=False, wait_s=10).state == "applied"
         assert burst.result() == pair.expected
+
+
+def test_the_same_tokens_without_a_radix_cache(
+    sglang_pairs: dict[str, Pair], sglang_model: Path, tmp_path: Path
+) -> None:
+    name = f"kvsgl_no_radix_{os.getpid()}"
+    environment = {
+        "ENABLE_KVELASTIC": "true",
+        "KVELASTIC_IPC_NAME": name,
+        "KVELASTIC_SANITY_CHECK": "true",
+        "KVELASTIC_IDLE_TRIM_SECONDS": "0.5",
+    }
+    log = tmp_path / "no_radix.log"
+    with SglangServer(sglang_model, log, environment, ("--disable-radix-cache",)) as server:
+        pair = replace(sglang_pairs["true"], server=server.wait_until_ready(), name=name)
+        for _ in range(2):
+            answers = server.generate_all(PROMPTS, NEW_TOKENS)
+            assert tokens_of(answers) == pair.expected
+            assert sum(answer.cached_tokens for answer in answers) == 0
+        until(lambda: pair.usage()["mapped_bytes"] <= pair.page_bytes, "trimmed")
+        with ThreadPoolExecutor(1) as thread:
+            burst = thread.submit(pair.burst)
+            until(lambda: pair.usage()["mapped_bytes"] > pair.page_bytes, "the burst needs more")
+            pair.limit(1)
+            assert burst.result() == pair.expected
+        assert pair.usage()["mapped_bytes"] <= pair.page_bytes
+        pair.limit(None)
+        assert pair.burst() == pair.expected
+        pair.server.post("/release_memory_occupation")
+        assert pair.usage()["mapped_bytes"] == 0
+        pair.server.post("/resume_memory_occupation")
+        assert pair.burst() == pair.expected
+        pair.end()
 
 
 @pytest.mark.soak

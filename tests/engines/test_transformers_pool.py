@@ -61,7 +61,7 @@ def test_an_emptied_sector_is_free_at_once() -> None:
     cache.native.set_limit(HUGE)
     cache.give_back(blocks)
     assert cache.memory.held_at_the_os() <= HUGE
-    assert cache.pool.used_sectors == 0
+    assert cache.blocks.used == 0
     cache.check()
 
 
@@ -73,7 +73,7 @@ def test_what_is_freed_before_it_is_copied_stays_until_then() -> None:
     cache.native.set_limit(HUGE)
     with cache.blocks.step():
         cache.give_back(blocks)
-        assert cache.pool.used_sectors == 0
+        assert cache.blocks.used == 0
         assert all(cache.memory.read(block) == {7} for block in blocks)
     assert cache.memory.held_at_the_os() <= HUGE
     cache.check()
@@ -117,7 +117,7 @@ def test_an_alloc_takes_a_cached_block_and_its_hash_goes_first() -> None:
     assert again in blocks
     assert again not in cache.ledger.block_to_hash
     assert 1000 + again not in cache.ledger.hash_to_block
-    assert cache.pool.used_sectors == 1
+    assert cache.blocks.used == 1
     cache.check()
 
 
@@ -142,7 +142,7 @@ def test_a_cached_block_that_moved_is_found_where_it_is() -> None:
     assert moved in holes
     assert cache.memory.read(moved) == {lonely % 250 + 1}
     cache.ledger.acquire(moved)
-    assert cache.pool.used_sectors == 1
+    assert cache.blocks.used == 1
     cache.check()
 
 
@@ -152,12 +152,12 @@ def test_shared_blocks_stay_in_use_until_the_last_request_ends() -> None:
     cache.complete([block])
     cache.ledger.acquire(block)
     cache.give_back([block])
-    assert cache.pool.used_sectors == 1
+    assert cache.blocks.used == 1
     assert not cache.ledger.cached_blocks
     cache.give_back([block])
-    assert (cache.pool.used_sectors, list(cache.ledger.cached_blocks)) == (0, [block])
+    assert (cache.blocks.used, list(cache.ledger.cached_blocks)) == (0, [block])
     cache.ledger.acquire(block)
-    assert (cache.pool.used_sectors, list(cache.ledger.cached_blocks)) == (1, [])
+    assert (cache.blocks.used, list(cache.ledger.cached_blocks)) == (1, [])
     cache.check()
 
 
@@ -175,7 +175,7 @@ def test_the_trash_sector_is_never_given_back() -> None:
     cache = Cache()
     cache.give_back([0, 0, 0])
     cache.check()
-    assert cache.pool.used_sectors == 0
+    assert cache.blocks.used == 0
 
 
 def test_reset_takes_everything_back() -> None:
@@ -185,7 +185,7 @@ def test_reset_takes_everything_back() -> None:
     cache.give_back(blocks[:2])
     cache.ledger.reset()
     cache.pool.reset()
-    assert cache.pool.used_sectors == 0
+    assert cache.blocks.used == 0
     assert cache.native.stats()["blocks_cached"] == 0
     assert len(cache.take(3 * BLOCKS)) == 3 * BLOCKS
     cache.check()

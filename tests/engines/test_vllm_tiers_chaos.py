@@ -16,45 +16,24 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from bad_disk import ANSWER_S, BadDisk, OverBadDisk
 from chaos import SEED, SOAK_S, Clients, check_that_nothing_is_left, live_and_die, report
 from known_answers import know
-from slow_disk import SlowDisk
 from test_vllm_chaos import ENDS, ENVIRONMENT, GROUP, NAME, VllmOperator
 from vllm_server import VllmServer, make_requests
 
-from kvelastic import segment, tier_board
-from kvelastic.tier_board_format import TierRequest
+from kvelastic import segment
 
 pytestmark = pytest.mark.timeout(2400)
 
 SHORT_S = 15.0
-DISK_BYTES = 24 << 20
-"""Less than what the requests have together."""
-SMALL_BYTES = 1 << 20
-DELAYS_S = (0.0, 0.0, 0.002, 0.05, 0.5)
-ANSWER_S = 30.0
 
 
-class TieredOperator(VllmOperator):
-    """Also fills, slows down and erases the disk, and ends generations."""
-
-    slow: SlowDisk
+class TieredOperator(OverBadDisk, VllmOperator):
+    """Also ends generations."""
 
     def things(self) -> dict[Callable[[], None], int]:
-        more = {self.fill: 1, self.slow_down: 2, self.erase: 1, self.reset: 1}
-        return {**super().things(), self.limit: 6, self.sleep: 4, **more}
-
-    def fill(self) -> None:
-        """A disk that is full: as small as what lies there, or smaller."""
-        for size_bytes in (SMALL_BYTES, DISK_BYTES):
-            self._ask(TierRequest("limit", tier="disk", size_bytes=size_bytes))
-            self._look(self.pick.random(), None)
-
-    def slow_down(self) -> None:
-        self.slow.delay(self.pick.choice(DELAYS_S))
-
-    def erase(self) -> None:
-        self._ask(TierRequest("clear"))
+        return {**super().things(), self.reset: 1}
 
     def reset(self) -> None:
         """What the disk has is of no use from here on; requests that run begin again."""
@@ -63,45 +42,19 @@ class TieredOperator(VllmOperator):
         )
         assert status == 200, text
 
-    def _ask(self, request: TierRequest) -> None:
-        answer = tier_board.ask(segment.inspect(self.name), request, ANSWER_S)
-        state = "late" if answer is None else answer.state
-        self.clients.counts[f"{request.kind} {state}"] += 1
-        assert state in ("done", "late"), answer
 
-
-class Disk:
-    """A folder, and how slow it is."""
-
-    def __init__(self, work_folder: Path) -> None:
-        folder = work_folder / "disk"
-        folder.mkdir(mode=0o700)
-        self.slow = SlowDisk(work_folder, folder)
-        self.environment = {
-            **ENVIRONMENT,
-            **self.slow.environment,
-            "KVELASTIC_TIERS": f"disk:{folder}:{DISK_BYTES}",
-            "KVELASTIC_TIER_STAGING": "2M",
-            "KVELASTIC_TIER_IDLE_SECONDS": "0.2",
-            "KVELASTIC_TIER_LIMIT_SECONDS": "0.5",
-            "KVELASTIC_TIER_SLEEP_SECONDS": "2",
-            "KVELASTIC_TIER_COMPARE": "false",  # a slow disk is asked all the same
-        }
+class Disk(BadDisk):
+    """And servers over it."""
 
     def serve(self, model: Path, log: Path) -> VllmServer:
         self.slow.delay(0)
-        return VllmServer(model, log, self.environment, under=self.slow.under)
+        environment = {**ENVIRONMENT, **self.environment}
+        return VllmServer(model, log, environment, under=self.slow.under)
 
     def operator(self, server: VllmServer, clients: Clients, pick: random.Random) -> TieredOperator:
         operator = TieredOperator(server, NAME, clients, pick)
-        operator.slow = self.slow
+        operator.disk = self
         return operator
-
-
-def loaded_blocks() -> int:
-    board = tier_board.read(segment.inspect(NAME))
-    assert board is not None
-    return board.blocks.loaded
 
 
 def check_log(log: Path) -> None:
@@ -122,7 +75,6 @@ def test_random_requests_over_a_bad_disk(stock, tiny_model, log_folder, tmp_path
         end_s = time.monotonic() + SHORT_S
         while time.monotonic() < end_s:
             operator.do_something()
-        clients.counts["blocks loaded"] = loaded_blocks()
         clients.come_home()
         disk.slow.delay(0)
         assert server.stop() == 0

@@ -23,6 +23,6 @@ def open_memfds(pid: int | None = None) -> dict[int, Path]:
         # Another thread, or the collector, may close any of them between two looks at it; so does
         # this very listing with its own.
         with contextlib.suppress(FileNotFoundError):
-            if "memfd:kvelastic" in str(fd.readlink()):
+            if str(fd.readlink()).split()[0] == "/memfd:kvelastic":  # and not -staging, of tiers
                 found[fd.stat().st_ino] = fd
     return found

@@ -50,8 +50,11 @@ def sglang_environment(**extra: str) -> dict[str, str]:
     return {**own_environment(), **here, **extra}
 
 
-def command_of(model: Path, port: int, arguments: Sequence[str] = ()) -> list[str]:
-    """Starts a server. Every attention and sampling kernel is torch's own."""
+def command_of(model: Path, port: int | str, arguments: Sequence[str] = ()) -> list[str]:
+    """Starts a server; `port` may be a controller's `{port}`.
+
+    Every attention and sampling kernel is torch's own.
+    """
     return [
         str(needs.SGLANG_PYTHON), "-m", "sglang.launch_server", "--model-path", str(model),
         "--host", "127.0.0.1", "--port", str(port), "--device", "cpu", "--dtype", "float32",
@@ -70,12 +73,14 @@ class SglangServer:
         log: Path,
         environment: dict[str, str] | None = None,
         arguments: Sequence[str] = (),
+        under: Sequence[str] = (),
     ) -> None:
+        """`under` is the command of a program that runs the server's."""
         self.log = log
         self.port = free_port()
         with log.open("wb") as output:
             self.process = subprocess.Popen(
-                command_of(model, self.port, arguments),
+                [*under, *command_of(model, self.port, arguments)],
                 env=sglang_environment(**(environment or {})),
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -149,6 +154,11 @@ class SglangServer:
     def retractions(self) -> int:
         """Requests that gave their memory up for others, since the start."""
         return sum(map(int, re.findall(r"#retracted_reqs: (\d+)", self.text())))
+
+    def load(self, figure: str) -> int:
+        """`num_waiting_reqs`, `num_running_reqs`, ...: what SGLang says of its own."""
+        (load,) = json.loads(self.request("/v1/loads")[1])["loads"]
+        return int(load[figure])
 
     # --- requests -----------------------------------------------------------------------------
 

@@ -36,9 +36,12 @@ from kvelastic.errors import (
 from kvelastic.messages import parse_address
 from kvelastic.transfer import Hold, Link, Node, Piece, register_blocks
 from kvelastic.transfer import pieces as pieces_module
-from kvelastic.transfer.pool_memory import _blocks_of
 
 Nodes = tuple[Node, Node, Link]
+
+
+def total(pieces: Sequence[Piece]) -> int:
+    return sum(size for _, size in pieces)
 
 
 @pytest.fixture(params=KINDS)
@@ -342,7 +345,7 @@ def test_blocks_of_a_pool(memory: Pages, nodes: Nodes) -> None:
     for tag, block in enumerate(blocks):
         memory.write(block, tag + 1)
     pieces = pieces_of(memory, blocks)
-    ours = Memory(bytes(pieces_module.total(pieces)))
+    ours = Memory(bytes(total(pieces)))
     link.pull(pieces, [ours.piece()], timeout_s=60)
     size = memory.layout.block_bytes
     for at in range(len(pieces)):
@@ -364,19 +367,20 @@ def test_blocks_of_a_pool(memory: Pages, nodes: Nodes) -> None:
 def test_every_byte_of_a_range_is_of_the_block_that_the_layout_says(memory: Pages) -> None:
     geometry = memory.range.geometry
     layout = memory.layout
-    of_block: dict[int, tuple[int, int]] = {}
+    of_block: dict[int, int] = {}
     for page in range(memory.pages):
         for block in layout.ids(page):
             for buffer in range(layout.buffers):
-                of_block[layout.offset_bytes(block, buffer, memory.pages)] = (block, page)
+                of_block[layout.offset_bytes(block, buffer, memory.pages)] = block
     step = math.gcd(layout.block_bytes, layout.extent_bytes)
     for offset in range(0, layout.range_bytes(memory.pages), step):
+        piece = _vmm.pack_pieces([(offset, 1)])
         begin = max((at for at in of_block if at <= offset), default=None)
         if begin is not None and offset < begin + layout.block_bytes:
-            assert _blocks_of(geometry, offset, 1) == [of_block[begin]]
+            assert _vmm.blocks_in(geometry, 0, piece) == [of_block[begin]]
         else:
             with pytest.raises(InvalidArgumentError, match="no block lies"):
-                _blocks_of(geometry, offset, 1)
+                _vmm.blocks_in(geometry, 0, piece)
 
 
 def test_a_block_that_is_read_is_not_handed_out(nodes: Nodes) -> None:
@@ -398,7 +402,7 @@ def test_a_block_that_is_read_is_not_handed_out(nodes: Nodes) -> None:
         settle(*arguments)  # type: ignore[arg-type]
 
     link.settle = settle_after_free  # type: ignore[method-assign]
-    ours = Memory(bytes(pieces_module.total(pieces)))
+    ours = Memory(bytes(total(pieces)))
     link.pull(pieces, [ours.piece()], timeout_s=60)
     assert pool.pinned() == []
     assert pool.alloc(2) is not None
@@ -420,7 +424,7 @@ def test_a_pool_that_closes_while_it_is_read_makes_the_copy_worthless(nodes: Nod
         settle(*arguments)  # type: ignore[arg-type]
 
     link.settle = settle_after_close  # type: ignore[method-assign]
-    ours = Memory(bytes(pieces_module.total(pieces)))
+    ours = Memory(bytes(total(pieces)))
     with pytest.raises(KvelasticError):  # the second try finds the pool closed
         link.pull(pieces, [ours.piece()], timeout_s=60)
     assert owner.leases.lost == 1
@@ -435,11 +439,11 @@ def test_reading_what_is_unmapped_creates_no_page() -> None:
         piece = (memory.range.address + page * memory.layout.extent_bytes, 4096)
         with pytest.raises(MappingError):
             _vmm.read_from_process(
-                os.getpid(), pieces_module.pack([piece]), pieces_module.pack([here.piece()]), 60.0
+                os.getpid(), _vmm.pack_pieces([piece]), _vmm.pack_pieces([here.piece()]), 60.0
             )
         with pytest.raises(MappingError):
             _vmm.read_from_process(
-                os.getpid(), pieces_module.pack([here.piece()]), pieces_module.pack([piece]), 60.0
+                os.getpid(), _vmm.pack_pieces([here.piece()]), _vmm.pack_pieces([piece]), 60.0
             )
     assert memory.held_at_the_os() == before
 
@@ -463,7 +467,7 @@ def test_large_copies_are_whole_however_many_threads_make_them(processors: str) 
             os.sched_setaffinity(0, {min(allowed)})
         sources, targets = cut(theirs, 700), cut(ours, 1500)
         _vmm.read_from_process(
-            os.getpid(), pieces_module.pack(sources), pieces_module.pack(targets), 60.0
+            os.getpid(), _vmm.pack_pieces(sources), _vmm.pack_pieces(targets), 60.0
         )
         assert ours.content == theirs.content
         for hole in (2, len(sources) - 3):  # in the part of either thread
@@ -471,7 +475,7 @@ def test_large_copies_are_whole_however_many_threads_make_them(processors: str) 
             damaged[hole] = (4096, damaged[hole][1])
             with pytest.raises(MappingError):
                 _vmm.read_from_process(
-                    os.getpid(), pieces_module.pack(damaged), pieces_module.pack(targets), 60.0
+                    os.getpid(), _vmm.pack_pieces(damaged), _vmm.pack_pieces(targets), 60.0
                 )
     finally:
         os.sched_setaffinity(0, allowed)
@@ -486,7 +490,7 @@ from linked import Memory, secret_file
 from kvelastic.messages import parse_address
 from kvelastic.transfer import Node
 from kvelastic.transfer.wire import Begin, Begun
-from kvelastic.transfer.pieces import pack
+from kvelastic._vmm import pack_pieces as pack
 node = Node(2, secret=secret_file(Path(sys.argv[2])))
 link = node.link(parse_address(sys.argv[1]), timeout_s=60)
 pieces = pack([(int(sys.argv[3]), int(sys.argv[4]))])

@@ -16,17 +16,18 @@ import pytest
 from linked import Memory, address_of, linked, secret_file
 
 from kvelastic import _vmm
+from kvelastic._vmm import pack_pieces as pack
 from kvelastic.errors import (
     ChannelClosedError,
     ChannelError,
+    InvalidArgumentError,
     KvelasticError,
     LinkExistsError,
     NotRegisteredError,
     TransferError,
 )
 from kvelastic.transfer import Hold, Link, Node, Piece, Registered, streams
-from kvelastic.transfer.pieces import pack
-from kvelastic.transfer.wire import Begin, Begun, Done, Send
+from kvelastic.transfer.wire import Begin, Begun, Done, Push, Send
 
 Pair = tuple[Node, Node, Link]
 
@@ -81,6 +82,34 @@ def test_bytes_of_a_lease_are_sent_once(tmp_path: Path) -> None:
             link.ask_to_send(lease, b"", 1e9, one)
             with pytest.raises(TransferError, match="sent already"):
                 link.ask_to_send(lease, b"", 1e9, one)
+
+
+def test_more_bytes_than_a_lease_holds_are_refused(tmp_path: Path) -> None:
+    """Or a short message would make the owner look at any number of blocks."""
+    size = (64 << 20) // 16
+    memory = Memory(bytes(size))
+    piece = pack([memory.piece()])
+    with pair("unix", tmp_path) as (owner, _, link):
+        held: list[Sequence[Piece]] = []
+
+        class Counted:
+            def is_whole(self) -> bool:
+                return True
+
+            def release(self) -> None:
+                pass
+
+        def hold(pieces: Sequence[Piece]) -> Hold:
+            held.append(pieces)
+            return Counted()
+
+        owner.register(memory.address, memory.size, hold)
+        link._call(Begin(16 * piece, b"", 60_000), Begun, 60)
+        with pytest.raises(InvalidArgumentError, match="held at once"):
+            link._call(Begin(17 * piece, b"", 60_000), Begun, 60)
+        with pytest.raises(InvalidArgumentError, match="held at once"):
+            link._call(Push(1, 17 * piece, 17 * piece, b"", 60_000), Done, 60)
+        assert len(held) == 1
 
 
 def test_a_peer_that_never_comes_for_its_bytes_holds_up_nobody(tmp_path: Path) -> None:

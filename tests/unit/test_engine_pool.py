@@ -16,6 +16,7 @@ from kvelastic.device import Device
 from kvelastic.engine_pool import EnginePool, device_for, open_engine_pool
 from kvelastic.errors import ConfigError, ReserveError
 from kvelastic.integration.sglang import in_scheduler
+from kvelastic.integration.sglang.late_releases import LateReleases
 from kvelastic.layout import PageLayout
 from kvelastic.sizes import MIB_BYTES
 
@@ -160,7 +161,7 @@ def test_sglang_resumes_later_where_its_reserve_is_not_to_be_had(
     allocator = SimpleNamespace(
         blocks=toy.cache.pool.blocks,
         wakes_later=False,
-        late_releases=[],
+        late_releases=LateReleases(),
         get_kvcache=lambda: SimpleNamespace(elastic=toy.cache),
     )
     tree = SimpleNamespace(prefix_loads=None, settle=lambda: None)
@@ -172,6 +173,7 @@ def test_sglang_resumes_later_where_its_reserve_is_not_to_be_had(
         is_fully_idle=lambda ignore_waiting: True,
         offload_tags={"kv_cache", "weights"},
     )
+    scheduler.weight_updater = updater
     request = SimpleNamespace(tags=None)
     in_scheduler.release_memory(lambda *_: None, updater, request)
     assert toy.cache.pool.blocks.is_asleep

@@ -19,7 +19,8 @@ from kvelastic.cli.kvtop.scene import scene_of
 from kvelastic.controller import instance_memory
 from kvelastic.instance.outcome import Request, Verdict, outcome_of
 from kvelastic.instance.status import UNLIMITED_BYTES
-from kvelastic.metrics import STATES, render
+from kvelastic.metric_table import STATES
+from kvelastic.metrics import render
 
 KVCTL = str(Path(sys.executable).with_name("kvctl"))
 WAIT_S = 10.0

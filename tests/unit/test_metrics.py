@@ -18,7 +18,7 @@ from click.testing import CliRunner, Result
 from prometheus_client.parser import text_string_to_metric_families
 from segment_owner import CAPACITY_BYTES, MAPPED_BYTES, Owner
 
-from kvelastic import metrics
+from kvelastic import metric_table, metrics
 from kvelastic.cli.kvctl import main
 from kvelastic.ledger_facts import LedgerInfo, Member
 from kvelastic.link_board_format import LinkFigures, NodeFigures
@@ -56,7 +56,7 @@ ANSWER = {
 }
 TIER = TierFigures("disk", "disk", *range(1, 16), is_stuck=False, is_current=True)
 BOARD = BoardFigures(1, 0, "write_back", BlockCounts(*range(11)), (TIER,))
-COUNTERS = {name: at + 1 for at, name in enumerate(metrics._COUNTERS)}
+COUNTERS = {name: at + 1 for at, name in enumerate(metric_table.COUNTERS)}
 
 
 def info(name: str = "one", status: str = "alive", **changes: dict[str, object]) -> SegmentInfo:
@@ -172,7 +172,7 @@ def test_every_metric_that_is_described_is_there_with_its_kind_and_labels():
             metrics.render([info()], [LEDGER], {"one": BOARD}, [NODE])
         )
     }
-    for one in metrics.METRICS:
+    for one in metric_table.METRICS:
         family = families.pop(one.name.removesuffix("_total"))
         assert (family.type, family.documentation) == (one.kind, one.help)
         for sample in family.samples:
@@ -181,9 +181,9 @@ def test_every_metric_that_is_described_is_there_with_its_kind_and_labels():
 
 
 def test_names_are_as_prometheus_wants_them():
-    names = [one.name for one in metrics.METRICS]
+    names = [one.name for one in metric_table.METRICS]
     assert len(set(names)) == len(names)
-    for one in metrics.METRICS:
+    for one in metric_table.METRICS:
         assert re.fullmatch(r"kvelastic_[a-z_]+", one.name)
         assert one.name.endswith("_total") == (one.kind == "counter")
         assert "instance" not in one.labels  # Prometheus' own
@@ -194,7 +194,9 @@ def test_counters_are_all_that_an_instance_counts():
         from kvelastic import segment
         from kvelastic.instance.status import FORMER_COUNTERS
 
-        assert {*segment.inspect(owner.name).counters, *FORMER_COUNTERS} == set(metrics._COUNTERS)
+        assert {*segment.inspect(owner.name).counters, *FORMER_COUNTERS} == set(
+            metric_table.COUNTERS
+        )
 
 
 @pytest.mark.parametrize(
@@ -211,8 +213,10 @@ def test_counters_are_all_that_an_instance_counts():
 )
 def test_states(changes, status, state):
     found = samples(metrics.render([info(status=status, **changes)], []))
-    states = {at: found["kvelastic_instance_state", f"{ONE},state={at}"] for at in metrics.STATES}
-    assert states == {at: float(at == state) for at in metrics.STATES}
+    states = {
+        at: found["kvelastic_instance_state", f"{ONE},state={at}"] for at in metric_table.STATES
+    }
+    assert states == {at: float(at == state) for at in metric_table.STATES}
     assert found["kvelastic_segments", f"status={status}"] == 1
 
 
@@ -262,7 +266,7 @@ def test_the_dashboard_names_only_metrics_and_labels_that_exist():
     board = json.loads(text)
     panels = board["panels"]
     assert len({panel["id"] for panel in panels}) == len(panels)
-    by_name = {one.name: one for one in metrics.METRICS}
+    by_name = {one.name: one for one in metric_table.METRICS}
     used = set()
     for panel in panels:
         for target in panel.get("targets", []):

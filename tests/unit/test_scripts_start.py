@@ -29,19 +29,68 @@ def test_every_benchmark_tells_its_options(name: str) -> None:
     assert done.stdout.startswith(f"usage: {command}")
 
 
+DEMO_PATH = os.pathsep.join(str(ROOT / path) for path in ("scripts/_demo", "tests/programs"))
+DEMO_ENGINES = ("vllm", "sglang", "transformers")
+
+
+def run_demo(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [ROOT / "scripts" / "demo", *arguments], capture_output=True, text=True, check=False
+    )
+
+
 @needs.vllm
-def test_the_demo_finds_what_it_runs() -> None:
-    paths = ROOT / "scripts" / "_demo", ROOT / "tests" / "programs"
+@pytest.mark.parametrize("engine", DEMO_ENGINES)
+def test_the_demo_finds_what_it_runs(engine: str, tmp_path: Path) -> None:
+    """And the controller takes what it is to launch."""
+    program = f"""
+import json, demo, front
+from pathlib import Path
+folder = Path({str(tmp_path)!r})
+names = ("first", "second")
+settings = front.settings_of(demo.ENGINES[{engine!r}], 8000, 8001, folder, names, folder / "log")
+(folder / "controller.yaml").write_text(json.dumps(settings))
+"""
     done = subprocess.run(
-        [sys.executable, "-c", "import demo"],
+        [sys.executable, "-c", program],
         cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(map(str, paths))},
+        env=os.environ | {"PYTHONPATH": DEMO_PATH},
         capture_output=True,
         text=True,
         check=False,
         timeout=60,
     )
     assert done.returncode == 0, done.stderr
+    controller = Path(sys.executable).with_name("kvelastic-controller")
+    checked = subprocess.run(
+        [controller, "--check", "--config", tmp_path / "controller.yaml"],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert checked.returncode == 0, checked.stderr
+
+
+def test_the_demo_says_what_it_takes() -> None:
+    for arguments in (["--engine"], ["--engine", "ollama"], ["--engine="], ["--quick"]):
+        done = run_demo(*arguments)
+        assert done.returncode == 2, arguments
+        assert "usage: scripts/demo [--engine vllm|sglang|transformers]" in done.stderr
+        assert arguments[0].partition("=")[0] in done.stderr or "ollama" in done.stderr
+    shown = run_demo("--help")
+    assert shown.returncode == 0
+    assert shown.stdout.count("scripts/demo") >= len(DEMO_ENGINES)
+
+
+@needs.vllm
+@pytest.mark.soak
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("engine", DEMO_ENGINES)
+def test_the_demo_goes_to_its_end(engine: str) -> None:
+    done = run_demo("--engine", engine)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "== 8. The end" in done.stdout
 
 
 def test_the_folder_above_the_repository_is_not_searched_for_packages(tmp_path: Path) -> None:

@@ -187,6 +187,22 @@ def test_another_version_is_shown_and_never_touched(name):
     assert not (SHM / name).exists()
 
 
+def test_a_segment_that_is_cut_while_it_is_read(name):
+    """In a process of its own: read from a mapping, it would be ended by SIGBUS."""
+    forge(name, start_time_ticks=1)
+    read = f"""
+import os
+from kvelastic import segment_dir
+path = {str(SHM / name)!r}
+ask = segment_dir.liveness
+segment_dir.liveness = lambda fd, byte, *more: (os.truncate(path, 0), ask(fd, byte, *more))[1]
+print(segment_dir.inspect({name!r}).header["engine"])
+"""
+    ended = subprocess.run([sys.executable, "-c", read], capture_output=True, text=True)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "forged\n", "")
+    assert (SHM / name).read_bytes() == b""
+
+
 def test_what_lies_in_shared_memory_and_is_no_file(name):
     os.mkfifo(SHM / name)  # opening it to read would block for ever
     assert found(name) is None

@@ -1,13 +1,27 @@
-// Memory with contents, and ways to cut it into pieces; shared by the tests of copies.
+// Memory with contents and with holes, ways to cut it into pieces, and a system that refuses copies
+// by address; shared by the tests of copies.
 #pragma once
 
+#include <linux/filter.h>
+#include <linux/seccomp.h>
+#include <sys/mman.h>
+#include <sys/prctl.h>
+#include <sys/syscall.h>
+#include <sys/uio.h>
+#include <unistd.h>
+
 #include <algorithm>
+#include <cerrno>
 #include <chrono>
+#include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <random>
+#include <thread>
 #include <vector>
 
 #include "../pieces.h"
+#include "check.h"
 
 namespace kvelastic {
 
@@ -37,6 +51,42 @@ inline std::vector<Piece> cut(const std::vector<std::byte>& memory, std::size_t 
     at += bytes;
   }
   return pieces;
+}
+
+/// System pages of which one in the middle is not there.
+struct Torn {
+  Torn() {
+    at = static_cast<std::byte*>(
+        ::mmap(nullptr, kBytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
+    CHECK(::mprotect(at + kHole, kSystemPage, PROT_NONE) == 0);
+  }
+  Torn(const Torn&) = delete;
+  Torn& operator=(const Torn&) = delete;
+  ~Torn() { ::munmap(at, kBytes); }
+  std::vector<Piece> pieces() const { return {{address_of(at), kBytes}}; }
+  static constexpr std::size_t kSystemPage = 4096;
+  static constexpr std::size_t kBytes = 64 * kSystemPage;
+  static constexpr std::size_t kHole = 40 * kSystemPage;
+  std::byte* at;
+};
+
+/// Runs in a thread in which the system refuses copies by address.
+inline void without_process_vm(const std::function<void()>& body) {
+  std::thread([&] {
+    sock_filter filter[] = {
+        BPF_STMT(BPF_LD | BPF_W | BPF_ABS, offsetof(seccomp_data, nr)),
+        BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, SYS_process_vm_readv, 1, 0),
+        BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ALLOW),
+        BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ERRNO | EPERM),
+    };
+    const sock_fprog program{4, filter};
+    REQUIRE(::prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) == 0);
+    REQUIRE(::prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, &program) == 0);
+    char byte = 0;
+    const iovec vector{&byte, 1};
+    REQUIRE(::process_vm_readv(::getpid(), &vector, 1, &vector, 1, 0) == -1 && errno == EPERM);
+    body();
+  }).join();
 }
 
 }  // namespace kvelastic

@@ -1,30 +1,21 @@
 // Pieces over sockets: whole and in order whatever their sizes, an error where memory or the peer
 // goes, and the same where the system lets nobody use process_vm_readv.
-#include <linux/filter.h>
-#include <linux/seccomp.h>
-#include <sys/mman.h>
-#include <sys/prctl.h>
 #include <sys/socket.h>
-#include <sys/syscall.h>
 #include <unistd.h>
 
 #include <cerrno>
 #include <cstring>
-#include <functional>
 #include <optional>
 #include <thread>
 #include <utility>
 #include <vector>
 
-#include "../kernel_copy.h"
 #include "../piece_streams.h"
 #include "check.h"
 #include "pieces_fixture.h"
 
 namespace kvelastic {
 namespace {
-
-constexpr std::size_t kSystemPage = 4096;
 
 /// Two ends of a stream.
 struct Stream {
@@ -39,22 +30,6 @@ struct Stream {
     if (ends[end] >= 0) ::close(std::exchange(ends[end], -1));
   }
   int ends[2] = {-1, -1};
-};
-
-/// System pages of which one in the middle is not there.
-struct Torn {
-  Torn() {
-    at = static_cast<std::byte*>(
-        ::mmap(nullptr, kBytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
-    CHECK(::mprotect(at + kHole, kSystemPage, PROT_NONE) == 0);
-  }
-  Torn(const Torn&) = delete;
-  Torn& operator=(const Torn&) = delete;
-  ~Torn() { ::munmap(at, kBytes); }
-  std::vector<Piece> pieces() const { return {{address_of(at), kBytes}}; }
-  static constexpr std::size_t kBytes = 64 * kSystemPage;
-  static constexpr std::size_t kHole = 40 * kSystemPage;
-  std::byte* at;
 };
 
 /// Pieces that are not neighbours: each lies before the one that it follows.
@@ -107,31 +82,12 @@ void check_that_holes_are_errors() {
   CHECK(!received && received.error().code == Errc::kMapping);
 }
 
-/// Runs in a thread in which the system refuses copies by address.
-void without_process_vm(const std::function<void()>& body) {
-  std::thread([&] {
-    sock_filter filter[] = {
-        BPF_STMT(BPF_LD | BPF_W | BPF_ABS, offsetof(seccomp_data, nr)),
-        BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, SYS_process_vm_readv, 1, 0),
-        BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ALLOW),
-        BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ERRNO | EPERM),
-    };
-    const sock_fprog program{4, filter};
-    REQUIRE(::prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) == 0);
-    REQUIRE(::prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, &program) == 0);
-    body();
-  }).join();
-}
-
 TEST(pieces_travel_over_a_stream_whatever_their_sizes) {
   check_that_all_sizes_travel();
 }
 
 TEST(pieces_travel_where_the_system_refuses_process_vm_readv) {
   without_process_vm([] {
-    char byte = 0;
-    const iovec vector{&byte, 1};
-    REQUIRE(::process_vm_readv(::getpid(), &vector, 1, &vector, 1, 0) == -1 && errno == EPERM);
     check_that_all_sizes_travel();
     check_that_holes_are_errors();
   });

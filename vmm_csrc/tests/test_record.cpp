@@ -3,12 +3,15 @@
 #include <unistd.h>
 
 #include <atomic>
+#include <cerrno>
+#include <chrono>
 #include <cstring>
 #include <random>
 #include <thread>
 
 #include "check.h"
 #include "record.h"
+#include "record_copy.h"
 
 namespace kvelastic {
 namespace {
@@ -261,6 +264,67 @@ TEST(record_publications_are_never_mixed) {
   stop = true;
   first.join();
   second.join();
+}
+
+/// A shared mapping of a file that others may shorten.
+class File {
+ public:
+  File() : fd_(memfd_create("record", MFD_CLOEXEC)) {
+    CHECK(ftruncate(fd_, kSegmentBytes) == 0);
+    start_ = mmap(nullptr, kSegmentBytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd_, 0);
+  }
+  File(const File&) = delete;
+  File& operator=(const File&) = delete;
+  ~File() {
+    munmap(start_, kSegmentBytes);
+    close(fd_);
+  }
+  int fd() const { return fd_; }
+  std::span<std::byte> span() const { return {static_cast<std::byte*>(start_), kSegmentBytes}; }
+
+ private:
+  int fd_;
+  void* start_;
+};
+
+TEST(record_copies_of_a_file_are_never_mixed) {
+  const File file;
+  const auto owner = RecordOwner::create(file.span(), somebody());
+  REQUIRE(owner);
+  std::atomic<bool> stop{false};
+  std::thread publisher([&] {
+    for (std::uint64_t value = 1; !stop.load(); ++value) {
+      (*owner)->publish_usage({.capacity_bytes = value, .mapped_bytes = value, .squeezed = value});
+      // Bursts, and time in between for three reads of the file.
+      if (value % 8 == 0) std::this_thread::sleep_for(std::chrono::microseconds(20));
+    }
+  });
+  const Memory copy;
+  std::uint64_t changes = 0;
+  std::uint64_t last = 0;
+  for (int i = 0; i < 2000 || changes < 200; ++i) {
+    REQUIRE(copy_record(file.fd(), copy.span()) == 0);
+    const auto view = RecordView::open(copy.span());
+    REQUIRE(view);
+    Usage usage;
+    CHECK((*view).read_usage(usage));
+    CHECK(usage.capacity_bytes == usage.mapped_bytes && usage.mapped_bytes == usage.squeezed);
+    changes += usage.squeezed != last ? 1 : 0;
+    last = usage.squeezed;
+  }
+  stop = true;
+  publisher.join();
+}
+
+TEST(record_copy_of_a_shortened_file_has_what_is_left) {
+  const File file;
+  REQUIRE(RecordOwner::create(file.span(), somebody()));
+  const Memory copy;
+  CHECK(ftruncate(file.fd(), 100) == 0);
+  CHECK(copy_record(file.fd(), copy.span()) == 0);
+  CHECK(record_version(copy.span()) == kRecordAbiVersion);
+  CHECK(!RecordView::open(copy.span()));
+  CHECK(copy_record(-1, copy.span()) == EBADF);
 }
 
 TEST(record_owner_is_not_held_up_by_a_storm_of_requests) {

@@ -18,7 +18,6 @@ Imports SGLang: only what runs in its scheduler's process may import this module
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,6 +27,7 @@ from sglang.srt.mem_cache.prefill_budget import PrefillBudget
 from sglang.srt.utils import get_num_new_pages
 
 if TYPE_CHECKING:
+    from kvelastic.integration.sglang.late_releases import LateReleases
     from kvelastic.integration.sglang.radix_cache import ElasticRadixCache
     from kvelastic.scheduling.blocks import SchedulerBlocks
 
@@ -40,8 +40,8 @@ class ElasticPagedAllocator(PagedTokenToKVPoolAllocator):  # type: ignore[misc] 
     radix_cache: ElasticRadixCache | None = None
     """The tree whose blocks come from here, once there is one."""
 
-    late_releases: list[tuple[Any, Callable[[], Any]]]
-    """Requests for `/release_memory_occupation` that wait until no other runs, and what to do."""
+    late_releases: LateReleases
+    """What the scheduler has still to release."""
 
     @property
     def blocks(self) -> SchedulerBlocks:

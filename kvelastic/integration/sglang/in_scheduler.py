@@ -12,6 +12,8 @@ from multiprocessing.util import Finalize
 from typing import TYPE_CHECKING, Any, Final
 
 from kvelastic.errors import KvelasticError
+from kvelastic.integration.sglang.kept_back import kept_back
+from kvelastic.integration.sglang.late_releases import LateReleases
 from kvelastic.integration.sglang.refusals import ends_process, refuse_cache
 from kvelastic.scheduling.starvation import NAP_S
 
@@ -79,7 +81,7 @@ def _begin(scheduler: Any) -> None:
     settings = config.load()
     elastic = _elastic(scheduler)
     _radix_cache(scheduler).checks_integrity = settings.sanity_check
-    _allocator(scheduler).late_releases = []
+    _allocator(scheduler).late_releases = LateReleases()
     # `atexit` does not run in a process that multiprocessing has made.
     Finalize(elastic, elastic.close, exitpriority=10)
     if settings.tiers:
@@ -100,8 +102,8 @@ def ingest_requests(original: Callable[..., Any], scheduler: Any, *args: Any, **
     requests = original(scheduler, *args, **more)
     if _allocator(scheduler).wakes_later:
         _wake(scheduler, NAP_S)
-    if _allocator(scheduler).late_releases:
-        _release_late(scheduler)
+    updater = scheduler.weight_updater
+    _allocator(scheduler).late_releases.carry_out(scheduler, lambda: _may_release(updater))
     _radix_cache(scheduler).settle()
     return requests
 
@@ -111,14 +113,19 @@ def get_next_batch(
 ) -> Any:
     """A session: what SGLang sees while it schedules it can take.
 
-    Requests whose prefixes are on their way from tiers are kept from it. Where requests only wait,
-    for memory or for a load, its loop naps until some has come, instead of spinning.
+    Requests whose prefixes are on their way from tiers are kept from it, and those that came after
+    a release that has to wait. Where requests only wait, for memory or for a load, its loop naps
+    until some has come, instead of spinning.
     """
     blocks, cache = _allocator(scheduler).blocks, _radix_cache(scheduler)
     seen, given_back = blocks.arrivals, blocks.given_back  # before it looks
     loads = cache.prefix_loads
+    behind = _allocator(scheduler).late_releases.behind(scheduler)
     with blocks.session():
-        with nullcontext() if loads is None else loads.kept_back(scheduler):
+        with (
+            kept_back(scheduler, behind),
+            nullcontext() if loads is None else loads.kept_back(scheduler),
+        ):
             plan = original(scheduler, running_batch=running_batch, last_batch=last_batch)
         cache.tree_blocks.settle()
     is_idle = plan.batch_to_run is None and last_batch is None
@@ -210,7 +217,7 @@ def release_memory(original: Callable[..., Any], updater: Any, request: Any) -> 
     """Give the KV cache's memory back, after SGLang has emptied it.
 
     With tiers it is demoted first, and found again after that. While a request runs the caller
-    waits; stock ends its scheduler there.
+    waits, and requests that come after it wait behind it; stock ends its scheduler there.
     """
 
     def release() -> Any:
@@ -227,21 +234,13 @@ def release_memory(original: Callable[..., Any], updater: Any, request: Any) -> 
 
     if _may_release(updater):
         return release()
-    _allocator(updater.scheduler).late_releases.append((request, release))
+    _allocator(updater.scheduler).late_releases.add(updater.scheduler, request, release)
     return None  # SGLang sends no answer
 
 
 def _may_release(updater: Any) -> bool:
     """What SGLang asserts."""
     return bool(updater.is_fully_idle(ignore_waiting=updater.scheduler._engine_paused))
-
-
-def _release_late(scheduler: Any) -> None:
-    """Carry out what came while requests ran."""
-    releases = _allocator(scheduler).late_releases
-    while releases and _may_release(scheduler.weight_updater):
-        request, release = releases.pop(0)
-        scheduler.send_control_output(release(), request)
 
 
 def resume_memory(original: Callable[..., Any], updater: Any, request: Any) -> Any:
@@ -257,9 +256,8 @@ def resume_memory(original: Callable[..., Any], updater: Any, request: Any) -> A
     )
 
     scheduler = updater.scheduler
-    releases = _allocator(scheduler).late_releases
-    while releases:  # whoever waits for these is overtaken
-        scheduler.send_control_output(ReleaseMemoryOccupationReqOutput(), releases.pop(0)[0])
+    # Whoever waits for these is overtaken.
+    _allocator(scheduler).late_releases.give_up(scheduler, ReleaseMemoryOccupationReqOutput())
     tags = request.tags or GPU_MEMORY_ALL_TYPES
     request.tags = [tag for tag in tags if tag in updater.offload_tags]
     if not request.tags:

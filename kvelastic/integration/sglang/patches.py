@@ -183,7 +183,7 @@ def _probe_registry(probe: Probe) -> None:
         "sglang.srt.mem_cache.unified_cache.tree_core_registry:_rust_fallback_reason",
         ("component_registry_override",),
     )
-    probe.mentions(f"{_TREE}.__init__", ("component_registry_override", "tree_core"))
+    probe.mentions(f"{_TREE}.__init__", ("component_registry_override", "tree_core", "disable"))
     probe.mentions(f"{_TREE}.checkpoint", ("checkpoint_into_tree",))
     probe.parameters(f"{_TREE}.match_prefix", ("self", "params"))
     probe.mentions(f"{_TREE}._apply_eviction_result", ("device_frees",))

@@ -27,6 +27,7 @@ from sglang.srt.mem_cache.base_prefix_cache import InsertParams, MatchPrefixPara
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.utils import compute_node_hash_values, get_storage_hash_str
 
+from kvelastic.integration.sglang.kept_back import kept_back
 from kvelastic.tiers.base import KEY_BYTES, NO_KEY
 from kvelastic.tiers.loads import Load, Loads
 from kvelastic.tiers.policy import averaged
@@ -83,6 +84,8 @@ class PrefixLoads:
         """By the request."""
         self._looked_up: set[str] = set()
         """Requests of the queue that have been looked up."""
+        self._lacked: dict[str, int] = {}
+        """Requests that were looked up and for whose prefixes there was no memory: tokens."""
         self._jobs = count()
         self._compute_s: float | None = None
         self._keeps_copies = False
@@ -102,19 +105,9 @@ class PrefixLoads:
         back = self._begin_loads(queue, int(scheduler.max_running_requests)) if queue else []
         if not queue:
             self._looked_up.clear()
-        if not back:
+            self._lacked.clear()
+        with kept_back(scheduler, back):
             yield
-            return
-        scheduler.waiting_queue = [request for request in queue if request not in back]
-        try:
-            yield
-        finally:
-            left = {id(request) for request in scheduler.waiting_queue}
-            known = {id(request) for request in queue}
-            # In their order; what SGLang has put back into the queue stays behind.
-            scheduler.waiting_queue = [
-                request for request in queue if request in back or id(request) in left
-            ] + [request for request in scheduler.waiting_queue if id(request) not in known]
 
     def wait_for_any(self, timeout_s: float) -> bool:
         """Block until a load is over, `timeout_s` at most. False at once: there is none."""
@@ -139,22 +132,49 @@ class PrefixLoads:
         """Look up what was not looked up yet; answers who is to be kept back.
 
         No more than `most` loads at a time: as many requests can run, and what is loaded ahead of
-        these would displace it.
+        these would displace it. Memory goes to the first that lacks some: it is looked up again
+        once there is as much, and those behind it after that. SGLang's queue has it meanwhile, for
+        what is too little for its prefix may do for a chunk of it.
         """
-        self._looked_up &= {request.rid for request in queue}
+        rids = {request.rid for request in queue}
+        self._looked_up &= rids
+        self._lacked = {rid: tokens for rid, tokens in self._lacked.items() if rid in rids}
         back = []
+        is_short = False
         for request in queue:
-            if request.rid not in self._looked_up and self._loads.open < most:
-                if self._begin(request):
-                    self._looked_up.add(request.rid)
-                else:
-                    back.append(request)  # another one loads the same: it is looked up after that
-            if request.rid in self._job_of:
+            rid = request.rid
+            if rid in self._job_of:
                 back.append(request)
+            if rid in self._looked_up or is_short or self._loads.open >= most:
+                continue
+            if self._lacks(rid):
+                is_short = True
+                continue
+            if not self._begin(request):
+                back.append(request)  # another one loads the same: it is looked up after that
+            elif rid in self._lacked:
+                is_short = True
+            else:
+                self._looked_up.add(rid)
+                if rid in self._job_of:
+                    back.append(request)
         return back
 
+    def _lacks(self, rid: str) -> bool:
+        """Whether there is still too little memory for its prefix."""
+        tokens = self._lacked.get(rid, 0)
+        if tokens:
+            allocator: ElasticPagedAllocator = self._cache.token_to_kv_pool_allocator
+            if allocator.reachable_size(self._cache) < tokens:
+                return True
+            del self._lacked[rid]
+        return False
+
     def _begin(self, request: Any) -> bool:
-        """Begin the load of a request, if there is one; False: look it up later."""
+        """Begin the load of a request, if there is one; False: look it up after another's load.
+
+        Where there is no memory for it, `_lacked` has the request.
+        """
         cache, page = self._cache, int(self._cache.page_size)
         tokens = array("q", request.origin_input_ids) + array("q", request.output_ids)
         blocks = request._compute_max_prefix_len(len(tokens)) // page
@@ -183,7 +203,8 @@ class PrefixLoads:
             return True
         lock = cache.lock(found.last_device_node)
         ids = self._take(match.count)
-        if ids is None:  # no memory: it waits for that, or is computed where there is little
+        if ids is None:
+            self._lacked[request.rid] = match.count * page
             cache.unlock(lock)
             match.release()
             return True
@@ -296,6 +317,7 @@ class PrefixLoads:
         self._waiting.clear()
         self._job_of.clear()
         self._looked_up.clear()
+        self._lacked.clear()
         if not self._keeps_copies:
             self._namespace = self._tiers.forget()
 

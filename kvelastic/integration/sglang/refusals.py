@@ -19,6 +19,7 @@ _RANKS: Final = "each rank schedules for itself, and a limit would reach them at
 _STORES: Final = "it keeps copies of pages, and would read pages that have no memory any more"
 _WHOLE: Final = "it registers or moves the whole KV cache, and most of it has no memory"
 _LAYOUT: Final = "it lays the KV cache out differently"
+_LORA: Final = "on a CPU stock SGLang 0.5.23 ends at it, too: its LoRA layers want pinned memory"
 _UNTRIED: Final = "it was not tried with pages that come and go"
 
 
@@ -53,7 +54,6 @@ COVERED: Final = (
     Covered("enable_lmcache", (False,), _STORES),
     Covered("enable_flexkv", (False,), _STORES),
     Covered("enable_hisparse", (False,), _STORES),
-    Covered("disable_radix_cache", (False,), _UNTRIED),
     Covered("radix_cache_backend", (None,), "how it evicts is not known here"),
     Covered("enable_session_radix_cache", (False,), _UNTRIED),
     Covered("enable_streaming_session", (False,), _UNTRIED),
@@ -62,9 +62,8 @@ COVERED: Final = (
     Covered("enable_kv_cache_sharding", (False,), _LAYOUT),
     Covered("prefill_only_disable_kv_cache", (False,), "it has no KV cache"),
     Covered("enable_memory_saver", (False,), "it would free the KV cache a second time"),
-    Covered("enable_mixed_chunk", (False,), _UNTRIED),
     Covered("enable_two_batch_overlap", (False,), _UNTRIED),
-    Covered("enable_lora", (False, None), _UNTRIED),
+    Covered("enable_lora", (False, None), _LORA),
     Covered("kv_canary", ("none",), "it writes to pages that have no memory"),
 )
 """Every argument that has a say in where KV lies, who reads it, or who schedules."""
@@ -114,6 +113,12 @@ def refuse_cache(scheduler: Any) -> None:
     if not found and type(scheduler.tree_cache) is not ElasticRadixCache:
         found.append(f"a radix cache of the kind {type(scheduler.tree_cache).__name__}")
     _refuse(found)
+
+
+def refuse_tiers(tree_cache: Any) -> None:
+    """Raise `UnsupportedEngineError` where this radix cache holds nothing that tiers could keep."""
+    if tree_cache.disable:
+        _refuse(["KVELASTIC_TIERS without a radix cache: tiers keep what that one holds"])
 
 
 def refuse_pool(pool: Any) -> None:

@@ -15,6 +15,7 @@ from typing import Any, Final
 from kvelastic.config import Config
 from kvelastic.engine_pool import EnginePool
 from kvelastic.integration.sglang.prefix_loads import PrefixLoads
+from kvelastic.integration.sglang.refusals import refuse_tiers
 from kvelastic.integration.sglang.versions import installed_version
 from kvelastic.tiers.namespace import Namespace
 from kvelastic.tiers.opening import open_tiers
@@ -26,8 +27,10 @@ _RANDOM_WEIGHTS: Final = "dummy"
 def open_for(settings: Config, elastic: EnginePool, scheduler: Any) -> PrefixLoads | None:
     """The tiers that the settings name, behind this scheduler's radix cache; None: none is of use.
 
-    Blocks while the weights' files are sampled and stores are opened. Raises what they raise.
+    Blocks while the weights' files are sampled and stores are opened. Raises what they raise, and
+    `UnsupportedEngineError` where there is no radix cache.
     """
+    refuse_tiers(scheduler.tree_cache)
     layout = f"{elastic.layout.buffers} buffers of {elastic.layout.block_bytes} bytes a block"
     namespace = namespace_of(scheduler.server_args, scheduler.model_config, layout)
     tiers = open_tiers(elastic.pool, settings, namespace)

@@ -21,8 +21,6 @@ from kvelastic import _vmm
 from kvelastic.engine_pool import EnginePool
 from kvelastic.scheduling.blocks import SchedulerBlocks
 
-_NAP_S: Final = 0.05
-"""How long the loop waits for memory before it looks at its requests again."""
 _DEFAULT_STREAM: Final = 0
 
 
@@ -65,11 +63,6 @@ class Batches:
         driver = self._memory.device.driver()
         if compute_stream is not None and isinstance(driver, _vmm.CudaDriver):
             driver.use_streams([_DEFAULT_STREAM, int(compute_stream.cuda_stream)])
-
-    def wait_for_arrival(self, seen: int) -> bool:
-        """Wait a moment for `blocks.arrivals` to be another than `seen`; whether it is."""
-        self.blocks.wait_for_arrival(seen, _NAP_S)
-        return self.blocks.arrivals != seen
 
     def batch_is_ready(self, ready: bool, *, is_padded: bool, stream: Any) -> None:
         """Called after each try to make a batch. Padding reads zeros: the page may be a new one."""

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final
 
 from kvelastic.integration.transformers.in_cache import batches_of
 
 _log = logging.getLogger("kvelastic.transformers")
+
+_NAP_S: Final = 0.05
+"""How long the loop waits for memory before it looks at its requests again."""
 
 
 def decide_use_async_batching(
@@ -58,7 +61,7 @@ def prepare_next_batch(original: Callable[..., bool], processor: Any) -> bool:
         try:
             ready = original(processor)
         except NothingFits:
-            if batches.wait_for_arrival(seen):
+            if batches.blocks.wait_for_arrival(seen, _NAP_S):
                 continue
         break
     batches.batch_is_ready(

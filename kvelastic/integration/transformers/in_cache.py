@@ -242,5 +242,5 @@ def free_capacity(original: Callable[..., float], cache: Any, relative: bool = T
     free_bytes = available * cache.bytes_per_sector
     for allocator in cache.cache_allocators.values():
         free_bytes += sectors.count_free_blocks(allocator.index) * allocator.bytes_per_block
-    total = (sectors.used_sectors + available) * cache.bytes_per_sector
+    total = (sectors.memory.used + available) * cache.bytes_per_sector
     return float(free_bytes / max(total, 1) if relative else free_bytes)

@@ -55,11 +55,6 @@ class SectorPool(CachePool):  # type: ignore[misc]  # transformers is untyped he
         """
         return self.memory.at_hand if self.memory.is_at_work else self.memory.reachable
 
-    @property
-    def used_sectors(self) -> int:
-        """Sectors of which a request has a block; cached ones are not among them."""
-        return self.memory.used
-
     def allocate_sector(self, index: int) -> None:
         """Give a sector to the allocator `index`. Raises `PoolExhaustedError` if none is there."""
         ids = self.memory.take(1)

@@ -1,0 +1,315 @@
+"""The metrics of instances and ledgers, of their tiers and links: names, labels, and what is read.
+
+Where all rows of a table are read of one object, a row has the function that does so; the others
+are drawn in `metrics`. docs/metrics.md is printed from here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final, Literal
+
+from kvelastic.ledger_facts import LedgerInfo, Member
+from kvelastic.link_board_format import LinkFigures, NodeFigures
+from kvelastic.tier_board_format import TierFigures
+
+# Not `instance`: that is Prometheus' own label for whom it scrapes, and it would rename ours.
+INSTANCE_LABELS: Final = ("name", "device", "engine", "model")
+NODE_LABELS: Final = ("node", "pid", "role")
+DEVICE_LABELS: Final = ("device", "group")
+STATES: Final = (
+    "applied",
+    "shrinking",
+    "refused",
+    "failed",
+    "pending",
+    "closing",
+    "unknown",
+)
+STATUSES: Final = ("alive", "closing", "dead", "unknown", "unreadable")
+
+Kind = Literal["gauge", "counter"]
+Value = int | float | None
+
+
+@dataclass(frozen=True)
+class Described:
+    """One metric: its full name, what kind it is, its labels, and what it says."""
+
+    name: str
+    kind: Kind
+    labels: tuple[str, ...]
+    help: str
+
+
+def _instance(name: str, help: str, *more: str, kind: Kind = "gauge") -> Described:
+    return Described(f"kvelastic_instance_{name}", kind, (*INSTANCE_LABELS, *more), help)
+
+
+def _tiers(name: str, help: str) -> Described:
+    return Described(f"kvelastic_tiers_{name}", "counter", ("name",), help)
+
+
+def _tier(name: str, help: str, kind: Kind = "gauge") -> Described:
+    return Described(f"kvelastic_tier_{name}", kind, ("name", "tier"), help)
+
+
+def _node(name: str, help: str, kind: Kind = "gauge") -> Described:
+    return Described(f"kvelastic_node_{name}", kind, NODE_LABELS, help)
+
+
+def _link(name: str, help: str, kind: Kind = "counter") -> Described:
+    return Described(f"kvelastic_link_{name}", kind, (*NODE_LABELS, "peer"), help)
+
+
+def _device(name: str, help: str) -> Described:
+    return Described(f"kvelastic_device_{name}", "gauge", DEVICE_LABELS, help)
+
+
+FIGURES: Final = {
+    "capacity_bytes": _instance("capacity_bytes", "What its device has for instances."),
+    "mapped_bytes": _instance("mapped_bytes", "All physical memory that it holds."),
+    "in_use_bytes": _instance("in_use_bytes", "In blocks that requests refer to."),
+    "set_aside_bytes": _instance("set_aside_bytes", "In blocks set aside for requests to come."),
+    "cached_bytes": _instance("cached_bytes", "In blocks kept for prefix caching."),
+    "parked_bytes": _instance("parked_bytes", "In free pages kept mapped for the next use."),
+    "slack_bytes": _instance("slack_bytes", "In free blocks of pages in use, and in padding."),
+    "page_bytes": _instance("page_bytes", "One page."),
+    "blocks_total": _instance("blocks", "Blocks that its address range has room for."),
+    "blocks_in_use": _instance("blocks_in_use", "Blocks that requests refer to."),
+    "blocks_cached": _instance("blocks_cached", "Blocks kept for prefix caching."),
+    "asleep": _instance("asleep", "1 while it sleeps, hands out nothing and gives all back."),
+    "engine_asleep": _instance(
+        "engine_asleep", "1 while its engine sleeps, and requests to it wait; where that is known."
+    ),
+    "limit_bytes": _instance(
+        "limit_bytes", "Its limit, as it was set; an instance that sleeps keeps it."
+    ),
+    "effective_limit_bytes": _instance(
+        "effective_limit_bytes",
+        "The limit that it keeps to now: whole pages, lowered by a squeeze, 0 while it sleeps.",
+    ),
+    "over_bytes": _instance("over_bytes", "Still to be given back to meet that limit."),
+    "min_bytes": _instance("min_bytes", "Its guarantee: nobody takes it below that."),
+    "priority": _instance("priority", "Higher keeps its memory longer."),
+}
+"""By the fields of `InstanceStatus`."""
+COUNTERS: Final = {
+    name: _instance(f"{name}_total", help, kind="counter")
+    for name, help in {
+        "pages_mapped": "Pages mapped since its start.",
+        "pages_unmapped": "Pages unmapped since its start.",
+        "pages_created": "Pages created by the driver since its start.",
+        "pages_destroyed": "Pages destroyed by the driver since its start.",
+        "allocs": "Calls for blocks that got them.",
+        "frees": "Calls that gave blocks back.",
+        "alloc_failures": "Calls for blocks that got none.",
+        "blocks_evicted": "Cached blocks evicted.",
+        "blocks_demoted": "Cached blocks evicted that a tier has a copy of.",
+        "blocks_dropped": "Cached blocks evicted that no tier has: they are computed again.",
+        "blocks_moved": "Blocks moved to other pages so that theirs could be given back.",
+        "requests_applied": "Requests of operators applied.",
+        "wishes_applied": "The same, by its name before 0.2; goes with 0.3.",
+        "provision_runs": "Times that pages were mapped ahead of demand.",
+    }.items()
+}
+MEMBER: Final[tuple[tuple[Described, Callable[[Member], Value]], ...]] = (
+    (
+        _instance("granted_bytes", "What the device's ledger lets it hold there now."),
+        lambda member: member.granted_bytes,
+    ),
+    (
+        _instance("reserved_bytes", "Held besides its KV cache while it is awake."),
+        lambda member: member.reserve_bytes,
+    ),
+    (
+        _instance("asked_bytes", "What it cannot get and waits for."),
+        lambda member: member.ask_bytes,
+    ),
+    (
+        _instance("asked_seconds", "How long it has been waiting for that."),
+        lambda member: member.ask_s,
+    ),
+    (
+        _instance("wanted_bytes", "What others have asked of it."),
+        lambda member: member.wanted_bytes,
+    ),
+    (
+        _instance("idle_seconds", "Since its last alloc or free."),
+        lambda member: member.idle_s,
+    ),
+)
+DEVICE: Final[tuple[tuple[Described, Callable[[LedgerInfo], Value]], ...]] = (
+    (
+        _device("capacity_bytes", "What all instances together may hold."),
+        lambda ledger: ledger.capacity_bytes,
+    ),
+    (
+        _device("granted_bytes", "Held by all instances together."),
+        lambda ledger: ledger.granted_bytes,
+    ),
+    (
+        _device("guaranteed_bytes", "The guarantees of instances that are awake."),
+        lambda ledger: ledger.guaranteed_bytes,
+    ),
+    (
+        _device("reserved_bytes", "Held besides KV caches by instances that are awake."),
+        lambda ledger: ledger.reserved_bytes,
+    ),
+    (
+        _device("others_bytes", "Used by other processes, when last read."),
+        lambda ledger: ledger.others_bytes,
+    ),
+    (
+        _device("free_bytes", "What could be granted now."),
+        lambda ledger: ledger.free_bytes,
+    ),
+    (
+        _device("asked_bytes", "What instances wait for: the pressure on the device."),
+        lambda ledger: ledger.asked_bytes,
+    ),
+    (
+        _device("instances", "How many instances share it."),
+        lambda ledger: len(ledger.members),
+    ),
+)
+TIER: Final[tuple[tuple[Described, Callable[[TierFigures], Value]], ...]] = (
+    (_tier("used_bytes", "What records take there."), lambda tier: tier.used_bytes),
+    (
+        _tier("limit_bytes", "What they may take, where that is decided here."),
+        lambda tier: tier.limit_bytes,
+    ),
+    (_tier("records", "Blocks kept there."), lambda tier: tier.records),
+    (_tier("stuck", "1 while it hangs and is not asked."), lambda tier: int(tier.is_stuck)),
+    (
+        _tier("load_seconds", "How long it takes to load a block."),
+        lambda tier: None if tier.load_us is None else tier.load_us / 1e6,
+    ),
+    (
+        _tier("write_budget_bytes", "What may be written to it a day (UTC), if bounded."),
+        lambda tier: tier.write_budget_bytes,
+    ),
+    (
+        _tier("write_left_bytes", "What is left of that today."),
+        lambda tier: tier.write_left_bytes,
+    ),
+    (_tier("puts_total", "Records stored.", "counter"), lambda tier: tier.puts),
+    (
+        _tier("refused_total", "Records not stored: no room, a budget, a failure.", "counter"),
+        lambda tier: tier.refused,
+    ),
+    (_tier("hits_total", "Records read whole.", "counter"), lambda tier: tier.hits),
+    (
+        _tier("misses_total", "Records asked for that were not there.", "counter"),
+        lambda tier: tier.misses,
+    ),
+    (
+        _tier("torn_total", "Records found that were not whole.", "counter"),
+        lambda tier: tier.torn,
+    ),
+    (
+        _tier("evicted_total", "Records displaced by others or by a limit.", "counter"),
+        lambda tier: tier.evicted,
+    ),
+    (_tier("errors_total", "Calls to the medium that failed.", "counter"), lambda t: t.errors),
+    (
+        _tier("written_bytes_total", "Bytes written to it.", "counter"),
+        lambda tier: tier.bytes_written,
+    ),
+    (_tier("read_bytes_total", "Bytes read from it.", "counter"), lambda tier: tier.bytes_read),
+)
+NODE: Final[tuple[tuple[Described, Callable[[NodeFigures], Value]], ...]] = (
+    (
+        _node("links", "Links that stand."),
+        lambda node: sum(link.state == "linked" for link in node.links),
+    ),
+    (_node("registered_bytes", "Memory that peers may reach."), lambda n: n.registered_bytes),
+    (_node("leases", "Copies by peers under way."), lambda node: node.leases),
+    (
+        _node("leases_expired_total", "Leases ended by their time, as a peer was late.", "counter"),
+        lambda node: node.leases_expired,
+    ),
+    (
+        _node(
+            "copies_lost_total",
+            "Copies by peers of memory that was not the same all the time.",
+            "counter",
+        ),
+        lambda node: node.copies_lost,
+    ),
+    (
+        _node("strangers_refused_total", "Connections that were not let in.", "counter"),
+        lambda node: node.strangers_refused,
+    ),
+)
+LINK: Final[tuple[tuple[Described, Callable[[LinkFigures], Value]], ...]] = (
+    (
+        _link("up", "1 for a link that stands, 0 for one that has ended.", "gauge"),
+        lambda link: int(link.state == "linked"),
+    ),
+    (
+        _link("pulled_bytes_total", "That the node has read from the peer."),
+        lambda link: link.pulled_bytes,
+    ),
+    (
+        _link("pushed_bytes_total", "That the node has had the peer take."),
+        lambda link: link.pushed_bytes,
+    ),
+    (
+        _link("peer_pulled_bytes_total", "That the peer has read from the node."),
+        lambda link: link.peer_pulled_bytes,
+    ),
+    (
+        _link("peer_pushed_bytes_total", "That the peer has had the node take."),
+        lambda link: link.peer_pushed_bytes,
+    ),
+    (_link("leases", "Copies by the peer under way.", "gauge"), lambda link: link.leases),
+    (_link("retries_total", "Copies made again after a lost race."), lambda link: link.retries),
+    (_link("failures_total", "Copies of the node's that failed."), lambda link: link.failures),
+)
+TIERS: Final = {
+    field: _tiers(f"blocks_{field}_total", help)
+    for field, help in {
+        "matched": "Blocks asked for and found in tiers.",
+        "unmatched": "Blocks asked for and not found in tiers.",
+        "loaded": "Blocks loaded from tiers.",
+        "missed": "Blocks found in tiers that were not loaded all the same.",
+        "served": "Blocks copied to tiers while shrinking waited.",
+        "ahead": "Blocks copied to tiers while nobody waited.",
+        "refused": "Blocks that no tier took.",
+        "late": "Copies to tiers cancelled at a deadline.",
+        "lost": "Blocks that were used, evicted or renamed while they were copied.",
+    }.items()
+}
+"""By the fields of `BlockCounts`."""
+ON_DEVICE: Final = _instance(
+    "device_mapped_bytes", "Physical memory that it holds of each of its devices."
+)
+STATE: Final = _instance("state", "1 for the state of its limit, 0 for the others.", "state")
+INFO: Final = _instance("info", "Identity labels; always 1.", "pid", "uuid")
+STARTED: Final = _instance("start_time_seconds", "When it started, in Unix time.")
+SEGMENTS: Final = Described(
+    "kvelastic_segments", "gauge", ("status",), "Segments found: " + ", ".join(STATUSES) + "."
+)
+UNREADABLE: Final = Described(
+    "kvelastic_ledgers_unreadable", "gauge", (), "Ledgers that this user cannot read."
+)
+
+METRICS: Final[tuple[Described, ...]] = (
+    *FIGURES.values(),
+    ON_DEVICE,
+    STATE,
+    *(described for described, _ in MEMBER),
+    *COUNTERS.values(),
+    STARTED,
+    INFO,
+    *(described for described, _ in TIER),
+    *TIERS.values(),
+    *(described for described, _ in NODE),
+    *(described for described, _ in LINK),
+    *(described for described, _ in DEVICE),
+    SEGMENTS,
+    UNREADABLE,
+)
+"""Every metric that there is."""

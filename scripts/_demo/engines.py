@@ -1,0 +1,177 @@
+"""The engines that the demo can show, each with what is its own: how it is started, and counted.
+
+    engine = ENGINES["sglang"]
+    server = engine.serve(model, log, environment)
+    server.wait_until_ready()
+
+All serve the same model in float32 on the CPU, in blocks of 32 tokens.
+"""
+
+from __future__ import annotations
+
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from pathlib import Path
+from subprocess import Popen
+from typing import Any, ClassVar, Protocol
+
+import transformers_server
+from open_memfds import held_bytes
+from sglang_server import MAX_TOTAL_TOKENS, SglangServer, command_of
+from transformers_server import TransformersServer
+from vllm_server import VLLM, VllmServer
+
+BLOCK_TOKENS = 32
+BLOCK_BYTES = BLOCK_TOKENS * 30 * 2 * 3 * 64 * 4
+"""Of SmolLM2-135M: 30 layers, K and V, 3 heads of 64 numbers."""
+SECOND_KV_BYTES = 256 << 20
+THREADS = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // 2))}
+"""More wait for each other where others use the cores too. vLLM chooses its own."""
+
+
+class Server(Protocol):
+    """A server, its processes in one group."""
+
+    process: Popen[bytes]
+    port: int
+    log: Path
+
+    def wait_until_ready(self) -> object:
+        """Raises AssertionError where it ends or takes too long."""
+
+    def stop(self) -> int:
+        """SIGTERM; returns when it has ended."""
+
+    def kill(self) -> None:
+        """Nothing of it runs on. Safe at any time."""
+
+
+class DemoEngine(ABC):
+    """One engine. It is not asked whether it is installed: `scripts/setup` has seen to it."""
+
+    title: str
+    kv_bytes: int
+    """What its cache may hold without a limit."""
+    burst_requests: int
+    without_tiers: str = ""
+    """Why the part about tiers is left out; empty: it is not."""
+    gives_way: str = "preemptions by vLLM"
+    """What `preempted` counts."""
+    without_sleep: str = ""
+    """What the controller does where it cannot put the engine to sleep; empty: it can."""
+    kind: ClassVar[dict[str, Any]]
+    """What the controller's configuration says of it."""
+
+    @abstractmethod
+    def serve(self, model: Path, log: Path, environment: Mapping[str, str]) -> Any:
+        """Start the first server."""
+
+    @abstractmethod
+    def launch(self, model: Path, folder: Path) -> dict[str, Any]:
+        """`command` and `env` by which the controller starts the second one."""
+
+    def model_name(self, model: Path) -> str:
+        """By which clients ask for the model."""
+        return "m"
+
+    def held_bytes(self, server: Any) -> int:
+        """What the operating system holds for the first server's KV cache."""
+        return held_bytes(server.process.pid)
+
+    def preempted(self, server: Any) -> int | None:
+        """Requests that gave their memory up for others, since the start; None: it does not say."""
+        return None
+
+
+class Vllm(DemoEngine):
+    title = "vLLM"
+    kv_bytes = 768 << 20
+    burst_requests = 40
+    kind: ClassVar[dict[str, Any]] = {"engine": "vllm"}
+
+    def serve(self, model: Path, log: Path, environment: Mapping[str, str]) -> VllmServer:
+        own = {
+            "VLLM_SERVER_DEV_MODE": "1",  # the controller needs it: vLLM has /sleep only then
+            "VLLM_RPC_BASE_PATH": str(log.parent),  # its sockets go with the folder
+        }
+        arguments = [
+            # float32: fast on every CPU, where bfloat16 is only on those with instructions for it.
+            "--dtype", "float32", "--max-model-len", "2048", "--max-num-seqs", "16",
+            "--kv-cache-memory-bytes", str(self.kv_bytes), "--enable-prompt-tokens-details",
+        ]  # fmt: skip
+        return VllmServer(model, log, {**environment, **own}, arguments)
+
+    def launch(self, model: Path, folder: Path) -> dict[str, Any]:
+        command = [
+            str(VLLM), "serve", str(model), "--served-model-name", "m", "--dtype", "float32",
+            "--host", "127.0.0.1", "--port", "{port}", "--enforce-eager",
+            "--max-model-len", "1024", "--max-num-seqs", "16", "--block-size", "32",
+            "--kv-cache-memory-bytes", str(SECOND_KV_BYTES),
+        ]  # fmt: skip
+        env = {
+            "VLLM_SERVER_DEV_MODE": "1",
+            "VLLM_RPC_BASE_PATH": str(folder),
+            "VLLM_CPU_CI_ENV": "1",
+            "VLLM_NO_USAGE_STATS": "1",
+        }
+        return {"command": command, "env": env}
+
+    def held_bytes(self, server: VllmServer) -> int:
+        worker = server.processes().get("worker")
+        return 0 if worker is None else held_bytes(worker.pid)
+
+    def preempted(self, server: VllmServer) -> int:
+        return int(server.metrics()["num_preemptions_total"])
+
+
+class Sglang(DemoEngine):
+    title = "SGLang"
+    kv_bytes = MAX_TOTAL_TOKENS // BLOCK_TOKENS * BLOCK_BYTES
+    burst_requests = 16
+    gives_way = "retractions by SGLang"
+    kind: ClassVar[dict[str, Any]] = {"engine": "sglang"}
+    arguments = ("--served-model-name", "m", "--sleep-on-idle", "--enable-cache-report")
+
+    def serve(self, model: Path, log: Path, environment: Mapping[str, str]) -> SglangServer:
+        return SglangServer(model, log, {**environment, **THREADS}, self.arguments)
+
+    def launch(self, model: Path, folder: Path) -> dict[str, Any]:
+        command = command_of(model, "{port}", self.arguments)
+        return {"command": command, "env": {"SGLANG_USE_CPU_ENGINE": "1", **THREADS}}
+
+    def held_bytes(self, server: SglangServer) -> int:
+        return held_bytes(server.scheduler().pid)
+
+    def preempted(self, server: SglangServer) -> int:
+        return server.retractions
+
+
+class Transformers(DemoEngine):
+    title = "transformers"
+    without_tiers = "transformers' caches have no tiers yet, so no KV outlives its cache here"
+    kv_bytes = 512 * BLOCK_BYTES
+    burst_requests = 10
+    without_sleep = (
+        "it has no sleep of its own: the controller ends it, and a request starts it again"
+    )
+    kind: ClassVar[dict[str, Any]] = {"engine": "transformers"}
+
+    def serve(self, model: Path, log: Path, environment: Mapping[str, str]) -> TransformersServer:
+        blocks = self.kv_bytes // BLOCK_BYTES
+        return TransformersServer(model, log, {**environment, **THREADS}, blocks)
+
+    def launch(self, model: Path, folder: Path) -> dict[str, Any]:
+        blocks = SECOND_KV_BYTES // BLOCK_BYTES
+        command = transformers_server.command_of(model, "{port}", blocks)
+        return {"command": command, "env": THREADS, "on_demand": True, "preload": True}
+
+    def model_name(self, model: Path) -> str:
+        return str(model)
+
+
+ENGINES: dict[str, DemoEngine] = {
+    "vllm": Vllm(),
+    "sglang": Sglang(),
+    "transformers": Transformers(),
+}

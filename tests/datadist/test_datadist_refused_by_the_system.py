@@ -1,0 +1,62 @@
+"""Copies of callers' memory in a process to which the system refuses process_vm_readv."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from forbidden_calls import PROCESS_VM_READV
+
+PROGRAM = """
+import ctypes, errno, mmap, os, sys
+sys.path.insert(0, sys.argv[1])
+from datadist_local import local_manager, read, second_options, write
+from forbidden_calls import PROCESS_VM_READV, forbid
+from kvelastic.datadist import CacheDesc, DataType, LLMException, LLMStatusCode, Placement
+
+MIB = 1 << 20
+manager, caches = local_manager(second_options(16 * MIB))
+region = mmap.mmap(-1, 4 * MIB)
+address = ctypes.addressof(ctypes.c_char.from_buffer(region))
+desc = lambda placement: CacheDesc(1, [4, MIB], DataType.DT_INT8, placement)
+callers = manager.register_blocks_cache(desc(Placement.HOST), [address])
+ours = manager.allocate_blocks_cache(desc(Placement.DEVICE))
+
+forbid(PROCESS_VM_READV, errno.EPERM)
+assert ctypes.CDLL(None).process_vm_readv(os.getpid(), None, 0, None, 0, 0) == -1
+content = os.urandom(MIB)
+region[2 * MIB : 3 * MIB] = content
+manager.swap_blocks(callers, ours, {2: 1})
+assert read(ours, 0, MIB, MIB) == content
+write(ours, 0, 0, content[::-1])
+manager.swap_blocks(ours, callers, {0: 3})
+assert region[3 * MIB :] == content[::-1]
+
+libc = ctypes.CDLL(None)
+libc.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+assert libc.mprotect(address + MIB, MIB, 0) == 0
+for source, target in ((callers, ours), (ours, callers)):
+    try:
+        manager.swap_blocks(source, target, {1: 1})
+        raise AssertionError("memory that is not there was copied")
+    except LLMException as error:
+        assert error.status_code is LLMStatusCode.LLM_PARAM_INVALID, error
+manager.swap_blocks(callers, ours, {2: 2})  # and the process goes on
+caches.check_integrity()
+caches.close()
+"""
+
+
+@pytest.mark.skipif(PROCESS_VM_READV is None, reason="its number is not known here")
+def test_memory_that_has_gone_is_an_answer_where_process_vm_readv_is_refused() -> None:
+    programs = Path(__file__).parent.parent / "programs"
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, str(programs)],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,82 @@
+"""Boards of links for tests: made by hand, and of nodes whose own thread does not look at them."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from click.testing import CliRunner, Result
+from linked import address_of
+
+from kvelastic import link_board
+from kvelastic.board_file import BoardFile
+from kvelastic.cli.kvctl import main
+from kvelastic.link_board_format import (
+    LAYOUT,
+    LinkFigures,
+    NodeFigures,
+    pack_snapshot,
+)
+from kvelastic.segment_dir import link_board_name
+from kvelastic.transfer import Link, Node
+
+ONE, TWO = 7_100_000_001, 7_100_000_002  # other tests' nodes are in the same folder
+LINK = LinkFigures(
+    1, TWO, "process 1", "client", "memory", "linked", "", 0, 0, 0, 0, 0, 0, 0, 0
+)  # fmt: skip
+NODE = NodeFigures(ONE, 1, "MIX", (), 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, (LINK,))
+MOST = (1 << 63) - 1
+
+
+def kvctl(*arguments: str) -> Result:
+    return CliRunner().invoke(main, ["links", *arguments])
+
+
+@contextmanager
+def board(node: NodeFigures = NODE, start: bytes | None = None) -> Iterator[BoardFile]:
+    """A board of this process that says what it likes."""
+    made = BoardFile.create(link_board_name(start or os.urandom(16)), LAYOUT)
+    try:
+        made.publish(lambda number: pack_snapshot(number, node))
+        yield made
+    finally:
+        made.close()
+
+
+def shown() -> list[NodeFigures]:
+    return [node for node in link_board.nodes() if node.node_id in {ONE, TWO}]
+
+
+@contextmanager
+def unattended(node: Node) -> Iterator[Callable[[], None]]:
+    """The node's own thread does not look at its board; what is answered does."""
+    looked, begun = node._board, threading.Event()
+
+    class Idle:
+        def refresh(self) -> None:
+            begun.set()
+
+        def close(self) -> None:
+            looked.close()
+
+    node._board = Idle()  # type: ignore[assignment]
+    assert begun.wait(60)  # so that no look is under way any more
+    try:
+        yield looked.refresh
+    finally:
+        node._board = looked
+
+
+@contextmanager
+def pair(folder: Path) -> Iterator[tuple[Node, Node, Link]]:
+    address = address_of("unix", folder)
+    with Node(ONE, listen=[address]) as owner, Node(TWO) as reader:
+        yield owner, reader, reader.link(address, timeout_s=60)
+
+
+def figures(node: Node) -> NodeFigures:
+    (found,) = [one for one in link_board.nodes() if one.node_id == node.node_id]
+    return found
