@@ -24,6 +24,7 @@ from kvelastic.errors import ConfigError
 from kvelastic.layout import PageLayout
 from kvelastic.logs import say_once
 from kvelastic.pool import ElasticPool, local_range, open_pool
+from kvelastic.scheduling.blocks import SchedulerBlocks
 from kvelastic.sizes import format_size
 
 _log = logging.getLogger("kvelastic")
@@ -41,6 +42,8 @@ class EnginePool:
     device: Device
     capacity_blocks: int
     """Blocks that there can be at most, the null block not counted."""
+    blocks: SchedulerBlocks
+    """What the engine's scheduler takes and gives back."""
 
     @property
     def pages(self) -> int:
@@ -146,7 +149,7 @@ def open_engine_pool(
         layout.blocks_per_page,
         100 * layout.padding_fraction,
     )
-    return EnginePool(pool, layout, device, blocks)
+    return EnginePool(pool, layout, device, blocks, SchedulerBlocks(pool.blocks))
 
 
 def device_for(settings: Config, engine: str, *, gpu: int | None, gpu_model: str = "") -> Device:

@@ -69,7 +69,7 @@ class SimulatedScheduler:
             self.waiting.append(SimulatedRequest(number, prompt_tokens, max_tokens))
         with self.pool.session():
             work = self._schedule()
-        self._on_their_way.append((self.pool.step_begins(), work))
+        self._on_their_way.append((self.pool.memory.step_begins(), work))
         while len(self._on_their_way) > self._depth:
             self._end_a_step()
 
@@ -118,7 +118,7 @@ class SimulatedScheduler:
         missing = wanted - len(request.blocks) - len(hits)
         needed = missing + sum(block.ref_cnt == 0 for block in hits)
         if needed > 0:
-            self.pool.prepare(needed)
+            self.pool.memory.prepare(needed)
             if needed > self.pool.get_num_free_blocks():
                 return False
         self.pool.touch(hits)
@@ -160,7 +160,7 @@ class SimulatedScheduler:
 
     def _end_a_step(self) -> None:
         number, work = self._on_their_way.popleft()
-        self.pool.step_ends(number)
+        self.pool.memory.step_ends(number)
         for request, preemptions in work:
             if request.preemptions != preemptions:
                 continue  # preempted meanwhile: what came of it is thrown away

@@ -115,9 +115,9 @@ class Scheduler(RuleBasedStateMachine):
                 assert len(numbers) == 1
                 assert block.block_hash == key_of(numbers.pop())
             revived = len({block.block_id for block in hits if block.ref_cnt == 0})
-            self.pool.prepare(count + revived)
+            self.pool.memory.prepare(count + revived)
             if count + revived > self.pool.get_num_free_blocks():
-                assert self.pool.fell_short
+                assert self.pool.memory.fell_short
                 return
             self.pool.touch(hits)
             new = self.pool.get_new_blocks(count)
@@ -135,10 +135,10 @@ class Scheduler(RuleBasedStateMachine):
     @rule(cached=st.booleans())
     def admit_one_that_needs_everything(self, cached: bool) -> None:
         with self.pool.session():
-            count = self.pool.available_size()
+            count = self.pool.memory.reachable
         self.admit(count, 0, cached)
         with self.pool.session():
-            assert self.pool.available_size() == 0
+            assert self.pool.memory.reachable == 0
 
     @precondition(lambda self: self.requests)
     @rule(data=st.data())
@@ -161,13 +161,13 @@ class Scheduler(RuleBasedStateMachine):
     @rule(count=st.integers(1, BLOCKS + 1))
     def take_without_asking(self, count: int) -> None:
         with self.pool.session():
-            available = self.pool.available_size()
+            available = self.pool.memory.reachable
             if count <= available:
                 return
             used = {block.block_id for request in self.requests for block in request}
             with pytest.raises(PoolExhaustedError, match=f"Cannot get {count} free blocks"):
                 self.pool.get_new_blocks(count)
-            assert self.pool.available_size() == available
+            assert self.pool.memory.reachable == available
             assert used <= set(self.pool.blocks.ids())
 
     # --- steps, several of which may be on their way at once ------------------------------------
@@ -176,13 +176,13 @@ class Scheduler(RuleBasedStateMachine):
     @rule()
     def step_begins(self) -> None:
         in_use = {block.block_id for request in self.requests for block in request}
-        self.on_their_way.append((self.pool.step_begins(), in_use))
+        self.on_their_way.append((self.pool.memory.step_begins(), in_use))
 
     @precondition(lambda self: self.on_their_way)
     @rule()
     def step_ends(self) -> None:
         step, _ = self.on_their_way.pop(0)
-        self.pool.step_ends(step)
+        self.pool.memory.step_ends(step)
 
     # --- transfers, which read blocks that nobody refers to any more ----------------------------
 
@@ -200,7 +200,8 @@ class Scheduler(RuleBasedStateMachine):
     @rule(data=st.data(), later=st.booleans())
     def transfer_ends(self, data, later: bool) -> None:
         _, ticket = self.transfers.pop(data.draw(st.integers(0, len(self.transfers) - 1)))
-        (self.pool.unpin_after_next_step if later else self.pool.unpin)(ticket)
+        memory = self.pool.memory
+        (memory.unpin_after_next_step if later else memory.unpin)(ticket)
 
     # --- what an operator does, at any time -----------------------------------------------------
 
@@ -217,7 +218,7 @@ class Scheduler(RuleBasedStateMachine):
     @rule()
     def reset(self) -> None:
         assert self.pool.reset_prefix_cache() is (not any(self.requests))
-        if not any(self.requests) and not self.pool.held_back_ids:
+        if not any(self.requests) and not self.pool.memory.held_back:
             assert self.pool.blocks.ids() == [0]
 
     @rule(numbers=st.sets(st.integers(0, 20)))
@@ -236,14 +237,14 @@ class Scheduler(RuleBasedStateMachine):
             held = {block.block_id for request in self.requests for block in request}
             used = {b.block_id for b in self.pool.blocks if b.ref_cnt > 0 and not b.is_null}
             assert used == held
-            waiting = self.pool.held_back_ids
+            waiting = self.pool.memory.held_back
             idle = [
                 b
                 for b in self.pool.blocks
                 if b.ref_cnt == 0 and not b.is_null and b.block_id not in waiting
             ]
             assert not waiting & held
-            if not self.on_their_way and not self.pool._pins_after_next_step:
+            if not self.on_their_way and not self.pool.memory._pins_after_next_step:
                 assert waiting <= {id_ for reads, _ in self.transfers for id_ in reads}
             for reads, _ in self.transfers:
                 for id_, number in reads.items():
@@ -277,8 +278,8 @@ class Scheduler(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         for _, ticket in self.transfers:
-            self.pool.unpin(ticket)
-        self.on_their_way.append((self.pool.step_begins(), set()))
+            self.pool.memory.unpin(ticket)
+        self.on_their_way.append((self.pool.memory.step_begins(), set()))
         while self.on_their_way:
             self.step_ends()
         for request in self.requests:
@@ -304,15 +305,15 @@ def test_a_block_given_back_under_a_step_stays_until_it_has_ended() -> None:
     per_page = LAYOUT.blocks_per_page
     with pool.session():
         blocks = pool.get_new_blocks(3 * per_page)
-    first, second = pool.step_begins(), pool.step_begins()
-    pool.step_ends(first)
+    first, second = pool.memory.step_begins(), pool.memory.step_begins()
+    pool.memory.step_ends(first)
     pool.free_blocks(blocks)  # the request has ended, and the second step still writes
     memory.trim()
     assert all(arena.is_mapped(LAYOUT.page_of(block.block_id)) for block in blocks)
-    assert pool.available_size() >= len(blocks), "vLLM may have them again at once"
+    assert pool.memory.reachable >= len(blocks), "vLLM may have them again at once"
     assert memory.set_limit(LAYOUT.page_bytes)["state"] == "shrinking"
     assert all(arena.is_mapped(LAYOUT.page_of(block.block_id)) for block in blocks)
-    pool.step_ends(second)
+    pool.memory.step_ends(second)
     assert memory.mapped_bytes == LAYOUT.page_bytes
     pool.check_integrity()
 
@@ -324,18 +325,18 @@ def test_a_block_that_is_held_back_is_found_touched_and_taken_as_ever() -> None:
         kept, lost = pool.get_new_blocks(2)
         for number, block in enumerate((kept, lost)):
             pool._insert_block_hash(key_of(number), block, num_tokens=32)
-        step = pool.step_begins()
+        step = pool.memory.step_begins()
         pool.free_blocks([kept, lost])
         assert find(pool, 0) is kept
         pool.touch([kept])
-        assert pool.held_back_ids == {lost.block_id}
+        assert pool.memory.held_back == {lost.block_id}
         everything = pool.get_num_free_blocks()
         memory.set_limit(memory.mapped_bytes)
         taken = pool.get_new_blocks(pool.get_num_free_blocks())
         assert lost.block_id in {block.block_id for block in taken}
         assert find(pool, 1) is None
         assert everything >= len(taken)
-        pool.step_ends(step)
+        pool.memory.step_ends(step)
     pool.check_integrity()
 
 
@@ -346,18 +347,18 @@ def test_blocks_that_were_taken_anew_under_a_step_are_known_until_it_has_ended()
     with pool.session():
         given_back = pool.get_new_blocks(LAYOUT.blocks_per_page)
     memory.set_limit(memory.mapped_bytes)
-    first, second = pool.step_begins(), pool.step_begins()
+    first, second = pool.memory.step_begins(), pool.memory.step_begins()
     pool.free_blocks(given_back)  # preempted, say
     with pool.session():
         fresh = pool.get_new_blocks(pool.get_num_free_blocks() - len(given_back))
-        assert pool.reused_under == 0
+        assert pool.memory.reused_under == 0
         (anew,) = pool.get_new_blocks(1)
     assert anew.block_id in {block.block_id for block in given_back}
-    assert pool.reused_under == second
-    pool.step_ends(first)
-    assert pool.reused_under == second
-    pool.step_ends(second)
-    assert pool.reused_under == 0
+    assert pool.memory.reused_under == second
+    pool.memory.step_ends(first)
+    assert pool.memory.reused_under == second
+    pool.memory.step_ends(second)
+    assert pool.memory.reused_under == 0
     pool.free_blocks([*fresh, anew])
     pool.check_integrity()
 
@@ -370,10 +371,10 @@ def test_over_the_limit_only_blocks_of_pages_that_stay_are_used_anew_under_a_ste
         blocks = pool.get_new_blocks(BLOCKS - 1)
     for number, block in enumerate(blocks):
         pool._insert_block_hash(key_of(number), block, num_tokens=32)
-    step = pool.step_begins()
+    step = pool.memory.step_begins()
     memory.set_limit(2 * LAYOUT.page_bytes)
     pool.free_blocks(blocks[:-4])
-    assert pool.held_back_ids
+    assert pool.memory.held_back
     with pool.session():
         assert not any(find(pool, number) for number in range(len(blocks) - 4)), "found again"
         room = 2 * LAYOUT.blocks_per_page - 1 - 4
@@ -382,7 +383,7 @@ def test_over_the_limit_only_blocks_of_pages_that_stay_are_used_anew_under_a_ste
         assert pool.get_num_free_blocks() == 0
     stay = {LAYOUT.page_of(block.block_id) for block in taken}
     assert len(stay) <= 2, "pages over the limit were handed out again"
-    pool.step_ends(step)
+    pool.memory.step_ends(step)
     # The last blocks lie on a page of their own; with them gone the limit holds.
     pool.free_blocks(blocks[-4:])
     assert memory.limit_state()["over_bytes"] == 0
@@ -411,13 +412,13 @@ def test_a_touch_that_is_refused_changes_nothing() -> None:
     with pool.session():
         gone = cache_a_block(pool)
         (other,) = pool.get_new_blocks(1)
-        pool.step_begins()
+        pool.memory.step_begins()
         pool.free_blocks([other])  # held back: it waits for the step
     memory.sleep()  # evicts the first, which nobody has followed: it was not in a session
     with pytest.raises(KvelasticError):
         pool.touch([other, gone])
     assert (gone.ref_cnt, other.ref_cnt) == (0, 0)
-    assert pool.held_back_ids == {other.block_id}
+    assert pool.memory.held_back == {other.block_id}
     pool.check_integrity()
 
 
@@ -438,11 +439,11 @@ def test_a_pinned_block_is_neither_unmapped_nor_moved_until_it_is_unpinned() -> 
     while memory.compact():
         pass
     assert arena.is_mapped(page)
-    assert pool.held_back_ids == {kept.block_id}
-    pool.unpin(first)
-    pool.unpin(first)  # a reader that says so twice is one reader
+    assert pool.memory.held_back == {kept.block_id}
+    pool.memory.unpin(first)
+    pool.memory.unpin(first)  # a reader that says so twice is one reader
     assert arena.is_mapped(page), "one reader is left"
-    pool.unpin(second)
+    pool.memory.unpin(second)
     assert memory.limit_state()["over_bytes"] == 0
     assert not arena.is_mapped(page)
     pool.check_integrity()
@@ -456,7 +457,7 @@ def test_a_block_that_is_cached_already_can_be_pinned() -> None:
         ticket = pool.pin([block.block_id])
     memory.sleep()
     assert arena.is_mapped(LAYOUT.page_of(block.block_id))
-    pool.unpin(ticket)
+    pool.memory.unpin(ticket)
     assert memory.mapped_bytes == 0
     memory.wake()
     with pool.session():
@@ -470,7 +471,7 @@ def test_what_was_evicted_meanwhile_can_be_named_in_a_pin() -> None:
     with pool.session():
         block = cache_a_block(pool)
     memory.sleep()  # evicts it, which nobody has followed yet
-    pool.unpin(pool.pin([block.block_id, 0]))
+    pool.memory.unpin(pool.pin([block.block_id, 0]))
     memory.wake()
     pool.check_integrity()
 
@@ -502,7 +503,7 @@ def test_an_idle_block_that_is_unpinned_tells_its_reader_when_it_goes() -> None:
     pool = make_pool(memory)
     gone: list[int] = []
     with pool.session():
-        pool.prepare(2)
+        pool.memory.prepare(2)
         (block,) = pool.get_new_blocks(1)
         pool.unpin_blocks([block], lambda released: gone.append(released.block_id))
         assert not gone

@@ -66,7 +66,7 @@ class Engine:
         return {}, output.total_num_scheduled_tokens > 0
 
     def _schedule(self, _: Any) -> SimpleNamespace:
-        self.pool.prepare(self.wanted)
+        self.pool.memory.prepare(self.wanted)
         tokens = 1 if self.pool.get_num_free_blocks() >= self.wanted else 0
         self.in_the_step()
         self.looked.append(tokens)
@@ -83,7 +83,7 @@ def shared() -> Iterator[TwoPools]:
 @pytest.fixture
 def never_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     """No pause ends by its length: what is not told is never found."""
-    from kvelastic.integration.vllm import starvation
+    from kvelastic.scheduling import starvation
 
     monkeypatch.setattr(starvation, "time", SimpleNamespace(monotonic=lambda: 0.0))
 
@@ -143,13 +143,13 @@ def test_what_happens_to_requests_ends_the_nap(starved, change) -> None:
 
 def pauses_of(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The times between one question to the scheduler and the next, in the course of 50 s."""
-    from kvelastic.integration.vllm import starvation
+    from kvelastic.scheduling import starvation
 
     now_s = 0.0
     monkeypatch.setattr(starvation, "time", SimpleNamespace(monotonic=lambda: now_s))
     assert engine.turn()
     asked_s = [0.0]
-    monkeypatch.setattr(engine.pool, "wait_for_arrival", lambda *_: None)
+    monkeypatch.setattr(engine.pool.memory, "wait_for_arrival", lambda *_: None)
     for tick in range(1, 5000):
         now_s = tick * 0.01
         if engine.turn():
@@ -193,12 +193,12 @@ def test_while_a_step_with_work_is_on_its_way_nobody_naps(starved) -> None:
     from kvelastic.integration.vllm import in_engine_core
 
     engine, _ = starved
-    number = engine.pool.step_begins(works=True)
+    number = engine.pool.memory.step_begins(works=True)
     assert engine.turn()
-    assert engine.pool.starvation is None
-    engine.pool.step_ends(number)
+    assert engine.pool.naps.starvation is None
+    engine.pool.memory.step_ends(number)
     assert engine.turn()
-    assert engine.pool.starvation is not None
+    assert engine.pool.naps.starvation is not None
     assert in_engine_core._naps(engine.core)
 
 
@@ -251,10 +251,10 @@ def test_who_waits_for_a_page_after_that_is_woken_by_it(in_pieces) -> None:
     """The wait goes by the native count, which has what was given back in it."""
     engine, a_page_comes = in_pieces
     engine.turn()
-    seen = engine.pool.arrivals
+    seen = engine.pool.memory.arrivals
     a_page_comes()
-    engine.pool.wait_for_arrival(seen, FOREVER_S)
-    assert engine.pool.arrivals != seen
+    engine.pool.memory.wait_for_arrival(seen, FOREVER_S)
+    assert engine.pool.memory.arrivals != seen
 
 
 def test_a_page_that_comes_while_blocks_are_given_back_ends_the_nap(
@@ -263,7 +263,7 @@ def test_a_page_that_comes_while_blocks_are_given_back_ends_the_nap(
     """By another thread, at any moment: that is not taken for what the engine gives back."""
     engine, a_page_comes = in_pieces
     engine.turn()
-    memory = engine.pool._memory
+    memory = engine.pool.memory.pool
 
     class WhileItGives:
         def __getattr__(self, name: str) -> Any:
@@ -273,9 +273,9 @@ def test_a_page_that_comes_while_blocks_are_given_back_ends_the_nap(
             a_page_comes()
             memory.free(ids)
 
-    engine.pool._memory = WhileItGives()
+    engine.pool.memory.pool = WhileItGives()
     assert engine.turn()
-    engine.pool._memory = memory
+    engine.pool.memory.pool = memory
     assert engine.looked == [0, 0]
     assert engine.turn(), "memory is there, and the engine naps"
     assert engine.looked == [0, 0, 1]

@@ -8,6 +8,8 @@ import needs
 import pytest
 from native_pools import LAYOUTS, Memory
 
+from kvelastic.scheduling.blocks import SchedulerBlocks
+
 if TYPE_CHECKING:
     from kvelastic.integration.transformers.prefix_ledger import PrefixLedger
     from kvelastic.integration.transformers.sector_pool import SectorPool
@@ -27,13 +29,13 @@ class Cache:
 
         self.memory = Memory(LAYOUT, pages)
         self.native = self.memory.pool(movable=True, **options)
-        self.pool: SectorPool = SectorPool(pages * BLOCKS, 1, self.native)
+        self.blocks = SchedulerBlocks(self.native)
+        self.pool: SectorPool = SectorPool(pages * BLOCKS, 1, self.blocks)
         self.pool.set_blocks_per_sector(0, 1)
-        self.ledger: PrefixLedger = PrefixLedger(self.pool, self.native)
-        self.pool.follow = self.ledger.follow
+        self.ledger: PrefixLedger = PrefixLedger(self.blocks)
 
     def take(self, count: int) -> list[int]:
-        assert self.pool.prepare(count)
+        assert self.blocks.prepare(count) == count
         for _ in range(count):
             self.pool.allocate_sector(0)
         taken: list[int] = self.pool.get_free_blocks(0, count)
@@ -48,7 +50,7 @@ class Cache:
         self.pool.free_blocks(0, [block for block in blocks if self.ledger.release(block)])
 
     def check(self) -> None:
-        self.pool.check_integrity()
+        self.blocks.check_integrity()
         self.ledger.check_integrity()
 
 
@@ -59,7 +61,7 @@ def test_an_emptied_sector_is_free_at_once() -> None:
     cache.native.set_limit(HUGE)
     cache.give_back(blocks)
     assert cache.memory.held_at_the_os() <= HUGE
-    assert cache.pool.used_sectors == 0
+    assert cache.blocks.used == 0
     cache.check()
 
 
@@ -69,9 +71,9 @@ def test_what_is_freed_before_it_is_copied_stays_until_then() -> None:
     for block in blocks:
         cache.memory.write(block, 7)
     cache.native.set_limit(HUGE)
-    with cache.pool.preempting():
+    with cache.blocks.step():
         cache.give_back(blocks)
-        assert cache.pool.used_sectors == 0
+        assert cache.blocks.used == 0
         assert all(cache.memory.read(block) == {7} for block in blocks)
     assert cache.memory.held_at_the_os() <= HUGE
     cache.check()
@@ -82,9 +84,9 @@ def test_while_it_preempts_only_what_has_memory_is_free() -> None:
     cache = Cache()
     blocks = cache.take(BLOCKS - 1)
     cache.memory.driver.arm(1, 1000)
-    assert not cache.pool.prepare(1)
+    assert cache.blocks.prepare(1) == 0
     assert cache.pool.num_free_sectors > 0, "the limit has room"
-    with cache.pool.preempting():
+    with cache.blocks.step():
         assert cache.pool.num_free_sectors == 0
         cache.give_back(blocks[:2])
         assert cache.pool.num_free_sectors == 2
@@ -99,7 +101,7 @@ def test_evicted_by_a_limit_it_is_not_found_again() -> None:
     cache.give_back(blocks)
     assert len(cache.ledger.cached_blocks) == 2 * BLOCKS
     cache.native.set_limit(HUGE)
-    cache.ledger.follow()
+    cache.blocks.follow()
     kept = set(cache.ledger.cached_blocks)
     assert 0 < len(kept) < BLOCKS
     assert set(cache.ledger.hash_to_block.values()) == kept
@@ -115,7 +117,7 @@ def test_an_alloc_takes_a_cached_block_and_its_hash_goes_first() -> None:
     assert again in blocks
     assert again not in cache.ledger.block_to_hash
     assert 1000 + again not in cache.ledger.hash_to_block
-    assert cache.pool.used_sectors == 1
+    assert cache.blocks.used == 1
     cache.check()
 
 
@@ -135,12 +137,12 @@ def test_a_cached_block_that_moved_is_found_where_it_is() -> None:
         del cache.ledger.hash_to_block[found]
     cache.give_back(blocks)
     assert cache.native.compact() == 1
-    cache.ledger.follow()
+    cache.blocks.follow()
     moved = cache.ledger.hash_to_block[1000 + lonely]
     assert moved in holes
     assert cache.memory.read(moved) == {lonely % 250 + 1}
     cache.ledger.acquire(moved)
-    assert cache.pool.used_sectors == 1
+    assert cache.blocks.used == 1
     cache.check()
 
 
@@ -150,12 +152,12 @@ def test_shared_blocks_stay_in_use_until_the_last_request_ends() -> None:
     cache.complete([block])
     cache.ledger.acquire(block)
     cache.give_back([block])
-    assert cache.pool.used_sectors == 1
+    assert cache.blocks.used == 1
     assert not cache.ledger.cached_blocks
     cache.give_back([block])
-    assert (cache.pool.used_sectors, list(cache.ledger.cached_blocks)) == (0, [block])
+    assert (cache.blocks.used, list(cache.ledger.cached_blocks)) == (0, [block])
     cache.ledger.acquire(block)
-    assert (cache.pool.used_sectors, list(cache.ledger.cached_blocks)) == (1, [])
+    assert (cache.blocks.used, list(cache.ledger.cached_blocks)) == (1, [])
     cache.check()
 
 
@@ -173,7 +175,7 @@ def test_the_trash_sector_is_never_given_back() -> None:
     cache = Cache()
     cache.give_back([0, 0, 0])
     cache.check()
-    assert cache.pool.used_sectors == 0
+    assert cache.blocks.used == 0
 
 
 def test_reset_takes_everything_back() -> None:
@@ -183,7 +185,7 @@ def test_reset_takes_everything_back() -> None:
     cache.give_back(blocks[:2])
     cache.ledger.reset()
     cache.pool.reset()
-    assert cache.pool.used_sectors == 0
+    assert cache.blocks.used == 0
     assert cache.native.stats()["blocks_cached"] == 0
     assert len(cache.take(3 * BLOCKS)) == 3 * BLOCKS
     cache.check()
@@ -202,4 +204,4 @@ def test_disagreement_is_found() -> None:
     cache.take(1)
     cache.native.alloc(1)
     with pytest.raises(IntegrityError):
-        cache.pool.check_integrity()
+        cache.blocks.check_integrity()

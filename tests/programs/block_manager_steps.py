@@ -20,6 +20,7 @@ from transformers.generation.continuous_batching.cache import PagedAttentionCach
 from transformers.generation.continuous_batching.cache_manager import FullAttentionCacheAllocator
 
 from kvelastic.integration.transformers.block_manager import TRASH_BLOCK, ElasticBlockManager
+from kvelastic.scheduling.blocks import Changes, SchedulerBlocks
 
 TOKENS = 4
 LAYOUT = LAYOUTS["block that divides no page"]
@@ -29,9 +30,9 @@ PAGES = 5
 class CountingManager(ElasticBlockManager):
     evicted = 0
 
-    def follow(self) -> None:
+    def _follow(self, changes: Changes) -> None:
         before = len(self._hash_to_id)
-        super().follow()
+        super()._follow(changes)
         self.evicted += before - len(self._hash_to_id)
 
 
@@ -39,7 +40,8 @@ class Cache:
     def __init__(self, **options: int) -> None:
         self.memory = Memory(LAYOUT, PAGES)
         self.pool = self.memory.pool(movable=True, **options)
-        self.manager = CountingManager(PAGES * 16, TOKENS, False, self.pool)
+        self.blocks = SchedulerBlocks(self.pool)
+        self.manager = CountingManager(PAGES * 16, TOKENS, False, self.blocks)
         self.allocator = FullAttentionCacheAllocator(0, TOKENS, allow_block_sharing=True)
         self.tables: dict[str, list[int]] = self.allocator.block_table
         self.tokens: dict[str, list[int]] = {}
@@ -53,9 +55,7 @@ class Cache:
 
     def start(self, name: str, tokens: list[int]) -> None:
         """A request whose prompt is computed in one batch."""
-        self.pool.enter()
-        try:
-            self.manager.follow()
+        with self.blocks.session():
             found = PagedAttentionCache.search_prefix_match(self._as_cache, name, tokens)
             self.happened["found"] += found // TOKENS
             self.tokens[name] = tokens
@@ -68,40 +68,28 @@ class Cache:
                 self.tokens[name] = tokens[:found]
                 if not found:
                     self.tables.setdefault(name, [])
-        finally:
-            self.pool.exit()
         complete = self.manager._id_to_block
         for at, block in enumerate(self.tables[name]):
             if not complete[block].is_complete:
                 self.memory.write(block, self.tag(name, at))
         self.check()
-        self.pool.enter()
-        try:
-            self.manager.follow()
+        with self.blocks.session():
             self.manager.mark_shareable_blocks_as_complete(
                 len(self.tokens[name]) // TOKENS, self.tables[name], self.tokens[name]
             )
-        finally:
-            self.pool.exit()
 
     def grow(self, name: str) -> None:
         """A block for tokens that are to come."""
-        self.pool.enter()
-        try:
-            self.manager.follow()
+        with self.blocks.session():
             if self.manager.has_enough_free_blocks(1):
                 assert self.allocator.allocate_blocks(1, name, self.manager) == 1
                 self.tokens[name] = self.tokens[name] + [self.happened["grew"] + 100] * TOKENS
                 self.happened["grew"] += 1
                 last = len(self.tables[name]) - 1
                 self.memory.write(self.tables[name][last], self.tag(name, last))
-        finally:
-            self.pool.exit()
 
     def fork(self, name: str, child: str) -> None:
-        self.pool.enter()
-        try:
-            self.manager.follow()
+        with self.blocks.session():
             self.manager.children = {name: 2}
             fitting = self.manager.forks_that_fit(name, [self.allocator])
             if fitting is None or fitting >= 2:
@@ -113,8 +101,6 @@ class Cache:
                 for each in children:
                     self.tokens[each] = self.tokens[name]
                 self.happened["forked"] += 1
-        finally:
-            self.pool.exit()
 
     def end(self, name: str) -> None:
         self.allocator.free_blocks(name, self.manager)
@@ -156,9 +142,7 @@ def run(seed: int, steps: int) -> Counter[str]:
     for name in list(cache.tables):
         cache.end(name)
     cache.pool.sleep()
-    cache.pool.enter()
-    cache.manager.follow()
-    cache.pool.exit()
+    cache.blocks.follow()
     cache.check()
     assert not cache.manager._hash_to_id
     assert not cache.manager._id_to_block

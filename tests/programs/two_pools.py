@@ -37,8 +37,10 @@ class TwoPools:
             for one in self.segments
         ]
         self.pools = []
+        self.ranges = []
         for place in self.places:
             memory = _vmm.Range.reserve(_vmm.HostDriver(), native_geometry(PAGED, PAGES))
+            self.ranges.append(memory)
             self.pools.append(
                 _vmm.Pool(
                     memory,

@@ -13,6 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from native_pools import LAYOUTS, Memory
 
 from kvelastic.integration.sglang.tree_blocks import TreeBlocks
+from kvelastic.scheduling.blocks import Changes, SchedulerBlocks
 
 PAGES = 4
 
@@ -54,7 +55,9 @@ class RadixTree(RuleBasedStateMachine):
     def make(self) -> None:
         self.memory = Memory(LAYOUTS["paged"], PAGES)
         self.pool = self.memory.pool(max_blocks=PAGES * 8 - 1)
-        self.blocks: TreeBlocks[Node] = TreeBlocks(self.pool, lambda node: node.ids)
+        self.of_pool = SchedulerBlocks(self.pool)
+        self.of_pool.on_changes = self.follow
+        self.blocks: TreeBlocks[Node] = TreeBlocks(self.of_pool, lambda node: node.ids)
         if self.has_keys:
             self.blocks.keys_of = keys_of
         self.root = Node(None, [], [])
@@ -69,8 +72,8 @@ class RadixTree(RuleBasedStateMachine):
     def nodes(self) -> list[Node]:
         return self.root.all_below()[1:]
 
-    def follow(self) -> None:
-        for node, first in self.blocks.take_holes():
+    def follow(self, changes: Changes) -> None:
+        for node, first in self.blocks.take_holes(changes):
             if not self.blocks.is_cached(node):
                 continue
             if first:
@@ -109,9 +112,7 @@ class RadixTree(RuleBasedStateMachine):
 
     @rule(data=st.data(), count=st.integers(1, 9), at=st.integers(1, 8))
     def a_request_goes_on_from_a_node(self, data: st.DataObject, count: int, at: int) -> None:
-        self.pool.enter()
-        try:
-            self.follow()
+        with self.of_pool.session():
             above = data.draw(st.sampled_from(range(len(self.nodes()) + 1)), label="above")
             parent = self.root.all_below()[above]
             if len(parent.ids) > at:  # it leaves the prompt in the middle
@@ -119,8 +120,7 @@ class RadixTree(RuleBasedStateMachine):
                 assert parent.parent is not None
                 parent = parent.parent
             self.lock(parent)
-            ids = self.pool.alloc(count)
-            self.follow()
+            ids = self.of_pool.take(count)
             if ids is None:
                 return
             tags = []
@@ -133,8 +133,6 @@ class RadixTree(RuleBasedStateMachine):
             parent.children.append(node)
             self.unlock(self.locked.pop())
             self.lock(node)
-        finally:
-            self.pool.exit()
 
     def unlock(self, node: Node) -> None:
         for each in node.path():
@@ -157,23 +155,15 @@ class RadixTree(RuleBasedStateMachine):
 
     @rule()
     def settle(self) -> None:
-        self.pool.enter()
-        try:
-            self.follow()
+        with self.of_pool.session():
             self.blocks.settle()
-        finally:
-            self.pool.exit()
 
     @rule(data=st.data())
     def the_tree_gives_a_leaf_up(self, data: st.DataObject) -> None:
-        self.pool.enter()
-        try:
-            self.follow()
+        with self.of_pool.session():
             leaves = [node for node in self.nodes() if not node.children and node.locks == 0]
             if leaves:
                 self.evict(data.draw(st.sampled_from(leaves)))
-        finally:
-            self.pool.exit()
 
     @precondition(lambda self: self.has_keys)
     @rule(data=st.data())
@@ -181,16 +171,12 @@ class RadixTree(RuleBasedStateMachine):
         if not self.tag:
             return
         first = data.draw(st.integers(1, self.tag))
-        self.pool.enter()
-        try:
-            self.follow()
+        with self.of_pool.session():
             tags = list(range(first, min(first + 4, self.tag + 1)))
             ids = self.blocks.adopt(b"".join(tag.to_bytes(16, "little") for tag in tags))
             for block, tag in zip(ids, tags, strict=False):
                 assert self.memory.read(block) == {self.of_tag[tag]}, "another's bytes"
-            self.pool.free(ids)
-        finally:
-            self.pool.exit()
+            self.of_pool.give_back(ids)
 
     @rule(pages=st.integers(0, PAGES + 1))
     def limit(self, pages: int) -> None:
@@ -201,16 +187,15 @@ class RadixTree(RuleBasedStateMachine):
         if not self.locked:
             self.root = Node(None, [], [])
             self.blocks.clear()
-            self.pool.clear()
-            self.blocks.clear()
+            self.of_pool.clear()
 
     @invariant()
     def nothing_disagrees(self) -> None:
         if hasattr(self, "pool"):
             self.blocks.check_integrity()
-            self.pool.check_integrity()
+            self.of_pool.check_integrity()
             held = sum(len(node.ids) for node in self.nodes() if not self.blocks.is_cached(node))
-            assert self.pool.stats()["blocks_used"] == held, "a block is of nobody"
+            assert self.of_pool.used == held, "a block is of nobody"
 
     def teardown(self) -> None:
         if hasattr(self, "pool"):

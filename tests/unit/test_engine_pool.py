@@ -9,12 +9,14 @@ from contextlib import ExitStack
 from types import SimpleNamespace
 
 import pytest
+from toy_engine import BLOCK_TOKENS, ToyEngine, answer_of
 
 from kvelastic import _vmm, config, segment
 from kvelastic.device import Device
 from kvelastic.engine_pool import EnginePool, device_for, open_engine_pool
 from kvelastic.errors import ConfigError, ReserveError
 from kvelastic.integration.sglang import in_scheduler
+from kvelastic.integration.sglang.late_releases import LateReleases
 from kvelastic.layout import PageLayout
 from kvelastic.sizes import MIB_BYTES
 
@@ -35,7 +37,7 @@ class Toy:
             self.settings,
             device,
             LAYOUT,
-            block_tokens=16,
+            block_tokens=BLOCK_TOKENS,
             wanted_blocks=wanted_blocks,
             engine="Toy",
             model="bear",
@@ -45,6 +47,18 @@ class Toy:
     def begin(self, held_besides_bytes: int = 0) -> Toy:
         self.cache.begin(self.settings, held_besides_bytes)
         return self
+
+    def engine(self) -> ToyEngine:
+        """Its scheduler."""
+        memory = self.cache.pool.memory
+        assert isinstance(memory, _vmm.Range)
+        return ToyEngine(
+            self.cache.blocks,
+            memory=memory,
+            layout=LAYOUT,
+            pages=self.cache.pages,
+            steps_on_their_way=1,
+        )
 
 
 @pytest.fixture
@@ -70,6 +84,35 @@ def test_a_toy_engine_is_seen_limited_and_closed(stack: ExitStack) -> None:
     assert segment.request(name, limit_bytes=PAGE_BYTES, wait_s=10).state == "applied"
     toy.cache.close()
     assert name not in {info.name for info in segment.list_segments()}
+
+
+def test_a_toy_engine_gets_what_an_idle_one_caches(
+    stack: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All that `docs/ARCHITECTURE.md` asks of another engine, with keepers, ledger and operator."""
+    monkeypatch.setenv("KVELASTIC_MAX_CACHED_TOKENS", "-1")
+    prompts = {f"r{number}": [number] * 11 * BLOCK_TOKENS for number in range(9)}
+    toys = [Toy(stack, wanted_blocks=None).begin() for _ in range(2)]
+    idle, busy = engines = [toy.engine() for toy in toys]
+    for name, prompt in prompts.items():
+        idle.submit(name, prompt, 4)
+    idle.finish()
+    assert idle.answers == {name: answer_of(prompt, 4) for name, prompt in prompts.items()}
+    assert idle.blocks.pool.stats()["blocks_cached"] > 10 * 8, "more than half of the device"
+    long = [7] * 90 * BLOCK_TOKENS
+    busy.submit("long", long, 4)
+    busy.finish()
+    assert busy.answers == {"long": answer_of(long, 4)}
+    idle.check_integrity()
+    assert idle.evicted > 0
+    name = toys[1].cache.pool.name
+    assert segment.request(name, limit_bytes=PAGE_BYTES, wait_s=10).state == "applied"
+    assert segment.inspect(name).usage["mapped_bytes"] <= PAGE_BYTES
+    assert segment.request(name, limit_bytes=16 * PAGE_BYTES, wait_s=10).state == "applied"
+    for engine in engines:
+        engine.submit("again", prompts["r0"], 9)
+        engine.finish()
+        assert engine.answers["again"] == answer_of(prompts["r0"], 9)
 
 
 def test_a_second_cache_of_the_process_has_a_number(stack: ExitStack) -> None:
@@ -118,7 +161,7 @@ def test_sglang_resumes_later_where_its_reserve_is_not_to_be_had(
     allocator = SimpleNamespace(
         blocks=toy.cache.pool.blocks,
         wakes_later=False,
-        late_releases=[],
+        late_releases=LateReleases(),
         get_kvcache=lambda: SimpleNamespace(elastic=toy.cache),
     )
     tree = SimpleNamespace(prefix_loads=None, settle=lambda: None)
@@ -130,6 +173,7 @@ def test_sglang_resumes_later_where_its_reserve_is_not_to_be_had(
         is_fully_idle=lambda ignore_waiting: True,
         offload_tags={"kv_cache", "weights"},
     )
+    scheduler.weight_updater = updater
     request = SimpleNamespace(tags=None)
     in_scheduler.release_memory(lambda *_: None, updater, request)
     assert toy.cache.pool.blocks.is_asleep

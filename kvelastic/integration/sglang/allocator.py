@@ -27,9 +27,9 @@ from sglang.srt.mem_cache.prefill_budget import PrefillBudget
 from sglang.srt.utils import get_num_new_pages
 
 if TYPE_CHECKING:
-    from kvelastic import _vmm
     from kvelastic.integration.sglang.late_releases import LateReleases
     from kvelastic.integration.sglang.radix_cache import ElasticRadixCache
+    from kvelastic.scheduling.blocks import SchedulerBlocks
 
 
 class ElasticPagedAllocator(PagedTokenToKVPoolAllocator):  # type: ignore[misc]  # untyped here
@@ -44,24 +44,24 @@ class ElasticPagedAllocator(PagedTokenToKVPoolAllocator):  # type: ignore[misc] 
     """What the scheduler has still to release."""
 
     @property
-    def blocks(self) -> _vmm.Pool:
-        """The native pool."""
-        pool: _vmm.Pool = self._kvcache.elastic.pool.blocks
-        return pool
+    def blocks(self) -> SchedulerBlocks:
+        """The pool's blocks."""
+        blocks: SchedulerBlocks = self._kvcache.elastic.blocks
+        return blocks
 
     # --- how much there is ---------------------------------------------------------------------
 
     def available_size(self) -> int:
         """Tokens that could be had now without evicting from the tree, under the present limit."""
-        return max(0, int(self.blocks.available_size()) - self._cached()) * int(self.page_size)
+        return max(0, self.blocks.reachable - self._cached()) * int(self.page_size)
 
     def used_size(self) -> int:
         """Tokens of blocks that requests or the radix cache hold."""
-        return int((self.blocks.stats()["blocks_used"] + self._cached()) * self.page_size)
+        return (self.blocks.used + self._cached()) * int(self.page_size)
 
     def reachable_size(self, tree_cache: Any) -> int:
         """Tokens that could be had now, also by evicting."""
-        return int(self.blocks.available_size()) * int(self.page_size) + self._let_go(tree_cache)
+        return self.blocks.reachable * int(self.page_size) + self._let_go(tree_cache)
 
     def have(self, tokens: int, tree_cache: Any) -> bool:
         """Have memory mapped for `tokens`, beyond what evicting gives; False: there is not enough.
@@ -70,7 +70,7 @@ class ElasticPagedAllocator(PagedTokenToKVPoolAllocator):  # type: ignore[misc] 
         a session what it has found stays.
         """
         wanted = -(-(tokens - self._let_go(tree_cache)) // self.page_size)
-        return bool(wanted <= 0 or self.blocks.ensure(wanted) >= wanted)
+        return bool(self.blocks.prepare(wanted) >= wanted)
 
     def _cached(self) -> int:
         """Blocks of the radix cache that are cached in the pool."""
@@ -81,7 +81,7 @@ class ElasticPagedAllocator(PagedTokenToKVPoolAllocator):  # type: ignore[misc] 
 
         Over the limit, what is evicted is the limit's.
         """
-        if self.blocks.is_over_limit:
+        if self.blocks.pool.is_over_limit:
             return 0
         return int(tree_cache.evictable_size()) - self._cached() * int(self.page_size)
 
@@ -132,11 +132,9 @@ class ElasticPagedAllocator(PagedTokenToKVPoolAllocator):  # type: ignore[misc] 
         return super().alloc_decode(seq_lens, seq_lens_cpu, last_loc)
 
     def _take(self, pages: int) -> bool:
-        ids = self.blocks.alloc(pages) if pages else []
+        ids = self.blocks.take(pages) if pages else []
         if ids is None:
             return False
-        if self.radix_cache is not None:
-            self.radix_cache.follow()  # the pool may have evicted of the tree
         self.free_pages = torch.tensor(ids, dtype=torch.int64, device=self.device)
         return True
 
@@ -144,17 +142,17 @@ class ElasticPagedAllocator(PagedTokenToKVPoolAllocator):  # type: ignore[misc] 
 
     def _release_page_ids(self, *page_ids: torch.Tensor) -> None:
         for ids in page_ids:
-            self.blocks.free(ids.tolist())
+            self.blocks.give_back(ids.tolist())
 
     def merge_and_sort_free(self) -> None:
         """Nothing: what is free is the pool's, and it knows the order."""
 
     def clear(self) -> None:
         """Take every page back, and hold one of the pool's pages at most."""
-        self.blocks.clear()
-        self.blocks.trim()
         if self.radix_cache is not None:
             self.radix_cache.tree_blocks.clear()
+        self.blocks.clear()
+        self.blocks.pool.trim()
         self.free_pages = torch.empty((0,), dtype=torch.int64, device=self.device)
         self.free_group = None
         self.free_page_ids_group: list[torch.Tensor] = []
@@ -190,7 +188,7 @@ class ElasticPagedAllocator(PagedTokenToKVPoolAllocator):  # type: ignore[misc] 
         """Have memory for the next step's tokens, evicting where needed; False: retract."""
         self.evict_to_free_tokens(tree_cache, num_tokens)
         pages = -(-num_tokens // self.page_size)
-        return bool(pages == 0 or self.blocks.ensure(pages) >= pages)
+        return bool(self.blocks.prepare(pages) >= pages)
 
 
 def evict(tree_cache: Any, tokens: int, page_size: int) -> int:

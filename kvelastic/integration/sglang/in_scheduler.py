@@ -15,6 +15,7 @@ from kvelastic.errors import KvelasticError
 from kvelastic.integration.sglang.kept_back import kept_back
 from kvelastic.integration.sglang.late_releases import LateReleases
 from kvelastic.integration.sglang.refusals import ends_process, refuse_cache
+from kvelastic.scheduling.starvation import NAP_S
 
 if TYPE_CHECKING:
     from kvelastic.engine_pool import EnginePool
@@ -25,8 +26,6 @@ _log = logging.getLogger("kvelastic.sglang")
 
 KV_CACHE_TAG: Final = "kv_cache"
 """How SGLang calls the KV cache where a part of its memory is named."""
-_NAP_S: Final = 0.01
-"""How long the scheduler waits for memory, or for a load, before it looks at its requests again."""
 NO_ROOM_FOR_THE_LAST: Final = "Out of memory even after retracting all other requests"
 """How SGLang's message begins for the last request that it aborts."""
 
@@ -102,7 +101,7 @@ def ingest_requests(original: Callable[..., Any], scheduler: Any, *args: Any, **
     """Once a round, busy, idle or paused: the pool may have what requests have let go."""
     requests = original(scheduler, *args, **more)
     if _allocator(scheduler).wakes_later:
-        _wake(scheduler, _NAP_S)
+        _wake(scheduler, NAP_S)
     updater = scheduler.weight_updater
     _allocator(scheduler).late_releases.carry_out(scheduler, lambda: _may_release(updater))
     _radix_cache(scheduler).settle()
@@ -119,10 +118,10 @@ def get_next_batch(
     until some has come, instead of spinning.
     """
     blocks, cache = _allocator(scheduler).blocks, _radix_cache(scheduler)
-    seen = blocks.arrivals  # before it looks: what comes meanwhile is news
+    seen, given_back = blocks.arrivals, blocks.given_back  # before it looks
     loads = cache.prefix_loads
     behind = _allocator(scheduler).late_releases.behind(scheduler)
-    with cache.in_session():
+    with blocks.session():
         with (
             kept_back(scheduler, behind),
             nullcontext() if loads is None else loads.kept_back(scheduler),
@@ -130,8 +129,11 @@ def get_next_batch(
             plan = original(scheduler, running_batch=running_batch, last_batch=last_batch)
         cache.tree_blocks.settle()
     is_idle = plan.batch_to_run is None and last_batch is None
-    if is_idle and _waits(scheduler) and (loads is None or not loads.wait_for_any(_NAP_S)):
-        blocks.wait_for_arrival(seen, _NAP_S)
+    gave_back = blocks.given_back != given_back  # there may be room for one of them now
+    if (is_idle and _waits(scheduler) and not gave_back) and (
+        loads is None or not loads.wait_for_any(NAP_S)
+    ):
+        blocks.wait_for_arrival(seen, NAP_S)
     return plan
 
 
@@ -200,6 +202,7 @@ def check_full_pool(
     """
     if checker.tree_cache.checks_integrity:
         checker.tree_cache.tree_blocks.check_integrity()
+        checker.tree_cache.blocks.check_integrity()
     held = checker.token_to_kv_pool_allocator.used_size()
     if checker.tree_cache.prefix_loads is not None:
         held -= checker.tree_cache.prefix_loads.loading_tokens

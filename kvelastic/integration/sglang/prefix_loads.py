@@ -221,9 +221,7 @@ class PrefixLoads:
         if not allocator.have(tokens, self._cache):
             return None
         allocator.evict_to_free_tokens(self._cache, tokens)
-        ids = self._cache.blocks.alloc(blocks)
-        self._cache.follow()
-        return ids
+        return self._cache.blocks.take(blocks)
 
     def _finish(self) -> None:
         """Put into the tree what has come."""
@@ -237,7 +235,7 @@ class PrefixLoads:
 
     def _put(self, load: Load, waiting: _Waiting) -> None:
         if load.leading < load.blocks:
-            self._cache.blocks.free(waiting.ids[load.leading :])
+            self._cache.blocks.give_back(waiting.ids[load.leading :])
             _log.info(
                 "Of request %s, %d of %d blocks could not be read from the tiers: they are"
                 " computed.",

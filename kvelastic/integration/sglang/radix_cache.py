@@ -2,7 +2,7 @@
 
 The tree is SGLang's own, in Python: SGLang takes that one wherever a component is not its own. What
 `tree_blocks` is told here are the four things that happen to a node: it is locked, unlocked, split,
-evicted. What the pool has evicted is cut out in `follow`, before the tree is looked at::
+evicted. What the pool has evicted is cut out before the tree is looked at::
 
     match_prefix, checkpoint:  session | follow | SGLang's own ........ |
     a round's schedule:        session | follow | SGLang's own | settle |
@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
@@ -29,6 +28,7 @@ from kvelastic.integration.sglang.tree_blocks import TreeBlocks
 if TYPE_CHECKING:
     from kvelastic.integration.sglang.allocator import ElasticPagedAllocator
     from kvelastic.integration.sglang.prefix_loads import PrefixLoads
+    from kvelastic.scheduling.blocks import Changes
 
 
 class ElasticFullComponent(FullComponent):  # type: ignore[misc]  # SGLang is untyped here
@@ -88,25 +88,16 @@ class ElasticRadixCache(UnifiedRadixCache):  # type: ignore[misc]  # SGLang is u
         self._page_tokens = int(params.page_size)
         super().__init__(params)
         allocator.radix_cache = self
+        self.blocks.on_changes = self._follow
 
     def _ids_of(self, node: Any) -> list[int]:
         slots = node.component_data[ComponentType.FULL].value
         ids: list[int] = (slots[:: self._page_tokens] // self._page_tokens).tolist()
         return ids
 
-    @contextmanager
-    def in_session(self) -> Iterator[None]:
-        """Nothing is taken from the tree until it ends, and nothing that was taken is in it."""
-        self.blocks.enter()
-        try:
-            self.follow()
-            yield
-        finally:
-            self.blocks.exit()
-
-    def follow(self) -> None:
+    def _follow(self, changes: Changes) -> None:
         """Cut out what the pool has evicted. In a session."""
-        for node, first in self.tree_blocks.take_holes():
+        for node, first in self.tree_blocks.take_holes(changes):
             if self.tree_blocks.is_cached(node):  # not gone with one above it
                 self._cut(node, first)
         self.tree_blocks.end_holes()
@@ -123,20 +114,20 @@ class ElasticRadixCache(UnifiedRadixCache):  # type: ignore[misc]  # SGLang is u
 
     def settle(self) -> None:
         """Let the pool have what requests have let go, and follow what it takes of that."""
-        with self.in_session():
+        with self.blocks.session():
             self.tree_blocks.settle()
-            self.follow()
+            self.blocks.follow()
 
     # --- SGLang's calls ------------------------------------------------------------------------
 
     def match_prefix(self, params: Any) -> Any:
         """The longest prefix that is there."""
-        with self.in_session():
+        with self.blocks.session():
             return super().match_prefix(params)
 
     def checkpoint(self, req: Any, *, up_to: int, **more: Any) -> None:
         """A request's tokens become the tree's."""
-        with self.in_session():
+        with self.blocks.session():
             super().checkpoint(req, up_to=up_to, **more)
 
     def reset(self) -> None:

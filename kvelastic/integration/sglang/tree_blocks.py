@@ -14,7 +14,7 @@ their keys, what the tree gives up stays until the pool needs room, and is copie
 Without keys nobody could find it again, so it is free.
 
     tree_blocks.unlocked(node); tree_blocks.settle()
-    for node, first in tree_blocks.take_holes(): ...     # cut the tree there
+    for node, first in tree_blocks.take_holes(changes): ...     # cut the tree there
     tree_blocks.end_holes()
 
 Nodes are anything hashable with `lock_ref == 0` as long as they are let go or cached; no node that
@@ -24,39 +24,20 @@ but for `unlocked`. Imports no SGLang.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
-from typing import Generic, Protocol, TypeVar
+from collections.abc import Callable, Hashable
+from typing import Generic, TypeVar
 
 from kvelastic.errors import IntegrityError
+from kvelastic.scheduling.blocks import Changes, SchedulerBlocks
 from kvelastic.tiers.base import KEY_BYTES
 
 Node = TypeVar("Node", bound=Hashable)
 
 
-class CachingBlocks(Protocol):
-    """The native pool, as far as a tree needs it."""
-
-    @property
-    def has_evicted(self) -> bool:
-        """Whether `take_changes` would answer something."""
-
-    def take_changes(self) -> list[tuple[int, int]]:
-        """What was evicted (to < 0) since the last call."""
-
-    def cache(self, ids: Sequence[int], keys: bytes | None = None) -> None:
-        """From in use to cached; the later named, the later evicted."""
-
-    def touch(self, ids: Sequence[int]) -> None:
-        """From cached to in use."""
-
-    def free(self, ids: Sequence[int]) -> None:
-        """From in use or cached to free."""
-
-
 class TreeBlocks(Generic[Node]):
     """See the module."""
 
-    def __init__(self, blocks: CachingBlocks, ids_of: Callable[[Node], list[int]]) -> None:
+    def __init__(self, blocks: SchedulerBlocks, ids_of: Callable[[Node], list[int]]) -> None:
         """`ids_of` answers the blocks of a node, in the order of their tokens."""
         self._blocks = blocks
         self._ids_of = ids_of
@@ -124,7 +105,7 @@ class TreeBlocks(Generic[Node]):
             ids += reversed(own)
             if self.keys_of is not None:
                 keys += reversed(_keys(self.keys_of(node)))
-        self._blocks.cache(ids, b"".join(keys) if self.keys_of is not None else None)
+        self._blocks.give_back([], ids, b"".join(keys) if self.keys_of is not None else None)
         for node, own in zip(nodes, taken, strict=True):
             self._cached[node] = own
             self._node_of.update(dict.fromkeys(own, node))
@@ -136,14 +117,16 @@ class TreeBlocks(Generic[Node]):
         if node in self._cached:
             ids = self._cached[node]
             self._drop(node)
+            if keys is None:
+                self._blocks.drop([block for block in ids if block not in self._gone])
+                return
         else:
             ids = self._ids_of(node)
             self._let_go.pop(node, None)
-            if keys is not None:
-                self._blocks.cache(ids[::-1], b"".join(keys[::-1]))
-        if keys is None:
-            self._blocks.free([block for block in ids if block not in self._gone])
-            return
+            if keys is None:
+                self._blocks.give_back(ids)
+                return
+            self._blocks.give_back([], ids[::-1], b"".join(keys[::-1]))
         doubles = []
         for block, key in zip(ids, keys, strict=True):
             if block in self._gone:
@@ -152,8 +135,7 @@ class TreeBlocks(Generic[Node]):
                 doubles.append(block)
             else:
                 self._spare[key], self._spare_key[block] = block, key
-        if doubles:
-            self._blocks.free(doubles)
+        self._blocks.drop(doubles)
 
     def adopt(self, keys: bytes) -> list[int]:
         """The spare blocks of the leading keys, which are in use by the caller now."""
@@ -168,12 +150,10 @@ class TreeBlocks(Generic[Node]):
                 del self._spare[self._spare_key.pop(block)]
         return ids
 
-    def take_holes(self) -> list[tuple[Node, int]]:
+    def take_holes(self, changes: Changes) -> list[tuple[Node, int]]:
         """Nodes of which the pool has taken blocks, and the first block that is gone of each."""
-        if not self._blocks.has_evicted:
-            return []
         holes: dict[Node, None] = {}
-        for block, _ in self._blocks.take_changes():
+        for block, _ in changes:
             node = self._node_of.pop(block, None)
             if node is not None:
                 self._gone.add(block)
@@ -190,8 +170,7 @@ class TreeBlocks(Generic[Node]):
         self._gone.clear()
 
     def clear(self) -> None:
-        """The tree is empty, and so is the pool: what was evicted until now is of no interest."""
-        self._blocks.take_changes()
+        """The tree is empty: what the pool has of it is of nobody until it is cleared."""
         for state in (self._let_go, self._cached, self._node_of, self._spare, self._spare_key):
             state.clear()
         self._gone.clear()

@@ -1,8 +1,7 @@
 """What an elastic cache keeps between batches: sessions, what waits for memory, what is idle.
 
 The loop of transformers makes a batch, computes it, and reads its tokens. It looks up and takes
-blocks in two parts of that, and each is a session of the native pool: nobody takes blocks away in
-it. Between sessions the keeper may, so each begins with what has changed::
+blocks in two parts of that, and each is a session::
 
     | schedule: follow, look up, take | compute | update: follow, cache, give back | schedule ...
       \\_______ a session __________/             \\________ a session __________/
@@ -12,17 +11,16 @@ Imports torch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any, Final, Protocol
 
 import torch
 
 from kvelastic import _vmm
 from kvelastic.engine_pool import EnginePool
+from kvelastic.scheduling.blocks import SchedulerBlocks
 
-_NAP_S: Final = 0.05
-"""How long the loop waits for memory before it looks at its requests again."""
 _DEFAULT_STREAM: Final = 0
 
 
@@ -34,10 +32,7 @@ class BlockSource(Protocol):
     """`SectorPool`, or before 5.18 `ElasticBlockManager`: what took the place of a free list."""
 
     warms_up: bool
-    follow: Callable[[], None]
-
-    def preempting(self) -> AbstractContextManager[None]:
-        """While it is open requests give blocks back for others, which may still be read."""
+    memory: SchedulerBlocks
 
 
 class Batches:
@@ -50,12 +45,12 @@ class Batches:
         self, source: BlockSource, memory: EnginePool, trash: Sequence[torch.Tensor]
     ) -> None:
         self.source = source
+        self.blocks = source.memory
         self.preempted = 0
         """Requests that gave their blocks up for others, since the start."""
         self.found_none = False
         """Whether the last try to schedule a batch found no request that fits."""
         self._memory = memory
-        self._blocks = memory.pool.blocks
         self._trash = trash
         self._was_idle = True
 
@@ -68,25 +63,6 @@ class Batches:
         driver = self._memory.device.driver()
         if compute_stream is not None and isinstance(driver, _vmm.CudaDriver):
             driver.use_streams([_DEFAULT_STREAM, int(compute_stream.cuda_stream)])
-
-    @contextmanager
-    def session(self) -> Iterator[None]:
-        """Hold the native pool still, after everything that it did by itself was followed."""
-        self._blocks.enter()
-        try:
-            self.source.follow()
-            yield
-        finally:
-            self._blocks.exit()
-
-    @property
-    def arrivals(self) -> int:
-        """Changes whenever blocks can be had that could not be had before."""
-        return self._blocks.arrivals
-
-    def wait_for_arrival(self, seen: int) -> bool:
-        """Wait a moment for `arrivals` to be another than `seen`; whether it is."""
-        return self._blocks.wait_for_arrival(seen, _NAP_S) != seen
 
     def batch_is_ready(self, ready: bool, *, is_padded: bool, stream: Any) -> None:
         """Called after each try to make a batch. Padding reads zeros: the page may be a new one."""

@@ -20,8 +20,7 @@ Imports transformers: only `in_block_cache` may import this module.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Final
 
 from transformers.generation.continuous_batching.cache_manager import Block, BlockManager
@@ -29,7 +28,7 @@ from transformers.generation.continuous_batching.cache_manager import Block, Blo
 from kvelastic.errors import IntegrityError
 
 if TYPE_CHECKING:
-    from kvelastic import _vmm
+    from kvelastic.scheduling.blocks import Changes, SchedulerBlocks
 
 TRASH_BLOCK: Final = 0
 
@@ -38,51 +37,36 @@ class ElasticBlockManager(BlockManager):  # type: ignore[misc]  # transformers i
     """Takes the place of `BlockManager` in a cache; the same calls, the same meanings.
 
     `_init_block_ids` has the cached blocks, `_uninit_block_ids` stays empty: what is free, only the
-    native pool knows. It evicts and moves cached blocks by itself, also while this process sleeps;
-    `follow` does the same here before anybody looks a hash up.
+    native pool knows.
     """
 
-    def __init__(self, num_blocks: int, block_size: int, tp_on: bool, memory: _vmm.Pool) -> None:
+    def __init__(
+        self, num_blocks: int, block_size: int, tp_on: bool, memory: SchedulerBlocks
+    ) -> None:
         super().__init__(0, block_size, tp_on)
         self.num_blocks = num_blocks
         self.warms_up = False
         """While set, requests get the trash block for all of their blocks."""
         self.children: dict[str, int] = {}
         """How many children each request is to have, of those that are forked next."""
-        self._counts_mapped = False
-        self._memory = memory
-        self._used = 0
+        self.memory = memory
+        memory.on_changes = self._follow
 
     # --- what there is --------------------------------------------------------------------------
 
     @property
     def num_free_blocks(self) -> int:
-        """Blocks that could be had now, by mapping pages and by evicting cached blocks."""
-        if self._counts_mapped:
-            return self._memory.available_mapped() + self._memory.reusable
-        return self._memory.available_size() + self._memory.reusable
+        """Blocks that could be had now, by mapping pages and by evicting cached blocks.
 
-    @property
-    def most_blocks(self) -> int:
-        """Blocks that there are under the present limit, those in use included."""
-        return self._used + self.num_free_blocks
-
-    def prepare(self, blocks: int) -> int:
-        """Have memory mapped for `blocks`; how many of these can be taken until the session ends.
-
-        Waits for the driver, and for what others give as long as `KVELASTIC_RECLAIM_WAIT` says.
-        Evicts nothing, so cached blocks that were just found stay.
+        While requests are preempted no page could be had: those that have none do not count.
         """
-        at_hand = self._memory.reusable
-        if blocks > at_hand:
-            at_hand += self._memory.ensure(blocks - at_hand)
-        return min(at_hand, blocks)
+        return self.memory.at_hand if self.memory.is_at_work else self.memory.reachable
 
     # --- what transformers calls ----------------------------------------------------------------
 
     def has_enough_free_blocks(self, n_blocks: int) -> bool:
         """Whether they can be taken now. Has memory mapped for them."""
-        return self.prepare(n_blocks) >= n_blocks
+        return self.memory.prepare(n_blocks) >= n_blocks
 
     def get_free_blocks(
         self, n_blocks: int, last_block_id: int | None, shareable: bool, group_id: int
@@ -94,12 +78,9 @@ class ElasticBlockManager(BlockManager):  # type: ignore[misc]  # transformers i
             return []
         if not self.has_enough_free_blocks(n_blocks):
             return None
-        ids: list[int] | None = self._memory.alloc(n_blocks, reuse=True)
+        ids = self.memory.take(n_blocks)
         if ids is None:
             return None
-        # An id may have been evicted just now to be handed out again: its hash goes first.
-        self.follow()
-        self._used += n_blocks
         if shareable:
             for block_id in ids:
                 self._id_to_block[block_id] = Block(block_id, last_block_id, group_id)
@@ -109,8 +90,7 @@ class ElasticBlockManager(BlockManager):  # type: ignore[misc]  # transformers i
     def increase_ref_count(self, block_id: int) -> None:
         """Refer to a block once more; a cached one is in use from now on."""
         if block_id in self._init_block_ids:
-            self._memory.touch([block_id])  # raises with nothing changed: so it comes first
-            self._used += 1
+            self.memory.touch([block_id])  # raises with nothing changed: so it comes first
         super().increase_ref_count(block_id)
 
     def decrease_ref_count(self, block_id: int) -> None:
@@ -121,7 +101,7 @@ class ElasticBlockManager(BlockManager):  # type: ignore[misc]  # transformers i
         """Give a request's blocks back tail first: what is cached first is evicted first, and a
         prefix is of no use without its head."""
         if not shareable:
-            self._give_back(block_id for block_id in blocks if block_id != TRASH_BLOCK)
+            self.memory.give_back([block_id for block_id in blocks if block_id != TRASH_BLOCK])
             return
         free: list[int] = []
         cached: list[int] = []
@@ -137,24 +117,15 @@ class ElasticBlockManager(BlockManager):  # type: ignore[misc]  # transformers i
             else:
                 del self._id_to_block[block_id]
                 free.append(block_id)
-        self._give_back(free)
-        if cached:
-            self._used -= len(cached)
-            self._init_block_ids.update(dict.fromkeys(cached))
-            self._memory.cache(cached)
-            self.follow()  # more may be cached than is allowed
+        self._init_block_ids.update(dict.fromkeys(cached))
+        self.memory.give_back(free, cached)
+        self.memory.follow()  # more may be cached than is allowed
 
     def uninitialize_unshared_block(self, block_id: int) -> None:
         """Give a block back of which another one has the same contents."""
         super().uninitialize_unshared_block(block_id)
         self._uninit_block_ids.clear()
-        self._give_back([block_id])
-
-    def _give_back(self, block_ids: Iterable[int]) -> None:
-        ids = list(block_ids)
-        if ids:
-            self._used -= len(ids)
-            self._memory.free(ids)
+        self.memory.give_back([block_id])
 
     # --- forks ----------------------------------------------------------------------------------
 
@@ -174,15 +145,13 @@ class ElasticBlockManager(BlockManager):  # type: ignore[misc]  # transformers i
                     blocks -= 1
         if blocks == 0:
             return None
-        return self.prepare(blocks * self.children.get(request_id, 1)) // blocks
+        return self.memory.prepare(blocks * self.children.get(request_id, 1)) // blocks
 
     # --- what the native pool did ---------------------------------------------------------------
 
-    def follow(self) -> None:
+    def _follow(self, changes: Changes) -> None:
         """Forget what was evicted, and rename what was moved."""
-        if not self._memory.has_evicted:
-            return
-        for block_id, moved_to in self._memory.take_changes():
+        for block_id, moved_to in changes:
             if block_id not in self._init_block_ids:
                 continue
             del self._init_block_ids[block_id]
@@ -195,22 +164,10 @@ class ElasticBlockManager(BlockManager):  # type: ignore[misc]  # transformers i
             self._id_to_block[moved_to] = block
             self._hash_to_id[block.hash] = moved_to
 
-    @contextmanager
-    def preempting(self) -> Iterator[None]:
-        """Count as free only what has memory: where no page could be had, the others do not help.
-
-        What is given back in the meantime was copied before.
-        """
-        self._counts_mapped = True
-        try:
-            yield
-        finally:
-            self._counts_mapped = False
-
     def check_integrity(self) -> None:
         """Raise `IntegrityError` if hashes, blocks and the native pool's blocks disagree."""
-        self._memory.check_integrity()
-        if self._memory.has_evicted:
+        self.memory.check_integrity()
+        if self.memory.pool.has_evicted:
             return  # told at the next session
         hashed = {id_: block.hash for id_, block in self._id_to_block.items() if block.is_complete}
         if {id_: hash_ for hash_, id_ in self._hash_to_id.items()} != hashed:
@@ -218,9 +175,8 @@ class ElasticBlockManager(BlockManager):  # type: ignore[misc]  # transformers i
         unknown = self._init_block_ids.keys() - hashed.keys()
         if unknown:
             raise IntegrityError(f"cached blocks without a hash: {sorted(unknown)}")
-        stats = self._memory.stats()
-        for state, count in (("used", self._used), ("cached", len(self._init_block_ids))):
-            if stats[f"blocks_{state}"] != count:
-                raise IntegrityError(
-                    f"{count} blocks are {state}, in the native pool {stats[f'blocks_{state}']}"
-                )
+        cached = self.memory.pool.stats()["blocks_cached"]
+        if cached != len(self._init_block_ids):
+            raise IntegrityError(
+                f"{len(self._init_block_ids)} blocks are cached, in the native pool {cached}"
+            )

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final
 
 from kvelastic.integration.transformers.in_cache import batches_of
 
 _log = logging.getLogger("kvelastic.transformers")
+
+_NAP_S: Final = 0.05
+"""How long the loop waits for memory before it looks at its requests again."""
 
 
 def decide_use_async_batching(
@@ -32,7 +35,7 @@ def processor_init(
     schedule = processor.scheduler.schedule_batch
 
     def schedule_batch(*args: Any, **kwargs: Any) -> Any:
-        with batches.session():
+        with batches.blocks.session():
             scheduled = schedule(*args, **kwargs)
         batches.found_none = scheduled[0] is None
         return scheduled
@@ -54,11 +57,11 @@ def prepare_next_batch(original: Callable[..., bool], processor: Any) -> bool:
 
     ready = False
     while True:
-        seen = batches.arrivals  # before the try: what comes meanwhile counts as news
+        seen = batches.blocks.arrivals  # before the try: what comes meanwhile counts as news
         try:
             ready = original(processor)
         except NothingFits:
-            if batches.wait_for_arrival(seen):
+            if batches.blocks.wait_for_arrival(seen, _NAP_S):
                 continue
         break
     batches.batch_is_ready(
@@ -75,12 +78,12 @@ def update_batch(original: Callable[..., None], processor: Any) -> None:
     if batches is None:
         original(processor)
         return
-    with batches.session():
+    with batches.blocks.session():
         original(processor)
 
 
 def offload_requests(original: Callable[..., bool], manager: Any) -> bool:
-    """Preempt requests, whose blocks are copied after they were freed.
+    """Preempt requests, whose blocks are copied after they were freed: in a step.
 
     Raises `NothingFits` where a batch is wanted and nobody is left to preempt.
     """
@@ -90,7 +93,7 @@ def offload_requests(original: Callable[..., bool], manager: Any) -> bool:
     from kvelastic.integration.transformers.batches import NothingFits
 
     waiting = len(manager.scheduler.waiting_requests)
-    with batches.session(), batches.source.preempting():
+    with batches.blocks.session(), batches.blocks.step():
         has_changed = original(manager)
     preempted = len(manager.scheduler.waiting_requests) - waiting
     if preempted:

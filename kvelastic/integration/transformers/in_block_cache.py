@@ -64,7 +64,7 @@ def make_manager(block_manager: Any, num_blocks: int, block_size: int, tp_on: bo
         return block_manager(num_blocks, block_size, tp_on=tp_on)
     from kvelastic.integration.transformers.block_manager import ElasticBlockManager
 
-    return ElasticBlockManager(num_blocks, block_size, tp_on, making.memory.pool.blocks)
+    return ElasticBlockManager(num_blocks, block_size, tp_on, making.memory.blocks)
 
 
 def _finish(cache: Any, config: Any, making: Making, memory: EnginePool) -> Batches:
@@ -133,7 +133,7 @@ def process_candidates(
     cache = scheduler.cache
     if batches_of(cache) is None:
         return original(scheduler, *args, **kwargs)
-    with _showing(cache, cache._block_manager.most_blocks):
+    with _showing(cache, cache._block_manager.memory.under_limit):
         return original(scheduler, *args, **kwargs)
 
 

@@ -115,7 +115,7 @@ def make_pool(cache_pool: Any, num_sectors: int, num_allocators: int, *args: Any
         return cache_pool(num_sectors, num_allocators, *args)
     from kvelastic.integration.transformers.sector_pool import SectorPool
 
-    return SectorPool(num_sectors, num_allocators, making.memory.pool.blocks)
+    return SectorPool(num_sectors, num_allocators, making.memory.blocks)
 
 
 def _finish(cache: Any, config: Any, _: Making, memory: EnginePool) -> Batches:
@@ -145,9 +145,7 @@ def _keep_prefixes(cache: Any, memory: EnginePool) -> None:
         cache.use_prefix_sharing = cache.allow_block_sharing = False
         allocator.use_block_sharing = False
         return
-    ledger = PrefixLedger(cache.pool, memory.pool.blocks)
-    allocator.ledger = ledger
-    cache.pool.follow = ledger.follow
+    allocator.ledger = PrefixLedger(memory.blocks)
 
 
 def tokens_of_a_batch(cache: Any, config: Any, capacity_tokens: int) -> int:
@@ -186,7 +184,7 @@ def can_store(
         allocator.needs_new_sectors(state.request_id, state.current_len(), request_len)
         for allocator in allocators
     )
-    if needed and not pool.prepare(needed):
+    if needed and pool.memory.prepare(needed) < needed:
         return False
     return original(cache, state, request_len, dry_run)
 
@@ -211,7 +209,7 @@ def prepare_fork(
             )
             missing = blocks - cache.pool.count_free_blocks(allocator.index)
             needed += max(0, -(-missing // allocator.blocks_per_sector))
-        if needed and not cache.pool.prepare(needed):
+        if needed and cache.pool.memory.prepare(needed) < needed:
             break
         if not original(cache, src_state, [request_id], *args):
             break
@@ -231,7 +229,7 @@ def free_request(
 
 
 def _is_elastic(allocator: Any) -> bool:
-    return hasattr(allocator.pool, "preempting")
+    return hasattr(allocator.pool, "memory")
 
 
 def free_capacity(original: Callable[..., float], cache: Any, relative: bool = True) -> float:
@@ -244,5 +242,5 @@ def free_capacity(original: Callable[..., float], cache: Any, relative: bool = T
     free_bytes = available * cache.bytes_per_sector
     for allocator in cache.cache_allocators.values():
         free_bytes += sectors.count_free_blocks(allocator.index) * allocator.bytes_per_block
-    total = (sectors.used_sectors + available) * cache.bytes_per_sector
+    total = (sectors.memory.used + available) * cache.bytes_per_sector
     return float(free_bytes / max(total, 1) if relative else free_bytes)

@@ -2,8 +2,7 @@
 
 transformers keeps blocks that no request refers to for their contents and finds them by a hash of
 their tokens. The native pool has to know which these are: it evicts them when blocks are wanted or
-the limit is lowered, also while this process sleeps, and tells what it did; this ledger must follow
-before anybody looks a hash up. All calls come from the thread that schedules.
+the limit is lowered, and this ledger follows.
 
 Imports transformers: only `in_cache` may import this module.
 """
@@ -17,41 +16,38 @@ from transformers.generation.continuous_batching.cache_allocators.cache_allocato
 from kvelastic.errors import IntegrityError
 
 if TYPE_CHECKING:
-    from kvelastic import _vmm
-    from kvelastic.integration.transformers.sector_pool import SectorPool
+    from kvelastic.scheduling.blocks import Changes, SchedulerBlocks
 
 
 class PrefixLedger(BlockLedger):  # type: ignore[misc]  # transformers is untyped here
     """Takes the place of `BlockLedger`, for an allocator whose blocks are the pool's sectors."""
 
-    def __init__(self, pool: SectorPool, memory: _vmm.Pool) -> None:
+    def __init__(self, memory: SchedulerBlocks) -> None:
         super().__init__()
-        self._pool = pool
         self._memory = memory
+        memory.on_changes = self._follow
 
     def acquire(self, block_id: int) -> None:
         """Refer to a block once more; a cached one is in use from now on."""
         if block_id in self.cached_blocks:
-            self._pool.use_again(block_id)  # raises with nothing changed: so it comes first
+            self._memory.touch([block_id])  # raises with nothing changed: so it comes first
         super().acquire(block_id)
 
     def release(self, block_id: int, no_cache: bool = False) -> bool:
         """Refer to a block once less; True: its user gives it back to the pool."""
         is_free: bool = super().release(block_id, no_cache)
         if not is_free and block_id in self.cached_blocks:
-            self._pool.keep_cached(block_id)
-            self.follow()  # more may be cached than is allowed
+            self._memory.give_back([], [block_id])
+            self._memory.follow()  # more may be cached than is allowed
         return is_free
 
     def evict_cached_blocks(self) -> list[int]:
         """Nothing: an alloc takes cached blocks by itself, as many as it needs and no more."""
         return []
 
-    def follow(self) -> None:
+    def _follow(self, changes: Changes) -> None:
         """Forget what was evicted, and rename what was moved."""
-        if not self._memory.has_evicted:
-            return
-        for block_id, moved_to in self._memory.take_changes():
+        for block_id, moved_to in changes:
             if block_id not in self.cached_blocks:
                 continue
             del self.cached_blocks[block_id]
@@ -65,13 +61,8 @@ class PrefixLedger(BlockLedger):  # type: ignore[misc]  # transformers is untype
 
     def reset(self) -> None:
         """Forget everything; cached blocks are free."""
-        self._memory.enter()
-        try:
-            self.follow()
-            if self.cached_blocks:
-                self._memory.free(list(self.cached_blocks))
-        finally:
-            self._memory.exit()
+        with self._memory.session():
+            self._memory.drop(list(self.cached_blocks))
         super().reset()
 
     def check_integrity(self) -> None:
@@ -82,6 +73,7 @@ class PrefixLedger(BlockLedger):  # type: ignore[misc]  # transformers is untype
         unknown = self.cached_blocks.keys() - self.block_to_hash.keys()
         if unknown:
             raise IntegrityError(f"cached blocks without a hash: {sorted(unknown)}")
-        cached = self._memory.stats()["blocks_cached"]
-        if not self._memory.has_evicted and cached != len(self.cached_blocks):
+        pool = self._memory.pool
+        cached = pool.stats()["blocks_cached"]
+        if not pool.has_evicted and cached != len(self.cached_blocks):
             raise IntegrityError(f"{len(self.cached_blocks)} blocks are cached, the pool: {cached}")

@@ -1,21 +1,14 @@
 """vLLM's block pool over kvelastic's: sparse ids, and objects only for blocks that are in use.
 
 vLLM's own pool has one `KVCacheBlock` for every id from 0 up and keeps the free ones in a linked
-list. Here ids come from the native pool, which knows three states of a block, and an object exists
-only while its block is one of the first two:
+list. Here ids come from the native pool (`scheduling.blocks`), and an object exists only while its
+block is in one of the first two of its three states:
 
     used     a request refers to it (ref_cnt > 0)
     cached   no request does, but its contents are worth keeping: it has a hash
     free     neither; the id may lie in a page that has no memory
 
-A block that a step on its way or a transfer still uses when it is given back is *pinned* natively
-until they have ended: it stays where it is, and is used again only as its reader allows.
-
-The native pool may turn cached blocks into free ones by itself (the limit was lowered, more is
-cached than allowed), or move their contents to other ids (to empty a page), also while this process
-sleeps. It then queues what it did, and this class must follow before anybody looks them up:
-`session()` does so on entry, and holds the native pool still until it ends, so that what was
-checked can be taken. Everything here is called by the one thread that vLLM's scheduler runs in.
+What the native pool evicts or moves by itself is followed here before vLLM looks it up.
 
 Imports vLLM: imported where its scheduler makes a block pool.
 """
@@ -24,7 +17,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_events import AllBlocksCleared
@@ -32,15 +25,12 @@ from vllm.v1.core.block_pool import BlockHashToBlockMap, BlockPool
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 
 from kvelastic.errors import IntegrityError, PoolExhaustedError
-from kvelastic.integration.vllm.steps import PinsOfSteps, StepsOnTheirWay
-
-_ARRIVALS_WRAP = 1 << 32
-"""The native pool's count of arrivals is a word that wraps."""
-
+from kvelastic.scheduling.blocks import Changes, SchedulerBlocks
 
 if TYPE_CHECKING:
     from kvelastic import _vmm
     from kvelastic.integration.vllm.in_tiers import EngineTiers
+    from kvelastic.scheduling.starvation import Naps
 
 _log = logging.getLogger("kvelastic.vllm")
 
@@ -102,147 +92,48 @@ class ElasticBlockPool(BlockPool):  # type: ignore[misc]  # vLLM has no type inf
         # One block, the null block: everything that vLLM's constructor sizes stays small.
         super().__init__(1, *args, **kwargs)
         self.num_gpu_blocks = num_gpu_blocks
-        self._memory = memory
-        self.headroom = 0
-        """Blocks that vLLM wants to leave free where it can (its watermark)."""
-        self._used = 0
-        self._depth = 0
-        self.fell_short = False
-        """Whether, in the present session, blocks were wanted that could not be had."""
-        self.starvation: Any = None
-        self.last_starvation: Any = None
-        """The newest one, also when it is over. Both are the engine's loop's: `in_engine_core`."""
+        self.memory = SchedulerBlocks(memory)
+        """Sessions, steps, pins, and what there is."""
+        self.memory.on_changes = self._follow
+        self.naps: Naps | None = None
+        """The engine's loop's: `in_engine_core`."""
         self.tiers: EngineTiers | None = None
         """What keeps demoted blocks; None: evicted blocks are gone."""
-        self._steps = StepsOnTheirWay()
-        self._pins_of_steps = PinsOfSteps()
-        self._pins_after_next_step = PinsOfSteps()
-        self._reused_under = 0
         self._watched: dict[int, tuple[Any, int]] = {}
         """Blocks that `unpin_blocks` was called for, by id, each with the ticket of its pin."""
         self.blocks = LiveBlocks(id_span)
         self.blocks.add(self.null_block)
 
-    # --- sessions -------------------------------------------------------------------------------
+    def session(self) -> AbstractContextManager[None]:
+        """Hold the native pool still while vLLM looks up, checks and takes blocks. May nest."""
+        return self._session_with_readers() if self._watched else self.memory.session()
 
     @contextmanager
-    def session(self) -> Iterator[None]:
-        """Hold the native pool still while vLLM looks up, checks and takes blocks. May nest."""
-        self._memory.enter()
-        try:
-            if self._depth == 0:
-                self.fell_short = False
-            self._depth += 1
-            if self._watched and self._memory.is_over_limit:
+    def _session_with_readers(self) -> Iterator[None]:
+        with self.memory.session():
+            if self.memory.pool.is_over_limit:
                 # Over the limit nobody uses them again, and their pages have to go.
                 unused = [id_ for id_, (block, _) in self._watched.items() if block.ref_cnt == 0]
                 self._tell_readers(unused)
-            self._follow_changes()
+                self.memory.follow()
             yield
-        finally:
-            self._depth -= 1
-            self._memory.exit()
-
-    def prepare(self, num_blocks: int) -> None:
-        """Have memory mapped for `num_blocks`, which vLLM is about to ask for, if it may be.
-
-        Waits for the workers at most as long as `KVELASTIC_IPC_TIMEOUT` says. Evicts nothing, so
-        cached blocks that were just found stay. That it was not enough shows in
-        `get_num_free_blocks`.
-        """
-        at_hand = self._memory.reusable
-        wanted = num_blocks + self.headroom - at_hand
-        if wanted <= 0 or self._memory.ensure(wanted) >= wanted:
-            return
-        least = num_blocks - at_hand
-        if self.headroom == 0 or (least > 0 and self._memory.ensure(least) < least):
-            self.fell_short = True
-
-    @property
-    def given_back(self) -> int:
-        """Of the native pool's arrivals, those that came of blocks given back here."""
-        return self._memory.given_back_arrivals
-
-    @property
-    def arrivals(self) -> int:
-        """Changes whenever blocks can be had that could not be had before, from anywhere else.
-
-        What this engine itself gives back does not count: it knows of that (`given_back`).
-        """
-        return (self._memory.arrivals - self.given_back) % _ARRIVALS_WRAP
-
-    def wait_for_arrival(self, seen: int, timeout_s: float) -> None:
-        """Block until `arrivals` is another than `seen`, or `timeout_s` has passed.
-
-        For the thread that gives blocks back; no other does while it waits.
-        """
-        self._memory.wait_for_arrival((seen + self.given_back) % _ARRIVALS_WRAP, timeout_s)
-
-    # --- steps ----------------------------------------------------------------------------------
-
-    def step_begins(self, *, works: bool = True) -> int:
-        """A step was scheduled; returns its number, for `step_ends`. Not all have work to do."""
-        return self._steps.begin(works=works)
-
-    @property
-    def is_at_work(self) -> bool:
-        """Whether a step that has work to do is on its way."""
-        return self._steps.is_at_work
-
-    @property
-    def reused_under(self) -> int:
-        """The newest step on its way under which blocks were handed out again; 0: there is none.
-
-        It may still read and write them. Work of later steps comes after its own by itself; whoever
-        else writes to blocks that were just taken waits until it `has_ended`.
-        """
-        return 0 if self.has_ended(self._reused_under) else self._reused_under
-
-    def has_ended(self, step: int) -> bool:
-        """Whether the workers have carried out this step, and all before it."""
-        return self._steps.ended >= step
-
-    def step_ends(self, step: int) -> None:
-        """The workers have carried out this step, and all before it."""
-        self._steps.end(step)
-        for pins in (self._pins_of_steps, self._pins_after_next_step):
-            for ticket in pins.take_ended(self._steps.ended):
-                self.unpin(ticket)
-
-    @property
-    def waits_for_steps(self) -> bool:
-        """Whether blocks that were given back wait for a step to end."""
-        return len(self._pins_of_steps) > 0
 
     def pin(self, block_ids: Iterable[int]) -> int:
-        """Keep these blocks' memory where it is until `unpin`, whoever gives them back meanwhile.
+        """Keep these blocks' memory where it is until it is unpinned in `memory`.
 
         For what reads blocks outside of any step; returns a ticket. Blocks whose contents have been
         evicted are left out. vLLM itself may have such a block again at once, as it always could: a
         reader's own fence is for that.
         """
         with self.session():  # what was evicted meanwhile is known here, and nothing more goes
-            still_read = set(self._memory.pinned())
+            still_read = self.memory.held_back
             ids = [
                 block_id
                 for block_id in block_ids
                 if block_id != 0
                 and (self.blocks.get(block_id) is not None or block_id in still_read)
             ]
-            return self._memory.pin(ids, kind="fenced")
-
-    def unpin(self, ticket: int) -> None:
-        """End a pin; blocks that nobody else needs are free, or cached, now."""
-        self._memory.unpin(ticket)
-
-    def unpin_after_next_step(self, ticket: int) -> None:
-        """The same once the step that is scheduled next has ended."""
-        self._pins_after_next_step.add(self._steps.next, ticket)
-
-    @property
-    def held_back_ids(self) -> set[int]:
-        """The blocks that nobody refers to, and that a step or a reader may still use."""
-        return set(self._memory.pinned())
+            return self.memory.pin(ids)
 
     # --- what vLLM calls ------------------------------------------------------------------------
 
@@ -254,21 +145,16 @@ class ElasticBlockPool(BlockPool):  # type: ignore[misc]  # vLLM has no type inf
         """
         if num_blocks <= 0:
             return []
-        reusable = self._memory.reusable if self.waits_for_steps else 0
-        ids = self._memory.alloc(num_blocks, reuse=True)
+        ids = self.memory.take(num_blocks)
         if ids is None:
             raise PoolExhaustedError(
                 f"Cannot get {num_blocks} free blocks from the pool: "
-                f"{self.available_size()} can be had. Raise the limit (kvctl limit) or "
+                f"{self.memory.reachable} can be had. Raise the limit (kvctl limit) or "
                 "send fewer requests at once."
             )
-        if reusable > 0 and self._memory.reusable != reusable:
-            self._reused_under = self._steps.newest
         if self._watched:
             self._tell_readers(ids)
-        # An id may have been evicted just now to be handed out again: its old object goes first.
-        self._follow_changes()
-        self._used += num_blocks
+            self.memory.follow()
         add = self.blocks.add
         taken = []
         for block_id in ids:
@@ -287,8 +173,7 @@ class ElasticBlockPool(BlockPool):  # type: ignore[misc]  # vLLM has no type inf
             block.block_id for block in blocks if block.ref_cnt == 0 and not block.is_null
         )
         if revived:
-            self._memory.touch(list(revived))  # raises with nothing changed: so it comes first
-            self._used += len(revived)
+            self.memory.touch(list(revived))  # raises with nothing changed: so it comes first
         for block in blocks:
             if block.is_null:
                 continue
@@ -309,11 +194,9 @@ class ElasticBlockPool(BlockPool):  # type: ignore[misc]  # vLLM has no type inf
             block.ref_cnt -= 1
             if block.ref_cnt == 0:
                 unused.append(block)
-        self._used -= len(unused)
         self._give_back(unused)
-        if self._depth:
-            # A preemption, while the limit is being lowered or the bound on cached blocks is met.
-            self._follow_changes()
+        # A preemption, while the limit is being lowered or the bound on cached blocks is met.
+        self.memory.follow()
         for pool, blocks in others.items():
             pool.free_blocks(blocks)
 
@@ -324,11 +207,9 @@ class ElasticBlockPool(BlockPool):  # type: ignore[misc]  # vLLM has no type inf
             block.ref_cnt -= 1
             self._reuse_watchers[block.block_id] = on_reuse
             if block.block_id not in self._watched:
-                ticket = self._memory.pin([block.block_id], kind="fenced")
-                self._watched[block.block_id] = (block, ticket)
+                self._watched[block.block_id] = (block, self.memory.pin([block.block_id]))
             if block.ref_cnt == 0:
                 unused.append(block)
-        self._used -= len(unused)
         self._give_back(unused)
 
     def evict_blocks(self, block_ids: set[int]) -> None:
@@ -352,10 +233,8 @@ class ElasticBlockPool(BlockPool):  # type: ignore[misc]  # vLLM has no type inf
     def reset_prefix_cache(self) -> bool:
         """Drop everything cached. False, and nothing done, while a request still has blocks."""
         with self.session():
-            if self._used:
-                _log.warning(
-                    "The prefix cache was not reset: requests still hold %d blocks.", self._used
-                )
+            if used := self.memory.used:
+                _log.warning("The prefix cache was not reset: requests still hold %d blocks.", used)
                 return False
             self.cached_block_hash_to_block = BlockHashToBlockMap()
             self.cached_block_hashes_by_block.clear()
@@ -372,24 +251,16 @@ class ElasticBlockPool(BlockPool):  # type: ignore[misc]  # vLLM has no type inf
 
     def get_num_free_blocks(self) -> int:
         """How many blocks can be taken now; binding until the session ends, or a block is taken."""
-        return self._memory.available_mapped() + self._memory.reusable
-
-    def available_size(self) -> int:
-        """How many blocks could be had now, by mapping pages too; says nothing of the future."""
-        return self._memory.available_size() + self._memory.reusable
+        return self.memory.at_hand
 
     def get_usage(self) -> float:
         """The part (0 to 1) of what may be used under the present limit that requests use."""
-        if not self._used:
-            return 0.0
-        return self._used / (self._used + self.available_size())
+        return self.memory.usage
 
     # --- what the native pool did ---------------------------------------------------------------
 
-    def _follow_changes(self) -> None:
-        if not self._memory.has_evicted:
-            return
-        for block_id, moved_to in self._memory.take_changes():
+    def _follow(self, changes: Changes) -> None:
+        for block_id, moved_to in changes:
             block = self.blocks.drop(block_id)
             if block is None:
                 continue
@@ -404,9 +275,6 @@ class ElasticBlockPool(BlockPool):  # type: ignore[misc]  # vLLM has no type inf
         """Blocks that nobody refers to any more: cached where they have contents, else free."""
         if not blocks:
             return
-        if newest := self._steps.newest:
-            ids = [block.block_id for block in blocks]
-            self._pins_of_steps.add(newest, self._memory.pin(ids, kind="ordered"))
         free: list[int] = []
         cached: list[int] = []
         hashes: list[bytes] = []
@@ -416,14 +284,11 @@ class ElasticBlockPool(BlockPool):  # type: ignore[misc]  # vLLM has no type inf
                 hashes.append(block.block_hash)
             else:
                 free.append(block.block_id)
-        if free:
-            for block_id in free:
-                self.blocks.drop(block_id)
-            self._memory.free(free)
-        if cached and self.tiers is not None:
-            self._memory.cache(cached, b"".join(map(self.tiers.key_of, hashes)))
-        elif cached:
-            self._memory.cache(cached)
+        for block_id in free:
+            self.blocks.drop(block_id)
+        tiers = self.tiers
+        keys = b"".join(map(tiers.key_of, hashes)) if tiers is not None and cached else None
+        self.memory.give_back(free, cached, keys)
 
     def _tell_readers(self, block_ids: Iterable[int]) -> None:
         """Blocks that were unpinned with a watcher are about to lose their contents."""
@@ -431,18 +296,17 @@ class ElasticBlockPool(BlockPool):  # type: ignore[misc]  # vLLM has no type inf
             block, ticket = self._watched.pop(block_id, (None, 0))
             if block is not None:
                 self._notify_reuse([block])
-                self.unpin(ticket)
+                self.memory.unpin(ticket)
 
     def _release(self, block_ids: list[int]) -> None:
         """Give blocks back that are cached in the native pool but have no hash any more."""
         for block_id in block_ids:
             self.blocks.drop(block_id)
-        if block_ids:
-            self._memory.free(block_ids)
+        self.memory.drop(block_ids)
 
     def check_integrity(self) -> None:
         """Compare with the native pool's own books; raises `IntegrityError`. Takes a while."""
-        self._memory.check_integrity()
+        self.memory.check_integrity()
         used = sum(1 for block in self.blocks if block.ref_cnt > 0 and not block.is_null)
-        if used != self._used:
-            raise IntegrityError(f"{used} blocks are in use, {self._used} were counted")
+        if used != self.memory.used:
+            raise IntegrityError(f"{used} blocks are in use, {self.memory.used} were counted")

@@ -14,10 +14,11 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from kvelastic.integration.vllm.starvation import Starvation
 from kvelastic.integration.vllm.tier_connector import is_ours
+from kvelastic.scheduling.starvation import Naps
 
 if TYPE_CHECKING:
     from kvelastic.integration.vllm.scheduler_side import Instance
@@ -242,9 +243,9 @@ def make_blocks_needed(original: Callable[..., int]) -> Callable[..., int]:
             prefill_end,
         )
         if needed > 0:
-            prepare = getattr(self.block_pool, "prepare", None)
-            if prepare is not None:
-                prepare(needed)
+            memory = getattr(self.block_pool, "memory", None)
+            if memory is not None:
+                memory.prepare(needed)
         return needed
 
     return get_num_blocks_to_allocate
@@ -255,41 +256,28 @@ def schedule(original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs:
     pool = _elastic_pool(scheduler)
     if pool is None:
         return original(scheduler, *args, **kwargs)
-    pool.headroom = scheduler.kv_cache_manager.watermark_blocks
-    former, last = pool.starvation, pool.last_starvation
-    asked_for_nothing = former is not None and not former.has_news()
-    given_back = pool.given_back
-    seen = pool.arrivals  # before the step looks for blocks: what comes meanwhile counts as news
+    memory = pool.memory
+    memory.headroom = scheduler.kv_cache_manager.watermark_blocks
+    if pool.naps is None:
+        pool.naps = Naps(memory, partial(requests_of, scheduler))
+    pool.naps.look()
     with pool.session():
         if pool.tiers is not None:
             pool.tiers.deliver(scheduler)
         output = original(scheduler, *args, **kwargs)
         works = output.total_num_scheduled_tokens > 0
-        if pool.tiers is not None and pool.fell_short and not works and not pool.is_at_work:
+        if pool.tiers is not None and memory.fell_short and not works and not memory.is_at_work:
             pool.tiers.give_back_loaded(scheduler)
-    output.kvelastic_step = pool.step_begins(works=works)
-    starved = pool.fell_short and not pool.is_at_work
-    pool.starvation = None
-    if starved:
-        since = None if last is None or last.has_news() else last
-        gave_back = pool.given_back != given_back
-        pool.starvation = Starvation(scheduler, seen, since, gave_back=gave_back)
-        pool.last_starvation = pool.starvation
+    output.kvelastic_step = memory.step_begins(works=works)
+    pool.naps.has_looked(works=works)
     if pool.tiers is not None:
-        pool.tiers.step_is_made(scheduler, output, is_idle=not pool.is_at_work)
-    if starved and former is None:
-        _log.debug("All %d requests wait for blocks.", len(scheduler.requests))
-    elif works and former is not None:
-        is_unexplained = asked_for_nothing and not former.gave_back
-        if is_unexplained and not pool.fell_short and pool.arrivals == seen:
-            _log.warning(
-                "A request could run, and nothing had said that there are blocks for it: it may "
-                "have waited up to ten seconds too long. Please report this, with what was changed "
-                "at that time (limits, sleep, other models)."
-            )
-        else:
-            _log.debug("Blocks have come: %d tokens run.", output.total_num_scheduled_tokens)
+        pool.tiers.step_is_made(scheduler, output, is_idle=not memory.is_at_work)
     return output
+
+
+def requests_of(scheduler: Any) -> tuple[object, ...]:
+    """What changes whenever a request comes or goes, or may go on."""
+    return (len(scheduler.requests), len(scheduler.finished_req_ids), scheduler.pause_state)
 
 
 def update_from_output(
@@ -299,7 +287,7 @@ def update_from_output(
     pool = _elastic_pool(scheduler)
     if pool is None:
         return original(scheduler, scheduler_output, *args, **kwargs)
-    pool.step_ends(scheduler_output.kvelastic_step)
+    pool.memory.step_ends(scheduler_output.kvelastic_step)
     if pool.tiers is not None:
         pool.tiers.step_has_run(scheduler_output)
     if scheduler.connector is None:
@@ -329,15 +317,15 @@ def _naps(core: Any) -> bool:
         return False
     if pool.tiers is not None and pool.tiers.waits:
         return bool(pool.tiers.nap())
-    if pool.starvation is None:
+    if pool.naps is None or pool.naps.starvation is None:
         return False
     moves_in_steps = core.scheduler.connector is not None and pool.tiers is None
-    if pool.waits_for_steps and not moves_in_steps:
+    if pool.memory.waits_for_steps and not moves_in_steps:
         return False
-    still: bool = pool.starvation.nap()
+    still: bool = pool.naps.starvation.nap()
     return still and not moves_in_steps
 
 
 def _elastic_pool(scheduler: Any) -> Any | None:
     pool = getattr(getattr(scheduler, "kv_cache_manager", None), "block_pool", None)
-    return pool if hasattr(pool, "prepare") else None
+    return pool if hasattr(pool, "memory") else None

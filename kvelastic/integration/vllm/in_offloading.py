@@ -42,17 +42,17 @@ class Pins:
             self._of_jobs[job] = self._pool.pin(dict.fromkeys(block_ids))
         for request_id in ended_requests:
             if (ticket := self._of_requests.pop(request_id, None)) is not None:
-                self._pool.unpin(ticket)
+                self._pool.memory.unpin(ticket)
 
     def jobs_left(self, jobs: Iterable[int]) -> None:
         """All workers have done every job but these."""
         for job in self._of_jobs.keys() - set(jobs):
-            self._pool.unpin(self._of_jobs.pop(job))
+            self._pool.memory.unpin(self._of_jobs.pop(job))
 
     def forget_jobs(self) -> None:
         """vLLM has dropped its jobs; with the next step it tells the workers to end them."""
         for job in list(self._of_jobs):
-            self._pool.unpin_after_next_step(self._of_jobs.pop(job))
+            self._pool.memory.unpin_after_next_step(self._of_jobs.pop(job))
 
 
 def bind_gpu_block_pool(original: Callable[..., Any], connector: Any, pool: Any) -> None:

@@ -25,8 +25,10 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 
 from kvelastic.errors import IntegrityError
+from kvelastic.integration.vllm.in_engine_core import requests_of
 from kvelastic.integration.vllm.tier_lookups import Found, Lookups, MatchingTiers
 from kvelastic.integration.vllm.tier_namespace import key_of
+from kvelastic.scheduling.starvation import NAP_S
 from kvelastic.tiers.loads import LoadingTiers, Loads
 from kvelastic.tiers.policy import averaged
 
@@ -36,8 +38,6 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("kvelastic.vllm")
 
-NAP_S: Final = 0.01
-"""How long a nap keeps vLLM from its input at most."""
 _PAUSE_S: Final = 0.1
 """vLLM is asked again after so long all the same: requests may wait for other things, too."""
 _END_LOADS_S: Final = 30.0
@@ -140,7 +140,7 @@ class EngineTiers:
         in use by a step that is on its way and yet be given to a load at once, as to any later
         step. Loads are in no queue of the workers, so such a load begins when that step has ended.
         """
-        step = self.pool.reused_under
+        step = self.pool.memory.reused_under
         for job, entry in list(made.load_jobs.items()):
             del made.load_jobs[job]
             source, ids = entry.src_spec, entry.dst_spec.block_ids.tolist()
@@ -158,7 +158,7 @@ class EngineTiers:
         self._begin_behind()
 
     def _begin_behind(self) -> None:
-        while self._behind and self.pool.has_ended(self._behind[0].step):
+        while self._behind and self.pool.memory.has_ended(self._behind[0].step):
             _, request, job, match, ids = self._behind.popleft()
             self.loads.begin(request, job, match, ids)
 
@@ -333,7 +333,7 @@ class _Wait:
     def __init__(self, scheduler: Any, loads: Loads) -> None:
         self._scheduler = scheduler
         self._loads = loads
-        self._requests = self._read_requests()
+        self._requests = requests_of(scheduler)
         self._ends_s = time.monotonic() + _PAUSE_S
 
     def nap(self) -> bool:
@@ -345,13 +345,9 @@ class _Wait:
     def _is_over(self) -> bool:
         return (
             self._loads.has_finished
-            or self._read_requests() != self._requests
+            or requests_of(self._scheduler) != self._requests
             or time.monotonic() >= self._ends_s
         )
-
-    def _read_requests(self) -> tuple[object, ...]:
-        scheduler = self._scheduler
-        return (len(scheduler.requests), len(scheduler.finished_req_ids), scheduler.pause_state)
 
 
 _of_this_engine: EngineTiers | None = None

@@ -1,12 +1,11 @@
-"""Which steps of vLLM are on their way, and what waits for them to end.
+"""Which steps of an engine are on their way, and what waits for them to end.
 
-With asynchronous scheduling or pipeline stages vLLM schedules a step before the one before it has
-ended. A request that ends (or is preempted) then gives its blocks back although a worker may still
-write to them. Stock vLLM does not mind: the next user's writes come after in the same stream. Here
-the page could be unmapped, or the contents moved, under that worker. So the blocks are pinned in
-the native pool (vmm_csrc/pins.h) until every step has ended that was on its way when they were
-given back. vLLM may have them again at once, as it always could, for such a pin is an *ordered*
-one::
+An engine may schedule a step before the one before it has ended. A request that ends (or is
+preempted) then gives its blocks back although a step may still write to them. A stock engine does
+not mind: the next user's writes come after in the same stream. Here the page could be unmapped, or
+the contents moved, under that step. So the blocks are pinned in the native pool (vmm_csrc/pins.h)
+until every step has ended that was on its way when they were given back. The engine may have them
+again at once, as it always could, for such a pin is an *ordered* one::
 
     schedule 7 | schedule 8 | 7 ends: request gives block 5 back | 8 ends: block 5 is free
                               (pinned: step 8 is on its way)
@@ -40,7 +39,7 @@ class StepsOnTheirWay:
         return self._newest_at_work > self._ended
 
     def end(self, step: int) -> None:
-        """The workers have carried out `step`, and with it all before it."""
+        """`step` has been carried out, and with it all before it."""
         self._ended = max(self._ended, step)
 
     @property
