@@ -84,9 +84,21 @@ def test_a_limit_lowered_under_load_retracts_and_keeps_the_tokens(pair: Pair) ->
     pair.server.post("/flush_cache")
     before = pair.server.retractions
     with ThreadPoolExecutor(1) as thread:
+        scheduler = pair.server.scheduler()
+
+        def needs_more_after_a_moment() -> bool:
+            """It is stopped in between: the burst takes no longer than this process may be kept."""
+            scheduler.resume()
+            time.sleep(0.005)
+            scheduler.suspend()
+            return pair.usage()["in_use_bytes"] > pair.page_bytes
+
         burst = thread.submit(pair.burst)
-        until(lambda: pair.usage()["mapped_bytes"] > pair.page_bytes, "the burst needs more")
-        pair.limit(1)
+        try:
+            until(needs_more_after_a_moment, "the burst needs more")
+            pair.limit(1, wait_s=0)
+        finally:
+            scheduler.resume()
         assert burst.result() == pair.expected
     assert pair.server.retractions > before
     assert pair.usage()["mapped_bytes"] <= pair.page_bytes
