@@ -102,9 +102,20 @@ def test_the_operators_sleep_waits_for_what_runs_and_holds_up_what_comes(
     expected = stock.complete_all([LONG, later])
     with ThreadPoolExecutor(2) as threads:
         running = threads.submit(awake.complete, LONG)
-        wait_for(lambda: awake.metrics()["num_requests_running"] == 1)
-        answer = segment.request(instance_name, asleep=True)
-        assert answer.state in {"shrinking", "applied"}
+        worker = awake.processes()["worker"]
+
+        def runs_after_a_moment() -> bool:
+            """Stopped in between, it cannot end while nobody looks."""
+            worker.resume()
+            time.sleep(0.005)
+            worker.suspend()
+            return awake.metrics()["num_requests_running"] == 1
+
+        try:
+            wait_for(runs_after_a_moment)
+            segment.request(instance_name, asleep=True, wait_s=0)
+        finally:
+            worker.resume()
         # Without another block the running request is preempted; it waits, and loses nothing.
         wait_for(lambda: held_bytes(awake, instance_name) == (0, 0))
         coming = threads.submit(awake.complete, later)
