@@ -32,6 +32,9 @@ from kvelastic import segment
 
 pytestmark = [needs.sglang, pytest.mark.timeout(600)]
 
+LONG_TOKENS = 96
+"""A prompt with so many fits a page, too."""
+
 
 def test_after_its_start_it_holds_one_page_and_the_same_tokens_come_cold_and_cached(
     pair: Pair,
@@ -82,6 +85,10 @@ def test_a_limit_lowered_while_idle_is_met_at_once(pair: Pair) -> None:
 
 def test_a_limit_lowered_under_load_retracts_and_keeps_the_tokens(pair: Pair) -> None:
     pair.server.post("/flush_cache")
+    # Long enough that whoever runs, wherever it is, needs more blocks.
+    expected = tokens_of(pair.server.generate_all(PROMPTS, LONG_TOKENS))
+    assert [tokens[:NEW_TOKENS] for tokens in expected] == pair.expected
+    pair.server.post("/flush_cache")
     before = pair.server.retractions
     with ThreadPoolExecutor(1) as thread:
         scheduler = pair.server.scheduler()
@@ -93,13 +100,13 @@ def test_a_limit_lowered_under_load_retracts_and_keeps_the_tokens(pair: Pair) ->
             scheduler.suspend()
             return pair.usage()["in_use_bytes"] > pair.page_bytes
 
-        burst = thread.submit(pair.burst)
+        burst = thread.submit(pair.server.generate_all, PROMPTS, LONG_TOKENS)
         try:
             until(needs_more_after_a_moment, "the burst needs more")
             pair.limit(1, wait_s=0)
         finally:
             scheduler.resume()
-        assert burst.result() == pair.expected
+        assert tokens_of(burst.result()) == expected
     assert pair.server.retractions > before
     assert pair.usage()["mapped_bytes"] <= pair.page_bytes
 
