@@ -93,10 +93,6 @@ void Blocks::add_page(PageIndex index) {
 }
 
 void Blocks::put_back(PageIndex page) {
-  if (page == 0) {
-    taken_word({0, 0}) = 0;
-    pages_[0].used = 0;
-  }
   pages_[page].state = PageState::kUnmapped;
   returned_.insert(page);
 }
@@ -122,6 +118,8 @@ std::optional<PageIndex> Blocks::take_null_page() {
   if (!null_page_is_bare()) return std::nullopt;
   unlist(0);
   pages_[0].state = PageState::kInTransit;
+  taken_word({0, 0}) = 0;  // the null block; add_page has it again
+  pages_[0].used = 0;
   --mapped_pages_;
   return PageIndex{0};
 }

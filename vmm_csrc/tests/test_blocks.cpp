@@ -204,6 +204,25 @@ TEST(blocks_follow_the_model) {
   }
 }
 
+TEST(blocks_are_sound_while_the_null_page_goes_and_comes) {
+  auto made = Blocks::create(geometry(3, 8, 256 << 10));
+  REQUIRE(static_cast<bool>(made));
+  Blocks& blocks = **made;
+  blocks.add_page(*blocks.take_unmapped());
+  for (const bool unmapped : {false, true}) {
+    REQUIRE(blocks.take_null_page() == PageIndex{0});
+    CHECK(static_cast<bool>(blocks.check_integrity()));
+    unmapped ? blocks.put_back(0) : blocks.add_page(0);
+    CHECK(static_cast<bool>(blocks.check_integrity()));
+    CHECK(blocks.null_page_is_bare() != unmapped);
+  }
+  blocks.add_page(*blocks.take_unmapped());
+  std::vector<BlockId> ids;
+  blocks.alloc(7, Blocks::Fit::kBest, ids);
+  CHECK(std::set<BlockId>(ids.begin(), ids.end()) == std::set<BlockId>({1, 2, 3, 4, 5, 6, 7}));
+  CHECK(static_cast<bool>(blocks.check_integrity()));
+}
+
 TEST(blocks_of_a_range_with_the_most_blocks) {
   Geometry shape = geometry((std::uint64_t{1} << 31) - 1, 1, 2 * kMiB);
   REQUIRE(static_cast<bool>(shape.check(2 * kMiB)));
