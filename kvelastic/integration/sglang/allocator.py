@@ -202,6 +202,13 @@ class ElasticPrefillBudget(PrefillBudget):  # type: ignore[misc]  # SGLang is un
 
     allocator: ElasticPagedAllocator
 
+    _chunk_waits = False
+    """Whether a prompt that has begun waits; then nobody else is admitted in this round.
+
+    SGLang takes its next chunk for a part of whatever batch it makes then, and drops as many first
+    tokens of the answer as there were batches too many.
+    """
+
     def _available_and_evictable(self) -> int:
         return self.allocator.reachable_size(self.tree_cache)
 
@@ -219,15 +226,26 @@ class ElasticPrefillBudget(PrefillBudget):  # type: ignore[misc]  # SGLang is un
             paged_input
         )
 
-    def available_chunk_tokens(self, chunk_limit: int) -> int | None:
-        """How much of a prompt that has begun can go on; None: it waits.
+    def available_chunk_tokens(self, chunk_limit: int) -> int:
+        """As much as SGLang likes: `fit_chunk` decides, which knows how much is left."""
+        return chunk_limit
+
+    def fit_chunk(
+        self, *, extend_input_len: int, max_new_tokens: int, chunk_limit: int
+    ) -> int | None:
+        """How much of the rest of a prompt that has begun can go on; None: it waits.
 
         Stock goes on in any case, for its pool does not shrink.
         """
-        tokens = min(chunk_limit, int(self.remaining_total)) // self.page_size * self.page_size
-        if tokens <= 0 or not self._have(tokens + self.page_size):
-            return None
-        return int(tokens)
+        room = min(chunk_limit, int(self.remaining_total))
+        whole_pages = room // self.page_size * self.page_size
+        tokens = extend_input_len if extend_input_len <= room else whole_pages
+        if tokens > 0 and self._have(self.ceil_paged_tokens(tokens)):
+            return tokens
+        self._chunk_waits = True
+        return None
 
     def _have(self, tokens: int) -> bool:
-        return self.allocator.have(self.current_offset + tokens, self.tree_cache)
+        return not self._chunk_waits and self.allocator.have(
+            self.current_offset + tokens, self.tree_cache
+        )

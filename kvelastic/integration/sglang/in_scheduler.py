@@ -127,8 +127,10 @@ def get_next_batch(
             nullcontext() if loads is None else loads.kept_back(scheduler),
         ):
             plan = original(scheduler, running_batch=running_batch, last_batch=last_batch)
+        is_idle = plan.batch_to_run is None and last_batch is None
+        if is_idle and scheduler.chunked_req is not None and plan.running_batch.is_empty():
+            _retract_chunked(scheduler, plan.running_batch)
         cache.tree_blocks.settle()
-    is_idle = plan.batch_to_run is None and last_batch is None
     gave_back = blocks.given_back != given_back  # there may be room for one of them now
     if (is_idle and _waits(scheduler) and not gave_back) and (
         loads is None or not loads.wait_for_any(NAP_S)
@@ -152,6 +154,34 @@ def run_batch(
 
 def _waits(scheduler: Any) -> bool:
     return bool(scheduler.waiting_queue) or scheduler.chunked_req is not None
+
+
+def _retract_chunked(scheduler: Any, running_batch: Any) -> None:
+    """A prompt that has begun, and cannot go on although nothing runs, waits without its memory.
+
+    It may be that over the limit; and two instances would wait for each other, each with half a
+    prompt. What is computed of it is in the tree. SGLang does the same where it is paused.
+    """
+    from sglang.srt.managers.schedule_batch import retract_all
+
+    request, scheduler.chunked_req = scheduler.chunked_req, None
+    _log.warning(
+        "There is no memory for the rest of prompt %s: %d of its %d tokens are computed. It waits, "
+        "and its memory can be had.",
+        request.rid,
+        request.prefix_len,
+        len(request.full_untruncated_fill_ids),
+    )
+    retract_all(
+        reqs=[request],
+        req_to_token_pool=scheduler.req_to_token_pool,
+        token_to_kv_pool_allocator=_allocator(scheduler),
+        tree_cache=scheduler.tree_cache,
+        hisparse_coordinator=None,
+        offload_kv=False,
+    )
+    running_batch.batch_is_full = False
+    scheduler._add_request_to_queue(request, is_retracted=True)
 
 
 def retract_decode(original: Callable[..., Any], batch: Any) -> Any:

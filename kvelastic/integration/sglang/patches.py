@@ -284,5 +284,17 @@ def _probe_pool(probe: Probe) -> None:
     probe.mentions(f"{_BUDGET}.reserve", ("current_offset", "total_offset"))
     probe.mentions(
         "sglang.srt.managers.schedule_policy:PrefillAdder.add_chunked_req",
-        ("available_chunk_tokens",),
+        ("available_chunk_tokens", "fit_chunk"),
     )
+    probe.parameters(
+        "sglang.srt.managers.schedule_batch:retract_all",
+        (
+            "reqs",
+            "req_to_token_pool",
+            "token_to_kv_pool_allocator",
+            "tree_cache",
+            "hisparse_coordinator",
+            "offload_kv",
+        ),
+    )
+    probe.parameters(f"{_SCHEDULER}._add_request_to_queue", ("self", "req", "is_retracted"))

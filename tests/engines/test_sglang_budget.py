@@ -1,0 +1,57 @@
+"""What SGLang's prefill may admit where a prompt that has begun has to wait."""
+
+from __future__ import annotations
+
+import subprocess
+
+import needs
+import pytest
+from sglang_server import sglang_environment
+
+pytestmark = [needs.sglang, pytest.mark.timeout(300)]
+
+PROGRAM = """
+from types import SimpleNamespace as Made
+from kvelastic.integration.sglang.allocator import ElasticPrefillBudget
+
+there = {"tokens": 64}
+allocator = Made(page_size=32, reachable_size=lambda tree: there["tokens"],
+                 have=lambda tokens, tree: tokens <= there["tokens"])
+
+def small(budget):
+    fits, _ = budget.check_prefill(extend_input_len=20, total_tokens=30, max_new_tokens=10,
+                                   input_tokens=20, swa_host_hit_length=0, chunk_limit=None)
+    return fits, budget.can_allocate_prefill(paged_input=32, extend_input_len=20,
+                                             max_new_tokens=10, chunk_limit=None)
+
+def chunk(budget, left):
+    return budget.fit_chunk(extend_input_len=left, max_new_tokens=10,
+                            chunk_limit=budget.available_chunk_tokens(128))
+
+print([chunk(ElasticPrefillBudget(allocator, None), left) for left in (20, 33, 64, 65, 500)])
+print(small(ElasticPrefillBudget(allocator, None)))
+there["tokens"] = 31
+budget = ElasticPrefillBudget(allocator, None)
+print(chunk(budget, 100))
+there["tokens"] = 1024
+print(small(budget))
+budget = ElasticPrefillBudget(allocator, None)
+print(chunk(budget, 500), small(budget))
+"""
+
+
+def test_while_a_begun_prompt_waits_nobody_is_admitted_before_it() -> None:
+    """Else SGLang drops the first token of its answer: it counts chunks by the batches it makes."""
+    done = subprocess.run(
+        [needs.SGLANG_PYTHON, "-c", PROGRAM],
+        env=sglang_environment(),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    chunks, alone, waits, behind, the_next_round = done.stdout.splitlines()[-5:]
+    assert chunks == "[20, 33, 64, 64, 64]", "as much as there is, and no more than is left"
+    assert alone == "(True, True)"
+    assert (waits, behind) == ("None", "(False, False)")
+    assert the_next_round == "128 (True, True)"
