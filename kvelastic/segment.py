@@ -31,6 +31,7 @@ from kvelastic.errors import (
     SegmentExistsError,
     SegmentFormatError,
     SegmentNotFoundError,
+    is_out_of_descriptors,
 )
 from kvelastic.lease import (
     FIRST_WORKER_BYTE,
@@ -51,7 +52,6 @@ from kvelastic.segment_dir import (
     inspect,
     list_segments,
     locked,
-    map_file,
     open_file,
     owner_of,
     reap,
@@ -403,11 +403,21 @@ def _open(name: str, flags: int, protection: int) -> Segment:
     try:
         if version_of(fd) is None:
             raise SegmentFormatError(f"{SHM_DIR / name} is not a segment")
-        memory = map_file(fd, name, protection)
+        memory = _map(fd, name, protection)
         return Segment(name, fd, memory, _vmm.Record.open(memory), owned=False)
     except BaseException:
         os.close(fd)
         raise
+
+
+def _map(fd: int, name: str, protection: int) -> mmap.mmap:
+    """Map a whole open file; `SegmentFormatError` if it was emptied meanwhile."""
+    try:
+        return mmap.mmap(fd, 0, prot=protection)
+    except (OSError, ValueError) as error:
+        if is_out_of_descriptors(error):  # Python keeps one for each mapping
+            raise SegmentError(f"cannot map {SHM_DIR / name}: {error}") from error
+        raise SegmentFormatError(f"{SHM_DIR / name} cannot be mapped: {error}") from error
 
 
 def request(

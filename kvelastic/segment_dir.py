@@ -202,16 +202,6 @@ def _inspect(fd: int, name: str) -> SegmentInfo:
             record.release()
 
 
-def map_file(fd: int, name: str, protection: int) -> mmap.mmap:
-    """Map a whole open file; `SegmentFormatError` if it was emptied meanwhile."""
-    try:
-        return mmap.mmap(fd, 0, prot=protection)
-    except (OSError, ValueError) as error:
-        if is_out_of_descriptors(error):  # Python keeps one for each mapping
-            raise SegmentError(f"cannot map {SHM_DIR / name}: {error}") from error
-        raise SegmentFormatError(f"{SHM_DIR / name} cannot be mapped: {error}") from error
-
-
 def _copy(fd: int, name: str, size_bytes: int) -> mmap.mmap:
     """Memory of our own that starts with what the record says now. Raises `SegmentError`."""
     memory = mmap.mmap(-1, max(1, min(size_bytes, _COPY_BYTES)))

@@ -254,6 +254,17 @@ class Operator(ABC):
             time.sleep(0.02)
 
 
+def disturb_for(operator: Operator, seconds: float) -> None:
+    """The short form: one server that lives, restored at the end."""
+    operator.clients.server = operator.server
+    end_s = time.monotonic() + seconds
+    try:
+        while time.monotonic() < end_s:
+            operator.do_something()
+    finally:
+        operator.restore()
+
+
 def live_and_die(operator: Operator, ends: list[str], end_s: float) -> None:
     """One server's life, to its end: the last of `ends`, or the ordinary one when time is over."""
     server, clients = operator.server, operator.clients

@@ -27,6 +27,7 @@ from chaos import (
     Clients,
     Operator,
     check_that_nothing_is_left,
+    disturb_for,
     live_and_die,
     report,
 )
@@ -164,13 +165,7 @@ def test_random_requests_under_load(pair: Pair, capsys: pytest.CaptureFixture[st
     pair.server.post("/flush_cache")
     with Clients(known) as clients:
         operator = SglangOperator(pair.server, pair.name, clients, random.Random(SEED))
-        clients.server = pair.server
-        end_s = time.monotonic() + SHORT_S
-        try:
-            while time.monotonic() < end_s:
-                operator.do_something()
-        finally:
-            operator.restore()
+        disturb_for(operator, SHORT_S)
     clients.check()
     report(capsys, SHORT_S, clients)
     assert pair.server.process.poll() is None, pair.server.tail()

@@ -26,7 +26,7 @@ from sglang_pair import (
 )
 from sglang_server import PAGE_TOKENS, SglangServer
 from vllm_server import zero_worker_memory
-from waiting import until
+from waiting import stopped_once, until
 
 from kvelastic import segment
 
@@ -90,22 +90,17 @@ def test_a_limit_lowered_under_load_retracts_and_keeps_the_tokens(pair: Pair) ->
     assert [tokens[:NEW_TOKENS] for tokens in expected] == pair.expected
     pair.server.post("/flush_cache")
     before = pair.server.retractions
+    segment.request(pair.name, asleep=True, wait_s=10)
     with ThreadPoolExecutor(1) as thread:
-        scheduler = pair.server.scheduler()
-
-        def needs_more_after_a_moment() -> bool:
-            """It is stopped in between: the burst takes no longer than this process may be kept."""
-            scheduler.resume()
-            time.sleep(0.005)
-            scheduler.suspend()
-            return pair.usage()["in_use_bytes"] > pair.page_bytes
-
         burst = thread.submit(pair.server.generate_all, PROMPTS, LONG_TOKENS)
-        try:
-            until(needs_more_after_a_moment, "the burst needs more")
+        until(lambda: pair.waiting() == len(PROMPTS), "all begin at once, however slow this is")
+        segment.request(pair.name, asleep=False, wait_s=0)
+        with stopped_once(
+            pair.server.scheduler(),
+            lambda: pair.usage()["in_use_bytes"] > pair.page_bytes,
+            "the burst needs more",
+        ):
             pair.limit(1, wait_s=0)
-        finally:
-            scheduler.resume()
         assert tokens_of(burst.result()) == expected
     assert pair.server.retractions > before
     assert pair.usage()["mapped_bytes"] <= pair.page_bytes

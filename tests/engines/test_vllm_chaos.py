@@ -25,6 +25,7 @@ from chaos import (
     Clients,
     Operator,
     check_that_nothing_is_left,
+    disturb_for,
     live_and_die,
     report,
 )
@@ -147,13 +148,7 @@ def test_random_requests_under_load(stock, elastic, instance_name, capsys) -> No
     pick = random.Random(SEED)
     with Clients(know(stock, make_requests(32, seed=31, longest=500))) as clients:
         operator = VllmOperator(elastic, instance_name, clients, pick)
-        clients.server = elastic
-        end_s = time.monotonic() + SHORT_S
-        try:
-            while time.monotonic() < end_s:
-                operator.do_something()
-        finally:
-            operator.restore()
+        disturb_for(operator, SHORT_S)
     clients.check()
     report(capsys, SHORT_S, clients)
 

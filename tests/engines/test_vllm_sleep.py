@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from ledger_instance import Instance
 from vllm_server import Request, VllmServer, make_requests, worker_memory_bytes
+from waiting import stopped_once
 
 from kvelastic import ledger, segment
 
@@ -103,19 +104,9 @@ def test_the_operators_sleep_waits_for_what_runs_and_holds_up_what_comes(
     with ThreadPoolExecutor(2) as threads:
         running = threads.submit(awake.complete, LONG)
         worker = awake.processes()["worker"]
-
-        def runs_after_a_moment() -> bool:
-            """Stopped in between, it cannot end while nobody looks."""
-            worker.resume()
-            time.sleep(0.005)
-            worker.suspend()
-            return awake.metrics()["num_requests_running"] == 1
-
-        try:
-            wait_for(runs_after_a_moment)
-            segment.request(instance_name, asleep=True, wait_s=0)
-        finally:
-            worker.resume()
+        with stopped_once(worker, lambda: awake.metrics()["num_requests_running"] == 1):
+            answer = segment.request(instance_name, asleep=True)
+        assert answer.state in {"shrinking", "applied"}
         # Without another block the running request is preempted; it waits, and loses nothing.
         wait_for(lambda: held_bytes(awake, instance_name) == (0, 0))
         coming = threads.submit(awake.complete, later)

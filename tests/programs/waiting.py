@@ -1,19 +1,28 @@
 """Wait for what another thread or process does in its own time.
 
 until(lambda: one.mapped_bytes == 0, "the keeper has given everything back")
+
+with stopped_once(worker, lambda: server.running() == 1, "it runs"):
+    ...                 # it is where it was when that came true, however slow this process is
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from typing import TypeVar
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, TypeVar
+
+if TYPE_CHECKING:
+    import psutil
 
 Value = TypeVar("Value")
 
 DEADLINE_S = 60.0
 """Far beyond what anything takes here: only a fault meets it."""
 _INTERVAL_S = 0.001
+_MOMENT_S = 0.005
+"""How long a process runs that is looked at while it is stopped."""
 
 
 def until(condition: Callable[[], Value], what: str = "", deadline_s: float = DEADLINE_S) -> Value:
@@ -23,3 +32,25 @@ def until(condition: Callable[[], Value], what: str = "", deadline_s: float = DE
         assert time.monotonic() < end_s, what or "it did not come true"
         time.sleep(_INTERVAL_S)
     return value
+
+
+@contextmanager
+def stopped_once(
+    process: psutil.Process, condition: Callable[[], object], what: str = ""
+) -> Iterator[None]:
+    """Let a process run a moment at a time until the condition holds; in the body it is stopped.
+
+    The condition is asked while it is stopped, so the process gets no further than a moment beyond.
+    """
+
+    def holds_after_a_moment() -> bool:
+        process.resume()
+        time.sleep(_MOMENT_S)
+        process.suspend()
+        return bool(condition())
+
+    try:
+        until(holds_after_a_moment, what)
+        yield
+    finally:
+        process.resume()
