@@ -61,6 +61,13 @@ class LoadingTiers(Protocol):
         Holds what the match holds until it is done.
         """
 
+    def computed(self, blocks: int, seconds: float) -> None:
+        """The engine has computed so many blocks in so long."""
+
+    @property
+    def compute_s(self) -> float | None:
+        """What computing a block takes, seconds; None before one was."""
+
 
 @dataclass(frozen=True)
 class Load:
@@ -108,8 +115,16 @@ def is_too_slow(
 class Loads:
     """See the module."""
 
-    def __init__(self, tiers: LoadingTiers, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        tiers: LoadingTiers,
+        *,
+        compares: bool = True,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`compares`: a load is given up, and a tier not asked, where computing is quicker."""
         self._tiers = tiers
+        self._compares = compares
         self._clock = clock
         self._open: list[Load] = []
         self._load_s: float | None = None
@@ -130,9 +145,16 @@ class Loads:
         """A load that is not to begin: it is over, with nothing loaded."""
         self._open.append(Load(request, job, blocks, None))
 
-    def give_up_slow(self, compute_s: float | None) -> None:
+    def computed(self, blocks: int, seconds: float) -> None:
+        """The engine has computed so many blocks in so long: what a tier has to beat."""
+        if self._compares:
+            self._tiers.computed(blocks, seconds)
+
+    def give_up_slow(self) -> None:
         """Begin nothing more of those that computing would overtake: what they have, stays."""
-        now_s = self._clock()
+        if not self._compares:
+            return
+        now_s, compute_s = self._clock(), self._tiers.compute_s
         for load in self._open:
             if load.loading is None or load.is_over:
                 continue

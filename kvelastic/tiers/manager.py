@@ -265,6 +265,11 @@ class Tiers:
         """The engine has computed so many blocks in so long: what a tier has to beat."""
         self._costs.computed(blocks, seconds)
 
+    @property
+    def compute_s(self) -> float | None:
+        """What computing a block takes, seconds; None before the engine said."""
+        return self._costs.compute_s
+
     def note_prompt(self, keys: bytes, *, chain_after: bytes = NO_KEY) -> None:
         """Keys that continue one another: those of a prompt that was not looked up here."""
         self._lineage.note(keys, chain_after)

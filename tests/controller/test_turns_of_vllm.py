@@ -12,6 +12,7 @@ from typing import Any
 import needs
 import pytest
 from running import FAKES, Controller
+from under_tiers import disk_tier
 from vllm_server import BLOCK_TOKENS, VLLM, engine_environment, free_port
 from waiting import until
 
@@ -47,11 +48,8 @@ def model(name: str, kind: str, command: list[str], folder: Path) -> dict[str, A
             "port": free_port(),
             "command": command,
             "env": {
-                "ENABLE_KVELASTIC": "true",
+                **disk_tier(folder / name),
                 "KVELASTIC_MIN": "160M",
-                "KVELASTIC_TIERS": f"disk:{folder / name}:256M",
-                "KVELASTIC_TIER_LIMIT_SECONDS": "60",  # a busy machine drops nothing
-                "KVELASTIC_TIER_COMPARE": "false",  # nor finds that computing is faster
             },
             "ready_timeout": "10m",
             "stop_timeout": "60s",

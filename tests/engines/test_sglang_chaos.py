@@ -42,7 +42,7 @@ from sglang_pair import (
     Pair,
     check_log,
 )
-from sglang_server import MAX_TOTAL_TOKENS, PAGE_TOKENS, SglangServer
+from sglang_server import IN_CHUNKS, MAX_TOTAL_TOKENS, PAGE_TOKENS, SglangServer
 from vllm_server import Request, make_requests
 
 from kvelastic import segment
@@ -186,7 +186,7 @@ def test_everything_at_random(sglang_model, tmp_path, capsys, contiguous) -> Non
         stock.stop()
     disk = BadDisk(tmp_path)
     environment = {**ENVIRONMENT, **disk.environment, "KVELASTIC_CONTIGUOUS_LAYOUT": contiguous}
-    arguments = ["--sleep-on-idle"] if contiguous == SLEEPS_ON_IDLE else []
+    arguments = ["--sleep-on-idle"] if contiguous == SLEEPS_ON_IDLE else IN_CHUNKS
     end_s = time.monotonic() + SOAK_S / len(PAGE_BYTES)
     ends: list[str] = []
     with contextlib.ExitStack() as at_last, Clients(known) as clients:

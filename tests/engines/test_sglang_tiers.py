@@ -10,7 +10,6 @@ import os
 import random
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -21,13 +20,14 @@ from bad_disk import OverDisk
 from chaos import SEED, Clients, disturb_for, report
 from known_answers import Known
 from sglang_pair import check_log
-from sglang_server import PAGE_TOKENS, Answer, SglangServer
+from sglang_server import IN_CHUNKS, PAGE_TOKENS, Answer, SglangServer
 from test_sglang_chaos import SglangOperator
 from transformers_process import make_prompts
+from under_tiers import board_of, changing_limits, disk_tier
 from vllm_server import Request
 from waiting import stopped_once, until
 
-from kvelastic import segment, tier_board
+from kvelastic import segment
 from kvelastic.tier_board_format import BoardFigures
 
 pytestmark = [needs.sglang, pytest.mark.timeout(600)]
@@ -40,8 +40,6 @@ SHORT_S = 12.0
 NAME = f"kvsgl_tiers_{os.getpid()}"
 PROMPTS = make_prompts(12, seed=23, shortest=150, longest=300, shared_tokens=2 * PAGE_TOKENS)
 NEW_TOKENS = 16
-MIXED = ("--enable-mixed-chunk", "--chunked-prefill-size", str(4 * PAGE_TOKENS))
-"""Steps that compute a part of one prompt, and a token of each request that runs."""
 
 
 class TieredServer(SglangServer):
@@ -50,25 +48,19 @@ class TieredServer(SglangServer):
     def __init__(self, model: Path, log: Path, folder: Path) -> None:
         folder.mkdir(mode=0o700, exist_ok=True)
         environment = {
-            "ENABLE_KVELASTIC": "true",
+            **disk_tier(folder, str(DISK_BYTES)),
             "KVELASTIC_IPC_NAME": NAME,
             "KVELASTIC_LEDGER": f"kvsgl-tiers-{os.getpid()}",
-            "KVELASTIC_TIERS": f"disk:{folder}:{DISK_BYTES}",
-            "KVELASTIC_TIER_LIMIT_SECONDS": "60",  # a busy machine drops nothing
-            "KVELASTIC_TIER_COMPARE": "false",  # nor finds that this model computes faster
             "KVELASTIC_SANITY_CHECK": "true",
         }
-        super().__init__(model, log, environment, MIXED)
+        super().__init__(model, log, environment, IN_CHUNKS)
 
     def ask_all(self) -> list[Answer]:
         """One after the other: what each finds is told apart."""
         return [self.generate(prompt, NEW_TOKENS) for prompt in PROMPTS]
 
     def board(self) -> BoardFigures:
-        """What the tiers say of themselves, half a second old at most."""
-        board = tier_board.read(segment.inspect(NAME))
-        assert board is not None
-        return board
+        return board_of(NAME)
 
     def limit(self, limit_bytes: int) -> None:
         segment.request(NAME, limit_bytes=limit_bytes, wait_s=90)
@@ -149,23 +141,8 @@ def test_a_sleep_and_a_release_demote_and_what_wakes_finds_it(server, expected) 
 
 
 def test_under_limits_that_change_all_the_time_every_answer_is_right(server, expected) -> None:
-    is_over = threading.Event()
-
-    def change_limits() -> None:
-        pages = 1
-        while not is_over.is_set():
-            pages = pages * 3 % 31 or 1
-            segment.request(NAME, limit_bytes=pages * PAGE_BYTES)
-            is_over.wait(0.05)
-
-    changing = threading.Thread(target=change_limits)
-    changing.start()
-    try:
+    with changing_limits(NAME, PAGE_BYTES, at_last_bytes=KV_BYTES):
         rounds = [server.generate_all(PROMPTS, NEW_TOKENS) for _ in range(3)]
-    finally:
-        is_over.set()
-        changing.join()
-        server.limit(KV_BYTES)
     assert [[one.tokens for one in answers] for answers in rounds] == [expected] * 3
 
 

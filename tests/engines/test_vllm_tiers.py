@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from simulated_machine import SimulatedMachine
 from tiered_server import NAME, Answer, TieredServer, check_found
+from under_tiers import changing_limits
 from vllm_server import KV_BYTES, PAGE_BYTES, make_requests
 
 from kvelastic import segment
@@ -108,23 +109,8 @@ def test_another_salt_finds_nothing(tiered, expected) -> None:
 
 
 def test_under_limits_that_change_all_the_time_every_answer_is_stocks(tiered, expected) -> None:
-    is_over = threading.Event()
-
-    def change_limits() -> None:
-        pages = 1
-        while not is_over.is_set():
-            pages = pages * 3 % 31 or 1
-            segment.request(NAME, limit_bytes=pages * PAGE_BYTES)
-            is_over.wait(0.05)
-
-    changing = threading.Thread(target=change_limits)
-    changing.start()
-    try:
+    with changing_limits(NAME, PAGE_BYTES, at_last_bytes=KV_BYTES):
         rounds = [tiered.complete_all(REQUESTS) for _ in range(3)]
-    finally:
-        is_over.set()
-        changing.join()
-        segment.request(NAME, limit_bytes=KV_BYTES, wait_s=60)
     assert rounds == [expected] * 3
 
 

@@ -9,9 +9,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from under_tiers import board_of, disk_tier
 from vllm_server import BLOCK_TOKENS, KV_BYTES, PAGE_BYTES, Request, VllmServer
 
-from kvelastic import segment, tier_board
+from kvelastic import segment
 from kvelastic.tier_board_format import BoardFigures
 
 NAME = f"kvelastic_tiers_{os.getpid()}"
@@ -40,11 +41,8 @@ class TieredServer(VllmServer):
     ) -> None:
         folder.mkdir(mode=0o700, exist_ok=True)
         environment = {
-            "ENABLE_KVELASTIC": "true",
+            **disk_tier(folder),
             "KVELASTIC_IPC_NAME": NAME,
-            "KVELASTIC_TIERS": f"disk:{folder}:256M",
-            "KVELASTIC_TIER_LIMIT_SECONDS": "60",  # a busy machine drops nothing
-            "KVELASTIC_TIER_COMPARE": "false",  # nor finds that this model computes faster
             "KVELASTIC_MAX_CACHED_TOKENS": "-1",
             "KVELASTIC_SANITY_CHECK": "true",
             "VLLM_SERVER_DEV_MODE": "1",
@@ -86,10 +84,7 @@ class TieredServer(VllmServer):
         return text
 
     def board(self) -> BoardFigures:
-        """What the tiers say of themselves, half a second old at most."""
-        board = tier_board.read(segment.inspect(NAME))
-        assert board is not None
-        return board
+        return board_of(NAME)
 
     def evict(self) -> None:
         """A limit of one page, and back."""

@@ -31,6 +31,8 @@ STOP_DEADLINE_S = 60.0
 REQUEST_DEADLINE_S = 300.0
 PAGE_TOKENS = 32
 MAX_TOTAL_TOKENS = 16384
+IN_CHUNKS = ("--enable-mixed-chunk", "--chunked-prefill-size", str(4 * PAGE_TOKENS))
+"""Steps that compute a part of one prompt, and a token of each request that runs."""
 
 
 class Answer(NamedTuple):

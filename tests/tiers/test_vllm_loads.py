@@ -53,6 +53,10 @@ class Tiers:
         self.held: list[Match] = []
         self.loadings: list[Loading] = []
         self.refuses = False
+        self.compute_s: float | None = 0.5
+
+    def computed(self, blocks: int, seconds: float) -> None:
+        self.compute_s = seconds / blocks
 
     def match(self, keys: bytes, *, chain_after: bytes = NO_KEY) -> Match:
         wanted = [keys[at : at + KEY_BYTES] for at in range(0, len(keys), KEY_BYTES)]
@@ -214,11 +218,27 @@ def test_what_a_slow_load_has_brought_stays() -> None:
     loads.begin("quick", 2, tiers.match(key("a")), [6])
     slow, quick = tiers.loadings
     slow.arrived, quick.done = 0, True
-    loads.give_up_slow(0.5)
+    loads.give_up_slow()
     assert not slow.is_cancelled
     now_s[0] = 0.4
-    loads.give_up_slow(0.5)
+    loads.give_up_slow()
     assert (slow.is_cancelled, quick.is_cancelled) == (True, False)
+
+
+@pytest.mark.parametrize("compares", [True, False])
+def test_who_does_not_compare_waits_for_a_slow_load(compares: bool) -> None:
+    now_s = [0.0]
+    tiers = Tiers("a")
+    tiers.compute_s = None
+    loads = Loads(tiers, compares=compares, clock=lambda: now_s[0])
+    loads.computed(10, 1.0)
+    assert tiers.compute_s == (0.1 if compares else None)
+    loads.begin("slow", 1, tiers.match(key("a")), [4])
+    (loading,) = tiers.loadings
+    loading.arrived = 0
+    now_s[0] = 60.0
+    loads.give_up_slow()
+    assert loading.is_cancelled is compares
 
 
 def test_a_load_whose_records_have_arrived_waits_for_its_copies() -> None:
@@ -230,5 +250,5 @@ def test_a_load_whose_records_have_arrived_waits_for_its_copies() -> None:
     (loading,) = tiers.loadings
     loading.count = 0
     now_s[0] = 0.9
-    loads.give_up_slow(0.5)
+    loads.give_up_slow()
     assert not loading.is_cancelled

@@ -30,7 +30,6 @@ from sglang.srt.mem_cache.utils import compute_node_hash_values, get_storage_has
 from kvelastic.integration.sglang.kept_back import kept_back
 from kvelastic.tiers.base import KEY_BYTES, NO_KEY
 from kvelastic.tiers.loads import Load, Loads
-from kvelastic.tiers.policy import averaged
 
 if TYPE_CHECKING:
     from kvelastic.integration.sglang.allocator import ElasticPagedAllocator
@@ -74,10 +73,9 @@ class PrefixLoads:
         self._cache = cache
         self._tiers = tiers
         self._namespace = tiers.namespace
-        self._compares = compares
         self._sleep_wait_s = sleep_wait_s
         self._exit_wait_s = exit_wait_s
-        self._loads = Loads(tiers)
+        self._loads = Loads(tiers, compares=compares)
         self._waiting: dict[int, _Waiting] = {}
         """By the number of the load."""
         self._job_of: dict[str, int] = {}
@@ -87,7 +85,6 @@ class PrefixLoads:
         self._lacked: dict[str, int] = {}
         """Requests that were looked up and for whose prefixes there was no memory: tokens."""
         self._jobs = count()
-        self._compute_s: float | None = None
         self._keeps_copies = False
         cache.tree_blocks.keys_of = self._keys_of
         cache.prefix_loads = self
@@ -125,8 +122,7 @@ class PrefixLoads:
         """A step has computed so many tokens of prompts."""
         blocks = tokens // self._cache.page_size
         if blocks:
-            self._compute_s = averaged(self._compute_s, seconds / blocks)
-            self._tiers.computed(blocks, seconds)
+            self._loads.computed(blocks, seconds)
 
     def _begin_loads(self, queue: list[Any], most: int) -> list[Any]:
         """Look up what was not looked up yet; answers who is to be kept back.
@@ -225,8 +221,7 @@ class PrefixLoads:
 
     def _finish(self) -> None:
         """Put into the tree what has come."""
-        if self._compares:
-            self._loads.give_up_slow(self._compute_s)
+        self._loads.give_up_slow()
         for load in self._loads.take_finished():
             self._job_of.pop(load.request, None)
             waiting = self._waiting.pop(load.job, None)

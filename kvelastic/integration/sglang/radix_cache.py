@@ -85,14 +85,13 @@ class ElasticRadixCache(UnifiedRadixCache):  # type: ignore[misc]  # SGLang is u
         self.tree_blocks: TreeBlocks[Any] = TreeBlocks(self.blocks, self._ids_of)
         self.prefix_loads: PrefixLoads | None = None
         """What comes back from tiers; None: there are none."""
-        self._page_tokens = int(params.page_size)
         super().__init__(params)
         allocator.radix_cache = self
         self.blocks.on_changes = self._follow
 
     def _ids_of(self, node: Any) -> list[int]:
         slots = node.component_data[ComponentType.FULL].value
-        ids: list[int] = (slots[:: self._page_tokens] // self._page_tokens).tolist()
+        ids: list[int] = (slots[:: self.page_size] // self.page_size).tolist()
         return ids
 
     def _follow(self, changes: Changes) -> None:
@@ -105,7 +104,7 @@ class ElasticRadixCache(UnifiedRadixCache):  # type: ignore[misc]  # SGLang is u
     def _cut(self, node: Any, first: int) -> None:
         """Take the blocks from the `first` on out of the tree, and all that continues them."""
         if first:
-            self.tree_core._split_node(node.key, node, first * self._page_tokens)
+            self.tree_core._split_node(node.key, node, first * self.page_size)
         below = [node]
         for each in below:
             below.extend(each.children.values())

@@ -30,7 +30,6 @@ from kvelastic.integration.vllm.tier_lookups import Found, Lookups, MatchingTier
 from kvelastic.integration.vllm.tier_namespace import key_of
 from kvelastic.scheduling.starvation import NAP_S
 from kvelastic.tiers.loads import LoadingTiers, Loads
-from kvelastic.tiers.policy import averaged
 
 if TYPE_CHECKING:
     from kvelastic.integration.vllm.block_pool import ElasticBlockPool
@@ -64,9 +63,6 @@ class Tiers(MatchingTiers, LoadingTiers, Protocol):
     def clean_all(self, timeout_s: float) -> int:
         """Copy what is cached; answers how many blocks have no copy then. Blocks that long."""
 
-    def computed(self, blocks: int, seconds: float) -> None:
-        """The engine has computed so many blocks in so long."""
-
     def close(self) -> object:
         """Let go of everything. Repeatable."""
 
@@ -88,21 +84,18 @@ class EngineTiers:
         self, tiers: Tiers, *, sleep_wait_s: float, exit_wait_s: float, compares: bool
     ) -> None:
         """`sleep_wait_s` and `exit_wait_s` are how long a sleep and the engine's end wait at most
-        until what is cached is demoted; `compares`: the tiers hear how long computing takes.
+        until what is cached is demoted; `compares`: tiers are given up where computing is quicker.
         """
         self._tiers = tiers
-        self._compares = compares
         self._sleep_wait_s = sleep_wait_s
         self._exit_wait_s = exit_wait_s
         self._namespace = tiers.namespace
         self.lookups = Lookups(tiers, self.key_of)
-        self.loads = Loads(tiers)
+        self.loads = Loads(tiers, compares=compares)
         self._pool: ElasticBlockPool | None = None
         self._behind: deque[_Behind] = deque()
         self._wait: _Wait | None = None
         self._last_step_s = 0.0
-        self._compute_s: float | None = None
-        """What computing a block takes, seconds; None before one was measured."""
         self.sleeps = False
         """Whether the next reset of all caches is a sleep's, which keeps the tiers."""
         self._resets_for_sleep = False
@@ -165,7 +158,7 @@ class EngineTiers:
     def deliver(self, scheduler: Any) -> None:
         """Tell vLLM which loads are over."""
         self._begin_behind()
-        self._give_up_slow_loads()
+        self.loads.give_up_slow()
         if not self.loads.has_finished:
             return
         from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
@@ -187,10 +180,6 @@ class EngineTiers:
             scheduler._update_from_kv_xfer_finished(
                 KVConnectorOutput(finished_recving={load.request})
             )
-
-    def _give_up_slow_loads(self) -> None:
-        if self._compares:
-            self.loads.give_up_slow(self._compute_s)
 
     def _compute_rest(self, scheduler: Any, connector: Any, request: Any, leading: int) -> None:
         """Of several groups, or of windows, a part is worth nothing."""
@@ -258,7 +247,7 @@ class EngineTiers:
 
     def nap(self) -> bool:
         """Where `waits`, wait for a load a moment; whether to go on without a step."""
-        self._give_up_slow_loads()
+        self.loads.give_up_slow()
         return self._wait is not None and self._wait.nap()
 
     def step_has_run(self, output: Any) -> None:
@@ -267,11 +256,9 @@ class EngineTiers:
         Steps overlap: the time of one begins where the one before has ended.
         """
         blocks = output.total_num_scheduled_tokens // max(1, self._namespace.block_tokens)
-        if self._compares and blocks >= _LEAST_BLOCKS:
+        if blocks >= _LEAST_BLOCKS:
             began_s = max(output.kvelastic_made_s, self._last_step_s)
-            took_s = time.monotonic() - began_s
-            self._compute_s = averaged(self._compute_s, took_s / blocks)
-            self._tiers.computed(blocks, took_s)
+            self.loads.computed(blocks, time.monotonic() - began_s)
         self._last_step_s = time.monotonic()
 
     # --- resets ---------------------------------------------------------------------------------
