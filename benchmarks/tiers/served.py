@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import shared_files
-from vllm_server import BLOCK_TOKENS, Request, VllmServer
+from engine_server import Request
+from vllm_server import BLOCK_TOKENS, VllmServer
 
 from benchmarks.vllm.streams import stream_all
 from kvelastic import ledger, segment, tier_board

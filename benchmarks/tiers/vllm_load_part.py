@@ -18,7 +18,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import psutil
-from vllm_server import BLOCK_TOKENS, Request
+from engine_server import Request
+from vllm_server import BLOCK_TOKENS
 
 from benchmarks.harness import Figure
 from benchmarks.tiers.served import CACHE_BYTES, Served

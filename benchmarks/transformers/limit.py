@@ -18,9 +18,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import tiny_model
+from engine_server import Request
 from open_memfds import held_bytes
 from transformers_process import TransformersEngine
-from vllm_server import Request, VllmServer
+from vllm_server import VllmServer
 
 from benchmarks.harness import Figure
 from benchmarks.transformers.comparison import ELASTIC

@@ -19,7 +19,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import cast
 
-from vllm_server import Request
+from engine_server import Request
 
 TURN_DEADLINE_S = 900.0
 _EVENT = re.compile(rb"data: (\{.*?\})\r?\n\r?\n")

@@ -6,7 +6,8 @@ import os
 import time
 from dataclasses import dataclass
 
-from vllm_server import Request, VllmServer
+from engine_server import Request
+from vllm_server import VllmServer
 
 from benchmarks.vllm.servers import ORDER, Servers, mapped_bytes
 from benchmarks.vllm.streams import stream_all

@@ -8,7 +8,8 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, replace
 
-from vllm_server import BLOCK_TOKENS, Request
+from engine_server import Request
+from vllm_server import BLOCK_TOKENS
 
 PREFIX_TOKENS = 3 * BLOCK_TOKENS
 PREFIXES = 4

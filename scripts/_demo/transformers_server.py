@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from client import ask
+from engine_server import free_port, own_environment
 from killed_engines import kill_group
-from vllm_server import free_port, own_environment
 
 START_DEADLINE_S = 240.0
 STOP_DEADLINE_S = 60.0

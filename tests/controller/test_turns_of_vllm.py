@@ -11,9 +11,10 @@ from typing import Any
 
 import needs
 import pytest
+from engine_server import free_port
 from running import FAKES, Controller
 from under_tiers import disk_tier
-from vllm_server import BLOCK_TOKENS, VLLM, engine_environment, free_port
+from vllm_server import BLOCK_TOKENS, VLLM, engine_environment
 from waiting import until
 
 from kvelastic import segment

@@ -25,7 +25,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from asking_threads import AskingThreads
-from known_answers import Known, Server, Times, ask
+from engine_server import EngineServer
+from known_answers import Known, Times, ask
 
 from kvelastic import ledger, segment
 
@@ -47,7 +48,7 @@ class Clients(AskingThreads):
     """Ask whatever server there is, all the time."""
 
     known: Sequence[Known]
-    server: Server | None = None
+    server: EngineServer | None = None
     counts: Counter[str] = field(default_factory=Counter)
     aborts: Times = field(default_factory=Times)
     """When the operator had requests aborted: only then may answers be cut short."""
@@ -77,7 +78,7 @@ class Clients(AskingThreads):
             if pick.random() < 0.1:
                 self._done.wait(pick.random())
 
-    def _ask(self, server: Server, known: Known) -> None:
+    def _ask(self, server: EngineServer, known: Known) -> None:
         sent_s = time.monotonic()
         try:
             answer = ask(server, known)
@@ -120,7 +121,9 @@ class Operator(ABC):
     KV_BYTES: int
     """What the cache may hold without a limit."""
 
-    def __init__(self, server: Server, name: str, clients: Clients, pick: random.Random) -> None:
+    def __init__(
+        self, server: EngineServer, name: str, clients: Clients, pick: random.Random
+    ) -> None:
         self.server = server
         self.name = name
         self.clients = clients

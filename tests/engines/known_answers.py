@@ -9,25 +9,9 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
-from vllm_server import Request
-
-
-class Server(Protocol):
-    """A real engine: `VllmServer` or `SglangServer`."""
-
-    def complete(self, request: Request) -> list[int]:
-        """The tokens; fewer than asked for where the request was aborted."""
-
-    def complete_all(self, requests: Sequence[Request]) -> list[list[int]]:
-        """All at once."""
-
-    def stop(self) -> int:
-        """As an operator ends it; its exit status."""
-
-    def decided(self, request: Request) -> Request:
-        """The same request, ended before the first token that rounding decides."""
+from engine_server import EngineServer, Request
 
 
 class Known(NamedTuple):
@@ -53,13 +37,13 @@ class Answered(NamedTuple):
         return self.tokens == self.known.tokens[: len(self.tokens)]
 
 
-def ask(server: Server, known: Known) -> Answered:
+def ask(server: EngineServer, known: Known) -> Answered:
     sent_s = time.monotonic()
     tokens = server.complete(known.request)
     return Answered(known, tokens, sent_s, time.monotonic())
 
 
-def know(stock: Server, requests: Sequence[Request]) -> list[Known]:
+def know(stock: EngineServer, requests: Sequence[Request]) -> list[Known]:
     """Requests with stock's answers, each as far as nothing but the prompt decides it."""
     with ThreadPoolExecutor(16) as threads:
         ended = list(threads.map(stock.decided, requests))

@@ -31,6 +31,7 @@ from chaos import (
     live_and_die,
     report,
 )
+from engine_server import Request
 from known_answers import Known, know
 from open_memfds import held_bytes
 from sglang_pair import (
@@ -43,7 +44,7 @@ from sglang_pair import (
     check_log,
 )
 from sglang_server import IN_CHUNKS, MAX_TOTAL_TOKENS, PAGE_TOKENS, SglangServer
-from vllm_server import Request, make_requests
+from vllm_server import make_requests
 
 from kvelastic import segment
 

@@ -18,13 +18,13 @@ import needs
 import pytest
 from bad_disk import OverDisk
 from chaos import SEED, Clients, disturb_for, report
+from engine_server import Request
 from known_answers import Known
 from sglang_pair import check_log
 from sglang_server import IN_CHUNKS, PAGE_TOKENS, Answer, SglangServer
 from test_sglang_chaos import SglangOperator
 from transformers_process import make_prompts
 from under_tiers import board_of, changing_limits, disk_tier
-from vllm_server import Request
 from waiting import stopped_once, until
 
 from kvelastic import segment

@@ -15,9 +15,10 @@ from pathlib import Path
 
 import needs
 import pytest
+from engine_server import Request
 from sglang_server import SglangServer
 from transformers_process import TransformersEngine, make_prompts
-from vllm_server import Request, VllmServer
+from vllm_server import VllmServer
 
 from kvelastic import ledger, segment
 

@@ -6,7 +6,8 @@ import os
 from pathlib import Path
 
 import pytest
-from vllm_server import PAGE_BYTES, Request, VllmServer, make_requests
+from engine_server import Request
+from vllm_server import PAGE_BYTES, VllmServer, make_requests
 
 from kvelastic import ledger, segment
 

@@ -12,8 +12,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from engine_server import Request
 from memory_cgroup import MemoryCgroup
-from vllm_server import Request, VllmServer, make_requests
+from vllm_server import VllmServer, make_requests
 
 from kvelastic import ledger, segment
 

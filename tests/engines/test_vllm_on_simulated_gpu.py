@@ -16,8 +16,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from engine_server import Request
 from simulated_machine import SimulatedMachine
-from vllm_server import PAGE_BYTES, Request, VllmServer, make_requests
+from vllm_server import PAGE_BYTES, VllmServer, make_requests
 from waiting import until
 
 from kvelastic import ledger, segment

@@ -13,12 +13,11 @@ from pathlib import Path
 
 import psutil
 import pytest
+from engine_server import START_DEADLINE_S, Request
 from killed_engines import kill_group
 from simulated_machine import SimulatedMachine
 from vllm_server import (
     PAGE_BYTES,
-    START_DEADLINE_S,
-    Request,
     VllmServer,
     engine_environment,
     make_requests,

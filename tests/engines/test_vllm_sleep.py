@@ -7,8 +7,9 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from engine_server import Request
 from ledger_instance import Instance
-from vllm_server import Request, VllmServer, make_requests, worker_memory_bytes
+from vllm_server import VllmServer, make_requests, worker_memory_bytes
 from waiting import stopped_once
 
 from kvelastic import ledger, segment

@@ -87,7 +87,7 @@ def test_an_adapter_of_other_contents_finds_nothing(first, model, answers) -> No
     write_adapter(model, 2)
     assert first.ask(FIRST, model=ADAPTER) == Answer(adapted.tokens, 0, 0)
     loading = {"lora_name": ADAPTER, "lora_path": str(adapter_of(model)), "load_inplace": True}
-    first.post_json("/v1/load_lora_adapter", loading)
+    first.post("/v1/load_lora_adapter", **loading)
     changed = first.ask(FIRST, model=ADAPTER)
     assert changed.own == changed.loaded == 0
     assert changed.tokens not in (adapted.tokens, answers["base"])
@@ -154,7 +154,7 @@ def test_other_weights_under_the_same_path_find_nothing(model, log_folder, folde
         # In place: the records of the weights before are there, and not found.
         put_to_sleep_and_wake(server)
         rewrite_weights(model, 1.0 / 1.5)
-        server.post_json("/collective_rpc", {"method": "reload_weights"})
+        server.post("/collective_rpc", method="reload_weights")
         answer = server.ask(FIRST)
         assert answer.own == answer.loaded == 0
         assert answer.tokens == answers["base"]

@@ -8,14 +8,8 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from vllm_server import (
-    KV_BYTES,
-    PAGE_BYTES,
-    Request,
-    make_requests,
-    worker_memory_bytes,
-    zero_worker_memory,
-)
+from engine_server import Request
+from vllm_server import KV_BYTES, PAGE_BYTES, make_requests, worker_memory_bytes, zero_worker_memory
 
 from kvelastic import segment
 

@@ -13,7 +13,8 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from vllm_server import REQUEST_DEADLINE_S, Request, VllmServer, make_requests
+from engine_server import REQUEST_DEADLINE_S, Request
+from vllm_server import VllmServer, make_requests
 
 from kvelastic import ledger, segment
 

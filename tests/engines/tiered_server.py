@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import http.client
-import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from engine_server import Request
 from under_tiers import board_of, disk_tier
-from vllm_server import BLOCK_TOKENS, KV_BYTES, PAGE_BYTES, Request, VllmServer
+from vllm_server import BLOCK_TOKENS, KV_BYTES, PAGE_BYTES, VllmServer
 
 from kvelastic import segment
 from kvelastic.tier_board_format import BoardFigures
@@ -59,29 +58,9 @@ class TieredServer(VllmServer):
         return Answer(tokens, *(int(after[name] - before[name]) for name in names))
 
     def complete_as(self, request: Request, **fields: Any) -> list[int]:
-        body = {
-            "model": "m",
-            "prompt": request.prompt,
-            "max_tokens": request.max_tokens,
-            "temperature": 0,
-            "ignore_eos": True,
-            "return_token_ids": True,
-            **fields,
-        }
-        (choice,) = json.loads(self.post_json("/v1/completions", body))["choices"]
+        (choice,) = self._choices(request.prompt, request.max_tokens, **fields)
         tokens: list[int] = choice["token_ids"]
         return tokens
-
-    def post_json(self, path: str, body: dict[str, Any]) -> bytes:
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=300)
-        try:
-            connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
-            response = connection.getresponse()
-            text = response.read()
-        finally:
-            connection.close()
-        assert response.status == 200, text
-        return text
 
     def board(self) -> BoardFigures:
         return board_of(NAME)

@@ -13,7 +13,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from vllm_server import BLOCK_TOKENS, KV_BYTES, Request, VllmServer
+from engine_server import Request
+from vllm_server import BLOCK_TOKENS, KV_BYTES, VllmServer
 
 pytestmark = [pytest.mark.timeout(900), pytest.mark.engine]
 

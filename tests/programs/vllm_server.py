@@ -8,41 +8,24 @@ with VllmServer(model, log_folder, {"ENABLE_KVELASTIC": "true"}) as server:
 from __future__ import annotations
 
 import contextlib
-import http.client
 import json
 import os
 import random
 import re
-import signal
-import socket
-import subprocess
 import sys
-import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import psutil
-from killed_engines import LeftBehind
+from engine_server import DECIDED, EngineServer, Request, free_port, own_environment
 
 VLLM = Path(sys.executable).with_name("vllm")
-START_DEADLINE_S = 420.0
-"""20 s where the machine has what vLLM imports in memory; minutes where it has to read it."""
-STOP_DEADLINE_S = 60.0
-REQUEST_DEADLINE_S = 300.0
 BLOCK_TOKENS = 32
 MAX_MODEL_TOKENS = 1024
 PAGE_BYTES = 2 << 20
-DECIDED = 1e-4
-"""Of log probabilities: the tiny model's logits are known to a millionth or so."""
 KV_BYTES = 64 << 20
 """1024 blocks of 64 KiB, in pages of 2 MiB."""
-
-
-class Request(NamedTuple):
-    prompt: list[int]
-    max_tokens: int
 
 
 def make_requests(count: int, seed: int, *, shortest: int = 8, longest: int = 300) -> list[Request]:
@@ -56,23 +39,15 @@ def make_requests(count: int, seed: int, *, shortest: int = 8, longest: int = 30
     return requests
 
 
-def own_environment() -> dict[str, str]:
-    """The tests' own environment without kvelastic's variables."""
-    return {
-        name: value
-        for name, value in os.environ.items()
-        if name == "KVELASTIC_LEDGER"  # the run's own
-        or not name.startswith(("KVELASTIC_", "KVCACHED_", "ENABLE_KV"))
-    }
-
-
 def engine_environment(**extra: str) -> dict[str, str]:
-    """The same, and what vLLM needs offline."""
+    """The tests' own without kvelastic's variables, and what vLLM needs offline."""
     offline = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_CI_ENV": "1"}
     return {**own_environment(), **offline, **extra}
 
 
-class VllmServer:
+class VllmServer(EngineServer):
+    ENGINE = "vLLM"
+
     def __init__(
         self,
         model: Path,
@@ -82,57 +57,25 @@ class VllmServer:
         under: Sequence[str] = (),
     ) -> None:
         """`under` is the command of a program that runs the server's."""
-        self.log = log
-        self.port = free_port()
+        port = free_port()
         command = [
             *under,
             str(VLLM), "serve", str(model), "--served-model-name", "m", "--dtype", "float32",
-            "--host", "127.0.0.1", "--port", str(self.port), "--enforce-eager",
+            "--host", "127.0.0.1", "--port", str(port), "--enforce-eager",
             "--max-model-len", str(MAX_MODEL_TOKENS), "--max-num-seqs", "16",
             "--block-size", str(BLOCK_TOKENS), "--kv-cache-memory-bytes", str(KV_BYTES),
             *arguments,
         ]  # fmt: skip
-        with log.open("wb") as output:
-            self.process = subprocess.Popen(
-                command,
-                env=engine_environment(**(environment or {})),
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-        self._seen: dict[int, psutil.Process] = {}
+        super().__init__(command, engine_environment(**(environment or {})), log, port)
         self._refusals: list[tuple[int, int]] = []
-        self._left = LeftBehind()
-
-    def __enter__(self) -> VllmServer:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.kill()
 
     # --- life ---------------------------------------------------------------------------------
 
-    def wait_until_ready(self) -> VllmServer:
-        deadline = time.monotonic() + START_DEADLINE_S
-        while time.monotonic() < deadline:
-            if self.process.poll() is not None:
-                raise AssertionError(f"vllm ended with {self.process.returncode}: {self.tail()}")
-            with contextlib.suppress(OSError, http.client.HTTPException):
-                if self.request("/health")[0] == 200:
-                    self.processes()
-                    return self
-            time.sleep(0.1)
-        raise AssertionError(f"vllm was not ready in {START_DEADLINE_S} s: {self.tail()}")
-
     def processes(self) -> dict[str, psutil.Process]:
-        """`api`, `core`, `worker` (with several: `worker0`, `worker1`, too, by rank).
-
-        Also remembers them, and what memory they share, to see later that they are gone.
-        """
-        api, *children = self._left.note(self.process.pid)
+        """`api`, `core`, `worker` (with several: `worker0`, `worker1`, too, by rank)."""
+        api, *children = self.family()
         found = {"api": api}
         for child in children:
-            self._seen[child.pid] = child
             with contextlib.suppress(psutil.Error):
                 line = " ".join(child.cmdline())
                 if "EngineCore" in line:
@@ -143,46 +86,16 @@ class VllmServer:
                         found[f"worker{rank[1]}"] = child
         return found
 
-    def stop(self) -> int:
-        """SIGTERM to the server, as an operator does it; answers its exit status."""
-        self.processes()
-        self.process.send_signal(signal.SIGTERM)
-        self.process.wait(STOP_DEADLINE_S)
-        self.wait_until_gone()
-        return self.process.returncode
-
-    def wait_until_gone(self) -> None:
-        """Return once the server and every process that `processes` saw has ended."""
-        self.process.wait(STOP_DEADLINE_S)
-        _, alive = psutil.wait_procs(list(self._seen.values()), timeout=STOP_DEADLINE_S)
-        assert not alive, f"still there: {alive}; {self.tail()}"
-
-    def kill(self) -> None:
-        """SIGKILL to every process of the server. Safe at any time."""
-        if self.process.poll() is None:
-            self.processes()
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        for child in self._seen.values():
-            with contextlib.suppress(psutil.Error):
-                child.kill()
-        self.process.wait(STOP_DEADLINE_S)
-        psutil.wait_procs(list(self._seen.values()), timeout=STOP_DEADLINE_S)
-        self._left.remove()
-
-    def tail(self, characters: int = 6000) -> str:
-        return self.log.read_text(errors="replace")[-characters:]
-
     @contextlib.contextmanager
     def refusing(self) -> Iterator[None]:
         """What is asked for in the body is refused: vLLM logs that with where it was raised."""
-        start = len(self.log.read_text(errors="replace"))
+        start = len(self.text())
         yield
-        self._refusals.append((start, len(self.log.read_text(errors="replace"))))
+        self._refusals.append((start, len(self.text())))
 
     def log_but_for_refusals(self) -> str:
         """The log without what was logged under `refusing`."""
-        text = self.log.read_text(errors="replace")
+        text = self.text()
         for start, end in reversed(self._refusals):
             text = text[:start] + text[end:]
         return text
@@ -199,11 +112,6 @@ class VllmServer:
         return self._complete([request.prompt for request in requests], max_tokens)
 
     def decided(self, request: Request) -> Request:
-        """The same request, ended before the first token that rounding decides.
-
-        Its best two tokens are so close that the order of a sum settles which it is, and that
-        depends on what is computed beside it.
-        """
         (choice,) = self._choices(request.prompt, request.max_tokens, logprobs=2)
         for count, best in enumerate(choice["logprobs"]["top_logprobs"]):
             second, first = sorted(best.values())[-2:]
@@ -217,44 +125,16 @@ class VllmServer:
     def _choices(
         self, prompt: list[int] | list[list[int]], max_tokens: int, **further: Any
     ) -> list[dict[str, Any]]:
-        body = json.dumps(
-            {
-                "model": "m",
-                "prompt": prompt,
-                "max_tokens": max_tokens,
-                "temperature": 0,
-                "ignore_eos": True,
-                "return_token_ids": True,
-                **further,
-            }
-        )
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=REQUEST_DEADLINE_S)
-        try:
-            connection.request(
-                "POST", "/v1/completions", body, {"Content-Type": "application/json"}
-            )
-            response = connection.getresponse()
-            text = response.read()
-        finally:
-            connection.close()
-        assert response.status == 200, text
-        return sorted(json.loads(text)["choices"], key=lambda choice: int(choice["index"]))
-
-    def complete_all(self, requests: Sequence[Request], at_once: int = 16) -> list[list[int]]:
-        with ThreadPoolExecutor(at_once) as threads:
-            return list(threads.map(self.complete, requests))
+        parameters = {"temperature": 0, "ignore_eos": True, "return_token_ids": True}
+        body = {"model": "m", "prompt": prompt, "max_tokens": max_tokens, **parameters, **further}
+        choices = json.loads(self.post("/v1/completions", **body))["choices"]
+        return sorted(choices, key=lambda choice: int(choice["index"]))
 
     def metrics(self) -> dict[str, float]:
         """vLLM's own figures by name, without labels."""
         text = self.request("/metrics")[1].decode()
         found = re.findall(r"^vllm:(\w+)\{[^}]*\} (\S+)$", text, re.MULTILINE)
         return {name: float(value) for name, value in found}
-
-    def post(self, path: str) -> bytes:
-        """Ask for something that has no body, `/sleep?level=1` say; the answer must be 200."""
-        status, text = self.request(path, "POST", REQUEST_DEADLINE_S)
-        assert status == 200, text
-        return text
 
     def connections(self) -> int:
         """How many clients are connected."""
@@ -265,16 +145,6 @@ class VllmServer:
         """What vLLM itself says."""
         sleeping: bool = json.loads(self.request("/is_sleeping")[1])["is_sleeping"]
         return sleeping
-
-    def request(self, path: str, method: str = "GET", timeout_s: float = 10) -> tuple[int, bytes]:
-        """Ask without a body; the status and what was answered."""
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=timeout_s)
-        try:
-            connection.request(method, path)
-            response = connection.getresponse()
-            return response.status, response.read()
-        finally:
-            connection.close()
 
 
 def worker_memory_bytes(worker: psutil.Process) -> int:
@@ -313,13 +183,3 @@ def _arena_file(worker: psutil.Process, flags: int) -> Any:
         yield fd
     finally:
         os.close(fd)
-
-
-def free_port() -> int:
-    """A port that nobody has, and that the system gives to nobody: vLLM takes it a minute later."""
-    first_given = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
-    while True:
-        port = random.randrange(first_given // 2, first_given)
-        with contextlib.suppress(OSError), socket.socket() as probe:
-            probe.bind(("127.0.0.1", port))
-            return port

@@ -159,8 +159,9 @@ def _waits(scheduler: Any) -> bool:
 def _retract_chunked(scheduler: Any, running_batch: Any) -> None:
     """A prompt that has begun, and cannot go on although nothing runs, waits without its memory.
 
-    It may be that over the limit; and two instances would wait for each other, each with half a
-    prompt. What is computed of it is in the tree. SGLang does the same where it is paused.
+    With it, a limit below what it holds would never be met, and two instances with half a prompt
+    each would wait for each other. What is computed of it stays in the tree. SGLang itself does the
+    same in a pause.
     """
     from sglang.srt.managers.schedule_batch import retract_all
 
