@@ -405,8 +405,9 @@ def test_how_it_looks(
         page.picture(tmp_path / f"{scheme}-{width}.png")
         assert (tmp_path / f"{scheme}-{width}.png").stat().st_size > 10_000
         assert not page.has_overflow()
-        names = page.page.locator(".legend tbody th")
-        assert min(name.bounding_box()["width"] for name in names.all()) > 60, "squeezed out"
+        names = page.page.locator(".legend tbody th")  # drawn anew all the time: measured at once
+        widths = names.evaluate_all("all => all.map((one) => one.getBoundingClientRect().width)")
+        assert min(widths) > 60, "squeezed out"
         assert page.pale() == []
         assert page.unnamed() == []
         ground = page.page.evaluate("getComputedStyle(document.body).backgroundColor")
