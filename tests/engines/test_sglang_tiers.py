@@ -40,6 +40,8 @@ SHORT_S = 12.0
 NAME = f"kvsgl_tiers_{os.getpid()}"
 PROMPTS = make_prompts(12, seed=23, shortest=150, longest=300, shared_tokens=2 * PAGE_TOKENS)
 NEW_TOKENS = 16
+NO_MEMORY_FOR_REST = "no memory for the rest of prompt"
+"""What the log says where a prompt that has begun gives its memory up."""
 
 
 class TieredServer(SglangServer):
@@ -187,6 +189,7 @@ def test_a_prompt_in_chunks_goes_on_where_its_rest_just_fits(again) -> None:
         assert again.generate(prompt, NEW_TOKENS).tokens == expected
     finally:
         again.limit(KV_BYTES)
+    assert NO_MEMORY_FOR_REST not in again.text(), "rounds without a chunk mean nothing"
 
 
 def test_a_prompt_that_has_begun_gives_its_memory_up_and_goes_on_later(again) -> None:
@@ -201,7 +204,7 @@ def test_a_prompt_that_has_begun_gives_its_memory_up_and_goes_on_later(again) ->
 
         with stopped_once(again.scheduler(), one_has_begun, "a prompt has begun"):
             segment.request(NAME, limit_bytes=PAGE_BYTES)
-        until(lambda: "no memory for the rest of prompt" in again.text(), "it waits")
+        until(lambda: NO_MEMORY_FOR_REST in again.text(), "it waits")
         assert segment.request(NAME, asleep=True, wait_s=60).state == "applied"
         assert segment.inspect(NAME).usage["mapped_bytes"] == 0
         assert segment.request(NAME, asleep=False, wait_s=60).state == "applied"

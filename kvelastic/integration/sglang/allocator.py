@@ -40,6 +40,9 @@ class ElasticPagedAllocator(PagedTokenToKVPoolAllocator):  # type: ignore[misc] 
     radix_cache: ElasticRadixCache | None = None
     """The tree whose blocks come from here, once there is one."""
 
+    prefill_budget: ElasticPrefillBudget | None = None
+    """The present round's; None: it has not looked for a prefill."""
+
     late_releases: LateReleases
     """What the scheduler has still to release."""
 
@@ -165,9 +168,10 @@ class ElasticPagedAllocator(PagedTokenToKVPoolAllocator):  # type: ignore[misc] 
         self, tree_cache: Any, *, num_mixed_decode_tokens: int = 0
     ) -> ElasticPrefillBudget:
         """What one prefill may take."""
-        return ElasticPrefillBudget(
+        self.prefill_budget = ElasticPrefillBudget(
             self, tree_cache, num_mixed_decode_tokens=num_mixed_decode_tokens
         )
+        return self.prefill_budget
 
     def evict_to_free_tokens(self, tree_cache: Any, num_tokens: int) -> None:
         """Evict from the radix cache until `num_tokens` can be had, or nothing is left to evict."""
@@ -202,8 +206,8 @@ class ElasticPrefillBudget(PrefillBudget):  # type: ignore[misc]  # SGLang is un
 
     allocator: ElasticPagedAllocator
 
-    _chunk_waits = False
-    """Whether a prompt that has begun waits; then nobody else is admitted in this round.
+    chunk_waits = False
+    """Whether a prompt that has begun waits for memory; then nobody else is admitted in this round.
 
     SGLang takes its next chunk for a part of whatever batch it makes then, and drops as many first
     tokens of the answer as there were batches too many.
@@ -242,10 +246,10 @@ class ElasticPrefillBudget(PrefillBudget):  # type: ignore[misc]  # SGLang is un
         tokens = extend_input_len if extend_input_len <= room else whole_pages
         if tokens > 0 and self._have(self.ceil_paged_tokens(tokens)):
             return tokens
-        self._chunk_waits = True
+        self.chunk_waits = True
         return None
 
     def _have(self, tokens: int) -> bool:
-        return not self._chunk_waits and self.allocator.have(
+        return not self.chunk_waits and self.allocator.have(
             self.current_offset + tokens, self.tree_cache
         )

@@ -117,10 +117,12 @@ def get_next_batch(
     a release that has to wait. Where requests only wait, for memory or for a load, its loop naps
     until some has come, instead of spinning.
     """
-    blocks, cache = _allocator(scheduler).blocks, _radix_cache(scheduler)
+    allocator, cache = _allocator(scheduler), _radix_cache(scheduler)
+    blocks = allocator.blocks
     seen, given_back = blocks.arrivals, blocks.given_back  # before it looks
     loads = cache.prefix_loads
-    behind = _allocator(scheduler).late_releases.behind(scheduler)
+    behind = allocator.late_releases.behind(scheduler)
+    allocator.prefill_budget = None
     with blocks.session():
         with (
             kept_back(scheduler, behind),
@@ -128,7 +130,8 @@ def get_next_batch(
         ):
             plan = original(scheduler, running_batch=running_batch, last_batch=last_batch)
         is_idle = plan.batch_to_run is None and last_batch is None
-        if is_idle and scheduler.chunked_req is not None and plan.running_batch.is_empty():
+        budget = allocator.prefill_budget
+        if is_idle and budget is not None and budget.chunk_waits:
             _retract_chunked(scheduler, plan.running_batch)
         cache.tree_blocks.settle()
     gave_back = blocks.given_back != given_back  # there may be room for one of them now
