@@ -14,6 +14,7 @@ from pathlib import Path
 
 from chaos import Operator
 from slow_disk import SlowDisk
+from under_tiers import board_of
 
 from kvelastic import segment, tier_board
 from kvelastic.tier_board_format import TierRequest
@@ -56,8 +57,7 @@ class OverDisk(Operator):
 
     def do_something(self) -> None:
         super().do_something()
-        board = tier_board.read(segment.inspect(self.name))
-        assert board is not None
+        board = board_of(self.name)
         self.clients.counts["blocks loaded"] += board.blocks.loaded - self._loaded
         self._loaded = board.blocks.loaded
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import subprocess
-
 import needs
 import pytest
-from sglang_server import sglang_environment
+from sglang_server import run_in_sglang
 
 pytestmark = [needs.sglang, pytest.mark.timeout(300)]
 
@@ -42,15 +40,7 @@ print(chunk(budget, 500), small(budget))
 
 def test_while_a_begun_prompt_waits_nobody_is_admitted_before_it() -> None:
     """Else SGLang drops the first token of its answer: it counts chunks by the batches it makes."""
-    done = subprocess.run(
-        [needs.SGLANG_PYTHON, "-c", PROGRAM],
-        env=sglang_environment(),
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    chunks, alone, waits, behind, the_next_round = done.stdout.splitlines()[-5:]
+    chunks, alone, waits, behind, the_next_round = run_in_sglang(PROGRAM, 5)
     assert chunks == "[20, 33, 64, 64, 64]", "as much as there is, and no more than is left"
     assert alone == "(True, True)"
     assert (waits, behind) == ("None", "(False, False)")

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import needs
 import pytest
 from changed_engine import outcomes_of
-from sglang_server import command_of, sglang_environment
+from sglang_server import command_of, run_in_sglang, sglang_environment
 
 from kvelastic.errors import UnsupportedEngineError
 from kvelastic.integration.sglang.refusals import COVERED, ends_process, refuse_arguments
@@ -133,15 +133,7 @@ look(ours, tree=UnifiedRadixCache)
 look(ours, swa=True)
 look(ours, ssm=True)
 """
-    done = subprocess.run(
-        [needs.SGLANG_PYTHON, "-c", program],
-        env=sglang_environment(),
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE_S,
-    )
-    assert done.returncode == 0, done.stderr
-    ours, mla, allocator, tree, windows, states = done.stdout.splitlines()[-6:]
+    ours, mla, allocator, tree, windows, states = run_in_sglang(program, 6)
     assert ours == "covered"
     assert "a KV cache of the kind MLATokenToKVPool" in mla
     assert "whose pages come from PagedTokenToKVPoolAllocator" in allocator

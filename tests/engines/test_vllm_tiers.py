@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from asking_threads import beside
 from simulated_machine import SimulatedMachine
 from tiered_server import NAME, Answer, TieredServer, check_found
 from under_tiers import changing_limits
@@ -50,9 +51,8 @@ def tiered(
 @contextmanager
 def disturbed(server: TieredServer) -> Iterator[None]:
     """In the body clients leave, caches are reset, and the engine sleeps and wakes."""
-    is_over = threading.Event()
 
-    def disturb() -> None:
+    def disturb(is_over: threading.Event) -> None:
         body = {"model": "m", "prompt": REQUESTS[1].prompt, "max_tokens": 50, "stream": True}
         while not is_over.is_set():
             leaving = http.client.HTTPConnection("127.0.0.1", server.port, timeout=300)
@@ -65,13 +65,8 @@ def disturbed(server: TieredServer) -> Iterator[None]:
             server.post("/sleep?level=1&mode=wait")
             server.post("/wake_up")
 
-    disturbing = threading.Thread(target=disturb)
-    disturbing.start()
-    try:
+    with beside(disturb):
         yield
-    finally:
-        is_over.set()
-        disturbing.join()
 
 
 def test_after_a_limit_of_one_page_nothing_is_computed_again(tiered, expected) -> None:

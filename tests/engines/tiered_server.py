@@ -52,15 +52,10 @@ class TieredServer(VllmServer):
     def ask(self, request: Request, **fields: Any) -> Answer:
         """`fields` of the request besides, `model` say."""
         before = self.metrics()
-        tokens = self.complete_as(request, **fields) if fields else self.complete(request)
+        (choice,) = self._choices(request.prompt, request.max_tokens, **fields)
         after = self.metrics()
         names = ("prefix_cache_hits_total", "external_prefix_cache_hits_total")
-        return Answer(tokens, *(int(after[name] - before[name]) for name in names))
-
-    def complete_as(self, request: Request, **fields: Any) -> list[int]:
-        (choice,) = self._choices(request.prompt, request.max_tokens, **fields)
-        tokens: list[int] = choice["token_ids"]
-        return tokens
+        return Answer(choice["token_ids"], *(int(after[name] - before[name]) for name in names))
 
     def board(self) -> BoardFigures:
         return board_of(NAME)

@@ -1,11 +1,29 @@
-"""Threads that ask a server all the time, until the test has seen enough."""
+"""Threads that ask a server all the time, until the test has seen enough.
+
+with beside(ask_until):     # ask_until(is_over) in a thread: it ends soon after is_over is set
+    ...
+"""
 
 from __future__ import annotations
 
 import random
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+
+
+@contextmanager
+def beside(work: Callable[[threading.Event], None]) -> Iterator[None]:
+    """In the body a thread is at work; it is told of the body's end, and waited for."""
+    is_over = threading.Event()
+    thread = threading.Thread(target=work, args=(is_over,))
+    thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        thread.join()
 
 
 class AskingThreads(ABC):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import re
+import subprocess
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -17,12 +18,23 @@ from typing import Any, NamedTuple
 
 import needs
 import psutil
-from engine_server import DECIDED, EngineServer, Request, free_port, own_environment
+from engine_server import (
+    DECIDED,
+    START_DEADLINE_S,
+    EngineServer,
+    Request,
+    free_port,
+    own_environment,
+)
 
 PAGE_TOKENS = 32
 MAX_TOTAL_TOKENS = 16384
-IN_CHUNKS = ("--enable-mixed-chunk", "--chunked-prefill-size", str(4 * PAGE_TOKENS))
-"""Steps that compute a part of one prompt, and a token of each request that runs."""
+IN_CHUNKS = (
+    "--enable-mixed-chunk", "--chunked-prefill-size", str(4 * PAGE_TOKENS),
+    "--prefill-decode-interval", "3",
+)  # fmt: skip
+"""Steps that compute a part of one prompt, and a token of each request that runs; some in between
+compute none, also where nothing runs."""
 
 
 class Answer(NamedTuple):
@@ -40,6 +52,23 @@ def sglang_environment(**extra: str) -> dict[str, str]:
         "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1",
     }
     return {**own_environment(), **here, **extra}
+
+
+def run_in_sglang(program: str, lines: int) -> list[str]:
+    """The last lines that a Python program prints in SGLang's environment; it ends without error.
+
+    What SGLang prints while it is imported stands above them.
+    """
+    done = subprocess.run(
+        [needs.SGLANG_PYTHON, "-c", program],
+        env=sglang_environment(),
+        capture_output=True,
+        text=True,
+        timeout=START_DEADLINE_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()[-lines:]
 
 
 def command_of(model: Path, port: int | str, arguments: Sequence[str] = ()) -> list[str]:

@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from asking_threads import beside
+
 from kvelastic import segment, tier_board
 from kvelastic.tier_board_format import BoardFigures
 
@@ -35,20 +37,16 @@ def board_of(name: str) -> BoardFigures:
 @contextmanager
 def changing_limits(name: str, page_bytes: int, at_last_bytes: int) -> Iterator[None]:
     """In the body the instance has another limit every 50 ms, of 1 to 30 pages."""
-    is_over = threading.Event()
 
-    def change() -> None:
+    def change(is_over: threading.Event) -> None:
         pages = 1
         while not is_over.is_set():
             pages = pages * 3 % 31 or 1
             segment.request(name, limit_bytes=pages * page_bytes)
             is_over.wait(0.05)
 
-    changing = threading.Thread(target=change)
-    changing.start()
     try:
-        yield
+        with beside(change):
+            yield
     finally:
-        is_over.set()
-        changing.join()
         segment.request(name, limit_bytes=at_last_bytes, wait_s=90)
