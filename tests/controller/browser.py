@@ -14,7 +14,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import needs
-from waiting import until
+from waiting import wait_until
 
 _PALE = """() => {
   const rgb = (text) => text.match(/[\\d.]+/g).map(Number);
@@ -89,10 +89,10 @@ class Shown:
             self.problems.append(f"asked elsewhere: {request.url}")
         self.asked.append((request.method, parts.path))
 
-    def until(self, script: str, argument: Any = None) -> None:
+    def wait_until(self, script: str, argument: Any = None) -> None:
         """Wait until an expression of the page is true. The page's policy has no eval, so it is
         asked from outside."""
-        until(lambda: self.page.evaluate(script, argument))
+        wait_until(lambda: self.page.evaluate(script, argument))
 
     def row(self, model: str) -> Any:
         """A model's row."""

@@ -16,9 +16,9 @@ from typing import Any
 
 import aiohttp
 import pytest
+from ports import free_port
 from running import FAKES, Controller, Engine, config_for
-from test_launch import free_port
-from waiting import until
+from waiting import wait_until
 
 
 @pytest.mark.parametrize(
@@ -64,7 +64,7 @@ def test_streams_cut_by_their_clients_leave_nothing(count: int) -> None:
         # A second is what is promised; the short run may share its machine with anything.
         within_s = 1.0 if count == 10_000 else 10.0
         ended_s = time.monotonic()
-        until(lambda: engine.state()["in_flight"] == 0 and left() == before, within_s)
+        wait_until(lambda: engine.state()["in_flight"] == 0 and left() == before, within_s)
         print(f"nothing left after {time.monotonic() - ended_s:.3f} s: {left()}")
         assert not [line for line in front.lines if "Traceback" in line]
         assert front.complete().status_code == 200
@@ -151,13 +151,13 @@ def test_engines_that_die_under_load_leave_nobody_without_an_answer(
             )
 
     with Controller({"models": models, "sleep": {"min_sleep": 0}}) as front:
-        until(lambda: front.state("m0") == front.state("m1") == "awake")
+        wait_until(lambda: front.state("m0") == front.state("m1") == "awake")
         asyncio.run(run(front.url))
         print(f"answers: {seen}; the slowest took {took_s[0]:.1f} s")
         assert set(seen) <= {200, 502, 503, 504, "cut"}, seen
         assert seen[200] > 0
-        until(lambda: front.complete("m0").status_code == 200)
-        until(lambda: front.complete("m1").status_code == 200)
+        wait_until(lambda: front.complete("m0").status_code == 200)
+        wait_until(lambda: front.complete("m1").status_code == 200)
         assert not [line for line in front.lines if "Traceback" in line]
         assert front.end() == 0
 
@@ -188,7 +188,7 @@ def test_an_engine_that_falls_silent_in_its_answer_is_given_up_and_a_slow_client
             cut = rest_of(ask(front.port, "/v1/completions", stream=True, fake={"hang": "stream"}))
             assert cut.startswith(b"HTTP/1.1 200")
             assert not cut.endswith(b"0\r\n\r\n")
-            until(lambda: engine.state()["in_flight"] == 0)
+            wait_until(lambda: engine.state()["in_flight"] == 0)
 
             slow = ask(front.port, "/v1/echo", pad="x" * 8_000_000)
             time.sleep(3.0)  # it reads nothing for three times as long as an engine may be silent

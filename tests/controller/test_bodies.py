@@ -18,7 +18,7 @@ import httpx
 import pytest
 import yaml
 from running import Controller, Engine, Program, config_for
-from waiting import until
+from waiting import wait_until
 
 MIB = 1 << 20
 FORM = {"content-type": "multipart/form-data; boundary=------------------------4ebf00fbcf09"}
@@ -207,7 +207,7 @@ def test_the_reader_may_die_while_it_reads(front: Controller, engine: Engine) ->
     os.kill(worker, signal.SIGSTOP)
     with ThreadPoolExecutor() as pool:
         asked = [pool.submit(front.complete, "org/m", pad="x" * 2 * MIB) for _ in range(3)]
-        until(lambda: buffered_bytes(front) > 6 * MIB)  # one is asked for, two wait
+        wait_until(lambda: buffered_bytes(front) > 6 * MIB)  # one is asked for, two wait
         assert front.complete("org/m").status_code == 200  # small ones do not
         os.kill(worker, signal.SIGKILL)
         assert [each.result().status_code for each in asked] == [200, 200, 200]
@@ -221,7 +221,7 @@ def test_the_reader_ends_when_its_controller_is_killed(engine: Engine) -> None:
         worker = worker_of(front)
         assert worker is not None
         os.kill(front.process.pid, signal.SIGKILL)
-        until(lambda: not Path(f"/proc/{worker}").exists())
+        wait_until(lambda: not Path(f"/proc/{worker}").exists())
 
 
 def test_what_waits_costs_its_own_size(engine: Engine) -> None:
@@ -254,15 +254,17 @@ def test_what_waits_costs_its_own_size(engine: Engine) -> None:
         asked = [
             pool.submit(front.client.post, "/v1/completions", content=body) for _ in range(bodies)
         ]
-        until(lambda: buffered_bytes(front) == bodies * len(body))
-        until(lambda: front.get("/traffic/stats/org%2Fm").json()["model_stats"]["queued"] == bodies)
+        wait_until(lambda: buffered_bytes(front) == bodies * len(body))
+        wait_until(
+            lambda: front.get("/traffic/stats/org%2Fm").json()["model_stats"]["queued"] == bodies
+        )
         grown = held_bytes(front.process.pid) - before
         assert grown < bodies * len(body) + 6 * MIB
         engine.release("wake")
         # What is on its way to the engine is let go of as soon as the engine has it.
-        until(lambda: engine.state()["in_flight"] == bodies)
-        until(lambda: buffered_bytes(front) == 0)
-        until(lambda: held_bytes(front.process.pid) - before < 6 * MIB)
+        wait_until(lambda: engine.state()["in_flight"] == bodies)
+        wait_until(lambda: buffered_bytes(front) == 0)
+        wait_until(lambda: held_bytes(front.process.pid) - before < 6 * MIB)
         engine.release("wait")
         assert {each.result().status_code for each in asked} == {200}
     engine.reset()
@@ -272,8 +274,8 @@ def test_a_large_body_whose_client_goes_is_let_go(front: Controller, engine: Eng
     head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9000000\r\n\r\n"
     with socket.create_connection(("127.0.0.1", front.port)) as sock:
         sock.sendall(head + b'{"x":"' + b"x" * 5_000_000)
-        until(lambda: buffered_bytes(front) > 4_000_000)
-    until(lambda: buffered_bytes(front) == 0)
+        wait_until(lambda: buffered_bytes(front) > 4_000_000)
+    wait_until(lambda: buffered_bytes(front) == 0)
 
 
 def test_an_engine_may_answer_before_it_has_the_whole_body(front: Controller) -> None:
@@ -298,4 +300,4 @@ def test_an_engine_may_answer_before_it_has_the_whole_body(front: Controller) ->
                         data += sock.recv(MIB)
                     break
             assert (asked.result().status_code, asked.result().text) == (413, "too big")
-            until(lambda: buffered_bytes(early) == 0)
+            wait_until(lambda: buffered_bytes(early) == 0)

@@ -13,9 +13,9 @@ import httpx
 import pytest
 from browser import Browser, Shown, expect
 from ledger_instance import PAGE_BYTES, Instance
+from ports import free_port
 from running import FAKES, Controller, Engine, config_for
-from test_launch import free_port
-from waiting import until
+from waiting import wait_until
 
 from kvelastic.messages import parse_address
 from kvelastic.transfer import Node
@@ -55,7 +55,7 @@ def front(
     }
     config["models"].append({"name": HOSTILE, "engine": "openai", "launch": launch})
     with Controller(config) as front:
-        until(lambda: front.state(HOSTILE) == "awake")
+        wait_until(lambda: front.state(HOSTILE) == "awake")
         yield front
 
 
@@ -178,7 +178,7 @@ def test_a_sleep_that_is_refused_says_why(page: Shown, front: Controller, engine
     with httpx.Client(base_url=front.url, timeout=30) as client:
         busy = threading.Thread(target=lambda: client.post("/v1/completions", json=body))
         busy.start()
-        until(lambda: "it" in engine.state()["held"])
+        wait_until(lambda: "it" in engine.state()["held"])
         row.get_by_role("button", name="Sleep org/m").click()
         expect(row.locator("td:last-child .answer")).to_contain_text("Not done: ")
         engine.release("it")
@@ -214,7 +214,7 @@ def test_an_answer_goes_when_it_is_no_longer_true(
     with httpx.Client(base_url=front.url, timeout=30) as client:
         busy = threading.Thread(target=lambda: client.post("/v1/completions", json=body))
         busy.start()
-        until(lambda: "it" in engine.state()["held"])
+        wait_until(lambda: "it" in engine.state()["held"])
         row.get_by_role("button", name="Sleep org/m").click()
         expect(answer).to_contain_text("Not done: ")
         engine.release("it")

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import socket
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from browser import Browser, expect
+from ports import free_port
 from running import Controller, Engine, config_for
 
 API, ADMIN = "api-key-1", "admin-key-1"
@@ -23,7 +23,7 @@ def engine() -> Iterator[Engine]:
 def test_logs_of_a_launched_engine(browser: Browser, tmp_path: Path) -> None:
     fake = Path(__file__).parent.parent / "fakes" / "engine.py"
     command = [sys.executable, str(fake), "--port={port}", "--model=m"]
-    launch = {"command": command, "port": _free_port(), "log_file": str(tmp_path / "log")}
+    launch = {"command": command, "port": free_port(), "log_file": str(tmp_path / "log")}
     (tmp_path / "log").write_text("<script>document.title = 'owned'</script>\n")
     models = [{"name": "m", "engine": "vllm", "launch": launch}]
     with Controller({"models": models}) as front, browser.page(front.url) as page:
@@ -39,12 +39,6 @@ def test_logs_of_a_launched_engine(browser: Browser, tmp_path: Path) -> None:
         expect(page.row("m").locator(".memory")).to_contain_text("No instance is configured.")
         assert page.problems == []
         assert page.page.title() == "kvelastic"
-
-
-def _free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
 
 
 def test_the_page_asks_for_a_key_and_keeps_it_in_this_tab(browser: Browser, engine: Engine) -> None:

@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from browser import Browser, expect
 from running import Controller, Engine, config_for
-from waiting import until
+from waiting import wait_until
 
 
 def test_rows_say_who_waits_and_who_makes_room(browser: Browser) -> None:
@@ -30,7 +30,7 @@ def test_rows_say_who_waits_and_who_makes_room(browser: Browser) -> None:
                     expect(turn).to_be_hidden()
                 next(pieces := stream.iter_raw())
                 asked = threads.submit(front.complete, "b")
-                until(lambda: front.get("/models").json()["models"]["b"]["waits"])
+                wait_until(lambda: front.get("/models").json()["models"]["b"]["waits"])
                 expect(turns["b"]).to_have_text(
                     "Waits for its turn: a ends its requests first. To make room: a."
                 )

@@ -13,10 +13,10 @@ from typing import Any
 import httpx
 import psutil
 import pytest
+from ports import free_port
 from running import FAKES, Controller
 from test_slow_clients import dial, metric
-from test_turns import free_port
-from waiting import until
+from waiting import wait_until
 
 from kvelastic.controller.engine_log import MOST_BEHIND_BYTES, PIECE_BYTES, LogReader, last_lines
 
@@ -113,8 +113,8 @@ def test_clients_that_come_and_go_at_once_leave_no_descriptor(front: Controller)
     process = psutil.Process(front.process.pid)
     with ThreadPoolExecutor(8) as threads:
         list(threads.map(come_and_go, range(200)))
-    until(lambda: metric(front, "log_followers") == 0)
-    until(lambda: log not in {each.path for each in process.open_files()})
+    wait_until(lambda: metric(front, "log_followers") == 0)
+    wait_until(lambda: log not in {each.path for each in process.open_files()})
 
 
 def test_who_is_too_far_behind_is_told_how_much_is_left_out(path: Path, reader: LogReader) -> None:
@@ -158,7 +158,7 @@ def front(model: dict[str, Any]) -> Iterator[Controller]:
     config = {"models": [model], "auth": KEYS, "server": {"send_timeout": "1s"}}
     with Controller(config) as front:
         front.client.headers.update(ADMIN)
-        until(lambda: front.state() == "awake")
+        wait_until(lambda: front.state() == "awake")
         yield front
 
 
@@ -172,7 +172,7 @@ def test_it_is_followed_line_by_line(model: dict[str, Any], front: Controller) -
             say(model, f"after-{number}")
             assert next(lines) == f"after-{number} 0"
         assert metric(front, "log_followers") == 1
-    until(lambda: metric(front, "log_followers") == 0)
+    wait_until(lambda: metric(front, "log_followers") == 0)
 
 
 def test_without_follow_it_ends(model: dict[str, Any], front: Controller) -> None:
@@ -206,11 +206,11 @@ def test_a_reader_that_stops_holds_nobody_up_and_is_cut(
             assert front.complete().status_code == 200
             return metric(front, "send_timeouts_total") == cut + 1
 
-        until(gone)
+        wait_until(gone)
         with suppress(ConnectionError):
             while sock.recv(1 << 20):
                 pass
-    until(lambda: metric(front, "log_followers") == 0)
+    wait_until(lambda: metric(front, "log_followers") == 0)
     # Who reads all the time is told what is left out, or gets all of it.
     with front.client.stream("GET", "/models/m/logs?lines=1") as response:
         lines = response.iter_lines()
@@ -229,13 +229,13 @@ def test_there_are_only_so_many_followers(front: Controller) -> None:
                 b"GET /models/m/logs HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer admin\r\n\r\n"
             )
             assert b"200" in sock.recv(12)
-        until(lambda: metric(front, "log_followers") == 32)
+        wait_until(lambda: metric(front, "log_followers") == 32)
         answer = front.get("/models/m/logs")
         assert (answer.status_code, answer.json()["error"]["code"]) == (503, "too_many_followers")
     finally:
         for sock in socks:
             sock.close()
-    until(lambda: metric(front, "log_followers") == 0)
+    wait_until(lambda: metric(front, "log_followers") == 0)
 
 
 def test_it_goes_on_over_a_stop_and_ends_with_the_controller(tmp_path: Path) -> None:

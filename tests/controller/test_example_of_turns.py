@@ -11,9 +11,9 @@ import sys
 from pathlib import Path
 
 import yaml
+from ports import free_port
 from running import FAKES, Controller
-from test_turns import free_port
-from waiting import until
+from waiting import wait_until
 
 from kvelastic.controller.room import Claim, Device, Model, Room
 from kvelastic.controller.settings_file import load
@@ -64,7 +64,7 @@ def test_whichever_is_asked_for_runs(tmp_path: Path) -> None:
     environ = {"PATH": stand_ins(tmp_path), "KVELASTIC_LEDGER": f"example-{os.getpid()}"}
     names = [model["name"] for model in config["models"]]
     with Controller(config, **environ) as front:
-        until(lambda: front.state("chat") == "awake")
+        wait_until(lambda: front.state("chat") == "awake")
         for name in ("coder", "vision", "chat", "coder", "vision"):
             assert front.complete(name).status_code == 200
             awake = [each for each in names if front.state(each) == "awake"]

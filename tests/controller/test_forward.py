@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import httpx
 import pytest
 from running import Controller, Engine, config_for
-from waiting import until
+from waiting import wait_until
 
 
 @pytest.fixture(scope="module")
@@ -82,9 +82,9 @@ def test_a_client_that_goes_cancels_the_engine_s_work(
             b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n%s"
             % (len(body), body)
         )
-        until(lambda: engine.state()["in_flight"] == 1)
-    until(lambda: engine.count("cancelled") == before + 1)
-    until(lambda: front.get("/traffic/stats/short").json()["model_stats"]["in_flight"] == 0)
+        wait_until(lambda: engine.state()["in_flight"] == 1)
+    wait_until(lambda: engine.count("cancelled") == before + 1)
+    wait_until(lambda: front.get("/traffic/stats/short").json()["model_stats"]["in_flight"] == 0)
 
 
 def test_clients_of_a_pipeline_are_let_go_as_well(front: Controller, engine: Engine) -> None:
@@ -96,9 +96,9 @@ def test_clients_of_a_pipeline_are_let_go_as_well(front: Controller, engine: Eng
     )
     with socket.create_connection(("127.0.0.1", front.port)) as sock:
         sock.sendall(one + one)
-        until(lambda: engine.state()["in_flight"] == 1)
-    until(lambda: engine.count("cancelled") == before + 1)
-    until(lambda: front.get("/traffic/stats/short").json()["model_stats"]["in_flight"] == 0)
+        wait_until(lambda: engine.state()["in_flight"] == 1)
+    wait_until(lambda: engine.count("cancelled") == before + 1)
+    wait_until(lambda: front.get("/traffic/stats/short").json()["model_stats"]["in_flight"] == 0)
 
 
 def test_half_a_stream_is_not_passed_off_as_a_whole_one(front: Controller) -> None:
@@ -222,7 +222,7 @@ def test_traffic_is_counted_when_it_is_over(engine: Engine) -> None:
         def stats() -> dict[str, float]:
             return front.get("/traffic/stats/org/m").json()["model_stats"]  # type: ignore[no-any-return]
 
-        until(lambda: stats()["total_requests"] == 3)
+        wait_until(lambda: stats()["total_requests"] == 3)
         found = stats()
         assert (found["successful_requests"], found["failed_requests"]) == (2, 1)
         assert found["tokens_per_second"] == pytest.approx(16 / 60, abs=0.01)

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 from running import Controller, Engine, config_for
-from waiting import until
+from waiting import wait_until
 
 API, ADMIN = "fuzz-api-key", "fuzz-admin-key"
 DEADLINE_S = 20.0
@@ -334,5 +334,5 @@ def test_mutated_requests_do_no_harm(count: int) -> None:
         assert not [line for line in front.lines if "raceback" in line or "ERROR" in line]
         assert memory_mib(front.process.pid) < 200
         assert front.complete().status_code == 200
-        until(lambda: "kvelastic_buffered_bytes 0.0" in front.get("/metrics").text)
+        wait_until(lambda: "kvelastic_buffered_bytes 0.0" in front.get("/metrics").text)
         assert front.end() == 0

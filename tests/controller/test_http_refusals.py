@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 from running import Controller, Engine, config_for
 from test_security import raw
-from waiting import until
+from waiting import wait_until
 
 KEY = "some-key"
 AUTH = b"Authorization: Bearer some-key\r\n"
@@ -117,7 +117,7 @@ def test_an_upgrade_behind_another_request_waits_for_its_turn(
     upgrade = b"GET /v1/x HTTP/1.1\r\nHost: a\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n\r\n"
     with socket.create_connection(("127.0.0.1", front.port), timeout=20) as sock:
         sock.sendall(first % len(body) + body + upgrade)
-        until(lambda: engine.state()["in_flight"] == 1)
+        wait_until(lambda: engine.state()["in_flight"] == 1)
         engine.release("turn")
         answer = b"".join(iter(lambda: sock.recv(65536), b""))
     assert re.findall(rb"HTTP/1\.1 ([0-9]+)", answer) == [b"200", b"426"]

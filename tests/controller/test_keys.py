@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 from running import Controller, Engine, config_for
-from waiting import until
+from waiting import wait_until
 
 API, BOUNDED, ADMIN = "api-key-1", "api-key-2", "admin-key-1"
 ENGINE_KEY = "key-of-the-engine"
@@ -183,7 +183,7 @@ def test_a_key_s_bound_holds_whatever_priority_is_claimed(
     def start(waiting: int, *args: Any, **more: Any) -> None:
         threads.append(threading.Thread(target=ask, args=args, kwargs=more))
         threads[-1].start()
-        until(lambda: gate()["queued"] == waiting and gate()["in_flight"] == 1)
+        wait_until(lambda: gate()["queued"] == waiting and gate()["in_flight"] == 1)
 
     def gate() -> Any:
         return front.get("/models", headers=bearer(API)).json()["models"]["m"]

@@ -4,23 +4,17 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import sys
 from pathlib import Path
 from typing import Any
 
 import httpx
 import psutil
+from ports import free_port
 from running import FAKES, Controller
-from waiting import until
+from waiting import wait_until
 
 from kvelastic.controller.engine_process import STEADY_S, Restarts
-
-
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
 
 
 def launched(tmp_path: Path, *more: str, **launch: Any) -> dict[str, Any]:
@@ -82,13 +76,13 @@ def test_an_engine_that_is_killed_is_started_again(tmp_path: Path) -> None:
         first = pid_of(front)
         assert first
         os.kill(first, signal.SIGKILL)
-        until(lambda: pid_of(front) not in {None, first} and front.state() == "awake")
+        wait_until(lambda: pid_of(front) not in {None, first} and front.state() == "awake")
         assert front.complete().status_code == 200
 
 
 def test_an_engine_that_dies_at_once_is_503_and_told(tmp_path: Path) -> None:
     with Controller(launched(tmp_path, "--die=3", restart=False)) as front:
-        until(lambda: front.state() == "down")
+        wait_until(lambda: front.state() == "down")
         response = front.complete()
         assert (response.status_code, response.json()["error"]["code"]) == (503, "model_down")
         assert response.headers["retry-after"]
@@ -99,14 +93,14 @@ def test_an_engine_that_dies_at_once_is_503_and_told(tmp_path: Path) -> None:
 
 def test_a_command_that_is_not_there(tmp_path: Path) -> None:
     with Controller(launched(tmp_path, command=["/no/such/program"], restart=False)) as front:
-        until(lambda: front.state() == "down")
+        wait_until(lambda: front.state() == "down")
         assert front.complete().status_code == 503
 
 
 def test_an_engine_that_is_never_ready_is_started_anew(tmp_path: Path) -> None:
     config = launched(tmp_path, "--slow-start-s=600", ready_timeout="200ms")
     with Controller(config) as front:
-        until(lambda: front.get("/admin/models/m/logs").json()["starts"] >= 3)
+        wait_until(lambda: front.get("/admin/models/m/logs").json()["starts"] >= 3)
 
 
 def test_an_engine_that_is_deaf_is_killed_with_its_group(tmp_path: Path) -> None:

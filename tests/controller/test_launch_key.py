@@ -17,7 +17,7 @@ import pytest
 import yaml
 from running import FAKES, Controller
 from test_launch import launched
-from waiting import until
+from waiting import wait_until
 
 from kvelastic.controller.launch_environment import engine_environment, new_engine_key
 from kvelastic.controller.settings import Settings
@@ -157,7 +157,7 @@ def test_a_launched_engine_has_a_key_that_only_the_controller_sends(tmp_path: Pa
         assert not [word for pid in psutil.pids() for word in cmdline(pid) if key in word]
 
         os.kill(psutil.Process(front.process.pid).children()[0].pid, signal.SIGKILL)
-        until(lambda: len(environments()) == 2 and front.complete().status_code == 200)
+        wait_until(lambda: len(environments()) == 2 and front.complete().status_code == 200)
         assert environments()[1]["VLLM_API_KEY"] != key
     assert key not in "\n".join(front.lines)
     assert key not in (tmp_path / "engine.log").read_text()

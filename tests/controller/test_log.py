@@ -16,9 +16,9 @@ from pathlib import Path
 import httpx
 import pytest
 import yaml
+from ports import free_port
 from running import Engine, config_for
-from test_launch import free_port
-from waiting import until
+from waiting import wait_until
 
 from kvelastic.controller.log_writer import LogWriter
 
@@ -197,9 +197,9 @@ def test_lines_that_are_lost_are_counted_for_prometheus(tmp_path: Path, kind: st
                 except httpx.TransportError:
                     return False
 
-            until(is_up)
+            wait_until(is_up)
             for _ in range(5):
                 assert client.post("/v1/completions", json={"model": "m"}).status_code == 200
-            until(lambda: dropped() >= 6)  # with the line that says where it listens
+            wait_until(lambda: dropped() >= 6)  # with the line that says where it listens
         process.send_signal(signal.SIGTERM)
         assert process.wait(20) == 0

@@ -10,7 +10,7 @@ import pytest
 from ledger_instance import PAGE_BYTES, Instance
 from prometheus_client.parser import text_string_to_metric_families
 from running import Controller, Engine, config_for
-from waiting import until
+from waiting import wait_until
 
 MIB = 1 << 20
 
@@ -46,7 +46,7 @@ def front(engine: Engine, instance: Instance) -> Iterator[Controller]:
 def test_what_an_instance_holds(front: Controller, instance: Instance) -> None:
     ids = instance.alloc(16)
     assert ids
-    row = until(
+    row = wait_until(
         lambda: next(
             (
                 r
@@ -104,7 +104,7 @@ def test_a_limit_below_what_is_in_use_is_accepted_and_not_in_force(
     response = front.client.patch("/memory/org/m", json={"limit": "4M", "wait": 0.1})
     assert response.status_code == 202
     assert response.json()["answer"]["state"] in {"pending", "shrinking"}
-    row = until(
+    row = wait_until(
         lambda: next(
             (
                 row
@@ -192,6 +192,6 @@ def test_who_asks_for_memory_puts_less_important_idle_models_to_sleep() -> None:
         sleep = {"auto": True, "idle_after": "1h", "check_every": "50ms", "pressure_after": 0}
         model = {"instance": idle.name, "memory": {"priority": -1}}
         with Controller(config_for(engine, model=model, sleep=sleep)) as front:
-            until(lambda: hungry.alloc(4 * 8) or front.state("idle") == "asleep")
+            wait_until(lambda: hungry.alloc(4 * 8) or front.state("idle") == "asleep")
             assert front.state("idle") == "asleep"
-            until(lambda: hungry.alloc(4 * 8))
+            wait_until(lambda: hungry.alloc(4 * 8))

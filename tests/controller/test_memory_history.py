@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from ledger_instance import Instance
 from running import Controller, Engine, config_for
-from waiting import until
+from waiting import wait_until
 
 from kvelastic.controller import memory_history
 from kvelastic.controller.memory_history import SAMPLES, MemoryHistory
@@ -127,7 +127,7 @@ def look_at_history(front: Controller, instance: Instance, group: str) -> None:
         answer = front.get("/devices/history?seconds=60").json()
         return next((d for d in answer["devices"] if d["group"] == group), None) and answer
 
-    answer = until(shown)
+    answer = wait_until(shown)
     one = next(d for d in answer["devices"] if d["group"] == group)
     assert set(one["capacity_bytes"]) <= {256 * MIB, None}
     (held,) = one["instances"]

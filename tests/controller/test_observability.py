@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from prometheus_client.parser import text_string_to_metric_families
 from running import Controller, Engine, config_for
 from schemathesis.checks import not_a_server_error
-from waiting import until
+from waiting import wait_until
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +42,7 @@ def test_metrics_count_what_happened(engine: Engine) -> None:
                 for sample in family.samples
             }
 
-        until(lambda: samples()["kvelastic_requests_total", "m", "engine_error"] == 1)
+        wait_until(lambda: samples()["kvelastic_requests_total", "m", "engine_error"] == 1)
         found = samples()
         assert found["kvelastic_requests_total", "m", "ok"] == 1
         assert found["kvelastic_generated_tokens_total", "m"] == 9

@@ -11,9 +11,9 @@ from typing import Any
 
 import ollama
 import pytest
+from ports import free_port
 from running import FAKES, Controller, Engine, config_for
-from test_turns import free_port
-from waiting import until
+from waiting import wait_until
 
 HELLO = [{"role": "user", "content": "hello"}]
 
@@ -121,7 +121,7 @@ def test_keep_alive_and_requests_for_nothing_load_and_unload(
     engine: Engine, front: Controller, client: ollama.Client
 ) -> None:
     client.chat("m", HELLO, keep_alive=0)
-    until(lambda: front.state() == "asleep")
+    wait_until(lambda: front.state() == "asleep")
     assert not client.ps().models
     assert client.generate("m").done_reason == "load"
     assert front.state() == "awake"
@@ -131,7 +131,7 @@ def test_keep_alive_and_requests_for_nothing_load_and_unload(
     engine.change(fake={"hold": "h"})
     with ThreadPoolExecutor(1) as threads:
         held = threads.submit(client.chat, "m", HELLO)
-        until(lambda: engine.state()["in_flight"] == 1)
+        wait_until(lambda: engine.state()["in_flight"] == 1)
         assert client.generate("m", keep_alive=0).done_reason == "unload"
         assert front.state() == "awake"  # somebody uses it
         engine.release("h")
@@ -202,7 +202,7 @@ def test_a_client_that_goes_away_cancels_its_request(engine: Engine, front: Cont
     with front.client.stream("POST", "/api/chat", json=body) as response:
         assert response.headers["content-type"] == "application/x-ndjson"
         next(response.iter_raw())
-    until(lambda: engine.count("cancelled") == 1)
+    wait_until(lambda: engine.count("cancelled") == 1)
     line = front.wait_for_line('"path": "/api/chat", "model": "m"')
     assert json.loads(line)["kind"] == "request"
 
@@ -231,7 +231,7 @@ def test_a_request_after_a_keep_alive_that_is_over_does_not_wait_for_min_sleep(
     with Controller(config_for(engine, sleep=sleep)) as front:
         body = {"model": "m", "messages": HELLO, "stream": False}
         assert front.post("/api/chat", {**body, "keep_alive": 0.05}).status_code == 200
-        until(lambda: front.state() == "asleep")
+        wait_until(lambda: front.state() == "asleep")
         assert front.post("/api/chat", body).status_code == 200
         assert engine.count("wake_calls") == 1
 
@@ -255,7 +255,7 @@ def test_a_client_starts_and_stops_an_engine(tmp_path: Path) -> None:
     with Controller(config) as front:
         client = ollama.Client(front.url, timeout=60)
         assert client.chat("m", HELLO, keep_alive=0.05).message.content
-        until(lambda: front.state() == "asleep")
+        wait_until(lambda: front.state() == "asleep")
         assert not client.ps().models
         client._client.close()
         assert front.end() == 0

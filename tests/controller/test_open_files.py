@@ -11,10 +11,10 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
+from ports import free_port
 from running import FAKES, Controller, Engine, config_for
-from test_launch import free_port
 from test_slow_clients import dial, metric, post, rest_of
-from waiting import until
+from waiting import wait_until
 
 from kvelastic.errors import SegmentError, is_out_of_descriptors
 
@@ -53,7 +53,7 @@ def test_the_limit_is_raised_and_a_launched_engine_gets_the_old_one(tmp_path: Pa
     config = {"models": [{"name": "m", "engine": "vllm", "launch": launch}]}
     with Controller(config, open_files=(SOFT, HARD)) as front:
         assert limits(front.process.pid) == (HARD, HARD)
-        until(lambda: front.state() == "awake")
+        wait_until(lambda: front.state() == "awake")
         pid = front.get("/admin/models/m/logs").json()["pid"]
         assert limits(pid) == (SOFT, HARD)
 
@@ -78,7 +78,7 @@ def test_more_clients_than_files_are_told_so_and_the_others_are_served(engine: E
             assert b"retry-after: 1" in answer
         # Those who say nothing hold no place that a client could have, and not for ever.
         silent = [stack.enter_context(dial(front.port)) for _ in range(100)]
-        until(lambda: sum(is_closed(sock) for sock in silent) >= 100 - 24)
+        wait_until(lambda: sum(is_closed(sock) for sock in silent) >= 100 - 24)
         engine.release("h")
         for sock in held:
             assert rest_of(sock).endswith(b"0\r\n\r\n")
@@ -90,7 +90,7 @@ def test_more_clients_than_files_are_told_so_and_the_others_are_served(engine: E
                 sock.sendall(post("/v1/completions"))
                 return rest_of(sock).startswith(b"HTTP/1.1 200")
 
-        until(is_served)
+        wait_until(is_served)
         assert not [line for line in front.lines if "engine_unreachable" in line]
 
 

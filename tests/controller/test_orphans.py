@@ -17,9 +17,10 @@ from typing import Any
 import httpx
 import psutil
 import pytest
+from ports import free_port
 from running import FAKES, Controller, Engine
-from test_launch import free_port, launched, pid_of
-from waiting import until
+from test_launch import launched, pid_of
+from waiting import wait_until
 
 from kvelastic.controller import launch_record
 from kvelastic.controller.launch_record import LaunchedEngine, Mark, Record
@@ -97,7 +98,7 @@ def test_an_orphan_is_adopted_where_the_configuration_says_so(
         with Controller(config) as front:
             assert engine_of(front) == orphan  # asleep when it was found, and woken
             os.kill(orphan, signal.SIGKILL)
-            until(lambda: pid_of(front) not in {None, orphan})
+            wait_until(lambda: pid_of(front) not in {None, orphan})
             front.wait_for_line("which was adopted, ended")
             assert engine_of(front) != orphan
             assert front.end() == 0
@@ -116,15 +117,15 @@ def test_an_orphan_on_demand_whose_port_is_a_stranger_s_is_not_waited_for(tmp_pa
     """Its controller was killed before it listened."""
     config = launched(tmp_path, ORPHAN, "--slow-start-s=600", orphan="adopt", on_demand=True)
     with Controller(config) as front, contextlib.closing(socket.socket()) as client:
-        until(lambda: front.state() == "asleep")
+        wait_until(lambda: front.state() == "asleep")
         client.connect(("127.0.0.1", front.port))
         client.sendall(b"POST /action/wakeup/m HTTP/1.1\r\nHost: localhost\r\n\r\n")
-        until(lambda: pid_of(front) is not None)
+        wait_until(lambda: pid_of(front) is not None)
         orphan = pid_of(front)
         assert orphan
         front.end(signal.SIGKILL)
     with Engine("vllm", "m", port_of(config)), Controller(config) as front:
-        until(lambda: front.state() == "asleep")
+        wait_until(lambda: front.state() == "asleep")
         assert "is taken by" in front.get("/models").json()["models"]["m"]["last_problem"]
         assert not is_running(orphan)
         assert front.end() == 0
@@ -166,17 +167,17 @@ def test_workers_in_sessions_of_their_own_end_with_their_engine(
     with Controller(config) as front:
         engine = engine_of(front)
         pid = int(worker.read_text())
-        until(lambda: os.getsid(pid) == pid)
+        wait_until(lambda: os.getsid(pid) == pid)
         if how == signal.SIGTERM:
             assert front.end() == 0
             assert not is_running(pid)
             return
         front.end(how)
     os.kill(engine, signal.SIGKILL)  # the worker is all there is left
-    until(lambda: not is_running(engine))
+    wait_until(lambda: not is_running(engine))
     with Controller(config) as front:
         assert engine_of(front) != engine
-        until(lambda: not is_running(pid))
+        wait_until(lambda: not is_running(pid))
         assert front.end() == 0
     assert not is_running(int(worker.read_text()))
 
@@ -187,7 +188,7 @@ def test_an_engine_of_a_model_that_is_no_longer_configured_is_ended(tmp_path: Pa
         with Controller({"models": []}):  # of another file
             assert is_running(orphan)
         with Controller({"models": []}, folder=tmp_path):
-            until(lambda: not is_running(orphan))
+            wait_until(lambda: not is_running(orphan))
 
 
 def test_an_engine_whose_controller_runs_is_left_alone(tmp_path: Path) -> None:
@@ -206,11 +207,11 @@ def test_a_stranger_on_the_port_is_named_and_waited_for(tmp_path: Path) -> None:
     config = launched(tmp_path)
     with Engine("vllm", "m", port_of(config)) as stranger, Controller(config) as front:
         problem = f"port {port_of(config)} is taken by process {stranger.process.pid}"
-        until(lambda: problem in str(front.get("/models").json()["models"]["m"]))
+        wait_until(lambda: problem in str(front.get("/models").json()["models"]["m"]))
         assert front.complete().status_code == 503
         assert stranger.count("requests") == 0
         stranger.end()
-        until(lambda: front.state() == "awake")
+        wait_until(lambda: front.state() == "awake")
         assert engine_of(front)
         assert front.get("/models").json()["models"]["m"]["last_problem"] is None
 
@@ -220,9 +221,9 @@ def test_a_stranger_that_is_faster_than_the_engine_does_not_answer_for_it(tmp_pa
     fake = [sys.executable, str(FAKES / "engine.py"), "--port=0"]
     config = launched(tmp_path, command=fake, restart=False)
     with Controller(config) as front:
-        until(lambda: front.get("/admin/models/m/logs").json()["starts"] == 1)
+        wait_until(lambda: front.get("/admin/models/m/logs").json()["starts"] == 1)
         with Engine("vllm", "m", port_of(config)) as stranger:
-            until(lambda: front.state() == "down")
+            wait_until(lambda: front.state() == "down")
             front.wait_for_line(f"is taken by process {stranger.process.pid}")
             assert front.complete().status_code == 503
             assert stranger.count("requests") == 0
@@ -339,10 +340,10 @@ def test_kills_and_reloads_leave_no_orphan_and_no_wrong_answer(
     def check(front: Controller) -> None:
         """Each model is answered by its own engine, the only one on its port."""
         for name, port in ports.items():
-            until(lambda name=name: is_answered(front, name))
+            wait_until(lambda name=name: is_answered(front, name))
             # A reload that is still under way may give it another engine in between.
-            until(lambda name=name, port=port: pid_of(front, name) == pid_at(port))
-        until(lambda: len(engines()) == 2)
+            wait_until(lambda name=name, port=port: pid_of(front, name) == pid_at(port))
+        wait_until(lambda: len(engines()) == 2)
 
     end_s = time.monotonic() + seconds
     generation = 0

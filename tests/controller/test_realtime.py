@@ -22,7 +22,7 @@ from running import Controller, Engine, config_for
 from test_sleep import memory_mib
 from test_slow_clients import dial, make_certificate, metric
 from test_turns import on_demand
-from waiting import until
+from waiting import wait_until
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.sync.client import ClientConnection, connect
 
@@ -75,8 +75,8 @@ def test_messages_go_both_ways_as_they_are(engine: Engine, front: Controller, pa
         assert ws.recv(30) == "in fragments"
         assert in_flight(front) == 1
         assert front.post("/action/sleep/m").status_code == 409
-    until(lambda: in_flight(front) == 0)
-    until(lambda: engine.state()["in_flight"] == 0)
+    wait_until(lambda: in_flight(front) == 0)
+    wait_until(lambda: engine.state()["in_flight"] == 0)
     seen = [key.lower() for key, _ in engine.state()["headers"]]
     assert seen.count("sec-websocket-key") == seen.count("upgrade") == 1
     assert engine.count("closed_1000") == 1
@@ -109,10 +109,10 @@ def test_who_goes_before_the_handshake_is_over_is_forgotten(
     engine.change(wake_hold="w")
     with socket.create_connection(("127.0.0.1", front.port)) as sock:
         sock.sendall(handshake("/v1/realtime?model=m"))
-        until(lambda: front.get("/models").json()["models"]["m"]["queued"] == 1)
-    until(lambda: front.get("/models").json()["models"]["m"]["queued"] == 0)
+        wait_until(lambda: front.get("/models").json()["models"]["m"]["queued"] == 1)
+    wait_until(lambda: front.get("/models").json()["models"]["m"]["queued"] == 0)
     engine.release("w")
-    until(lambda: front.state("m") == "awake")
+    wait_until(lambda: front.state("m") == "awake")
     assert engine.count("websockets") == 0
 
 
@@ -127,19 +127,19 @@ def test_a_close_of_the_engine_is_the_client_s(
             ws.recv(30)
         assert caught.value.rcvd is not None
         assert (caught.value.rcvd.code, caught.value.rcvd.reason) == (code, "as asked")
-    until(lambda: in_flight(front) == 0)
+    wait_until(lambda: in_flight(front) == 0)
 
 
 def test_a_close_of_the_client_is_the_engine_s(engine: Engine, front: Controller) -> None:
     with open_socket(front) as ws:
         ws.recv()
         ws.close(code=4002, reason="done")
-    until(lambda: engine.count("closed_4002") == 1)
+    wait_until(lambda: engine.count("closed_4002") == 1)
     with open_socket(front) as ws:
         ws.recv()
         ws.socket.close()
-    until(lambda: engine.state()["in_flight"] == 0)
-    until(lambda: in_flight(front) == 0)
+    wait_until(lambda: engine.state()["in_flight"] == 0)
+    wait_until(lambda: in_flight(front) == 0)
 
 
 def test_an_engine_that_breaks_off_ends_it(engine: Engine, front: Controller) -> None:
@@ -150,8 +150,8 @@ def test_an_engine_that_breaks_off_ends_it(engine: Engine, front: Controller) ->
             ws.recv(30)
         assert caught.value.rcvd is not None
         assert caught.value.rcvd.code == 1011
-    until(lambda: in_flight(front) == 0)
-    until(lambda: [x for x in front.lines if '"engine_failed"' in x and '"status": 101' in x])
+    wait_until(lambda: in_flight(front) == 0)
+    wait_until(lambda: [x for x in front.lines if '"engine_failed"' in x and '"status": 101' in x])
 
 
 @pytest.mark.parametrize("when", ["at once", "with a message half sent"])
@@ -170,7 +170,7 @@ def test_a_killed_engine_ends_it_and_the_next_one_starts(tmp_path: Path, when: s
                 ws.recv(30)
             assert caught.value.rcvd is not None
             assert caught.value.rcvd.code == 1011
-        until(lambda: front.state("a") == "asleep")
+        wait_until(lambda: front.state("a") == "asleep")
         assert not psutil.pid_exists(pid)
 
         def again() -> bool:
@@ -180,7 +180,7 @@ def test_a_killed_engine_ends_it_and_the_next_one_starts(tmp_path: Path, when: s
             except InvalidStatus:  # it holds off after an end
                 return False
 
-        until(again)
+        wait_until(again)
         assert front.end() == 0
 
 
@@ -293,7 +293,7 @@ def test_messages_are_bounded_both_ways(engine: Engine, front: Controller) -> No
                 ws.send(asked)
             with pytest.raises(ConnectionClosed):
                 ws.recv(30)
-        until(lambda: in_flight(front) == 0)
+        wait_until(lambda: in_flight(front) == 0)
     with open_socket(front) as ws:
         ws.recv()
         ws.send("x" * (15 << 20))
@@ -306,8 +306,8 @@ def test_half_a_frame_and_half_a_message_end_with_their_client(
     for part in (b"\x81", b"\x81\xfe\x10\x00mask1234", frame(1, b"half", fin=False)):
         with opened(front) as sock:
             sock.sendall(part)
-        until(lambda: in_flight(front) == 0)
-    until(lambda: engine.state()["in_flight"] == 0)
+        wait_until(lambda: in_flight(front) == 0)
+    wait_until(lambda: engine.state()["in_flight"] == 0)
 
 
 @pytest.mark.parametrize(
@@ -328,7 +328,7 @@ def test_what_is_no_websocket_is_cut(engine: Engine, front: Controller, sent: by
         sock.sendall(sent)
         while sock.recv(4096):
             pass
-    until(lambda: in_flight(front) == 0)
+    wait_until(lambda: in_flight(front) == 0)
     assert front.complete("m").status_code == 200
 
 
@@ -336,7 +336,7 @@ def test_a_message_of_endless_empty_pieces_is_cut(engine: Engine, front: Control
     with opened(front) as sock:
         sock.sendall(frame(2, b"", fin=False))
         assert send_on(sock, frame(0, b"", fin=False) * 1000) < 1_000
-    until(lambda: in_flight(front) == 0)
+    wait_until(lambda: in_flight(front) == 0)
 
 
 def test_pings_whose_pongs_nobody_reads_are_cut(engine: Engine) -> None:
@@ -345,7 +345,7 @@ def test_pings_whose_pongs_nobody_reads_are_cut(engine: Engine) -> None:
     with Controller(config) as front:
         with opened(front) as sock:
             assert send_on(sock, frame(9, b"p" * 125) * 1000) < 1_000
-        until(lambda: in_flight(front, "org/m") == 0)
+        wait_until(lambda: in_flight(front, "org/m") == 0)
         assert metric(front, "send_timeouts_total") == 0
 
 
@@ -355,9 +355,9 @@ def test_a_client_that_does_not_read_stops_the_engine_and_is_cut(
     cut, before_mib = metric(front, "send_timeouts_total"), memory_mib(front)
     with opened(front) as sock:
         sock.sendall(frame(1, b'{"fake": {"flood": 100000}}'))  # 6.4 GiB
-        until(lambda: metric(front, "send_timeouts_total") == cut + 1)
-    until(lambda: in_flight(front) == 0)
-    until(lambda: engine.state()["in_flight"] == 0)
+        wait_until(lambda: metric(front, "send_timeouts_total") == cut + 1)
+    wait_until(lambda: in_flight(front) == 0)
+    wait_until(lambda: engine.state()["in_flight"] == 0)
     assert engine.count("flooded") < 50_000
     assert memory_mib(front) < before_mib + 200
 
@@ -380,8 +380,8 @@ def test_handshakes_that_are_none_are_refused(engine: Engine, front: Controller)
             line = sock.recv(4096).split(b"\r\n")[0]
             assert int(line.split()[1]) == status, (sent, line)
     assert front.complete("m").status_code == 200
-    until(lambda: in_flight(front) == 0)
-    until(lambda: metric(front, "connections") <= 2)
+    wait_until(lambda: in_flight(front) == 0)
+    wait_until(lambda: metric(front, "connections") <= 2)
 
 
 def test_over_tls(engine: Engine, tmp_path: Path) -> None:
@@ -395,7 +395,7 @@ def test_over_tls(engine: Engine, tmp_path: Path) -> None:
                 ws.send(message)
                 assert ws.recv(30) == message
             ws.close(code=4003)
-        until(lambda: engine.count("closed_4003") == 1)
+        wait_until(lambda: engine.count("closed_4003") == 1)
 
 
 def test_silence_ends_it(engine: Engine) -> None:
@@ -406,7 +406,7 @@ def test_silence_ends_it(engine: Engine) -> None:
             ws.recv(30)
         assert caught.value.rcvd is not None
         assert caught.value.rcvd.code == 1001
-        until(lambda: in_flight(front, "org/m") == 0)
+        wait_until(lambda: in_flight(front, "org/m") == 0)
 
 
 def test_the_end_of_the_controller_ends_it(engine: Engine) -> None:
@@ -419,7 +419,7 @@ def test_the_end_of_the_controller_ends_it(engine: Engine) -> None:
             assert caught.value.rcvd is not None
             assert caught.value.rcvd.code == 1012
         assert front.wait() == 0
-    until(lambda: engine.state()["in_flight"] == 0)
+    wait_until(lambda: engine.state()["in_flight"] == 0)
 
 
 def test_many_at_once(engine: Engine, front: Controller) -> None:
@@ -433,6 +433,6 @@ def test_many_at_once(engine: Engine, front: Controller) -> None:
 
     with ThreadPoolExecutor(20) as threads:
         assert all(threads.map(one, range(40)))
-    until(lambda: in_flight(front) == 0)
+    wait_until(lambda: in_flight(front) == 0)
     assert httpx.get(front.url + "/health").status_code == 200
     assert not [line for line in front.lines if '"traceback"' in line or "never retriev" in line]

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 import pytest
 from running import Controller, Engine, config_for
-from waiting import until
+from waiting import wait_until
 
 
 def test_models_come_and_go_and_no_request_is_lost() -> None:
@@ -30,7 +30,7 @@ def test_models_come_and_go_and_no_request_is_lost() -> None:
             assert b"[DONE]" in first + b"".join(pieces)
         front.write(config_for(one, two))
         front.send(signal.SIGHUP)
-        until(lambda: front.complete("one").status_code == 200)
+        wait_until(lambda: front.complete("one").status_code == 200)
 
 
 def test_what_changes_of_a_model_holds_at_once_and_its_state_stays() -> None:
@@ -82,7 +82,7 @@ def test_who_waits_for_a_model_whose_engine_changes_gets_the_new_one(new_one_sle
                 )
                 for _ in range(5)
             ]
-            until(lambda: front.get("/models").json()["models"]["m"]["queued"] == 5)
+            wait_until(lambda: front.get("/models").json()["models"]["m"]["queued"] == 5)
             front.write(config_for(new))
             assert front.post("/admin/reload").json()["changed"] == ["m"]
             assert [each.result().status_code for each in waiting] == [200] * 5
@@ -102,7 +102,7 @@ def test_who_waits_for_a_model_that_is_gone_is_told_so() -> None:
         with ThreadPoolExecutor(1) as pool:
             body = {"model": "one", "prompt": "x"}
             waiting = pool.submit(httpx.post, front.url + "/v1/completions", json=body, timeout=60)
-            until(lambda: front.get("/models").json()["models"]["one"]["queued"] == 1)
+            wait_until(lambda: front.get("/models").json()["models"]["one"]["queued"] == 1)
             front.write(config_for(two))
             front.post("/admin/reload")
             answer = waiting.result()

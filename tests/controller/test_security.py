@@ -14,7 +14,7 @@ from pathlib import Path
 import needs
 import pytest
 from running import Controller, Engine, config_for
-from waiting import until
+from waiting import wait_until
 
 API, ADMIN = "api-key-1", "admin-key-1"
 DIGEST = "sha256:" + hashlib.sha256(ADMIN.encode()).hexdigest()
@@ -263,7 +263,7 @@ def test_bodies_together_have_a_bound(engine: Engine) -> None:
     with Controller(config) as front:
         with ThreadPoolExecutor() as pool:
             first = pool.submit(front.complete, pad="x" * 2000, fake={"hold": "b"})
-            until(lambda: "b" in engine.state()["held"])
+            wait_until(lambda: "b" in engine.state()["held"])
             full = front.complete(pad="x" * 2000)
             assert (full.status_code, full.json()["error"]["code"]) == (503, "controller_full")
             engine.release("b")

@@ -14,7 +14,7 @@ from typing import Any
 import aiohttp
 import pytest
 from running import Controller, Engine, config_for
-from waiting import until
+from waiting import wait_until
 
 
 def many(url: str, count: int, **body: Any) -> list[tuple[int, str | None]]:
@@ -46,7 +46,7 @@ def both(shared: tuple[Engine, Controller]) -> tuple[Engine, Controller]:
     """An engine and a controller as if they had just started, for tests of the usual settings."""
     engine, front = shared
     engine.reset()
-    until(lambda: front.post("/action/wakeup/m").status_code == 200)
+    wait_until(lambda: front.post("/action/wakeup/m").status_code == 200)
     engine.reset()
     return engine, front
 
@@ -86,7 +86,7 @@ def test_a_thousand_requests_at_once_wake_it_once_and_all_are_answered(
     import threading
 
     def releaser() -> None:
-        until(release_when_all_wait, 60)
+        wait_until(release_when_all_wait, 60)
         engine.release("w")
 
     thread = threading.Thread(target=releaser)
@@ -145,10 +145,10 @@ def test_who_goes_away_while_it_waits_leaves_the_queue(
             b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n%s"
             % (len(body), body)
         )
-        until(lambda: queued() == 1)
-    until(lambda: queued() == 0)
+        wait_until(lambda: queued() == 1)
+    wait_until(lambda: queued() == 0)
     engine.release("w")
-    until(lambda: front.state() == "awake")
+    wait_until(lambda: front.state() == "awake")
     assert engine.count("requests") == 0
 
 
@@ -167,11 +167,13 @@ def test_a_stream_keeps_its_model_awake() -> None:
                 assert (refused.status_code, refused.json()["success"]) == (409, False)
                 assert front.get("/sleep/candidates").json()["sleep_candidates"] == []
                 looks = time.monotonic() + 0.5
-                until(lambda: time.monotonic() > looks)  # ten of its own looks, five times the ttl
+                wait_until(
+                    lambda: time.monotonic() > looks
+                )  # ten of its own looks, five times the ttl
                 assert engine.count("sleep_calls") == before
                 engine.release("h")
                 b"".join(pieces)
-            until(lambda: engine.state()["asleep"])
+            wait_until(lambda: engine.state()["asleep"])
             assert engine.count("slept_while_busy") == 0
 
 
@@ -179,9 +181,9 @@ def test_a_model_that_was_never_used_falls_asleep_and_a_request_wakes_it() -> No
     with Engine() as engine:
         sleep = {"auto": True, "idle_after": "100ms", "check_every": "20ms", "min_sleep": 0}
         with Controller(config_for(engine, sleep=sleep)) as front:
-            until(lambda: engine.state()["asleep"])
+            wait_until(lambda: engine.state()["asleep"])
             assert front.complete().status_code == 200
-            until(lambda: engine.count("sleep_calls") == 2)
+            wait_until(lambda: engine.count("sleep_calls") == 2)
 
 
 def test_a_pinned_model_stays_awake() -> None:
@@ -190,7 +192,7 @@ def test_a_pinned_model_stays_awake() -> None:
         config = config_for(pinned, free, sleep=sleep)
         config["models"][0]["pin"] = True
         with Controller(config) as front:
-            until(lambda: front.state("free") == "asleep")
+            wait_until(lambda: front.state("free") == "asleep")
             assert front.state("pinned") == "awake"
             assert pinned.count("sleep_calls") == 0
 
@@ -199,7 +201,7 @@ def test_min_sleep_is_waited_for() -> None:
     with Engine() as engine:
         sleep = {"auto": True, "idle_after": "50ms", "check_every": "20ms", "min_sleep": "500ms"}
         with Controller(config_for(engine, sleep=sleep)) as front:
-            until(lambda: front.state() == "asleep")
+            wait_until(lambda: front.state() == "asleep")
             slept_s = front.get("/sleep/status").json()["sleeping_models"]["m"]["sleep_duration"]
             before_s = time.monotonic()
             assert front.complete().status_code == 200

@@ -15,7 +15,7 @@ import httpx
 import pytest
 from ledger_instance import Instance
 from running import FAKES, Controller, Engine, config_for
-from waiting import until
+from waiting import wait_until
 
 from kvelastic import segment
 
@@ -57,7 +57,7 @@ def test_asleep_it_holds_nothing_and_its_limit_was_never_touched(
     assert ids
     instance.cache(ids)
     sleep(front)
-    until(lambda: instance.mapped_bytes == 0)
+    wait_until(lambda: instance.mapped_bytes == 0)
     row = memory(front)
     assert (row["asleep"], row["granted_bytes"]) == (True, 0)
     assert row["limit_bytes"] == row["wished_limit_bytes"] == 128 * MIB
@@ -115,14 +115,14 @@ def test_the_engine_sleeps_first_and_wakes_last(
     engine.change(sleep_hold="s", wake_hold="w")
     going = threading.Thread(target=sleep, args=(front,))
     going.start()
-    until(lambda: "s" in engine.state()["held"])
+    wait_until(lambda: "s" in engine.state()["held"])
     assert segment.inspect(instance.name).usage["asleep"] == 0
     engine.release("s")
     going.join()
     assert segment.inspect(instance.name).usage["asleep"] == 1
     woken = threading.Thread(target=front.post, args=("/action/wakeup/org/m",))
     woken.start()
-    until(lambda: "w" in engine.state()["held"])
+    wait_until(lambda: "w" in engine.state()["held"])
     assert segment.inspect(instance.name).usage["asleep"] == 0
     engine.release("w")
     woken.join()
@@ -192,7 +192,7 @@ def test_who_wakes_the_engine_alone_gets_its_memory_too(
 ) -> None:
     sleep(front)
     httpx.post(engine.url + "/wake_up", timeout=30).raise_for_status()
-    until(lambda: front.state("org/m") == "awake")
+    wait_until(lambda: front.state("org/m") == "awake")
     assert segment.inspect(instance.name).usage["asleep"] == 0
     assert instance.alloc(1) is not None
 
@@ -206,7 +206,7 @@ def test_memory_that_kvctl_has_put_to_sleep_is_named_and_woken(
         return front.get("/models").json()["models"]["org/m"]["last_problem"]  # type: ignore[no-any-return]
 
     segment.request(instance.name, asleep=True, wait_s=60)
-    until(lambda: "was put to sleep by somebody else" in (problem() or ""))
+    wait_until(lambda: "was put to sleep by somebody else" in (problem() or ""))
     assert front.state("org/m") == "awake"
     answer = front.post("/action/wakeup/org/m")
     assert answer.json()["success"], answer.text
@@ -226,7 +226,7 @@ def test_where_the_engine_has_no_call_for_it_its_instance_says_whether_it_sleeps
             instance.ask("engine_sleeps", True)
             front.end(signal.SIGKILL)
         with Controller(config) as front:
-            until(lambda: front.state("org/m") == "asleep")
+            wait_until(lambda: front.state("org/m") == "asleep")
             assert front.complete("org/m").status_code == 200
             assert not engine.state()["asleep"]
 

@@ -20,7 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from running import Controller, Engine, config_for
 from test_sleep import memory_mib
-from waiting import until
+from waiting import wait_until
 
 from kvelastic.controller.connections import LEAST_BYTES, Sent, has_progressed
 
@@ -86,7 +86,7 @@ def test_a_client_that_does_not_read_loses_its_place_and_its_model_can_sleep(
         else:
             sock.sendall(post("/v1/echo", pad="x" * PAD_BYTES))
         assert sock.recv(1)
-        until(lambda: front.post("/action/sleep/m").status_code == 409)
+        wait_until(lambda: front.post("/action/sleep/m").status_code == 409)
 
         def gone() -> bool:
             if way == "a_byte_now_and_then" and not is_cut(sock):
@@ -94,16 +94,16 @@ def test_a_client_that_does_not_read_loses_its_place_and_its_model_can_sleep(
                     sock.recv(1)
             return bool(metric(front, "send_timeouts_total") == cut + 1)
 
-        until(gone)
-        until(lambda: engine.state()["in_flight"] == 0)
-        until(lambda: front.post("/action/sleep/m").status_code == 200)
+        wait_until(gone)
+        wait_until(lambda: engine.state()["in_flight"] == 0)
+        wait_until(lambda: front.post("/action/sleep/m").status_code == 200)
     assert front.post("/action/wakeup/m").status_code == 200
 
     def said() -> list[dict[str, Any]]:
         found = [json.loads(line) for line in list(front.lines)[lines:] if '"request"' in line]
         return [line for line in found if line["error"] == "send_timeout"]
 
-    (line,) = until(said)
+    (line,) = wait_until(said)
     assert line["cancelled"] is True
 
 
@@ -125,16 +125,16 @@ def test_the_end_of_an_answer_is_watched_too(front: Controller) -> None:
         # The last piece waits in the connection, and no exchange waits for it any more.
         sock.sendall(post("/v1/echo", close=False, pad="x" * 2_500_000))
         before = metric(front, "connections")
-        until(lambda: front.get("/models").json()["models"]["m"]["in_flight"] == 0)
-        until(lambda: metric(front, "connections") < before)
+        wait_until(lambda: front.get("/models").json()["models"]["m"]["in_flight"] == 0)
+        wait_until(lambda: metric(front, "connections") < before)
 
 
 def test_pages_of_our_own_are_watched_too(front: Controller) -> None:
     before = metric(front, "connections")
     with dial(front.port) as sock:
         sock.sendall(b"GET /openapi.json HTTP/1.1\r\nHost: localhost\r\n\r\n" * 400)
-        until(lambda: metric(front, "connections") == before + 1)
-        until(lambda: metric(front, "connections") == before)
+        wait_until(lambda: metric(front, "connections") == before + 1)
+        wait_until(lambda: metric(front, "connections") == before)
 
 
 def make_certificate(folder: Path) -> tuple[Path, Path]:
@@ -158,8 +158,8 @@ def test_over_tls(engine: Engine, tmp_path: Path) -> None:
         with context.wrap_socket(dial(front.port), server_hostname="127.0.0.1") as sock:
             sock.sendall(post("/v1/echo", pad="x" * PAD_BYTES))
             assert sock.recv(1)
-            until(lambda: metric(front, "send_timeouts_total") == 1)
-            until(lambda: engine.state()["in_flight"] == 0)
+            wait_until(lambda: metric(front, "send_timeouts_total") == 1)
+            wait_until(lambda: engine.state()["in_flight"] == 0)
 
 
 @pytest.mark.parametrize(
@@ -184,9 +184,9 @@ def test_many_clients_that_stop_reading_leave_nothing_and_others_are_served(coun
                     began_s = time.monotonic()
                     assert front.complete().status_code == 200
                     slowest_s = max(slowest_s, time.monotonic() - began_s)
-            until(lambda: metric(front, "send_timeouts_total") == count, 300)
-            until(lambda: engine.state()["in_flight"] == 0)
-            until(lambda: metric(front, "connections") == 1)
+            wait_until(lambda: metric(front, "send_timeouts_total") == count, 300)
+            wait_until(lambda: engine.state()["in_flight"] == 0)
+            wait_until(lambda: metric(front, "connections") == 1)
             assert metric(front, "buffered_bytes") == 0
             grown_mib = memory_mib(front) - before_mib
             print(

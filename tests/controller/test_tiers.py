@@ -17,7 +17,7 @@ from browser import Browser, expect
 from ledger_instance import Instance as WithoutTiers
 from running import Controller, Engine, config_for
 from tiers_instance import DISK_BYTES, Instance
-from waiting import until
+from waiting import wait_until
 
 from kvelastic import ledger, segment
 from kvelastic.board_file import requests_in
@@ -134,7 +134,7 @@ def audit(front: Controller, path: str) -> dict[str, Any]:
         lines = [json.loads(line) for line in list(front.lines) if f'/{path}"' in line]
         return next((line for line in lines if line.get("outcome") == "done"), None)
 
-    line: dict[str, Any] = until(found)
+    line: dict[str, Any] = wait_until(found)
     assert (line["kind"], line["model"]) == ("audit", "org/m")
     return line
 
@@ -221,7 +221,7 @@ def test_who_waits_for_tiers_holds_up_nobody(engine: Engine, tmp_path: Path) -> 
             with instance.board.open("rb") as board:
                 return len(requests_in(board.fileno(), LAYOUT, unpack_request))
 
-        until(lambda: asked() == 12)
+        wait_until(lambda: asked() == 12)
         assert front.get("/memory").status_code == 200
         assert front.end() == 0
         assert {one.result() for one in waiting} <= {0, 500, 503}

@@ -18,8 +18,9 @@ import httpx
 import psutil
 import pytest
 from ledger_instance import Instance
+from ports import free_port
 from running import FAKES, Controller, Engine, Program, config_for
-from waiting import until
+from waiting import wait_until
 
 from kvelastic import ledger, segment
 
@@ -28,12 +29,6 @@ MEMORY = {"KVELASTIC_HOST_MEMORY": "256M", "KVELASTIC_LEDGER": LEDGER}
 OWN_MEMORY = MEMORY | {"KVELASTIC_LEDGER": f"{LEDGER}-own"}
 """Of engines that are launched here: no other instance is in its ledger."""
 QUICK = {"min_awake": "50ms"}
-
-
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
 
 
 def why_waiting(front: Controller, model: str) -> str:
@@ -100,8 +95,8 @@ def test_a_higher_priority_keeps_its_memory(three: Three) -> None:
     config["models"][1]["memory"] = {"priority": 1}
     with Controller(config) as front:
         assert front.complete("a").status_code == 200  # so b is the idlest
-        until(lambda: front.get("/memory/b").json()["memory"]["priority"] == 1)
-        until(lambda: front.get("/models").json()["models"]["a"]["in_flight"] == 0)
+        wait_until(lambda: front.get("/memory/b").json()["memory"]["priority"] == 1)
+        wait_until(lambda: front.get("/models").json()["models"]["a"]["in_flight"] == 0)
         assert front.complete("c").status_code == 200
         assert [front.state(name) for name in "abc"] == ["asleep", "awake", "awake"]
 
@@ -123,12 +118,12 @@ def test_what_is_in_flight_is_waited_for_and_who_comes_later_waits_behind(three:
         for each in pieces:
             next(each)
         wanted = threads.submit(front.complete, "c")
-        until(lambda: "ends its requests first" in why_waiting(front, "c"))
+        wait_until(lambda: "ends its requests first" in why_waiting(front, "c"))
         models = front.get("/models").json()["models"]
         (leaver,) = models["c"]["waits"]["for_room_of"]
         assert models[leaver]["makes_room_for"] == {"c": models["c"]["waits"]["why"]}
         behind = threads.submit(front.complete, leaver)
-        until(lambda: front.get("/models").json()["models"][leaver]["queued"] == 1)
+        wait_until(lambda: front.get("/models").json()["models"][leaver]["queued"] == 1)
         assert not wanted.done()
         three.engines[leaver].release("h")
         b"".join(pieces["ab".index(leaver)])
@@ -182,7 +177,7 @@ def test_a_wait_that_ends_says_what_it_waited_for_and_nobody_is_displaced(three:
         error = response.json()["error"]
         assert (response.status_code, error["code"]) == (503, "queue_timeout")
         assert "ends its requests first" in error["message"]
-        until(lambda: front.state("c") == "asleep")
+        wait_until(lambda: front.state("c") == "asleep")
         for name, stream in (("a", one), ("b", two)):
             three.engines[name].release("h")
             stream.read()
@@ -203,8 +198,8 @@ def test_who_goes_away_while_its_model_waits_for_room_displaces_nobody(three: Th
                 b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n%s"
                 % (len(body), body)
             )
-            until(lambda: why_waiting(front, "c"))
-        until(lambda: front.state("c") == "asleep")
+            wait_until(lambda: why_waiting(front, "c"))
+        wait_until(lambda: front.state("c") == "asleep")
         for name, stream in (("a", one), ("b", two)):
             three.engines[name].release("h")
             stream.read()
@@ -226,7 +221,7 @@ def test_of_those_who_wait_the_highest_request_priority_is_served_first(three: T
         ThreadPoolExecutor(4) as threads,
         stream_held(front, "a") as stream,
     ):
-        until(lambda: front.state("b") == front.state("c") == "asleep")
+        wait_until(lambda: front.state("b") == front.state("c") == "asleep")
         order: list[str] = []
 
         def ask(name: str, priority: int) -> None:
@@ -237,9 +232,9 @@ def test_of_those_who_wait_the_highest_request_priority_is_served_first(three: T
             order.append(name)
 
         asked = [threads.submit(ask, "b", 0)]
-        until(lambda: why_waiting(front, "b"))
+        wait_until(lambda: why_waiting(front, "b"))
         asked.append(threads.submit(ask, "c", 5))
-        until(lambda: why_waiting(front, "c"))
+        wait_until(lambda: why_waiting(front, "c"))
         three.engines["a"].release("h")
         stream.read()
         for each in asked:
@@ -320,7 +315,7 @@ def pid_of(front: Controller, name: str) -> int | None:
 def test_a_request_starts_it_and_another_model_s_request_stops_it(tmp_path: Path) -> None:
     config = {"models": on_demand(tmp_path, "a", "b"), "swap": {"min_awake": 0}}
     with Controller(config, **OWN_MEMORY) as front:
-        until(lambda: [front.state(name) for name in "ab"] == ["asleep", "asleep"])
+        wait_until(lambda: [front.state(name) for name in "ab"] == ["asleep", "asleep"])
         assert front.complete("a").status_code == 200
         pid = pid_of(front, "a")
         assert pid
@@ -357,13 +352,13 @@ def test_idleness_stops_it_and_a_crash_does_not_start_it(tmp_path: Path) -> None
         pid = pid_of(front, "a")
         assert pid
         psutil.Process(pid).kill()
-        until(lambda: front.state("a") == "asleep" and pid_of(front, "a") is None)
+        wait_until(lambda: front.state("a") == "asleep" and pid_of(front, "a") is None)
         assert "ended with -9" in front.get("/models").json()["models"]["a"]["last_problem"]
-        until(lambda: front.complete("a").status_code == 200)
+        wait_until(lambda: front.complete("a").status_code == 200)
         config["models"][0]["ttl"] = "50ms"
         front.write(config)
         front.post("/admin/reload")
-        until(lambda: front.state("a") == "asleep")
+        wait_until(lambda: front.state("a") == "asleep")
         assert pid_of(front, "a") is None
         assert front.end() == 0
 
@@ -373,8 +368,8 @@ def test_preload_starts_what_fits_in_the_file_s_order(tmp_path: Path) -> None:
     for model in models[1:]:
         model["launch"]["preload"] = True
     with Controller({"models": models}, **OWN_MEMORY) as front:
-        until(lambda: front.state("b") == "awake")
-        until(lambda: front.state("c") == "asleep")
+        wait_until(lambda: front.state("b") == "awake")
+        wait_until(lambda: front.state("c") == "asleep")
         assert front.state("a") == "asleep"
         assert front.end() == 0
 
@@ -392,7 +387,7 @@ def test_the_end_does_not_wait_for_a_start(tmp_path: Path) -> None:
     config = {"models": on_demand(tmp_path, "a", arguments=("--slow-start-s=600",))}
     with Controller(config, **OWN_MEMORY) as front, ThreadPoolExecutor(1) as threads:
         asked = threads.submit(front.complete, "a")
-        until(lambda: pid_of(front, "a") is not None)
+        wait_until(lambda: pid_of(front, "a") is not None)
         assert front.end() == 0
         assert asked.result().status_code == 503
 
@@ -431,7 +426,9 @@ def test_engines_that_always_run_start_in_turn_when_they_do_not_all_fit(tmp_path
         model["launch"]["command"].remove("--kind=openai")
     config = {"models": models, "devices": {"gpu0": "24G"}, "swap": {"min_awake": 0}}
     with Controller(config) as front:
-        until(lambda: sorted(front.state(name) for name in "abc") == ["asleep", "awake", "awake"])
+        wait_until(
+            lambda: sorted(front.state(name) for name in "abc") == ["asleep", "awake", "awake"]
+        )
         for name in "abc":
             assert front.complete(name).status_code == 200
         assert front.end() == 0
@@ -448,5 +445,5 @@ def test_a_program_that_only_listens_is_no_start(tmp_path: Path) -> None:
             assert front.complete("a").json()["error"]["code"] == "wake_failed"
             assert "is taken by" in front.get("/models").json()["models"]["a"]["last_problem"]
             other.end()
-            until(lambda: front.complete("a").status_code == 200)
+            wait_until(lambda: front.complete("a").status_code == 200)
             assert front.end() == 0

@@ -11,11 +11,11 @@ from typing import Any
 
 import needs
 import pytest
-from engine_server import free_port
+from ports import free_port
 from running import FAKES, Controller
 from under_tiers import disk_tier
 from vllm_server import BLOCK_TOKENS, VLLM, engine_environment
-from waiting import until
+from waiting import wait_until
 
 from kvelastic import segment
 
@@ -130,4 +130,4 @@ def test_a_model_that_was_stopped_and_started_answers_again_without_computing(
         models = front.get("/models").json()["models"].values()
         assert [each["last_problem"] for each in models] == [None, None]
         assert front.end(timeout_s=120) == 0
-    until(lambda: not [each for each in segment.list_segments() if LEDGER in each.name])
+    wait_until(lambda: not [each for each in segment.list_segments() if LEDGER in each.name])

@@ -11,7 +11,7 @@ import httpx
 import pytest
 from running import Controller, Engine, config_for
 from test_turns import on_demand
-from waiting import until
+from waiting import wait_until
 
 NAME = "org/m"
 
@@ -79,7 +79,7 @@ def test_a_client_that_goes_away_cancels_it(engine: Engine, front: Controller) -
     path = "/upstream/org/m/v1/completions"
     with front.client.stream("POST", path, json=body) as response:
         next(response.iter_raw())
-    until(lambda: engine.count("cancelled") == 1)
+    wait_until(lambda: engine.count("cancelled") == 1)
     line = json.loads(front.wait_for_line(f'"path": "{path}"'))
     assert (line["kind"], line["model"]) == ("request", NAME)
 

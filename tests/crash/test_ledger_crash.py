@@ -16,7 +16,7 @@ import pytest
 from ledger_instance import BLOCKS_PER_PAGE as B
 from ledger_instance import PAGE_BYTES as PAGE
 from ledger_instance import Instance
-from waiting import until
+from waiting import wait_until
 
 from kvelastic import ledger, segment
 
@@ -128,7 +128,7 @@ def test_a_killing_in_the_middle_leaves_nothing(group, request):
                 survived += counts["got"]
             for one in alive:
                 # What the keeper is at may still change: compare when it does not.
-                until(
+                wait_until(
                     lambda one=one: one.ask("granted") == one.mapped_bytes,  # type: ignore[misc]
                     "a survivor holds what it was not granted",
                 )
@@ -140,7 +140,7 @@ def test_a_killing_in_the_middle_leaves_nothing(group, request):
                 held = {one.pid: one.mapped_bytes for one in alive}
                 return {m.pid: m.granted_bytes for m in info.members} == held
 
-            until(adds_up, "bytes are granted that nobody holds")
+            wait_until(adds_up, "bytes are granted that nobody holds")
         else:
             # A churn that has ended starts again with the next rest at the latest.
             for one in alive:
@@ -238,7 +238,7 @@ def test_eight_at_once_add_up_and_none_starves(request):
             held = {one.pid: one.mapped_bytes for one in all_of_them}
             return {m.pid: m.granted_bytes for m in info.members} == held
 
-        until(adds_up, "bytes are granted that nobody holds")
+        wait_until(adds_up, "bytes are granted that nobody holds")
         for one in all_of_them:
             one.ask("check_integrity")
             one.ask("clear")

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 from ledger_instance import Instance
-from waiting import until
+from waiting import wait_until
 
 from kvelastic import ledger, segment
 
@@ -66,7 +66,7 @@ def instance(monkeypatch: pytest.MonkeyPatch) -> Iterator[Instance]:
 
 def is_granted_what_it_has(instance: Instance) -> bool:
     """Pages that come ahead of demand, or go when idle, may be on their way between two looks."""
-    until(lambda: (mine := member()) and mine.granted_bytes == instance.ask("granted") > 0)
+    wait_until(lambda: (mine := member()) and mine.granted_bytes == instance.ask("granted") > 0)
     return True
 
 

@@ -17,8 +17,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from datadist_cluster import free_port
 from open_memfds import held_bytes
+from ports import free_port
 
 from kvelastic import ledger, link_board, segment_dir
 

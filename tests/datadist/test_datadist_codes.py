@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from datadist_cluster import Cluster, free_port
+from datadist_cluster import Cluster
+from ports import free_port
 
 from kvelastic.datadist import LLMStatusCode
 

@@ -8,7 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from datadist_cluster import Cluster, free_port
+from datadist_cluster import Cluster
+from ports import free_port
 
 from kvelastic import link_board, segment
 from kvelastic.link_board_format import NodeFigures

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from datadist_cluster import Cluster, free_port
+from datadist_cluster import Cluster
+from ports import free_port
 
 POOL = '{"memory_size": 33554432}'
 DESC = "CacheDesc(4, [3, 64], DataType.DT_INT8)"

@@ -9,7 +9,7 @@ from pathlib import Path
 import needs
 import pytest
 from sglang_pair import PROMPTS, SLEEPS_ON_IDLE, Pair
-from waiting import until
+from waiting import wait_until
 
 from kvelastic import segment
 
@@ -57,12 +57,12 @@ def test_a_controller_that_starts_anew_knows_that_it_sleeps_and_a_request_wakes_
         assert segment.inspect(pair.name).engine_asleep is True
         front.end(signal.SIGKILL)
     with Controller(config) as front:
-        until(lambda: front.state(MODEL) == "asleep")
+        wait_until(lambda: front.state(MODEL) == "asleep")
         assert list(front.get("/sleep/status").json()["sleeping_models"]) == [MODEL]
         assert ask(front, PROMPTS[0]) == before
         assert front.state(MODEL) == "awake"
         assert segment.inspect(pair.name).engine_asleep is False
         # By somebody else, of whom the controller hears nothing.
         pair.server.post("/release_memory_occupation")
-        until(lambda: front.state(MODEL) == "asleep")
+        wait_until(lambda: front.state(MODEL) == "asleep")
         assert ask(front, PROMPTS[0]) == before

@@ -25,7 +25,7 @@ from sglang_server import IN_CHUNKS, PAGE_TOKENS, Answer, SglangServer
 from test_sglang_chaos import SglangOperator
 from transformers_process import make_prompts
 from under_tiers import board_of, changing_limits, disk_tier
-from waiting import stopped_once, until
+from waiting import stopped_once, wait_until
 
 from kvelastic import segment
 from kvelastic.tier_board_format import BoardFigures
@@ -164,7 +164,7 @@ def test_a_request_for_whose_prefix_there_is_no_memory_loads_it_once_there_is(
     assert segment.request(NAME, asleep=True, wait_s=60).state == "applied"
     with ThreadPoolExecutor(len(PROMPTS)) as threads:
         answers = [threads.submit(server.generate, prompt, NEW_TOKENS) for prompt in PROMPTS]
-        until(lambda: server.load("num_waiting_reqs") == len(PROMPTS), "all were looked up")
+        wait_until(lambda: server.load("num_waiting_reqs") == len(PROMPTS), "all were looked up")
         assert segment.request(NAME, asleep=False, wait_s=60).state == "applied"
         check_found([answer.result() for answer in answers], expected)
 
@@ -176,7 +176,7 @@ def test_a_killed_server_finds_its_records_and_a_flush_hides_them(again, expecte
     answers = again.ask_all()
     assert [answer.tokens for answer in answers] == expected
     assert answers[0].cached_tokens == 0, "found what was flushed"
-    until(lambda: again.board().tiers[0].errors == 0, "the board is there")
+    wait_until(lambda: again.board().tiers[0].errors == 0, "the board is there")
 
 
 def test_a_prompt_in_chunks_goes_on_where_its_rest_just_fits(again) -> None:
@@ -204,7 +204,7 @@ def test_a_prompt_that_has_begun_gives_its_memory_up_and_goes_on_later(again) ->
 
         with stopped_once(again.scheduler(), one_has_begun, "a prompt has begun"):
             segment.request(NAME, limit_bytes=PAGE_BYTES)
-        until(lambda: NO_MEMORY_FOR_REST in again.text(), "it waits")
+        wait_until(lambda: NO_MEMORY_FOR_REST in again.text(), "it waits")
         assert segment.request(NAME, asleep=True, wait_s=60).state == "applied"
         assert segment.inspect(NAME).usage["mapped_bytes"] == 0
         assert segment.request(NAME, asleep=False, wait_s=60).state == "applied"

@@ -26,7 +26,7 @@ from sglang_pair import (
 )
 from sglang_server import PAGE_TOKENS, SglangServer
 from vllm_server import zero_worker_memory
-from waiting import stopped_once, until
+from waiting import stopped_once, wait_until
 
 from kvelastic import segment
 
@@ -57,7 +57,7 @@ def test_what_is_cached_is_held_and_nothing_more(pair: Pair) -> None:
         * BLOCK_BYTES
         // pair.page_bytes
     )
-    until(lambda: pair.usage()["mapped_bytes"] <= (needed + 1) * pair.page_bytes, "trimmed")
+    wait_until(lambda: pair.usage()["mapped_bytes"] <= (needed + 1) * pair.page_bytes, "trimmed")
 
 
 def test_zeroed_memory_changes_the_tokens_and_a_flush_leaves_one_page(pair: Pair) -> None:
@@ -93,7 +93,9 @@ def test_a_limit_lowered_under_load_retracts_and_keeps_the_tokens(pair: Pair) ->
     segment.request(pair.name, asleep=True, wait_s=10)
     with ThreadPoolExecutor(1) as thread:
         burst = thread.submit(pair.server.generate_all, PROMPTS, LONG_TOKENS)
-        until(lambda: pair.waiting() == len(PROMPTS), "all begin at once, however slow this is")
+        wait_until(
+            lambda: pair.waiting() == len(PROMPTS), "all begin at once, however slow this is"
+        )
         segment.request(pair.name, asleep=False, wait_s=0)
         with stopped_once(
             pair.server.scheduler(),
@@ -134,12 +136,12 @@ def test_a_request_that_does_not_fit_waits_and_can_be_cancelled(paged: Pair) -> 
         cancelled = threads.submit(pair.server.request, "/generate", "POST", 60, {
             "input_ids": large, "rid": "cancelled", "sampling_params": {"max_new_tokens": 8},
         })  # fmt: skip
-        until(lambda: pair.waiting() == 1, "it waits")
+        wait_until(lambda: pair.waiting() == 1, "it waits")
         pair.server.post("/abort_request", rid="cancelled")
         cancelled.result()
-        until(lambda: pair.waiting() == 0, "it is gone")
+        wait_until(lambda: pair.waiting() == 0, "it is gone")
         later = threads.submit(pair.server.generate, large, 8)
-        until(lambda: pair.waiting() == 1, "it waits")
+        wait_until(lambda: pair.waiting() == 1, "it waits")
         pair.limit(None)
         assert later.result().tokens == expected
 
@@ -152,9 +154,9 @@ def test_a_request_that_outgrows_the_limit_waits_for_a_higher_one(paged: Pair) -
     pair.server.post("/flush_cache")
     with ThreadPoolExecutor(1) as thread:
         answer = thread.submit(pair.server.generate, long, new_tokens)
-        until(lambda: pair.usage()["mapped_bytes"] > pair.page_bytes, "it has outgrown a page")
+        wait_until(lambda: pair.usage()["mapped_bytes"] > pair.page_bytes, "it has outgrown a page")
         pair.limit(1)
-        until(lambda: pair.waiting() == 1, "it waits")
+        wait_until(lambda: pair.waiting() == 1, "it waits")
         pair.limit(None)
         assert answer.result().tokens == expected
 
@@ -175,7 +177,7 @@ def test_it_is_released_when_its_requests_have_ended_and_resumed_as_often_as_one
     prompt, new_tokens = PROMPTS[0], 300
     with ThreadPoolExecutor(2) as threads:
         answer = threads.submit(pair.server.generate, prompt, new_tokens)
-        until(lambda: pair.running() == 1, "it runs")
+        wait_until(lambda: pair.running() == 1, "it runs")
         pair.server.post("/release_memory_occupation")
         assert len(answer.result().tokens) == new_tokens
         assert pair.usage()["mapped_bytes"] == pair.resident_bytes() == 0
@@ -183,7 +185,7 @@ def test_it_is_released_when_its_requests_have_ended_and_resumed_as_often_as_one
         # A request that waits for memory keeps a release waiting, until somebody resumes.
         segment.request(pair.name, asleep=True, wait_s=10)
         answer = threads.submit(pair.server.generate, prompt, new_tokens)
-        until(lambda: pair.waiting() == 1, "it waits")
+        wait_until(lambda: pair.waiting() == 1, "it waits")
         released = threads.submit(pair.server.post, "/release_memory_occupation")
         pair.server.post("/resume_memory_occupation")
         segment.request(pair.name, asleep=False, wait_s=10)
@@ -208,9 +210,9 @@ def test_requests_that_come_after_a_release_wait_behind_it(paged: Pair) -> None:
     with ThreadPoolExecutor(len(prompts)) as threads:
         asking = list(map(partial(threads.submit, keep_asking), prompts, lengths))
         try:
-            until(lambda: pair.running() == len(prompts), "they run")
+            wait_until(lambda: pair.running() == len(prompts), "they run")
             pair.server.post("/release_memory_occupation")
-            until(lambda: pair.waiting() == len(prompts), "they wait")
+            wait_until(lambda: pair.waiting() == len(prompts), "they wait")
             assert pair.usage()["mapped_bytes"] == pair.resident_bytes() == 0
         finally:
             is_released.set()
@@ -226,7 +228,7 @@ def test_an_operator_puts_it_to_sleep_and_wakes_it(pair: Pair) -> None:
     assert pair.usage()["mapped_bytes"] == pair.resident_bytes() == 0
     with ThreadPoolExecutor(1) as thread:
         burst = thread.submit(pair.burst)
-        until(lambda: pair.waiting() == len(PROMPTS), "all wait")
+        wait_until(lambda: pair.waiting() == len(PROMPTS), "all wait")
         assert segment.request(pair.name, asleep=False, wait_s=10).state == "applied"
         assert burst.result() == pair.expected
 
@@ -268,10 +270,12 @@ def test_the_same_tokens_without_a_radix_cache(
             answers = server.generate_all(PROMPTS, NEW_TOKENS)
             assert tokens_of(answers) == pair.expected
             assert sum(answer.cached_tokens for answer in answers) == 0
-        until(lambda: pair.usage()["mapped_bytes"] <= pair.page_bytes, "trimmed")
+        wait_until(lambda: pair.usage()["mapped_bytes"] <= pair.page_bytes, "trimmed")
         with ThreadPoolExecutor(1) as thread:
             burst = thread.submit(pair.burst)
-            until(lambda: pair.usage()["mapped_bytes"] > pair.page_bytes, "the burst needs more")
+            wait_until(
+                lambda: pair.usage()["mapped_bytes"] > pair.page_bytes, "the burst needs more"
+            )
             pair.limit(1)
             assert burst.result() == pair.expected
         assert pair.usage()["mapped_bytes"] <= pair.page_bytes

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 from open_memfds import open_memfds
 from simulated_machine import SimulatedMachine
-from waiting import until
+from waiting import wait_until
 
 from kvelastic import errors, ledger, segment
 from kvelastic.instance.status import status_of
@@ -264,7 +264,7 @@ def feed(kit: SimpleNamespace, cache: Any, tokens: int, layers: int = 4) -> None
 def state_at(cache: Any, **request: Any) -> str:
     """What kvctl shows once the cache has answered that request."""
     segment.request(cache.name, **request, wait_s=0)
-    until(lambda: status_of(segment.inspect(cache.name)).state != "pending")
+    wait_until(lambda: status_of(segment.inspect(cache.name)).state != "pending")
     return status_of(segment.inspect(cache.name)).state
 
 
@@ -314,7 +314,7 @@ def test_cropped_pages_go_after_a_while(
     with kit.ElasticCache.for_model(kit.models["full"]) as cache:
         feed(kit, cache, 4 * A_PAGE - UNUSED)
         cache.crop(10)
-        until(lambda: mapped_bytes(cache) == granted_bytes() == PAGE_BYTES)
+        wait_until(lambda: mapped_bytes(cache) == granted_bytes() == PAGE_BYTES)
         assert cache.get_seq_length() == 10
 
 
@@ -360,7 +360,7 @@ def test_a_lower_limit_takes_what_is_unused_and_shows_what_is_not(kit: SimpleNam
         with pytest.raises(errors.LimitReachedError):
             feed(kit, cache, A_PAGE)
         cache.crop(10)
-        until(lambda: segment.inspect(cache.name).answer["state"] == "applied")
+        wait_until(lambda: segment.inspect(cache.name).answer["state"] == "applied")
         assert mapped_bytes(cache) <= 2 * PAGE_BYTES
 
 

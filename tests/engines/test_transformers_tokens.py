@@ -11,7 +11,7 @@ import needs
 import pytest
 from open_memfds import held_bytes
 from transformers_process import TransformersEngine, make_prompts
-from waiting import until
+from waiting import wait_until
 
 from kvelastic import segment
 
@@ -145,7 +145,9 @@ def test_a_limit_lowered_under_load_preempts_and_keeps_the_tokens(pair: Pair) ->
     before = pair.engine.counters()["preemptions"]
     ids = pair.engine.submit(PROMPTS, NEW_TOKENS)
     # What is cached goes first: requests have to hold more than will be allowed.
-    until(lambda: pair.usage()["blocks_in_use"] > 2 * BLOCKS_OF_A_PAGE, "the burst needs three")
+    wait_until(
+        lambda: pair.usage()["blocks_in_use"] > 2 * BLOCKS_OF_A_PAGE, "the burst needs three"
+    )
     pair.limit(2)
     assert pair.engine.wait(ids) == pair.expected
     assert pair.engine.counters()["preemptions"] > before
@@ -171,7 +173,7 @@ def test_a_request_that_does_not_fit_waits_and_can_be_cancelled(pair: Pair) -> N
     pair.limit(1)
     (waiting,) = pair.engine.submit(large, 8)
     (other,) = pair.engine.submit(PROMPTS[:1], NEW_TOKENS)
-    until(lambda: pair.engine.counters()["waiting"] + pair.engine.counters()["active"] >= 1)
+    wait_until(lambda: pair.engine.counters()["waiting"] + pair.engine.counters()["active"] >= 1)
     assert pair.engine.ask("wait", ids=[waiting], timeout_s=0.5)["unfinished"] == [waiting]
     pair.engine.cancel(waiting)
     assert pair.engine.wait([other]) == pair.expected[:1]

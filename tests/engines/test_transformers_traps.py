@@ -12,7 +12,7 @@ import needs
 import pytest
 from ledger_instance import BLOCKS_PER_PAGE, PAGE_BYTES, Instance
 from transformers_process import TransformersEngine, make_prompts
-from waiting import until
+from waiting import wait_until
 
 from kvelastic import ledger, segment
 from kvelastic.process_memory import anonymous_bytes
@@ -123,7 +123,7 @@ def test_sliding_windows(model: str, series: str, tmp_path: Path) -> None:
         ids = engine.submit(PROMPTS, 32)
         limit(2 * MIB)
         assert engine.wait(ids) == expected
-        until(lambda: segment.inspect(NAME).usage["blocks_in_use"] == 0)
+        wait_until(lambda: segment.inspect(NAME).usage["blocks_in_use"] == 0)
 
 
 def test_a_page_of_one_large_block_and_a_prefix_that_keeps_its_head(tmp_path: Path) -> None:
@@ -171,7 +171,7 @@ def test_an_engine_of_another_kind_gives_to_it_and_takes_from_it(tmp_path: Path)
         engine.wait_until_ready()
         expected = engine.burst(prompts, 24)
         assert segment.inspect(NAME).usage["mapped_bytes"] > PAGE_BYTES
-        until(lambda: idle_s(shared["KVELASTIC_LEDGER"]) > 0.6, "who works keeps what it has")
+        wait_until(lambda: idle_s(shared["KVELASTIC_LEDGER"]) > 0.6, "who works keeps what it has")
         taken = other.alloc(5 * BLOCKS_PER_PAGE - 1)
         assert taken is not None, "what was cached is given up"
         assert segment.inspect(NAME).usage["mapped_bytes"] <= PAGE_BYTES
@@ -182,7 +182,7 @@ def test_an_engine_of_another_kind_gives_to_it_and_takes_from_it(tmp_path: Path)
             assert engine.burst(prompts, 24) == expected
             return segment.inspect(NAME).usage["mapped_bytes"] > PAGE_BYTES
 
-        until(takes_back, "what the other one does not use comes back")
+        wait_until(takes_back, "what the other one does not use comes back")
 
         engine.process.kill()
         engine.process.wait()

@@ -7,10 +7,11 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from real_mooncake import free_port, lender, master
+from ports import free_port
+from real_mooncake import lender, master
 from tiered_server import TieredServer, check_found
 from vllm_server import make_requests
-from waiting import until
+from waiting import wait_until
 
 pytestmark = [
     pytest.mark.timeout(600),
@@ -62,5 +63,5 @@ def test_records_outlive_the_engine_and_answers_the_master(
                     return answer.loaded > 0
 
                 # A tier that failed is left alone for a minute at most.
-                until(is_found_again, "the master came back, and nothing is stored", 100)
+                wait_until(is_found_again, "the master came back, and nothing is stored", 100)
             again.check_end()

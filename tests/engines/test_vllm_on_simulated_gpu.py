@@ -19,7 +19,7 @@ import pytest
 from engine_server import Request
 from simulated_machine import SimulatedMachine
 from vllm_server import PAGE_BYTES, VllmServer, make_requests
-from waiting import until
+from waiting import wait_until
 
 from kvelastic import ledger, segment
 
@@ -149,7 +149,7 @@ def test_the_devices_own_ledger_grants_what_it_holds(on_gpu, machine) -> None:
     on_gpu.complete_all(make_requests(8, 7))
     (info,) = [one for one in ledger.list_ledgers() if one.device.startswith("GPU-")]
     assert info.capacity_bytes == int(DEVICE_BYTES * 0.95)
-    until(lambda: _granted(info.device) == machine.used_bytes())
+    wait_until(lambda: _granted(info.device) == machine.used_bytes())
 
 
 def _granted(device: str) -> int:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from spoken import PROTOCOL, SECRET, Ask, answer
-from waiting import until
+from waiting import wait_until
 
 from kvelastic.errors import (
     AccessDeniedError,
@@ -64,7 +64,7 @@ def other_secret(tmp_path: Path, *lines: str) -> SecretFile:
 def test_another_secret_does_not_get_in(on_tcp: Endpoint, tmp_path: Path) -> None:
     with pytest.raises(AccessDeniedError, match="secret is not ours"):
         connect(on_tcp.addresses[0], PROTOCOL, secret=other_secret(tmp_path, "f" * 64))
-    until(lambda: on_tcp.refused == 1, "it is counted after the answer was sent")
+    wait_until(lambda: on_tcp.refused == 1, "it is counted after the answer was sent")
     assert not on_tcp.connections
 
 

@@ -15,20 +15,12 @@ import ctypes
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).parent
-
-
-def free_port() -> int:
-    """One that nobody listens at; clusters without a secret listen at no port themselves."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
 
 
 class Cluster:

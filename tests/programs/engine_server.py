@@ -9,9 +9,7 @@ import contextlib
 import http.client
 import json
 import os
-import random
 import signal
-import socket
 import subprocess
 import time
 from abc import ABC, abstractmethod
@@ -174,13 +172,3 @@ def own_environment() -> dict[str, str]:
         if name == "KVELASTIC_LEDGER"  # the run's own
         or not name.startswith(("KVELASTIC_", "KVCACHED_", "ENABLE_KV"))
     }
-
-
-def free_port() -> int:
-    """A port nobody has, and the system gives to nobody: the engine takes it a minute later."""
-    first_given = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
-    while True:
-        port = random.randrange(first_given // 2, first_given)
-        with contextlib.suppress(OSError), socket.socket() as probe:
-            probe.bind(("127.0.0.1", port))
-            return port

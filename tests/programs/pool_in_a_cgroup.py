@@ -13,7 +13,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from waiting import until
+from waiting import wait_until
 
 MIB = 1 << 20
 LIMIT_BYTES = 256 * MIB
@@ -54,11 +54,11 @@ class Instance:
     def looked(self) -> None:
         """Return when the keeper has looked once more, from beginning to end."""
         looks = self.keeper.memory_looks
-        until(lambda: self.keeper.memory_looks >= looks + 2, "the keeper does not look")
+        wait_until(lambda: self.keeper.memory_looks >= looks + 2, "the keeper does not look")
 
     def next_arrival(self, seen: int) -> int:
         """Return when the count of arrivals is another one, and which."""
-        until(lambda: self.pool.arrivals != seen, "nobody says that something has come")
+        wait_until(lambda: self.pool.arrivals != seen, "nobody says that something has come")
         count: int = self.pool.arrivals
         return count
 
@@ -100,7 +100,7 @@ def caches_make_way() -> None:
         held = []
         for _ in range(20):
             held.append(heap(STEP_BYTES))
-            until(lambda: one.left_bytes() >= MARGIN_BYTES, "caches keep what the heap needs")
+            wait_until(lambda: one.left_bytes() >= MARGIN_BYTES, "caches keep what the heap needs")
         given = before - one.pool.mapped_bytes
         assert 60 * MIB <= given <= 110 * MIB, given
         assert one.pool.stats()["blocks_cached"] > 0, "more was dropped than was needed"
@@ -119,7 +119,7 @@ def requests_make_way() -> None:
         held = []
         for _ in range(20):
             held.append(heap(STEP_BYTES))
-            until(engine_step, "requests keep what the heap needs")
+            wait_until(engine_step, "requests keep what the heap needs")
         assert len(requests) * 2 * MIB > 20 * MIB, "more was preempted than was needed"
 
 
@@ -158,7 +158,7 @@ def a_lower_limit_of_the_cgroup_is_kept() -> None:
             one.pool.cache(blocks)
         for _ in range(10):
             cgroup.limit(cgroup.held_bytes() + STEP_BYTES)
-            until(lambda: one.left_bytes() >= MARGIN_BYTES, "the lower limit is not seen")
+            wait_until(lambda: one.left_bytes() >= MARGIN_BYTES, "the lower limit is not seen")
 
 
 if __name__ == "__main__":

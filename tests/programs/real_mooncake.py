@@ -15,22 +15,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from ports import free_port
+
 sys.path.insert(0, str(Path(__file__).parents[1] / "tiers"))
 
 from store_battery import ALL, RECORD_BYTES, WORLD, Bench, Kind, read, records_of, split
-from waiting import until
+from waiting import wait_until
 
 from kvelastic.tiers.mooncake_client import connect
 from kvelastic.tiers.remote import MooncakeStore
 from kvelastic.tiers.remote_record import server_key
 
 SEGMENT_BYTES = 64 << 20
-
-
-def free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return int(one.getsockname()[1])
 
 
 @contextmanager
@@ -49,7 +45,7 @@ def master(port: int) -> Iterator[subprocess.Popen[bytes]]:
         stderr=subprocess.DEVNULL,
     )
     try:
-        until(lambda: accepts(port), "the master does not listen")
+        wait_until(lambda: accepts(port), "the master does not listen")
         yield process
     finally:
         process.kill()
@@ -145,8 +141,10 @@ def gone(port: int) -> None:
     assert not any(absent.put(keys, records_of(keys)))
     with master(port):
         for each in (store, absent):
-            until(lambda each=each: all(each.put(keys, records_of(keys))), "it is not found again")
-            until(lambda each=each: all(read(each, keys)), "it is not found again")
+            wait_until(
+                lambda each=each: all(each.put(keys, records_of(keys))), "it is not found again"
+            )
+            wait_until(lambda each=each: all(read(each, keys)), "it is not found again")
             assert each.erase(keys) == len(split(keys))
         absent.close()
         store.close()

@@ -23,9 +23,9 @@ from engine_server import (
     START_DEADLINE_S,
     EngineServer,
     Request,
-    free_port,
     own_environment,
 )
+from ports import free_port
 
 PAGE_TOKENS = 32
 MAX_TOTAL_TOKENS = 16384

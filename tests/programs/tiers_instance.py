@@ -17,7 +17,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from waiting import until
+from waiting import wait_until
 
 from kvelastic import segment, tier_board
 from kvelastic.segment_dir import SHM_DIR, board_name
@@ -45,7 +45,9 @@ class Instance:
         assert self.records > 20
         self.info = segment.inspect(self.name)
         # Figures are half a second old, and older where the disk is slow to say them.
-        until(lambda: self._shown_records() == self.records, "the board does not show the records")
+        wait_until(
+            lambda: self._shown_records() == self.records, "the board does not show the records"
+        )
 
     def _shown_records(self) -> int | None:
         board = tier_board.read(self.info)

@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from engine_server import DECIDED, EngineServer, Request, free_port, own_environment
+from engine_server import DECIDED, EngineServer, Request, own_environment
+from ports import free_port
 
 VLLM = Path(sys.executable).with_name("vllm")
 BLOCK_TOKENS = 32

@@ -1,6 +1,6 @@
 """Wait for what another thread or process does in its own time.
 
-until(lambda: one.mapped_bytes == 0, "the keeper has given everything back")
+wait_until(lambda: one.mapped_bytes == 0, "the keeper has given everything back")
 
 with stopped_once(worker, lambda: server.running() == 1, "it runs"):
     ...                 # it is where it was when that came true, however slow this process is
@@ -18,15 +18,17 @@ if TYPE_CHECKING:
 
 Value = TypeVar("Value")
 
-DEADLINE_S = 60.0
-"""Far beyond what anything takes here: only a fault meets it."""
+DEADLINE_S = 300.0
+"""A guard, not an expectation: only a fault reaches it, on a machine of any speed."""
 _INTERVAL_S = 0.001
 _MOMENT_S = 0.005
 """How long a process runs that is looked at while it is stopped."""
 
 
-def until(condition: Callable[[], Value], what: str = "", deadline_s: float = DEADLINE_S) -> Value:
-    """Ask until the answer is true, and return it. `what` is for the failure's message."""
+def wait_until(
+    condition: Callable[[], Value], what: str = "", deadline_s: float = DEADLINE_S
+) -> Value:
+    """Call `condition` until it returns a true value, and return that. A failure shows `what`."""
     end_s = time.monotonic() + deadline_s
     while not (value := condition()):
         assert time.monotonic() < end_s, what or "it did not come true"
@@ -50,7 +52,7 @@ def stopped_once(
         return bool(condition())
 
     try:
-        until(holds_after_a_moment, what)
+        wait_until(holds_after_a_moment, what)
         yield
     finally:
         process.resume()

@@ -13,7 +13,7 @@ from ledger_instance import BLOCKS_PER_PAGE as B
 from ledger_instance import Instance
 from store_battery import RECORD_BYTES, WORLD, Bench, keys_of, read, records_of
 from store_kinds import HOST, PAGE_BYTES
-from waiting import until
+from waiting import wait_until
 
 from kvelastic import _vmm, ledger, segment
 from kvelastic.config import Config, load
@@ -142,7 +142,7 @@ def test_what_a_dead_neighbour_held_can_be_had(tier: Tier) -> None:
         other.kill()
         segment.reap()
         ledger.reap()
-        until(
+        wait_until(
             lambda: (tier.bench.put(*range(WHOLE)), tier.store.capacity().records)[1] == WHOLE,
             "the memory of the dead does not come back",
         )

@@ -21,7 +21,7 @@ from store_battery import (
     records_of,
 )
 from store_kinds import MOONCAKE, Clock
-from waiting import until
+from waiting import wait_until
 
 from kvelastic.errors import InvalidArgumentError, UnsupportedError
 from kvelastic.tiers.base import Selection
@@ -182,7 +182,7 @@ def test_a_server_that_hangs_holds_nobody_up(server: Server) -> None:
     """A late call goes on alone; until it ends its buffers are nobody's, and nothing is served."""
     store = make(server, Clock(), timeout_s=LATE_S)
     bench = Bench(MOONCAKE, store, None)  # type: ignore[arg-type]
-    until(lambda: bench.put(0, 1) == [True, True], "the first put is never in time")
+    wait_until(lambda: bench.put(0, 1) == [True, True], "the first put is never in time")
     server.hangs = threading.Event()
     assert bench.get(0) == [False]
     assert bench.get(1, 0) == [False, False]
@@ -191,7 +191,7 @@ def test_a_server_that_hangs_holds_nobody_up(server: Server) -> None:
     assert store.statistics().errors > 0
     hangs, server.hangs = server.hangs, None
     hangs.set()
-    until(lambda: bench.get(0, 1) == [True, True], "it never answers again")
+    wait_until(lambda: bench.get(0, 1) == [True, True], "it never answers again")
     store.close()
 
 
@@ -203,8 +203,8 @@ def test_a_setup_that_hangs_holds_nobody_up(server: Server) -> None:
     assert bench.get(0) == [False]
     hangs, server.hangs = server.hangs, None
     hangs.set()
-    until(lambda: bench.put(0) == [True], "it never answers")
-    until(lambda: bench.get(0) == [True], "it never answers")
+    wait_until(lambda: bench.put(0) == [True], "it never answers")
+    wait_until(lambda: bench.get(0) == [True], "it never answers")
     store.close()
 
 

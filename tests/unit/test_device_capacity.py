@@ -20,7 +20,7 @@ import pytest
 from ledger_instance import BLOCKS_PER_PAGE as B
 from ledger_instance import PAGE_BYTES as PAGE
 from ledger_instance import Instance
-from waiting import until
+from waiting import wait_until
 
 from kvelastic import ledger, segment
 from kvelastic.errors import GuaranteeError, InvalidArgumentError, LedgerError, LedgerForeignError
@@ -104,18 +104,18 @@ def test_what_is_over_a_lowered_capacity_goes_from_parked_to_cached_to_in_use(de
     assert device.held() == 28
 
     assert device.set_pages(24) == DEVICE_PAGES
-    until(lambda: device.held() <= 24, "the parked pages are not given")
+    wait_until(lambda: device.held() <= 24, "the parked pages are not given")
     assert (device.pages(high), device.pages(low)) == (8, 16)
 
     device.set_pages(18)
-    until(lambda: device.held() <= 18, "the cached pages are not given")
+    wait_until(lambda: device.held() <= 18, "the cached pages are not given")
     assert (device.pages(high), device.pages(low)) == (8, 10)
 
     device.set_pages(12)  # 2 more cached pages, and 4 of the lower priority that are in use
-    until(lambda: device.pages(low) == 8, "the last cached pages are not given")
-    until(lambda: low.alloc(1) is None, "who has to give blocks in use hands out new ones")
+    wait_until(lambda: device.pages(low) == 8, "the last cached pages are not given")
+    wait_until(lambda: low.alloc(1) is None, "who has to give blocks in use hands out new ones")
     low.free(others[2 * B - 1 : 8 * B - 1])
-    until(lambda: device.held() <= 12, "what is freed is not given")
+    wait_until(lambda: device.held() <= 12, "what is freed is not given")
     assert device.pages(high) == 8
     for one in high, low:
         one.ask("check_integrity")
@@ -127,7 +127,7 @@ def test_guarantees_are_kept_and_the_others_give_instead(device):
     first.cache(fill(first, 16))
     second.cache(fill(second, 16))
     device.set_pages(12)
-    until(lambda: device.held() <= 12, "it is not given back")
+    wait_until(lambda: device.held() <= 12, "it is not given back")
     assert device.pages(first) == 10
     # Less than 2 on a busy machine: who does not answer in time is passed over for a while.
     assert device.pages(second) <= 2
@@ -141,7 +141,7 @@ def test_a_stopped_instance_is_passed_over(device):
     os.waitid(os.P_PID, stopped.pid, os.WSTOPPED | os.WNOWAIT)
     try:
         device.set_pages(16)
-        until(lambda: device.held() <= 16, "the others wait for one that is stopped")
+        wait_until(lambda: device.held() <= 16, "the others wait for one that is stopped")
         assert device.pages(stopped) == 12
     finally:
         stopped.signal(signal.SIGCONT)
@@ -150,12 +150,12 @@ def test_a_stopped_instance_is_passed_over(device):
 def test_a_limit_beyond_the_capacity_is_cut_to_it_and_grows_with_it(device):
     one = device.start()
     device.set_pages(8)
-    until(lambda: one.stats()["pages_limit"] == 8, "the limit is not cut")
+    wait_until(lambda: one.stats()["pages_limit"] == 8, "the limit is not cut")
     info = segment.inspect(one.name)
     assert info.usage["capacity_bytes"] == 8 * PAGE
     assert one.alloc(8 * B) is None
     device.set_pages(2 * DEVICE_PAGES)
-    until(lambda: one.stats()["pages_limit"] == 2 * DEVICE_PAGES, "the limit does not grow")
+    wait_until(lambda: one.stats()["pages_limit"] == 2 * DEVICE_PAGES, "the limit does not grow")
     fill(one, 2 * DEVICE_PAGES)
 
 
@@ -171,8 +171,8 @@ def test_a_raised_capacity_reaches_who_waits_without_any_other_event(device):
     starved.send("wait_for_arrival", seen, SOON_S)
     device.set_pages(DEVICE_PAGES + 4)
     assert starved.read() != seen
-    until(lambda: starved.stats()["pages_mapped"] == 5, "the pages do not come")
-    until(lambda: starved.alloc(4 * B) is not None, "what has come is not handed out")
+    wait_until(lambda: starved.stats()["pages_mapped"] == 5, "the pages do not come")
+    wait_until(lambda: starved.alloc(4 * B) is not None, "what has come is not handed out")
 
 
 # ------------------------------------------------------------------------------ refused, killed
@@ -212,14 +212,16 @@ def test_a_killed_setter_leaves_a_whole_value_and_no_lock(device):
         arguments = [sys.executable, "-c", SETTER, device.group, "8", "24"]
         with subprocess.Popen(arguments, stdout=subprocess.PIPE) as setter:
             assert setter.stdout.readline() == b"ready\n"
-            until(lambda: device.look().capacity_bytes != DEVICE_PAGES * PAGE, "it sets nothing")
+            wait_until(
+                lambda: device.look().capacity_bytes != DEVICE_PAGES * PAGE, "it sets nothing"
+            )
             setter.kill()
         assert device.look().capacity_bytes in {8 * PAGE, 24 * PAGE}
         device.set_pages(DEVICE_PAGES)
-    until(lambda: one.stats()["pages_limit"] == DEVICE_PAGES, "the limit does not grow")
+    wait_until(lambda: one.stats()["pages_limit"] == DEVICE_PAGES, "the limit does not grow")
     one.cache(fill(one, 12))
     device.set_pages(7)
-    until(lambda: device.held() <= 7, "it is not given back")
+    wait_until(lambda: device.held() <= 7, "it is not given back")
     one.ask("check_integrity")
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from native_pools import HUGE, LAYOUTS, Memory
-from waiting import until
+from waiting import wait_until
 
 from kvelastic import _vmm, errors, segment
 
@@ -154,7 +154,7 @@ def test_shrinking_is_applied_when_blocks_are_freed():
         for page in range(4, PAGES - 1):
             one.pool.free(pages[page])
             over = (PAGES - 1 - page) * HUGE
-            until(
+            wait_until(
                 lambda over=over: one.operator.record.read_answer()["over_bytes"] == over,
                 "the answer does not follow",
             )
@@ -210,12 +210,12 @@ def test_a_trim_does_not_change_the_limit():
 def test_pages_are_mapped_ahead_of_demand_and_only_then():
     with Instance(preallocate=True, min_reserved_pages=2, max_reserved_pages=4) as one:
         ids = one.pool.alloc(3 * B)
-        until(lambda: one.pool.stats()["pages_parked"] >= 2, "nothing stands by")
+        wait_until(lambda: one.pool.stats()["pages_parked"] >= 2, "nothing stands by")
         for _ in range(5):
             one.looked()
         assert one.pool.stats()["pages_parked"] <= 4
         more = one.pool.alloc(B)
-        until(lambda: one.pool.stats()["pages_parked"] >= 2, "nothing stands by any more")
+        wait_until(lambda: one.pool.stats()["pages_parked"] >= 2, "nothing stands by any more")
         one.pool.free(ids + more)
         one.pool.check_integrity()
 
@@ -255,9 +255,9 @@ def test_parked_pages_are_given_back_when_nobody_needs_them():
         one.pool.free(ids[1:])
         one.start()
         held = PAGES * HUGE
-        until(lambda: one.pool.mapped_bytes != held, "nothing decays")
+        wait_until(lambda: one.pool.mapped_bytes != held, "nothing decays")
         assert one.pool.mapped_bytes == HUGE
-        until(lambda: one.memory.held_at_the_os() == HUGE, "the memory is not given back")
+        wait_until(lambda: one.memory.held_at_the_os() == HUGE, "the memory is not given back")
         assert one.operator.record.read_usage()["parked_bytes"] == 0
 
 
@@ -267,7 +267,7 @@ def test_decay_comes_again_after_new_use():
             ids = one.pool.alloc(6 * B)
             one.pool.free(ids)
             assert one.pool.mapped_bytes > HUGE
-            until(lambda: one.pool.mapped_bytes == HUGE, "nothing decays")
+            wait_until(lambda: one.pool.mapped_bytes == HUGE, "nothing decays")
         one.looked()
         one.looked()
         assert one.pool.mapped_bytes == HUGE, "an idle pool maps nothing"

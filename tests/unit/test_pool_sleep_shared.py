@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 from native_pools import HUGE
 from two_pools import BLOCKS_PER_PAGE, PAGES, TwoPools
-from waiting import until
+from waiting import wait_until
 
 from kvelastic import _vmm, ledger, segment
 
@@ -81,7 +81,7 @@ def test_a_starved_one_that_is_put_to_sleep_asks_for_nothing_more(shared: TwoPoo
         assert ask_bytes() > 0
         answer = segment.request(shared.segments[0].name, asleep=True, wait_s=BOUND_S)
         assert (answer.state, answer.mapped_bytes, answer.asleep) == ("applied", 0, True)
-        until(lambda: ask_bytes() == 0)
+        wait_until(lambda: ask_bytes() == 0)
         b.free(theirs)
         b.trim()
         assert segment.inspect(shared.segments[0].name).usage["mapped_bytes"] == 0
@@ -98,11 +98,11 @@ def test_with_a_keeper_what_is_freed_in_sleep_is_answered(shared: TwoPools) -> N
         assert ids is not None
         held_bytes = pool.mapped_bytes
         segment.request(name, asleep=True)
-        until(lambda: segment.inspect(name).answer["state"] == "shrinking")
+        wait_until(lambda: segment.inspect(name).answer["state"] == "shrinking")
         assert segment.inspect(name).answer["over_bytes"] == held_bytes
         assert segment.inspect(name).usage["asleep"] == 1
         pool.free(ids)
-        until(lambda: segment.inspect(name).answer["state"] == "applied")
+        wait_until(lambda: segment.inspect(name).answer["state"] == "applied")
         info = segment.inspect(name)
         assert info.answer["effective_limit_bytes"] == info.answer["mapped_bytes"] == 0
         assert info.usage["mapped_bytes"] == 0

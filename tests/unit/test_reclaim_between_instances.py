@@ -18,7 +18,7 @@ import pytest
 from ledger_instance import BLOCKS_PER_PAGE as B
 from ledger_instance import PAGE_BYTES as PAGE
 from ledger_instance import Instance
-from waiting import until
+from waiting import wait_until
 
 from kvelastic import _vmm, ledger, segment
 
@@ -73,7 +73,7 @@ class Device:
             place.close()
 
     def wait_until_idle(self, of: Instance) -> None:
-        until(lambda: self.member(of).idle_s > 0.6, "it never gets idle")
+        wait_until(lambda: self.member(of).idle_s > 0.6, "it never gets idle")
 
     def __enter__(self) -> Device:
         return self
@@ -184,9 +184,9 @@ def test_the_longer_idle_one_is_asked_first(device, joined):
     half = DEVICE_PAGES // 2
     first.cache(fill(first, half))
     # Else both may become idle in one tick of the coarse clock, for good.
-    until(lambda: _caches_in_peace(device.member(first)), "the first one never gets idle")
+    wait_until(lambda: _caches_in_peace(device.member(first)), "the first one never gets idle")
     second.cache(fill(second, half))
-    until(
+    wait_until(
         lambda: device.member(first).idle_s > device.member(second).idle_s > 0.6,
         "they never get idle",
     )
@@ -199,7 +199,7 @@ def test_the_longer_idle_one_is_asked_first(device, joined):
     assert asked == [4 * PAGE, 0]
     first.signal(signal.SIGCONT)
     second.signal(signal.SIGCONT)
-    until(lambda: device.pages(first) == half - 4, "it does not give what it was asked for")
+    wait_until(lambda: device.pages(first) == half - 4, "it does not give what it was asked for")
     sound(device, first, second)
 
 
@@ -218,7 +218,7 @@ def test_a_guarantee_is_never_taken(device, priority):
     guarded.cache(fill(guarded, DEVICE_PAGES))
     device.wait_until_idle(guarded)
     assert asker.alloc((DEVICE_PAGES - kept) * B) is None, "one page more than there is"
-    until(lambda: asker.alloc((DEVICE_PAGES - kept) * B - 1), "nothing came")
+    wait_until(lambda: asker.alloc((DEVICE_PAGES - kept) * B - 1), "nothing came")
     for _ in range(20):
         assert asker.alloc(1) is None
         assert device.pages(guarded) >= kept
@@ -231,7 +231,7 @@ def test_a_higher_priority_takes_blocks_in_use(device):
     ids = fill(low, DEVICE_PAGES)
     pages = by_page(ids)
     high.send("alloc", 4 * B - 1)
-    until(
+    wait_until(
         lambda: segment.inspect(low.name).answer["state"] == "shrinking",
         "the lower one does not say that it shrinks",
     )
@@ -243,7 +243,7 @@ def test_a_higher_priority_takes_blocks_in_use(device):
     for page in (9, 10, 11, 12):
         low.free(pages[page])
     assert len(high.read()) == 4 * B - 1
-    until(
+    wait_until(
         lambda: segment.inspect(low.name).answer["state"] == "applied",
         "the squeeze does not end",
     )
@@ -257,13 +257,13 @@ def test_a_squeeze_that_nobody_wants_any_more_is_lifted(device):
     high = device.start(KVELASTIC_PRIORITY="1", KVELASTIC_RECLAIM_WAIT="0.1")
     fill(low, DEVICE_PAGES)
     assert high.alloc(4 * B - 1) is None
-    until(lambda: low.stats()["pages_limit"] == DEVICE_PAGES, "it stays squeezed")
+    wait_until(lambda: low.stats()["pages_limit"] == DEVICE_PAGES, "it stays squeezed")
     whole_bytes = DEVICE_PAGES * PAGE
-    until(
+    wait_until(
         lambda: segment.inspect(low.name).answer["effective_limit_bytes"] == whole_bytes,
         "operators are shown the squeeze for ever",
     )
-    until(
+    wait_until(
         lambda: segment.inspect(low.name).answer["state"] == "applied",
         "it never says that it is over",
     )
@@ -274,9 +274,9 @@ def test_a_squeezed_one_whose_asker_dies_is_free_again(device):
     low, high = device.start(), device.start(KVELASTIC_PRIORITY="1")
     ids = fill(low, DEVICE_PAGES)
     high.send("alloc", 4 * B - 1)
-    until(lambda: low.stats()["pages_limit"] == DEVICE_PAGES - 4, "it is not squeezed")
+    wait_until(lambda: low.stats()["pages_limit"] == DEVICE_PAGES - 4, "it is not squeezed")
     high.kill()
-    until(lambda: low.stats()["pages_limit"] == DEVICE_PAGES, "it stays squeezed")
+    wait_until(lambda: low.stats()["pages_limit"] == DEVICE_PAGES, "it stays squeezed")
     low.free(ids[:4])
     assert low.alloc(4) is not None
     sound(device, low)
@@ -289,7 +289,7 @@ def test_cached_blocks_between_blocks_in_use_are_no_way_out(device):
     pages = by_page(fill(low, DEVICE_PAGES))
     low.cache([block for blocks in pages.values() for block in blocks[1:]])
     high.send("alloc", B - 1)
-    until(
+    wait_until(
         lambda: low.stats()["pages_limit"] < DEVICE_PAGES,
         "the lower one is never asked for blocks in use",
     )
@@ -303,7 +303,7 @@ def test_who_is_below_its_guarantee_gets_it_from_anybody(device):
     ids = fill(high, DEVICE_PAGES)
     poor = device.start(KVELASTIC_MIN=str(6 * PAGE))
     poor.send("alloc", 6 * B - 1)
-    until(
+    wait_until(
         lambda: segment.inspect(high.name).answer["over_bytes"] == 6 * PAGE,
         "the higher one is not asked",
     )
@@ -321,7 +321,7 @@ def test_a_guarantee_gives_no_right_to_more(device):
     pages = by_page(fill(high, DEVICE_PAGES))
     poor = device.start(KVELASTIC_MIN=str(2 * PAGE), KVELASTIC_RECLAIM_WAIT="0.5")
     poor.send("alloc", 10 * B - 1)
-    until(lambda: high.stats()["pages_limit"] < DEVICE_PAGES, "the higher one is not asked")
+    wait_until(lambda: high.stats()["pages_limit"] < DEVICE_PAGES, "the higher one is not asked")
     assert high.stats()["pages_limit"] == DEVICE_PAGES - 2
     for page in range(20, 30):
         high.free(pages[page])
@@ -398,7 +398,7 @@ def test_a_stopped_one_delays_nobody_and_the_next_is_asked(device):
     assert device.pages(stopped) == half
     assert device.member(stopped).wanted_bytes <= PAGE * 4
     stopped.signal(signal.SIGCONT)
-    until(lambda: device.member(stopped).wanted_bytes == 0, "it answers no more")
+    wait_until(lambda: device.member(stopped).wanted_bytes == 0, "it answers no more")
     sound(device, stopped, next_one, asker)
 
 
@@ -406,7 +406,7 @@ def test_what_a_killed_one_held_comes_to_who_waits(device):
     victim, asker = device.start(), device.start(KVELASTIC_PRIORITY="1")
     fill(victim, DEVICE_PAGES)
     asker.send("alloc", DEVICE_PAGES * B - 1)
-    until(lambda: device.member(asker).ask_bytes > 0, "it does not ask")
+    wait_until(lambda: device.member(asker).ask_bytes > 0, "it does not ask")
     victim.kill()
     assert len(asker.read()) == DEVICE_PAGES * B - 1
     sound(device, asker)
@@ -419,10 +419,10 @@ def test_a_killed_asker_is_forgotten(device):
     fill(holder, DEVICE_PAGES - 4)
     stop(holder)
     asker.send("alloc", DEVICE_PAGES * B - 1)
-    until(lambda: device.member(asker).ask_bytes > 0, "it does not ask")
+    wait_until(lambda: device.member(asker).ask_bytes > 0, "it does not ask")
     assert low.ask("available") == 0
     asker.kill()
-    until(lambda: low.ask("available") >= 4 * B - 1, "pages are kept for the dead")
+    wait_until(lambda: low.ask("available") >= 4 * B - 1, "pages are kept for the dead")
     assert low.alloc(4 * B - 1) is not None
     holder.signal(signal.SIGCONT)
     sound(device, low, holder)
@@ -450,7 +450,7 @@ def test_memory_arrives_without_any_alloc_that_waits(device):
         assert not tried(), "it has waited"
     finally:
         idle.signal(signal.SIGCONT)
-    until(tried, "the keeper brings nothing")
+    wait_until(tried, "the keeper brings nothing")
     sound(device, idle, busy)
 
 
@@ -458,7 +458,7 @@ def test_what_nobody_wants_any_more_is_not_pursued_for_ever(device):
     holder, once = device.start(), device.start(KVELASTIC_RECLAIM_WAIT="0")
     fill(holder, DEVICE_PAGES)
     assert once.alloc(B) is None
-    until(lambda: device.member(once).ask_bytes == 0, "it asks for ever")
+    wait_until(lambda: device.member(once).ask_bytes == 0, "it asks for ever")
     holder.close()
     assert device.pages(once) == 0
 
@@ -506,7 +506,7 @@ def test_the_end_of_an_instance_returns_all(device):
     first, second = device.start(), device.start(KVELASTIC_PRIORITY="1")
     fill(first, DEVICE_PAGES)
     second.send("alloc", DEVICE_PAGES * B - 1)
-    until(lambda: device.member(second).ask_bytes > 0, "it does not ask")
+    wait_until(lambda: device.member(second).ask_bytes > 0, "it does not ask")
     first.close()
     assert len(second.read()) == DEVICE_PAGES * B - 1
     assert [member.pid for member in device.look().members] == [second.pid]
