@@ -1,4 +1,11 @@
-"""What all tests share: `--soak`, what a run skips, and looks at what a test and a run leave."""
+"""What all tests share: tiers, what a run skips, and what a test or a run leaves behind.
+
+A test's tier is decided by its markers; all tests in tests/engines have the marker `engine`:
+fast      tests without a marker below
+default   also `slow`, and `engine` with `end_to_end`
+all       also `matrix` and `engine`
+soak      also `soak`
+"""
 
 from __future__ import annotations
 
@@ -7,9 +14,11 @@ import signal
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from types import FrameType
 
 import pytest
 from hypothesis import settings
+from lane import Lane, add_options
 from run_end import Traces
 
 SHM = Path("/dev/shm")
@@ -23,6 +32,20 @@ os.environ["PID_OF_TEST_RUN"] = str(os.getpid())
 traces = Traces()
 left_at_the_end: list[str] = []
 
+TIERS = ("fast", "default", "all", "soak")
+
+_PID = os.getpid()
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    """Fixtures and the look at what is left run after SIGTERM, too; a forked child just ends."""
+    if os.getpid() == _PID:
+        signal.default_int_handler(signal.SIGINT, frame)
+    signal.signal(number, signal.SIG_DFL)
+    os.kill(os.getpid(), number)
+
+
+signal.signal(signal.SIGTERM, _interrupt)
 # A shell that runs this in the background has Ctrl-C ignored, and a child inherits that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -33,15 +56,36 @@ settings.load_profile("kvelastic")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--soak", action="store_true", help="run the tests that take minutes, too")
+    parser.addoption("--tier", choices=TIERS, default="all", help="the highest tier that is run")
+    parser.addoption("--soak", action="store_true", help="the same as --tier=soak")
+    add_options(parser)
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    if config.option.soak:
+        config.option.tier = "soak"
+    config.option.soak = config.option.tier == "soak"
+    if config.getoption("--lane-events") is not None:
+        config.pluginmanager.register(Lane(config), "lane")
+
+
+@pytest.hookimpl(trylast=True)  # after folders have marked their tests
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if config.getoption("--soak"):
-        return
-    for item in items:
-        if item.get_closest_marker("soak"):
-            item.add_marker(pytest.mark.skip(reason="takes minutes; run with --soak"))
+    highest = TIERS.index(config.getoption("--tier"))
+    left_out = [item for item in items if TIERS.index(tier_of(item)) > highest]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if TIERS.index(tier_of(item)) <= highest]
+
+
+def tier_of(item: pytest.Item) -> str:
+    """The lowest tier that runs this test."""
+    markers = {mark.name for mark in item.iter_markers()}
+    if "soak" in markers:
+        return "soak"
+    if "matrix" in markers or ("engine" in markers and "end_to_end" not in markers):
+        return "all"
+    return "default" if markers & {"engine", "slow"} else "fast"
 
 
 def pytest_report_collectionfinish(items: list[pytest.Item]) -> list[str]:
@@ -61,6 +105,9 @@ def _why_skipped(item: pytest.Item) -> str | None:
 def pytest_sessionfinish(session: pytest.Session) -> None:
     """A run that leaves something behind has failed, however it ended."""
     left_at_the_end.extend(traces.left())
+    if (lane := session.config.pluginmanager.get_plugin("lane")) is not None:
+        for line in left_at_the_end:
+            lane.write({"left": line})
     if left_at_the_end and session.exitstatus in (
         pytest.ExitCode.OK,
         pytest.ExitCode.NO_TESTS_COLLECTED,
