@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 
 import pytest
-from programs.native_pools import HUGE
-from programs.two_pools import BLOCKS_PER_PAGE, PAGES, TwoPools
+from native_pools import HUGE
+from two_pools import BLOCKS_PER_PAGE, PAGES, TwoPools
 
 from kvelastic import _vmm, ledger, segment
 from kvelastic.errors import GuaranteeError, IntegrityError, ReserveError
