@@ -139,11 +139,7 @@ def serve() -> None:
         blocks = pool.blocks
         for line in sys.stdin:
             verb, *arguments = json.loads(line)
-            if verb == "alloc_timed":
-                start = time.perf_counter()
-                ids = blocks.alloc(*arguments)
-                answer({"ids": ids, "s": time.perf_counter() - start})
-            elif verb == "churn":
+            if verb == "churn":
                 answer(churn(blocks, *arguments))
             elif verb == "fork_and_pause":
                 child = os.fork()

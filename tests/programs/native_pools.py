@@ -2,12 +2,13 @@
 
 memory = Memory(LAYOUTS["paged"], pages=6)
 pool = memory.pool()
-memory.write(pool.alloc(1)[0], 7)
+memory.write(alloc(pool, 1)[0], 7)
 """
 
 from __future__ import annotations
 
 import ctypes
+from typing import Protocol
 
 from open_memfds import open_memfds
 
@@ -24,6 +25,19 @@ LAYOUTS = {
     "two words of blocks": PageLayout(14 << 10, 2, 70, HUGE),
     "per buffer": PageLayout(256 << 10, 3, 8, HUGE, per_buffer=True),
 }
+
+
+class Allocates(Protocol):
+    """A pool, or a manager of kvcached's interface."""
+
+    def alloc(self, count: int, /) -> list[int] | None: ...
+
+
+def alloc(pool: Allocates, count: int) -> list[int]:
+    """Blocks of a pool that must have that many."""
+    ids = pool.alloc(count)
+    assert ids is not None
+    return ids
 
 
 def evicted(pool: _vmm.Pool) -> list[int]:

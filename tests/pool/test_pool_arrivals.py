@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 import random
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
-from native_pools import HUGE
+from native_pools import HUGE, alloc
 from two_pools import BLOCKS_PER_PAGE, PAGES, TwoPools
 
 from kvelastic import _vmm
@@ -25,32 +25,31 @@ def shared() -> Iterator[TwoPools]:
 
 def test_it_goes_up_with_what_comes_and_not_with_what_goes(shared: TwoPools) -> None:
     pool, _ = shared.pools
-    count = pool.arrivals
 
-    def comes(what: str, *results: object) -> None:
-        nonlocal count
-        now = pool.arrivals
-        assert now > count, what
-        count = now
+    def comes(what: str, act: Callable[[], object]) -> None:
+        before = pool.arrivals
+        act()
+        assert pool.arrivals > before, what
 
-    def goes(what: str, *results: object) -> None:
-        assert pool.arrivals == count, what
+    def goes(what: str, act: Callable[[], object]) -> None:
+        before = pool.arrivals
+        act()
+        assert pool.arrivals == before, what
 
-    comes("a page", pool.ensure(4))
-    goes("nothing", pool.ensure(4))
-    ids = pool.alloc(4)
-    assert ids is not None
-    goes("an alloc of what was there")
-    comes("blocks given back", pool.free(ids[:2]))
-    comes("blocks cached, which an alloc may evict", pool.cache(ids[2:]))
-    goes("cached blocks used again", pool.touch(ids[2:]))
-    goes("a limit lowered", pool.set_limit(HUGE))
-    comes("a limit raised", pool.set_limit(PAGES * HUGE))
+    comes("a page", lambda: pool.ensure(4))
+    goes("nothing", lambda: pool.ensure(4))
+    before = pool.arrivals
+    ids = alloc(pool, 4)
+    assert pool.arrivals == before, "an alloc of what was there"
+    comes("blocks given back", lambda: pool.free(ids[:2]))
+    comes("blocks cached, which an alloc may evict", lambda: pool.cache(ids[2:]))
+    goes("cached blocks used again", lambda: pool.touch(ids[2:]))
+    goes("a limit lowered", lambda: pool.set_limit(HUGE))
+    comes("a limit raised", lambda: pool.set_limit(PAGES * HUGE))
     pool.free(ids[2:])
-    count = pool.arrivals
-    goes("sleep", pool.sleep())
-    comes("a wake", pool.wake())
-    goes("a failed try", pool.alloc(PAGES * BLOCKS_PER_PAGE + 1))
+    goes("sleep", pool.sleep)
+    comes("a wake", pool.wake)
+    goes("a failed try", lambda: pool.alloc(PAGES * BLOCKS_PER_PAGE + 1))
 
 
 def test_who_waits_hears_of_what_came_before_and_of_what_comes(shared: TwoPools) -> None:

@@ -11,10 +11,12 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
+from native_pools import alloc
 
 from kvelastic import errors, segment, vmm_ops
 from kvelastic.integration.sglang import interfaces as sglang
 from kvelastic.integration.vllm import interfaces as vllm
+from kvelastic.manager import KVCacheManager
 
 MIB = 1 << 20
 PAGE = 2 * MIB
@@ -55,7 +57,7 @@ def test_the_documents_allocation_manager_and_shutdown() -> None:
     )
     manager = vllm.get_kv_cache_manager(BLOCKS, TOKENS, CELL_BYTES, LAYERS)
     before = manager.available_size()
-    block_ids = manager.alloc(8)
+    block_ids = alloc(manager, 8)
     kv_tensors[1][1][block_ids[0]].fill_(3.0)
     manager.free(block_ids)
     assert manager.available_size() == before
@@ -155,7 +157,7 @@ def test_a_second_init_elsewhere_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
 # ------------------------------------------------------------------------------- newer versions'
 
 
-def made() -> tuple[list[torch.Tensor], vllm.KVCacheManager]:
+def made() -> tuple[list[torch.Tensor], KVCacheManager]:
     vllm.init_kvelastic(device="cpu")
     tensors = vllm.alloc_kv_cache(
         (2, BLOCKS, TOKENS, HEADS, DIM), TOKENS, torch.float16, "cpu", LAYERS
@@ -173,7 +175,7 @@ def test_limits_with_revisions() -> None:
     assert manager.set_memory_limit(4 * MIB, revision=3)["status"] == "conflict"
     assert manager.set_memory_limit(4 * MIB, revision=2)["status"] == "stale"
     assert manager.memory_limit_state() == first
-    ids = manager.alloc(manager.available_size())
+    ids = alloc(manager, manager.available_size())
     low = manager.set_memory_limit(PAGE, revision=4)
     assert (low["status"], low["reason"]) == ("deferred", "inuse_capacity_above_limit")
     assert low["overage_bytes"] == low["mapped_bytes"] - PAGE > 0
@@ -201,7 +203,7 @@ def test_snapshots(engine: ModuleType) -> None:
         True,
     )
     manager = engine.get_kv_cache_manager(BLOCKS, TOKENS, CELL_BYTES, LAYERS)
-    ids = manager.alloc(10)
+    ids = alloc(manager, 10)
     assert manager.try_to_reserve(5)
     (pool,) = engine.kv_cache_pool_snapshot_dicts()
     json.dumps([runtime, pool])
@@ -238,7 +240,7 @@ def test_views_over_a_cache_that_is_there(
     buffers = 1 if kind == "MLA" else 2
     cell = DIM * 2 if kind == "MLA" else CELL_BYTES
     manager = vllm.get_kv_cache_manager(BLOCKS, TOKENS, cell, LAYERS, buffers)
-    ids = manager.alloc(200)
+    ids = alloc(manager, 200)
     views, block_bytes = vllm.build_kv_views(
         meta["raw_kv_tensors"],
         shape,
@@ -286,7 +288,7 @@ def test_hybrid_models_have_k_and_v_of_a_block_side_by_side(
         kernel_block_size=kernel,
     )
     manager = vllm.get_kv_cache_manager(BLOCKS, TOKENS, 2 * CELL_BYTES, LAYERS, num_kv_buffers=1)
-    ids = manager.alloc(100)
+    ids = alloc(manager, 100)
     ratio = TOKENS // kernel if kernel else 1
     at = 1 if shape[0] == 2 else 0
     assert info["num_pools"] == len(info["buffers"]) == LAYERS
@@ -319,7 +321,7 @@ def test_states_of_mamba_have_slots_that_a_manager_hands_out(
     )
     states = [*conv, temporal]
     assert [tuple(state.shape[2:]) for state in states] == [(5, 3), (7, 3), (4, 8, 16)]
-    slots = manager.alloc(63)
+    slots = alloc(manager, 63)
     for state in states:
         for layer in range(3):
             for slot in slots:

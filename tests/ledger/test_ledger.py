@@ -9,13 +9,15 @@ import random
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 from ledger_instance import Instance
+from processes import LineProgram, run_python
+from waiting import DEADLINE_S, wait_until
 
 from kvelastic import _vmm, ledger, segment
 from kvelastic.errors import (
@@ -35,7 +37,6 @@ MIB = 1 << 20
 PAGE = 2 * MIB
 CAPACITY = 64 * MIB
 GROUP = f"test-{os.getpid()}"
-SOON_S = 30.0
 
 
 @pytest.fixture
@@ -50,17 +51,14 @@ def device() -> Iterator[str]:
     assert not left, f"{path} is left behind"
 
 
-def join(device: str, **changes: object) -> ledger.JoinedLedger:
-    return ledger.join(
-        device,
-        **{  # type: ignore[arg-type]
-            "group": GROUP,
-            "capacity_bytes": CAPACITY,
-            "name": "mine",
-            "uuid": bytes(range(16)),
-        }
-        | changes,
-    )
+def join(device: str, **changes: Any) -> ledger.JoinedLedger:
+    fields: dict[str, Any] = {
+        "group": GROUP,
+        "capacity_bytes": CAPACITY,
+        "name": "mine",
+        "uuid": bytes(range(16)),
+    }
+    return ledger.join(device, **(fields | changes))
 
 
 def found(device: str) -> ledger.LedgerInfo | None:
@@ -81,40 +79,17 @@ with ledger.join(device, group=group, capacity_bytes=64 << 20, name="other", uui
 """
 
 
-class Other:
+class Other(LineProgram):
     """A member in a process of its own that holds eight pages."""
 
     def __init__(self, device: str, min_bytes: int = 0) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", MEMBER, device, GROUP, str(min_bytes)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        assert self.process.stdout.readline() == "8\n"
-        self.pid = self.process.pid
+        super().__init__("-c", MEMBER, device, GROUP, str(min_bytes))
+        assert self.read() == "8"
 
     def stop(self) -> None:
         self.process.send_signal(signal.SIGSTOP)
         _, status = os.waitpid(self.pid, os.WUNTRACED)
         assert os.WIFSTOPPED(status)
-
-    def kill(self) -> None:
-        self.process.kill()
-        self.process.wait()
-
-    def end(self) -> None:
-        self.process.stdin.close()
-        assert self.process.wait() == 0
-
-    def __enter__(self) -> Other:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self.process.poll() is None:
-            self.kill()
-        for pipe in (self.process.stdin, self.process.stdout):
-            pipe.close()
 
 
 # ------------------------------------------------------------------------------- come and go
@@ -169,13 +144,17 @@ def test_what_a_ledger_says(device):
         assert me.page_bytes == PAGE
         assert (you.name, you.pid, you.priority) == ("other", other.pid, 3)
         assert you.granted_bytes == 8 * PAGE
-        mine.member.ask(64 * PAGE)
-        assert found(device).asked_bytes == 64 * PAGE
+
+        def is_shown() -> bool:
+            mine.member.ask(64 * PAGE)  # which counts for 250 ms
+            return found(device).asked_bytes == 64 * PAGE
+
+        wait_until(is_shown)
         mine.member.stop_asking()
         assert found(device).asked_bytes == 0
         mine.member.set_others(4 * PAGE)
         assert found(device).free_bytes == CAPACITY - 17 * PAGE
-        other.end()
+        assert other.finish() == 0
 
 
 def test_two_groups_share_nothing(device):
@@ -240,10 +219,7 @@ main()
 
 def test_what_a_forked_child_drops_stays(device):
     """An engine forks its workers: what they drop, or end with, is still the parent's."""
-    done = subprocess.run(
-        [sys.executable, "-c", FORKER, device, GROUP], capture_output=True, text=True, check=True
-    )
-    assert done.stdout == f"0 {3 * PAGE} True True\n"
+    assert run_python("-c", FORKER, device, GROUP).stdout == f"0 {3 * PAGE} True True\n"
 
 
 def test_all_places_can_be_taken(device):
@@ -399,11 +375,11 @@ def test_instances_start_and_change_with_guarantee_and_priority():
             instance(group, KVELASTIC_MIN="25M")
         assert standing() == [(40 * MIB, 5), (0, 0)]
 
-        before = segment.request(b.name, limit_bytes=32 * MIB, priority=2, wait_s=SOON_S)
+        before = segment.request(b.name, limit_bytes=32 * MIB, priority=2, wait_s=DEADLINE_S)
         assert (before.state, before.min_bytes, before.priority) == ("applied", 0, 2)
         # A refused request changes nothing, also not what could have been had of it.
         answer = segment.request(
-            b.name, limit_bytes=8 * MIB, min_bytes=25 * MIB, priority=9, wait_s=SOON_S
+            b.name, limit_bytes=8 * MIB, min_bytes=25 * MIB, priority=9, wait_s=DEADLINE_S
         )
         assert answer.state == "refused"
         for number in (25 * MIB, 40 * MIB, 64 * MIB):
@@ -412,12 +388,12 @@ def test_instances_start_and_change_with_guarantee_and_priority():
         assert answer.effective_limit_bytes == 32 * MIB
         assert standing() == [(40 * MIB, 5), (0, 2)]
 
-        answer = segment.request(b.name, min_bytes=24 * MIB, priority=-3, wait_s=SOON_S)
+        answer = segment.request(b.name, min_bytes=24 * MIB, priority=-3, wait_s=DEADLINE_S)
         assert (answer.state, answer.min_bytes, answer.priority) == ("applied", 24 * MIB, -3)
         assert answer.effective_limit_bytes == 32 * MIB
         assert standing() == [(40 * MIB, 5), (24 * MIB, -3)]
-        assert segment.request(a.name, min_bytes=0, wait_s=SOON_S).state == "applied"
-        assert segment.request(b.name, min_bytes=64 * MIB, wait_s=SOON_S).state == "applied"
+        assert segment.request(a.name, min_bytes=0, wait_s=DEADLINE_S).state == "applied"
+        assert segment.request(b.name, min_bytes=64 * MIB, wait_s=DEADLINE_S).state == "applied"
         assert standing() == [(0, 5), (64 * MIB, -3)]
         a.kill()
         b.close()
@@ -589,20 +565,19 @@ def test_who_joins_and_leaves_after_the_dead_removes_it(device):
     assert found(device) is None
 
 
-def raw_join(memory: mmap.mmap, **changes: object) -> _vmm.LedgerMember:
+def raw_join(memory: mmap.mmap, **changes: Any) -> _vmm.LedgerMember:
     me = ProcessIdentity.of_this_process()
-    return _vmm.LedgerMember.join(
-        memory,
-        **{  # type: ignore[arg-type]
-            "name": "raw",
-            "uuid": bytes(16),
-            "pid": me.pid,
-            "start_time_ticks": me.start_time_ticks,
-            "pid_namespace": me.pid_namespace,
-            "uid": me.uid,
-        }
-        | changes,
-    )
+    fields: dict[str, Any] = {
+        "name": "raw",
+        "uuid": bytes(16),
+        "pid": me.pid,
+        "start_time_ticks": me.start_time_ticks,
+        "pid_namespace": me.pid_namespace,
+        "uid": me.uid,
+    }
+    member = _vmm.LedgerMember.join(memory, **(fields | changes))
+    assert member is not None
+    return member
 
 
 def one_that_died(mine: ledger.JoinedLedger, **changes: object) -> None:
@@ -671,31 +646,17 @@ ctypes.CDLL(None).syscall(60, 0)  # exit of this thread only
 
 def test_a_dead_main_thread_is_not_a_dead_member(device):
     """Its memory is there as long as another thread goes on."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", THREAD_GOES_ON, device, GROUP],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        stat = Path(f"/proc/{process.pid}/stat")
-        assert process.stdout.readline() == "here\n"
-        deadline = time.monotonic() + SOON_S
-        while stat.read_text().rsplit(")", 1)[1].split()[0] != "Z":
-            assert time.monotonic() < deadline
+    with LineProgram("-c", THREAD_GOES_ON, device, GROUP) as other:
+        assert other.read() == "here"
+        stat = Path(f"/proc/{other.pid}/stat")
+        wait_until(lambda: stat.read_text().rsplit(")", 1)[1].split()[0] == "Z")
         with join(device) as mine:
             ledger.reap()
             assert [member.status for member in found(device).members] == ["alive", "alive"]
             assert mine.member.room(PAGE) == 28
-            process.kill()
-            process.wait()
+            other.kill()
             ledger.reap()
             assert mine.member.room(PAGE) == 32
-    finally:
-        process.kill()
-        process.wait()
-        process.stdin.close()
-        process.stdout.close()
 
 
 WORKER = """
@@ -712,34 +673,22 @@ def test_the_pages_of_a_worker_outlive_its_scheduler(device):
     path = ledger.ledger_path(GROUP, device)
     uuid = os.urandom(16)
     with ExitStack() as ends:
-
-        def started(program: str, *arguments: str) -> subprocess.Popen[bytes]:
-            process = subprocess.Popen(
-                [sys.executable, "-c", program, *arguments],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-            )
-            ends.enter_context(process)
-            ends.callback(process.kill)
-            return process
-
-        def end(process: subprocess.Popen[bytes]) -> None:
-            process.kill()
-            process.wait()
-
-        scheduler = started(MEMBER.replace("bytes(16)", repr(uuid)), device, GROUP, "0")
-        assert scheduler.stdout.readline() == b"8\n"
-        workers = [started(WORKER, uuid.hex(), str(rank)) for rank in (0, 63)]
+        member = MEMBER.replace("bytes(16)", repr(uuid))
+        scheduler = ends.enter_context(LineProgram("-c", member, device, GROUP, "0"))
+        assert scheduler.read() == "8"
+        workers = [
+            ends.enter_context(LineProgram("-c", WORKER, uuid.hex(), str(rank))) for rank in (0, 63)
+        ]
         for worker in workers:
-            assert worker.stdout.readline() == b"1\n"
+            assert worker.read() == "1"
         with pytest.raises(SegmentBusyError):
             ledger.hold_as_worker(uuid, 63)
-        end(scheduler)
+        scheduler.kill()
         assert path not in ledger.reap()
         assert [member.status for member in found(device).members] == ["alive"]
-        end(workers[0])
+        workers[0].kill()
         assert path not in ledger.reap()
-        end(workers[1])
+        workers[1].kill()
         assert path in ledger.reap()
         with pytest.raises(LedgerError, match="rank 2"):
             ledger.hold_as_worker(uuid, 2)
@@ -764,11 +713,18 @@ def test_a_stopped_member_blocks_nobody(device):
     with Other(device, 8 * PAGE) as other, join(device) as mine:
         other.stop()
         assert mine.member.grant(99, PAGE) == 24
-        mine.member.ask(PAGE)
         mine.member.give_back(24, PAGE)
         mine.member.set_min(24 * PAGE)
         with join(device) as third:
-            assert third.member.grant(99, PAGE) == 23  # one is kept for the ask
+
+            def one_is_kept() -> bool:
+                mine.member.ask(PAGE)  # which counts for 250 ms
+                granted = third.member.grant(99, PAGE)
+                if granted == 24:
+                    third.member.give_back(granted, PAGE)
+                return granted == 23
+
+            wait_until(one_is_kept)
         info = found(device)
         assert [member.status for member in info.members] == ["alive", "alive"]
         ledger.reap()
@@ -850,7 +806,7 @@ place = ledger.join(sys.argv[1], group=sys.argv[2], capacity_bytes=64 << 20, nam
 
 
 def test_a_normal_exit_leaves_no_file(device):
-    subprocess.run([sys.executable, "-c", EXITS, device, GROUP], check=True)
+    run_python("-c", EXITS, device, GROUP)
     assert found(device) is None
 
 

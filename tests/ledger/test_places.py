@@ -5,8 +5,6 @@ from __future__ import annotations
 import mmap
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -16,6 +14,8 @@ from pathlib import Path
 import pytest
 from device_ledgers import Machine
 from native_pools import HUGE, LAYOUTS
+from processes import PROGRAMS, LineProgram
+from waiting import DEADLINE_S, wait_until
 
 from kvelastic import _vmm, ledger, segment
 from kvelastic.config import Config
@@ -30,9 +30,6 @@ from kvelastic.errors import (
 from kvelastic.places import capacity_bytes, copies_by_device, join_all
 from kvelastic.pool import local_range, native_geometry, open_pool
 
-BOUND_S = 60.0
-"""No test waits so long; one that does has hung."""
-PROGRAMS = str(Path(__file__).parents[1] / "programs")
 PAGED = LAYOUTS["paged"]
 BLOCKS = PAGED.blocks_per_page
 
@@ -135,11 +132,11 @@ def test_two_that_name_their_devices_in_opposite_orders(machine: Machine) -> Non
     both = [machine.join("ab", "one"), machine.join("ba", "two")]
     had_all = [False, False]
     start = threading.Barrier(2)
-    deadline = time.monotonic() + BOUND_S
+    deadline = time.monotonic() + DEADLINE_S
 
     def take(which: int) -> None:
         places = both[which].places
-        start.wait(BOUND_S)
+        start.wait(DEADLINE_S)
         rounds = 0
         # One that is switched away while it holds pages keeps them: the other one may be through
         # with any number of rounds before it runs again.
@@ -153,7 +150,7 @@ def test_two_that_name_their_devices_in_opposite_orders(machine: Machine) -> Non
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(BOUND_S)
+        thread.join(DEADLINE_S)
         assert not thread.is_alive()
     assert had_all == [True, True]
     for device in "ab":
@@ -198,31 +195,24 @@ def test_killed_in_the_middle_of_a_grant_nothing_stays_granted(
     counter = tmp_path / "rounds"
     counter.write_bytes(bytes(1))
     with (
-        subprocess.Popen(
-            [sys.executable, "-c", _GRANTS, PROGRAMS, machine.group, str(counter)],
-            stdout=subprocess.PIPE,
-            text=True,
-        ) as victim,
+        LineProgram("-c", _GRANTS, PROGRAMS, machine.group, counter) as victim,
         counter.open("r+b") as file,
         mmap.mmap(file.fileno(), 1) as rounds,
     ):
-        try:
-            assert victim.stdout is not None
-            assert victim.stdout.readline() == "ready\n"
-            for _ in range(5000):
-                seen = rounds[0]
-                while rounds[0] == seen:  # it has gone on since it was stopped last
-                    assert victim.poll() is None
-                os.kill(victim.pid, signal.SIGSTOP)
-                os.waitid(os.P_PID, victim.pid, os.WSTOPPED)
-                if machine.granted("a")["victim"] != machine.granted("b")["victim"]:
-                    break
-                os.kill(victim.pid, signal.SIGCONT)
-            else:
-                pytest.fail("it was never seen in the middle of a grant")
-        finally:
-            victim.kill()
-            victim.wait()
+        assert victim.read() == "ready"
+
+        def is_in_the_middle() -> bool:
+            seen = rounds[0]
+            while rounds[0] == seen:  # it has gone on since it was stopped last
+                assert victim.process.poll() is None
+            os.kill(victim.pid, signal.SIGSTOP)
+            os.waitid(os.P_PID, victim.pid, os.WSTOPPED)
+            if machine.granted("a")["victim"] != machine.granted("b")["victim"]:
+                return True
+            os.kill(victim.pid, signal.SIGCONT)
+            return False
+
+        wait_until(is_in_the_middle, "it was never seen in the middle of a grant")
     ledger.reap()
     assert [machine.granted(name) for name in "ab"] == [{"mine": 0}, {"mine": 0}]
     assert mine.places.grant(8) == 8
@@ -318,16 +308,15 @@ def test_a_wake_waits_until_every_device_has_given(machine: Machine) -> None:
     others = [machine.join(device, f"on_{device}") for device in "ab"]
     for other in others:
         assert other.places.grant(8) == 8
-    waker = threading.Thread(target=mine.places.wake, args=(BOUND_S,))
+    waker = threading.Thread(target=mine.places.wake, args=(DEADLINE_S,))
     waker.start()
     for other in others:
-        while other.places.wanted()[0] < 4:  # it is asked of both at once
-            assert waker.is_alive()
+        wait_until(lambda other=other: other.places.wanted()[0] == 4, "both are asked at once")
     others[1].places.give_back(4)
-    while machine.members("b")["mine"].asleep:  # there, and still not awake
-        assert waker.is_alive()
+    wait_until(lambda: not machine.members("b")["mine"].asleep, "it does not wake on b")
+    assert waker.is_alive()
     others[0].places.give_back(4)
-    waker.join(BOUND_S)
+    waker.join(DEADLINE_S)
     assert not waker.is_alive()
     assert not mine.places.is_asleep
     machine.check()
@@ -342,16 +331,15 @@ def test_put_to_sleep_while_it_waits_to_wake(machine: Machine) -> None:
 
     def wake() -> None:
         try:
-            mine.places.wake(BOUND_S)
+            mine.places.wake(DEADLINE_S)
         except ReserveError as error:
             caught.append(error)
 
     waker = threading.Thread(target=wake)
     waker.start()
-    while machine.members("a")["mine"].pledged_bytes == 0 or not other.places.wanted()[0]:
-        assert waker.is_alive()
+    wait_until(lambda: machine.members("a")["mine"].pledged_bytes and other.places.wanted()[0])
     mine.places.fall_asleep()
-    waker.join(BOUND_S)
+    waker.join(DEADLINE_S)
     assert "put to sleep" in str(caught[0])
     assert [machine.members(name)["mine"].pledged_bytes for name in "ab"] == [0, 0]
     machine.check()
@@ -365,10 +353,12 @@ def test_an_ask_stands_where_something_is_missing(machine: Machine) -> None:
     assert other.places.grant(8) == 8
     mine = machine.join("ab", "mine")
     assert mine.places.ask(2)
-    assert (machine.members("a")["mine"].ask_bytes, machine.members("b")["mine"].ask_bytes) == (
-        0,
-        2 * HUGE,
-    )
+
+    def stands() -> bool:
+        mine.places.ask(2)  # which counts for 250 ms
+        return [machine.members(name)["mine"].ask_bytes for name in "ab"] == [0, 2 * HUGE]
+
+    wait_until(stands)
     assert mine.places.reach() == 0  # blocks in use, which it says nothing of
     assert other.places.wanted() == (2, 3)
     mine.places.stop_asking()
@@ -401,8 +391,12 @@ def test_a_demand_of_any_device_is_met_in_pages(machine: Machine) -> None:
             other = machine.join("b", "other")
             assert other.places.grant(8) == 4
             assert other.places.ask(3)
-            while machine.granted("b")["mine"] > 1:
+
+            def has_given() -> bool:
                 other.places.ask(3)
+                return machine.granted("b")["mine"] == 1
+
+            wait_until(has_given)
             assert other.places.grant(3) == 3
         finally:
             keeper.stop()
@@ -448,22 +442,12 @@ sys.stdin.read()
 
 def test_a_worker_keeps_the_grant_of_its_own_device_alone(machine: Machine) -> None:
     mine = machine.join("ab", "mine")
-    with subprocess.Popen(
-        [sys.executable, "-c", _SCHEDULER, PROGRAMS, machine.group],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    ) as scheduler:
-        try:
-            assert scheduler.stdout is not None
-            assert scheduler.stdout.readline() == "ready\n"
-            uuid = b"scheduler".ljust(16)
-            with pytest.raises(LedgerError, match="is in no ledger of c"):
-                ledger.hold_as_worker(uuid, 1, "c")
-            lives = ledger.hold_as_worker(uuid, 1, "b")
-        finally:
-            scheduler.kill()
-            scheduler.wait()
+    with LineProgram("-c", _SCHEDULER, PROGRAMS, machine.group) as scheduler:
+        assert scheduler.read() == "ready"
+        uuid = b"scheduler".ljust(16)
+        with pytest.raises(LedgerError, match="is in no ledger of c"):
+            ledger.hold_as_worker(uuid, 1, "c")
+        lives = ledger.hold_as_worker(uuid, 1, "b")
     ledger.reap()
     assert machine.granted("a") == {"mine": 0}
     assert machine.granted("b") == {"mine": 0, "scheduler": 3}

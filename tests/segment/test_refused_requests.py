@@ -6,6 +6,7 @@ import os
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 from ledger_instance import PAGE_BYTES, Instance
@@ -71,7 +72,7 @@ def wait_for_answer(instance: Instance, revision: int) -> segment.Answer:
     return segment.Answer(**raw, requested_revision=revision)
 
 
-def write(instance: Instance, **changes: object) -> int:
+def write(instance: Instance, **changes: Any) -> int:
     """Request without a look at the answer; the revision."""
     with segment.open_writable(instance.name) as opened, opened.writing() as record:
         return record.write_request(changes.pop("limit_bytes", None), **changes)

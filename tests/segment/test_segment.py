@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 import needs
 import pytest
@@ -50,7 +51,7 @@ def found(name: str) -> segment.SegmentInfo | None:
 def forge(name: str, **changes: object) -> bytes:
     """A segment of an identity of our choice; returns its bytes."""
     me = lease.ProcessIdentity.of_this_process()
-    fields = {
+    fields: dict[str, Any] = {
         "name": name,
         "engine": "forged",
         "model": "",

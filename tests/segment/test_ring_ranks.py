@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 
 import pytest
-from native_pools import HUGE, LAYOUTS, Memory
+from native_pools import HUGE, LAYOUTS, Memory, alloc
 from ring_scheduler import PAGES, TIMEOUT_S, Scheduler
 from ring_worker import Worker
 
@@ -51,7 +51,7 @@ def unmoved(ids: Sequence[int]) -> dict[int, int]:
 def with_holes(scheduler: Scheduler) -> list[int]:
     """Pages 0 to 3 are mapped, 1 and 3 of them parked: two runs. Answers what is in use."""
     pool, layout = scheduler.pool, scheduler.layout
-    ids = pool.alloc(4 * B - 1)
+    ids = alloc(pool, 4 * B - 1)
     pool.free([block for block in ids if layout.page_of(block) in (1, 3)])
     return [block for block in ids if layout.page_of(block) not in (1, 3)]
 

@@ -110,7 +110,7 @@ def test_bursts_in_turn_come_faster_where_the_machine_is_faster() -> None:
 
 def test_each_turn_continues_what_was_said(plan: Plan) -> None:
     talk = Conversations("a", plan)
-    said = {}
+    said: dict[int, list[int]] = {}
     for turn in (1, 2, 3):
         planned = plan.turns[turn - 1]
         requests = talk.requests(turn)

@@ -6,15 +6,18 @@ import sys
 
 import needs
 import pytest
+from waiting import DEADLINE_S
 
 from kvelastic import engines
 from kvelastic.doctor.ask_engines import ask_engine
+from kvelastic.doctor.facts import ProbeFact
 
 TRANSFORMERS = engines.find("transformers")
 
 
-def said(program: str, **more: float):
-    return ask_engine(TRANSFORMERS, "5.19.0", program=[sys.executable, "-c", program], **more)
+def said(program: str, timeout_s: float = DEADLINE_S) -> ProbeFact:
+    command = [sys.executable, "-c", program]
+    return ask_engine(TRANSFORMERS, "5.19.0", program=command, timeout_s=timeout_s)
 
 
 @needs.transformers

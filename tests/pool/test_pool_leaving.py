@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
-from native_pools import LAYOUTS, Memory
+from native_pools import LAYOUTS, Memory, alloc
 
 from kvelastic import _vmm, errors
 
@@ -77,7 +77,7 @@ def test_a_clean_block_goes_before_an_older_dirty_one() -> None:
 def test_without_tiers_nothing_counts_as_dropped() -> None:
     memory = Memory(LAYOUTS["paged"], 2)
     pool = memory.pool()
-    ids = pool.alloc(15)
+    ids = alloc(pool, 15)
     pool.cache(ids)
     assert pool.alloc(2) is not None
     stats = pool.stats()
@@ -124,7 +124,7 @@ def test_nobody_waits_where_nobody_copies() -> None:
     pool, _ = filled(Memory(LAYOUTS["paged"], PAGES))
     pool.sleep()
     pool.wake()
-    ids = pool.alloc(9)
+    ids = alloc(pool, 9)
     pool.cache(ids, keys(ids))
     with demoter(pool):
         pass
@@ -142,7 +142,7 @@ def test_a_demoter_that_never_answers_costs_the_deadline_only() -> None:
 
 def test_keys_are_for_blocks_that_are_there() -> None:
     pool = Memory(LAYOUTS["paged"], 2).pool()
-    ids = pool.alloc(3)
+    ids = alloc(pool, 3)
     with pytest.raises(errors.InvalidArgumentError, match="give 16 for each"):
         pool.cache(ids, keys(ids)[:-1])
     with pytest.raises(errors.DoubleFreeError):

@@ -8,7 +8,7 @@ import os
 import random
 import re
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -287,16 +287,22 @@ def test_list_says_what_tiers_keep(shared: Instance) -> None:
     assert line[at : heading.index("MODEL")].rstrip() == f"disk {format_size(used(row))}"
 
 
+def board_of_a_stuck_disk() -> BoardFigures:
+    """Its counts are 0, 1, 2 and so on, in the order of their names."""
+    figures: Callable[..., TierFigures] = TierFigures
+    stuck = figures("disk", "disk", *range(15), is_stuck=True, is_current=True)
+    return BoardFigures(1, 0, "write_back", BlockCounts(*range(11)), (stuck,))
+
+
 def test_a_table_on_a_terminal_has_tiers_where_there_is_room_and_there_are_any() -> None:
-    stuck = TierFigures("disk", "disk", *range(15), is_stuck=True, is_current=True)
-    board = BoardFigures(1, 0, "write_back", BlockCounts(*range(11)), (stuck,))
+    board = board_of_a_stuck_disk()
     info = segment.SegmentInfo("a", "unreadable", problem="p")
     known = row_of(status_of(info)) | {"tiers": tier_rows(board)}
 
     def drawn(rows: list[Row], width: int) -> str:
-        console = Console(width=width, file=io.StringIO(), force_terminal=False)
-        console.print(rich_table(rows, width))
-        return console.file.getvalue()  # type: ignore[attr-defined,no-any-return]
+        screen = io.StringIO()
+        Console(width=width, file=screen, force_terminal=False).print(rich_table(rows, width))
+        return screen.getvalue()
 
     assert "disk 0 B stuck" in drawn([known], 160)
     assert "Tiers" not in drawn([known], 100)
@@ -356,13 +362,12 @@ def test_explain_says_what_tiers_keep(shared: Instance) -> None:
 
 
 def test_explain_says_which_tier_fails_and_why_nothing_is_written() -> None:
-    tier = TierFigures("disk", "disk", *range(15), is_stuck=True, is_current=True)
-    board = BoardFigures(1, 0, "write_back", BlockCounts(*range(11)), (tier,))
+    board = board_of_a_stuck_disk()
     kept, stuck = explain_tiers(board)
     assert kept.what.endswith("Of 19 evicted blocks 9 have a copy there.")
     assert "dropped" in kept.do
     assert (stuck.what.startswith("disk does not answer"), "9 times" in stuck.do) == (True, True)
-    full = replace(tier, is_stuck=False, write_left_bytes=0)
+    full = replace(board.tiers[0], is_stuck=False, write_left_bytes=0)
     _, budget = explain_tiers(replace(board, tiers=(full,)))
     assert "until midnight UTC" in budget.what
     assert list(explain_tiers(None)) == []

@@ -10,7 +10,7 @@ from functools import partial
 
 import needs
 import pytest
-from native_pools import HUGE, LAYOUTS, Memory
+from native_pools import HUGE, LAYOUTS, Memory, alloc
 
 from kvelastic import errors
 
@@ -247,7 +247,7 @@ def test_a_pool_that_a_forked_child_makes_for_itself_is_its_own():
 
     def work() -> None:
         mine = Memory(LAYOUTS["paged"], PAGES)
-        ids = mine.pool().alloc(3)
+        ids = alloc(mine.pool(), 3)
         mine.write(ids[0], 5)
         assert mine.read(ids[0]) == {5}
 

@@ -9,7 +9,6 @@ import pkgutil
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 
@@ -134,7 +133,7 @@ def test_a_start_without_the_variable_is_that_of_a_python_without_kvelastic(
 def test_the_editable_install_brings_both_files() -> None:
     installed = {str(path): path for path in metadata.distribution("kvelastic").files or ()}
     for name in NAMES:
-        assert installed[name].locate().read_bytes() == (FILES / name).read_bytes()
+        assert Path(installed[name].locate()).read_bytes() == (FILES / name).read_bytes()
 
 
 def test_the_line_is_one_and_both_files_call_the_same_function() -> None:
@@ -170,7 +169,7 @@ def test_with_a_variable_it_arms_and_imports_no_more(environ: dict[str, str]) ->
 # --------------------------------------------------------------------------------- what it survives
 
 FAILING = "raise RuntimeError('broken')"
-BROKEN = {
+BROKEN: dict[str, dict[str, str | None]] = {
     "the package is gone": {},
     "no startup": {"__init__": ""},
     "the package fails": {"__init__": FAILING},
@@ -285,7 +284,7 @@ print(armed(), len(sys.meta_path) - len(before))
 
 
 @pytest.fixture
-def fake_engine(tmp_path: Path) -> Iterator[str]:
+def fake_engine(tmp_path: Path) -> str:
     """A path with a package of the engine's name, of a version that nobody serves."""
     (engine,) = [engine for engine in ENGINES if engine.loaded_by]
     module = tmp_path / engine.loading_module.replace(".", "/")

@@ -10,6 +10,7 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
@@ -83,7 +84,7 @@ def said(facts: InstanceStatus, of: LedgerInfo | None = None) -> str:
 
 
 ASKING = {"ask_bytes": 50 * MIB, "ask_s": 2.0}
-SLACK = {"in_use_bytes": 5 * MIB, "blocks_in_use": 5, "blocks_cached": 100}
+SLACK: dict[str, Any] = {"in_use_bytes": 5 * MIB, "blocks_in_use": 5, "blocks_cached": 100}
 REACHED = replace(
     CALM,
     limit_bytes=100 * MIB,

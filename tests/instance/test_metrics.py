@@ -11,6 +11,7 @@ import subprocess
 import sys
 import urllib.error
 import urllib.request
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -54,7 +55,9 @@ ANSWER = {
     "priority": -3,
     "reason": "",
 }
-TIER = TierFigures("disk", "disk", *range(1, 16), is_stuck=False, is_current=True)
+tier_figures: Callable[..., TierFigures] = TierFigures
+node_figures: Callable[..., NodeFigures] = NodeFigures
+TIER = tier_figures("disk", "disk", *range(1, 16), is_stuck=False, is_current=True)
 BOARD = BoardFigures(1, 0, "write_back", BlockCounts(*range(11)), (TIER,))
 COUNTERS = {name: at + 1 for at, name in enumerate(metric_table.COUNTERS)}
 
@@ -105,7 +108,7 @@ def member(name: str = "one", **changes: object) -> Member:
 
 
 LINK = LinkFigures(1, 8, "process 4712", "client", "memory", "linked", "", *range(1, 9))
-NODE = NodeFigures(7, 4711, "PROMPT", (), 0, *range(1, 10), (LINK,))
+NODE = node_figures(7, 4711, "PROMPT", (), 0, *range(1, 10), (LINK,))
 LEDGER = LedgerInfo("GPU-1", "readable", "", "default", 1000 * MIB, 200 * MIB, (member(),))
 
 

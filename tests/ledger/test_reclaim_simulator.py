@@ -51,7 +51,7 @@ def run(*args: str) -> tuple[int, str, str]:
         try:
             main(args)
         except SystemExit as end:
-            code = end.code
+            code = end.code if isinstance(end.code, int) else 1
     return code, out.getvalue(), err.getvalue()
 
 

@@ -5,23 +5,21 @@ from __future__ import annotations
 import mmap
 import os
 import random
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
 
 import pytest
-from programs.native_pools import HUGE
-from programs.two_pools import BLOCKS_PER_PAGE, PAGES, TwoPools
+from native_pools import HUGE
+from processes import LineProgram, run_python
+from two_pools import BLOCKS_PER_PAGE, PAGES, TwoPools
+from waiting import DEADLINE_S, wait_until
 
 from kvelastic import _vmm, ledger, segment
 from kvelastic.errors import GuaranteeError, IntegrityError, ReserveError
 from kvelastic.host_capacity import machine_memory_bytes
 from kvelastic.process_memory import anonymous_bytes
 
-BOUND_S = 60.0
-"""No test waits so long; one that does has hung."""
 CAPACITY = PAGES * HUGE
 
 
@@ -70,7 +68,7 @@ def test_a_wake_takes_cache_of_a_neighbour_back_for_its_reserve(shared: TwoPools
     b.cache(ids)  # all of it is cache now
     keeper = _vmm.Keeper.start(b, shared.segments[1].record, idle_trim_s=-1.0)
     try:
-        a.wake()
+        a.wake(DEADLINE_S)
     finally:
         keeper.stop()
     assert not a.is_asleep
@@ -106,18 +104,18 @@ def test_a_wake_over_the_keeper_is_answered_when_it_holds(shared: TwoPools) -> N
     ]
     name = shared.segments[0].name
     try:
-        assert segment.request(name, asleep=True, wait_s=BOUND_S).state == "applied"
+        assert segment.request(name, asleep=True, wait_s=DEADLINE_S).state == "applied"
         theirs = fill(b)
         answers = []
         waker = threading.Thread(
-            target=lambda: answers.append(segment.request(name, asleep=False, wait_s=BOUND_S))
+            target=lambda: answers.append(segment.request(name, asleep=False, wait_s=DEADLINE_S))
         )
         waker.start()
-        while not b.is_over_limit:  # it is asked for blocks in use, and its engine preempts
-            assert waker.is_alive()
+        # It is asked for blocks in use, and its engine preempts.
+        wait_until(lambda: b.is_over_limit or not waker.is_alive())
         assert a.is_asleep
         b.free(theirs)
-        waker.join(BOUND_S)
+        waker.join(DEADLINE_S)
         (answer,) = answers
         assert (answer.state, answer.asleep) == ("applied", False)
         is_sound(shared)
@@ -131,13 +129,13 @@ def test_a_wake_over_the_keeper_is_refused_with_the_reason(shared: TwoPools) -> 
     name = shared.segments[0].name
     keeper = _vmm.Keeper.start(shared.pools[0], shared.segments[0].record, idle_trim_s=-1.0)
     try:
-        assert segment.request(name, asleep=True, wait_s=BOUND_S).state == "applied"
+        assert segment.request(name, asleep=True, wait_s=DEADLINE_S).state == "applied"
         shared.places[1].member.set_min(3 * HUGE)
-        answer = segment.request(name, asleep=False, min_bytes=HUGE, wait_s=BOUND_S)
+        answer = segment.request(name, asleep=False, min_bytes=HUGE, wait_s=DEADLINE_S)
         assert (answer.state, answer.asleep, answer.min_bytes) == ("refused", True, 0)
         assert "no room for 2.00 MiB guaranteed and 8.00 MiB reserved" in answer.reason
         shared.places[1].member.set_min(HUGE)
-        assert segment.request(name, asleep=False, wait_s=BOUND_S).state == "applied"
+        assert segment.request(name, asleep=False, wait_s=DEADLINE_S).state == "applied"
         is_sound(shared)
     finally:
         keeper.stop()
@@ -161,7 +159,7 @@ def test_two_wakes_at_once_for_one_room(shared: TwoPools) -> None:
         for waker in wakers:
             waker.start()
         for waker in wakers:
-            waker.join(BOUND_S)
+            waker.join(DEADLINE_S)
         assert sorted(pool.is_asleep for pool in shared.pools) == [False, True]
         is_sound(shared)
         for pool in shared.pools:
@@ -224,7 +222,11 @@ import sys
 from kvelastic import embedded, errors
 from kvelastic.integration.vllm import interfaces as kvi
 kvi.init_kvelastic(device="cpu")
-manager = kvi.get_kv_cache_manager(512, 16, 4096, 8)
+try:
+    manager = kvi.get_kv_cache_manager(512, 16, 4096, 8)
+except errors.KvelasticError as error:
+    print(error, flush=True)
+    sys.exit()
 print(manager.name, flush=True)
 for line in sys.stdin:
     try:
@@ -235,38 +237,19 @@ for line in sys.stdin:
 """
 
 
-class Embedded:
+class Embedded(LineProgram):
     """An embedded user of its own process, on a ledger with a small capacity."""
 
     def __init__(self, group: str, **environ: str) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", EMBEDDED],
-            env=os.environ | {"KVELASTIC_LEDGER": group, "KVELASTIC_HOST_MEMORY": "64M"} | environ,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        self.name = self._line()
-
-    def _line(self) -> str:
-        assert self.process.stdout is not None
-        return self.process.stdout.readline().strip()
+        settings = {"KVELASTIC_LEDGER": group, "KVELASTIC_HOST_MEMORY": "64M"} | environ
+        super().__init__("-c", EMBEDDED, environment=settings)
+        self.name = self.read()
 
     def reserve(self, size_bytes: int) -> str:
-        assert self.process.stdin is not None
-        print(size_bytes, file=self.process.stdin, flush=True)
-        return self._line()
-
-    def __enter__(self) -> Embedded:
-        return self
+        return self.ask(str(size_bytes))
 
     def __exit__(self, *_: object) -> None:
-        self.process.kill()
-        self.process.wait()
-        for pipe in (self.process.stdin, self.process.stdout, self.process.stderr):
-            if pipe is not None:
-                pipe.close()
+        super().__exit__()
         segment.reap()
         ledger.reap()
 
@@ -284,19 +267,23 @@ def test_an_embedded_user_declares_a_reserve_and_dies_with_it() -> None:
             assert first.reserve(outside + (40 << 20)) == "done"
             assert first.reserve(-1).startswith("INVALID_ARGUMENT")
             with Embedded(group, KVELASTIC_RESERVE="20M") as third:
-                assert third.name == ""  # it could not start
-                assert third.process.stderr is not None
-                assert "no room for 20.00 MiB reserved" in third.process.stderr.read()
-            first.process.kill()
-            first.process.wait()
+                assert "no room for 20.00 MiB reserved" in third.name
+            first.kill()
             with Embedded(group, KVELASTIC_RESERVE=str(outside)) as fourth:
-                assert fourth.name, "what the dead had reserved is free"
+                assert fourth.reserve(outside) == "done", "what the dead had reserved is free"
+
+
+HOLDS = """
+import mmap, os
+from kvelastic.process_memory import anonymous_bytes
+before_bytes = anonymous_bytes(os.getpid())
+held = mmap.mmap(-1, 64 << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+for at in range(0, len(held), 4096):
+    held[at] = 1
+print(anonymous_bytes(os.getpid()) - before_bytes)
+"""
 
 
 def test_what_a_process_holds_is_read_of_the_kernel() -> None:
-    before_bytes = anonymous_bytes(os.getpid())
-    held = mmap.mmap(-1, 64 << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    held.write(b"x" * len(held))
-    assert anonymous_bytes(os.getpid()) - before_bytes > 60 << 20
-    held.close()
+    assert int(run_python("-c", HOLDS).stdout) > 60 << 20
     assert anonymous_bytes(1 << 30) == 0

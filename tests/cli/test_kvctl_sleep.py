@@ -302,7 +302,7 @@ def test_an_engine_that_sleeps_is_named_by_whoever_wakes_its_memory(one):
     ],
 )
 def test_what_the_tables_show_as_its_state(one, state, asleep, shown):
-    entry: Row = row(one.name) | {"state": state, "asleep": asleep}  # type: ignore[assignment]
+    entry: Row = row(one.name) | {"state": state, "asleep": asleep}
     assert shown_state(entry) == shown
     assert plain_table([entry]).splitlines()[1].split()[1] == shown
 

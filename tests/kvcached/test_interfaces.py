@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from native_pools import alloc
 
 from kvelastic import errors, segment
 from kvelastic.integration.sglang import interfaces as sglang
@@ -211,7 +212,7 @@ def test_manager_first_then_tensors_is_the_same_cache() -> None:
     manager = vllm.get_kv_cache_manager(BLOCKS, TOKENS, CELL_BYTES, LAYERS)
     tensors = vllm.alloc_kv_cache(SHAPES["split"], TOKENS, torch.bfloat16, "cpu", LAYERS)
     assert vllm.get_kv_cache_manager(BLOCKS, TOKENS, CELL_BYTES, LAYERS) is manager
-    write_and_read_back(tensors, lambda t, b: (t[0][b], t[1][b]), manager.alloc(5))
+    write_and_read_back(tensors, lambda t, b: (t[0][b], t[1][b]), alloc(manager, 5))
 
 
 def test_groups_are_instances_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:

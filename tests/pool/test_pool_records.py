@@ -7,7 +7,7 @@ import os
 import resource
 
 import pytest
-from native_pools import LAYOUTS, Memory
+from native_pools import LAYOUTS, Memory, alloc
 from ring_scheduler import Scheduler
 
 from kvelastic import _vmm, errors
@@ -30,7 +30,7 @@ def fill(memory: Memory, block: int, salt: int) -> bytes:
 def test_a_record_is_the_block_in_all_buffers(layout: str) -> None:
     memory = Memory(LAYOUTS[layout], 6)
     pool = memory.pool()
-    ids = pool.alloc(3)
+    ids = alloc(pool, 3)
     records = [fill(memory, block, 10 * i) for i, block in enumerate(ids)]
     staging = _vmm.Staging(4, pool.record_bytes)
     pool.copy_out(ids, staging, [3, 0, 2])
@@ -38,7 +38,7 @@ def test_a_record_is_the_block_in_all_buffers(layout: str) -> None:
     pool.copy_in(staging, [0, 2, 3], ids)
     pool.copy_out(ids, staging, [1, 1, 1])
     assert bytes(staging.view(1)) == records[0], "the last one: what was in slot 3"
-    fresh = pool.alloc(1)
+    fresh = alloc(pool, 1)
     pool.copy_in(staging, [2], fresh)
     pool.copy_out(fresh, staging, [1])
     assert bytes(staging.view(1)) == records[2]
@@ -48,7 +48,7 @@ def test_a_record_is_the_block_in_all_buffers(layout: str) -> None:
 def test_what_does_not_fit_is_refused_and_nothing_is_copied() -> None:
     memory = Memory(LAYOUTS["paged"], 4)
     pool = memory.pool()
-    ids = pool.alloc(2)
+    ids = alloc(pool, 2)
     staging = _vmm.Staging(2, pool.record_bytes)
     staging.view(0)[:] = b"\7" * pool.record_bytes
     for wrong, slots in ((ids, [0, 2]), (ids, [0, -1]), (ids, [0]), ([ids[0], 10**9], [0, 1])):
@@ -77,7 +77,7 @@ def test_a_view_keeps_the_memory() -> None:
 def test_a_failing_driver_is_heard_of() -> None:
     memory = Memory(LAYOUTS["paged"], 4)
     pool = memory.pool()
-    ids = pool.alloc(1)
+    ids = alloc(pool, 1)
     staging = _vmm.Staging(1, pool.record_bytes)
     memory.driver.arm(1)
     with pytest.raises(errors.MappingError, match="copy_host"):
@@ -90,7 +90,7 @@ def test_a_failing_driver_is_heard_of() -> None:
 def test_a_record_has_a_part_of_every_rank(layout: str) -> None:
     with Scheduler(layout, ranks=3) as scheduler, scheduler.all_workers() as workers:
         pool = scheduler.pool
-        ids = pool.alloc(20)
+        ids = alloc(pool, 20)
         for block in ids:
             for worker in workers:
                 worker.ask(f"write {block} {(block + 7 * worker.rank) % 251 + 1}")
@@ -116,7 +116,7 @@ def test_a_record_has_a_part_of_every_rank(layout: str) -> None:
 def test_a_rank_that_fails_to_copy_fails_the_call_and_serves_on() -> None:
     with Scheduler(ranks=3) as scheduler, scheduler.all_workers() as workers:
         pool = scheduler.pool
-        ids = pool.alloc(4)
+        ids = alloc(pool, 4)
         staging = _vmm.Staging(4, pool.record_bytes)
         workers[1].ask("arm 1 1")
         with pytest.raises(errors.MappingError, match=r"rank 1\): copy_host"):
@@ -128,7 +128,7 @@ def test_a_rank_that_fails_to_copy_fails_the_call_and_serves_on() -> None:
 def test_a_staging_that_one_rank_cannot_attach_leaves_no_part_elsewhere() -> None:
     with Scheduler(ranks=3) as scheduler, scheduler.all_workers() as workers:
         pool = scheduler.pool
-        ids = pool.alloc(1)
+        ids = alloc(pool, 1)
         part = scheduler.layout.block_bytes * scheduler.layout.buffers
         first, second = (_vmm.Staging(1, pool.record_bytes) for _ in range(2))
         pool.copy_out(ids, first, [0])

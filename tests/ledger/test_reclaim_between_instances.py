@@ -11,20 +11,18 @@ import os
 import random
 import signal
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 
 import pytest
 from ledger_instance import BLOCKS_PER_PAGE as B
 from ledger_instance import PAGE_BYTES as PAGE
 from ledger_instance import Instance
-from waiting import wait_until
+from waiting import DEADLINE_S, wait_until
 
 from kvelastic import _vmm, ledger, segment
 
 DEVICE_PAGES = 32
-SOON_S = 30.0
-"""How long a busy machine may take for what should take milliseconds."""
 
 
 class Device:
@@ -41,7 +39,7 @@ class Device:
             "KVELASTIC_HOST_MEMORY": str(pages * PAGE),
             "KVELASTIC_PAGE_PREALLOC_ENABLED": "false",
             "KVELASTIC_MAX_CACHED_TOKENS": "-1",
-            "KVELASTIC_RECLAIM_WAIT": str(SOON_S),
+            "KVELASTIC_RECLAIM_WAIT": str(DEADLINE_S),
         }
         return self.stack.enter_context(Instance(**settings | environ))
 
@@ -90,6 +88,35 @@ class Device:
 def device() -> Iterator[Device]:
     with Device() as made:
         yield made
+
+
+class DisturbedError(Exception):
+    """An instance that works has done nothing for so long that others may take it for idle."""
+
+
+class Pace:
+    """Of instances that work: the product calls an instance idle after 0.5 s."""
+
+    def __init__(self) -> None:
+        self._seen_s = time.monotonic()
+
+    def check(self) -> None:
+        """Raise DisturbedError if the last check was too long ago."""
+        before_s, self._seen_s = self._seen_s, time.monotonic()
+        if self._seen_s - before_s > 0.4:
+            raise DisturbedError
+
+
+def undisturbed(scenario: Callable[[Device], None]) -> None:
+    """Run a scenario on a new device, again and again until nothing disturbs it."""
+
+    def ended() -> bool:
+        with suppress(DisturbedError), Device() as device:
+            scenario(device)
+            return True
+        return False
+
+    wait_until(ended, "the machine was never quiet for long enough")
 
 
 def fill(of: Instance, pages: int) -> list[int]:
@@ -231,11 +258,10 @@ def test_a_higher_priority_takes_blocks_in_use(device):
     ids = fill(low, DEVICE_PAGES)
     pages = by_page(ids)
     high.send("alloc", 4 * B - 1)
-    wait_until(
-        lambda: segment.inspect(low.name).answer["state"] == "shrinking",
+    answer = wait_until(
+        lambda: (now := segment.inspect(low.name).answer)["state"] == "shrinking" and now,
         "the lower one does not say that it shrinks",
     )
-    answer = segment.inspect(low.name).answer
     assert answer["over_bytes"] == 4 * PAGE
     assert answer["effective_limit_bytes"] == (DEVICE_PAGES - 4) * PAGE
     assert low.alloc(1) is None
@@ -316,25 +342,40 @@ def test_who_is_below_its_guarantee_gets_it_from_anybody(device):
     sound(device, high, poor)
 
 
-def test_a_guarantee_gives_no_right_to_more(device):
+def test_a_guarantee_gives_no_right_to_more():
+    undisturbed(a_guarantee_gives_no_right_to_more)
+
+
+def a_guarantee_gives_no_right_to_more(device: Device) -> None:
     high = device.start(KVELASTIC_PRIORITY="9")
     pages = by_page(fill(high, DEVICE_PAGES))
-    poor = device.start(KVELASTIC_MIN=str(2 * PAGE), KVELASTIC_RECLAIM_WAIT="0.5")
+    poor = device.start(KVELASTIC_MIN=str(2 * PAGE))
     poor.send("alloc", 10 * B - 1)
-    wait_until(lambda: high.stats()["pages_limit"] < DEVICE_PAGES, "the higher one is not asked")
-    assert high.stats()["pages_limit"] == DEVICE_PAGES - 2
+    limit = wait_until(
+        lambda: (pages := high.stats()["pages_limit"]) < DEVICE_PAGES and pages,
+        "the higher one is not asked",
+    )
+    assert limit == DEVICE_PAGES - 2
     for page in range(20, 30):
         high.free(pages[page])
-    assert device.pages(high) >= DEVICE_PAGES - 2
-    poor.read()
-    sound(device, high, poor)
+    held = device.pages(high)
+    if device.member(high).idle_s > 0.4:  # one that is idle gives parked pages to any other
+        raise DisturbedError
+    assert held >= DEVICE_PAGES - 2
+    poor.kill()
+    ledger.reap()
+    sound(device, high)
 
 
 # ------------------------------------------------------------------------------------- fairness
 
 
 @pytest.mark.parametrize("pages", [32, 33], ids=["an even device", "an odd device"])
-def test_busy_equals_end_at_fair_shares_and_stay_there(device, pages):
+def test_busy_equals_end_at_fair_shares_and_stay_there(pages):
+    undisturbed(lambda device: busy_equals_end_at_fair_shares(device, pages))
+
+
+def busy_equals_end_at_fair_shares(device: Device, pages: int) -> None:
     """Both want all of it, all the time, with contents that are worth caching."""
     first = device.start(pages, KVELASTIC_RECLAIM_WAIT="0.01")
     second = device.start(pages, KVELASTIC_RECLAIM_WAIT="0.01")
@@ -348,34 +389,45 @@ def test_busy_equals_end_at_fair_shares_and_stay_there(device, pages):
             one.ask("take_changes")
 
     def shares() -> list[int]:
+        work()
         return sorted([device.pages(first), device.pages(second)])
 
-    deadline = time.monotonic() + SOON_S
-    while shares()[0] < pages // 2:
-        work()
-        assert time.monotonic() < deadline, f"no fair shares: {shares()}"
+    wait_until(lambda: shares()[0] >= pages // 2, "no fair shares")
     moved = [one.stats()["pages_mapped_ever"] for one in (first, second)]
     # Longer than an ask must wait for its share: nothing moves any more, to and fro.
+    pace = Pace()
     end = time.monotonic() + 1.5
     while time.monotonic() < end:
         work()
+        pace.check()
+    now = shares()
+    mapped = [one.stats()["pages_mapped_ever"] for one in (first, second)]
+    pace.check()
+    assert now == [pages // 2, (pages + 1) // 2]
+    for after, before in zip(mapped, moved, strict=True):
+        assert after - before <= 2
     sound(device, first, second)
-    assert shares() == [pages // 2, (pages + 1) // 2]
-    for one, before in zip((first, second), moved, strict=True):
-        assert one.stats()["pages_mapped_ever"] - before <= 2
 
 
-def test_a_busy_higher_priority_keeps_what_it_has(device):
+def test_a_busy_higher_priority_keeps_what_it_has():
+    undisturbed(a_busy_higher_priority_keeps_what_it_has)
+
+
+def a_busy_higher_priority_keeps_what_it_has(device: Device) -> None:
     high = device.start(KVELASTIC_PRIORITY="1", KVELASTIC_RECLAIM_WAIT="0.01")
     low = device.start(KVELASTIC_RECLAIM_WAIT="0.01")
     high.cache(fill(high, DEVICE_PAGES))
-    end = time.monotonic() + 1.0
-    while time.monotonic() < end:
+    pace = Pace()
+    for _ in range(40):
         ids = high.alloc(1)
         assert ids is not None
         high.cache(ids)
-        assert low.alloc(1) is None
-    assert device.pages(high) == DEVICE_PAGES
+        got = low.alloc(1)
+        pace.check()
+        assert got is None
+    held = device.pages(high)
+    pace.check()
+    assert held == DEVICE_PAGES
     sound(device, high, low)
 
 
@@ -383,7 +435,8 @@ def test_a_busy_higher_priority_keeps_what_it_has(device):
 
 
 def test_a_stopped_one_delays_nobody_and_the_next_is_asked(device):
-    stopped, next_one, asker = device.start(), device.start(), device.start()
+    stopped, next_one = device.start(), device.start()
+    asker = device.start(KVELASTIC_RECLAIM_WAIT="3600")  # longer than a test may run
     half = DEVICE_PAGES // 2
     stopped.cache(fill(stopped, half))
     device.wait_until_idle(stopped)
@@ -392,9 +445,7 @@ def test_a_stopped_one_delays_nobody_and_the_next_is_asked(device):
     stop(stopped)
     # Far less than it has: it must not be asked again and again until it has been asked for all.
     for _ in range(3):
-        answer = asker.ask("alloc_timed", B)
-        assert answer["ids"] is not None
-        assert answer["s"] < SOON_S / 2, "it waited for the stopped one to the end"
+        assert asker.alloc(B) is not None
     assert device.pages(stopped) == half
     assert device.member(stopped).wanted_bytes <= PAGE * 4
     stopped.signal(signal.SIGCONT)
@@ -420,7 +471,7 @@ def test_a_killed_asker_is_forgotten(device):
     stop(holder)
     asker.send("alloc", DEVICE_PAGES * B - 1)
     wait_until(lambda: device.member(asker).ask_bytes > 0, "it does not ask")
-    assert low.ask("available") == 0
+    wait_until(lambda: low.ask("available") == 0, "nothing is kept for it")
     asker.kill()
     wait_until(lambda: low.ask("available") >= 4 * B - 1, "pages are kept for the dead")
     assert low.alloc(4 * B - 1) is not None
@@ -472,7 +523,7 @@ def test_a_limit_raised_past_the_start_while_the_device_is_full(device):
     device.wait_until_idle(idle)
     assert fill(busy, 2)
     assert busy.alloc(1) is None, "past its limit"
-    answer = segment.request(busy.name, limit_bytes=12 * PAGE, wait_s=SOON_S)
+    answer = segment.request(busy.name, limit_bytes=12 * PAGE, wait_s=DEADLINE_S)
     assert (answer.state, answer.effective_limit_bytes) == ("applied", 12 * PAGE)
     assert len(busy.alloc(10 * B)) == 10 * B
     assert busy.alloc(1) is None
@@ -480,7 +531,7 @@ def test_a_limit_raised_past_the_start_while_the_device_is_full(device):
     assert device.member(busy).limit_bytes == 12 * PAGE
     sound(device, idle, busy)
     # Beyond the device there is nothing, whatever is requested.
-    answer = segment.request(busy.name, limit_bytes=1 << 50, wait_s=SOON_S)
+    answer = segment.request(busy.name, limit_bytes=1 << 50, wait_s=DEADLINE_S)
     assert (answer.state, answer.effective_limit_bytes) == ("applied", DEVICE_PAGES * PAGE)
 
 
@@ -489,8 +540,13 @@ def test_what_is_available_counts_what_others_have_to_give(device):
     assert busy.ask("available") == 20 * B - 1
     ids = fill(idle, DEVICE_PAGES)
     assert busy.ask("available") == 0
-    idle.cache(ids[-8 * B :])
-    assert busy.ask("available") == 0, "a busy equal need not give"
+    while True:
+        idle.cache(ids[-8 * B :])
+        available = busy.ask("available")
+        if device.member(idle).idle_s < 0.4:  # it was busy when that was asked
+            break
+        idle.ask("touch", ids[-8 * B :])
+    assert available == 0, "a busy equal need not give"
     device.wait_until_idle(idle)
     assert busy.ask("available") == 8 * B - 1
     got = busy.alloc(8 * B - 1)

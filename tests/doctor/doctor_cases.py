@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from kvelastic.doctor.facts import (
     ConfigFacts,
@@ -44,28 +45,28 @@ GOOD = Facts(
 )
 
 
-def with_gpus(**changes: object) -> Facts:
+def with_gpus(**changes: Any) -> Facts:
     return replace(GOOD, gpus=replace(GOOD.gpus, **changes))
 
 
-def with_config(facts: Facts = GOOD, **changes: object) -> Facts:
+def with_config(facts: Facts = GOOD, **changes: Any) -> Facts:
     return replace(facts, config=replace(facts.config, **changes))
 
 
-def allowing(plugins: str, **changes: object) -> Facts:
+def allowing(plugins: str, **changes: Any) -> Facts:
     return with_config(allowed_plugins=(("vllm", plugins),), **changes)
 
 
-def probed(**found: object) -> Facts:
+def probed(**found: Any) -> Facts:
     """After `kvctl doctor --probe`, of vLLM."""
     return replace(GOOD, probes=(ProbeFact("vllm", **found),))
 
 
-def with_packages(**changes: object) -> Facts:
+def with_packages(**changes: Any) -> Facts:
     return replace(GOOD, packages=replace(PACKAGES, **changes))
 
 
-def on_host(**changes: object) -> Facts:
+def on_host(**changes: Any) -> Facts:
     """The same machine without a GPU, so that the host is the device."""
     return replace(GOOD, gpus=GpuFacts(library_error=NO_LIBRARY), **changes)
 
@@ -79,7 +80,7 @@ def adding(name: str, version: str) -> Facts:
     return with_packages(versions=(*others, (name, version)))
 
 
-def only_transformers(version: str = "5.19.0", **startup: object) -> Facts:
+def only_transformers(version: str = "5.19.0", **startup: Any) -> Facts:
     """An environment with no other engine."""
     packages = with_packages(versions=(("transformers", version),)).packages
     return replace(GOOD, packages=packages, startup=StartupFacts(**startup))
@@ -90,10 +91,10 @@ def beside_vllm(facts: Facts) -> Facts:
     return replace(facts, packages=replace(facts.packages, versions=versions))
 
 
-LOADED = {"armed": ("transformers.generation.continuous_batching",)}
+LOADED: dict[str, Any] = {"armed": ("transformers.generation.continuous_batching",)}
 
 
-def segment(status: str, **changes: object) -> Facts:
+def segment(status: str, **changes: Any) -> Facts:
     return replace(GOOD, segments=(SegmentFact("s1", status, **changes),))
 
 
@@ -101,19 +102,19 @@ def ledger(status: str) -> Facts:
     return replace(GOOD, ledgers=(LedgerFact("host", status, "belongs to user 7"),))
 
 
-def shm(**changes: object) -> Facts:
+def shm(**changes: Any) -> Facts:
     return replace(GOOD, shm=replace(GOOD.shm, **changes))
 
 
-def memory(**changes: object) -> MemoryFacts:
+def memory(**changes: Any) -> MemoryFacts:
     return replace(GOOD.memory, **changes)
 
 
-def limits(**changes: object) -> LimitFacts:
+def limits(**changes: Any) -> LimitFacts:
     return replace(GOOD.limits, **changes)
 
 
-def kernel(release: str, **changes: object) -> SystemFacts:
+def kernel(release: str, **changes: Any) -> SystemFacts:
     return replace(GOOD.system, kernel=release, **changes)
 
 

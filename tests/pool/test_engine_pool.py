@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from toy_engine import BLOCK_TOKENS, ToyEngine, answer_of
@@ -144,18 +145,18 @@ def test_sglang_resumes_later_where_its_reserve_is_not_to_be_had(
     stack: ExitStack, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its answer cannot say that it failed, and an error would end its scheduler."""
-    answers = {
-        "ReleaseMemoryOccupationReqOutput": object,
-        "ResumeMemoryOccupationReqOutput": object,
-    }
-    for name, content in {
+    modules: dict[str, dict[str, Any]] = {
         "sglang": {},
         "sglang.srt": {},
         "sglang.srt.constants": {"GPU_MEMORY_ALL_TYPES": ["kv_cache", "weights"]},
         "sglang.srt.managers": {},
-        "sglang.srt.managers.io_struct": answers,
-    }.items():
-        monkeypatch.setitem(sys.modules, name, SimpleNamespace(**content))  # type: ignore[misc]
+        "sglang.srt.managers.io_struct": {
+            "ReleaseMemoryOccupationReqOutput": object,
+            "ResumeMemoryOccupationReqOutput": object,
+        },
+    }
+    for name, content in modules.items():
+        monkeypatch.setitem(sys.modules, name, SimpleNamespace(**content))
     device = Device(f"toys-{os.getpid()}", 32 * MIB_BYTES, _vmm.HostDriver)
     toy = Toy(stack, device=device).begin(8 * MIB_BYTES)
     allocator = SimpleNamespace(
