@@ -158,6 +158,7 @@ class TieredOperator(OverBadDisk, SglangOperator):
     """With a disk tier that is too small, slow, and erased."""
 
 
+@pytest.mark.end_to_end
 def test_random_requests_under_load(pair: Pair, capsys: pytest.CaptureFixture[str]) -> None:
     known = [
         Known(Request(prompt, NEW_TOKENS), tokens)

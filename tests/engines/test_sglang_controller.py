@@ -33,6 +33,7 @@ def ask(front: Controller, prompt: list[int]) -> list[int]:
     return [int(word[1:]) for word in text.split()]
 
 
+@pytest.mark.end_to_end
 def test_a_controller_that_starts_anew_knows_that_it_sleeps_and_a_request_wakes_it(
     sglang_pairs: dict[str, Pair], sglang_model: Path
 ) -> None:

@@ -36,6 +36,7 @@ LONG_TOKENS = 96
 """A prompt with so many fits a page, too."""
 
 
+@pytest.mark.end_to_end
 def test_after_its_start_it_holds_one_page_and_the_same_tokens_come_cold_and_cached(
     pair: Pair,
 ) -> None:
@@ -60,6 +61,7 @@ def test_what_is_cached_is_held_and_nothing_more(pair: Pair) -> None:
     wait_until(lambda: pair.usage()["mapped_bytes"] <= (needed + 1) * pair.page_bytes, "trimmed")
 
 
+@pytest.mark.end_to_end
 def test_zeroed_memory_changes_the_tokens_and_a_flush_leaves_one_page(pair: Pair) -> None:
     """The control: the comparison does see bad KV."""
     pair.burst()
@@ -83,6 +85,7 @@ def test_a_limit_lowered_while_idle_is_met_at_once(pair: Pair) -> None:
     assert pair.usage()["mapped_bytes"] <= pair.page_bytes
 
 
+@pytest.mark.end_to_end
 def test_a_limit_lowered_under_load_retracts_and_keeps_the_tokens(pair: Pair) -> None:
     pair.server.post("/flush_cache")
     # Long enough that whoever runs, wherever it is, needs more blocks.

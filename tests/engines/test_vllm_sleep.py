@@ -40,6 +40,7 @@ def wait_for(condition, seconds: float = 60.0) -> None:
         time.sleep(0.02)
 
 
+@pytest.mark.end_to_end
 def test_asleep_it_holds_nothing_and_awake_it_says_the_same(stock, awake, instance_name) -> None:
     requests = make_requests(12, seed=21)
     expected = stock.complete_all(requests)

@@ -63,6 +63,7 @@ def check_log(log: Path) -> None:
         assert word not in text, log
 
 
+@pytest.mark.end_to_end
 def test_random_requests_over_a_bad_disk(stock, tiny_model, log_folder, tmp_path, capsys) -> None:
     disk, pick = Disk(tmp_path), random.Random(SEED)
     log = log_folder / "tiers_chaos.log"

@@ -34,6 +34,7 @@ def first_answer(name: str, limit_bytes: int) -> str:
         return opened.record.read_answer()["state"]
 
 
+@pytest.mark.end_to_end
 def test_same_tokens_in_alternation_with_prefix_hits(stock, elastic) -> None:
     hits = [server.metrics()["prefix_cache_hits_total"] for server in (stock, elastic)]
     for seed in (1, 2):
@@ -50,6 +51,7 @@ def test_same_tokens_in_alternation_with_prefix_hits(stock, elastic) -> None:
     assert gained[1] == pytest.approx(gained[0], rel=0.2)
 
 
+@pytest.mark.end_to_end
 def test_zeroed_memory_changes_the_tokens(stock, elastic, instance_name) -> None:
     """The control: the comparison above does see bad KV."""
     requests = make_requests(16, seed=3, shortest=100)
@@ -66,6 +68,7 @@ def test_zeroed_memory_changes_the_tokens(stock, elastic, instance_name) -> None
     assert differing(elastic.complete_all(requests), expected) == 0
 
 
+@pytest.mark.end_to_end
 def test_limit_below_the_working_set_preempts_and_keeps_the_tokens(
     stock, elastic, instance_name
 ) -> None:
@@ -80,6 +83,7 @@ def test_limit_below_the_working_set_preempts_and_keeps_the_tokens(
     assert worker_memory_bytes(elastic.processes()["worker"]) <= 3 * PAGE_BYTES
 
 
+@pytest.mark.end_to_end
 def test_limit_lowered_while_idle_evicts_the_cache_and_returns_the_memory(
     elastic, instance_name
 ) -> None:

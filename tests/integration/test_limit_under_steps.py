@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import needs
 import pytest
 from simulated_scheduler import SimulatedScheduler
 from test_elastic_block_pool import LAYOUT, key_of
@@ -14,7 +15,7 @@ from test_elastic_block_pool import LAYOUT, key_of
 from kvelastic import _vmm
 from kvelastic.pool import native_geometry
 
-pytestmark = pytest.mark.filterwarnings("ignore")
+pytestmark = [needs.vllm, pytest.mark.filterwarnings("ignore")]
 
 PAGES = 40
 LOWERED_PAGES = 4

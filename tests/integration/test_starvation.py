@@ -13,10 +13,11 @@ from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
+import needs
 import pytest
 from two_pools import BLOCKS_PER_PAGE, PAGED, PAGES, TwoPools
 
-pytestmark = pytest.mark.filterwarnings("ignore")
+pytestmark = [needs.vllm, pytest.mark.filterwarnings("ignore")]
 
 WANTED = 4
 """Blocks that the one request needs."""

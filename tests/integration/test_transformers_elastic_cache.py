@@ -16,6 +16,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import needs
 import pytest
 from open_memfds import open_memfds
 from simulated_machine import SimulatedMachine
@@ -25,7 +26,7 @@ from kvelastic import errors, ledger, segment
 from kvelastic.instance.status import status_of
 from kvelastic.sizes import MIB_BYTES
 
-pytestmark = pytest.mark.filterwarnings("ignore")
+pytestmark = [needs.transformers, pytest.mark.filterwarnings("ignore")]
 
 PROGRAMS = Path(__file__).parents[1] / "programs"
 PAGE_BYTES = 2 * MIB_BYTES

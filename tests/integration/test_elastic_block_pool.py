@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 
+import needs
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -19,7 +20,7 @@ from kvelastic.layout import PageLayout
 from kvelastic.pool import native_geometry
 
 # vLLM warns when it is imported; that is not what is tested here.
-pytestmark = pytest.mark.filterwarnings("ignore")
+pytestmark = [needs.vllm, pytest.mark.filterwarnings("ignore")]
 
 LAYOUT = PageLayout.solve(32 << 10, 4)
 PAGES = 6

@@ -2,37 +2,19 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import textwrap
 
+import needs
 import pytest
 from changed_engine import outcomes_of
-from vllm_server import VllmServer, engine_environment
+from processes import run_python
+from vllm_server import engine_environment
 
-END_DEADLINE_S = 300.0
-
-
-def run_python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)],
-        env=engine_environment(**environment),
-        capture_output=True,
-        text=True,
-        timeout=END_DEADLINE_S,
-    )
-
-
-def refused_start(server: VllmServer) -> str:
-    """Wait for the server to end by itself, badly; answers everything it printed."""
-    with server:
-        status = server.process.wait(END_DEADLINE_S)
-    assert status != 0
-    return server.log.read_text(errors="replace")
+pytestmark = needs.vllm
 
 
 def test_not_enabled_it_imports_and_patches_nothing() -> None:
-    done = run_python("""
+    code = """
         import sys
         from kvelastic.integration.vllm.plugin import register
         before, finders = set(sys.modules), list(sys.meta_path)
@@ -45,13 +27,12 @@ def test_not_enabled_it_imports_and_patches_nothing() -> None:
         assert kv_cache_coordinator.BlockPool is block_pool.BlockPool
         assert not hasattr(core.EngineCore.step, "kvelastic_original")
         assert sys.meta_path == finders
-    """)
-    assert done.returncode == 0, done.stderr
+    """
+    run_python("-c", textwrap.dedent(code), environment=engine_environment())
 
 
 def test_enabled_it_patches_once_when_the_engine_is_imported() -> None:
-    done = run_python(
-        """
+    code = """
         import sys
         from kvelastic.integration.vllm.plugin import register
         register()
@@ -64,10 +45,9 @@ def test_enabled_it_patches_once_when_the_engine_is_imported() -> None:
         assert not hasattr(step.kvelastic_original, "kvelastic_original")
         import vllm.v1.worker.gpu_worker as worker
         assert hasattr(worker.Worker.initialize_from_config, "kvelastic_original")
-        """,
-        ENABLE_KVELASTIC="true",
-    )
-    assert done.returncode == 0, done.stderr
+        """
+    environment = engine_environment(ENABLE_KVELASTIC="true")
+    run_python("-c", textwrap.dedent(code), environment=environment)
 
 
 @pytest.mark.parametrize(
@@ -116,22 +96,3 @@ def test_an_engine_built_differently_is_refused_with_what_was_found(
         assert "UnsupportedEngineError" in text, change
         assert found in text, change
         assert "unset ENABLE_KVELASTIC" in text, change
-
-
-def test_an_unknown_version_ends_the_server_with_the_reason(tiny_model, log_folder, tmp_path):
-    # Python runs this at its start, in every process: the plugin finds another table then.
-    tmp_path.joinpath("sitecustomize.py").write_text(
-        "from kvelastic import engines\n"
-        "engines.ENGINES = (engines.Engine('vllm', 'vLLM', tried=('0.31',)),)\n"
-    )
-    environment = {"ENABLE_KVELASTIC": "true", "PYTHONPATH": str(tmp_path)}
-    text = refused_start(VllmServer(tiny_model, log_folder / "version.log", environment))
-    assert "kvelastic does not know vLLM 0.32" in text
-    assert "tried with vLLM 0.31.x" in text
-    assert "KVELASTIC_STRICT=false" in text
-
-
-def test_a_bad_variable_ends_the_server_with_its_name(tiny_model, log_folder) -> None:
-    environment = {"ENABLE_KVELASTIC": "true", "KVELASTIC_PAGE_SIZE_MB": "3"}
-    text = refused_start(VllmServer(tiny_model, log_folder / "variable.log", environment))
-    assert "KVELASTIC_PAGE_SIZE_MB='3' is not accepted" in text
