@@ -15,7 +15,7 @@ import re
 import signal
 import sys
 import time
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import ExitStack
 from datetime import datetime, timezone
 from pathlib import Path
 
@@ -23,6 +23,7 @@ ROOT = Path.cwd()
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "programs"))
 
 import conditions  # noqa: E402
+import covered_lines  # noqa: E402
 from lanes import RESULTS, Lane, Workspace  # noqa: E402
 from results import MOST_FLAKY, SLOW_S, Results  # noqa: E402
 
@@ -53,9 +54,9 @@ def main() -> int:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _end)
     try:
-        if not options.stress:
-            return 0 if _run(options.tier, "") else 1
-        return 0 if _run(options.tier, "busy") & _run(options.tier, "one core") else 1
+        run_under = ("busy", "one core") if options.stress else ("",)
+        passed = [_run(options.tier, each, covers=options.coverage) for each in run_under]
+        return 0 if all(passed) else 1
     except Ended as ended:
         print(f"\nended by {signal.Signals(ended.number).name}", flush=True)
         return 128 + ended.number
@@ -68,6 +69,7 @@ def _parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
         tier.add_argument(f"--{name}", dest="tier", action="store_const", const=name)
     parser.set_defaults(tier="default")
     parser.add_argument("--stress", action="store_true")
+    parser.add_argument("--coverage", action="store_true")
     return parser.parse_known_args(arguments)
 
 
@@ -77,23 +79,26 @@ def _end(number: int, _: object) -> None:
     raise Ended(number)
 
 
-def _run(tier: str, condition: str) -> bool:
+def _run(tier: str, condition: str, *, covers: bool) -> bool:
     began = datetime.now(timezone.utc)
     with Workspace() as workspace:
-        around: AbstractContextManager[None] = nullcontext()
-        if condition == "busy":
-            around = conditions.busy(workspace.folder)
-        elif condition == "one core":
-            around = conditions.one_core()
-        with around:
-            run = Run(workspace, tier, checks_seconds=tier == "default" and not condition)
+        with ExitStack() as around:
+            if condition == "busy":
+                around.enter_context(conditions.busy(workspace.folder))
+            elif condition == "one core":
+                around.enter_context(conditions.one_core())
+            if covers:
+                around.enter_context(covered_lines.measured(workspace.folder))
+            run = Run(
+                workspace, tier, checks_seconds=tier == "default" and not (condition or covers)
+            )
             try:
                 run.run_lanes()
                 run.run_again()
-            except Ended:
+            finally:
                 run.print_failures()
-                raise
-        run.print_failures()
+        if covers:
+            covered_lines.print_report(workspace.folder)
     minutes = (datetime.now(timezone.utc) - began).total_seconds() / 60
     results = run.results
     row = {
