@@ -99,11 +99,10 @@ class Workspace:
         command = [sys.executable, "-m", "pytest", f"--basetemp={temporary / 'p'}"]
         if self.is_isolated:
             command = [*_UNSHARE, "sh", "-c", _WITH_OWN_SHM, "sh", *command]
-        lane = Lane(
-            name,
-            [*_KILLED_WITH_PARENT, *command, *pytest_arguments],
-            os.environ | {"TMPDIR": str(temporary)},
-        )
+        environment = os.environ | {"TMPDIR": str(temporary)}
+        # pytest rewrites the assertions of all tests, which takes ten seconds unless it is cached.
+        environment.pop("PYTHONDONTWRITEBYTECODE", None)
+        lane = Lane(name, [*_KILLED_WITH_PARENT, *command, *pytest_arguments], environment)
         self._lanes.append(lane)
         return lane
 
