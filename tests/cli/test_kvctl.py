@@ -9,15 +9,16 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import click
 import pytest
 from click.testing import CliRunner, Result
 from ledger_instance import Instance
+from processes import run_python
 from segment_owner import CAPACITY_BYTES, MAPPED_BYTES, Owner
 from terminal import written_to_a_terminal
+from waiting import DEADLINE_S
 
 from kvelastic import segment
 from kvelastic.cli.kvctl import main
@@ -148,7 +149,7 @@ def test_an_unreadable_segment_is_listed_with_all_keys(name):
     [("1.5GiB", 3 << 29), ("64M", 64 << 20), ("2g", 2 << 30), ("4096", 4096), ("0", 0)],
 )
 def test_limit_sets_what_was_asked(owner, size, limit_bytes):
-    result = kvctl("limit", owner.name, size, "--wait", "30")
+    result = kvctl("limit", owner.name, size, "--wait", "300")
     assert result.exit_code == 0, result.stderr
     assert f"({limit_bytes} bytes) applied" in result.stdout
     entry = row(owner.name)
@@ -157,7 +158,7 @@ def test_limit_sets_what_was_asked(owner, size, limit_bytes):
 
 
 def test_limit_percent_is_of_the_instances_own_device(owner):
-    result = kvctl("limit-percent", owner.name, "25%", "--wait", "30")
+    result = kvctl("limit-percent", owner.name, "25%", "--wait", "300")
     assert result.exit_code == 0, result.stderr
     assert row(owner.name)["limit_bytes"] == CAPACITY_BYTES // 4
 
@@ -205,9 +206,9 @@ def test_a_negative_size_is_called_that():
     assert "negative" in kvctl("limit", "any", "-5").stderr
 
 
-def test_a_refused_limit(name):
+def test_a_refused_limit(name, answered):
     with Owner(name, "refuse"):
-        waited = kvctl("limit", name, "1G", "--wait", "30")
+        waited = kvctl("limit", name, "1G", "--wait", "300")
         assert waited.exit_code == 1
         assert "it is only a test" in waited.stderr
         assert row(name)["state"] == "refused"
@@ -217,7 +218,7 @@ def test_a_refused_limit(name):
         assert "refused" in unwaited.stderr
 
 
-def test_a_limit_that_is_not_reached_in_time(name):
+def test_a_limit_that_is_not_reached_in_time(name, answered):
     with Owner(name, "shrink"):
         waited = kvctl("limit", name, "1M", "--wait", "0.05")
         assert waited.exit_code == 3
@@ -242,7 +243,7 @@ def test_an_instance_that_does_not_answer(name):
 
 def test_a_request_overtaken_by_another_is_not_reported_as_done(name, monkeypatch):
     with Owner(name):
-        kvctl("limit", name, "1G", "--wait", "30")
+        kvctl("limit", name, "1G", "--wait", "300")
         late = segment.Answer(
             revision=5,
             state="applied",
@@ -385,14 +386,14 @@ def test_watch_ends_well_at_ctrl_c_and_at_a_closed_pipe(owner):
     )
     assert watching.stdout.readline().startswith("#")
     watching.send_signal(signal.SIGINT)
-    _, errors = watching.communicate(timeout=60)
+    _, errors = watching.communicate(timeout=DEADLINE_S)
     assert (watching.returncode, errors) == (0, "")
     closed = subprocess.Popen(
         [KVCTL, "watch", "-n", "0.1"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
     closed.stdout.readline()
     closed.stdout.close()
-    assert closed.wait(timeout=60) in (0, 1)
+    assert closed.wait(timeout=DEADLINE_S) in (0, 1)
     assert "Traceback" not in closed.stderr.read()
     closed.stderr.close()
 
@@ -454,10 +455,7 @@ def test_version_and_help():
 
 
 def test_it_runs_as_a_module(owner):
-    result = subprocess.run(
-        [sys.executable, "-m", "kvelastic.cli", "list", "--json"], capture_output=True, text=True
-    )
-    assert owner.name in result.stdout
+    assert owner.name in run_python("-m", "kvelastic.cli", "list", "--json").stdout
 
 
 def test_names_are_completed(owner):
@@ -486,8 +484,7 @@ def test_a_command_imports_nothing_heavy(arguments):
         "heavy = {'torch', 'rich', 'numpy', 'posix_ipc', 'importlib.metadata'} & set(sys.modules)\n"
         "print(sorted(heavy), file=sys.stderr)"
     )
-    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert result.stderr.splitlines()[-1] == "[]"
+    assert run_python("-c", program).stderr.splitlines()[-1] == "[]"
 
 
 def test_names_and_texts_of_others_cannot_steer_the_terminal(name):
@@ -524,10 +521,3 @@ def test_the_bar_adds_up(in_use, cached, parked, limit, cells):
     }
     assert bar_cells(entry, 10) == cells
     assert sum(cells) == 10
-
-
-def test_list_is_quick():
-    """Not a benchmark: catches an import of seconds, on any machine."""
-    start = time.monotonic()
-    subprocess.run([KVCTL, "list", "--json"], capture_output=True, check=True)
-    assert time.monotonic() - start < 10

@@ -60,9 +60,8 @@ def no_nvml(tmp_path) -> dict[str, str]:
 
 
 def kvctl(environment: dict[str, str], *arguments: str) -> subprocess.CompletedProcess[str]:
-    result = subprocess.run(
-        [KVCTL, "devices", *arguments], env=environment, capture_output=True, text=True, timeout=60
-    )
+    command = [KVCTL, "devices", *arguments]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     assert "Traceback" not in result.stderr
     return result

@@ -7,7 +7,6 @@ import os
 import random
 import signal
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from click.testing import CliRunner, Result
 from ledger_instance import BLOCKS_PER_PAGE, Instance
 from segment_owner import Owner
 from terminal import Terminal
+from waiting import wait_until
 
 from kvelastic import segment
 from kvelastic.cli.explanation import explain
@@ -420,7 +420,7 @@ def test_who_waits_for_whom():
         assert f"for {holder.name} to give." in asks["what"]
         assert f"{holder.name} was asked for" in giver["what"]
         assert told["askers"] == []
-        seen = json.loads(kvctl("explain", holder.name, "--json").stdout)
+        seen = wait_until(lambda: (told := explained(holder.name))["askers"] and told)
         assert [(one["name"], one["pid"]) for one in seen["askers"]] == [(asker.name, asker.pid)]
         assert seen["askers"][0]["priority"] == 5
         assert seen["wanted_bytes"] > 0
@@ -428,17 +428,21 @@ def test_who_waits_for_whom():
         assert f"{asker.name} above it" in kvctl("explain", holder.name).stdout
         holder.signal(signal.SIGCONT)
         assert len(asker.read()) == 10 * BLOCKS_PER_PAGE
-        assert json.loads(kvctl("explain", asker.name, "--json").stdout)["ask_bytes"] == 0
+        assert explained(asker.name)["ask_bytes"] == 0
+
+
+def explained(name: str) -> dict:
+    return json.loads(kvctl("explain", name, "--json").stdout)
 
 
 def waiting(name: str) -> dict:
     """What is said of an instance as soon as it asks another for memory."""
-    deadline = time.monotonic() + 60
-    while True:
-        told = json.loads(kvctl("explain", name, "--json").stdout)
-        if sum(line["about"] == "asks" for line in told["lines"]) > 1:
-            return told
-        assert time.monotonic() < deadline, told
+
+    def told() -> dict:
+        seen = explained(name)
+        return seen if sum(line["about"] == "asks" for line in seen["lines"]) > 1 else {}
+
+    return wait_until(told)
 
 
 def test_the_json_has_the_documented_keys(name):

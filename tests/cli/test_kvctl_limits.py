@@ -49,7 +49,7 @@ def test_all_in_one_step():
         result = kvctl(
             "set",
             one.name,
-            *("--min", "16M", "--limit", "48M", "--priority", "-3", "--wait", "30"),
+            *("--min", "16M", "--limit", "48M", "--priority", "-3", "--wait", "300"),
         )
         assert result.exit_code == 0, result.stderr
         assert result.stdout == (
@@ -73,17 +73,17 @@ def test_all_in_one_step():
 def test_what_is_not_named_stays(option, value, key, want):
     with Instance(**DEVICE) as one:
         before = row(one.name)
-        assert kvctl("set", one.name, option, value, "--wait", "30").exit_code == 0
+        assert kvctl("set", one.name, option, value, "--wait", "300").exit_code == 0
         after = row(one.name)
         changed = {k for k in ("limit_bytes", "min_bytes", "priority") if before[k] != after[k]}
         assert changed == {key}
         assert after[key] == want
 
 
-def test_guarantees_that_the_device_has_no_room_for_are_refused():
+def test_guarantees_that_the_device_has_no_room_for_are_refused(answered):
     with Instance(**DEVICE) as one, Instance(**DEVICE) as other:
-        assert kvctl("set", one.name, "--min", "40M", "--wait", "30").exit_code == 0
-        refused = kvctl("set", other.name, "--min", "40M", "--priority", "9", "--wait", "30")
+        assert kvctl("set", one.name, "--min", "40M", "--wait", "300").exit_code == 0
+        refused = kvctl("set", other.name, "--min", "40M", "--priority", "9", "--wait", "300")
         assert refused.exit_code == 1
         assert "guarantee 40.00 MiB (41943040 bytes), priority 9 refused: " in refused.stderr
         assert row(other.name)["state"] == "refused"
@@ -96,11 +96,11 @@ def test_guarantees_that_the_device_has_no_room_for_are_refused():
 def test_a_guarantee_that_is_answered_but_not_kept_is_not_called_applied(name):
     """An instance that knows no guarantees answers `applied`, with a guarantee of 0."""
     with Owner(name):
-        result = kvctl("set", name, "--min", "1G", "--priority", "2", "--wait", "30")
+        result = kvctl("set", name, "--min", "1G", "--priority", "2", "--wait", "300")
         assert result.exit_code == 1
         assert "not taken by the instance; the guarantee is 0 B" in result.stderr
         assert "the priority is 0" in result.stderr
-        assert kvctl("set", name, "--limit", "1G", "--wait", "30").exit_code == 0
+        assert kvctl("set", name, "--limit", "1G", "--wait", "300").exit_code == 0
 
 
 @pytest.mark.parametrize(
@@ -111,7 +111,9 @@ def test_a_guarantee_that_is_answered_but_not_kept_is_not_called_applied(name):
         ("mute", 3, "requested; no reply yet within 0.05 s"),
     ],
 )
-def test_other_answers(name, mode, code, text):
+def test_other_answers(name, mode, code, text, request):
+    if mode != "mute":
+        request.getfixturevalue("answered")
     with Owner(name, mode):
         waited = kvctl("set", name, "--limit", "1M", "--wait", "0.05")
         assert waited.exit_code == code
@@ -199,14 +201,14 @@ def test_trim_gives_parked_pages_back_and_says_how_much():
         one.free(one.alloc(5 * BLOCKS_PER_PAGE))
         parked_bytes = row(one.name)["parked_bytes"]
         assert parked_bytes == 5 * PAGE_BYTES
-        result = kvctl("trim", one.name, "--wait", "30")
+        result = kvctl("trim", one.name, "--wait", "300")
         assert result.exit_code == 0, result.stderr
         assert result.stdout == (
             f"{one.name}: 10.00 MiB ({parked_bytes} bytes) were given back; 2.00 MiB are mapped.\n"
         )
         assert one.mapped_bytes == row(one.name)["mapped_bytes"] == PAGE_BYTES
         assert kept
-        again = kvctl("trim", one.name, "--wait", "30")
+        again = kvctl("trim", one.name, "--wait", "300")
         assert again.exit_code == 0
         assert "0 B (0 bytes) were given back" in again.stdout
 
@@ -215,10 +217,10 @@ def test_trim_leaves_contents_and_limits_alone():
     with Instance(**DEVICE) as one:
         ids = one.alloc(3 * BLOCKS_PER_PAGE - 1)
         one.cache(ids)
-        assert kvctl("set", one.name, "--limit", "32M", "--wait", "30").exit_code == 0
+        assert kvctl("set", one.name, "--limit", "32M", "--wait", "300").exit_code == 0
         cached_bytes = row(one.name)["cached_bytes"]
         assert cached_bytes > 0
-        assert kvctl("trim", one.name, "--wait", "30").exit_code == 0
+        assert kvctl("trim", one.name, "--wait", "300").exit_code == 0
         assert row(one.name)["cached_bytes"] == cached_bytes
         assert row(one.name)["limit_bytes"] == 32 * MIB
 
@@ -230,7 +232,9 @@ def test_trim_leaves_contents_and_limits_alone():
         ("mute", 3, "trim requested; no reply yet within 0.05 s"),
     ],
 )
-def test_a_trim_that_is_not_done(name, mode, code, text):
+def test_a_trim_that_is_not_done(name, mode, code, text, request):
+    if mode != "mute":
+        request.getfixturevalue("answered")
     with Owner(name, mode):
         waited = kvctl("trim", name, "--wait", "0.05")
         assert waited.exit_code == code
@@ -238,7 +242,7 @@ def test_a_trim_that_is_not_done(name, mode, code, text):
         assert kvctl("trim", name).exit_code == (1 if mode == "refuse" else 0)
 
 
-def test_a_trim_of_one_that_is_over_its_limit(name):
+def test_a_trim_of_one_that_is_over_its_limit(name, answered):
     with Owner(name, "shrink"):
         kvctl("limit", name, "1M")
         waited = kvctl("trim", name, "--wait", "0.05")
@@ -255,8 +259,8 @@ def test_wrong_usage_of_trim(name):
 
 def test_limit_keeps_guarantee_and_priority():
     with Instance(**DEVICE) as one:
-        kvctl("set", one.name, "--min", "8M", "--priority", "3", "--wait", "30")
-        done = kvctl("limit", one.name, "32M", "--wait", "30")
+        kvctl("set", one.name, "--min", "8M", "--priority", "3", "--wait", "300")
+        done = kvctl("limit", one.name, "32M", "--wait", "300")
         assert done.stdout == (
             f"{one.name}: limit 32.00 MiB (33554432 bytes) applied; 0 B are mapped.\n"
         )

@@ -13,7 +13,9 @@ from pathlib import Path
 import pytest
 from segment_owner import Owner
 from terminal import Terminal
+from waiting import DEADLINE_S, wait_until
 
+from kvelastic import segment
 from kvelastic.cli.kvctl import main
 from kvelastic.cli.shell import Shell, ShellSyntaxError, history_path, words_of
 
@@ -102,7 +104,7 @@ def test_what_is_not_finished_is_refused(line):
 
 
 def test_commands_from_a_pipe_are_the_commands(owner):
-    done = piped(f"limit {owner.name} 2G --wait 30", "", "# nothing", f"list {owner.name} --json")
+    done = piped(f"limit {owner.name} 2G --wait 300", "", "# nothing", f"list {owner.name} --json")
     said, _, listed = done.stdout.partition("\n")
     assert "limit 2.00 GiB (2147483648 bytes) applied" in said
     assert json.loads(listed)[0]["limit_bytes"] == 2 << 30
@@ -188,21 +190,14 @@ def test_ctrl_c_ends_a_shell_that_nobody_types_to(owner):
         assert done.stdout.readline().startswith("kvctl")
         until_requested(mute.name)
         done.send_signal(2)
-        rest, _ = done.communicate(timeout=60)
+        rest, _ = done.communicate(timeout=DEADLINE_S)
     assert done.returncode == 130
     assert rest == ""  # the second `version` did not run
 
 
 def until_requested(name: str) -> None:
     """Return when a request has been written to an instance."""
-    import time
-
-    from kvelastic import segment
-
-    deadline = time.monotonic() + 60
-    while segment.inspect(name).request["revision"] == 0:
-        assert time.monotonic() < deadline
-        os.sched_yield()
+    wait_until(lambda: segment.inspect(name).request["revision"])
 
 
 # ------------------------------------------------------------------------------- on a terminal
@@ -253,7 +248,7 @@ def test_tab_completes_commands_options_and_names(terminal, owner):
     terminal.type("vers\t\r")
     terminal.until("kvctl 0")
     terminal.until(PROMPT)
-    terminal.type(f"limit {owner.name[:-2]}\t1G --wa\t30\r")
+    terminal.type(f"limit {owner.name[:-2]}\t1G --wa\t300\r")
     terminal.until(f"{owner.name}: limit 1.00 GiB (1073741824 bytes) applied")
 
 

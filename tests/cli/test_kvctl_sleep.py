@@ -39,7 +39,7 @@ def name():
 
 
 @pytest.fixture
-def one():
+def one(answered):
     with Instance(**DEVICE) as instance:
         yield instance
 
@@ -66,14 +66,14 @@ def row(name: str) -> dict:
 def test_asleep_it_holds_nothing_and_says_how_much_that_was(one):
     one.cache(one.alloc(3 * BLOCKS_PER_PAGE - 1))
     assert one.mapped_bytes == 3 * PAGE_BYTES
-    assert done("sleep", one.name, "--wait", "30") == (
+    assert done("sleep", one.name, "--wait", "300") == (
         f"{one.name} is asleep; 6.00 MiB (6291456 bytes) were given back; 0 B are mapped.\n"
     )
     assert one.mapped_bytes == one.ask("granted") == 0
     assert one.alloc(1) is None
     entry = row(one.name)
     assert (entry["asleep"], entry["state"], entry["mapped_bytes"]) == (True, "applied", 0)
-    assert done("wake", one.name, "--wait", "30") == (
+    assert done("wake", one.name, "--wait", "300") == (
         f"{one.name} is awake; its limit is 64.00 MiB, and 0 B are mapped.\n"
     )
     assert row(one.name)["asleep"] is False
@@ -93,33 +93,33 @@ def test_what_is_in_use_goes_when_the_requests_end(one):
     again = done("sleep", one.name)  # who does not wait hears the same, and it is no error
     assert "hands out nothing already; 4.00 MiB are held still" in again
     one.free(ids)
-    assert done("sleep", one.name, "--wait", "30") == (
+    assert done("sleep", one.name, "--wait", "300") == (
         f"{one.name} is asleep already; 0 B are mapped.\n"
     )
 
 
 def test_both_may_be_repeated(one):
-    assert done("wake", one.name, "--wait", "30") == (
+    assert done("wake", one.name, "--wait", "300") == (
         f"{one.name} is awake already; its limit is 64.00 MiB, and 0 B are mapped.\n"
     )
-    done("sleep", one.name, "--wait", "30")
-    assert "is asleep already; 0 B are mapped" in done("sleep", one.name, "--wait", "30")
-    done("wake", one.name, "--wait", "30")
+    done("sleep", one.name, "--wait", "300")
+    assert "is asleep already; 0 B are mapped" in done("sleep", one.name, "--wait", "300")
+    done("wake", one.name, "--wait", "300")
     assert "is awake already" in done("wake", one.name)
 
 
 def test_a_limit_set_in_sleep_is_taken_and_counts_after_it(one):
-    done("set", one.name, "--limit", "32M", "--min", "4M", "--priority", "3", "--wait", "30")
-    done("sleep", one.name, "--wait", "30")
+    done("set", one.name, "--limit", "32M", "--min", "4M", "--priority", "3", "--wait", "300")
+    done("sleep", one.name, "--wait", "300")
     assert (row(one.name)["limit_bytes"], row(one.name)["effective_limit_bytes"]) == (32 * MIB, 0)
-    assert done("limit", one.name, "16M", "--wait", "30") == (
+    assert done("limit", one.name, "16M", "--wait", "300") == (
         f"{one.name}: limit 16.00 MiB (16777216 bytes) applied; it is asleep until"
         f" `kvctl wake {one.name}`.\n"
     )
     entry = row(one.name)
     assert (entry["asleep"], entry["limit_bytes"], entry["mapped_bytes"]) == (True, 16 * MIB, 0)
     assert (entry["min_bytes"], entry["priority"]) == (4 * MIB, 3)
-    assert "its limit is 16.00 MiB" in done("wake", one.name, "--wait", "30")
+    assert "its limit is 16.00 MiB" in done("wake", one.name, "--wait", "300")
     assert row(one.name)["effective_limit_bytes"] == 16 * MIB
     assert one.ask("available") == 16 * MIB // PAGE_BYTES * BLOCKS_PER_PAGE - 1
 
@@ -136,9 +136,9 @@ def test_a_limit_for_one_on_its_way_to_sleep_says_both(one):
 def test_a_limit_that_nobody_has_asked_for_is_not_called_0(one):
     before = row(one.name)["limit_bytes"]
     assert before == 64 * MIB
-    done("sleep", one.name, "--wait", "30")
+    done("sleep", one.name, "--wait", "300")
     assert row(one.name)["limit_bytes"] == before
-    done("wake", one.name, "--wait", "30")
+    done("wake", one.name, "--wait", "300")
     assert row(one.name)["limit_bytes"] == before
 
 
@@ -152,14 +152,14 @@ def test_awake_and_still_over_its_limit(one):
     assert row(one.name)["asleep"] is False
 
 
-def test_an_instance_that_does_not_know_sleep_is_not_called_asleep(name):
+def test_an_instance_that_does_not_know_sleep_is_not_called_asleep(name, answered):
     """It answers `applied` to every request, and goes on as before."""
     with Owner(name):
-        result = kvctl("sleep", name, "--wait", "30")
+        result = kvctl("sleep", name, "--wait", "300")
         assert (result.exit_code, result.stdout) == (1, "")
         assert f"{name}: sleep not taken by the instance; it is awake." in result.stderr
         assert kvctl("sleep", name).exit_code == 1
-        assert "is awake already; its limit is 4.00 GiB" in done("wake", name, "--wait", "30")
+        assert "is awake already; its limit is 4.00 GiB" in done("wake", name, "--wait", "300")
 
 
 @pytest.mark.parametrize("verb", ["sleep", "wake"])
@@ -233,7 +233,7 @@ def test_wrong_usage_changes_nothing(name, verb):
 
 
 def test_in_the_shell_and_completed_there(one):
-    lines = f"sleep {one.name} --wait 30\nlist {one.name}\nwake {one.name} --wait 30\n"
+    lines = f"sleep {one.name} --wait 300\nlist {one.name}\nwake {one.name} --wait 300\n"
     shell = subprocess.run([KVCTL, "shell"], input=lines, capture_output=True, text=True)
     assert (shell.returncode, shell.stderr) == (0, "")
     said, _, listed, woken = shell.stdout.splitlines()
@@ -253,9 +253,9 @@ def test_in_the_shell_and_completed_there(one):
 
 def test_lists_stats_and_explanation_show_it(one):
     one.cache(one.alloc(4))
-    done("limit", one.name, "32M", "--wait", "30")
+    done("limit", one.name, "32M", "--wait", "300")
     assert "asleep" not in done("list", one.name)
-    done("sleep", one.name, "--wait", "30")
+    done("sleep", one.name, "--wait", "300")
     for shown in (done("list", one.name), done("watch", one.name, "--count", "1")):
         (line,) = (line for line in shown.splitlines() if line.startswith(one.name))
         assert line.split()[1:6] == ["asleep", "32.00", "MiB", "0", "B"]
@@ -265,7 +265,7 @@ def test_lists_stats_and_explanation_show_it(one):
     assert (stats["asleep"], stats["blocks_available"]) == (True, 0)
     lines = done("stats", one.name).splitlines()
     assert [line.split()[1] for line in lines if line.startswith("  asleep")] == ["yes"]
-    done("wake", one.name, "--wait", "30")
+    done("wake", one.name, "--wait", "300")
     lines = done("stats", one.name).splitlines()
     assert [line.split()[1] for line in lines if line.startswith("  asleep")] == ["no"]
 
@@ -274,8 +274,8 @@ def test_an_engine_that_sleeps_is_named_by_whoever_wakes_its_memory(one):
     """The controller puts both to sleep; kvctl wakes the memory, and requests wait all the same."""
     assert row(one.name)["engine_asleep"] is None
     one.ask("engine_sleeps", True)
-    done("sleep", one.name, "--wait", "30")
-    told = done("wake", one.name, "--wait", "30")
+    done("sleep", one.name, "--wait", "300")
+    told = done("wake", one.name, "--wait", "300")
     assert "is awake" in told
     assert "but its engine sleeps" in told
     assert (row(one.name)["asleep"], row(one.name)["engine_asleep"]) == (False, True)
@@ -284,9 +284,9 @@ def test_an_engine_that_sleeps_is_named_by_whoever_wakes_its_memory(one):
     (metric,) = re.findall(rf"kvelastic_instance_engine_asleep.*{one.name}.*", done("metrics"))
     assert metric.endswith(" 1.0")
     one.ask("engine_sleeps", False)
-    done("sleep", one.name, "--wait", "30")
+    done("sleep", one.name, "--wait", "300")
     assert "Its engine is awake" in done("explain", one.name)
-    assert "engine" not in done("wake", one.name, "--wait", "30")
+    assert "engine" not in done("wake", one.name, "--wait", "300")
     assert done("list", one.name).splitlines()[1].split()[1] == "applied"
 
 
@@ -308,14 +308,14 @@ def test_what_the_tables_show_as_its_state(one, state, asleep, shown):
 
 
 def test_the_explanation_says_why_nothing_is_had_and_what_ends_that(one):
-    done("set", one.name, "--min", "8M", "--limit", "32M", "--wait", "30")
+    done("set", one.name, "--min", "8M", "--limit", "32M", "--wait", "300")
     ids = one.alloc(4)
     done("sleep", one.name)
     falling = done("explain", one.name)
     assert "It was put to sleep: it hands out no blocks, and the 4.00 MiB" in falling
     assert f"-> wait, or kvctl wake {one.name}" in falling
     one.free(ids)
-    done("sleep", one.name, "--wait", "30")
+    done("sleep", one.name, "--wait", "300")
     told = json.loads(done("explain", one.name, "--json"))
     assert (told["asleep"], told["limit_bytes"], told["room_bytes"]) == (True, 32 * MIB, 0)
     assert told["effective_limit_bytes"] == 0
@@ -327,7 +327,7 @@ def test_the_explanation_says_why_nothing_is_had_and_what_ends_that(one):
     assert "Its limit is 32.00 MiB when it wakes." in said
     assert not [what for what in said if "limit of 0 B" in what], "0 B is no limit of anybody's"
     assert [what for what in said if "asks for its guarantee of 8.00 MiB; until then" in what], said
-    done("wake", one.name, "--wait", "30")
+    done("wake", one.name, "--wait", "300")
     told = json.loads(done("explain", one.name, "--json"))
     assert "asleep" not in [line["about"] for line in told["lines"]]
     assert not any(line["is_blocked"] for line in told["lines"])

@@ -20,6 +20,7 @@ from click.testing import CliRunner, Result
 from rich.console import Console
 from segment_owner import Owner
 from tiers_instance import Instance
+from waiting import DEADLINE_S
 
 from kvelastic import segment, tier_board_format
 from kvelastic.cli.explanation_tiers import explain_tiers
@@ -43,7 +44,6 @@ from kvelastic.tier_board_format import (
 )
 
 MIB = 1 << 20
-SOON_S = 60.0
 
 
 @pytest.fixture
@@ -75,7 +75,7 @@ def done(*arguments: str) -> str:
 
 
 def said(*arguments: str) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(done(*arguments, "--wait", str(SOON_S), "--json"))
+    found: dict[str, Any] = json.loads(done(*arguments, "--wait", str(DEADLINE_S), "--json"))
     return found
 
 
@@ -133,7 +133,7 @@ def test_limits_and_trims_hold(one: Instance) -> None:
     assert trim["records"]["disk"] == figures["records"]
     assert figures["used_bytes"] <= MIB // 2
     assert figures["limit_bytes"] == 2 * MIB, "a trim has changed the limit"
-    text = done("limit", one.name, "disk", "1G", "--wait", str(SOON_S))
+    text = done("limit", one.name, "disk", "1G", "--wait", str(DEADLINE_S))
     assert text.startswith(f"{one.name}: disk holds at most 1.00 GiB now, and ")
     assert shown(one.name)["limit_bytes"] == 1 << 30
 
@@ -150,7 +150,7 @@ def test_erasing_says_how_much_it_was(one: Instance) -> None:
 def test_clear_erases_all_and_asks_first(one: Instance) -> None:
     refused = kvctl("clear", one.name)
     assert (refused.exit_code, "add --yes" in refused.stderr) == (2, True)
-    text = done("clear", one.name, "--yes", "--wait", str(SOON_S))
+    text = done("clear", one.name, "--yes", "--wait", str(DEADLINE_S))
     assert text == f"{one.name}: {one.records} records erased (disk {one.records}).\n"
 
 
@@ -206,7 +206,7 @@ def test_operators_at_once_get_their_own_answers(one: Instance) -> None:
             if number % 2
             else TierRequest("erase", model="another")
         )
-        answers[number] = ask(one.info, request, SOON_S)
+        answers[number] = ask(one.info, request, DEADLINE_S)
 
     threads = [threading.Thread(target=operate, args=(number,)) for number in range(10)]
     for thread in threads:

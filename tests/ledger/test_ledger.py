@@ -147,7 +147,8 @@ def test_what_a_ledger_says(device):
 
         def is_shown() -> bool:
             mine.member.ask(64 * PAGE)  # which counts for 250 ms
-            return found(device).asked_bytes == 64 * PAGE
+            info = found(device)
+            return info is not None and info.asked_bytes == 64 * PAGE
 
         wait_until(is_shown)
         mine.member.stop_asking()

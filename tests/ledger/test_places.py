@@ -310,8 +310,7 @@ def test_a_wake_waits_until_every_device_has_given(machine: Machine) -> None:
         assert other.places.grant(8) == 8
     waker = threading.Thread(target=mine.places.wake, args=(DEADLINE_S,))
     waker.start()
-    for other in others:
-        wait_until(lambda other=other: other.places.wanted()[0] == 4, "both are asked at once")
+    wait_until(lambda: all(other.places.wanted()[0] == 4 for other in others), "both are asked")
     others[1].places.give_back(4)
     wait_until(lambda: not machine.members("b")["mine"].asleep, "it does not wake on b")
     assert waker.is_alive()

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from toy_engine import BLOCK_TOKENS, ToyEngine, answer_of
+from waiting import DEADLINE_S
 
 from kvelastic import _vmm, config, segment
 from kvelastic.device import Device
@@ -82,7 +83,7 @@ def test_a_toy_engine_is_seen_limited_and_closed(stack: ExitStack) -> None:
     assert ids is not None
     assert segment.inspect(name).usage["mapped_bytes"] >= 3 * PAGE_BYTES
     toy.cache.pool.blocks.free(ids)
-    assert segment.request(name, limit_bytes=PAGE_BYTES, wait_s=10).state == "applied"
+    assert segment.request(name, limit_bytes=PAGE_BYTES, wait_s=DEADLINE_S).state == "applied"
     toy.cache.close()
     assert name not in {info.name for info in segment.list_segments()}
 
@@ -107,9 +108,9 @@ def test_a_toy_engine_gets_what_an_idle_one_caches(
     idle.check_integrity()
     assert idle.evicted > 0
     name = toys[1].cache.pool.name
-    assert segment.request(name, limit_bytes=PAGE_BYTES, wait_s=10).state == "applied"
+    assert segment.request(name, limit_bytes=PAGE_BYTES, wait_s=DEADLINE_S).state == "applied"
     assert segment.inspect(name).usage["mapped_bytes"] <= PAGE_BYTES
-    assert segment.request(name, limit_bytes=16 * PAGE_BYTES, wait_s=10).state == "applied"
+    assert segment.request(name, limit_bytes=16 * PAGE_BYTES, wait_s=DEADLINE_S).state == "applied"
     for engine in engines:
         engine.submit("again", prompts["r0"], 9)
         engine.finish()

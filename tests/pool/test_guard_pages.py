@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 
 import needs
 import pytest
+from processes import run_python
 
 from kvelastic import ledger, segment
 
@@ -36,13 +36,7 @@ def read_too_far(**environment: str) -> subprocess.CompletedProcess[str]:
         "KVELASTIC_LEDGER": f"kvguard-{os.getpid()}",
         "KVELASTIC_HOST_MEMORY": "1G",
     }
-    return subprocess.run(
-        [sys.executable, "-c", READ_TOO_FAR],
-        env=os.environ | own | environment,
-        check=False,
-        capture_output=True,
-        text=True,
-    )
+    return run_python("-c", READ_TOO_FAR, environment=own | environment, exit_code=None)
 
 
 @needs.torch

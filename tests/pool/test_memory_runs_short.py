@@ -7,14 +7,12 @@ kernel kills the process.
 from __future__ import annotations
 
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pool_in_a_cgroup
 import pytest
 from memory_cgroup import MemoryCgroup
+from processes import run_python
 
 
 @pytest.fixture
@@ -25,14 +23,7 @@ def cgroup() -> Iterator[MemoryCgroup]:
 
 
 def run_in(cgroup: MemoryCgroup, scenario: str) -> None:
-    program = Path(pool_in_a_cgroup.__file__)
-    done = subprocess.run(
-        [sys.executable, str(program), str(cgroup.path), scenario],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    done = run_python(pool_in_a_cgroup.__file__, cgroup.path, scenario, exit_code=None)
     assert done.returncode != -signal.SIGKILL, "the kernel killed it"
     assert done.returncode == 0, done.stderr
 

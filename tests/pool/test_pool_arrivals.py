@@ -6,12 +6,14 @@ import os
 import random
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import pytest
 from native_pools import HUGE, alloc
 from two_pools import BLOCKS_PER_PAGE, PAGES, TwoPools
+from waiting import wait_until
 
-from kvelastic import _vmm
+from kvelastic import _vmm, ledger
 
 FOREVER_S = -1.0
 
@@ -67,47 +69,59 @@ def test_who_waits_hears_of_what_came_before_and_of_what_comes(shared: TwoPools)
     other.join()
 
 
+@contextmanager
+def waiting(shared: TwoPools) -> Iterator[threading.Thread]:
+    """A thread that waits for an arrival in the first pool, which has a keeper, and wants blocks.
+
+    An ask that is not repeated lapses after 250 ms. In the body it has lasted longer than twice
+    that, by the wait alone.
+    """
+    pool, name = shared.pools[0], shared.segments[0].name
+
+    def asking_s() -> float:
+        members = [one for info in ledger.list_ledgers() for one in info.members]
+        return next(one.ask_s for one in members if one.name == name and one.ask_bytes > 0)
+
+    def lasts() -> bool:
+        try:
+            return asking_s() > 0.6
+        except StopIteration:  # it has not asked yet, or before the thread waited
+            pool.enter()  # in a session no call waits, as in a step of an engine
+            assert pool.ensure(4) == 0
+            pool.exit()
+            return False
+
+    keeper = _vmm.Keeper.start(pool, shared.segments[0].record, idle_trim_s=FOREVER_S)
+    seen = pool.arrivals
+    waiter = threading.Thread(target=pool.wait_for_arrival, args=(seen, FOREVER_S), daemon=True)
+    waiter.start()
+    try:
+        wait_until(lasts, "the wait does not repeat the ask")
+        assert (waiter.is_alive(), pool.arrivals) == (True, seen)
+        yield waiter
+    finally:
+        keeper.stop()
+
+
 def test_a_page_that_a_neighbour_gives_up_ends_the_wait(shared: TwoPools) -> None:
     """With no alloc in between: the keeper gets what the last one could not have."""
     a, b = shared.pools
-    ids = b.alloc(PAGES * BLOCKS_PER_PAGE - 1)
-    assert ids is not None
-    keeper = _vmm.Keeper.start(a, shared.segments[0].record, idle_trim_s=FOREVER_S)
-    try:
-        seen = a.arrivals
-        a.enter()  # in a session nobody waits, as in a step of an engine
-        try:
-            assert a.ensure(4) == 0
-        finally:
-            a.exit()
+    ids = alloc(b, PAGES * BLOCKS_PER_PAGE - 1)
+    with waiting(shared) as waiter:
         b.cache(ids)  # idle from here on, and nobody rings: the next ask finds it
         giving = _vmm.Keeper.start(b, shared.segments[1].record, idle_trim_s=FOREVER_S)
         try:
-            while (now := a.wait_for_arrival(seen, FOREVER_S)) == seen:
-                pass
-            assert now > seen
+            waiter.join()
             assert a.available_mapped() >= BLOCKS_PER_PAGE - 1
         finally:
             giving.stop()
-    finally:
-        keeper.stop()
 
 
 def test_what_is_awaited_is_asked_for_as_long_as_somebody_waits(shared: TwoPools) -> None:
-    """An ask lapses when nobody has repeated it for a while; a wait repeats it."""
     a, b = shared.pools
-    ids = b.alloc(PAGES * BLOCKS_PER_PAGE - 1)
-    assert ids is not None
-    keeper = _vmm.Keeper.start(a, shared.segments[0].record, idle_trim_s=FOREVER_S)
-    try:
-        seen = a.arrivals
-        assert a.alloc(4) is None
-        for _ in range(60):  # more than twice as long as an ask lasts by itself
-            assert a.wait_for_arrival(seen, 0.01) == seen
+    ids = alloc(b, PAGES * BLOCKS_PER_PAGE - 1)
+    with waiting(shared) as waiter:
         b.free(ids)
         b.trim()  # there is room now, and nobody but the keeper of the first looks for it
-        while a.wait_for_arrival(seen, 0.01) == seen:
-            pass
+        waiter.join()
         assert a.available_mapped() >= BLOCKS_PER_PAGE - 1
-    finally:
-        keeper.stop()

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
+from waiting import DEADLINE_S
 
 from kvelastic import config, ledger, segment
 from kvelastic.device import host
@@ -74,7 +75,7 @@ def test_pages_are_counted_as_they_are_created_and_destroyed(pool: ElasticPool) 
         grown, _ = counted()
         assert grown > created
         pool.blocks.cache(cached)
-        answer = segment.request(pool.name, limit_bytes=3 * LAYOUT.page_bytes, wait_s=30.0)
+        answer = segment.request(pool.name, limit_bytes=3 * LAYOUT.page_bytes, wait_s=DEADLINE_S)
         assert answer.state == "applied"
         assert counted()[1] > trimmed
         pool.close(discard=True)

@@ -9,9 +9,10 @@ import threading
 import time
 
 import pytest
-from native_pools import HUGE, LAYOUTS, Memory
-from ring_scheduler import PAGES, TIMEOUT_S, Scheduler
+from native_pools import HUGE, LAYOUTS, Memory, alloc
+from ring_scheduler import PAGES, TIMEOUT_S, Scheduler, with_a_short_timeout
 from ring_worker import Worker
+from waiting import wait_until
 
 from kvelastic import _vmm, errors, segment
 
@@ -22,10 +23,6 @@ B = 8
 def scheduler():
     with Scheduler() as made:
         yield made
-
-
-def age(since: float) -> float:
-    return time.monotonic() - since
 
 
 @pytest.mark.parametrize("layout", ["paged", "per buffer"])
@@ -72,10 +69,8 @@ def test_a_worker_that_died_before_is_a_closed_channel(scheduler):
     with scheduler.worker() as worker:
         scheduler.pool.ensure(1)
         worker.kill()
-        since = time.monotonic()
         with pytest.raises(errors.ChannelClosedError, match=str(worker.pid)):
             scheduler.pool.alloc(2 * B)
-        assert age(since) < 5
         with pytest.raises(errors.ChannelClosedError):
             scheduler.pool.alloc(2 * B)
         scheduler.pool.check_integrity()
@@ -99,36 +94,42 @@ def test_a_worker_killed_while_it_works_is_a_closed_channel(scheduler, reaped):
         asking.join(0.1)
         assert asking.is_alive()
         worker.kill(wait=reaped)
-        since = time.monotonic()
         asking.join()
         assert isinstance(outcome[0], errors.ChannelClosedError)
-        assert age(since) < 5, "within a second, and this machine may be busy"
         scheduler.pool.check_integrity()
 
 
 def test_a_late_worker_is_a_timeout_and_its_pages_are_never_used_again():
-    with Scheduler(timeout_s=0.2) as scheduler, scheduler.worker() as worker:
+    with_a_short_timeout(late_unmap)
+
+
+def late_unmap(timeout_s: float) -> None:
+    with Scheduler(timeout_s=timeout_s) as scheduler, scheduler.worker() as worker:
         pool = scheduler.pool
-        ids = pool.alloc(3 * B - 1)
+        ids = alloc(pool, 3 * B - 1)
         pool.free(ids[B - 1 :])
         worker.pause()
         since = time.monotonic()
-        with pytest.raises(errors.ChannelTimeoutError, match=r"200 ms \(KVELASTIC_IPC_TIMEOUT"):
+        named = rf"{timeout_s * 1000:.0f} ms \(KVELASTIC_IPC_TIMEOUT"
+        with pytest.raises(errors.ChannelTimeoutError, match=named):
             pool.trim()
-        assert 0.2 <= age(since) < 5
-        worker.go_on()  # and it unmaps the pages after all
-        while worker.mapped() != [0]:
-            pass
+        assert time.monotonic() - since >= timeout_s
+        worker.go_on()
+        wait_until(lambda: worker.mapped() == [0], "it does not unmap the pages after all")
         assert pool.available_size() == 0
-        for call in (lambda: pool.alloc(B), lambda: pool.ensure(1)):
+        for call in (pool.alloc, pool.ensure):
             with pytest.raises(errors.ChannelError):
-                call()
+                call(B)
         pool.free(ids[: B - 1])
         pool.check_integrity()
 
 
 def test_a_map_that_is_late_is_a_timeout():
-    with Scheduler(timeout_s=0.2) as scheduler, scheduler.worker() as worker:
+    with_a_short_timeout(late_map)
+
+
+def late_map(timeout_s: float) -> None:
+    with Scheduler(timeout_s=timeout_s) as scheduler, scheduler.worker() as worker:
         scheduler.pool.ensure(1)
         worker.pause()
         with pytest.raises(errors.ChannelTimeoutError):
@@ -140,8 +141,12 @@ def test_a_map_that_is_late_is_a_timeout():
 
 
 def test_a_worker_is_not_dead_because_no_file_can_be_opened():
+    with_a_short_timeout(late_without_descriptors)
+
+
+def late_without_descriptors(timeout_s: float) -> None:
     """A process out of descriptors cannot look at /proc, which says nothing about the worker."""
-    with Scheduler(timeout_s=0.5) as scheduler, scheduler.worker() as worker:
+    with Scheduler(timeout_s=timeout_s) as scheduler, scheduler.worker() as worker:
         scheduler.pool.ensure(1)
         worker.pause()
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -160,9 +165,7 @@ def test_a_worker_is_not_dead_because_no_file_can_be_opened():
 def test_a_stopped_worker_is_a_closed_channel(scheduler):
     with scheduler.worker() as worker:
         scheduler.pool.ensure(1)
-        since = time.monotonic()
         assert worker.ask("stop") == "done"
-        assert age(since) < 5
         with pytest.raises(errors.ChannelClosedError):
             scheduler.pool.alloc(B)
 

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from contextlib import ExitStack
 
 import pytest
-from ring_scheduler import PAGES, TIMEOUT_S, Scheduler
+from ring_scheduler import PAGES, TIMEOUT_S, Scheduler, with_a_short_timeout
 from ring_worker import Worker
+from waiting import wait_until
 
 from kvelastic import errors
 
 B = 8
-SOON_S = 5.0
-"""Within a second, and this machine may be busy."""
 
 
 def name_of(worker: Worker) -> str:
@@ -23,10 +23,8 @@ def name_of(worker: Worker) -> str:
 
 def closed_naming(scheduler: Scheduler, worker: Worker) -> None:
     """The next command says who is gone, and later ones that the ring is closed."""
-    since = time.monotonic()
     with pytest.raises(errors.ChannelClosedError, match=f"^{name_of(worker)} is gone"):
         scheduler.pool.alloc(2 * B)
-    assert time.monotonic() - since < SOON_S
     with pytest.raises(errors.ChannelClosedError):
         scheduler.pool.alloc(2 * B)
     with pytest.raises(errors.ChannelClosedError):
@@ -68,9 +66,7 @@ def test_a_rank_killed_while_it_works_is_named(reaped, command):
         asking.join(0.1)
         assert asking.is_alive()
         workers[1].kill(wait=reaped)
-        since = time.monotonic()
         asking.join()
-        assert time.monotonic() - since < SOON_S
         (error,) = outcome
         assert isinstance(error, errors.ChannelClosedError)
         assert f"worker {workers[1].pid} (rank 1) is gone" in str(error)
@@ -87,25 +83,30 @@ def test_the_dead_one_is_named_and_not_the_one_that_is_slow():
 
 @pytest.mark.parametrize("late", [[0], [2], [1, 2], [0, 1, 2]], ids=str)
 def test_ranks_that_are_late_are_named_and_no_other(late):
-    with Scheduler(ranks=3, timeout_s=0.2) as scheduler, scheduler.all_workers() as workers:
+    with_a_short_timeout(lambda timeout_s: late_ranks(late, timeout_s))
+
+
+def late_ranks(late: list[int], timeout_s: float) -> None:
+    with Scheduler(ranks=3, timeout_s=timeout_s) as scheduler, scheduler.all_workers() as workers:
         pool = scheduler.pool
         pool.ensure(1)
         for rank in late:
             workers[rank].pause()
-        named = ", ".join(name_of(workers[rank]) for rank in late)
         since = time.monotonic()
-        with pytest.raises(
-            errors.ChannelTimeoutError,
-            match=rf"^{named} did not answer in 200 ms \(KVELASTIC_IPC_TIMEOUT\)",
-        ):
+        with pytest.raises(errors.ChannelTimeoutError) as caught:
             pool.alloc(2 * B)
-        assert 0.2 <= time.monotonic() - since < SOON_S
+        assert time.monotonic() - since >= timeout_s
+        named = ", ".join(name_of(workers[rank]) for rank in late)
+        why = rf"^{named} did not answer in {timeout_s * 1000:.0f} ms \(KVELASTIC_IPC_TIMEOUT\)"
+        if timeout_s < 20 and not re.match(why, str(caught.value)):
+            raise caught.value  # another one was late as well
+        assert re.match(why, str(caught.value))
         with pytest.raises(errors.ChannelClosedError):
             pool.alloc(1)
         for rank in late:
             workers[rank].go_on()
-        while any(worker.mapped() != [0, 1, 2] for worker in workers):
-            pass  # and they map the pages after all, of which nobody hands out a block
+        # They map the pages after all, and the pool hands out no block of these.
+        wait_until(lambda: all(worker.mapped() == [0, 1, 2] for worker in workers))
         assert pool.available_size() == 0
         pool.check_integrity()
 

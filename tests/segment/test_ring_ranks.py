@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import random
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 
@@ -247,7 +246,6 @@ def test_a_failure_in_a_later_batch_undoes_that_batch_everywhere():
 
 def assert_closed(scheduler: Scheduler, workers: Sequence[Worker]) -> None:
     """Nothing waits for anybody any more, not even for one that stands still."""
-    since = time.monotonic()
     for worker in workers:
         worker.pause()
     pool = scheduler.pool
@@ -256,7 +254,6 @@ def assert_closed(scheduler: Scheduler, workers: Sequence[Worker]) -> None:
             call()
     with pytest.raises(errors.ChannelClosedError):
         scheduler.ring.ping()
-    assert time.monotonic() - since < 5
     assert pool.available_size() == 0
     pool.check_integrity()
 
