@@ -25,6 +25,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from kvelastic import _vmm
 from kvelastic.datadist import (
     BlocksCacheKey,
     Cache,
@@ -118,9 +119,9 @@ class ChaoticCluster:
                 elif step < 8 and self.sources:
                     self.drop_source(rng)
                 elif step == 8:  # as an operator, or the ledger for others, would
-                    pool = rng.choice(self.pools).blocks
-                    pool.set_limit(rng.randrange(3, 12) * 2 * MIB)
-                    pool.trim()
+                    blocks = rng.choice(self.pools).blocks
+                    blocks.set_limit(rng.randrange(3, 12) * 2 * MIB)
+                    blocks.trim()
                 else:
                     for pool in self.pools:
                         pool.blocks.set_limit(POOL_BYTES + 2 * MIB)
@@ -199,8 +200,8 @@ class ChaoticCluster:
                 self.manager.pull_blocks(key, blocks, rows, to)
                 self.compare("pull_blocks", blocks, to, stamps)
             else:
-                key = CacheKeyByIdAndIndex(other, said["id"], rows[0])
-                self.manager.pull_cache(key, ours, rows[0])
+                row_key = CacheKeyByIdAndIndex(other, said["id"], rows[0])
+                self.manager.pull_cache(row_key, ours, rows[0])
                 self.compare("pull_cache", ours, rows[:1], stamps[:1])
 
     def push(self, other: int, rng: random.Random, blocks: Cache) -> None:
@@ -305,6 +306,7 @@ class ChaoticCluster:
         node.check_integrity()
         self.manager.check_integrity()
         for pool in self.pools:
+            assert isinstance(pool.memory, _vmm.Range)
             pool.memory.check_integrity()
             used = pool.blocks.stats()["blocks_used"]
             if used:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from datadist_cluster import Cluster
@@ -48,7 +49,7 @@ class Pair:
 def pair() -> Iterator[Pair]:
     port = free_port()
     pool = '{"memory_size": 33554432}'
-    config = {"enable_cache_manager": True, "mem_pool_cfg": pool}
+    config: dict[str, Any] = {"enable_cache_manager": True, "mem_pool_cfg": pool}
     with (
         Cluster(1, listen_ip_info=f"127.0.0.1:{port}", enable_switch_role=True, **config) as one,
         Cluster(2, **config) as two,

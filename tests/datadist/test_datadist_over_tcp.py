@@ -6,6 +6,7 @@ import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from datadist_cluster import Cluster
@@ -35,7 +36,7 @@ def host(folder: Path, name: str, secret: str, ports: str) -> dict[str, str]:
     }
 
 
-def start(cluster_id: int, environment: dict[str, str], **config: object) -> Cluster:
+def start(cluster_id: int, environment: dict[str, str], **config: Any) -> Cluster:
     return Cluster(
         cluster_id,
         environment=environment,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from datadist_cluster import Cluster
 from ports import free_port
@@ -11,8 +13,12 @@ DESC = "CacheDesc(4, [3, 64], DataType.DT_INT8)"
 BLOCKS = "CacheDesc(4, [8, 64], DataType.DT_INT8)"
 
 
-def second(cluster_id: int, **config: object) -> Cluster:
-    chosen = {"enable_cache_manager": True, "mem_pool_cfg": POOL, "host_mem_pool_cfg": POOL}
+def second(cluster_id: int, **config: Any) -> Cluster:
+    chosen: dict[str, Any] = {
+        "enable_cache_manager": True,
+        "mem_pool_cfg": POOL,
+        "host_mem_pool_cfg": POOL,
+    }
     return Cluster(cluster_id, **(chosen | config))
 
 

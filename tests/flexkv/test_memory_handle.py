@@ -289,7 +289,8 @@ def test_closed_blocks_refuse_and_a_copy_that_runs_keeps_its_descriptor() -> Non
 
     def copy() -> None:
         try:
-            results.append(blocks.copy_out([0], Staging(), [0]))
+            blocks.copy_out([0], Staging(), [0])
+            results.append(None)
         except KvelasticError as error:
             results.append(error)
 

@@ -41,6 +41,7 @@ from kvelastic.flexkv.server.utils import (
     remove_dead_endpoints,
     socket_address,
 )
+from kvelastic.flexkv.transfer.shared_blocks import SharedBlocks
 from kvelastic.messages import connect, parse_address
 from kvelastic.messages.frames import Kind
 
@@ -131,6 +132,7 @@ def test_each_call_of_a_manager_goes_over(started: Started) -> None:
     kv[...] = 0
     task = client.get_async(PROMPT, slots(0, 1, 2))
     response = client.wait([task])[task]
+    assert response.return_mask is not None
     assert (response.status, int(response.return_mask.sum())) == (KVResponseStatus.SUCCESS, 12)
     assert (kv[:, :, :3] == 1).all()
     task = client.prefetch_async(PROMPT)
@@ -162,7 +164,9 @@ def test_a_client_that_is_there_and_one_too_many_are_refused(started: Started) -
         started.client(2)
 
 
-def test_a_client_that_comes_back_before_it_was_missed_is_let_in(started: Started) -> None:
+def test_a_client_that_comes_back_before_it_was_missed_is_let_in(
+    started: Started, monkeypatch: pytest.MonkeyPatch
+) -> None:
     first = started.client(0)
     rank, _ = started.rank(0)
     rank.wait_until_registered(10)
@@ -171,7 +175,8 @@ def test_a_client_that_comes_back_before_it_was_missed_is_let_in(started: Starte
         *(one[0] for one in started.server._registrations._ranks.values()),
     ]
     for connection in deaf:
-        connection.read = lambda handle: None  # the server does not hear that it has gone
+        # The server does not hear that it has gone.
+        monkeypatch.setattr(connection, "read", lambda handle: None)
     first._endpoint.close()
     rank._is_closed = True
     rank._endpoint.close()
@@ -267,6 +272,7 @@ def test_memory_that_cannot_be_written_is_a_failed_get(started: Started) -> None
     kv[...] = 1
     put(client, 0, 1, 2)
     (blocks,) = [one[1] for one in started.server._registrations._ranks.values()]
+    assert isinstance(blocks, SharedBlocks)
     for fd in blocks._fds:
         read_only = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY)
         os.dup2(read_only, fd)
@@ -471,7 +477,7 @@ def test_whatever_is_said_the_server_serves_on(started: Started) -> None:
     good = started.client(0)
     rank.wait_until_registered(10)
     pick = random.Random(11)
-    channel = None
+    channel: Any = None
     for number in range(1200):
         if channel is None:
             channel = speaking(started, registered=pick.random() < 0.7)

@@ -10,20 +10,19 @@ As a program: `datadist_cluster.py`, lines of JSON in and out.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import json
 import os
-import signal
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+from processes import LineProgram
+
 HERE = Path(__file__).parent
 
 
-class Cluster:
+class Cluster(LineProgram):
     """See the module."""
 
     def __init__(
@@ -31,19 +30,10 @@ class Cluster:
         cluster_id: int,
         role: str = "MIX",
         environment: dict[str, str] | None = None,
-        **config: object,
+        **config: Any,
     ) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, str(Path(__file__))],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env={
-                **os.environ,
-                "PYTHONPATH": os.pathsep.join([str(HERE), str(HERE.parents[1])]),
-                **(environment or {}),
-            },
-        )
+        path = os.pathsep.join([str(HERE), str(HERE.parents[1])])
+        super().__init__(__file__, environment={"PYTHONPATH": path} | (environment or {}))
         self.cluster_id = cluster_id
         try:
             self.run(f"config = LLMConfig(); datadist = LLMDataDist(LLMRole.{role}, {cluster_id})")
@@ -53,20 +43,16 @@ class Cluster:
             kind = "cache_manager" if config.get("enable_cache_manager") else "kv_cache_manager"
             self.run(f"manager = datadist.{kind}")
         except BaseException:
-            self.close()
+            self.kill()
             raise
 
     def tell(self, code: str, *, is_expression: bool = False) -> None:
         """Have it begin; `answer` waits for the end."""
-        assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps([code, is_expression]) + "\n")
-        self.process.stdin.flush()
+        self.send(json.dumps([code, is_expression]))
 
     def answer(self) -> dict[str, Any]:
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline()
-        assert line, f"cluster {self.cluster_id} has died"
-        return json.loads(line)
+        answer: dict[str, Any] = json.loads(self.read())
+        return answer
 
     def run(self, code: str) -> None:
         """Statements."""
@@ -90,34 +76,17 @@ class Cluster:
         """The same of what it was told."""
         answer = self.answer()
         assert answer.get("status") or "failed" not in answer, answer
-        return answer.get("status", "LLM_SUCCESS")
+        return str(answer.get("status", "LLM_SUCCESS"))
 
-    def stop(self) -> None:
-        """With SIGSTOP; it has stopped when this returns."""
-        self.process.send_signal(signal.SIGSTOP)
-        os.waitid(os.P_PID, self.process.pid, os.WSTOPPED | os.WNOWAIT)
-
-    def go_on(self) -> None:
-        self.process.send_signal(signal.SIGCONT)
-
-    def kill(self) -> None:
-        """With SIGKILL; what it leaves in shared memory is removed, as whoever looks would."""
+    def kill(self, *, wait: bool = True) -> None:
+        """SIGKILL. The files that it leaves in shared memory are removed, as by any reader."""
         from kvelastic import segment_dir
 
-        self.process.kill()
-        self.process.wait()
+        super().kill(wait=wait)
         segment_dir.reap()
 
     def close(self) -> None:
-        with contextlib.suppress(BrokenPipeError):
-            self.process.stdin.close()  # type: ignore[union-attr]
-        if self.process.poll() is None:
-            self.process.send_signal(signal.SIGCONT)
-            self.process.wait(30)
-        self.process.stdout.close()  # type: ignore[union-attr]
-
-    def __enter__(self) -> Cluster:
-        return self
+        self.finish()
 
     def __exit__(self, *_: object) -> None:
         self.close()

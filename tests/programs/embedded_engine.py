@@ -55,7 +55,8 @@ class Contents:
 
     def __init__(self, address: int, pages: int) -> None:
         size = LAYOUT.range_bytes(pages)
-        self._memory = np.frombuffer((ctypes.c_uint8 * size).from_address(address), np.uint8)
+        memory = memoryview((ctypes.c_uint8 * size).from_address(address))
+        self._memory = np.frombuffer(memory, np.uint8)
         self._pages = pages
         self._count = np.arange(BLOCK_BYTES // 8, dtype=np.uint64)
 

@@ -24,7 +24,7 @@ LAYERS, BLOCKS, TOKENS, HEADS, SIZE = 2, 24, 4, 4, 8
 RANKS = 2
 ROW = 2 * LAYERS * TOKENS * (HEADS // RANKS) * SIZE
 PROMPTS = 12
-MODEL = {
+MODEL: dict[str, Any] = {
     "num_layers": LAYERS,
     "num_kv_heads": HEADS,
     "head_size": SIZE,

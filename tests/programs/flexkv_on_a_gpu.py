@@ -9,6 +9,7 @@ import ctypes
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from gpu_kernels import SUCCESS, Gpu
@@ -35,10 +36,11 @@ def main(folder: Path) -> None:
     memory.map([0])
     model = ModelConfig(num_layers=LAYERS, num_kv_heads=2, head_size=8, dtype="float32")
     remote = folder / "shared"
-    for more in (
+    tiers: list[dict[str, Any]] = [
         {"enable_ssd": True, "ssd_cache_dir": str(folder / "kv")},
         {"enable_remote": True, "remote_cache_path": str(remote)},
-    ):
+    ]
+    for more in tiers:
         cache = CacheConfig(tokens_per_block=TOKENS, num_cpu_blocks=64, num_ssd_blocks=64, **more)
         with KVManager(model, cache) as manager:
             manager.task_engine.cache_engine._lookup._patience_s = 60.0
@@ -53,8 +55,8 @@ def main(folder: Path) -> None:
             assert done.status is KVResponseStatus.SUCCESS, done
             copy(gpu, "cuMemcpyHtoD_v2", memory.address, np.zeros_like(there))
             manager.task_engine.cache_engine.engine(DeviceType.CPU).evict(15)
-            task = manager.prefetch_async(tokens) if "enable_remote" in more else None
-            if task is not None:
+            if "enable_remote" in more:
+                task = manager.prefetch_async(tokens)
                 assert manager.wait(task, 60)[task].status is KVResponseStatus.SUCCESS
             task = manager.get_async(tokens, slots)
             done = manager.wait(task, 60)[task]
@@ -73,7 +75,7 @@ def main(folder: Path) -> None:
     print("moved")
 
 
-def copy(gpu: Gpu, call: str, address: int, host: np.ndarray) -> None:  # type: ignore[type-arg]
+def copy(gpu: Gpu, call: str, address: int, host: np.ndarray[Any, Any]) -> None:
     """By the driver's own call: to the GPU or from it."""
     device = ctypes.c_uint64(address)
     pointer = host.ctypes.data_as(ctypes.c_void_p)

@@ -66,14 +66,15 @@ def rank(endpoint: str) -> None:
     def rows(block: int) -> list[int]:
         return [memory.address + (at * PER_PAGE + block) * ROW for at in range(2 * LAYERS)]
 
+    def write(block: int, contents_of: Callable[[int], bytes]) -> None:
+        for at, row in enumerate(rows(block)):
+            contents.write(row, contents_of(at) * ROW)
+
     does: dict[str, Callable[[int], Any]] = {
         "map": lambda page: memory.map([page]),
         "unmap": lambda page: memory.unmap([page], destroy=True),
-        "write": lambda block: [
-            contents.write(row, bytes([(block + at) % 251]) * ROW)
-            for at, row in enumerate(rows(block))
-        ],
-        "clear": lambda block: [contents.write(row, bytes(ROW)) for row in rows(block)],
+        "write": lambda block: write(block, lambda at: bytes([(block + at) % 251])),
+        "clear": lambda block: write(block, lambda _: b"\0"),
         "read": lambda block: [contents.read(row, ROW) for row in rows(block)],
     }
     client.wait_until_registered(60)

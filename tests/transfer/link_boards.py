@@ -31,6 +31,11 @@ NODE = NodeFigures(ONE, 1, "MIX", (), 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, (LINK,))
 MOST = (1 << 63) - 1
 
 
+def counts(each: int) -> tuple[int, int, int, int, int, int, int, int, int]:
+    """The counts of a node that lie between its data port and its links."""
+    return (each,) * 9
+
+
 def kvctl(*arguments: str) -> Result:
     return CliRunner().invoke(main, ["links", *arguments])
 

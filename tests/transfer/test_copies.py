@@ -71,14 +71,14 @@ def test_pull_and_push_both_ways(nodes: Nodes) -> None:
     reader.register(ours.address, ours.size)
     link.pull([theirs.piece()], [ours.piece()], timeout_s=60)
     assert ours.content == theirs.content
-    ours.buffer[:] = os.urandom(100_000)
+    ours.buffer.raw = os.urandom(100_000)
     link.push([ours.piece()], [theirs.piece()], timeout_s=60)
     assert theirs.content == ours.content
     (back,) = owner.links  # the other end of the same link
-    theirs.buffer[:] = os.urandom(100_000)
+    theirs.buffer.raw = os.urandom(100_000)
     back.push([theirs.piece()], [ours.piece()], timeout_s=60)
     assert ours.content == theirs.content
-    ours.buffer[:] = os.urandom(100_000)
+    ours.buffer.raw = os.urandom(100_000)
     back.pull([ours.piece()], [theirs.piece()], timeout_s=60)
     assert ours.content == theirs.content
     assert (link.pulled_bytes, link.pushed_bytes) == (100_000, 100_000)
@@ -195,9 +195,9 @@ def test_a_lease_that_has_ended_makes_no_copy_good(nodes: Nodes) -> None:
     hold = CountedHold([True] * 9)
     registered = owner.register(theirs.address, theirs.size, hold)
 
-    def settle_late(*arguments: object) -> None:
+    def settle_late(lease: int, checksum: int | None, deadline_s: float) -> None:
         assert owner.leases.end_in(registered) == 1  # as at the end of its time
-        return original(*arguments)  # type: ignore[arg-type]
+        return original(lease, checksum, deadline_s)
 
     original = link.settle
     link.settle = settle_late  # type: ignore[method-assign]
@@ -352,7 +352,7 @@ def test_blocks_of_a_pool(memory: Pages, nodes: Nodes) -> None:
         tag = at % len(blocks) + 1
         assert ours.content[at * size] == ours.content[(at + 1) * size - 1] == tag
     assert pool.pinned() == []
-    ours.buffer[:] = bytes([99]) * ours.size
+    ours.buffer.raw = bytes([99]) * ours.size
     link.push([ours.piece()], pieces, timeout_s=60)
     assert {value for block in blocks for value in memory.read(block)} == {99}
     assert pool.pinned() == []
@@ -394,12 +394,12 @@ def test_a_block_that_is_read_is_not_handed_out(nodes: Nodes) -> None:
     pieces = pieces_of(memory, blocks)
     settle = link.settle
 
-    def settle_after_free(*arguments: object) -> None:
+    def settle_after_free(lease: int, checksum: int | None, deadline_s: float) -> None:
         pool.free(blocks)
         assert pool.alloc(2) is None
         assert sorted(pool.pinned()) == sorted(blocks)
         assert pool.trim() == 0
-        settle(*arguments)  # type: ignore[arg-type]
+        settle(lease, checksum, deadline_s)
 
     link.settle = settle_after_free  # type: ignore[method-assign]
     ours = Memory(bytes(total(pieces)))
@@ -419,9 +419,9 @@ def test_a_pool_that_closes_while_it_is_read_makes_the_copy_worthless(nodes: Nod
     pieces = pieces_of(memory, blocks)
     settle = link.settle
 
-    def settle_after_close(*arguments: object) -> None:
+    def settle_after_close(lease: int, checksum: int | None, deadline_s: float) -> None:
         pool.close(discard=True)
-        settle(*arguments)  # type: ignore[arg-type]
+        settle(lease, checksum, deadline_s)
 
     link.settle = settle_after_close  # type: ignore[method-assign]
     ours = Memory(bytes(total(pieces)))

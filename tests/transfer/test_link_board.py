@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
+from link_boards import counts
 from linked import Memory, address_of, linked, secret_file
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -67,7 +68,12 @@ def pair(kind: str, tmp_path: Path) -> Iterator[tuple[Node, Node, Link]]:
 def refreshed(node: Node) -> None:
     """The board has been written, in the node's own thread."""
     written = threading.Event()
-    node._endpoint.run_soon(lambda: (node._board.publish(), written.set())[1])
+
+    def write() -> None:
+        node._board.publish()
+        written.set()
+
+    node._endpoint.run_soon(write)
     assert written.wait(60)
 
 
@@ -120,9 +126,9 @@ def test_a_lease_is_shown_by_whom_it_is(tmp_path: Path) -> None:
         settle = link.settle
         seen = []
 
-        def look_and_settle(*arguments: Any) -> None:
+        def look_and_settle(lease: int, checksum: int | None, deadline_s: float) -> None:
             seen.append(shown(owner))
-            settle(*arguments)
+            settle(lease, checksum, deadline_s)
 
         link.settle = look_and_settle  # type: ignore[method-assign]
         link.pull([theirs.piece()], [ours.piece()], timeout_s=60)
@@ -208,13 +214,14 @@ def test_requests_have_a_bound_and_are_answered_in_order(
 ) -> None:
     with Node(ONE, listen=[address_of("unix", tmp_path)]) as owner:
         node = shown(owner)
-        monkeypatch.setattr(owner, "_board", _Idle(owner._board))
+        board = owner._board
+        monkeypatch.setattr(owner, "_board", _Idle(board))
         (name,) = [one for one in link_board._names() if one == link_board_name(owner.start)]
         for number in range(RING):
             link_board._post(name, LinkRequest("cut", number, TWO)).close()
         with pytest.raises(SegmentBusyError):
             link_board._post(name, LinkRequest("cut", 99, TWO))
-        owner._board.board.refresh()
+        board.refresh()
         assert shown_revision(owner, node) == RING
         link_board._post(name, LinkRequest("cut", 99, TWO)).close()
 
@@ -332,7 +339,7 @@ FULL = LinkFigures(
     *[(1 << 63) - 1] * 8,
 )  # fmt: skip
 NODE = NodeFigures(
-    (1 << 64) - 1, 1, "r" * 64, ("a" * 128,) * 8, 65535, *[(1 << 63) - 1] * 9,
+    (1 << 64) - 1, 1, "r" * 64, ("a" * 128,) * 8, 65535, *counts((1 << 63) - 1),
     (FULL,) * (MOST_LINKS + MOST_ENDED),
 )  # fmt: skip
 

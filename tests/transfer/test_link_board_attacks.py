@@ -14,7 +14,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from link_boards import LINK, MOST, NODE, ONE, TWO, board, kvctl, shown, unattended
+from link_boards import LINK, MOST, NODE, ONE, TWO, board, counts, kvctl, shown, unattended
 from linked import address_of
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -36,19 +36,19 @@ from kvelastic.transfer import Node
 
 LIES = {
     "far too much": NodeFigures(
-        ONE, MOST, "r" * 64, ("a" * 128,) * 8, 65535, *[MOST] * 9,
+        ONE, MOST, "r" * 64, ("a" * 128,) * 8, 65535, *counts(MOST),
         (LinkFigures(MOST, (1 << 64) - 1, "p" * 64, "client", "tcp", "linked", "r" * 64,
                      *[MOST] * 8),) * 500,
     ),
     "control characters": NodeFigures(
-        ONE, 1, "\x1b[2J\nnode 1", ("tcp://\x1b]0;x\x07:1\r\n",), 0, *[0] * 9,
+        ONE, 1, "\x1b[2J\nnode 1", ("tcp://\x1b]0;x\x07:1\r\n",), 0, *counts(0),
         (LinkFigures(1, TWO, "\x1b[31m\nx\ufffe", "client", "tcp", "ended", "\u202e\ttuc",
                      *[0] * 8),),
     ),
     "one peer twice": NodeFigures(
-        ONE, 1, 'a"b\\c', (), 0, *[0] * 9, (LINK, LINK, msgspec.structs.replace(LINK, number=2))
+        ONE, 1, 'a"b\\c', (), 0, *counts(0), (LINK, LINK, msgspec.structs.replace(LINK, number=2))
     ),
-    "nothing": NodeFigures(ONE, 0, "", (), 0, *[0] * 9, ()),
+    "nothing": NodeFigures(ONE, 0, "", (), 0, *counts(0), ()),
 }  # fmt: skip
 
 
