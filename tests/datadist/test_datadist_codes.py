@@ -37,8 +37,8 @@ class Pair:
     def __init__(self, one: Cluster, two: Cluster, port: int) -> None:
         self.one, self.two, self.port = one, two, port
 
-    def link(self, timeout_ms: int = 60_000) -> str:
-        return self.two(f"datadist.link_clusters([cluster(1, {self.port})], {timeout_ms})[0].name")
+    def link(self) -> str:
+        return self.two(f"datadist.link_clusters([cluster(1, {self.port})])[0].name")
 
     def linked(self) -> Cluster:
         assert self.link() in {"LLM_SUCCESS", "LLM_ALREADY_LINK"}
@@ -185,7 +185,7 @@ def _(pair: Pair) -> str:
     try:
         pair.two.run(
             f"said = []; info = cluster(1, {pair.port})\n"
-            "link = lambda: said.append(datadist.link_clusters([info], 60000)[0].name)\n"
+            "link = lambda: said.append(datadist.link_clusters([info])[0].name)\n"
             "other = threading.Thread(target=link); other.start()\n"
             "pause = threading.Event()\n"
             "while 1 not in datadist._links._in_progress: pause.wait(0.01)"
@@ -236,7 +236,8 @@ def pulled_from_a_stopped_peer(pair: Pair) -> list[str]:
     two = pair.linked()
     pair.one.stop()
     try:
-        return [two.status("manager.pull_cache(CacheKey(1, 1), cache)") for _ in range(2)]
+        with two.wait_at_most(0.2):
+            return [two.status("manager.pull_cache(CacheKey(1, 1), cache)") for _ in range(2)]
     finally:
         pair.one.go_on()
 

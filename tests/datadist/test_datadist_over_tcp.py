@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import tempfile
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 import pytest
 from datadist_cluster import Cluster
 from ports import free_port
+from waiting import wait_until
 
 from kvelastic import link_board, segment
 from kvelastic.link_board_format import NodeFigures
@@ -116,9 +116,7 @@ def test_rows_are_pulled_and_pushed(pair: tuple[Cluster, Cluster]) -> None:
     assert reader(f"[read(cache, t, 2 * {ROW} - 1, 1)[0] for t in range(4)]") == [1, 2, 3, 4]
     assert reader.status(f"manager.push_cache({key.format(2)}, cache, 1)") == "LLM_SUCCESS"
     assert owner(f"[read(cache, t, 3 * {ROW} - 1, 1)[0] for t in range(4)]") == [1, 2, 3, 4]
-    while not (links := node_of(TWO).links):  # shown twice a second
-        threading.Event().wait(0.01)
-    (link,) = links
+    (link,) = wait_until(lambda: node_of(TWO).links, "the link is not shown")
     assert (link.peer_id, link.way, link.side) == (ONE, "tcp", "client")
 
 

@@ -5,21 +5,27 @@
         peer("cache.cache_id")                       # what an expression comes to, as JSON
         peer.status("manager.pull_cache(CacheKey(1, 7), cache)")      # or the code it fails with
 
+No call gives up on a peer in less than minutes, unless its code or `wait_at_most` says so.
+
 As a program: `datadist_cluster.py`, lines of JSON in and out.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from processes import LineProgram
 
 HERE = Path(__file__).parent
+MINUTES_MS = 300_000
+DEFAULTS: dict[str, Any] = {"device_id": 0, "sync_kv_timeout": MINUTES_MS}
 
 
 class Cluster(LineProgram):
@@ -37,7 +43,7 @@ class Cluster(LineProgram):
         self.cluster_id = cluster_id
         try:
             self.run(f"config = LLMConfig(); datadist = LLMDataDist(LLMRole.{role}, {cluster_id})")
-            for name, value in ({"device_id": 0} | config).items():
+            for name, value in (DEFAULTS | config).items():
                 self.run(f"config.{name} = {value!r}")
             self.run("datadist.init(config.generate_options())")
             kind = "cache_manager" if config.get("enable_cache_manager") else "kv_cache_manager"
@@ -85,6 +91,14 @@ class Cluster(LineProgram):
         super().kill(wait=wait)
         segment_dir.reap()
 
+    @contextlib.contextmanager
+    def wait_at_most(self, seconds: float) -> Iterator[None]:
+        """In the body its calls wait so long for a peer."""
+        options = "object.__setattr__(datadist._links._options, 'sync_kv_timeout_s', {})"
+        self.run(options.format(seconds))
+        yield
+        self.run(options.format(MINUTES_MS / 1000))
+
     def close(self) -> None:
         self.finish()
 
@@ -99,6 +113,9 @@ def main() -> None:
 
     import kvelastic.datadist as interface
     from kvelastic.datadist.status import LLMException
+
+    interface.LLMDataDist.link_clusters.__defaults__ = (MINUTES_MS,)
+    interface.LLMDataDist.unlink_clusters.__defaults__ = (MINUTES_MS, False)
 
     class Events(interface.LayerSynchronizer):
         """Layer l may leave when `events[l]` is set; False where it is in `refuse`."""

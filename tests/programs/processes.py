@@ -104,9 +104,10 @@ class LineProgram:
         return self.read()
 
     def stop(self) -> None:
-        """SIGSTOP. Returns when all its threads have stopped."""
+        """SIGSTOP. Returns when all its threads have stopped. Safe at any time."""
         self.process.send_signal(signal.SIGSTOP)
-        os.waitid(os.P_PID, self.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
+        with contextlib.suppress(ChildProcessError):  # it had ended
+            os.waitid(os.P_PID, self.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
 
     def go_on(self) -> None:
         """SIGCONT. Safe at any time."""

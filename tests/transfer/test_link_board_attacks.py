@@ -5,8 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import subprocess
-import sys
 import threading
 from collections import Counter
 from collections.abc import Callable
@@ -16,7 +14,9 @@ import msgspec
 import pytest
 from link_boards import LINK, MOST, NODE, ONE, TWO, board, counts, kvctl, shown, unattended
 from linked import address_of
+from processes import run_python
 from prometheus_client.parser import text_string_to_metric_families
+from waiting import DEADLINE_S
 
 from kvelastic import link_board, metrics
 from kvelastic.cli.link_tables import table
@@ -99,10 +99,10 @@ def test_figures_of_the_latest_link_with_a_peer(tmp_path: Path) -> None:
     with Node(ONE, listen=[address]) as owner, Node(TWO) as reader:
         owner._on_end = lambda _: ended.release()
         for failures in (5, 2):
-            link = reader.link(address, timeout_s=60)
+            link = reader.link(address, timeout_s=DEADLINE_S)
             owner.links[0].count(failures=failures)
-            link.unlink(timeout_s=60)
-            assert ended.acquire(timeout=60)
+            link.unlink(timeout_s=DEADLINE_S)
+            assert ended.acquire(timeout=DEADLINE_S)
         text = metrics.render([], [], {}, [owner._board._figures()])
         assert [
             line.split()[-1] for line in text.splitlines() if "link_failures_total{" in line
@@ -202,11 +202,7 @@ def test_another_users_board_is_seen_by_root_and_by_nobody_else() -> None:
             "import os; from kvelastic import link_board; os.setuid(65534);"
             " print(link_board.look())"
         )
-        as_nobody = subprocess.run(
-            [sys.executable, "-c", program], capture_output=True, text=True, timeout=60
-        )
-        assert str(ONE) not in as_nobody.stdout
-        assert as_nobody.returncode == 0, as_nobody.stderr
+        assert str(ONE) not in run_python("-c", program).stdout
 
 
 @pytest.mark.parametrize("size", [0, 10, 5000, LAYOUT.answer_at(0)])
@@ -231,14 +227,14 @@ def test_a_board_that_was_cut_short_or_overwritten_is_whole_again(
 def test_a_board_whose_name_is_gone_harms_nobody(tmp_path: Path) -> None:
     address = address_of("unix", tmp_path)
     with Node(ONE, listen=[address]) as owner, Node(TWO) as reader, unattended(owner) as look:
-        link = reader.link(address, timeout_s=60)
+        link = reader.link(address, timeout_s=DEADLINE_S)
         node, (back,) = owner._board, owner.links
         path = SHM_DIR / link_board_name(owner.start)
         path.unlink()
         path.write_text("somebody else's")
         look()
         assert [each.node_id for each in shown()] == [TWO]
-        link.check(timeout_s=60)
+        link.check(timeout_s=DEADLINE_S)
         assert back.is_open
         assert node is not None
     assert path.read_text() == "somebody else's"  # the node's end removes only its own
