@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from native_pools import LAYOUTS, Memory
+from waiting import DEADLINE_S
 
 from kvelastic.flexkv.common import process_mappings
 from kvelastic.flexkv.common.config import CacheConfig, ModelConfig
@@ -38,7 +39,7 @@ class Elastic:
         self.manager.start()
         self.rank = KVTPClient(f"ipc://{folder}/r")
         self.rank.register_to_server(self.kv, block_axis=1)
-        self.rank.wait_until_registered(20)
+        self.rank.wait_until_registered()
         self.pool.free(first)
 
     def close(self) -> None:
@@ -58,7 +59,7 @@ class Elastic:
         assert int(mask.sum()) == len(ids) * TOKENS
         slots = np.concatenate([np.arange(TOKENS) + one * TOKENS for one in ids])
         self.manager.launch(task, slots)
-        return self.manager.wait(task, completely=True)[task].status
+        return self.manager.wait(task, DEADLINE_S, completely=True)[task].status
 
     def mapped(self) -> int:
         return int(self.pool.get_mapped_memory_size())

@@ -69,7 +69,7 @@ def _through_sleep_to_a_limit(engine: Any, name: str, exact: bool) -> None:
     engine.wake_up()
     if exact:
         least = usage["page_bytes"] * max(usage["pages_mapped"] // 2, 2)
-        answer = segment.request(name, limit_bytes=least, wait_s=10)
+        answer = segment.request(name, limit_bytes=least, wait_s=300)
         assert answer.state == "applied"
 
 

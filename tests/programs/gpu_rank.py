@@ -77,7 +77,7 @@ def rank(endpoint: str) -> None:
         "clear": lambda block: write(block, lambda _: b"\0"),
         "read": lambda block: [contents.read(row, ROW) for row in rows(block)],
     }
-    client.wait_until_registered(60)
+    client.wait_until_registered()
     print("registered", flush=True)
     for line in sys.stdin:
         word, _, number = line.partition(" ")
@@ -102,7 +102,7 @@ def manager(endpoint: str) -> None:
             assert int(mask.sum()) == len(ids) * TOKENS, "not all of it is there"
             slots = np.concatenate([np.arange(TOKENS) + int(block) * TOKENS for block in ids])
             one.launch(task, slots)
-            print(one.wait(task)[task].status.value, flush=True)
+            print(one.wait(task, 300)[task].status.value, flush=True)
         one.check_integrity()
 
 

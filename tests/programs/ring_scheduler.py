@@ -13,12 +13,13 @@ from contextlib import ExitStack, contextmanager
 
 from native_pools import LAYOUTS
 from ring_worker import Worker
+from waiting import DEADLINE_S
 
 from kvelastic import _vmm, segment
 from kvelastic.pool import native_geometry
 
 PAGES = 8
-TIMEOUT_S = 30.0
+TIMEOUT_S = DEADLINE_S
 
 
 class Scheduler:

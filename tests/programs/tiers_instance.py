@@ -17,7 +17,7 @@ import sys
 from pathlib import Path
 
 from processes import LineProgram
-from waiting import wait_until
+from waiting import DEADLINE_S, wait_until
 
 from kvelastic import segment, tier_board
 from kvelastic.segment_dir import SHM_DIR, board_name
@@ -74,15 +74,15 @@ def main() -> None:
     for _ in range(12):
         engine.begin()
         engine.end()
-    assert engine.tiers.clean_all(60.0) == 0
-    assert engine.tiers.drain(60.0)
+    assert engine.tiers.clean_all(DEADLINE_S) == 0
+    assert engine.tiers.drain(DEADLINE_S)
     (tier,) = engine.tiers.statistics().tiers
     assert tier.capacity is not None
     print(json.dumps({"records": tier.capacity.records}), flush=True)
     sys.stdin.read()
     while engine.requests:
         engine.end()
-    assert engine.tiers.close(60.0) == []
+    assert engine.tiers.close(DEADLINE_S) == []
     engine.pool.close()
 
 

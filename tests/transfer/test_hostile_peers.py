@@ -292,7 +292,7 @@ def test_without_descriptors_a_copy_fails_and_the_link_lives(kind: str, tmp_path
         owner.register(theirs.address, theirs.size)
         with no_descriptor_left():
             with pytest.raises(ChannelError):
-                # Its sender waits for the stream as long as this, and the node's end for its sender.
+                # Its sender waits for the stream as long, and the node's end for its sender.
                 link.pull([theirs.piece()], [ours.piece()], timeout_s=0.5)
             with pytest.raises(ChannelError):
                 reader.link(owner.addresses[0], timeout_s=DEADLINE_S)
