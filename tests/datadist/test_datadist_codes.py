@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from datadist_cluster import Cluster
 from ports import free_port
+from waiting import wait_until
 
 from kvelastic.datadist import LLMStatusCode
 
@@ -186,10 +187,9 @@ def _(pair: Pair) -> str:
         pair.two.run(
             f"said = []; info = cluster(1, {pair.port})\n"
             "link = lambda: said.append(datadist.link_clusters([info])[0].name)\n"
-            "other = threading.Thread(target=link); other.start()\n"
-            "pause = threading.Event()\n"
-            "while 1 not in datadist._links._in_progress: pause.wait(0.01)"
+            "other = threading.Thread(target=link); other.start()"
         )
+        wait_until(lambda: pair.two("1 in datadist._links._in_progress"))
         found = pair.link()
     finally:
         pair.one.go_on()

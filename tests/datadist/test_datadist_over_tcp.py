@@ -125,10 +125,7 @@ def test_a_killed_peer_is_noticed(pair: tuple[Cluster, Cluster]) -> None:
     make_blocks(owner, fill=True)
     make_blocks(reader, fill=False)
     owner.kill()
-    reader.run(
-        "done = threading.Event(); links = datadist._links\n"
-        f"while links._peers[{ONE}].broken is None: done.wait(0.01)"
-    )
+    wait_until(lambda: reader(f"datadist._links._peers[{ONE}].broken is not None"))
     pull = f"manager.pull_blocks(BlocksCacheKey({ONE}), blocks, [1], [0])"
     assert reader.status(pull) == "LLM_LINK_FAILED"
     segment.reap()  # what the killed one has left

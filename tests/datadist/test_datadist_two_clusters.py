@@ -308,12 +308,9 @@ def test_a_killed_peer_is_noticed_and_nothing_stays_pinned(pair):
     make(two, "[CacheKey(2, 1)]")
     two.kill()
     # Its end is an event of the kernel's: no clock is looked at.
-    one.run(
-        "done = threading.Event(); links = datadist._links\n"
-        "while links._peers[2].broken is None: done.wait(0.01)"
-    )
+    wait_until(lambda: one("datadist._links._peers[2].broken is not None"))
     assert one.status("manager.pull_cache(CacheKey(2, 1), cache)") == "LLM_LINK_FAILED"
-    assert one("len(links._node.leases)") == 0
+    assert one("len(datadist._links._node.leases)") == 0
     assert one("len(manager._caches.pools()[0].pool.blocks.pinned())") == 0
     assert one("datadist.unlink_clusters([cluster(2, 1)])[0].name") == "LLM_SUCCESS"
     assert one.status("manager.pull_cache(CacheKey(2, 1), cache)") == "LLM_NOT_YET_LINK"
@@ -353,10 +350,7 @@ def test_force_is_one_sided(pair):
     one, two = pair
     make(one)
     assert two("datadist.unlink_clusters([cluster(1, 1)], force=True)[0].name") == "LLM_SUCCESS"
-    one.run(
-        "done = threading.Event(); links = datadist._links\n"
-        "while links._peers[2].is_linked: done.wait(0.01)"
-    )
+    wait_until(lambda: not one("datadist._links._peers[2].is_linked"))
     assert one.status("manager.pull_cache(CacheKey(2, 1), cache)") == "LLM_LINK_FAILED"
     assert one("datadist.unlink_clusters([cluster(2, 1)], force=True)[0].name") == "LLM_SUCCESS"
     assert two(f"datadist.link_clusters([cluster(1, {one.port})])[0].name") == "LLM_SUCCESS"
@@ -384,12 +378,13 @@ TABLE = (
     '{"version": "1.2", "server_count": "1", "server_list": [{"server_id": "10.0.0.1", "device":'
     ' [{"rank_id": "0"}, {"rank_id": "1"}, {"rank_id": "2"}]}]}'
 )
-WAIT = (
-    "pause = threading.Event()\n"
-    "while datadist.query_register_mem_status(group) is RegisterMemStatus.PREPARING:"
-    " pause.wait(0.01)"
-)
 STATUS = "datadist.query_register_mem_status(group).name"
+
+
+def status_at_last(cluster: Cluster) -> str:
+    """What becomes of a group that is being prepared."""
+    wait_until(lambda: cluster(STATUS) != "PREPARING")
+    return cluster(STATUS)
 
 
 def test_a_group_of_three_links_with_one_another():
@@ -401,8 +396,7 @@ def test_a_group_of_three_links_with_one_another():
         assert one.status(f"datadist.link('g', {members}, '{TABLE}')") == "LLM_ALREADY_LINK"
         two.run(f"group = datadist.link('g', {members}, '{TABLE}')")
         for cluster in (one, two, three):
-            cluster.run(WAIT)
-            assert cluster(STATUS) == "OK"
+            assert status_at_last(cluster) == "OK"
             make_blocks(cluster, key=cluster.cluster_id)
         for cluster in (one, two, three):
             other = cluster.cluster_id % 3 + 1
@@ -418,8 +412,7 @@ def test_a_group_that_never_is():
     with second(1, link_total_time=1) as one:
         table = TABLE.replace(', {"rank_id": "2"}', "")
         one.run(f"group = datadist.link('g', {{1: 1, 2: 0}}, '{table}')")
-        one.run(WAIT)
-        assert one(STATUS) == "FAILED"
+        assert status_at_last(one) == "FAILED"
         one.run("datadist.unlink(group)")
         apart = table.replace("}, {", '}]}, {"server_id": "10.0.0.2", "device": [{')
         said = one.status(f"datadist.link('g', {{1: 1, 2: 0}}, '{apart}')")
