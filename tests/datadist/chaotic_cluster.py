@@ -1,9 +1,9 @@
 """A cluster of the chaos: caches come and go in elastic pools, and all clusters copy at once.
 
-    python chaotic_cluster.py ID FOLDER KIND PORT OTHER_ID:PORT...
+    python chaotic_cluster.py ID FOLDER PORT OTHER_ID:PORT...
 
-It runs until a line comes on stdin, then stops copying and says "stopped"; after a second line it
-says what it did and what was wrong.
+It answers "did" on stdin with what it did so far. At "stop" it stops copying and says "stopped".
+After one more line it compares all accounts and says what it did and what was wrong.
 
 A *source* is filled with stamps that no other row ever had, told to the others after that, and not
 written again: what is pulled from it is the stamp that was told, to the last byte, or an error. An
@@ -25,6 +25,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from waiting import wait_until
+
+from kvelastic import _vmm
 from kvelastic.datadist import (
     BlocksCacheKey,
     Cache,
@@ -58,10 +61,8 @@ MAY_HAPPEN = {
 
 
 class ChaoticCluster:
-    def __init__(
-        self, cluster_id: int, folder: Path, kind: str, port: int, others: dict[int, int]
-    ) -> None:
-        self.cluster_id, self.folder, self.kind, self.others = cluster_id, folder, kind, others
+    def __init__(self, cluster_id: int, folder: Path, port: int, others: dict[int, int]) -> None:
+        self.cluster_id, self.folder, self.others = cluster_id, folder, others
         config = LLMConfig()
         config.device_id = 0
         config.enable_cache_manager = True
@@ -118,9 +119,9 @@ class ChaoticCluster:
                 elif step < 8 and self.sources:
                     self.drop_source(rng)
                 elif step == 8:  # as an operator, or the ledger for others, would
-                    pool = rng.choice(self.pools).blocks
-                    pool.set_limit(rng.randrange(3, 12) * 2 * MIB)
-                    pool.trim()
+                    blocks = rng.choice(self.pools).blocks
+                    blocks.set_limit(rng.randrange(3, 12) * 2 * MIB)
+                    blocks.trim()
                 else:
                     for pool in self.pools:
                         pool.blocks.set_limit(POOL_BYTES + 2 * MIB)
@@ -178,7 +179,7 @@ class ChaoticCluster:
             if status is not S.LLM_SUCCESS:
                 raise LLMException("not linked", status_code=status)
             self.count("links")
-        elif self.kind == "unix":  # now the one way, now the other
+        elif peer.link.connection.peer.pid is not None:  # now the one way, now the other
             peer.link.reads_memory = bool(rng.randrange(2))
         if rng.randrange(200) == 0:
             info = LLMClusterInfo()
@@ -199,8 +200,8 @@ class ChaoticCluster:
                 self.manager.pull_blocks(key, blocks, rows, to)
                 self.compare("pull_blocks", blocks, to, stamps)
             else:
-                key = CacheKeyByIdAndIndex(other, said["id"], rows[0])
-                self.manager.pull_cache(key, ours, rows[0])
+                row_key = CacheKeyByIdAndIndex(other, said["id"], rows[0])
+                self.manager.pull_cache(row_key, ours, rows[0])
                 self.compare("pull_cache", ours, rows[:1], stamps[:1])
 
     def push(self, other: int, rng: random.Random, blocks: Cache) -> None:
@@ -294,17 +295,16 @@ class ChaoticCluster:
     def report(self) -> None:
         """Nobody copies any more: nothing is leased, pinned or held for nothing."""
         self.manager.deallocate_blocks_cache(self.inbox)
-        node, pause = self.datadist._links._node, threading.Event()
-        for _ in range(6000):  # a lease's length, for those whose owners were killed or late
-            pinned = [pool.blocks.pinned() for pool in self.pools]
-            if not any(pinned) and not len(node.leases):
-                break
-            pause.wait(0.01)
-        else:
-            self.wrong.append(f"{len(node.leases)} leases and {pinned} pins are left")
+        node = self.datadist._links._node
+
+        def holds_nothing() -> bool:
+            return not len(node.leases) and not any(one.blocks.pinned() for one in self.pools)
+
+        wait_until(holds_nothing, "leases or pins are left")
         node.check_integrity()
         self.manager.check_integrity()
         for pool in self.pools:
+            assert isinstance(pool.memory, _vmm.Range)
             pool.memory.check_integrity()
             used = pool.blocks.stats()["blocks_used"]
             if used:
@@ -329,15 +329,16 @@ def content(cache: Cache, row: int) -> bytes:
 
 
 def main() -> None:
-    cluster_id, folder, kind, port, *rest = sys.argv[1:]
+    cluster_id, folder, port, *rest = sys.argv[1:]
     others = {int(one): int(at) for one, at in (text.split(":") for text in rest)}
-    chaotic = ChaoticCluster(int(cluster_id), Path(folder), kind, int(port), others)
+    chaotic = ChaoticCluster(int(cluster_id), Path(folder), int(port), others)
     work: list[Callable[[], None]] = [chaotic.churn, chaotic.remote, chaotic.remote, chaotic.local]
     threads = [threading.Thread(target=one) for one in work]
     for thread in threads:
         thread.start()
     print("ready", flush=True)
-    sys.stdin.readline()
+    while sys.stdin.readline() == "did\n":
+        print(json.dumps(chaotic.did), flush=True)
     chaotic.stop.set()
     for thread in threads:
         thread.join()

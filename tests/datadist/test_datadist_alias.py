@@ -6,6 +6,8 @@ import os
 import subprocess
 import sys
 
+from waiting import DEADLINE_S
+
 
 def python(program: str, **environment: str) -> str:
     kept = {name: value for name, value in os.environ.items() if "ALIAS" not in name}
@@ -14,7 +16,7 @@ def python(program: str, **environment: str) -> str:
         env=kept | environment,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=DEADLINE_S,
     )
     return (ended.stdout or ended.stderr).strip().splitlines()[-1]
 

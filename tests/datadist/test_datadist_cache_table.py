@@ -15,7 +15,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from kvelastic.datadist import CacheDesc, CacheKey, DataType, LLMException, LLMStatusCode
+from kvelastic.datadist import Cache, CacheDesc, CacheKey, DataType, LLMException, LLMStatusCode
 from kvelastic.datadist.descriptors import INVALID_ID
 from kvelastic.datadist.status import LLMParamError
 
@@ -37,7 +37,7 @@ class References(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.manager, self.caches = local_manager(second_options(POOL_PAGES * 2 * MIB))
-        self.handles: dict[int, object] = {}
+        self.handles: dict[int, Cache] = {}
         self.rows: dict[int, dict[int, set[int]]] = {}  # cache id: request: tensors to come
         self.places: dict[int, tuple[int, int]] = {}  # request: cache id, row
 

@@ -6,92 +6,85 @@ import contextlib
 import json
 import os
 import random
-import signal
-import subprocess
-import sys
 import tempfile
-import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
 from open_memfds import held_bytes
 from ports import free_port
+from processes import PROGRAMS, LineProgram
+from waiting import wait_until
 
 from kvelastic import ledger, link_board, segment_dir
 
-HERE = Path(__file__).parent
+CLUSTER = Path(__file__).with_name("chaotic_cluster.py")
 ROOM = 14 << 20
 """Of each cluster in the ledger that they share: less than its two pools may have, so that one
 takes from another."""
-CALLS = (
-    "pull_blocks", "pull_cache", "push_blocks", "copy_blocks", "copy_cache", "swap out", "swap in",
-)  # fmt: skip
+REMOTE_CALLS = ("pull_blocks", "pull_cache", "push_blocks")
+CALLS = (*REMOTE_CALLS, "copy_blocks", "copy_cache", "swap out", "swap in")
+DISTURBANCES = ("kill", "stop", "freeze")
 
 
 class Fleet:
-    """Clusters that know one another, and share a ledger."""
+    """Clusters that know one another, and share a ledger; each listens as its kind says."""
 
-    def __init__(self, folder: Path, kind: str, clusters: int) -> None:
-        self.folder, self.kind = folder, kind
-        self.group = f"chaos-{os.getpid()}-{kind}-{clusters}"
+    def __init__(self, folder: Path, kinds: list[str]) -> None:
+        self.folder = folder
+        self.group = f"chaos-{os.getpid()}-{'-'.join(kinds)}"
         first = 9_000_000_000 + os.getpid() * 100
-        self.ports = {first + at: free_port() for at in range(clusters)}
-        self.capacity_bytes = clusters * ROOM
+        self.kinds = dict(enumerate(kinds, first))
+        self.ports = {cluster_id: free_port() for cluster_id in self.kinds}
+        self.capacity_bytes = len(kinds) * ROOM
         self.counts: Counter[str] = Counter()
-        self.processes: dict[int, subprocess.Popen[str]] = {}
+        self.clusters: dict[int, LineProgram] = {}
+        self.secret = folder / "secret"
+        self.secret.touch(0o600)
+        self.secret.write_text("5" * 64)
 
     def begin(self) -> None:
-        self.processes = {one: self.start(one) for one in self.ports}
-        for process in self.processes.values():
-            hear(process, "ready")
+        self.clusters = {one: self.start(one) for one in self.ports}
+        for cluster in self.clusters.values():
+            assert cluster.read() == "ready"
 
-    def start(self, cluster_id: int) -> subprocess.Popen[str]:
+    def start(self, cluster_id: int) -> LineProgram:
         others = [f"{one}:{port}" for one, port in self.ports.items() if one != cluster_id]
-        arguments = [cluster_id, self.folder, self.kind, self.ports[cluster_id], *others]
-        return subprocess.Popen(
-            [sys.executable, str(HERE / "chaotic_cluster.py"), *map(str, arguments)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env={
-                **os.environ,
+        # Over TCP each has a folder of its own, so that it finds no socket of another.
+        own = self.folder / (str(cluster_id) if self.kinds[cluster_id] == "tcp" else "run")
+        own.mkdir(mode=0o700, exist_ok=True)
+        return LineProgram(
+            CLUSTER,
+            str(cluster_id),
+            self.folder,
+            str(self.ports[cluster_id]),
+            *others,
+            environment={
                 "KVELASTIC_LEDGER": self.group,
                 "KVELASTIC_HOST_MEMORY": str(self.capacity_bytes),
                 "KVELASTIC_LOG_LEVEL": "ERROR",
-                **self.place(cluster_id),
+                "KVELASTIC_LINK_SECRET": str(self.secret),
+                "PYTHONPATH": str(PROGRAMS),
+                "XDG_RUNTIME_DIR": str(own),
             },
         )
 
-    def place(self, cluster_id: int) -> dict[str, str]:
-        """Over TCP each has a folder of its own, so that it finds no socket of another."""
-        own = self.folder / (str(cluster_id) if self.kind == "tcp" else "run")
-        own.mkdir(mode=0o700, exist_ok=True)
-        if self.kind != "tcp":
-            return {"XDG_RUNTIME_DIR": str(own)}
-        secret = self.folder / "secret"
-        secret.touch(0o600)
-        secret.write_text("5" * 64)
-        return {"XDG_RUNTIME_DIR": str(own), "KVELASTIC_LINK_SECRET": str(secret)}
-
-    def disturb(self, rng: random.Random) -> None:
+    def disturb(self, what: str, rng: random.Random) -> None:
         """Kill one and start it anew, stop one for a while, or stop all and count their pages."""
-        cluster_id = rng.choice(list(self.processes))
-        process = self.processes[cluster_id]
-        what = rng.choice(["kill", "stop", "freeze"])
+        cluster_id = rng.choice(list(self.clusters))
+        cluster = self.clusters[cluster_id]
         self.counts[what] += 1
         if what == "kill":
-            process.kill()
-            process.communicate()
-            self.processes[cluster_id] = self.start(cluster_id)
-            hear(self.processes[cluster_id], "ready")
+            cluster.kill()
+            self.clusters[cluster_id] = self.start(cluster_id)
+            assert self.clusters[cluster_id].read() == "ready"
         elif what == "stop":
-            with stopped([process]):
-                threading.Event().wait(rng.choice([0.1, 0.5, 1.5]))
+            with stopped([cluster]):
+                time.sleep(rng.choice([0.1, 0.5, 1.5]))
         else:
-            with stopped(list(self.processes.values())):
+            with stopped(self.clusters.values()):
                 self.check_grants()
 
     def check_grants(self) -> None:
@@ -102,88 +95,94 @@ class Fleet:
                 for member in info.members:
                     granted[member.pid] += member.granted_bytes
         assert granted.total() <= self.capacity_bytes
-        for process in self.processes.values():
-            held = held_bytes(process.pid)
-            assert held <= granted[process.pid], f"{held} bytes, and {granted} are granted"
+        for cluster in self.clusters.values():
+            held = held_bytes(cluster.pid)
+            assert held <= granted[cluster.pid], f"{held} bytes, and {granted} are granted"
+
+    def wait_for_copies(self) -> None:
+        """Return when every cluster has copied from or to another one once more."""
+
+        def copies() -> dict[int, int]:
+            did = {one: json.loads(cluster.ask("did")) for one, cluster in self.clusters.items()}
+            return {one: sum(did[one].get(call, 0) for call in REMOTE_CALLS) for one in did}
+
+        before = copies()
+        wait_until(
+            lambda: all(count > before[one] for one, count in copies().items()),
+            "a cluster copies nothing",
+        )
 
     def end(self) -> Counter[str]:
         """What all of them did together; nothing must be wrong."""
-        for process in self.processes.values():
-            say(process)
-        for process in self.processes.values():
-            hear(process, "stopped")
+        for cluster in self.clusters.values():
+            cluster.send("stop")
+        for cluster in self.clusters.values():
+            assert cluster.read() == "stopped"
         self.check_grants()
-        for process in self.processes.values():
-            say(process)
-        for process in self.processes.values():
-            out, _ = process.communicate(timeout=200)
-            report = json.loads(out)
+        for cluster in self.clusters.values():
+            cluster.send("report")
+        for cluster in self.clusters.values():
+            report = json.loads(cluster.read())
             assert report["wrong"] == []
-            assert process.returncode == 0
+            assert cluster.finish() == 0
             self.counts.update(report["did"])
         return self.counts
 
     def close(self) -> None:
-        for process in self.processes.values():
-            process.kill()  # one that has ended is not there any more
-            process.communicate()
+        for cluster in self.clusters.values():
+            cluster.kill()
         segment_dir.reap()
         ledger.reap()
 
 
-def say(process: subprocess.Popen[str]) -> None:
-    assert process.stdin is not None
-    process.stdin.write("go on\n")
-    process.stdin.flush()
-
-
-def hear(process: subprocess.Popen[str], word: str) -> None:
-    assert process.stdout is not None
-    assert process.stdout.readline() == f"{word}\n"
-
-
 @contextlib.contextmanager
-def stopped(processes: list[subprocess.Popen[str]]) -> Iterator[None]:
-    for process in processes:
-        process.send_signal(signal.SIGSTOP)
-        os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
+def stopped(clusters: Iterable[LineProgram]) -> Iterator[None]:
+    for cluster in clusters:
+        cluster.stop()
     try:
         yield
     finally:
-        for process in processes:
-            process.send_signal(signal.SIGCONT)
+        for cluster in clusters:
+            cluster.go_on()
 
 
-def chaos(kind: str, clusters: int, seconds: float) -> Counter[str]:
-    rng = random.Random(clusters)
+@contextlib.contextmanager
+def running(kinds: list[str]) -> Iterator[Fleet]:
     with tempfile.TemporaryDirectory(prefix="kv") as short:  # paths of sockets have a bound
-        fleet = Fleet(Path(short), kind, clusters)
+        fleet = Fleet(Path(short), kinds)
         try:
             fleet.begin()
-            until_s = time.monotonic() + seconds
-            while time.monotonic() < until_s:
-                fleet.disturb(rng)
-                threading.Event().wait(0.2)
-            did = fleet.end()
+            yield fleet
         finally:
             fleet.close()
-        assert not [info for info in ledger.list_ledgers() if info.group == fleet.group]
-        assert not [node for node in link_board.nodes() if node.node_id in fleet.ports]
-    return did
+    assert not [info for info in ledger.list_ledgers() if info.group == fleet.group]
+    assert not [node for node in link_board.nodes() if node.node_id in fleet.ports]
 
 
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize(("kind", "clusters"), [("unix", 2), ("tcp", 2), ("unix", 4), ("tcp", 4)])
-def test_no_wrong_byte_and_no_page_without_a_grant(kind: str, clusters: int) -> None:
-    did = chaos(kind, clusters, seconds=1.5)
-    assert sum(did[call] for call in CALLS) > 0
+def test_no_wrong_byte_and_no_page_without_a_grant() -> None:
+    rng = random.Random(4)
+    with running(["unix", "unix", "tcp"]) as fleet:
+        for what in DISTURBANCES:
+            fleet.wait_for_copies()
+            fleet.disturb(what, rng)
+        fleet.wait_for_copies()
+        fleet.end()
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(1200)
-def test_five_minutes(capsys: pytest.CaptureFixture[str]) -> None:
-    for kind in ("unix", "tcp"):
-        did = chaos(kind, clusters=4, seconds=150)
-        with capsys.disabled():
-            print(f"\n{kind}: {dict(sorted(did.items()))}")
-        assert all(did[call] for call in CALLS)
+@pytest.mark.parametrize("kind", ["unix", "tcp"])
+@pytest.mark.parametrize("clusters", [2, 4])
+def test_copies_for_two_minutes(
+    kind: str, clusters: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rng = random.Random(clusters)
+    until_s = time.monotonic() + 120
+    with running([kind] * clusters) as fleet:
+        while time.monotonic() < until_s:
+            fleet.disturb(rng.choice(DISTURBANCES), rng)
+            time.sleep(0.2)
+        did = fleet.end()
+    with capsys.disabled():
+        print(f"\n{kind}: {dict(sorted(did.items()))}")
+    assert all(did[call] for call in CALLS)

@@ -9,10 +9,12 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from datadist_cluster import Cluster
 from ports import free_port
+from waiting import wait_until
 
 from kvelastic.datadist import LLMStatusCode
 
@@ -36,8 +38,8 @@ class Pair:
     def __init__(self, one: Cluster, two: Cluster, port: int) -> None:
         self.one, self.two, self.port = one, two, port
 
-    def link(self, timeout_ms: int = 60_000) -> str:
-        return self.two(f"datadist.link_clusters([cluster(1, {self.port})], {timeout_ms})[0].name")
+    def link(self) -> str:
+        return self.two(f"datadist.link_clusters([cluster(1, {self.port})])[0].name")
 
     def linked(self) -> Cluster:
         assert self.link() in {"LLM_SUCCESS", "LLM_ALREADY_LINK"}
@@ -48,7 +50,7 @@ class Pair:
 def pair() -> Iterator[Pair]:
     port = free_port()
     pool = '{"memory_size": 33554432}'
-    config = {"enable_cache_manager": True, "mem_pool_cfg": pool}
+    config: dict[str, Any] = {"enable_cache_manager": True, "mem_pool_cfg": pool}
     with (
         Cluster(1, listen_ip_info=f"127.0.0.1:{port}", enable_switch_role=True, **config) as one,
         Cluster(2, **config) as two,
@@ -184,11 +186,10 @@ def _(pair: Pair) -> str:
     try:
         pair.two.run(
             f"said = []; info = cluster(1, {pair.port})\n"
-            "link = lambda: said.append(datadist.link_clusters([info], 60000)[0].name)\n"
-            "other = threading.Thread(target=link); other.start()\n"
-            "pause = threading.Event()\n"
-            "while 1 not in datadist._links._in_progress: pause.wait(0.01)"
+            "link = lambda: said.append(datadist.link_clusters([info])[0].name)\n"
+            "other = threading.Thread(target=link); other.start()"
         )
+        wait_until(lambda: pair.two("1 in datadist._links._in_progress"))
         found = pair.link()
     finally:
         pair.one.go_on()
@@ -235,7 +236,8 @@ def pulled_from_a_stopped_peer(pair: Pair) -> list[str]:
     two = pair.linked()
     pair.one.stop()
     try:
-        return [two.status("manager.pull_cache(CacheKey(1, 1), cache)") for _ in range(2)]
+        with two.wait_at_most(0.2):
+            return [two.status("manager.pull_cache(CacheKey(1, 1), cache)") for _ in range(2)]
     finally:
         pair.one.go_on()
 

@@ -7,11 +7,10 @@ A fragment stands as the document has it, below its heading. What the test adds 
 from __future__ import annotations
 
 import inspect
-import subprocess
-import sys
 from typing import NamedTuple
 
 import pytest
+from processes import run_python
 
 import kvelastic.datadist as d
 
@@ -188,8 +187,5 @@ datadist.finalize()
 
 def test_every_fragment_runs():
     program = "".join(f"{one.prelude}\n{one.code}\nprint({one.heading!r})\n" for one in FRAGMENTS)
-    ended = subprocess.run(
-        [sys.executable, "-c", program + END], capture_output=True, text=True, timeout=120
-    )
-    assert ended.returncode == 0, ended.stderr
-    assert ended.stdout.split() == [one.heading for one in FRAGMENTS]
+    said = run_python("-c", program + END).stdout
+    assert said.split() == [one.heading for one in FRAGMENTS]

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import tempfile
-import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from datadist_cluster import Cluster
 from ports import free_port
+from waiting import wait_until
 
 from kvelastic import link_board, segment
 from kvelastic.link_board_format import NodeFigures
@@ -35,7 +36,7 @@ def host(folder: Path, name: str, secret: str, ports: str) -> dict[str, str]:
     }
 
 
-def start(cluster_id: int, environment: dict[str, str], **config: object) -> Cluster:
+def start(cluster_id: int, environment: dict[str, str], **config: Any) -> Cluster:
     return Cluster(
         cluster_id,
         environment=environment,
@@ -115,9 +116,7 @@ def test_rows_are_pulled_and_pushed(pair: tuple[Cluster, Cluster]) -> None:
     assert reader(f"[read(cache, t, 2 * {ROW} - 1, 1)[0] for t in range(4)]") == [1, 2, 3, 4]
     assert reader.status(f"manager.push_cache({key.format(2)}, cache, 1)") == "LLM_SUCCESS"
     assert owner(f"[read(cache, t, 3 * {ROW} - 1, 1)[0] for t in range(4)]") == [1, 2, 3, 4]
-    while not (links := node_of(TWO).links):  # shown twice a second
-        threading.Event().wait(0.01)
-    (link,) = links
+    (link,) = wait_until(lambda: node_of(TWO).links, "the link is not shown")
     assert (link.peer_id, link.way, link.side) == (ONE, "tcp", "client")
 
 
@@ -126,10 +125,7 @@ def test_a_killed_peer_is_noticed(pair: tuple[Cluster, Cluster]) -> None:
     make_blocks(owner, fill=True)
     make_blocks(reader, fill=False)
     owner.kill()
-    reader.run(
-        "done = threading.Event(); links = datadist._links\n"
-        f"while links._peers[{ONE}].broken is None: done.wait(0.01)"
-    )
+    wait_until(lambda: reader(f"datadist._links._peers[{ONE}].broken is not None"))
     pull = f"manager.pull_blocks(BlocksCacheKey({ONE}), blocks, [1], [0])"
     assert reader.status(pull) == "LLM_LINK_FAILED"
     segment.reap()  # what the killed one has left

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 from forbidden_calls import PROCESS_VM_READV
+from processes import PROGRAMS, run_python
 
 PROGRAM = """
 import ctypes, errno, mmap, os, sys
@@ -51,12 +48,4 @@ caches.close()
 
 @pytest.mark.skipif(PROCESS_VM_READV is None, reason="its number is not known here")
 def test_memory_that_has_gone_is_an_answer_where_process_vm_readv_is_refused() -> None:
-    programs = Path(__file__).parent.parent / "programs"
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, str(programs)],
-        check=False,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr
+    run_python("-c", PROGRAM, PROGRAMS)

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from datadist_cluster import Cluster
 from ports import free_port
+from waiting import wait_until
 
 POOL = '{"memory_size": 33554432}'
 DESC = "CacheDesc(4, [3, 64], DataType.DT_INT8)"
 BLOCKS = "CacheDesc(4, [8, 64], DataType.DT_INT8)"
 
 
-def second(cluster_id: int, **config: object) -> Cluster:
-    chosen = {"enable_cache_manager": True, "mem_pool_cfg": POOL, "host_mem_pool_cfg": POOL}
+def second(cluster_id: int, **config: Any) -> Cluster:
+    chosen: dict[str, Any] = {
+        "enable_cache_manager": True,
+        "mem_pool_cfg": POOL,
+        "host_mem_pool_cfg": POOL,
+    }
     return Cluster(cluster_id, **(chosen | config))
 
 
@@ -284,14 +291,15 @@ def test_a_stopped_peer_times_out_and_is_linked_anew(pair):
     make(two)
     pull = "manager.pull_cache(CacheKey(1, 1), cache)"
     one.stop()
-    assert two.status(pull) == "LLM_TIMEOUT"
-    assert two.status(pull) == "LLM_WAIT_PROCESS_TIMEOUT"
-    link = f"datadist.link_clusters([cluster(1, {one.port})], 300)"
-    assert two(f"{link}[0].name") == "LLM_TIMEOUT"
+    with two.wait_at_most(0.2):
+        assert two.status(pull) == "LLM_TIMEOUT"
+        assert two.status(pull) == "LLM_WAIT_PROCESS_TIMEOUT"
+    said = two(f"datadist.link_clusters([cluster(1, {one.port})], 300)[0].name")
+    assert said == "LLM_TIMEOUT"
     one.go_on()
-    assert two(f"{link.replace('300', '5000')}[0].name") == "LLM_SUCCESS"
+    assert two(f"datadist.link_clusters([cluster(1, {one.port})])[0].name") == "LLM_SUCCESS"
     assert two.status(pull) == "LLM_SUCCESS"
-    assert one("len(datadist._links._node.leases)") == 0
+    wait_until(lambda: one("len(datadist._links._node.leases)") == 0, "a lease is left")
 
 
 def test_a_killed_peer_is_noticed_and_nothing_stays_pinned(pair):
@@ -300,12 +308,9 @@ def test_a_killed_peer_is_noticed_and_nothing_stays_pinned(pair):
     make(two, "[CacheKey(2, 1)]")
     two.kill()
     # Its end is an event of the kernel's: no clock is looked at.
-    one.run(
-        "done = threading.Event(); links = datadist._links\n"
-        "while links._peers[2].broken is None: done.wait(0.01)"
-    )
+    wait_until(lambda: one("datadist._links._peers[2].broken is not None"))
     assert one.status("manager.pull_cache(CacheKey(2, 1), cache)") == "LLM_LINK_FAILED"
-    assert one("len(links._node.leases)") == 0
+    assert one("len(datadist._links._node.leases)") == 0
     assert one("len(manager._caches.pools()[0].pool.blocks.pinned())") == 0
     assert one("datadist.unlink_clusters([cluster(2, 1)])[0].name") == "LLM_SUCCESS"
     assert one.status("manager.pull_cache(CacheKey(2, 1), cache)") == "LLM_NOT_YET_LINK"
@@ -318,20 +323,20 @@ def test_a_killed_peer_is_noticed_and_nothing_stays_pinned(pair):
 def test_codes_of_links(pair):
     one, two = pair
 
-    def link(clusters: str, timeout: int = 3000) -> list[str]:
-        two.run(f"said = datadist.link_clusters({clusters}, {timeout})")
+    def link(clusters: str) -> list[str]:
+        two.run(f"said = datadist.link_clusters({clusters})")
         return two("[said[0].name, *(code.name for code in said[1])]")
 
     failed = ["LLM_LINK_FAILED", "LLM_LINK_FAILED"]
     assert link(f"[cluster(1, {one.port})]") == ["LLM_ALREADY_LINK"] * 2
     free = free_port()
-    assert link(f"[cluster(9, {free})]", 500) == failed
+    assert link(f"[cluster(9, {free})]") == failed
     with second(3, listen_ip_info=f"127.0.0.1:{free}"):
         # Another cluster listens there than the one that is meant.
         assert link(f"[cluster(9, {free})]") == failed
         two.run(f"info = cluster(3, {free}); info.remote_role_type = LLMRole.PROMPT")
         assert link("[info]") == failed
-        assert link(f"[cluster(9, 1), cluster(3, {free})]", 500) == [*failed, "LLM_SUCCESS"]
+        assert link(f"[cluster(9, 1), cluster(3, {free})]") == [*failed, "LLM_SUCCESS"]
     many = f"[cluster(1, {one.port})] * 17"
     assert link(many) == ["LLM_CLUSTER_NUM_EXCEED_LIMIT"] * 18
     unlink = "datadist.unlink_clusters([cluster({}, 1)])[0].name"
@@ -344,11 +349,8 @@ def test_codes_of_links(pair):
 def test_force_is_one_sided(pair):
     one, two = pair
     make(one)
-    assert two("datadist.unlink_clusters([cluster(1, 1)], 3000, True)[0].name") == "LLM_SUCCESS"
-    one.run(
-        "done = threading.Event(); links = datadist._links\n"
-        "while links._peers[2].is_linked: done.wait(0.01)"
-    )
+    assert two("datadist.unlink_clusters([cluster(1, 1)], force=True)[0].name") == "LLM_SUCCESS"
+    wait_until(lambda: not one("datadist._links._peers[2].is_linked"))
     assert one.status("manager.pull_cache(CacheKey(2, 1), cache)") == "LLM_LINK_FAILED"
     assert one("datadist.unlink_clusters([cluster(2, 1)], force=True)[0].name") == "LLM_SUCCESS"
     assert two(f"datadist.link_clusters([cluster(1, {one.port})])[0].name") == "LLM_SUCCESS"
@@ -376,12 +378,13 @@ TABLE = (
     '{"version": "1.2", "server_count": "1", "server_list": [{"server_id": "10.0.0.1", "device":'
     ' [{"rank_id": "0"}, {"rank_id": "1"}, {"rank_id": "2"}]}]}'
 )
-WAIT = (
-    "pause = threading.Event()\n"
-    "while datadist.query_register_mem_status(group) is RegisterMemStatus.PREPARING:"
-    " pause.wait(0.01)"
-)
 STATUS = "datadist.query_register_mem_status(group).name"
+
+
+def status_at_last(cluster: Cluster) -> str:
+    """What becomes of a group that is being prepared."""
+    wait_until(lambda: cluster(STATUS) != "PREPARING")
+    return cluster(STATUS)
 
 
 def test_a_group_of_three_links_with_one_another():
@@ -393,8 +396,7 @@ def test_a_group_of_three_links_with_one_another():
         assert one.status(f"datadist.link('g', {members}, '{TABLE}')") == "LLM_ALREADY_LINK"
         two.run(f"group = datadist.link('g', {members}, '{TABLE}')")
         for cluster in (one, two, three):
-            cluster.run(WAIT)
-            assert cluster(STATUS) == "OK"
+            assert status_at_last(cluster) == "OK"
             make_blocks(cluster, key=cluster.cluster_id)
         for cluster in (one, two, three):
             other = cluster.cluster_id % 3 + 1
@@ -410,8 +412,7 @@ def test_a_group_that_never_is():
     with second(1, link_total_time=1) as one:
         table = TABLE.replace(', {"rank_id": "2"}', "")
         one.run(f"group = datadist.link('g', {{1: 1, 2: 0}}, '{table}')")
-        one.run(WAIT)
-        assert one(STATUS) == "FAILED"
+        assert status_at_last(one) == "FAILED"
         one.run("datadist.unlink(group)")
         apart = table.replace("}, {", '}]}, {"server_id": "10.0.0.2", "device": [{')
         said = one.status(f"datadist.link('g', {{1: 1, 2: 0}}, '{apart}')")
@@ -427,7 +428,7 @@ def test_switch_role_of_the_second_generation():
         second(1, listen_ip_info=f"127.0.0.1:{first}", enable_switch_role=True) as one,
         second(2) as two,
     ):
-        link = "datadist.link_clusters([cluster(1, {})], 1000)[0].name"
+        link = "datadist.link_clusters([cluster(1, {})])[0].name"
         switch = "datadist.switch_role(LLMRole.{}, {})"
         there = f'{{"llm.listenIpInfo": "127.0.0.1:{other}"}}'
         assert two(link.format(first)) == "LLM_SUCCESS"
@@ -503,8 +504,9 @@ def test_the_first_generation():
         assert decoder.status(switch.format("PROMPT", None)) == "LLM_PARAM_INVALID"
         assert decoder.status(switch.format("MIX", None)) == "LLM_EXIST_LINK"
         prompt.stop()
-        assert decoder.status("datadist.check_link_status(1)") == "LLM_TIMEOUT"
-        assert decoder.status("datadist.check_link_status(1)") == "LLM_WAIT_PROCESS_TIMEOUT"
+        with decoder.wait_at_most(0.2):
+            assert decoder.status("datadist.check_link_status(1)") == "LLM_TIMEOUT"
+            assert decoder.status("datadist.check_link_status(1)") == "LLM_WAIT_PROCESS_TIMEOUT"
         prompt.go_on()
 
 

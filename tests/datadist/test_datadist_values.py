@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import pickle
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -39,6 +40,12 @@ from kvelastic.messages import MOST_PATH_BYTES
 
 INVALID = 2**64 - 1
 KEY = BlocksCacheKey(1)
+ONE_BYTE = CacheDesc(1, [1], DataType.DT_INT8)
+
+
+def wrong(value: object) -> Any:
+    """A value of a type that the callee does not take."""
+    return value
 
 
 def test_a_description():
@@ -52,12 +59,12 @@ def test_a_description():
 @pytest.mark.parametrize(
     ("kind", "make"),
     [
-        (TypeError, lambda: CacheDesc("1", [1], DataType.DT_INT8)),
-        (TypeError, lambda: CacheDesc(1, 1, DataType.DT_INT8)),
-        (TypeError, lambda: CacheDesc(1, [1.0], DataType.DT_INT8)),
-        (TypeError, lambda: CacheDesc(1, [1], 1)),
-        (TypeError, lambda: CacheDesc(1, [1], DataType.DT_INT8, 1)),
-        (TypeError, lambda: CacheDesc(1, [1], DataType.DT_INT8, kv_tensor_format=1)),
+        (TypeError, lambda: CacheDesc(wrong("1"), [1], DataType.DT_INT8)),
+        (TypeError, lambda: CacheDesc(1, wrong(1), DataType.DT_INT8)),
+        (TypeError, lambda: CacheDesc(1, [wrong(1.0)], DataType.DT_INT8)),
+        (TypeError, lambda: CacheDesc(1, [1], wrong(1))),
+        (TypeError, lambda: CacheDesc(1, [1], DataType.DT_INT8, wrong(1))),
+        (TypeError, lambda: CacheDesc(1, [1], DataType.DT_INT8, kv_tensor_format=wrong(1))),
         (ValueError, lambda: CacheDesc(0, [1], DataType.DT_INT8)),
         (ValueError, lambda: CacheDesc(1, [], DataType.DT_INT8)),
         (ValueError, lambda: CacheDesc(1, [1, 0], DataType.DT_INT8)),
@@ -68,27 +75,27 @@ def test_a_description():
         (TypeError, lambda: CacheKey(1)),
         (TypeError, lambda: CacheKey(req_id=1)),
         (TypeError, lambda: CacheKey(1, 2, prompt_cluster_id=1)),
-        (TypeError, lambda: CacheKey(1, "2")),
+        (TypeError, lambda: CacheKey(1, wrong("2"))),
         (ValueError, lambda: CacheKey(1, -1)),
         (ValueError, lambda: CacheKey(1 << 64, 1)),
         (ValueError, lambda: CacheKey(1, INVALID).index),
         (ValueError, lambda: CacheKey(1, 1, prefix_id=1).index),
         (TypeError, BlocksCacheKey),
         (ValueError, lambda: BlocksCacheKey(1, -1)),
-        (TypeError, lambda: CacheKeyByIdAndIndex(1, None)),
+        (TypeError, lambda: CacheKeyByIdAndIndex(1, wrong(None))),
         (ValueError, lambda: CacheKeyByIdAndIndex(1, -1)),
-        (AttributeError, lambda: Cache.create_cpu_cache(None, [1])),
-        (AttributeError, lambda: Cache.create_cpu_cache(CacheDesc(1, [1], DataType.DT_INT8), None)),
-        (ValueError, lambda: Cache.create_cpu_cache(CacheDesc(1, [1], DataType.DT_INT8), [1])),
-        (TypeError, lambda: TransferConfig("1", [1])),
-        (TypeError, lambda: TransferConfig(1, 1)),
+        (AttributeError, lambda: Cache.create_cpu_cache(wrong(None), [1])),
+        (AttributeError, lambda: Cache.create_cpu_cache(ONE_BYTE, wrong(None))),
+        (ValueError, lambda: Cache.create_cpu_cache(ONE_BYTE, [1])),
+        (TypeError, lambda: TransferConfig(wrong("1"), [1])),
+        (TypeError, lambda: TransferConfig(1, wrong(1))),
         (ValueError, lambda: TransferConfig(1, [])),
         (ValueError, lambda: TransferConfig(1, [0])),
         (ValueError, lambda: TransferConfig(1, [1], range(0, 4, 2))),
         (ValueError, lambda: TransferConfig(1, [1], range(0))),
-        (TypeError, lambda: TransferConfig(1, [1], (0, 1))),
+        (TypeError, lambda: TransferConfig(1, [1], wrong((0, 1)))),
         (ValueError, lambda: TransferConfig(1, [1], src_batch_index=-1)),
-        (TypeError, lambda: TransferWithCacheKeyConfig(CacheKey(1, 1), range(1), range(1))),
+        (TypeError, lambda: TransferWithCacheKeyConfig(wrong(CacheKey(1, 1)), range(1), range(1))),
         (ValueError, lambda: TransferWithCacheKeyConfig(KEY)),
         (ValueError, lambda: TransferWithCacheKeyConfig(KEY, range(1), range(2))),
         (ValueError, lambda: TransferWithCacheKeyConfig(KEY, range(1), range(1), 1)),
@@ -227,7 +234,7 @@ def test_numbers_of_codes():
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("cls", sorted(errors.errors_by_code().values(), key=lambda c: c.code))
+@pytest.mark.parametrize("cls", [cls for _, cls in sorted(errors.errors_by_code().items())])
 def test_every_error_has_a_status(cls):
     """None of them is `LLM_SUCCESS`, and what a parent's class is its child is, too."""
     assert status_of(cls("x")) is not LLMStatusCode.LLM_SUCCESS

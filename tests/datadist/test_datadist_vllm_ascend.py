@@ -8,12 +8,10 @@ blocks pulled by the other's key, the group unlinked.
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from processes import LineProgram, run_python
 
 pytest.importorskip("torch")
 
@@ -30,7 +28,7 @@ role = LLMRole.PROMPT if role == "kv_producer" else LLMRole.DECODER
 datadist = LLMDataDist(role, own)
 config = LLMConfig()
 config.device_id = 0
-config.sync_kv_timeout = 20000
+config.sync_kv_timeout = 300_000
 config.enable_switch_role = True
 config.enable_cache_manager = True
 config.enable_remote_cache_accessible = True
@@ -124,34 +122,16 @@ kv.shutdown_kvcached()
 """
 
 
-class Worker:
+class Worker(LineProgram):
     def __init__(self, *arguments: object) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", WORKER, json.dumps(arguments)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env=os.environ | {"KVELASTIC_LLM_DATADIST_ALIAS": "true"},
-        )
+        alias = {"KVELASTIC_LLM_DATADIST_ALIAS": "true"}
+        super().__init__("-c", WORKER, json.dumps(arguments), environment=alias)
 
     def hear(self) -> object:
-        line = self.process.stdout.readline()  # type: ignore[union-attr]
-        assert line, "the worker has died"
-        return json.loads(line)
+        return json.loads(self.read())
 
     def say(self, value: object) -> None:
-        self.process.stdin.write(json.dumps(value) + "\n")  # type: ignore[union-attr]
-        self.process.stdin.flush()  # type: ignore[union-attr]
-
-    def end(self) -> int:
-        return self.process.wait(60)
-
-    def __enter__(self) -> Worker:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.process.kill()  # one that has ended is not there any more
-        self.process.communicate()
+        self.send(json.dumps(value))
 
 
 @pytest.mark.parametrize("mla", [False, True], ids=["mha", "mla"])
@@ -167,16 +147,13 @@ def test_a_replay(mla):
         decode.say("again")
         assert decode.hear() == "LLM_PARAM_INVALID"
         prefill.say("end")
-        assert (prefill.end(), decode.end()) == (0, 0)
+        assert (prefill.finish(), decode.finish()) == (0, 0)
 
 
 def test_the_example_of_two_processes():
     example = Path(__file__).parents[2] / "examples/datadist_two_processes.py"
-    ended = subprocess.run(
-        [sys.executable, str(example)], capture_output=True, text=True, timeout=120
-    )
-    assert ended.returncode == 0, ended.stderr
-    assert [line.split()[-4:] for line in ended.stdout.splitlines() if "decoder" in line] == [
+    said = run_python(example).stdout
+    assert [line.split()[-4:] for line in said.splitlines() if "decoder" in line] == [
         ["[10,", "11,", "12,", "13]"],
         ["[20,", "21,", "22,", "23]"],
     ]

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from waiting import DEADLINE_S
 
 from kvelastic.flexkv.common.config import CacheConfig, ModelConfig
 from kvelastic.flexkv.common.storage import KVCacheLayout, KVCacheLayoutType
@@ -24,7 +25,7 @@ TOKENS = 4
 """Of a block."""
 ENGINE_BLOCKS = 64
 MODEL = ModelConfig(num_layers=2, num_kv_heads=2, head_size=4, dtype="float32")
-SOON_S = 60.0
+SOON_S = DEADLINE_S
 
 
 def layout_of(

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from waiting import DEADLINE_S
 
 ROOT = Path(__file__).parents[2]
 
@@ -21,7 +22,7 @@ def run(program: str, *paths: Path, **environment: str) -> str:
         env={**kept, "PYTHONPATH": search, **environment},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=DEADLINE_S,
     )
     return (ended.stdout or ended.stderr).strip().splitlines()[-1]
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from native_pools import LAYOUTS, Memory
+from waiting import DEADLINE_S
 
 from kvelastic.flexkv.common import process_mappings
 from kvelastic.flexkv.common.config import CacheConfig, ModelConfig
@@ -33,12 +34,12 @@ class Elastic:
         self.pool = kvi.get_kv_cache_manager(
             BLOCKS, TOKENS, cell_size=HEADS * SIZE * 2, num_layers=LAYERS
         )
-        first = self.pool.alloc(1)  # a page is there, by which the range's memory is known
+        first = self.alloc(1)  # a page is there, by which the range's memory is known
         self.manager = KVManager(MODEL, CACHE, gpu_register_port=f"ipc://{folder}/r")
         self.manager.start()
         self.rank = KVTPClient(f"ipc://{folder}/r")
         self.rank.register_to_server(self.kv, block_axis=1)
-        self.rank.wait_until_registered(20)
+        self.rank.wait_until_registered()
         self.pool.free(first)
 
     def close(self) -> None:
@@ -47,13 +48,18 @@ class Elastic:
         self.kv = []
         kvi.shutdown_kvelastic()
 
+    def alloc(self, count: int) -> list[int]:
+        ids = self.pool.alloc(count)
+        assert ids is not None
+        return ids
+
     def move(self, kind: str, prompt: Any, ids: list[int]) -> KVResponseStatus:
         match = self.manager.put_match if kind == "put" else self.manager.get_match
         task, mask = match(prompt)
         assert int(mask.sum()) == len(ids) * TOKENS
         slots = np.concatenate([np.arange(TOKENS) + one * TOKENS for one in ids])
         self.manager.launch(task, slots)
-        return self.manager.wait(task, completely=True)[task].status
+        return self.manager.wait(task, DEADLINE_S, completely=True)[task].status
 
     def mapped(self) -> int:
         return int(self.pool.get_mapped_memory_size())
@@ -69,7 +75,7 @@ def elastic(tmp_path: Path) -> Iterator[Elastic]:
 def test_blocks_come_back_onto_other_pages(elastic: Elastic) -> None:
     count = 70  # more than a page
     prompt = np.arange(count * TOKENS)
-    ids = elastic.pool.alloc(count)
+    ids = elastic.alloc(count)
     wanted = []
     for layer in elastic.kv:
         layer[:, ids] = torch.rand((2, count, TOKENS, HEADS, SIZE)).bfloat16()
@@ -78,8 +84,8 @@ def test_blocks_come_back_onto_other_pages(elastic: Elastic) -> None:
     elastic.pool.free(ids)
     elastic.pool.trim()
     # Others take pages first, so that what comes next lies elsewhere in the memory's file.
-    between = elastic.pool.alloc(40)
-    again = elastic.pool.alloc(count)
+    between = elastic.alloc(40)
+    again = elastic.alloc(count)
     for layer in elastic.kv:
         layer[:, again + between] = 0
     assert elastic.move("get", prompt, again) is KVResponseStatus.SUCCESS
@@ -90,7 +96,7 @@ def test_blocks_come_back_onto_other_pages(elastic: Elastic) -> None:
 
 
 def test_a_block_without_memory_is_a_failed_copy_and_nothing_else(elastic: Elastic) -> None:
-    ids = elastic.pool.alloc(2)
+    ids = elastic.alloc(2)
     far = max(process_range(elastic))
     assert elastic.move("put", np.arange(3 * TOKENS), [*ids, far]) is KVResponseStatus.FAILED
     assert elastic.move("put", np.arange(2 * TOKENS) + 7, ids) is KVResponseStatus.SUCCESS

@@ -3,22 +3,15 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import flexkv_on_a_gpu
+from processes import run_python
 from simulated_machine import SimulatedMachine
 
 
 def test_blocks_of_a_gpu_go_to_every_tier_and_come_back(tmp_path: Path) -> None:
     with SimulatedMachine(tmp_path, memory_bytes=64 << 20) as machine:
-        environ = os.environ | machine.environment | {"KVELASTIC_LEDGER": f"gpu-{os.getpid()}"}
-        ran = subprocess.run(
-            [sys.executable, flexkv_on_a_gpu.__file__, str(tmp_path)],
-            env=environ,
-            capture_output=True,
-            text=True,
-        )
-        assert ran.returncode == 0, ran.stderr
+        environment = machine.environment | {"KVELASTIC_LEDGER": f"gpu-{os.getpid()}"}
+        ran = run_python(flexkv_on_a_gpu.__file__, tmp_path, environment=environment)
         assert ran.stdout.strip() == "moved"

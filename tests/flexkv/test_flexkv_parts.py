@@ -356,7 +356,7 @@ def test_a_graph_that_cannot_be_is_refused() -> None:
         {"keys": keys, "dst_block_ids": [1, 2, 3]},
     ):
         with pytest.raises(InvalidArgumentError):
-            TransferOp(TransferType.H2D, **wrong)  # type: ignore[arg-type]
+            TransferOp(TransferType.H2D, **wrong)
 
 
 def test_the_engine_says_of_each_operation_and_each_graph_that_it_is_over(tmp_path: Path) -> None:
@@ -487,7 +487,7 @@ def test_a_shared_folder_is_a_remote_tier_of_another_manager(tmp_path: Path) -> 
     from dataclasses import replace
 
     model = replace(MODEL, weights="sha256:1")
-    shared = {"enable_remote": True, "remote_cache_path": str(tmp_path / "shared")}
+    shared: dict[str, Any] = {"enable_remote": True, "remote_cache_path": str(tmp_path / "shared")}
     tokens = prompt(1, 5)
     with running(cache_config(**shared), model) as engine:
         assert engine.put(tokens) == 5

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from waiting import DEADLINE_S
 
 from kvelastic.errors import InvalidArgumentError
 from kvelastic.flexkv.common.config import CacheConfig, ModelConfig
@@ -44,7 +45,7 @@ def serve(manager: KVManager) -> list[int]:
             manager.cancel(task)
         else:
             manager.launch(task, np.arange(found[-1]))
-            manager.wait(task, completely=True)
+            manager.wait(task, DEADLINE_S, completely=True)
     return found
 
 
@@ -100,7 +101,7 @@ def test_a_person_sees_tiers_and_tasks() -> None:
         assert "CPU: " in text
         assert f"  {task} put unready, 8 tokens" in text
         manager.launch(task, np.arange(8))
-        manager.wait(task, completely=True)
+        manager.wait(task, DEADLINE_S, completely=True)
         text = describe(manager.task_engine)
         assert "open tasks: 0" in text
         assert f"  {task} put completed, 8 tokens" in text

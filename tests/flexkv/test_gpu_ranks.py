@@ -2,60 +2,31 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 from gpu_rank import LAYERS, block_id
+from processes import PROGRAMS, LineProgram
 
-TESTS = Path(__file__).parents[1]
-sys.path.insert(0, str(TESTS / "contract"))
-
-
-class Process:
-    def __init__(self, role: str, folder: Path, environment: dict[str, str]) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, str(TESTS / "programs" / "gpu_rank.py"), role, f"ipc://{folder}/r"],
-            env=os.environ | environment,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-
-    def line(self) -> str:
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline().strip()
-        assert line, f"ended with {self.process.wait()}"
-        return line
-
-    def ask(self, line: str) -> str:
-        assert self.process.stdin is not None
-        self.process.stdin.write(line + "\n")
-        self.process.stdin.flush()
-        return self.line()
-
-    def end(self) -> None:
-        self.process.communicate(timeout=60)
-        assert self.process.returncode == 0
+sys.path.insert(0, str(PROGRAMS.parent / "contract"))
 
 
 @pytest.fixture
-def two(tmp_path: Path) -> Iterator[tuple[Process, Process]]:
+def two(tmp_path: Path) -> Iterator[tuple[LineProgram, LineProgram]]:
     from test_drivers import simulated
 
     environment = simulated(tmp_path, KVSIM_MEMORY="1G")
-    with ExitStack() as stack:
-        manager = Process("manager", tmp_path, environment)
-        stack.callback(manager.end)
-        rank = Process("rank", tmp_path, environment)
-        stack.callback(rank.end)
-        assert manager.line() == "listening"
-        assert rank.line() == "registered"
+    program, endpoint = PROGRAMS / "gpu_rank.py", f"ipc://{tmp_path}/r"
+    with (
+        LineProgram(program, "manager", endpoint, environment=environment) as manager,
+        LineProgram(program, "rank", endpoint, environment=environment) as rank,
+    ):
+        assert manager.read() == "listening"
+        assert rank.read() == "registered"
         yield rank, manager
+        assert (rank.finish(), manager.finish()) == (0, 0)
 
 
 def wanted(block: int) -> str:
@@ -63,7 +34,7 @@ def wanted(block: int) -> str:
 
 
 def test_blocks_come_back_onto_other_pages_and_nothing_is_kept(
-    two: tuple[Process, Process],
+    two: tuple[LineProgram, LineProgram],
 ) -> None:
     rank, manager = two
     first = [block_id(2, 0), block_id(2, 31), block_id(5, 7)]
@@ -85,7 +56,7 @@ def test_blocks_come_back_onto_other_pages_and_nothing_is_kept(
         assert rank.ask(f"read {block}") == wanted(was)
 
 
-def test_a_page_that_is_not_mapped_is_a_failed_copy(two: tuple[Process, Process]) -> None:
+def test_a_page_that_is_not_mapped_is_a_failed_copy(two: tuple[LineProgram, LineProgram]) -> None:
     rank, manager = two
     rank.ask("map 1")
     rank.ask(f"write {block_id(1, 3)}")

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from waiting import DEADLINE_S, wait_until
 
 from kvelastic.errors import (
     ChannelClosedError,
@@ -58,8 +59,8 @@ def put(one: KVManager, kv: Any) -> None:
     task, mask = one.put_match(torch.from_numpy(PROMPT))
     assert mask.all()
     assert one.launch(task, torch.from_numpy(SLOTS)) == [task]
-    assert one.wait(task)[task].status is KVResponseStatus.SUCCESS
-    assert one.wait(task, completely=True)[task].status is KVResponseStatus.SUCCESS
+    assert one.wait(task, DEADLINE_S)[task].status is KVResponseStatus.SUCCESS
+    assert one.wait(task, DEADLINE_S, completely=True)[task].status is KVResponseStatus.SUCCESS
 
 
 def got(one: KVManager, kv: Any) -> Any:
@@ -67,7 +68,7 @@ def got(one: KVManager, kv: Any) -> Any:
     task, mask = one.get_match(PROMPT)
     assert mask.all()
     one.launch([task], [SLOTS])
-    response = one.wait([task])[task]
+    response = one.wait([task], DEADLINE_S)[task]
     assert response.status is KVResponseStatus.SUCCESS
     assert response.get_mask().all()
     return kv.copy()
@@ -189,7 +190,7 @@ def test_a_rank_of_another_process_registers_without_a_server(
     rank.register_to_server([kv], LAYOUT)
     one = manager(ends, ONE, gpu_register_port=port)
     one.start()
-    rank.wait_until_registered(20)
+    rank.wait_until_registered()
     assert one.is_ready()
     put(one, kv)
     one.check_integrity()
@@ -197,8 +198,7 @@ def test_a_rank_of_another_process_registers_without_a_server(
         manager(ends, ONE, gpu_register_port=port).start()
     task, _ = one.get_match(PROMPT)
     rank.close()
-    while one.is_ready():
-        pass
+    wait_until(lambda: not one.is_ready())
     with pytest.raises(NotInitializedError, match="ranks of client 0 have registered"):
         one.launch(task, SLOTS)
     one.cancel(task)

@@ -18,6 +18,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from waiting import DEADLINE_S, wait_until
 
 from kvelastic import _vmm
 from kvelastic.errors import DriverError, InvalidArgumentError, KvelasticError, UnsupportedError
@@ -69,7 +70,7 @@ def test_the_same_bytes_in_another_process() -> None:
         cwd=ROOT,
     )
     socket.send_fds(ours, [b"x"], [handle.fd])
-    assert child.wait(60) == 0
+    assert child.wait(DEADLINE_S) == 0
     assert kv[2, 3, 4] == 99
     handle.close()
     ours.close()
@@ -289,14 +290,14 @@ def test_closed_blocks_refuse_and_a_copy_that_runs_keeps_its_descriptor() -> Non
 
     def copy() -> None:
         try:
-            results.append(blocks.copy_out([0], Staging(), [0]))
+            blocks.copy_out([0], Staging(), [0])
+            results.append(None)
         except KvelasticError as error:
             results.append(error)
 
     thread = threading.Thread(target=copy)
     thread.start()
-    while blocks._copies == 0:
-        pass
+    wait_until(lambda: blocks._copies > 0)
     blocks.close()
     os.fstat(fd)  # open as long as the copy is under way
     with pytest.raises(DriverError, match="has gone"):

@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
-PROGRAM = Path(__file__).parents[1] / "programs" / "numpy_engine.py"
+from processes import PROGRAMS, run_python
+
+PROGRAM = PROGRAMS / "numpy_engine.py"
 
 
 def serve(folder: Path) -> tuple[int, str]:
     """Tokens whose KV it computed, and its answers."""
-    ended = subprocess.run(
-        [sys.executable, str(PROGRAM), str(folder / "kv"), f"ipc://{folder}/ranks"],
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert ended.returncode == 0, ended.stderr
-    computed, _, answers = ended.stdout.strip().partition(" ")
+    said = run_python(PROGRAM, folder / "kv", f"ipc://{folder}/ranks").stdout
+    computed, _, answers = said.strip().partition(" ")
     return int(computed), answers
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import random
+import select
 import signal
 import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,8 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from processes import LineProgram
+from waiting import DEADLINE_S, wait_until
 
 from kvelastic.errors import (
     ChannelClosedError,
@@ -41,6 +43,7 @@ from kvelastic.flexkv.server.utils import (
     remove_dead_endpoints,
     socket_address,
 )
+from kvelastic.flexkv.transfer.shared_blocks import SharedBlocks
 from kvelastic.messages import connect, parse_address
 from kvelastic.messages.frames import Kind
 
@@ -67,7 +70,7 @@ class Started:
     def client(self, dp_client_id: int = 0, model: ModelConfig = MODEL) -> KVDPClient:
         client = KVDPClient(self.port, model, dp_client_id)
         self.ends.append(client.unregister)
-        client.start_server_and_register(5)
+        client.start_server_and_register()
         return client
 
     def rank(self, dp_client_id: int = 0, **more: Any) -> tuple[KVTPClient, np.ndarray[Any, Any]]:
@@ -96,7 +99,7 @@ def slots(*blocks: int) -> np.ndarray[Any, Any]:
 def put(client: KVDPClient, *blocks: int) -> None:
     task, mask = client.put_match(PROMPT)
     client.launch_tasks([task], [slots(*blocks)[: int(mask.sum())]])
-    assert client.wait([task], completely=True)[task].status is KVResponseStatus.SUCCESS
+    assert client.wait([task], DEADLINE_S, completely=True)[task].status is KVResponseStatus.SUCCESS
 
 
 # --- what it is for -------------------------------------------------------------------------------
@@ -105,9 +108,8 @@ def put(client: KVDPClient, *blocks: int) -> None:
 def test_what_one_client_puts_another_one_gets(started: Started) -> None:
     (first, kv), (second, other) = started.rank(0), started.rank(1)
     one, two = started.client(0), started.client(1)
-    assert not one.is_ready() or first is not None
-    first.wait_until_registered(10)
-    second.wait_until_registered(10)
+    first.wait_until_registered()
+    second.wait_until_registered()
     assert one.is_ready()
     kv[...] = np.random.default_rng(0).random(SHAPE)
     put(one, 5, 3, 8)
@@ -116,7 +118,7 @@ def test_what_one_client_puts_another_one_gets(started: Started) -> None:
     task, found = two.get_match(PROMPT, mask)
     assert (found == mask).all()
     assert two.launch_tasks([task], [slots(1, 2)]) == [task]
-    assert two.wait([task])[task].status is KVResponseStatus.SUCCESS
+    assert two.wait([task], DEADLINE_S)[task].status is KVResponseStatus.SUCCESS
     assert (other[:, :, [1, 2]] == kv[:, :, [3, 8]]).all()
     assert (other[:, :, 3] == 0).all()
 
@@ -124,17 +126,18 @@ def test_what_one_client_puts_another_one_gets(started: Started) -> None:
 def test_each_call_of_a_manager_goes_over(started: Started) -> None:
     rank, kv = started.rank(0)
     client = started.client()
-    rank.wait_until_registered(10)
+    rank.wait_until_registered()
     kv[...] = 1
     task = client.put_async(PROMPT, slots(0, 1, 2))
-    assert client.wait([task])[task].status is KVResponseStatus.SUCCESS
+    assert client.wait([task], DEADLINE_S)[task].status is KVResponseStatus.SUCCESS
     kv[...] = 0
     task = client.get_async(PROMPT, slots(0, 1, 2))
-    response = client.wait([task])[task]
+    response = client.wait([task], DEADLINE_S)[task]
+    assert response.return_mask is not None
     assert (response.status, int(response.return_mask.sum())) == (KVResponseStatus.SUCCESS, 12)
     assert (kv[:, :, :3] == 1).all()
     task = client.prefetch_async(PROMPT)
-    client.wait([task])
+    client.wait([task], DEADLINE_S)
     elsewhere, mask = client.get_match(PROMPT, namespace=["another"])
     assert not mask.any()
     task, mask = client.get_match(PROMPT)
@@ -162,22 +165,25 @@ def test_a_client_that_is_there_and_one_too_many_are_refused(started: Started) -
         started.client(2)
 
 
-def test_a_client_that_comes_back_before_it_was_missed_is_let_in(started: Started) -> None:
+def test_a_client_that_comes_back_before_it_was_missed_is_let_in(
+    started: Started, monkeypatch: pytest.MonkeyPatch
+) -> None:
     first = started.client(0)
     rank, _ = started.rank(0)
-    rank.wait_until_registered(10)
+    rank.wait_until_registered()
     deaf = [
         *started.server._clients,
         *(one[0] for one in started.server._registrations._ranks.values()),
     ]
     for connection in deaf:
-        connection.read = lambda handle: None  # the server does not hear that it has gone
+        # The server does not hear that it has gone.
+        monkeypatch.setattr(connection, "read", lambda handle: None)
     first._endpoint.close()
     rank._is_closed = True
     rank._endpoint.close()
     started.client(0)
     again, _ = started.rank(0)
-    again.wait_until_registered(10)
+    again.wait_until_registered()
     assert len(started.server._clients) == 1
     assert started.server.registered_ranks == 1
 
@@ -194,17 +200,17 @@ def test_ranks_of_another_shape_or_place_are_refused(started: Started) -> None:
     for more, why in (({"tp_rank": 1}, "none of 1"), ({"dp_client_id": 7}, "none of 2")):
         rank, _ = started.rank(**more)
         with pytest.raises(InvalidArgumentError, match=why):
-            rank.wait_until_registered(10)
+            rank.wait_until_registered()
     small = KVTPClient(f"{started.port}_gpu_register")
     small.register_to_server([shared_zeros((2, 16, TOKENS, 2, 8), "float16")], block_axis=1)
     with pytest.raises(InvalidArgumentError, match="a block of these tensors has 256 bytes"):
-        small.wait_until_registered(10)
+        small.wait_until_registered()
     small.close()
     one, _ = started.rank()
-    one.wait_until_registered(10)
+    one.wait_until_registered()
     two, _ = started.rank()
     with pytest.raises(InvalidArgumentError, match="already"):
-        two.wait_until_registered(10)
+        two.wait_until_registered()
 
 
 def handed_over(started: Started, fds: list[int]) -> str:
@@ -228,7 +234,7 @@ def handed_over(started: Started, fds: list[int]) -> str:
             some = fds[first : first + 16]
             frame = channel._writer.write(Kind.NOTICE, 0, body, len(some))
             socket.send_fds(channel._socket, [frame], some)
-        channel.call(messages.RegisterTPClient(0, 0, False, [tensor]), 10)
+        channel.call(messages.RegisterTPClient(0, 0, False, [tensor]), DEADLINE_S)
         return "registered"
     except (KvelasticError, OSError) as error:
         return str(error)
@@ -251,10 +257,7 @@ def test_descriptors_of_what_is_no_memory_are_refused_and_closed(
     assert "does not lie in its memory of 100 bytes" in handed_over(started, [short])
     assert handed_over(started, [good] * 1000) != "registered"
     assert handed_over(started, [good]) == "registered"
-    deadline_s = time.monotonic() + 30
-    while len(list(Path("/proc/self/fd").iterdir())) > before:
-        assert time.monotonic() < deadline_s
-        time.sleep(0.01)
+    wait_until(lambda: len(list(Path("/proc/self/fd").iterdir())) <= before)
     started.server.check_integrity()
     for fd in (read_end, write_end, folder, zeros, short, good):
         os.close(fd)
@@ -263,17 +266,18 @@ def test_descriptors_of_what_is_no_memory_are_refused_and_closed(
 def test_memory_that_cannot_be_written_is_a_failed_get(started: Started) -> None:
     rank, kv = started.rank(0)
     client = started.client()
-    rank.wait_until_registered(10)
+    rank.wait_until_registered()
     kv[...] = 1
     put(client, 0, 1, 2)
     (blocks,) = [one[1] for one in started.server._registrations._ranks.values()]
+    assert isinstance(blocks, SharedBlocks)
     for fd in blocks._fds:
         read_only = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY)
         os.dup2(read_only, fd)
         os.close(read_only)
     task, _ = client.get_match(PROMPT)
     client.launch_tasks([task], [slots(0, 1, 2)])
-    assert client.wait([task])[task].status is KVResponseStatus.FAILED
+    assert client.wait([task], DEADLINE_S)[task].status is KVResponseStatus.FAILED
     started.server.check_integrity()
 
 
@@ -283,13 +287,10 @@ def test_a_rank_may_come_before_its_server_and_outlives_one(tmp_path: Path) -> N
     rank.register_to_server(list(kv), block_axis=1)
     for _ in range(2):
         server = KVServer(MODEL, CACHE, server_recv_port=f"ipc://{tmp_path}/s")
-        rank.wait_until_registered(20)
+        rank.wait_until_registered()
         assert server.registered_ranks == 1
         server.close()
-        deadline_s = time.monotonic() + 20
-        while rank._is_registered:
-            assert time.monotonic() < deadline_s
-            time.sleep(0.01)
+        wait_until(lambda: not rank._is_registered)
     rank.close()
 
 
@@ -347,21 +348,21 @@ def test_what_killed_engines_leave_is_removed(
 def test_a_clients_tasks_are_its_own(started: Started) -> None:
     rank, _ = started.rank(0)
     one, two = started.client(0), started.client(1)
-    rank.wait_until_registered(10)
+    rank.wait_until_registered()
     task, _ = one.put_match(PROMPT)
     with pytest.raises(InvalidArgumentError, match="none of this client's"):
         two.launch_tasks([task], [slots(0, 1, 2)])
     two.cancel_tasks([task])
-    assert two.wait([task])[task].status is KVResponseStatus.NOTFOUND
+    assert two.wait([task], DEADLINE_S)[task].status is KVResponseStatus.NOTFOUND
     assert started.server.open_tasks == 1
     one.launch_tasks([task], [slots(0, 1, 2)])
-    assert one.wait([task])[task].status is KVResponseStatus.SUCCESS
+    assert one.wait([task], DEADLINE_S)[task].status is KVResponseStatus.SUCCESS
 
 
 def test_what_a_client_that_goes_has_begun_is_given_back(started: Started) -> None:
     rank, _ = started.rank(0)
     one = started.client(0)
-    rank.wait_until_registered(10)
+    rank.wait_until_registered()
     one.put_match(PROMPT)
     one.put_match(PROMPT + 100)
     one.unregister()
@@ -392,7 +393,7 @@ def test_tasks_that_nobody_asks_about_are_forgotten_when_they_are_over(
 def test_who_waits_holds_up_nobody(started: Started, monkeypatch: pytest.MonkeyPatch) -> None:
     rank, _ = started.rank(0)
     one, two = started.client(0), started.client(1)
-    rank.wait_until_registered(10)
+    rank.wait_until_registered()
     task, _ = one.put_match(PROMPT)
     engine: Any = started.server._engine
     may_end = threading.Event()
@@ -404,7 +405,7 @@ def test_who_waits_holds_up_nobody(started: Started, monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(engine, "try_wait", slow)
     answers: list[dict[int, KVResponse]] = []
-    waiting = threading.Thread(target=lambda: answers.append(one.wait([task], 60.0)))
+    waiting = threading.Thread(target=lambda: answers.append(one.wait([task], DEADLINE_S)))
     waiting.start()
     for _ in range(20):
         two.cancel_tasks([two.get_match(PROMPT)[0]])
@@ -412,7 +413,7 @@ def test_who_waits_holds_up_nobody(started: Started, monkeypatch: pytest.MonkeyP
     assert one.wait([task], 0.0)[task].status is KVResponseStatus.TIMEOUT
     assert waiting.is_alive()
     may_end.set()
-    waiting.join(60)
+    waiting.join()
     assert answers[0][task].status is KVResponseStatus.SUCCESS
 
 
@@ -425,7 +426,7 @@ def speaking(started: Started, *, registered: bool) -> Any:
     )
     if registered:
         shape = messages.shape_of(MODEL, TOKENS)
-        channel.call(messages.RegisterDPClient(dp_client_id=1, shape=shape), 10)
+        channel.call(messages.RegisterDPClient(dp_client_id=1, shape=shape), DEADLINE_S)
     return channel
 
 
@@ -469,9 +470,9 @@ def mutated(pick: random.Random, body: bytes) -> bytes:
 def test_whatever_is_said_the_server_serves_on(started: Started) -> None:
     rank, _ = started.rank(0)
     good = started.client(0)
-    rank.wait_until_registered(10)
+    rank.wait_until_registered()
     pick = random.Random(11)
-    channel = None
+    channel: Any = None
     for number in range(1200):
         if channel is None:
             channel = speaking(started, registered=pick.random() < 0.7)
@@ -493,10 +494,7 @@ def test_whatever_is_said_the_server_serves_on(started: Started) -> None:
         channel.close()
     good.unregister()
     rank.close()
-    deadline_s = time.monotonic() + 30
-    while started.server.open_tasks or started.server.registered_ranks:
-        assert time.monotonic() < deadline_s
-        time.sleep(0.01)
+    wait_until(lambda: not started.server.open_tasks and not started.server.registered_ranks)
     started.server.check_integrity()
 
 
@@ -548,24 +546,18 @@ def test_what_is_no_array_of_tokens_is_refused_before_it_is_sent(started: Starte
 def test_a_server_of_its_own_process_ends_with_the_one_that_started_it(tmp_path: Path) -> None:
     port = f"ipc://{tmp_path}/s"
     program = (
-        "import sys, time; from kvelastic.flexkv.server.server import KVServer;"
+        "import sys; from kvelastic.flexkv.server.server import KVServer;"
         "from kvelastic.flexkv.common.config import *;"
         f"handle = KVServer.create_server({MODEL!r}, {CACHE!r}, '', {port!r}, inherit_env=False);"
-        "print(handle.process.pid, flush=True); time.sleep(600)"
+        "print(handle.process.pid, flush=True); sys.stdin.read()"
     )
-    parent = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
-    assert parent.stdout is not None
-    server = int(parent.stdout.readline())
-    pidfd = os.pidfd_open(server)
-    client = KVDPClient(port, MODEL)
-    client.start_server_and_register(60)
-    _, mask = client.get_match(PROMPT)
-    assert not mask.any()
-    parent.send_signal(signal.SIGKILL)
-    parent.communicate()
-    import select
-
-    assert select.select([pidfd], [], [], 60)[0], "the server outlives its parent"
+    with LineProgram("-c", program) as parent:
+        pidfd = os.pidfd_open(int(parent.read()))
+        client = KVDPClient(port, MODEL)
+        client.start_server_and_register()
+        _, mask = client.get_match(PROMPT)
+        assert not mask.any()
+    assert select.select([pidfd], [], [], DEADLINE_S)[0], "the server outlives its parent"
     os.close(pidfd)
     client.unregister()
     assert not (tmp_path / "s").exists()
@@ -577,17 +569,17 @@ def test_a_server_is_started_and_ended_by_hand(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "kvelastic.flexkv.server", str(file)]
     server = subprocess.Popen(command)
     client = KVDPClient(f"ipc://{tmp_path}/s", MODEL)
-    client.start_server_and_register(60)
+    client.start_server_and_register()
     client.unregister()  # which leaves the server to others
     client = KVDPClient(f"ipc://{tmp_path}/s", MODEL)
-    client.start_server_and_register(60)
+    client.start_server_and_register()
     client.shutdown()
-    assert server.wait(60) == 0
+    assert server.wait(DEADLINE_S) == 0
     again = subprocess.Popen(command)
     client = KVDPClient(f"ipc://{tmp_path}/s", MODEL)
-    client.start_server_and_register(60)
+    client.start_server_and_register()
     again.send_signal(signal.SIGTERM)
-    assert again.wait(60) == 0
+    assert again.wait(DEADLINE_S) == 0
     client.unregister()
 
 

@@ -5,9 +5,6 @@ from __future__ import annotations
 import json
 import os
 import random
-import signal
-import subprocess
-import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -15,53 +12,34 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
-from flexkv_clients import BLOCKS, MODEL, RANKS, TOKENS, cache_shape
+from flexkv_clients import MODEL, RANKS, TOKENS, cache_shape
+from processes import PROGRAMS, LineProgram
+from waiting import wait_until
 
 from kvelastic.flexkv.common.config import CacheConfig, ModelConfig
 from kvelastic.flexkv.common.memory_handle import TensorSharedHandle, shared_zeros
 from kvelastic.flexkv.server.server import KVServer
 
-PROGRAM = Path(__file__).parents[1] / "programs" / "flexkv_clients.py"
-DEADLINE_S = 120.0
-
 
 class Client:
-    """One process, and the lines that it has written."""
+    """A process that is started anew when it has been killed."""
 
     def __init__(self, role: str, facts: dict[str, object], fds: list[int]) -> None:
         self.role, self.facts, self.fds = role, facts, fds
         self.start()
 
     def start(self) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, str(PROGRAM), self.role, json.dumps(self.facts)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            pass_fds=self.fds,
-            text=True,
+        """`is_registered` waits for the end of that."""
+        self.process = LineProgram(
+            PROGRAMS / "flexkv_clients.py", self.role, json.dumps(self.facts), pass_fds=self.fds
         )
-        assert self.line() == "registered"
 
-    def line(self) -> str:
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline()
-        assert line, f"{self.role} {self.facts} has ended with {self.process.wait()}"
-        return line.strip()
+    def is_registered(self) -> bool:
+        return self.process.read() == "registered"
 
     def begin(self, steps: int) -> None:
         """Let an engine take steps; each writes a line."""
-        assert self.process.stdin is not None
-        self.process.stdin.write(f"{steps}\n")
-        self.process.stdin.flush()
-
-    def kill(self) -> None:
-        self.process.send_signal(signal.SIGKILL)
-        self.process.communicate()
-
-    def end(self) -> None:
-        """As an engine ends that is told to."""
-        self.process.communicate(timeout=DEADLINE_S)
-        assert self.process.returncode == 0
+        self.process.send(str(steps))
 
 
 class Engines:
@@ -101,6 +79,7 @@ class Engines:
             )
             for dp in range(2)
         ]
+        assert all(one.is_registered() for one in self.clients)
 
     @property
     def clients(self) -> list[Client]:
@@ -108,8 +87,7 @@ class Engines:
 
     def close(self) -> None:
         for one in self.clients:
-            if one.process.poll() is None:
-                one.kill()
+            one.process.kill()
         self.server.close()
         for group in self.handles:
             for handle in group:
@@ -133,7 +111,7 @@ def engines_over(folder: Path, seed: int) -> Iterator[Engines]:
 
 def seen(engine: Client, count: int) -> Counter[str]:
     """What that many steps came to; a block with wrong bytes is never among it."""
-    lines = Counter(engine.line() for _ in range(count))
+    lines = Counter(engine.process.read() for _ in range(count))
     assert "WRONG" not in lines
     return lines
 
@@ -148,10 +126,7 @@ def until(engine: Client, outcome: str) -> None:
 
 def holds_nothing(server: KVServer) -> None:
     """Wait until what killed clients held has been given back, and look whether that is all."""
-    deadline_s = time.monotonic() + DEADLINE_S
-    while server.open_tasks or server.registered_ranks:
-        assert time.monotonic() < deadline_s, (server.open_tasks, server.registered_ranks)
-        time.sleep(0.01)
+    wait_until(lambda: not server.open_tasks and not server.registered_ranks)
     server.check_integrity()
 
 
@@ -164,7 +139,7 @@ def kill_one_at_random(engines: Engines, pick: random.Random) -> None:
     for engine, count in zip(engines.engines, before, strict=True):
         engine.begin(STEPS)
         seen(engine, count)
-    killed.kill()
+    killed.process.kill()
     for engine, count in zip(engines.engines, before, strict=True):
         if engine is killed:
             continue
@@ -175,18 +150,19 @@ def kill_one_at_random(engines: Engines, pick: random.Random) -> None:
         # An engine without one of its ranks goes on, and copies nothing.
     # At once: whether the server has noticed that the old one is gone is no matter of the new one.
     killed.start()
+    assert killed.is_registered()
     for engine in engines.engines:
         until(engine, "get-success")
 
 
-@pytest.mark.parametrize("seed", [1, 2, 3])
+@pytest.mark.parametrize(
+    "seed", [1, *(pytest.param(seed, marks=pytest.mark.soak) for seed in (2, 3))]
+)
 def test_one_is_killed_and_the_others_go_on(tmp_path: Path, seed: int) -> None:
     with engines_over(tmp_path, seed) as engines:
         kill_one_at_random(engines, random.Random(seed))
-        for engine in engines.engines:
-            engine.end()
-        for rank in engines.ranks:
-            rank.end()
+        for one in (*engines.engines, *engines.ranks):
+            assert one.process.finish() == 0
         holds_nothing(engines.server)
 
 
@@ -198,7 +174,7 @@ def test_killed_again_and_again(tmp_path: Path) -> None:
         while time.monotonic() < end_s:
             kill_one_at_random(engines, pick)
         for one in engines.clients:
-            one.kill()
+            one.process.kill()
         holds_nothing(engines.server)
 
 
@@ -207,8 +183,7 @@ def test_all_are_killed_at_once_and_nothing_is_held(tmp_path: Path) -> None:
         for engine in engines.engines:
             until(engine, "left")
         for one in engines.clients:
-            one.process.send_signal(signal.SIGKILL)
+            one.process.process.kill()  # all of them, and no one is waited for before
         for one in engines.clients:
-            one.process.communicate()
+            one.process.kill()
         holds_nothing(engines.server)
-    assert BLOCKS > 0

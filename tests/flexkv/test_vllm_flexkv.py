@@ -8,17 +8,15 @@ from __future__ import annotations
 
 import json
 import random
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from engine_server import Request
+from processes import PROGRAMS, run_python
 from vllm_server import BLOCK_TOKENS, KV_BYTES, VllmServer
 
 pytestmark = [pytest.mark.timeout(900), pytest.mark.engine]
 
-ROOT = Path(__file__).parents[2]
 CONNECTOR = json.dumps(
     {
         "kv_connector": "FlexKVConnectorV1",
@@ -31,8 +29,7 @@ CONNECTOR = json.dumps(
 @pytest.fixture(scope="module")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("model")
-    program = ROOT / "tests" / "programs" / "tiny_model.py"
-    subprocess.run([sys.executable, str(program), str(folder)], check=True, capture_output=True)
+    run_python(PROGRAMS / "tiny_model.py", folder)
     return folder
 
 

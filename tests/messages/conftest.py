@@ -1,12 +1,11 @@
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+from processes import LineProgram
 from spoken import PROTOCOL, SECRET, answer
 
 from kvelastic.messages import Address, Endpoint, SecretFile, parse_address
@@ -38,28 +37,15 @@ def client(secret_path: Path) -> Iterator[Endpoint]:
 
 
 @pytest.fixture
-def start_server(
-    secret_path: Path,
-) -> Iterator[Callable[[str], tuple[subprocess.Popen[str], Address]]]:
+def start_server(secret_path: Path) -> Iterator[Callable[[str], tuple[LineProgram, Address]]]:
     """Servers that are processes."""
-    started: list[subprocess.Popen[str]] = []
+    with ExitStack() as started:
 
-    def start(address: str) -> tuple[subprocess.Popen[str], Address]:
-        program = Path(__file__).with_name("spoken.py")
-        process = subprocess.Popen(
-            [sys.executable, str(program), address, str(secret_path)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "PYTHONPATH": str(program.parent)},
-        )
-        started.append(process)
-        assert process.stdout is not None
-        word, _, where = process.stdout.readline().strip().partition(" ")
-        assert word == "ready"
-        return process, parse_address(where)
+        def start(address: str) -> tuple[LineProgram, Address]:
+            program = Path(__file__).with_name("spoken.py")
+            process = started.enter_context(LineProgram(program, address, secret_path))
+            word, where = process.read().split()
+            assert word == "ready"
+            return process, parse_address(where)
 
-    yield start
-    for process in started:
-        process.kill()
-        process.communicate()
+        yield start

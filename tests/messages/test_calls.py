@@ -5,15 +5,15 @@ from __future__ import annotations
 import gc
 import os
 import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from processes import LineProgram
 from spoken import PROTOCOL, Answer, Ask, Numbers, answer
+from waiting import DEADLINE_S
 
 from kvelastic.errors import (
     ChannelClosedError,
@@ -34,7 +34,7 @@ from kvelastic.messages import (
 )
 from kvelastic.messages.connection import MOST_UNANSWERED
 
-Starter = Callable[[str], tuple["subprocess.Popen[str]", Address]]
+Starter = Callable[[str], tuple[LineProgram, Address]]
 
 
 def descriptors() -> int:
@@ -44,27 +44,27 @@ def descriptors() -> int:
 
 def test_a_channel_asks(server: Endpoint, secret_path: Path) -> None:
     with connect(server.addresses[0], PROTOCOL, secret=SecretFile(secret_path)) as channel:
-        assert channel.call(Ask("kv"), timeout_s=30) == Answer(2, "kv")
-        assert channel.call(Numbers([1, 2, 3]), timeout_s=30) == Answer(6)
-        assert channel.call(Ask("large"), timeout_s=30) == Answer(0, "x" * 100_000)
+        assert channel.call(Ask("kv"), timeout_s=DEADLINE_S) == Answer(2, "kv")
+        assert channel.call(Numbers([1, 2, 3]), timeout_s=DEADLINE_S) == Answer(6)
+        assert channel.call(Ask("large"), timeout_s=DEADLINE_S) == Answer(0, "x" * 100_000)
         with pytest.raises(LimitError, match="no more than this"):
-            channel.call(Ask("refuse"), timeout_s=30)
+            channel.call(Ask("refuse"), timeout_s=DEADLINE_S)
         with pytest.raises(ChannelError.__base__, match="its log says why"):  # type: ignore[arg-type]
-            channel.call(Ask("fail"), timeout_s=30)
-        assert channel.call(Ask("later"), timeout_s=30) == Answer(7)
+            channel.call(Ask("fail"), timeout_s=DEADLINE_S)
+        assert channel.call(Ask("later"), timeout_s=DEADLINE_S) == Answer(7)
 
 
 def test_an_endpoint_asks_from_many_threads(server: Endpoint, client: Endpoint) -> None:
-    connection = client.connect(server.addresses[0], timeout_s=30)
+    connection = client.connect(server.addresses[0], timeout_s=DEADLINE_S)
 
     def ask(number: int) -> None:
         text = str(number)
-        assert connection.call(Ask(text), timeout_s=60) == Answer(len(text), text)
+        assert connection.call(Ask(text), timeout_s=DEADLINE_S) == Answer(len(text), text)
 
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(ask, range(500)))
     with pytest.raises(LimitError):
-        connection.call(Ask("refuse"), timeout_s=30)
+        connection.call(Ask("refuse"), timeout_s=DEADLINE_S)
 
 
 def test_both_ends_ask_each_other(tmp_path: Path) -> None:
@@ -72,20 +72,20 @@ def test_both_ends_ask_each_other(tmp_path: Path) -> None:
 
     def ask_back(request: Request) -> None:
         def back() -> None:
-            heard.append(request.connection.call(Ask("back"), timeout_s=60))
+            heard.append(request.connection.call(Ask("back"), timeout_s=DEADLINE_S))
             request.answer(Answer(1))
 
         threading.Thread(target=back).start()
 
     address = parse_address(f"unix://{tmp_path}/s")
     with Endpoint(PROTOCOL, ask_back, listen=[address]), Endpoint(PROTOCOL, answer) as other:
-        assert other.connect(address).call(Ask("x"), timeout_s=60) == Answer(1)
+        assert other.connect(address).call(Ask("x"), timeout_s=DEADLINE_S) == Answer(1)
     assert heard == [Answer(4, "back")]
 
 
 def test_a_handler_that_waits_for_its_own_thread_is_told(tmp_path: Path) -> None:
     def wrong(request: Request) -> None:
-        request.connection.call(Ask("back"), timeout_s=60)
+        request.connection.call(Ask("back"), timeout_s=DEADLINE_S)
 
     address = parse_address(f"unix://{tmp_path}/s")
     with (
@@ -93,7 +93,7 @@ def test_a_handler_that_waits_for_its_own_thread_is_told(tmp_path: Path) -> None
         connect(address, PROTOCOL) as channel,
         pytest.raises(InvalidArgumentError, match="a thread of its own"),
     ):
-        channel.call(Ask("x"), timeout_s=60)
+        channel.call(Ask("x"), timeout_s=DEADLINE_S)
 
 
 def test_descriptors_travel_both_ways_and_none_is_left(tmp_path: Path) -> None:
@@ -101,7 +101,7 @@ def test_descriptors_travel_both_ways_and_none_is_left(tmp_path: Path) -> None:
     with Endpoint(PROTOCOL, answer, listen=[address]), Endpoint(PROTOCOL, answer) as client:
         connection = client.connect(address)
         before = descriptors()
-        reply, received = connection.call_for_descriptors(Ask("descriptor"), timeout_s=30)
+        reply, received = connection.call_for_descriptors(Ask("descriptor"), timeout_s=DEADLINE_S)
         assert reply == Answer(1)
         (fd,) = received
         assert os.read(fd, 100) == b"through a pipe"
@@ -111,13 +111,14 @@ def test_descriptors_travel_both_ways_and_none_is_left(tmp_path: Path) -> None:
         for number, (_, write) in enumerate(ends):
             os.write(write, str(number).encode())
         sent = [read for read, _ in ends]
-        assert connection.call(Ask("take"), timeout_s=30, descriptors=sent) == Answer(2, "01")
-        assert connection.call(Ask("not taken"), timeout_s=30, descriptors=sent)
-        assert connection.call(Ask("descriptor"), timeout_s=30) == Answer(1)
+        taken = connection.call(Ask("take"), timeout_s=DEADLINE_S, descriptors=sent)
+        assert taken == Answer(2, "01")
+        assert connection.call(Ask("not taken"), timeout_s=DEADLINE_S, descriptors=sent)
+        assert connection.call(Ask("descriptor"), timeout_s=DEADLINE_S) == Answer(1)
         for read, write in ends:
             os.close(read)
             os.close(write)
-        assert connection.call(Ask("all closed"), timeout_s=30)
+        assert connection.call(Ask("all closed"), timeout_s=DEADLINE_S)
         assert descriptors() == before
 
 
@@ -130,34 +131,34 @@ def test_descriptors_over_tcp_are_refused(secret_path: Path) -> None:
     ):
         connection = client.connect(server.addresses[0])
         with pytest.raises(InvalidArgumentError, match="Unix socket only"):
-            connection.call(Ask("take"), timeout_s=30, descriptors=[0])
-        assert connection.call(Ask("goes on"), timeout_s=30)
+            connection.call(Ask("take"), timeout_s=DEADLINE_S, descriptors=[0])
+        assert connection.call(Ask("goes on"), timeout_s=DEADLINE_S)
 
 
 def test_a_late_reply_is_no_answer_to_the_next_request(server: Endpoint, client: Endpoint) -> None:
-    connection = client.connect(server.addresses[0], timeout_s=30)
+    connection = client.connect(server.addresses[0], timeout_s=DEADLINE_S)
     with pytest.raises(ChannelTimeoutError, match="has not answered a Ask in 0 s"):
         connection.call(Ask("silent"), timeout_s=0)
-    assert connection.call(Ask("next"), timeout_s=30) == Answer(4, "next")
+    assert connection.call(Ask("next"), timeout_s=DEADLINE_S) == Answer(4, "next")
     (at_server,) = server.connections
     at_server.kept.answer(Answer(99))  # type: ignore[attr-defined]
-    assert connection.call(Ask("again"), timeout_s=30) == Answer(5, "again")
+    assert connection.call(Ask("again"), timeout_s=DEADLINE_S) == Answer(5, "again")
 
 
 def test_too_many_requests_wait(server: Endpoint, client: Endpoint) -> None:
-    connection = client.connect(server.addresses[0], timeout_s=30)
+    connection = client.connect(server.addresses[0], timeout_s=DEADLINE_S)
     for _ in range(MOST_UNANSWERED):
         with pytest.raises(ChannelTimeoutError):
             connection.call(Ask("silent"), timeout_s=0)
     with pytest.raises(MessageError, match="ask later"):
-        connection.call(Ask("one more"), timeout_s=30)
+        connection.call(Ask("one more"), timeout_s=DEADLINE_S)
 
 
 def test_what_is_too_large_is_not_sent(server: Endpoint, client: Endpoint) -> None:
-    connection = client.connect(server.addresses[0], timeout_s=30)
+    connection = client.connect(server.addresses[0], timeout_s=DEADLINE_S)
     with pytest.raises(MessageError, match="send it in parts"):
-        connection.call(Answer(0, "x" * 200_000), timeout_s=30)
-    assert connection.call(Ask("goes on"), timeout_s=30)
+        connection.call(Answer(0, "x" * 200_000), timeout_s=DEADLINE_S)
+    assert connection.call(Ask("goes on"), timeout_s=DEADLINE_S)
 
 
 @pytest.mark.parametrize("kind", ["unix", "tcp"])
@@ -169,37 +170,35 @@ def test_a_killed_peer_is_noticed_and_its_callers_are_told(
     )
     gone = threading.Event()
     client._on_close = lambda connection: gone.set()
-    connection = client.connect(address, timeout_s=30)
+    connection = client.connect(address, timeout_s=DEADLINE_S)
     with ThreadPoolExecutor(1) as pool:
-        asked = pool.submit(connection.call, Ask("silent"), 60)
-        assert connection.call(Ask("kv"), timeout_s=30)  # so the other one is on its way, too
+        asked = pool.submit(connection.call, Ask("silent"), DEADLINE_S)
+        # So the other one is on its way, too.
+        assert connection.call(Ask("kv"), timeout_s=DEADLINE_S)
         process.kill()
-        assert gone.wait(60)
+        assert gone.wait(DEADLINE_S)
         with pytest.raises(ChannelClosedError):
             asked.result()
     assert not connection.is_open
     with pytest.raises(ChannelClosedError):
-        connection.call(Ask("kv"), timeout_s=30)
+        connection.call(Ask("kv"), timeout_s=DEADLINE_S)
     # And a new server takes the place of the dead one.
     if kind == "unix":
         start_server(str(address))
-        assert client.connect(address, timeout_s=30).call(Ask("kv"), timeout_s=30)
+        assert client.connect(address, timeout_s=DEADLINE_S).call(Ask("kv"), timeout_s=DEADLINE_S)
 
 
 def test_a_stopped_peer_is_late_and_not_gone(
     client: Endpoint, start_server: Starter, tmp_path: Path
 ) -> None:
     process, address = start_server("tcp://127.0.0.1:0")
-    connection = client.connect(address, timeout_s=30)
-    process.send_signal(signal.SIGSTOP)
-    os.waitpid(process.pid, os.WUNTRACED)
-    try:
-        with pytest.raises(ChannelTimeoutError):
-            connection.call(Ask("kv"), timeout_s=1.5)  # twice what a lost host takes
-        assert connection.is_open
-    finally:
-        process.send_signal(signal.SIGCONT)
-    assert connection.call(Ask("kv"), timeout_s=30)
+    connection = client.connect(address, timeout_s=DEADLINE_S)
+    process.stop()
+    with pytest.raises(ChannelTimeoutError):
+        connection.call(Ask("kv"), timeout_s=1.5)  # twice what a lost host takes
+    assert connection.is_open
+    process.go_on()
+    assert connection.call(Ask("kv"), timeout_s=DEADLINE_S)
 
 
 def test_a_peer_that_does_not_read_is_cut_off(tmp_path: Path) -> None:
@@ -209,7 +208,7 @@ def test_a_peer_that_does_not_read_is_cut_off(tmp_path: Path) -> None:
         Endpoint(PROTOCOL, answer, listen=[address], on_open=opened.append),
         connect(address, PROTOCOL) as channel,
     ):
-        assert channel.call(Ask("kv"), timeout_s=30)
+        assert channel.call(Ask("kv"), timeout_s=DEADLINE_S)
 
         def send_much() -> None:
             for _ in range(1000):
@@ -246,23 +245,14 @@ sys.stdin.read()
         on_open=lambda _: come.set(),
         on_close=lambda _: gone.set(),
     ):
-        env = {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}
-        parent = subprocess.Popen(
-            [sys.executable, "-c", program, str(address)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env=env,
-        )
-        assert parent.stdout is not None
-        lines = {parent.stdout.readline().strip(), parent.stdout.readline().strip()}
-        assert "forked" in lines
-        (child,) = lines - {"forked"}
-        try:
-            assert come.wait(60)
-            parent.kill()
-            parent.wait()
-            assert gone.wait(60)
-        finally:
-            os.kill(int(child), signal.SIGKILL)
-            parent.communicate()
+        here = {"PYTHONPATH": str(Path(__file__).parent)}
+        with LineProgram("-c", program, str(address), environment=here) as parent:
+            lines = {parent.read(), parent.read()}
+            assert "forked" in lines
+            (child,) = lines - {"forked"}
+            try:
+                assert come.wait(DEADLINE_S)
+                parent.kill()
+                assert gone.wait(DEADLINE_S)
+            finally:
+                os.kill(int(child), signal.SIGKILL)

@@ -11,6 +11,7 @@ from pathlib import Path
 import msgspec
 import pytest
 from spoken import PROTOCOL, Answer, Ask, Numbers, answer
+from waiting import DEADLINE_S
 
 from kvelastic.errors import KvelasticError
 from kvelastic.messages import Endpoint, SecretFile, connect, parse_address
@@ -141,6 +142,6 @@ def test_strangers_that_say_anything_do_not_get_in(secret_path: Path) -> None:
             said = said if number % 5 == 0 else mutated(rng, said)
             with socket.create_connection((address.host, address.port)) as stranger:
                 stranger.sendall(said)
-        with connect(address, PROTOCOL, secret=secret, timeout_s=60) as channel:
-            assert channel.call(Ask("kv"), timeout_s=60) == Answer(2, "kv")
+        with connect(address, PROTOCOL, secret=secret, timeout_s=DEADLINE_S) as channel:
+            assert channel.call(Ask("kv"), timeout_s=DEADLINE_S) == Answer(2, "kv")
         assert len(heard) == 1

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from spoken import PROTOCOL, SECRET, Ask, answer
-from waiting import wait_until
+from waiting import DEADLINE_S, wait_until
 
 from kvelastic.errors import (
     AccessDeniedError,
@@ -113,7 +113,7 @@ def test_a_secret_is_replaced_without_a_restart(
         connect(address, PROTOCOL, secret=new_client).close()
         with pytest.raises(AccessDeniedError):
             connect(address, PROTOCOL, secret=kept)
-        assert standing.call(Ask("kv"), timeout_s=30)
+        assert standing.call(Ask("kv"), timeout_s=DEADLINE_S)
 
 
 @pytest.mark.parametrize(
@@ -220,7 +220,7 @@ def test_another_version_of_the_wire_is_told(server: Endpoint) -> None:
     address = server.addresses[0]
     family = socket.AF_UNIX if address.is_unix else socket.AF_INET
     with socket.socket(family) as raw:
-        raw.settimeout(30)
+        raw.settimeout(DEADLINE_S)
         raw.connect(address.path if address.is_unix else (address.host, address.port))
         raw.sendall(HEADER.pack(MAGIC, WIRE_VERSION + 1, Kind.HELLO, 0, 0, 72, 0) + b"?" * 72)
         reader = FrameReader()
@@ -264,7 +264,7 @@ def test_a_changed_message_ends_the_connection(on_tcp: Endpoint, secret_path: Pa
             writer = channel._writer
             frame = writer.write(Kind.REQUEST, 1, PROTOCOL.encode(Ask("kv")))
             channel._socket.sendall(tamper(frame))
-            channel._socket.settimeout(30)
+            channel._socket.settimeout(DEADLINE_S)
             received = b""
             while more := channel._socket.recv(4096):
                 received += more
@@ -290,8 +290,9 @@ def test_what_a_stranger_has_sent_in_time_counts(server: Endpoint, secret_path: 
             hears(stranger)
 
     server._hear_stranger = hear_late  # type: ignore[method-assign]
-    with connect(address, PROTOCOL, secret=SecretFile(secret_path), timeout_s=60) as channel:
-        assert channel.call(Ask("kv"), timeout_s=60)
+    secret = SecretFile(secret_path)
+    with connect(address, PROTOCOL, secret=secret, timeout_s=DEADLINE_S) as channel:
+        assert channel.call(Ask("kv"), timeout_s=DEADLINE_S)
     assert server.refused == 0
 
 
@@ -303,15 +304,16 @@ def test_strangers_do_not_keep_others_out(server: Endpoint, secret_path: Path) -
         raw = socket.socket(family)
         raw.connect(address.path if address.is_unix else (address.host, address.port))
         strangers.append(raw)
-    with connect(address, PROTOCOL, secret=SecretFile(secret_path), timeout_s=60) as channel:
-        assert channel.call(Ask("kv"), timeout_s=60)
+    secret = SecretFile(secret_path)
+    with connect(address, PROTOCOL, secret=secret, timeout_s=DEADLINE_S) as channel:
+        assert channel.call(Ask("kv"), timeout_s=DEADLINE_S)
         assert server.refused >= endpoint_module._MOST_STRANGERS
         server.run_soon(lambda: out_of_time(server))
         for raw in strangers:  # all of them are out
-            raw.settimeout(60)
+            raw.settimeout(DEADLINE_S)
             assert b"kvms" in raw.recv(4096)
             raw.close()
-        assert channel.call(Ask("kv"), timeout_s=60)
+        assert channel.call(Ask("kv"), timeout_s=DEADLINE_S)
 
 
 def test_connections_have_a_bound(tmp_path: Path) -> None:
@@ -336,12 +338,12 @@ def test_without_descriptors_it_waits_and_goes_on(tmp_path: Path) -> None:
             os.close(lowest_free)
             resource.setrlimit(resource.RLIMIT_NOFILE, (lowest_free, hard))
             waiting.connect(address.path)
-            assert standing.call(Ask("kv"), timeout_s=60)
+            assert standing.call(Ask("kv"), timeout_s=DEADLINE_S)
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
             waiting.close()
-        with connect(address, PROTOCOL, timeout_s=60) as channel:
-            assert channel.call(Ask("kv"), timeout_s=60)
+        with connect(address, PROTOCOL, timeout_s=DEADLINE_S) as channel:
+            assert channel.call(Ask("kv"), timeout_s=DEADLINE_S)
 
 
 def test_a_living_servers_socket_is_not_taken(tmp_path: Path) -> None:

@@ -55,21 +55,21 @@ def rounds(engine: Any, exact: bool) -> list[list[list[int]]]:
 
     answers = [ask(), ask()]
     if NAME is not None:
-        _through_sleep_to_a_limit(engine, exact)
+        _through_sleep_to_a_limit(engine, NAME, exact)
     return [*answers, ask()]
 
 
-def _through_sleep_to_a_limit(engine: Any, exact: bool) -> None:
+def _through_sleep_to_a_limit(engine: Any, name: str, exact: bool) -> None:
     from kvelastic import segment
 
-    usage = segment.inspect(NAME).usage
+    usage = segment.inspect(name).usage
     assert usage["mapped_bytes"] > 0, "the model has a cache of its own beside this"
     engine.sleep(level=1)
-    assert segment.inspect(NAME).usage["mapped_bytes"] == 0
+    assert segment.inspect(name).usage["mapped_bytes"] == 0
     engine.wake_up()
     if exact:
         least = usage["page_bytes"] * max(usage["pages_mapped"] // 2, 2)
-        answer = segment.request(NAME, limit_bytes=least, wait_s=10)
+        answer = segment.request(name, limit_bytes=least, wait_s=300)
         assert answer.state == "applied"
 
 

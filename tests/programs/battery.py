@@ -16,6 +16,7 @@ import threading
 from collections.abc import Callable, Iterator
 
 from open_memfds import open_memfds
+from waiting import DEADLINE_S
 
 from kvelastic import _vmm, device, errors, page_size, segment
 
@@ -472,7 +473,7 @@ def case_pages_are_unmapped_after_use(driver: _vmm.Driver) -> None:
     assert memory.is_mapped(1)
     assert not done.is_set()
     assert sim.kvsim_release_stream(None) == 0
-    thread.join(30)
+    thread.join(DEADLINE_S)
     assert done.is_set()
     memory.map([1])  # the device still answers: nothing was read too late
 

@@ -22,7 +22,7 @@ import traceback
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-DEADLINE_S = 300.0
+from waiting import DEADLINE_S
 
 # What the statements may name.
 NAMES = {

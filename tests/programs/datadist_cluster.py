@@ -5,6 +5,8 @@
         peer("cache.cache_id")                       # what an expression comes to, as JSON
         peer.status("manager.pull_cache(CacheKey(1, 7), cache)")      # or the code it fails with
 
+No call gives up on a peer in less than minutes, unless its code or `wait_at_most` says so.
+
 As a program: `datadist_cluster.py`, lines of JSON in and out.
 """
 
@@ -14,16 +16,19 @@ import contextlib
 import ctypes
 import json
 import os
-import signal
-import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from processes import LineProgram
+
 HERE = Path(__file__).parent
+MINUTES_MS = 300_000
+DEFAULTS: dict[str, Any] = {"device_id": 0, "sync_kv_timeout": MINUTES_MS}
 
 
-class Cluster:
+class Cluster(LineProgram):
     """See the module."""
 
     def __init__(
@@ -31,42 +36,29 @@ class Cluster:
         cluster_id: int,
         role: str = "MIX",
         environment: dict[str, str] | None = None,
-        **config: object,
+        **config: Any,
     ) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, str(Path(__file__))],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env={
-                **os.environ,
-                "PYTHONPATH": os.pathsep.join([str(HERE), str(HERE.parents[1])]),
-                **(environment or {}),
-            },
-        )
+        path = os.pathsep.join([str(HERE), str(HERE.parents[1])])
+        super().__init__(__file__, environment={"PYTHONPATH": path} | (environment or {}))
         self.cluster_id = cluster_id
         try:
             self.run(f"config = LLMConfig(); datadist = LLMDataDist(LLMRole.{role}, {cluster_id})")
-            for name, value in ({"device_id": 0} | config).items():
+            for name, value in (DEFAULTS | config).items():
                 self.run(f"config.{name} = {value!r}")
             self.run("datadist.init(config.generate_options())")
             kind = "cache_manager" if config.get("enable_cache_manager") else "kv_cache_manager"
             self.run(f"manager = datadist.{kind}")
         except BaseException:
-            self.close()
+            self.kill()
             raise
 
     def tell(self, code: str, *, is_expression: bool = False) -> None:
         """Have it begin; `answer` waits for the end."""
-        assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps([code, is_expression]) + "\n")
-        self.process.stdin.flush()
+        self.send(json.dumps([code, is_expression]))
 
     def answer(self) -> dict[str, Any]:
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline()
-        assert line, f"cluster {self.cluster_id} has died"
-        return json.loads(line)
+        answer: dict[str, Any] = json.loads(self.read())
+        return answer
 
     def run(self, code: str) -> None:
         """Statements."""
@@ -90,34 +82,25 @@ class Cluster:
         """The same of what it was told."""
         answer = self.answer()
         assert answer.get("status") or "failed" not in answer, answer
-        return answer.get("status", "LLM_SUCCESS")
+        return str(answer.get("status", "LLM_SUCCESS"))
 
-    def stop(self) -> None:
-        """With SIGSTOP; it has stopped when this returns."""
-        self.process.send_signal(signal.SIGSTOP)
-        os.waitid(os.P_PID, self.process.pid, os.WSTOPPED | os.WNOWAIT)
-
-    def go_on(self) -> None:
-        self.process.send_signal(signal.SIGCONT)
-
-    def kill(self) -> None:
-        """With SIGKILL; what it leaves in shared memory is removed, as whoever looks would."""
+    def kill(self, *, wait: bool = True) -> None:
+        """SIGKILL. The files that it leaves in shared memory are removed, as by any reader."""
         from kvelastic import segment_dir
 
-        self.process.kill()
-        self.process.wait()
+        super().kill(wait=wait)
         segment_dir.reap()
 
-    def close(self) -> None:
-        with contextlib.suppress(BrokenPipeError):
-            self.process.stdin.close()  # type: ignore[union-attr]
-        if self.process.poll() is None:
-            self.process.send_signal(signal.SIGCONT)
-            self.process.wait(30)
-        self.process.stdout.close()  # type: ignore[union-attr]
+    @contextlib.contextmanager
+    def wait_at_most(self, seconds: float) -> Iterator[None]:
+        """In the body its calls wait so long for a peer."""
+        options = "object.__setattr__(datadist._links._options, 'sync_kv_timeout_s', {})"
+        self.run(options.format(seconds))
+        yield
+        self.run(options.format(MINUTES_MS / 1000))
 
-    def __enter__(self) -> Cluster:
-        return self
+    def close(self) -> None:
+        self.finish()
 
     def __exit__(self, *_: object) -> None:
         self.close()
@@ -130,6 +113,9 @@ def main() -> None:
 
     import kvelastic.datadist as interface
     from kvelastic.datadist.status import LLMException
+
+    interface.LLMDataDist.link_clusters.__defaults__ = (MINUTES_MS,)
+    interface.LLMDataDist.unlink_clusters.__defaults__ = (MINUTES_MS, False)
 
     class Events(interface.LayerSynchronizer):
         """Layer l may leave when `events[l]` is set; False where it is in `refuse`."""

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from waiting import DEADLINE_S
 
 from kvelastic import segment
 from kvelastic.config import Config, load
@@ -46,7 +47,7 @@ DOCUMENTS = 16
 MOST_TOKENS = 48
 """Blocks of a prompt: a token is a block."""
 MOST_REQUESTS = 6
-SOON_S = 60.0
+SOON_S = DEADLINE_S
 LAYOUT = PageLayout(BLOCK_BYTES, BUFFERS, BLOCKS_PER_PAGE, PAGE_BYTES)
 
 
@@ -55,7 +56,8 @@ class Contents:
 
     def __init__(self, address: int, pages: int) -> None:
         size = LAYOUT.range_bytes(pages)
-        self._memory = np.frombuffer((ctypes.c_uint8 * size).from_address(address), np.uint8)
+        memory = memoryview((ctypes.c_uint8 * size).from_address(address))
+        self._memory = np.frombuffer(memory, np.uint8)
         self._pages = pages
         self._count = np.arange(BLOCK_BYTES // 8, dtype=np.uint64)
 

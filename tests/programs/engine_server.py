@@ -20,11 +20,11 @@ from typing import Any, NamedTuple, TypeVar
 
 import psutil
 from killed_engines import LeftBehind
+from waiting import DEADLINE_S
 
 START_DEADLINE_S = 420.0
 """20 to 40 s where the machine has what the engine imports in memory; minutes where it reads it."""
-STOP_DEADLINE_S = 60.0
-REQUEST_DEADLINE_S = 300.0
+REQUEST_DEADLINE_S = DEADLINE_S
 DECIDED = 1e-4
 """Of log probabilities: the tiny model's logits are known to a millionth or so."""
 
@@ -73,7 +73,7 @@ class EngineServer(ABC):
                 status = self.process.returncode
                 raise AssertionError(f"{self.ENGINE} ended with {status}: {self.tail()}")
             with contextlib.suppress(OSError, http.client.HTTPException):
-                if self.request("/health")[0] == 200:
+                if self.request("/health", timeout_s=10)[0] == 200:
                     self.family()
                     return self
             time.sleep(0.1)
@@ -98,8 +98,8 @@ class EngineServer(ABC):
 
     def wait_until_gone(self) -> None:
         """Return once the server and every process of it that was seen has ended."""
-        self.process.wait(STOP_DEADLINE_S)
-        _, alive = psutil.wait_procs(list(self._seen.values()), timeout=STOP_DEADLINE_S)
+        self.process.wait(DEADLINE_S)
+        _, alive = psutil.wait_procs(list(self._seen.values()), timeout=DEADLINE_S)
         assert not alive, f"still there: {alive}; {self.tail()}"
 
     def kill(self) -> None:
@@ -111,8 +111,8 @@ class EngineServer(ABC):
         for child in self._seen.values():
             with contextlib.suppress(psutil.Error):
                 child.kill()
-        self.process.wait(STOP_DEADLINE_S)
-        psutil.wait_procs(list(self._seen.values()), timeout=STOP_DEADLINE_S)
+        self.process.wait(DEADLINE_S)
+        psutil.wait_procs(list(self._seen.values()), timeout=DEADLINE_S)
         self._left.remove()
 
     def text(self) -> str:
@@ -147,7 +147,11 @@ class EngineServer(ABC):
         return text
 
     def request(
-        self, path: str, method: str = "GET", timeout_s: float = 10, body: Any = None
+        self,
+        path: str,
+        method: str = "GET",
+        timeout_s: float = REQUEST_DEADLINE_S,
+        body: Any = None,
     ) -> tuple[int, bytes]:
         """The status and what was answered."""
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=timeout_s)

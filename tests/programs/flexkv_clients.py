@@ -24,7 +24,7 @@ LAYERS, BLOCKS, TOKENS, HEADS, SIZE = 2, 24, 4, 4, 8
 RANKS = 2
 ROW = 2 * LAYERS * TOKENS * (HEADS // RANKS) * SIZE
 PROMPTS = 12
-MODEL = {
+MODEL: dict[str, Any] = {
     "num_layers": LAYERS,
     "num_kv_heads": HEADS,
     "head_size": SIZE,
@@ -102,7 +102,7 @@ class Engine:
             return f"{kind}-nothing", KVResponseStatus.CANCELLED
         slots = np.concatenate([np.arange(TOKENS) + block_id * TOKENS for block_id in ids])
         self.client.launch_tasks([task_id], [slots])
-        response = self.client.wait([task_id], 20.0, completely=self.pick.random() < 0.5)[task_id]
+        response = self.client.wait([task_id], 300, completely=self.pick.random() < 0.5)[task_id]
         return f"{kind}-{response.status.value}", response.status
 
     def step(self) -> str:
@@ -122,7 +122,7 @@ def main(role: str, given: str) -> None:
     if role == "tp":
         client = KVTPClient(facts["port"], facts["dp"], tp_rank=facts["rank"])
         client.register_to_server(list(array_of(facts["fd"])), block_axis=1)
-        client.wait_until_registered(60)
+        client.wait_until_registered()
         print("registered", flush=True)
         sys.stdin.read()
         return

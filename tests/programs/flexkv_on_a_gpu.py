@@ -9,9 +9,11 @@ import ctypes
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from gpu_kernels import SUCCESS, Gpu
+from waiting import DEADLINE_S
 
 from kvelastic import _vmm
 from kvelastic.config import load
@@ -35,13 +37,14 @@ def main(folder: Path) -> None:
     memory.map([0])
     model = ModelConfig(num_layers=LAYERS, num_kv_heads=2, head_size=8, dtype="float32")
     remote = folder / "shared"
-    for more in (
+    tiers: list[dict[str, Any]] = [
         {"enable_ssd": True, "ssd_cache_dir": str(folder / "kv")},
         {"enable_remote": True, "remote_cache_path": str(remote)},
-    ):
+    ]
+    for more in tiers:
         cache = CacheConfig(tokens_per_block=TOKENS, num_cpu_blocks=64, num_ssd_blocks=64, **more)
         with KVManager(model, cache) as manager:
-            manager.task_engine.cache_engine._lookup._patience_s = 60.0
+            manager.task_engine.cache_engine._lookup._patience_s = DEADLINE_S
             handle = GPUAllocator.from_addresses(layout, [memory.address], "cuda", load())
             manager.task_engine.register_storage(handle, 0, 0, keep=memory)
             there = np.random.default_rng(1).integers(0, 255, layout.total_bytes, np.uint8)
@@ -49,15 +52,15 @@ def main(folder: Path) -> None:
             tokens = np.arange(20 * TOKENS, dtype=np.int64)
             slots = np.arange(20 * TOKENS, dtype=np.int64)
             task = manager.put_async(tokens, slots)
-            done = manager.wait(task, 60, completely=True)[task]
+            done = manager.wait(task, DEADLINE_S, completely=True)[task]
             assert done.status is KVResponseStatus.SUCCESS, done
             copy(gpu, "cuMemcpyHtoD_v2", memory.address, np.zeros_like(there))
             manager.task_engine.cache_engine.engine(DeviceType.CPU).evict(15)
-            task = manager.prefetch_async(tokens) if "enable_remote" in more else None
-            if task is not None:
-                assert manager.wait(task, 60)[task].status is KVResponseStatus.SUCCESS
+            if "enable_remote" in more:
+                task = manager.prefetch_async(tokens)
+                assert manager.wait(task, DEADLINE_S)[task].status is KVResponseStatus.SUCCESS
             task = manager.get_async(tokens, slots)
-            done = manager.wait(task, 60)[task]
+            done = manager.wait(task, DEADLINE_S)[task]
             assert done.status is KVResponseStatus.SUCCESS, done
             assert done.return_mask is not None
             assert done.return_mask.all()
@@ -67,13 +70,13 @@ def main(folder: Path) -> None:
             wanted, got = there.reshape(shaped), back.reshape(shaped)
             assert (got[:, :, :20] == wanted[:, :, :20]).all()
             assert not got[:, :, 20:].any()
-            manager.task_engine.transfer_engine.drain(60)
+            manager.task_engine.transfer_engine.drain(DEADLINE_S)
             manager.check_integrity()
             manager.task_engine.release_client(0)
     print("moved")
 
 
-def copy(gpu: Gpu, call: str, address: int, host: np.ndarray) -> None:  # type: ignore[type-arg]
+def copy(gpu: Gpu, call: str, address: int, host: np.ndarray[Any, Any]) -> None:
     """By the driver's own call: to the GPU or from it."""
     device = ctypes.c_uint64(address)
     pointer = host.ctypes.data_as(ctypes.c_void_p)

@@ -9,17 +9,13 @@ from __future__ import annotations
 import json
 import os
 import signal
-import sys
-from pathlib import Path
 from typing import Any
-
-sys.path.insert(0, str(Path(__file__).parent / "simulated_gpu"))
 
 
 def main() -> None:
-    import seams
     import torch
     import transformers
+    from simulated_gpu import seams
 
     from kvelastic import segment
     from kvelastic.integration.transformers import ElasticCache, token_store

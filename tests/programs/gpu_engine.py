@@ -90,7 +90,7 @@ def generate_under_limits(engine: Any, requests: list[Any], found: dict[str, Any
     tokens = generate(engine, requests)
     done.set()
     thread.join()
-    segment.request(NAME, limit_bytes=1 << 40, wait_s=5)
+    segment.request(NAME, limit_bytes=1 << 40, wait_s=300)
     return tokens
 
 
@@ -107,7 +107,7 @@ def hold_a_kernel(engine: Any, found: dict[str, Any]) -> None:
     found["under_the_kernel"] = segment.request(NAME, asleep=True, wait_s=0.3).state
     found["unmapped_under_the_kernel"] = before - used_bytes()
     assert cuda.kvsim_release_stream(stream) == 0
-    found["after_the_kernel"] = segment.request(NAME, asleep=True, wait_s=30).state
+    found["after_the_kernel"] = segment.request(NAME, asleep=True, wait_s=300).state
     found["used_after_the_kernel"] = used_bytes()
     found["context_error"] = cuda.cuCtxSynchronize()
 

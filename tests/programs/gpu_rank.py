@@ -66,17 +66,18 @@ def rank(endpoint: str) -> None:
     def rows(block: int) -> list[int]:
         return [memory.address + (at * PER_PAGE + block) * ROW for at in range(2 * LAYERS)]
 
+    def write(block: int, contents_of: Callable[[int], bytes]) -> None:
+        for at, row in enumerate(rows(block)):
+            contents.write(row, contents_of(at) * ROW)
+
     does: dict[str, Callable[[int], Any]] = {
         "map": lambda page: memory.map([page]),
         "unmap": lambda page: memory.unmap([page], destroy=True),
-        "write": lambda block: [
-            contents.write(row, bytes([(block + at) % 251]) * ROW)
-            for at, row in enumerate(rows(block))
-        ],
-        "clear": lambda block: [contents.write(row, bytes(ROW)) for row in rows(block)],
+        "write": lambda block: write(block, lambda at: bytes([(block + at) % 251])),
+        "clear": lambda block: write(block, lambda _: b"\0"),
         "read": lambda block: [contents.read(row, ROW) for row in rows(block)],
     }
-    client.wait_until_registered(60)
+    client.wait_until_registered()
     print("registered", flush=True)
     for line in sys.stdin:
         word, _, number = line.partition(" ")
@@ -101,7 +102,7 @@ def manager(endpoint: str) -> None:
             assert int(mask.sum()) == len(ids) * TOKENS, "not all of it is there"
             slots = np.concatenate([np.arange(TOKENS) + int(block) * TOKENS for block in ids])
             one.launch(task, slots)
-            print(one.wait(task)[task].status.value, flush=True)
+            print(one.wait(task, 300)[task].status.value, flush=True)
         one.check_integrity()
 
 

@@ -155,7 +155,7 @@ from vllm.utils import mem_utils, torch_utils  # noqa: E402
 from vllm.v1.worker import gpu_worker  # noqa: E402
 
 
-class GpuWorkerOnCpu(gpu_worker.Worker):  # type: ignore[misc]
+class GpuWorkerOnCpu(gpu_worker.Worker):
     def __init__(self, vllm_config: Any, *arguments: Any, **named: Any) -> None:
         gpu_worker.torch = _Torch()
         for module in (gpu_worker, mem_utils):
@@ -167,7 +167,7 @@ class GpuWorkerOnCpu(gpu_worker.Worker):  # type: ignore[misc]
         # Of the sampler's kernels Triton's interpreter runs those for temperature 0, no grammars.
         SamplingParams.for_sampler_warmup = lambda: SamplingParams(temperature=0, max_tokens=8)
         worker_device.open_driver, tensors.whole_range = seams.open_driver, self._whole_range
-        worker_device.model_name = lambda _: "simulated GPU"
+        worker_device.model_name = lambda worker: "simulated GPU"
         torch_utils.current_stream = self._current_stream
         if NEIGHBOUR_BYTES:
             driver = _vmm.CudaDriver("cuda:0")

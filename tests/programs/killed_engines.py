@@ -16,8 +16,7 @@ import subprocess
 
 import psutil
 from run_end import SHM, note_files_of, semaphores_of
-
-END_DEADLINE_S = 60.0
+from waiting import DEADLINE_S
 
 
 class LeftBehind:
@@ -54,6 +53,6 @@ def kill_group(engine: subprocess.Popen[bytes]) -> None:
     family = left.note(engine.pid)
     with contextlib.suppress(ProcessLookupError):
         os.killpg(engine.pid, signal.SIGKILL)
-    engine.wait(END_DEADLINE_S)
-    psutil.wait_procs(family, timeout=END_DEADLINE_S)
+    engine.wait(DEADLINE_S)
+    psutil.wait_procs(family, timeout=DEADLINE_S)
     left.remove()

@@ -9,58 +9,44 @@ As a program it reads commands from stdin, one JSON array a line, and answers ea
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import signal
-import subprocess
 import sys
 import time
-from pathlib import Path
 from typing import Any
+
+from processes import LineProgram
 
 PAGE_BYTES = 2 << 20
 BLOCKS_PER_PAGE = 4
 PAGES = 4096
 
 
-class Instance:
+class Instance(LineProgram):
     """An instance in a process of its own, under the control of a test."""
 
     def __init__(self, *arguments: str, **environ: str) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, str(Path(__file__)), *arguments],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env=os.environ | environ,
-        )
+        super().__init__(__file__, *arguments, environment=environ)
         ready = self.read()
         if "error" in ready:
-            self.process.wait()
-            self._close_pipes()
+            self.finish()
             raise RuntimeError(ready["error"])
         self.name: str = ready["name"]
-        self.pid = self.process.pid
 
     def send(self, *command: Any) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps(command) + "\n")
-        self.process.stdin.flush()
+        super().send(json.dumps(command))
 
     def read(self) -> Any:
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline()
-        if not line:
-            raise EOFError(f"the instance has ended: {self.process.wait()}")
-        return json.loads(line)
+        return json.loads(super().read())
 
     def ask(self, *command: Any) -> Any:
         self.send(*command)
         return self.read()
 
     def alloc(self, count: int) -> list[int] | None:
-        return self.ask("alloc", count)  # type: ignore[no-any-return]
+        ids: list[int] | None = self.ask("alloc", count)
+        return ids
 
     def free(self, ids: list[int]) -> None:
         self.ask("free", ids)
@@ -69,7 +55,8 @@ class Instance:
         self.ask("cache", ids)
 
     def stats(self) -> dict[str, int]:
-        return self.ask("stats")  # type: ignore[no-any-return]
+        stats: dict[str, int] = self.ask("stats")
+        return stats
 
     @property
     def mapped_bytes(self) -> int:
@@ -78,26 +65,8 @@ class Instance:
     def signal(self, number: signal.Signals) -> None:
         self.process.send_signal(number)
 
-    def kill(self) -> None:
-        self.process.kill()
-        self.process.wait()
-
-    def _close_pipes(self) -> None:
-        for pipe in (self.process.stdin, self.process.stdout):
-            if pipe is not None:
-                pipe.close()
-
     def close(self) -> None:
-        if self.process.poll() is None:
-            self.process.send_signal(signal.SIGCONT)
-            assert self.process.stdin is not None
-            self.process.stdin.close()
-            self.process.wait()
-        with contextlib.suppress(BrokenPipeError):
-            self._close_pipes()
-
-    def __enter__(self) -> Instance:
-        return self
+        self.finish()
 
     def __exit__(self, *_: object) -> None:
         self.close()
@@ -151,7 +120,8 @@ def serve() -> None:
             elif verb == "arrivals":
                 answer(blocks.arrivals)
             elif verb == "engine_sleeps":
-                answer(pool.segment.record.set_engine_asleep(*arguments))
+                pool.segment.record.set_engine_asleep(*arguments)
+                answer(None)
             elif verb == "available":
                 answer(blocks.available_size())
             else:

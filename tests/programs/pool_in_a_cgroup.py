@@ -8,11 +8,11 @@ from __future__ import annotations
 import contextlib
 import os
 import random
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from processes import LineProgram
 from waiting import wait_until
 
 MIB = 1 << 20
@@ -80,16 +80,12 @@ def heap(size_bytes: int) -> bytearray:
 
 
 @contextlib.contextmanager
-def another_process(size_bytes: int) -> Iterator[subprocess.Popen[str]]:
-    """One of the same cgroup that holds so much until its input ends."""
+def another_process(size_bytes: int) -> Iterator[LineProgram]:
+    """A process of the same cgroup that holds so much until its input ends."""
     program = f"held = b'1' * {size_bytes}; print(1, flush=True); import sys; sys.stdin.read()"
-    with subprocess.Popen(
-        [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as process:
-        assert process.stdout is not None
-        process.stdout.readline()
+    with LineProgram("-c", program) as process:
+        assert process.read() == "1"
         yield process
-        process.kill()
 
 
 def caches_make_way() -> None:
@@ -143,7 +139,7 @@ def who_was_refused_a_page_hears_when_there_is_one() -> None:
         one.fill()
         got, seen = None, one.pool.arrivals
         assert one.pool.alloc(one.page_blocks) is None
-        other.communicate()
+        other.finish()
         while got is None:  # there may be one for a moment before, at the very edge
             seen = one.next_arrival(seen)
             got = one.pool.alloc(one.page_blocks)

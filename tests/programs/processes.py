@@ -2,19 +2,21 @@
 
 run_python("-c", "print(1)").stdout                # runs to its end; a failure shows its output
 
-with LineProgram(PROGRAMS / "two_pools.py", name) as program:
-    assert program.ask("alloc 8") == "ok"          # sends a line, returns the next line of stdout
+with LineProgram(PROGRAMS / "ring_worker.py", name, "paged", "8") as program:
+    assert program.read() == "ready"
+    assert program.ask("write 3 7") == "done"      # sends a line, returns the next line of stdout
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import IO, TypeVar
 
 from waiting import DEADLINE_S
 
@@ -56,7 +58,8 @@ def run_python(
 class LineProgram:
     """A Python program that answers each line of its stdin with one line on its stdout.
 
-    Leaving the `with` block kills it. Its stderr is this process's own.
+    Leaving the `with` block kills it. Its stderr is the file `log`, or this process's own.
+    A subclass may speak of other things than lines: then `send`, `read` and `ask` translate.
     """
 
     def __init__(
@@ -64,21 +67,27 @@ class LineProgram:
         *arguments: str | Path,
         environment: Mapping[str, str] | None = None,
         python: str | Path = sys.executable,
+        log: Path | None = None,
+        pass_fds: Sequence[int] = (),
     ) -> None:
         self.command = [str(python), *map(str, arguments)]
-        self.process = subprocess.Popen(
-            self.command,
-            env=None if environment is None else os.environ | dict(environment),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
+        self.log = log
+        with contextlib.ExitStack() as stack:
+            self.process = subprocess.Popen(
+                self.command,
+                env=None if environment is None else os.environ | dict(environment),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=None if log is None else stack.enter_context(log.open("wb")),
+                pass_fds=pass_fds,
+                text=True,
+            )
 
     @property
     def pid(self) -> int:
         return self.process.pid
 
-    def send(self, line: str) -> None:
+    def send(self, line: str, /) -> None:
         assert self.process.stdin is not None
         self.process.stdin.write(line + "\n")
         self.process.stdin.flush()
@@ -87,27 +96,51 @@ class LineProgram:
         """Return the next line, without its end. Raises AssertionError if the program has ended."""
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
-        assert line.endswith("\n"), f"{self.command} ended with {self.process.wait(DEADLINE_S)}"
+        assert line.endswith("\n"), self.how_it_ended()
         return line[:-1]
 
-    def ask(self, line: str) -> str:
+    def ask(self, line: str, /) -> str:
         self.send(line)
         return self.read()
 
-    def finish(self) -> int:
-        """Close its stdin, wait for its end and return its exit code."""
-        assert self.process.stdin is not None
-        self.process.stdin.close()
-        return self.process.wait(DEADLINE_S)
+    def stop(self) -> None:
+        """SIGSTOP. Returns when all its threads have stopped. Safe at any time."""
+        self.process.send_signal(signal.SIGSTOP)
+        with contextlib.suppress(ChildProcessError):  # it had ended
+            os.waitid(os.P_PID, self.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
 
-    def kill(self) -> None:
-        """SIGKILL. Safe at any time."""
+    def go_on(self) -> None:
+        """SIGCONT. Safe at any time."""
+        self.process.send_signal(signal.SIGCONT)
+
+    def finish(self) -> int:
+        """Close its stdin, wait for its end and return its exit code. Safe at any time."""
+        self._close(self.process.stdin)
+        self.go_on()
+        status = self.process.wait(DEADLINE_S)
+        self._close(self.process.stdout)
+        return status
+
+    def kill(self, *, wait: bool = True) -> None:
+        """SIGKILL. Without `wait` the process stays a zombie. Safe at any time."""
         self.process.kill()
+        if not wait:
+            os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
+            return
         self.process.wait(DEADLINE_S)
-        for stream in (self.process.stdin, self.process.stdout):
-            assert stream is not None
-            with contextlib.suppress(BrokenPipeError):  # a line that was not yet flushed
-                stream.close()
+        self._close(self.process.stdin)
+        self._close(self.process.stdout)
+
+    def how_it_ended(self) -> str:
+        """Return its exit code and its log, for a failure's message."""
+        log = "" if self.log is None else f":\n{self.log.read_text(errors='replace')}"
+        return f"{self.command} ended with {self.process.wait(DEADLINE_S)}{log}"
+
+    @staticmethod
+    def _close(stream: IO[str] | None) -> None:
+        assert stream is not None
+        with contextlib.suppress(BrokenPipeError):  # a line that was not yet flushed
+            stream.close()
 
     def __enter__(self: Self) -> Self:
         return self

@@ -8,6 +8,7 @@ A process of its own: the client's threads, its log and what it does to its proc
 
 from __future__ import annotations
 
+import os
 import socket
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from ports import free_port
+from processes import LineProgram
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tiers"))
 
@@ -55,17 +57,9 @@ def master(port: int) -> Iterator[subprocess.Popen[bytes]]:
 @contextmanager
 def lender(port: int) -> Iterator[None]:
     """Memory of another process for the master at that port, as other machines give it."""
-    command = [sys.executable, __file__, "lend", str(port)]
-    process = subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
-    )
-    assert process.stdout is not None
-    try:
-        assert process.stdout.readline() == b"lent\n"
+    with LineProgram(__file__, "lend", str(port), log=Path(os.devnull)) as process:
+        assert process.read() == "lent"
         yield
-    finally:
-        process.kill()
-        process.communicate()
 
 
 def lend(port: int) -> None:
@@ -141,13 +135,15 @@ def gone(port: int) -> None:
     assert not any(absent.put(keys, records_of(keys)))
     with master(port):
         for each in (store, absent):
-            wait_until(
-                lambda each=each: all(each.put(keys, records_of(keys))), "it is not found again"
-            )
-            wait_until(lambda each=each: all(read(each, keys)), "it is not found again")
-            assert each.erase(keys) == len(split(keys))
+            finds_it_again(each, keys)
         absent.close()
         store.close()
+
+
+def finds_it_again(store: MooncakeStore, keys: bytes) -> None:
+    wait_until(lambda: all(store.put(keys, records_of(keys))), "it is not found again")
+    wait_until(lambda: all(read(store, keys)), "it is not found again")
+    assert store.erase(keys) == len(split(keys))
 
 
 def main() -> None:

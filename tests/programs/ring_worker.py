@@ -20,13 +20,13 @@ from __future__ import annotations
 
 import gc
 import os
-import signal
-import subprocess
 import sys
 from functools import cached_property
 
+from processes import LineProgram
 
-class Worker:
+
+class Worker(LineProgram):
     """The process, from outside."""
 
     def __init__(
@@ -40,66 +40,27 @@ class Worker:
         environment: dict[str, str] | None = None,
     ) -> None:
         self.rank = rank
-        self.process = subprocess.Popen(
-            [sys.executable, program, segment, layout, str(pages), str(rank)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env=os.environ | (environment or {}),
-        )
+        super().__init__(program, segment, layout, str(pages), str(rank), environment=environment)
 
     @cached_property
     def first_words(self) -> list[str]:
         """What it said of its start; waits for that."""
-        assert self.process.stdout is not None
-        return self.process.stdout.readline().split()
+        return self.read().split()
 
     @cached_property
     def refusal(self) -> str:
         """Why it was refused."""
         assert self.first_words[0] == "refused"
-        assert self.process.stdout is not None
-        return self.process.stdout.readline().strip()
+        return self.read()
 
-    @property
-    def pid(self) -> int:
-        return self.process.pid
-
-    def ask(self, line: str) -> str:
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
+    def ask(self, line: str, /) -> str:
         assert self.first_words == ["ready"]
-        self.process.stdin.write(line + "\n")
-        self.process.stdin.flush()
-        return self.process.stdout.readline().strip()
+        return super().ask(line)
 
     def mapped(self) -> list[int]:
         return [int(page) for page in self.ask("mapped").split()]
 
-    def kill(self, *, wait: bool = True) -> None:
-        """SIGKILL; without `wait` it stays a zombie."""
-        self.process.kill()
-        if wait:
-            self.process.wait()
-        else:
-            os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
-
-    def pause(self) -> None:
-        os.kill(self.pid, signal.SIGSTOP)
-        os.waitid(os.P_PID, self.pid, os.WSTOPPED)
-
-    def go_on(self) -> None:
-        os.kill(self.pid, signal.SIGCONT)
-
-    def __enter__(self) -> Worker:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.process.kill()
-        self.process.wait()
-        for pipe in (self.process.stdin, self.process.stdout):
-            if pipe is not None:
-                pipe.close()
+    pause = LineProgram.stop
 
 
 def main() -> None:

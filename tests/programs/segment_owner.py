@@ -9,10 +9,10 @@ and lives until its stdin closes. As a module, for tests:
 from __future__ import annotations
 
 import os
-import signal
-import subprocess
 import sys
 from pathlib import Path
+
+from processes import LineProgram
 
 CAPACITY_BYTES = 4 << 30
 MAPPED_BYTES = 96 << 20
@@ -27,61 +27,19 @@ MODES = {
 }
 
 
-class Owner:
+class Owner(LineProgram):
     """An owner process under the control of a test."""
 
     def __init__(self, name: str, mode: str = "apply") -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, str(Path(__file__)), name, mode],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        assert self.process.stdout is not None
-        said = self.process.stdout.readline().split()
-        if said[:1] != ["ready"]:
-            self._close_pipes()
-            raise RuntimeError(f"the owner of {name} did not start: {said}")
-        self.name = said[1]
+        super().__init__(__file__, name, mode)
+        word, self.name = self.read().split()
+        assert word == "ready"
         self.path = Path("/dev/shm") / self.name
 
-    @property
-    def pid(self) -> int:
-        return self.process.pid
-
-    def kill(self, *, wait: bool = True) -> None:
-        """SIGKILL; without `wait` it stays a zombie."""
-        self.process.kill()
-        if wait:
-            self.process.wait()
-        else:
-            os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
-
-    def stop(self) -> None:
-        os.kill(self.pid, signal.SIGSTOP)
-        os.waitid(os.P_PID, self.pid, os.WSTOPPED)
-
-    def go_on(self) -> None:
-        os.kill(self.pid, signal.SIGCONT)
-
-    def end(self) -> int:
-        """Let it end by itself."""
-        assert self.process.stdin is not None
-        self.process.stdin.close()
-        return self.process.wait()
-
-    def _close_pipes(self) -> None:
-        for pipe in (self.process.stdin, self.process.stdout):
-            if pipe is not None:
-                pipe.close()
-
-    def __enter__(self) -> Owner:
-        return self
+    end = LineProgram.finish
 
     def __exit__(self, *_: object) -> None:
-        self.process.kill()
-        self.process.wait()
-        self._close_pipes()
+        self.kill()
         self.path.unlink(missing_ok=True)
 
 

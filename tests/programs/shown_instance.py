@@ -12,44 +12,26 @@ each thing done, and lives until its stdin closes. As a module, for tests:
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
+from processes import LineProgram
 
-class Shown:
+
+class Shown(LineProgram):
     """Such a process under the control of a test."""
 
     def __init__(self, name: str, **facts: object) -> None:
         self.name = name
-        self.process = subprocess.Popen(
-            [sys.executable, str(Path(__file__)), name, json.dumps(facts)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        self._await("ready")
+        super().__init__(__file__, name, json.dumps(facts))
+        assert self.read() == "ready"
 
     def say(self, **facts: object) -> None:
         """Have it publish, and return when it has."""
-        assert self.process.stdin is not None
-        print(json.dumps(facts), file=self.process.stdin, flush=True)
-        self._await("done")
-
-    def _await(self, word: str) -> None:
-        assert self.process.stdout is not None
-        said = self.process.stdout.readline().strip()
-        assert said == word, f"{self.name} said {said!r}"
-
-    def __enter__(self) -> Shown:
-        return self
+        assert self.ask(json.dumps(facts)) == "done"
 
     def __exit__(self, *_: object) -> None:
-        self.process.kill()
-        self.process.wait()
-        for pipe in (self.process.stdin, self.process.stdout):
-            if pipe is not None:
-                pipe.close()
+        self.kill()
         from kvelastic import segment
 
         segment.reap()  # the board of its tiers, too

@@ -17,6 +17,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from processes import LineProgram
+
 SIM = Path(__file__).parents[1] / "sim"
 SEAMS = Path(__file__).parent / "simulated_gpu"
 
@@ -46,34 +48,20 @@ class SimulatedMachine:
         return {**self.environment, "PYTHONPATH": str(SEAMS)}
 
     def __enter__(self) -> SimulatedMachine:
-        self._looker = subprocess.Popen(
-            [sys.executable, __file__],
-            env={**os.environ, **self.environment},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            bufsize=1,
-        )
+        self._looker = LineProgram(__file__, environment=self.environment)
         return self
 
     def __exit__(self, *_: object) -> None:
         self._looker.kill()
-        self._looker.communicate()
         self.file.unlink(missing_ok=True)
-
-    def _ask(self, question: str) -> int:
-        assert self._looker.stdin is not None
-        assert self._looker.stdout is not None
-        self._looker.stdin.write(question + "\n")
-        return int(self._looker.stdout.readline())
 
     def used_bytes(self, device: int = 0) -> int:
         """What all processes hold of a device."""
-        return self._ask(str(device))
+        return int(self._looker.ask(str(device)))
 
     def zero(self) -> int:
         """Write zeros over what is held of all devices, as no kernel would; answers the bytes."""
-        return self._ask("zero")
+        return int(self._looker.ask("zero"))
 
 
 def _zero(file: str) -> int:

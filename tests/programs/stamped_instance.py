@@ -18,15 +18,15 @@ import json
 import os
 import random
 import select
-import signal
 import struct
-import subprocess
 import sys
 import time
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any
+
+from processes import LineProgram
 
 PAGES = 64
 BLOCK_BYTES = 64 << 10
@@ -39,26 +39,17 @@ MOST_RESERVED_PAGES = 4
 RESERVES_A_STEP = 0.01
 
 
-class Stamped:
+class Stamped(LineProgram):
     """Such a process, under the control of a test."""
 
     def __init__(self, name: str, log: Path, *arguments: str, **environ: str) -> None:
+        super().__init__(__file__, name, *arguments, environment=environ, log=log)
         self.name = name
-        self.log = log
         self.is_stopped = False
-        with log.open("wb") as output:
-            self.process = subprocess.Popen(
-                [sys.executable, str(Path(__file__)), name, *arguments],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=output,
-                text=True,
-                env=os.environ | environ,
-            )
-        self.pid = self.process.pid
 
     def has_said_something(self) -> bool:
-        """Whether `read` and `wait_until_ready` answer at once."""
+        """Whether `read` and `wait_until_ready` return at once."""
+        assert self.process.stdout is not None
         return bool(select.select([self.process.stdout], [], [], 0)[0])
 
     def wait_until_ready(self) -> str:
@@ -67,57 +58,26 @@ class Stamped:
 
     def rest(self) -> None:
         """Ask it to do nothing; `read` the counts when it does nothing."""
-        self._write("rest")
+        self.send("rest")
 
     def go(self) -> None:
         """After a rest."""
-        self._write("go")
+        self.send("go")
 
-    def _write(self, word: str) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.write(word + "\n")
-        self.process.stdin.flush()
-
-    def read(self) -> dict[str, Any]:
-        """The next line that it prints. Raises `AssertionError` if it has ended."""
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline()
-        assert line, f"{self.name} has ended: {self.process.wait()}; {self.log.read_text()}"
-        said: dict[str, Any] = json.loads(line)
-        return said
+    def read(self) -> Any:
+        return json.loads(super().read())
 
     def stop(self) -> None:
-        """SIGSTOP; returns when every thread of it stands still."""
-        os.kill(self.pid, signal.SIGSTOP)
-        os.waitid(os.P_PID, self.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
+        super().stop()
         self.is_stopped = True
 
     def go_on(self) -> None:
-        """SIGCONT."""
-        os.kill(self.pid, signal.SIGCONT)
+        super().go_on()
         self.is_stopped = False
-
-    def kill(self) -> None:
-        """SIGKILL; returns when it is gone."""
-        self.process.kill()
-        self.process.wait()
-        self._close_pipes()
 
     def leave(self) -> None:
         """Let it end in the ordinary way. Raises `AssertionError` if it ends in another."""
-        assert self.process.stdin is not None
-        if self.is_stopped:
-            self.go_on()
-        self.process.stdin.close()
-        status = self.process.wait(60)
-        self._close_pipes()
-        assert status == 0, f"{self.name} has ended: {status}; {self.log.read_text()}"
-
-    def _close_pipes(self) -> None:
-        for pipe in (self.process.stdin, self.process.stdout):
-            if pipe is not None:
-                with contextlib.suppress(BrokenPipeError):
-                    pipe.close()
+        assert self.finish() == 0, self.how_it_ended()
 
     def resident_bytes(self) -> int:
         """What the kernel holds for its blocks, by the files that the process has open."""
@@ -325,6 +285,7 @@ def is_told_to_end(stdin: IO[str], counts: Counter[str], rest: Any) -> bool:
 
 def serve(name: str, seed: int) -> None:
     """Until stdin closes."""
+    from kvelastic import _vmm
     from kvelastic.config import load
     from kvelastic.device import host
     from kvelastic.errors import KvelasticError
@@ -355,6 +316,7 @@ def serve(name: str, seed: int) -> None:
     with opened as pool:
         pool.start_keeper()
         dice = random.Random(seed)
+        assert isinstance(pool.memory, _vmm.Range)
         contents = Contents(pool.memory.address, layout, PAGES)
         engine = Engine(pool.blocks, contents, dice)
 

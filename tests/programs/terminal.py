@@ -19,7 +19,7 @@ import termios
 import time
 from pathlib import Path
 
-SOON_S = 60.0
+from waiting import DEADLINE_S
 
 
 def written_to_a_terminal(
@@ -52,7 +52,7 @@ def written_to_a_terminal(
     except OSError:
         pass  # the other end is closed
     os.close(ours)
-    assert process.wait(timeout=SOON_S) == exit_code
+    assert process.wait(timeout=DEADLINE_S) == exit_code
     return written.decode()
 
 
@@ -85,7 +85,7 @@ class Terminal:
 
     def until(self, text: str) -> str:
         """Read until `text` has been written; returns all before it."""
-        deadline = time.monotonic() + SOON_S
+        deadline = time.monotonic() + DEADLINE_S
         while text not in self._unread:
             left_s = deadline - time.monotonic()
             ready, _, _ = select.select([self._ours], [], [], max(0.0, left_s))
@@ -105,7 +105,7 @@ class Terminal:
         Python's readline looks at signals only while it waits: a Ctrl-C in the moment between two
         keys counts when the next key comes, and no person is as quick as that.
         """
-        deadline = time.monotonic() + SOON_S
+        deadline = time.monotonic() + DEADLINE_S
         stat = Path(f"/proc/{self.process.pid}/stat")
         while stat.read_text().rpartition(")")[2].split()[0] != "S":
             assert time.monotonic() < deadline, "it does not come to rest"
@@ -121,7 +121,7 @@ class Terminal:
             if not chunk:
                 break
             self._unread += chunk.decode()
-        return self.process.wait(timeout=SOON_S)
+        return self.process.wait(timeout=DEADLINE_S)
 
     def __enter__(self) -> Terminal:
         return self

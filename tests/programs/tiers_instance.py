@@ -13,11 +13,11 @@ import json
 import math
 import os
 import random
-import subprocess
 import sys
 from pathlib import Path
 
-from waiting import wait_until
+from processes import LineProgram
+from waiting import DEADLINE_S, wait_until
 
 from kvelastic import segment, tier_board
 from kvelastic.segment_dir import SHM_DIR, board_name
@@ -25,23 +25,19 @@ from kvelastic.segment_dir import SHM_DIR, board_name
 DISK_BYTES = 32 << 20
 
 
-class Instance:
+class Instance(LineProgram):
     """Such a process, ready."""
 
     def __init__(self, folder: Path) -> None:
         unique = f"{os.getpid()}_{random.randrange(1 << 40):x}"
         self.name = f"kvtiers_{unique}"
-        self.process = subprocess.Popen(
-            [sys.executable, str(Path(__file__)), self.name, str(folder)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env=os.environ
-            | {"KVELASTIC_HOST_MEMORY": "256M", "KVELASTIC_LEDGER": f"tiers-{unique}"},
+        super().__init__(
+            __file__,
+            self.name,
+            folder,
+            environment={"KVELASTIC_HOST_MEMORY": "256M", "KVELASTIC_LEDGER": f"tiers-{unique}"},
         )
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline()
-        assert line, f"the instance has ended: {self.process.wait()}"
-        self.records: int = json.loads(line)["records"]
+        self.records: int = json.loads(self.read())["records"]
         assert self.records > 20
         self.info = segment.inspect(self.name)
         # Figures are half a second old, and older where the disk is slow to say them.
@@ -57,13 +53,7 @@ class Instance:
     def board(self) -> Path:
         return SHM_DIR / board_name(self.info.header["uuid"])
 
-    def end(self) -> int:
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        self.process.stdin.close()
-        status = self.process.wait()
-        self.process.stdout.close()
-        return status
+    end = LineProgram.finish
 
 
 def main() -> None:
@@ -84,15 +74,15 @@ def main() -> None:
     for _ in range(12):
         engine.begin()
         engine.end()
-    assert engine.tiers.clean_all(60.0) == 0
-    assert engine.tiers.drain(60.0)
+    assert engine.tiers.clean_all(DEADLINE_S) == 0
+    assert engine.tiers.drain(DEADLINE_S)
     (tier,) = engine.tiers.statistics().tiers
     assert tier.capacity is not None
     print(json.dumps({"records": tier.capacity.records}), flush=True)
     sys.stdin.read()
     while engine.requests:
         engine.end()
-    assert engine.tiers.close(60.0) == []
+    assert engine.tiers.close(DEADLINE_S) == []
     engine.pool.close()
 
 

@@ -37,7 +37,7 @@ from typing import IO, Any
 
 VOCABULARY = 512
 SLIDING_WINDOW = 64
-STOP_DEADLINE_S = 60.0
+STOP_DEADLINE_S = 240.0
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:

@@ -20,12 +20,9 @@ from typing import Any
 
 import needs
 from killed_engines import kill_group
+from waiting import DEADLINE_S
 
 PROGRAM = Path(__file__).with_name("transformers_engine.py")
-START_DEADLINE_S = 240.0
-"""A few seconds where the machine has torch in memory; minutes where it has to read it."""
-ANSWER_DEADLINE_S = 120.0
-STOP_DEADLINE_S = 90.0
 
 
 def make_prompts(
@@ -99,9 +96,9 @@ class TransformersEngine:
 
     def first_answer(self) -> dict[str, Any]:
         """`is_ready`, and if not: `error` and `message`, after which the process ends."""
-        return self._answer(START_DEADLINE_S)
+        return self._answer()
 
-    def ask(self, do: str, deadline_s: float = ANSWER_DEADLINE_S, **values: Any) -> dict[str, Any]:
+    def ask(self, do: str, deadline_s: float = DEADLINE_S, **values: Any) -> dict[str, Any]:
         """Send a command and return its answer."""
         self.tell(do, **values)
         return self._answer(deadline_s)
@@ -128,7 +125,7 @@ class TransformersEngine:
         assert not answer["refused"], f"{answer}\n{self.tail()}"
         return list(answer["ids"])
 
-    def wait(self, ids: Sequence[str], timeout_s: float = ANSWER_DEADLINE_S) -> list[list[int]]:
+    def wait(self, ids: Sequence[str], timeout_s: float = DEADLINE_S) -> list[list[int]]:
         """The tokens of each, in the order of `ids`; fails if any failed or did not end in time."""
         answer = self.ask("wait", timeout_s + 30, ids=list(ids), timeout_s=timeout_s)
         assert not answer["errors"], f"{answer['errors']}\n{self.tail()}"
@@ -141,7 +138,7 @@ class TransformersEngine:
         """Submit and wait."""
         return self.wait(self.submit(prompts, max_new_tokens))
 
-    def cancel(self, name: str, timeout_s: float = ANSWER_DEADLINE_S) -> None:
+    def cancel(self, name: str, timeout_s: float = DEADLINE_S) -> None:
         """Returns once the engine has taken the request out of its queues."""
         answer = self.ask("cancel", timeout_s + 30, id=name, timeout_s=timeout_s)
         assert answer["cancelled"], f"{name} is still there\n{self.tail()}"
@@ -152,14 +149,14 @@ class TransformersEngine:
 
     def stop(self) -> int:
         """Stop the engine; the process's exit status."""
-        self.ask("stop", STOP_DEADLINE_S)
-        return self.process.wait(STOP_DEADLINE_S)
+        self.ask("stop")
+        return self.process.wait(DEADLINE_S)
 
     def tail(self) -> str:
         """The end of what it logged."""
         return self.log.read_text(errors="replace")[-4000:]
 
-    def _answer(self, deadline_s: float) -> dict[str, Any]:
+    def _answer(self, deadline_s: float = DEADLINE_S) -> dict[str, Any]:
         assert self.process.stdout is not None
         end_s = time.monotonic() + deadline_s
         while b"\n" not in self._read:
@@ -168,7 +165,7 @@ class TransformersEngine:
             if not select.select([self.process.stdout], [], [], left_s)[0]:
                 continue
             piece = os.read(self.process.stdout.fileno(), 1 << 20)
-            assert piece, f"it ended with {self.process.wait(STOP_DEADLINE_S)}\n{self.tail()}"
+            assert piece, f"it ended with {self.process.wait(DEADLINE_S)}\n{self.tail()}"
             self._read += piece
         line, _, self._read = self._read.partition(b"\n")
         answer: dict[str, Any] = json.loads(line)

@@ -1,8 +1,9 @@
 """A node of the chaos: a pool whose blocks come and go, and copies from and to all the others.
 
-    python chaotic_node.py ID FOLDER unix|tcp memory|stream OTHER_ID...
+    python chaotic_node.py ID FOLDER unix|tcp OTHER_ID...
 
-It runs until a line comes on stdin, and then says what it did and what was wrong. Every block in
+It answers each line on stdin with what it did so far, and ends with stdin. Its exit code is 1 if
+something was wrong, and stderr says what. Every block in
 use is filled with a stamp that no block ever had before. A pull names the stamp that it wants, and
 what arrives must be that stamp to the last byte; a block that was pushed to must be the pusher's.
 """
@@ -208,7 +209,8 @@ class ChaoticNode:
         held = self.memory.held_at_the_os()
         if held > self.memory.range.held_bytes:
             self.wrong.append(f"{held} bytes are held, {self.memory.range.held_bytes} counted")
-        print(json.dumps({"did": self.did, "wrong": self.wrong}), flush=True)
+        if self.wrong:
+            sys.exit("\n".join(self.wrong))
 
 
 if __name__ == "__main__":
@@ -220,7 +222,8 @@ if __name__ == "__main__":
     for thread in threads:
         thread.start()
     print("ready", flush=True)
-    sys.stdin.readline()
+    for _ in sys.stdin:
+        print(json.dumps(chaotic.did), flush=True)
     chaotic.stop.set()
     for thread in threads:
         thread.join()

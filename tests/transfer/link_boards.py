@@ -10,6 +10,7 @@ from pathlib import Path
 
 from click.testing import CliRunner, Result
 from linked import address_of
+from waiting import DEADLINE_S
 
 from kvelastic import link_board
 from kvelastic.board_file import BoardFile
@@ -29,6 +30,11 @@ LINK = LinkFigures(
 )  # fmt: skip
 NODE = NodeFigures(ONE, 1, "MIX", (), 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, (LINK,))
 MOST = (1 << 63) - 1
+
+
+def counts(each: int) -> tuple[int, int, int, int, int, int, int, int, int]:
+    """The counts of a node that lie between its data port and its links."""
+    return (each,) * 9
 
 
 def kvctl(*arguments: str) -> Result:
@@ -63,7 +69,7 @@ def unattended(node: Node) -> Iterator[Callable[[], None]]:
             looked.close()
 
     node._board = Idle()  # type: ignore[assignment]
-    assert begun.wait(60)  # so that no look is under way any more
+    assert begun.wait(DEADLINE_S)  # so that no look is under way any more
     try:
         yield looked.refresh
     finally:
@@ -74,7 +80,7 @@ def unattended(node: Node) -> Iterator[Callable[[], None]]:
 def pair(folder: Path) -> Iterator[tuple[Node, Node, Link]]:
     address = address_of("unix", folder)
     with Node(ONE, listen=[address]) as owner, Node(TWO) as reader:
-        yield owner, reader, reader.link(address, timeout_s=60)
+        yield owner, reader, reader.link(address, timeout_s=DEADLINE_S)
 
 
 def figures(node: Node) -> NodeFigures:

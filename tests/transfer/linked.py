@@ -45,7 +45,7 @@ def address_of(kind: str, folder: Path, name: str = "node") -> Address:
 @contextmanager
 def linked(kind: str, owner: Node, reader: Node) -> Iterator[Link]:
     """The reader's link to an owner that listens; bytes travel as `kind` says, both ways."""
-    link = reader.link(owner.addresses[0], timeout_s=60)
+    link = reader.link(owner.addresses[0], timeout_s=300)
     if kind == "unix stream":
         link.reads_memory = False
         for other in owner.links:

@@ -6,10 +6,7 @@ import contextlib
 import math
 import os
 import random
-import signal
 import socket
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -18,6 +15,8 @@ import pytest
 from linked import KINDS, Memory, address_of, linked, secret_file
 from native_pools import LAYOUTS
 from native_pools import Memory as Pages
+from processes import LineProgram
+from waiting import DEADLINE_S, wait_until
 
 from kvelastic import _vmm
 from kvelastic.errors import (
@@ -69,17 +68,17 @@ def test_pull_and_push_both_ways(nodes: Nodes) -> None:
     theirs, ours = Memory(os.urandom(100_000)), Memory(bytes(100_000))
     owner.register(theirs.address, theirs.size)
     reader.register(ours.address, ours.size)
-    link.pull([theirs.piece()], [ours.piece()], timeout_s=60)
+    link.pull([theirs.piece()], [ours.piece()], timeout_s=DEADLINE_S)
     assert ours.content == theirs.content
-    ours.buffer[:] = os.urandom(100_000)
-    link.push([ours.piece()], [theirs.piece()], timeout_s=60)
+    ours.buffer.raw = os.urandom(100_000)
+    link.push([ours.piece()], [theirs.piece()], timeout_s=DEADLINE_S)
     assert theirs.content == ours.content
     (back,) = owner.links  # the other end of the same link
-    theirs.buffer[:] = os.urandom(100_000)
-    back.push([theirs.piece()], [ours.piece()], timeout_s=60)
+    theirs.buffer.raw = os.urandom(100_000)
+    back.push([theirs.piece()], [ours.piece()], timeout_s=DEADLINE_S)
     assert ours.content == theirs.content
-    ours.buffer[:] = os.urandom(100_000)
-    back.pull([ours.piece()], [theirs.piece()], timeout_s=60)
+    ours.buffer.raw = os.urandom(100_000)
+    back.pull([ours.piece()], [theirs.piece()], timeout_s=DEADLINE_S)
     assert ours.content == theirs.content
     assert (link.pulled_bytes, link.pushed_bytes) == (100_000, 100_000)
 
@@ -102,7 +101,7 @@ def test_many_pieces_of_all_sizes(nodes: Nodes, monkeypatch: pytest.MonkeyPatch)
     sources, targets = cut(theirs, 3000), cut(ours, 2500)
     order = list(range(len(sources)))
     rng.shuffle(order)
-    link.pull([sources[i] for i in order], targets, timeout_s=60)
+    link.pull([sources[i] for i in order], targets, timeout_s=DEADLINE_S)
     shuffled = b"".join(
         theirs.content[at - theirs.address : at - theirs.address + size]
         for at, size in (sources[i] for i in order)
@@ -123,21 +122,21 @@ def test_what_is_not_registered_is_refused(nodes: Nodes) -> None:
         ((1 << 63) - 1, 1),
     ):
         with pytest.raises(NotRegisteredError):
-            link.pull([piece], [ours.piece(0, piece[1])], timeout_s=60)
+            link.pull([piece], [ours.piece(0, piece[1])], timeout_s=DEADLINE_S)
         with pytest.raises(NotRegisteredError):
-            link.push([ours.piece(0, piece[1])], [piece], timeout_s=60)
+            link.push([ours.piece(0, piece[1])], [piece], timeout_s=DEADLINE_S)
     assert ours.content == bytes(1000)
     with pytest.raises(InvalidArgumentError, match="name as many"):
-        link.pull([theirs.piece(0, 10)], [ours.piece(0, 11)], timeout_s=60)
+        link.pull([theirs.piece(0, 10)], [ours.piece(0, 11)], timeout_s=DEADLINE_S)
     with pytest.raises(InvalidArgumentError):
-        link.pull([(1 << 64, 1)], [ours.piece(0, 1)], timeout_s=60)
+        link.pull([(1 << 64, 1)], [ours.piece(0, 1)], timeout_s=DEADLINE_S)
     with pytest.raises(InvalidArgumentError, match="registered already"):
         owner.register(theirs.address + 499, 10)
     owner.unregister(half)
     owner.unregister(half)
     with pytest.raises(NotRegisteredError):
-        link.pull([theirs.piece(0, 1)], [ours.piece(0, 1)], timeout_s=60)
-    link.pull([], [], timeout_s=60)
+        link.pull([theirs.piece(0, 1)], [ours.piece(0, 1)], timeout_s=DEADLINE_S)
+    link.pull([], [], timeout_s=DEADLINE_S)
 
 
 def test_memory_that_is_not_mapped_is_an_error(nodes: Nodes) -> None:
@@ -147,12 +146,12 @@ def test_memory_that_is_not_mapped_is_an_error(nodes: Nodes) -> None:
     owner.register(theirs.address, theirs.size)
     owner.register(4096, 8192)  # the kernel maps nothing there
     with pytest.raises(KvelasticError):
-        link.pull([(4096, 8192)], [ours.piece()], timeout_s=60)
+        link.pull([(4096, 8192)], [ours.piece()], timeout_s=DEADLINE_S)
     with pytest.raises(MappingError):
-        link.pull([theirs.piece()], [(4096, 8192)], timeout_s=60)
+        link.pull([theirs.piece()], [(4096, 8192)], timeout_s=DEADLINE_S)
     with pytest.raises(KvelasticError):
-        link.push([ours.piece()], [(4096, 8192)], timeout_s=60)
-    link.pull([theirs.piece()], [ours.piece()], timeout_s=60)
+        link.push([ours.piece()], [(4096, 8192)], timeout_s=DEADLINE_S)
+    link.pull([theirs.piece()], [ours.piece()], timeout_s=DEADLINE_S)
     assert ours.content == theirs.content
 
 
@@ -179,11 +178,11 @@ def test_a_lost_race_is_retried_and_then_told(nodes: Nodes) -> None:
     theirs, ours = Memory(b"x" * 100), Memory(bytes(100))
     hold = CountedHold([False, False, True])
     owner.register(theirs.address, theirs.size, hold)
-    link.pull([theirs.piece()], [ours.piece()], timeout_s=60)
+    link.pull([theirs.piece()], [ours.piece()], timeout_s=DEADLINE_S)
     assert (hold.begun, hold.released, link.retries) == (3, 3, 2)
     hold.answers = [False] * 3
     with pytest.raises(LeaseLostError, match="try again"):
-        link.pull([theirs.piece()], [ours.piece()], timeout_s=60)
+        link.pull([theirs.piece()], [ours.piece()], timeout_s=DEADLINE_S)
     assert (hold.begun, hold.released) == (6, 6)
     assert owner.leases.lost == 5
 
@@ -195,14 +194,14 @@ def test_a_lease_that_has_ended_makes_no_copy_good(nodes: Nodes) -> None:
     hold = CountedHold([True] * 9)
     registered = owner.register(theirs.address, theirs.size, hold)
 
-    def settle_late(*arguments: object) -> None:
+    def settle_late(lease: int, checksum: int | None, deadline_s: float) -> None:
         assert owner.leases.end_in(registered) == 1  # as at the end of its time
-        return original(*arguments)  # type: ignore[arg-type]
+        return original(lease, checksum, deadline_s)
 
     original = link.settle
     link.settle = settle_late  # type: ignore[method-assign]
     with pytest.raises(LeaseLostError):
-        link.pull([theirs.piece()], [ours.piece()], timeout_s=60)
+        link.pull([theirs.piece()], [ours.piece()], timeout_s=DEADLINE_S)
     assert (hold.begun, hold.released) == (3, 3)
 
 
@@ -218,14 +217,14 @@ def test_a_lease_ends_by_itself(tmp_path: Path) -> None:
         Node(1, listen=[address_of("unix", tmp_path)], secret=secret, lease_s=0.05) as owner,
         Node(2, secret=secret) as reader,
     ):
-        link = reader.link(owner.addresses[0], timeout_s=60)
+        link = reader.link(owner.addresses[0], timeout_s=DEADLINE_S)
         theirs = Memory(b"x" * 100)
         owner.register(theirs.address, theirs.size, Told([True]))
         link.settle = lambda *_: None  # type: ignore[method-assign]  # never says that it is done
         ours = Memory(bytes(100))
-        link.pull([theirs.piece()], [ours.piece()], timeout_s=60)
-        assert released.wait(60)
-        assert owner.leases.expired == 1
+        link.pull([theirs.piece()], [ours.piece()], timeout_s=DEADLINE_S)
+        assert released.wait(DEADLINE_S)
+        wait_until(lambda: owner.leases.expired == 1, "the lease did not end by its time")
         assert len(owner.leases) == 0
 
 
@@ -246,58 +245,58 @@ def test_claims_are_looked_at_and_questions_answered(tmp_path: Path) -> None:
 
     address = address_of("unix", tmp_path)
     with Node(1, listen=[address], claim=claim, answer=answer) as owner, Node(2) as reader:
-        link = reader.link(address, timeout_s=60)
+        link = reader.link(address, timeout_s=DEADLINE_S)
         theirs, ours = Memory(b"x" * 100), Memory(bytes(100))
         owner.register(theirs.address, theirs.size)
-        link.pull([theirs.piece()], [ours.piece()], timeout_s=60, claim=b"cache 7")
+        link.pull([theirs.piece()], [ours.piece()], timeout_s=DEADLINE_S, claim=b"cache 7")
         with pytest.raises(UnknownBlockError, match="somebody else"):
-            link.pull([theirs.piece()], [ours.piece()], timeout_s=60, claim=b"gone")
-        link.push([ours.piece()], [theirs.piece()], timeout_s=60, claim=b"cache 8")
+            link.pull([theirs.piece()], [ours.piece()], timeout_s=DEADLINE_S, claim=b"gone")
+        link.push([ours.piece()], [theirs.piece()], timeout_s=DEADLINE_S, claim=b"cache 8")
         assert seen == [(2, b"cache 7"), (2, b"gone"), (2, b"cache 8")]
         assert (hold.begun, hold.released) == (2, 2)
-        assert link.ask(b"one", timeout_s=60) == b"answer to one"
+        assert link.ask(b"one", timeout_s=DEADLINE_S) == b"answer to one"
         with pytest.raises(UnsupportedError, match="not this"):
-            link.ask(b"refuse", timeout_s=60)
+            link.ask(b"refuse", timeout_s=DEADLINE_S)
         (back,) = owner.links
         with pytest.raises(UnsupportedError, match="answers no questions"):
-            back.ask(b"one", timeout_s=60)
+            back.ask(b"one", timeout_s=DEADLINE_S)
 
 
 def test_links(nodes: Nodes, tmp_path: Path) -> None:
     owner, reader, link = nodes
     assert (link.peer_id, link.is_client, link.is_open) == (1, True, True)
-    link.check(timeout_s=60)
+    link.check(timeout_s=DEADLINE_S)
     with pytest.raises(LinkExistsError, match="unlink it first"):
-        reader.link(owner.addresses[0], timeout_s=60)
+        reader.link(owner.addresses[0], timeout_s=DEADLINE_S)
     assert reader.links == (link,)
     (back,) = owner.links
     ended = threading.Event()
     owner._on_end = lambda _: ended.set()
-    link.unlink(timeout_s=60)
-    assert ended.wait(60)
+    link.unlink(timeout_s=DEADLINE_S)
+    assert ended.wait(DEADLINE_S)
     assert reader.links == owner.links == ()
-    again = reader.link(owner.addresses[0], timeout_s=60)
-    again.check(timeout_s=60)
+    again = reader.link(owner.addresses[0], timeout_s=DEADLINE_S)
+    again.check(timeout_s=DEADLINE_S)
     ended.clear()
     again.unlink(timeout_s=0, force=True)  # the other side is not asked, and notices
-    assert ended.wait(60)
+    assert ended.wait(DEADLINE_S)
     with pytest.raises(ChannelClosedError):
-        again.check(timeout_s=60)
+        again.check(timeout_s=DEADLINE_S)
     with (
         Node(1, secret=secret_file(tmp_path)) as namesake,
         pytest.raises(LinkExistsError, match="each its own id"),
     ):
-        namesake.link(owner.addresses[0], timeout_s=60)
+        namesake.link(owner.addresses[0], timeout_s=DEADLINE_S)
     assert not back.is_open
 
 
 def test_links_have_a_bound(tmp_path: Path) -> None:
     address = address_of("unix", tmp_path)
     with Node(0, listen=[address], most_links=2), Node(1) as one, Node(2) as two, Node(3) as three:
-        one.link(address, timeout_s=60)
-        two.link(address, timeout_s=60)
+        one.link(address, timeout_s=DEADLINE_S)
+        two.link(address, timeout_s=DEADLINE_S)
         with pytest.raises(LinkExistsError, match="has 2 links, no more"):
-            three.link(address, timeout_s=60)
+            three.link(address, timeout_s=DEADLINE_S)
 
 
 def test_another_host_needs_a_secret() -> None:
@@ -310,7 +309,7 @@ def test_streams_without_a_token_are_closed(tmp_path: Path) -> None:
     with Node(1, listen=[address_of("tcp", tmp_path)], secret=secret) as owner:
         for content in (b"", b"x" * 32, b"GET / HTTP/1.1\r\n\r\n" + b"y" * 100):
             with socket.create_connection(("127.0.0.1", owner.streams.port)) as stranger:
-                stranger.settimeout(60)
+                stranger.settimeout(DEADLINE_S)
                 with contextlib.suppress(ConnectionResetError, BrokenPipeError):
                     stranger.sendall(content)
                     with contextlib.suppress(OSError):  # it may be closed already
@@ -346,21 +345,21 @@ def test_blocks_of_a_pool(memory: Pages, nodes: Nodes) -> None:
         memory.write(block, tag + 1)
     pieces = pieces_of(memory, blocks)
     ours = Memory(bytes(total(pieces)))
-    link.pull(pieces, [ours.piece()], timeout_s=60)
+    link.pull(pieces, [ours.piece()], timeout_s=DEADLINE_S)
     size = memory.layout.block_bytes
     for at in range(len(pieces)):
         tag = at % len(blocks) + 1
         assert ours.content[at * size] == ours.content[(at + 1) * size - 1] == tag
     assert pool.pinned() == []
-    ours.buffer[:] = bytes([99]) * ours.size
-    link.push([ours.piece()], pieces, timeout_s=60)
+    ours.buffer.raw = bytes([99]) * ours.size
+    link.push([ours.piece()], pieces, timeout_s=DEADLINE_S)
     assert {value for block in blocks for value in memory.read(block)} == {99}
     assert pool.pinned() == []
     pool.free(blocks[1:])
     with pytest.raises(UnknownBlockError):
-        link.pull(pieces, [ours.piece()], timeout_s=60)
+        link.pull(pieces, [ours.piece()], timeout_s=DEADLINE_S)
     with pytest.raises(KvelasticError):  # the null block is nobody's
-        link.pull([(memory.range.address, 1)], [ours.piece(0, 1)], timeout_s=60)
+        link.pull([(memory.range.address, 1)], [ours.piece(0, 1)], timeout_s=DEADLINE_S)
     assert pool.pinned() == []
 
 
@@ -394,16 +393,16 @@ def test_a_block_that_is_read_is_not_handed_out(nodes: Nodes) -> None:
     pieces = pieces_of(memory, blocks)
     settle = link.settle
 
-    def settle_after_free(*arguments: object) -> None:
+    def settle_after_free(lease: int, checksum: int | None, deadline_s: float) -> None:
         pool.free(blocks)
         assert pool.alloc(2) is None
         assert sorted(pool.pinned()) == sorted(blocks)
         assert pool.trim() == 0
-        settle(*arguments)  # type: ignore[arg-type]
+        settle(lease, checksum, deadline_s)
 
     link.settle = settle_after_free  # type: ignore[method-assign]
     ours = Memory(bytes(total(pieces)))
-    link.pull(pieces, [ours.piece()], timeout_s=60)
+    link.pull(pieces, [ours.piece()], timeout_s=DEADLINE_S)
     assert pool.pinned() == []
     assert pool.alloc(2) is not None
 
@@ -419,14 +418,14 @@ def test_a_pool_that_closes_while_it_is_read_makes_the_copy_worthless(nodes: Nod
     pieces = pieces_of(memory, blocks)
     settle = link.settle
 
-    def settle_after_close(*arguments: object) -> None:
+    def settle_after_close(lease: int, checksum: int | None, deadline_s: float) -> None:
         pool.close(discard=True)
-        settle(*arguments)  # type: ignore[arg-type]
+        settle(lease, checksum, deadline_s)
 
     link.settle = settle_after_close  # type: ignore[method-assign]
     ours = Memory(bytes(total(pieces)))
     with pytest.raises(KvelasticError):  # the second try finds the pool closed
-        link.pull(pieces, [ours.piece()], timeout_s=60)
+        link.pull(pieces, [ours.piece()], timeout_s=DEADLINE_S)
     assert owner.leases.lost == 1
 
 
@@ -439,11 +438,11 @@ def test_reading_what_is_unmapped_creates_no_page() -> None:
         piece = (memory.range.address + page * memory.layout.extent_bytes, 4096)
         with pytest.raises(MappingError):
             _vmm.read_from_process(
-                os.getpid(), _vmm.pack_pieces([piece]), _vmm.pack_pieces([here.piece()]), 60.0
+                os.getpid(), _vmm.pack_pieces([piece]), _vmm.pack_pieces([here.piece()]), DEADLINE_S
             )
         with pytest.raises(MappingError):
             _vmm.read_from_process(
-                os.getpid(), _vmm.pack_pieces([here.piece()]), _vmm.pack_pieces([piece]), 60.0
+                os.getpid(), _vmm.pack_pieces([here.piece()]), _vmm.pack_pieces([piece]), DEADLINE_S
             )
     assert memory.held_at_the_os() == before
 
@@ -467,7 +466,7 @@ def test_large_copies_are_whole_however_many_threads_make_them(processors: str) 
             os.sched_setaffinity(0, {min(allowed)})
         sources, targets = cut(theirs, 700), cut(ours, 1500)
         _vmm.read_from_process(
-            os.getpid(), _vmm.pack_pieces(sources), _vmm.pack_pieces(targets), 60.0
+            os.getpid(), _vmm.pack_pieces(sources), _vmm.pack_pieces(targets), DEADLINE_S
         )
         assert ours.content == theirs.content
         for hole in (2, len(sources) - 3):  # in the part of either thread
@@ -475,7 +474,7 @@ def test_large_copies_are_whole_however_many_threads_make_them(processors: str) 
             damaged[hole] = (4096, damaged[hole][1])
             with pytest.raises(MappingError):
                 _vmm.read_from_process(
-                    os.getpid(), _vmm.pack_pieces(damaged), _vmm.pack_pieces(targets), 60.0
+                    os.getpid(), _vmm.pack_pieces(damaged), _vmm.pack_pieces(targets), DEADLINE_S
                 )
     finally:
         os.sched_setaffinity(0, allowed)
@@ -483,6 +482,7 @@ def test_large_copies_are_whole_however_many_threads_make_them(processors: str) 
 
 # --- peers that are killed and stopped ------------------------------------------------------------
 
+HERE = {"PYTHONPATH": str(Path(__file__).parent)}
 READER = """
 import sys
 from pathlib import Path
@@ -492,9 +492,9 @@ from kvelastic.transfer import Node
 from kvelastic.transfer.wire import Begin, Begun
 from kvelastic._vmm import pack_pieces as pack
 node = Node(2, secret=secret_file(Path(sys.argv[2])))
-link = node.link(parse_address(sys.argv[1]), timeout_s=60)
+link = node.link(parse_address(sys.argv[1]), timeout_s=300)
 pieces = pack([(int(sys.argv[3]), int(sys.argv[4]))])
-lease = link._call(Begin(pieces, b"", 60000), Begun, 60).lease
+lease = link._call(Begin(pieces, b"", 60000), Begun, 300).lease
 print("holds", flush=True)
 sys.stdin.readline()
 ours = Memory(bytes(int(sys.argv[4])))
@@ -526,42 +526,28 @@ def test_a_peer_that_ends_or_stops_keeps_nothing_pinned(
         blocks = pool.alloc(1)
         assert blocks
         ((address, size), *_) = pieces_of(memory, blocks)
-        reader = subprocess.Popen(
-            [
-                sys.executable,
-                "-c",
-                READER,
-                str(owner.addresses[0]),
-                tmp_path,
-                str(address),
-                str(size),
-            ],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "PYTHONPATH": str(Path(__file__).parent)},
-        )
-        try:
-            assert reader.stdout is not None
-            assert reader.stdout.readline() == "holds\n"
+        with LineProgram(
+            "-c",
+            READER,
+            str(owner.addresses[0]),
+            tmp_path,
+            str(address),
+            str(size),
+            environment=HERE,
+        ) as reader:
+            assert reader.read() == "holds"
             pool.free(blocks)
             if end == "killed":
                 assert pool.pinned() == blocks
                 reader.kill()
-                assert ended.wait(60)
+                assert ended.wait(DEADLINE_S)
                 assert pool.pinned() == []
                 return
-            reader.send_signal(signal.SIGSTOP)
-            os.waitpid(reader.pid, os.WUNTRACED)
-            while len(owner.leases):  # its own time ends it
-                threading.Event().wait(0.01)
-            assert pool.pinned() == []
-            reader.send_signal(signal.SIGCONT)
-            out, _ = reader.communicate("go on\n", timeout=60)
-            assert out.strip() in {"LeaseLostError", "TransferError"}
-        finally:
-            reader.kill()
-            reader.communicate()
+            reader.stop()
+            wait_until(lambda: pool.pinned() == [], "its lease's own time does not end it")
+            assert len(owner.leases) == 0
+            reader.go_on()
+            assert reader.ask("go on") in {"LeaseLostError", "TransferError"}
 
 
 def test_a_stopped_owner_is_late(tmp_path: Path) -> None:
@@ -579,31 +565,17 @@ with Node(1, listen=[parse_address(sys.argv[1])]) as node:
     sys.stdin.readline()
 """
     address = address_of("unix", tmp_path)
-    owner = subprocess.Popen(
-        [sys.executable, "-c", program, str(address)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parent)},
-    )
-    try:
-        assert owner.stdout is not None
-        at = int(owner.stdout.readline())
+    with LineProgram("-c", program, str(address), environment=HERE) as owner, Node(2) as reader:
+        at = int(owner.read())
         ours = Memory(bytes(1000))
-        with Node(2) as reader:
-            link = reader.link(address, timeout_s=60)
-            owner.send_signal(signal.SIGSTOP)
-            os.waitpid(owner.pid, os.WUNTRACED)
-            with pytest.raises(ChannelTimeoutError):
-                link.pull([(at, 1000)], [ours.piece()], timeout_s=0.1)
-            assert link.is_open
-            owner.send_signal(signal.SIGCONT)
-            link.pull([(at, 1000)], [ours.piece()], timeout_s=60)
-            assert ours.content == b"x" * 1000
-            owner.kill()
-            owner.wait()
-            with pytest.raises(ChannelClosedError):
-                link.pull([(at, 1000)], [ours.piece()], timeout_s=60)
-    finally:
+        link = reader.link(address, timeout_s=DEADLINE_S)
+        owner.stop()
+        with pytest.raises(ChannelTimeoutError):
+            link.pull([(at, 1000)], [ours.piece()], timeout_s=0.1)
+        assert link.is_open
+        owner.go_on()
+        link.pull([(at, 1000)], [ours.piece()], timeout_s=DEADLINE_S)
+        assert ours.content == b"x" * 1000
         owner.kill()
-        owner.communicate()
+        with pytest.raises(ChannelClosedError):
+            link.pull([(at, 1000)], [ours.piece()], timeout_s=DEADLINE_S)

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,16 +11,18 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
+from link_boards import counts
 from linked import Memory, address_of, linked, secret_file
+from processes import LineProgram
 from prometheus_client.parser import text_string_to_metric_families
+from waiting import DEADLINE_S
 
 from kvelastic import link_board, metrics
-from kvelastic.board_layout import CELL_BYTES, RING
+from kvelastic.board_layout import CELL_BYTES
 from kvelastic.cli.kvctl import main
 from kvelastic.errors import (
     ChannelClosedError,
     KvelasticError,
-    SegmentBusyError,
     SegmentNotFoundError,
 )
 from kvelastic.link_board_format import (
@@ -67,8 +66,13 @@ def pair(kind: str, tmp_path: Path) -> Iterator[tuple[Node, Node, Link]]:
 def refreshed(node: Node) -> None:
     """The board has been written, in the node's own thread."""
     written = threading.Event()
-    node._endpoint.run_soon(lambda: (node._board.publish(), written.set())[1])
-    assert written.wait(60)
+
+    def write() -> None:
+        node._board.publish()
+        written.set()
+
+    node._endpoint.run_soon(write)
+    assert written.wait(DEADLINE_S)
 
 
 def shown(node: Node) -> NodeFigures:
@@ -93,10 +97,10 @@ def test_both_ends_show_what_went_over_a_link(kind: str, pair: tuple[Node, Node,
     theirs, ours = Memory(os.urandom(3000)), Memory(bytes(3000))
     owner.register(theirs.address, theirs.size)
     for _ in range(3):
-        link.pull([theirs.piece(0, 1000)], [ours.piece(0, 1000)], timeout_s=60)
-    link.push([ours.piece(0, 500)], [theirs.piece(0, 500)], timeout_s=60)
+        link.pull([theirs.piece(0, 1000)], [ours.piece(0, 1000)], timeout_s=DEADLINE_S)
+    link.push([ours.piece(0, 500)], [theirs.piece(0, 500)], timeout_s=DEADLINE_S)
     with pytest.raises(KvelasticError):
-        link.pull([(4096, 1)], [ours.piece(0, 1)], timeout_s=60)
+        link.pull([(4096, 1)], [ours.piece(0, 1)], timeout_s=DEADLINE_S)
     at_reader, at_owner = shown(reader), shown(owner)
     (one,), (other,) = at_reader.links, at_owner.links
     assert (one.peer_id, one.side, one.way, one.state) == (ONE, "client", kind, "linked")
@@ -116,16 +120,16 @@ def test_a_lease_is_shown_by_whom_it_is(tmp_path: Path) -> None:
     address = address_of("unix", tmp_path)
     with Node(ONE, listen=[address]) as owner, Node(TWO) as reader:
         owner.register(theirs.address, theirs.size)
-        link = reader.link(address, timeout_s=60)
+        link = reader.link(address, timeout_s=DEADLINE_S)
         settle = link.settle
         seen = []
 
-        def look_and_settle(*arguments: Any) -> None:
+        def look_and_settle(lease: int, checksum: int | None, deadline_s: float) -> None:
             seen.append(shown(owner))
-            settle(*arguments)
+            settle(lease, checksum, deadline_s)
 
         link.settle = look_and_settle  # type: ignore[method-assign]
-        link.pull([theirs.piece()], [ours.piece()], timeout_s=60)
+        link.pull([theirs.piece()], [ours.piece()], timeout_s=DEADLINE_S)
         assert [(node.leases, node.links[0].leases) for node in seen] == [(1, 1)]
         assert shown(owner).links[0].leases == 0
 
@@ -136,15 +140,15 @@ def test_links_that_have_ended_are_shown_with_the_reason(tmp_path: Path) -> None
         ended = threading.Event()
         owner._on_end = lambda _: ended.set()
         with Node(TWO) as reader:
-            reader.link(address, timeout_s=60).unlink(timeout_s=60)
-            assert ended.wait(60)
+            reader.link(address, timeout_s=DEADLINE_S).unlink(timeout_s=DEADLINE_S)
+            assert ended.wait(DEADLINE_S)
             (link,) = shown(owner).links
             assert (link.state, link.reason) == ("ended", "unlinked")
             ended.clear()
-            reader.link(address, timeout_s=60)
+            reader.link(address, timeout_s=DEADLINE_S)
             (link,) = shown(owner).links  # the same peer: only the new one
             assert (link.state, link.reason) == ("linked", "")
-        assert ended.wait(60)
+        assert ended.wait(DEADLINE_S)
         *_, link = shown(owner).links
         assert (link.state, link.reason) == ("ended", "CHANNEL_CLOSED")
 
@@ -153,7 +157,7 @@ def test_kvctl_shows_and_cuts(kind: str, pair: tuple[Node, Node, Link]) -> None:
     owner, reader, link = pair
     theirs, ours = Memory(b"x" * 100), Memory(bytes(100))
     owner.register(theirs.address, theirs.size)
-    link.pull([theirs.piece()], [ours.piece()], timeout_s=60)
+    link.pull([theirs.piece()], [ours.piece()], timeout_s=DEADLINE_S)
     for each in (owner, reader):
         refreshed(each)
     text = kvctl()
@@ -162,17 +166,18 @@ def test_kvctl_shows_and_cuts(kind: str, pair: tuple[Node, Node, Link]) -> None:
     (node,) = kvctl_json(str(TWO))
     (one,) = node["links"]
     assert (one["peer_id"], one["way"], one["in_bytes"]) == (ONE, kind, 100)
-    ended = threading.Event()
-    owner._on_end = reader._on_end = lambda _: ended.set()
-    answer = kvctl_json("cut", str(ONE), str(TWO), "--wait", "60")
+    ended = threading.Semaphore(0)
+    owner._on_end = reader._on_end = lambda _: ended.release()
+    answer = kvctl_json("cut", str(ONE), str(TWO), "--wait", str(DEADLINE_S))
     assert (answer["state"], answer["reason"]) == ("done", "")
-    assert ended.wait(60)
+    for _ in (owner, reader):
+        assert ended.acquire(timeout=DEADLINE_S)
     assert owner.links == ()
     with pytest.raises(ChannelClosedError):
-        link.pull([theirs.piece()], [ours.piece()], timeout_s=60)
+        link.pull([theirs.piece()], [ours.piece()], timeout_s=DEADLINE_S)
     assert "has no link with" in kvctl("cut", str(ONE), str(TWO), code=1)
-    again = reader.link(owner.addresses[0], timeout_s=60)
-    again.pull([theirs.piece()], [ours.piece()], timeout_s=60)
+    again = reader.link(owner.addresses[0], timeout_s=DEADLINE_S)
+    again.pull([theirs.piece()], [ours.piece()], timeout_s=DEADLINE_S)
     refreshed(owner)
     assert "has ended" in kvctl("cut", str(ONE), str(TWO), "--pid", str(os.getpid()))
 
@@ -190,52 +195,17 @@ def test_kvctl_says_what_is_wrong(tmp_path: Path) -> None:
 def test_a_request_for_a_link_that_was_made_anew_cuts_nothing(tmp_path: Path) -> None:
     address = address_of("unix", tmp_path)
     with Node(ONE, listen=[address]) as owner, Node(TWO) as reader:
-        reader.link(address, timeout_s=60)
+        reader.link(address, timeout_s=DEADLINE_S)
         node = shown(owner)
         (old,) = node.links
-        reader.links[0].unlink(timeout_s=60)
-        new = reader.link(address, timeout_s=60)
-        answer = link_board.cut(node, old, wait_s=60)
+        reader.links[0].unlink(timeout_s=DEADLINE_S)
+        new = reader.link(address, timeout_s=DEADLINE_S)
+        answer = link_board.cut(node, old, wait_s=DEADLINE_S)
         assert answer is not None
         assert (answer.state, answer.reason) == ("refused", "that link has ended before")
-        new.check(timeout_s=60)
+        new.check(timeout_s=DEADLINE_S)
     with pytest.raises(SegmentNotFoundError, match="has gone"):
-        link_board.cut(node, old, wait_s=60)
-
-
-def test_requests_have_a_bound_and_are_answered_in_order(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with Node(ONE, listen=[address_of("unix", tmp_path)]) as owner:
-        node = shown(owner)
-        monkeypatch.setattr(owner, "_board", _Idle(owner._board))
-        (name,) = [one for one in link_board._names() if one == link_board_name(owner.start)]
-        for number in range(RING):
-            link_board._post(name, LinkRequest("cut", number, TWO)).close()
-        with pytest.raises(SegmentBusyError):
-            link_board._post(name, LinkRequest("cut", 99, TWO))
-        owner._board.board.refresh()
-        assert shown_revision(owner, node) == RING
-        link_board._post(name, LinkRequest("cut", 99, TWO)).close()
-
-
-class _Idle:
-    """A board that the node's thread does not look at."""
-
-    def __init__(self, board: Any) -> None:
-        self.board = board
-
-    def refresh(self) -> None:
-        pass
-
-    def close(self) -> None:
-        self.board.close()
-
-
-def shown_revision(owner: Node, before: NodeFigures) -> int:
-    (found,) = [one for one in link_board.nodes() if one.node_id == before.node_id]
-    assert found.started_realtime_ns == before.started_realtime_ns
-    return found.answered_revision
+        link_board.cut(node, old, wait_s=DEADLINE_S)
 
 
 def test_metrics(tmp_path: Path) -> None:
@@ -243,8 +213,8 @@ def test_metrics(tmp_path: Path) -> None:
     theirs, ours = Memory(b"x" * 100), Memory(bytes(100))
     with Node(ONE, listen=[address], role="PROMPT") as owner, Node(TWO) as reader:
         owner.register(theirs.address, theirs.size)
-        link = reader.link(address, timeout_s=60)
-        link.pull([theirs.piece()], [ours.piece()], timeout_s=60)
+        link = reader.link(address, timeout_s=DEADLINE_S)
+        link.pull([theirs.piece()], [ours.piece()], timeout_s=DEADLINE_S)
         found = {
             (sample.name, sample.labels["node"], sample.labels.get("peer")): sample.value
             for family in text_string_to_metric_families(
@@ -294,22 +264,11 @@ node = Node(int(sys.argv[1]))
 print(node.start.hex(), flush=True)
 sys.stdin.read()
 """
-    process = subprocess.Popen(
-        [sys.executable, "-c", program, str(ONE)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stdout is not None
-    path = SHM_DIR / link_board_name(bytes.fromhex(process.stdout.readline()))
-    try:
-        process.send_signal(signal.SIGSTOP)
-        os.waitpid(process.pid, os.WUNTRACED)
+    with LineProgram("-c", program, str(ONE)) as process:
+        path = SHM_DIR / link_board_name(bytes.fromhex(process.read()))
+        process.stop()
         reap()
         assert ONE in [one.node_id for one in link_board.nodes()]  # stopped is not dead
-    finally:
-        process.kill()
-        process.communicate()
     assert path.exists()
     assert ONE not in [one.node_id for one in link_board.nodes()]
     reap()
@@ -322,7 +281,7 @@ def test_a_node_that_cannot_be_shown_works_all_the_same(
     monkeypatch.setattr("kvelastic.board_file.SHM_DIR", tmp_path / "nowhere")
     address = address_of("unix", tmp_path)
     with Node(ONE, listen=[address]) as owner, Node(TWO) as reader:
-        reader.link(address, timeout_s=60).check(timeout_s=60)
+        reader.link(address, timeout_s=DEADLINE_S).check(timeout_s=DEADLINE_S)
         owner._board.refresh()
         assert ONE not in [one.node_id for one in link_board.nodes()]
 
@@ -332,7 +291,7 @@ FULL = LinkFigures(
     *[(1 << 63) - 1] * 8,
 )  # fmt: skip
 NODE = NodeFigures(
-    (1 << 64) - 1, 1, "r" * 64, ("a" * 128,) * 8, 65535, *[(1 << 63) - 1] * 9,
+    (1 << 64) - 1, 1, "r" * 64, ("a" * 128,) * 8, 65535, *counts((1 << 63) - 1),
     (FULL,) * (MOST_LINKS + MOST_ENDED),
 )  # fmt: skip
 

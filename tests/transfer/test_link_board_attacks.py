@@ -5,8 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import subprocess
-import sys
 import threading
 from collections import Counter
 from collections.abc import Callable
@@ -14,9 +12,11 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from link_boards import LINK, MOST, NODE, ONE, TWO, board, kvctl, shown, unattended
+from link_boards import LINK, MOST, NODE, ONE, TWO, board, counts, kvctl, shown, unattended
 from linked import address_of
+from processes import run_python
 from prometheus_client.parser import text_string_to_metric_families
+from waiting import DEADLINE_S
 
 from kvelastic import link_board, metrics
 from kvelastic.cli.link_tables import table
@@ -36,19 +36,19 @@ from kvelastic.transfer import Node
 
 LIES = {
     "far too much": NodeFigures(
-        ONE, MOST, "r" * 64, ("a" * 128,) * 8, 65535, *[MOST] * 9,
+        ONE, MOST, "r" * 64, ("a" * 128,) * 8, 65535, *counts(MOST),
         (LinkFigures(MOST, (1 << 64) - 1, "p" * 64, "client", "tcp", "linked", "r" * 64,
                      *[MOST] * 8),) * 500,
     ),
     "control characters": NodeFigures(
-        ONE, 1, "\x1b[2J\nnode 1", ("tcp://\x1b]0;x\x07:1\r\n",), 0, *[0] * 9,
+        ONE, 1, "\x1b[2J\nnode 1", ("tcp://\x1b]0;x\x07:1\r\n",), 0, *counts(0),
         (LinkFigures(1, TWO, "\x1b[31m\nx\ufffe", "client", "tcp", "ended", "\u202e\ttuc",
                      *[0] * 8),),
     ),
     "one peer twice": NodeFigures(
-        ONE, 1, 'a"b\\c', (), 0, *[0] * 9, (LINK, LINK, msgspec.structs.replace(LINK, number=2))
+        ONE, 1, 'a"b\\c', (), 0, *counts(0), (LINK, LINK, msgspec.structs.replace(LINK, number=2))
     ),
-    "nothing": NodeFigures(ONE, 0, "", (), 0, *[0] * 9, ()),
+    "nothing": NodeFigures(ONE, 0, "", (), 0, *counts(0), ()),
 }  # fmt: skip
 
 
@@ -99,10 +99,10 @@ def test_figures_of_the_latest_link_with_a_peer(tmp_path: Path) -> None:
     with Node(ONE, listen=[address]) as owner, Node(TWO) as reader:
         owner._on_end = lambda _: ended.release()
         for failures in (5, 2):
-            link = reader.link(address, timeout_s=60)
+            link = reader.link(address, timeout_s=DEADLINE_S)
             owner.links[0].count(failures=failures)
-            link.unlink(timeout_s=60)
-            assert ended.acquire(timeout=60)
+            link.unlink(timeout_s=DEADLINE_S)
+            assert ended.acquire(timeout=DEADLINE_S)
         text = metrics.render([], [], {}, [owner._board._figures()])
         assert [
             line.split()[-1] for line in text.splitlines() if "link_failures_total{" in line
@@ -202,11 +202,7 @@ def test_another_users_board_is_seen_by_root_and_by_nobody_else() -> None:
             "import os; from kvelastic import link_board; os.setuid(65534);"
             " print(link_board.look())"
         )
-        as_nobody = subprocess.run(
-            [sys.executable, "-c", program], capture_output=True, text=True, timeout=60
-        )
-        assert str(ONE) not in as_nobody.stdout
-        assert as_nobody.returncode == 0, as_nobody.stderr
+        assert str(ONE) not in run_python("-c", program).stdout
 
 
 @pytest.mark.parametrize("size", [0, 10, 5000, LAYOUT.answer_at(0)])
@@ -231,14 +227,14 @@ def test_a_board_that_was_cut_short_or_overwritten_is_whole_again(
 def test_a_board_whose_name_is_gone_harms_nobody(tmp_path: Path) -> None:
     address = address_of("unix", tmp_path)
     with Node(ONE, listen=[address]) as owner, Node(TWO) as reader, unattended(owner) as look:
-        link = reader.link(address, timeout_s=60)
+        link = reader.link(address, timeout_s=DEADLINE_S)
         node, (back,) = owner._board, owner.links
         path = SHM_DIR / link_board_name(owner.start)
         path.unlink()
         path.write_text("somebody else's")
         look()
         assert [each.node_id for each in shown()] == [TWO]
-        link.check(timeout_s=60)
+        link.check(timeout_s=DEADLINE_S)
         assert back.is_open
         assert node is not None
     assert path.read_text() == "somebody else's"  # the node's end removes only its own

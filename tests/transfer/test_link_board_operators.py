@@ -6,7 +6,6 @@ import fcntl
 import json
 import os
 import resource
-import signal
 import subprocess
 import sys
 import threading
@@ -21,6 +20,8 @@ import msgspec
 import pytest
 from link_boards import LINK, NODE, ONE, TWO, figures, kvctl, pair, shown, unattended
 from linked import address_of
+from processes import LineProgram, run_python
+from waiting import DEADLINE_S, wait_until
 
 from kvelastic import link_board
 from kvelastic.board_layout import CELL_BYTES, MOST_REVISION, RING
@@ -59,7 +60,7 @@ def test_a_revision_that_nobody_gives_is_not_the_end_of_requests(
         assert node.answered_revision == 0
         (standing,) = node.links
         with ThreadPoolExecutor(1) as operator:
-            asked = operator.submit(link_board.cut, node, standing, 60)
+            asked = operator.submit(link_board.cut, node, standing, DEADLINE_S)
             while not asked.done():
                 look()
             # One that stands where the answer was to come has gone with it, and with nothing else.
@@ -76,7 +77,7 @@ def test_noise_in_the_ring_is_nothing(tmp_path: Path) -> None:
         with (SHM_DIR / link_board_name(owner.start)).open("r+b") as file:
             os.pwrite(file.fileno(), os.urandom(2 * RING * CELL_BYTES), LAYOUT.request_at(0))
         look()
-        link.check(timeout_s=60)
+        link.check(timeout_s=DEADLINE_S)
         assert figures(owner).answered_revision == 0
 
 
@@ -86,7 +87,7 @@ def test_of_two_operators_one_cuts_and_the_other_is_told(tmp_path: Path) -> None
         node = figures(owner)
         (standing,) = node.links
         with ThreadPoolExecutor(8) as operators:
-            asked = [operators.submit(link_board.cut, node, standing, 60) for _ in range(8)]
+            asked = [operators.submit(link_board.cut, node, standing, DEADLINE_S) for _ in range(8)]
             while not all(one.done() for one in asked):
                 look()
         answers = [one.result() for one in asked]
@@ -103,8 +104,8 @@ def test_an_operator_that_is_stopped_with_the_lock_keeps_nobody_waiting(tmp_path
             result = kvctl("cut", str(ONE), str(TWO))
             assert result.exit_code == 1
             assert "a kvctl that was stopped?" in result.output
-        link.check(timeout_s=60)
-        assert kvctl("cut", str(ONE), str(TWO), "--wait", "60").exit_code == 0
+        link.check(timeout_s=DEADLINE_S)
+        assert kvctl("cut", str(ONE), str(TWO), "--wait", str(DEADLINE_S)).exit_code == 0
 
 
 # --- nodes that are stopped, or dead --------------------------------------------------------------
@@ -122,26 +123,18 @@ sys.stdin.read()
 
 
 @contextmanager
-def node_process(owner: Node) -> Iterator[subprocess.Popen[str]]:
-    process = subprocess.Popen(
-        [sys.executable, "-c", PROGRAM, str(TWO), str(owner.addresses[0])],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stdout is not None
-    assert process.stdout.readline()
-    try:
+def node_process(owner: Node) -> Iterator[LineProgram]:
+    with LineProgram("-c", PROGRAM, str(TWO), str(owner.addresses[0])) as process:
+        process.read()
         yield process
-    finally:
-        process.kill()
-        process.communicate()
-        reap()
+    reap()
 
 
 def until_shown(node_id: int) -> None:
-    while not any(node.node_id == node_id and node.links for node in link_board.nodes()):
-        threading.Event().wait(0.01)
+    wait_until(
+        lambda: any(node.node_id == node_id and node.links for node in link_board.nodes()),
+        f"the board of node {node_id} shows no link",
+    )
 
 
 def test_a_stopped_node_is_shown_and_does_what_it_was_asked_when_it_goes_on(tmp_path: Path) -> None:
@@ -151,28 +144,25 @@ def test_a_stopped_node_is_shown_and_does_what_it_was_asked_when_it_goes_on(tmp_
         node_process(owner) as process,
     ):
         until_shown(TWO)
-        process.send_signal(signal.SIGSTOP)
-        os.waitpid(process.pid, os.WUNTRACED)
+        process.stop()
         assert kvctl(str(TWO)).exit_code == 0
         result = kvctl("cut", str(TWO), str(ONE), "--wait", "0.1")
         assert result.exit_code == 3
         assert "has not answered yet; the request stays" in result.output
-        answer = json.loads(kvctl("cut", str(TWO), str(ONE), "--json").stdout)
+        answer = json.loads(kvctl("cut", str(TWO), str(ONE), "--wait", "0.1", "--json").stdout)
         assert answer["state"] == "pending"
         assert not ended.is_set()
-        process.send_signal(signal.SIGCONT)
-        assert ended.wait(60)
+        process.go_on()
+        assert ended.wait(DEADLINE_S)
 
 
 def test_a_node_that_dies_while_it_is_asked_is_said_to_have_ended(tmp_path: Path) -> None:
     with Node(ONE, listen=[address_of("unix", tmp_path)]) as owner, node_process(owner) as process:
         until_shown(TWO)
-        process.send_signal(signal.SIGSTOP)
-        os.waitpid(process.pid, os.WUNTRACED)
+        process.stop()
         with ThreadPoolExecutor(1) as operator:
-            asked = operator.submit(kvctl, "cut", str(TWO), str(ONE), "--wait", "60")
+            asked = operator.submit(kvctl, "cut", str(TWO), str(ONE), "--wait", str(DEADLINE_S))
             process.kill()
-            process.wait()
             result = asked.result()
         assert result.exit_code == 1
         assert ("have ended" in result.output) or ("no node is called" in result.output)
@@ -208,9 +198,9 @@ from kvelastic.transfer import Node
 address = parse_address("unix://" + sys.argv[1] + "/s")
 with Node(1, listen=[address]) as owner, Node(2) as reader:
     link = reader.link(address, 60)
-    link.check(60)
+    link.check(300)
     owner._endpoint.run_soon(owner._board.refresh)
-    link.check(60)
+    link.check(300)
     print([node.node_id for node in link_board.nodes() if node.node_id in (1, 2)])
 """
 
@@ -225,21 +215,10 @@ def test_without_room_in_shared_memory_nodes_work_and_are_not_shown(
     tried = subprocess.run([*private, mount], capture_output=True, text=True)
     if tried.returncode:
         pytest.skip(f"mounts of its own are not to be had: {tried.stderr.strip()}")
-    ended = subprocess.run(
-        [
-            *private,
-            f'{mount}{fill} && exec "$@"',
-            "sh",
-            sys.executable,
-            "-c",
-            LINKED,
-            str(tmp_path),
-        ],
-        capture_output=True,
-        text=True,
-        timeout=120,
+    script = f'{mount}{fill} && exec "$@"'
+    ended = run_python(
+        *private[1:], script, "sh", sys.executable, "-c", LINKED, tmp_path, python=private[0]
     )
-    assert ended.returncode == 0, ended.stderr
     assert ended.stdout.strip() == "[]"
     assert ended.stderr.count("kvctl links does not see node") == 2  # once each
 
@@ -272,3 +251,4 @@ def test_requests_that_nobody_answers_have_a_bound(tmp_path: Path) -> None:
             link_board.cut(node, standing, wait_s=0)
         look()
         assert figures(owner).answered_revision == RING
+        assert link_board.cut(node, standing, wait_s=0) is None

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from linked import secret_file
+from waiting import DEADLINE_S
 
 HERE = Path(__file__).parent
 
@@ -62,7 +63,7 @@ def test_a_lost_host_is_noticed(hosts: tuple[str, str], tmp_path: Path) -> None:
     try:
         start(hosts[0], "owner", "ready")
         reader = start(hosts[1], "reader", "linked")
-        out, log = reader.communicate("cut\n", timeout=120)
+        out, log = reader.communicate("cut\n", timeout=DEADLINE_S)
         assert out.startswith("noticed")
         assert "timed out" in out  # by the acknowledgements, and by nothing that came after
         assert "fault" not in log

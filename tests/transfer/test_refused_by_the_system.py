@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from forbidden_calls import PROCESS_VM_READV
 from linked import Memory, address_of
+from processes import PROGRAMS, run_python
 
 from kvelastic.transfer import Node
 
@@ -25,11 +24,11 @@ forbid(PROCESS_VM_READV, errno.EPERM)
 theirs, size = int(sys.argv[3]), int(sys.argv[4])
 ours = Memory(bytes(size))
 with Node(2) as node:  # its threads are made under the filter
-    link = node.link(parse_address(sys.argv[2]), timeout_s=60)
-    link.pull([(theirs, size)], [ours.piece()], timeout_s=60)
+    link = node.link(parse_address(sys.argv[2]), timeout_s=300)
+    link.pull([(theirs, size)], [ours.piece()], timeout_s=300)
     assert not link.reads_memory
     ours.buffer[:] = ours.content[::-1]
-    link.push([ours.piece()], [(theirs, size)], timeout_s=60)
+    link.push([ours.piece()], [(theirs, size)], timeout_s=300)
 """
 
 
@@ -39,21 +38,13 @@ def test_bytes_travel_over_a_stream_where_process_vm_readv_is_refused(tmp_path: 
     theirs = Memory(content)
     with Node(1, listen=[address_of("unix", tmp_path)]) as owner:
         owner.register(theirs.address, theirs.size)
-        done = subprocess.run(
-            [
-                sys.executable,
-                "-c",
-                READER,
-                str(Path(__file__).parent.parent / "programs"),
-                str(owner.addresses[0]),
-                str(theirs.address),
-                str(theirs.size),
-            ],
-            cwd=Path(__file__).parent,
-            check=False,
-            capture_output=True,
-            text=True,
-            timeout=120,
+        run_python(
+            "-c",
+            READER,
+            PROGRAMS,
+            str(owner.addresses[0]),
+            str(theirs.address),
+            str(theirs.size),
+            folder=Path(__file__).parent,
         )
-    assert done.returncode == 0, done.stderr
     assert theirs.content == content[::-1]

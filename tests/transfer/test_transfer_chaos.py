@@ -2,108 +2,112 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import random
-import signal
-import subprocess
-import sys
-import threading
 import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 from linked import secret_file
+from processes import PROGRAMS, LineProgram
+from waiting import wait_until
+
+NODE = Path(__file__).with_name("chaotic_node.py")
 
 
 class Fleet:
-    def __init__(self, folder: Path, kind: str, nodes: int) -> None:
+    """Nodes that copy all the time; node `i` listens as `kinds[i - 1]` says."""
+
+    def __init__(self, folder: Path, kinds: list[str]) -> None:
         secret_file(folder)
-        self.folder, self.kind = folder, kind
-        self.ids = list(range(1, nodes + 1))
-        self.processes = {node_id: self.start(node_id) for node_id in self.ids}
-        for process in self.processes.values():
-            self.wait_ready(process)
+        self.folder = folder
+        self.kinds = dict(enumerate(kinds, 1))
+        self.nodes = {node_id: self.start(node_id) for node_id in self.kinds}
+        for node in self.nodes.values():
+            assert node.read() == "ready"
 
-    def start(self, node_id: int) -> subprocess.Popen[str]:
-        program = Path(__file__).with_name("chaotic_node.py")
-        others = [str(other) for other in self.ids if other != node_id]
-        programs = Path(__file__).parents[1] / "programs"
-        return subprocess.Popen(
-            [sys.executable, str(program), str(node_id), str(self.folder), self.kind, *others],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "PYTHONPATH": f"{program.parent}:{programs}"},
+    def start(self, node_id: int) -> LineProgram:
+        return LineProgram(
+            NODE,
+            str(node_id),
+            self.folder,
+            self.kinds[node_id],
+            *(str(other) for other in self.kinds if other != node_id),
+            environment={"PYTHONPATH": os.pathsep.join([str(NODE.parent), str(PROGRAMS)])},
         )
-
-    @staticmethod
-    def wait_ready(process: subprocess.Popen[str]) -> None:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "ready\n"
 
     def disturb(self, rng: random.Random) -> None:
         """Kill one and start it anew, or stop one for longer than a lease."""
-        node_id = rng.choice(self.ids)
-        process = self.processes[node_id]
+        node_id = rng.choice(list(self.nodes))
+        node = self.nodes[node_id]
         if rng.randrange(2):
-            process.kill()
-            process.communicate()
-            self.processes[node_id] = self.start(node_id)
-            self.wait_ready(self.processes[node_id])
+            node.kill()
+            self.nodes[node_id] = self.start(node_id)
+            assert self.nodes[node_id].read() == "ready"
         else:
-            process.send_signal(signal.SIGSTOP)
-            threading.Event().wait(rng.choice([0.1, 0.5]))
-            process.send_signal(signal.SIGCONT)
+            node.stop()
+            time.sleep(rng.choice([0.1, 0.5]))
+            node.go_on()
 
-    def end(self) -> dict[str, int]:
+    def did(self) -> dict[int, dict[str, int]]:
+        return {node_id: json.loads(node.ask("did")) for node_id, node in self.nodes.items()}
+
+    def wait_for_copies(self) -> None:
+        """Return when every node has pulled and pushed once more."""
+        before = self.did()
+
+        def have_copied() -> bool:
+            did = self.did()
+            return all(
+                did[node_id][what] > before[node_id][what]
+                for node_id in did
+                for what in ("pulls", "pushes")
+            )
+
+        wait_until(have_copied, "a node copies nothing")
+
+    def end(self) -> Counter[str]:
         """What all of them did together; nothing must be wrong."""
-        did: dict[str, int] = {}
-        for process in self.processes.values():
-            assert process.stdin is not None
-            process.stdin.write("end\n")
-            process.stdin.flush()
-        for process in self.processes.values():
-            out, _ = process.communicate(timeout=120)
-            report = json.loads(out)
-            assert process.returncode == 0
-            assert report["wrong"] == []
-            for what, count in report["did"].items():
-                did[what] = did.get(what, 0) + count
-        return did
-
-    def kill(self) -> None:
-        for process in self.processes.values():
-            with contextlib.suppress(ProcessLookupError):
-                process.kill()
-            process.communicate()
+        did = self.did()
+        for node in self.nodes.values():
+            assert node.finish() == 0
+        return sum((Counter(one) for one in did.values()), Counter())
 
 
-def chaos(folder: Path, kind: str, nodes: int, seconds: float) -> dict[str, int]:
-    rng = random.Random(nodes)
-    fleet = Fleet(folder, kind, nodes)
+@contextmanager
+def running(folder: Path, kinds: list[str]) -> Iterator[Fleet]:
+    fleet = Fleet(folder, kinds)
     try:
-        until_s = time.monotonic() + seconds
-        while time.monotonic() < until_s:
-            fleet.disturb(rng)
-            threading.Event().wait(0.2)
-        return fleet.end()
+        yield fleet
     finally:
-        fleet.kill()
+        for node in fleet.nodes.values():
+            node.kill()
 
 
-@pytest.mark.parametrize(("kind", "nodes"), [("unix", 2), ("tcp", 2), ("unix", 4), ("tcp", 4)])
-def test_no_wrong_byte_and_nothing_pinned(kind: str, nodes: int, tmp_path: Path) -> None:
-    assert chaos(tmp_path, kind, nodes, seconds=3.0)["pulls"] > 0
+def test_no_wrong_byte_and_nothing_pinned(tmp_path: Path) -> None:
+    rng = random.Random(4)
+    with running(tmp_path, ["unix", "unix", "tcp"]) as fleet:
+        for _ in range(4):
+            fleet.wait_for_copies()
+            fleet.disturb(rng)
+        fleet.wait_for_copies()
+        fleet.end()
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(900)
-def test_five_minutes(tmp_path: Path) -> None:
-    for kind in ("unix", "tcp"):
-        folder = tmp_path / kind
-        folder.mkdir()
-        did = chaos(folder, kind, nodes=4, seconds=150)
-        assert min(did["pulls"], did["pushes"]) > 0
-        print(kind, did)
+@pytest.mark.parametrize("kind", ["unix", "tcp"])
+@pytest.mark.parametrize("nodes", [2, 4])
+def test_copies_for_two_minutes(kind: str, nodes: int, tmp_path: Path) -> None:
+    rng = random.Random(nodes)
+    until_s = time.monotonic() + 120
+    with running(tmp_path, [kind] * nodes) as fleet:
+        while time.monotonic() < until_s:
+            fleet.disturb(rng)
+            time.sleep(0.2)
+        fleet.wait_for_copies()
+        print(kind, fleet.end())
