@@ -438,7 +438,7 @@ class Chaos:
 
 @pytest.mark.parametrize(
     "seconds",
-    [pytest.param(20.0, id="short"), pytest.param(270.0, id="long", marks=pytest.mark.soak)],
+    [pytest.param(0.0, id="short"), pytest.param(270.0, id="long", marks=pytest.mark.soak)],
 )
 def test_no_wrong_byte_and_no_page_without_a_grant(seconds, tmp_path, capsys) -> None:
     with capsys.disabled():
@@ -449,7 +449,7 @@ def test_no_wrong_byte_and_no_page_without_a_grant(seconds, tmp_path, capsys) ->
         for _ in range(2):
             chaos.start_joiner()
         chaos.fill_up(INSTANCES)
-        # Where one of these never happens the rest says nothing: a busy machine takes longer.
+        # The short one ends when each of these has happened; without them it would show nothing.
         while time.monotonic() < end_s or any(chaos.counts[what] < 2 for what in NEEDED):
             chaos.do_something()
         chaos.end()

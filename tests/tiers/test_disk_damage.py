@@ -168,10 +168,8 @@ def damages(rng: random.Random) -> list[Callable[[bytearray], None]]:
     return [flip_bits, flip_in_the_table, cut, zero, move, noise]
 
 
-def test_random_damages_serve_nothing_wrong(
-    filled: Path, tmp_path: Path, request: pytest.FixtureRequest
-) -> None:
-    rounds = 1000 if request.config.getoption("--soak") else 200
+@pytest.mark.parametrize("rounds", [100, pytest.param(1000, marks=pytest.mark.soak)])
+def test_random_damages_serve_nothing_wrong(filled: Path, tmp_path: Path, rounds: int) -> None:
     good = data_file(filled).read_bytes()
     lost = 0
     for seed in range(rounds):

@@ -114,14 +114,13 @@ def test_what_a_neighbour_left_is_taken_over_when_room_is_needed(folder: Path) -
     store.close()
 
 
-def test_engines_that_do_anything_and_are_killed(
-    folder: Path, request: pytest.FixtureRequest
-) -> None:
+@pytest.mark.parametrize("rounds", [5, pytest.param(60, marks=pytest.mark.soak)])
+def test_engines_that_do_anything_and_are_killed(folder: Path, rounds: int) -> None:
     """Two at once, killed in the middle of it, again and again: nothing torn, nothing wrong."""
     limit_bytes = 6 * MIB
     rng = random.Random(7)
     command = [sys.executable, str(PROGRAM), "anything", str(folder), str(RECORD), str(limit_bytes)]
-    for _ in range(60 if request.config.getoption("--soak") else 5):
+    for _ in range(rounds):
         children = [
             subprocess.Popen(
                 [*command, str(rng.randrange(1 << 30))], stdout=subprocess.PIPE, text=True
