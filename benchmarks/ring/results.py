@@ -52,7 +52,10 @@ class Part:
 
     def markdown(self) -> str:
         """As it is kept."""
-        rows = [HEADINGS, ("---",) + ("--:",) * 3 + ("---",) + ("--:",) * 3 + ("---",)]
+        rows: list[tuple[str, ...]] = [
+            HEADINGS,
+            ("---",) + ("--:",) * 3 + ("---",) + ("--:",) * 3 + ("---",),
+        ]
         rows += [cells(figure) for figure in self.figures]
         lines = [f"## {self.title}", "", f"Load before: {self.load_before:.2f}.", ""]
         lines += [f"| {' | '.join(cell.strip() for cell in row)} |" for row in rows]

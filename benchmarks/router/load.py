@@ -131,7 +131,9 @@ class Client(asyncio.Protocol):
         self.transport = transport
 
     def ask(self, began_s: float) -> None:
-        self.began_s, self.pieces, self.size = began_s, [], 0
+        self.began_s = began_s
+        self.pieces: list[bytes] = []
+        self.size = 0
         self.body_at = -1
         self.is_asking = True
         self.load.running += 1

@@ -38,7 +38,7 @@ def rows(told: dict[str, Any]) -> list[Row]:
     saturated = f"{clients} clients, each asks again at once"
     rate = f"{told['rate_per_s']:g} a second from {clients} clients"
     paced = f"{clients} streams, a chunk every {told['pace_ms']} ms"
-    added = {
+    added: dict[str, Any] = {
         "p50": {"is_met": lambda x: x <= 1.0, "bar": "<= 1 ms added"},
         "p99": {"is_met": lambda x: x <= 5.0, "bar": "<= 5 ms added"},
     }

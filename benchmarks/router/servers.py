@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ports import free_port
+
 ROOT = Path(__file__).parents[2]
 START_S = 60.0
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
@@ -36,7 +38,7 @@ class Server:
 @contextmanager
 def running(log_requests: bool = True) -> Iterator[dict[str, Server]]:
     """`engine`, `bare`, `controller`, ready to be asked; the last two are in front of the first."""
-    ports = {name: _free_port() for name in ("engine", "bare", "controller")}
+    ports = {name: free_port() for name in ("engine", "bare", "controller")}
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         config = folder / "controller.yaml"
@@ -86,12 +88,6 @@ def load(server: Server, plan: dict[str, Any]) -> dict[str, float]:
     found: dict[str, float] = json.loads(done.stdout)
     found["cpu_us"] = (server.cpu_s() - before_s) * 1e6 / found["answers"]
     return found
-
-
-def _free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
 
 
 def _wait_for(name: str, server: Server) -> None:

@@ -22,7 +22,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from engine_server import free_port
+from ports import free_port
 from vllm_server import BLOCK_TOKENS, VLLM, engine_environment
 
 from benchmarks.harness import Figure, end_by_exception, report
@@ -152,7 +152,7 @@ def _wait_for(port: int, path: str, process: subprocess.Popen[bytes]) -> None:
     end_s = time.monotonic() + DEADLINE_S
     while time.monotonic() < end_s:
         if process.poll() is not None:
-            raise SystemExit(f"{process.args} ended with {process.returncode}")
+            raise SystemExit(f"{process.args!r} ended with {process.returncode}")
         connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
         with suppress(OSError, http.client.HTTPException):
             connection.request("GET", path)

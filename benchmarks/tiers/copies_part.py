@@ -42,7 +42,7 @@ class _Memory:
         self.staging = _vmm.Staging(BLOCKS, self.pool.record_bytes)
         self.slots = list(range(BLOCKS))
         addresses = (ctypes.c_uint8 * self.range.range_bytes).from_address(self.range.address)
-        flat = np.frombuffer(addresses, np.uint8)
+        flat = np.ctypeslib.as_array(addresses)
         row = per_page * block_bytes
         self.blocks = [
             np.lib.stride_tricks.as_strided(

@@ -14,7 +14,7 @@ from typing import Any
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 
 
-class CountingScheduler(AsyncScheduler):  # type: ignore[misc]  # vLLM has no type information here
+class CountingScheduler(AsyncScheduler):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._file = Path(os.environ["COUNTED_TOKENS_FILE"])

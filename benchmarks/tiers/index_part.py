@@ -12,6 +12,7 @@ import time
 import zlib
 from array import array
 from collections.abc import Callable
+from functools import partial
 
 from benchmarks.harness import Figure
 from kvelastic._vmm import TierIndex, block_keys
@@ -55,8 +56,8 @@ def rows(policy: str, *, full: bool) -> list[Figure]:
     again = Figure(label + "full hit, control", "us", [], "the same again", "full hit")
     for prompt in prompts(ROUNDS, seed=2):
         keys = block_keys(prompt, BLOCK_TOKENS, bytes(16))  # others: only to have some bytes
-        over_tokens = timed_us(lambda prompt=prompt: zlib.crc32(prompt))
-        over_keys = timed_us(lambda keys=keys: zlib.crc32(keys))
+        over_tokens = timed_us(partial(zlib.crc32, prompt))
+        over_keys = timed_us(partial(zlib.crc32, keys))
         start = time.perf_counter_ns()
         keys = block_keys(prompt, BLOCK_TOKENS, SEED)
         after_hash = time.perf_counter_ns()
@@ -65,7 +66,7 @@ def rows(policy: str, *, full: bool) -> list[Figure]:
         insert(index, keys)
         end = time.perf_counter_ns()
         assert found == 0
-        hits = [timed_us(lambda keys=keys: index.match(keys)) for _ in range(2 * HITS)]
+        hits = [timed_us(partial(index.match, keys)) for _ in range(2 * HITS)]
         assert index.match(keys) == BLOCKS
         for figure, sample, floor in (
             (hashed, (after_hash - start) / 1000, over_tokens),

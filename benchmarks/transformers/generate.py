@@ -26,7 +26,7 @@ def measure(model: Path, *, quick: bool) -> Table:
     """Raises `subprocess.CalledProcessError` if the process fails; what it says is on stderr."""
     rounds = QUICK_ROUNDS if quick else ROUNDS
     new_tokens = QUICK_NEW_TOKENS if quick else NEW_TOKENS
-    command = [sys.executable, "-m", "benchmarks.transformers.generating", model]
+    command = [sys.executable, "-m", "benchmarks.transformers.generating", str(model)]
     try:
         done = subprocess.run(
             [*command, str(rounds), str(new_tokens), *NAMES],

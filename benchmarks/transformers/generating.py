@@ -47,7 +47,9 @@ def main(folder: str, rounds: int, new_tokens: int, names: list[str]) -> dict[st
                 pad_token_id=0,
             )
 
-    samples = {name: {"tokens_per_s": [], "cpu_us_a_token": []} for name in names}
+    samples: dict[str, dict[str, list[float]]] = {
+        name: {"tokens_per_s": [], "cpu_us_a_token": []} for name in names
+    }
     expected = generate(stock[0])
     generate(elastic)  # warms up, too
     differing = 0

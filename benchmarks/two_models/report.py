@@ -97,13 +97,13 @@ def figures(
     return told
 
 
-def table(told: dict[str, Any]) -> list[tuple[str, str, str, str]]:
-    def seconds(label: str, key: str) -> tuple[str, str, str, str]:
+def table(told: dict[str, Any]) -> list[tuple[str, ...]]:
+    def seconds(label: str, key: str) -> tuple[str, ...]:
         halves, shared = told[HALVES][key], told[SHARED][key]
         ratio = f"{halves / shared:.2f}" if shared > 0.005 else ""
         return (label, f"{halves:.2f} s", f"{shared:.2f} s", ratio)
 
-    def mib(label: str, key: str) -> tuple[str, str, str, str]:
+    def mib(label: str, key: str) -> tuple[str, ...]:
         return (label, *(f"{told[way][key] / MIB:.0f} MiB" for way in (HALVES, SHARED)), "")
 
     moved = told[SHARED]["moved_bytes"][1:]  # before the first burst nobody has anything

@@ -68,8 +68,6 @@ class BareCuda:
         self._library = ctypes.CDLL("libcuda.so.1")
         for name, arguments in _SIGNATURES.items():
             getattr(self._library, name).argtypes = arguments
-        for name in ("Create", "Release", "Map", "SetAccess", "Unmap"):
-            setattr(self, f"_{name}", getattr(self._library, f"cuMem{name}"))
         self._check("cuInit", self._library.cuInit(0))
         device, context = c_int(), c_void_p()
         self._check("cuDeviceGet", self._library.cuDeviceGet(byref(device), 0))
@@ -97,20 +95,25 @@ class BareCuda:
 
     def create(self, bytes_: int) -> int:
         handle = c_uint64()
-        self._check("cuMemCreate", self._Create(byref(handle), bytes_, byref(self._properties), 0))
+        self._check(
+            "cuMemCreate",
+            self._library.cuMemCreate(byref(handle), bytes_, byref(self._properties), 0),
+        )
         return handle.value
 
     def destroy(self, handle: int, bytes_: int) -> None:
-        self._check("cuMemRelease", self._Release(handle))
+        self._check("cuMemRelease", self._library.cuMemRelease(handle))
 
     def map(self, address: int, bytes_: int, handle: int) -> None:
-        self._check("cuMemMap", self._Map(address, bytes_, 0, handle, 0))
+        self._check("cuMemMap", self._library.cuMemMap(address, bytes_, 0, handle, 0))
 
     def set_access(self, address: int, bytes_: int) -> None:
-        self._check("cuMemSetAccess", self._SetAccess(address, bytes_, byref(self._access), 1))
+        self._check(
+            "cuMemSetAccess", self._library.cuMemSetAccess(address, bytes_, byref(self._access), 1)
+        )
 
     def unmap(self, address: int, bytes_: int) -> None:
-        self._check("cuMemUnmap", self._Unmap(address, bytes_))
+        self._check("cuMemUnmap", self._library.cuMemUnmap(address, bytes_))
 
     def free_bytes(self) -> int:
         """What nobody holds on the device."""

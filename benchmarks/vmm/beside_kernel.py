@@ -39,12 +39,13 @@ def measure(kind: str, *, side: int, kernels: int, rounds: int) -> dict[str, Any
 
     if not torch.cuda.is_available():
         return {"skipped": f"torch {torch.__version__} finds no CUDA device"}
-    from kvelastic import tensors
+    from kvelastic import _vmm, tensors
 
     layout = LLAMA_3_8B.paged()
     matrix_bytes = side * side * BF16_BYTES
     data_pages = -(-3 * matrix_bytes // layout.page_bytes)
     seam = driver_kinds.open_seam(kind)
+    assert isinstance(seam, _vmm.CudaDriver)
     memory = own_pages.reserve(seam, layout, data_pages + 1)
     memory.map(range(data_pages))
     # Unmapping waits for the streams that use the pages. The multiplications never use the last

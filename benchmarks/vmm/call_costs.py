@@ -26,7 +26,7 @@ Samples = dict[str, dict[str, list[float]]]
 
 def measure(kind: str, *, rounds: int, sizes_mib: list[int]) -> dict[str, Any]:
     """`us[call][MiB]`: a sample a round, in microseconds; the first round only warms up."""
-    driver = driver_kinds.open_bare(kind)
+    driver: Any = driver_kinds.open_bare(kind)
     us: Samples = {call: {str(size): [] for size in sizes_mib} for call in CALLS}
     for turn in range(rounds + 1):
         for size in sizes_mib:

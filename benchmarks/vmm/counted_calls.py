@@ -10,6 +10,7 @@ import os
 import tempfile
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +65,7 @@ def count_cycles(trace: Trace) -> dict[str, dict[str, int]]:
     cuda = BareCuda()
     for layout in (kvcached_calls.contiguous(QWEN3_4B), kvcached_calls.per_layer(QWEN3_4B)):
         replay = kvcached_calls.Replay(cuda, layout, page_ids=2)
-        ways[layout.name] = lambda replay=replay: (replay.grow(range(1)), replay.shrink(range(1)))
+        ways[layout.name] = partial(_grow_and_shrink, replay, range(1))
     counted = {}
     for name, cycle in ways.items():
         cycle()  # a recycled page has to exist first
@@ -118,7 +119,7 @@ def _count_theirs(trace: Trace, cuda: BareCuda, model: Model, cost: LayoutCost) 
     layout = next(layout for layout in layouts if layout.name == cost.layout)
     replay = kvcached_calls.Replay(cuda, layout, cost.pages)
     pages = range(cost.pages)
-    calls = trace.calls(lambda: (replay.grow(pages), replay.shrink(pages)))
+    calls = trace.calls(partial(_grow_and_shrink, replay, pages))
     replay.close()
     total = _memory_of(calls)
     return {
@@ -127,6 +128,11 @@ def _count_theirs(trace: Trace, cuda: BareCuda, model: Model, cost: LayoutCost) 
         "recycled_calls": total,
         "batch_calls": total,
     }
+
+
+def _grow_and_shrink(replay: kvcached_calls.Replay, pages: range) -> None:
+    replay.grow(pages)
+    replay.shrink(pages)
 
 
 def _memory_of(calls: Counter[str]) -> int:

@@ -17,6 +17,7 @@ from __future__ import annotations
 import gc
 import statistics
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.vmm import cache_layouts, driver_kinds, paged_kernel
@@ -118,7 +119,7 @@ def _compare(
         answers = [work(each) for each in (dense, cache)]
         same = None if answers[0] is None else bool(torch.equal(*answers))
         del answers
-        graphs = [_graph(lambda each=each, work=work: work(each)) for each in (dense, cache)]
+        graphs = [_graph(partial(work, each)) for each in (dense, cache)]
         samples: tuple[list[float], list[float]] = ([], [])
         for turn in range(rounds + 3):
             took = [_replay_ms(graph) for graph in graphs]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,12 +31,11 @@ def draw(path: Path, kind: DriverKind, told: dict[str, Any], parts: dict[str, An
     for name, data in parts.items():
         if name.startswith("grow_shrink"):
             profile = name.partition(" ")[2]
-            panels.append(lambda axes, d=data, p=profile: _grow_shrink(axes, d, p))
+            panels.append(partial(_grow_shrink, data=data, profile=profile))
     if "decode_attention" in parts:
         data = parts["decode_attention"]
         panels += [
-            lambda axes, what=what: _attention(axes, data, what)
-            for what in decode_attention.measured(data)
+            partial(_attention, data=data, what=what) for what in decode_attention.measured(data)
         ]
     if not panels:
         return

@@ -15,7 +15,7 @@ class Section:
 
     title: str
     headings: tuple[str, ...]
-    rows: list[tuple[str, ...]]
+    rows: Sequence[tuple[str, ...]]
     notes: list[str] = field(default_factory=list)
 
     def text(self) -> str:

@@ -39,8 +39,13 @@ class Memory(NamedTuple):
         with segment.open_readonly(name) as instance:
             usage = instance.record.read_usage()
             limit_bytes = instance.record.read_answer()["effective_limit_bytes"]
-        parts = (usage[f"{part}_bytes"] for part in ("in_use", "cached", "parked", "mapped"))
-        return cls(*parts, limit_bytes)
+        return cls(
+            in_use=usage["in_use_bytes"],
+            cached=usage["cached_bytes"],
+            parked=usage["parked_bytes"],
+            mapped=usage["mapped_bytes"],
+            limit=limit_bytes,
+        )
 
 
 PARTS = (("in use", "█", "green"), ("cached", "▓", "yellow"), ("parked", "░", "cyan"))

@@ -19,12 +19,10 @@ def _constants(trees: list[ast.Module]) -> dict[str, str]:
     found: dict[str, str] = {}
     for tree in trees:
         for node in tree.body:
-            if isinstance(node, ast.AnnAssign) and node.value is not None:
-                names, value = [node.target], node.value
-            elif isinstance(node, ast.Assign):
-                names, value = node.targets, node.value
-            else:
+            if not isinstance(node, ast.Assign | ast.AnnAssign):
                 continue
+            names = node.targets if isinstance(node, ast.Assign) else [node.target]
+            value = node.value
             if isinstance(value, ast.Constant) and isinstance(value.value, str):
                 found |= {each.id: value.value for each in names if isinstance(each, ast.Name)}
     return found

@@ -59,10 +59,10 @@ class Bursts:
             ids = held.popleft()
             (instance.cache if len(held) < CACHED_REQUESTS else instance.free)(ids)
         while len(held) < wanted:
-            ids = instance.alloc(BLOCKS_OF_A_REQUEST)
-            if ids is None:  # the other one has it: a request waits, as in an engine
+            new = instance.alloc(BLOCKS_OF_A_REQUEST)
+            if new is None:  # the other instance has the memory: a request waits, as in an engine
                 return
-            held.append(ids)
+            held.append(new)
 
     def __enter__(self) -> Bursts:
         self._thread.start()

@@ -28,7 +28,7 @@ def say(text: str) -> None:
 def build_environment(python: Interpreter, folder: Path) -> Path:
     """An environment with the build requirements and nothing of ours; its bin/."""
     subprocess.run([python.path, "-m", "venv", folder], check=True)
-    command = [folder / "bin" / "pip", "-qq", "--disable-pip-version-check", "install"]
+    command = [str(folder / "bin" / "pip"), "-qq", "--disable-pip-version-check", "install"]
     subprocess.run([*command, *BUILD_NEEDS, *WHEEL_TOOLS], check=True)
     return folder / "bin"
 

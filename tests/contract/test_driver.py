@@ -5,11 +5,10 @@ from __future__ import annotations
 import itertools
 import os
 import signal
-import subprocess
-import sys
 import threading
 
 import pytest
+from processes import run_python
 
 from kvelastic import errors
 
@@ -124,11 +123,8 @@ print("read", flush=True)
 def test_what_is_not_mapped_faults(device, state, page, dies):
     if not device.unmapped_faults:
         pytest.skip("addresses of this device are not the processor's")
-    run = subprocess.run(
-        [sys.executable, "-c", TOUCH.format(source=device.source), state, str(page)],
-        capture_output=True,
-        text=True,
-    )
+    touch = TOUCH.format(source=device.source)
+    run = run_python("-c", touch, state, str(page), exit_code=None)
     assert run.stdout.split() == (["alive"] if dies else ["alive", "read"]), run.stderr
     assert (-run.returncode in FAULTS) if dies else run.returncode == 0
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 import needs
 import pytest
 from battery import EVERY_CUDA, EVERY_DRIVER
+from processes import run_python
 
 HERE = Path(__file__).parent
 BATTERY = HERE.parent / "programs" / "battery.py"
@@ -41,14 +43,7 @@ def simulated(tmp_path: Path, **more: str) -> dict[str, str]:
 
 
 def run(driver: str, case: str, environment: dict[str, str]) -> None:
-    done = subprocess.run(
-        [sys.executable, str(BATTERY), driver, case],
-        env=os.environ | environment,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert (done.returncode, done.stdout) == (0, "passed\n"), done.stderr[-3000:]
+    assert run_python(BATTERY, driver, case, environment=environment).stdout == "passed\n"
 
 
 @pytest.mark.parametrize("case", EVERY_DRIVER)
@@ -102,15 +97,8 @@ def test_a_device_that_cannot_be_had(
     device: str, environment: dict[str, str], match: str, tmp_path: Path
 ) -> None:
     program = f"from kvelastic import _vmm; _vmm.CudaDriver({device!r})"
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        env=os.environ | simulated(tmp_path, **environment),
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 1
-    import re
-
+    environment = simulated(tmp_path, **environment)
+    done = run_python("-c", program, environment=environment, exit_code=1)
     assert re.search(match, done.stderr), done.stderr
 
 
@@ -143,13 +131,11 @@ print("passed")
 def test_mig_instances_are_devices_of_their_own(
     environment: dict[str, str], prefix: str, tmp_path: Path
 ) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", MIG_PROGRAM.replace("PREFIX", repr(prefix))],
-        env=os.environ | simulated(tmp_path, KVSIM_DEVICES="4", **environment),
-        capture_output=True,
-        text=True,
+    done = run_python(
+        *("-c", MIG_PROGRAM.replace("PREFIX", repr(prefix))),
+        environment=simulated(tmp_path, KVSIM_DEVICES="4", **environment),
     )
-    assert (done.returncode, done.stdout) == (0, "passed\n"), done.stderr
+    assert done.stdout == "passed\n"
 
 
 @needs.no_gpu

@@ -4,25 +4,24 @@ from __future__ import annotations
 
 import os
 import random
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 import pytest
 from ledger_instance import BLOCKS_PER_PAGE as B
 from ledger_instance import PAGE_BYTES as PAGE
 from ledger_instance import Instance
+from processes import LineProgram
 from waiting import wait_until
 
 from kvelastic import ledger, segment
 
 SHM = Path("/dev/shm")
 PAGES = 24
-SOON_S = 30.0
 SAME_LOOKS = 5
 """A look at a ledger is no snapshot: what a page leaves while another one gets it may be counted
 twice. Pages that are granted twice are seen as often as one looks."""
@@ -93,10 +92,14 @@ def names_in_shared_memory() -> set[str]:
     return {path.name for path in SHM.iterdir()}
 
 
+def _holds_what_it_was_granted(one: Instance) -> bool:
+    return bool(one.ask("granted") == one.mapped_bytes)
+
+
 @pytest.mark.timeout(3600)  # a thousand of them on a busy machine
-def test_a_killing_in_the_middle_leaves_nothing(group, request):
+@pytest.mark.parametrize("kills", [12, pytest.param(1000, marks=pytest.mark.soak)])
+def test_a_killing_in_the_middle_leaves_nothing(group, kills):
     """A group of four that take, cache and give back; one is killed, another takes its place."""
-    kills = 1000 if request.config.getoption("--soak") else 40
     moments = random.Random(7)
     pids = set()
     survived = 0
@@ -121,7 +124,7 @@ def test_a_killing_in_the_middle_leaves_nothing(group, request):
         assert victim.pid not in [member.pid for member in info.members]
         assert victim.name in segment.reap() or victim.name not in names_in_shared_memory()
 
-        if kill % 8 == 7:  # they rest, and the books are compared to the last byte
+        if kill % 4 == 3:  # they rest, and the books are compared to the last byte
             for one in alive:
                 counts = one.read()  # of a churn that ends with check_integrity()
                 assert counts["got"] + counts["none"] > 0
@@ -129,7 +132,7 @@ def test_a_killing_in_the_middle_leaves_nothing(group, request):
             for one in alive:
                 # What the keeper is at may still change: compare when it does not.
                 wait_until(
-                    lambda one=one: one.ask("granted") == one.mapped_bytes,  # type: ignore[misc]
+                    partial(_holds_what_it_was_granted, one),
                     "a survivor holds what it was not granted",
                 )
                 one.ask("check_integrity")
@@ -179,38 +182,27 @@ with ledger.join("bare", group=sys.argv[1], capacity_bytes=int(sys.argv[2]), nam
 """
 
 
-def test_grants_that_a_killing_cuts_short(request):
+@pytest.mark.parametrize("kills", [10, pytest.param(300, marks=pytest.mark.soak)])
+def test_grants_that_a_killing_cuts_short(kills):
     """Also the claim that nobody ends goes with its owner."""
-    kills = 300 if request.config.getoption("--soak") else 15
     group = f"test-{os.getpid()}-bare"
     path = ledger.ledger_path(group, "bare")
     moments = random.Random(8)
 
-    def grabber() -> subprocess.Popen[str]:
-        process = subprocess.Popen(
-            [sys.executable, "-c", GRABBER, group, str(PAGES * PAGE)],
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        assert process.stdout is not None
-        assert process.stdout.readline() == "here\n"
+    def grabber() -> LineProgram:
+        process = LineProgram("-c", GRABBER, group, str(PAGES * PAGE))
+        assert process.read() == "here"
         return process
-
-    def kill(process: subprocess.Popen[str]) -> None:
-        process.kill()
-        process.wait()
-        assert process.stdout is not None
-        process.stdout.close()
 
     alive = [grabber() for _ in range(3)]
     try:
         for _ in range(kills):
             time.sleep(moments.random() * 0.01)
-            kill(alive.pop(0))
+            alive.pop(0).kill()
             alive.append(grabber())
     finally:
         for process in alive:
-            kill(process)
+            process.kill()
     with ledger.join(
         "bare", group=group, capacity_bytes=PAGES * PAGE, name="n", uuid=bytes(16)
     ) as mine:
@@ -218,8 +210,8 @@ def test_grants_that_a_killing_cuts_short(request):
     assert not path.exists()
 
 
-def test_eight_at_once_add_up_and_none_starves(request):
-    seconds = 60.0 if request.config.getoption("--soak") else 4.0
+@pytest.mark.parametrize("seconds", [2.5, pytest.param(60.0, marks=pytest.mark.soak)])
+def test_eight_at_once_add_up_and_none_starves(seconds):
     with Group(pages=40) as group:
         all_of_them = [group.start() for _ in range(8)]
         for one in all_of_them:
@@ -227,8 +219,9 @@ def test_eight_at_once_add_up_and_none_starves(request):
         counts = [one.read() for one in all_of_them]
         got = [count["got"] for count in counts]
         assert min(got) > 0
-        # Equals with the same work: a fair part is not the same part on two processors.
-        assert min(got) * 5 >= sum(got) / len(got), f"one gets far less than the others: {got}"
+        # How many of its allocs succeed does not depend on how long each of them ran.
+        rates = [count["got"] / (count["got"] + count["none"]) for count in counts]
+        assert min(rates) * 5 >= sum(rates) / len(rates), f"one gets far less: {counts}"
         assert sum(count["none"] for count in counts) > 0, "nothing was at stake"
         assert group.full_looks > 0, "the device was never full"
 

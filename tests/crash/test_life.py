@@ -17,7 +17,8 @@ from pathlib import Path
 
 import pytest
 from ledger_instance import Instance
-from waiting import wait_until
+from processes import run_python
+from waiting import DEADLINE_S, wait_until
 
 from kvelastic import ledger, segment
 
@@ -73,7 +74,7 @@ def is_granted_what_it_has(instance: Instance) -> bool:
 def is_whole(instance: Instance) -> bool:
     """Whether it has its name, its place and its grant, and answers."""
     mine = member()
-    answer = segment.request(instance.name, priority=2, wait_s=30)
+    answer = segment.request(instance.name, priority=2, wait_s=DEADLINE_S)
     return (
         mine is not None
         and (mine.status, mine.pid) == ("alive", instance.pid)
@@ -127,13 +128,7 @@ print(segment.reap(), ledger.reap(), flush=True)
 
 @pytest.mark.parametrize("left", range(6))
 def test_one_with_few_descriptors_left_reaps_no_living(instance, left):
-    done = subprocess.run(
-        [sys.executable, "-c", FEW_DESCRIPTORS, str(left)],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert done.stdout == "[] []\n"
+    assert run_python("-c", FEW_DESCRIPTORS, str(left)).stdout == "[] []\n"
     assert is_whole(instance)
 
 
@@ -219,9 +214,7 @@ def test_a_container_that_is_gone_gives_its_grant_back(monkeypatch):
             container.kill()
             container.wait()
         # --kill-child is a signal on its way: the kernel's word is awaited, not a time.
-        deadline = os.times().elapsed + 30
-        while segment.inspect(name).status != "dead":
-            assert os.times().elapsed < deadline
+        wait_until(lambda: segment.inspect(name).status == "dead")
         assert name in kvctl("gc")
         assert member() is None
 
@@ -237,10 +230,7 @@ def test_what_a_forked_child_still_maps_is_not_free(instance):
         assert member().granted_bytes > 0
     finally:
         os.kill(child, signal.SIGKILL)
-    deadline = os.times().elapsed + 30
-    while member() is not None:
-        ledger.reap()
-        assert os.times().elapsed < deadline
+    wait_until(lambda: (ledger.reap(), member())[1] is None)
 
 
 ORDER = """

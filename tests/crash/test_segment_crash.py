@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import random
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
+from processes import LineProgram
 from segment_owner import Owner
+from waiting import DEADLINE_S, wait_until
 
 from kvelastic import lease, segment
 from kvelastic.errors import SegmentBusyError, SegmentNotFoundError
@@ -37,22 +37,6 @@ with segment.open_writable(sys.argv[1]) as other, other.writing() as record:
 """
 
 
-def start(program: str, *arguments: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-c", program, *arguments],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-
-
-def finish(process: subprocess.Popen[str]) -> None:
-    process.kill()
-    process.wait()
-    for pipe in (process.stdin, process.stdout):
-        pipe.close()
-
-
 @pytest.mark.parametrize("waited_for", [True, False], ids=["waited-for", "zombie"])
 def test_a_killed_owner_is_dead_and_reaped(name, waited_for):
     with Owner(name) as owner:
@@ -69,7 +53,7 @@ def test_the_next_instance_of_the_name_starts_at_once(name):
     first.kill()
     with Owner(name) as second:
         assert segment.inspect(name).header["pid"] == second.pid
-        assert segment.request(name, limit_bytes=5, wait_s=30).state == "applied"
+        assert segment.request(name, limit_bytes=5, wait_s=DEADLINE_S).state == "applied"
     first.__exit__(None)
 
 
@@ -83,52 +67,47 @@ if sys.argv[1] == "True":
 print("here", flush=True)
 ctypes.CDLL(None).syscall(60, 0)  # exit of this thread only
 """
-    process = start(program, str(with_thread))
-    try:
+    with LineProgram("-c", program, str(with_thread)) as process:
         ticks = lease.start_time_ticks(process.pid)
-        process.stdout.readline()
+        assert process.read() == "here"
         stat = Path(f"/proc/{process.pid}/stat")
-        while stat.read_text().rsplit(")", 1)[1].split()[0] != "Z":
-            time.sleep(0.001)  # until the kernel has carried the exit out
+        wait_until(
+            lambda: stat.read_text().rsplit(")", 1)[1].split()[0] == "Z",
+            "the kernel has not carried the exit out",
+        )
         assert lease.start_time_ticks(process.pid) == (ticks if with_thread else None)
-    finally:
-        finish(process)
 
 
 def test_a_writer_killed_in_the_middle_of_a_request_has_changed_nothing(name):
     with Owner(name):
-        assert segment.request(name, limit_bytes=7 << 20, wait_s=30).state == "applied"
-        writer = start(HALF_WRITER, name)
-        assert writer.stdout.readline() == "half\n"
-        finish(writer)
+        assert segment.request(name, limit_bytes=7 << 20, wait_s=DEADLINE_S).state == "applied"
+        with LineProgram("-c", HALF_WRITER, name) as writer:
+            assert writer.read() == "half"
         # The old request is whole, for the instance and for anyone who looks ...
         info = segment.inspect(name)
         assert info.request["whole"]
         assert (info.request["revision"], info.request["limit_bytes"]) == (1, 7 << 20)
         # ... and the next writer finds neither its lock nor its rubbish in his way.
-        answer = segment.request(name, limit_bytes=9 << 20, wait_s=30)
+        answer = segment.request(name, limit_bytes=9 << 20, wait_s=DEADLINE_S)
         assert (answer.state, answer.revision) == ("applied", 2)
         assert answer.effective_limit_bytes == 9 << 20
 
 
 def test_a_writer_stopped_in_the_middle_stalls_no_instance(name):
-    with Owner(name, "publish") as owner:
-        writer = start(HALF_WRITER, name)
-        try:
-            assert writer.stdout.readline() == "half\n"
-            os.kill(writer.pid, signal.SIGSTOP)
-            before = segment.inspect(name).usage["updated_ns"]
-            deadline = time.monotonic() + 30
-            while segment.inspect(name).usage["updated_ns"] == before:
-                assert time.monotonic() < deadline, "the owner stands still"
-            with pytest.raises(SegmentBusyError, match="lock"):
-                segment.request(name, limit_bytes=1)
-            assert segment.inspect(name).request["revision"] == 0
-            # Nor does it keep the instance from ending.
-            assert owner.end() == 0
-            assert not (SHM / name).exists()
-        finally:
-            finish(writer)
+    with Owner(name, "publish") as owner, LineProgram("-c", HALF_WRITER, name) as writer:
+        assert writer.read() == "half"
+        os.kill(writer.pid, signal.SIGSTOP)
+        before = segment.inspect(name).usage["updated_ns"]
+        wait_until(
+            lambda: segment.inspect(name).usage["updated_ns"] != before,
+            "the owner stands still",
+        )
+        with pytest.raises(SegmentBusyError, match="lock"):
+            segment.request(name, limit_bytes=1)
+        assert segment.inspect(name).request["revision"] == 0
+        # Nor does it keep the instance from ending.
+        assert owner.end() == 0
+        assert not (SHM / name).exists()
 
 
 def test_a_stopped_owner_answers_when_it_goes_on(name):
@@ -142,7 +121,7 @@ def test_a_stopped_owner_answers_when_it_goes_on(name):
         assert info.request["limit_bytes"] == 3 << 20
         owner.go_on()
         with segment.open_readonly(name) as reader:
-            assert reader.record.wait_answer(answer.requested_revision, 30)
+            assert reader.record.wait_answer(answer.requested_revision, DEADLINE_S)
         assert segment.inspect(name).answer["effective_limit_bytes"] == 3 << 20
 
 
@@ -171,12 +150,9 @@ while True:
 def test_a_starter_killed_at_any_moment_leaves_nothing_for_long(name):
     moments = random.Random(5)
     for _ in range(12):
-        process = start(STARTER, name)
-        try:
-            process.stdout.readline()
-            time.sleep(moments.random() * 0.01)
-        finally:
-            finish(process)
+        with LineProgram("-c", STARTER, name) as process:
+            assert process.read() == "here"
+            time.sleep(moments.random() * 0.01)  # the moment: any will do
         if (SHM / name).exists():
             assert segment.inspect(name).status == "dead"  # whole, never half a segment
         segment.reap()

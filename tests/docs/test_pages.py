@@ -13,6 +13,7 @@ from pathlib import Path
 import click
 import pytest
 import yaml
+from waiting import DEADLINE_S
 
 from kvelastic.config import VARIABLES
 
@@ -187,7 +188,7 @@ def check(config: str, folder: Path) -> None:
     path.write_text(config)
     done = subprocess.run(
         [sys.executable, "-m", "kvelastic.controller", "--config", str(path), "--check"],
-        capture_output=True, text=True, check=False, timeout=60,
+        capture_output=True, text=True, check=False, timeout=DEADLINE_S,
         env={"PATH": "", "KVELASTIC_API_KEY": "a" * 32, "KVELASTIC_ADMIN_KEY": "b" * 32},
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr

@@ -21,6 +21,7 @@ from processes import LineProgram
 PAGE_BYTES = 2 << 20
 BLOCKS_PER_PAGE = 4
 PAGES = 4096
+LEAST_ALLOCS = 8
 
 
 class Instance(LineProgram):
@@ -130,14 +131,17 @@ def serve() -> None:
 
 
 def churn(blocks: Any, seconds: float, most: int) -> dict[str, int]:
-    """Allocs and frees as fast as it can; every alloc and every None is counted."""
+    """Allocs and frees as fast as it can; every alloc and every None is counted.
+
+    On a slow machine it goes on until it has made some allocs.
+    """
     import random
 
     dice = random.Random(os.getpid())
     held: list[list[int]] = []
     counts = {"got": 0, "none": 0}
     end = time.monotonic() + seconds
-    while time.monotonic() < end:
+    while time.monotonic() < end or counts["got"] + counts["none"] < LEAST_ALLOCS:
         if held and (len(held) > 8 or dice.random() < 0.45):
             ids = held.pop(dice.randrange(len(held)))
             (blocks.cache if dice.random() < 0.5 else blocks.free)(ids)

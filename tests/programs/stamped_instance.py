@@ -268,17 +268,22 @@ class Engine:
         self.cached.clear()
 
 
-def is_told_to_end(stdin: IO[str], counts: Counter[str], rest: Any) -> bool:
+def commands() -> IO[bytes]:
+    """Return stdin without a buffer: `select` would not see a second line that lies in one."""
+    return open(0, "rb", buffering=0)
+
+
+def is_told_to_end(stdin: IO[bytes], counts: Counter[str], rest: Any) -> bool:
     """Does what stdin says; waits there during a rest."""
     if not select.select([stdin], [], [], 0)[0]:
         return False
     word = stdin.readline()
-    while word == "rest\n":
+    while word == b"rest\n":
         rest()
         print(json.dumps(counts), flush=True)
         counts.clear()
         word = stdin.readline()
-        if word == "go\n":
+        if word == b"go\n":
             return False
     return True
 
@@ -324,8 +329,9 @@ def serve(name: str, seed: int) -> None:
             engine.check_all()
             pool.blocks.check_integrity()
 
+        stdin = commands()
         print(json.dumps({"name": pool.name}), flush=True)
-        while not is_told_to_end(sys.stdin, engine.counts, rest):
+        while not is_told_to_end(stdin, engine.counts, rest):
             engine.step()
             if dice.random() < RESERVES_A_STEP:
                 reserve_anew(pool, dice, engine.counts)
@@ -361,8 +367,9 @@ def join_and_leave(name: str, seed: int) -> None:
     capacity_bytes = host(settings).capacity_bytes
     dice = random.Random(seed)
     counts: Counter[str] = Counter()
+    stdin = commands()
     print(json.dumps({"name": name}), flush=True)
-    while not is_told_to_end(sys.stdin, counts, lambda: None):
+    while not is_told_to_end(stdin, counts, lambda: None):
         try:
             stay_for_a_moment(name, settings.ledger, capacity_bytes, dice)
             counts["joins"] += 1

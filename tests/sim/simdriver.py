@@ -27,6 +27,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from waiting import DEADLINE_S
+
 HERE = Path(__file__).parent
 KIB = 1 << 10
 MIB = 1 << 20
@@ -183,7 +185,7 @@ class Child:
 
     def __init__(self, body: Callable[[socket.socket], Any], environment: dict[str, str]) -> None:
         self.channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self.channel.settimeout(60)
+        self.channel.settimeout(DEADLINE_S)
         reading, writing = os.pipe()
         with warnings.catch_warnings():
             # Python 3.12 warns where other tests of the session left threads; the child uses none.
@@ -238,7 +240,7 @@ def _run_child(
         for name in [name for name in os.environ if name.startswith("KVSIM_")]:
             del os.environ[name]
         os.environ.update(environment)
-        channel.settimeout(60)
+        channel.settimeout(DEADLINE_S)
         said: dict[str, Any] = {"result": body(channel)}
     except BaseException:
         said = {"error": traceback.format_exc()}

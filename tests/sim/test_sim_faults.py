@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from simdriver import MIB, PAGE, CudaError, Driver, prop, run
+from waiting import DEADLINE_S
 
 
 def create(gpu: Driver, pages: int = 1) -> str:
@@ -194,17 +195,14 @@ def test_the_trace_says_how_long_a_call_took(tmp_path: Path) -> None:
 # --- delays
 
 
-PATIENCE_S = 20.0
-"""On a busy machine the least time of a call is long in coming."""
-
-
 def least_us(acts: dict[str, Callable[[], object]], most_us: dict[str, float]) -> dict[str, float]:
     """The least time of each act: what a delay adds is in it, what the machine adds is not.
 
-    Goes round 40 times, and on until each has been no dearer than `most_us` once.
+    Goes round 40 times, and on until each has been no dearer than `most_us` once: on a busy machine
+    it takes many rounds until nothing interrupts a call.
     """
     least = dict.fromkeys(acts, float("inf"))
-    end_s = time.perf_counter() + PATIENCE_S
+    end_s = time.perf_counter() + DEADLINE_S
     rounds = 0
     while rounds < 40 or (
         any(least[name] > us for name, us in most_us.items()) and time.perf_counter() < end_s

@@ -8,12 +8,11 @@ import json
 import os
 import signal
 import socket
-import subprocess
-import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from processes import run_python
 from simdriver import HERE, MIB, PAGE, POSIX_FD, Driver, library, run, start
 
 OUT_OF_MEMORY = "CUDA_ERROR_OUT_OF_MEMORY"
@@ -28,7 +27,7 @@ def machine(tmp_path: Path) -> Iterator[dict[str, str]]:
     path.unlink(missing_ok=True)
 
 
-def hold(pages: int) -> object:
+def hold(pages: int) -> Callable[[socket.socket], int]:
     """A body that maps `pages` pages, says so, and waits to be told to go on."""
 
     def body(channel: socket.socket) -> int:
@@ -114,13 +113,7 @@ def test_a_process_that_becomes_another_program_lets_go(machine: dict[str, str])
         "if len(sys.argv) == 3: os.execv(sys.executable, [sys.executable, '-c', os.environ['S'],"
         " *sys.argv[1:], 'again'])\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", script, str(HERE), str(library())],
-        env=os.environ | machine | {"S": script},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    done = run_python("-c", script, HERE, library(), environment=machine | {"S": script})
     assert done.stdout.split() == [str(32 * MIB), str(32 * MIB)]
 
 

@@ -21,6 +21,7 @@ from hypothesis.stateful import (
     invariant,
     precondition,
     rule,
+    run_state_machine_as_test,
 )
 from open_memfds import open_memfds
 
@@ -354,15 +355,11 @@ SETTINGS = settings(
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 def test_rules_hold_while_blocks_move(layout: PageLayout) -> None:
     machine = type("Machine", (PoolRules,), {"layout": layout, "movable": True})
-    case = machine.TestCase
-    case.settings = SETTINGS
-    case().runTest()
+    run_state_machine_as_test(machine, settings=SETTINGS)
 
 
 @pytest.mark.parametrize("bound", [-1, 0, 11], ids=["unbounded", "no cache", "11 cached"])
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 def test_rules_hold(layout: PageLayout, bound: int) -> None:
     machine = type("Machine", (PoolRules,), {"layout": layout, "max_cached": bound})
-    case = machine.TestCase
-    case.settings = SETTINGS
-    case().runTest()
+    run_state_machine_as_test(machine, settings=SETTINGS)

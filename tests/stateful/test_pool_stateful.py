@@ -9,7 +9,14 @@ from __future__ import annotations
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 from native_pools import LAYOUTS, Memory, evicted
 
 from kvelastic import errors
@@ -194,11 +201,12 @@ class FailingDriver(RuleBasedStateMachine):
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_one_failure_at_a_time(name: str) -> None:
     machine = type("Machine", (FailingDriver,), {"name": name})
-    case = machine.TestCase
-    case.settings = settings(
-        max_examples=30,
-        stateful_step_count=40,
-        deadline=None,
-        suppress_health_check=list(HealthCheck),
+    run_state_machine_as_test(
+        machine,
+        settings=settings(
+            max_examples=30,
+            stateful_step_count=40,
+            deadline=None,
+            suppress_health_check=list(HealthCheck),
+        ),
     )
-    case().runTest()

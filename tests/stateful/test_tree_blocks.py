@@ -9,7 +9,14 @@ from __future__ import annotations
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 from native_pools import LAYOUTS, Memory
 
 from kvelastic.integration.sglang.tree_blocks import TreeBlocks
@@ -204,11 +211,12 @@ class RadixTree(RuleBasedStateMachine):
 
 @pytest.mark.parametrize("has_keys", [False, True], ids=["no keys", "keys"])
 def test_random_requests_over_a_tree(has_keys: bool) -> None:
-    machine = type("Machine", (RadixTree,), {"has_keys": has_keys}).TestCase
-    machine.settings = settings(
-        max_examples=150,
-        stateful_step_count=80,
-        deadline=None,
-        suppress_health_check=list(HealthCheck),
+    run_state_machine_as_test(
+        type("Machine", (RadixTree,), {"has_keys": has_keys}),
+        settings=settings(
+            max_examples=150,
+            stateful_step_count=80,
+            deadline=None,
+            suppress_health_check=list(HealthCheck),
+        ),
     )
-    machine().runTest()

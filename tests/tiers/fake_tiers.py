@@ -9,6 +9,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 
+from waiting import DEADLINE_S
+
 from kvelastic.errors import DriverError, InvalidArgumentError
 from kvelastic.tiers.base import (
     KEY_BYTES,
@@ -144,7 +146,7 @@ class FakeStore(Store):
             self.before_call()
         if self.hang is not None:
             self.hanging.set()
-            assert self.hang.wait(60)
+            assert self.hang.wait(DEADLINE_S)
         if number == self.raise_at:
             raise ValueError("a store that breaks its contract")
         return number == self.fail_at

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from waiting import DEADLINE_S
 
 from kvelastic.errors import InvalidArgumentError
 from kvelastic.tiers.base import KEY_BYTES, NO_KEY, Selection, Store
@@ -370,7 +371,7 @@ def many_threads_at_once(bench: Bench) -> None:
     def work(seed: int) -> None:
         state = seed
         try:
-            begin.wait(60)
+            begin.wait(DEADLINE_S)
             for _ in range(rounds):
                 state = (state * 6364136223846793005 + 1442695040888963407) % (1 << 64)
                 names = [(state >> shift) % (2 * ROOM) for shift in (13, 23, 33)]

@@ -14,6 +14,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from fake_tiers import FakeStaging, FakeStore
+from waiting import DEADLINE_S
 
 from kvelastic import segment
 from kvelastic import tier_board_format as board_format
@@ -36,7 +38,7 @@ from kvelastic.tier_board_format import (
     TierFigures,
     TierRequest,
 )
-from kvelastic.tiers.base import Capacity, Selection
+from kvelastic.tiers.base import Capacity, Selection, Store
 from kvelastic.tiers.board import Board
 from kvelastic.tiers.namespace import Namespace
 from kvelastic.tiers.operator_requests import carry_out, labels_of
@@ -297,7 +299,7 @@ def test_operators_get_their_own_answers(info: SegmentInfo, board: Board) -> Non
             while size not in got:
                 # Busy: others had the lock for a second, and nothing was asked.
                 with suppress(SegmentBusyError):
-                    got[size] = ask(info, TierRequest("limit", "disk", size), 60.0)
+                    got[size] = ask(info, TierRequest("limit", "disk", size), DEADLINE_S)
 
     server = threading.Thread(target=serve)
     server.start()
@@ -351,16 +353,16 @@ def test_who_waits_hears_that_the_instance_has_ended(info: SegmentInfo) -> None:
     thread = threading.Thread(target=end_when_asked)
     thread.start()
     with pytest.raises(SegmentDeadError, match="have ended"):
-        ask(info, TierRequest("verify"), 60.0)
+        ask(info, TierRequest("verify"), DEADLINE_S)
     thread.join()
 
 
 # ------------------------------------------------------------------------------------- carry out
 
 
-class FakeStore:
+class LimitedStore(FakeStore):
     def __init__(self, name: str, did: list[tuple[object, ...]]) -> None:
-        self.name = name
+        super().__init__(name, FakeStaging(1))
         self.did = did
         self.held = Capacity(100, 500, 10)
 
@@ -376,7 +378,8 @@ class FakeStore:
 class FakeTiers:
     def __init__(self) -> None:
         self.did: list[tuple[object, ...]] = []
-        self.stores = tuple(FakeStore(kind, self.did) for kind in ("host", "disk", "disk"))
+        self.limited = [LimitedStore(kind, self.did) for kind in ("host", "disk", "disk")]
+        self.stores: tuple[Store, ...] = tuple(self.limited)
         self.namespace = Namespace("m")
         self.answers = {0: 1, 1: 2, 2: 3}
         self.problem: Exception | None = None
@@ -416,7 +419,7 @@ def test_what_fails_is_said_and_never_raised() -> None:
     tiers = FakeTiers()
     refused = carry_out(1, TierRequest("limit", "tape", 1), tiers)
     assert (refused.state, "no tier 'tape'" in refused.reason) == ("refused", True)
-    tiers.stores[0].held = Capacity(1, None, 1)
+    tiers.limited[0].held = Capacity(1, None, 1)
     for kind in ("limit", "trim"):
         assert carry_out(1, TierRequest(kind, "host", 1), tiers).state == "refused"
     assert tiers.did == []

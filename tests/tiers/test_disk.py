@@ -7,6 +7,7 @@ import stat
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 import pytest
 from disk_records import MODEL, disk_bytes, key, keys, open_store, put, record, whole
@@ -316,7 +317,9 @@ def test_a_closed_store_is_empty_and_takes_nothing(folder: Path) -> None:
     assert store.capacity().records == 0
 
 
-def test_checksums_of_python_and_files_agree(folder: Path, engine: str) -> None:
+def test_checksums_of_python_and_files_agree(
+    folder: Path, engine: Literal["auto", "threads"]
+) -> None:
     folder.mkdir()
     io = _vmm.RecordIo(engine, 2)
     data = hashlib.shake_128(b"x").digest(9000)

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 from disk_records import MODEL, keys, open_store, put, whole
+from waiting import DEADLINE_S
 
 from kvelastic import _vmm
 from kvelastic.errors import InvalidArgumentError
@@ -125,7 +126,7 @@ def test_a_medium_that_hangs_holds_up_nobody_who_ends_a_lease(
 
     def hang(file: DataFile, slot: int) -> None:
         reached.set()
-        assert let_go.wait(60)
+        assert let_go.wait(DEADLINE_S)
         clear_entry(file, slot)
 
     def release() -> None:
@@ -137,9 +138,9 @@ def test_a_medium_that_hangs_holds_up_nobody_who_ends_a_lease(
     putting = threading.Thread(target=put, args=(store, range(2000, 2004)))
     engine = threading.Thread(target=release)
     putting.start()
-    assert reached.wait(60)
+    assert reached.wait(DEADLINE_S)
     engine.start()
-    was_released = released.wait(10)
+    was_released = released.wait(DEADLINE_S / 2)  # less than the hanging call waits
     let_go.set()
     putting.join()
     engine.join()
@@ -165,7 +166,7 @@ def test_a_file_system_that_refuses_direct_calls_gets_others(folder: Path) -> No
     store.close()
 
 
-def _files(store: DiskStore) -> list[object]:
+def _files(store: DiskStore) -> list[DataFile]:
     return list(store._state.table.files())
 
 
@@ -325,14 +326,14 @@ def test_a_neighbour_that_was_stopped_with_the_lock_is_not_waited_for_twice(
 
 
 def test_a_neighbour_that_was_stopped_with_the_daily_count_is_not_waited_for(folder: Path) -> None:
-    store = open_store(folder, RECORD, LIMIT, daily_write_bytes=10 * RECORD)
+    store = open_store(folder, RECORD, LIMIT, daily_write_bytes=10 * RECORD, wall_clock=lambda: 1e9)
     assert put(store, range(2)) == [True] * 2
     stopped = os.open(folder / ".written", os.O_RDWR)
     fcntl.flock(stopped, fcntl.LOCK_EX)
     stored: list[list[bool]] = []
     putting = threading.Thread(target=lambda: stored.append(put(store, range(2, 6))), daemon=True)
     putting.start()
-    putting.join(30)
+    putting.join(DEADLINE_S)
     os.close(stopped)
     assert stored == [[True] * 4]
     assert put(store, range(6, 20)).count(True) == 4, "ten in all: none was forgotten"

@@ -22,7 +22,9 @@ from typing import Any
 
 import embedded_engine
 import pytest
+from processes import run_python
 from stamped_instance import Stamped
+from waiting import DEADLINE_S
 
 from kvelastic import ledger, segment
 from kvelastic.config import load
@@ -47,7 +49,7 @@ class Life:
         arguments = [str(part) for option in options.items() for part in option]
         with log.open("wb") as errors:
             self.process = subprocess.Popen(
-                [sys.executable, str(PROGRAM), "embedded", *arguments, *more],
+                [sys.executable, str(PROGRAM), f"embedded_{os.getpid()}", *arguments, *more],
                 stdout=subprocess.PIPE,
                 stderr=errors,
                 text=True,
@@ -102,7 +104,7 @@ def chaos(
     counts: Counter[str] = Counter()
     limit = str(NEIGHBOUR_PAGES * embedded_engine.PAGE_BYTES)
     neighbour = Stamped(
-        "neighbour",
+        f"neighbour_{os.getpid()}",
         tmp_path / "neighbour.log",
         str(dice.randrange(1 << 30)),
         **environ,
@@ -196,7 +198,7 @@ def test_what_was_cleaned_is_found_after_a_kill(tmp_path, group, monkeypatch) ->
     for name, value in group.items():
         monkeypatch.setenv(name, value)
     engine = embedded_engine.open_engine(
-        "second", random.Random(2), disk=disk, disk_bytes=DISK_BYTES
+        f"second_{os.getpid()}", random.Random(2), disk=disk, disk_bytes=DISK_BYTES
     )
     try:
         for _ in range(60):
@@ -216,11 +218,17 @@ def written_bytes() -> int:
     return figures["wchar"] + figures["write_bytes"]
 
 
+def bytes_written_to_the_disk(engine: embedded_engine.Engine) -> int:
+    statistics = engine.tiers.statistics().tiers[0].store
+    assert statistics is not None
+    return statistics.bytes_written
+
+
 def test_write_back_above_its_watermark_and_busy_writes_nothing(tmp_path, group) -> None:
     disk = tmp_path / "disk"
     disk.mkdir(mode=0o700)
     engine = embedded_engine.open_engine(
-        "writes_nothing",
+        f"writes_nothing_{os.getpid()}",
         random.Random(3),
         settings=load(group),
         disk=disk,
@@ -240,11 +248,11 @@ def test_write_back_above_its_watermark_and_busy_writes_nothing(tmp_path, group)
         stats = blocks.stats()
         assert stats["blocks_cached"] > 100, "there was something to write"
         assert stats["blocks_clean"] == 0
-        assert engine.tiers.statistics().tiers[0].store.bytes_written == 0
+        assert bytes_written_to_the_disk(engine) == 0
         assert written_bytes() == before
         # Asked for, all of it is.
-        assert engine.tiers.clean_all(60) == 0
-        assert engine.tiers.statistics().tiers[0].store.bytes_written > 0
+        assert engine.tiers.clean_all(DEADLINE_S) == 0
+        assert bytes_written_to_the_disk(engine) > 0
         assert written_bytes() > before
         engine.finish()
     finally:
@@ -255,20 +263,13 @@ def test_write_back_above_its_watermark_and_busy_writes_nothing(tmp_path, group)
 def test_a_process_that_forgets_to_close_its_tiers_ends_well(tmp_path, group) -> None:
     disk = tmp_path / "disk"
     disk.mkdir(mode=0o700)
+    name = f"forgets_{os.getpid()}"
     code = (
         "import random, pathlib, embedded_engine\n"
         f"disk = pathlib.Path({str(disk)!r})\n"
-        "engine = embedded_engine.open_engine('forgets', random.Random(4), disk=disk)\n"
+        f"engine = embedded_engine.open_engine({name!r}, random.Random(4), disk=disk)\n"
         "engine.is_calm = True\n"
         "for _ in range(40): engine.step()\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env=os.environ | group,
-        cwd=PROGRAM.parent,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert (done.returncode, done.stderr) == (0, "")
-    assert not [info for info in segment.list_segments() if info.name == "forgets"]
+    assert run_python("-c", code, environment=group, folder=PROGRAM.parent).stderr == ""
+    assert name not in {info.name for info in segment.list_segments()}

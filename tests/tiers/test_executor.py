@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 from fake_tiers import FakeCopies, FakeStaging, FakeStore, key_of, keys_of, record_of
+from waiting import DEADLINE_S, wait_until
 
 from kvelastic.errors import InvalidArgumentError
 from kvelastic.tiers.base import NO_KEY
@@ -16,7 +17,6 @@ from kvelastic.tiers.policy import Copies
 from kvelastic.tiers.run import Priority, Run, Transfer
 
 SLOTS = 8
-SOON_S = 60.0
 
 
 class Clock:
@@ -68,7 +68,7 @@ class World:
 
     def check(self) -> None:
         """Nothing is left of what has ended, and nothing wrong is anywhere."""
-        assert self.executor.drain(SOON_S)
+        assert self.executor.drain(DEADLINE_S)
         self.executor.check_integrity()
         assert self.executor.slots.free == self.executor.slots.count
         for store in (self.near, self.far):
@@ -88,18 +88,18 @@ def world() -> Iterator[World]:
     for store in (made.near, made.far):
         if store.hang is not None:
             store.hang.set()
-    assert made.executor.close(SOON_S) == []
+    assert made.executor.close(DEADLINE_S) == []
     assert made.near.is_closed
     assert made.far.is_closed
 
 
 def test_what_is_demoted_comes_back(world) -> None:
     out = world.demote(range(10))
-    assert out.wait(SOON_S)
-    assert out.wait_until_over(SOON_S)
+    assert out.wait(DEADLINE_S)
+    assert out.wait_until_over(DEADLINE_S)
     assert out.stored == [{0, 1}] * 10
     back = world.load([Segment(0, 0, 4), Segment(1, 4, 6)], batch=3)
-    assert back.wait(SOON_S)
+    assert back.wait(DEADLINE_S)
     assert back.loaded == [True] * 10
     world.check_loaded(back)
     world.check()
@@ -108,7 +108,7 @@ def test_what_is_demoted_comes_back(world) -> None:
 def test_one_copy_only_where_that_is_wanted(world) -> None:
     world.near.room = 3
     out = world.demote(range(5), copies=Copies.FIRST, batch=1)
-    assert out.wait_until_over(SOON_S)
+    assert out.wait_until_over(DEADLINE_S)
     assert out.stored == [{0}, {0}, {0}, {1}, {1}]
     world.check()
 
@@ -116,7 +116,7 @@ def test_one_copy_only_where_that_is_wanted(world) -> None:
 def test_promotion_puts_it_near_and_drops_it_far(world) -> None:
     world.fill([], range(6))
     run = world.load([Segment(1, 0, 6)], promote_to=0, copies=Copies.FIRST)
-    assert run.wait_until_over(SOON_S)
+    assert run.wait_until_over(DEADLINE_S)
     assert run.loaded == [True] * 6
     assert len(world.near.records) == 6
     assert not world.far.records
@@ -126,7 +126,7 @@ def test_promotion_puts_it_near_and_drops_it_far(world) -> None:
 def test_chains_are_named_to_the_store(world) -> None:
     parents = [NO_KEY, key_of(0), NO_KEY, key_of(2), key_of(77)]
     run = world.demote(range(5), tiers=[0], batch=5, parents=parents)
-    assert run.wait_until_over(SOON_S)
+    assert run.wait_until_over(DEADLINE_S)
     assert [world.near.parents[key_of(n)] for n in range(5)] == parents
     assert world.near.calls == 3
     world.check()
@@ -134,7 +134,7 @@ def test_chains_are_named_to_the_store(world) -> None:
 
 def test_a_block_that_moved_under_the_copy_is_stored_nowhere(world) -> None:
     run = world.demote(range(4), confirm=lambda: [True, False, True, False])
-    assert run.wait_until_over(SOON_S)
+    assert run.wait_until_over(DEADLINE_S)
     assert run.stored == [{0, 1}, set(), {0, 1}, set()]
     assert set(world.near.records) == {key_of(0), key_of(2)}
     world.check()
@@ -146,7 +146,7 @@ def test_a_block_that_moved_under_the_copy_is_stored_nowhere(world) -> None:
 def test_a_store_that_fails_at_any_call_of_a_demotion(world, how, where, at) -> None:
     setattr(getattr(world, where), how, at)
     run = world.demote(range(7))
-    assert run.wait_until_over(SOON_S)
+    assert run.wait_until_over(DEADLINE_S)
     # One batch was refused by one tier, and the other one has it.
     assert all(run.stored)
     lacking = [stored for stored in run.stored if len(stored) == 1]
@@ -161,7 +161,7 @@ def test_a_store_that_fails_at_any_call_of_a_demotion(world, how, where, at) -> 
 def test_a_copy_that_fails_at_any_step_of_a_demotion(world, at) -> None:
     world.copies.fail_at = at
     run = world.demote(range(7))
-    assert run.wait_until_over(SOON_S)
+    assert run.wait_until_over(DEADLINE_S)
     missing = [item for item, stored in enumerate(run.stored) if not stored]
     assert missing == [item for item in range(7) if item // 2 == at]
     world.check()
@@ -174,7 +174,7 @@ def test_a_store_that_fails_at_any_call_of_a_load_is_a_miss(world, how, where, a
     world.fill(range(4), range(4, 10))
     setattr(getattr(world, where), how, at)
     run = world.load([Segment(0, 0, 4), Segment(1, 4, 6)], promote_to=0)
-    assert run.wait_until_over(SOON_S)
+    assert run.wait_until_over(DEADLINE_S)
     world.check_loaded(run)
     assert run.loaded.count(False) <= 2
     world.check()
@@ -185,7 +185,7 @@ def test_a_copy_that_fails_at_any_step_of_a_load_is_a_miss(world, at) -> None:
     world.fill(range(4), range(4, 10))
     world.copies.fail_at = at
     run = world.load([Segment(0, 0, 4), Segment(1, 4, 6)], promote_to=0)
-    assert run.wait_until_over(SOON_S)
+    assert run.wait_until_over(DEADLINE_S)
     assert run.loaded.count(False) == 2
     world.check_loaded(run)
     world.check()
@@ -201,7 +201,7 @@ def test_cancelled_at_every_step(world, at, is_load) -> None:
     runs: list[Run] = []
 
     def count() -> None:
-        assert submitted.wait(SOON_S)
+        assert submitted.wait(DEADLINE_S)
         with lock:
             calls[0] += 1
             number = calls[0]
@@ -218,8 +218,8 @@ def test_cancelled_at_every_step(world, at, is_load) -> None:
         runs.append(world.demote(range(20, 30)))
     submitted.set()
     (run,) = runs
-    assert run.wait(SOON_S)
-    assert run.wait_until_over(SOON_S)
+    assert run.wait(DEADLINE_S)
+    assert run.wait_until_over(DEADLINE_S)
     if cancelled.is_set():
         assert run.is_cancelled
     blocks = dict(world.copies.blocks)
@@ -232,21 +232,21 @@ def test_a_hung_store_holds_nobody_else_up(world) -> None:
     world.fill(range(4), range(4, 10))
     world.far.hang = release = threading.Event()
     stuck = world.load([Segment(1, 0, 6)])
-    assert world.far.hanging.wait(SOON_S)
+    assert world.far.hanging.wait(DEADLINE_S)
     # The near one goes on, with the slots that are left.
     others = [world.load([Segment(0, 0, 4)]) for _ in range(20)]
-    assert all(run.wait(SOON_S) and all(run.loaded) for run in others)
+    assert all(run.wait(DEADLINE_S) and all(run.loaded) for run in others)
     assert not stuck.wait(0)
     world.clock.now_s = 1000.0
-    assert stuck.wait(SOON_S)
+    assert stuck.wait(DEADLINE_S)
     assert stuck.loaded == [False] * 6
     assert world.executor.stuck_tiers == [1]
     # What comes now is refused at once, and demotion takes the tier that answers.
     again = world.load([Segment(1, 0, 2)])
-    assert again.wait(SOON_S)
+    assert again.wait(DEADLINE_S)
     assert again.loaded == [False, False]
     out = world.demote(range(20, 24))
-    assert out.wait_until_over(SOON_S)
+    assert out.wait_until_over(DEADLINE_S)
     assert out.stored == [{0}] * 4
     world.executor.check_integrity()
     assert world.executor.slots.free == SLOTS - 2, "a hung call writes into its slots"
@@ -254,14 +254,14 @@ def test_a_hung_store_holds_nobody_else_up(world) -> None:
     world.check()
     assert world.executor.stuck_tiers == []
     back = world.load([Segment(1, 0, 0), Segment(0, 0, 4)])
-    assert back.wait(SOON_S)
+    assert back.wait(DEADLINE_S)
 
 
 def test_a_cancelled_load_does_not_wait_for_a_hung_store(world) -> None:
     world.fill([], range(6))
     world.far.hang = release = threading.Event()
     run = world.load([Segment(1, 0, 6)])
-    assert world.far.hanging.wait(SOON_S)
+    assert world.far.hanging.wait(DEADLINE_S)
     run.cancel()
     assert run.is_complete
     assert run.loaded == [False] * 6
@@ -277,8 +277,9 @@ def test_close_leaves_a_hung_store_behind() -> None:
     world.fill([], range(6))
     world.far.hang = release = threading.Event()
     run = world.load([Segment(1, 0, 6)])
-    assert world.far.hanging.wait(SOON_S)
-    assert world.executor.close(timeout_s=0.2) == ["far"]
+    assert world.far.hanging.wait(DEADLINE_S)
+    # The near store's thread ends by itself, in its own time.
+    wait_until(lambda: world.executor.close(timeout_s=0.2) == ["far"])
     assert run.is_complete
     assert world.near.is_closed
     assert not world.far.is_closed
@@ -286,7 +287,7 @@ def test_close_leaves_a_hung_store_behind() -> None:
     assert late.is_complete
     assert late.loaded == [False, False]
     release.set()
-    assert world.executor.close(SOON_S) == []
+    assert world.executor.close(DEADLINE_S) == []
     assert world.far.is_closed
 
 
@@ -295,10 +296,10 @@ def test_what_nobody_waits_for_gives_way(world) -> None:
     world.fill(range(4), [])
     world.far.hang = release = threading.Event()
     outs = [world.demote(range(20 + 2 * n, 22 + 2 * n)) for n in range(SLOTS // 2)]
-    assert all(out.wait(SOON_S) for out in outs)
-    assert world.far.hanging.wait(SOON_S)
+    assert all(out.wait(DEADLINE_S) for out in outs)
+    assert world.far.hanging.wait(DEADLINE_S)
     run = world.load([Segment(0, 0, 4)])
-    assert run.wait(SOON_S)
+    assert run.wait(DEADLINE_S)
     assert run.loaded == [True] * 4
     release.set()
     world.check()
@@ -316,7 +317,7 @@ def test_callbacks_come_once_and_may_fail(world) -> None:
         raise ValueError("a broken callback")
 
     run.on_complete(broken)
-    assert run.wait(SOON_S)
+    assert run.wait(DEADLINE_S)
     world.check()
     run.on_complete(seen.append)
     assert seen == [run, run]
@@ -357,7 +358,7 @@ def test_many_threads_load_and_demote(world) -> None:
                     run = world.executor.submit(
                         Transfer(graph, keys_of(numbers), ids), Priority.LOAD
                     )
-                    assert run.wait(SOON_S)
+                    assert run.wait(DEADLINE_S)
                     assert run.loaded == [True] * 5
                     found = [world.copies.blocks[block] for block in ids]
                     assert found == [record_of(n) for n in numbers]
@@ -365,7 +366,7 @@ def test_many_threads_load_and_demote(world) -> None:
                     run = world.demote([10_000 * (seed + 1) + step])
                     if step % 2:
                         run.cancel()
-                    assert run.wait(SOON_S)
+                    assert run.wait(DEADLINE_S)
         except BaseException as error:
             failures.append(error)
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import os
 import random
-import subprocess
-import sys
 import threading
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from disk_records import MODEL, key, keys, put, record, whole
+from processes import run_python
+from waiting import DEADLINE_S
 
 from kvelastic.errors import InvalidArgumentError
 from kvelastic.tiers.base import Selection
@@ -230,9 +230,8 @@ print("ends")
 
 
 def test_a_server_that_does_not_answer_keeps_no_process(path: Path) -> None:
-    command = [sys.executable, "-c", HANGING, str(path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "ends\n", "")
+    done = run_python("-c", HANGING, path)
+    assert (done.stdout, done.stderr) == ("ends\n", "")
 
 
 def test_calls_at_once_end_before_an_error_is_raised() -> None:
@@ -244,7 +243,7 @@ def test_calls_at_once_end_before_an_error_is_raised() -> None:
         if number == 0:
             failed.set()
             raise OSError("the first")
-        assert failed.wait(60)
+        assert failed.wait(DEADLINE_S)
         ended.append(number)
         return -number
 

@@ -13,7 +13,7 @@ from ledger_instance import BLOCKS_PER_PAGE as B
 from ledger_instance import Instance
 from store_battery import RECORD_BYTES, WORLD, Bench, keys_of, read, records_of
 from store_kinds import HOST, PAGE_BYTES
-from waiting import wait_until
+from waiting import DEADLINE_S, wait_until
 
 from kvelastic import _vmm, ledger, segment
 from kvelastic.config import Config, load
@@ -25,7 +25,7 @@ DEVICE_PAGES = 16
 PER_PAGE = PAGE_BYTES // RECORD_BYTES
 WHOLE = DEVICE_PAGES * PER_PAGE - 1
 """Records that fill the device; one block is the null block."""
-RECLAIM_WAIT_S = "30"
+RECLAIM_WAIT_S = str(DEADLINE_S)
 """Far beyond what a neighbour needs to give something up."""
 
 
@@ -62,7 +62,7 @@ class Tier:
 
     def limit(self, limit_bytes: int) -> None:
         """As `kvctl limit`."""
-        answer = segment.request(self.store.instance, limit_bytes=limit_bytes, wait_s=60.0)
+        answer = segment.request(self.store.instance, limit_bytes=limit_bytes, wait_s=DEADLINE_S)
         assert answer.state in ("applied", "shrinking")
 
 
@@ -167,13 +167,13 @@ def test_a_limit_from_outside_is_kept(tier: Tier) -> None:
 
 def test_asleep_it_holds_nothing_and_refuses(tier: Tier) -> None:
     tier.bench.put(*range(WHOLE))
-    segment.request(tier.store.instance, asleep=True, wait_s=60.0)
+    segment.request(tier.store.instance, asleep=True, wait_s=DEADLINE_S)
     assert tier.store.capacity().used_bytes == 0
     assert tier.alive() == []
     assert tier.bench.put(1, 2) == [False, False]
     assert tier.store.statistics().refused == 2
     tier.store.check_integrity()
-    segment.request(tier.store.instance, asleep=False, wait_s=60.0)
+    segment.request(tier.store.instance, asleep=False, wait_s=DEADLINE_S)
     assert tier.bench.put(1, 2) == [True, True]
     assert tier.bench.get(1, 2) == [True, True]
 
@@ -244,8 +244,10 @@ def test_nothing_wrong_is_read_while_memory_comes_and_goes(tier: Tier) -> None:
             thread.start()
         try:
             dice = random.Random(9)
-            for turn in range(40):
-                match turn % 4:
+            turn = 0
+            while turn < 40 or not (leased_reads[0] or failures):
+                turn += 1
+                match (turn - 1) % 4:
                     case 0:
                         ids = other.alloc(dice.randint(1, 6 * B))
                     case 1:
@@ -273,7 +275,7 @@ def test_closing_waits_for_readers(tier: Tier) -> None:
 
     def serve() -> None:
         try:
-            begin.wait(60)
+            begin.wait(DEADLINE_S)
             for _ in range(200):
                 read(tier.store, keys_of(range(4)))
                 tier.bench.put(*range(100, 104))
@@ -283,7 +285,7 @@ def test_closing_waits_for_readers(tier: Tier) -> None:
     threads = [threading.Thread(target=serve) for _ in range(2)]
     for thread in threads:
         thread.start()
-    begin.wait(60)
+    begin.wait(DEADLINE_S)
     tier.store.close()
     for thread in threads:
         thread.join()

@@ -21,7 +21,7 @@ from store_battery import (
     records_of,
 )
 from store_kinds import MOONCAKE, Clock
-from waiting import wait_until
+from waiting import DEADLINE_S, wait_until
 
 from kvelastic.errors import InvalidArgumentError, UnsupportedError
 from kvelastic.tiers.base import Selection
@@ -43,7 +43,7 @@ class Frozen:
         return self.now_s
 
 
-def make(server: Server, clock: Any, timeout_s: float = 60.0) -> MooncakeStore:
+def make(server: Server, clock: Any, timeout_s: float = DEADLINE_S) -> MooncakeStore:
     store = MooncakeStore(
         "nowhere:1",
         RECORD_BYTES,
@@ -274,10 +274,10 @@ def test_sizes_are_checked() -> None:
 
 def test_a_worker_hands_errors_on_and_ends() -> None:
     worker = DeadlineWorker("worker of a test")
-    assert worker.run(lambda: 3, 60.0) == 3
+    assert worker.run(lambda: 3, DEADLINE_S) == 3
     with pytest.raises(KeyError):
-        worker.run(lambda: {}[1], 60.0)
-    assert worker.close(60.0)
-    assert worker.close(60.0)
+        worker.run(lambda: dict[int, int]()[1], DEADLINE_S)
+    assert worker.close(DEADLINE_S)
+    assert worker.close(DEADLINE_S)
     with pytest.raises(TimeoutError):
-        worker.run(lambda: 3, 60.0)
+        worker.run(lambda: 3, DEADLINE_S)

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from waiting import DEADLINE_S, wait_until
 
 from kvelastic import segment
 from kvelastic.segment_dir import SHM_DIR, SegmentInfo, board_name
@@ -19,8 +20,6 @@ from kvelastic.tiers.namespace import Namespace
 from kvelastic.tiers.policy import Rules
 from kvelastic.tiers.publisher import Publisher, show
 from kvelastic.tiers.statistics import TiersStatistics, TierStatistics
-
-SOON_S = 60.0
 
 
 class Store:
@@ -34,7 +33,7 @@ class Store:
         self.problem: Exception | None = None
 
     def capacity(self) -> Capacity:
-        assert self.may_answer.wait(SOON_S)
+        assert self.may_answer.wait(DEADLINE_S)
         if self.problem is not None:
             raise self.problem
         return Capacity(self.records * 10, 100, self.records)
@@ -94,7 +93,7 @@ def shown_by(tiers: Tiers, info: SegmentInfo) -> Publisher:
 
 
 def test_what_stores_say_is_shown(info: SegmentInfo, tiers: Tiers) -> None:
-    shown_by(tiers, info).publish(SOON_S)
+    shown_by(tiers, info).publish(DEADLINE_S)
     board = read(info)
     assert board is not None
     host, disk = board.tiers
@@ -109,7 +108,7 @@ def test_a_store_that_hangs_holds_nobody_up(info: SegmentInfo, tiers: Tiers) -> 
     publisher = shown_by(tiers, info)
     publisher.publish()
     tiers.stores[0].records = 7
-    publisher.publish(SOON_S)
+    publisher.publish(DEADLINE_S)
     board = read(info)
     assert board is not None
     host, disk = board.tiers
@@ -118,7 +117,10 @@ def test_a_store_that_hangs_holds_nobody_up(info: SegmentInfo, tiers: Tiers) -> 
     threads = threading.active_count()
     for _ in range(5):
         publisher.publish()
-    assert threading.active_count() <= threads, "each look at a store that hangs leaves a thread"
+    wait_until(
+        lambda: threading.active_count() <= threads,
+        "each look at a store that hangs leaves a thread",
+    )
     tiers.stores[1].may_answer.set()
     while not (board := read(info)) or not board.tiers[1].is_current:
         publisher.publish()
@@ -127,15 +129,15 @@ def test_a_store_that_hangs_holds_nobody_up(info: SegmentInfo, tiers: Tiers) -> 
 
 def test_a_store_that_breaks_its_word_is_shown_as_silent(info: SegmentInfo, tiers: Tiers) -> None:
     tiers.stores[0].problem = OSError("odd")
-    shown_by(tiers, info).publish(SOON_S)
+    shown_by(tiers, info).publish(DEADLINE_S)
     board = read(info)
     assert board is not None
     assert [tier.is_current for tier in board.tiers] == [False, True]
-    answer = ask(info, TierRequest("verify"), SOON_S)
+    answer = ask(info, TierRequest("verify"), DEADLINE_S)
     assert answer is not None
     assert (answer.state, "odd" in answer.reason) == ("failed", True)
     tiers.stores[0].problem = None
-    answer = ask(info, TierRequest("verify"), SOON_S)
+    answer = ask(info, TierRequest("verify"), DEADLINE_S)
     assert answer is not None
     assert (answer.state, answer.counts[:2]) == ("done", (1, 2))
 

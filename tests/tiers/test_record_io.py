@@ -4,23 +4,21 @@ from __future__ import annotations
 
 import errno
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from processes import PROGRAMS, run_python
 
 from kvelastic import _vmm
 from kvelastic.errors import InvalidArgumentError
 
-PROGRAM = Path(__file__).parents[1] / "programs" / "forbid_io_uring.py"
+PROGRAM = PROGRAMS / "forbid_io_uring.py"
 
 
 @pytest.mark.parametrize("call", [425, 426], ids=["setup", "enter"])
 @pytest.mark.parametrize("code", [errno.EPERM, errno.ENOSYS], ids=["EPERM", "ENOSYS"])
 def test_a_process_that_may_not_use_io_uring_has_threads(call: int, code: int) -> None:
-    command = [sys.executable, str(PROGRAM), str(call), str(code)]
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = run_python(PROGRAM, str(call), str(code), exit_code=None)
     if "prctl" in done.stderr:
         pytest.skip(f"no seccomp here: {done.stderr}")
     engine, why = done.stdout.splitlines()

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
+
+from processes import run_python
 
 from kvelastic import ledger
 from kvelastic.config import VARIABLES
@@ -18,17 +17,10 @@ def test_the_example_runs(tmp_path) -> None:
     (code,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
     folder = tmp_path / "kv"
     folder.mkdir(mode=0o700)
-    environ = os.environ | {"KVELASTIC_TIERS": f"disk:{folder}:64M"}
+    environment = {"KVELASTIC_TIERS": f"disk:{folder}:64M"}
     # The second run finds what the first one has left on the disk.
     for before in (0, 6):
-        done = subprocess.run(
-            [sys.executable, "-W", "error", "-c", code],
-            env=environ,
-            capture_output=True,
-            text=True,
-            timeout=60,
-        )
-        assert done.returncode == 0, done.stderr
+        done = run_python("-W", "error", "-c", code, environment=environment)
         assert done.stdout.splitlines() == [
             f"{before} blocks were there before",
             "6 blocks were loaded; to be computed: []",

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import embedded_engine
 import pytest
+from processes import run_python
 from simulated_machine import SimulatedMachine
 
 
@@ -19,17 +18,11 @@ def test_no_wrong_byte_comes_back_from_the_host(tmp_path: Path, tiers: str) -> N
     disk.mkdir(mode=0o700)
     more = ["--disk", str(disk)] if tiers == "host and disk" else []
     with SimulatedMachine(tmp_path, memory_bytes=256 << 20) as machine:
-        environ = os.environ | machine.environment | {"KVELASTIC_LEDGER": f"gpu-{os.getpid()}"}
-        ran = subprocess.run(
-            [
-                *(sys.executable, embedded_engine.__file__, "on_a_gpu", "--gpu", "--seed", "5"),
-                *("--steps", "400", "--host-bytes", str(16 << 20), *more),
-            ],
-            env=environ,
-            capture_output=True,
-            text=True,
+        ran = run_python(
+            *(embedded_engine.__file__, f"on_a_gpu_{os.getpid()}", "--gpu", "--seed", "5"),
+            *("--steps", "400", "--host-bytes", str(16 << 20), *more),
+            environment=machine.environment | {"KVELASTIC_LEDGER": f"gpu-{os.getpid()}"},
         )
-        assert ran.returncode == 0, ran.stderr
         said = json.loads(ran.stdout.splitlines()[-1])
         counts = said["counts"]
         assert counts["loaded"] > 0, counts

@@ -34,7 +34,7 @@ class Spec:
 
 def vllm_config(model: str = "/m", **changes: Any) -> SimpleNamespace:
     """A configuration of vLLM; a change is named by the part it is in, `parallel__tensor_...`."""
-    parts = {
+    parts: dict[str, dict[str, Any]] = {
         "model": {
             "model": model,
             "dtype": "torch.float32",

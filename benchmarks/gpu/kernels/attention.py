@@ -19,6 +19,7 @@ import statistics
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -129,7 +130,7 @@ def _makers(
 ) -> Iterator[Callable[[], Cache]]:
     model, options = work.model, {"range_bytes": RANGE_BYTES, "dtype": where.dtype}
     for page_bytes in sorted({default_bytes, *(mib * MIB for mib in work.pages_mib)}):
-        yield lambda size=page_bytes: cache_layouts.paged(model, driver, blocks, size, **options)
+        yield partial(cache_layouts.paged, model, driver, blocks, page_bytes, **options)
     yield lambda: cache_layouts.per_block(model, driver, blocks, **options)
     yield lambda: cache_layouts.per_layer(model, driver, blocks, **options)
 
@@ -156,10 +157,11 @@ class Step:
         )
         order = torch.randperm(blocks, device=where.device)
         self._blocks = order[: batch * per_request].view(batch, per_request)
-        self._query, *self._new = (
+        self._query, new_keys, new_values = (
             torch.randn((batch, heads, model.head_dim), device=where.device).to(where.dtype)
             for heads in (model.query_heads, model.kv_heads, model.kv_heads)
         )
+        self._new = (new_keys, new_values)
         # All blocks are in use, and not every last one is full.
         short = torch.arange(batch, device=where.device) % model.tokens_per_block
         self._lengths = (tokens - short).int()
@@ -207,7 +209,7 @@ class Step:
             return told
         contestants = {"dense_ms": dense, "ms": cache, "control_ms": dense}
         graphs = {
-            name: _graph(lambda each=each: self._answers(each, tables[each.name]))
+            name: _graph(partial(self._answers, each, tables[each.name]))
             for name, each in contestants.items()
         }
         samples: dict[str, list[float]] = {name: [] for name in graphs}
@@ -302,7 +304,8 @@ def judge(data: dict[str, Any]) -> None:
 def section(data: dict[str, Any]) -> Section:
     """The table for people."""
     batches = list(data["error_beside_torch"])
-    rows, spread = [], {batch: [] for batch in batches}
+    rows = []
+    spread: dict[str, list[float]] = {batch: [] for batch in batches}
     for layout, told in data["by_layout"].items():
         cells = []
         for batch in batches:

@@ -76,7 +76,8 @@ def figures(plan: Plan, results: Sequence[PhaseResult]) -> dict[str, Any]:
     told: dict[str, Any] = {
         way: of_a_way([result for result in results if result.way == way]) for way in ways
     }
-    told["compared"] = compared = {}
+    compared: dict[str, Any] = {}
+    told["compared"] = compared
     if {HALVES, TIERS} <= set(ways):
         compared["p99_halves_by_tiers"] = _ratio(told[HALVES], told[TIERS], "first_token_p99_s")
     if {TIERS, TIERS_AGAIN} <= set(ways):
