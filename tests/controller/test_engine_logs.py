@@ -16,7 +16,7 @@ import pytest
 from ports import free_port
 from running import FAKES, Controller
 from test_slow_clients import dial, metric
-from waiting import wait_until
+from waiting import DEADLINE_S, wait_until
 
 from kvelastic.controller.engine_log import MOST_BEHIND_BYTES, PIECE_BYTES, LogReader, last_lines
 
@@ -145,7 +145,7 @@ def launched(folder: Path, **launch: Any) -> dict[str, Any]:
 
 def say(model: dict[str, Any], text: str, lines: int = 1) -> None:
     url = f"http://127.0.0.1:{model['launch']['port']}/fake/say"
-    httpx.post(url, json={"lines": lines, "text": text}, timeout=60).raise_for_status()
+    httpx.post(url, json={"lines": lines, "text": text}, timeout=DEADLINE_S).raise_for_status()
 
 
 @pytest.fixture(scope="module")
@@ -224,7 +224,9 @@ def test_there_are_only_so_many_followers(front: Controller) -> None:
     socks = []
     try:
         for _ in range(32):
-            socks.append(sock := socket.create_connection(("127.0.0.1", front.port), timeout=30))
+            socks.append(
+                sock := socket.create_connection(("127.0.0.1", front.port), timeout=DEADLINE_S)
+            )
             sock.sendall(
                 b"GET /models/m/logs HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer admin\r\n\r\n"
             )
@@ -242,7 +244,7 @@ def test_it_goes_on_over_a_stop_and_ends_with_the_controller(tmp_path: Path) -> 
     model = launched(tmp_path, on_demand=True)
     with (
         Controller({"models": [model]}) as front,
-        httpx.Client(base_url=front.url, timeout=60) as client,
+        httpx.Client(base_url=front.url, timeout=DEADLINE_S) as client,
         client.stream("GET", "/models/m/logs") as response,
     ):
         lines = response.iter_lines()

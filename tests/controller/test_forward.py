@@ -220,7 +220,7 @@ def test_traffic_is_counted_when_it_is_over(engine: Engine) -> None:
         front.complete("org/m", fake={"status": 500})
 
         def stats() -> dict[str, float]:
-            return front.get("/traffic/stats/org/m").json()["model_stats"]  # type: ignore[no-any-return]
+            return front.get("/traffic/stats/org/m").json()["model_stats"]
 
         wait_until(lambda: stats()["total_requests"] == 3)
         found = stats()

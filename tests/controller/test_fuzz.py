@@ -130,7 +130,7 @@ def _body(dice: Dice) -> bytes:
         return f"a=b&%6dodel={name}{'&' * dice.choice((0, 1, 2000))}".encode()
     value = {"model": "m", "prompt": "x", "stream": dice.random() < 0.3, "max_tokens": 4}
     if kind == 4:
-        value["model"] = dice.choice(VALUES)  # type: ignore[assignment]
+        value["model"] = dice.choice(VALUES)
     raw = json.dumps(value).encode()
     if kind == 5:
         return raw[: dice.randint(1, len(raw))]

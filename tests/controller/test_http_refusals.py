@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 from running import Controller, Engine, config_for
 from test_security import raw
-from waiting import wait_until
+from waiting import DEADLINE_S, wait_until
 
 KEY = "some-key"
 AUTH = b"Authorization: Bearer some-key\r\n"
@@ -69,7 +69,7 @@ def test_what_comes_behind_a_whole_request_does_not_spoil_its_answer(
 ) -> None:
     """It is cut short, but nothing that is not the engine's is in it."""
     body = json.dumps({"model": "m", "stream": True, "fake": {"hold": "spoil"}}).encode()
-    with socket.create_connection(("127.0.0.1", front.port), timeout=20) as sock:
+    with socket.create_connection(("127.0.0.1", front.port), timeout=DEADLINE_S) as sock:
         head = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\n" + AUTH
         sock.sendall(head + b"Content-Length: %d\r\n\r\n%s" % (len(body), body))
         answer = sock.recv(65536)
@@ -115,7 +115,7 @@ def test_an_upgrade_behind_another_request_waits_for_its_turn(
     body = json.dumps({"model": "m", "fake": {"hold": "turn"}}).encode()
     first = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\n" + AUTH + b"Content-Length: %d\r\n\r\n"
     upgrade = b"GET /v1/x HTTP/1.1\r\nHost: a\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n\r\n"
-    with socket.create_connection(("127.0.0.1", front.port), timeout=20) as sock:
+    with socket.create_connection(("127.0.0.1", front.port), timeout=DEADLINE_S) as sock:
         sock.sendall(first % len(body) + body + upgrade)
         wait_until(lambda: engine.state()["in_flight"] == 1)
         engine.release("turn")

@@ -30,7 +30,7 @@ def launched(tmp_path: Path, *more: str, **launch: Any) -> dict[str, Any]:
 
 
 def pid_of(front: Controller) -> int | None:
-    return front.get("/admin/models/m/logs").json()["pid"]  # type: ignore[no-any-return]
+    return front.get("/admin/models/m/logs").json()["pid"]
 
 
 def test_requests_wait_for_an_engine_that_starts(tmp_path: Path) -> None:

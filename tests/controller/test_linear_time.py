@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from running import Controller, Engine, config_for
+from waiting import DEADLINE_S
 
 KIB = 1 << 10
 SIZES_KIB = [1 << power for power in range(11)]
@@ -139,7 +140,7 @@ HOSTILE: dict[str, Callable[[int], bytes]] = {
 def ask(front: Controller, request: bytes) -> bytes:
     """The answer's first line; the connection may be cut instead."""
     answer = b""
-    with socket.create_connection(("127.0.0.1", front.port), timeout=120) as sock:
+    with socket.create_connection(("127.0.0.1", front.port), timeout=DEADLINE_S) as sock:
         try:
             sock.sendall(request)
             while piece := sock.recv(1 << 20):

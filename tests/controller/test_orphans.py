@@ -11,6 +11,7 @@ import socket
 import sys
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ import pytest
 from ports import free_port
 from running import FAKES, Controller, Engine
 from test_launch import launched, pid_of
-from waiting import wait_until
+from waiting import DEADLINE_S, wait_until
 
 from kvelastic.controller import launch_record
 from kvelastic.controller.launch_record import LaunchedEngine, Mark, Record
@@ -41,11 +42,11 @@ def records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
             if process.pid != os.getpid() and process.environ().get("TMPDIR") == str(tmp_path):
                 process.kill()
                 left.append(process)
-    psutil.wait_procs(left, 30)
+    psutil.wait_procs(left, DEADLINE_S)
 
 
 def port_of(config: dict[str, Any]) -> int:
-    return config["models"][0]["launch"]["port"]  # type: ignore[no-any-return]
+    return config["models"][0]["launch"]["port"]
 
 
 def engine_of(front: Controller) -> int:
@@ -337,12 +338,15 @@ def test_kills_and_reloads_leave_no_orphan_and_no_wrong_answer(
             return pid
         return -1
 
+    def is_of_the_controller(front: Controller, name: str, port: int) -> bool:
+        return pid_of(front, name) == pid_at(port)
+
     def check(front: Controller) -> None:
         """Each model is answered by its own engine, the only one on its port."""
         for name, port in ports.items():
-            wait_until(lambda name=name: is_answered(front, name))
+            wait_until(partial(is_answered, front, name))
             # A reload that is still under way may give it another engine in between.
-            wait_until(lambda name=name, port=port: pid_of(front, name) == pid_at(port))
+            wait_until(partial(is_of_the_controller, front, name, port))
         wait_until(lambda: len(engines()) == 2)
 
     end_s = time.monotonic() + seconds

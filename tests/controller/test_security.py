@@ -14,7 +14,7 @@ from pathlib import Path
 import needs
 import pytest
 from running import Controller, Engine, config_for
-from waiting import wait_until
+from waiting import DEADLINE_S, wait_until
 
 API, ADMIN = "api-key-1", "admin-key-1"
 DIGEST = "sha256:" + hashlib.sha256(ADMIN.encode()).hexdigest()
@@ -36,13 +36,15 @@ def front(engine: Engine) -> Iterator[Controller]:
         "body_timeout": "1s",
         "keep_alive": "1s",
     }
-    with Controller(config_for(engine, auth=auth, server=server), API=API) as front:
+    with Controller(
+        config_for(engine, auth=auth, server=server), environment={"API": API}
+    ) as front:
         yield front
 
 
 def raw(port: int, *pieces: bytes) -> bytes:
     """Send bytes as they are; everything that comes back until the other side closes."""
-    with socket.create_connection(("127.0.0.1", port), timeout=20) as sock:
+    with socket.create_connection(("127.0.0.1", port), timeout=DEADLINE_S) as sock:
         try:
             for piece in pieces:
                 sock.sendall(piece)
@@ -187,7 +189,7 @@ def test_ten_thousand_mutated_bytes_do_no_harm(front: Controller, engine: Engine
                     del data[place : place + dice.randint(1, 9)]
                 case _:
                     data[place:place] = dice.randbytes(dice.randint(1, 9))
-        with socket.create_connection(("127.0.0.1", front.port), timeout=20) as sock:
+        with socket.create_connection(("127.0.0.1", front.port), timeout=DEADLINE_S) as sock:
             sock.sendall(data)
             sock.shutdown(socket.SHUT_WR)
             answer = b""
@@ -225,7 +227,7 @@ def test_a_public_address_without_keys_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "c.yaml"
     path.write_text("server: {host: 0.0.0.0}")
     command = [sys.executable, "-m", "kvelastic.controller", "--config", str(path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
     assert done.returncode == 2
     assert "auth.api_keys" in done.stderr
     assert "Traceback" not in done.stderr
@@ -244,7 +246,7 @@ def test_https_only_where_a_certificate_is_given(engine: Engine, tmp_path: Path)
     made = subprocess.run(
         ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj",
          "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1", "-keyout", key, "-out", cert],
-        capture_output=True, timeout=60, check=False,
+        capture_output=True, timeout=DEADLINE_S, check=False,
     )  # fmt: skip
     assert made.returncode == 0, made.stderr
     import ssl
@@ -254,7 +256,7 @@ def test_https_only_where_a_certificate_is_given(engine: Engine, tmp_path: Path)
     with Controller(config) as front:
         trust = ssl.create_default_context(cafile=cert)
         url = f"https://127.0.0.1:{front.port}/health"
-        with urllib.request.urlopen(url, context=trust, timeout=20) as answer:
+        with urllib.request.urlopen(url, context=trust, timeout=DEADLINE_S) as answer:
             assert answer.status == 200
 
 

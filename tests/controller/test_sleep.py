@@ -86,7 +86,7 @@ def test_a_thousand_requests_at_once_wake_it_once_and_all_are_answered(
     import threading
 
     def releaser() -> None:
-        wait_until(release_when_all_wait, 60)
+        wait_until(release_when_all_wait)
         engine.release("w")
 
     thread = threading.Thread(target=releaser)
