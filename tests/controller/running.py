@@ -6,6 +6,7 @@ with Engine() as engine, Controller(config_for(engine)) as front:
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -14,33 +15,34 @@ import sys
 import tempfile
 import threading
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
 import httpx
 import yaml
+from forked import FAKES, Forked
 from waiting import DEADLINE_S
-
-FAKES = Path(__file__).parent.parent / "fakes"
 
 Self = TypeVar("Self", bound="Program")
 
 
+def start(*command: str, environment: Mapping[str, str]) -> subprocess.Popen[str]:
+    """Start a program that dies with the test run; so the thread that starts it is to live on."""
+    return subprocess.Popen(
+        [sys.executable, "-S", str(FAKES / "mortal.py"), *command],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=environment,
+    )
+
+
 class Program:
-    """A process whose output is read on, so that it never blocks on a full pipe.
+    """A process whose output is read on, so that it never blocks on a full pipe."""
 
-    It dies with the test run, so make it in a thread that does not end before.
-    """
-
-    def __init__(self, *command: str, environment: Mapping[str, str] | None = None) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, "-S", str(FAKES / "mortal.py"), *command],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            env=os.environ | dict(environment or {}),
-        )
+    def __init__(self, process: subprocess.Popen[str] | Forked) -> None:
+        self.process = process
         self.lines: deque[str] = deque(maxlen=5000)
         self._grown = threading.Condition()
         self._ended = False
@@ -103,14 +105,8 @@ class Engine(Program):
     """A fake engine."""
 
     def __init__(self, kind: str = "vllm", model: str = "m", port: int = 0, *more: str) -> None:
-        super().__init__(
-            sys.executable,
-            str(FAKES / "engine.py"),
-            f"--kind={kind}",
-            f"--model={model}",
-            f"--port={port}",
-            *more,
-        )
+        arguments = [f"--kind={kind}", f"--model={model}", f"--port={port}", *more]
+        super().__init__(Forked("engine", arguments, os.environ))
         self.kind, self.model = kind, model
         self.port = int(self.wait_for_line("ready ").split()[1])
         self.url = f"http://127.0.0.1:{self.port}"
@@ -149,12 +145,18 @@ class Controller(Program):
     ) -> None:
         self.directory = tempfile.TemporaryDirectory(prefix="kvelastic-test-")
         self.path = (folder or Path(self.directory.name)) / "controller.yaml"
+        self.first_config = config
         self.write(config)
-        command = [sys.executable, "-m", "kvelastic.controller", "--config", str(self.path)]
-        if open_files is not None:
+        arguments = ["--config", str(self.path)]
+        environ = os.environ | dict(environment or {})
+        if open_files is None:
+            super().__init__(Forked("controller", arguments, environ))
+        else:
             limits = "ulimit -S -n {}; ulimit -H -n {}".format(*open_files)
-            command = ["/bin/sh", "-c", f'{limits}; exec "$@"', "sh", *command]
-        super().__init__(*command, environment=environment)
+            command = ["/bin/sh", "-c", f'{limits}; exec "$@"', "sh", sys.executable, "-m"]
+            super().__init__(
+                start(*command, "kvelastic.controller", *arguments, environment=environ)
+            )
         line = json.loads(self.wait_for_line("listening on"))
         self.port = int(line["message"].rsplit(" ", 1)[1])
         self.url = f"http://127.0.0.1:{self.port}"
@@ -164,6 +166,20 @@ class Controller(Program):
         """The configuration file; `send` or /admin/reload has it read."""
         config = {**config, "server": {"port": 0, **config.get("server", {})}}
         self.path.write_text(yaml.safe_dump(config))
+
+    @contextlib.contextmanager
+    def reloaded(self, config: dict[str, Any]) -> Iterator[None]:
+        """Run the body with another configuration; the first one is read again after it."""
+        self._reload(config)
+        try:
+            yield
+        finally:
+            self._reload(self.first_config)
+
+    def _reload(self, config: dict[str, Any]) -> None:
+        self.write(config)
+        answer = self.post("/admin/reload")
+        assert answer.json()["needs_restart"] == [], answer.text
 
     def get(self, path: str, **more: Any) -> httpx.Response:
         return self.client.get(path, **more)

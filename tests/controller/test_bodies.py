@@ -17,7 +17,7 @@ from typing import Any
 import httpx
 import pytest
 import yaml
-from running import Controller, Engine, Program, config_for
+from running import Controller, Engine, Program, config_for, start
 from waiting import DEADLINE_S, wait_until
 
 MIB = 1 << 20
@@ -152,7 +152,8 @@ def test_a_fault_while_forwarding_is_an_answer_in_json(engine: Engine) -> None:
         path = Path(directory) / "controller.yaml"
         config = config_for(engine)
         path.write_text(yaml.safe_dump(config | {"server": {"port": 0}}))
-        with Program(sys.executable, "-c", sabotage, "--config", str(path)) as front:
+        command = [sys.executable, "-c", sabotage, "--config", str(path)]
+        with Program(start(*command, environment=os.environ)) as front:
             line = json.loads(front.wait_for_line("listening on"))
             port = int(line["message"].rsplit(" ", 1)[1])
             body = b'{"model":"org/m"}'

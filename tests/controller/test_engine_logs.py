@@ -155,7 +155,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def front(model: dict[str, Any]) -> Iterator[Controller]:
-    config = {"models": [model], "auth": KEYS, "server": {"send_timeout": "1s"}}
+    config = {"models": [model], "auth": KEYS, "server": {"send_timeout": "8s"}}
     with Controller(config) as front:
         front.client.headers.update(ADMIN)
         wait_until(lambda: front.state() == "awake")
@@ -195,7 +195,8 @@ def test_a_reader_that_stops_holds_nobody_up_and_is_cut(
 ) -> None:
     """The engine writes 5 MB again and again, while nothing is read."""
     cut = metric(front, "send_timeouts_total")
-    with dial(front.port) as sock:
+    impatient = front.first_config | {"server": {"send_timeout": "300ms"}}
+    with front.reloaded(impatient), dial(front.port) as sock:
         sock.sendall(
             b"GET /models/m/logs HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer admin\r\n\r\n"
         )
@@ -212,10 +213,13 @@ def test_a_reader_that_stops_holds_nobody_up_and_is_cut(
                 pass
     wait_until(lambda: metric(front, "log_followers") == 0)
     # Who reads all the time is told what is left out, or gets all of it.
-    with front.client.stream("GET", "/models/m/logs?lines=1") as response:
+    with (
+        ThreadPoolExecutor(1) as threads,
+        front.client.stream("GET", "/models/m/logs?lines=1") as response,
+    ):
         lines = response.iter_lines()
         next(lines)
-        say(model, "y" * 500, 20_000)
+        threads.submit(say, model, "y" * 500, 20_000)
         seen = next(line for line in lines if line.endswith(" 19999"))
         assert seen == "y" * 500 + " 19999"
 

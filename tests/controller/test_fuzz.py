@@ -17,11 +17,9 @@ from pathlib import Path
 
 import pytest
 from running import Controller, Engine, config_for
-from waiting import wait_until
+from waiting import DEADLINE_S, wait_until
 
 API, ADMIN = "fuzz-api-key", "fuzz-admin-key"
-DEADLINE_S = 20.0
-"""Of a connection; the bounds of the configuration below end it after 3 s."""
 AT_ONCE = 400
 
 Dice = random.Random

@@ -41,7 +41,7 @@ def front(engine_of_all: Engine) -> Iterator[Controller]:
     config = config_for(
         engine_of_all,
         model={"name": "m", "served_name": "org/m", "aliases": ["short"]},
-        server={"send_timeout": "1s"},
+        server={"send_timeout": "8s"},
     )
     with Controller(config) as front:
         yield front
@@ -353,7 +353,8 @@ def test_a_client_that_does_not_read_stops_the_engine_and_is_cut(
     engine: Engine, front: Controller
 ) -> None:
     cut, before_mib = metric(front, "send_timeouts_total"), memory_mib(front)
-    with opened(front) as sock:
+    impatient = front.first_config | {"server": {"send_timeout": "300ms"}}
+    with front.reloaded(impatient), opened(front) as sock:
         sock.sendall(frame(1, b'{"fake": {"flood": 100000}}'))  # 6.4 GiB
         wait_until(lambda: metric(front, "send_timeouts_total") == cut + 1)
     wait_until(lambda: in_flight(front) == 0)

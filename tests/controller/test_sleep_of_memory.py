@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import sys
 import threading
 from collections.abc import Iterator
@@ -14,6 +13,7 @@ from typing import Any
 import httpx
 import pytest
 from ledger_instance import Instance
+from ports import free_port
 from running import FAKES, Controller, Engine, config_for
 from waiting import DEADLINE_S, wait_until
 
@@ -243,12 +243,9 @@ def test_an_instance_that_is_gone_is_no_hindrance(
 def test_the_configured_limit_of_a_launched_engine_is_requested_when_it_is_ready(
     instance: Instance, tmp_path: Path
 ) -> None:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        port = sock.getsockname()[1]
     launch = {
         "command": [sys.executable, str(FAKES / "engine.py"), "--port={port}"],
-        "port": port,
+        "port": free_port(),
         "log_file": str(tmp_path / "engine.log"),
     }
     model = {

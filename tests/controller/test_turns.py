@@ -19,7 +19,7 @@ import psutil
 import pytest
 from ledger_instance import Instance
 from ports import free_port
-from running import FAKES, Controller, Engine, Program, config_for
+from running import FAKES, Controller, Engine, config_for
 from waiting import DEADLINE_S, wait_until
 
 from kvelastic import ledger, segment
@@ -437,13 +437,12 @@ def test_engines_that_always_run_start_in_turn_when_they_do_not_all_fit(tmp_path
 def test_a_program_that_only_listens_is_no_start(tmp_path: Path) -> None:
     """Its port is another one's: the start fails and says so, and the next one is tried."""
     (model,) = on_demand(tmp_path, "a", backoff="10ms")
-    with Program(
-        sys.executable, str(FAKES / "engine.py"), f"--port={model['launch']['port']}"
-    ) as other:
-        other.wait_for_line("ready ")
-        with Controller({"models": [model]}, environment=OWN_MEMORY) as front:
-            assert front.complete("a").json()["error"]["code"] == "wake_failed"
-            assert "is taken by" in front.get("/models").json()["models"]["a"]["last_problem"]
-            other.end()
-            wait_until(lambda: front.complete("a").status_code == 200)
-            assert front.end() == 0
+    with (
+        Engine(port=model["launch"]["port"]) as other,
+        Controller({"models": [model]}, environment=OWN_MEMORY) as front,
+    ):
+        assert front.complete("a").json()["error"]["code"] == "wake_failed"
+        assert "is taken by" in front.get("/models").json()["models"]["a"]["last_problem"]
+        other.end()
+        wait_until(lambda: front.complete("a").status_code == 200)
+        assert front.end() == 0
