@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 from urllib.parse import urlsplit
 
 import needs
@@ -53,7 +53,10 @@ ARGUMENTS = [
     "--disable-component-update",
     "--disable-sync",
 ]
-TIMEOUT_MS = 30_000
+TIMEOUT_MS = 300_000
+"""A guard, as `waiting.DEADLINE_S`."""
+
+Scheme = Literal["light", "dark"]
 
 
 def expect(locator: Any) -> Any:
@@ -137,7 +140,7 @@ class Browser:
         self,
         url: str,
         *,
-        scheme: str = "light",
+        scheme: Scheme = "light",
         width: int = 1400,
         height: int = 900,
         is_phone: bool = False,

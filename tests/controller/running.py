@@ -6,6 +6,7 @@ with Engine() as engine, Controller(config_for(engine)) as front:
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -14,30 +15,34 @@ import sys
 import tempfile
 import threading
 from collections import deque
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import httpx
 import yaml
+from forked import FAKES, Forked
+from waiting import DEADLINE_S
 
-FAKES = Path(__file__).parent.parent / "fakes"
-START_S = 60.0
+Self = TypeVar("Self", bound="Program")
+
+
+def start(*command: str, environment: Mapping[str, str]) -> subprocess.Popen[str]:
+    """Start a program that dies with the test run; so the thread that starts it is to live on."""
+    return subprocess.Popen(
+        [sys.executable, "-S", str(FAKES / "mortal.py"), *command],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=environment,
+    )
 
 
 class Program:
-    """A process whose output is read on, so that it never blocks on a full pipe.
+    """A process whose output is read on, so that it never blocks on a full pipe."""
 
-    It dies with the test run, so make it in a thread that does not end before.
-    """
-
-    def __init__(self, *command: str, **environ: str) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, "-S", str(FAKES / "mortal.py"), *command],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            env=os.environ | environ,
-        )
+    def __init__(self, process: subprocess.Popen[str] | Forked) -> None:
+        self.process = process
         self.lines: deque[str] = deque(maxlen=5000)
         self._grown = threading.Condition()
         self._ended = False
@@ -54,7 +59,7 @@ class Program:
             self._ended = True
             self._grown.notify_all()
 
-    def wait_for_line(self, part: str, timeout_s: float = START_S) -> str:
+    def wait_for_line(self, part: str, timeout_s: float = DEADLINE_S) -> str:
         """The first line that has `part` in it; an assertion fails if none comes."""
 
         def found() -> str | None:
@@ -66,13 +71,13 @@ class Program:
         assert line is not None, f"no {part!r} in:\n" + "\n".join(self.lines)
         return line
 
-    def end(self, number: signal.Signals = signal.SIGTERM, timeout_s: float = 30.0) -> int:
+    def end(self, number: signal.Signals = signal.SIGTERM, timeout_s: float = DEADLINE_S) -> int:
         """Send a signal and wait; returns the exit code."""
         if self.process.poll() is None:
             self.process.send_signal(number)
         return self.wait(timeout_s)
 
-    def wait(self, timeout_s: float = 30.0) -> int:
+    def wait(self, timeout_s: float = DEADLINE_S) -> int:
         """Until it has ended by itself, or by a signal sent before; returns the exit code."""
         try:
             code = self.process.wait(timeout_s)
@@ -81,12 +86,12 @@ class Program:
             self.process.wait()
             raise
         finally:
-            self._reader.join(10)
+            self._reader.join(DEADLINE_S)
             assert self.process.stdout is not None
             self.process.stdout.close()
         return code
 
-    def __enter__(self) -> Any:
+    def __enter__(self: Self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -100,32 +105,28 @@ class Engine(Program):
     """A fake engine."""
 
     def __init__(self, kind: str = "vllm", model: str = "m", port: int = 0, *more: str) -> None:
-        super().__init__(
-            sys.executable,
-            str(FAKES / "engine.py"),
-            f"--kind={kind}",
-            f"--model={model}",
-            f"--port={port}",
-            *more,
-        )
+        arguments = [f"--kind={kind}", f"--model={model}", f"--port={port}", *more]
+        super().__init__(Forked("engine", arguments, os.environ))
         self.kind, self.model = kind, model
         self.port = int(self.wait_for_line("ready ").split()[1])
         self.url = f"http://127.0.0.1:{self.port}"
 
     def state(self) -> dict[str, Any]:
-        return httpx.get(self.url + "/fake/state", timeout=30).json()  # type: ignore[no-any-return]
+        return httpx.get(self.url + "/fake/state", timeout=DEADLINE_S).json()
 
     def count(self, what: str) -> int:
-        return self.state()["counts"].get(what, 0)  # type: ignore[no-any-return]
+        return self.state()["counts"].get(what, 0)
 
     def change(self, **settings: Any) -> None:
-        httpx.post(self.url + "/fake/set", json=settings, timeout=30).raise_for_status()
+        httpx.post(self.url + "/fake/set", json=settings, timeout=DEADLINE_S).raise_for_status()
 
     def reset(self) -> None:
-        httpx.post(self.url + "/fake/reset", timeout=30).raise_for_status()
+        httpx.post(self.url + "/fake/reset", timeout=DEADLINE_S).raise_for_status()
 
     def release(self, name: str) -> None:
-        httpx.post(self.url + "/fake/release", params={"name": name}, timeout=30).raise_for_status()
+        httpx.post(
+            self.url + "/fake/release", params={"name": name}, timeout=DEADLINE_S
+        ).raise_for_status()
 
 
 class Controller(Program):
@@ -140,25 +141,45 @@ class Controller(Program):
         config: dict[str, Any],
         open_files: tuple[int, int] | None = None,
         folder: Path | None = None,
-        **environ: str,
+        environment: Mapping[str, str] | None = None,
     ) -> None:
         self.directory = tempfile.TemporaryDirectory(prefix="kvelastic-test-")
         self.path = (folder or Path(self.directory.name)) / "controller.yaml"
+        self.first_config = config
         self.write(config)
-        command = [sys.executable, "-m", "kvelastic.controller", "--config", str(self.path)]
-        if open_files is not None:
+        arguments = ["--config", str(self.path)]
+        environ = os.environ | dict(environment or {})
+        if open_files is None:
+            super().__init__(Forked("controller", arguments, environ))
+        else:
             limits = "ulimit -S -n {}; ulimit -H -n {}".format(*open_files)
-            command = ["/bin/sh", "-c", f'{limits}; exec "$@"', "sh", *command]
-        super().__init__(*command, **environ)
+            command = ["/bin/sh", "-c", f'{limits}; exec "$@"', "sh", sys.executable, "-m"]
+            super().__init__(
+                start(*command, "kvelastic.controller", *arguments, environment=environ)
+            )
         line = json.loads(self.wait_for_line("listening on"))
         self.port = int(line["message"].rsplit(" ", 1)[1])
         self.url = f"http://127.0.0.1:{self.port}"
-        self.client = httpx.Client(base_url=self.url, timeout=60)
+        self.client = httpx.Client(base_url=self.url, timeout=DEADLINE_S)
 
     def write(self, config: dict[str, Any]) -> None:
         """The configuration file; `send` or /admin/reload has it read."""
         config = {**config, "server": {"port": 0, **config.get("server", {})}}
         self.path.write_text(yaml.safe_dump(config))
+
+    @contextlib.contextmanager
+    def reloaded(self, config: dict[str, Any]) -> Iterator[None]:
+        """Run the body with another configuration; the first one is read again after it."""
+        self._reload(config)
+        try:
+            yield
+        finally:
+            self._reload(self.first_config)
+
+    def _reload(self, config: dict[str, Any]) -> None:
+        self.write(config)
+        answer = self.post("/admin/reload")
+        assert answer.json()["needs_restart"] == [], answer.text
 
     def get(self, path: str, **more: Any) -> httpx.Response:
         return self.client.get(path, **more)
@@ -170,12 +191,12 @@ class Controller(Program):
         return self.post("/v1/completions", {"model": model, "prompt": "x", **more})
 
     def state(self, model: str = "m") -> str:
-        return self.get("/models").json()["models"][model]["state"]  # type: ignore[no-any-return]
+        return self.get("/models").json()["models"][model]["state"]
 
     def send(self, number: int) -> None:
         self.process.send_signal(number)
 
-    def wait(self, timeout_s: float = 30.0) -> int:
+    def wait(self, timeout_s: float = DEADLINE_S) -> int:
         try:
             return super().wait(timeout_s)
         finally:

@@ -11,6 +11,7 @@ import signal
 import socket
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ import aiohttp
 import pytest
 from ports import free_port
 from running import FAKES, Controller, Engine, config_for
-from waiting import wait_until
+from waiting import DEADLINE_S, wait_until
 
 
 @pytest.mark.parametrize(
@@ -61,28 +62,26 @@ def test_streams_cut_by_their_clients_leave_nothing(count: int) -> None:
         front.complete()
         before = left()
         asyncio.run(all_of_them(front.url))
-        # A second is what is promised; the short run may share its machine with anything.
-        within_s = 1.0 if count == 10_000 else 10.0
         ended_s = time.monotonic()
-        wait_until(lambda: engine.state()["in_flight"] == 0 and left() == before, within_s)
+        wait_until(lambda: engine.state()["in_flight"] == 0 and left() == before)
         print(f"nothing left after {time.monotonic() - ended_s:.3f} s: {left()}")
         assert not [line for line in front.lines if "Traceback" in line]
         assert front.complete().status_code == 200
 
 
 @pytest.mark.parametrize(
-    "seconds", [4.0, pytest.param(300.0, marks=pytest.mark.soak)], ids=["short", "five_minutes"]
+    "deaths", [6, pytest.param(400, marks=pytest.mark.soak)], ids=["short", "minutes"]
 )
 def test_engines_that_die_under_load_leave_nobody_without_an_answer(
-    seconds: float, tmp_path: Path
+    deaths: int, tmp_path: Path
 ) -> None:
     dice = random.Random(5)
-    limit = aiohttp.ClientTimeout(total=15)
+    limit = aiohttp.ClientTimeout(total=DEADLINE_S)
     models = [
         {
             "name": f"m{number}",
             "engine": "vllm",
-            "timeouts": {"idle": "2s"},
+            "timeouts": {"idle": "1s"},
             "queue_timeout": "5s",
             "launch": {
                 "command": [
@@ -99,11 +98,11 @@ def test_engines_that_die_under_load_leave_nobody_without_an_answer(
         }
         for number in range(2)
     ]
-    seen: dict[int | str, int] = {}
-    took_s = [0.0]
+    seen: Counter[int | str] = Counter()
+    is_over = False
 
-    async def client(session: aiohttp.ClientSession, url: str, end_s: float) -> None:
-        while time.monotonic() < end_s:
+    async def client(session: aiohttp.ClientSession, url: str) -> None:
+        while not is_over:
             fake = {"hang": "first"} if dice.random() < 0.02 else {"token_s": 0.005}
             body = {
                 "model": f"m{dice.randrange(2)}",
@@ -111,7 +110,6 @@ def test_engines_that_die_under_load_leave_nobody_without_an_answer(
                 "fake": fake,
             }
             outcome: int | str
-            began_s = time.monotonic()
             try:
                 async with session.post(
                     url + "/v1/completions", json=body, timeout=limit
@@ -124,12 +122,15 @@ def test_engines_that_die_under_load_leave_nobody_without_an_answer(
                     await asyncio.sleep(0.02)
             except aiohttp.ClientPayloadError:
                 outcome = "cut"  # its engine died in the middle of its answer
-            seen[outcome] = seen.get(outcome, 0) + 1
-            took_s[0] = max(took_s[0], time.monotonic() - began_s)
+            seen[outcome] += 1
 
-    async def killer(session: aiohttp.ClientSession, url: str, end_s: float) -> None:
-        while time.monotonic() < end_s:
-            await asyncio.sleep(dice.uniform(0.2, 0.8))
+    async def killer(session: aiohttp.ClientSession, url: str) -> None:
+        """Between two deaths a request is answered."""
+        nonlocal is_over
+        for _ in range(deaths):
+            before = seen[200]
+            while seen[200] == before:
+                await asyncio.sleep(dice.uniform(0.1, 0.5))
             async with session.get(f"{url}/admin/models/m{dice.randrange(2)}/logs") as response:
                 pid = (await response.json())["pid"]
             if not pid:
@@ -137,23 +138,21 @@ def test_engines_that_die_under_load_leave_nobody_without_an_answer(
             with contextlib.suppress(ProcessLookupError):  # it may be dead just now
                 if dice.random() < 0.3:  # it hangs as a whole, sockets open; some come back
                     os.kill(pid, signal.SIGSTOP)
-                    await asyncio.sleep(dice.uniform(0.2, 3.0))
+                    await asyncio.sleep(dice.uniform(0.1, 1.5))
                     if dice.random() < 0.5:
                         os.kill(pid, signal.SIGCONT)
                         continue
                 os.kill(pid, signal.SIGKILL)
+        is_over = True
 
     async def run(url: str) -> None:
-        end_s = time.monotonic() + seconds
         async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
-            await asyncio.gather(
-                *(client(session, url, end_s) for _ in range(20)), killer(session, url, end_s)
-            )
+            await asyncio.gather(*(client(session, url) for _ in range(20)), killer(session, url))
 
     with Controller({"models": models, "sleep": {"min_sleep": 0}}) as front:
         wait_until(lambda: front.state("m0") == front.state("m1") == "awake")
         asyncio.run(run(front.url))
-        print(f"answers: {seen}; the slowest took {took_s[0]:.1f} s")
+        print(f"answers: {seen}")
         assert set(seen) <= {200, 502, 503, 504, "cut"}, seen
         assert seen[200] > 0
         wait_until(lambda: front.complete("m0").status_code == 200)
@@ -167,7 +166,7 @@ def ask(port: int, path: str, **body: object) -> socket.socket:
     raw = json.dumps({"model": "m", **body}).encode()
     sock = socket.socket()
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 65536)  # or the kernel takes megabytes
-    sock.settimeout(20)
+    sock.settimeout(DEADLINE_S)
     sock.connect(("127.0.0.1", port))
     sock.sendall(
         b"POST %s HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Length: %d\r\n\r\n%s"
@@ -177,23 +176,26 @@ def ask(port: int, path: str, **body: object) -> socket.socket:
 
 
 def rest_of(sock: socket.socket) -> bytes:
-    with sock:
-        return b"".join(iter(lambda: sock.recv(1 << 20), b""))
+    return b"".join(iter(lambda: sock.recv(1 << 20), b""))
 
 
 def test_an_engine_that_falls_silent_in_its_answer_is_given_up_and_a_slow_client_is_not() -> None:
+    """The slow client reads nothing for as long as the controller waits for the silent engine."""
     with Engine() as engine:
-        config = config_for(engine, model={"timeouts": {"idle": "1s"}})
+        config = config_for(engine, model={"timeouts": {"idle": "3s"}})
         with Controller(config) as front:
-            cut = rest_of(ask(front.port, "/v1/completions", stream=True, fake={"hang": "stream"}))
-            assert cut.startswith(b"HTTP/1.1 200")
-            assert not cut.endswith(b"0\r\n\r\n")
+            large = {"stream": True, "max_tokens": 300, "fake": {"pad": 100_000}}
+            with ask(front.port, "/v1/completions", **large) as slow:
+                start = slow.recv(1)
+                hanging = {"stream": True, "fake": {"hang": "stream"}}
+                with ask(front.port, "/v1/completions", **hanging) as sock:
+                    cut = rest_of(sock)
+                assert cut.startswith(b"HTTP/1.1 200")
+                assert not cut.endswith(b"0\r\n\r\n")
+                whole = start + rest_of(slow)
+                assert len(whole) > 30_000_000, whole[:300]
+                assert whole.endswith(b"0\r\n\r\n")
             wait_until(lambda: engine.state()["in_flight"] == 0)
-
-            slow = ask(front.port, "/v1/echo", pad="x" * 8_000_000)
-            time.sleep(3.0)  # it reads nothing for three times as long as an engine may be silent
-            whole = rest_of(slow)
-            assert len(whole) > 8_000_000, whole[:300]
 
 
 def test_the_rest_of_a_request_that_was_answered_early_does_not_hold_its_connection() -> None:
@@ -201,7 +203,7 @@ def test_the_rest_of_a_request_that_was_answered_early_does_not_hold_its_connect
     with (
         Engine() as engine,
         Controller(config_for(engine, server={"keep_alive": "1s"})) as front,
-        socket.create_connection(("127.0.0.1", front.port), timeout=20) as sock,
+        socket.create_connection(("127.0.0.1", front.port), timeout=DEADLINE_S) as sock,
     ):
         sock.sendall(head)
         assert sock.recv(65536).startswith(b"HTTP/1.1 405")

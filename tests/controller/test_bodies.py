@@ -17,8 +17,8 @@ from typing import Any
 import httpx
 import pytest
 import yaml
-from running import Controller, Engine, Program, config_for
-from waiting import wait_until
+from running import Controller, Engine, Program, config_for, start
+from waiting import DEADLINE_S, wait_until
 
 MIB = 1 << 20
 FORM = {"content-type": "multipart/form-data; boundary=------------------------4ebf00fbcf09"}
@@ -59,7 +59,7 @@ def front(engine: Engine) -> Iterator[Controller]:
 
 def echoed(response: httpx.Response) -> dict[str, Any]:
     assert response.status_code == 200, response.text[:300]
-    return response.json()  # type: ignore[no-any-return]
+    return response.json()
 
 
 def worker_of(front: Controller) -> int | None:
@@ -152,7 +152,8 @@ def test_a_fault_while_forwarding_is_an_answer_in_json(engine: Engine) -> None:
         path = Path(directory) / "controller.yaml"
         config = config_for(engine)
         path.write_text(yaml.safe_dump(config | {"server": {"port": 0}}))
-        with Program(sys.executable, "-c", sabotage, "--config", str(path)) as front:
+        command = [sys.executable, "-c", sabotage, "--config", str(path)]
+        with Program(start(*command, environment=os.environ)) as front:
             line = json.loads(front.wait_for_line("listening on"))
             port = int(line["message"].rsplit(" ", 1)[1])
             body = b'{"model":"org/m"}'
@@ -160,7 +161,7 @@ def test_a_fault_while_forwarding_is_an_answer_in_json(engine: Engine) -> None:
                 b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n%s"
                 % (len(body), body)
             )
-            with socket.create_connection(("127.0.0.1", port), timeout=20) as sock:
+            with socket.create_connection(("127.0.0.1", port), timeout=DEADLINE_S) as sock:
                 for _ in range(2):  # on one connection
                     sock.sendall(request)
                     answer = b""

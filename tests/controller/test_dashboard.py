@@ -11,11 +11,11 @@ from pathlib import Path
 
 import httpx
 import pytest
-from browser import Browser, Shown, expect
+from browser import Browser, Scheme, Shown, expect
 from ledger_instance import PAGE_BYTES, Instance
 from ports import free_port
 from running import FAKES, Controller, Engine, config_for
-from waiting import wait_until
+from waiting import DEADLINE_S, wait_until
 
 from kvelastic.messages import parse_address
 from kvelastic.transfer import Node
@@ -65,7 +65,7 @@ def engine(engines: tuple[Engine], front: Controller) -> Engine:
     engines[0].reset()
     assert front.post("/action/wakeup/org/m").status_code == 200
     engines[0].reset()
-    request = {"min": 0, "limit": 256 * MIB, "wait": "5s"}
+    request = {"min": 0, "limit": 256 * MIB, "wait": DEADLINE_S}
     assert front.client.patch("/memory/org/m", json=request).status_code == 200
     return engines[0]
 
@@ -73,7 +73,7 @@ def engine(engines: tuple[Engine], front: Controller) -> Engine:
 @pytest.fixture
 def page(browser: Browser, front: Controller, engine: Engine) -> Iterator[Shown]:
     with browser.page(front.url) as page:
-        page.until(COUNT.format(2))
+        page.wait_until(COUNT.format(2))
         yield page
         assert page.problems == []
 
@@ -175,7 +175,7 @@ def test_sleep_and_wake(page: Shown, front: Controller, engine: Engine) -> None:
 def test_a_sleep_that_is_refused_says_why(page: Shown, front: Controller, engine: Engine) -> None:
     row = page.row("org/m")
     body = {"model": "org/m", "prompt": "x", "fake": {"hold": "it"}}
-    with httpx.Client(base_url=front.url, timeout=30) as client:
+    with httpx.Client(base_url=front.url, timeout=DEADLINE_S) as client:
         busy = threading.Thread(target=lambda: client.post("/v1/completions", json=body))
         busy.start()
         wait_until(lambda: "it" in engine.state()["held"])
@@ -211,7 +211,7 @@ def test_an_answer_goes_when_it_is_no_longer_true(
     expect(answer).to_be_empty()
     # A refusal goes with its reason.
     body = {"model": "org/m", "prompt": "x", "fake": {"hold": "it"}}
-    with httpx.Client(base_url=front.url, timeout=30) as client:
+    with httpx.Client(base_url=front.url, timeout=DEADLINE_S) as client:
         busy = threading.Thread(target=lambda: client.post("/v1/completions", json=body))
         busy.start()
         wait_until(lambda: "it" in engine.state()["held"])
@@ -227,7 +227,7 @@ def test_an_answer_goes_when_it_is_no_longer_true(
     request = row.locator(".memory .answer")
     expect(request).to_have_text("Applied: limit 128M.")
     expect(row.locator(".held")).to_contain_text("of its limit of 128 MiB: ")
-    front.client.patch("/memory/org/m", json={"limit": 256 * MIB, "wait": "5s"})
+    front.client.patch("/memory/org/m", json={"limit": 256 * MIB, "wait": DEADLINE_S})
     expect(request).to_be_empty()
     expect(row.locator(".held")).to_contain_text("of 256 MiB: ")
 
@@ -307,18 +307,18 @@ def test_links_are_shown(page: Shown, front: Controller, tmp_path: Path) -> None
     address = parse_address(f"unix://{tmp_path}/node")
     rows = "[...document.querySelectorAll('#link-rows > tr')].map((row) => row.innerText).join()"
     with Node(one, listen=[address], role=HOSTILE[:20]), Node(two) as reader:
-        link = reader.link(address, timeout_s=60)
-        page.until(f"{rows}.includes('{one} (') && {rows}.includes('{two} (')")
-        page.until(f"{rows}.includes('<img src=x')")
+        link = reader.link(address, timeout_s=DEADLINE_S)
+        page.wait_until(f"{rows}.includes('{one} (') && {rows}.includes('{two} (')")
+        page.wait_until(f"{rows}.includes('<img src=x')")
         assert page.page.locator("#links-section").is_visible()
         nodes = front.get("/links").json()["nodes"]
         (shown,) = [node for node in nodes if node["name"] == str(two)]
         assert [(each["peer_name"], each["way"]) for each in shown["links"]] == [
             (str(one), "memory")
         ]
-        link.unlink(timeout_s=60)
-        page.until(f"{rows}.includes('ended: unlinked')")
-    page.until("document.getElementById('links-section').hidden")
+        link.unlink(timeout_s=DEADLINE_S)
+        page.wait_until(f"{rows}.includes('ended: unlinked')")
+    page.wait_until("document.getElementById('links-section').hidden")
 
 
 def test_everything_works_by_the_keyboard_alone(page: Shown, front: Controller) -> None:
@@ -374,7 +374,7 @@ window.hide = (value) => { hidden = value; document.dispatchEvent(new Event("vis
 
 def test_a_hidden_page_asks_nothing(browser: Browser, front: Controller, engine: Engine) -> None:
     with browser.page(front.url, before=HIDE) as page:
-        page.until(COUNT.format(2))
+        page.wait_until(COUNT.format(2))
         # Timers of the page go on by this clock only, from here on.
         page.page.clock.install()
         with page.page.expect_response("**/devices/history*"):
@@ -396,11 +396,11 @@ def test_a_hidden_page_asks_nothing(browser: Browser, front: Controller, engine:
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [1400, 768, 360])
 def test_how_it_looks(
-    browser: Browser, front: Controller, engine: Engine, tmp_path: Path, scheme: str, width: int
+    browser: Browser, front: Controller, engine: Engine, tmp_path: Path, scheme: Scheme, width: int
 ) -> None:
-    shape = {"width": width, "height": 800, "is_phone": width == 360, "scheme": scheme}
-    with browser.page(front.url, **shape) as page:
-        page.until(COUNT.format(2))
+    is_phone = width == 360
+    with browser.page(front.url, width=width, height=800, is_phone=is_phone, scheme=scheme) as page:
+        page.wait_until(COUNT.format(2))
         expect(page.page.locator("path.area").first).to_be_attached()
         page.picture(tmp_path / f"{scheme}-{width}.png")
         assert (tmp_path / f"{scheme}-{width}.png").stat().st_size > 10_000

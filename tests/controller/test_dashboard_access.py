@@ -87,7 +87,7 @@ def test_a_controller_that_goes_and_comes_back(browser: Browser, engine: Engine)
         page_of = browser.page(url)
         page = page_of.__enter__()
         try:
-            page.until("document.querySelectorAll('#rows > tr').length == 1")
+            page.wait_until("document.querySelectorAll('#rows > tr').length == 1")
             front.end()
             banner = page.page.locator("#banner")
             expect(banner).to_contain_text("The controller cannot be reached.")

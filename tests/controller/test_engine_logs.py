@@ -16,7 +16,7 @@ import pytest
 from ports import free_port
 from running import FAKES, Controller
 from test_slow_clients import dial, metric
-from waiting import wait_until
+from waiting import DEADLINE_S, wait_until
 
 from kvelastic.controller.engine_log import MOST_BEHIND_BYTES, PIECE_BYTES, LogReader, last_lines
 
@@ -145,7 +145,7 @@ def launched(folder: Path, **launch: Any) -> dict[str, Any]:
 
 def say(model: dict[str, Any], text: str, lines: int = 1) -> None:
     url = f"http://127.0.0.1:{model['launch']['port']}/fake/say"
-    httpx.post(url, json={"lines": lines, "text": text}, timeout=60).raise_for_status()
+    httpx.post(url, json={"lines": lines, "text": text}, timeout=DEADLINE_S).raise_for_status()
 
 
 @pytest.fixture(scope="module")
@@ -155,7 +155,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def front(model: dict[str, Any]) -> Iterator[Controller]:
-    config = {"models": [model], "auth": KEYS, "server": {"send_timeout": "1s"}}
+    config = {"models": [model], "auth": KEYS, "server": {"send_timeout": "8s"}}
     with Controller(config) as front:
         front.client.headers.update(ADMIN)
         wait_until(lambda: front.state() == "awake")
@@ -195,7 +195,8 @@ def test_a_reader_that_stops_holds_nobody_up_and_is_cut(
 ) -> None:
     """The engine writes 5 MB again and again, while nothing is read."""
     cut = metric(front, "send_timeouts_total")
-    with dial(front.port) as sock:
+    impatient = front.first_config | {"server": {"send_timeout": "300ms"}}
+    with front.reloaded(impatient), dial(front.port) as sock:
         sock.sendall(
             b"GET /models/m/logs HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer admin\r\n\r\n"
         )
@@ -212,10 +213,13 @@ def test_a_reader_that_stops_holds_nobody_up_and_is_cut(
                 pass
     wait_until(lambda: metric(front, "log_followers") == 0)
     # Who reads all the time is told what is left out, or gets all of it.
-    with front.client.stream("GET", "/models/m/logs?lines=1") as response:
+    with (
+        ThreadPoolExecutor(1) as threads,
+        front.client.stream("GET", "/models/m/logs?lines=1") as response,
+    ):
         lines = response.iter_lines()
         next(lines)
-        say(model, "y" * 500, 20_000)
+        threads.submit(say, model, "y" * 500, 20_000)
         seen = next(line for line in lines if line.endswith(" 19999"))
         assert seen == "y" * 500 + " 19999"
 
@@ -224,7 +228,9 @@ def test_there_are_only_so_many_followers(front: Controller) -> None:
     socks = []
     try:
         for _ in range(32):
-            socks.append(sock := socket.create_connection(("127.0.0.1", front.port), timeout=30))
+            socks.append(
+                sock := socket.create_connection(("127.0.0.1", front.port), timeout=DEADLINE_S)
+            )
             sock.sendall(
                 b"GET /models/m/logs HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer admin\r\n\r\n"
             )
@@ -242,7 +248,7 @@ def test_it_goes_on_over_a_stop_and_ends_with_the_controller(tmp_path: Path) -> 
     model = launched(tmp_path, on_demand=True)
     with (
         Controller({"models": [model]}) as front,
-        httpx.Client(base_url=front.url, timeout=60) as client,
+        httpx.Client(base_url=front.url, timeout=DEADLINE_S) as client,
         client.stream("GET", "/models/m/logs") as response,
     ):
         lines = response.iter_lines()

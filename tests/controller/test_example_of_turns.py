@@ -63,7 +63,7 @@ def test_whichever_is_asked_for_runs(tmp_path: Path) -> None:
     config["models"][0]["instance"] += f"-{os.getpid()}"  # of this test only
     environ = {"PATH": stand_ins(tmp_path), "KVELASTIC_LEDGER": f"example-{os.getpid()}"}
     names = [model["name"] for model in config["models"]]
-    with Controller(config, **environ) as front:
+    with Controller(config, environment=environ) as front:
         wait_until(lambda: front.state("chat") == "awake")
         for name in ("coder", "vision", "chat", "coder", "vision"):
             assert front.complete(name).status_code == 200

@@ -17,11 +17,9 @@ from pathlib import Path
 
 import pytest
 from running import Controller, Engine, config_for
-from waiting import wait_until
+from waiting import DEADLINE_S, wait_until
 
 API, ADMIN = "fuzz-api-key", "fuzz-admin-key"
-DEADLINE_S = 20.0
-"""Of a connection; the bounds of the configuration below end it after 3 s."""
 AT_ONCE = 400
 
 Dice = random.Random
@@ -130,7 +128,7 @@ def _body(dice: Dice) -> bytes:
         return f"a=b&%6dodel={name}{'&' * dice.choice((0, 1, 2000))}".encode()
     value = {"model": "m", "prompt": "x", "stream": dice.random() < 0.3, "max_tokens": 4}
     if kind == 4:
-        value["model"] = dice.choice(VALUES)  # type: ignore[assignment]
+        value["model"] = dice.choice(VALUES)
     raw = json.dumps(value).encode()
     if kind == 5:
         return raw[: dice.randint(1, len(raw))]

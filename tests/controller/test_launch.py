@@ -30,11 +30,11 @@ def launched(tmp_path: Path, *more: str, **launch: Any) -> dict[str, Any]:
 
 
 def pid_of(front: Controller) -> int | None:
-    return front.get("/admin/models/m/logs").json()["pid"]  # type: ignore[no-any-return]
+    return front.get("/admin/models/m/logs").json()["pid"]
 
 
 def test_requests_wait_for_an_engine_that_starts(tmp_path: Path) -> None:
-    config = launched(tmp_path, "--slow-start-s=0.5")
+    config = launched(tmp_path, "--slow-start-s=0.2")
     with Controller(config) as front:
         assert front.complete().status_code == 200
         logs = front.get("/admin/models/m/logs", params={"lines": 5}).json()

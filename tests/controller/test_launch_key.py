@@ -133,7 +133,9 @@ def test_a_launched_engine_has_a_key_that_only_the_controller_sends(tmp_path: Pa
     def environments() -> list[dict[str, str]]:
         return [json.loads(line) for line in seen.read_text().splitlines()]
 
-    with Controller(config, SOME_NAME=SECRET, KVELASTIC_API_KEY="other") as front:
+    with Controller(
+        config, environment={"SOME_NAME": SECRET, "KVELASTIC_API_KEY": "other"}
+    ) as front:
         front.client.headers.update(bearer)
         assert front.complete().status_code == 200
         [environ] = environments()

@@ -18,7 +18,7 @@ import pytest
 import yaml
 from ports import free_port
 from running import Engine, config_for
-from waiting import wait_until
+from waiting import DEADLINE_S, wait_until
 
 from kvelastic.controller.log_writer import LogWriter
 
@@ -50,7 +50,7 @@ def test_lines_come_in_their_order() -> None:
         reader.start()
         for number, line in enumerate(wanted):
             writer.write(line, at_once=number % 100 == 0)
-        writer.close(30)
+        writer.close(DEADLINE_S)
         reader.join()
         assert found == wanted
         assert writer.dropped_lines == 0
@@ -66,7 +66,7 @@ def test_lines_that_nobody_reads_are_dropped_and_counted() -> None:
         found: list[str] = []
         reader = threading.Thread(target=lambda: found.extend(rest_of(read)))
         reader.start()
-        writer.close(30)
+        writer.close(DEADLINE_S)
         reader.join()
         *lines, last = found
         assert lines == wanted[: len(wanted) - dropped]
@@ -91,7 +91,7 @@ def test_a_stream_that_others_made_non_blocking_loses_nothing() -> None:
         found: list[str] = []
         reader = threading.Thread(target=lambda: found.extend(rest_of(read)))
         reader.start()
-        writer.close(30)
+        writer.close(DEADLINE_S)
         reader.join()
         assert found == ["x" * 50] * 1000
 
@@ -118,7 +118,10 @@ def test_a_line_that_was_cut_short_does_not_spoil_the_next(tmp_path: Path) -> No
         "print(writer.dropped_lines)\n"
     )
     done = subprocess.run(
-        [sys.executable, "-c", program, str(log)], stdout=subprocess.PIPE, timeout=60, check=True
+        [sys.executable, "-c", program, str(log)],
+        stdout=subprocess.PIPE,
+        timeout=DEADLINE_S,
+        check=True,
     )
     assert done.stdout == b"2\n"
     first, half, *told = log.read_text().splitlines()
@@ -156,14 +159,14 @@ def test_a_stderr_that_nobody_reads_stops_neither_requests_nor_the_end(tmp_path:
         said = b""
         while b"listening on" not in said:
             said += os.read(read, 4096)
-        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=20) as client:
+        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=DEADLINE_S) as client:
             body = {"model": "m", "prompt": "x"}
             for number in range(60):
                 assert client.post("/v1/completions", json=body).status_code == 200
                 if number % 10 == 0:  # says so in the log
                     assert client.post("/admin/reload").status_code == 200
         process.send_signal(signal.SIGTERM)
-        assert process.wait(20) == 0
+        assert process.wait(DEADLINE_S) == 0
     lines = rest_of(read)
     os.close(read)
     assert lines
@@ -180,7 +183,7 @@ def test_lines_that_are_lost_are_counted_for_prometheus(tmp_path: Path, kind: st
         os.close(read)
     with Engine() as engine, controller(engine, tmp_path, port, stderr) as process:
         os.close(stderr)
-        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=20) as client:
+        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=DEADLINE_S) as client:
 
             def dropped() -> float:
                 text = client.get("/metrics").text
@@ -202,4 +205,4 @@ def test_lines_that_are_lost_are_counted_for_prometheus(tmp_path: Path, kind: st
                 assert client.post("/v1/completions", json={"model": "m"}).status_code == 200
             wait_until(lambda: dropped() >= 6)  # with the line that says where it listens
         process.send_signal(signal.SIGTERM)
-        assert process.wait(20) == 0
+        assert process.wait(DEADLINE_S) == 0

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from typing import Any
 
 import httpx
 import pytest
 from ledger_instance import PAGE_BYTES, Instance
 from prometheus_client.parser import text_string_to_metric_families
 from running import Controller, Engine, config_for
-from waiting import wait_until
+from waiting import DEADLINE_S, wait_until
 
 MIB = 1 << 20
 
@@ -31,7 +32,7 @@ def shared_engine() -> Iterator[Engine]:
 def engine(shared_engine: Engine) -> Engine:
     """Awake, whatever the last test did with it."""
     shared_engine.reset()
-    httpx.post(shared_engine.url + "/wake_up", timeout=30).raise_for_status()
+    httpx.post(shared_engine.url + "/wake_up", timeout=DEADLINE_S).raise_for_status()
     shared_engine.reset()
     return shared_engine
 
@@ -43,19 +44,15 @@ def front(engine: Engine, instance: Instance) -> Iterator[Controller]:
         yield front
 
 
+def memory_of(front: Controller) -> dict[str, Any]:
+    return front.get("/memory/org%2Fm").json()["memory"]
+
+
 def test_what_an_instance_holds(front: Controller, instance: Instance) -> None:
     ids = instance.alloc(16)
     assert ids
-    row = wait_until(
-        lambda: next(
-            (
-                r
-                for r in [front.get("/memory/org%2Fm").json()["memory"]]
-                if r["in_use_bytes"] == 16 * PAGE_BYTES // 4
-            ),
-            None,
-        )
-    )
+    wait_until(lambda: memory_of(front)["in_use_bytes"] == 16 * PAGE_BYTES // 4)
+    row = memory_of(front)
     assert row["name"] == instance.name
     assert row["state"] in {"applied", "pending"}
     assert row["granted_bytes"] >= 4 * PAGE_BYTES
@@ -83,7 +80,7 @@ def test_metrics_have_what_kvctl_metrics_has(front: Controller, instance: Instan
 
 
 def test_a_request_is_answered(front: Controller, instance: Instance) -> None:
-    request = {"limit": "64M", "min": 8 * MIB, "priority": 7, "wait": "5s"}
+    request = {"limit": "64M", "min": 8 * MIB, "priority": 7, "wait": DEADLINE_S}
     response = front.client.patch("/memory/org/m", json=request)
     assert response.status_code == 200
     answer = response.json()["answer"]
@@ -104,17 +101,8 @@ def test_a_limit_below_what_is_in_use_is_accepted_and_not_in_force(
     response = front.client.patch("/memory/org/m", json={"limit": "4M", "wait": 0.1})
     assert response.status_code == 202
     assert response.json()["answer"]["state"] in {"pending", "shrinking"}
-    row = wait_until(
-        lambda: next(
-            (
-                row
-                for row in [front.get("/memory/org/m").json()["memory"]]
-                if row["state"] == "shrinking"
-            ),
-            None,
-        )
-    )
-    assert row["over_bytes"] > 0
+    wait_until(lambda: memory_of(front)["state"] == "shrinking")
+    assert memory_of(front)["over_bytes"] > 0
 
 
 def test_trim_gives_parked_pages_back(front: Controller, instance: Instance) -> None:
@@ -122,7 +110,7 @@ def test_trim_gives_parked_pages_back(front: Controller, instance: Instance) -> 
     assert ids
     instance.free(ids)
     assert instance.mapped_bytes > 2 * PAGE_BYTES
-    response = front.post("/memory/org/m/trim", {"wait": "5s"})
+    response = front.post("/memory/org/m/trim", {"wait": DEADLINE_S})
     assert response.status_code == 200
     assert instance.mapped_bytes <= 2 * PAGE_BYTES
 

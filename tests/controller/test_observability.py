@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from prometheus_client.parser import text_string_to_metric_families
 from running import Controller, Engine, config_for
 from schemathesis.checks import not_a_server_error
+from schemathesis.core.result import Ok
 from waiting import wait_until
 
 
@@ -89,6 +90,7 @@ def test_no_request_made_from_the_description_fails_the_controller(front: Contro
     made = 0
 
     for result in schema.get_all_operations():
+        assert isinstance(result, Ok)
         operation = result.ok()
 
         @settings(max_examples=15, suppress_health_check=list(HealthCheck), database=None)

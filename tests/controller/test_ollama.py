@@ -13,7 +13,7 @@ import ollama
 import pytest
 from ports import free_port
 from running import FAKES, Controller, Engine, config_for
-from waiting import wait_until
+from waiting import DEADLINE_S, wait_until
 
 HELLO = [{"role": "user", "content": "hello"}]
 
@@ -33,7 +33,7 @@ def front(engine_of_all: Engine) -> Iterator[Controller]:
 
 @pytest.fixture(scope="module")
 def client(front: Controller) -> Iterator[ollama.Client]:
-    client = ollama.Client(front.url, timeout=60)
+    client = ollama.Client(front.url, timeout=DEADLINE_S)
     yield client
     client._client.close()
 
@@ -71,8 +71,9 @@ def test_tools(engine: Engine, client: ollama.Client) -> None:
         return a + b
 
     call = {"index": 0, "function": {"name": "add", "arguments": '{"a": 1, "b": 2}'}}
-    fake = {"deltas": [{"tool_calls": [call]}], "finish_reason": "tool_calls"}
-    fake["message"] = {"content": None, "tool_calls": [call]}
+    message = {"content": None, "tool_calls": [call]}
+    deltas = [{"tool_calls": [call]}]
+    fake = {"deltas": deltas, "finish_reason": "tool_calls", "message": message}
     engine.change(fake=fake)
     answers = [client.chat("m", HELLO, tools=[add])]
     answers += list(client.chat("m", HELLO, tools=[add], stream=True))[-1:]
@@ -81,7 +82,7 @@ def test_tools(engine: Engine, client: ollama.Client) -> None:
         assert (made.function.name, made.function.arguments) == ("add", {"a": 1, "b": 2})
     assert json.loads(engine.state()["body"])["tools"][0]["function"]["name"] == "add"
     engine.change(fake={})
-    conversation = [*HELLO, answers[0].message, {"role": "tool", "content": "3"}]
+    conversation: list[Any] = [*HELLO, answers[0].message, {"role": "tool", "content": "3"}]
     assert client.chat("m", conversation).message.content
     *_, made_before, result = json.loads(engine.state()["body"])["messages"]
     assert made_before["tool_calls"][0]["id"] == result["tool_call_id"]
@@ -214,7 +215,9 @@ def test_keys_and_pages_are_checked_as_everywhere(engine: Engine) -> None:
         body = {"model": "m", "messages": HELLO, "stream": False}
         refused = front.post("/api/chat", body)
         assert (refused.status_code, refused.json().keys()) == (401, {"error"})
-        with_key = ollama.Client(front.url, timeout=60, headers={"Authorization": "Bearer k"})
+        with_key = ollama.Client(
+            front.url, timeout=DEADLINE_S, headers={"Authorization": "Bearer k"}
+        )
         assert with_key.chat("m", HELLO).message.content
         assert len(with_key.list().models) == 1
         with_key._client.close()
@@ -253,7 +256,7 @@ def test_a_client_starts_and_stops_an_engine(tmp_path: Path) -> None:
     }
     config = {"models": [{"name": "m", "launch": launch}], "sleep": {"check_every": "20ms"}}
     with Controller(config) as front:
-        client = ollama.Client(front.url, timeout=60)
+        client = ollama.Client(front.url, timeout=DEADLINE_S)
         assert client.chat("m", HELLO, keep_alive=0.05).message.content
         wait_until(lambda: front.state() == "asleep")
         assert not client.ps().models

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from running import Controller, Engine, config_for
@@ -17,7 +18,7 @@ from kvelastic.errors import ControllerConfigError
 PAGE, APP = "http://localhost:3000", "app://obsidian.md"
 
 
-def code_of(*headers: tuple[bytes, bytes], own_pages_only: bool = False, **server: object) -> str:
+def code_of(*headers: tuple[bytes, bytes], own_pages_only: bool = False, **server: Any) -> str:
     """What is refused of a request with these headers."""
     try:
         Origins(ServerSettings(**server)).check(list(headers), own_pages_only=own_pages_only)
@@ -84,7 +85,10 @@ def test_what_a_page_includes_comes_without_an_origin_and_is_refused_as_well() -
 
 
 def test_names_that_the_configuration_adds() -> None:
-    more = {"allowed_hosts": ("Models.Internal", "fe80::7"), "allowed_origins": (PAGE,)}
+    more: dict[str, Any] = {
+        "allowed_hosts": ("Models.Internal", "fe80::7"),
+        "allowed_origins": (PAGE,),
+    }
     assert code_of((b"host", b"models.internal:443"), **more) == ""
     assert code_of((b"host", b"[fe80::7]:80"), **more) == ""
     assert code_of((b"host", b"x.models.internal"), **more) == "foreign_host"

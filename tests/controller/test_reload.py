@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 import pytest
 from running import Controller, Engine, config_for
-from waiting import wait_until
+from waiting import DEADLINE_S, wait_until
 
 
 def test_models_come_and_go_and_no_request_is_lost() -> None:
@@ -71,14 +71,14 @@ def test_who_waits_for_a_model_whose_engine_changes_gets_the_new_one(new_one_sle
         assert front.post("/action/sleep/m").status_code == 200
         old.change(wake_hold="w")
         if new_one_sleeps:
-            httpx.post(new.url + "/sleep?level=1", timeout=30).raise_for_status()
+            httpx.post(new.url + "/sleep?level=1", timeout=DEADLINE_S).raise_for_status()
         with ThreadPoolExecutor(5) as pool:
             waiting = [
                 pool.submit(
                     httpx.post,
                     front.url + "/v1/completions",
                     json={"model": "m", "prompt": "x"},
-                    timeout=60,
+                    timeout=DEADLINE_S,
                 )
                 for _ in range(5)
             ]
@@ -101,7 +101,9 @@ def test_who_waits_for_a_model_that_is_gone_is_told_so() -> None:
         one.change(wake_hold="w")
         with ThreadPoolExecutor(1) as pool:
             body = {"model": "one", "prompt": "x"}
-            waiting = pool.submit(httpx.post, front.url + "/v1/completions", json=body, timeout=60)
+            waiting = pool.submit(
+                httpx.post, front.url + "/v1/completions", json=body, timeout=DEADLINE_S
+            )
             wait_until(lambda: front.get("/models").json()["models"]["one"]["queued"] == 1)
             front.write(config_for(two))
             front.post("/admin/reload")

@@ -8,6 +8,7 @@ import signal
 import socket
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +67,10 @@ def test_by_hand_and_back(kind: str) -> None:
         assert front.get("/sleep/status").json()["sleeping_models"] == {}
 
 
+def queued(front: Controller) -> int:
+    return int(front.get("/models").json()["models"]["m"]["queued"])
+
+
 def memory_mib(front: Controller) -> float:
     status = Path(f"/proc/{front.process.pid}/status").read_text()
     return next(int(line.split()[1]) for line in status.splitlines() if "VmHWM" in line) / 1024
@@ -79,20 +84,11 @@ def test_a_thousand_requests_at_once_wake_it_once_and_all_are_answered(
     front.post("/action/sleep/m")
     engine.change(wake_hold="w")
 
-    def release_when_all_wait() -> bool:
-        queued = front.get("/traffic/stats/m").json()["model_stats"]["queued"]
-        return bool(queued == 1000)
-
-    import threading
-
-    def releaser() -> None:
-        wait_until(release_when_all_wait, 60)
+    with ThreadPoolExecutor(1) as threads:
+        asked = threads.submit(many, front.url, 1000)
+        wait_until(lambda: queued(front) == 1000)
         engine.release("w")
-
-    thread = threading.Thread(target=releaser)
-    thread.start()
-    answers = many(front.url, 1000)
-    thread.join()
+        answers = asked.result()
     assert [status for status, _ in answers] == [200] * 1000
     grown_mib = memory_mib(front) - before_mib
     print(f"its memory's peak has grown by {grown_mib:.0f} MiB")
@@ -102,31 +98,37 @@ def test_a_thousand_requests_at_once_wake_it_once_and_all_are_answered(
     assert engine.count("requests_while_asleep") == 0
 
 
-def test_beyond_the_bound_they_are_told_when_to_come_again() -> None:
-    with Engine() as engine:
-        config = config_for(engine, sleep={"queue_limit": 10, "min_sleep": 0})
-        with Controller(config) as front:
-            front.post("/action/sleep/m")
-            engine.change(wake_s=1.0)
-            answers = many(front.url, 50)
-            assert sorted(status for status, _ in answers) == [200] * 10 + [429] * 40
-            assert all(after for status, after in answers if status == 429)
-            assert engine.count("wake_calls") == 1
+def test_beyond_the_bound_they_are_told_when_to_come_again(
+    both: tuple[Engine, Controller],
+) -> None:
+    engine, front = both
+    lines = len(front.lines)
+
+    def refused() -> int:
+        return sum('"status": 429' in line for line in list(front.lines)[lines:])
+
+    config = config_for(engine, sleep={"queue_limit": 10, "min_sleep": 0})
+    with front.reloaded(config), ThreadPoolExecutor(1) as threads:
+        front.post("/action/sleep/m")
+        engine.change(wake_hold="w")
+        asked = threads.submit(many, front.url, 50)
+        wait_until(lambda: refused() == 40)
+        engine.release("w")
+        answers = asked.result()
+        assert sorted(status for status, _ in answers) == [200] * 10 + [429] * 40
+        assert all(after for status, after in answers if status == 429)
+        assert engine.count("wake_calls") == 1
 
 
-def test_a_wait_ends_at_its_deadline() -> None:
-    with Engine() as engine:
-        config = config_for(engine, sleep={"queue_timeout": "300ms", "min_sleep": 0})
-        with Controller(config) as front:
-            front.post("/action/sleep/m")
-            engine.change(wake_hold="w")
-            response = front.complete()
-            assert (response.status_code, response.json()["error"]["code"]) == (
-                503,
-                "queue_timeout",
-            )
-            assert response.headers["retry-after"]
-            engine.release("w")
+def test_a_wait_ends_at_its_deadline(both: tuple[Engine, Controller]) -> None:
+    engine, front = both
+    with front.reloaded(config_for(engine, sleep={"queue_timeout": "100ms", "min_sleep": 0})):
+        front.post("/action/sleep/m")
+        engine.change(wake_hold="w")
+        response = front.complete()
+        assert (response.status_code, response.json()["error"]["code"]) == (503, "queue_timeout")
+        assert response.headers["retry-after"]
+        engine.release("w")
 
 
 def test_who_goes_away_while_it_waits_leaves_the_queue(
@@ -136,28 +138,26 @@ def test_who_goes_away_while_it_waits_leaves_the_queue(
     front.post("/action/sleep/m")
     engine.change(wake_hold="w")
 
-    def queued() -> int:
-        return int(front.get("/traffic/stats/m").json()["model_stats"]["queued"])
-
     body = json.dumps({"model": "m"}).encode()
     with socket.create_connection(("127.0.0.1", front.port)) as sock:
         sock.sendall(
             b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n%s"
             % (len(body), body)
         )
-        wait_until(lambda: queued() == 1)
-    wait_until(lambda: queued() == 0)
+        wait_until(lambda: queued(front) == 1)
+    wait_until(lambda: queued(front) == 0)
     engine.release("w")
     wait_until(lambda: front.state() == "awake")
     assert engine.count("requests") == 0
 
 
-def test_a_stream_keeps_its_model_awake() -> None:
-    with Engine() as engine:
-        config = config_for(
-            engine, model={"ttl": "100ms"}, sleep={"check_every": "20ms", "min_sleep": 0}
-        )
-        with Controller(config) as front:
+def test_a_stream_keeps_its_model_awake(both: tuple[Engine, Controller]) -> None:
+    """Another model that is used after the stream has begun falls asleep twice meanwhile."""
+    engine, front = both
+    sleep = {"check_every": "20ms", "min_sleep": 0}
+    with Engine("vllm", "other") as other:
+        config = config_for(engine, other, model={"ttl": "100ms"}, sleep=sleep)
+        with front.reloaded(config):
             body = {"model": "m", "stream": True, "fake": {"hold": "h"}}
             with front.client.stream("POST", "/v1/completions", json=body) as response:
                 pieces = response.iter_raw()
@@ -165,11 +165,11 @@ def test_a_stream_keeps_its_model_awake() -> None:
                 before = engine.count("sleep_calls")  # it may have slept before the request
                 refused = front.post("/action/sleep/m")
                 assert (refused.status_code, refused.json()["success"]) == (409, False)
-                assert front.get("/sleep/candidates").json()["sleep_candidates"] == []
-                looks = time.monotonic() + 0.5
-                wait_until(
-                    lambda: time.monotonic() > looks
-                )  # ten of its own looks, five times the ttl
+                for _ in range(2):
+                    assert front.complete("other").status_code == 200
+                    wait_until(lambda: other.state()["asleep"])
+                candidates = front.get("/sleep/candidates").json()["sleep_candidates"]
+                assert "m" not in str(candidates)
                 assert engine.count("sleep_calls") == before
                 engine.release("h")
                 b"".join(pieces)
@@ -202,15 +202,15 @@ def test_min_sleep_is_waited_for() -> None:
         sleep = {"auto": True, "idle_after": "50ms", "check_every": "20ms", "min_sleep": "500ms"}
         with Controller(config_for(engine, sleep=sleep)) as front:
             wait_until(lambda: front.state() == "asleep")
-            slept_s = front.get("/sleep/status").json()["sleeping_models"]["m"]["sleep_duration"]
             before_s = time.monotonic()
+            slept_s = front.get("/sleep/status").json()["sleeping_models"]["m"]["sleep_duration"]
             assert front.complete().status_code == 200
             assert time.monotonic() - before_s + slept_s >= 0.45
 
 
-def test_without_wake_on_request_it_is_503() -> None:
-    sleep = {"wake_on_request": False}
-    with Engine() as engine, Controller(config_for(engine, sleep=sleep)) as front:
+def test_without_wake_on_request_it_is_503(both: tuple[Engine, Controller]) -> None:
+    engine, front = both
+    with front.reloaded(config_for(engine, sleep={"wake_on_request": False})):
         front.post("/action/sleep/m")
         response = front.complete()
         assert (response.status_code, response.json()["error"]["code"]) == (503, "model_asleep")
@@ -245,14 +245,20 @@ def test_a_wake_that_fails_is_rolled_back_in_all_replicas() -> None:
             assert front.complete().status_code == 200
 
 
-def test_an_engine_that_hangs_at_its_wake_is_given_up() -> None:
-    with Engine() as engine:
-        config = config_for(engine, sleep={"wake_timeout": "300ms", "min_sleep": 0})
-        with Controller(config) as front:
-            front.post("/action/sleep/m")
-            engine.change(wake_hold="never")
-            assert [status for status, _ in many(front.url, 20)] == [503] * 20
-            assert engine.count("wake_calls") == 1
+def test_an_engine_that_hangs_at_its_wake_is_given_up(both: tuple[Engine, Controller]) -> None:
+    """The requests come while it falls asleep, so all of them wait for the same wake."""
+    engine, front = both
+    config = config_for(engine, sleep={"wake_timeout": "100ms", "min_sleep": 0})
+    with front.reloaded(config), ThreadPoolExecutor(2) as threads:
+        engine.change(sleep_hold="s", wake_hold="never")
+        slept = threads.submit(front.post, "/action/sleep/m")
+        wait_until(lambda: "s" in engine.state()["held"])
+        asked = threads.submit(many, front.url, 20)
+        wait_until(lambda: queued(front) == 20)
+        engine.release("s")
+        assert slept.result().status_code == 200
+        assert [status for status, _ in asked.result()] == [503] * 20
+        assert engine.count("wake_calls") == 1
 
 
 def test_a_controller_that_starts_finds_models_asleep() -> None:

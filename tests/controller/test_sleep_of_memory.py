@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import sys
 import threading
 from collections.abc import Iterator
@@ -14,8 +13,9 @@ from typing import Any
 import httpx
 import pytest
 from ledger_instance import Instance
+from ports import free_port
 from running import FAKES, Controller, Engine, config_for
-from waiting import wait_until
+from waiting import DEADLINE_S, wait_until
 
 from kvelastic import segment
 
@@ -41,7 +41,7 @@ def front(engine: Engine, instance: Instance) -> Iterator[Controller]:
 
 
 def memory(front: Controller) -> dict[str, Any]:
-    return front.get("/memory/org/m").json()["memory"]  # type: ignore[no-any-return]
+    return front.get("/memory/org/m").json()["memory"]
 
 
 def sleep(front: Controller) -> None:
@@ -52,7 +52,7 @@ def sleep(front: Controller) -> None:
 def test_asleep_it_holds_nothing_and_its_limit_was_never_touched(
     front: Controller, instance: Instance, engine: Engine
 ) -> None:
-    front.client.patch("/memory/org/m", json={"limit": "128M", "wait": 5})
+    front.client.patch("/memory/org/m", json={"limit": "128M", "wait": DEADLINE_S})
     ids = instance.alloc(64)
     assert ids
     instance.cache(ids)
@@ -73,7 +73,7 @@ def test_a_limit_for_a_model_that_sleeps_is_taken_at_once_and_counts_when_it_wak
     front: Controller, instance: Instance
 ) -> None:
     sleep(front)
-    request = {"limit": "96M", "min": "8M", "priority": 4, "wait": 5}
+    request = {"limit": "96M", "min": "8M", "priority": 4, "wait": DEADLINE_S}
     response = front.client.patch("/memory/org/m", json=request)
     answer = response.json()["answer"]
     assert (response.status_code, answer["state"], answer["asleep"]) == (200, "asleep", True)
@@ -91,7 +91,7 @@ def test_a_limit_that_an_operator_sets_meanwhile_survives(
     """By kvctl, of which the controller hears nothing; also a limit of 0 is one like any other."""
     for limit_bytes in (48 * MIB, 0):
         sleep(front)
-        segment.request(instance.name, limit_bytes=limit_bytes, wait_s=30)
+        segment.request(instance.name, limit_bytes=limit_bytes, wait_s=DEADLINE_S)
         assert front.post("/action/wakeup/org/m").json()["success"]
         assert memory(front)["limit_bytes"] == limit_bytes
         assert memory(front)["asleep"] is False
@@ -141,7 +141,7 @@ def test_an_engine_that_cannot_be_put_to_sleep_keeps_its_memory(
 def test_a_wake_that_fails_puts_the_memory_back_to_sleep(
     front: Controller, instance: Instance, engine: Engine
 ) -> None:
-    front.client.patch("/memory/org/m", json={"limit": "128M", "wait": 5})
+    front.client.patch("/memory/org/m", json={"limit": "128M", "wait": DEADLINE_S})
     sleep(front)
     engine.change(wake_status=500)
     assert front.complete("org/m").status_code == 503
@@ -156,7 +156,7 @@ def test_a_wake_that_fails_puts_the_memory_back_to_sleep(
 def test_a_wake_that_the_device_has_no_room_for_is_refused_with_who_has_it(
     front: Controller, instance: Instance
 ) -> None:
-    front.client.patch("/memory/org/m", json={"min": "160M", "wait": 5})
+    front.client.patch("/memory/org/m", json={"min": "160M", "wait": DEADLINE_S})
     sleep(front)
     with Instance(
         KVELASTIC_HOST_MEMORY="256M",
@@ -178,7 +178,7 @@ def test_a_controller_that_starts_anew_wakes_what_the_last_one_put_to_sleep(
     """Nothing has to be remembered: the limit was the instance's own all the time."""
     config = config_for(engine, model={"instance": instance.name})
     with Controller(config) as front:
-        front.client.patch("/memory/org/m", json={"limit": "64M", "wait": 5})
+        front.client.patch("/memory/org/m", json={"limit": "64M", "wait": DEADLINE_S})
         sleep(front)
     with Controller(config) as front:
         assert memory(front)["asleep"] is True
@@ -191,7 +191,7 @@ def test_who_wakes_the_engine_alone_gets_its_memory_too(
     front: Controller, instance: Instance, engine: Engine
 ) -> None:
     sleep(front)
-    httpx.post(engine.url + "/wake_up", timeout=30).raise_for_status()
+    httpx.post(engine.url + "/wake_up", timeout=DEADLINE_S).raise_for_status()
     wait_until(lambda: front.state("org/m") == "awake")
     assert segment.inspect(instance.name).usage["asleep"] == 0
     assert instance.alloc(1) is not None
@@ -203,9 +203,9 @@ def test_memory_that_kvctl_has_put_to_sleep_is_named_and_woken(
     """The model is awake for the controller, and requests wait in its engine."""
 
     def problem() -> str | None:
-        return front.get("/models").json()["models"]["org/m"]["last_problem"]  # type: ignore[no-any-return]
+        return front.get("/models").json()["models"]["org/m"]["last_problem"]
 
-    segment.request(instance.name, asleep=True, wait_s=60)
+    segment.request(instance.name, asleep=True, wait_s=DEADLINE_S)
     wait_until(lambda: "was put to sleep by somebody else" in (problem() or ""))
     assert front.state("org/m") == "awake"
     answer = front.post("/action/wakeup/org/m")
@@ -243,12 +243,9 @@ def test_an_instance_that_is_gone_is_no_hindrance(
 def test_the_configured_limit_of_a_launched_engine_is_requested_when_it_is_ready(
     instance: Instance, tmp_path: Path
 ) -> None:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        port = sock.getsockname()[1]
     launch = {
         "command": [sys.executable, str(FAKES / "engine.py"), "--port={port}"],
-        "port": port,
+        "port": free_port(),
         "log_file": str(tmp_path / "engine.log"),
     }
     model = {

@@ -19,8 +19,8 @@ import psutil
 import pytest
 from ledger_instance import Instance
 from ports import free_port
-from running import FAKES, Controller, Engine, Program, config_for
-from waiting import wait_until
+from running import FAKES, Controller, Engine, config_for
+from waiting import DEADLINE_S, wait_until
 
 from kvelastic import ledger, segment
 
@@ -38,7 +38,7 @@ def why_waiting(front: Controller, model: str) -> str:
 
 def lay_down(engine: Engine) -> None:
     """Put it to sleep past the controller."""
-    httpx.post(engine.url + "/sleep?level=1", timeout=30).raise_for_status()
+    httpx.post(engine.url + "/sleep?level=1", timeout=DEADLINE_S).raise_for_status()
 
 
 class Three:
@@ -51,7 +51,7 @@ class Three:
             instance = stack.enter_context(Instance(KVELASTIC_MIN="100M", **MEMORY))
             self.instances[name] = instance
             if name == "c":
-                segment.request(instance.name, asleep=True, wait_s=60)
+                segment.request(instance.name, asleep=True, wait_s=DEADLINE_S)
                 lay_down(self.engines["c"])
 
     def config(self, **sections: Any) -> dict[str, Any]:
@@ -73,10 +73,10 @@ def three(shared: Three) -> Three:
     """As at the beginning."""
     for name, engine in shared.engines.items():
         engine.reset()
-        segment.request(shared.instances[name].name, asleep=True, wait_s=60)
+        segment.request(shared.instances[name].name, asleep=True, wait_s=DEADLINE_S)
     lay_down(shared.engines["c"])
     for name in "ab":
-        segment.request(shared.instances[name].name, asleep=False, priority=0, wait_s=60)
+        segment.request(shared.instances[name].name, asleep=False, priority=0, wait_s=DEADLINE_S)
     return shared
 
 
@@ -309,12 +309,12 @@ def on_demand(tmp_path: Path, *names: str, arguments: tuple[str, ...] = (), **la
 
 
 def pid_of(front: Controller, name: str) -> int | None:
-    return front.get(f"/admin/models/{name}/logs").json()["pid"]  # type: ignore[no-any-return]
+    return front.get(f"/admin/models/{name}/logs").json()["pid"]
 
 
 def test_a_request_starts_it_and_another_model_s_request_stops_it(tmp_path: Path) -> None:
     config = {"models": on_demand(tmp_path, "a", "b"), "swap": {"min_awake": 0}}
-    with Controller(config, **OWN_MEMORY) as front:
+    with Controller(config, environment=OWN_MEMORY) as front:
         wait_until(lambda: [front.state(name) for name in "ab"] == ["asleep", "asleep"])
         assert front.complete("a").status_code == 200
         pid = pid_of(front, "a")
@@ -333,7 +333,7 @@ def test_a_request_starts_it_and_another_model_s_request_stops_it(tmp_path: Path
 def test_two_starts_at_once_do_not_charge_each_other(tmp_path: Path) -> None:
     """Neither shows in the ledger yet; the second would be refused there, and end with 3."""
     models = on_demand(tmp_path, "a", "b", arguments=("--slow-start-s=0.3",))
-    with Controller({"models": models, "swap": QUICK}, **OWN_MEMORY) as front:
+    with Controller({"models": models, "swap": QUICK}, environment=OWN_MEMORY) as front:
         with ThreadPoolExecutor(8) as threads:
             answers = list(threads.map(front.complete, "abababab"))
         assert [answer.status_code for answer in answers] == [200] * 8
@@ -347,7 +347,7 @@ def test_idleness_stops_it_and_a_crash_does_not_start_it(tmp_path: Path) -> None
         "models": on_demand(tmp_path, "a", backoff="10ms"),
         "sleep": {"check_every": "20ms"},
     }
-    with Controller(config, **OWN_MEMORY) as front:
+    with Controller(config, environment=OWN_MEMORY) as front:
         assert front.complete("a").status_code == 200
         pid = pid_of(front, "a")
         assert pid
@@ -367,7 +367,7 @@ def test_preload_starts_what_fits_in_the_file_s_order(tmp_path: Path) -> None:
     models = on_demand(tmp_path, "a", "b", "c")
     for model in models[1:]:
         model["launch"]["preload"] = True
-    with Controller({"models": models}, **OWN_MEMORY) as front:
+    with Controller({"models": models}, environment=OWN_MEMORY) as front:
         wait_until(lambda: front.state("b") == "awake")
         wait_until(lambda: front.state("c") == "asleep")
         assert front.state("a") == "asleep"
@@ -376,7 +376,7 @@ def test_preload_starts_what_fits_in_the_file_s_order(tmp_path: Path) -> None:
 
 def test_a_start_that_fails_is_told_and_leaves_nothing(tmp_path: Path) -> None:
     config = {"models": on_demand(tmp_path, "a", arguments=("--die=4",))}
-    with Controller(config, **OWN_MEMORY) as front:
+    with Controller(config, environment=OWN_MEMORY) as front:
         response = front.complete("a")
         assert (response.status_code, response.json()["error"]["code"]) == (503, "wake_failed")
         assert front.state("a") == "asleep"
@@ -385,7 +385,7 @@ def test_a_start_that_fails_is_told_and_leaves_nothing(tmp_path: Path) -> None:
 
 def test_the_end_does_not_wait_for_a_start(tmp_path: Path) -> None:
     config = {"models": on_demand(tmp_path, "a", arguments=("--slow-start-s=600",))}
-    with Controller(config, **OWN_MEMORY) as front, ThreadPoolExecutor(1) as threads:
+    with Controller(config, environment=OWN_MEMORY) as front, ThreadPoolExecutor(1) as threads:
         asked = threads.submit(front.complete, "a")
         wait_until(lambda: pid_of(front, "a") is not None)
         assert front.end() == 0
@@ -437,13 +437,12 @@ def test_engines_that_always_run_start_in_turn_when_they_do_not_all_fit(tmp_path
 def test_a_program_that_only_listens_is_no_start(tmp_path: Path) -> None:
     """Its port is another one's: the start fails and says so, and the next one is tried."""
     (model,) = on_demand(tmp_path, "a", backoff="10ms")
-    with Program(
-        sys.executable, str(FAKES / "engine.py"), f"--port={model['launch']['port']}"
-    ) as other:
-        other.wait_for_line("ready ")
-        with Controller({"models": [model]}, **OWN_MEMORY) as front:
-            assert front.complete("a").json()["error"]["code"] == "wake_failed"
-            assert "is taken by" in front.get("/models").json()["models"]["a"]["last_problem"]
-            other.end()
-            wait_until(lambda: front.complete("a").status_code == 200)
-            assert front.end() == 0
+    with (
+        Engine(port=model["launch"]["port"]) as other,
+        Controller({"models": [model]}, environment=OWN_MEMORY) as front,
+    ):
+        assert front.complete("a").json()["error"]["code"] == "wake_failed"
+        assert "is taken by" in front.get("/models").json()["models"]["a"]["last_problem"]
+        other.end()
+        wait_until(lambda: front.complete("a").status_code == 200)
+        assert front.end() == 0

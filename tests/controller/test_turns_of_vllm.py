@@ -112,7 +112,7 @@ def test_a_model_that_was_stopped_and_started_answers_again_without_computing(
         "swap": {"min_awake": 0},
         "sleep": {"queue_timeout": "10m", "wake_timeout": "10m"},
     }
-    with Controller(config, **environ) as front:
+    with Controller(config, environment=environ) as front:
         first = ask(front, "a")
         assert first
         assert counted(front, "a", "external_prefix_cache_hits_total") == 0
@@ -129,5 +129,5 @@ def test_a_model_that_was_stopped_and_started_answers_again_without_computing(
         assert (front.state("a"), front.state("b")) == ("awake", "asleep")
         models = front.get("/models").json()["models"].values()
         assert [each["last_problem"] for each in models] == [None, None]
-        assert front.end(timeout_s=120) == 0
+        assert front.end() == 0
     wait_until(lambda: not [each for each in segment.list_segments() if LEDGER in each.name])

@@ -19,9 +19,13 @@ def model(name: str, needs: int = 8, least: int = 0, **more: Any) -> Model:
     return Model(name, {GPU: Claim(needs * GIB, least * GIB)}, **more)
 
 
-def room(capacity: int = 24, others: dict[str, int] | None = None, **groups: Group) -> Room:
+def room(
+    capacity: int = 24,
+    others: dict[str, int] | None = None,
+    groups: dict[str, Group] | None = None,
+) -> Room:
     held = {name: Claim(count * GIB) for name, count in (others or {}).items()}
-    return Room({GPU: Device(capacity * GIB, others=held)}, groups)
+    return Room({GPU: Device(capacity * GIB, others=held)}, groups or {})
 
 
 def there(*models: Model) -> dict[str, Standing]:
@@ -162,9 +166,9 @@ def test_only_so_many_start_at_once() -> None:
 def test_of_a_group_so_many_are_awake_at_once_whatever_memory_there_is() -> None:
     groups = {"g": Group(at_once=1)}
     a, b, out = model("a", 1, group="g"), model("b", 1, group="g"), model("out", 1, idle_s=99)
-    assert decide_for(b, a, out, where=room(**groups)).sleep == ["a"]
+    assert decide_for(b, a, out, where=room(groups=groups)).sleep == ["a"]
     stuck = model("a", 1, group="g", can_leave=False)
-    assert "may be awake at once" in decide_for(b, stuck, where=room(**groups)).refused["b"]
+    assert "may be awake at once" in decide_for(b, stuck, where=room(groups=groups)).refused["b"]
 
 
 def test_an_exclusive_group_sends_the_others_to_sleep_but_for_persistent_and_pinned_ones() -> None:
@@ -175,11 +179,13 @@ def test_an_exclusive_group_sends_the_others_to_sleep_but_for_persistent_and_pin
         model("pinned", 1, can_leave=False),
     )
     coming = model("big", 1, group="alone")
-    assert decide_for(coming, *present, where=room(**groups)).sleep == ["out"]
+    assert decide_for(coming, *present, where=room(groups=groups)).sleep == ["out"]
     # And the other way round.
     big = model("big", 1, group="alone")
-    assert decide_for(model("out", 1), big, where=room(**groups)).sleep == ["big"]
-    assert decide_for(model("small", 1, group="always"), big, where=room(**groups)).go == ["small"]
+    assert decide_for(model("out", 1), big, where=room(groups=groups)).sleep == ["big"]
+    assert decide_for(model("small", 1, group="always"), big, where=room(groups=groups)).go == [
+        "small"
+    ]
 
 
 def test_what_is_crowded_elsewhere_is_no_obstacle() -> None:
@@ -187,8 +193,8 @@ def test_what_is_crowded_elsewhere_is_no_obstacle() -> None:
     groups = {"g": Group(at_once=1)}
     crowd = [model(name, 20, group="g") for name in "ab"]
     coming = Model("c", {"default/other": Claim(GIB)})
-    assert decide_for(coming, *crowd, where=room(**groups)).go == ["c"]
-    assert sorted(decide_for(model("d", 20), *crowd, where=room(**groups)).sleep) == ["a", "b"]
+    assert decide_for(coming, *crowd, where=room(groups=groups)).go == ["c"]
+    assert sorted(decide_for(model("d", 20), *crowd, where=room(groups=groups)).sleep) == ["a", "b"]
 
 
 sizes = st.integers(0, 12)
@@ -215,7 +221,7 @@ def scenes(draw: st.DrawFn) -> tuple[Room, dict[str, Standing], list[Want], int]
         standings[one.name] = Standing(one, stand)
         if stand is Stand.AWAY and draw(st.booleans()):
             wants.append(Want(one.name, number, draw(st.integers(0, 1))))
-    return room(others={"x": draw(sizes)}, **groups), standings, wants, draw(st.integers(0, 2))
+    return room(others={"x": draw(sizes)}, groups=groups), standings, wants, draw(st.integers(0, 2))
 
 
 @given(scenes())

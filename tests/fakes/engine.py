@@ -111,14 +111,14 @@ class FakeEngine:
     @web.middleware
     async def watch(self, request: web.Request, handler: Any) -> web.StreamResponse:
         if request.path.startswith("/fake/"):
-            return await handler(request)  # type: ignore[no-any-return]
+            return await handler(request)
         if self.is_guarded(request):
             self.count("refused_keys")
             return web.json_response({"error": "Unauthorized"}, status=401)
         if request.path not in {"/health", "/is_sleeping"}:
             self.last_headers = [[k, v] for k, v in request.headers.items()]
             self.last_path = request.raw_path
-        return await handler(request)  # type: ignore[no-any-return]
+        return await handler(request)
 
     def is_guarded(self, request: web.Request) -> bool:
         given = request.headers.get("Authorization")

@@ -15,10 +15,10 @@ from pathlib import Path
 
 import pexpect
 import pyte
+from waiting import DEADLINE_S
 
 KVTOP = str(Path(sys.executable).with_name("kvtop"))
 KVCTL = str(Path(sys.executable).with_name("kvctl"))
-DEADLINE_S = 60.0
 
 
 class OnTerminal:

@@ -7,14 +7,13 @@ import threading
 
 import pytest
 from scenes import ONE
+from waiting import DEADLINE_S
 
 from kvelastic.cli.kvtop import poller
 from kvelastic.cli.kvtop.app import App
 from kvelastic.cli.kvtop.keys import Ask
 from kvelastic.cli.kvtop.poller import Outside, Told, look
 from kvelastic.cli.kvtop.text import ASCII, Line
-
-DEADLINE_S = 60
 
 
 class TypedOn:
@@ -52,7 +51,7 @@ def terminal(monkeypatch):
     terminal = TypedOn()
     outside = Outside(names=(), interval_s=3600, wake=terminal.wake)
     outside.start()
-    running = threading.Thread(target=App(terminal, outside).run)  # type: ignore[arg-type]
+    running = threading.Thread(target=App(terminal, outside).run)
     running.start()
     terminal.wait_for("kvelastic_vllm_1")
     yield terminal

@@ -22,6 +22,8 @@ import psutil
 
 MARK = "TEST_RUN_OF_KVELASTIC"
 SHM = Path("/dev/shm")
+HELPERS = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
+"""Modules of Python's own processes, which end with the process that has started them."""
 ENDING_S = 120.0
 """How long what was told to end may take for it."""
 
@@ -106,7 +108,7 @@ class Traces:
             with contextlib.suppress(psutil.Error):
                 process = psutil.Process(pid)
                 is_helper = process.ppid() == own.pid and any(
-                    "multiprocessing.resource_tracker" in word for word in process.cmdline()
+                    helper in word for word in process.cmdline() for helper in HELPERS
                 )
                 if not is_helper and process.status() != psutil.STATUS_ZOMBIE:
                     processes.append(process)
