@@ -301,8 +301,10 @@ class Chaos:
     def _all_are_well(self) -> None:
         for one in self._live + self._joiners:
             status = one.process.poll()
-            assert status is None, f"{one.name} has ended: {status}; {one.log.read_text()}"
-            assert "sanity check failed" not in one.log.read_text(), one.log.read_text()
+            assert one.log is not None
+            text = one.log.read_text()
+            assert status is None, f"{one.name} has ended: {status}; {text}"
+            assert "sanity check failed" not in text, text
         for one in self._live:
             assert self._is_there(one.name, self._inodes[one.pid]), (
                 f"{one.name} lives, and is reaped"

@@ -14,7 +14,7 @@ import needs
 import pytest
 
 if TYPE_CHECKING:
-    from sglang_pair import Pair
+    from sglang_pair import Pair, Pairs
     from vllm_server import VllmServer
 
 HERE = Path(__file__).parent
@@ -115,22 +115,21 @@ def sglang_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def sglang_pairs(
-    sglang_model: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[dict[str, Pair]]:
-    """Elastic SGLang in both layouts, by KVELASTIC_CONTIGUOUS_LAYOUT."""
-    from sglang_pair import start_pairs
+def sglang_pairs(sglang_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pairs]:
+    """Elastic SGLang in both layouts."""
+    from sglang_pair import Pairs
 
-    with contextlib.ExitStack() as unfinished:
-        pairs = start_pairs(sglang_model, tmp_path_factory.mktemp("sglang_logs"), unfinished)
-        sglang_ends.push(unfinished.pop_all())
+    pairs = Pairs(sglang_model, tmp_path_factory.mktemp("sglang_logs"))
+    sglang_ends.callback(pairs.end)
     yield pairs
     sglang_ends.close()
 
 
-@pytest.fixture(params=["true", "false"], ids=["paged", "per buffer"])
-def pair(request: pytest.FixtureRequest, sglang_pairs: dict[str, Pair]) -> Iterator[Pair]:
-    """One after the other; its limit is lifted again afterwards."""
+@pytest.fixture(
+    params=["true", pytest.param("false", marks=pytest.mark.matrix)], ids=["paged", "per buffer"]
+)
+def pair(request: pytest.FixtureRequest, sglang_pairs: Pairs) -> Iterator[Pair]:
+    """One layout after the other; the limit is lifted again afterwards."""
     pair = sglang_pairs[request.param]
     yield pair
     if pair.server.process.poll() is None:

@@ -9,7 +9,6 @@ import contextlib
 import os
 import subprocess
 import sys
-from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +29,7 @@ other."""
 NEW_TOKENS = 24
 PAGE_BYTES = {"true": 2 * MIB, "false": 2 * LAYERS * 2 * MIB}
 """By KVELASTIC_CONTIGUOUS_LAYOUT: without it each buffer has a page of its own."""
+PAGED = "true"
 SLEEPS_ON_IDLE = "false"
 """The layout whose server has `--sleep-on-idle`."""
 
@@ -91,38 +91,55 @@ def make_model(folder: Path) -> Path:
     return folder
 
 
-def start_pairs(model: Path, logs: Path, ends: contextlib.ExitStack) -> dict[str, Pair]:
-    """By KVELASTIC_CONTIGUOUS_LAYOUT; both start beside stock, which ends. `ends` ends them."""
+class Pairs:
+    """Servers by KVELASTIC_CONTIGUOUS_LAYOUT, each started when it is first asked for."""
 
-    def elastic(contiguous: str) -> SglangServer:
+    def __init__(self, model: Path, logs: Path) -> None:
+        self._model = model
+        self._logs = logs
+        self._made: dict[str, Pair] = {}
+        self._expected: list[list[int]] = []
+        self._ends = contextlib.ExitStack()
+
+    def __getitem__(self, contiguous: str) -> Pair:
+        if contiguous not in self._made:
+            with contextlib.ExitStack() as unfinished:
+                self._made[contiguous] = self._start(contiguous, unfinished)
+                self._ends.push(unfinished.pop_all())
+        return self._made[contiguous]
+
+    def all(self) -> list[Pair]:
+        return [self[contiguous] for contiguous in PAGE_BYTES]
+
+    def end(self) -> None:
+        """End them all. Safe to call again."""
+        pairs = list(self._made.values())
+        self._made.clear()
+        with self._ends, ThreadPoolExecutor(len(PAGE_BYTES)) as threads:
+            # SGLang takes its time to end.
+            for ended in [threads.submit(pair.end) for pair in pairs]:
+                ended.result()
+
+    def _start(self, contiguous: str, ends: contextlib.ExitStack) -> Pair:
+        name = f"kvsgl_{contiguous}_{os.getpid()}"
         environment = {
             "ENABLE_KVELASTIC": "true",
-            "KVELASTIC_IPC_NAME": f"kvsgl_{contiguous}_{os.getpid()}",
+            "KVELASTIC_IPC_NAME": name,
             "KVELASTIC_CONTIGUOUS_LAYOUT": contiguous,
             "KVELASTIC_SANITY_CHECK": "true",
             "KVELASTIC_IDLE_TRIM_SECONDS": "0.5",
         }
         arguments = ("--sleep-on-idle",) if contiguous == SLEEPS_ON_IDLE else ()
-        log = logs / f"elastic_{contiguous}.log"
-        return ends.enter_context(SglangServer(model, log, environment, arguments))
-
-    page_size = ("--page-size", str(PAGE_TOKENS))
-    with SglangServer(model, logs / "stock.log", {}, page_size) as stock:
-        servers = {contiguous: elastic(contiguous) for contiguous in PAGE_BYTES}
-        expected = tokens_of(stock.wait_until_ready().generate_all(PROMPTS, NEW_TOKENS))
-    made = {}
-    for contiguous, server in servers.items():
+        log = self._logs / f"elastic_{contiguous}.log"
+        server = ends.enter_context(SglangServer(self._model, log, environment, arguments))
+        if not self._expected:  # the first one starts beside stock
+            self._expected = self._tokens_of_stock()
         server.wait_until_ready()
-        name = f"kvsgl_{contiguous}_{os.getpid()}"
-        pair = Pair(server, expected, name, PAGE_BYTES[contiguous])
+        pair = Pair(server, self._expected, name, PAGE_BYTES[contiguous])
         pair.held_after_start_bytes = pair.usage()["mapped_bytes"]
-        made[contiguous] = pair
-    ends.callback(_end_together, made.values())
-    return made
+        return pair
 
-
-def _end_together(pairs: Iterable[Pair]) -> None:
-    """SGLang takes its time to end."""
-    with ThreadPoolExecutor(len(PAGE_BYTES)) as threads:
-        for ended in [threads.submit(pair.end) for pair in pairs]:
-            ended.result()
+    def _tokens_of_stock(self) -> list[list[int]]:
+        page_size = ("--page-size", str(PAGE_TOKENS))
+        with SglangServer(self._model, self._logs / "stock.log", {}, page_size) as stock:
+            return tokens_of(stock.wait_until_ready().generate_all(PROMPTS, NEW_TOKENS))

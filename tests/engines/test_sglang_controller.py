@@ -8,7 +8,7 @@ from pathlib import Path
 
 import needs
 import pytest
-from sglang_pair import PROMPTS, SLEEPS_ON_IDLE, Pair
+from sglang_pair import PAGED, PROMPTS, Pairs
 from waiting import wait_until
 
 from kvelastic import segment
@@ -35,9 +35,9 @@ def ask(front: Controller, prompt: list[int]) -> list[int]:
 
 @pytest.mark.end_to_end
 def test_a_controller_that_starts_anew_knows_that_it_sleeps_and_a_request_wakes_it(
-    sglang_pairs: dict[str, Pair], sglang_model: Path
+    sglang_pairs: Pairs, sglang_model: Path
 ) -> None:
-    pair = sglang_pairs[SLEEPS_ON_IDLE]
+    pair = sglang_pairs[PAGED]
     config = {
         "models": [
             {

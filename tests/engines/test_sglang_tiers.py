@@ -221,7 +221,6 @@ class TieredOperator(OverDisk, SglangOperator):
     disk_bytes = DISK_BYTES
 
 
-@pytest.mark.end_to_end
 def test_random_requests_over_a_disk(again, expected, capsys: pytest.CaptureFixture[str]) -> None:
     known = [
         Known(Request(prompt, NEW_TOKENS), tokens)

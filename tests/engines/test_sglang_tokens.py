@@ -10,7 +10,6 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import needs
@@ -18,9 +17,11 @@ import pytest
 from sglang_pair import (
     BLOCK_BYTES,
     NEW_TOKENS,
+    PAGED,
     PROMPTS,
     SLEEPS_ON_IDLE,
     Pair,
+    Pairs,
     check_log,
     tokens_of,
 )
@@ -122,10 +123,10 @@ def test_one_page_and_back(pair: Pair) -> None:
 
 
 @pytest.fixture
-def paged(sglang_pairs: dict[str, Pair]) -> Iterator[Pair]:
+def paged(sglang_pairs: Pairs) -> Iterator[Pair]:
     """The server with small pages."""
-    yield sglang_pairs["true"]
-    sglang_pairs["true"].limit(None)
+    yield sglang_pairs[PAGED]
+    sglang_pairs[PAGED].limit(None)
 
 
 def test_a_request_that_does_not_fit_waits_and_can_be_cancelled(paged: Pair) -> None:
@@ -211,7 +212,10 @@ def test_requests_that_come_after_a_release_wait_behind_it(paged: Pair) -> None:
         return answers
 
     with ThreadPoolExecutor(len(prompts)) as threads:
-        asking = list(map(partial(threads.submit, keep_asking), prompts, lengths))
+        asking = [
+            threads.submit(keep_asking, prompt, length)
+            for prompt, length in zip(prompts, lengths, strict=True)
+        ]
         try:
             wait_until(lambda: pair.running() == len(prompts), "they run")
             pair.server.post("/release_memory_occupation")
@@ -236,7 +240,7 @@ def test_an_operator_puts_it_to_sleep_and_wakes_it(pair: Pair) -> None:
         assert burst.result() == pair.expected
 
 
-def test_kvctl_limits_a_server_that_sleeps_while_it_idles(sglang_pairs: dict[str, Pair]) -> None:
+def test_kvctl_limits_a_server_that_sleeps_while_it_idles(sglang_pairs: Pairs) -> None:
     """With `--sleep-on-idle` its loop stands still for a second at a time, and no request comes."""
     pair = sglang_pairs[SLEEPS_ON_IDLE]
     pair.burst()
@@ -244,7 +248,7 @@ def test_kvctl_limits_a_server_that_sleeps_while_it_idles(sglang_pairs: dict[str
     # A request begins with a prefill; the last decode may be logged when it has been answered.
     prefills = pair.server.text().count("Prefill batch, ")
     kvctl = Path(sys.executable).with_name("kvctl")
-    limit = [kvctl, "limit", pair.name, str(pair.page_bytes), "--wait", "60"]
+    limit = [str(kvctl), "limit", pair.name, str(pair.page_bytes), "--wait", "60"]
     done = subprocess.run(limit, capture_output=True, text=True, check=False)
     try:
         assert done.returncode == 0, done.stderr
@@ -257,7 +261,7 @@ def test_kvctl_limits_a_server_that_sleeps_while_it_idles(sglang_pairs: dict[str
 
 
 def test_the_same_tokens_without_a_radix_cache(
-    sglang_pairs: dict[str, Pair], sglang_model: Path, tmp_path: Path
+    sglang_pairs: Pairs, sglang_model: Path, tmp_path: Path
 ) -> None:
     name = f"kvsgl_no_radix_{os.getpid()}"
     environment = {
@@ -268,7 +272,7 @@ def test_the_same_tokens_without_a_radix_cache(
     }
     log = tmp_path / "no_radix.log"
     with SglangServer(sglang_model, log, environment, ("--disable-radix-cache",)) as server:
-        pair = replace(sglang_pairs["true"], server=server.wait_until_ready(), name=name)
+        pair = replace(sglang_pairs[PAGED], server=server.wait_until_ready(), name=name)
         for _ in range(2):
             answers = server.generate_all(PROMPTS, NEW_TOKENS)
             assert tokens_of(answers) == pair.expected
@@ -292,13 +296,13 @@ def test_the_same_tokens_without_a_radix_cache(
 
 
 @pytest.mark.soak
-def test_a_minute_idle_under_a_limit(sglang_pairs: dict[str, Pair]) -> None:
+def test_a_minute_idle_under_a_limit(sglang_pairs: Pairs) -> None:
     """SGLang looks for leaks while it idles, and ends where it finds one."""
-    for pair in sglang_pairs.values():
+    for pair in sglang_pairs.all():
         pair.burst()
         pair.limit(1)
     time.sleep(60)  # nothing is waited for: this is what is tested
-    for pair in sglang_pairs.values():
+    for pair in sglang_pairs.all():
         assert pair.usage()["mapped_bytes"] <= pair.page_bytes
         assert pair.burst() == pair.expected
         pair.limit(None)

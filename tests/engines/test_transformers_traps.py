@@ -80,11 +80,11 @@ def test_padding_children_and_a_second_session(series: str, tmp_path: Path) -> N
         ]
         assert children == wanted
         assert len(children) == 24
-        found, wanted = [
+        batches = [
             one.ask("generate_batch", prompts=PROMPTS[:4], max_new_tokens=24, sequences=3)
             for one in (engine, stock)
         ]
-        assert found == wanted
+        assert batches[0] == batches[1]
         assert find_name(f"{NAME}_2") is None, "its memory has gone with its session"
         log = engine.log.read_text()
         assert log.count("besides the KV cache are reserved") == 2

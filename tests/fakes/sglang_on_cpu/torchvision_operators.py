@@ -14,6 +14,9 @@ _NON_MAXIMUM_SUPPRESSION = "(Tensor dets, Tensor scores, float iou_threshold) ->
 
 
 class _BeforeTorchvision:
+    library: Any = None
+    """Its operators go with it."""
+
     @classmethod
     def find_spec(cls, fullname: str, path: Any, target: Any = None) -> None:
         if fullname != "torchvision":
@@ -24,7 +27,7 @@ class _BeforeTorchvision:
         library = torch.library.Library("torchvision", "FRAGMENT")
         for name in ("nms", "qnms"):
             library.define(name + _NON_MAXIMUM_SUPPRESSION)
-        cls.library = library  # its operators go with it
+        cls.library = library
 
 
 sys.meta_path.insert(0, _BeforeTorchvision)

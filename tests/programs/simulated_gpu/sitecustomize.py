@@ -10,12 +10,12 @@ from __future__ import annotations
 import os
 
 if os.environ.get("KVSIM_MACHINE"):
-    import seams
+    import seams  # type: ignore[import-not-found]  # this folder is first in PYTHONPATH then
 
     from kvelastic import tensors
     from kvelastic.integration.vllm import worker_device
 
     worker_device.open_driver = seams.open_driver
     worker_device.compute_streams = seams.compute_streams
-    worker_device.model_name = lambda _: "simulated GPU"
+    worker_device.model_name = lambda worker: "simulated GPU"
     tensors.whole_range = seams.whole_range
