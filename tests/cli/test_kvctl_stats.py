@@ -7,6 +7,7 @@ import os
 import random
 import re
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -63,14 +64,25 @@ def test_the_figures_are_the_instances():
         assert told["answered_s"] >= 0
 
 
+def instead_of_next_sleep(monkeypatch: pytest.MonkeyPatch, event: Callable[[], object]) -> None:
+    """Call `event` in place of this process's next sleep, which is the one between two looks."""
+    sleep = time.sleep
+
+    def call(_: float) -> None:
+        monkeypatch.setattr(time, "sleep", sleep)
+        event()
+
+    monkeypatch.setattr(time, "sleep", call)
+
+
 def test_rates_come_from_two_looks(monkeypatch):
-    """What happens between the looks happens in the very sleep between them."""
     with Instance(**DEVICE) as one:
-        monkeypatch.setattr(time, "sleep", lambda _: [one.alloc(1) for _ in range(3)])
+        instead_of_next_sleep(monkeypatch, lambda: [one.alloc(1) for _ in range(3)])
         told = stats(one.name, "--interval", "0.01")
         assert told["counters"]["allocs"] == 3
         assert told["rates"]["allocs"] == pytest.approx(3 / told["interval_s"], rel=0.01)
         assert told["rates"]["frees"] == 0
+        instead_of_next_sleep(monkeypatch, lambda: [one.alloc(1) for _ in range(3)])
         text = kvctl("stats", one.name, "--interval", "0.01").stdout
         assert re.search(r"allocs +6 +\S+/s\n", text)
 
@@ -130,7 +142,7 @@ def test_one_that_cannot_be_read(name):
 
 def test_one_that_ends_between_the_looks(name, monkeypatch):
     with Owner(name) as owner:
-        monkeypatch.setattr(time, "sleep", lambda _: owner.end())
+        instead_of_next_sleep(monkeypatch, owner.end)
         result = kvctl("stats", name, "--interval", "0.01")
         assert result.exit_code == 1
         assert name in result.stderr
