@@ -114,6 +114,8 @@ class HostWorker(OffloadingWorker):
 class HostOffloading(CPUOffloadingSpec):
     """vLLM's scheduler side with the worker above."""
 
+    _worker: HostWorker | None
+
     def get_worker(self, kv_caches: Any) -> HostWorker:
         if not self._worker:
             job_s = float(self.extra_config.get("job_s", JOB_S))

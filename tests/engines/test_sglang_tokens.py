@@ -10,7 +10,6 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import needs
@@ -26,7 +25,7 @@ from sglang_pair import (
 )
 from sglang_server import PAGE_TOKENS, SglangServer
 from vllm_server import zero_worker_memory
-from waiting import stopped_once, wait_until
+from waiting import DEADLINE_S, stopped_once, wait_until
 
 from kvelastic import segment
 
@@ -208,7 +207,10 @@ def test_requests_that_come_after_a_release_wait_behind_it(paged: Pair) -> None:
         return answers
 
     with ThreadPoolExecutor(len(prompts)) as threads:
-        asking = list(map(partial(threads.submit, keep_asking), prompts, lengths))
+        asking = [
+            threads.submit(keep_asking, prompt, length)
+            for prompt, length in zip(prompts, lengths, strict=True)
+        ]
         try:
             wait_until(lambda: pair.running() == len(prompts), "they run")
             pair.server.post("/release_memory_occupation")
@@ -224,12 +226,12 @@ def test_requests_that_come_after_a_release_wait_behind_it(paged: Pair) -> None:
 
 def test_an_operator_puts_it_to_sleep_and_wakes_it(pair: Pair) -> None:
     pair.burst()
-    assert segment.request(pair.name, asleep=True, wait_s=10).state == "applied"
+    assert segment.request(pair.name, asleep=True, wait_s=DEADLINE_S).state == "applied"
     assert pair.usage()["mapped_bytes"] == pair.resident_bytes() == 0
     with ThreadPoolExecutor(1) as thread:
         burst = thread.submit(pair.burst)
         wait_until(lambda: pair.waiting() == len(PROMPTS), "all wait")
-        assert segment.request(pair.name, asleep=False, wait_s=10).state == "applied"
+        assert segment.request(pair.name, asleep=False, wait_s=DEADLINE_S).state == "applied"
         assert burst.result() == pair.expected
 
 
@@ -241,7 +243,7 @@ def test_kvctl_limits_a_server_that_sleeps_while_it_idles(sglang_pairs: dict[str
     # A request begins with a prefill; the last decode may be logged when it has been answered.
     prefills = pair.server.text().count("Prefill batch, ")
     kvctl = Path(sys.executable).with_name("kvctl")
-    limit = [kvctl, "limit", pair.name, str(pair.page_bytes), "--wait", "60"]
+    limit = [str(kvctl), "limit", pair.name, str(pair.page_bytes), "--wait", "60"]
     done = subprocess.run(limit, capture_output=True, text=True, check=False)
     try:
         assert done.returncode == 0, done.stderr

@@ -196,7 +196,7 @@ def test_any_sequence_of_calls_leaves_what_dynamic_cache_has(
         return int(torch.randint(sides, (1,), generator=generator))
 
     model = kit.models["full"]
-    layers, heads, dim = SETTINGS["num_hidden_layers"], 32, 64
+    layers, heads, dim = model.config.num_hidden_layers, 32, 64
     for is_contiguous, pages in (("true", 6), ("false", 2)):
         monkeypatch.setenv("KVELASTIC_CONTIGUOUS_LAYOUT", is_contiguous)
         stock, most_pages = dynamic(kit, model), 0

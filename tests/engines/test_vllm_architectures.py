@@ -43,8 +43,8 @@ def run_both(folder: Path, names: tuple[str, ...]) -> tuple[dict, dict]:
     for kind, extra in (("stock", {}), ("elastic", elastic)):
         out = folder / f"{kind}.json"
         # Which types a processor has kernels for is what stock vLLM finds out for both.
-        stock = ["--types-of", folder / "stock.json"] if kind == "elastic" else []
-        command = [sys.executable, PROGRAM, out, *names, *stock]
+        stock = ["--types-of", str(folder / "stock.json")] if kind == "elastic" else []
+        command = [sys.executable, str(PROGRAM), str(out), *names, *stock]
         environment = engine_environment(VLLM_ENABLE_V1_MULTIPROCESSING="0", **extra)
         with (folder / f"{kind}.log").open("wb") as log:
             running.append(

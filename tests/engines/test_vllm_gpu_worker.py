@@ -30,14 +30,14 @@ BESIDE = {
 """Another engine that starts at the same time; a neighbour with three quarters of the device."""
 
 
-def run(program: str, *arguments: Path, timeout: float = 600, **environment: str) -> None:
+def run(program: str, *arguments: Path, **environment: str) -> None:
     done = subprocess.run(
         [sys.executable, PROGRAMS / program, *arguments],
         env=engine_environment(VLLM_ENABLE_V1_MULTIPROCESSING="0", **environment),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=timeout,
+        timeout=600,
     )
     assert done.returncode == 0, done.stdout[-6000:]
 

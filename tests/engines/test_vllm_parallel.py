@@ -61,15 +61,11 @@ def expected(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> list
     folder = tmp_path_factory.mktemp("stock_tp")
     (folder / "requests.json").write_text(json.dumps(REQUESTS))
     program = Path(__file__).parents[1] / "programs" / "inprocess_engine.py"
-    command = [
-        sys.executable,
-        program,
-        tiny_model,
-        folder / "requests.json",
-        folder / "tokens.json",
-    ]
+    requests, answers = folder / "requests.json", folder / "tokens.json"
     engine = subprocess.Popen(
-        [*command, "2"], env=engine_environment(**BOUND), start_new_session=True
+        [sys.executable, program, tiny_model, requests, answers, "2"],
+        env=engine_environment(**BOUND),
+        start_new_session=True,
     )
     try:
         assert engine.wait(START_DEADLINE_S) == 0

@@ -6,15 +6,16 @@ The order of events is read from the engine's own log; nothing is timed.
 from __future__ import annotations
 
 import os
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 import pytest
 from engine_server import REQUEST_DEADLINE_S, Request
 from vllm_server import VllmServer, make_requests
+from waiting import wait_until
 
 from kvelastic import ledger, segment
 
@@ -83,7 +84,7 @@ def test_memory_that_an_idle_neighbour_gives_up_is_used_when_it_comes(neighbours
         with ThreadPoolExecutor(1) as thread:
             answer = thread.submit(a.complete, SHORT)
             try:
-                wait_for(lambda start=before: STARVED in a.log.read_text()[start:])
+                wait_until(partial(_has_starved, a, before))
                 assert not answer.done()
             finally:
                 keeper.resume()
@@ -93,8 +94,5 @@ def test_memory_that_an_idle_neighbour_gives_up_is_used_when_it_comes(neighbours
         assert MISSED not in said
 
 
-def wait_for(condition: Callable[[], bool]) -> None:
-    end_s = time.monotonic() + REQUEST_DEADLINE_S
-    while not condition():
-        assert time.monotonic() < end_s, "it did not come"
-        time.sleep(0.02)
+def _has_starved(server: VllmServer, after: int) -> bool:
+    return STARVED in server.log.read_text()[after:]
