@@ -27,6 +27,7 @@ from pathlib import Path
 from asking_threads import AskingThreads
 from engine_server import EngineServer
 from known_answers import Known, Times, ask
+from waiting import DEADLINE_S, wait_until
 
 from kvelastic import ledger, segment
 
@@ -36,9 +37,9 @@ SHM = Path("/dev/shm")
 CLIENTS = 6
 KILL_EVERY_S = (20.0, 50.0)
 """Of a server that is up: starting one takes about as long again."""
-ANSWER_DEADLINE_S = 150.0
+ANSWER_DEADLINE_S = DEADLINE_S
 """For any answer, an error or a closed connection too."""
-SLEEP_DEADLINE_S = 60.0
+SLEEP_DEADLINE_S = DEADLINE_S
 LIMITS_PAGES = (0, 1, 2, 3, 4, 6, 8, 16, 32)
 """Every request fits into one page."""
 
@@ -241,10 +242,7 @@ class Operator(ABC):
         assert (answer.state, answer.asleep) == ("applied", False), answer
 
     def _wait_until_nothing_is_held(self) -> None:
-        deadline_s = time.monotonic() + SLEEP_DEADLINE_S
-        while self.held_bytes():
-            assert time.monotonic() < deadline_s, segment.inspect(self.name)
-            time.sleep(0.005)
+        wait_until(lambda: not self.held_bytes(), "a sleeping model holds memory")
 
     def _look(self, seconds: float, most_bytes: int | None) -> None:
         """Let time pass; what is held stays within what was answered."""

@@ -25,7 +25,7 @@ from sglang_server import IN_CHUNKS, PAGE_TOKENS, Answer, SglangServer
 from test_sglang_chaos import SglangOperator
 from transformers_process import make_prompts
 from under_tiers import board_of, changing_limits, disk_tier
-from waiting import stopped_once, wait_until
+from waiting import DEADLINE_S, stopped_once, wait_until
 
 from kvelastic import segment
 from kvelastic.tier_board_format import BoardFigures
@@ -133,8 +133,8 @@ def test_all_at_once_find_it_too(server, expected) -> None:
 
 
 def test_a_sleep_and_a_release_demote_and_what_wakes_finds_it(server, expected) -> None:
-    assert segment.request(NAME, asleep=True, wait_s=60).state == "applied"
-    assert segment.request(NAME, asleep=False, wait_s=60).state == "applied"
+    assert segment.request(NAME, asleep=True, wait_s=DEADLINE_S).state == "applied"
+    assert segment.request(NAME, asleep=False, wait_s=DEADLINE_S).state == "applied"
     check_found(server.ask_all(), expected)
     server.post("/release_memory_occupation")
     assert segment.inspect(NAME).usage["mapped_bytes"] == 0
@@ -161,11 +161,11 @@ def test_what_the_tree_gives_up_for_others_is_found_again(server, expected) -> N
 def test_a_request_for_whose_prefix_there_is_no_memory_loads_it_once_there_is(
     server, expected
 ) -> None:
-    assert segment.request(NAME, asleep=True, wait_s=60).state == "applied"
+    assert segment.request(NAME, asleep=True, wait_s=DEADLINE_S).state == "applied"
     with ThreadPoolExecutor(len(PROMPTS)) as threads:
         answers = [threads.submit(server.generate, prompt, NEW_TOKENS) for prompt in PROMPTS]
         wait_until(lambda: server.load("num_waiting_reqs") == len(PROMPTS), "all were looked up")
-        assert segment.request(NAME, asleep=False, wait_s=60).state == "applied"
+        assert segment.request(NAME, asleep=False, wait_s=DEADLINE_S).state == "applied"
         check_found([answer.result() for answer in answers], expected)
 
 
@@ -205,9 +205,9 @@ def test_a_prompt_that_has_begun_gives_its_memory_up_and_goes_on_later(again) ->
         with stopped_once(again.scheduler(), one_has_begun, "a prompt has begun"):
             segment.request(NAME, limit_bytes=PAGE_BYTES)
         wait_until(lambda: NO_MEMORY_FOR_REST in again.text(), "it waits")
-        assert segment.request(NAME, asleep=True, wait_s=60).state == "applied"
+        assert segment.request(NAME, asleep=True, wait_s=DEADLINE_S).state == "applied"
         assert segment.inspect(NAME).usage["mapped_bytes"] == 0
-        assert segment.request(NAME, asleep=False, wait_s=60).state == "applied"
+        assert segment.request(NAME, asleep=False, wait_s=DEADLINE_S).state == "applied"
         again.limit(KV_BYTES)
         prompt, answer = asked[-1]
         tokens = answer.result().tokens

@@ -27,7 +27,7 @@ from sglang_pair import (
 )
 from sglang_server import PAGE_TOKENS, SglangServer
 from vllm_server import zero_worker_memory
-from waiting import stopped_once, wait_until
+from waiting import DEADLINE_S, stopped_once, wait_until
 
 from kvelastic import segment
 
@@ -231,12 +231,12 @@ def test_requests_that_come_after_a_release_wait_behind_it(paged: Pair) -> None:
 
 def test_an_operator_puts_it_to_sleep_and_wakes_it(pair: Pair) -> None:
     pair.burst()
-    assert segment.request(pair.name, asleep=True, wait_s=10).state == "applied"
+    assert segment.request(pair.name, asleep=True, wait_s=DEADLINE_S).state == "applied"
     assert pair.usage()["mapped_bytes"] == pair.resident_bytes() == 0
     with ThreadPoolExecutor(1) as thread:
         burst = thread.submit(pair.burst)
         wait_until(lambda: pair.waiting() == len(PROMPTS), "all wait")
-        assert segment.request(pair.name, asleep=False, wait_s=10).state == "applied"
+        assert segment.request(pair.name, asleep=False, wait_s=DEADLINE_S).state == "applied"
         assert burst.result() == pair.expected
 
 

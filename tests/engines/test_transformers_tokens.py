@@ -11,7 +11,7 @@ import needs
 import pytest
 from open_memfds import held_bytes
 from transformers_process import TransformersEngine, make_prompts
-from waiting import wait_until
+from waiting import DEADLINE_S, wait_until
 
 from kvelastic import segment
 
@@ -126,9 +126,9 @@ def test_zeroed_memory_changes_the_tokens(pair: Pair) -> None:
     wrong = pair.engine.burst(PROMPTS, NEW_TOKENS)
     assert sum(a != b for a, b in zip(wrong, pair.expected, strict=True)) > len(PROMPTS) // 2
     # Whoever empties the cache gets right answers again.
-    assert segment.request(pair.name, asleep=True, wait_s=10).state == "applied"
+    assert segment.request(pair.name, asleep=True, wait_s=DEADLINE_S).state == "applied"
     assert pair.usage()["mapped_bytes"] == 0
-    assert segment.request(pair.name, asleep=False, wait_s=10).state == "applied"
+    assert segment.request(pair.name, asleep=False, wait_s=DEADLINE_S).state == "applied"
     assert pair.engine.burst(PROMPTS, NEW_TOKENS) == pair.expected
 
 
@@ -190,9 +190,9 @@ def test_a_request_that_does_not_fit_waits_and_can_be_cancelled(pair: Pair) -> N
 @two_cases
 def test_asleep_it_holds_nothing_and_answers_after_it_is_woken(pair: Pair) -> None:
     pair.engine.burst(PROMPTS, NEW_TOKENS)
-    assert segment.request(pair.name, asleep=True, wait_s=10).state == "applied"
+    assert segment.request(pair.name, asleep=True, wait_s=DEADLINE_S).state == "applied"
     assert pair.usage()["mapped_bytes"] == pair.resident_bytes() == 0
     ids = pair.engine.submit(PROMPTS, NEW_TOKENS)
     assert pair.engine.ask("wait", ids=ids, timeout_s=0.5)["unfinished"] == ids
-    assert segment.request(pair.name, asleep=False, wait_s=10).state == "applied"
+    assert segment.request(pair.name, asleep=False, wait_s=DEADLINE_S).state == "applied"
     assert pair.engine.wait(ids) == pair.expected

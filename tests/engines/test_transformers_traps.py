@@ -12,7 +12,7 @@ import needs
 import pytest
 from ledger_instance import BLOCKS_PER_PAGE, PAGE_BYTES, Instance
 from transformers_process import TransformersEngine, make_prompts
-from waiting import wait_until
+from waiting import DEADLINE_S, wait_until
 
 from kvelastic import ledger, segment
 from kvelastic.process_memory import anonymous_bytes
@@ -80,11 +80,11 @@ def test_padding_children_and_a_second_session(series: str, tmp_path: Path) -> N
         ]
         assert children == wanted
         assert len(children) == 24
-        batches = [
+        found, batch_of_stock = [
             one.ask("generate_batch", prompts=PROMPTS[:4], max_new_tokens=24, sequences=3)
             for one in (engine, stock)
         ]
-        assert batches[0] == batches[1]
+        assert found == batch_of_stock
         assert find_name(f"{NAME}_2") is None, "its memory has gone with its session"
         log = engine.log.read_text()
         assert log.count("besides the KV cache are reserved") == 2
@@ -108,7 +108,7 @@ def test_padding_children_and_a_second_session(series: str, tmp_path: Path) -> N
         engine.ask("pad")
         assert engine.burst(PROMPTS, 24) == expected
         for asleep in (True, False):
-            assert segment.request(NAME, asleep=asleep, wait_s=10).state == "applied"
+            assert segment.request(NAME, asleep=asleep, wait_s=DEADLINE_S).state == "applied"
         assert engine.burst(PROMPTS, 24) == expected
 
 

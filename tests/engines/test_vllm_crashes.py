@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from vllm_server import PAGE_BYTES, VllmServer, make_requests
+from waiting import wait_until
 
 from kvelastic import segment
 
@@ -77,7 +78,7 @@ def test_killed_at_a_random_moment_nothing_stays_behind(start, victim) -> None:
     assert segment.inspect(NAME).status == "alive"
     delay_s = random.random() * LONGEST_DELAY_S
     with load_on(server):
-        _wait_for_memory(server)
+        _wait_for_memory()
         time.sleep(delay_s)  # the random moment
         for process in processes.values() if victim == "all" else [processes[victim]]:
             process.kill()
@@ -104,17 +105,11 @@ def test_a_worker_that_is_stopped_for_ever_is_killed_by_its_engine(start, tmp_pa
     assert server.complete_all(make_requests(8, seed=11, shortest=300, longest=600))
     worker.suspend()
     segment.request(NAME, limit_bytes=PAGE_BYTES)  # what its scheduler misses it by
-    deadline = time.monotonic() + 30
-    while segment.inspect(NAME).answer["state"] != "failed":
-        assert time.monotonic() < deadline, segment.inspect(NAME)
-        time.sleep(0.02)
+    wait_until(lambda: segment.inspect(NAME).answer["state"] == "failed")
     with load_on(server):
         server.process.wait(60)
     server.wait_until_gone()
 
 
-def _wait_for_memory(server: VllmServer) -> None:
-    deadline = time.monotonic() + 30
-    while segment.inspect(NAME).usage["mapped_bytes"] < 3 * PAGE_BYTES:
-        assert time.monotonic() < deadline, server.tail()
-        time.sleep(0.02)
+def _wait_for_memory() -> None:
+    wait_until(lambda: segment.inspect(NAME).usage["mapped_bytes"] >= 3 * PAGE_BYTES)

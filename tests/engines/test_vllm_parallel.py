@@ -61,9 +61,12 @@ def expected(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> list
     folder = tmp_path_factory.mktemp("stock_tp")
     (folder / "requests.json").write_text(json.dumps(REQUESTS))
     program = Path(__file__).parents[1] / "programs" / "inprocess_engine.py"
-    files = [str(folder / "requests.json"), str(folder / "tokens.json")]
-    command = [sys.executable, str(program), str(tiny_model), *files, "2"]
-    engine = subprocess.Popen(command, env=engine_environment(**BOUND), start_new_session=True)
+    requests, answers = folder / "requests.json", folder / "tokens.json"
+    engine = subprocess.Popen(
+        [sys.executable, program, tiny_model, requests, answers, "2"],
+        env=engine_environment(**BOUND),
+        start_new_session=True,
+    )
     try:
         assert engine.wait(START_DEADLINE_S) == 0
     finally:

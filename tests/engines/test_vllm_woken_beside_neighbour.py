@@ -34,10 +34,6 @@ def name_of(model: str) -> str:
     return f"kvelastic_test_{os.getpid()}_{model}"
 
 
-def waits_for_blocks(server: VllmServer, since: int) -> bool:
-    return STARVED in server.log.read_text()[since:]
-
-
 @pytest.fixture(scope="module")
 def neighbours(tiny_model: Path, log_folder: Path) -> Iterator[tuple[VllmServer, VllmServer]]:
     """Two models on one device: the first ranks before the second."""
@@ -88,7 +84,7 @@ def test_memory_that_an_idle_neighbour_gives_up_is_used_when_it_comes(neighbours
         with ThreadPoolExecutor(1) as thread:
             answer = thread.submit(a.complete, SHORT)
             try:
-                wait_until(partial(waits_for_blocks, a, before), "it does not look for memory")
+                wait_until(partial(_has_starved, a, before))
                 assert not answer.done()
             finally:
                 keeper.resume()
@@ -96,3 +92,7 @@ def test_memory_that_an_idle_neighbour_gives_up_is_used_when_it_comes(neighbours
         said = a.log.read_text()[before:]
         assert FED in said[said.index(STARVED) :]
         assert MISSED not in said
+
+
+def _has_starved(server: VllmServer, after: int) -> bool:
+    return STARVED in server.log.read_text()[after:]

@@ -59,7 +59,7 @@ class LineProgram:
     """A Python program that answers each line of its stdin with one line on its stdout.
 
     Leaving the `with` block kills it. Its stderr is the file `log`, or this process's own.
-    A subclass may speak of other things than lines: then `send`, `read` and `ask` translate.
+    A subclass may override `send` and `read`, for example to translate from and to JSON.
     """
 
     def __init__(

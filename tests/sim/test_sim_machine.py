@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from processes import run_python
+from processes import PROGRAMS, run_python
 from simdriver import HERE, MIB, PAGE, POSIX_FD, Driver, library, run, start
 
 OUT_OF_MEMORY = "CUDA_ERROR_OUT_OF_MEMORY"
@@ -113,7 +113,8 @@ def test_a_process_that_becomes_another_program_lets_go(machine: dict[str, str])
         "if len(sys.argv) == 3: os.execv(sys.executable, [sys.executable, '-c', os.environ['S'],"
         " *sys.argv[1:], 'again'])\n"
     )
-    done = run_python("-c", script, HERE, library(), environment=machine | {"S": script})
+    environment = machine | {"S": script, "PYTHONPATH": str(PROGRAMS)}
+    done = run_python("-c", script, HERE, library(), environment=environment)
     assert done.stdout.split() == [str(32 * MIB), str(32 * MIB)]
 
 

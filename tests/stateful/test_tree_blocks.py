@@ -214,7 +214,7 @@ def test_random_requests_over_a_tree(has_keys: bool) -> None:
     run_state_machine_as_test(
         type("Machine", (RadixTree,), {"has_keys": has_keys}),
         settings=settings(
-            max_examples=150,
+            max_examples=80,
             stateful_step_count=80,
             deadline=None,
             suppress_health_check=list(HealthCheck),
