@@ -22,7 +22,7 @@ from simulated_machine import SimulatedMachine
 
 from benchmarks.gpu.kernels import schedule
 from benchmarks.gpu.kernels.schedule import Schedule, Sequence
-from kvelastic import segment
+from kvelastic import ledger, segment
 
 ROOT = Path(__file__).parents[2]
 PROGRAMS = ROOT / "tests" / "programs"
@@ -174,6 +174,7 @@ def test_without_fences_late_kernels_miss_their_pages(tmp_path: Path) -> None:
         done = decode_with_late_kernels(machine, "no-fences")
     if done.returncode == -signal.SIGSEGV:
         segment.reap()
+        ledger.reap()
         return
     assert done.returncode == 0, done.stderr
     unfenced = json.loads(done.stdout)
