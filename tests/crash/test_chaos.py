@@ -148,7 +148,7 @@ class Chaos:
         """One thing of all that can be done."""
         things = {
             self.kill: 4, self.leave: 1, self.stop_for_a_while: 6, self.request: 24, self.look: 4,
-            self.compare_often: 10, self.rest: 1, self.kill_a_joiner: 1, self.kill_a_starter: 1,
+            self.compare_often: 10, self.rest: 3, self.kill_a_joiner: 1, self.kill_a_starter: 1,
         }  # fmt: skip
         self.pick.choices(list(things), list(things.values()))[0]()
         self.fill_up()
@@ -262,6 +262,8 @@ class Chaos:
                 {"limit_bytes": 1 << 40},
                 {"min_bytes": pages * PAGE_BYTES, "priority": self.pick.randint(-2, 2)},
                 {"asleep": True},
+                {"asleep": True},
+                {"asleep": False},
                 {"asleep": False},
                 {"asleep": False, "limit_bytes": CAPACITY_PAGES * PAGE_BYTES},
                 {"trim": True},
