@@ -431,6 +431,9 @@ def main() -> None:
         die_with_test_run()
     else:
         die_with_parent()
+        mark = os.environ.get("KVELASTIC_LAUNCHED_BY")
+        if mark is not None and json.loads(mark)["controller"][0] != os.getppid():
+            sys.exit("its controller was killed while this program was being imported")
     if arguments.die is not None:
         print("dying as told", file=sys.stderr, flush=True)
         sys.exit(arguments.die)
