@@ -22,7 +22,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from engine_server import free_port
+from ports import free_port
 from vllm_server import BLOCK_TOKENS, VLLM, engine_environment
 
 from benchmarks.harness import Figure, end_by_exception, report

@@ -23,8 +23,9 @@ from typing import Any
 
 import psutil
 from client import RequestFailedError, ask
-from engine_server import START_DEADLINE_S, free_port
+from engine_server import START_DEADLINE_S
 from engines import DemoEngine, Server
+from ports import free_port
 
 FIRST, SECOND = "sun", "moon"
 CONTROLLER = str(Path(sys.executable).with_name("kvelastic-controller"))

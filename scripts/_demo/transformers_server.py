@@ -11,8 +11,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from client import ask
-from engine_server import free_port, own_environment
+from engine_server import own_environment
 from killed_engines import kill_group
+from ports import free_port
 
 START_DEADLINE_S = 240.0
 STOP_DEADLINE_S = 60.0

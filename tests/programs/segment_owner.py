@@ -13,6 +13,9 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
+
+from waiting import DEADLINE_S
 
 CAPACITY_BYTES = 4 << 30
 MAPPED_BYTES = 96 << 20
@@ -25,6 +28,16 @@ MODES = {
     "publish": "never answers, and publishes usage as fast as it can",
     "fork": "forks a child that closes the segment and exits, then behaves as apply",
 }
+
+
+def until_replied(name: str, **wanted: Any) -> dict[str, Any]:
+    """Make a request of an instance, wait for the first answer to it and return that."""
+    from kvelastic import segment
+
+    revision = segment.request(name, wait_s=0, **wanted).requested_revision
+    with segment.open_readonly(name) as seen:
+        assert seen.record.wait_answer(revision, DEADLINE_S)
+        return seen.record.read_answer()
 
 
 class Owner:

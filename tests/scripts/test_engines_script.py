@@ -11,25 +11,15 @@ from pathlib import Path
 
 import needs
 import pytest
+from processes import run_python
 
-ROOT = Path(__file__).parents[2]
+NEWEST = Path(__file__).parents[2] / "scripts" / "_engines" / "newest.py"
 PACKAGES = Path(sysconfig.get_paths()["purelib"])
 CHANGED = "vllm/v1/core/block_pool.py"
 
 
 def run(wheel: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [
-            sys.executable,
-            str(ROOT / "scripts" / "_engines" / "newest.py"),
-            f"--wheel={wheel}",
-            "--engine=vllm",
-        ],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=120,
-    )
+    return run_python(NEWEST, f"--wheel={wheel}", "--engine=vllm", exit_code=None)
 
 
 def pack(wheel: Path, changed: str | None) -> Path:
@@ -67,7 +57,7 @@ def test_a_parameter_that_is_new_and_a_function_that_is_gone(tmp_path: Path) -> 
 def test_an_engine_that_is_not_installed_is_no_engine_without_changes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.syspath_prepend(str(ROOT / "scripts" / "_engines"))
+    monkeypatch.syspath_prepend(str(NEWEST.parent))
     newest = importlib.import_module("newest")
     monkeypatch.setattr(newest, "ENGINES", ("none",))
     monkeypatch.setattr(sys, "argv", ["engines", "--newest"])
@@ -79,7 +69,7 @@ def test_an_engine_that_is_not_installed_is_no_engine_without_changes(
 def test_sglang_is_looked_for_in_its_own_environment(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.syspath_prepend(str(ROOT / "scripts" / "_engines"))
+    monkeypatch.syspath_prepend(str(NEWEST.parent))
     newest = importlib.import_module("newest")
     packages = newest.installed("sglang")
     assert packages is not None
@@ -91,12 +81,5 @@ def test_sglang_is_looked_for_in_its_own_environment(
 
 
 def test_usage_is_checked() -> None:
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "scripts" / "_engines" / "newest.py"), "--wheel", "x.whl"],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=60,
-    )
-    assert done.returncode == 2
+    done = run_python(NEWEST, "--wheel", "x.whl", exit_code=2)
     assert "--wheel needs --engine" in done.stderr
