@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from processes import run_python
 
 from kvelastic import config as config_module
 from kvelastic import logs
@@ -415,28 +416,20 @@ def test_held_info_stays_unsaid_at_a_higher_level() -> None:
     assert stream.getvalue() == ""
 
 
-def run_python(code: str, **environ: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=60,
-        env={**os.environ, **environ},
-    )
-    return done.stdout.strip()
+def output_of(code: str, **environ: str) -> str:
+    return run_python("-c", code, environment=environ).stdout.strip()
 
 
 def test_the_default_environment_is_the_process_environment() -> None:
     code = "from kvelastic.config import load; print(load().page_size_mb)"
-    assert run_python(code, KVELASTIC_PAGE_SIZE_MB="8") == "8"
+    assert output_of(code, KVELASTIC_PAGE_SIZE_MB="8") == "8"
 
 
 @pytest.mark.parametrize("module", ["kvelastic", "kvelastic.config", "kvelastic.layout"])
 def test_imports_are_light(module: str) -> None:
     heavy = ("torch", "numpy", "difflib", "rich", "click", "kvelastic._vmm")
     code = f"import sys, {module}; print([m for m in {heavy!r} if m in sys.modules])"
-    assert run_python(code) == "[]"
+    assert output_of(code) == "[]"
 
 
 def test_the_package_itself_loads_nothing_of_its_own() -> None:
@@ -445,7 +438,7 @@ def test_the_package_itself_loads_nothing_of_its_own() -> None:
         "import sys, kvelastic; heavy = ('torch', 'logging', 'dataclasses', 'inspect');"
         "print([m for m in sys.modules if m.startswith('kvelastic') or m in heavy])"
     )
-    assert run_python(code) == "['kvelastic']"
+    assert output_of(code) == "['kvelastic']"
 
 
 def test_public_names() -> None:
@@ -461,4 +454,4 @@ def test_public_names() -> None:
         "try: kvelastic.nothing\n"
         "except AttributeError as error: print(error)"
     )
-    assert run_python(code) == "module 'kvelastic' has no attribute 'nothing'"
+    assert output_of(code) == "module 'kvelastic' has no attribute 'nothing'"

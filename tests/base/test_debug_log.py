@@ -8,17 +8,17 @@ import re
 import subprocess
 import sys
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
-from kvelastic import segment
+from processes import PROGRAMS
+from segment_owner import until_replied
 
-PROGRAM = str(Path(__file__).parents[1] / "programs" / "ledger_instance.py")
+PROGRAM = str(PROGRAMS / "ledger_instance.py")
 ENVIRON = {
     "KVELASTIC_HOST_MEMORY": "64M",
     "KVELASTIC_PAGE_PREALLOC_ENABLED": "false",
     "KVELASTIC_IDLE_TRIM_SECONDS": "3600",
-    "KVELASTIC_RECLAIM_WAIT": "10",
+    "KVELASTIC_RECLAIM_WAIT": "300",
 }
 MIB = 1 << 20
 
@@ -69,11 +69,11 @@ def test_what_happens_to_memory_is_said_and_each_line_is_one() -> None:
         ids = one.ask("alloc", 100)
         one.ask("cache", ids)
         assert two.ask("alloc", 60)  # for which the first one has to give
-        answer = segment.request(two.name, limit_bytes=2 * MIB, priority=3)
-        assert answer.state == "shrinking"
-        segment.request(two.name, min_bytes=1 << 40, wait_s=60)
-        segment.request(two.name, asleep=True)
-        segment.request(two.name, asleep=False)
+        answer = until_replied(two.name, limit_bytes=2 * MIB, priority=3)
+        assert answer["state"] == "shrinking"
+        until_replied(two.name, min_bytes=1 << 40)
+        until_replied(two.name, asleep=True)
+        until_replied(two.name, asleep=False)
         two.ask("clear")
         first, second = one.end(), two.end()
     head = r"DEBUG \d\d-\d\d \d\d:\d\d:\d\d \[kvelastic \d+\] \S"
@@ -103,7 +103,7 @@ def test_what_happens_to_memory_is_said_and_each_line_is_one() -> None:
 def test_nothing_of_it_is_said_without() -> None:
     with Logged("INFO") as one:
         one.ask("alloc", 10)
-        segment.request(one.name, limit_bytes=MIB)
+        until_replied(one.name, limit_bytes=MIB)
         assert one.end() == ""
 
 

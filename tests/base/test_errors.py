@@ -6,10 +6,9 @@ import builtins
 import copy
 import pickle
 import re
-import subprocess
-import sys
 
 import pytest
+from processes import run_python
 
 from kvelastic import errors
 from kvelastic.errors import KvelasticError, errors_by_code, native_error
@@ -127,7 +126,4 @@ def test_importing_errors_is_light() -> None:
         "print([m for m in ('torch', 'numpy', 'dataclasses', 'logging', 'kvelastic._vmm')"
         " if m in sys.modules])"
     )
-    out = subprocess.run(
-        [sys.executable, "-c", probe], capture_output=True, text=True, check=True, timeout=60
-    )
-    assert out.stdout.strip() == "[]"
+    assert run_python("-c", probe).stdout.strip() == "[]"

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 from memory_cgroup import MemoryCgroup
+from processes import PROGRAMS
+from waiting import DEADLINE_S
 
 from kvelastic import _vmm, errors
 
@@ -168,7 +170,7 @@ def run_in(
     cgroup: MemoryCgroup, limit_bytes: int, program: str, count: int = 1
 ) -> list[subprocess.Popen]:
     cgroup.limit(limit_bytes)
-    text = textwrap.dedent(program).format(programs=str(Path(__file__).parents[1] / "programs"))
+    text = textwrap.dedent(program).format(programs=str(PROGRAMS))
     return [
         subprocess.Popen(
             [sys.executable, "-c", IN_A_CGROUP, str(cgroup.path), text],
@@ -189,7 +191,7 @@ def test_a_pool_that_fills_its_cgroup_hears_none_and_is_not_killed(
     outputs = [process.stdout for process in filling if process.stdout]
     filled_mib = sum(int(output.readline() or 0) for output in outputs)
     for process in filling:
-        _, err = process.communicate(timeout=120)
+        _, err = process.communicate(timeout=DEADLINE_S)
         assert process.returncode != -signal.SIGKILL, "the kernel killed it"
         assert process.returncode == 0, err
     assert 60 <= filled_mib <= 184, "what was there to be had, less what stays free"

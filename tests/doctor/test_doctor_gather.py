@@ -14,6 +14,7 @@ from types import SimpleNamespace
 
 import pytest
 from segment_owner import Owner
+from waiting import DEADLINE_S, wait_until
 
 from kvelastic.doctor import gather_packages as packages_module
 from kvelastic.doctor.ask_gpus import ask_gpus
@@ -215,7 +216,9 @@ def test_system(tmp_path, mounts, link, expected):
 
 def ask(script: str, root: Path, **environ: str) -> GpuFacts:
     """What is understood of a child that is this shell script."""
-    return ask_gpus(root, dict(os.environ) | environ, command=("sh", "-c", script), timeout_s=60)
+    return ask_gpus(
+        root, dict(os.environ) | environ, command=("sh", "-c", script), timeout_s=DEADLINE_S
+    )
 
 
 def test_what_the_child_says_is_understood(tmp_path):
@@ -248,9 +251,15 @@ def test_a_child_that_dies_is_a_fact_and_what_it_said_counts(tmp_path, script, e
 
 def test_a_child_that_hangs_is_ended(tmp_path):
     """It waits for somebody to write into a pipe that nobody knows of."""
-    script = f"cd {tmp_path}; echo $$ >pid; echo '{{\"count\": 5}}'; mkfifo pipe; exec cat pipe"
-    facts = ask_gpus(tmp_path, command=("sh", "-c", script), timeout_s=2)
-    assert (facts.child_end, facts.count) == ("gave no answer within 2 s", 5)
+    script = f"cd {tmp_path}; echo $$ >pid; echo '{{\"count\": 5}}'; exec cat pipe"
+    os.mkfifo(tmp_path / "pipe")
+
+    def count() -> int:
+        facts = ask_gpus(tmp_path, command=("sh", "-c", script), timeout_s=1)
+        assert facts.child_end == "gave no answer within 1 s"
+        return facts.count
+
+    assert wait_until(count, "it has no time to say anything") == 5
     with pytest.raises(ProcessLookupError):
         os.kill(int((tmp_path / "pid").read_text()), 0)
 

@@ -24,13 +24,8 @@ BARE = {key: value for key, value in os.environ.items() if not any(o in key for 
 
 
 def doctor(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [KVCTL, "doctor", *arguments],
-        env=BARE | environment,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    command = [KVCTL, "doctor", *arguments]
+    return subprocess.run(command, env=BARE | environment, capture_output=True, text=True)
 
 
 def findings(**environment: str) -> tuple[int, dict[str, list[dict[str, str]]]]:

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 from ledger_instance import PAGE_BYTES, Instance
 from prometheus_client.parser import text_string_to_metric_families
-from segment_owner import Owner
+from segment_owner import Owner, until_replied
+from waiting import DEADLINE_S
 
 from kvelastic import ledger, segment
 from kvelastic.cli.kvtop.scene import scene_of
@@ -23,7 +24,6 @@ from kvelastic.metric_table import STATES
 from kvelastic.metrics import render
 
 KVCTL = str(Path(sys.executable).with_name("kvctl"))
-WAIT_S = 10.0
 FIGURES = (
     "capacity_bytes",
     "mapped_bytes",
@@ -100,13 +100,6 @@ def reserved_on_the_device() -> dict[str, int]:
     return {"controller": of_group[0]["reserved_bytes"], "kvtop": shown.reserved_bytes}
 
 
-def until_replied(name: str, **wanted: object) -> None:
-    """Make a request and wait for the first reply to it, whatever that says."""
-    revision = segment.request(name, wait_s=0, **wanted).requested_revision  # type: ignore[arg-type]
-    with segment.open_readonly(name) as seen:
-        assert seen.record.wait_answer(revision, WAIT_S)
-
-
 def assert_all_agree(name: str, state: str) -> dict[str, object]:
     said = surfaces(name)
     listed = said["kvctl list"]
@@ -153,7 +146,7 @@ def test_while_it_runs_shrinks_and_sleeps(instance: Instance) -> None:
     assert (asleep["asleep"], asleep["limit_bytes"]) == (True, 64 << 20)
     assert asleep["reserved_bytes"] == 6 << 20  # when it wakes; of its device it has nothing now
     assert set(reserved_on_the_device().values()) == {0}
-    segment.request(name, asleep=False, wait_s=WAIT_S)
+    segment.request(name, asleep=False, wait_s=DEADLINE_S)
     assert_all_agree(name, "applied")
 
 
@@ -167,7 +160,7 @@ def test_what_came_of_a_request(mode: str, verdict: str) -> None:
         if mode == "shrink":
             until_replied(owner.name, limit_bytes=request.limit_bytes)
         else:
-            wait_s = WAIT_S if verdict in {"refused", "applied"} else 0
+            wait_s = DEADLINE_S if verdict in {"refused", "applied"} else 0
             answer = segment.request(owner.name, limit_bytes=request.limit_bytes, wait_s=wait_s)
         assert_all_agree(owner.name, verdict)
         if mode != "shrink":

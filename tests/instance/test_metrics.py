@@ -18,6 +18,7 @@ import pytest
 from click.testing import CliRunner, Result
 from prometheus_client.parser import text_string_to_metric_families
 from segment_owner import CAPACITY_BYTES, MAPPED_BYTES, Owner
+from waiting import DEADLINE_S
 
 from kvelastic import metric_table, metrics
 from kvelastic.cli.kvctl import main
@@ -352,19 +353,19 @@ def test_served_until_a_signal(owner, address, ending):
         url = re.search(r"http://127\.0\.0\.1:\d+/metrics", said)[0]
 
         def scrape() -> str:
-            with urllib.request.urlopen(url, timeout=60) as response:
+            with urllib.request.urlopen(url, timeout=DEADLINE_S) as response:
                 assert response.headers["Content-Type"].startswith("text/plain; version=")
                 return response.read().decode()
 
         assert owner.name in scrape()
         for elsewhere in ("/", "/metrics/", "/favicon.ico", "/metricsx"):
             with pytest.raises(urllib.error.HTTPError, match="404") as refused:
-                urllib.request.urlopen(url.replace("/metrics", elsewhere), timeout=60)
+                urllib.request.urlopen(url.replace("/metrics", elsewhere), timeout=DEADLINE_S)
             refused.value.close()
         owner.kill()
         assert owner.name not in scrape()  # each request is a fresh look
         serving.send_signal(ending)
-        _, errors = serving.communicate(timeout=60)
+        _, errors = serving.communicate(timeout=DEADLINE_S)
         assert (serving.returncode, errors) == (0, "")
     finally:
         serving.kill()

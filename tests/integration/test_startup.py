@@ -14,6 +14,7 @@ from pathlib import Path
 
 import needs
 import pytest
+from waiting import DEADLINE_S
 
 from kvelastic.doctor.ask_startup import _PROGRAM, ask_startup
 from kvelastic.engines import ENGINES
@@ -49,7 +50,7 @@ def run(
         cwd="/",  # else kvelastic would be found in a working directory that has one
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=DEADLINE_S,
     )
 
 

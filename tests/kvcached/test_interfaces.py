@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from native_pools import alloc
+from waiting import DEADLINE_S
 
 from kvelastic import errors, segment
 from kvelastic.integration.sglang import interfaces as sglang
@@ -294,7 +295,7 @@ def test_a_start_limit_below_a_page_is_one_like_any_other(
     _, manager = small()
     assert "less than a page" in caplog.text
     assert manager.alloc(BLOCKS - 1) is None
-    assert segment.request(manager.name, limit_bytes=1 << 30, wait_s=60).state == "applied"
+    assert segment.request(manager.name, limit_bytes=1 << 30, wait_s=DEADLINE_S).state == "applied"
     assert manager.alloc(BLOCKS - 1) is not None
 
 

@@ -127,7 +127,7 @@ def test_a_pool_of_another_process_and_pages_mapped_by_hand_share_one_ledger(gro
 def test_an_idle_neighbour_gives_what_it_has_cached(
     group: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("KVELASTIC_RECLAIM_WAIT", "60")
+    monkeypatch.setenv("KVELASTIC_RECLAIM_WAIT", "300")
     monkeypatch.setenv("KVELASTIC_PRIORITY", "1")
     with Instance(KVELASTIC_PRIORITY="0") as pool:
         ids = pool.alloc(24 * BLOCKS_PER_PAGE)

@@ -11,6 +11,9 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
+from typing import Any
+
+from waiting import DEADLINE_S
 
 from processes import LineProgram
 
@@ -25,6 +28,16 @@ MODES = {
     "publish": "never answers, and publishes usage as fast as it can",
     "fork": "forks a child that closes the segment and exits, then behaves as apply",
 }
+
+
+def until_replied(name: str, **wanted: Any) -> dict[str, Any]:
+    """Make a request of an instance, wait for the first answer to it and return that."""
+    from kvelastic import segment
+
+    revision = segment.request(name, wait_s=0, **wanted).requested_revision
+    with segment.open_readonly(name) as seen:
+        assert seen.record.wait_answer(revision, DEADLINE_S)
+        return seen.record.read_answer()
 
 
 class Owner(LineProgram):

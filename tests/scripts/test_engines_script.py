@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -11,55 +12,53 @@ from pathlib import Path
 
 import needs
 import pytest
+from processes import run_python
 
-ROOT = Path(__file__).parents[2]
+NEWEST = Path(__file__).parents[2] / "scripts" / "_engines" / "newest.py"
 PACKAGES = Path(sysconfig.get_paths()["purelib"])
 CHANGED = "vllm/v1/core/block_pool.py"
 
 
 def run(wheel: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [
-            sys.executable,
-            str(ROOT / "scripts" / "_engines" / "newest.py"),
-            f"--wheel={wheel}",
-            "--engine=vllm",
-        ],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=120,
-    )
+    return run_python(NEWEST, f"--wheel={wheel}", "--engine=vllm", exit_code=None)
 
 
-def pack(wheel: Path, changed: str | None) -> Path:
-    """vLLM as it is installed, with other text in one file; None: without that file."""
+def pack(wheel: Path) -> Path:
+    """vLLM as it is installed, without one file."""
     with zipfile.ZipFile(wheel, "w") as archive:
         for path in (PACKAGES / "vllm").rglob("*.py"):
             name = str(path.relative_to(PACKAGES))
             if name != CHANGED:
                 archive.write(path, name)
-            elif changed is not None:
-                archive.writestr(name, changed)
     return wheel
+
+
+def with_text(wheel: Path, name: str, text: str) -> Path:
+    """A copy of a wheel, with this text in the file that it lacks."""
+    made = wheel.with_name(name)
+    shutil.copyfile(wheel, made)
+    with zipfile.ZipFile(made, "a") as archive:
+        archive.writestr(CHANGED, text)
+    return made
 
 
 @needs.vllm
 def test_a_parameter_that_is_new_and_a_function_that_is_gone(tmp_path: Path) -> None:
     text = (PACKAGES / CHANGED).read_text()
 
-    same = run(pack(tmp_path / "same.whl", text))
+    without = pack(tmp_path / "without.whl")
+    same = run(with_text(without, "same.whl", text))
     assert (same.returncode, same.stderr) == (0, "")
     assert "0 differ" in same.stdout
 
     made = "def __init__(\n        self,"
     assert made in text
-    other = run(pack(tmp_path / "other.whl", text.replace(made, f"{made} another,")))
+    other = run(with_text(without, "other.whl", text.replace(made, f"{made} another,")))
     assert other.returncode == 1
     assert "changed  vllm.v1.core.block_pool:BlockPool" in other.stdout
     assert "self, another" in other.stdout
 
-    gone = run(pack(tmp_path / "gone.whl", None))
+    gone = run(without)
     assert gone.returncode == 1
     assert "gone     vllm.v1.core.block_pool:BlockPool" in gone.stdout
 
@@ -67,7 +66,7 @@ def test_a_parameter_that_is_new_and_a_function_that_is_gone(tmp_path: Path) -> 
 def test_an_engine_that_is_not_installed_is_no_engine_without_changes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.syspath_prepend(str(ROOT / "scripts" / "_engines"))
+    monkeypatch.syspath_prepend(str(NEWEST.parent))
     newest = importlib.import_module("newest")
     monkeypatch.setattr(newest, "ENGINES", ("none",))
     monkeypatch.setattr(sys, "argv", ["engines", "--newest"])
@@ -79,7 +78,7 @@ def test_an_engine_that_is_not_installed_is_no_engine_without_changes(
 def test_sglang_is_looked_for_in_its_own_environment(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.syspath_prepend(str(ROOT / "scripts" / "_engines"))
+    monkeypatch.syspath_prepend(str(NEWEST.parent))
     newest = importlib.import_module("newest")
     packages = newest.installed("sglang")
     assert packages is not None
@@ -91,12 +90,5 @@ def test_sglang_is_looked_for_in_its_own_environment(
 
 
 def test_usage_is_checked() -> None:
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "scripts" / "_engines" / "newest.py"), "--wheel", "x.whl"],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=60,
-    )
-    assert done.returncode == 2
+    done = run_python(NEWEST, "--wheel", "x.whl", exit_code=2)
     assert "--wheel needs --engine" in done.stderr

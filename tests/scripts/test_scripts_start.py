@@ -9,6 +9,7 @@ from pathlib import Path
 
 import needs
 import pytest
+from processes import run_python
 
 ROOT = Path(__file__).parents[2]
 BENCHMARKS = sorted(path.parent.name for path in ROOT.glob("benchmarks/*/__main__.py"))
@@ -16,15 +17,7 @@ BENCHMARKS = sorted(path.parent.name for path in ROOT.glob("benchmarks/*/__main_
 
 @pytest.mark.parametrize("name", BENCHMARKS)
 def test_every_benchmark_tells_its_options(name: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", f"benchmarks.{name}", "--help"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=60,
-    )
-    assert done.returncode == 0, done.stderr
+    done = run_python("-m", f"benchmarks.{name}", "--help", folder=ROOT)
     command = "scripts/gpu" if name == "gpu" else f"scripts/bench {name}"
     assert done.stdout.startswith(f"usage: {command}")
 
@@ -51,23 +44,13 @@ names = ("first", "second")
 settings = front.settings_of(demo.ENGINES[{engine!r}], 8000, 8001, folder, names, folder / "log")
 (folder / "controller.yaml").write_text(json.dumps(settings))
 """
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": DEMO_PATH},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=60,
-    )
-    assert done.returncode == 0, done.stderr
+    run_python("-c", program, environment={"PYTHONPATH": DEMO_PATH}, folder=ROOT)
     controller = Path(sys.executable).with_name("kvelastic-controller")
     checked = subprocess.run(
         [controller, "--check", "--config", tmp_path / "controller.yaml"],
         capture_output=True,
         text=True,
         check=False,
-        timeout=60,
     )
     assert checked.returncode == 0, checked.stderr
 
@@ -95,12 +78,6 @@ def test_the_demo_goes_to_its_end(engine: str) -> None:
 
 def test_the_folder_above_the_repository_is_not_searched_for_packages(tmp_path: Path) -> None:
     """What lies there by chance, a checkout of triton say, is nobody's package."""
-    done = subprocess.run(
-        [sys.executable, "-c", "import sys, kvelastic.cli; print(*sys.path, sep='\\n')"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=60,
-    )
+    program = "import sys, kvelastic.cli; print(*sys.path, sep='\\n')"
+    done = run_python("-c", program, folder=tmp_path)
     assert str(ROOT.parent) not in done.stdout.splitlines()

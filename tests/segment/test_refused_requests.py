@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 from ledger_instance import PAGE_BYTES, Instance
+from segment_owner import until_replied
+from waiting import DEADLINE_S
 
 from kvelastic import segment
 
 MIB = 1 << 20
-WAIT_S = 30.0
 
 
 @pytest.fixture
@@ -29,22 +30,22 @@ def test_a_refused_guarantee_changes_nothing_and_is_not_judged_again(
 ) -> None:
     _, b = pair
     limit = segment.inspect(b.name).answer["effective_limit_bytes"]
-    refused = segment.request(b.name, min_bytes=40 * MIB, limit_bytes=48 * MIB, wait_s=WAIT_S)
+    refused = segment.request(b.name, min_bytes=40 * MIB, limit_bytes=48 * MIB, wait_s=DEADLINE_S)
     assert refused.state == "refused"
     assert refused.effective_limit_bytes == limit, "half of a refused request was done"
     assert (refused.min_bytes, refused.priority) == (0, 0)
 
-    assert segment.request(b.name, priority=7, wait_s=WAIT_S).state == "applied"
-    answer = segment.request(b.name, min_bytes=8 * MIB, wait_s=WAIT_S)
+    assert segment.request(b.name, priority=7, wait_s=DEADLINE_S).state == "applied"
+    answer = segment.request(b.name, min_bytes=8 * MIB, wait_s=DEADLINE_S)
     assert (answer.state, answer.min_bytes, answer.priority) == ("applied", 8 * MIB, 7)
     assert answer.effective_limit_bytes == limit, "the refused limit came with a later request"
 
 
 def test_what_was_refused_may_be_requested_for_again(pair: tuple[Instance, Instance]) -> None:
     a, b = pair
-    assert segment.request(b.name, min_bytes=40 * MIB, wait_s=WAIT_S).state == "refused"
-    assert segment.request(a.name, min_bytes=0, wait_s=WAIT_S).state == "applied"
-    assert segment.request(b.name, min_bytes=40 * MIB, wait_s=WAIT_S).min_bytes == 40 * MIB
+    assert segment.request(b.name, min_bytes=40 * MIB, wait_s=DEADLINE_S).state == "refused"
+    assert segment.request(a.name, min_bytes=0, wait_s=DEADLINE_S).state == "applied"
+    assert segment.request(b.name, min_bytes=40 * MIB, wait_s=DEADLINE_S).min_bytes == 40 * MIB
 
 
 # --- requests that the instance reads together, since it did not run when they came ---------------
@@ -66,7 +67,7 @@ def held(instance: Instance) -> Iterator[None]:
 
 def wait_for_answer(instance: Instance, revision: int) -> segment.Answer:
     with segment.open_readonly(instance.name) as opened:
-        assert opened.record.wait_answer(revision, WAIT_S, settled=True)
+        assert opened.record.wait_answer(revision, DEADLINE_S, settled=True)
         raw = opened.record.read_answer()
     assert raw.pop("whole")
     return segment.Answer(**raw, requested_revision=revision)
@@ -90,7 +91,7 @@ def test_a_refused_guarantee_does_not_take_a_later_sleep_with_it(
     assert segment.inspect(b.name).usage["asleep"] == 1
     assert b.alloc(1) is None
     assert (answer.min_bytes, answer.priority) == (0, 0), "half of a refused request was done"
-    woken = segment.request(b.name, asleep=False, wait_s=WAIT_S)
+    woken = segment.request(b.name, asleep=False, wait_s=DEADLINE_S)
     assert woken.effective_limit_bytes == 64 * MIB, "the refused limit came with a later request"
 
 
@@ -114,7 +115,7 @@ def test_a_refusal_stays_one_while_an_earlier_limit_is_reached(
     _, b = pair
     ids = b.alloc(24)
     assert ids is not None
-    assert segment.request(b.name, limit_bytes=2 * PAGE_BYTES).state == "shrinking"
+    assert until_replied(b.name, limit_bytes=2 * PAGE_BYTES)["state"] == "shrinking"
     last = write(b, min_bytes=TOO_MUCH)
     assert wait_for_answer(b, last).state == "refused"
     b.free(ids)  # what is over the limit goes, and is answered

@@ -12,6 +12,7 @@ import killed_engines
 import psutil
 import pytest
 import run_end
+from waiting import DEADLINE_S, wait_until
 
 TESTS = Path(__file__).parents[1]
 NAME = f"kvelastic_left_by_{os.getpid()}"
@@ -30,6 +31,13 @@ ENDS = {
 }
 
 
+def is_gone(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
 def run_pytest(folder: Path, source: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     """In a run of its own, with this folder's conftest."""
     (folder / "test_inner.py").write_text(source)
@@ -39,7 +47,7 @@ def run_pytest(folder: Path, source: str, *arguments: str) -> subprocess.Complet
         env=os.environ | {"PYTHONPATH": f"{TESTS}:{TESTS / 'programs'}"},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=DEADLINE_S,
     )
 
 
@@ -54,7 +62,7 @@ def test_what_a_run_leaves_fails_it_however_it_ends(end, tmp_path):
     assert f"file /dev/shm/{NAME}" in done.stdout
     assert "now killed: sleep 1000" in done.stdout
     pid = int(done.stdout.split("pid ")[1].split()[0])
-    assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    wait_until(lambda: is_gone(pid), "it is not killed")
 
 
 def test_a_run_that_leaves_nothing_has_passed(tmp_path):
