@@ -6,7 +6,6 @@ import hashlib
 import json
 import os
 import signal
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ import httpx
 import psutil
 import pytest
 import yaml
+from processes import run_python
 from running import FAKES, Controller
 from test_launch import launched
 from waiting import wait_until
@@ -108,12 +108,7 @@ def test_a_key_in_the_command_that_the_configuration_does_not_name_is_a_fault() 
 def test_the_check_says_what_it_warns_of(tmp_path: Path) -> None:
     path = tmp_path / "controller.yaml"
     path.write_text(yaml.safe_dump(launched(tmp_path)))
-    done = subprocess.run(
-        [sys.executable, "-m", "kvelastic.controller", "--config", str(path), "--check"],
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0
+    done = run_python("-m", "kvelastic.controller", "--config", path, "--check")
     assert "without --host vLLM listens on all interfaces" in done.stderr
 
 

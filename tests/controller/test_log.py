@@ -17,6 +17,7 @@ import httpx
 import pytest
 import yaml
 from ports import free_port
+from processes import run_python
 from running import Engine, config_for
 from waiting import DEADLINE_S, wait_until
 
@@ -117,13 +118,7 @@ def test_a_line_that_was_cut_short_does_not_spoil_the_next(tmp_path: Path) -> No
         "    write('fourth line')\n"
         "print(writer.dropped_lines)\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program, str(log)],
-        stdout=subprocess.PIPE,
-        timeout=DEADLINE_S,
-        check=True,
-    )
-    assert done.stdout == b"2\n"
+    assert run_python("-c", program, log).stdout == "2\n"
     first, half, *told = log.read_text().splitlines()
     assert (first, half) == ("first line", "seco")
     notes = [json.loads(line)["message"] for line in told if line.startswith("{")]

@@ -400,7 +400,7 @@ def test_over_tls(engine: Engine, tmp_path: Path) -> None:
 
 
 def test_silence_ends_it(engine: Engine) -> None:
-    config = config_for(engine, model={"timeouts": {"idle": "200ms"}})
+    config = config_for(engine, model={"timeouts": {"idle": "2s"}})
     with Controller(config) as front, open_socket(front, "/v1/realtime?model=org/m") as ws:
         assert ws.recv() == CREATED
         with pytest.raises(ConnectionClosed) as caught:

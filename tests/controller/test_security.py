@@ -6,7 +6,6 @@ import hashlib
 import random
 import socket
 import subprocess
-import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -14,6 +13,7 @@ from pathlib import Path
 
 import needs
 import pytest
+from processes import run_python
 from running import Controller, Engine, config_for
 from waiting import DEADLINE_S, wait_until
 
@@ -229,9 +229,7 @@ def test_with_keys_for_models_only_nobody_changes_anything(engine: Engine) -> No
 def test_a_public_address_without_keys_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "c.yaml"
     path.write_text("server: {host: 0.0.0.0}")
-    command = [sys.executable, "-m", "kvelastic.controller", "--config", str(path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
-    assert done.returncode == 2
+    done = run_python("-m", "kvelastic.controller", "--config", path, exit_code=2)
     assert "auth.api_keys" in done.stderr
     assert "Traceback" not in done.stderr
 

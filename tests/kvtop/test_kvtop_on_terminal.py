@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import difflib
+import itertools
 import os
 import random
 import re
 import signal
 import subprocess
-import sys
 import termios
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -17,8 +17,10 @@ from pathlib import Path
 import pytest
 from ledger_instance import Instance
 from on_terminal import KVCTL, KVTOP, OnTerminal
+from processes import run_python
 from segment_owner import Owner
 from shown_instance import Shown
+from waiting import DEADLINE_S
 
 from kvelastic import segment
 from kvelastic.tier_board_format import TierFigures
@@ -179,8 +181,15 @@ def test_pages_in_and_out_are_seen(three, tag):
             return len(rates()) == 3 and rates()[0] > rates()[1] > rates()[2] > 0
 
         top.wait_for(is_busy)
+        sizes = itertools.cycle((usage(80 * GIB, GIB, 0, 0, 0), usage(80 * GIB, 28 * GIB, 0, 0, 0)))
+
+        def has_fallen() -> bool:
+            # Again and again: a fall is on the screen for as many looks as there are cells.
+            three[0].say(usage=next(sizes))
+            return "█▂" in top.text
+
+        top.wait_for(has_fallen)
         three[0].say(usage=usage(80 * GIB, GIB, 0, 0, 0))
-        top.wait_for("█▂")  # it fell, and stays to be seen for as many looks as there are cells
         top.wait_for("in use 8.00G")
 
 
@@ -416,7 +425,7 @@ def test_a_terminal_that_cannot_place_text(owner):
 
 def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        arguments, capture_output=True, text=True, env=os.environ | environment, timeout=120
+        arguments, capture_output=True, text=True, env=os.environ | environment, timeout=DEADLINE_S
     )
 
 
@@ -476,5 +485,5 @@ def test_it_opens_no_gpu(owner):
         "maps = open('/proc/self/maps').read()\n"
         "print('libcuda' in maps, file=sys.stderr)"
     )
-    done = run(sys.executable, "-c", program)
+    done = run_python("-c", program)
     assert done.stderr.splitlines()[-2:] == ["[]", "False"]
