@@ -13,9 +13,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from waiting import DEADLINE_S
-
 from processes import LineProgram
+from waiting import DEADLINE_S
 
 CAPACITY_BYTES = 4 << 30
 MAPPED_BYTES = 96 << 20
