@@ -201,7 +201,7 @@ def copies_here(size: int) -> Callable[[], float]:
 
     def copy() -> float:
         begin_s = time.perf_counter()
-        memory.copy(picked[:count], picked[count:])  # type: ignore[attr-defined]
+        memory.copy(picked[:count], picked[count:])
         return COPIED_BYTES / (time.perf_counter() - begin_s) / 1e9
 
     return copy

@@ -90,7 +90,7 @@ def _range(driver: _vmm.CudaDriver, chance: random.Random, extents: int, steps: 
         elif verb == "copy" and held and blocks:
             source, target = chance.choice(sorted(held)), chance.choice(blocks)
             if source != target:
-                memory.copy([source], [target])  # type: ignore[attr-defined]
+                memory.copy([source], [target])
                 held[target] = held[source]
         for block in chance.sample(sorted(held), min(4, len(held))):
             if not _holds(contents, shape, memory.address, block, held[block]):
