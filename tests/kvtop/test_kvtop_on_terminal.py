@@ -263,7 +263,10 @@ def test_min_and_priority_by_keys(owner):
 
 
 def test_a_real_instance_and_its_ledger():
-    with Instance(KVELASTIC_HOST_MEMORY="64M") as real, OnTerminal("-n", "0.1", real.name) as top:
+    with (
+        Instance(KVELASTIC_HOST_MEMORY="64M") as real,
+        OnTerminal("-n", "0.1", real.name, columns=120) as top,
+    ):
         real.alloc(8)  # two pages of 2 MiB
         top.wait_for(" of 64.0M")
         top.wait_for("in use 4.00M")
