@@ -38,6 +38,7 @@ print(chunk(budget, 500), small(budget))
 """
 
 
+@pytest.mark.matrix
 def test_while_a_begun_prompt_waits_nobody_is_admitted_before_it() -> None:
     """Else SGLang drops the first token of its answer: it counts chunks by the batches it makes."""
     chunks, alone, waits, behind, the_next_round = run_in_sglang(PROGRAM, 5)

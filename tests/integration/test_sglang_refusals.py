@@ -49,6 +49,7 @@ def test_an_error_ends_the_process_whatever_it_is() -> None:
         fail(ValueError("other"))
 
 
+@pytest.mark.matrix
 def test_sglang_built_differently_is_refused_with_what_was_found() -> None:
     changes = {
         "del batch.ScheduleBatch.check_decode_mem": "check_decode_mem: expected to exist",
@@ -86,6 +87,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.matrix
 def test_a_refused_server_ends_with_status_1_and_says_why(model: Path) -> None:
     done = subprocess.run(
         command_of(model, 1, ["--tp-size", "2", "--enable-two-batch-overlap"]),
@@ -101,6 +103,7 @@ def test_a_refused_server_ends_with_status_1_and_says_why(model: Path) -> None:
     assert "load weight" not in done.stderr.lower()
 
 
+@pytest.mark.matrix
 def test_a_kv_cache_of_another_kind_is_refused() -> None:
     """SGLang knows only after it has loaded a model which kind of cache that needs."""
     program = """

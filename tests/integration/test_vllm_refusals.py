@@ -13,6 +13,7 @@ from vllm_server import engine_environment
 pytestmark = needs.vllm
 
 
+@pytest.mark.matrix
 def test_not_enabled_it_imports_and_patches_nothing() -> None:
     code = """
         import sys
@@ -31,6 +32,7 @@ def test_not_enabled_it_imports_and_patches_nothing() -> None:
     run_python("-c", textwrap.dedent(code), environment=engine_environment())
 
 
+@pytest.mark.matrix
 def test_enabled_it_patches_once_when_the_engine_is_imported() -> None:
     code = """
         import sys
@@ -50,6 +52,7 @@ def test_enabled_it_patches_once_when_the_engine_is_imported() -> None:
     run_python("-c", textwrap.dedent(code), environment=environment)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("module", "changes"),
     [
