@@ -108,7 +108,6 @@ def environment(empty: Environment, tmp_path_factory: pytest.TempPathFactory) ->
     return made
 
 
-@pytest.mark.matrix
 def test_the_wheel_brings_both_files_and_an_uninstall_removes_them(
     environment: Environment, tmp_path: Path
 ) -> None:
