@@ -115,19 +115,13 @@ import needs, pytest
 def test_a(case): pass
 @needs.no_gpu
 def test_b(): pass
-@pytest.mark.soak
-def test_c(): pass
 """
-    done = run_pytest(
-        tmp_path, source, "-p", "no:randomly", "--strict-markers", "-o", "markers=soak"
-    )
+    done = run_pytest(tmp_path, source)
     said = [line for line in done.stdout.splitlines() if line.startswith("will skip")]
-    assert "will skip 1: takes minutes; run with --soak" in said
-    assert set(said) & {
-        "will skip 1: there is a GPU",
-        "will skip 3: no NVIDIA driver: no nvidia-smi",
-    }
-    assert len(said) == 2
+    assert said in (
+        ["will skip 1: there is a GPU"],
+        ["will skip 3: no NVIDIA driver: no nvidia-smi"],
+    )
 
 
 MAKES_A_SEMAPHORE = """
