@@ -389,6 +389,7 @@ def test_what_was_said_before_logging_was_set_up_is_not_lost() -> None:
     assert stream.getvalue().count("KVCACHED_PAGE_SIZE_MB is honoured") == 1
 
 
+@pytest.mark.slow
 def test_a_variable_is_spoken_of_once_in_a_whole_tree_of_processes() -> None:
     """An engine has a front, a core and workers, and each of them reads the variables."""
     program = (

@@ -10,6 +10,7 @@ import sys
 from contextlib import suppress
 from typing import Any
 
+import pytest
 from processes import PROGRAMS
 from segment_owner import until_replied
 
@@ -64,6 +65,7 @@ class Logged:
                 pipe.close()
 
 
+@pytest.mark.slow
 def test_what_happens_to_memory_is_said_and_each_line_is_one() -> None:
     with Logged("DEBUG") as one, Logged("DEBUG", KVELASTIC_PRIORITY="1") as two:
         ids = one.ask("alloc", 100)

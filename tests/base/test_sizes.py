@@ -161,6 +161,7 @@ def test_percent_refused(text: str) -> None:
     assert repr(text) in str(caught.value)
 
 
+@pytest.mark.slow
 @given(st.floats(0, 100, allow_nan=False))
 @settings(deadline=None)
 def test_percent_round_trip(percent: float) -> None:

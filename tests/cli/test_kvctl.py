@@ -92,6 +92,7 @@ def test_guarantee_and_priority_are_those_of_the_answer(owner):
     assert "3.00 GiB    -7" in line
 
 
+@pytest.mark.slow
 def test_guarantee_and_priority_are_shown_where_there_is_room(owner):
     narrow, wide = (on_terminal(["list", owner.name], columns) for columns in (100, 220))
     assert "Limit" in narrow
@@ -218,6 +219,7 @@ def test_a_refused_limit(name, answered):
         assert "refused" in unwaited.stderr
 
 
+@pytest.mark.slow
 def test_a_limit_that_is_not_reached_in_time(name, answered):
     with Owner(name, "shrink"):
         waited = kvctl("limit", name, "1M", "--wait", "0.05")
@@ -228,6 +230,7 @@ def test_a_limit_that_is_not_reached_in_time(name, answered):
         assert (entry["state"], entry["over_bytes"]) == ("shrinking", 95 << 20)
 
 
+@pytest.mark.slow
 def test_an_instance_that_does_not_answer(name):
     with Owner(name, "mute"):
         waited = kvctl("limit", name, "1M", "--wait", "0.05")
@@ -318,6 +321,7 @@ def test_gc_as_json(owner, name):
     assert "version 99" in left["why"]
 
 
+@pytest.mark.slow
 def test_gc_frees_what_the_dead_had_of_a_device():
     """Killed instances leave their places in the ledger; the last one leaves the file, too."""
     device = {"KVELASTIC_HOST_MEMORY": "64M", "KVELASTIC_PAGE_PREALLOC_ENABLED": "false"}
@@ -349,6 +353,7 @@ def test_whoever_looks_frees_what_the_dead_had_of_a_device():
 # ----------------------------------------------------------------------------------------- watch
 
 
+@pytest.mark.slow
 def test_watch_in_a_pipe_prints_a_table_an_interval(owner):
     result = subprocess.run(
         [KVCTL, "watch", "-n", "0.1", "--count", "3", owner.name],
@@ -362,6 +367,7 @@ def test_watch_in_a_pipe_prints_a_table_an_interval(owner):
     assert result.stderr == ""
 
 
+@pytest.mark.slow
 def test_watch_as_json_is_a_list_a_line(owner):
     result = subprocess.run(
         [KVCTL, "watch", "-n", "0.1", "--count", "2", "--json", owner.name],
@@ -380,6 +386,7 @@ def test_watch_of_an_unknown_name_and_of_no_interval(owner):
     assert kvctl("watch", "-n", "nan").exit_code == 2
 
 
+@pytest.mark.slow
 def test_watch_ends_well_at_ctrl_c_and_at_a_closed_pipe(owner):
     watching = subprocess.Popen(
         [KVCTL, "watch", "-n", "60"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -408,6 +415,7 @@ def on_terminal(arguments: list[str], columns: int, **environment: str) -> str:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("columns", [30, 60, 80, 100, 130, 200])
 @pytest.mark.parametrize("arguments", [["list"], ["watch", "-n", "0.1", "--count", "2"]])
 def test_screens_fit_the_terminal(owner, columns, arguments):
@@ -420,6 +428,7 @@ def test_screens_fit_the_terminal(owner, columns, arguments):
     assert owner.name[:8] in plain
 
 
+@pytest.mark.slow
 def test_colours_and_their_absence(owner):
     coloured = on_terminal(["list"], 160)
     assert "\x1b[32m" in coloured or "\x1b[1;32m" in coloured
@@ -454,10 +463,12 @@ def test_version_and_help():
         assert [option for option in options if option not in documented] == []
 
 
+@pytest.mark.slow
 def test_it_runs_as_a_module(owner):
     assert owner.name in run_python("-m", "kvelastic.cli", "list", "--json").stdout
 
 
+@pytest.mark.slow
 def test_names_are_completed(owner):
     result = subprocess.run(
         [KVCTL],

@@ -16,6 +16,9 @@ from terminal import Terminal
 
 from kvelastic.cli.kvctl import main
 
+pytestmark = pytest.mark.slow
+
+
 BIN = Path(sys.executable).parent
 PATH = f"{BIN}:{os.environ['PATH']}"
 

@@ -88,6 +88,7 @@ def segment_row(name: str, device: str | None, **values: Any) -> Row:
 # ------------------------------------------------------------------------------------------- json
 
 
+@pytest.mark.slow
 def test_json_without_nvml_is_the_host_with_its_instances(owner, no_nvml):
     result = kvctl(no_nvml, "--json")
     (host,) = json.loads(result.stdout)
@@ -123,6 +124,7 @@ def test_every_key_is_documented():
         assert [key for key in kind.__annotations__ if f"`{key}`" not in section] == []
 
 
+@pytest.mark.slow
 def test_capacity_of_the_host_is_the_variables(no_nvml):
     (host,) = rows(no_nvml | {"KVELASTIC_HOST_MEMORY": "3G"})
     assert host["capacity_bytes"] == 3 * GIB
@@ -131,6 +133,7 @@ def test_capacity_of_the_host_is_the_variables(no_nvml):
     assert "banana" in host["problem"]
 
 
+@pytest.mark.slow
 def test_capacity_is_what_its_instances_go_by_and_not_the_shells(no_nvml):
     """Also of an instance that is in no ledger, as the owner of this test is."""
     environ = no_nvml | {"KVELASTIC_HOST_MEMORY": "3G"}
@@ -142,6 +145,7 @@ def test_capacity_is_what_its_instances_go_by_and_not_the_shells(no_nvml):
         assert host["capacity_bytes"] == CAPACITY_BYTES
 
 
+@pytest.mark.slow
 def test_json_with_gpus(gpus, name):
     mine = segment.create(name, engine="test", model="none", device=WHOLE_GPU)
     try:
@@ -173,6 +177,7 @@ def test_json_with_gpus(gpus, name):
     assert all(set(row) == set(DeviceRow.__annotations__) for row in found)
 
 
+@pytest.mark.slow
 def test_looking_removes_no_segment(owner, no_nvml):
     owner.kill()
     (host,) = rows(no_nvml)
@@ -293,6 +298,7 @@ def on_terminal(environment: dict[str, str], columns: int, **more: str) -> str:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("columns", [30, 60, 80, 130, 200])
 def test_screens_fit_the_terminal(gpus, owner, columns):
     text = on_terminal(gpus, columns, NO_COLOR="1")
@@ -304,6 +310,7 @@ def test_screens_fit_the_terminal(gpus, owner, columns):
     assert owner.name[:8] in text
 
 
+@pytest.mark.slow
 def test_colours_and_their_absence(gpus):
     coloured = on_terminal(gpus, 160)
     assert "\x1b[33m" in coloured

@@ -376,6 +376,7 @@ def test_colour_marks_what_is_blocked():
     assert "\x1b" not in explanation_text(CALM, lines, columns=60)
 
 
+@pytest.mark.slow
 def test_a_terminal_and_no_color(name):
     with Owner(name):
         for environ, is_coloured in (({"NO_COLOR": ""}, True), ({"NO_COLOR": "1"}, False)):
@@ -408,6 +409,7 @@ DEVICE = {
 }
 
 
+@pytest.mark.slow
 def test_who_waits_for_whom():
     """One holds the device and is stopped; the other asks it, and both explanations say so."""
     with Instance(**DEVICE) as holder, Instance(KVELASTIC_PRIORITY="5", **DEVICE) as asker:

@@ -80,6 +80,7 @@ def test_what_is_not_named_stays(option, value, key, want):
         assert after[key] == want
 
 
+@pytest.mark.slow
 def test_guarantees_that_the_device_has_no_room_for_are_refused(answered):
     with Instance(**DEVICE) as one, Instance(**DEVICE) as other:
         assert kvctl("set", one.name, "--min", "40M", "--wait", "300").exit_code == 0
@@ -103,6 +104,7 @@ def test_a_guarantee_that_is_answered_but_not_kept_is_not_called_applied(name):
         assert kvctl("set", name, "--limit", "1G", "--wait", "300").exit_code == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mode", "code", "text"),
     [
@@ -213,6 +215,7 @@ def test_trim_gives_parked_pages_back_and_says_how_much():
         assert "0 B (0 bytes) were given back" in again.stdout
 
 
+@pytest.mark.slow
 def test_trim_leaves_contents_and_limits_alone():
     with Instance(**DEVICE) as one:
         ids = one.alloc(3 * BLOCKS_PER_PAGE - 1)
@@ -225,6 +228,7 @@ def test_trim_leaves_contents_and_limits_alone():
         assert row(one.name)["limit_bytes"] == 32 * MIB
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mode", "code", "text"),
     [
@@ -242,6 +246,7 @@ def test_a_trim_that_is_not_done(name, mode, code, text, request):
         assert kvctl("trim", name).exit_code == (1 if mode == "refuse" else 0)
 
 
+@pytest.mark.slow
 def test_a_trim_of_one_that_is_over_its_limit(name, answered):
     with Owner(name, "shrink"):
         kvctl("limit", name, "1M")

@@ -24,6 +24,7 @@ def owner():
         yield running
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("encoding", ["C", "C.UTF-8"])
 @pytest.mark.parametrize(
     "words",

@@ -103,6 +103,7 @@ def test_what_is_not_finished_is_refused(line):
 # -------------------------------------------------------------------------------- from a pipe
 
 
+@pytest.mark.slow
 def test_commands_from_a_pipe_are_the_commands(owner):
     done = piped(f"limit {owner.name} 2G --wait 300", "", "# nothing", f"list {owner.name} --json")
     said, _, listed = done.stdout.partition("\n")
@@ -147,6 +148,7 @@ def test_no_line_reaches_a_system_shell(tmp_path):
     assert "kvctl 0" in done.stdout  # and the shell lived on
 
 
+@pytest.mark.slow
 def test_a_wait_that_is_over_in_the_shell(owner):
     with Owner(f"{owner.name}_mute", "mute") as mute:
         assert piped(f"limit {mute.name} 1M --wait 0.05").returncode == 3
@@ -176,6 +178,7 @@ def test_a_bug_in_a_command_ends_the_command_only(capsys):
     assert "ZeroDivisionError: a bug" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_a_shell_that_nobody_types_to(owner):
     done = subprocess.Popen(
         [KVCTL, "shell"],
@@ -203,6 +206,7 @@ def until_requested(name: str) -> None:
 # ------------------------------------------------------------------------------- on a terminal
 
 
+@pytest.mark.slow
 def test_a_session_on_a_terminal(terminal, owner):
     terminal.type(f"list {owner.name}\r")
     assert owner.name in terminal.until(PROMPT)
@@ -223,6 +227,7 @@ def test_words_that_leave(terminal, word):
     assert terminal.end() == 0
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_the_command_and_not_the_shell(terminal, owner):
     with Owner(f"{owner.name}_mute", "mute") as mute:
         terminal.type(f"limit {mute.name} 1M --wait 600\r")
@@ -244,6 +249,7 @@ def test_ctrl_c_ends_the_command_and_not_the_shell(terminal, owner):
     terminal.until(PROMPT)
 
 
+@pytest.mark.slow
 def test_tab_completes_commands_options_and_names(terminal, owner):
     terminal.type("vers\t\r")
     terminal.until("kvctl 0")
@@ -252,6 +258,7 @@ def test_tab_completes_commands_options_and_names(terminal, owner):
     terminal.until(f"{owner.name}: limit 1.00 GiB (1073741824 bytes) applied")
 
 
+@pytest.mark.slow
 def test_history_is_kept_private_and_comes_back(state, owner):
     path = state / "kvelastic" / "kvctl_history"
     with Terminal([KVCTL, "shell"], XDG_STATE_HOME=str(state)) as first:

@@ -80,6 +80,7 @@ def test_asleep_it_holds_nothing_and_says_how_much_that_was(one):
     assert one.alloc(1) == [1]
 
 
+@pytest.mark.slow
 def test_what_is_in_use_goes_when_the_requests_end(one):
     ids = one.alloc(2 * BLOCKS_PER_PAGE - 1)
     late = kvctl("sleep", one.name, "--wait", "0.05")
@@ -124,6 +125,7 @@ def test_a_limit_set_in_sleep_is_taken_and_counts_after_it(one):
     assert one.ask("available") == 16 * MIB // PAGE_BYTES * BLOCKS_PER_PAGE - 1
 
 
+@pytest.mark.slow
 def test_a_limit_for_one_on_its_way_to_sleep_says_both(one):
     one.alloc(1)
     done("sleep", one.name)
@@ -133,6 +135,7 @@ def test_a_limit_for_one_on_its_way_to_sleep_says_both(one):
     assert "2.00 MiB of one that is asleep and still to be" in done("trim", one.name)
 
 
+@pytest.mark.slow
 def test_a_limit_that_nobody_has_asked_for_is_not_called_0(one):
     before = row(one.name)["limit_bytes"]
     assert before == 64 * MIB
@@ -142,6 +145,7 @@ def test_a_limit_that_nobody_has_asked_for_is_not_called_0(one):
     assert row(one.name)["limit_bytes"] == before
 
 
+@pytest.mark.slow
 def test_awake_and_still_over_its_limit(one):
     one.alloc(3 * BLOCKS_PER_PAGE - 1)
     done("sleep", one.name)
@@ -162,6 +166,7 @@ def test_an_instance_that_does_not_know_sleep_is_not_called_asleep(name, answere
         assert "is awake already; its limit is 4.00 GiB" in done("wake", name, "--wait", "300")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("verb", ["sleep", "wake"])
 def test_one_that_does_not_answer(name, verb):
     with Owner(name, "mute"):
@@ -232,6 +237,7 @@ def test_wrong_usage_changes_nothing(name, verb):
         assert segment.inspect(name).request["revision"] == 0
 
 
+@pytest.mark.slow
 def test_in_the_shell_and_completed_there(one):
     lines = f"sleep {one.name} --wait 300\nlist {one.name}\nwake {one.name} --wait 300\n"
     shell = subprocess.run([KVCTL, "shell"], input=lines, capture_output=True, text=True)
@@ -251,6 +257,7 @@ def test_in_the_shell_and_completed_there(one):
 # ----------------------------------------------------------------------------- where it is shown
 
 
+@pytest.mark.slow
 def test_lists_stats_and_explanation_show_it(one):
     one.cache(one.alloc(4))
     done("limit", one.name, "32M", "--wait", "300")
@@ -270,6 +277,7 @@ def test_lists_stats_and_explanation_show_it(one):
     assert [line.split()[1] for line in lines if line.startswith("  asleep")] == ["no"]
 
 
+@pytest.mark.slow
 def test_an_engine_that_sleeps_is_named_by_whoever_wakes_its_memory(one):
     """The controller puts both to sleep; kvctl wakes the memory, and requests wait all the same."""
     assert row(one.name)["engine_asleep"] is None
@@ -290,6 +298,7 @@ def test_an_engine_that_sleeps_is_named_by_whoever_wakes_its_memory(one):
     assert done("list", one.name).splitlines()[1].split()[1] == "applied"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("state", "asleep", "shown"),
     [
@@ -307,6 +316,7 @@ def test_what_the_tables_show_as_its_state(one, state, asleep, shown):
     assert plain_table([entry]).splitlines()[1].split()[1] == shown
 
 
+@pytest.mark.slow
 def test_the_explanation_says_why_nothing_is_had_and_what_ends_that(one):
     done("set", one.name, "--min", "8M", "--limit", "32M", "--wait", "300")
     ids = one.alloc(4)

@@ -97,6 +97,7 @@ def used(told: dict[str, Any]) -> int:
     return size_bytes
 
 
+@pytest.mark.slow
 def test_what_is_shown_is_what_there_is(one: Instance) -> None:
     figures = shown(one.name)
     assert figures["name"] == one.name
@@ -122,6 +123,7 @@ def test_what_is_shown_is_what_there_is(one: Instance) -> None:
     assert done("show", one.name).splitlines()[0] == lines[0]
 
 
+@pytest.mark.slow
 def test_limits_and_trims_hold(one: Instance) -> None:
     limit = said("limit", one.name, "disk", "2M")
     figures = shown(one.name)
@@ -138,6 +140,7 @@ def test_limits_and_trims_hold(one: Instance) -> None:
     assert shown(one.name)["limit_bytes"] == 1 << 30
 
 
+@pytest.mark.slow
 def test_erasing_says_how_much_it_was(one: Instance) -> None:
     assert said("erase", one.name, "--older-than", "7d")["records"] == {"disk": 0}
     assert said("erase", one.name, "--model", "another")["records"] == {"disk": 0}
@@ -147,6 +150,7 @@ def test_erasing_says_how_much_it_was(one: Instance) -> None:
     assert shown(one.name)["records"] == 0
 
 
+@pytest.mark.slow
 def test_clear_erases_all_and_asks_first(one: Instance) -> None:
     refused = kvctl("clear", one.name)
     assert (refused.exit_code, "add --yes" in refused.stderr) == (2, True)
@@ -154,6 +158,7 @@ def test_clear_erases_all_and_asks_first(one: Instance) -> None:
     assert text == f"{one.name}: {one.records} records erased (disk {one.records}).\n"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
@@ -197,6 +202,7 @@ def test_an_instance_without_tiers_says_where_they_come_from() -> None:
         assert json.loads(done("--json")) == [] or name not in done("--json")
 
 
+@pytest.mark.slow
 def test_operators_at_once_get_their_own_answers(one: Instance) -> None:
     answers: dict[int, TierAnswer | None] = {}
 
@@ -221,6 +227,7 @@ def test_operators_at_once_get_their_own_answers(one: Instance) -> None:
         assert (answer.counts[0] == 0) == (number % 2 == 0)
 
 
+@pytest.mark.slow
 def test_noise_on_the_board_stops_neither_side(one: Instance) -> None:
     dice = random.Random(5)
     header = tier_board_format.LAYOUT.pack_header()
@@ -237,6 +244,7 @@ def test_noise_on_the_board_stops_neither_side(one: Instance) -> None:
     assert shown(one.name)["limit_bytes"] in {16 * MIB, 32 * MIB}
 
 
+@pytest.mark.slow
 def test_the_board_of_a_killed_instance_is_reaped(tmp_path: Path) -> None:
     one = Instance(tmp_path / "disk")
     assert one.board.exists()

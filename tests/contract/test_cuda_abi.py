@@ -7,6 +7,10 @@ import subprocess
 from pathlib import Path
 
 import needs
+import pytest
+
+pytestmark = pytest.mark.slow
+
 
 ROOT = Path(__file__).parents[2]
 

@@ -183,6 +183,7 @@ def test_drain_returns(device):
     device.driver.drain()
 
 
+@pytest.mark.slow
 def test_threads_get_pages_of_their_own(device, unit):
     """Each thread writes its mark into its pages and finds it there; at the end nothing is left."""
     threads, rounds = 4, 12

@@ -46,16 +46,19 @@ def run(driver: str, case: str, environment: dict[str, str]) -> None:
     assert run_python(BATTERY, driver, case, environment=environment).stdout == "passed\n"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", EVERY_DRIVER)
 def test_host(case: str) -> None:
     run("host", case, {})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", [*EVERY_CUDA, *SIMULATED])
 def test_simulated_cuda(case: str, tmp_path: Path) -> None:
     run("cuda", case, simulated(tmp_path, **SIMULATED.get(case, {})))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("poison", ["0", "1"])
 @pytest.mark.parametrize("case", EVERY_CUDA)
 def test_cuda_that_is_nobodys_own(case: str, poison: str, tmp_path: Path) -> None:

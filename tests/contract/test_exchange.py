@@ -29,6 +29,7 @@ def start(role: str, path: Path, environment: dict[str, str]) -> subprocess.Pope
     )
 
 
+@pytest.mark.slow
 def test_two_processes_share_pages(tmp_path: Path) -> None:
     environment = simulated(tmp_path, KVSIM_MEMORY="1G")
     path = tmp_path / "pages"

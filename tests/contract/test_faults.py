@@ -9,6 +9,9 @@ import pytest
 
 from kvelastic import _vmm, errors
 
+pytestmark = pytest.mark.slow
+
+
 MIB = 1 << 20
 PAGE = 2 * MIB
 PAGES = 8

@@ -198,6 +198,7 @@ def test_a_map_that_fails_is_undone_while_a_kernel_runs(library: str) -> None:
         pool.check_integrity()
 
 
+@pytest.mark.slow
 def test_a_long_kernel_is_no_late_worker_and_a_stopped_worker_is_one(library: str) -> None:
     timeout_s = 2.5
     with gpus(library, timeout_s=timeout_s) as on:
@@ -220,6 +221,7 @@ def test_a_long_kernel_is_no_late_worker_and_a_stopped_worker_is_one(library: st
         pool.check_integrity()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["kill", "stop"])
 def test_a_worker_that_ends_while_a_kernel_is_waited_for(library: str, how: str) -> None:
     with gpus(library, ranks=2) as on:
@@ -239,6 +241,7 @@ def test_a_worker_that_ends_while_a_kernel_is_waited_for(library: str, how: str)
         pool.check_integrity()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("call", ["cuEventCreate", "cuEventRecord", "cuEventQuery"])
 def test_a_wait_that_fails_leaves_the_pages_where_they_are(library: str, call: str) -> None:
     with gpus(library, ranks=2) as on:
@@ -317,6 +320,7 @@ CASES = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_in_one_process(library: str, case: str) -> None:
     environment = {"LD_LIBRARY_PATH": library, "KVSIM_STRICT_CONTEXT": "1"}

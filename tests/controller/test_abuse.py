@@ -21,6 +21,8 @@ from ports import free_port
 from running import FAKES, Controller, Engine, config_for
 from waiting import DEADLINE_S, wait_until
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize(
     "count", [400, pytest.param(10_000, marks=pytest.mark.soak)], ids=["some", "ten_thousand"]

@@ -77,6 +77,7 @@ def buffered_bytes(front: Controller) -> float:
     return float(found[1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [0, 100_000, 3 * MIB], ids=["small", "middle", "large"])
 @pytest.mark.parametrize(
     ("make", "headers", "written"),
@@ -140,6 +141,7 @@ def test_what_cannot_be_read_is_refused_as_openai_says_it(
     assert buffered_bytes(front) == 0
 
 
+@pytest.mark.slow
 def test_a_fault_while_forwarding_is_an_answer_in_json(engine: Engine) -> None:
     """Whatever is raised, and by whom: the connection lives, and the log has it."""
     sabotage = (
@@ -178,6 +180,7 @@ def test_a_fault_while_forwarding_is_an_answer_in_json(engine: Engine) -> None:
 # ------------------------------------------------------------------- the process for large bodies
 
 
+@pytest.mark.slow
 def test_small_bodies_need_no_other_process(engine: Engine) -> None:
     with Controller(config_for(engine)) as front:
         assert front.complete("org/m", pad="x" * 500_000).status_code == 200
@@ -216,6 +219,7 @@ def test_the_reader_may_die_while_it_reads(front: Controller, engine: Engine) ->
     assert buffered_bytes(front) == 0
 
 
+@pytest.mark.slow
 def test_the_reader_ends_when_its_controller_is_killed(engine: Engine) -> None:
     with Controller(config_for(engine)) as front:
         front.complete("org/m", pad="x" * 2 * MIB)
@@ -225,6 +229,7 @@ def test_the_reader_ends_when_its_controller_is_killed(engine: Engine) -> None:
         wait_until(lambda: not Path(f"/proc/{worker}").exists())
 
 
+@pytest.mark.slow
 def test_what_waits_costs_its_own_size(engine: Engine) -> None:
     """No copy of a body and nothing made of it lives as long as it waits."""
     bodies, size = 3, 2 * MIB
@@ -279,6 +284,7 @@ def test_a_large_body_whose_client_goes_is_let_go(front: Controller, engine: Eng
     wait_until(lambda: buffered_bytes(front) == 0)
 
 
+@pytest.mark.slow
 def test_an_engine_may_answer_before_it_has_the_whole_body(front: Controller) -> None:
     """And what is sent to it goes on: its answer is not cut."""
     with socket.create_server(("127.0.0.1", 0)) as server:

@@ -20,6 +20,9 @@ from waiting import DEADLINE_S, wait_until
 from kvelastic.messages import parse_address
 from kvelastic.transfer import Node
 
+pytestmark = pytest.mark.slow
+
+
 MIB = 1 << 20
 HOSTILE = "<img src=x onerror=\"document.title='owned'\">&amp;<b>bold"
 COUNT = "document.querySelectorAll('#rows > tr').length == {}"

@@ -11,6 +11,9 @@ from browser import Browser, expect
 from ports import free_port
 from running import Controller, Engine, config_for
 
+pytestmark = pytest.mark.slow
+
+
 API, ADMIN = "api-key-1", "admin-key-1"
 
 

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 
+import pytest
 from browser import Browser, expect
 from running import Controller, Engine, config_for
 from waiting import wait_until
+
+pytestmark = pytest.mark.slow
 
 
 def test_rows_say_who_waits_and_who_makes_room(browser: Browser) -> None:

@@ -10,6 +10,7 @@ import os
 import sys
 from pathlib import Path
 
+import pytest
 import yaml
 from ports import free_port
 from running import FAKES, Controller
@@ -54,6 +55,7 @@ def test_it_is_read_without_a_warning_and_holds_any_two() -> None:
         assert room.obstacle(one, [two, three]) is not None
 
 
+@pytest.mark.slow
 def test_whichever_is_asked_for_runs(tmp_path: Path) -> None:
     config = yaml.safe_load(EXAMPLE.read_text())
     for model in config["models"]:

@@ -25,6 +25,7 @@ def front(engine: Engine) -> Iterator[Controller]:
         yield front
 
 
+@pytest.mark.slow
 def test_an_answer_comes_back_as_it_is(front: Controller, engine: Engine) -> None:
     body = {"model": "org/m", "prompt": "x"}
     headers = {"x-request-id": "one"}
@@ -214,6 +215,7 @@ def test_hop_by_hop_headers_stay_on_their_hop(front: Controller, engine: Engine)
     assert seen["authorization"] == "Bearer mine"  # no keys of our own: it is the engine's
 
 
+@pytest.mark.slow
 def test_traffic_is_counted_when_it_is_over(engine: Engine) -> None:
     with Controller(config_for(engine)) as front:
         front.complete("org/m", max_tokens=11)
@@ -230,6 +232,7 @@ def test_traffic_is_counted_when_it_is_over(engine: Engine) -> None:
         assert found["is_idle"] is False
 
 
+@pytest.mark.slow
 def test_replicas_get_what_the_least_busy_can_take() -> None:
     with Engine() as one, Engine() as two:
         config = config_for(one, model={"url": None, "urls": [one.url, two.url]})
@@ -255,6 +258,7 @@ def test_replicas_get_what_the_least_busy_can_take() -> None:
             assert busy.count("requests") == 7
 
 
+@pytest.mark.slow
 def test_no_engine_at_all_is_503_with_retry_after() -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

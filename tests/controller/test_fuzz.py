@@ -19,6 +19,9 @@ import pytest
 from running import Controller, Engine, config_for
 from waiting import DEADLINE_S, wait_until
 
+pytestmark = pytest.mark.slow
+
+
 API, ADMIN = "fuzz-api-key", "fuzz-admin-key"
 AT_ONCE = 400
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -200,6 +201,7 @@ STEPS = st.lists(
 )  # fmt: skip
 
 
+@pytest.mark.slow
 @given(STEPS)
 def test_whatever_happens_every_request_is_somewhere_once(steps: list[tuple[str, int]]) -> None:
     effects = Written()
@@ -233,6 +235,7 @@ def test_whatever_happens_every_request_is_somewhere_once(steps: list[tuple[str,
         assert len(set(map(id, effects.refused))) == len(effects.refused)
 
 
+@pytest.mark.slow
 @given(
     priorities=st.lists(st.integers(-2, 2), max_size=8),
     gone=st.sets(st.integers(0, 7)),

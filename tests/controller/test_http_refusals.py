@@ -156,6 +156,7 @@ def test_anthropic_s_clients_get_errors_that_they_know(front: Controller) -> Non
         check_anthropic_error(answer, status, kind)
 
 
+@pytest.mark.slow
 def test_anthropic_s_clients_that_are_slow_get_them_too(engine: Engine) -> None:
     server = {"header_timeout": "500ms", "body_timeout": "500ms"}
     with Controller(config_for(engine, server=server)) as front:
@@ -175,6 +176,7 @@ def check_anthropic_error(answer: bytes, status: int, kind: str) -> None:
     assert body.get("request_id") == (headers.get(b"x-request-id", b"").decode() or None)
 
 
+@pytest.mark.slow
 def test_anthropic_s_own_client_reads_them(front: Controller) -> None:
     anthropic = pytest.importorskip("anthropic")
     with anthropic.Anthropic(api_key=KEY, base_url=front.url, max_retries=0) as client:

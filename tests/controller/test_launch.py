@@ -10,11 +10,14 @@ from typing import Any
 
 import httpx
 import psutil
+import pytest
 from ports import free_port
 from running import FAKES, Controller
 from waiting import wait_until
 
 from kvelastic.controller.engine_process import STEADY_S, Restarts
+
+pytestmark = pytest.mark.slow
 
 
 def launched(tmp_path: Path, *more: str, **launch: Any) -> dict[str, Any]:

@@ -105,6 +105,7 @@ def test_a_key_in_the_command_that_the_configuration_does_not_name_is_a_fault() 
         )
 
 
+@pytest.mark.slow
 def test_the_check_says_what_it_warns_of(tmp_path: Path) -> None:
     path = tmp_path / "controller.yaml"
     path.write_text(yaml.safe_dump(launched(tmp_path)))
@@ -112,6 +113,7 @@ def test_the_check_says_what_it_warns_of(tmp_path: Path) -> None:
     assert "without --host vLLM listens on all interfaces" in done.stderr
 
 
+@pytest.mark.slow
 def test_a_launched_engine_has_a_key_that_only_the_controller_sends(tmp_path: Path) -> None:
     seen = tmp_path / "environment"
     engine = (

@@ -15,6 +15,9 @@ import pytest
 from running import Controller, Engine, config_for
 from waiting import DEADLINE_S
 
+pytestmark = pytest.mark.slow
+
+
 KIB = 1 << 10
 SIZES_KIB = [1 << power for power in range(11)]
 TRIES = 12

@@ -145,6 +145,7 @@ def controller(
         process.wait()
 
 
+@pytest.mark.slow
 def test_a_stderr_that_nobody_reads_stops_neither_requests_nor_the_end(tmp_path: Path) -> None:
     port = free_port()
     read, write = os.pipe()
@@ -168,6 +169,7 @@ def test_a_stderr_that_nobody_reads_stops_neither_requests_nor_the_end(tmp_path:
     assert all(json.loads(line) for line in lines[:-1])  # the last one was being written
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["full", "closed"])
 def test_lines_that_are_lost_are_counted_for_prometheus(tmp_path: Path, kind: str) -> None:
     port = free_port()

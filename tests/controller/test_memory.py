@@ -13,6 +13,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from running import Controller, Engine, config_for
 from waiting import DEADLINE_S, wait_until
 
+pytestmark = pytest.mark.slow
+
+
 MIB = 1 << 20
 
 

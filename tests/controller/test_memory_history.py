@@ -16,6 +16,9 @@ from kvelastic.controller import memory_history
 from kvelastic.controller.memory_history import SAMPLES, MemoryHistory
 from kvelastic.errors import IntegrityError
 
+pytestmark = pytest.mark.slow
+
+
 MIB = 1 << 20
 
 

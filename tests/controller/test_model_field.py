@@ -299,6 +299,7 @@ def mutated(dice: random.Random, body: bytes) -> bytes:
     return bytes(noisy)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "count", [1500, pytest.param(100_000, marks=pytest.mark.soak)], ids=["some", "hundred_thousand"]
 )

@@ -14,6 +14,8 @@ from schemathesis.checks import not_a_server_error
 from schemathesis.core.result import Ok
 from waiting import wait_until
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[Engine]:

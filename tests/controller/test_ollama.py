@@ -15,6 +15,9 @@ from ports import free_port
 from running import FAKES, Controller, Engine, config_for
 from waiting import DEADLINE_S, wait_until
 
+pytestmark = pytest.mark.slow
+
+
 HELLO = [{"role": "user", "content": "hello"}]
 
 

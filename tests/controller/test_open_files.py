@@ -18,6 +18,9 @@ from waiting import wait_until
 
 from kvelastic.errors import SegmentError, is_out_of_descriptors
 
+pytestmark = pytest.mark.slow
+
+
 SOFT, HARD = 200, 256
 MOST = (HARD - 96) // 2
 """What `open_files.py` makes of it."""

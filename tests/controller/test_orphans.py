@@ -26,6 +26,9 @@ from kvelastic.controller import launch_record
 from kvelastic.controller.launch_record import LaunchedEngine, Mark, Record
 from kvelastic.lease import ProcessIdentity
 
+pytestmark = pytest.mark.slow
+
+
 ORPHAN = "--outlives-its-parent"
 
 

@@ -60,6 +60,7 @@ def in_flight(front: Controller, model: str = "m") -> int:
     return front.get("/models").json()["models"][model]["in_flight"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "path",
     ["/v1/realtime?model=m", "/v1/realtime?x=1&model=short", "/upstream/short/v1/realtime"],
@@ -154,6 +155,7 @@ def test_an_engine_that_breaks_off_ends_it(engine: Engine, front: Controller) ->
     wait_until(lambda: [x for x in front.lines if '"engine_failed"' in x and '"status": 101' in x])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("when", ["at once", "with a message half sent"])
 def test_a_killed_engine_ends_it_and_the_next_one_starts(tmp_path: Path, when: str) -> None:
     (model,) = on_demand(tmp_path, "a", backoff="10ms")
@@ -218,6 +220,7 @@ def test_an_engine_that_is_not_there_is_503() -> None:
         assert in_flight(front, "x") == 0
 
 
+@pytest.mark.slow
 def test_keys_and_pages_are_checked(engine: Engine) -> None:
     def status(front: Controller, **more: Any) -> int:
         try:
@@ -285,6 +288,7 @@ def send_on(sock: socket.socket, data: bytes) -> int:
     return times
 
 
+@pytest.mark.slow
 def test_messages_are_bounded_both_ways(engine: Engine, front: Controller) -> None:
     for asked in ("x" * ((16 << 20) + 1), json.dumps({"fake": {"big": (16 << 20) + 1}})):
         with open_socket(front) as ws:
@@ -339,6 +343,7 @@ def test_a_message_of_endless_empty_pieces_is_cut(engine: Engine, front: Control
     wait_until(lambda: in_flight(front) == 0)
 
 
+@pytest.mark.slow
 def test_pings_whose_pongs_nobody_reads_are_cut(engine: Engine) -> None:
     """By how much is unread, long before `send_timeout`."""
     config = config_for(engine, model={"aliases": ["m"]})
@@ -349,6 +354,7 @@ def test_pings_whose_pongs_nobody_reads_are_cut(engine: Engine) -> None:
         assert metric(front, "send_timeouts_total") == 0
 
 
+@pytest.mark.slow
 def test_a_client_that_does_not_read_stops_the_engine_and_is_cut(
     engine: Engine, front: Controller
 ) -> None:
@@ -385,6 +391,7 @@ def test_handshakes_that_are_none_are_refused(engine: Engine, front: Controller)
     wait_until(lambda: metric(front, "connections") <= 2)
 
 
+@pytest.mark.slow
 def test_over_tls(engine: Engine, tmp_path: Path) -> None:
     certificate, key = make_certificate(tmp_path)
     config = config_for(engine, server={"tls_cert": str(certificate), "tls_key": str(key)})
@@ -399,6 +406,7 @@ def test_over_tls(engine: Engine, tmp_path: Path) -> None:
         wait_until(lambda: engine.count("closed_4003") == 1)
 
 
+@pytest.mark.slow
 def test_silence_ends_it(engine: Engine) -> None:
     config = config_for(engine, model={"timeouts": {"idle": "2s"}})
     with Controller(config) as front, open_socket(front, "/v1/realtime?model=org/m") as ws:
@@ -410,6 +418,7 @@ def test_silence_ends_it(engine: Engine) -> None:
         wait_until(lambda: in_flight(front, "org/m") == 0)
 
 
+@pytest.mark.slow
 def test_the_end_of_the_controller_ends_it(engine: Engine) -> None:
     with Controller(config_for(engine)) as front:
         with open_socket(front, "/v1/realtime?model=org/m") as ws:
@@ -423,6 +432,7 @@ def test_the_end_of_the_controller_ends_it(engine: Engine) -> None:
     wait_until(lambda: engine.state()["in_flight"] == 0)
 
 
+@pytest.mark.slow
 def test_many_at_once(engine: Engine, front: Controller) -> None:
     def one(number: int) -> bool:
         with open_socket(front) as ws:

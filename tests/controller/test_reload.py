@@ -65,6 +65,7 @@ def test_keys_change_with_it() -> None:
         assert front.complete().status_code == 401
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("new_one_sleeps", [False, True])
 def test_who_waits_for_a_model_whose_engine_changes_gets_the_new_one(new_one_sleeps: bool) -> None:
     with Engine() as old, Engine() as new, Controller(config_for(old)) as front:
@@ -91,6 +92,7 @@ def test_who_waits_for_a_model_whose_engine_changes_gets_the_new_one(new_one_sle
         old.release("w")
 
 
+@pytest.mark.slow
 def test_who_waits_for_a_model_that_is_gone_is_told_so() -> None:
     with (
         Engine("vllm", "one") as one,

@@ -129,6 +129,7 @@ def test_bodies_and_headers_have_bounds(front: Controller) -> None:
     assert b" 431 " in raw(front.port, b"GET /" + b"x" * 9000)
 
 
+@pytest.mark.slow
 def test_slow_clients_are_let_go(engine: Engine) -> None:
     head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
     server = {"header_timeout": "300ms", "body_timeout": "300ms", "keep_alive": "1s"}
@@ -226,6 +227,7 @@ def test_with_keys_for_models_only_nobody_changes_anything(engine: Engine) -> No
         assert (response.status_code, response.json()["error"]["code"]) == (403, "no_admin_keys")
 
 
+@pytest.mark.slow
 def test_a_public_address_without_keys_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "c.yaml"
     path.write_text("server: {host: 0.0.0.0}")
@@ -261,6 +263,7 @@ def test_https_only_where_a_certificate_is_given(engine: Engine, tmp_path: Path)
             assert answer.status == 200
 
 
+@pytest.mark.slow
 def test_bodies_together_have_a_bound(engine: Engine) -> None:
     config = config_for(engine, server={"max_buffered": 3000})
     with Controller(config) as front:

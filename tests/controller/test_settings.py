@@ -95,6 +95,7 @@ def test_faults_are_named(text: str, said: str) -> None:
     assert said in str(caught.value)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("text", "said"),
     [

@@ -17,6 +17,8 @@ import pytest
 from running import Controller, Engine, config_for
 from waiting import wait_until
 
+pytestmark = pytest.mark.slow
+
 
 def many(url: str, count: int, **body: Any) -> list[tuple[int, str | None]]:
     """So many requests at once: the status of each, and its Retry-After."""

@@ -19,6 +19,9 @@ from waiting import DEADLINE_S, wait_until
 
 from kvelastic import segment
 
+pytestmark = pytest.mark.slow
+
+
 MIB = 1 << 20
 
 

@@ -27,6 +27,9 @@ from kvelastic.controller import connections
 from kvelastic.controller.connections import LEAST_BYTES, Connections, Sent, _sent, has_progressed
 from kvelastic.controller.open_files import OpenFiles
 
+pytestmark = pytest.mark.slow
+
+
 PAD_BYTES = 24_000_000
 """More than the kernel's buffers on both sides hold."""
 

@@ -23,6 +23,9 @@ from kvelastic import ledger, segment
 from kvelastic.board_file import requests_in
 from kvelastic.tier_board_format import LAYOUT, unpack_request
 
+pytestmark = pytest.mark.slow
+
+
 MIB = 1 << 20
 
 

@@ -24,6 +24,9 @@ from waiting import DEADLINE_S, wait_until
 
 from kvelastic import ledger, segment
 
+pytestmark = pytest.mark.slow
+
+
 LEDGER = f"turns-{os.getpid()}"
 MEMORY = {"KVELASTIC_HOST_MEMORY": "256M", "KVELASTIC_LEDGER": LEDGER}
 OWN_MEMORY = MEMORY | {"KVELASTIC_LEDGER": f"{LEDGER}-own"}

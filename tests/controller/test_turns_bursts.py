@@ -13,6 +13,9 @@ from turns_simulation import SECOND_NS, Engine, TurnSimulation
 
 from kvelastic.reclaim.trace import Arrival, ModelSpec, Trace
 
+pytestmark = pytest.mark.slow
+
+
 PAGE = 2 << 20
 MODELS = 3
 SLEEP_S, WAKE_S = 1.0, 4.0

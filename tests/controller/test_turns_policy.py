@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -224,6 +225,7 @@ def scenes(draw: st.DrawFn) -> tuple[Room, dict[str, Standing], list[Want], int]
     return room(others={"x": draw(sizes)}, groups=groups), standings, wants, draw(st.integers(0, 2))
 
 
+@pytest.mark.slow
 @given(scenes())
 def test_in_any_scene_who_goes_fits_and_who_sleeps_may(
     scene: tuple[Room, dict[str, Standing], list[Want], int],

@@ -10,6 +10,9 @@ from turns_simulation import SECOND_NS, Engine, TurnSimulation
 from kvelastic.controller.room import Group
 from kvelastic.reclaim.trace import Arrival, ModelSpec, Trace
 
+pytestmark = pytest.mark.slow
+
+
 PAGE = 2 << 20
 NEVER_NS = 10**18
 

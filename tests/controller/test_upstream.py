@@ -84,6 +84,7 @@ def test_a_client_that_goes_away_cancels_it(engine: Engine, front: Controller) -
     assert (line["kind"], line["model"]) == ("request", NAME)
 
 
+@pytest.mark.slow
 def test_it_starts_an_engine(tmp_path: Path) -> None:
     (model,) = on_demand(tmp_path, "a")
     del model["instance"]
@@ -129,6 +130,7 @@ def test_what_names_no_model_is_not_found(engine: Engine, front: Controller) -> 
     assert engine.count("echoed") == 0
 
 
+@pytest.mark.slow
 def test_the_longer_of_two_names_counts() -> None:
     with (
         Engine("vllm", "org") as one,
@@ -151,6 +153,7 @@ def test_bounds_hold_there_too(engine: Engine) -> None:
 KEYS = {"api_keys": ["user"], "admin_keys": ["admin"]}
 
 
+@pytest.mark.slow
 def test_what_is_no_inference_needs_an_admin_key(engine: Engine) -> None:
     with Controller(config_for(engine, auth=KEYS)) as front:
 

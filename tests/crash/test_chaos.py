@@ -28,7 +28,7 @@ from waiting import DEADLINE_S, wait_until
 
 from kvelastic import _vmm, ledger, segment, segment_dir
 
-pytestmark = pytest.mark.timeout(1200)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
 SEED = int(os.environ.get("CHAOS_SEED") or random.randrange(10**6))
 SECONDS = os.environ.get("CHAOS_SECONDS")

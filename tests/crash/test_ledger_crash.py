@@ -20,6 +20,9 @@ from waiting import wait_until
 
 from kvelastic import ledger, segment
 
+pytestmark = pytest.mark.slow
+
+
 SHM = Path("/dev/shm")
 PAGES = 24
 SAME_LOOKS = 5

@@ -103,6 +103,7 @@ HIDDEN = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", HIDDEN)
 def test_the_living_keep_what_they_have_wherever_they_are_looked_at_from(instance, how):
     unshare, script = HIDDEN[how]
@@ -140,6 +141,7 @@ def test_a_stopped_instance_lives(instance):
     assert is_whole(instance)
 
 
+@pytest.mark.slow
 def test_through_a_mount_that_is_read_only_all_can_be_asked_and_nothing_changed(instance):
     private = ("-m", "--propagation", "private")
     read_only = "mount --bind /dev/shm /dev/shm && mount -o remount,ro,bind /dev/shm"
@@ -270,6 +272,7 @@ os.waitpid(child, 0)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lock_first", [True, False])
 @pytest.mark.parametrize("threads", [1, 6])
 @pytest.mark.parametrize("close_file", [True, False])
@@ -314,6 +317,7 @@ print(json.dumps([*said, [m.status for m in ledger.list_ledgers()[0].members]]))
 """
 
 
+@pytest.mark.slow
 def test_on_another_file_system_nothing_is_concluded(tmp_path):
     private = ("-m", "--propagation", "private")
     shm = tmp_path / "shm"

@@ -93,6 +93,7 @@ def test_a_writer_killed_in_the_middle_of_a_request_has_changed_nothing(name):
         assert answer.effective_limit_bytes == 9 << 20
 
 
+@pytest.mark.slow
 def test_a_writer_stopped_in_the_middle_stalls_no_instance(name):
     with Owner(name, "publish") as owner, LineProgram("-c", HALF_WRITER, name) as writer:
         assert writer.read() == "half"
@@ -125,6 +126,7 @@ def test_a_stopped_owner_answers_when_it_goes_on(name):
         assert segment.inspect(name).answer["effective_limit_bytes"] == 3 << 20
 
 
+@pytest.mark.slow
 def test_usage_is_whole_wherever_its_writer_was_killed_or_stopped(name):
     for _ in range(10):
         with Owner(name, "publish") as owner:
@@ -147,6 +149,7 @@ while True:
 """
 
 
+@pytest.mark.slow
 def test_a_starter_killed_at_any_moment_leaves_nothing_for_long(name):
     moments = random.Random(5)
     for _ in range(12):

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 
+import pytest
 from waiting import DEADLINE_S
 
 
@@ -25,6 +26,7 @@ def test_the_alias_is_off_by_itself():
     assert "No module named 'llm_datadist'" in python("import kvelastic.datadist, llm_datadist")
 
 
+@pytest.mark.slow
 def test_the_alias_has_the_same_classes():
     switched = "from kvelastic import datadist_alias as alias; alias.switch_on(); "
     program = "import llm_datadist as a, kvelastic.datadist as b; print(a.Cache is b.Cache)"

@@ -20,6 +20,9 @@ from waiting import wait_until
 
 from kvelastic import ledger, link_board, segment_dir
 
+pytestmark = pytest.mark.slow
+
+
 CLUSTER = Path(__file__).with_name("chaotic_cluster.py")
 ROOM = 14 << 20
 """Of each cluster in the ledger that they share: less than its two pools may have, so that one

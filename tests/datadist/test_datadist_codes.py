@@ -72,6 +72,7 @@ def provokes(name: str) -> Callable[[Callable[[Pair], str]], Callable[[Pair], st
     return keep
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LLMStatusCode.__members__)
 def test_a_code(name: str, pair: Pair) -> None:
     if name in CANNOT_OCCUR:

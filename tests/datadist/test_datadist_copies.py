@@ -155,6 +155,7 @@ def test_a_swap_is_between_host_and_device(manager):
         assert status(manager.swap_blocks, device, host, wrong) is S.LLM_PARAM_INVALID
 
 
+@pytest.mark.slow
 def test_memory_of_a_caller_that_has_gone_is_an_answer_and_no_crash(manager):
     region = mmap.mmap(-1, 4 * MIB)
     address = ctypes.addressof(ctypes.c_char.from_buffer(region))

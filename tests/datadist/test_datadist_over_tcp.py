@@ -15,6 +15,9 @@ from waiting import wait_until
 from kvelastic import link_board, segment
 from kvelastic.link_board_format import NodeFigures
 
+pytestmark = pytest.mark.slow
+
+
 POOL = '{"memory_size": 33554432}'
 ROWS = "CacheDesc(4, [3, 65536], DataType.DT_INT8)"
 BLOCKS = "CacheDesc(4, [8, 65536], DataType.DT_INT8)"

@@ -9,6 +9,9 @@ from datadist_cluster import Cluster
 from ports import free_port
 from waiting import wait_until
 
+pytestmark = pytest.mark.slow
+
+
 POOL = '{"memory_size": 33554432}'
 DESC = "CacheDesc(4, [3, 64], DataType.DT_INT8)"
 BLOCKS = "CacheDesc(4, [8, 64], DataType.DT_INT8)"

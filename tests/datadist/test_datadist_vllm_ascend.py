@@ -13,6 +13,9 @@ from pathlib import Path
 import pytest
 from processes import LineProgram, run_python
 
+pytestmark = pytest.mark.slow
+
+
 pytest.importorskip("torch")
 
 WORKER = r"""

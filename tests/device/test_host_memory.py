@@ -183,6 +183,7 @@ def run_in(
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [1, 2])
 def test_a_pool_that_fills_its_cgroup_hears_none_and_is_not_killed(
     cgroup: MemoryCgroup, count: int

@@ -200,6 +200,7 @@ def test_the_controller_takes_readme_s_configuration(tmp_path: Path) -> None:
     check(found.group(1), tmp_path)
 
 
+@pytest.mark.slow
 def test_the_controller_takes_that_of_the_compose_file(tmp_path: Path) -> None:
     compose = yaml.safe_load((ROOT / "docker" / "compose.yaml").read_text())
     check(compose["configs"]["controller"]["content"].replace("$$", "$"), tmp_path)

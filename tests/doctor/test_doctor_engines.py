@@ -20,6 +20,7 @@ def said(program: str, timeout_s: float = DEADLINE_S) -> ProbeFact:
     return ask_engine(TRANSFORMERS, "5.19.0", program=command, timeout_s=timeout_s)
 
 
+@pytest.mark.slow
 @needs.transformers
 def test_the_engine_that_is_installed_is_built_as_expected() -> None:
     from transformers import __version__

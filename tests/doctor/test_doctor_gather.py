@@ -249,6 +249,7 @@ def test_a_child_that_dies_is_a_fact_and_what_it_said_counts(tmp_path, script, e
     assert (facts.child_end, facts.cuda_version) == (end, 12000)
 
 
+@pytest.mark.slow
 def test_a_child_that_hangs_is_ended(tmp_path):
     """It waits for somebody to write into a pipe that nobody knows of."""
     script = f"cd {tmp_path}; echo $$ >pid; echo '{{\"count\": 5}}'; exec cat pipe"

@@ -15,6 +15,9 @@ from terminal import written_to_a_terminal
 from kvelastic.cli.doctor import report
 from kvelastic.doctor import Finding
 
+pytestmark = pytest.mark.slow
+
+
 KVCTL = str(Path(sys.executable).with_name("kvctl"))
 SIM_BUILD = Path(__file__).parents[1] / "sim" / "build"
 STATES = {"ok", "note", "warning", "problem"}

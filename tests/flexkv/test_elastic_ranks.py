@@ -72,6 +72,7 @@ def elastic(tmp_path: Path) -> Iterator[Elastic]:
     one.close()
 
 
+@pytest.mark.slow
 def test_blocks_come_back_onto_other_pages(elastic: Elastic) -> None:
     count = 70  # more than a page
     prompt = np.arange(count * TOKENS)

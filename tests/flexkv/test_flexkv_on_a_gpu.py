@@ -6,8 +6,11 @@ import os
 from pathlib import Path
 
 import flexkv_on_a_gpu
+import pytest
 from processes import run_python
 from simulated_machine import SimulatedMachine
+
+pytestmark = pytest.mark.slow
 
 
 def test_blocks_of_a_gpu_go_to_every_tier_and_come_back(tmp_path: Path) -> None:

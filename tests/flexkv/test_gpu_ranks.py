@@ -10,6 +10,9 @@ import pytest
 from gpu_rank import LAYERS, block_id
 from processes import PROGRAMS, LineProgram
 
+pytestmark = pytest.mark.slow
+
+
 sys.path.insert(0, str(PROGRAMS.parent / "contract"))
 
 

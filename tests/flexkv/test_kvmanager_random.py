@@ -33,6 +33,9 @@ from kvelastic.flexkv.common.request import KVResponse, KVResponseStatus
 from kvelastic.flexkv.common.transfer import DeviceType
 from kvelastic.flexkv.kvmanager import KVManager
 
+pytestmark = pytest.mark.slow
+
+
 BLOCKS = 6
 """Of the longest prompt."""
 PROMPTS = 8

@@ -74,6 +74,7 @@ def got(one: KVManager, kv: Any) -> Any:
     return kv.copy()
 
 
+@pytest.mark.slow
 def test_client_0_starts_the_server_and_ends_it(
     tmp_path: Path, ends: ExitStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -105,6 +106,7 @@ def test_client_0_starts_the_server_and_ends_it(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_two_clients_share_what_they_put(tmp_path: Path, ends: ExitStack) -> None:
     port = f"ipc://{tmp_path}/s"
     second = manager(ends, TWO, server_recv_port=port, dp_client_id=1)
@@ -126,6 +128,7 @@ def test_two_clients_share_what_they_put(tmp_path: Path, ends: ExitStack) -> Non
     first.cancel(task)
 
 
+@pytest.mark.slow
 def test_a_server_of_somebody_else_stays_when_its_clients_go(
     tmp_path: Path, ends: ExitStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -31,6 +31,9 @@ from kvelastic.flexkv.common.memory_handle import (
 )
 from kvelastic.flexkv.transfer.shared_blocks import SharedBlocks
 
+pytestmark = pytest.mark.slow
+
+
 ROOT = Path(__file__).parents[2]
 
 

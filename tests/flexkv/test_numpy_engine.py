@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 from processes import PROGRAMS, run_python
 
 PROGRAM = PROGRAMS / "numpy_engine.py"
@@ -16,6 +17,7 @@ def serve(folder: Path) -> tuple[int, str]:
     return int(computed), answers
 
 
+@pytest.mark.slow
 def test_prompts_come_back_after_a_restart_with_the_same_answers(tmp_path: Path) -> None:
     cold, expected = serve(tmp_path)
     warm, answers = serve(tmp_path)

@@ -390,6 +390,7 @@ def test_tasks_that_nobody_asks_about_are_forgotten_when_they_are_over(
     started.server.check_integrity()
 
 
+@pytest.mark.slow
 def test_who_waits_holds_up_nobody(started: Started, monkeypatch: pytest.MonkeyPatch) -> None:
     rank, _ = started.rank(0)
     one, two = started.client(0), started.client(1)
@@ -543,6 +544,7 @@ def test_what_is_no_array_of_tokens_is_refused_before_it_is_sent(started: Starte
 # --- as a program ---------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_server_of_its_own_process_ends_with_the_one_that_started_it(tmp_path: Path) -> None:
     port = f"ipc://{tmp_path}/s"
     program = (
@@ -563,6 +565,7 @@ def test_a_server_of_its_own_process_ends_with_the_one_that_started_it(tmp_path:
     assert not (tmp_path / "s").exists()
 
 
+@pytest.mark.slow
 def test_a_server_is_started_and_ended_by_hand(tmp_path: Path) -> None:
     file = tmp_path / "server.json"
     file.write_bytes(process.dump(MODEL, CACHE, "", f"ipc://{tmp_path}/s"))

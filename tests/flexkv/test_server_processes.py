@@ -20,6 +20,8 @@ from kvelastic.flexkv.common.config import CacheConfig, ModelConfig
 from kvelastic.flexkv.common.memory_handle import TensorSharedHandle, shared_zeros
 from kvelastic.flexkv.server.server import KVServer
 
+pytestmark = pytest.mark.slow
+
 
 class Client:
     """A process that is started anew when it has been killed."""

@@ -23,6 +23,9 @@ from kvelastic.instance.status import UNLIMITED_BYTES
 from kvelastic.metric_table import STATES
 from kvelastic.metrics import render
 
+pytestmark = pytest.mark.slow
+
+
 KVCTL = str(Path(sys.executable).with_name("kvctl"))
 FIGURES = (
     "capacity_bytes",

@@ -338,6 +338,7 @@ def test_printed_once(owner):
     assert found["kvelastic_instance_limit_bytes", labels] == CAPACITY_BYTES
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("address", "ending"), [("127.0.0.1:0", signal.SIGINT), ("0", signal.SIGTERM)]
 )

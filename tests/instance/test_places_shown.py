@@ -56,6 +56,7 @@ def kvctl(*words: str) -> str:
     return subprocess.run([KVCTL, *words], capture_output=True, text=True, check=True).stdout
 
 
+@pytest.mark.slow
 def test_bytes_by_device_everywhere(shown: tuple[Machine, str]) -> None:
     machine, name = shown
     wanted = [

@@ -6,7 +6,7 @@ import needs
 import pytest
 from sglang_server import run_in_sglang
 
-pytestmark = [needs.sglang, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, needs.sglang, pytest.mark.timeout(300)]
 
 PROGRAM = """
 from types import SimpleNamespace as Made

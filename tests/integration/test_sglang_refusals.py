@@ -15,7 +15,7 @@ from sglang_server import command_of, run_in_sglang, sglang_environment
 from kvelastic.errors import UnsupportedEngineError
 from kvelastic.integration.sglang.refusals import COVERED, ends_process, refuse_arguments
 
-pytestmark = [needs.sglang, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, needs.sglang, pytest.mark.timeout(600)]
 
 PROGRAMS = Path(__file__).parents[1] / "programs"
 DEADLINE_S = 300.0

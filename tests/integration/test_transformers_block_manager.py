@@ -12,7 +12,7 @@ import needs
 import pytest
 from transformers_process import environment_of
 
-pytestmark = needs.transformers
+pytestmark = [pytest.mark.slow, needs.transformers]
 PROGRAM = Path(__file__).parents[1] / "programs" / "block_manager_steps.py"
 
 

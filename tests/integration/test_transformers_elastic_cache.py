@@ -26,7 +26,7 @@ from kvelastic import errors, ledger, segment
 from kvelastic.instance.status import status_of
 from kvelastic.sizes import MIB_BYTES
 
-pytestmark = [needs.transformers, pytest.mark.filterwarnings("ignore")]
+pytestmark = [pytest.mark.slow, needs.transformers, pytest.mark.filterwarnings("ignore")]
 
 PROGRAMS = Path(__file__).parents[1] / "programs"
 PAGE_BYTES = 2 * MIB_BYTES

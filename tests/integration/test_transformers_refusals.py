@@ -15,6 +15,7 @@ from kvelastic.integration.transformers.refusals import refuse_configuration
 pytestmark = [needs.transformers, pytest.mark.timeout(600)]
 
 
+@pytest.mark.slow
 def test_transformers_built_differently_is_refused_with_what_was_found() -> None:
     changes = {
         "del pool.CachePool.free_blocks": "free_blocks: expected to exist",

@@ -83,6 +83,7 @@ def check_one_group(before, page_bytes_of) -> None:
     assert all(left[1] < right[0] for left, right in itertools.pairwise(ends))
 
 
+@pytest.mark.slow
 @given(layers=st.integers(1, 12), block_bytes=st.integers(1, 200).map(lambda n: n * 512))
 def test_one_group_layer_by_layer(layers: int, block_bytes: int) -> None:
     before = by_layers(block_bytes, layers)
@@ -122,6 +123,7 @@ def test_all_layers_of_a_block_side_by_side_keep_their_places_inside() -> None:
     check_one_group(before, lambda one: one.layer_stride)
 
 
+@pytest.mark.slow
 @given(
     small=st.integers(1, 40).map(lambda n: n * 96),
     large=st.integers(41, 90).map(lambda n: n * 96),

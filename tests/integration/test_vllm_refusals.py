@@ -10,7 +10,7 @@ from changed_engine import outcomes_of
 from processes import run_python
 from vllm_server import engine_environment
 
-pytestmark = needs.vllm
+pytestmark = [pytest.mark.slow, needs.vllm]
 
 
 @pytest.mark.matrix

@@ -109,6 +109,7 @@ def test_the_documents_errors() -> None:
         sglang.alloc_kv_cache((64, 2, 8), torch.float16, "cpu", 1, attention_type="HYBRID_LINEAR")
 
 
+@pytest.mark.slow
 def test_the_documents_variables_are_read() -> None:
     program = (
         "from kvelastic.integration.vllm import interfaces as kvi; import torch\n"

@@ -87,6 +87,7 @@ def test_a_group_is_created_once() -> None:
         vmm_ops.create_kv_tensors(PAGE, 2, "cpu", 1)
 
 
+@pytest.mark.slow
 def test_touching_an_unmapped_page_faults() -> None:
     program = (
         "from kvelastic import vmm_ops as v\n"

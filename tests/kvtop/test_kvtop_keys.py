@@ -188,6 +188,7 @@ KEYS = st.sampled_from(
 )  # fmt: skip
 
 
+@pytest.mark.slow
 @given(st.lists(KEYS, max_size=40), st.integers(1, 90), st.integers(1, 30))
 def test_any_keys_leave_a_screen_that_can_be_drawn(keys, width, height):
     ui = Ui()

@@ -25,6 +25,9 @@ from waiting import DEADLINE_S
 from kvelastic import segment
 from kvelastic.tier_board_format import TierFigures
 
+pytestmark = pytest.mark.slow
+
+
 MIB, GIB = 1 << 20, 1 << 30
 GOLDEN = Path(__file__).with_name("golden")
 

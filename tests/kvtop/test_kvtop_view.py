@@ -80,6 +80,7 @@ def test_it_fits_every_size(scene, typed, glyphs):
             assert all(span.text.isascii() for line in lines for span in line)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scene", ALL.values(), ids=ALL)
 def test_every_width_and_height_near_the_edges(scene):
     for width in range(1, 100):

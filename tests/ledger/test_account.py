@@ -254,6 +254,7 @@ class Embedded(LineProgram):
         ledger.reap()
 
 
+@pytest.mark.slow
 def test_an_embedded_user_declares_a_reserve_and_dies_with_it() -> None:
     group = f"kvembedded-{os.getpid()}"
     outside = machine_memory_bytes() - (64 << 20)

@@ -26,6 +26,9 @@ from kvelastic import ledger, segment
 from kvelastic.cli.kvctl import main
 from kvelastic.errors import GuaranteeError, InvalidArgumentError, LedgerError, LedgerForeignError
 
+pytestmark = pytest.mark.slow
+
+
 DEVICE_PAGES = 32
 
 

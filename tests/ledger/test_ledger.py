@@ -269,6 +269,7 @@ print("done")
 """
 
 
+@pytest.mark.slow
 def test_there_is_one_ledger_however_they_come_and_go(device, tmp_path):
     """Of a last leaver and two joiners nobody ends in a ledger that the others do not see."""
     arguments = [device, GROUP, "120", str(tmp_path / "token")]
@@ -362,6 +363,7 @@ def instance(device_group: str, **environ: str) -> Instance:
     )
 
 
+@pytest.mark.slow
 def test_instances_start_and_change_with_guarantee_and_priority():
     group = f"{GROUP}-requests"
     path = ledger.ledger_path(group, "host")

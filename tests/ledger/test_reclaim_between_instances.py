@@ -22,6 +22,9 @@ from waiting import DEADLINE_S, wait_until
 
 from kvelastic import _vmm, ledger, segment
 
+pytestmark = pytest.mark.slow
+
+
 DEVICE_PAGES = 32
 
 

@@ -436,6 +436,7 @@ class Watch:
         self.held = held
 
 
+@pytest.mark.slow
 @settings(max_examples=150)
 @given(trace=traces())
 def test_every_trace_ends_with_sound_books(trace):
@@ -453,12 +454,14 @@ def test_every_trace_ends_with_sound_books(trace):
     assert result.moved_bytes == sum(sum(m.got_bytes_from.values()) for m in result.models)
 
 
+@pytest.mark.slow
 @settings(max_examples=30)
 @given(trace=traces())
 def test_the_same_trace_comes_to_the_same_result(trace):
     assert simulate(trace) == simulate(trace)
 
 
+@pytest.mark.slow
 @settings(max_examples=40)
 @given(trace=traces())
 def test_fixed_parts_are_nobodys_to_take(trace):
@@ -467,6 +470,7 @@ def test_fixed_parts_are_nobodys_to_take(trace):
     assert sum(model.preempted for model in result.models) == 0
 
 
+@pytest.mark.slow
 @settings(max_examples=60)
 @given(trace=traces())
 def test_no_request_is_taken_from_a_higher_priority_for_a_lower_one(trace):
@@ -477,6 +481,7 @@ def test_no_request_is_taken_from_a_higher_priority_for_a_lower_one(trace):
         assert move.depth is not Depth.IN_USE or victim.priority <= asker.priority
 
 
+@pytest.mark.slow
 @settings(max_examples=25)
 @given(
     pages=st.integers(1, 16),
@@ -504,6 +509,7 @@ def test_the_higher_priority_is_served_as_if_it_were_alone(pages, count, hold_ms
         assert together_ns <= alone_ns + (before + 1) * ms(most_ms)
 
 
+@pytest.mark.slow
 @settings(max_examples=30)
 @given(
     models=st.integers(2, 4),
@@ -554,6 +560,7 @@ def busy_pair(size: str, hold_ms: int, cached: str, count: int) -> dict[str, Any
     )
 
 
+@pytest.mark.slow
 @settings(max_examples=15)
 @given(hold_ms=st.integers(100, 300), count=st.integers(50, 250))
 def test_two_busy_models_settle(hold_ms, count):
@@ -563,6 +570,7 @@ def test_two_busy_models_settle(hold_ms, count):
     assert sum(model.refused + model.late for model in result.models) == 0
 
 
+@pytest.mark.slow
 def test_two_saturated_models_settle():
     result = simulate(parse_trace(busy_pair("1000M", 5000, "0", 12)))
     assert result.moved_bytes <= 4 * GIB_BYTES
@@ -571,6 +579,7 @@ def test_two_saturated_models_settle():
 # --------------------------------------------------------------------------------------- examples
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_every_example_replays_and_is_a_trace(name, tmp_path):
     code, out, _ = run("--example", name, "--print-example")
@@ -612,6 +621,7 @@ def test_priority_takes_at_once_and_leaves_the_guarantee():
     assert batch.preempted > 0
 
 
+@pytest.mark.slow
 def test_two_busy_models_do_not_pass_pages_to_and_fro():
     shared, _ = example("two-busy")
     assert shared.moved_bytes < 2 * GIB_BYTES
@@ -619,6 +629,7 @@ def test_two_busy_models_do_not_pass_pages_to_and_fro():
     assert [m for m in shared.moves if 10 * SECOND < m.at_ns < busy_till_ns] == []
 
 
+@pytest.mark.slow
 def test_equals_wait_alike():
     shared, _ = example("equals")
     assert [model.served for model in shared.models] == [60] * 4
@@ -742,6 +753,7 @@ WRONG: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", WRONG)
 def test_a_wrong_trace_is_one_line_and_exit_code_2(case, tmp_path):
     change, message = WRONG[case]

@@ -96,6 +96,7 @@ def test_a_handler_that_waits_for_its_own_thread_is_told(tmp_path: Path) -> None
         channel.call(Ask("x"), timeout_s=DEADLINE_S)
 
 
+@pytest.mark.slow
 def test_descriptors_travel_both_ways_and_none_is_left(tmp_path: Path) -> None:
     address = parse_address(f"unix://{tmp_path}/s")
     with Endpoint(PROTOCOL, answer, listen=[address]), Endpoint(PROTOCOL, answer) as client:
@@ -188,6 +189,7 @@ def test_a_killed_peer_is_noticed_and_its_callers_are_told(
         assert client.connect(address, timeout_s=DEADLINE_S).call(Ask("kv"), timeout_s=DEADLINE_S)
 
 
+@pytest.mark.slow
 def test_a_stopped_peer_is_late_and_not_gone(
     client: Endpoint, start_server: Starter, tmp_path: Path
 ) -> None:

@@ -119,6 +119,7 @@ def test_a_hundred_thousand_changed_messages() -> None:
     frames_are_frames_or_errors(MANY)
 
 
+@pytest.mark.slow
 def test_strangers_that_say_anything_do_not_get_in(secret_path: Path) -> None:
     """A server that is told nonsense lets nobody in, and goes on answering who knows the secret."""
     rng = random.Random(21)

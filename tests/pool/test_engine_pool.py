@@ -88,6 +88,7 @@ def test_a_toy_engine_is_seen_limited_and_closed(stack: ExitStack) -> None:
     assert name not in {info.name for info in segment.list_segments()}
 
 
+@pytest.mark.slow
 def test_a_toy_engine_gets_what_an_idle_one_caches(
     stack: ExitStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -142,6 +143,7 @@ def test_a_device_that_does_not_fit_is_refused(
         Toy(stack)
 
 
+@pytest.mark.slow
 def test_sglang_resumes_later_where_its_reserve_is_not_to_be_had(
     stack: ExitStack, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

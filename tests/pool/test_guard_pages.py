@@ -12,6 +12,9 @@ from processes import run_python
 
 from kvelastic import ledger, segment
 
+pytestmark = pytest.mark.slow
+
+
 READ_TOO_FAR = """
 import torch
 from kvelastic.integration.vllm import interfaces as kvi

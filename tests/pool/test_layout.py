@@ -171,6 +171,7 @@ def test_the_most_blocks_that_fit_and_not_one_more(
         PageLayout(block_bytes, buffers, most + 1, extent)
 
 
+@pytest.mark.slow
 @given(st.integers(1, 400), st.integers(1, 8), st.integers(1, 6 * GRANULE), st.booleans())
 @settings(deadline=None)
 def test_solve_follows_the_rule(

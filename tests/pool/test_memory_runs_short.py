@@ -14,6 +14,8 @@ import pytest
 from memory_cgroup import MemoryCgroup
 from processes import run_python
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def cgroup() -> Iterator[MemoryCgroup]:

@@ -103,6 +103,7 @@ def waiting(shared: TwoPools) -> Iterator[threading.Thread]:
         keeper.stop()
 
 
+@pytest.mark.slow
 def test_a_page_that_a_neighbour_gives_up_ends_the_wait(shared: TwoPools) -> None:
     """With no alloc in between: the keeper gets what the last one could not have."""
     a, b = shared.pools
@@ -117,6 +118,7 @@ def test_a_page_that_a_neighbour_gives_up_ends_the_wait(shared: TwoPools) -> Non
             giving.stop()
 
 
+@pytest.mark.slow
 def test_what_is_awaited_is_asked_for_as_long_as_somebody_waits(shared: TwoPools) -> None:
     a, b = shared.pools
     ids = alloc(b, PAGES * BLOCKS_PER_PAGE - 1)

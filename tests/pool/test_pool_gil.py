@@ -80,6 +80,7 @@ def shared() -> Iterator[TwoPools]:
     made.close()
 
 
+@pytest.mark.slow
 def test_another_thread_has_the_lock_where_it_is_let_go_of(memory) -> None:
     """The test can fail: this call takes time, and lets others run."""
     pool = memory.pool()

@@ -26,6 +26,7 @@ def fill(memory: Memory, block: int, salt: int) -> bytes:
     return record
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", EVERY_LAYOUT)
 def test_a_record_is_the_block_in_all_buffers(layout: str) -> None:
     memory = Memory(LAYOUTS[layout], 6)

@@ -104,6 +104,7 @@ def test_a_closed_pool_gives_no_run(memory):
         pool.alloc_run(1)
 
 
+@pytest.mark.slow
 @settings(max_examples=60)
 @given(st.lists(st.integers(0, 29), max_size=40))
 def test_runs_come_and_go_as_a_model_says(steps):

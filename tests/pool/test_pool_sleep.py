@@ -312,6 +312,7 @@ def test_sleep_waits_for_a_session(one: Sleeper) -> None:
     assert one.held_bytes == 0
 
 
+@pytest.mark.slow
 def test_it_sleeps_and_wakes_while_others_allocate() -> None:
     """Four threads alloc, write, read, cache and free; asleep with all freed nothing is held."""
     one = Sleeper(preallocate=True)

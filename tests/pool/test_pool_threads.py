@@ -11,6 +11,9 @@ from native_pools import LAYOUTS, Memory
 
 from kvelastic import errors
 
+pytestmark = pytest.mark.slow
+
+
 PAGES = 10
 SECONDS = 2.0
 LEAST_TURNS = 6

@@ -70,6 +70,7 @@ def test_kept_pages_are_counted_and_used_first(memory):
     assert memory.held_at_the_os() == memory.range.held_bytes == 0
 
 
+@pytest.mark.slow
 @needs.torch
 def test_the_memory_goes_with_its_last_user():
     import torch
@@ -93,6 +94,7 @@ def test_the_memory_goes_with_its_last_user():
     assert memory.held_at_the_os() == 0
 
 
+@pytest.mark.slow
 def test_a_forked_child_that_drops_a_range_takes_nothing_from_its_parent():
     memory = Memory(LAYOUTS["paged"], PAGES)
     pool = memory.pool()
@@ -203,6 +205,7 @@ POOL_CALLS = {
 }
 
 
+@pytest.mark.slow
 def test_a_forked_child_is_refused_by_a_pool():
     memory = Memory(LAYOUTS["paged"], PAGES)
     pool = memory.pool()

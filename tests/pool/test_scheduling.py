@@ -308,6 +308,7 @@ def toy(room: Room, steps_on_their_way: int = 1) -> ToyEngine:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("steps_on_their_way", [0, 1, 3])
 @pytest.mark.parametrize("max_cached_blocks", [-1, 5])
 def test_a_toy_engine_answers_the_same_whatever_the_limit_does(

@@ -128,6 +128,7 @@ def test_split_views(case: Case) -> None:
                 assert found[kv, block_id].ravel().tolist() == want
 
 
+@pytest.mark.slow
 @given(CASES)
 @settings(deadline=None)
 def test_fused_and_latent_views_and_vllms_own_placement(case: Case) -> None:
@@ -166,6 +167,7 @@ def test_fused_and_latent_views_and_vllms_own_placement(case: Case) -> None:
         assert last + placement.num_blocks * placement.block_stride <= placement.size
 
 
+@pytest.mark.slow
 @given(CASES)
 @settings(deadline=None)
 def test_token_views(case: Case) -> None:

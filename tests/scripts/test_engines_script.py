@@ -42,6 +42,7 @@ def with_text(wheel: Path, name: str, text: str) -> Path:
     return made
 
 
+@pytest.mark.slow
 @needs.vllm
 def test_a_parameter_that_is_new_and_a_function_that_is_gone(tmp_path: Path) -> None:
     text = (PACKAGES / CHANGED).read_text()
@@ -74,6 +75,7 @@ def test_an_engine_that_is_not_installed_is_no_engine_without_changes(
     assert "none is not installed here" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 @needs.sglang
 def test_sglang_is_looked_for_in_its_own_environment(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -181,6 +181,7 @@ def test_the_list_says_what_each_step_proves_and_needs() -> None:
     assert listed.count("needs a GPU") == len(NEEDS_GPU)
 
 
+@pytest.mark.slow
 def test_every_step_that_needs_no_gpu_passes_on_the_simulated_driver(tmp_path: Path) -> None:
     options = ["--simulated", "--quick", "--work", str(tmp_path / "work")]
     done = subprocess.run(
@@ -201,6 +202,7 @@ def test_every_step_that_needs_no_gpu_passes_on_the_simulated_driver(tmp_path: P
     assert "The README may say nothing of this run" in page.read_text()
 
 
+@pytest.mark.slow
 def test_no_step_hides_the_next(tmp_path: Path) -> None:
     names = "hangs dies shouts leaves half lies nests one"
     for limit_s in (2, 8, 60):
@@ -233,6 +235,7 @@ def test_no_step_hides_the_next(tmp_path: Path) -> None:
     assert "dies: failed" in said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupted_run_goes_on_where_it_was(runner: Runner, number: signal.Signals) -> None:
     with runner.start("one waits two") as running:
@@ -248,6 +251,7 @@ def test_an_interrupted_run_goes_on_where_it_was(runner: Runner, number: signal.
     assert runner.begun() == ["one", "waits", "waits", "two"]
 
 
+@pytest.mark.slow
 def test_a_step_that_ends_the_runner_twice_is_not_begun_again(runner: Runner) -> None:
     for _ in range(2):
         with runner.start("waits two") as running:
@@ -262,6 +266,7 @@ def test_a_step_that_ends_the_runner_twice_is_not_begun_again(runner: Runner) ->
     assert not list(Path("/dev/shm").glob("bench_gpu_*")), "what the killed ones left is gone"
 
 
+@pytest.mark.slow
 def test_parts_go_on_where_the_last_one_ended(tmp_path: Path) -> None:
     """Each has time for one: they are begun only where their usual time is left."""
     runner = Runner(tmp_path, usual_s=301)
@@ -275,6 +280,7 @@ def test_parts_go_on_where_the_last_one_ended(tmp_path: Path) -> None:
     assert runner.begun()[3:] == ["two", "one"]
 
 
+@pytest.mark.slow
 def test_what_a_part_cut_short_is_begun_again_by_the_next(tmp_path: Path) -> None:
     for part_s in (4, 16, 64):
         runner = Runner(tmp_path / str(part_s), usual_s=1)
@@ -306,6 +312,7 @@ def test_two_at_once_are_refused(runner: Runner) -> None:
     assert "another scripts/gpu runs in" in complained
 
 
+@pytest.mark.slow
 def test_results_that_cannot_be_written_are_printed(runner: Runner) -> None:
     (runner.folder / "file").touch()
     code, said, complained = runner.run("one", "--out", str(runner.folder / "file" / "out"))
@@ -326,6 +333,7 @@ def test_a_file_that_is_no_run_is_refused(runner: Runner, text: str) -> None:
     assert path.read_text() == text
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_from_results_brought_home(runner: Runner) -> None:
     assert runner.run("one two", "--only", "one", "--out", str(runner.folder / "home"))[0] == 0
     (kept,) = (runner.folder / "home").glob("*.json")
@@ -334,6 +342,7 @@ def test_a_run_goes_on_from_results_brought_home(runner: Runner) -> None:
     assert runner.begun() == ["one", "two"]
 
 
+@pytest.mark.slow
 def test_figures_of_two_devices_are_not_mixed(runner: Runner) -> None:
     assert runner.run("one two", "--only", "one")[0] == 0
     kept = runner.state
@@ -389,6 +398,7 @@ def test_instances_run_where_posix_ipc_is_not_installed() -> None:
     assert (done.returncode, done.stdout) == (0, "refused\n"), done.stderr
 
 
+@pytest.mark.slow
 def test_a_failed_build_is_tried_again_by_the_next_part(tmp_path: Path) -> None:
     """Nothing else can run without it, and what was wrong may have been mended."""
     work = tmp_path / "work"

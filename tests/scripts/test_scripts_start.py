@@ -15,6 +15,7 @@ ROOT = Path(__file__).parents[2]
 BENCHMARKS = sorted(path.parent.name for path in ROOT.glob("benchmarks/*/__main__.py"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", BENCHMARKS)
 def test_every_benchmark_tells_its_options(name: str) -> None:
     done = run_python("-m", f"benchmarks.{name}", "--help", folder=ROOT)
@@ -32,6 +33,7 @@ def run_demo(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 @needs.vllm
 @pytest.mark.parametrize("engine", DEMO_ENGINES)
 def test_the_demo_finds_what_it_runs(engine: str, tmp_path: Path) -> None:

@@ -99,6 +99,7 @@ def test_a_worker_killed_while_it_works_is_a_closed_channel(scheduler, reaped):
         scheduler.pool.check_integrity()
 
 
+@pytest.mark.slow
 def test_a_late_worker_is_a_timeout_and_its_pages_are_never_used_again():
     with_a_short_timeout(late_unmap)
 
@@ -124,6 +125,7 @@ def late_unmap(timeout_s: float) -> None:
         pool.check_integrity()
 
 
+@pytest.mark.slow
 def test_a_map_that_is_late_is_a_timeout():
     with_a_short_timeout(late_map)
 
@@ -140,6 +142,7 @@ def late_map(timeout_s: float) -> None:
         scheduler.pool.check_integrity()
 
 
+@pytest.mark.slow
 def test_a_worker_is_not_dead_because_no_file_can_be_opened():
     with_a_short_timeout(late_without_descriptors)
 
@@ -209,6 +212,7 @@ MANY = 500
 FIRST_ENTRY = 480
 
 
+@pytest.mark.slow
 def test_a_batch_of_more_than_an_entry_holds():
     with Scheduler(pages=MANY) as scheduler, scheduler.worker() as worker:
         pool = scheduler.pool

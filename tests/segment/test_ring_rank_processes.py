@@ -35,6 +35,7 @@ def closed_naming(scheduler: Scheduler, worker: Worker) -> None:
 # ------------------------------------------------------------------------------------- gone, late
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 1, 3])
 def test_a_rank_that_died_before_is_named(rank):
     with Scheduler(ranks=4) as scheduler, scheduler.all_workers() as workers:
@@ -44,6 +45,7 @@ def test_a_rank_that_died_before_is_named(rank):
         scheduler.pool.free(ids)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reaped", [True, False], ids=["reaped", "zombie"])
 @pytest.mark.parametrize("command", ["map", "unmap"])
 def test_a_rank_killed_while_it_works_is_named(reaped, command):
@@ -81,6 +83,7 @@ def test_the_dead_one_is_named_and_not_the_one_that_is_slow():
         closed_naming(scheduler, workers[2])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("late", [[0], [2], [1, 2], [0, 1, 2]], ids=str)
 def test_ranks_that_are_late_are_named_and_no_other(late):
     with_a_short_timeout(lambda timeout_s: late_ranks(late, timeout_s))
@@ -136,6 +139,7 @@ def test_ranks_that_have_not_come_are_named():
             scheduler.ring.wait_for_workers(0.01)
 
 
+@pytest.mark.slow
 def test_waiting_for_the_last_rank():
     with Scheduler(ranks=3) as scheduler, ExitStack() as stack:
         arrived = threading.Event()
@@ -160,6 +164,7 @@ def test_a_rank_that_the_ring_does_not_have_is_refused():
         assert "no rank 4: the scheduler counts 4 workers" in worker.refusal
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_taken_is_refused():
     with Scheduler(ranks=2) as scheduler, scheduler.all_workers() as workers:
         for taken in workers:
@@ -198,6 +203,7 @@ def test_nobody_takes_the_place_of_a_rank_that_had_pages():
             assert second.first_words == ["refused", "CHANNEL_CLOSED"]
 
 
+@pytest.mark.slow
 def test_of_many_that_want_one_rank_at_once_one_has_it():
     for _ in range(3):
         with Scheduler() as scheduler, ExitStack() as stack:

@@ -14,6 +14,9 @@ from ring_worker import Worker
 
 from kvelastic import _vmm, errors, ledger, segment
 
+pytestmark = pytest.mark.slow
+
+
 B = 8
 RANKS = 4
 

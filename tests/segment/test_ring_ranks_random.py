@@ -11,6 +11,9 @@ from ring_worker import Worker
 
 from kvelastic import errors
 
+pytestmark = pytest.mark.slow
+
+
 PAGES = 10
 RANKS = 3
 STEPS = 200

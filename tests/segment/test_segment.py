@@ -233,6 +233,7 @@ else:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("after_a_dead_one", [False, True])
 def test_of_starters_at_once_exactly_one_wins(name, after_a_dead_one):
     if after_a_dead_one:
@@ -445,6 +446,7 @@ def test_a_request_is_answered_by_the_instance(name, limit_bytes):
         assert info.answer["revision"] == info.request["revision"] == 1
 
 
+@pytest.mark.slow
 def test_waiting_lasts_until_the_limit_holds(name):
     with Owner(name, "late"):
         assert segment.request(name, limit_bytes=1 << 20, wait_s=DEADLINE_S).state == "applied"
@@ -477,6 +479,7 @@ def test_a_request_to_nobody(name):
     assert (SHM / name).read_bytes() == before
 
 
+@pytest.mark.slow
 def test_a_wait_ends_with_the_instance(name):
     with Owner(name, "mute") as owner:
 
@@ -524,6 +527,7 @@ def test_a_signal_ends_a_wait_through_its_handler(mine):
         signal.signal(signal.SIGALRM, before)
 
 
+@pytest.mark.slow
 def test_releasing_the_record_under_a_waiter_is_safe(name):
     made = segment.create(name, engine="test")
     reader = segment.open_readonly(name)
@@ -566,6 +570,7 @@ def test_every_truncation_is_refused(name):
     assert found(name).status == "alive"
 
 
+@pytest.mark.slow
 def test_every_flipped_bit_of_the_header_is_noticed(name):
     data = aligned(forge(name))
     for bit in range(_vmm.RECORD_HEADER_BYTES * 8):

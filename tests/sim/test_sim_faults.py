@@ -282,6 +282,7 @@ def test_threads_wait_for_each_other_in_the_driver() -> None:
     assert run(body, KVSIM_DELAY="cuMemCreate=10000") >= 40
 
 
+@pytest.mark.slow
 def test_threads_do_not_disturb_each_other() -> None:
     def body() -> dict[str, int]:
         gpu = Driver().start()

@@ -118,6 +118,7 @@ def test_a_process_that_becomes_another_program_lets_go(machine: dict[str, str])
     assert done.stdout.split() == [str(32 * MIB), str(32 * MIB)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("victims", [12])
 def test_death_inside_the_lock_leaves_a_sound_machine(
     machine: dict[str, str], victims: int
@@ -146,6 +147,7 @@ def test_death_inside_the_lock_leaves_a_sound_machine(
     assert run(body, **machine) == "00"
 
 
+@pytest.mark.slow
 def test_many_processes_at_once_make_one_machine(machine: dict[str, str]) -> None:
     children = [start(hold(2), **machine) for _ in range(8)]
     for child in children:

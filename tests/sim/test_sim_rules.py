@@ -410,6 +410,7 @@ def test_contents_stay_with_the_handle_when_it_moves() -> None:
     assert run(body) == "05"
 
 
+@pytest.mark.slow
 def test_scattered_memory_serves_a_large_handle() -> None:
     def body() -> str:
         gpu = Driver().start()

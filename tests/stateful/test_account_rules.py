@@ -6,12 +6,16 @@ import mmap
 import os
 from typing import Final
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from kvelastic import _vmm, ledger
 from kvelastic.errors import GuaranteeError, ReserveError
+
+pytestmark = pytest.mark.slow
+
 
 PAGE: Final = 2 << 20
 CAPACITY_PAGES: Final = 20

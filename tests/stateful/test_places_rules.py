@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import pytest
 from device_ledgers import Machine
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -15,6 +16,9 @@ from native_pools import HUGE
 
 from kvelastic.errors import GuaranteeError, ReserveError
 from kvelastic.places import JoinedPlaces
+
+pytestmark = pytest.mark.slow
+
 
 PAGES = {"a": 12, "b": 9}
 RANKS = ("a", "b", "ab", "ba", "aab", "abbb")

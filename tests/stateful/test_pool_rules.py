@@ -29,6 +29,9 @@ from kvelastic import _vmm, errors
 from kvelastic.layout import PageLayout
 from kvelastic.pool import native_geometry
 
+pytestmark = pytest.mark.slow
+
+
 MIB = 1 << 20
 PAGES = 6
 LAYOUTS = {

@@ -21,6 +21,9 @@ from native_pools import LAYOUTS, Memory, evicted
 
 from kvelastic import errors
 
+pytestmark = pytest.mark.slow
+
+
 PAGES = 5
 
 

@@ -22,6 +22,9 @@ from native_pools import LAYOUTS, Memory
 from kvelastic.integration.sglang.tree_blocks import TreeBlocks
 from kvelastic.scheduling.blocks import Changes, SchedulerBlocks
 
+pytestmark = pytest.mark.slow
+
+
 PAGES = 4
 
 

@@ -5,9 +5,12 @@ from __future__ import annotations
 import os
 import threading
 
+import pytest
 from open_memfds import open_memfds
 
 from kvelastic import _vmm
+
+pytestmark = pytest.mark.slow
 
 
 def test_files_that_close_while_they_are_listed_do_not_matter() -> None:

@@ -51,6 +51,7 @@ def run_pytest(folder: Path, source: str, *arguments: str) -> subprocess.Complet
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("end", ENDS)
 def test_what_a_run_leaves_fails_it_however_it_ends(end, tmp_path):
     source, status = ENDS[end]
@@ -65,6 +66,7 @@ def test_what_a_run_leaves_fails_it_however_it_ends(end, tmp_path):
     wait_until(lambda: is_gone(pid), "it is not killed")
 
 
+@pytest.mark.slow
 def test_a_run_that_leaves_nothing_has_passed(tmp_path):
     done = run_pytest(tmp_path, "def test_a(): pass")
     assert done.returncode == 0, done.stdout
@@ -107,6 +109,7 @@ def test_a_file_that_a_process_of_the_run_has_used_is_the_runs(traces):
     assert traces.files() == []
 
 
+@pytest.mark.slow
 def test_a_run_says_at_its_start_what_it_skips_and_why(tmp_path):
     source = """
 import needs, pytest

@@ -16,6 +16,9 @@ import psutil
 import pytest
 from waiting import DEADLINE_S, wait_until
 
+pytestmark = pytest.mark.slow
+
+
 TESTS = Path(__file__).parents[1]
 RUNNER = TESTS.parent / "scripts" / "_test" / "run.py"
 SETTINGS = f"""

@@ -47,6 +47,7 @@ class Clock:
         return self.now_s
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("record_bytes", [1, 4096, 5000, RECORD, 3 * MIB + 1])
 def test_what_is_put_is_read_and_found_again(folder: Path, engine: str, record_bytes: int) -> None:
     store = open_store(folder, record_bytes, 64 * MIB, io=engine)
@@ -77,6 +78,7 @@ def test_files_and_folders_are_this_users_alone(folder: Path) -> None:
         open_store(folder, RECORD, 8 * MIB)
 
 
+@pytest.mark.slow
 def test_a_gibibyte_through_a_hundred_mebibytes_is_never_above_them(folder: Path) -> None:
     limit_bytes = 100 * MIB
     store = open_store(folder, RECORD, limit_bytes)
@@ -93,6 +95,7 @@ def test_a_gibibyte_through_a_hundred_mebibytes_is_never_above_them(folder: Path
     assert disk_bytes(folder) <= limit_bytes
 
 
+@pytest.mark.slow
 def test_small_records_in_every_order_stay_below_the_limit(folder: Path) -> None:
     """Every second record is erased, so that the file system's own map is as large as it gets."""
     limit_bytes = 20 * MIB
@@ -148,6 +151,7 @@ def test_leased_records_stay(folder: Path) -> None:
     store.close()
 
 
+@pytest.mark.slow
 def test_a_limit_is_changed_while_it_is_used(folder: Path) -> None:
     store = open_store(folder, RECORD, 32 * MIB, policy="fifo")
     for first in range(0, 480, 20):
@@ -259,6 +263,7 @@ def test_a_model_keeps_to_its_quota(folder: Path) -> None:
         open_store(folder, RECORD, 16 * MIB, quotas={"two": 1.5})
 
 
+@pytest.mark.slow
 def test_several_folders_are_filled_evenly(tmp_path: Path) -> None:
     folders = [tmp_path / "a", tmp_path / "b"]
     store = DiskStore(folders, RECORD, 256 * MIB, MODEL)

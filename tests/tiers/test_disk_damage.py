@@ -168,6 +168,7 @@ def damages(rng: random.Random) -> list[Callable[[bytearray], None]]:
     return [flip_bits, flip_in_the_table, cut, zero, move, noise]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rounds", [100, pytest.param(1000, marks=pytest.mark.soak)])
 def test_random_damages_serve_nothing_wrong(filled: Path, tmp_path: Path, rounds: int) -> None:
     good = data_file(filled).read_bytes()
@@ -215,6 +216,7 @@ def newest_said(child: subprocess.Popen[str]) -> int:
     return int(text.split()[-1])
 
 
+@pytest.mark.slow
 def test_copies_made_in_mid_write_serve_nothing_wrong(tmp_path: Path) -> None:
     folder = tmp_path / "kv"
     with writer(folder, 0) as child:
@@ -234,6 +236,7 @@ def test_copies_made_in_mid_write_serve_nothing_wrong(tmp_path: Path) -> None:
             child.kill()
 
 
+@pytest.mark.slow
 def test_a_writer_that_is_killed_loses_nothing_that_was_said(tmp_path: Path) -> None:
     folder = tmp_path / "kv"
     first = 0

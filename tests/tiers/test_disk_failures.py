@@ -295,6 +295,7 @@ def test_what_belongs_to_others_is_refused(folder: Path) -> None:
         open_store(folder, RECORD, LIMIT)
 
 
+@pytest.mark.slow
 def test_a_neighbour_that_was_stopped_with_the_lock_is_not_waited_for_twice(
     folder: Path,
 ) -> None:
@@ -385,6 +386,7 @@ print("fine")
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not IS_ROOT, reason="only root mounts a file system")
 def test_a_small_file_system_full_and_read_only(tmp_path: Path) -> None:
     script = (

@@ -37,6 +37,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "kv"
 
 
+@pytest.mark.slow
 def test_two_engines_come_to_a_fair_share(folder: Path) -> None:
     clock = Clock()
     limit_bytes = 16 * MIB
@@ -70,6 +71,7 @@ def test_two_engines_come_to_a_fair_share(folder: Path) -> None:
     both.close()
 
 
+@pytest.mark.slow
 def test_processes_that_write_together_stay_below_the_limit(folder: Path) -> None:
     limit_bytes = 8 * MIB
     command = [sys.executable, str(PROGRAM), "write", str(folder), str(RECORD), str(limit_bytes)]
@@ -114,6 +116,7 @@ def test_what_a_neighbour_left_is_taken_over_when_room_is_needed(folder: Path) -
     store.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rounds", [5, pytest.param(60, marks=pytest.mark.soak)])
 def test_engines_that_do_anything_and_are_killed(folder: Path, rounds: int) -> None:
     """Two at once, killed in the middle of it, again and again: nothing torn, nothing wrong."""

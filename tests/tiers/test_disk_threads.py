@@ -12,6 +12,9 @@ from disk_records import MODEL, disk_bytes, keys, open_store, put, whole
 from kvelastic.tiers.base import Selection
 from kvelastic.tiers.disk import DiskStore
 
+pytestmark = pytest.mark.slow
+
+
 MIB = 1 << 20
 RECORD = 16 * 1024
 LIMIT = 6 * MIB

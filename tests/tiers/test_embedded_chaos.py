@@ -30,6 +30,9 @@ from kvelastic import ledger, segment
 from kvelastic.config import load
 from kvelastic.tiers.policy import Rules
 
+pytestmark = pytest.mark.slow
+
+
 PROGRAM = Path(embedded_engine.__file__)
 DISK_BYTES = 24 << 20
 HOST_BYTES = 8 << 20

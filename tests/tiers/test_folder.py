@@ -77,6 +77,7 @@ def test_files_and_folders_are_for_this_user(path: Path) -> None:
         FolderStore(path, 0)
 
 
+@pytest.mark.slow
 def test_random_damages_serve_nothing_wrong(path: Path) -> None:
     store = opened(path)
     lost = 0

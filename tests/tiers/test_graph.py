@@ -38,6 +38,7 @@ def test_an_item_beyond_those_of_the_transfer_is_refused() -> None:
         Graph([get(items=(1,))], items=1)
 
 
+@pytest.mark.slow
 def test_an_order_is_found_in_linear_time() -> None:
     # A chain the wrong way round, and a fan: quadratic work would take half an hour.
     count = 100_000
@@ -65,6 +66,7 @@ def graphs(draw: st.DrawFn) -> Graph:
     return Graph(operations)
 
 
+@pytest.mark.slow
 @given(graphs(), st.randoms(use_true_random=False))
 def test_every_order_of_ends_keeps_the_order_of_the_graph(graph, dice) -> None:
     states = States(graph)

@@ -93,6 +93,7 @@ def test_its_name_is_that_of_one_instance(tier: Tier) -> None:
         HostStore(RECORD_BYTES, PAGE_BYTES, settings=tier.settings, name=tier.store.instance)
 
 
+@pytest.mark.slow
 def test_a_neighbour_takes_what_nobody_reads(tier: Tier) -> None:
     assert all(tier.bench.put(*range(WHOLE)))
     lease = tier.store.lease(keys_of(range(PER_PAGE)))
@@ -117,6 +118,7 @@ def test_a_neighbour_takes_what_nobody_reads(tier: Tier) -> None:
         lease.release()
 
 
+@pytest.mark.slow
 def test_where_memory_lacks_the_policy_says_who_goes(tier: Tier) -> None:
     """The beginning of a chain is the oldest, and still goes last."""
     with tier.neighbour() as other:

@@ -12,6 +12,9 @@ from kvelastic._vmm import TierIndex
 from kvelastic.errors import InvalidArgumentError
 from kvelastic.tiers.base import NO_KEY
 
+pytestmark = pytest.mark.slow
+
+
 numbers = st.integers(min_value=1, max_value=24)
 
 

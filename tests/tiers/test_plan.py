@@ -32,6 +32,7 @@ def test_each_leading_key_is_taken_from_the_nearest_tier(found, expected) -> Non
     assert nearest(found) == expected
 
 
+@pytest.mark.slow
 @given(
     st.integers(0, 20).flatmap(
         lambda n: st.lists(st.lists(st.booleans(), min_size=n, max_size=n), min_size=1, max_size=4)

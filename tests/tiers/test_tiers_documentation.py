@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import pytest
 from processes import run_python
 
 from kvelastic import ledger
@@ -13,6 +14,7 @@ from kvelastic.config import VARIABLES
 PAGE = Path(__file__).parents[2] / "docs" / "tiers.md"
 
 
+@pytest.mark.slow
 def test_the_example_runs(tmp_path) -> None:
     (code,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
     folder = tmp_path / "kv"

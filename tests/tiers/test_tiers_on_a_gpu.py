@@ -11,6 +11,8 @@ import pytest
 from processes import run_python
 from simulated_machine import SimulatedMachine
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize("tiers", ["host", "host and disk"])
 def test_no_wrong_byte_comes_back_from_the_host(tmp_path: Path, tiers: str) -> None:

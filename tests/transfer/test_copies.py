@@ -83,6 +83,7 @@ def test_pull_and_push_both_ways(nodes: Nodes) -> None:
     assert (link.pulled_bytes, link.pushed_bytes) == (100_000, 100_000)
 
 
+@pytest.mark.slow
 def test_many_pieces_of_all_sizes(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
     """Pieces need not match; more of them than a lease may have are several leases."""
     monkeypatch.setattr(pieces_module, "MOST_PIECES", 100)
@@ -506,6 +507,7 @@ except Exception as error:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("end", ["killed", "stopped"])
 def test_a_peer_that_ends_or_stops_keeps_nothing_pinned(
     kind: str, end: str, tmp_path: Path

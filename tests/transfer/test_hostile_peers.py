@@ -53,6 +53,7 @@ def open_descriptors() -> int:
     return sum(1 for _ in Path("/proc/self/fd").iterdir())
 
 
+@pytest.mark.slow
 def test_what_is_passed_for_a_stream_must_be_one(tmp_path: Path) -> None:
     memory = Memory(b"x" * 100)
     with pair("unix", tmp_path) as (owner, _, link):
@@ -211,6 +212,7 @@ def test_a_hold_that_fails_keeps_no_other(tmp_path: Path) -> None:
         assert len(owner.leases) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["unix stream", "tcp"])
 def test_a_reader_that_is_busy_in_the_middle_of_a_stream_is_late_and_not_lost(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -285,6 +287,7 @@ def no_descriptor_left() -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["unix stream", "tcp"])
 def test_without_descriptors_a_copy_fails_and_the_link_lives(kind: str, tmp_path: Path) -> None:
     theirs, ours = Memory(b"x" * 100), Memory(bytes(100))
@@ -303,6 +306,7 @@ def test_without_descriptors_a_copy_fails_and_the_link_lives(kind: str, tmp_path
     assert ours.content == theirs.content
 
 
+@pytest.mark.slow
 def test_512_links(tmp_path: Path) -> None:
     """Sixteen at a time, each of another node; all of them pull, and the next one is refused."""
     address = address_of("unix", tmp_path)

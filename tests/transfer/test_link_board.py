@@ -153,6 +153,7 @@ def test_links_that_have_ended_are_shown_with_the_reason(tmp_path: Path) -> None
         assert (link.state, link.reason) == ("ended", "CHANNEL_CLOSED")
 
 
+@pytest.mark.slow
 def test_kvctl_shows_and_cuts(kind: str, pair: tuple[Node, Node, Link]) -> None:
     owner, reader, link = pair
     theirs, ours = Memory(b"x" * 100), Memory(bytes(100))
@@ -192,6 +193,7 @@ def test_kvctl_says_what_is_wrong(tmp_path: Path) -> None:
         assert kvctl("--help").startswith("Usage: ")
 
 
+@pytest.mark.slow
 def test_a_request_for_a_link_that_was_made_anew_cuts_nothing(tmp_path: Path) -> None:
     address = address_of("unix", tmp_path)
     with Node(ONE, listen=[address]) as owner, Node(TWO) as reader:

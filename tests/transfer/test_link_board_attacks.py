@@ -205,6 +205,7 @@ def test_another_users_board_is_seen_by_root_and_by_nobody_else() -> None:
         assert str(ONE) not in run_python("-c", program).stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [0, 10, 5000, LAYOUT.answer_at(0)])
 def test_a_board_that_was_cut_short_or_overwritten_is_whole_again(
     size: int, tmp_path: Path
@@ -224,6 +225,7 @@ def test_a_board_that_was_cut_short_or_overwritten_is_whole_again(
         assert [node.node_id for node in shown()] == [ONE]
 
 
+@pytest.mark.slow
 def test_a_board_whose_name_is_gone_harms_nobody(tmp_path: Path) -> None:
     address = address_of("unix", tmp_path)
     with Node(ONE, listen=[address]) as owner, Node(TWO) as reader, unattended(owner) as look:

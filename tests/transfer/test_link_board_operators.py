@@ -37,6 +37,9 @@ from kvelastic.link_board_format import (
 from kvelastic.segment_dir import SHM_DIR, link_board_name, reap
 from kvelastic.transfer import Node
 
+pytestmark = pytest.mark.slow
+
+
 # --- requests -------------------------------------------------------------------------------------
 
 

@@ -13,6 +13,9 @@ import pytest
 from linked import secret_file
 from waiting import DEADLINE_S
 
+pytestmark = pytest.mark.slow
+
+
 HERE = Path(__file__).parent
 
 

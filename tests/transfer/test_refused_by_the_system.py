@@ -12,6 +12,9 @@ from processes import PROGRAMS, run_python
 
 from kvelastic.transfer import Node
 
+pytestmark = pytest.mark.slow
+
+
 READER = """
 import errno, os, sys
 sys.path[:0] = [sys.argv[1], "."]

@@ -16,6 +16,9 @@ from linked import secret_file
 from processes import PROGRAMS, LineProgram
 from waiting import wait_until
 
+pytestmark = pytest.mark.slow
+
+
 NODE = Path(__file__).with_name("chaotic_node.py")
 
 
