@@ -96,17 +96,19 @@ void Keeper::stop() {
 /// A round that finds no memory for its own lists is given up, and made again a little later: a
 /// thread that let that out would end the process.
 void Keeper::run() {
-  while (!stopping_) {
+  while (true) {
+    // Read before `stopping_`, which stop() sets before it rings: a ring in between ends the wait.
+    const std::uint32_t seen = record_->bell();
+    if (stopping_) return;
     try {
-      go_round();
+      go_round(seen);
     } catch (const std::bad_alloc&) {
       (void)record_->wait_bell(record_->bell(), kShrinkRetryNs);
     }
   }
 }
 
-void Keeper::go_round() {
-  const std::uint32_t seen = record_->bell();
+void Keeper::go_round(std::uint32_t seen) {
   const bool read = read_request();
   device_is_shared_ = pool_->see_devices();
   if (pool_->failed() && !failure_told_) answer(pool_->limit_state(), {});

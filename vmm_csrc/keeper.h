@@ -57,7 +57,8 @@ class Keeper {
       : pool_(std::move(pool)), record_(std::move(record)), options_(options) {}
 
   void run();
-  void go_round();
+  /// One round, and then a wait until the bell is no longer `seen`.
+  void go_round(std::uint32_t seen);
   bool read_request();
   void carry_out(const Request& request);
   void apply(const Request& request, std::uint64_t revision);

@@ -68,6 +68,14 @@ def test_the_start_is_announced():
         assert one.operator.record.read_usage()["blocks_total"] == PAGES * B
 
 
+def test_stop_right_after_start_returns() -> None:
+    with Instance(start=False) as one:
+        for _ in range(2000):
+            one.start()
+            assert one.keeper is not None
+            one.keeper.stop()
+
+
 @pytest.mark.parametrize(
     ("limit", "effective", "reason"),
     [
