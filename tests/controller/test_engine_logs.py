@@ -20,6 +20,9 @@ from waiting import DEADLINE_S, wait_until
 
 from kvelastic.controller.engine_log import MOST_BEHIND_BYTES, PIECE_BYTES, LogReader, last_lines
 
+pytestmark = pytest.mark.slow
+
+
 KEYS = {"api_keys": ["user"], "admin_keys": ["admin"]}
 ADMIN = {"Authorization": "Bearer admin"}
 
@@ -102,7 +105,6 @@ def test_a_call_that_is_left_behind_finds_it_closed(path: Path, reader: LogReade
     assert reader.begin(1) == reader.more() == b""
 
 
-@pytest.mark.slow
 def test_clients_that_come_and_go_at_once_leave_no_descriptor(front: Controller) -> None:
     def come_and_go(_: int) -> None:
         with socket.create_connection(("127.0.0.1", front.port)) as sock:
@@ -163,7 +165,6 @@ def front(model: dict[str, Any]) -> Iterator[Controller]:
         yield front
 
 
-@pytest.mark.slow
 def test_it_is_followed_line_by_line(model: dict[str, Any], front: Controller) -> None:
     say(model, "before", 3)
     with front.client.stream("GET", "/models/m/logs?lines=2") as response:
@@ -177,7 +178,6 @@ def test_it_is_followed_line_by_line(model: dict[str, Any], front: Controller) -
     wait_until(lambda: metric(front, "log_followers") == 0)
 
 
-@pytest.mark.slow
 def test_without_follow_it_ends(model: dict[str, Any], front: Controller) -> None:
     say(model, "line", 3)
     assert front.get("/models/m/logs?lines=2&follow=false").text == "line 1\nline 2\n"
@@ -193,7 +193,6 @@ def test_an_admin_key_is_needed(front: Controller) -> None:
         assert front.get("/models/m/logs", headers=headers).status_code == status
 
 
-@pytest.mark.slow
 def test_a_reader_that_stops_holds_nobody_up_and_is_cut(
     model: dict[str, Any], front: Controller
 ) -> None:
@@ -248,7 +247,6 @@ def test_there_are_only_so_many_followers(front: Controller) -> None:
     wait_until(lambda: metric(front, "log_followers") == 0)
 
 
-@pytest.mark.slow
 def test_it_goes_on_over_a_stop_and_ends_with_the_controller(tmp_path: Path) -> None:
     model = launched(tmp_path, on_demand=True)
     with (

@@ -14,6 +14,9 @@ import pytest
 from running import Controller, Engine, config_for
 from waiting import wait_until
 
+pytestmark = pytest.mark.slow
+
+
 API, BOUNDED, ADMIN = "api-key-1", "api-key-2", "admin-key-1"
 ENGINE_KEY = "key-of-the-engine"
 
@@ -169,7 +172,6 @@ def test_where_nobody_has_a_key_whoever_is_here_may_do_both(engine: Engine) -> N
 # ------------------------------------------------------------------------------------- priority
 
 
-@pytest.mark.slow
 def test_a_key_s_bound_holds_whatever_priority_is_claimed(
     front: Controller, engine: Engine
 ) -> None:
@@ -223,7 +225,6 @@ def audits(front: Controller) -> list[dict[str, Any]]:
     return [line for line in lines if line["action"] != "POST /action/wakeup/nobody"]
 
 
-@pytest.mark.slow
 def test_who_did_what_is_in_the_log(engine: Engine) -> None:
     auth = {"api_keys": [sha256(API)], "admin_keys": [{"key": ADMIN, "name": "ops"}]}
     with Controller(config_for(engine, auth=auth, model={"aliases": ["alias"]})) as front:

@@ -19,6 +19,9 @@ from waiting import DEADLINE_S
 from kvelastic.doctor.ask_startup import _PROGRAM, ask_startup
 from kvelastic.engines import ENGINES
 
+pytestmark = pytest.mark.slow
+
+
 ROOT = Path(__file__).parents[2]
 FILES = ROOT / "startup_files"
 NAMES = ("kvelastic.pth", "kvelastic.start")
@@ -108,7 +111,6 @@ def environment(empty: Environment, tmp_path_factory: pytest.TempPathFactory) ->
     return made
 
 
-@pytest.mark.slow
 def test_the_wheel_brings_both_files_and_an_uninstall_removes_them(
     environment: Environment, tmp_path: Path
 ) -> None:
@@ -225,7 +227,6 @@ def test_the_same_folder_arms_once_it_is_whole(tmp_path: Path) -> None:
 # -------------------------------------------------------------------------- where it is, and is not
 
 
-@pytest.mark.slow
 def test_every_kind_of_child_is_armed(tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(
@@ -391,7 +392,6 @@ def test_an_engine_that_has_lost_the_class_is_named_in_the_log(fake_engine: str)
     assert f"This transformers has no {MODULE}:{CLASS}: it runs without kvelastic" in done.stderr
 
 
-@pytest.mark.slow
 @needs.transformers
 def test_the_real_engine_is_imported_and_refused_at_its_use() -> None:
     program = f"""
@@ -462,7 +462,6 @@ def test_the_doctor_bears_a_python_that_does_not_start(script: str, failure: str
     assert ask_startup(command=("sh", "-c", script)).failure == failure
 
 
-@pytest.mark.slow
 def test_the_doctor_ends_a_python_that_hangs(tmp_path: Path) -> None:
     script = f"cd {tmp_path}; mkfifo pipe; exec cat pipe"
     facts = ask_startup(command=("sh", "-c", script), timeout_s=2)

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from kvelastic.integration.transformers.prefix_ledger import PrefixLedger
     from kvelastic.integration.transformers.sector_pool import SectorPool
 
-pytestmark = needs.transformers
+pytestmark = [pytest.mark.slow, needs.transformers]
 LAYOUT = LAYOUTS["paged"]
 BLOCKS = LAYOUT.blocks_per_page
 HUGE = LAYOUT.page_bytes

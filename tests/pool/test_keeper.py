@@ -131,7 +131,7 @@ def test_a_request_is_answered_while_python_is_busy_in_c():
             answer = ctypes.create_string_buffer(100)
             # A function of a PyDLL keeps the GIL.
             ctypes.PyDLL(None).read(operator.process.stdout.fileno(), answer, len(answer))
-            assert answer.value == b"answered\n"
+            assert answer.value.rstrip() == b"answered"  # an unbuffered print writes its end later
         assert one.memory.held_at_the_os() == 3 * HUGE
 
 

@@ -24,6 +24,9 @@ from benchmarks.gpu.kernels import schedule
 from benchmarks.gpu.kernels.schedule import Schedule, Sequence
 from kvelastic import ledger, segment
 
+pytestmark = pytest.mark.slow
+
+
 ROOT = Path(__file__).parents[2]
 PROGRAMS = ROOT / "tests" / "programs"
 CHILD_S = 300
@@ -49,7 +52,6 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return json.loads(kept.read_text())
 
 
-@pytest.mark.slow
 @needs.torch
 @needs.triton
 def test_the_kernel_answers_as_torch_does_wherever_blocks_lie(answers: dict[str, Any]) -> None:
@@ -77,7 +79,6 @@ def test_a_wrong_answer_is_named(answers: dict[str, Any]) -> None:
     ]
 
 
-@pytest.mark.slow
 @needs.torch
 @needs.triton
 def test_the_kernels_compile_for_a_gpu_and_read_sixteen_bytes_at_once(tmp_path: Path) -> None:
@@ -97,7 +98,6 @@ def test_the_kernels_compile_for_a_gpu_and_read_sixteen_bytes_at_once(tmp_path: 
     assert any(name.startswith("mma.sync") and ".bf16." in name for name in attention)
 
 
-@pytest.mark.slow
 @needs.torch
 @needs.triton
 def test_a_kernel_that_reads_ahead_faults_unless_pages_are_guarded() -> None:
@@ -157,7 +157,6 @@ def decode_with_late_kernels(
     )
 
 
-@pytest.mark.slow
 @needs.torch
 def test_pages_go_behind_late_kernels(tmp_path: Path) -> None:
     from benchmarks.gpu.kernels import decode
@@ -171,7 +170,6 @@ def test_pages_go_behind_late_kernels(tmp_path: Path) -> None:
     assert decode.problems(fenced) == []
 
 
-@pytest.mark.slow
 @needs.torch
 def test_without_fences_late_kernels_miss_their_pages(tmp_path: Path) -> None:
     """They read scratch, or, between the page and the scratch, nothing at all."""
@@ -188,7 +186,6 @@ def test_without_fences_late_kernels_miss_their_pages(tmp_path: Path) -> None:
     assert unfenced["differing_states"] > 0
 
 
-@pytest.mark.slow
 @needs.torch
 def test_a_block_table_with_a_freed_block_makes_other_tokens(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
