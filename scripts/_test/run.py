@@ -19,13 +19,12 @@ from contextlib import ExitStack
 from datetime import datetime, timezone
 from pathlib import Path
 
-ROOT = Path.cwd()
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "programs"))
 
-import conditions  # noqa: E402
-import covered_lines  # noqa: E402
-from lanes import RESULTS, Lane, Workspace  # noqa: E402
-from results import MOST_FLAKY, SLOW_S, Results  # noqa: E402
+import conditions
+import covered_lines
+from lanes import RESULTS, Lane, Workspace
+from results import MOST_FLAKY, SLOW_S, Results
 
 FLAKY = Path("build/flaky")
 RUNS = Path("build/test-runs.jsonl")
@@ -46,6 +45,9 @@ class Ended(BaseException):
 def main() -> int:
     options, pytest_arguments = _parse(sys.argv[1:])
     if pytest_arguments:
+        if options.stress or options.coverage:
+            print("--stress and --coverage are for a whole tier; leave out", *pytest_arguments)
+            return 2
         # Tests that are named: one ordinary pytest, with a terminal and a debugger.
         tier = options.tier if options.tier != "default" else "all"
         os.execv(
@@ -99,27 +101,33 @@ def _run(tier: str, condition: str, *, covers: bool) -> bool:
                 run.print_failures()
         if covers:
             covered_lines.print_report(workspace.folder)
-    minutes = (datetime.now(timezone.utc) - began).total_seconds() / 60
+    _report(run, condition or "as it is", began)
+    return run.results.has_passed()
+
+
+def _report(run: Run, condition: str, began: datetime) -> None:
     results = run.results
+    minutes = round((datetime.now(timezone.utc) - began).total_seconds() / 60, 1)
+    peak_memory_gib = round(run.peak_memory_bytes / 2**30, 1)
     row = {
         "began": began.isoformat(timespec="seconds"),
-        "tier": tier,
-        "condition": condition or "as it is",
-        "minutes": round(minutes, 1),
+        "tier": run.tier,
+        "condition": condition,
+        "minutes": minutes,
         "failed": results.failed(),
         "flaky": results.flaky,
+        "too_slow": results.too_slow,
         "problems": len(results.problems),
-        "peak_memory_gib": round(run.peak_memory_bytes / 2**30, 1),
+        "peak_memory_gib": peak_memory_gib,
         "passed": results.has_passed(),
     }
     with RUNS.open("a") as file:
         file.write(json.dumps(row) + "\n")
     print(
-        f"tier {tier}{condition and f', {condition}'}: {minutes:.1f} min, at most"
-        f" {row['peak_memory_gib']} GiB of memory, {len(results.flaky)} flaky"
+        f"tier {run.tier}, {condition}: {minutes} min, at most {peak_memory_gib} GiB of memory,"
+        f" {len(results.flaky)} flaky"
     )
     print(results.closing_line(), flush=True)
-    return results.has_passed()
 
 
 class Run:
@@ -129,7 +137,7 @@ class Run:
         self.results = Results()
         self.peak_memory_bytes = 0
         self._workspace = workspace
-        self._tier = tier
+        self.tier = tier
         self._checks_seconds = checks_seconds
         self._memory_at_start = conditions.available_memory_bytes()
         if self._memory_at_start < conditions.MEMORY_NEEDED_BYTES:
@@ -147,7 +155,7 @@ class Run:
         if not self._workspace.is_isolated:
             # Tests look at all that runs on the machine, so two lanes would disturb each other.
             first = {"all": "other"}
-        shared = ["tests", f"--tier={self._tier}", f"--lane-claims={claims.resolve()}"]
+        shared = ["tests", f"--tier={self.tier}", f"--lane-claims={claims.resolve()}"]
         lanes = [
             self._workspace.start_lane(name, [*shared, f"--lane-first={order}"])
             for name, order in first.items()

@@ -130,6 +130,12 @@ def test_leaves(): subprocess.Popen(["sleep", "1000"], start_new_session=True)
     assert "now killed: sleep 1000" in output
 
 
+def test_stress_of_named_tests_is_refused(project: Path) -> None:
+    exit_code, output = run(project, "def test_a(): pass", "--stress", "tests/test_inner.py")
+    assert exit_code == 2
+    assert output == "--stress and --coverage are for a whole tier; leave out tests/test_inner.py\n"
+
+
 def test_file_that_cannot_be_collected_fails_the_run(project: Path) -> None:
     exit_code, output = run(project, "import no_such_module")
     assert exit_code == 1
