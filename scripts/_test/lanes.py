@@ -1,4 +1,4 @@
-"""A lane: a pytest process with processes, a /dev/shm and a temporary folder of its own.
+"""A lane: a pytest process with a private process table, /dev/shm and temporary folder.
 
 with Workspace() as workspace:
     lane = workspace.start_lane("engines", ["--tier=default"])
@@ -40,7 +40,7 @@ Self = TypeVar("Self", bound="Workspace")
 
 
 class Lane:
-    """A pytest process; `output` is what it wrote, for a failure outside of any test."""
+    """A pytest process. Its output goes to the file `output`."""
 
     def __init__(self, name: str, command: Sequence[str], environment: dict[str, str]) -> None:
         self.name = name
@@ -100,7 +100,7 @@ class Workspace:
         if self.is_isolated:
             command = [*_UNSHARE, "sh", "-c", _WITH_OWN_SHM, "sh", *command]
         environment = os.environ | {"TMPDIR": str(temporary)}
-        # pytest rewrites the assertions of all tests, which takes ten seconds unless it is cached.
+        # pytest rewrites the assertions of every test file, which takes ten seconds unless cached.
         environment.pop("PYTHONDONTWRITEBYTECODE", None)
         lane = Lane(name, [*_KILLED_WITH_PARENT, *command, *pytest_arguments], environment)
         self._lanes.append(lane)
