@@ -38,7 +38,7 @@ from kvelastic.errors import SegmentError
 
 pytestmark = pytest.mark.timeout(2400)
 
-SHORT_S = 12.0
+SHORT_S = 8.0
 
 NAME = f"kvelastic_chaos_{os.getpid()}"
 GROUP = f"chaos-{os.getpid()}"
@@ -147,7 +147,7 @@ def _stop(worker: psutil.Process, *, resume: bool) -> bool:
 @pytest.mark.end_to_end
 def test_random_requests_under_load(stock, elastic, instance_name, capsys) -> None:
     pick = random.Random(SEED)
-    with Clients(know(stock, make_requests(32, seed=31, longest=500))) as clients:
+    with Clients(know(stock, make_requests(20, seed=31, longest=400))) as clients:
         operator = VllmOperator(elastic, instance_name, clients, pick)
         disturb_for(operator, SHORT_S)
     clients.check()

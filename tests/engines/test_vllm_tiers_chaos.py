@@ -26,7 +26,7 @@ from kvelastic import segment
 
 pytestmark = pytest.mark.timeout(2400)
 
-SHORT_S = 15.0
+SHORT_S = 10.0
 
 
 class TieredOperator(OverBadDisk, VllmOperator):
@@ -69,7 +69,7 @@ def test_random_requests_over_a_bad_disk(stock, tiny_model, log_folder, tmp_path
     log = log_folder / "tiers_chaos.log"
     with (
         disk.serve(tiny_model, log) as server,
-        Clients(know(stock, make_requests(32, seed=33, longest=500))) as clients,
+        Clients(know(stock, make_requests(20, seed=33, longest=400))) as clients,
     ):
         clients.server = server.wait_until_ready()
         operator = disk.operator(server, clients, pick)
