@@ -176,6 +176,14 @@ void Places::set_limit(std::uint64_t bytes) {
 
 // -------------------------------------------------------------------------------- reserve, sleep
 
+struct Places::Claim {
+  enum class Fate : std::uint8_t { kOpen, kMet, kGivenUp };
+
+  bool is_wake = false;
+  std::vector<std::uint64_t> before{}, after{};  // reserves by place, where it is no wake
+  Fate fate = Fate::kOpen;                       // guarded by mutex_
+};
+
 /// The first `count` places are as before the claim. Pre: mutex_ is held.
 void Places::undo(const Claim& claim, std::size_t count) {
   while (count-- > 0) {
@@ -189,21 +197,40 @@ void Places::undo(const Claim& claim, std::size_t count) {
   }
 }
 
-/// Everything that was claimed is there. Pre: mutex_ is held.
+/// Opens a claim that all members have made, and finishes it if no member waits for memory. Pre:
+/// mutex_ is held, and no claim is open.
+Places::Claimed Places::begin(Claim claim) {
+  claim_ = std::make_shared<Claim>(std::move(claim));
+  Claimed claimed = claim_;
+  const bool waits = std::any_of(places_.begin(), places_.end(),
+                                 [](const Place& place) { return place.member->is_claiming(); });
+  if (!waits) finish_claim();
+  return claimed;
+}
+
+/// Does nothing where no claim is open. Pre: mutex_ is held.
+void Places::give_up_claim() {
+  const std::shared_ptr<Claim> claim = std::exchange(claim_, nullptr);
+  if (!claim) return;
+  undo(*claim, places_.size());
+  claim->fate = Claim::Fate::kGivenUp;
+}
+
+/// Everything that was claimed is there. Pre: mutex_ is held, and a claim is open.
 void Places::finish_claim() {
-  const Claim claim = *std::exchange(claim_, std::nullopt);
-  for (std::size_t i = 0; i < claim.after.size(); ++i) {
-    if (claim.after[i] < claim.before[i]) {
-      (void)places_[i].member->ask_to_reserve(claim.after[i]);
+  const std::shared_ptr<Claim> claim = std::exchange(claim_, nullptr);
+  for (std::size_t i = 0; i < claim->after.size(); ++i) {
+    if (claim->after[i] < claim->before[i]) {
+      (void)places_[i].member->ask_to_reserve(claim->after[i]);
     }
   }
-  met_claim_ = claims_;
+  claim->fate = Claim::Fate::kMet;
 }
 
 void Places::fall_asleep() {
   if (!refuse_in_a_child()) return;
   const std::lock_guard lock(mutex_);
-  if (const auto claim = std::exchange(claim_, std::nullopt)) undo(*claim, places_.size());
+  give_up_claim();
   for (const Place& place : places_) place.member->fall_asleep();
 }
 
@@ -215,8 +242,8 @@ bool Places::is_asleep() const {
 Result<Places::Claimed> Places::ask_to_wake() {
   if (Status own = refuse_in_a_child(); !own) return own.error();
   const std::lock_guard lock(mutex_);
-  if (claim_) return Claimed{claims_};
-  if (!is_asleep()) return Claimed{kNothingClaimed};
+  if (!is_asleep()) return Claimed(kNothingClaimed);
+  if (claim_) return Claimed(claim_);  // a wake: the reserve of a sleeping instance never waits
   Claim claim;
   claim.is_wake = true;
   for (std::size_t i = 0; i < places_.size(); ++i) {
@@ -225,8 +252,7 @@ Result<Places::Claimed> Places::ask_to_wake() {
     undo(claim, i);
     return named(places_[i], asked.error());
   }
-  claim_ = std::move(claim);
-  return Claimed{++claims_};
+  return begin(std::move(claim));
 }
 
 Result<Places::Claimed> Places::ask_to_reserve(std::vector<std::uint64_t> bytes) {
@@ -237,7 +263,7 @@ Result<Places::Claimed> Places::ask_to_reserve(std::vector<std::uint64_t> bytes)
                                              std::to_string(places_.size())};
   }
   const std::lock_guard lock(mutex_);
-  if (const auto former = std::exchange(claim_, std::nullopt)) undo(*former, places_.size());
+  give_up_claim();
   Claim claim;
   for (const Place& place : places_) claim.before.push_back(place.member->reserve_bytes());
   claim.after = std::move(bytes);
@@ -248,8 +274,7 @@ Result<Places::Claimed> Places::ask_to_reserve(std::vector<std::uint64_t> bytes)
     undo(claim, i);
     return named(places_[i], asked.error());
   }
-  claim_ = std::move(claim);
-  return Claimed{++claims_};
+  return begin(std::move(claim));
 }
 
 bool Places::claim_is_met() {
@@ -265,11 +290,15 @@ bool Places::claim_is_met() {
 Status Places::fail_claim() {
   if (Status own = refuse_in_a_child(); !own) return own;
   const std::lock_guard lock(mutex_);
-  if (!claim_) return ok();
+  return claim_ ? fail_open_claim() : ok();
+}
+
+/// Pre: mutex_ is held, and a claim is open.
+Status Places::fail_open_claim() {
   for (const Place& place : places_) {
     Status failed = place.member->fail_claim();
     if (failed) continue;
-    undo(*std::exchange(claim_, std::nullopt), places_.size());
+    give_up_claim();
     return named(place, failed.error());
   }
   finish_claim();  // it has come in this moment
@@ -285,17 +314,19 @@ Status Places::wait_for_claim(Claimed claimed, std::chrono::nanoseconds timeout)
   const std::chrono::nanoseconds patience(rules().patience_ns);
   for (;;) {
     const Bells seen = bells();
-    if (claim_is_met()) {
-      const std::lock_guard lock(mutex_);
-      if (met_claim_ >= claimed) return ok();
-      return Error{Errc::kReserve,
-                   "what was to be reserved was given up meanwhile: the instance "
-                   "was put to sleep, or asked for another reserve"};
-    }
+    (void)claim_is_met();
     const auto now = std::chrono::steady_clock::now();
-    if (now >= until) {
-      if (Status failed = fail_claim(); !failed) return failed;
-      continue;  // it has come in this moment, or another thread has ended it
+    {
+      const std::lock_guard lock(mutex_);
+      if (claimed->fate == Claim::Fate::kOpen && now >= until) {
+        if (Status failed = fail_open_claim(); !failed) return failed;
+      }
+      if (claimed->fate == Claim::Fate::kMet) return ok();
+      if (claimed->fate == Claim::Fate::kGivenUp) {
+        return Error{Errc::kReserve,
+                     "what was to be reserved was given up meanwhile: the instance "
+                     "was put to sleep, or asked for another reserve"};
+      }
     }
     const std::chrono::nanoseconds left = std::min<std::chrono::nanoseconds>(until - now, patience);
     for (std::size_t i = 0; i < places_.size(); ++i) {

@@ -24,6 +24,7 @@
 
 #include <atomic>
 #include <chrono>
+#include <cstddef>
 #include <cstdint>
 #include <memory>
 #include <mutex>
@@ -98,16 +99,18 @@ class Places {
 
   void fall_asleep();
   bool is_asleep() const;
-  /// Names what is claimed, for who waits for it: another thread may give it up at any moment.
-  using Claimed = std::uint64_t;
-  static constexpr Claimed kNothingClaimed = 0;
+  struct Claim;
+  /// One claim, for the threads that wait for it. Another thread may give it up at any moment.
+  using Claimed = std::shared_ptr<const Claim>;
+  static constexpr std::nullptr_t kNothingClaimed = nullptr;
 
   Result<Claimed> ask_to_wake();
   /// `bytes` are by place, in the order of all(). Smaller ones hold when the larger ones are there.
   Result<Claimed> ask_to_reserve(std::vector<std::uint64_t> bytes);
   bool claim_is_met();
   Status fail_claim();
-  /// Fails with kReserve too where it was given up: by sleep, or by another claim.
+  /// Fails with kReserve too where it was given up: by sleep, or by another claim. The outcome
+  /// of a later claim changes nothing.
   Status wait_for_claim(Claimed claimed, std::chrono::nanoseconds timeout);
 
   // --- asking ----------------------------------------------------------------------------------
@@ -155,12 +158,6 @@ class Places {
  private:
   Places(std::vector<Place> places, std::uint64_t copies, std::uint64_t copy_bytes);
 
-  /// What has been claimed and is not there yet, on one device at least.
-  struct Claim {
-    bool is_wake = false;
-    std::vector<std::uint64_t> before, after;  // reserves by place, where it is no wake
-  };
-
   std::uint64_t cost_bytes(const Place& place) const { return place.ranks.size() * copy_bytes_; }
   std::uint64_t part_of(std::uint64_t bytes, const Place& place) const;
   std::uint64_t capacity_of_several() const;
@@ -169,17 +166,18 @@ class Places {
   Error named(const Place& place, Error error) const;
   Status refuse_in_a_child() const { return places_.front().member->refuse_in_a_child(); }
   void undo(const Claim& claim, std::size_t count);
+  void give_up_claim();
   void finish_claim();
+  Status fail_open_claim();
+  Claimed begin(Claim claim);
 
   const std::vector<Place> places_;
   LedgerMember* const only_;  // where there is one place: every alloc and free publishes
   const std::uint64_t copies_, copy_bytes_;
   std::atomic<std::uint64_t> min_bytes_{0};
   std::atomic<std::uint64_t> ask_since_ns_{0}, ask_seen_ns_{0};
-  std::mutex mutex_;  // claims, guarantee
-  std::optional<Claim> claim_;
-  Claimed claims_ = kNothingClaimed;     // the last one
-  Claimed met_claim_ = kNothingClaimed;  // the last one that was met
+  std::mutex mutex_;              // claims, guarantee
+  std::shared_ptr<Claim> claim_;  // the open one; null: there is none
 };
 
 }  // namespace kvelastic

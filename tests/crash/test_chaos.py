@@ -14,6 +14,7 @@ from __future__ import annotations
 import mmap
 import os
 import random
+import subprocess
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -308,9 +309,16 @@ class Chaos:
             assert status is None, f"{one.name} has ended: {status}; {text}"
             assert "sanity check failed" not in text, text
         for one in self._live:
-            assert self._is_there(one.name, self._inodes[one.pid]), (
-                f"{one.name} lives, and is reaped"
-            )
+            is_there = self._is_there(one.name, self._inodes[one.pid])
+            assert is_there, self._why_its_segment_is_gone(one)
+
+    def _why_its_segment_is_gone(self, one: Stamped) -> str:
+        """Wait for the end of an instance that has failed: it removes its segment before that."""
+        one.go_on()
+        try:
+            return one.how_it_ended()
+        except subprocess.TimeoutExpired:
+            return f"{one.name} is alive, and another process has removed its segment"
 
     def _is_there(self, name: str, inode: int) -> bool:
         """Another one may have the name by now."""

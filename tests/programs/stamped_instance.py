@@ -353,7 +353,8 @@ def reserve_anew(pool: Any, dice: random.Random, counts: Counter[str]) -> None:
         assert pool.ledgers[0].member.reserve_bytes == before, "a refused reserve is in force"
         counts["reserves refused"] += 1
         return
-    assert pool.ledgers[0].member.reserve_bytes == wanted
+    reserved = pool.ledgers[0].member.reserve_bytes
+    assert reserved == wanted, f"reserve({wanted}) has returned, and {reserved} bytes are reserved"
     counts["larger reserves" if wanted > before else "smaller reserves"] += 1
 
 

@@ -28,6 +28,50 @@ TEST(places_a_reserve_that_sleep_gives_up_is_not_said_to_be_there) {
   CHECK(own.reserve_bytes() == 0 && places->is_asleep());
 }
 
+TEST(places_a_reserve_that_sleep_gives_up_is_refused_although_a_wake_came_after) {
+  Ledger ledger;
+  auto other = ledger.join();
+  const std::shared_ptr<Places> places = places_over(ledger.join());
+  CHECK(other->grant(60, kPage) == 60);
+  const Result<Places::Claimed> claimed = places->ask_to_reserve({20 * kPage});
+  REQUIRE(claimed);
+  places->fall_asleep();  // the keeper, before the reserving thread looks again
+  const Result<Places::Claimed> awake = places->ask_to_wake();
+  REQUIRE(awake);
+  CHECK(static_cast<bool>(places->wait_for_claim(*awake, kAMoment)) && !places->is_asleep());
+  const Status there = places->wait_for_claim(*claimed, kAMoment);
+  CHECK(!there && there.error().code == Errc::kReserve);
+  CHECK(places->all().front().member->reserve_bytes() == 0);
+}
+
+TEST(places_a_wait_that_times_out_fails_no_later_claim) {
+  Ledger ledger;
+  auto other = ledger.join();
+  const std::shared_ptr<Places> places = places_over(ledger.join());
+  CHECK(other->grant(60, kPage) == 60);
+  const Result<Places::Claimed> first = places->ask_to_reserve({20 * kPage});
+  const Result<Places::Claimed> second = places->ask_to_reserve({10 * kPage});
+  REQUIRE(first && second);
+  const Status there = places->wait_for_claim(*first, kAMoment);
+  CHECK(!there && there.error().code == Errc::kReserve);
+  other->give_back(10, kPage);
+  CHECK(static_cast<bool>(places->wait_for_claim(*second, kSoon)));
+  CHECK(places->all().front().member->reserve_bytes() == 10 * kPage);
+}
+
+TEST(places_a_wake_is_not_lost_while_a_sleeping_one_reserves) {
+  Ledger ledger;
+  const std::shared_ptr<Places> places = places_over(ledger.join());
+  places->fall_asleep();
+  const Result<Places::Claimed> claimed = places->ask_to_reserve({20 * kPage});
+  REQUIRE(claimed);
+  const Result<Places::Claimed> awake = places->ask_to_wake();  // before it is waited for
+  REQUIRE(awake);
+  CHECK(static_cast<bool>(places->wait_for_claim(*awake, kAMoment)) && !places->is_asleep());
+  CHECK(static_cast<bool>(places->wait_for_claim(*claimed, kAMoment)));
+  CHECK(places->all().front().member->reserve_bytes() == 20 * kPage);
+}
+
 TEST(places_what_is_there_at_once_is_not_waited_for) {
   Ledger ledger;
   const std::shared_ptr<Places> places = places_over(ledger.join());
