@@ -14,6 +14,8 @@ from typing import Any
 
 SLOW_S = 10.0
 """The longest that a test of the default tier may take; a test that starts an engine is exempt."""
+SLOW_ALONE_S = 20.0
+"""The same for a test in a process of its own, which imports what its lane had imported before."""
 MOST_FLAKY = 3
 
 
