@@ -90,7 +90,7 @@ def _holdings(status: InstanceStatus) -> Iterable[Line]:
             "cached",
             f"{_part(status, status.cached_bytes)} are in cached blocks: no request uses them, and"
             " their contents are worth keeping. They go when memory is needed.",
-            "nothing; a lower limit evicts them, KVELASTIC_MAX_CACHED_TOKENS bounds them",
+            "nothing; a lower limit evicts them, KVELASTIC_CACHE_IDLE_SECONDS evicts idle ones",
         )
     if status.parked_bytes:
         yield Line(

@@ -53,8 +53,10 @@ class Config:
     contiguous_layout: bool = True
     sanity_check: bool = False
     log_color: bool = True
-    max_cached_tokens: int = 16000
+    max_cached_tokens: int = -1
     """-1 is no bound, 0 keeps nothing cached."""
+    cache_idle_s: float | None = 600.0
+    """None is never."""
     ipc_timeout_s: float | None = 60.0
     """None is no deadline."""
     host_memory: int | None = None
@@ -312,8 +314,12 @@ VARIABLES: Final[tuple[Variable, ...]] = (
     Variable("KVELASTIC_LOG_COLOR", "KVCACHED_LOG_COLOR", "log_color", _boolean, "true", BOOLEAN,
              "Colour the log on a terminal; NO_COLOR=1 turns it off too."),
     Variable("KVELASTIC_MAX_CACHED_TOKENS", "KVCACHED_MAX_CACHED_TOKENS", "max_cached_tokens",
-             _integer(-1), "16000", "an integer; -1 is no bound, 0 is off",
+             _integer(-1), "-1", "an integer; -1 is no bound, 0 is off",
              "Tokens that the prefix cache may hold in blocks that no request uses."),
+    Variable("KVELASTIC_CACHE_IDLE_SECONDS", None, "cache_idle_s", _seconds_or_never, "600",
+             "seconds; less than 0 is never",
+             "Evict cached blocks that no request has used for this long. A tier has as long again"
+             " to copy them first."),
     Variable("KVELASTIC_IPC_TIMEOUT", "KVCACHED_IPC_TIMEOUT", "ipc_timeout_s",
              _seconds_or_no_deadline, "60", "seconds; 0 or less is no deadline",
              "How long the scheduler waits for a worker's acknowledgement."),

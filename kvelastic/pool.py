@@ -251,6 +251,7 @@ def open_pool(
             min_reserved_pages=settings.min_reserved_pages,
             max_reserved_pages=settings.max_reserved_pages,
             max_cached_blocks=most_cached_blocks(settings.max_cached_tokens, block_tokens),
+            cache_idle_s=FOREVER_S if settings.cache_idle_s is None else settings.cache_idle_s,
             preallocate=settings.page_prealloc_enabled,
             places=joined.places,
             reclaim_wait_s=settings.reclaim_wait_s,

@@ -122,6 +122,18 @@ void Accounting::evict_down_to(std::uint64_t bound) {
   note_evicted(before);
 }
 
+void Accounting::evict_clean_down_to(std::uint64_t bound) {
+  const std::uint64_t over =
+      blocks_->cached_blocks() > bound ? blocks_->cached_blocks() - bound : 0;
+  evict_oldest(std::min(over, blocks_->clean_blocks()));
+}
+
+void Accounting::evict_idle(std::uint32_t clean_idle_ms, std::uint32_t dirty_idle_ms) {
+  const std::size_t before = evicted_.size();
+  blocks_->evict_idle(clean_idle_ms, dirty_idle_ms, evicted_);
+  note_evicted(before);
+}
+
 void Accounting::note_evictions_as_changes() {
   for (const EvictedBlock& block : std::exchange(evicted_, {})) {
     changes_.push_back({block.id, block.has_copy ? BlockChange::kDemoted : BlockChange::kEvicted});

@@ -49,9 +49,9 @@ std::pair<std::span<std::byte>, std::shared_ptr<BufferHold>> ring_area(const PyR
 std::shared_ptr<Pool> make_pool(nb::handle memory, std::uint64_t max_blocks,
                                 std::uint64_t limit_bytes, std::uint64_t capacity_bytes,
                                 std::uint64_t min_reserved_pages, std::uint64_t max_reserved_pages,
-                                std::int64_t max_cached_blocks, bool preallocate,
-                                std::shared_ptr<Places> places, double reclaim_wait_s,
-                                bool movable) {
+                                std::int64_t max_cached_blocks, double cache_idle_s,
+                                bool preallocate, std::shared_ptr<Places> places,
+                                double reclaim_wait_s, bool movable) {
   PoolOptions options;
   options.max_blocks = max_blocks;
   options.limit_bytes = limit_bytes;
@@ -59,6 +59,13 @@ std::shared_ptr<Pool> make_pool(nb::handle memory, std::uint64_t max_blocks,
   options.min_reserved_pages = min_reserved_pages;
   options.max_reserved_pages = max_reserved_pages;
   options.max_cached_blocks = max_cached_blocks;
+  const std::chrono::nanoseconds cache_idle = duration(cache_idle_s);
+  if (cache_idle != kForever) {
+    // Blocks are stamped with milliseconds modulo 2^32.
+    constexpr std::chrono::milliseconds kMost(std::int64_t{1} << 30);
+    options.cache_idle =
+        std::min(std::chrono::duration_cast<std::chrono::milliseconds>(cache_idle), kMost);
+  }
   options.preallocate = preallocate;
   options.movable = movable;
   options.reclaim_wait = duration(reclaim_wait_s);
@@ -232,8 +239,8 @@ void bind_pool(nb::module_& m) {
   bind_pool_tiers(m, pool);
   pool.def(nb::new_(&make_pool), "memory"_a, nb::kw_only(), "max_blocks"_a, "limit_bytes"_a,
            "capacity_bytes"_a, "min_reserved_pages"_a = 5, "max_reserved_pages"_a = 10,
-           "max_cached_blocks"_a = -1, "preallocate"_a = true, "places"_a = nb::none(),
-           "reclaim_wait_s"_a = 0.05, "movable"_a = false)
+           "max_cached_blocks"_a = -1, "cache_idle_s"_a = -1.0, "preallocate"_a = true,
+           "places"_a = nb::none(), "reclaim_wait_s"_a = 0.05, "movable"_a = false)
       .def("alloc", &alloc, "count"_a, nb::kw_only(), "reuse"_a = false,
            "Ids of `count` blocks, or None when that many cannot be had; nothing has changed then. "
            "With `reuse`, before a page is mapped, also blocks that were given back and are still "
@@ -395,6 +402,15 @@ void bind_pool(nb::module_& m) {
       .def("occupancy", &occupancy, "pages"_a = nb::none(),
            "Blocks in use or cached, by page; only mapped pages.")
       .def("stats", &stats_dict)
+      .def_prop_ro(
+          "max_cached_blocks", [](const Pool& pool) { return own(pool).max_cached_blocks(); },
+          "How many blocks the pool keeps cached; -1: no bound.")
+      .def_prop_ro(
+          "oldest_dirty_s",
+          [](Pool& pool) {
+            return std::chrono::duration<double>(own(pool).oldest_dirty()).count();
+          },
+          "For how long the oldest dirty cached block has been cached; 0 without one.")
       .def("check_integrity", [](const Pool& pool) { check(own(pool).check_integrity()); });
 
   nb::class_<Keeper>(m, "Keeper", "The instance's thread: requests, provisioning, decay.")

@@ -17,6 +17,7 @@ Result<std::unique_ptr<Blocks>> Blocks::create(const Geometry& geometry) {
                       blocks->pins_.allocate(geometry.pages * geometry.blocks_per_page),
                       blocks->partial_.allocate(geometry.pages, max_value),
                       blocks->identities_.allocate(geometry.pages * geometry.blocks_per_page),
+                      blocks->cached_at_ms_.allocate(geometry.pages * geometry.blocks_per_page),
                       blocks->evictable_.allocate(geometry.pages, max_value),
                       blocks->clean_pages_.allocate(geometry.pages, max_value)}) {
     if (!made) return made.error();
@@ -350,15 +351,25 @@ bool Blocks::evict_cheapest_page(std::vector<EvictedBlock>& evicted) {
 }
 
 bool Blocks::evict_oldest_block(std::vector<EvictedBlock>& evicted) {
-  const bool clean = clean_lru_.oldest() != 0;
-  const std::uint32_t oldest = clean ? clean_lru_.oldest() : lru_.oldest();
-  if (oldest == 0) return false;
-  const Place at = place(oldest - 1);
-  evicted.push_back({id_of(at), clean});
+  const BlockList& list = clean_lru_.oldest() != 0 ? clean_lru_ : lru_;
+  if (list.oldest() == 0) return false;
+  evict_oldest_of(list, evicted);
+  return true;
+}
+
+void Blocks::evict_idle(std::uint32_t clean_idle_ms, std::uint32_t dirty_idle_ms,
+                        std::vector<EvictedBlock>& evicted) {
+  while (oldest_clean_ms() >= clean_idle_ms) evict_oldest_of(clean_lru_, evicted);
+  while (oldest_dirty_ms() >= dirty_idle_ms) evict_oldest_of(lru_, evicted);
+}
+
+/// Pre: the list is not empty.
+void Blocks::evict_oldest_of(const BlockList& list, std::vector<EvictedBlock>& evicted) {
+  const Place at = place(list.oldest() - 1);
+  evicted.push_back({id_of(at), is_clean(at)});
   unlist(at.page);
   make_free(at);
   enlist(at.page);
-  return true;
 }
 
 void Blocks::clear(std::vector<EvictedBlock>& evicted) {
@@ -409,6 +420,7 @@ void Blocks::make_free(Place at) {
 
 void Blocks::add_cached(Place at) {
   const bool clean = is_clean(at);
+  cached_at_ms_[dense(at)] = now_ms_;
   (clean ? clean_lru_ : lru_).append(dense(at));
   ++pages_[at.page].cached;
   ++cached_blocks_;

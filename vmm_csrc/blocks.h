@@ -124,6 +124,15 @@ class Blocks {
   /// Frees the block that was cached first, of the clean ones if there are any. False: none is
   /// cached.
   bool evict_oldest_block(std::vector<EvictedBlock>& evicted);
+  /// Sets the time, in milliseconds modulo 2^32. A block that becomes cached is stamped with it.
+  void set_now(std::uint32_t now_ms) { now_ms_ = now_ms; }
+  /// Frees clean blocks that have been cached for `clean_idle_ms`, and dirty ones that have been
+  /// for `dirty_idle_ms`. A block that became clean after a younger one waits for that one.
+  void evict_idle(std::uint32_t clean_idle_ms, std::uint32_t dirty_idle_ms,
+                  std::vector<EvictedBlock>& evicted);
+  /// How long the next block that evict_idle() would free has been cached; none: there is none.
+  std::optional<std::uint32_t> oldest_clean_ms() const { return age_ms(clean_lru_); }
+  std::optional<std::uint32_t> oldest_dirty_ms() const { return age_ms(lru_); }
   /// Cached blocks of the page that evict_cheapest_page() would take; none: there is none.
   std::optional<std::uint32_t> cheapest_page_cost() const;
 
@@ -291,6 +300,11 @@ class Blocks {
   bool is_clean(Place at) const { return has_identities_ && identities_[dense(at)].clean; }
   void set_clean(Place at, bool clean);
   std::optional<PageIndex> cheapest_page() const;
+  std::optional<std::uint32_t> age_ms(const BlockList& list) const {
+    if (list.oldest() == 0) return std::nullopt;
+    return now_ms_ - cached_at_ms_[list.oldest() - 1];  // modulo 2^32
+  }
+  void evict_oldest_of(const BlockList& list, std::vector<EvictedBlock>& evicted);
   bool can_leave(Place at) const;
   void leave(Place at, Leaving& leaving);
   void leave_by_pages(std::uint64_t most, Leaving& leaving);
@@ -304,14 +318,16 @@ class Blocks {
   const std::uint64_t words_per_page_;
   const std::uint64_t ids_per_page_;  // where an extent is whole blocks; 0 otherwise
   LazyArray<Page> pages_;
-  LazyArray<std::uint64_t> taken_;   // a bit a block: used or cached
-  LazyArray<std::uint64_t> cached_;  // a bit a block
-  BlockLinks links_;                 // by dense index
-  BlockList lru_{links_};            // dirty cached blocks
-  BlockList clean_lru_{links_};      // clean ones
-  LazyArray<Identity> identities_;   // by dense index
-  bool has_identities_ = false;      // no block has had a key yet: nothing of them is touched
-  Pins pins_{links_};                // a pinned block is used, so it is in no other list
+  LazyArray<std::uint64_t> taken_;         // a bit a block: used or cached
+  LazyArray<std::uint64_t> cached_;        // a bit a block
+  BlockLinks links_;                       // by dense index
+  BlockList lru_{links_};                  // dirty cached blocks
+  BlockList clean_lru_{links_};            // clean ones
+  LazyArray<std::uint32_t> cached_at_ms_;  // by dense index, of cached blocks
+  std::uint32_t now_ms_ = 0;
+  LazyArray<Identity> identities_;  // by dense index
+  bool has_identities_ = false;     // no block has had a key yet: nothing of them is touched
+  Pins pins_{links_};               // a pinned block is used, so it is in no other list
   Buckets partial_;  // mapped pages with free blocks that are not parked, by free blocks
   // Pages with cached and no used blocks that nobody reads:
   Buckets evictable_;    // with dirty blocks, by their number

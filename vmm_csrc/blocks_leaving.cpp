@@ -72,10 +72,12 @@ void Blocks::set_clean(Place at, bool clean) {
     identity.clean = clean;
     return;
   }
+  const std::uint32_t cached_at_ms = cached_at_ms_[dense(at)];
   unlist(at.page);
   remove_cached(at);
   identity.clean = clean;
   add_cached(at);
+  cached_at_ms_[dense(at)] = cached_at_ms;
   enlist(at.page);
 }
 

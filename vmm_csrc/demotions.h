@@ -56,6 +56,9 @@ class Demotions {
   }
   /// Whether a thread serves next(): without one nobody waits.
   bool is_attended() const { return attended_; }
+  /// Whether dirty blocks can be expected to be copied: a thread serves next(), and the newest
+  /// batch that it began was stored.
+  bool takes_blocks() const { return attended_ && stored_; }
   /// Whether somebody waits for copies just now: what is dirty is not to be evicted meanwhile.
   bool is_awaited() const { return !wants_.empty(); }
 
@@ -119,6 +122,7 @@ class Demotions {
   }
   /// Blocks have been copied, or could not be.
   void progressed(bool any) {
+    stored_ = any;
     all_leaving_ = false;
     if (!any) give_up();
     note_progress();
@@ -161,6 +165,7 @@ class Demotions {
   std::chrono::nanoseconds reclaim_left_ = waits_.reclaim;
   Clock::time_point reclaim_seen_ = Clock::now();
   bool attended_ = false;
+  bool stored_ = true;
   bool stopped_ = false;
   bool all_leaving_ = false;
 };

@@ -36,6 +36,7 @@ void Figures::update() {
                    accounting_.mappable_pages() > 0 && accounting_.held_pages() > 0;
   work.decay = !calls_.is_decay_armed() && has_something_to_decay();
   work.watch = has_page_to_watch();
+  work.cache_idle = has_cached_to_age();
   work.pursue = starvation_.pages() > 0;
   work.failed = accounting_.failure().has_value();
   work.over_pages = over_pages;

@@ -51,6 +51,7 @@ class Figures {
         calls_(calls),
         counters_(counters),
         movable_(options.movable),
+        ages_(options.cache_idle.count() >= 0),
         capacity_bytes_(options.capacity_bytes),
         places_(std::move(places)) {}
 
@@ -69,6 +70,7 @@ class Figures {
     const Blocks& blocks = accounting_.blocks();
     return blocks.parked_pages() > 0 || (movable_ && blocks.can_compact());
   }
+  bool has_cached_to_age() const { return ages_ && accounting_.blocks().cached_blocks() > 0; }
   /// One that could be given back where memory runs short: page 0 stays.
   bool has_page_to_watch() const { return accounting_.held_pages() > 1; }
 
@@ -100,6 +102,7 @@ class Figures {
   KeeperCalls& calls_;
   Counters& counters_;
   const bool movable_;
+  const bool ages_;                     // idle cached blocks are evicted
   const std::uint64_t capacity_bytes_;  // where no ledger says it
   const std::shared_ptr<Places> places_;
   std::uint64_t told_activity_ = 0;  // activity() when the ledger was last told

@@ -127,6 +127,7 @@ void Keeper::go_round(std::uint32_t seen) {
   (void)pool_->provision();  // out of memory: demand will say so when it comes
   pursuing_ = pursuing_ || pool_->is_provision_due();
   decay();
+  evict_idle();
   (void)record_->wait_bell(seen, sleep_ns(!read));
 }
 
@@ -400,12 +401,22 @@ void Keeper::decay() {
   next_decay_ = pool_->arm_decay() ? now + options_.idle_trim : Clock::time_point::max();
 }
 
+/// Evicts what no request has used for long, at most a hundred times in that time.
+void Keeper::evict_idle() {
+  const Clock::time_point now = Clock::now();
+  if (next_eviction_ != Clock::time_point::max() && now < next_eviction_) return;
+  const std::optional<std::chrono::milliseconds> again = pool_->evict_idle();
+  next_eviction_ =
+      again ? now + std::max(*again, pool_->cache_idle() / 100) : Clock::time_point::max();
+}
+
 std::int64_t Keeper::sleep_ns(bool request_unreadable) {
   if (request_unreadable) return kRequestRetryNs;
   if (pursuing_) return kPursuitNs;
   const std::int64_t look = device_is_shared_ ? kDeviceLookNs : kNever;
   const std::int64_t retry = shrink_again_ ? kShrinkRetryNs : look;
-  const Clock::time_point due = watching_ ? std::min(next_decay_, next_look_) : next_decay_;
+  const Clock::time_point due =
+      std::min({next_decay_, next_eviction_, watching_ ? next_look_ : Clock::time_point::max()});
   if (due == Clock::time_point::max()) return retry;
   const auto left = std::chrono::nanoseconds(due - Clock::now()).count();
   return std::clamp<std::int64_t>(left, 0, retry < 0 ? kForever.count() : retry);

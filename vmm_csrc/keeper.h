@@ -74,6 +74,7 @@ class Keeper {
   void watch_memory();
   void answer(const LimitState& state, std::string reason);
   void decay();
+  void evict_idle();
   std::int64_t sleep_ns(bool request_unreadable);
 
   const std::shared_ptr<Pool> pool_;
@@ -98,6 +99,7 @@ class Keeper {
   std::uint64_t seen_activity_ = 0;
   bool shrink_again_ = false;  // the driver refused; nothing else may wake this thread for it
   Clock::time_point next_decay_ = Clock::time_point::max();
+  Clock::time_point next_eviction_{};
   bool device_is_shared_ = false;  // with those whom no ledger knows: look at it now and then
   bool pursuing_ = false;  // memory is missing, or others squeeze this pool: look again soon
   std::unique_ptr<MemoryWatch> watch_;  // null: none is wanted

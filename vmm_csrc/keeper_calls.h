@@ -14,6 +14,7 @@ struct KeeperWork {
   bool enforce = false;          ///< enforcing the limit would give something back
   bool provision = false;        ///< pages should be mapped ahead of demand
   bool decay = false;            ///< something to trim or compact once the pool is idle
+  bool cache_idle = false;       ///< cached blocks that will have been idle for long
   bool watch = false;            ///< pages that could be given back where memory runs short
   bool pursue = false;           ///< others have to be asked for pages
   bool failed = false;           ///< the backing has failed for good
@@ -25,7 +26,7 @@ class KeeperCalls {
   /// `wake` must neither block nor call back; null: there is no keeper.
   void on_work(std::function<void()> wake) {
     wake_ = std::move(wake);
-    enforce_ = provision_ = decay_ = watch_ = pursue_ = false;
+    enforce_ = provision_ = decay_ = cache_idle_ = watch_ = pursue_ = false;
   }
   bool has_keeper() const { return static_cast<bool>(wake_); }
 
@@ -37,13 +38,16 @@ class KeeperCalls {
     if (enforcing_ == 0) enforce_ = work.enforce;
     const bool provision = work.provision && !provision_;
     const bool decay = work.decay && !decay_;
+    const bool cache_idle = work.cache_idle && !cache_idle_;
     const bool watch = work.watch && !watch_;
     const bool pursue = work.pursue && !pursue_;
     const bool answer = work.over_pages != answered_over_pages_;
     const bool failed = work.failed && !std::exchange(failed_, true);
-    if (!enforce && !provision && !decay && !watch && !pursue && !answer && !failed) return;
+    if (!enforce && !provision && !decay && !cache_idle && !watch && !pursue && !answer && !failed)
+      return;
     provision_ = provision_ || provision;
     decay_ = decay_ || decay;
+    cache_idle_ = cache_idle_ || cache_idle;
     watch_ = watch_ || watch;
     pursue_ = pursue_ || pursue;
     answered_over_pages_ = work.over_pages;
@@ -57,6 +61,8 @@ class KeeperCalls {
   /// Whether the keeper's decay timer runs.
   bool is_decay_armed() const { return decay_; }
   bool arm_decay(bool armed) { return decay_ = armed; }
+  /// Whether the keeper's timer for idle cached blocks runs.
+  bool arm_cache_idle(bool armed) { return cache_idle_ = armed; }
   /// Whether the keeper looks what the machine has left, until it finds no page to give back.
   bool arm_watch(bool armed) { return watch_ = armed; }
   /// The keeper no longer asks others for pages: it is to be called for the next that are missing.
@@ -80,6 +86,7 @@ class KeeperCalls {
   bool enforce_ = false;    // called for, and still due
   bool provision_ = false;
   bool decay_ = false;
+  bool cache_idle_ = false;
   bool watch_ = false;
   bool pursue_ = false;
   bool failed_ = false;

@@ -16,6 +16,13 @@ std::uint64_t page_bytes(const Places* places, const Geometry& geometry) {
   return places != nullptr ? places->page_bytes() : geometry.page_bytes();
 }
 
+/// The time that cached blocks are stamped with.
+std::uint32_t now_ms() {
+  using std::chrono::milliseconds;
+  const auto since = std::chrono::steady_clock::now().time_since_epoch();
+  return static_cast<std::uint32_t>(std::chrono::duration_cast<milliseconds>(since).count());
+}
+
 }  // namespace
 
 Result<std::unique_ptr<Pool>> Pool::create(const Geometry& geometry,
@@ -238,9 +245,15 @@ Status Pool::free(std::span<const BlockId> ids) {
 }
 
 Status Pool::cache(std::span<const BlockId> ids) {
+  return cache(ids, {});
+}
+
+Status Pool::cache(std::span<const BlockId> ids, std::span<const BlockKey> keys) {
   Lock lock(mutex_);
   if (Status handed_out = accounting_.refuse_reserved(ids); !handed_out) return handed_out;
+  accounting_.blocks().set_now(now_ms());
   if (Status cached = accounting_.blocks().cache(ids); !cached) return cached;
+  if (!keys.empty()) (void)accounting_.blocks().name(ids, keys);  // they are taken: it cannot fail
   evict_over_bound();
   given_back(lock);
   return ok();
@@ -290,6 +303,7 @@ Result<PinTicket> Pool::pin(std::span<const BlockId> ids, PinKind kind) {
 
 bool Pool::unpin(PinTicket ticket) {
   Lock lock(mutex_);
+  accounting_.blocks().set_now(now_ms());
   const bool ended = accounting_.blocks().unpin(ticket);
   evict_over_bound();
   if (ended) given_back(lock);
@@ -302,7 +316,38 @@ void Pool::evict_over_bound() {
   if (accounting_.blocks().cached_blocks() <= bound) return;
   // In another thread's session nothing is evicted: the next cache() makes up for it.
   const std::unique_lock session(session_, std::try_to_lock);
-  if (session) accounting_.evict_down_to(bound);
+  if (!session) return;
+  // Cached blocks are free memory to an alloc, so a dirty one may wait for its copy.
+  if (demotions_.takes_blocks()) return accounting_.evict_clean_down_to(bound);
+  accounting_.evict_down_to(bound);
+}
+
+std::optional<std::chrono::milliseconds> Pool::evict_idle() {
+  using std::chrono::milliseconds;
+  const std::lock_guard session(session_);
+  const Lock lock(mutex_);
+  Blocks& blocks = accounting_.blocks();
+  blocks.set_now(now_ms());
+  const std::int64_t idle_ms = options_.cache_idle.count();
+  // A tier has as long again to copy what is dirty.
+  const std::int64_t dirty_ms = demotions_.takes_blocks() ? 2 * idle_ms : idle_ms;
+  const std::uint64_t before = blocks.cached_blocks();
+  if (idle_ms >= 0) {
+    accounting_.evict_idle(static_cast<std::uint32_t>(idle_ms),
+                           static_cast<std::uint32_t>(dirty_ms));
+  }
+  if (!calls_.arm_cache_idle(figures_.has_cached_to_age())) return std::nullopt;
+  if (blocks.cached_blocks() != before) figures_.update();
+  std::int64_t left_ms = dirty_ms;
+  if (const auto clean = blocks.oldest_clean_ms()) left_ms = std::min(left_ms, idle_ms - *clean);
+  if (const auto dirty = blocks.oldest_dirty_ms()) left_ms = std::min(left_ms, dirty_ms - *dirty);
+  return milliseconds(std::max<std::int64_t>(left_ms, 1));
+}
+
+std::chrono::milliseconds Pool::oldest_dirty() {
+  const Lock lock(mutex_);
+  accounting_.blocks().set_now(now_ms());
+  return std::chrono::milliseconds(accounting_.blocks().oldest_dirty_ms().value_or(0));
 }
 
 std::vector<BlockChange> Pool::take_changes() {

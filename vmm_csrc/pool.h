@@ -282,12 +282,21 @@ class Pool {
   /// them; answers how many have moved. Nothing is lost. Only a movable pool does. Waits for the
   /// session; blocks. Fails as a copy of the backing does.
   Result<std::uint64_t> compact();
+  /// Evicts cached blocks that nothing has used for PoolOptions::cache_idle; returns when to call
+  /// it again. None: not before the pool calls for it (KeeperWork::cache_idle). Waits for the
+  /// session.
+  std::optional<std::chrono::milliseconds> evict_idle();
+  /// For how long the oldest dirty cached block has been cached; 0 without one.
+  std::chrono::milliseconds oldest_dirty();
   /// Parked pages that no alloc has needed since the last call: what a decay timer may trim.
   std::uint64_t take_idle_parked();
 
   std::uint64_t mapped_bytes() const;
   std::optional<std::uint32_t> occupancy(PageIndex page) const;
   const Geometry& geometry() const { return accounting_.geometry(); }
+  std::chrono::milliseconds cache_idle() const { return options_.cache_idle; }
+  /// How many blocks cache() keeps; negative: no bound.
+  std::int64_t max_cached_blocks() const { return options_.max_cached_blocks; }
   /// What one page costs, all its copies on all devices together.
   std::uint64_t page_cost_bytes() const { return accounting_.page_bytes(); }
   PoolStats stats() const;

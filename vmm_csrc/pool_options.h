@@ -14,7 +14,10 @@ struct PoolOptions {
   std::uint64_t min_reserved_pages = 5;   ///< kept parked ahead of demand while there is any
   std::uint64_t max_reserved_pages = 10;  ///< never more than these are created ahead of demand
   std::int64_t max_cached_blocks = -1;    ///< -1: no bound
-  bool preallocate = true;                ///< false: no page is created before an alloc needs it
+  /// The maintenance thread evicts cached blocks that nothing has used for so long; negative:
+  /// never.
+  std::chrono::milliseconds cache_idle{-1};
+  bool preallocate = true;  ///< false: no page is created before an alloc needs it
   /// Cached blocks may move to other ids to empty pages; the engine must take_changes() then.
   bool movable = false;
   /// How long an alloc waits for memory that others have to give up; in a session it never does.

@@ -22,16 +22,6 @@ void Pool::use_tiers(const DemotionWaits& waits) {
   accounting_.use_tiers();
 }
 
-Status Pool::cache(std::span<const BlockId> ids, std::span<const BlockKey> keys) {
-  Lock lock(mutex_);
-  if (Status handed_out = accounting_.refuse_reserved(ids); !handed_out) return handed_out;
-  if (Status cached = accounting_.blocks().cache(ids); !cached) return cached;
-  (void)accounting_.blocks().name(ids, keys);  // they are taken: it cannot fail
-  evict_over_bound();
-  given_back(lock);
-  return ok();
-}
-
 Status Pool::name(std::span<const BlockId> ids, std::span<const BlockKey> keys) {
   const Lock lock(mutex_);
   if (Status handed_out = accounting_.refuse_reserved(ids); !handed_out) return handed_out;
@@ -91,6 +81,7 @@ Result<std::uint64_t> Pool::end_leaving(std::uint32_t ticket,
   const std::uint64_t cleaned = blocks.end_leaving(ticket, copied);
   const bool any = std::any_of(copied.begin(), copied.end(), [](auto flag) { return flag != 0; });
   demotions_.progressed(any || copied.empty());
+  evict_over_bound();
   figures_.update();  // pages that were being read can be given back now
   return cleaned;
 }

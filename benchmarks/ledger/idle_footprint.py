@@ -15,7 +15,7 @@ from benchmarks.ledger.staggered import PAGE_BYTES, Day, Outcome
 
 CAPACITY_BYTES = 2 << 30
 CACHED_TOKENS = 16_000
-"""The default of KVELASTIC_MAX_CACHED_TOKENS."""
+"""A bound, as kvcached has it by default: the floor is what the cached blocks need."""
 AT_ONCE = 128
 IDLE_TRIM_S = 0.25
 THEIRS = 1.4

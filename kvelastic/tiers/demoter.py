@@ -185,10 +185,18 @@ class Demoter:
             return
         wanted = blocks_to_clean(
             self._rules.policy,
-            Occupancy.of(stats),
+            Occupancy(
+                used=stats["blocks_used"],
+                cached=stats["blocks_cached"],
+                clean=stats["blocks_clean"],
+                available=stats["blocks_available"],
+                max_cached=most if (most := self._blocks.max_cached_blocks) >= 0 else None,
+                oldest_dirty_s=self._blocks.oldest_dirty_s,
+            ),
             watermark=self._rules.watermark,
             idle_s=now_s - self._active_at_s,
             idle_after_s=self._rules.idle_after_s,
+            cache_idle_s=self._rules.cache_idle_s,
             affordable=self._affordable(now_s),
         )
         while wanted > 0 and not self._must_stop():

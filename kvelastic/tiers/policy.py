@@ -5,6 +5,7 @@ Plain values in, plain values out: no clock is read here, and no thread waits.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
@@ -13,6 +14,8 @@ WEIGHT = 0.2
 """Of the newest measurement in a moving average."""
 PROBE_AFTER_S = 30.0
 """A tier that was too slow is asked again after so long: it may have been a busy moment."""
+AGED_BLOCKS = 64
+"""How many of the oldest dirty blocks one look cleans before the pool evicts them as idle."""
 BATCHES_A_DEADLINE = 4
 """A batch takes a fourth of the shortest deadline, so that most of it is used."""
 
@@ -59,6 +62,8 @@ class Rules:
     watermark: float = 0.1
     """Part of all blocks that shall be free or clean."""
     idle_after_s: float = 5.0
+    cache_idle_s: float = 600.0
+    """The pool evicts cached blocks that have been idle for this long."""
     write_bytes_per_s: int | None = None
     """Budget of cleaning ahead; None: no bound."""
     tick_s: float = 0.1
@@ -74,16 +79,10 @@ class Occupancy:
     clean: int
     available: int
     """What alloc could give, evicting as it must."""
-
-    @staticmethod
-    def of(stats: Mapping[str, int]) -> Occupancy:
-        """From a pool's `stats()`."""
-        return Occupancy(
-            used=stats["blocks_used"],
-            cached=stats["blocks_cached"],
-            clean=stats["blocks_clean"],
-            available=stats["blocks_available"],
-        )
+    max_cached: int | None = None
+    """How many blocks may be cached; None: no bound."""
+    oldest_dirty_s: float = 0.0
+    """How long the oldest dirty block has been cached."""
 
     @property
     def dirty(self) -> int:
@@ -108,17 +107,24 @@ def blocks_to_clean(
     watermark: float,
     idle_s: float,
     idle_after_s: float,
+    cache_idle_s: float,
     affordable: int,
 ) -> int:
-    """How many of the oldest dirty blocks to clean now, though nobody waits for it.
+    """Return how many of the oldest dirty blocks to clean ahead of need.
 
-    `watermark` is a part of all blocks, 0 to 1; `affordable` is what the write budget allows.
+    `watermark` is the part of all blocks, and of the blocks that may be cached, that is kept free
+    or clean, 0 to 1. `affordable` is what the write budget allows.
     """
     if policy is WritePolicy.WRITE_THROUGH or idle_s >= idle_after_s:
         wanted = occupancy.dirty
     else:
         # Rounded up: below one block's worth there would never be anything to do.
-        wanted = -int(-(watermark * occupancy.total) // 1) - occupancy.spare
+        wanted = math.ceil(watermark * occupancy.total) - occupancy.spare
+        if occupancy.max_cached is not None:
+            headroom = occupancy.max_cached - occupancy.dirty
+            wanted = max(wanted, math.ceil(watermark * occupancy.max_cached) - headroom)
+        if occupancy.oldest_dirty_s >= cache_idle_s / 2:
+            wanted = max(wanted, AGED_BLOCKS)
     return max(0, min(wanted, occupancy.dirty, affordable))
 
 

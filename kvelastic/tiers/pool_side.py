@@ -89,3 +89,11 @@ class LeavingBlocks(Protocol):
 
     def stats(self) -> dict[str, int]:
         """The pool's counts."""
+
+    @property
+    def max_cached_blocks(self) -> int:
+        """How many blocks the pool keeps cached; -1: no bound."""
+
+    @property
+    def oldest_dirty_s(self) -> float:
+        """For how long the oldest dirty block has been cached; 0 without one."""

@@ -28,6 +28,7 @@ class TierSettings:
             deadlines=Deadlines(config.tier_reclaim_s, config.tier_limit_s, config.tier_sleep_s),
             watermark=config.tier_watermark / 100,
             idle_after_s=math.inf if config.tier_idle_s is None else config.tier_idle_s,
+            cache_idle_s=math.inf if config.cache_idle_s is None else config.cache_idle_s,
             write_bytes_per_s=config.tier_write_rate,
         )
         return TierSettings(config.tiers, rules, config.tier_staging, config.tier_daily_write)

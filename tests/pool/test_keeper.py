@@ -9,7 +9,7 @@ import threading
 from pathlib import Path
 
 import pytest
-from native_pools import HUGE, LAYOUTS, Memory
+from native_pools import HUGE, LAYOUTS, Memory, alloc
 from processes import LineProgram
 from waiting import DEADLINE_S, wait_until
 
@@ -22,7 +22,7 @@ PAGES = 12
 class Instance:
     """A pool with its keeper, and the segment as an operator sees it."""
 
-    def __init__(self, *, idle_trim_s: float = -1.0, start: bool = True, **options: int | bool):
+    def __init__(self, *, idle_trim_s: float = -1.0, start: bool = True, **options: float):
         name = f"kvtest_keeper_{os.getpid()}_{random.randrange(1 << 40):x}"
         self.memory = Memory(LAYOUTS["paged"], PAGES)
         self.segment = segment.create(name, engine="test", model="m", device="host")
@@ -419,3 +419,32 @@ def test_a_pool_that_has_failed_says_so_by_itself_and_to_every_request() -> None
         assert answer["revision"] == before
         assert "restart" in answer["reason"]
         assert instance.answer(instance.request(PAGES * HUGE))["state"] == "failed"
+
+
+def test_idle_cached_blocks_are_evicted_and_their_pages_returned() -> None:
+    with Instance(cache_idle_s=0.05, idle_trim_s=0.05) as instance:
+        ids = alloc(instance.pool, 2 * B - 1)
+        instance.pool.cache(ids[:B])
+        wait_until(lambda: instance.pool.stats()["blocks_cached"] == 0, "idle blocks are cached")
+        gone = {block for block, to in instance.pool.take_changes() if to == -1}
+        assert gone == set(ids[:B])
+        assert instance.pool.stats()["blocks_used"] == B - 1, "blocks in use stay"
+        instance.pool.free(ids[B:])
+        wait_until(lambda: instance.pool.stats()["pages_mapped"] == 1, "the emptied page is mapped")
+
+
+def test_cached_blocks_stay_when_idle_eviction_is_off() -> None:
+    with Instance(idle_trim_s=0.0) as instance:
+        instance.pool.cache(alloc(instance.pool, 3))
+        for _ in range(3):
+            instance.looked()
+        assert instance.pool.stats()["blocks_cached"] == 3
+
+
+def test_idle_eviction_starts_again_after_the_cache_was_empty() -> None:
+    with Instance(cache_idle_s=0.05) as instance:
+        ids = alloc(instance.pool, 3)
+        for _ in range(2):  # with an empty cache the keeper has no timer
+            instance.pool.cache(ids)
+            wait_until(lambda: instance.pool.stats()["blocks_cached"] == 0, "blocks are cached")
+            ids = alloc(instance.pool, 3)

@@ -208,3 +208,30 @@ def test_everything_can_be_cleaned_and_stays_cached() -> None:
     stats = pool.stats()
     assert stats["blocks_clean"] == stats["blocks_cached"] == len(ids)
     assert pool.take_changes() == []
+
+
+def test_blocks_over_the_cache_bound_are_demoted() -> None:
+    pool = Memory(LAYOUTS["paged"], PAGES).pool(max_cached_blocks=10)
+    pool.use_tiers()
+    assert pool.next_demotion(0) is None  # from here on a thread copies
+    ids = sorted(alloc(pool, 30))
+    pool.cache(ids, keys(ids))
+    assert pool.stats()["blocks_cached"] == 30
+    leaving = pool.begin_leaving(25)
+    pool.end_leaving(leaving.ticket, [True] * 25)
+    stats = pool.stats()
+    assert stats["blocks_cached"] == 10
+    assert (stats["blocks_demoted"], stats["blocks_dropped"]) == (20, 0)
+    pool.check_integrity()
+
+
+def test_blocks_over_the_cache_bound_are_dropped_when_no_tier_takes_them() -> None:
+    pool = Memory(LAYOUTS["paged"], PAGES).pool(max_cached_blocks=10)
+    pool.use_tiers()
+    assert pool.next_demotion(0) is None
+    ids = sorted(alloc(pool, 30))
+    pool.cache(ids, keys(ids))
+    leaving = pool.begin_leaving(5)
+    pool.end_leaving(leaving.ticket, [False] * 5)
+    assert pool.stats()["blocks_cached"] == 10
+    assert pool.stats()["blocks_dropped"] == 20

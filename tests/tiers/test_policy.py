@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from kvelastic.tiers.costs import Costs
 from kvelastic.tiers.policy import (
+    AGED_BLOCKS,
     PROBE_AFTER_S,
     Deadlines,
     Occupancy,
@@ -24,13 +25,16 @@ from kvelastic.tiers.policy import (
 BACK, THROUGH = WritePolicy.WRITE_BACK, WritePolicy.WRITE_THROUGH
 
 
-def to_clean(policy, occupancy, idle_s=0.0, watermark=0.1, affordable=1000) -> int:
+def to_clean(
+    policy, occupancy, idle_s=0.0, watermark=0.1, affordable=1000, cache_idle_s=math.inf
+) -> int:
     return blocks_to_clean(
         policy,
         occupancy,
         watermark=watermark,
         idle_s=idle_s,
         idle_after_s=5.0,
+        cache_idle_s=cache_idle_s,
         affordable=affordable,
     )
 
@@ -59,6 +63,27 @@ def test_write_back_cleans_everything_when_idle() -> None:
     assert to_clean(BACK, occupancy, idle_s=4.9) == 0
     assert to_clean(BACK, occupancy, idle_s=5.0) == 30
     assert to_clean(BACK, occupancy, idle_s=math.inf, affordable=7) == 7
+
+
+@pytest.mark.parametrize(
+    ("cached", "clean", "expected"),
+    [
+        (90, 0, 0),  # a tenth of the bound is free
+        (91, 0, 1),
+        (100, 10, 0),
+        (100, 4, 6),
+        (130, 0, 40),  # over the bound until copies are made
+    ],
+)
+def test_write_back_keeps_headroom_below_the_cache_bound(cached, clean, expected) -> None:
+    occupancy = Occupancy(used=0, cached=cached, clean=clean, available=10_000, max_cached=100)
+    assert to_clean(BACK, occupancy) == expected
+
+
+def test_blocks_near_their_idle_time_are_cleaned() -> None:
+    occupancy = Occupancy(used=0, cached=500, clean=10, available=10_000, oldest_dirty_s=300.0)
+    assert to_clean(BACK, occupancy, cache_idle_s=600.0) == AGED_BLOCKS
+    assert to_clean(BACK, occupancy, cache_idle_s=601.0) == 0
 
 
 def test_write_through_does_not_wait() -> None:

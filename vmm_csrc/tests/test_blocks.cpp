@@ -223,6 +223,42 @@ TEST(blocks_are_sound_while_the_null_page_goes_and_comes) {
   CHECK(static_cast<bool>(blocks.check_integrity()));
 }
 
+TEST(blocks_idle_for_long_are_evicted) {
+  auto made = Blocks::create(geometry(3, 8, 256 << 10));
+  REQUIRE(static_cast<bool>(made));
+  Blocks& blocks = **made;
+  for (int i = 0; i < 3; ++i) blocks.add_page(*blocks.take_unmapped());
+  std::vector<BlockId> ids;
+  blocks.alloc(6, Blocks::Fit::kBest, ids);
+  const std::uint32_t start_ms = ~std::uint32_t{0} - 50;  // the clock wraps in between
+  std::vector<EvictedBlock> evicted;
+  const auto evict_at = [&](std::uint32_t after_ms) {
+    evicted.clear();
+    blocks.set_now(start_ms + after_ms);
+    blocks.evict_idle(100, 200, evicted);
+    CHECK(static_cast<bool>(blocks.check_integrity()));
+    return evicted.size();
+  };
+  const std::vector<BlockKey> keys(1, BlockKey{1, 1});
+  blocks.set_now(start_ms);
+  CHECK(static_cast<bool>(blocks.cache({{ids[0], ids[1], ids[2]}})));
+  blocks.set_now(start_ms + 60);
+  CHECK(static_cast<bool>(blocks.cache({{ids[3]}})));
+  CHECK(static_cast<bool>(blocks.name({{ids[1]}}, keys)));
+  CHECK(blocks.mark_clean({{ids[1]}}, keys) == 1);
+  CHECK(evict_at(99) == 0);
+  CHECK(evict_at(100) == 1);  // the clean one, by the time when it was cached
+  CHECK(evicted[0] == (EvictedBlock{ids[1], true}));
+  blocks.set_now(start_ms + 150);
+  CHECK(static_cast<bool>(blocks.touch({{ids[0]}})));
+  CHECK(static_cast<bool>(blocks.cache({{ids[0]}})));
+  CHECK(evict_at(200) == 1);  // used again, ids[0] is younger
+  CHECK(evicted[0] == (EvictedBlock{ids[2], false}));
+  CHECK(blocks.oldest_dirty_ms() == 140u);
+  CHECK(evict_at(350) == 2);
+  CHECK(!blocks.oldest_dirty_ms() && !blocks.oldest_clean_ms());
+}
+
 TEST(blocks_of_a_range_with_the_most_blocks) {
   Geometry shape = geometry((std::uint64_t{1} << 31) - 1, 1, 2 * kMiB);
   REQUIRE(static_cast<bool>(shape.check(2 * kMiB)));
