@@ -7,6 +7,7 @@ import os
 import random
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 from native_pools import HUGE, LAYOUTS, Memory, alloc
@@ -22,7 +23,7 @@ PAGES = 12
 class Instance:
     """A pool with its keeper, and the segment as an operator sees it."""
 
-    def __init__(self, *, idle_trim_s: float = -1.0, start: bool = True, **options: float):
+    def __init__(self, *, idle_trim_s: float = -1.0, start: bool = True, **options: Any):
         name = f"kvtest_keeper_{os.getpid()}_{random.randrange(1 << 40):x}"
         self.memory = Memory(LAYOUTS["paged"], PAGES)
         self.segment = segment.create(name, engine="test", model="m", device="host")
