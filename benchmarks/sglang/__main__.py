@@ -29,7 +29,7 @@ from benchmarks.transformers import results
 from benchmarks.transformers.comparison import ELASTIC, NAMES
 from benchmarks.transformers.results import Part
 from benchmarks.transformers.turns import Answered, Ask, measure
-from benchmarks.transformers.workload import AT_ONCE, TINY
+from benchmarks.transformers.workload import TINY
 from benchmarks.vllm.models import prepare
 from kvelastic import segment
 
@@ -96,11 +96,16 @@ def ask(
 ) -> Answered:
     """The prompts of a turn to one of them, all at once."""
     server = servers[name]
-    with alone(servers, name), ThreadPoolExecutor(AT_ONCE) as threads:
+    with alone(servers, name), ThreadPoolExecutor(len(prompts)) as threads:
         before_s, begin_s = cpu_s(server), time.monotonic()
         answers = list(threads.map(server.generate, prompts, new_tokens))
         total_s = time.monotonic() - begin_s
-        return Answered(total_s, cpu_s(server) - before_s, [one.tokens for one in answers])
+        return Answered(
+            total_s,
+            cpu_s(server) - before_s,
+            [one.tokens for one in answers],
+            sum(one.cached_tokens for one in answers),
+        )
 
 
 def main() -> int:

@@ -32,6 +32,8 @@ class Answered(NamedTuple):
     cpu_s: float
     """User and system, of all its processes."""
     tokens: list[list[int]]
+    cached_tokens: int = 0
+    """Of the prompts, that the prefix cache had; where the engine says it."""
 
 
 Ask = Callable[[list[list[int]], list[int]], Answered]
