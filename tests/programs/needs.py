@@ -44,6 +44,13 @@ def find_cuda_python() -> str | None:
     return "" if _has_module("cuda") and _has_module("cuda.bindings") else None
 
 
+def find_native_build() -> Path | None:
+    """The folder where scripts/setup has built the native module last."""
+    builds = Path(__file__).parents[2].glob("build/cp3*/build.ninja")
+    newest = max(builds, key=lambda file: file.stat().st_mtime, default=None)
+    return newest and newest.parent
+
+
 def _has_module(name: str) -> bool:
     return importlib.util.find_spec(name) is not None
 
@@ -81,6 +88,7 @@ sglang = _need(
 vllm = _need(_has_module("vllm"), "vLLM is not installed: scripts/setup")
 playwright = _need(_has_module("playwright"), "no playwright: pip install playwright")
 chromium = _need(find_chromium() is not None, "no Chromium: apt-get install chromium")
+native_build = _need(find_native_build() is not None, "no build of the module: scripts/setup")
 openssl = _need(shutil.which("openssl") is not None, "no openssl: apt-get install openssl")
 root = _need(os.geteuid() == 0, "only root can give a file away")
 cuda_h = _need(

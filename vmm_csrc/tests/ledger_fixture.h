@@ -22,7 +22,8 @@ namespace kvelastic {
 inline constexpr std::uint64_t kMiB = 1 << 20;
 inline constexpr std::uint64_t kPage = 2 * kMiB;
 inline constexpr std::uint64_t kPages = 64;
-inline constexpr auto kSoon = std::chrono::seconds(30);
+/// A guard: only a fault reaches it, on a machine of any speed.
+inline constexpr auto kSoon = std::chrono::minutes(5);
 
 /// A file of shared memory, gone with its last user.
 struct SharedFile {
