@@ -13,9 +13,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 SLOW_S = 10.0
-"""The longest that a test of the default tier may take; a test that starts an engine is exempt."""
-SLOW_ALONE_S = 20.0
-"""The same for a test in a process of its own, which imports what its lane had imported before."""
+"""The longest that the body of a test of the default tier may take, without its fixtures.
+
+Fixtures do not count: the first test of a lane sets up what many share, an import or a server.
+Tests that start an engine are exempt.
+"""
 MOST_FLAKY = 3
 
 
@@ -25,6 +27,8 @@ class Result:
 
     outcome: str = "passed"
     seconds: float = 0.0
+    body_s: float = 0.0
+    """The part of `seconds` without fixtures."""
     text: str = ""
     is_finished: bool = False
 
@@ -55,6 +59,8 @@ class Results:
     def _add_phase(self, event: dict[str, Any]) -> None:
         result = self.tests.setdefault(event["test"], Result())
         result.seconds += event["seconds"]
+        if event["phase"] == "call":
+            result.body_s = event["seconds"]
         if event["outcome"] == "failed":
             result.outcome = "failed"
             result.text += f"[{event['phase']}]\n{event['text']}\n"
@@ -69,7 +75,7 @@ class Results:
         return [
             name
             for name, result in self.tests.items()
-            if result.seconds > SLOW_S and result.outcome == "passed"
+            if result.body_s > SLOW_S and result.outcome == "passed"
             if name not in self.end_to_end
         ]
 

@@ -18,7 +18,7 @@ from typing import Any
 BLOCK_TOKENS = 32
 
 
-@dataclass
+@dataclass(eq=False)
 class SimulatedRequest:
     """One request: it is prefilled at once, and gets one token a step from then on."""
 

@@ -20,7 +20,12 @@ from kvelastic.layout import PageLayout
 from kvelastic.pool import native_geometry
 
 # vLLM warns when it is imported; that is not what is tested here.
-pytestmark = [pytest.mark.slow, needs.vllm, pytest.mark.filterwarnings("ignore")]
+pytestmark = [
+    pytest.mark.slow,
+    needs.vllm,
+    pytest.mark.usefixtures("vllm_is_imported"),
+    pytest.mark.filterwarnings("ignore"),
+]
 
 LAYOUT = PageLayout.solve(32 << 10, 4)
 PAGES = 6

@@ -15,7 +15,12 @@ from test_elastic_block_pool import LAYOUT, key_of
 from kvelastic import _vmm
 from kvelastic.pool import native_geometry
 
-pytestmark = [pytest.mark.slow, needs.vllm, pytest.mark.filterwarnings("ignore")]
+pytestmark = [
+    pytest.mark.slow,
+    needs.vllm,
+    pytest.mark.usefixtures("vllm_is_imported"),
+    pytest.mark.filterwarnings("ignore"),
+]
 
 PAGES = 40
 LOWERED_PAGES = 4

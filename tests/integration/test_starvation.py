@@ -17,7 +17,12 @@ import needs
 import pytest
 from two_pools import BLOCKS_PER_PAGE, PAGED, PAGES, TwoPools
 
-pytestmark = [pytest.mark.slow, needs.vllm, pytest.mark.filterwarnings("ignore")]
+pytestmark = [
+    pytest.mark.slow,
+    needs.vllm,
+    pytest.mark.usefixtures("vllm_is_imported"),
+    pytest.mark.filterwarnings("ignore"),
+]
 
 WANTED = 4
 """Blocks that the one request needs."""

@@ -217,15 +217,33 @@ def test_run_after_sigkill_removes_what_that_left(project: Path) -> None:
 
 
 def test_slow_test_of_default_tier_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its body counts, and its fixtures do not."""
     monkeypatch.syspath_prepend(RUNNER.parent)
     from results import Results
 
     results = Results()
-    for name, seconds in (("quick", 3.0), ("slow", 3.5), ("engine", 60.0)):
-        for phase in ("setup", "call", "teardown"):
-            results.add({"test": name, "phase": phase, "outcome": "passed", "seconds": seconds})
+    for name, seconds in (("quick", (30, 10, 30)), ("slow", (0, 10.1, 0)), ("engine", (0, 60, 0))):
+        for phase, took_s in zip(("setup", "call", "teardown"), seconds, strict=True):
+            results.add({"test": name, "phase": phase, "outcome": "passed", "seconds": took_s})
     results.add({"collected": ["quick", "slow", "engine"], "end_to_end": ["engine"]})
     assert results.slow() == ["slow"]
+
+
+def test_test_that_is_slow_alone_too_fails_the_run(project: Path) -> None:
+    (project / "tests" / "test_inner.py").write_text("def test_a(): pass")
+    bound_s = -1  # on a machine of any speed it takes longer
+    program = f"import results; results.SLOW_S = {bound_s}; import run, sys; sys.exit(run.main())"
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=project,
+        env=os.environ | {"PYTHONPATH": str(RUNNER.parent)},
+        stdout=subprocess.PIPE,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert re.search(r"TOO SLOW tests/test_inner.py::test_a takes \S+ s, alone too", done.stdout)
+    assert not last_run(project)["passed"]
 
 
 def test_help_names_every_tier() -> None:

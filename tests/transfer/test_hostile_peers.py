@@ -28,6 +28,7 @@ from kvelastic.errors import (
     TransferError,
 )
 from kvelastic.transfer import Hold, Link, Node, Piece, Registered, streams
+from kvelastic.transfer.node import MOST_LINKS
 from kvelastic.transfer.wire import Begin, Begun, Done, Push, Send
 
 Pair = tuple[Node, Node, Link]
@@ -307,12 +308,13 @@ def test_without_descriptors_a_copy_fails_and_the_link_lives(kind: str, tmp_path
 
 
 @pytest.mark.slow
-def test_512_links(tmp_path: Path) -> None:
+@pytest.mark.parametrize("most", [64, pytest.param(MOST_LINKS, marks=pytest.mark.matrix)])
+def test_as_many_links_as_there_may_be(tmp_path: Path, most: int) -> None:
     """Sixteen at a time, each of another node; all of them pull, and the next one is refused."""
     address = address_of("unix", tmp_path)
     memory = Memory(b"x" * 100)
     with contextlib.ExitStack() as nodes:
-        owner = nodes.enter_context(Node(0, listen=[address]))
+        owner = nodes.enter_context(Node(0, listen=[address], most_links=most))
         owner.register(memory.address, memory.size)
 
         def link(node_id: int) -> Node:
@@ -325,11 +327,11 @@ def test_512_links(tmp_path: Path) -> None:
             return node
 
         with ThreadPoolExecutor(16) as threads:
-            linked = list(threads.map(link, range(1, 513)))
-        assert len(owner.links) == 512
-        with pytest.raises(LinkExistsError, match="has 512 links, no more"):
-            link(513)
+            linked = list(threads.map(link, range(1, most + 1)))
+        assert len(owner.links) == most
+        with pytest.raises(LinkExistsError, match=f"has {most} links, no more"):
+            link(most + 1)
         linked[0].links[0].unlink(timeout_s=DEADLINE_S)
-        link(514)
+        link(most + 2)
         for node in linked[1:]:
             node.links[0].check(timeout_s=DEADLINE_S)
