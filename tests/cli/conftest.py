@@ -2,11 +2,31 @@
 
 from __future__ import annotations
 
+import os
+import random
+from collections.abc import Iterator
+
 import pytest
+from segment_owner import Owner
 from waiting import DEADLINE_S
 
 from kvelastic import _vmm, segment
 from kvelastic.lease import Liveness
+from kvelastic.segment_dir import SHM_DIR
+
+
+@pytest.fixture
+def name() -> Iterator[str]:
+    """Of an instance; what has that name in shared memory goes at the end."""
+    unique = f"kvctl_{os.getpid()}_{random.randrange(1 << 40):x}"
+    yield unique
+    (SHM_DIR / unique).unlink(missing_ok=True)
+
+
+@pytest.fixture
+def owner(name: str) -> Iterator[Owner]:
+    with Owner(name) as running:
+        yield running
 
 
 @pytest.fixture

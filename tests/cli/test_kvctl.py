@@ -13,7 +13,7 @@ from pathlib import Path
 
 import click
 import pytest
-from click.testing import CliRunner, Result
+from called_kvctl import kvctl
 from ledger_instance import Instance
 from processes import run_python
 from segment_owner import CAPACITY_BYTES, MAPPED_BYTES, Owner
@@ -28,25 +28,6 @@ from kvelastic.instance.status import status_of
 
 SHM = Path("/dev/shm")
 KVCTL = str(Path(sys.executable).with_name("kvctl"))
-
-
-@pytest.fixture
-def name():
-    unique = f"kvctl_{os.getpid()}_{random.randrange(1 << 40):x}"
-    yield unique
-    (SHM / unique).unlink(missing_ok=True)
-
-
-@pytest.fixture
-def owner(name):
-    with Owner(name) as running:
-        yield running
-
-
-def kvctl(*arguments: str) -> Result:
-    result = CliRunner().invoke(main, list(arguments))
-    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
-    return result
 
 
 def row(name: str) -> Row:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import random
 import shutil
 import subprocess
 import sys
@@ -11,7 +10,6 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
-from segment_owner import Owner
 from terminal import Terminal
 
 from kvelastic.cli.kvctl import main
@@ -21,12 +19,6 @@ pytestmark = pytest.mark.slow
 
 BIN = Path(sys.executable).parent
 PATH = f"{BIN}:{os.environ['PATH']}"
-
-
-@pytest.fixture
-def owner():
-    with Owner(f"kvcomp_{os.getpid()}_{random.randrange(1 << 40):x}") as running:
-        yield running
 
 
 @pytest.mark.parametrize(

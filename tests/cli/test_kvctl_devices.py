@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import re
 import subprocess
 import sys
@@ -26,22 +25,8 @@ from kvelastic.instance.row import DeviceUseRow, Row
 from kvelastic.instance.status import uuid_text
 from kvelastic.ledger_facts import LedgerInfo, Member
 
-SHM = Path("/dev/shm")
 KVCTL = str(Path(sys.executable).with_name("kvctl"))
 WHOLE_GPU = "GPU-11111111-1111-1111-1111-111111111111"
-
-
-@pytest.fixture
-def name():
-    unique = f"kvctl_devices_{os.getpid()}_{random.randrange(1 << 40):x}"
-    yield unique
-    (SHM / unique).unlink(missing_ok=True)
-
-
-@pytest.fixture
-def owner(name):
-    with Owner(name) as running:
-        yield running
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 import signal
 import sys
@@ -12,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner, Result
+from called_kvctl import kvctl
 from ledger_instance import BLOCKS_PER_PAGE, Instance
 from segment_owner import Owner
 from terminal import Terminal
@@ -21,7 +20,6 @@ from waiting import wait_until
 from kvelastic import segment
 from kvelastic.cli.explanation import explain
 from kvelastic.cli.explanation_output import explanation_json, explanation_text
-from kvelastic.cli.kvctl import main
 from kvelastic.cli.ledgers import choose_ledger
 from kvelastic.instance.status import InstanceStatus
 from kvelastic.ledger_facts import LedgerInfo, Member
@@ -388,17 +386,6 @@ def test_a_terminal_and_no_color(name):
 
 
 # ---------------------------------------------------------------------------- real instances
-
-
-@pytest.fixture
-def name():
-    return f"kvexplain_{os.getpid()}_{random.randrange(1 << 40):x}"
-
-
-def kvctl(*arguments: str) -> Result:
-    result = CliRunner().invoke(main, list(arguments))
-    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
-    return result
 
 
 DEVICE = {

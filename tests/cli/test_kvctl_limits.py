@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
-import random
-from pathlib import Path
 
 import pytest
-from click.testing import CliRunner, Result
+from called_kvctl import kvctl
 from ledger_instance import BLOCKS_PER_PAGE, PAGE_BYTES, Instance
 from segment_owner import Owner
 
 from kvelastic import segment
-from kvelastic.cli.kvctl import main
 
 MIB = 1 << 20
 DEVICE = {
@@ -21,19 +17,6 @@ DEVICE = {
     "KVELASTIC_PAGE_PREALLOC_ENABLED": "false",
     "KVELASTIC_IDLE_TRIM_SECONDS": "3600",
 }
-
-
-@pytest.fixture
-def name():
-    unique = f"kvrequest_{os.getpid()}_{random.randrange(1 << 40):x}"
-    yield unique
-    (Path("/dev/shm") / unique).unlink(missing_ok=True)
-
-
-def kvctl(*arguments: str) -> Result:
-    result = CliRunner().invoke(main, list(arguments))
-    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
-    return result
 
 
 def row(name: str) -> dict:

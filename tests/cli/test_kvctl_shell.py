@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import random
 import stat
 import subprocess
 import sys
@@ -21,12 +19,6 @@ from kvelastic.cli.shell import Shell, ShellSyntaxError, history_path, words_of
 
 KVCTL = str(Path(sys.executable).with_name("kvctl"))
 PROMPT = "kvctl> "
-
-
-@pytest.fixture
-def owner():
-    with Owner(f"kvshell_{os.getpid()}_{random.randrange(1 << 40):x}") as running:
-        yield running
 
 
 @pytest.fixture

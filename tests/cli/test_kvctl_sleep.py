@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import random
 import re
 import subprocess
 import sys
@@ -12,7 +10,7 @@ from pathlib import Path
 
 import click
 import pytest
-from click.testing import CliRunner, Result
+from called_kvctl import kvctl
 from ledger_instance import BLOCKS_PER_PAGE, PAGE_BYTES, Instance
 from segment_owner import Owner
 
@@ -32,22 +30,9 @@ DEVICE = {
 
 
 @pytest.fixture
-def name():
-    unique = f"kvsleep_{os.getpid()}_{random.randrange(1 << 40):x}"
-    yield unique
-    (Path("/dev/shm") / unique).unlink(missing_ok=True)
-
-
-@pytest.fixture
 def one(answered):
     with Instance(**DEVICE) as instance:
         yield instance
-
-
-def kvctl(*arguments: str) -> Result:
-    result = CliRunner().invoke(main, list(arguments))
-    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
-    return result
 
 
 def done(*arguments: str) -> str:

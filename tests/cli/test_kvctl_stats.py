@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import random
 import re
 import time
 from collections.abc import Callable
@@ -12,27 +10,15 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner, Result
+from called_kvctl import kvctl
 from ledger_instance import BLOCKS_PER_PAGE, PAGE_BYTES, Instance
 from segment_owner import MAPPED_BYTES, Owner
 
 from kvelastic import segment
-from kvelastic.cli.kvctl import main
 from kvelastic.cli.stats import Look, Stats, stats_of
 from kvelastic.instance.row import Row
 
 DEVICE = {"KVELASTIC_HOST_MEMORY": "64M", "KVELASTIC_PAGE_PREALLOC_ENABLED": "false"}
-
-
-@pytest.fixture
-def name():
-    return f"kvstats_{os.getpid()}_{random.randrange(1 << 40):x}"
-
-
-def kvctl(*arguments: str) -> Result:
-    result = CliRunner().invoke(main, list(arguments))
-    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
-    return result
 
 
 def stats(*arguments: str) -> Stats:

@@ -15,8 +15,9 @@ from typing import Any
 
 import click
 import pytest
+from called_kvctl import kvctl
 from click.shell_completion import ShellComplete
-from click.testing import CliRunner, Result
+from click.testing import Result
 from rich.console import Console
 from segment_owner import Owner
 from tiers_instance import Instance
@@ -62,14 +63,12 @@ def read_or_none(instance: Instance) -> object:
         return None
 
 
-def kvctl(*arguments: str) -> Result:
-    result = CliRunner().invoke(main, ["tiers", *arguments])
-    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
-    return result
+def tiers(*arguments: str) -> Result:
+    return kvctl("tiers", *arguments)
 
 
 def done(*arguments: str) -> str:
-    result = kvctl(*arguments)
+    result = tiers(*arguments)
     assert result.exit_code == 0, result.stderr
     return result.stdout
 
@@ -152,7 +151,7 @@ def test_erasing_says_how_much_it_was(one: Instance) -> None:
 
 @pytest.mark.slow
 def test_clear_erases_all_and_asks_first(one: Instance) -> None:
-    refused = kvctl("clear", one.name)
+    refused = tiers("clear", one.name)
     assert (refused.exit_code, "add --yes" in refused.stderr) == (2, True)
     text = done("clear", one.name, "--yes", "--wait", str(DEADLINE_S))
     assert text == f"{one.name}: {one.records} records erased (disk {one.records}).\n"
@@ -180,7 +179,7 @@ def test_clear_erases_all_and_asks_first(one: Instance) -> None:
 def test_mistakes_change_nothing(
     shared: Instance, arguments: tuple[str, ...], code: int, message: str
 ) -> None:
-    result = kvctl(*(shared.name if part == "NAME" else part for part in arguments))
+    result = tiers(*(shared.name if part == "NAME" else part for part in arguments))
     assert (result.exit_code, message in result.stderr) == (code, True), result.stderr
     assert said("verify", shared.name)["records"] == {"disk": shared.records}
     assert shown(shared.name)["limit_bytes"] == 32 * MIB
@@ -197,7 +196,7 @@ def test_an_instance_without_tiers_says_where_they_come_from() -> None:
     name = f"kvtiers_none_{os.getpid()}"
     with segment.create(name, engine="test"):
         for arguments in ((name,), ("verify", name), ("clear", name, "--yes")):
-            result = kvctl(*arguments)
+            result = tiers(*arguments)
             assert (result.exit_code, "KVELASTIC_TIERS gives" in result.stderr) == (1, True)
         assert json.loads(done("--json")) == [] or name not in done("--json")
 
@@ -236,7 +235,7 @@ def test_noise_on_the_board_stops_neither_side(one: Instance) -> None:
             file.seek(dice.randrange(len(header), tier_board_format.LAYOUT.file_bytes - 600))
             file.write(dice.randbytes(600))
         for arguments in ((one.name,), ("limit", one.name, "disk", "16M", "--wait", "0")):
-            assert kvctl(*arguments).exit_code in {0, 1, 3}
+            assert tiers(*arguments).exit_code in {0, 1, 3}
     assert one.process.poll() is None
     while read_or_none(one) is None:  # until it is written again
         assert one.process.poll() is None
@@ -251,7 +250,7 @@ def test_the_board_of_a_killed_instance_is_reaped(tmp_path: Path) -> None:
     one.process.kill()
     one.end()
     assert one.board.exists(), "nobody has reaped it yet"
-    result = kvctl(one.name)
+    result = tiers(one.name)
     assert (result.exit_code, "has ended" in result.stderr) == (1, True)
     assert not one.board.exists()
     assert not (SHM_DIR / one.name).exists()
@@ -273,7 +272,7 @@ def test_the_shell_completes_names_tiers_and_commands(shared: Instance) -> None:
 
 
 def test_metrics_have_every_tier(shared: Instance) -> None:
-    result = CliRunner().invoke(main, ["metrics"])
+    result = kvctl("metrics")
     assert result.exit_code == 0
     labels = f'{{name="{shared.name}",tier="disk"}}'
     assert (
@@ -287,10 +286,10 @@ def test_metrics_have_every_tier(shared: Instance) -> None:
 
 
 def test_list_says_what_tiers_keep(shared: Instance) -> None:
-    (row,) = json.loads(CliRunner().invoke(main, ["list", shared.name, "--json"]).stdout)
+    (row,) = json.loads(kvctl("list", shared.name, "--json").stdout)
     assert row["tiers"] == shown_tiers(shared.name)
     assert set(row["tiers"][0]) == set(TierRow.__annotations__)
-    heading, line = CliRunner().invoke(main, ["list", shared.name]).stdout.splitlines()
+    heading, line = kvctl("list", shared.name).stdout.splitlines()
     at = heading.index("TIERS")
     assert line[at : heading.index("MODEL")].rstrip() == f"disk {format_size(used(row))}"
 
@@ -318,13 +317,13 @@ def test_a_table_on_a_terminal_has_tiers_where_there_is_room_and_there_are_any()
 
 
 def test_stats_has_every_figure_of_tiers(shared: Instance) -> None:
-    told = json.loads(CliRunner().invoke(main, ["stats", shared.name, "--json"]).stdout)
+    told = json.loads(kvctl("stats", shared.name, "--json").stdout)
     (board,) = json.loads(done(shared.name, "--json"))
     assert told["tiers"] == board["tiers"]
     assert told["tier_policy"] == "write_back"
     assert told["tier_blocks"] == {key: board[key] for key in told["tier_blocks"]}
     assert set(told["tier_blocks"]) == set(BlockCounts.__dataclass_fields__)
-    text = CliRunner().invoke(main, ["stats", shared.name]).stdout
+    text = kvctl("stats", shared.name).stdout
     (tier,) = re.findall(r"\nTier disk\n((?:  .*\n)+)", text)
     assert re.search(rf"  used +{re.escape(format_size(used(told)))}\n", tier)
     assert re.search(rf"  records +{shared.records}\n", tier)
@@ -345,7 +344,7 @@ def test_every_surface_says_the_same_of_tiers(shared: Instance) -> None:
 
 @pytest.mark.parametrize("command", ["limit", "trim"])
 def test_a_size_without_its_unit_changes_nothing(shared: Instance, command: str) -> None:
-    result = kvctl(command, shared.name, "disk", "0.5")
+    result = tiers(command, shared.name, "disk", "0.5")
     assert result.exit_code == 2
     assert "size '0.5' is a fraction of a byte; write whole bytes, or a larger unit (0.5G)" in (
         result.stderr
@@ -356,13 +355,13 @@ def test_a_size_without_its_unit_changes_nothing(shared: Instance, command: str)
 
 def test_one_without_tiers_has_none() -> None:
     with Owner(f"kvtiers_none_{os.getpid()}") as owner:
-        told = json.loads(CliRunner().invoke(main, ["stats", owner.name, "--json"]).stdout)
+        told = json.loads(kvctl("stats", owner.name, "--json").stdout)
         assert (told["tiers"], told["tier_policy"], told["tier_blocks"]) == ([], None, None)
-        assert "Tier" not in CliRunner().invoke(main, ["stats", owner.name]).stdout
+        assert "Tier" not in kvctl("stats", owner.name).stdout
 
 
 def test_explain_says_what_tiers_keep(shared: Instance) -> None:
-    result = CliRunner().invoke(main, ["explain", shared.name])
+    result = kvctl("explain", shared.name)
     assert result.exit_code == 0
     (line,) = (line for line in result.stdout.splitlines() if line.startswith("  tiers "))
     assert f"Tiers keep {shared.records} blocks on disk (" in line
@@ -385,5 +384,5 @@ def test_every_command_says_what_it_takes() -> None:
     group = main.get_command(click.Context(main), "tiers")
     assert isinstance(group, click.Group)
     for name in group.commands:
-        assert kvctl(name, "--help").exit_code == 0
+        assert tiers(name, "--help").exit_code == 0
     assert "Commands:" in done("--help")

@@ -15,13 +15,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner, Result
+from called_kvctl import kvctl
 from prometheus_client.parser import text_string_to_metric_families
 from segment_owner import CAPACITY_BYTES, MAPPED_BYTES, Owner
 from waiting import DEADLINE_S
 
 from kvelastic import metric_table, metrics
-from kvelastic.cli.kvctl import main
 from kvelastic.ledger_facts import LedgerInfo, Member
 from kvelastic.link_board_format import LinkFigures, NodeFigures
 from kvelastic.segment import SegmentInfo
@@ -315,12 +314,6 @@ def test_no_panel_of_the_dashboard_lies_on_another_one():
 
 
 # ------------------------------------------------------------------------------- the command
-
-
-def kvctl(*arguments: str) -> Result:
-    result = CliRunner().invoke(main, list(arguments))
-    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
-    return result
 
 
 @pytest.fixture
