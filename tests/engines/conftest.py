@@ -15,13 +15,15 @@ import pytest
 
 if TYPE_CHECKING:
     from sglang_pair import Pair, Pairs
+    from shared_servers import SharedServers
     from vllm_server import VllmServer
 
 HERE = Path(__file__).parent
 PROGRAMS = HERE.parent / "programs"
 
-shared_servers: list[VllmServer] = []
-"""Those that are running, for all tests of this folder."""
+ENDS_SERVERS = "test_vllm_tiers_chaos.py"
+vllm_servers: list[SharedServers] = []
+"""Those of this session, once a test has asked for them."""
 sglang_ends = contextlib.ExitStack()
 """Ends the shared SGLang servers."""
 
@@ -31,6 +33,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if HERE in item.path.parents:
             item.add_marker(pytest.mark.engine)
             item.add_marker(needs.vllm)
+    # What ends the shared servers comes last, so that they are not started again.
+    places = [place for place, item in enumerate(items) if HERE in item.path.parents]
+    ordered = sorted((items[place] for place in places), key=_ends_servers)
+    for place, item in zip(places, ordered, strict=True):
+        items[place] = item
+
+
+def _ends_servers(item: pytest.Item) -> bool:
+    return item.path.name == ENDS_SERVERS
 
 
 @pytest.fixture(scope="session")
@@ -60,50 +71,36 @@ def pytest_runtest_teardown(nextitem: pytest.Item | None) -> None:
     if nextitem is None or not nextitem.path.name.startswith("test_sglang_"):
         sglang_ends.close()
     if nextitem is None or HERE not in nextitem.path.parents:
-        for server in shared_servers:
-            if server.process.poll() is None:
-                server.stop()
+        for servers in vllm_servers:
+            servers.end()
 
 
 @pytest.fixture(scope="session")
-def servers(tiny_model: Path, log_folder: Path, instance_name: str) -> Iterator[tuple]:
-    """Stock vLLM and vLLM with kvelastic, started together."""
-    from vllm_server import VllmServer
+def servers(tiny_model: Path, log_folder: Path, instance_name: str) -> Iterator[SharedServers]:
+    from shared_servers import SharedServers
 
-    elastic = {
-        "ENABLE_KVELASTIC": "true",
-        "KVELASTIC_IPC_NAME": instance_name,
-        # It runs to the end of the session: in the ledger of the other tests it would hold them to
-        # its own idea of the device's capacity.
-        "KVELASTIC_LEDGER": f"test-{os.getpid()}-servers",
-        "KVELASTIC_MAX_CACHED_TOKENS": "-1",
-        "KVELASTIC_IDLE_TRIM_SECONDS": "0.5",
-        "KVELASTIC_SANITY_CHECK": "true",
-        "VLLM_SERVER_DEV_MODE": "1",  # /sleep and /wake_up
-    }
-    with (
-        VllmServer(tiny_model, log_folder / "stock.log") as stock,
-        VllmServer(tiny_model, log_folder / "elastic.log", elastic) as with_kvelastic,
-    ):
-        shared_servers.extend((stock, with_kvelastic))
-        yield stock.wait_until_ready(), with_kvelastic.wait_until_ready()
+    shared = SharedServers(tiny_model, log_folder, instance_name)
+    vllm_servers.append(shared)
+    yield shared
+    shared.end()
 
 
 @pytest.fixture
-def stock(servers: tuple):
+def stock(servers: SharedServers) -> VllmServer:
     """Stock vLLM, running."""
     return servers[0]
 
 
 @pytest.fixture
-def elastic(servers: tuple, instance_name: str) -> Iterator:
+def elastic(servers: SharedServers, instance_name: str) -> Iterator[VllmServer]:
     """vLLM with kvelastic, running, without a limit; the limit is lifted again afterwards."""
     from vllm_server import KV_BYTES
 
     from kvelastic import segment
 
-    yield servers[1]
-    if servers[1].process.poll() is None:
+    server = servers[1]
+    yield server
+    if server.process.poll() is None:
         segment.request(instance_name, limit_bytes=KV_BYTES, asleep=False, wait_s=5)
 
 

@@ -33,9 +33,8 @@ def instances() -> dict[str, dict[str, int]]:
 
 
 def test_each_rank_has_memory_and_a_limit_of_its_own(
-    servers: tuple[VllmServer, VllmServer], tiny_model: Path, log_folder: Path
+    stock: VllmServer, tiny_model: Path, log_folder: Path
 ) -> None:
-    stock, _ = servers
     requests = [
         Request(prompt, 33) for prompt, _ in make_requests(12, seed=41, shortest=200, longest=500)
     ]

@@ -10,7 +10,7 @@ import pytest
 from ports import free_port
 from real_mooncake import lender, master
 from tiered_server import TieredServer, check_found
-from vllm_server import make_requests
+from vllm_server import VllmServer, make_requests
 from waiting import wait_until
 
 pytestmark = [
@@ -25,9 +25,9 @@ REQUESTS = make_requests(6, seed=62, shortest=200)
 
 
 def test_records_outlive_the_engine_and_answers_the_master(
-    servers: tuple, tiny_model: Path, log_folder: Path, tmp_path: Path
+    stock: VllmServer, tiny_model: Path, log_folder: Path, tmp_path: Path
 ) -> None:
-    expected = servers[0].complete_all(REQUESTS)
+    expected = stock.complete_all(REQUESTS)
     port = free_port()
     tiers = {"KVELASTIC_TIERS": f"mooncake:127.0.0.1:{port}"}
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -10,7 +9,7 @@ import pytest
 from engine_server import Request
 from ledger_instance import Instance
 from vllm_server import VllmServer, make_requests, worker_memory_bytes
-from waiting import stopped_once
+from waiting import stopped_once, wait_until
 
 from kvelastic import ledger, segment
 
@@ -31,13 +30,6 @@ def held_bytes(server: VllmServer, name: str) -> tuple[int, int]:
     """What the segment says, and what the operating system says."""
     mapped: int = segment.inspect(name).usage["mapped_bytes"]
     return mapped, worker_memory_bytes(server.processes()["worker"])
-
-
-def wait_for(condition, seconds: float = 60.0) -> None:
-    end_s = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end_s, "it did not come"
-        time.sleep(0.02)
 
 
 @pytest.mark.end_to_end
@@ -91,7 +83,7 @@ def test_a_request_that_arrives_asleep_is_answered_after_the_wake(
     with ThreadPoolExecutor(len(requests)) as threads:
         before = awake.connections()  # vLLM's own figures stand still while it is paused
         answers = [threads.submit(awake.complete, request) for request in requests]
-        wait_for(lambda: awake.connections() == before + len(requests))
+        wait_until(lambda: awake.connections() == before + len(requests))
         assert held_bytes(awake, instance_name) == (0, 0)
         assert not any(answer.done() for answer in answers)
         awake.post("/wake_up")
@@ -110,9 +102,9 @@ def test_the_operators_sleep_waits_for_what_runs_and_holds_up_what_comes(
             answer = segment.request(instance_name, asleep=True)
         assert answer.state in {"shrinking", "applied"}
         # Without another block the running request is preempted; it waits, and loses nothing.
-        wait_for(lambda: held_bytes(awake, instance_name) == (0, 0))
+        wait_until(lambda: held_bytes(awake, instance_name) == (0, 0))
         coming = threads.submit(awake.complete, later)
-        wait_for(lambda: awake.metrics()["num_requests_waiting"] == 2)
+        wait_until(lambda: awake.metrics()["num_requests_waiting"] == 2)
         assert not awake.is_sleeping(), "vLLM itself knows nothing of it"
         segment.request(instance_name, asleep=False, wait_s=5)
         assert [running.result(timeout=120), coming.result(timeout=120)] == expected

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from asking_threads import beside
+from shared_servers import SharedServers
 from simulated_machine import SimulatedMachine
 from tiered_server import NAME, Answer, TieredServer, check_found
 from under_tiers import changing_limits
@@ -32,7 +33,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def expected(servers: tuple) -> list[list[int]]:
+def expected(servers: SharedServers) -> list[list[int]]:
     answers: list[list[int]] = servers[0].complete_all(REQUESTS)
     return answers
 
