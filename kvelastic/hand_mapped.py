@@ -84,7 +84,7 @@ class HandMapped:
         self.memory.check_map(())
         with self._lock:
             try:
-                self.memory.trim()
+                self._trim()
             finally:
                 self._settle()
 
@@ -105,6 +105,7 @@ class HandMapped:
             try:
                 count = self.memory.geometry.pages
                 mapped = [page for page in range(count) if self.memory.is_mapped(page)]
+                self._say_leaving(self.memory.held_bytes)
                 self.memory.unmap(mapped, destroy=True)
                 self.memory.trim()
             except DriverError as error:
@@ -157,6 +158,15 @@ class HandMapped:
         member.give_back(granted, extent_bytes)
         return False
 
+    def _trim(self) -> None:
+        geometry = self.memory.geometry
+        self._say_leaving(self.memory.held_bytes - self.memory.mapped_pages * geometry.page_bytes)
+        self.memory.trim()
+
+    def _say_leaving(self, size_bytes: int) -> None:
+        extent_bytes = self.memory.geometry.extent_bytes
+        self._place.member.leaving(size_bytes // extent_bytes, extent_bytes)
+
     def _settle(self) -> None:
         """Give back what is granted and not held, say what is held, and answer requests.
 
@@ -166,11 +176,12 @@ class HandMapped:
         wanted_bytes, _ = member.wanted()
         if wanted_bytes:
             if self.memory.held_bytes > self.memory.mapped_pages * self.memory.geometry.page_bytes:
-                self.memory.trim()
+                self._trim()
             member.handled(wanted_bytes)
         if not self.memory.failed:
             surplus_bytes = member.granted_bytes - self.memory.held_bytes
             member.give_back(max(0, surplus_bytes) // extent_bytes, extent_bytes)
+            member.arrived(member.granted_bytes // extent_bytes, extent_bytes)
         self._publish()
         request = self.segment.record.owner_request()
         answered = self.segment.record.read_answer()["revision"]

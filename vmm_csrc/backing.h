@@ -55,9 +55,9 @@ class Backing {
   /// How many ranks have a part in a record.
   virtual std::uint64_t ranks() const { return 1; }
 
-  /// What each rank has seen lately of its device's memory, by rank; none on the host. See
-  /// Driver::memory().
-  virtual std::vector<std::optional<DeviceMemory>> device_memory() const = 0;
+  /// Driver::memory() of each rank, by rank, as it is now; none on the host, and where a rank does
+  /// not answer.
+  virtual std::vector<std::optional<DeviceMemory>> device_memory() = 0;
 
   /// As Driver::keep_free, wherever pages are created.
   virtual void keep_free(std::uint64_t /*bytes*/) {}
@@ -83,7 +83,7 @@ class LocalBacking final : public Backing {
     if (Status finished = range_->drain(); !finished) return finished;
     return window_.copy(blocks, staging, to);
   }
-  std::vector<std::optional<DeviceMemory>> device_memory() const override {
+  std::vector<std::optional<DeviceMemory>> device_memory() override {
     return {range_->driver().memory()};
   }
   void keep_free(std::uint64_t bytes) override { range_->keep_free(bytes); }

@@ -226,6 +226,10 @@ void bind_ledger(nb::module_& m) {
            "Keep the slot and what is granted until the processes of this member have ended.")
       .def("grant", of_its_own<&LedgerMember::grant>, "pages"_a, "page_bytes"_a,
            "Take as many of `pages` pages as there is room for; returns how many.")
+      .def("arrived", of_its_own<&LedgerMember::arrived>, "pages"_a, "page_bytes"_a,
+           "Pages that were granted are on the device.")
+      .def("leaving", of_its_own<&LedgerMember::leaving>, "pages"_a, "page_bytes"_a,
+           "Pages that are on the device will not be there any more.")
       .def("give_back", of_its_own<&LedgerMember::give_back>, "pages"_a, "page_bytes"_a)
       .def("room", &LedgerMember::room, "page_bytes"_a, "Pages that grant() would give now.")
       .def("reach", &LedgerMember::reach, "page_bytes"_a,

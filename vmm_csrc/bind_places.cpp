@@ -1,5 +1,6 @@
 // `kvelastic._vmm.Places`: where an instance's pages lie, one member for each device's ledger.
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/function.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>
@@ -7,7 +8,11 @@
 #include <nanobind/stl/vector.h>
 
 #include <chrono>
+#include <functional>
+#include <optional>
 #include <string>
+#include <utility>
+#include <vector>
 
 #include "bind_errors.h"
 #include "bind_gil.h"
@@ -18,6 +23,23 @@ using namespace nb::literals;
 
 namespace kvelastic {
 namespace {
+
+/// (total, free) bytes by rank.
+using DevicesSeen = std::vector<std::optional<std::pair<std::uint64_t, std::uint64_t>>>;
+
+const char* text_of(Sight sight) {
+  switch (sight) {
+    case Sight::kNone:
+      return "none";
+    case Sight::kChanged:
+      return "changed";
+    case Sight::kBounded:
+      return "bounded";
+    case Sight::kExact:
+      return "exact";
+  }
+  return "?";
+}
 
 std::shared_ptr<Places> make_places(nb::sequence places, std::uint64_t copy_bytes) {
   std::vector<Place> all;
@@ -89,6 +111,12 @@ void bind_places(nb::module_& m) {
           "grant", [](Places& places, std::uint64_t pages) { return own(places).grant(pages); },
           "pages"_a, "Take as many of `pages` pages as all devices have; returns how many.")
       .def(
+          "arrived", [](Places& places, std::uint64_t pages) { own(places).arrived(pages); },
+          "pages"_a, "Pages that were granted are mapped.")
+      .def(
+          "leaving", [](Places& places, std::uint64_t pages) { own(places).leaving(pages); },
+          "pages"_a, "Pages that are mapped are about to be unmapped.")
+      .def(
           "give_back", [](Places& places, std::uint64_t pages) { own(places).give_back(pages); },
           "pages"_a)
       .def("room", &Places::room, "Pages that grant() would give now.")
@@ -98,17 +126,19 @@ void bind_places(nb::module_& m) {
                    "What the instance could hold, if it were alone.")
       .def(
           "see_devices",
-          [](Places& places,
-             std::vector<std::optional<std::pair<std::uint64_t, std::uint64_t>>> by_rank) {
-            std::vector<std::optional<DeviceMemory>> seen;
-            for (const auto& one : by_rank) {
-              seen.push_back(one ? std::optional(DeviceMemory{one->first, one->second})
-                                 : std::nullopt);
-            }
-            return own(places).see_devices(seen);
+          [](Places& places, const std::function<DevicesSeen()>& look) {
+            return text_of(own(places).see_devices([&look] {
+              std::vector<std::optional<DeviceMemory>> seen;
+              for (const auto& one : look()) {
+                seen.push_back(one ? std::optional(DeviceMemory{one->first, one->second})
+                                   : std::nullopt);
+              }
+              return seen;
+            }));
           },
-          "by_rank"_a,
-          "Tell the ledgers what strangers hold, from (total, free) bytes that each rank has seen.")
+          "look"_a,
+          "Tell the ledgers what strangers hold, from what `look` answers: (total, free) bytes of\n"
+          "each rank's device. Returns how certain that is: none, changed, bounded, exact.")
       .def(
           "set_min", [](Places& places, std::uint64_t bytes) { check(places.set_min(bytes)); },
           "bytes"_a,

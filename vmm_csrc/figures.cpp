@@ -38,9 +38,17 @@ void Figures::update() {
   work.watch = has_page_to_watch();
   work.cache_idle = has_cached_to_age();
   work.pursue = starvation_.pages() > 0;
+  work.look = moved_bytes_ >= kLargeMoveBytes;
   work.failed = accounting_.failure().has_value();
   work.over_pages = over_pages;
   calls_.see(work);
+}
+
+bool Figures::take_large_move() {
+  if (moved_bytes_ < kLargeMoveBytes) return false;
+  moved_bytes_ = 0;
+  calls_.end_look();
+  return true;
 }
 
 void Figures::tell_ledgers(const Usage& usage) {

@@ -40,6 +40,9 @@ struct PoolStats {
   std::uint64_t pages_mapped_ever = 0, pages_unmapped_ever = 0, provision_runs = 0;
 };
 
+/// Pages that have come and gone since the device was last looked at for that.
+inline constexpr std::uint64_t kLargeMoveBytes = std::uint64_t{256} << 20;
+
 class Figures {
  public:
   Figures(const Accounting& accounting, const Starvation& starvation, Provisioning& provisioning,
@@ -73,6 +76,10 @@ class Figures {
   bool has_cached_to_age() const { return ages_ && accounting_.blocks().cached_blocks() > 0; }
   /// One that could be given back where memory runs short: page 0 stays.
   bool has_page_to_watch() const { return accounting_.held_pages() > 1; }
+  /// So many pages have come or gone on a GPU.
+  void note_moved(std::uint64_t pages) { moved_bytes_ += pages * accounting_.page_bytes(); }
+  /// Whether they are so many that the device is to be looked at. Asked once for each time.
+  bool take_large_move();
 
   // Lock-free:
 
@@ -106,6 +113,7 @@ class Figures {
   const std::uint64_t capacity_bytes_;  // where no ledger says it
   const std::shared_ptr<Places> places_;
   std::uint64_t told_activity_ = 0;  // activity() when the ledger was last told
+  std::uint64_t moved_bytes_ = 0;
   std::atomic<std::uint64_t> available_limit_{0}, available_mapped_{0}, reusable_{0}, activity_{0};
   std::atomic<std::int64_t> available_held_{0};  // with what is on its way; -1 for a null block
   std::atomic<bool> over_limit_{false};

@@ -21,6 +21,8 @@ constexpr std::int64_t kShrinkRetryNs = 50'000'000;
 constexpr std::int64_t kPursuitNs = 20'000'000;
 /// How often to look what others hold of a GPU.
 constexpr std::int64_t kDeviceLookNs = 1'000'000'000;
+/// Where a look was not certain the next one comes after kPursuitNs, then twice that, and so on.
+constexpr int kMostUnsureLooks = 5;
 constexpr std::int64_t kNever = -1;
 
 /// The next request after `done` of which something is left to do; the newest, if there is none.
@@ -110,7 +112,7 @@ void Keeper::run() {
 
 void Keeper::go_round(std::uint32_t seen) {
   const bool read = read_request();
-  device_is_shared_ = pool_->see_devices();
+  look_at_devices();
   if (pool_->failed() && !failure_told_) answer(pool_->limit_state(), {});
   see_capacity();
   const bool over_capacity = pool_->places() && pool_->places()->ask_for_excess();
@@ -160,6 +162,21 @@ void Keeper::pass_bells_on(const LedgerMember& member) {
     const std::uint32_t now = member.bell();
     if (std::exchange(heard, now) != now) record_->ring_bell();
   }
+}
+
+/// Looks what strangers hold of a GPU: now and then, and soon after much has come or gone, or when
+/// a look was not certain.
+void Keeper::look_at_devices() {
+  const bool moved = pool_->take_large_move();
+  const Clock::time_point now = Clock::now();
+  if (now < next_device_look_ && !moved) return;
+  const Sight sight = pool_->see_devices();
+  device_is_shared_ = sight != Sight::kNone;
+  const bool certain = sight == Sight::kExact || sight == Sight::kNone;
+  // Less and less often: a member that was stopped half-way must not keep this thread busy.
+  const std::int64_t again_ns = certain ? kDeviceLookNs : kPursuitNs << unsure_looks_;
+  unsure_looks_ = certain ? 0 : std::min(unsure_looks_ + 1, kMostUnsureLooks);
+  next_device_look_ = now + std::chrono::nanoseconds(again_ns);
 }
 
 /// The answer says which limit holds.
@@ -413,10 +430,10 @@ void Keeper::evict_idle() {
 std::int64_t Keeper::sleep_ns(bool request_unreadable) {
   if (request_unreadable) return kRequestRetryNs;
   if (pursuing_) return kPursuitNs;
-  const std::int64_t look = device_is_shared_ ? kDeviceLookNs : kNever;
-  const std::int64_t retry = shrink_again_ ? kShrinkRetryNs : look;
-  const Clock::time_point due =
-      std::min({next_decay_, next_eviction_, watching_ ? next_look_ : Clock::time_point::max()});
+  const std::int64_t retry = shrink_again_ ? kShrinkRetryNs : kNever;
+  Clock::time_point due = std::min(next_decay_, next_eviction_);
+  if (watching_) due = std::min(due, next_look_);
+  if (device_is_shared_) due = std::min(due, next_device_look_);
   if (due == Clock::time_point::max()) return retry;
   const auto left = std::chrono::nanoseconds(due - Clock::now()).count();
   return std::clamp<std::int64_t>(left, 0, retry < 0 ? kForever.count() : retry);

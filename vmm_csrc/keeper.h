@@ -67,6 +67,7 @@ class Keeper {
   void refuse_waking(std::string reason);
   Status change_standing(const Request& request);
   void log_request(const Request& request) const;
+  void look_at_devices();
   void see_capacity();
   void serve_asks();
   void pass_bells_on(const LedgerMember& member);
@@ -101,6 +102,8 @@ class Keeper {
   Clock::time_point next_decay_ = Clock::time_point::max();
   Clock::time_point next_eviction_{};
   bool device_is_shared_ = false;  // with those whom no ledger knows: look at it now and then
+  Clock::time_point next_device_look_{};
+  int unsure_looks_ = 0;   // in a row
   bool pursuing_ = false;  // memory is missing, or others squeeze this pool: look again soon
   std::unique_ptr<MemoryWatch> watch_;  // null: none is wanted
   bool watching_ = false;               // the pool has pages that it could give back

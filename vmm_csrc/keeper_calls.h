@@ -17,6 +17,7 @@ struct KeeperWork {
   bool cache_idle = false;       ///< cached blocks that will have been idle for long
   bool watch = false;            ///< pages that could be given back where memory runs short
   bool pursue = false;           ///< others have to be asked for pages
+  bool look = false;             ///< so much has come or gone that a GPU is to be looked at
   bool failed = false;           ///< the backing has failed for good
   std::uint64_t over_pages = 0;  ///< above the limit: what the keeper answers to the operator
 };
@@ -26,7 +27,7 @@ class KeeperCalls {
   /// `wake` must neither block nor call back; null: there is no keeper.
   void on_work(std::function<void()> wake) {
     wake_ = std::move(wake);
-    enforce_ = provision_ = decay_ = cache_idle_ = watch_ = pursue_ = false;
+    enforce_ = provision_ = decay_ = cache_idle_ = watch_ = pursue_ = look_ = false;
   }
   bool has_keeper() const { return static_cast<bool>(wake_); }
 
@@ -41,15 +42,18 @@ class KeeperCalls {
     const bool cache_idle = work.cache_idle && !cache_idle_;
     const bool watch = work.watch && !watch_;
     const bool pursue = work.pursue && !pursue_;
+    const bool look = work.look && !look_;
     const bool answer = work.over_pages != answered_over_pages_;
     const bool failed = work.failed && !std::exchange(failed_, true);
-    if (!enforce && !provision && !decay && !cache_idle && !watch && !pursue && !answer && !failed)
+    if (!enforce && !provision && !decay && !cache_idle && !watch && !pursue && !look && !answer &&
+        !failed)
       return;
     provision_ = provision_ || provision;
     decay_ = decay_ || decay;
     cache_idle_ = cache_idle_ || cache_idle;
     watch_ = watch_ || watch;
     pursue_ = pursue_ || pursue;
+    look_ = look_ || look;
     answered_over_pages_ = work.over_pages;
     wake_();
   }
@@ -67,6 +71,8 @@ class KeeperCalls {
   bool arm_watch(bool armed) { return watch_ = armed; }
   /// The keeper no longer asks others for pages: it is to be called for the next that are missing.
   void end_pursuit() { pursue_ = false; }
+  /// The keeper looks at the devices now.
+  void end_look() { look_ = false; }
 
   /// A thread enforces the limit as long as this lives; several may, each in its turn.
   class Enforcing {
@@ -89,6 +95,7 @@ class KeeperCalls {
   bool cache_idle_ = false;
   bool watch_ = false;
   bool pursue_ = false;
+  bool look_ = false;
   bool failed_ = false;
   std::uint64_t answered_over_pages_ = 0;
 };

@@ -236,7 +236,7 @@ Result<std::unique_ptr<LedgerMember>> LedgerMember::join(std::span<std::byte> by
           &slot.ask_keeps, &slot.limit_bytes, &slot.in_use_bytes, &slot.cached_bytes,
           &slot.parked_bytes, &slot.page_bytes, &slot.wanted_at_ns, &slot.pledged_bytes,
           &slot.reserved_bytes, &slot.own_min_bytes, &slot.own_reserve_bytes, &slot.asleep,
-          &slot.checking}) {
+          &slot.checking, &slot.moves}) {
       *word = 0;
     }
     for (std::size_t depth = 0; depth < kDepths; ++depth) {

@@ -29,6 +29,18 @@
 // guarantee or reserve is claimed like a grant: it is written, then all are added up, and it is
 // taken back where they are too many; of two who claim at once the lower slot stays.
 //
+// What strangers hold of a GPU is what is used and neither granted nor reserved. The use and the
+// sums must be of one moment, and a driver is asked by processes that take no lock here. So a slot
+// also says what of its grant is *on its way*, and counts the changes: who looks reads all slots,
+// asks the driver, and reads them again.
+//
+//   grant              arrived              leaving             give_back
+//   -----> granted, on its way -----> granted ------> granted, on its way ------> neither
+//          may be mapped by now      is mapped        may be unmapped by now
+//
+// Slots that differ: something changed meanwhile, and the look counts for nothing. Equal ones: the
+// members hold what is granted, or less by what is on its way at most.
+//
 // Nobody waits for a lock either. A joiner claims a slot by taking the lock on its byte of the file
 // (life_lock.h), which a joiner that dies loses. Each membership has bytes of its own, so a slot
 // that is given anew is not taken for its former member's:
@@ -66,7 +78,7 @@
 namespace kvelastic {
 
 inline constexpr std::uint64_t kLedgerMagic = 0x5245'4744'454c'564bULL;  ///< "KVLEDGER" in memory
-inline constexpr std::uint32_t kLedgerAbiVersion = 5;
+inline constexpr std::uint32_t kLedgerAbiVersion = 6;
 inline constexpr std::size_t kLedgerSlots = 128;
 inline constexpr std::size_t kLedgerWorkers = 64;  ///< of one member
 static_assert(kLedgerSlots <= 128 && kLedgerWorkers < 128, "a life byte has 7 bits for each");
@@ -134,6 +146,7 @@ struct LedgerSlot {
   SharedWord own_reserve_bytes;  ///< the reserve, as they count when it is awake
   SharedWord asleep;             ///< 1: or waking
   SharedWord checking;           ///< 1: min and pledged may be too much, and are taken back then
+  SharedWord moves;  ///< changes of the grant * 2^32 + units of it that are on their way
 
   // The mailbox, a pair of words a depth: askers add to `wanted`, the member to `handled`; both
   // only go up.
@@ -236,6 +249,14 @@ Result<std::uint64_t> ledger_reap(std::span<std::byte> bytes, const LifeJudge& j
 /// are members until they are reaped.
 Result<bool> ledger_shut(std::span<std::byte> bytes);
 
+/// What a look at a device has shown of strangers, the least certain first.
+enum class Sight : std::uint8_t {
+  kNone,     ///< nothing: there is no driver that can say
+  kChanged,  ///< nothing: grants or reserves have changed meanwhile
+  kBounded,  ///< memory was on its way: at least so much, and at most
+  kExact,
+};
+
 /// What joining takes.
 struct LedgerJoin {
   LedgerIdentity identity;
@@ -287,7 +308,13 @@ class LedgerMember {
   /// Takes at most `pages` pages of `page_bytes` and answers how many: as many as there is room
   /// for, after what is kept for asks that outrank this instance.
   std::uint64_t grant(std::uint64_t pages, std::uint64_t page_bytes);
-  /// Gives pages back that grant() gave; wakes those who ask for memory.
+  /// Pages that were granted, or leaving, are on the device now.
+  void arrived(std::uint64_t pages, std::uint64_t page_bytes);
+  /// Pages that are on the device will not be there any more. To be called before their memory is
+  /// given to the driver.
+  void leaving(std::uint64_t pages, std::uint64_t page_bytes);
+  /// Gives pages back that grant() gave, and that are not on the device; wakes those who ask for
+  /// memory.
   void give_back(std::uint64_t pages, std::uint64_t page_bytes);
   /// Pages that could be had: room(), and what others would have to give up if this one asked.
   std::uint64_t reach(std::uint64_t page_bytes) const;
@@ -299,9 +326,13 @@ class LedgerMember {
   std::string_view device() const;
   /// Sets what strangers hold of the device, as somebody with a driver has seen it.
   void set_others(std::uint64_t bytes);
-  /// The same from what a driver says of the whole device: what is taken, and neither granted nor
-  /// reserved.
-  void see_device(std::uint64_t total_bytes, std::uint64_t free_bytes);
+  /// What all slots say of the device's memory.
+  using Moment = std::vector<std::array<std::uint64_t, 4>>;
+  /// As it is now; the dead are freed first.
+  Moment moment() const;
+  /// The same from what a driver has said of the whole device since `before`: what is taken, and
+  /// neither granted nor reserved. Never kNone.
+  Sight see_device(const Moment& before, std::uint64_t total_bytes, std::uint64_t free_bytes);
 
   // --- guarantee and priority ----------------------------------------------------------------
 
@@ -423,6 +454,9 @@ class LedgerMember {
   Sums add_up(std::uint64_t wanted_units) const;
   void wake_askers() const;
   std::uint64_t take_grant(std::uint64_t pages, std::uint64_t page_bytes);
+  bool keep_claim(std::uint64_t claim, std::uint64_t seen_capacity_bytes);
+  void begin_move(std::uint64_t units);
+  void end_move(std::uint64_t units);
   /// Writes demands into the mailboxes, and rings. Answers whether there was one to write.
   bool demand(const std::vector<Demand>& plan, const Everybody& everybody, std::uint64_t now_ns);
 

@@ -10,6 +10,21 @@
 #include "size_text.h"
 
 namespace kvelastic {
+namespace {
+
+constexpr std::uint64_t kOneMove = std::uint64_t{1} << kGrantedShift;
+
+LedgerMember::Moment moment_of(const LedgerLayout& layout) {
+  LedgerMember::Moment all;
+  for (std::size_t i = 0; i < slots_used(layout); ++i) {
+    const LedgerSlot& slot = layout.slots[i];
+    all.push_back({slot.life.load(), slot.moves.load(), granted_of(slot.units.load()),
+                   slot.reserved_bytes.load()});
+  }
+  return all;
+}
+
+}  // namespace
 
 struct LedgerMember::Sums {
   std::uint64_t granted = 0;        // units, of all members
@@ -79,9 +94,7 @@ std::uint64_t LedgerMember::take_grant(std::uint64_t pages, std::uint64_t page_b
       const std::uint64_t capacity = usable_bytes(sums.pledged_bytes);
       const std::uint64_t free = less(capacity / kGrantUnitBytes, sums.granted + sums.kept);
       if (free >= claim + sums.claimed()) {
-        slot().units.fetch_add((claim << kGrantedShift) - claim);
-        if (capacity_bytes() == seen_bytes) return pages;
-        slot().units.fetch_sub((claim << kGrantedShift) - claim);
+        if (keep_claim(claim, seen_bytes)) return pages;
         continue;
       }
       if (sums.claimed() == 0 || look >= kClaimLooks) {
@@ -90,9 +103,7 @@ std::uint64_t LedgerMember::take_grant(std::uint64_t pages, std::uint64_t page_b
         slot().units.fetch_sub(claim - pages * each);
         claim = pages * each;
         if (pages == 0) return 0;
-        slot().units.fetch_add((claim << kGrantedShift) - claim);
-        if (capacity_bytes() == seen_bytes) return pages;
-        slot().units.fetch_sub((claim << kGrantedShift) - claim);
+        if (keep_claim(claim, seen_bytes)) return pages;
         continue;
       }
       if (look >= kClaimSpins) std::this_thread::yield();
@@ -107,12 +118,47 @@ std::uint64_t LedgerMember::take_grant(std::uint64_t pages, std::uint64_t page_b
   return 0;
 }
 
+/// A claim becomes a grant, unless the capacity has changed since. Pre: mutex_ is held.
+bool LedgerMember::keep_claim(std::uint64_t claim, std::uint64_t seen_capacity_bytes) {
+  begin_move(claim);  // before it is granted: at no moment does it pass for mapped
+  slot().units.fetch_add((claim << kGrantedShift) - claim);
+  if (capacity_bytes() == seen_capacity_bytes) return true;
+  slot().units.fetch_sub((claim << kGrantedShift) - claim);
+  end_move(claim);
+  return false;
+}
+
+/// Pre: mutex_ is held, of end_move() too. A change of the grant is in one hold of it with the step
+/// that counts it, so equal counts are equal grants.
+void LedgerMember::begin_move(std::uint64_t units) {
+  slot().moves.fetch_add(kOneMove + units);
+}
+
+void LedgerMember::end_move(std::uint64_t units) {
+  // Where more is given back than was said to be leaving, the rest was not on its way.
+  slot().moves.fetch_add(kOneMove - std::min(units, moving_of(slot().moves.load())));
+}
+
+void LedgerMember::arrived(std::uint64_t pages, std::uint64_t page_bytes) {
+  if (!joined_by_.is_this()) return;
+  const std::lock_guard lock(mutex_);
+  if (is_member()) end_move(pages * units_of(page_bytes));
+}
+
+void LedgerMember::leaving(std::uint64_t pages, std::uint64_t page_bytes) {
+  if (!joined_by_.is_this()) return;
+  const std::lock_guard lock(mutex_);
+  if (is_member()) begin_move(pages * units_of(page_bytes));
+}
+
 void LedgerMember::give_back(std::uint64_t pages, std::uint64_t page_bytes) {
   if (!joined_by_.is_this()) return;
   {
     const std::lock_guard lock(mutex_);
     if (pages == 0 || !is_member()) return;
-    slot().units.fetch_sub((pages * units_of(page_bytes)) << kGrantedShift);
+    const std::uint64_t units = pages * units_of(page_bytes);
+    slot().units.fetch_sub(units << kGrantedShift);
+    end_move(units);
   }
   wake_askers();
 }
@@ -142,15 +188,27 @@ void LedgerMember::set_others(std::uint64_t bytes) {
   if (layout_->others_bytes.exchange(bytes) > bytes) wake_askers();
 }
 
-void LedgerMember::see_device(std::uint64_t total_bytes, std::uint64_t free_bytes) {
-  std::uint64_t accounted_bytes = 0;
-  for (std::size_t i = 0; i < slots_used(*layout_); ++i) {
-    const LedgerSlot& slot = layout_->slots[i];
-    if (!is_alive(slot.life.load())) continue;
-    accounted_bytes += granted_of(slot.units.load()) * kGrantUnitBytes;
-    accounted_bytes = more(accounted_bytes, slot.reserved_bytes.load());
+LedgerMember::Moment LedgerMember::moment() const {
+  (void)reap_dead(*layout_,
+                  LifeJudge(file_));  // their memory is gone: as a grant it would hide others'
+  return moment_of(*layout_);
+}
+
+Sight LedgerMember::see_device(const Moment& before, std::uint64_t total_bytes,
+                               std::uint64_t free_bytes) {
+  if (moment_of(*layout_) != before) return Sight::kChanged;
+  std::uint64_t accounted_bytes = 0, moving_bytes = 0;
+  for (const auto& [life, moves, granted_units, reserved_bytes] : before) {
+    if (!is_alive(life)) continue;
+    accounted_bytes += granted_units * kGrantUnitBytes;
+    accounted_bytes = more(accounted_bytes, reserved_bytes);
+    moving_bytes += moving_of(moves) * kGrantUnitBytes;
   }
-  set_others(less(less(total_bytes, free_bytes), accounted_bytes));
+  const std::uint64_t used_bytes = less(total_bytes, free_bytes);
+  // What is on its way may be on the device or not. Within these bounds the last look stands.
+  set_others(std::clamp(layout_->others_bytes.load(), less(used_bytes, accounted_bytes),
+                        less(more(used_bytes, moving_bytes), accounted_bytes)));
+  return moving_bytes > 0 ? Sight::kBounded : Sight::kExact;
 }
 
 // ---------------------------------------------------------------------------------------- asking

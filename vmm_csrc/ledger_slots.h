@@ -28,6 +28,10 @@ constexpr std::uint64_t granted_of(std::uint64_t units) {
 constexpr std::uint64_t claimed_of(std::uint64_t units) {
   return units & kClaimMask;
 }
+/// Of LedgerSlot::moves: how much of the grant is on its way.
+constexpr std::uint64_t moving_of(std::uint64_t moves) {
+  return moves & kClaimMask;
+}
 constexpr bool is_alive(std::uint64_t life) {
   return (life & 1) != 0;
 }

@@ -9,6 +9,9 @@
 namespace kvelastic {
 namespace {
 
+/// Looks at the devices until nothing is granted or given back meanwhile.
+constexpr int kDeviceLooks = 4;
+
 constexpr std::uint64_t quotient_up(std::uint64_t value, std::uint64_t by) {
   return value / by + (value % by > 0 ? 1 : 0);
 }
@@ -82,6 +85,14 @@ std::uint64_t Places::grant(std::uint64_t pages) {
   return pages;
 }
 
+void Places::arrived(std::uint64_t pages) {
+  for (const Place& place : places_) place.member->arrived(pages, cost_bytes(place));
+}
+
+void Places::leaving(std::uint64_t pages) {
+  for (const Place& place : places_) place.member->leaving(pages, cost_bytes(place));
+}
+
 void Places::give_back(std::uint64_t pages) {
   for (const Place& place : places_) place.member->give_back(pages, cost_bytes(place));
 }
@@ -120,19 +131,27 @@ std::uint64_t Places::capacity_of_several() const {
   return least;
 }
 
-bool Places::see_devices(std::span<const std::optional<DeviceMemory>> by_rank) {
-  bool seen = false;
-  for (const Place& place : places_) {
-    std::optional<DeviceMemory> least;
-    for (const std::uint32_t rank : place.ranks) {
-      if (rank >= by_rank.size() || !by_rank[rank]) continue;
-      if (!least || by_rank[rank]->free_bytes < least->free_bytes) least = by_rank[rank];
+Sight Places::see_devices(const std::function<std::vector<std::optional<DeviceMemory>>()>& look) {
+  Sight sight = Sight::kNone;
+  for (int looks = 0; looks < kDeviceLooks; ++looks) {
+    std::vector<LedgerMember::Moment> before;
+    for (const Place& place : places_) before.push_back(place.member->moment());
+    const std::vector<std::optional<DeviceMemory>> by_rank = look();
+    sight = Sight::kNone;
+    for (std::size_t i = 0; i < places_.size(); ++i) {
+      std::optional<DeviceMemory> least;
+      for (const std::uint32_t rank : places_[i].ranks) {
+        if (rank >= by_rank.size() || !by_rank[rank]) continue;
+        if (!least || by_rank[rank]->free_bytes < least->free_bytes) least = by_rank[rank];
+      }
+      if (!least) continue;
+      const Sight here =
+          places_[i].member->see_device(before[i], least->total_bytes, least->free_bytes);
+      sight = sight == Sight::kNone ? here : std::min(sight, here);
     }
-    if (!least) continue;
-    place.member->see_device(least->total_bytes, least->free_bytes);
-    seen = true;
+    if (sight != Sight::kChanged) break;
   }
-  return seen;
+  return sight;
 }
 
 // --------------------------------------------------------------------- guarantee, priority, limit

@@ -26,6 +26,7 @@
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -69,6 +70,9 @@ class Places {
   /// Takes at most `pages` pages and answers how many: every ledger has granted its copies of
   /// them, and nothing more.
   std::uint64_t grant(std::uint64_t pages);
+  /// As of LedgerMember, on all devices.
+  void arrived(std::uint64_t pages);
+  void leaving(std::uint64_t pages);
   void give_back(std::uint64_t pages);
   /// Pages that grant() would give now.
   std::uint64_t room() const;
@@ -79,9 +83,10 @@ class Places {
   std::uint64_t capacity_bytes() const {
     return only_ ? only_->capacity_bytes() : capacity_of_several();
   }
-  /// Tells each ledger what strangers hold of its device, from what drivers say by rank: the least
-  /// that any rank of the device has seen to be free. False: no rank has a driver that can say.
-  bool see_devices(std::span<const std::optional<DeviceMemory>> by_rank);
+  /// Tells each ledger what strangers hold of its device, from what drivers say by rank when `look`
+  /// is called: the least that any rank of the device sees to be free. Looks again a few times
+  /// where the sums have changed meanwhile. Answers the least certain of what was seen.
+  Sight see_devices(const std::function<std::vector<std::optional<DeviceMemory>>()>& look);
 
   // --- guarantee, priority, limit --------------------------------------------------------------
 

@@ -226,8 +226,11 @@ class Pool {
   /// Gets what allocs could not get lately, as parked pages, and asks for it. False: nothing is
   /// missing any more; true: call again soon, and when the bell of a ledger rings. Blocks.
   bool pursue();
-  /// Tells the ledgers what others hold of GPUs. False: nobody here could say.
-  bool see_devices();
+  /// Tells the ledgers what others hold of GPUs. Waits for drivers.
+  Sight see_devices();
+  /// Whether so much has come or gone on a GPU since this was last asked that it is to be looked
+  /// at.
+  bool take_large_move();
   /// Goes by the capacity of the device where that has changed: limits beyond it are cut to it.
   /// Gives nothing back itself. True: it has changed. Waits for the session then.
   bool see_capacity();

@@ -50,6 +50,12 @@ bool is_final(const Error& error) {
 
 /// Remembers a failure after which nobody knows what is mapped. A page that is said to be mapped
 /// and is not would be a fault in the engine, far from here.
+/// What strangers hold is looked at again soon, where others than instances may have taken the
+/// memory, or are to be seen now that it has come.
+void PoolPages::note_moved(std::uint64_t pages) {
+  if (places_ && works_behind()) figures_.note_moved(pages);
+}
+
 void PoolPages::note_if_final(const Status& answered) {
   if (answered || accounting_.failure() || !is_final(answered.error())) return;
   Error error = answered.error();
@@ -121,10 +127,13 @@ Status PoolPages::map_granted(Lock& lock, const std::vector<PageIndex>& batch) {
     // A page is created to be mapped and destroyed when it is unmapped: none is kept in between.
     counters_.add(Counter::kPagesCreated, batch.size());
     counters_.add(Counter::kPagesMapped, batch.size());
+    note_moved(batch.size());
+    if (places_) places_->arrived(batch.size());
   } else {
     accounting_.let_go(batch.size());
     refused_ = refused_ || mapped.error().code == Errc::kOutOfMemory;
-    // After a final failure nobody knows what is mapped: what was granted stays taken.
+    // After a final failure nobody knows what is mapped: what was granted stays taken, and on its
+    // way.
     if (places_ && !accounting_.failure()) places_->give_back(batch.size());
   }
   settled_.notify_all();
@@ -173,7 +182,7 @@ Result<std::uint64_t> PoolPages::unmap(Lock& lock, const std::vector<PageIndex>&
           rest.first(std::min<std::size_t>(rest.size(), batch_size));
       rest = rest.subspan(batch.size());
       batch_size = std::min(2 * batch_size, largest);
-      if (status) status = guarded([&] { return backing_->unmap(batch); });
+      if (status) status = unmap_now(batch);
       if (status) unmapped += batch.size();
       const std::lock_guard own(mutex);
       end_unmap(batch, status);
@@ -181,6 +190,14 @@ Result<std::uint64_t> PoolPages::unmap(Lock& lock, const std::vector<PageIndex>&
   }
   if (!status && (unmapped == 0 || accounting_.failure())) return status.error();
   return unmapped;
+}
+
+/// Nobody knows after a final failure what is mapped: the pages stay on their way in the ledgers.
+Status PoolPages::unmap_now(std::span<const PageIndex> batch) {
+  if (places_) places_->leaving(batch.size());
+  Status done = guarded([&] { return backing_->unmap(batch); });
+  if (places_ && !done && !is_final(done.error())) places_->arrived(batch.size());
+  return done;
 }
 
 void PoolPages::end_unmap(std::span<const PageIndex> batch, const Status& unmapped) {
@@ -192,6 +209,7 @@ void PoolPages::end_unmap(std::span<const PageIndex> batch, const Status& unmapp
     if (places_) places_->give_back(batch.size());
     counters_.add(Counter::kPagesUnmapped, batch.size());
     counters_.add(Counter::kPagesDestroyed, batch.size());
+    note_moved(batch.size());
   } else {
     accounting_.stay(batch.size());
   }

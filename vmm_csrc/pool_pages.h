@@ -98,10 +98,8 @@ class PoolPages {
   }
   /// Whether unmapping may have to wait for kernels.
   bool works_behind() const { return backing_->works_behind(); }
-  /// What GPUs have left, by rank; none on the host.
-  std::vector<std::optional<DeviceMemory>> device_memory() const {
-    return backing_->device_memory();
-  }
+  /// As Backing::device_memory. Called without the lock.
+  std::vector<std::optional<DeviceMemory>> device_memory() { return backing_->device_memory(); }
   void keep_free(std::uint64_t bytes) { backing_->keep_free(bytes); }
   std::vector<pid_t> other_processes() const { return backing_->other_processes(); }
   /// Whether a page was refused for want of memory since this was last asked.
@@ -118,7 +116,9 @@ class PoolPages {
   Status map_granted(Lock& lock, const std::vector<PageIndex>& batch);
   enum class InSession : bool { kStay, kMayLetGo };
   Result<std::uint64_t> unmap(Lock& lock, const std::vector<PageIndex>& pages, InSession session);
+  Status unmap_now(std::span<const PageIndex> batch);
   void end_unmap(std::span<const PageIndex> batch, const Status& unmapped);
+  void note_moved(std::uint64_t pages);
   void note_if_final(const Status& answered);
 
   Accounting& accounting_;

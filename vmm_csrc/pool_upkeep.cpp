@@ -101,8 +101,13 @@ bool Pool::pursue() {
   return supply_.pursue(lock);
 }
 
-bool Pool::see_devices() {
-  return places_ && places_->see_devices(pages_.device_memory());
+Sight Pool::see_devices() {
+  return places_ ? places_->see_devices([this] { return pages_.device_memory(); }) : Sight::kNone;
+}
+
+bool Pool::take_large_move() {
+  const Lock lock(mutex_);
+  return figures_.take_large_move();
 }
 
 // --- ahead of demand, and when idle --------------------------------------------------------------

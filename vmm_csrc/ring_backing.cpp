@@ -19,6 +19,9 @@ constexpr nanoseconds kLivenessInterval = std::chrono::milliseconds(50);
 /// Of one worker's memory in one command: a map that comes meanwhile waits for no more.
 constexpr std::uint64_t kCopyBytesAtOnce = std::uint64_t{8} << 20;
 
+/// How long a scheduler waits for what its workers see of their devices. Others' commands wait too.
+constexpr nanoseconds kLookPatience = std::chrono::milliseconds(100);
+
 nanoseconds until(Clock::time_point deadline) {
   return deadline == Clock::time_point::max() ? kForever
                                               : std::max(deadline - Clock::now(), nanoseconds(0));
@@ -203,15 +206,32 @@ Status RingBacking::copy_records(std::span<const BlockSlot> blocks,
   return ok();
 }
 
-std::vector<std::optional<DeviceMemory>> RingBacking::device_memory() const {
+std::vector<std::optional<DeviceMemory>> RingBacking::device_memory() {
   std::vector<std::optional<DeviceMemory>> by_rank(memory_->ranks);
+  const std::lock_guard lock(mutex_);
+  if (!works_behind() || !look_at_devices()) return by_rank;
   for (std::size_t rank = 0; rank < memory_->ranks; ++rank) {
     const RingMemory::Rank& worker = memory_->workers[rank];
     const std::uint64_t total = worker.device_total_bytes.load();
     const std::uint64_t free = worker.device_free_bytes.load();
-    if (total > 0) by_rank[rank] = DeviceMemory{total, free};
+    const bool answered = worker.result == RingMemory::kDone;
+    if (total > 0 && answered) by_rank[rank] = DeviceMemory{total, free};
   }
   return by_rank;
+}
+
+/// Whether every rank has looked. Nothing hangs on a look: a worker that is late with one is not
+/// lost, and is not asked for another one before it has answered. Pre: mutex_ is held.
+bool RingBacking::look_at_devices() {
+  if (closed_ || !all_done(memory_->posted.load(std::memory_order_relaxed) - 1)) return false;
+  const std::uint32_t sequence = post(RingMemory::Command::kLook, {}, all_ranks());
+  const Clock::time_point deadline = deadline_after(std::min(timeout_, kLookPatience));
+  for (;;) {
+    const std::uint32_t heard = memory_->answered.load(std::memory_order_acquire);
+    if (all_done(sequence)) return true;
+    if (until(deadline) == nanoseconds::zero()) return false;
+    futex_wait(memory_->answered, heard, until(deadline));
+  }
 }
 
 Status RingBacking::run(RingMemory::Command command, std::span<const PageIndex> pages) {
@@ -273,12 +293,10 @@ Status RingBacking::late(const std::string& names) {
                     " ms (KVELASTIC_IPC_TIMEOUT); the engine has to be restarted"});
 }
 
-RingBacking::Outcome RingBacking::run_one(RingMemory::Command command,
-                                          std::span<const std::uint32_t> words, Ranks ranks) {
-  Outcome outcome;
-  outcome.status = refuse_if_closed();
-  if (!outcome.status) return outcome;
-  // Never full: the lock lets one command be on its way, and a late one closes the ring.
+/// Answers the command's number. Never full: the lock lets one command be on its way, and a late
+/// one closes the ring, or is a look, which is left alone with at most one command behind it.
+std::uint32_t RingBacking::post(RingMemory::Command command, std::span<const std::uint32_t> words,
+                                Ranks ranks) {
   const std::uint32_t sequence = memory_->posted.load(std::memory_order_relaxed);
   RingMemory::Entry& entry = memory_->entries[sequence % RingMemory::kEntries];
   entry.command = static_cast<std::uint32_t>(command);
@@ -286,6 +304,15 @@ RingBacking::Outcome RingBacking::run_one(RingMemory::Command command,
   entry.ranks = ranks;
   std::copy(words.begin(), words.end(), entry.pages.begin());
   ring_bell(memory_->posted);
+  return sequence;
+}
+
+RingBacking::Outcome RingBacking::run_one(RingMemory::Command command,
+                                          std::span<const std::uint32_t> words, Ranks ranks) {
+  Outcome outcome;
+  outcome.status = refuse_if_closed();
+  if (!outcome.status) return outcome;
+  const std::uint32_t sequence = post(command, words, ranks);
   outcome.status = wait_for_answers(sequence);
   if (!outcome.status) return outcome;
   for (std::size_t rank = 0; rank < memory_->ranks; ++rank) {

@@ -57,7 +57,7 @@ class RingBacking final : public Backing {
   Status ping();
   /// Whether a process other than this one has been a worker and lives: its pages live with it.
   bool has_live_processes() const;
-  std::vector<std::optional<DeviceMemory>> device_memory() const override;
+  std::vector<std::optional<DeviceMemory>> device_memory() override;
   void keep_free(std::uint64_t bytes) override { memory_->keep_free_bytes = bytes; }
   std::vector<pid_t> other_processes() const override;
   /// The processes that serve this ring, by rank: number and start; (0, 0): none yet.
@@ -79,6 +79,9 @@ class RingBacking final : public Backing {
   Status run(RingMemory::Command command, std::span<const PageIndex> pages);
   Status run_everywhere(RingMemory::Command command, std::span<const std::uint32_t> words);
   Outcome run_one(RingMemory::Command command, std::span<const std::uint32_t> words, Ranks ranks);
+  std::uint32_t post(RingMemory::Command command, std::span<const std::uint32_t> words,
+                     Ranks ranks);
+  bool look_at_devices();
   Status wait_for_answers(std::uint32_t sequence);
   bool all_done(std::uint32_t sequence) const;
   Status wait_for_fence(std::uint32_t number);

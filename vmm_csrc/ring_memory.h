@@ -42,7 +42,7 @@ namespace kvelastic {
 /// The ring as it lies in shared memory. Only fixed-size integers: two builds must agree on it.
 struct RingMemory {
   static constexpr std::uint32_t kMagic = 0x6b76726e;  // "kvrn"
-  static constexpr std::uint32_t kVersion = 7;
+  static constexpr std::uint32_t kVersion = 8;
   static constexpr std::size_t kEntries = 64;
   static constexpr std::size_t kPagesPerEntry = 480;
   static constexpr std::size_t kMaxRanks = 64;
@@ -56,6 +56,7 @@ struct RingMemory {
     kStaging = 6,  ///< attach the staging that the words name
     kCopyOut = 7,  ///< blocks into slots of it
     kCopyIn = 8,   ///< and back
+    kLook = 9,     ///< what the device has left
   };
   /// A rank is taken once: what its worker had mapped, a later one would not have.
   enum class WorkerState : std::uint32_t { kAbsent = 0, kTaken = 1, kServing = 2, kGone = 3 };

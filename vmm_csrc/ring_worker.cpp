@@ -14,9 +14,6 @@ namespace {
 
 using std::chrono::nanoseconds;
 
-/// How often an idle worker looks what its GPU has left. On the host nothing wakes it but a
-/// command.
-constexpr nanoseconds kDeviceLookInterval = std::chrono::seconds(1);
 /// How often a worker that stops rings for its thread, which may just be going to sleep.
 constexpr std::chrono::microseconds kStopRingInterval{100};
 
@@ -77,9 +74,10 @@ Result<std::unique_ptr<RingWorker>> RingWorker::start(std::span<std::byte> memor
   own.pid = ::getpid();
   own.start_ticks = process_start_ticks(::getpid()).value_or(0);
   own.works_behind = range->works_behind() ? 1 : 0;
-  own.state = static_cast<std::uint32_t>(RingMemory::WorkerState::kServing);
   std::unique_ptr<RingWorker> worker(
       new RingWorker(shared, std::move(range), rank, std::move(keep)));
+  (void)worker->look_at_device();
+  own.state = static_cast<std::uint32_t>(RingMemory::WorkerState::kServing);
   worker->thread_ = std::thread(&RingWorker::serve, worker.get());
   ring_bell(shared->attached);
   return worker;
@@ -104,7 +102,6 @@ void RingWorker::stop() {
 }
 
 void RingWorker::serve() {
-  device_is_shared_ = look_at_device();
   while (!stopping_) {
     const std::uint32_t posted = memory_->posted.load(std::memory_order_acquire);
     const std::uint32_t done = own_.done.load(std::memory_order_relaxed);
@@ -124,17 +121,10 @@ void RingWorker::serve() {
   ended_ = true;
 }
 
-/// What is to be done while no command is there; answers how long to sleep after it. A wait with a
-/// timeout costs a timer each time, which on the host is for nothing.
+/// What is to be done while no command is there; answers how long to sleep after it.
 nanoseconds RingWorker::look_around() {
   if (fence_) look_at_fence();
-  const Clock::time_point now = Clock::now();
-  if (device_is_shared_ && now >= next_device_look_) {
-    (void)look_at_device();
-    next_device_look_ = now + kDeviceLookInterval;
-  }
-  if (fence_) return fence_pauses_.next();
-  return device_is_shared_ ? next_device_look_ - now : kForever;
+  return fence_ ? fence_pauses_.next() : kForever;
 }
 
 /// Marks the work that the device has now. One fence at a time: a further one takes its place.
@@ -173,13 +163,13 @@ bool RingWorker::is_last(std::uint32_t done) const {
   return true;
 }
 
-/// Tells the scheduler, which has no driver, what its device has left. False: it has none.
-bool RingWorker::look_at_device() {
+/// Tells the scheduler, which has no driver, what its device has left.
+Status RingWorker::look_at_device() {
   const std::optional<DeviceMemory> memory = range_->driver().memory();
-  if (!memory) return false;
+  if (!memory) return Error{Errc::kDeviceUnavailable, "the device does not say what it has left"};
   own_.device_free_bytes = memory->free_bytes;
   own_.device_total_bytes = memory->total_bytes;
-  return true;
+  return ok();
 }
 
 /// No page is worth the process: memory for the books themselves may run out as well.
@@ -204,6 +194,8 @@ Status RingWorker::carry_out(const RingMemory::Entry& entry) try {
       return copy_records(pages, CopyTo::kHost);
     case RingMemory::Command::kCopyIn:
       return copy_records(pages, CopyTo::kDevice);
+    case RingMemory::Command::kLook:
+      return look_at_device();
   }
   return Error{Errc::kInvalidArgument, "no such command: " + std::to_string(entry.command)};
 } catch (const std::bad_alloc&) {

@@ -45,11 +45,9 @@ class RingWorker {
         keep_(std::move(keep)),
         window_(range_, rank) {}
 
-  using Clock = std::chrono::steady_clock;
-
   void serve();
   std::chrono::nanoseconds look_around();
-  bool look_at_device();
+  Status look_at_device();
   void look_at_fence();
   Status begin_fence(std::uint32_t number);
   void end_fence(const Status& how);
@@ -70,8 +68,6 @@ class RingWorker {
   std::unique_ptr<Fence> fence_;      // null: none is waited for
   std::uint32_t fence_number_ = 0;
   Pauses fence_pauses_;
-  bool device_is_shared_ = false;  // with those whom no ledger knows: look at it now and then
-  Clock::time_point next_device_look_{};
 
   std::atomic<bool> stopping_{false};
   std::atomic<bool> ended_{false};  // the thread has seen it

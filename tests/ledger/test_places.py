@@ -162,13 +162,15 @@ def test_two_that_name_their_devices_in_opposite_orders(machine: Machine) -> Non
 def test_strangers_are_judged_by_the_ranks_of_each_device(machine: Machine) -> None:
     mine = machine.join("aab", "mine")
     assert mine.places.grant(2) == 2
+    mine.places.arrived(2)
     total = 8 * HUGE
     # Four pages of mine are on a: beside them two more are taken, as rank 0 has seen it.
-    assert mine.places.see_devices([(total, 2 * HUGE), (total, 3 * HUGE), (total, 6 * HUGE)])
+    seen = [(total, 2 * HUGE), (total, 3 * HUGE), (total, 6 * HUGE)]
+    assert mine.places.see_devices(lambda: seen) == "exact"
     others = {info.device: info.others_bytes for info in ledger.list_ledgers()}
     assert (others["a"], others["b"]) == (2 * HUGE, 0)
     assert mine.places.room() == 1
-    assert not mine.places.see_devices([None, None, None])
+    assert mine.places.see_devices(lambda: [None, None, None]) == "none"
 
 
 _GRANTS = """

@@ -224,8 +224,9 @@ TEST(account_strangers_are_what_is_neither_granted_nor_reserved) {
   Ledger ledger;
   auto a = ledger.join();
   REQUIRE(a && a->grant(10, kPage) == 10);
+  a->arrived(10, kPage);
   CHECK(static_cast<bool>(a->ask_to_reserve(20 * kPage)));
-  a->see_device(80 * kPage, 45 * kPage);  // 35 are taken
+  CHECK(a->see_device(a->moment(), 80 * kPage, 45 * kPage) == Sight::kExact);  // 35 are taken
   CHECK(ledger.layout().others_bytes == 5 * kPage);
   CHECK(a->room(kPage) == 64 - 10 - 20 - 5);
 }

@@ -371,7 +371,7 @@ TEST(ledger_grants_nothing_that_strangers_hold) {
   CHECK(a->room(kPage) == 0 && a->grant(1, kPage) == 0);
   a->set_others(0);
   CHECK(a->grant(99, kPage) == 60);
-  a->see_device(70 * kPage, 3 * kPage);
+  CHECK(a->see_device(a->moment(), 70 * kPage, 3 * kPage) == Sight::kBounded);
   CHECK(ledger.layout().others_bytes == 3 * kPage);
 }
 

@@ -61,7 +61,7 @@ class OverLocal : public Backing {
                       CopyTo) override {
     return ok();
   }
-  std::vector<std::optional<DeviceMemory>> device_memory() const override { return {}; }
+  std::vector<std::optional<DeviceMemory>> device_memory() override { return {}; }
 
  private:
   LocalBacking inner_;

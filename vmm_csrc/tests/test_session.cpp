@@ -29,7 +29,7 @@ class NoMemory final : public Backing {
                       CopyTo) override {
     return ok();
   }
-  std::vector<std::optional<DeviceMemory>> device_memory() const override { return {}; }
+  std::vector<std::optional<DeviceMemory>> device_memory() override { return {}; }
   std::atomic<int> fail_after{-1};  ///< calls until the backing fails for good; negative: never
 
  private:
@@ -56,7 +56,7 @@ class LateGpu final : public Backing {
                       CopyTo) override {
     return ok();
   }
-  std::vector<std::optional<DeviceMemory>> device_memory() const override { return {}; }
+  std::vector<std::optional<DeviceMemory>> device_memory() override { return {}; }
 
   /// Returns when somebody waits for the kernels.
   void wait_for_a_wait() { waiting_.acquire(); }

@@ -1,0 +1,78 @@
+"""What strangers hold of a simulated GPU while pages of an instance come and go."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from processes import PROGRAMS, run_python
+from simulated_machine import SimulatedMachine
+
+STRANGERS = 5
+PROGRAM = """
+from device_ledgers import Machine
+from native_pools import HUGE, LAYOUTS
+from kvelastic import _vmm, ledger
+from kvelastic.pool import native_geometry
+
+driver = _vmm.CudaDriver("cuda")
+driver.use_streams([])
+memory = _vmm.Range.reserve(driver, native_geometry(LAYOUTS["paged"], 32))
+stranger = driver.create(5 * HUGE)
+machine = Machine({"a": 64})
+mine, neighbour = machine.join("a").places, machine.join("a").places
+
+def look(when):
+    sight = neighbour.see_devices(lambda: [(driver.total_bytes, driver.free_bytes)])
+    (info,) = (info for info in ledger.list_ledgers() if info.group == machine.group)
+    print(f"{when}: {sight}, {info.others_bytes // HUGE}")
+
+def changed():
+    # The driver has answered, and what counts by then is another sum.
+    seen = [(driver.total_bytes, driver.free_bytes)]
+    if memory.mapped_pages == 20:
+        mine.leaving(20)
+        memory.unmap(range(20), destroy=True)
+        mine.give_back(20)
+    return seen
+
+look("before")
+assert mine.grant(20) == 20
+look("granted")
+memory.map(range(20))
+look("mapped")
+mine.arrived(20)
+look("arrived")
+mine.leaving(15)
+look("leaving")
+memory.unmap(range(5, 20), destroy=True)
+look("unmapped")
+mine.give_back(15)
+look("given back")
+assert mine.grant(15) == 15
+memory.map(range(5, 20))
+mine.arrived(15)
+print(neighbour.see_devices(changed))
+look("after a change in the middle of a look")
+driver.destroy(stranger, 5 * HUGE)
+look("without the stranger")
+machine.close()
+"""
+
+
+def test_pages_on_their_way_are_no_strangers_and_hide_none(tmp_path: Path) -> None:
+    with SimulatedMachine(tmp_path, memory_bytes=256 << 20) as machine:
+        done = run_python(
+            "-c", PROGRAM, environment={**machine.environment, "PYTHONPATH": str(PROGRAMS)}
+        )
+    assert done.stdout.splitlines() == [
+        f"before: exact, {STRANGERS}",
+        f"granted: bounded, {STRANGERS}",
+        f"mapped: bounded, {STRANGERS}",
+        f"arrived: exact, {STRANGERS}",
+        f"leaving: bounded, {STRANGERS}",
+        f"unmapped: bounded, {STRANGERS}",
+        f"given back: exact, {STRANGERS}",
+        "exact",
+        f"after a change in the middle of a look: exact, {STRANGERS}",
+        "without the stranger: exact, 0",
+    ]

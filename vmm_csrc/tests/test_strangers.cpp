@@ -1,0 +1,350 @@
+// What strangers hold of a GPU, while members' pages come and go: the driver's figure and the
+// ledger's are of two moments, and each test looks in one of the windows between them.
+#include <array>
+#include <functional>
+#include <memory>
+#include <semaphore>
+#include <utility>
+#include <vector>
+
+#include "../host_driver.h"
+#include "../places.h"
+#include "../pool.h"
+#include "../ring_backing.h"
+#include "../ring_worker.h"
+#include "check.h"
+#include "ledger_fixture.h"
+
+namespace kvelastic {
+namespace {
+
+constexpr std::uint64_t kTotalPages = 80;
+constexpr std::uint64_t kStrangersPages = 5;
+
+/// A GPU as its driver shows it, and one who looks at it.
+struct Gpu {
+  std::uint64_t used_pages = kStrangersPages;
+
+  DeviceMemory memory() const { return {kTotalPages * kPage, (kTotalPages - used_pages) * kPage}; }
+  Sight show(LedgerMember& member) const {
+    const LedgerMember::Moment now = member.moment();
+    return member.see_device(now, memory().total_bytes, memory().free_bytes);
+  }
+};
+
+bool has_others(Ledger& ledger, std::uint64_t pages) {
+  return ledger.layout().others_bytes == pages * kPage;
+}
+
+/// Pages of a GPU that nobody reads, and a look at each moment at which its driver has just done
+/// something that no ledger knows yet.
+class LookedAt final : public Backing {
+ public:
+  LookedAt(Gpu& gpu, std::function<void()> look) : gpu_(gpu), look_(std::move(look)) {}
+
+  Status map(std::span<const PageIndex> pages) override {
+    look_();
+    if (fails) return Error{Errc::kOutOfMemory, "no"};
+    gpu_.used_pages += pages.size();
+    look_();
+    return ok();
+  }
+  Status unmap(std::span<const PageIndex> pages) override {
+    look_();
+    if (fails) return Error{Errc::kMapping, "no"};
+    gpu_.used_pages -= pages.size();
+    look_();
+    return ok();
+  }
+  bool works_behind() const override { return true; }
+  Status drain() override {
+    look_();
+    return ok();
+  }
+  Status copy(std::span<const BlockMove>) override { return ok(); }
+  Status copy_records(std::span<const BlockSlot>, const std::shared_ptr<Staging>&,
+                      CopyTo) override {
+    return ok();
+  }
+  std::vector<std::optional<DeviceMemory>> device_memory() override { return {gpu_.memory()}; }
+
+  bool fails = false;
+
+ private:
+  Gpu& gpu_;
+  const std::function<void()> look_;
+};
+
+/// Pages of the host that pass for a GPU's, whose driver answers when the test lets it.
+class GatedGpu final : public Driver {
+ public:
+  explicit GatedGpu(std::shared_ptr<Driver> inner) : inner_(std::move(inner)) {}
+
+  std::optional<DeviceMemory> memory() const override {
+    ++looks;
+    if (waits) open_.acquire();
+    return DeviceMemory{kTotalPages * kPage, free_pages * kPage};
+  }
+  void let_it_answer() {
+    waits = false;
+    open_.release();
+  }
+
+  std::atomic<std::uint64_t> free_pages{kTotalPages};
+  std::atomic<bool> waits{false};
+  mutable std::atomic<int> looks{0};
+
+  bool works_behind() const override { return true; }
+  std::size_t granularity_bytes() const override { return inner_->granularity_bytes(); }
+  DeviceKind device() const override { return inner_->device(); }
+  Result<std::byte*> reserve(std::size_t bytes) override { return inner_->reserve(bytes); }
+  Status release(std::byte* at, std::size_t bytes) override { return inner_->release(at, bytes); }
+  Result<Handle> create(std::size_t bytes) override { return inner_->create(bytes); }
+  Status destroy(Handle handle, std::size_t bytes) override {
+    return inner_->destroy(handle, bytes);
+  }
+  Status map(std::byte* at, std::size_t bytes, Handle handle) override {
+    return inner_->map(at, bytes, handle);
+  }
+  Status set_access(std::byte* at, std::size_t bytes) override {
+    return inner_->set_access(at, bytes);
+  }
+  Status unmap(std::byte* at, std::size_t bytes) override { return inner_->unmap(at, bytes); }
+  Status copy(std::span<const CopyRun> runs) override { return inner_->copy(runs); }
+  Status copy_host(std::span<const HostCopy> copies, CopyTo to) override {
+    return inner_->copy_host(copies, to);
+  }
+  DriverStats stats() const override { return inner_->stats(); }
+
+ private:
+  const std::shared_ptr<Driver> inner_;
+  mutable std::counting_semaphore<> open_{0};
+};
+
+Geometry one_block_a_page(std::uint64_t pages, std::uint64_t page_bytes) {
+  Geometry geometry;
+  geometry.pages = pages;
+  geometry.extent_bytes = page_bytes;
+  geometry.block_bytes = page_bytes;
+  geometry.blocks_per_page = 1;
+  return geometry;
+}
+
+std::shared_ptr<Pool> make_pool(std::shared_ptr<Backing> backing,
+                                std::shared_ptr<LedgerMember> member, std::uint64_t page_bytes) {
+  PoolOptions options;
+  options.max_blocks = kPages;
+  options.limit_bytes = kPages * page_bytes;
+  auto places = Places::create({{std::move(member), {0}}}, page_bytes);
+  if (!places) return nullptr;
+  auto made = Pool::create(one_block_a_page(kPages, page_bytes), std::move(backing), options,
+                           *std::move(places));
+  return made ? std::shared_ptr<Pool>(*std::move(made)) : nullptr;
+}
+
+}  // namespace
+
+TEST(strangers_are_neither_more_nor_fewer_while_pages_arrive) {
+  Ledger ledger;
+  Gpu gpu;
+  auto mine = ledger.join(), neighbour = ledger.join();
+  REQUIRE(mine && neighbour);
+  CHECK(gpu.show(*neighbour) == Sight::kExact && has_others(ledger, kStrangersPages));
+  CHECK(mine->grant(20, kPage) == 20);
+  CHECK(gpu.show(*neighbour) == Sight::kBounded && has_others(ledger, kStrangersPages));
+  gpu.used_pages += 20;
+  CHECK(gpu.show(*neighbour) == Sight::kBounded && has_others(ledger, kStrangersPages));
+  mine->arrived(20, kPage);
+  CHECK(gpu.show(*neighbour) == Sight::kExact && has_others(ledger, kStrangersPages));
+}
+
+TEST(strangers_are_neither_more_nor_fewer_while_pages_leave) {
+  Ledger ledger;
+  Gpu gpu;
+  auto mine = ledger.join(), neighbour = ledger.join();
+  REQUIRE(mine && neighbour && mine->grant(20, kPage) == 20);
+  mine->arrived(20, kPage);
+  gpu.used_pages += 20;
+  CHECK(gpu.show(*neighbour) == Sight::kExact && has_others(ledger, kStrangersPages));
+  mine->leaving(15, kPage);
+  CHECK(gpu.show(*neighbour) == Sight::kBounded && has_others(ledger, kStrangersPages));
+  gpu.used_pages -= 15;
+  CHECK(gpu.show(*neighbour) == Sight::kBounded && has_others(ledger, kStrangersPages));
+  mine->give_back(15, kPage);
+  CHECK(gpu.show(*neighbour) == Sight::kExact && has_others(ledger, kStrangersPages));
+  CHECK(neighbour->room(kPage) == kPages - 5 - kStrangersPages);
+}
+
+TEST(strangers_that_come_while_pages_arrive_are_seen_when_these_are_there) {
+  Ledger ledger;
+  Gpu gpu;
+  auto mine = ledger.join();
+  REQUIRE(mine && mine->grant(20, kPage) == 20);
+  gpu.used_pages += 30;  // 30 of whomever: ten more than what is on its way can be
+  CHECK(gpu.show(*mine) == Sight::kBounded && has_others(ledger, kStrangersPages + 10));
+  gpu.used_pages += 20;
+  mine->arrived(20, kPage);
+  CHECK(gpu.show(*mine) == Sight::kExact && has_others(ledger, kStrangersPages + 30));
+}
+
+TEST(strangers_are_not_judged_by_a_look_beside_a_change) {
+  Ledger ledger;
+  Gpu gpu;
+  auto mine = ledger.join(), neighbour = ledger.join();
+  REQUIRE(mine && neighbour && mine->grant(20, kPage) == 20);
+  mine->arrived(20, kPage);
+  gpu.used_pages += 20;
+  CHECK(gpu.show(*neighbour) == Sight::kExact);
+  const auto without_them = [&] {
+    mine->leaving(20, kPage);
+    mine->give_back(20, kPage);
+  };
+  const auto back_again = [&] {
+    without_them();
+    CHECK(mine->grant(20, kPage) == 20);
+    mine->arrived(20, kPage);
+  };
+  const auto asleep = [&] { neighbour->fall_asleep(); };
+  const auto one_more = [&] { CHECK(ledger.join() != nullptr); };
+  CHECK(static_cast<bool>(neighbour->ask_to_reserve(kPage)));
+  for (const std::function<void()>& change :
+       {std::function<void()>(back_again), std::function<void()>(asleep),
+        std::function<void()>(one_more), std::function<void()>(without_them)}) {
+    const LedgerMember::Moment before = neighbour->moment();
+    change();
+    CHECK(neighbour->see_device(before, kTotalPages * kPage, 0) == Sight::kChanged);
+    CHECK(has_others(ledger, kStrangersPages));
+  }
+}
+
+TEST(strangers_are_looked_at_again_where_something_changed_meanwhile) {
+  Ledger ledger;
+  Gpu gpu;
+  std::shared_ptr<LedgerMember> mine = ledger.join();
+  auto neighbour = ledger.join();
+  REQUIRE(mine && neighbour && neighbour->grant(40, kPage) == 40);
+  neighbour->arrived(40, kPage);
+  gpu.used_pages += 40;
+  auto places = Places::create({{mine, {0}}}, kPage);
+  REQUIRE(static_cast<bool>(places));
+  // The driver has answered, and much is given back before that counts.
+  int looks = 0;
+  const auto look = [&] {
+    const DeviceMemory seen = gpu.memory();
+    if (++looks == 1) {
+      neighbour->leaving(10, kPage);
+      gpu.used_pages -= 10;
+      neighbour->give_back(10, kPage);
+    }
+    return std::vector<std::optional<DeviceMemory>>{seen};
+  };
+  CHECK((*places)->see_devices(look) == Sight::kExact && looks == 2);
+  CHECK(has_others(ledger, kStrangersPages));
+  // Where that goes on and on, the last certain look stands.
+  const auto restless = [&] {
+    neighbour->leaving(1, kPage);
+    neighbour->arrived(1, kPage);
+    return std::vector<std::optional<DeviceMemory>>{gpu.memory()};
+  };
+  CHECK((*places)->see_devices(restless) == Sight::kChanged);
+  CHECK(has_others(ledger, kStrangersPages));
+  CHECK((*places)->see_devices(
+            [] { return std::vector<std::optional<DeviceMemory>>{std::nullopt}; }) == Sight::kNone);
+}
+
+TEST(strangers_are_what_they_were_at_each_step_of_a_pool_that_grows_and_shrinks) {
+  Ledger ledger;
+  Gpu gpu;
+  auto neighbour = ledger.join();
+  REQUIRE(neighbour != nullptr);
+  CHECK(gpu.show(*neighbour) == Sight::kExact);
+  int looks = 0;
+  auto backing = std::make_shared<LookedAt>(gpu, [&] {
+    ++looks;
+    (void)gpu.show(*neighbour);
+    CHECK(has_others(ledger, kStrangersPages));
+  });
+  auto pool = make_pool(backing, ledger.join(), kPage);
+  REQUIRE(pool != nullptr);
+  const auto is_exact_now = [&] {
+    return gpu.show(*neighbour) == Sight::kExact && has_others(ledger, kStrangersPages);
+  };
+  auto ids = pool->alloc(40);
+  REQUIRE(static_cast<bool>(ids) && *ids && looks > 0);
+  CHECK(is_exact_now());
+  backing->fails = true;
+  (void)pool->ensure(50);
+  CHECK(is_exact_now());
+  CHECK(static_cast<bool>(pool->free(**ids)));
+  CHECK(!pool->trim());
+  CHECK(is_exact_now());
+  backing->fails = false;
+  auto trimmed = pool->trim();
+  CHECK(trimmed && *trimmed >= 39);
+  CHECK(is_exact_now());
+}
+
+TEST(strangers_are_looked_for_after_every_large_change) {
+  constexpr std::uint64_t kLargePage = kLargeMoveBytes / 4;
+  Ledger ledger(kPages * kLargePage);
+  Gpu gpu;
+  auto pool = make_pool(std::make_shared<LookedAt>(gpu, [] {}), ledger.join(), kLargePage);
+  REQUIRE(pool != nullptr);
+  int calls = 0;
+  pool->on_wanted([&] { ++calls; });
+  auto ids = pool->alloc(2);  // and the null block's page
+  REQUIRE(static_cast<bool>(ids) && *ids);
+  CHECK(!pool->take_large_move());
+  const int before = calls;
+  auto more = pool->alloc(1);
+  REQUIRE(static_cast<bool>(more) && *more);
+  CHECK(calls > before);
+  CHECK(pool->take_large_move() && !pool->take_large_move());
+  CHECK(static_cast<bool>(pool->free(**ids)) && static_cast<bool>(pool->free(**more)));
+  CHECK(pool->trim() && !pool->take_large_move());
+  pool->on_wanted(nullptr);
+}
+
+TEST(strangers_are_looked_for_by_a_worker_that_may_be_late) {
+  alignas(4096) static std::array<std::byte, 192 * 1024> area;
+  const Geometry geometry = one_block_a_page(4, kPage);
+  auto ring = RingBacking::create(area, geometry, 1, std::chrono::seconds(60), nullptr);
+  auto host = HostDriver::open();
+  REQUIRE(static_cast<bool>(ring) && static_cast<bool>(host));
+  auto gpu = std::make_shared<GatedGpu>(*std::move(host));
+  auto range = Range::reserve(gpu, geometry);
+  REQUIRE(static_cast<bool>(range));
+  auto worker = RingWorker::start(area, *std::move(range), 0, nullptr);
+  REQUIRE(static_cast<bool>(worker));
+  const auto free_pages = [&] {
+    const auto seen = (*ring)->device_memory();
+    return seen[0] ? seen[0]->free_bytes / kPage : 0;
+  };
+  CHECK(soon([&] { return free_pages() == kTotalPages; }));
+  gpu->free_pages = 7;  // what is asked for is what is there now
+  CHECK(soon([&] { return free_pages() == 7; }));
+  const int looks = gpu->looks + 1;
+  gpu->waits = true;
+  CHECK(free_pages() == 0);
+  CHECK(soon([&] { return gpu->looks == looks; }));
+  CHECK(free_pages() == 0 && gpu->looks == looks);  // it is not asked twice
+  gpu->let_it_answer();
+  // It was late with a look, and is as good as before.
+  const PageIndex page = 0;
+  CHECK(static_cast<bool>((*ring)->map({&page, 1})));
+  CHECK(soon([&] { return free_pages() == 7; }));
+  (*worker)->stop();
+  CHECK(free_pages() == 0);
+}
+
+TEST(strangers_are_not_hidden_by_grants_of_the_dead) {
+  Ledger ledger;
+  Gpu gpu;
+  auto mine = ledger.join();
+  REQUIRE(mine != nullptr);
+  (void)ledger.one_that_died(a_dead_one(), 30);
+  gpu.used_pages = 20;
+  CHECK(gpu.show(*mine) == Sight::kExact && has_others(ledger, 20));
+}
+
+}  // namespace kvelastic
