@@ -19,6 +19,7 @@ from kvelastic.integration.vllm.worker_device import DeviceFacts
 from kvelastic.layout import PageLayout
 
 GIB = 1 << 30
+BESIDE = 128 << 20
 FIRST = Seen(used=30 * GIB, reserved_by_torch=0, of_instances=20 * GIB)
 
 
@@ -26,11 +27,11 @@ FIRST = Seen(used=30 * GIB, reserved_by_torch=0, of_instances=20 * GIB)
     ("now", "own"),
     [
         (FIRST, 0),
-        # This process: 16 GiB by torch, 1 GiB beside it.
-        (Seen(47 * GIB, 16 * GIB, 20 * GIB), 17 * GIB),
+        # This process: 16 GiB by torch, 128 MiB beside it.
+        (Seen(46 * GIB + BESIDE, 16 * GIB, 20 * GIB), 16 * GIB + BESIDE),
         # A neighbour of the ledger has grown by 10 GiB meanwhile, or has given back 15.
-        (Seen(57 * GIB, 16 * GIB, 30 * GIB), 17 * GIB),
-        (Seen(32 * GIB, 16 * GIB, 5 * GIB), 17 * GIB),
+        (Seen(56 * GIB + BESIDE, 16 * GIB, 30 * GIB), 16 * GIB + BESIDE),
+        (Seen(31 * GIB + BESIDE, 16 * GIB, 5 * GIB), 16 * GIB + BESIDE),
         # A stranger has ended: nothing says so, and torch's figure stands.
         (Seen(36 * GIB, 16 * GIB, 20 * GIB), 16 * GIB),
     ],

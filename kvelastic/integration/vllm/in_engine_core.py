@@ -157,9 +157,16 @@ def _instance_of(executor: Any) -> Instance | None:
 
 
 def executor_sleep(original: Callable[..., Any], executor: Any, *args: Any, **kwargs: Any) -> None:
-    """Give the whole KV cache back, after the workers have put aside what vLLM itself manages."""
-    original(executor, *args, **kwargs)
+    """Give the whole KV cache back, after the workers have put aside what vLLM itself manages.
+
+    What a wake asks for is what the workers hold now, if that is less than they were seen to hold
+    at their start.
+    """
     instance = _instance_of(executor)
+    if instance is not None and instance.is_on_gpu and not executor.is_sleeping:
+        held_bytes = executor.collective_rpc(HAND_OVER)
+        instance.lower_reserve([held_bytes[rank] for rank in executor.kvelastic_ranks])
+    original(executor, *args, **kwargs)
     if instance is not None:
         instance.sleep()
         instance.say_whether_engine_sleeps(executor.is_sleeping)

@@ -12,11 +12,14 @@ from contextlib import contextmanager
 from typing import Any
 
 from kvelastic import config, ledger
-from kvelastic.integration.vllm import start_reserve, worker_device
+from kvelastic.integration.vllm import own_process, start_reserve, worker_device
 from kvelastic.integration.vllm.own_memory import Seen, own_bytes
 
 _FIRST = "kvelastic_first_look"
 """Attribute of a worker that has its first `Seen`."""
+
+_NVML_PID = "kvelastic_nvml_pid"
+"""Attribute of a worker that has NVML's number for its process; None: NVML does not say."""
 
 _START = "kvelastic_start_reserve"
 """Attribute of a worker that has its place in the ledger from load to the first request."""
@@ -73,6 +76,7 @@ def hand_over_reserve(worker: Any) -> int:
     That is what this worker's process holds, or will hold again in a step, beside the KV cache. The
     peak of torch's allocator counts, and not what it holds now: between profiling and the first
     request activations go back to the device. 0 on the CPU, where the scheduler looks by itself.
+    Later calls look again, with more of the neighbours' memory in the ledger or gone.
     """
     import torch
 
@@ -135,13 +139,27 @@ def _measuring(worker: Any) -> Iterator[None]:
 def _look(worker: Any, used_bytes: int) -> Seen:
     import torch
 
-    name = worker_device.of_worker(worker).facts.name
+    device = worker_device.of_worker(worker)
+    memory = getattr(worker, "kvelastic_memory", None)
+    own_names = {start_reserve.name(), memory.instance_name if memory is not None else None}
     group = config.load().ledger
     of_instances = sum(
-        member.granted_bytes + member.pledged_bytes
+        # What is reserved for this process is its own.
+        member.granted_bytes + (0 if member.name in own_names else member.pledged_bytes)
         for info in ledger.list_ledgers()
-        if info.device == name and info.group == group
+        if info.device == device.facts.name and info.group == group
         for member in info.members
-        if member.name != start_reserve.name()  # what it reserved for its start is its own
     )
-    return Seen(used_bytes, int(torch.accelerator.memory_reserved(worker.device)), of_instances)
+    by_torch = int(torch.accelerator.memory_reserved(worker.device))
+    cache_bytes = memory.held_bytes if memory is not None else 0
+    return Seen(used_bytes, by_torch, of_instances, _of_process(worker, device, cache_bytes))
+
+
+def _of_process(worker: Any, device: worker_device.WorkerDevice, cache_bytes: int) -> int | None:
+    if not device.facts.is_gpu:
+        return None
+    if _NVML_PID not in worker.__dict__:
+        setattr(worker, _NVML_PID, own_process.find(device.driver, device.facts.name))
+    pid: int | None = worker.__dict__[_NVML_PID]
+    held_bytes = None if pid is None else own_process.processes(device.facts.name).get(pid)
+    return None if held_bytes is None else max(0, held_bytes - cache_bytes)

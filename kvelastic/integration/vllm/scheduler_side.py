@@ -71,6 +71,7 @@ class Instance:
         self._timeout_s = timeout_s
         self._devices = devices
         self._measures_reserve = measures_reserve
+        self._reserved_bytes: dict[str, int] = {}
         self.tiers: EngineTiers | None = None
         """What keeps demoted blocks; None: evicted blocks are gone."""
         # Runs in the main process and in every kind of child that multiprocessing makes, which
@@ -129,15 +130,14 @@ class Instance:
         `GuaranteeError` and `ReserveError` if a device has no room for it.
         """
         if self._measures_reserve:
-            reserve_bytes = dict.fromkeys((device.name for device in self._devices), 0)
-            for device, rank_bytes in zip(self._devices, held_bytes, strict=True):
-                reserve_bytes[device.name] += rank_bytes
+            reserve_bytes = self._by_device(held_bytes)
             if not self.is_on_gpu:
                 ring = self._pool.memory
                 assert isinstance(ring, _vmm.Ring)
                 processes = {pid for pid, _ in ring.workers}
                 reserve_bytes = {HOST: sum(map(anonymous_bytes, processes))}
             self._pool.reserve(reserve_bytes)
+            self._reserved_bytes = reserve_bytes
             for name, size_bytes in reserve_bytes.items():
                 _log.info(
                     "%s of %s besides the KV cache are reserved.", format_size(size_bytes), name
@@ -147,6 +147,31 @@ class Instance:
         _log.info(
             "Ready as %s: kvctl list shows it, kvctl limit changes its limit.", self._pool.name
         )
+
+    def lower_reserve(self, held_bytes: Sequence[int]) -> None:
+        """Reserve less where the ranks are seen to hold less than at their start; never more.
+
+        A look beside other engines that start may count some of their memory.
+        """
+        if not self._measures_reserve:
+            return
+        lower_bytes = {
+            name: size_bytes
+            for name, size_bytes in self._by_device(held_bytes).items()
+            if size_bytes < self._reserved_bytes.get(name, 0)
+        }
+        if not lower_bytes:
+            return
+        self._pool.reserve(lower_bytes)
+        self._reserved_bytes |= lower_bytes
+        for name, size_bytes in lower_bytes.items():
+            _log.info("No more than %s of %s are reserved by now.", format_size(size_bytes), name)
+
+    def _by_device(self, held_bytes: Sequence[int]) -> dict[str, int]:
+        total_bytes = dict.fromkeys((device.name for device in self._devices), 0)
+        for device, rank_bytes in zip(self._devices, held_bytes, strict=True):
+            total_bytes[device.name] += rank_bytes
+        return total_bytes
 
     @property
     def is_on_gpu(self) -> bool:

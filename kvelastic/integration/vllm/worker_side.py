@@ -47,6 +47,16 @@ class WorkerMemory:
         # A process that ends without telling the worker still stops its thread first.
         self._at_exit = Finalize(self, ring_worker.stop, exitpriority=10)
 
+    @property
+    def instance_name(self) -> str:
+        """As the ledger has it."""
+        return self._segment.name
+
+    @property
+    def held_bytes(self) -> int:
+        """What of the device's memory is KV cache of this worker."""
+        return self._arena.held_bytes
+
     @contextmanager
     def as_kv_allocation(self) -> Iterator[None]:
         """Answer the one allocation of the KV cache made in the body, on this thread.
