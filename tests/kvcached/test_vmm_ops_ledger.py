@@ -11,7 +11,7 @@ import pytest
 from ledger_instance import BLOCKS_PER_PAGE, Instance
 from open_memfds import open_memfds
 
-from kvelastic import errors, ledger, segment, vmm_ops
+from kvelastic import _vmm, errors, ledger, segment, vmm_ops
 from kvelastic.ledger_facts import Member
 
 MIB = 1 << 20
@@ -100,6 +100,34 @@ def test_what_is_unmapped_stays_granted_until_it_is_trimmed(group: str) -> None:
     assert own(group).granted_bytes == 3 * PAGE
     counters = shown().counters
     assert (counters["pages_created"], counters["pages_destroyed"]) == (5, 2)
+
+
+def test_after_each_call_it_is_certain_what_strangers_hold(group: str) -> None:
+    vmm_ops.init_kvelastic("cpu", PAGE)
+    tensors(8)
+    neighbour = ledger.join(
+        "host", group=group, capacity_bytes=64 * MIB, name="neighbour", uuid=bytes(16)
+    )
+    places = _vmm.Places([(neighbour.member, [0])], PAGE)
+    strangers = 3 * PAGE
+
+    def is_certain() -> bool:
+        used = sum(one.granted_bytes for one in members(group).values()) + strangers
+        sight = places.see_devices(lambda: [(64 * MIB, 64 * MIB - used)])
+        (info,) = (info for info in ledger.list_ledgers() if info.group == group)
+        return (sight, info.others_bytes) == ("exact", strangers)
+
+    vmm_ops.map_to_kv_tensors([0, 1, 2, 3])
+    assert is_certain()
+    with pytest.raises(errors.InvalidArgumentError):
+        vmm_ops.map_to_kv_tensors([4, 99])
+    assert is_certain()
+    vmm_ops.unmap_from_kv_tensors([1, 2])
+    assert is_certain()
+    vmm_ops.map_to_kv_tensors([5])
+    vmm_ops.trim_kv_tensors()
+    assert is_certain()
+    neighbour.close()
 
 
 def test_a_pool_of_another_process_and_pages_mapped_by_hand_share_one_ledger(group: str) -> None:
