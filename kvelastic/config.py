@@ -293,7 +293,7 @@ VARIABLES: Final[tuple[Variable, ...]] = (
              _integer(2, 2, 1024), "(2; by the prices of a GPU)",
              "a multiple of 2, from 2 to 1024",
              "Smallest page size in MiB; a page may be larger to hold whole blocks of all layers."
-             " Unset, a GPU's are as large as its driver's prices make worth while, 128 at most."),
+             " Unset, the first instance of a GPU decides by its driver's prices, 128 at most."),
     Variable("KVELASTIC_LOG_LEVEL", "KVCACHED_LOG_LEVEL", "log_level", _log_level, "INFO",
              "DEBUG, INFO, WARNING, ERROR or CRITICAL",
              "Least severe message that is logged; docs/log.md says what DEBUG adds."),

@@ -15,7 +15,7 @@ import threading
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from kvelastic import _vmm, engines, page_size
+from kvelastic import _vmm, engines, places
 from kvelastic.config import Config, configure_logging, load
 from kvelastic.device import Device, means_host, resolve
 from kvelastic.errors import (
@@ -66,7 +66,7 @@ class _State:
     @property
     def page_size_bytes(self) -> int:
         """What layouts start from."""
-        return page_size.of(self.settings, [self.device])
+        return places.page_size_bytes(self.settings, [self.device])
 
 
 _lock = threading.RLock()

@@ -52,6 +52,7 @@ __all__ = [
     "JoinedLedger",
     "LedgerInfo",
     "Member",
+    "decide_page_bytes",
     "hold_as_worker",
     "join",
     "ledger_path",
@@ -66,6 +67,7 @@ _PREFIX: Final = ".kvelastic_ledger_"
 _LOCK_S: Final = 2.0
 """How long a start waits where a file is half removed, or where there are no life locks."""
 _JOIN_TRIES: Final = 100
+_reaped_at_exit: set[Path] = set()
 
 
 def ledger_path(group: str, device: str) -> Path:
@@ -204,6 +206,31 @@ def join(
     raise LedgerError(f"{path} is removed as fast as it is made")
 
 
+def decide_page_bytes(
+    device: str, *, group: str, capacity_bytes: int, total_bytes: int, page_bytes: int
+) -> int:
+    """The default page size of `device`: `page_bytes`, unless an earlier caller decided another.
+
+    Makes the ledger if there is none, as `join`, so that instances that start together agree. The
+    decision lasts as long as the ledger: a ledger without a member is removed when this process
+    ends, or by `reap`. Raises `LedgerError` where the ledger cannot be used.
+    """
+    path = ledger_path(group, device)
+    if path not in _reaped_at_exit:
+        _reaped_at_exit.add(path)
+        atexit.register(_reap_quietly, path)
+    for _ in range(_JOIN_TRIES):
+        fd = _open_or_make(path, device, group, capacity_bytes, total_bytes)
+        try:
+            with _map(fd, path, mmap.PROT_READ | mmap.PROT_WRITE) as memory:
+                decided_bytes = _vmm.ledger_decide_page_bytes(memory, page_bytes)
+            if _leads_to(path, fd):
+                return decided_bytes
+        finally:
+            os.close(fd)
+    raise LedgerError(f"{path} is removed as fast as it is made")
+
+
 def hold_as_worker(uuid: bytes, rank: int, device: str | None = None) -> list[_vmm.LifeLock]:
     """Show that this process, a worker of the instance with that segment, may hold its memory.
 
@@ -282,15 +309,16 @@ def list_ledgers() -> list[LedgerInfo]:
 
 def reap() -> list[Path]:
     """Free what dead members held, and remove ledgers that have no member; returns those."""
-    removed: list[Path] = []
     paths: list[Path] = []
     with suppress(LedgerError):
         paths = _paths()
-    for path in paths:
-        with suppress(OSError, LedgerError, SegmentBusyError, SegmentFormatError):
-            if _reap_one(path):
-                removed.append(path)
-    return removed
+    return [path for path in paths if _reap_quietly(path)]
+
+
+def _reap_quietly(path: Path) -> bool:
+    with suppress(OSError, LedgerError, SegmentBusyError, SegmentFormatError):
+        return _reap_one(path)
+    return False
 
 
 def _paths() -> list[Path]:

@@ -1,16 +1,16 @@
-"""How large a page is where nobody has said: on a GPU its driver's prices decide.
+"""The default page size of a GPU, from the prices of its driver.
 
 A driver charges for each handle, nearly whatever its size: an RTX PRO 6000 attaches 10 GiB in 11 ms
 when a handle is 64 MiB, and in 364 ms when it is 2 MiB. Large pages make memory cheap to move,
-small ones leave less of it unused.
+small ones leave less of it unused. `places.page_size_bytes` is what an instance starts from.
 
-    page_size.of(settings, [device])        # KVELASTIC_PAGE_SIZE_MB, or what the prices say
+    for_price(measured_price_us(driver), capacity_bytes)
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
 from kvelastic import _vmm
@@ -20,41 +20,38 @@ from kvelastic.sizes import GIB_BYTES, MIB_BYTES
 
 if TYPE_CHECKING:
     from kvelastic.config import Config
-    from kvelastic.device import Device
 
-MOST_US_A_GIB: Final = 3000
-"""What the handles of a GiB may cost from creation to end: 10 GiB change hands within 30 ms."""
-LARGEST_BYTES: Final = 128 * MIB_BYTES
-"""The size that the dearest driver known to us calls for: an A100's."""
+MOST_US_A_GIB: Final = 500
+"""The largest price of the handles of a GiB, from creation to end. The handles of 8 GiB then cost
+4 ms. kvcached's contiguous layout grows 8 GiB in 7.9 ms on an H100."""
+SIZES_BYTES: Final = tuple(mib * MIB_BYTES for mib in (2, 8, 32, 128))
+"""Far apart: an error of a factor of two changes no decision at the price of a known GPU, 70 us or
+more (above 16 us it is the last one)."""
 FEWEST_PAGES: Final = 64
-"""A device has at least so many, however dear they are: a limit is met to 1.6% of it."""
+"""The fewest pages of a device, whatever they cost: a limit is met to 1.6% of it."""
 UNKNOWN_US: Final = 135.0
-"""Where nothing could be mapped to find out: an H100's price, and not far from others'."""
+"""The price if nothing could be mapped: between an H100's and an A100's."""
 _TRIES: Final = 8
-
-
-def of(settings: Config, devices: Sequence[Device]) -> int:
-    """The page size in bytes that `PageLayout.solve` is to start from, on all of these devices.
-
-    Where each buffer has pages of its own, a page is a handle for each of them: they stay small.
-    """
-    follows_prices = settings.page_size_mb is None and settings.contiguous_layout
-    if not follows_prices or all(device.is_host for device in devices):
-        return settings.page_size_bytes
-    return for_price(
-        max(device.page_price_us for device in devices),
-        min(device.capacity_bytes for device in devices),
-    )
+_GRANULES: Final = (1, 16)
+"""The two sizes that are measured."""
 
 
 def for_price(handle_us: float, capacity_bytes: int) -> int:
-    """The smallest power of two at which a GiB costs at most `MOST_US_A_GIB`, within the bounds.
+    """The smallest size at which a GiB costs at most `MOST_US_A_GIB`, else the largest.
 
-    `handle_us` is what a driver charges for a handle, from its creation to its end.
+    `handle_us` is what the driver charges for a handle of any size. A small device bounds it.
     """
+    size_bytes = next(
+        (size for size in SIZES_BYTES if handle_us * GIB_BYTES / size <= MOST_US_A_GIB),
+        SIZES_BYTES[-1],
+    )
+    return min(size_bytes, most_bytes(capacity_bytes))
+
+
+def most_bytes(capacity_bytes: int) -> int:
+    """The largest power of two of which a device has `FEWEST_PAGES`; at least a granule."""
     size_bytes = GRANULARITY_BYTES
-    most_bytes = min(LARGEST_BYTES, capacity_bytes // FEWEST_PAGES)
-    while handle_us * GIB_BYTES / size_bytes > MOST_US_A_GIB and 2 * size_bytes <= most_bytes:
+    while 2 * size_bytes * FEWEST_PAGES <= capacity_bytes:
         size_bytes *= 2
     return size_bytes
 
@@ -65,20 +62,37 @@ def price_us(settings: Config, driver: _vmm.Driver) -> float:
 
 
 def measured_price_us(driver: _vmm.Driver) -> float:
-    """What a handle costs with this driver: create, map, set_access, unmap, destroy; microseconds.
+    """What a handle of any size costs: create, map, set_access, unmap, destroy; microseconds.
 
-    The shortest of a few tries with one granule: whatever else the machine does only adds to it.
-    Takes a millisecond or two. `UNKNOWN_US` where the device has no memory to try it with.
+    Two sizes are tried, and what the driver charges for each byte is subtracted: it is the same for
+    a GiB in pages of any size. The shortest of a few tries counts, since other work of the machine
+    only adds to a try. Takes a few milliseconds. If the device has no memory for the larger size,
+    the price of the smaller one; if it has none, `UNKNOWN_US`.
     """
-    size_bytes = driver.granularity_bytes
+    small, large = _GRANULES
+    small_us = _cycle_us(driver, small * driver.granularity_bytes)
+    if small_us is None:
+        return UNKNOWN_US
+    large_us = _cycle_us(driver, large * driver.granularity_bytes)
+    return small_us if large_us is None else fixed_us(small_us, large_us)
+
+
+def fixed_us(small_us: float, large_us: float) -> float:
+    """The part of a price that does not grow with the size, from the prices of the two sizes."""
+    small, large = _GRANULES
+    per_granule_us = max(large_us - small_us, 0.0) / (large - small)
+    return max(small_us - small * per_granule_us, 0.0)
+
+
+def _cycle_us(driver: _vmm.Driver, size_bytes: int) -> float | None:
     try:
         address = driver.reserve(size_bytes)
     except DriverError:
-        return UNKNOWN_US
+        return None
     try:
         return min(_one_cycle_us(driver, address, size_bytes) for _ in range(_TRIES))
     except DriverError:
-        return UNKNOWN_US
+        return None
     finally:
         _twice(lambda: driver.release(address, size_bytes))
 

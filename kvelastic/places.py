@@ -11,9 +11,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from kvelastic import _vmm, ledger
+from kvelastic import _vmm, ledger, page_size
+from kvelastic.config import Config
 from kvelastic.device import Device
-from kvelastic.errors import InvalidArgumentError
+from kvelastic.errors import InvalidArgumentError, LedgerError
 
 
 class JoinedPlaces:
@@ -66,6 +67,36 @@ def capacity_bytes(devices: Sequence[Device]) -> int:
         raise InvalidArgumentError("no device is given; name one for each rank")
     of_name = {device.name: device.capacity_bytes for device in devices}
     return min(of_name[name] * len(devices) // copies for name, copies in copies_by_device(devices))
+
+
+def page_size_bytes(settings: Config, devices: Sequence[Device]) -> int:
+    """The page size in bytes that `PageLayout.solve` starts from, on all of these devices.
+
+    `KVELASTIC_PAGE_SIZE_MB` if it is set; else the largest default size of the GPUs among them,
+    which each GPU's ledger keeps. With a handle for each buffer, a page is many handles: they stay
+    small.
+    """
+    gpus = {device.name: device for device in devices if not device.is_host}
+    if settings.page_size_mb is not None or not settings.contiguous_layout or not gpus:
+        return settings.page_size_bytes
+    return min(
+        max(_default_page_bytes(gpu, settings.ledger) for gpu in gpus.values()),
+        page_size.most_bytes(min(device.capacity_bytes for device in devices)),
+    )
+
+
+def _default_page_bytes(gpu: Device, group: str) -> int:
+    own_bytes = page_size.for_price(gpu.page_price_us, gpu.capacity_bytes)
+    try:
+        return ledger.decide_page_bytes(
+            gpu.name,
+            group=group,
+            capacity_bytes=gpu.capacity_bytes,
+            total_bytes=gpu.total_bytes,
+            page_bytes=own_bytes,
+        )
+    except LedgerError:
+        return own_bytes  # the join that follows raises it too
 
 
 def join_all(

@@ -30,7 +30,7 @@ from kvelastic.device import Device, means_host, resolve
 from kvelastic.errors import InvalidArgumentError, NotInitializedError
 from kvelastic.hand_mapped import HandMapped, open_hand_mapped
 from kvelastic.layout import GRANULARITY_BYTES
-from kvelastic.page_size import of as default_page_size
+from kvelastic.places import page_size_bytes as default_page_size
 
 if TYPE_CHECKING:
     import torch

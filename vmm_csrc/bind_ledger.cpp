@@ -180,6 +180,14 @@ void bind_ledger(nb::module_& m) {
         return unwrap(ledger_shut(hold->bytes()));
       },
       "buffer"_a, "Let nobody join any more if there is no member; True: so it is.");
+  m.def(
+      "ledger_decide_page_bytes",
+      [](nb::handle buffer, std::uint64_t page_bytes) {
+        const auto hold = hold_buffer(buffer, PyBUF_WRITABLE);
+        return unwrap(ledger_decide_page_bytes(hold->bytes(), page_bytes));
+      },
+      "buffer"_a, "page_bytes"_a,
+      "Decide the device's default page size, unless it is decided; returns what is decided.");
   m.def("ledger_life_byte", &ledger_life_byte, "slot"_a, "life"_a, "process"_a,
         "The byte of a member's process: 0 its scheduler, 1 + rank a worker.");
   m.def(

@@ -211,6 +211,15 @@ Result<bool> ledger_shut(std::span<std::byte> bytes) {
   return layout.door.compare_exchange_strong(door, door | kShut);
 }
 
+Result<std::uint64_t> ledger_decide_page_bytes(std::span<std::byte> bytes,
+                                               std::uint64_t page_bytes) {
+  if (Status valid = validate_ledger(bytes); !valid) return valid.error();
+  auto& layout = *reinterpret_cast<LedgerLayout*>(bytes.data());
+  std::uint64_t decided_bytes = 0;
+  return layout.page_bytes.compare_exchange_strong(decided_bytes, page_bytes) ? page_bytes
+                                                                              : decided_bytes;
+}
+
 // --------------------------------------------------------------------------------------- member
 
 Result<std::unique_ptr<LedgerMember>> LedgerMember::join(std::span<std::byte> bytes, LedgerJoin how,

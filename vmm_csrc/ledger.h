@@ -171,6 +171,7 @@ struct LedgerLayout {
   std::atomic<std::uint32_t> slots_used;  ///< no slot from here on was ever taken
   SharedWord door;                        ///< joins * 2, + 1 when nobody joins any more
   SharedWord excess_asked_ns;  ///< when somebody last asked for what is over the capacity
+  SharedWord page_bytes;       ///< default page size of the device, decided once; 0: not yet
   std::array<LedgerSlot, kLedgerSlots> slots;
 };
 static_assert(std::is_standard_layout_v<LedgerLayout>);
@@ -248,6 +249,11 @@ Result<std::uint64_t> ledger_reap(std::span<std::byte> bytes, const LifeJudge& j
 /// Lets nobody join any more if there is no member: true, also when that was so before. The dead
 /// are members until they are reaped.
 Result<bool> ledger_shut(std::span<std::byte> bytes);
+
+/// Decides the device's default page size, unless it is decided; returns what is decided. The first
+/// caller decides for as long as the ledger exists. Any process at any time.
+Result<std::uint64_t> ledger_decide_page_bytes(std::span<std::byte> bytes,
+                                               std::uint64_t page_bytes);
 
 /// What a look at a device has shown of strangers, the least certain first.
 enum class Sight : std::uint8_t {

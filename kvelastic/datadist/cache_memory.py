@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
-from kvelastic import _vmm, page_size
+from kvelastic import _vmm, places
 from kvelastic.config import Config
 from kvelastic.datadist.memory_config import BufferTier, MemPool, round_up, tier_of
 from kvelastic.device import Device
@@ -65,7 +65,7 @@ class CacheMemory:
         self._tiers = tuple(tiers)
         self._tier_lock = threading.Lock()
         self._tier_bytes = [0] * len(self._tiers)
-        page = page_size.of(settings, [device])
+        page = places.page_size_bytes(settings, [device])
         self._page_bytes = page
         layout = PageLayout(page, 1, 1, page)
         most_bytes = device.capacity_bytes

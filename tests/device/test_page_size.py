@@ -5,12 +5,15 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+from processes import LineProgram
 
 from benchmarks.vmm.prices import PROFILES
-from kvelastic import _vmm, config, page_size
+from kvelastic import _vmm, config, ledger, page_size, places
 from kvelastic.device import Device
 
 MIB = 1 << 20
@@ -18,16 +21,45 @@ GIB = 1 << 30
 SIM_BUILD = Path(__file__).parents[1] / "sim" / "build"
 
 
-def gpu(handle_us: float, capacity_bytes: int = 72 * GIB) -> Device:
-    return Device("GPU-x", capacity_bytes, _vmm.HostDriver, page_price_us=handle_us)
+def gpu(handle_us: float, capacity_bytes: int = 72 * GIB, name: str = "GPU-x") -> Device:
+    return Device(name, capacity_bytes, _vmm.HostDriver, page_price_us=handle_us)
+
+
+H100_US = (15 + 2.3 + 32 + 21 + 11, 15 + 2.3 + 32 + 21 + 21)
+"""A handle of 2 MiB, and of 32: medians on 2026-11-26."""
+RTX_PRO_6000_US = (71.0, 72.0)
 
 
 @pytest.mark.parametrize(
     ("handle_us", "mib"),
-    [(0, 2), (5, 2), (6, 4), (46, 16), (47, 32), (135, 64), (280, 128), (5000, 128)],
+    [(0, 2), (0.9, 2), (1, 8), (3.9, 8), (4, 32), (15.6, 32), (15.7, 128), (5000, 128)],
 )
 def test_a_dear_driver_gets_large_pages(handle_us: float, mib: int) -> None:
     assert page_size.for_price(handle_us, 72 * GIB) == mib * MIB
+
+
+@pytest.mark.parametrize("prices_us", [H100_US, RTX_PRO_6000_US])
+def test_noise_of_a_factor_of_two_changes_no_decision(prices_us: tuple[float, float]) -> None:
+    sizes = {
+        page_size.for_price(
+            page_size.fixed_us(prices_us[0] * small, prices_us[1] * large), 72 * GIB
+        )
+        for small in (0.5, 1, 2)
+        for large in (0.5, 1, 2)
+    }
+    assert sizes == {128 * MIB}
+
+
+def test_growing_8_gib_takes_no_longer_than_kvcacheds_contiguous_layout_on_an_h100() -> None:
+    size_bytes = page_size.for_price(page_size.fixed_us(*H100_US), 72 * GIB)
+    create_us, map_us, set_access_us = 18, 2.3, 40
+    assert 8 * GIB / size_bytes * (create_us + map_us + set_access_us) <= 7900
+
+
+def test_what_a_driver_charges_for_each_byte_is_no_price_of_a_handle() -> None:
+    assert page_size.fixed_us(10 + 12, 10 + 16 * 12) == pytest.approx(10)
+    assert page_size.fixed_us(22, 20) == 22, "the larger size was not dearer: no price for bytes"
+    assert page_size.fixed_us(12, 16 * 12 + 90) == 0, "noise"
 
 
 @pytest.mark.parametrize(
@@ -46,22 +78,85 @@ def test_growing_and_shrinking_is_not_slower_than_kvcached(profile: str) -> None
     assert own_us <= 8 * GIB / (128 * MIB) * prices.kvcached_us(128 * MIB)
 
 
-def test_what_is_set_counts_and_the_host_has_its_own() -> None:
+@pytest.fixture
+def group() -> Iterator[str]:
+    name = f"page-{os.getpid()}"
+    yield name
+    for path in ledger.SHM_DIR.glob(f".kvelastic_ledger_{name}_*"):
+        path.unlink()
+
+
+def chosen(devices: list[Device], group: str, **environment: str) -> int:
+    """In MiB."""
+    settings = config.load({"KVELASTIC_LEDGER": group} | environment)
+    return places.page_size_bytes(settings, devices) // MIB
+
+
+def test_what_is_set_counts_and_the_host_has_its_own(group: str) -> None:
     host = Device("host", GIB, _vmm.HostDriver)
-    assert page_size.of(config.load({"KVELASTIC_PAGE_SIZE_MB": "4"}), [gpu(280)]) == 4 * MIB
-    assert page_size.of(config.load({}), [host]) == 2 * MIB
-    assert page_size.of(config.load({}), [gpu(5), gpu(280)]) == 128 * MIB
-    assert page_size.of(config.load({}), [gpu(280), gpu(280, 2 * GIB)]) == 32 * MIB
-    per_buffer = config.load({"KVELASTIC_CONTIGUOUS_LAYOUT": "false"})
-    assert page_size.of(per_buffer, [gpu(280)]) == 2 * MIB, "a page is dozens of these"
+    assert chosen([gpu(280)], group, KVELASTIC_PAGE_SIZE_MB="4") == 4
+    assert chosen([host], group) == 2
+    per_buffer = {"KVELASTIC_CONTIGUOUS_LAYOUT": "false"}
+    assert chosen([gpu(280)], group, **per_buffer) == 2, "a page is dozens of these"
+    assert list(ledger.SHM_DIR.glob(f".kvelastic_ledger_{group}_*")) == []
+
+
+def test_of_several_gpus_the_dearest_counts_and_the_smallest_bounds(group: str) -> None:
+    assert chosen([gpu(5, name="GPU-a"), gpu(280, name="GPU-b")], group) == 128
+    assert chosen([gpu(280, name="GPU-b"), gpu(280, 2 * GIB, name="GPU-c")], group) == 32
+
+
+def test_the_first_price_decides_for_a_device_and_for_no_other(group: str) -> None:
+    assert chosen([gpu(10)], group) == 32
+    assert chosen([gpu(280)], group) == 32
+    assert chosen([gpu(280, name="GPU-y")], group) == 128
+
+
+def test_a_ledger_that_cannot_be_read_leaves_each_its_own_size(group: str) -> None:
+    ledger.ledger_path(group, "GPU-x").write_bytes(b"a ledger of another version")
+    assert [chosen([gpu(price_us)], group) for price_us in (10, 280)] == [32, 128]
+
+
+DECIDE = """
+import sys
+from kvelastic import config, device, page_size, places
+page_size.measured_price_us = lambda driver: float(sys.argv[1])
+settings = config.load()
+found = device.resolve("cuda", settings)
+sys.stdin.readline()
+print(places.page_size_bytes(settings, [found]) >> 20, flush=True)
+sys.stdin.readline()
+"""
+
+
+def test_processes_that_measure_other_prices_have_one_size(group: str, tmp_path: Path) -> None:
+    """On one simulated GPU, all at once; the decision goes with the last of them."""
+    environment = {**simulated(tmp_path), "KVSIM_MEMORY": "12G", "KVELASTIC_LEDGER": group}
+    with ExitStack() as stack:
+        processes = [
+            stack.enter_context(LineProgram("-c", DECIDE, price_us, environment=environment))
+            for price_us in ("2", "10", "280")
+        ]
+        for process in processes:
+            process.send("decide")
+        sizes = [process.read() for process in processes]
+        assert len(set(sizes)) == 1
+        assert sizes[0] in {"8", "32", "128"}
+        for process in processes:
+            process.send("end")
+            process.process.wait()
+    assert list(ledger.SHM_DIR.glob(f".kvelastic_ledger_{group}_*")) == []
+
+
+def simulated(folder: Path) -> dict[str, str]:
+    built = subprocess.run([SIM_BUILD], check=True, capture_output=True, text=True).stdout.strip()
+    return {"LD_LIBRARY_PATH": built, "KVSIM_MACHINE": str(folder / "machine")}
 
 
 def on_simulator(program: str, tmp_path: Path, **environment: str) -> str:
-    built = subprocess.run([SIM_BUILD], check=True, capture_output=True, text=True).stdout.strip()
-    simulated = {"LD_LIBRARY_PATH": built, "KVSIM_MACHINE": str(tmp_path / "machine")}
     done = subprocess.run(
         [sys.executable, "-c", program],
-        env=os.environ | simulated | environment,
+        env=os.environ | simulated(tmp_path) | environment,
         check=True,
         capture_output=True,
         text=True,
@@ -79,7 +174,7 @@ print(page_size.measured_price_us(driver), driver.total_bytes - driver.free_byte
 @pytest.mark.parametrize("profile", PROFILES)
 def test_a_drivers_price_is_measured_and_leaves_nothing(profile: str, tmp_path: Path) -> None:
     price_us, left_bytes = on_simulator(MEASURE, tmp_path, KVSIM_PROFILE=profile).split()
-    assert float(price_us) >= PROFILES[profile].own_us(2 * MIB, given_back=True)
+    assert page_size.for_price(float(price_us), 72 * GIB) == 128 * MIB
     assert left_bytes == "0"
 
 

@@ -236,6 +236,29 @@ TEST(ledger_door_is_shut_behind_the_last_and_stays_so) {
   CHECK(ledger.members().empty());
 }
 
+TEST(ledger_keeps_the_page_size_of_the_first_that_decides) {
+  Ledger ledger;
+  CHECK(*ledger_decide_page_bytes(ledger.bytes(), 32 * kMiB) == 32 * kMiB);
+  CHECK(*ledger_decide_page_bytes(ledger.bytes(), 128 * kMiB) == 32 * kMiB);
+  ledger.bytes()[0] ^= std::byte{1};
+  CHECK(ledger_decide_page_bytes(ledger.bytes(), kMiB).error().code == Errc::kSegmentFormat);
+}
+
+TEST(ledger_decides_one_page_size_whoever_asks_at_once) {
+  Ledger ledger;
+  std::barrier start(4);
+  std::array<std::uint64_t, 4> decided{};
+  std::vector<std::thread> threads;
+  for (std::size_t i = 0; i < decided.size(); ++i) {
+    threads.emplace_back([&, i] {
+      start.arrive_and_wait();
+      decided[i] = *ledger_decide_page_bytes(ledger.bytes(), (i + 1) * kPage);
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  CHECK(std::ranges::count(decided, decided[0]) == 4);
+}
+
 TEST(ledger_refuses_a_forked_child) {
   Ledger ledger;
   auto member = ledger.join(kPage);

@@ -9,7 +9,7 @@ from typing import Any
 
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
-from kvelastic import _vmm, config, engine_pool, page_size, tensors, views
+from kvelastic import _vmm, config, engine_pool, places, tensors, views
 from kvelastic.engine_pool import EnginePool
 from kvelastic.integration.sglang.refusals import ends_process, refuse_pool
 
@@ -41,7 +41,7 @@ class ElasticMHATokenToKVPool(MHATokenToKVPool):  # type: ignore[misc]  # SGLang
             block_size=self.page_size,
             itemsize=self.store_dtype.itemsize,
             num_layers=self.layer_num,
-            page_size_bytes=page_size.of(settings, [device]),
+            page_size_bytes=places.page_size_bytes(settings, [device]),
             per_buffer=not settings.contiguous_layout,
         )
         self.elastic = engine_pool.open_engine_pool(

@@ -21,7 +21,7 @@ from typing import Any, Final
 import torch
 from torch.overrides import TorchFunctionMode
 
-from kvelastic import _vmm, engine_pool, page_size, tensors
+from kvelastic import _vmm, engine_pool, places, tensors
 from kvelastic.config import Config
 from kvelastic.engine_pool import EnginePool
 from kvelastic.errors import EngineError
@@ -63,7 +63,7 @@ class Making(TorchFunctionMode):  # type: ignore[misc]  # torch is untyped here
             gpu=(self._torch_device.index or 0) if on_gpu else None,
             gpu_model=torch.cuda.get_device_name(self._torch_device) if on_gpu else "",
         )
-        layout = make_layout(page_size.of(settings, [device]))
+        layout = make_layout(places.page_size_bytes(settings, [device]))
         self.memory = engine_pool.open_engine_pool(
             settings,
             device,

@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Final
 
-from kvelastic import _vmm, page_size, segment
+from kvelastic import _vmm, places, segment
 from kvelastic.config import Config
 from kvelastic.device import Device
 from kvelastic.errors import (
@@ -212,7 +212,7 @@ def open_growing_pages(
     as `open_pool`.
     """
     global _reserving
-    extent_bytes = page_size.of(settings, [device])
+    extent_bytes = places.page_size_bytes(settings, [device])
     layout = PageLayout(
         block_bytes=extent_bytes // _BLOCKS_A_PAGE,
         buffers=lanes,

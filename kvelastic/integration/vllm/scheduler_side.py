@@ -20,7 +20,7 @@ from functools import reduce
 from multiprocessing.util import Finalize
 from typing import TYPE_CHECKING, Any
 
-from kvelastic import _vmm, config, gpu_table, page_size
+from kvelastic import _vmm, config, gpu_table
 from kvelastic.device import AUTO, HOST, Device, host
 from kvelastic.errors import (
     ConfigError,
@@ -33,7 +33,7 @@ from kvelastic.integration.vllm.cache_shape import CacheShape
 from kvelastic.integration.vllm.handoff import HANDOFF, Handoff
 from kvelastic.integration.vllm.worker_device import DeviceFacts
 from kvelastic.layout import PageLayout
-from kvelastic.places import capacity_bytes
+from kvelastic.places import capacity_bytes, page_size_bytes
 from kvelastic.pool import FOREVER_S, ElasticPool, open_pool
 from kvelastic.process_memory import anonymous_bytes
 from kvelastic.segment import Segment
@@ -264,7 +264,7 @@ def start_instance(
     layout = PageLayout.solve(
         shape.block_bytes,
         shape.buffers,
-        page_size_bytes=page_size.of(settings, places),
+        page_size_bytes=page_size_bytes(settings, places),
         per_buffer=not settings.contiguous_layout,
     )
     num_blocks = cache_configs[0].num_blocks
