@@ -34,6 +34,8 @@ class Member:
     """How long it has been asking; 0 where it does not."""
     wanted_bytes: int
     """What others have asked of it and it has not dealt with yet."""
+    is_idle: bool | None = None
+    """Whether its engine has reported that no request is unfinished; None: it reports nothing."""
     reserve_bytes: int = 0
     """What it holds on the device besides KV cache, while it is awake."""
     pledged_bytes: int = 0

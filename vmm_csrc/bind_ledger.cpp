@@ -86,6 +86,9 @@ nb::dict entry_dict(const LedgerEntry& entry) {
   out["parked_bytes"] = entry.facts.parked_bytes;
   out["page_bytes"] = entry.page_bytes;
   out["idle_s"] = seconds(entry.facts.idle_ns);
+  out["is_idle"] = entry.facts.reported == Reported::kNothing
+                       ? nb::object(nb::none())
+                       : nb::object(nb::bool_(entry.facts.reported == Reported::kIdle));
   out["ask_bytes"] = entry.facts.ask_bytes;
   out["ask_s"] = entry.facts.ask_bytes > 0 ? seconds(entry.facts.ask_ns) : 0.0;
   out["wanted_bytes"] = entry.facts.wanted_bytes;

@@ -302,6 +302,11 @@ void bind_pool(nb::module_& m) {
           "Block until arrivals is another than `seen`, timeout_s at most; returns it. The keeper "
           "goes on asking for what is missing as long as this is called.")
       .def(
+          "report_busy", [](Pool& pool, bool busy) { own(pool).report_busy(busy); }, "busy"_a,
+          "Report to the ledgers whether the engine has unfinished requests: without any, others "
+          "may take its cache at once. Until the first call that is judged by the time since the "
+          "last alloc or free.")
+      .def(
           "try_to_reserve",
           [](Pool& pool, std::uint64_t count) {
             own(pool);

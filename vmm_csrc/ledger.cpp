@@ -74,6 +74,13 @@ std::uint64_t open_requests(const LedgerSlot& slot) {
   return bytes;
 }
 
+/// A value that no member writes counts as none.
+Reported reported_of(const LedgerSlot& slot) {
+  const auto reported = static_cast<Reported>(slot.reported.load());
+  const bool is_known = reported == Reported::kBusy || reported == Reported::kIdle;
+  return is_known ? reported : Reported::kNothing;
+}
+
 Contender contender_of(const LedgerSlot& slot, std::uint64_t now_ns, const ReclaimRules& rules) {
   Contender c;
   c.granted_bytes = granted_of(slot.units.load()) * kGrantUnitBytes;
@@ -83,6 +90,7 @@ Contender contender_of(const LedgerSlot& slot, std::uint64_t now_ns, const Recla
   c.cached_bytes = slot.cached_bytes.load(std::memory_order_relaxed);
   c.page_bytes = slot.page_bytes.load(std::memory_order_relaxed);
   c.idle_ns = less(now_ns, slot.active_ns.load(std::memory_order_relaxed));
+  c.reported = reported_of(slot);
   if (less(now_ns, slot.ask_seen_ns.load()) < rules.ask_lease_ns) {
     c.ask_bytes = slot.ask_bytes.load();
     c.keeps = slot.ask_keeps.load() != 0;
@@ -241,11 +249,11 @@ Result<std::unique_ptr<LedgerMember>> LedgerMember::join(std::span<std::byte> by
     }
     if (claim.outcome == LifeLock::Outcome::kTaken || slot.life.load() != life) continue;
     for (SharedWord* word :
-         {&slot.units, &slot.min_bytes, &slot.ask_bytes, &slot.ask_since_ns, &slot.ask_seen_ns,
-          &slot.ask_keeps, &slot.limit_bytes, &slot.in_use_bytes, &slot.cached_bytes,
-          &slot.parked_bytes, &slot.page_bytes, &slot.wanted_at_ns, &slot.pledged_bytes,
-          &slot.reserved_bytes, &slot.own_min_bytes, &slot.own_reserve_bytes, &slot.asleep,
-          &slot.checking, &slot.moves}) {
+         {&slot.units,         &slot.min_bytes,      &slot.ask_bytes,     &slot.ask_since_ns,
+          &slot.ask_seen_ns,   &slot.ask_keeps,      &slot.limit_bytes,   &slot.in_use_bytes,
+          &slot.cached_bytes,  &slot.parked_bytes,   &slot.page_bytes,    &slot.wanted_at_ns,
+          &slot.pledged_bytes, &slot.reserved_bytes, &slot.own_min_bytes, &slot.own_reserve_bytes,
+          &slot.asleep,        &slot.checking,       &slot.moves,         &slot.reported}) {
       *word = 0;
     }
     for (std::size_t depth = 0; depth < kDepths; ++depth) {
@@ -327,6 +335,12 @@ void LedgerMember::publish(std::uint64_t in_use_bytes, std::uint64_t cached_byte
   mine.parked_bytes.store(parked_bytes, std::memory_order_relaxed);
   mine.page_bytes.store(page_bytes, std::memory_order_relaxed);
   if (active) mine.active_ns.store(monotonic_coarse_ns(), std::memory_order_relaxed);
+}
+
+void LedgerMember::report_busy(bool busy) {
+  if (!is_member()) return;
+  slot().reported = static_cast<std::uint64_t>(busy ? Reported::kBusy : Reported::kIdle);
+  if (!busy) wake_askers();
 }
 
 }  // namespace kvelastic

@@ -146,7 +146,8 @@ struct LedgerSlot {
   SharedWord own_reserve_bytes;  ///< the reserve, as they count when it is awake
   SharedWord asleep;             ///< 1: or waking
   SharedWord checking;           ///< 1: min and pledged may be too much, and are taken back then
-  SharedWord moves;  ///< changes of the grant * 2^32 + units of it that are on their way
+  SharedWord moves;     ///< changes of the grant * 2^32 + units of it that are on their way
+  SharedWord reported;  ///< a `Reported`
 
   // The mailbox, a pair of words a depth: askers add to `wanted`, the member to `handled`; both
   // only go up.
@@ -390,6 +391,10 @@ class LedgerMember {
   /// The facts that others plan by; a few stores.
   void publish(std::uint64_t in_use_bytes, std::uint64_t cached_bytes, std::uint64_t parked_bytes,
                std::uint64_t page_bytes, bool active);
+
+  /// Whether the engine has unfinished requests. Without any it is idle at once, and those who ask
+  /// for memory are woken. Until the first call it is judged by the time since it was `active`.
+  void report_busy(bool busy);
 
   // --- asking --------------------------------------------------------------------------------
 

@@ -61,7 +61,7 @@ LedgerMember::Sums LedgerMember::add_up(std::uint64_t wanted_units) const {
   }
   if (somebody_asks && wanted_units > 0 && is_member()) {
     Everybody found = look_around(monotonic_ns());
-    found.all[found.self].idle_ns = 0;  // who wants a page works
+    found.all[found.self].reported = Reported::kBusy;  // it wants a page
     sums.kept =
         units_of(kept_bytes(found.all, found.self, usable_bytes(sums.pledged_bytes), rules_));
   }

@@ -440,6 +440,10 @@ void Places::publish_parts(std::uint64_t in_use_bytes, std::uint64_t cached_byte
   }
 }
 
+void Places::report_busy(bool busy) {
+  for (const Place& place : places_) place.member->report_busy(busy);
+}
+
 Status Places::add_worker(std::uint32_t rank, std::uint32_t pid, std::uint64_t start_ticks) {
   for (const Place& place : places_) {
     if (std::find(place.ranks.begin(), place.ranks.end(), rank) == place.ranks.end()) continue;

@@ -154,6 +154,8 @@ class Places {
       return only_->publish(in_use_bytes, cached_bytes, parked_bytes, page_bytes(), active);
     publish_parts(in_use_bytes, cached_bytes, parked_bytes, active);
   }
+  /// As LedgerMember::report_busy, in all ledgers.
+  void report_busy(bool busy);
   /// Names the process of a rank, as LedgerMember::add_worker, where its pages lie. Fails with
   /// kInvalidArgument for a rank of no place.
   Status add_worker(std::uint32_t rank, std::uint32_t pid, std::uint64_t start_ticks);

@@ -307,6 +307,10 @@ class Pool {
   /// Goes up with every call that allocs or frees: a pool whose count stands still is idle.
   std::uint64_t activity() const { return figures_.activity(); }
 
+  /// Reports to the ledgers whether the engine has unfinished requests (LedgerMember::report_busy).
+  /// Takes no lock.
+  void report_busy(bool busy);
+
   /// Where usage and counters are published from now on, at every change; null: nowhere.
   void publish_to(std::shared_ptr<RecordOwner> record);
   /// Called when the keeper has something to do (provision, decay, a changed answer), from the

@@ -110,6 +110,10 @@ bool Pool::take_large_move() {
   return figures_.take_large_move();
 }
 
+void Pool::report_busy(bool busy) {
+  if (places_) places_->report_busy(busy);
+}
+
 // --- ahead of demand, and when idle --------------------------------------------------------------
 
 Result<std::uint64_t> Pool::provision() {

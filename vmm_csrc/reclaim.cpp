@@ -19,7 +19,9 @@ bool is_below_guarantee(const Contender& c) {
 }
 
 bool is_busy(const Contender& c, const ReclaimRules& rules) {
-  return c.idle_ns < rules.idle_ns || c.ask_bytes > 0;
+  if (c.ask_bytes > 0) return true;
+  return c.reported == Reported::kNothing ? c.idle_ns < rules.idle_ns
+                                          : c.reported == Reported::kBusy;
 }
 
 constexpr std::uint64_t kNoBound = ~std::uint64_t{0};

@@ -26,6 +26,9 @@ namespace kvelastic {
 enum class Depth : std::uint32_t { kParked = 1, kCached = 2, kInUse = 3 };
 inline constexpr std::size_t kDepths = 3;
 
+/// What an engine has reported of its requests.
+enum class Reported : std::uint32_t { kNothing = 0, kBusy = 1, kIdle = 2 };
+
 /// One instance of a device, at one moment.
 struct Contender {
   std::uint64_t granted_bytes = 0;
@@ -35,8 +38,10 @@ struct Contender {
   std::uint64_t cached_bytes = 0;
   std::uint64_t page_bytes = 0;  ///< what it gives is a multiple of this; 0: of one byte
   std::uint64_t idle_ns = 0;     ///< since its last alloc or free
-  std::uint64_t ask_bytes = 0;   ///< what it waits for; 0: nothing
-  std::uint64_t ask_ns = 0;      ///< how long it has waited
+  /// Whether the engine has unfinished requests; kNothing: it is judged by idle_ns.
+  Reported reported = Reported::kNothing;
+  std::uint64_t ask_bytes = 0;  ///< what it waits for; 0: nothing
+  std::uint64_t ask_ns = 0;     ///< how long it has waited
   /// Memory that comes free is kept for its ask. False: it waits for another device first, and
   /// would have no use for it yet (see places.h).
   bool keeps = true;
@@ -46,7 +51,8 @@ struct Contender {
 
 /// Times after which one thing becomes another. All may be set for a test.
 struct ReclaimRules {
-  /// Without an alloc or a free for so long an instance is idle: its equals may take its cache.
+  /// Without an alloc or a free for so long an instance that reports nothing is idle: others may
+  /// take its cache.
   std::uint64_t idle_ns = 500'000'000;
   /// An instance that has not dealt with a request for so long is not counted on: the next is
   /// asked.

@@ -66,6 +66,7 @@ class SchedulerBlocks:
         self._pins_of_steps = PinsOfSteps()
         self._pins_after_next_step = PinsOfSteps()
         self._reused_under = 0
+        self._reported_busy: bool | None = None
 
     # --- sessions -------------------------------------------------------------------------------
 
@@ -271,6 +272,18 @@ class SchedulerBlocks:
     def held_back(self) -> set[int]:
         """The blocks that were given back, and that a step or a reader may still use."""
         return set(self.pool.pinned())
+
+    # --- what others may take -------------------------------------------------------------------
+
+    def report_busy(self, busy: bool) -> None:
+        """Report whether any request is unfinished; call it as often as that is known.
+
+        Without one, other instances may have what is cached here at once. An engine that reports
+        nothing counts as busy until half a second after its last alloc or free.
+        """
+        if busy is not self._reported_busy:
+            self._reported_busy = busy
+            self.pool.report_busy(busy)
 
     # --- what comes -----------------------------------------------------------------------------
 

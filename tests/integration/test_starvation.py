@@ -47,6 +47,7 @@ class Engine:
             finished_req_ids=set(),
             pause_state=0,
             connector=None,
+            has_unfinished_requests=lambda: bool(self.scheduler.requests),
             kv_cache_manager=SimpleNamespace(block_pool=self.pool, watermark_blocks=0),
         )
         self.core = SimpleNamespace(scheduler=self.scheduler, batch_queue=[])

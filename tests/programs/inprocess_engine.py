@@ -30,10 +30,13 @@ def main(model: str, requests: str, tokens: str, ranks: str = "1") -> None:
     )
     name = os.environ.get("KVELASTIC_IPC_NAME")
     if name is not None:
-        from kvelastic import segment
+        from kvelastic import ledger, segment
 
         assert segment.inspect(name).usage["mapped_bytes"] > 0
         assert segment.inspect(name).header["pid"] == os.getpid()
+        members = [member for info in ledger.list_ledgers() for member in info.members]
+        (is_idle,) = [member.is_idle for member in members if member.name == name]
+        assert is_idle is True, "no request is left"
     Path(tokens).write_text(json.dumps([list(one.outputs[0].token_ids) for one in outputs]))
 
 

@@ -589,6 +589,29 @@ TEST(ledger_request_is_as_deep_as_it_must_be_and_no_deeper_later) {
   CHECK(victim->wanted().bytes == 2 * kPage && victim->wanted().depth == Depth::kParked);
 }
 
+TEST(ledger_takes_cache_at_once_of_who_reports_no_unfinished_request) {
+  Ledger ledger;
+  auto worker = ledger.join();
+  auto asker = ledger.join();
+  REQUIRE(worker && asker);
+  CHECK(worker->grant(kPages, kPage) == kPages);
+  worker->report_busy(true);
+  worker->publish(0, 20 * kPage, 4 * kPage, kPage, true);
+  CHECK(!asker->ask(kPages * kPage) && worker->wanted().bytes == 0);
+  const std::uint32_t heard = asker->bell();
+  worker->report_busy(false);
+  CHECK(asker->bell() != heard);
+  CHECK(asker->ask(kPages * kPage) && worker->wanted().bytes == 24 * kPage);
+  worker->handled(24 * kPage);
+  worker->report_busy(true);
+  CHECK(!asker->ask(kPages * kPage) && worker->wanted().bytes == 0);
+  // Its place is of one that has reported nothing.
+  worker->leave();
+  auto next = ledger.join();
+  REQUIRE(next);
+  CHECK(ledger.members().at(0).facts.reported == Reported::kNothing);
+}
+
 TEST(ledger_a_deep_request_does_not_deepen_the_others) {
   Ledger ledger;
   auto victim = ledger.join(0, -1);

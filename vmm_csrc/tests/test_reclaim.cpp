@@ -41,6 +41,10 @@ Contender idle(Contender c, std::uint64_t idle_ns = kIdle) {
   c.idle_ns = idle_ns;
   return c;
 }
+Contender reports(Contender c, Reported reported) {
+  c.reported = reported;
+  return c;
+}
 Contender ranked(Contender c, std::int64_t priority) {
   c.priority = priority;
   return c;
@@ -187,6 +191,21 @@ TEST(reclaim_takes_cache_of_the_idle_but_no_block_that_they_use) {
        {{1, 20, kCached}}},
       {"a nanosecond short of idle is busy",
        {asks(holds(0), 40), idle(holds(40, 5, 15), kIdle - 1)},
+       0,
+       40,
+       {}},
+      {"one that reports no unfinished request is idle at once",
+       {asks(holds(0), 40), reports(holds(40, 5, 15), Reported::kIdle)},
+       0,
+       40,
+       {{1, 20, kCached}}},
+      {"one that reports unfinished requests is busy, however long it allocs nothing",
+       {asks(holds(0), 40), reports(idle(holds(40, 5, 15), kLongIdle), Reported::kBusy)},
+       0,
+       40,
+       {}},
+      {"one that asks is busy, whatever it reports",
+       {asks(holds(0), 40), asks(reports(holds(40, 5, 15), Reported::kIdle), 1)},
        0,
        40,
        {}},
@@ -544,6 +563,7 @@ Drawn draw(std::mt19937_64& dice) {
     c.min_bytes = pick({0, 0, dice() % 60});
     c.priority = static_cast<std::int64_t>(dice() % 3) - 1;
     c.idle_ns = pick({0, kIdle - 1, kIdle, kLongIdle, dice() % kLongIdle});
+    c.reported = static_cast<Reported>(dice() % 3);
     c.ask_bytes = pick({0, dice() % 40});
     c.ask_ns = pick({0, kRules.fair_cached_ns, kRules.fair_in_use_ns, dice() % 3'000'000'000});
     c.wanted_bytes = pick({0, 0, dice() % 30});
@@ -562,7 +582,9 @@ bool is_slow(const Contender& c) {
 }
 
 bool is_busy(const Contender& c) {
-  return c.idle_ns < kRules.idle_ns || c.ask_bytes > 0;
+  if (c.ask_bytes > 0) return true;
+  if (c.reported != Reported::kNothing) return c.reported == Reported::kBusy;
+  return c.idle_ns < kRules.idle_ns;
 }
 
 std::uint64_t at_depth(const Contender& c, Depth depth) {

@@ -134,6 +134,7 @@ def get_next_batch(
         if is_idle and budget is not None and budget.chunk_waits:
             _retract_chunked(scheduler, plan.running_batch)
         cache.tree_blocks.settle()
+    blocks.report_busy(plan.batch_to_run is not None or _has_requests(scheduler, plan))
     gave_back = blocks.given_back != given_back  # there may be room for one of them now
     if (is_idle and _waits(scheduler) and not gave_back) and (
         loads is None or not loads.wait_for_any(NAP_S)
@@ -153,6 +154,15 @@ def run_batch(
     result = original(scheduler, batch, *args, **more)
     loads.computed(int(batch.extend_num_tokens), time.monotonic() - began_s)
     return result
+
+
+def _has_requests(scheduler: Any, plan: Any) -> bool:
+    """Whether a request runs or waits where no batch is to run, also for a grammar."""
+    return (
+        not plan.running_batch.is_empty()
+        or _waits(scheduler)
+        or bool(scheduler.grammar_manager.grammar_queue)
+    )
 
 
 def _waits(scheduler: Any) -> bool:

@@ -203,6 +203,7 @@ def _probe_scheduler(probe: Probe) -> None:
     for loop in ("event_loop_normal", "event_loop_overlap"):
         probe.mentions(f"{_SCHEDULER}.{loop}", ("ingest_requests", "get_next_batch_to_run"))
     probe.parameters(f"{_SCHEDULER}.get_next_batch_to_run", ("self", "running_batch", "last_batch"))
+    probe.mentions(f"{_SCHEDULER}.is_fully_idle", ("running_batch", "is_empty", "grammar_queue"))
     probe.mentions(
         f"{_SCHEDULER}.flush_cache", ("tree_cache", "token_to_kv_pool_allocator", "clear")
     )

@@ -60,6 +60,7 @@ def probe_loop(probe: Probe) -> None:
     )
     probe.parameters(f"{PROCESSOR}.update_batch", ("self",))
     probe.mentions(f"{PROCESSOR}.update_batch", ("finish_request",))
+    probe.parameters(f"{PROCESSOR}.has_pending_requests", ("self",))
     probe.parameters(f"{OFFLOADING}.offload_requests", ("self",))
     probe.mentions(f"{SCHEDULER}.__init__", ("cache",))
     probe.mentions(f"{SCHEDULER}.reset", ("waiting_requests",))

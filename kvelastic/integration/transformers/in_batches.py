@@ -35,6 +35,7 @@ def processor_init(
     schedule = processor.scheduler.schedule_batch
 
     def schedule_batch(*args: Any, **kwargs: Any) -> Any:
+        batches.blocks.report_busy(True)
         with batches.blocks.session():
             scheduled = schedule(*args, **kwargs)
         batches.found_none = scheduled[0] is None
@@ -64,6 +65,7 @@ def prepare_next_batch(original: Callable[..., bool], processor: Any) -> bool:
             if batches.blocks.wait_for_arrival(seen, _NAP_S):
                 continue
         break
+    batches.blocks.report_busy(processor.has_pending_requests())
     batches.batch_is_ready(
         ready,
         is_padded=processor.model_runner.pad_inputs,
@@ -80,6 +82,7 @@ def update_batch(original: Callable[..., None], processor: Any) -> None:
         return
     with batches.blocks.session():
         original(processor)
+    batches.blocks.report_busy(processor.has_pending_requests())
 
 
 def offload_requests(original: Callable[..., bool], manager: Any) -> bool:

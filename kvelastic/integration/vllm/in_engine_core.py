@@ -268,6 +268,7 @@ def schedule(original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs:
     if pool.naps is None:
         pool.naps = Naps(memory, partial(requests_of, scheduler))
     pool.naps.look()
+    memory.report_busy(scheduler.has_unfinished_requests())
     with pool.session():
         if pool.tiers is not None:
             pool.tiers.deliver(scheduler)
@@ -297,10 +298,11 @@ def update_from_output(
     pool.memory.step_ends(scheduler_output.kvelastic_step)
     if pool.tiers is not None:
         pool.tiers.step_has_run(scheduler_output)
-    if scheduler.connector is None:
-        return original(scheduler, scheduler_output, *args, **kwargs)
-    with pool.session():  # a connector looks up cached blocks here, which must not move meanwhile
-        return original(scheduler, scheduler_output, *args, **kwargs)
+    # A connector looks up cached blocks here, which must not move meanwhile.
+    with contextlib.nullcontext() if scheduler.connector is None else pool.session():
+        outputs = original(scheduler, scheduler_output, *args, **kwargs)
+    pool.memory.report_busy(scheduler.has_unfinished_requests())
+    return outputs
 
 
 def step(original: Callable[..., Any], core: Any) -> Any:

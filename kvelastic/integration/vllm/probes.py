@@ -135,6 +135,7 @@ def engine_core(engine: str, series: str, tiers: bool) -> None:
     probe.mentions(f"{EXECUTOR}.wake_up", ("sleeping_tags",))
     probe.mentions("vllm.v1.core.kv_cache_utils:generate_scheduler_kv_cache_config", ("deepcopy",))
     probe.parameters(f"{SCHEDULER}:Scheduler.schedule", ("self",))
+    probe.parameters(f"{SCHEDULER}:Scheduler.has_unfinished_requests", ("self",))
     probe.parameters(
         f"{SCHEDULER}:Scheduler.update_from_output",
         ("self", "scheduler_output", "model_runner_output"),
