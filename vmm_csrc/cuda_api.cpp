@@ -54,7 +54,6 @@ std::vector<Symbol> symbols_of(Api& api) {
       {"cuStreamCreate", slot(api.StreamCreate)},
       {"cuStreamDestroy", slot(api.StreamDestroy)},
       {"cuStreamIsCapturing", slot(api.StreamIsCapturing)},
-      {"cuMemcpyDtoDAsync", slot(api.MemcpyDtoDAsync)},
       {"cuMemcpy2DAsync", slot(api.Memcpy2DAsync)},
       {"cuMemHostRegister", slot(api.MemHostRegister)},
       {"cuMemHostUnregister", slot(api.MemHostUnregister)},

@@ -381,10 +381,18 @@ Status CudaDriver::copy_and_wait(const char* call, F queue) {
 }
 
 Status CudaDriver::copy(std::span<const CopyRun> runs) {
-  return copy_and_wait("cuMemcpyDtoDAsync", [&](cuda::Stream stream) {
+  return copy_and_wait("cuMemcpy2DAsync", [&](cuda::Stream stream) {
     for (const CopyRun& run : runs) {
-      const cuda::Result code =
-          api_.MemcpyDtoDAsync(address_of(run.to), address_of(run.from), run.bytes, stream);
+      cuda::Copy2D rows{};
+      rows.width_bytes = run.row_bytes;
+      rows.height = run.rows;
+      for (cuda::Copy2D::End* end : {&rows.from, &rows.to}) {
+        end->memory_type = cuda::kMemoryTypeDevice;
+        end->pitch_bytes = run.stride_bytes;
+      }
+      rows.from.device = address_of(run.from);
+      rows.to.device = address_of(run.to);
+      const cuda::Result code = api_.Memcpy2DAsync(&rows, stream);
       if (code != cuda::kSuccess) return code;
     }
     return cuda::kSuccess;

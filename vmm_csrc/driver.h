@@ -42,11 +42,14 @@ struct DeviceMemory {
   std::uint64_t free_bytes = 0;
 };
 
-/// Bytes to be copied between mapped addresses of one driver.
+/// Rows to be copied between mapped addresses of one driver; at both ends each row begins
+/// `stride_bytes` after the one before.
 struct CopyRun {
   std::byte* to;
   const std::byte* from;
-  std::size_t bytes;
+  std::size_t row_bytes;
+  std::size_t rows;
+  std::size_t stride_bytes;
 };
 
 /// One run of rows between a device's memory and the host's: on the device each row begins

@@ -158,7 +158,12 @@ Status HostDriver::unmap(std::byte* address, std::size_t bytes) {
 
 Status HostDriver::copy(std::span<const CopyRun> runs) {
   if (Status mine = opened_by_.refuse_in_a_child(); !mine) return mine;
-  for (const CopyRun& run : runs) std::memcpy(run.to, run.from, run.bytes);
+  for (const CopyRun& run : runs) {
+    for (std::size_t row = 0; row < run.rows; ++row) {
+      std::memcpy(run.to + row * run.stride_bytes, run.from + row * run.stride_bytes,
+                  run.row_bytes);
+    }
+  }
   return ok();
 }
 

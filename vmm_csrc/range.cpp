@@ -188,17 +188,16 @@ Status Range::copy_idle(std::span<const BlockMove> moves) {
   const std::lock_guard lock(mutex_);
   if (Status usable = refuse_if_failed(); !usable) return usable;
   std::vector<CopyRun> runs;
-  runs.reserve(moves.size() * geometry_.extents_per_page * geometry_.buffers_per_extent);
+  runs.reserve(moves.size() * geometry_.extents_per_page);
   for (const BlockMove& move : moves) {
     for (const BlockId id : {move.from, move.to}) {
       if (Status mapped = refuse_unmapped(id); !mapped) return mapped;
     }
     for (std::uint64_t e = 0; e < geometry_.extents_per_page; ++e) {
-      for (std::uint64_t slice = 0; slice < geometry_.buffers_per_extent; ++slice) {
-        runs.push_back({address_ + geometry_.block_offset(move.to, e, slice),
-                        address_ + geometry_.block_offset(move.from, e, slice),
-                        geometry_.block_bytes});
-      }
+      runs.push_back({address_ + geometry_.block_offset(move.to, e, 0),
+                      address_ + geometry_.block_offset(move.from, e, 0), geometry_.block_bytes,
+                      geometry_.buffers_per_extent,
+                      geometry_.blocks_per_page * geometry_.block_bytes});
     }
   }
   return driver_->copy(runs);

@@ -277,6 +277,31 @@ def case_records_of_blocks(driver: _vmm.Driver) -> None:
         pool.close(discard=True)
 
 
+def case_moves_of_blocks(driver: _vmm.Driver) -> None:
+    for extents in (1, 3):
+        memory = _vmm.Range.reserve(driver, geometry(driver, extents=extents))
+        pool = whole_pool(memory)
+        ids = pool.alloc(9)
+        assert ids is not None
+        staging = _vmm.Staging(4, pool.record_bytes)
+        for slot in range(2):
+            # Every buffer of a block has bytes of its own.
+            pattern = bytes((slot + 7 * (byte // 512)) % 251 for byte in range(pool.record_bytes))
+            staging.view(slot)[:] = pattern
+        pool.copy_in(staging, [0, 1], ids[:2])
+        library = simulator()
+        if library is not None:
+            library.kvsim_reset_counts()
+        memory.copy(ids[:2], ids[7:9])
+        if library is not None:
+            library.kvsim_count.restype = ctypes.c_uint64
+            assert library.kvsim_count(b"cuMemcpy2DAsync") == 2 * extents
+        pool.copy_out(ids[7:9], staging, [2, 3])
+        assert bytes(staging.view(2)) == bytes(staging.view(0))
+        assert bytes(staging.view(3)) == bytes(staging.view(1))
+        pool.close(discard=True)
+
+
 def case_threads(driver: _vmm.Driver) -> None:
     memory = _vmm.Range.reserve(driver, geometry(driver))
     failures: list[BaseException] = []
