@@ -54,6 +54,7 @@ Range::~Range() {
   for (PageIndex page = 0; page < mapped_.size() && pages.size() < mapped_pages(); ++page) {
     if (mapped_[page] != 0) pages.push_back(page);
   }
+  if (member_) member_->leaving(held_bytes() / geometry_.extent_bytes, geometry_.extent_bytes);
   // Nobody is left to answer to. A failure that passes is tried again; one that stays leaves memory
   // to the end of the process.
   twice([&] { return unmap(pages, Afterwards::kDestroy); });

@@ -93,6 +93,7 @@ class GatedGpu final : public Driver {
   std::atomic<std::uint64_t> free_pages{kTotalPages};
   std::atomic<bool> waits{false};
   mutable std::atomic<int> looks{0};
+  std::function<void()> after_unmap{};
 
   bool works_behind() const override { return true; }
   std::size_t granularity_bytes() const override { return inner_->granularity_bytes(); }
@@ -109,7 +110,11 @@ class GatedGpu final : public Driver {
   Status set_access(std::byte* at, std::size_t bytes) override {
     return inner_->set_access(at, bytes);
   }
-  Status unmap(std::byte* at, std::size_t bytes) override { return inner_->unmap(at, bytes); }
+  Status unmap(std::byte* at, std::size_t bytes) override {
+    Status done = inner_->unmap(at, bytes);
+    if (after_unmap) after_unmap();
+    return done;
+  }
   Status copy(std::span<const CopyRun> runs) override { return inner_->copy(runs); }
   Status copy_host(std::span<const HostCopy> copies, CopyTo to) override {
     return inner_->copy_host(copies, to);
@@ -335,6 +340,31 @@ TEST(strangers_are_looked_for_by_a_worker_that_may_be_late) {
   CHECK(soon([&] { return free_pages() == 7; }));
   (*worker)->stop();
   CHECK(free_pages() == 0);
+}
+
+TEST(strangers_are_not_hidden_by_pages_that_go_with_their_range) {
+  Ledger ledger;
+  Gpu shown;
+  const Geometry geometry = one_block_a_page(4, kPage);
+  std::shared_ptr<LedgerMember> mine = ledger.join();
+  auto neighbour = ledger.join();
+  auto host = HostDriver::open();
+  REQUIRE(mine && neighbour && static_cast<bool>(host) && mine->grant(4, kPage) == 4);
+  auto gpu = std::make_shared<GatedGpu>(*std::move(host));
+  auto range = Range::reserve(gpu, geometry);
+  REQUIRE(static_cast<bool>(range));
+  const std::array<PageIndex, 4> pages{0, 1, 2, 3};
+  CHECK(static_cast<bool>((*range)->map(pages)));
+  mine->arrived(4, kPage);
+  shown.used_pages += 4;
+  CHECK(shown.show(*neighbour) == Sight::kExact && has_others(ledger, kStrangersPages));
+  (*range)->hold_grant_of(std::exchange(mine, nullptr));
+  gpu->after_unmap = [&] {
+    shown.used_pages = kStrangersPages;
+    CHECK(shown.show(*neighbour) == Sight::kBounded && has_others(ledger, kStrangersPages));
+  };
+  (*range).reset();
+  CHECK(shown.show(*neighbour) == Sight::kExact && has_others(ledger, kStrangersPages));
 }
 
 TEST(strangers_are_not_hidden_by_grants_of_the_dead) {
