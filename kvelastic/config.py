@@ -349,7 +349,9 @@ VARIABLES: Final[tuple[Variable, ...]] = (
              "Whose memory backs the KV cache; auto takes a GPU where there is one."),
     Variable("KVELASTIC_IDLE_TRIM_SECONDS", None, "idle_trim_s", _seconds_or_never, "5.0",
              "seconds; less than 0 is never",
-             "After so long without an alloc or free, parked pages go back to the device."),
+             "After so long without an alloc or free, no page is parked: half of those that no"
+             " alloc needs go back to the device after a fifth of it, the rest as allocs become"
+             " fewer."),
     Variable("KVELASTIC_GUARD_PAGES", None, "guard_pages", _boolean, "false", BOOLEAN,
              "For finding faults: a scratch page lies behind all that is not mapped, so that a"
              " kernel that reads too far reads scratch. Maps and unmaps cost twice as much."),

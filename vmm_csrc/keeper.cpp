@@ -388,34 +388,31 @@ void Keeper::answer(const LimitState& state, std::string reason) {
   record_->answer(answer, reason);
 }
 
-/// Once an interval while pages are parked: those that the whole interval did not need go back. A
-/// pool that did nothing at all in it keeps none.
+/// While pages are parked, those that are not needed go back in steps. Cached blocks move together
+/// once the pool is idle.
 void Keeper::decay() {
   if (options_.idle_trim.count() < 0) return;
   const Clock::time_point now = Clock::now();
-  if (next_decay_ == Clock::time_point::max()) {
-    if (!pool_->arm_decay()) return;
-    (void)pool_->take_idle_parked();
-    seen_activity_ = pool_->activity();
-  } else if (now < next_decay_) {
+  if (now < decay_.due() && decay_.is_running()) return;
+  const std::uint64_t activity = pool_->activity();
+  if (!decay_.is_running()) {
+    if (pool_->arm_decay()) decay_.begin(now, pool_->take_parked_use(), activity);
     return;
-  } else {
-    const std::uint64_t activity = pool_->activity();
-    const bool idle = std::exchange(seen_activity_, activity) == activity;
-    // Page by page: an engine that wakes waits for one of them at most.
-    while (idle && pool_->activity() == activity && !stopping_) {
-      Result<std::uint64_t> moved = pool_->compact();
-      if (!moved || *moved == 0) break;
-    }
-    const std::uint64_t unneeded = pool_->take_idle_parked();
-    (void)pool_->trim(idle ? unneeded : unneeded / 2);
-    if (options_.sanity_check && idle) {
-      if (Status sound = pool_->check_integrity(); !sound) {
-        std::fprintf(stderr, "kvelastic: sanity check failed: %s\n", sound.error().message.c_str());
-      }
+  }
+  const bool idle = decay_.is_idle(activity);
+  // Page by page: an engine that wakes waits for one of them at most.
+  while (idle && pool_->activity() == activity && !stopping_) {
+    Result<std::uint64_t> moved = pool_->compact();
+    if (!moved || *moved == 0) break;
+  }
+  const std::uint64_t unneeded = decay_.step(now, pool_->take_parked_use());
+  if (unneeded > 0) (void)pool_->trim(unneeded);
+  if (options_.sanity_check && idle) {
+    if (Status sound = pool_->check_integrity(); !sound) {
+      std::fprintf(stderr, "kvelastic: sanity check failed: %s\n", sound.error().message.c_str());
     }
   }
-  next_decay_ = pool_->arm_decay() ? now + options_.idle_trim : Clock::time_point::max();
+  if (!pool_->arm_decay()) decay_.end();
 }
 
 /// Evicts what no request has used for long, at most a hundred times in that time.
@@ -431,7 +428,7 @@ std::int64_t Keeper::sleep_ns(bool request_unreadable) {
   if (request_unreadable) return kRequestRetryNs;
   if (pursuing_) return kPursuitNs;
   const std::int64_t retry = shrink_again_ ? kShrinkRetryNs : kNever;
-  Clock::time_point due = std::min(next_decay_, next_eviction_);
+  Clock::time_point due = std::min(decay_.due(), next_eviction_);
   if (watching_) due = std::min(due, next_look_);
   if (device_is_shared_) due = std::min(due, next_device_look_);
   if (due == Clock::time_point::max()) return retry;

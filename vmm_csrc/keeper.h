@@ -13,13 +13,15 @@
 #include <vector>
 
 #include "memory_watch.h"
+#include "parked_decay.h"
 #include "pool.h"
 #include "record.h"
 
 namespace kvelastic {
 
 struct KeeperOptions {
-  /// Parked pages that were not needed for this long are given back; negative: never.
+  /// Parked pages that were not needed for this long are given back, half of them after a fifth of
+  /// it; negative: never.
   std::chrono::nanoseconds idle_trim = std::chrono::seconds(5);
   /// Run check_integrity() whenever the pool goes idle, and report what it finds.
   bool sanity_check = false;
@@ -54,7 +56,10 @@ class Keeper {
 
   Keeper(std::shared_ptr<Pool> pool, std::shared_ptr<RecordOwner> record,
          const KeeperOptions& options)
-      : pool_(std::move(pool)), record_(std::move(record)), options_(options) {}
+      : pool_(std::move(pool)),
+        record_(std::move(record)),
+        options_(options),
+        decay_(options.idle_trim) {}
 
   void run();
   /// One round, and then a wait until the bell is no longer `seen`.
@@ -97,9 +102,8 @@ class Keeper {
   std::uint64_t answered_over_bytes_ = 0;
   std::uint64_t answered_effective_bytes_ = 0;
   bool failure_told_ = false;
-  std::uint64_t seen_activity_ = 0;
   bool shrink_again_ = false;  // the driver refused; nothing else may wake this thread for it
-  Clock::time_point next_decay_ = Clock::time_point::max();
+  ParkedDecay decay_;
   Clock::time_point next_eviction_{};
   bool device_is_shared_ = false;  // with those whom no ledger knows: look at it now and then
   Clock::time_point next_device_look_{};

@@ -291,8 +291,8 @@ class Pool {
   std::optional<std::chrono::milliseconds> evict_idle();
   /// For how long the oldest dirty cached block has been cached; 0 without one.
   std::chrono::milliseconds oldest_dirty();
-  /// Parked pages that no alloc has needed since the last call: what a decay timer may trim.
-  std::uint64_t take_idle_parked();
+  /// What became of parked pages since the last call, for the decay of those that are not needed.
+  ParkedUse take_parked_use();
 
   std::uint64_t mapped_bytes() const;
   std::optional<std::uint32_t> occupancy(PageIndex page) const;

@@ -150,9 +150,9 @@ Result<std::uint64_t> Pool::trim(std::uint64_t most) {
   return pages_.shrink(lock, most);
 }
 
-std::uint64_t Pool::take_idle_parked() {
+ParkedUse Pool::take_parked_use() {
   const Lock lock(mutex_);
-  return provisioning_.take_idle(accounting_.blocks().parked_pages());
+  return provisioning_.take_use(accounting_.blocks().parked_pages());
 }
 
 bool Pool::arm_decay() {

@@ -9,6 +9,12 @@
 
 namespace kvelastic {
 
+/// What became of parked pages in a time.
+struct ParkedUse {
+  std::uint64_t unneeded_pages = 0;  ///< parked all through it
+  std::uint64_t taken_pages = 0;     ///< by allocs
+};
+
 class Provisioning {
  public:
   /// `enabled` false: no page is created before an alloc needs it.
@@ -16,7 +22,10 @@ class Provisioning {
       : min_pages_(min_pages), max_pages_(max_pages), enabled_(enabled) {}
 
   /// An alloc took so many parked pages.
-  void took(std::uint64_t pages) { demand_pages_ += pages; }
+  void took(std::uint64_t pages) {
+    demand_pages_ += pages;
+    taken_pages_ += pages;
+  }
   void see_parked(std::uint64_t pages) { fewest_parked_ = std::min(fewest_parked_, pages); }
 
   /// Whether demand calls for pages. Only demand does: what was just trimmed must not come back by
@@ -33,9 +42,9 @@ class Provisioning {
   void put_back(std::uint64_t pages, std::uint64_t parked_pages) {
     demand_pages_ = std::max(demand_pages_, pages + parked_pages);
   }
-  /// Parked pages that no alloc has needed since the last call.
-  std::uint64_t take_idle(std::uint64_t parked_pages) {
-    return std::exchange(fewest_parked_, parked_pages);
+  /// What became of parked pages since the last call.
+  ParkedUse take_use(std::uint64_t parked_pages) {
+    return {std::exchange(fewest_parked_, parked_pages), std::exchange(taken_pages_, 0)};
   }
 
  private:
@@ -43,7 +52,8 @@ class Provisioning {
   const std::uint64_t max_pages_;
   const bool enabled_;
   std::uint64_t demand_pages_ = 0;   // parked pages that allocs took since take_wanted()
-  std::uint64_t fewest_parked_ = 0;  // since take_idle()
+  std::uint64_t fewest_parked_ = 0;  // since take_use()
+  std::uint64_t taken_pages_ = 0;    // since take_use()
 };
 
 /// Loads go before pages that nobody waits for yet: a worker carries out one command after another,

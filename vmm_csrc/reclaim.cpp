@@ -24,6 +24,18 @@ bool is_busy(const Contender& c, const ReclaimRules& rules) {
                                           : c.reported == Reported::kBusy;
 }
 
+std::uint64_t bytes_at(const Contender& c, Depth rung) {
+  switch (rung) {
+    case Depth::kParked:
+      return c.parked_bytes;
+    case Depth::kCached:
+      return c.cached_bytes;
+    case Depth::kInUse:
+      return above(c.granted_bytes, c.parked_bytes + c.cached_bytes);
+  }
+  return 0;
+}
+
 constexpr std::uint64_t kNoBound = ~std::uint64_t{0};
 
 /// How deep the asker may reach into `victim`'s memory, how much of it stays out of reach, and how
@@ -50,33 +62,30 @@ std::optional<Right> right_over(const Contender& victim, const Contender& asker,
   return Right{depth, kept_bytes + spare_bytes % page_bytes, fair_bytes};
 }
 
-/// By the asker's guarantee: from all, until it has that.
-std::optional<Right> right_of_guarantee(const Contender& victim, const Contender& asker) {
-  if (!is_below_guarantee(asker)) return std::nullopt;
-  return Right{Depth::kInUse, victim.min_bytes, asker.min_bytes};
-}
-
 /// What it has less than its share, in pages of its own: a part of one is none.
 std::uint64_t lacks_of(const Contender& c, std::uint64_t fair_bytes) {
   const std::uint64_t lacking = above(fair_bytes, c.granted_bytes);
   return lacking - lacking % std::max<std::uint64_t>(c.page_bytes, 1);
 }
 
+/// Pages that hold nothing are of no use to the victim now: an equal gets them at once, until it
+/// has its share, in whole pages. Beyond that two busy ones would pass them to and fro.
+std::optional<Right> right_to_parked(const Contender& victim, const Contender& asker,
+                                     std::uint64_t fair_bytes) {
+  if (victim.priority > asker.priority) return std::nullopt;
+  const std::uint64_t share_bytes = asker.granted_bytes + lacks_of(asker, fair_bytes);
+  return Right{Depth::kParked, victim.min_bytes, share_bytes};
+}
+
+/// By the asker's guarantee: from all, until it has that.
+std::optional<Right> right_of_guarantee(const Contender& victim, const Contender& asker) {
+  if (!is_below_guarantee(asker)) return std::nullopt;
+  return Right{Depth::kInUse, victim.min_bytes, asker.min_bytes};
+}
+
 /// Asked lately, and has not answered: it is stopped, or busy with something else.
 bool is_slow(const Contender& c, const ReclaimRules& rules) {
   return c.wanted_bytes > 0 && c.wanted_ns >= rules.patience_ns;
-}
-
-std::uint64_t bytes_at(const Contender& c, Depth rung) {
-  switch (rung) {
-    case Depth::kParked:
-      return c.parked_bytes;
-    case Depth::kCached:
-      return c.cached_bytes;
-    case Depth::kInUse:
-      return above(c.granted_bytes, c.parked_bytes + c.cached_bytes);
-  }
-  return 0;
 }
 
 }  // namespace
@@ -145,7 +154,8 @@ std::vector<Demand> plan_reclaim(std::span<const Contender> all, std::size_t ask
       const std::uint64_t will_hold = asker.granted_bytes + asker.ask_bytes - missing;
       std::uint64_t bytes = 0;
       for (const auto& right :
-           {right_over(victim, asker, fair_bytes, rules), right_of_guarantee(victim, asker)}) {
+           {right_over(victim, asker, fair_bytes, rules), right_of_guarantee(victim, asker),
+            right_to_parked(victim, asker, fair_bytes)}) {
         if (!right || right->depth < rung) continue;
         bytes = std::max(
             bytes, std::min(above(left, right->kept_bytes), above(right->holds_bytes, will_hold)));
@@ -190,13 +200,16 @@ std::uint64_t reachable_bytes(std::span<const Contender> all, std::size_t asker,
   for (std::size_t i = 0; i < all.size(); ++i) {
     if (i == asker) continue;
     std::uint64_t within = 0;
-    for (const auto& right : {right_over(all[i], all[asker], fair_bytes, rules),
-                              right_of_guarantee(all[i], all[asker])}) {
+    for (const auto& right :
+         {right_over(all[i], all[asker], fair_bytes, rules), right_of_guarantee(all[i], all[asker]),
+          right_to_parked(all[i], all[asker], fair_bytes)}) {
       if (!right) continue;
-      within = std::max(within, std::min(above(all[i].granted_bytes, right->kept_bytes),
-                                         above(right->holds_bytes, all[asker].granted_bytes)));
+      const std::uint64_t cached_bytes = right->depth == Depth::kParked ? 0 : all[i].cached_bytes;
+      within = std::max(within, std::min({above(all[i].granted_bytes, right->kept_bytes),
+                                          above(right->holds_bytes, all[asker].granted_bytes),
+                                          all[i].parked_bytes + cached_bytes}));
     }
-    bytes += std::min(within, all[i].parked_bytes + all[i].cached_bytes);
+    bytes += within;
   }
   return bytes;
 }

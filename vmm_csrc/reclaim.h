@@ -3,15 +3,14 @@
 // An instance that cannot get a page asks. Others give back down a ladder, never below their
 // guarantee, in the order of their priority and then of their idleness:
 //
-//   parked   pages that hold nothing                  \  from those of lower priority, from those
-//   who cached   contents that nobody refers to now       /  are idle, from all if the asker is
-//   below its
-//                                                        guarantee, and from equals who have more
-//                                                        than their fair share once the asker has
-//                                                        waited
-//   in use   the instance refuses blocks, its engine     from those of lower priority, from all if
-//            preempts                                    the asker is below its guarantee, and from
-//                                                        equals above their fair share, later still
+//   parked   pages that hold nothing: as cached contents, and at once from equals until the asker
+//            has its fair share.
+//   cached   contents that nobody refers to now: from those of lower priority, from those who are
+//            idle, from all if the asker is below its guarantee, and from equals who have more than
+//            their fair share once the asker has waited.
+//   in use   the instance refuses blocks, its engine preempts: from those of lower priority, from
+//            all if the asker is below its guarantee, and from equals above their fair share, later
+//            still.
 //
 // The whole of one rung is asked for before the next one is touched.
 #pragma once

@@ -62,12 +62,14 @@ class Instance:
     queue: deque[Request] = field(default_factory=deque)
 
     active_ns: int = 0
-    activity: int = 0
-    """Grows with every alloc and free."""
     parked_low: int = 0
-    """The least that was parked since the last decay."""
-    decay_seen: int | None = None
-    """The activity when the next decay was set; None: no decay is set."""
+    """The least that was parked since the last step of the decay."""
+    parked_taken: int = 0
+    """Parked pages that requests took since then."""
+    decay_taken: deque[int] | None = None
+    """The same in each of the last steps; None: no decay is set."""
+    decay_kept: int = 0
+    """Pages that the last step left."""
 
     ask_bytes: int = 0
     ask_since_ns: int = 0
@@ -174,7 +176,6 @@ class Instance:
     def note_activity(self, now_ns: int) -> None:
         """Say that there was an alloc or a free."""
         self.active_ns = now_ns
-        self.activity += 1
 
     def add(self, pages: int) -> None:
         """Take granted pages in: they are parked."""
@@ -184,6 +185,7 @@ class Instance:
     def begin(self, request: Request, now_ns: int) -> None:
         """Use parked pages for a request. Pre: enough are parked."""
         self.parked -= request.pages
+        self.parked_taken += request.pages
         self.in_use += request.pages
         self.parked_low = min(self.parked_low, self.parked)
         request.started += 1

@@ -12,6 +12,7 @@ again. Nothing here sleeps or looks at a clock.
 from __future__ import annotations
 
 import heapq
+from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -38,6 +39,8 @@ LOOK_NS: Final = PATIENCE_NS
 """How often an alloc that waits, a keeper and an engine look again."""
 IDLE_TRIM_NS: Final = 5_000_000_000
 """The default of `KVELASTIC_IDLE_TRIM_SECONDS`."""
+DECAY_STEPS: Final = 5
+"""Steps in which parked pages go back (vmm_csrc/parked_decay.h)."""
 FRUITLESS_WAITS: Final = 8
 """After a wait in vain, allocs do not wait for this many times as long (vmm_csrc/pool.cpp)."""
 
@@ -424,15 +427,25 @@ class Simulation:
     # --- decay ----------------------------------------------------------------------------------
 
     def _arm_decay(self, one: Instance) -> None:
-        if one.parked > 0 and one.decay_seen is None:
-            one.decay_seen = one.activity
-            one.parked_low = one.parked
-            self._at(self.now_ns + IDLE_TRIM_NS, partial(self._decay, one))
+        if one.parked > 0 and one.decay_taken is None:
+            one.decay_taken = deque([one.parked_taken], maxlen=DECAY_STEPS)
+            one.decay_kept = 0
+            self._begin_step(one)
+
+    def _begin_step(self, one: Instance) -> None:
+        one.parked_low, one.parked_taken = one.parked, 0
+        self._at(self.now_ns + IDLE_TRIM_NS // DECAY_STEPS, partial(self._decay, one))
 
     def _decay(self, one: Instance) -> None:
-        """Parked pages that a whole interval did not need go back: all, or half of a busy one."""
-        unneeded = one.parked_low if one.decay_seen == one.activity else one.parked_low // 2
-        if one.unmap(unneeded) > 0:
+        """Of pages parked all through a step half stay, and no more than requests took lately."""
+        assert one.decay_taken is not None
+        one.decay_taken.append(one.parked_taken)
+        halved = min(one.parked_low, one.decay_kept)
+        half = halved + (one.parked_low - halved) // 2
+        one.decay_kept = min(half, sum(one.decay_taken))
+        if one.unmap(one.parked_low - one.decay_kept) > 0:
             self._wake_askers(one)
-        one.decay_seen = None
-        self._arm_decay(one)
+        if one.parked > 0:
+            self._begin_step(one)
+        else:
+            one.decay_taken = None

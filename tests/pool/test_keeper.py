@@ -242,14 +242,14 @@ def test_memory_that_is_not_there_ends_no_keeper():
 
 
 def test_parked_pages_are_given_back_when_nobody_needs_them():
-    """A pool that does nothing keeps none after one interval: straight down, not by halves."""
+    """Half of those that a burst took first, then all."""
     with Instance(idle_trim_s=0.2, start=False) as one:
         ids = one.pool.alloc(PAGES * B - 1)
         one.pool.free(ids[1:])
         one.start()
         held = PAGES * HUGE
         wait_until(lambda: one.pool.mapped_bytes != held, "nothing decays")
-        assert one.pool.mapped_bytes == HUGE
+        wait_until(lambda: one.pool.mapped_bytes == HUGE, "pages stay parked")
         wait_until(lambda: one.memory.held_at_the_os() == HUGE, "the memory is not given back")
         assert one.operator.record.read_usage()["parked_bytes"] == 0
 

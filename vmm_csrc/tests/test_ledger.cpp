@@ -619,7 +619,7 @@ TEST(ledger_a_deep_request_does_not_deepen_the_others) {
   auto higher = ledger.join(0, 9);
   REQUIRE(victim && equal && higher);
   CHECK(victim->grant(kPages, kPage) == kPages);
-  victim->publish(40 * kPage, 20 * kPage, 4 * kPage, kPage, false);
+  victim->publish(40 * kPage, 24 * kPage, 0, kPage, false);
   CHECK(soon([&] { return equal->ask(10 * kPage) && victim->wanted().bytes > 0; }));
   CHECK(victim->wanted().bytes == 10 * kPage && victim->wanted().depth == Depth::kCached);
   CHECK(higher->ask(40 * kPage));

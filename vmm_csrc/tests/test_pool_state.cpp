@@ -6,6 +6,7 @@
 #include "../accounting.h"
 #include "../keeper_calls.h"
 #include "../page_limit.h"
+#include "../parked_decay.h"
 #include "../provisioning.h"
 #include "../squeeze.h"
 #include "../starvation.h"
@@ -264,11 +265,59 @@ TEST(pages_ahead_of_demand_wait_for_loads_and_not_for_ever) {
 
 TEST(parked_pages_are_idle_if_none_of_them_was_needed) {
   Provisioning provisioning(0, 0, true);
-  (void)provisioning.take_idle(5);
+  (void)provisioning.take_use(5);
   provisioning.see_parked(3);
+  provisioning.took(2);
   provisioning.see_parked(5);
-  CHECK(provisioning.take_idle(5) == 3);
-  CHECK(provisioning.take_idle(5) == 5);
+  const ParkedUse use = provisioning.take_use(5);
+  CHECK(use.unneeded_pages == 3 && use.taken_pages == 2);
+  const ParkedUse next = provisioning.take_use(5);
+  CHECK(next.unneeded_pages == 5 && next.taken_pages == 0);
+}
+
+TEST(parked_pages_go_back_by_half_after_one_step_and_all_after_the_last) {
+  const ParkedDecay::Time start{std::chrono::hours(1)};
+  const std::chrono::seconds s{1};
+  ParkedDecay decay(5 * s);
+  CHECK(!decay.is_running());
+  decay.begin(start, {0, 64}, 7);  // a burst took 64 pages, and has ended
+  std::uint64_t parked = 64;
+  std::vector<std::uint64_t> left;
+  for (ParkedDecay::Time now = start + s; decay.is_running(); now += s) {
+    CHECK(decay.due() == now);
+    CHECK(decay.is_idle(7) == (now >= start + 5 * s));
+    parked -= decay.step(now, {parked, 0});
+    left.push_back(parked);
+    if (parked == 0) decay.end();
+  }
+  CHECK((left == std::vector<std::uint64_t>{32, 32, 32, 32, 0}));
+}
+
+TEST(parked_pages_stay_as_many_as_allocs_take_of_them) {
+  const ParkedDecay::Time start{std::chrono::hours(1)};
+  const std::chrono::seconds s{1};
+  ParkedDecay decay(5 * s);
+  decay.begin(start, {0, 10}, 0);
+  std::uint64_t parked = 64;
+  // Two pages a second are taken and freed again; the others are parked all the time.
+  for (int step = 1; step <= 10; ++step) {
+    parked -= decay.step(start + step * s, {parked - 2, 2});
+    CHECK(!decay.is_idle(static_cast<std::uint64_t>(step)));
+  }
+  CHECK(parked == 10 + 2);
+  // The rate falls to nothing.
+  for (int step = 11; step <= 15; ++step) parked -= decay.step(start + step * s, {parked, 0});
+  CHECK(parked == 0);
+}
+
+TEST(parked_pages_that_come_later_are_halved_as_the_first_were) {
+  const ParkedDecay::Time start{std::chrono::hours(1)};
+  const std::chrono::seconds s{1};
+  ParkedDecay decay(5 * s);
+  decay.begin(start, {0, 100}, 0);
+  CHECK(decay.step(start + s, {40, 0}) == 20);
+  CHECK(decay.step(start + 2 * s, {20, 0}) == 0);
+  CHECK(decay.step(start + 3 * s, {20 + 40, 0}) == 20);  // 40 more were parked meanwhile
 }
 
 // --- accounting ----------------------------------------------------------------------------------

@@ -193,7 +193,7 @@ TEST(reclaim_takes_cache_of_the_idle_but_no_block_that_they_use) {
        {asks(holds(0), 40), idle(holds(40, 5, 15), kIdle - 1)},
        0,
        40,
-       {}},
+       {{1, 5, kParked}}},
       {"one that reports no unfinished request is idle at once",
        {asks(holds(0), 40), reports(holds(40, 5, 15), Reported::kIdle)},
        0,
@@ -203,17 +203,17 @@ TEST(reclaim_takes_cache_of_the_idle_but_no_block_that_they_use) {
        {asks(holds(0), 40), reports(idle(holds(40, 5, 15), kLongIdle), Reported::kBusy)},
        0,
        40,
-       {}},
+       {{1, 5, kParked}}},
       {"one that asks is busy, whatever it reports",
        {asks(holds(0), 40), asks(reports(holds(40, 5, 15), Reported::kIdle), 1)},
        0,
        40,
-       {}},
+       {{1, 5, kParked}}},
       {"who asks is not idle, however long it has done nothing",
        {asks(holds(0), 40), asks(idle(holds(40, 5, 15), kLongIdle), 1)},
        0,
        40,
-       {}},
+       {{1, 5, kParked}}},
       {"a busy one of higher priority keeps everything, however long one waits",
        {asks(holds(0), 40, 100 * kRules.fair_in_use_ns), ranked(holds(40, 5, 15), 1)},
        0,
@@ -328,7 +328,7 @@ TEST(reclaim_shares_fairly_among_busy_equals_that_wait) {
   const std::uint64_t cached_ns = kRules.fair_cached_ns;
   const std::uint64_t in_use_ns = kRules.fair_in_use_ns;
   check_cases({
-      {"not at once", {asks(holds(10), 20, cached_ns - 1), holds(70, 10, 20)}, 0, 80, {}},
+      {"not at once", {asks(holds(10), 20, cached_ns - 1), holds(70, 0, 20)}, 0, 80, {}},
       {"then cached contents down to the fair share",
        {asks(holds(10), 60, cached_ns), holds(70, 10, 30)},
        0,
@@ -351,7 +351,7 @@ TEST(reclaim_shares_fairly_among_busy_equals_that_wait) {
        {}},
       {"nor who has more", {asks(holds(50), 60, 10 * in_use_ns), holds(30, 5, 10)}, 0, 80, {}},
       {"who has less than its share gives nothing",
-       {asks(holds(10), 60, 10 * in_use_ns), holds(60), holds(20, 10, 10)},
+       {asks(holds(10), 60, 10 * in_use_ns), holds(60), holds(20, 0, 10)},
        0,
        90,
        {{1, 20, kInUse}}},
@@ -378,6 +378,36 @@ TEST(reclaim_shares_fairly_among_busy_equals_that_wait) {
   });
 }
 
+TEST(reclaim_takes_parked_pages_at_once_and_first) {
+  const auto paged = [](Contender c) {
+    c.page_bytes = 4 * kMiB;
+    return c;
+  };
+  check_cases({
+      {"of a busy equal, up to the asker's share",
+       {asks(holds(30), 60), holds(50, 40)},
+       0,
+       80,
+       {{1, 10, kParked}}},
+      {"none for an asker that has its share", {asks(holds(40), 10), holds(40, 20)}, 0, 80, {}},
+      {"none of a busy one of higher priority",
+       {asks(holds(0), 60), ranked(holds(80, 40), 1)},
+       0,
+       80,
+       {}},
+      {"before the cached contents of an idle one",
+       {asks(holds(0), 30), idle(holds(40, 0, 40), kLongIdle), holds(40, 20)},
+       0,
+       80,
+       {{2, 20, kParked}, {1, 10, kCached}}},
+      {"never those of the guarantee",
+       {asks(holds(0), 60), guarded(holds(80, 80), 50)},
+       0,
+       80,
+       {{1, 30, kParked}}},
+  });
+}
+
 /// Pages of 4 MiB and a share of 40.5 pages: the odd half must not go to and fro for ever.
 TEST(reclaim_shares_in_whole_pages) {
   const auto paged = [](Contender c) {
@@ -388,6 +418,11 @@ TEST(reclaim_shares_in_whole_pages) {
   check_cases({
       {"half a page more than the share is no page more",
        {asks(paged(holds(160)), 4, long_ns), paged(holds(164))},
+       0,
+       324,
+       {}},
+      {"nor is half a page that is parked",
+       {asks(paged(holds(160)), 4), paged(holds(164, 40))},
        0,
        324,
        {}},
@@ -531,7 +566,9 @@ TEST(reclaim_reach_is_what_could_be_had_at_once) {
   };
   CHECK(reach({holds(0)}, 10) == 0);
   CHECK(reach({holds(0), idle(holds(40, 5, 10))}, 40) == 15);
-  CHECK(reach({holds(0), holds(40, 5, 10)}, 40) == 0);
+  CHECK(reach({holds(0), holds(40, 0, 10)}, 40) == 0);
+  CHECK(reach({holds(0), holds(40, 5, 10)}, 40) == 5);
+  CHECK(reach({holds(18), holds(22, 5, 10)}, 40) == 2);  // up to its share
   CHECK(reach({ranked(holds(0), 1), holds(40, 5, 10)}, 40) == 15);
   CHECK(reach({holds(0), guarded(idle(holds(40, 20, 20)), 30)}, 40) == 10);
   CHECK(reach({holds(0), guarded(idle(holds(20, 20)), 30)}, 40) == 0);
@@ -628,6 +665,9 @@ TEST(reclaim_rules_hold_for_every_plan) {
       if (victim.priority < asker.priority) continue;
       if (!is_busy(victim)) {
         if (demand.depth <= Depth::kCached) continue;
+      } else if (demand.depth == Depth::kParked && victim.priority == asker.priority) {
+        by_fairness += demand.bytes;
+        continue;
       } else if (victim.priority == asker.priority && asker.ask_ns >= kRules.fair_cached_ns &&
                  (demand.depth <= Depth::kCached || asker.ask_ns >= kRules.fair_in_use_ns) &&
                  victim.granted_bytes - demand.bytes >= fair) {
