@@ -344,7 +344,8 @@ VARIABLES: Final[tuple[Variable, ...]] = (
              "Group of instances that share a device's capacity; all of one machine, unless set."),
     Variable("KVELASTIC_RECLAIM_WAIT", None, "reclaim_wait_s", _seconds, "0.05",
              "seconds, from 0 to 3600",
-             "How long an alloc waits for memory that other instances have to give up."),
+             "How long an alloc waits for memory that other instances have to give up, and a"
+             " scheduler for memory that they were asked for, before it preempts."),
     Variable("KVELASTIC_DEVICE", None, "device", _device, "auto", "auto, cpu, host, cuda or cuda:N",
              "Whose memory backs the KV cache; auto takes a GPU where there is one."),
     Variable("KVELASTIC_IDLE_TRIM_SECONDS", None, "idle_trim_s", _seconds_or_never, "5.0",

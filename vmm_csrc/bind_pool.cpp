@@ -277,13 +277,14 @@ void bind_pool(nb::module_& m) {
            "Blocks that alloc could give now without mapping a page.")
       .def(
           "ensure",
-          [](Pool& pool, std::uint64_t count) {
+          [](Pool& pool, std::uint64_t count, std::uint64_t needed) {
             std::uint64_t mapped = 0;
-            if (own(pool).try_ensure(count, mapped)) return mapped;
-            return unwrap(without_gil([&] { return pool.ensure(count); }));
+            if (own(pool).try_ensure(count, needed, mapped)) return mapped;
+            return unwrap(without_gil([&] { return pool.ensure(count, needed); }));
           },
-          "count"_a,
-          "Map pages until `count` blocks are free, as far as the limit goes; never evicts. "
+          "count"_a, nb::kw_only(), "needed"_a = 0,
+          "Map pages until `count` blocks are free, as far as the limit goes; never evicts. In a "
+          "session it waits for other instances only while fewer than `needed` could be had. "
           "Returns available_mapped().")
       .def_prop_ro("given_back_arrivals", &Pool::given_back_arrivals,
                    "How many of the arrivals came of free and cache.")
@@ -381,6 +382,16 @@ void bind_pool(nb::module_& m) {
       .def_prop_ro("is_asleep", [](const Pool& pool) { return own(pool).is_asleep(); })
       .def_prop_ro("is_over_limit", &Pool::is_over_limit,
                    "Whether more is held than the limit allows.")
+      .def(
+          "excess",
+          [](const Pool& pool) {
+            const Pool::Excess excess = own(pool).excess();
+            nb::dict used;
+            for (const auto& [page, blocks] : excess.used) used[nb::int_(page)] = blocks;
+            return nb::make_tuple(excess.pages, used);
+          },
+          "How many pages have to be emptied for the limit to hold, and of each page that could "
+          "be how many of its blocks are in use, those that are pinned included.")
       .def("limit_state", [](const Pool& pool) { return limit_dict(own(pool).limit_state()); })
       .def(
           "trim",

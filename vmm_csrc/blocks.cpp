@@ -150,6 +150,14 @@ void Blocks::close_pages(std::uint64_t count) {
   closed_count_ = chosen.size();
 }
 
+std::vector<std::pair<PageIndex, std::uint32_t>> Blocks::used_by_page() const {
+  std::vector<std::pair<PageIndex, std::uint32_t>> used;
+  for (PageIndex index = 1; index < fresh_; ++index) {
+    if (pages_[index].state == PageState::kMapped) used.emplace_back(index, pages_[index].used);
+  }
+  return used;
+}
+
 bool Blocks::is_closed(BlockId id) const {
   Result<Place> at = find(id);
   return at && pages_[at->page].closed;

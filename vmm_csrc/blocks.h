@@ -31,6 +31,7 @@
 #include <span>
 #include <string>
 #include <unordered_map>
+#include <utility>
 #include <vector>
 
 #include "block_key.h"
@@ -92,6 +93,8 @@ class Blocks {
   void close_pages(std::uint64_t count);
   /// How many of them have not been unmapped yet.
   std::uint64_t closed_pages() const { return closed_count_; }
+  /// Of each mapped page but the null block's, its blocks in use, pinned ones included.
+  std::vector<std::pair<PageIndex, std::uint32_t>> used_by_page() const;
   /// Whether the block lies on one of them; false for an id that is not of a mapped page.
   bool is_closed(BlockId id) const;
 

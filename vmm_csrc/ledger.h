@@ -407,6 +407,8 @@ class LedgerMember {
   /// it again every now and then (rules().ask_lease_ns) while it is so. False: nobody has to give.
   bool ask(std::uint64_t bytes) { return ask_with(AskTerms{}, bytes); }
   bool ask_with(AskTerms terms, std::uint64_t bytes);
+  /// As is_memory_coming, of this ledger.
+  bool is_memory_coming(std::chrono::nanoseconds patience) const;
   /// Whether an ask of this member stands.
   bool is_asking() const { return is_member() && slot().ask_bytes > 0; }
   void stop_asking();

@@ -270,6 +270,12 @@ bool LedgerMember::ask_with(AskTerms terms, std::uint64_t bytes) {
          });
 }
 
+bool LedgerMember::is_memory_coming(std::chrono::nanoseconds patience) const {
+  const Everybody found = look_around(monotonic_ns());
+  return kvelastic::is_memory_coming(found.all, found.self,
+                                     static_cast<std::uint64_t>(patience.count()));
+}
+
 bool LedgerMember::demand(const std::vector<Demand>& plan, const Everybody& everybody,
                           std::uint64_t now_ns) {
   bool any = false;

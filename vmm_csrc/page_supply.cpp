@@ -7,19 +7,23 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
+/// How often a call that waits in a session looks whether this pool is asked for memory, or its
+/// maintenance thread has mapped the pages: no bell of another ledger says that.
+constexpr std::chrono::milliseconds kLookInSession{2};
+
 }  // namespace
 
-PageSupply::Wait PageSupply::may_wait(std::uint32_t own_entries) const {
+PageSupply::Wait PageSupply::may_wait(std::uint32_t own_entries, bool falls_short) const {
   const Clock::time_point now = Clock::now();
   const bool in_session = session_.is_mine() && session_.depth() > own_entries;
-  if (!places_ || in_session || !starvation_.may_wait(now)) return {now, false};
-  return {now + reclaim_wait_, own_entries > 0};
+  if (!places_ || (in_session && !falls_short) || !starvation_.may_wait(now)) return {now, false};
+  return {now + reclaim_wait_, own_entries > 0 && !in_session, in_session};
 }
 
-bool PageSupply::may_come(std::uint32_t own_entries) const {
+bool PageSupply::may_come(std::uint32_t own_entries, bool falls_short) const {
   if (accounting_.mappable_pages() == 0) return are_coming();
   if (starvation_.pages() == 0) return true;
-  const Wait wait = may_wait(own_entries);
+  const Wait wait = may_wait(own_entries, falls_short);
   const Clock::time_point now = Clock::now();
   // Others were asked a moment ago and had nothing: the keeper goes on asking them.
   return starvation_.may_ask(now) || wait.until > now || places_->room() > 0;
@@ -64,17 +68,20 @@ Result<bool> PageSupply::get_run(Lock& lock, std::vector<PageIndex> run, const W
 bool PageSupply::wait_for_grant(Lock& lock, std::uint64_t pages, std::uint64_t enough,
                                 const Wait& wait) {
   if (!places_) return false;
+  const std::uint32_t arrivals = figures_.arrivals.count();
   lock.unlock();
   if (wait.holds_session) session_.unlock();
   bool there = false, waited = false;
   for (;;) {
     const Places::Bells seen = places_->bells();
-    const bool hope = places_->ask(pages);
-    there = places_->room() >= enough;
+    const bool hope = places_->ask(pages) && (!wait.in_session || is_worth_a_session());
+    there = places_->room() >= enough || figures_.arrivals.count() != arrivals;
     const Clock::time_point now = Clock::now();
     if (there || !hope || now >= wait.until) break;
-    const std::chrono::nanoseconds patience(places_->rules().patience_ns);
-    places_->wait(seen, std::min<std::chrono::nanoseconds>(wait.until - now, patience));
+    const std::chrono::nanoseconds look =
+        wait.in_session ? std::chrono::nanoseconds(kLookInSession)
+                        : std::chrono::nanoseconds(places_->rules().patience_ns);
+    places_->wait(seen, std::min<std::chrono::nanoseconds>(wait.until - now, look));
     waited = true;
   }
   if (wait.holds_session) session_.lock();
@@ -85,6 +92,14 @@ bool PageSupply::wait_for_grant(Lock& lock, std::uint64_t pages, std::uint64_t e
   starvation_.begin(pages, now);
   figures_.update();
   return false;
+}
+
+/// Others, who may have been asked for all of it at once, are counted on for as long as a call
+/// waits.
+bool PageSupply::is_worth_a_session() const {
+  const auto patience =
+      std::max(reclaim_wait_, std::chrono::nanoseconds(places_->rules().patience_ns));
+  return places_->is_memory_coming(patience) && places_->wanted().pages == 0;
 }
 
 /// Everything that was asked for is there, or nobody wants it any more.

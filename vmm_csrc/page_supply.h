@@ -26,6 +26,7 @@ class PageSupply {
   struct Wait {
     Starvation::Time until;
     bool holds_session;
+    bool in_session = false;  ///< of the caller's, which is kept
   };
 
   PageSupply(Accounting& accounting, PoolPages& pages, Figures& figures, Starvation& starvation,
@@ -41,12 +42,12 @@ class PageSupply {
         places_(std::move(places)) {}
 
   /// `own_entries` is how often the call itself has entered the session. In a session of the
-  /// caller's nobody waits: it counts on an answer at once, and the keeper could serve nobody
-  /// meanwhile.
-  Wait may_wait(std::uint32_t own_entries) const;
+  /// caller's the maintenance thread serves nobody, so a call waits only where the engine would
+  /// preempt otherwise (`falls_short`): for memory that is coming, until others ask this pool.
+  Wait may_wait(std::uint32_t own_entries, bool falls_short = false) const;
   /// Whether get() would have anything to do that takes time: to map, to wait, or to ask others.
   /// False: what is mapped is all there is for now.
-  bool may_come(std::uint32_t own_entries) const;
+  bool may_come(std::uint32_t own_entries, bool falls_short = false) const;
   /// Gets pages for `blocks` more blocks, or some of them. False: none can be had now.
   Result<bool> get(Lock& lock, std::uint64_t blocks, const Wait& wait);
   /// Gets these very pages, or room for them; they are parked then. False: not to be had now. Pre:
@@ -58,6 +59,7 @@ class PageSupply {
  private:
   bool are_coming() const;
   bool wait_for_grant(Lock& lock, std::uint64_t pages, std::uint64_t enough, const Wait& wait);
+  bool is_worth_a_session() const;
   void note_satisfied();
 
   Accounting& accounting_;

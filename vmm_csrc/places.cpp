@@ -376,6 +376,12 @@ bool Places::ask(std::uint64_t pages) {
   return hope;
 }
 
+bool Places::is_memory_coming(std::chrono::nanoseconds patience) const {
+  return std::all_of(places_.begin(), places_.end(), [&](const Place& place) {
+    return place.member->room(cost_bytes(place)) > 0 || place.member->is_memory_coming(patience);
+  });
+}
+
 void Places::stop_asking() {
   ask_since_ns_ = 0;
   for (const Place& place : places_) place.member->stop_asking();

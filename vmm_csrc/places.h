@@ -123,6 +123,9 @@ class Places {
   /// Says that `pages` pages are missing, in each ledger that lacks some. False: on one of these
   /// devices nobody has to give, so there will be none.
   bool ask(std::uint64_t pages);
+  /// Whether others have been asked on each device that has no page for this instance, and are
+  /// counted on: see LedgerMember.
+  bool is_memory_coming(std::chrono::nanoseconds patience) const;
   void stop_asking();
   /// As of LedgerMember, for each device.
   bool ask_for_excess();

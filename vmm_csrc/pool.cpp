@@ -183,21 +183,24 @@ bool Pool::take_mapped(Parts parts, std::vector<BlockId>& out) {
   return false;
 }
 
-bool Pool::try_ensure(std::uint64_t count, std::uint64_t& mapped) {
+bool Pool::try_ensure(std::uint64_t count, std::uint64_t needed, std::uint64_t& mapped) {
   const Lock lock(mutex_);
   if (accounting_.failure()) return false;
   const bool more =
       count > accounting_.at_hand() && count <= accounting_.count_available(Reach::kLimit);
-  if (more && supply_.may_come(0)) return false;
+  const bool falls_short = needed > accounting_.count_available(Reach::kMapped);
+  if (more && supply_.may_come(0, falls_short)) return false;
   mapped = accounting_.count_available(Reach::kMapped);
   return true;
 }
 
-Result<std::uint64_t> Pool::ensure(std::uint64_t count) {
+Result<std::uint64_t> Pool::ensure(std::uint64_t count, std::uint64_t needed) {
   Lock lock(mutex_);
   if (accounting_.failure()) return *accounting_.failure();
-  const PageSupply::Wait wait = supply_.may_wait(0);
+  const auto falls_short = [&] { return needed > accounting_.count_available(Reach::kMapped); };
+  PageSupply::Wait wait = supply_.may_wait(0, falls_short());
   while (count > accounting_.at_hand() && count <= accounting_.count_available(Reach::kLimit)) {
+    if (wait.in_session && !falls_short()) wait.until = {};
     Result<bool> got = supply_.get(lock, count - accounting_.at_hand(), wait);
     if (!got && is_final(got.error())) return got.error();
     if (!got || !*got) break;

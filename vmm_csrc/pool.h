@@ -183,11 +183,12 @@ class Pool {
   std::uint64_t available_mapped() const { return figures_.available_mapped(); }
   /// Maps pages until `count` blocks are free without evicting any, as far as the limit allows;
   /// never evicts. Does nothing where even eviction could not make `count` available. Answers
-  /// available_mapped(). Blocks. Fails as alloc.
-  Result<std::uint64_t> ensure(std::uint64_t count);
+  /// available_mapped(). Blocks; in a session of the caller's it waits for others only while fewer
+  /// than `needed` could be had, also by eviction. Fails as alloc.
+  Result<std::uint64_t> ensure(std::uint64_t count, std::uint64_t needed = 0);
   /// The same for a caller that must not block: answers false, with nothing done, where a page
   /// might be had; true with `mapped` set.
-  bool try_ensure(std::uint64_t count, std::uint64_t& mapped);
+  bool try_ensure(std::uint64_t count, std::uint64_t needed, std::uint64_t& mapped);
 
   /// Goes up whenever blocks can be had that could not be had before: a page came in, blocks were
   /// given back, the limit rose. Read it before a try that may fail: while it stands still, the
@@ -267,6 +268,13 @@ class Pool {
   void set_asleep(bool asleep);
   bool is_asleep() const;
   LimitState limit_state() const;
+  /// What keeps the pool over its limit.
+  struct Excess {
+    std::uint64_t pages = 0;  ///< to be emptied until the limit holds
+    /// Every page that could be, with its blocks in use, pinned ones included.
+    std::vector<std::pair<PageIndex, std::uint32_t>> used{};
+  };
+  Excess excess() const;
   /// Whether more is held than the limit allows: free() and cache() may block then. Lock-free.
   bool is_over_limit() const { return figures_.is_over_limit(); }
   /// Whether the backing has failed for good: no block is handed out any more. Lock-free.

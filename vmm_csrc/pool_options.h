@@ -20,7 +20,8 @@ struct PoolOptions {
   bool preallocate = true;  ///< false: no page is created before an alloc needs it
   /// Cached blocks may move to other ids to empty pages; the engine must take_changes() then.
   bool movable = false;
-  /// How long an alloc waits for memory that others have to give up; in a session it never does.
+  /// How long an alloc waits for memory that others have to give up; in a session only an ensure()
+  /// does, where the engine would preempt otherwise.
   /// After it has waited in vain the next ones do not for kFruitlessWaits times as long.
   std::chrono::nanoseconds reclaim_wait = std::chrono::milliseconds(50);
 };

@@ -189,6 +189,11 @@ LimitState Pool::limit_state() const {
   return figures_.limit_state();
 }
 
+Pool::Excess Pool::excess() const {
+  const Lock lock(mutex_);
+  return {accounting_.excess_pages(), accounting_.blocks().used_by_page()};
+}
+
 Usage Pool::usage() const {
   const Lock lock(mutex_);
   return figures_.usage();

@@ -193,6 +193,12 @@ std::vector<Demand> plan_excess(std::span<const Contender> all, std::uint64_t ex
   return plan_reclaim(with_asker, all.size(), 0, capacity_bytes, rules);
 }
 
+bool is_memory_coming(std::span<const Contender> all, std::size_t self, std::uint64_t patience_ns) {
+  return std::any_of(all.begin(), all.end(), [&](const Contender& c) {
+    return &c != &all[self] && c.wanted_bytes > 0 && c.wanted_ns < patience_ns;
+  });
+}
+
 std::uint64_t reachable_bytes(std::span<const Contender> all, std::size_t asker,
                               std::uint64_t capacity_bytes, const ReclaimRules& rules) {
   const std::uint64_t fair_bytes = fair_share_bytes(all, capacity_bytes, rules);

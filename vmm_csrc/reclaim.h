@@ -102,6 +102,10 @@ std::vector<Demand> plan_reclaim(std::span<const Contender> all, std::size_t ask
 std::vector<Demand> plan_excess(std::span<const Contender> all, std::uint64_t excess_bytes,
                                 std::uint64_t capacity_bytes, const ReclaimRules& rules);
 
+/// Whether any but `all[self]` has been asked for memory, and is counted on: it was asked, or gave
+/// some, within `patience_ns`.
+bool is_memory_coming(std::span<const Contender> all, std::size_t self, std::uint64_t patience_ns);
+
 /// What others would have to give if `all[asker]` asked for it now: parked and cached pages.
 std::uint64_t reachable_bytes(std::span<const Contender> all, std::size_t asker,
                               std::uint64_t capacity_bytes, const ReclaimRules& rules);

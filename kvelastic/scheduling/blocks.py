@@ -67,6 +67,7 @@ class SchedulerBlocks:
         self._pins_after_next_step = PinsOfSteps()
         self._reused_under = 0
         self._reported_busy: bool | None = None
+        self._at_hand_when_short = 0
 
     # --- sessions -------------------------------------------------------------------------------
 
@@ -106,25 +107,32 @@ class SchedulerBlocks:
     def prepare(self, count: int) -> int:
         """Have memory mapped for `count` blocks; how many of them can be taken in this session.
 
-        Waits for the driver, and for what others give as long as `KVELASTIC_RECLAIM_WAIT` says;
-        where workers map, as long as `KVELASTIC_IPC_TIMEOUT` at most. Evicts nothing, so cached
-        blocks that were just found stay.
+        Waits for the driver; where the engine would have to preempt or to admit nobody otherwise,
+        also for memory that other instances were asked for, as long as `KVELASTIC_RECLAIM_WAIT`
+        says; where workers map, as long as `KVELASTIC_IPC_TIMEOUT` at most. Evicts nothing, so
+        cached blocks that were just found stay.
         """
         pool = self.pool
         reusable = pool.reusable
         wanted = count + self.headroom - reusable
         if wanted <= 0:
             return count
-        mapped = pool.ensure(wanted)
+        least = count - reusable
+        mapped = pool.ensure(wanted, needed=least)
         if mapped >= wanted:
             return count
-        least = count - reusable
         if self.headroom and mapped < least:
-            mapped = pool.ensure(least)
+            mapped = pool.ensure(least, needed=least)
         if mapped < least:
             self.fell_short = True
+            self._at_hand_when_short = self.used + reusable + mapped
             return reusable + mapped
         return count
+
+    @property
+    def has_grown(self) -> bool:
+        """Whether there is memory for more blocks than when `prepare` last fell short."""
+        return self.used + self.at_hand > self._at_hand_when_short
 
     @property
     def at_hand(self) -> int:

@@ -20,7 +20,7 @@ BLOCKS_PER_PAGE = PAGED.blocks_per_page
 class TwoPools:
     """Two pools with their segments on one ledger, which has room for the pages of one."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, reclaim_wait_s: float = 0.05) -> None:
         self.segments = [
             segment.create(f"{name}_{who}", engine="test", device="host") for who in "ab"
         ]
@@ -49,6 +49,7 @@ class TwoPools:
                     capacity_bytes=PAGES * HUGE,
                     preallocate=False,
                     places=_vmm.Places([(place.member, [0])], HUGE),
+                    reclaim_wait_s=reclaim_wait_s,
                 )
             )
 

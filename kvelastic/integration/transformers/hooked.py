@@ -64,6 +64,7 @@ def probe_loop(probe: Probe) -> None:
     probe.parameters(f"{OFFLOADING}.offload_requests", ("self",))
     probe.mentions(f"{SCHEDULER}.__init__", ("cache",))
     probe.mentions(f"{SCHEDULER}.reset", ("waiting_requests",))
+    probe.mentions(f"{OFFLOADING}.offload_requests", ("block_new_requests", "starved_requests"))
     probe.parameters(f"{_MANAGER}.stop", ("self",))
     probe.mentions(f"{_MANAGER}.stop", ("batch_processor",))
     probe.get(f"{_MANAGER}.is_running")

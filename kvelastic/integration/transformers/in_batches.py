@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from kvelastic.integration.transformers.in_cache import batches_of
+
+if TYPE_CHECKING:
+    from kvelastic.integration.transformers.batches import Batches
 
 _log = logging.getLogger("kvelastic.transformers")
 
@@ -37,12 +40,22 @@ def processor_init(
     def schedule_batch(*args: Any, **kwargs: Any) -> Any:
         batches.blocks.report_busy(True)
         with batches.blocks.session():
+            _lift_admission(batches, processor.scheduler)
             scheduled = schedule(*args, **kwargs)
         batches.found_none = scheduled[0] is None
         return scheduled
 
     # The instance's own: whichever class of scheduler it is.
     processor.scheduler.schedule_batch = schedule_batch
+
+
+def _lift_admission(batches: Batches, scheduler: Any) -> None:
+    """Admit requests again when memory has come since one was preempted for want of it.
+
+    transformers admits none from then on until a request ends: its own cache does not grow.
+    """
+    if scheduler.block_new_requests and batches.blocks.has_grown:
+        scheduler.block_new_requests = False
 
 
 def prepare_next_batch(original: Callable[..., bool], processor: Any) -> bool:

@@ -1,0 +1,86 @@
+"""After a preemption transformers admits nobody until a request ends, or memory has come."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import needs
+import pytest
+from two_pools import BLOCKS_PER_PAGE, PAGES, TwoPools
+
+from kvelastic.scheduling.blocks import SchedulerBlocks
+
+pytestmark = [pytest.mark.slow, needs.transformers]
+
+WANTED = BLOCKS_PER_PAGE + 1
+
+
+@pytest.fixture
+def shared() -> Iterator[TwoPools]:
+    made = TwoPools(f"kvadmit-{os.getpid()}-{random.randrange(1 << 40):x}")
+    yield made
+    made.close()
+
+
+class Processor:
+    """What the wrappers read of a processor; it looks for `WANTED` blocks in each step."""
+
+    def __init__(self, pool: Any) -> None:
+        from kvelastic.integration.transformers import in_batches, in_cache
+
+        blocks = self.blocks = SchedulerBlocks(pool)
+        self.cache = SimpleNamespace()
+        batches = SimpleNamespace(
+            blocks=blocks,
+            found_none=False,
+            name_streams=lambda _: None,
+        )
+        setattr(self.cache, in_cache._KEPT, batches)
+        self.inputs_and_outputs = SimpleNamespace(compute_stream=None)
+        self.scheduler = SimpleNamespace(
+            block_new_requests=False,
+            schedule_batch=lambda: (blocks.prepare(WANTED) >= WANTED or None,),
+        )
+        in_batches.processor_init(lambda _: None, self)
+
+    def step(self) -> bool:
+        """Whether a request runs; where none does, one is preempted and no other is admitted."""
+        (runs,) = self.scheduler.schedule_batch()
+        if not runs:
+            self.scheduler.block_new_requests = True
+        return bool(runs)
+
+
+def test_admission_is_lifted_by_the_step_that_follows_memory(shared: TwoPools) -> None:
+    a, b = shared.pools
+    theirs = b.alloc(PAGES * BLOCKS_PER_PAGE - 1)
+    assert theirs is not None
+    b.report_busy(True)
+    processor = Processor(a)
+    for _ in range(3):
+        assert not processor.step()
+    assert processor.scheduler.block_new_requests
+    b.free(theirs)
+    b.trim()
+    assert a.ensure(WANTED) >= WANTED  # as the maintenance thread does when it is told
+    assert processor.step()
+    assert not processor.scheduler.block_new_requests
+
+
+def test_what_a_preempted_request_gave_back_lifts_nothing(shared: TwoPools) -> None:
+    """Another would be admitted, and be preempted in its turn."""
+    a, b = shared.pools
+    theirs = b.alloc((PAGES - 1) * BLOCKS_PER_PAGE - 1)
+    assert theirs is not None
+    b.report_busy(True)
+    processor = Processor(a)
+    mine = processor.blocks.take(2)
+    assert mine is not None
+    assert not processor.step()
+    processor.blocks.give_back(mine)
+    processor.scheduler.schedule_batch()
+    assert processor.scheduler.block_new_requests
