@@ -73,6 +73,8 @@ class Config:
     """The group of instances that share a device's capacity."""
     reclaim_wait_s: float = 0.05
     """How long an alloc waits for memory of others."""
+    limit_wait_s: float | None = 0.25
+    """How long requests keep a pool over its limit before some are preempted; None is for ever."""
     device: str = "auto"
     """`auto`, `host`, `cuda` or `cuda:N`."""
     idle_trim_s: float | None = 5.0
@@ -346,6 +348,10 @@ VARIABLES: Final[tuple[Variable, ...]] = (
              "seconds, from 0 to 3600",
              "How long an alloc waits for memory that other instances have to give up, and a"
              " scheduler for memory that they were asked for, before it preempts."),
+    Variable("KVELASTIC_LIMIT_WAIT", None, "limit_wait_s", _seconds_or_never, "0.25",
+             "seconds; less than 0 is never",
+             "How long requests that run may keep an instance over its limit; then those that have"
+             " computed least are preempted until it holds."),
     Variable("KVELASTIC_DEVICE", None, "device", _device, "auto", "auto, cpu, host, cuda or cuda:N",
              "Whose memory backs the KV cache; auto takes a GPU where there is one."),
     Variable("KVELASTIC_IDLE_TRIM_SECONDS", None, "idle_trim_s", _seconds_or_never, "5.0",

@@ -141,6 +141,38 @@ def test_a_page_of_one_large_block_and_a_prefix_that_keeps_its_head(tmp_path: Pa
 
 
 @pytest.mark.parametrize("series", ["5.17", "5.19"])
+def test_a_limit_holds_before_the_requests_end_that_keep_pages_over_it(
+    series: str, tmp_path: Path
+) -> None:
+    """A request has one block for all of its tokens, and needs no other: it would keep its page.
+
+    Among short requests there are three long ones, as far from each other as a page has blocks.
+    """
+    shape = ["--block-tokens", "2048", "--num-blocks", "31", "--layers", "1"]
+    shape += ["--kv-heads", "1", "--head-dim", "32"]
+    with elastic(tmp_path, shape, series) as engine:
+        engine.wait_until_ready()
+        page_bytes = segment.inspect(NAME).usage["page_bytes"]
+        a_page = page_bytes // (MIB // 2)
+        lengths = [8 if place % a_page else 1500 for place in range(2 * a_page + 1)]
+        prompts = make_prompts(len(lengths), seed=23)
+        expected = engine.burst(prompts, 8)
+        ids = engine.submit(prompts, lengths)
+        long = [name for name, length in zip(ids, lengths, strict=True) if length > 8]
+        short = [name for name in ids if name not in long]
+        assert engine.wait(short) == [expected[ids.index(name)] for name in short]
+        assert segment.inspect(NAME).usage["blocks_in_use"] == 3
+        limit(page_bytes)
+        wait_until(lambda: segment.inspect(NAME).usage["mapped_bytes"] <= page_bytes, "it holds")
+        assert engine.ask("wait", ids=long, timeout_s=0.0)["unfinished"] == long
+        for name in long:
+            engine.cancel(name)
+        assert engine.burst(prompts, 8) == expected
+        assert engine.counters()["fatal_error"] is None
+        assert engine.stop() == 0
+
+
+@pytest.mark.parametrize("series", ["5.17", "5.19"])
 def test_a_million_tokens_of_addresses_cost_no_memory(series: str, tmp_path: Path) -> None:
     """Stock fills its masks and indices for all that could ever be read, at the start."""
     with (

@@ -42,8 +42,9 @@ class Engine:
             enable_caching=True,
             hash_block_size=32,
         )
-        self.scheduler = SimpleNamespace(
+        self.scheduler: Any = SimpleNamespace(
             requests={"r": None},
+            running=[],
             finished_req_ids=set(),
             pause_state=0,
             connector=None,

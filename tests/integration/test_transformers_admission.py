@@ -13,6 +13,7 @@ import pytest
 from two_pools import BLOCKS_PER_PAGE, PAGES, TwoPools
 
 from kvelastic.scheduling.blocks import SchedulerBlocks
+from kvelastic.scheduling.over_limit import OverLimit
 
 pytestmark = [pytest.mark.slow, needs.transformers]
 
@@ -36,12 +37,14 @@ class Processor:
         self.cache = SimpleNamespace()
         batches = SimpleNamespace(
             blocks=blocks,
+            over_limit=OverLimit(blocks, None),
             found_none=False,
             name_streams=lambda _: None,
         )
         setattr(self.cache, in_cache._KEPT, batches)
         self.inputs_and_outputs = SimpleNamespace(compute_stream=None)
         self.scheduler = SimpleNamespace(
+            active_requests={},
             block_new_requests=False,
             schedule_batch=lambda: (blocks.prepare(WANTED) >= WANTED or None,),
         )

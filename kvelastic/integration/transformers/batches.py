@@ -17,9 +17,10 @@ from typing import Any, Final, Protocol
 
 import torch
 
-from kvelastic import _vmm
+from kvelastic import _vmm, config
 from kvelastic.engine_pool import EnginePool
 from kvelastic.scheduling.blocks import SchedulerBlocks
+from kvelastic.scheduling.over_limit import OverLimit
 
 _DEFAULT_STREAM: Final = 0
 
@@ -50,6 +51,7 @@ class Batches:
         """Requests that gave their blocks up for others, since the start."""
         self.found_none = False
         """Whether the last try to schedule a batch found no request that fits."""
+        self.over_limit = OverLimit(self.blocks, config.load().limit_wait_s)
         self._memory = memory
         self._trash = trash
         self._was_idle = True

@@ -6,7 +6,8 @@ import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
 
-from kvelastic.integration.transformers.in_cache import batches_of
+from kvelastic.integration.transformers.in_cache import batches_of, blocks_of
+from kvelastic.scheduling.over_limit import Holder
 
 if TYPE_CHECKING:
     from kvelastic.integration.transformers.batches import Batches
@@ -15,6 +16,10 @@ _log = logging.getLogger("kvelastic.transformers")
 
 _NAP_S: Final = 0.05
 """How long the loop waits for memory before it looks at its requests again."""
+_STAYS: Final = "kvelastic"
+"""Name of a request that is none."""
+_MORE_THAN_FITS: Final = 1 << 40
+"""Tokens or blocks, as the series counts: no cache has room for them."""
 
 
 def decide_use_async_batching(
@@ -41,6 +46,7 @@ def processor_init(
         batches.blocks.report_busy(True)
         with batches.blocks.session():
             _lift_admission(batches, processor.scheduler)
+            _preempt_over_limit(batches, processor)
             scheduled = schedule(*args, **kwargs)
         batches.found_none = scheduled[0] is None
         return scheduled
@@ -56,6 +62,34 @@ def _lift_admission(batches: Batches, scheduler: Any) -> None:
     """
     if scheduler.block_new_requests and batches.blocks.has_grown:
         scheduler.block_new_requests = False
+
+
+def _preempt_over_limit(batches: Batches, processor: Any) -> None:
+    """Preempt requests that have kept the pool over its limit for too long.
+
+    transformers preempts what is starved, the end of the list first: the cheapest request.
+    """
+    scheduler = processor.scheduler
+    active = list(scheduler.active_requests.values())
+    choice = batches.over_limit.choose(
+        lambda: [
+            Holder(state.position_offset, blocks_of(processor.cache, state.request_id))
+            for state in active
+        ]
+    )
+    if not choice.requests:
+        return
+    _log.info("Up to %d requests make way for the limit.", len(choice.requests))
+    scheduler.starved_requests = [
+        (active[index], _MORE_THAN_FITS) for index in reversed(choice.requests)
+    ]
+    batches.found_none = False
+    # It leaves one request active. Of one alone, blocks may still lie on pages over the limit.
+    scheduler.active_requests[_STAYS] = None
+    try:
+        processor.offloading_manager.offload_requests()
+    finally:
+        del scheduler.active_requests[_STAYS]
 
 
 def prepare_next_batch(original: Callable[..., bool], processor: Any) -> bool:

@@ -30,6 +30,18 @@ def batches_of(cache: Any) -> Batches | None:
     return getattr(cache, _KEPT, None)
 
 
+def blocks_of(cache: Any, request_id: str) -> set[int]:
+    """The native blocks of an elastic cache that a request has."""
+    managers = getattr(cache, "group_cache_managers", None)
+    if managers is not None:  # 5.17
+        return {block for one in managers for block in one.block_table.get(request_id, ())}
+    return {
+        block // allocator.blocks_per_sector
+        for allocator in cache.cache_allocators.values()
+        for block in allocator.block_table.get(request_id, ())
+    }
+
+
 def making_now() -> Any:
     """The `Making` of the cache that this thread is making; None: none, or a stock one."""
     return _making.get()

@@ -30,6 +30,7 @@ from kvelastic.scheduling.blocks import Changes, SchedulerBlocks
 if TYPE_CHECKING:
     from kvelastic import _vmm
     from kvelastic.integration.vllm.in_tiers import EngineTiers
+    from kvelastic.scheduling.over_limit import OverLimit
     from kvelastic.scheduling.starvation import Naps
 
 _log = logging.getLogger("kvelastic.vllm")
@@ -96,6 +97,7 @@ class ElasticBlockPool(BlockPool):  # type: ignore[misc]  # vLLM has no type inf
         """Sessions, steps, pins, and what there is."""
         self.memory.on_changes = self._follow
         self.naps: Naps | None = None
+        self.over_limit: OverLimit | None = None
         """The engine's loop's: `in_engine_core`."""
         self.tiers: EngineTiers | None = None
         """What keeps demoted blocks; None: evicted blocks are gone."""

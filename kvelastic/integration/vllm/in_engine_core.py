@@ -13,11 +13,14 @@ import multiprocessing
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from kvelastic.integration.vllm.tier_connector import is_ours
+from kvelastic.scheduling.over_limit import Holder, OverLimit
 from kvelastic.scheduling.starvation import Naps
 
 if TYPE_CHECKING:
@@ -266,13 +269,17 @@ def schedule(original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs:
     memory = pool.memory
     memory.headroom = scheduler.kv_cache_manager.watermark_blocks
     if pool.naps is None:
+        from kvelastic import config
+
         pool.naps = Naps(memory, partial(requests_of, scheduler))
+        pool.over_limit = OverLimit(memory, config.load().limit_wait_s)
     pool.naps.look()
     memory.report_busy(scheduler.has_unfinished_requests())
     with pool.session():
         if pool.tiers is not None:
             pool.tiers.deliver(scheduler)
-        output = original(scheduler, *args, **kwargs)
+        with _preempted_over_limit(pool, scheduler):
+            output = original(scheduler, *args, **kwargs)
         works = output.total_num_scheduled_tokens > 0
         if pool.tiers is not None and memory.fell_short and not works and not memory.is_at_work:
             pool.tiers.give_back_loaded(scheduler)
@@ -281,6 +288,42 @@ def schedule(original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs:
     if pool.tiers is not None:
         pool.tiers.step_is_made(scheduler, output, is_idle=not memory.is_at_work)
     return output
+
+
+@contextlib.contextmanager
+def _preempted_over_limit(pool: Any, scheduler: Any) -> Iterator[None]:
+    """Preempt requests that have kept the pool over its limit for too long.
+
+    While their pages empty no request is admitted: it could find what it had there in the cache.
+    """
+    running = list(scheduler.running)
+    choice = pool.over_limit.choose(lambda: [_holder(scheduler, one) for one in running])
+    if choice.requests:
+        _log.info("%d requests make way for the limit.", len(choice.requests))
+    # Each is put before those that wait: the one that came last goes first.
+    for index in sorted(choice.requests, reverse=True):
+        scheduler.running.remove(running[index])
+        scheduler._preempt_request(
+            running[index], time.monotonic(), drop_stale_output=scheduler.requires_kv_delivery
+        )
+    before = scheduler.pause_state
+    if not choice.is_enough or before != type(before).UNPAUSED:
+        yield
+        return
+    scheduler._pause_state = type(before).PAUSED_NEW
+    try:
+        yield
+    finally:
+        scheduler._pause_state = before
+
+
+def _holder(scheduler: Any, request: Any) -> Holder:
+    """Its blocks are none where they would only be given back when a connector is done."""
+    blocks: Iterable[int] = ()
+    if scheduler._request_blocks_can_be_freed(request):
+        by_group = scheduler.kv_cache_manager.get_block_ids(request.request_id)
+        blocks = chain.from_iterable(by_group)
+    return Holder(request.num_computed_tokens, frozenset(blocks))
 
 
 def requests_of(scheduler: Any) -> tuple[object, ...]:

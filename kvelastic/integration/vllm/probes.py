@@ -79,10 +79,6 @@ def _probe_tiers(probe: Probe) -> None:
     probe.parameters(ADAPTER_KEYS, ("request",))
     probe.mentions(ADAPTER_KEYS, ("lora_request", "lora_name", "lora_path"))
     probe.mentions(f"{SCHEDULER}:Scheduler.reset_prefix_cache", ("_preempt_request", "running"))
-    probe.parameters(
-        f"{SCHEDULER}:Scheduler._preempt_request",
-        ("self", "request", "timestamp", "drop_stale_output"),
-    )
     # What is told of a load that is over, as `update_from_output` tells it.
     probe.parameters(
         f"{SCHEDULER}:Scheduler._update_from_kv_xfer_finished", ("self", "kv_connector_output")
@@ -136,6 +132,17 @@ def engine_core(engine: str, series: str, tiers: bool) -> None:
     probe.mentions("vllm.v1.core.kv_cache_utils:generate_scheduler_kv_cache_config", ("deepcopy",))
     probe.parameters(f"{SCHEDULER}:Scheduler.schedule", ("self",))
     probe.parameters(f"{SCHEDULER}:Scheduler.has_unfinished_requests", ("self",))
+    probe.parameters(
+        f"{SCHEDULER}:Scheduler._preempt_request",
+        ("self", "request", "timestamp", "drop_stale_output"),
+    )
+    probe.mentions(
+        f"{SCHEDULER}:Scheduler.schedule",
+        ("_preempt_request", "_request_blocks_can_be_freed", "requires_kv_delivery", "UNPAUSED"),
+    )
+    probe.parameters(
+        "vllm.v1.core.kv_cache_manager:KVCacheManager.get_block_ids", ("self", "request_id")
+    )
     probe.parameters(
         f"{SCHEDULER}:Scheduler.update_from_output",
         ("self", "scheduler_output", "model_runner_output"),

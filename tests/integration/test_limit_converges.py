@@ -1,0 +1,137 @@
+"""A limit that requests keep from being met holds within a few steps; steps are counted.
+
+The scheduler is simulated, and has the names that the wrapper of vLLM's knows; pool, block pool and
+wrapper are real.
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import Any
+
+import needs
+import pytest
+from simulated_scheduler import SimulatedRequest, SimulatedScheduler
+from test_elastic_block_pool import LAYOUT, key_of
+
+from kvelastic import _vmm
+from kvelastic.pool import native_geometry
+from kvelastic.scheduling.over_limit import OverLimit
+
+pytestmark = [pytest.mark.slow, needs.vllm, pytest.mark.filterwarnings("ignore")]
+
+PAGES = 40
+LOWERED_PAGES = 4
+AT_ONCE = 96
+WARM_UP_STEPS = 60
+MOST_STEPS = 400
+
+
+class PauseState(enum.IntEnum):
+    """vLLM's."""
+
+    UNPAUSED = 0
+    PAUSED_NEW = 1
+
+
+class Scheduler(SimulatedScheduler):
+    """With what the wrapper reads and calls of vLLM's."""
+
+    def __init__(self, pool: Any, **options: Any) -> None:
+        super().__init__(pool, **options)
+        self._pause_state = PauseState.UNPAUSED
+        self.requires_kv_delivery = False
+        self.kv_cache_manager = self
+
+    @property
+    def pause_state(self) -> PauseState:
+        return self._pause_state
+
+    def get_block_ids(self, request_id: int) -> tuple[list[int], ...]:
+        (request,) = [one for one in self.running if one.number == request_id]
+        return ([block.block_id for block in request.blocks],)
+
+    def _request_blocks_can_be_freed(self, _: SimulatedRequest) -> bool:
+        return True
+
+    def _preempt_request(
+        self, request: SimulatedRequest, timestamp: float, drop_stale_output: bool
+    ) -> None:
+        self._preempt(request)
+
+    def _schedule(self) -> list[tuple[SimulatedRequest, int]]:
+        from kvelastic.integration.vllm import in_engine_core
+
+        for request in self.running:
+            request.request_id = request.number  # type: ignore[attr-defined]
+            request.num_computed_tokens = request.scheduled_tokens  # type: ignore[attr-defined]
+        at_once = self.at_once
+        with in_engine_core._preempted_over_limit(self.pool, self):
+            if self._pause_state is PauseState.PAUSED_NEW:
+                self.at_once = 0
+            work = super()._schedule()
+            self.at_once = at_once
+        return work
+
+
+def steps_until_it_holds(
+    wait_s: float | None, steps_on_their_way: int, *, prefix_caching: bool
+) -> tuple[int, int]:
+    """Steps until the lowered limit holds, and requests that run then."""
+    from kvelastic.integration.vllm.block_pool import ElasticBlockPool
+
+    blocks = PAGES * LAYOUT.blocks_per_page
+    memory = _vmm.Pool(
+        _vmm.Range.reserve(_vmm.HostDriver(), native_geometry(LAYOUT, PAGES)),
+        max_blocks=blocks,
+        limit_bytes=PAGES * LAYOUT.page_bytes,
+        capacity_bytes=PAGES * LAYOUT.page_bytes,
+        min_reserved_pages=0,
+        max_reserved_pages=0,
+        movable=True,
+    )
+    pool = ElasticBlockPool(
+        blocks,
+        memory=memory,
+        id_span=LAYOUT.id_span(PAGES),
+        enable_caching=prefix_caching,
+        hash_block_size=32,
+    )
+    pool.over_limit = OverLimit(pool.memory, wait_s)
+    scheduler = Scheduler(
+        pool,
+        steps_on_their_way=steps_on_their_way,
+        at_once=AT_ONCE,
+        key_of=key_of if prefix_caching else None,
+    )
+    for _ in range(WARM_UP_STEPS):
+        scheduler.step()
+    memory.set_limit(LOWERED_PAGES * LAYOUT.page_bytes)
+    steps = 0
+    while memory.limit_state()["over_bytes"] > 0 and steps < MOST_STEPS:
+        scheduler.step()
+        steps += 1
+    running = len(scheduler.running)
+    finished = scheduler.finished
+    for _ in range(WARM_UP_STEPS):
+        scheduler.step()
+    assert scheduler.finished > finished, "it came to a dead end"
+    assert memory.mapped_bytes <= LOWERED_PAGES * LAYOUT.page_bytes
+    scheduler.drain()
+    pool.check_integrity()
+    return steps, running
+
+
+@pytest.mark.parametrize("prefix_caching", [False, True])
+@pytest.mark.parametrize("steps_on_their_way", [0, 1, 2])
+def test_a_limit_holds_when_the_steps_on_their_way_have_ended(
+    steps_on_their_way: int, prefix_caching: bool
+) -> None:
+    steps, running = steps_until_it_holds(0.0, steps_on_their_way, prefix_caching=prefix_caching)
+    assert steps <= 2 + steps_on_their_way
+    assert running > 0, "more have made way than the limit needs"
+
+
+def test_without_a_time_requests_are_left_to_end() -> None:
+    steps, _ = steps_until_it_holds(None, 1, prefix_caching=True)
+    assert 10 < steps < MOST_STEPS
