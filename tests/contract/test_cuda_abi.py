@@ -75,7 +75,7 @@ SAME(MemRelease); SAME(MemMap); SAME(MemUnmap); SAME(MemSetAccess);
 SAME(MemExportToShareableHandle); SAME(MemImportFromShareableHandle); SAME(EventCreate);
 static_assert(same_sizes(&cuDeviceGetUuid, decltype(Api::DeviceGetInstanceUuid){}));
 SAME(ThreadExchangeStreamCaptureMode); SAME(StreamCreate);
-SAME(StreamDestroy); SAME(StreamIsCapturing); SAME(MemcpyDtoDAsync);
+SAME(StreamDestroy); SAME(StreamIsCapturing);
 SAME(Memcpy2DAsync); SAME(MemHostRegister); SAME(MemHostUnregister);
 SAME(EventDestroy); SAME(EventRecord); SAME(EventQuery); SAME(GetErrorName);
 """

@@ -379,10 +379,6 @@ TEST(reclaim_shares_fairly_among_busy_equals_that_wait) {
 }
 
 TEST(reclaim_takes_parked_pages_at_once_and_first) {
-  const auto paged = [](Contender c) {
-    c.page_bytes = 4 * kMiB;
-    return c;
-  };
   check_cases({
       {"of a busy equal, up to the asker's share",
        {asks(holds(30), 60), holds(50, 40)},
