@@ -307,7 +307,7 @@ VARIABLES: Final[tuple[Variable, ...]] = (
              "Pages kept mapped ahead of demand at least."),
     Variable("KVELASTIC_MAX_RESERVED_PAGES", "KVCACHED_MAX_RESERVED_PAGES", "max_reserved_pages",
              _integer(0), "10", "an integer, not below KVELASTIC_MIN_RESERVED_PAGES",
-             "Pages kept mapped ahead of demand at most."),
+             "Pages kept mapped ahead of demand at most; no more than 256 MiB of them, or one."),
     Variable("KVELASTIC_CONTIGUOUS_LAYOUT", "KVCACHED_CONTIGUOUS_LAYOUT", "contiguous_layout",
              _boolean, "true", BOOLEAN,
              "One page holds blocks of all layers; false gives each layer pages of its own."),

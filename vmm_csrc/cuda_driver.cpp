@@ -371,7 +371,7 @@ Status CudaDriver::copy_and_wait(const char* call, F queue) {
   // Also after a failure: what was given to the stream must not run on when this has returned.
   StreamsFence finished(*this, {copy_stream_});
   const cuda::Result marked = finished.mark();
-  for (Pauses pauses; marked == cuda::kSuccess; pauses.take()) {
+  for (PausesAfterSpin pauses(Clock::now()); marked == cuda::kSuccess; pauses.take()) {
     const Result<bool> passed = finished.has_passed();
     if (!passed) return passed.error();
     if (*passed) break;

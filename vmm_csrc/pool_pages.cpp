@@ -69,7 +69,7 @@ Result<std::uint64_t> PoolPages::grow(Lock& lock, std::uint64_t pages,
                                       const std::function<bool()>& interrupted) {
   const std::uint64_t largest = batch_pages();
   std::uint64_t grown = 0;
-  for (std::uint64_t batch = pages_of(kFirstBatchBytes);
+  for (std::uint64_t batch = std::min(pages_of(kFirstBatchBytes), largest);
        grown < pages && accounting_.mappable_pages() > 0; batch = std::min(2 * batch, largest)) {
     const std::uint64_t next = std::min({pages - grown, accounting_.mappable_pages(), batch});
     Result<std::uint64_t> got = grow_by_batch(lock, next);
@@ -168,7 +168,7 @@ Result<std::uint64_t> PoolPages::unmap(Lock& lock, const std::vector<PageIndex>&
   if (pages.empty()) return std::uint64_t{0};
   const bool waits = backing_->works_behind();
   const std::uint64_t largest = waits ? batch_pages() : pages.size();
-  std::uint64_t batch_size = waits ? pages_of(kFirstBatchBytes) : largest;
+  std::uint64_t batch_size = waits ? std::min(pages_of(kFirstBatchBytes), largest) : largest;
   accounting_.leave(pages.size());
   figures_.update();
   Status status = ok();

@@ -15,6 +15,13 @@ struct ParkedUse {
   std::uint64_t taken_pages = 0;     ///< by allocs
 };
 
+/// How many pages may stand by where `pages` were asked for: one, or as many as are 256 MiB. Ten of
+/// 128 MiB are more than a burst needs.
+inline std::uint64_t pages_ahead(std::uint64_t pages, std::uint64_t page_bytes) {
+  constexpr std::uint64_t kMostBytes = std::uint64_t{256} << 20;
+  return std::min(pages, std::max<std::uint64_t>(kMostBytes / page_bytes, 1));
+}
+
 class Provisioning {
  public:
   /// `enabled` false: no page is created before an alloc needs it.

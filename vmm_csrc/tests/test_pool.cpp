@@ -1,4 +1,5 @@
 // The pool under threads, over local memory and over a ring: what the sanitizers look at.
+#include <algorithm>
 #include <atomic>
 #include <random>
 #include <semaphore>
@@ -308,6 +309,46 @@ TEST(pages_ahead_of_demand_come_after_loads) {
   CHECK(came() == 3 && !pool.is_provision_due());
   CHECK(static_cast<bool>(pool.check_integrity()));
   pool.on_wanted(nullptr);
+}
+
+/// A device that works behind the calls, which counts the pages of each.
+class CountedCalls final : public OverLocal {
+ public:
+  using OverLocal::OverLocal;
+
+  bool works_behind() const override { return true; }
+  Status map(std::span<const PageIndex> pages) override {
+    mapped.push_back(pages.size());
+    return OverLocal::map(pages);
+  }
+  Status unmap(std::span<const PageIndex> pages) override {
+    unmapped.push_back(pages.size());
+    return OverLocal::unmap(pages);
+  }
+
+  std::vector<std::size_t> mapped, unmapped;
+};
+
+TEST(a_call_to_a_gpu_has_16_handles_at_most) {
+  Geometry many = geometry();
+  many.pages = 50;
+  auto driver = HostDriver::open();
+  REQUIRE(static_cast<bool>(driver));
+  auto range = Range::reserve(*std::move(driver), many);
+  REQUIRE(static_cast<bool>(range));
+  auto backing = std::make_shared<CountedCalls>(*std::move(range));
+  PoolOptions wants = options();
+  wants.max_blocks = many.pages * kBlocksPerPage;
+  wants.limit_bytes = wants.capacity_bytes = many.pages * many.extent_bytes;
+  wants.preallocate = false;
+  auto made = Pool::create(many, backing, wants);
+  REQUIRE(static_cast<bool>(made));
+  const auto ids = (*made)->alloc((many.pages - 1) * kBlocksPerPage);
+  REQUIRE(ids && *ids);
+  CHECK(std::ranges::max(backing->mapped) == 16);
+  CHECK(static_cast<bool>((*made)->free(**ids)));
+  CHECK(static_cast<bool>((*made)->trim()));
+  CHECK(std::ranges::max(backing->unmapped) == 16);
 }
 
 /// Memory whose books find no memory themselves.

@@ -7,6 +7,7 @@
 #include "../keeper_calls.h"
 #include "../page_limit.h"
 #include "../parked_decay.h"
+#include "../pauses.h"
 #include "../provisioning.h"
 #include "../squeeze.h"
 #include "../starvation.h"
@@ -237,6 +238,27 @@ TEST(pages_that_were_left_for_later_are_wanted_still) {
   CHECK(provisioning.take_wanted(0) == 5);
   provisioning.put_back(4, 1);  // one came in
   CHECK(provisioning.is_due(1) && provisioning.take_wanted(1) == 4);
+}
+
+TEST(pages_ahead_of_demand_are_bounded_in_bytes) {
+  constexpr std::uint64_t kMiB = 1 << 20;
+  CHECK(pages_ahead(10, 2 * kMiB) == 10);
+  CHECK(pages_ahead(10, 16 * kMiB) == 10);
+  CHECK(pages_ahead(10, 34 * kMiB) == 7);
+  CHECK(pages_ahead(10, 128 * kMiB) == 2);
+  CHECK(pages_ahead(1, 128 * kMiB) == 1);
+  CHECK(pages_ahead(10, 1024 * kMiB) == 1);
+  CHECK(pages_ahead(0, 128 * kMiB) == 0);
+}
+
+TEST(a_wait_for_a_copy_spins_first_and_pauses_then) {
+  const PausesAfterSpin::Time begin{std::chrono::hours(1)};
+  const std::chrono::nanoseconds ns{1};
+  PausesAfterSpin pauses(begin);
+  CHECK(pauses.next(begin).count() == 0);
+  CHECK(pauses.next(begin + PausesAfterSpin::kSpin - ns).count() == 0);
+  CHECK(pauses.next(begin + PausesAfterSpin::kSpin) == Pauses::kFirst);
+  CHECK(pauses.next(begin + PausesAfterSpin::kSpin + ns) == 2 * Pauses::kFirst);
 }
 
 TEST(pages_ahead_of_demand_wait_for_loads_and_not_for_ever) {
