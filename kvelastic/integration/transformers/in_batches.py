@@ -17,7 +17,7 @@ _log = logging.getLogger("kvelastic.transformers")
 _NAP_S: Final = 0.05
 """How long the loop waits for memory before it looks at its requests again."""
 _STAYS: Final = "kvelastic"
-"""Name of a request that is none."""
+"""Stands for one more active request."""
 _MORE_THAN_FITS: Final = 1 << 40
 """Tokens or blocks, as the series counts: no cache has room for them."""
 
