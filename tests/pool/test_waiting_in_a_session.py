@@ -11,6 +11,7 @@ import threading
 from collections.abc import Iterator
 
 import pytest
+from native_pools import HUGE
 from two_pools import BLOCKS_PER_PAGE, PAGES, TwoPools
 from waiting import wait_until
 
@@ -58,6 +59,8 @@ def test_pages_of_an_idle_neighbour_come_within_the_step_that_needs_them(shared:
         assert prepare(a, A_PAGE_AND_MORE) == A_PAGE_AND_MORE
     finally:
         keeper.stop()
+    assert b.mapped_bytes == (PAGES - 2) * HUGE, "no more was taken than was needed"
+    assert b.stats()["blocks_cached"] == (PAGES - 2) * BLOCKS_PER_PAGE - 1
     shared.check()
 
 
