@@ -8,80 +8,30 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import signal
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from pathlib import Path
+from contextlib import contextmanager
 
 import pytest
 from click.testing import CliRunner, Result
 from ledger_instance import BLOCKS_PER_PAGE as B
 from ledger_instance import PAGE_BYTES as PAGE
 from ledger_instance import Instance
+from own_device import DEVICE_PAGES, Device
 from processes import LineProgram
 from waiting import DEADLINE_S, wait_until
 
-from kvelastic import ledger, segment
+from kvelastic import segment
 from kvelastic.cli.kvctl import main
 from kvelastic.errors import GuaranteeError, InvalidArgumentError, LedgerError, LedgerForeignError
 
 pytestmark = pytest.mark.slow
 
 
-DEVICE_PAGES = 32
-
-
-class Device:
-    """A device of a test's own: the host, in a group of instances of its own."""
-
-    def __init__(self) -> None:
-        self.group = f"test-{os.getpid()}-{random.randrange(1 << 32):x}"
-        self.stack = ExitStack()
-
-    def start(self, **environ: str) -> Instance:
-        settings = {
-            "KVELASTIC_LEDGER": self.group,
-            "KVELASTIC_HOST_MEMORY": str(DEVICE_PAGES * PAGE),
-            "KVELASTIC_PAGE_PREALLOC_ENABLED": "false",
-            "KVELASTIC_MAX_CACHED_TOKENS": "-1",
-            "KVELASTIC_IDLE_TRIM_SECONDS": "-1",
-            "KVELASTIC_RECLAIM_WAIT": "0",
-        }
-        return self.stack.enter_context(Instance(**settings | environ))
-
-    @property
-    def path(self) -> Path:
-        return ledger.ledger_path(self.group, "host")
-
-    def set_pages(self, pages: int) -> int:
-        """Set the capacity; returns what it was, in pages."""
-        before = ledger.set_capacity("host", group=self.group, capacity_bytes=pages * PAGE)
-        return before // PAGE
-
-    def look(self) -> ledger.LedgerInfo:
-        (info,) = [info for info in ledger.list_ledgers() if info.group == self.group]
-        return info
-
-    def held(self) -> int:
-        return self.look().granted_bytes // PAGE
-
-    def member(self, of: Instance) -> ledger.Member:
-        (member,) = [member for member in self.look().members if member.pid == of.pid]
-        return member
-
-    def pages(self, of: Instance) -> int:
-        return self.member(of).granted_bytes // PAGE
-
-
 @pytest.fixture
 def device() -> Iterator[Device]:
-    made = Device()
-    with made.stack:
+    with Device(KVELASTIC_IDLE_TRIM_SECONDS="-1", KVELASTIC_RECLAIM_WAIT="0") as made:
         yield made
-    ledger.reap()
-    segment.reap()
-    assert not made.path.exists()
 
 
 def fill(of: Instance, pages: int) -> list[int]:

@@ -8,88 +8,26 @@ fills it from page 0 on: `null` is the block that page 0 has less.
 from __future__ import annotations
 
 import os
-import random
 import signal
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import suppress
 
 import pytest
 from ledger_instance import BLOCKS_PER_PAGE as B
 from ledger_instance import PAGE_BYTES as PAGE
 from ledger_instance import Instance
+from own_device import DEVICE_PAGES, Device
 from waiting import DEADLINE_S, wait_until
 
-from kvelastic import _vmm, ledger, segment
+from kvelastic import ledger, segment
 
 pytestmark = pytest.mark.slow
 
 
-DEVICE_PAGES = 32
-
-
-class Device:
-    """A device of a test's own, and the instances on it."""
-
-    def __init__(self) -> None:
-        self.group = f"test-{os.getpid()}-{random.randrange(1 << 32):x}"
-        self.stack = ExitStack()
-
-    def start(self, pages: int = DEVICE_PAGES, **environ: str) -> Instance:
-        """An instance; no page is mapped but for an alloc, and an alloc waits for long."""
-        settings = {
-            "KVELASTIC_LEDGER": self.group,
-            "KVELASTIC_HOST_MEMORY": str(pages * PAGE),
-            "KVELASTIC_PAGE_PREALLOC_ENABLED": "false",
-            "KVELASTIC_MAX_CACHED_TOKENS": "-1",
-            "KVELASTIC_RECLAIM_WAIT": str(DEADLINE_S),
-        }
-        return self.stack.enter_context(Instance(**settings | environ))
-
-    def look(self) -> ledger.LedgerInfo:
-        (info,) = [info for info in ledger.list_ledgers() if info.group == self.group]
-        return info
-
-    def member(self, of: Instance) -> ledger.Member:
-        (member,) = [member for member in self.look().members if member.pid == of.pid]
-        return member
-
-    def pages(self, of: Instance) -> int:
-        """Granted, as all others see it."""
-        return self.member(of).granted_bytes // PAGE
-
-    @contextmanager
-    def asker(self) -> Iterator[_vmm.LedgerMember]:
-        """A member that has no pages and no keeper: it does what the test does, and no more."""
-        place = ledger.join(
-            "host",
-            group=self.group,
-            capacity_bytes=DEVICE_PAGES * PAGE,
-            name="asker",
-            uuid=os.urandom(16),
-        )
-        try:
-            yield place.member
-        finally:
-            place.close()
-
-    def wait_until_idle(self, of: Instance) -> None:
-        wait_until(lambda: self.member(of).idle_s > 0.6, "it never gets idle")
-
-    def __enter__(self) -> Device:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.stack.close()
-        ledger.reap()
-        segment.reap()
-        left = [info for info in ledger.list_ledgers() if info.group == self.group]
-        assert left == []
-
-
 @pytest.fixture
 def device() -> Iterator[Device]:
-    with Device() as made:
+    with Device(KVELASTIC_RECLAIM_WAIT=str(DEADLINE_S)) as made:
         yield made
 
 
@@ -114,7 +52,7 @@ def undisturbed(scenario: Callable[[Device], None]) -> None:
     """Run a scenario on a new device, again and again until nothing disturbs it."""
 
     def ended() -> bool:
-        with suppress(DisturbedError), Device() as device:
+        with suppress(DisturbedError), Device(KVELASTIC_RECLAIM_WAIT=str(DEADLINE_S)) as device:
             scenario(device)
             return True
         return False
