@@ -3,54 +3,33 @@
 from __future__ import annotations
 
 import os
-import random
 from collections.abc import Iterator
-from dataclasses import replace
 
 import pytest
 import torch
 from open_memfds import open_memfds
+from own_pool import BLOCKS_PER_PAGE as B
+from own_pool import LAYOUT, PAGES, own_settings, start_pool
 
-from kvelastic import config, errors, ledger
-from kvelastic.device import host
-from kvelastic.layout import PageLayout
-from kvelastic.pool import ElasticPool, local_range, open_pool
+from kvelastic import errors, ledger
+from kvelastic.pool import ElasticPool
 from kvelastic.tensors import whole_range
 
 MIB = 1 << 20
-B = 8
-PAGES = 16
-LAYOUT = PageLayout(block_bytes=64 << 10, buffers=4, blocks_per_page=B, extent_bytes=2 * MIB)
 
 
 class Device:
     """A ledger of the test's own, and the pools on it."""
 
     def __init__(self) -> None:
-        self.group = f"test-{os.getpid()}-{random.randrange(1 << 32):x}"
-        # Nothing is mapped ahead of demand, so that two looks one after the other agree.
-        self.settings = replace(
-            config.load({}),
-            ledger=self.group,
-            host_memory=PAGES * LAYOUT.page_bytes,
-            page_prealloc_enabled=False,
-        )
+        self.settings = own_settings()
+
+    @property
+    def group(self) -> str:
+        return self.settings.ledger
 
     def pool(self) -> ElasticPool:
-        """A pool with its keeper, whose memory is this process's."""
-        device = host(self.settings)
-        pool = open_pool(
-            self.settings,
-            LAYOUT,
-            PAGES,
-            num_blocks=PAGES * B,
-            block_tokens=16,
-            engine="test",
-            devices=[device],
-            memory=local_range(device),
-        )
-        pool.start_keeper()
-        return pool
+        return start_pool(self.settings)
 
     def granted_bytes(self) -> int:
         infos = [info for info in ledger.list_ledgers() if info.group == self.group]

@@ -2,46 +2,21 @@
 
 from __future__ import annotations
 
-import os
-import random
 from collections.abc import Iterator
-from dataclasses import replace
 
 import pytest
+from own_pool import BLOCKS_PER_PAGE as B
+from own_pool import LAYOUT, own_settings, start_pool
 from waiting import DEADLINE_S
 
-from kvelastic import config, ledger, segment
-from kvelastic.device import host
-from kvelastic.layout import PageLayout
-from kvelastic.pool import ElasticPool, local_range, open_pool
-
-B = 8
-PAGES = 16
-LAYOUT = PageLayout(block_bytes=64 << 10, buffers=4, blocks_per_page=B, extent_bytes=2 << 20)
+from kvelastic import ledger, segment
+from kvelastic.pool import ElasticPool
 
 
 @pytest.fixture
 def pool() -> Iterator[ElasticPool]:
     """A pool without a keeper's own doings: nothing is mapped ahead or given back when idle."""
-    settings = replace(
-        config.load({}),
-        ledger=f"test-{os.getpid()}-{random.randrange(1 << 32):x}",
-        host_memory=PAGES * LAYOUT.page_bytes,
-        page_prealloc_enabled=False,
-        idle_trim_s=None,
-    )
-    device = host(settings)
-    made = open_pool(
-        settings,
-        LAYOUT,
-        PAGES,
-        num_blocks=PAGES * B,
-        block_tokens=16,
-        engine="test",
-        devices=[device],
-        memory=local_range(device),
-    )
-    made.start_keeper()
+    made = start_pool(own_settings(idle_trim_s=None))
     yield made
     made.close(discard=True)
     ledger.reap()

@@ -1,0 +1,47 @@
+"""A pool with its keeper, on a ledger of the test's own; its memory is this process's."""
+
+from __future__ import annotations
+
+import os
+import random
+from dataclasses import replace
+from typing import Any
+
+from kvelastic import config
+from kvelastic.config import Config
+from kvelastic.device import host
+from kvelastic.layout import PageLayout
+from kvelastic.pool import ElasticPool, local_range, open_pool
+
+BLOCKS_PER_PAGE = 8
+PAGES = 16
+LAYOUT = PageLayout(
+    block_bytes=64 << 10, buffers=4, blocks_per_page=BLOCKS_PER_PAGE, extent_bytes=2 << 20
+)
+
+
+def own_settings(**changes: Any) -> Config:
+    """Nothing is mapped ahead of demand, so that two looks one after the other agree."""
+    return replace(
+        config.load({}),
+        ledger=f"test-{os.getpid()}-{random.randrange(1 << 32):x}",
+        host_memory=PAGES * LAYOUT.page_bytes,
+        page_prealloc_enabled=False,
+        **changes,
+    )
+
+
+def start_pool(settings: Config) -> ElasticPool:
+    device = host(settings)
+    pool = open_pool(
+        settings,
+        LAYOUT,
+        PAGES,
+        num_blocks=PAGES * BLOCKS_PER_PAGE,
+        block_tokens=16,
+        engine="test",
+        devices=[device],
+        memory=local_range(device),
+    )
+    pool.start_keeper()
+    return pool
