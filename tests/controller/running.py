@@ -10,6 +10,7 @@ import contextlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -22,6 +23,7 @@ from typing import Any, TypeVar
 import httpx
 import yaml
 from forked import FAKES, Forked
+from ports import free_port
 from waiting import DEADLINE_S
 
 Self = TypeVar("Self", bound="Program")
@@ -36,6 +38,21 @@ def start(*command: str, environment: Mapping[str, str]) -> subprocess.Popen[str
         text=True,
         env=environment,
     )
+
+
+def rest_of(sock: socket.socket) -> bytes:
+    """What comes until the other end closes."""
+    return b"".join(iter(lambda: sock.recv(1 << 20), b""))
+
+
+def fake_launch(folder: Path, *more: str, **settings: Any) -> dict[str, Any]:
+    """A model's `launch`: the controller starts a fake engine with these arguments."""
+    return {
+        "command": [sys.executable, str(FAKES / "engine.py"), "--port={port}", *more],
+        "port": free_port(),
+        "log_file": str(folder / "engine.log"),
+        **settings,
+    }
 
 
 class Program:

@@ -18,7 +18,7 @@ from typing import Any
 import aiohttp
 import pytest
 from ports import free_port
-from running import FAKES, Controller, Engine, config_for
+from running import FAKES, Controller, Engine, config_for, rest_of
 from waiting import DEADLINE_S, wait_until
 
 pytestmark = pytest.mark.slow
@@ -175,10 +175,6 @@ def ask(port: int, path: str, **body: object) -> socket.socket:
         % (path.encode(), len(raw), raw)
     )
     return sock
-
-
-def rest_of(sock: socket.socket) -> bytes:
-    return b"".join(iter(lambda: sock.recv(1 << 20), b""))
 
 
 def test_an_engine_that_falls_silent_in_its_answer_is_given_up_and_a_slow_client_is_not() -> None:

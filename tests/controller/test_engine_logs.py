@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import socket
-import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -13,8 +12,7 @@ from typing import Any
 import httpx
 import psutil
 import pytest
-from ports import free_port
-from running import FAKES, Controller
+from running import Controller, fake_launch
 from test_slow_clients import dial, metric
 from waiting import DEADLINE_S, wait_until
 
@@ -141,9 +139,7 @@ def test_who_is_too_far_behind_is_told_how_much_is_left_out(path: Path, reader: 
 
 
 def launched(folder: Path, **launch: Any) -> dict[str, Any]:
-    command = [sys.executable, str(FAKES / "engine.py"), "--kind=openai", "--port={port}"]
-    log = {"log_file": str(folder / "log"), "port": free_port()}
-    return {"name": "m", "launch": {"command": command, **log, **launch}}
+    return {"name": "m", "launch": fake_launch(folder, "--kind=openai", **launch)}
 
 
 def say(model: dict[str, Any], text: str, lines: int = 1) -> None:

@@ -11,8 +11,7 @@ from typing import Any
 import httpx
 import psutil
 import pytest
-from ports import free_port
-from running import FAKES, Controller
+from running import FAKES, Controller, fake_launch
 from waiting import wait_until
 
 from kvelastic.controller.engine_process import STEADY_S, Restarts
@@ -20,15 +19,8 @@ from kvelastic.controller.engine_process import STEADY_S, Restarts
 pytestmark = pytest.mark.slow
 
 
-def launched(tmp_path: Path, *more: str, **launch: Any) -> dict[str, Any]:
-    command = [sys.executable, str(FAKES / "engine.py"), "--port={port}", *more]
-    settings = {
-        "command": command,
-        "port": free_port(),
-        "backoff": "50ms",
-        "log_file": str(tmp_path / "engine.log"),
-        **launch,
-    }
+def launched(folder: Path, *more: str, **launch: Any) -> dict[str, Any]:
+    settings = fake_launch(folder, *more, **{"backoff": "50ms", **launch})
     return {"models": [{"name": "m", "engine": "vllm", "launch": settings}]}
 
 

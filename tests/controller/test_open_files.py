@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 from ports import free_port
-from running import FAKES, Controller, Engine, config_for
-from test_slow_clients import dial, metric, post, rest_of
+from running import FAKES, Controller, Engine, config_for, rest_of
+from test_slow_clients import dial, metric, post
 from waiting import wait_until
 
 from kvelastic.errors import SegmentError, is_out_of_descriptors

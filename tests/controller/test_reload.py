@@ -33,6 +33,7 @@ def test_models_come_and_go_and_no_request_is_lost() -> None:
         wait_until(lambda: front.complete("one").status_code == 200)
 
 
+@pytest.mark.slow
 def test_what_changes_of_a_model_holds_at_once_and_its_state_stays() -> None:
     with Engine() as engine, Controller(config_for(engine)) as front:
         front.post("/action/sleep/m")
@@ -52,6 +53,7 @@ def test_a_file_with_a_fault_changes_nothing() -> None:
         assert front.complete().status_code == 200
 
 
+@pytest.mark.slow
 def test_what_needs_a_restart_is_said() -> None:
     with Engine() as engine, Controller(config_for(engine)) as front:
         front.write(config_for(engine, server={"header_timeout": 3}))

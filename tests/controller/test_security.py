@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import random
 import socket
-import subprocess
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -13,6 +12,7 @@ from pathlib import Path
 
 import needs
 import pytest
+from certificates import make_certificate
 from processes import run_python
 from running import Controller, Engine, config_for
 from waiting import DEADLINE_S, wait_until
@@ -245,13 +245,7 @@ def test_a_plain_key_is_warned_about(engine: Engine) -> None:
 
 @needs.openssl
 def test_https_only_where_a_certificate_is_given(engine: Engine, tmp_path: Path) -> None:
-    cert, key = tmp_path / "cert.pem", tmp_path / "key.pem"
-    made = subprocess.run(
-        ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj",
-         "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1", "-keyout", key, "-out", cert],
-        capture_output=True, timeout=DEADLINE_S, check=False,
-    )  # fmt: skip
-    assert made.returncode == 0, made.stderr
+    cert, key = make_certificate(tmp_path)
     import ssl
     import urllib.request
 

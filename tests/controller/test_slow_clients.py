@@ -8,7 +8,6 @@ import json
 import resource
 import socket
 import ssl
-import subprocess
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Any
 
 import httpx
 import pytest
+from certificates import make_certificate
 from hypothesis import given
 from hypothesis import strategies as st
 from running import Controller, Engine, config_for
@@ -49,10 +49,6 @@ def dial(port: int, receive_buffer_bytes: int = 65536) -> socket.socket:
     sock.settimeout(DEADLINE_S)
     sock.connect(("127.0.0.1", port))
     return sock
-
-
-def rest_of(sock: socket.socket) -> bytes:
-    return b"".join(iter(lambda: sock.recv(1 << 20), b""))
 
 
 def is_cut(sock: socket.socket) -> bool:
@@ -191,18 +187,6 @@ def test_pages_of_our_own_are_watched_too(front: Controller) -> None:
         wait_until(lambda: metric(front, "connections") == before + 1)
         with impatient(front):
             wait_until(lambda: metric(front, "connections") == before)
-
-
-def make_certificate(folder: Path) -> tuple[Path, Path]:
-    """A certificate of 127.0.0.1 that signs itself, and its key."""
-    certificate, key = folder / "cert.pem", folder / "key.pem"
-    names = "subjectAltName=IP:127.0.0.1"
-    subprocess.run(
-        ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2",
-         "-subj", "/CN=x", "-addext", names, "-keyout", str(key), "-out", str(certificate)],
-        check=True, capture_output=True,
-    )  # fmt: skip
-    return certificate, key
 
 
 def test_over_tls(engine: Engine, tmp_path: Path) -> None:

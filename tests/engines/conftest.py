@@ -29,14 +29,12 @@ sglang_ends = contextlib.ExitStack()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        if HERE in item.path.parents:
-            item.add_marker(pytest.mark.engine)
-            item.add_marker(needs.vllm)
+    places = [place for place, item in enumerate(items) if item.path.parent == HERE]
     # What ends the shared servers comes last, so that they are not started again.
-    places = [place for place, item in enumerate(items) if HERE in item.path.parents]
     ordered = sorted((items[place] for place in places), key=_ends_servers)
     for place, item in zip(places, ordered, strict=True):
+        item.add_marker(pytest.mark.engine)
+        item.add_marker(needs.vllm)
         items[place] = item
 
 
