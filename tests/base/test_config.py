@@ -176,6 +176,7 @@ def test_refused_with_name_value_and_what_is_accepted(name: str, text: str) -> N
     assert variable.accepts in message
 
 
+@pytest.mark.slow
 @given(st.sampled_from(VARIABLES), st.text(max_size=12))
 @settings(deadline=None)
 def test_any_value_is_read_or_refused(variable: Any, text: str) -> None:

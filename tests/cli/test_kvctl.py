@@ -82,6 +82,7 @@ def test_guarantee_and_priority_are_shown_where_there_is_room(owner):
     assert "Prio" in wide
 
 
+@pytest.mark.slow
 def test_list_in_a_pipe_is_plain_text(owner):
     result = subprocess.run([KVCTL, "list", owner.name], capture_output=True, text=True, check=True)
     heading, line = result.stdout.splitlines()
@@ -322,6 +323,7 @@ def test_gc_frees_what_the_dead_had_of_a_device():
         assert list(SHM.glob(f".kvelastic_ledger_{group}*")) == []
 
 
+@pytest.mark.slow
 def test_whoever_looks_frees_what_the_dead_had_of_a_device():
     group = f"look-{random.randrange(1 << 40):x}"
     with Instance(KVELASTIC_HOST_MEMORY="64M", KVELASTIC_LEDGER=group) as victim:
@@ -465,6 +467,7 @@ def test_names_are_completed(owner):
     assert f"plain,{owner.name}" in result.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "arguments", [["list", "--json"], ["--version"], ["gc"], ["set", "no_such", "--min", "1"]]
 )

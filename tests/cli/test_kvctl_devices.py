@@ -306,6 +306,7 @@ def test_colours_and_their_absence(gpus):
     assert on_terminal(gpus, 160, PYTHONIOENCODING="ascii", NO_COLOR="1").isascii()
 
 
+@pytest.mark.slow
 def test_help_and_a_quick_start():
     result = subprocess.run([KVCTL, "devices", "--help"], capture_output=True, text=True)
     assert result.returncode == 0

@@ -40,6 +40,7 @@ def now_at(pool: _vmm.Pool, blocks: list[int]) -> list[int]:
     return [where[block] for block in blocks]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["paged", "per buffer", "block that divides no page"])
 def test_pages_are_emptied_and_nothing_is_lost(layout: str) -> None:
     memory = Memory(LAYOUTS[layout], PAGES)

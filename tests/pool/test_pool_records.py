@@ -87,6 +87,7 @@ def test_a_failing_driver_is_heard_of() -> None:
     pool.copy_out(ids, staging, [0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["paged", "per buffer"])
 def test_a_record_has_a_part_of_every_rank(layout: str) -> None:
     with Scheduler(layout, ranks=3) as scheduler, scheduler.all_workers() as workers:
