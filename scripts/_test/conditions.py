@@ -18,7 +18,7 @@ import psutil
 from kvelastic.host_capacity import machine_memory_bytes
 
 LOOPS = 8
-MEMORY_NEEDED_BYTES = 10 << 30
+MEMORY_NEEDED_BYTES = 8 << 30
 """The most that the tests use, with two lanes."""
 
 _WRITER = """
