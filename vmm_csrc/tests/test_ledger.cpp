@@ -596,7 +596,7 @@ TEST(ledger_takes_cache_at_once_of_who_reports_no_unfinished_request) {
   REQUIRE(worker && asker);
   CHECK(worker->grant(kPages, kPage) == kPages);
   worker->report_busy(true);
-  worker->publish(0, 20 * kPage, 4 * kPage, kPage, true);
+  worker->publish(0, 24 * kPage, 0, kPage, true);
   CHECK(!asker->ask(kPages * kPage) && worker->wanted().bytes == 0);
   const std::uint32_t heard = asker->bell();
   worker->report_busy(false);
