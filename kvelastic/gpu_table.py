@@ -20,6 +20,8 @@ class Row(NamedTuple):
 
 
 ROWS: Final = (
+    Row("NVIDIA H100 80GB HBM3", "580.159.04", "vLLM's Triton kernels, V2 runner", "seen"),
+    Row("NVIDIA H100 80GB HBM3", "580.159.04", "transformers 5.17, sdpa", "seen"),
     Row("the simulated driver", "CUDA 13.0", "vLLM's CPU kernels, V1 runner", "simulated"),
     Row("the simulated driver", "CUDA 13.0", "vLLM's CPU kernels, V2 runner", "simulated"),
 )

@@ -48,14 +48,14 @@ bool is_final(const Error& error) {
          error.code == Errc::kChannelTimeout;
 }
 
-/// Remembers a failure after which nobody knows what is mapped. A page that is said to be mapped
-/// and is not would be a fault in the engine, far from here.
 /// What strangers hold is looked at again soon, where others than instances may have taken the
 /// memory, or are to be seen now that it has come.
 void PoolPages::note_moved(std::uint64_t pages) {
   if (places_ && works_behind()) figures_.note_moved(pages);
 }
 
+/// Remembers a failure after which nobody knows what is mapped. A page that is said to be mapped
+/// and is not would be a fault in the engine, far from here.
 void PoolPages::note_if_final(const Status& answered) {
   if (answered || accounting_.failure() || !is_final(answered.error())) return;
   Error error = answered.error();
