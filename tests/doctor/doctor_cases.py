@@ -191,7 +191,7 @@ TABLE: list[tuple[str, str, Facts, str]] = [
         "those that can: none",
     ),
     ("gpu.seen", "ok", GOOD, "cuda:0 H200: GPUs of this model have run kvelastic"),
-    ("gpu.seen", "note", replace(GOOD, gpus_that_ran=ROWS), "What has: the simulated driver"),
+    ("gpu.seen", "note", replace(GOOD, gpus_that_ran=ROWS), "What has: NVIDIA H100"),
     ("gpu.packages", "ok", GOOD, "NVML is there, with nvidia-ml-py 13.580"),
     ("gpu.packages", "ok", on_host(), "of no use without a driver"),
     ("gpu.packages", "note", without("nvidia-ml-py"), "with no Python package"),
