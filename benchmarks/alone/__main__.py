@@ -40,7 +40,7 @@ from benchmarks.transformers.comparison import AGAIN, ELASTIC, NAMES, STOCK, hea
 from benchmarks.transformers.engines import SERIES
 from benchmarks.transformers.results import Part, Table
 from benchmarks.vllm.models import ROOT, prepare
-from kvelastic import segment
+from kvelastic import ledger, segment
 
 ENGINES = ("vllm", "sglang", "transformers")
 FOLDER = Path(__file__).parent / "results"
@@ -297,6 +297,9 @@ def main() -> int:
         except (AssertionError, OSError, subprocess.SubprocessError) as error:
             print(f"FAILED: {error or type(error).__name__}", file=sys.stderr)
             return 1
+        finally:  # vLLM's engines are killed
+            ledger.reap()
+            segment.reap()
     is_whole = not (given.quick or given.engine or given.load)
     kept_in = FOLDER if is_whole else results.ROOT / "build/bench-alone"
     page = results.write(kept_in, told, done, {}, title="A server on its own")
