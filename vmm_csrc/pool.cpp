@@ -328,25 +328,38 @@ void Pool::evict_over_bound() {
 }
 
 std::optional<std::chrono::milliseconds> Pool::evict_idle() {
-  using std::chrono::milliseconds;
-  const std::lock_guard session(session_);
+  // The session is taken only to evict: an engine may be in it for a whole step.
+  if (const auto left = until_idle_eviction(); !left || left->count() > 0) return left;
+  {
+    const std::lock_guard session(session_);
+    const Lock lock(mutex_);
+    const IdleTimes idle = idle_times();
+    accounting_.evict_idle(static_cast<std::uint32_t>(idle.clean_ms),
+                           static_cast<std::uint32_t>(idle.dirty_ms));
+    figures_.update();
+  }
+  return until_idle_eviction();
+}
+
+/// How long until a cached block has been idle for too long; none: there is none that ages.
+std::optional<std::chrono::milliseconds> Pool::until_idle_eviction() {
   const Lock lock(mutex_);
+  if (!calls_.arm_cache_idle(figures_.has_cached_to_age())) return std::nullopt;
   Blocks& blocks = accounting_.blocks();
   blocks.set_now(now_ms());
+  const IdleTimes idle = idle_times();
+  std::int64_t left_ms = idle.dirty_ms;
+  if (const auto clean = blocks.oldest_clean_ms())
+    left_ms = std::min(left_ms, idle.clean_ms - *clean);
+  if (const auto dirty = blocks.oldest_dirty_ms())
+    left_ms = std::min(left_ms, idle.dirty_ms - *dirty);
+  return std::chrono::milliseconds(std::max<std::int64_t>(left_ms, 0));
+}
+
+/// A tier has as long again to copy what is dirty.
+Pool::IdleTimes Pool::idle_times() const {
   const std::int64_t idle_ms = options_.cache_idle.count();
-  // A tier has as long again to copy what is dirty.
-  const std::int64_t dirty_ms = demotions_.takes_blocks() ? 2 * idle_ms : idle_ms;
-  const std::uint64_t before = blocks.cached_blocks();
-  if (idle_ms >= 0) {
-    accounting_.evict_idle(static_cast<std::uint32_t>(idle_ms),
-                           static_cast<std::uint32_t>(dirty_ms));
-  }
-  if (!calls_.arm_cache_idle(figures_.has_cached_to_age())) return std::nullopt;
-  if (blocks.cached_blocks() != before) figures_.update();
-  std::int64_t left_ms = dirty_ms;
-  if (const auto clean = blocks.oldest_clean_ms()) left_ms = std::min(left_ms, idle_ms - *clean);
-  if (const auto dirty = blocks.oldest_dirty_ms()) left_ms = std::min(left_ms, dirty_ms - *dirty);
-  return milliseconds(std::max<std::int64_t>(left_ms, 1));
+  return {idle_ms, demotions_.takes_blocks() ? 2 * idle_ms : idle_ms};
 }
 
 std::chrono::milliseconds Pool::oldest_dirty() {

@@ -295,7 +295,7 @@ class Pool {
   Result<std::uint64_t> compact();
   /// Evicts cached blocks that nothing has used for PoolOptions::cache_idle; returns when to call
   /// it again. None: not before the pool calls for it (KeeperWork::cache_idle). Waits for the
-  /// session.
+  /// session if there is something to evict.
   std::optional<std::chrono::milliseconds> evict_idle();
   /// For how long the oldest dirty cached block has been cached; 0 without one.
   std::chrono::milliseconds oldest_dirty();
@@ -348,6 +348,11 @@ class Pool {
   bool take_mapped(Parts parts, std::vector<BlockId>& out);
   void given_back(Lock& lock);
   void evict_over_bound();
+  struct IdleTimes {
+    std::int64_t clean_ms, dirty_ms;
+  };
+  IdleTimes idle_times() const;
+  std::optional<std::chrono::milliseconds> until_idle_eviction();
   Result<LimitState> enforce_now();
   bool would_drop(std::uint64_t pages) const;
   void demote_for_limit(const std::function<bool()>& interrupted);

@@ -449,3 +449,16 @@ def test_idle_eviction_starts_again_after_the_cache_was_empty() -> None:
             instance.pool.cache(ids)
             wait_until(lambda: instance.pool.stats()["blocks_cached"] == 0, "blocks are cached")
             ids = alloc(instance.pool, 3)
+
+
+@pytest.mark.parametrize("cache_idle_s", [-1.0, 3600.0])
+def test_a_round_without_idle_blocks_does_not_wait_for_the_session(cache_idle_s: float) -> None:
+    with Instance(cache_idle_s=cache_idle_s) as instance:
+        instance.pool.cache(alloc(instance.pool, 3))
+        instance.looked()
+        instance.pool.enter()
+        try:
+            for _ in range(3):  # each begins when the round before has ended
+                instance.looked()
+        finally:
+            instance.pool.exit()
