@@ -33,13 +33,13 @@ BLOCKS = PAGES * LAYOUT.blocks_per_page
 COUNTS = st.integers(0, 2 * LAYOUT.blocks_per_page)
 
 
-def make_memory(max_cached_blocks: int = -1) -> tuple[_vmm.Range, _vmm.Pool]:
-    arena = _vmm.Range.reserve(_vmm.HostDriver(), native_geometry(LAYOUT, PAGES))
+def make_memory(max_cached_blocks: int = -1, pages: int = PAGES) -> tuple[_vmm.Range, _vmm.Pool]:
+    arena = _vmm.Range.reserve(_vmm.HostDriver(), native_geometry(LAYOUT, pages))
     pool = _vmm.Pool(
         arena,
-        max_blocks=BLOCKS,
-        limit_bytes=PAGES * LAYOUT.page_bytes,
-        capacity_bytes=PAGES * LAYOUT.page_bytes,
+        max_blocks=pages * LAYOUT.blocks_per_page,
+        limit_bytes=pages * LAYOUT.page_bytes,
+        capacity_bytes=pages * LAYOUT.page_bytes,
         min_reserved_pages=0,
         max_reserved_pages=0,
         max_cached_blocks=max_cached_blocks,
@@ -48,12 +48,16 @@ def make_memory(max_cached_blocks: int = -1) -> tuple[_vmm.Range, _vmm.Pool]:
     return arena, pool
 
 
-def make_pool(memory: _vmm.Pool, **options):
+def make_pool(memory: _vmm.Pool, pages: int = PAGES, **options):
     from kvelastic.integration.vllm.block_pool import ElasticBlockPool
 
     settings_of_vllm = {"enable_caching": True, "hash_block_size": 32, **options}
-    id_span = LAYOUT.id_span(PAGES)
-    return ElasticBlockPool(BLOCKS, memory=memory, id_span=id_span, **settings_of_vllm)
+    return ElasticBlockPool(
+        pages * LAYOUT.blocks_per_page,
+        memory=memory,
+        id_span=LAYOUT.id_span(pages),
+        **settings_of_vllm,
+    )
 
 
 def key_of(number: int) -> bytes:

@@ -12,10 +12,8 @@ from typing import Any
 import needs
 import pytest
 from simulated_scheduler import SimulatedRequest, SimulatedScheduler
-from test_elastic_block_pool import LAYOUT, key_of
+from test_elastic_block_pool import LAYOUT, key_of, make_memory, make_pool
 
-from kvelastic import _vmm
-from kvelastic.pool import native_geometry
 from kvelastic.scheduling.over_limit import OverLimit
 
 pytestmark = [pytest.mark.slow, needs.vllm, pytest.mark.filterwarnings("ignore")]
@@ -78,25 +76,8 @@ def steps_until_it_holds(
     wait_s: float | None, steps_on_their_way: int, *, prefix_caching: bool
 ) -> tuple[int, int]:
     """Steps until the lowered limit holds, and requests that run then."""
-    from kvelastic.integration.vllm.block_pool import ElasticBlockPool
-
-    blocks = PAGES * LAYOUT.blocks_per_page
-    memory = _vmm.Pool(
-        _vmm.Range.reserve(_vmm.HostDriver(), native_geometry(LAYOUT, PAGES)),
-        max_blocks=blocks,
-        limit_bytes=PAGES * LAYOUT.page_bytes,
-        capacity_bytes=PAGES * LAYOUT.page_bytes,
-        min_reserved_pages=0,
-        max_reserved_pages=0,
-        movable=True,
-    )
-    pool = ElasticBlockPool(
-        blocks,
-        memory=memory,
-        id_span=LAYOUT.id_span(PAGES),
-        enable_caching=prefix_caching,
-        hash_block_size=32,
-    )
+    _, memory = make_memory(pages=PAGES)
+    pool = make_pool(memory, pages=PAGES, enable_caching=prefix_caching)
     pool.over_limit = OverLimit(pool.memory, wait_s)
     scheduler = Scheduler(
         pool,

@@ -10,10 +10,7 @@ from typing import NamedTuple
 import needs
 import pytest
 from simulated_scheduler import SimulatedScheduler
-from test_elastic_block_pool import LAYOUT, key_of
-
-from kvelastic import _vmm
-from kvelastic.pool import native_geometry
+from test_elastic_block_pool import LAYOUT, key_of, make_memory, make_pool
 
 pytestmark = [
     pytest.mark.slow,
@@ -39,25 +36,8 @@ class Outcome(NamedTuple):
 
 
 def lower_the_limit(steps_on_their_way: int, *, prefix_caching: bool) -> Outcome:
-    from kvelastic.integration.vllm.block_pool import ElasticBlockPool
-
-    blocks = PAGES * LAYOUT.blocks_per_page
-    memory = _vmm.Pool(
-        _vmm.Range.reserve(_vmm.HostDriver(), native_geometry(LAYOUT, PAGES)),
-        max_blocks=blocks,
-        limit_bytes=PAGES * LAYOUT.page_bytes,
-        capacity_bytes=PAGES * LAYOUT.page_bytes,
-        min_reserved_pages=0,
-        max_reserved_pages=0,
-        movable=True,
-    )
-    pool = ElasticBlockPool(
-        blocks,
-        memory=memory,
-        id_span=LAYOUT.id_span(PAGES),
-        enable_caching=prefix_caching,
-        hash_block_size=32,
-    )
+    _, memory = make_memory(pages=PAGES)
+    pool = make_pool(memory, pages=PAGES, enable_caching=prefix_caching)
     scheduler = SimulatedScheduler(
         pool,
         steps_on_their_way=steps_on_their_way,
