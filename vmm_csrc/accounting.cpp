@@ -122,15 +122,14 @@ void Accounting::evict_down_to(std::uint64_t bound) {
   note_evicted(before);
 }
 
-void Accounting::evict_clean_down_to(std::uint64_t bound) {
-  const std::uint64_t over =
-      blocks_->cached_blocks() > bound ? blocks_->cached_blocks() - bound : 0;
-  evict_oldest(std::min(over, blocks_->clean_blocks()));
+void Accounting::evict_not_copyable_down_to(std::uint64_t bound) {
+  const std::uint64_t cached = blocks_->cached_blocks();
+  evict_oldest(cached - std::min(cached, std::max(bound, blocks_->copyable_blocks())));
 }
 
-void Accounting::evict_idle(std::uint32_t clean_idle_ms, std::uint32_t dirty_idle_ms) {
+void Accounting::evict_idle(std::uint32_t idle_ms, std::uint32_t copyable_idle_ms) {
   const std::size_t before = evicted_.size();
-  blocks_->evict_idle(clean_idle_ms, dirty_idle_ms, evicted_);
+  blocks_->evict_idle(idle_ms, copyable_idle_ms, evicted_);
   note_evicted(before);
 }
 

@@ -144,10 +144,10 @@ class Accounting {
   /// Until `bound` cached blocks are left: whole pages where that costs no more blocks than the
   /// bound asks for, since only a whole page is memory given back; the oldest blocks for the rest.
   void evict_down_to(std::uint64_t bound);
-  /// Until `bound` cached blocks or no clean ones are left: the oldest clean ones.
-  void evict_clean_down_to(std::uint64_t bound);
+  /// Until `bound` cached blocks or only copyable ones are left.
+  void evict_not_copyable_down_to(std::uint64_t bound);
   /// As Blocks::evict_idle.
-  void evict_idle(std::uint32_t clean_idle_ms, std::uint32_t dirty_idle_ms);
+  void evict_idle(std::uint32_t idle_ms, std::uint32_t copyable_idle_ms);
   /// The blocks have been copied, or have not been: as Blocks::finish_move. Answers how many moved.
   std::uint64_t finish_moves(std::span<const BlockMove> moves, bool copied);
   /// Frees every block and every reservation; what was cached is evicted. Pinned blocks are free

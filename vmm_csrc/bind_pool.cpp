@@ -422,11 +422,11 @@ void bind_pool(nb::module_& m) {
           "max_cached_blocks", [](const Pool& pool) { return own(pool).max_cached_blocks(); },
           "How many blocks the pool keeps cached; -1: no bound.")
       .def_prop_ro(
-          "oldest_dirty_s",
+          "oldest_copyable_s",
           [](Pool& pool) {
-            return std::chrono::duration<double>(own(pool).oldest_dirty()).count();
+            return std::chrono::duration<double>(own(pool).oldest_copyable()).count();
           },
-          "For how long the oldest dirty cached block has been cached; 0 without one.")
+          "For how long the oldest block that a tier can copy has been cached; 0 without one.")
       .def("check_integrity", [](const Pool& pool) { check(own(pool).check_integrity()); });
 
   nb::class_<Keeper>(m, "Keeper", "The instance's thread: requests, provisioning, decay.")

@@ -359,16 +359,20 @@ bool Blocks::evict_cheapest_page(std::vector<EvictedBlock>& evicted) {
 }
 
 bool Blocks::evict_oldest_block(std::vector<EvictedBlock>& evicted) {
-  const BlockList& list = clean_lru_.oldest() != 0 ? clean_lru_ : lru_;
-  if (list.oldest() == 0) return false;
-  evict_oldest_of(list, evicted);
-  return true;
+  for (const BlockList& list : lists_) {
+    if (list.oldest() == 0) continue;
+    evict_oldest_of(list, evicted);
+    return true;
+  }
+  return false;
 }
 
-void Blocks::evict_idle(std::uint32_t clean_idle_ms, std::uint32_t dirty_idle_ms,
+void Blocks::evict_idle(std::uint32_t idle_ms, std::uint32_t copyable_idle_ms,
                         std::vector<EvictedBlock>& evicted) {
-  while (oldest_clean_ms() >= clean_idle_ms) evict_oldest_of(clean_lru_, evicted);
-  while (oldest_dirty_ms() >= dirty_idle_ms) evict_oldest_of(lru_, evicted);
+  for (const Cached as : {kClean, kKeyless, kCopyable}) {
+    const std::uint32_t most_ms = as == kCopyable ? copyable_idle_ms : idle_ms;
+    while (age_ms(as) >= most_ms) evict_oldest_of(lists_[as], evicted);
+  }
 }
 
 /// Pre: the list is not empty.
@@ -426,10 +430,16 @@ void Blocks::make_free(Place at) {
   remove_cached(at);
 }
 
+Blocks::Cached Blocks::cached_as(Place at) const {
+  if (!has_identities_) return kKeyless;
+  const Identity& identity = identities_[dense(at)];
+  return identity.clean ? kClean : identity.key.is_none() ? kKeyless : kCopyable;
+}
+
 void Blocks::add_cached(Place at) {
   const bool clean = is_clean(at);
   cached_at_ms_[dense(at)] = now_ms_;
-  (clean ? clean_lru_ : lru_).append(dense(at));
+  list_of(at).append(dense(at));
   ++pages_[at.page].cached;
   ++cached_blocks_;
   pages_[at.page].clean += clean ? 1 : 0;
@@ -438,7 +448,7 @@ void Blocks::add_cached(Place at) {
 
 void Blocks::remove_cached(Place at) {
   const bool clean = is_clean(at);
-  (clean ? clean_lru_ : lru_).remove(dense(at));
+  list_of(at).remove(dense(at));
   --pages_[at.page].cached;
   --cached_blocks_;
   pages_[at.page].clean -= clean ? 1 : 0;

@@ -23,6 +23,7 @@
 // handed out, so page 0 is never parked once it is mapped.
 #pragma once
 
+#include <array>
 #include <cstdint>
 #include <functional>
 #include <memory>
@@ -124,18 +125,20 @@ class Blocks {
   /// used block: of those that are clean all over, or else the one with the fewest dirty blocks.
   /// The page is parked then. False: there is no such page.
   bool evict_cheapest_page(std::vector<EvictedBlock>& evicted);
-  /// Frees the block that was cached first, of the clean ones if there are any. False: none is
-  /// cached.
+  /// Frees the block that was cached first among the clean ones, else among those without a key,
+  /// else among the copyable ones. False: none is cached.
   bool evict_oldest_block(std::vector<EvictedBlock>& evicted);
   /// Sets the time, in milliseconds modulo 2^32. A block that becomes cached is stamped with it.
   void set_now(std::uint32_t now_ms) { now_ms_ = now_ms; }
-  /// Frees clean blocks that have been cached for `clean_idle_ms`, and dirty ones that have been
-  /// for `dirty_idle_ms`. A block that became clean after a younger one waits for that one.
-  void evict_idle(std::uint32_t clean_idle_ms, std::uint32_t dirty_idle_ms,
+  /// Frees blocks that have been cached for `idle_ms`; copyable ones after `copyable_idle_ms`. A
+  /// block that became clean after a younger one waits for that one.
+  void evict_idle(std::uint32_t idle_ms, std::uint32_t copyable_idle_ms,
                   std::vector<EvictedBlock>& evicted);
   /// How long the next block that evict_idle() would free has been cached; none: there is none.
-  std::optional<std::uint32_t> oldest_clean_ms() const { return age_ms(clean_lru_); }
-  std::optional<std::uint32_t> oldest_dirty_ms() const { return age_ms(lru_); }
+  std::optional<std::uint32_t> oldest_not_copyable_ms() const {
+    return std::max(age_ms(kClean), age_ms(kKeyless));
+  }
+  std::optional<std::uint32_t> oldest_copyable_ms() const { return age_ms(kCopyable); }
   /// Cached blocks of the page that evict_cheapest_page() would take; none: there is none.
   std::optional<std::uint32_t> cheapest_page_cost() const;
 
@@ -224,6 +227,8 @@ class Blocks {
   std::uint64_t clean_blocks() const { return clean_blocks_; }
   /// Dirty cached blocks: some may have no key, and some are leaving.
   std::uint64_t dirty_blocks() const { return cached_blocks_ - clean_blocks_; }
+  /// Dirty cached blocks with keys, which a tier can copy; some are leaving.
+  std::uint64_t copyable_blocks() const { return lists_[kCopyable].size(); }
   std::uint64_t leaving_blocks() const { return leaving_blocks_; }
   /// Cached blocks of which eviction makes free ones: not those of closed pages.
   std::uint64_t evictable_blocks() const { return cached_blocks_ - closed_cached_; }
@@ -245,6 +250,12 @@ class Blocks {
     std::uint32_t reading;    // blocks of it that are being copied
     std::uint32_t parked_at;  // its place in parked_ or drained_, while it is parked
     bool closed;
+  };
+  /// The lists of cached blocks, in the order in which they are evicted.
+  enum Cached : std::uint8_t {
+    kClean,     ///< a tier has a copy
+    kKeyless,   ///< dirty and without a key: no tier can copy it
+    kCopyable,  ///< dirty, with a key
   };
   struct Place {
     PageIndex page;
@@ -302,10 +313,14 @@ class Blocks {
   }
   bool is_clean(Place at) const { return has_identities_ && identities_[dense(at)].clean; }
   void set_clean(Place at, bool clean);
+  /// Which list a cached block is in.
+  Cached cached_as(Place at) const;
+  BlockList& list_of(Place at) { return lists_[cached_as(at)]; }
   std::optional<PageIndex> cheapest_page() const;
-  std::optional<std::uint32_t> age_ms(const BlockList& list) const {
-    if (list.oldest() == 0) return std::nullopt;
-    return now_ms_ - cached_at_ms_[list.oldest() - 1];  // modulo 2^32
+  std::optional<std::uint32_t> age_ms(Cached as) const {
+    const std::uint32_t oldest = lists_[as].oldest();
+    if (oldest == 0) return std::nullopt;
+    return now_ms_ - cached_at_ms_[oldest - 1];  // modulo 2^32
   }
   void evict_oldest_of(const BlockList& list, std::vector<EvictedBlock>& evicted);
   bool can_leave(Place at) const;
@@ -321,11 +336,10 @@ class Blocks {
   const std::uint64_t words_per_page_;
   const std::uint64_t ids_per_page_;  // where an extent is whole blocks; 0 otherwise
   LazyArray<Page> pages_;
-  LazyArray<std::uint64_t> taken_;         // a bit a block: used or cached
-  LazyArray<std::uint64_t> cached_;        // a bit a block
-  BlockLinks links_;                       // by dense index
-  BlockList lru_{links_};                  // dirty cached blocks
-  BlockList clean_lru_{links_};            // clean ones
+  LazyArray<std::uint64_t> taken_;   // a bit a block: used or cached
+  LazyArray<std::uint64_t> cached_;  // a bit a block
+  BlockLinks links_;                 // by dense index
+  std::array<BlockList, 3> lists_{BlockList{links_}, BlockList{links_}, BlockList{links_}};
   LazyArray<std::uint32_t> cached_at_ms_;  // by dense index, of cached blocks
   std::uint32_t now_ms_ = 0;
   LazyArray<Identity> identities_;  // by dense index

@@ -62,13 +62,22 @@ Status Blocks::check_integrity() const {
                   std::to_string(parked) + ", " + std::to_string(used) + ", " +
                   std::to_string(cached) + ", " + std::to_string(open));
   }
-  std::uint64_t listed = 0;
-  for (std::uint32_t at = lru_.oldest(); at != 0 && listed <= cached; at = lru_.after(at)) {
-    ++listed;
+  std::uint64_t listed_blocks = 0;
+  for (const Cached as : {kClean, kKeyless, kCopyable}) {
+    const BlockList& list = lists_[as];
+    std::uint64_t listed = 0;
+    for (std::uint32_t at = list.oldest(); at != 0 && listed <= list.size(); at = list.after(at)) {
+      ++listed;
+      if (cached_as(place(at - 1)) != as) {
+        return broken("block " + std::to_string(id_of(place(at - 1))) + " is in the wrong list");
+      }
+    }
+    if (listed != list.size()) return broken("a list of cached blocks is not whole");
+    listed_blocks += listed;
   }
-  if (listed != dirty_blocks() || listed != lru_.size()) {
-    return broken(std::to_string(listed) + " dirty blocks are listed for eviction, " +
-                  std::to_string(dirty_blocks()) + " are cached");
+  if (listed_blocks != cached) {
+    return broken(std::to_string(listed_blocks) + " cached blocks are listed for eviction, " +
+                  std::to_string(cached) + " are cached");
   }
   return check_copies();
 }

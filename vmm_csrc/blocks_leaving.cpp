@@ -24,8 +24,10 @@ Status Blocks::name(std::span<const BlockId> ids, std::span<const BlockKey> keys
     if (identity.key == keys[i]) continue;
     has_identities_ = true;
     set_clean(at, false);
+    if (is_cached(at)) list_of(at).remove(dense(at));
     identity.key = keys[i];
     identity.leaving = 0;
+    if (is_cached(at)) list_of(at).append(dense(at));
   }
   return ok();
 }
@@ -120,7 +122,7 @@ void Blocks::leave_by_pages(std::uint64_t most, Leaving& leaving) {
 Leaving Blocks::begin_leaving(std::uint64_t most, LeaveFirst first) {
   Leaving leaving;
   if (!has_identities_ || most == 0) return leaving;
-  most = std::min(most, dirty_blocks());
+  most = std::min(most, copyable_blocks());
   leaving.ids.reserve(most);
   leaving.keys.reserve(most);
   std::vector<std::uint32_t> blocks;
@@ -129,8 +131,9 @@ Leaving Blocks::begin_leaving(std::uint64_t most, LeaveFirst first) {
   auto& kept = leaving_[newest_leaving_];  // what throws does so before anything has changed
   leaving.ticket = newest_leaving_;
   if (first == LeaveFirst::kOfOnePage) leave_by_pages(most, leaving);
-  for (std::uint32_t at = lru_.oldest(); at != 0 && leaving.ids.size() < most;
-       at = lru_.after(at)) {
+  const BlockList& copyable = lists_[kCopyable];
+  for (std::uint32_t at = copyable.oldest(); at != 0 && leaving.ids.size() < most;
+       at = copyable.after(at)) {
     const Place block = place(at - 1);
     if (!can_leave(block)) continue;
     unlist(block.page);
@@ -215,15 +218,6 @@ Status Blocks::check_copies() const {
     return broken("clean blocks and pages are " + std::to_string(clean_total) + " and " +
                   std::to_string(clean_pages) + ", the totals say " +
                   std::to_string(clean_blocks_) + " and " + std::to_string(clean_page_count_));
-  }
-  std::uint64_t listed = 0;
-  for (std::uint32_t at = clean_lru_.oldest(); at != 0 && listed <= clean_total;
-       at = clean_lru_.after(at)) {
-    ++listed;
-    if (!identities_[at - 1].clean) return broken("a dirty block is listed as clean");
-  }
-  if (listed != clean_total || listed != clean_lru_.size()) {
-    return broken("the list of clean blocks is not whole");
   }
   return ok();
 }

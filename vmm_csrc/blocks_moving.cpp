@@ -130,7 +130,7 @@ bool Blocks::finish_move(const BlockMove& move, bool copied) {
     ++pages_[to.page].cached;
     pages_[to.page].clean += clean ? 1 : 0;
     cached_word(to) |= std::uint64_t{1} << (to.slot % 64);
-    (clean ? clean_lru_ : lru_).replace(dense(from), dense(to));
+    list_of(from).replace(dense(from), dense(to));
     cached_at_ms_[dense(to)] = cached_at_ms_[dense(from)];
   } else {
     taken_word(to) &= ~(std::uint64_t{1} << (to.slot % 64));

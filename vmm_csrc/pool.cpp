@@ -322,8 +322,8 @@ void Pool::evict_over_bound() {
   // In another thread's session nothing is evicted: the next cache() makes up for it.
   const std::unique_lock session(session_, std::try_to_lock);
   if (!session) return;
-  // Cached blocks are free memory to an alloc, so a dirty one may wait for its copy.
-  if (demotions_.takes_blocks()) return accounting_.evict_clean_down_to(bound);
+  // Cached blocks are free memory to an alloc, so a copyable one may wait for its copy.
+  if (demotions_.takes_blocks()) return accounting_.evict_not_copyable_down_to(bound);
   accounting_.evict_down_to(bound);
 }
 
@@ -334,8 +334,8 @@ std::optional<std::chrono::milliseconds> Pool::evict_idle() {
     const std::lock_guard session(session_);
     const Lock lock(mutex_);
     const IdleTimes idle = idle_times();
-    accounting_.evict_idle(static_cast<std::uint32_t>(idle.clean_ms),
-                           static_cast<std::uint32_t>(idle.dirty_ms));
+    accounting_.evict_idle(static_cast<std::uint32_t>(idle.idle_ms),
+                           static_cast<std::uint32_t>(idle.copyable_ms));
     figures_.update();
   }
   return until_idle_eviction();
@@ -348,24 +348,24 @@ std::optional<std::chrono::milliseconds> Pool::until_idle_eviction() {
   Blocks& blocks = accounting_.blocks();
   blocks.set_now(now_ms());
   const IdleTimes idle = idle_times();
-  std::int64_t left_ms = idle.dirty_ms;
-  if (const auto clean = blocks.oldest_clean_ms())
-    left_ms = std::min(left_ms, idle.clean_ms - *clean);
-  if (const auto dirty = blocks.oldest_dirty_ms())
-    left_ms = std::min(left_ms, idle.dirty_ms - *dirty);
+  std::int64_t left_ms = idle.copyable_ms;
+  if (const auto oldest_ms = blocks.oldest_not_copyable_ms())
+    left_ms = std::min(left_ms, idle.idle_ms - *oldest_ms);
+  if (const auto oldest_ms = blocks.oldest_copyable_ms())
+    left_ms = std::min(left_ms, idle.copyable_ms - *oldest_ms);
   return std::chrono::milliseconds(std::max<std::int64_t>(left_ms, 0));
 }
 
-/// A tier has as long again to copy what is dirty.
+/// A tier has as long again to copy a block that it can copy.
 Pool::IdleTimes Pool::idle_times() const {
   const std::int64_t idle_ms = options_.cache_idle.count();
   return {idle_ms, demotions_.takes_blocks() ? 2 * idle_ms : idle_ms};
 }
 
-std::chrono::milliseconds Pool::oldest_dirty() {
+std::chrono::milliseconds Pool::oldest_copyable() {
   const Lock lock(mutex_);
   accounting_.blocks().set_now(now_ms());
-  return std::chrono::milliseconds(accounting_.blocks().oldest_dirty_ms().value_or(0));
+  return std::chrono::milliseconds(accounting_.blocks().oldest_copyable_ms().value_or(0));
 }
 
 std::vector<BlockChange> Pool::take_changes() {

@@ -297,8 +297,8 @@ class Pool {
   /// it again. None: not before the pool calls for it (KeeperWork::cache_idle). Waits for the
   /// session if there is something to evict.
   std::optional<std::chrono::milliseconds> evict_idle();
-  /// For how long the oldest dirty cached block has been cached; 0 without one.
-  std::chrono::milliseconds oldest_dirty();
+  /// For how long the oldest block that a tier can copy has been cached; 0 without one.
+  std::chrono::milliseconds oldest_copyable();
   /// What became of parked pages since the last call, for the decay of those that are not needed.
   ParkedUse take_parked_use();
 
@@ -349,7 +349,7 @@ class Pool {
   void given_back(Lock& lock);
   void evict_over_bound();
   struct IdleTimes {
-    std::int64_t clean_ms, dirty_ms;
+    std::int64_t idle_ms, copyable_ms;
   };
   IdleTimes idle_times() const;
   std::optional<std::chrono::milliseconds> until_idle_eviction();

@@ -191,7 +191,7 @@ class Demoter:
                 clean=stats["blocks_clean"],
                 available=stats["blocks_available"],
                 max_cached=most if (most := self._blocks.max_cached_blocks) >= 0 else None,
-                oldest_dirty_s=self._blocks.oldest_dirty_s,
+                oldest_copyable_s=self._blocks.oldest_copyable_s,
             ),
             watermark=self._rules.watermark,
             idle_s=now_s - self._active_at_s,

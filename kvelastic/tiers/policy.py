@@ -81,8 +81,8 @@ class Occupancy:
     """What alloc could give, evicting as it must."""
     max_cached: int | None = None
     """How many blocks may be cached; None: no bound."""
-    oldest_dirty_s: float = 0.0
-    """How long the oldest dirty block has been cached."""
+    oldest_copyable_s: float = 0.0
+    """For how long the oldest block that a tier can copy has been cached."""
 
     @property
     def dirty(self) -> int:
@@ -123,7 +123,7 @@ def blocks_to_clean(
         if occupancy.max_cached is not None:
             headroom = occupancy.max_cached - occupancy.dirty
             wanted = max(wanted, math.ceil(watermark * occupancy.max_cached) - headroom)
-        if occupancy.oldest_dirty_s >= cache_idle_s / 2:
+        if occupancy.oldest_copyable_s >= cache_idle_s / 2:
             wanted = max(wanted, AGED_BLOCKS)
     return max(0, min(wanted, occupancy.dirty, affordable))
 

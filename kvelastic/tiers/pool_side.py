@@ -95,5 +95,5 @@ class LeavingBlocks(Protocol):
         """How many blocks the pool keeps cached; -1: no bound."""
 
     @property
-    def oldest_dirty_s(self) -> float:
-        """For how long the oldest dirty block has been cached; 0 without one."""
+    def oldest_copyable_s(self) -> float:
+        """For how long the oldest block that a tier can copy has been cached; 0 without one."""

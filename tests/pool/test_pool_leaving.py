@@ -225,6 +225,21 @@ def test_blocks_over_the_cache_bound_are_demoted() -> None:
     pool.check_integrity()
 
 
+def test_keyless_blocks_over_the_cache_bound_are_evicted() -> None:
+    pool = Memory(LAYOUTS["paged"], PAGES).pool(max_cached_blocks=10)
+    pool.use_tiers()
+    assert pool.next_demotion(0) is None
+    ids = sorted(alloc(pool, 30))
+    pool.cache(ids[:12], keys(ids[:12]))
+    pool.cache(ids[12:])
+    assert pool.stats()["blocks_cached"] == 12, "those with keys wait for a copy"
+    leaving = pool.begin_leaving(30)
+    assert leaving.ids == ids[:12]
+    pool.end_leaving(leaving.ticket, [True] * 12)
+    assert pool.stats()["blocks_cached"] == 10
+    pool.check_integrity()
+
+
 def test_blocks_over_the_cache_bound_are_dropped_when_no_tier_takes_them() -> None:
     pool = Memory(LAYOUTS["paged"], PAGES).pool(max_cached_blocks=10)
     pool.use_tiers()

@@ -36,7 +36,7 @@ class FakePool(FakeCopies):
     """Cached blocks by age, and the pool's side of leaving. Block n has key n unless renamed."""
 
     max_cached_blocks = -1
-    oldest_dirty_s = 0.0
+    oldest_copyable_s = 0.0
 
     def __init__(self) -> None:
         super().__init__()

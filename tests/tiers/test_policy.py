@@ -81,7 +81,7 @@ def test_write_back_keeps_headroom_below_the_cache_bound(cached, clean, expected
 
 
 def test_blocks_near_their_idle_time_are_cleaned() -> None:
-    occupancy = Occupancy(used=0, cached=500, clean=10, available=10_000, oldest_dirty_s=300.0)
+    occupancy = Occupancy(used=0, cached=500, clean=10, available=10_000, oldest_copyable_s=300.0)
     assert to_clean(BACK, occupancy, cache_idle_s=600.0) == AGED_BLOCKS
     assert to_clean(BACK, occupancy, cache_idle_s=601.0) == 0
 

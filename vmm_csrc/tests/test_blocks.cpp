@@ -240,23 +240,26 @@ TEST(blocks_idle_for_long_are_evicted) {
     return evicted.size();
   };
   const std::vector<BlockKey> keys(1, BlockKey{1, 1});
+  const std::vector<BlockKey> other_keys{{2, 2}, {3, 3}, {4, 4}};
   blocks.set_now(start_ms);
-  CHECK(static_cast<bool>(blocks.cache({{ids[0], ids[1], ids[2]}})));
+  CHECK(static_cast<bool>(blocks.name({{ids[0], ids[2], ids[3]}}, other_keys)));
+  CHECK(static_cast<bool>(blocks.cache({{ids[0], ids[1], ids[2], ids[4]}})));
   blocks.set_now(start_ms + 60);
   CHECK(static_cast<bool>(blocks.cache({{ids[3]}})));
   CHECK(static_cast<bool>(blocks.name({{ids[1]}}, keys)));
   CHECK(blocks.mark_clean({{ids[1]}}, keys) == 1);
   CHECK(evict_at(99) == 0);
-  CHECK(evict_at(100) == 1);  // the clean one, by the time when it was cached
+  CHECK(evict_at(100) == 2);  // the clean one, by the time when it was cached; then the keyless one
   CHECK(evicted[0] == (EvictedBlock{ids[1], true}));
+  CHECK(evicted[1] == (EvictedBlock{ids[4], false}));
   blocks.set_now(start_ms + 150);
   CHECK(static_cast<bool>(blocks.touch({{ids[0]}})));
   CHECK(static_cast<bool>(blocks.cache({{ids[0]}})));
   CHECK(evict_at(200) == 1);  // used again, ids[0] is younger
   CHECK(evicted[0] == (EvictedBlock{ids[2], false}));
-  CHECK(blocks.oldest_dirty_ms() == 140u);
+  CHECK(blocks.oldest_copyable_ms() == 140u);
   CHECK(evict_at(350) == 2);
-  CHECK(!blocks.oldest_dirty_ms() && !blocks.oldest_clean_ms());
+  CHECK(!blocks.oldest_copyable_ms() && !blocks.oldest_not_copyable_ms());
 }
 
 TEST(blocks_of_a_range_with_the_most_blocks) {
