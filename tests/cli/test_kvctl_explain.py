@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-import signal
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -401,7 +400,7 @@ def test_who_waits_for_whom():
     """One holds the device and is stopped; the other asks it, and both explanations say so."""
     with Instance(**DEVICE) as holder, Instance(KVELASTIC_PRIORITY="5", **DEVICE) as asker:
         holder.cache(holder.alloc(15 * BLOCKS_PER_PAGE - 1))
-        holder.signal(signal.SIGSTOP)
+        holder.stop()
         asker.send("alloc", 10 * BLOCKS_PER_PAGE)
         told = waiting(asker.name)
         (asks, giver) = (line for line in told["lines"] if line["about"] == "asks")
@@ -415,7 +414,7 @@ def test_who_waits_for_whom():
         assert seen["wanted_bytes"] > 0
         assert seen["granted_bytes"] == seen["mapped_bytes"]
         assert f"{asker.name} above it" in kvctl("explain", holder.name).stdout
-        holder.signal(signal.SIGCONT)
+        holder.go_on()
         assert len(asker.read()) == 10 * BLOCKS_PER_PAGE
         assert explained(asker.name)["ask_bytes"] == 0
 

@@ -134,10 +134,9 @@ def test_one_with_few_descriptors_left_reaps_no_living(instance, left):
 
 
 def test_a_stopped_instance_lives(instance):
-    instance.signal(signal.SIGSTOP)
-    os.waitpid(instance.pid, os.WUNTRACED)
+    instance.stop()
     assert "Removed" not in kvctl("gc")
-    instance.signal(signal.SIGCONT)
+    instance.go_on()
     assert is_whole(instance)
 
 

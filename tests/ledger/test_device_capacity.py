@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -43,12 +42,11 @@ def fill(of: Instance, pages: int) -> list[int]:
 
 @contextmanager
 def stopped(instance: Instance) -> Iterator[None]:
-    instance.signal(signal.SIGSTOP)
-    os.waitid(os.P_PID, instance.pid, os.WSTOPPED | os.WNOWAIT)
+    instance.stop()
     try:
         yield
     finally:
-        instance.signal(signal.SIGCONT)
+        instance.go_on()
 
 
 def kvctl(*arguments: str, **environ: str) -> Result:

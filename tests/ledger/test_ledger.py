@@ -6,7 +6,6 @@ import logging
 import mmap
 import os
 import random
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -85,11 +84,6 @@ class Other(LineProgram):
     def __init__(self, device: str, min_bytes: int = 0) -> None:
         super().__init__("-c", MEMBER, device, GROUP, str(min_bytes))
         assert self.read() == "8"
-
-    def stop(self) -> None:
-        self.process.send_signal(signal.SIGSTOP)
-        _, status = os.waitpid(self.pid, os.WUNTRACED)
-        assert os.WIFSTOPPED(status)
 
 
 # ------------------------------------------------------------------------------- come and go

@@ -7,8 +7,6 @@ fills it from page 0 on: `null` is the block that page 0 has less.
 
 from __future__ import annotations
 
-import os
-import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -74,12 +72,6 @@ def by_page(ids: list[int]) -> dict[int, list[int]]:
     for block in sorted(ids):
         pages.setdefault(block // B, []).append(block)
     return pages
-
-
-def stop(one: Instance) -> None:
-    one.signal(signal.SIGSTOP)
-    _, status = os.waitpid(one.pid, os.WUNTRACED)
-    assert os.WIFSTOPPED(status)
 
 
 def sound(device: Device, *instances: Instance) -> None:
@@ -158,15 +150,15 @@ def test_the_longer_idle_one_is_asked_first(device, joined):
         lambda: device.member(first).idle_s > device.member(second).idle_s > 0.6,
         "they never get idle",
     )
-    stop(first)
-    stop(second)
+    first.stop()
+    second.stop()
     with device.asker() as asker:
         assert asker.ask(4 * PAGE)
         asked = [device.member(one).wanted_bytes for one in (first, second)]
         asker.stop_asking()
     assert asked == [4 * PAGE, 0]
-    first.signal(signal.SIGCONT)
-    second.signal(signal.SIGCONT)
+    first.go_on()
+    second.go_on()
     wait_until(lambda: device.pages(first) == half - 4, "it does not give what it was asked for")
     sound(device, first, second)
 
@@ -383,13 +375,13 @@ def test_a_stopped_one_delays_nobody_and_the_next_is_asked(device):
     device.wait_until_idle(stopped)
     next_one.cache(fill(next_one, half))
     device.wait_until_idle(next_one)
-    stop(stopped)
+    stopped.stop()
     # Far less than it has: it must not be asked again and again until it has been asked for all.
     for _ in range(3):
         assert asker.alloc(B) is not None
     assert device.pages(stopped) == half
     assert device.member(stopped).wanted_bytes <= PAGE * 4
-    stopped.signal(signal.SIGCONT)
+    stopped.go_on()
     wait_until(lambda: device.member(stopped).wanted_bytes == 0, "it answers no more")
     sound(device, stopped, next_one, asker)
 
@@ -409,14 +401,14 @@ def test_a_killed_asker_is_forgotten(device):
     holder = device.start()
     asker = device.start(KVELASTIC_PRIORITY="5")
     fill(holder, DEVICE_PAGES - 4)
-    stop(holder)
+    holder.stop()
     asker.send("alloc", DEVICE_PAGES * B - 1)
     wait_until(lambda: device.member(asker).ask_bytes > 0, "it does not ask")
     wait_until(lambda: low.ask("available") == 0, "nothing is kept for it")
     asker.kill()
     wait_until(lambda: low.ask("available") >= 4 * B - 1, "pages are kept for the dead")
     assert low.alloc(4 * B - 1) is not None
-    holder.signal(signal.SIGCONT)
+    holder.go_on()
     sound(device, low, holder)
 
 
@@ -436,12 +428,11 @@ def test_memory_arrives_without_any_alloc_that_waits(device):
         return bool(got)
 
     # A giver that is quick may answer between the ask and the look of one alloc.
-    idle.signal(signal.SIGSTOP)
-    os.waitid(os.P_PID, idle.pid, os.WSTOPPED | os.WNOWAIT)
+    idle.stop()
     try:
         assert not tried(), "it has waited"
     finally:
-        idle.signal(signal.SIGCONT)
+        idle.go_on()
     wait_until(tried, "the keeper brings nothing")
     sound(device, idle, busy)
 

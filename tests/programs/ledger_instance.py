@@ -63,9 +63,6 @@ class Instance(LineProgram):
     def mapped_bytes(self) -> int:
         return self.stats()["pages_mapped"] * PAGE_BYTES
 
-    def signal(self, number: signal.Signals) -> None:
-        self.process.send_signal(number)
-
     def close(self) -> None:
         self.finish()
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -57,12 +55,11 @@ TOO_MUCH = 40 * MIB
 @contextmanager
 def held(instance: Instance) -> Iterator[None]:
     """It is stopped, and reads all that is requested meanwhile as one record."""
-    instance.signal(signal.SIGSTOP)
-    os.waitid(os.P_PID, instance.pid, os.WSTOPPED | os.WNOWAIT)
+    instance.stop()
     try:
         yield
     finally:
-        instance.signal(signal.SIGCONT)
+        instance.go_on()
 
 
 def wait_for_answer(instance: Instance, revision: int) -> segment.Answer:
