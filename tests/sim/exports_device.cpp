@@ -11,6 +11,7 @@
 #include "call.h"
 #include "context.h"
 #include "machine.h"
+#include "memory.h"
 #include "settings.h"
 #include "visible_devices.h"
 
@@ -39,6 +40,8 @@ int attribute_of(CUdevice device, int attribute) {
   switch (attribute) {
     case CU_DEVICE_ATTRIBUTE_MAX_THREADS_PER_BLOCK:
       return 1024;
+    case CU_DEVICE_ATTRIBUTE_MAX_PITCH:
+      return static_cast<int>(kMaxPitchBytes);
     case CU_DEVICE_ATTRIBUTE_WARP_SIZE:
       return 32;
     case CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT:

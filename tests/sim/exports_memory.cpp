@@ -1,4 +1,5 @@
 // Plain memory, copies, fills, and the attributes of pointers.
+#include <algorithm>
 #include <cstdlib>
 #include <cstring>
 #include <map>
@@ -18,8 +19,9 @@ namespace {
 CUdeviceptr address_of(const void* pointer) {
   return reinterpret_cast<CUdeviceptr>(pointer);
 }
+/// Of either side's memory; under driver_mutex() where it is a device's.
 void* pointer_to(CUdeviceptr address) {
-  return reinterpret_cast<void*>(static_cast<std::uintptr_t>(address));
+  return memory().reach(address);
 }
 
 enum class Side { kDevice, kHost, kEither };
@@ -57,39 +59,6 @@ CUresult check_copy(const Copy& copy) {
   return copy.possible() ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
 }
 
-CUresult copy_in(CUstream stream, const Copy& copy, std::shared_ptr<std::vector<char>> staged) {
-  return enqueue(stream, [copy, staged] {
-    const void* from = staged != nullptr ? staged->data() : pointer_to(copy.from);
-    if (!guarded([&] { return copy.possible(); },
-                 [&] { std::memmove(pointer_to(copy.to), from, copy.bytes); })) {
-      set_sticky_error(CUDA_ERROR_ILLEGAL_ADDRESS);
-    }
-  });
-}
-
-CUresult copy_now(Function function, const Copy& copy) {
-  return call(function, Needs::kContext, [&] {
-    if (copy.bytes == 0) return CUDA_SUCCESS;
-    if (const CUresult result = check_copy(copy); result != CUDA_SUCCESS) return result;
-    const CUresult result = copy_in(nullptr, copy, nullptr);
-    return result == CUDA_SUCCESS ? synchronize_stream(nullptr) : result;
-  });
-}
-
-CUresult copy_later(Function function, const Copy& copy, CUstream stream) {
-  return call(function, Needs::kContext, [&] {
-    if (copy.bytes == 0) return CUDA_SUCCESS;
-    if (const CUresult result = check_copy(copy); result != CUDA_SUCCESS) return result;
-    // From pageable memory the driver has copied by the time it returns.
-    std::shared_ptr<std::vector<char>> staged;
-    if (copy.from_side == Side::kHost) {
-      const auto* from = static_cast<const char*>(pointer_to(copy.from));
-      staged = std::make_shared<std::vector<char>>(from, from + copy.bytes);
-    }
-    return copy_in(stream, copy, staged);
-  });
-}
-
 /// Memory of the host that is registered: copies read it when their turn in the stream comes.
 std::map<CUdeviceptr, std::size_t>& registered_host() {
   static std::map<CUdeviceptr, std::size_t> ranges;
@@ -102,6 +71,60 @@ bool is_registered(CUdeviceptr address, std::size_t bytes) {
   if (after == registered_host().begin()) return false;
   const auto& [begin, size] = *std::prev(after);
   return address + bytes <= begin + size;
+}
+
+bool is_device_address(CUdeviceptr address, std::size_t bytes) {
+  const std::lock_guard lock(driver_mutex());
+  return memory().touches_range(address, bytes);
+}
+
+/// Memory of the host of which a copy in a stream has what was there at the call.
+bool is_pageable(CUdeviceptr address, std::size_t bytes) {
+  return !is_device_address(address, bytes) && !is_registered(address, bytes);
+}
+
+bool is_within_devices(const Copy& copy) {
+  return is_device_address(copy.from, copy.bytes) && is_device_address(copy.to, copy.bytes);
+}
+
+/// What lies at an address of the host now: a copy of it.
+std::shared_ptr<std::vector<char>> staged_copy(CUdeviceptr from, std::size_t bytes) {
+  const std::lock_guard lock(driver_mutex());
+  const auto* begin = static_cast<const char*>(pointer_to(from));
+  return std::make_shared<std::vector<char>>(begin, begin + bytes);
+}
+
+CUresult copy_in(CUstream stream, const Copy& copy, std::shared_ptr<std::vector<char>> staged) {
+  return enqueue(stream, [copy, staged] {
+    const auto move = [&] {
+      const void* from = staged != nullptr ? staged->data() : pointer_to(copy.from);
+      std::memmove(pointer_to(copy.to), from, copy.bytes);
+    };
+    if (!guarded([&] { return copy.possible(); }, move)) {
+      set_sticky_error(CUDA_ERROR_ILLEGAL_ADDRESS);
+    }
+  });
+}
+
+CUresult copy_now(Function function, const Copy& copy) {
+  return call(function, Needs::kContext, [&] {
+    if (copy.bytes == 0) return CUDA_SUCCESS;
+    if (const CUresult result = check_copy(copy); result != CUDA_SUCCESS) return result;
+    const CUresult result = copy_in(nullptr, copy, nullptr);
+    // Between two places of devices the real call returns before the copy is done.
+    if (result != CUDA_SUCCESS || is_within_devices(copy)) return result;
+    return synchronize_stream(nullptr);
+  });
+}
+
+CUresult copy_later(Function function, const Copy& copy, CUstream stream) {
+  return call(function, Needs::kContext, [&] {
+    if (copy.bytes == 0) return CUDA_SUCCESS;
+    if (const CUresult result = check_copy(copy); result != CUDA_SUCCESS) return result;
+    // From pageable memory the driver has copied by the time it returns.
+    const bool stages = is_pageable(copy.from, copy.bytes);
+    return copy_in(stream, copy, stages ? staged_copy(copy.from, copy.bytes) : nullptr);
+  });
 }
 
 /// One row of a strided copy; an end is of the kind that the copy says, nothing else is understood.
@@ -232,7 +255,8 @@ KVSIM_API CUresult cuMemcpy2DAsync_v2(const CUDA_MEMCPY2D* copy, CUstream stream
       return type == CU_MEMORYTYPE_HOST || type == CU_MEMORYTYPE_DEVICE;
     };
     if (copy == nullptr || !known(copy->srcMemoryType) || !known(copy->dstMemoryType) ||
-        copy->WidthInBytes > copy->srcPitch || copy->WidthInBytes > copy->dstPitch) {
+        copy->WidthInBytes > copy->srcPitch || copy->WidthInBytes > copy->dstPitch ||
+        std::max(copy->srcPitch, copy->dstPitch) > kMaxPitchBytes) {
       return CUDA_ERROR_INVALID_VALUE;
     }
     if (copy->WidthInBytes == 0) return CUDA_SUCCESS;
@@ -243,11 +267,8 @@ KVSIM_API CUresult cuMemcpy2DAsync_v2(const CUDA_MEMCPY2D* copy, CUstream stream
     }
     for (std::size_t row = 0; row < copy->Height; ++row) {
       const Copy one = row_of(*copy, row);
-      std::shared_ptr<std::vector<char>> staged;
-      if (one.from_side == Side::kHost && !is_registered(one.from, one.bytes)) {
-        const auto* from = static_cast<const char*>(pointer_to(one.from));
-        staged = std::make_shared<std::vector<char>>(from, from + one.bytes);
-      }
+      const bool stages = is_pageable(one.from, one.bytes);
+      const auto staged = stages ? staged_copy(one.from, one.bytes) : nullptr;
       if (const CUresult result = copy_in(stream, one, staged); result != CUDA_SUCCESS) {
         return result;
       }

@@ -28,6 +28,10 @@ void* pointer(CUdeviceptr address) {
   return reinterpret_cast<void*>(static_cast<std::uintptr_t>(address));
 }
 
+CUdeviceptr at_of(const void* pointer) {
+  return reinterpret_cast<CUdeviceptr>(pointer);
+}
+
 /// Addresses that hold nothing and fault; `at` 0 is anywhere.
 void* map_nothing(CUdeviceptr at, std::size_t bytes, int extra_flags) {
   return ::mmap(pointer(at), bytes, PROT_NONE,
@@ -72,7 +76,15 @@ CUresult Memory::reserve(CUdeviceptr* address, std::size_t bytes, std::size_t al
   }
   if (at == 0) at = take_addresses(bytes, alignment);
   if (at == 0) return CUDA_ERROR_OUT_OF_MEMORY;
-  ranges_[at] = Range{bytes, bytes, nullptr};
+  CUdeviceptr shadow = 0;
+  if (settings().unreadable) {
+    shadow = take_addresses(bytes, granule());
+    if (shadow == 0) {
+      ::munmap(pointer(at), bytes);
+      return CUDA_ERROR_OUT_OF_MEMORY;
+    }
+  }
+  ranges_[at] = Range{bytes, bytes, nullptr, shadow};
   *address = at;
   return CUDA_SUCCESS;
 }
@@ -85,6 +97,7 @@ CUresult Memory::free_range(CUdeviceptr address, std::size_t bytes) {
   const auto inside = mappings_.lower_bound(address);
   if (inside != mappings_.end() && inside->first < address + bytes) return CUDA_ERROR_INVALID_VALUE;
   if (::munmap(pointer(address), bytes) != 0) return CUDA_ERROR_OPERATING_SYSTEM;
+  if (range->second.shadow != 0) ::munmap(pointer(range->second.shadow), bytes);
   ranges_.erase(range);
   return CUDA_SUCCESS;
 }
@@ -96,6 +109,12 @@ Memory::Ranges::const_iterator Memory::range_of(CUdeviceptr address, std::size_t
   const CUdeviceptr offset = address - range->first;
   if (offset > range->second.bytes || bytes > range->second.bytes - offset) return ranges_.end();
   return range;
+}
+
+void* Memory::reach(CUdeviceptr address) const {
+  const auto range = range_of(address, 1);
+  if (range == ranges_.end() || range->second.shadow == 0) return pointer(address);
+  return pointer(range->second.shadow + (address - range->first));
 }
 
 // --- allocations and their handles
@@ -264,7 +283,9 @@ bool Memory::whole_mappings(CUdeviceptr address, std::size_t bytes, Mappings::it
 CUresult Memory::unmap(CUdeviceptr address, std::size_t bytes, Work* work) {
   Mappings::iterator first, last;
   if (!whole_mappings(address, bytes, &first, &last, work)) return CUDA_ERROR_INVALID_VALUE;
-  if (map_nothing(address, bytes, MAP_FIXED) == MAP_FAILED) return CUDA_ERROR_OPERATING_SYSTEM;
+  if (map_nothing(at_of(reach(address)), bytes, MAP_FIXED) == MAP_FAILED) {
+    return CUDA_ERROR_OPERATING_SYSTEM;
+  }
   for (auto mapping = first; mapping != last; ++mapping) {
     Allocation* allocation = mapping->second.allocation;
     if (mapping->second.access != CU_MEM_ACCESS_FLAGS_PROT_NONE) --accessible_mappings_;
@@ -277,7 +298,8 @@ CUresult Memory::unmap(CUdeviceptr address, std::size_t bytes, Work* work) {
 
 /// Gives one mapping its access, which is when the memory appears at its addresses.
 CUresult Memory::change_access(Mappings::iterator mapping, CUmemAccess_flags access) {
-  CUdeviceptr at = mapping->first;
+  const CUdeviceptr begin = at_of(reach(mapping->first));
+  CUdeviceptr at = begin;
   Mapping& found = mapping->second;
   if (found.access == access) return CUDA_SUCCESS;
   if (access == CU_MEM_ACCESS_FLAGS_PROT_NONE) {
@@ -296,7 +318,7 @@ CUresult Memory::change_access(Mappings::iterator mapping, CUmemAccess_flags acc
   for (const Extent& extent : machine.extents(found.allocation->head)) {
     if (::mmap(pointer(at), extent.bytes, protection, MAP_SHARED | MAP_FIXED, machine.fd(),
                static_cast<off_t>(extent.offset)) == MAP_FAILED) {
-      map_nothing(mapping->first, found.bytes, MAP_FIXED);  // vm.max_map_count, most likely
+      map_nothing(begin, found.bytes, MAP_FIXED);  // vm.max_map_count, most likely
       if (was_accessible) --accessible_mappings_;
       found.access = CU_MEM_ACCESS_FLAGS_PROT_NONE;
       return CUDA_ERROR_OUT_OF_MEMORY;

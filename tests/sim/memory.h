@@ -18,6 +18,9 @@
 
 namespace kvsim {
 
+/// The longest distance between rows of a copy that any GPU so far takes.
+inline constexpr std::size_t kMaxPitchBytes = 0x7fffffff;
+
 /// What an address belongs to, for the pointer attributes.
 struct Place {
   CUdeviceptr range_base;
@@ -67,6 +70,9 @@ class Memory {
   bool accessible(CUdeviceptr address, std::size_t bytes, bool write) const;
   /// True when any byte lies in a range of this process.
   bool touches_range(CUdeviceptr address, std::size_t bytes) const;
+  /// Where the simulation itself reads and writes what lies at an address: there, unless the
+  /// processor cannot read device memory (KVSIM_UNREADABLE). Contiguous within a range.
+  void* reach(CUdeviceptr address) const;
 
   std::size_t live_ranges() const { return ranges_.size(); }
   std::size_t live_mappings() const { return mappings_.size(); }
@@ -90,7 +96,8 @@ class Memory {
   struct Range {
     std::size_t bytes;
     std::size_t asked_bytes;
-    Context* plain;  // the context of plain memory; null: reserved by the caller
+    Context* plain;      // the context of plain memory; null: reserved by the caller
+    CUdeviceptr shadow;  // where its memory is mapped instead, with KVSIM_UNREADABLE; else 0
   };
   using Ranges = std::map<CUdeviceptr, Range>;
   using Mappings = std::map<CUdeviceptr, Mapping>;

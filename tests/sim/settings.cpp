@@ -53,6 +53,7 @@ Settings read() {
   s.no_device = flag("KVSIM_NO_DEVICE", false) || s.devices == 0;
   s.rdma = flag("KVSIM_RDMA", true);
   s.poison = flag("KVSIM_POISON", false);
+  s.unreadable = flag("KVSIM_UNREADABLE", false);
   s.strict_context = flag("KVSIM_STRICT_CONTEXT", false);
   s.context_bytes = bytes("KVSIM_CONTEXT_BYTES", 0);
   s.max_mappings = bytes("KVSIM_MAX_MAPPINGS", 520000);

@@ -18,6 +18,7 @@ struct Settings {
   bool no_device;                 ///< KVSIM_NO_DEVICE
   bool rdma;                      ///< KVSIM_RDMA
   bool poison;                    ///< KVSIM_POISON
+  bool unreadable;                ///< KVSIM_UNREADABLE
   bool strict_context;            ///< KVSIM_STRICT_CONTEXT
   std::size_t context_bytes;      ///< KVSIM_CONTEXT_BYTES
   std::size_t max_mappings;       ///< KVSIM_MAX_MAPPINGS
