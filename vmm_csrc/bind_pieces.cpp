@@ -10,6 +10,7 @@
 
 #include "bind_errors.h"
 #include "bind_ids.h"
+#include "cuda_driver.h"
 #include "held_blocks.h"
 #include "kernel_copy.h"
 #include "piece_lists.h"
@@ -170,6 +171,14 @@ void bind_pieces(nb::module_& m) {
       },
       "sources"_a, "targets"_a,
       "Copy pieces within this process; what is not mapped is an error. Blocks, without the GIL.");
+  m.def(
+      "copy_pieces_on_gpu",
+      [](CudaDriver& driver, const nb::bytes& sources, const nb::bytes& targets) {
+        const std::vector<Piece> from = pieces_of(sources), to = pieces_of(targets);
+        check(without_gil([&] { return driver.copy_pieces(from, to); }));
+      },
+      "driver"_a, "sources"_a, "targets"_a,
+      "Copy pieces, each to one of its size, between memory of GPUs and of the host. Blocks.");
   m.def(
       "send_pieces",
       [](int fd, const nb::bytes& packed, double timeout_s) {

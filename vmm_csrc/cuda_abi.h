@@ -21,6 +21,7 @@ inline constexpr Result kErrorOutOfMemory = 2;
 inline constexpr Result kErrorNoDevice = 100;
 inline constexpr Result kErrorNotReady = 600;
 
+inline constexpr int kAttributeMaxPitch = 11;
 inline constexpr int kAttributeVmmSupported = 102;
 inline constexpr int kAttributePosixFdSupported = 103;
 inline constexpr int kAttributeRdmaWithVmmSupported = 110;

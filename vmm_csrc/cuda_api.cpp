@@ -54,6 +54,7 @@ std::vector<Symbol> symbols_of(Api& api) {
       {"cuStreamCreate", slot(api.StreamCreate)},
       {"cuStreamDestroy", slot(api.StreamDestroy)},
       {"cuStreamIsCapturing", slot(api.StreamIsCapturing)},
+      {"cuMemcpyAsync", slot(api.MemcpyAsync)},
       {"cuMemcpy2DAsync", slot(api.Memcpy2DAsync)},
       {"cuMemHostRegister", slot(api.MemHostRegister)},
       {"cuMemHostUnregister", slot(api.MemHostUnregister)},

@@ -44,6 +44,7 @@ struct Api {
   Result (*StreamCreate)(Stream* stream, unsigned flags);
   Result (*StreamDestroy)(Stream stream);
   Result (*StreamIsCapturing)(Stream stream, int* status);
+  Result (*MemcpyAsync)(Address to, Address from, std::size_t bytes, Stream stream);
   Result (*Memcpy2DAsync)(const Copy2D* copy, Stream stream);
   Result (*MemHostRegister)(void* memory, std::size_t bytes, unsigned flags);
   Result (*MemHostUnregister)(void* memory);

@@ -4,8 +4,11 @@
 #include <array>
 #include <charconv>
 #include <chrono>
+#include <condition_variable>
 #include <cstdio>
 #include <cstring>
+#include <deque>
+#include <thread>
 
 #include "pauses.h"
 
@@ -141,57 +144,158 @@ class CudaDriver::InContext {
 
 /// An event in each stream. What is recorded in a stream that is being captured belongs to the
 /// graph, so such a stream gets its event when the capture has ended.
-class CudaDriver::StreamsFence final : public Fence {
+class CudaDriver::Marks {
  public:
-  StreamsFence(const CudaDriver& driver, std::vector<cuda::Stream> streams)
+  Marks(const CudaDriver& driver, std::vector<cuda::Stream> streams)
       : driver_(driver), unmarked_(std::move(streams)) {
     events_.reserve(unmarked_.size());
   }
-  ~StreamsFence() override {
+  Marks(const Marks&) = delete;
+  Marks& operator=(const Marks&) = delete;
+  ~Marks() {
     const InContext context(driver_);
     for (const cuda::Event event : events_) (void)driver_.api_.EventDestroy(event);
   }
 
-  /// Pre: the context is current.
-  cuda::Result mark() {
-    for (auto stream = unmarked_.begin(); stream != unmarked_.end();) {
+  /// Records what can be recorded. Waits for room in a stream whose queue is full.
+  void record() {
+    const InContext context(driver_);
+    code_ = context.code();
+    for (auto stream = unmarked_.begin(); code_ == cuda::kSuccess && stream != unmarked_.end();) {
       int capturing = cuda::kCaptureStatusNone;
-      cuda::Result code = driver_.api_.StreamIsCapturing(*stream, &capturing);
-      if (code == cuda::kSuccess && capturing != cuda::kCaptureStatusNone) {
+      code_ = driver_.api_.StreamIsCapturing(*stream, &capturing);
+      if (code_ == cuda::kSuccess && capturing != cuda::kCaptureStatusNone) {
         ++stream;
         continue;
       }
       cuda::Event event = nullptr;
-      if (code == cuda::kSuccess) {
-        code = driver_.api_.EventCreate(&event, cuda::kEventDisableTiming);
+      if (code_ == cuda::kSuccess) {
+        code_ = driver_.api_.EventCreate(&event, cuda::kEventDisableTiming);
       }
-      if (code != cuda::kSuccess) return code;
+      if (code_ != cuda::kSuccess) return;
       events_.push_back(event);
-      if (code = driver_.api_.EventRecord(event, *stream); code != cuda::kSuccess) return code;
+      code_ = driver_.api_.EventRecord(event, *stream);
       stream = unmarked_.erase(stream);
     }
-    return cuda::kSuccess;
   }
 
-  Result<bool> has_passed() override {
+  bool is_recorded() const { return unmarked_.empty(); }
+
+  /// Whether all events have passed. Never waits.
+  Result<bool> have_passed() {
     const InContext context(driver_);
-    cuda::Result code = context.code();
-    if (code == cuda::kSuccess) code = mark();
-    for (; code == cuda::kSuccess && !events_.empty(); events_.pop_back()) {
-      code = driver_.api_.EventQuery(events_.back());
-      if (code != cuda::kSuccess) break;
+    if (code_ == cuda::kSuccess) code_ = context.code();
+    while (code_ == cuda::kSuccess && !events_.empty()) {
+      code_ = driver_.api_.EventQuery(events_.back());
+      if (code_ != cuda::kSuccess) break;
       (void)driver_.api_.EventDestroy(events_.back());
+      events_.pop_back();
     }
-    if (code == cuda::kErrorNotReady) return false;
+    const cuda::Result code = code_;
+    if (code == cuda::kErrorNotReady) {
+      code_ = cuda::kSuccess;
+      return false;
+    }
     if (code != cuda::kSuccess) return driver_.failed("waiting for a stream", code, 0);
-    return unmarked_.empty();
+    return is_recorded();
   }
 
  private:
   const CudaDriver& driver_;
   std::vector<cuda::Stream> unmarked_;
   std::vector<cuda::Event> events_;  // those that have passed are gone
+  cuda::Result code_ = cuda::kSuccess;
 };
+
+/// A thread that records events: cuEventRecord waits while the stream's queue is full, and a thread
+/// that maps pages must not.
+class CudaDriver::Recorder {
+ public:
+  /// What is to be recorded, and whether that is still to be done.
+  struct Order {
+    explicit Order(std::unique_ptr<Marks> made) : marks(std::move(made)) {}
+    std::unique_ptr<Marks> marks;
+    std::atomic<bool> is_due{false};  // while it is set, the marks are the recorder's
+  };
+
+  Recorder() : thread_(&Recorder::run, this) {}
+  Recorder(const Recorder&) = delete;
+  Recorder& operator=(const Recorder&) = delete;
+  /// Waits for the recording that has begun; what is due besides is dropped.
+  ~Recorder() {
+    {
+      const std::lock_guard lock(mutex_);
+      ended_ = true;
+    }
+    came_.notify_one();
+    thread_.join();
+  }
+
+  void record(const std::shared_ptr<Order>& order) {
+    order->is_due.store(true, std::memory_order_relaxed);
+    {
+      const std::lock_guard lock(mutex_);
+      orders_.push_back(order);
+    }
+    came_.notify_one();
+  }
+
+ private:
+  void run() {
+    std::unique_lock lock(mutex_);
+    for (;;) {
+      came_.wait(lock, [&] { return ended_ || !orders_.empty(); });
+      if (ended_) return;
+      std::shared_ptr<Order> order = std::move(orders_.front());
+      orders_.pop_front();
+      lock.unlock();
+      order->marks->record();
+      order->is_due.store(false, std::memory_order_release);
+      order.reset();
+      lock.lock();
+    }
+  }
+
+  std::mutex mutex_;  // a leaf lock
+  std::condition_variable came_;
+  std::deque<std::shared_ptr<Order>> orders_;
+  bool ended_ = false;
+  std::thread thread_;  // the last: it uses the others
+};
+
+class CudaDriver::StreamsFence final : public Fence {
+ public:
+  StreamsFence(const CudaDriver& driver, Recorder& recorder, std::vector<cuda::Stream> streams)
+      : recorder_(recorder),
+        order_(std::make_shared<Recorder::Order>(
+            std::make_unique<Marks>(driver, std::move(streams)))) {
+    recorder_.record(order_);
+  }
+  ~StreamsFence() override {
+    if (!order_->is_due.load(std::memory_order_acquire)) order_->marks.reset();
+  }
+
+  Result<bool> has_passed() override {
+    if (order_->is_due.load(std::memory_order_acquire)) return false;
+    Result<bool> passed = order_->marks->have_passed();
+    if (passed && !order_->marks->is_recorded()) recorder_.record(order_);
+    return passed;
+  }
+
+ private:
+  Recorder& recorder_;
+  const std::shared_ptr<Recorder::Order> order_;
+};
+
+CudaDriver::CudaDriver(const cuda::Api& api, cuda::Device device, int ordinal,
+                       cuda::Context context, std::string uuid,
+                       cuda::AllocationProperties properties)
+    : api_(api),
+      device_(device),
+      ordinal_(ordinal),
+      context_(context),
+      uuid_(std::move(uuid)),
+      properties_(properties) {}
 
 Result<std::unique_ptr<CudaDriver>> CudaDriver::open(const std::string& name) {
   if (Result<int> named = ordinal_of(name); !named) return named.error();
@@ -222,11 +326,19 @@ Result<std::unique_ptr<CudaDriver>> CudaDriver::open(const std::string& name) {
     return api.MemGetAllocationGranularity(&driver->granularity_bytes_, &properties,
                                            cuda::kGranularityMinimum);
   });
-  if (code == cuda::kSuccess && driver->granularity_bytes_ > 0) return driver;
-  return unavailable(api.describe("cuMemGetAllocationGranularity", code));
+  if (code != cuda::kSuccess || driver->granularity_bytes_ == 0) {
+    return unavailable(api.describe("cuMemGetAllocationGranularity", code));
+  }
+  int max_pitch = 0;  // not told, or not to be told: then row by row
+  (void)api.DeviceGetAttribute(&max_pitch, cuda::kAttributeMaxPitch, found->device);
+  driver->max_pitch_bytes_ = static_cast<std::size_t>(std::max(max_pitch, 0));
+  return driver;
 }
 
 CudaDriver::~CudaDriver() {
+  // A forked child has no such thread, and its condition must not be destroyed there.
+  if (!made_by_.is_this()) (void)recorder_.release();
+  recorder_.reset();
   {
     const InContext context(*this);
     for (const cuda::Stream own : {behind_legacy_, copy_stream_}) {
@@ -344,10 +456,10 @@ Result<std::unique_ptr<Fence>> CudaDriver::fence() {
     code = make_stream(behind_legacy_, cuda::kStreamDefault);
     each = behind_legacy_;
   }
-  auto fence = std::make_unique<StreamsFence>(*this, std::move(streams));
-  if (code == cuda::kSuccess) code = fence->mark();
-  if (code != cuda::kSuccess) return failed("marking the work of a stream", code, 0);
-  return std::unique_ptr<Fence>(std::move(fence));
+  if (code != cuda::kSuccess) return failed("making a stream", code, 0);
+  if (!recorder_) recorder_ = std::make_unique<Recorder>();
+  return std::unique_ptr<Fence>(
+      std::make_unique<StreamsFence>(*this, *recorder_, std::move(streams)));
 }
 
 void CudaDriver::use_streams(std::vector<cuda::Stream> streams) {
@@ -369,19 +481,36 @@ Status CudaDriver::copy_and_wait(const char* call, F queue) {
   if (code != cuda::kSuccess) return failed("making a stream for copies", code, 0);
   code = queue(copy_stream_);
   // Also after a failure: what was given to the stream must not run on when this has returned.
-  StreamsFence finished(*this, {copy_stream_});
-  const cuda::Result marked = finished.mark();
-  for (PausesAfterSpin pauses(Clock::now()); marked == cuda::kSuccess; pauses.take()) {
-    const Result<bool> passed = finished.has_passed();
-    if (!passed) return passed.error();
-    if (*passed) break;
+  Marks queued(*this, {copy_stream_});
+  queued.record();
+  for (PausesAfterSpin pauses(Clock::now());; pauses.take()) {
+    const Result<bool> passed = queued.have_passed();
+    if (!passed && code == cuda::kSuccess) return passed.error();
+    if (!passed || *passed) break;
   }
-  if (code == cuda::kSuccess) code = marked;
   return code == cuda::kSuccess ? ok() : Status(failed(call, code, 0));
 }
 
+cuda::Result CudaDriver::queue_rows(const cuda::Copy2D& rows, cuda::Stream stream) const {
+  if (std::max(rows.from.pitch_bytes, rows.to.pitch_bytes) <= max_pitch_bytes_) {
+    return api_.Memcpy2DAsync(&rows, stream);
+  }
+  const auto begin = [](const cuda::Copy2D::End& end, std::size_t row) {
+    const auto address = end.memory_type == cuda::kMemoryTypeHost
+                             ? reinterpret_cast<cuda::Address>(end.host)
+                             : end.device;
+    return address + row * end.pitch_bytes;
+  };
+  for (std::size_t row = 0; row < rows.height; ++row) {
+    const cuda::Result code =
+        api_.MemcpyAsync(begin(rows.to, row), begin(rows.from, row), rows.width_bytes, stream);
+    if (code != cuda::kSuccess) return code;
+  }
+  return cuda::kSuccess;
+}
+
 Status CudaDriver::copy(std::span<const CopyRun> runs) {
-  return copy_and_wait("cuMemcpy2DAsync", [&](cuda::Stream stream) {
+  return copy_and_wait("copying within the device", [&](cuda::Stream stream) {
     for (const CopyRun& run : runs) {
       cuda::Copy2D rows{};
       rows.width_bytes = run.row_bytes;
@@ -392,7 +521,7 @@ Status CudaDriver::copy(std::span<const CopyRun> runs) {
       }
       rows.from.device = address_of(run.from);
       rows.to.device = address_of(run.to);
-      const cuda::Result code = api_.Memcpy2DAsync(&rows, stream);
+      const cuda::Result code = queue_rows(rows, stream);
       if (code != cuda::kSuccess) return code;
     }
     return cuda::kSuccess;
@@ -400,20 +529,35 @@ Status CudaDriver::copy(std::span<const CopyRun> runs) {
 }
 
 Status CudaDriver::copy_host(std::span<const HostCopy> copies, CopyTo to) {
-  return copy_and_wait("cuMemcpy2DAsync", [&](cuda::Stream stream) {
+  return copy_and_wait("copying to or from the host", [&](cuda::Stream stream) {
     for (const HostCopy& copy : copies) {
-      cuda::Copy2D run{};
-      run.width_bytes = copy.row_bytes;
-      run.height = copy.rows;
-      cuda::Copy2D::End& device = to == CopyTo::kHost ? run.from : run.to;
+      cuda::Copy2D rows{};
+      rows.width_bytes = copy.row_bytes;
+      rows.height = copy.rows;
+      cuda::Copy2D::End& device = to == CopyTo::kHost ? rows.from : rows.to;
       device.memory_type = cuda::kMemoryTypeDevice;
       device.device = address_of(copy.device);
       device.pitch_bytes = copy.stride_bytes;
-      cuda::Copy2D::End& host = to == CopyTo::kHost ? run.to : run.from;
+      cuda::Copy2D::End& host = to == CopyTo::kHost ? rows.to : rows.from;
       host.memory_type = cuda::kMemoryTypeHost;
       host.host = copy.host;
       host.pitch_bytes = copy.row_bytes;
-      const cuda::Result code = api_.Memcpy2DAsync(&run, stream);
+      const cuda::Result code = queue_rows(rows, stream);
+      if (code != cuda::kSuccess) return code;
+    }
+    return cuda::kSuccess;
+  });
+}
+
+Status CudaDriver::copy_pieces(std::span<const Piece> from, std::span<const Piece> to) {
+  const auto same_size = [](const Piece& a, const Piece& b) { return a.bytes == b.bytes; };
+  if (!std::ranges::equal(from, to, same_size)) {
+    return Error{Errc::kInvalidArgument, "each piece is copied to one of the same size"};
+  }
+  return copy_and_wait("cuMemcpyAsync", [&](cuda::Stream stream) {
+    for (std::size_t i = 0; i < from.size(); ++i) {
+      const cuda::Result code =
+          api_.MemcpyAsync(to[i].address, from[i].address, from[i].bytes, stream);
       if (code != cuda::kSuccess) return code;
     }
     return cuda::kSuccess;

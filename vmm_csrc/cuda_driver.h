@@ -10,6 +10,8 @@
 
 #include "cuda_api.h"
 #include "driver.h"
+#include "own_process.h"
+#include "pieces.h"
 
 namespace kvelastic {
 
@@ -63,21 +65,23 @@ class CudaDriver final : public Driver {
   /// "GPU-..." or, of a MIG instance, "MIG-...": as nvidia-smi writes it.
   const std::string& uuid() const { return uuid_; }
   Result<std::size_t> total_bytes() const;
+  /// Copies pieces, each to its counterpart of the same size, in order; an address may be of any
+  /// device's memory or of the host's. All of it is there when this returns. It waits for no other
+  /// stream (drain() does). Fails with kInvalidArgument (other sizes), and as the driver does where
+  /// memory of a device is not mapped: what comes before that in the order is copied then.
+  Status copy_pieces(std::span<const Piece> from, std::span<const Piece> to);
+
   /// What nobody holds on the device right now. Some microseconds: not for a hot path.
   Result<std::size_t> free_bytes() const;
 
  private:
   class InContext;
+  class Marks;
+  class Recorder;
   class StreamsFence;
 
   CudaDriver(const cuda::Api& api, cuda::Device device, int ordinal, cuda::Context context,
-             std::string uuid, cuda::AllocationProperties properties)
-      : api_(api),
-        device_(device),
-        ordinal_(ordinal),
-        context_(context),
-        uuid_(std::move(uuid)),
-        properties_(properties) {}
+             std::string uuid, cuda::AllocationProperties properties);
 
   Status refuse_size(const char* call, std::size_t bytes) const;
   Error failed(const char* call, cuda::Result code, std::size_t bytes) const;
@@ -86,21 +90,26 @@ class CudaDriver final : public Driver {
   /// Queues copies in the stream for them, and waits until they are done. `queue` answers a code.
   template <typename F>
   Status copy_and_wait(const char* call, F queue);
+  /// Queues one strided copy, or one for each row where they lie further apart than it takes.
+  cuda::Result queue_rows(const cuda::Copy2D& rows, cuda::Stream stream) const;
   template <typename F>
   cuda::Result patiently(F call) const;
 
+  const OwnProcess made_by_;
   const cuda::Api& api_;
   const cuda::Device device_;
   const int ordinal_;
   const cuda::Context context_;
   const std::string uuid_;
   const cuda::AllocationProperties properties_;
-  std::size_t granularity_bytes_ = 0;  // asked for once, by open()
+  std::size_t granularity_bytes_ = 0;  // asked for once, by open(), as is the next
+  std::size_t max_pitch_bytes_ = 0;    // of the rows of a strided copy
   mutable std::mutex streams_mutex_;   // a leaf lock
   std::optional<std::vector<cuda::Stream>> streams_;
   // Waits for the legacy default stream, and has no work of its own: an event in it stands for one
   // in that stream, which must not be touched while others capture.
   cuda::Stream behind_legacy_ = nullptr;
+  std::unique_ptr<Recorder> recorder_;  // of fences; made by the first one
   std::mutex copy_mutex_;  // one batch of copies at a time; streams_mutex_ is not taken under it
   cuda::Stream copy_stream_ = nullptr;  // made by the first copy; waits for nobody's work
   std::atomic<std::uint64_t> creates_{0}, destroys_{0}, maps_{0}, unmaps_{0};

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import ctypes
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from functools import lru_cache
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from math import inf
 from typing import Final
 
@@ -32,20 +32,26 @@ def copy_runs(
     targets: Sequence[int],
     *,
     trusted: bool,
-    on_gpu: bool = False,
+    gpu: _vmm.CudaDriver | None = None,
     deadline_s: float = inf,
 ) -> None:
     """Copy each run of `sources` to its run of `targets` (addresses by tensor), in order.
 
-    Blocks, without Python's lock. Raises `LLMParamError` where memory is not there, `LLM_TIMEOUT`
-    past a deadline (of `time.monotonic`), `LLM_FAILED` where a GPU's driver refuses; what comes
-    before that in the order is copied then.
+    `gpu` is the driver of the GPU on which one of the ends lies; the copy waits for work that was
+    queued before in the streams that the driver knows. Blocks, without Python's lock. Raises
+    `LLMParamError` where memory is not there, `LLM_TIMEOUT` past a deadline (of `time.monotonic`),
+    `DriverError` where a GPU's driver refuses; what comes before that in the order is copied then.
     """
     moves = [
         (targets[to.tensor] + to.offset, sources[of.tensor] + of.offset, of.size)
         for of, to in pairs
     ]
-    copy = _copy_on_gpu if on_gpu else _copy_here if trusted else _copy_by_kernel
+    copy: Callable[[Sequence[tuple[int, int, int]]], None]
+    if gpu is not None:
+        copy = partial(_copy_on_gpu, gpu)
+        gpu.drain()
+    else:
+        copy = _copy_here if trusted else _copy_by_kernel
     for portion in _portions(moves):
         if time.monotonic() > deadline_s:
             raise LLMException(
@@ -55,7 +61,7 @@ def copy_runs(
         copy(portion)
 
 
-def copy_to_host(address: int, view: memoryview, *, on_gpu: bool) -> None:
+def copy_to_host(address: int, view: memoryview, *, gpu: _vmm.CudaDriver | None) -> None:
     """Fill a buffer of this process from an address of an own cache. As `copy_runs`."""
     into = (ctypes.c_char * view.nbytes).from_buffer(view)
     size = view.nbytes
@@ -64,7 +70,7 @@ def copy_to_host(address: int, view: memoryview, *, on_gpu: bool) -> None:
         [address],
         [ctypes.addressof(into)],
         trusted=False,
-        on_gpu=on_gpu,
+        gpu=gpu,
     )
 
 
@@ -108,30 +114,8 @@ def _copy_by_kernel(moves: Sequence[tuple[int, int, int]]) -> None:
         raise LLMException(str(error), status_code=LLMStatusCode.LLM_FAILED) from error
 
 
-def _copy_on_gpu(moves: Sequence[tuple[int, int, int]]) -> None:
-    """cuMemcpy knows by the address on which side each end lies; in the default stream."""
-    cuda, context = _cuda()
-    _check(cuda.cuCtxPushCurrent_v2(context), "cuCtxPushCurrent")
-    try:
-        for to, of, size in moves:
-            _check(cuda.cuMemcpy(ctypes.c_ulonglong(to), ctypes.c_ulonglong(of), size), "cuMemcpy")
-    finally:
-        cuda.cuCtxPopCurrent_v2(ctypes.byref(ctypes.c_void_p()))
-
-
-@lru_cache(maxsize=1)
-def _cuda() -> tuple[ctypes.CDLL, ctypes.c_void_p]:
-    """The driver and a primary context; unified addresses reach the memory of any device."""
-    cuda = ctypes.CDLL("libcuda.so.1")
-    cuda.cuMemcpy.argtypes = [ctypes.c_ulonglong, ctypes.c_ulonglong, ctypes.c_size_t]
-    _check(cuda.cuInit(0), "cuInit")
-    context = ctypes.c_void_p()
-    _check(cuda.cuDevicePrimaryCtxRetain(ctypes.byref(context), 0), "cuDevicePrimaryCtxRetain")
-    return cuda, context
-
-
-def _check(result: int, call: str) -> None:
-    if result:
-        raise LLMException(
-            f"{call} answered CUDA's error {result}", status_code=LLMStatusCode.LLM_FAILED
-        )
+def _copy_on_gpu(driver: _vmm.CudaDriver, moves: Sequence[tuple[int, int, int]]) -> None:
+    """By the driver of the caches' GPU, which knows by an address whose memory that is."""
+    sources = _vmm.pack_pieces([(of, size) for _, of, size in moves])
+    targets = _vmm.pack_pieces([(to, size) for to, _, size in moves])
+    _vmm.copy_pieces_on_gpu(driver, sources, targets)

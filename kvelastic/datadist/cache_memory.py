@@ -32,6 +32,20 @@ _ADDRESSES_PER_BYTE: Final = 4
 """The range is so many times as long as the memory, so that a hole somewhere is long enough."""
 
 
+_DEFAULT_STREAM: Final = 0
+
+
+def name_streams(device: Device) -> None:
+    """Tell a GPU's driver whose work uses caches, unless it was told: the default stream's.
+
+    The interface names no stream. The default stream waits for all streams but those that are made
+    non-blocking, whose work the caller has to wait for. Nothing to do on the host.
+    """
+    driver = device.driver()
+    if isinstance(driver, _vmm.CudaDriver) and not driver.knows_streams:
+        driver.use_streams([_DEFAULT_STREAM])
+
+
 @dataclass(frozen=True, eq=False)
 class Piece:
     """What a cache holds of the pool."""
@@ -61,6 +75,7 @@ class CacheMemory:
         `wait_s` is how long an alloc waits for other instances. Raises what `open_pool` raises.
         """
         self.device = device
+        name_streams(device)
         self._alignment_bytes = pool.alignment_bytes
         self._tiers = tuple(tiers)
         self._tier_lock = threading.Lock()

@@ -133,10 +133,10 @@ class KvCacheManager(ManagerCalls):
         checks.integer("tensor_index", tensor_index, most=desc.num_tensors - 1)
         found = []
         with as_llm_exceptions("get_cache_tensors"), self._caches.held_handle("cache", cache) as at:
-            for addrs in at:
+            for number, addrs in enumerate(at):
                 data = bytearray(desc.size)
-                on_gpu = self._caches.is_on_gpu and desc.placement is Placement.DEVICE
-                copy_to_host(addrs[tensor_index], memoryview(data), on_gpu=on_gpu)
+                gpu = self._caches.gpu(number) if desc.placement is Placement.DEVICE else None
+                copy_to_host(addrs[tensor_index], memoryview(data), gpu=gpu)
                 found.append(Tensor(data, desc.shape, desc.data_type))
         return found
 

@@ -19,10 +19,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from kvelastic import device
+from kvelastic import _vmm, device
 from kvelastic.config import Config
 from kvelastic.datadist.byte_copies import copy_runs
-from kvelastic.datadist.cache_memory import CacheMemory, Piece
+from kvelastic.datadist.cache_memory import CacheMemory, Piece, name_streams
 from kvelastic.datadist.cache_table import CacheTable, Entry
 from kvelastic.datadist.caches import CacheHandle
 from kvelastic.datadist.descriptors import CacheDesc, CacheKey, RowIndex
@@ -63,6 +63,7 @@ class LocalCaches:
         try:
             for at in options.device_ids:
                 self.devices.append(_device(settings, at))
+                name_streams(self.devices[-1])
             if options.device_pool is not None:
                 self._open(Placement.DEVICE, self.devices, settings)
             if options.host_pool is not None:
@@ -372,11 +373,9 @@ class LocalCaches:
                 raise LLMParamError(f"the caches are on {len(of)} and {len(to)} devices")
             trusted = self._is_own(source) and self._is_own(target)
             placements = {source.cache_desc.placement, target.cache_desc.placement}
-            on_gpu = self.is_on_gpu and Placement.DEVICE in placements
-            for sources, targets in zip(of, to, strict=True):
-                copy_runs(
-                    pairs, sources, targets, trusted=trusted, on_gpu=on_gpu, deadline_s=deadline_s
-                )
+            for at, (sources, targets) in enumerate(zip(of, to, strict=True)):
+                gpu = self.gpu(at) if Placement.DEVICE in placements else None
+                copy_runs(pairs, sources, targets, trusted=trusted, gpu=gpu, deadline_s=deadline_s)
 
     def _is_own(self, handle: CacheHandle) -> bool:
         return not handle.is_cpu_cache and isinstance(self.of_id(handle.cache_id).memory, tuple)
@@ -391,10 +390,10 @@ class LocalCaches:
         with self.held(entry):
             yield entry.addrs
 
-    @property
-    def is_on_gpu(self) -> bool:
-        """Whether device caches lie on a GPU."""
-        return any(not one.is_host for one in self.devices)
+    def gpu(self, at: int) -> _vmm.CudaDriver | None:
+        """The driver of the at-th device; None: the host stands for it."""
+        driver = self.devices[at].driver()
+        return driver if isinstance(driver, _vmm.CudaDriver) else None
 
     # --- life --------------------------------------------------------------------------------
 

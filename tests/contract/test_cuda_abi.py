@@ -28,6 +28,7 @@ static_assert(sizeof(CUuuid) == sizeof(Uuid) && sizeof(CUmemLocation) == sizeof(
 
 static_assert(CUDA_SUCCESS == kSuccess && CUDA_ERROR_OUT_OF_MEMORY == kErrorOutOfMemory);
 static_assert(CUDA_ERROR_NO_DEVICE == kErrorNoDevice && CUDA_ERROR_NOT_READY == kErrorNotReady);
+static_assert(CU_DEVICE_ATTRIBUTE_MAX_PITCH == kAttributeMaxPitch);
 static_assert(CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED == kAttributeVmmSupported);
 static_assert(CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED ==
               kAttributePosixFdSupported);
@@ -76,7 +77,7 @@ SAME(MemExportToShareableHandle); SAME(MemImportFromShareableHandle); SAME(Event
 static_assert(same_sizes(&cuDeviceGetUuid, decltype(Api::DeviceGetInstanceUuid){}));
 SAME(ThreadExchangeStreamCaptureMode); SAME(StreamCreate);
 SAME(StreamDestroy); SAME(StreamIsCapturing);
-SAME(Memcpy2DAsync); SAME(MemHostRegister); SAME(MemHostUnregister);
+SAME(MemcpyAsync); SAME(Memcpy2DAsync); SAME(MemHostRegister); SAME(MemHostUnregister);
 SAME(EventDestroy); SAME(EventRecord); SAME(EventQuery); SAME(GetErrorName);
 """
 

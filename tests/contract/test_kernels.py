@@ -24,6 +24,7 @@ from kvelastic import _vmm, errors
 
 SIM_BUILD = Path(__file__).parents[1] / "sim" / "build"
 B = 8
+STREAM_ENTRIES = 1024
 
 
 @pytest.fixture(scope="session")
@@ -135,6 +136,26 @@ def test_allocs_go_on_while_an_unmap_waits_for_a_kernel(library: str, ranks: int
         assert trim.result() == 3 * HUGE
         assert [worker.mapped() for worker in on.workers] == ranks * [[0, 4, 5, 6]]
         assert on.all("error") == ranks * ["0"]
+        pool.check_integrity()
+
+
+def test_pages_are_mapped_while_the_queue_of_a_stream_is_full(library: str) -> None:
+    """The event that the unmap waits for is recorded when the stream has room for it."""
+    with gpus(library) as on:
+        pool = on.pool
+        ids = pool.alloc(4 * B - 1)
+        assert ids is not None
+        pool.free(ids[B - 1 :])
+        on.worker.ask("hold")
+        on.worker.ask(f"fill {STREAM_ENTRIES - 1}")
+        asked = on.worker.ask("calls cuEventCreate")
+        trim = Background(pool.trim)
+        wait_until(lambda: on.worker.ask("calls cuEventCreate") != asked, "no event is made")
+        assert len(pool.alloc(3 * B) or []) == 3 * B
+        assert trim.waits
+        on.worker.ask("release")
+        assert trim.result() == 3 * HUGE
+        assert on.all("error") == ["0"]
         pool.check_integrity()
 
 

@@ -29,6 +29,7 @@ EVERY_DRIVER = (
     "odd_sizes_are_refused",
     "a_range_and_a_pool",
     "records_of_blocks",
+    "rows_far_apart",
     "threads",
     "what_is_unmapped_is_scratch",
 )
@@ -275,6 +276,33 @@ def case_records_of_blocks(driver: _vmm.Driver) -> None:
             rows = library.kvsim_count(b"cuMemcpy2DAsync")
             assert rows == 5 * extents, "one strided copy for each extent of a block"
         pool.close(discard=True)
+
+
+def case_rows_far_apart(driver: _vmm.Driver) -> None:
+    """Blocks of an engine whose rows lie further apart than a GPU's strided copy takes."""
+    granule = driver.granularity_bytes
+    apart, row = 3 << 30, 4096
+    base = driver.reserve(2 * apart)
+    handles = []
+    for offset in (0, apart):
+        handles.append(driver.create(granule))
+        driver.map(base + offset, granule, handles[-1])
+        driver.set_access(base + offset, granule)
+    blocks = _vmm.EngineBlocks(driver, [(base, row, row, 2, apart)], 16)
+    staging = _vmm.Staging(2, blocks.record_bytes)
+    data = bytes(range(256)) * (2 * row // 256)
+    staging.view(0)[:] = data[::-1]
+    blocks.copy_in(staging, [0], [3])
+    contents = Contents(driver)
+    assert contents.read(base + 3 * row, row) == data[::-1][:row]
+    contents.write(base + apart + 3 * row, data[row:])
+    blocks.copy_out([3], staging, [1])
+    assert bytes(staging.view(1)) == data[::-1][:row] + data[row:]
+    del blocks
+    for offset, handle in zip((0, apart), handles, strict=True):
+        driver.unmap(base + offset, granule)
+        driver.destroy(handle, granule)
+    driver.release(base, 2 * apart)
 
 
 def case_moves_of_blocks(driver: _vmm.Driver) -> None:

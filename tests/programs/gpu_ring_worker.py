@@ -4,6 +4,7 @@ As ring_worker.py it prints `ready`, and answers each line of its stdin with one
 
     hold, release     a kernel begins on the worker's stream, which is not a blocking one; it ends
     read PAGE         queue a kernel that reads a page                            -> done
+    fill COUNT        queue so many kernels that read page 0                      -> done
     capture, captured begin a capture of another stream; end it                   -> done, 0 or 901
     name              say that kernels run on this stream                         -> done
     fail PLAN         a fault plan of the simulator, `none` ends it               -> done
@@ -43,6 +44,9 @@ def main() -> None:
         elif command == "read":
             offset = int(arguments[0]) * layout.extent_bytes
             gpu.read(memory.address + offset, layout.extent_bytes)
+        elif command == "fill":
+            for _ in range(int(arguments[0])):
+                gpu.read(memory.address, 1)
         elif command == "capture":
             gpu.begin_capture(stream=graph)
         elif command == "captured":

@@ -65,6 +65,7 @@ Settings read() {
   s.profile = text("KVSIM_PROFILE");
   s.trace = text("KVSIM_TRACE");
   s.hold = text("KVSIM_HOLD");
+  s.queue = bytes("KVSIM_QUEUE", 1024);
   constexpr std::size_t kSystemPageBytes = 4096;
   if (s.granularity_bytes % kSystemPageBytes != 0 || s.granularity_bytes == 0) {
     complain("KVSIM_GRANULARITY must be a positive multiple of 4096; using 2M");

@@ -30,6 +30,7 @@ struct Settings {
   std::string profile;            ///< KVSIM_PROFILE
   std::string trace;              ///< KVSIM_TRACE
   std::string hold;               ///< KVSIM_HOLD
+  std::size_t queue;              ///< KVSIM_QUEUE
 };
 
 /// A value that does not parse is said on stderr, once, and its default stands: the library never

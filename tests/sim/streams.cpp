@@ -166,6 +166,11 @@ void wait(std::unique_lock<std::mutex>& lock, Reached reached) {
   }
 }
 
+/// A stream takes so many entries; a call that queues one more waits until one has run.
+void wait_for_room(std::unique_lock<std::mutex>& lock, const StreamPtr& stream) {
+  wait(lock, [&] { return stream->items.size() < settings().queue; });
+}
+
 /// Runs `body(stream)` under the lock, when there is such a stream.
 template <class Body>
 CUresult with_stream(CUstream handle, Body body) {
@@ -273,9 +278,10 @@ CUresult stream_facts(CUstream handle, StreamFacts* facts) {
 }
 
 CUresult enqueue(CUstream handle, std::function<void()> run) {
-  return with_stream(handle, [&](const StreamPtr& stream, auto&) {
+  return with_stream(handle, [&](const StreamPtr& stream, auto& lock) {
     if (is_captured(key(handle))) return CUDA_SUCCESS;
     if (const CUresult refused = refuse_legacy(*stream); refused != CUDA_SUCCESS) return refused;
+    wait_for_room(lock, stream);
     queue(stream, Item{std::move(run), {}});
     return CUDA_SUCCESS;
   });
@@ -303,6 +309,11 @@ CUresult destroy_event(CUevent handle) {
 }
 
 CUresult record_event(CUevent handle, CUstream stream_handle) {
+  const CUresult room = with_stream(stream_handle, [&](const StreamPtr& stream, auto& lock) {
+    if (!is_captured(key(stream_handle))) wait_for_room(lock, stream);
+    return CUDA_SUCCESS;
+  });
+  if (room != CUDA_SUCCESS) return room;
   return with_event(handle, [&](Event& event, auto&) {
     const StreamPtr stream = find(stream_handle);
     if (stream == nullptr || stream->context != event.context) return CUDA_ERROR_INVALID_HANDLE;

@@ -289,3 +289,30 @@ def test_elapsed_time_needs_two_finished_events_with_timing() -> None:
         return [pending, without, ms.value >= 0]
 
     assert run(body) == [NOT_READY, "CUDA_ERROR_INVALID_HANDLE", True]
+
+
+def test_a_call_waits_for_room_in_a_full_stream() -> None:
+    def body() -> list[object]:
+        gpu = Driver().start()
+        held, other = stream(gpu), stream(gpu)
+        address, _ = gpu.mapped()
+        gpu.call("kvsim_hold_stream", held)
+        for _ in range(3):
+            gpu.call("kvsim_enqueue_read", held, address, 16)
+        made = event(gpu)
+        done = threading.Event()
+
+        def record() -> None:
+            gpu.call("cuCtxSetCurrent", gpu.get("cuDevicePrimaryCtxRetain", 0))
+            gpu.call("cuEventRecord", made, held)
+            done.set()
+
+        waits = threading.Thread(target=record)
+        waits.start()
+        recorded(gpu, other)  # another stream has room
+        before = done.is_set(), gpu.ask("cuStreamQuery", held)
+        gpu.call("kvsim_release_stream", held)
+        waits.join()
+        return [*before, gpu.ask("cuEventQuery", made)]
+
+    assert run(body, KVSIM_QUEUE="4") == [False, NOT_READY, SUCCESS]
