@@ -336,7 +336,9 @@ VARIABLES: Final[tuple[Variable, ...]] = (
              "Guarantee: memory that other instances never take from this one."),
     Variable("KVELASTIC_RESERVE", None, "reserve", parse_size, "(measured)", f"0, or {SIZE_FORMS}",
              "What the engine holds of its device besides KV cache (weights, activations); unset,"
-             " what vLLM's workers are seen to hold after their start, and nothing of others."),
+             " what vLLM's workers are seen to hold after their start, what transformers and SGLang"
+             " hold when they make their cache (on a GPU, transformers' peak), and nothing of"
+             " others."),
     Variable("KVELASTIC_PRIORITY", None, "priority",
              _integer(-MAX_PRIORITY, most=MAX_PRIORITY), "0",
              f"an integer from {-MAX_PRIORITY} to {MAX_PRIORITY}",

@@ -26,6 +26,7 @@ from kvelastic.logs import say_once
 from kvelastic.pool import ElasticPool, local_range, open_pool
 from kvelastic.scheduling.blocks import SchedulerBlocks
 from kvelastic.sizes import format_size
+from kvelastic.step_reserve import StepReserve
 
 _log = logging.getLogger("kvelastic")
 
@@ -44,6 +45,9 @@ class EnginePool:
     """Blocks that there can be at most, the null block not counted."""
     blocks: SchedulerBlocks
     """What the engine's scheduler takes and gives back."""
+    step_reserve: StepReserve | None = None
+    """Follows the engine's steps; None on the host, where the maintenance thread looks at the
+    machine's memory, and where the reserve is set or another cache of this process says it."""
 
     @property
     def pages(self) -> int:
@@ -53,16 +57,19 @@ class EnginePool:
     def begin(self, settings: Config, held_besides_bytes: int) -> None:
         """Reserve what this process holds besides, map the null block, and answer requests.
 
-        `held_besides_bytes` is what it holds of the device besides KV cache, weights above all;
-        `KVELASTIC_RESERVE` comes before it. Raises `GuaranteeError` and `ReserveError` if the
-        device has no room for that.
+        `held_besides_bytes` is what it holds of the device besides KV cache, weights above all; on
+        a GPU room for a step comes on top. `KVELASTIC_RESERVE` comes before both. Raises
+        `GuaranteeError` and `ReserveError` if the device has no room for that.
         """
         reserve_bytes = settings.reserve
         if len(_own_names) > 1:
             reserve_bytes = 0  # weights are the process's, and an earlier cache of it has said them
         elif reserve_bytes is None:
             reserve_bytes = held_besides_bytes
-        self.pool.reserve(reserve_bytes)
+        if self.step_reserve is not None:
+            reserve_bytes = self.step_reserve.begin(held_besides_bytes)
+        else:
+            self.pool.reserve(reserve_bytes)
         self.pool.blocks.ensure(1)
         self.pool.start_keeper()
         _log.info(
@@ -138,6 +145,9 @@ def open_engine_pool(
         name=_name(settings),
         movable=movable,
     )
+    step_reserve = None
+    if not (device.is_host or _own_names or settings.reserve is not None):
+        step_reserve = StepReserve(pool.reserve, device.capacity_bytes)
     _own_names.add(pool.name)
     _log.info(
         "KV cache of %d blocks of %d tokens, in at most %d pages of %s with %d blocks each"
@@ -149,7 +159,8 @@ def open_engine_pool(
         layout.blocks_per_page,
         100 * layout.padding_fraction,
     )
-    return EnginePool(pool, layout, device, blocks, SchedulerBlocks(pool.blocks))
+    blocks_of_scheduler = SchedulerBlocks(pool.blocks)
+    return EnginePool(pool, layout, device, blocks, blocks_of_scheduler, step_reserve)
 
 
 def device_for(settings: Config, engine: str, *, gpu: int | None, gpu_model: str = "") -> Device:

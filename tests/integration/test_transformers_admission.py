@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 from collections.abc import Iterator
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -87,3 +88,26 @@ def test_what_a_preempted_request_gave_back_lifts_nothing(shared: TwoPools) -> N
     processor.blocks.give_back(mine)
     processor.scheduler.schedule_batch()
     assert processor.scheduler.block_new_requests
+
+
+def test_each_batch_shows_how_much_its_activations_took(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    from kvelastic.integration.transformers import in_batches, in_cache
+    from kvelastic.integration.transformers.batches import Batches
+
+    peaks = iter([{"reserved_bytes": {"all": {"peak": peak, "current": 1}}} for peak in (5, 9)])
+    monkeypatch.setattr(torch.cuda, "memory_stats_as_nested_dict", lambda _: next(peaks))
+    followed: list[int] = []
+    blocks = SimpleNamespace(session=nullcontext, report_busy=lambda _: None)
+    batches = Batches(
+        SimpleNamespace(memory=blocks, warms_up=False),  # type: ignore[arg-type]
+        SimpleNamespace(step_reserve=SimpleNamespace(follow=followed.append)),  # type: ignore[arg-type]
+        [torch.zeros(1)],
+    )
+    cache = SimpleNamespace()
+    setattr(cache, in_cache._KEPT, batches)
+    processor = SimpleNamespace(cache=cache, has_pending_requests=lambda: True)
+    for _ in range(2):
+        in_batches.update_batch(lambda _: None, processor)
+    assert followed == [5, 9]

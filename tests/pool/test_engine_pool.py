@@ -125,6 +125,38 @@ def test_a_second_cache_of_the_process_has_a_number(stack: ExitStack) -> None:
     assert ledger.member.reserve_bytes == 0, "weights are the process's: the first has said them"
 
 
+def test_room_for_steps_stays_reserved_on_a_gpu(
+    stack: ExitStack, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A neighbour must not take what activations leave between two steps."""
+    device = Device(f"toys-{os.getpid()}", 64 * MIB_BYTES, _vmm.HostDriver)
+    toy = Toy(stack, device=device).begin(8 * MIB_BYTES)
+    (joined,) = toy.cache.pool.ledgers
+    follower = toy.cache.step_reserve
+    assert follower is not None
+    assert joined.member.reserve_bytes == 10 * MIB_BYTES, "1/32 of the device is for a step"
+    follower.follow(10 * MIB_BYTES)
+    assert joined.member.reserve_bytes == 10 * MIB_BYTES
+    follower.follow(20 * MIB_BYTES)
+    assert joined.member.reserve_bytes == 20 * MIB_BYTES + MIB_BYTES // 2
+    follower.follow(11 * MIB_BYTES)
+    assert joined.member.reserve_bytes == 20 * MIB_BYTES + MIB_BYTES // 2
+    follower.follow(65 * MIB_BYTES)
+    assert joined.member.reserve_bytes == 20 * MIB_BYTES + MIB_BYTES // 2
+    assert "could not be raised" in caplog.text
+
+
+def test_a_reserve_that_is_set_follows_nothing(
+    stack: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVELASTIC_RESERVE", "4M")
+    device = Device(f"toys-{os.getpid()}", 64 * MIB_BYTES, _vmm.HostDriver)
+    toy = Toy(stack, device=device).begin(8 * MIB_BYTES)
+    (joined,) = toy.cache.pool.ledgers
+    assert joined.member.reserve_bytes == 4 * MIB_BYTES
+    assert toy.cache.step_reserve is None
+
+
 def test_there_are_as_many_blocks_as_were_asked_for_and_fit(
     stack: ExitStack, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -161,7 +193,7 @@ def test_sglang_resumes_later_where_its_reserve_is_not_to_be_had(
     for name, content in modules.items():
         monkeypatch.setitem(sys.modules, name, SimpleNamespace(**content))
     device = Device(f"toys-{os.getpid()}", 32 * MIB_BYTES, _vmm.HostDriver)
-    toy = Toy(stack, device=device).begin(8 * MIB_BYTES)
+    toy = Toy(stack, device=device).begin(7 * MIB_BYTES)
     allocator = SimpleNamespace(
         blocks=toy.cache.pool.blocks,
         wakes_later=False,

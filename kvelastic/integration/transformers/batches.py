@@ -19,6 +19,7 @@ import torch
 
 from kvelastic import _vmm, config
 from kvelastic.engine_pool import EnginePool
+from kvelastic.integration.transformers.cache_memory import peak_besides_bytes
 from kvelastic.scheduling.blocks import SchedulerBlocks
 from kvelastic.scheduling.over_limit import OverLimit
 
@@ -65,6 +66,12 @@ class Batches:
         driver = self._memory.device.driver()
         if compute_stream is not None and isinstance(driver, _vmm.CudaDriver):
             driver.use_streams([_DEFAULT_STREAM, int(compute_stream.cuda_stream)])
+
+    def batch_is_computed(self) -> None:
+        """Called after each batch: its activations may have been the largest so far."""
+        if self._memory.step_reserve is not None:
+            peak_bytes = peak_besides_bytes(self._trash[0].device)
+            self._memory.step_reserve.follow(peak_bytes)
 
     def batch_is_ready(self, ready: bool, *, is_padded: bool, stream: Any) -> None:
         """Called after each try to make a batch. Padding reads zeros: the page may be a new one."""

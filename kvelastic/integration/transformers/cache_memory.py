@@ -151,3 +151,9 @@ def held_besides_bytes(torch_device: torch.device) -> int:
     if torch_device.type == "cpu":
         return anonymous_bytes(os.getpid())
     return int(torch.cuda.memory_reserved(torch_device))
+
+
+def peak_besides_bytes(torch_device: torch.device) -> int:
+    """The most that PyTorch has held of a GPU so far, in use or kept for its next tensors."""
+    statistics = torch.cuda.memory_stats_as_nested_dict(torch_device)
+    return int(statistics["reserved_bytes"]["all"]["peak"])

@@ -129,6 +129,7 @@ def update_batch(original: Callable[..., None], processor: Any) -> None:
         return
     with batches.blocks.session():
         original(processor)
+    batches.batch_is_computed()
     batches.blocks.report_busy(processor.has_pending_requests())
 
 

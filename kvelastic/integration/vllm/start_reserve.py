@@ -21,15 +21,12 @@ from typing import Any, Final
 from kvelastic import config, ledger
 from kvelastic.integration.vllm import worker_device
 from kvelastic.sizes import format_size
+from kvelastic.step_reserve import first_step_bytes
 
 _log = logging.getLogger("kvelastic.vllm")
 
 _PATTERNS: Final = ("*.safetensors", "*.bin", "*.pt")
 """Files of weights; of the first kind that a folder has."""
-_MOST_FOR_A_STEP_BYTES: Final = 2 << 30
-_PART_FOR_A_STEP: Final = 32
-"""Activations and libraries' buffers, before anything was measured: 1/32 of the GPU, 2 GiB at
-most."""
 
 
 def claim(worker: Any) -> ledger.JoinedLedger | None:
@@ -69,8 +66,7 @@ def name() -> str:
 
 def expected_bytes(all_weights_bytes: int, ranks: int, total_bytes: int) -> int:
     """What a worker takes of its GPU to load its part of the weights and run a first step."""
-    for_a_step = min(_MOST_FOR_A_STEP_BYTES, total_bytes // _PART_FOR_A_STEP)
-    return min(all_weights_bytes // ranks + for_a_step, total_bytes)
+    return min(all_weights_bytes // ranks + first_step_bytes(total_bytes), total_bytes)
 
 
 def weights_bytes(model: str) -> int:
