@@ -20,6 +20,7 @@ inline constexpr Result kSuccess = 0;
 inline constexpr Result kErrorOutOfMemory = 2;
 inline constexpr Result kErrorNoDevice = 100;
 inline constexpr Result kErrorNotReady = 600;
+inline constexpr Result kErrorCapturedEvent = 907;
 
 inline constexpr int kAttributeMaxPitch = 11;
 inline constexpr int kAttributeVmmSupported = 102;

@@ -53,6 +53,7 @@ std::vector<Symbol> symbols_of(Api& api) {
       {"cuThreadExchangeStreamCaptureMode", slot(api.ThreadExchangeStreamCaptureMode)},
       {"cuStreamCreate", slot(api.StreamCreate)},
       {"cuStreamDestroy", slot(api.StreamDestroy)},
+      {"cuStreamGetCtx", slot(api.StreamGetCtx)},
       {"cuStreamIsCapturing", slot(api.StreamIsCapturing)},
       {"cuMemcpyAsync", slot(api.MemcpyAsync)},
       {"cuMemcpy2DAsync", slot(api.Memcpy2DAsync)},

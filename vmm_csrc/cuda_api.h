@@ -43,6 +43,7 @@ struct Api {
   Result (*ThreadExchangeStreamCaptureMode)(int* mode);
   Result (*StreamCreate)(Stream* stream, unsigned flags);
   Result (*StreamDestroy)(Stream stream);
+  Result (*StreamGetCtx)(Stream stream, Context* context);
   Result (*StreamIsCapturing)(Stream stream, int* status);
   Result (*MemcpyAsync)(Address to, Address from, std::size_t bytes, Stream stream);
   Result (*Memcpy2DAsync)(const Copy2D* copy, Stream stream);

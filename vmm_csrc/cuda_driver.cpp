@@ -148,13 +148,13 @@ class CudaDriver::Marks {
  public:
   Marks(const CudaDriver& driver, std::vector<cuda::Stream> streams)
       : driver_(driver), unmarked_(std::move(streams)) {
-    events_.reserve(unmarked_.size());
+    marked_.reserve(unmarked_.size());
   }
   Marks(const Marks&) = delete;
   Marks& operator=(const Marks&) = delete;
   ~Marks() {
     const InContext context(driver_);
-    for (const cuda::Event event : events_) (void)driver_.api_.EventDestroy(event);
+    for (const Mark& mark : marked_) (void)driver_.api_.EventDestroy(mark.event);
   }
 
   /// Records what can be recorded. Waits for room in a stream whose queue is full.
@@ -168,13 +168,7 @@ class CudaDriver::Marks {
         ++stream;
         continue;
       }
-      cuda::Event event = nullptr;
-      if (code_ == cuda::kSuccess) {
-        code_ = driver_.api_.EventCreate(&event, cuda::kEventDisableTiming);
-      }
-      if (code_ != cuda::kSuccess) return;
-      events_.push_back(event);
-      code_ = driver_.api_.EventRecord(event, *stream);
+      if (code_ == cuda::kSuccess) code_ = record(*stream);
       stream = unmarked_.erase(stream);
     }
   }
@@ -185,25 +179,49 @@ class CudaDriver::Marks {
   Result<bool> have_passed() {
     const InContext context(driver_);
     if (code_ == cuda::kSuccess) code_ = context.code();
-    while (code_ == cuda::kSuccess && !events_.empty()) {
-      code_ = driver_.api_.EventQuery(events_.back());
-      if (code_ != cuda::kSuccess) break;
-      (void)driver_.api_.EventDestroy(events_.back());
-      events_.pop_back();
+    while (code_ == cuda::kSuccess && !marked_.empty()) {
+      const Mark mark = marked_.back();
+      const cuda::Result code = driver_.api_.EventQuery(mark.event);
+      if (code == cuda::kErrorNotReady) return false;
+      // A capture has begun between the look at the stream and the event, which is the graph's now.
+      const bool was_captured = code == cuda::kErrorCapturedEvent;
+      if (!was_captured && code != cuda::kSuccess) {
+        code_ = code;
+        break;
+      }
+      if (was_captured) unmarked_.push_back(mark.stream);
+      (void)driver_.api_.EventDestroy(mark.event);
+      marked_.pop_back();
     }
-    const cuda::Result code = code_;
-    if (code == cuda::kErrorNotReady) {
-      code_ = cuda::kSuccess;
-      return false;
-    }
-    if (code != cuda::kSuccess) return driver_.failed("waiting for a stream", code, 0);
+    if (code_ != cuda::kSuccess) return driver_.failed("waiting for a stream", code_, 0);
     return is_recorded();
   }
 
  private:
+  struct Mark {
+    cuda::Stream stream;
+    cuda::Event event;
+  };
+
+  /// An event is recorded in streams of its own context only; a stream's may be another than ours.
+  cuda::Result record(cuda::Stream stream) {
+    cuda::Context own = nullptr, popped = nullptr;
+    cuda::Result code = driver_.api_.StreamGetCtx(stream, &own);
+    if (code == cuda::kSuccess) code = driver_.api_.CtxPushCurrent(own);
+    if (code != cuda::kSuccess) return code;
+    cuda::Event event = nullptr;
+    code = driver_.api_.EventCreate(&event, cuda::kEventDisableTiming);
+    if (code == cuda::kSuccess) {
+      marked_.push_back({stream, event});
+      code = driver_.api_.EventRecord(event, stream);
+    }
+    (void)driver_.api_.CtxPopCurrent(&popped);
+    return code;
+  }
+
   const CudaDriver& driver_;
   std::vector<cuda::Stream> unmarked_;
-  std::vector<cuda::Event> events_;  // those that have passed are gone
+  std::vector<Mark> marked_;  // those that have passed are gone
   cuda::Result code_ = cuda::kSuccess;
 };
 
@@ -613,10 +631,12 @@ Result<std::size_t> CudaDriver::free_bytes() const {
 }
 
 std::optional<DeviceMemory> CudaDriver::memory() const {
-  const Result<std::size_t> total = total_bytes();
-  const Result<std::size_t> free = free_bytes();
-  if (!total || !free) return std::nullopt;
-  return DeviceMemory{*total, *free};
+  // Of one call: cuDeviceTotalMem may count what cuMemGetInfo does not, and would be held by
+  // nobody.
+  std::size_t free = 0, total = 0;
+  const cuda::Result code = patiently([&] { return api_.MemGetInfo(&free, &total); });
+  if (code != cuda::kSuccess) return std::nullopt;
+  return DeviceMemory{total, free};
 }
 
 DriverStats CudaDriver::stats() const {

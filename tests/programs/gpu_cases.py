@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import os
 import random
@@ -261,6 +262,44 @@ def case_a_capture_of_the_stream_itself_is_waited_for(gpu: Gpu) -> None:
     assert not memory.is_mapped(1)
 
 
+def case_a_capture_that_begins_in_the_midst_of_a_fence_is_waited_for(gpu: Gpu) -> None:
+    """The event becomes the graph's; the stream gets another one after the capture."""
+    gpu.driver.use_streams([gpu.stream])
+    memory = reserve(gpu)
+    memory.map([0, 1])
+    gpu.begin_capture()
+    # Its first look says that the stream is not being captured.
+    assert gpu.sim.kvsim_fail(b"cuStreamIsCapturing:1:CUDA_SUCCESS") == 0
+    before = gpu.count("cuEventQuery")
+    thread = threading.Thread(target=lambda: memory.unmap([1], destroy=True))
+    thread.start()
+    while gpu.count("cuEventQuery") == before:
+        assert thread.is_alive()
+    assert memory.is_mapped(1)
+    assert gpu.end_capture() == SUCCESS
+    thread.join()
+    assert not memory.is_mapped(1)
+    assert gpu.count("cuEventCreate") == gpu.count("cuEventDestroy") == 2
+
+
+def case_a_stream_of_another_context_is_waited_for(gpu: Gpu) -> None:
+    """As one of a green context; the driver's own is the device's primary context."""
+    context = ctypes.c_void_p()
+    assert gpu.sim.cuCtxCreate_v2(ctypes.byref(context), 0, 0) == SUCCESS
+    stream = gpu.new_stream()
+    gpu.driver.use_streams([stream])
+    memory = reserve(gpu)
+    memory.map([0, 1])
+    gpu.hold(stream)
+    gpu.read(memory.address + HUGE, 64, stream)
+    thread = begun(gpu, lambda: memory.unmap([1], destroy=True))
+    assert memory.is_mapped(1)
+    gpu.release(stream)
+    thread.join()
+    assert not memory.is_mapped(1)
+    assert gpu.error() == SUCCESS
+
+
 def case_streams_and_events_are_given_back(gpu: Gpu) -> None:
     made = gpu.count("cuStreamCreate")
     for _ in range(3):
@@ -286,6 +325,7 @@ def case_a_failed_wait_leaves_no_event(gpu: Gpu) -> None:
         "cuEventRecord",
         "cuEventQuery",
         "cuStreamIsCapturing",
+        "cuStreamGetCtx",
         "cuThreadExchangeStreamCaptureMode",
         "cuCtxPushCurrent",
     )
