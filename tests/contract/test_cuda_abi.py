@@ -149,7 +149,7 @@ def test_cuda_python_maps_a_page_of_ours(tmp_path: Path) -> None:
     """A client that is not ours, of the interface that we have written down by hand."""
     path = needs.find_cuda_python()
     with SimulatedMachine(tmp_path, memory_bytes=64 << 20) as machine:
-        environment = machine.environment | {"KVSIM_UNREADABLE": "1"}
+        environment = dict(machine.environment)
         if path:
             environment["PYTHONPATH"] = path
         ran = run_python(PROGRAMS / "cuda_python_page.py", environment=environment)

@@ -38,6 +38,7 @@ def simulated(tmp_path: Path, **more: str) -> dict[str, str]:
         "LD_LIBRARY_PATH": built,
         "KVSIM_MACHINE": str(tmp_path / "machine"),
         "KVSIM_STRICT_CONTEXT": "1",
+        "KVSIM_UNREADABLE": "1",
         **more,
     }
 

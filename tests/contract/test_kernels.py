@@ -35,6 +35,15 @@ def library() -> str:
 # ------------------------------------------------------------------------------- over the ring
 
 
+def strict(library: str) -> dict[str, str]:
+    """A simulated GPU as unforgiving as a real one."""
+    return {
+        "LD_LIBRARY_PATH": library,
+        "KVSIM_STRICT_CONTEXT": "1",
+        "KVSIM_UNREADABLE": "1",
+    }
+
+
 class Gpus:
     """A scheduler and its workers, each on a simulated GPU of its own."""
 
@@ -65,7 +74,7 @@ def gpus(
                     pages,
                     rank,
                     program=str(PROGRAMS / "gpu_ring_worker.py"),
-                    environment={"LD_LIBRARY_PATH": library, "KVSIM_STRICT_CONTEXT": "1"},
+                    environment=strict(library),
                 )
             )
             for rank in range(ranks)
@@ -344,6 +353,6 @@ CASES = (
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_in_one_process(library: str, case: str) -> None:
-    environment = {"LD_LIBRARY_PATH": library, "KVSIM_STRICT_CONTEXT": "1"}
+    environment = strict(library)
     done = run_python(PROGRAMS / "gpu_cases.py", case, environment=environment)
     assert done.stdout == "passed\n"

@@ -19,7 +19,6 @@ def test_datadist_on_a_gpu(case: str, tmp_path: Path) -> None:
         environment = machine.environment | {
             "KVELASTIC_LEDGER": f"gpu-{os.getpid()}",
             "KVSIM_CONTEXT_BYTES": "16M",
-            "KVSIM_UNREADABLE": "1",
         }
         ran = run_python(datadist_on_a_gpu.__file__, case, environment=environment)
         assert ran.stdout.strip() == "passed"

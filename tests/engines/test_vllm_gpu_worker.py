@@ -58,7 +58,7 @@ def gpu_run(
     run("inprocess_engine.py", tiny_model, wanted, tokens)
     with SimulatedMachine(folder, memory_bytes=DEVICE_BYTES) as machine:
         environment = {
-            **machine.environment,
+            **machine.readable_environment(),
             "PYTHONPATH": str(PROGRAMS),
             "ENABLE_KVELASTIC": "true",
             "KVELASTIC_IPC_NAME": f"kvelastic_gpu_worker_{os.getpid()}",

@@ -476,7 +476,7 @@ def test_the_package_imports_neither_torch_nor_transformers() -> None:
 def test_on_a_simulated_gpu_and_killed(tmp_path: Path) -> None:
     """The same code over the CUDA driver; who is killed leaves nothing of the device taken."""
     with SimulatedMachine(tmp_path, memory_bytes=64 * MIB_BYTES) as machine:
-        environment = os.environ | machine.environment
+        environment = os.environ | machine.readable_environment()
         del environment["KVELASTIC_HOST_MEMORY"]
         ran = subprocess.run(
             [sys.executable, PROGRAMS / "gpu_elastic_cache.py"],

@@ -1,4 +1,4 @@
-"""cuda-python maps a page that kvelastic has made, and each reads what the other one has written."""
+"""cuda-python maps a page that kvelastic has made; each reads what the other one has written."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 from waiting import DEADLINE_S
 
-from kvelastic import segment
+from kvelastic import _vmm, segment
 from kvelastic.config import Config, load
 from kvelastic.device import host, resolve
 from kvelastic.layout import PageLayout
@@ -52,18 +52,23 @@ LAYOUT = PageLayout(BLOCK_BYTES, BUFFERS, BLOCKS_PER_PAGE, PAGE_BYTES)
 
 
 class Contents:
-    """What blocks hold, by their keys."""
+    """What blocks hold, by their keys. On a GPU (`gpu`) by its copies: nothing else reaches it."""
 
-    def __init__(self, address: int, pages: int) -> None:
-        size = LAYOUT.range_bytes(pages)
-        memory = memoryview((ctypes.c_uint8 * size).from_address(address))
-        self._memory = np.frombuffer(memory, np.uint8)
+    def __init__(self, address: int, pages: int, gpu: _vmm.CudaDriver | None) -> None:
+        self._address = address
         self._pages = pages
+        self._gpu = gpu
         self._count = np.arange(BLOCK_BYTES // 8, dtype=np.uint64)
 
-    def _place(self, block: int, buffer: int) -> Any:
-        at = LAYOUT.offset_bytes(block, buffer, self._pages)
-        return self._memory[at : at + BLOCK_BYTES].view(np.uint64)
+    def _copy(self, there: int, here: Any, *, to_block: bool) -> None:
+        """Between a place of the range and an array."""
+        pieces = [(here.ctypes.data, BLOCK_BYTES), (self._address + there, BLOCK_BYTES)]
+        source, target = pieces if to_block else reversed(pieces)
+        if self._gpu is None:
+            ctypes.memmove(target[0], source[0], BLOCK_BYTES)
+        else:
+            packed = [_vmm.pack_pieces([source]), _vmm.pack_pieces([target])]
+            _vmm.copy_pieces_on_gpu(self._gpu, *packed)
 
     def _expected(self, key: bytes, buffer: int) -> Any:
         seed = np.uint64(int.from_bytes(key[:8], "little") ^ (buffer * 0x9E3779B97F4A7C15 % 2**64))
@@ -71,11 +76,14 @@ class Contents:
 
     def write(self, block: int, key: bytes) -> None:
         for buffer in range(BUFFERS):
-            self._place(block, buffer)[:] = self._expected(key, buffer)
+            there = LAYOUT.offset_bytes(block, buffer, self._pages)
+            self._copy(there, self._expected(key, buffer), to_block=True)
 
     def check(self, block: int, key: bytes, what: str) -> None:
         for buffer in range(BUFFERS):
-            found = self._place(block, buffer)
+            found = np.empty_like(self._count)
+            there = LAYOUT.offset_bytes(block, buffer, self._pages)
+            self._copy(there, found, to_block=False)
             is_right = np.array_equal(found, self._expected(key, buffer))
             assert is_right, f"block {block} holds other bytes in buffer {buffer}: {what}"
 
@@ -95,13 +103,19 @@ class Engine:
     """One life of it. Not thread-safe; the pool's and tiers' threads work beside it."""
 
     def __init__(
-        self, pool: ElasticPool, tiers: Tiers, namespace: Namespace, dice: random.Random
+        self,
+        pool: ElasticPool,
+        tiers: Tiers,
+        namespace: Namespace,
+        dice: random.Random,
+        gpu: _vmm.CudaDriver | None = None,
     ) -> None:
         self.pool = pool
         self.blocks = pool.blocks
         self.tiers = tiers
         self.dice = dice
-        self.contents = Contents(pool.memory.address, PAGES)  # type: ignore[union-attr]
+        assert isinstance(pool.memory, _vmm.Range)
+        self.contents = Contents(pool.memory.address, PAGES, gpu)
         self.namespace = namespace
         self.counts: Counter[str] = Counter()
         self.requests: list[Request] = []
@@ -351,12 +365,15 @@ def open_engine(
 ) -> Engine:
     """A pool of host memory that stands for a device, with a host tier and a disk tier as asked.
 
-    `on_gpu`: on the simulated GPU, whose memory numpy can reach.
+    `on_gpu`: on a GPU.
     """
     settings = load() if settings is None else settings
+    gpu = None
     if on_gpu:
         device = resolve("cuda", settings)
-        device.driver().use_streams([])  # type: ignore[attr-defined]  # numpy is no kernel
+        gpu = device.driver()
+        assert isinstance(gpu, _vmm.CudaDriver)
+        gpu.use_streams([])  # copies are waited for
     else:
         device = replace(host(settings), total_bytes=0)
     pool = open_pool(
@@ -371,8 +388,6 @@ def open_engine(
         name=name,
         movable=True,
     )
-    from kvelastic import _vmm
-
     namespace = Namespace("embedded", block_tokens=1, record_bytes=pool.blocks.record_bytes)
     stores: list[Store] = []
     if host_bytes:
@@ -387,7 +402,7 @@ def open_engine(
     tiers = Tiers(pool.blocks, staging, namespace, stores, rules)
     show(tiers, pool.segment.record.read_header()["uuid"])
     pool.start_keeper()
-    return Engine(pool, tiers, namespace, dice)
+    return Engine(pool, tiers, namespace, dice, gpu)
 
 
 def main() -> None:

@@ -39,13 +39,18 @@ class SimulatedMachine:
             "KVSIM_MEMORY": str(memory_bytes),
             "KVSIM_MIG": str(mig),
             "KVSIM_POISON": "1",
+            "KVSIM_UNREADABLE": "1",
             # The default follows the driver's prices, and the simulator's own time is none.
             "KVELASTIC_PAGE_SIZE_MB": "2",
         }
 
     def engine_environment(self) -> dict[str, str]:
         """The same, for a vLLM whose CPU kernels compute on these GPUs."""
-        return {**self.environment, "PYTHONPATH": str(SEAMS)}
+        return {**self.readable_environment(), "PYTHONPATH": str(SEAMS)}
+
+    def readable_environment(self) -> dict[str, str]:
+        """The same, for kernels that run on the CPU and compute on these GPUs' memory."""
+        return {**self.environment, "KVSIM_UNREADABLE": "0"}
 
     def __enter__(self) -> SimulatedMachine:
         self._looker = LineProgram(__file__, environment=self.environment)

@@ -150,7 +150,7 @@ def decode_with_late_kernels(
 ) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, PROGRAMS / "late_decode.py", "100", *arguments],
-        env={**os.environ, **machine.environment, "PYTHONPATH": str(ROOT)},
+        env={**os.environ, **machine.readable_environment(), "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
         timeout=CHILD_S,
