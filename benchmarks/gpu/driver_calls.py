@@ -142,7 +142,9 @@ def spin(stream: int, seconds: float) -> None:
     """A kernel that takes about so long."""
     import torch
 
-    with torch.cuda.stream(torch.cuda.ExternalStream(stream)):
+    # Of a pointer that is null torch makes another stream of its pool.
+    there = torch.cuda.ExternalStream(stream) if stream else torch.cuda.default_stream()
+    with torch.cuda.stream(there):
         torch.cuda._sleep(int(seconds * _cycles_a_second()))
 
 
@@ -150,14 +152,20 @@ _cycles: list[float] = []
 
 
 def _cycles_a_second() -> float:
+    """Measured until it stays the same: an idle GPU's clock takes some milliseconds to go up."""
     if not _cycles:
         import torch
 
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda._sleep(1000)
-        begin.record()
-        torch.cuda._sleep(100_000_000)
-        end.record()
-        end.synchronize()
-        _cycles.append(100_000_000 / begin.elapsed_time(end) * 1000)
+        found = [0.0]
+        for _ in range(20):
+            begin.record()
+            torch.cuda._sleep(50_000_000)
+            end.record()
+            end.synchronize()
+            found.append(50_000_000 / begin.elapsed_time(end) * 1000)
+            if abs(found[-1] - found[-2]) < 0.02 * found[-1]:
+                break
+        _cycles.append(found[-1])
     return _cycles[0]

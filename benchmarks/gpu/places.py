@@ -40,7 +40,7 @@ def environment(*, installed: bool) -> dict[str, str]:
         # Else the folder that a program runs in comes first: the root, whose kvelastic has no
         # native module.
         "PYTHONSAFEPATH": "1",
-        "PYTHONDONTWRITEBYTECODE": "1",
+        "PYTHONDONTWRITEBYTECODE": os.environ.get("PYTHONDONTWRITEBYTECODE", "1"),
         "PYTHONUNBUFFERED": "1",
         "PYTHONFAULTHANDLER": "1",
     }
@@ -69,6 +69,7 @@ def simulator(machine: Path) -> dict[str, str]:
         "KVSIM_MACHINE": str(machine),
         "KVSIM_MEMORY": "12G",  # a sparse file
         "KVSIM_CONTEXT_BYTES": "500M",
+        "KVSIM_UNREADABLE": "1",
     }
 
 

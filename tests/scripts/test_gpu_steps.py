@@ -24,35 +24,48 @@ from benchmarks.gpu import child, decisions, findings, report, state, step_list
 ROOT = Path(__file__).parents[2]
 SIMULATED = [
     "facts",
+    "prices",
     "stream-wait",
-    "unnamed-stream",
+    "default-stream",
     "capture",
-    "capture-bare",
+    "ring",
+    "battery",
+    "random-operations",
+    "datadist",
+    "copies",
     "fresh-contents",
     "free-memory",
-    "device-names",
-    "battery",
-    "exchange",
-    "random-operations",
-    "vmm-call_costs",
-    "vmm-page_cycle",
-    "vmm-two_processes",
-    "vmm-grow_shrink",
     "limit",
     "killed",
     "handover",
+    "vmm-call_costs",
+    "vmm-page_cycle",
+    "vmm-grow_shrink",
+    "vmm-two_processes",
+    "device-names",
+    "exchange",
+    "capture-bare",
+    "unnamed-stream",
 ]
 NEEDS_GPU = [
-    "triton-pointer",
-    "not-ready",
-    "stale-columns",
-    "stale-columns-checked",
+    "decode-graphs",
+    "transformers",
+    "launches",
     "vmm-beside_kernel",
+    "not-ready",
+    "triton-pointer",
     "attention",
     "decode-eager",
-    "decode-graphs",
+    "stale-columns",
     "decode-control",
-    "transformers",
+    "stale-columns-checked",
+]
+PROVOKING = [
+    "capture-bare",
+    "unnamed-stream",
+    "stale-columns",
+    "decode-control",
+    "stale-columns-checked",
 ]
 ODD_STEPS = """
     import json, os, signal, subprocess, sys, time
@@ -169,6 +182,15 @@ def test_what_needs_a_gpu_and_what_does_not() -> None:
         assert step.usual_s <= step.limit_s <= 480, step.name
         module = step.command[0].replace(".", "/")
         assert (ROOT / f"{module}.py").is_file(), step.name
+
+
+def test_steps_that_provoke_faults_come_last() -> None:
+    assert [*step_list.NAMES][-len(PROVOKING) :] == PROVOKING
+
+
+def test_the_usual_times_fit_into_the_time_of_a_machine() -> None:
+    without_sanitizer = [step.usual_s for step in step_list.STEPS[:-1]]
+    assert sum(without_sanitizer) < 600, "a lent machine is there for 15 minutes, a call for ten"
 
 
 def test_the_list_says_what_each_step_proves_and_needs() -> None:

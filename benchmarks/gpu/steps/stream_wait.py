@@ -24,8 +24,10 @@ def main() -> None:
         page_bytes = memory.geometry.page_bytes
         memory.map([0, 1])
         page = memory.address + page_bytes
-        with cuda.busy(stream, 0.001):  # what is made at the first use is made now
-            pass
+        # What is loaded at its first use is loaded now: a module that is loaded behind a kernel
+        # waits for it, and all calls of the context with it.
+        with cuda.busy(stream, 0.001):
+            cuda.fill(memory.address, 7, page_bytes, stream)
         cuda.error()
         ended: list[float] = []
 
