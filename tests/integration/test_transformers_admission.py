@@ -101,7 +101,7 @@ def test_each_batch_shows_how_much_its_activations_took(monkeypatch: pytest.Monk
     followed: list[int] = []
     blocks = SimpleNamespace(session=nullcontext, report_busy=lambda _: None)
     batches = Batches(
-        SimpleNamespace(memory=blocks, warms_up=False),  # type: ignore[arg-type]
+        SimpleNamespace(memory=blocks, warms_up=False),
         SimpleNamespace(step_reserve=SimpleNamespace(follow=followed.append)),  # type: ignore[arg-type]
         [torch.zeros(1)],
     )

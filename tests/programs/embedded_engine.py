@@ -368,12 +368,13 @@ def open_engine(
     `on_gpu`: on a GPU.
     """
     settings = load() if settings is None else settings
-    gpu = None
+    gpu: _vmm.CudaDriver | None = None
     if on_gpu:
         device = resolve("cuda", settings)
-        gpu = device.driver()
-        assert isinstance(gpu, _vmm.CudaDriver)
-        gpu.use_streams([])  # copies are waited for
+        driver = device.driver()
+        assert isinstance(driver, _vmm.CudaDriver)
+        driver.use_streams([])  # copies are waited for
+        gpu = driver
     else:
         device = replace(host(settings), total_bytes=0)
     pool = open_pool(

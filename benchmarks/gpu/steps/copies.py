@@ -69,7 +69,7 @@ def _measure(
         "to the host": (len(ids), lambda: pool.copy_out(ids, staging, slots)),
         "within it": (half, lambda: memory.copy(ids[:half], ids[half : 2 * half])),
     }
-    told = []
+    told: list[tuple[str, ...]] = []
     for way, (count, copy) in ways.items():
         copy()  # the first one pins the staging
         took_s = statistics.median(_timed(copy) for _ in range(rounds))

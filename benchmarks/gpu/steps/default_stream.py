@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Callable
 
 from benchmarks.gpu.driver_calls import SUCCESS, DriverCalls
 from benchmarks.gpu.findings import Findings
@@ -62,7 +63,7 @@ def _one(found: Findings, cuda: DriverCalls, memory: _vmm.Range, page: int, case
     )
 
 
-def _in_context(cuda: DriverCalls, call):  # type: ignore[no-untyped-def]
+def _in_context(cuda: DriverCalls, call: Callable[[], None]) -> Callable[[], None]:
     import ctypes
 
     def work() -> None:

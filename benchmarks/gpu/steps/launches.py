@@ -9,6 +9,7 @@ from __future__ import annotations
 import statistics
 import threading
 import time
+from collections.abc import Callable
 
 import torch
 
@@ -56,7 +57,7 @@ def _cells(us: list[float]) -> tuple[str, str, str]:
     return (f"{statistics.median(us):.1f}", f"{p99(us):.1f}", f"{max(us):.0f}")
 
 
-def _launch_us(call, count: int) -> list[float]:  # type: ignore[no-untyped-def]
+def _launch_us(call: Callable[[], object], count: int) -> list[float]:
     took = []
     for i in range(count):
         begun = time.perf_counter_ns()
@@ -79,7 +80,9 @@ def _graph(small: torch.Tensor) -> torch.cuda.CUDAGraph:
     return graph
 
 
-def _churn(driver, mib: int, pages: int, stop: threading.Event, calls: list[int]) -> None:  # type: ignore[no-untyped-def]
+def _churn(
+    driver: _vmm.CudaDriver, mib: int, pages: int, stop: threading.Event, calls: list[int]
+) -> None:
     whole = _vmm.Geometry(pages=pages, extent_bytes=mib * MIB, block_bytes=mib * MIB // 8,
                           blocks_per_page=8)  # fmt: skip
     memory = _vmm.Range.reserve(driver, whole)

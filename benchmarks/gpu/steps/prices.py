@@ -71,8 +71,8 @@ def _runs(found: Findings, cuda: DriverCalls, rounds: int) -> None:
         for _ in range(rounds):
             for i, handle in enumerate(handles):
                 cuda.map(address + i * size, size, handle)
-            access.append(_us(lambda a=address, t=total: cuda.set_access(a, t)))
-            unmap.append(_us(lambda a=address, t=total: cuda.unmap(a, t)))
+            access.append(_us(partial(cuda.set_access, address, total)))
+            unmap.append(_us(partial(cuda.unmap, address, total)))
         for handle in handles:
             cuda.destroy(handle, size)
         cuda.release(address, total)
