@@ -10,13 +10,11 @@ from typing import Final
 from kvelastic.doctor.facts import PackageFacts
 from kvelastic.engines import ENGINES
 
-# Distribution, and the module that it brings; a module in a namespace package is not looked for.
+# Distribution, and the module that it brings.
 _WANTED: Final = {
     **{engine.name: engine.name for engine in ENGINES},
     "torch": "torch",
     "kvcached": "kvcached",
-    "cuda-python": "",
-    "cuda-bindings": "",
     "nvidia-ml-py": "pynvml",
 }
 
@@ -52,7 +50,7 @@ def _version(distribution: str, module: str) -> str | None:
         # None is what a broken installation answers (a folder of metadata without its file).
         return metadata.version(distribution) or "unknown"
     except metadata.PackageNotFoundError:
-        return "unknown" if module and _is_importable(module) else None
+        return "unknown" if _is_importable(module) else None
 
 
 def _is_importable(module: str) -> bool:

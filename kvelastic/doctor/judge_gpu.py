@@ -179,7 +179,7 @@ def _device(facts: Facts) -> Finding:
 def _packages(facts: Facts) -> Finding:
     check = "gpu.packages"
     if facts.gpus.library_error:
-        return Finding(check, "ok", "NVML and cuda-python are of no use without a driver", "")
+        return Finding(check, "ok", "NVML is of no use without a driver", "")
     if facts.gpus.nvml_error:
         return Finding(
             check,
@@ -188,13 +188,10 @@ def _packages(facts: Facts) -> Finding:
             "nothing for engines; for `kvctl devices`: NVIDIA_DRIVER_CAPABILITIES=compute,utility"
             " in a container, elsewhere install the driver's NVML library (libnvidia-ml1)",
         )
-    installed = [
-        f"{name} {version}"
-        for name in ("nvidia-ml-py", "cuda-python", "cuda-bindings")
-        if (version := facts.packages.version(name)) is not None
-    ]
-    seen = f"NVML is there, with {', '.join(installed) or 'no Python package for it'}"
-    if facts.packages.version("nvidia-ml-py") is None:
+    version = facts.packages.version("nvidia-ml-py")
+    package = "no Python package for it" if version is None else f"nvidia-ml-py {version}"
+    seen = f"NVML is there, with {package}"
+    if version is None:
         return Finding(
             check,
             "note",

@@ -400,7 +400,7 @@ def test_packages_are_found_without_importing_them(monkeypatch, tmp_path):
     assert packages.version("sglang") == "0.5.1"
     assert packages.version("kvcached") == "0.1.3"
     assert packages.version("nvidia-ml-py") == "unknown"
-    assert packages.version("cuda-python") is None
+    assert packages.version("torch") is None
     assert packages.python == sys.version_info[:3]
     assert "kvelastic" in dict(packages.plugins)["vllm"]
     assert packages.native_error == ""
