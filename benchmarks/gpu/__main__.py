@@ -5,6 +5,8 @@
     scripts/gpu --list              what each step proves and what it needs
     scripts/gpu --out DIR           results go there too: JSON, and a page of Markdown
     scripts/gpu --simulated         on the simulated driver of tests/sim: what needs no kernels
+    scripts/gpu --carry DIR         packs what such a machine lacks for vLLM; needs a package index
+    scripts/gpu --carried DIR       the steps, with what was packed
 
 Nothing is installed: the native module is built with CMake and the nanobind of this Python, unless
 scripts/setup has built it. A step
@@ -15,12 +17,14 @@ has passed; 1: something has not, or nothing could; 3: steps are left, so run it
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import time
 from pathlib import Path
 
 from benchmarks import harness
 from benchmarks.gpu import machine, places, report, runner, state
+from benchmarks.gpu.carried import pack
 from benchmarks.gpu.requirements import NEEDS_GPU
 from benchmarks.gpu.step_list import BUILD, NAMES, STEPS
 
@@ -33,6 +37,14 @@ def main() -> int:
     if given.list:
         print(_listed())
         return 0
+    try:
+        if given.carry:
+            return pack.pack(given.carry)
+        if given.carried:
+            _use(pack.unpack(given.carried, given.work))
+    except pack.PackError as error:
+        print(f"scripts/gpu: {error}", file=sys.stderr)
+        return EXIT_USAGE
     harness.end_by_exception()
     try:
         with runner.alone(given.work) as scratch:
@@ -73,8 +85,20 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument(
         "--simulated", action="store_true", help="on the simulated driver: no figure is a GPU's"
     )
+    parser.add_argument(
+        "--carry", type=Path, metavar="DIR",
+        help="pack what a machine without a package index lacks, and run no step",
+    )  # fmt: skip
+    parser.add_argument("--carried", type=Path, metavar="DIR", help="use what --carry has packed")
     parser.add_argument("--quick", action="store_true", help="short; figures are no evidence")
     return parser.parse_args()
+
+
+def _use(site: Path) -> None:
+    """Have this process and the steps find these packages, behind what is installed."""
+    before = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (before, str(site.resolve()))))
+    sys.path.append(str(site.resolve()))
 
 
 def _part(given: argparse.Namespace, scratch: Path) -> int:

@@ -68,6 +68,7 @@ _WHY: dict[str, Callable[[], str]] = {
     "torch": _module("torch"),
     "triton": _module("triton"),
     "transformers": _module("transformers"),
+    "vllm": _module("vllm"),
     "compute-sanitizer": _tool("compute-sanitizer"),
     "the kernels": _file("benchmarks/gpu/kernels", "the decode kernels"),
     "the integration": _file(

@@ -129,6 +129,14 @@ STEPS = (
         (*TORCH, "transformers", "the integration"),
     ),
     Step(
+        "pair",
+        "two vLLM servers on one budget: first tokens as a lone server's, and its tokens",
+        420,
+        240,
+        (f"{OWN}.pair",),
+        (*TORCH, "triton", "vllm"),
+    ),
+    Step(
         "launches",
         "what launches wait while pages come and go",
         90,

@@ -1,0 +1,335 @@
+"""Two vLLM servers on one KV budget: as good as one server that has all of it?
+
+Three arrangements: a lone server with the whole budget, two with a half each, two on one ledger.
+Each server of a pair gets its load in turn: a burst at once, then a Poisson wave of 0.8 of what the
+lone server can serve. The measure is the time to the first token; tokens are compared with the lone
+server's. Model: a Llama shape with random weights, bfloat16, CUDA graphs, Triton attention.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from benchmarks.gpu.driver_calls import has_torch
+from benchmarks.gpu.findings import Findings
+from benchmarks.vmm.section import Section
+from kvelastic import ledger, segment
+
+MIB = 1 << 20
+SERVER = Path(__file__).parents[1] / "vllm_server.py"
+ARRANGEMENTS = {
+    "lone": ("lone",),
+    "halves": ("half-1", "half-2"),
+    "ledger": ("elastic-1", "elastic-2"),
+}
+LOADS = ("burst", "wave")
+PAUSE_S = 1.0
+"""Between the loads of a pair, in every other round; else the second one follows at once."""
+PATIENCE_S, PATIENCE_OF_A_REHEARSAL_S = 150.0, 900.0
+"""For a start and for a burst. A rehearsal is on whichever CPU is there, maybe a busy one."""
+LOADS_S = 170.0
+"""No load is begun later than this after the start."""
+WAVE_S = 7.0
+PART_OF_THE_BEST = 0.8
+
+
+class ServerError(Exception):
+    """A server has ended, or has not answered."""
+
+
+@dataclass(frozen=True)
+class Size:
+    """Of model and load: a burst fills most of the budget."""
+
+    layers: int
+    heads: int
+    head: int
+    hidden: int
+    vocabulary: int
+    count: int
+    prompt_tokens: int
+    new_tokens: int
+    budget_bytes: int
+    on_gpu: bool
+
+    @property
+    def token_bytes(self) -> int:
+        return 2 * self.layers * self.heads * self.head * (2 if self.on_gpu else 4)
+
+    def model(self) -> dict[str, Any]:
+        return {
+            "architectures": ["LlamaForCausalLM"],
+            "model_type": "llama",
+            "hidden_act": "silu",
+            "hidden_size": self.hidden,
+            "intermediate_size": 11 * self.hidden // 4,
+            "num_hidden_layers": self.layers,
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": self.heads,
+            "head_dim": self.head,
+            "vocab_size": self.vocabulary,
+            "max_position_embeddings": 4096,
+            "rms_norm_eps": 1e-5,
+            "tie_word_embeddings": False,
+            "torch_dtype": "bfloat16" if self.on_gpu else "float32",
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+        }
+
+    def engine(self, model: Path, budget_bytes: int) -> dict[str, Any]:
+        made = {
+            "model": str(model),
+            "skip_tokenizer_init": True,
+            "load_format": "dummy",
+            "dtype": self.model()["torch_dtype"],
+            "max_model_len": 2048 if self.on_gpu else 256,
+            "max_num_seqs": 64,
+            "max_num_batched_tokens": 4096 if self.on_gpu else 256,
+            "enable_prefix_caching": True,
+            "seed": 1,
+            "kv_cache_memory_bytes": budget_bytes,
+            "gpu_memory_utilization": 0.2 if self.on_gpu else 0.05,
+        }
+        if not self.on_gpu:
+            return made | {"enforce_eager": True}
+        graphs = {
+            "custom_ops": ["none"],
+            "mode": 0,
+            "cudagraph_mode": "FULL_DECODE_ONLY",
+            "cudagraph_capture_sizes": [1, 2, 4, 8, 16, 24, 32, 48, 64],
+        }
+        return made | {"compilation_config": graphs, "attention_backend": "TRITON_ATTN"}
+
+
+LARGE = Size(16, 32, 64, 2048, 32000, 22, 1500, 512, 6144 * MIB, on_gpu=True)
+TINY = Size(4, 4, 32, 128, 512, 12, 150, 24, 12 * MIB, on_gpu=False)
+
+
+class Server:
+    """A process with one vLLM."""
+
+    def __init__(self, name: str, options: dict[str, Any], environ: dict[str, str], folder: Path):
+        self.name, self._log, self._read = name, folder / f"{name}.log", b""
+        with self._log.open("wb") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, str(SERVER), json.dumps(options)],
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, env=environ,
+                start_new_session=True,
+            )  # fmt: skip
+
+    def tell(self, do: str, **more: object) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps({"do": do, **more}).encode() + b"\n")
+        self._process.stdin.flush()
+
+    def answer(self, within_s: float) -> dict[str, Any]:
+        """The next line. Raises `ServerError` with the end of its log."""
+        assert self._process.stdout is not None
+        ends = time.monotonic() + within_s
+        while b"\n" not in self._read:
+            if not select.select([self._process.stdout], [], [], max(0, ends - time.monotonic()))[
+                0
+            ]:
+                raise ServerError(f"{self.name} was silent for {within_s:.0f} s\n{self._tail()}")
+            piece = os.read(self._process.stdout.fileno(), 1 << 20)
+            if not piece:
+                raise ServerError(f"{self.name} has ended\n{self._tail()}")
+            self._read += piece
+        line, _, self._read = self._read.partition(b"\n")
+        told: dict[str, Any] = json.loads(line)
+        if "failed" in told:
+            raise ServerError(f"{self.name}: {told['failed']}\n{self._tail()}")
+        return told
+
+    def _tail(self) -> str:
+        return self._log.read_text(errors="replace")[-3000:]
+
+    def kill(self) -> None:
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+
+
+@dataclass
+class Watch:
+    """The most that the ledger has granted, looked at beside everything."""
+
+    group: str
+    most_bytes: int = 0
+    ends: threading.Event = field(default_factory=threading.Event)
+
+    def run(self) -> None:
+        while not self.ends.wait(0.01):
+            if (found := ledger_of(self.group)) is not None:
+                self.most_bytes = max(self.most_bytes, found.granted_bytes)
+
+
+def ledger_of(group: str) -> Any:
+    with suppress(Exception):  # it changes while it is read
+        return next((one for one in ledger.list_ledgers() if one.group == group), None)
+    return None
+
+
+class Trial:
+    """All servers of all arrangements; one at a time computes."""
+
+    def __init__(self, size: Size, folder: Path) -> None:
+        self.size, self.folder, self.group = size, folder, f"pair-{os.getpid()}"
+        self._patience_s = PATIENCE_S if size.on_gpu else PATIENCE_OF_A_REHEARSAL_S
+        self.servers: dict[str, Server] = {}
+        self.first_s: dict[tuple[str, str], list[float]] = {}
+        self.differing = self.compared = 0
+        self._tokens: dict[tuple[str, int], list[list[int]]] = {}
+        self._rate = 0.0
+        (folder / "config.json").write_text(json.dumps(size.model()))
+
+    def start(self) -> None:
+        """Start and warm up every server. Raises `ServerError`."""
+        for name in (name for names in ARRANGEMENTS.values() for name in names):
+            part = 2 if name.startswith("half") else 1
+            options = {
+                "engine": self.size.engine(self.folder, self.size.budget_bytes // part),
+                "vocabulary": self.size.vocabulary,
+            }
+            self.servers[name] = Server(name, options, self._environ(name), self.folder)
+        for server in self.servers.values():
+            server.answer(self._patience_s)
+        for server in self.servers.values():
+            self._burst(server, seed=1, new_tokens=16)
+            server.tell("reset")
+            server.answer(self._patience_s)
+        self.bound()
+
+    def _environ(self, name: str) -> dict[str, str]:
+        ours = ("KVELASTIC_", "KVCACHED_", "ENABLE_KV")
+        environ = {key: value for key, value in os.environ.items() if not key.startswith(ours)}
+        environ |= {
+            "HF_HUB_OFFLINE": "1",
+            "TRANSFORMERS_OFFLINE": "1",
+            "VLLM_NO_USAGE_STATS": "1",
+            "VLLM_CACHE_ROOT": str(self.folder / "cache"),
+            "VLLM_USE_FLASHINFER_SAMPLER": "0",
+            "TRITON_CACHE_DIR": str(self.folder / "triton"),
+            "OMP_NUM_THREADS": "1",
+        }
+        if name.startswith("elastic"):
+            environ |= {
+                "ENABLE_KVELASTIC": "true",
+                "KVELASTIC_LEDGER": self.group,
+                "KVELASTIC_IPC_NAME": f"{self.group}-{name}",
+            }
+            if not self.size.on_gpu:
+                environ["KVELASTIC_HOST_MEMORY"] = str(self.size.budget_bytes)
+        return environ
+
+    def bound(self) -> None:
+        """Let the ledger's KV caches have the budget, and no more of the GPU."""
+        found = ledger_of(self.group)
+        if found is not None and self.size.on_gpu:
+            beside_bytes = found.others_bytes + found.reserved_bytes
+            ledger.set_capacity(
+                found.device,
+                group=found.group,
+                capacity_bytes=self.size.budget_bytes + beside_bytes,
+            )
+
+    def run(self, rounds: int, seconds: float) -> None:
+        """Every load, in every arrangement, as often; none is begun after so many seconds."""
+        ends = time.monotonic() + seconds
+        for turn in range(rounds):
+            for load in LOADS:
+                for arrangement, names in ARRANGEMENTS.items():
+                    for which, name in enumerate(names):
+                        if time.monotonic() < ends:
+                            self._load(arrangement, load, self.servers[name], 10 * turn + which)
+                        time.sleep(PAUSE_S if turn % 2 == 0 else 0.0)
+                    if arrangement == "lone" and time.monotonic() < ends:
+                        # The second server's prompts: what its tokens are compared with.
+                        self._load(arrangement, load, self.servers["lone"], 10 * turn + 1)
+
+    def _load(self, arrangement: str, load: str, server: Server, seed: int) -> None:
+        self.bound()
+        more: dict[str, Any] = {"seed": 1000 + seed}
+        if load == "wave":
+            more = {"seed": 2000 + seed, "rate": self._rate}
+            more["count"] = max(self.size.count, int(WAVE_S * self._rate))
+        told = self._burst(server, **more)
+        if load == "burst" and arrangement == "lone":
+            tokens = self.size.prompt_tokens + self.size.new_tokens
+            fit = self.size.budget_bytes // (tokens * self.size.token_bytes)
+            self._rate = self._rate or PART_OF_THE_BEST * fit / told["total_s"]
+        self.first_s.setdefault((arrangement, load), []).extend(told["first_s"])
+        theirs = self._tokens.setdefault((load, seed), told["tokens"])
+        self.compared += len(theirs)
+        self.differing += sum(a != b for a, b in zip(theirs, told["tokens"], strict=True))
+
+    def _burst(self, server: Server, **more: Any) -> dict[str, Any]:
+        usual = {
+            "count": self.size.count,
+            "prompt_tokens": self.size.prompt_tokens,
+            "new_tokens": self.size.new_tokens,
+            "rate": 0.0,
+        }
+        server.tell("burst", **(usual | more))
+        return server.answer(self._patience_s)
+
+    def close(self) -> None:
+        for server in self.servers.values():
+            server.kill()
+        ledger.reap()
+        segment.reap()
+
+
+def percentile(values: list[float], percent: int) -> float:
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, len(ordered) * percent // 100)]
+
+
+def main() -> None:
+    with Findings.of_command(__doc__) as found, ExitStack() as stack:
+        size = LARGE if has_torch() and not found.quick else TINY
+        trial = Trial(size, Path(stack.enter_context(TemporaryDirectory(prefix="pair_"))))
+        stack.callback(trial.close)
+        watch = Watch(trial.group)
+        begun = time.monotonic()
+        trial.start()
+        found.figure("ready_s", time.monotonic() - begun)
+        watching = threading.Thread(target=watch.run, daemon=True)
+        watching.start()
+        trial.run(1 if found.quick else 3, LOADS_S if size.on_gpu else PATIENCE_OF_A_REHEARSAL_S)
+        watch.ends.set()
+        watching.join()
+        rows: list[tuple[str, ...]] = []
+        for (arrangement, load), first_s in trial.first_s.items():
+            shown = [percentile(first_s, percent) for percent in (50, 90, 99)]
+            lone = percentile(trial.first_s["lone", load], 99)
+            found.figure(f"{load}, {arrangement}", {"p50_p90_p99_s": shown, "n": len(first_s)})
+            cells = (*(f"{value:.3f}" for value in shown), f"{shown[-1] / lone:.2f}")
+            rows.append((load, arrangement, str(len(first_s)), *cells))
+        header = ("load", "servers", "requests", "p50", "p90", "p99", "p99 of the lone server's")
+        found.table(Section("Seconds to the first token", header, rows))
+        found.check(
+            "tokens are the lone server's", trial.differing == 0, f"{trial.differing} differ"
+        )
+        found.check("tokens were compared", trial.compared > 0)
+        found.check(
+            "the ledger never granted more than its budget",
+            0 < watch.most_bytes <= size.budget_bytes,
+            f"{watch.most_bytes >> 20} of {size.budget_bytes >> 20} MiB",
+        )
+
+
+if __name__ == "__main__":
+    main()

