@@ -30,6 +30,15 @@ MOST_BYTES = 60 << 20
 """A lent machine takes 64 MiB of files in all."""
 _GLIBC = (5, 12, 17, 24, 27, 28, 31, 34, 35)
 _UNUSED = ("pycountry/locales", "mistral_common/data")
+_DISPENSABLE = {
+    "opentelemetry-sdk",
+    "opentelemetry-exporter-otlp",
+    "opentelemetry-semantic-conventions-ai",
+    "torchcodec",
+    "intel-openmp",
+}
+"""vLLM names them, and imports them for traces, videos and its CPU kernels only: an H100 has run
+both servers of `pair` without."""
 _NO_KERNELS = "no compiled kernels: they are of another torch"
 _EDITS = (
     (
@@ -155,7 +164,7 @@ def _name(site: Path, name: str, version: str, points: str, requires: Iterable[s
 
 
 def missing(site: Path, machine: Iterable[str]) -> list[str]:
-    """Requirements that neither the folder nor the machine has, with who has them."""
+    """Requirements that neither the folder nor the machine has, each with whose it is."""
     from packaging.requirements import Requirement
 
     there = {"python_version": PYTHON, "python_full_version": f"{PYTHON}.3", "extra": ""}
@@ -163,7 +172,7 @@ def missing(site: Path, machine: Iterable[str]) -> list[str]:
         _plain(each.metadata["Name"]): each
         for each in importlib.metadata.distributions(path=[str(site)])
     }
-    known = {*carried, *map(_plain, machine)}
+    known = {*carried, *map(_plain, machine), *_DISPENSABLE}
     lacking = []
     for name, distribution in sorted(carried.items()):
         for line in distribution.requires or ():
