@@ -107,6 +107,13 @@ STEPS = (
     Step("limit", "a limit is acknowledged within 5 ms, and holds", 90, 5, (f"{OWN}.limit",)),
     Step("killed", "kill -9 of one instance gives everything back", 60, 5, (f"{OWN}.killed",)),
     Step(
+        "killed-tight",
+        "kill -9 with a full device, and with pinned staging: how soon all of it is back",
+        180,
+        30,
+        (f"{OWN}.killed_tight",),
+    ),
+    Step(
         "handover",
         "10 GiB of an idle model's cache go to a busy one: first page, and all",
         120,

@@ -37,6 +37,7 @@ SIMULATED = [
     "free-memory",
     "limit",
     "killed",
+    "killed-tight",
     "handover",
     "vmm-call_costs",
     "vmm-page_cycle",
