@@ -168,14 +168,16 @@ class Executor:
                 run, index = worker.running
                 worker.is_given_up = True
                 _log.warning(
-                    "tier %s has not answered a %s for %.0f s: it counts as empty and full until"
-                    " it does",
+                    "tier %s: a %s has been stalled for %.0f s; bypassing the tier until it"
+                    " completes",
                     worker.store.name if worker.store else worker.name,
                     run.transfer.graph.operations[index].kind.value,
                     took_s,
                 )
-                self._enqueue(run, self._end(run, index, State.FAILED))
-                settled.append((run, self._settle(run)))
+                # `cancel` may have ended the operation before; its call still hangs.
+                if run.states.of(index) is State.RUNNING:
+                    self._enqueue(run, self._end(run, index, State.FAILED))
+                    settled.append((run, self._settle(run)))
                 for queue in (worker.filling, worker.others):
                     for _, _, other, waiting in queue:
                         self._refuse(other, waiting)

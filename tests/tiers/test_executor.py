@@ -377,3 +377,65 @@ def test_many_threads_load_and_demote(world) -> None:
         thread.join()
     assert not failures
     world.check()
+
+
+def _hang_in_get(world: World) -> Run:
+    world.far.hang = threading.Event()
+    return world.load([Segment(1, 0, 2)])
+
+
+def _hang_in_put(world: World) -> Run:
+    world.far.hang = threading.Event()
+    return world.demote(range(20, 22), tiers=[1])
+
+
+def _hang_in_drop(world: World) -> Run:
+    """A promotion takes the record from the far tier, which hangs in erasing it."""
+    reads = iter([True])
+
+    def hang_after_the_read() -> None:
+        if next(reads, False):
+            return
+        world.far.hang = world.far.hang or threading.Event()
+
+    world.far.before_call = hang_after_the_read
+    return world.load([Segment(1, 0, 2)], promote_to=0, copies=Copies.FIRST)
+
+
+@pytest.mark.parametrize("hang", [_hang_in_get, _hang_in_put, _hang_in_drop])
+@pytest.mark.parametrize(
+    "look",
+    [
+        lambda world, run: world.executor.look(),
+        lambda world, run: run.is_complete,
+        lambda world, run: run.is_over,
+        lambda world, run: run.wait(0),
+        lambda world, run: world.executor.drain(0),
+        lambda world, run: world.executor.settle_unawaited(DEADLINE_S),
+        lambda world, run: world.load([Segment(0, 0, 2)]),
+    ],
+    ids=["look", "is_complete", "is_over", "wait", "drain", "settle_unawaited", "submit"],
+)
+def test_a_cancelled_call_that_hangs_is_given_up(world, hang, look) -> None:
+    """Operations that wait for the same store are refused, whichever call finds that it hangs."""
+    world.fill(range(4), range(10))
+    cancelled = hang(world)
+    assert world.far.hanging.wait(DEADLINE_S)
+    waiting = [world.load([Segment(1, 0, 2)]), world.demote(range(30, 32), tiers=[1])]
+    cancelled.cancel()
+    assert cancelled.is_over
+    world.clock.now_s = 1000.0
+    look(world, waiting[0])
+    assert world.executor.stuck_tiers == [1]
+    assert all(run.wait(DEADLINE_S) for run in waiting)
+    assert waiting[0].loaded == [False, False]
+    assert waiting[1].stored == [set(), set()]
+    world.executor.check_integrity()
+    world.far.hang.set()
+    world.check()
+    assert world.executor.stuck_tiers == []
+    world.fill([], range(2))
+    again = world.load([Segment(1, 0, 2)])
+    assert again.wait(DEADLINE_S)
+    assert again.loaded == [True, True]
+    world.check()
