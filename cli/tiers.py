@@ -226,7 +226,8 @@ def _end(
         say_pending(printable(name), wait_s, as_json=as_json)
     elif answer.state == "done":
         if not as_json:
-            click.echo(f"{printable(message)}.")
+            but = f"; {answer.reason}" if answer.reason else ""
+            click.echo(f"{printable(message + but)}.")
     else:
         what = "refused it" if answer.state == "refused" else "failed to do it all"
         fail(f"{printable(name)} {what}: {printable(answer.reason)}.")

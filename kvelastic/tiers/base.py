@@ -23,8 +23,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
+from typing import NamedTuple
 
 from kvelastic.errors import InvalidArgumentError
 from kvelastic.tiers.namespace import Namespace
@@ -72,6 +73,27 @@ class Selection:
     namespace: Namespace | None = None
     model: str | None = None
     older_than_s: float | None = None
+    every_generation: bool = False
+    """Whether records of the other generations of `namespace` are selected, too."""
+
+    def names(self, namespace: Namespace) -> bool:
+        """Whether records of this namespace are selected, if they are old enough."""
+        if self.model not in (None, namespace.model):
+            return False
+        if self.namespace is None:
+            return True
+        if self.every_generation:
+            namespace = replace(namespace, generation=self.namespace.generation)
+        return namespace.fingerprint == self.namespace.fingerprint
+
+
+class Unerased(NamedTuple):
+    """What may be left of an erasure, as text for an operator; empty where nothing is."""
+
+    failed: str = ""
+    """The medium refused it: another erasure tries it again."""
+    elsewhere: str = ""
+    """It belongs to other engines: ask these."""
 
 
 class Lease(ABC):
@@ -209,7 +231,14 @@ class Store(ABC):
 
     @abstractmethod
     def erase_matching(self, selection: Selection) -> int:
-        """Forget every record that `selection` names; answers how many."""
+        """Forget every record that `selection` names; answers how many.
+
+        Damaged records count, too: it is not known whose they were. `unerased` says what is left.
+        """
+
+    def unerased(self) -> Unerased:
+        """What the last erasures have not removed."""
+        return Unerased()
 
     @abstractmethod
     def capacity(self) -> Capacity:

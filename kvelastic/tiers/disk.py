@@ -11,8 +11,8 @@ records. Files of engines that are gone are taken over.
 
 The folders are this user's alone (0700, files 0600). What lies there is the KV of prompts, in
 clear: whoever can read it can read much of what was said. `erase` makes records unreadable through
-the file system; what the medium itself keeps of overwritten blocks is the medium's affair. A record
-that was displaced is found no more, and its bytes lie there until another one is written over them.
+the file system, and with them the bytes of records that were displaced before. The device may keep
+bytes until the file system uses their blocks again.
 
 Engines of a machine share the folders, and the limit is of the folders, not of an engine. Whoever
 needs room first takes it; with n engines alive, one that has less than an n-th part of the limit
@@ -32,15 +32,22 @@ from typing import Final, Literal
 from kvelastic import _vmm
 from kvelastic.errors import InvalidArgumentError
 from kvelastic.sizes import format_size
-from kvelastic.tiers.base import NO_KEY, Capacity, Lease, Selection, Store, StoreStatistics
-from kvelastic.tiers.disk_erase import wanted_by
+from kvelastic.tiers.base import (
+    NO_KEY,
+    Capacity,
+    Lease,
+    Selection,
+    Store,
+    StoreStatistics,
+    Unerased,
+)
 from kvelastic.tiers.disk_file import map_bytes
 from kvelastic.tiers.disk_format import Entry, aligned, largest_within
 from kvelastic.tiers.disk_pieces import Piece, RecordFiles, carry, keys_at
 from kvelastic.tiers.disk_state import DiskState
 from kvelastic.tiers.displacing import displace
 from kvelastic.tiers.namespace import Namespace
-from kvelastic.tiers.record_owner import Owner, owner_of
+from kvelastic.tiers.record_owner import Owner, owner_of, wanted_by
 
 _log = logging.getLogger("kvelastic")
 
@@ -197,7 +204,8 @@ class DiskStore(Store):
     def erase_matching(self, selection: Selection) -> int:
         """As `Store.erase_matching`; also in files whose engines are gone.
 
-        Neighbours that run erase what is theirs themselves.
+        Neighbours that run erase what is theirs themselves. Displaced records lose their bytes,
+        whosever they are, and so does what is damaged.
         """
         now_s = self._wall_clock()
         wanted = wanted_by(selection, now_s)
@@ -210,6 +218,10 @@ class DiskStore(Store):
                     keys.append(table.key(slot))
             erased = self._state.erase(b"".join(keys))
             return erased + self._state.erase_left_behind(selection, now_s)
+
+    def unerased(self) -> Unerased:
+        """As `Store.unerased`."""
+        return self._state.unerased()
 
     def evict(self, count: int) -> int:
         """As `Store.evict`. Waits for puts that are under way, and for the medium."""
@@ -364,6 +376,7 @@ class DiskStore(Store):
                 refused=len(lost),
                 bytes_written=len(stored) * aligned(self.record_bytes),
             )
+            self._state.table.set_residue((piece.slot for piece in lost), is_there=True)
             self._state.writing -= 1
             self._state.changed.notify_all()
 

@@ -144,6 +144,11 @@ class DataFile:
         """Say that a slot is empty."""
         _write_all(self._fd, EMPTY_ENTRY, self.geometry.entry_offset(slot))
 
+    def clear_entries(self, slots: Iterable[int]) -> None:
+        """Say that slots are empty."""
+        for slot in slots:
+            self.clear_entry(slot)
+
     def sync(self) -> None:
         """Wait until the medium has what was said."""
         os.fdatasync(self._fd)

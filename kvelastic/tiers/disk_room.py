@@ -154,8 +154,10 @@ class Room:
             else:  # there is another record of this key
                 file, own = self._table.place(slot)
                 file.clear_entry(own)
-        # Nobody knows which of the others have room.
-        self._release(self._park(self._free()))
+        # It is not known which of the others have room, or bytes of records that were displaced.
+        free = self._park(self._free())
+        self._table.set_residue(free, is_there=True)
+        self._release(free)
         return True
 
     def _read(self, file: DataFile, first: int, found: list[tuple[int, int, int, Entry]]) -> None:
@@ -325,6 +327,8 @@ class Room:
         try:
             for file, own in self._table.by_file(slots).items():
                 file.release(own)
+                first = self._table.range_of(file).start
+                self._table.set_residue((first + each for each in own), is_there=False)
         except OSError as error:
             if error.errno in {errno.EOPNOTSUPP, errno.ENOSYS}:
                 return False

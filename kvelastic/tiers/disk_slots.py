@@ -27,6 +27,7 @@ class SlotTable:
         self._checksums = array("Q", [0])
         self._stored_ns = array("Q", [0])
         self._owners = array("I", [0])
+        self._residue = bytearray(1)
         self._known: list[Owner] = []
         self._numbers: dict[Owner, int] = {}
         self._firsts: list[int] = [0]
@@ -38,12 +39,15 @@ class SlotTable:
         for i, gone in enumerate(self._files):
             if gone is None and i > 0 and self._range(i) >= need:
                 self._files[i] = file
-                return range(self._firsts[i], self._firsts[i] + need)
+                first = self._firsts[i]
+                self._residue[first : first + need] = bytes(need)
+                return range(first, first + need)
         first = self.slots
         self._firsts.append(first)
         self._files.append(file)
         self.slots += need
         self._keys.extend(bytes(need * KEY_BYTES))
+        self._residue.extend(bytes(need))
         for numbers in (self._checksums, self._stored_ns, self._owners):
             numbers.extend([0] * need)
         return range(first, first + need)
@@ -92,6 +96,7 @@ class SlotTable:
             self._known.append(owner)
             self._numbers[owner] = len(self._known)
         self._owners[slot] = self._numbers[owner]
+        self._residue[slot] = 0
         self._quotas.stored(entry.model, entry.key)
 
     def clear(self, slot: int) -> None:
@@ -100,6 +105,7 @@ class SlotTable:
         if owner is not None:
             self._quotas.gone(owner.model, self.key(slot))
             self._owners[slot] = 0
+            self._residue[slot] = 1
 
     def has_record(self, slot: int) -> bool:
         """Whether it has one."""
@@ -131,6 +137,18 @@ class SlotTable:
     def occupied(self) -> Iterator[int]:
         """All slots with a record."""
         return (slot for slot, number in enumerate(self._owners) if number)
+
+    def set_residue(self, slots: Iterable[int], *, is_there: bool) -> None:
+        """Whether the file may have bytes of a record in slots that have no record."""
+        for slot in slots:
+            self._residue[slot] = is_there
+
+    def residue(self) -> Iterator[int]:
+        """All slots without a record that may have bytes of one in their file."""
+        slot = self._residue.find(1)
+        while slot >= 0:
+            yield slot
+            slot = self._residue.find(1, slot + 1)
 
     def _range(self, i: int) -> int:
         end = self._firsts[i + 1] if i + 1 < len(self._firsts) else self.slots

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from kvelastic import _vmm
 from kvelastic.errors import IntegrityError, InvalidArgumentError
-from kvelastic.tiers.base import Selection, StoreStatistics
+from kvelastic.tiers.base import Selection, StoreStatistics, Unerased
 from kvelastic.tiers.disk_erase import erase_left_behind
 from kvelastic.tiers.disk_folder import Folder, FolderBusyError
 from kvelastic.tiers.disk_format import entries
@@ -57,6 +57,10 @@ class DiskState:
         self.index = _vmm.TierIndex(1, policy)
         self._record_bytes = record_bytes
         self._erasing = 0
+        self._held: set[int] = set()
+        """Slots of erased records that are leased."""
+        self._unerased = Unerased()
+        """Of files that are others', in the last erasure."""
         self._figures = StoreStatistics()
         self._paths = [os.path.abspath(os.fspath(path)) for path in folders]  # noqa: PTH100
         self._folders: list[Folder] = []
@@ -188,35 +192,53 @@ class DiskState:
     # --- erasing ----------------------------------------------------------------------------------
 
     def erase(self, keys: bytes, *, wipe: bool = True) -> int:
-        """Forget keys, in the files first. Under the lock, with no put under way for these.
+        """Forget keys. Under the lock, with no put under way for these.
 
-        With `wipe` the records cannot be read from the files any more when this returns, except
-        those that are leased: these when their leases end.
+        With `wipe`, which wants to be alone, neither these records nor any that was displaced can
+        be read from the files when this returns. Leased records follow when their leases end, and
+        what the medium refuses is tried again by the next erasure: see `unerased`.
         """
-        if self.closed or not keys:
+        if self.closed:
             return 0
         slots = [self.index.slot_of(key) for key in each_key(keys)]
         slots = [slot for slot in slots if slot >= 0]
         for slot in slots:
             self.table.clear(slot)
-        for file, own in self.table.by_file(slots).items():
-            with self.medium(self.writes):
-                for slot in own:
-                    file.clear_entry(slot)
-                if wipe:
-                    file.sync()
-        freed = self.index.erase(keys)
+        freed = {slot for _, slot in self.index.erase(keys)}
+        self._held.update(slot for slot in slots if slot not in freed)
         if wipe:
-            self._wipe(slot for _, slot in freed)
+            self._wipe(self.table.residue())
+        else:
+            for file, own in self.table.by_file(slots).items():
+                with self.medium(self.writes):
+                    file.clear_entries(own)
         return len(slots)
 
     def erase_left_behind(self, selection: Selection, now_s: float) -> int:
         """Records in files of engines that are gone. Under the lock."""
-        erased = 0
+        erased = others = 0
+        unreached = []
         for folder in self._folders if not self.closed else []:
+            own = sum(file.folder == folder.fd for file in self.table.files())
+            unreached.append(folder.path)
             with self.medium(self.writes):
-                erased += erase_left_behind(folder, selection, now_s).records
+                done = erase_left_behind(folder, selection, now_s)
+                unreached.pop()
+                erased += done.records + done.damaged_files
+                others += max(0, done.busy_files - own)
+        self._unerased = Unerased(
+            failed=f"{', '.join(unreached)} could not be looked at" if unreached else "",
+            elsewhere=f"{others} files of other engines were left" if others else "",
+        )
         return erased
+
+    def unerased(self) -> Unerased:
+        """As `Store.unerased`. What is leased goes when the leases end, and is not named."""
+        with self.changed:
+            lying = sum(slot not in self._held for slot in self.table.residue())
+            failed = [f"{lying} records could not be wiped"] if lying else []
+            failed += [self._unerased.failed] if self._unerased.failed else []
+            return self._unerased._replace(failed="; ".join(failed))
 
     def release(self, ticket: int) -> None:
         """End a lease, or have it ended by who has the lock: he may be waiting for a medium."""
@@ -224,20 +246,26 @@ class DiskState:
 
     def _end_lease(self, ticket: int) -> None:
         """What was erased meanwhile goes now, before its slot is given out again."""
-        freed = self.index.release(ticket)
+        freed = [slot for _, slot in self.index.release(ticket)]
         if self.closed:
             return
-        self._wipe(slot for _, slot in freed)
+        self._held.difference_update(freed)
+        self._wipe(freed)
         if self.room.owes:
             with self.medium(self.growth):
                 self.room.fit()
 
     def _wipe(self, slots: Iterable[int]) -> None:
-        """Make what lay in slots unreadable, on the medium as well."""
+        """Clear entries of slots, and zero what lies there unless it is leased."""
         for file, own in self.table.by_file(slots).items():
+            first = self.table.range_of(file).start
             with self.medium(self.writes):
-                file.wipe(own)
+                file.clear_entries(own)
                 file.sync()
+                free = [slot for slot in own if first + slot not in self._held]
+                file.wipe(free)
+                file.sync()
+                self.table.set_residue((first + slot for slot in free), is_there=False)
 
     # --- the end ----------------------------------------------------------------------------------
 
@@ -277,6 +305,9 @@ class DiskState:
             if self.closed:
                 return
             self.changed.wait_for(lambda: not self.reading)
+            held = list(self._held)
+            self._held.clear()  # a lease that is still open reads nothing any more
+            self._wipe(held)
             self.closed = True
             self.budget.close()
             for file in self.table.files():

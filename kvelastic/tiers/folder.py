@@ -38,13 +38,15 @@ from kvelastic.tiers.base import (
     Selection,
     Store,
     StoreStatistics,
+    Unerased,
 )
+from kvelastic.tiers.folder_erase import erase
 from kvelastic.tiers.folder_record import HEAD_BYTES
 from kvelastic.tiers.namespace import Namespace
 from kvelastic.tiers.owned_files import lock_within
 from kvelastic.tiers.parallel_calls import ParallelCalls
 from kvelastic.tiers.quiet import Quiet
-from kvelastic.tiers.record_owner import Owner, model_hash, owner_of
+from kvelastic.tiers.record_owner import Owner, owner_of, wanted_by
 
 _log = logging.getLogger("kvelastic")
 
@@ -108,6 +110,7 @@ class FolderStore(Store):
         self._closed = False
         self._records: int | None = None  # as last listed, and changed since by this engine
         self._other_bytes = 0
+        self._unerased = ""
         self._unswept_bytes = 0
         self._sweep_at_s = float("-inf")
         self._calls = ParallelCalls("kvelastic-folder", _AT_ONCE)
@@ -185,33 +188,34 @@ class FolderStore(Store):
         """As `Store.erase`; at once, and for all machines."""
         self._count_of(keys)
         removed: list[bool] = []
-        if self._may_call():
+        if not self._closed:  # also while a file system that has failed is left alone
             with self._medium(), self._root() as root:
                 removed = self._at_once(lambda key: self._remove(root, key.hex()), _each(keys))
         return sum(removed)
 
     def erase_matching(self, selection: Selection) -> int:
-        """As `Store.erase_matching`, whoever wrote it. Reads the head of every file."""
-        wanted = None if selection.namespace is None else selection.namespace.fingerprint
-        model = None if selection.model is None else model_hash(selection.model)
-        before_ns = None
-        if selection.older_than_s is not None:
-            before_ns = int((self._wall_clock() - selection.older_than_s) * 1e9)
-        erased = 0
-        if not self._may_call():
-            return erased
+        """As `Store.erase_matching`, whoever wrote it. Reads the head of every file.
+
+        A record that another machine is writing is not stored if it is selected.
+        """
+        removed = 0
+        if self._closed:
+            return removed
+        self._unerased = f"{self._path} could not be looked at"
         with self._medium(), self._root() as root:
-            for name, _ in self._files(root):
-                entry = folder_record.head(root, name)
-                if entry is None:
-                    continue
-                if wanted is not None and entry.namespace != wanted:
-                    continue
-                if model is not None and entry.model != model:
-                    continue
-                if before_ns is None or entry.stored_ns < before_ns:
-                    erased += self._remove(root, name)
-        return erased
+            removed, problems = erase(root, wanted_by(selection, self._wall_clock()))
+            for problem in problems:
+                self._failed(problem)
+            self._unerased = ""
+            if problems:
+                self._unerased = f"{len(problems)} files or folders were left: {problems[0]}"
+        with self._lock:
+            self._records = None  # to be listed again
+        return removed
+
+    def unerased(self) -> Unerased:
+        """As `Store.unerased`."""
+        return Unerased(failed=self._unerased)
 
     def capacity(self) -> Capacity:
         """What lies there by the last look, which was this engine's first call or last sweep."""

@@ -44,7 +44,9 @@ def write(root: int, key: bytes, record: memoryview, owner: Owner, stored_ns: in
     whose = (owner.namespace, owner.model, owner.generation)
     entry = Entry(key, NO_KEY, *whose, record.nbytes, stored_ns, checksum, 0)
     name = f"{_NEW}{os.urandom(8).hex()}"
-    with _shard(root, key.hex(), make=True) as shard:
+    with suppress(FileExistsError):
+        os.mkdir(key.hex()[:2], 0o700, dir_fd=root)
+    with opened_shard(root, key.hex()[:2]) as shard:
         fd = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _FLAGS, 0o600, dir_fd=shard)
         try:
             try:
@@ -83,10 +85,18 @@ def head(root: int, name: str) -> Entry | None:
     """What a file says of itself; None where it is not whole."""
     try:
         with _opened(root, name) as fd:
-            raw = os.read(fd, HEAD_BYTES)
+            return read_entry(fd, name)
     except OSError:
         return None
-    return unpack_entry(raw, bytes.fromhex(name), 0) if len(raw) == HEAD_BYTES else None
+
+
+def read_entry(fd: int, name: str) -> Entry | None:
+    """What an open file says of itself; None where it is not whole. `name` is the file's."""
+    raw = os.read(fd, HEAD_BYTES)
+    if len(raw) != HEAD_BYTES:
+        return None
+    # One that is being written has a name of its own, and begins with its key.
+    return unpack_entry(raw, raw[:KEY_BYTES] if is_new(name) else bytes.fromhex(name), 0)
 
 
 def remove(root: int, name: str) -> bool:
@@ -103,36 +113,60 @@ def files(root: int, abandoned_before_s: float) -> Iterator[tuple[str, os.stat_r
 
     What cannot be looked at is left out.
     """
-    for shard in _names(root):
-        if len(shard) != 2:
-            continue
-        with suppress(OSError), _shard(root, shard) as fd:
-            for name in _names(fd):
+    for shard in shards(root):
+        with suppress(OSError), opened_shard(root, shard) as fd:
+            for name in names(fd):
                 with suppress(OSError):
                     state = os.stat(name, dir_fd=fd, follow_symlinks=False)
-                    if _is_key(name) and name[:2] == shard and stat.S_ISREG(state.st_mode):
+                    if not is_ours(shard, name):
+                        continue
+                    if not is_new(name) and stat.S_ISREG(state.st_mode):
                         yield name, state
-                    elif name.startswith(_NEW) and state.st_mtime < abandoned_before_s:
+                    elif is_new(name) and state.st_mtime < abandoned_before_s:
                         os.unlink(name, dir_fd=fd)
+
+
+def shards(root: int) -> list[str]:
+    """The names of the folders that have the files."""
+    return [name for name in names(root) if len(name) == 2]
+
+
+def names(folder: int) -> list[str]:
+    """All names in a folder that is open."""
+    with os.scandir(folder) as listing:
+        return [entry.name for entry in listing]
+
+
+def is_ours(shard: str, name: str) -> bool:
+    """Whether a file of this name in a shard is a record, or one that is being written."""
+    return is_new(name) or (_is_key(name) and name[:2] == shard)
+
+
+def is_new(name: str) -> bool:
+    """Whether a file of this name is being written, or was left so."""
+    return name.startswith(_NEW)
 
 
 @contextmanager
 def _opened(root: int, name: str) -> Iterator[int]:
-    with _shard(root, name) as shard:
-        fd = os.open(name, os.O_RDONLY | _FLAGS, dir_fd=shard)
-        try:
-            yield fd
-        finally:
-            os.close(fd)
+    with opened_shard(root, name[:2]) as shard, opened(shard, name) as fd:
+        yield fd
 
 
 @contextmanager
-def _shard(root: int, name: str, *, make: bool = False) -> Iterator[int]:
-    """The folder of a key's file."""
-    if make:
-        with suppress(FileExistsError):
-            os.mkdir(name[:2], 0o700, dir_fd=root)
-    fd = os.open(name[:2], os.O_RDONLY | os.O_DIRECTORY | _FLAGS, dir_fd=root)
+def opened(shard: int, name: str) -> Iterator[int]:
+    """A descriptor of a file in an open shard."""
+    fd = os.open(name, os.O_RDONLY | _FLAGS, dir_fd=shard)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
+@contextmanager
+def opened_shard(root: int, name: str) -> Iterator[int]:
+    """A descriptor of the folder of that name."""
+    fd = os.open(name, os.O_RDONLY | os.O_DIRECTORY | _FLAGS, dir_fd=root)
     try:
         yield fd
     finally:
@@ -152,11 +186,6 @@ def _after(parts: list[memoryview], moved: int) -> list[memoryview]:
             left.append(part[moved:])
         moved = max(0, moved - part.nbytes)
     return left
-
-
-def _names(fd: int) -> list[str]:
-    with os.scandir(fd) as listing:
-        return [entry.name for entry in listing]
 
 
 def _is_key(name: str) -> bool:

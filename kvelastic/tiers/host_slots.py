@@ -88,13 +88,7 @@ class HostSlots:
     def keys_matching(self, selection: Selection, now_s: float) -> bytes:
         """The keys of all records that `selection` names."""
         worlds = {
-            world
-            for world, namespace in enumerate(self._namespaces)
-            if selection.model in (None, namespace.model)
-            and (
-                selection.namespace is None
-                or selection.namespace.fingerprint == namespace.fingerprint
-            )
+            world for world, namespace in enumerate(self._namespaces) if selection.names(namespace)
         }
         age_s = selection.older_than_s
         return b"".join(

@@ -281,7 +281,8 @@ class Tiers:
 
         For a reset of the prefix cache, and for weights or adapters that change in place. Keys are
         to be made for the answer from now on. What lies in this process's own memory is erased;
-        what others share is displaced in time, or erased by `erase`. Waits for a copy that runs.
+        what others share is displaced in time, or erased by `erase`, and a restart finds it again.
+        Waits for a copy that runs.
         """
         with self._quiet():
             with self._lock:
@@ -293,18 +294,22 @@ class Tiers:
             self._in_stores(lambda store: store.enter(new), ERASE_S)
             own = [tier for tier, store in enumerate(self._stores) if store.name == "host"]
             self._in_stores(
-                lambda store: store.erase_matching(Selection(namespace=old)), ERASE_S, own
+                lambda store: store.erase_matching(Selection(namespace=old, every_generation=True)),
+                ERASE_S,
+                own,
             )
             self._blocks.forget_copies()
         return new
 
     def erase(self, selection: Selection | None = None) -> dict[str, int]:
-        """Forget records in every tier; answers how many, by tier. None: all of this namespace.
+        """Forget records in every tier; answers how many, by tier.
+
+        None: all of this namespace, in all of its generations.
 
         A tier that does not answer within a minute is left out of the answer and logged. Blocks.
         """
         if selection is None:
-            selection = Selection(namespace=self.namespace)
+            selection = Selection(namespace=self.namespace, every_generation=True)
         counts: dict[str, int] = {}
         for tier, count in self.erase_by_place(selection).items():
             name = self._stores[tier].name
@@ -318,6 +323,10 @@ class Tiers:
                 self._epoch += 1
             erased = self._in_stores(lambda store: store.erase_matching(selection), ERASE_S)
             self._blocks.forget_copies()
+        for tier in erased:
+            store = self._stores[tier]
+            for left in filter(None, store.unerased()):
+                _log.warning("tier %s has not erased all: %s", store.name, left)
         return erased
 
     def _quiet(self) -> _Quiet:

@@ -95,7 +95,7 @@ def _trim(request: TierRequest, tiers: AskedTiers) -> _Outcome:
 
 
 def _clear(request: TierRequest, tiers: AskedTiers) -> _Outcome:
-    return _erased(tiers, Selection(namespace=tiers.namespace))
+    return _erased(tiers, Selection(namespace=tiers.namespace, every_generation=True))
 
 
 def _erase(request: TierRequest, tiers: AskedTiers) -> _Outcome:
@@ -109,7 +109,10 @@ def _erased(tiers: AskedTiers, selection: Selection) -> _Outcome:
     silent = [label for label, count in zip(labels, counts, strict=True) if count is None]
     if silent:
         return "failed", counts, f"{', '.join(silent)} did not answer; ask again when it does"
-    return "done", counts, ""
+    left = [(label, store.unerased()) for label, store in zip(labels, tiers.stores, strict=True)]
+    reasons = [f"{label}: {text}" for label, each in left for text in each if text]
+    state = "failed" if any(each.failed for _, each in left) else "done"
+    return state, counts, "; ".join(reasons)
 
 
 def _verify(request: TierRequest, tiers: AskedTiers) -> _Outcome:

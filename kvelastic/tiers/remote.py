@@ -31,7 +31,15 @@ from functools import partial
 from typing import TypeVar
 
 from kvelastic.errors import IntegrityError, InvalidArgumentError
-from kvelastic.tiers.base import KEY_BYTES, Capacity, Lease, Selection, Store, StoreStatistics
+from kvelastic.tiers.base import (
+    KEY_BYTES,
+    Capacity,
+    Lease,
+    Selection,
+    Store,
+    StoreStatistics,
+    Unerased,
+)
 from kvelastic.tiers.deadline_worker import DeadlineWorker
 from kvelastic.tiers.mooncake_client import (
     NO_ROOM,
@@ -123,6 +131,7 @@ class MooncakeStore(Store):
         self._fingerprint = bytes(16)
         self._entered: dict[bytes, Namespace] = {}
         self._own_records = 0
+        self._unerased = Unerased()
         self._counts = dict.fromkeys(StoreStatistics.__dataclass_fields__, 0)
         self._set_up()
 
@@ -346,19 +355,27 @@ class MooncakeStore(Store):
                 "a Mooncake server does not know the age of records; select by namespace or model"
             )
         with self._lock:
-            worlds = list(self._entered.items())
+            worlds = dict(self._entered)
+            self._unerased = Unerased()
         if selection.namespace is not None:  # also one that only others have entered
-            worlds = [(selection.namespace.fingerprint, selection.namespace)]
+            worlds[selection.namespace.fingerprint] = selection.namespace
         count = 0
-        for fingerprint, namespace in worlds:
-            if selection.model not in (None, namespace.model) or not self._ready():
+        for fingerprint, namespace in worlds.items():
+            if not selection.names(namespace):
                 continue
-            code = self._call(self._asks, partial(_remove_world, fingerprint))
-            if code is None:
-                continue
-            self._judge([code], 0)
-            count += max(code, 0)
+            code = None
+            if self._ready():
+                code = self._call(self._asks, partial(_remove_world, fingerprint))
+            if code is not None:
+                self._judge([code], 0)
+            if code is None or code < 0:
+                self._unerased = Unerased(failed="the server did not erase all of it")
+            count += max(code or 0, 0)
         return self._erased(count)
+
+    def unerased(self) -> Unerased:
+        """As `Store.unerased`."""
+        return self._unerased
 
     # --- room and life ---------------------------------------------------------------------------
 

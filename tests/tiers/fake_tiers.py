@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 from waiting import DEADLINE_S
 
-from kvelastic.errors import DriverError, InvalidArgumentError
+from kvelastic.errors import BlockError, DriverError, InvalidArgumentError
 from kvelastic.tiers.base import (
     KEY_BYTES,
     Capacity,
@@ -99,6 +100,148 @@ class FakeCopies:
         for block, slot in zip(ids, slots, strict=True):
             self.blocks[block] = bytes(staging.view(slot))
         staging.use(slots, -1)
+
+
+@dataclass
+class FakeDemotion:
+    reason: str
+    blocks: int
+    seconds_left: float
+
+
+@dataclass
+class FakeLeaving:
+    ticket: int = 0
+    ids: list[int] = field(default_factory=list)
+    keys: bytes = b""
+
+
+class FakePool(FakeCopies):
+    """Cached blocks by age, and the pool's side of leaving. Block n has key n unless renamed."""
+
+    max_cached_blocks = -1
+    oldest_copyable_s = 0.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.changed = threading.Condition()
+        self.names: dict[int, bytes] = {}
+        self.dirty: list[int] = []
+        self.clean_ids: set[int] = set()
+        self.leaving: dict[int, list[int]] = {}
+        self.taken: set[int] = set()
+        """Used by an alloc while they left."""
+        self.demotion: FakeDemotion | None = None
+        self.is_attended = False
+        self.tickets = 0
+        self.most_asked: list[int] = []
+
+    def put_dirty(self, ids: Sequence[int]) -> None:
+        with self.changed:
+            for block in ids:
+                self.blocks[block] = record_of(block)
+                self.names[block] = key_of(block)
+                self.dirty.append(block)
+
+    def use_tiers(self, *, reclaim_wait_s: float, limit_wait_s: float, sleep_wait_s: float) -> None:
+        self.waits = (reclaim_wait_s, limit_wait_s, sleep_wait_s)
+
+    def name_blocks(self, ids: Sequence[int], keys: bytes) -> None:
+        with self.changed:
+            for at, block in enumerate(ids):
+                if block < 0:
+                    raise BlockError("a block that is free")
+                self.names[block] = keys[at * KEY_BYTES : (at + 1) * KEY_BYTES]
+
+    def mark_clean(self, ids: Sequence[int], keys: bytes) -> int:
+        with self.changed:
+            for at, block in enumerate(ids):
+                if self.names.get(block) == keys[at * KEY_BYTES : (at + 1) * KEY_BYTES]:
+                    self.clean_ids.add(block)
+            return len(ids)
+
+    def forget_copies(self) -> int:
+        with self.changed:
+            count = len(self.clean_ids)
+            self.dirty += sorted(self.clean_ids)
+            self.clean_ids.clear()
+            return count
+
+    def next_demotion(self, timeout_s: float) -> FakeDemotion | None:
+        with self.changed:
+            self.is_attended = True
+            self.changed.wait_for(
+                lambda: self.demotion is not None or not self.is_attended, timeout_s
+            )
+            return self.demotion
+
+    def stop_demotions(self) -> None:
+        with self.changed:
+            self.is_attended = False
+            self.demotion = None
+            self.changed.notify_all()
+
+    def shrink(self, reason: str, seconds: float = DEADLINE_S) -> bool:
+        """As who lowers a limit; answers whether all was cleaned."""
+        with self.changed:
+            self.demotion = FakeDemotion(reason, len(self.dirty), seconds)
+            self.changed.notify_all()
+            assert self.changed.wait_for(lambda: self.demotion is None, DEADLINE_S)
+            return not self.dirty
+
+    def clean(self, timeout_s: float) -> int:
+        self.shrink("limit", timeout_s)
+        return len(self.dirty)
+
+    def begin_leaving(self, most: int) -> FakeLeaving:
+        with self.changed:
+            self.most_asked.append(most)
+            ids = self.dirty[:most]
+            if not ids:
+                self._settle()
+                return FakeLeaving()
+            self.tickets += 1
+            self.leaving[self.tickets] = ids
+            return FakeLeaving(self.tickets, ids, b"".join(self.names[b] for b in ids))
+
+    def still_leaving(self, ticket: int) -> list[bool]:
+        with self.changed:
+            return [block not in self.taken for block in self.leaving[ticket]]
+
+    def end_leaving(self, ticket: int, copied: Sequence[bool]) -> int:
+        with self.changed:
+            ids = self.leaving.pop(ticket, [])
+            assert len(ids) == len(copied)
+            cleaned = 0
+            for block, is_copied in zip(ids, copied, strict=True):
+                if block in self.taken:
+                    self.dirty.remove(block)
+                    self.taken.discard(block)
+                elif is_copied:
+                    self.dirty.remove(block)
+                    self.clean_ids.add(block)
+                    cleaned += 1
+            if not self.dirty or not any(copied):
+                self._settle()
+            return cleaned
+
+    def _settle(self) -> None:
+        self.demotion = None
+        self.changed.notify_all()
+
+    def stats(self) -> dict[str, int]:
+        with self.changed:
+            cached = len(self.dirty) + len(self.clean_ids)
+            return {
+                "blocks_used": 0,
+                "blocks_cached": cached,
+                "blocks_clean": len(self.clean_ids),
+                "blocks_available": 100,
+                "blocks_demoted": 0,
+                "blocks_dropped": 0,
+                "allocs": 1,
+                "frees": 1,
+            }
 
 
 class FakeLease(Lease):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -242,6 +242,23 @@ def records_are_erased_by_what_they_are(bench: Bench) -> None:
     assert bench.has(0, world=raised) == [False]
     assert bench.store.erase_matching(Selection()) == 2
     assert bench.store.capacity().records == 0
+
+
+def all_generations_are_erased_together(bench: Bench) -> None:
+    bench.put(0, 1)
+    generations = [OTHER, OTHER.next_generation(), OTHER.next_generation().next_generation()]
+    for world in generations:
+        bench.store.enter(world)
+        bench.put(0, 1, world=world)
+    selection = Selection(namespace=generations[1], every_generation=True)
+    assert bench.store.erase_matching(replace(selection, model="nobody")) == 0
+    assert bench.store.erase_matching(selection) == 6
+    for world in generations:
+        bench.store.enter(world)
+        assert bench.has(0, 1, world=world) == [False, False]
+    bench.store.enter(WORLD)
+    assert bench.get(0, 1) == [True, True]
+    assert bench.store.capacity().records == 2
 
 
 def worlds_share_no_record(bench: Bench) -> None:
@@ -495,6 +512,7 @@ ALL: Sequence[Case] = (
     it_is_invisible_until_it_is_whole,
     a_lease_holds_the_leading_keys,
     what_is_erased_is_gone,
+    all_generations_are_erased_together,
     worlds_share_no_record,
     mistakes_are_refused_and_change_nothing,
     many_threads_at_once,

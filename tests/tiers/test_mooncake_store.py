@@ -240,6 +240,17 @@ def test_only_own_worlds_are_erased(bench: Bench, server: Server) -> None:
         bench.store.erase_matching(Selection(older_than_s=1.0))
 
 
+def test_a_server_that_erases_nothing_is_reported(bench: Bench, server: Server) -> None:
+    bench.put(0, 1)
+    server.is_gone = True
+    assert bench.store.erase_matching(Selection(namespace=WORLD)) == 0
+    assert bench.store.unerased().failed
+    server.is_gone = False
+    wait_until(lambda: bench.store.erase_matching(Selection(namespace=WORLD)) == 2)
+    assert bench.store.unerased() == ("", "")
+    assert not server.records
+
+
 def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     imports = builtins.__import__
 

@@ -318,13 +318,14 @@ class GlobalCacheEngine:
         Nothing that was put before is found after. Plans from before hold what they held until they
         end. Blocks.
         """
-        old = self._storage.namespace
+        # Also what an earlier reset has left in a tier that was late.
+        selection = Selection(namespace=self._storage.namespace, every_generation=True)
         self._storage.next_generation()
         late = []
         for device, store in self._storage.stores.items():
             worker = DeadlineWorker("kvelastic-reset")
             try:
-                worker.run(_erasing(store, Selection(namespace=old)), timeout_s)
+                worker.run(_erasing(store, selection), timeout_s)
             except TimeoutError:
                 late.append(device.name)
             finally:

@@ -1,0 +1,71 @@
+"""Erasing from a folder of records: what a selection names, and all of which the owner is unknown.
+
+    removed, problems = erase(root, wanted_by(selection, time.time()))
+
+A damaged record may be anyone's, so it goes with every selection. A record that is being written,
+or was left half written, is judged by its entry; a writer whose file is removed stores nothing.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from kvelastic.tiers import folder_record
+from kvelastic.tiers.record_owner import Owner, Wanted
+
+_NOT_OURS = {errno.ENOTDIR, errno.ELOOP, errno.ENOENT}
+"""A file or a link in the place of a folder; or it has gone meanwhile."""
+
+
+def erase(root: int, wanted: Wanted) -> tuple[int, list[OSError]]:
+    """Remove files; returns how many, and what the file system refused.
+
+    Reads the entry of every file. Blocks as long as the medium takes.
+    """
+    removed = 0
+    problems: list[OSError] = []
+    for shard in folder_record.shards(root):
+        with _noting(problems), folder_record.opened_shard(root, shard) as fd:
+            here = _erase_in(fd, shard, wanted, problems)
+            removed += here
+            if here:
+                os.fsync(fd)
+    return removed, problems
+
+
+def _erase_in(shard_fd: int, shard: str, wanted: Wanted, problems: list[OSError]) -> int:
+    removed = 0
+    for name in folder_record.names(shard_fd):
+        if not folder_record.is_ours(shard, name):
+            continue
+        with _noting(problems):
+            if _is_wanted(shard_fd, name, wanted):
+                os.unlink(name, dir_fd=shard_fd)
+                removed += 1
+    return removed
+
+
+@contextmanager
+def _noting(problems: list[OSError]) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in _NOT_OURS:
+            problems.append(error)
+
+
+def _is_wanted(shard_fd: int, name: str, wanted: Wanted) -> bool:
+    with folder_record.opened(shard_fd, name) as fd:
+        state = os.fstat(fd)
+        if not stat.S_ISREG(state.st_mode):
+            return False
+        if state.st_size == 0 and folder_record.is_new(name):
+            return False  # begun just now, or left behind: there are no bytes in it
+        entry = folder_record.read_entry(fd, name)
+    if entry is None:
+        return True
+    return wanted(Owner(entry.namespace, entry.model, entry.generation), entry.stored_ns)
