@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -65,7 +66,7 @@ class DiskState:
         self._paths = [os.path.abspath(os.fspath(path)) for path in folders]  # noqa: PTH100
         self._folders: list[Folder] = []
         try:
-            self._open_folders()
+            self._open_folders(again=False)
             self.room = Room(
                 self.index, self.table, self._folders, record_bytes, limit_bytes, clock
             )
@@ -151,7 +152,7 @@ class DiskState:
         """See what neighbours want, and whether folders that were gone are back. Under the lock."""
         if not self.closed and self.growth.is_over:
             with self.medium(self.growth):
-                if self._open_folders():
+                if self._open_folders(again=True):
                     self.room.adopt()
                 self.room.look()
 
@@ -163,8 +164,11 @@ class DiskState:
             with self.medium(self.growth):
                 self.room.grow(missing)
 
-    def _open_folders(self) -> bool:
-        """Open those that are not open yet, or that somebody has replaced; whether any was."""
+    def _open_folders(self, *, again: bool) -> bool:
+        """Open those that are not open yet, or that were replaced; whether any was.
+
+        Raises `InvalidArgumentError` for one that is not this user's alone, but not `again`.
+        """
         for folder in self._folders[:]:
             in_use = any(file.folder == folder.fd for file in self.table.files())
             if not in_use and not folder.is_there():
@@ -173,17 +177,24 @@ class DiskState:
         there = len(self._folders)
         open_paths = {folder.path for folder in self._folders}
         for path in self._paths:
-            if path not in open_paths:
+            if path in open_paths:
+                continue
+            try:
                 self._open_folder(path)
+            except InvalidArgumentError as error:
+                if not again:
+                    raise
+                self._go_without(path, OSError(errno.EPERM, str(error)))
+            except OSError as error:
+                self._go_without(path, error)
         return len(self._folders) > there
 
+    def _go_without(self, path: str, error: OSError) -> None:
+        _log.warning("the disk tier goes without %s: %s", path, error)
+        self.failed(self.growth, error)
+
     def _open_folder(self, path: str) -> None:
-        try:
-            folder = Folder(path)
-        except OSError as error:
-            _log.warning("the disk tier goes without %s: %s", path, error)
-            self.failed(self.growth, error)
-            return
+        folder = Folder(path)
         if any(folder.identity == other.identity for other in self._folders):
             folder.close()
             raise InvalidArgumentError(f"{path} is named twice; name each folder once")

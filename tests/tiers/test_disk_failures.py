@@ -229,6 +229,62 @@ def test_a_folder_that_was_removed_is_made_again(folder: Path, with_folder: bool
     store.close()
 
 
+def _replace_by_a_link(folder: Path) -> None:
+    folder.symlink_to(folder.parent)
+
+
+def _replace_by_a_file(folder: Path) -> None:
+    folder.touch()
+
+
+def _replace_by_an_open_folder(folder: Path) -> None:
+    folder.mkdir()
+    folder.chmod(0o777)
+
+
+def _replace_by_a_strangers_folder(folder: Path) -> None:
+    if not IS_ROOT:
+        pytest.skip("only root gives folders to others")
+    folder.mkdir(0o700)
+    os.chown(folder, 12345, 12345)
+
+
+@pytest.mark.parametrize(
+    "replace",
+    [
+        _replace_by_a_link,
+        _replace_by_a_file,
+        _replace_by_an_open_folder,
+        _replace_by_a_strangers_folder,
+    ],
+)
+def test_a_folder_that_was_replaced_is_a_miss(
+    folder: Path, replace: Callable[[Path], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    clock = Clock()
+    store = open_store(folder, RECORD, LIMIT, clock=clock)
+    put(store, range(5))
+    shutil.rmtree(folder)
+    replace(folder)
+    for _ in range(4):
+        clock.now_s += 61
+        stored = put(store, range(10, 15))
+        store.capacity()
+        store.set_limit(LIMIT)
+        store.erase(keys([1]))
+    assert stored == [False] * 5
+    assert whole(store, range(20)) == []
+    assert store.statistics().errors > 0
+    assert str(folder) in caplog.text
+    folder.unlink() if not folder.is_dir() or folder.is_symlink() else folder.rmdir()
+    for _ in range(4):
+        clock.now_s += 61
+        stored = put(store, range(10, 15))
+    assert stored == [True] * 5
+    store.check_integrity()
+    store.close()
+
+
 def test_a_folder_that_cannot_be_made_is_left_out(tmp_path: Path) -> None:
     blocked = Path("/proc/kvelastic/kv")
     store = DiskStore([blocked], RECORD, LIMIT, MODEL)
