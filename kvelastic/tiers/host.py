@@ -108,6 +108,9 @@ class HostStore(Store):
         self._max_records = max_records
         self._ballast += self._new_ballast(1)
         self._pool = self._open(settings, place, pages, name, model)
+        self._native: _vmm.Pool | None = self._pool.blocks
+        """The pool's blocks until the store is closed; read without a lock."""
+        self._name = self._pool.name
         self._blocks = HostBlocks(self._pool.blocks, self._forget)
         self._places = HostPlaces()
         # In this order: the limit's, the pool's session, this one, the pool's own and the index's.
@@ -160,7 +163,7 @@ class HostStore(Store):
     @property
     def instance(self) -> str:
         """What `kvctl` calls the pool."""
-        return self._pool.name
+        return self._name
 
     # --- records ---------------------------------------------------------------------------------
 
@@ -172,22 +175,21 @@ class HostStore(Store):
     def has(self, keys: bytes) -> list[bool]:
         """As `Store.has`."""
         count = self._count_of(keys)
-        if self._closed:
-            return [False] * count
-        if self._pool.blocks.has_evicted:
-            with self._lock:
-                self._blocks.follow()
-        return self._index.has(keys)
+        return self._index.has(keys) if self._followed() else [False] * count
 
     def leading(self, keys: bytes) -> tuple[int, int]:
         """As `Store.leading`."""
         self._count_of(keys)
-        if self._closed:
-            return 0, 0
-        if self._pool.blocks.has_evicted:
+        return self._index.leading(keys) if self._followed() else (0, 0)
+
+    def _followed(self) -> bool:
+        """Learn what the pool has evicted; False once the store is closed."""
+        native = self._native
+        if native is not None and native.has_evicted:
             with self._lock:
-                self._blocks.follow()
-        return self._index.leading(keys)
+                if not self._closed:
+                    self._blocks.follow()
+        return not self._closed
 
     def lease(self, keys: bytes) -> Lease:
         """As `Store.lease`; leased records are blocks in use, which nobody takes."""
@@ -554,7 +556,11 @@ class HostStore(Store):
             self._closed = True
             while self._busy:
                 self._idle.wait()
-        self._pool.close(discard=True)
+            native, self._native = self._native, None
+        if native is not None:
+            self._pool.close(discard=True)
+            # Descriptors are closed with the last reference, and `_blocks` refers back to this.
+            del self._pool, self._blocks
 
     def _end_work(self) -> None:
         self._busy -= 1

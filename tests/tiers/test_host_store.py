@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from ledger_instance import BLOCKS_PER_PAGE as B
@@ -299,6 +301,46 @@ def test_closing_waits_for_readers(tier: Tier) -> None:
     assert tier.store.lease(keys_of([0])).count == 0
     assert tier.store.capacity().used_bytes == 0
     tier.store.set_limit(PAGE_BYTES)
+
+
+def test_a_closed_store_has_no_descriptors() -> None:
+    """Neither while it is referenced, nor until the collector runs."""
+
+    def opened() -> HostStore:
+        store = HostStore(RECORD_BYTES, 2 * PAGE_BYTES, model="llama")
+        store.enter(WORLD)
+        assert store.put(keys_of([0]), records_of(keys_of([0]))) == [True]
+        return store
+
+    def descriptors() -> set[str]:
+        return {path.name for path in Path("/proc/self/fd").iterdir()}
+
+    opened().close()  # what a process opens once stays
+    gc.collect()
+    gc.disable()
+    try:
+        before = descriptors()
+        store = opened()
+        lease = store.lease(keys_of([0]))
+        assert len(descriptors()) > len(before)
+        store.close()
+        # One is of the listing itself.
+        wait_until(lambda: len(descriptors() - before) <= 1)
+        store.close()
+        lease.release()
+        assert store.has(keys_of([0])) == [False]
+        assert store.leading(keys_of([0])) == (0, 0)
+        assert store.put(keys_of([0]), records_of(keys_of([0]))) == [False]
+        assert store.reserve(keys_of([0])) is None
+        assert store.get(keys_of([0]), [memoryview(bytearray(RECORD_BYTES))]) == [False]
+        assert (store.erase(keys_of([0])), store.evict(1)) == (0, 0)
+        assert store.capacity().records == 0
+        store.set_limit(0)
+        assert store.statistics().puts == 1
+        store.check_integrity()
+        assert store.instance
+    finally:
+        gc.enable()
 
 
 def test_settings_of_the_engine_do_not_bound_it(tier: Tier) -> None:
