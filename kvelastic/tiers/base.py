@@ -244,6 +244,11 @@ class Store(ABC):
     def capacity(self) -> Capacity:
         """What it holds now."""
 
+    @property
+    def least_limit_bytes(self) -> int:
+        """The lowest limit with which it keeps anything; 0 where others decide."""
+        return 0
+
     @abstractmethod
     def set_limit(self, limit_bytes: int) -> None:
         """Hold no more than this from now on; what is over it goes before this returns, by policy.

@@ -41,8 +41,8 @@ from kvelastic.tiers.base import (
     StoreStatistics,
     Unerased,
 )
-from kvelastic.tiers.disk_file import map_bytes
-from kvelastic.tiers.disk_format import Entry, aligned, largest_within
+from kvelastic.tiers.disk_file import map_bytes, room_for
+from kvelastic.tiers.disk_format import Entry, Geometry, aligned, largest_within
 from kvelastic.tiers.disk_pieces import Piece, RecordFiles, carry, keys_at
 from kvelastic.tiers.disk_state import DiskState
 from kvelastic.tiers.displacing import displace
@@ -244,6 +244,11 @@ class DiskStore(Store):
             self._state.look()
             records = 0 if self._state.closed else self._state.index.stats()["ready"]
             return Capacity(records * self.record_bytes, self._state.room.limit_bytes, records)
+
+    @property
+    def least_limit_bytes(self) -> int:
+        """As `Store.least_limit_bytes`: a file with one record."""
+        return room_for(Geometry(self.record_bytes, 1).file_bytes)
 
     def set_limit(self, limit_bytes: int) -> None:
         """As `Store.set_limit`. What it gives back is punched out of the files, or whole files."""

@@ -45,6 +45,12 @@ def map_bytes(blocks_bytes: int) -> int:
     return blocks_bytes // 160 + 4096 if blocks_bytes else 0
 
 
+def room_for(file_bytes: int) -> int:
+    """Room that is enough for so many bytes of a file and their map, and little more."""
+    room_bytes = -(-(file_bytes + 4096) * 160 // 159)
+    return room_bytes if room_bytes - map_bytes(room_bytes) >= file_bytes else room_bytes + 1
+
+
 class DataFile:
     """A file that this process writes. Slots are its own, from 0. The store's lock guards it.
 

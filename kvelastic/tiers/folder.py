@@ -227,6 +227,11 @@ class FolderStore(Store):
             used_bytes = records * self.record_bytes + self._other_bytes
             return Capacity(used_bytes, self._limit_bytes, records)
 
+    @property
+    def least_limit_bytes(self) -> int:
+        """As `Store.least_limit_bytes`: a file."""
+        return HEAD_BYTES + self.record_bytes
+
     def set_limit(self, limit_bytes: int) -> None:
         """As `Store.set_limit`, for what all machines have written; sweeps at once.
 

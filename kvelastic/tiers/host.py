@@ -401,6 +401,11 @@ class HostStore(Store):
             limit_bytes = min(pool.limit_state()["limit_bytes"], self._pool.places.capacity_bytes)
             return Capacity(pool.mapped_bytes, limit_bytes, self._index.stats()["ready"])
 
+    @property
+    def least_limit_bytes(self) -> int:
+        """As `Store.least_limit_bytes`: a page."""
+        return self._layout.page_bytes
+
     def set_limit(self, limit_bytes: int) -> None:
         """As `Store.set_limit`; the same as `kvctl limit` but for who goes: the policy says it."""
         _refuse_negative("limit_bytes", limit_bytes)

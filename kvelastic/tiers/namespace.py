@@ -49,7 +49,7 @@ class Namespace:
             self.hash_algorithm,
             str(self.generation),
         ):
-            raw = field.encode()
+            raw = encoded(field)
             digest.update(b"%d:" % len(raw) + raw)
         return digest.digest()[:16]
 
@@ -62,3 +62,8 @@ class Namespace:
     def next_generation(self) -> Namespace:
         """The same with everything stored so far out of reach."""
         return replace(self, generation=self.generation + 1)
+
+
+def encoded(text: str) -> bytes:
+    """UTF-8; of an argument or a path that is not UTF-8, the bytes that it was."""
+    return text.encode("utf-8", "surrogateescape")

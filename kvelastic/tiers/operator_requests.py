@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from kvelastic.errors import IntegrityError, InvalidArgumentError, KvelasticError
+from kvelastic.sizes import format_size
 from kvelastic.tier_board_format import BadRequestError, TierAnswer, TierRequest, check_request
 from kvelastic.tiers.base import Selection, Store
 from kvelastic.tiers.namespace import Namespace
@@ -74,6 +75,12 @@ def _limit(request: TierRequest, tiers: AskedTiers) -> _Outcome:
     store = tiers.stores[place]
     if store.capacity().limit_bytes is None:
         raise InvalidArgumentError(f"others decide what {request.tier} holds; it has no limit here")
+    least_bytes = store.least_limit_bytes
+    if request.size_bytes < least_bytes:
+        raise InvalidArgumentError(
+            f"{format_size(request.size_bytes)} holds no record; the least that does is"
+            f" {least_bytes} bytes, and `trim` empties a tier"
+        )
     store.set_limit(request.size_bytes)
     return "done", _held(tiers, place), ""
 

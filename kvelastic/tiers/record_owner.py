@@ -9,7 +9,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from kvelastic.tiers.base import KEY_BYTES, Selection
-from kvelastic.tiers.namespace import Namespace
+from kvelastic.tiers.namespace import Namespace, encoded
 
 
 class Owner(NamedTuple):
@@ -24,7 +24,7 @@ class Owner(NamedTuple):
 
 def model_hash(model: str) -> bytes:
     """16 bytes that stand for the name of a model."""
-    return hashlib.sha256(b"kvelastic model " + model.encode()).digest()[:KEY_BYTES]
+    return hashlib.sha256(b"kvelastic model " + encoded(model)).digest()[:KEY_BYTES]
 
 
 def owner_of(namespace: Namespace) -> Owner:

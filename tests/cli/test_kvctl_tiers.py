@@ -143,6 +143,8 @@ def test_limits_and_trims_hold(one: Instance) -> None:
 def test_erasing_says_how_much_it_was(one: Instance) -> None:
     assert said("erase", one.name, "--older-than", "7d")["records"] == {"disk": 0}
     assert said("erase", one.name, "--model", "another")["records"] == {"disk": 0}
+    # As Python reads an argument that is not UTF-8.
+    assert said("erase", one.name, "--model", "another\udcff")["records"] == {"disk": 0}
     assert said("verify", one.name)["records"] == {"disk": one.records}
     assert said("erase", one.name, "--model", "embedded")["records"] == {"disk": one.records}
     assert said("clear", one.name, "--yes")["records"] == {"disk": 0}
@@ -165,6 +167,9 @@ def test_clear_erases_all_and_asks_first(one: Instance) -> None:
         (("trim", "NAME", "tape", "1G"), 1, "has no tier 'tape'; it has disk"),
         (("limit", "NAME", "disk", "much"), 2, "is not understood"),
         (("limit", "NAME", "disk", "-1"), 2, "a negative value is not accepted"),
+        (("limit", "NAME", "disk", "0.5"), 2, "a fraction of a byte"),
+        (("limit", "NAME", "disk", "1"), 1, "1 B holds no record; the least that does is"),
+        (("limit", "NAME", "disk", "0"), 1, "0 B holds no record; the least that does is"),
         (("erase", "NAME"), 2, "say what to erase"),
         (("erase", "NAME", "--older-than", "-1"), 2, "is not an age"),
         (("erase", "NAME", "--older-than", "0"), 2, "is not an age"),

@@ -415,7 +415,7 @@ def test_each_request_does_what_it_says() -> None:
     erase = TierRequest("erase", model="m", older_than_s=60.0)
     assert carry_out(5, erase, tiers).state == "done"
     assert tiers.did == [
-        (Selection(namespace=tiers.namespace),),
+        (Selection(namespace=tiers.namespace, every_generation=True),),
         (Selection(model="m", older_than_s=60.0),),
     ]
     assert carry_out(6, TierRequest("verify"), tiers).counts == (3, 10, 5)

@@ -178,6 +178,20 @@ def test_a_limit_is_changed_while_it_is_used(folder: Path) -> None:
     small.close()
 
 
+@pytest.mark.parametrize("record_bytes", [1, 4096, 8193, MIB])
+def test_the_least_limit_holds_a_record(folder: Path, record_bytes: int) -> None:
+    probe = open_store(folder, record_bytes, 0)
+    least_bytes = probe.least_limit_bytes
+    probe.close()
+    assert least_bytes < record_bytes + 20480 + record_bytes // 100
+    store = open_store(folder, record_bytes, least_bytes)
+    assert put(store, [1]) == [True]
+    assert disk_bytes(folder) <= least_bytes
+    store.set_limit(least_bytes * 7 // 8)
+    assert whole(store, [1]) == []
+    store.close()
+
+
 def test_erased_records_cannot_be_read_from_the_files(folder: Path) -> None:
     store = open_store(folder, RECORD, 8 * MIB)
     put(store, range(6))
