@@ -169,6 +169,11 @@ class Store(ABC):
     asks_medium: bool = False
     """Whether `has` and `lease` ask a file system or a server, and so may block."""
 
+    @property
+    def is_ready(self) -> bool:
+        """Whether records of this engine can be read and written. Once true, it stays true."""
+        return True
+
     @abstractmethod
     def enter(self, namespace: Namespace) -> None:
         """Records put from now on belong to `namespace`."""

@@ -185,7 +185,11 @@ class Tiers:
         return match
 
     def _may_ask(self, tier: int) -> bool:
-        return tier not in self._executor.stuck_tiers and self._costs.worth_asking(tier)
+        return (
+            self._stores[tier].is_ready
+            and tier not in self._executor.stuck_tiers
+            and self._costs.worth_asking(tier)
+        )
 
     def load(self, match: Match, ids: Sequence[int]) -> Load:
         """Begin to load the first `len(ids)` keys of a match into these blocks, which are in use.
@@ -317,11 +321,19 @@ class Tiers:
         return counts
 
     def erase_by_place(self, selection: Selection) -> dict[int, int]:
-        """The same, by the places of the tiers: of one kind there may be several."""
+        """The same, by the places of the tiers: of one kind there may be several.
+
+        A tier that is not ready is left out, unless the selection is of all namespaces.
+        """
+        chosen = [
+            tier
+            for tier, store in enumerate(self._stores)
+            if store.is_ready or selection.namespace is None
+        ]
         with self._quiet():
             with self._lock:
                 self._epoch += 1
-            erased = self._in_stores(lambda store: store.erase_matching(selection), ERASE_S)
+            erased = self._in_stores(lambda store: store.erase_matching(selection), ERASE_S, chosen)
             self._blocks.forget_copies()
         for tier in erased:
             store = self._stores[tier]
@@ -367,8 +379,8 @@ class Tiers:
         stuck = set(self._executor.stuck_tiers)
         return [
             tier
-            for tier in range(len(self._stores))
-            if tier not in stuck and self._costs.worth_asking(tier)
+            for tier, store in enumerate(self._stores)
+            if store.is_ready and tier not in stuck and self._costs.worth_asking(tier)
         ]
 
     def _measure(self, kind: Kind, tier: int, blocks: int, seconds: float) -> None:

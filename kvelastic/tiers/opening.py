@@ -15,10 +15,14 @@ from kvelastic.logs import say_once
 from kvelastic.pool import ElasticPool
 from kvelastic.tier_list import TierSpec
 from kvelastic.tiers.base import Store
+from kvelastic.tiers.hash_cache import HashCache, default_folder
+from kvelastic.tiers.identification import Identification
+from kvelastic.tiers.identified import IdentifiedStore
 from kvelastic.tiers.manager import Tiers
 from kvelastic.tiers.namespace import Namespace
 from kvelastic.tiers.publisher import show
 from kvelastic.tiers.settings import TierSettings
+from kvelastic.tiers.weights_fingerprint import WeightFiles
 
 
 def open_tiers(
@@ -28,13 +32,16 @@ def open_tiers(
     staging: _vmm.Staging | None = None,
     *,
     name: str | None = None,
+    weights: WeightFiles | None = None,
 ) -> Tiers | None:
     """Open what `KVELASTIC_TIERS` names, nearest first; None where it names nothing.
 
     `namespace` gets the pool's record size. `staging` is made as large as the settings say, unless
-    it is given; `name` is that of the instance of a host tier. Close the tiers before the pool.
-    Blocks as long as stores need to open. Raises what a store raises that cannot be opened;
-    nothing is left open then.
+    it is given; `name` is that of the instance of a host tier. `weights` are the files whose
+    contents are part of the namespace of stores that outlive this process. They are hashed in the
+    background, and these stores are not used until that is done. Close the tiers before the pool.
+    Blocks as long as stores need to open. Raises what a store raises that cannot be opened; nothing
+    is left open then.
     """
     asked = TierSettings.of(settings)
     specs = _useful(asked.tiers, is_on_host=pool.is_on_host)
@@ -47,12 +54,19 @@ def open_tiers(
     stores: list[Store] = []
     try:
         for spec in specs:
-            stores.append(_open_store(spec, settings, asked, namespace, name or pool.name))  # noqa: PERF401
+            store = _open_store(spec, settings, asked, namespace, name or pool.name)
+            outlives = weights is not None and spec.kind != "host"
+            stores.append(IdentifiedStore(store) if outlives else store)
         tiers = Tiers(pool.blocks, staging, namespace, stores, asked.rules)
     except BaseException:
         for store in stores:
             store.close()
         raise
+    identified = [store for store in stores if isinstance(store, IdentifiedStore)]
+    if weights is not None and identified:
+        identification = Identification(weights, identified, HashCache(default_folder()))
+        tiers.attach(identification)
+        identification.begin()
     show(tiers, pool.segment.record.read_header()["uuid"])
     return tiers
 

@@ -114,6 +114,11 @@ def _erased(tiers: AskedTiers, selection: Selection) -> _Outcome:
     labels = labels_of(tiers.stores)
     counts = tuple(erased.get(place) for place in range(len(labels)))
     silent = [label for label, count in zip(labels, counts, strict=True) if count is None]
+    if any(not tiers.stores[labels.index(label)].is_ready for label in silent):
+        reason = (
+            "the weights are being hashed, so its records cannot be told apart; repeat it later"
+        )
+        return "failed", counts, f"{', '.join(silent)}: {reason}"
     if silent:
         return "failed", counts, f"{', '.join(silent)} did not answer; ask again when it does"
     left = [(label, store.unerased()) for label, store in zip(labels, tiers.stores, strict=True)]

@@ -1,86 +1,210 @@
-"""What a model's weights are, told apart by their contents: for the namespace of its tiers.
+"""The identity of a model's weights: SHA-256 of every byte of every file.
 
-    fingerprint_of_weights("/models/llama")     # 32 hex digits, or None: nobody can say
+    weights = WeightFiles.at("/models/llama")    # before the engine reads them; None: no weights
+    weights.fingerprint(cache)                   # 32 hex digits; blocks while files are read
 
-A name says nothing of contents: weights are replaced under the same path, and KV of the old ones
-would answer as if it were of the new. Reading all of them takes as long as loading the model, so
-files are sampled: their names and sizes, their first and last 64 KiB (which hold the tables of
-contents), and 4 KiB of each MiB between. A file of 8 MiB or less is read whole.
+A name says nothing about contents: new weights are written under the same path, and KV of the old
+ones would be served as theirs. One changed byte is another identity. Hashing takes about a second
+for each GiB, so digests of files are cached (`hash_cache`).
 
-Pure functions over a folder. They block as long as reading takes, some ten milliseconds a GiB.
+An engine reads the same files at another time. So `WeightFiles` remembers each file's facts from
+before that, and there is no fingerprint if any file has changed until the last one is hashed.
 """
 
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
-from collections.abc import Iterator
+import random
+import stat
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
+
+from kvelastic.tiers.hash_cache import FileFacts, HashCache
+
+_log = logging.getLogger("kvelastic")
 
 WEIGHT_SUFFIXES: Final = frozenset(
     {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".npz", ".ckpt", ".tensors"}
 )
-DESCRIBING_SUFFIXES: Final = frozenset({".json", ".py"})
-"""What changes how weights are computed with: configurations, quantization, a model's own code."""
+"""At least one file must have one of these, else there are no weights here."""
+_NOTE_SUFFIXES: Final = frozenset(
+    {".md", ".txt", ".rst", ".pdf", ".html", ".png", ".jpg", ".jpeg", ".gif", ".svg", ".log"}
+)
+"""Files that no engine computes with. All others count: a model's own code may read any file."""
 
-_WHOLE_BYTES: Final = 8 << 20
-_EDGE_BYTES: Final = 64 << 10
-_STRIDE_BYTES: Final = 1 << 20
-_SAMPLE_BYTES: Final = 4 << 10
+_CHUNK_BYTES: Final = 1 << 20
+_MOST_FILES: Final = 100_000
+_FLAGS: Final = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
+
+
+class WeightsError(OSError):
+    """The identity of weights cannot be known."""
+
+
+class CancelledError(WeightsError):
+    """Hashing was stopped by its caller."""
 
 
 def fingerprint_of_weights(model: str) -> str | None:
-    """A fingerprint of the weights at a path: a folder, or one file.
+    """The fingerprint of the weights at a path: a folder, or one file. 32 hex digits.
 
-    None where there are none to look at (a name that is not a local path), or they cannot be read.
+    None where there are none (a name that is not a local path), or where they cannot be read or
+    change meanwhile. Blocks while files are read that are not in the cache.
     """
-    path = Path(model)
-    digest = hashlib.sha256(b"kvelastic weights 1")
     try:
-        files = sorted(_files_of(path), key=str)
-        if not any(file.suffix in WEIGHT_SUFFIXES for file in files):
-            return None
-        for file in files:
-            name = str(file.relative_to(path)) if file != path else file.name
-            digest.update(f"{len(name)}:{name}".encode())
-            _add_file(digest, file)
+        weights = WeightFiles.at(model)
+        return None if weights is None else weights.fingerprint()
     except OSError:
         return None
-    return digest.hexdigest()[:32]
 
 
-def _files_of(path: Path) -> Iterator[Path]:
-    if path.is_file():
-        yield path
+@dataclass(frozen=True)
+class WeightFiles:
+    """The files of a model, with their facts at one moment."""
+
+    path: Path
+    root: Path
+    """The folder that `path` is, or that holds it."""
+    files: dict[str, FileFacts]
+    """By name within the root, sorted."""
+
+    @staticmethod
+    def at(model: str) -> WeightFiles | None:
+        """The files at a path as they are now; None where there are no weights.
+
+        Reads no contents. Raises `WeightsError` for more than 100,000 files and `OSError` for a
+        file that cannot be looked at.
+        """
+        path = Path(os.path.abspath(model))  # noqa: PTH100  (a link's target may change later)
+        root = path if path.is_dir() else path.parent
+        facts = {name: _facts_of(root / name) for name in sorted(_names_at(path))}
+        files = {name: each for name, each in facts.items() if each is not None}
+        if not any(Path(name).suffix in WEIGHT_SUFFIXES for name in files):
+            return None
+        return WeightFiles(path, root, files)
+
+    @staticmethod
+    def look(model: str) -> WeightFiles | None:
+        """As `at`; None, and a line in the log, for files that cannot be looked at."""
+        try:
+            return WeightFiles.at(model)
+        except OSError as error:
+            _log.warning(
+                "Which weights this engine has cannot be known: %s. Until it is started again, its"
+                " tiers hold blocks of this process alone, and no other finds them.",
+                error,
+            )
+            return None
+
+    @property
+    def size_bytes(self) -> int:
+        """Of all files together."""
+        return sum(facts.size_bytes for facts in self.files.values())
+
+    def known(self, cache: HashCache) -> str | None:
+        """The fingerprint, if the cache has the digests of all files. Reads none of them.
+
+        Raises as `fingerprint`.
+        """
+        found = cache.get_all({self._path_of(name): facts for name, facts in self.files.items()})
+        if len(found) < len(self.files):
+            return None
+        return self._combined({name: found[self._path_of(name)] for name in self.files})
+
+    def fingerprint(
+        self, cache: HashCache | None = None, is_cancelled: Callable[[], bool] = lambda: False
+    ) -> str:
+        """The fingerprint. Blocks while files are read that are not in the cache.
+
+        Raises `WeightsError` if a file has changed since `at`, `CancelledError` once `is_cancelled`
+        returns true, and `OSError` for what the file system reports.
+        """
+        names = list(self.files)
+        # Processes that start together share the work by the cache: each takes another order.
+        random.shuffle(names)
+        digests = {name: self._digest_of(name, cache, is_cancelled) for name in names}
+        return self._combined(digests)
+
+    def _digest_of(
+        self, name: str, cache: HashCache | None, is_cancelled: Callable[[], bool]
+    ) -> str:
+        path, facts = self._path_of(name), self.files[name]
+        if cache is not None and (found := cache.get(path, facts)) is not None:
+            return found
+        began_ns = time.time_ns()
+        digest = _hash(path, is_cancelled)
+        if _facts_of(Path(path)) != facts:
+            raise _changed(path)
+        if cache is not None and facts.is_settled(began_ns):
+            cache.put(path, facts, digest)
+        return digest
+
+    def _combined(self, digests: dict[str, str]) -> str:
+        """Raises `WeightsError` unless all files are as they were, and the same files."""
+        now = WeightFiles.at(str(self.path))
+        if now is None or now.files != self.files:
+            raise _changed(str(self.path))
+        total = hashlib.sha256(b"kvelastic weights 2")
+        for name in self.files:
+            raw = os.fsencode(name)
+            total.update(b"%d:" % len(raw) + raw + bytes.fromhex(digests[name]))
+        return total.hexdigest()[:32]
+
+    def _path_of(self, name: str) -> str:
+        return str(self.root / name)
+
+
+def _names_at(path: Path) -> Iterator[str]:
+    """Files below a folder that are no notes and not hidden; the file's own name if it is one."""
+    if not path.is_dir():
+        if path.is_file():
+            yield path.name
         return
-    for file in path.rglob("*"):
-        if file.suffix in WEIGHT_SUFFIXES | DESCRIBING_SUFFIXES and file.is_file():
-            yield file
+    count = 0
+    for folder, below, names in os.walk(path, onerror=_raise):
+        below[:] = [name for name in below if not name.startswith(".")]
+        for name in names:
+            if name.startswith(".") or Path(name).suffix.lower() in _NOTE_SUFFIXES:
+                continue
+            count += 1
+            if count > _MOST_FILES:
+                raise WeightsError(
+                    f"{path} has more than {_MOST_FILES} files; give the model a folder of its own"
+                )
+            yield os.path.relpath(os.path.join(folder, name), path)  # noqa: PTH118
 
 
-def _add_file(digest: hashlib._Hash, file: Path) -> None:
-    with file.open("rb", buffering=0) as opened:
-        size_bytes = os.fstat(opened.fileno()).st_size
-        digest.update(f"{size_bytes};".encode())
-        for offset, length in samples(size_bytes):
-            opened.seek(offset)
-            left = length
-            while left > 0:
-                read = opened.read(left)
-                if not read:
-                    raise OSError(f"{file} became shorter while it was read")
-                digest.update(read)
-                left -= len(read)
+def _raise(error: OSError) -> None:
+    raise error
 
 
-def samples(size_bytes: int) -> list[tuple[int, int]]:
-    """Which parts of a file of that size are read: offset and length of each, in order."""
-    if size_bytes <= _WHOLE_BYTES:
-        return [(0, size_bytes)]
-    last = size_bytes - _EDGE_BYTES
-    return [
-        (0, _EDGE_BYTES),
-        *((offset, _SAMPLE_BYTES) for offset in range(_STRIDE_BYTES, last, _STRIDE_BYTES)),
-        (last, _EDGE_BYTES),
-    ]
+def _facts_of(path: Path) -> FileFacts | None:
+    """None for what is no regular file: no engine reads weights from it."""
+    try:
+        state = path.stat()
+    except FileNotFoundError:  # a link that leads nowhere
+        return None
+    return FileFacts.of(state) if stat.S_ISREG(state.st_mode) else None
+
+
+def _hash(path: str, is_cancelled: Callable[[], bool]) -> str:
+    digest = hashlib.sha256()
+    chunk = memoryview(bytearray(_CHUNK_BYTES))
+    fd = os.open(path, _FLAGS)
+    with os.fdopen(fd, "rb", buffering=0) as opened:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            raise _changed(path)
+        while count := opened.readinto(chunk):
+            digest.update(chunk[:count])  # lets go of the GIL
+            if is_cancelled():
+                raise CancelledError(f"hashing {path} was stopped")
+    return digest.hexdigest()
+
+
+def _changed(path: str) -> WeightsError:
+    return WeightsError(f"{path} has changed since the engine started")

@@ -7,6 +7,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -22,6 +23,7 @@ from kvelastic.tiers.base import Store
 from kvelastic.tiers.disk import DiskStore
 from kvelastic.tiers.folder import FolderStore
 from kvelastic.tiers.host import HostStore
+from kvelastic.tiers.identified import IdentifiedStore
 from kvelastic.tiers.remote import MooncakeStore
 
 PAGE_BYTES = 2 << 20
@@ -268,4 +270,19 @@ MOONCAKE = Kind(
     before_visible=mooncake_write_seen,
 )
 
-KINDS = [HOST, FAILING, DISK, FOLDER, MOONCAKE]
+# --- stores of weights that were hashed -----------------------------------------------------------
+
+
+def identified(kind: Kind) -> Kind:
+    """The same store behind an identity of weights."""
+
+    def open_identified(folder: Path) -> Store:
+        store = IdentifiedStore(kind.open(folder))
+        store.enter(WORLD)
+        store.identify("weights")
+        return store
+
+    return replace(kind, name=f"identified {kind.name}", open=open_identified)
+
+
+KINDS = [HOST, FAILING, DISK, FOLDER, MOONCAKE, identified(DISK), identified(MOONCAKE)]

@@ -8,10 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvelastic.integration.vllm.tier_namespace import key_of, namespace_of
-from kvelastic.tiers.weights_fingerprint import fingerprint_of_weights, samples
-
-MIB = 1 << 20
+from kvelastic.integration.vllm.tier_namespace import key_of, namespace_of, weight_files_of
 
 
 @pytest.fixture
@@ -70,52 +67,18 @@ def namespace(config: SimpleNamespace, **more: Any) -> Any:
         "record_bytes": 4096,
         "version": "0.32.0",
         "environ": {},
-        "fingerprint": lambda _: "weights",
+        "has_files": True,
         **more,
     }
     return namespace_of(config, **given)
 
 
-def test_the_same_weights_at_another_path_are_the_same(model: Path, tmp_path_factory) -> None:
-    first = fingerprint_of_weights(str(model))
-    other = tmp_path_factory.mktemp("copy")
-    for name in ("config.json", "model.safetensors"):
-        (other / name).write_bytes((model / name).read_bytes())
-    assert first == fingerprint_of_weights(str(other)) is not None
-
-
-@pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
-def test_another_byte_is_another_fingerprint(model: Path, name: str) -> None:
-    first = fingerprint_of_weights(str(model))
-    content = bytearray((model / name).read_bytes())
-    content[len(content) // 2] ^= 1
-    (model / name).write_bytes(content)
-    assert fingerprint_of_weights(str(model)) != first
-
-
-def test_a_file_more_is_another_fingerprint_and_a_note_is_not(model: Path) -> None:
-    first = fingerprint_of_weights(str(model))
-    (model / "README.md").write_text("changed")
-    assert fingerprint_of_weights(str(model)) == first
-    (model / "adapter.safetensors").write_bytes(b"")
-    assert fingerprint_of_weights(str(model)) != first
-
-
-def test_a_change_of_a_mebibyte_anywhere_in_a_large_file_is_seen(model: Path) -> None:
-    large = model / "large.bin"
-    large.write_bytes(bytes(20 * MIB))
-    first = fingerprint_of_weights(str(model))
-    for offset in (0, 7 * MIB + 1, 19 * MIB):
-        content = bytearray(20 * MIB)
-        content[offset : offset + MIB] = b"x" * MIB
-        large.write_bytes(content)
-        assert fingerprint_of_weights(str(model)) != first, offset
-    assert sum(length for _, length in samples(20 * MIB)) < MIB
-
-
-def test_where_there_are_no_weights_nobody_can_say(tmp_path: Path) -> None:
-    assert fingerprint_of_weights(str(tmp_path)) is None
-    assert fingerprint_of_weights("org/some-model") is None
+def test_the_files_of_the_weights_are_those_of_the_model(model: Path) -> None:
+    files = weight_files_of(vllm_config(str(model)))
+    assert files is not None
+    assert list(files.files) == ["config.json", "model.safetensors"]
+    assert weight_files_of(vllm_config(str(model), load__load_format="dummy")) is None
+    assert weight_files_of(vllm_config("org/some-model")) is None
 
 
 def test_two_engines_of_the_same_share_keys() -> None:
@@ -145,7 +108,6 @@ def test_what_changes_kv_changes_the_namespace(changes: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     "more",
     [
-        {"fingerprint": lambda _: "other weights"},
         {"cache_config": cache_config(window=64)},
         {"version": "0.33.0"},
         {"environ": {"PYTHONHASHSEED": "0"}},
@@ -159,8 +121,14 @@ def test_so_does_what_is_not_in_the_configuration(more: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("changes", "more"),
     [
-        ({}, {"fingerprint": lambda _: None}),
-        ({"load__load_format": "dummy"}, {}),
+        ({}, {"has_files": False}),
+        (
+            {
+                "load__load_format": "dummy",
+                "model__hf_config": SimpleNamespace(_commit_hash="a"),
+            },
+            {"has_files": False},
+        ),
         ({"cache__prefix_caching_hash_algo": "xxhash"}, {}),
     ],
 )
@@ -173,7 +141,7 @@ def test_a_commit_stands_for_weights_that_are_not_at_a_path() -> None:
     def by_commit(commit: str) -> Any:
         settings = SimpleNamespace(_commit_hash=commit)
         config = vllm_config("org/model", model__hf_config=settings)
-        return namespace(config, fingerprint=lambda _: None)
+        return namespace(config, has_files=False)
 
     assert by_commit("a") == by_commit("a")
     assert by_commit("a") != by_commit("b")

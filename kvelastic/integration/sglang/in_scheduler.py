@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from kvelastic.engine_pool import EnginePool
     from kvelastic.integration.sglang.allocator import ElasticPagedAllocator
     from kvelastic.integration.sglang.radix_cache import ElasticRadixCache
+    from kvelastic.tiers.weights_fingerprint import WeightFiles
 
 _log = logging.getLogger("kvelastic.sglang")
 
@@ -68,12 +69,25 @@ def radix_cache(original: Callable[..., Any], context: Any, **more: Any) -> Any:
 
 def scheduler_init(original: Callable[..., None], scheduler: Any, *args: Any, **more: Any) -> None:
     """Refuse a KV cache that is not ours; answer operators from here on."""
+    weights = _weight_files(*args, **more)
     original(scheduler, *args, **more)
-    _begin(scheduler)
+    _begin(scheduler, weights)
 
 
 @ends_process
-def _begin(scheduler: Any) -> None:
+def _weight_files(server_args: Any, *args: Any, **more: Any) -> WeightFiles | None:
+    """With tiers, the weights' files before they are loaded: a later change makes them unknown."""
+    from kvelastic import config
+
+    if not config.load().tiers:
+        return None
+    from kvelastic.integration.sglang.tier_opening import weight_files_of
+
+    return weight_files_of(server_args)
+
+
+@ends_process
+def _begin(scheduler: Any, weights: WeightFiles | None) -> None:
     from kvelastic import config
     from kvelastic.process_memory import anonymous_bytes
 
@@ -87,7 +101,7 @@ def _begin(scheduler: Any) -> None:
     if settings.tiers:
         from kvelastic.integration.sglang.tier_opening import open_for
 
-        loads = open_for(settings, elastic, scheduler)
+        loads = open_for(settings, elastic, scheduler, weights)
         if loads is not None:
             Finalize(loads, loads.close, exitpriority=20)
     elastic.begin(settings, anonymous_bytes(os.getpid()))

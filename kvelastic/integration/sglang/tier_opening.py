@@ -1,8 +1,9 @@
 """Opens the tiers of a SGLang's pool. Imported only where `KVELASTIC_TIERS` names some.
 
 The namespace is everything that changes the bytes of a block of the same tokens. SGLang's hash of a
-block stands for its tokens and all before them, for a salt and an extra key. Where nobody can say
-what weights these are, the namespace is of this process alone: nothing is found again after it.
+block stands for its tokens and all before them, for a salt and an extra key. The contents of the
+weights' files are hashed in the background, and stores add them (`kvelastic.tiers.identified`).
+Where there are no files, the namespace is of this process alone: nothing is found again after it.
 """
 
 from __future__ import annotations
@@ -19,21 +20,36 @@ from kvelastic.integration.sglang.refusals import refuse_tiers
 from kvelastic.integration.sglang.versions import installed_version
 from kvelastic.tiers.namespace import Namespace
 from kvelastic.tiers.opening import open_tiers
-from kvelastic.tiers.weights_fingerprint import fingerprint_of_weights
+from kvelastic.tiers.weights_fingerprint import WeightFiles
 
 _RANDOM_WEIGHTS: Final = "dummy"
 
 
-def open_for(settings: Config, elastic: EnginePool, scheduler: Any) -> PrefixLoads | None:
+def weight_files_of(arguments: Any) -> WeightFiles | None:
+    """The files that a SGLang with these arguments is about to load its weights from.
+
+    None where they come from elsewhere, or cannot be looked at, which is logged.
+    """
+    if arguments.load_format == _RANDOM_WEIGHTS:
+        return None
+    return WeightFiles.look(str(arguments.model_path))
+
+
+def open_for(
+    settings: Config, elastic: EnginePool, scheduler: Any, weights: WeightFiles | None
+) -> PrefixLoads | None:
     """The tiers that the settings name, behind this scheduler's radix cache; None: none is of use.
 
-    Blocks while the weights' files are sampled and stores are opened. Raises what they raise, and
+    `weights` are the files as they were before SGLang loaded them; they are hashed in the
+    background. Blocks while stores are opened. Raises what they raise, and
     `UnsupportedEngineError` where there is no radix cache.
     """
     refuse_tiers(scheduler.tree_cache)
     layout = f"{elastic.layout.buffers} buffers of {elastic.layout.block_bytes} bytes a block"
-    namespace = namespace_of(scheduler.server_args, scheduler.model_config, layout)
-    tiers = open_tiers(elastic.pool, settings, namespace)
+    namespace = namespace_of(
+        scheduler.server_args, scheduler.model_config, layout, has_files=weights is not None
+    )
+    tiers = open_tiers(elastic.pool, settings, namespace, weights=weights)
     if tiers is None:
         return None
     return PrefixLoads(
@@ -45,11 +61,14 @@ def open_for(settings: Config, elastic: EnginePool, scheduler: Any) -> PrefixLoa
     )
 
 
-def namespace_of(arguments: Any, model: Any, layout: str) -> Namespace:
-    """The namespace of a SGLang with these arguments, model and layout of a block."""
+def namespace_of(arguments: Any, model: Any, layout: str, *, has_files: bool) -> Namespace:
+    """The namespace of a SGLang with these arguments, model and layout of a block.
+
+    `has_files`: the contents of the weights' files are added to it later.
+    """
     return Namespace(
         model=str(arguments.model_path),
-        weights=_weights(arguments, model),
+        weights=_weights(arguments, model, has_files=has_files),
         dtype=f"{model.dtype}/{arguments.kv_cache_dtype}",
         layout=f"SGLang {installed_version()} on {arguments.device}; {layout}",
         block_tokens=int(arguments.page_size),
@@ -57,12 +76,8 @@ def namespace_of(arguments: Any, model: Any, layout: str) -> Namespace:
     )
 
 
-def _weights(arguments: Any, model: Any) -> str:
-    found = None
-    if arguments.load_format != _RANDOM_WEIGHTS:
-        found = fingerprint_of_weights(str(arguments.model_path))
-    if found is None:
-        found = f"unknown {secrets.token_hex(16)}"
+def _weights(arguments: Any, model: Any, *, has_files: bool) -> str:
+    found = "files" if has_files else f"unknown {secrets.token_hex(16)}"
     settings = json.dumps(model.hf_config.to_dict(), sort_keys=True, default=str)
     described = "; ".join((found, str(arguments.revision), str(arguments.quantization), settings))
     return hashlib.sha256(described.encode()).hexdigest()[:32]

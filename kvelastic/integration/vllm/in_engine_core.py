@@ -1,8 +1,9 @@
 """Wrappers for the engine core's process: the scheduler, and the executor that leads the workers.
 
-What is kept where: an executor has its `Instance` (`kvelastic_instance`) and which of its workers
-have a part in it (`kvelastic_ranks`), a scheduler's block pool
-is an `ElasticBlockPool`, a step's output carries the step's number (`kvelastic_step`).
+What is kept where: an executor has its `Instance` (`kvelastic_instance`), which of its workers have
+a part in it (`kvelastic_ranks`), and, with tiers, the files of its weights as they were before they
+were loaded (`kvelastic_weights`), a scheduler's block pool is an `ElasticBlockPool`, a step's
+output carries the step's number (`kvelastic_step`).
 """
 
 from __future__ import annotations
@@ -46,14 +47,20 @@ _waiting_instance: Instance | None = None
 def executor_init(
     original: Callable[..., Any], executor: Any, vllm_config: Any, *args: Any, **kwargs: Any
 ) -> None:
-    """Refuse what is not covered, before a worker is started or a model is loaded."""
+    """Refuse what is not covered, before a worker is started or a model is loaded.
+
+    With tiers, the weights' files are looked at now: a change from here on makes them unknown.
+    """
     from kvelastic import config
     from kvelastic.integration.vllm import tier_refusals
     from kvelastic.integration.vllm.refusals import refuse_configuration
 
     refuse_configuration(vllm_config)
     if config.load().tiers:
+        from kvelastic.integration.vllm.tier_namespace import weight_files_of
+
         tier_refusals.refuse_for_tiers(vllm_config)
+        executor.kvelastic_weights = weight_files_of(vllm_config)
     else:
         tier_refusals.refuse_without_tiers(vllm_config)
     original(executor, vllm_config, *args, **kwargs)
@@ -89,7 +96,9 @@ def executor_initialize(
             instance.rewrite(config, rank)
         original(executor, kv_cache_configs)
         instance.wait_for_workers()
-        instance.open_tiers(vllm_config, with_cache[0])
+        instance.open_tiers(
+            vllm_config, with_cache[0], getattr(executor, "kvelastic_weights", None)
+        )
     except BaseException:
         instance.close()
         raise

@@ -41,6 +41,7 @@ from kvelastic.sizes import format_size
 
 if TYPE_CHECKING:
     from kvelastic.integration.vllm.in_tiers import EngineTiers
+    from kvelastic.tiers.weights_fingerprint import WeightFiles
 
 _log = logging.getLogger("kvelastic.vllm")
 
@@ -205,11 +206,11 @@ class Instance:
                 "shows who holds what. Lower the limit of another model, and wake it again."
             )
 
-    def open_tiers(self, vllm_config: Any, cache_config: Any) -> None:
+    def open_tiers(self, vllm_config: Any, cache_config: Any, weights: WeightFiles | None) -> None:
         """Keep what is demoted in the tiers of `KVELASTIC_TIERS`, if it names any.
 
-        After the workers have attached, and before vLLM makes its scheduler. Blocks while the
-        weights' files are sampled and stores are opened. Raises what they raise.
+        After the workers have attached, and before vLLM makes its scheduler. Blocks while stores
+        are opened. Raises what they raise.
         """
         settings = config.load()
         if not settings.tiers:
@@ -217,7 +218,7 @@ class Instance:
         # Not imported where there are none.
         from kvelastic.integration.vllm import in_tiers, tier_opening
 
-        tiers = tier_opening.open_for(settings, self._pool, vllm_config, cache_config)
+        tiers = tier_opening.open_for(settings, self._pool, vllm_config, cache_config, weights)
         if tiers is None:
             return
         self._at_exit.cancel()

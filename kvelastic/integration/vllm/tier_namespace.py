@@ -1,8 +1,10 @@
 """The namespace of a vLLM's tiers: everything that changes the bytes of a block of the same tokens.
 
-vLLM's hash of a block stands for its tokens and all before them, for multi-modal inputs, for a
-salt and for a LoRA's name. What it says nothing of is said here. Where nobody can say what weights
-these are, the namespace is of this process alone: nothing is found again after it.
+vLLM's hash of a block stands for its tokens and all before them, for multi-modal inputs, for a salt
+and for a LoRA's name. What it says nothing of is said here, except the contents of the weights'
+files: these are hashed in the background, and stores add them (`kvelastic.tiers.identified`). Where
+weights are neither files nor of a known commit, the namespace is of this process alone: nothing is
+found again after it.
 
 Reads fields of vLLM's configuration only; imports neither vLLM nor torch.
 """
@@ -13,11 +15,11 @@ import hashlib
 import json
 import os
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, Final
 
 from kvelastic.tiers.namespace import Namespace
-from kvelastic.tiers.weights_fingerprint import fingerprint_of_weights
+from kvelastic.tiers.weights_fingerprint import WeightFiles
 
 _STABLE_HASHES: Final = frozenset({"sha256", "sha256_cbor"})
 """Those that begin from a fixed seed in every process, unless PYTHONHASHSEED gives another."""
@@ -26,25 +28,35 @@ _GROUP_BYTES: Final = 4
 """At the end of what vLLM calls a block's hash: its group, most significant byte first."""
 
 
+def weight_files_of(vllm_config: Any) -> WeightFiles | None:
+    """The files that an engine with this configuration is about to load its weights from.
+
+    None where they come from elsewhere, or cannot be looked at, which is logged.
+    """
+    if vllm_config.load_config.load_format == _RANDOM_WEIGHTS:
+        return None
+    return WeightFiles.look(str(vllm_config.model_config.model))
+
+
 def namespace_of(
     vllm_config: Any,
     cache_config: Any,
     record_bytes: int,
     *,
     version: str,
+    has_files: bool,
     environ: Mapping[str, str] = os.environ,
-    fingerprint: Callable[[str], str | None] = fingerprint_of_weights,
 ) -> Namespace:
     """The namespace of an engine with this configuration and KV cache.
 
-    Blocks while the weights' files are sampled.
+    `has_files`: the contents of the weights' files are added to it later.
     """
     model = vllm_config.model_config
     parallel = vllm_config.parallel_config
     groups = cache_config.kv_cache_groups
     return Namespace(
         model=str(model.model),
-        weights=_weights(model, vllm_config.load_config, fingerprint),
+        weights=_weights(model, vllm_config.load_config.load_format, has_files=has_files),
         dtype=f"{model.dtype}/{vllm_config.cache_config.cache_dtype}",
         layout="; ".join(
             [
@@ -63,11 +75,14 @@ def namespace_of(
     )
 
 
-def _weights(model: Any, load: Any, fingerprint: Callable[[str], str | None]) -> str:
-    found = None if load.load_format == _RANDOM_WEIGHTS else fingerprint(str(model.model))
-    if found is None:
-        commit = getattr(model.hf_config, "_commit_hash", None)
-        found = f"commit {commit}" if commit else f"unknown {secrets.token_hex(16)}"
+def _weights(model: Any, load_format: str, *, has_files: bool) -> str:
+    commit = getattr(model.hf_config, "_commit_hash", None)
+    if has_files:
+        found = "files"
+    elif commit and load_format != _RANDOM_WEIGHTS:
+        found = f"commit {commit}"
+    else:
+        found = f"unknown {secrets.token_hex(16)}"
     described = "; ".join((found, str(model.revision), str(model.quantization), _settings(model)))
     return hashlib.sha256(described.encode()).hexdigest()[:32]
 

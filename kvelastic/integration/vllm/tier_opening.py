@@ -10,19 +10,26 @@ from kvelastic.integration.vllm.tier_namespace import namespace_of
 from kvelastic.pool import ElasticPool
 from kvelastic.tiers.manager import Tiers
 from kvelastic.tiers.opening import open_tiers
+from kvelastic.tiers.weights_fingerprint import WeightFiles
 
 
 def open_for(
-    settings: Config, pool: ElasticPool, vllm_config: Any, cache_config: Any
+    settings: Config,
+    pool: ElasticPool,
+    vllm_config: Any,
+    cache_config: Any,
+    weights: WeightFiles | None,
 ) -> Tiers | None:
     """The tiers that the settings name for the blocks of a pool, opened; None: none is of use.
 
-    Blocks while the weights' files are sampled and stores are opened. Raises what they raise.
+    `weights` are the files as they were before the engine loaded them; they are hashed in the
+    background. Blocks while stores are opened. Raises what they raise.
     """
     namespace = namespace_of(
         vllm_config,
         cache_config,
         pool.blocks.record_bytes,
         version=versions.installed_version(),
+        has_files=weights is not None,
     )
-    return open_tiers(pool, settings, namespace)
+    return open_tiers(pool, settings, namespace, weights=weights)
