@@ -26,8 +26,8 @@ _TOKEN_S: Final = 1.0
 _MOST_STRANGERS: Final = 32
 _WITHOUT_DESCRIPTORS_S: Final = 0.1
 
-Arrived: TypeAlias = "SimpleQueue[socket.socket]"
-"""Where a stream is put whose token was expected."""
+Arrived: TypeAlias = "SimpleQueue[socket.socket | None]"
+"""Where a stream is put whose token was expected; None: its link has ended."""
 
 
 class _Stranger:
@@ -92,7 +92,9 @@ class DataPort:
                 del self._awaited[token]
         with contextlib.suppress(Empty):
             while True:
-                arrived.get_nowait().close()
+                stream = arrived.get_nowait()
+                if stream is not None:
+                    stream.close()
 
     def close(self) -> None:
         """Let nobody in any more. Safe to repeat; does nothing in a forked child."""

@@ -15,6 +15,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Final
 
 from kvelastic.errors import IntegrityError, TransferBusyError
@@ -23,6 +24,8 @@ from kvelastic.transfer.ranges import Hold, Ranges, Registered
 
 _log = logging.getLogger("kvelastic.transfer")
 MOST_LEASES: Final = 4096
+ALWAYS_A_PEER: Final = 8
+"""As many each peer may have, also where others have all of the rest."""
 
 
 class Lease:
@@ -34,8 +37,8 @@ class Lease:
         """The connection of the peer that has it."""
         self.deadline_s: Final = deadline_s
         self.holds: dict[Registered, Hold] = {}
-        self.sent: threading.Event | None = None
-        """Set when its bytes are sent, or could not be; None: nobody has asked for that."""
+        self.sent: Future[None] | None = None
+        """Done when its bytes are sent, or could not be; None: the peer has not asked for them."""
         self.claimed: Hold | None = None
         self.pieces: bytes = b""
         self.read_bytes = 0
@@ -56,6 +59,7 @@ class Leases:
         self._ranges = ranges
         self._lock = threading.Lock()
         self._leases: dict[int, Lease] = {}
+        self._by_owner: Counter[object] = Counter()
         self._numbers = itertools.count(1)
         self.expired = 0
         """How many have ended by their time."""
@@ -87,7 +91,7 @@ class Leases:
             self._ranges.check_still(lease.holds)
         except BaseException:
             with self._lock:
-                self._leases.pop(lease.number, None)
+                self._remove(lease)
             _release(lease)
             raise
         return lease
@@ -105,9 +109,19 @@ class Leases:
 
     def _put(self, lease: Lease) -> None:
         with self._lock:
-            if len(self._leases) >= MOST_LEASES:
-                raise TransferBusyError(f"{MOST_LEASES} copies are under way; try again")
+            if len(self._leases) >= MOST_LEASES and self._by_owner[lease.owner] >= ALWAYS_A_PEER:
+                raise TransferBusyError(f"{len(self._leases)} copies are under way; try again")
             self._leases[lease.number] = lease
+            self._by_owner[lease.owner] += 1
+
+    def _remove(self, lease: Lease) -> bool:
+        """False: it has ended before. The lock is held."""
+        if self._leases.pop(lease.number, None) is None:
+            return False
+        self._by_owner[lease.owner] -= 1
+        if not self._by_owner[lease.owner]:
+            del self._by_owner[lease.owner]
+        return True
 
     def find(self, number: int, owner: object) -> Lease | None:
         """The lease if it is in force and this peer's."""
@@ -120,7 +134,7 @@ class Leases:
         with self._lock:
             lease = self._leases.get(number)
             if lease is not None and lease.owner is owner and lease.deadline_s > time.monotonic():
-                del self._leases[number]
+                self._remove(lease)
             else:
                 lease = None
         if lease is None:
@@ -158,7 +172,7 @@ class Leases:
     def by_owner(self) -> dict[object, int]:
         """How many each has now."""
         with self._lock:
-            return Counter(lease.owner for lease in self._leases.values())
+            return Counter(self._by_owner)
 
     def __len__(self) -> int:
         return len(self._leases)
@@ -167,7 +181,7 @@ class Leases:
         with self._lock:
             taken = [lease for lease in self._leases.values() if which(lease)]
             for lease in taken:
-                del self._leases[lease.number]
+                self._remove(lease)
         for lease in taken:
             _release(lease)
         return len(taken)
@@ -178,6 +192,8 @@ class Leases:
             for number, lease in self._leases.items():
                 if lease.number != number:
                     raise IntegrityError(f"lease {number} is not what the table says")
+            if self._by_owner != Counter(lease.owner for lease in self._leases.values()):
+                raise IntegrityError("leases are not counted as their peers have them")
 
 
 def _release(lease: Lease) -> None:

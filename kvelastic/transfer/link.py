@@ -21,6 +21,7 @@ from kvelastic.errors import (
     TransferError,
 )
 from kvelastic.messages import Connection, Message
+from kvelastic.transfer.peer_threads import PeerThreads
 from kvelastic.transfer.pieces import Piece, portions
 from kvelastic.transfer.wire import (
     Ask,
@@ -61,6 +62,8 @@ class Link:
         """Whether this node has made the link."""
         self.reads_memory = connection.peer.pid is not None
         """Whether the peer's memory is read by the kernel; else bytes come over a stream."""
+        self.threads: Final = PeerThreads()
+        """For `Node`: they serve the peer."""
         self._lock = threading.Lock()
         self.pulled_bytes = 0
         self.pushed_bytes = 0

@@ -11,9 +11,10 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
 from functools import partial
 from typing import Final
+from weakref import WeakSet
 
 from kvelastic.errors import (
     ChannelClosedError,
@@ -30,6 +31,7 @@ from kvelastic.messages.peers import LOOPBACK, networks
 from kvelastic.transfer.board import PUBLISH_S, LinkBoard
 from kvelastic.transfer.leases import Lease, Leases
 from kvelastic.transfer.link import Link
+from kvelastic.transfer.peer_threads import PeerThreads, Queue
 from kvelastic.transfer.pieces import MOST_BYTES, PackedPieces, Piece
 from kvelastic.transfer.ranges import Hold, Holder, Ranges, Registered
 from kvelastic.transfer.streams import Carrier, Streams, passed_stream
@@ -54,8 +56,6 @@ MOST_LINKS: Final = 512
 DEFAULT_LEASE_S: Final = 5.0
 _MOST_ENDED: Final = 16
 _LOST_NOTICED_S: Final = 1.0
-_WORKERS: Final = 4
-_COPIERS: Final = 8
 
 Answerer = Callable[[Link, bytes], bytes]
 """Answers what a peer's user asks, in a thread of the node's; what it raises is the answer."""
@@ -113,9 +113,8 @@ class Node:
         self._ended: deque[Link] = deque(maxlen=_MOST_ENDED)
         self._link_numbers = itertools.count(1)
         self._is_timer_set = False
-        self._workers = ThreadPoolExecutor(_WORKERS, "kvelastic-transfer")
-        # Of their own: a peer that is stopped in the middle of a copy holds up no questions.
-        self._copiers = ThreadPoolExecutor(_COPIERS, "kvelastic-copies")
+        # Also of links that have ended, for as long as one of their threads runs.
+        self._threads: WeakSet[PeerThreads] = WeakSet()
         host = next((address.host for address in listen if not address.is_unix), None)
         self.streams: Final = Streams(host, networks([*LOOPBACK, *allowed]), data_ports)
         try:
@@ -231,6 +230,7 @@ class Node:
                 self._ended.append(link)
             if not link.end_reason:
                 link.end_reason = "unlinked" if link.ended is None else link.ended.code
+        link.threads.end()
         self.leases.end_of(link.connection)
         self.streams.end_of(link.connection)
         if was_known and self._on_end is not None:
@@ -255,6 +255,7 @@ class Node:
                 raise LinkExistsError(f"node {self.node_id} has {self._most_links} links, no more")
             if not connection.is_open:
                 raise ChannelClosedError("the peer has gone before the link stood")
+            self._threads.add(link.threads)
             self._links[hello.node_id] = link
             self._by_connection[connection] = link
         if not connection.is_open:
@@ -283,19 +284,24 @@ class Node:
             case Settle(number):
                 lease = self.leases.find(number, link.connection)
                 if request.wants_reply and lease is not None and lease.sent is not None:
-                    self._run(request, partial(self._settled, link, number, lease))
+                    # The peer learns the checksum, which is known when all bytes are sent.
+                    lease.sent.add_done_callback(
+                        lambda _: _reply(request, partial(self._settled, link, number, lease))
+                    )
                 else:
                     # A notice says that the copy has failed: nothing is counted, nor waited for.
                     read = lease if request.wants_reply else None
                     request.answer(self._settled(link, number, read))
             case Begin():
-                self._run(request, partial(self._begin, link, message))
+                _serve(link.threads.questions, request, partial(self._begin, link, message))
             case Ask():
-                self._run(request, partial(self._answered, link, message))
+                _serve(link.threads.questions, request, partial(self._answered, link, message))
             case Send():
                 self._send(request, link, message)
             case Push():
-                self._run(request, partial(self._pushed, link, message), self._copiers)
+                deadline_s = time.monotonic() + message.timeout_ms / 1000
+                pushed = partial(self._pushed, link, message, deadline_s)
+                _serve(link.threads.pushes, request, pushed)
             case Check():
                 request.answer(Done())
             case Unlink():
@@ -305,25 +311,6 @@ class Node:
                 self._endpoint.run_later(1.0, link.connection.close)
             case _:
                 raise MessageError(f"a {type(message).__name__} is not asked")
-
-    def _run(
-        self,
-        request: Request,
-        serve: Callable[[], Message],
-        pool: ThreadPoolExecutor | None = None,
-    ) -> None:
-        """Serve in a worker; what is raised there is the answer."""
-
-        def work() -> None:
-            try:
-                request.answer(serve())
-            except KvelasticError as error:
-                request.refuse(error)
-            except Exception as error:
-                _log.exception("a %s was not answered", type(request.message).__name__)
-                request.refuse(error)
-
-        (pool or self._workers).submit(work)
 
     def _answered(self, link: Link, ask: Ask) -> Told:
         if self._answer is None:
@@ -350,11 +337,7 @@ class Node:
         return Begun(lease.number)
 
     def _settled(self, link: Link, number: int, lease: Lease | None) -> Settled:
-        checksum = None
-        if lease is not None and lease.sent is not None:
-            # The reader has all bytes, so whoever sends them is about to know their checksum.
-            lease.sent.wait(max(lease.deadline_s - time.monotonic(), 0))
-            checksum = lease.checksum
+        checksum = None if lease is None else lease.checksum
         is_whole = self.leases.settle(number, link.connection)
         if is_whole and lease is not None:
             link.count(peer_pulled=lease.read_bytes)
@@ -370,26 +353,32 @@ class Node:
         if carrier is None and link.connection.peer.uid is not None:
             raise TransferError("a stream on this host is a socket that is passed")
         if carrier is None and not link.is_client:
-            carrier = self.streams.expect(send.token)
-        lease.sent = sent = threading.Event()
+            carrier = self.streams.expect(link, send.token)
 
         def work() -> None:
             try:
                 self.streams.send(link, lease, send.token, carrier, deadline_s)
             except (KvelasticError, OSError) as error:
                 _log.info("a copy for node %d was not sent: %s", link.peer_id, error)
-            finally:
-                sent.set()
 
-        self._copiers.submit(work)
+        def abandon_if_cancelled(sent: Future[None]) -> None:
+            if sent.cancelled():
+                self.streams.abandon(link, send.token, carrier)
+
+        try:
+            lease.sent = link.threads.sends.submit(work)
+        except KvelasticError:
+            self.streams.abandon(link, send.token, carrier)
+            raise
+        lease.sent.add_done_callback(abandon_if_cancelled)
         request.answer(Done())
 
-    def _pushed(self, link: Link, push: Push) -> Done:
+    def _pushed(self, link: Link, push: Push, deadline_s: float) -> Done:
         targets = _held_at_once(push.targets)
         if PackedPieces(push.sources).size_bytes != targets.size_bytes:
             raise InvalidArgumentError("a push of as many bytes as it has room for is wanted")
         # No longer than a lease, for the targets are held as long.
-        deadline_s = time.monotonic() + min(push.timeout_ms / 1000, self.lease_s)
+        deadline_s = min(deadline_s, time.monotonic() + self.lease_s)
         with contextlib.ExitStack() as holds:
             found = self.ranges.find(targets)
             for registered, some in found.items():
@@ -441,8 +430,8 @@ class Node:
         self._endpoint.close()
         self._board.close()
         self.streams.close()
-        for pool in (self._workers, self._copiers):
-            pool.shutdown(cancel_futures=True)
+        for threads in list(self._threads):
+            threads.end(wait=True)
         self.leases.end_all()
 
     def check_integrity(self) -> None:
@@ -455,6 +444,21 @@ class Node:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _serve(queue: Queue, request: Request, serve: Callable[[], Message]) -> None:
+    """Reply with what `serve` returns, or raises, in a thread of the queue."""
+    queue.submit(partial(_reply, request, serve))
+
+
+def _reply(request: Request, serve: Callable[[], Message]) -> None:
+    try:
+        request.answer(serve())
+    except KvelasticError as error:
+        request.refuse(error)
+    except Exception as error:
+        _log.exception("a %s was not answered", type(request.message).__name__)
+        request.refuse(error)
 
 
 def _held_at_once(packed: bytes) -> PackedPieces:

@@ -19,7 +19,7 @@ import threading
 import time
 from collections.abc import Iterator
 from queue import Empty
-from typing import TYPE_CHECKING, Final, TypeAlias
+from typing import TYPE_CHECKING, Final, TypeAlias, TypeVar
 
 from kvelastic import _vmm
 from kvelastic.errors import (
@@ -39,6 +39,7 @@ from kvelastic.transfer.wire import TOKEN_BYTES
 if TYPE_CHECKING:
     from kvelastic.transfer.link import Link
 
+_T = TypeVar("_T")
 Carrier: TypeAlias = "socket.socket | Arrived | None"
 """What a copy's bytes travel by: a socket that the peer has passed, one that is awaited, or none
 yet, where this side connects."""
@@ -56,6 +57,7 @@ class Streams:
         """`host` None: nobody connects. `ports` as `Node` has them. Raises `ChannelError`."""
         self._lock = threading.Lock()
         self._running: dict[Connection, set[socket.socket]] = {}
+        self._expected: dict[Connection, set[Arrived]] = {}
         self._port: Final = None if host is None else DataPort(host, ports or (0, 0), allowed)
 
     @property
@@ -71,12 +73,12 @@ class Streams:
         if link.is_client:
             link.ask_to_send(lease, token, deadline_s)
             return self._take(link, _connect(link, token, deadline_s), ours, deadline_s)
-        arrived = self.expect(token)
+        arrived = self.expect(link, token)
         try:
             link.ask_to_send(lease, token, deadline_s)
             return self._take(link, _wait(arrived, deadline_s), ours, deadline_s)
         finally:
-            self.forget(token, arrived)
+            self.forget(link, token, arrived)
 
     def _receive_here(self, link: Link, lease: int, ours: bytes, deadline_s: float) -> int:
         try:
@@ -113,7 +115,7 @@ class Streams:
             try:
                 stream = _wait(carrier, deadline_s)
             finally:
-                self.forget(token, carrier)
+                self.forget(link, token, carrier)
         with self._carrying(link, stream):
             left_s = deadline_s - time.monotonic()
             lease.checksum = _vmm.send_pieces(stream.fileno(), lease.pieces, left_s)
@@ -130,10 +132,7 @@ class Streams:
                 yield
             finally:
                 with self._lock:
-                    left = self._running[link.connection]
-                    left.discard(stream)
-                    if not left:
-                        del self._running[link.connection]
+                    _discard(self._running, link.connection, stream)
 
     def end_of(self, connection: Connection) -> None:
         """The link has ended: so do its streams, and whoever waits for their bytes is told."""
@@ -141,20 +140,37 @@ class Streams:
             for stream in self._running.get(connection, ()):
                 with contextlib.suppress(OSError):
                     stream.shutdown(socket.SHUT_RDWR)
+            for arrived in self._expected.get(connection, ()):
+                arrived.put(None)
 
-    def expect(self, token: bytes) -> Arrived:
-        """From now on a stream of this token is taken: one. `send` or `forget` is to follow.
+    def expect(self, link: Link, token: bytes) -> Arrived:
+        """From now on one stream of this token is let in, until the link ends.
 
-        Raises `TransferError` where this node has no data port.
+        `send`, `forget` or `abandon` is to follow. Raises `TransferError` where this node has no
+        data port.
         """
         if self._port is None:
             raise TransferError("this node takes no data streams")
-        return self._port.expect(token)
+        arrived = self._port.expect(token)
+        with self._lock:
+            self._expected.setdefault(link.connection, set()).add(arrived)
+        if not link.is_open:  # it ended before the token stood in the table
+            arrived.put(None)
+        return arrived
 
-    def forget(self, token: bytes, arrived: Arrived) -> None:
-        """Nobody waits for it any more. Repeatable."""
+    def forget(self, link: Link, token: bytes, arrived: Arrived) -> None:
+        """Let no stream of this token in any more. Safe to repeat."""
+        with self._lock:
+            _discard(self._expected, link.connection, arrived)
         if self._port is not None:
             self._port.forget(token, arrived)
+
+    def abandon(self, link: Link, token: bytes, carrier: Carrier) -> None:
+        """In place of `send`: nothing is sent, and the peer learns that by the stream's end."""
+        if isinstance(carrier, socket.socket):
+            carrier.close()
+        elif carrier is not None:
+            self.forget(link, token, carrier)
 
     def close(self) -> None:
         """Take no more streams."""
@@ -201,6 +217,17 @@ def _connect(link: Link, token: bytes, deadline_s: float) -> socket.socket:
 
 def _wait(arrived: Arrived, deadline_s: float) -> socket.socket:
     try:
-        return arrived.get(timeout=max(deadline_s - time.monotonic(), 0))
+        stream = arrived.get(timeout=max(deadline_s - time.monotonic(), 0))
     except Empty:
         raise ChannelTimeoutError("the peer's data stream has not come in time") from None
+    if stream is None:
+        raise ChannelClosedError("the link ended before the peer's data stream came")
+    return stream
+
+
+def _discard(table: dict[Connection, set[_T]], connection: Connection, one: _T) -> None:
+    """Remove one of a connection's, if it is there, and the connection with its last."""
+    left = table.get(connection, set())
+    left.discard(one)
+    if not left:
+        table.pop(connection, None)
