@@ -110,6 +110,13 @@ def _(pair: Pair) -> str:
 
 @provokes("LLM_FAILED")
 def _(pair: Pair) -> str:
+    with Cluster(3, enable_cache_manager=True) as other:
+        other.run(
+            f"config.listen_ip_info = '127.0.0.1:{pair.port}'; datadist.finalize()\n"
+            "datadist = LLMDataDist(LLMRole.MIX, 3)"
+        )
+        taken = other.status("datadist.init(config.generate_options())")
+    assert taken == "LLM_FAILED"
     return pair.one.status("LLMDataDist(LLMRole.MIX, 9).init(config.generate_options())")
 
 

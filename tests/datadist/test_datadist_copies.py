@@ -336,8 +336,11 @@ def test_tensors_are_host_copies(first):
     assert tensor.numpy().tolist() == [[0, 1, 2], [3, 4, 5]]
     write(cache, 1, 0, bytes(24))
     assert tensor.numpy()[1, 2] == 5
-    bf16 = first.allocate_cache(CacheDesc(1, [4], DataType.DT_BF16))
-    assert first.get_cache_tensors(bf16)[0].numpy().dtype == np.float16
+    bf16 = first.allocate_cache(CacheDesc(1, [2, 2], DataType.DT_BF16))
+    write(bf16, 0, 0, np.array([0x3F80, 0xC040, 0x0001, 0x7F80], dtype=np.uint16).tobytes())
+    values = first.get_cache_tensors(bf16)[0].numpy()
+    assert values.dtype == np.float32
+    assert values.tolist() == [[1.0, -3.0], [2.0**-133, float("inf")]]
     with pytest.raises(ValueError, match="tensor_index"):
         first.get_cache_tensors(cache, 2)
 

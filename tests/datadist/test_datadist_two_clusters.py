@@ -340,6 +340,21 @@ def test_codes_of_links(pair):
         two.run(f"info = cluster(3, {free}); info.remote_role_type = LLMRole.PROMPT")
         assert link("[info]") == failed
         assert link(f"[cluster(9, 1), cluster(3, {free})]") == [*failed, "LLM_SUCCESS"]
+        # Each of these would be taken for a link by a caller that goes on after LLM_ALREADY_LINK.
+        two.run("datadist.unlink_clusters([cluster(3, 1)])")
+        with second(4) as four, second(2) as double:
+            to_one, to_three = f"[cluster(1, {one.port})]", f"[cluster(3, {free})]"
+            link_one = f"datadist.link_clusters({to_one})[0].name"
+            assert double(link_one) == "LLM_LINK_FAILED"  # one is linked with another cluster 2
+            one.run("datadist._links._node._most_links = 1")
+            assert four(link_one) == "LLM_CLUSTER_NUM_EXCEED_LIMIT"
+            four.run("datadist._links._node._most_links = 0")
+            assert four(f"datadist.link_clusters({to_three})[0].name") == (
+                "LLM_CLUSTER_NUM_EXCEED_LIMIT"
+            )
+        assert link(f"[cluster(2, {free})]") == failed
+        with second(2, listen_ip_info=f"127.0.0.1:{(own := free_port())}"):
+            assert link(f"[cluster(2, {own})]") == failed
     many = f"[cluster(1, {one.port})] * 17"
     assert link(many) == ["LLM_CLUSTER_NUM_EXCEED_LIMIT"] * 18
     unlink = "datadist.unlink_clusters([cluster({}, 1)])[0].name"
