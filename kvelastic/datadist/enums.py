@@ -73,7 +73,7 @@ _NUMPY_NAMES: Final = {
     DataType.DT_UINT64: "uint64",
     DataType.DT_DOUBLE: "float64",
     DataType.DT_BOOL: "bool",
-    DataType.DT_BF16: "float16",  # numpy has no bfloat16: the same 16 bits under the other name
+    DataType.DT_BF16: "uint16",  # its bits: numpy has no bfloat16
 }
 
 _ITEM_BYTES: Final = {
@@ -93,7 +93,7 @@ _ITEM_BYTES: Final = {
 
 
 def numpy_name(data_type: DataType) -> str:
-    """The numpy dtype of a host copy. Raises `KeyError` for `DT_STRING`, which has none."""
+    """The numpy dtype of an element's bytes. Raises `KeyError` for `DT_STRING`, which has none."""
     return _NUMPY_NAMES[data_type]
 
 

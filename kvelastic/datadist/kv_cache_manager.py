@@ -46,10 +46,13 @@ class Tensor:
         self.dtype = data_type
 
     def numpy(self) -> np.ndarray:
-        """The contents as an array of `shape`; bfloat16 as the same bits of float16."""
+        """The contents as an array of `shape`; bfloat16, which numpy does not have, as float32."""
         import numpy as np
 
-        return np.frombuffer(self._data, dtype=numpy_name(self.dtype)).reshape(self.shape)
+        found = np.frombuffer(self._data, dtype=numpy_name(self.dtype)).reshape(self.shape)
+        if self.dtype is DataType.DT_BF16:  # the upper half of a float32
+            return (found.astype(np.uint32) << 16).view(np.float32)
+        return found
 
 
 class KvCacheManager(ManagerCalls):
