@@ -44,6 +44,8 @@ brackets), so `except ValueError` and `except kvelastic.errors.KvelasticError` b
     │   ├── NotRegisteredError              NOT_REGISTERED       [ValueError]
     │   ├── LeaseLostError                  LEASE_LOST
     │   ├── LinkExistsError                 LINK_EXISTS
+    │   ├── LinkLimitError                  LINK_LIMIT
+    │   ├── NodeIdTakenError                NODE_ID_TAKEN
     │   └── TransferBusyError               TRANSFER_BUSY
     ├── DataDistError                       DATADIST             [RuntimeError]
     ├── EngineError                         ENGINE               [RuntimeError]
@@ -330,9 +332,21 @@ class LeaseLostError(TransferError):
 
 
 class LinkExistsError(TransferError):
-    """The two nodes have a link already, or as many as there may be."""
+    """The two nodes have a link already."""
 
     code = "LINK_EXISTS"
+
+
+class LinkLimitError(TransferError):
+    """One of the two nodes has as many links as it may have."""
+
+    code = "LINK_LIMIT"
+
+
+class NodeIdTakenError(TransferError):
+    """Both nodes have the same id, or a node that is linked has the id of the new one."""
+
+    code = "NODE_ID_TAKEN"
 
 
 class TransferBusyError(TransferError):

@@ -35,7 +35,7 @@ from kvelastic.datadist.status import (
     as_llm_exceptions,
     status_of,
 )
-from kvelastic.errors import KvelasticError, NotInitializedError
+from kvelastic.errors import ChannelError, KvelasticError, NotInitializedError
 
 _log = logging.getLogger("kvelastic")
 
@@ -93,8 +93,12 @@ class LLMDataDist:
             self._caches = LocalCaches(options, settings)
             try:
                 self._links = Links(self._cluster_id, self._role, self._caches, options, settings)
-            except BaseException:
+            except BaseException as error:
                 self._caches.close()
+                if isinstance(error, ChannelError):  # no link is involved yet
+                    raise LLMException(
+                        f"init: {error}", status_code=LLMStatusCode.LLM_FAILED
+                    ) from error
                 raise
         self._first = KvCacheManager(self._caches, self._links, options, self._role)
         self._second = CacheManager(self._caches, self._links, options)

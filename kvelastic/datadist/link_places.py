@@ -8,6 +8,7 @@ as well, and reach other hosts.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import stat
 from dataclasses import dataclass
@@ -19,6 +20,9 @@ from kvelastic.errors import ChannelError
 from kvelastic.messages import MOST_PATH_BYTES, Address, SecretFile
 
 _MODE: Final = 0o700
+_OF_CLUSTER: Final = "cluster_"
+_MOST_NAMED: Final = 8
+"""How many of the addresses that are listened at an error names."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +68,7 @@ class LinkPlaces:
 
         Raises `ChannelError`.
         """
-        return self._socket(f"cluster_{cluster_id}")
+        return self._socket(f"{_OF_CLUSTER}{cluster_id}")
 
     def _socket(self, name: str) -> Address:
         path = str(self.folder / name)
@@ -81,6 +85,25 @@ class LinkPlaces:
         if self.secret is not None:
             found += [Address(host=host, port=port) for host, port in addresses]
         return found
+
+    def why_unreachable(self, places: list[Address]) -> str:
+        """What a caller reads when no cluster listens at any of `places`."""
+        with contextlib.suppress(OSError):
+            names = sorted(path.name for path in self.folder.iterdir())
+            there = [name.replace("_", ":") for name in names if not name.startswith(_OF_CLUSTER)]
+            named = ", ".join(there[:_MOST_NAMED])
+            return (
+                f"no cluster listens at {' or '.join(map(str, places))} (in this folder:"
+                f" {named or 'none'}). Compare the address with the peer's listen_ip_info. A peer"
+                " on this host must run as this user, with this XDG_RUNTIME_DIR and"
+                " KVELASTIC_LEDGER"
+                + (
+                    ""
+                    if self.secret
+                    else "; for a peer on another host set KVELASTIC_LINK_SECRET on both"
+                )
+            )
+        return f"the folder {self.folder} has gone; set XDG_RUNTIME_DIR to one that stays"
 
     def towards(self, host: str, port: int) -> list[Address]:
         """Where a peer of this address may be, the nearest first."""

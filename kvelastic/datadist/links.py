@@ -166,12 +166,7 @@ class Links(Remote):
                 if at + 1 < len(places):
                     continue
                 raise LLMException(
-                    f"cluster {cluster_id} does not listen at {place}"
-                    + (
-                        ""
-                        if self._places.secret
-                        else "; to reach another host, both sides need KVELASTIC_LINK_SECRET"
-                    ),
+                    f"cluster {cluster_id}: {self._places.why_unreachable(places)}",
                     status_code=LLMStatusCode.LLM_LINK_FAILED,
                 ) from None
             except ConfigError as error:

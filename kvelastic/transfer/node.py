@@ -22,7 +22,9 @@ from kvelastic.errors import (
     InvalidArgumentError,
     KvelasticError,
     LinkExistsError,
+    LinkLimitError,
     MessageError,
+    NodeIdTakenError,
     TransferError,
     UnsupportedError,
 )
@@ -195,9 +197,9 @@ class Node:
         """A link to the node that listens there. Blocks.
 
         Raises `ChannelClosedError` if nobody is there, `ChannelTimeoutError`, `AccessDeniedError`,
-        `MessageVersionError`, `LinkExistsError` if the two are linked or share an id, or another
-        linked node has the peer's, and `ConfigError` for TCP
-        without a secret.
+        `MessageVersionError`, `LinkExistsError` if the two are linked, `LinkLimitError` if either
+        has as many links as it may have, `NodeIdTakenError` if both have one id or a linked node
+        has the peer's, and `ConfigError` for TCP without a secret.
         """
         if not address.is_unix and self._secret is None:
             raise ConfigError(f"a link to {address} needs a secret that both sides have")
@@ -243,16 +245,23 @@ class Node:
         with self._lock:
             standing = self._links.get(hello.node_id)
             if hello.node_id == self.node_id:
-                raise LinkExistsError(f"both nodes are called {self.node_id}; give each its own id")
+                raise NodeIdTakenError(
+                    f"both nodes are called {self.node_id}; give each its own id"
+                )
             if standing is not None and standing.is_open:
+                if standing.peer_start != hello.start:
+                    raise NodeIdTakenError(
+                        f"node {self.node_id} is linked to another node that is called"
+                        f" {hello.node_id}; give each its own id"
+                    )
                 raise LinkExistsError(
                     f"node {self.node_id} has a link to node {hello.node_id}; unlink it first"
-                    if standing.peer_start == hello.start
-                    else f"node {self.node_id} is linked to another node that is called"
-                    f" {hello.node_id}; give each its own id"
                 )
             if standing is None and len(self._links) >= self._most_links:
-                raise LinkExistsError(f"node {self.node_id} has {self._most_links} links, no more")
+                raise LinkLimitError(
+                    f"node {self.node_id} has {len(self._links)} links and may have"
+                    f" {self._most_links}; unlink some"
+                )
             if not connection.is_open:
                 raise ChannelClosedError("the peer has gone before the link stood")
             self._threads.add(link.threads)

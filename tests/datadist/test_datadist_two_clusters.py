@@ -334,6 +334,10 @@ def test_codes_of_links(pair):
     assert link(f"[cluster(1, {one.port})]") == ["LLM_ALREADY_LINK"] * 2
     free = free_port()
     assert link(f"[cluster(9, {free})]") == failed
+    two.tell(f"datadist._links.link(cluster(9, {free}), 1e9)")
+    why = two.answer()["failed"]
+    for said in (f"127.0.0.1_{free}", f"127.0.0.1:{one.port}", "listen_ip_info", "XDG_RUNTIME_DIR"):
+        assert said in why
     with second(3, listen_ip_info=f"127.0.0.1:{free}"):
         # Another cluster listens there than the one that is meant.
         assert link(f"[cluster(9, {free})]") == failed

@@ -23,7 +23,8 @@ from kvelastic.errors import (
     ChannelError,
     InvalidArgumentError,
     KvelasticError,
-    LinkExistsError,
+    LinkLimitError,
+    NodeIdTakenError,
     NotRegisteredError,
     TransferError,
 )
@@ -139,7 +140,7 @@ def test_a_second_node_of_an_id_does_not_take_the_place_of_the_first(tmp_path: P
     address = address_of("unix", tmp_path)
     with Node(1, listen=[address]) as owner, Node(2) as first:
         link = first.link(address, timeout_s=DEADLINE_S)
-        with Node(2) as second, pytest.raises(LinkExistsError, match="each its own id"):
+        with Node(2) as second, pytest.raises(NodeIdTakenError, match="each its own id"):
             second.link(address, timeout_s=DEADLINE_S)
         link.check(timeout_s=DEADLINE_S)
         (back,) = owner.links
@@ -147,7 +148,7 @@ def test_a_second_node_of_an_id_does_not_take_the_place_of_the_first(tmp_path: P
         other = address_of("unix", tmp_path, "other")
         with (
             Node(1, listen=[other]),
-            pytest.raises(LinkExistsError, match="each its own id"),
+            pytest.raises(NodeIdTakenError, match="each its own id"),
         ):
             first.link(other, timeout_s=DEADLINE_S)
         link.check(timeout_s=DEADLINE_S)
@@ -329,7 +330,7 @@ def test_as_many_links_as_there_may_be(tmp_path: Path, most: int) -> None:
         with ThreadPoolExecutor(16) as threads:
             linked = list(threads.map(link, range(1, most + 1)))
         assert len(owner.links) == most
-        with pytest.raises(LinkExistsError, match=f"has {most} links, no more"):
+        with pytest.raises(LinkLimitError, match=f"has {most} links and may have"):
             link(most + 1)
         linked[0].links[0].unlink(timeout_s=DEADLINE_S)
         link(most + 2)
