@@ -5,9 +5,10 @@
 
     KVELASTIC_LLM_DATADIST_ALIAS=true python app.py     # the same in every Python process
 
-Nothing of the kind is on by itself, and no package of that name is installed. The module has the
-public names and no submodules; an installed LLM-DataDist always goes first. Imports nothing of the
-interface before somebody imports that name.
+Off by default, and no package of that name is installed. `llm_datadist` has all public names; its
+modules that programs import from have those that the original has there (`MODULES`). An installed
+LLM-DataDist always goes first, as a whole. Imports nothing of the interface before a program
+imports that name.
 """
 
 from __future__ import annotations
@@ -23,15 +24,48 @@ from typing import Final
 ALIAS: Final = "llm_datadist"
 TARGET: Final = "kvelastic.datadist"
 
+_TYPES: Final = (
+    "BlocksCacheKey",
+    "Cache",
+    "CacheDesc",
+    "CacheKey",
+    "CacheKeyByIdAndIndex",
+    "CacheTask",
+    "DataType",
+    "KvCache",
+    "LayerSynchronizer",
+    "MemInfo",
+    "Memtype",
+    "Placement",
+    "RegisterMemStatus",
+    "TransferConfig",
+    "TransferWithCacheKeyConfig",
+)
+
+MODULES: Final[dict[str, tuple[str, ...] | None]] = {
+    ALIAS: None,
+    f"{ALIAS}.configs": ("LLMClusterInfo", "LLMRole", "LlmConfig"),
+    f"{ALIAS}.data_type": ("DataType",),
+    f"{ALIAS}.status": ("LLMException", "LLMStatusCode", "Status"),
+    f"{ALIAS}.v2": (),
+    f"{ALIAS}.v2.cache_manager": ("CacheManager",),
+    f"{ALIAS}.v2.kv_cache_manager": ("KvCacheManager",),
+    f"{ALIAS}.v2.llm_datadist": ("LLMDataDist",),
+    f"{ALIAS}.v2.llm_types": _TYPES,
+}
+"""The names in each module; None: all."""
+
+_PACKAGES: Final = {name.rpartition(".")[0] for name in MODULES}
+
 
 def switch_on() -> None:
-    """From now on this process finds `llm_datadist` here. Repeatable, from any thread."""
+    """From now on this process finds `llm_datadist` here. Idempotent; any thread may call it."""
     if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.append(_Finder())  # the last: one that is installed is found before
 
 
 def switch_off() -> None:
-    """Do not find it any more; where it has been imported it stays imported."""
+    """Do not find it any more; what has been imported stays imported."""
     sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, _Finder)]
 
 
@@ -39,14 +73,20 @@ class _Finder(MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """The one module of this name."""
-        return ModuleSpec(fullname, _Loader()) if fullname == ALIAS else None
+        """One of the modules, and none that an installed package lacks."""
+        if fullname not in MODULES:
+            return None
+        parent = sys.modules.get(fullname.rpartition(".")[0])
+        if parent is not None and not isinstance(getattr(parent, "__loader__", None), _Loader):
+            return None
+        return ModuleSpec(fullname, _Loader(), is_package=fullname in _PACKAGES)
 
 
 class _Loader(Loader):
     def exec_module(self, module: ModuleType) -> None:
-        """Give it the public names."""
+        """Give it its names."""
         found = importlib.import_module(TARGET)
-        names: list[str] = found.__all__
+        names = MODULES[module.__name__]
+        public: Sequence[str] = found.__all__ if names is None else names
         module.__doc__ = found.__doc__
-        vars(module).update({name: getattr(found, name) for name in names}, __all__=list(names))
+        vars(module).update({name: getattr(found, name) for name in public}, __all__=list(public))

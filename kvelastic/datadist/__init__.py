@@ -35,7 +35,10 @@ from kvelastic.datadist.layers import (
     TransferConfig,
     TransferWithCacheKeyConfig,
 )
-from kvelastic.datadist.status import LLMException, LLMStatusCode
+from kvelastic.datadist.status import LLMException, LLMStatusCode, Status
+
+LlmConfig = LLMConfig
+"""The original's older name."""
 
 __all__ = [
     "BlocksCacheKey",
@@ -55,10 +58,12 @@ __all__ = [
     "LLMRole",
     "LLMStatusCode",
     "LayerSynchronizer",
+    "LlmConfig",
     "MemInfo",
     "Memtype",
     "Placement",
     "RegisterMemStatus",
+    "Status",
     "Tensor",
     "TransferConfig",
     "TransferWithCacheKeyConfig",

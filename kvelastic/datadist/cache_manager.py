@@ -60,7 +60,7 @@ class CacheManager(ManagerCalls):
         """Drop the id's reference; the handle is of no use then. Twice is no error."""
         self._refuse_finalized()
         checks.instance("cache", cache, Cache)
-        if cache.is_blocks_cache:
+        if not cache.is_rows_cache:
             raise LLMParamError("a blocks cache is deallocated by deallocate_blocks_cache")
         self._deallocate(cache)
 

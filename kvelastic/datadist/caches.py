@@ -51,8 +51,13 @@ class CacheHandle:
 
     @property
     def is_blocks_cache(self) -> bool:
-        """Whether it is used by blocks; a CPU cache can be either."""
+        """Whether it is used by blocks. A CPU cache can be used by rows as well."""
         return self._is_blocks_cache
+
+    @property
+    def is_rows_cache(self) -> bool:
+        """Whether it can be used by rows."""
+        return not self._is_blocks_cache or self.is_cpu_cache
 
     @property
     def is_cpu_cache(self) -> bool:
@@ -94,7 +99,8 @@ class Cache(CacheHandle):
         Raises `AttributeError` for None, `TypeError` and `LLMParamError` for what does not fit.
         """
         _check_cpu(cache_desc, addrs)
-        return cls(NO_CACHE_ID, cache_desc, [_addresses(cache_desc, addrs)])
+        addresses = [_addresses(cache_desc, addrs)]
+        return cls(NO_CACHE_ID, cache_desc, addresses, is_blocks_cache=True)
 
 
 class KvCache(CacheHandle):
@@ -120,7 +126,7 @@ class KvCache(CacheHandle):
         if not nested or isinstance(nested[0], int):
             nested = [nested]
         each = [_addresses(cache_desc, one) for one in nested]
-        return cls(NO_CACHE_ID, cache_desc, each)
+        return cls(NO_CACHE_ID, cache_desc, each, is_blocks_cache=True)
 
     def free_on_delete(self, free: Callable[[int], None]) -> KvCache:
         """Have `free` called with the id when the handle goes; answers the handle."""

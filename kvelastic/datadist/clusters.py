@@ -58,21 +58,24 @@ class LLMClusterInfo:
         return list(self._remote)
 
     def append_local_ip_info(self, ip: str | int, port: int) -> None:
-        """Add an address of this host's; `ip` as text or as a 32-bit number."""
+        """Add an address of this host's; `ip` as text or as a number (`address_text`)."""
         self._local.append((address_text(ip), _port(port)))
 
     def append_remote_ip_info(self, ip: str | int, port: int) -> None:
-        """Add an address of the peer's; `ip` as text or as a 32-bit number."""
+        """Add an address of the peer's; `ip` as text or as a number (`address_text`)."""
         self._remote.append((address_text(ip), _port(port)))
 
 
 def address_text(ip: str | int) -> str:
-    """An IP address in its usual form. Raises `TypeError` and `LLMParamError`."""
+    """An IP address in its usual form. Raises `TypeError` and `LLMParamError`.
+
+    A number is an IPv4 address with its first part in the lowest byte: 127.0.0.1 is 0x0100007F.
+    """
     if isinstance(ip, bool) or not isinstance(ip, (str, int)):
         raise TypeError(f"ip is a {type(ip).__name__}, must be a str or an int")
     try:
-        return str(ipaddress.ip_address(ip))
-    except ValueError:
+        return str(ipaddress.ip_address(ip if isinstance(ip, str) else ip.to_bytes(4, "little")))
+    except (ValueError, OverflowError):
         raise LLMParamError(
             f"ip={ip!r} is no IP address; write it as 192.168.1.1 or as a 32-bit number"
         ) from None

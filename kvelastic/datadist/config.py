@@ -5,8 +5,8 @@
     config.enable_cache_manager = True
     datadist.init(config.generate_options())
 
-An attribute that was never set reads as its default and is no option. Each is checked when it is
-set.
+An attribute that was never set reads as its default and is no option. "" sets it back, where that
+is its default. Each is checked when it is set.
 """
 
 from __future__ import annotations
@@ -34,8 +34,11 @@ class _Option(Generic[T]):
         form: Callable[[T], str] = str,
         *,
         default: T | None = None,
+        counts_if_empty: bool = False,
     ) -> None:
+        """`counts_if_empty`: that it was set to "" is an option, and not the default again."""
         self.key = key
+        self.counts_if_empty = counts_if_empty
         self._check = check
         self.form = form
         self.default = default
@@ -55,7 +58,10 @@ class _Option(Generic[T]):
         return found
 
     def __set__(self, config: object, value: T) -> None:
-        config.__dict__[self._name] = self.check(value)
+        if value == "" and self.default == "" and not self.counts_if_empty:
+            config.__dict__.pop(self._name, None)
+        else:
+            config.__dict__[self._name] = self.check(value)
 
     def check(self, value: object) -> T:
         """The value as it is kept. Raises `TypeError`, `LLMParamError`."""
@@ -201,6 +207,7 @@ class LLMConfig:
         _json_or_empty,
         "A rank table; it implies the two options above, also if it is set to nothing.",
         default="",
+        counts_if_empty=True,
     )
     link_total_time = _Option(
         "llm.LinkTotalTime",
@@ -225,13 +232,13 @@ class LLMConfig:
         self.ge_options = {}  # each its own: options may be put into it
 
     def generate_options(self) -> dict[str, str]:
-        """The options that were set; `ge_options` win over an attribute of the same key."""
-        found: dict[str, str] = {}
+        """The options that were set; an attribute wins over `ge_options` of the same key."""
+        found = dict(self.ge_options or {})
         for name, option in OPTIONS.items():
             value = self.__dict__.get(name)
             if value is not None and option.key:
                 found[option.key] = option.form(value)
-        return found | (self.ge_options or {})
+        return found
 
 
 OPTIONS: Final[dict[str, _Option[Any]]] = {

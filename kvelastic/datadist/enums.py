@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from enum import IntEnum, unique
+from enum import unique
 from typing import Final
+
+from kvelastic.datadist.named_enum import NamedEnum
 
 
 @unique
-class LLMRole(IntEnum):
+class LLMRole(NamedEnum):
     """What a cluster is: it fills caches, it uses them, or both."""
 
     PROMPT = 1
@@ -16,7 +18,7 @@ class LLMRole(IntEnum):
 
 
 @unique
-class Placement(IntEnum):
+class Placement(NamedEnum):
     """Which memory a cache lies in; where there is no GPU, the host's stands for the device's."""
 
     HOST = 0
@@ -24,7 +26,7 @@ class Placement(IntEnum):
 
 
 @unique
-class Memtype(IntEnum):
+class Memtype(NamedEnum):
     """The same, as `MemInfo` has it."""
 
     MEM_TYPE_DEVICE = 0
@@ -32,7 +34,7 @@ class Memtype(IntEnum):
 
 
 @unique
-class RegisterMemStatus(IntEnum):
+class RegisterMemStatus(NamedEnum):
     """What `query_register_mem_status` answers."""
 
     OK = 0
@@ -41,7 +43,7 @@ class RegisterMemStatus(IntEnum):
 
 
 @unique
-class DataType(IntEnum):
+class DataType(NamedEnum):
     """An element's type, by its number in GE's header."""
 
     DT_FLOAT = 0

@@ -40,11 +40,12 @@ class LayerSynchronizer(ABC):
         """
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class TransferConfig:
     """Layers to raw addresses of a peer: K and V of each, in order.
 
-    Raises `TypeError`, `LLMParamError`; the number of addresses is checked with the cache.
+    Raises `TypeError`, `LLMParamError`; the number of addresses is checked with the cache. What is
+    assigned to a field later is checked by `transfer_cache_async`, which keeps a copy.
     """
 
     dst_cluster_id: int
@@ -54,17 +55,17 @@ class TransferConfig:
 
     def __post_init__(self) -> None:
         checks.integer("dst_cluster_id", self.dst_cluster_id)
-        addrs = tuple(checks.integers("dst_addrs", self.dst_addrs, least=1))
-        object.__setattr__(self, "dst_addrs", addrs)
+        self.dst_addrs = tuple(checks.integers("dst_addrs", self.dst_addrs, least=1))
         checks.step_one("src_layer_range", self.src_layer_range)
         checks.integer("src_batch_index", self.src_batch_index, most=checks.MAX_UINT32)
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class TransferWithCacheKeyConfig:
     """Layers to a cache that a peer has registered or allocated.
 
-    Both ranges are needed, and equally long. Raises `TypeError`, `LLMParamError`.
+    Both ranges are needed, and equally long. Raises `TypeError`, `LLMParamError`. Fields may be
+    assigned to, as those of `TransferConfig`.
     """
 
     cache_key: BlocksCacheKey | CacheKeyByIdAndIndex

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from kvelastic.datadist import checks, pieces
 from kvelastic.datadist.caches import CacheHandle
@@ -164,7 +165,7 @@ class ManagerCalls:
                 f" {source.placement.name} caches"
             )
         for name, cache in (("src_cache", src_cache), ("dst_cache", dst_cache)):
-            if not (cache.is_blocks_cache or cache.is_cpu_cache):
+            if not cache.is_blocks_cache:
                 raise LLMParamError(f"{name} is no blocks cache")
         if not src_to_dst:
             return
@@ -310,9 +311,10 @@ class ManagerCalls:
     ) -> CacheTask:
         self._refuse_finalized()
         checks.instance("layer_synchronizer", layer_synchronizer, (LayerSynchronizer,))
-        configs: list[Config] = checks.instances(
+        given: list[Config] = checks.instances(
             "transfer_configs", transfer_configs, (TransferConfig, TransferWithCacheKeyConfig)
         )
+        configs = [replace(one) for one in given]  # checks what was assigned since it was made
         entry = self._caches.own("src_cache", src_cache)
         if not configs:
             raise LLMParamError("transfer_configs is empty; name at least one")
@@ -346,7 +348,7 @@ class ManagerCalls:
 
 
 def _refuse_blocks(call: str, *caches: CacheHandle) -> None:
-    if any(cache.is_blocks_cache for cache in caches):
+    if not all(cache.is_rows_cache for cache in caches):
         raise LLMParamError(f"{call} is for rows, and a blocks cache is given")
 
 

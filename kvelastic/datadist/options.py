@@ -70,7 +70,7 @@ def read_options(options: dict[str, str], role: LLMRole) -> Options:
         raise LLMParamError("local_comm_res needs enable_cache_manager; leave out one of the two")
     remembers = _flag(options, "enable_remote_cache_accessible", default=local_comm_res is not None)
     listen = listen_option(options)
-    if _KEYS["transfer_backend"] in options and not listen:
+    if options.get(_KEYS["transfer_backend"]) and not listen:
         raise LLMParamError("transfer_backend=hixl needs listen_ip_info")
     if not is_second and role is LLMRole.PROMPT and not listen:
         raise LLMParamError("a PROMPT needs listen_ip_info, as 127.0.0.1:26000")

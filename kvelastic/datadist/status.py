@@ -13,16 +13,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from enum import IntEnum, unique
 from typing import Final
 
+from kvelastic.datadist.named_enum import NamedEnum
 from kvelastic.errors import DataDistError, KvelasticError
 
 _BASE: Final = 0x5010B000
 
 
-@unique
-class LLMStatusCode(IntEnum):
+class LLMStatusCode(NamedEnum):
     """What a call came to. All but three can be recovered from (`is_recoverable`)."""
 
     LLM_SUCCESS = 0
@@ -44,7 +43,8 @@ class LLMStatusCode(IntEnum):
     LLM_DEVICE_OUT_OF_MEMORY = _BASE + 14
     LLM_PREFIX_ALREADY_EXIST = _BASE + 15
     LLM_PREFIX_NOT_EXIST = _BASE + 16
-    LLM_SEQ_LEN_OVER_LIMIT = _BASE + 17
+    LLM_SEQ_LENOVERLIMIT = _BASE + 17  # as the original spells it
+    LLM_SEQ_LEN_OVER_LIMIT = LLM_SEQ_LENOVERLIMIT
     LLM_NO_FREE_BLOCK = _BASE + 18
     LLM_BLOCKS_OUT_OF_MEMORY = _BASE + 19
     LLM_EXIST_LINK = _BASE + 24
@@ -69,6 +69,22 @@ _FATAL: Final = frozenset(
         LLMStatusCode.LLM_SUSPECT_REMOTE_ERROR,
     }
 )
+
+
+class Status:
+    """A status code that is asked whether it is a success."""
+
+    def __init__(self, status: LLMStatusCode) -> None:
+        self._status_code = status
+
+    @property
+    def status_code(self) -> LLMStatusCode:
+        """The code."""
+        return self._status_code
+
+    def is_ok(self) -> bool:
+        """Whether it is `LLM_SUCCESS`."""
+        return self._status_code is LLMStatusCode.LLM_SUCCESS
 
 
 class LLMException(DataDistError):  # noqa: N818 - the interface's name

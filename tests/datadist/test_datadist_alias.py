@@ -35,6 +35,41 @@ def test_the_alias_has_the_same_classes():
     assert "No module named" in python(f"{switched} alias.switch_off(); import llm_datadist")
 
 
+@pytest.mark.slow
+def test_programs_import_from_its_modules():
+    """As hixl's own samples and the connectors of vLLM and omni-infer do."""
+    program = (
+        "from kvelastic import datadist_alias as alias; alias.switch_on()\n"
+        "from llm_datadist import *\n"
+        "import kvelastic.datadist as ours\n"
+        "assert LlmConfig is LLMConfig is ours.LLMConfig\n"
+        "from llm_datadist.v2.llm_types import Cache, CacheDesc, BlocksCacheKey, Placement\n"
+        "from llm_datadist.v2.llm_datadist import LLMDataDist\n"
+        "from llm_datadist.v2.cache_manager import CacheManager\n"
+        "from llm_datadist.configs import LLMClusterInfo, LLMRole, LlmConfig as LLMConfig\n"
+        "from llm_datadist.data_type import DataType\n"
+        "from llm_datadist.status import LLMStatusCode, LLMException, Status\n"
+        "import llm_datadist.v2.llm_types as types\n"
+        "assert types.CacheDesc is ours.CacheDesc and CacheManager is ours.CacheManager\n"
+        "assert Status(LLMStatusCode.LLM_SUCCESS).is_ok()\n"
+        "assert not Status(LLMStatusCode.LLM_TIMEOUT).is_ok()\n"
+        "try: import llm_datadist.v2.nothing\n"
+        "except ModuleNotFoundError: print('as it is there')\n"
+    )
+    assert python(program) == "as it is there"
+
+
+def test_an_installed_one_is_not_mixed_with_ours(tmp_path):
+    (tmp_path / "llm_datadist").mkdir()
+    (tmp_path / "llm_datadist/__init__.py").write_text("WHO = 'theirs'\n")
+    program = (
+        f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n"
+        "from kvelastic import datadist_alias as alias; alias.switch_on()\n"
+        "import llm_datadist; assert llm_datadist.WHO == 'theirs'; import llm_datadist.status"
+    )
+    assert "No module named 'llm_datadist.status'" in python(program)
+
+
 def test_an_installed_one_goes_first(tmp_path):
     (tmp_path / "llm_datadist.py").write_text("WHO = 'theirs'\n")
     program = (

@@ -24,7 +24,7 @@ CANNOT_OCCUR = {
     "LLM_REPEAT_REQUEST": "no call is a request with an id that could come twice",
     "LLM_REQUEST_ALREADY_COMPLETED": "the same",
     "LLM_UNLINK_FAILED": "this side of a link always ends",
-    "LLM_SEQ_LEN_OVER_LIMIT": "no call names the length of a sequence",
+    "LLM_SEQ_LENOVERLIMIT": "no call names the length of a sequence",
     "LLM_NO_FREE_BLOCK": "no call takes blocks out of a blocks cache",
     "LLM_BLOCKS_OUT_OF_MEMORY": "a blocks cache has the memory of all of its blocks",
     "LLM_DEVICE_MEM_ERROR": "there is no Ascend device",

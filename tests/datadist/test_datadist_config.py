@@ -27,14 +27,14 @@ ATTRIBUTES = [
     ("listen_ip_info", "llm.listenIpInfo",
      [("127.0.0.1:26000", "127.0.0.1:26000"), ("1.1.1.1:1;1.1.1.2:2", "1.1.1.1:1;1.1.1.2:2"),
       ("[::1]:26000", "[::1]:26000")],
-     [26000, None], ["", "127.0.0.1", "host:1", "1.1.1.1:70000", "1.1.1.1:x", "1.1.1.1:1;"]),
+     [26000, None], ["127.0.0.1", "host:1", "1.1.1.1:70000", "1.1.1.1:x", "1.1.1.1:1;"]),
     ("sync_kv_timeout", "llm.SyncKvCacheWaitTime", [(1000, "1000"), ("20000", "20000")],
      [1.5, None, True], [0, -1, "x", "", 1 << 31]),
     ("enable_switch_role", "llm.EnableSwitchRole", [(True, "1"), (False, "0")], [1, "1", None], []),
     ("mem_utilization", "llm.MemoryUtilization", [(0.95, "0.95"), (1, "1.0")], ["0.9", None, True],
      [0, 1.01, -0.5, float("nan")]),
     ("buf_pool_cfg", "llm.BufPoolCfg", [(TIERS, TIERS)], [1, None],
-     ["", "{}", "[1]", '{"buf_cfg": []}', '{"buf_cfg": [1]}', TIERS.replace("256", "255"),
+     ["{}", "[1]", '{"buf_cfg": []}', '{"buf_cfg": [1]}', TIERS.replace("256", "255"),
       TIERS.replace("2097152", "2097153"), TIERS.replace("4096", "2097152"),
       '{"buf_cfg": [{"blk_size": 1}]}', TIERS.replace("blk_size", "block")]),
     ("mem_pool_cfg", "llm.MemPoolConfig", [(POOL, POOL), ('{"memory_size": 1}',) * 2], [1, {}],
@@ -79,7 +79,7 @@ def test_ge_options_are_options_as_they_are():
     config.device_id = 0
     config.ge_options = {"ge.flowGraphMemMaxSize": "4106127360", "ge.exec.deviceId": "1"}
     assert config.generate_options() == {
-        "ge.exec.deviceId": "1",
+        "ge.exec.deviceId": "0",  # an attribute wins
         "ge.flowGraphMemMaxSize": "4106127360",
     }
     for wrong in (["x"], {"a": 1}, {1: "a"}):
@@ -89,6 +89,25 @@ def test_ge_options_are_options_as_they_are():
     other.ge_options["ge.flowGraphMemMaxSize"] = "1"
     assert other.generate_options() == {"ge.flowGraphMemMaxSize": "1"}
     assert LLMConfig().generate_options() == {}
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("listen_ip_info", "127.0.0.1:1"),
+        ("buf_pool_cfg", '{"buf_cfg": [{"total_size": 2097152, "blk_size": 256}]}'),
+        ("mem_pool_cfg", '{"memory_size": 1}'),
+        ("host_mem_pool_cfg", '{"memory_size": 1}'),
+        ("transfer_backend", "hixl"),
+    ],
+)
+def test_a_default_is_set_back(name, value):
+    config = LLMConfig()
+    setattr(config, name, value)
+    assert config.generate_options()
+    setattr(config, name, "")
+    assert getattr(config, name) == ""
+    assert config.generate_options() == {}
 
 
 def options(**attributes: object) -> dict[str, str]:

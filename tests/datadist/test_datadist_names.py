@@ -180,11 +180,18 @@ INTERFACE = {
     "Tensor": """
         numpy()
     """,
+    "Status": """
+        __init__(status)
+        .status_code
+        is_ok()
+    """,
     "LLMException": """
         __init__(*args, status_code=LLMStatusCode.LLM_SUCCESS)
         .status_code
     """,
 }
+
+INTERFACE["LlmConfig"] = INTERFACE["LLMConfig"]  # its older name
 
 # What `**kwargs` above stands for.
 LAYERS = ("src_layer_range", "dst_layer_range", "tensor_num_per_layer")
@@ -201,10 +208,10 @@ OURS = {
     "KvCacheManager": {"finalize", "check_integrity", "switch_role"},
     "CacheManager": {"finalize", "check_integrity"},
     "KvCache": {
-        "is_blocks_cache", "is_cpu_cache", "device_addrs", "is_valid", "invalidate",
-        "free_on_delete",
+        "is_blocks_cache", "is_rows_cache", "is_cpu_cache", "device_addrs", "is_valid",
+        "invalidate", "free_on_delete",
     },
-    "Cache": {"is_cpu_cache", "device_addrs", "is_valid", "invalidate"},
+    "Cache": {"is_rows_cache", "is_cpu_cache", "device_addrs", "is_valid", "invalidate"},
     "LLMClusterInfo": {"local_ip_infos", "remote_ip_infos"},
     "CacheTask": {"note", "end"},
     "CacheDesc": {"row_bytes"},
@@ -232,7 +239,8 @@ ENUMS = {
         "LLM_NOTIFY_PROMPT_UNLINK_FAILED": N + 11, "LLM_CLUSTER_NUM_EXCEED_LIMIT": N + 12,
         "LLM_PROCESSING_LINK": N + 13, "LLM_DEVICE_OUT_OF_MEMORY": N + 14,
         "LLM_PREFIX_ALREADY_EXIST": N + 15, "LLM_PREFIX_NOT_EXIST": N + 16,
-        "LLM_SEQ_LEN_OVER_LIMIT": N + 17, "LLM_NO_FREE_BLOCK": N + 18,
+        "LLM_SEQ_LENOVERLIMIT": N + 17, "LLM_SEQ_LEN_OVER_LIMIT": N + 17,
+        "LLM_NO_FREE_BLOCK": N + 18,
         "LLM_BLOCKS_OUT_OF_MEMORY": N + 19, "LLM_EXIST_LINK": N + 24,
         "LLM_FEATURE_NOT_ENABLED": N + 25, "LLM_TIMEOUT": N + 26, "LLM_LINK_BUSY": N + 27,
         "LLM_OUT_OF_MEMORY": N + 28,

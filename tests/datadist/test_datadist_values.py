@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -135,13 +136,14 @@ def test_clusters():
     cluster.remote_cluster_id = 5
     cluster.remote_role_type = LLMRole.PROMPT
     cluster.append_local_ip_info("127.0.0.1", 0)
-    cluster.append_remote_ip_info(0x7F000001, 26000)
+    # A number has the bytes of an in_addr, as the original reads it on every machine that it has.
+    cluster.append_remote_ip_info(int.from_bytes(socket.inet_aton("127.0.0.1"), "little"), 26000)
     assert cluster.local_ip_infos == [("127.0.0.1", 0)]
     assert cluster.remote_ip_infos == [("127.0.0.1", 26000)]
     for ip, port in ((1.5, 1), (None, 1), ("127.0.0.1", "1"), (True, 1)):
         with pytest.raises(TypeError):
             cluster.append_remote_ip_info(ip, port)
-    for ip, port in (("host", 1), ("127.0.0.1", 1 << 16), (1 << 200, 1), ("127.0.0.1", -1)):
+    for ip, port in (("host", 1), ("127.0.0.1", 1 << 16), (1 << 32, 1), (-1, 1), ("127.0.0.1", -1)):
         with pytest.raises(LLMParamError):
             cluster.append_remote_ip_info(ip, port)
     with pytest.raises(TypeError):
@@ -261,3 +263,27 @@ def test_a_folder_whose_sockets_would_have_too_long_a_path(tmp_path: Path) -> No
     for too_long in (lambda: places.cluster(12), lambda: places.towards("127.0.0.1", 65535)):
         with pytest.raises(errors.ChannelError, match="XDG_RUNTIME_DIR"):
             too_long()
+
+
+def test_enumerations_print_as_their_names():
+    for one in (LLMRole.MIX, Placement.HOST, DataType.DT_BF16, LLMStatusCode.LLM_TIMEOUT):
+        said = f"{type(one).__name__}.{one.name}"
+        assert str(one) == f"{one}" == f"{one:s}" == said
+        assert f"{one:>40}" == said.rjust(40)
+        assert json.loads(json.dumps(one)) == one.value
+
+
+def test_a_cpu_cache_is_a_blocks_cache():
+    desc = CacheDesc(1, [2, 4], DataType.DT_INT8, Placement.HOST)
+    assert Cache.create_cpu_cache(desc, [4096]).is_blocks_cache
+
+
+def test_what_is_sent_may_be_assigned_to():
+    config = TransferConfig(1, [1, 2])
+    config.src_layer_range = range(1)
+    config.dst_addrs = [3, 4]
+    by_key = TransferWithCacheKeyConfig(BlocksCacheKey(1), range(1), range(1))
+    by_key.src_layer_range = by_key.dst_layer_range = range(2, 4)
+    by_key.cache_key = BlocksCacheKey(2)
+    assert by_key.dst_cluster_id == 2
+    assert len({config, by_key}) == 2
