@@ -239,7 +239,8 @@ class CacheManager(ManagerCalls):
         """Copy a peer's row into a row of ours: `size` bytes of each tensor, -1 for all of ours.
 
         `src_layer_range`, `dst_layer_range` (`range`, step 1) and `tensor_num_per_layer` choose
-        layers. A `CacheKey` is used up when all tensors of its row were pulled. Raises
+        layers. A request's key is dropped when all tensors of its row were pulled, by whatever key;
+        a prefix stays, and so do keys of registered caches. Raises
         `LLM_KV_CACHE_NOT_EXIST`, `LLM_NOT_YET_LINK`, `LLM_LINK_BUSY`, and `LLM_TIMEOUT`, after
         which the link has to be made again.
         """
@@ -290,7 +291,7 @@ class CacheManager(ManagerCalls):
         size: int = -1,
         tensor_num_per_layer: int = TENSORS_PER_LAYER,
     ) -> None:
-        """Copy a row of ours into a peer's; its key there is used up as by a pull.
+        """Copy a row of ours into a peer's; keys there are dropped as by a pull.
 
         Needs `enable_remote_cache_accessible` (`LLM_FEATURE_NOT_ENABLED`); `size` must be -1, and
         both ranges equally long. Errors as `pull_cache`.

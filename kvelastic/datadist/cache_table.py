@@ -4,7 +4,7 @@ A cache that was allocated is referred to by its id and by each of its keys, and
 with the last of them:
 
     id     deallocate_cache
-    key    remove_cache_key, or a peer that has pulled, or pushed, all tensors of the key's row
+    key    remove_cache_key; of a request also a peer that has copied all tensors of the key's row
 
 What was registered is its caller's memory: `unregister_cache` forgets it with its keys at once. A
 blocks cache has one key, which refers to it only as long as its id does.
@@ -161,14 +161,16 @@ class CacheTable:
         return self._forget_if_free(entry)
 
     def moved(self, cache_id: int, row: int, tensors: Sequence[int]) -> Entry | None:
-        """A peer has had these tensors of a row: when it has had all, the row's keys are dropped.
+        """A peer has copied these tensors of a row: after the last, the row's requests are dropped.
 
-        Answers the cache if that was its last reference.
+        Prefixes stay, and so do keys of registered caches. Returns the cache if that was its last
+        reference.
         """
         entry = self._by_id.get(cache_id)
-        if entry is None:
+        if entry is None or entry.origin == "registered":
             return None
-        for index in [index for index, at in entry.rows.items() if at == row]:
+        done = [one for one, at in entry.rows.items() if at == row and one.kind == "request"]
+        for index in done:
             had = entry.moved.setdefault(index, set())
             had.update(one for one in tensors if one < entry.desc.num_tensors)
             if len(had) >= entry.desc.num_tensors:

@@ -171,7 +171,7 @@ class LLMDataDist:
     ) -> tuple[LLMStatusCode, list[LLMStatusCode]]:
         """End links; the peers are told, unless `force`, which ends this side's only.
 
-        Answers as `link_clusters`: `LLM_NOT_YET_LINK`, `LLM_NOTIFY_PROMPT_UNLINK_FAILED` (this
+        Returns as `link_clusters`: `LLM_NOT_YET_LINK` (not with `force`), `LLM_NOTIFY_PROMPT_UNLINK_FAILED` (this
         side's end is gone, the peer did not answer: it has to unlink, too), `LLM_LINK_BUSY` where
         transfers still use the link at the end of `timeout`.
         """
@@ -229,10 +229,10 @@ class LLMDataDist:
     def switch_role(self, role: LLMRole, switch_options: dict[str, str] | None = None) -> None:
         """Take another role, and listen at `switch_options["llm.listenIpInfo"]`, or nowhere.
 
-        Raises `LLM_FEATURE_NOT_ENABLED` without `enable_switch_role`, `LLM_EXIST_LINK` while there
-        are links, `LLM_FAILED` for an address that is taken; `LLM_PARAM_INVALID` with several
-        devices, and in the first generation for the same role or a PROMPT that listens nowhere.
-        Nothing has changed then.
+        Raises `LLM_EXIST_LINK` while there are links, `LLM_FAILED` for an address that is taken,
+        `LLM_PARAM_INVALID` with several devices. In the first generation also
+        `LLM_FEATURE_NOT_ENABLED` without `enable_switch_role`, and `LLM_PARAM_INVALID` for the same
+        role or a PROMPT that listens nowhere. Nothing has changed then.
         """
         options = self._required()
         checks.instance("role", role, LLMRole)
@@ -242,7 +242,7 @@ class LLMDataDist:
             else checks.instance("switch_options", switch_options, dict)
         )
         listen = listen_option(found)
-        if not options.may_switch_role:
+        if not options.is_cache_manager and not options.may_switch_role:
             raise LLMException(
                 "switch_role needs enable_switch_role; set it before init",
                 status_code=LLMStatusCode.LLM_FEATURE_NOT_ENABLED,

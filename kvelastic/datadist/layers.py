@@ -7,9 +7,9 @@
     task = manager.transfer_cache_async(cache, Computed(), [TransferConfig(2, addrs)])
     task.synchronize()
 
-One thread does it (`LayerSender`), one task after the other. For each layer that a configuration
-names, in order: it asks the synchronizer, and after a True, not before, it pushes the layer to each
-of those configurations. At the first False or failure the task ends.
+Each task has a thread (`LayerSender`). For each layer that a configuration names, in order: it asks
+the synchronizer, and after a True, not before, it pushes the layer to each of those configurations.
+At the first False or failure the task ends.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from __future__ import annotations
 import logging
 import threading
 from abc import ABC, abstractmethod
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -35,7 +34,7 @@ class LayerSynchronizer(ABC):
     def synchronize_layer(self, layer_index: int, timeout_in_millis: int | None) -> bool:
         """Block until this layer may leave; False: it will not, and the task ends.
 
-        Called in the sender's thread, with None: there is no deadline but the caller's own. What
+        Called in the task's thread, with None: there is no deadline but the caller's own. What
         it raises counts as False, and is logged.
         """
 
@@ -160,7 +159,7 @@ Push = Callable[[int, int], None]
 """Pushes to a configuration (by its index) a layer of the cache."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class LayeredTransfer:
     """A task to be done: which layers each configuration has, and how one is pushed."""
 
@@ -213,51 +212,53 @@ class LayeredTransfer:
 
 
 class LayerSender:
-    """The thread that does layered transfers, one after the other; it starts with the first."""
+    """Does layered transfers, each in a thread of its own. Any thread."""
 
     def __init__(self) -> None:
-        self._changed = threading.Condition()
-        self._waiting: deque[LayeredTransfer] = deque()
-        self._running: LayeredTransfer | None = None
-        self._thread: threading.Thread | None = None
+        self._lock = threading.Lock()
+        self._running: set[LayeredTransfer] = set()
         self._ended = False
 
     def send(self, transfer: LayeredTransfer) -> None:
-        """Have it done after those that came before. Never blocks. After `end` it fails at once."""
-        with self._changed:
+        """Begin it. Never blocks. After `end` it fails at once.
+
+        Raises `LLM_FAILED` where no thread can be started.
+        """
+        # No thread that an exit waits for: a synchronizer may block for ever.
+        thread = threading.Thread(
+            target=self._run, args=(transfer,), name="kvelastic-layers", daemon=True
+        )
+        with self._lock:
             if self._ended:
                 transfer.task.end(LLMStatusCode.LLM_ENGINE_FINALIZED)
                 return
-            self._waiting.append(transfer)
-            if self._thread is None:
-                # No thread that an exit waits for: a synchronizer may block for ever.
-                self._thread = threading.Thread(
-                    target=self._work, name="kvelastic-layers", daemon=True
-                )
-                self._thread.start()
-            self._changed.notify_all()
+            self._running.add(transfer)
+        try:
+            thread.start()
+        except RuntimeError as error:
+            self._forget(transfer)
+            raise LLMException(
+                f"a layered transfer cannot begin: {error}; wait for others, or raise `ulimit -u`",
+                status_code=LLMStatusCode.LLM_FAILED,
+            ) from error
 
     def end(self) -> None:
-        """No further layer leaves; tasks end with `LLM_ENGINE_FINALIZED`. Repeatable.
+        """No further layer leaves; tasks end with `LLM_ENGINE_FINALIZED`. Idempotent.
 
-        Does not wait for a synchronizer that blocks: what it says later has no effect.
+        Does not wait for a synchronizer that blocks: what it returns later has no effect.
         """
-        with self._changed:
+        with self._lock:
             self._ended = True
-            waiting = [*([self._running] if self._running else []), *self._waiting]
-            self._waiting.clear()
-            self._changed.notify_all()
-        for transfer in waiting:
+            running = list(self._running)
+        for transfer in running:
             transfer.task.end(LLMStatusCode.LLM_ENGINE_FINALIZED)
 
-    def _work(self) -> None:
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._waiting or self._ended)
-                if self._ended:
-                    return
-                self._running = transfer = self._waiting.popleft()
+    def _run(self, transfer: LayeredTransfer) -> None:
+        try:
             transfer.run(lambda: self._ended)
-            # Caches that it refers to may be freed while the thread waits.
-            self._running = None
-            del transfer
+        finally:
+            self._forget(transfer)
+
+    def _forget(self, transfer: LayeredTransfer) -> None:
+        with self._lock:
+            self._running.discard(transfer)

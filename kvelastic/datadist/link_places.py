@@ -80,8 +80,11 @@ class LinkPlaces:
         return Address(path=path)
 
     def listening(self, addresses: tuple[tuple[str, int], ...]) -> list[Address]:
-        """Every socket of a cluster that listens at these."""
-        found = [self.here(host, port) for host, port in addresses]
+        """Every socket of a cluster that listens at these.
+
+        At port 0 TCP takes any port, and there is no Unix socket: a peer could not name it.
+        """
+        found = [self.here(host, port) for host, port in addresses if port]
         if self.secret is not None:
             found += [Address(host=host, port=port) for host, port in addresses]
         return found

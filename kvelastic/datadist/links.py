@@ -199,7 +199,10 @@ class Links(Remote):
         link.unlink(0, force=True)
 
     def unlink(self, cluster_id: int, deadline_s: float, *, force: bool) -> None:
-        """End a link. Raises `LLMException`; the peer's silence, too, with our side ended."""
+        """End a link; with `force`, which does not notify the peer, it may have ended before.
+
+        Raises `LLMException`, also if the peer does not reply: this side has ended then.
+        """
         with self._lock:
             peer = self._peers.get(cluster_id)
             if cluster_id in self._in_progress:
@@ -208,6 +211,8 @@ class Links(Remote):
                     status_code=LLMStatusCode.LLM_PROCESSING_LINK,
                 )
             if peer is None:
+                if force:
+                    return  # there is nothing on this side
                 raise not_linked(cluster_id)
             self._in_progress.add(cluster_id)
         try:

@@ -207,8 +207,7 @@ class ManagerCalls:
             _refuse_other_count(source_tensors, target_tensors)
             sources = pieces.row_runs(found.desc, source_tensors, found.row, source_offset, size)
             peer.pull(found, entry, pieces.pairs_merged(sources, targets))
-            if isinstance(key, CacheKey):
-                peer.moved(found, source_tensors)
+            peer.moved(found, source_tensors)
 
     def _pull_blocks(
         self,
@@ -247,7 +246,7 @@ class ManagerCalls:
                 )
                 targets = pieces.as_long_as(sources, targets)
             peer.pull(found, entry, pieces.pairs_merged(sources, targets))
-            if isinstance(key, CacheKey):
+            if not is_blocks:
                 peer.moved(found, source_tensors)
 
     def _push_row(

@@ -61,7 +61,7 @@ class PeerCall(ABC):
 
     @abstractmethod
     def moved(self, cache: RemoteCache, tensors: range) -> None:
-        """Tell the peer that these tensors of a row were had: its key goes with the last."""
+        """Tell the peer that these tensors of a row were copied (`CacheTable.moved`)."""
 
 
 class Remote(ABC):

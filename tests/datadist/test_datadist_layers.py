@@ -6,11 +6,13 @@ import threading
 from collections.abc import Callable
 
 import pytest
+from waiting import DEADLINE_S, wait_until
 
 from kvelastic.datadist import CacheTask, LayerSynchronizer, LLMException, LLMStatusCode
 from kvelastic.datadist.layers import LayeredTransfer, LayerSender
 
 S = LLMStatusCode
+MINUTES_MS = int(DEADLINE_S * 1000)
 
 
 class Steps(LayerSynchronizer):
@@ -116,31 +118,34 @@ def test_a_failed_push_ends_the_task(sender):
     assert log[-1] == "push 1 to 1"
 
 
-def test_one_task_after_the_other(sender):
+def test_a_task_waits_for_no_other(sender):
     log: list[str] = []
     first, first_steps = start(sender, [range(1)], log)
-    second, second_steps = start(sender, [range(1)], log)
     first_steps.asked[0].wait()
+    second, second_steps = start(sender, [range(1)], log)
     second_steps.computed[0].set()
-    assert second.synchronize(0) is S.LLM_TIMEOUT
-    assert log == ["ask 0 None"]
+    assert second.synchronize(MINUTES_MS) is S.LLM_SUCCESS
+    assert first.synchronize(0) is S.LLM_TIMEOUT
     first_steps.computed[0].set()
-    assert second.synchronize() is S.LLM_SUCCESS
-    assert first.synchronize(0) is S.LLM_SUCCESS
+    assert first.synchronize() is S.LLM_SUCCESS
+    wait_until(lambda: not sender._running, "tasks that have ended are kept")
 
 
 def test_the_end_ends_all_tasks_and_waits_for_no_synchronizer(sender):
     log: list[str] = []
     running, steps = start(sender, [range(2)], log)
-    waiting, _ = start(sender, [range(1)], log)
+    other, other_steps = start(sender, [range(1)], log)
     steps.asked[0].wait()
+    other_steps.asked[0].wait()
     sender.end()
-    for task in (running, waiting):
+    for task in (running, other):
         assert task.synchronize() is S.LLM_ENGINE_FINALIZED
     steps.computed[0].set()
+    other_steps.computed[0].set()
     late, _ = start(sender, [range(1)], log)
     assert late.synchronize() is S.LLM_ENGINE_FINALIZED
-    assert log == ["ask 0 None"]
+    wait_until(lambda: not sender._running, "threads that have ended are kept")
+    assert log == ["ask 0 None"] * 2
 
 
 def test_arguments_of_a_task():
