@@ -150,7 +150,8 @@ class LLMDataDist:
     ) -> tuple[LLMStatusCode, list[LLMStatusCode]]:
         """Link with peers that listen, 16 at most, all at once, within `timeout` milliseconds.
 
-        Answers the first failure, or `LLM_SUCCESS`, and what came of each: `LLM_ALREADY_LINK`,
+        Returns the first failure, or `LLM_SUCCESS`, and a code for each: `LLM_ALREADY_LINK` (this
+        side has linked it before; a link that the peer has made is a success),
         `LLM_PROCESSING_LINK` (another thread links or unlinks it), `LLM_LINK_FAILED`,
         `LLM_TIMEOUT`, `LLM_CLUSTER_NUM_EXCEED_LIMIT` (over 16 in a call, over 512 in all).
         In the first generation a PROMPT does not link (`LLM_PARAM_INVALID`). Raises `TypeError`,
@@ -171,9 +172,9 @@ class LLMDataDist:
     ) -> tuple[LLMStatusCode, list[LLMStatusCode]]:
         """End links; the peers are told, unless `force`, which ends this side's only.
 
-        Returns as `link_clusters`: `LLM_NOT_YET_LINK` (not with `force`), `LLM_NOTIFY_PROMPT_UNLINK_FAILED` (this
-        side's end is gone, the peer did not answer: it has to unlink, too), `LLM_LINK_BUSY` where
-        transfers still use the link at the end of `timeout`.
+        Returns as `link_clusters`: `LLM_NOT_YET_LINK` (not with `force`),
+        `LLM_NOTIFY_PROMPT_UNLINK_FAILED` (this side's end is gone, the peer did not answer: it has
+        to unlink, too), `LLM_LINK_BUSY` where transfers still use the link at the end of `timeout`.
         """
         self._required()
         found = _checked(clusters, needs_address=False)

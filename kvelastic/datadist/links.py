@@ -36,6 +36,7 @@ from kvelastic.errors import (
     ChannelTimeoutError,
     ConfigError,
     KvelasticError,
+    LinkExistsError,
 )
 from kvelastic.messages import Address
 from kvelastic.transfer import Link, Node
@@ -116,24 +117,39 @@ class Links(Remote):
     # --- one side links ----------------------------------------------------------------------
 
     def link(self, cluster: LLMClusterInfo, deadline_s: float) -> None:
-        """Link with a peer that listens. Raises `LLMException`, and as `Node.link`."""
+        """Link with a peer that listens. Raises `LLMException`, and as `Node.link`.
+
+        A link that the peer has made serves this side, too.
+        """
         cluster_id = cluster.remote_cluster_id
         assert cluster_id is not None
-        self._begin(cluster_id)
+        link = self._begin(cluster_id)
         self._has_linked = True
         try:
-            host, port = cluster.remote_ip_infos[0]
-            link = self._connect(cluster_id, self._places.towards(host, port), deadline_s)
+            if link is None:
+                host, port = cluster.remote_ip_infos[0]
+                link = self._connect(cluster_id, self._places.towards(host, port), deadline_s)
             try:
                 self._check_role(cluster_id, link, cluster.remote_role_type, deadline_s)
             except BaseException:
-                self._drop(link)
+                if link.is_client:
+                    self._drop(link)
                 raise
+            self._want(link)
         finally:
             self._end(cluster_id)
 
-    def _begin(self, cluster_id: int) -> None:
-        """Nobody else links or unlinks this peer until `_end`."""
+    def _want(self, link: Link) -> None:
+        with self._lock:
+            peer = self._peers.get(link.peer_id)
+            if peer is not None and peer.link is link:
+                peer.is_wanted = True
+
+    def _begin(self, cluster_id: int) -> Link | None:
+        """No other thread links or unlinks this peer until `_end`.
+
+        Returns the link that the peer has made, if there is one.
+        """
         with self._lock:
             if cluster_id in self._in_progress:
                 raise LLMException(
@@ -141,10 +157,13 @@ class Links(Remote):
                     status_code=LLMStatusCode.LLM_PROCESSING_LINK,
                 )
             peer = self._peers.get(cluster_id)
-            if peer is not None and peer.is_linked:
+            if peer is not None and peer.is_linked and peer.is_wanted:
                 raise LLMException(
                     f"cluster {cluster_id} is linked", status_code=LLMStatusCode.LLM_ALREADY_LINK
                 )
+            if peer is not None and peer.is_linked:
+                self._in_progress.add(cluster_id)
+                return peer.link
             linked = sum(one.is_linked for one in self._peers.values())
             if linked + len(self._in_progress) >= MOST_LINKS:
                 raise LLMException(
@@ -152,6 +171,7 @@ class Links(Remote):
                     status_code=LLMStatusCode.LLM_CLUSTER_NUM_EXCEED_LIMIT,
                 )
             self._in_progress.add(cluster_id)
+            return None
 
     def _end(self, cluster_id: int) -> None:
         with self._lock:
@@ -169,6 +189,13 @@ class Links(Remote):
                     f"cluster {cluster_id}: {self._places.why_unreachable(places)}",
                     status_code=LLMStatusCode.LLM_LINK_FAILED,
                 ) from None
+            except LinkExistsError:
+                # The peer has linked this cluster meanwhile, and its link stands.
+                with self._lock:
+                    peer = self._peers.get(cluster_id)
+                if peer is None or not peer.is_linked or peer.link.is_client:
+                    raise
+                return peer.link
             except ConfigError as error:
                 raise LLMException(str(error), status_code=LLMStatusCode.LLM_LINK_FAILED) from error
             if link.peer_id != cluster_id:
@@ -344,7 +371,10 @@ class Links(Remote):
                 del self._peers[link.peer_id]
             elif peer.broken is None:
                 peer.broken = LLMStatusCode.LLM_LINK_FAILED
-                _log.warning("cluster %d has gone: %s", link.peer_id, link.ended)
+                # Of two links that cross, one ends.
+                is_crossed = link.peer_id in self._in_progress
+                level = logging.DEBUG if is_crossed else logging.WARNING
+                _log.log(level, "cluster %d has gone: %s", link.peer_id, link.ended)
 
     def _forget(self, peer: Peer) -> None:
         with self._lock:

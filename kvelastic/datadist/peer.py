@@ -41,6 +41,8 @@ class Peer:
         self.cluster_id = cluster_id
         self.link = link
         self.broken: LLMStatusCode | None = None
+        self.is_wanted = link.is_client
+        """Whether `link_clusters` of this side has returned it: the peer may have made it first."""
         self._changed = threading.Condition()
         self._calls = {False: 0, True: 0}  # by whether they are layered
         self._is_closing = False

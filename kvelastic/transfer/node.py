@@ -112,6 +112,8 @@ class Node:
         self._lock = threading.Lock()
         self._links: dict[int, Link] = {}
         self._by_connection: dict[Connection, Link] = {}
+        self._early: dict[Connection, list[Request]] = {}
+        """Of peers that know that a link stands before `link` does."""
         self._ended: deque[Link] = deque(maxlen=_MOST_ENDED)
         self._link_numbers = itertools.count(1)
         self._is_timer_set = False
@@ -196,15 +198,20 @@ class Node:
     def link(self, address: Address, timeout_s: float) -> Link:
         """A link to the node that listens there. Blocks.
 
-        Raises `ChannelClosedError` if nobody is there, `ChannelTimeoutError`, `AccessDeniedError`,
-        `MessageVersionError`, `LinkExistsError` if the two are linked, `LinkLimitError` if either
-        has as many links as it may have, `NodeIdTakenError` if both have one id or a linked node
-        has the peer's, and `ConfigError` for TCP without a secret.
+        Of two nodes that link each other at once, the link of the lower id stands: the call of the
+        other one raises `LinkExistsError` when it does.
+
+        Raises `ChannelClosedError` if no node listens there, `ChannelTimeoutError`,
+        `AccessDeniedError`, `MessageVersionError`, `LinkExistsError` if the two are linked,
+        `LinkLimitError` if either has as many links as it may have, `NodeIdTakenError` if both have
+        one id or a linked node has the peer's, and `ConfigError` for TCP without a secret.
         """
         if not address.is_unix and self._secret is None:
             raise ConfigError(f"a link to {address} needs a secret that both sides have")
         deadline_s = time.monotonic() + timeout_s
         connection = self._endpoint.connect(address, timeout_s)
+        with self._lock:
+            self._early[connection] = []
         try:
             hello = Hello(self.node_id, self.start, self.streams.port)
             reply = connection.call(hello, deadline_s - time.monotonic())
@@ -213,6 +220,8 @@ class Node:
             self._look_after(reply.node_id, deadline_s)
             return self._add(connection, reply, is_client=True)
         except BaseException:
+            with self._lock:
+                self._early.pop(connection, None)
             connection.close()
             raise
 
@@ -242,6 +251,7 @@ class Node:
         if hello.node_id < 0:
             raise MessageError(f"{hello.node_id} is no id of a node")
         link = Link(self, connection, hello, next(self._link_numbers), is_client=is_client)
+        crossed: Link | None = None
         with self._lock:
             standing = self._links.get(hello.node_id)
             if hello.node_id == self.node_id:
@@ -254,9 +264,11 @@ class Node:
                         f"node {self.node_id} is linked to another node that is called"
                         f" {hello.node_id}; give each its own id"
                     )
-                raise LinkExistsError(
-                    f"node {self.node_id} has a link to node {hello.node_id}; unlink it first"
-                )
+                if not is_client or standing.is_client or self.node_id > hello.node_id:
+                    raise LinkExistsError(
+                        f"node {self.node_id} has a link to node {hello.node_id}; unlink it first"
+                    )
+                crossed = standing
             if standing is None and len(self._links) >= self._most_links:
                 raise LinkLimitError(
                     f"node {self.node_id} has {len(self._links)} links and may have"
@@ -267,10 +279,17 @@ class Node:
             self._threads.add(link.threads)
             self._links[hello.node_id] = link
             self._by_connection[connection] = link
+            early = self._early.pop(connection, [])
         if not connection.is_open:
             self.forget(link)
         if self._on_link is not None:
             self._on_link(link)
+        if crossed is not None:
+            crossed.end_reason = "crossed"
+            crossed.connection.close()
+            self.forget(crossed)
+        for request in early:
+            self._endpoint.run_soon(partial(self._handle_early, request))
         return link
 
     def _closed(self, connection: Connection) -> None:
@@ -281,14 +300,21 @@ class Node:
     # --- what peers ask: in the endpoint's thread ----------------------------------------------
 
     def _handle(self, request: Request) -> None:
-        message = request.message
         link = self._by_connection.get(request.connection)
         if link is None:
-            if not isinstance(message, Hello):
-                raise MessageError("a link begins with Hello")
-            self._add(request.connection, message, is_client=False)
+            if self._keep_early(request):
+                return
+            link = self._by_connection.get(request.connection)
+        if link is not None:
+            self._handle_for(link, request)
+        elif isinstance(request.message, Hello):
+            self._add(request.connection, request.message, is_client=False)
             request.answer(Hello(self.node_id, self.start, self.streams.port))
-            return
+        else:
+            raise MessageError("a link begins with Hello")
+
+    def _handle_for(self, link: Link, request: Request) -> None:
+        message = request.message
         match message:
             case Settle(number):
                 lease = self.leases.find(number, link.connection)
@@ -320,6 +346,25 @@ class Node:
                 self._endpoint.run_later(1.0, link.connection.close)
             case _:
                 raise MessageError(f"a {type(message).__name__} is not asked")
+
+    def _keep_early(self, request: Request) -> bool:
+        """Whether its link is being made here; it is served when it stands, if it wants a reply."""
+        with self._lock:
+            early = self._early.get(request.connection)
+            if early is None or request.connection in self._by_connection:
+                return False
+            is_check = isinstance(request.message, Check)
+            if request.wants_reply and not is_check:  # a peer may have few of these
+                early.append(request)
+        if is_check:  # two nodes that link each other may both check before either goes on
+            request.answer(Done())
+        return True
+
+    def _handle_early(self, request: Request) -> None:
+        try:
+            self._handle(request)
+        except KvelasticError as error:
+            request.refuse(error)
 
     def _answered(self, link: Link, ask: Ask) -> Told:
         if self._answer is None:

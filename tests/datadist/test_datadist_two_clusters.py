@@ -398,6 +398,48 @@ def test_codes_of_links(pair):
     assert two(f"datadist.unlink_clusters({many})[0].name") == "LLM_CLUSTER_NUM_EXCEED_LIMIT"
 
 
+@pytest.fixture
+def listeners():
+    """Clusters 1 and 2, which both listen; neither has linked the other."""
+    first, other = free_port(), free_port()
+    with (
+        second(1, listen_ip_info=f"127.0.0.1:{first}") as one,
+        second(2, listen_ip_info=f"127.0.0.1:{other}") as two,
+    ):
+        one.link = f"datadist.link_clusters([cluster(2, {other})])[0].name"
+        two.link = f"datadist.link_clusters([cluster(1, {first})])[0].name"
+        yield one, two
+
+
+def test_both_sides_may_link_each_other(listeners):
+    one, two = listeners
+    assert two(two.link) == "LLM_SUCCESS"
+    assert one(one.link) == "LLM_SUCCESS"
+    assert two(two.link) == one(one.link) == "LLM_ALREADY_LINK"
+    make(one, "[CacheKey(1, 1)]")
+    make(two, "[CacheKey(2, 2)]")
+    assert two.status("manager.pull_cache(CacheKey(1, 1), cache)") == "LLM_SUCCESS"
+    assert one.status("manager.pull_cache(CacheKey(2, 2), cache)") == "LLM_SUCCESS"
+    assert one("datadist.unlink_clusters([cluster(2, 1)])[0].name") == "LLM_SUCCESS"
+    assert two.status("manager.pull_cache(CacheKey(1, 1), cache)") == "LLM_NOT_YET_LINK"
+    assert one(one.link) == two(two.link) == "LLM_SUCCESS"
+
+
+def test_both_sides_link_each_other_at_once(listeners):
+    one, two = listeners
+    make_blocks(one, key=1)
+    make_blocks(two, key=2)
+    pull = "manager.pull_blocks(BlocksCacheKey({}), blocks, [1], [0])"
+    for _ in range(20):
+        for cluster in (one, two):
+            cluster.tell(cluster.link, is_expression=True)
+        assert [each.answer().get("value") for each in (one, two)] == ["LLM_SUCCESS"] * 2
+        assert two.status(pull.format(1)) == "LLM_SUCCESS"
+        assert one.status(pull.format(2)) == "LLM_SUCCESS"
+        assert one("datadist.unlink_clusters([cluster(2, 1)])[0].name") == "LLM_SUCCESS"
+        wait_until(lambda: two("1 not in datadist._links._peers"))
+
+
 def test_force_is_one_sided(pair):
     one, two = pair
     make(one)
