@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
@@ -24,15 +24,9 @@ class NameType(click.ParamType):  # type: ignore[type-arg]
         self, ctx: click.Context, param: click.Parameter, incomplete: str
     ) -> list[CompletionItem]:
         """Offer the names that begin as typed."""
-        from click.shell_completion import CompletionItem
-
         from kvelastic.segment import list_segments
 
-        return [
-            CompletionItem(info.name)
-            for info in list_segments()
-            if info.name.startswith(incomplete)
-        ]
+        return offered((info.name for info in list_segments()), incomplete)
 
 
 class SizeType(click.ParamType):  # type: ignore[type-arg]
@@ -132,8 +126,6 @@ class TierType(click.ParamType):  # type: ignore[type-arg]
         self, ctx: click.Context, param: click.Parameter, incomplete: str
     ) -> list[CompletionItem]:
         """Offer the tiers that begin as typed."""
-        from click.shell_completion import CompletionItem
-
         from kvelastic.errors import SegmentError
         from kvelastic.segment import inspect
         from kvelastic.tier_board import read
@@ -143,7 +135,7 @@ class TierType(click.ParamType):  # type: ignore[type-arg]
         except SegmentError:
             return []
         tiers = [one.tier for one in board.tiers] if board is not None else []
-        return [CompletionItem(tier) for tier in tiers if tier.startswith(incomplete)]
+        return offered(tiers, incomplete)
 
 
 class ValueCommand(click.Command):
@@ -159,6 +151,19 @@ class ValueCommand(click.Command):
                     "a negative value is not accepted; write a number from 0 up.", ctx=ctx
                 ) from None
             raise
+
+
+def offered(names: Iterable[str], incomplete: str) -> list[CompletionItem]:
+    """Return those of `names` that begin as typed, for a shell to complete.
+
+    Names that no instance can have are left out. Another user chooses the names of their files,
+    and bash inserts a completion into the command line as it is: `$(id)` would run.
+    """
+    from click.shell_completion import CompletionItem
+
+    from kvelastic.segment import is_name
+
+    return [CompletionItem(one) for one in names if is_name(one) and one.startswith(incomplete)]
 
 
 def wait_option(until: str) -> Callable[[_Command], _Command]:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final
 
 import click
 
-from kvelastic.cli.arguments import wait_option
+from kvelastic.cli.arguments import offered, wait_option
 from kvelastic.cli.exit_codes import fail, say_pending
 from kvelastic.cli.showing import ShowingGroup
 
@@ -44,12 +44,9 @@ class NodeIdType(click.ParamType):  # type: ignore[type-arg]
         self, ctx: click.Context, param: click.Parameter, incomplete: str
     ) -> list[CompletionItem]:
         """Offer the ids that there are now."""
-        from click.shell_completion import CompletionItem
-
         from kvelastic.link_board import nodes
 
-        ids = dict.fromkeys(str(node.node_id) for node in nodes())
-        return [CompletionItem(one) for one in ids if one.startswith(incomplete)]
+        return offered(dict.fromkeys(str(node.node_id) for node in nodes()), incomplete)
 
 
 _json_option = click.option(

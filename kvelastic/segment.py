@@ -68,6 +68,7 @@ __all__ = [
     "create",
     "delete",
     "inspect",
+    "is_name",
     "list_segments",
     "open_readonly",
     "open_writable",
@@ -294,9 +295,14 @@ def _automatic_names(engine: str) -> list[str]:
     return [first, *(f"{first}_{n}" for n in range(2, 100))]
 
 
+def is_name(name: str) -> bool:
+    """Return whether a segment can be called `name`."""
+    return _NAME.fullmatch(name) is not None
+
+
 def check_name(name: str) -> str:
     """Return `name` if a segment can be called so; raise `InvalidArgumentError` if not."""
-    if _NAME.fullmatch(name) is None:
+    if not is_name(name):
         raise InvalidArgumentError(
             f"segment name {name!r} is not accepted; write 1 to 64 letters, digits and . _ : @ + -"
             " that start with a letter or digit"

@@ -6,13 +6,17 @@ import os
 import shutil
 import subprocess
 import sys
+from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from click.testing import CliRunner
 from terminal import Terminal
 
 from kvelastic.cli.kvctl import main
+from kvelastic.cli.shell import Shell
+from kvelastic.segment_dir import SHM_DIR, list_segments
 
 pytestmark = pytest.mark.slow
 
@@ -38,6 +42,23 @@ def test_a_script_for_each_shell(shell, sign):
 def test_wrong_usage(arguments):
     result = CliRunner().invoke(main, ["completion", *arguments])
     assert (result.exit_code, result.stdout) == (2, "")
+
+
+@pytest.fixture(params=["bash", "shell"])
+def completed(request, monkeypatch):
+    """What is offered for the last of the words: by the script of bash, or by `kvctl shell`."""
+    if request.param == "shell":
+        return lambda *words: Shell(main).complete(" ".join(words[1:-1]), words[-1])
+
+    def by_bash(*words: str) -> list[str]:
+        monkeypatch.setenv("COMP_WORDS", "\n".join(words))
+        monkeypatch.setenv("COMP_CWORD", str(len(words) - 1))
+        monkeypatch.setenv("_KVCTL_COMPLETE", "bash_complete")
+        result = CliRunner().invoke(main, prog_name="kvctl")
+        assert result.exit_code == 0, result.output
+        return [line.partition(",")[2] for line in result.stdout.splitlines()]
+
+    return by_bash
 
 
 def completed_by_bash(*words: str) -> list[str]:
@@ -83,6 +104,26 @@ def test_bash_completes_commands_and_options():
     assert completed_by_bash("kvctl", "lim") == ["limit", "limit-percent"]
     assert {"--min", "--limit", "--priority"} <= set(completed_by_bash("kvctl", "set", "x", "--"))
     assert completed_by_bash("kvctl", "completion", "") == ["bash", "zsh", "fish"]
+
+
+HOSTILE = ["aa$(touch X)", "aa`id`", "aa;id", "aa b", "aa*", "aa\n'", "aa\x1b[2J", "aa\udcff", "aä"]
+
+
+def test_completion_offers_only_names_that_instances_can_have(owner, completed):
+    """Another user chooses the names of their files in /dev/shm; a shell runs what it inserts."""
+    with ExitStack() as files:
+        for name in HOSTILE:
+            files.callback((SHM_DIR / name).unlink)
+            (SHM_DIR / name).write_bytes(owner.path.read_bytes())
+        assert {info.name for info in list_segments()} >= {*HOSTILE, owner.name}
+        offered = completed("kvctl", "trim", "")
+    assert offered == [owner.name]
+
+
+def test_completion_offers_only_tiers_that_can_be(owner, completed, monkeypatch):
+    figures = [SimpleNamespace(tier=tier) for tier in ("host", "disk2", *HOSTILE)]
+    monkeypatch.setattr("kvelastic.tier_board.read", lambda info: SimpleNamespace(tiers=figures))
+    assert sorted(completed("kvctl", "tiers", "trim", owner.name, "")) == ["disk2", "host"]
 
 
 def test_tab_in_a_bash_that_somebody_uses(owner):
