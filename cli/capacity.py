@@ -9,6 +9,7 @@ import click
 
 from kvelastic.cli.arguments import SizeType, ValueCommand, wait_option
 from kvelastic.cli.exit_codes import EXIT_FAILED, EXIT_TIMED_OUT, fail, fall_short
+from kvelastic.cli.saying import say
 
 if TYPE_CHECKING:
     from kvelastic.ledger_facts import LedgerInfo
@@ -56,7 +57,7 @@ def capacity_command(device: str, size: int, group: str | None, wait_s: float | 
             return
         time.sleep(_LOOK_S)
     granted_bytes = 0 if now is None else now.granted_bytes
-    click.echo(f"{message}; {format_size(granted_bytes)} are held.")
+    say(f"{message}; {format_size(granted_bytes)} are held.")
 
 
 def _choose(device: str, group: str | None) -> LedgerInfo:
@@ -75,7 +76,9 @@ def _choose(device: str, group: str | None) -> LedgerInfo:
         elif device_key(info.device) == key and group in {None, info.group}:
             found.append(info)
     if len(found) > 1:
-        groups = ", ".join(sorted(info.group for info in found))
+        from kvelastic.instance.row import printable
+
+        groups = ", ".join(sorted(printable(info.group) for info in found))
         raise click.UsageError(f"{device} has several groups of instances ({groups}): say --group.")
     if not found and others:
         fail(others[0].problem)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import click
 
+from kvelastic.cli.saying import say
+
 
 @click.command("completion", short_help="Print the completion script of a shell.")
 @click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
@@ -23,4 +25,4 @@ def completion_command(ctx: click.Context, shell: str) -> None:
         raise click.UsageError(f"this version of click writes no script for {shell}.")
     # The names are always kvctl's: the script is for the program, however this one was started.
     script = generator(ctx.find_root().command, {}, "kvctl", "_KVCTL_COMPLETE").source()
-    click.echo(script.strip())
+    say(*script.strip().split("\n"))

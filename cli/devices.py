@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 
 import click
 
+from kvelastic.cli.saying import say, say_json
+
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
@@ -36,13 +38,11 @@ def devices_command(as_json: bool) -> None:
     devices = with_ledgers(found.devices, ledgers, _own_group())
     rows = device_rows(devices, segments, ledgers)
     if as_json:
-        import json
-
-        click.echo(json.dumps(rows, indent=2))
+        say_json(rows)
     else:
         _show(rows)
     if found.gpu_problem:
-        click.echo(f"GPUs: {found.gpu_problem}.", err=True)
+        say(f"GPUs: {found.gpu_problem}.", err=True)
 
 
 def with_ledgers(
@@ -92,7 +92,7 @@ def _show(rows: list[DeviceRow]) -> None:
         # A name may hold what the terminal's encoding lacks: a question mark, and not the end.
         sys.stdout.reconfigure(errors="replace")
     if not sys.stdout.isatty():
-        click.echo(plain_tables(rows))
+        say(*plain_tables(rows).split("\n"))
         return
     from rich.console import Console
 

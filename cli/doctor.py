@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 
 import click
 
+from kvelastic.cli.saying import say_json, say_styled
+
 if TYPE_CHECKING:
     from kvelastic.doctor import Finding
 
@@ -46,10 +48,12 @@ def doctor_command(as_json: bool, probe: bool) -> None:
 
     findings = judge(gather(probe=probe))
     if as_json:
-        _print_json(findings)
+        from dataclasses import asdict
+
+        say_json([asdict(finding) for finding in findings])
     else:
         text = report(findings, in_colour=_is_in_colour(), columns=_columns())
-        click.echo(text, color=_is_in_colour())
+        say_styled(text)
     if any(finding.state == "problem" for finding in findings):
         sys.exit(1)
 
@@ -100,13 +104,6 @@ def _columns() -> int | None:
 
 def _count(state: str, count: int) -> str:
     return f"{count} {state}{'' if count == 1 or state == 'ok' else 's'}"
-
-
-def _print_json(findings: list[Finding]) -> None:
-    import json
-    from dataclasses import asdict
-
-    click.echo(json.dumps([asdict(finding) for finding in findings], indent=2))
 
 
 def _is_in_colour() -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from typing import Final, NoReturn
 
-import click
+from kvelastic.cli.saying import say
 
 EXIT_FAILED: Final = 1
 """No such segment, refused, or not possible."""
@@ -17,7 +17,7 @@ EXIT_TIMED_OUT: Final = 3
 
 def fail(message: str, code: int = EXIT_FAILED) -> NoReturn:
     """End the command with `Error: message` on stderr and that exit code (raises SystemExit)."""
-    click.echo(f"Error: {message}", err=True)
+    say(f"Error: {message}", err=True)
     sys.exit(code)
 
 
@@ -30,13 +30,13 @@ def say_pending(who: str, wait_s: float | None, *, as_json: bool) -> None:
     if wait_s is not None:
         fail(f"{text}, and there was no answer within {wait_s:g} s.", EXIT_TIMED_OUT)
     if not as_json:
-        click.echo(f"{text}.")
+        say(f"{text}.")
 
 
 def fall_short(message: str, wait_s: float | None, code: int) -> None:
     """Say what was not reached: an error, with that exit code, only to those who waited for it."""
     if wait_s is None:
-        click.echo(f"{message}.")
+        say(f"{message}.")
         return
     waited = f" within {wait_s:g} s" if code == EXIT_TIMED_OUT else ""
     fail(f"{message}{waited}.", code)

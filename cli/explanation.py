@@ -1,6 +1,6 @@
 """Why an instance holds what it holds: the judgement, a pure function over plain values.
 
-    for line in explain(status, ledger): print(line.what, line.do)
+    for line in explain(status, ledger): say(line.what, line.do)
 
 `status` is the instance's, `ledger` that of its device. Nothing is looked at in here.
 """

@@ -13,6 +13,7 @@ import click
 
 from kvelastic.cli.explanation_ledger import member_of
 from kvelastic.cli.explanation_line import Line
+from kvelastic.cli.saying import say_styled
 from kvelastic.instance.row import printable, use_rows
 
 if TYPE_CHECKING:
@@ -64,7 +65,7 @@ def show_explanation(status: InstanceStatus, lines: list[Line]) -> None:
         columns=shutil.get_terminal_size().columns if is_terminal else None,
         in_colour=is_terminal and not os.environ.get("NO_COLOR"),
     )
-    click.echo(text)
+    say_styled(text)
 
 
 def _wrap(text: str, first: str, more: str, columns: int | None) -> list[str]:

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import click
-
 from kvelastic.cli.exit_codes import fail
+from kvelastic.cli.saying import say
 from kvelastic.errors import SegmentNotFoundError
 
 if TYPE_CHECKING:
@@ -24,12 +23,11 @@ def sweep(*, quiet: bool = False) -> list[str]:
     Also their places in ledgers: who asks takes those by itself, but nobody may be asking.
     """
     from kvelastic import ledger, segment
-    from kvelastic.instance.row import printable
 
     reaped = segment.reap()
     ledger.reap()
     for name in reaped if not quiet else ():
-        click.echo(f"Removed {printable(name)}, whose instance has ended.", err=True)
+        say(f"Removed {name}, whose instance has ended.", err=True)
     return reaped
 
 
@@ -77,8 +75,7 @@ def explain_reaped(name: str, reaped: list[str]) -> None:
 
 def known_names() -> str:
     """A sentence with the names that there are."""
-    from kvelastic.instance.row import printable
     from kvelastic.segment import list_segments
 
-    names = [printable(info.name) for info in list_segments()]
+    names = [info.name for info in list_segments()]
     return f"Known names: {', '.join(names)}." if names else "There are no segments."

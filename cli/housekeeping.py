@@ -6,6 +6,7 @@ import click
 
 from kvelastic.cli.arguments import NameType
 from kvelastic.cli.exit_codes import fail
+from kvelastic.cli.saying import say, say_json
 
 
 @click.command("delete", short_help="Remove a segment's name.")
@@ -24,7 +25,7 @@ def delete_command(name: str, force: bool) -> None:
         delete(name, force=force)
     except SegmentBusyError as error:
         fail(f"{error}. Nothing was removed; --force removes the name all the same.")
-    click.echo(f"Deleted {name}.")
+    say(f"Deleted {name}.")
 
 
 @click.command("gc", short_help="Remove what dead instances have left.")
@@ -36,7 +37,6 @@ def gc_command(as_json: bool) -> None:
     of any more; never what belongs to others.
     """
     from kvelastic.cli.ledgers import reap_ledgers
-    from kvelastic.instance.row import printable
     from kvelastic.segment import list_segments, reap
     from kvelastic.sizes import format_size
 
@@ -49,7 +49,6 @@ def gc_command(as_json: bool) -> None:
         elif info.status == "unreadable":
             left.append((info.name, info.problem))
     if as_json:
-        import json
         from dataclasses import asdict
 
         report = {
@@ -58,14 +57,14 @@ def gc_command(as_json: bool) -> None:
             "ledgers": ledgers,
             "left": [{"name": name, "why": why} for name, why in left],
         }
-        click.echo(json.dumps(report, indent=2))
+        say_json(report)
         return
     for name in removed:
-        click.echo(f"Removed {printable(name)}.")
+        say(f"Removed {name}.")
     for place in places:
-        freed = f"{format_size(place.granted_bytes)} of {printable(place.device)}"
-        click.echo(f"Freed {freed}, which {printable(place.name)} had when it died.")
+        freed = f"{format_size(place.granted_bytes)} of {place.device}"
+        say(f"Freed {freed}, which {place.name} had when it died.")
     for path in ledgers:
-        click.echo(f"Removed {printable(path)}, a ledger without members.")
+        say(f"Removed {path}, a ledger without members.")
     for name, why in left:
-        click.echo(f"Left {printable(name)}: {printable(why)}.")
+        say(f"Left {name}: {why}.")

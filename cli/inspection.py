@@ -6,6 +6,7 @@ import click
 
 from kvelastic.cli.arguments import NameType, SecondsType
 from kvelastic.cli.finding import readable, rows, sweep
+from kvelastic.cli.saying import say, say_json
 from kvelastic.instance.row import Row
 
 
@@ -17,7 +18,7 @@ def list_command(names: tuple[str, ...], as_json: bool) -> None:
     sweep()
     found = rows(names)
     if as_json:
-        _print_json(found)
+        say_json(found)
         return
     from kvelastic.cli.screen import show
 
@@ -84,9 +85,9 @@ def stats_command(name: str, interval_s: float | None, as_json: bool) -> None:
         time.sleep(interval_s)
         stats = stats_of(look(name, []), before=first)
     if as_json:
-        _print_json(stats)
+        say_json(stats)
     else:
-        click.echo(stats_text(stats))
+        say(*stats_text(stats).split("\n"))
 
 
 @click.command("explain", short_help="Why does it hold what it holds?")
@@ -113,12 +114,6 @@ def explain_command(name: str, as_json: bool) -> None:
     status = status_of(info, found, now_ns=time.monotonic_ns())
     lines = [*explain(status, ledger), *explain_tiers(boards_of([info]).get(info.name))]
     if as_json:
-        _print_json(explanation_json(status, ledger, lines))
+        say_json(explanation_json(status, ledger, lines))
     else:
         show_explanation(status, lines)
-
-
-def _print_json(value: object) -> None:
-    import json
-
-    click.echo(json.dumps(value, indent=2))

@@ -17,6 +17,7 @@ from kvelastic import __version__
 from kvelastic.cli.exit_codes import EXIT_USAGE, fail
 from kvelastic.cli.finding import known_names
 from kvelastic.cli.output import Program
+from kvelastic.cli.saying import say, say_json
 from kvelastic.errors import InvalidArgumentError, KvelasticError, SegmentNotFoundError
 
 _COMMANDS: Final = {
@@ -105,11 +106,9 @@ def main() -> None:
 def version_command(as_json: bool) -> None:
     """Print the version."""
     if as_json:
-        import json
-
-        click.echo(json.dumps({"version": __version__}))
+        say_json({"version": __version__})
     else:
-        click.echo(f"kvctl {__version__}")
+        say(f"kvctl {__version__}")
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from kvelastic.cli.arguments import (
 )
 from kvelastic.cli.exit_codes import EXIT_FAILED, EXIT_TIMED_OUT, fail, fall_short
 from kvelastic.cli.finding import explain_reaped, readable, sweep
+from kvelastic.cli.saying import say
 from kvelastic.errors import SegmentNotFoundError
 from kvelastic.sizes import MAX_PRIORITY
 
@@ -140,7 +141,7 @@ def end(message: str, outcome: Outcome, wait_s: float | None) -> None:
     from kvelastic.instance.outcome import HOLDS, MAY_HOLD
 
     if outcome.verdict in HOLDS:
-        click.echo(f"{message}.")
+        say(f"{message}.")
     elif outcome.verdict in MAY_HOLD:
         fall_short(message, wait_s, EXIT_TIMED_OUT)
     else:

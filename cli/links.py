@@ -8,13 +8,13 @@ A node need not be an instance: it is found by its link board.
 
 from __future__ import annotations
 
-import json
 from typing import TYPE_CHECKING, Final
 
 import click
 
 from kvelastic.cli.arguments import offered, wait_option
 from kvelastic.cli.exit_codes import fail, say_pending
+from kvelastic.cli.saying import say, say_json
 from kvelastic.cli.showing import ShowingGroup
 
 if TYPE_CHECKING:
@@ -74,13 +74,13 @@ def show_command(node_id: int | None, as_json: bool) -> None:
     if node_id is None:
         found, problems = look()
         for problem in problems:
-            click.echo(f"Warning: a node is not shown. {problem}", err=True)
+            say(f"Warning: a node is not shown. {problem}", err=True)
     else:
         found = _nodes_of(node_id)
     if as_json:
-        click.echo(json.dumps([object_of(node) for node in found], indent=2))
+        say_json([object_of(node) for node in found])
     else:
-        click.echo(table(found))
+        say(*table(found).split("\n"))
 
 
 @links_command.command("cut")
@@ -105,13 +105,13 @@ def cut_command(
         state = "pending" if answer is None else answer.state
         reason = "" if answer is None else answer.reason
         told = {"node_id": node_id, "pid": node.pid, "peer_id": peer_id}
-        click.echo(json.dumps({**told, "state": state, "reason": reason}, indent=2))
+        say_json({**told, "state": state, "reason": reason})
     if answer is None:
         say_pending(f"node {node_id}", wait_s, as_json=as_json)
     elif answer.state == "refused":
         fail(f"node {node_id} has not cut it: {answer.reason}.")
     elif not as_json:
-        click.echo(f"node {node_id}: the link with node {peer_id} has ended.")
+        say(f"node {node_id}: the link with node {peer_id} has ended.")
 
 
 def _nodes_of(node_id: int) -> list[NodeFigures]:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import click
 
 from kvelastic.cli.exit_codes import fail
+from kvelastic.cli.saying import say
 
 if TYPE_CHECKING:
     from kvelastic.ledger_facts import LedgerInfo
@@ -81,7 +82,7 @@ def metrics_command(address: Address | None, public: bool) -> None:
     if address is None:
         from prometheus_client import generate_latest
 
-        click.echo(generate_latest(collector).decode(), nl=False)
+        say(*generate_latest(collector).decode().removesuffix("\n").split("\n"))
         return
     if not (address.is_loopback or public):
         raise click.UsageError(
@@ -103,7 +104,7 @@ def _serve(collector: KvelasticCollector, address: Address) -> None:
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
     heard = Address(address.host, server.server_port)
-    click.echo(f"Serving http://{heard}/metrics until Ctrl-C.")
+    say(f"Serving http://{heard}/metrics until Ctrl-C.")
     signal.sigwait(endings)
     server.shutdown()
     server.server_close()

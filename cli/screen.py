@@ -7,8 +7,7 @@ import sys
 import time
 from collections.abc import Callable
 
-import click
-
+from kvelastic.cli.saying import say, say_json
 from kvelastic.cli.tables import plain_table, rich_table
 from kvelastic.instance.row import Row
 
@@ -16,7 +15,7 @@ from kvelastic.instance.row import Row
 def show(rows: list[Row]) -> None:
     """Print one table to stdout, in colour where that is a terminal."""
     if not _is_terminal():
-        click.echo(plain_table(rows))
+        say(*plain_table(rows).split("\n"))
         return
     from rich.console import Console
 
@@ -44,10 +43,8 @@ def watch(
 
 
 def _watch_json(look: Callable[[], list[Row]], interval_s: float, count: int | None) -> None:
-    import json
-
     def once() -> None:
-        click.echo(json.dumps(look()))
+        say_json(look(), indent=None)
         sys.stdout.flush()
 
     _repeat(once, interval_s, count)
@@ -55,7 +52,7 @@ def _watch_json(look: Callable[[], list[Row]], interval_s: float, count: int | N
 
 def _watch_pipe(look: Callable[[], list[Row]], interval_s: float, count: int | None) -> None:
     def once() -> None:
-        click.echo(f"# {time.strftime('%H:%M:%S')}\n{plain_table(look())}\n")
+        say(f"# {time.strftime('%H:%M:%S')}", *plain_table(look()).split("\n"), "")
         sys.stdout.flush()
 
     _repeat(once, interval_s, count)

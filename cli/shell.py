@@ -24,6 +24,7 @@ from typing import Final, Protocol
 import click
 
 from kvelastic.cli.exit_codes import EXIT_FAILED, EXIT_USAGE
+from kvelastic.cli.saying import say
 
 EXIT_INTERRUPTED: Final = 130
 """Of a command ended by Ctrl-C, as in other shells."""
@@ -47,7 +48,7 @@ def shell_command(ctx: click.Context) -> None:
     assert isinstance(group, click.Group)
     shell = Shell(group)
     if is_interactive():
-        click.echo("kvctl's commands without `kvctl` in front; `help` lists them, Ctrl-D ends.")
+        say("kvctl's commands without `kvctl` in front; `help` lists them, Ctrl-D ends.")
         shell.run(Typed("kvctl> ", shell.complete), goes_on_after_ctrl_c=True)
         return
     sys.exit(shell.run(Piped(), goes_on_after_ctrl_c=False))
@@ -66,7 +67,7 @@ class Shell:
             try:
                 line = source.read()
             except KeyboardInterrupt:
-                click.echo()
+                say("")
                 if goes_on_after_ctrl_c:
                     continue
                 return EXIT_INTERRUPTED
@@ -84,7 +85,7 @@ class Shell:
         try:
             words = words_of(line)
         except ShellSyntaxError as error:
-            click.echo(f"Error: {error}", err=True)
+            say(f"Error: {error}", err=True)
             return EXIT_USAGE
         # Lines are pasted from pages where they begin with the program's name.
         if words[:1] == ["kvctl"]:
@@ -94,12 +95,12 @@ class Shell:
         if words[0] in {"exit", "quit"}:
             return None
         if words[0] == "shell":
-            click.echo("Error: this is the shell already; `exit` leaves it.", err=True)
+            say("Error: this is the shell already; `exit` leaves it.", err=True)
             return EXIT_USAGE
         if words[0] == "help":
             if len(words) == 1:
                 code = self._run_command(["--help"])
-                click.echo(f"\n{_OWN_HELP}")
+                say("", *_OWN_HELP.split("\n"))
                 return code
             words = [*words[1:], "--help"]
         return self._run_command(words)
@@ -116,7 +117,7 @@ class Shell:
             error.show()
             code = error.exit_code
         except (click.Abort, KeyboardInterrupt):
-            click.echo("Interrupted.", err=True)
+            say("Interrupted.", err=True)
             code = EXIT_INTERRUPTED
         except BrokenPipeError:
             raise  # nobody reads any more: the shell ends as every command does then
@@ -240,7 +241,7 @@ class Typed:
         try:
             line = input(self._prompt)
         except EOFError:
-            click.echo()  # the prompt's line has no end yet
+            say("")  # the prompt's line has no end yet
             return None
         if line.strip():
             self._remember()
@@ -272,7 +273,7 @@ class Typed:
             readline.read_history_file(path)
         except (OSError, ValueError) as error:
             reason = getattr(error, "strerror", None) or error
-            click.echo(f"Note: no history is kept: {path}: {reason}.", err=True)
+            say(f"Note: no history is kept: {path}: {reason}.", err=True)
             return
         self._history = path
         self._lines = readline.get_current_history_length()

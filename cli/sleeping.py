@@ -14,6 +14,7 @@ from kvelastic.cli.arguments import NameType, wait_option
 from kvelastic.cli.exit_codes import EXIT_TIMED_OUT, fall_short
 from kvelastic.cli.finding import readable, sweep
 from kvelastic.cli.limits import end, send
+from kvelastic.cli.saying import say
 
 if TYPE_CHECKING:
     from kvelastic.instance.outcome import Outcome, Request
@@ -69,14 +70,13 @@ def _end_otherwise(
 
 
 def _end_sleep(before: SegmentInfo, answer: Answer, wait_s: float | None) -> None:
-    from kvelastic.instance.row import printable
     from kvelastic.sizes import format_size
 
     name, already = before.name, " already" if before.usage["asleep"] else ""
     mapped = format_size(answer.mapped_bytes)
     if answer.mapped_bytes:
         in_use = format_size(_in_use_bytes(name))
-        why = f" ({printable(answer.reason)})" if answer.reason else ""
+        why = f" ({answer.reason})" if answer.reason else ""
         message = (
             f"{name} hands out nothing{already}; {mapped} are held still{why}, {in_use} of that in"
             " blocks that requests use, and go when those end"
@@ -87,7 +87,7 @@ def _end_sleep(before: SegmentInfo, answer: Answer, wait_s: float | None) -> Non
         return
     given_bytes = max(0, before.usage["mapped_bytes"] - answer.mapped_bytes)
     given = f" {format_size(given_bytes)} ({given_bytes} bytes) were given back;"
-    click.echo(f"{name} is asleep{already};{given if given_bytes else ''} {mapped} are mapped.")
+    say(f"{name} is asleep{already};{given if given_bytes else ''} {mapped} are mapped.")
 
 
 def _in_use_bytes(name: str) -> int:

@@ -9,7 +9,6 @@ that very request. They need not be the only ones: every operator gets his own.
 
 from __future__ import annotations
 
-import json
 import sys
 from typing import TYPE_CHECKING, Any, Final
 
@@ -25,6 +24,7 @@ from kvelastic.cli.arguments import (
 )
 from kvelastic.cli.exit_codes import fail, say_pending
 from kvelastic.cli.finding import readable, sweep
+from kvelastic.cli.saying import say, say_json
 from kvelastic.cli.showing import ShowingGroup
 
 if TYPE_CHECKING:
@@ -60,9 +60,9 @@ def show_command(name: str | None, as_json: bool) -> None:
 
     boards = _all_boards() if name is None else {name: _board_of(name)}
     if as_json:
-        click.echo(json.dumps([as_object(*one) for one in boards.items()], indent=2))
+        say_json([as_object(*one) for one in boards.items()])
     else:
-        click.echo(table(boards))
+        say(*table(boards).split("\n"))
 
 
 @tiers_command.command("limit", cls=ValueCommand)
@@ -112,13 +112,14 @@ def clear_command(name: str, yes: bool, wait_s: float | None, as_json: bool) -> 
 
     Other engines of the same namespace lose what they share with it. What a cache holds stays.
     """
+    from kvelastic.instance.row import printable
     from kvelastic.tier_board_format import TierRequest
 
     _board_of(name)
     if not yes:
         if not sys.stdin.isatty():
             raise click.UsageError("nobody can be asked here: add --yes.")
-        click.confirm(f"Erase all that the tiers of {name} keep?", abort=True)
+        click.confirm(f"Erase all that the tiers of {printable(name)} keep?", abort=True)
     answer = _ask(name, TierRequest("clear"), wait_s)
     _end(f"{name}: {_erased(name, answer)}", answer, name, wait_s, as_json)
 
@@ -171,15 +172,12 @@ def _all_boards() -> dict[str, BoardFigures]:
 
 
 def _board_of(name: str) -> BoardFigures:
-    from kvelastic.instance.row import printable
     from kvelastic.tier_board import read
 
     info = readable(name, sweep())
     board = read(info)
     if board is None:
-        fail(
-            f"{printable(name)} has no tiers; KVELASTIC_TIERS gives an engine some when it starts."
-        )
+        fail(f"{name} has no tiers; KVELASTIC_TIERS gives an engine some when it starts.")
     return board
 
 
@@ -218,19 +216,17 @@ def _end(
     message: str, answer: TierAnswer | None, name: str, wait_s: float | None, as_json: bool
 ) -> None:
     """Print what came of it, with the exit code for that."""
-    from kvelastic.instance.row import printable
-
     if as_json:
-        click.echo(json.dumps(_answer_object(name, answer), indent=2))
+        say_json(_answer_object(name, answer))
     if answer is None:
-        say_pending(printable(name), wait_s, as_json=as_json)
+        say_pending(name, wait_s, as_json=as_json)
     elif answer.state == "done":
         if not as_json:
             but = f"; {answer.reason}" if answer.reason else ""
-            click.echo(f"{printable(message + but)}.")
+            say(f"{message}{but}.")
     else:
         what = "refused it" if answer.state == "refused" else "failed to do it all"
-        fail(f"{printable(name)} {what}: {printable(answer.reason)}.")
+        fail(f"{name} {what}: {answer.reason}.")
 
 
 def _answer_object(name: str, answer: TierAnswer | None) -> dict[str, Any]:

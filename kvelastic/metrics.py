@@ -18,6 +18,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from kvelastic import link_board, metric_table
+from kvelastic.instance.row import printable
 from kvelastic.instance.status import status_of
 from kvelastic.ledger_facts import LedgerInfo
 from kvelastic.link_board_format import NodeFigures
@@ -158,8 +159,8 @@ class _Drawn:
         self, described: metric_table.Described, labels: Sequence[str], value: metric_table.Value
     ) -> None:
         if value is not None:
-            # A file's name may be no text at all; the format is UTF-8.
-            texts = tuple(label.encode("utf-8", "replace").decode() for label in labels)
+            # Names and models are others' text. A file's name may be no UTF-8, the format is.
+            texts = tuple(printable(label) for label in labels)
             self._samples.setdefault(described.name, {}).setdefault(texts, value)
 
     def families(self) -> Iterator[Metric]:

@@ -12,6 +12,7 @@ from kvelastic.cli.arguments import NameType, SecondsType
 from kvelastic.cli.exit_codes import fail
 from kvelastic.cli.finding import known_names, rows, sweep
 from kvelastic.cli.output import Program
+from kvelastic.cli.saying import say
 from kvelastic.errors import KvelasticError, SegmentNotFoundError
 
 _PIPE_COLUMNS = 120
@@ -61,7 +62,7 @@ def kvtop_command(names: tuple[str, ...], interval_s: float | None, once: bool) 
         sweep()
         rows(names)  # an unknown name is an error now, not an empty screen
     if once:
-        click.echo(_once(names, interval_s))
+        say(*_once(names, interval_s).split("\n"))
         return
     from kvelastic.cli.kvtop.app import run
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from click.testing import CliRunner
 from segment_owner import Owner
 
+from kvelastic import cli
 from kvelastic.cli.kvctl import _COMMANDS, main
 
 BIN = Path(sys.executable).parent
@@ -55,6 +58,73 @@ def test_a_disk_that_is_full_is_one_line_and_exit_code_1(owner, words, encoding)
         )
     message = "Error: the output cannot be written: No space left on device.\n"
     assert (done.returncode, done.stderr) == (1, message)
+
+
+HOSTILE = "\x1b]0;owned\x07\x9b2J\nkvctl: \udcff"
+"""A name that sets a terminal's title, clears its screen and adds a line."""
+
+
+@pytest.fixture(params=["apply", "refuse", "shrink"])
+def hostile(request):
+    """The name of an instance whose user has renamed its segment."""
+    with Owner("-", request.param) as running:
+        path = running.path.rename(running.path.with_name(running.name + HOSTILE))
+        yield path.name
+        path.unlink(missing_ok=True)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "limit {name} 1G",
+        "limit-percent {name} 50",
+        "set {name} --priority 3",
+        "trim {name}",
+        "trim {name} --wait 0",
+        "sleep {name}",
+        "sleep {name} --wait 0",
+        "wake {name}",
+        "wake {name} --wait 0",
+        "list",
+        "list {name}",
+        "watch --count 1",
+        "stats {name}",
+        "explain {name}",
+        "tiers",
+        "tiers {name}",
+        "tiers clear {name} --yes",
+        "delete {name}",
+        "delete {name} --force",
+        "gc",
+        "devices",
+        "metrics",
+        "kvtop --once",
+        "limit nothing 1G",
+    ],
+)
+def test_other_users_text_does_not_steer_the_terminal(hostile, words):
+    result = CliRunner().invoke(main, [word.format(name=hostile) for word in words.split()])
+    assert isinstance(result.exception, SystemExit | None)
+    assert result.output.replace("\n", "").isprintable()
+    assert "\nkvctl: " not in result.output
+
+
+def test_a_reason_of_another_process_does_not_steer_the_terminal(monkeypatch):
+    link = SimpleNamespace(peer_id=2, state="linked")
+    node = SimpleNamespace(node_id=1, pid=7, links=[link])
+    answer = SimpleNamespace(state="refused", reason=HOSTILE)
+    monkeypatch.setattr("kvelastic.link_board.nodes", lambda: [node])
+    monkeypatch.setattr("kvelastic.link_board.cut", lambda *_: answer)
+    result = CliRunner().invoke(main, ["links", "cut", "1", "2"])
+    assert result.exit_code == 1
+    assert result.stderr.startswith("Error: node 1 has not cut it: ")
+    assert result.stderr.rstrip("\n").isprintable()
+
+
+def test_all_output_goes_through_one_function():
+    prints = re.compile(r"\bclick\.s?echo\(|(?<![\w.])print\(|std(out|err)\.write\(")
+    files = Path(cli.__file__).parent.rglob("*.py")
+    assert [one.name for one in files if prints.search(one.read_text())] == ["saying.py"]
 
 
 def test_the_shell_ends_where_its_output_cannot_be_written():

@@ -248,7 +248,8 @@ def test_any_names_make_a_text_that_can_be_read():
     found = samples(
         metrics.render([info(strange, header={"model": strange}), info(undecodable)], [])
     )
-    labels = f"device=GPU-1,engine=vllm,model={strange},name={strange}"
+    shown = 'a"b\\c\ufffdd{}\ufffdé'  # what steers a terminal is replaced: people read it with curl
+    labels = f"device=GPU-1,engine=vllm,model={shown},name={shown}"
     assert found["kvelastic_instance_mapped_bytes", labels] == 100 * MIB
     twice = LedgerInfo("GPU-1", "readable", members=(member("a"), member("a")))
     text = metrics.render([], [twice, twice])

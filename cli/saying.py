@@ -1,0 +1,32 @@
+"""Prints what commands say: no text reaches a terminal but through here.
+
+    say(f"Deleted {name}.")          # one line each, whatever is in it
+    say(*table(rows).split("\\n"))
+    say_json(answer)
+
+Names, models and reasons are other users' text. A character in it that is not printable, such as
+the ESC of a terminal's commands or a line's end, is replaced.
+"""
+
+from __future__ import annotations
+
+import click
+
+
+def say(*lines: str, err: bool = False) -> None:
+    """Print each line on stdout, or on stderr with `err`."""
+    from kvelastic.instance.row import printable
+
+    click.echo("\n".join(map(printable, lines)), err=err)
+
+
+def say_styled(text: str) -> None:
+    """Print a text that has colours on stdout. The caller has made all text in it printable."""
+    click.echo(text)
+
+
+def say_json(value: object, *, indent: int | None = 2) -> None:
+    """Print a value as JSON on stdout, in ASCII."""
+    import json
+
+    click.echo(json.dumps(value, indent=indent))
