@@ -26,6 +26,10 @@ class Program(click.Command):
         """Run it; as a program of its own it says itself that stdout cannot be written."""
         if not kwargs.get("standalone_mode", True):
             return super().main(*args, **kwargs)
+        if sys.stdout is None:
+            # It was closed (`>&-`). Here a write fails as in other programs, and commands that ask
+            # what stdout is need not think of None.
+            sys.stdout = os.fdopen(os.open(os.devnull, os.O_RDONLY), "w")
         with _told_of_broken_stdout():
             return super().main(*args, **kwargs)
 
@@ -37,8 +41,7 @@ def _told_of_broken_stdout() -> Iterator[None]:
             yield
         finally:
             # Before Python does it, which would print a traceback of its own and exit with 120.
-            if sys.stdout is not None:
-                sys.stdout.flush()
+            sys.stdout.flush()
     except BrokenPipeError:
         raise  # nobody reads any more, and nobody needs to be told
     except OSError as error:

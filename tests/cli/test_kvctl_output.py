@@ -127,6 +127,22 @@ def test_all_output_goes_through_one_function():
     assert [one.name for one in files if prints.search(one.read_text())] == ["saying.py"]
 
 
+@pytest.mark.parametrize(
+    "words", ["kvctl list", "kvctl list --json", "kvctl devices", "kvtop --once"]
+)
+def test_a_closed_stdout_is_one_line_and_exit_code_1(words):
+    done = subprocess.run(
+        ["sh", "-c", f"exec {BIN}/{words} >&- </dev/null"], stderr=subprocess.PIPE, text=True
+    )
+    message = "Error: the output cannot be written: Bad file descriptor.\n"
+    assert (done.returncode, done.stderr) == (1, message)
+
+
+def test_a_closed_stderr_changes_nothing():
+    done = subprocess.run(["sh", "-c", f"exec {BIN}/kvctl limit nothing 1G 2>&-"])
+    assert done.returncode == 1
+
+
 def test_the_shell_ends_where_its_output_cannot_be_written():
     with FULL.open("w") as full:
         done = subprocess.run(
