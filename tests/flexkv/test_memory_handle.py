@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import mmap
 import os
+import pickle
 import socket
 import subprocess
 import sys
@@ -78,6 +80,15 @@ def test_the_same_bytes_in_another_process() -> None:
     handle.close()
     ours.close()
     theirs.close()
+
+
+@pytest.mark.parametrize("duplicate", [pickle.dumps, copy.copy, copy.deepcopy])
+def test_a_handle_is_not_pickled_with_the_number_of_its_descriptor(duplicate: Any) -> None:
+    handle = TensorSharedHandle(shared_zeros(64))
+    for one in (handle, TensorSharedHandle.of(handle.description, os.dup(handle.fd))):
+        with pytest.raises(UnsupportedError, match="send_fds"):
+            duplicate(one)
+        one.close()
 
 
 def test_torch_over_shared_memory_and_torchs_own() -> None:

@@ -18,7 +18,7 @@ import os
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 import numpy as np
 
@@ -162,6 +162,15 @@ class TensorSharedHandle:
             handle.close()
             raise
         return handle
+
+    def __reduce__(self) -> NoReturn:
+        """Raise `UnsupportedError`: the number of a descriptor is other memory elsewhere."""
+        raise UnsupportedError(
+            f"a TensorSharedHandle cannot be pickled or copied: descriptor {self.fd} is other"
+            " memory in another process; send the descriptor over a Unix socket"
+            " (socket.send_fds), and make the handle there by TensorSharedHandle.of(description,"
+            " fd)"
+        )
 
     def get_tensor(self) -> np.ndarray[Any, Any]:
         """The tensor, as a NumPy array over the shared memory; it outlives the handle.
