@@ -276,7 +276,8 @@ class KVManager:
         """Begin tasks; answers the ids to wait for. All of them, or none where one is refused.
 
         A slot mapping has the slots of exactly the True tokens of the task's mask, in order, whole
-        blocks of the engine: block = slot // tokens_per_block. One id may come with one bare array;
+        blocks of the engine: block = slot // tokens_per_block. In the place of a block's slots its
+        first one may stand for each token. One id may come with one bare array;
         arrays are of NumPy or torch. Tasks that are complete because nothing was found are left
         alone. With `as_batch` the answer is one id for all. Raises `InvalidArgumentError` (a
         ValueError) for a task that is launched or over, and for slots that do not fit;

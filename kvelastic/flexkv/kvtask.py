@@ -488,9 +488,10 @@ class KVTaskEngine:
             raise InvalidArgumentError(
                 f"slot_mapping of task {task_id} names block {int(blocks.max())} of {count}"
             )
-        if task.task_type is KVRequestType.GET and len(np.unique(blocks)) != len(blocks):
+        if len(np.unique(blocks)) != len(blocks):
             raise InvalidArgumentError(
-                f"slot_mapping of task {task_id} names a block twice; a get fills each block once"
+                f"slot_mapping of task {task_id} names a block twice; each block of tokens has one"
+                " of its own"
             )
         return task, blocks
 

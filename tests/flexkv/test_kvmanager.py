@@ -540,6 +540,7 @@ def test_a_batch_is_waited_for_by_one_id(engine: Engine) -> None:
         slots_of([0, 1, 2]),
         slots_of([0, 1])[::-1],
         slots_of([0, 1]) + 1,
+        slots_of([0, 0]),
         np.zeros(2 * TOKENS, np.int64),
         slots_of([0, ENGINE_BLOCKS]),
         -slots_of([1, 2]),
@@ -558,6 +559,20 @@ def test_slots_that_do_not_fit_are_refused_and_the_task_stands(engine: Engine, s
     engine.compute(tokens, [0, 1])
     engine.manager.launch(task, slots_of([0, 1]))
     assert engine.manager.wait(task, SOON_S)[task].status is KVResponseStatus.SUCCESS
+
+
+def test_a_slot_mapping_may_name_the_first_slot_of_each_block(engine: Engine) -> None:
+    """As FlexKV's own adapters build it: `block_ids.repeat(block_size) * block_size`."""
+    tokens = prompt(1, 3)
+    engine.compute(tokens, [7, 2, 9])
+    task, _ = engine.manager.put_match(tokens)
+    engine.manager.launch(task, np.array([7, 2, 9]).repeat(TOKENS) * TOKENS)
+    assert engine.manager.wait(task, SOON_S)[task].status is KVResponseStatus.SUCCESS
+    engine.clear()
+    task = engine.manager.get_async(tokens, np.array([4, 8, 1]).repeat(TOKENS) * TOKENS)
+    assert engine.manager.wait(task, SOON_S)[task].status is KVResponseStatus.SUCCESS
+    assert [engine.holds(block, tokens, at) for at, block in enumerate([4, 8, 1])] == [True] * 3
+    assert engine.get(tokens) == 3
 
 
 def test_a_get_into_one_block_twice_is_refused(engine: Engine) -> None:

@@ -431,9 +431,11 @@ def slots_of_plan(plan: Plan, token_mask: Any, slot_mapping: Any) -> Tokens:
 
 
 def blocks_of_slots(slots: Tokens, tokens_per_block: int) -> BlockIds:
-    """The engine's blocks of whole pages of slots.
+    """Return the engine's blocks of whole pages of slots.
 
-    Raises `InvalidArgumentError` where slots are not those of whole blocks, in order.
+    Each block comes with its slots in order, or with its first slot for each token: FlexKV's own
+    adapters send `block_ids.repeat(tokens_per_block) * tokens_per_block`. Raises
+    `InvalidArgumentError` for anything else.
     """
     if len(slots) % tokens_per_block:
         raise InvalidArgumentError(
@@ -441,10 +443,11 @@ def blocks_of_slots(slots: Tokens, tokens_per_block: int) -> BlockIds:
         )
     rows = slots.reshape(-1, tokens_per_block)
     firsts = rows[:, 0]
-    is_whole = (rows - firsts[:, None] == np.arange(tokens_per_block)).all()
+    steps = rows - firsts[:, None]
+    is_whole = (steps == np.arange(tokens_per_block)).all() or not steps.any()
     if not is_whole or (firsts % tokens_per_block).any() or (firsts < 0).any():
         raise InvalidArgumentError(
             f"slot_mapping is not page aligned: each {tokens_per_block} slots must be those of one"
-            " block, in order"
+            " block in order, or its first slot for each token"
         )
     return firsts // tokens_per_block
