@@ -19,6 +19,7 @@ Any thread may call anything. Nothing raises for what a tier's medium does.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from copy import copy
 from typing import Any
 
 from kvelastic.config import Config
@@ -65,6 +66,7 @@ class KVManager:
         accepted, `UnsupportedError` for what is not there, with what to use instead.
         """
         check_supported(model_config, cache_config)
+        model_config = copy(model_config)
         if event_collector is not None:
             raise UnsupportedError("event_collector: read `kvctl tiers` or the metrics instead")
         ports = (gpu_register_port, server_recv_port)

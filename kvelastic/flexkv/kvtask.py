@@ -20,6 +20,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from copy import copy
 from dataclasses import dataclass, field
 from enum import Enum
 from operator import index
@@ -141,7 +142,7 @@ class KVTaskEngine:
         `UnsupportedError`.
         """
         check_supported(model_config, cache_config)
-        self.model_config = model_config
+        self.model_config = copy(model_config)
         self.cache_config = cache_config
         self._settings = load() if settings is None else settings
         self._clock = clock

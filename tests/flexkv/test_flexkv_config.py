@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import FrozenInstanceError
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -10,6 +10,7 @@ import pytest
 
 from kvelastic.errors import ConfigError, InvalidArgumentError, UnsupportedError
 from kvelastic.flexkv.common.config import CacheConfig, ModelConfig, check_supported
+from kvelastic.flexkv.kvmanager import KVManager
 
 
 def test_defaults_are_those_of_flexkv() -> None:
@@ -53,9 +54,57 @@ def test_dtypes_of_torch_are_taken() -> None:
     assert (model.dtype_name, model.token_size_in_bytes) == ("bfloat16", 4)
 
 
-def test_a_model_is_frozen() -> None:
-    with pytest.raises(FrozenInstanceError):
-        ModelConfig().num_layers = 2  # type: ignore[misc]
+@pytest.mark.parametrize(("fourth", "kv_dim"), [(2, 2), (1, 1), (False, 2), (True, 1)], ids=str)
+def test_values_by_place_are_those_of_either_flexkv(fourth: Any, kv_dim: int) -> None:
+    """Its fourth field was `use_mla`, and is `kv_dim`; the fifth is the dtype in both."""
+    model = ModelConfig(4, 8, 128, fourth, np.float16, 4, 2)
+    assert (model.num_layers, model.num_kv_heads, model.head_size) == (4, 8, 128)
+    assert (model.kv_dim, model.use_mla, model.dtype_name) == (kv_dim, kv_dim == 1, "float16")
+    assert (model.tp_size, model.dp_size) == (4, 2)
+
+
+def test_fields_are_set_one_by_one_as_adapters_do() -> None:
+    model = ModelConfig()
+    model.num_layers, model.head_size, model.dtype = 4, 576, np.float16
+    model.tp_size = 4  # before the heads, which it divides
+    model.use_mla = True
+    assert (model.kv_dim, model.token_size_in_bytes) == (1, 4 * 576 * 2)
+    model.kv_dim = 2
+    assert model.use_mla is False
+    with pytest.raises(InvalidArgumentError, match="tp_size=4"):
+        check_supported(model, CacheConfig())
+    assert replace(model, num_kv_heads=8).num_kv_heads == 8
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"num_layers": 0},
+        {"num_layers": "4"},
+        {"head_size": 1.0},
+        {"tp_size": True},
+        {"use_mla": np.float16},
+        {"use_mla": 3},
+        {"kv_dim": True},
+        {"dtype": 2},
+        {"weights": b"w"},
+        {"num_kv_head": 1},
+    ],
+    ids=str,
+)
+def test_a_value_that_cannot_be_is_refused_when_it_is_set(wrong: dict[str, Any]) -> None:
+    model = ModelConfig()
+    for name, value in wrong.items():
+        with pytest.raises(InvalidArgumentError, match=name):
+            setattr(model, name, value)
+    assert model == ModelConfig()
+
+
+def test_a_manager_keeps_what_it_was_made_with() -> None:
+    model = ModelConfig(num_layers=2)
+    manager = KVManager(model, CacheConfig())
+    model.num_layers = 3
+    assert manager.task_engine.model_config.num_layers == 2
 
 
 @pytest.mark.parametrize(
@@ -66,6 +115,8 @@ def test_a_model_is_frozen() -> None:
         {"num_kv_heads": 3, "tp_size": 2},
         {"kv_dim": 3},
         {"dtype": "complex2"},
+        {"use_mla": np.float16},
+        {"use_mla": False, "kv_dim": 1},
         {"tp_size": True},
     ],
 )

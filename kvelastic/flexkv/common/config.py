@@ -10,7 +10,7 @@ takes its place; nothing is accepted and then ignored.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, Final
 
 from kvelastic.errors import ConfigError, InvalidArgumentError, UnsupportedError
@@ -53,22 +53,27 @@ EVICTION_POLICIES: Final = ("lru", "lfu", "slru", "fifo")
 MOONCAKE_PREFIX: Final = "mooncake:"
 
 
-@dataclass(frozen=True)
+@dataclass
 class ModelConfig:
-    """One model's KV. Immutable; raises `InvalidArgumentError` for what cannot be."""
+    """One model's KV. The first seven fields stand in FlexKV's order.
+
+    Fields may be set one by one; a manager copies them when it is made. Each value is checked when
+    it is set: raises `InvalidArgumentError`, also for a name that is no field.
+    """
 
     num_layers: int = 1
     num_kv_heads: int = 1
     head_size: int = 1
-    kv_dim: int = 2
-    """2: K and V apart; 1: one fused row (MLA, packed)."""
-    use_mla: bool | None = None
-    """FlexKV's older name for `kv_dim=1`; None: as `kv_dim` says."""
+    use_mla: bool | int | None = None
+    """True: one fused row. None: as `kv_dim` says. Newer FlexKV has `kv_dim` in this place, so 1
+    and 2 are read as that. Always a bool afterwards."""
     dtype: Any = "bfloat16"
     """A name, or a dtype of torch or NumPy."""
     tp_size: int = 1
-    pp_size: int = 1
     dp_size: int = 1
+    kv_dim: int = 2
+    """2: K and V apart; 1: one fused row (MLA, packed). Follows `use_mla`, and the reverse."""
+    pp_size: int = 1
     cp_size: int = 1
     nnodes: int = 1
     instance_num: int = 1
@@ -79,19 +84,47 @@ class ModelConfig:
     after a restart; without one it is not: two models of one shape could not be told apart."""
 
     def __post_init__(self) -> None:
-        if self.use_mla is not None:
-            object.__setattr__(self, "kv_dim", 1 if self.use_mla else 2)
-        object.__setattr__(self, "use_mla", self.kv_dim == 1)
-        for name in _MODEL_COUNTS:
-            _check_count(name, getattr(self, name))
-        if self.kv_dim not in (1, 2):
-            raise InvalidArgumentError(f"kv_dim={self.kv_dim}; give 2 for K and V, 1 for one row")
+        told = None if self.use_mla is None else _kv_dim(self.use_mla)
+        if told == 2 and self.kv_dim == 1:
+            raise InvalidArgumentError(
+                f"use_mla={self.use_mla!r} and kv_dim=1 contradict each other; give one of them"
+            )
+        self.kv_dim = self.kv_dim if told is None else told
+        self.check()
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Check the value before it is set."""
+        if name in _MODEL_COUNTS:
+            _check_count(name, value)
+        elif name == "dtype":
+            item_bytes(value)
+        elif name == "kv_dim":
+            if isinstance(value, bool) or value not in (1, 2):
+                raise InvalidArgumentError(f"kv_dim={value!r}; give 2 for K and V, 1 for one row")
+            is_made = "weights" in vars(self)  # the last field: `use_mla` has been read
+            if is_made:
+                object.__setattr__(self, "use_mla", value == 1)
+        elif name == "use_mla":
+            told = None if value is None else _kv_dim(value)
+            if "kv_dim" in vars(self) and told is not None:
+                self.kv_dim = told
+                return
+        elif name not in ("model", "weights"):
+            raise InvalidArgumentError(
+                f"ModelConfig has no field {name!r}; it has"
+                f" {', '.join(one.name for one in fields(self))}"
+            )
+        elif not isinstance(value, str):
+            raise InvalidArgumentError(f"{name}={value!r} is not accepted; give a text")
+        object.__setattr__(self, name, value)
+
+    def check(self) -> None:
+        """Raise `InvalidArgumentError` for fields that do not go together."""
         if self.kv_dim == 2 and self.num_kv_heads % self.tp_size:
             raise InvalidArgumentError(
                 f"num_kv_heads={self.num_kv_heads} cannot be divided by tp_size={self.tp_size};"
                 " give the heads of all ranks together, replicated ones included"
             )
-        item_bytes(self.dtype)
 
     @property
     def dtype_name(self) -> str:
@@ -113,6 +146,18 @@ class ModelConfig:
         """Of one token in all layers and of all ranks."""
         row = self.num_kv_heads * self.head_size * item_bytes(self.dtype)
         return self.num_layers * self.kv_dim * row
+
+
+def _kv_dim(use_mla: object) -> int:
+    """`use_mla` as `kv_dim`, which newer FlexKV has in its place."""
+    if isinstance(use_mla, bool):
+        return 1 if use_mla else 2
+    if isinstance(use_mla, int) and use_mla in (1, 2):
+        return use_mla
+    raise InvalidArgumentError(
+        f"use_mla={use_mla!r} is not accepted; give True or False, or kv_dim (1 or 2). The dtype"
+        " comes after it"
+    )
 
 
 _MODEL_COUNTS: Final = (
@@ -198,6 +243,7 @@ class CacheConfig:
 
 def check_supported(model: ModelConfig, cache: CacheConfig) -> None:
     """Raise for what cannot be served: `UnsupportedError` by name, `ConfigError` for a value."""
+    model.check()
     if model.nnodes > 1:
         raise UnsupportedError(
             f"nnodes={model.nnodes}: ranks of one model on several machines are not served; run"

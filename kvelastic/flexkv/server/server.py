@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Mapping
+from copy import copy
 from typing import Final
 
 from kvelastic.errors import InvalidArgumentError, NotInitializedError
@@ -45,6 +46,7 @@ class KVServer:
         taken; nothing is left then.
         """
         check_supported(model_config, cache_config)
+        model_config = copy(model_config)
         self.server_recv_port: Final = server_recv_port or default_endpoint()
         self.gpu_register_port: Final = gpu_register_port or gpu_register_endpoint(
             self.server_recv_port
