@@ -23,7 +23,6 @@ from collections.abc import Callable, Iterable, Sequence
 from copy import copy
 from dataclasses import dataclass, field
 from enum import Enum
-from operator import index
 from typing import Any, Final
 
 import numpy as np
@@ -40,10 +39,17 @@ from kvelastic.flexkv.cache.cache_engine import (
     slots_of_plan,
     wanted_blocks,
 )
+from kvelastic.flexkv.common.arguments import (
+    launched,
+    namespace_names,
+    request_tokens,
+    task_id_list,
+    wait_seconds,
+)
 from kvelastic.flexkv.common.block import SequenceMeta
 from kvelastic.flexkv.common.config import CacheConfig, ModelConfig, check_supported
 from kvelastic.flexkv.common.debug import TaskRecord
-from kvelastic.flexkv.common.hash_utils import as_tokens
+from kvelastic.flexkv.common.hash_utils import Tokens
 from kvelastic.flexkv.common.request import KVRequestType, KVResponse, KVResponseStatus, Mask
 from kvelastic.flexkv.common.ring_buffer import RingBuffer
 from kvelastic.flexkv.common.storage import KVCacheLayout, StorageHandle
@@ -234,9 +240,10 @@ class KVTaskEngine:
         self.transfer_engine.gpu_worker.register(dp_client_id, tp_rank, handle.data, keep)
 
     def _check_client(self, dp_client_id: int) -> None:
-        if not 0 <= dp_client_id < self.expected_clients:
+        is_number = isinstance(dp_client_id, int) and not isinstance(dp_client_id, bool)
+        if not is_number or not 0 <= dp_client_id < self.expected_clients:
             raise InvalidArgumentError(
-                f"data-parallel client {dp_client_id} is not one of {self.expected_clients}; set"
+                f"data-parallel client {dp_client_id!r} is not one of {self.expected_clients}; set"
                 " dp_size and instance_num of ModelConfig"
             )
 
@@ -303,7 +310,8 @@ class KVTaskEngine:
         self._check_client(dp_id)
         _ = self.storage
         self._pump()
-        sequence = self.cache_engine.sequence(token_ids, namespace)
+        namespace = namespace_names(namespace)
+        sequence = self.cache_engine.sequence(request_tokens(token_ids), namespace)
         first, last = wanted_blocks(token_mask, sequence)
         plan = self.cache_engine.plan_get(sequence, first, last, dp_id=dp_id, cpu_only=cpu_only)
         task = self._add(KVRequestType.GET, plan, dp_id)
@@ -323,7 +331,8 @@ class KVTaskEngine:
         self._check_client(dp_id)
         _ = self.storage
         self._pump()
-        sequence = self.cache_engine.sequence(token_ids, namespace)
+        namespace = namespace_names(namespace)
+        sequence = self.cache_engine.sequence(request_tokens(token_ids), namespace)
         last = put_blocks(token_mask, sequence)
         plan = self.cache_engine.plan_put(sequence, last, dp_id=dp_id)
         task = self._add(KVRequestType.PUT, plan, dp_id)
@@ -398,7 +407,8 @@ class KVTaskEngine:
         refuse_sliding(swa_aware=swa_aware)
         _ = self.storage
         self._pump()
-        sequence = self.cache_engine.sequence(token_ids, namespace)
+        namespace = namespace_names(namespace)
+        sequence = self.cache_engine.sequence(request_tokens(token_ids), namespace)
         plan = self.cache_engine.plan_get(sequence, 0, sequence.num_blocks, is_prefetch=True)
         task = self._add(KVRequestType.PREFETCH, plan, 0)
         if self._tracer is not None:
@@ -446,7 +456,7 @@ class KVTaskEngine:
         refuse_sliding(swa_slot_mappings=swa_slot_mappings)
         refuse_layerwise(layerwise_transfer)
         _ = self.storage
-        ids, slots = _each(task_ids, slot_mappings)
+        ids, slots = launched(task_ids, slot_mappings)
         with self._lock:
             self._pump()
             bound = [self._check_launch(at, own) for at, own in zip(ids, slots, strict=True)]
@@ -466,7 +476,7 @@ class KVTaskEngine:
                 del self._batches[next(iter(self._batches))]
             return [batch_id]
 
-    def _check_launch(self, task_id: int, slot_mapping: Any) -> tuple[KVTask, BlockIds | None]:
+    def _check_launch(self, task_id: int, slots: Tokens) -> tuple[KVTask, BlockIds | None]:
         """The task and its blocks; None where there is nothing to launch. The lock is held."""
         task = self._tasks.get(task_id)
         if task is None:
@@ -477,7 +487,6 @@ class KVTaskEngine:
             raise InvalidArgumentError(
                 f"task {task_id} is {task.status.value}; a task is launched once"
             )
-        slots = as_tokens(slot_mapping, "slot_mapping")
         if len(slots) != task.plan.tokens:
             raise InvalidArgumentError(
                 f"slot_mapping of task {task_id} has {len(slots)} slots for {task.plan.tokens} True"
@@ -541,7 +550,9 @@ class KVTaskEngine:
 
     def _members(self, task_ids: int | Iterable[int]) -> list[int]:
         return [
-            one for task_id in _id_list(task_ids) for one in self._batches.get(task_id, [task_id])
+            one
+            for task_id in task_id_list(task_ids)
+            for one in self._batches.get(task_id, [task_id])
         ]
 
     # --- waiting -------------------------------------------------------------------------------
@@ -551,8 +562,8 @@ class KVTaskEngine:
     ) -> dict[int, KVResponse]:
         """What became of tasks, for each. See `KVManager.wait`."""
         _ = self.storage
-        ids = _id_list(task_ids)
-        deadline_s = time.monotonic() + timeout
+        ids = task_id_list(task_ids)
+        deadline_s = time.monotonic() + wait_seconds(timeout)
         while True:
             seen = self.transfer_engine.events
             with self._lock:
@@ -572,7 +583,7 @@ class KVTaskEngine:
     ) -> dict[int, KVResponse]:
         """The same without waiting; those that are on their way are left out."""
         _ = self.storage
-        ids = _id_list(task_ids)
+        ids = task_id_list(task_ids)
         with self._lock:
             self._pump()
             answers = {task_id: self._answer(task_id, completely) for task_id in ids}
@@ -747,42 +758,6 @@ def refuse_layerwise(layerwise_transfer: bool) -> None:
         raise UnsupportedError(
             "layerwise_transfer=True: blocks are moved in all layers at once; leave it off"
         )
-
-
-def _is_one(task_ids: object) -> bool:
-    return hasattr(task_ids, "__index__") and getattr(task_ids, "ndim", 0) == 0
-
-
-def _id_list(task_ids: int | Iterable[int]) -> list[int]:
-    """Ids as plain integers. Raises `InvalidArgumentError` for what is none."""
-    try:
-        each: Any = [task_ids] if _is_one(task_ids) else task_ids
-        return [index(task_id) for task_id in each]
-    except TypeError:
-        raise InvalidArgumentError(f"{task_ids!r} is no task id, nor several of them") from None
-
-
-def _each(task_ids: int | Iterable[int], slot_mappings: Any) -> tuple[list[int], list[Any]]:
-    """One mapping for each task; one id may come with one bare array."""
-    ids = _id_list(task_ids)
-    if _is_one(task_ids):
-        is_wrapped = isinstance(slot_mappings, (list, tuple)) and (
-            len(slot_mappings) == 1 and not _is_one(slot_mappings[0])
-        )
-        return ids, list(slot_mappings) if is_wrapped else [slot_mappings]
-    try:
-        slots = list(slot_mappings)
-    except TypeError:
-        raise InvalidArgumentError(
-            f"slot_mappings of type {type(slot_mappings).__name__}; pass a list of rows"
-        ) from None
-    if len(slots) != len(ids):
-        raise InvalidArgumentError(
-            f"{len(ids)} tasks and {len(slots)} slot mappings; pass one for each"
-        )
-    if len(set(ids)) != len(ids):
-        raise InvalidArgumentError("a task is named twice in one launch; name it once")
-    return ids, slots
 
 
 __all__ = ["DeviceType", "KVTask", "KVTaskEngine", "TaskStatus"]

@@ -24,6 +24,7 @@ from kvelastic.flexkv.cache.transfer_pattern import (
     prefetch_graph,
     put_graph,
 )
+from kvelastic.flexkv.common.arguments import as_mask
 from kvelastic.flexkv.common.block import SequenceMeta
 from kvelastic.flexkv.common.hash_utils import Tokens, as_tokens
 from kvelastic.flexkv.common.request import Mask
@@ -356,25 +357,6 @@ def check_layers(layer_num: int, layer_granularity: int) -> None:
             raise UnsupportedError(
                 f"{name}={value}: blocks are moved in all layers at once; leave it at {ALL_LAYERS}"
             )
-
-
-def as_mask(token_mask: Any, length: int) -> Mask | None:
-    """A mask as a row of bools; None where it is None, which is all True.
-
-    Raises `InvalidArgumentError` for another length or another kind of array.
-    """
-    if token_mask is None:
-        return None
-    try:
-        mask = np.asarray(token_mask)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise InvalidArgumentError(f"token_mask cannot be read as an array: {error}") from None
-    if mask.dtype != np.bool_ or mask.shape != (length,):
-        raise InvalidArgumentError(
-            f"token_mask of shape {mask.shape} and dtype {mask.dtype} for {length} tokens; pass one"
-            " bool for each"
-        )
-    return mask
 
 
 def true_span(mask: Mask | None, length: int) -> tuple[int, int]:

@@ -14,7 +14,17 @@ from kvelastic.errors import (
     MessageError,
     NotInitializedError,
 )
+from kvelastic.flexkv.cache.cache_engine import ALL_LAYERS, check_layers
+from kvelastic.flexkv.common.arguments import (
+    as_mask,
+    launched,
+    namespace_names,
+    request_tokens,
+    task_id_list,
+    wait_seconds,
+)
 from kvelastic.flexkv.common.config import ModelConfig
+from kvelastic.flexkv.common.hash_utils import Tokens
 from kvelastic.flexkv.common.request import KVResponse, Mask
 from kvelastic.flexkv.kvtask import refuse_layerwise, refuse_sliding
 from kvelastic.flexkv.server import request as messages
@@ -134,7 +144,12 @@ class KVDPClient:
         """As `KVManager.get_async`."""
         self._check_client(dp_id)
         matched = self._match(
-            "get", token_ids, token_mask, slot_mapping, layer_granularity, namespace
+            "get",
+            token_ids,
+            token_mask,
+            request_tokens(slot_mapping, "slot_mapping"),
+            layer_granularity,
+            namespace,
         )
         return matched[0]
 
@@ -149,7 +164,14 @@ class KVDPClient:
     ) -> int:
         """As `KVManager.put_async`."""
         self._check_client(dp_id)
-        return self._match("put", token_ids, token_mask, slot_mapping, -1, namespace)[0]
+        return self._match(
+            "put",
+            token_ids,
+            token_mask,
+            request_tokens(slot_mapping, "slot_mapping"),
+            -1,
+            namespace,
+        )[0]
 
     def prefetch_async(
         self, token_ids: Any, namespace: Sequence[str] | None = None, swa_aware: bool = False
@@ -157,7 +179,7 @@ class KVDPClient:
         """As `KVManager.prefetch_async`."""
         refuse_sliding(swa_aware=swa_aware)
         asked = messages.Prefetch(
-            tokens=messages.pack_integers(token_ids), namespace=_names(namespace)
+            tokens=messages.pack_integers(token_ids), namespace=namespace_names(namespace)
         )
         (task_id,) = self._ask(asked, messages.Started).task_ids
         return task_id
@@ -174,10 +196,9 @@ class KVDPClient:
         """As `KVManager.launch`."""
         refuse_sliding(swa_slot_mappings=swa_slot_mappings)
         refuse_layerwise(layerwise_transfer)
-        is_bare = isinstance(task_ids, int) and not isinstance(slot_mappings, (list, tuple))
-        mappings = [slot_mappings] if is_bare else slot_mappings
+        ids, mappings = launched(task_ids, slot_mappings)
         slots = [messages.pack_integers(one) for one in mappings]
-        asked = messages.Launch(task_ids=_ids(task_ids), slots=slots, as_batch=as_batch)
+        asked = messages.Launch(task_ids=ids, slots=slots, as_batch=bool(as_batch))
         return self._ask(asked, messages.Started).task_ids
 
     launch_tasks = launch
@@ -185,7 +206,7 @@ class KVDPClient:
 
     def cancel(self, task_ids: int | Iterable[int]) -> None:
         """As `KVManager.cancel`."""
-        self._ask(messages.Cancel(task_ids=_ids(task_ids)), messages.Done)
+        self._ask(messages.Cancel(task_ids=task_id_list(task_ids)), messages.Done)
 
     cancel_tasks = cancel
 
@@ -193,14 +214,15 @@ class KVDPClient:
         self, task_ids: int | Iterable[int], timeout: float = 20.0, completely: bool = False
     ) -> dict[int, KVResponse]:
         """As `KVManager.wait`."""
+        timeout_s = wait_seconds(timeout)
         asked = messages.Wait(
-            task_ids=_ids(task_ids), timeout_s=max(timeout, 0.0), completely=completely
+            task_ids=task_id_list(task_ids), timeout_s=timeout_s, completely=bool(completely)
         )
-        return _by_task(self._ask(asked, messages.Responses, timeout + ANSWER_S))
+        return _by_task(self._ask(asked, messages.Responses, timeout_s + ANSWER_S))
 
     def try_wait(self, task_ids: int | Iterable[int]) -> dict[int, KVResponse]:
         """As `KVManager.try_wait`."""
-        asked = messages.Wait(task_ids=_ids(task_ids), timeout_s=None, completely=False)
+        asked = messages.Wait(task_ids=task_id_list(task_ids), timeout_s=None, completely=False)
         return _by_task(self._ask(asked, messages.Responses))
 
     def reset(self) -> None:
@@ -228,20 +250,22 @@ class KVDPClient:
         kind: Literal["get", "put"],
         token_ids: Any,
         token_mask: Any,
-        slot_mapping: Any,
+        slots: Tokens | None,
         layer_granularity: int,
         namespace: Sequence[str] | None,
         *,
         cpu_only: bool = False,
     ) -> tuple[int, Mask]:
+        check_layers(ALL_LAYERS, layer_granularity)
+        tokens = request_tokens(token_ids)
         asked = messages.Match(
             kind=kind,
-            tokens=messages.pack_integers(token_ids),
-            mask=messages.pack_mask(token_mask),
-            namespace=_names(namespace),
-            layer_granularity=layer_granularity,
-            slots=None if slot_mapping is None else messages.pack_integers(slot_mapping),
-            cpu_only=cpu_only,
+            tokens=messages.pack_integers(tokens),
+            mask=messages.pack_mask(as_mask(token_mask, len(tokens))),
+            namespace=namespace_names(namespace),
+            layer_granularity=ALL_LAYERS,
+            slots=None if slots is None else messages.pack_integers(slots),
+            cpu_only=bool(cpu_only),
         )
         matched = self._ask(asked, messages.Matched)
         return matched.task_id, messages.mask_of(matched)
@@ -257,17 +281,6 @@ class KVDPClient:
         if connection is None:
             raise NotInitializedError("this client has no server yet: call KVManager.start()")
         return expect(connection.call(message, timeout_s), answer)
-
-
-def _ids(task_ids: int | Iterable[int]) -> list[int]:
-    ids = [task_ids] if isinstance(task_ids, int) else [int(one) for one in task_ids]
-    if len(ids) > messages.MOST_TASKS:
-        raise InvalidArgumentError(f"{len(ids)} tasks at once; name {messages.MOST_TASKS} at most")
-    return ids
-
-
-def _names(namespace: Sequence[str] | None) -> list[str] | None:
-    return None if namespace is None else [str(name) for name in namespace]
 
 
 def _by_task(answered: messages.Responses) -> dict[int, KVResponse]:

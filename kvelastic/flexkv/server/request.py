@@ -21,27 +21,30 @@ import numpy as np
 from msgspec import structs
 
 from kvelastic.errors import InvalidArgumentError
+from kvelastic.flexkv.common.arguments import (
+    MOST_NAME_CHARACTERS,
+    MOST_NAMES,
+    MOST_TASKS,
+    MOST_TOKENS,
+    request_tokens,
+)
 from kvelastic.flexkv.common.config import ModelConfig
 from kvelastic.flexkv.common.memory_handle import MOST_AXES, TensorDescription
 from kvelastic.flexkv.common.request import KVResponse, KVResponseStatus
 from kvelastic.messages import Message, Meta, Protocol
 
-MOST_TOKENS: Final = 1 << 20
-"""Of one request."""
-MOST_TASKS: Final = 4096
 MOST_TENSORS: Final = 4096
 MOST_PAGES: Final = 1 << 16
-_MOST_NAMES: Final = 64
 _MOST_BYTES: Final = 16 << 20
 
 Count = Annotated[int, Meta(ge=0, le=1 << 62)]
 ClientId = Annotated[int, Meta(ge=0, le=1 << 20)]
 TaskIds = Annotated[list[int], Meta(max_length=MOST_TASKS)]
-Name = Annotated[str, Meta(max_length=4096)]
-Tokens = Annotated[bytes, Meta(max_length=8 * MOST_TOKENS)]
-"""Little-endian integers, of 4 bytes where all of them fit, else of 8."""
+Name = Annotated[str, Meta(max_length=MOST_NAME_CHARACTERS)]
+Tokens = Annotated[bytes, Meta(max_length=1 + 8 * MOST_TOKENS)]
+"""A byte that says 4 or 8, and little-endian integers of so many bytes."""
 Bits = Annotated[bytes, Meta(max_length=MOST_TOKENS // 8)]
-Namespace = Annotated[list[Name], Meta(max_length=_MOST_NAMES)]
+Namespace = Annotated[list[Name], Meta(max_length=MOST_NAMES)]
 Axes = Annotated[list[Count], Meta(min_length=1, max_length=MOST_AXES)]
 
 
@@ -315,12 +318,7 @@ def pack_integers(values: Any) -> bytes:
 
     Raises `InvalidArgumentError` for anything else, and for more than `MOST_TOKENS`.
     """
-    array = np.asarray(values)
-    if array.ndim != 1 or array.dtype.kind not in "iu" or array.size > MOST_TOKENS:
-        raise InvalidArgumentError(
-            f"an array of the shape {array.shape} and type {array.dtype} is not accepted; give at"
-            f" most {MOST_TOKENS} int64 values along one axis"
-        )
+    array = request_tokens(values)
     if array.size and array.min() >= -(1 << 31) and array.max() < 1 << 31:
         return b"\4" + array.astype("<i4").tobytes()
     return b"\x08" + array.astype("<i8").tobytes()
@@ -334,17 +332,9 @@ def unpack_integers(packed: bytes) -> np.ndarray[Any, np.dtype[np.int64]]:
     return np.frombuffer(packed, f"<i{width}", offset=1).astype(np.int64)
 
 
-def pack_mask(mask: Any) -> bytes | None:
+def pack_mask(mask: np.ndarray[Any, np.dtype[np.bool_]] | None) -> bytes | None:
     """A mask of tokens, as bits."""
-    if mask is None:
-        return None
-    array = np.asarray(mask)
-    if array.ndim != 1 or array.dtype != np.bool_ or array.size > MOST_TOKENS:
-        raise InvalidArgumentError(
-            f"a mask of the shape {array.shape} and type {array.dtype} is not accepted; give a bool"
-            " for each token"
-        )
-    return np.packbits(array).tobytes()
+    return None if mask is None else np.packbits(mask).tobytes()
 
 
 def unpack_mask(packed: bytes, count: int) -> np.ndarray[Any, np.dtype[np.bool_]]:

@@ -1,0 +1,129 @@
+"""What callers of the interface pass: one set of checks, for a manager's own engine and a server's.
+
+Each function returns the value as the interface uses it, or raises `InvalidArgumentError`. A client
+checks before it sends, so what a message cannot hold is an error of one call.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from operator import index
+from typing import Any, Final
+
+import numpy as np
+
+from kvelastic.errors import InvalidArgumentError
+from kvelastic.flexkv.common.hash_utils import Tokens, as_tokens
+from kvelastic.flexkv.common.request import Mask
+
+MOST_TOKENS: Final = 1 << 20
+"""Of one request."""
+MOST_TASKS: Final = 4096
+"""Of one call."""
+MOST_NAMES: Final = 64
+MOST_NAME_CHARACTERS: Final = 4096
+MOST_WAIT_S: Final = 1e9
+"""A longer wait is one of this length: 30 years."""
+_MOST_ID: Final = 1 << 62
+
+
+def request_tokens(token_ids: Any, what: str = "token_ids") -> Tokens:
+    """A row of int64 of at most `MOST_TOKENS`."""
+    tokens = as_tokens(token_ids, what)
+    if len(tokens) > MOST_TOKENS:
+        raise InvalidArgumentError(
+            f"{what} has {len(tokens)} values; pass at most {MOST_TOKENS} in one request"
+        )
+    return tokens
+
+
+def as_mask(token_mask: Any, length: int) -> Mask | None:
+    """A bool for each of `length` tokens; None where it is None, which is all True."""
+    if token_mask is None:
+        return None
+    try:
+        found = np.asarray(token_mask)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise InvalidArgumentError(f"token_mask cannot be read as an array: {error}") from None
+    if found.dtype != np.bool_ or found.shape != (length,):
+        raise InvalidArgumentError(
+            f"token_mask of shape {found.shape} and dtype {found.dtype} for {length} tokens; pass"
+            " one bool for each"
+        )
+    return found
+
+
+def namespace_names(namespace: Sequence[str] | None) -> list[str] | None:
+    """The names of a namespace, which are joined with NUL."""
+    if namespace is None:
+        return None
+    if not isinstance(namespace, (list, tuple)) or len(namespace) > MOST_NAMES:
+        raise InvalidArgumentError(
+            f"namespace={namespace!r:.100} is not accepted; pass a list of at most {MOST_NAMES}"
+            " names"
+        )
+    for name in namespace:
+        if not isinstance(name, str) or len(name) > MOST_NAME_CHARACTERS or "\0" in name:
+            raise InvalidArgumentError(
+                f"{name!r:.100} in a namespace is not accepted; pass texts of at most"
+                f" {MOST_NAME_CHARACTERS} characters without NUL"
+            )
+        try:
+            name.encode()
+        except UnicodeEncodeError:
+            raise InvalidArgumentError(
+                f"{name!r:.100} in a namespace has half of a surrogate pair; pass Unicode text"
+            ) from None
+    return list(namespace)
+
+
+def is_one(task_ids: object) -> bool:
+    """Whether it is one id, and not several."""
+    return hasattr(task_ids, "__index__") and getattr(task_ids, "ndim", 0) == 0
+
+
+def task_id_list(task_ids: int | Iterable[int]) -> list[int]:
+    """Ids as plain integers, `MOST_TASKS` at most."""
+    try:
+        each: Any = [task_ids] if is_one(task_ids) else task_ids
+        ids = [index(task_id) for task_id in each]
+    except TypeError:
+        raise InvalidArgumentError(f"{task_ids!r:.100} is no task id, nor several") from None
+    if len(ids) > MOST_TASKS:
+        raise InvalidArgumentError(f"{len(ids)} tasks at once; name {MOST_TASKS} at most")
+    for task_id in ids:
+        if not -_MOST_ID <= task_id <= _MOST_ID:
+            raise InvalidArgumentError(f"{task_id} is no task id; pass what a match returned")
+    return ids
+
+
+def launched(task_ids: int | Iterable[int], slot_mappings: Any) -> tuple[list[int], list[Tokens]]:
+    """Task ids, and the slots of each; one id may come with one bare array."""
+    ids = task_id_list(task_ids)
+    if is_one(task_ids):
+        is_wrapped = isinstance(slot_mappings, (list, tuple)) and (
+            len(slot_mappings) == 1 and not is_one(slot_mappings[0])
+        )
+        mappings = list(slot_mappings) if is_wrapped else [slot_mappings]
+    else:
+        try:
+            mappings = list(slot_mappings)
+        except TypeError:
+            raise InvalidArgumentError(
+                f"slot_mappings of type {type(slot_mappings).__name__}; pass a list of rows"
+            ) from None
+    if len(mappings) != len(ids):
+        raise InvalidArgumentError(
+            f"{len(ids)} tasks and {len(mappings)} slot mappings; pass one for each"
+        )
+    if len(set(ids)) != len(ids):
+        raise InvalidArgumentError("a task is named twice in one launch; name it once")
+    return ids, [request_tokens(one, "slot_mapping") for one in mappings]
+
+
+def wait_seconds(timeout: Any) -> float:
+    """Seconds, from 0 to `MOST_WAIT_S`."""
+    if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or math.isnan(timeout):
+        raise InvalidArgumentError(f"timeout={timeout!r:.100} is not accepted; pass seconds")
+    return float(min(max(timeout, 0), MOST_WAIT_S))
