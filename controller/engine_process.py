@@ -156,8 +156,8 @@ class EngineProcess:
                 self._task = asyncio.get_running_loop().create_task(self._watch())
                 return None
             problem = self._how_it_ended()
-        except (OSError, ControllerError) as error:
-            problem = f"cannot start: {error}"
+        except Exception as error:
+            problem = self._why_not("start", error)
         await self._end_group()
         return problem
 
@@ -190,8 +190,8 @@ class EngineProcess:
         try:
             is_ready = await self._is_ready()
             problem = "" if is_ready else self._how_it_ended()
-        except ControllerError as error:
-            is_ready, problem = False, f"cannot be adopted: {error}"
+        except Exception as error:
+            is_ready, problem = False, self._why_not("be adopted", error)
         if not is_ready:
             self._model.last_problem = f"launch: {problem}"
             _log.warning("%s; a request starts it again", problem, extra=self._extra)
@@ -255,8 +255,8 @@ class EngineProcess:
                 return
             except Refusal as refusal:
                 why, problem = refusal, f"cannot start: {refusal.message}"
-            except (OSError, ControllerError) as error:
-                problem = f"cannot start: {error}"
+            except Exception as error:
+                problem = self._why_not("start", error)
             else:
                 problem = self._how_it_ended()
             self._model.last_problem = f"launch: {problem}"
@@ -270,6 +270,12 @@ class EngineProcess:
             if not self.launch.restart:
                 return
             await asyncio.sleep(wait_s)
+
+    def _why_not(self, verb: str, error: Exception) -> str:
+        """What a start ended with: whatever that is, it is this start's failure only."""
+        if not isinstance(error, OSError | ControllerError):
+            _log.error("an engine cannot %s", verb, exc_info=error, extra=self._extra)
+        return f"cannot {verb}: {error}"
 
     def _how_it_ended(self) -> str:
         code = None if self._process is None else self._process.returncode
@@ -411,7 +417,7 @@ class EngineProcess:
             await end_group(process, self.launch.stop_timeout)
         # Those that have left the group, and all of an engine that was adopted.
         leader = None if record is None else record.leader
-        for engine in await asyncio.to_thread(launch_record.find_engines):
+        for engine in await self._engines_left():
             if engine.mark == self.mark or (leader is not None and engine.leader == leader):
                 await end_processes(engine.leader, engine.processes, self.launch.stop_timeout)
         if record is not None:
@@ -419,6 +425,13 @@ class EngineProcess:
         if process is not None:
             # One that was killed, or ended while it started, had no time to do it itself.
             await asyncio.to_thread(instance_memory.remove_left_behind)
+
+    async def _engines_left(self) -> list[LaunchedEngine]:
+        try:
+            return await asyncio.to_thread(launch_record.find_engines)
+        except OSError as error:  # of descriptors there may be none; the start's own look says it
+            _log.warning("processes of the engine may be left: %s", error, extra=self._extra)
+            return []
 
     @property
     def _extra(self) -> dict[str, str]:

@@ -474,12 +474,14 @@ class ServedModel:
         async def guarded() -> None:
             try:
                 await work
-            except Exception:
+            except Exception as error:
                 _log.exception("a step of sleep or wake failed", extra={"model": self.name})
                 now_s = time.monotonic()
                 if self.gate.state is State.FALLING_ASLEEP:
+                    self.last_problem = f"sleep: {error}"
                     self.gate.slept(False, now_s)
                 elif self.gate.state is State.WAKING:
+                    self.last_problem = f"wake: {error}"
                     self.gate.woken(_wake_failed(), now_s)
             finally:
                 self._changed.set()

@@ -327,6 +327,26 @@ class LaunchSettings(_Section):
     log_file: str | None = None
     """Where its output is appended; none: a file in the temporary directory."""
 
+    @field_validator("command", "cwd", "log_file", mode="after")
+    @classmethod
+    def _the_system_takes_it(cls, value: Any) -> Any:
+        words = (value,) if isinstance(value, str) else value or ()
+        if any("\0" in word for word in words):
+            raise ValueError("a NUL character cannot be handed to a program")
+        if words and not words[0]:
+            raise ValueError("this is empty; name a program, or a path")
+        return value
+
+    @field_validator("env")
+    @classmethod
+    def _can_be_set(cls, env: dict[str, str]) -> dict[str, str]:
+        for name, value in env.items():
+            if not name or "=" in name or "\0" in name:
+                raise ValueError("a variable's name is not empty and has neither = nor NUL in it")
+            if "\0" in value:
+                raise ValueError(f"the value of {name} has a NUL character in it")
+        return env
+
 
 class ModelSettings(_Section):
     """One model, served by one engine or by several of a kind."""

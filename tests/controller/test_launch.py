@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 import os
 import signal
 import sys
@@ -12,9 +14,16 @@ import httpx
 import psutil
 import pytest
 from running import FAKES, Controller, fake_launch
-from waiting import wait_until
+from waiting import DEADLINE_S, wait_until
 
 from kvelastic.controller.engine_process import STEADY_S, Restarts
+from kvelastic.controller.front import Front
+from kvelastic.controller.gate import State, Ticket
+from kvelastic.controller.log_writer import LogWriter
+from kvelastic.controller.open_files import OpenFiles
+from kvelastic.controller.refusal import Refusal
+from kvelastic.controller.request_log import RequestLog
+from kvelastic.controller.settings_file import parse
 
 pytestmark = pytest.mark.slow
 
@@ -90,6 +99,34 @@ def test_a_command_that_is_not_there(tmp_path: Path) -> None:
     with Controller(launched(tmp_path, command=["/no/such/program"], restart=False)) as front:
         wait_until(lambda: front.state() == "down")
         assert front.complete().status_code == 503
+
+
+@pytest.mark.parametrize("on_demand", [False, True])
+def test_a_launch_that_fails_in_any_way_is_a_problem_that_is_shown(
+    tmp_path: Path, on_demand: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def failed(*_: object, **__: object) -> None:
+        raise ValueError("illegal environment variable name")
+
+    async def serve() -> None:
+        settings = parse(json.dumps(launched(tmp_path, on_demand=on_demand, restart=False)), {})
+        with LogWriter(None) as writer:
+            front = Front(settings, RequestLog(writer), OpenFiles.raised())
+            monkeypatch.setattr(asyncio, "create_subprocess_exec", failed)
+            await front.start()
+            model = front.fleet.need("m")
+            while on_demand and model.state is not State.ASLEEP:
+                await asyncio.sleep(0.01)
+            if on_demand:
+                with pytest.raises(Refusal) as refused:
+                    await model.enter(Ticket())
+                assert refused.value.code == "wake_failed"
+            while model.state not in {State.DOWN, State.ASLEEP}:
+                await asyncio.sleep(0.01)
+            assert "illegal environment variable name" in str(model.last_problem)
+            await front.stop()
+
+    asyncio.run(asyncio.wait_for(serve(), DEADLINE_S))
 
 
 def test_an_engine_that_is_never_ready_is_started_anew(tmp_path: Path) -> None:

@@ -61,6 +61,7 @@ def test_the_issue_s_keys_are_read() -> None:
     assert second.addresses == ("http://127.0.0.1:9002",)
 
 
+LAUNCH = "models: [{name: a, launch: {port: 1, command: [x], %s}}]"
 MODEL = "models: [{name: a, url: 'http://h:1'%s}]"
 
 
@@ -83,6 +84,12 @@ MODEL = "models: [{name: a, url: 'http://h:1'%s}]"
         ("models: [{name: a, url: 'ftp://h'}]", "no address"),
         ("models: [{name: a, url: 'http://h', aliases: [b]}, {name: b, url: 'http://h'}]", "twice"),
         ("models: [{name: '/a', url: 'http://h'}]", "cannot be a model's name"),
+        (LAUNCH % "env: {'A=B': x}", "models.0.launch.env"),
+        (LAUNCH % "env: {'': x}", "models.0.launch.env"),
+        (LAUNCH % 'env: {A: "x\\0y"}', "models.0.launch.env"),
+        (LAUNCH % 'cwd: "/tmp\\0"', "models.0.launch.cwd"),
+        ('models: [{name: a, launch: {port: 1, command: ["x\\0"]}}]', "models.0.launch.command"),
+        ("models: [{name: a, launch: {port: 1, command: ['']}}]", "models.0.launch.command"),
         ("models: 3", "models"),
         ("[]", "top level"),
         ("a: [", "not YAML"),
