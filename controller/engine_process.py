@@ -43,6 +43,7 @@ from kvelastic.controller.launch_environment import (
 )
 from kvelastic.controller.launch_record import LaunchedEngine, Mark, Record
 from kvelastic.controller.listeners import listeners
+from kvelastic.controller.named_files import fault_of_log, is_log
 from kvelastic.controller.open_files import OpenFiles
 from kvelastic.controller.process_group import ForeignProcess, Leader, end_group, end_processes
 from kvelastic.controller.refusal import Refusal
@@ -471,7 +472,16 @@ def _log_path(name: str, launch: LaunchSettings) -> Path:
 
 
 def _open_log(path: Path) -> IO[bytes]:
-    """For appending. In the temporary directory nobody else's file or link is written to."""
+    """For appending. In the temporary directory nobody else's file or link is written to.
+
+    Never waits for a reader of a FIFO. Raises `OSError`, `ControllerError`.
+    """
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-    return os.fdopen(os.open(path, flags, 0o600), "ab")
+    for fault in fault_of_log(str(path)):
+        raise ControllerError(f"log_file: {fault}")
+    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+    fd = os.open(path, flags, 0o600)
+    if not is_log(os.fstat(fd)):  # another one by now
+        os.close(fd)
+        raise ControllerError(f"log_file: {path} is no regular file")
+    return os.fdopen(fd, "ab")

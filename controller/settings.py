@@ -25,7 +25,8 @@ from pydantic import (
 
 from kvelastic.controller.durations import DURATION_FORMS, parse_duration_s
 from kvelastic.errors import InvalidArgumentError
-from kvelastic.sizes import MAX_PRIORITY, SIZE_FORMS, parse_size
+from kvelastic.segment import check_name
+from kvelastic.sizes import MAX_PRIORITY, MAX_SIZE_BYTES, SIZE_FORMS, parse_size
 
 
 def _duration_s(value: object) -> float:
@@ -43,8 +44,15 @@ Duration = Annotated[
 """Seconds."""
 
 
+def _no_truth(value: object) -> object:
+    if isinstance(value, bool):
+        raise ValueError("this is true or false; write a number")
+    return value
+
+
 def _size_bytes(value: object) -> object:
     if not isinstance(value, str):
+        _no_truth(value)
         return value
     try:
         return parse_size(value)
@@ -55,16 +63,18 @@ def _size_bytes(value: object) -> object:
 Size = Annotated[
     int,
     BeforeValidator(_size_bytes),
-    Field(ge=0),
+    Field(ge=0, le=MAX_SIZE_BYTES),
     WithJsonSchema({"type": ["integer", "string"], "minimum": 0, "description": SIZE_FORMS}),
 ]
 """Bytes."""
 
 Priority = Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)]
-Port = Annotated[int, Field(ge=1, le=65535)]
+Port = Annotated[int, BeforeValidator(_no_truth), Field(ge=1, le=65535)]
 EngineName = Literal["vllm", "sglang", "transformers", "openai"]
 Capability = Literal["completion", "tools", "insert", "vision", "embedding", "thinking"]
 
+MOST_CHARS: Final = 65_536
+"""Of one text."""
 _NAME_OF_HOST: Final = re.compile(r"[a-z0-9_.-]{1,253}|\[[0-9a-f:.]{2,45}\]")
 _ORIGIN: Final = re.compile(
     r"([a-z][a-z0-9+.-]*)://([A-Za-z0-9_.~-]+|\[[0-9A-Fa-f:.]+\])(:[0-9]{1,5})?"
@@ -73,7 +83,7 @@ _DEFAULT_PORTS: Final = {"http": ":80", "https": ":443"}
 
 
 class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, str_max_length=65536)
+    model_config = ConfigDict(extra="forbid", frozen=True, str_max_length=MOST_CHARS)
 
 
 class ServerSettings(_Section):
@@ -81,7 +91,7 @@ class ServerSettings(_Section):
 
     host: str = "127.0.0.1"
     """An address other than loopback needs `auth.api_keys`."""
-    port: Annotated[int, Field(ge=0, le=65535)] = 8080
+    port: Annotated[int, BeforeValidator(_no_truth), Field(ge=0, le=65535)] = 8080
     """0 takes a free port and prints it."""
     tls_cert: str | None = None
     """PEM files; given both, it speaks HTTPS only."""
@@ -111,6 +121,13 @@ class ServerSettings(_Section):
     allowed_hosts: tuple[str, ...] = ()
     """More names, without a port, by which requests without a key may ask; localhost is one."""
 
+    @field_validator("host")
+    @classmethod
+    def _is_a_host(cls, host: str) -> str:
+        if not _is_host(host):
+            raise ValueError("this is no address to listen on; write 127.0.0.1, or a host's name")
+        return host
+
     @field_validator("allowed_origins")
     @classmethod
     def _origins_as_sent(cls, origins: tuple[str, ...]) -> tuple[str, ...]:
@@ -122,7 +139,9 @@ class ServerSettings(_Section):
         shown = tuple(f"[{h}]" if h.count(":") > 1 and h[0] != "[" else h for h in hosts)
         for host in shown:
             if not _NAME_OF_HOST.fullmatch(host.lower()):
-                raise ValueError(f"{host!r} is no host's name; write one name, without a port")
+                raise ValueError(
+                    f"{host[:100]!r} is no host's name; write one name, without a port"
+                )
         return tuple(host.lower() for host in shown)
 
 
@@ -166,8 +185,7 @@ class KeySettings(_Section):
         if not key:
             raise ValueError("this key is empty")
         if digest == key:
-            if not key.isascii() or not key.isprintable() or " " in key:
-                raise ValueError("this key has characters that no header can carry")
+            _check_carried(key)
         elif len(digest) != 64 or any(c not in "0123456789abcdefABCDEF" for c in digest):
             raise ValueError("after `sha256:` come 64 hexadecimal digits")
         return key
@@ -199,6 +217,12 @@ class ApiKeySettings(KeySettings):
 
     max_priority: Priority | None = None
     """Its own `auth.max_priority`."""
+
+
+def _check_carried(key: str) -> None:
+    """Raises `ValueError` for a key that a header cannot carry, or that would end the header."""
+    if not key.isascii() or not key.isprintable() or " " in key:
+        raise ValueError("this key has characters that no header can carry")
 
 
 def _as_key(value: object) -> object:
@@ -345,6 +369,8 @@ class LaunchSettings(_Section):
                 raise ValueError("a variable's name is not empty and has neither = nor NUL in it")
             if "\0" in value:
                 raise ValueError(f"the value of {name} has a NUL character in it")
+            if name == "VLLM_API_KEY":
+                _check_carried(value)
         return env
 
 
@@ -389,8 +415,8 @@ class ModelSettings(_Section):
         for name in (value,) if isinstance(value, str) else value:
             if not name or not name.isprintable() or name != name.strip("/ "):
                 raise ValueError(
-                    f"{name!r} cannot be a model's name: no control characters, and no slash or"
-                    " space at either end"
+                    f"{_short(name)} cannot be a model's name: no control characters, and no slash"
+                    " or space at either end"
                 )
         return value
 
@@ -398,16 +424,28 @@ class ModelSettings(_Section):
     @classmethod
     def _can_be_sent(cls, value: str | None) -> str | None:
         if value is not None and not value.isprintable():
-            raise ValueError(f"{value!r} cannot be sent as a model's name: no control characters")
+            raise ValueError(
+                f"{value[:100]!r} cannot be sent as a model's name: no control characters"
+            )
         return value
 
     @field_validator("url", "urls", mode="after")
     @classmethod
     def _addresses(cls, value: Any) -> Any:
         for url in (value,) if isinstance(value, str) else value or ():
-            parts = urlsplit(url)
-            if parts.scheme not in {"http", "https"} or not parts.hostname:
+            if not url.isascii() or not url.isprintable() or " " in url:
+                raise ValueError(
+                    "an address has no spaces, control characters or letters beyond ASCII"
+                )
+            try:
+                parts = urlsplit(url)
+                port = parts.port
+            except ValueError:
+                raise ValueError("this is no address; its port is a number, 1 to 65535") from None
+            if parts.scheme not in {"http", "https"} or not _is_host(parts.hostname or ""):
                 raise ValueError("this is no address; write http://HOST:PORT")
+            if port == 0:
+                raise ValueError("a port is a number, 1 to 65535")
             if parts.query or parts.fragment or parts.username:
                 raise ValueError("an address has no more than http://HOST:PORT/PATH")
         return value
@@ -415,9 +453,26 @@ class ModelSettings(_Section):
     @field_validator("health")
     @classmethod
     def _path(cls, value: str) -> str:
-        if not value.startswith("/"):
-            raise ValueError("a path begins with a slash")
+        if not re.fullmatch(r"/[!-~]*", value) or "#" in value:
+            raise ValueError(
+                "a path begins with a slash, and has no spaces, control characters or #"
+            )
         return value
+
+    @field_validator("api_key")
+    @classmethod
+    def _key_can_be_sent(cls, key: str | None) -> str | None:
+        if key is not None:
+            _check_carried(key)
+        return key
+
+    @field_validator("instance")
+    @classmethod
+    def _is_a_segment(cls, name: str | None) -> str | None:
+        try:
+            return None if name is None else check_name(name)
+        except InvalidArgumentError as error:
+            raise ValueError(str(error)) from None
 
     @model_validator(mode="after")
     def _one_source(self) -> ModelSettings:
@@ -477,13 +532,14 @@ class Settings(_Section):
     def _groups_are_of_models(self) -> Settings:
         known = {model.name for model in self.models}
         members: set[str] = set()
-        names = [group.name for group in self.groups]
+        names: set[str] = set()
         for group in self.groups:
-            if names.count(group.name) > 1:
+            if group.name in names:
                 raise ValueError(f"two groups are called {group.name!r}")
+            names.add(group.name)
             for name in group.models:
                 if name not in known:
-                    raise ValueError(f"group {group.name!r}: no model is called {name!r}")
+                    raise ValueError(f"group {group.name!r}: no model is called {_short(name)}")
                 if name in members:
                     raise ValueError(f"model {name!r} is in more than one group, or twice in one")
                 members.add(name)
@@ -495,12 +551,21 @@ class Settings(_Section):
         for model in self.models:
             for name in (model.name, *model.aliases):
                 if name in seen:
-                    raise ValueError(f"the name {name!r} is given twice; names and aliases differ")
+                    raise ValueError(
+                        f"the name {_short(name)} is given twice; names and aliases differ"
+                    )
                 seen.add(name)
-        ports = [model.launch.port for model in self.models if model.launch is not None]
-        for port in ports:
-            if ports.count(port) > 1:
-                raise ValueError(f"two models are launched on port {port}")
+        ports: set[int] = set()
+        for model in self.models:
+            port = None if model.launch is None else model.launch.port
+            if port is not None and port in ports:
+                raise ValueError(f"two models have launch.port {port}; each needs its own")
+            if port is not None and port == self.server.port:
+                raise ValueError(
+                    f"model {model.name!r}: launch.port {port} is server.port, where the controller"
+                    " itself listens"
+                )
+            ports |= set() if port is None else {port}
         if (self.server.tls_cert is None) != (self.server.tls_key is None):
             raise ValueError("server.tls_cert and server.tls_key come together")
         if not is_loopback(self.server.host) and not self.auth.api_keys:
@@ -509,6 +574,19 @@ class Settings(_Section):
                 " set auth.api_keys, or listen on 127.0.0.1"
             )
         return self
+
+
+def _short(text: str) -> str:
+    return repr(text[:100])
+
+
+def _is_host(host: str) -> bool:
+    """Whether it is an IP address, or can be a host's name."""
+    try:
+        ipaddress.ip_address(host)
+        return True
+    except ValueError:
+        return bool(_NAME_OF_HOST.fullmatch(host.lower()))
 
 
 def is_loopback(host: str) -> bool:
@@ -524,11 +602,11 @@ def is_loopback(host: str) -> bool:
 def _origin_as_sent(origin: str) -> str:
     """An origin as browsers write it. Raises `ValueError` for what would let others in."""
     if origin in {"*", "null"}:
-        raise ValueError(f"{origin!r} would let in every page there is; name each origin")
+        raise ValueError(f"{_short(origin)} would let in every page there is; name each origin")
     match = _ORIGIN.fullmatch(origin)
     if match is None:
         raise ValueError(
-            f"{origin!r} is no origin; write SCHEME://HOST or SCHEME://HOST:PORT, without a path"
+            f"{_short(origin)} is no origin; write SCHEME://HOST or SCHEME://HOST:PORT, and no path"
         )
     scheme, host, port = match[1], match[2], match[3] or ""
     if scheme in _DEFAULT_PORTS:

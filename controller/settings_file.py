@@ -8,27 +8,69 @@ from __future__ import annotations
 
 import os
 import re
+import select
+import stat
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
 from pydantic import ValidationError
 
-from kvelastic.controller.settings import Settings
+from kvelastic.controller.named_files import faults_of_files
+from kvelastic.controller.settings import MOST_CHARS, Settings
 from kvelastic.controller.strict_yaml import YamlFaultError, read_yaml
 from kvelastic.errors import ControllerConfigError
 
+MOST_BYTES: Final = 256 << 10
+"""Of a configuration: a hundred models with long commands are a tenth of it."""
+PIPE_WAIT_S: Final = 10.0
+_MOST_FAULTS: Final = 100
 _NAME: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,31}")
-_VARIABLE: Final = re.compile(r"\$(?:\$|\{([A-Za-z_][A-Za-z0-9_]*)(?::-([^}]*))?\})")
+_VARIABLE: Final = re.compile(r"\$(?:\$|\{([A-Za-z_][A-Za-z0-9_]{0,255})(?::-([^}]{0,1024}))?\})")
+"""Bounded, or a text of `${a:-` alone would take the square of its length."""
 
 
 def load(path: Path, environ: Mapping[str, str] | None = None) -> Settings:
-    """Read and check a file. Raises `ControllerConfigError`; nothing else is touched. Blocking."""
+    """Read and check a file, and those that it names. Raises `ControllerConfigError`.
+
+    Nothing else is touched. Blocks for a moment; where the file is a pipe, for at most
+    `PIPE_WAIT_S`.
+    """
     try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        text = _read(path).decode("utf-8")
+    except (OSError, ValueError) as error:
         raise ControllerConfigError(f"cannot read {path}: {error}") from error
-    return parse(text, environ, source=str(path))
+    settings = parse(text, environ, source=str(path))
+    faults = faults_of_files(settings)
+    if faults:
+        raise ControllerConfigError(f"{path}: {'; '.join(faults)}")
+    return settings
+
+
+def _read(path: Path) -> bytes:
+    """All of a file or of a pipe (`--config <(command)`). Raises `OSError`, `ValueError`."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    with os.fdopen(fd, "rb", 0) as file:
+        mode = os.fstat(fd).st_mode
+        if not (stat.S_ISREG(mode) or stat.S_ISFIFO(mode)):
+            raise ValueError("it is neither a regular file nor a pipe")
+        poll = select.poll()
+        poll.register(file, select.POLLIN)
+        end_s = time.monotonic() + PIPE_WAIT_S
+        data = bytearray()
+        while len(data) <= MOST_BYTES:
+            piece = file.read(MOST_BYTES + 1 - len(data))
+            if piece is None:
+                if not poll.poll(max(0.0, end_s - time.monotonic()) * 1e3):
+                    raise ValueError(f"this pipe has no end after {PIPE_WAIT_S:g} s")
+            elif piece:
+                data += piece
+            elif data or stat.S_ISREG(mode):
+                return bytes(data)
+            else:
+                raise ValueError("no program writes to this pipe")
+    raise ValueError(f"it has more than {MOST_BYTES} bytes")
 
 
 def parse(
@@ -52,12 +94,14 @@ def parse(
         _mark_keys(settings, raw, environ)
         return settings
     except ValidationError as error:
-        faults = "; ".join(
+        faults = [
             f"{'.'.join(_shown(part) for part in fault['loc']) or 'all'}:"
             f" {fault['msg'].removeprefix('Value error, ')}"
             for fault in error.errors(include_input=False, include_url=False)
-        )
-        raise ControllerConfigError(f"{source}: {faults}") from None
+        ]
+        if len(faults) > _MOST_FAULTS:
+            faults[_MOST_FAULTS:] = [f"and {len(faults) - _MOST_FAULTS} more faults"]
+        raise ControllerConfigError(f"{source}: {'; '.join(faults)}") from None
     except (ControllerConfigError, RecursionError) as error:
         raise ControllerConfigError(f"{source}: {error}") from None
 
@@ -91,8 +135,8 @@ def _substitute(value: Any, environ: Mapping[str, str]) -> Any:
         return {key: _substitute(item, environ) for key, item in value.items()}
     if isinstance(value, list):
         return [_substitute(item, environ) for item in value]
-    if not isinstance(value, str) or "$" not in value:
-        return value
+    if not isinstance(value, str) or "$" not in value or len(value) > MOST_CHARS:
+        return value  # of that length it is refused
 
     def put(match: re.Match[str]) -> str:
         name = match[1]

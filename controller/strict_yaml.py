@@ -27,8 +27,15 @@ _EXPECTED: Final = (
     ("expected ',' or '}'", "a mapping needs a comma between its items, and a } at its end"),
     ("expected the node content", "a value is expected"),
     ("found unhashable key", "a key has to be a word"),
+    ("refers to itself", "an alias (*) must not stand within its own anchor (&)"),
+    ("is too much", "more than 10,000 values, with what aliases (*) stand for"),
+    ("is too deep", "it is nested too deep"),
     ("is no value", "a number or a date that cannot be one; quote it if it is text"),
 )
+_MOST_VALUES: Final = 10_000
+_MOST_DEPTH: Final = 50
+_NUMBERS: Final = frozenset(("tag:yaml.org,2002:int", "tag:yaml.org,2002:float"))
+_NUMBER_CHARS: Final = 64
 _UNNAMED: Final = "it cannot be read from here on"
 
 
@@ -51,8 +58,10 @@ def read_yaml(text: str) -> Any:
         raise YamlFaultError(
             f"line {line}: a character that YAML does not allow (U+{_code(error):04X})"
         ) from None
-    except RecursionError:
-        raise YamlFaultError("it is nested too deep") from None
+
+
+def _fault(problem: str, at: Any) -> yaml.MarkedYAMLError:
+    return yaml.constructor.ConstructorError(None, None, problem, at.start_mark)
 
 
 def _code(error: yaml.reader.ReaderError) -> int:
@@ -60,17 +69,49 @@ def _code(error: yaml.reader.ReaderError) -> int:
 
 
 class _Loader(yaml.SafeLoader):
-    """Refuses a key that is written twice: of two limits, the wrong one would hold."""
+    """Refuses a key that is written twice: of two limits, the wrong one would hold.
+
+    Also more values than `_MOST_VALUES`, aliases written out: ten lines of ten aliases each are as
+    many values as there are grains of sand.
+    """
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self._values = 0
+        self._depth = 0
+        self._sizes: dict[int, int] = {}
+        """Of the nodes that are whole, in values; by their id."""
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        event = self.peek_event()  # type: ignore[no-untyped-call]
+        before = self._values
+        if isinstance(event, yaml.AliasEvent):
+            node = super().compose_node(parent, index)
+            if id(node) not in self._sizes:
+                raise _fault("refers to itself", event)
+            self._values += self._sizes[id(node)]
+        else:
+            self._values += 1
+            self._depth += 1
+            if self._depth > _MOST_DEPTH:
+                raise _fault("is too deep", event)
+            node = super().compose_node(parent, index)
+            self._depth -= 1
+            self._sizes[id(node)] = self._values - before
+        if self._values > _MOST_VALUES:
+            raise _fault("is too much", event)
+        return node
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
         try:
+            # Numbers to base 60 (1:1:1) take the square of their length.
+            if node.tag in _NUMBERS and len(node.value) > _NUMBER_CHARS:
+                raise ValueError
             return super().construct_object(node, deep=deep)
-        except (yaml.YAMLError, RecursionError):
+        except yaml.YAMLError:
             raise
         except Exception:  # of int(), float(), a lookup; it quotes the value
-            raise yaml.constructor.ConstructorError(
-                None, None, "is no value", node.start_mark
-            ) from None
+            raise _fault("is no value", node) from None
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         seen = set()
@@ -80,6 +121,6 @@ class _Loader(yaml.SafeLoader):
             if not problem and key in seen:
                 problem = "is there twice"
             if problem:
-                raise yaml.constructor.ConstructorError(None, None, problem, key_node.start_mark)
+                raise _fault(problem, key_node)
             seen.add(key)
         return super().construct_mapping(node, deep=deep)

@@ -304,8 +304,8 @@ def check_name(name: str) -> str:
     """Return `name` if a segment can be called so; raise `InvalidArgumentError` if not."""
     if not is_name(name):
         raise InvalidArgumentError(
-            f"segment name {name!r} is not accepted; write 1 to 64 letters, digits and . _ : @ + -"
-            " that start with a letter or digit"
+            f"segment name {name[:100]!r} is not accepted; write 1 to 64 letters, digits and . _ :"
+            " @ + - that start with a letter or digit"
         )
     return name
 

@@ -159,3 +159,17 @@ def test_restarts_wait_longer_and_longer() -> None:
     restarts = Restarts(1.0, 10.0)
     assert [restarts.ended(0.0) for _ in range(6)] == [1, 2, 4, 8, 10, 10]
     assert restarts.ended(STEADY_S) == 1
+
+
+def test_a_log_file_that_becomes_a_fifo_stops_nobody(tmp_path: Path) -> None:
+    """Without a reader its `open` would wait for one, and the loop with it."""
+    config = launched(tmp_path, "--die=3", restart=True)
+    path = Path(config["models"][0]["launch"]["log_file"])
+    with Controller(config) as front:
+        wait_until(lambda: front.get("/models").json()["models"]["m"]["last_problem"])
+        path.unlink(missing_ok=True)
+        os.mkfifo(path)
+        wait_until(
+            lambda: "is a FIFO" in front.get("/models").json()["models"]["m"]["last_problem"]
+        )
+        assert front.end() == 0
