@@ -1,22 +1,28 @@
 """Memory of instances, as the controller sees and changes it: segments and ledgers, nothing else.
 
-The functions block for milliseconds (they map files, and `request` waits for an answer), so they
-run in threads; they share nothing with the loop.
+The functions block for milliseconds (they map files), so they run in threads; they share nothing
+with the loop. `request` waits for an answer, maybe for minutes: on the loop, for threads are few.
 """
 
 from __future__ import annotations
 
+import asyncio
+import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from kvelastic import config, ledger, segment
+from kvelastic.board_file import POLL_S
 from kvelastic.controller.room import Claim
 from kvelastic.controller.sleep_policy import Ask
+from kvelastic.errors import SegmentBusyError
 from kvelastic.host_capacity import machine_memory_bytes
 from kvelastic.instance.look import look_at, look_at_all
 from kvelastic.instance.outcome import Request, outcome_of
 from kvelastic.instance.row import row_of
 from kvelastic.instance.status import uuid_text
+from kvelastic.segment_dir import LOCK_WAIT_S
 
 
 def row(name: str) -> dict[str, Any]:
@@ -55,7 +61,7 @@ def devices() -> list[dict[str, Any]]:
     ]
 
 
-def request(
+async def request(
     name: str,
     *,
     limit_bytes: int | None = None,
@@ -64,8 +70,9 @@ def request(
     asleep: bool | None = None,
     trim: bool = False,
     wait_s: float | None = None,
+    is_over: Callable[[], bool] = lambda: False,
 ) -> dict[str, Any]:
-    """Make a request and say what came of it; blocks for up to `wait_s`.
+    """Make a request and say what came of it, after at most `wait_s`, or when `is_over`.
 
     Raises as `segment.request`.
 
@@ -73,15 +80,13 @@ def request(
     sleeps, and keeps to its limit only when it wakes.
     """
     request = Request(limit_bytes, min_bytes, priority, asleep, trim)
-    answer = segment.request(
-        name,
-        limit_bytes=limit_bytes,
-        min_bytes=min_bytes,
-        priority=priority,
-        asleep=asleep,
-        trim=trim,
-        wait_s=wait_s,
-    )
+    with await _post(name, request) as requested:
+        deadline_s = time.monotonic() + (segment.ANSWER_GLANCE_S if wait_s is None else wait_s)
+        while (settled := requested.settled()) is None:
+            if time.monotonic() >= deadline_s or is_over():
+                break
+            await asyncio.sleep(POLL_S)
+        answer = requested.now() if settled is None else settled
     outcome = outcome_of(request, answer)
     facts = asdict(answer)
     facts.pop("answered_ns")
@@ -91,6 +96,26 @@ def request(
         "state": outcome.verdict.value,
         "beyond_device_bytes": outcome.beyond_device_bytes,
     }
+
+
+async def _post(name: str, request: Request) -> segment.Requested:
+    """Files in memory are mapped at once; a writer that hangs is waited for on the loop."""
+    deadline_s = time.monotonic() + LOCK_WAIT_S
+    while True:
+        try:
+            return segment.post(
+                name,
+                limit_bytes=request.limit_bytes,
+                min_bytes=request.min_bytes,
+                priority=request.priority,
+                asleep=request.asleep,
+                trim=request.trim,
+                lock_wait_s=0.0,
+            )
+        except SegmentBusyError:
+            if time.monotonic() >= deadline_s:
+                raise
+        await asyncio.sleep(POLL_S)
 
 
 def is_asleep(name: str) -> bool:

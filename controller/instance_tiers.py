@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 from typing import Any
 
 from kvelastic import segment, tier_board
@@ -16,8 +17,10 @@ from kvelastic.controller.refusal import Refusal
 from kvelastic.tier_board_format import TierAnswer, TierRequest
 
 
-async def ask(name: str, request: TierRequest, wait_s: float) -> dict[str, Any]:
-    """Ask something of an instance's tiers, and wait for an answer for up to `wait_s`.
+async def ask(
+    name: str, request: TierRequest, wait_s: float, is_over: Callable[[], bool]
+) -> dict[str, Any]:
+    """Ask something of an instance's tiers; wait for an answer for `wait_s`, or until `is_over`.
 
     `state` is done, refused, failed or pending (no answer yet; the request stays), and `records`
     how many were erased (clear, erase) or are held (the others), by tier. Raises `Refusal` (404)
@@ -28,7 +31,9 @@ async def ask(name: str, request: TierRequest, wait_s: float) -> dict[str, Any]:
     with asked:
         while True:
             answer = asked.look()
-            if answer is not None or asked.is_lost or time.monotonic() >= deadline_s:
+            if answer is not None or asked.is_lost:
+                break
+            if time.monotonic() >= deadline_s or is_over():
                 break
             await asyncio.sleep(POLL_S)
     if answer is None:

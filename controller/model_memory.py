@@ -47,9 +47,7 @@ class ModelMemory:
         if name is None:
             return None
         try:
-            answer = await asyncio.to_thread(
-                instance_memory.request, name, asleep=asleep, wait_s=wait_s
-            )
+            answer = await instance_memory.request(name, asleep=asleep, wait_s=wait_s)
         except SegmentNotFoundError:
             return None  # nothing is held
         except KvelasticError as error:
@@ -85,8 +83,7 @@ class ModelMemory:
             if name is None or (request.min, request.limit, request.priority) == (None, None, None):
                 return
             try:
-                await asyncio.to_thread(
-                    instance_memory.request,
+                await instance_memory.request(
                     name,
                     limit_bytes=request.limit,
                     min_bytes=request.min,

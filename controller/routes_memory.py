@@ -59,7 +59,8 @@ async def change_memory(front: Front, request: Request) -> Any:
 
     A `limit` of null lifts the limit.
 
-    200 applied, or seen; 202 accepted and not in force yet; 409 refused or overtaken.
+    200 applied, or seen; 202 accepted and not in force yet, also where the controller ends or the
+    model goes meanwhile; 409 refused or overtaken.
     """
     model = front.fleet.need(request.path_params["model"])
     name = instance_of(model)
@@ -113,11 +114,9 @@ async def devices(front: Front, _: Request) -> Any:
 
 
 async def _request(model: ServedModel, name: str, **requests: Any) -> Json:
-    answer = await asyncio.to_thread(_send, name, requests)
+    answer = await instance_memory.request(
+        name, is_over=lambda: model.gate.closing is not None, **requests
+    )
     verdict = Verdict(answer["state"])
     status = 200 if verdict in HOLDS else 202 if verdict in MAY_HOLD else 409
     return Json({"model": model.name, "instance": name, "answer": answer}, status)
-
-
-def _send(name: str, requests: dict[str, Any]) -> dict[str, Any]:
-    return instance_memory.request(name, **requests)

@@ -101,7 +101,12 @@ async def _ask(
     model = front.fleet.need(request.path_params["model"])
     name, wait_s = instance_of(model), wait_of(body)
     request.state.asked = audited
-    answer = await instance_tiers.ask(name, asked, usual_wait_s if wait_s is None else wait_s)
+    answer = await instance_tiers.ask(
+        name,
+        asked,
+        usual_wait_s if wait_s is None else wait_s,
+        lambda: model.gate.closing is not None,
+    )
     return Json(
         {"model": model.name, "instance": name, "answer": answer}, _STATUS_OF[answer["state"]]
     )

@@ -62,6 +62,7 @@ from kvelastic.segment_dir import (
 
 __all__ = [
     "Answer",
+    "Requested",
     "Segment",
     "SegmentInfo",
     "check_name",
@@ -72,6 +73,7 @@ __all__ = [
     "list_segments",
     "open_readonly",
     "open_writable",
+    "post",
     "reap",
     "request",
 ]
@@ -426,6 +428,78 @@ def _map(fd: int, name: str, protection: int) -> mmap.mmap:
         raise SegmentFormatError(f"{SHM_DIR / name} cannot be mapped: {error}") from error
 
 
+class Requested:
+    """A request that an instance was given, and the place of its answer. For one thread at a time.
+
+    Made by `post`. Close it, or use it as a context manager.
+    """
+
+    def __init__(self, segment: Segment, revision: int) -> None:
+        """Takes the segment over."""
+        self._segment = segment
+        self._revision = revision
+        self._check_s = time.monotonic() + _DEATH_CHECK_S
+
+    def settled(self, wait_s: float = 0.0) -> Answer | None:
+        """The answer once the request is applied or refused; None: it is not, after `wait_s`.
+
+        Blocks for at most `wait_s`. Raises `SegmentDeadError`.
+        """
+        deadline_s = time.monotonic() + wait_s
+        while True:
+            left_s = max(0.0, deadline_s - time.monotonic())
+            if self._segment.record.wait_answer(
+                self._revision, min(left_s, _DEATH_CHECK_S), settled=True
+            ):
+                return self.now()
+            if left_s == 0.0 or time.monotonic() >= self._check_s:
+                _check_alive(self._segment, " and did not answer")
+                self._check_s = time.monotonic() + _DEATH_CHECK_S
+            if left_s == 0.0:
+                return None
+
+    def now(self) -> Answer:
+        """What the instance has said until now: `none` or `shrinking` where that is not all."""
+        return _answer(self._segment.record, self._revision, self._segment.liveness())
+
+    def close(self) -> None:
+        """Let go of the segment; the request stays. Safe to repeat."""
+        self._segment.close()
+
+    def __enter__(self) -> Requested:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def post(
+    name: str,
+    *,
+    limit_bytes: int | None = None,
+    min_bytes: int | None = None,
+    priority: int | None = None,
+    asleep: bool | None = None,
+    trim: bool = False,
+    lock_wait_s: float = LOCK_WAIT_S,
+) -> Requested:
+    """Request something of an instance, as `request`, and leave it to the caller to wait.
+
+    Blocks for at most `lock_wait_s`, while another writer has the lock. Raises as `request`.
+    """
+    segment = open_writable(name)
+    try:
+        _check_alive(segment, "; nothing was changed")
+        with segment.writing(lock_wait_s) as record:
+            revision = record.write_request(
+                limit_bytes, min_bytes=min_bytes, priority=priority, asleep=asleep, trim=trim
+            )
+        return Requested(segment, revision)
+    except BaseException:
+        segment.close()
+        raise
+
+
 def request(
     name: str,
     *,
@@ -449,23 +523,16 @@ def request(
     """
     if wait_s is not None and math.isnan(wait_s):
         raise InvalidArgumentError("wait_s=nan is not accepted; give seconds, or None")
-    with open_writable(name) as segment:
-        _check_alive(segment, "; nothing was changed")
-        with segment.writing() as record:
-            revision = record.write_request(
-                limit_bytes, min_bytes=min_bytes, priority=priority, asleep=asleep, trim=trim
-            )
-        deadline = time.monotonic() + (ANSWER_GLANCE_S if wait_s is None else wait_s)
-        while True:
-            left_s = deadline - time.monotonic()
-            if segment.record.wait_answer(
-                revision, max(0.0, min(left_s, _DEATH_CHECK_S)), settled=True
-            ):
-                break
-            _check_alive(segment, " and did not answer")
-            if left_s <= 0:
-                break
-        return _answer(segment.record, revision, segment.liveness())
+    with post(
+        name,
+        limit_bytes=limit_bytes,
+        min_bytes=min_bytes,
+        priority=priority,
+        asleep=asleep,
+        trim=trim,
+    ) as requested:
+        settled = requested.settled(ANSWER_GLANCE_S if wait_s is None else max(0.0, wait_s))
+        return requested.now() if settled is None else settled
 
 
 def _answer(record: _vmm.Record, revision: int, life: Liveness) -> Answer:

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
+import json
 import os
+import signal
+import socket
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -12,6 +17,8 @@ from ledger_instance import PAGE_BYTES, Instance
 from prometheus_client.parser import text_string_to_metric_families
 from running import Controller, Engine, config_for
 from waiting import DEADLINE_S, wait_until
+
+from kvelastic import segment
 
 pytestmark = pytest.mark.slow
 
@@ -106,6 +113,48 @@ def test_a_limit_below_what_is_in_use_is_accepted_and_not_in_force(
     assert response.json()["answer"]["state"] in {"pending", "shrinking"}
     wait_until(lambda: memory_of(front)["state"] == "shrinking")
     assert memory_of(front)["over_bytes"] > 0
+
+
+def test_requests_that_wait_are_in_nobody_s_way(
+    engine: Engine, front: Controller, instance: Instance
+) -> None:
+    """Fifty wait ten minutes for an instance that is stopped: each kept a thread of a few."""
+    waiting = []
+    instance.signal(signal.SIGSTOP)
+    try:
+        for number in range(50):
+            body = json.dumps({"limit": (number + 1) * PAGE_BYTES, "wait": "10m"}).encode()
+            sock = socket.create_connection(("127.0.0.1", front.port), DEADLINE_S)
+            sock.sendall(
+                b"PATCH /memory/org%%2Fm HTTP/1.1\r\nhost: localhost\r\ncontent-length: %d\r\n\r\n"
+                % len(body)
+                + body
+            )
+            waiting.append(sock)
+        with segment.open_readonly(instance.name) as seen:
+            wait_until(lambda: seen.record.read_request()["revision"] >= 50)
+        assert front.get("/memory").status_code == 200
+        assert front.get("/devices").status_code == 200
+        assert front.get("/metrics").status_code == 200
+        assert front.complete("org/m").status_code == 200
+        front.send(signal.SIGTERM)
+        for sock in waiting:
+            with sock:
+                assert sock.recv(1 << 16).startswith(b"HTTP/1.1 202")
+        assert front.wait() == 0
+    finally:
+        instance.signal(signal.SIGCONT)
+
+
+def test_a_writer_that_hangs_is_in_nobody_s_way(front: Controller, instance: Instance) -> None:
+    """A kvctl that was stopped has the lock: the request is refused, and reading goes on."""
+    with Path("/dev/shm", instance.name).open("rb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        answer = front.client.patch("/memory/org%2Fm", json={"limit": "64M"})
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "SEGMENT_BUSY")
+        assert front.get("/memory").status_code == 200
+    answer = front.client.patch("/memory/org%2Fm", json={"limit": "64M", "wait": "1m"})
+    assert answer.status_code == 200
 
 
 def test_trim_gives_parked_pages_back(front: Controller, instance: Instance) -> None:
