@@ -35,7 +35,7 @@ from kvelastic.controller.ollama import OllamaApi
 from kvelastic.controller.realtime import Realtime
 from kvelastic.controller.refusal import Refusal
 from kvelastic.controller.replies import on_refusal, refusal_response, send_refusal
-from kvelastic.controller.upstream import MORE_HEADERS, to_upstream
+from kvelastic.controller.upstream import to_upstream
 
 Asgi = Callable[[Any, Any, Any], Awaitable[None]]
 
@@ -106,7 +106,7 @@ def make_application(front: Front) -> Asgi:
         except Refusal as refusal:
             await send_refusal(send, refusal, scope["path"])
         else:
-            await front.forwarder(asked, receive, _sending(send, MORE_HEADERS))
+            await front.forwarder(asked, receive, send)
 
     return application
 

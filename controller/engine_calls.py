@@ -40,6 +40,13 @@ KINDS: Final = {
 }
 
 
+_VLLM_CALLS: Final = frozenset((KINDS["vllm"].sleep, KINDS["vllm"].wake))
+NEEDS_DEV_MODE: Final = (
+    "vLLM has /sleep and /wake_up only with VLLM_SERVER_DEV_MODE=1 in its environment (launch.env)"
+)
+"""What an engine's 404 to one of these means."""
+
+
 class EngineCalls:
     """Calls over one client session."""
 
@@ -108,7 +115,11 @@ class EngineCalls:
                 body = await response.content.read(_SHOWN_BYTES)
                 if response.status != 200:
                     text = body.decode("utf-8", "replace")
-                    raise EngineCallError(f"{address}{path} answered {response.status}: {text!r}")
+                    is_missing = response.status == 404 and path in _VLLM_CALLS
+                    hint = f". {NEEDS_DEV_MODE}" if is_missing else ""
+                    raise EngineCallError(
+                        f"{address}{path} answered {response.status}: {text!r}{hint}"
+                    )
                 await response.read()
         except asyncio.TimeoutError as error:
             raise EngineCallError(

@@ -11,6 +11,8 @@ import asyncio
 import logging
 import re
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -19,7 +21,8 @@ from yarl import URL
 
 from kvelastic.controller.audit import audit
 from kvelastic.controller.body_reader import BodyReader
-from kvelastic.controller.engine_paths import is_read
+from kvelastic.controller.engine_paths import is_read, is_upstream
+from kvelastic.controller.fleet import NOT_SERVED
 from kvelastic.controller.gate import Place, Ticket
 from kvelastic.controller.headers import Headers, find, sane_request_id, to_client, to_engine
 from kvelastic.controller.http_protocol import SEND_TIMEOUT
@@ -127,6 +130,10 @@ class Forwarder:
         except ClientGoneError:
             exchange.cancelled = True
         except asyncio.CancelledError:
+            if exchange.model is not None and exchange.model.is_cut_off:
+                uncancel()
+                await self._refuse(send, exchange, NOT_SERVED)
+                return
             if not exchange.cancelled:
                 raise  # the server ends
             if SEND_TIMEOUT in scope:
@@ -192,7 +199,8 @@ class Forwarder:
             served: ServedModel = ticket.model
             exchange.model = served
             check_name(model, served)
-            await self._to_an_engine(scope, send, exchange, served, body)
+            with served_by(served):
+                await self._to_an_engine(scope, send, exchange, served, body)
         finally:
             if ticket.place is not Place.OUT:
                 ticket.model.leave(ticket)
@@ -258,7 +266,7 @@ class Forwarder:
         """The answer, piece by piece as it comes; each `send` waits for a slow client."""
         if not 200 <= response.status <= 599:
             raise ValueError(f"status {response.status}")
-        headers = to_client(response.raw_headers)
+        headers = to_client(response.raw_headers, is_upstream=is_upstream(exchange.asked_path))
         if response.status == 304:  # says how long the body would be, and has none
             headers = [(k, v) for k, v in headers if k != b"content-length"]
         exchange.status = response.status
@@ -348,6 +356,23 @@ class Forwarder:
         )
 
 
+class BoundedResponse(aiohttp.ClientResponse):
+    """Its headers come within `sock_read`; each `100 Continue` would set aiohttp's timer anew."""
+
+    async def start(self, connection: Any) -> aiohttp.ClientResponse:
+        """Wait for the headers. Raises `asyncio.TimeoutError` and as aiohttp's."""
+        protocol = connection.protocol
+        if not protocol.read_timeout:
+            return await super().start(connection)
+        timer = asyncio.get_running_loop().call_later(
+            protocol.read_timeout, protocol.set_exception, asyncio.TimeoutError()
+        )
+        try:
+            return await super().start(connection)
+        finally:
+            timer.cancel()
+
+
 class _Silence:
     """Breaks an answer off whose engine has said nothing for `idle_s` while it was waited for.
 
@@ -381,6 +406,18 @@ class _Silence:
         # The loop may ring a clock's grain too early.
         left_s = self._idle_s - silent_s + 0.002
         self._timer = asyncio.get_running_loop().call_later(left_s, self._look)
+
+
+@contextmanager
+def served_by(model: ServedModel) -> Iterator[None]:
+    """While the running task brings an answer of the model, `ServedModel.cut_off` ends it."""
+    task = asyncio.current_task()
+    assert task is not None
+    model.serving.add(task)
+    try:
+        yield
+    finally:
+        model.serving.discard(task)
 
 
 def check_name(asked: ServedModel, served: ServedModel) -> None:

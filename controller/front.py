@@ -20,7 +20,7 @@ from kvelastic.controller.connections import Connections
 from kvelastic.controller.engine_calls import EngineCalls
 from kvelastic.controller.engine_process import EngineProcess, end_orphan
 from kvelastic.controller.fleet import NOT_SERVED, SHUTTING_DOWN
-from kvelastic.controller.forward import Forwarder
+from kvelastic.controller.forward import BoundedResponse, Forwarder
 from kvelastic.controller.keys import Keys
 from kvelastic.controller.open_files import OpenFiles
 from kvelastic.controller.origins import Origins
@@ -73,6 +73,7 @@ class Front(Serving):
         self.session = aiohttp.ClientSession(
             connector=connector,
             auto_decompress=False,
+            response_class=BoundedResponse,
             cookie_jar=aiohttp.DummyCookieJar(),
             timeout=aiohttp.ClientTimeout(total=None),
         )
@@ -228,6 +229,8 @@ class Front(Serving):
         end_s = time.monotonic() + drain_s
         while model.gate.in_flight and time.monotonic() < end_s:
             await asyncio.sleep(0.05)
+        if drain_s:
+            model.cut_off()
         process = self.processes.pop(model, None)
         if process is not None:
             await process.stop()

@@ -79,20 +79,35 @@ def to_engine(
     return kept
 
 
-def to_client(headers: Iterable[tuple[bytes, bytes]]) -> Headers:
-    """What a client gets of an engine's headers, as they came: not hop-by-hop ones, nor CORS."""
+SANDBOX: Final[Headers] = [
+    (b"content-security-policy", b"sandbox"),
+    (b"x-content-type-options", b"nosniff"),
+]
+"""A browser runs no script of such an answer, and takes it for what it is called."""
+_DATA: Final = frozenset((b"application/json", b"text/event-stream"))
+
+
+def to_client(headers: Iterable[tuple[bytes, bytes]], *, is_upstream: bool = False) -> Headers:
+    """What a client gets of an engine's headers, as they came: not hop-by-hop ones, nor CORS.
+
+    Whatever is no data gets `SANDBOX` besides, and all that comes from below /upstream: a page of
+    an engine would be of our own origin.
+    """
     kept = []
     connection = b""
+    kind = b""
     for key, value in headers:
         lower = key.lower()
         if lower == b"connection":
             connection = value
+        elif lower == b"content-type":
+            kind = value.split(b";", 1)[0].strip().lower()
         if lower not in _NOT_TO_CLIENT:
             kept.append((lower, value))
     if connection and connection.lower() not in {b"keep-alive", b"close"}:
         dropped = named(connection)
         kept = [(key, value) for key, value in kept if key not in dropped]
-    return kept
+    return kept if kind in _DATA and not is_upstream else [*kept, *SANDBOX]
 
 
 def named(connection: bytes) -> frozenset[bytes]:

@@ -4,7 +4,8 @@ It gets the controller's environment with these differences:
 
     less   KVELASTIC_*_KEY, and every variable whose value is a key of the configuration
     plus   KVELASTIC_ENGINE_KEY, and VLLM_API_KEY for vLLM: its own key
-    plus   KVELASTIC_IPC_NAME, where the configuration names the model's instance
+    plus   KVELASTIC_IPC_NAME and ENABLE_KVELASTIC, where the configuration names the model's
+           instance
     plus   KVELASTIC_LAUNCHED_BY: who launched it (`launch_record`)
     plus   `launch.env`, which has the last word
 """
@@ -56,7 +57,7 @@ def engine_environment(
     }
     kept |= {ENGINE_KEY_VARIABLE: key, MARK_VARIABLE: mark}
     if model.instance is not None:
-        kept["KVELASTIC_IPC_NAME"] = model.instance
+        kept |= {"KVELASTIC_IPC_NAME": model.instance, "ENABLE_KVELASTIC": "true"}
     if model.engine == "vllm":
         kept[_VLLM_KEY_VARIABLE] = key
     return kept | launch.env

@@ -30,8 +30,8 @@ class Listener:
             return "a process of another user"
         command = ""
         with suppress(psutil.Error):
-            command = " ".join(psutil.Process(self.pid).cmdline())
-        return f"process {self.pid} ({command[:_SHOWN_CHARS] or 'its command is not to be seen'})"
+            command = program_of(psutil.Process(self.pid).cmdline())
+        return f"process {self.pid} ({command or 'its command is not to be seen'})"
 
     def belongs_to(self, leader: int) -> bool:
         """Whether it is that process, of its session, or descends from it."""
@@ -42,6 +42,16 @@ class Listener:
                 parent.pid for parent in psutil.Process(self.pid).parents()
             }
         return False
+
+
+def program_of(command: list[str]) -> str:
+    """The program of a command line, and what an interpreter runs; its arguments may be keys."""
+    shown = command[:1]
+    if command[1:2] == ["-m"]:
+        shown = command[:3]
+    elif command and "python" in os.path.basename(command[0]) and command[1:2]:  # noqa: PTH119
+        shown = command[:1] if command[1].startswith("-") else command[:2]
+    return " ".join(shown)[:_SHOWN_CHARS]
 
 
 def listeners(port: int) -> list[Listener]:

@@ -66,6 +66,19 @@ class ModelMemory:
         except KvelasticError:
             return None
 
+    async def is_missing(self) -> bool:
+        """Whether the settings name an instance that is not there."""
+        name = self._settings.instance
+        if name is None:
+            return False
+        try:
+            await asyncio.to_thread(instance_memory.is_asleep, name)
+        except SegmentNotFoundError:
+            return True
+        except KvelasticError:
+            pass  # it is there, and something else is wrong with it
+        return False
+
     async def engine_asleep(self) -> bool | None:
         """Whether its engine sleeps, as far as that has noted it there."""
         name = self._settings.instance

@@ -38,7 +38,7 @@ from kvelastic.controller.ollama_models import Listed, timestamp
 from kvelastic.controller.ollama_request import BODY_BYTES, Asked, Call, read, to_openai
 from kvelastic.controller.refusal import Refusal
 from kvelastic.controller.replies import send_refusal
-from kvelastic.controller.request_body import ClientGoneError, Receive, read_body
+from kvelastic.controller.request_body import BodyBudget, ClientGoneError, Receive, read_body
 from kvelastic.controller.served_model import ServedModel
 from kvelastic.controller.upkeep import candidate_of
 from kvelastic.errors import KvelasticError
@@ -48,6 +48,8 @@ if TYPE_CHECKING:
 
 ANSWER_BYTES: Final = 64 << 20
 """Of an engine's answer in one piece."""
+_TIMES: Final = 3
+"""What an answer in one piece takes at most while it is turned, of its own size."""
 _ERROR_BYTES: Final = 64 << 10
 _OUR_OWN: Final = frozenset(
     (b"accept", b"accept-encoding", b"content-length", b"content-type", b"transfer-encoding")
@@ -154,14 +156,15 @@ class OllamaApi:
             await _send(send, 200, body)
             return
         path, body = to_openai(asked, model.name, model.settings.engine)
-        answer = _Answer(send, asked)
+        answer = _Answer(send, asked, self._front.forwarder.budget)
         try:
             await self._front.forwarder(
                 _scope_of(scope, path, len(body)), _receiving(body, receive), answer
             )
+            await answer.cut()
         finally:
+            answer.release()
             model.keep_alive(asked.keep_alive_s)
-        await answer.cut()
 
     async def _load(self, receive: Receive, model: ServedModel, asked: Asked) -> None:
         """Have it awake, or asleep if nobody uses it. Raises `Refusal`, `ClientGoneError`."""
@@ -216,7 +219,7 @@ class _Named(msgspec.Struct):
 class _Answer:
     """`send` for the forwarder: what the engine answers leaves it as Ollama's."""
 
-    def __init__(self, send: Any, asked: Asked) -> None:
+    def __init__(self, send: Any, asked: Asked, budget: BodyBudget) -> None:
         self._send = send
         self._asked = asked
         self._began_s = self._answered_s = time.monotonic()
@@ -227,6 +230,8 @@ class _Answer:
         """Its head has been sent."""
         self._data = bytearray()
         """Of an answer that is turned as a whole."""
+        self._budget = budget
+        self._held_bytes = 0
         self._is_over = False
 
     async def __call__(self, message: Any) -> None:
@@ -249,9 +254,14 @@ class _Answer:
             await self._fail(f"The engine's answer cannot be used: {error}.")
 
     async def cut(self) -> None:
-        """The forwarder is done: where the answer has no end, say so in the stream."""
-        if self._stream is not None and not self._is_over:
+        """The forwarder is done: where the answer has begun and has no end, say so."""
+        if self._status and not self._is_over:
             await self._fail("The engine broke off its answer.")
+
+    def release(self) -> None:
+        """Nothing of it is held any more."""
+        self._budget.give(self._held_bytes)
+        self._held_bytes = 0
 
     async def _start(self, message: Any) -> None:
         self._answered_s = time.monotonic()
@@ -275,10 +285,17 @@ class _Answer:
         room = (_ERROR_BYTES if is_error else ANSWER_BYTES) - len(self._data)
         if len(piece) > room and not is_error:
             raise BadAnswerError("it is too large")
+        try:
+            # Of an answer in one piece there is the engine's text, and then ours beside it.
+            self._budget.take(_TIMES * len(piece))
+        except Refusal:
+            raise BadAnswerError("server.max_buffered has no room for it now") from None
+        self._held_bytes += _TIMES * len(piece)
         self._data += piece[: max(0, room)]
         if not is_last:
             return
         data = bytes(self._data)
+        self._data.clear()
         if is_error:
             body = error_body(error_text(self._status, data))
         else:

@@ -78,7 +78,8 @@ class _Usage(msgspec.Struct):
 
 
 class _Embedding(msgspec.Struct):
-    embedding: list[float]
+    embedding: msgspec.Raw
+    """As it is: numbers of it are passed on and not made."""
     index: int = 0
 
 
@@ -264,6 +265,8 @@ def _last(reason: str | None, usage: _Usage, times: Times) -> dict[str, Any]:
 
 
 def _embeddings(call: Call, model: str, found: _Embeddings, times: Times) -> bytes:
+    if not all(bytes(each.embedding).startswith(b"[") for each in found.data):
+        raise BadAnswerError("an embedding of it is no list")
     vectors = [each.embedding for each in sorted(found.data, key=lambda each: each.index)]
     if call is Call.EMBEDDINGS:
         if not vectors:

@@ -26,6 +26,7 @@ BODY_BYTES: Final = 16 << 20
 _SMALL_BYTES: Final = 1 << 20
 _MOST_VALUES: Final = 200_000
 """Objects and lists in a body beyond `_SMALL_BYTES`: each takes far more memory than its text."""
+_MOST_PARTS: Final = 10_000
 _IMAGES: Final = {"/9j/": "jpeg", "iVBOR": "png", "R0lGOD": "gif", "UklGR": "webp"}
 """What files of these kinds begin with, in base64."""
 
@@ -138,6 +139,12 @@ def read(call: Call, body: bytes) -> Asked:
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
         raise Refusal(400, "invalid_json", f"The body is not JSON: {error}.") from None
     asked.call = call
+    if _parts(asked) > _MOST_PARTS:
+        raise Refusal(
+            413,
+            "body_too_large",
+            f"A request has at most {_MOST_PARTS} messages, calls of tools, images and inputs.",
+        )
     if not asked.model:
         raise Refusal(400, "model_missing", "model is required", param="model")
     _check(asked)
@@ -182,6 +189,14 @@ def to_openai(asked: Asked, name: str, engine: str) -> tuple[str, bytes]:
 
 
 # ----------------------------------------------------------------------------------------- inside
+
+
+def _parts(asked: Asked) -> int:
+    """How many pieces are turned one by one; those of a message count with it."""
+    count = len(asked.images or ()) + (len(asked.input) if isinstance(asked.input, list) else 0)
+    for message in (asked.messages or ())[:_MOST_PARTS]:
+        count += len(message.images or ()) + len(message.tool_calls or ())
+    return count + len(asked.messages or ())
 
 
 def _check(asked: Asked) -> None:

@@ -20,6 +20,7 @@ import aiohttp
 from yarl import URL
 
 from kvelastic.controller.engine_paths import REALTIME, is_upstream
+from kvelastic.controller.fleet import NOT_SERVED
 from kvelastic.controller.forward import (
     NAMED_MODEL,
     Exchange,
@@ -27,6 +28,7 @@ from kvelastic.controller.forward import (
     check_name,
     priority_of,
     request_to_engine,
+    served_by,
     uncancel,
 )
 from kvelastic.controller.gate import Place, Ticket
@@ -102,7 +104,9 @@ class Realtime:
         except (ClientGoneError, OSError):  # an OSError: uvicorn's own for a client that has gone
             exchange.cancelled = True
         except asyncio.CancelledError:
-            if not exchange.cancelled:
+            if exchange.model is not None and exchange.model.is_cut_off:
+                exchange.error = NOT_SERVED.code
+            elif not exchange.cancelled:
                 raise  # the server ends
             uncancel()
         except Exception:
@@ -136,7 +140,8 @@ class Realtime:
                 await asyncio.wait({watcher})
                 await send({"type": "websocket.accept", "subprotocol": engine.protocol})
                 exchange.status, exchange.started = 101, True
-                await _Relay(receive, send, engine, exchange, served).run()
+                with served_by(served):
+                    await _Relay(receive, send, engine, exchange, served).run()
             finally:
                 replica.in_flight -= 1
                 await _close(engine, GOING_AWAY, "", _LEAVE_S)

@@ -49,13 +49,13 @@ async def engine_logs(front: Front, request: Request) -> Any:
 
 
 async def follow_log(front: Front, request: Request) -> Any:
-    """The same as text, and then what the engine writes as it comes, until the client goes.
+    """The last `lines` as text; with `follow=true` then what comes, until the client goes.
 
-    `follow=false` ends after the last lines. It goes on while the engine is stopped and started.
+    It goes on while the engine is stopped and started.
     """
     model, process = _launched(front, request)
     lines = _lines_of(request)
-    text = request.query_params.get("follow", "true")
+    text = request.query_params.get("follow", "false")
     if text not in {"true", "false"}:
         raise Refusal(400, "invalid_value", "follow is true or false.", param="follow")
     follows = text == "true" and request.method != "HEAD"
@@ -67,16 +67,18 @@ async def follow_log(front: Front, request: Request) -> Any:
             retry_after_s=5.0,
         )
     reader = LogReader(process.log_path)
+    front.log_followers += 1  # from here on: many may come before one of them is answered
     try:
         end = await asyncio.to_thread(reader.begin, lines)
     except BaseException:
+        front.log_followers -= 1
         reader.close()
         raise
     return _Followed(front, reader, _written(model, reader, end, follows=follows))
 
 
 class _Followed(StreamingResponse):
-    """Counts, and lets go of the file however it ends."""
+    """Is counted already; lets go of the count and of the file however it ends."""
 
     def __init__(self, front: Front, reader: LogReader, written: AsyncIterator[bytes]) -> None:
         headers = {"cache-control": "no-store", "x-content-type-options": "nosniff"}
@@ -86,7 +88,6 @@ class _Followed(StreamingResponse):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve it."""
-        self._front.log_followers += 1
         try:
             await super().__call__(scope, receive, send)
         finally:

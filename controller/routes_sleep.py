@@ -9,6 +9,7 @@ from starlette.requests import Request
 from starlette.routing import Route
 
 from kvelastic.controller import reports
+from kvelastic.controller.engine_calls import NEEDS_DEV_MODE
 from kvelastic.controller.gate import State
 from kvelastic.controller.replies import Json
 from kvelastic.controller.routes import Who, route
@@ -81,7 +82,11 @@ async def put_to_sleep(front: Front, request: Request) -> Any:
     await model.settled()
     if model.sleeps > slept or model.state is State.ASLEEP:
         return _told(model, 200, True, "The model is asleep.")
-    return _told(model, 502, False, "The engine could not be put to sleep; it serves as before.")
+    # The whole problem has the engine's address in it.
+    is_known = NEEDS_DEV_MODE in (model.last_problem or "")
+    why = NEEDS_DEV_MODE if is_known else "GET /models says why (last_problem)"
+    message = f"The engine could not be put to sleep; it serves as before. {why}."
+    return _told(model, 502, False, message)
 
 
 async def wake_up(front: Front, request: Request) -> Any:

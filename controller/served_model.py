@@ -11,7 +11,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from kvelastic.controller.engine_calls import KINDS, EngineCalls, Kind
 from kvelastic.controller.gate import Gate, Rules, State, Ticket
@@ -82,6 +82,11 @@ class Replica:
 class ServedModel:
     """See the module. Make it in the loop; `close` ends its tasks."""
 
+    is_cut_off = False
+    """Its drain is over, and `cut_off` was called."""
+    _is_memory_missing = False
+    """Found so at the last look: a launched engine is ready, and has no instance."""
+
     def __init__(
         self,
         settings: ModelSettings,
@@ -127,6 +132,8 @@ class ServedModel:
         """An operator waits for it to wake, and no longer than that."""
         self._calls = calls
         self._turn = 0
+        self.serving: set[asyncio.Task[Any]] = set()
+        """Those that bring its engines' answers to clients; `cut_off` ends them."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._reminder: asyncio.TimerHandle | None = None
         self._reminder_at_s = 0.0
@@ -359,7 +366,20 @@ class ServedModel:
             return
         generation = gate.generation
         is_asleep = await self.memory.is_asleep()
-        if is_asleep is None or gate.generation != generation:
+        is_missing = self.settings.launch is not None and await self.memory.is_missing()
+        if gate.generation != generation:
+            return
+        if is_missing and not self._is_memory_missing:
+            self.last_problem = (
+                f"its engine is ready without the instance {self.settings.instance}: no limit is in"
+                " force. Install kvelastic beside the engine, and leave ENABLE_KVELASTIC and"
+                " KVELASTIC_IPC_NAME out of launch.env"
+            )
+            _log.warning("%s", self.last_problem, extra={"model": self.name})
+        elif self._is_memory_missing and not is_missing:
+            self.last_problem = None
+        self._is_memory_missing = is_missing
+        if is_asleep is None:
             return
         if is_asleep and not self._is_memory_asleep:
             self.last_problem = (
@@ -493,6 +513,12 @@ class ServedModel:
     def _keep(self, task: asyncio.Task[None]) -> None:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+    def cut_off(self) -> None:
+        """End the requests that still run: its drain is over."""
+        self.is_cut_off = True
+        for task in self.serving:
+            task.cancel()
 
     async def close(self, why: Refusal) -> None:
         """No request enters any more, those that wait get `why`; waits for a sleep or wake."""

@@ -20,10 +20,11 @@ from kvelastic.controller.audit import audit
 from kvelastic.controller.front import Front
 from kvelastic.controller.headers import Headers
 from kvelastic.controller.http_protocol import bounded_protocol
+from kvelastic.controller.listeners import listeners
 from kvelastic.controller.log_writer import LogWriter
 from kvelastic.controller.open_files import OpenFiles
 from kvelastic.controller.request_log import RequestLog, set_up_logging
-from kvelastic.controller.settings import Settings
+from kvelastic.controller.settings import ServerSettings, Settings
 from kvelastic.controller.settings_file import load
 from kvelastic.controller.settings_warnings import warnings_of
 from kvelastic.controller.websocket_protocol import (
@@ -89,9 +90,11 @@ async def _serve(settings: Settings, path: Path, log: RequestLog, files: OpenFil
     gc.collect()
     gc.freeze()
     try:
-        # A port that is taken makes uvicorn exit, with a line on stderr.
         announcer = loop.create_task(_announce(server, front))
-        await server.serve()
+        try:
+            await server.serve()
+        except SystemExit:  # uvicorn's way to say that it cannot listen, with a code of its own
+            await _say_who_listens(settings.server)
         announcer.cancel()
     finally:
         await front.stop()
@@ -126,6 +129,17 @@ def make_config(front: Front) -> uvicorn.Config:
         timeout_graceful_shutdown=int(max(1, server.drain_timeout)),
         ssl_certfile=server.tls_cert,
         ssl_keyfile=server.tls_key,
+    )
+
+
+async def _say_who_listens(server: ServerSettings) -> None:
+    found = await asyncio.to_thread(listeners, server.port)
+    why = f"it is taken by {found[0]}" if found else "the line above says why"
+    _log.error(
+        "cannot listen on %s port %d: %s; end that program, or choose another server.port",
+        server.host,
+        server.port,
+        why,
     )
 
 

@@ -18,16 +18,10 @@ from urllib.parse import unquote_to_bytes
 from kvelastic.controller.engine_paths import ENGINE_METHODS, UPSTREAM, is_crooked
 from kvelastic.controller.fleet import Fleet
 from kvelastic.controller.forward import ASKED_PATH, NAMED_MODEL
-from kvelastic.controller.headers import Headers
 from kvelastic.controller.keys import Keys
 from kvelastic.controller.refusal import Refusal, unknown_model
 from kvelastic.controller.served_model import ServedModel
 
-MORE_HEADERS: Final[Headers] = [
-    (b"content-security-policy", b"sandbox"),
-    (b"x-content-type-options", b"nosniff"),
-]
-"""Of answers that come from there."""
 _NAME_LENGTH: Final = 256
 """No model's name is longer."""
 

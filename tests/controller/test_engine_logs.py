@@ -107,7 +107,8 @@ def test_clients_that_come_and_go_at_once_leave_no_descriptor(front: Controller)
     def come_and_go(_: int) -> None:
         with socket.create_connection(("127.0.0.1", front.port)) as sock:
             sock.sendall(
-                b"GET /models/m/logs HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer admin\r\n\r\n"
+                b"GET /models/m/logs?follow=true HTTP/1.1\r\nHost: x\r\n"
+                b"Authorization: Bearer admin\r\n\r\n"
             )
 
     log = front.get("/admin/models/m/logs").json()["file"]
@@ -163,7 +164,7 @@ def front(model: dict[str, Any]) -> Iterator[Controller]:
 
 def test_it_is_followed_line_by_line(model: dict[str, Any], front: Controller) -> None:
     say(model, "before", 3)
-    with front.client.stream("GET", "/models/m/logs?lines=2") as response:
+    with front.client.stream("GET", "/models/m/logs?lines=2&follow=true") as response:
         assert response.headers["content-type"] == "text/plain; charset=utf-8"
         lines = response.iter_lines()
         assert [next(lines), next(lines)] == ["before 1", "before 2"]
@@ -176,7 +177,7 @@ def test_it_is_followed_line_by_line(model: dict[str, Any], front: Controller) -
 
 def test_without_follow_it_ends(model: dict[str, Any], front: Controller) -> None:
     say(model, "line", 3)
-    assert front.get("/models/m/logs?lines=2&follow=false").text == "line 1\nline 2\n"
+    assert front.get("/models/m/logs?lines=2").text == "line 1\nline 2\n"
     assert front.client.head("/models/m/logs").status_code == 200
     for wrong in ("lines=0", "lines=9999", "lines=x", "follow=yes"):
         assert front.get(f"/models/m/logs?{wrong}").status_code == 400
@@ -197,7 +198,8 @@ def test_a_reader_that_stops_holds_nobody_up_and_is_cut(
     impatient = front.first_config | {"server": {"send_timeout": "300ms"}}
     with front.reloaded(impatient), dial(front.port) as sock:
         sock.sendall(
-            b"GET /models/m/logs HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer admin\r\n\r\n"
+            b"GET /models/m/logs?follow=true HTTP/1.1\r\nHost: localhost\r\n"
+            b"Authorization: Bearer admin\r\n\r\n"
         )
         assert sock.recv(1)
 
@@ -214,7 +216,7 @@ def test_a_reader_that_stops_holds_nobody_up_and_is_cut(
     # Who reads all the time is told what is left out, or gets all of it.
     with (
         ThreadPoolExecutor(1) as threads,
-        front.client.stream("GET", "/models/m/logs?lines=1") as response,
+        front.client.stream("GET", "/models/m/logs?lines=1&follow=true") as response,
     ):
         lines = response.iter_lines()
         next(lines)
@@ -224,16 +226,17 @@ def test_a_reader_that_stops_holds_nobody_up_and_is_cut(
 
 
 def test_there_are_only_so_many_followers(front: Controller) -> None:
-    socks = []
+    """All at once: each was counted when its answer began, and all were let in."""
+    socks: list[socket.socket] = []
     try:
-        for _ in range(32):
-            socks.append(
-                sock := socket.create_connection(("127.0.0.1", front.port), timeout=DEADLINE_S)
-            )
+        address = ("127.0.0.1", front.port)
+        socks += [socket.create_connection(address, DEADLINE_S) for _ in range(96)]
+        for sock in socks:
             sock.sendall(
-                b"GET /models/m/logs HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer admin\r\n\r\n"
+                b"GET /models/m/logs?follow=true HTTP/1.1\r\nHost: x\r\n"
+                b"Authorization: Bearer admin\r\n\r\n"
             )
-            assert b"200" in sock.recv(12)
+        assert sorted(sock.recv(12)[-3:] for sock in socks) == [b"200"] * 32 + [b"503"] * 64
         wait_until(lambda: metric(front, "log_followers") == 32)
         answer = front.get("/models/m/logs")
         assert (answer.status_code, answer.json()["error"]["code"]) == (503, "too_many_followers")
@@ -248,7 +251,7 @@ def test_it_goes_on_over_a_stop_and_ends_with_the_controller(tmp_path: Path) -> 
     with (
         Controller({"models": [model]}) as front,
         httpx.Client(base_url=front.url, timeout=DEADLINE_S) as client,
-        client.stream("GET", "/models/m/logs") as response,
+        client.stream("GET", "/models/m/logs?follow=true") as response,
     ):
         lines = response.iter_lines()
         for _ in range(2):

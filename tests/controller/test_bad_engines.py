@@ -1,0 +1,169 @@
+"""Engines that break off, never begin or answer with pages; and what is left of a removed model."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import closing, contextmanager, suppress
+from pathlib import Path
+
+import httpx
+import pytest
+from running import Controller, Engine, config_for
+from waiting import DEADLINE_S
+
+from kvelastic.controller.headers import SANDBOX, to_client
+from kvelastic.controller.launch_environment import engine_environment
+from kvelastic.controller.listeners import program_of
+from kvelastic.controller.ollama_request import Call, read
+from kvelastic.controller.refusal import Refusal
+from kvelastic.controller.settings_file import parse
+
+pytestmark = pytest.mark.slow
+
+
+@contextmanager
+def raw_engine(*pieces: bytes, again: bytes = b"") -> Iterator[str]:
+    """An engine that answers every request with these bytes, and goes on with `again` for ever."""
+
+    def serve() -> None:
+        with suppress(OSError):
+            while True:
+                connection, _ = listener.accept()
+                threading.Thread(target=answer, args=(connection,), daemon=True).start()
+
+    def answer(connection: socket.socket) -> None:
+        with connection, suppress(OSError):
+            connection.recv(1 << 16)
+            for piece in pieces:
+                connection.sendall(piece)
+            while again:
+                connection.sendall(again)
+                if ended.wait(0.05):
+                    return
+
+    ended = threading.Event()
+    with closing(socket.create_server(("127.0.0.1", 0))) as listener:
+        threading.Thread(target=serve, daemon=True).start()
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        ended.set()
+        listener.shutdown(socket.SHUT_RDWR)
+
+
+def served(url: str, **more: object) -> dict[str, object]:
+    return {"models": [{"name": "m", "url": url, **more}]}
+
+
+def test_one_that_says_100_continue_for_ever_is_silent() -> None:
+    with (
+        raw_engine(again=b"HTTP/1.1 100 Continue\r\n\r\n") as url,
+        Controller(served(url, timeouts={"idle": "500ms"})) as front,
+    ):
+        answer = front.complete()
+        assert (answer.status_code, answer.json()["error"]["code"]) == (504, "engine_timeout")
+
+
+def test_one_that_breaks_off_is_502_in_ollama_s_api() -> None:
+    head = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: 900\r\n\r\n{"
+    with raw_engine(head) as url, Controller(served(url)) as front:
+        body = {"model": "m", "messages": [{"role": "user", "content": "x"}], "stream": False}
+        answer = front.post("/api/chat", body)
+        assert answer.status_code == 502
+        assert "broke off" in answer.json()["error"]
+
+
+def test_a_page_of_an_engine_runs_no_script() -> None:
+    page = b"HTTP/1.1 200 OK\r\ncontent-type: text/html\r\ncontent-length: 3\r\n\r\n<p>"
+    with raw_engine(page) as url, Controller(served(url)) as front:
+        for path in ("/v1/completions", "/upstream/m/v1/models"):
+            answer = front.post(path, {"model": "m"})
+            assert answer.headers["content-security-policy"] == "sandbox", path
+    assert to_client([(b"Content-Type", b"application/json; charset=utf-8")]) == [
+        (b"content-type", b"application/json; charset=utf-8")
+    ]
+    assert to_client([]) == SANDBOX  # a browser would look for itself what it is
+
+
+def test_a_model_that_is_removed_streams_no_longer_than_the_drain() -> None:
+    with Engine() as engine:
+        config = config_for(engine, server={"drain_timeout": "100ms"})
+        body = {"model": "m", "prompt": "x", "stream": True, "fake": {"hang": "stream"}}
+        with (
+            Controller(config) as front,
+            httpx.Client(base_url=front.url, timeout=DEADLINE_S) as client,
+            client.stream("POST", "/v1/completions", json=body) as response,
+        ):
+            pieces = response.iter_raw()
+            next(pieces)
+            nothing = {"server": {"drain_timeout": "100ms"}, "models": []}
+            with front.reloaded(nothing), pytest.raises(httpx.RemoteProtocolError):
+                list(pieces)
+
+
+def test_a_port_that_is_taken_ends_it_with_1_and_names_who_has_it(tmp_path: Path) -> None:
+    with closing(socket.create_server(("127.0.0.1", 0))) as taken:
+        port = taken.getsockname()[1]
+        path = tmp_path / "controller.yaml"
+        path.write_text(f"server: {{port: {port}}}")
+        command = [sys.executable, "-m", "kvelastic.controller", "--config", str(path)]
+        ended = subprocess.run(
+            command, capture_output=True, text=True, timeout=DEADLINE_S, check=False
+        )
+    assert ended.returncode == 1, ended.stderr
+    assert f"port {port}: it is taken by process" in ended.stderr
+
+
+def test_vllm_s_development_mode_is_named() -> None:
+    with Engine() as engine, Controller(config_for(engine)) as front:
+        engine.change(sleep_status=404)
+        answer = front.post("/action/sleep/m")
+        assert answer.status_code == 502
+        assert "VLLM_SERVER_DEV_MODE=1" in answer.text
+
+
+def test_an_engine_with_an_instance_is_on_kvelastic() -> None:
+    settings = parse(
+        "models: [{name: m, instance: i, launch: {command: [x], port: 1}},"
+        " {name: o, launch: {command: [x], port: 2}}]",
+        {},
+    )
+    with_one, without = (
+        engine_environment({}, settings, model, "key", "mark") for model in settings.models
+    )
+    assert (with_one["KVELASTIC_IPC_NAME"], with_one["ENABLE_KVELASTIC"]) == ("i", "true")
+    assert "ENABLE_KVELASTIC" not in without
+
+
+@pytest.mark.parametrize(
+    ("command", "shown"),
+    [
+        (["vllm", "serve", "m", "--api-key", "hunter2"], "vllm"),
+        (
+            ["/usr/bin/python3", "-m", "http.server", "--key=hunter2"],
+            "/usr/bin/python3 -m http.server",
+        ),
+        (["python", "app.py", "hunter2"], "python app.py"),
+        (["python", "-c", "key='hunter2'"], "python"),
+        ([], ""),
+    ],
+)
+def test_of_a_stranger_s_command_line_no_argument_is_shown(command: list[str], shown: str) -> None:
+    assert program_of(command) == shown
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'{"model":"m","messages":[' + b'{"role":"user"},' * 10_000 + b'{"role":"user"}]}',
+        b'{"model":"m","messages":[{"role":"user","images":[' + b'"",' * 10_000 + b'""]}]}',
+        b'{"model":"m","prompt":"x","images":[' + b'"",' * 10_000 + b'""]}',
+        b'{"model":"m","input":[' + b'"",' * 10_000 + b'""]}',
+    ],
+)
+def test_requests_of_ollama_that_would_hold_the_loop(body: bytes) -> None:
+    with pytest.raises(Refusal) as caught:
+        read(Call.CHAT, body)
+    assert (caught.value.status, caught.value.code) == (413, "body_too_large")
