@@ -120,7 +120,7 @@ def test_requests_that_wait_are_in_nobody_s_way(
 ) -> None:
     """Fifty wait ten minutes for an instance that is stopped: each kept a thread of a few."""
     waiting = []
-    instance.signal(signal.SIGSTOP)
+    instance.stop()
     try:
         for number in range(50):
             body = json.dumps({"limit": (number + 1) * PAGE_BYTES, "wait": "10m"}).encode()
@@ -143,7 +143,7 @@ def test_requests_that_wait_are_in_nobody_s_way(
                 assert sock.recv(1 << 16).startswith(b"HTTP/1.1 202")
         assert front.wait() == 0
     finally:
-        instance.signal(signal.SIGCONT)
+        instance.go_on()
 
 
 def test_a_writer_that_hangs_is_in_nobody_s_way(front: Controller, instance: Instance) -> None:

@@ -93,5 +93,5 @@ def test_what_is_at_the_bounds_is_accepted(tasks: Tasks) -> None:
         tasks.prefetch_async(tuple(range(8)), namespace=("lora",)),
     ]
     assert tasks.wait(found, float("inf"), completely=flag).keys() == set(found)
-    assert tasks.wait(np.int64(found[0]), -1).keys() == {found[0]}  # type: ignore[arg-type]
+    assert tasks.wait(np.int64(found[0]), -1).keys() == {found[0]}
     assert tasks.wait(range(1000, 1000 + MOST_TASKS), np.float64(0)).keys() >= {1000}
