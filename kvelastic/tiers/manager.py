@@ -24,7 +24,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Protocol, TypeVar
 
-from kvelastic.errors import InvalidArgumentError
+from kvelastic.errors import IntegrityError, InvalidArgumentError, KvelasticError
 from kvelastic.tier_board_format import BlockCounts
 from kvelastic.tiers.base import (
     KEY_BYTES,
@@ -57,6 +57,9 @@ ERASE_S = 60.0
 """How long `erase` and `forget` wait for a store."""
 LOAD_BATCH = 8
 """Blocks of one read: deep enough for a disk, small enough that the first are copied early."""
+
+_LOOK_S = 0.25
+"""How often it looks whether a tier that it waits for is stalled."""
 
 _T = TypeVar("_T")
 
@@ -132,6 +135,8 @@ class Tiers:
         """Goes up when records are erased: what was read before is no copy after."""
         self._is_closed = False
         self._observers: list[Observer] = []
+        self._late: dict[int, threading.Thread] = {}
+        """By tier, the last call that was not waited for any longer."""
         for store in stores:
             store.enter(namespace)
         self._executor = Executor(
@@ -295,7 +300,8 @@ class Tiers:
                 self._namespace = replace(old, generation=secrets.randbits(62))
                 new = self._namespace
                 self._epoch += 1
-            self._in_stores(lambda store: store.enter(new), ERASE_S)
+            # Also one that is stalled: it is entered when its disk returns.
+            self._in_stores(lambda store: store.enter(new), ERASE_S, also_stalled=True)
             own = [tier for tier, store in enumerate(self._stores) if store.name == "host"]
             self._in_stores(
                 lambda store: store.erase_matching(Selection(namespace=old, every_generation=True)),
@@ -310,7 +316,8 @@ class Tiers:
 
         None: all of this namespace, in all of its generations.
 
-        A tier that does not answer within a minute is left out of the answer and logged. Blocks.
+        A tier that is stalled, or does not answer within a minute, is left out of the answer and
+        logged. Blocks.
         """
         if selection is None:
             selection = Selection(namespace=self.namespace, every_generation=True)
@@ -345,11 +352,24 @@ class Tiers:
         return _Quiet(self._demoter, self._executor)
 
     def _in_stores(
-        self, call: Callable[[Store], _T], timeout_s: float, tiers: Sequence[int] | None = None
+        self,
+        call: Callable[[Store], _T],
+        timeout_s: float,
+        tiers: Sequence[int] | None = None,
+        *,
+        also_stalled: bool = False,
     ) -> dict[int, _T]:
-        """Call something of each store, in a thread for each: one that hangs holds nobody up."""
+        """Call something of each store, in a thread for each: one that hangs holds nobody up.
+
+        A store that is stalled is left out, unless `also_stalled`, and is not waited for. So is one
+        in which an earlier call of this kind still hangs: such threads do not pile up.
+        """
         answers: dict[int, _T] = {}
-        chosen = range(len(self._stores)) if tiers is None else tiers
+        chosen = [
+            tier
+            for tier in (range(len(self._stores)) if tiers is None else tiers)
+            if also_stalled or not self._is_stalled(tier)
+        ]
 
         def work(tier: int) -> None:
             try:
@@ -365,12 +385,23 @@ class Tiers:
         for thread in threads:
             thread.start()
         for tier, thread in zip(chosen, threads, strict=True):
-            thread.join(max(0.0, deadline_s - time.monotonic()))
+            thread.join(0.0)
+            while thread.is_alive() and (left_s := deadline_s - time.monotonic()) > 0:
+                if self._is_stalled(tier):
+                    break
+                thread.join(min(left_s, _LOOK_S))
             if thread.is_alive():
+                self._late[tier] = thread
                 _log.warning(
                     "tier %s did not answer within %.0f s", self._stores[tier].name, timeout_s
                 )
         return dict(answers)
+
+    def _is_stalled(self, tier: int) -> bool:
+        """Whether a call to the store hangs: one of the executor's, or an earlier one of these."""
+        self._executor.look()
+        late = self._late.get(tier)
+        return tier in self._executor.stuck_tiers or (late is not None and late.is_alive())
 
     # --- the rest ------------------------------------------------------------------------------
 
@@ -390,8 +421,8 @@ class Tiers:
     def statistics(self) -> TiersStatistics:
         """What was done, and what lies where. Waits a second at most for a store that hangs."""
         return self.statistics_with(
-            self._in_stores(lambda store: store.capacity(), 1.0),
-            self._in_stores(lambda store: store.statistics(), 1.0),
+            self._in_stores(lambda store: store.capacity(), 1.0, also_stalled=True),
+            self._in_stores(lambda store: store.statistics(), 1.0, also_stalled=True),
         )
 
     def statistics_with(
@@ -447,14 +478,23 @@ class Tiers:
         return self._executor.drain(timeout_s)
 
     def check_integrity(self) -> None:
-        """Every part's own check, and every store's. Raises `IntegrityError`.
+        """Every part's own check, and every store's. Raises `IntegrityError`, also for a store that
+        is stalled or does not answer within a minute: it was not compared.
 
         Nothing is demoted meanwhile. Blocks.
         """
         with self._quiet():
             self._executor.check_integrity()
-            for store in self._stores:
-                store.check_integrity()
+            problems = self._in_stores(_problem_of, ERASE_S)
+        for tier, store in enumerate(self._stores):
+            if tier not in problems:
+                raise IntegrityError(
+                    f"tier {store.name} does not answer, so it was not compared; ask again when it"
+                    " does"
+                )
+            problem = problems[tier]
+            if problem is not None:
+                raise problem
 
     def close(self, timeout_s: float = CLOSE_S) -> list[str]:
         """End the threads and close the stores. Answers what hangs and is left behind. Repeatable.
@@ -488,6 +528,15 @@ class _Quiet:
 
     def __exit__(self, *exc: object) -> None:
         self._paused.__exit__(None, None, None)
+
+
+def _problem_of(store: Store) -> KvelasticError | None:
+    """What its own check finds."""
+    try:
+        store.check_integrity()
+    except KvelasticError as error:
+        return error
+    return None
 
 
 def _key(keys: bytes, at: int) -> bytes:

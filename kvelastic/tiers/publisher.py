@@ -80,6 +80,8 @@ class Publisher:
         self._publishing = threading.Lock()
         """Held while figures are gathered and written, so that they never go back in time."""
         self._has_warned = False
+        self._late: list[tuple[threading.Thread, str]] = []
+        """Requests that were answered as failed and go on, with their tier; empty: all tiers."""
         self.publish()
         self._threads = [
             threading.Thread(
@@ -129,21 +131,42 @@ class Publisher:
             self._board.answer(answer)
 
     def _carried_out(self, revision: int, request: TierRequest) -> TierAnswer | None:
-        """In a thread of its own, as a store may hang. None: this is closed meanwhile."""
+        """In a thread of its own, as a store may hang. None: this is closed meanwhile.
+
+        A request that a stalled tier cannot carry out now fails at once, so those behind it are
+        answered, and no more than one thread for each tier hangs.
+        """
+        if reason := self._obstacle(request):
+            return TierAnswer(revision, "failed", (), reason)
         answers: queue.SimpleQueue[TierAnswer] = queue.SimpleQueue()
-        threading.Thread(
+        thread = threading.Thread(
             target=lambda: answers.put(carry_out(revision, request, self._tiers)),
             name="kvelastic-operator",
             daemon=True,
-        ).start()
+        )
+        thread.start()
         deadline_s = time.monotonic() + REQUEST_S
         while not self._is_closing.is_set():
             with suppress(queue.Empty):
                 return answers.get(timeout=ASK_S)
+            reason = self._obstacle(request)
             if time.monotonic() > deadline_s:
-                reason = f"a tier has not answered within {REQUEST_S:g} s; it may go on"
-                return TierAnswer(revision, "failed", (), reason)
+                reason = f"a tier has not answered within {REQUEST_S:g} s"
+            if reason:
+                self._late.append((thread, request.tier))
+                return TierAnswer(revision, "failed", (), f"{reason}; this one may go on")
         return None
+
+    def _obstacle(self, request: TierRequest) -> str:
+        """Why a request cannot be carried out now; empty where it can."""
+        self._late = [(thread, tier) for thread, tier in self._late if thread.is_alive()]
+        for _, tier in self._late:
+            if not tier or not request.tier or tier == request.tier:
+                return f"an earlier request to {tier or 'all tiers'} has not ended"
+        tiers = zip(self._labels, self._tiers.statistics_with({}, {}).tiers, strict=True)
+        if any(label == request.tier and one.is_stuck for label, one in tiers):
+            return f"{request.tier} is stalled; ask again when it answers"
+        return ""
 
     def publish(self, store_s: float = STORE_S) -> None:
         """Show what is so now. Blocks for each store's answer, so long at most."""
