@@ -59,6 +59,7 @@ from kvelastic.segment_dir import (
     temporary_name,
     version_of,
 )
+from kvelastic.sizes import format_size
 
 __all__ = [
     "Answer",
@@ -491,6 +492,8 @@ def post(
     try:
         _check_alive(segment, "; nothing was changed")
         with segment.writing(lock_wait_s) as record:
+            if min_bytes is not None:
+                _check_guarantee(min_bytes, limit_bytes, record)
             revision = record.write_request(
                 limit_bytes, min_bytes=min_bytes, priority=priority, asleep=asleep, trim=trim
             )
@@ -517,7 +520,8 @@ def request(
     `trim` gives every parked page back once; None leaves things as they are.
     Waits until the request is applied or refused, at most `wait_s` seconds; None looks only for
     `ANSWER_GLANCE_S`. The answer's state is `none` or `shrinking` when the time was over. Raises
-    `InvalidArgumentError` for a priority beyond `sizes.MAX_PRIORITY` and a `wait_s` that is nan,
+    `InvalidArgumentError` for a priority beyond `sizes.MAX_PRIORITY`, a guarantee above the limit,
+    and a `wait_s` that is nan,
     `SegmentNotFoundError`, `SegmentFormatError`, `SegmentBusyError` (another writer hangs) with
     nothing changed, and `SegmentDeadError` if the instance is dead or dies while this waits.
     """
@@ -533,6 +537,19 @@ def request(
     ) as requested:
         settled = requested.settled(ANSWER_GLANCE_S if wait_s is None else max(0.0, wait_s))
         return requested.now() if settled is None else settled
+
+
+def _check_guarantee(min_bytes: int, limit_bytes: int | None, record: _vmm.Record) -> None:
+    """Raises `InvalidArgumentError` for a guarantee above the limit, the new one or the present.
+
+    A limit alone may be set below the guarantee, for as long as memory is short.
+    """
+    most_bytes = record.read_request()["limit_bytes"] if limit_bytes is None else limit_bytes
+    if min_bytes > most_bytes:
+        raise InvalidArgumentError(
+            f"a guarantee (min) of {format_size(min_bytes)} is above the limit of"
+            f" {format_size(most_bytes)}; raise the limit too, or ask for less"
+        )
 
 
 def _answer(record: _vmm.Record, revision: int, life: Liveness) -> Answer:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import subprocess
 import sys
@@ -12,8 +13,8 @@ from pathlib import Path
 
 import httpx
 import pytest
-from running import Controller, Engine, config_for
-from waiting import DEADLINE_S
+from running import Controller, Engine, config_for, fake_launch
+from waiting import DEADLINE_S, wait_until
 
 from kvelastic.controller.headers import SANDBOX, to_client
 from kvelastic.controller.launch_environment import engine_environment
@@ -135,6 +136,17 @@ def test_an_engine_with_an_instance_is_on_kvelastic() -> None:
     )
     assert (with_one["KVELASTIC_IPC_NAME"], with_one["ENABLE_KVELASTIC"]) == ("i", "true")
     assert "ENABLE_KVELASTIC" not in without
+
+
+def test_an_engine_that_is_ready_without_its_instance_is_a_problem(tmp_path: Path) -> None:
+    model = {"name": "m", "instance": f"none-{os.getpid()}", "launch": fake_launch(tmp_path)}
+    with Controller({"models": [model], "sleep": {"check_every": "50ms"}}) as front:
+
+        def problem() -> str:
+            return front.get("/models").json()["models"]["m"]["last_problem"] or ""
+
+        wait_until(lambda: "no limit is in force" in problem())
+        assert front.state() == "awake"
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from running import Controller, Engine, config_for
 from waiting import DEADLINE_S, wait_until
 
 from kvelastic import segment
+from kvelastic.errors import InvalidArgumentError
 
 pytestmark = pytest.mark.slow
 
@@ -191,6 +192,20 @@ def test_a_wrong_request_changes_nothing(front: Controller, instance: Instance) 
         renamed = {"former_code"} if error["code"] == "nothing_requested" else set()
         assert set(error) == {"message", "type", "param", "code"} | renamed
     assert front.get("/memory/org/m").json()["memory"]["revision"] == before
+
+
+def test_a_guarantee_above_the_limit_in_force_is_refused(
+    front: Controller, instance: Instance
+) -> None:
+    def ask(**asked: object) -> int:
+        return front.client.patch("/memory/org%2Fm", json=asked).status_code
+
+    assert ask(limit="64M", wait=DEADLINE_S) == 200
+    assert ask(min="65M") == 400
+    assert ask(min="65M", limit="66M", wait=DEADLINE_S) == 200
+    with pytest.raises(InvalidArgumentError, match=r"min. of 67.00 MiB is above the limit of 66"):
+        segment.request(instance.name, min_bytes=67 * MIB)
+    assert memory_of(front)["min_bytes"] == 65 * MIB
 
 
 def test_an_instance_that_is_gone(front: Controller, instance: Instance) -> None:
