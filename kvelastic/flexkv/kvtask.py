@@ -95,9 +95,13 @@ _ENDS: Final = {
 }
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class KVTask:
-    """One request. The engine's lock guards it."""
+    """One request. The engine's lock guards it.
+
+    Its plan, which has the keys and ids of all its blocks, ends with its graph: a task that is over
+    keeps its result alone, for as long as somebody may ask for it.
+    """
 
     task_id: int
     task_type: KVRequestType
@@ -107,7 +111,7 @@ class KVTask:
     status: TaskStatus = TaskStatus.UNREADY
     graph_is_over: bool = False
     """Whether nothing of it is on its way any more, also behind its end."""
-    moved: list[bool] | None = None
+    moved: Mask | None = None
     """For each block of the plan whether it was moved; None: all, or it is not over."""
     callbacks: list[Callable[[KVResponse], None]] = field(default_factory=list)
 
@@ -123,12 +127,17 @@ class KVTask:
         if self.task_type is KVRequestType.PUT:
             mask = self.plan.mask(0)
             first = self.plan.first_token
-            rows = np.repeat(np.array(self.moved, np.bool_), tokens_per_block)
+            rows = np.repeat(self.moved, tokens_per_block)
             mask[first : first + len(rows)] = rows
             return mask
         # What follows a block that is missing is of no use to a prompt.
-        lead = self.moved.index(False) if False in self.moved else len(self.moved)
+        lead = len(self.moved) if self.moved.all() else int(self.moved.argmin())
         return self.plan.mask(lead * tokens_per_block)
+
+    def end_graph(self) -> None:
+        """Nothing of it is on its way any more: give back what its plan holds."""
+        self.graph_is_over = True
+        self.plan = self.plan.ended()
 
 
 class KVTaskEngine:
@@ -425,8 +434,7 @@ class KVTaskEngine:
             task = KVTask(next(self._task_ids), task_type, plan, dp_id, now_s)
             if not plan.graph.ops:
                 task.status = TaskStatus.COMPLETED
-                task.graph_is_over = True
-                plan()
+                task.end_graph()
             self._tasks[task.task_id] = task
             self._expire(now_s)
             return task
@@ -510,7 +518,7 @@ class KVTaskEngine:
         for task in tasks:
             self._by_graph[task.plan.graph.graph_id] = task
         try:
-            self.transfer_engine.submit_transfer_graph([task.plan.graph for task in tasks])
+            self.transfer_engine.plan_and_submit([task.plan.graph for task in tasks])
         except BaseException:
             for task in tasks:
                 del self._by_graph[task.plan.graph.graph_id]
@@ -537,8 +545,7 @@ class KVTaskEngine:
                 if task is None or task.graph_is_over:
                     continue
                 if task.status in (TaskStatus.UNREADY, TaskStatus.READY):
-                    task.plan.abort()
-                    task.graph_is_over = True
+                    task.end_graph()
                 else:
                     running.append(task)
                 if not task.is_over:
@@ -645,12 +652,11 @@ class KVTaskEngine:
                 task = self._by_graph.get(graph_id)
                 if task is None:
                     continue
-                if op_id == GRAPH_END:
-                    del self._by_graph[graph_id]
-                    task.graph_is_over = True
-                    task.plan()
                 if op_id in (task.plan.graph.task_end_op_id, GRAPH_END):
                     self._note_end(task)
+                if op_id == GRAPH_END:
+                    del self._by_graph[graph_id]
+                    task.end_graph()
 
     def _note_end(self, task: KVTask) -> None:
         """What the caller waits for is over. The lock is held."""
@@ -664,19 +670,19 @@ class KVTaskEngine:
             for fragment in task.plan.fragments:
                 is_there = fragment.device is DeviceType.CPU
                 moved += [True] * fragment.count if is_there else next(reads).moved
-            task.moved = moved
+            task.moved = np.array(moved, np.bool_)
             is_whole = all(moved)
         else:
             end = ops[task.plan.graph.task_end_op_id]
             is_whole = end.status is TransferOpStatus.COMPLETED
-            task.moved = None if is_whole else list(end.moved)
+            task.moved = None if is_whole else np.array(end.moved, np.bool_)
         self._end(task, TaskStatus.COMPLETED if is_whole else TaskStatus.FAILED)
 
     def _end(self, task: KVTask, status: TaskStatus) -> None:
         task.status = status
         self._recent.append(self._record(task))
         if status is TaskStatus.CANCELLED:
-            task.moved = []
+            task.moved = np.zeros(0, np.bool_)
         response = self._response(task)
         self._called_back += [(callback, response) for callback in task.callbacks]
         task.callbacks.clear()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
 import threading
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,7 @@ from flexkv_engine import (
     running,
     slots_of,
 )
+from waiting import DEADLINE_S
 
 from kvelastic.errors import (
     ConfigError,
@@ -31,9 +34,10 @@ from kvelastic.errors import (
 from kvelastic.flexkv.cache.cache_engine import GlobalCacheEngine
 from kvelastic.flexkv.common.config import CacheConfig, ModelConfig
 from kvelastic.flexkv.common.request import KVResponseStatus
-from kvelastic.flexkv.common.transfer import DeviceType
+from kvelastic.flexkv.common.transfer import DeviceType, TransferOpGraph
 from kvelastic.flexkv.kvmanager import KVManager
 from kvelastic.flexkv.kvtask import KVTaskEngine, TaskStatus
+from kvelastic.flexkv.transfer.scheduler import TransferScheduler
 from kvelastic.flexkv.transfer.transfer_engine import TransferEngine
 
 
@@ -582,6 +586,91 @@ def test_a_get_into_one_block_twice_is_refused(engine: Engine) -> None:
     with pytest.raises(InvalidArgumentError, match="twice"):
         engine.manager.launch(task, slots_of([3, 3]))
     engine.manager.cancel(task)
+
+
+@pytest.fixture
+def planning(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """Graphs are planned once this is set."""
+    may_plan = threading.Event()
+    stages = TransferScheduler.stages
+
+    def when_it_may(self: TransferScheduler, graph: TransferOpGraph) -> Any:
+        assert may_plan.wait(DEADLINE_S)
+        return stages(self, graph)
+
+    monkeypatch.setattr(TransferScheduler, "stages", when_it_may)
+    yield may_plan
+    may_plan.set()
+
+
+def test_a_launch_does_not_wait_until_its_graph_is_planned(
+    planning: threading.Event, engine: Engine
+) -> None:
+    first, second = prompt(1, 3), prompt(2, 3)
+    engine.compute(first, [0, 1, 2])
+    task, _ = engine.manager.put_match(first)
+    dropped, _ = engine.manager.put_match(second)
+    engine.manager.launch([task, dropped], [slots_of([0, 1, 2]), slots_of([3, 4, 5])])
+    assert engine.manager.wait(task, 0)[task].status is KVResponseStatus.TIMEOUT
+    engine.manager.cancel(dropped)
+    planning.set()
+    assert engine.manager.wait(task, SOON_S)[task].status is KVResponseStatus.SUCCESS
+    assert engine.manager.wait(dropped, SOON_S)[dropped].status is KVResponseStatus.CANCELLED
+    assert (engine.get(first), engine.get(second)) == (3, 0)
+
+
+def test_a_shutdown_drops_what_is_not_planned(planning: threading.Event) -> None:
+    with running() as engine:
+        tasks = [engine.manager.put_match(prompt(seed, 3))[0] for seed in (1, 2)]
+        engine.manager.launch(tasks, [slots_of([0, 1, 2]), slots_of([3, 4, 5])])
+        ending = threading.Thread(target=engine.manager.shutdown)
+        ending.start()
+        planning.set()
+        ending.join(DEADLINE_S)
+        assert not ending.is_alive()
+
+
+def test_a_graph_that_cannot_be_planned_is_a_task_that_failed(
+    monkeypatch: pytest.MonkeyPatch, engine: Engine
+) -> None:
+    tokens = prompt(1, 2)
+    task, _ = engine.manager.put_match(tokens)
+    with monkeypatch.context() as broken:
+        broken.setattr(TransferScheduler, "stages", lambda *_: 1 / 0)
+        engine.manager.launch(task, slots_of([0, 1]))
+        answer = engine.manager.wait(task, SOON_S, completely=True)[task]
+    assert answer.status is KVResponseStatus.FAILED
+    assert answer.return_mask is not None
+    assert not answer.return_mask.any()
+    assert engine.put(tokens) == 2, "its places were given back"
+
+
+def test_a_task_that_is_over_keeps_its_result_alone(with_disk: Engine) -> None:
+    """Nobody may ask for half an hour, and 100,000 tasks may be over."""
+    manager, graphs = with_disk.manager, []
+    over: dict[int, int] = {}
+
+    def begun(task: int) -> int:
+        graphs.append(weakref.ref(manager.task_engine._tasks[task].plan.graph))
+        return task
+
+    for seed in range(10):
+        tokens = prompt(seed, 3)
+        put = begun(manager.put_match(tokens)[0])
+        manager.launch(put, slots_of([0, 1, 2]))
+        assert manager.wait(put, SOON_S, completely=True)[put].status is KVResponseStatus.SUCCESS
+        get, dropped = begun(manager.get_match(tokens)[0]), begun(manager.get_match(tokens)[0])
+        manager.launch(get, slots_of([3, 4, 5]))
+        manager.cancel(dropped)
+        assert manager.wait(get, SOON_S, completely=True)[get].status is KVResponseStatus.SUCCESS
+        over |= {put: 3 * TOKENS, get: 3 * TOKENS, dropped: 0}
+    assert manager.task_engine.transfer_engine.drain(SOON_S)
+    gc.collect()
+    # A thread may still have its last one in hand.
+    assert sum(graph() is not None for graph in graphs) < 6
+    answers = manager.wait(over, SOON_S)
+    masks = {task: answer.return_mask for task, answer in answers.items()}
+    assert {task: 0 if mask is None else int(mask.sum()) for task, mask in masks.items()} == over
 
 
 def test_a_launch_is_all_or_nothing(engine: Engine) -> None:

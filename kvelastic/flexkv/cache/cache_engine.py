@@ -132,6 +132,14 @@ class Plan:
         """The graph is not run, or no further."""
         self()
 
+    def ended(self) -> Plan:
+        """End it, and return what its mask is made of: a plan that holds and moves nothing."""
+        self()
+        return Plan(_NOTHING, self.length, self.first_token, self.tokens)
+
+
+_NOTHING: Final = TransferOpGraph.create_empty_graph()
+
 
 class GlobalCacheEngine:
     """All tiers of one storage. See the module."""

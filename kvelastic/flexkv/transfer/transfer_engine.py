@@ -15,7 +15,9 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from queue import SimpleQueue
 
 from kvelastic.errors import IntegrityError, InvalidArgumentError
 from kvelastic.flexkv.common.transfer import (
@@ -49,17 +51,34 @@ _LOOK_S = 0.25
 class _Flight:
     """A graph on its way. The engine's lock guards all but `graph` and `stages`."""
 
-    def __init__(self, graph: TransferOpGraph, stages: list[Stage]) -> None:
+    def __init__(self, graph: TransferOpGraph) -> None:
         self.graph = graph
-        self.stages = stages
+        self.stages: list[Stage] = []
+        self.is_planned = False
         self.stage = -1
         """The one that runs; -1 before the first."""
         self.run: Run | None = None
-        self.open = [[stage.op_at.count(at) for at in range(len(stage.ops))] for stage in stages]
+        self.open: list[list[int]] = []
         """Operations of the executor that have not ended, for each operation of each stage."""
-        self.left = sum(map(sum, self.open))
+        self.left = 0
         self.is_cancelled = False
         self.is_over = False
+
+    def plan(self, stages: list[Stage]) -> None:
+        """It becomes these."""
+        self.stages = stages
+        counts = [Counter(stage.op_at) for stage in stages]
+        self.open = [
+            [count[at] for at in range(len(stage.ops))]
+            for count, stage in zip(counts, stages, strict=True)
+        ]
+        self.left = sum(map(sum, self.open))
+        self.is_planned = True
+
+    @property
+    def is_begun(self) -> bool:
+        """Whether a run of the executor says from now on what becomes of it."""
+        return self.run is not None or self.is_over
 
 
 class TransferEngine:
@@ -90,6 +109,9 @@ class TransferEngine:
         self._completed: list[tuple[int, int]] = []
         self._events = 0
         self._is_closed = False
+        self._to_plan: SimpleQueue[_Flight | None] = SimpleQueue()
+        self._planner = threading.Thread(target=self._plan_all, name="flexkv-plan", daemon=True)
+        self._planner.start()
 
     # --- giving work ---------------------------------------------------------------------------
 
@@ -103,10 +125,25 @@ class TransferEngine:
         where it copies blocks of a client that has not registered its tensors.
         """
         if isinstance(transfer_graph, TransferOpGraph):
-            graphs = [transfer_graph]
-        else:
-            graphs = list(transfer_graph)
-        flights = [self._plan(graph) for graph in graphs]
+            transfer_graph = [transfer_graph]
+        flights = [self._checked(graph) for graph in transfer_graph]
+        for flight in flights:
+            flight.plan(self._scheduler.stages(flight.graph))
+        self._register(flights)
+        for flight in flights:
+            self._begin_stage(flight, 0)
+
+    def plan_and_submit(self, graphs: Sequence[TransferOpGraph]) -> None:
+        """The same, but that a thread plans them: the caller is not kept for large graphs.
+
+        What the plan finds wrong with a graph fails its operations.
+        """
+        flights = [self._checked(graph) for graph in graphs]
+        self._register(flights)
+        for flight in flights:
+            self._to_plan.put(flight)
+
+    def _register(self, flights: Sequence[_Flight]) -> None:
         with self._done:
             for at, flight in enumerate(flights):
                 graph_id = flight.graph.graph_id
@@ -115,10 +152,23 @@ class TransferEngine:
                         del self._flights[begun.graph.graph_id]
                     raise InvalidArgumentError(f"graph {graph_id} is on its way already")
                 self._flights[graph_id] = flight
-        for flight in flights:
-            self._begin_stage(flight, 0)
 
-    def _plan(self, graph: TransferOpGraph) -> _Flight:
+    def _plan_all(self) -> None:
+        """The planner's thread."""
+        while (flight := self._to_plan.get()) is not None:
+            try:
+                stages = self._scheduler.stages(flight.graph)
+                with self._done:
+                    if flight.is_over:  # cancelled before its turn
+                        continue
+                    flight.plan(stages)
+                self._begin_stage(flight, 0)
+            except Exception:
+                _log.exception("graph %d cannot be carried out", flight.graph.graph_id)
+                with self._done:
+                    self._drop(flight, TransferOpStatus.FAILED)
+
+    def _checked(self, graph: TransferOpGraph) -> _Flight:
         for op in graph.ops.values():
             if op.status is not TransferOpStatus.PENDING:
                 raise InvalidArgumentError(
@@ -132,7 +182,7 @@ class TransferEngine:
                         f"operation {op.op_id} names blocks {int(ids.min())} to {int(ids.max())} of"
                         f" {count}; bind it to blocks of the engine before it is submitted"
                     )
-        return _Flight(graph, self._scheduler.stages(graph))
+        return _Flight(graph)
 
     def _begin_stage(self, flight: _Flight, number: int) -> None:
         lease: Lease | None = None
@@ -157,6 +207,7 @@ class TransferEngine:
         with self._done:
             flight.run = run
             is_cancelled = flight.is_cancelled
+            self._done.notify_all()  # for `cancel` and `drain`
         if is_cancelled:
             run.cancel()
         run.on_complete(lambda run: self._end_stage(flight, number, lease))
@@ -179,6 +230,16 @@ class TransferEngine:
                 if op.status is TransferOpStatus.RUNNING and not op.num_blocks:
                     self._complete(flight, op, TransferOpStatus.COMPLETED)
         flight.stage = len(flight.stages)
+        self._end_if_over(flight)
+
+    def _drop(self, flight: _Flight, status: TransferOpStatus) -> None:
+        """Nothing of it has begun, and nothing will. The lock is held."""
+        if flight.is_over:
+            return
+        for op in flight.graph.ops.values():
+            op.moved = [False] * op.num_blocks
+            self._complete(flight, op, status)
+        flight.left, flight.open, flight.stage = 0, [], len(flight.stages)
         self._end_if_over(flight)
 
     # --- what the executor says ----------------------------------------------------------------
@@ -265,6 +326,10 @@ class TransferEngine:
             if flight is None:
                 return True
             flight.is_cancelled = True
+            if not flight.is_planned:
+                self._drop(flight, TransferOpStatus.CANCELLED)
+            elif not self._done.wait_for(lambda: flight.is_begun, timeout_s):
+                return False
             run = flight.run
         if run is None:
             return True
@@ -273,7 +338,12 @@ class TransferEngine:
 
     def drain(self, timeout_s: float) -> bool:
         """Wait until no store is called any more, not even for what was cancelled. As `settle`."""
-        return self._executor.drain(timeout_s)
+        deadline_s = time.monotonic() + timeout_s
+        with self._done:
+            flights = list(self._flights.values())
+            if not self._done.wait_for(lambda: all(one.is_begun for one in flights), timeout_s):
+                return False
+        return self._executor.drain(max(0.0, deadline_s - time.monotonic()))
 
     def stop_writing(self, timeout_s: float) -> bool:
         """Wait until no store is being written to; answers whether that was reached.
@@ -314,9 +384,13 @@ class TransferEngine:
     def shutdown(self, timeout_s: float = CLOSE_S) -> list[str]:
         """Cancel all, end the threads and close the stores. Answers what hangs. Repeatable."""
         with self._done:
-            for flight in self._flights.values():
+            for flight in list(self._flights.values()):
                 flight.is_cancelled = True
+                if not flight.is_planned:
+                    self._drop(flight, TransferOpStatus.CANCELLED)
             if self._is_closed:
                 return []
             self._is_closed = True
+        self._to_plan.put(None)
+        self._planner.join()
         return self._executor.close(timeout_s)
