@@ -150,10 +150,12 @@ class KVTaskEngine:
         *,
         settings: Config | None = None,
         clock: Callable[[], float] = time.monotonic,
+        first_task_id: int = 1,
     ) -> None:
         """Checks the configuration; `start` opens the tiers.
 
-        `settings` are kvelastic's own (None: from the environment). Raises `ConfigError` and
+        `settings` are kvelastic's own (None: from the environment). Task ids count up from
+        `first_task_id`. Raises `ConfigError` and
         `UnsupportedError`.
         """
         check_supported(model_config, cache_config)
@@ -162,7 +164,7 @@ class KVTaskEngine:
         self._settings = load() if settings is None else settings
         self._clock = clock
         self._lock = threading.RLock()
-        self._task_ids = itertools.count(1)
+        self._task_ids = itertools.count(first_task_id)
         self._tasks: dict[int, KVTask] = {}
         self._by_graph: dict[int, KVTask] = {}
         self._batches: dict[int, list[int]] = {}

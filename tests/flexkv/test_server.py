@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -309,6 +310,31 @@ def test_a_server_that_goes_is_an_error_of_each_call(started: Started) -> None:
     started.server.close()
     with pytest.raises(ChannelClosedError):
         client.get_match(PROMPT)
+
+
+def test_clients_find_a_server_that_comes_again_by_themselves(started: Started) -> None:
+    clients = [started.client(0), started.client(1)]
+    lost = [client.put_match(PROMPT)[0] for client in clients]
+    started.server.close()
+    for client in clients:
+        with pytest.raises(ChannelClosedError):
+            client.get_match(PROMPT)
+    started.start()
+    for client, task in zip(clients, lost, strict=True):
+        assert client.try_wait(task)[task].status is KVResponseStatus.NOTFOUND
+        new, mask = client.put_match(PROMPT)
+        assert new != task
+        assert mask.any()
+        client.cancel(new)
+
+
+def test_threads_that_find_a_new_server_at_once_register_once(started: Started) -> None:
+    client = started.client()
+    started.server.close()
+    started.start()
+    with ThreadPoolExecutor(8) as threads:
+        found = list(threads.map(lambda _: client.get_match(PROMPT)[0], range(32)))
+    assert len(set(found)) == 32
 
 
 def test_endpoints_of_flexkv_and_what_is_none() -> None:

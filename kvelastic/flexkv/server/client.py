@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
@@ -46,7 +47,8 @@ class KVDPClient:
     """One data-parallel client: what `KVManager` forwards its calls to. Any thread may call.
 
     Each call blocks until the server has answered, and raises what it answered as an error;
-    `ChannelClosedError` when it is gone: all tasks are lost then.
+    `ChannelClosedError` when it is gone: all tasks are lost then. The next call looks for another
+    server at the same endpoint, which knows none of the tasks of before.
     """
 
     def __init__(
@@ -63,6 +65,7 @@ class KVDPClient:
         self._shape = messages.shape_of(model_config, tokens_per_block)
         self._endpoint = Endpoint(messages.PROTOCOL, _refuse_all, name="flexkv-dp")
         self._connection: Connection | None = None
+        self._reconnecting = threading.Lock()
 
     def start(self) -> None:
         """As `KVManager.start`: `start_server_and_register`, unless that was done."""
@@ -71,9 +74,10 @@ class KVDPClient:
 
     def reconnect(self) -> None:
         """Register anew where the server is gone and another one there. Blocks shortly."""
-        if not self._is_connected:
-            with suppress(KvelasticError):
-                self.start_server_and_register(0.0)
+        with self._reconnecting:
+            if not self._is_connected:
+                with suppress(KvelasticError):
+                    self.start_server_and_register(0.0)
 
     @property
     def _is_connected(self) -> bool:
@@ -86,16 +90,14 @@ class KVDPClient:
         model's server or a client that is there already.
         """
         deadline_s = time.monotonic() + timeout_s
-        self._connection = connect_when_there(self._endpoint, self._address, deadline_s)
+        connection = connect_when_there(self._endpoint, self._address, deadline_s)
+        asked = messages.RegisterDPClient(dp_client_id=self.dp_client_id, shape=self._shape)
         try:
-            self._ask(
-                messages.RegisterDPClient(dp_client_id=self.dp_client_id, shape=self._shape),
-                messages.Registered,
-            )
+            expect(connection.call(asked, ANSWER_S), messages.Registered)
         except BaseException:
-            self._connection.close()
-            self._connection = None
+            connection.close()
             raise
+        self._connection = connection
 
     def is_ready(self) -> bool:
         """Whether all ranks of all clients have registered their memory."""
@@ -280,6 +282,9 @@ class KVDPClient:
         connection = self._connection
         if connection is None:
             raise NotInitializedError("this client has no server yet: call KVManager.start()")
+        if not connection.is_open:
+            self.reconnect()
+            connection = self._connection or connection
         return expect(connection.call(message, timeout_s), answer)
 
 

@@ -12,6 +12,7 @@ Two threads: the endpoint's hears clients and ranks, and hands what takes time t
 from __future__ import annotations
 
 import logging
+import secrets
 import threading
 from collections.abc import Mapping
 from copy import copy
@@ -54,7 +55,9 @@ class KVServer:
         self._shape = messages.shape_of(model_config, cache_config.tokens_per_block)
         self._clients: dict[Connection, Tasks] = {}
         self._is_over = threading.Event()
-        self._engine = KVTaskEngine(model_config, cache_config)
+        # Of a client that comes from a server that died, no task is taken for one of this server's.
+        first_task_id = 1 + (secrets.randbits(28) << 32)
+        self._engine = KVTaskEngine(model_config, cache_config, first_task_id=first_task_id)
         self._registrations = Registrations(
             model_config, cache_config, lambda: self._engine.transfer_engine.gpu_worker
         )
