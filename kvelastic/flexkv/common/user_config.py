@@ -3,8 +3,9 @@
     user = load_user_config()             # FLEXKV_CONFIG_PATH, FLEXKV_*; the file goes first
     update_default_config_from_user_config(model_config, cache_config, user)
 
-A setting that does nothing here is named in one warning, one that is unknown is an error with the
-nearest known name, and one that asks for what is not here is refused with what to use instead.
+A setting that does nothing here is named in one warning. An unknown name is an error in a file and a
+warning in the environment, where other versions of FlexKV have more; both name the nearest. A setting
+that asks for what is not here is refused with what to use instead.
 """
 
 from __future__ import annotations
@@ -92,7 +93,7 @@ def load_user_config_from_file(config_file: str) -> UserConfig:
 
 
 def load_user_config_from_env(environ: Mapping[str, str] = os.environ) -> UserConfig:
-    """What the variables say alone. Raises as `load_user_config` does."""
+    """What the variables say alone. Raises as `load_user_config` does, but for unknown ones."""
     return _user_config(_from_environment(environ))
 
 
@@ -195,7 +196,15 @@ def _from_environment(environ: Mapping[str, str]) -> dict[str, Any]:
         for name, value in environ.items()
         if name.startswith(_PREFIX) and value.strip()
     }
-    return _read(given, lambda name: f"{_PREFIX}{name.upper()}")
+    unknown = {name for name in given if name not in BY_NAME}
+    for name in sorted(unknown):
+        say_once(
+            logging.WARNING,
+            f"{_PREFIX}{name.upper()} is no setting of FlexKV that is known here, and does nothing;"
+            f" is {_PREFIX}{_nearest(name).upper()} meant?",
+        )
+    known = {name: value for name, value in given.items() if name not in unknown}
+    return _read(known, lambda name: f"{_PREFIX}{name.upper()}")
 
 
 def _from_file(path: Path) -> dict[str, Any]:
