@@ -5,6 +5,8 @@ It answers once when it is ready, then one line to each command:
     {"do": "burst", "seed": 1, "count": 22, "prompt_tokens": 1500, "new_tokens": 512, "rate": 0}
     {"do": "reset"}           forget the prefix cache
 
+It ends with its input.
+
 A burst's answer has each request's time to its first token, and its tokens.
 """
 
@@ -77,6 +79,7 @@ async def serve(options: dict[str, Any], answers: Any) -> None:
         else:
             answer = {"reset": bool(await engine.reset_prefix_cache())}
         answers.write(json.dumps(answer) + "\n")
+    engine.shutdown()
 
 
 def main() -> None:

@@ -39,6 +39,7 @@ PAUSE_S = 1.0
 """Between the loads of a pair, in every other round; else the second one follows at once."""
 PATIENCE_S, PATIENCE_OF_A_REHEARSAL_S = 150.0, 900.0
 """For a start and for a burst. A rehearsal is on whichever CPU is there, maybe a busy one."""
+END_S = 15.0
 LOADS_S = 170.0
 """No load is begun later than this after the start."""
 WAVE_S = 7.0
@@ -156,7 +157,16 @@ class Server:
     def _tail(self) -> str:
         return self._log.read_text(errors="replace")[-3000:]
 
-    def kill(self) -> None:
+    def send_end(self) -> None:
+        """It shuts its engine down, so that nothing of it is left in shared memory."""
+        assert self._process.stdin is not None
+        with suppress(BrokenPipeError):
+            self._process.stdin.close()
+
+    def end(self, within_s: float) -> None:
+        """Wait for the end that was sent; kill what is left then."""
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(within_s)
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
@@ -287,7 +297,10 @@ class Trial:
 
     def close(self) -> None:
         for server in self.servers.values():
-            server.kill()
+            server.send_end()
+        ends = time.monotonic() + END_S
+        for server in self.servers.values():
+            server.end(max(0.0, ends - time.monotonic()))
         ledger.reap()
         segment.reap()
 
