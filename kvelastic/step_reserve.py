@@ -2,7 +2,7 @@
 
     reserve = StepReserve(pool.reserve, device.capacity_bytes)
     reserve.begin(held_bytes)       # weights, and room for a first step
-    reserve.follow(peak_bytes)      # after each step: the most that the process has held so far
+    reserve.follow(held_bytes)      # after each step: what the process holds by then
 
 A step's activations come and go. A neighbour's cache may take what they leave between two steps,
 and the next step would meet a full device; so room for the largest step stays reserved. Imports no
@@ -50,23 +50,23 @@ class StepReserve:
         self._reserve(self._tried_bytes)
         return self._tried_bytes
 
-    def follow(self, peak_bytes: int) -> None:
+    def follow(self, held_bytes: int) -> None:
         """Raise the reserve where a step has held more than there is room for; it never falls.
 
         Blocks as `begin` where it rises. Where others do not give, the log says so and the reserve
         stays: the memory is taken already.
         """
-        if peak_bytes <= self._tried_bytes:
+        if held_bytes <= self._tried_bytes:
             return
-        self._tried_bytes = peak_bytes + self._step_bytes // _PART_AHEAD
+        self._tried_bytes = held_bytes + self._step_bytes // _PART_AHEAD
         try:
             self._reserve(self._tried_bytes)
         except (GuaranteeError, ReserveError) as error:
             _log.warning(
-                "This process holds up to %s besides its KV cache, and its reserve could not be"
+                "This process holds %s besides its KV cache, and its reserve could not be"
                 " raised to that: %s. A step may find the device full. Lower the limit of another"
                 " instance, or set KVELASTIC_RESERVE.",
-                format_size(peak_bytes),
+                format_size(held_bytes),
                 error,
             )
         else:

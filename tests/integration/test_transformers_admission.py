@@ -96,8 +96,10 @@ def test_each_batch_shows_how_much_its_activations_took(monkeypatch: pytest.Monk
     from kvelastic.integration.transformers import in_batches, in_cache
     from kvelastic.integration.transformers.batches import Batches
 
-    peaks = iter([{"reserved_bytes": {"all": {"peak": peak, "current": 1}}} for peak in (5, 9)])
-    monkeypatch.setattr(torch.cuda, "memory_stats_as_nested_dict", lambda _: next(peaks))
+    statistics = iter(
+        [{"reserved_bytes": {"all": {"peak": 70, "current": held}}} for held in (5, 9)]
+    )
+    monkeypatch.setattr(torch.cuda, "memory_stats_as_nested_dict", lambda _: next(statistics))
     followed: list[int] = []
     blocks = SimpleNamespace(session=nullcontext, report_busy=lambda _: None)
     batches = Batches(

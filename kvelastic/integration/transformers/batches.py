@@ -19,7 +19,7 @@ import torch
 
 from kvelastic import _vmm, config
 from kvelastic.engine_pool import EnginePool
-from kvelastic.integration.transformers.cache_memory import peak_besides_bytes
+from kvelastic.integration.transformers.cache_memory import held_of_gpu_bytes
 from kvelastic.scheduling.blocks import SchedulerBlocks
 from kvelastic.scheduling.over_limit import OverLimit
 
@@ -70,8 +70,7 @@ class Batches:
     def batch_is_computed(self) -> None:
         """Called after each batch: its activations may have been the largest so far."""
         if self._memory.step_reserve is not None:
-            peak_bytes = peak_besides_bytes(self._trash[0].device)
-            self._memory.step_reserve.follow(peak_bytes)
+            self._memory.step_reserve.follow(held_of_gpu_bytes(self._trash[0].device))
 
     def batch_is_ready(self, ready: bool, *, is_padded: bool, stream: Any) -> None:
         """Called after each try to make a batch. Padding reads zeros: the page may be a new one."""

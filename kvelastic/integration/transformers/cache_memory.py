@@ -150,10 +150,13 @@ def held_besides_bytes(torch_device: torch.device) -> int:
     """What this process holds of the device besides KV cache: weights, above all."""
     if torch_device.type == "cpu":
         return anonymous_bytes(os.getpid())
-    return int(torch.cuda.memory_reserved(torch_device))
+    return held_of_gpu_bytes(torch_device)
 
 
-def peak_besides_bytes(torch_device: torch.device) -> int:
-    """The most that PyTorch has held of a GPU so far, in use or kept for its next tensors."""
+def held_of_gpu_bytes(torch_device: torch.device) -> int:
+    """What PyTorch holds of a GPU, in use or kept for its next tensors: of a step, its peak.
+
+    Not the peak of the process, which may be that of loading the weights.
+    """
     statistics = torch.cuda.memory_stats_as_nested_dict(torch_device)
-    return int(statistics["reserved_bytes"]["all"]["peak"])
+    return int(statistics["reserved_bytes"]["all"]["current"]) if statistics else 0
