@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from disk_records import MODEL, key, keys, open_store, put, record, whole
+from disk_records import MODEL, disk_bytes, key, keys, open_store, put, record, whole
 from fake_tiers import FakePool, FakeStaging
 from waiting import DEADLINE_S
 
@@ -125,6 +125,30 @@ def test_what_a_failed_write_has_left_goes_with_an_erasure(tmp_path: Path) -> No
     assert lying(tmp_path, range(4)) == [0, 1, 2, 3]
     assert store.erase_matching(Selection()) == 2
     assert lying(tmp_path, range(4)) == []
+    store.close()
+
+
+def test_a_file_system_that_gives_nothing_back_is_erased_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Records that were displaced stay in slots that are parked, also of files taken over."""
+
+    def refuse(file: DataFile, slots: Iterable[int]) -> None:
+        raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
+
+    monkeypatch.setattr(DataFile, "release", refuse)
+    store = open_store(tmp_path, RECORD, 8 * MIB)
+    put(store, range(20))
+    store.evict(6)
+    store.close()
+    store = open_store(tmp_path, RECORD, 8 * MIB)
+    assert len(whole(store, range(20))) == 14
+    assert lying(tmp_path, range(20)) == list(range(20))
+    assert store.erase_matching(Selection()) == 14
+    assert store.unerased() == ("", "")
+    assert lying(tmp_path, range(20)) == []
+    assert disk_bytes(tmp_path) <= 8 * MIB
+    store.check_integrity()
     store.close()
 
 
