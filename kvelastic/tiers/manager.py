@@ -393,7 +393,9 @@ class Tiers:
             if thread.is_alive():
                 self._late[tier] = thread
                 _log.warning(
-                    "tier %s did not answer within %.0f s", self._stores[tier].name, timeout_s
+                    "tier %s has not answered and is not waited for any longer (%.0f s at most)",
+                    self._stores[tier].name,
+                    timeout_s,
                 )
         return dict(answers)
 
