@@ -6,16 +6,20 @@
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
 
+#include <cstring>
 #include <memory>
 #include <optional>
 #include <span>
 #include <string>
 #include <vector>
 
+#include "bind_buffers.h"
 #include "bind_errors.h"
 #include "bind_ids.h"
 #include "block_keys.h"
+#include "found_records.h"
 #include "tier_index.h"
 
 namespace nb = nanobind;
@@ -110,9 +114,54 @@ nb::dict stats(const TierIndex& index) {
   dict["slots"] = now.slots;
   dict["ready"] = now.ready;
   dict["pending"] = now.pending;
+  dict["closed"] = now.closed;
   dict["leased"] = now.leased;
   dict["displaced"] = now.displaced;
   return dict;
+}
+
+template <typename F>
+nb::bytes packed(const std::vector<FoundRecords::Record>& records, F field) {
+  using Field = decltype(field(records[0]));
+  std::vector<Field> fields;
+  fields.reserve(records.size());
+  for (const FoundRecords::Record& record : records) fields.push_back(field(record));
+  return nb::bytes(reinterpret_cast<const char*>(fields.data()), fields.size() * sizeof(Field));
+}
+
+nb::tuple add_entries(FoundRecords& found, nb::handle entries, const nb::bytes& file_id,
+                      std::uint64_t first_own, std::uint64_t first_slot, std::uint64_t record_bytes,
+                      std::uint64_t whole_slots) {
+  FoundRecords::Part part{{}, first_own, first_slot, record_bytes, whole_slots};
+  if (file_id.size() != part.file_id.size()) {
+    raise_code("INVALID_ARGUMENT", "a file's number has 16 bytes, not " +
+                                       std::to_string(file_id.size()) + "; pass the header's");
+  }
+  std::memcpy(part.file_id.data(), file_id.data(), part.file_id.size());
+  Buffers buffers;
+  const std::span<const std::byte> raw = buffers.add(entries, false);
+  FoundRecords::Added added;
+  {
+    const GilReleased unlocked;
+    added = found.add(raw, part);
+  }
+  return nb::make_tuple(list_of(added.empty), list_of(added.torn));
+}
+
+nb::tuple restore_found(FoundRecords& found, TierIndex& index, std::size_t most) {
+  FoundRecords::Restored restored;
+  {
+    const GilReleased unlocked;
+    restored = found.restore(index, most);
+  }
+  using Record = FoundRecords::Record;
+  const std::vector<Record>& records = restored.records;
+  return nb::make_tuple(packed(records, [](const Record& one) { return one.slot; }),
+                        packed(records, [](const Record& one) { return one.key; }),
+                        packed(records, [](const Record& one) { return one.checksum; }),
+                        packed(records, [](const Record& one) { return one.stored_ns; }),
+                        packed(records, [](const Record& one) { return one.owner; }),
+                        list_of(restored.refused));
 }
 
 /// A view of 64-bit integers that somebody else owns.
@@ -181,6 +230,30 @@ void bind_tier_index(nb::module_& m) {
         "The 16-byte keys of all whole blocks of `tokens` (a buffer of int64), side by side; each "
         "stands for all tokens up to its end. `seed`: a namespace's fingerprint, or the key before "
         "the first. Not cryptographic: see vmm_csrc/block_keys.h. Raises InvalidArgumentError.");
+  nb::class_<FoundRecords>(m, "FoundRecords",
+                           "Records of files that were taken over, on their way into an index; "
+                           "see vmm_csrc/found_records.h. One thread at a time.")
+      .def(nb::init<>())
+      .def("add", &add_entries, "entries"_a, "file_id"_a, "first_own"_a, "first_slot"_a,
+           "record_bytes"_a, "whole_slots"_a,
+           "(empty, torn): of a part of a file's table, the file's slots without an entry, and "
+           "those whose entry is not whole. Lets go of the GIL.")
+      .def("end_file", &FoundRecords::end_file, "All parts of a file were added.",
+           nb::call_guard<nb::gil_scoped_release>())
+      .def("restore", &restore_found, "index"_a, "most"_a,
+           "Restore up to `most` records, the oldest of all files first: (slots as uint32, keys, "
+           "checksums and times as uint64, owners as uint32, refused slots). Lets go of the GIL.")
+      .def_prop_ro("left", &FoundRecords::left, "Records that were not restored yet.")
+      .def(
+          "owners",
+          [](const FoundRecords& found) {
+            nb::list all;
+            for (const FoundRecords::Owner& owner : found.owners()) {
+              all.append(nb::bytes(reinterpret_cast<const char*>(owner.data()), owner.size()));
+            }
+            return all;
+          },
+          "40 bytes each: namespace, model, generation.");
   nb::class_<TierIndex>(m, "TierIndex",
                         "Which keys a tier has, in which slots, and who goes when one is wanted; "
                         "see vmm_csrc/tier_index.h. Any thread may call anything.")
@@ -256,7 +329,17 @@ void bind_tier_index(nb::module_& m) {
           "slots"_a,
           "As many slots from now on; (key, slot) of the records displaced. Slots above are never "
           "given out again. Leased ones there are reported by release(), pending ones by commit().")
-      .def("stats", &stats, "slots, ready, pending, leased, displaced: counts of records.")
+      .def("close", &TierIndex::close, "first"_a, "count"_a,
+           "Free slots among `count` from `first` on are given out by none but restore().")
+      .def(
+          "open",
+          [](TierIndex& index, const std::vector<std::int64_t>& slots) {
+            check(index.open(slots));
+          },
+          "slots"_a,
+          "These closed slots are free. Raises InvalidArgumentError where one is not closed, and "
+          "opens none then.")
+      .def("stats", &stats, "slots, ready, pending, closed, leased, displaced: counts.")
       .def(
           "check_integrity",
           [](const TierIndex& index) {

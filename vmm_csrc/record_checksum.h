@@ -49,7 +49,8 @@ inline std::uint64_t record_checksum(std::span<const std::byte> bytes, const Rec
   using namespace checksum_detail;
   constexpr std::size_t kStride = 64;
   constexpr std::size_t kLane = 16;
-  const std::uint64_t seed = fold(word_at(key.data()) ^ kMix[0], word_at(key.data() + 8) ^ kMix[1]);
+  const std::uint64_t seed =
+      checksum_detail::fold(word_at(key.data()) ^ kMix[0], word_at(key.data() + 8) ^ kMix[1]);
   std::array<std::uint64_t, 4> lanes = {seed, seed ^ kMix[2], seed ^ kMix[3], seed ^ kMix[4]};
   const std::byte* at = bytes.data();
   std::size_t left = bytes.size();
@@ -63,9 +64,11 @@ inline std::uint64_t record_checksum(std::span<const std::byte> bytes, const Rec
   for (std::size_t lane = 0; lane < lanes.size(); ++lane) {
     lanes[lane] = step(lanes[lane], tail.data() + lane * kLane, lane + 1);
   }
-  const std::uint64_t low = fold(lanes[0] ^ kMix[5], std::rotl(lanes[1], 31) ^ kMix[4]);
-  const std::uint64_t high = fold(lanes[2] ^ kMix[3], std::rotl(lanes[3], 17) ^ kMix[2]);
-  return fold(low ^ bytes.size(), high ^ kMix[0]) ^ low ^ std::rotl(high, 32);
+  const std::uint64_t low =
+      checksum_detail::fold(lanes[0] ^ kMix[5], std::rotl(lanes[1], 31) ^ kMix[4]);
+  const std::uint64_t high =
+      checksum_detail::fold(lanes[2] ^ kMix[3], std::rotl(lanes[3], 17) ^ kMix[2]);
+  return checksum_detail::fold(low ^ bytes.size(), high ^ kMix[0]) ^ low ^ std::rotl(high, 32);
 }
 
 }  // namespace kvelastic

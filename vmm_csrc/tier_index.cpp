@@ -223,7 +223,7 @@ std::vector<KeyInSlot> TierIndex::erase(std::span<const BlockKey> keys) {
 Result<bool> TierIndex::restore(const BlockKey& key, std::uint64_t slot, const BlockKey& parent) {
   if (key.is_none()) return no_key_given();
   const std::lock_guard lock(mutex_);
-  if (slot >= slots_open_ || !free_.contains(slot)) return false;
+  if (slot >= slots_open_ || !(free_.contains(slot) || closed_.contains(slot))) return false;
   NodeId id = find(key);
   if (id != kNoNode && nodes_[id].has_slot()) return false;
   if (id == kNoNode) {
@@ -233,6 +233,7 @@ Result<bool> TierIndex::restore(const BlockKey& key, std::uint64_t slot, const B
     --ghosts_;
   }
   free_.remove(slot);
+  closed_.remove(slot);
   Node& node = nodes_[id];
   node.slot = static_cast<std::uint32_t>(slot);
   node.history = history_of_new(++time_);
@@ -241,6 +242,33 @@ Result<bool> TierIndex::restore(const BlockKey& key, std::uint64_t slot, const B
   link(id, parent);
   offer(id);
   return true;
+}
+
+void TierIndex::close(std::uint64_t first, std::uint64_t count) {
+  const std::lock_guard lock(mutex_);
+  const std::uint64_t end =
+      first >= slots_open_ ? first : first + std::min(count, slots_open_ - first);
+  for (std::uint64_t slot = first; slot < end; ++slot) {
+    if (!free_.contains(slot)) continue;
+    free_.remove(slot);
+    closed_.add(slot);
+  }
+}
+
+Status TierIndex::open(std::span<const std::int64_t> slots) {
+  const std::lock_guard lock(mutex_);
+  for (const std::int64_t slot : slots) {
+    if (slot < 0 || static_cast<std::uint64_t>(slot) >= slots_open_ ||
+        !closed_.contains(static_cast<std::uint64_t>(slot))) {
+      return Error{Errc::kInvalidArgument,
+                   "slot " + std::to_string(slot) + " is not closed; open closed ones only"};
+    }
+  }
+  for (const std::int64_t slot : slots) {
+    closed_.remove(static_cast<std::uint64_t>(slot));
+    free_.add(static_cast<std::uint64_t>(slot));
+  }
+  return ok();
 }
 
 Result<std::vector<KeyInSlot>> TierIndex::resize(std::uint64_t slots) {
@@ -264,6 +292,7 @@ Result<std::vector<KeyInSlot>> TierIndex::resize(std::uint64_t slots) {
   slots_open_ = slots;
   for (std::uint64_t slot = slots; slot < before; ++slot) {
     free_.remove(slot);
+    closed_.remove(slot);
     const NodeId id = slots_[slot].node;
     if (id == kNoNode || nodes_[id].state != State::kReady) continue;
     const BlockKey key = nodes_[id].key;
@@ -275,7 +304,7 @@ Result<std::vector<KeyInSlot>> TierIndex::resize(std::uint64_t slots) {
 
 TierIndex::Stats TierIndex::stats() const {
   const std::lock_guard lock(mutex_);
-  return {slots_open_, ready_, pending_, leased_, displaced_};
+  return {slots_open_, ready_, pending_, closed_.size(), leased_, displaced_};
 }
 
 }  // namespace kvelastic

@@ -73,6 +73,7 @@ class TierIndex {
     std::uint64_t slots = 0;
     std::uint64_t ready = 0;
     std::uint64_t pending = 0;
+    std::uint64_t closed = 0;     ///< slots without a record that claims do not take
     std::uint64_t leased = 0;     ///< slots that leases hold, erased records among them
     std::uint64_t displaced = 0;  ///< records that claims and resizes have taken the slots of, ever
   };
@@ -115,6 +116,10 @@ class TierIndex {
   /// False where the key is there, the slot is taken or there is no such slot. kInvalidArgument for
   /// the key of no block.
   Result<bool> restore(const BlockKey& key, std::uint64_t slot, const BlockKey& parent);
+  /// Free slots among `count` from `first` on are closed: only restore() uses them. Others stay.
+  void close(std::uint64_t first, std::uint64_t count);
+  /// These closed slots are free. kInvalidArgument where one is not closed, and none is opened.
+  Status open(std::span<const std::int64_t> slots);
   /// As many slots from now on; answers the records displaced: with fewer slots, those that lie
   /// above. Leased ones come from release(), pending ones from commit().
   Result<std::vector<KeyInSlot>> resize(std::uint64_t slots);
@@ -207,7 +212,8 @@ class TierIndex {
   LazyArray<Node> nodes_;  ///< 0 is none
   LazyArray<Cell> cells_;
   LazyArray<Slot> slots_;  ///< of the largest size ever: records above slots_open_ may be leased
-  FreeSlots free_;         ///< all below slots_open_
+  FreeSlots free_;         ///< below slots_open_
+  FreeSlots closed_;       ///< below slots_open_; as free, and given out by none but restore()
   RankHeap order_;         ///< ready nodes; leased ones may be missing. Its ranks may be too low
   RankHeap protected_;     ///< slru: nodes of the protected segment, by the time of their use
   std::unordered_map<Ticket, std::vector<KeyInSlot>> leases_;

@@ -94,7 +94,7 @@ Status TierIndex::check_slots() const {
   for (const auto& [ticket, held] : leases_) {
     for (const KeyInSlot& record : held) ++leases[record.slot];
   }
-  std::uint64_t leased = 0, taken = 0, free = 0;
+  std::uint64_t leased = 0, taken = 0, free = 0, closed = 0;
   for (std::uint64_t slot = 0; slot < slots_.size(); ++slot) {
     const Slot& of = slots_[slot];
     const std::string name = "slot " + std::to_string(slot);
@@ -106,12 +106,17 @@ Status TierIndex::check_slots() const {
         return broken(name + " has a record that is elsewhere");
       }
     }
-    const bool is_free = slot < slots_open_ && of.node == kNoNode && of.leases == 0;
+    const bool is_empty = slot < slots_open_ && of.node == kNoNode && of.leases == 0;
+    const bool is_closed = closed_.contains(slot);
+    const bool is_free = is_empty && !is_closed;
     if (is_free) ++free;
+    if (is_closed) ++closed;
+    if (is_closed && !is_empty) return broken(name + " is closed and taken");
     if (is_free != free_.contains(slot)) return broken(name + " is free and taken");
   }
   if (taken != ready_ + pending_) return broken("records and taken slots are not as many");
-  if (leased != leased_ || free != free_.size()) return broken("counts of slots are wrong");
+  if (leased != leased_ || free != free_.size() || closed != closed_.size())
+    return broken("counts of slots are wrong");
   return ok();
 }
 

@@ -98,6 +98,7 @@ Status TierIndex::grow(std::uint64_t slots) {
     if (Status grown = protected_.grow(nodes); !grown) return grown;
   }
   if (Status grown = free_.grow(slots); !grown) return grown;
+  if (Status grown = closed_.grow(slots); !grown) return grown;
   LazyArray<Cell> cells;
   if (Status made = cells.allocate(std::bit_ceil(2 * nodes)); !made) return made;
   if (Status grown = slots_.grow(slots); !grown) return grown;

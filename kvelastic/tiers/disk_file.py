@@ -141,6 +141,24 @@ class DataFile:
             at += len(part)
         return b"".join(parts)
 
+    def read_entries(self, first: int, count: int) -> bytes:
+        """The entries of some slots; zeros where the file does not reach so far."""
+        want = count * ENTRY_BYTES
+        parts = []
+        at = self.geometry.entry_offset(first)
+        while want > 0 and (part := os.pread(self._fd, want, at)):
+            parts.append(part)
+            at += len(part)
+            want -= len(part)
+        return b"".join(parts) + bytes(want)
+
+    @property
+    def whole_slots(self) -> int:
+        """Slots whose records lie within the file; fewer than all where it was cut."""
+        geometry = self.geometry
+        reach = self.size_bytes - geometry.data_offset - geometry.record_bytes
+        return min(geometry.slots, max(0, reach // geometry.stride_bytes + 1))
+
     def write_entry(self, slot: int, entry: Entry) -> None:
         """Say what lies in a slot; its record must be written."""
         raw = pack_entry(entry, self.file_id, slot)

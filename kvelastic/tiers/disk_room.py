@@ -21,16 +21,21 @@ from typing import Final
 from kvelastic import _vmm
 from kvelastic.errors import IntegrityError
 from kvelastic.sizes import GIB_BYTES, MIB_BYTES
-from kvelastic.tiers.base import KEY_BYTES, NO_KEY
+from kvelastic.tiers.base import KEY_BYTES
+from kvelastic.tiers.disk_adoption import Adoption
 from kvelastic.tiers.disk_file import DataFile, map_bytes, runs
 from kvelastic.tiers.disk_folder import Folder, all_locked
-from kvelastic.tiers.disk_format import Entry, Geometry, aligned, entries, largest_within
+from kvelastic.tiers.disk_format import Geometry, aligned, largest_within
 from kvelastic.tiers.disk_slots import SlotTable
 
 LOOK_EVERY_S: Final = 1.0
 """How often an engine looks at what its neighbours have and want."""
 _MANY_FILES: Final = 64
 _CLAIM: Final = 1024
+_CLOSED: Final = b""
+"""In the place of a parked slot's key: the index knows that it has no room."""
+_STEPS: Final = 4
+"""Of an adoption, in one call: some 40 ms."""
 
 
 class Room:
@@ -51,8 +56,6 @@ class Room:
         self.limit_bytes = limit_bytes
         self.evicted = 0
         """Records that went for want of room."""
-        self.torn = 0
-        """Entries of files that were taken over, and that are not whole."""
         self.owes = False
         """Whether more is held than may be: the rest is leased."""
         self._index = index
@@ -63,6 +66,7 @@ class Room:
         self._clock = clock
         self._parked: dict[int, bytes] = {}
         self._made = 0
+        self._adoption = Adoption(index, table, self._have_records, self._release)
         self._others: dict[Folder, list[str]] = {}
         self._look_at_s = float("-inf")
         self._grow_at_s = float("-inf")
@@ -73,17 +77,39 @@ class Room:
         """Slots that have room."""
         return self._table.slots - len(self._parked)
 
+    @property
+    def torn(self) -> int:
+        """Entries of files that were taken over, and that are not whole."""
+        return self._adoption.torn
+
     def set_limit(self, limit_bytes: int) -> None:
         """Hold no more than this from now on, and look at once how much room there is."""
         self.limit_bytes = limit_bytes
         self._grow_at_s = self._look_at_s = float("-inf")
+        self.finish_adoption()
         self.fit()
 
     def adopt(self) -> None:
-        """Take over all that engines which are gone have left."""
+        """Take over all that engines which are gone have left, at once."""
+        self.begin_to_adopt()
+        self.finish_adoption()
+        self.fit()
+
+    def begin_to_adopt(self) -> None:
+        """Take over files of engines that are gone; `look` and `grow` restore their records."""
         with all_locked(self._folders):
             self._take_over()
-        self.fit()
+
+    def finish_adoption(self) -> None:
+        """Restore all records of files that are being adopted. Some 2 us for each."""
+        while not self._adoption.is_over:
+            self._adoption.step()
+
+    def _go_on_adopting(self) -> None:
+        """A bounded part: whoever waits for the store's lock has it in between."""
+        for _ in range(_STEPS):
+            if not self._adoption.is_over:
+                self._adoption.step()
 
     def grow(self, wanted: int) -> int:
         """Take room for `wanted` slots, as far as the limit goes; answers how many more there are.
@@ -93,19 +119,24 @@ class Room:
         if wanted <= 0 or self._clock() < self._grow_at_s:
             return 0
         self._grow_at_s = self._clock() + LOOK_EVERY_S
+        self._go_on_adopting()
         with all_locked(self._folders):
             got = self._refill(wanted)
             while got < wanted and (more := self._add_file()):
                 got += more
-            if got < wanted and self._take_over():
-                got += self._refill(wanted - got)
+            if got < wanted and self._adoption.is_over:
+                self._take_over()
+        self._go_on_adopting()
+        with all_locked(self._folders):
+            got += self._refill(wanted - got)
             self._say_want(wanted - got)
-        if got >= wanted:
+        if got >= wanted or not self._adoption.is_over:
             self._grow_at_s = float("-inf")
         return got
 
     def look(self) -> None:
         """Keep to the limit and to what neighbours are owed; at most every `LOOK_EVERY_S`."""
+        self._go_on_adopting()
         if self._clock() < self._look_at_s:
             return
         self._look_at_s = self._clock() + LOOK_EVERY_S
@@ -113,7 +144,12 @@ class Room:
         self.fit()
 
     def fit(self) -> None:
-        """Give back what is above the limit, and what neighbours wait for above a fair share."""
+        """Give back what is above the limit, and what neighbours wait for above a fair share.
+
+        While files are being adopted, nothing: the oldest records are not in the index yet.
+        """
+        if not self._adoption.is_over:
+            return
         with all_locked(self._folders):
             for _ in range(3):  # a file's own header and table go only with the file
                 over = max(self._held_bytes() - self.limit_bytes, self._owed_bytes())
@@ -127,54 +163,33 @@ class Room:
             if self._table.has_record(slot):
                 raise IntegrityError(f"disk store: slot {slot} is parked and has a record")
 
-    def _take_over(self) -> bool:
-        """Files of engines that are gone become this one's; whether there were any."""
-        found: list[tuple[int, int, int, Entry]] = []
-        adopted = False
+    def _take_over(self) -> None:
+        """Lock files of engines that are gone, and begin to adopt them. Under the folders' locks.
+
+        Their tables are read without these: a neighbour waits for some calls for each file.
+        """
+        begun = []
         for folder in self._folders:
             whole, others = folder.take_over()
             for file in whole:
-                if file.geometry.record_bytes != self._record_bytes:
-                    others.append(file.name)
-                    file.close()
+                if file.geometry.record_bytes == self._record_bytes:
+                    begun.append(file)
                     continue
-                adopted = True
-                self._read(file, self._table.add_file(file).start, found)
+                others.append(file.name)
+                file.close()
             self._others[folder] = others
-        if not adopted:
-            return False
+        ranges = [self._table.add_file(file) for file in begun]
         if self._table.slots > self._index.stats()["slots"]:
             self._index.resize(self._table.slots)
-        self._unpark([slot for *_, slot, _ in found if slot in self._parked])
-        # Oldest first, so that the newest are the last to go; of one batch the ends of chains.
-        found.sort(key=lambda one: (one[0], -one[1]))
-        for _, _, slot, entry in found:
-            if self._index.restore(entry.key, slot, entry.parent):
-                self._table.set(slot, entry)
-            else:  # there is another record of this key
-                file, own = self._table.place(slot)
-                file.clear_entry(own)
-        # It is not known which of the others have room, or bytes of records that were displaced.
-        free = self._park(self._free())
-        self._table.set_residue(free, is_there=True)
-        self._release(free)
-        return True
+        for file, slots in zip(begun, ranges, strict=True):
+            self._unpark([slot for slot in slots if slot in self._parked])
+            self._index.close(slots.start, len(slots))
+            self._parked.update(dict.fromkeys(slots, _CLOSED))
+            self._adoption.begin(file)
 
-    def _read(self, file: DataFile, first: int, found: list[tuple[int, int, int, Entry]]) -> None:
-        """Entries of a file that was taken over; counts those that are not whole."""
-        end = file.size_bytes
-        for own, entry in entries(file.read_table(), file.file_id):
-            reach = file.geometry.record_offset(own) + self._record_bytes
-            if (
-                entry is None
-                or entry.key == NO_KEY  # nobody of us has written that
-                or entry.length_bytes != self._record_bytes
-                or reach > end
-            ):
-                self.torn += 1
-                file.clear_entry(own)
-            else:
-                found.append((entry.stored_ns, entry.position, first + own, entry))
+    def _have_records(self, slots: list[int]) -> None:
+        for slot in slots:
+            del self._parked[slot]
 
     def _held_bytes(self) -> int:
         return sum(folder.held_bytes() for folder in self._folders)
@@ -213,7 +228,7 @@ class Room:
         room = self._room_bytes() * 160 // (self._stride_bytes * 161 + 160)  # see map_bytes
         got = 0
         batch = max(wanted, self._file_bytes() // self._stride_bytes // 8)
-        for file in self._table.files():
+        for file in self._settled_files():
             slots = self._table.range_of(file)
             parked = [slot for slot in slots if slot in self._parked] if room > 0 else []
             for start, length in runs(parked):
@@ -303,15 +318,16 @@ class Room:
 
     def _free(self) -> int:
         stats = self._index.stats()
-        return int(stats["slots"] - stats["ready"] - stats["pending"])
+        return int(stats["slots"] - stats["ready"] - stats["pending"] - stats["closed"])
 
     def _parking_key(self) -> bytes:
         self._made += 1
         return b"parked: ".ljust(KEY_BYTES - 8) + self._made.to_bytes(8, "little")
 
     def _unpark(self, slots: Iterable[int]) -> None:
-        keys = [self._parked.pop(slot) for slot in slots]
-        self._index.abandon(b"".join(keys))
+        keys = {slot: self._parked.pop(slot) for slot in slots}
+        self._index.open([slot for slot, key in keys.items() if key == _CLOSED])
+        self._index.abandon(b"".join(keys.values()))
 
     def _forget(self, slots: Iterable[int]) -> None:
         """Records were displaced: nobody finds them at the next open either."""
@@ -338,7 +354,7 @@ class Room:
     def _remove_empty_files(self) -> bool:
         """Remove files whose slots are all parked; their slots stay parked for the next file."""
         gone = False
-        for file in self._table.files():
+        for file in self._settled_files():
             if all(slot in self._parked for slot in self._table.range_of(file)):
                 self._table.remove_file(file)
                 file.remove()
@@ -348,7 +364,7 @@ class Room:
     def _give_files(self, over_bytes: int) -> bool:
         """Where no part of a file can be given back: whole files, those that hold least first."""
         given = 0
-        for file in sorted(self._table.files(), key=self._records_in):
+        for file in sorted(self._settled_files(), key=self._records_in):
             if given >= over_bytes:
                 break
             if self._empty(file):
@@ -371,9 +387,13 @@ class Room:
         self._unpark([slot for slot in free if slot not in slots])
         return all(slot in self._parked for slot in slots)
 
+    def _settled_files(self) -> list[DataFile]:
+        """All but those that are being adopted."""
+        return [file for file in self._table.files() if file not in self._adoption.files]
+
     def _drop_removed(self) -> None:
         """Files that somebody has removed: their records are gone, and their room is."""
-        for file in self._table.files():
+        for file in self._settled_files():
             if file.is_removed and self._empty(file):
                 self._table.remove_file(file)
                 file.close()

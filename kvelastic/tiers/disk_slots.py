@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 from kvelastic.tiers.base import KEY_BYTES
 from kvelastic.tiers.disk_file import DataFile
@@ -92,12 +92,30 @@ class SlotTable:
         self._checksums[slot] = entry.checksum
         self._stored_ns[slot] = entry.stored_ns
         owner = Owner(entry.namespace, entry.model, entry.generation)
-        if owner not in self._numbers:
-            self._known.append(owner)
-            self._numbers[owner] = len(self._known)
-        self._owners[slot] = self._numbers[owner]
+        self._owners[slot] = self._number_of(owner)
         self._residue[slot] = 0
         self._quotas.stored(entry.model, entry.key)
+
+    def set_found(
+        self,
+        slots: Sequence[int],
+        keys: bytes,
+        checksums: Sequence[int],
+        times_ns: Sequence[int],
+        owners: Sequence[int],
+        known: Sequence[bytes],
+    ) -> None:
+        """Slots have records that were found; `owners` are places in `known`, 40 bytes each."""
+        numbers = [self._number_of(_owner(raw)) for raw in known]
+        fields = zip(slots, checksums, times_ns, owners, strict=True)
+        for at, (slot, checksum, stored_ns, owner) in enumerate(fields):
+            key = keys[at * KEY_BYTES : (at + 1) * KEY_BYTES]
+            self._keys[slot * KEY_BYTES : (slot + 1) * KEY_BYTES] = key
+            self._checksums[slot] = checksum
+            self._stored_ns[slot] = stored_ns
+            self._owners[slot] = numbers[owner]
+            self._residue[slot] = 0
+            self._quotas.stored(known[owner][KEY_BYTES : 2 * KEY_BYTES], key)
 
     def clear(self, slot: int) -> None:
         """A slot has no record any more."""
@@ -150,6 +168,18 @@ class SlotTable:
             yield slot
             slot = self._residue.find(1, slot + 1)
 
+    def _number_of(self, owner: Owner) -> int:
+        """From 1; 0 is nobody's."""
+        if owner not in self._numbers:
+            self._known.append(owner)
+            self._numbers[owner] = len(self._known)
+        return self._numbers[owner]
+
     def _range(self, i: int) -> int:
         end = self._firsts[i + 1] if i + 1 < len(self._firsts) else self.slots
         return end - self._firsts[i]
+
+
+def _owner(raw: bytes) -> Owner:
+    generation = int.from_bytes(raw[2 * KEY_BYTES :], "little")
+    return Owner(raw[:KEY_BYTES], raw[KEY_BYTES : 2 * KEY_BYTES], generation)

@@ -88,6 +88,9 @@ class DiskState:
             self._erasing += 1
             try:
                 self.changed.wait_for(lambda: not self.writing)
+                if not self.closed:
+                    with self.medium(self.growth):
+                        self.room.finish_adoption()
                 yield
             finally:
                 self._erasing -= 1
@@ -153,13 +156,13 @@ class DiskState:
         if not self.closed and self.growth.is_over:
             with self.medium(self.growth):
                 if self._open_folders(again=True):
-                    self.room.adopt()
+                    self.room.begin_to_adopt()
                 self.room.look()
 
     def grow(self, wanted: int) -> None:
         """Take room for more records, where there is any. Under the lock."""
         stats = self.index.stats()
-        missing = wanted - (stats["slots"] - stats["ready"] - stats["pending"])
+        missing = wanted - (stats["slots"] - stats["ready"] - stats["pending"] - stats["closed"])
         if missing > 0 and self.growth.is_over:
             with self.medium(self.growth):
                 self.room.grow(missing)

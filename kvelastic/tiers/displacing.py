@@ -27,7 +27,7 @@ def displace(index: _vmm.TierIndex, count: int) -> list[tuple[bytes, int]]:
     displaced: list[tuple[bytes, int]] = []
     held: list[bytes] = []
     # Free slots are taken first. Some that look free belong to leases of erased records.
-    wanted = have["slots"] - have["ready"] - have["pending"]
+    wanted = have["slots"] - have["ready"] - have["pending"] - have["closed"]
     while wanted > 0 or len(displaced) < count:
         names = unlikely_keys(max(wanted, count - len(displaced)))
         slots, gone = index.claim(b"".join(names), None)

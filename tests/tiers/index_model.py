@@ -181,6 +181,7 @@ class IndexModel:
             "slots": self.slots,
             "ready": ready,
             "pending": len(self.entries) - ready,
+            "closed": 0,
             "leased": len(self.held()),
             "displaced": self.displaced,
         }

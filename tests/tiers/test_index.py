@@ -48,7 +48,14 @@ def test_a_claimed_key_is_no_hit_before_its_commit(policy: str) -> None:
     index.commit(key(1))
     assert index.has(keys(1, 2)) == [True, False]
     index.abandon(key(2))
-    assert index.stats() == {"slots": 4, "ready": 1, "pending": 0, "leased": 0, "displaced": 0}
+    assert index.stats() == {
+        "slots": 4,
+        "ready": 1,
+        "pending": 0,
+        "closed": 0,
+        "leased": 0,
+        "displaced": 0,
+    }
     assert index.claim(key(3))[0] == [1], "the slot of an abandoned key is free"
     index.check_integrity()
 
@@ -167,7 +174,14 @@ def test_mistakes_are_refused_and_change_nothing(call: Callable[[TierIndex], obj
     index = TierIndex(2)
     with pytest.raises(InvalidArgumentError):
         call(index)
-    assert index.stats() == {"slots": 2, "ready": 0, "pending": 0, "leased": 0, "displaced": 0}
+    assert index.stats() == {
+        "slots": 2,
+        "ready": 0,
+        "pending": 0,
+        "closed": 0,
+        "leased": 0,
+        "displaced": 0,
+    }
     index.check_integrity()
 
 
