@@ -20,7 +20,7 @@ from kvelastic import _vmm
 from kvelastic.tiers.disk_file import DataFile
 from kvelastic.tiers.disk_slots import SlotTable
 
-PART: Final = 1 << 13
+PART: Final = 1 << 12
 """Entries that a step reads, or restores: a step of a million would keep others out for seconds."""
 
 
