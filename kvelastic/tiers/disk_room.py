@@ -32,6 +32,8 @@ LOOK_EVERY_S: Final = 1.0
 """How often an engine looks at what its neighbours have and want."""
 _MANY_FILES: Final = 64
 _CLAIM: Final = 1024
+_GIVE: Final = 1 << 12
+"""Slots that one look gives back; more would keep others out of the store for long."""
 _CLOSED: Final = b""
 """In the place of a parked slot's key: the index knows that it has no room."""
 _STEPS: Final = 2
@@ -143,21 +145,29 @@ class Room:
             return
         self._look_at_s = self._clock() + LOOK_EVERY_S
         self._drop_removed()
-        self.fit()
+        if self.fit(_GIVE):
+            self._look_at_s = float("-inf")
 
-    def fit(self) -> None:
+    def fit(self, most: int | None = None) -> bool:
         """Give back what is above the limit, and what neighbours wait for above a fair share.
 
+        Some `most` slots at once; True where there are more to give.
         While files are being adopted, nothing: the oldest records are not in the index yet.
         """
         if not self._adoption.is_over:
-            return
+            return False
         with all_locked(self._folders):
             for _ in range(3):  # a file's own header and table go only with the file
                 over = max(self._held_bytes() - self.limit_bytes, self._owed_bytes())
                 self.owes = over > 0 and bool(self._table.files())
-                if over <= 0 or not self._give(over):
-                    return
+                if over <= 0:
+                    return False
+                part = over if most is None else min(over, most * self._stride_bytes)
+                if not self._give(part):
+                    return False
+                if part < over:
+                    return True
+        return False
 
     def check(self) -> None:
         """Raises `IntegrityError` where a parked slot has a record."""
