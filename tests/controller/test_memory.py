@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
@@ -12,10 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 from ledger_instance import PAGE_BYTES, Instance
 from prometheus_client.parser import text_string_to_metric_families
-from running import Controller, Engine, config_for
+from running import Controller, Engine, config_for, fake_launch
 from waiting import DEADLINE_S, wait_until
 
 from kvelastic import segment
@@ -251,3 +253,49 @@ def test_who_asks_for_memory_puts_less_important_idle_models_to_sleep() -> None:
             # Memory may arrive before the sleep is over.
             wait_until(lambda: front.state("idle") == "asleep", "it does not fall asleep")
             wait_until(lambda: hungry.alloc(4 * 8))
+
+
+def test_with_every_pool_exhausted_others_are_served(
+    engine: Engine, instance: Instance, tmp_path: Path
+) -> None:
+    """Waits for memory, followers of logs, a full queue, and the reader of large bodies stopped."""
+    config = config_for(engine, model={"instance": instance.name})
+    launched = {"name": "l", "engine": "vllm", "launch": fake_launch(tmp_path, "--model=l")}
+    config["models"].append({**launched, "max_in_flight": 1, "queue_limit": 4})
+    config["server"] = {"drain_timeout": "100ms"}
+    with Controller(config) as front, contextlib.ExitStack() as ending:
+
+        def send(method: str, path: str, body: bytes = b"") -> socket.socket:
+            sock = socket.create_connection(("127.0.0.1", front.port), DEADLINE_S)
+            ending.enter_context(sock)
+            head = f"{method} {path} HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(body)}"
+            sock.sendall(f"{head}\r\n\r\n".encode() + body)
+            return sock
+
+        assert front.complete("l").status_code == 200
+        large = json.dumps({"model": "org/m", "prompt": "x" * (2 << 20)}).encode()
+        assert front.client.post("/v1/completions", content=large).status_code == 200
+        (reader,) = (
+            child
+            for child in psutil.Process(front.process.pid).children()
+            if "kvelastic.controller.body_worker" in child.cmdline()
+        )
+        reader.suspend()
+        ending.callback(instance.signal, signal.SIGCONT)
+        instance.signal(signal.SIGSTOP)
+        for number in range(20):
+            wish = {"limit": (number + 1) * PAGE_BYTES, "wait": "10m"}
+            send("PATCH", "/memory/org%2Fm", json.dumps(wish).encode())
+            send("POST", "/v1/completions", large)
+            send("GET", "/models/l/logs?follow=true")
+            send("GET", "/models/l/logs?follow=true")
+            hung = {"model": "l", "prompt": "x", "fake": {"hang": "first"}}
+            send("POST", "/v1/completions", json.dumps(hung).encode())
+        wait_until(lambda: front.get("/models").json()["models"]["l"]["queued"] == 4)
+        wait_until(lambda: "kvelastic_log_followers 32.0" in front.get("/metrics").text)
+        assert front.get("/models/l/logs?follow=true").status_code == 503
+        assert front.complete("l").status_code == 429
+        for path in ("/memory", "/devices", "/metrics", "/admin/models/l/logs", "/health/org%2Fm"):
+            assert front.get(path).status_code == 200, path
+        assert front.complete("org/m").status_code == 200
+        assert front.end() == 0
