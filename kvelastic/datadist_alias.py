@@ -5,8 +5,8 @@
 
     KVELASTIC_LLM_DATADIST_ALIAS=true python app.py     # the same in every Python process
 
-Off by default, and no package of that name is installed. `llm_datadist` has all public names; its
-modules that programs import from have those that the original has there (`MODULES`). An installed
+Off by default, and no package of that name is installed. `llm_datadist` has all public names, and
+its modules have the names that the original has there (`MODULES`). An installed
 LLM-DataDist always goes first, as a whole. Imports nothing of the interface before a program
 imports that name.
 """
@@ -65,7 +65,7 @@ def switch_on() -> None:
 
 
 def switch_off() -> None:
-    """Do not find it any more; what has been imported stays imported."""
+    """Stop finding it. Modules that were imported stay imported."""
     sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, _Finder)]
 
 

@@ -43,8 +43,8 @@ class LayerSynchronizer(ABC):
 class TransferConfig:
     """Layers to raw addresses of a peer: K and V of each, in order.
 
-    Raises `TypeError`, `LLMParamError`; the number of addresses is checked with the cache. What is
-    assigned to a field later is checked by `transfer_cache_async`, which keeps a copy.
+    Raises `TypeError`, `LLMParamError`; the number of addresses is checked with the cache. `transfer_cache_async`
+    copies it, and checks fields again that were assigned to.
     """
 
     dst_cluster_id: int
@@ -212,7 +212,7 @@ class LayeredTransfer:
 
 
 class LayerSender:
-    """Does layered transfers, each in a thread of its own. Any thread."""
+    """Does each layered transfer in a new thread. Any thread may call it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -245,7 +245,7 @@ class LayerSender:
     def end(self) -> None:
         """No further layer leaves; tasks end with `LLM_ENGINE_FINALIZED`. Idempotent.
 
-        Does not wait for a synchronizer that blocks: what it returns later has no effect.
+        Does not wait for a synchronizer that blocks. Its result has no effect then.
         """
         with self._lock:
             self._ended = True

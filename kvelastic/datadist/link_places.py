@@ -106,7 +106,7 @@ class LinkPlaces:
                     else "; for a peer on another host set KVELASTIC_LINK_SECRET on both"
                 )
             )
-        return f"the folder {self.folder} has gone; set XDG_RUNTIME_DIR to one that stays"
+        return f"the folder {self.folder} has gone; set XDG_RUNTIME_DIR to a folder that stays"
 
     def towards(self, host: str, port: int) -> list[Address]:
         """Where a peer of this address may be, the nearest first."""

@@ -190,7 +190,7 @@ class Links(Remote):
                     status_code=LLMStatusCode.LLM_LINK_FAILED,
                 ) from None
             except LinkExistsError:
-                # The peer has linked this cluster meanwhile, and its link stands.
+                # The peer has linked this cluster at the same time, and its link stands.
                 with self._lock:
                     peer = self._peers.get(cluster_id)
                 if peer is None or not peer.is_linked or peer.link.is_client:

@@ -16,5 +16,5 @@ class NamedEnum(IntEnum):
         return f"{type(self).__name__}.{self.name}"
 
     def __format__(self, spec: str) -> str:
-        """The same, in an f-string."""
+        """Return `str()`, padded as an f-string asks."""
         return format(str(self), spec)

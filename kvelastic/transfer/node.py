@@ -354,7 +354,7 @@ class Node:
             if early is None or request.connection in self._by_connection:
                 return False
             is_check = isinstance(request.message, Check)
-            if request.wants_reply and not is_check:  # a peer may have few of these
+            if request.wants_reply and not is_check:  # a peer may have 256
                 early.append(request)
         if is_check:  # two nodes that link each other may both check before either goes on
             request.answer(Done())

@@ -54,6 +54,6 @@ class PeerThreads:
         self.pushes: Final = Queue(PUSHES, "pushes")
 
     def end(self, *, wait: bool = False) -> None:
-        """As `Queue.end`, for all of them."""
+        """End all three queues; `wait` as in `Queue.end`."""
         for queue in (self.questions, self.sends, self.pushes):
             queue.end(wait=wait)

@@ -159,7 +159,7 @@ class Streams:
         return arrived
 
     def forget(self, link: Link, token: bytes, arrived: Arrived) -> None:
-        """Let no stream of this token in any more. Safe to repeat."""
+        """Stop letting a stream of this token in. Safe to repeat."""
         with self._lock:
             _discard(self._expected, link.connection, arrived)
         if self._port is not None:
