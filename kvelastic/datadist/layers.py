@@ -43,8 +43,8 @@ class LayerSynchronizer(ABC):
 class TransferConfig:
     """Layers to raw addresses of a peer: K and V of each, in order.
 
-    Raises `TypeError`, `LLMParamError`; the number of addresses is checked with the cache. `transfer_cache_async`
-    copies it, and checks fields again that were assigned to.
+    Raises `TypeError`, `LLMParamError`; the number of addresses is checked with the cache.
+    `transfer_cache_async` copies it, and checks fields again that were assigned to.
     """
 
     dst_cluster_id: int
