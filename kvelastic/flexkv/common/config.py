@@ -58,7 +58,7 @@ class ModelConfig:
     """One model's KV. The first seven fields stand in FlexKV's order.
 
     Fields may be set one by one; a manager copies them when it is made. Each value is checked when
-    it is set: raises `InvalidArgumentError`, also for a name that is no field.
+    it is set: raises `InvalidArgumentError`, also for an unknown field.
     """
 
     num_layers: int = 1

@@ -3,9 +3,9 @@
     user = load_user_config()             # FLEXKV_CONFIG_PATH, FLEXKV_*; the file goes first
     update_default_config_from_user_config(model_config, cache_config, user)
 
-A setting that does nothing here is named in one warning. An unknown name is an error in a file and a
-warning in the environment, where other versions of FlexKV have more; both name the nearest. A setting
-that asks for what is not here is refused with what to use instead.
+A setting that does nothing here is named in one warning. An unknown name is an error in a file
+and a warning in the environment, where other versions of FlexKV have more; both name the nearest. A
+setting that asks for what is not here is refused with what to use instead.
 """
 
 from __future__ import annotations
