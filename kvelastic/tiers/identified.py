@@ -31,6 +31,7 @@ from kvelastic.tiers.base import (
     Selection,
     Store,
     StoreStatistics,
+    Unerased,
 )
 from kvelastic.tiers.namespace import Namespace
 
@@ -129,9 +130,18 @@ class IdentifiedStore(Store):
         own = self._with_weights(selection.namespace)
         return self.inner.erase_matching(replace(selection, namespace=own))
 
+    def unerased(self) -> Unerased:
+        """As `Store.unerased`."""
+        return self.inner.unerased()
+
     def capacity(self) -> Capacity:
         """As `Store.capacity`."""
         return self.inner.capacity()
+
+    @property
+    def least_limit_bytes(self) -> int:
+        """As `Store.least_limit_bytes`."""
+        return self.inner.least_limit_bytes
 
     def set_limit(self, limit_bytes: int) -> None:
         """As `Store.set_limit`."""

@@ -160,7 +160,7 @@ class WeightFiles:
 
 
 def _names_at(path: Path) -> Iterator[str]:
-    """Files below a folder that are no notes and not hidden; the file's own name if it is one."""
+    """Files below a folder, except notes and hidden files; the name of `path` if it is a file."""
     if not path.is_dir():
         if path.is_file():
             yield path.name
@@ -184,7 +184,7 @@ def _raise(error: OSError) -> None:
 
 
 def _facts_of(path: Path) -> FileFacts | None:
-    """None for what is no regular file: no engine reads weights from it."""
+    """None unless `path` is a regular file: an engine reads weights from nothing else."""
     try:
         state = path.stat()
     except FileNotFoundError:  # a link that leads nowhere
