@@ -281,8 +281,8 @@ def test_with_every_pool_exhausted_others_are_served(
             if "kvelastic.controller.body_worker" in child.cmdline()
         )
         reader.suspend()
-        ending.callback(instance.signal, signal.SIGCONT)
-        instance.signal(signal.SIGSTOP)
+        ending.callback(instance.go_on)
+        instance.stop()
         for number in range(20):
             wish = {"limit": (number + 1) * PAGE_BYTES, "wait": "10m"}
             send("PATCH", "/memory/org%2Fm", json.dumps(wish).encode())

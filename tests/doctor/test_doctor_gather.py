@@ -396,6 +396,7 @@ def test_packages_are_found_without_importing_them(monkeypatch, tmp_path):
         "[vllm.general_plugins]\nkvelastic = a:b\n",
     )
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    monkeypatch.delitem(sys.modules, "torch", raising=False)  # another test may have imported it
     packages = gather_packages()
     assert packages.version("sglang") == "0.5.1"
     assert packages.version("kvcached") == "0.1.3"
