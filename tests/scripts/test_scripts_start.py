@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 import needs
 import pytest
 from processes import run_python
+from waiting import DEADLINE_S
 
 ROOT = Path(__file__).parents[2]
 BENCHMARKS = sorted(path.parent.name for path in ROOT.glob("benchmarks/*/__main__.py"))
@@ -21,6 +23,31 @@ def test_every_benchmark_tells_its_options(name: str) -> None:
     done = run_python("-m", f"benchmarks.{name}", "--help", folder=ROOT)
     command = "scripts/gpu" if name == "gpu" else f"scripts/bench {name}"
     assert done.stdout.startswith(f"usage: {command}")
+
+
+SCRIPTS = sorted(path.name for path in (ROOT / "scripts").iterdir() if path.is_file())
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_help_of_a_script_does_nothing_else(name: str, tmp_path: Path) -> None:
+    """In a clone that has no set-up yet, from another folder."""
+    clone = tmp_path / "clone"
+    shutil.copytree(ROOT / "scripts", clone / "scripts")
+    if name == "gpu":  # it has a parser of its own
+        shutil.copytree(ROOT / "benchmarks", clone / "benchmarks")
+    before = sorted(clone.rglob("*"))
+    done = subprocess.run(
+        [f"clone/scripts/{name}", "--help"],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHON": sys.executable},
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert f"scripts/{name}" in done.stdout
+    assert sorted(clone.rglob("*")) == before
 
 
 DEMO_PATH = os.pathsep.join(str(ROOT / path) for path in ("scripts/_demo", "tests/programs"))
