@@ -341,17 +341,20 @@ class EngineProcess:
         if self.launch.log_file is None:
             launch_record.make_folder()
         with _open_log(self.log_path) as log:
-            process = await asyncio.create_subprocess_exec(
-                *command,
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                env=engine_environment(
-                    os.environ, self._settings(), self._model.settings, key, self.mark.to_text()
-                ),
-                cwd=self.launch.cwd,
-                start_new_session=True,
-            )
+            try:
+                process = await asyncio.create_subprocess_exec(
+                    *command,
+                    stdin=asyncio.subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    env=engine_environment(
+                        os.environ, self._settings(), self._model.settings, key, self.mark.to_text()
+                    ),
+                    cwd=self.launch.cwd,
+                    start_new_session=True,
+                )
+            except OSError as error:  # the loop's error does not name the file
+                raise ControllerError(_why_not_run(command[0], self.launch.cwd, error)) from error
         self._files.give_back(process.pid)
         self._process = process
         self._begin(process.pid, key, Record.of(self.mark, process.pid))
@@ -469,6 +472,12 @@ def _log_path(name: str, launch: LaunchSettings) -> Path:
         return Path(launch.log_file)
     plain = re.sub(r"[^A-Za-z0-9._-]+", "_", name)[:64]
     return launch_record.folder() / f"{plain}-{launch.port}.log"
+
+
+def _why_not_run(program: str, folder: str | None, error: OSError) -> str:
+    if folder is not None and not os.path.isdir(folder):  # noqa: PTH112
+        return f"launch.cwd {folder} is not a folder"
+    return f"launch.command: {program!r} cannot be run: {error.strerror}"
 
 
 def _open_log(path: Path) -> IO[bytes]:

@@ -73,7 +73,7 @@ def test_what_happens_to_memory_is_said_and_each_line_is_one() -> None:
         assert two.ask("alloc", 60)  # for which the first one has to give
         answer = until_replied(two.name, limit_bytes=2 * MIB, priority=3)
         assert answer["state"] == "shrinking"
-        until_replied(two.name, min_bytes=1 << 40)
+        until_replied(two.name, limit_bytes=1 << 40, min_bytes=1 << 40)
         until_replied(two.name, asleep=True)
         until_replied(two.name, asleep=False)
         two.ask("clear")
@@ -94,7 +94,7 @@ def test_what_happens_to_memory_is_said_and_each_line_is_one() -> None:
         rf"ledger: asked the instance of process {one.process.pid} for \d+.00 MiB",
         rf"request 1 of process {os.getpid()}, limit 2.00 MiB, priority 3\n",
         r"request 1: shrinking; keeps to 2.00 MiB, .* are mapped, .* over",
-        r"request 2 of process \d+, guarantee 1.00 TiB\n",
+        r"request 2 of process \d+, limit 1.00 TiB, guarantee 1.00 TiB\n",
         r"request 2: refused; .*: .*1.00 TiB",
         r"request 3 of process \d+, sleep\n",
         r"request 4 of process \d+, wake\n",

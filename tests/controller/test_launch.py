@@ -91,14 +91,29 @@ def test_an_engine_that_dies_at_once_is_503_and_told(tmp_path: Path) -> None:
         assert (response.status_code, response.json()["error"]["code"]) == (503, "model_down")
         assert response.headers["retry-after"]
         assert "dying as told" in front.get("/admin/models/m/logs").json()["lines"]
-        problem = front.get("/models").json()["models"]["m"]["last_problem"]
-        assert problem == "launch: the engine ended with 3"
+        assert problem_of(front) == "launch: the engine ended with 3"
 
 
 def test_a_command_that_is_not_there(tmp_path: Path) -> None:
     with Controller(launched(tmp_path, command=["/no/such/program"], restart=False)) as front:
         wait_until(lambda: front.state() == "down")
         assert front.complete().status_code == 503
+        assert problem_of(front) == (
+            "launch: cannot start: launch.command: '/no/such/program' cannot be run: No such file"
+            " or directory"
+        )
+
+
+def test_a_folder_that_is_not_there(tmp_path: Path) -> None:
+    with Controller(launched(tmp_path, cwd="/no/such/folder", restart=False)) as front:
+        wait_until(lambda: front.state() == "down")
+        assert problem_of(front) == (
+            "launch: cannot start: launch.cwd /no/such/folder is not a folder"
+        )
+
+
+def problem_of(front: Controller) -> object:
+    return front.get("/models").json()["models"]["m"]["last_problem"]
 
 
 @pytest.mark.parametrize("on_demand", [False, True])
@@ -166,10 +181,8 @@ def test_a_log_file_that_becomes_a_fifo_stops_nobody(tmp_path: Path) -> None:
     config = launched(tmp_path, "--die=3", restart=True)
     path = Path(config["models"][0]["launch"]["log_file"])
     with Controller(config) as front:
-        wait_until(lambda: front.get("/models").json()["models"]["m"]["last_problem"])
+        wait_until(lambda: problem_of(front))
         path.unlink(missing_ok=True)
         os.mkfifo(path)
-        wait_until(
-            lambda: "is a FIFO" in front.get("/models").json()["models"]["m"]["last_problem"]
-        )
+        wait_until(lambda: "is a FIFO" in str(problem_of(front)))
         assert front.end() == 0
