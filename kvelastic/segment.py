@@ -540,15 +540,14 @@ def request(
 
 
 def _check_guarantee(min_bytes: int, limit_bytes: int | None, record: _vmm.Record) -> None:
-    """Raises `InvalidArgumentError` for a guarantee above the limit, the new one or the present.
+    """Raises `InvalidArgumentError` for a guarantee above the new limit, or above the one in force.
 
     A limit alone may be set below the guarantee, for as long as memory is short.
     """
-    most_bytes = record.read_request()["limit_bytes"] if limit_bytes is None else limit_bytes
-    if most_bytes is None:  # nobody has asked for one: as the instance began
-        usage = record.read_usage()
-        most_bytes = usage["limit_bytes"] if usage["capacity_bytes"] else min_bytes
-    if min_bytes > most_bytes:
+    usage = record.read_usage()
+    most_bytes = usage["limit_bytes"] if limit_bytes is None else limit_bytes
+    has_limit = limit_bytes is not None or usage["capacity_bytes"] > 0  # else it still starts
+    if has_limit and min_bytes > most_bytes:
         raise InvalidArgumentError(
             f"a guarantee (min) of {format_size(min_bytes)} is above the limit of"
             f" {format_size(most_bytes)}; raise the limit too, or ask for less"

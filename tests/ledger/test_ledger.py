@@ -376,7 +376,7 @@ def test_instances_start_and_change_with_guarantee_and_priority():
         assert (before.state, before.min_bytes, before.priority) == ("applied", 0, 2)
         # A refused request changes nothing, also not what could have been had of it.
         answer = segment.request(
-            b.name, limit_bytes=8 * MIB, min_bytes=25 * MIB, priority=9, wait_s=DEADLINE_S
+            b.name, limit_bytes=25 * MIB, min_bytes=25 * MIB, priority=9, wait_s=DEADLINE_S
         )
         assert answer.state == "refused"
         for number in (25 * MIB, 40 * MIB, 64 * MIB):
@@ -390,8 +390,9 @@ def test_instances_start_and_change_with_guarantee_and_priority():
         assert answer.effective_limit_bytes == 32 * MIB
         assert standing() == [(40 * MIB, 5), (24 * MIB, -3)]
         assert segment.request(a.name, min_bytes=0, wait_s=DEADLINE_S).state == "applied"
-        assert segment.request(b.name, min_bytes=64 * MIB, wait_s=DEADLINE_S).state == "applied"
-        assert standing() == [(0, 5), (64 * MIB, -3)]
+        # Above the limit that was refused, and below the one in force.
+        assert segment.request(b.name, min_bytes=28 * MIB, wait_s=DEADLINE_S).state == "applied"
+        assert standing() == [(0, 5), (28 * MIB, -3)]
         a.kill()
         b.close()
     ledger.reap()
