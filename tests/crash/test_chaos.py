@@ -28,6 +28,7 @@ from stamped_instance import PAGE_BYTES, Stamped
 from waiting import DEADLINE_S, wait_until
 
 from kvelastic import _vmm, ledger, segment, segment_dir
+from kvelastic.errors import InvalidArgumentError
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
@@ -274,7 +275,12 @@ class Chaos:
         names = [one.name for one in self._live]
         if changes.get("asleep") is False:
             names = self._note_sleepers() or names  # a wake of who is awake shows little
-        answer = segment.request(self.pick.choice(names), wait_s=wait_s, **changes)
+        try:
+            answer = segment.request(self.pick.choice(names), wait_s=wait_s, **changes)
+        except InvalidArgumentError:
+            assert "min_bytes" in changes  # above the limit in force
+            self.counts["guarantees above limits"] += 1
+            return
         # Guarantees may be more than the device has, also those of who wakes; a limit never is.
         may_be_refused = "min_bytes" in changes or changes.get("asleep") is False
         allowed = {"applied", "shrinking", "none"} | ({"refused"} if may_be_refused else set())

@@ -30,6 +30,7 @@ from known_answers import Known, Times, ask
 from waiting import DEADLINE_S, wait_until
 
 from kvelastic import ledger, segment
+from kvelastic.errors import InvalidArgumentError
 
 SEED = int(os.environ.get("CHAOS_SEED") or random.randrange(10**6))
 SOAK_S = float(os.environ.get("CHAOS_SECONDS") or 600)
@@ -184,12 +185,14 @@ class Operator(ABC):
             self._applied_bytes = answer.effective_limit_bytes
 
     def stand(self) -> None:
-        answer = segment.request(
-            self.name,
-            min_bytes=self.pick.randrange(3) * self._page_bytes,
-            priority=self.pick.randrange(-5, 6),
-            wait_s=5,
-        )
+        min_bytes = self.pick.randrange(3) * self._page_bytes
+        try:
+            answer = segment.request(
+                self.name, min_bytes=min_bytes, priority=self.pick.randrange(-5, 6), wait_s=5
+            )
+        except InvalidArgumentError:
+            assert min_bytes > 0  # above the limit in force
+            return
         assert answer.state in {"applied", "shrinking"}, answer
 
     def trim(self) -> None:
