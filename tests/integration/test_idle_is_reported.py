@@ -19,7 +19,12 @@ from two_pools import BLOCKS_PER_PAGE, PAGES, TwoPools
 
 from kvelastic import ledger
 
-pytestmark = [pytest.mark.slow, needs.vllm, pytest.mark.filterwarnings("ignore")]
+pytestmark = [
+    pytest.mark.slow,
+    needs.vllm,
+    pytest.mark.usefixtures("vllm_is_imported"),
+    pytest.mark.filterwarnings("ignore"),
+]
 
 
 @pytest.fixture
