@@ -366,7 +366,11 @@ class ServedModel:
             return
         generation = gate.generation
         is_asleep = await self.memory.is_asleep()
-        is_missing = self.settings.launch is not None and await self.memory.is_missing()
+        is_missing = (
+            is_asleep is None
+            and self.settings.launch is not None
+            and await self.memory.is_missing()
+        )
         if gate.generation != generation:
             return
         if is_missing and not self._is_memory_missing:
