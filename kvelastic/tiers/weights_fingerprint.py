@@ -50,19 +50,6 @@ class CancelledError(WeightsError):
     """Hashing was stopped by its caller."""
 
 
-def fingerprint_of_weights(model: str) -> str | None:
-    """The fingerprint of the weights at a path: a folder, or one file. 32 hex digits.
-
-    None where there are none (a name that is not a local path), or where they cannot be read or
-    change meanwhile. Blocks while files are read that are not in the cache.
-    """
-    try:
-        weights = WeightFiles.at(model)
-        return None if weights is None else weights.fingerprint()
-    except OSError:
-        return None
-
-
 @dataclass(frozen=True)
 class WeightFiles:
     """The files of a model, with their facts at one moment."""

@@ -18,7 +18,6 @@ from kvelastic.tiers.weights_fingerprint import (
     CancelledError,
     WeightFiles,
     WeightsError,
-    fingerprint_of_weights,
 )
 
 MIB = 1 << 20
@@ -38,6 +37,11 @@ def model(tmp_path: Path) -> Path:
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> HashCache:
     monkeypatch.setattr(hash_cache, "_SETTLED_NS", -60_000_000_000)
     return HashCache(tmp_path / "cache")
+
+
+def fingerprint_of_weights(model: str) -> str | None:
+    weights = WeightFiles.at(model)
+    return None if weights is None else weights.fingerprint()
 
 
 def files_of(model: Path) -> WeightFiles:
