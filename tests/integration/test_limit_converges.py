@@ -16,7 +16,12 @@ from test_elastic_block_pool import LAYOUT, key_of, make_memory, make_pool
 
 from kvelastic.scheduling.over_limit import OverLimit
 
-pytestmark = [pytest.mark.slow, needs.vllm, pytest.mark.filterwarnings("ignore")]
+pytestmark = [
+    pytest.mark.slow,
+    needs.vllm,
+    pytest.mark.usefixtures("vllm_is_imported"),
+    pytest.mark.filterwarnings("ignore"),
+]
 
 PAGES = 40
 LOWERED_PAGES = 4
