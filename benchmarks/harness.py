@@ -1,7 +1,6 @@
 """Figures beside a floor or a baseline of the same run, in alternation.
 
-    row = compare("alloc(16) + free", pair, floor=("bare call", nop), unit_us=1.0, bar="<= 2 us")
-    report("core", [row])
+    row = compare("alloc(16) + free", pair, floor=("bare call", nop), bar="<= 2 us")
 
 A shared machine changes speed by the second, so what is measured and what it is compared with take
 turns, round by round, and the spread is printed with every median. Nothing here judges: the bar is
@@ -10,7 +9,6 @@ printed beside the figure, and whoever reads decides.
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import random
@@ -19,8 +17,8 @@ import signal
 import statistics
 import subprocess
 import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -126,33 +124,6 @@ def compare(
 
 
 HEADINGS = ("figure", "median", "min .. max", "p99", "floor or baseline", "ratio", "bar")
-
-
-def report(kind: str, figures: Iterable[Figure], *, keep: bool = True) -> None:
-    """Print the table, and `keep` every sample under benchmarks/<kind>/results/."""
-    figures = list(figures)
-    rows = [HEADINGS, *(figure.cells() for figure in figures)]
-    widths = [max(len(row[i]) for row in rows) for i in range(len(HEADINGS))]
-    for row in rows:
-        print(
-            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        )
-    for figure in figures:
-        if figure.note:
-            print(f"  {figure.name}: {figure.note}")
-    if not keep:
-        return
-    folder = RESULTS / kind / "results"
-    folder.mkdir(parents=True, exist_ok=True)
-    stamp = time.strftime("%Y-%m-%d")
-    path = folder / f"{stamp}-{machine()['cpu'].replace(' ', '-').lower()}.json"
-    content = {
-        "machine": machine(),
-        "date": time.strftime("%Y-%m-%d %H:%M"),
-        "figures": [asdict(figure) | {"median": figure.median} for figure in figures],
-    }
-    path.write_text(json.dumps(content, indent=1) + "\n")
-    print(f"samples kept in {path.relative_to(RESULTS.parent)}")
 
 
 def facts() -> dict[str, Any]:

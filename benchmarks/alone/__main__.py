@@ -30,20 +30,19 @@ from processes import LineProgram
 from sglang_server import PAGE_TOKENS, SglangServer
 from transformers_process import TransformersEngine
 
+from benchmarks import pages
 from benchmarks.alone import vllm_engine
 from benchmarks.alone.loads import KV_TOKENS, MULTI_TURN, Load, engine_kinds
 from benchmarks.alone.vllm_engine import Round
 from benchmarks.harness import end_by_exception, facts
+from benchmarks.pages import Part, Table
 from benchmarks.sglang.__main__ import ask as ask_sglang
-from benchmarks.transformers import results
 from benchmarks.transformers.comparison import AGAIN, ELASTIC, NAMES, STOCK, headings, row
 from benchmarks.transformers.engines import SERIES
-from benchmarks.transformers.results import Part, Table
 from benchmarks.vllm.models import ROOT, prepare
 from kvelastic import ledger, segment
 
 ENGINES = ("vllm", "sglang", "transformers")
-FOLDER = Path(__file__).parent / "results"
 ROUNDS = 5
 _BLOCK_TOKENS = 32
 _DEADLINE_S = 600.0
@@ -301,9 +300,7 @@ def main() -> int:
             ledger.reap()
             segment.reap()
     is_whole = not (given.quick or given.engine or given.load)
-    kept_in = FOLDER if is_whole else results.ROOT / "build/bench-alone"
-    page = results.write(kept_in, told, done, {}, title="A server on its own")
-    print(f"kept in {page}")
+    pages.write("alone", "A server on its own", told, done, is_whole=is_whole)
     return 0
 
 

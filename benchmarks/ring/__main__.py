@@ -9,20 +9,21 @@ Every figure is printed beside a floor or a baseline of the same run. README.md 
 
 from __future__ import annotations
 
-import argparse
-import os
+import statistics
 import sys
-import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from pathlib import Path
+from functools import partial
 
-from benchmarks.harness import Figure, end_by_exception, facts
-from benchmarks.ring import nothing, pages, results
+from benchmarks.harness import Figure, end_by_exception, number, percentile
+from benchmarks.pages import Table, arguments, run
+from benchmarks.ring import nothing, pages
 from benchmarks.ring.channels import Library
 from benchmarks.ring.group import Group
 
 RANKS = (1, 2, 4, 8)
+HEADINGS = ("figure, us", "p50", "p90", "p99", "beside it", "p50", "p90", "p99", "bar, p50")
+KEPT_PERCENTS = (0, 1, 5, 10, 25, 50, 75, 90, 95, 99, 99.9, 100)
 
 Measure = Callable[[Sequence[Group], bool], list[Figure]]
 PARTS: dict[str, tuple[str, Measure]] = {
@@ -45,44 +46,56 @@ PARTS: dict[str, tuple[str, Measure]] = {
 }
 
 
-def run_part(name: str, groups: Sequence[Group], *, quick: bool) -> results.Part:
-    """Measures one part."""
-    title, measure = PARTS[name]
-    load, start = os.getloadavg()[0], time.monotonic()
-    figures = measure(groups, quick)
-    return results.Part(name, title, load, time.monotonic() - start, figures)
-
-
-def main() -> None:
-    """Measures, prints and keeps."""
-    parser = argparse.ArgumentParser(
-        prog="scripts/bench ring",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--quick", action="store_true", help="few rounds; kept in build/")
-    parser.add_argument("--part", action="append", choices=PARTS, help="only this (repeatable)")
-    parser.add_argument("--results", type=Path, help="the folder for JSON and Markdown")
-    given = parser.parse_args()
-    # A part alone must not replace a whole run's file.
-    whole = not given.quick and given.part is None
-    folder = given.results or (results.FOLDER if whole else results.ROOT / "build/bench-ring")
-    told = facts()
-    parts = []
+def main() -> int:
+    """Measure, print and keep; returns the exit status."""
+    groups: list[Group] = []  # none for `--help`
+    parts = {
+        name: (title, partial(_table, measure, groups)) for name, (title, measure) in PARTS.items()
+    }
+    given = arguments("ring", __doc__, parts)
     with ExitStack() as stack:
         library = stack.enter_context(Library.make())
-        groups = [stack.enter_context(Group(library, ranks)) for ranks in RANKS]
-        for name in given.part or PARTS:
-            part = run_part(name, groups, quick=given.quick)
-            parts.append(part)
-            print(part.text() + "\n", flush=True)
-    path = results.write(folder, told, parts)
-    print(f"kept in {path}.{{json,md}}")
+        groups += [stack.enter_context(Group(library, ranks)) for ranks in RANKS]
+        return run("ring", "Ring benchmark", given, parts)
+
+
+def _table(measure: Measure, groups: Sequence[Group], quick: bool) -> Table:
+    """Of thousands of samples, some percentiles are kept."""
+    figures = measure(groups, quick)
+    kept = [
+        {
+            "name": figure.name,
+            "rounds": len(figure.samples),
+            "us": _percentiles(figure.samples, KEPT_PERCENTS),
+            "mean_us": statistics.mean(figure.samples),
+            "beside": figure.floor_name,
+            "beside_us": _percentiles(figure.floor_samples, KEPT_PERCENTS),
+            "bar": figure.bar,
+            "note": figure.note,
+        }
+        for figure in figures
+    ]
+    return Table(
+        HEADINGS,
+        [_cells(figure) for figure in figures],
+        [f"{figure.name.strip()}: {figure.note}" for figure in figures if figure.note],
+        {"percents": KEPT_PERCENTS, "figures": kept},
+    )
+
+
+def _cells(figure: Figure) -> tuple[str, ...]:
+    own = [number(value) for value in _percentiles(figure.samples, (50, 90, 99))]
+    beside = [number(value) for value in _percentiles(figure.floor_samples, (50, 90, 99))]
+    return (figure.name, *own, figure.floor_name, *(beside or ["", "", ""]), figure.bar)
+
+
+def _percentiles(samples: Sequence[float], percents: Sequence[float]) -> list[float]:
+    return [percentile(samples, percent) for percent in percents] if samples else []
 
 
 if __name__ == "__main__":
     end_by_exception()
     try:
-        main()
+        sys.exit(main())
     except KeyboardInterrupt:
         sys.exit(130)

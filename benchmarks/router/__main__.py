@@ -73,7 +73,7 @@ def main() -> None:
     }
     print(report.table(found, told))
     if not arguments.quick and not arguments.only:
-        print(f"\nkept in {report.keep(found, told)}")
+        report.keep(found, told)
 
 
 if __name__ == "__main__":

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.harness import commit, file_stem, machine, number, shortened, taken
+from benchmarks import pages
+from benchmarks.harness import commit, machine, number, taken
 from benchmarks.router.stalls import MAX_BODY_BYTES
 
-FOLDER = Path(__file__).parent / "results"
 SERVERS = ["engine", "bare", "controller"]
 Rounds = dict[str, dict[str, list[dict[str, float]]]]
 """By measurement and server: what the load saw, a row a round."""
@@ -115,15 +113,12 @@ def table(found: Rounds, told: dict[str, Any]) -> str:
     )
 
 
-def keep(found: Rounds, told: dict[str, Any]) -> Path:
-    """Write the JSON with every sample, and the table as Markdown; returns the latter's path."""
-    FOLDER.mkdir(exist_ok=True)
-    path = FOLDER / f"{file_stem()}.md"
-    content = told | {"machine": machine(), "commit": commit(), "found": shortened(found)}
-    path.with_suffix(".json").write_text(json.dumps(content, separators=(",", ":")) + "\n")
-    path.write_text(
+def keep(found: Rounds, told: dict[str, Any]) -> None:
+    """Keep the table as the page, and every sample."""
+    content = told | {"machine": machine(), "commit": commit(), "found": found}
+    page = (
         f"# Router benchmark\n\n{taken(content)}; load before:"
         f" {told['load_before']}. {told['rounds']} rounds of {told['seconds']:g} s each.\n\n"
-        f"{table(found, told)}\n"
+        f"{table(found, told)}"
     )
-    return path
+    pages.keep("router", page, content, is_whole=True)

@@ -24,17 +24,15 @@ from tempfile import TemporaryDirectory
 import psutil
 from sglang_server import PAGE_TOKENS, SglangServer
 
+from benchmarks import pages
 from benchmarks.harness import end_by_exception, facts
-from benchmarks.transformers import results
 from benchmarks.transformers.comparison import ELASTIC, NAMES
-from benchmarks.transformers.results import Part
 from benchmarks.transformers.turns import Answered, Ask, measure
 from benchmarks.transformers.workload import TINY
 from benchmarks.vllm.models import prepare
 from kvelastic import segment
 
 INSTANCE = f"bench_sglang_{os.getpid()}"
-FOLDER = Path(__file__).parent / "results"
 LOAD = replace(TINY, starts=2, turns=10)
 _NO_STRICT_CHECK = {"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "0"}
 _ELASTIC = {
@@ -127,11 +125,10 @@ def main() -> int:
             print(f"FAILED: {error or type(error).__name__}", file=sys.stderr)
             return 1
     title = "A tiny random model, 16 prompts at once"
-    part = Part("tiny", title, machine_load, time.monotonic() - begin_s, table)
+    part = pages.Part("tiny", title, machine_load, time.monotonic() - begin_s, table)
     print(f"\n{part.markdown()}\n", flush=True)
-    kept_in = results.ROOT / "build/bench-sglang" if given.quick else FOLDER
-    page = results.write(kept_in, told, [part], {}, title="SGLang with and without kvelastic")
-    print(f"kept in {page}")
+    heading = "SGLang with and without kvelastic"
+    pages.write("sglang", heading, told, [part], is_whole=not given.quick)
     return 0
 
 

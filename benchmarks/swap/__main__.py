@@ -8,7 +8,6 @@ the first token: from the request, and from the start of the process.
 
 from __future__ import annotations
 
-import argparse
 import http.client
 import json
 import os
@@ -25,13 +24,15 @@ from typing import Any
 from ports import free_port
 from vllm_server import BLOCK_TOKENS, VLLM, engine_environment
 
-from benchmarks.harness import Figure, end_by_exception, report
+from benchmarks.harness import Figure, end_by_exception
+from benchmarks.pages import Table, arguments, run
 from benchmarks.vllm.models import prepare
 
 LEDGER = f"bench-swap-{os.getpid()}"
 BAR = "ratio <= 1.2"
 PROMPT = [1000 + each for each in range(48)]
 DEADLINE_S = 600.0
+ROUNDS = 5
 
 
 def command(weights: Path, name: str, port: str) -> list[str]:
@@ -173,14 +174,13 @@ def _end(process: subprocess.Popen[bytes]) -> None:
         process.wait()
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser("scripts/bench swap", description=__doc__)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--quick", action="store_true", help="one round, nothing is kept")
-    arguments = parser.parse_args()
-    end_by_exception()
-    report("swap", measure(1 if arguments.quick else arguments.rounds), keep=not arguments.quick)
-
+PARTS = {
+    "swap": (
+        "The first token after a swap",
+        lambda quick: Table.of_figures(measure(1 if quick else ROUNDS)),
+    )
+}
 
 if __name__ == "__main__":
-    main()
+    end_by_exception()
+    sys.exit(run("swap", "Swap benchmark", arguments("swap", __doc__, PARTS), PARTS))

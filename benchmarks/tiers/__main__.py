@@ -1,27 +1,24 @@
-"""`scripts/bench tiers [--part NAME]`: one module a part, one table for all of them."""
+"""`scripts/bench tiers [--part NAME]`: the tiers' index, copies, disk and loads."""
 
 from __future__ import annotations
 
-import argparse
-import importlib
+import sys
 
-from benchmarks.harness import Figure, report
+from benchmarks.pages import arguments, of_module, run
 
-PARTS = ("index", "copies", "reclaim", "disk", "flexkv", "vllm", "vllm_load")
-"""Each is a module `<part>_part` with `figures() -> list[Figure]`."""
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser("scripts/bench tiers", description=__doc__)
-    parser.add_argument(
-        "--part", choices=PARTS, help="only this one; samples are kept of whole runs"
-    )
-    part = parser.parse_args().part
-    figures: list[Figure] = []
-    for name in PARTS if part is None else (part,):
-        figures += importlib.import_module(f"benchmarks.tiers.{name}_part").figures()
-    report("tiers", figures, keep=part is None)
-
+TITLES = {
+    "index": "1. The index",
+    "copies": "2. Copies of blocks",
+    "reclaim": "3. Reclaim with tiers",
+    "disk": "4. Records on a disk",
+    "flexkv": "5. FlexKV's interface",
+    "vllm": "6. A prompt from a tier, vLLM",
+    "vllm_load": "7. A load with tiers, vLLM",
+}
+PARTS = {
+    name: (title, of_module(f"benchmarks.tiers.{name}_part")) for name, title in TITLES.items()
+}
 
 if __name__ == "__main__":
-    main()
+    given = arguments("tiers", __doc__, PARTS, has_quick=False)
+    sys.exit(run("tiers", "Tiers benchmark", given, PARTS))

@@ -119,9 +119,3 @@ def _beside_fio(folder: Path, engine: str) -> list[Figure]:
 
 def _skipped(reason: str) -> Figure:
     return Figure("disk", "GB/s", [float("nan")], note=f"skipped: {reason}")
-
-
-if __name__ == "__main__":
-    from benchmarks.harness import report
-
-    report("tiers", figures(), keep=False)

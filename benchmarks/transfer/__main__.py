@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import ctypes
 import random
 import secrets
@@ -15,7 +14,8 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-from benchmarks.harness import Figure, report
+from benchmarks.harness import Figure
+from benchmarks.pages import Table, arguments, run
 from benchmarks.transfer.bare_mooncake import BareMooncake, why_missing
 from benchmarks.transfer.bare_stream import BareStream
 from benchmarks.transfer.memory import PAGE_BYTES, mapped
@@ -31,8 +31,7 @@ DEADLINE_ROUNDS = 5
 SIZES = {"24 KiB": 24 << 10, "1 MiB": 1 << 20}
 
 
-def main() -> None:
-    argparse.ArgumentParser("scripts/bench transfer", description=__doc__).parse_args()
+def measure(_quick: bool) -> Table:
     figures: list[Figure] = []
     with tempfile.TemporaryDirectory() as folder:
         secret_path = Path(folder) / "secret"
@@ -66,7 +65,7 @@ def main() -> None:
             finally:
                 owner.kill()
                 owner.communicate()
-    report("transfer", figures)
+    return Table.of_figures(figures)
 
 
 def pulls(kind: str, link: Link, base: int, name: str, size: int) -> list[Figure]:
@@ -207,5 +206,8 @@ def copies_here(size: int) -> Callable[[], float]:
     return copy
 
 
+PARTS = {"copies": ("Copies between processes", measure)}
+
 if __name__ == "__main__":
-    main()
+    given = arguments("transfer", __doc__, PARTS, has_quick=False)
+    sys.exit(run("transfer", "Transfer benchmark", given, PARTS))

@@ -12,9 +12,9 @@ from pathlib import Path
 
 from transformers_process import environment_of
 
+from benchmarks.pages import ROOT, Table
 from benchmarks.transformers.comparison import headings, row
 from benchmarks.transformers.engines import LEDGER, SERIES
-from benchmarks.transformers.results import ROOT, Table
 from kvelastic import ledger, segment
 
 ROUNDS, QUICK_ROUNDS = 12, 2

@@ -24,9 +24,9 @@ from transformers_process import TransformersEngine
 from vllm_server import VllmServer
 
 from benchmarks.harness import Figure
+from benchmarks.pages import Table
 from benchmarks.transformers.comparison import ELASTIC
 from benchmarks.transformers.engines import BLOCK_TOKENS, INSTANCE, environment, started
-from benchmarks.transformers.results import Table
 from benchmarks.transformers.workload import AT_ONCE
 from kvelastic import segment
 

@@ -8,9 +8,9 @@ from open_memfds import held_bytes
 from transformers_process import TransformersEngine, make_prompts
 
 from benchmarks.harness import Figure
+from benchmarks.pages import Table
 from benchmarks.transformers.comparison import AGAIN, ELASTIC, NAMES, STOCK
 from benchmarks.transformers.engines import BLOCK_TOKENS, started
-from benchmarks.transformers.results import Table
 from benchmarks.transformers.workload import AT_ONCE
 from kvelastic.process_memory import anonymous_bytes
 

@@ -16,8 +16,8 @@ from itertools import permutations
 from statistics import median
 from typing import Any, NamedTuple
 
+from benchmarks.pages import Table
 from benchmarks.transformers.comparison import AGAIN, ELASTIC, NAMES, STOCK, headings, row
-from benchmarks.transformers.results import Table
 from benchmarks.transformers.workload import AT_ONCE, Load
 
 _ORDERS = list(permutations(NAMES))

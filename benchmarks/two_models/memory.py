@@ -7,12 +7,10 @@ with MemoryWatch(servers) as watch:
 
 from __future__ import annotations
 
-import csv
 import threading
 import time
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, fields
-from pathlib import Path
+from dataclasses import dataclass
 from types import TracebackType
 
 import psutil
@@ -104,14 +102,6 @@ class MemoryWatch:
     def _run(self) -> None:
         while not self._over.wait(EVERY_S):
             self.samples += self.look().values()
-
-
-def write_csv(path: Path, samples: Iterable[Sample]) -> None:
-    """One line a sample."""
-    with path.open("w", newline="") as file:
-        lines = csv.writer(file, lineterminator="\n")
-        lines.writerow(field.name for field in fields(Sample))
-        lines.writerows(asdict(sample).values() for sample in samples)
 
 
 def most_held_bytes(samples: Iterable[Sample], way: str) -> tuple[int, int]:

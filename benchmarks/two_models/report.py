@@ -2,30 +2,21 @@
 
 from __future__ import annotations
 
-import json
 import statistics
-import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
-from benchmarks.harness import machine
+from benchmarks import pages
+from benchmarks.harness import facts, file_stem, percentile, taken
 from benchmarks.two_models import plot
 from benchmarks.two_models.bursts import BurstResult
-from benchmarks.two_models.memory import Sample, most_held_bytes, most_used_bytes, write_csv
+from benchmarks.two_models.memory import Sample, most_held_bytes, most_used_bytes
 from benchmarks.two_models.servers import HALVES, SHARED
 from benchmarks.two_models.woken import BAR_RATIO, WokenResult
 from benchmarks.two_models.workload import MIB, Workload
 
-RESULTS = Path(__file__).parent / "results"
 BAR = 3.0
-
-
-def percentile(samples: Iterable[float], percent: float) -> float:
-    """A sample with `percent` of all at or below it."""
-    ordered = sorted(samples)
-    return ordered[min(len(ordered) - 1, int(len(ordered) * percent / 100))]
 
 
 def workload_lines(workload: Workload) -> str:
@@ -175,55 +166,45 @@ def write(
     print(woken_line(awakening))
     print(f"left in shared memory after all have ended: {remains}")
 
-    on = machine()
-    stem = _stem(on)
-    date = time.strftime("%Y-%m-%d %H:%M")
-    content = {
-        "machine": on,
-        "date": date,
+    told_by = facts()
+    content = told_by | {
         "workload": asdict(workload) | {"burst_bytes": workload.burst_bytes, "part": workload.part},
         "figures": told,
         "bursts": [_without_tokens(result) for result in results],
+        "memory": [asdict(sample) for sample in samples],
         "afterwards": [asdict(sample) for sample in afterwards.values()],
         "woken": asdict(awakening) | {"bar_s": awakening.bar_s},
         "left": list(left),
     }
-    (RESULTS / f"{stem}.json").write_text(json.dumps(content, indent=1) + "\n")
-    write_csv(RESULTS / f"{stem}.memory.csv", samples)
-    lines = [f"# Two models, {date}", "", f"{on['cpu']}, {on['cores']} cores, {on['memory']},"
-             f" Linux {on['kernel']}; {workload_lines(workload).strip()}.", ""]  # fmt: skip
+    lines = ["# Two models, bursts in turn", ""]
+    lines += [f"{taken(told_by)}; {workload_lines(workload).strip()}.", ""]
     lines += [f"| {' | '.join(row)} |" for row in rows[:1]] + ["|---|---|---|---|"]
     lines += [f"| {' | '.join(row)} |" for row in rows[1:]]
     lines += ["", f"Slowest first token, halves by shared, burst by burst: {by_burst}.", ""]
     lines += ["Eight seconds after the last burst:", "", *(f"- {line}" for line in state), ""]
     lines += [f"{woken_line(awakening)}.", ""]
-    lines += [f"Left in shared memory after all have ended: {remains}.", ""]
-    (RESULTS / f"{stem}.md").write_text("\n".join(lines))
-    title = f"{on['cpu']}, {on['cores']} cores, {date}"
-    plot.draw(RESULTS / f"{stem}.png", title, workload, results, samples)
-    print(f"kept in {RESULTS.relative_to(RESULTS.parents[2])}/{stem}.*")
+    lines += [f"Left in shared memory after all have ended: {remains}."]
+    page = pages.keep("two_models", "\n".join(lines), content, is_whole=True)
+    on = told_by["machine"]
+    title = f"{on['cpu']}, {on['cores']} cores, {told_by['date']}"
+    plot.draw(page.with_suffix(".png"), title, workload, results, samples)
 
 
 def write_woken(workload: Workload, awakening: WokenResult, left: Sequence[str]) -> None:
-    """The same for a run that measured nothing else."""
-    print(f"\n{woken_line(awakening)}")
-    print(f"left in shared memory after all have ended: {', '.join(left) or 'nothing'}")
-    on = machine()
-    content = {
-        "machine": on,
-        "date": time.strftime("%Y-%m-%d %H:%M"),
+    """Print and keep a run of `--woken`, which measures nothing else."""
+    lines = [
+        f"{woken_line(awakening)}.",
+        f"Left in shared memory after all have ended: {', '.join(left) or 'nothing'}.",
+    ]
+    print("\n" + "\n".join(lines))
+    told = facts()
+    content = told | {
         "workload": asdict(workload),
         "woken": asdict(awakening) | {"bar_s": awakening.bar_s},
         "left": list(left),
     }
-    kept = RESULTS / f"{_stem(on)}-woken.json"
-    kept.write_text(json.dumps(content, indent=1) + "\n")
-    print(f"kept in {kept.relative_to(RESULTS.parents[2])}")
-
-
-def _stem(on: dict[str, Any]) -> str:
-    RESULTS.mkdir(exist_ok=True)
-    return f"{time.strftime('%Y-%m-%d')}-{on['cpu'].replace(' ', '-').lower()}"
+    page = "\n\n".join(["# The first token of a woken model", f"{taken(told)}.", *lines])
+    pages.keep("two_models", page, content, is_whole=True, stem=file_stem("woken"))
 
 
 def _without_tokens(result: BurstResult) -> dict[str, Any]:

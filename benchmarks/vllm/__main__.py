@@ -98,7 +98,7 @@ def run(arguments: argparse.Namespace) -> int:
         print(failure, file=sys.stderr)
         return 1
     if not (arguments.quick or arguments.only or arguments.profile):
-        print(f"kept in {report.keep(found)}")
+        report.keep(found)
     return 0
 
 

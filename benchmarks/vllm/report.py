@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.harness import file_stem, machine, number, percentile, shortened, taken
+from benchmarks import pages
+from benchmarks.harness import file_stem, machine, number, percentile, taken
 from benchmarks.vllm.figures import Row, rows
 from benchmarks.vllm.servers import ELASTIC, ORDER, STOCK, Start
 from benchmarks.vllm.step_cost import StepCost
 from benchmarks.vllm.turns import Compared, Turn
 
-RESULTS = Path(__file__).parent / "results"
 MIB = 1 << 20
 KEPT_PERCENTILES = (50, 90, 95, 99, 99.9)
 
@@ -143,9 +142,7 @@ def _table(lines: list[list[str]]) -> str:
 
 
 def keep(found: Findings) -> Path:
-    """Write the text, and the samples as JSON beside it; returns the former's path."""
-    RESULTS.mkdir(exist_ok=True)
-    path = RESULTS / f"{found.stem}.md"
+    """Write the page and the samples; returns the page's path."""
     content = {
         "machine": machine(),
         "commit": found.commit,
@@ -165,11 +162,7 @@ def keep(found: Findings) -> Path:
         ],
         "steps": [asdict(cost) for cost in found.steps],
     }
-    path.with_suffix(".json").write_text(
-        json.dumps(shortened(content), separators=(",", ":")) + "\n"
-    )
-    path.write_text(text(found))
-    return path
+    return pages.keep("vllm", text(found), content, is_whole=True, stem=found.stem)
 
 
 def _plain(compared: Compared) -> dict[str, Any]:

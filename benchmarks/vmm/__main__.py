@@ -68,7 +68,7 @@ PARTS = (
 )  # fmt: skip
 
 
-def bench(kind: DriverKind, folder: Path, *, quick: bool) -> bool:
+def bench(kind: DriverKind, folder: Path | None, *, quick: bool) -> bool:
     """Measures, prints and keeps everything of one driver; False if a part failed."""
     told = results.facts(kind)
     parts: dict[str, Any] = {}
@@ -98,19 +98,18 @@ def bench(kind: DriverKind, folder: Path, *, quick: bool) -> bool:
                 print(section.text() + "\n", flush=True)
     for name, why in skipped.items():
         print(f"skipped on {kind.name}: {name}: {why}")
-    picture = results.write(folder, kind, told, parts, sections, skipped)
+    picture = results.write(kind, told, parts, sections, skipped, is_whole=not quick, folder=folder)
     plot.draw(picture, kind, told, parts)
-    print(f"kept in {picture.with_suffix('')}.{{json,md,png}}\n")
+    print(f"plot: {picture}\n")
     return not failed
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="scripts/bench vmm", description=__doc__.split("\n")[0])
     parser.add_argument("--driver", choices=EVERY_DRIVER, help="only this one (default: all)")
-    parser.add_argument("--quick", action="store_true", help="few rounds; kept in build/bench-vmm")
-    parser.add_argument("--results", type=Path, help="the folder for JSON, Markdown and plot")
+    parser.add_argument("--quick", action="store_true", help="few rounds; kept in build/bench/")
+    parser.add_argument("--results", type=Path, help="the folder for page, samples and plot")
     given = parser.parse_args()
-    usual = results.ROOT / "build" / "bench-vmm" if given.quick else results.FOLDER
     fine = True
     for kind in driver_kinds.all_kinds():
         if given.driver not in (None, kind.name):
@@ -123,7 +122,7 @@ def main() -> int:
             fine = fine and given.driver is None
             continue
         print(f"-- {kind.label}\n")
-        fine = bench(kind, given.results or usual, quick=given.quick) and fine
+        fine = bench(kind, given.results, quick=given.quick) and fine
     return 0 if fine else 1
 
 

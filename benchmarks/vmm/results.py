@@ -1,18 +1,14 @@
-"""What is kept of a run: JSON with every sample, the tables as Markdown, the plot beside them."""
+"""The page of a run; the plot lies beside it."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
-from benchmarks import harness
-from benchmarks.harness import file_stem, shortened, taken
+from benchmarks import harness, pages
+from benchmarks.harness import file_stem, taken
 from benchmarks.vmm.driver_kinds import CUDA, SIMULATED, DriverKind
 from benchmarks.vmm.section import Section
-
-ROOT = Path(__file__).parents[2]
-FOLDER = Path(__file__).parent / "results"
 
 
 def facts(kind: DriverKind) -> dict[str, Any]:
@@ -34,22 +30,21 @@ def stem(kind: DriverKind) -> str:
 
 
 def write(
-    folder: Path,
     kind: DriverKind,
     told: dict[str, Any],
     parts: dict[str, Any],
     sections: list[Section],
     skipped: dict[str, str],
+    *,
+    is_whole: bool,
+    folder: Path | None,
 ) -> Path:
-    """Writes the JSON and the Markdown file; returns the path that the plot goes to."""
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / stem(kind)
-    content = told | {"parts": parts, "skipped": skipped}
-    path.with_suffix(".json").write_text(
-        json.dumps(shortened(content), separators=(",", ":")) + "\n"
-    )
-    path.with_suffix(".md").write_text(_markdown(kind, told, sections, skipped, path.name))
-    return path.with_suffix(".png")
+    """Write the page and the samples (`pages.keep`); returns the path for the plot."""
+    name = stem(kind)
+    page = _markdown(kind, told, sections, skipped, name)
+    samples = told | {"parts": parts, "skipped": skipped}
+    kept = pages.keep("vmm", page, samples, is_whole=is_whole, stem=name, folder=folder)
+    return kept.with_suffix(".png")
 
 
 def _markdown(

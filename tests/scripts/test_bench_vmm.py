@@ -163,7 +163,9 @@ def test_every_layout_answers_as_a_dense_cache_does():
 def test_a_simulation_says_so_in_its_name_and_on_its_page(tmp_path):
     kind = driver_kinds.DriverKind(driver_kinds.SIMULATED, "no GPU")
     section = Section("Title", ("a", "b"), [("1", "2")], ["a note"])
-    picture = results.write(tmp_path, kind, results.facts(kind), {}, [section], {"x": "no GPU"})
+    picture = results.write(
+        kind, results.facts(kind), {}, [section], {"x": "no GPU"}, is_whole=True, folder=tmp_path
+    )
     assert picture.name.endswith("-simulated.png")
     page = picture.with_suffix(".md").read_text()
     assert "no figure on this page was measured on a GPU" in page

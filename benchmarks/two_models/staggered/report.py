@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from benchmarks import harness
-from benchmarks.two_models.report import RESULTS
+from benchmarks import harness, pages
+from benchmarks.harness import taken
 from benchmarks.two_models.staggered.phases import PhaseResult
 from benchmarks.two_models.staggered.plan import Plan
 from benchmarks.two_models.staggered.ways import HALVES, TIERS, TIERS_AGAIN, TITLES, WHOLE
@@ -178,8 +177,9 @@ def write(
     print()
     for row in rows:
         print("  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip())
-    print("\n".join(["", *summary(got, plan)]))
-    print(f"left in shared memory after all have ended: {', '.join(left) or 'nothing'}")
+    lines = summary(got, plan)
+    lines.append(f"left in shared memory after all have ended: {', '.join(left) or 'nothing'}")
+    print("\n".join(["", *lines]))
     content = {
         **told,
         "prefix_cache": prefix_cache,
@@ -191,9 +191,12 @@ def write(
         "left": list(left),
     }
     ways = [way for group in groups for way in group]
-    kept = RESULTS / f"{file_stem(ways, prefix_cache=prefix_cache)}.json"
-    kept.write_text(json.dumps(harness.shortened(content), indent=1) + "\n")
-    print(f"kept in {kept.relative_to(RESULTS.parents[2])}")
+    page = [f"# Staggered bursts\n\n{taken(told)}.\n"]
+    page += [f"| {' | '.join(row)} |" for row in rows]
+    page.insert(2, "|---" * len(rows[0]) + "|")
+    page += ["", *(f"- {line}" for line in lines)]
+    stem = file_stem(ways, prefix_cache=prefix_cache)
+    pages.keep("two_models", "\n".join(page), content, is_whole=True, stem=stem)
 
 
 def file_stem(ways: Sequence[str], *, prefix_cache: bool) -> str:
