@@ -11,7 +11,7 @@ from itertools import accumulate
 import pytest
 from turns_simulation import SECOND_NS, Engine, TurnSimulation
 
-from kvelastic.reclaim.trace import Arrival, ModelSpec, Trace
+from tools.reclaim_simulator.trace import Arrival, ModelSpec, Trace
 
 pytestmark = pytest.mark.slow
 

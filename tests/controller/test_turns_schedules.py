@@ -8,7 +8,7 @@ import pytest
 from turns_simulation import SECOND_NS, Engine, TurnSimulation
 
 from kvelastic.controller.room import Group
-from kvelastic.reclaim.trace import Arrival, ModelSpec, Trace
+from tools.reclaim_simulator.trace import Arrival, ModelSpec, Trace
 
 pytestmark = pytest.mark.slow
 

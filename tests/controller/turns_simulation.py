@@ -5,10 +5,10 @@
     simulation.run()
     simulation.waits_s
 
-The ledger's rules are the real ones (`kvelastic.reclaim`): a wake claims its guarantee and reserve,
-caches beyond guarantees are reclaimed, and what the sums do not allow is refused. Models wake by
-`turn_policy.decide` only. What an engine does takes the time that `Engine` says; one that is
-started shows itself in the ledger late, as real ones do.
+The ledger's rules are the real ones (`tools.reclaim_simulator`): a wake claims its guarantee and
+reserve, caches beyond guarantees are reclaimed, and what the sums do not allow is refused. Models
+wake by `turn_policy.decide` only. What an engine does takes the time that `Engine` says; one that
+is started shows itself in the ledger late, as real ones do.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from kvelastic.controller.gate import Gate, Place, Rules, State, Ticket
 from kvelastic.controller.refusal import Refusal
 from kvelastic.controller.room import Claim, Device, Group, Model, Room
 from kvelastic.controller.turn_policy import SPARED_PART, Stand, Standing, Want, decide
-from kvelastic.reclaim.instance import Instance, Request
-from kvelastic.reclaim.simulation import Simulation
-from kvelastic.reclaim.trace import Arrival, Trace
+from tools.reclaim_simulator.instance import Instance, Request
+from tools.reclaim_simulator.simulation import Simulation
+from tools.reclaim_simulator.trace import Arrival, Trace
 
 SECOND_NS = 1_000_000_000
 DEVICE = "default/gpu0"

@@ -126,7 +126,7 @@ def test_scripts_and_their_options_exist(page: Path) -> None:
             continue
         sources = [script, *(ROOT / "scripts" / f"_{name}").glob("*.py")]
         if name in {"bench", "gpu"}:
-            sources += ROOT.glob("benchmarks/*/*.py")
+            sources += [*ROOT.glob("benchmarks/*.py"), *ROOT.glob("benchmarks/*/*.py")]
         known = "\n".join(source.read_text() for source in sources)
         if name == "test":
             known += " -k --lf "
@@ -177,8 +177,8 @@ def test_examples_can_be_read(page: Path) -> None:
 
 @each_page
 def test_files_that_are_named_exist(page: Path) -> None:
-    folders = r"(?:benchmarks|cli|controller|docs|examples|kvelastic|scripts|tests|vmm_csrc|docker)"
-    named = re.findall(rf"`({folders}/[\w./-]*\w)`", prose(page.read_text()))
+    ours = r"benchmarks|cli|controller|docker|docs|examples|kvelastic|scripts|tests|tools|vmm_csrc"
+    named = re.findall(rf"`((?:{ours})/[\w./-]*\w)`", prose(page.read_text()))
     missing = [name for name in named if not (ROOT / name).exists()]
     assert [name for name in missing if not list(ROOT.glob(f"{name}.*"))] == []
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-FOLDERS = ("kvelastic", "cli", "controller", "vmm_csrc", "docs", "scripts", "benchmarks")
+FOLDERS = ("kvelastic", "cli", "controller", "vmm_csrc", "docs", "scripts", "benchmarks", "tools")
 PAGES = ("README.md", "CONTRIBUTING.md", "pyproject.toml", ".ci/run")
 TEXTS = {".py", ".pyi", ".h", ".cpp", ".md", ".js", ".css", ".html", ".yaml", ".toml", ".json", ""}
 

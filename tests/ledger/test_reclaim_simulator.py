@@ -15,16 +15,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvelastic import _vmm, reclaim
+from kvelastic import _vmm
 from kvelastic.errors import IntegrityError, InvalidArgumentError
 from kvelastic.lease import ProcessIdentity, pid_namespace
-from kvelastic.reclaim import Contender, Demand, Depth, kept_bytes, plan_reclaim
-from kvelastic.reclaim.__main__ import main
-from kvelastic.reclaim.account import Account
-from kvelastic.reclaim.examples import EXAMPLES, example_trace
-from kvelastic.reclaim.result import ModelResult, SimulationResult
-from kvelastic.reclaim.simulation import Simulation, simulate
-from kvelastic.reclaim.trace import (
+from kvelastic.sizes import GIB_BYTES, MIB_BYTES
+from tools import reclaim_simulator
+from tools.reclaim_simulator import Contender, Demand, Depth, kept_bytes, plan_reclaim
+from tools.reclaim_simulator.__main__ import main
+from tools.reclaim_simulator.account import Account
+from tools.reclaim_simulator.examples import EXAMPLES, example_trace
+from tools.reclaim_simulator.result import ModelResult, SimulationResult
+from tools.reclaim_simulator.simulation import Simulation, simulate
+from tools.reclaim_simulator.trace import (
     NS_PER_MS,
     Arrival,
     ModelSpec,
@@ -33,7 +35,6 @@ from kvelastic.reclaim.trace import (
     load_trace,
     parse_trace,
 )
-from kvelastic.sizes import GIB_BYTES, MIB_BYTES
 
 ROOT = Path(__file__).parents[2]
 PAGE = 2 * MIB_BYTES
@@ -79,8 +80,8 @@ def holds(mib: int, **more: int) -> Contender:
 def test_a_plan_is_the_native_one_with_names():
     asker = holds(0, ask_bytes=30 * MIB_BYTES)
     idle = holds(40, parked_bytes=10 * MIB_BYTES, cached_bytes=30 * MIB_BYTES)
-    idler = replace(idle, idle_ns=10 * reclaim.IDLE_NS)
-    idle = replace(idle, idle_ns=reclaim.IDLE_NS)
+    idler = replace(idle, idle_ns=10 * reclaim_simulator.IDLE_NS)
+    idle = replace(idle, idle_ns=reclaim_simulator.IDLE_NS)
     plan = plan_reclaim([asker, idle, idler], 0, 0, 80 * MIB_BYTES)
     assert plan == [
         Demand(2, 20 * MIB_BYTES, Depth.CACHED),
@@ -645,7 +646,7 @@ def test_a_slow_victim_delays_by_the_patience_and_no_more():
     shared, _ = example("slow-victim")
     busy = shared.models[0]
     assert busy.got_bytes_from == {"idle": 2 * GIB_BYTES}
-    assert max(busy.waits_ns) == reclaim.PATIENCE_NS + ms(1)
+    assert max(busy.waits_ns) == reclaim_simulator.PATIENCE_NS + ms(1)
 
 
 # -------------------------------------------------------------------------------------- the trace
@@ -675,7 +676,7 @@ def test_the_documented_trace_replays_and_has_every_key():
 def test_the_documented_times_are_those_of_the_policy():
     text = (ROOT / "docs/reclaim.md").read_text()
     for name in ("idle", "patience", "fair_cached", "fair_in_use", "ask_lease", "reserve_wait"):
-        time_ns = getattr(reclaim, f"{name.upper()}_NS")
+        time_ns = getattr(reclaim_simulator, f"{name.upper()}_NS")
         assert re.search(rf"^\| {time_ns // NS_PER_MS} ms .*\| `{name}_ns` \|$", text, re.MULTILINE)
 
 
@@ -873,7 +874,7 @@ def test_the_check_notices_pages_in_use_that_nobody_has():
 def test_a_plan_that_breaks_a_guarantee_is_noticed(monkeypatch):
     """The simulator does not believe the policy: it checks what it says."""
     monkeypatch.setattr(
-        "kvelastic.reclaim.simulation.plan_reclaim",
+        "tools.reclaim_simulator.simulation.plan_reclaim",
         lambda *_: [Demand(0, 64 * MIB_BYTES, Depth.IN_USE)],
     )
     with pytest.raises(IntegrityError, match="below the min"):

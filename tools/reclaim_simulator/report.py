@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvelastic.reclaim.result import ModelResult, SimulationResult
-from kvelastic.reclaim.trace import NS_PER_MS
 from kvelastic.sizes import format_size
+from tools.reclaim_simulator.result import ModelResult, SimulationResult
+from tools.reclaim_simulator.trace import NS_PER_MS
 
 if TYPE_CHECKING:
     from rich.table import Table

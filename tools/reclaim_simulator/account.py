@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvelastic import _vmm
-from kvelastic.reclaim.instance import Instance
+from tools.reclaim_simulator.instance import Instance
 
 
 class Account:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from kvelastic.reclaim import Depth
+from tools.reclaim_simulator import Depth
 
 
 @dataclass

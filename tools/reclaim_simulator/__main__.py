@@ -1,10 +1,9 @@
 """Replay a trace of arrivals by the policy of reclaim, and print who got what.
 
-    python -m kvelastic.reclaim TRACE [--capacity 8G] [--json]
-    python -m kvelastic.reclaim --example bursts
+    python -m tools.reclaim_simulator TRACE [--capacity 8G] [--json]
+    python -m tools.reclaim_simulator --example bursts
 
-The command line only; `kvelastic.reclaim.simulation.simulate` does it. Exit codes: 0 done; 2 wrong
-usage, or no trace.
+Exit codes: 0 done; 2 wrong usage, or no trace.
 """
 
 from __future__ import annotations
@@ -17,11 +16,11 @@ from pathlib import Path
 from typing import Final
 
 from kvelastic.errors import InvalidArgumentError
-from kvelastic.reclaim.examples import EXAMPLES, example_trace
-from kvelastic.reclaim.report import report_table, summary
-from kvelastic.reclaim.simulation import simulate
-from kvelastic.reclaim.trace import Trace, load_trace
 from kvelastic.sizes import parse_size
+from tools.reclaim_simulator.examples import EXAMPLES, example_trace
+from tools.reclaim_simulator.report import report_table, summary
+from tools.reclaim_simulator.simulation import simulate
+from tools.reclaim_simulator.trace import Trace, load_trace
 
 _PIPE_COLUMNS: Final = 180
 """Wide enough for all columns; a terminal folds them."""
@@ -62,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        "python -m kvelastic.reclaim",
+        "python -m tools.reclaim_simulator",
         description="Replay TRACE, a file, by the policy of reclaim: shared, and split into equal"
         " parts. Every model has two rows: one for a device that all share, and one for an equal,"
         " fixed part of its own.",

@@ -1,4 +1,4 @@
-"""Traces to look at with `python -m kvelastic.reclaim --example NAME`.
+"""Traces to look at with `python -m tools.reclaim_simulator --example NAME`.
 
 Each is a document of the trace format (docs/reclaim.md), so that it can be printed, changed and
 loaded again.
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Final
 
-from kvelastic.reclaim.trace import Trace, parse_trace
+from tools.reclaim_simulator.trace import Trace, parse_trace
 
 __all__ = ["EXAMPLES", "Example", "example_trace"]
 

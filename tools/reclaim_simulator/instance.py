@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from kvelastic.errors import IntegrityError
-from kvelastic.reclaim import ASK_LEASE_NS, Contender, Depth
-from kvelastic.reclaim.trace import Arrival, ModelSpec
+from tools.reclaim_simulator import ASK_LEASE_NS, Contender, Depth
+from tools.reclaim_simulator.trace import Arrival, ModelSpec
 
 SQUEEZE_LEASE_NS: Final = 500_000_000
 """A squeeze that nobody has asked for so long is lifted (kSqueezeLease of vmm_csrc/pool.cpp)."""

@@ -19,7 +19,7 @@ from functools import partial
 from typing import Final
 
 from kvelastic.errors import IntegrityError
-from kvelastic.reclaim import (
+from tools.reclaim_simulator import (
     ASK_LEASE_NS,
     PATIENCE_NS,
     RESERVE_WAIT_NS,
@@ -30,10 +30,10 @@ from kvelastic.reclaim import (
     plan_excess,
     plan_reclaim,
 )
-from kvelastic.reclaim.account import Account
-from kvelastic.reclaim.instance import Instance, Owed, Request
-from kvelastic.reclaim.result import ModelResult, Move, SimulationResult
-from kvelastic.reclaim.trace import Arrival, Trace
+from tools.reclaim_simulator.account import Account
+from tools.reclaim_simulator.instance import Instance, Owed, Request
+from tools.reclaim_simulator.result import ModelResult, Move, SimulationResult
+from tools.reclaim_simulator.trace import Arrival, Trace
 
 LOOK_NS: Final = PATIENCE_NS
 """How often an alloc that waits, a keeper and an engine look again."""

@@ -4,7 +4,7 @@
     for demand in plan: print(demand.contender, demand.bytes, demand.depth.name)
 
 It is a front over the native policy (vmm_csrc/reclaim.h), the one that instances run by. Its rules
-are in docs/reclaim.md; `python -m kvelastic.reclaim` replays traces by them.
+are in docs/reclaim.md; `python -m tools.reclaim_simulator` replays traces by them.
 """
 
 from __future__ import annotations
