@@ -42,7 +42,12 @@ from kvelastic.flexkv.server.client import KVDPClient, KVTPClient
 from kvelastic.flexkv.server.process import KVServerHandle
 from kvelastic.flexkv.server.rank_listener import RankListener
 from kvelastic.flexkv.server.server import KVServer
-from kvelastic.flexkv.server.utils import default_endpoint, gpu_register_endpoint
+from kvelastic.flexkv.server.utils import (
+    default_endpoint,
+    gpu_register_endpoint,
+    remove_dead_endpoints,
+    unique_endpoint,
+)
 
 
 class KVManager:
@@ -84,21 +89,20 @@ class KVManager:
                 " instance_id * dp_size + dp_rank"
             )
         self.dp_client_id = dp_client_id
+        self._is_served = is_served(model_config)
         self.server_recv_port = server_recv_port or _configured_endpoint()
-        self.gpu_register_port = gpu_register_port or (
-            gpu_register_endpoint(self.server_recv_port) if self.server_recv_port else ""
+        if self._is_served and not self.server_recv_port:
+            self.server_recv_port = default_endpoint()
+        self.gpu_register_port = gpu_register_port or gpu_register_endpoint(
+            self.server_recv_port or unique_endpoint()
         )
+        """Where ranks in other processes register. Without a server and a name, of this manager."""
         self._model, self._cache = model_config, cache_config
         self._listener: RankListener | None = None
         self._server: KVServerHandle | None = None
         self._own_ranks: list[KVTPClient] = []
-        self._is_served = is_served(model_config)
         self._engine: KVTaskEngine | KVDPClient
         if self._is_served:
-            self.server_recv_port = self.server_recv_port or default_endpoint()
-            self.gpu_register_port = self.gpu_register_port or gpu_register_endpoint(
-                self.server_recv_port
-            )
             self._engine = KVDPClient(
                 self.server_recv_port, model_config, dp_client_id, cache_config.tokens_per_block
             )
@@ -128,7 +132,8 @@ class KVManager:
                     inherit_env=False,
                 )
             self._engine.start()
-            if not self._is_served and self.gpu_register_port and self._listener is None:
+            if not self._is_served and self._listener is None:
+                remove_dead_endpoints()
                 self._listener = RankListener(
                     self._model,
                     self._cache,

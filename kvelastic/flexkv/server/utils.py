@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import secrets
 import socket
 import stat
 import tempfile
@@ -13,10 +14,12 @@ from pathlib import Path
 from typing import Final
 
 from kvelastic.errors import ConfigError, InvalidArgumentError, UnsupportedError
-from kvelastic.messages import Address, parse_address
+from kvelastic.messages import MOST_PATH_BYTES, Address, parse_address
 
 _PREFIX: Final = "flexkv_"
 _YOUNG_S: Final = 60.0
+_MOST_FOLDER_BYTES: Final = MOST_PATH_BYTES - 64
+"""The rest is for the name of a socket."""
 GPU_REGISTER: Final = "_gpu_register"
 """What FlexKV puts behind the server's endpoint for that at which tensors are registered."""
 
@@ -45,9 +48,13 @@ def gpu_register_endpoint(server_recv_port: str) -> str:
 
 
 def default_folder() -> Path:
-    """Where endpoints are that nobody has named: this user's runtime folder, or the temporary."""
+    """Where endpoints without a name lie: this user's runtime folder, or the temporary one.
+
+    `/tmp` where the path of a socket in these would be longer than the kernel accepts.
+    """
     runtime = os.environ.get("XDG_RUNTIME_DIR", "")
-    return Path(runtime if runtime and Path(runtime).is_dir() else tempfile.gettempdir())
+    folder = Path(runtime if runtime and Path(runtime).is_dir() else tempfile.gettempdir())
+    return folder if len(os.fsencode(folder)) <= _MOST_FOLDER_BYTES else Path("/tmp")
 
 
 def remove_dead_endpoints() -> None:
@@ -68,3 +75,8 @@ def remove_dead_endpoints() -> None:
 def default_endpoint(name: str = "server") -> str:
     """Of this user, in the default folder; `name` tells engines apart."""
     return f"ipc://{default_folder()}/{_PREFIX}{os.geteuid()}_{name}"
+
+
+def unique_endpoint() -> str:
+    """A default endpoint that no other manager of this machine has."""
+    return default_endpoint(f"{os.getpid()}_{secrets.token_hex(4)}")
