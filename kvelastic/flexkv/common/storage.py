@@ -10,13 +10,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from kvelastic.errors import InvalidArgumentError
 
+_Item = TypeVar("_Item")
 Bytes = npt.NDArray[np.uint8]
 Part = tuple[int, int, int, int, int]
 """As `_vmm.EngineBlocks` takes them: address, block stride, row bytes, rows, row stride."""
@@ -92,12 +93,35 @@ class KVCacheLayout:
             step *= self._axes[axis]
         return strides[_LAYER], strides[_KV], strides[_BLOCK]
 
+    def _has_apart(self, tensors: Sequence[object]) -> bool:
+        """Whether each layer has a tensor for K and one for V."""
+        is_by_layer = self.type is not KVCacheLayoutType.BLOCKFIRST
+        return is_by_layer and len(tensors) == 2 * self.num_layer
+
+    def in_record_order(self, tensors: Sequence[_Item]) -> list[_Item]:
+        """The tensors of an engine with this layout, in the order in which a record has them.
+
+        Of two tensors for each layer the first half are those of K and the second half those of V,
+        as in FlexKV, and a record has K and V of a layer side by side. If the model has one row
+        for both, FlexKV uses the first half only, and so does this.
+        """
+        if not self._has_apart(tensors):
+            return list(tensors)
+        keys, values = tensors[: self.num_layer], tensors[self.num_layer :]
+        if self.kv_dim == 1:
+            return list(keys)
+        return [one for pair in zip(keys, values, strict=True) for one in pair]
+
     def parts(self, addresses: Sequence[int]) -> list[Part]:
         """Where each layer of a block lies, in a record's order.
 
-        `addresses` is one for the whole cache, or one for each layer's own tensor, which then has
-        this layout with one layer. Raises `InvalidArgumentError` for another number of them.
+        `addresses` is one for the whole cache, one for each layer's own tensor, which then has
+        this layout with one layer, or, in a record's order, one for K and one for V of each layer.
+        Raises `InvalidArgumentError` for another number of them.
         """
+        if self.kv_dim == 2 and self._has_apart(addresses):
+            row = self.row_bytes
+            return [(address, row, row, 1, row) for address in addresses]
         layer, kv, block = self._strides()
         if len(addresses) == 1:
             bases = [addresses[0] + at * layer for at in range(self.num_layer)]

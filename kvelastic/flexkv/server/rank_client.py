@@ -80,13 +80,16 @@ class KVTPClient:
         *,
         block_axis: int | None = None,
     ) -> None:
-        """Hand over these tensors, a layer each or all in one. Returns at once.
+        """Hand over these tensors: one for each layer, one for all, or, with a layout, those of K
+        of all layers and then those of V. Returns at once.
 
         The server may come later: a thread of this client waits for it. `kv_layout` says which
         axis counts blocks; `block_axis` does where the tensors are of no layout that FlexKV has.
         Raises what `TensorSharedHandle` raises, and `InvalidArgumentError` for a second call.
         """
         axis = self._axis(kv_caches, kv_layout, block_axis)
+        if kv_layout is not None:
+            kv_caches = kv_layout.in_record_order(kv_caches)
         self._handles = [TensorSharedHandle(tensor) for tensor in kv_caches]
         self._register_tensors(
             [
@@ -111,6 +114,8 @@ class KVTPClient:
         (KVELASTIC_CONTIGUOUS_LAYOUT=false), `InvalidArgumentError` for a tensor outside it.
         """
         axis = self._axis(kv_caches, kv_layout, block_axis)
+        if kv_layout is not None:
+            kv_caches = kv_layout.in_record_order(kv_caches)
         geometry = memory.geometry
         if geometry.extents_per_page != 1:
             raise UnsupportedError(

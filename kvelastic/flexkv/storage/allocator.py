@@ -114,12 +114,13 @@ class GPUAllocator:
     def from_tensors(
         cls, layout: KVCacheLayout, tensors: Sequence[Any], settings: Config
     ) -> StorageHandle:
-        """The same for arrays of NumPy or tensors of torch: one for all layers, or one for each.
+        """The same for arrays of NumPy or tensors of torch: one for all layers, one for each, or
+        those of K and then those of V.
 
         Raises `InvalidArgumentError` for one that is not contiguous or has another size.
         """
-        places = [tensor_memory(tensor) for tensor in tensors]
-        wanted = layout.total_bytes // max(1, len(tensors))
+        places = [tensor_memory(tensor) for tensor in layout.in_record_order(tensors)]
+        wanted = layout.total_bytes // max(1, len(places))
         for _, size_bytes, _ in places:
             if size_bytes != wanted:
                 raise InvalidArgumentError(
