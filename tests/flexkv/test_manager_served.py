@@ -208,6 +208,103 @@ def test_a_rank_of_another_process_registers_without_a_server(
     one.check_integrity()
 
 
+def test_each_manager_without_a_server_has_an_endpoint_for_its_ranks(
+    tmp_path: Path, ends: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    managers = [manager(ends, ONE) for _ in range(2)]
+    for one in managers:
+        one.start()
+        rank = KVTPClient(one.gpu_register_port)
+        ends.callback(rank.close)
+        kv = shared_zeros(LAYOUT.kv_shape, "float16")
+        rank.register_to_server([kv], LAYOUT)
+        rank.wait_until_registered()
+        put(one, kv)
+        one.shutdown()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_endpoint_is_in_a_folder_whose_path_leaves_room_for_it(
+    tmp_path: Path, ends: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    long = tmp_path / ("x" * 100)
+    long.mkdir()
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(long))
+    one = manager(ends, ONE)
+    one.start()
+    assert one.gpu_register_port.startswith("ipc:///tmp/")
+
+
+def test_ranks_with_unequal_numbers_of_blocks_use_those_that_all_have(
+    tmp_path: Path, ends: ExitStack
+) -> None:
+    model = ModelConfig(num_layers=2, num_kv_heads=4, head_size=8, dtype="float16", tp_size=2)
+    one = manager(ends, model, gpu_register_port=f"ipc://{tmp_path}/ranks")
+    one.start()
+    for rank, blocks in enumerate((BLOCKS + 3, BLOCKS)):
+        client = KVTPClient(one.gpu_register_port, tp_rank=rank)
+        ends.callback(client.close)
+        layout = KVCacheLayout(KVCacheLayoutType.LAYERFIRST, 2, blocks, TOKENS, 2, 8)
+        client.register_to_server([shared_zeros(layout.kv_shape, "float16")], layout)
+        client.wait_until_registered()
+    assert one.is_ready()
+    task, _ = one.put_match(PROMPT)
+    with pytest.raises(InvalidArgumentError, match=f"names block {BLOCKS} of {BLOCKS}"):
+        one.launch(task, np.arange(12) + (BLOCKS - 2) * TOKENS)
+    one.launch(task, np.arange(12) + (BLOCKS - 3) * TOKENS)
+    assert one.wait(task, DEADLINE_S)[task].status is KVResponseStatus.SUCCESS
+
+
+@pytest.mark.parametrize("kv_dim", [1, 2])
+@pytest.mark.parametrize("is_own_process", [True, False])
+def test_a_record_is_the_same_whichever_way_tensors_are_laid_out(
+    tmp_path: Path, ends: ExitStack, kv_dim: int, is_own_process: bool
+) -> None:
+    model = ModelConfig(num_layers=2, num_kv_heads=2, head_size=8, dtype="float16", kv_dim=kv_dim)
+    one = manager(ends, model, gpu_register_port=f"ipc://{tmp_path}/ranks")
+    one.start()
+
+    def registered(kind: KVCacheLayoutType, count: int, axes: int) -> list[Any]:
+        layout = KVCacheLayout(kind, 2, BLOCKS, TOKENS, 2, 8, kv_dim)
+        tensors = [shared_zeros(layout.kv_shape[axes:], "float16") for _ in range(count)]
+        if is_own_process:
+            one.register_kv_caches(tensors, layout)
+        else:
+            rank = KVTPClient(one.gpu_register_port)
+            ends.callback(rank.close)
+            rank.register_to_server(tensors, layout)
+            rank.wait_until_registered()
+            leave.append(rank)
+        return tensors
+
+    def leaves() -> None:
+        if is_own_process:
+            one.task_engine.release_client(0)
+        else:
+            leave.pop().close()
+            wait_until(lambda: not one.is_ready())
+
+    leave: list[KVTPClient] = []
+    (whole,) = registered(KVCacheLayoutType.LAYERFIRST, 1, 0)
+    put(one, whole)
+    rows = whole[:, :, 2:5].copy()
+    leaves()
+    apart = registered(KVCacheLayoutType.LAYERFIRST, 4, 2)  # K of all layers, then V of all
+    task, _ = one.get_match(PROMPT)
+    one.launch(task, SLOTS)
+    assert one.wait(task, DEADLINE_S)[task].status is KVResponseStatus.SUCCESS
+    for layer in range(2):
+        for kv in range(kv_dim):
+            assert (apart[layer + 2 * kv][2:5] == rows[layer, kv]).all()
+    leaves()
+    (blocks,) = registered(KVCacheLayoutType.BLOCKFIRST, 1, 0)
+    task, _ = one.get_match(PROMPT)
+    one.launch(task, SLOTS)
+    assert one.wait(task, DEADLINE_S)[task].status is KVResponseStatus.SUCCESS
+    assert (blocks[2:5] == np.moveaxis(rows, 2, 0)).all()
+
+
 @pytest.mark.parametrize(
     ("kind", "shape", "each", "axis"),
     [

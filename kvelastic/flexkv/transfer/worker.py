@@ -144,8 +144,9 @@ class GPUCPUTransferWorker(TransferWorker):
     def register(self, dp_client_id: int, tp_rank: int, blocks: Blocks, keep: Any = None) -> None:
         """A rank's tensors are there. `keep` is held until `unregister`.
 
-        Raises `InvalidArgumentError` for a rank that is not expected or is there already, and for
-        blocks of another size, or of another number than the client's other ranks have.
+        Of ranks with unequal numbers of blocks, those ids can be used that all of them have. Raises
+        `InvalidArgumentError` for a rank that is not expected or is there already, and for blocks
+        of another size.
         """
         if not 0 <= tp_rank < self._tp_size or dp_client_id < 0:
             raise InvalidArgumentError(
@@ -164,11 +165,6 @@ class GPUCPUTransferWorker(TransferWorker):
                 raise InvalidArgumentError(
                     f"rank {tp_rank} of client {dp_client_id} is registered already; unregister it"
                 )
-            counts = {rank.blocks.blocks for rank in ranks.values()} - {blocks.blocks}
-            if counts:
-                raise InvalidArgumentError(
-                    f"rank {tp_rank} has {blocks.blocks} blocks, and others have {counts}"
-                )
             ranks[tp_rank] = RankBlocks(blocks, keep)
 
     def unregister(self, dp_client_id: int) -> None:
@@ -182,11 +178,11 @@ class GPUCPUTransferWorker(TransferWorker):
             return len(self._ranks.get(dp_client_id, {})) == self._tp_size
 
     def block_count(self, dp_client_id: int) -> int:
-        """How many blocks a client's tensors have.
+        """How many blocks all ranks of a client have.
 
         Raises `NotInitializedError` where a rank is missing.
         """
-        return self._of(dp_client_id)[0][1].blocks.blocks
+        return min(rank.blocks.blocks for _, rank in self._of(dp_client_id))
 
     def _of(self, client: int) -> list[tuple[int, RankBlocks]]:
         with self._lock:
