@@ -154,8 +154,16 @@ class KVManager:
             self._engine.reconnect()
 
     def is_ready(self) -> bool:
-        """Whether every expected rank has registered its tensors, so that tasks can be launched."""
-        return self._engine.is_ready()
+        """Whether every expected rank has registered its tensors, so that tasks can be launched.
+
+        Raises `EngineError` with the reason if a rank that is missing was refused: it will not come
+        again by itself.
+        """
+        if self._engine.is_ready():
+            return True
+        if self._listener is not None:
+            self._listener.check_refused()
+        return False
 
     def register_kv_caches(
         self,

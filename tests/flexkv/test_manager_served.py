@@ -20,6 +20,7 @@ from kvelastic.errors import (
     ChannelClosedError,
     ChannelError,
     ConfigError,
+    EngineError,
     InvalidArgumentError,
     NotInitializedError,
     UnsupportedError,
@@ -254,6 +255,38 @@ def test_ranks_with_unequal_numbers_of_blocks_use_those_that_all_have(
         one.launch(task, np.arange(12) + (BLOCKS - 2) * TOKENS)
     one.launch(task, np.arange(12) + (BLOCKS - 3) * TOKENS)
     assert one.wait(task, DEADLINE_S)[task].status is KVResponseStatus.SUCCESS
+
+
+@pytest.mark.parametrize("is_served", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_is_ready_raises_the_reason_for_which_a_rank_was_refused(
+    tmp_path: Path, ends: ExitStack, monkeypatch: pytest.MonkeyPatch, is_served: bool
+) -> None:
+    if is_served:
+        monkeypatch.setenv("FLEXKV_SERVER_CLIENT_MODE", "1")
+    one = manager(ends, ONE, server_recv_port=f"ipc://{tmp_path}/s")
+    one.start()
+    wrong = KVTPClient(one.gpu_register_port)
+    ends.callback(wrong.close)
+    wrong.register_to_server([shared_zeros((2, 2, BLOCKS, TOKENS, 2, 4), "float16")], block_axis=2)
+    with pytest.raises(InvalidArgumentError, match="256 bytes"):
+        wrong.wait_until_registered()
+    for _ in range(2):
+        with pytest.raises(EngineError, match=r"rank 0 of client 0 .* a block .* 256 bytes"):
+            one.is_ready()
+    wrong.close()
+    right = KVTPClient(one.gpu_register_port)
+    ends.callback(right.close)
+    right.register_to_server([shared_zeros(LAYOUT.kv_shape, "float16")], LAYOUT)
+    right.wait_until_registered()
+    assert one.is_ready()
+    another = KVTPClient(one.gpu_register_port)  # one too many concerns no one else
+    ends.callback(another.close)
+    another.register_to_server([shared_zeros(LAYOUT.kv_shape, "float16")], LAYOUT)
+    with pytest.raises(InvalidArgumentError, match="already"):
+        another.wait_until_registered()
+    assert one.is_ready()
+    right.close()
+    wait_until(lambda: not one.is_ready())
 
 
 @pytest.mark.parametrize("kv_dim", [1, 2])

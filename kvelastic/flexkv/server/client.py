@@ -100,7 +100,7 @@ class KVDPClient:
         self._connection = connection
 
     def is_ready(self) -> bool:
-        """Whether all ranks of all clients have registered their memory."""
+        """As `KVManager.is_ready`, for all clients of the server."""
         return self._ask(messages.IsReady(), messages.Ready).is_ready
 
     def get_match(

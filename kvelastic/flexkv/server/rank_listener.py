@@ -33,10 +33,9 @@ class RankListener:
             name="flexkv-ranks",
         )
 
-    @property
-    def is_complete(self) -> bool:
-        """Whether every rank has registered."""
-        return self._registrations.is_complete
+    def check_refused(self) -> None:
+        """As `Registrations.check_refused`."""
+        self._registrations.check_refused()
 
     def check_integrity(self) -> None:
         """As `Registrations.check_integrity`."""

@@ -15,8 +15,10 @@ from typing import Final
 
 from kvelastic.errors import (
     ChannelClosedError,
+    EngineError,
     IntegrityError,
     InvalidArgumentError,
+    KvelasticError,
     MessageError,
 )
 from kvelastic.flexkv.common.config import CacheConfig, ModelConfig
@@ -31,6 +33,7 @@ _log = logging.getLogger("kvelastic.flexkv")
 _MOST_MEMORIES: Final = 512
 """Descriptors that one rank may hand over."""
 
+_MOST_REFUSED: Final = 64
 _LOCATE_S: Final = 10.0
 
 Rank = tuple[int, int]
@@ -55,6 +58,8 @@ class Registrations:
         self._ranks: dict[Rank, tuple[Connection, SharedBlocks | DeviceBlocks]] = {}
         self._spans: dict[Connection, DeviceSpan] = {}
         self._memories: dict[Connection, list[tuple[int, bool]]] = {}
+        self._refused: dict[Rank, str] = {}
+        """Why ranks that are missing were refused, the oldest first. Empty once all are there."""
 
     def __len__(self) -> int:
         """How many ranks there are now."""
@@ -65,6 +70,18 @@ class Registrations:
         """Whether every rank of every client has registered."""
         clients = self._model.dp_size * self._model.instance_num
         return len(self._ranks) == clients * self._model.tp_size
+
+    def check_refused(self) -> None:
+        """Raise `EngineError` with the reason if a rank that is missing was refused.
+
+        A refused rank does not try again, so waiting alone makes nothing complete. Another process
+        can still register as that rank.
+        """
+        if self._refused:
+            (client, rank), reason = next(iter(self._refused.items()))
+            raise EngineError(
+                f"rank {rank} of client {client} was refused: {reason}. Start that rank again"
+            )
 
     def add_memory(self, request: Request, message: messages.AddMemory) -> None:
         """Keep the descriptors until the rank registers."""
@@ -87,6 +104,20 @@ class Registrations:
 
         A rank that is there already is refused, unless its process has gone.
         """
+        named = message.dp_client_id, message.tp_rank
+        try:
+            self._take(request, message)
+        except KvelasticError as error:
+            if not self.is_complete:
+                self._refused[named] = str(error)
+                while len(self._refused) > _MOST_REFUSED:
+                    del self._refused[next(iter(self._refused))]
+            raise
+        self._refused.pop(named, None)
+        if self.is_complete:
+            self._refused.clear()
+
+    def _take(self, request: Request, message: messages.RegisterTPClient) -> None:
         rank = self._rank_of(message)
         if rank in self._ranks:
             other = self._ranks[rank][0]

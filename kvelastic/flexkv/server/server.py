@@ -103,7 +103,11 @@ class KVServer:
         )
 
     def is_ready(self) -> bool:
-        """Whether every rank of every data-parallel client has registered."""
+        """Whether every rank of every data-parallel client has registered.
+
+        Raises `EngineError` with the reason if one that is missing was refused.
+        """
+        self._registrations.check_refused()
         return self._registrations.is_complete
 
     def run(self) -> None:
@@ -152,7 +156,7 @@ class KVServer:
             self._register_client(request, message)
             request.answer(messages.Registered())
         elif isinstance(message, messages.IsReady):
-            request.answer(messages.Ready(is_ready=self._registrations.is_complete))
+            request.answer(messages.Ready(is_ready=self.is_ready()))
         elif isinstance(message, messages.Shutdown):
             self._tasks_of(request)
             request.answer(messages.Done())
