@@ -120,7 +120,8 @@ class KVManager:
         """Open the tiers, or start the server or find it, and listen for ranks.
 
         Blocks as long as the stores need, or until the server is there. Raises what they raise, and
-        `ChannelError` if an endpoint is taken; nothing is left then. Repeatable.
+        `ChannelError` if an endpoint is taken; nothing is left then. Idempotent. After `shutdown`
+        it starts anew: tensors are to be registered again, and tasks of before are not found.
         """
         try:
             if self._is_served and self._server is None and self._owns_server:
@@ -328,14 +329,15 @@ class KVManager:
         self._engine.reset()
 
     def shutdown(self) -> None:
-        """Cancel what is on its way and close the tiers. Repeatable. Blocks.
+        """Cancel what is on its way and close the tiers. Idempotent. Blocks.
 
         Of several clients the one that has started the server ends it; the others leave it.
         """
-        for rank in self._own_ranks:
-            rank.close()
+        while self._own_ranks:
+            self._own_ranks.pop().close()
         if self._listener is not None:
             self._listener.close()
+            self._listener = None
         if isinstance(self._engine, KVTaskEngine):
             self._engine.shutdown()
         elif self._server is None:
@@ -343,6 +345,7 @@ class KVManager:
         else:
             self._engine.shutdown()
             self._server.shutdown()
+            self._server = None
 
     def check_integrity(self) -> None:
         """Every part's own check; of a server that is its own. Raises `IntegrityError`. Blocks."""

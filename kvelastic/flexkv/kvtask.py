@@ -8,8 +8,8 @@ A task in UNREADY holds what its plan needs: every id that a match returned is l
 cancelled. A task is COMPLETED when the engine may go on: a get when the data is in its blocks, a
 put when they have been read. What a put still writes to farther tiers goes on behind that.
 
-Lock: one, `_lock`; the transfer engine's and the stores' are taken inside. Any thread may call
-anything.
+Locks: `_lock`; the transfer engine's and the stores' are taken inside. `_life` is held around it by
+a start or a shutdown. Any thread may call anything.
 """
 
 from __future__ import annotations
@@ -163,6 +163,7 @@ class KVTaskEngine:
         self.cache_config = cache_config
         self._settings = load() if settings is None else settings
         self._clock = clock
+        self._life = threading.RLock()  # a start or a shutdown runs; taken before `_lock`
         self._lock = threading.RLock()
         self._task_ids = itertools.count(first_task_id)
         self._tasks: dict[int, KVTask] = {}
@@ -178,13 +179,17 @@ class KVTaskEngine:
     # --- life ----------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Open the tiers and start the threads. Blocks as long as stores need. Repeatable.
+        """Open the tiers and start the threads. Blocks as long as stores need. Idempotent.
 
-        Raises what a store raises that cannot be opened; nothing is left open then.
+        After `shutdown` it starts anew: tensors are to be registered again, and tasks of before are
+        not found. Raises what a store raises that cannot be opened; nothing is left open then.
         """
-        with self._lock:
-            if self._storage is not None or self._is_shut:
+        with self._life, self._lock:
+            if self._storage is not None and not self._is_shut:
                 return
+            self._tasks.clear()
+            self._by_graph.clear()
+            self._batches.clear()
             if self.cache_config.trace_path is not None:
                 self._tracer = Tracer(
                     self.cache_config.trace_path,
@@ -203,7 +208,7 @@ class KVTaskEngine:
             self.cache_engine = GlobalCacheEngine(
                 storage, lambda tier: tier not in self.transfer_engine.stuck_tiers
             )
-            self._storage = storage
+            self._storage, self._is_shut = storage, False
 
     @property
     def storage(self) -> StorageEngine:
@@ -283,24 +288,23 @@ class KVTaskEngine:
             _log.warning("the tiers %s did not forget within %.0f s", ", ".join(late), RESET_S)
 
     def shutdown(self) -> None:
-        """Cancel what is on its way, close the tiers, end the threads. Repeatable. Blocks."""
-        with self._lock:
-            is_started = self._storage is not None and not self._is_shut
-            ids = list(self._tasks)
-        if is_started:
-            self.cancel(ids)
-        with self._lock:
-            if self._is_shut:
-                return
-            self._is_shut = True
-            tasks = list(self._tasks.values())
-        if is_started:
-            for task in tasks:
-                task.plan.abort()
-            self.cache_engine.close()
-            self.transfer_engine.shutdown()
-            if self._tracer is not None:
-                self._tracer.close()
+        """Cancel what is on its way, close the tiers, end the threads. Idempotent. Blocks."""
+        with self._life:
+            with self._lock:
+                is_started = self._storage is not None and not self._is_shut
+                ids = list(self._tasks)
+            if is_started:
+                self.cancel(ids)
+            with self._lock:
+                self._is_shut = True
+                tasks = list(self._tasks.values())
+            if is_started:
+                for task in tasks:
+                    task.plan.abort()
+                self.cache_engine.close()
+                self.transfer_engine.shutdown()
+                if self._tracer is not None:
+                    self._tracer.close()
 
     # --- matching ------------------------------------------------------------------------------
 

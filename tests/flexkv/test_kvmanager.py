@@ -192,6 +192,34 @@ def test_before_start_and_after_shutdown_every_call_says_so() -> None:
             call()
 
 
+def test_a_manager_starts_again_after_a_shutdown(tmp_path: Path) -> None:
+    model = ModelConfig(
+        num_layers=2, num_kv_heads=2, head_size=4, dtype="float32", model="m", weights="w"
+    )
+    manager = KVManager(model, cache_config(tmp_path))
+    engine = Engine(manager, model)
+    for found in (0, 3, 3):
+        manager.start()
+        assert not manager.is_ready()
+        manager.register_kv_caches([engine.tensor], engine.layout)
+        assert manager.is_ready()
+        assert engine.get(prompt(1, 3)) == found  # from the disk
+        engine.put(prompt(1, 3))
+        task, _ = manager.get_match(prompt(1, 3))
+        manager.check_integrity()
+        manager.shutdown()
+    manager.start()
+    assert manager.wait(task)[task].status is KVResponseStatus.NOTFOUND
+    manager.shutdown()
+
+
+def test_a_shutdown_before_the_start_leaves_the_manager_startable() -> None:
+    manager = KVManager(MODEL, cache_config())
+    manager.shutdown()
+    with manager:
+        assert not manager.get_match(prompt(1, 2))[1].any()
+
+
 def test_a_launch_before_the_tensors_are_there_is_refused_and_can_be_repeated() -> None:
     with KVManager(MODEL, cache_config()) as manager:
         task, _ = manager.put_match(prompt(1, 2))

@@ -108,6 +108,25 @@ def test_client_0_starts_the_server_and_ends_it(
 
 
 @pytest.mark.slow
+def test_a_served_manager_starts_again_after_a_shutdown(
+    tmp_path: Path, ends: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FLEXKV_SERVER_CLIENT_MODE", "1")
+    one = manager(ends, ONE, server_recv_port=f"ipc://{tmp_path}/s")
+    kv = shared_zeros(LAYOUT.kv_shape, "float16")
+    for _ in range(2):
+        one.start()
+        one.register_kv_caches([kv], LAYOUT)
+        assert one.is_ready()
+        put(one, kv)
+        one.shutdown()
+        one.reconnect()  # nothing is opened behind a shutdown
+        with pytest.raises(NotInitializedError):
+            one.get_match(PROMPT)
+        assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
 def test_two_clients_share_what_they_put(tmp_path: Path, ends: ExitStack) -> None:
     port = f"ipc://{tmp_path}/s"
     second = manager(ends, TWO, server_recv_port=port, dp_client_id=1)

@@ -63,7 +63,8 @@ class KVDPClient:
         self.server_recv_port: Final = server_recv_port
         self._address = socket_address(server_recv_port)
         self._shape = messages.shape_of(model_config, tokens_per_block)
-        self._endpoint = Endpoint(messages.PROTOCOL, _refuse_all, name="flexkv-dp")
+        self._endpoint: Endpoint | None = None
+        """From the first start to `unregister` or `shutdown`."""
         self._connection: Connection | None = None
         self._reconnecting = threading.Lock()
 
@@ -75,7 +76,7 @@ class KVDPClient:
     def reconnect(self) -> None:
         """Register anew where the server is gone and another one there. Blocks shortly."""
         with self._reconnecting:
-            if not self._is_connected:
+            if self._endpoint is not None and not self._is_connected:
                 with suppress(KvelasticError):
                     self.start_server_and_register(0.0)
 
@@ -90,6 +91,8 @@ class KVDPClient:
         model's server or a client that is there already.
         """
         deadline_s = time.monotonic() + timeout_s
+        if self._endpoint is None:
+            self._endpoint = Endpoint(messages.PROTOCOL, _refuse_all, name="flexkv-dp")
         connection = connect_when_there(self._endpoint, self._address, deadline_s)
         asked = messages.RegisterDPClient(dp_client_id=self.dp_client_id, shape=self._shape)
         try:
@@ -232,7 +235,7 @@ class KVDPClient:
         self._ask(messages.Reset(), messages.Done)
 
     def unregister(self) -> None:
-        """Give back all that this client holds; the server goes on. Safe to repeat."""
+        """Give back all that this client holds; the server goes on. Idempotent."""
         with suppress(ChannelError, NotInitializedError):
             self._ask(messages.Unregister(), messages.Done)
         self._close()
@@ -244,8 +247,11 @@ class KVDPClient:
         self._close()
 
     def _close(self) -> None:
-        self._connection = None
-        self._endpoint.close()
+        with self._reconnecting:
+            self._connection = None
+            endpoint, self._endpoint = self._endpoint, None
+        if endpoint is not None:
+            endpoint.close()
 
     def _match(
         self,
