@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -68,6 +69,44 @@ def test_sizes_and_blocks_are_the_users() -> None:
     assert config.cache_config.num_cpu_blocks == (1 << 30) // block_bytes
     assert config.cache_config.eviction_policy == "slru"
     assert not config.cache_config.enable_ssd
+
+
+def test_the_user_names_the_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("kvelastic.logs._said", set())
+    disk = {
+        "FLEXKV_CPU_CACHE_GB": "1",
+        "FLEXKV_SSD_CACHE_GB": "2",
+        "FLEXKV_SSD_CACHE_DIR": str(tmp_path),
+    }
+    named = configured({**disk, "FLEXKV_WEIGHTS": "sha256:1"}).model_config
+    assert named.weights == "sha256:1"
+    assert "FLEXKV_WEIGHTS" not in caplog.text
+    assert not configured({"FLEXKV_CPU_CACHE_GB": "1"}).model_config.weights
+    assert "FLEXKV_WEIGHTS" not in caplog.text
+    assert not configured(disk).model_config.weights
+    assert "FLEXKV_WEIGHTS does not name this model's weights" in caplog.text
+    (tmp_path / "f.json").write_text('{"weights": "commit 7"}')
+    in_file = {"FLEXKV_CONFIG_PATH": str(tmp_path / "f.json")}
+    assert configured(in_file).model_config.weights == "commit 7"
+
+
+def test_engines_that_order_bytes_otherwise_share_no_records(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def engine(version: str, **more: Any) -> str:
+        monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(__version__=version))
+        config = FlexKVConfig.from_env({})
+        its = vllm()
+        its.cache_config.kv_cache_layout = more.get("layout", "NHD")
+        its.model_config.quantization = more.get("quantization")
+        config.post_init_from_vllm_config(its)
+        return config.model_config.engine
+
+    same = [engine("0.32"), engine("0.32")]
+    others = [engine("0.33"), engine("0.32", layout="HND"), engine("0.32", quantization="fp8")]
+    assert len({*same, *others}) == 4
 
 
 def test_endpoints_belong_to_one_engine_unless_the_user_names_them() -> None:

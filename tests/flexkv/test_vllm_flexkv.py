@@ -84,3 +84,28 @@ def test_a_prompt_comes_back_from_host_and_from_disk(tiny_model: Path, tmp_path:
     assert "Recovered from KV load failure" in text
     # vLLM kills its engine at once when it is told to end, and complains of that.
     assert "Traceback" not in text.split("[shutdown]")[0]
+
+
+def test_with_named_weights_the_disk_is_found_after_a_restart(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    environment = {
+        "KVELASTIC_FLEXKV_ALIAS": "true",
+        "FLEXKV_CPU_CACHE_GB": "0.125",
+        "FLEXKV_SSD_CACHE_GB": "0.25",
+        "FLEXKV_SSD_CACHE_DIR": str(tmp_path / "ssd"),
+        "XDG_RUNTIME_DIR": str(tmp_path),
+    }
+    arguments = ["--kv-transfer-config", CONNECTOR]
+    seen = []
+    for run, weights in enumerate(("commit 7", "commit 7", "commit 8")):
+        own = {**environment, "FLEXKV_WEIGHTS": weights}
+        with VllmServer(tiny_model, tmp_path / f"{run}.log", own, arguments) as server:
+            server.wait_until_ready()
+            told = server.complete(PROMPTS[0])
+            hits = server.metrics()["external_prefix_cache_hits_total"]
+            seen.append((told, hits))
+            assert server.stop() == 0
+    tokens = PROMPT_BLOCKS * BLOCK_TOKENS
+    assert [hits for _, hits in seen] == [0, tokens, 0]
+    assert seen[0][0] == seen[1][0] == seen[2][0]

@@ -82,6 +82,9 @@ class ModelConfig:
     weights: str = ""
     """A fingerprint of its weights. With one, what lies on a disk or a remote store is found again
     after a restart; without one it is not: two models of one shape could not be told apart."""
+    engine: str = ""
+    """What else changes the bytes of a block: the engine, its version, its order of the bytes. What
+    one engine keeps is found by engines with the same text only."""
 
     def __post_init__(self) -> None:
         told = None if self.use_mla is None else _kv_dim(self.use_mla)
@@ -101,7 +104,7 @@ class ModelConfig:
         elif name == "kv_dim":
             if isinstance(value, bool) or value not in (1, 2):
                 raise InvalidArgumentError(f"kv_dim={value!r}; give 2 for K and V, 1 for one row")
-            is_made = "weights" in vars(self)  # the last field: `use_mla` has been read
+            is_made = "engine" in vars(self)  # the last field: `use_mla` has been read
             if is_made:
                 object.__setattr__(self, "use_mla", value == 1)
         elif name == "use_mla":
@@ -109,7 +112,7 @@ class ModelConfig:
             if "kv_dim" in vars(self) and told is not None:
                 self.kv_dim = told
                 return
-        elif name not in ("model", "weights"):
+        elif name not in ("model", "weights", "engine"):
             raise InvalidArgumentError(
                 f"ModelConfig has no field {name!r}; it has"
                 f" {', '.join(one.name for one in fields(self))}"

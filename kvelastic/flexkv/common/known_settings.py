@@ -1,7 +1,8 @@
 """Every setting of FlexKV's file and environment, and what becomes of it here.
 
 One row a setting. In the file it has its name, in the environment `FLEXKV_` and that in capitals.
-The rows are FlexKV's of v1.2.1 and of August 2026 together; a name that is in none is a mistake.
+The rows are FlexKV's of v1.2.1 and of August 2026 together, and `weights`, which is kvelastic's own; a
+name that is in none is a mistake.
 """
 
 from __future__ import annotations
@@ -92,6 +93,7 @@ SETTINGS: Final[tuple[Setting, ...]] = (
     Setting("logging_prefix", text, "FLEXKV", only="environment", idle="lines of the log begin as all of kvelastic's do"),
     Setting("num_log_interval_requests", whole(least=1), 200),
 
+    Setting("weights", text, ""),
     Setting("enable_remote", boolean, False),
     Setting("remote_cache_path", text, None),
     Setting("num_remote_blocks", whole(least=1), None),

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
+import logging
 import os
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -16,6 +20,7 @@ from kvelastic.flexkv.common.user_config import (
     update_default_config_from_user_config,
 )
 from kvelastic.flexkv.server.utils import default_endpoint, gpu_register_endpoint
+from kvelastic.logs import say_once
 
 
 @dataclass
@@ -73,17 +78,45 @@ class FlexKVConfig:
             dp_size=parallel.data_parallel_size,
             instance_num=self.user_config.settings.get("instance_num", 1),
             model=str(model.model),
+            weights=self.user_config.settings.get("weights", ""),
+            engine=_vllm_of(vllm_config),
         )
         self.cache_config = replace(
             self.cache_config, tokens_per_block=vllm_config.cache_config.block_size
         )
         self._settle_endpoints(default_endpoint(str(vllm_config.instance_id)))
+        self._size_tiers()
+
+    def _size_tiers(self) -> None:
         update_default_config_from_user_config(
             self.model_config, self.cache_config, self.user_config
         )
+        outlives = self.cache_config.enable_ssd or self.cache_config.enable_remote
+        if outlives and not self.model_config.weights:
+            say_once(
+                logging.WARNING,
+                "FLEXKV_WEIGHTS does not name this model's weights, so blocks on a disk or a remote"
+                " store are not found after a restart. Set it to a text that is another one for"
+                " other weights, as their SHA-256 or commit is.",
+            )
 
     def _settle_endpoints(self, default: str) -> None:
         if not self.server_recv_port:
             self.server_recv_port = self.user_config.settings.get("server_recv_port") or default
         if not self.gpu_register_port and self.server_recv_port:
             self.gpu_register_port = gpu_register_endpoint(self.server_recv_port)
+
+
+def _vllm_of(vllm_config: Any) -> str:
+    """What of a vLLM changes the bytes of a block, besides the weights and the model's shape."""
+    model = vllm_config.model_config
+    as_dict = getattr(getattr(model, "hf_config", None), "to_dict", None)
+    facts = {
+        "device": getattr(getattr(vllm_config, "device_config", None), "device_type", None),
+        "layout": getattr(vllm_config.cache_config, "kv_cache_layout", None),
+        "quantization": getattr(model, "quantization", None),
+        "model": as_dict() if callable(as_dict) else None,
+    }
+    digest = hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode())
+    version = getattr(sys.modules.get("vllm"), "__version__", "")
+    return f"vLLM {version} {digest.hexdigest()[:16]}"

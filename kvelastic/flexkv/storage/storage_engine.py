@@ -113,7 +113,10 @@ def _namespace(model: ModelConfig, cache: CacheConfig, record_bytes: int) -> Nam
         model=model.model,
         weights=model.weights,
         dtype=model.dtype_name,
-        layout=f"flexkv {model.num_layers}x{model.kv_dim}x{model.num_kv_heads}x{model.head_size}",
+        layout=(
+            f"flexkv {model.num_layers}x{model.kv_dim}x{model.num_kv_heads}x{model.head_size}"
+            f" {model.engine}"
+        ).rstrip(),
         block_tokens=cache.tokens_per_block,
         record_bytes=record_bytes,
         ranks=f"tp{model.ranks_in_a_record}",
