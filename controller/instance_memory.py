@@ -16,7 +16,7 @@ from kvelastic import config, ledger, segment
 from kvelastic.board_file import POLL_S
 from kvelastic.controller.room import Claim
 from kvelastic.controller.sleep_policy import Ask
-from kvelastic.errors import SegmentBusyError
+from kvelastic.errors import SegmentBusyError, SegmentFormatError, SegmentNotFoundError
 from kvelastic.host_capacity import machine_memory_bytes
 from kvelastic.instance.look import look_at, look_at_all
 from kvelastic.instance.outcome import Request, outcome_of
@@ -118,9 +118,31 @@ async def _post(name: str, request: Request) -> segment.Requested:
         await asyncio.sleep(POLL_S)
 
 
-def is_asleep(name: str) -> bool:
-    """Whether an instance's memory sleeps. Raises `SegmentError`."""
-    return look_at(name).asleep
+@dataclass(frozen=True)
+class Found:
+    """An instance that runs."""
+
+    uuid: bytes
+    """Another one for each start."""
+    is_asleep: bool
+    revision: int
+    """Of its newest request."""
+    refused: str
+    """Why that is refused; empty: it is not."""
+
+
+def look(name: str) -> Found | None:
+    """How an instance is; None: none of this name runs. Raises `SegmentError`."""
+    try:
+        status = look_at(name)
+    except SegmentNotFoundError:
+        return None
+    if status.life == "dead":
+        return None
+    if status.life == "unreadable":
+        raise SegmentFormatError(status.reason)
+    refused = (status.reason or "no reason") if status.request_state == "refused" else ""
+    return Found(status.uuid, status.asleep, status.revision, refused)
 
 
 def engine_asleep(name: str) -> bool | None:
@@ -208,10 +230,11 @@ def _sum(one: Claim, other: Claim | None) -> Claim:
 
 __all__ = [
     "DeviceClaims",
+    "Found",
     "claims",
     "devices",
     "engine_asleep",
-    "is_asleep",
+    "look",
     "own_host",
     "pressure",
     "remove_left_behind",

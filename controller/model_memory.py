@@ -9,13 +9,13 @@ is while its instance has not started, or has ended. What blocks runs in a threa
 from __future__ import annotations
 
 import asyncio
-import logging
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
 
 from kvelastic.controller import instance_memory
+from kvelastic.controller.instance_memory import Found
 from kvelastic.controller.settings import ModelSettings, SleepSettings
 from kvelastic.errors import KvelasticError, SegmentNotFoundError
-
-_log = logging.getLogger("kvelastic.controller")
 
 _WAKE_WAIT_S = 6.0
 """An instance that wakes waits up to five seconds for others to give what it has reserved."""
@@ -28,6 +28,10 @@ class ModelMemory:
         self._settings = settings
         self._sleep = sleep
         self._requesting = asyncio.Lock()
+        self._requested_of = b""
+        """The instance that has got what the configuration requests, by its uuid."""
+        self._revision = 0
+        """Of that request."""
 
     def change(self, settings: ModelSettings, sleep: SleepSettings) -> None:
         """Take new settings; `request_as_configured` tells the instance."""
@@ -56,28 +60,34 @@ class ModelMemory:
             return f"its instance refuses to {'sleep' if asleep else 'wake'}: {answer['reason']}"
         return None
 
-    async def is_asleep(self) -> bool | None:
-        """Whether it sleeps."""
-        name = self._settings.instance
-        if name is None:
-            return None
-        try:
-            return await asyncio.to_thread(instance_memory.is_asleep, name)
-        except KvelasticError:
-            return None
+    async def problem(self, is_engine_ready: Callable[[], Awaitable[bool]]) -> str | None:
+        """What is wrong with the memory of a model that is awake; None: nothing that is known.
 
-    async def is_missing(self) -> bool:
-        """Whether the settings name an instance that is not there."""
+        An instance that the configuration's request has not reached yet gets it: its engine was
+        started, or started anew, after the controller.
+        """
         name = self._settings.instance
         if name is None:
-            return False
+            return None
         try:
-            await asyncio.to_thread(instance_memory.is_asleep, name)
-        except SegmentNotFoundError:
-            return True
-        except KvelasticError:
-            pass  # it is there, and something else is wrong with it
-        return False
+            found = await asyncio.to_thread(instance_memory.look, name)
+            if found is not None and found.uuid != self._requested_of:
+                await self._request_as_configured(name, found)
+        except KvelasticError as error:
+            return f"its instance {name} cannot be read, or takes no request: {error}"
+        if found is None:
+            return _missing(name) if await is_engine_ready() else None
+        if found.refused and found.revision == self._revision:
+            return (
+                f"its instance {name} refuses what the configuration says of memory, and none of"
+                f" that is in force: {found.refused}"
+            )
+        if found.is_asleep:
+            return (
+                f"its instance {name} was put to sleep by somebody else, and requests wait:"
+                " kvctl wake, or /action/wakeup, ends that"
+            )
+        return None
 
     async def engine_asleep(self) -> bool | None:
         """Whether its engine sleeps, as far as that has noted it there."""
@@ -91,18 +101,32 @@ class ModelMemory:
 
     async def request_as_configured(self) -> None:
         """Tell it what the configuration says of its memory, if it is there."""
+        name = self._settings.instance
+        if name is None:
+            return
+        self._requested_of = b""
+        with suppress(KvelasticError):  # `problem` tries again, and says it
+            found = await asyncio.to_thread(instance_memory.look, name)
+            if found is not None:
+                await self._request_as_configured(name, found)
+
+    async def _request_as_configured(self, name: str, found: Found) -> None:
         async with self._requesting:  # of two at once the later one is the newer configuration's
-            request, name = self._settings.memory, self._settings.instance
-            if name is None or (request.min, request.limit, request.priority) == (None, None, None):
-                return
-            try:
-                await instance_memory.request(
+            request = self._settings.memory
+            if (request.min, request.limit, request.priority) != (None, None, None):
+                answer = await instance_memory.request(
                     name,
                     limit_bytes=request.limit,
                     min_bytes=request.min,
                     priority=request.priority,
                 )
-            except KvelasticError as error:
-                _log.warning(
-                    "no request was taken: %s", error, extra={"model": self._settings.name}
-                )
+                self._revision = answer["requested_revision"]
+            self._requested_of = found.uuid
+
+
+def _missing(name: str) -> str:
+    return (
+        f"its engine is ready without the instance {name}: no limit is in force. The engine needs"
+        f" kvelastic, ENABLE_KVELASTIC=true and KVELASTIC_IPC_NAME={name}; the controller sets both"
+        " for an engine that it launches, unless launch.env sets them"
+    )

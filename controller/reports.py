@@ -52,7 +52,7 @@ def model_of(model: ServedModel) -> dict[str, Any]:
         if model.wait is None
         else {"why": model.wait.why, "for_room_of": list(model.wait.leavers)},
         "launched": settings.launch is not None,
-        "last_problem": model.last_problem,
+        "last_problem": model.problems,
     }
 
 

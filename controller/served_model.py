@@ -84,8 +84,6 @@ class ServedModel:
 
     is_cut_off = False
     """Its drain is over, and `cut_off` was called."""
-    _is_memory_missing = False
-    """Found so at the last look: a launched engine is ready, and has no instance."""
 
     def __init__(
         self,
@@ -105,7 +103,7 @@ class ServedModel:
         """Of the last request, in seconds since 1970."""
         self.slept_at: float | None = None
         self.last_problem: str | None = None
-        """Of the last sleep or wake, or of a launched engine."""
+        """Of the last sleep or wake, or of a launched engine. `problems` has the memory's, too."""
         self.wakes = 0
         """Since the start: times it was woken, and put to sleep."""
         self.sleeps = 0
@@ -140,7 +138,7 @@ class ServedModel:
         self._changed = asyncio.Event()
         self._are_engines_awake = False
         """Found so while the model sleeps: the next wake is of its memory only."""
-        self._is_memory_asleep = False
+        self._memory_problem: str | None = None
         """While the model is awake: found so at the last look."""
         self.gate.state = State.STARTING  # until its engines were looked at
 
@@ -158,6 +156,11 @@ class ServedModel:
     def state(self) -> State:
         """The gate's, which other tasks change."""
         return self.gate.state
+
+    @property
+    def problems(self) -> str | None:
+        """What /models shows: what came of the last step, and what is wrong with its memory now."""
+        return "; ".join(filter(None, (self.last_problem, self._memory_problem))) or None
 
     @property
     def kind(self) -> Kind:
@@ -360,40 +363,24 @@ class ServedModel:
         return [await self.memory.engine_asleep()] if kind.can_sleep else []
 
     async def look_at_memory(self) -> None:
-        """Say it where the model is awake and its memory sleeps: by `kvctl sleep`, not by us."""
+        """Find what is wrong with the memory of a model that is awake, and log what is new."""
         gate = self.gate
-        if gate.state is not State.AWAKE:
-            return
         generation = gate.generation
-        is_asleep = await self.memory.is_asleep()
-        is_missing = (
-            is_asleep is None
-            and self.settings.launch is not None
-            and await self.memory.is_missing()
+        problem = None
+        if gate.state is State.AWAKE:
+            problem = await self.memory.problem(self._is_an_engine_ready)
+            if gate.generation != generation:
+                return
+        if problem is not None and problem != self._memory_problem:
+            _log.warning("%s", problem, extra={"model": self.name})
+        self._memory_problem = problem
+
+    async def _is_an_engine_ready(self) -> bool:
+        health = self.settings.health
+        answers = await asyncio.gather(
+            *(self._calls.is_healthy(r.address, health, self.api_key, 2.0) for r in self.replicas)
         )
-        if gate.generation != generation:
-            return
-        if is_missing and not self._is_memory_missing:
-            self.last_problem = (
-                f"its engine is ready without the instance {self.settings.instance}: no limit is in"
-                " force. Install kvelastic beside the engine, and leave ENABLE_KVELASTIC and"
-                " KVELASTIC_IPC_NAME out of launch.env"
-            )
-            _log.warning("%s", self.last_problem, extra={"model": self.name})
-        elif self._is_memory_missing and not is_missing:
-            self.last_problem = None
-        self._is_memory_missing = is_missing
-        if is_asleep is None:
-            return
-        if is_asleep and not self._is_memory_asleep:
-            self.last_problem = (
-                f"its instance {self.settings.instance} was put to sleep by somebody else, and"
-                " requests wait: kvctl wake, or /action/wakeup, ends that"
-            )
-            _log.warning("%s", self.last_problem, extra={"model": self.name})
-        elif self._is_memory_asleep and not is_asleep:
-            self.last_problem = None
-        self._is_memory_asleep = is_asleep
+        return any(answers)
 
     async def wake_memory(self) -> str | None:
         """Wake the memory of a model that is awake; a problem if that cannot be."""

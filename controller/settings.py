@@ -481,6 +481,15 @@ class ModelSettings(_Section):
         return self
 
     @model_validator(mode="after")
+    def _limit_is_of_an_instance(self) -> ModelSettings:
+        if self.memory.limit is not None and self.instance is None:
+            raise ValueError(
+                f"model {self.name!r}: memory.limit needs `instance`, the engine's"
+                " KVELASTIC_IPC_NAME: nothing else keeps to it"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _preload_is_on_demand(self) -> ModelSettings:
         if self.launch is not None and self.launch.preload and not self.launch.on_demand:
             raise ValueError(

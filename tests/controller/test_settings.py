@@ -80,6 +80,7 @@ MODEL = "models: [{name: a, url: 'http://h:1'%s}]"
         ("models: [{name: a}]", "one of url, urls and launch"),
         (MODEL % ", urls: ['http://h:2']", "one of url, urls and launch"),
         (MODEL % ", memory: {min: 2G, limit: 1G}", "min is above limit"),
+        (MODEL % ", memory: {limit: 1G}", "memory.limit needs `instance`"),
         (MODEL % ", engine: ollama", "engine"),
         ("models: [{name: a, url: 'ftp://h'}]", "no address"),
         ("models: [{name: a, url: 'http://h', aliases: [b]}, {name: b, url: 'http://h'}]", "twice"),
