@@ -238,7 +238,8 @@ nb::dict read_answer(const PyRecord& record) {
   out["min_bytes"] = answer.min_bytes;
   out["priority"] = answer.priority;
   out["state"] = answer_state_name(answer.state);
-  out["reason"] = text(answer.reason);
+  const std::string reason = record.view().reason_of(answer);
+  out["reason"] = text(reason);
   out["answered_ns"] = answer.answered_ns;
   out["whole"] = whole;
   return out;

@@ -182,6 +182,15 @@ EngineSleep RecordView::engine_sleep() const {
                                                                   : EngineSleep::kUnknown;
 }
 
+std::string RecordView::reason_of(const Answer& answer) const {
+  std::string reason(text_of(answer.reason));
+  if (answer.rest == 0) return reason;
+  ReasonRest rest;
+  if (latch_read(layout_->reason_rest, rest) && rest.number == answer.rest)
+    return reason.append(text_of(rest.text));
+  return reason.replace(reason.size() - std::min<std::size_t>(3, reason.size()), 3, "...");
+}
+
 bool RecordView::wait_answer(std::uint64_t revision, bool settled, std::int64_t timeout_ns) const {
   const Deadline deadline(timeout_ns);
   for (;;) {
@@ -338,12 +347,24 @@ void RecordOwner::ring_bell() {
 
 void RecordOwner::answer(Answer answer, std::string_view reason) {
   if (answer.answered_ns == 0) answer.answered_ns = monotonic_ns();
+  ReasonRest rest;
   if (!reason.empty()) {
+    std::string shown(reason.substr(0, kReasonBytes));
+    if (reason.size() > kReasonBytes) shown.replace(kReasonBytes - 3, 3, "...");
     answer.reason.fill('\0');
-    std::memcpy(answer.reason.data(), reason.data(), std::min(reason.size(), answer.reason.size()));
+    shown.copy(answer.reason.data(), answer.reason.size());
+    if (shown.size() > answer.reason.size())
+      shown.copy(rest.text.data(), rest.text.size(), answer.reason.size());
   }
   {
     const std::lock_guard<std::mutex> lock(answer_mutex_);
+    answer.rest = 0;
+    if (rest.text.front() != '\0') {
+      const std::uint64_t revision = layout_->reason_rest.revision + 1;
+      // Of a writer before this version the number is 0.
+      rest.number = answer.rest = static_cast<std::uint32_t>(revision | 1U << 31);
+      latch_write(layout_->reason_rest, rest, revision);
+    }
     latch_write(layout_->answer, answer, layout_->answer.revision + 1);
   }
   kvelastic::ring_bell(layout_->answer_bell);

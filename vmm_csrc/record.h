@@ -7,6 +7,7 @@
 //   answer       instance -> operator     owner only
 //   usage        instance -> anyone       owner only
 //   counters     instance -> anyone       owner only
+//   reason_rest  instance -> operator     owner only: the end of a long reason of `answer`
 //   spare        zero today; a later field goes here and keeps the ABI version
 //   ring area    after the record: the scheduler's ring to its workers (ring_memory.h)
 //
@@ -133,11 +134,20 @@ struct Answer {
   std::uint64_t over_bytes = 0;
   std::uint64_t answered_ns = 0;
   AnswerState state = AnswerState::kNone;
-  std::uint32_t reserved0 = 0;
+  std::uint32_t rest = 0;  ///< the number of the `ReasonRest` with which `reason` goes on; 0: none
   std::uint64_t min_bytes = 0;
   std::int64_t priority = 0;
   std::array<char, 128> reason{};
 };
+
+/// The end of a reason that is longer than the room in `Answer`.
+struct ReasonRest {
+  std::uint64_t number = 0;
+  std::array<char, 240> text{};
+};
+
+/// A reason that is longer ends in "...".
+inline constexpr std::size_t kReasonBytes = sizeof(Answer::reason) + sizeof(ReasonRest::text);
 
 /// Where the instance's memory is; all of its pools together.
 struct Usage {
@@ -207,7 +217,8 @@ struct RecordLayout {
   std::uint64_t engine_sleep;  ///< an EngineSleep
   std::array<std::uint64_t, 7> reserved1;
   std::array<std::uint64_t, kCounterRoom> counters;
-  std::array<std::uint8_t, 640> spare;
+  Latch<ReasonRest> reason_rest;
+  std::array<std::uint8_t, 64> spare;
 };
 
 static_assert(std::is_standard_layout_v<RecordLayout>);
@@ -231,7 +242,8 @@ static_assert(offsetof(RecordLayout, answer) == 2176);
 static_assert(offsetof(RecordLayout, usage) == 2688);
 static_assert(offsetof(RecordLayout, engine_sleep) == 3136);
 static_assert(offsetof(RecordLayout, counters) == 3200);
-static_assert(offsetof(RecordLayout, spare) == 3456);
+static_assert(offsetof(RecordLayout, reason_rest) == 3456);
+static_assert(offsetof(RecordLayout, spare) == 4032);
 static_assert(sizeof(RecordLayout) == kRecordBytes);
 
 // ------------------------------------------------------------------------------------- latches
@@ -296,6 +308,8 @@ class RecordView {
   bool read_request(Request& out) const { return latch_read(layout_->request, out); }
   bool read_answer(Answer& out) const { return latch_read(layout_->answer, out); }
   bool read_usage(Usage& out) const { return latch_read(layout_->usage, out); }
+  /// Why, of an answer that was read. Its end is "..." once a later answer has overwritten it.
+  std::string reason_of(const Answer& answer) const;
   std::uint64_t counter(Counter counter) const;
   /// kUnknown also for a value that this version does not know.
   EngineSleep engine_sleep() const;

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import pytest
@@ -131,3 +132,27 @@ def test_what_is_left_of_an_overtaken_request_holds(pair: tuple[Instance, Instan
     answer = wait_for_answer(b, last)
     assert (answer.state, answer.min_bytes) == ("refused", 0)
     assert answer.effective_limit_bytes == 32 * MIB
+
+
+def test_a_refusal_is_not_cut_off() -> None:
+    """The first 128 bytes end in the middle of the device's size."""
+    group = f"refused-{os.getpid()}"
+    names = [f"{letter}{os.getpid()}".ljust(64, letter) for letter in "abcd"]
+    with ExitStack() as stack:
+        for name in names:
+            stack.enter_context(
+                Instance(
+                    KVELASTIC_IPC_NAME=name,
+                    KVELASTIC_HOST_MEMORY="680M",
+                    KVELASTIC_LEDGER=group,
+                    KVELASTIC_MIN="100M",
+                )
+            )
+        answer = segment.request(names[0], min_bytes=600 * MIB, wait_s=DEADLINE_S)
+        assert answer.state == "refused"
+        assert answer.reason == (
+            "no room for 600.00 MiB guaranteed beside 300.00 MiB guaranteed on a device of"
+            " 680.00 MiB; " + ", ".join(f"{name} has 100.00 MiB guaranteed" for name in names[1:])
+        )
+        granted = segment.request(names[0], min_bytes=200 * MIB, wait_s=DEADLINE_S)
+        assert (granted.state, granted.reason) == ("applied", "")

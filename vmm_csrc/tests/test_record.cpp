@@ -196,7 +196,16 @@ TEST(record_request_and_answer) {
   owner->answer({.revision = 2, .state = AnswerState::kRefused}, std::string(500, 'r'));
   CHECK((*view).wait_answer(2, true, 0));
   Answer answer;
-  CHECK((*view).read_answer(answer) && text_of(answer.reason) == std::string(128, 'r'));
+  REQUIRE((*view).read_answer(answer));
+  CHECK((*view).reason_of(answer) == std::string(kReasonBytes - 3, 'r') + "...");
+  const Answer earlier = answer;
+  owner->answer({.revision = 2, .state = AnswerState::kRefused}, std::string(200, 's'));
+  CHECK((*view).reason_of(earlier) == std::string(125, 'r') + "...");
+  REQUIRE((*view).read_answer(answer));
+  CHECK((*view).reason_of(answer) == std::string(200, 's'));
+  owner->answer({.revision = 2, .state = AnswerState::kRefused}, "short");
+  REQUIRE((*view).read_answer(answer));
+  CHECK((*view).reason_of(answer) == "short");
 }
 
 TEST(record_half_a_request_is_no_request) {
