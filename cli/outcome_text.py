@@ -62,7 +62,7 @@ def outcome_text(
         Verdict.REFUSED: f"refused: {printable(outcome.reason)}",
         Verdict.NOT_TAKEN: f"not taken by the instance; {in_force}",
         Verdict.SHRINKING: f"accepted; {also}{over} are still to be given back",
-        Verdict.ASLEEP: f"applied{beyond}; it is asleep until `kvctl wake {name}`",
+        Verdict.ASLEEP: f"applied{beyond}; it is asleep{_until(name, answer)}",
         Verdict.APPLIED: f"applied{beyond}; {mapped} are mapped{engine}",
     }
     return f"{name}: {request_text(request, exact=exact)} {said[outcome.verdict]}"
@@ -72,6 +72,15 @@ def _beyond(outcome: Outcome, answer: Answer) -> str:
     if not outcome.beyond_device_bytes:
         return ""
     return f", but its device has only {format_size(answer.capacity_bytes)}"
+
+
+def _until(name: str, answer: Answer) -> str:
+    if not answer.engine_asleep:
+        return f" until `kvctl wake {name}`"
+    return (
+        ", and so is its engine: waking that (the controller, or vLLM's /wake_up) wakes both, and"
+        f" `kvctl wake {name}` alone is not enough"
+    )
 
 
 def _in_force(request: Request, answer: Answer) -> str:

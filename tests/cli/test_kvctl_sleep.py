@@ -268,6 +268,8 @@ def test_an_engine_that_sleeps_is_named_by_whoever_wakes_its_memory(one):
     assert row(one.name)["engine_asleep"] is None
     one.ask("engine_sleeps", True)
     done("sleep", one.name, "--wait", "300")
+    told = done("limit", one.name, "16M", "--wait", "300")
+    assert f"`kvctl wake {one.name}` alone is not enough" in told
     told = done("wake", one.name, "--wait", "300")
     assert "is awake" in told
     assert "but its engine sleeps" in told
