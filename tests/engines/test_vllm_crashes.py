@@ -70,7 +70,9 @@ def load_on(server: VllmServer) -> Iterator[None]:
 # All by one name: that a server starts here shows that what came before left nothing in its way.
 
 
-@pytest.mark.parametrize("victim", ["worker", "core", pytest.param("all", marks=pytest.mark.soak)])
+@pytest.mark.parametrize(
+    "victim", ["worker", "core", "api", pytest.param("all", marks=pytest.mark.soak)]
+)
 def test_killed_at_a_random_moment_nothing_stays_behind(start, victim) -> None:
     server = start()
     processes = server.processes()

@@ -6,15 +6,19 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from kvelastic.integration.vllm import with_starter
+from kvelastic.integration.vllm.with_starter import DEMOTING_CLOSE_S
+
 _KILLED_WAIT_S = 5.0
 """How long a killed process may take until it is gone, at most."""
 _LOOK_S = 0.01
-_CLOSE_S = 15.0
-"""How long an engine core that has demoted its cache may take for the rest, at most.
 
-It kills workers that do not answer, after several waits of four seconds; killed before that, it
-leaves them behind.
-"""
+
+def start_engine_cores(
+    original: Callable[..., Any], manager: Any, *args: Any, **kwargs: Any
+) -> None:
+    """Have engine cores end with this process, also if it is killed."""
+    with_starter.start_engine_cores(original, manager, *args, **kwargs)
 
 
 def shutdown_engine_cores(
@@ -30,7 +34,7 @@ def shutdown_engine_cores(
     try:
         settings = config.load()
         if settings.tiers or _lost_a_worker({process.pid for process in procs}):
-            _let_end(procs, settings.tier_exit_s + _CLOSE_S)
+            _let_end(procs, settings.tier_exit_s + DEMOTING_CLOSE_S)
         original(procs, *args, **kwargs)
     finally:
         for process in procs:

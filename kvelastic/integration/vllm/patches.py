@@ -45,6 +45,12 @@ from kvelastic.integration.vllm.versions import installed_version
 HOOKS: Final = (
     Hook(
         FRONT_END,
+        f"{FRONT_END}:CoreEngineProcManager.__init__",
+        in_front_end.start_engine_cores,
+        "engine cores end with this process",
+    ),
+    Hook(
+        FRONT_END,
         f"{FRONT_END}:shutdown",
         in_front_end.shutdown_engine_cores,
         "remove what a killed engine core left",

@@ -48,7 +48,10 @@ def front_end(engine: str) -> None:
     """Of the process that started the engine core."""
     probe = Probe(engine, page=_PAGE)
     probe.parameters(f"{FRONT_END}:shutdown", ("procs", "timeout"))
-    probe.mentions(f"{FRONT_END}:CoreEngineProcManager.__init__", ("shutdown",))
+    probe.mentions(
+        f"{FRONT_END}:CoreEngineProcManager.__init__",
+        ("shutdown", "EngineCoreProc", "run_engine_core", "start"),
+    )
     probe.refuse_if_broken()
 
 

@@ -1,0 +1,69 @@
+"""An engine core ends when the process that started it was killed; nothing of it stays."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from pathlib import Path
+
+import psutil
+import pytest
+from processes import PROGRAMS, LineProgram
+from waiting import DEADLINE_S
+
+FOREVER_S = 10 * DEADLINE_S
+
+
+class StartedCore(LineProgram):
+    """`core` and `worker` are what must end; `others` is what a starter may have besides."""
+
+    def __init__(self, log: Path, method: str, *, ends: str, grace_s: float) -> None:
+        super().__init__(PROGRAMS / "started_core.py", method, ends, str(grace_s), log=log)
+        self.core, self.worker, *self.others = map(psutil.Process, json.loads(self.read()))
+
+    def wait_until_gone(self) -> None:
+        _, alive = psutil.wait_procs([self.core, self.worker], timeout=DEADLINE_S)
+        assert not alive
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
+        for process in (self.core, self.worker, *self.others):
+            with contextlib.suppress(psutil.Error):
+                process.kill()
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> Path:
+    return tmp_path / "log"
+
+
+@pytest.mark.parametrize("method", ["spawn", "fork"])
+def test_ends_in_order_when_its_starter_was_killed(method: str, log: Path) -> None:
+    with StartedCore(log, method, ends="orderly", grace_s=FOREVER_S) as started:
+        assert started.ask("here?") == "here?", "the thread that started it has ended, no more"
+        started.kill()
+        started.wait_until_gone()
+        # A sibling has inherited the starter's end of every pipe.
+        assert all(other.is_running() for other in started.others)
+        assert "closed" in log.read_text()
+
+
+def test_one_that_does_not_end_is_killed_with_its_workers(log: Path) -> None:
+    with StartedCore(log, "spawn", ends="stuck", grace_s=0.01) as started:
+        started.kill()
+        started.wait_until_gone()
+
+
+def test_a_starter_that_is_stopped_has_not_ended(log: Path) -> None:
+    with StartedCore(log, "fork", ends="orderly", grace_s=FOREVER_S) as started:
+        started.stop()
+        started.go_on()
+        assert started.ask("here?") == "here?"
+
+
+@pytest.mark.parametrize("method", ["spawn", "fork"])
+def test_a_starter_that_has_ended_before_counts(method: str, log: Path) -> None:
+    with StartedCore(log, method, ends="late", grace_s=FOREVER_S) as started:
+        started.kill()
+        started.wait_until_gone()
+        assert "closed" in log.read_text()
