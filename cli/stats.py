@@ -153,6 +153,7 @@ def stats_text(stats: Stats) -> str:
             ("capacity", size(stats["capacity_bytes"])),
             ("mapped", size(stats["mapped_bytes"])),
             ("  in use", size(stats["in_use_bytes"])),
+            ("  set aside", size(stats["set_aside_bytes"])),
             ("  cached", size(stats["cached_bytes"])),
             ("  parked", size(stats["parked_bytes"])),
             ("  slack", size(stats["slack_bytes"])),
@@ -163,8 +164,8 @@ def stats_text(stats: Stats) -> str:
         ],
         "Pages": [
             ("one page", size(stats["page_bytes"])),
-            ("mapped", str(stats["pages_mapped"])),
-            ("parked", str(stats["pages_parked"])),
+            ("mapped now", str(stats["pages_mapped"])),
+            ("parked now", str(stats["pages_parked"])),
         ],
         "Blocks": [
             ("in range", str(stats["blocks_total"])),
@@ -183,10 +184,10 @@ def stats_text(stats: Stats) -> str:
     every, rates = stats["counters"] or {}, stats["rates"]
     counters = {name: count for name, count in every.items() if name not in FORMER_COUNTERS}
     if rates is None:
-        heading = "Counters"
+        heading = "Counters since its start"
         counted = [(name, str(count)) for name, count in counters.items()]
     else:
-        heading = f"Counters, and rates over {stats['interval_s']:.3g} s"
+        heading = f"Counters since its start, and rates over {stats['interval_s']:.3g} s"
         digits = max(len(str(count)) for count in counters.values())
         counted = [
             (name, f"{count:>{digits}}  {rates[name]:g}/s") for name, count in counters.items()

@@ -1,7 +1,9 @@
-// What a pool has done since it was made, for stats(), and since it has a record, in that.
+// What a pool has done since it was made: for stats(), and in its record once it has one.
 #pragma once
 
 #include <array>
+#include <cstddef>
+#include <cstdint>
 #include <memory>
 #include <utility>
 
@@ -20,8 +22,15 @@ class Counters {
     return counts_[static_cast<std::size_t>(counter)];
   }
 
-  /// Where they are published from now on; null: nowhere.
-  void publish_to(std::shared_ptr<RecordOwner> record) { record_ = std::move(record); }
+  /// Where they are published, with all that was counted before; null: nowhere from now on.
+  void publish_to(std::shared_ptr<RecordOwner> record) {
+    if (record == record_) return;
+    record_ = std::move(record);
+    if (!record_) return;
+    for (std::size_t i = 0; i < counts_.size(); ++i) {
+      record_->add(static_cast<Counter>(i), counts_[i]);
+    }
+  }
   RecordOwner* record() const { return record_.get(); }
 
  private:

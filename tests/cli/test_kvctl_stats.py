@@ -44,6 +44,8 @@ def test_the_figures_are_the_instances():
         assert told["mapped_bytes"] == 3 * PAGE_BYTES
         assert told["blocks_in_use"] == 2 * BLOCKS_PER_PAGE
         assert told["counters"]["allocs"] == 1
+        counted = told["counters"]["pages_mapped"] - told["counters"]["pages_unmapped"]
+        assert counted == told["pages_mapped"]
         sums = ("in_use_bytes", "cached_bytes", "parked_bytes", "overhead_bytes")
         assert sum(told[key] for key in sums) == told["mapped_bytes"]
         assert told["rates"] is told["interval_s"] is None
@@ -90,7 +92,7 @@ def test_the_text_has_every_figure(name):
     with Owner(name):
         text = kvctl("stats", name).stdout
     assert text.startswith(f"{name}\n")
-    for topic in ("Limits", "Memory", "Pages", "Blocks", "Counters"):
+    for topic in ("Limits", "Memory", "Pages", "Blocks", "Counters since its start"):
         assert f"\n{topic}\n" in text
     assert re.search(r"\n  mapped +96\.00 MiB\n", text)
     assert MAPPED_BYTES == 96 << 20

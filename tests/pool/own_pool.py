@@ -31,9 +31,10 @@ def own_settings(**changes: Any) -> Config:
     )
 
 
-def start_pool(settings: Config) -> ElasticPool:
+def make_pool(settings: Config) -> ElasticPool:
+    """Before its keeper starts: nothing of it is published yet."""
     device = host(settings)
-    pool = open_pool(
+    return open_pool(
         settings,
         LAYOUT,
         PAGES,
@@ -43,5 +44,9 @@ def start_pool(settings: Config) -> ElasticPool:
         devices=[device],
         memory=local_range(device),
     )
+
+
+def start_pool(settings: Config) -> ElasticPool:
+    pool = make_pool(settings)
     pool.start_keeper()
     return pool

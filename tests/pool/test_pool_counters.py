@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 from own_pool import BLOCKS_PER_PAGE as B
-from own_pool import LAYOUT, own_settings, start_pool
+from own_pool import LAYOUT, make_pool, own_settings, start_pool
 from waiting import DEADLINE_S
 
 from kvelastic import ledger, segment
@@ -56,3 +56,17 @@ def test_pages_are_counted_as_they_are_created_and_destroyed(pool: ElasticPool) 
         pool.close(discard=True)
         counters = outside.record.counters()
         assert counters["pages_created"] == counters["pages_destroyed"] == grown
+
+
+def test_the_record_counts_what_the_pool_did_before_it_had_one() -> None:
+    made = make_pool(own_settings())
+    try:
+        assert made.blocks.alloc(1)  # as vLLM takes its null block, before the keeper starts
+        made.start_keeper()
+        record = made.segment.record
+        counters, usage = record.counters(), record.read_usage()
+        assert counters["pages_mapped"] == counters["pages_created"] == usage["pages_mapped"] > 0
+        assert counters["allocs"] == made.blocks.stats()["allocs"]
+    finally:
+        made.close(discard=True)
+        ledger.reap()
