@@ -6,7 +6,7 @@ write the request, wait for the reply as long as --wait says, and say what came 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import click
 
@@ -15,6 +15,10 @@ from kvelastic.cli.exit_codes import EXIT_TIMED_OUT, fall_short
 from kvelastic.cli.finding import readable, sweep
 from kvelastic.cli.limits import end, send
 from kvelastic.cli.saying import say
+
+_FIGURES_S: Final = 2.0
+"""How long figures of tiers from after the sleep are looked for: they come twice a second."""
+_LOOK_S: Final = 0.05
 
 if TYPE_CHECKING:
     from kvelastic.instance.outcome import Outcome, Request
@@ -27,8 +31,10 @@ if TYPE_CHECKING:
 def sleep_command(name: str, wait_s: float | None) -> None:
     """Put an instance to sleep: it hands out no block and gives all its memory back.
 
-    What is cached is evicted. What requests still use goes when they end (exit code 3 if that is
-    not so within --wait). The limit stays, and nothing is handed out again before `kvctl wake`.
+    What is cached is evicted, and demoted where there are tiers: to the nearest one before this
+    ends, to the farther ones afterwards. What requests still use goes when they end (exit code 3 if
+    that is not so within --wait). The limit stays, and nothing is handed out again before
+    `kvctl wake`.
     """
     from kvelastic.instance.outcome import HOLDS, Request, Verdict
 
@@ -87,7 +93,38 @@ def _end_sleep(before: SegmentInfo, answer: Answer, wait_s: float | None) -> Non
         return
     given_bytes = max(0, before.usage["mapped_bytes"] - answer.mapped_bytes)
     given = f" {format_size(given_bytes)} ({given_bytes} bytes) were given back;"
-    say(f"{name} is asleep{already};{given if given_bytes else ''} {mapped} are mapped.")
+    say(
+        f"{name} is asleep{already};{given if given_bytes else ''} {mapped} are mapped."
+        + _still_written(before)
+    )
+
+
+def _still_written(info: SegmentInfo) -> str:
+    """What farther tiers are still to be given, by figures of now; looks for these 2 s at most."""
+    import time
+
+    from kvelastic.errors import SegmentError
+    from kvelastic.sizes import format_size
+    from kvelastic.tier_board import read
+
+    asked_ns, until_s = time.time_ns(), time.monotonic() + _FIGURES_S
+    try:
+        board = read(info)
+        while board is not None and board.published_realtime_ns < asked_ns:
+            if time.monotonic() > until_s:
+                break
+            time.sleep(_LOOK_S)
+            board = read(info)
+    except SegmentError:  # it has ended meanwhile, or is of another version
+        return ""
+    left = ", ".join(
+        f"{format_size(tier.waiting_bytes)} to {tier.tier}"
+        for tier in (() if board is None else board.tiers)
+        if tier.waiting_bytes
+    )
+    if not left:
+        return ""
+    return f" Still being written: {left}; `kvctl tiers {info.name}` shows what is left."
 
 
 def _in_use_bytes(name: str) -> int:

@@ -218,5 +218,6 @@ def _tier_lines(tier: TierRow) -> list[tuple[str, str]]:
         ("written", format_size(tier["bytes_written"])),
         ("read", format_size(tier["bytes_read"])),
         ("may be written today", left),
+        ("still to be written", format_size(tier["waiting_bytes"])),
         ("to load a block", "not known" if load_us is None else f"{load_us / 1000:.2f} ms"),
     ]

@@ -33,6 +33,7 @@ _HEADINGS = (
     "READ",
     "LOAD",
     "WRITE_LEFT",
+    "TO_WRITE",
 )
 _LEFT = {0, 1, 2}
 
@@ -68,6 +69,7 @@ def _cells(tier: TierFigures) -> tuple[str, ...]:
         format_size(tier.bytes_read),
         "-" if tier.load_us is None else f"{tier.load_us / 1000:.2f} ms",
         _size(tier.write_left_bytes),
+        format_size(tier.waiting_bytes),
     )
 
 

@@ -194,6 +194,10 @@ TIER: Final[tuple[tuple[Described, Callable[[TierFigures], Value]], ...]] = (
         _tier("write_left_bytes", "What is left of that today."),
         lambda tier: tier.write_left_bytes,
     ),
+    (
+        _tier("waiting_bytes", "Records of a nearer tier that are still to be copied to it."),
+        lambda tier: tier.waiting_bytes,
+    ),
     (_tier("puts_total", "Records stored.", "counter"), lambda tier: tier.puts),
     (
         _tier("refused_total", "Records not stored: no room, a budget, a failure.", "counter"),

@@ -25,12 +25,12 @@ ANSWER_STATES: Final = ("done", "refused", "failed")
 POLICIES: Final = ("write_back", "write_through")
 TIER_KINDS: Final = ("host", "disk", "folder", "mooncake")
 
-LAYOUT: Final = BoardLayout("tier board", b"KVTIERS\0", version=1, snapshot_bytes=4096)
+LAYOUT: Final = BoardLayout("tier board", b"KVTIERS\0", version=2, snapshot_bytes=4096)
 
 _NONE: Final = (1 << 64) - 1
 _LABEL_BYTES: Final = 16
 _ALL: Final = struct.Struct("<QQQBB6x11Q")
-_TIER: Final = struct.Struct("<16s16s17Q")
+_TIER: Final = struct.Struct("<16s16s18Q")
 _REQUEST: Final = struct.Struct("<QBBBxH2x16sQQ256s")
 _ANSWER: Final = struct.Struct("<QBxH4x8Q320s")
 _MOST_REASON_BYTES: Final = 320
@@ -63,6 +63,8 @@ class TierFigures:
     """That may be written a day (UTC)."""
     write_left_bytes: int | None
     """Of that, today."""
+    waiting_bytes: int
+    """Of records that a nearer tier has and that are still to be copied to this one."""
     is_stuck: bool
     """Whether it hangs, and is not asked."""
     is_current: bool

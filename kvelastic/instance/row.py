@@ -47,6 +47,7 @@ class TierRow(TypedDict):
     load_us: int | None
     write_budget_bytes: int | None
     write_left_bytes: int | None
+    waiting_bytes: int
     is_stuck: bool
     is_current: bool
 

@@ -1,6 +1,6 @@
 """The thread that makes dirty blocks clean: when shrinking asks for it, and ahead of need.
 
-    demoter = Demoter(pool, executor, rules, record_bytes=..., tiers=lambda: [0, 1])
+    demoter = Demoter(pool, executor, rules, behind, record_bytes=..., tiers=lambda: [0, 1])
     with demoter.paused(): ...
     demoter.close(timeout_s=1)
 
@@ -8,6 +8,7 @@ One leaving after another: `begin_leaving`, a graph that copies to staging and p
 tier that takes each block, `end_leaving` with what was taken. A leaving is small, so that much of a
 deadline of 20 ms becomes clean blocks and little is caught half way. The pool's session is not held
 meanwhile. At a deadline the graph is cancelled; a copy of the pool is waited for, a store is not.
+Farther tiers are given copies by `WriteBehind`, from the tier that has a block.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from kvelastic.tiers.executor import Executor
 from kvelastic.tiers.lineage import in_order
 from kvelastic.tiers.plan import demote_graph
 from kvelastic.tiers.policy import (
+    Copies,
     Occupancy,
     Rules,
     averaged,
@@ -34,6 +36,7 @@ from kvelastic.tiers.policy import (
 )
 from kvelastic.tiers.pool_side import Demotion, LeavingBlocks
 from kvelastic.tiers.run import Priority, Run, Transfer
+from kvelastic.tiers.write_behind import WriteBehind
 
 _log = logging.getLogger("kvelastic")
 
@@ -72,6 +75,7 @@ class Demoter:
         blocks: LeavingBlocks,
         executor: Executor,
         rules: Rules,
+        behind: WriteBehind,
         *,
         record_bytes: int,
         tiers: Callable[[], Sequence[int]],
@@ -84,6 +88,7 @@ class Demoter:
         self._blocks = blocks
         self._executor = executor
         self._rules = rules
+        self._behind = behind
         self._record_bytes = record_bytes
         self._tiers = tiers
         self._parents = parents
@@ -120,7 +125,8 @@ class Demoter:
             self._pauses += 1
         try:
             self._cancel_current()
-            with self._working:
+            # In this order: a turn of the thread may wait for copies to farther tiers.
+            with self._behind.paused(), self._working:
                 yield
         finally:
             with self._state:
@@ -167,9 +173,11 @@ class Demoter:
         share_s = min(demotion.seconds_left, self._rules.deadlines.of(demotion.reason))
         left = demotion.blocks
         while left > 0 and self._clock() < deadline_s and not self._must_stop():
-            # A sleep has time for the farther tiers, too: they may be all that a restart finds.
-            behind_s = demotion.seconds_left if demotion.reason == "sleep" else 0.0
-            begun, cleaned = self._clean(left, share_s, Priority.RECLAIM, deadline_s, behind_s)
+            if demotion.reason == "sleep":
+                # The farther tiers may be all that a restart finds: what the nearest one would
+                # displace before they have it is worth waiting for.
+                self._behind.wait_for_room(deadline_s - self._clock())
+            begun, cleaned = self._clean(left, share_s, Priority.RECLAIM, deadline_s)
             self.counts.served += cleaned
             left -= begun
             if begun == 0 or cleaned == 0:
@@ -199,10 +207,10 @@ class Demoter:
             cache_idle_s=self._rules.cache_idle_s,
             affordable=self._affordable(now_s),
         )
-        while wanted > 0 and not self._must_stop():
+        while wanted > 0 and not self._must_stop() and not self._behind.is_full:
             # Bounded, because nobody who shrinks is served meanwhile.
             until_s = self._clock() + MOST_AHEAD_S
-            begun, cleaned = self._clean(wanted, AHEAD_S, Priority.BACKGROUND, until_s, AHEAD_S)
+            begun, cleaned = self._clean(wanted, AHEAD_S, Priority.BACKGROUND, until_s)
             self.counts.ahead += cleaned
             self._budget_bytes -= begun * self._record_bytes
             wanted -= begun
@@ -218,15 +226,10 @@ class Demoter:
                 self._serve(demotion)
 
     def _clean(
-        self,
-        most: int,
-        share_s: float,
-        priority: Priority,
-        deadline_s: float,
-        behind_s: float,
+        self, most: int, share_s: float, priority: Priority, deadline_s: float
     ) -> tuple[int, int]:
-        """One leaving of `most` blocks at most, and what farther tiers get behind it, `behind_s`
-        at most. Answers how many were begun, and how many are clean.
+        """One leaving of `most` blocks at most. Returns how many were begun, and how many are
+        clean.
         """
         tiers = self._tiers()
         slots = self._executor.slots.count
@@ -248,6 +251,11 @@ class Demoter:
                     run.wait()
                 for place, stored in zip(order, run.stored, strict=True):
                     copied[place] = bool(stored)
+                if self._rules.copies is Copies.ALL:
+                    # Before shrinking goes on: it may be an engine that ends.
+                    transfer = run.transfer
+                    own = [transfer.key(item) for item in range(len(ids))]
+                    self._behind.add(own, transfer.parents, run.stored, tiers)
             finally:
                 clean = self._blocks.end_leaving(ticket, copied)
             self._count(run, copied, clean)
@@ -255,8 +263,6 @@ class Demoter:
             if all(copied) and took_s > 0:
                 rate = len(ids) * self._record_bytes / took_s
                 self._bytes_per_s = averaged(self._bytes_per_s, rate)
-            if behind_s > 0:
-                run.wait_until_over(behind_s)
         finally:
             with self._state:
                 self._run = None
@@ -276,7 +282,7 @@ class Demoter:
 
         batch = -(-len(ids) // _BATCHES)
         transfer = Transfer(
-            demote_graph(len(ids), tiers=tiers, batch=batch, copies=self._rules.copies),
+            demote_graph(len(ids), tiers=tiers, batch=batch),
             b"".join(own[place] for place in order),
             [ids[place] for place in order],
             parents=None if self._parents is None else [parents[place] for place in order],

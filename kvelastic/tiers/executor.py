@@ -312,6 +312,11 @@ class Executor:
             if run.states.of(index) is not State.PENDING:
                 continue
             operation = run.transfer.graph.operations[index]
+            if not run.items_for(operation):
+                # Its predecessors have failed, or have done it. It must not wait for a thread that
+                # may be busy with a slow store.
+                self._enqueue(run, self._end(run, index, State.CANCELLED))
+                continue
             worker = self._worker_of(operation)
             if worker.is_given_up:
                 self._refuse(run, index)

@@ -47,6 +47,7 @@ from kvelastic.tiers.policy import Rules
 from kvelastic.tiers.pool_side import Copies, LeavingBlocks, StagingMemory
 from kvelastic.tiers.run import Priority, Run, Transfer
 from kvelastic.tiers.statistics import TiersStatistics, TierStatistics
+from kvelastic.tiers.write_behind import WriteBehind
 
 _log = logging.getLogger("kvelastic")
 
@@ -142,10 +143,14 @@ class Tiers:
         self._executor = Executor(
             blocks, staging, stores, stuck_s=stuck_s, clock=clock, measured=self._measure
         )
+        self._behind = WriteBehind(
+            self._executor, tiers=self._tiers_that_take, capacity=self._nearest_capacity
+        )
         self._demoter = Demoter(
             blocks,
             self._executor,
             self._rules,
+            self._behind,
             record_bytes=staging.record_bytes,
             tiers=self._tiers_that_take,
             parents=self._lineage.parents,
@@ -416,6 +421,14 @@ class Tiers:
             if store.is_ready and tier not in stuck and self._costs.worth_asking(tier)
         ]
 
+    def _nearest_capacity(self) -> int | None:
+        """How many records the nearest tier can hold; None: others decide."""
+        nearest = next(iter(self._stores), None)
+        if nearest is None or nearest.asks_medium:
+            return None
+        limit_bytes = nearest.capacity().limit_bytes
+        return None if limit_bytes is None else limit_bytes // self._staging.record_bytes
+
     def _measure(self, kind: Kind, tier: int, blocks: int, seconds: float) -> None:
         if kind is Kind.GET:
             self._costs.loaded(tier, blocks, seconds)
@@ -443,6 +456,7 @@ class Tiers:
                         store=figures.get(tier),
                         load_s=self._costs.load_s(tier),
                         is_stuck=tier in stuck,
+                        waiting_bytes=self._behind.waiting(tier) * self._staging.record_bytes,
                     )
                     for tier, store in enumerate(self._stores)
                 ),
@@ -476,8 +490,14 @@ class Tiers:
         self._observers.append(observer)
 
     def drain(self, timeout_s: float = CLOSE_S) -> bool:
-        """Wait until nothing is on its way, also behind loads and demotions. Blocks."""
-        return self._executor.drain(timeout_s)
+        """Wait until nothing is on its way, also to farther tiers; return whether nothing is.
+
+        Blocks `timeout_s` at most.
+        """
+        until_s = time.monotonic() + timeout_s
+        if not self._behind.drain(timeout_s):
+            return False
+        return self._executor.drain(max(0.0, until_s - time.monotonic()))
 
     def check_integrity(self) -> None:
         """Every part's own check, and every store's. Raises `IntegrityError`, also for a store that
@@ -501,8 +521,8 @@ class Tiers:
     def close(self, timeout_s: float = CLOSE_S) -> list[str]:
         """End the threads and close the stores. Answers what hangs and is left behind. Repeatable.
 
-        Waits `timeout_s` for each of the demoter and the stores at most. Call it before the pool
-        is closed.
+        What waits for a farther tier is given up; `drain` waits for it. Waits `timeout_s` for each
+        of these copies, the demoter and the stores at most. Call it before the pool is closed.
         """
         with self._lock:
             if self._is_closed:
@@ -511,7 +531,8 @@ class Tiers:
         atexit.unregister(self._close_at_exit)
         for observer in self._observers:
             observer.close()
-        left = [] if self._demoter.close(timeout_s) else ["demotion"]
+        left = [] if self._behind.close(timeout_s) else ["copies to farther tiers"]
+        left += [] if self._demoter.close(timeout_s) else ["demotion"]
         self._lookup.close(timeout_s)
         return left + self._executor.close(timeout_s)
 

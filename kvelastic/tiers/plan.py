@@ -2,7 +2,8 @@
 
     segments = nearest([[True, True, False], [True, True, True]])   # two of tier 0, one of tier 1
     graph = load_graph(segments, batch=8, promote_to=0)
-    graph = demote_graph(24, tiers=[0, 1], batch=8, copies=Copies.ALL)
+    graph = demote_graph(24, tiers=[0, 1], batch=8)
+    graph = farther_graph(24, source=0, targets=[1], batch=8)
 
 Tiers are named by their place, the nearest first.
 """
@@ -106,10 +107,9 @@ def load_graph(
     return Graph(operations, sum(segment.count for segment in segments))
 
 
-def demote_graph(count: int, *, tiers: Sequence[int], batch: int, copies: Copies) -> Graph:
-    """Bring `count` blocks into `tiers`, nearest first, `batch` at a time.
+def demote_graph(count: int, *, tiers: Sequence[int], batch: int) -> Graph:
+    """Bring each of `count` blocks into the first of `tiers` that takes it, `batch` at a time.
 
-    A block is safe when the first of them has taken it: what the others put besides is not awaited.
     Without a tier nothing is read. Raises `InvalidArgumentError` for a batch of nothing.
     """
     operations: list[Operation] = []
@@ -122,12 +122,21 @@ def demote_graph(count: int, *, tiers: Sequence[int], batch: int, copies: Copies
             put = Operation(Kind.PUT, items, tier, after=(last,), batch=number, only_unstored=True)
             last = len(operations)
             operations.append(put)
-        if copies is Copies.ALL:
-            # The same record once more, to those that were not needed to make the block safe.
-            operations.extend(
-                Operation(Kind.PUT, items, tier, (last,), batch=number, is_awaited=False)
-                for tier in tiers[1:]
-            )
+    return Graph(operations, count)
+
+
+def farther_graph(count: int, *, source: int, targets: Sequence[int], batch: int) -> Graph:
+    """Copy `count` records of the tier `source` into each of `targets`, `batch` at a time.
+
+    No block of the pool is touched. Raises `InvalidArgumentError` for a batch of nothing.
+    """
+    operations: list[Operation] = []
+    for number, items in enumerate(_batches(0, count, batch)):
+        get = len(operations)
+        operations.append(Operation(Kind.GET, items, source, batch=number))
+        operations.extend(
+            Operation(Kind.PUT, items, tier, after=(get,), batch=number) for tier in targets
+        )
     return Graph(operations, count)
 
 

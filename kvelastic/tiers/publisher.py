@@ -233,6 +233,7 @@ class _Asked:
             load_us=None if measured.load_s is None else round(measured.load_s * 1e6),
             write_budget_bytes=budget_bytes,
             write_left_bytes=left_bytes,
+            waiting_bytes=measured.waiting_bytes,
             is_stuck=measured.is_stuck,
             is_current=time.monotonic() - self._answered_s < SILENT_S,
         )

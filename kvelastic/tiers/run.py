@@ -141,10 +141,6 @@ class Run:
         """Until it is complete, or `timeout_s` has passed; answers whether it is. Blocks."""
         return self._executor.wait(self, timeout_s, lambda: self.states.is_complete)
 
-    def wait_until_over(self, timeout_s: float | None = None) -> bool:
-        """The same for all of it."""
-        return self._executor.wait(self, timeout_s, lambda: self.states.is_over)
-
     def cancel(self) -> None:
         """Begin nothing more of it, and give up what stores are doing for it.
 

@@ -20,6 +20,8 @@ class TierStatistics:
     """Seconds to load a block; None before the first load."""
     is_stuck: bool
     """Whether it hangs, and is not asked."""
+    waiting_bytes: int = 0
+    """Of records that a nearer tier has and that are still to be copied to this one."""
 
 
 @dataclass(frozen=True)

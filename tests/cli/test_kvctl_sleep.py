@@ -6,6 +6,8 @@ import json
 import re
 import subprocess
 import sys
+import time
+from dataclasses import replace
 from pathlib import Path
 
 import click
@@ -19,8 +21,13 @@ from kvelastic.cli.kvctl import main
 from kvelastic.cli.shell import Shell
 from kvelastic.cli.tables import plain_table
 from kvelastic.instance.row import Row, shown_state
+from kvelastic.tier_board_format import BlockCounts, BoardFigures, TierFigures
+from kvelastic.tiers.board import Board
 
 MIB = 1 << 20
+HOST = TierFigures(
+    "host", "host", 10, None, 3, 4, 5, 6, 7, 8, 9, 11, 12, 13, None, None, None, 0, False, True
+)
 KVCTL = str(Path(sys.executable).with_name("kvctl"))
 DEVICE = {
     "KVELASTIC_HOST_MEMORY": "64M",
@@ -63,6 +70,27 @@ def test_asleep_it_holds_nothing_and_says_how_much_that_was(one):
     )
     assert row(one.name)["asleep"] is False
     assert one.alloc(1) == [1]
+
+
+def test_a_sleep_says_what_farther_tiers_are_still_to_be_given(one):
+    host = replace(HOST, waiting_bytes=0)
+    disk = replace(HOST, tier="disk", kind="disk", waiting_bytes=3 * MIB)
+    after = time.time_ns() + 10**15  # no figures from before the sleep
+    board = Board.create(segment.inspect(one.name).header["uuid"])
+    try:
+        board.publish(BoardFigures(after, 0, "write_back", BlockCounts(*range(11)), (host, disk)))
+        assert done("sleep", one.name, "--wait", "300") == (
+            f"{one.name} is asleep; 0 B are mapped. Still being written: 3.00 MiB to disk;"
+            f" `kvctl tiers {one.name}` shows what is left.\n"
+        )
+        shown = done("tiers", one.name).splitlines()
+        assert [line.split()[-2:] for line in shown[1:3]] == [["0", "B"], ["3.00", "MiB"]]
+        board.publish(BoardFigures(after, 0, "write_back", BlockCounts(*range(11)), (host,)))
+        assert done("sleep", one.name, "--wait", "300") == (
+            f"{one.name} is asleep already; 0 B are mapped.\n"
+        )
+    finally:
+        board.close()
 
 
 @pytest.mark.slow

@@ -302,7 +302,7 @@ def test_list_says_what_tiers_keep(shared: Instance) -> None:
 def board_of_a_stuck_disk() -> BoardFigures:
     """Its counts are 0, 1, 2 and so on, in the order of their names."""
     figures: Callable[..., TierFigures] = TierFigures
-    stuck = figures("disk", "disk", *range(15), is_stuck=True, is_current=True)
+    stuck = figures("disk", "disk", *range(16), is_stuck=True, is_current=True)
     return BoardFigures(1, 0, "write_back", BlockCounts(*range(11)), (stuck,))
 
 

@@ -57,7 +57,7 @@ ANSWER = {
 }
 tier_figures: Callable[..., TierFigures] = TierFigures
 node_figures: Callable[..., NodeFigures] = NodeFigures
-TIER = tier_figures("disk", "disk", *range(1, 16), is_stuck=False, is_current=True)
+TIER = tier_figures("disk", "disk", *range(1, 17), is_stuck=False, is_current=True)
 BOARD = BoardFigures(1, 0, "write_back", BlockCounts(*range(11)), (TIER,))
 COUNTERS = {name: at + 1 for at, name in enumerate(metric_table.COUNTERS)}
 

@@ -101,6 +101,7 @@ HOST = TierFigures(
     load_us=720,
     write_budget_bytes=None,
     write_left_bytes=None,
+    waiting_bytes=0,
     is_stuck=False,
     is_current=True,
 )

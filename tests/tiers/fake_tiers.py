@@ -266,6 +266,8 @@ class FakeStore(Store):
         self.parents: dict[bytes, bytes | None] = {}
         self.leased: list[bytes] = []
         self.room = room
+        self.displaces_beyond: int | None = None
+        """How many records it holds: more displace the oldest."""
         self.calls = 0
         self.fail_at = -1
         """The call that answers that nothing went well."""
@@ -325,6 +327,8 @@ class FakeStore(Store):
                 if is_room:
                     self.records[key] = bytes(record)
                     self.parents[key] = parent
+                if self.displaces_beyond is not None and len(self.records) > self.displaces_beyond:
+                    del self.records[next(iter(self.records))]
                 stored.append(is_room)
                 parent = key if chain_after is not None else None
             return stored
@@ -360,7 +364,9 @@ class FakeStore(Store):
         return count
 
     def capacity(self) -> Capacity:
-        return Capacity(len(self.records) * self.record_bytes, None, len(self.records))
+        most = self.displaces_beyond
+        limit_bytes = None if most is None else most * self.record_bytes
+        return Capacity(len(self.records) * self.record_bytes, limit_bytes, len(self.records))
 
     def set_limit(self, limit_bytes: int) -> None:
         raise InvalidArgumentError("a fake has no limit; give it room")

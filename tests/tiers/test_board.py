@@ -44,7 +44,7 @@ from kvelastic.tiers.namespace import Namespace
 from kvelastic.tiers.operator_requests import carry_out, labels_of
 
 TIER = TierFigures(
-    "disk", "disk", 10, None, 3, 4, 5, 6, 7, 8, 9, 11, 12, 13, None, 14, 15, False, True
+    "disk", "disk", 10, None, 3, 4, 5, 6, 7, 8, 9, 11, 12, 13, None, 14, 15, 16, False, True
 )
 HOST = replace(TIER, tier="host", kind="host", limit_bytes=0, load_us=250, is_stuck=True)
 FIGURES = BoardFigures(5, 0, "write_through", BlockCounts(*range(11)), (HOST, TIER))

@@ -12,6 +12,7 @@ from waiting import DEADLINE_S, wait_until
 from kvelastic.errors import InvalidArgumentError
 from kvelastic.tiers.base import NO_KEY
 from kvelastic.tiers.executor import Executor
+from kvelastic.tiers.graph import Graph, Kind, Operation
 from kvelastic.tiers.plan import Segment, demote_graph, load_graph
 from kvelastic.tiers.policy import Copies
 from kvelastic.tiers.run import Priority, Run, Transfer
@@ -27,6 +28,18 @@ class Clock:
 
     def __call__(self) -> float:
         return self.now_s
+
+
+def put_everywhere(graph: Graph, tiers: Sequence[int]) -> Graph:
+    """Every tier is offered every block, which nobody waits for: as FlexKV plans a put."""
+    operations = list(graph.operations)
+    for at, safe in enumerate(graph.operations):
+        if safe.kind is Kind.PUT and safe.tier == tiers[-1]:
+            operations += (
+                Operation(Kind.PUT, safe.items, tier, (at,), safe.batch, is_awaited=False)
+                for tier in tiers[1:]
+            )
+    return Graph(operations, graph.items)
 
 
 class World:
@@ -51,7 +64,9 @@ class World:
     ) -> Run:
         for number in numbers:
             self.copies.blocks[number] = record_of(number)
-        graph = demote_graph(len(numbers), tiers=tiers, batch=batch, copies=copies)
+        graph = demote_graph(len(numbers), tiers=tiers, batch=batch)
+        if copies is Copies.ALL:
+            graph = put_everywhere(graph, tiers)
         transfer = Transfer(graph, keys_of(numbers), list(numbers), **more)  # type: ignore[arg-type]
         return self.executor.submit(transfer, Priority.RECLAIM)
 
@@ -65,6 +80,10 @@ class World:
         numbers = range(graph.items)
         transfer = Transfer(graph, keys_of(numbers), [100 + n for n in numbers])
         return self.executor.submit(transfer, Priority.LOAD)
+
+    def is_over(self, run: Run) -> bool:
+        """Waits for what goes on behind it, too."""
+        return self.executor.wait(run, DEADLINE_S, lambda: run.states.is_over)
 
     def check(self) -> None:
         """Nothing is left of what has ended, and nothing wrong is anywhere."""
@@ -96,7 +115,7 @@ def world() -> Iterator[World]:
 def test_what_is_demoted_comes_back(world) -> None:
     out = world.demote(range(10))
     assert out.wait(DEADLINE_S)
-    assert out.wait_until_over(DEADLINE_S)
+    assert world.is_over(out)
     assert out.stored == [{0, 1}] * 10
     back = world.load([Segment(0, 0, 4), Segment(1, 4, 6)], batch=3)
     assert back.wait(DEADLINE_S)
@@ -108,7 +127,7 @@ def test_what_is_demoted_comes_back(world) -> None:
 def test_one_copy_only_where_that_is_wanted(world) -> None:
     world.near.room = 3
     out = world.demote(range(5), copies=Copies.FIRST, batch=1)
-    assert out.wait_until_over(DEADLINE_S)
+    assert world.is_over(out)
     assert out.stored == [{0}, {0}, {0}, {1}, {1}]
     world.check()
 
@@ -116,7 +135,7 @@ def test_one_copy_only_where_that_is_wanted(world) -> None:
 def test_promotion_puts_it_near_and_drops_it_far(world) -> None:
     world.fill([], range(6))
     run = world.load([Segment(1, 0, 6)], promote_to=0, copies=Copies.FIRST)
-    assert run.wait_until_over(DEADLINE_S)
+    assert world.is_over(run)
     assert run.loaded == [True] * 6
     assert len(world.near.records) == 6
     assert not world.far.records
@@ -126,7 +145,7 @@ def test_promotion_puts_it_near_and_drops_it_far(world) -> None:
 def test_chains_are_named_to_the_store(world) -> None:
     parents = [NO_KEY, key_of(0), NO_KEY, key_of(2), key_of(77)]
     run = world.demote(range(5), tiers=[0], batch=5, parents=parents)
-    assert run.wait_until_over(DEADLINE_S)
+    assert world.is_over(run)
     assert [world.near.parents[key_of(n)] for n in range(5)] == parents
     assert world.near.calls == 3
     world.check()
@@ -134,7 +153,7 @@ def test_chains_are_named_to_the_store(world) -> None:
 
 def test_a_block_that_moved_under_the_copy_is_stored_nowhere(world) -> None:
     run = world.demote(range(4), confirm=lambda: [True, False, True, False])
-    assert run.wait_until_over(DEADLINE_S)
+    assert world.is_over(run)
     assert run.stored == [{0, 1}, set(), {0, 1}, set()]
     assert set(world.near.records) == {key_of(0), key_of(2)}
     world.check()
@@ -146,7 +165,7 @@ def test_a_block_that_moved_under_the_copy_is_stored_nowhere(world) -> None:
 def test_a_store_that_fails_at_any_call_of_a_demotion(world, how, where, at) -> None:
     setattr(getattr(world, where), how, at)
     run = world.demote(range(7))
-    assert run.wait_until_over(DEADLINE_S)
+    assert world.is_over(run)
     # One batch was refused by one tier, and the other one has it.
     assert all(run.stored)
     lacking = [stored for stored in run.stored if len(stored) == 1]
@@ -161,7 +180,7 @@ def test_a_store_that_fails_at_any_call_of_a_demotion(world, how, where, at) -> 
 def test_a_copy_that_fails_at_any_step_of_a_demotion(world, at) -> None:
     world.copies.fail_at = at
     run = world.demote(range(7))
-    assert run.wait_until_over(DEADLINE_S)
+    assert world.is_over(run)
     missing = [item for item, stored in enumerate(run.stored) if not stored]
     assert missing == [item for item in range(7) if item // 2 == at]
     world.check()
@@ -174,7 +193,7 @@ def test_a_store_that_fails_at_any_call_of_a_load_is_a_miss(world, how, where, a
     world.fill(range(4), range(4, 10))
     setattr(getattr(world, where), how, at)
     run = world.load([Segment(0, 0, 4), Segment(1, 4, 6)], promote_to=0)
-    assert run.wait_until_over(DEADLINE_S)
+    assert world.is_over(run)
     world.check_loaded(run)
     assert run.loaded.count(False) <= 2
     world.check()
@@ -185,7 +204,7 @@ def test_a_copy_that_fails_at_any_step_of_a_load_is_a_miss(world, at) -> None:
     world.fill(range(4), range(4, 10))
     world.copies.fail_at = at
     run = world.load([Segment(0, 0, 4), Segment(1, 4, 6)], promote_to=0)
-    assert run.wait_until_over(DEADLINE_S)
+    assert world.is_over(run)
     assert run.loaded.count(False) == 2
     world.check_loaded(run)
     world.check()
@@ -219,7 +238,7 @@ def test_cancelled_at_every_step(world, at, is_load) -> None:
     submitted.set()
     (run,) = runs
     assert run.wait(DEADLINE_S)
-    assert run.wait_until_over(DEADLINE_S)
+    assert world.is_over(run)
     if cancelled.is_set():
         assert run.is_cancelled
     blocks = dict(world.copies.blocks)
@@ -246,7 +265,7 @@ def test_a_hung_store_holds_nobody_else_up(world) -> None:
     assert again.wait(DEADLINE_S)
     assert again.loaded == [False, False]
     out = world.demote(range(20, 24))
-    assert out.wait_until_over(DEADLINE_S)
+    assert world.is_over(out)
     assert out.stored == [{0}] * 4
     world.executor.check_integrity()
     assert world.executor.slots.free == SLOTS - 2, "a hung call writes into its slots"
@@ -305,6 +324,20 @@ def test_what_nobody_waits_for_gives_way(world) -> None:
     world.check()
     assert all(0 in stored for out in outs for stored in out.stored)
     assert 2 <= sum(1 in stored for out in outs for stored in out.stored) < SLOTS
+
+
+def test_what_has_nothing_to_do_does_not_wait_for_a_busy_store(world) -> None:
+    """The far tier would take what the near one refuses, which is nothing."""
+    world.fill([], range(2))
+    world.far.hang = release = threading.Event()
+    stuck = world.load([Segment(1, 0, 2)])
+    assert world.far.hanging.wait(DEADLINE_S)
+    out = world.demote(range(20, 24), copies=Copies.FIRST)
+    assert out.wait(DEADLINE_S)
+    assert out.stored == [{0}] * 4
+    assert not stuck.is_complete
+    release.set()
+    world.check()
 
 
 def test_callbacks_come_once_and_may_fail(world) -> None:

@@ -34,6 +34,11 @@ class World:
             clock=lambda: self.now_s,
         )
 
+    @property
+    def waiting_records(self) -> list[int]:
+        tiers = self.tiers.statistics_with({}, {}).tiers
+        return [one.waiting_bytes // self.staging.record_bytes for one in tiers]
+
     def fill(self, near: Sequence[int], far: Sequence[int]) -> None:
         for store, numbers in ((self.near, near), (self.far, far)):
             store.records.update({key_of(n): record_of(n) for n in numbers})
@@ -362,15 +367,79 @@ def test_records_of_another_size_are_refused() -> None:
         )
 
 
-def test_a_sleep_fills_the_farther_tiers_too(world) -> None:
+@pytest.mark.parametrize("reason", ["sleep", "limit", "reclaim"])
+def test_farther_tiers_are_given_all_that_was_demoted(world, reason) -> None:
     """Staging has room for a part of it only; a restart would find the far tier alone."""
     world.pool.put_dirty(range(100))
-    assert world.pool.shrink("sleep")
+    assert world.pool.shrink(reason)
     assert world.tiers.drain(DEADLINE_S)
     assert len(world.far.records) == len(world.near.records) == 100
+    assert all(world.far.records[key_of(n)] == record_of(n) for n in range(100))
 
 
-def test_erasing_does_not_wait_for_a_sleep_that_waits_for_a_slow_tier(world) -> None:
+def test_a_sleep_does_not_wait_for_a_farther_tier(world) -> None:
+    world.far.hang = release = threading.Event()
+    world.pool.put_dirty(range(100))
+    assert world.pool.shrink("sleep", seconds=5)
+    assert len(world.near.records) == 100
+    assert world.far.hanging.wait(DEADLINE_S)
+    assert world.waiting_records == [0, 100]
+    release.set()
+    assert world.tiers.drain(DEADLINE_S)
+    assert len(world.far.records) == 100
+    assert world.waiting_records == [0, 0]
+
+
+def test_a_farther_tier_that_was_stalled_is_given_what_waited(world) -> None:
+    world.far.hang = release = threading.Event()
+    world.pool.put_dirty(range(100))
+    assert world.pool.shrink("sleep")
+    assert world.far.hanging.wait(DEADLINE_S)
+    world.now_s += 1000  # it counts as stalled
+    assert not world.tiers.drain(0)
+    release.set()
+    assert world.tiers.drain(DEADLINE_S)
+    assert len(world.far.records) == 100
+
+
+def test_a_sleep_waits_for_farther_tiers_where_the_nearest_would_displace_what_waits() -> None:
+    world = World()
+    world.near.displaces_beyond = 100
+    world.pool.put_dirty(range(2000))
+    assert world.pool.shrink("sleep")
+    assert len(world.near.records) <= 100
+    assert world.tiers.drain(DEADLINE_S)
+    assert len(world.far.records) == 2000
+    assert world.tiers.close(DEADLINE_S) == []
+
+
+def test_what_is_erased_is_not_copied_farther(world) -> None:
+    """Also what has been read from the near tier, and not been put into the far one yet."""
+    world.far.hang = release = threading.Event()
+    world.pool.put_dirty(range(100))
+    assert world.pool.shrink("sleep")
+    assert world.far.hanging.wait(DEADLINE_S)
+    erased = threading.Thread(target=world.tiers.erase)
+    erased.start()
+    release.set()
+    erased.join(DEADLINE_S)
+    assert not erased.is_alive()
+    assert world.tiers.drain(DEADLINE_S)
+    assert not world.near.records
+    assert not world.far.records
+
+
+def test_closing_gives_up_what_waits_for_a_farther_tier(world) -> None:
+    world.far.hang = release = threading.Event()
+    world.pool.put_dirty(range(100))
+    assert world.pool.shrink("sleep")
+    assert world.far.hanging.wait(DEADLINE_S)
+    threading.Timer(0, release.set).start()
+    assert world.tiers.close(DEADLINE_S) == []
+    assert len(world.far.records) < 100
+
+
+def test_erasing_does_not_wait_for_a_slow_tier(world) -> None:
     world.far.hang = release = threading.Event()
     world.pool.put_dirty(range(4))
     assert world.pool.shrink("sleep")

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from kvelastic.errors import InvalidArgumentError
 from kvelastic.tiers.graph import FILLS_STAGING, Kind
-from kvelastic.tiers.plan import Segment, demote_graph, load_graph, nearest
+from kvelastic.tiers.plan import Segment, demote_graph, farther_graph, load_graph, nearest
 from kvelastic.tiers.policy import Copies
 
 Y, N = True, False
@@ -84,20 +84,30 @@ def test_what_lies_below_is_promoted_behind_the_load(copies) -> None:
 
 
 def test_a_demotion_is_complete_when_the_first_tier_has_taken_it() -> None:
-    graph = demote_graph(1, tiers=[0, 2], batch=1, copies=Copies.ALL)
+    graph = demote_graph(1, tiers=[0, 2], batch=1)
     assert kinds(graph) == [
         (Kind.COPY_OUT, -1, (0,), (), Y),
         (Kind.PUT, 0, (0,), (0,), Y),
         (Kind.PUT, 2, (0,), (1,), Y),
-        (Kind.PUT, 2, (0,), (2,), N),
     ]
-    assert [o.only_unstored for o in graph.operations] == [N, Y, Y, N]
-    only_first = demote_graph(1, tiers=[0, 2], batch=1, copies=Copies.FIRST)
-    assert kinds(only_first) == kinds(graph)[:3]
+    assert [o.only_unstored for o in graph.operations] == [N, Y, Y]
+
+
+def test_farther_tiers_are_given_what_a_nearer_one_has() -> None:
+    graph = farther_graph(3, source=0, targets=[1, 2], batch=2)
+    assert kinds(graph) == [
+        (Kind.GET, 0, (0, 1), (), Y),
+        (Kind.PUT, 1, (0, 1), (0,), Y),
+        (Kind.PUT, 2, (0, 1), (0,), Y),
+        (Kind.GET, 0, (2,), (), Y),
+        (Kind.PUT, 1, (2,), (3,), Y),
+        (Kind.PUT, 2, (2,), (3,), Y),
+    ]
+    assert [o.batch for o in graph.operations] == [0, 0, 0, 1, 1, 1]
 
 
 def test_without_a_tier_nothing_is_read() -> None:
-    assert demote_graph(5, tiers=[], batch=2, copies=Copies.ALL).operations == ()
+    assert demote_graph(5, tiers=[], batch=2).operations == ()
 
 
 @pytest.mark.parametrize("batch", [0, -1])
@@ -105,17 +115,16 @@ def test_a_batch_of_nothing_is_refused(batch) -> None:
     with pytest.raises(InvalidArgumentError, match="batch"):
         load_graph([Segment(0, 0, 1)], batch=batch)
     with pytest.raises(InvalidArgumentError, match="batch"):
-        demote_graph(1, tiers=[0], batch=batch, copies=Copies.ALL)
+        demote_graph(1, tiers=[0], batch=batch)
 
 
 @given(
     st.integers(0, 40),
     st.lists(st.integers(0, 5), max_size=3, unique=True),
     st.integers(1, 9),
-    st.sampled_from(Copies),
 )
-def test_every_block_is_read_once_and_offered_to_every_tier(count, tiers, batch, copies) -> None:
-    graph = demote_graph(count, tiers=tiers, batch=batch, copies=copies)
+def test_every_block_is_read_once_and_offered_to_every_tier(count, tiers, batch) -> None:
+    graph = demote_graph(count, tiers=tiers, batch=batch)
     read = [item for o in graph.operations if o.kind in FILLS_STAGING for item in o.items]
     assert read == (list(range(count)) if tiers else [])
     for tier in tiers:

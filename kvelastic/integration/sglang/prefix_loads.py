@@ -16,6 +16,7 @@ Used by the scheduler's thread only; threads of the tiers carry the loads out. I
 from __future__ import annotations
 
 import logging
+import time
 from array import array
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -317,8 +318,14 @@ class PrefixLoads:
             self._namespace = self._tiers.forget()
 
     def close(self) -> None:
-        """The scheduler ends: what is dirty is demoted, for `KVELASTIC_TIER_EXIT_SECONDS`."""
+        """The scheduler ends: what is dirty is demoted, for `KVELASTIC_TIER_EXIT_SECONDS`.
+
+        Also to farther tiers, which may be all that the next start finds.
+        """
+        until_s = time.monotonic() + self._exit_wait_s
         self._demote_all(self._exit_wait_s)
+        if not self._tiers.drain(max(0.0, until_s - time.monotonic())):
+            _log.warning("What the farther tiers were still to be given is lost with this engine.")
         self._tiers.close()
 
     def _demote_all(self, timeout_s: float) -> None:

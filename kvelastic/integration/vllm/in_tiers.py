@@ -63,6 +63,9 @@ class Tiers(MatchingTiers, LoadingTiers, Protocol):
     def clean_all(self, timeout_s: float) -> int:
         """Copy what is cached; answers how many blocks have no copy then. Blocks that long."""
 
+    def drain(self, timeout_s: float) -> bool:
+        """Wait until farther tiers have their copies; return whether they do. Blocks that long."""
+
     def close(self) -> object:
         """Let go of everything. Repeatable."""
 
@@ -117,8 +120,14 @@ class EngineTiers:
         return key_of(self._namespace, hash_with_group)
 
     def before_exit(self) -> None:
-        """The engine is about to end, with its workers still there: what is cached is demoted."""
+        """The engine is about to end, with its workers still there: what is cached is demoted.
+
+        Also to farther tiers, which may be all that the next start finds.
+        """
+        until_s = time.monotonic() + self._exit_wait_s
         self.demote_all(self._exit_wait_s, "engine")
+        if not self._tiers.drain(max(0.0, until_s - time.monotonic())):
+            _log.warning("What the farther tiers were still to be given is lost with this engine.")
 
     def close(self) -> None:
         """Let go of the tiers; copies that have begun end first."""
