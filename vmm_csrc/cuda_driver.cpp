@@ -347,6 +347,8 @@ Result<std::unique_ptr<CudaDriver>> CudaDriver::open(const std::string& name) {
   if (code != cuda::kSuccess || driver->granularity_bytes_ == 0) {
     return unavailable(api.describe("cuMemGetAllocationGranularity", code));
   }
+  code = driver->make_streams();
+  if (code != cuda::kSuccess) return unavailable(api.describe("cuStreamCreate", code));
   int max_pitch = 0;  // not told, or not to be told: then row by row
   (void)api.DeviceGetAttribute(&max_pitch, cuda::kAttributeMaxPitch, found->device);
   driver->max_pitch_bytes_ = static_cast<std::size_t>(std::max(max_pitch, 0));
@@ -365,6 +367,14 @@ CudaDriver::~CudaDriver() {
   }
   const BesideCaptures beside_captures(api_);
   (void)api_.DevicePrimaryCtxRelease(device_);
+}
+
+cuda::Result CudaDriver::make_streams() {
+  const InContext context(*this);
+  cuda::Result code = context.code();
+  if (code == cuda::kSuccess) code = api_.StreamCreate(&behind_legacy_, cuda::kStreamDefault);
+  if (code == cuda::kSuccess) code = api_.StreamCreate(&copy_stream_, cuda::kStreamNonBlocking);
+  return code;
 }
 
 /// Calls in the context, again and again while the device says that it is not ready.
@@ -452,10 +462,6 @@ Status CudaDriver::unmap(std::byte* address, std::size_t bytes) {
   return ok();
 }
 
-cuda::Result CudaDriver::make_stream(cuda::Stream& stream, unsigned flags) {
-  return stream != nullptr ? cuda::kSuccess : api_.StreamCreate(&stream, flags);
-}
-
 Result<std::unique_ptr<Fence>> CudaDriver::fence() {
   const std::lock_guard lock(streams_mutex_);
   if (!streams_) {
@@ -467,14 +473,9 @@ Result<std::unique_ptr<Fence>> CudaDriver::fence() {
   }
   if (streams_->empty()) return std::unique_ptr<Fence>();
   std::vector<cuda::Stream> streams = *streams_;
-  const InContext context(*this);
-  cuda::Result code = context.code();
   for (cuda::Stream& each : streams) {
-    if (!cuda::is_legacy(each) || code != cuda::kSuccess) continue;
-    code = make_stream(behind_legacy_, cuda::kStreamDefault);
-    each = behind_legacy_;
+    if (cuda::is_legacy(each)) each = behind_legacy_;
   }
-  if (code != cuda::kSuccess) return failed("making a stream", code, 0);
   if (!recorder_) recorder_ = std::make_unique<Recorder>();
   return std::unique_ptr<Fence>(
       std::make_unique<StreamsFence>(*this, *recorder_, std::move(streams)));
@@ -494,10 +495,8 @@ template <typename F>
 Status CudaDriver::copy_and_wait(const char* call, F queue) {
   const std::lock_guard lock(copy_mutex_);
   const InContext context(*this);
-  cuda::Result code = context.code();
-  if (code == cuda::kSuccess) code = make_stream(copy_stream_, cuda::kStreamNonBlocking);
-  if (code != cuda::kSuccess) return failed("making a stream for copies", code, 0);
-  code = queue(copy_stream_);
+  if (context.code() != cuda::kSuccess) return failed(call, context.code(), 0);
+  const cuda::Result code = queue(copy_stream_);
   // Also after a failure: what was given to the stream must not run on when this has returned.
   Marks queued(*this, {copy_stream_});
   queued.record();

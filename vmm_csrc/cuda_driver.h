@@ -85,8 +85,9 @@ class CudaDriver final : public Driver {
 
   Status refuse_size(const char* call, std::size_t bytes) const;
   Error failed(const char* call, cuda::Result code, std::size_t bytes) const;
-  /// A stream of the driver's own, made at its first use. The context is current.
-  cuda::Result make_stream(cuda::Stream& stream, unsigned flags);
+  /// The driver's own streams. Made when it is opened: a stream takes memory of the device, which
+  /// is full where pages are to be unmapped or written back.
+  cuda::Result make_streams();
   /// Queues copies in the stream for them, and waits until they are done. `queue` answers a code.
   template <typename F>
   Status copy_and_wait(const char* call, F queue);
@@ -111,7 +112,7 @@ class CudaDriver final : public Driver {
   cuda::Stream behind_legacy_ = nullptr;
   std::unique_ptr<Recorder> recorder_;  // of fences; made by the first one
   std::mutex copy_mutex_;  // one batch of copies at a time; streams_mutex_ is not taken under it
-  cuda::Stream copy_stream_ = nullptr;  // made by the first copy; waits for nobody's work
+  cuda::Stream copy_stream_ = nullptr;  // waits for nobody's work
   std::atomic<std::uint64_t> creates_{0}, destroys_{0}, maps_{0}, unmaps_{0};
 };
 

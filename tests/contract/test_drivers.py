@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import battery
 import needs
 import pytest
 from battery import EVERY_CUDA, EVERY_DRIVER
@@ -29,6 +30,7 @@ SIMULATED = {
     "out_of_memory_is_an_answer": {"KVSIM_MEMORY": "10M"},
     "pages_are_unmapped_after_use": {},
     "no_more_mappings_is_an_answer": {"KVSIM_MAX_MAPPINGS": "5"},
+    "a_full_device_copies_and_unmaps": {"KVSIM_MEMORY": "32M", "KVSIM_CONTEXT_GROWTH": "2M"},
 }
 
 
@@ -39,12 +41,18 @@ def simulated(tmp_path: Path, **more: str) -> dict[str, str]:
         "KVSIM_MACHINE": str(tmp_path / "machine"),
         "KVSIM_STRICT_CONTEXT": "1",
         "KVSIM_UNREADABLE": "1",
+        "KVSIM_LAG": "3",
         **more,
     }
 
 
 def run(driver: str, case: str, environment: dict[str, str]) -> None:
     assert run_python(BATTERY, driver, case, environment=environment).stdout == "passed\n"
+
+
+def test_every_case_is_run() -> None:
+    cases = {name[5:] for name in vars(battery) if name.startswith("case_")}
+    assert cases == {*EVERY_CUDA, *SIMULATED}
 
 
 @pytest.mark.slow

@@ -41,6 +41,7 @@ def strict(library: str) -> dict[str, str]:
         "LD_LIBRARY_PATH": library,
         "KVSIM_STRICT_CONTEXT": "1",
         "KVSIM_UNREADABLE": "1",
+        "KVSIM_LAG": "3",
     }
 
 

@@ -29,6 +29,7 @@ EVERY_DRIVER = (
     "odd_sizes_are_refused",
     "a_range_and_a_pool",
     "records_of_blocks",
+    "moves_of_blocks",
     "rows_far_apart",
     "threads",
     "what_is_unmapped_is_scratch",
@@ -489,6 +490,29 @@ def case_out_of_memory_is_an_answer(driver: _vmm.Driver) -> None:
     pool.check_integrity()
 
 
+def case_a_full_device_copies_and_unmaps(driver: _vmm.Driver) -> None:
+    """KVSIM_CONTEXT_GROWTH: a stream takes memory, of which there is none when it is needed."""
+    granule = driver.granularity_bytes
+    memory = _vmm.Range.reserve(driver, geometry(driver))
+    pool = whole_pool(memory)
+    ids = pool.alloc(3 * 8 - 1)
+    assert ids is not None
+    rest = []
+    with contextlib.suppress(errors.OutOfMemoryError):
+        while True:
+            rest.append(driver.create(granule))
+    assert rest
+    staging = _vmm.Staging(2, pool.record_bytes)
+    staging.view(0)[:] = b"\7" * pool.record_bytes
+    pool.copy_in(staging, [0], ids[-1:])
+    pool.copy_out(ids[-1:], staging, [1])
+    assert bytes(staging.view(1)) == bytes(staging.view(0))
+    pool.free(ids)
+    assert pool.trim() == 2 * granule
+    for handle in rest:
+        driver.destroy(handle, granule)
+
+
 def case_no_more_mappings_is_an_answer(driver: _vmm.Driver) -> None:
     """KVSIM_MAX_MAPPINGS is five: the sixth is refused when it gets access."""
     memory = _vmm.Range.reserve(driver, geometry(driver))
@@ -570,9 +594,12 @@ def case_a_kernel_that_reads_too_far_reads_scratch(driver: _vmm.Driver) -> None:
     for page in range(PAGES):
         at = ctypes.c_uint64(memory.address + page * driver.granularity_bytes)
         assert sim.kvsim_enqueue_read(None, at, ctypes.c_size_t(64)) == 0
+    Contents(driver)  # with a context, and so
+    assert sim.cuCtxSynchronize() == 0
     memory.map([1])  # the device still answers
     bare = _vmm.Range.reserve(driver, geometry(driver))
     sim.kvsim_enqueue_read(None, ctypes.c_uint64(bare.address), ctypes.c_size_t(64))
+    assert sim.cuCtxSynchronize() == 0
     with refused(errors.DriverError):
         bare.map([0])
 

@@ -27,7 +27,13 @@ class SimulatedMachine:
     """A context manager: the machine's file is there while it is active."""
 
     def __init__(
-        self, folder: Path, *, devices: int = 1, memory_bytes: int = 1 << 30, mig: int = 0
+        self,
+        folder: Path,
+        *,
+        devices: int = 1,
+        memory_bytes: int = 1 << 30,
+        mig: int = 0,
+        **environment: str,
     ) -> None:
         """With `mig`, so many devices each are the MIG instances of one GPU."""
         built = subprocess.run([SIM / "build"], check=True, capture_output=True, text=True)
@@ -40,8 +46,10 @@ class SimulatedMachine:
             "KVSIM_MIG": str(mig),
             "KVSIM_POISON": "1",
             "KVSIM_UNREADABLE": "1",
+            "KVSIM_LAG": "3",
             # The default follows the driver's prices, and the simulator's own time is none.
             "KVELASTIC_PAGE_SIZE_MB": "2",
+            **environment,
         }
 
     def engine_environment(self) -> dict[str, str]:

@@ -20,7 +20,7 @@ std::mutex& contexts_mutex() {
   return *mutex;
 }
 
-std::array<Context, Machine::kMaxDevices> primaries;
+auto& primaries = *new std::array<Context, Machine::kMaxDevices>;
 std::uint64_t next_id = 1;
 
 /// Trivial to destroy: a call may come after a thread's own objects are gone.
@@ -43,18 +43,23 @@ std::vector<Context*>& own_contexts() {
   return *contexts;
 }
 
-CUresult bring_up(Context* context, CUdevice device) {
+/// Whole granules of the context's device.
+CUresult take_memory(Context* context, std::size_t bytes) {
+  if (bytes == 0) return CUDA_SUCCESS;
   Machine& machine = Machine::instance();
   const std::size_t granule_bytes = machine.granularity_bytes();
-  const std::size_t bytes =
-      (settings().context_bytes + granule_bytes - 1) / granule_bytes * granule_bytes;
-  if (bytes > 0) {
-    const CUresult result =
-        machine.create(physical_device(device), bytes, false, false, &context->memory);
-    if (result != CUDA_SUCCESS) return result;
-  }
-  context->has_memory = bytes > 0;
+  bytes = (bytes + granule_bytes - 1) / granule_bytes * granule_bytes;
+  Head head = 0;
+  const CUresult result =
+      machine.create(physical_device(context->device), bytes, false, false, &head);
+  if (result == CUDA_SUCCESS) context->memory.push_back(head);
+  return result;
+}
+
+CUresult bring_up(Context* context, CUdevice device) {
   context->device = device;
+  const CUresult result = take_memory(context, settings().context_bytes);
+  if (result != CUDA_SUCCESS) return result;
   context->id = next_id++;
   context->alive = true;
   return CUDA_SUCCESS;
@@ -66,8 +71,9 @@ void tear_down(Context* context) {
     const std::lock_guard lock(driver_mutex());
     memory().free_all_of(context);
   }
-  if (context->has_memory) Machine::instance().drop(context->memory);
-  context->has_memory = false;
+  for (const Head head : context->memory) Machine::instance().drop(head);
+  context->memory.clear();
+  context->has_kernels = false;
   context->alive = false;
   context->references = 0;
 }
@@ -157,6 +163,10 @@ CUresult destroy_context(Context* context) {
   tear_down(context);
   if (stack.top() == context) --stack.depth;
   return CUDA_SUCCESS;
+}
+
+CUresult grow(Context* context) {
+  return take_memory(context, settings().growth_bytes);
 }
 
 void set_current(Context* context) {

@@ -3,6 +3,7 @@
 
 #include <atomic>
 #include <cstdint>
+#include <vector>
 
 #include "cuda_abi.h"
 #include "machine.h"
@@ -17,8 +18,8 @@ struct Context {
   unsigned references = 0;  ///< of a primary context
   unsigned flags = 0;
   std::uint64_t id = 0;
-  bool has_memory = false;
-  Head memory = 0;  ///< KVSIM_CONTEXT_BYTES of it
+  std::vector<Head> memory;  ///< KVSIM_CONTEXT_BYTES, and what it has grown by
+  bool has_kernels = false;  ///< one was queued in a stream of it
 };
 
 /// The calling thread's current context, or null.
@@ -42,6 +43,10 @@ void primary_state(CUdevice device, unsigned* flags, int* active);
 
 CUresult create_context(CUdevice device, unsigned flags, Context** context);  ///< and pushes it
 CUresult destroy_context(Context* context);
+
+/// Takes KVSIM_CONTEXT_GROWTH more for a stream, or for the first kernel. CUDA_ERROR_OUT_OF_MEMORY,
+/// and nothing is taken, where the device is full. The caller holds the streams' lock.
+CUresult grow(Context* context);
 
 void set_current(Context* context);  ///< null: nothing is current
 CUresult push_current(Context* context);

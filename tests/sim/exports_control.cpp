@@ -52,7 +52,7 @@ KVSIM_API CUresult kvsim_release_stream(CUstream stream) {
 /// on the answer of every call.
 KVSIM_API CUresult kvsim_enqueue_read(CUstream stream, CUdeviceptr address, std::size_t bytes) {
   if (!ready()) return CUDA_ERROR_NOT_INITIALIZED;
-  return enqueue(stream, [=] {
+  return enqueue_kernel(stream, [=] {
     const std::lock_guard lock(driver_mutex());
     if (!memory().accessible(address, bytes, false)) set_sticky_error(CUDA_ERROR_ILLEGAL_ADDRESS);
   });
@@ -74,6 +74,12 @@ KVSIM_API std::uint64_t kvsim_live_allocations() {
 KVSIM_API std::uint64_t kvsim_live_mappings() {
   const std::lock_guard lock(driver_mutex());
   return memory().live_mappings();
+}
+
+/// All memory that this process holds goes back, as at its end, and the process lives on: one that
+/// dies, whose files are closed later. It must use none of it again.
+KVSIM_API void kvsim_drop_memory() {
+  if (ready()) Machine::instance().drop_all();
 }
 
 /// Bytes of a device that all processes hold, and that one process holds. 0 before cuInit.

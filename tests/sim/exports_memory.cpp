@@ -154,7 +154,7 @@ CUresult fill(Function function, CUdeviceptr to, unsigned value, std::size_t wid
     if (count == 0) return CUDA_SUCCESS;
     const auto possible = [=] { return usable(to, bytes, true, Side::kDevice); };
     if (!guarded(possible, [] {})) return CUDA_ERROR_INVALID_VALUE;
-    return enqueue(stream, [=] {
+    return enqueue_kernel(stream, [=] {
       const auto write = [&] {
         auto* at = static_cast<char*>(pointer_to(to));
         for (std::size_t i = 0; i < count; ++i) std::memcpy(at + i * width, &value, width);

@@ -241,7 +241,8 @@ bool Machine::exported_alive(Head head) const {
 // Lets go for processes that died, those of `dead` among them, and frees what no descriptor holds
 // any more.
 void Machine::reap(std::uint64_t dead) {
-  for (int i = 0; i < kMaxProcesses; ++i) {
+  const bool linger = !settings().linger.empty() && ::access(settings().linger.c_str(), F_OK) == 0;
+  for (int i = 0; i < kMaxProcesses && !linger; ++i) {
     Slot& slot = header_->slots[i];
     if (slot.process.pid == 0 || i == slot_ || is_alive(slot.process)) continue;
     dead |= std::uint64_t{1} << i;
@@ -264,6 +265,19 @@ void Machine::reap(std::uint64_t dead) {
   for (int i = 0; i < kMaxProcesses; ++i) {
     if ((dead >> i & 1) != 0) header_->slots[i] = Slot{};
   }
+}
+
+void Machine::drop_all() {
+  const std::uint64_t own = std::uint64_t{1} << slot_;
+  const std::uint32_t all = static_cast<std::uint32_t>(devices_) * granules_each_;
+  std::vector<Head> held;
+  if (!lock()) return;
+  for (std::uint32_t i = 0; i < all; ++i) {
+    const Granule& first = granules_[i];
+    if (first.head_plus_one == i + 1 && (first.holders & own) != 0) held.push_back(i);
+  }
+  unlock();
+  for (const Head head : held) drop(head);
 }
 
 std::size_t Machine::used_bytes(int device) {

@@ -65,6 +65,9 @@ class Machine {
   std::size_t used_bytes(int device);
   std::size_t process_bytes(int device, int pid);
 
+  /// Lets go of everything for this process, as its end does.
+  void drop_all();
+
  private:
   Machine() = default;
   CUresult open_file();

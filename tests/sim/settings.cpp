@@ -56,6 +56,7 @@ Settings read() {
   s.unreadable = flag("KVSIM_UNREADABLE", false);
   s.strict_context = flag("KVSIM_STRICT_CONTEXT", false);
   s.context_bytes = bytes("KVSIM_CONTEXT_BYTES", 0);
+  s.growth_bytes = bytes("KVSIM_CONTEXT_GROWTH", 0);
   s.max_mappings = bytes("KVSIM_MAX_MAPPINGS", 520000);
   s.oom_at_bytes = bytes("KVSIM_OOM_AT_BYTES", std::numeric_limits<std::size_t>::max());
   s.oom_at_create = text("KVSIM_OOM_AT_CREATE");
@@ -66,6 +67,8 @@ Settings read() {
   s.trace = text("KVSIM_TRACE");
   s.hold = text("KVSIM_HOLD");
   s.queue = bytes("KVSIM_QUEUE", 1024);
+  s.lag = static_cast<std::uint64_t>(number("KVSIM_LAG", 0));
+  s.linger = text("KVSIM_LINGER");
   constexpr std::size_t kSystemPageBytes = 4096;
   if (s.granularity_bytes % kSystemPageBytes != 0 || s.granularity_bytes == 0) {
     complain("KVSIM_GRANULARITY must be a positive multiple of 4096; using 2M");

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 #include <string>
 
 namespace kvsim {
@@ -21,6 +22,7 @@ struct Settings {
   bool unreadable;                ///< KVSIM_UNREADABLE
   bool strict_context;            ///< KVSIM_STRICT_CONTEXT
   std::size_t context_bytes;      ///< KVSIM_CONTEXT_BYTES
+  std::size_t growth_bytes;       ///< KVSIM_CONTEXT_GROWTH
   std::size_t max_mappings;       ///< KVSIM_MAX_MAPPINGS
   std::size_t oom_at_bytes;       ///< KVSIM_OOM_AT_BYTES
   std::string oom_at_create;      ///< KVSIM_OOM_AT_CREATE
@@ -31,6 +33,8 @@ struct Settings {
   std::string trace;              ///< KVSIM_TRACE
   std::string hold;               ///< KVSIM_HOLD
   std::size_t queue;              ///< KVSIM_QUEUE
+  std::uint64_t lag;              ///< KVSIM_LAG, in looks
+  std::string linger;             ///< KVSIM_LINGER
 };
 
 /// A value that does not parse is said on stderr, once, and its default stands: the library never

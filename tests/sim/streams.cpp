@@ -27,7 +27,8 @@ struct Until {
 struct Item {
   std::function<void()> run;
   std::vector<Until> waits;
-  bool gate = false;  // runs until it is released
+  bool gate = false;      // runs until it is released
+  std::uint64_t due = 0;  // not before so many looks
 };
 
 struct Stream {
@@ -63,6 +64,7 @@ struct Streams {
   std::map<const Context*, StreamPtr> legacy;
   std::map<std::uintptr_t, Event> events;
   std::uint64_t next = 0x1000;  // handles are not used again
+  std::uint64_t looks = 0;      // how often somebody has asked whether work is done
 };
 
 Streams& all() {
@@ -104,7 +106,7 @@ bool advance(Stream& stream) {
     const bool waits = std::any_of(item.waits.begin(), item.waits.end(), [](const Until& until) {
       return until.stream->done < until.item;
     });
-    if (waits || item.gate) break;
+    if (waits || item.gate || item.due > all().looks) break;
     if (item.run) item.run();
     stream.items.pop_front();
     ++stream.done;
@@ -146,8 +148,15 @@ void queue(const StreamPtr& stream, Item item) {
       item.waits.push_back({legacy->second, legacy->second->queued});
     }
   }
+  item.due = streams.looks + settings().lag;
   stream->items.push_back(std::move(item));
   ++stream->queued;
+  pump();
+}
+
+/// Somebody asks whether work is done: with KVSIM_LAG it is not at once.
+void look() {
+  ++all().looks;
   pump();
 }
 
@@ -155,6 +164,9 @@ void queue(const StreamPtr& stream, Item item) {
 template <class Reached>
 void wait(std::unique_lock<std::mutex>& lock, Reached reached) {
   constexpr auto kLookAgain = std::chrono::microseconds(500);
+  pump();
+  if (reached()) return;
+  all().looks += settings().lag;  // all that is queued by now
   pump();
   while (!reached()) {
     if (settings().hold.empty()) {
@@ -209,6 +221,7 @@ CUresult create_stream(CUstream* handle, unsigned flags, int priority) {
   const std::lock_guard lock(all().mutex);
   auto stream = std::make_shared<Stream>();
   stream->context = current_context();
+  if (const CUresult grown = grow(stream->context); grown != CUDA_SUCCESS) return grown;
   stream->flags = flags;
   stream->priority = std::clamp(priority, kHighestPriority, kLowestPriority);
   stream->id = all().next;
@@ -232,7 +245,7 @@ CUresult destroy_stream(CUstream handle) {
 CUresult query_stream(CUstream handle) {
   return with_stream(handle, [&](const StreamPtr& stream, auto&) {
     if (const CUresult refused = refuse_captured(handle); refused != CUDA_SUCCESS) return refused;
-    pump();
+    look();
     return stream->idle() ? CUDA_SUCCESS : CUDA_ERROR_NOT_READY;
   });
 }
@@ -287,6 +300,16 @@ CUresult enqueue(CUstream handle, std::function<void()> run) {
   });
 }
 
+CUresult enqueue_kernel(CUstream handle, std::function<void()> run) {
+  const CUresult loaded = with_stream(handle, [&](const StreamPtr& stream, auto&) {
+    if (stream->context->has_kernels) return CUDA_SUCCESS;
+    const CUresult grown = grow(stream->context);
+    stream->context->has_kernels = grown == CUDA_SUCCESS;
+    return grown;
+  });
+  return loaded == CUDA_SUCCESS ? enqueue(handle, std::move(run)) : loaded;
+}
+
 CUresult create_event(CUevent* handle, unsigned flags) {
   constexpr unsigned kKnown =
       CU_EVENT_BLOCKING_SYNC | CU_EVENT_DISABLE_TIMING | CU_EVENT_INTERPROCESS;
@@ -332,7 +355,7 @@ CUresult record_event(CUevent handle, CUstream stream_handle) {
 CUresult query_event(CUevent handle) {
   return with_event(handle, [](const Event& event, auto&) {
     if (event.captured) return CUDA_ERROR_CAPTURED_EVENT;
-    pump();
+    look();
     return reached(event.at) ? CUDA_SUCCESS : CUDA_ERROR_NOT_READY;
   });
 }

@@ -6,6 +6,9 @@
 //
 // hold(stream) queues an item that runs until release(stream): a kernel that takes its time. What
 // is queued behind it, and what waits for that, is then pending: queries answer NOT_READY.
+//
+// With KVSIM_LAG work also waits for looks: an item runs when the process has asked so many times
+// since whether something is done, or when a call waits for it.
 #pragma once
 
 #include <cstdint>
@@ -43,6 +46,8 @@ CUresult stream_facts(CUstream handle, StreamFacts* facts);
 /// Queues `run`; it is carried out by this call when nothing is in its way, otherwise by the call
 /// that takes away what is. `run` must not touch streams.
 CUresult enqueue(CUstream handle, std::function<void()> run);
+/// As enqueue(). The first kernel of a context makes it grow: its code is loaded then.
+CUresult enqueue_kernel(CUstream handle, std::function<void()> run);
 
 CUresult create_event(CUevent* handle, unsigned flags);
 CUresult destroy_event(CUevent handle);

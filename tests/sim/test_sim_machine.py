@@ -389,3 +389,62 @@ def test_a_context_may_cost_memory(machine: dict[str, str]) -> None:
         return [before, with_context, gpu.lib.kvsim_used_bytes(0)]
 
     assert run(body, **machine, KVSIM_CONTEXT_BYTES="5M") == [0, 26 * MIB, 0]
+
+
+def test_a_context_may_grow_with_streams_and_its_first_kernel(machine: dict[str, str]) -> None:
+    def body() -> list[int]:
+        gpu = Driver().start()
+        used = [gpu.lib.kvsim_used_bytes(0)]
+        address, _ = gpu.mapped()
+        for _ in range(2):
+            gpu.call("cuMemsetD8_v2", address, 1, 1)
+            used.append(gpu.lib.kvsim_used_bytes(0))
+        made = gpu.get("cuStreamCreate", 0)
+        used.append(gpu.lib.kvsim_used_bytes(0))
+        gpu.call("cuStreamDestroy_v2", made)
+        gpu.call("cuDevicePrimaryCtxReset_v2", 0)
+        return [*used, gpu.lib.kvsim_used_bytes(0)]
+
+    used = run(body, **machine, KVSIM_CONTEXT_GROWTH="3M")
+    assert used == [0, PAGE + 4 * MIB, PAGE + 4 * MIB, PAGE + 8 * MIB, PAGE]
+
+
+def test_a_context_does_not_grow_on_a_full_device(machine: dict[str, str]) -> None:
+    def body() -> list[str]:
+        gpu = Driver().start()
+        address, handles = gpu.mapped(16)
+        made = ctypes.byref(ctypes.c_uint64())
+        asked = [gpu.ask("cuStreamCreate", made, 0), gpu.ask("cuMemsetD8_v2", address, 1, 1)]
+        gpu.call("cuMemUnmap", address, PAGE)
+        gpu.call("cuMemRelease", handles[0])
+        return [*asked, gpu.ask("cuMemsetD8_v2", address + PAGE, 1, 1)]
+
+    asked = run(body, **machine, KVSIM_CONTEXT_GROWTH="2M")
+    assert asked == [OUT_OF_MEMORY, OUT_OF_MEMORY, "CUDA_SUCCESS"]
+
+
+def test_memory_of_the_dead_may_linger(machine: dict[str, str], tmp_path: Path) -> None:
+    linger = tmp_path / "linger"
+    linger.touch()
+    machine |= {"KVSIM_LINGER": str(linger)}
+    holder = start(hold(16), **machine)
+    assert holder.channel.recv(16) == b"held"
+    holder.kill()
+    assert run(free_bytes, **machine) == 0
+    linger.unlink()
+    assert run(free_bytes, **machine) == 16 * PAGE
+
+
+def test_memory_may_return_before_a_process_ends(machine: dict[str, str]) -> None:
+    def body(channel: socket.socket) -> None:
+        gpu = Driver().start()
+        gpu.mapped(16)
+        gpu.lib.kvsim_drop_memory()
+        channel.send(b"dropped")
+        channel.recv(1)
+
+    dying = start(body, **machine)
+    assert dying.channel.recv(16) == b"dropped"
+    assert run(free_bytes, **machine) == 16 * PAGE
+    dying.kill()
+    assert run(free_bytes, **machine) == 16 * PAGE

@@ -316,3 +316,50 @@ def test_a_call_waits_for_room_in_a_full_stream() -> None:
         return [*before, gpu.ask("cuEventQuery", made)]
 
     assert run(body, KVSIM_QUEUE="4") == [False, NOT_READY, SUCCESS]
+
+
+def test_work_that_lags_runs_when_somebody_looks_or_waits() -> None:
+    def body() -> list[object]:
+        gpu = Driver().start()
+        address, _ = gpu.mapped()
+        own = stream(gpu)
+        gpu.call("cuMemsetD8Async", address, 7, 1, own)
+        done = recorded(gpu, own)
+        found: list[object] = [ctypes.string_at(address, 1).hex()]
+        found += [gpu.ask("cuEventQuery", done) for _ in range(4)]
+        found.append(ctypes.string_at(address, 1).hex())
+        for wait, what in (("cuEventSynchronize", done), ("cuStreamSynchronize", own)):
+            gpu.call("cuMemsetD8Async", address, len(found), 1, own)
+            gpu.call("cuEventRecord", done, own)
+            gpu.call(wait, what)
+            found.append(ctypes.string_at(address, 1).hex())
+        return found
+
+    looks = [NOT_READY, NOT_READY, NOT_READY, SUCCESS]
+    assert run(body, KVSIM_LAG="4") == ["00", *looks, "07", "06", "07"]
+
+
+def test_work_behind_a_held_stream_lags_too() -> None:
+    def body() -> list[str]:
+        gpu = Driver().start()
+        held = stream(gpu)
+        gpu.call("kvsim_hold_stream", held)
+        done = recorded(gpu, held)
+        answers = [gpu.ask("cuEventQuery", done) for _ in range(3)]
+        gpu.call("kvsim_release_stream", held)
+        return [*answers, gpu.ask("cuStreamQuery", held)]
+
+    assert run(body, KVSIM_LAG="2") == [NOT_READY, NOT_READY, NOT_READY, SUCCESS]
+
+
+def test_a_full_queue_that_lags_lets_the_next_entry_in() -> None:
+    def body() -> str:
+        gpu = Driver().start()
+        address, _ = gpu.mapped()
+        own = stream(gpu)
+        for _ in range(5):
+            gpu.call("cuMemsetD8Async", address, 7, 1, own)
+        gpu.call("cuCtxSynchronize")
+        return gpu.ask("cuStreamQuery", own)
+
+    assert run(body, KVSIM_LAG="1000", KVSIM_QUEUE="2") == SUCCESS
