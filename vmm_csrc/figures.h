@@ -78,6 +78,8 @@ class Figures {
   bool has_page_to_watch() const { return accounting_.held_pages() > 1; }
   /// So many pages have come or gone on a GPU.
   void note_moved(std::uint64_t pages) { moved_bytes_ += pages * accounting_.page_bytes(); }
+  /// A GPU has refused a page that its ledger had granted: it is looked at as after a large move.
+  void note_refused() { moved_bytes_ = kLargeMoveBytes; }
   /// Whether they are so many that the device is to be looked at. Asked once for each time.
   bool take_large_move();
 

@@ -164,17 +164,26 @@ void Keeper::pass_bells_on(const LedgerMember& member) {
   }
 }
 
-/// Looks what strangers hold of a GPU: now and then, and soon after much has come or gone, or when
-/// a look was not certain.
+/// Looks what strangers hold of a GPU: now and then, and soon after much has come or gone, when a
+/// look was not certain, or when a page was refused. Then it also says when there is memory again.
 void Keeper::look_at_devices() {
   const bool moved = pool_->take_large_move();
   const Clock::time_point now = Clock::now();
   if (now < next_device_look_ && !moved) return;
   const Sight sight = pool_->see_devices();
   device_is_shared_ = sight != Sight::kNone;
-  const bool certain = sight == Sight::kExact || sight == Sight::kNone;
+  Refusals refusals = pool_->refusals();
+  if (!device_is_shared_) refusals.is_unanswered = false;
+  // Not at the look that a refusal has called for: where the driver goes on refusing what the
+  // ledger has room for, the engine is to ask it again at ever longer intervals.
+  if (refusals.is_unanswered && !moved && pool_->places()->room() > 0) {
+    pool_->note_memory();
+    refusals.is_unanswered = false;
+  }
+  const bool certain = (sight == Sight::kExact || sight == Sight::kNone) && !refusals.is_unanswered;
   // Less and less often: a member that was stopped half-way must not keep this thread busy.
-  const std::int64_t again_ns = certain ? kDeviceLookNs : kPursuitNs << unsure_looks_;
+  const int doublings = std::max(unsure_looks_, refusals.in_a_row - 1);
+  const std::int64_t again_ns = certain ? kDeviceLookNs : kPursuitNs << doublings;
   unsure_looks_ = certain ? 0 : std::min(unsure_looks_ + 1, kMostUnsureLooks);
   next_device_look_ = now + std::chrono::nanoseconds(again_ns);
 }

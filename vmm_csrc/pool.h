@@ -249,6 +249,7 @@ class Pool {
   bool arm_memory_watch();
   /// There is memory for another page. Whoever waits hears of it, where a page was refused before.
   void note_memory();
+  Refusals refusals() const;
 
   /// Sets the limit without giving anything back yet. Waits for the session.
   LimitState set_limit(std::uint64_t limit_bytes);

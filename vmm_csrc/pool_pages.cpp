@@ -54,6 +54,14 @@ void PoolPages::note_moved(std::uint64_t pages) {
   if (places_ && works_behind()) figures_.note_moved(pages);
 }
 
+/// Others than instances hold what the ledger has granted, or a dead process still does: the device
+/// is looked at now.
+void PoolPages::note_refused() {
+  refused_ = true;
+  refusals_ = std::min(refusals_ + 1, kMostRefusals);
+  if (places_ && works_behind()) figures_.note_refused();
+}
+
 /// Remembers a failure after which nobody knows what is mapped. A page that is said to be mapped
 /// and is not would be a fault in the engine, far from here.
 void PoolPages::note_if_final(const Status& answered) {
@@ -128,10 +136,11 @@ Status PoolPages::map_granted(Lock& lock, const std::vector<PageIndex>& batch) {
     counters_.add(Counter::kPagesCreated, batch.size());
     counters_.add(Counter::kPagesMapped, batch.size());
     note_moved(batch.size());
+    refusals_ = 0;
     if (places_) places_->arrived(batch.size());
   } else {
     accounting_.let_go(batch.size());
-    refused_ = refused_ || mapped.error().code == Errc::kOutOfMemory;
+    if (mapped.error().code == Errc::kOutOfMemory) note_refused();
     // After a final failure nobody knows what is mapped: what was granted stays taken, and on its
     // way.
     if (places_ && !accounting_.failure()) places_->give_back(batch.size());

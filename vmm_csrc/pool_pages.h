@@ -38,6 +38,13 @@ inline constexpr std::uint64_t kLargestGpuBatchBytes = std::uint64_t{512} << 20;
 /// A call holds up all other calls to its device, and takes longer with each handle: an H100 took
 /// 13 ms for 256.
 inline constexpr std::uint64_t kMostGpuBatchHandles = 16;
+inline constexpr int kMostRefusals = 10;
+
+/// Pages that were refused for want of memory although they were granted.
+struct Refusals {
+  bool is_unanswered;  ///< since memory was last said to be there
+  int in_a_row;        ///< since pages were last mapped, kMostRefusals at most
+};
 
 /// A failure that a later try cannot mend: the caller must hear of it. Anything else is "no blocks
 /// now", which an engine's scheduler knows how to live with.
@@ -110,6 +117,7 @@ class PoolPages {
   std::vector<pid_t> other_processes() const { return backing_->other_processes(); }
   /// Whether a page was refused for want of memory since this was last asked.
   bool take_refusal() { return std::exchange(refused_, false); }
+  Refusals refusals() const { return {refused_, refusals_}; }
 
  private:
   class Unlocked;
@@ -125,6 +133,7 @@ class PoolPages {
   Status unmap_now(std::span<const PageIndex> batch);
   void end_unmap(std::span<const PageIndex> batch, const Status& unmapped);
   void note_moved(std::uint64_t pages);
+  void note_refused();
   void note_if_final(const Status& answered);
 
   Accounting& accounting_;
@@ -135,6 +144,7 @@ class PoolPages {
   const std::shared_ptr<Places> places_;  // null: nobody shares the device
   std::condition_variable settled_;
   bool refused_ = false;
+  int refusals_ = 0;
 };
 
 }  // namespace kvelastic

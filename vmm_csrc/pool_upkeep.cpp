@@ -172,6 +172,11 @@ void Pool::note_memory() {
   if (pages_.take_refusal()) figures_.arrivals.note();
 }
 
+Refusals Pool::refusals() const {
+  const Lock lock(mutex_);
+  return pages_.refusals();
+}
+
 // --- figures ---------------------------------------------------------------------------------
 
 std::vector<BlockId> Pool::pinned() const {

@@ -31,10 +31,9 @@ NAP_S = 0.01
 _LONGEST_PAUSE_S = 10.0
 """The scheduler is asked again after a pause all the same, which doubles up to this.
 
-Not for memory, which ends the nap at once, but for what requests may wait for besides (a grammar
-that is compiled, say) and for a driver that was out of memory: neither tells anybody. Each time
-a worker may get an empty step, and poll for seconds for the next one: once a second would keep its
-core busy.
+Not for memory, which ends the nap at once, but for what requests may wait for besides: a grammar
+that is compiled, say, which sends no event. Each time a worker may get an empty step, and poll for
+seconds for the next one: once a second would keep its core busy.
 """
 
 _log = logging.getLogger("kvelastic")

@@ -9,6 +9,7 @@ As a program it reads commands from stdin, one JSON array a line, and answers ea
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import signal
@@ -71,11 +72,12 @@ class Instance(LineProgram):
 
 
 def serve() -> None:
+    from kvelastic import _vmm
     from kvelastic.config import configure_logging, load
-    from kvelastic.device import host
+    from kvelastic.device import HOST, reserve_range, resolve
     from kvelastic.errors import KvelasticError
     from kvelastic.layout import PageLayout
-    from kvelastic.pool import local_range, open_pool
+    from kvelastic.pool import open_pool
 
     def answer(value: object) -> None:
         print(json.dumps(value), flush=True)
@@ -84,7 +86,10 @@ def serve() -> None:
     configure_logging(settings)
     pages = int(sys.argv[1]) if len(sys.argv) > 1 else PAGES
     layout = PageLayout(PAGE_BYTES // BLOCKS_PER_PAGE, 1, BLOCKS_PER_PAGE, PAGE_BYTES)
-    device = host(settings)
+    device = resolve(os.environ.get("KVELASTIC_DEVICE", HOST), settings)
+    driver = device.driver()
+    if isinstance(driver, _vmm.CudaDriver):
+        driver.use_streams([])  # no kernel uses the pages
     try:
         pool = open_pool(
             settings,
@@ -94,7 +99,7 @@ def serve() -> None:
             block_tokens=16,
             engine="test",
             devices=[device],
-            memory=local_range(device),
+            memory=lambda _, geometry: reserve_range(driver, geometry, guard_pages=False),
             reserve_bytes=settings.reserve or 0,
         )
     except KvelasticError as error:
@@ -119,6 +124,10 @@ def serve() -> None:
                 answer(blocks.arrivals)
             elif verb == "engine_sleeps":
                 pool.segment.record.set_engine_asleep(*arguments)
+                answer(None)
+            elif verb == "drop_memory":
+                # As a dying process's, on a simulated GPU: its locks are still held.
+                ctypes.CDLL("libcuda.so.1").kvsim_drop_memory()
                 answer(None)
             elif verb == "available":
                 answer(blocks.available_size())

@@ -1,0 +1,100 @@
+"""A GPU's memory of a killed process returns before its liveness lock, or after it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from ledger_instance import BLOCKS_PER_PAGE, PAGE_BYTES, Instance
+from simulated_machine import SimulatedMachine
+from waiting import wait_until
+
+from kvelastic import ledger, segment
+
+CAPACITY = 30
+"""Pages: 0.95 of a device of 32."""
+HELD = 24
+
+
+@pytest.fixture
+def gpu(tmp_path: Path) -> Iterator[SimulatedMachine]:
+    with SimulatedMachine(
+        tmp_path,
+        memory_bytes=32 * PAGE_BYTES,
+        KVELASTIC_DEVICE="cuda",
+        KVELASTIC_LEDGER=f"kvtest-dead-{os.getpid()}",
+        KVELASTIC_PAGE_PREALLOC_ENABLED="false",
+        KVSIM_LINGER=str(tmp_path / "linger"),
+    ) as machine:
+        yield machine
+    ledger.reap()
+    segment.reap()
+
+
+def blocks_of(pages: int) -> int:
+    """All blocks of so many pages, with the null block."""
+    return pages * BLOCKS_PER_PAGE - 1
+
+
+def others_pages(gpu: SimulatedMachine) -> int:
+    """What the ledger takes for other processes' memory."""
+    group = gpu.environment["KVELASTIC_LEDGER"]
+    (info,) = (info for info in ledger.list_ledgers() if info.group == group)
+    return info.others_bytes // PAGE_BYTES
+
+
+def test_memory_that_returns_later_is_noticed(gpu: SimulatedMachine, tmp_path: Path) -> None:
+    """An engine that waits for blocks hears of them, although it asks for none meanwhile."""
+    linger = tmp_path / "linger"
+    linger.touch()
+    with Instance(**gpu.environment) as victim, Instance(**gpu.environment) as heir:
+        assert victim.alloc(blocks_of(HELD)) is not None
+        assert heir.alloc(blocks_of(2)) is not None
+        victim.kill()
+        assert heir.alloc(20 * BLOCKS_PER_PAGE) is None, "the ledger grants it, the driver refuses"
+        seen = heir.ask("arrivals")
+        assert gpu.used_bytes() > HELD * PAGE_BYTES
+        linger.unlink()
+        wait_until(lambda: heir.ask("arrivals") != seen, "no blocks are said to have come")
+        assert heir.alloc(20 * BLOCKS_PER_PAGE) is not None
+
+
+def test_memory_that_does_not_return_is_another_processs(
+    gpu: SimulatedMachine, tmp_path: Path
+) -> None:
+    """A refusal has the device looked at: what lingers counts, and is not granted again."""
+    (tmp_path / "linger").touch()
+    with Instance(**gpu.environment) as victim, Instance(**gpu.environment) as heir:
+        assert victim.alloc(blocks_of(HELD)) is not None
+        assert heir.alloc(blocks_of(2)) is not None
+        victim.kill()
+        assert heir.alloc(20 * BLOCKS_PER_PAGE) is None
+        wait_until(lambda: others_pages(gpu) == HELD, "it is not counted")
+        heir.ask("check_integrity")
+
+
+def test_memory_that_returns_first_hides_no_strangers(
+    gpu: SimulatedMachine, tmp_path: Path
+) -> None:
+    """Between the two the dead member's grant stands, and a stranger's memory seems to be its."""
+    strangers = 5
+    stranger_environment = gpu.environment | {"KVELASTIC_LEDGER": f"kvtest-other-{os.getpid()}"}
+    with (
+        Instance(**stranger_environment) as stranger,
+        Instance(**gpu.environment) as victim,
+        Instance(**gpu.environment) as heir,
+    ):
+        assert stranger.alloc(blocks_of(strangers)) is not None
+        assert victim.alloc(blocks_of(20)) is not None
+        assert heir.alloc(blocks_of(2)) is not None
+        victim.ask("drop_memory")
+        assert gpu.used_bytes() == (strangers + 2) * PAGE_BYTES
+        assert heir.alloc(20 * BLOCKS_PER_PAGE) is None, "the victim may live"
+        victim.kill()
+        free = CAPACITY - strangers - 2
+        wait_until(lambda: heir.alloc(free * BLOCKS_PER_PAGE) is not None, "it is not granted")
+        wait_until(lambda: others_pages(gpu) == strangers, "strangers are not counted")
+        assert heir.alloc(strangers * BLOCKS_PER_PAGE) is None
+        heir.ask("check_integrity")
