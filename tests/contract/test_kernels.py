@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+import gpu_cases
 import pytest
 from native_pools import HUGE
 from processes import PROGRAMS, run_python
@@ -336,19 +337,7 @@ def test_a_graph_is_captured_beside_maps_and_unmaps(library: str) -> None:
 
 # ----------------------------------------------------------------------------- in one process
 
-CASES = (
-    "an_alloc_goes_on_while_an_unmap_waits",
-    "an_alloc_goes_on_while_a_move_waits",
-    "no_page_goes_from_under_a_kernel",
-    "a_stream_that_the_default_one_does_not_order",
-    "a_kernel_of_the_default_stream",
-    "nobody_said_which_streams",
-    "no_kernel_uses_the_pages",
-    "a_capture_goes_on_beside_every_call",
-    "a_capture_of_the_stream_itself_is_waited_for",
-    "streams_and_events_are_given_back",
-    "a_failed_wait_leaves_no_event",
-)
+CASES = sorted(name[5:] for name in vars(gpu_cases) if name.startswith("case_"))
 
 
 @pytest.mark.slow

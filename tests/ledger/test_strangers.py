@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
+from ledger_instance import Instance
 from processes import PROGRAMS, run_python
 from simulated_machine import SimulatedMachine
+from waiting import wait_until
+
+from kvelastic import ledger
 
 STRANGERS = 5
 PROGRAM = """
@@ -76,3 +81,25 @@ def test_pages_on_their_way_are_no_strangers_and_hide_none(tmp_path: Path) -> No
         f"after a change in the middle of a look: exact, {STRANGERS}",
         "without the stranger: exact, 0",
     ]
+
+
+def test_used_and_free_memory_are_of_one_call(tmp_path: Path) -> None:
+    """What cuDeviceTotalMem says is another sum: once the device is open nothing asks for it."""
+    group = f"kvtest-one-call-{os.getpid()}"
+    with (
+        SimulatedMachine(
+            tmp_path,
+            memory_bytes=64 << 20,
+            KVELASTIC_DEVICE="cuda",
+            KVELASTIC_LEDGER=group,
+            KVSIM_CONTEXT_BYTES="6M",
+            KVSIM_FAIL="cuDeviceTotalMem:2-:CUDA_ERROR_UNKNOWN",
+        ) as machine,
+        Instance(**machine.environment),
+    ):
+
+        def others_bytes() -> int:
+            (info,) = (info for info in ledger.list_ledgers() if info.group == group)
+            return info.others_bytes
+
+        wait_until(lambda: others_bytes() == 6 << 20, "the context is not counted")

@@ -46,17 +46,18 @@ void set_sticky_error(CUresult result) {
 
 namespace detail {
 
-CUresult before(Function function, Needs needs) {
-  if (is_question(function)) return CUDA_SUCCESS;
+std::optional<CUresult> before(Function function, Needs needs) {
+  if (is_question(function)) return std::nullopt;
   if (forked.load()) return CUDA_ERROR_NOT_INITIALIZED;
-  if (const auto fault = FaultPlan::instance().next(function)) return *fault;
-  if (needs == Needs::kNothing) return CUDA_SUCCESS;  // cuInit
+  if (const auto fault = FaultPlan::instance().next(function)) return fault;
+  if (needs == Needs::kNothing) return std::nullopt;  // cuInit
   if (!initialised.load()) return CUDA_ERROR_NOT_INITIALIZED;
   if (const CUresult sticky = sticky_error.load(); sticky != CUDA_SUCCESS) return sticky;
   if (needs == Needs::kContext) {
     if (const CUresult none = check_current_context(); none != CUDA_SUCCESS) return none;
   }
-  return check_captures(function);
+  if (const CUresult unsafe = check_captures(function); unsafe != CUDA_SUCCESS) return unsafe;
+  return std::nullopt;
 }
 
 void after(Function function, CUresult result, std::uint64_t began_ns) {

@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <mutex>
 #include <new>
+#include <optional>
 
 #include "api.h"
 #include "delays.h"
@@ -28,8 +29,8 @@ bool is_initialised();
 void set_sticky_error(CUresult result);
 
 namespace detail {
-/// What the call must answer without being carried out; CUDA_SUCCESS: carry it out.
-CUresult before(Function function, Needs needs);
+/// What the call must answer without being carried out; none: carry it out.
+std::optional<CUresult> before(Function function, Needs needs);
 void after(Function function, CUresult result, std::uint64_t began_ns);
 }  // namespace detail
 
@@ -39,8 +40,9 @@ CUresult call(Function function, Needs needs, Body body) noexcept {
   const std::uint64_t began_ns = now_ns();
   CUresult result = CUDA_ERROR_UNKNOWN;
   try {
-    result = detail::before(function, needs);
-    if (result == CUDA_SUCCESS) {
+    if (const auto answer = detail::before(function, needs)) {
+      result = *answer;
+    } else {
       result = body();
       Delays::instance().spend(function, Work{}, began_ns);
     }
@@ -59,8 +61,9 @@ CUresult vmm_call(Function function, Body body) noexcept {
   const std::uint64_t began_ns = now_ns();
   CUresult result = CUDA_ERROR_UNKNOWN;
   try {
-    result = detail::before(function, Needs::kInit);
-    if (result == CUDA_SUCCESS) {
+    if (const auto answer = detail::before(function, Needs::kInit)) {
+      result = *answer;
+    } else {
       const std::lock_guard lock(driver_mutex());
       const std::uint64_t turn_ns = now_ns();  // waiting for others is not paid for
       Work work;
