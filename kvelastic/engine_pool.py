@@ -179,12 +179,10 @@ def device_for(settings: Config, engine: str, *, gpu: int | None, gpu_model: str
         return resolve("cpu", settings)
     device = resolve(f"cuda:{gpu}", settings)
     _log.info(
-        "The KV cache is on %s (%s).%s",
+        "The KV cache is on %s (%s). %s",
         device.name,
         gpu_model,
-        ""
-        if gpu_table.has_run(gpu_model)
-        else " No GPU of this model is in the table of docs/gpu.md yet: please report how it went.",
+        gpu_table.experience(gpu_model),
     )
     return device
 

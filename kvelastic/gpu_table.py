@@ -27,9 +27,28 @@ ROWS: Final = (
 )
 
 
+NOT_RUN: Final = ("FlashAttention", "tensor parallel", "SGLang")
+"""What no GPU has run on kvelastic yet."""
+
+
 def has_run(gpu: str, rows: Sequence[Row] = ROWS) -> bool:
     """Whether a GPU of that name is in the table as seen."""
-    return any(row.how == "seen" and row.gpu == gpu for row in rows)
+    return any(_is_seen(row, gpu) for row in rows)
+
+
+def experience(gpu: str, rows: Sequence[Row] = ROWS) -> str:
+    """What a GPU of that name has run, and what none has, as sentences of a log."""
+    seen = [f"{row.attention} (driver {row.driver})" for row in rows if _is_seen(row, gpu)]
+    if not seen:
+        return "No GPU of this model is in the table of docs/gpu.md yet: please report how it went."
+    return (
+        f"GPUs of this model have run kvelastic with {'; '.join(seen)}. Not run on any GPU yet:"
+        f" {', '.join(NOT_RUN)}."
+    )
+
+
+def _is_seen(row: Row, gpu: str) -> bool:
+    return row.how == "seen" and row.gpu == gpu
 
 
 def markdown() -> str:

@@ -145,7 +145,7 @@ def _vmm(gpu: Gpu, facts: Facts) -> Finding:
 def _seen(gpu: Gpu, table: Sequence[gpu_table.Row]) -> Finding:
     check, name = "gpu.seen", f"cuda:{gpu.ordinal} {gpu.name}"
     if gpu_table.has_run(gpu.name, table):
-        return Finding(check, "ok", f"{name}: GPUs of this model have run kvelastic", "")
+        return Finding(check, "ok", f"{name}: {gpu_table.experience(gpu.name, table)}", "")
     rows = "; ".join(f"{row.gpu} ({row.attention}): {row.how}" for row in table)
     return Finding(
         check,

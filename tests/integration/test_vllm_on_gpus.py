@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -153,6 +154,18 @@ def test_the_documentation_has_the_table() -> None:
     text = (Path(__file__).parents[2] / "docs" / "gpu.md").read_text()
     assert gpu_table.markdown() in text
     assert not gpu_table.has_run("the simulated driver")
+
+
+def test_the_log_says_what_a_gpu_has_run_and_what_none_has(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    h100 = replace(GPU, name="GPU-2", model="NVIDIA H100 80GB HBM3")
+    with caplog.at_level("INFO", "kvelastic"):
+        scheduler_side._places(config.Config(), [h100, GPU])
+    seen, unseen = (record.getMessage() for record in caplog.records)
+    assert "vLLM's Triton kernels, V2 runner (driver 580.159.04)" in seen
+    assert "Not run on any GPU yet: FlashAttention, tensor parallel, SGLang." in seen
+    assert "No GPU of this model is in the table" in unseen
 
 
 @pytest.mark.parametrize(

@@ -342,13 +342,10 @@ def _places(settings: config.Config, devices: Sequence[DeviceFacts]) -> list[Dev
         return [host(settings)] * len(devices)
     for device in {each.name: each for each in devices}.values():
         _log.info(
-            "The KV cache is on %s (%s).%s",
+            "The KV cache is on %s (%s). %s",
             device.name,
             device.model,
-            ""
-            if gpu_table.has_run(device.model)
-            else " No GPU of this model is in the table of docs/gpu.md yet: please report how it"
-            " went.",
+            gpu_table.experience(device.model),
         )
     return [
         Device(
