@@ -1,14 +1,15 @@
 // `kvelastic._vmm`: copies between blocks of a range in this process and buffers of Python.
 #include <nanobind/nanobind.h>
 
-#include <cstring>
 #include <span>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "bind_buffers.h"
 #include "bind_errors.h"
 #include "bind_ids.h"
+#include "host_copies.h"
 #include "range.h"
 
 namespace nb = nanobind;
@@ -50,22 +51,21 @@ enum class Direction : std::uint8_t { kIntoBlocks, kOutOfBlocks };
 /// All or nothing: every block is looked at before the first byte is copied.
 Status copy_all(const Range& range, const std::vector<BlockId>& ids, const Buffers& buffers,
                 Direction direction) {
-  std::vector<std::byte*> addresses;
-  addresses.reserve(ids.size());
+  std::vector<MemoryCopy> copies;
+  copies.reserve(ids.size());
+  std::size_t bytes = 0;
   for (std::size_t i = 0; i < ids.size(); ++i) {
     Result<std::byte*> address = block_address(range, ids[i], buffers[i].size());
     if (!address) return address.error();
-    addresses.push_back(*address);
-  }
-  for (std::size_t i = 0; i < ids.size(); ++i) {
     const std::span<std::byte> buffer = buffers[i];
-    if (buffer.empty()) continue;
     if (direction == Direction::kIntoBlocks) {
-      std::memcpy(addresses[i], buffer.data(), buffer.size());
+      copies.push_back({*address, buffer.data(), buffer.size()});
     } else {
-      std::memcpy(buffer.data(), addresses[i], buffer.size());
+      copies.push_back({buffer.data(), *address, buffer.size()});
     }
+    bytes += buffer.size();
   }
+  copy_memory(copies, copy_threads(bytes, std::thread::hardware_concurrency()));
   return ok();
 }
 

@@ -57,7 +57,11 @@ EXIT_S = 2.0
 ERASE_S = 60.0
 """How long `erase` and `forget` wait for a store."""
 LOAD_BATCH = 8
-"""Blocks of one read: deep enough for a disk, small enough that the first are copied early."""
+"""Blocks of one read at least: deep enough for a disk."""
+LOAD_BATCH_BYTES = 8 << 20
+"""Of one read, where blocks are small: each read and each copy has a price of its own."""
+LOAD_BATCHES = 4
+"""Of one load at least: while one is copied to the device the next is read."""
 
 _LOOK_S = 0.25
 """How often it looks whether a tier that it waits for is stalled."""
@@ -221,7 +225,7 @@ class Tiers:
         nearest_kept = self._tiers_that_take()[:1]
         graph = load_graph(
             segments,
-            batch=min(LOAD_BATCH, max(1, self._staging.slots // 4)),
+            batch=self._load_batch(len(ids)),
             promote_to=nearest_kept[0] if nearest_kept else NO_TIER,
             copies=self._rules.copies,
         )
@@ -251,6 +255,12 @@ class Tiers:
         if not self._is_current(match.epoch):  # erased in between, which did not see this run
             run.cancel()
         return Load(ids, run)
+
+    def _load_batch(self, count: int) -> int:
+        """Blocks of one read of a load of `count`; staging has room for four of them."""
+        of_bytes = LOAD_BATCH_BYTES // self._staging.record_bytes
+        batch = max(LOAD_BATCH, min(of_bytes, -(-count // LOAD_BATCHES)))
+        return min(batch, max(1, self._staging.slots // 4))
 
     def _is_current(self, epoch: int) -> bool:
         """Whether nothing was erased since."""

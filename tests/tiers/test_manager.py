@@ -134,6 +134,20 @@ def test_a_cancelled_load_touches_nothing_when_it_is_done(world) -> None:
     assert not world.pool.blocks
 
 
+@pytest.mark.parametrize(("count", "batches"), [(8, 1), (20, 3), (32, 4), (400, 4)])
+def test_a_load_of_small_blocks_reads_many_at_once(count: int, batches: int) -> None:
+    """Each read has a price of its own, and with four of them reads and copies overlap."""
+    world = World(slots=512)
+    world.fill(near=range(count), far=[])
+    with world.tiers.match(keys_of(range(count))) as match:
+        load = world.tiers.load(match, list(range(1000, 1000 + count)))
+    assert load.wait(DEADLINE_S)
+    assert load.count == count
+    assert not load.failed
+    assert (world.near.calls, world.pool.calls) == (batches, batches)
+    assert world.tiers.close(DEADLINE_S) == []
+
+
 @pytest.mark.parametrize("reason", ["reclaim", "limit", "sleep"])
 def test_shrinking_gets_its_blocks_cleaned(world, reason) -> None:
     world.pool.put_dirty(range(40))
