@@ -44,6 +44,7 @@ class HostSlots:
         """A record of `world` lies in `block` from now on."""
         missing = slot + 1 - len(self._blocks)
         if missing > 0:
+            missing += len(self._blocks) // 2  # slots come one after the other
             self._blocks.extend([GONE] * missing)
             self._worlds.extend([0] * missing)
             self._put_at_s.extend([0.0] * missing)

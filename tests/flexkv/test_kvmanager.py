@@ -38,8 +38,10 @@ from kvelastic.flexkv.common.request import KVResponseStatus
 from kvelastic.flexkv.common.transfer import DeviceType, TransferOpGraph
 from kvelastic.flexkv.kvmanager import KVManager
 from kvelastic.flexkv.kvtask import KVTaskEngine, TaskStatus
+from kvelastic.flexkv.storage.storage_engine import rank_layout
 from kvelastic.flexkv.transfer.scheduler import TransferScheduler
 from kvelastic.flexkv.transfer.transfer_engine import TransferEngine
+from kvelastic.flexkv.transfer.worker import GPUCPUTransferWorker
 
 
 @pytest.fixture
@@ -899,6 +901,25 @@ def test_a_get_that_fails_says_which_tokens_came(with_disk: Engine) -> None:
     came = int(answer.return_mask.sum()) // TOKENS
     assert came == 3
     assert all(with_disk.holds(at, tokens, at) for at in range(came))
+
+
+@pytest.mark.parametrize(("staging_blocks", "calls"), [(1024, 1), (64, 2)])
+def test_small_blocks_are_moved_in_few_calls(
+    monkeypatch: pytest.MonkeyPatch, staging_blocks: int, calls: int
+) -> None:
+    copied: list[int] = []
+    copy_out = GPUCPUTransferWorker.copy_out
+
+    def counted(self: Any, ids: Any, staging: Any, slots: Any) -> None:
+        copied.append(len(ids))
+        copy_out(self, ids, staging, slots)
+
+    monkeypatch.setattr(GPUCPUTransferWorker, "copy_out", counted)
+    record_bytes = rank_layout(MODEL, cache_config(), 1).block_bytes
+    with running(cache_config(staging_bytes=staging_blocks * record_bytes)) as engine:
+        assert engine.put(prompt(1, 32)) == 32
+        assert engine.get(prompt(1, 32)) == 32
+    assert copied == [32 // calls] * calls
 
 
 # --- reset and shutdown ---------------------------------------------------------------------------

@@ -137,13 +137,9 @@ class TransferOp:
         """How many blocks it moves."""
         return len(self.keys) // KEY_BYTES
 
-    def key(self, at: int) -> bytes:
-        """The key of one block."""
-        return self.keys[at * KEY_BYTES : (at + 1) * KEY_BYTES]
-
-    def parent(self, at: int) -> bytes:
-        """What that one continues."""
-        return self.key(at - 1) if at else self.chain_after
+    def key_list(self) -> list[bytes]:
+        """The key of each block."""
+        return [self.keys[at : at + KEY_BYTES] for at in range(0, len(self.keys), KEY_BYTES)]
 
     @property
     def engine_side(self) -> BlockIds | None:

@@ -18,10 +18,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 
 from kvelastic.errors import InvalidArgumentError
 from kvelastic.flexkv.common.transfer import TransferOp, TransferOpGraph, TransferType
-from kvelastic.flexkv.transfer.worker import GPUCPUTransferWorker, TransferWorker, worker_for
+from kvelastic.flexkv.transfer.worker import (
+    MOST_BLOCKS,
+    GPUCPUTransferWorker,
+    TransferWorker,
+    worker_for,
+)
 from kvelastic.tiers.graph import Graph, Kind, Operation
 from kvelastic.tiers.run import Run
 
@@ -71,37 +77,39 @@ class _Lowering:
 
     def items_of(self, op: TransferOp) -> list[int]:
         """Its blocks as items; new ones come into batches of their own."""
-        if len({op.key(at) for at in range(op.num_blocks)}) != op.num_blocks:
+        keys = op.key_list()
+        if len(set(keys)) != len(keys):
             raise InvalidArgumentError(f"operation {op.op_id} names a block twice; name it once")
         engine = op.engine_side
         ids = (
-            [-1] * op.num_blocks
+            [-1] * len(keys)
             if engine is None
             else GPUCPUTransferWorker.engine_ids(op.dp_id, engine.tolist())
         )
-        items = []
-        in_batch = self.batch_blocks
-        for at in range(op.num_blocks):
-            key = op.key(at)
+        new = [at for at, key in enumerate(keys) if key not in self.item_of]
+        if engine is not None and len(new) < len(keys):
+            self._bind(op, keys, ids)
+        first = len(self.ids)
+        self.item_of.update((keys[at], item) for item, at in enumerate(new, first))
+        self.ids += [ids[at] for at in new]
+        parents = [op.chain_after, *keys[:-1]]
+        self.parents += [parents[at] for at in new]
+        self.batch_of += [self.batches + place // self.batch_blocks for place in range(len(new))]
+        self.batches += -(-len(new) // self.batch_blocks)
+        return [self.item_of[key] for key in keys]
+
+    def _bind(self, op: TransferOp, keys: Sequence[bytes], ids: Sequence[int]) -> None:
+        """The engine's blocks of keys that an operation before it has named."""
+        for key, block in zip(keys, ids, strict=True):
             item = self.item_of.get(key)
             if item is None:
-                if in_batch == self.batch_blocks:
-                    self.batches += 1
-                    in_batch = 0
-                in_batch += 1
-                item = self.item_of[key] = len(self.ids)
-                self.ids.append(ids[at])
-                self.parents.append(op.parent(at))
-                self.batch_of.append(self.batches - 1)
-            elif engine is not None:
-                if self.ids[item] not in (-1, ids[at]):
-                    raise InvalidArgumentError(
-                        f"operation {op.op_id} names block {engine[at]} for a key that another one"
-                        " has in another block; make a graph for each"
-                    )
-                self.ids[item] = ids[at]
-            items.append(item)
-        return items
+                continue
+            if self.ids[item] not in (-1, block):
+                raise InvalidArgumentError(
+                    f"operation {op.op_id} names block {block % MOST_BLOCKS} for a key that another"
+                    " one has in another block; make a graph for each"
+                )
+            self.ids[item] = block
 
     def add(self, at: int, op: TransferOp, items: Sequence[int], *, is_promotion: bool) -> None:
         """What one operation becomes, batch by batch."""
@@ -109,10 +117,7 @@ class _Lowering:
             return
         worker = worker_for(self.workers, op.transfer_type)
         fill, empty = worker.fill(op.transfer_type), worker.empty(op.transfer_type)
-        by_batch: dict[int, list[int]] = {}
-        for item in items:
-            by_batch.setdefault(self.batch_of[item], []).append(item)
-        for batch, some in by_batch.items():
+        for batch, some in self._by_batch(items).items():
             after = self._before(op, batch)
             unread = tuple(item for item in some if item not in self.filled_by)
             if unread:
@@ -128,19 +133,22 @@ class _Lowering:
     def promote(self, at: int, op: TransferOp, items: Sequence[int]) -> None:
         """The puts of an operation that another one in the stage has read on already."""
         empty = worker_for(self.workers, op.transfer_type).empty(op.transfer_type)
-        by_batch: dict[int, list[int]] = {}
-        for item in items:
-            by_batch.setdefault(self.batch_of[item], []).append(item)
         reads: dict[int, list[int]] = {}
         for place, operation in enumerate(self.operations):
             if operation.kind in (Kind.COPY_IN, Kind.GET):
                 reads.setdefault(operation.batch, []).append(place)
-        for batch, some in by_batch.items():
+        for batch, some in self._by_batch(items).items():
             after = tuple(reads[batch])
             self._push(
                 at,
                 Operation(empty.kind, tuple(some), empty.tier, after, batch, is_awaited=False),
             )
+
+    def _by_batch(self, items: Sequence[int]) -> dict[int, list[int]]:
+        found: dict[int, list[int]] = {}
+        for batch, some in groupby(items, self.batch_of.__getitem__):
+            found.setdefault(batch, []).extend(some)
+        return found
 
     def _push(self, at: int, operation: Operation) -> None:
         self.operations.append(operation)
@@ -211,11 +219,11 @@ def _read_on(ops: Sequence[TransferOp]) -> set[int]:
             continue
         for before in op.predecessors:
             predecessor = by_id.get(before)
-            if predecessor is not None and predecessor.transfer_type in (
+            if predecessor is None or predecessor.transfer_type not in (
                 TransferType.DISK2H,
                 TransferType.REMOTE2H,
             ):
-                wanted = {op.key(at) for at in range(op.num_blocks)}
-                if all(predecessor.key(at) in wanted for at in range(predecessor.num_blocks)):
-                    found.add(before)
+                continue
+            if set(predecessor.key_list()) <= set(op.key_list()):
+                found.add(before)
     return found
