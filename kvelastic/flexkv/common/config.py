@@ -145,6 +145,21 @@ class ModelConfig:
         return 1 if self.kv_dim == 1 else self.tp_size
 
     @property
+    def attn_tp_size(self) -> int:
+        """FlexKV's name for the ranks that share a token's heads: there is no attention by data."""
+        return self.tp_size
+
+    @property
+    def attn_cp_size(self) -> int:
+        """FlexKV's name for context-parallel ranks of attention."""
+        return self.cp_size
+
+    @property
+    def tp_size_per_node(self) -> int:
+        """FlexKV's name for a node's ranks: one node is served."""
+        return self.tp_size
+
+    @property
     def token_size_in_bytes(self) -> int:
         """Of one token in all layers and of all ranks."""
         row = self.num_kv_heads * self.head_size * item_bytes(self.dtype)
@@ -208,6 +223,11 @@ class CacheConfig:
     """Where requests are recorded (`common.tracer`); None: nowhere."""
     extra: dict[str, Any] = field(default_factory=dict)
     """For integrations; the library reads nothing of it."""
+
+    @property
+    def enable_kv_sharing(self) -> bool:
+        """FlexKV's name for whether peers read one another's tiers."""
+        return self.enable_p2p_cpu or self.enable_p2p_ssd
 
     @property
     def ssd_folders(self) -> list[str]:

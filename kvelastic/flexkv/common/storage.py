@@ -8,7 +8,7 @@ LAYERBLOCK   [layer, block, kv, token, head, element]
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass, replace
 from enum import Enum
 from typing import Any, Final, TypeVar
 
@@ -42,7 +42,11 @@ _ORDERS: Final = {
 
 @dataclass(frozen=True)
 class KVCacheLayout:
-    """Order and sizes. Raises `InvalidArgumentError` for a size below 1."""
+    """Order and sizes.
+
+    `is_mla` is FlexKV's form of `kv_dim`: True is 1. v1.2.1 has it in the place of `kv_dim`, so a
+    bool there is read as that. Raises `InvalidArgumentError` for a size below 1.
+    """
 
     type: KVCacheLayoutType
     num_layer: int
@@ -53,8 +57,14 @@ class KVCacheLayout:
     kv_dim: int = 2
     itemsize: int = 2
     """Bytes of an element."""
+    is_mla: InitVar[bool | None] = None
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, is_mla: bool | None) -> None:
+        if isinstance(self.kv_dim, bool):
+            is_mla = self.kv_dim
+        if is_mla is not None:
+            object.__setattr__(self, "kv_dim", 1 if is_mla else 2)
+        object.__setattr__(self, "is_mla", self.kv_dim == 1)
         sizes = (self.num_layer, self.num_block, self.tokens_per_block, self.num_head)
         if min(*sizes, self.head_size, self.kv_dim, self.itemsize) < 1:
             raise InvalidArgumentError(f"{self} has a size below 1; give whole numbers from 1 on")
@@ -155,16 +165,18 @@ class KVCacheLayout:
 
     def with_type(self, to: KVCacheLayoutType) -> KVCacheLayout:
         """The same sizes in another order."""
-        return KVCacheLayout(
-            to,
-            self.num_layer,
-            self.num_block,
-            self.tokens_per_block,
-            self.num_head,
-            self.head_size,
-            self.kv_dim,
-            self.itemsize,
-        )
+        return replace(self, type=to)
+
+    def div_head(self, num_chunks: int) -> KVCacheLayout:
+        """One rank's layout of `num_chunks` that share the heads.
+
+        Raises `InvalidArgumentError` if they cannot be shared.
+        """
+        if num_chunks < 1 or self.num_head % num_chunks:
+            raise InvalidArgumentError(
+                f"{self.num_head} heads cannot be shared by {num_chunks} ranks; give a divisor"
+            )
+        return replace(self, num_head=self.num_head // num_chunks)
 
 
 class StorageHandleType(Enum):

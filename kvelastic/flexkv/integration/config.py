@@ -9,7 +9,7 @@ import os
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Final
 
 from kvelastic.errors import UnsupportedError
 from kvelastic.flexkv.common.config import CacheConfig, ModelConfig
@@ -21,6 +21,39 @@ from kvelastic.flexkv.common.user_config import (
 )
 from kvelastic.flexkv.server.utils import default_endpoint, gpu_register_endpoint
 from kvelastic.logs import say_once
+
+
+@dataclass(frozen=True)
+class RankInfo:
+    """A rank's place among those of its engine, by the names that SGLang's connector reads."""
+
+    model_config: ModelConfig
+    dp_client_id: int
+    tp_rank: int
+    pp_rank: int = 0
+    attn_cp_rank: int = 0
+    node_rank: int = 0
+    pp_size_per_node: int = 1
+
+    @property
+    def attn_tp_rank(self) -> int:
+        """Its place among the ranks that share a token's heads."""
+        return self.tp_rank
+
+    @property
+    def tp_rank_per_node(self) -> int:
+        """Its place on its node: one node is served."""
+        return self.tp_rank
+
+    @property
+    def local_rank(self) -> int:
+        """Its device's number."""
+        return self.dp_client_id * self.model_config.tp_size + self.tp_rank
+
+    @property
+    def num_layers_per_pp_stage(self) -> int:
+        """All of them: one stage is served."""
+        return self.model_config.num_layers
 
 
 @dataclass
@@ -87,6 +120,53 @@ class FlexKVConfig:
         self._settle_endpoints(default_endpoint(str(vllm_config.instance_id)))
         self._size_tiers()
 
+    def post_init_from_sglang_config(
+        self,
+        sglang_config: Any,
+        server_args: Any,
+        page_size: int,
+        tp_rank: int = 0,
+        pp_rank: int = 0,
+        dp_rank: int = 0,
+        attn_cp_rank: int = 0,
+    ) -> RankInfo:
+        """The same from SGLang's configuration of a model and its server; returns the rank's place.
+
+        Raises `UnsupportedError` for what is not served, a GPU among it: SGLang's cache there is
+        memory that cannot be registered.
+        """
+        _refuse_of_sglang(server_args)
+        tp_size = int(server_args.tp_size)
+        is_mla = getattr(sglang_config.attention_arch, "name", "") == "MLA"
+        cache_dtype = str(server_args.kv_cache_dtype)
+        dtype = sglang_config.dtype if cache_dtype == "auto" else cache_dtype
+        self.model_config = ModelConfig(
+            num_layers=int(sglang_config.num_hidden_layers),
+            # Of all ranks; those that have the same head have a copy each.
+            num_kv_heads=1 if is_mla else int(sglang_config.get_num_kv_heads(tp_size)) * tp_size,
+            head_size=(
+                int(sglang_config.kv_lora_rank) + int(sglang_config.qk_rope_head_dim)
+                if is_mla
+                else int(sglang_config.head_dim)
+            ),
+            use_mla=is_mla,
+            dtype=_DTYPES.get(str(dtype)[:4], dtype),
+            tp_size=tp_size,
+            dp_size=int(server_args.dp_size),
+            instance_num=self.user_config.settings.get("instance_num", 1),
+            model=str(sglang_config.model_path),
+            weights=self.user_config.settings.get("weights", ""),
+            engine=_engine_of(
+                "sglang",
+                sglang_config,
+                {"page": page_size, "attention": getattr(server_args, "attention_backend", None)},
+            ),
+        )
+        self.cache_config = replace(self.cache_config, tokens_per_block=int(page_size))
+        self._settle_endpoints(default_endpoint(f"sglang_{server_args.port}"))
+        self._size_tiers()
+        return RankInfo(self.model_config, self.dp_client_id_of_instance + dp_rank, tp_rank)
+
     def _size_tiers(self) -> None:
         update_default_config_from_user_config(
             self.model_config, self.cache_config, self.user_config
@@ -107,16 +187,47 @@ class FlexKVConfig:
             self.gpu_register_port = gpu_register_endpoint(self.server_recv_port)
 
 
+_DTYPES: Final = {"fp8_": "fp8", "bf16": "bfloat16"}
+"""FlexKV's names of what SGLang calls otherwise, by their first four letters."""
+
+
+def _refuse_of_sglang(server_args: Any) -> None:
+    """Raise `UnsupportedError` for what of SGLang is not served."""
+    for name, most in (("pp_size", 1), ("nnodes", 1), ("attn_cp_size", 1)):
+        if getattr(server_args, name, 1) > most:
+            raise UnsupportedError(
+                f"{name}={getattr(server_args, name)}: FlexKV's interface serves tensor and data"
+                " parallelism on one node; KVELASTIC_TIERS in SGLang serves each rank by itself"
+            )
+    if getattr(server_args, "enable_dp_attention", False):
+        raise UnsupportedError(
+            "enable_dp_attention: ranks that share some of the heads only are not served; leave it"
+            " off, or use KVELASTIC_TIERS in SGLang"
+        )
+    if str(server_args.device) != "cpu":
+        raise UnsupportedError(
+            f"device={server_args.device}: SGLang's KV cache on a GPU comes from cudaMalloc, which"
+            " has no file descriptor, so it cannot be registered; use KVELASTIC_TIERS"
+            " (docs/sglang.md), which keeps blocks in the same tiers"
+        )
+
+
 def _vllm_of(vllm_config: Any) -> str:
-    """What of a vLLM changes the bytes of a block, besides the weights and the model's shape."""
-    model = vllm_config.model_config
-    as_dict = getattr(getattr(model, "hf_config", None), "to_dict", None)
     facts = {
         "device": getattr(getattr(vllm_config, "device_config", None), "device_type", None),
         "layout": getattr(vllm_config.cache_config, "kv_cache_layout", None),
+    }
+    return _engine_of("vllm", vllm_config.model_config, facts)
+
+
+def _engine_of(package: str, model: Any, facts: Mapping[str, object]) -> str:
+    """What of an engine changes the bytes of a block, besides the weights and the model's shape."""
+    as_dict = getattr(getattr(model, "hf_config", None), "to_dict", None)
+    all_facts = {
+        **facts,
         "quantization": getattr(model, "quantization", None),
         "model": as_dict() if callable(as_dict) else None,
     }
-    digest = hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode())
-    version = getattr(sys.modules.get("vllm"), "__version__", "")
-    return f"vLLM {version} {digest.hexdigest()[:16]}"
+    digest = hashlib.sha256(json.dumps(all_facts, sort_keys=True, default=str).encode())
+    version = getattr(sys.modules.get(package), "__version__", "")
+    return f"{package} {version} {digest.hexdigest()[:16]}"

@@ -20,7 +20,11 @@ from kvelastic.errors import (
     UnsupportedError,
 )
 from kvelastic.flexkv.common import process_mappings
-from kvelastic.flexkv.common.memory_handle import TensorSharedHandle, describe
+from kvelastic.flexkv.common.memory_handle import (
+    TensorDescription,
+    TensorSharedHandle,
+    describe,
+)
 from kvelastic.flexkv.common.storage import KVCacheLayout, KVCacheLayoutType
 from kvelastic.flexkv.server import request as messages
 from kvelastic.flexkv.server.connecting import ANSWER_S, START_S, connect_when_there, expect
@@ -77,6 +81,8 @@ class KVTPClient:
         self,
         kv_caches: Sequence[Any],
         kv_layout: KVCacheLayout | None = None,
+        indexer_buffers: Sequence[Any] | None = None,
+        indexer_layout: KVCacheLayout | None = None,
         *,
         block_axis: int | None = None,
     ) -> None:
@@ -85,16 +91,31 @@ class KVTPClient:
 
         The server may come later: a thread of this client waits for it. `kv_layout` says which
         axis counts blocks; `block_axis` does where the tensors are of no layout that FlexKV has.
-        Raises what `TensorSharedHandle` raises, and `InvalidArgumentError` for a second call.
+        Tensors of tokens, as SGLang has them, are taken as the layout's blocks. Raises what
+        `TensorSharedHandle` raises, `InvalidArgumentError` for a second call, and
+        `UnsupportedError` for the buffers of an indexer.
         """
-        axis = self._axis(kv_caches, kv_layout, block_axis)
+        if indexer_buffers:
+            raise UnsupportedError(
+                "indexer_buffers: sparse attention's index has records of its own, which are not"
+                " kept; use KVELASTIC_TIERS"
+            )
+        self._check_new(kv_caches)
         if kv_layout is not None:
             kv_caches = kv_layout.in_record_order(kv_caches)
-        self._handles = [TensorSharedHandle(tensor) for tensor in kv_caches]
+        handles = [TensorSharedHandle(tensor) for tensor in kv_caches]
+        try:
+            described = [_in_blocks(handle.description, kv_layout) for handle in handles]
+            axis = block_axis_of(kv_layout, described) if block_axis is None else block_axis
+        except BaseException:
+            for handle in handles:
+                handle.close()
+            raise
+        self._handles = handles
         self._register_tensors(
             [
-                messages.tensor_message(handle.description, self._place_of(handle), axis)
-                for handle in self._handles
+                messages.tensor_message(one, self._place_of(handle), axis)
+                for one, handle in zip(described, handles, strict=True)
             ]
         )
 
@@ -113,7 +134,8 @@ class KVTPClient:
         the task runs. Raises `UnsupportedError` for a range with pages of each buffer's own
         (KVELASTIC_CONTIGUOUS_LAYOUT=false), `InvalidArgumentError` for a tensor outside it.
         """
-        axis = self._axis(kv_caches, kv_layout, block_axis)
+        self._check_new(kv_caches)
+        axis = block_axis_of(kv_layout, kv_caches) if block_axis is None else block_axis
         if kv_layout is not None:
             kv_caches = kv_layout.in_record_order(kv_caches)
         geometry = memory.geometry
@@ -131,14 +153,11 @@ class KVTPClient:
         self._device = (memory, driver)
         self._register_tensors(tensors)
 
-    def _axis(
-        self, kv_caches: Sequence[Any], kv_layout: KVCacheLayout | None, block_axis: int | None
-    ) -> int:
+    def _check_new(self, kv_caches: Sequence[Any]) -> None:
         if self._thread is not None:
             raise InvalidArgumentError("this client has registered; make one for each rank")
         if not kv_caches:
             raise InvalidArgumentError("a rank without tensors has nothing to register")
-        return block_axis_of(kv_layout, kv_caches) if block_axis is None else block_axis
 
     def _register_tensors(self, tensors: list[messages.Tensor]) -> None:
         self._message = messages.RegisterTPClient(
@@ -272,7 +291,7 @@ _AXES: Final = {
 
 
 def block_axis_of(layout: KVCacheLayout | None, tensors: Sequence[Any]) -> int:
-    """Which axis counts blocks in tensors of that layout: one for all layers, or one for each.
+    """Which axis counts blocks in tensors of that layout, or their descriptions.
 
     Raises `InvalidArgumentError` for tensors of another shape.
     """
@@ -296,6 +315,28 @@ def block_axis_of(layout: KVCacheLayout | None, tensors: Sequence[Any]) -> int:
             f" {whole.kv_shape}"
         )
     return found
+
+
+def _in_blocks(tensor: TensorDescription, layout: KVCacheLayout | None) -> TensorDescription:
+    """A tensor [token, head, element] as one [block, token, head, element]; others unchanged.
+
+    The layout's whole blocks of it: SGLang has a page of tokens more, for padding.
+    """
+    if layout is None or tensor.shape[1:] != (layout.num_head, layout.head_size):
+        return tensor
+    whole = layout.num_block * layout.tokens_per_block
+    if not whole <= tensor.shape[0] < whole + layout.tokens_per_block:
+        return tensor
+    token_bytes = tensor.strides_bytes[0]
+    return replace(
+        tensor,
+        shape=(layout.num_block, layout.tokens_per_block, *tensor.shape[1:]),
+        strides_bytes=(
+            layout.tokens_per_block * token_bytes,
+            token_bytes,
+            *tensor.strides_bytes[1:],
+        ),
+    )
 
 
 def _memory_of(handle: TensorSharedHandle) -> tuple[int, int, bool]:
