@@ -1,4 +1,4 @@
-"""Has large bodies read by a process of its own, so that the loop goes on meanwhile.
+"""Has large bodies read and translated by a process of its own: the loop goes on meanwhile.
 
 A parser in a thread would hold Python's lock. There is one such process, started when it is first
 needed; it reads one body at a time, and the others wait.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import socket
 import subprocess
 import sys
@@ -15,7 +16,14 @@ from typing import Final
 
 import msgspec
 
-from kvelastic.controller.body_worker import MESSAGE_BYTES, Answer, Question
+from kvelastic.controller.body_worker import (
+    MESSAGE_BYTES,
+    Answer,
+    FindModel,
+    FromOpenAI,
+    Question,
+    ToOpenAI,
+)
 from kvelastic.controller.model_field import Form, ModelField
 from kvelastic.controller.refusal import Refusal
 
@@ -48,21 +56,34 @@ class BodyReader:
         The file is the caller's, and is not closed before this returns. Where the process has
         died, another one is asked once.
         """
-        question = msgspec.json.encode(Question(form, boundary))
+        return (await self._answer(FindModel(form, boundary), [file])).field
+
+    async def translate(self, question: ToOpenAI | FromOpenAI, file: int, into: int) -> Answer:
+        """Translate what is in `file`, and write it to `into`, an empty file.
+
+        Raises `Refusal` (400, 413, 503; 502 for an answer that cannot be used). As `find_model`.
+        """
+        return await self._answer(question, [file, into])
+
+    async def _answer(self, question: Question, files: list[int]) -> Answer:
+        message = msgspec.msgpack.encode(question)
         async with self._asking:
             try:
                 try:
-                    answer = await self._ask(question, file)
+                    answer = await self._ask(message, files)
                 except _EndedError:
-                    answer = await self._ask(question, file)
+                    for file in files[1:]:
+                        os.ftruncate(file, 0)
+                        os.lseek(file, 0, os.SEEK_SET)
+                    answer = await self._ask(message, files)
             except (_EndedError, OSError, asyncio.TimeoutError) as error:
                 _log.error("no large body can be read: %s", error or "no answer in time")
                 raise Refusal(
                     503, "reader_failed", "The body could not be read; try again.", 1.0
                 ) from None
         if answer.code:
-            raise Refusal(400, answer.code, answer.message, param=answer.param)
-        return answer.field
+            raise Refusal(answer.status, answer.code, answer.message, param=answer.param)
+        return answer
 
     def stop(self) -> None:
         """End it, at once."""
@@ -75,18 +96,18 @@ class BodyReader:
             self._process = None
             _log.debug("the reader of large bodies has ended: %d", code)
 
-    async def _ask(self, question: bytes, file: int) -> Answer:
+    async def _ask(self, message: bytes, files: list[int]) -> Answer:
         try:
             ours = self._start() if self._socket is None else self._socket
             try:
-                socket.send_fds(ours, [question], [file])
+                socket.send_fds(ours, [message], files)
                 received = asyncio.get_running_loop().sock_recv(ours, MESSAGE_BYTES)
                 answer = await asyncio.wait_for(received, TIMEOUT_S)
             except (ConnectionError, BrokenPipeError):
                 answer = b""
             if not answer:
                 raise _EndedError("its process ended")
-            return msgspec.json.decode(answer, type=Answer)
+            return msgspec.msgpack.decode(answer, type=Answer)
         except BaseException:
             self.stop()  # or the next one would get this one's answer
             raise

@@ -1,7 +1,8 @@
-"""The process that reads large bodies: `python -m kvelastic.controller.body_worker`.
+"""The process that reads and translates large bodies: `python -m kvelastic.controller.body_worker`.
 
 The controller starts it with one end of a socket pair as its standard input, sends it a body's
-file with a question, and gets an answer, one at a time. It ends when the controller does: signals
+file with a question, and gets an answer, one at a time. A translation goes into a second file that
+comes with the question. It ends when the controller does: signals
 that are meant for the controller (Ctrl-C, a service's stop) are not its end, or requests that are
 still being drained would lose it.
 """
@@ -23,24 +24,51 @@ from kvelastic.controller.model_field import (
     find_in_urlencoded,
 )
 from kvelastic.controller.multipart_field import find_in_multipart
+from kvelastic.controller.ollama_answer import BadAnswerError, Times, whole
+from kvelastic.controller.ollama_request import Call, Head, read, to_openai
 from kvelastic.controller.refusal import Refusal
 
 MESSAGE_BYTES: Final = 128 << 10
 """Bound of a question and of an answer: a name of `MAX_NAME_BYTES` fits, escaped."""
 
 
-class Question(msgspec.Struct):
-    """What is asked of the file that comes with it."""
+class FindModel(msgspec.Struct, tag=True):
+    """Which model does the body in the file name?"""
 
     form: Form
     boundary: bytes
     """Of a multipart form; else empty."""
 
 
+class ToOpenAI(msgspec.Struct, tag=True):
+    """Make the request of Ollama's API in the file one of OpenAI's."""
+
+    call: Call
+    name: str
+    engine: str
+
+
+class FromOpenAI(msgspec.Struct, tag=True):
+    """Make the answer of OpenAI's API in the file one of Ollama's."""
+
+    call: Call
+    model: str
+    times: Times
+    created_at: str
+
+
+Question = FindModel | ToOpenAI | FromOpenAI
+
+
 class Answer(msgspec.Struct):
-    """Where the name stands, or why the request is refused; neither: there is none."""
+    """What was found or made, or why the body is refused (`status` and what follows)."""
 
     field: ModelField | None = None
+    """Of `FindModel`: where the name stands; None: there is none."""
+    head: Head | None = None
+    path: str = ""
+    """Of `ToOpenAI`; nothing is made of a request that is for loading only."""
+    status: int = 0
     code: str = ""
     message: str = ""
     param: str | None = None
@@ -61,27 +89,52 @@ def main() -> None:
         signal.signal(number, signal.SIG_IGN)
     with socket.socket(fileno=0) as controller:
         while True:
-            message, files, _, _ = socket.recv_fds(controller, MESSAGE_BYTES, 1)
+            message, files, _, _ = socket.recv_fds(controller, MESSAGE_BYTES, 2)
             if not message:
                 return
             try:
-                answer = _answer(message, files[0])
+                answer = _answer(message, files)
             finally:
                 for file in files:
                     os.close(file)
             try:
-                controller.send(msgspec.json.encode(answer))
+                controller.send(msgspec.msgpack.encode(answer))
             except BrokenPipeError:
                 return
 
 
-def _answer(message: bytes, file: int) -> Answer:
-    question = msgspec.json.decode(message, type=Question)
-    with mmap.mmap(file, 0, prot=mmap.PROT_READ) as body:
+def _answer(message: bytes, files: list[int]) -> Answer:
+    question = msgspec.msgpack.decode(message, type=Question)
+    with mmap.mmap(files[0], 0, prot=mmap.PROT_READ) as body:
         try:
-            return Answer(find_model(body, question.form, question.boundary))
+            if isinstance(question, FindModel):
+                return Answer(find_model(body, question.form, question.boundary))
+            return _translate(question, bytes(body), files[1])
         except Refusal as refusal:
-            return Answer(None, refusal.code, refusal.message, refusal.param)
+            return Answer(
+                status=refusal.status,
+                code=refusal.code,
+                message=refusal.message,
+                param=refusal.param,
+            )
+        except BadAnswerError as error:
+            return Answer(status=502, code="engine_failed", message=str(error))
+
+
+def _translate(question: ToOpenAI | FromOpenAI, body: bytes, into: int) -> Answer:
+    if isinstance(question, FromOpenAI):
+        answer = Answer()
+        made = whole(question.call, question.model, body, question.times, question.created_at)
+    else:
+        asked = read(question.call, body)
+        answer = Answer(head=asked.head)
+        if asked.is_load:
+            return answer
+        answer.path, made = to_openai(asked, question.name, question.engine)
+    rest = memoryview(made)
+    while rest:
+        rest = rest[os.write(into, rest) :]
+    return answer
 
 
 if __name__ == "__main__":

@@ -56,6 +56,8 @@ ASKED_PATH: Final = "kvelastic.asked_path"
 """Key of a request's ASGI scope: what its client asked for, where `path` is another one's API."""
 NAMED_MODEL: Final = "kvelastic.named_model"
 """Key of a request's ASGI scope: the model it is for, where that is not in its body or query."""
+READ_BODY: Final = "kvelastic.read_body"
+"""Key of a request's ASGI scope: its `Body`, where that was read before."""
 _FAILED: Final = Refusal(500, "internal_error", "The controller failed; its log says where.")
 _COMPLETION_TOKENS: Final = re.compile(rb'"(?:completion|output)_tokens"\s*:\s*([0-9]{1,9})')
 _TOKENS_HINT: Final = b"put_tokens", b"ion_tokens"
@@ -113,7 +115,7 @@ class Forwarder:
         try:
             key = self._authorize(exchange, headers)
             server = self._serving.settings.server
-            body = await read_body(
+            body = scope.get(READ_BODY) or await read_body(
                 receive,
                 find(headers, b"content-length"),
                 server.max_body,

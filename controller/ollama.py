@@ -6,6 +6,8 @@ OpenAI's API in the place of Ollama's, and turns the answer back on its way out.
     client --/api/chat--> read, to_openai --> Forwarder --/v1/chat/completions--> engine
            <--JSON lines-- _Answer <--------- send <----- server-sent events ----
 
+Small bodies are translated in the loop, larger ones by the process of `body_reader`.
+
 Keys and pages are checked as everywhere: without `auth.api_keys`, which only loopback may be, no
 key is asked for.
 """
@@ -14,7 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any, Final
 
@@ -22,9 +24,11 @@ import msgspec
 
 from kvelastic import __version__
 from kvelastic.controller import instance_memory, ollama_models
-from kvelastic.controller.forward import ASKED_PATH
+from kvelastic.controller.body_worker import FromOpenAI, ToOpenAI
+from kvelastic.controller.forward import ASKED_PATH, NAMED_MODEL, READ_BODY
 from kvelastic.controller.gate import State, Ticket
 from kvelastic.controller.headers import Headers, find
+from kvelastic.controller.model_field import Form
 from kvelastic.controller.ollama_answer import (
     BadAnswerError,
     Stream,
@@ -35,22 +39,22 @@ from kvelastic.controller.ollama_answer import (
     whole,
 )
 from kvelastic.controller.ollama_models import Listed, timestamp
-from kvelastic.controller.ollama_request import BODY_BYTES, Asked, Call, read, to_openai
+from kvelastic.controller.ollama_request import BODY_BYTES, Call, Head, read, to_openai
 from kvelastic.controller.refusal import Refusal
 from kvelastic.controller.replies import send_refusal
-from kvelastic.controller.request_body import BodyBudget, ClientGoneError, Receive, read_body
+from kvelastic.controller.request_body import Body, ClientGoneError, Receive, read_body
 from kvelastic.controller.served_model import ServedModel
 from kvelastic.controller.upkeep import candidate_of
 from kvelastic.errors import KvelasticError
 
 if TYPE_CHECKING:
+    from kvelastic.controller.body_reader import BodyReader
     from kvelastic.controller.front import Front
 
 ANSWER_BYTES: Final = 64 << 20
 """Of an engine's answer in one piece."""
-_TIMES: Final = 3
-"""What an answer in one piece takes at most while it is turned, of its own size."""
-_ERROR_BYTES: Final = 64 << 10
+HERE_BYTES: Final = 64 << 10
+"""So much is translated at once in the loop: at most some ten milliseconds, whatever it is."""
 _OUR_OWN: Final = frozenset(
     (b"accept", b"accept-encoding", b"content-length", b"content-type", b"transfer-encoding")
 )
@@ -79,12 +83,15 @@ class OllamaApi:
                 raise Refusal(405, "method_not_allowed", f"{path} takes {wanted}.")
             if path != "/api/version":
                 self._front.keys.check_api(scope["headers"])
-            body = await self._body(scope, receive)
-            if call is not None:
-                await self._ask(scope, receive, send, read(call, body))
-            else:
-                handler = _ROUTES[path][1]
-                await _send(send, 200, msgspec.json.encode(await handler(self, body)))
+            body = await self._body(scope, receive, BODY_BYTES if call is not None else HERE_BYTES)
+            try:
+                if call is not None:
+                    await self._ask(scope, receive, send, call, body)
+                else:
+                    found = await _ROUTES[path][1](self, body.in_memory or b"")
+                    await _send(send, 200, [msgspec.json.encode(found)])
+            finally:
+                body.release()
         except Refusal as refusal:
             await send_refusal(send, refusal, path)
         except KvelasticError as error:
@@ -147,26 +154,53 @@ class OllamaApi:
 
     # ------------------------------------------------------------------------ what a model answers
 
-    async def _ask(self, scope: Any, receive: Receive, send: Any, asked: Asked) -> None:
-        model = self._need(asked.model)
-        if asked.is_load:
-            await self._load(receive, model, asked)
-            is_unload = asked.keep_alive_s == 0
-            body = loaded(asked.call, asked.model, timestamp(_now()), is_unload=is_unload)
-            await _send(send, 200, body)
-            return
-        path, body = to_openai(asked, model.name, model.settings.engine)
-        answer = _Answer(send, asked, self._front.forwarder.budget)
+    async def _ask(self, scope: Any, receive: Receive, send: Any, call: Call, body: Body) -> None:
+        made = Body(self._front.forwarder.budget)
         try:
-            await self._front.forwarder(
-                _scope_of(scope, path, len(body)), _receiving(body, receive), answer
-            )
-            await answer.cut()
+            model, asked, path = await self._translate(call, body, made)
+            body.release()
+            if asked.is_load:
+                await self._load(receive, model, asked)
+                is_unload = asked.keep_alive_s == 0
+                text = loaded(call, asked.model, timestamp(_now()), is_unload=is_unload)
+                await _send(send, 200, [text])
+                return
+            answer = _Answer(send, asked, self._front)
+            try:
+                given = {NAMED_MODEL: model, READ_BODY: made}
+                await self._front.forwarder(
+                    {**_scope_of(scope, path, made.size), **given}, receive, answer
+                )
+                await answer.cut()
+            finally:
+                answer.release()
+                model.keep_alive(asked.keep_alive_s)
         finally:
-            answer.release()
-            model.keep_alive(asked.keep_alive_s)
+            made.release()
 
-    async def _load(self, receive: Receive, model: ServedModel, asked: Asked) -> None:
+    async def _translate(self, call: Call, body: Body, made: Body) -> tuple[ServedModel, Head, str]:
+        """Put the request to the engine into `made`; returns its model and its path."""
+        data = body.in_memory
+        if data is not None and len(data) <= HERE_BYTES:
+            asked = read(call, data)
+            model = self._need(asked.model)
+            path = ""
+            if not asked.is_load:
+                path, text = to_openai(asked, model.settings.upstream_name, model.settings.engine)
+                made.append(text)
+            return model, asked.head, path
+        reader = self._front.forwarder.reader
+        field = await reader.find_model(body.to_file(), Form.JSON, b"")
+        if field is None or not field.name:
+            raise Refusal(400, "model_missing", "model is required", param="model")
+        model = self._need(field.name)
+        question = ToOpenAI(call, model.settings.upstream_name, model.settings.engine)
+        answer = await reader.translate(question, body.to_file(), made.to_file())
+        assert answer.head is not None
+        made.take_written()
+        return model, answer.head, answer.path
+
+    async def _load(self, receive: Receive, model: ServedModel, asked: Head) -> None:
         """Have it awake, or asleep if nobody uses it. Raises `Refusal`, `ClientGoneError`."""
         if asked.keep_alive_s != 0:
             ticket = Ticket()
@@ -187,19 +221,15 @@ class OllamaApi:
         if asked.keep_alive_s == 0:
             await model.settled()
 
-    async def _body(self, scope: Any, receive: Receive) -> bytes:
+    async def _body(self, scope: Any, receive: Receive, most_bytes: int) -> Body:
         server = self._front.settings.server
-        body = await read_body(
+        return await read_body(
             receive,
             find(scope["headers"], b"content-length"),
-            min(server.max_body, BODY_BYTES),
+            min(server.max_body, most_bytes),
             server.body_timeout,
             self._front.forwarder.budget,
         )
-        try:
-            return b"".join(body.pieces())
-        finally:
-            body.release()
 
     def _need(self, name: str) -> ServedModel:
         for each in ollama_models.names_of(name):
@@ -219,7 +249,7 @@ class _Named(msgspec.Struct):
 class _Answer:
     """`send` for the forwarder: what the engine answers leaves it as Ollama's."""
 
-    def __init__(self, send: Any, asked: Asked, budget: BodyBudget) -> None:
+    def __init__(self, send: Any, asked: Head, front: Front) -> None:
         self._send = send
         self._asked = asked
         self._began_s = self._answered_s = time.monotonic()
@@ -228,10 +258,11 @@ class _Answer:
         self._headers: Headers = []
         self._stream: Stream | None = None
         """Its head has been sent."""
-        self._data = bytearray()
-        """Of an answer that is turned as a whole."""
-        self._budget = budget
-        self._held_bytes = 0
+        self._reader: BodyReader = front.forwarder.reader
+        self._data = Body(front.forwarder.budget)
+        """Of an answer that is turned as a whole, and what it becomes."""
+        self._room_bytes = 0
+        self._made = Body(front.forwarder.budget)
         self._is_over = False
 
     async def __call__(self, message: Any) -> None:
@@ -260,19 +291,25 @@ class _Answer:
 
     def release(self) -> None:
         """Nothing of it is held any more."""
-        self._budget.give(self._held_bytes)
-        self._held_bytes = 0
+        self._data.release()
+        self._made.release()
 
     async def _start(self, message: Any) -> None:
         self._answered_s = time.monotonic()
         self._status = message["status"]
         self._headers = [(k, v) for k, v in message["headers"] if k in _KEPT]
+        self._room_bytes = HERE_BYTES if self._status >= 400 else ANSWER_BYTES
         if self._status < 400 and self._asked.streams:
             self._stream = Stream(self._asked.call, self._asked.model)
             await self._send(_head(200, b"application/x-ndjson", self._headers))
 
     async def _go_on(self, stream: Stream, piece: bytes, is_last: bool) -> None:
         created_at = timestamp(_now())
+        while len(piece) > HERE_BYTES:
+            lines = stream.feed(piece[:HERE_BYTES], created_at)
+            piece = piece[HERE_BYTES:]
+            await self._send(_piece(lines, more=True))
+            await asyncio.sleep(0)
         lines = stream.feed(piece, created_at)
         if is_last:
             lines += stream.end(self._times(), created_at)
@@ -282,27 +319,35 @@ class _Answer:
 
     async def _collect(self, piece: bytes, is_last: bool) -> None:
         is_error = self._status >= 400
-        room = (_ERROR_BYTES if is_error else ANSWER_BYTES) - len(self._data)
-        if len(piece) > room and not is_error:
+        if len(piece) > self._room_bytes and not is_error:
             raise BadAnswerError("it is too large")
+        piece = piece[: self._room_bytes]
+        self._room_bytes -= len(piece)
         try:
-            # Of an answer in one piece there is the engine's text, and then ours beside it.
-            self._budget.take(_TIMES * len(piece))
-        except Refusal:
-            raise BadAnswerError("server.max_buffered has no room for it now") from None
-        self._held_bytes += _TIMES * len(piece)
-        self._data += piece[: max(0, room)]
-        if not is_last:
-            return
-        data = bytes(self._data)
-        self._data.clear()
-        if is_error:
-            body = error_body(error_text(self._status, data))
+            self._data.append(piece)
+            if is_last:
+                await self._turn()
+        except Refusal as refusal:
+            raise BadAnswerError(refusal.message.rstrip(".")) from None
+        if is_last:
+            self._is_over = True
+            await _send(
+                self._send, self._status, self._made.pieces(), self._headers, self._made.size
+            )
+
+    async def _turn(self) -> None:
+        """Put what is sent into `_made`. Raises `BadAnswerError`, `Refusal`."""
+        call, model, data = self._asked.call, self._asked.model, self._data.in_memory
+        if self._status >= 400:
+            self._made.append(error_body(error_text(self._status, data or b"")))
+        elif data is not None and len(data) <= HERE_BYTES:
+            self._made.append(whole(call, model, data, self._times(), timestamp(_now())))
         else:
-            now = timestamp(_now())
-            body = whole(self._asked.call, self._asked.model, data, self._times(), now)
-        self._is_over = True
-        await _send(self._send, self._status, body, self._headers)
+            question = FromOpenAI(call, model, self._times(), timestamp(_now()))
+            into = self._made.to_file()
+            await self._reader.translate(question, self._data.to_file(), into)
+            self._made.take_written()
+        self._data.release()
 
     async def _fail(self, message: str) -> None:
         """Also in the middle of a stream: a line that has an error ends it."""
@@ -310,7 +355,7 @@ class _Answer:
         if self._stream is not None:
             await self._send(_piece(error_body(message), more=False))
         else:
-            await _send(self._send, 502, error_body(message), self._headers)
+            await _send(self._send, 502, [error_body(message)], self._headers)
 
     def _times(self) -> Times:
         now_s = time.monotonic()
@@ -343,27 +388,26 @@ def _scope_of(scope: Any, path: str, length: int) -> Any:
     }
 
 
-def _receiving(body: bytes, receive: Receive) -> Receive:
-    """The body once, and then what comes of the client: that it goes away."""
-    left = [body]
-
-    async def receive_on() -> Any:
-        if left:
-            return {"type": "http.request", "body": left.pop(), "more_body": False}
-        return await receive()
-
-    return receive_on
-
-
 async def _gone(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
 
 
-async def _send(send: Any, status: int, body: bytes, more: Headers | None = None) -> None:
-    headers = [*(more or []), (b"content-length", str(len(body)).encode())]
+async def _send(
+    send: Any,
+    status: int,
+    pieces: Iterable[bytes],
+    more: Headers | None = None,
+    size: int | None = None,
+) -> None:
+    if size is None:
+        pieces = list(pieces)
+        size = sum(map(len, pieces))
+    headers = [*(more or []), (b"content-length", str(size).encode())]
     await send(_head(status, b"application/json; charset=utf-8", headers))
-    await send(_piece(body, more=False))
+    for piece in pieces:
+        await send(_piece(piece, more=True))
+    await send(_piece(b"", more=False))
 
 
 def _head(status: int, kind: bytes, headers: Headers) -> Any:

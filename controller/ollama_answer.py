@@ -22,8 +22,13 @@ import msgspec
 
 from kvelastic.controller.ollama_request import Call
 
-EVENT_BYTES: Final = 8 << 20
+EVENT_BYTES: Final = 1 << 20
 """Of one event of a stream, and of all arguments of its tool calls together."""
+_SMALL_BYTES: Final = 64 << 10
+_MOST_IN_EVENT: Final = 20_000
+_MOST_VALUES: Final = 1_000_000
+"""Objects and lists in an answer: each takes far more memory than its text."""
+_NOTHING: Final = frozenset((b"null", b"[]"))
 _SHOWN_CHARACTERS: Final = 2000
 
 
@@ -61,7 +66,8 @@ class _Delta(msgspec.Struct):
 
 
 class _Logprobs(msgspec.Struct):
-    content: list[msgspec.Raw] | None = None
+    content: msgspec.Raw = msgspec.Raw(b"null")
+    """As it is: its members are not made."""
 
 
 class _Choice(msgspec.Struct):
@@ -102,8 +108,6 @@ class Stream:
         self._model = model
         self._rest = bytearray()
         """Of a line that has no end yet."""
-        self._scanned = 0
-        """So much of it has no line's end."""
         self._is_over = False
         self._reason: str | None = None
         self._usage = _Usage()
@@ -113,17 +117,15 @@ class Stream:
 
     def feed(self, piece: bytes, created_at: str) -> bytes:
         """The lines that the next piece completes. Raises `BadAnswerError`."""
-        self._rest += piece
+        ended, has_end, rest = piece.rpartition(b"\n")
         lines = []
-        start = 0
-        while (end := self._rest.find(b"\n", max(start, self._scanned))) >= 0:
-            lines.append(self._line(bytes(self._rest[start:end]), created_at))
-            start = end + 1
-        del self._rest[:start]
-        self._scanned = len(self._rest)
-        if self._scanned > EVENT_BYTES:
+        if has_end:
+            lines = (bytes(self._rest) + ended).split(b"\n")
+            self._rest.clear()
+        self._rest += rest
+        if len(self._rest) > EVENT_BYTES:
             raise BadAnswerError("an event of its stream is too large")
-        return b"".join(lines)
+        return b"".join([self._line(line, created_at) for line in lines if line])
 
     def end(self, times: Times, created_at: str) -> bytes:
         """The last line. Raises `BadAnswerError` where the stream broke off."""
@@ -140,9 +142,11 @@ class Stream:
         if data == b"[DONE]":
             self._is_over = True
             return b""
+        if len(data) > _SMALL_BYTES and data.count(b",") > _MOST_IN_EVENT:
+            raise BadAnswerError("an event of its stream is too large")
         answer = _decode(data, _Answer)
         if bytes(answer.error) != b"null":
-            raise BadAnswerError(error_text(500, data))
+            raise BadAnswerError(error_text(500, data[:_SMALL_BYTES]))
         self._usage = answer.usage or self._usage
         if not answer.choices:
             return b""
@@ -156,7 +160,7 @@ class Stream:
         if not said and choice.logprobs is None:
             return b""
         part = _part(self._call, self._model, created_at, delta, [])
-        if choice.logprobs is not None and choice.logprobs.content:
+        if choice.logprobs is not None and bytes(choice.logprobs.content) not in _NOTHING:
             part["logprobs"] = choice.logprobs.content
         return _ndjson({**part, "done": False})
 
@@ -171,6 +175,8 @@ class Stream:
 
 def whole(call: Call, model: str, body: bytes, times: Times, created_at: str) -> bytes:
     """An answer that came in one piece. Raises `BadAnswerError`."""
+    if len(body) > _SMALL_BYTES and body.count(b"{") + body.count(b"[") > _MOST_VALUES:
+        raise BadAnswerError(f"it has more than {_MOST_VALUES} objects and lists")
     if call in {Call.EMBED, Call.EMBEDDINGS}:
         return _embeddings(call, model, _decode(body, _Embeddings), times)
     answer = _decode(body, _Answer)
@@ -180,7 +186,7 @@ def whole(call: Call, model: str, body: bytes, times: Times, created_at: str) ->
     said = choice.message or _Delta(content=choice.text)
     calls = _tool_calls([each.function or _Function() for each in said.tool_calls or ()])
     part = _part(call, model, created_at, said, calls)
-    if choice.logprobs is not None and choice.logprobs.content:
+    if choice.logprobs is not None and bytes(choice.logprobs.content) not in _NOTHING:
         part["logprobs"] = choice.logprobs.content
     return _json({**part, **_last(choice.finish_reason, answer.usage or _Usage(), times)})
 

@@ -27,6 +27,8 @@ _SMALL_BYTES: Final = 1 << 20
 _MOST_VALUES: Final = 200_000
 """Objects and lists in a body beyond `_SMALL_BYTES`: each takes far more memory than its text."""
 _MOST_PARTS: Final = 10_000
+_NULL: Final = msgspec.Raw(b"null")
+_EMPTY: Final = frozenset((b"null", b"[]", b'""'))
 _IMAGES: Final = {"/9j/": "jpeg", "iVBOR": "png", "R0lGOD": "gif", "UklGR": "webp"}
 """What files of these kinds begin with, in base64."""
 
@@ -78,24 +80,40 @@ class Message(msgspec.Struct):
     tool_name: str | None = None
 
 
+class Head(msgspec.Struct, frozen=True):
+    """Of a request what its answer needs."""
+
+    call: Call
+    model: str
+    streams: bool
+    """Whether the answer comes line by line; Ollama's does unless told not to."""
+    is_load: bool
+    """Whether nothing is to be computed: the model is only loaded, or unloaded."""
+    keep_alive_s: float | None
+    """How long the model stays awake without requests; infinite: for ever; None: not said."""
+
+
 class Asked(msgspec.Struct):
-    """One request of any `Call`; keys of the others are None in it."""
+    """One request of any `Call`; keys of the others are None in it.
+
+    Tools go on as they came: a list of them may have millions of members.
+    """
 
     model: str
     call: Call = Call.CHAT
     messages: list[Message] | None = None
-    tools: list[msgspec.Raw] | None = None
+    tools: msgspec.Raw = _NULL
     prompt: str | None = None
     suffix: str | None = None
     system: str | None = None
     images: list[str] | None = None
     raw: bool | None = None
-    template: str | None = None
-    context: list[int] | None = None
+    template: msgspec.Raw = _NULL
+    context: msgspec.Raw = _NULL
     input: str | list[str] | None = None
     truncate: bool | None = None
     dimensions: int | None = None
-    format: msgspec.Raw = msgspec.Raw(b"null")
+    format: msgspec.Raw = _NULL
     options: Options | None = None
     think: bool | str | None = None
     logprobs: bool | None = None
@@ -104,20 +122,25 @@ class Asked(msgspec.Struct):
     keep_alive: float | str | None = None
 
     @property
+    def head(self) -> Head:
+        """What remains of it once it is translated."""
+        return Head(self.call, self.model, self.streams, self.is_load, self.keep_alive_s)
+
+    @property
     def streams(self) -> bool:
-        """Whether the answer comes line by line; Ollama's does unless told not to."""
+        """See `Head`."""
         return self.call in {Call.CHAT, Call.GENERATE} and self.stream is not False
 
     @property
     def is_load(self) -> bool:
-        """Whether nothing is to be computed: the model is only loaded, or unloaded."""
+        """See `Head`."""
         if self.call is Call.CHAT:
             return not self.messages
         return self.call is Call.GENERATE and not self.prompt and not self.images
 
     @property
     def keep_alive_s(self) -> float | None:
-        """How long the model stays awake without requests; infinite: for ever; None: not said."""
+        """See `Head`."""
         return None if self.keep_alive is None else _keep_alive_s(self.keep_alive)
 
 
@@ -177,7 +200,7 @@ def to_openai(asked: Asked, name: str, engine: str) -> tuple[str, bytes]:
             body["logprobs"] = asked.top_logprobs or 0
         return "/v1/completions", msgspec.json.encode(body)
     body["messages"] = _messages(_conversation(asked))
-    if asked.tools:
+    if not _is_empty(asked.tools):
         body["tools"] = asked.tools
     if isinstance(asked.think, bool):
         body["chat_template_kwargs"] = {"enable_thinking": asked.think}
@@ -202,7 +225,7 @@ def _parts(asked: Asked) -> int:
 def _check(asked: Asked) -> None:
     """Raises `Refusal` (400) for what cannot be done here, rather than answer something else."""
     for key in ("template", "context"):
-        if getattr(asked, key):
+        if not _is_empty(getattr(asked, key)):
             raise Refusal(
                 400,
                 "not_served",
@@ -212,6 +235,8 @@ def _check(asked: Asked) -> None:
             )
     if asked.call is Call.EMBED and asked.input is None:
         raise Refusal(400, "input_missing", "input is required", param="input")
+    if bytes(memoryview(asked.tools)[:1]) not in {b"n", b"["}:
+        raise Refusal(400, "invalid_value", "tools is a list", param="tools")
     form = bytes(asked.format).strip()
     if form[:1] != b"{" and form not in {b"null", b'""', b'"json"'}:
         raise Refusal(
@@ -219,6 +244,10 @@ def _check(asked: Asked) -> None:
         )
     if asked.keep_alive is not None:
         _keep_alive_s(asked.keep_alive)
+
+
+def _is_empty(value: msgspec.Raw) -> bool:
+    return len(memoryview(value)) <= 4 and bytes(value) in _EMPTY
 
 
 def _keep_alive_s(value: float | str) -> float:

@@ -109,6 +109,12 @@ class Body:
                 self._write(piece)
         return self._file
 
+    def take_written(self) -> None:
+        """Count what another process has written into its file. Raises `Refusal` (503)."""
+        size = os.fstat(self.to_file()).st_size
+        self._budget.take(size)
+        self._held_bytes, self._file_bytes = size, size
+
     def replace(self, start: int, end: int, new: bytes) -> None:
         """Put `new` where `start` to `end` are. At most once."""
         added = max(0, len(new) - (end - start))
@@ -236,7 +242,9 @@ async def read_body(
 
 def _too_large(limit_bytes: int) -> Refusal:
     return Refusal(
-        413, "body_too_large", f"The body is larger than {limit_bytes} bytes (server.max_body)."
+        413,
+        "body_too_large",
+        f"The body is larger than {limit_bytes} bytes (server.max_body).",
     )
 
 
