@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from array import array
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Final
 
 from kvelastic import _vmm
@@ -31,17 +31,17 @@ class Adoption:
         self,
         index: _vmm.TierIndex,
         table: SlotTable,
-        restored: Callable[[list[int]], None],
-        release: Callable[[list[int]], object],
+        park: Callable[[Iterable[int]], None],
+        release: Callable[[Iterable[int]], object],
     ) -> None:
-        """`restored` gets slots that have records now; `release` gets those that have none."""
+        """`park` gets slots that have no record, and `release` those whose room is given back."""
         self.torn = 0
         """Entries that are not whole."""
         self.files: set[DataFile] = set()
         """Those that are being adopted: no slot of theirs may be given out."""
         self._index = index
         self._table = table
-        self._restored = restored
+        self._park = park
         self._release = release
         self._found = _vmm.FoundRecords()
         self._unread: deque[tuple[DataFile, int]] = deque()
@@ -72,6 +72,7 @@ class Adoption:
 
     def _read(self) -> None:
         file, own = self._unread.popleft()
+        first = self._table.range_of(file).start
         end = own
         try:
             count = min(PART, file.geometry.slots - own)
@@ -79,20 +80,20 @@ class Adoption:
                 file.read_entries(own, count),
                 file.file_id,
                 own,
-                self._table.range_of(file).start + own,
+                first + own,
                 file.geometry.record_bytes,
                 file.whole_slots,
             )
             self.torn += len(torn)
             for slot in torn:
                 file.clear_entry(slot)
-            first = self._table.range_of(file).start
             self._give_back([first + slot for slot in empty + torn])
             end = own + count
         finally:
             if own < end < file.geometry.slots:
                 self._unread.appendleft((file, end))
             else:
+                self._park(range(first + end, first + file.geometry.slots))  # what is unreadable
                 self._found.end_file()
 
     def _restore(self) -> None:
@@ -106,7 +107,6 @@ class Adoption:
             _numbers("I", owners),
             self._found.owners(),
         )
-        self._restored(list(slots))
         for slot in refused:  # there is another record of this key
             file, own = self._table.place(slot)
             file.clear_entry(own)
@@ -114,6 +114,7 @@ class Adoption:
 
     def _give_back(self, slots: list[int]) -> None:
         # Whether they have room, or bytes of records that were displaced, is not known.
+        self._park(slots)
         self._table.set_residue(slots, is_there=True)
         self._release(slots)
 

@@ -15,6 +15,7 @@ limit than its neighbours' takes nothing while they are above it, and gives back
 from __future__ import annotations
 
 import errno
+from bisect import bisect_left
 from collections.abc import Callable, Iterable
 from typing import Final
 
@@ -68,16 +69,11 @@ class Room:
         self._clock = clock
         self._parked: dict[int, bytes] = {}
         self._made = 0
-        self._adoption = Adoption(index, table, self._have_records, self._release)
+        self._adoption = Adoption(index, table, self._park_closed, self._release)
         self._others: dict[Folder, list[str]] = {}
         self._look_at_s = float("-inf")
         self._grow_at_s = float("-inf")
         self._park(index.stats()["slots"])  # slot 0
-
-    @property
-    def slots(self) -> int:
-        """Slots that have room."""
-        return self._table.slots - len(self._parked)
 
     @property
     def torn(self) -> int:
@@ -100,7 +96,8 @@ class Room:
     def begin_to_adopt(self) -> None:
         """Take over files of engines that are gone; `look` and `grow` restore their records."""
         with all_locked(self._folders):
-            self._take_over()
+            files = self._take_over()
+        self._begin_to_adopt(files)
 
     def finish_adoption(self) -> None:
         """Restore all records of files that are being adopted. Some 2 us for each."""
@@ -121,16 +118,16 @@ class Room:
         if wanted <= 0 or self._clock() < self._grow_at_s:
             return 0
         self._grow_at_s = self._clock() + LOOK_EVERY_S
-        began = False
+        left: list[DataFile] | None = None
         with all_locked(self._folders):
             got = self._refill(wanted)
             while got < wanted and (more := self._add_file()):
                 got += more
             if got < wanted and self._adoption.is_over:
-                self._take_over()
-                began = True
-        if began:  # a few records of a small engine are there at once; `look` does the rest
-            self._go_on_adopting()
+                left = self._take_over()
+        if left is not None:
+            self._begin_to_adopt(left)
+            self._go_on_adopting()  # records of a small engine are there at once; `look` does more
         with all_locked(self._folders):
             got += self._refill(wanted - got)
             self._say_want(wanted - got)
@@ -175,10 +172,11 @@ class Room:
             if self._table.has_record(slot):
                 raise IntegrityError(f"disk store: slot {slot} is parked and has a record")
 
-    def _take_over(self) -> None:
-        """Lock files of engines that are gone, and begin to adopt them. Under the folders' locks.
+    def _take_over(self) -> list[DataFile]:
+        """Lock files of engines that are gone, which are to be adopted. Under the folders' locks.
 
-        Their tables are read without these: a neighbour waits for some calls for each file.
+        All else that is done of them goes without these, as it takes longer with each record: a
+        neighbour waits for some calls for each file.
         """
         begun = []
         for folder in self._folders:
@@ -190,18 +188,17 @@ class Room:
                 others.append(file.name)
                 file.close()
             self._others[folder] = others
-        ranges = [self._table.add_file(file) for file in begun]
-        if self._table.slots > self._index.stats()["slots"]:
-            self._index.resize(self._table.slots)
-        for file, slots in zip(begun, ranges, strict=True):
-            self._unpark([slot for slot in slots if slot in self._parked])
+        return begun
+
+    def _begin_to_adopt(self, begun: list[DataFile]) -> None:
+        """They are this store's; `look` and `grow` restore their records."""
+        for file, slots in zip(begun, self._add(begun), strict=True):
             self._index.close(slots.start, len(slots))
-            self._parked.update(dict.fromkeys(slots, _CLOSED))
             self._adoption.begin(file)
 
-    def _have_records(self, slots: list[int]) -> None:
-        for slot in slots:
-            del self._parked[slot]
+    def _park_closed(self, slots: Iterable[int]) -> None:
+        """These have no room; they were closed in the index before."""
+        self._parked.update(dict.fromkeys(slots, _CLOSED))
 
     def _held_bytes(self) -> int:
         return sum(folder.held_bytes() for folder in self._folders)
@@ -240,10 +237,11 @@ class Room:
         room = self._room_bytes() * 160 // (self._stride_bytes * 161 + 160)  # see map_bytes
         got = 0
         batch = max(wanted, self._file_bytes() // self._stride_bytes // 8)
+        all_parked = sorted(self._parked) if room > 0 else []
         for file in self._settled_files():
             slots = self._table.range_of(file)
-            parked = [slot for slot in slots if slot in self._parked] if room > 0 else []
-            for start, length in runs(parked):
+            begin, end = (bisect_left(all_parked, slot) for slot in (slots.start, slots.stop))
+            for start, length in runs(all_parked[begin:end]):
                 count = min(length, room, batch - got)
                 if count <= 0:
                     return got
@@ -297,11 +295,18 @@ class Room:
         if self._held_bytes() > self.limit_bytes:
             file.remove()  # a file system that needs more for it than others do
             return 0
-        slots = self._table.add_file(file)
-        if self._table.slots > self._index.stats()["slots"]:
+        return sum(map(len, self._add([file])))
+
+    def _add(self, files: list[DataFile]) -> list[range]:
+        """The slots of files, free in the index from now on."""
+        before = self._table.slots
+        ranges = [self._table.add_file(file) for file in files]
+        if self._table.slots > before:
             self._index.resize(self._table.slots)
-        self._unpark([slot for slot in slots if slot in self._parked])
-        return len(slots)
+        for slots in ranges:
+            if slots.start < before:  # a removed file's, which are parked
+                self._unpark([slot for slot in slots if slot in self._parked])
+        return ranges
 
     def _give(self, over_bytes: int) -> bool:
         """Give back about so much, by policy; False where nothing could be given."""

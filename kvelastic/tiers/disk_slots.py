@@ -49,7 +49,7 @@ class SlotTable:
         self._keys.extend(bytes(need * KEY_BYTES))
         self._residue.extend(bytes(need))
         for numbers in (self._checksums, self._stored_ns, self._owners):
-            numbers.extend([0] * need)
+            numbers.frombytes(bytes(need * numbers.itemsize))
         return range(first, first + need)
 
     def remove_file(self, file: DataFile) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +13,9 @@ from kvelastic.tiers import disk_adoption, disk_folder
 from kvelastic.tiers.base import KEY_BYTES, NO_KEY, Selection
 from kvelastic.tiers.disk import DiskStore
 from kvelastic.tiers.disk_adoption import Adoption
+from kvelastic.tiers.disk_file import DataFile
 from kvelastic.tiers.disk_folder import Folder
+from kvelastic.tiers.disk_slots import SlotTable
 
 RECORD_BYTES = 4096
 COUNT = 200
@@ -70,13 +73,18 @@ def test_opening_holds_no_folder_lock_while_it_reads_and_restores(
 ) -> None:
     neighbour = Folder(str(left))
     monkeypatch.setattr(disk_folder, "LOCK_WAIT_S", 0.0)
-    original = Adoption.step
 
-    def step(adoption: Adoption) -> None:
-        with neighbour.locked():  # raises if it has to wait
-            original(adoption)
+    def beside(kind: type, name: str) -> None:
+        original = getattr(kind, name)
 
-    monkeypatch.setattr(Adoption, "step", step)
+        def call(*arguments: object) -> object:
+            with neighbour.locked():  # raises if it has to wait
+                return original(*arguments)
+
+        monkeypatch.setattr(kind, name, call)
+
+    beside(Adoption, "step")
+    beside(SlotTable, "add_file")  # from here on it takes longer with each record
     store = open_store(left)
     assert all(store.has(KEYS))
     assert max(steps) <= 10 < len(steps)
@@ -146,3 +154,23 @@ def test_in_the_midst_of_it_every_call_is_right(
         assert found == COUNT
     again.check_integrity()
     again.close()
+
+
+def test_slots_of_an_unreadable_table_have_room_for_new_records(
+    left: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unreadable(*_: object) -> bytes:
+        raise OSError(errno.EIO, "bad sector")
+
+    now_s = [0.0]
+    with monkeypatch.context() as patch:
+        patch.setattr(DataFile, "read_entries", unreadable)
+        store = open_store(left, lambda: later(now_s))
+    assert not any(store.has(KEYS))
+    names = {file.name for file in left.glob("*.kv")}
+    store.set_limit(sum(file.stat().st_blocks * 512 for file in left.glob("*.kv")) + 64 * 4096)
+    new = b"".join(key(50_000 + n) for n in range(20))
+    assert all(store.put(new, [record(n) for n in range(20)], chain_after=NO_KEY))
+    assert {file.name for file in left.glob("*.kv")} == names, "its slots are used"
+    store.check_integrity()
+    store.close()
