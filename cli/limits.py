@@ -92,7 +92,7 @@ def trim_command(name: str, wait_s: float | None) -> None:
 
     Says how much came back. Nothing that holds contents is touched, and the limit stays.
     """
-    from kvelastic.instance.outcome import Request
+    from kvelastic.segment import Request
 
     before = readable(name, sweep())
     outcome, answer = send(name, Request(trim=True), wait_s)
@@ -102,8 +102,8 @@ def trim_command(name: str, wait_s: float | None) -> None:
 def _ask(name: str, wait_s: float | None, **wanted: Any) -> None:
     """Make a request, say what came of it, and leave with the exit code for that."""
     from kvelastic.cli.outcome_text import outcome_text
-    from kvelastic.instance.outcome import Request
     from kvelastic.instance.row import printable
+    from kvelastic.segment import Request
 
     request = Request(**wanted)
     outcome, answer = send(name, request, wait_s)
@@ -117,15 +117,7 @@ def send(name: str, request: Request, wait_s: float | None) -> tuple[Outcome, An
 
     reaped = sweep()
     try:
-        answer = segment.request(
-            name,
-            limit_bytes=request.limit_bytes,
-            min_bytes=request.min_bytes,
-            priority=request.priority,
-            asleep=request.asleep,
-            trim=request.trim,
-            wait_s=wait_s,
-        )
+        answer = segment.request(name, **vars(request), wait_s=wait_s)
     except SegmentNotFoundError:
         explain_reaped(name, reaped)
         raise

@@ -19,9 +19,10 @@ from kvelastic.controller.sleep_policy import Ask
 from kvelastic.errors import SegmentBusyError, SegmentFormatError, SegmentNotFoundError
 from kvelastic.host_capacity import machine_memory_bytes
 from kvelastic.instance.look import look_at, look_at_all
-from kvelastic.instance.outcome import Request, outcome_of
+from kvelastic.instance.outcome import outcome_of
 from kvelastic.instance.row import row_of
 from kvelastic.instance.status import uuid_text
+from kvelastic.segment import Request
 from kvelastic.segment_dir import LOCK_WAIT_S
 
 
@@ -63,12 +64,8 @@ def devices() -> list[dict[str, Any]]:
 
 async def request(
     name: str,
+    request: Request,
     *,
-    limit_bytes: int | None = None,
-    min_bytes: int | None = None,
-    priority: int | None = None,
-    asleep: bool | None = None,
-    trim: bool = False,
     wait_s: float | None = None,
     is_over: Callable[[], bool] = lambda: False,
 ) -> dict[str, Any]:
@@ -79,7 +76,6 @@ async def request(
     `state` is the verdict (see `kvelastic.instance.outcome`). `asleep` says whether the instance
     sleeps, and keeps to its limit only when it wakes.
     """
-    request = Request(limit_bytes, min_bytes, priority, asleep, trim)
     with await _post(name, request) as requested:
         deadline_s = time.monotonic() + (segment.ANSWER_GLANCE_S if wait_s is None else wait_s)
         while (settled := requested.settled()) is None:
@@ -103,15 +99,7 @@ async def _post(name: str, request: Request) -> segment.Requested:
     deadline_s = time.monotonic() + LOCK_WAIT_S
     while True:
         try:
-            return segment.post(
-                name,
-                limit_bytes=request.limit_bytes,
-                min_bytes=request.min_bytes,
-                priority=request.priority,
-                asleep=request.asleep,
-                trim=request.trim,
-                lock_wait_s=0.0,
-            )
+            return segment.post(name, request, lock_wait_s=0.0)
         except SegmentBusyError:
             if time.monotonic() >= deadline_s:
                 raise

@@ -16,6 +16,7 @@ from kvelastic.controller import instance_memory
 from kvelastic.controller.instance_memory import Found
 from kvelastic.controller.settings import ModelSettings, SleepSettings
 from kvelastic.errors import KvelasticError, SegmentNotFoundError
+from kvelastic.segment import Request
 
 _WAKE_WAIT_S = 6.0
 """An instance that wakes waits up to five seconds for others to give what it has reserved."""
@@ -51,7 +52,7 @@ class ModelMemory:
         if name is None:
             return None
         try:
-            answer = await instance_memory.request(name, asleep=asleep, wait_s=wait_s)
+            answer = await instance_memory.request(name, Request(asleep=asleep), wait_s=wait_s)
         except SegmentNotFoundError:
             return None  # nothing is held
         except KvelasticError as error:
@@ -112,14 +113,10 @@ class ModelMemory:
 
     async def _request_as_configured(self, name: str, found: Found) -> None:
         async with self._requesting:  # of two at once the later one is the newer configuration's
-            request = self._settings.memory
-            if (request.min, request.limit, request.priority) != (None, None, None):
-                answer = await instance_memory.request(
-                    name,
-                    limit_bytes=request.limit,
-                    min_bytes=request.min,
-                    priority=request.priority,
-                )
+            memory = self._settings.memory
+            request = Request(memory.limit, memory.min, memory.priority)
+            if not request.is_empty:
+                answer = await instance_memory.request(name, request)
                 self._revision = answer["requested_revision"]
             self._requested_of = found.uuid
 

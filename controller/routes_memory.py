@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from starlette.requests import Request
 from starlette.routing import Route
 
+from kvelastic import segment
 from kvelastic.controller import instance_memory
 from kvelastic.controller.json_body import check_keys, json_object, size_of, wait_of
 from kvelastic.controller.refusal import Refusal
@@ -80,7 +81,8 @@ async def change_memory(front: Front, request: Request) -> Any:
             param="priority",
         )
     wait_s = wait_of(body)
-    if min_bytes is None and limit_bytes is None and priority is None:
+    asked = segment.Request(limit_bytes, min_bytes, priority)
+    if asked.is_empty:
         raise Refusal(
             400,
             "nothing_requested",
@@ -90,14 +92,7 @@ async def change_memory(front: Front, request: Request) -> Any:
     if min_bytes is not None and limit_bytes is not None and min_bytes > limit_bytes:
         raise Refusal(400, "invalid_value", "min is above limit.", param="min")
     request.state.asked = {"min": min_bytes, "limit": limit_bytes, "priority": priority}
-    return await _request(
-        model,
-        name,
-        limit_bytes=limit_bytes,
-        min_bytes=min_bytes,
-        priority=priority,
-        wait_s=wait_s,
-    )
+    return await _request(model, name, asked, wait_s)
 
 
 async def trim(front: Front, request: Request) -> Any:
@@ -105,7 +100,7 @@ async def trim(front: Front, request: Request) -> Any:
     model = front.fleet.need(request.path_params["model"])
     name = instance_of(model)
     body = await json_object(front, request)
-    return await _request(model, name, trim=True, wait_s=wait_of(body))
+    return await _request(model, name, segment.Request(trim=True), wait_of(body))
 
 
 async def devices(front: Front, _: Request) -> Any:
@@ -113,9 +108,11 @@ async def devices(front: Front, _: Request) -> Any:
     return {"devices": await asyncio.to_thread(instance_memory.devices)}
 
 
-async def _request(model: ServedModel, name: str, **requests: Any) -> Json:
+async def _request(
+    model: ServedModel, name: str, asked: segment.Request, wait_s: float | None
+) -> Json:
     answer = await instance_memory.request(
-        name, is_over=lambda: model.gate.closing is not None, **requests
+        name, asked, wait_s=wait_s, is_over=lambda: model.gate.closing is not None
     )
     verdict = Verdict(answer["state"])
     status = 200 if verdict in HOLDS else 202 if verdict in MAY_HOLD else 409

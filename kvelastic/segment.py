@@ -63,6 +63,7 @@ from kvelastic.sizes import format_size
 
 __all__ = [
     "Answer",
+    "Request",
     "Requested",
     "Segment",
     "SegmentInfo",
@@ -85,6 +86,27 @@ ANSWER_GLANCE_S: Final = 0.2
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:@+-]{0,63}")
 _DEATH_CHECK_S: Final = 0.25
 _CLAIM_TRIES: Final = 100
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is asked for in one step; None leaves a thing as it is."""
+
+    limit_bytes: int | None = None
+    """It never exceeds that, 0 too; `UNLIMITED_BYTES`: no limit."""
+    min_bytes: int | None = None
+    """Others take nothing below that from it."""
+    priority: int | None = None
+    """Higher keeps memory longer."""
+    asleep: bool | None = None
+    """True: hold nothing as soon as nothing is in use; False: wake."""
+    trim: bool = False
+    """Give every parked page back, once."""
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether it asks for nothing."""
+        return self == Request()
 
 
 @dataclass(frozen=True)
@@ -474,16 +496,7 @@ class Requested:
         self.close()
 
 
-def post(
-    name: str,
-    *,
-    limit_bytes: int | None = None,
-    min_bytes: int | None = None,
-    priority: int | None = None,
-    asleep: bool | None = None,
-    trim: bool = False,
-    lock_wait_s: float = LOCK_WAIT_S,
-) -> Requested:
+def post(name: str, request: Request, lock_wait_s: float = LOCK_WAIT_S) -> Requested:
     """Request something of an instance, as `request`, and leave it to the caller to wait.
 
     Blocks for at most `lock_wait_s`, while another writer has the lock. Raises as `request`.
@@ -492,11 +505,9 @@ def post(
     try:
         _check_alive(segment, "; nothing was changed")
         with segment.writing(lock_wait_s) as record:
-            if min_bytes is not None:
-                _check_guarantee(min_bytes, limit_bytes, record)
-            revision = record.write_request(
-                limit_bytes, min_bytes=min_bytes, priority=priority, asleep=asleep, trim=trim
-            )
+            if request.min_bytes is not None:
+                _check_guarantee(request.min_bytes, request.limit_bytes, record)
+            revision = record.write_request(**vars(request))
         return Requested(segment, revision)
     except BaseException:
         segment.close()
@@ -513,11 +524,8 @@ def request(
     trim: bool = False,
     wait_s: float | None = None,
 ) -> Answer:
-    """Request something of an instance, all in one step, and wait for what it says.
+    """Request something of an instance, all in one step (see `Request`), and wait for the answer.
 
-    `limit_bytes` it never exceeds (0 too), `min_bytes` nobody takes from it, a higher `priority`
-    keeps memory longer, `asleep` makes it hold nothing as soon as nothing is in use (False: wake),
-    `trim` gives every parked page back once; None leaves things as they are.
     Waits until the request is applied or refused, at most `wait_s` seconds; None looks only for
     `ANSWER_GLANCE_S`. The answer's state is `none` or `shrinking` when the time was over. Raises
     `InvalidArgumentError` for a priority beyond `sizes.MAX_PRIORITY`, a guarantee above the limit,
@@ -527,14 +535,7 @@ def request(
     """
     if wait_s is not None and math.isnan(wait_s):
         raise InvalidArgumentError("wait_s=nan is not accepted; give seconds, or None")
-    with post(
-        name,
-        limit_bytes=limit_bytes,
-        min_bytes=min_bytes,
-        priority=priority,
-        asleep=asleep,
-        trim=trim,
-    ) as requested:
+    with post(name, Request(limit_bytes, min_bytes, priority, asleep, trim)) as requested:
         settled = requested.settled(ANSWER_GLANCE_S if wait_s is None else max(0.0, wait_s))
         return requested.now() if settled is None else settled
 

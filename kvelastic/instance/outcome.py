@@ -19,12 +19,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from kvelastic.instance.status import UNLIMITED_BYTES
+from kvelastic.segment import Answer, Request
 
-if TYPE_CHECKING:
-    from kvelastic.segment import Answer
+__all__ = ["HOLDS", "MAY_HOLD", "Outcome", "Request", "Verdict", "outcome_of"]
 
 
 class Verdict(str, Enum):
@@ -45,23 +45,6 @@ HOLDS: Final = frozenset({Verdict.APPLIED, Verdict.ASLEEP})
 """It is as was asked, now or when the instance wakes."""
 MAY_HOLD: Final = frozenset({Verdict.SHRINKING, Verdict.PENDING, Verdict.UNKNOWN})
 """It is not yet so. With every other verdict it is not, and will not be."""
-
-
-@dataclass(frozen=True)
-class Request:
-    """What is asked for in one step; None leaves a thing as it is."""
-
-    limit_bytes: int | None = None
-    """UNLIMITED_BYTES: no limit."""
-    min_bytes: int | None = None
-    priority: int | None = None
-    asleep: bool | None = None
-    trim: bool = False
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether it asks for nothing."""
-        return self == Request()
 
 
 @dataclass(frozen=True)
