@@ -236,7 +236,7 @@ def _own_ask(me: Member, others: list[Member], ledger: LedgerInfo) -> Iterable[L
 
 def _giving(giver: Member) -> str:
     """What one who was asked does about it."""
-    wanted, spare_bytes = _size(giver.wanted_bytes), giver.parked_bytes + giver.cached_bytes
+    wanted, spare_bytes = _size(giver.wanted_bytes), giver.parked_bytes + giver.evictable_bytes
     if giver.status == "unknown":
         return f"was asked for {wanted}, and whether it lives cannot be asked here"
     if spare_bytes >= giver.wanted_bytes:
@@ -257,7 +257,7 @@ def _asked_of_it(me: Member, others: list[Member]) -> Iterable[Line]:
             )
     if not me.wanted_bytes:
         return
-    wanted, spare_bytes = _size(me.wanted_bytes), me.parked_bytes + me.cached_bytes
+    wanted, spare_bytes = _size(me.wanted_bytes), me.parked_bytes + me.evictable_bytes
     may_go_bytes = max(0, me.granted_bytes - me.min_bytes)
     if may_go_bytes == 0:
         yield Line(
@@ -279,7 +279,7 @@ def _asked_of_it(me: Member, others: list[Member]) -> Iterable[Line]:
 
 
 def _spare(member: Member) -> str:
-    spare_bytes = member.parked_bytes + member.cached_bytes
+    spare_bytes = member.parked_bytes + member.evictable_bytes
     return f"{_size(spare_bytes)} are" if spare_bytes else "nothing is"
 
 

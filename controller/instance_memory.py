@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -18,10 +18,12 @@ from kvelastic.controller.room import Claim
 from kvelastic.controller.sleep_policy import Ask
 from kvelastic.errors import SegmentBusyError, SegmentFormatError, SegmentNotFoundError
 from kvelastic.host_capacity import machine_memory_bytes
-from kvelastic.instance.look import look_at, look_at_all
+from kvelastic.instance.device import MemberUse, member_uses
+from kvelastic.instance.look import ledgers, look_at, look_at_all
 from kvelastic.instance.outcome import outcome_of
 from kvelastic.instance.row import row_of
-from kvelastic.instance.status import uuid_text
+from kvelastic.instance.status import InstanceStatus, uuid_text
+from kvelastic.ledger_facts import LedgerInfo
 from kvelastic.segment import Request
 from kvelastic.segment_dir import LOCK_WAIT_S
 
@@ -31,13 +33,22 @@ def row(name: str) -> dict[str, Any]:
     return dict(row_of(look_at(name)))
 
 
-def rows() -> list[dict[str, Any]]:
-    """The same of every instance of this machine."""
-    return [dict(row_of(status)) for status in look_at_all()]
+def look() -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """The same of every instance of this machine, and `devices`: both of one look."""
+    infos = ledgers()
+    statuses = look_at_all(infos)
+    return [dict(row_of(status)) for status in statuses], _devices(infos, statuses)
 
 
 def devices() -> list[dict[str, Any]]:
-    """Every device that instances share, with its members."""
+    """Every device that instances share, with its members. Raises `LedgerError`."""
+    infos = ledger.list_ledgers()
+    return _devices(infos, look_at_all(infos))
+
+
+def _devices(
+    infos: Sequence[LedgerInfo], statuses: Sequence[InstanceStatus]
+) -> list[dict[str, Any]]:
     return [
         {
             "device": info.device,
@@ -54,12 +65,22 @@ def devices() -> list[dict[str, Any]]:
             "guaranteed_bytes": info.guaranteed_bytes,
             "asked_bytes": info.asked_bytes,
             "free_bytes": info.free_bytes,
-            "members": [
-                {**asdict(member), "uuid": uuid_text(member.uuid)} for member in info.members
-            ],
+            "members": [_member(use) for use in member_uses(info, statuses)],
         }
-        for info in ledger.list_ledgers()
+        for info in infos
     ]
+
+
+def _member(use: MemberUse) -> dict[str, Any]:
+    return {
+        **asdict(use.member),
+        "uuid": uuid_text(use.member.uuid),
+        "mapped_bytes": use.mapped_bytes,
+        "in_use_bytes": use.in_use_bytes,
+        "cached_bytes": use.cached_bytes,
+        "parked_bytes": use.parked_bytes,
+        "slack_bytes": use.slack_bytes,
+    }
 
 
 async def request(
@@ -228,5 +249,4 @@ __all__ = [
     "remove_left_behind",
     "request",
     "row",
-    "rows",
 ]

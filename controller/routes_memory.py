@@ -35,9 +35,16 @@ def routes(front: Front) -> list[Route]:
 
 
 async def all_memory(front: Front, _: Request) -> Any:
-    """Every model with an instance, and every instance of this machine, as kvctl lists them."""
-    rows = await asyncio.to_thread(instance_memory.rows)
+    """Every model with an instance, every instance of this machine as kvctl lists it, and devices.
+
+    All come from one look at every record: a device's parts are the sums of its instances' parts.
+    """
+    rows, devices = await asyncio.to_thread(instance_memory.look)
     by_name = {row["name"]: row for row in rows}
+    models = {model.settings.instance: model.name for model in front.fleet}
+    for device in devices:
+        for member in device["members"]:
+            member["model"] = models.get(member["name"])
     return {
         "models": {
             model.name: by_name.get(model.settings.instance)
@@ -45,6 +52,7 @@ async def all_memory(front: Front, _: Request) -> Any:
             if model.settings.instance is not None
         },
         "instances": rows,
+        "devices": devices,
     }
 
 

@@ -23,7 +23,8 @@ class Member:
     limit_bytes: int
     priority: int
     in_use_bytes: int
-    cached_bytes: int
+    evictable_bytes: int
+    """Whole pages of cached blocks: what others can have. Its record counts all cached blocks."""
     parked_bytes: int
     page_bytes: int
     idle_s: float

@@ -82,7 +82,7 @@ nb::dict entry_dict(const LedgerEntry& entry) {
   out["limit_bytes"] = entry.limit_bytes;
   out["priority"] = entry.facts.priority;
   out["in_use_bytes"] = entry.in_use_bytes;
-  out["cached_bytes"] = entry.facts.cached_bytes;
+  out["evictable_bytes"] = entry.facts.cached_bytes;
   out["parked_bytes"] = entry.facts.parked_bytes;
   out["page_bytes"] = entry.page_bytes;
   out["idle_s"] = seconds(entry.facts.idle_ns);
@@ -294,7 +294,7 @@ void bind_ledger(nb::module_& m) {
           "pid"_a, "start_time_ticks"_a,
           "Name one more process that maps the pages: grants stay until all of them are gone.")
       .def("set_others", of_its_own<&LedgerMember::set_others>, "bytes"_a)
-      .def("publish", of_its_own<&LedgerMember::publish>, "in_use_bytes"_a, "cached_bytes"_a,
+      .def("publish", of_its_own<&LedgerMember::publish>, "in_use_bytes"_a, "evictable_bytes"_a,
            "parked_bytes"_a, "page_bytes"_a, "active"_a)
       .def(
           "wanted",

@@ -87,7 +87,7 @@ Contender contender_of(const LedgerSlot& slot, std::uint64_t now_ns, const Recla
   c.min_bytes = slot.min_bytes.load();
   c.priority = slot.priority.load();
   c.parked_bytes = slot.parked_bytes.load(std::memory_order_relaxed);
-  c.cached_bytes = slot.cached_bytes.load(std::memory_order_relaxed);
+  c.cached_bytes = slot.evictable_bytes.load(std::memory_order_relaxed);
   c.page_bytes = slot.page_bytes.load(std::memory_order_relaxed);
   c.idle_ns = less(now_ns, slot.active_ns.load(std::memory_order_relaxed));
   c.reported = reported_of(slot);
@@ -249,11 +249,11 @@ Result<std::unique_ptr<LedgerMember>> LedgerMember::join(std::span<std::byte> by
     }
     if (claim.outcome == LifeLock::Outcome::kTaken || slot.life.load() != life) continue;
     for (SharedWord* word :
-         {&slot.units,         &slot.min_bytes,      &slot.ask_bytes,     &slot.ask_since_ns,
-          &slot.ask_seen_ns,   &slot.ask_keeps,      &slot.limit_bytes,   &slot.in_use_bytes,
-          &slot.cached_bytes,  &slot.parked_bytes,   &slot.page_bytes,    &slot.wanted_at_ns,
-          &slot.pledged_bytes, &slot.reserved_bytes, &slot.own_min_bytes, &slot.own_reserve_bytes,
-          &slot.asleep,        &slot.checking,       &slot.moves,         &slot.reported}) {
+         {&slot.units,           &slot.min_bytes,      &slot.ask_bytes,     &slot.ask_since_ns,
+          &slot.ask_seen_ns,     &slot.ask_keeps,      &slot.limit_bytes,   &slot.in_use_bytes,
+          &slot.evictable_bytes, &slot.parked_bytes,   &slot.page_bytes,    &slot.wanted_at_ns,
+          &slot.pledged_bytes,   &slot.reserved_bytes, &slot.own_min_bytes, &slot.own_reserve_bytes,
+          &slot.asleep,          &slot.checking,       &slot.moves,         &slot.reported}) {
       *word = 0;
     }
     for (std::size_t depth = 0; depth < kDepths; ++depth) {
@@ -326,12 +326,12 @@ Status LedgerMember::add_worker(std::uint32_t pid, std::uint64_t start_ticks) {
                "a member of a ledger has at most " + std::to_string(kLedgerWorkers) + " workers"};
 }
 
-void LedgerMember::publish(std::uint64_t in_use_bytes, std::uint64_t cached_bytes,
+void LedgerMember::publish(std::uint64_t in_use_bytes, std::uint64_t evictable_bytes,
                            std::uint64_t parked_bytes, std::uint64_t page_bytes, bool active) {
   if (!is_member()) return;
   LedgerSlot& mine = slot();
   mine.in_use_bytes.store(in_use_bytes, std::memory_order_relaxed);
-  mine.cached_bytes.store(cached_bytes, std::memory_order_relaxed);
+  mine.evictable_bytes.store(evictable_bytes, std::memory_order_relaxed);
   mine.parked_bytes.store(parked_bytes, std::memory_order_relaxed);
   mine.page_bytes.store(page_bytes, std::memory_order_relaxed);
   if (active) mine.active_ns.store(monotonic_coarse_ns(), std::memory_order_relaxed);

@@ -137,7 +137,7 @@ struct LedgerSlot {
   SharedWord active_ns;  ///< last alloc or free
   SharedWord limit_bytes;
   SharedWord in_use_bytes;
-  SharedWord cached_bytes;
+  SharedWord evictable_bytes;  ///< whole pages of cached blocks: what others can have
   SharedWord parked_bytes;
   SharedWord page_bytes;
 
@@ -389,8 +389,8 @@ class LedgerMember {
   Status add_worker(std::uint32_t pid, std::uint64_t start_ticks);
 
   /// The facts that others plan by; a few stores.
-  void publish(std::uint64_t in_use_bytes, std::uint64_t cached_bytes, std::uint64_t parked_bytes,
-               std::uint64_t page_bytes, bool active);
+  void publish(std::uint64_t in_use_bytes, std::uint64_t evictable_bytes,
+               std::uint64_t parked_bytes, std::uint64_t page_bytes, bool active);
 
   /// Whether the engine has unfinished requests. Without any it is idle at once, and those who ask
   /// for memory are woken. Until the first call it is judged by the time since it was `active`.

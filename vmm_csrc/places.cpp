@@ -435,13 +435,13 @@ void Places::handled(const Wanted& wanted, std::uint64_t given) {
 
 // ----------------------------------------------------------------------------------------- facts
 
-void Places::publish_parts(std::uint64_t in_use_bytes, std::uint64_t cached_bytes,
+void Places::publish_parts(std::uint64_t in_use_bytes, std::uint64_t evictable_bytes,
                            std::uint64_t parked_bytes, bool active) {
   for (const Place& place : places_) {
     const auto here = [&](std::uint64_t bytes) {
       return scaled(bytes, place.ranks.size(), copies_);
     };
-    place.member->publish(here(in_use_bytes), here(cached_bytes), here(parked_bytes),
+    place.member->publish(here(in_use_bytes), here(evictable_bytes), here(parked_bytes),
                           cost_bytes(place), active);
   }
 }

@@ -151,11 +151,11 @@ class Places {
   // --- facts -----------------------------------------------------------------------------------
 
   /// The facts that others plan by, of all places together.
-  void publish(std::uint64_t in_use_bytes, std::uint64_t cached_bytes, std::uint64_t parked_bytes,
-               bool active) {
+  void publish(std::uint64_t in_use_bytes, std::uint64_t evictable_bytes,
+               std::uint64_t parked_bytes, bool active) {
     if (only_)
-      return only_->publish(in_use_bytes, cached_bytes, parked_bytes, page_bytes(), active);
-    publish_parts(in_use_bytes, cached_bytes, parked_bytes, active);
+      return only_->publish(in_use_bytes, evictable_bytes, parked_bytes, page_bytes(), active);
+    publish_parts(in_use_bytes, evictable_bytes, parked_bytes, active);
   }
   /// As LedgerMember::report_busy, in all ledgers.
   void report_busy(bool busy);
@@ -171,7 +171,7 @@ class Places {
   std::uint64_t cost_bytes(const Place& place) const { return place.ranks.size() * copy_bytes_; }
   std::uint64_t part_of(std::uint64_t bytes, const Place& place) const;
   std::uint64_t capacity_of_several() const;
-  void publish_parts(std::uint64_t in_use_bytes, std::uint64_t cached_bytes,
+  void publish_parts(std::uint64_t in_use_bytes, std::uint64_t evictable_bytes,
                      std::uint64_t parked_bytes, bool active);
   Error named(const Place& place, Error error) const;
   Status refuse_in_a_child() const { return places_.front().member->refuse_in_a_child(); }

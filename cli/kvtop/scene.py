@@ -2,7 +2,8 @@
 
     scene = scene_of(list_segments(), list_ledgers(), at_s=time.monotonic())
 
-Devices come from their ledgers. One without a readable ledger is what its instances say of it.
+Devices come from their ledgers, and what is held there from the same records as the instances. One
+without a readable ledger is what its instances say of it.
 """
 
 from __future__ import annotations
@@ -11,8 +12,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
+from kvelastic.instance.device import member_uses
 from kvelastic.instance.row import printable
-from kvelastic.instance.status import status_of
+from kvelastic.instance.status import InstanceStatus, status_of
 
 if TYPE_CHECKING:
     from kvelastic.ledger_facts import LedgerInfo
@@ -48,8 +50,6 @@ class Instance:
     in_use_bytes: int | None = None
     cached_bytes: int | None = None
     parked_bytes: int | None = None
-    slack_bytes: int = 0
-    """Mapped, and neither in use, cached nor parked: free blocks of pages in use, padding."""
     over_bytes: int | None = None
     """Still to be given back to meet the limit."""
     reserved_bytes: int | None = None
@@ -68,6 +68,12 @@ class Instance:
     """Mapped at the latest looks, the newest last."""
 
     @property
+    def slack_bytes(self) -> int:
+        """Mapped, and neither in use, cached nor parked: free blocks of pages in use, padding."""
+        parts_bytes = (self.in_use_bytes, self.cached_bytes, self.parked_bytes)
+        return max(0, (self.mapped_bytes or 0) - sum(part or 0 for part in parts_bytes))
+
+    @property
     def tiers_bytes(self) -> int | None:
         """What all its tiers hold together; None where it has none."""
         return sum(tier.used_bytes for tier in self.tiers) if self.tiers else None
@@ -84,7 +90,7 @@ class Device:
     cached_bytes: int = 0
     parked_bytes: int = 0
     slack_bytes: int = 0
-    """Granted, and none of the three."""
+    """Mapped, and none of the three."""
     reserved_bytes: int = 0
     """Held besides KV caches by instances that are awake; `reserved_of_capacity_bytes` of it come
     out of the capacity, the rest lies outside."""
@@ -128,13 +134,14 @@ def scene_of(
     `boards` are those of tiers, by the names of segments.
     """
     ledgers, boards = list(ledgers), boards or {}
-    found = [instance_of(info, ledgers, boards.get(info.name)) for info in segments]
+    statuses = [status_of(info, ledgers, board=boards.get(info.name)) for info in segments]
+    found = [instance_of(status) for status in statuses]
     if not names:
-        return Scene(at_s, tuple(_devices(found, ledgers)), tuple(found))
+        return Scene(at_s, tuple(_devices(found, ledgers, statuses)), tuple(found))
     instances = tuple(one for one in found if one.name in names)
     chosen = _ledgers_of(instances, ledgers)
     there = [one for one in found if one.device in {named.device for named in instances}]
-    return Scene(at_s, tuple(_devices(there, chosen)), instances)
+    return Scene(at_s, tuple(_devices(there, chosen, statuses)), instances)
 
 
 def _ledgers_of(instances: Sequence[Instance], ledgers: list[LedgerInfo]) -> list[LedgerInfo]:
@@ -143,11 +150,8 @@ def _ledgers_of(instances: Sequence[Instance], ledgers: list[LedgerInfo]) -> lis
     return [ledger for ledger in ledgers if any(member.name in names for member in ledger.members)]
 
 
-def instance_of(
-    info: SegmentInfo, ledgers: Iterable[LedgerInfo] = (), board: BoardFigures | None = None
-) -> Instance:
-    """Make an instance of its segment, its places in ledgers and the board of its tiers."""
-    status = status_of(info, ledgers, board=board)
+def instance_of(status: InstanceStatus) -> Instance:
+    """Make an instance of its status."""
     known = status.is_known
 
     def figure(value: int) -> int | None:
@@ -173,7 +177,6 @@ def instance_of(
         in_use_bytes=figure(status.in_use_bytes),
         cached_bytes=figure(status.cached_bytes),
         parked_bytes=figure(status.parked_bytes),
-        slack_bytes=status.slack_bytes,
         over_bytes=figure(status.over_bytes),
         reserved_bytes=status.reserved_bytes,
         pages_in=counters.get("pages_mapped"),
@@ -183,10 +186,12 @@ def instance_of(
     )
 
 
-def _devices(instances: list[Instance], ledgers: list[LedgerInfo]) -> list[Device]:
+def _devices(
+    instances: list[Instance], ledgers: list[LedgerInfo], statuses: list[InstanceStatus]
+) -> list[Device]:
     """Each ledger is a device, and so is what only instances know; unknown ones come last."""
     readable = [ledger for ledger in ledgers if ledger.status == "readable"]
-    found = [_from_ledger(ledger) for ledger in readable]
+    found = [_from_ledger(ledger, statuses) for ledger in readable]
     found += [
         Device(printable(ledger.device), problem=printable(ledger.problem) or ledger.status)
         for ledger in ledgers
@@ -202,20 +207,18 @@ def _devices(instances: list[Instance], ledgers: list[LedgerInfo]) -> list[Devic
     return sorted(found, key=lambda device: (device.problem != "", device.name))
 
 
-def _from_ledger(ledger: LedgerInfo) -> Device:
+def _from_ledger(ledger: LedgerInfo, statuses: list[InstanceStatus]) -> Device:
     name = printable(ledger.device)
     if ledger.group not in {"", _DEFAULT_GROUP}:
         name = f"{name} ({printable(ledger.group)})"
-    in_use_bytes = sum(member.in_use_bytes for member in ledger.members)
-    cached_bytes = sum(member.cached_bytes for member in ledger.members)
-    parked_bytes = sum(member.parked_bytes for member in ledger.members)
+    uses = member_uses(ledger, statuses)
     return Device(
         name=name,
         capacity_bytes=ledger.capacity_bytes,
-        in_use_bytes=in_use_bytes,
-        cached_bytes=cached_bytes,
-        parked_bytes=parked_bytes,
-        slack_bytes=max(0, ledger.granted_bytes - in_use_bytes - cached_bytes - parked_bytes),
+        in_use_bytes=sum(use.in_use_bytes for use in uses),
+        cached_bytes=sum(use.cached_bytes for use in uses),
+        parked_bytes=sum(use.parked_bytes for use in uses),
+        slack_bytes=sum(use.slack_bytes for use in uses),
         reserved_bytes=ledger.reserved_bytes,
         reserved_of_capacity_bytes=ledger.reserved_of_capacity_bytes,
         others_bytes=ledger.others_bytes,

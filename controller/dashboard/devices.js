@@ -3,7 +3,7 @@
 import { Chart } from "./chart.js";
 import { byId, make, reconcile, say } from "./dom.js";
 import { bytes, clock } from "./format.js";
-import { keyOf } from "./history.js";
+import { heldBy, keyOf } from "./history.js";
 
 const SHADES = 8;
 const TABLE_EVERY_S = 30;
@@ -43,7 +43,7 @@ export class Devices {
     }
   }
 
-  /** `ledgers` are those of /devices, `history` is a History. */
+  /** `ledgers` are the devices of /memory, `history` is a History. */
   update(ledgers, history) {
     this.last = [ledgers, history];
     const now = new Map(ledgers.map((ledger) => [keyOf(ledger), ledger]));
@@ -108,7 +108,8 @@ class Card {
     this.layers.push(...BESIDE.filter(isThere));
     // All charts have one time axis, also that of a device that was there a while ago only.
     this.chart.show(this.points, this.layers, history);
-    this.isGone = !ledger;
+    // Now is the moment of /memory, whose figures the models' rows have; the chart ends before it.
+    this.now = ledger?.status === "readable" ? nowOf(ledger) : null;
     this.paintLegend();
   }
 
@@ -165,10 +166,11 @@ class Card {
   }
 
   paintLegend() {
-    const point = this.chosen ?? this.points.at(-1);
+    const last = this.points.at(-1);
+    const isNow = !this.chosen && this.now !== null;
+    const point = this.chosen ?? (isNow ? { device: this.now } : last);
     if (!point) return this.legend.replaceChildren();
     const byUse = this.divide === "use";
-    const isNow = !this.chosen && !this.isGone;
     const head = make(
       "tr",
       {},
@@ -258,6 +260,18 @@ class Card {
       ),
     );
   }
+}
+
+function nowOf(ledger) {
+  const instances = new Map();
+  for (const member of ledger.members) {
+    const held = heldBy({ ...member, granted_bytes: member.mapped_bytes });
+    const other = instances.get(member.name); // a dead instance, and its successor
+    if (other) for (const { key } of USES) held[key] += other[key];
+    if (other) held.granted += other.granted;
+    instances.set(member.name, held);
+  }
+  return { others: ledger.others_bytes, free: ledger.free_bytes, instances };
 }
 
 function swatch(shade) {

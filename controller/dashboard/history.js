@@ -65,20 +65,17 @@ function sampleOf(answer, index) {
     for (const instance of device.instances) {
       const granted = instance.granted_bytes[index];
       if (granted === null) continue;
-      const inUse = instance.in_use_bytes[index];
-      const cached = instance.cached_bytes[index];
-      const parked = instance.parked_bytes[index];
-      // Facts are read one after the other while memory moves: a moment's contradiction is no sum.
-      const slack = Math.max(0, granted - inUse - cached - parked);
-      instances.set(instance.name, {
-        model: instance.model,
-        granted,
-        inUse,
-        cached,
-        parked,
-        slack,
-        reserved: instance.pledged_bytes[index],
-      });
+      instances.set(
+        instance.name,
+        heldBy({
+          model: instance.model,
+          granted_bytes: granted,
+          in_use_bytes: instance.in_use_bytes[index],
+          cached_bytes: instance.cached_bytes[index],
+          parked_bytes: instance.parked_bytes[index],
+          pledged_bytes: instance.pledged_bytes[index],
+        }),
+      );
     }
     devices.set(keyOf(device), {
       device: device.device,
@@ -93,6 +90,15 @@ function sampleOf(answer, index) {
     });
   }
   return { at: answer.at[index], devices };
+}
+
+/** What one member of a device holds there, as the charts and tables have it. */
+export function heldBy(member) {
+  const { granted_bytes: granted, in_use_bytes: inUse } = member;
+  const { cached_bytes: cached, parked_bytes: parked, pledged_bytes: reserved, model } = member;
+  // Facts are read one after the other while memory moves: a moment's contradiction is no sum.
+  const slack = Math.max(0, granted - inUse - cached - parked);
+  return { model, granted, inUse, cached, parked, slack, reserved };
 }
 
 /** One text for a ledger: groups on one device are apart. */

@@ -34,16 +34,15 @@ function afterAction(error) {
 async function look() {
   const askedAt = performance.now();
   try {
-    const [served, traffic, memory, ledgers, linked, past] = await Promise.all([
+    const [served, traffic, memory, linked, past] = await Promise.all([
       read("/models"),
       read(`/traffic/stats?window=${WINDOW_S}`),
       read("/memory"),
-      read("/devices"),
       read("/links"),
       read(history.path),
     ]);
     history.take(past);
-    devices.update(ledgers.devices, history);
+    devices.update(memory.devices, history);
     links.update(linked.nodes);
     models.update(served.models, traffic.traffic_stats, memory.models, askedAt);
     // It may have been hidden while the answers were on their way.

@@ -13,6 +13,7 @@ const PARTS = [
   ["in_use_bytes", "use-in"],
   ["cached_bytes", "use-cached"],
   ["parked_bytes", "use-parked"],
+  ["slack_bytes", "use-slack"],
 ];
 
 export class Memory {
@@ -80,7 +81,7 @@ export class Memory {
     const held =
       `${bytes(row.mapped_bytes)}${row.asleep ? "" : ` of ${most}`}: ` +
       `${bytes(row.in_use_bytes)} in use, ${bytes(row.cached_bytes)} cached, ` +
-      `${bytes(row.parked_bytes)} parked`;
+      `${bytes(row.parked_bytes)} parked, ${bytes(row.slack_bytes)} slack`;
     const whatFor = row.asleep ? "to be given back" : "over its limit";
     const over = row.over_bytes ? `; ${bytes(row.over_bytes)} ${whatFor}` : "";
     const when = row.asleep ? "reserved when it wakes" : "reserved besides";

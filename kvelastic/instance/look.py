@@ -20,16 +20,19 @@ from kvelastic.tier_board import boards_of
 
 def look_at(name: str) -> InstanceStatus:
     """One instance. Raises `SegmentNotFoundError`, or `SegmentFormatError` for another file."""
-    return _read([segment.inspect(name)])[0]
+    return _read([segment.inspect(name)], ledgers())[0]
 
 
-def look_at_all() -> list[InstanceStatus]:
-    """Every instance that this user may read, by name; also dead and unreadable ones."""
-    return _read(segment.list_segments())
+def look_at_all(found: Sequence[LedgerInfo] | None = None) -> list[InstanceStatus]:
+    """Every instance that this user may read, by name; also dead and unreadable ones.
+
+    With their places in the ledgers `found`; without, in all that can be read.
+    """
+    return _read(segment.list_segments(), ledgers() if found is None else found)
 
 
-def _read(infos: Sequence[SegmentInfo]) -> list[InstanceStatus]:
-    found, boards = ledgers(), boards_of(infos)
+def _read(infos: Sequence[SegmentInfo], found: Sequence[LedgerInfo]) -> list[InstanceStatus]:
+    boards = boards_of(infos)
     now_ns = time.monotonic_ns()
     return [status_of(info, found, now_ns=now_ns, board=boards.get(info.name)) for info in infos]
 

@@ -68,6 +68,9 @@ class DeviceUse:
     copies: int
     """Of each page: one for each rank whose pages lie there."""
     mapped_bytes: int
+    in_use_bytes: int = 0
+    cached_bytes: int = 0
+    parked_bytes: int = 0
     share: DeviceShare | None = None
     """Its place in the device's ledger; None where it is in none that can be read."""
 
@@ -243,6 +246,12 @@ def status_of(
     taken = usage["blocks_in_use"] + usage["blocks_reserved"]
     set_aside_bytes = usage["in_use_bytes"] * usage["blocks_reserved"] // max(taken, 1)
     waited_ns = 0 if now_ns is None else max(0, now_ns - request["written_ns"])
+    parts = {
+        "mapped_bytes": usage["mapped_bytes"],
+        "in_use_bytes": usage["in_use_bytes"] - set_aside_bytes,
+        "cached_bytes": usage["cached_bytes"],
+        "parked_bytes": usage["parked_bytes"],
+    }
     shares = tuple(_shares(header["uuid"], ledgers))
     return InstanceStatus(
         name=info.name,
@@ -261,11 +270,8 @@ def status_of(
         min_bytes=answer["min_bytes"],
         priority=answer["priority"],
         capacity_bytes=capacity_bytes,
-        mapped_bytes=usage["mapped_bytes"],
-        in_use_bytes=usage["in_use_bytes"] - set_aside_bytes,
+        **parts,
         set_aside_bytes=set_aside_bytes,
-        cached_bytes=usage["cached_bytes"],
-        parked_bytes=usage["parked_bytes"],
         page_bytes=usage["page_bytes"],
         mappings_per_page=usage.get("mappings_per_page", 0),
         blocks_total=usage["blocks_total"],
@@ -285,7 +291,7 @@ def status_of(
         created=_utc_text(header["created_realtime_ns"]),
         counters=_with_former_names(info.counters),
         shares=shares,
-        uses=tuple(_uses(header["devices"], usage["mapped_bytes"], shares)),
+        uses=tuple(_uses(header["devices"], parts, shares)),
         board=board,
     )
 
@@ -317,14 +323,15 @@ def _share(ledger: LedgerInfo, member: Member) -> DeviceShare:
 
 
 def _uses(
-    devices: Iterable[tuple[str, int]], mapped_bytes: int, shares: Iterable[DeviceShare]
+    devices: Iterable[tuple[str, int]], parts: Mapping[str, int], shares: Iterable[DeviceShare]
 ) -> Iterable[DeviceUse]:
     """Every copy of a page is as large as the others, so bytes are divided by copies."""
     devices, shares = list(devices), list(shares)
     whole = max(1, sum(copies for _, copies in devices))
     for device, copies in devices:
+        here = {part: part_bytes * copies // whole for part, part_bytes in parts.items()}
         share = next((one for one in shares if one.device == device), None)
-        yield DeviceUse(device, copies, mapped_bytes * copies // whole, share)
+        yield DeviceUse(device, copies, **here, share=share)
 
 
 def uuid_text(raw: bytes) -> str:

@@ -57,7 +57,7 @@ def member(name: str, **changes) -> Member:
         limit_bytes=500 * MIB,
         priority=0,
         in_use_bytes=60 * MIB,
-        cached_bytes=20 * MIB,
+        evictable_bytes=20 * MIB,
         parked_bytes=10 * MIB,
         page_bytes=2 * MIB,
         idle_s=0.0,

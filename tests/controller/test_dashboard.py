@@ -13,6 +13,7 @@ import httpx
 import pytest
 from browser import Browser, Scheme, Shown, expect
 from ledger_instance import PAGE_BYTES, Instance
+from playwright.sync_api import Route
 from ports import free_port
 from running import FAKES, Controller, Engine, config_for
 from waiting import DEADLINE_S, wait_until
@@ -275,6 +276,28 @@ def test_a_request_that_takes_time(page: Shown, front: Controller, instance: Ins
     expect(answer).to_have_text("In force now: limit 8M.")
 
 
+def test_a_device_and_its_model_show_one_moment(page: Shown, instance: Instance) -> None:
+    """The chart's samples are older than what a model's row says; the table below it is not."""
+    stale: list[str] = []
+
+    def first_answer(route: Route) -> None:
+        if not stale:
+            stale.append(route.fetch().text())
+        route.fulfill(body=stale[0], content_type="application/json")
+
+    with page.page.expect_response("**/devices/history*", timeout=1000 * DEADLINE_S):
+        page.page.route("**/devices/history*", first_answer)
+    ids = instance.alloc(33)
+    assert ids
+    instance.cache(ids[1::2])  # of no page all blocks: others could have none of it
+    try:
+        expect(page.row("org/m").locator(".held")).to_contain_text("8.5 MiB in use, 8 MiB cached")
+        card = page.page.locator(".card").filter(has_text=f"group web-{os.getpid()}")
+        expect(card.locator(".legend tbody tr").first).to_contain_text("org/m8.5 MiB8 MiB")
+    finally:
+        instance.free(ids)
+
+
 def test_the_chart_shows_memory_over_time(page: Shown, instance: Instance) -> None:
     ids = instance.alloc(32)
     assert ids
@@ -408,8 +431,10 @@ def test_how_it_looks(
         page.picture(tmp_path / f"{scheme}-{width}.png")
         assert (tmp_path / f"{scheme}-{width}.png").stat().st_size > 10_000
         assert not page.has_overflow()
-        names = page.page.locator(".legend tbody th")  # drawn anew all the time: measured at once
-        widths = names.evaluate_all("all => all.map((one) => one.getBoundingClientRect().width)")
+        widths = page.page.evaluate(  # in one call: the table is drawn anew all the time
+            "() => [...document.querySelectorAll('.legend tbody th')]"
+            ".map((one) => one.getBoundingClientRect().width)"
+        )
         assert min(widths) > 60, "squeezed out"
         assert page.pale() == []
         assert page.unnamed() == []

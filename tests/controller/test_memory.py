@@ -74,6 +74,19 @@ def test_what_an_instance_holds(front: Controller, instance: Instance) -> None:
     assert instance.name in [row["name"] for row in everything["instances"]]
 
 
+def test_devices_hold_what_their_instances_hold(front: Controller, instance: Instance) -> None:
+    ids = instance.alloc(16)
+    assert ids
+    instance.cache(ids[::2])
+    told = front.get("/memory").json()
+    (device,) = (one for one in told["devices"] if one["group"] == f"ctl-{os.getpid()}")
+    (member,) = device["members"]
+    assert member["model"] == "org/m"
+    for part in ("mapped", "in_use", "cached", "parked", "slack"):
+        assert member[f"{part}_bytes"] == told["models"]["org/m"][f"{part}_bytes"], part
+    assert member["cached_bytes"] == 8 * PAGE_BYTES // 4
+
+
 def test_metrics_have_what_kvctl_metrics_has(front: Controller, instance: Instance) -> None:
     assert instance.alloc(16)
     samples = [

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from ledger_instance import PAGE_BYTES, Instance
+from ledger_instance import BLOCKS_PER_PAGE, PAGE_BYTES, Instance
 from prometheus_client.parser import text_string_to_metric_families
 from segment_owner import Owner, until_replied
 from waiting import DEADLINE_S
@@ -101,6 +101,26 @@ def reserved_on_the_device() -> dict[str, int]:
     (shown,) = scene_of([], infos, 0.0).devices
     of_group = [one for one in instance_memory.devices() if one["group"] == group]
     return {"controller": of_group[0]["reserved_bytes"], "kvtop": shown.reserved_bytes}
+
+
+PARTS = ("in_use_bytes", "cached_bytes", "parked_bytes", "slack_bytes")
+
+
+def test_a_device_holds_what_its_instance_holds(instance: Instance) -> None:
+    ids = instance.alloc(40)
+    assert ids
+    instance.cache(ids[::2])  # not one whole page that others could have
+    row = instance_memory.row(instance.name)
+    group = f"surfaces-{os.getpid()}"
+    infos = [info for info in ledger.list_ledgers() if info.group == group]
+    scene = scene_of(segment.list_segments(), infos, 0.0, [instance.name])
+    (shown,), (device,) = scene.instances, scene.devices
+    (member,) = next(one for one in instance_memory.devices() if one["group"] == group)["members"]
+    assert row["cached_bytes"] == 20 * PAGE_BYTES // BLOCKS_PER_PAGE
+    assert member["evictable_bytes"] == 0
+    for part in PARTS:
+        assert getattr(shown, part) == getattr(device, part) == row[part] == member[part], part
+    assert device.held_bytes == row["mapped_bytes"] == member["mapped_bytes"]
 
 
 def assert_all_agree(name: str, state: str) -> dict[str, object]:

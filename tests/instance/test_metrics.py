@@ -96,7 +96,7 @@ def member(name: str = "one", **changes: object) -> Member:
         "limit_bytes": 500 * MIB,
         "priority": 0,
         "in_use_bytes": 0,
-        "cached_bytes": 0,
+        "evictable_bytes": 0,
         "parked_bytes": 0,
         "page_bytes": 2 * MIB,
         "idle_s": 1.5,

@@ -8,9 +8,11 @@ import pytest
 from scenes import GIB, MIB, instance
 
 from kvelastic.cli.kvtop.model import HISTORY_LOOKS, Model
-from kvelastic.cli.kvtop.scene import ORDERS, Scene, instance_of, ordered, scene_of
+from kvelastic.cli.kvtop.scene import ORDERS, Instance, Scene, ordered, scene_of
 from kvelastic.ledger_facts import LedgerInfo, Member
 from kvelastic.segment import SegmentInfo
+
+PARTS = ("in_use_bytes", "cached_bytes", "parked_bytes", "slack_bytes")
 
 
 def segment_info(name: str, device: str = "GPU-1", **changes: object) -> SegmentInfo:
@@ -64,7 +66,7 @@ def member(name: str, **changes: int) -> Member:
         "limit_bytes": 8 * GIB,
         "priority": 0,
         "in_use_bytes": 2 * GIB,
-        "cached_bytes": GIB,
+        "evictable_bytes": GIB,
         "parked_bytes": 512 * MIB,
         "page_bytes": 2 * MIB,
         "ask_bytes": 0,
@@ -85,6 +87,11 @@ def ledger(device: str = "GPU-1", **changes: object) -> LedgerInfo:
     return LedgerInfo(device, **(values | changes))  # type: ignore[arg-type]
 
 
+def instance_of(info: SegmentInfo) -> Instance:
+    (found,) = scene_of([info], [], 0.0).instances
+    return found
+
+
 def test_a_device_is_what_its_ledger_says():
     (device,) = scene_of([segment_info("a")], [ledger()], 0.0).devices
     assert (device.name, device.has_ledger) == ("GPU-1", True)
@@ -96,6 +103,22 @@ def test_a_device_is_what_its_ledger_says():
     assert device.free_bytes == 7 * GIB
     assert device.guaranteed_bytes == 2 * GIB
     assert device.asked_bytes == 2 * MIB
+
+
+def test_what_members_hold_is_read_from_their_records():
+    records = [segment_info("a"), segment_info("dead", status="dead")]
+    records[0].usage.update(in_use_bytes=GIB, cached_bytes=2 * GIB + 300 * MIB, parked_bytes=0)
+    members = [
+        member(name, uuid=name.encode().ljust(16), evictable_bytes=GIB)
+        for name in ("a", "dead", "hidden")
+    ]
+    scene = scene_of(records, [ledger(members=tuple(members))], 0.0)
+    (device,), (one, _) = scene.devices, scene.instances
+    told_apart = [getattr(device, part) - getattr(one, part) for part in PARTS]
+    # Of a dead member, and of one whose record cannot be read, there is only the ledger's word.
+    assert told_apart == [4 * GIB, 2 * GIB, GIB, GIB]
+    assert one.slack_bytes == 4 * GIB - GIB - 2 * GIB - 300 * MIB
+    assert device.held_bytes == 12 * GIB
 
 
 def test_reserves_come_out_of_a_gpu_s_capacity_and_lie_beside_the_host_s():

@@ -134,7 +134,7 @@ def test_what_a_ledger_says(device):
             "alive",
         )
         assert (me.granted_bytes, me.min_bytes, me.priority) == (5 * PAGE, 3 * PAGE, -7)
-        assert (me.in_use_bytes, me.cached_bytes, me.parked_bytes) == (2 * PAGE, PAGE, PAGE)
+        assert (me.in_use_bytes, me.evictable_bytes, me.parked_bytes) == (2 * PAGE, PAGE, PAGE)
         assert me.page_bytes == PAGE
         assert (you.name, you.pid, you.priority) == ("other", other.pid, 3)
         assert you.granted_bytes == 8 * PAGE

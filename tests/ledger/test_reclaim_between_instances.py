@@ -164,7 +164,7 @@ def test_the_longer_idle_one_is_asked_first(device, joined):
 
 
 def _caches_in_peace(member):
-    return member.cached_bytes > 0 and member.in_use_bytes == 0 and member.idle_s > 0.1
+    return member.evictable_bytes > 0 and member.in_use_bytes == 0 and member.idle_s > 0.1
 
 
 # ------------------------------------------------------------------------- guarantee, priority

@@ -1,0 +1,63 @@
+"""What the members of a device's ledger hold there, by what it is for.
+
+    for use in member_uses(ledger, statuses): print(use.member.name, use.cached_bytes)
+
+A ledger says what its device grants, and what others can have of that. What a member's pages are
+used for is read from the member's own record, so a device's parts are the sums of those that every
+surface shows of its instances. Pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from kvelastic.instance.status import DeviceUse, InstanceStatus
+    from kvelastic.ledger_facts import LedgerInfo, Member
+
+
+@dataclass(frozen=True)
+class MemberUse:
+    """One member, and what it holds on its ledger's device."""
+
+    member: Member
+    mapped_bytes: int
+    in_use_bytes: int
+    cached_bytes: int
+    parked_bytes: int
+
+    @property
+    def slack_bytes(self) -> int:
+        """Mapped, and none of the three: free blocks of pages in use, padding."""
+        rest_bytes = self.in_use_bytes + self.cached_bytes + self.parked_bytes
+        return max(0, self.mapped_bytes - rest_bytes)
+
+
+def member_uses(ledger: LedgerInfo, statuses: Iterable[InstanceStatus]) -> list[MemberUse]:
+    """Every member of a ledger, in its order.
+
+    A member whose record is not among `statuses`, or that is dead, holds what the ledger grants it.
+    """
+    uses = {
+        status.uuid: use
+        for status in statuses
+        if status.is_alive
+        for use in status.uses
+        if use.share is not None
+        and (use.share.device, use.share.group) == (ledger.device, ledger.group)
+    }
+    return [_use(member, uses.get(member.uuid)) for member in ledger.members]
+
+
+def _use(member: Member, use: DeviceUse | None) -> MemberUse:
+    if use is None:
+        return MemberUse(
+            member,
+            member.granted_bytes,
+            member.in_use_bytes,
+            member.evictable_bytes,
+            member.parked_bytes,
+        )
+    return MemberUse(member, use.mapped_bytes, use.in_use_bytes, use.cached_bytes, use.parked_bytes)
