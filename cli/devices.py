@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import io
-import sys
 from typing import TYPE_CHECKING
 
 import click
@@ -13,7 +11,6 @@ from kvelastic.cli.saying import say, say_json
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from kvelastic.cli.device_rows import DeviceRow
     from kvelastic.devices import DeviceFacts
     from kvelastic.ledger_facts import LedgerInfo
 
@@ -27,6 +24,8 @@ def devices_command(as_json: bool) -> None:
     asked is said on stderr, or in the device's problem; the command does not fail.
     """
     from kvelastic.cli.device_rows import device_rows
+    from kvelastic.cli.device_tables import plain_tables, rich_tables
+    from kvelastic.cli.fitting_table import show
     from kvelastic.devices import list_devices
     from kvelastic.instance.look import look_at_all
     from kvelastic.instance.row import row_of
@@ -40,7 +39,7 @@ def devices_command(as_json: bool) -> None:
     if as_json:
         say_json(rows)
     else:
-        _show(rows)
+        show(lambda: plain_tables(rows), lambda width: rich_tables(rows, width))
     if found.gpu_problem:
         say(f"GPUs: {found.gpu_problem}.", err=True)
 
@@ -82,19 +81,3 @@ def _own_group() -> str | None:
         return load().ledger
     except (ConfigError, OSError):
         return None
-
-
-def _show(rows: list[DeviceRow]) -> None:
-    """Print the tables to stdout, in colour where that is a terminal."""
-    from kvelastic.cli.device_tables import plain_tables, rich_tables
-
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        # A name may hold what the terminal's encoding lacks: a question mark, and not the end.
-        sys.stdout.reconfigure(errors="replace")
-    if not sys.stdout.isatty():
-        say(*plain_tables(rows).split("\n"))
-        return
-    from rich.console import Console
-
-    console = Console(highlight=False)
-    console.print(rich_tables(rows, console.width))

@@ -107,6 +107,7 @@ def _age_s(then_ns: int, now_ns: int) -> float | None:
 
 def stats_text(stats: Stats) -> str:
     """The same for people: one figure a line, by topic; plain text, also on a terminal."""
+    from kvelastic.cli.tier_tables import BLOCK_WORDS
     from kvelastic.sizes import format_size
 
     def size(size_bytes: int | None) -> str:
@@ -179,7 +180,7 @@ def stats_text(stats: Stats) -> str:
         topics[f"Tier {tier['tier']}"] = _tier_lines(tier)
     if stats["tier_blocks"] is not None:
         topics[f"Blocks and tiers, {stats['tier_policy']}"] = [
-            (what, str(count)) for what, count in stats["tier_blocks"].items()
+            (word, str(stats["tier_blocks"][count])) for count, word in BLOCK_WORDS.items()
         ]
     every, rates = stats["counters"] or {}, stats["rates"]
     counters = {name: count for name, count in every.items() if name not in FORMER_COUNTERS}

@@ -1,88 +1,89 @@
-"""What `kvctl tiers` prints: a table of tiers and sentences below it, or objects for programs."""
+"""What `kvctl tiers` prints: a table of tiers and one of blocks, or objects for programs."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict
 from datetime import datetime, timezone
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
-from kvelastic.cli.columns import aligned
+from kvelastic.cli.fitting_table import Column, plain, rich_table
 from kvelastic.instance.row import tier_rows
 from kvelastic.sizes import format_size
 
 if TYPE_CHECKING:
-    from kvelastic.tier_board_format import BoardFigures, TierFigures
+    from rich.console import RenderableType
+
+    from kvelastic.tier_board_format import BoardFigures
 
 NOTHING = "No instance has tiers. KVELASTIC_TIERS gives an engine some when it starts."
+BLOCK_WORDS: Final = {
+    "matched": "found",
+    "unmatched": "not found",
+    "loaded": "loaded",
+    "missed": "not loaded",
+    "demoted": "demoted",
+    "dropped": "dropped",
+    "served": "copied on demand",
+    "ahead": "copied ahead",
+    "refused": "refused",
+    "late": "timed out",
+    "lost": "changed",
+}
+"""What tables call the counts of `BlockCounts`, those that matter most first."""
 
-_HEADINGS = (
-    "NAME",
-    "TIER",
-    "STATE",
-    "USED",
-    "LIMIT",
-    "RECORDS",
-    "HITS",
-    "MISSES",
-    "PUTS",
-    "REFUSED",
-    "EVICTED",
-    "ERRORS",
-    "WRITTEN",
-    "READ",
-    "LOAD",
-    "WRITE_LEFT",
-    "TO_WRITE",
-)
-_LEFT = {0, 1, 2}
+_NAME_CELLS: Final = 32
+_POLICY_CELLS: Final = len("write_through")
+_WORD_CELLS: Final = max(map(len, BLOCK_WORDS.values()))
 
 
-def table(boards: Mapping[str, BoardFigures]) -> str:
-    """One line a tier, nearest first, and what became of each instance's blocks."""
+def plain_tables(boards: Mapping[str, BoardFigures]) -> str:
+    """Columns of text: a line a tier, nearest first; then a line an instance, of its blocks."""
+    return "\n\n".join(map(plain, _tables(boards))) if boards else NOTHING
+
+
+def rich_tables(boards: Mapping[str, BoardFigures], width: int) -> RenderableType:
+    """The same for a terminal of `width` columns: the narrower it is, the fewer are shown."""
+    from rich.console import Group
+
+    return Group(*(rich_table(each, width) for each in _tables(boards))) if boards else NOTHING
+
+
+def _tables(boards: Mapping[str, BoardFigures]) -> tuple[list[Column], list[Column]]:
     from kvelastic.instance.row import printable
 
-    if not boards:
-        return NOTHING
-    lines: list[tuple[str, ...]] = [_HEADINGS]
-    for name, board in boards.items():
-        lines += [(printable(name), *_cells(tier)) for tier in board.tiers]
-    text = [*aligned(lines, _LEFT), ""]
-    text += (_sentence(printable(name), board) for name, board in boards.items())
-    return "\n".join(text)
-
-
-def _cells(tier: TierFigures) -> tuple[str, ...]:
-    return (
-        tier.tier,
-        tier.state,
-        format_size(tier.used_bytes),
-        _size(tier.limit_bytes),
-        str(tier.records),
-        str(tier.hits),
-        str(tier.misses),
-        str(tier.puts),
-        str(tier.refused),
-        str(tier.evicted),
-        str(tier.errors),
-        format_size(tier.bytes_written),
-        format_size(tier.bytes_read),
-        "-" if tier.load_us is None else f"{tier.load_us / 1000:.2f} ms",
-        _size(tier.write_left_bytes),
-        format_size(tier.waiting_bytes),
-    )
-
-
-def _sentence(name: str, board: BoardFigures) -> str:
-    blocks = board.blocks
-    asked = blocks.matched + blocks.unmatched
-    return (
-        f"{name} ({board.policy}): {blocks.demoted} blocks demoted, {blocks.dropped} dropped;"
-        f" {blocks.matched} of {asked} found, {blocks.loaded} loaded,"
-        f" {blocks.missed} not after all;"
-        f" {blocks.served} cleaned while shrinking waited, {blocks.ahead} ahead, {blocks.refused}"
-        f" refused by every tier, {blocks.late} too late, {blocks.lost} changed meanwhile."
-    )
+    names = [printable(name) for name, board in boards.items() for _ in board.tiers]
+    tiers = [tier for board in boards.values() for tier in board.tiers]
+    loads = ["-" if tier.load_us is None else f"{tier.load_us / 1000:.2f} ms" for tier in tiers]
+    held = [
+        Column("Name", names, 0, is_left=True, most_cells=_NAME_CELLS),
+        Column("Tier", [tier.tier for tier in tiers], 1, is_left=True),
+        Column("State", [tier.state for tier in tiers], 2, is_left=True),
+        Column("Used", [format_size(tier.used_bytes) for tier in tiers], 3),
+        Column("Limit", [_size(tier.limit_bytes) for tier in tiers], 4),
+        Column("Records", [str(tier.records) for tier in tiers], 8),
+        Column("Hits", [str(tier.hits) for tier in tiers], 6),
+        Column("Misses", [str(tier.misses) for tier in tiers], 7),
+        Column("Puts", [str(tier.puts) for tier in tiers], 11),
+        Column("Refused", [str(tier.refused) for tier in tiers], 10),
+        Column("Evicted", [str(tier.evicted) for tier in tiers], 12),
+        Column("Errors", [str(tier.errors) for tier in tiers], 5),
+        Column("Written", [format_size(tier.bytes_written) for tier in tiers], 13),
+        Column("Read", [format_size(tier.bytes_read) for tier in tiers], 14),
+        Column("Load", loads, 9),
+        Column("Write left", [_size(tier.write_left_bytes) for tier in tiers], 15),
+        Column("To write", [format_size(tier.waiting_bytes) for tier in tiers], 16),
+    ]
+    names = [printable(name) for name in boards]
+    policies = [board.policy for board in boards.values()]
+    became = [
+        Column("Name", names, 0, is_left=True, most_cells=_NAME_CELLS),
+        Column("Policy", policies, 1 + len(BLOCK_WORDS), is_left=True, most_cells=_POLICY_CELLS),
+    ]
+    for rank, (count, word) in enumerate(BLOCK_WORDS.items(), 1):
+        counts = [str(getattr(board.blocks, count)) for board in boards.values()]
+        became.append(Column(word.capitalize(), counts, rank, most_cells=_WORD_CELLS))
+    return held, became
 
 
 def as_object(name: str, board: BoardFigures) -> dict[str, Any]:

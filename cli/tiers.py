@@ -56,13 +56,14 @@ def tiers_command() -> None:
 @_json_option
 def show_command(name: str | None, as_json: bool) -> None:
     """Show what each tier holds, has done and costs, nearest first."""
-    from kvelastic.cli.tier_tables import as_object, table
+    from kvelastic.cli.fitting_table import show
+    from kvelastic.cli.tier_tables import as_object, plain_tables, rich_tables
 
     boards = _all_boards() if name is None else {name: _board_of(name)}
     if as_json:
         say_json([as_object(*one) for one in boards.items()])
     else:
-        say(*table(boards).split("\n"))
+        show(lambda: plain_tables(boards), lambda width: rich_tables(boards, width))
 
 
 @tiers_command.command("limit", cls=ValueCommand)
