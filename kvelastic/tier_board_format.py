@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import struct
-from dataclasses import astuple, dataclass, fields
+from dataclasses import astuple, dataclass, fields, replace
 from typing import Any, Final
 
 from kvelastic.board_layout import CELL_BYTES, MOST_REVISION, BoardLayout
@@ -31,6 +31,10 @@ _NONE: Final = (1 << 64) - 1
 _LABEL_BYTES: Final = 16
 _ALL: Final = struct.Struct("<QQQBB6x11Q")
 _TIER: Final = struct.Struct("<16s16s18Q")
+# Behind the room for all tiers: a text for each.
+_PROBLEMS_AT: Final = _ALL.size + MOST_TIERS * _TIER.size
+_MOST_PROBLEM_BYTES: Final = 160
+_PROBLEM: Final = struct.Struct(f"<{_MOST_PROBLEM_BYTES}s")
 _REQUEST: Final = struct.Struct("<QBBBxH2x16sQQ256s")
 _ANSWER: Final = struct.Struct("<QBxH4x8Q320s")
 _MOST_REASON_BYTES: Final = 320
@@ -69,13 +73,18 @@ class TierFigures:
     """Whether it hangs, and is not asked."""
     is_current: bool
     """Whether it answered for these figures; if not they are older, or zero."""
+    problem: str = ""
+    """Why its medium does not do all that it should now; empty: it does, or it is not said."""
 
     @property
     def state(self) -> str:
-        """ok; stuck: it hangs and is not asked; silent: it does not say what it holds."""
+        """ok; stuck: it hangs and is not asked; silent: it does not say what it holds;
+        failing: its medium refuses something, see `problem`."""
         if self.is_stuck:
             return "stuck"
-        return "ok" if self.is_current else "silent"
+        if not self.is_current:
+            return "silent"
+        return "failing" if self.problem else "ok"
 
 
 @dataclass(frozen=True)
@@ -118,7 +127,7 @@ class BoardFigures:
     tiers: tuple[TierFigures, ...]
 
 
-_TIER_FIGURES: Final = tuple(field.name for field in fields(TierFigures))[2:-2]
+_TIER_FIGURES: Final = tuple(field.name for field in fields(TierFigures))[2:-3]
 """Those between what it is called and how it does; the order of the file is that of the class."""
 _TIER_OPTIONAL: Final = {"limit_bytes", "load_us", "write_budget_bytes", "write_left_bytes"}
 
@@ -198,8 +207,10 @@ def pack_snapshot(number: int, board: BoardFigures) -> bytes:
         *map(_number, astuple(board.blocks)),
     )
     for tier in tiers:
-        name, kind, *figures = astuple(tier)
+        name, kind, *figures, _ = astuple(tier)
         body += _TIER.pack(_label(name), _label(kind), *map(_number, figures))
+    body = body.ljust(_PROBLEMS_AT, b"\0")
+    body += b"".join(_PROBLEM.pack(_cut(tier.problem)) for tier in tiers)
     return LAYOUT.sealed(b"snapshot", body, LAYOUT.snapshot_bytes)
 
 
@@ -216,7 +227,8 @@ def unpack_snapshot(raw: bytes) -> tuple[int, BoardFigures] | None:
         tier = _unpack_tier(body, _ALL.size + place * _TIER.size)
         if tier is None:
             return None
-        tiers.append(tier)
+        (problem,) = _PROBLEM.unpack_from(body, _PROBLEMS_AT + place * _PROBLEM.size)
+        tiers.append(replace(tier, problem=problem.rstrip(b"\0").decode("utf-8", "replace")))
     board = BoardFigures(
         published_realtime_ns=published_ns,
         answered_revision=answered,
@@ -321,6 +333,12 @@ def _number(value: int | None) -> int:
 
 def _or_none(value: int) -> int | None:
     return None if value == _NONE else value
+
+
+def _cut(text: str) -> bytes:
+    """As much of a text as has room; of a character that has none nothing is left."""
+    raw = text.encode("utf-8", "replace")[:_MOST_PROBLEM_BYTES]
+    return raw.decode("utf-8", "ignore").encode()
 
 
 def _label(text: str) -> bytes:

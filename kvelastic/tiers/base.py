@@ -270,6 +270,13 @@ class Store(ABC):
         """Bytes that may be written a day (UTC), and what is left of them; None: any number."""
         return None
 
+    def problem(self) -> str:
+        """Return why the medium refuses some or all calls now, for an operator; empty: it works.
+
+        It is empty again once what failed works. Does not ask the medium.
+        """
+        return ""
+
     @abstractmethod
     def check_integrity(self) -> None:
         """Compare index, account and medium; raises `IntegrityError` naming what disagrees."""

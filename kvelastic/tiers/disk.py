@@ -263,6 +263,10 @@ class DiskStore(Store):
         """As `Store.statistics`."""
         return self._state.statistics()
 
+    def problem(self) -> str:
+        """As `Store.problem`."""
+        return self._state.problem()
+
     def write_budget(self) -> tuple[int, int] | None:
         """As `Store.write_budget`."""
         return self._state.write_budget()

@@ -53,6 +53,8 @@ class DiskState:
         self.reads = Quiet(clock)
         self.writes = Quiet(clock)
         self.growth = Quiet(clock)
+        self.opening = Quiet(clock)
+        """Of folders that could not be opened: the others grow meanwhile."""
         self.quotas = Quotas({model_hash(model): share for model, share in quotas.items()})
         self.table = SlotTable(self.quotas)
         self.index = _vmm.TierIndex(1, policy)
@@ -63,6 +65,8 @@ class DiskState:
         self._unerased = Unerased()
         """Of files that are others', in the last erasure."""
         self._figures = StoreStatistics()
+        self._problems: dict[object, str] = {}
+        """By what fails: reads, writes, growth, the path of a folder. Gone once it works."""
         self._paths = [os.path.abspath(os.fspath(path)) for path in folders]  # noqa: PTH100
         self._folders: list[Folder] = []
         try:
@@ -115,6 +119,11 @@ class DiskState:
             evicted, torn = now.evicted + self.room.evicted, now.torn + self.room.torn
             return replace(now, evicted=evicted, torn=torn)
 
+    def problem(self) -> str:
+        """As `Store.problem`."""
+        with self.changed:
+            return "; ".join(dict.fromkeys(self._problems.values()))
+
     def write_budget(self) -> tuple[int, int] | None:
         """As `Store.write_budget`."""
         with self.changed:
@@ -130,41 +139,49 @@ class DiskState:
         else:
             with self.changed:
                 quiet.worked()
+                self._problems.pop(quiet, None)
 
-    def failed(self, quiet: Quiet, error: OSError, calls: int = 1) -> None:
-        """Calls have failed."""
+    def failed(
+        self, quiet: Quiet, error: OSError, calls: int = 1, *, what: object | None = None
+    ) -> None:
+        """Calls have failed: `what` of the medium, or all calls of this kind."""
         _log.debug("disk tier: %s", error)
         with self.changed:
             self.count(errors=calls)
             quiet.failed()
+            self._problems[what or quiet] = str(error)
 
     @contextmanager
-    def medium(self, quiet: Quiet) -> Iterator[None]:
+    def medium(self, quiet: Quiet, what: object | None = None) -> Iterator[None]:
         """Count what the file system refuses, and leave it alone for a while.
 
         So a neighbour that was stopped with a folder's lock is not waited for again and again.
+        Operators are shown the failure until `what`, or a read or write of records, works.
         """
         try:
             yield
         except FolderBusyError as error:
-            self.failed(quiet, error, 0)
+            self.failed(quiet, error, 0, what=what)
         except OSError as error:
-            self.failed(quiet, error)
+            self.failed(quiet, error, what=what)
+        else:
+            self._problems.pop(what, None)
 
     def look(self) -> None:
         """See what neighbours want, and whether folders that were gone are back. Under the lock."""
         if not self.closed and self.growth.is_over:
-            with self.medium(self.growth):
+            with self.medium(self.growth, "look"):
                 if self._open_folders(again=True):
                     self.room.begin_to_adopt()
                 self.room.look()
+                self._problems.pop(self.growth, None)
 
     def grow(self, wanted: int) -> None:
         """Take room for more records, where there is any. Under the lock."""
         stats = self.index.stats()
         missing = wanted - (stats["slots"] - stats["ready"] - stats["pending"] - stats["closed"])
         if missing > 0 and self.growth.is_over:
-            with self.medium(self.growth):
+            with self.medium(self.growth, "grow"):
                 self.room.grow(missing)
 
     def _open_folders(self, *, again: bool) -> bool:
@@ -179,9 +196,8 @@ class DiskState:
                 folder.close()
         there = len(self._folders)
         open_paths = {folder.path for folder in self._folders}
-        for path in self._paths:
-            if path in open_paths:
-                continue
+        missing = [path for path in self._paths if path not in open_paths]
+        for path in missing if self.opening.is_over else ():
             try:
                 self._open_folder(path)
             except InvalidArgumentError as error:
@@ -190,11 +206,15 @@ class DiskState:
                 self._go_without(path, OSError(errno.EPERM, str(error)))
             except OSError as error:
                 self._go_without(path, error)
+        if len(self._folders) == len(self._paths):
+            self.opening.worked()
         return len(self._folders) > there
 
     def _go_without(self, path: str, error: OSError) -> None:
-        _log.warning("the disk tier goes without %s: %s", path, error)
-        self.failed(self.growth, error)
+        if path not in self._problems:
+            _log.warning("the disk tier goes without %s: %s", path, error)
+        reason = error.strerror or str(error)
+        self.failed(self.opening, OSError(error.errno, f"{reason}: {path} is not used"), what=path)
 
     def _open_folder(self, path: str) -> None:
         folder = Folder(path)
@@ -202,6 +222,7 @@ class DiskState:
             folder.close()
             raise InvalidArgumentError(f"{path} is named twice; name each folder once")
         self._folders.append(folder)
+        self._problems.pop(path, None)
 
     # --- erasing ----------------------------------------------------------------------------------
 

@@ -107,6 +107,7 @@ class FolderStore(Store):
         self._lock = threading.RLock()
         self._figures = StoreStatistics()
         self._quiet = Quiet(clock)
+        self._problem = ""
         self._closed = False
         self._records: int | None = None  # as last listed, and changed since by this engine
         self._other_bytes = 0
@@ -248,6 +249,11 @@ class FolderStore(Store):
         """As `Store.statistics`."""
         with self._lock:
             return self._figures
+
+    def problem(self) -> str:
+        """As `Store.problem`."""
+        with self._lock:
+            return self._problem
 
     def check_integrity(self) -> None:
         """Raises `IntegrityError` where a file says that it is another key's than its name's."""
@@ -409,6 +415,7 @@ class FolderStore(Store):
         _log.debug("folder tier: %s", error)
         with self._lock:
             self._count(errors=1)
+            self._problem = str(error)
             self._quiet.failed()
 
     def _count(self, **more: int) -> None:
@@ -424,6 +431,7 @@ class FolderStore(Store):
         answers = self._calls.map(call, each) if len(each) > 1 else [call(one) for one in each]
         with self._lock:
             if self._figures.errors == errors:
+                self._problem = ""
                 self._quiet.worked()
         return answers
 

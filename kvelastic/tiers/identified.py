@@ -151,6 +151,10 @@ class IdentifiedStore(Store):
         """As `Store.statistics`."""
         return self.inner.statistics()
 
+    def problem(self) -> str:
+        """As `Store.problem`."""
+        return self.inner.problem()
+
     def write_budget(self) -> tuple[int, int] | None:
         """As `Store.write_budget`."""
         return self.inner.write_budget()

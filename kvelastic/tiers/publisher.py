@@ -198,14 +198,22 @@ class _Asked:
         self._capacity = Capacity(0, None, 0)
         self._counts = StoreStatistics()
         self._budget: tuple[int, int] | None = None
+        self._problem = ""
         self._answered_s = -math.inf
 
     def ask(self, timeout_s: float) -> None:
         """Ask it again, unless it has not answered the last time yet."""
         store = self._store
         try:
-            self._capacity, self._counts, self._budget = self._worker.run(
-                lambda: (store.capacity(), store.statistics(), store.write_budget()), timeout_s
+            # Asked for what it holds, a store looks at its medium: so that comes first.
+            self._capacity, self._counts, self._budget, self._problem = self._worker.run(
+                lambda: (
+                    store.capacity(),
+                    store.statistics(),
+                    store.write_budget(),
+                    store.problem(),
+                ),
+                timeout_s,
             )
             self._answered_s = time.monotonic()
         except Exception:
@@ -236,6 +244,7 @@ class _Asked:
             waiting_bytes=measured.waiting_bytes,
             is_stuck=measured.is_stuck,
             is_current=time.monotonic() - self._answered_s < SILENT_S,
+            problem=self._problem,
         )
 
     def close(self, timeout_s: float) -> None:

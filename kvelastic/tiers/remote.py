@@ -124,6 +124,7 @@ class MooncakeStore(Store):
         self._staging = threading.Lock()  # before _lock; who has it uses the slots
         self._lock = threading.Lock()
         self._quiet = Quiet(clock)
+        self._problem = ""
         self._client: Client | None = None
         self._is_setting_up = False
         self._closed = False
@@ -147,6 +148,7 @@ class MooncakeStore(Store):
                 if code == 0 and not self._closed:
                     self._client = client
                     self._quiet.worked()
+                    self._problem = ""
                     return
             client.close()
             if code:
@@ -154,13 +156,14 @@ class MooncakeStore(Store):
 
         try:
             self._transfers.run(make, self._setup_timeout_s)
-        except Exception:  # whatever a foreign library raises: it is not there
-            self._failed()
+        except Exception as error:  # whatever a foreign library raises: it is not there
+            self._failed(error)
 
-    def _failed(self) -> None:
+    def _failed(self, error: Exception) -> None:
         with self._lock:
             self._counts["errors"] += 1
             self._quiet.failed()
+            self._problem = str(error) or type(error).__name__
 
     def _ready(self) -> bool:
         """Whether the server may be called now; sets a client up where there is none."""
@@ -187,8 +190,8 @@ class MooncakeStore(Store):
             return None
         try:
             answer = worker.run(lambda: function(client), self._timeout_s)
-        except Exception:  # whatever a foreign library raises is a failure of the medium
-            self._failed()
+        except Exception as error:  # whatever a foreign library raises is one of the medium
+            self._failed(error)
             return None
         return answer
 
@@ -199,8 +202,10 @@ class MooncakeStore(Store):
             self._counts["errors"] += failures
             if failures == len(codes) > 0:
                 self._quiet.failed()
+                self._problem = f"Mooncake's client refuses every record: its code is {min(codes)}"
             else:
                 self._quiet.worked()
+                self._problem = ""
 
     # --- records ---------------------------------------------------------------------------------
 
@@ -395,6 +400,11 @@ class MooncakeStore(Store):
         with self._lock:
             return StoreStatistics(**self._counts)
 
+    def problem(self) -> str:
+        """As `Store.problem`."""
+        with self._lock:
+            return self._problem
+
     def check_integrity(self) -> None:
         """As `Store.check_integrity`; what lies on the server is checked when it is read."""
         with self._lock:
@@ -416,8 +426,8 @@ class MooncakeStore(Store):
         if client is not None:
             try:
                 self._transfers.run(client.close, CLOSE_WAIT_S)
-            except Exception:  # whatever a foreign library raises is a failure of the medium
-                self._failed()
+            except Exception as error:  # whatever a foreign library raises is one of the medium
+                self._failed(error)
         ended = self._transfers.close(CLOSE_WAIT_S)
         with self._staging:
             if ended and self._slots:  # else a late call may still write there: it is left mapped

@@ -201,6 +201,7 @@ def test_a_file_system_that_refuses_is_a_miss() -> None:
         assert whole(store, range(3)) == []
         assert store.has(keys(range(3))) == [False] * 3
         assert store.capacity().records == 0
+        assert "/proc/kvelastic" in store.problem()
     assert store.statistics().refused == 9
     store.check_integrity()
     store.close()

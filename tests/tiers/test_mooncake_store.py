@@ -156,9 +156,11 @@ def test_a_server_that_is_gone_is_left_alone_and_found_again(server: Server) -> 
     assert server.calls == calls, "a server that has just failed was called again"
     done = store.statistics()
     assert (done.misses, done.refused, done.errors) == (2, 1, 2)
+    assert "refuses every record" in store.problem()
     server.is_gone = False
     clock.now_s += 3600.0
     assert bench.get(0, 1) == [True, True]
+    assert store.problem() == ""
     assert bench.put(2) == [True]
     store.close()
 

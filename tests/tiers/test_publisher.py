@@ -30,12 +30,13 @@ class Store:
         self.records = records
         self.may_answer = threading.Event()
         self.may_answer.set()
-        self.problem: Exception | None = None
+        self.error: Exception | None = None
+        self.refuses = ""
 
     def capacity(self) -> Capacity:
         assert self.may_answer.wait(DEADLINE_S)
-        if self.problem is not None:
-            raise self.problem
+        if self.error is not None:
+            raise self.error
         return Capacity(self.records * 10, 100, self.records)
 
     def statistics(self) -> StoreStatistics:
@@ -43,6 +44,9 @@ class Store:
 
     def write_budget(self) -> tuple[int, int] | None:
         return (50, 40) if self.name == "disk" else None
+
+    def problem(self) -> str:
+        return self.refuses
 
 
 class Tiers:
@@ -103,6 +107,22 @@ def test_what_stores_say_is_shown(info: SegmentInfo, tiers: Tiers) -> None:
     assert (board.blocks.matched, board.blocks.dropped) == (0, 10)
 
 
+def test_a_medium_that_refuses_is_shown_with_its_reason(info: SegmentInfo, tiers: Tiers) -> None:
+    publisher = shown_by(tiers, info)
+    tiers.stores[1].refuses = "é" * 100
+    publisher.publish(DEADLINE_S)
+    board = read(info)
+    assert board is not None
+    host, disk = board.tiers
+    assert (host.state, host.problem) == ("ok", "")
+    assert (disk.state, disk.problem) == ("failing", "é" * 80), "what has room of it"
+    tiers.stores[1].refuses = ""
+    publisher.publish(DEADLINE_S)
+    board = read(info)
+    assert board is not None
+    assert board.tiers[1].state == "ok"
+
+
 def test_a_store_that_hangs_holds_nobody_up(info: SegmentInfo, tiers: Tiers) -> None:
     tiers.stores[1].may_answer.clear()
     publisher = shown_by(tiers, info)
@@ -128,7 +148,7 @@ def test_a_store_that_hangs_holds_nobody_up(info: SegmentInfo, tiers: Tiers) -> 
 
 
 def test_a_store_that_breaks_its_word_is_shown_as_silent(info: SegmentInfo, tiers: Tiers) -> None:
-    tiers.stores[0].problem = OSError("odd")
+    tiers.stores[0].error = OSError("odd")
     shown_by(tiers, info).publish(DEADLINE_S)
     board = read(info)
     assert board is not None
@@ -136,7 +156,7 @@ def test_a_store_that_breaks_its_word_is_shown_as_silent(info: SegmentInfo, tier
     answer = ask(info, TierRequest("verify"), DEADLINE_S)
     assert answer is not None
     assert (answer.state, "odd" in answer.reason) == ("failed", True)
-    tiers.stores[0].problem = None
+    tiers.stores[0].error = None
     answer = ask(info, TierRequest("verify"), DEADLINE_S)
     assert answer is not None
     assert (answer.state, answer.counts[:2]) == ("done", (1, 2))
