@@ -22,6 +22,7 @@ _TITLES = {
     "shm": "Shared memory",
     "segments": "Segments",
     "ledgers": "Ledgers",
+    "instances": "Instances",
     "permissions": "Permissions",
     "config": "Configuration",
     "engines": "Engines",

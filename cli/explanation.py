@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Final
 
 from kvelastic.cli.explanation_ledger import explain_ledger, has_memory_for
 from kvelastic.cli.explanation_line import Line
+from kvelastic.instance.trouble import waiting_trouble
 from kvelastic.sizes import format_size
 
 if TYPE_CHECKING:
@@ -41,6 +42,7 @@ def explain(status: InstanceStatus, ledger: LedgerInfo | None) -> list[Line]:
         *_life(status),
         *_holdings(status),
         *_request(status),
+        *_waiting(status),
         *(_sleep(status) if status.asleep else _limit(status, ledger)),
         *_engine(status),
         *explain_ledger(status, ledger),
@@ -146,6 +148,12 @@ def _request(status: InstanceStatus) -> Iterable[Line]:
             "ask for something that it can do, with kvctl set",
             is_blocked=True,
         )
+
+
+def _waiting(status: InstanceStatus) -> Iterable[Line]:
+    trouble = waiting_trouble(status)
+    if trouble is not None:
+        yield Line("waiting", trouble.what, trouble.do, is_blocked=True)
 
 
 def _sleep(status: InstanceStatus) -> Iterable[Line]:

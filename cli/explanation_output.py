@@ -95,6 +95,7 @@ def explanation_json(
         "status": status.life,
         "wished_limit_bytes": status.requested_limit_bytes,
         "devices": use_rows(status),
+        "is_limit_too_low": status.is_limit_too_low,
         "slack_bytes": status.slack_bytes,
         "overhead_bytes": status.slack_bytes,
         "room_bytes": status.room_bytes,

@@ -51,6 +51,7 @@ _STATE_STYLES = {
     "shrinking": "yellow",
     "pending": "yellow",
     "asleep": "blue",
+    "stuck": "red",
     "refused": "red",
     "failed": "red",
     "unreadable": "red",

@@ -83,6 +83,16 @@ FIGURES: Final = {
     "engine_asleep": _instance(
         "engine_asleep", "1 while its engine sleeps, and requests to it wait; where that is known."
     ),
+    "requests_waiting": _instance(
+        "requests_waiting", "Requests that wait for memory; where the engine reports them."
+    ),
+    "first_needs_bytes": _instance(
+        "first_needs_bytes", "The least limit that lets the first of them run; 0: not known."
+    ),
+    "is_limit_too_low": _instance(
+        "limit_too_low",
+        "1 while the first request that waits needs more than limit and device allow.",
+    ),
     "limit_bytes": _instance(
         "limit_bytes", "Its limit, as it was set; an instance that sleeps keeps it."
     ),

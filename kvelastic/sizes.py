@@ -81,6 +81,30 @@ def format_size(size_bytes: int) -> str:
     return f"{size_bytes / TIB_BYTES:.2f} TiB"
 
 
+def size_argument(size_bytes: int) -> str:
+    """Write bytes exactly as a command takes them: `102M`, `2G`, `1000`."""
+    for unit, unit_bytes in (("T", TIB_BYTES), ("G", GIB_BYTES), ("M", MIB_BYTES)):
+        if size_bytes and size_bytes % unit_bytes == 0:
+            return f"{size_bytes // unit_bytes}{unit}"
+    return str(size_bytes)
+
+
+def whole_pages(limit_bytes: int, page_bytes: int) -> int:
+    """Return what a limit allows: it is rounded down to whole pages, and one page is the least."""
+    if page_bytes <= 0:
+        return limit_bytes
+    return max(limit_bytes // page_bytes, 1) * page_bytes
+
+
+def format_pages(size_bytes: int, page_bytes: int) -> str:
+    """Write whole pages for people: `68.00 MiB (2 pages of 34.00 MiB)`."""
+    if page_bytes <= 0:
+        return format_size(size_bytes)
+    count = size_bytes // page_bytes
+    pages = "1 page" if count == 1 else f"{count} pages of {format_size(page_bytes)}"
+    return f"{format_size(size_bytes)} ({pages})"
+
+
 def parse_percent(text: str) -> float:
     """Read a percentage from 0 to 100; raises `InvalidArgumentError` for anything else."""
     match = _PERCENT.fullmatch(text.strip())

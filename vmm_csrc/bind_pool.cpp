@@ -308,6 +308,21 @@ void bind_pool(nb::module_& m) {
           "may take its cache at once. Until the first call that is judged by the time since the "
           "last alloc or free.")
       .def(
+          "report_waiting",
+          [](Pool& pool, std::uint64_t requests, std::uint64_t first_blocks,
+             std::uint64_t first_may_blocks) {
+            const Waiting waiting{requests, first_blocks, first_may_blocks};
+            const WaitingBytes bytes =
+                without_gil([&pool = own(pool), &waiting] { return pool.report_waiting(waiting); });
+            return nb::make_tuple(bytes.first_needs, bytes.first_may_need, bytes.allowed);
+          },
+          "requests"_a, nb::kw_only(), "first_blocks"_a = 0, "first_may_blocks"_a = 0,
+          "Report how many requests wait for memory, how many blocks the first of them needs in "
+          "all (0: not known), and how many at its end if its answer is the longest. Published "
+          "with "
+          "the usage. Returns the least limit in bytes for either, and what limit and device allow "
+          "(0 in sleep).")
+      .def(
           "try_to_reserve",
           [](Pool& pool, std::uint64_t count) {
             own(pool);

@@ -150,7 +150,7 @@ AnswerState answer_state_of(const std::string& name) {
 }
 
 /// The fields of Usage that Python sees, by their names.
-constexpr std::array<std::pair<const char*, std::uint64_t Usage::*>, 18> kUsageFields{{
+constexpr std::array<std::pair<const char*, std::uint64_t Usage::*>, 22> kUsageFields{{
     {"capacity_bytes", &Usage::capacity_bytes},
     {"mapped_bytes", &Usage::mapped_bytes},
     {"in_use_bytes", &Usage::in_use_bytes},
@@ -169,6 +169,10 @@ constexpr std::array<std::pair<const char*, std::uint64_t Usage::*>, 18> kUsageF
     {"limit_bytes", &Usage::limit_bytes},
     {"squeezed", &Usage::squeezed},
     {"mappings_per_page", &Usage::mappings_per_page},
+    {"reports_waiting", &Usage::reports_waiting},
+    {"requests_waiting", &Usage::requests_waiting},
+    {"first_needs_bytes", &Usage::first_needs_bytes},
+    {"first_may_need_bytes", &Usage::first_may_need_bytes},
 }};
 
 nb::list devices_of(const RecordHeader& header) {

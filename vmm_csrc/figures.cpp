@@ -100,7 +100,25 @@ Usage Figures::usage(std::uint64_t available) const {
   usage.limit_bytes = accounting_.limit.requested_bytes();
   usage.squeezed = accounting_.limit.is_squeezed() ? 1 : 0;
   usage.mappings_per_page = page_bytes / accounting_.geometry().extent_bytes;
+  if (waiting_) {
+    const WaitingBytes bytes = waiting_bytes();
+    usage.reports_waiting = 1;
+    usage.requests_waiting = waiting_->requests;
+    usage.first_needs_bytes = bytes.first_needs;
+    usage.first_may_need_bytes = bytes.first_may_need;
+  }
   return usage;
+}
+
+WaitingBytes Figures::waiting_bytes() const {
+  const std::uint64_t page_bytes = accounting_.page_bytes();
+  // The null block lies on one of the pages, too.
+  const auto least_limit = [&](std::uint64_t count) {
+    return count == 0 ? 0 : accounting_.pages_for(count + 1) * page_bytes;
+  };
+  const Waiting waiting = waiting_.value_or(Waiting{});
+  return {least_limit(waiting.first_blocks), least_limit(waiting.first_may_blocks),
+          accounting_.limit.allowed_pages() * page_bytes};
 }
 
 LimitState Figures::limit_state() const {

@@ -5,6 +5,8 @@
 #include <atomic>
 #include <cstdint>
 #include <memory>
+#include <optional>
+#include <utility>
 
 #include "accounting.h"
 #include "arrivals.h"
@@ -24,6 +26,20 @@ struct LimitState {
   std::uint64_t effective_bytes = 0;  ///< what is kept: whole pages, within range and device
   std::uint64_t mapped_bytes = 0;
   std::uint64_t over_bytes = 0;  ///< still to be given back; 0 = applied
+};
+
+/// Requests of the engine that wait for memory, in blocks of this pool.
+struct Waiting {
+  std::uint64_t requests = 0;
+  std::uint64_t first_blocks = 0;      ///< that the first of them needs in all; 0: not known
+  std::uint64_t first_may_blocks = 0;  ///< that it needs at its end, if its answer is the longest
+  bool operator==(const Waiting&) const = default;
+};
+
+/// The least limits with which the first of them could run, and what limit and device allow.
+struct WaitingBytes {
+  std::uint64_t first_needs = 0, first_may_need = 0;
+  std::uint64_t allowed = 0;  ///< without a squeeze; 0 in sleep
 };
 
 struct PoolStats {
@@ -76,6 +92,9 @@ class Figures {
   bool has_cached_to_age() const { return ages_ && accounting_.blocks().cached_blocks() > 0; }
   /// One that could be given back where memory runs short: page 0 stays.
   bool has_page_to_watch() const { return accounting_.held_pages() > 1; }
+  /// What the engine reports of its requests; false: it is what it has reported before.
+  bool set_waiting(const Waiting& waiting) { return std::exchange(waiting_, waiting) != waiting; }
+  WaitingBytes waiting_bytes() const;
   /// So many pages have come or gone on a GPU.
   void note_moved(std::uint64_t pages) { moved_bytes_ += pages * accounting_.page_bytes(); }
   /// A GPU has refused a page that its ledger had granted: it is looked at as after a large move.
@@ -116,6 +135,7 @@ class Figures {
   const std::shared_ptr<Places> places_;
   std::uint64_t told_activity_ = 0;  // activity() when the ledger was last told
   std::uint64_t moved_bytes_ = 0;
+  std::optional<Waiting> waiting_;  // none: the engine reports nothing
   std::atomic<std::uint64_t> available_limit_{0}, available_mapped_{0}, reusable_{0}, activity_{0};
   std::atomic<std::int64_t> available_held_{0};  // with what is on its way; -1 for a null block
   std::atomic<bool> over_limit_{false};

@@ -33,6 +33,8 @@ class PageLimit {
   }
   void set_asleep(bool asleep) { asleep_ = asleep; }
 
+  /// What limit and device allow, without a squeeze; none in sleep.
+  std::uint64_t allowed_pages() const { return asleep_ ? 0 : pages_; }
   std::uint64_t pages() const { return asleep_ ? 0 : std::min(pages_, squeeze.pages()); }
   std::uint64_t requested_bytes() const { return requested_bytes_; }
   bool is_asleep() const { return asleep_; }

@@ -319,6 +319,8 @@ class Pool {
   /// Reports to the ledgers whether the engine has unfinished requests (LedgerMember::report_busy).
   /// Takes no lock.
   void report_busy(bool busy);
+  /// Publishes how many requests wait for memory. Takes the pool's lock.
+  WaitingBytes report_waiting(const Waiting& waiting);
 
   /// Where usage and counters are published from now on, at every change; null: nowhere.
   void publish_to(std::shared_ptr<RecordOwner> record);

@@ -114,6 +114,12 @@ void Pool::report_busy(bool busy) {
   if (places_) places_->report_busy(busy);
 }
 
+WaitingBytes Pool::report_waiting(const Waiting& waiting) {
+  const Lock lock(mutex_);
+  if (figures_.set_waiting(waiting)) figures_.update();
+  return figures_.waiting_bytes();
+}
+
 // --- ahead of demand, and when idle --------------------------------------------------------------
 
 Result<std::uint64_t> Pool::provision() {

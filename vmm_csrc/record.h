@@ -170,7 +170,13 @@ struct Usage {
   std::uint64_t limit_bytes = 0;  ///< as the operator set it, also in sleep; or kUnlimitedBytes
   std::uint64_t squeezed = 0;     ///< 1: it keeps to less than its limit, see Squeeze
   std::uint64_t mappings_per_page = 0;  ///< of one page, on all ranks; 0: not said
-  std::array<std::uint64_t, 5> reserved{};
+  /// Requests of the engine that wait for memory. An engine that reports nothing of them (one
+  /// before 0.2, too) leaves all four zero.
+  std::uint64_t reports_waiting = 0;  ///< 1: the engine reports them, so that 0 waiting means none
+  std::uint64_t requests_waiting = 0;
+  std::uint64_t first_needs_bytes = 0;     ///< least limit for the first of them; 0: not known
+  std::uint64_t first_may_need_bytes = 0;  ///< the same at its end, if its answer is the longest
+  std::uint64_t reserved = 0;
 };
 
 /// Whether the engine itself sleeps (its weights, its requests), which the instance cannot change.

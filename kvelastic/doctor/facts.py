@@ -214,6 +214,17 @@ class LedgerFact:
 
 
 @dataclass(frozen=True)
+class TroubleFact:
+    """What an instance that runs cannot do, as `kvelastic.instance.trouble` puts it."""
+
+    name: str
+    check: str
+    """That it belongs to."""
+    what: str
+    do: str
+
+
+@dataclass(frozen=True)
 class Facts:
     """All of it."""
 
@@ -221,6 +232,7 @@ class Facts:
     shm: ShmFacts = ShmFacts()
     segments: tuple[SegmentFact, ...] = ()
     ledgers: tuple[LedgerFact, ...] = ()
+    troubles: tuple[TroubleFact, ...] = ()
     memory: MemoryFacts = MemoryFacts()
     limits: LimitFacts = LimitFacts()
     system: SystemFacts = SystemFacts()

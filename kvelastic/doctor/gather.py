@@ -27,6 +27,7 @@ from kvelastic.doctor.facts import (
     ShmFacts,
     StartupFacts,
     SystemFacts,
+    TroubleFact,
 )
 from kvelastic.doctor.gather_config import gather_config
 from kvelastic.doctor.gather_packages import gather_packages
@@ -55,6 +56,7 @@ def gather(
         shm=gather_shm(root),
         segments=gather_segments(root / "dev/shm"),
         ledgers=gather_ledgers(),
+        troubles=gather_troubles(),
         memory=gather_memory(root),
         limits=gather_limits(root),
         system=gather_system(root),
@@ -146,6 +148,32 @@ def gather_segments(shm: Path) -> tuple[SegmentFact, ...]:
         if info.status in {"dead", "unreadable", "unknown"}
     ]
     found += [SegmentFact(name, "hidden", is_ours=False) for name in _closed_to_us(shm)]
+    return tuple(found)
+
+
+def gather_troubles() -> tuple[TroubleFact, ...]:
+    """What instances that run cannot do. Nothing is changed."""
+    try:
+        from kvelastic.instance.look import look_at_all
+        from kvelastic.instance.row import printable
+        from kvelastic.instance.trouble import tier_trouble, waiting_trouble
+    except ImportError:
+        return ()  # the native module is missing, which is a finding of its own
+    found = []
+    for status in look_at_all():
+        if not status.is_alive:
+            continue
+        waiting = waiting_trouble(status) if status.is_limit_too_low else None
+        tiers = () if status.board is None else status.board.tiers
+        troubles = [
+            ("instances.waiting", waiting),
+            *(("instances.tiers", tier_trouble(tier)) for tier in tiers),
+        ]
+        found += [
+            TroubleFact(printable(status.name), check, printable(one.what), printable(one.do))
+            for check, one in troubles
+            if one is not None
+        ]
     return tuple(found)
 
 

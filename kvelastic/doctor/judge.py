@@ -13,6 +13,7 @@ from kvelastic.doctor.judge_config import config_findings
 from kvelastic.doctor.judge_engines import engine_findings, python_findings
 from kvelastic.doctor.judge_gpu import gpu_findings
 from kvelastic.doctor.judge_host import host_findings, limit_findings
+from kvelastic.doctor.judge_instances import instance_findings
 from kvelastic.doctor.judge_shm import (
     ledger_findings,
     permission_findings,
@@ -31,6 +32,7 @@ def judge(facts: Facts) -> list[Finding]:
             shm_findings(facts),
             segment_findings(facts),
             ledger_findings(facts),
+            instance_findings(facts),
             permission_findings(facts),
             config_findings(facts),
             engine_findings(facts),

@@ -50,6 +50,7 @@ class TierRow(TypedDict):
     waiting_bytes: int
     is_stuck: bool
     is_current: bool
+    problem: str
 
 
 class Row(TypedDict):
@@ -82,6 +83,10 @@ class Row(TypedDict):
     priority: int | None
     capacity_bytes: int | None
     page_bytes: int | None
+    requests_waiting: int | None
+    first_needs_bytes: int | None
+    first_may_need_bytes: int | None
+    is_limit_too_low: bool | None
     revision: int | None
     answered_revision: int | None
     granted_bytes: int | None
@@ -141,6 +146,10 @@ def row_of(status: InstanceStatus) -> Row:
         priority=figure(status.priority),
         capacity_bytes=figure(status.capacity_bytes),
         page_bytes=figure(status.page_bytes),
+        requests_waiting=status.requests_waiting,
+        first_needs_bytes=figure(status.first_needs_bytes),
+        first_may_need_bytes=figure(status.first_may_need_bytes),
+        is_limit_too_low=status.is_limit_too_low if known else None,
         revision=figure(status.revision),
         answered_revision=figure(status.answered_revision),
         granted_bytes=status.granted_bytes,
@@ -190,8 +199,11 @@ def tier_rows(board: BoardFigures | None) -> list[TierRow]:
 
 def shown_state(row: Row) -> str:
     """What tables show as its state; see `InstanceStatus.word`."""
-    sleeps = row["asleep"] or row["engine_asleep"]
-    return "asleep" if sleeps and row["state"] == "applied" else row["state"]
+    if row["state"] != "applied":
+        return row["state"]
+    if row["asleep"] or row["engine_asleep"]:
+        return "asleep"
+    return "stuck" if row["is_limit_too_low"] else row["state"]
 
 
 def printable(text: str) -> str:

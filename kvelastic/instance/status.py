@@ -23,6 +23,7 @@ from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any, Final
 
 from kvelastic import _vmm
+from kvelastic.sizes import whole_pages
 
 if TYPE_CHECKING:
     from kvelastic.ledger_facts import LedgerInfo, Member
@@ -131,6 +132,13 @@ class InstanceStatus:
     """That an alloc could have now."""
     blocks_reserved: int = 0
 
+    requests_waiting: int | None = None
+    """Requests of the engine that wait for memory; None: the engine does not report them."""
+    first_needs_bytes: int = 0
+    """The least limit that lets the first of them run; 0: not known."""
+    first_may_need_bytes: int = 0
+    """The same at its end, if its answer is as long as it may be."""
+
     revision: int = 0
     """Of the newest request."""
     answered_revision: int = 0
@@ -163,14 +171,33 @@ class InstanceStatus:
     def word(self) -> str:
         """The state in one word, as tables show it.
 
-        `asleep` where memory or engine sleeps, so that requests wait, and nothing is left to do.
+        `asleep` where memory or engine sleeps, so that requests wait, and nothing is left to do;
+        `stuck` where a request needs more than the limit allows.
         """
-        return "asleep" if self.sleeps and self.state == "applied" else self.state
+        if self.state != "applied":
+            return self.state
+        if self.sleeps:
+            return "asleep"
+        return "stuck" if self.is_limit_too_low else self.state
 
     @property
     def sleeps(self) -> bool:
         """Whether its memory or its engine sleeps."""
         return self.asleep or bool(self.engine_asleep)
+
+    @property
+    def allowed_bytes(self) -> int:
+        """What limit and device allow: whole pages, without a squeeze, also in sleep."""
+        return whole_pages(min(self.limit_bytes, self.capacity_bytes), self.page_bytes)
+
+    @property
+    def is_limit_too_low(self) -> bool:
+        """Whether the first request that waits needs more than limit and device allow."""
+        return (
+            bool(self.requests_waiting)
+            and not self.asleep
+            and self.first_needs_bytes > self.allowed_bytes
+        )
 
     @property
     def is_limit_binding(self) -> bool:
@@ -279,6 +306,9 @@ def status_of(
         blocks_cached=usage["blocks_cached"],
         blocks_available=usage["blocks_available"],
         blocks_reserved=usage["blocks_reserved"],
+        requests_waiting=usage["requests_waiting"] if usage.get("reports_waiting") else None,
+        first_needs_bytes=usage.get("first_needs_bytes", 0),
+        first_may_need_bytes=usage.get("first_may_need_bytes", 0),
         revision=request["revision"],
         answered_revision=answer["revision"],
         pending_s=waited_ns / 1e9 if request_state == "pending" else 0.0,

@@ -126,6 +126,39 @@ CASES = {
     "dead": (replace(CALM, life="dead"), None, ["process 11 has ended", "kvctl gc"], ["holds"]),
     "closing": (replace(CALM, life="closing"), None, ["It is ending", "holds:"], []),
     "unknown": (replace(CALM, life="unknown"), None, ["cannot be asked", "holds:"], []),
+    # --- requests that wait for memory
+    "no request waits": (replace(CALM, requests_waiting=0), None, [], ["waiting"]),
+    "requests wait for others": (
+        replace(CALM, requests_waiting=2), None,
+        ["waiting! 2 requests wait for memory until requests that run end."], ["kvctl limit"]),
+    "a request waits that the limit allows": (
+        replace(CALM, requests_waiting=1, first_needs_bytes=40 * MIB), None,
+        ["waiting! 1 request waits for memory. The first needs 40.00 MiB (20 pages of 2.00 MiB)",
+         "which its limit allows"], ["kvctl limit"]),
+    "a request needs more than the limit": (
+        replace(CALM, requests_waiting=3, first_needs_bytes=600 * MIB), None,
+        ["waiting! 3 requests wait for memory.", "needs 600.00 MiB (300 pages of 2.00 MiB)",
+         "its limit allows 500.00 MiB (250 pages of 2.00 MiB): it waits until the limit is raised.",
+         "-> kvctl limit a 600M"], ["longest answer"]),
+    "and more at its end": (
+        replace(CALM, requests_waiting=3, first_needs_bytes=600 * MIB,
+                first_may_need_bytes=700 * MIB), None,
+        ["With the longest answer it needs 700.00 MiB.", "-> kvctl limit a 700M"], []),
+    "and at its end more than the device has": (
+        replace(CALM, requests_waiting=3, first_needs_bytes=600 * MIB,
+                first_may_need_bytes=7000 * MIB), None, ["-> kvctl limit a 1000M"], []),
+    "a request needs more than the device": (
+        replace(CALM, requests_waiting=1, first_needs_bytes=1200 * MIB), None,
+        ["its device has 1000.00 MiB: no limit lets it run",
+         "kvctl capacity host SIZE with 1200M"], ["kvctl limit"]),
+    "a request waits for a squeeze to end": (
+        replace(CALM, requests_waiting=1, first_needs_bytes=400 * MIB, is_squeezed=True,
+                effective_limit_bytes=100 * MIB), None, ["which its limit allows"],
+        ["kvctl limit"]),
+    "requests wait for one that sleeps": (
+        replace(CALM, requests_waiting=2, first_needs_bytes=600 * MIB, asleep=True,
+                effective_limit_bytes=0), None,
+        ["waiting! 2 requests wait until it is woken. -> kvctl wake a"], ["kvctl limit"]),
     # --- requests and limits
     "a request just made": (
         replace(CALM, request_state="pending", requested_limit_bytes=MIB, pending_s=0.1), None,

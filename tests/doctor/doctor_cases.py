@@ -20,6 +20,7 @@ from kvelastic.doctor.facts import (
     ShmFacts,
     StartupFacts,
     SystemFacts,
+    TroubleFact,
 )
 from kvelastic.gpu_table import ROWS, Row
 
@@ -96,6 +97,10 @@ LOADED: dict[str, Any] = {"armed": ("transformers.generation.continuous_batching
 
 def segment(status: str, **changes: Any) -> Facts:
     return replace(GOOD, segments=(SegmentFact("s1", status, **changes),))
+
+
+def trouble(check: str) -> Facts:
+    return replace(GOOD, troubles=(TroubleFact("s1", check, "3 requests wait", "kvctl limit"),))
 
 
 def ledger(status: str) -> Facts:
@@ -313,6 +318,10 @@ TABLE: list[tuple[str, str, Facts, str]] = [
     ("ledgers.usable", "ok", GOOD, "no ledger"),
     ("ledgers.foreign", "problem", ledger("foreign"), "the ledger of host: belongs to user 7"),
     ("ledgers.unreadable", "problem", ledger("unreadable"), "the ledger of host"),
+    ("instances.waiting", "ok", GOOD, "no request needs more"),
+    ("instances.waiting", "problem", trouble("instances.waiting"), "s1: 3 requests wait"),
+    ("instances.tiers", "ok", GOOD, "no tier"),
+    ("instances.tiers", "problem", trouble("instances.tiers"), "s1: 3 requests wait"),
     ("permissions.proc", "ok", GOOD, "all processes"),
     ("permissions.proc", "ok", replace(GOOD, system=kernel("6.1", hidepid="off")), "all"),
     ("permissions.proc", "note", replace(GOOD, system=kernel("6.1", hidepid="2")), "hidepid=2"),

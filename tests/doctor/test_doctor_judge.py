@@ -68,7 +68,7 @@ def test_every_state_of_every_check_is_in_the_table_and_in_the_docs() -> None:
     for check, state, _, _ in TABLE:
         tested[check].add(state)
     sources = "".join(path.read_text() for path in (ROOT / "kvelastic/doctor").glob("judge_*.py"))
-    topics = "gpu|host|limits|shm|segments|ledgers|permissions|config|engines|python"
+    topics = "gpu|host|limits|shm|segments|ledgers|instances|permissions|config|engines|python"
     named = set(re.findall(rf'"((?:{topics})\.[a-z]+)"', sources))
     assert set(tested) == named | {f"engines.{engine.name}" for engine in ENGINES}
     documented = {}

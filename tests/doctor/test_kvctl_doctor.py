@@ -59,7 +59,7 @@ def test_json_is_an_array_of_findings():
     assert {entry["state"] for entry in entries} <= STATES
     problems = [entry for entry in entries if entry["state"] == "problem"]
     assert done.returncode == (1 if problems else 0), problems
-    topics = "gpu host limits shm segments ledgers permissions config engines python"
+    topics = "gpu host limits shm segments ledgers instances permissions config engines python"
     assert {entry["check"].partition(".")[0] for entry in entries} == set(topics.split())
 
 

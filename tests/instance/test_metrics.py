@@ -45,6 +45,10 @@ USAGE = {
     "squeezed": 0,
     "blocks_available": 0,
     "blocks_reserved": 0,
+    "reports_waiting": 1,
+    "requests_waiting": 3,
+    "first_needs_bytes": 600 * MIB,
+    "first_may_need_bytes": 700 * MIB,
 }
 ANSWER = {
     "revision": 1,
@@ -122,6 +126,19 @@ def samples(text: str) -> dict[tuple[str, str], float]:
 
 
 ONE = "device=GPU-1,engine=vllm,model=Qwen/Qwen3-8B,name=one"
+
+
+def test_requests_that_wait_are_told_where_the_engine_reports_them():
+    found = samples(metrics.render([info()], [LEDGER]))
+    assert found["kvelastic_instance_requests_waiting", ONE] == 3
+    assert found["kvelastic_instance_first_needs_bytes", ONE] == 600 * MIB
+    assert found["kvelastic_instance_limit_too_low", ONE] == 1
+    before = info()
+    for field in [name for name in before.usage if "waiting" in name or "first_" in name]:
+        del before.usage[field]
+    found = samples(metrics.render([before], [LEDGER]))
+    assert ("kvelastic_instance_requests_waiting", ONE) not in found
+    assert found["kvelastic_instance_limit_too_low", ONE] == 0
 
 
 def test_an_instance_and_its_device():

@@ -9,12 +9,14 @@ from __future__ import annotations
 import os
 import random
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
 import needs
 import pytest
+from native_pools import HUGE
 from two_pools import BLOCKS_PER_PAGE, PAGED, PAGES, TwoPools
 
 pytestmark = [
@@ -48,8 +50,15 @@ class Engine:
             finished_req_ids=set(),
             pause_state=0,
             connector=None,
+            max_model_len=1 << 20,
             has_unfinished_requests=lambda: bool(self.scheduler.requests),
-            kv_cache_manager=SimpleNamespace(block_pool=self.pool, watermark_blocks=0),
+            get_request_counts=lambda: (
+                len(self.scheduler.running),
+                len(self.scheduler.requests) - len(self.scheduler.running),
+            ),
+            kv_cache_manager=SimpleNamespace(
+                block_pool=self.pool, watermark_blocks=0, get_block_ids=lambda _: ([],)
+            ),
         )
         self.core = SimpleNamespace(scheduler=self.scheduler, batch_queue=[])
         self.wanted = WANTED
@@ -296,3 +305,78 @@ def test_pauses_of_a_request_that_runs_in_pieces_double(
     gaps = pauses_of(engine, monkeypatch)
     assert gaps[:4] == pytest.approx([0.01, 0.01, 0.02, 0.04], abs=0.011)
     assert max(gaps) == pytest.approx(10.0, abs=0.011)
+
+
+# --- what operators are told of the requests that wait ------------------------------------------
+
+BLOCK_TOKENS = 16
+
+
+class Waits(Engine):
+    """Its requests are looked at in their order, as vLLM does, up to the first without room."""
+
+    def __init__(self, memory: Any) -> None:
+        from kvelastic.integration.vllm import in_engine_core
+
+        super().__init__(memory)
+        self.scheduler.requests.clear()
+        coordinator = SimpleNamespace(block_pool=self.pool)
+        self._needed = partial(
+            in_engine_core.make_blocks_needed(
+                lambda _, request_id, tokens, *more: -(-tokens // BLOCK_TOKENS)
+            ),
+            coordinator,
+        )
+
+    def add(self, name: str, tokens: int, max_tokens: int = 1) -> None:
+        self.scheduler.requests[name] = SimpleNamespace(
+            request_id=name, num_tokens=tokens, num_prompt_tokens=tokens, max_tokens=max_tokens
+        )
+
+    def _schedule(self, _: Any) -> SimpleNamespace:
+        self.scheduler.running = []
+        for request in self.scheduler.requests.values():
+            chunk = min(request.num_tokens, 2 * BLOCK_TOKENS * BLOCKS_PER_PAGE)
+            needed = self._needed(request.request_id, chunk, ([],), 0, 0, 0, chunk)
+            if needed > self.pool.get_num_free_blocks():
+                break
+            self.scheduler.running.append(request)
+        self.looked.append(len(self.scheduler.running))
+        return SimpleNamespace(total_num_scheduled_tokens=self.looked[-1])
+
+
+class Reports:
+    """A native pool, and what was reported to it last: requests, and pages of the first."""
+
+    def __init__(self, pool: Any) -> None:
+        self._pool = pool
+        self.last: tuple[int, ...] = ()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._pool, name)
+
+    def report_waiting(self, requests: int, **blocks: int) -> tuple[int, int, int]:
+        answer: tuple[int, int, int] = self._pool.report_waiting(requests, **blocks)
+        self.last = (requests, answer[0] // HUGE, answer[1] // HUGE)
+        return answer
+
+
+def test_what_the_first_request_without_room_needs_is_all_of_it_and_not_a_part(
+    shared: TwoPools,
+) -> None:
+    shared.pools[0].set_limit(2 * HUGE)
+    engine = Waits(shared.pools[0])
+    memory: Any = engine.pool.memory
+    native = memory.pool = Reports(memory.pool)
+    page_tokens = BLOCKS_PER_PAGE * BLOCK_TOKENS
+
+    engine.add("small", 10)
+    assert engine.turn()
+    assert native.last == (0, 0, 0)
+    engine.add("large", 4 * page_tokens - BLOCK_TOKENS, max_tokens=2 * page_tokens)
+    engine.add("behind", 10)
+    assert engine.turn()
+    assert native.last == (2, 4, 6), "a part of it was looked for, of two pages"
+    engine.scheduler.requests.pop("large")
+    assert engine.turn()
+    assert native.last == (0, 0, 0)

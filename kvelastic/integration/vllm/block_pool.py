@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from kvelastic.integration.vllm.in_tiers import EngineTiers
     from kvelastic.scheduling.over_limit import OverLimit
     from kvelastic.scheduling.starvation import Naps
+    from kvelastic.scheduling.waiting import ShortRequest, WaitingRequests
 
 _log = logging.getLogger("kvelastic.vllm")
 
@@ -78,7 +79,8 @@ class LiveBlocks:
 class ElasticBlockPool(BlockPool):  # type: ignore[misc]  # vLLM has no type information here
     """Takes the place of `BlockPool`; the same calls, the same meanings.
 
-    `memory` is the native pool, `id_span` one more than its highest id. `num_gpu_blocks` stays the
+    `memory` is the native pool, `id_span` one more than its highest id, `instance_name` what
+    operators call the instance. `num_gpu_blocks` stays the
     number of blocks that vLLM was configured with: what there can be at most, not what there is.
     """
 
@@ -88,6 +90,7 @@ class ElasticBlockPool(BlockPool):  # type: ignore[misc]  # vLLM has no type inf
         *args: Any,
         memory: _vmm.Pool,
         id_span: int,
+        instance_name: str = "",
         **kwargs: Any,
     ) -> None:
         # One block, the null block: everything that vLLM's constructor sizes stays small.
@@ -98,7 +101,11 @@ class ElasticBlockPool(BlockPool):  # type: ignore[misc]  # vLLM has no type inf
         self.memory.on_changes = self._follow
         self.naps: Naps | None = None
         self.over_limit: OverLimit | None = None
+        self.waiting: WaitingRequests | None = None
         """The engine's loop's: `in_engine_core`."""
+        self.instance_name = instance_name
+        self.short: ShortRequest | None = None
+        """The first request of this step that there was too little memory for."""
         self.tiers: EngineTiers | None = None
         """What keeps demoted blocks; None: evicted blocks are gone."""
         self._watched: dict[int, tuple[Any, int]] = {}

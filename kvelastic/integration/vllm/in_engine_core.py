@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 from kvelastic.integration.vllm.tier_connector import is_ours
 from kvelastic.scheduling.over_limit import Holder, OverLimit
 from kvelastic.scheduling.starvation import Naps
+from kvelastic.scheduling.waiting import ShortRequest, WaitingRequests
 
 if TYPE_CHECKING:
     from kvelastic.integration.vllm.scheduler_side import Instance
@@ -227,7 +228,12 @@ def make_block_pool(block_pool: Any, num_gpu_blocks: int, *args: Any, **kwargs: 
     if instance is None:
         return block_pool(num_gpu_blocks, *args, **kwargs)
     pool = ElasticBlockPool(
-        num_gpu_blocks, *args, memory=instance.blocks, id_span=instance.id_span, **kwargs
+        num_gpu_blocks,
+        *args,
+        memory=instance.blocks,
+        id_span=instance.id_span,
+        instance_name=instance.name,
+        **kwargs,
     )
     if instance.tiers is not None:
         instance.tiers.bind(pool)
@@ -235,7 +241,10 @@ def make_block_pool(block_pool: Any, num_gpu_blocks: int, *args: Any, **kwargs: 
 
 
 def make_blocks_needed(original: Callable[..., int]) -> Callable[..., int]:
-    """Have memory mapped before vLLM checks what is free; asked for every request of every step."""
+    """Have memory mapped before vLLM checks what is free; asked for every request of every step.
+
+    The first request of a step that there is too little for is noted, for operators.
+    """
 
     def get_num_blocks_to_allocate(
         self: Any,
@@ -264,7 +273,25 @@ def make_blocks_needed(original: Callable[..., int]) -> Callable[..., int]:
         if needed > 0:
             memory = getattr(self.block_pool, "memory", None)
             if memory is not None:
-                memory.prepare(needed)
+                is_short = memory.prepare(needed) < needed
+                if is_short and self.block_pool.short is None:
+                    none_computed: tuple[Any, ...] = ((),) * len(new_computed_blocks)
+
+                    def count_blocks(tokens: int) -> int:
+                        return original(
+                            self,
+                            request_id,
+                            tokens,
+                            none_computed,
+                            num_encoder_tokens,
+                            0,
+                            0,
+                            tokens,
+                            True,
+                            prefill_end,
+                        )
+
+                    self.block_pool.short = ShortRequest(request_id, count_blocks)
         return needed
 
     return get_num_blocks_to_allocate
@@ -282,7 +309,9 @@ def schedule(original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs:
 
         pool.naps = Naps(memory, partial(requests_of, scheduler))
         pool.over_limit = OverLimit(memory, config.load().limit_wait_s)
+        pool.waiting = WaitingRequests(memory, pool.instance_name)
     pool.naps.look()
+    pool.short = None
     memory.report_busy(scheduler.has_unfinished_requests())
     with pool.session():
         if pool.tiers is not None:
@@ -292,6 +321,7 @@ def schedule(original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs:
         works = output.total_num_scheduled_tokens > 0
         if pool.tiers is not None and memory.fell_short and not works and not memory.is_at_work:
             pool.tiers.give_back_loaded(scheduler)
+        _report_waiting(pool, scheduler)
     output.kvelastic_step = memory.step_begins(works=works)
     pool.naps.has_looked(works=works)
     if pool.tiers is not None:
@@ -333,6 +363,33 @@ def _holder(scheduler: Any, request: Any) -> Holder:
         by_group = scheduler.kv_cache_manager.get_block_ids(request.request_id)
         blocks = chain.from_iterable(by_group)
     return Holder(request.num_computed_tokens, frozenset(blocks))
+
+
+def _report_waiting(pool: Any, scheduler: Any) -> None:
+    """Report how many requests wait for memory after this step, and what the first of them needs.
+
+    What it needs is known where it has no block: it was not admitted, or it was preempted.
+    """
+    _, requests = scheduler.get_request_counts()
+    if not pool.memory.fell_short or not requests:
+        pool.waiting.report(0)
+        return
+    short = pool.short
+    request = None if short is None else scheduler.requests.get(short.request_id)
+    if request is None or _has_blocks(scheduler, request):
+        pool.waiting.report(requests)
+        return
+    # The last token of an answer is never computed, so it needs no place.
+    longest = min(request.num_prompt_tokens + request.max_tokens - 1, scheduler.max_model_len)
+    pool.waiting.report(
+        requests,
+        first_blocks=short.count_blocks(request.num_tokens),
+        first_may_blocks=short.count_blocks(max(request.num_tokens, longest)),
+    )
+
+
+def _has_blocks(scheduler: Any, request: Any) -> bool:
+    return any(scheduler.kv_cache_manager.get_block_ids(request.request_id))
 
 
 def requests_of(scheduler: Any) -> tuple[object, ...]:

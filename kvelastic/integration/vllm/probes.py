@@ -119,7 +119,9 @@ def engine_core(engine: str, series: str, tiers: bool) -> None:
         f"{ENGINE_CORE}:EngineCore.step_with_batch_queue",
         ("schedule", "update_from_output", "batch_queue"),
     )
-    probe.mentions(f"{SCHEDULER}:Scheduler.__init__", ("requests", "finished_req_ids"))
+    probe.mentions(
+        f"{SCHEDULER}:Scheduler.__init__", ("requests", "finished_req_ids", "max_model_len")
+    )
     probe.mentions(
         f"{ENGINE_CORE}:EngineCore._initialize_kv_caches",
         ("generate_scheduler_kv_cache_config", "initialize_from_config"),
@@ -135,6 +137,8 @@ def engine_core(engine: str, series: str, tiers: bool) -> None:
     probe.mentions("vllm.v1.core.kv_cache_utils:generate_scheduler_kv_cache_config", ("deepcopy",))
     probe.parameters(f"{SCHEDULER}:Scheduler.schedule", ("self",))
     probe.parameters(f"{SCHEDULER}:Scheduler.has_unfinished_requests", ("self",))
+    probe.parameters(f"{SCHEDULER}:Scheduler.get_request_counts", ("self",))
+    probe.mentions("vllm.v1.request:Request.__init__", ("num_prompt_tokens", "max_tokens"))
     probe.parameters(
         f"{SCHEDULER}:Scheduler._preempt_request",
         ("self", "request", "timestamp", "drop_stale_output"),

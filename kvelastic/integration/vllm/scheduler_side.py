@@ -85,6 +85,11 @@ class Instance:
         return self._pool.blocks
 
     @property
+    def name(self) -> str:
+        """What operators call the instance."""
+        return self._pool.name
+
+    @property
     def id_span(self) -> int:
         """One more than the highest block id."""
         return self._layout.id_span(self._pages)
