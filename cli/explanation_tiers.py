@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from kvelastic.cli.explanation_line import Line
+from kvelastic.instance.trouble import tier_trouble
 from kvelastic.sizes import format_size
 
 if TYPE_CHECKING:
@@ -25,16 +26,19 @@ def explain_tiers(board: BoardFigures | None) -> Iterable[Line]:
     what = f"Tiers keep {kept}."
     if evicted:
         what += f" Of {evicted} evicted blocks {blocks.demoted} have a copy there."
+    asked = blocks.matched + blocks.unmatched
+    if asked:
+        what += (
+            f" Since its start requests asked for {asked} blocks there: {blocks.matched} were found"
+            f" and {blocks.loaded} loaded."
+        )
     many_dropped = blocks.dropped > blocks.demoted
     do = "docs/tiers.md says why blocks are dropped without a copy" if many_dropped else ""
     yield Line("tiers", what, do)
     for tier in board.tiers:
-        if tier.state != "ok":
-            yield Line(
-                "tiers",
-                f"{tier.tier} does not answer, and is not used until it does.",
-                f"look at the medium of {tier.tier}; it has failed {tier.errors} times",
-            )
+        trouble = tier_trouble(tier)
+        if trouble is not None:
+            yield Line("tiers", trouble.what, trouble.do)
         elif tier.write_left_bytes == 0:
             yield Line(
                 "tiers",

@@ -19,6 +19,7 @@ from kvelastic.tiers.disk_pieces import Answers, each_key
 from kvelastic.tiers.disk_quota import Quotas
 from kvelastic.tiers.disk_room import Room
 from kvelastic.tiers.disk_slots import SlotTable
+from kvelastic.tiers.owned_files import reason_of
 from kvelastic.tiers.passing_lock import PassingLock
 from kvelastic.tiers.quiet import Quiet
 from kvelastic.tiers.record_owner import model_hash
@@ -149,7 +150,7 @@ class DiskState:
         with self.changed:
             self.count(errors=calls)
             quiet.failed()
-            self._problems[what or quiet] = str(error)
+            self._problems[what or quiet] = reason_of(error)
 
     @contextmanager
     def medium(self, quiet: Quiet, what: object | None = None) -> Iterator[None]:
@@ -198,23 +199,25 @@ class DiskState:
         open_paths = {folder.path for folder in self._folders}
         missing = [path for path in self._paths if path not in open_paths]
         for path in missing if self.opening.is_over else ():
-            try:
-                self._open_folder(path)
-            except InvalidArgumentError as error:
-                if not again:
-                    raise
-                self._go_without(path, OSError(errno.EPERM, str(error)))
-            except OSError as error:
-                self._go_without(path, error)
+            self._open_or_go_without(path, again=again)
         if len(self._folders) == len(self._paths):
             self.opening.worked()
         return len(self._folders) > there
 
+    def _open_or_go_without(self, path: str, *, again: bool) -> None:
+        try:
+            self._open_folder(path)
+        except InvalidArgumentError as error:
+            if not again:
+                raise
+            self._go_without(path, OSError(errno.EPERM, str(error)))
+        except OSError as error:
+            self._go_without(path, error)
+
     def _go_without(self, path: str, error: OSError) -> None:
         if path not in self._problems:
-            _log.warning("the disk tier goes without %s: %s", path, error)
-        reason = error.strerror or str(error)
-        self.failed(self.opening, OSError(error.errno, f"{reason}: {path} is not used"), what=path)
+            _log.warning("the disk tier goes without %s: %s", path, reason_of(error))
+        self.failed(self.opening, error, what=path)
 
     def _open_folder(self, path: str) -> None:
         folder = Folder(path)

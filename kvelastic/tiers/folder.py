@@ -43,7 +43,7 @@ from kvelastic.tiers.base import (
 from kvelastic.tiers.folder_erase import erase
 from kvelastic.tiers.folder_record import HEAD_BYTES
 from kvelastic.tiers.namespace import Namespace
-from kvelastic.tiers.owned_files import lock_within
+from kvelastic.tiers.owned_files import lock_within, reason_of
 from kvelastic.tiers.parallel_calls import ParallelCalls
 from kvelastic.tiers.quiet import Quiet
 from kvelastic.tiers.record_owner import Owner, owner_of, wanted_by
@@ -415,7 +415,7 @@ class FolderStore(Store):
         _log.debug("folder tier: %s", error)
         with self._lock:
             self._count(errors=1)
-            self._problem = str(error)
+            self._problem = reason_of(error)
             self._quiet.failed()
 
     def _count(self, **more: int) -> None:

@@ -21,6 +21,13 @@ _FLAGS: Final = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 _OTHERS: Final = 0o077
 
 
+def reason_of(error: OSError) -> str:
+    """Return what a file system says, for an operator: `Permission denied: /mnt/kv`."""
+    if not error.strerror:
+        return str(error)
+    return f"{error.strerror}: {error.filename}" if error.filename else error.strerror
+
+
 def open_folder(path: str | os.PathLike[str]) -> int:
     """A descriptor of the folder, which is made if it is not there.
 

@@ -21,7 +21,7 @@ from click.testing import Result
 from rich.console import Console
 from segment_owner import Owner
 from tiers_instance import Instance
-from waiting import DEADLINE_S
+from waiting import DEADLINE_S, wait_until
 
 from kvelastic import segment, tier_board_format
 from kvelastic.cli.explanation_tiers import explain_tiers
@@ -400,16 +400,47 @@ def test_explain_says_what_tiers_keep(shared: Instance) -> None:
     assert result.exit_code == 0
     (line,) = (line for line in result.stdout.splitlines() if line.startswith("  tiers "))
     assert f"Tiers keep {shared.records} blocks on disk (" in line
-    assert line.endswith(" of 32.00 MiB).")
+    assert " of 32.00 MiB)." in line
+    assert "Since its start requests asked for" in line
+
+
+@pytest.mark.slow
+def test_a_folder_that_cannot_be_used_is_said_everywhere(one: Instance, tmp_path: Path) -> None:
+    for path in (tmp_path / "disk").iterdir():
+        path.unlink()
+    (tmp_path / "disk").rename(tmp_path / "gone")
+    (tmp_path / "disk").symlink_to("/proc/kvelastic")
+    wait_until(lambda: shown(one.name)["state"] == "failing")
+    reason = shown(one.name)["problem"]
+    assert "is a link" in reason
+    assert "failing" in done(one.name)
+    (line,) = (
+        line["what"]
+        for line in json.loads(kvctl("explain", one.name, "--json").stdout)["lines"]
+        if "failing" in line["what"]
+    )
+    assert reason in line
+    (finding,) = (
+        finding
+        for finding in json.loads(kvctl("doctor", "--json").stdout)
+        if finding["check"] == "instances.tiers" and one.name in finding["what"]
+    )
+    assert (finding["state"], reason in finding["what"]) == ("problem", True)
 
 
 def test_explain_says_which_tier_fails_and_why_nothing_is_written() -> None:
     board = board_of_a_stuck_disk()
     kept, stuck = explain_tiers(board)
-    assert kept.what.endswith("Of 19 evicted blocks 9 have a copy there.")
+    assert "Of 19 evicted blocks 9 have a copy there." in kept.what
+    assert kept.what.endswith("asked for 1 blocks there: 0 were found and 2 loaded.")
     assert "dropped" in kept.do
-    assert (stuck.what.startswith("disk does not answer"), "9 times" in stuck.do) == (True, True)
+    assert stuck.what.startswith("disk does not answer")
+    assert "9 calls to it failed" in stuck.what
     full = replace(board.tiers[0], is_stuck=False, write_left_bytes=0)
+    refuses = replace(board.tiers[0], is_stuck=False, problem="[Errno 30] Read-only file system")
+    _, failing = explain_tiers(replace(board, tiers=(refuses,)))
+    assert failing.what.startswith("disk is failing: [Errno 30] Read-only file system. 9 calls")
+    assert failing.do.startswith("mend the medium of disk")
     _, budget = explain_tiers(replace(board, tiers=(full,)))
     assert "until midnight UTC" in budget.what
     assert list(explain_tiers(None)) == []
