@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final
 from kvelastic.cli.explanation_ledger import explain_ledger, has_memory_for
 from kvelastic.cli.explanation_line import Line
 from kvelastic.instance.trouble import waiting_trouble
-from kvelastic.sizes import format_size
+from kvelastic.sizes import format_limit, format_size
 
 if TYPE_CHECKING:
     from kvelastic.instance.status import InstanceStatus
@@ -174,7 +174,8 @@ def _sleep(status: InstanceStatus) -> Iterable[Line]:
         what += " Its engine is awake and takes requests all the same."
         do = wake
     yield Line("asleep", what, do, is_blocked=True)
-    yield Line("limit", f"Its limit is {_size(status.limit_bytes)} when it wakes.")
+    limit = format_limit(status.limit_bytes, status.page_bytes)
+    yield Line("limit", f"Its limit is {limit} when it wakes.")
 
 
 def _engine(status: InstanceStatus) -> Iterable[Line]:
@@ -192,12 +193,13 @@ def _engine(status: InstanceStatus) -> Iterable[Line]:
 
 
 def _limit(status: InstanceStatus, ledger: LedgerInfo | None) -> Iterable[Line]:
-    limit = _size(status.effective_limit_bytes)
+    limit = _limit_text(status)
     if status.is_squeezed:
         yield Line(
             "limit",
-            f"Its limit is {_size(status.limit_bytes)}; it keeps to {limit} for now, because others"
-            " are owed memory that it holds, or because the machine has too little left.",
+            f"Its limit is {format_limit(status.limit_bytes, status.page_bytes)}; it keeps to"
+            f" {limit} for now, because others are owed memory that it holds, or because the"
+            " machine has too little left.",
             f"kvctl set {status.name} --min SIZE or a higher --priority, if it should keep more"
             " than others; kvctl doctor, if the machine is short of memory",
         )
@@ -233,7 +235,7 @@ def _limit(status: InstanceStatus, ledger: LedgerInfo | None) -> Iterable[Line]:
 
 
 def _over(status: InstanceStatus) -> Line:
-    over, limit = _size(status.over_bytes), _size(status.effective_limit_bytes)
+    over, limit = _size(status.over_bytes), _limit_text(status)
     over += f" over {'that' if status.is_squeezed else f'its limit of {limit}'}"
     spare_bytes = status.spare_bytes
     if status.over_bytes > spare_bytes:
@@ -252,6 +254,13 @@ def _over(status: InstanceStatus) -> Line:
         )
         do = "look again; if it stays so, wait for requests to end"
     return Line("limit", what, do, is_blocked=True)
+
+
+def _limit_text(status: InstanceStatus) -> str:
+    """What it keeps to now: its limit, with its whole pages, or what a squeeze leaves of it."""
+    if status.is_limit_binding and not status.is_squeezed:
+        return format_limit(status.limit_bytes, status.page_bytes)
+    return _size(status.effective_limit_bytes)
 
 
 def _part(status: InstanceStatus, size_bytes: int) -> str:

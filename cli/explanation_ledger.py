@@ -85,7 +85,9 @@ def _guarantee(status: InstanceStatus, *, held_bytes: int, has_others: bool) -> 
                 f"Its guarantee is {guarantee}, which counts for nothing while it sleeps.",
             )
         return
-    if status.min_bytes > status.effective_limit_bytes:
+    # A guarantee of the limit's size is met by the limit's whole pages.
+    lacking_bytes = status.min_bytes - status.effective_limit_bytes
+    if status.min_bytes > status.limit_bytes or lacking_bytes >= max(status.page_bytes, 1):
         yield Line(
             "guarantee",
             f"Its guarantee is {guarantee}, of which its limit of"

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final
 from kvelastic.instance.outcome import Outcome, Request, Verdict
 from kvelastic.instance.row import printable
 from kvelastic.instance.status import UNLIMITED_BYTES
-from kvelastic.sizes import format_size
+from kvelastic.sizes import format_pages, format_size, whole_pages
 
 if TYPE_CHECKING:
     from kvelastic.segment import Answer
@@ -51,6 +51,7 @@ def outcome_text(
     if outcome.verdict is Verdict.FAILED:
         return f"{name} has failed: {printable(outcome.reason)}"
     beyond, in_force = _beyond(outcome, answer), _in_force(request, answer)
+    beyond += _in_pages(request, answer)
     over, mapped = format_size(answer.over_bytes), format_size(answer.mapped_bytes)
     engine = f"; {ENGINE_SLEEPS}" if outcome.engine_asleep else ""
     also = "it is asleep, and " if answer.asleep and request.asleep is None else ""
@@ -61,7 +62,7 @@ def outcome_text(
         Verdict.OVERTAKEN: f"was replaced by a later request; {in_force}",
         Verdict.REFUSED: f"refused: {printable(outcome.reason)}",
         Verdict.NOT_TAKEN: f"not taken by the instance; {in_force}",
-        Verdict.SHRINKING: f"accepted; {also}{over} are still to be given back",
+        Verdict.SHRINKING: f"accepted{beyond}; {also}{over} are still to be given back",
         Verdict.ASLEEP: f"applied{beyond}; it is asleep{_until(name, answer)}",
         Verdict.APPLIED: f"applied{beyond}; {mapped} are mapped{engine}",
     }
@@ -81,6 +82,21 @@ def _until(name: str, answer: Answer) -> str:
         ", and so is its engine: waking that (the controller, or vLLM's /wake_up) wakes both, and"
         f" `kvctl wake {name}` alone is not enough"
     )
+
+
+def _in_pages(request: Request, answer: Answer) -> str:
+    """What limit and guarantee are in whole pages, where that is not what was asked for."""
+    parts, page_bytes = [], answer.page_bytes
+    asked_bytes = request.limit_bytes
+    if asked_bytes is not None and asked_bytes <= answer.capacity_bytes:
+        allowed_bytes = whole_pages(asked_bytes, page_bytes)
+        if allowed_bytes > asked_bytes:
+            parts.append(f"the limit is {format_size(allowed_bytes)} (1 page, which is the least)")
+        elif allowed_bytes < asked_bytes:
+            parts.append(f"the limit is {format_pages(allowed_bytes, page_bytes)}")
+    if request.min_bytes is not None and answer.min_bytes > request.min_bytes:
+        parts.append(f"the guarantee is {format_pages(answer.min_bytes, page_bytes)}")
+    return f"; in whole pages {', '.join(parts)}" if parts else ""
 
 
 def _in_force(request: Request, answer: Answer) -> str:

@@ -140,10 +140,11 @@ def _in_use_bytes(name: str) -> int:
 
 def _end_wake(before: SegmentInfo, outcome: Outcome, answer: Answer, wait_s: float | None) -> None:
     from kvelastic.cli.outcome_text import ENGINE_SLEEPS
-    from kvelastic.sizes import format_size
+    from kvelastic.sizes import format_limit, format_size
 
     already = "" if before.usage["asleep"] else " already"
-    message = f"{before.name} is awake{already}; its limit is {format_size(answer.limit_bytes)}"
+    limit = format_limit(answer.limit_bytes, answer.page_bytes)
+    message = f"{before.name} is awake{already}; its limit is {limit}"
     if answer.over_bytes:
         message += f", and {format_size(answer.over_bytes)} are still to be given back"
     else:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from kvelastic.cli.columns import aligned
 from kvelastic.instance.row import Row, TierRow, printable, shown_state
-from kvelastic.sizes import format_size
+from kvelastic.sizes import format_size, whole_pages
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -167,7 +167,7 @@ def _heading(ascii_only: bool) -> str:
 def bar_cells(row: Row, cells: int = _BAR_CELLS) -> list[int]:
     """How many cells of the bar are in use, cached, parked and free, of the limit or more."""
     kinds = [row["in_use_bytes"] or 0, row["cached_bytes"] or 0, row["parked_bytes"] or 0]
-    whole = max(row["limit_bytes"] or 0, sum(kinds))
+    whole = max(_allowed_bytes(row), sum(kinds))
     ends, total = [0], 0
     for part in kinds:
         total += part
@@ -209,10 +209,16 @@ def _tiers(row: Row) -> Text:
 
 
 def _percent(row: Row) -> float | None:
-    mapped_bytes, limit_bytes = row["mapped_bytes"], row["limit_bytes"]
-    if mapped_bytes is None or not limit_bytes:
+    mapped_bytes, allowed_bytes = row["mapped_bytes"], _allowed_bytes(row)
+    if mapped_bytes is None or not allowed_bytes:
         return None
-    return 100 * mapped_bytes / limit_bytes
+    return 100 * mapped_bytes / allowed_bytes
+
+
+def _allowed_bytes(row: Row) -> int:
+    """What its limit allows, in whole pages: so much is the whole of a bar."""
+    limit_bytes = row["limit_bytes"]
+    return 0 if limit_bytes is None else whole_pages(limit_bytes, row["page_bytes"] or 0)
 
 
 def _percent_text(row: Row) -> str:

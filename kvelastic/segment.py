@@ -134,6 +134,8 @@ class Answer:
     """In force, as the operator set it; an instance that sleeps keeps it."""
     capacity_bytes: int = 0
     """Of its device; 0 where it has not said yet."""
+    page_bytes: int = 0
+    """One page: memory is given and taken in whole ones. 0 where it has not said yet."""
     engine_asleep: bool | None = None
     """Whether the engine itself sleeps, which a request cannot change; None: it has not said."""
     is_unknown: bool = False
@@ -569,6 +571,7 @@ def _answer(record: _vmm.Record, revision: int, life: Liveness) -> Answer:
         asleep=bool(usage["asleep"]),
         limit_bytes=capacity_bytes if limit_bytes == _vmm.UNLIMITED_BYTES else limit_bytes,
         capacity_bytes=capacity_bytes,
+        page_bytes=usage["page_bytes"],
         engine_asleep=record.engine_asleep,
         is_unknown=life is Liveness.UNKNOWN,
     )

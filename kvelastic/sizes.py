@@ -96,6 +96,16 @@ def whole_pages(limit_bytes: int, page_bytes: int) -> int:
     return max(limit_bytes // page_bytes, 1) * page_bytes
 
 
+def format_limit(limit_bytes: int, page_bytes: int) -> str:
+    """Write a limit for people, and what it allows where that is another size."""
+    text, allowed_bytes = format_size(limit_bytes), whole_pages(limit_bytes, page_bytes)
+    if allowed_bytes > limit_bytes:
+        return f"{text} ({format_size(allowed_bytes)}: one page is the least)"
+    if allowed_bytes < limit_bytes:
+        return f"{text} ({format_size(allowed_bytes)} in whole pages)"
+    return text
+
+
 def format_pages(size_bytes: int, page_bytes: int) -> str:
     """Write whole pages for people: `68.00 MiB (2 pages of 34.00 MiB)`."""
     if page_bytes <= 0:

@@ -513,6 +513,7 @@ def test_the_bar_adds_up(in_use, cached, parked, limit, cells):
         "cached_bytes": cached,
         "parked_bytes": parked,
         "limit_bytes": limit,
+        "page_bytes": 1 if limit else 0,
     }
     assert bar_cells(entry, 10) == cells
     assert sum(cells) == 10

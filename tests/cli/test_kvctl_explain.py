@@ -126,6 +126,15 @@ CASES = {
     "dead": (replace(CALM, life="dead"), None, ["process 11 has ended", "kvctl gc"], ["holds"]),
     "closing": (replace(CALM, life="closing"), None, ["It is ending", "holds:"], []),
     "unknown": (replace(CALM, life="unknown"), None, ["cannot be asked", "holds:"], []),
+    "a limit that is not whole pages": (
+        replace(REACHED, limit_bytes=101 * MIB, blocks_available=3), None,
+        ["Its limit of 101.00 MiB (100.00 MiB in whole pages) is reached; 3 blocks can"], []),
+    "a limit below one page": (
+        replace(REACHED, limit_bytes=MIB, page_bytes=100 * MIB), None,
+        ["Its limit of 1.00 MiB (100.00 MiB: one page is the least) is reached"], []),
+    "a limit that is not whole pages, and a guarantee of as much": (
+        replace(REACHED, limit_bytes=101 * MIB, min_bytes=101 * MIB), None,
+        ["Its guarantee is 101.00 MiB"], ["lets it use no more"]),
     # --- requests that wait for memory
     "no request waits": (replace(CALM, requests_waiting=0), None, [], ["waiting"]),
     "requests wait for others": (

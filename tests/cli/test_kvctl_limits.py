@@ -92,7 +92,11 @@ def test_a_guarantee_that_is_answered_but_not_kept_is_not_called_applied(name):
     ("mode", "code", "text"),
     [
         ("refuse", 1, " refused: it is only a test"),
-        ("shrink", 3, "accepted; 95.00 MiB are still to be given back within 0.05 s"),
+        (
+            "shrink",
+            3,
+            "1 page, which is the least); 95.00 MiB are still to be given back within 0.05 s",
+        ),
         ("mute", 3, "requested; no reply yet within 0.05 s"),
     ],
 )
@@ -253,3 +257,62 @@ def test_limit_keeps_guarantee_and_priority():
             f"{one.name}: limit 32.00 MiB (33554432 bytes) applied; 0 B are mapped.\n"
         )
         assert (row(one.name)["min_bytes"], row(one.name)["priority"]) == (8 * MIB, 3)
+
+
+PAGE = PAGE_BYTES // MIB
+IN_PAGES = {
+    "whole pages": (("--limit", f"{4 * PAGE}M"), "applied; 0 B are mapped"),
+    "part of a page more": (
+        ("--limit", f"{4 * PAGE + 1}M"),
+        f"limit {4 * PAGE + 1}.00 MiB ({(4 * PAGE + 1) * MIB} bytes) applied; in whole pages the"
+        f" limit is {4 * PAGE}.00 MiB (4 pages of {PAGE}.00 MiB); 0 B are mapped",
+    ),
+    "less than one page": (
+        ("--limit", "1M"),
+        f"limit 1.00 MiB (1048576 bytes) applied; in whole pages the limit is {PAGE}.00 MiB"
+        " (1 page, which is the least); 0 B are mapped",
+    ),
+    "nothing": (("--limit", "0"), f"the limit is {PAGE}.00 MiB (1 page, which is the least); 0 B"),
+    "none": (("--limit", "none"), "no limit applied; 0 B are mapped"),
+    "more than the device": (("--limit", "8T"), "applied, but its device has only"),
+}
+
+
+@pytest.mark.parametrize(("words", "said"), IN_PAGES.values(), ids=IN_PAGES)
+def test_a_limit_is_said_in_whole_pages_where_it_is_not_as_was_asked(words, said) -> None:
+    with Instance(**DEVICE) as one:
+        result = kvctl("set", one.name, *words, "--wait", "300")
+        assert result.exit_code == 0, result.stderr
+        assert said in result.stdout
+        assert result.stdout.count("whole pages") == said.count("whole pages") or said.startswith(
+            "the limit"
+        )
+
+
+def test_a_limit_set_in_sleep_is_said_in_the_pages_that_it_wakes_with() -> None:
+    with Instance(**DEVICE) as one:
+        assert kvctl("sleep", one.name, "--wait", "300").exit_code == 0
+        result = kvctl("limit", one.name, "5M", "--wait", "300")
+        assert "in whole pages the limit is 4.00 MiB (2 pages of 2.00 MiB)" in result.stdout
+        woken = kvctl("wake", one.name, "--wait", "300").stdout
+        assert "its limit is 5.00 MiB (4.00 MiB in whole pages)" in woken
+
+
+def test_a_limit_that_is_not_whole_pages_is_full_at_100_percent() -> None:
+    with Instance(**DEVICE) as one:
+        assert kvctl("limit", one.name, "5M", "--wait", "300").exit_code == 0
+        one.ask("alloc", 2 * BLOCKS_PER_PAGE - 1)
+        (line,) = [line for line in kvctl("list").stdout.splitlines() if one.name in line]
+        assert "100%" in line.split()
+        said = kvctl("explain", one.name).stdout
+        assert "Its limit of 5.00 MiB (4.00 MiB in whole pages) is reached" in said
+
+
+def test_one_page_is_full_at_100_percent_of_any_limit_below_it() -> None:
+    with Instance(**DEVICE) as one:
+        assert kvctl("limit", one.name, "0", "--wait", "300").exit_code == 0
+        one.ask("alloc", BLOCKS_PER_PAGE - 1)
+        (line,) = [line for line in kvctl("list").stdout.splitlines() if one.name in line]
+        assert "100%" in line.split()
+        said = kvctl("explain", one.name).stdout
+        assert "Its limit of 0 B (2.00 MiB: one page is the least) is reached" in said
