@@ -10,16 +10,21 @@ to look after its starter has ended. The thread that started the processes has e
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import signal
 import sys
 import threading
 import time
+from multiprocessing import get_context
 from multiprocessing.connection import Connection
+from multiprocessing.context import ForkContext, SpawnContext
 from typing import Literal, cast
 
 Method = Literal["spawn", "fork"]
+
+
+def context_of(method: Method) -> SpawnContext | ForkContext:
+    return get_context("spawn") if method == "spawn" else get_context("fork")
 
 
 def sleep_for_ever() -> None:
@@ -30,7 +35,7 @@ def sleep_for_ever() -> None:
 def core(answers: Connection, method: Method, ends: str, grace_s: str) -> None:
     from kvelastic.integration.vllm.with_starter import end_with_starter
 
-    worker = multiprocessing.get_context(method).Process(target=sleep_for_ever)
+    worker = context_of(method).Process(target=sleep_for_ever)
 
     def close(*_: object) -> None:
         worker.kill()
@@ -51,7 +56,7 @@ def core(answers: Connection, method: Method, ends: str, grace_s: str) -> None:
 
 
 def main(method: Method, ends: str, grace_s: str) -> None:
-    context = multiprocessing.get_context(method)
+    context = context_of(method)
     ours, its = context.Pipe()
     pids: list[int] = []
 
