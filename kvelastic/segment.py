@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Final
 
 from kvelastic import _vmm
+from kvelastic.engine_cores import has_lost_its_server
 from kvelastic.errors import (
     InvalidArgumentError,
     SegmentDeadError,
@@ -40,6 +41,7 @@ from kvelastic.lease import (
     ProcessIdentity,
     hold,
     liveness,
+    pid_namespace,
 )
 from kvelastic.segment_dir import (
     LOCK_WAIT_S,
@@ -67,6 +69,7 @@ __all__ = [
     "Requested",
     "Segment",
     "SegmentInfo",
+    "check_free",
     "check_name",
     "create",
     "delete",
@@ -322,6 +325,16 @@ def _automatic_names(engine: str) -> list[str]:
     return [first, *(f"{first}_{n}" for n in range(2, 100))]
 
 
+def check_free(name: str) -> None:
+    """Raise `SegmentExistsError` if an instance could not be called `name` now.
+
+    Removes the segment of a dead instance that has the name. Raises `InvalidArgumentError` for a
+    name that cannot be one, and `SegmentError` if the file cannot be looked at.
+    """
+    if not _makes_way(check_name(name)):
+        raise _taken(name)
+
+
 def is_name(name: str) -> bool:
     """Return whether a segment can be called `name`."""
     return _NAME.fullmatch(name) is not None
@@ -390,10 +403,7 @@ def _claim(temporary: str, name: str) -> None:
         except OSError as error:
             raise SegmentError(f"cannot name a segment {name!r}: {error}") from error
         if not _makes_way(name):
-            raise SegmentExistsError(
-                f"the name {name!r} is taken by {_describe_holder(name)}; choose another"
-                " KVELASTIC_IPC_NAME"
-            )
+            raise _taken(name)
     raise SegmentExistsError(f"the name {name!r} is taken anew as fast as it is freed")
 
 
@@ -404,18 +414,50 @@ def _makes_way(name: str) -> bool:
         return True
     except SegmentFormatError:
         return False
+    except SegmentError as error:
+        if isinstance(error.__cause__, PermissionError):
+            return False
+        raise
 
 
-def _describe_holder(name: str) -> str:
+def _taken(name: str) -> SegmentExistsError:
+    holder, what_to_do = _holder(name)
+    first = f"{what_to_do}, or choose" if what_to_do else "choose"
+    return SegmentExistsError(
+        f"the name {name!r} is taken by {holder}; {first} another KVELASTIC_IPC_NAME"
+    )
+
+
+def _holder(name: str) -> tuple[str, str]:
+    """Who has the name, and what a user may do about it."""
+    path = SHM_DIR / name
     try:
         info = inspect(name)
     except SegmentFormatError:
-        return f"a file that is not a segment ({SHM_DIR / name})"
+        return f"a file that is not a segment ({path})", "remove it"
     except SegmentNotFoundError:
-        return "an instance that has just ended"
+        return "an instance that has just ended", "start again"
+    except SegmentError:
+        return f"another user, who owns {path}", ""
+    return _holder_of(info)
+
+
+def _holder_of(info: SegmentInfo) -> tuple[str, str]:
     if info.status == "unreadable":
-        return f"a segment that this version cannot read ({info.problem})"
-    return f"a segment of process {info.header['pid']} ({info.status})"
+        return f"a segment that this version cannot read ({info.problem})", ""
+    header, pid = info.header, info.header["pid"]
+    who = f"process {pid}"
+    if not info.is_ours:
+        who += f" of user {header['uid']}"
+    if info.status == "dead":
+        return f"{who}, which has ended", "have its user run `kvctl gc`"
+    if header["pid_namespace"] != pid_namespace():
+        return f"{who} of another container", "end it there"
+    if info.status == "closing":
+        return f"{who}, which is ending", "start again in a moment"
+    is_orphan = has_lost_its_server(pid)
+    what = "an engine core whose server has ended" if is_orphan else f"which is {info.status}"
+    return f"{who}, {what}", f"end it (kill {pid})"
 
 
 # ----------------------------------------------------------------------------- operators' side

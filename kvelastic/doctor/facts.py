@@ -73,9 +73,12 @@ class SegmentFact:
 
     name: str
     status: str
-    """dead, unreadable, unknown; or hidden: another user's, not to be opened by this one."""
+    """dead, unreadable, unknown; or hidden: another user's, not to be opened by this one; or
+    orphaned: of an engine core without a server."""
     is_ours: bool = True
     problem: str = ""
+    pid: int = 0
+    """Of its process, where it is orphaned."""
 
 
 @dataclass(frozen=True)

@@ -137,15 +137,22 @@ def _pids_with_another_shm(root: Path) -> tuple[int, ...]:
 
 
 def gather_segments(shm: Path) -> tuple[SegmentFact, ...]:
-    """Segments that are not alive, or cannot be looked at. None is removed."""
+    """Segments that are not alive, serve nobody, or cannot be looked at. None is removed."""
     try:
+        from kvelastic.engine_cores import has_lost_its_server
         from kvelastic.segment_dir import list_segments
     except ImportError:
         return ()  # the native module is missing, which is a finding of its own
+    segments = list_segments()
     found = [
         SegmentFact(info.name, info.status, info.is_ours, info.problem)
-        for info in list_segments()
+        for info in segments
         if info.status in {"dead", "unreadable", "unknown"}
+    ]
+    found += [
+        SegmentFact(info.name, "orphaned", info.is_ours, pid=info.header["pid"])
+        for info in segments
+        if info.status == "alive" and has_lost_its_server(info.header["pid"])
     ]
     found += [SegmentFact(name, "hidden", is_ours=False) for name in _closed_to_us(shm)]
     return tuple(found)

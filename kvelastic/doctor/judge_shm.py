@@ -134,6 +134,14 @@ def _segment(segment: SegmentFact) -> Finding:
             "use the kvctl of the kvelastic that made it; if nothing uses it (lsof"
             f" /dev/shm/{name}), kvctl delete {name} --force",
         )
+    if segment.status == "orphaned":
+        return Finding(
+            "segments.orphaned",
+            "warning",
+            f"{name}: process {segment.pid} is an engine core whose server has ended; it serves"
+            " nobody, and keeps its memory and its name",
+            f"kill {segment.pid}; kill -9 {segment.pid} if it is still there after 30 s",
+        )
     if segment.status == "hidden":
         return Finding(
             "segments.hidden",

@@ -313,6 +313,7 @@ TABLE: list[tuple[str, str, Facts, str]] = [
     ("segments.dead", "note", segment("dead", is_ours=False), "another user's"),
     ("segments.unreadable", "ok", GOOD, "no segment"),
     ("segments.unreadable", "warning", segment("unreadable", problem="version 9"), "s1: version 9"),
+    ("segments.orphaned", "warning", segment("orphaned", pid=7), "s1: process 7 is an engine core"),
     ("segments.unknown", "warning", segment("unknown"), "s1: whether its instance lives cannot be"),
     ("segments.hidden", "note", segment("hidden", is_ours=False), "s1 belongs to another user"),
     ("ledgers.usable", "ok", GOOD, "no ledger"),

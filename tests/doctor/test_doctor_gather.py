@@ -13,7 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from segment_owner import Owner
+from segment_owner import Owner, engine_core
 from waiting import DEADLINE_S, wait_until
 
 from kvelastic.doctor import gather_packages as packages_module
@@ -103,6 +103,14 @@ def test_a_dead_and_an_unreadable_segment_are_named_and_stay(name):
     found = next(segment for segment in gather_segments(SHM) if segment.name == name)
     assert (found.status, found.is_ours) == ("unreadable", True)
     assert "version 99" in found.problem
+
+
+def test_an_engine_core_without_a_server_is_named(name):
+    for has_server in (True, False):
+        with engine_core(name, has_server=has_server) as core:
+            found = [segment for segment in gather_segments(SHM) if segment.name == name]
+            core.finish()
+        assert [segment.status for segment in found] == ([] if has_server else ["orphaned"])
 
 
 def test_a_ledger_that_cannot_be_used_is_named_and_stays():

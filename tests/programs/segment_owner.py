@@ -29,6 +29,29 @@ MODES = {
 }
 
 
+_ENGINE_CORE = """
+import sys
+from kvelastic import segment
+with segment.create(sys.argv[1], engine="vLLM"):
+    print("ready", flush=True)
+    sys.stdin.read()
+"""
+
+
+def engine_core(name: str, *, has_server: bool) -> LineProgram:
+    """A process that is called as vLLM's engine core and has the segment, until its stdin closes.
+
+    Without a server its parent is a shell, in the place of init: another program than it.
+    """
+    if has_server:
+        core = LineProgram("-c", _ENGINE_CORE, name, "VLLM::EngineCore")
+    else:
+        command = ("-c", '"$0" -c "$@"; exit $?', sys.executable, _ENGINE_CORE)
+        core = LineProgram(*command, name, "VLLM::EngineCore", python="/bin/sh")
+    assert core.read() == "ready"
+    return core
+
+
 def until_replied(name: str, **wanted: Any) -> dict[str, Any]:
     """Make a request of an instance, wait for the first answer to it and return that."""
     from kvelastic import segment

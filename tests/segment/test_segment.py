@@ -14,7 +14,7 @@ from typing import Any
 import needs
 import pytest
 from processes import LineProgram, run_python
-from segment_owner import CAPACITY_BYTES, Owner
+from segment_owner import CAPACITY_BYTES, Owner, engine_core
 from waiting import DEADLINE_S, wait_until
 
 from kvelastic import _vmm, lease, segment, segment_dir, sizes
@@ -148,6 +148,44 @@ def test_a_live_instance_keeps_its_name(name, mine):
     with pytest.raises(SegmentExistsError, match=f"process {os.getpid()}"):
         segment.create(name, engine="other")
     assert segment.inspect(name).header["uuid"] == uuid
+
+
+@pytest.mark.parametrize(
+    ("has_server", "what"),
+    [(True, "which is alive"), (False, "an engine core whose server has ended")],
+)
+def test_a_name_that_is_taken_says_who_has_it_and_what_to_do(name, has_server, what):
+    with engine_core(name, has_server=has_server) as core:
+        pid = segment.inspect(name).header["pid"]
+        expected = rf"process {pid}, {what}; end it \(kill {pid}\), or choose another"
+        with pytest.raises(SegmentExistsError, match=expected):
+            segment.check_free(name)
+        with pytest.raises(SegmentExistsError, match=expected):
+            segment.create(name, engine="test")
+        core.finish()
+    segment.check_free(name)
+
+
+@needs.root
+def test_a_name_that_another_user_has(name, mine):
+    code = (
+        "import os, sys; from kvelastic import segment; from kvelastic.errors import *;"
+        "segment.create(None, engine='test').close()\n"  # it may not read Python's files later
+        "os.setuid(65534)\n"
+        "for take in (segment.check_free, lambda name: segment.create(name, engine='test')):\n"
+        "    try: take(sys.argv[1])\n"
+        "    except SegmentExistsError as error: print(error)"
+    )
+    said = run_python("-c", code, name).stdout.splitlines()
+    expected = f"the name {name!r} is taken by another user, who owns /dev/shm/{name}; choose"
+    assert [line.startswith(expected) for line in said] == [True, True]
+
+
+def test_a_free_name_and_a_dead_one_are_free(name):
+    segment.check_free(name)
+    forge(name, start_time_ticks=1)
+    segment.check_free(name)
+    assert not (SHM / name).exists()
 
 
 def test_a_dead_instance_makes_way(name):
