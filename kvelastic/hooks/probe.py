@@ -59,6 +59,16 @@ class Probe:
                     f"{path}: expected parameters {expected}, found {parameter.name!r} after them"
                 )
 
+    def takes(self, path: str, names: Iterable[str]) -> None:
+        """The function has parameters of these names, in any order and among others."""
+        function = self.get(path)
+        if function is None:
+            return
+        found = list(inspect.signature(function).parameters)
+        missing = sorted(set(names) - set(found))
+        if missing:
+            self._broken.append(f"{path}: expected the parameters {missing}, found {found}")
+
     def fields(self, path: str, expected: Iterable[str]) -> None:
         """The dataclass has (at least) these fields."""
         cls = self.get(path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import multiprocessing
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -13,6 +14,9 @@ _log = logging.getLogger("kvelastic.sglang")
 PAGE_SIZE: Final = 32
 """Tokens of an SGLang page where none is given. Stock takes 1, and has no seam for another pool of
 ids there."""
+
+
+_is_start_checked = False
 
 
 def resolve_once(original: Callable[..., None], arguments: Any) -> None:
@@ -29,6 +33,7 @@ def resolve_once(original: Callable[..., None], arguments: Any) -> None:
         )
     original(arguments)
     _refuse(arguments)
+    _check_start()
 
 
 @ends_process
@@ -36,3 +41,21 @@ def _refuse(arguments: Any) -> None:
     from sglang.srt.arg_groups.overrides import resolving_view
 
     refuse_arguments(resolving_view(arguments))
+
+
+@ends_process
+def _check_start() -> None:
+    """Raise in the server's first process what its scheduler would raise when it has loaded.
+
+    Once: later the name is its own.
+    """
+    global _is_start_checked
+    if _is_start_checked or multiprocessing.parent_process() is not None:
+        return
+    _is_start_checked = True
+    from kvelastic import config, engine_pool, start_checks
+
+    settings = config.load()
+    engine_pool.device_for(settings, "SGLang", gpu=None)  # no other one is covered
+    start_checks.check_names([settings.ipc_name], ending_s=0.0)
+    start_checks.check_guarantee(settings)

@@ -53,17 +53,13 @@ def executor_init(
     With tiers, the weights' files are looked at now: a change from here on makes them unknown.
     """
     from kvelastic import config
-    from kvelastic.integration.vllm import tier_refusals
-    from kvelastic.integration.vllm.refusals import refuse_configuration
+    from kvelastic.integration.vllm.start_checks import check_start
 
-    refuse_configuration(vllm_config)
+    check_start(vllm_config, [int(vllm_config.parallel_config.data_parallel_index)])
     if config.load().tiers:
         from kvelastic.integration.vllm.tier_namespace import weight_files_of
 
-        tier_refusals.refuse_for_tiers(vllm_config)
         executor.kvelastic_weights = weight_files_of(vllm_config)
-    else:
-        tier_refusals.refuse_without_tiers(vllm_config)
     original(executor, vllm_config, *args, **kwargs)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import time
 from collections.abc import Callable
 from typing import Any
@@ -17,7 +18,12 @@ _LOOK_S = 0.01
 def start_engine_cores(
     original: Callable[..., Any], manager: Any, *args: Any, **kwargs: Any
 ) -> None:
-    """Have engine cores end with this process, also if it is killed."""
+    """Refuse a start that cannot work; have engine cores end with this process, however it ends."""
+    from kvelastic.integration.vllm.start_checks import check_start
+
+    given = inspect.signature(original).bind(manager, *args, **kwargs).arguments
+    first = given["start_index"]
+    check_start(given["vllm_config"], range(first, first + given["local_engine_count"]))
     with_starter.start_engine_cores(original, manager, *args, **kwargs)
 
 

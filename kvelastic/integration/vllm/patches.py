@@ -47,7 +47,7 @@ HOOKS: Final = (
         FRONT_END,
         f"{FRONT_END}:CoreEngineProcManager.__init__",
         in_front_end.start_engine_cores,
-        "engine cores end with this process",
+        "refuse early what cannot work; engine cores end with this process",
     ),
     Hook(
         FRONT_END,

@@ -48,10 +48,9 @@ def front_end(engine: str) -> None:
     """Of the process that started the engine core."""
     probe = Probe(engine, page=_PAGE)
     probe.parameters(f"{FRONT_END}:shutdown", ("procs", "timeout"))
-    probe.mentions(
-        f"{FRONT_END}:CoreEngineProcManager.__init__",
-        ("shutdown", "EngineCoreProc", "run_engine_core", "start"),
-    )
+    managing = f"{FRONT_END}:CoreEngineProcManager.__init__"
+    probe.takes(managing, ("local_engine_count", "start_index", "vllm_config"))
+    probe.mentions(managing, ("shutdown", "EngineCoreProc", "run_engine_core", "start"))
     probe.refuse_if_broken()
 
 

@@ -43,7 +43,8 @@ def refuse_configuration(vllm_config: Any) -> None:
     """Raise `UnsupportedEngineError` naming every setting of vLLM that is not covered."""
     parallel = vllm_config.parallel_config
     found: list[str] = []
-    if parallel.data_parallel_size != 1:
+    # An engine core of a dense model is one of its own; its front end knows of all of them.
+    if parallel.data_parallel_size != 1 and vllm_config.model_config.is_moe:
         found.append(
             f"data_parallel_size={parallel.data_parallel_size} of a mixture of experts, whose "
             "ranks step together: that of dense models is covered"

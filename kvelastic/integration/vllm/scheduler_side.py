@@ -21,9 +21,8 @@ from multiprocessing.util import Finalize
 from typing import TYPE_CHECKING, Any
 
 from kvelastic import _vmm, config, gpu_table
-from kvelastic.device import AUTO, HOST, Device, host
+from kvelastic.device import HOST, Device, host
 from kvelastic.errors import (
-    ConfigError,
     DeviceUnavailableError,
     OutOfMemoryError,
     UnsupportedEngineError,
@@ -31,6 +30,7 @@ from kvelastic.errors import (
 from kvelastic.integration.vllm import cache_shape
 from kvelastic.integration.vllm.cache_shape import CacheShape
 from kvelastic.integration.vllm.handoff import HANDOFF, Handoff
+from kvelastic.integration.vllm.start_checks import check_device, instance_name
 from kvelastic.integration.vllm.worker_device import DeviceFacts
 from kvelastic.layout import PageLayout
 from kvelastic.places import capacity_bytes, page_size_bytes
@@ -292,7 +292,7 @@ def start_instance(
         model=_model_name(vllm_config),
         devices=places,
         memory=ring,
-        name=_name(settings, vllm_config),
+        name=instance_name(settings, int(vllm_config.parallel_config.data_parallel_index)),
         movable=True,
         reserve_bytes={
             place.name: (settings.reserve or 0) * copies // ranks
@@ -320,15 +320,6 @@ def start_instance(
     )
 
 
-def _name(settings: config.Config, vllm_config: Any) -> str | None:
-    """What the instance is called; None: made up.
-
-    The ranks of a dense model's data parallel are engines of their own, told apart by number.
-    """
-    index = int(vllm_config.parallel_config.data_parallel_index)
-    return f"{settings.ipc_name}_dp{index}" if settings.ipc_name and index else settings.ipc_name
-
-
 def _block_tokens(cache_config: Any) -> int:
     """Tokens of a block; where groups differ, of the one that has the fewest."""
     tokens = min(group.kv_cache_spec.block_size for group in cache_config.kv_cache_groups)
@@ -338,11 +329,7 @@ def _block_tokens(cache_config: Any) -> int:
 def _places(settings: config.Config, devices: Sequence[DeviceFacts]) -> list[Device]:
     """Each rank's device, as the ledgers know it."""
     on_gpu = devices[0].is_gpu
-    if settings.device != AUTO and settings.device.startswith("cuda") != on_gpu:
-        raise ConfigError(
-            f"KVELASTIC_DEVICE={settings.device!r} does not fit vLLM on "
-            f"{'GPUs' if on_gpu else 'the CPU'}: set it to auto, or leave it unset."
-        )
+    check_device(settings, on_gpu=on_gpu)
     if not on_gpu:
         return [host(settings)] * len(devices)
     for device in {each.name: each for each in devices}.values():
