@@ -118,14 +118,12 @@ def open_engine_pool(
     if wanted_blocks is not None:
         pages = layout.pages_for_blocks(wanted_blocks + 1)
         if pages > capacity_pages:
-            _log.warning(
-                "%s wants %s of KV cache, and %s has room for %d pages of %s."
-                " Requests that need more than that will wait until they are cancelled.",
+            _log.info(
+                "%s wants %s of KV cache, and gets at most %s: %s has room for no more.",
                 engine,
                 format_size(pages * layout.page_bytes),
+                format_size(capacity_pages * layout.page_bytes),
                 "KVELASTIC_HOST_MEMORY" if device.is_host else device.name,
-                capacity_pages,
-                format_size(layout.page_bytes),
             )
             pages = capacity_pages
     pages = max(pages, layout.pages_for_blocks(least_blocks + 1))

@@ -275,7 +275,8 @@ def start_instance(
     )
     num_blocks = cache_configs[0].num_blocks
     ranks = len(cache_configs)
-    pages = _pages(places, layout, num_blocks)
+    longest_blocks = _longest_request_blocks(vllm_config, cache_configs[0])
+    pages = _pages(places, layout, num_blocks, longest_blocks)
     _check_ids(layout, pages)
     timeout_s = FOREVER_S if settings.ipc_timeout_s is None else settings.ipc_timeout_s
 
@@ -301,7 +302,7 @@ def start_instance(
     )
     _log.info(
         "KV cache of %d blocks%s, in at most %d pages of %s with %d blocks each (%.1f%% padding).",
-        num_blocks,
+        min(num_blocks, pages * layout.blocks_per_page),
         f" over {ranks} workers" if ranks > 1 else "",
         pages,
         format_size(layout.page_bytes * ranks),
@@ -365,21 +366,42 @@ def _check_ids(layout: PageLayout, pages: int) -> None:
         )
 
 
-def _pages(places: Sequence[Device], layout: PageLayout, num_blocks: int) -> int:
+def _pages(
+    places: Sequence[Device], layout: PageLayout, num_blocks: int, longest_blocks: int
+) -> int:
+    """Pages of the range: for all that vLLM wants, or as many as the device has room for.
+
+    Warns if a request of `longest_blocks` does not fit: vLLM has only checked that it fits into
+    what vLLM wants.
+    """
     page_cost_bytes = layout.page_bytes * len(places)
-    wanted = layout.pages_for_blocks(num_blocks)
-    most = capacity_bytes(places) // page_cost_bytes
-    if wanted <= most:
-        return wanted
-    _log.warning(
-        "vLLM wants %s of KV cache, and %s has room for %d pages of %s. "
-        "Requests that need more than that will wait until they are aborted.",
-        format_size(wanted * page_cost_bytes),
-        "KVELASTIC_HOST_MEMORY" if places[0].is_host else places[0].name,
-        most,
-        format_size(page_cost_bytes),
+    most = max(capacity_bytes(places) // page_cost_bytes, 1)
+    # Block 0 is no request's.
+    needed = layout.pages_for_blocks(longest_blocks + 1)
+    if needed > most:
+        _log.warning(
+            "%s has room for %s of KV cache (%d pages of %s), and a request as long as the model"
+            " allows (--max-model-len) needs %s: it would wait until it is aborted. %s, or set a"
+            " lower --max-model-len.",
+            "KVELASTIC_HOST_MEMORY" if places[0].is_host else places[0].name,
+            format_size(most * page_cost_bytes),
+            most,
+            format_size(page_cost_bytes),
+            format_size(needed * page_cost_bytes),
+            f"Set KVELASTIC_HOST_MEMORY to {format_size(needed * page_cost_bytes)} or more"
+            if places[0].is_host
+            else "Take a larger GPU or more of them",
+        )
+    return min(layout.pages_for_blocks(num_blocks), most)
+
+
+def _longest_request_blocks(vllm_config: Any, cache_config: Any) -> int:
+    """Blocks of a request of `--max-model-len` tokens, in all groups, as vLLM counts them."""
+    specs = [group.kv_cache_spec for group in cache_config.kv_cache_groups]
+    return sum(
+        -(-int(spec.max_memory_usage_bytes(vllm_config)) // int(spec.page_size_bytes))
+        for spec in specs
     )
-    return max(most, 1)
 
 
 def _model_name(vllm_config: Any) -> str:
