@@ -231,7 +231,7 @@ def open_hand_mapped(
     Limit, guarantee and priority are those of the variables; `name` as in `segment.create`. Raises
     `GuaranteeError`, `LedgerError`, `SegmentError`, `DriverError`; nothing is left behind then.
     """
-    _vmm.set_debug_logging(_log.isEnabledFor(logging.DEBUG))
+    _vmm.set_log_level(_log.getEffectiveLevel())
     memory = reserve_range(device.driver(), geometry, guard_pages=settings.guard_pages)
     own_segment = segment.create(name, engine=ENGINE, device=device.name)
     place: ledger.JoinedLedger | None = None

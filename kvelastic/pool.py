@@ -207,7 +207,7 @@ def open_pool(
     `InvalidArgumentError` unless there is one device for each rank, and what `memory` raises;
     nothing is left behind then.
     """
-    _vmm.set_debug_logging(_log.isEnabledFor(logging.DEBUG))
+    _vmm.set_log_level(_log.getEffectiveLevel())
     _log.debug(
         "layout: %s; %d pages of %s, %d blocks in each, at most %d blocks",
         layout,

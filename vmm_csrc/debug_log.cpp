@@ -23,9 +23,7 @@ bool can_write() {
   return ::poll(&stderr_now, 1, 0) == 1 && (stderr_now.revents & POLLOUT) != 0;
 }
 
-}  // namespace
-
-void debug_log(const char* format, ...) {
+void log_line(const char* level, const char* format, std::va_list arguments) {
   if (!can_write()) {
     ++dropped;
     return;
@@ -36,22 +34,36 @@ void debug_log(const char* format, ...) {
   const auto count = [&used](int written) {
     if (written > 0) used = std::min(used + static_cast<std::size_t>(written), kLineRoom - 2);
   };
+  char when[32] = "";
   const std::time_t now = std::time(nullptr);
   std::tm local{};
   if (::localtime_r(&now, &local) != nullptr) {
-    used = std::strftime(line, kLineRoom, "DEBUG %m-%d %H:%M:%S ", &local);
+    (void)std::strftime(when, sizeof when, " %m-%d %H:%M:%S", &local);
   }
-  count(std::snprintf(line + used, kLineRoom - used, "[kvelastic %d] ", ::getpid()));
+  count(std::snprintf(line, kLineRoom, "%s%s [kvelastic %d] ", level, when, ::getpid()));
   if (const std::uint64_t lost = dropped.exchange(0); lost > 0) {
     count(std::snprintf(line + used, kLineRoom - used, "(%llu lines dropped) ",
                         static_cast<unsigned long long>(lost)));
   }
-  std::va_list arguments;
-  va_start(arguments, format);
   count(std::vsnprintf(line + used, kLineRoom - used, format, arguments));
-  va_end(arguments);
   line[used++] = '\n';
   (void)!::write(STDERR_FILENO, line, used);
+}
+
+}  // namespace
+
+void debug_log(const char* format, ...) {
+  std::va_list arguments;
+  va_start(arguments, format);
+  log_line("DEBUG", format, arguments);
+  va_end(arguments);
+}
+
+void info_log(const char* format, ...) {
+  std::va_list arguments;
+  va_start(arguments, format);
+  log_line("INFO", format, arguments);
+  va_end(arguments);
 }
 
 }  // namespace kvelastic

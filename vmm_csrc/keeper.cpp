@@ -150,6 +150,7 @@ bool Keeper::read_request() {
     }
   } while (revision_ != request->revision);
   finish_shrinking();
+  if (told_ && !waking_) log_outcome(AnswerState::kShrinking, pool_->limit_state(), {});
   return true;
 }
 
@@ -226,20 +227,42 @@ Status Keeper::change_standing(const Request& request) {
   return priority ? places->set_priority(request.priority) : ok();
 }
 
-void Keeper::log_request(const Request& request) const {
-  if (!debug_logging()) return;
+void Keeper::log_request(const Request& request) {
+  if (!info_logging()) return;
   std::string what;
   const auto is_of_it = [this](std::uint64_t revision) { return revision == revision_; };
   if (is_of_it(request.limit_revision)) {
-    what += request.limit_bytes == kUnlimitedBytes ? ", no limit"
-                                                   : ", limit " + size_text(request.limit_bytes);
+    what += request.limit_bytes == kUnlimitedBytes
+                ? "no limit, "
+                : "limit " + size_text(request.limit_bytes) + ", ";
   }
-  if (is_of_it(request.min_revision)) what += ", guarantee " + size_text(request.min_bytes);
-  if (is_of_it(request.priority_revision)) what += ", priority " + std::to_string(request.priority);
-  if (is_of_it(request.asleep_revision)) what += request.asleep != 0 ? ", sleep" : ", wake";
-  if (is_of_it(request.trim_revision)) what += ", trim";
-  debug_log("request %llu of process %llu%s", static_cast<unsigned long long>(revision_),
-            static_cast<unsigned long long>(request.writer_pid), what.c_str());
+  if (is_of_it(request.min_revision)) what += "guarantee " + size_text(request.min_bytes) + ", ";
+  if (is_of_it(request.priority_revision)) {
+    what += "priority " + std::to_string(request.priority) + ", ";
+  }
+  if (is_of_it(request.asleep_revision)) what += request.asleep != 0 ? "sleep, " : "wake, ";
+  if (is_of_it(request.trim_revision)) what += "trim, ";
+  what += "by process " + std::to_string(request.writer_pid);
+  told_ = {revision_, std::move(what), request.written_ns};
+  if (debug_logging()) {
+    debug_log("request %llu: %s", static_cast<unsigned long long>(revision_), told_->what.c_str());
+  }
+}
+
+/// How a request went, once it is known; at the end of a round also that it takes its time.
+void Keeper::log_outcome(AnswerState outcome, const LimitState& state, const std::string& reason) {
+  const std::uint64_t page_bytes = std::max<std::uint64_t>(pool_->page_cost_bytes(), 1);
+  const double ms = static_cast<double>(less(monotonic_ns(), told_->written_ns)) / 1e6;
+  std::string sizes = size_text(state.mapped_bytes) + " of KV cache held";
+  if (state.limit_bytes != kUnlimitedBytes) {
+    sizes = size_text(state.effective_bytes) + " allowed (" +
+            std::to_string(state.effective_bytes / page_bytes) + " pages of " +
+            size_text(page_bytes) + "), " + sizes;
+  }
+  if (state.over_bytes > 0) sizes += ", of which " + size_text(state.over_bytes) + " are in use";
+  info_log("Request (%s): %s after %.1f ms. %s%s%s.", told_->what.c_str(), text_of(outcome), ms,
+           sizes.c_str(), reason.empty() ? "" : ": ", reason.c_str());
+  if (outcome != AnswerState::kShrinking) told_.reset();
 }
 
 /// Does what was requested as `revision_`, all of it or nothing, and answers.
@@ -395,6 +418,10 @@ void Keeper::answer(const LimitState& state, std::string reason) {
               reason.empty() ? "" : ": ", reason.c_str());
   }
   record_->answer(answer, reason);
+  const bool is_settled = outcome != AnswerState::kShrinking;
+  if (is_settled && told_ && told_->revision == answer.revision) {
+    log_outcome(outcome, state, reason);
+  }
 }
 
 /// While pages are parked, those that are not needed go back in steps. Cached blocks move together

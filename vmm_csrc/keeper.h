@@ -71,7 +71,8 @@ class Keeper {
   bool finish_waking();
   void refuse_waking(std::string reason);
   Status change_standing(const Request& request);
-  void log_request(const Request& request) const;
+  void log_request(const Request& request);
+  void log_outcome(AnswerState outcome, const LimitState& state, const std::string& reason);
   void look_at_devices();
   void see_capacity();
   void serve_asks();
@@ -89,6 +90,13 @@ class Keeper {
   const OwnProcess started_by_;
   std::uint64_t revision_ = 0;  // of the request that is carried out, or was the last
   std::string refusal_;         // why that one was refused; empty: it was not
+  /// A request that came, until the log has said how it ended.
+  struct Told {
+    std::uint64_t revision;
+    std::string what;  // `limit 1.00 GiB, sleep, by process 4711`
+    std::uint64_t written_ns;
+  };
+  std::optional<Told> told_;
   /// A wake that waits until others have given what is to be reserved; it is answered then.
   struct Waking {
     Request request;

@@ -23,8 +23,8 @@ NB_MODULE(_vmm, m) {
   m.doc() = "kvelastic's memory: drivers, ranges, pools and the shared record. No torch in here.";
   // An engine's tensors live until the interpreter is gone, and the range with them: no leak.
   nanobind::set_leak_warnings(false);
-  m.def("set_debug_logging", &kvelastic::set_debug_logging, nanobind::arg("on"),
-        "Whether native threads of this process write lines at DEBUG to stderr.");
+  m.def("set_log_level", &kvelastic::set_log_level, nanobind::arg("level"),
+        "The least level, as `logging` counts them, of lines that native threads write to stderr.");
   kvelastic::bind_record(m);
   kvelastic::bind_record_io(m);
   kvelastic::bind_driver(m);

@@ -1,4 +1,4 @@
-"""KVELASTIC_LOG_LEVEL=DEBUG: what is said of layouts, pages, grants, asks, requests and wakes."""
+"""What native threads log: requests from outside, and at DEBUG layouts, pages, grants and asks."""
 
 from __future__ import annotations
 
@@ -13,6 +13,9 @@ from typing import Any
 import pytest
 from processes import PROGRAMS
 from segment_owner import until_replied
+from waiting import wait_until
+
+from kvelastic import segment
 
 PROGRAM = str(PROGRAMS / "ledger_instance.py")
 ENVIRON = {
@@ -78,7 +81,7 @@ def test_what_happens_to_memory_is_said_and_each_line_is_one() -> None:
         until_replied(two.name, asleep=False)
         two.ask("clear")
         first, second = one.end(), two.end()
-    head = r"DEBUG \d\d-\d\d \d\d:\d\d:\d\d \[kvelastic \d+\] \S"
+    head = r"(DEBUG|INFO) \d\d-\d\d \d\d:\d\d:\d\d \[kvelastic \d+\] \S"
     assert [line for line in (first + second).splitlines() if not re.match(head, line)] == []
     for said in (
         r"layout: PageLayout\(block_bytes=524288.*; 4096 pages of 2.00 MiB, 4 blocks in each",
@@ -92,20 +95,50 @@ def test_what_happens_to_memory_is_said_and_each_line_is_one() -> None:
     for said in (
         r"ledger: asks others for \d+.00 MiB",
         rf"ledger: asked the instance of process {one.process.pid} for \d+.00 MiB",
-        rf"request 1 of process {os.getpid()}, limit 2.00 MiB, priority 3\n",
+        rf"request 1: limit 2.00 MiB, priority 3, by process {os.getpid()}\n",
         r"request 1: shrinking; keeps to 2.00 MiB, .* are mapped, .* over",
-        r"request 2 of process \d+, limit 1.00 TiB, guarantee 1.00 TiB\n",
+        r"request 2: limit 1.00 TiB, guarantee 1.00 TiB, by process \d+\n",
         r"request 2: refused; .*: .*1.00 TiB",
-        r"request 3 of process \d+, sleep\n",
-        r"request 4 of process \d+, wake\n",
+        r"request 3: sleep, by process \d+\n",
+        r"request 4: wake, by process \d+\n",
     ):
         assert re.search(said, second), said
 
 
-def test_nothing_of_it_is_said_without() -> None:
+def test_what_is_asked_from_outside_is_said_with_its_end() -> None:
+    me = f"by process {os.getpid()}"
     with Logged("INFO") as one:
-        one.ask("alloc", 10)
+        ids = one.ask("alloc", 10)  # four in a page, and the null block: three pages
+        until_replied(one.name, limit_bytes=5 * MIB)
+        one.ask("free", ids)
+        wait_until(lambda: segment.inspect(one.name).answer["state"] == "applied")
+        until_replied(one.name, asleep=True)
+        until_replied(one.name, asleep=False, trim=True)
+        until_replied(one.name, limit_bytes=1 << 40, min_bytes=1 << 40)
+        lines = one.end().splitlines()
+    head = r"INFO \d\d-\d\d \d\d:\d\d:\d\d \[kvelastic \d+\] Request "
+    ms = r"after \d+\.\d ms\. "
+    allowed = r"4\.00 MiB allowed \(2 pages of 2\.00 MiB\), "
+    expected = [
+        rf"\(limit 5\.00 MiB, {me}\): shrinking {ms}{allowed}6\.00 MiB of KV cache held, of"
+        r" which 2\.00 MiB are in use\.",
+        rf"\(limit 5\.00 MiB, {me}\): applied {ms}{allowed}4\.00 MiB of KV cache held\.",
+        rf"\(sleep, {me}\): applied {ms}0 B allowed \(0 pages of 2\.00 MiB\), 0 B of KV cache"
+        r" held\.",
+        rf"\(wake, trim, {me}\): applied {ms}{allowed}0 B of KV cache held\.",
+        rf"\(limit 1\.00 TiB, guarantee 1\.00 TiB, {me}\): refused {ms}{allowed}.*: no room for"
+        r" 1\.00 TiB guaranteed.*\.",
+    ]
+    assert len(lines) == len(expected), lines
+    for line, wanted in zip(lines, expected, strict=True):
+        assert re.fullmatch(head + wanted, line), (line, wanted)
+
+
+def test_nothing_is_said_without() -> None:
+    with Logged("WARNING") as one:
+        ids = one.ask("alloc", 10)
         until_replied(one.name, limit_bytes=MIB)
+        one.ask("free", ids)
         assert one.end() == ""
 
 
@@ -113,7 +146,7 @@ MAPS = """
 import sys
 from kvelastic import _vmm
 
-_vmm.set_debug_logging(True)
+_vmm.set_log_level(10)
 PAGE = 2 << 20
 memory = _vmm.Range.reserve(
     _vmm.HostDriver(),

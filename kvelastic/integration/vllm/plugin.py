@@ -25,6 +25,7 @@ def register() -> None:
     from kvelastic.integration.vllm import versions
 
     series = versions.series(strict=settings.strict)
-    from kvelastic.integration.vllm import patches
+    from kvelastic.integration.vllm import access_log, patches
 
+    access_log.leave_out_polls()
     patches.arm(series, tiers=bool(settings.tiers))

@@ -14,6 +14,7 @@ what a GPU is called and how large it is, its workers tell.
 from __future__ import annotations
 
 import logging
+import time
 from collections import Counter
 from collections.abc import Sequence
 from functools import reduce
@@ -186,7 +187,7 @@ class Instance:
 
     def sleep(self) -> None:
         """Hold no memory until `wake()`; no request may be running. Blocks while it is unmapped."""
-        _log.debug("The engine falls asleep: all KV cache goes back.")
+        held_bytes, start_s = self.blocks.mapped_bytes, time.monotonic()
         state = self.blocks.sleep()
         if state["mapped_bytes"]:
             _log.warning(
@@ -194,6 +195,11 @@ class Instance:
                 "when it ends.",
                 format_size(state["mapped_bytes"]),
             )
+        _log.info(
+            "vLLM has put the KV cache to sleep: %s went back in %.0f ms.",
+            format_size(max(0, held_bytes - state["mapped_bytes"])),
+            (time.monotonic() - start_s) * 1e3,
+        )
 
     def wake(self) -> None:
         """Hand out blocks again, within the limit as it was; what is reserved comes first.
@@ -201,7 +207,7 @@ class Instance:
         On a GPU the null block has memory when this returns: kernels read it. Raises `ReserveError`
         or `OutOfMemoryError`, still asleep, if others have not given enough. Safe to repeat.
         """
-        _log.debug("The KV cache wakes.")
+        start_s = time.monotonic()
         self.blocks.wake()
         if self.is_on_gpu and not self.blocks.ensure(1):
             self.blocks.sleep()
@@ -210,6 +216,7 @@ class Instance:
                 f"there is no room for one page of {self._pool.name} on {names}; kvctl devices "
                 "shows who holds what. Lower the limit of another model, and wake it again."
             )
+        _log.info("vLLM has woken the KV cache in %.0f ms.", (time.monotonic() - start_s) * 1e3)
 
     def open_tiers(self, vllm_config: Any, cache_config: Any, weights: WeightFiles | None) -> None:
         """Keep what is demoted in the tiers of `KVELASTIC_TIERS`, if it names any.

@@ -112,7 +112,7 @@ def attach(handoff: Handoff, device: WorkerDevice) -> WorkerMemory:
             f"worker {handoff.rank} computes on {device.facts.name}, and the scheduler counts its "
             f"memory on {handoff.device}. Please report this with the model's name."
         )
-    _vmm.set_debug_logging(_log.isEnabledFor(logging.DEBUG))
+    _vmm.set_log_level(_log.getEffectiveLevel())
     seg = segment.open_writable(handoff.segment_name)
     try:
         if seg.record.read_header()["uuid"] != handoff.segment_uuid:
