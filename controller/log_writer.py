@@ -24,6 +24,7 @@ import threading
 import time
 from collections import deque
 from contextlib import suppress
+from datetime import datetime, timezone
 from queue import Empty, SimpleQueue
 from types import TracebackType
 from typing import Final
@@ -33,6 +34,11 @@ MOST_WAITING_BYTES: Final = 4 << 20
 _BATCH_S: Final = 0.2
 _PIECE_BYTES: Final = 64 << 10
 _STDERR: Final = 2
+
+
+def time_text(unix_s: float) -> str:
+    """A time as the log has it: ISO 8601, in UTC, to the millisecond."""
+    return datetime.fromtimestamp(unix_s, timezone.utc).isoformat(timespec="milliseconds")
 
 
 class LogWriter:
@@ -133,7 +139,7 @@ class LogWriter:
         if count == 0:
             return
         fields = {
-            "time": round(time.time(), 3),
+            "time": time_text(time.time()),
             "kind": "event",
             "level": "WARNING",
             "message": f"{count} lines of this log were dropped: it was not read, or was full",

@@ -10,7 +10,7 @@ import threading
 import time
 from typing import Any
 
-from kvelastic.controller.log_writer import LogWriter
+from kvelastic.controller.log_writer import LogWriter, time_text
 
 
 class RequestIds:
@@ -42,7 +42,7 @@ class RequestLog:
 
         Requests are many and wait a moment, to be written together; other kinds go at once.
         """
-        fields = {"time": round(time.time(), 3), "kind": kind, **fields}
+        fields = {"time": time_text(time.time()), "kind": kind, **fields}
         self._writer.write(json.dumps(fields), at_once=kind != "request")
 
 
@@ -52,7 +52,7 @@ class JsonFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         """One line."""
         fields: dict[str, Any] = {
-            "time": round(record.created, 3),
+            "time": time_text(record.created),
             "kind": "event",
             "level": record.levelname,
             "message": record.getMessage(),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import logging
 import os
 import signal
 import subprocess
@@ -11,6 +12,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import datetime, timezone
 from pathlib import Path
 
 import httpx
@@ -22,6 +24,7 @@ from running import Engine, config_for
 from waiting import DEADLINE_S, wait_until
 
 from kvelastic.controller.log_writer import LogWriter
+from kvelastic.controller.request_log import JsonFormatter, RequestLog
 
 SMALL_PIPE_BYTES = 4096
 F_SETPIPE_SZ = 1031
@@ -55,6 +58,20 @@ def test_lines_come_in_their_order() -> None:
         reader.join()
         assert found == wanted
         assert writer.dropped_lines == 0
+
+
+def test_times_are_for_people_and_sort_as_text() -> None:
+    with writer_of_a_pipe(1 << 20) as (writer, read):
+        before = datetime.now(timezone.utc)
+        RequestLog(writer).write({"path": "/v1/completions"})
+        record = logging.LogRecord("kvelastic", logging.INFO, "", 0, "asleep", (), None)
+        record.created = before.timestamp()
+        writer.write(JsonFormatter().format(record))
+        writer.close(DEADLINE_S)
+        request, event = (json.loads(line) for line in rest_of(read))
+    assert event["time"] == before.isoformat(timespec="milliseconds")
+    assert event["time"].endswith("+00:00")
+    assert request["time"] >= event["time"]
 
 
 def test_lines_that_nobody_reads_are_dropped_and_counted() -> None:
