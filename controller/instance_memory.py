@@ -33,8 +33,8 @@ def row(name: str) -> dict[str, Any]:
     return dict(row_of(look_at(name)))
 
 
-def look() -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """The same of every instance of this machine, and `devices`: both of one look."""
+def rows_and_devices() -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """`row` of every instance of this machine, and `devices`, read at one moment."""
     infos = ledgers()
     statuses = look_at_all(infos)
     return [dict(row_of(status)) for status in statuses], _devices(infos, statuses)
@@ -249,4 +249,5 @@ __all__ = [
     "remove_left_behind",
     "request",
     "row",
+    "rows_and_devices",
 ]

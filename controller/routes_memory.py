@@ -39,7 +39,7 @@ async def all_memory(front: Front, _: Request) -> Any:
 
     All come from one look at every record: a device's parts are the sums of its instances' parts.
     """
-    rows, devices = await asyncio.to_thread(instance_memory.look)
+    rows, devices = await asyncio.to_thread(instance_memory.rows_and_devices)
     by_name = {row["name"]: row for row in rows}
     models = {model.settings.instance: model.name for model in front.fleet}
     for device in devices:
