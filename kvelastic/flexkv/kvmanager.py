@@ -18,12 +18,14 @@ Any thread may call anything. Nothing raises for what a tier's medium does.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Sequence
 from copy import copy
 from typing import Any
 
 from kvelastic.config import Config
 from kvelastic.errors import (
+    ChannelError,
     ConfigError,
     InvalidArgumentError,
     NotInitializedError,
@@ -48,6 +50,8 @@ from kvelastic.flexkv.server.utils import (
     remove_dead_endpoints,
     unique_endpoint,
 )
+
+_log = logging.getLogger("kvelastic.flexkv")
 
 
 class KVManager:
@@ -93,6 +97,7 @@ class KVManager:
         self.server_recv_port = server_recv_port or _configured_endpoint()
         if self._is_served and not self.server_recv_port:
             self.server_recv_port = default_endpoint()
+        self._is_endpoint_named = bool(gpu_register_port or self.server_recv_port)
         self.gpu_register_port = gpu_register_port or gpu_register_endpoint(
             self.server_recv_port or unique_endpoint()
         )
@@ -134,16 +139,30 @@ class KVManager:
                 )
             self._engine.start()
             if not self._is_served and self._listener is None:
-                remove_dead_endpoints()
-                self._listener = RankListener(
-                    self._model,
-                    self._cache,
-                    self.gpu_register_port,
-                    lambda: self.task_engine.transfer_engine.gpu_worker,
-                )
+                self._listener = self._listen()
         except BaseException:
             self.shutdown()
             raise
+
+    def _listen(self) -> RankListener | None:
+        """None: nobody has named the endpoint, and it cannot be used."""
+        remove_dead_endpoints()
+        try:
+            return RankListener(
+                self._model,
+                self._cache,
+                self.gpu_register_port,
+                lambda: self.task_engine.transfer_engine.gpu_worker,
+            )
+        except ChannelError as error:
+            if self._is_endpoint_named:
+                raise
+            _log.warning(
+                "Ranks in other processes cannot register: %s. Set gpu_register_port if there are"
+                " some.",
+                error,
+            )
+            return None
 
     @property
     def _owns_server(self) -> bool:

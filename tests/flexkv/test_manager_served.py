@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -229,9 +231,11 @@ def test_a_rank_of_another_process_registers_without_a_server(
 
 
 def test_each_manager_without_a_server_has_an_endpoint_for_its_ranks(
-    tmp_path: Path, ends: ExitStack, monkeypatch: pytest.MonkeyPatch
+    ends: ExitStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    folder = Path(tempfile.mkdtemp(dir="/tmp"))  # a short path
+    ends.callback(folder.rmdir)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(folder))
     managers = [manager(ends, ONE) for _ in range(2)]
     for one in managers:
         one.start()
@@ -241,8 +245,9 @@ def test_each_manager_without_a_server_has_an_endpoint_for_its_ranks(
         rank.register_to_server([kv], LAYOUT)
         rank.wait_until_registered()
         put(one, kv)
+        assert list(folder.iterdir()) == [Path(one.gpu_register_port.removeprefix("ipc://"))]
         one.shutdown()
-    assert list(tmp_path.iterdir()) == []
+    assert list(folder.iterdir()) == []
 
 
 def test_an_endpoint_is_in_a_folder_whose_path_leaves_room_for_it(
@@ -254,6 +259,29 @@ def test_an_endpoint_is_in_a_folder_whose_path_leaves_room_for_it(
     one = manager(ends, ONE)
     one.start()
     assert one.gpu_register_port.startswith("ipc:///tmp/")
+
+
+def test_without_a_folder_for_its_endpoint_a_manager_serves_its_own_process(
+    ends: ExitStack, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    log = logging.getLogger("kvelastic.flexkv")  # kvelastic's does not reach the root's handlers
+    log.addHandler(caplog.handler)
+    ends.callback(log.removeHandler, caplog.handler)
+    folder = Path(tempfile.mkdtemp(dir="/tmp"))  # a short path
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(folder))
+    one, named = (
+        manager(ends, ONE),
+        manager(ends, ONE, gpu_register_port=f"ipc://{folder}/ranks"),
+    )
+    folder.rmdir()
+    one.start()
+    assert "Set gpu_register_port" in caplog.text
+    kv = shared_zeros(LAYOUT.kv_shape, "float16")
+    one.register_kv_caches([kv], LAYOUT)
+    assert one.is_ready()
+    put(one, kv)
+    with pytest.raises(ChannelError, match="cannot listen"):
+        named.start()
 
 
 def test_ranks_with_unequal_numbers_of_blocks_use_those_that_all_have(

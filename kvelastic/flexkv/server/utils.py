@@ -10,6 +10,7 @@ import socket
 import stat
 import tempfile
 import time
+from itertools import chain
 from pathlib import Path
 from typing import Final
 
@@ -18,8 +19,7 @@ from kvelastic.messages import MOST_PATH_BYTES, Address, parse_address
 
 _PREFIX: Final = "flexkv_"
 _YOUNG_S: Final = 60.0
-_MOST_FOLDER_BYTES: Final = MOST_PATH_BYTES - 64
-"""The rest is for the name of a socket."""
+_SHORT_FOLDER: Final = Path("/tmp")
 GPU_REGISTER: Final = "_gpu_register"
 """What FlexKV puts behind the server's endpoint for that at which tensors are registered."""
 
@@ -48,21 +48,25 @@ def gpu_register_endpoint(server_recv_port: str) -> str:
 
 
 def default_folder() -> Path:
-    """Where endpoints without a name lie: this user's runtime folder, or the temporary one.
-
-    `/tmp` where the path of a socket in these would be longer than the kernel accepts.
-    """
+    """Where endpoints without a name lie: this user's runtime folder, or the temporary one."""
     runtime = os.environ.get("XDG_RUNTIME_DIR", "")
-    folder = Path(runtime if runtime and Path(runtime).is_dir() else tempfile.gettempdir())
-    return folder if len(os.fsencode(folder)) <= _MOST_FOLDER_BYTES else Path("/tmp")
+    if runtime and Path(runtime).is_dir():
+        return Path(runtime)
+    try:
+        return Path(tempfile.gettempdir())
+    except FileNotFoundError:  # no folder can be written to
+        return _SHORT_FOLDER
 
 
 def remove_dead_endpoints() -> None:
-    """Remove what killed engines have left in the default folder: sockets at which nobody listens.
+    """Remove what killed engines have left in the default folders: sockets at which nobody listens.
 
     Those of the last minute stay: their owners may be about to listen.
     """
-    for path in default_folder().glob(f"{_PREFIX}{os.geteuid()}_*"):
+    pattern = f"{_PREFIX}{os.geteuid()}_*"
+    for path in chain.from_iterable(
+        folder.glob(pattern) for folder in {default_folder(), _SHORT_FOLDER}
+    ):
         with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as probe:
             found = path.lstat()
             is_old = time.time() - found.st_mtime > _YOUNG_S
@@ -73,8 +77,13 @@ def remove_dead_endpoints() -> None:
 
 
 def default_endpoint(name: str = "server") -> str:
-    """Of this user, in the default folder; `name` tells engines apart."""
-    return f"ipc://{default_folder()}/{_PREFIX}{os.geteuid()}_{name}"
+    """Of this user, in the default folder; `name` tells engines apart.
+
+    In `/tmp` if the path would be longer than the kernel accepts for a socket.
+    """
+    path = default_folder() / f"{_PREFIX}{os.geteuid()}_{name}"
+    is_short = len(os.fsencode(path)) + len(GPU_REGISTER) <= MOST_PATH_BYTES
+    return f"ipc://{path if is_short else _SHORT_FOLDER / path.name}"
 
 
 def unique_endpoint() -> str:
