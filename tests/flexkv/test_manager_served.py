@@ -304,6 +304,22 @@ def test_ranks_with_unequal_numbers_of_blocks_use_those_that_all_have(
     assert one.wait(task, DEADLINE_S)[task].status is KVResponseStatus.SUCCESS
 
 
+def test_a_rank_that_goes_takes_no_rank_of_another_process_with_it(ends: ExitStack) -> None:
+    model = ModelConfig(num_layers=2, num_kv_heads=4, head_size=8, dtype="float16", tp_size=2)
+    one = manager(ends, model)
+    one.start()
+    one.register_kv_caches([shared_zeros(LAYOUT.kv_shape, "float16")], LAYOUT, tp_rank=0)
+    for _ in range(2):
+        rank = KVTPClient(one.gpu_register_port, tp_rank=1)
+        ends.callback(rank.close)
+        rank.register_to_server([shared_zeros(LAYOUT.kv_shape, "float16")], LAYOUT)
+        rank.wait_until_registered()
+        assert one.is_ready()
+        rank.close()
+        wait_until(lambda: not one.is_ready())
+    one.check_integrity()
+
+
 @pytest.mark.parametrize("is_served", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_is_ready_raises_the_reason_for_which_a_rank_was_refused(
     tmp_path: Path, ends: ExitStack, monkeypatch: pytest.MonkeyPatch, is_served: bool

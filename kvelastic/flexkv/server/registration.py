@@ -154,15 +154,8 @@ class Registrations:
                 del self._ranks[rank]
                 # Its copies, and those that run, fail from now on.
                 blocks.close()
-                self._unregister(rank)
+                self._worker().unregister(*rank)
                 _log.info("Rank %d of client %d has gone.", rank[1], rank[0])
-
-    def _unregister(self, gone: Rank) -> None:
-        """The worker forgets a client as a whole: its other ranks are made known again."""
-        self._worker().unregister(gone[0])
-        for rank, (_, blocks) in self._ranks.items():
-            if rank[0] == gone[0]:
-                self._worker().register(*rank, blocks)
 
     def check_integrity(self) -> None:
         """Raises `IntegrityError` for memory of a connection that has ended."""

@@ -167,10 +167,16 @@ class GPUCPUTransferWorker(TransferWorker):
                 )
             ranks[tp_rank] = RankBlocks(blocks, keep)
 
-    def unregister(self, dp_client_id: int) -> None:
-        """Let go of a client's tensors. The caller has seen to it that nothing copies them."""
+    def unregister(self, dp_client_id: int, tp_rank: int | None = None) -> None:
+        """Let go of the tensors of one rank of a client, or of all (None).
+
+        The caller has seen to it that nothing copies them.
+        """
         with self._lock:
-            self._ranks.pop(dp_client_id, None)
+            if tp_rank is None:
+                self._ranks.pop(dp_client_id, None)
+            else:
+                self._ranks.get(dp_client_id, {}).pop(tp_rank, None)
 
     def is_registered(self, dp_client_id: int) -> bool:
         """Whether all ranks of a client are there."""
