@@ -7,6 +7,7 @@ raises `EngineCallError` with what the engine answered, shortened.
 from __future__ import annotations
 
 import asyncio
+import json
 from dataclasses import dataclass
 from typing import Final
 
@@ -15,6 +16,8 @@ import aiohttp
 from kvelastic.errors import EngineCallError, is_out_of_descriptors
 
 _SHOWN_BYTES: Final = 300
+_MOST_BYTES: Final = 64 << 10
+"""Of an answer; nothing is read beyond it."""
 
 
 @dataclass(frozen=True)
@@ -78,8 +81,8 @@ class EngineCalls:
                 allow_redirects=False,
                 timeout=aiohttp.ClientTimeout(total=timeout_s),
             ) as response:
-                answer = await response.json(content_type=None)
-        except (aiohttp.ClientError, asyncio.TimeoutError, ValueError):
+                answer = json.loads(await _body_of(response))
+        except (aiohttp.ClientError, asyncio.TimeoutError, ValueError, RecursionError):
             return None
         sleeping = answer.get("is_sleeping") if isinstance(answer, dict) else None
         return sleeping if isinstance(sleeping, bool) else None
@@ -112,21 +115,30 @@ class EngineCalls:
                 allow_redirects=False,
                 timeout=aiohttp.ClientTimeout(total=timeout_s),
             ) as response:
-                body = await response.content.read(_SHOWN_BYTES)
+                body = await _body_of(response)
                 if response.status != 200:
-                    text = body.decode("utf-8", "replace")
+                    text = body[:_SHOWN_BYTES].decode("utf-8", "replace")
                     is_missing = response.status == 404 and path in _VLLM_CALLS
                     hint = f". {NEEDS_DEV_MODE}" if is_missing else ""
                     raise EngineCallError(
                         f"{address}{path} answered {response.status}: {text!r}{hint}"
                     )
-                await response.read()
         except asyncio.TimeoutError as error:
             raise EngineCallError(
                 f"{address}{path} did not answer within {timeout_s:g} s"
             ) from error
         except (aiohttp.ClientError, OSError) as error:
             raise EngineCallError(f"{address}{path}: {error or type(error).__name__}") from error
+
+
+async def _body_of(response: aiohttp.ClientResponse) -> bytes:
+    body = bytearray()
+    async for piece in response.content.iter_any():
+        body += piece
+        if len(body) > _MOST_BYTES:
+            response.close()
+            break
+    return bytes(body[:_MOST_BYTES])
 
 
 def _headers(api_key: str | None) -> dict[str, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import socket
 import subprocess
@@ -11,11 +12,13 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 
+import aiohttp
 import httpx
 import pytest
 from running import Controller, Engine, config_for, fake_launch
 from waiting import DEADLINE_S, wait_until
 
+from kvelastic.controller.engine_calls import KINDS, EngineCalls
 from kvelastic.controller.headers import SANDBOX, to_client
 from kvelastic.controller.launch_environment import engine_environment
 from kvelastic.controller.listeners import program_of
@@ -123,6 +126,32 @@ def test_vllm_s_development_mode_is_named() -> None:
         answer = front.post("/action/sleep/m")
         assert answer.status_code == 502
         assert "VLLM_SERVER_DEV_MODE=1" in answer.text
+
+
+def test_an_answer_without_an_end_to_a_call_of_ours_is_not_read_on() -> None:
+    head = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\n\r\n"
+
+    async def ask(url: str) -> None:
+        async with aiohttp.ClientSession() as session:
+            calls, kind = EngineCalls(session), KINDS["vllm"]
+            assert await calls.is_sleeping(kind, url, None, DEADLINE_S) is None
+            await calls.sleep(kind, url, None, DEADLINE_S)
+
+    with raw_engine(head, again=b" " * (1 << 20)) as url:
+        asyncio.run(ask(url))
+
+
+def test_nested_json_of_an_engine_says_nothing() -> None:
+    body = b"[" * 50_000
+    head = b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % len(body)
+
+    async def ask(url: str) -> None:
+        async with aiohttp.ClientSession() as session:
+            calls = EngineCalls(session)
+            assert await calls.is_sleeping(KINDS["vllm"], url, None, DEADLINE_S) is None
+
+    with raw_engine(head, body) as url:
+        asyncio.run(ask(url))
 
 
 def test_an_engine_with_an_instance_is_on_kvelastic() -> None:
