@@ -68,6 +68,8 @@ Size = Annotated[
 ]
 """Bytes."""
 
+SizeAboveZero = Annotated[Size, Field(gt=0)]
+DurationAboveZero = Annotated[Duration, Field(gt=0)]
 Priority = Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)]
 Port = Annotated[int, BeforeValidator(_no_truth), Field(ge=1, le=65535)]
 EngineName = Literal["vllm", "sglang", "transformers", "openai"]
@@ -96,15 +98,15 @@ class ServerSettings(_Section):
     tls_cert: str | None = None
     """PEM files; given both, it speaks HTTPS only."""
     tls_key: str | None = None
-    max_body: Size = 64 << 20
+    max_body: SizeAboveZero = 64 << 20
     """Of one request; beyond it: 413."""
-    max_buffered: Size = 1 << 30
+    max_buffered: SizeAboveZero = 1 << 30
     """Of all bodies that an engine does not have yet; beyond it: 503 with Retry-After."""
-    max_headers: Size = 64 << 10
+    max_headers: SizeAboveZero = 64 << 10
     """Of one request's line and headers together; beyond it: 431."""
-    header_timeout: Duration = 15.0
+    header_timeout: DurationAboveZero = 15.0
     """For a request's line and headers to arrive."""
-    body_timeout: Duration = 60.0
+    body_timeout: DurationAboveZero = 60.0
     """For the next piece of a request's body to arrive."""
     send_timeout: Duration = 60.0
     """For a client to take more of an answer that waits for it: all of it, or 64 KiB. After it the
@@ -332,7 +334,7 @@ class LaunchSettings(_Section):
     env: dict[str, str] = Field(default_factory=dict)
     """Added to the controller's own environment, which its keys are taken out of."""
     cwd: str | None = None
-    ready_timeout: Duration = 300.0
+    ready_timeout: DurationAboveZero = 300.0
     """From its start until its health route answers 200; then it is ended and started anew."""
     stop_timeout: Duration = 15.0
     """From SIGTERM to SIGKILL."""
@@ -399,7 +401,7 @@ class ModelSettings(_Section):
     """Its own `sleep.idle_after`; it is put to sleep after it without `sleep.auto`, too."""
     pin: bool = False
     """Never put to sleep by itself."""
-    max_in_flight: Annotated[int, Field(ge=0)] = 0
+    max_in_flight: Annotated[int, BeforeValidator(_no_truth), Field(ge=0)] = 0
     """Requests that its engines get at once, others wait; 0: all."""
     queue_limit: Annotated[int, Field(ge=0)] | None = None
     """Its own `sleep.queue_limit`."""
@@ -423,9 +425,10 @@ class ModelSettings(_Section):
     @field_validator("served_name")
     @classmethod
     def _can_be_sent(cls, value: str | None) -> str | None:
-        if value is not None and not value.isprintable():
+        if value is not None and (not value or not value.isprintable()):
             raise ValueError(
-                f"{value[:100]!r} cannot be sent as a model's name: no control characters"
+                f"{value[:100]!r} cannot be sent as a model's name: it is not empty and has no"
+                " control characters"
             )
         return value
 
@@ -575,6 +578,13 @@ class Settings(_Section):
                     " itself listens"
                 )
             ports |= set() if port is None else {port}
+            for address in model.addresses if port is None else ():
+                parts = urlsplit(address)
+                if parts.port == self.server.port and is_loopback(parts.hostname or ""):
+                    raise ValueError(
+                        f"model {model.name!r}: {address} is where the controller itself listens;"
+                        " give the engine's address, or another server.port"
+                    )
         if (self.server.tls_cert is None) != (self.server.tls_key is None):
             raise ValueError("server.tls_cert and server.tls_key come together")
         if not is_loopback(self.server.host) and not self.auth.api_keys:
