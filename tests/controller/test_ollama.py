@@ -55,6 +55,14 @@ def test_a_chat_whole_and_as_a_stream(engine: Engine, client: ollama.Client) -> 
     assert parts[-1].eval_count == 3
 
 
+@pytest.mark.parametrize("count", [100_000, 3_000_000])
+def test_a_large_chat(engine: Engine, client: ollama.Client, count: int) -> None:
+    """In memory, and in a file on its way to the engine."""
+    messages = [{"role": "user", "content": "x" * count}]
+    assert client.chat("m", messages).done
+    assert [part.done for part in client.chat("m", messages, stream=True)][-1]
+
+
 def test_generate(engine: Engine, client: ollama.Client) -> None:
     assert client.generate("m", "hello", system="s").response == "x x x x "
     assert engine.state()["path"] == "/v1/chat/completions"
