@@ -10,7 +10,7 @@ import pytest
 
 from kvelastic import config, gpu_table
 from kvelastic.errors import ConfigError, UnsupportedEngineError
-from kvelastic.integration.vllm import scheduler_side, start_reserve, versions
+from kvelastic.integration.vllm import scheduler_side, start_checks, start_reserve, versions
 from kvelastic.integration.vllm.own_memory import Seen, own_bytes
 from kvelastic.integration.vllm.refusals import (
     refuse_cache_configuration,
@@ -176,5 +176,4 @@ def test_data_parallel_ranks_have_names_of_their_own(
     named: str | None, index: int, name: str | None
 ) -> None:
     settings = config.load({"KVELASTIC_IPC_NAME": named} if named else {})
-    rank = SimpleNamespace(parallel_config=SimpleNamespace(data_parallel_index=index))
-    assert scheduler_side._name(settings, rank) == name
+    assert start_checks.instance_name(settings, index) == name

@@ -49,7 +49,7 @@ def core(answers: Connection, method: Method, ends: str, grace_s: str) -> None:
         starter = os.getppid()
         while os.getppid() == starter:
             time.sleep(0.001)
-    end_with_starter(float(grace_s))
+    end_with_starter(lambda: float(grace_s))
     answers.send([os.getpid(), worker.pid])
     while True:
         answers.send(answers.recv())

@@ -111,8 +111,11 @@ def executor_warm_up(original: Callable[..., Any], executor: Any) -> None:
 
     Not before: a driver's call in the middle of a graph's capture can end it.
     """
+    from kvelastic.integration.vllm import with_starter
+
     instance = _instance_of(executor)
     original(executor)
+    with_starter.note_start()
     if instance is None:
         return
     try:

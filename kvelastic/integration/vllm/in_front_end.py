@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from kvelastic.integration.vllm import with_starter
-from kvelastic.integration.vllm.with_starter import DEMOTING_CLOSE_S
+from kvelastic.integration.vllm.with_starter import CLOSE_S
 
 _KILLED_WAIT_S = 5.0
 """How long a killed process may take until it is gone, at most."""
@@ -40,7 +40,7 @@ def shutdown_engine_cores(
     try:
         settings = config.load()
         if settings.tiers or _lost_a_worker({process.pid for process in procs}):
-            _let_end(procs, settings.tier_exit_s + DEMOTING_CLOSE_S)
+            _let_end(procs, settings.tier_exit_s + CLOSE_S)
         original(procs, *args, **kwargs)
     finally:
         for process in procs:

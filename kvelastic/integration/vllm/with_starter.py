@@ -26,11 +26,14 @@ from kvelastic import config
 
 _log = logging.getLogger("kvelastic.vllm")
 
-_CLOSE_S: Final = 5.0
-"""How long an engine core may take to end that demotes nothing: it aborts requests and closes."""
-DEMOTING_CLOSE_S: Final = 15.0
-"""The same with tiers, beside `KVELASTIC_TIER_EXIT_SECONDS`: it kills workers that do not answer,
-after several waits of four seconds. Killed before that, it would leave them behind."""
+CLOSE_S: Final = 15.0
+"""How long an engine core may take to end, with tiers beside `KVELASTIC_TIER_EXIT_SECONDS`.
+
+It waits several times four seconds for workers that do not answer, and then kills them. Killed
+before that, it would leave them behind.
+"""
+_STARTING_S: Final = 3.0
+"""The same while it starts. vLLM's only takes note of SIGTERM then, and goes on to load."""
 
 _ENDS_MS: Final = 1000
 """A process that ends has lost its children a moment before its pidfd says so."""
@@ -40,9 +43,22 @@ _vllms_own: Callable[..., None] | None = None
 A forked child inherits this; in a spawned one vLLM's is in its place."""
 
 
+_has_started = False
+
+
+def note_start() -> None:
+    """The engine core of this process has loaded its model: from now on it ends at SIGTERM."""
+    global _has_started
+    _has_started = True
+
+
 def grace_s(settings: config.Config) -> float:
-    """How long an engine core may take to end, in seconds, before it is killed."""
-    return settings.tier_exit_s + DEMOTING_CLOSE_S if settings.tiers else _CLOSE_S
+    """How long an engine core that has started may take to end, in seconds, until it is killed."""
+    return CLOSE_S + (settings.tier_exit_s if settings.tiers else 0.0)
+
+
+def _grace_now_s() -> float:
+    return grace_s(config.load()) if _has_started else _STARTING_S
 
 
 def start_engine_cores(original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
@@ -63,29 +79,31 @@ def start_engine_cores(original: Callable[..., Any], *args: Any, **kwargs: Any) 
 
 def run_engine_core(*args: Any, **kwargs: Any) -> None:
     """Run vLLM's engine core, the whole of its process, which ends with the one that started it."""
-    end_with_starter(grace_s(config.load()))
+    end_with_starter(_grace_now_s)
     from vllm.v1.engine.core import EngineCoreProc
 
     (_vllms_own or EngineCoreProc.run_engine_core)(*args, **kwargs)
 
 
-def end_with_starter(grace_s: float) -> None:
+def end_with_starter(grace_s: Callable[[], float]) -> None:
     """End this process, a child of multiprocessing's, when its parent has ended. Never blocks.
 
-    It gets SIGTERM then, and SIGKILL after `grace_s` seconds, after its own children of
-    multiprocessing. A parent that has ended already counts, one that is stopped does not.
+    It gets SIGTERM then, and SIGKILL after the seconds that `grace_s` returns at that moment, after
+    its own children of multiprocessing. A parent that has ended already counts, one that is stopped
+    does not.
     """
     threading.Thread(
         target=_end_with_starter, args=(grace_s,), name="kvelastic-starter", daemon=True
     ).start()
 
 
-def _end_with_starter(grace_s: float) -> None:
+def _end_with_starter(grace_s: Callable[[], float]) -> None:
     starter = multiprocessing.parent_process()
     assert starter is not None
     _wait_for_end_of(starter)
     # Before anything that writes to a log: nobody may be reading it any more.
-    killer = threading.Timer(grace_s, _kill)
+    most_s = grace_s()
+    killer = threading.Timer(most_s, _kill)
     killer.daemon = True
     killer.start()
     os.kill(os.getpid(), signal.SIGTERM)
@@ -93,7 +111,7 @@ def _end_with_starter(grace_s: float) -> None:
         "Process %d, which started this engine core, has ended without ending it. The engine core"
         " ends now, in at most %g s.",
         starter.pid,
-        grace_s,
+        most_s,
     )
 
 
