@@ -10,6 +10,8 @@ from dataclasses import dataclass
 OWN = "benchmarks.gpu.steps"
 TORCH = ("gpu", "torch for CUDA")
 KERNELS = (*TORCH, "triton", "the kernels")
+BATCHING = (*TORCH, "transformers", "the integration")
+VLLM = (*TORCH, "triton", "vllm")
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,11 @@ def _vmm(part: str, proves: str, limit_s: int, usual_s: int, *needs: str) -> Ste
 def _decode(how: str, proves: str, limit_s: int, usual_s: int, *more: str) -> Step:
     command = (f"{OWN}.kernels", "decode", *more)
     return Step(f"decode-{how}", proves, limit_s, usual_s, command, KERNELS)
+
+
+def _vllm_alone(how: str, proves: str, dtype: str) -> Step:
+    command = (f"{OWN}.vllm_alone", "--dtype", dtype)
+    return Step(f"vllm-{how}", proves, 300, 120, command, VLLM)
 
 
 BUILD = Step(
@@ -133,15 +140,16 @@ STEPS = (
         240,
         50,
         (f"{OWN}.transformers_batching",),
-        (*TORCH, "transformers", "the integration"),
+        BATCHING,
     ),
+    _vllm_alone("graphs", "vLLM alone, CUDA graphs: stock, kvelastic, stock again", "bfloat16"),
     Step(
         "pair",
         "two vLLM servers on one budget: first tokens as a lone server's, and its tokens",
         420,
         240,
         (f"{OWN}.pair",),
-        (*TORCH, "triton", "vllm"),
+        VLLM,
     ),
     Step(
         "launches",
@@ -187,6 +195,23 @@ STEPS = (
         35,
         (f"{OWN}.kernels", "attention"),
         KERNELS,
+    ),
+    _vllm_alone("float32", "vLLM alone, eager: stock, kvelastic, stock again", "float32"),
+    Step(
+        "tokens",
+        "transformers, tokens a second: stock, kvelastic, by turns",
+        120,
+        65,
+        (f"{OWN}.tokens",),
+        BATCHING,
+    ),
+    Step(
+        "colocation",
+        "two transformers engines and one budget: bursts in turn, beside halves and a lone one",
+        180,
+        110,
+        (f"{OWN}.colocation",),
+        BATCHING,
     ),
     _decode("eager", "the same tokens without CUDA graphs", 150, 90),
     # Last: these provoke illegal accesses and lost captures, which may leave a GPU in a bad state.

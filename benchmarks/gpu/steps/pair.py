@@ -10,10 +10,6 @@ from __future__ import annotations
 
 import json
 import os
-import select
-import signal
-import subprocess
-import sys
 import threading
 import time
 from contextlib import ExitStack, suppress
@@ -24,11 +20,11 @@ from typing import Any
 
 from benchmarks.gpu.driver_calls import has_torch
 from benchmarks.gpu.findings import Findings
+from benchmarks.gpu.vllm_servers import Server, environment, how_on_gpu, llama
 from benchmarks.vmm.section import Section
 from kvelastic import ledger, segment
 
 MIB = 1 << 20
-SERVER = Path(__file__).parents[1] / "vllm_server.py"
 ARRANGEMENTS = {
     "lone": ("lone",),
     "halves": ("half-1", "half-2"),
@@ -44,10 +40,6 @@ LOADS_S = 170.0
 """No load is begun later than this after the start."""
 WAVE_S = 7.0
 PART_OF_THE_BEST = 0.8
-
-
-class ServerError(Exception):
-    """A server has ended, or has not answered."""
 
 
 @dataclass(frozen=True)
@@ -70,24 +62,16 @@ class Size:
         return 2 * self.layers * self.heads * self.head * (2 if self.on_gpu else 4)
 
     def model(self) -> dict[str, Any]:
-        return {
-            "architectures": ["LlamaForCausalLM"],
-            "model_type": "llama",
-            "hidden_act": "silu",
-            "hidden_size": self.hidden,
-            "intermediate_size": 11 * self.hidden // 4,
-            "num_hidden_layers": self.layers,
-            "num_attention_heads": self.heads,
-            "num_key_value_heads": self.heads,
-            "head_dim": self.head,
-            "vocab_size": self.vocabulary,
-            "max_position_embeddings": 4096,
-            "rms_norm_eps": 1e-5,
-            "tie_word_embeddings": False,
-            "torch_dtype": "bfloat16" if self.on_gpu else "float32",
-            "bos_token_id": 1,
-            "eos_token_id": 2,
-        }
+        return llama(
+            dtype="bfloat16" if self.on_gpu else "float32",
+            num_hidden_layers=self.layers,
+            num_attention_heads=self.heads,
+            num_key_value_heads=self.heads,
+            head_dim=self.head,
+            hidden_size=self.hidden,
+            intermediate_size=11 * self.hidden // 4,
+            vocab_size=self.vocabulary,
+        )
 
     def engine(self, model: Path, budget_bytes: int) -> dict[str, Any]:
         made = {
@@ -105,71 +89,11 @@ class Size:
         }
         if not self.on_gpu:
             return made | {"enforce_eager": True}
-        graphs = {
-            "custom_ops": ["none"],
-            "mode": 0,
-            "cudagraph_mode": "FULL_DECODE_ONLY",
-            "cudagraph_capture_sizes": [1, 2, 4, 8, 16, 24, 32, 48, 64],
-        }
-        return made | {"compilation_config": graphs, "attention_backend": "TRITON_ATTN"}
+        return made | how_on_gpu(graphs=True)
 
 
 LARGE = Size(16, 32, 64, 2048, 32000, 22, 1500, 512, 6144 * MIB, on_gpu=True)
 TINY = Size(4, 4, 32, 128, 512, 12, 150, 24, 12 * MIB, on_gpu=False)
-
-
-class Server:
-    """A process with one vLLM."""
-
-    def __init__(self, name: str, options: dict[str, Any], environ: dict[str, str], folder: Path):
-        self.name, self._log, self._read = name, folder / f"{name}.log", b""
-        with self._log.open("wb") as log:
-            self._process = subprocess.Popen(
-                [sys.executable, str(SERVER), json.dumps(options)],
-                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, env=environ,
-                start_new_session=True,
-            )  # fmt: skip
-
-    def tell(self, do: str, **more: object) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps({"do": do, **more}).encode() + b"\n")
-        self._process.stdin.flush()
-
-    def answer(self, within_s: float) -> dict[str, Any]:
-        """The next line. Raises `ServerError` with the end of its log."""
-        assert self._process.stdout is not None
-        ends = time.monotonic() + within_s
-        while b"\n" not in self._read:
-            if not select.select([self._process.stdout], [], [], max(0, ends - time.monotonic()))[
-                0
-            ]:
-                raise ServerError(f"{self.name} was silent for {within_s:.0f} s\n{self._tail()}")
-            piece = os.read(self._process.stdout.fileno(), 1 << 20)
-            if not piece:
-                raise ServerError(f"{self.name} has ended\n{self._tail()}")
-            self._read += piece
-        line, _, self._read = self._read.partition(b"\n")
-        told: dict[str, Any] = json.loads(line)
-        if "failed" in told:
-            raise ServerError(f"{self.name}: {told['failed']}\n{self._tail()}")
-        return told
-
-    def _tail(self) -> str:
-        return self._log.read_text(errors="replace")[-3000:]
-
-    def send_end(self) -> None:
-        """It shuts its engine down, so that nothing of it is left in shared memory."""
-        assert self._process.stdin is not None
-        with suppress(BrokenPipeError):
-            self._process.stdin.close()
-
-    def end(self, within_s: float) -> None:
-        """Wait for the end that was sent; kill what is left then."""
-        with suppress(subprocess.TimeoutExpired):
-            self._process.wait(within_s)
-        with suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
 
 
 @dataclass
@@ -223,26 +147,12 @@ class Trial:
         self.bound()
 
     def _environ(self, name: str) -> dict[str, str]:
-        ours = ("KVELASTIC_", "KVCACHED_", "ENABLE_KV")
-        environ = {key: value for key, value in os.environ.items() if not key.startswith(ours)}
-        environ |= {
-            "HF_HUB_OFFLINE": "1",
-            "TRANSFORMERS_OFFLINE": "1",
-            "VLLM_NO_USAGE_STATS": "1",
-            "VLLM_CACHE_ROOT": str(self.folder / "cache"),
-            "VLLM_USE_FLASHINFER_SAMPLER": "0",
-            "TRITON_CACHE_DIR": str(self.folder / "triton"),
-            "OMP_NUM_THREADS": "1",
-        }
-        if name.startswith("elastic"):
-            environ |= {
-                "ENABLE_KVELASTIC": "true",
-                "KVELASTIC_LEDGER": self.group,
-                "KVELASTIC_IPC_NAME": f"{self.group}-{name}",
-            }
-            if not self.size.on_gpu:
-                environ["KVELASTIC_HOST_MEMORY"] = str(self.size.budget_bytes)
-        return environ
+        if not name.startswith("elastic"):
+            return environment(self.folder)
+        own = {"KVELASTIC_LEDGER": self.group, "KVELASTIC_IPC_NAME": f"{self.group}-{name}"}
+        if not self.size.on_gpu:
+            own["KVELASTIC_HOST_MEMORY"] = str(self.size.budget_bytes)
+        return environment(self.folder, **own)
 
     def bound(self) -> None:
         """Let the ledger's KV caches have the budget, and no more of the GPU."""
