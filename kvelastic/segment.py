@@ -585,11 +585,15 @@ def request(
 
 
 def _check_guarantee(min_bytes: int, limit_bytes: int | None, record: _vmm.Record) -> None:
-    """Raises `InvalidArgumentError` for a guarantee above the new limit, or above the one in force.
+    """Raises `InvalidArgumentError` for a guarantee above the limit that it comes with or behind.
 
-    A limit alone may be set below the guarantee, for as long as memory is short.
+    That is the limit in force where none has been requested since. A limit alone may be set below
+    the guarantee, for as long as memory is short.
     """
-    usage = record.read_usage()
+    # The answer first: one that comes meanwhile leaves the request newer, and it is what was asked.
+    answered, asked, usage = record.read_answer(), record.read_request(), record.read_usage()
+    if limit_bytes is None and asked["limit_revision"] > answered["revision"]:
+        limit_bytes = asked["limit_bytes"]
     most_bytes = usage["limit_bytes"] if limit_bytes is None else limit_bytes
     has_limit = limit_bytes is not None or usage["capacity_bytes"] > 0  # else it still starts
     if has_limit and min_bytes > most_bytes:

@@ -214,6 +214,7 @@ nb::dict request_dict(const Request& request) {
     return revision != 0 ? nb::object(nb::int_(value)) : nb::none();
   };
   out["limit_bytes"] = said(request.limit_revision, request.limit_bytes);
+  out["limit_revision"] = request.limit_revision;
   out["min_bytes"] = said(request.min_revision, request.min_bytes);
   out["priority"] = said(request.priority_revision, request.priority);
   out["asleep"] = said(request.asleep_revision, request.asleep);

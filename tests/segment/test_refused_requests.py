@@ -13,6 +13,7 @@ from segment_owner import until_replied
 from waiting import DEADLINE_S
 
 from kvelastic import segment
+from kvelastic.errors import InvalidArgumentError
 
 MIB = 1 << 20
 
@@ -91,6 +92,23 @@ def test_a_refused_guarantee_does_not_take_a_later_sleep_with_it(
     assert (answer.min_bytes, answer.priority) == (0, 0), "half of a refused request was done"
     woken = segment.request(b.name, asleep=False, wait_s=DEADLINE_S)
     assert woken.effective_limit_bytes == 64 * MIB, "the refused limit came with a later request"
+
+
+def test_a_guarantee_is_compared_with_a_limit_that_is_not_applied_yet(
+    pair: tuple[Instance, Instance],
+) -> None:
+    _, b = pair
+    with held(b):
+        write(b, limit_bytes=8 * MIB)
+        with pytest.raises(InvalidArgumentError, match="above the limit of 8"):
+            segment.request(b.name, min_bytes=12 * MIB, wait_s=0)
+        assert segment.request(b.name, min_bytes=4 * MIB, wait_s=0).state == "none"
+        write(b, limit_bytes=16 * MIB)
+        with segment.post(b.name, min_bytes=12 * MIB) as higher:
+            last = higher.now().requested_revision
+    answer = wait_for_answer(b, last)
+    assert (answer.state, answer.effective_limit_bytes) == ("applied", 16 * MIB)
+    assert answer.min_bytes == 12 * MIB
 
 
 def test_a_refused_guarantee_does_not_take_an_earlier_limit_with_it(
