@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from kvelastic.integration.sglang.late_releases import LateReleases
     from kvelastic.integration.sglang.radix_cache import ElasticRadixCache
     from kvelastic.scheduling.blocks import SchedulerBlocks
+    from kvelastic.scheduling.over_limit import OverLimit
 
 
 class ElasticPagedAllocator(PagedTokenToKVPoolAllocator):  # type: ignore[misc]  # untyped here
@@ -42,6 +43,11 @@ class ElasticPagedAllocator(PagedTokenToKVPoolAllocator):  # type: ignore[misc] 
 
     prefill_budget: ElasticPrefillBudget | None = None
     """The present round's; None: it has not looked for a prefill."""
+
+    over_limit: OverLimit
+    """How long requests have kept the pool over its limit."""
+    making_way: tuple[Any, ...] = ()
+    """Requests that are to be retracted in this round, for the limit."""
 
     late_releases: LateReleases
     """What the scheduler has still to release."""
@@ -189,7 +195,12 @@ class ElasticPagedAllocator(PagedTokenToKVPoolAllocator):  # type: ignore[misc] 
         requests: Any = None,
         spec_algorithm: Any = None,
     ) -> bool:
-        """Have memory for the next step's tokens, evicting where needed; False: retract."""
+        """Have memory for the next step's tokens, evicting where needed; False: retract.
+
+        Also where one of `requests` makes way for the limit.
+        """
+        if any(one is request for one in self.making_way for request in requests or ()):
+            return False
         self.evict_to_free_tokens(tree_cache, num_tokens)
         pages = -(-num_tokens // self.page_size)
         return bool(self.blocks.prepare(pages) >= pages)

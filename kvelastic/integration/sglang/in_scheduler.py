@@ -12,9 +12,11 @@ from multiprocessing.util import Finalize
 from typing import TYPE_CHECKING, Any, Final
 
 from kvelastic.errors import KvelasticError
+from kvelastic.integration.sglang import making_way
 from kvelastic.integration.sglang.kept_back import kept_back
 from kvelastic.integration.sglang.late_releases import LateReleases
 from kvelastic.integration.sglang.refusals import ends_process, refuse_cache
+from kvelastic.scheduling.over_limit import OverLimit
 from kvelastic.scheduling.starvation import NAP_S
 
 if TYPE_CHECKING:
@@ -96,6 +98,7 @@ def _begin(scheduler: Any, weights: WeightFiles | None) -> None:
     elastic = _elastic(scheduler)
     _radix_cache(scheduler).checks_integrity = settings.sanity_check
     _allocator(scheduler).late_releases = LateReleases()
+    _allocator(scheduler).over_limit = OverLimit(elastic.blocks, settings.limit_wait_s)
     # `atexit` does not run in a process that multiprocessing has made.
     Finalize(elastic, elastic.close, exitpriority=10)
     if settings.tiers:
@@ -138,8 +141,10 @@ def get_next_batch(
     behind = allocator.late_releases.behind(scheduler)
     allocator.prefill_budget = None
     with blocks.session():
+        choice = making_way.choose(allocator, scheduler, running_batch, last_batch)
         with (
-            kept_back(scheduler, behind),
+            # While their pages empty nobody is admitted: it could find in the tree what lay there.
+            kept_back(scheduler, list(scheduler.waiting_queue) if choice.is_enough else behind),
             nullcontext() if loads is None else loads.kept_back(scheduler),
         ):
             plan = original(scheduler, running_batch=running_batch, last_batch=last_batch)
@@ -213,8 +218,19 @@ def _retract_chunked(scheduler: Any, running_batch: Any) -> None:
 
 
 def retract_decode(original: Callable[..., Any], batch: Any) -> Any:
-    """The last request waits for memory, as the others do; stock would fail it with status 500."""
+    """Retract what makes way for the limit, and more only where there is no memory for the rest.
+
+    The last request waits for memory, as the others do; stock would fail it with status 500.
+    """
+    allocator: ElasticPagedAllocator = batch.token_to_kv_pool_allocator
+    gone = making_way.retract(batch, allocator.making_way)
+    allocator.making_way = ()
+    if gone:
+        _log.info("%d requests make way for the limit.", len(gone))
+        if batch.is_empty() or batch.check_decode_mem():
+            return gone, making_way.ratio_after(batch), []
     retracted, ratio, aborted = original(batch)
+    retracted[:0] = gone
     kept = []
     for request in aborted:
         reason = getattr(request.to_finish, "message", "")

@@ -217,7 +217,9 @@ def _probe_scheduler(probe: Probe) -> None:
         f"a message that begins {in_scheduler.NO_ROOM_FOR_THE_LAST!r}",
         "none",
     )
-    probe.mentions(f"{_BATCH}.check_decode_mem", ("check_decode_capacity",))
+    probe.mentions(f"{_BATCH}.check_decode_mem", ("check_decode_capacity", "reqs"))
+    probe.parameters(f"{_BATCH}.release_req", ("self", "idx", "remaing_req_count", "offload_kv"))
+    probe.parameters(f"{_BATCH}.filter_batch", ("self", "reqs_to_exclude", "keep_indices"))
     probe.parameters(f"{_OBSERVER}._get_token_info", ("self",))
     probe.parameters(f"{_CHECKER}._check_full_pool", ("self", "ps", "uncached"))
     probe.mentions(f"{_CHECKER}._check_full_pool", ("max_total_num_tokens", "full_available_size"))
