@@ -333,8 +333,8 @@ VARIABLES: Final[tuple[Variable, ...]] = (
              f"none; a percentage of the device (80%); or {SIZE_FORMS}",
              "Limit that an instance starts with; kvctl limit changes it while it runs."),
     Variable("KVELASTIC_MIN", None, "minimum", parse_size, "0", f"0, or {SIZE_FORMS}",
-             "Guarantee: memory that is the instance's own as soon as it needs it. Others may hold it"
-             " before."),
+             "Guarantee: memory that is the instance's own as soon as it needs it. Others may hold"
+             " it before."),
     Variable("KVELASTIC_RESERVE", None, "reserve", parse_size, "(measured)", f"0, or {SIZE_FORMS}",
              "What the engine holds of its device besides KV cache (weights, activations); unset,"
              " what vLLM's workers are seen to hold after their start, what transformers and SGLang"

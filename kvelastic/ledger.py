@@ -197,8 +197,9 @@ def join(
         if member.capacity_bytes != capacity_bytes:
             _log.warning(
                 "The device %s is shared with instances that count its capacity as %s, not %s;"
-                " their figure applies until all of them have ended. To change it, run `kvctl capacity`;"
-                " to share no memory with them, start this instance with another KVELASTIC_LEDGER.",
+                " their figure applies until all of them have ended. To change it, run"
+                " `kvctl capacity`; to share no memory with them, start this instance with another"
+                " KVELASTIC_LEDGER.",
                 device,
                 format_size(member.capacity_bytes),
                 format_size(capacity_bytes),

@@ -18,7 +18,8 @@ from vllm_server import worker_memory_bytes
 
 from benchmarks.two_models.servers import WAYS, Servers, instance_name, ledger_name
 from benchmarks.two_models.workload import MODELS
-from kvelastic import ledger
+from kvelastic.instance.device import member_uses
+from kvelastic.instance.look import ledgers, look_at_all
 
 EVERY_S = 0.5
 
@@ -73,10 +74,13 @@ class MemoryWatch:
         at_s = round(self.now_s(), 2)
         mine = ledger_name()
         found = {}
-        for info in ledger.list_ledgers():
+        infos = ledgers()
+        statuses = look_at_all(infos)
+        for info in infos:
             if not info.group.startswith(mine):
                 continue
-            for member in info.members:
+            for use in member_uses(info, statuses):
+                member = use.member
                 owner = self._owners.get(member.name)
                 if owner is None:
                     continue
@@ -84,9 +88,9 @@ class MemoryWatch:
                     at_s,
                     *owner,
                     member.granted_bytes,
-                    member.in_use_bytes,
-                    member.cached_bytes,
-                    member.parked_bytes,
+                    use.in_use_bytes,
+                    use.cached_bytes,
+                    use.parked_bytes,
                     member.ask_bytes,
                     round(member.ask_s, 3),
                     self._kernel_bytes(owner),

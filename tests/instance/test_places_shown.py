@@ -105,7 +105,7 @@ def test_metrics_have_a_series_for_each_device(shown: tuple[Machine, str]) -> No
 
 def test_each_device_lists_its_part(shown: tuple[Machine, str]) -> None:
     machine, name = shown
-    rows = [row for row in instance_memory.look()[0] if row["name"] == name]
+    rows = [row for row in instance_memory.rows_and_devices()[0] if row["name"] == name]
     mine = [one for one in ledger.list_ledgers() if one.group == machine.group]
     by_device = {row["uuid"]: row for row in device_rows([], rows, mine)}  # type: ignore[arg-type]
     assert {key: row["mapped_bytes"] for key, row in by_device.items()} == {

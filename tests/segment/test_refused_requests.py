@@ -104,7 +104,7 @@ def test_a_guarantee_is_compared_with_a_limit_that_is_not_applied_yet(
             segment.request(b.name, min_bytes=12 * MIB, wait_s=0)
         assert segment.request(b.name, min_bytes=4 * MIB, wait_s=0).state == "none"
         write(b, limit_bytes=16 * MIB)
-        with segment.post(b.name, min_bytes=12 * MIB) as higher:
+        with segment.post(b.name, segment.Request(min_bytes=12 * MIB)) as higher:
             last = higher.now().requested_revision
     answer = wait_for_answer(b, last)
     assert (answer.state, answer.effective_limit_bytes) == ("applied", 16 * MIB)
