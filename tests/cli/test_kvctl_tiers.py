@@ -370,7 +370,7 @@ def test_every_surface_says_the_same_of_tiers(shared: Instance) -> None:
     listed = shown_tiers(shared.name)
     assert look_at(shared.name).board is not None
     assert instance_memory.row(shared.name)["tiers"] == listed
-    (row,) = (row for row in instance_memory.look()[0] if row["name"] == shared.name)
+    (row,) = (row for row in instance_memory.rows_and_devices()[0] if row["name"] == shared.name)
     assert row["tiers"] == listed
     (top,) = look([shared.name]).instances
     assert [asdict(tier) | {"state": tier.state} for tier in top.tiers] == listed

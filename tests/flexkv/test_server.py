@@ -179,6 +179,7 @@ def test_a_client_that_comes_back_before_it_was_missed_is_let_in(
     for connection in deaf:
         # The server does not hear that it has gone.
         monkeypatch.setattr(connection, "read", lambda handle: None)
+    assert first._endpoint is not None
     first._endpoint.close()
     rank._is_closed = True
     rank._endpoint.close()
