@@ -18,15 +18,15 @@ from typing import Any
 
 import psutil
 import shared_files
+from by_hand import AFTERWARDS, LINES
 from client import AT_ONCE, Burst, RequestFailedError, ask
 from engines import BLOCK_TOKENS, ENGINES, DemoEngine, Server
 from front import FIRST, SECOND, Front
-from survival import Asked, Where, ask_long, table
-from view import LiveView, Memory, Waiting
+from survival import DIARY, LOG, Asked, Where, ask_long, table, wait_until_copied
+from view import LiveView, Memory, Waiting, legend, megabytes
 
 from kvelastic import segment
 from kvelastic.errors import KvelasticError, SegmentError
-from kvelastic.sizes import format_size
 
 LOW_LIMIT = "96M"
 NAME = f"demo_{os.getpid()}"
@@ -87,15 +87,15 @@ class Shown:
     def burst(self, count: int) -> Burst:
         return Burst(self.server.port, count, self.engine.model_name(self.model))
 
-    def ask_long(self, what: str) -> Asked:
+    def ask_long(self, what: str, prompt: str = LOG) -> Asked:
         name = self.engine.model_name(self.model)
-        return ask_long(Where(self.server.port, name, NAME, BLOCK_TOKENS), what)
+        return ask_long(Where(self.server.port, name, NAME, BLOCK_TOKENS), what, prompt)
 
     def held(self) -> str:
         """What the instance says, and what the operating system says."""
         said = Memory.of(NAME).mapped
         real = self.engine.held_bytes(self.server)
-        return f"{format_size(said)} held by its own account, {format_size(real)} by the kernel's"
+        return f"{megabytes(said)} held by its own account, {megabytes(real)} by the kernel's"
 
 
 def pids(server: Server) -> list[int]:
@@ -133,7 +133,7 @@ def burst(shown: Shown) -> None:
         stories = requests.wait()
     print(
         f"  {len(stories)} answers, {sum(map(len, stories))} characters;"
-        f" at most {format_size(view.most_mapped_bytes)} were mapped",
+        f" at most {megabytes(view.most_mapped_bytes)} were mapped",
         flush=True,
     )
 
@@ -147,6 +147,7 @@ def limited_burst(shown: Shown, answers: list[str]) -> None:
         asked_s = time.monotonic()
         view.say(kvctl("limit", NAME, LOW_LIMIT, "--wait", "300"))
         view.say(f"    {time.monotonic() - asked_s:.1f} s after it was asked for, under load")
+        view.show()
         again = shown.ask(QUESTIONS[0])
         stories = requests.wait()
     same = "as above" if again == answers[0] else "above it was another"
@@ -161,7 +162,7 @@ def limited_burst(shown: Shown, answers: list[str]) -> None:
 
 
 def idle(shown: Shown) -> None:
-    print(kvctl("limit", NAME, _megabytes(shown.kv_bytes), "--wait", "10"), flush=True)
+    print(kvctl("limit", NAME, megabytes(shown.kv_bytes), "--wait", "10"), flush=True)
     with LiveView(NAME, "idle", shown.kv_bytes) as view:
         with shown.burst(BURST_OF_FEW) as requests:
             requests.wait()
@@ -172,7 +173,7 @@ def idle(shown: Shown) -> None:
     print(f"  what was parked is back at the machine:\n  {shown.held()}")
     page_bytes = _facts(NAME)["page_bytes"]
     print("  the prefix cache stays until it is in the way, or until it is asked for:")
-    print(kvctl("limit", NAME, str(page_bytes), "--wait", "10"))
+    print(kvctl("limit", NAME, megabytes(page_bytes), "--wait", "10"))
     _wait(lambda: Memory.of(NAME).mapped <= page_bytes, "all but one page is given back")
     print(f"  {shown.held()};\n  one page always stays")
     print(kvctl("list"), flush=True)
@@ -183,6 +184,8 @@ def show(shown: Shown) -> None:
     title("2. Questions")
     answers = questions(shown)
     title(f"3. A burst of {count} requests, {min(count, AT_ONCE)} at once: memory grows with use")
+    if not sys.stdout.isatty():
+        print(legend(shown.kv_bytes))
     burst(shown)
     title(f"4. Another burst, and the limit lowered to {LOW_LIMIT} while it runs")
     limited_burst(shown, answers)
@@ -201,7 +204,7 @@ def sleep(shown: Shown) -> None:
     """For engines that have no tiers."""
     title("6. Asleep: it holds nothing, and a request waits until it wakes")
     print(f"  {shown.engine.without_tiers} (docs/tiers.md)")
-    print(kvctl("limit", NAME, _megabytes(shown.kv_bytes), "--wait", "10"))
+    print(kvctl("limit", NAME, megabytes(shown.kv_bytes), "--wait", "10"))
     before = shown.ask(QUESTIONS[0])
     print(f"  {shown.held()}")
     print(kvctl("sleep", NAME, "--wait", "60"))
@@ -222,35 +225,51 @@ def sleep(shown: Shown) -> None:
     print(f"  {shown.held()}", flush=True)
 
 
-def survive(shown: Shown, restart: Callable[[], Shown], files: set[Path]) -> Shown:
-    """The same long prompt four times; the last one is answered by a server of its own.
+def survive(shown: Shown, restart: Callable[[str], Shown], files: set[Path]) -> Shown:
+    """A long prompt after a limit and after kills, and another one that is killed too early.
 
-    Answers with that.
+    Returns the last server, which is not the one that was given.
     """
-    title("6. KV that survives: the same long prompt, after a limit and after a kill")
-    whole = _megabytes(shown.kv_bytes)
+
+    def again(policy: str) -> Shown:
+        shown.server.kill()
+        print(f"  SIGKILL to every process of the server; the same command, {policy}", flush=True)
+        started = restart(policy)
+        start(started)
+        files.update(shared_files.in_use_by(pids(started.server)))
+        started.ask(QUESTIONS[0])  # what an engine does but once
+        return started
+
+    title("6. KV that survives: a long prompt after a limit, and after kills")
+    whole = megabytes(shown.kv_bytes)
     print(kvctl("limit", NAME, whole, "--wait", "10"))
-    asked = [shown.ask_long("cold")]
-    print(f"  a prompt of {asked[0].tokens} tokens; the answer begins: {asked[0].answer[:60]!r}")
-    asked.append(shown.ask_long("own prefix cache"))
-    print(kvctl("limit", NAME, f"{_facts(NAME)['page_bytes'] >> 20}M", "--wait", "60"))
+    log = [shown.ask_long("log: cold")]
+    print(f"  a prompt of {log[0].tokens} tokens; the answer begins: {log[0].answer[:60]!r}")
+    log.append(shown.ask_long("log: own prefix cache"))
+    print(kvctl("limit", NAME, megabytes(_facts(NAME)["page_bytes"]), "--wait", "60"))
     print(f"  {shown.held()}")
     print(kvctl("limit", NAME, whole, "--wait", "10"))
-    asked.append(_from_tiers(shown.ask_long("after a limit of one page")))
-    print(kvctl("sleep", NAME, "--wait", "60"), flush=True)
-    shown.server.kill()
-    print("  SIGKILL to every process of the server, and the same command again")
-    again = restart()
-    start(again)
-    files |= shared_files.in_use_by(pids(again.server))
-    again.ask(QUESTIONS[0])  # what an engine does but once
-    asked.append(_from_tiers(again.ask_long("after SIGKILL and a restart")))
-    print(table(asked))
-    if len({one.answer for one in asked}) > 1:
-        raise DemoError(f"the answers differ: {[one.answer for one in asked]}")
-    print("  all four answers are the same")
+    log.append(_from_tiers(shown.ask_long("log: after a limit of one page")))
+    print("  write_back (the default) copies a block when its memory is taken, or once the engine")
+    print("  has been idle for 5 s. So the log is on the disk soon, and then another prompt comes,")
+    seconds = wait_until_copied(NAME)
+    print(f"  {seconds:.0f} s later, and the kill follows its answer at once.", flush=True)
+    diary = [shown.ask_long("diary: cold", DIARY)]
+    shown = again("write_through")
+    log.append(_from_tiers(shown.ask_long("log: killed after it was copied")))
+    diary.append(shown.ask_long("diary: killed at once, write_back", DIARY))
+    print("  write_through copies a block as soon as it is cached:")
+    seconds = wait_until_copied(NAME, least_s=0.0)
+    print(f"  all of it was on the disk {seconds:.1f} s after the answer", flush=True)
+    shown = again("write_through")
+    diary.append(_from_tiers(shown.ask_long("diary: killed then, write_through", DIARY)))
+    print(table([*log, *diary]))
+    for asked in (log, diary):
+        if len({one.answer for one in asked}) > 1:
+            raise DemoError(f"the answers differ: {[one.answer for one in asked]}")
+    print("  all answers to the same prompt are the same")
     print(kvctl("tiers", NAME), flush=True)
-    return again
+    return shown
 
 
 def _from_tiers(asked: Asked) -> Asked:
@@ -314,10 +333,6 @@ def _mapped_bytes(name: str) -> int:
         return 0
 
 
-def _megabytes(size_bytes: int) -> str:
-    return f"{size_bytes >> 20}M"
-
-
 def _wait(condition: Callable[[], bool], what: str) -> None:
     deadline = time.monotonic() + TRIM_DEADLINE_S
     while not condition():
@@ -345,6 +360,12 @@ def end(shown: Shown, files: set[Path]) -> None:
     segments_left = [info.name for info in segment.list_segments() if info.name in ours]
     if files_left or segments_left:
         raise DemoError(f"left in shared memory: {', '.join(map(str, files_left))} {segments_left}")
+
+
+def by_hand() -> None:
+    title("The same by hand, with vLLM, in this folder")
+    print("\n".join(f"    {line}" for line in LINES))
+    print(f"  {AFTERWARDS}", flush=True)
 
 
 def clean_up(servers: list[Server], files: set[Path]) -> None:
@@ -375,9 +396,10 @@ def main(engine: DemoEngine, model: Path) -> None:
             tier.mkdir(0o700)
             environment["KVELASTIC_TIERS"] = f"disk:{tier}:{TIER_BYTES}"
 
-        def begin() -> Shown:
+        def begin(policy: str = "write_back") -> Shown:
             log = Path(folder) / f"server_{len(servers)}.log"
-            servers.append(engine.serve(model, log, environment))
+            own = environment | {"KVELASTIC_TIER_POLICY": policy}
+            servers.append(engine.serve(model, log, own))
             return Shown(engine, model, servers[-1])
 
         shown = begin()
@@ -391,6 +413,7 @@ def main(engine: DemoEngine, model: Path) -> None:
                 sleep(shown)
             two_models(shown, Path(folder), files)
             end(shown, files)
+            by_hand()
         except FAILURES as error:
             lines = servers[-1].log.read_text(errors="replace").splitlines()[-LOG_LINES:]
             print("\n".join(["", "The end of the server's log:", *lines]), file=sys.stderr)

@@ -1,6 +1,6 @@
 """The demo's part about tiers: a long prompt whose blocks outlive the cache, and the server.
 
-    asked = [ask_long(where, "cold"), ask_long(where, "own prefix cache")]
+    asked = [ask_long(where, "cold", LOG), ask_long(where, "own prefix cache", LOG)]
     print(table(asked))
 
 Each answer is asked for as a stream, so that its first token has a time. The engine says in it how
@@ -20,6 +20,10 @@ from client import REQUEST_DEADLINE_S, RequestFailedError
 from kvelastic import segment, tier_board
 
 BOARD_DEADLINE_S = 10.0
+COPIED_DEADLINE_S = 120.0
+IDLE_S = 5.0
+"""`KVELASTIC_TIER_IDLE_SECONDS`, as it is without the variable."""
+QUIET_S = 2.0
 DAYS = 64
 ANSWER_TOKENS = 24
 CARGO = ["salt", "wool", "copper", "barley", "tar", "glass", "rope", "honey"]
@@ -52,25 +56,48 @@ class Asked(NamedTuple):
         return self.tokens - self.own - self.loaded
 
 
-def log_of_a_ship() -> str:
+def _prompt(first: str) -> str:
     """About 1,600 tokens that were in no question before."""
     days = [
         f"Day {day}: the ship carried {7 * day % 90 + 3} barrels of {CARGO[day * 5 % 8]}"
         f" to {PORTS[day * 3 % 5]}; the crew slept well."
         for day in range(1, DAYS + 1)
     ]
-    return "This is the log of a ship. " + " ".join(days) + " Sum up the log in one sentence."
+    return f"{first} {' '.join(days)} Sum it up in one sentence."
 
 
-def ask_long(where: Where, what: str) -> Asked:
+LOG = _prompt("This is the log of a ship.")
+DIARY = _prompt("This is the diary of a sailor.")
+"""It begins otherwise, so no block of the log is one of its own."""
+
+
+def ask_long(where: Where, what: str, prompt: str) -> Asked:
     """Ask, and say how it came about.
 
     Raises as `client.ask`, and RequestFailedError where the tiers say nothing.
     """
     before = _loaded_tokens(where)
-    answer, first_token_s, tokens, cached = _stream(where, log_of_a_ship())
+    answer, first_token_s, tokens, cached = _stream(where, prompt)
     loaded = _loaded_tokens(where) - before
     return Asked(what, answer, first_token_s, tokens, cached - loaded, loaded)
+
+
+def wait_until_copied(instance: str, least_s: float = IDLE_S + QUIET_S) -> float:
+    """Wait `least_s` at least, and until no tier got a record for `QUIET_S`.
+
+    Returns the seconds until the last record came, or `least_s`. Raises RequestFailedError.
+    """
+    begun_s = last_s = time.monotonic()
+    records = -1
+    while (now_s := time.monotonic()) < max(begun_s + least_s, last_s + QUIET_S):
+        if now_s > begun_s + COPIED_DEADLINE_S:
+            raise RequestFailedError(f"{instance} goes on copying")
+        board = tier_board.read(segment.inspect(instance))
+        held = sum(tier.puts for tier in board.tiers) if board is not None else 0
+        if held != records:
+            records, last_s = held, now_s
+        time.sleep(0.05)
+    return max(least_s, last_s - begun_s)
 
 
 def _loaded_tokens(where: Where) -> int:

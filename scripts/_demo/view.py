@@ -1,7 +1,7 @@
 """What the demo shows while something goes on: where the memory is, or how long it takes.
 
-On a terminal one picture stays in place; into a pipe a plain line goes out whenever something has
-changed, and every ten seconds.
+On a terminal one picture stays in place. Into a pipe a line goes out when the bar has changed, at
+most `MOST_LINES` for each view: each line needs a larger change than the one before it.
 """
 
 from __future__ import annotations
@@ -15,14 +15,19 @@ from typing import Any, NamedTuple
 
 from kvelastic import segment
 from kvelastic.errors import KvelasticError
-from kvelastic.sizes import format_size
+from kvelastic.instance.status import UNLIMITED_BYTES
 
 REPAINT_S = 0.1
-PLAIN_LINE_S = 0.5
-PLAIN_UNCHANGED_S = 10.0
+PLAIN_LOOK_S = 0.5
+MOST_LINES = 10
 PLAIN_BAR_CELLS = 40
 LONGEST_BAR_CELLS = 70
 ASCII_CELLS = {"█": "#", "▓": "=", "░": "-", "│": "|", "·": "."}
+
+
+def megabytes(size_bytes: int) -> str:
+    """A size in the unit in which the demo types limits."""
+    return "none" if size_bytes == UNLIMITED_BYTES else f"{(size_bytes + (1 << 19)) >> 20}M"
 
 
 class Memory(NamedTuple):
@@ -38,17 +43,43 @@ class Memory(NamedTuple):
     def of(cls, name: str) -> Memory:
         with segment.open_readonly(name) as instance:
             usage = instance.record.read_usage()
-            limit_bytes = instance.record.read_answer()["effective_limit_bytes"]
         return cls(
             in_use=usage["in_use_bytes"],
             cached=usage["cached_bytes"],
             parked=usage["parked_bytes"],
             mapped=usage["mapped_bytes"],
-            limit=limit_bytes,
+            limit=usage["limit_bytes"],
         )
 
 
 PARTS = (("in use", "█", "green"), ("cached", "▓", "yellow"), ("parked", "░", "cyan"))
+
+
+def legend(full_bytes: int) -> str:
+    """What the lines of a pipe mean, said once."""
+    cells = [f"{_printable([(cell, style)])} {what}" for what, cell, style in PARTS]
+    cells += [f"{_printable([('·', '')])} the rest", f"{_printable([('│', '')])} the limit"]
+    return f"  a bar is {megabytes(full_bytes)}: {'  '.join(cells)}"
+
+
+class Sieve:
+    """Which of many looks are worth a line: `MOST_LINES` at most, two of them for wanted looks."""
+
+    def __init__(self) -> None:
+        self._shown: list[tuple[str, str]] | None = None
+        self._lines = 0
+
+    def is_worth_a_line(self, cells: list[tuple[str, str]], *, is_wanted: bool = False) -> bool:
+        """Whether a bar differs enough from the last one that was shown."""
+        if self._shown is None:
+            changed = len(cells)
+        else:
+            changed = sum(a != b for a, b in zip(cells, self._shown, strict=True))
+        needed = 1 if is_wanted else 1 + self._lines
+        if changed < needed or self._lines >= MOST_LINES - (0 if is_wanted else 2):
+            return False
+        self._shown, self._lines = cells, self._lines + 1
+        return True
 
 
 def bar(memory: Memory, full_bytes: int, width: int) -> list[tuple[str, str]]:
@@ -83,10 +114,10 @@ class LiveView:
         self._label = label
         self._full_bytes = full_bytes
         self._over = threading.Event()
+        self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._live: Any = None
-        self._printed: Memory | None = None
-        self._printed_s = 0.0
+        self._sieve = Sieve()
         self._started_s = time.monotonic()
         self.most_mapped_bytes = 0
 
@@ -108,7 +139,7 @@ class LiveView:
     ) -> None:
         self._over.set()
         self._thread.join()
-        self._look()
+        self._look(is_wanted=True)
         if self._live is not None:
             self._live.stop()
 
@@ -119,34 +150,38 @@ class LiveView:
         else:
             self._live.console.print(line, markup=False, soft_wrap=True)
 
-    def _run(self) -> None:
-        while not self._over.wait(PLAIN_LINE_S if self._live is None else REPAINT_S):
-            self._look()
+    def show(self) -> None:
+        """Show what there is now, into a pipe too; for one moment of a view besides its end."""
+        with self._lock:
+            self._look(is_wanted=True)
 
-    def _look(self) -> None:
+    def _run(self) -> None:
+        while not self._over.wait(PLAIN_LOOK_S if self._live is None else REPAINT_S):
+            with self._lock:
+                self._look()
+
+    def _look(self, *, is_wanted: bool = False) -> None:
         try:
             memory = Memory.of(self._name)
         except KvelasticError:
             return  # the server has gone; whoever waits for it says so
         self.most_mapped_bytes = max(self.most_mapped_bytes, memory.mapped)
         if self._live is None:
-            self._plain(memory)
+            self._plain(memory, is_wanted=is_wanted)
         else:
             self._paint(memory)
 
-    def _plain(self, memory: Memory) -> None:
-        now_s = time.monotonic()
-        if memory == self._printed and now_s - self._printed_s < PLAIN_UNCHANGED_S:
-            return
-        self._printed, self._printed_s = memory, now_s
+    def _plain(self, memory: Memory, *, is_wanted: bool) -> None:
         pieces = bar(memory, self._full_bytes, PLAIN_BAR_CELLS)
+        if not self._sieve.is_worth_a_line(pieces, is_wanted=is_wanted):
+            return
         parts = "  ".join(
-            f"{what} {format_size(part_bytes):>10}"
+            f"{what} {megabytes(part_bytes):>4}"
             for part_bytes, (what, _, _) in zip(memory[:3], PARTS, strict=True)
         )
         print(
             f"  {time.monotonic() - self._started_s:5.1f} s {_printable(pieces)} {parts}"
-            f"  mapped {format_size(memory.mapped):>10}  limit {format_size(memory.limit):>10}",
+            f"  mapped {megabytes(memory.mapped):>4}  limit {megabytes(memory.limit):>4}",
             flush=True,
         )
 
@@ -162,9 +197,9 @@ class LiveView:
         picture.append(f"\n{'':10}")
         for part_bytes, (what, cell, style) in zip(memory[:3], PARTS, strict=True):
             picture.append(_printable([(cell, style)]), style)
-            picture.append(f" {what} {format_size(part_bytes):<10} ")
+            picture.append(f" {what} {megabytes(part_bytes):<5} ")
         picture.append(
-            f"\n{'':10}{format_size(memory.mapped)} mapped, limit {format_size(memory.limit)},"
+            f"\n{'':10}{megabytes(memory.mapped)} mapped, limit {megabytes(memory.limit)},"
             f" {time.monotonic() - self._started_s:.0f} s"
         )
         self._live.update(picture, refresh=True)
