@@ -10,7 +10,7 @@ LINES: Final = (
     'ENABLE_KVELASTIC=true KVELASTIC_IPC_NAME=chat vllm serve "$MODEL" --served-model-name smol'
     " --dtype float32 --enforce-eager",
     "curl localhost:8000/v1/completions -H 'Content-Type: application/json'"
-    """ -d '{"model": "m", "prompt": "The sea is"}'""",
+    """ -d '{"model": "smol", "prompt": "The sea is"}'""",
 )
 AFTERWARDS: Final = (
     "vllm serve takes a minute. --enforce-eager saves two minutes of compiling on a CPU."
