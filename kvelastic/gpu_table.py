@@ -27,7 +27,7 @@ ROWS: Final = (
 )
 
 
-NOT_RUN: Final = ("FlashAttention", "tensor parallel", "SGLang")
+NOT_RUN: Final = "FlashAttention, tensor parallel, SGLang"
 """What no GPU has run on kvelastic yet."""
 
 
@@ -43,7 +43,7 @@ def experience(gpu: str, rows: Sequence[Row] = ROWS) -> str:
         return "No GPU of this model is in the table of docs/gpu.md yet: please report how it went."
     return (
         f"GPUs of this model have run kvelastic with {'; '.join(seen)}. Not run on any GPU yet:"
-        f" {', '.join(NOT_RUN)}."
+        f" {NOT_RUN}."
     )
 
 
