@@ -104,6 +104,7 @@ def tiered(tag: str) -> Iterator[Shown]:
         "load_us": 720,
         "is_stuck": False,
         "is_current": True,
+        "problem": "",
     }
     folder = disk | {"tier": "folder", "kind": "folder", "limit_bytes": None, "load_us": None}
     with Shown(
