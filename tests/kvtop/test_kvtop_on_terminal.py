@@ -314,7 +314,7 @@ def test_a_real_instance_is_put_to_sleep_and_woken_by_keys():
     ("mode", "text"),
     [
         ("refuse", "refused: it is only a test"),
-        ("shrink", "accepted; 95.00 MiB are still to be given back"),
+        ("shrink", "accepted; in whole pages the limit is 2.00 MiB (1 page"),
         ("mute", "limit 1.00 MiB requested; no reply yet"),
     ],
 )
