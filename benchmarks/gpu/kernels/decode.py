@@ -80,7 +80,7 @@ ON_GPU: Final = Work(
     slots=16, prompt=(16, 256), generated=(32, 256), steps_a_limit=48, lag_cycles=10_000_000,
 )  # fmt: skip
 ON_HOST: Final = Work(
-    Model("tiny", layers=2, query_heads=8, kv_heads=8, head_dim=256),
+    Model("tiny", layers=2, query_heads=8, kv_heads=8, head_dim=128),
     slots=6, prompt=(24, 64), generated=(8, 24), steps_a_limit=10,
 )  # fmt: skip
 LAG_EVERY: Final = 8
