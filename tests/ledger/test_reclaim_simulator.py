@@ -506,7 +506,7 @@ def test_the_higher_priority_is_served_as_if_it_were_alone(pages, count, hold_ms
 
 
 @pytest.mark.slow
-@settings(max_examples=30)
+@settings(max_examples=12)
 @given(
     models=st.integers(2, 4),
     pages=st.integers(1, 8),
