@@ -9,75 +9,22 @@ server.send_end(); server.end(15.0)
 from __future__ import annotations
 
 import json
-import os
-import select
-import signal
-import subprocess
 import sys
-import time
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
+
+from benchmarks.gpu import line_child
+from benchmarks.gpu.line_child import LineChild
 
 SERVER = Path(__file__).with_name("vllm_server.py")
 
 
-class ServerError(Exception):
-    """A server has ended, or has not answered."""
-
-
-class Server:
+class Server(LineChild):
     """A process with one vLLM."""
 
     def __init__(self, name: str, options: dict[str, Any], environ: dict[str, str], folder: Path):
-        self.name, self._log, self._read = name, folder / f"{name}.log", b""
-        with self._log.open("wb") as log:
-            self._process = subprocess.Popen(
-                [sys.executable, str(SERVER), json.dumps(options)],
-                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, env=environ,
-                start_new_session=True,
-            )  # fmt: skip
-
-    def tell(self, do: str, **more: object) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps({"do": do, **more}).encode() + b"\n")
-        self._process.stdin.flush()
-
-    def answer(self, within_s: float) -> dict[str, Any]:
-        """The next line. Raises `ServerError` with the end of its log."""
-        assert self._process.stdout is not None
-        ends = time.monotonic() + within_s
-        while b"\n" not in self._read:
-            if not select.select([self._process.stdout], [], [], max(0, ends - time.monotonic()))[
-                0
-            ]:
-                raise ServerError(f"{self.name} was silent for {within_s:.0f} s\n{self._tail()}")
-            piece = os.read(self._process.stdout.fileno(), 1 << 20)
-            if not piece:
-                raise ServerError(f"{self.name} has ended\n{self._tail()}")
-            self._read += piece
-        line, _, self._read = self._read.partition(b"\n")
-        told: dict[str, Any] = json.loads(line)
-        if "failed" in told:
-            raise ServerError(f"{self.name}: {told['failed']}\n{self._tail()}")
-        return told
-
-    def _tail(self) -> str:
-        return self._log.read_text(errors="replace")[-3000:]
-
-    def send_end(self) -> None:
-        """It shuts its engine down, so that nothing of it is left in shared memory."""
-        assert self._process.stdin is not None
-        with suppress(BrokenPipeError):
-            self._process.stdin.close()
-
-    def end(self, within_s: float) -> None:
-        """Wait for the end that was sent; kill what is left then."""
-        with suppress(subprocess.TimeoutExpired):
-            self._process.wait(within_s)
-        with suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
+        command = [sys.executable, str(SERVER), json.dumps(options)]
+        super().__init__(name, command, environ, folder / f"{name}.log")
 
 
 def llama(dtype: str, **shape: int) -> dict[str, Any]:
@@ -111,17 +58,12 @@ def how_on_gpu(*, graphs: bool) -> dict[str, Any]:
 
 def environment(folder: Path, **elastic: str) -> dict[str, str]:
     """Of a server whose caches are in `folder`. With `elastic` it runs on kvelastic, so named."""
-    ours = ("KVELASTIC_", "KVCACHED_", "ENABLE_KV")
-    environ = {key: value for key, value in os.environ.items() if not key.startswith(ours)}
-    environ |= {
-        "HF_HUB_OFFLINE": "1",
-        "TRANSFORMERS_OFFLINE": "1",
+    environ = line_child.environment() | {
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_CACHE_ROOT": str(folder / "cache"),
         "VLLM_USE_FLASHINFER_SAMPLER": "0",
         # Sums in float32 as they are written: stock and kvelastic are compared to the last token.
         "TRITON_F32_DEFAULT": "ieee",
         "TRITON_CACHE_DIR": str(folder / "triton"),
-        "OMP_NUM_THREADS": "1",
     }
     return environ | ({"ENABLE_KVELASTIC": "true"} | elastic if elastic else {})

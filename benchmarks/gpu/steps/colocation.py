@@ -10,12 +10,10 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import time
-import traceback
 from statistics import median
 from typing import Any
 
 from benchmarks.gpu.batching import (
-    EngineError,
     Engines,
     LedgerWatch,
     Nvml,
@@ -23,8 +21,11 @@ from benchmarks.gpu.batching import (
     differing,
     p,
     said,
+    to_the_end,
+    why_unanswered,
 )
 from benchmarks.gpu.findings import Findings
+from benchmarks.gpu.line_child import ChildError
 from benchmarks.gpu.steps.tokens import REHEARSAL_S, has_gpu, options_of
 from benchmarks.harness import number
 from benchmarks.vmm.section import Section
@@ -122,7 +123,7 @@ class Measurement:
         self.capacity = 0
 
     def run(self) -> None:
-        try:
+        with to_the_end(self.found):
             self._say_the_numbers()
             self._start()
             self._warm_up()
@@ -133,10 +134,6 @@ class Measurement:
                     self._rounds()
                 finally:
                     self._judge_ledger(watch)
-        except EngineError as error:
-            self.found.check("the engines go on to the end", False, str(error))
-        except Exception:  # what was found so far is kept
-            self.found.check("the engines go on to the end", False, traceback.format_exc()[-2000:])
         self._conclude()
 
     # --- what is measured ------------------------------------------------------------------------
@@ -161,7 +158,7 @@ class Measurement:
         self.found.check("a burst needs more than a half, less than all", half < need < self.budget)
 
     def _start(self) -> None:
-        self.found.figure("gpu_used_at_first_mib", _mib(self.nvml.used_bytes()))
+        self.found.figure("gpu_used_at_first_mib", self.nvml.used_mib())
         whole = self.base["num_blocks"]
         for name in dict.fromkeys(name for pair in ENGINES.values() for name in pair):
             blocks = whole // 2 if name.startswith("half") else whole
@@ -174,7 +171,7 @@ class Measurement:
             self.found.check(f"{name} starts", False, why)
         ready = self.engines
         if not ready:
-            raise EngineError("no engine has started")
+            raise ChildError("no engine has started")
         some = next(iter(ready.values())).facts
         self.found.figure("started_s", round(time.monotonic() - self.begun, 1))
         self.found.line(
@@ -203,7 +200,7 @@ class Measurement:
         self.found.figure(
             "tokens_read", {name: engine.facts["tokens_read"] for name, engine in ready.items()}
         )
-        self.found.figure("gpu_used_ready_mib", _mib(self.nvml.used_bytes()))
+        self.found.figure("gpu_used_ready_mib", self.nvml.used_mib())
 
     def _warm_up(self) -> None:
         """A whole burst for each, few tokens: kernels are loaded, torch has its memory."""
@@ -280,9 +277,9 @@ class Measurement:
                     self._follow_others()
                 try:
                     self._burst(arrangement, name, turn, 100 + 2 * turn + which)
-                except EngineError as error:  # the others go on
+                except ChildError as error:  # the others go on
                     self.found.check(f"{name} goes on to the end", False, str(error))
-                    self.engines.pop(name).kill()
+                    self.engines.pop(name).end()
                     break
             self.lasted[arrangement] = time.monotonic() - begun
 
@@ -326,14 +323,10 @@ class Measurement:
         )
 
     def _is_answered(self, what: str, answer: dict[str, Any], wanted: int) -> bool:
-        lengths = sorted({len(each) for each in answer["tokens"]})
-        if not (
-            answer["unfinished"] or answer["errors"] or answer["refused"] or lengths != [wanted]
-        ):
-            return True
-        why = {key: answer[key] for key in ("unfinished", "errors", "refused")}
-        self.found.check(f"{what} is answered", False, f"{why}, {lengths} tokens")
-        return False
+        why = why_unanswered(answer, wanted)
+        if why:
+            self.found.check(f"{what} is answered", False, why)
+        return not why
 
     def _judge_ledger(self, watch: LedgerWatch) -> None:
         if not watch.looks:
@@ -447,10 +440,6 @@ class Measurement:
             {token for tokens in self.tokens.values() for one in tokens for token in one}
         )
         self.found.check("tokens vary, so a wrong one shows", distinct > 20, f"{distinct} distinct")
-
-
-def _mib(used: int | None) -> int | None:
-    return None if used is None else used >> 20
 
 
 if __name__ == "__main__":

@@ -130,7 +130,7 @@ class Trial:
         (folder / "config.json").write_text(json.dumps(size.model()))
 
     def start(self) -> None:
-        """Start and warm up every server. Raises `ServerError`."""
+        """Start and warm up every server. Raises `ChildError`."""
         for name in (name for names in ARRANGEMENTS.values() for name in names):
             part = 2 if name.startswith("half") else 1
             options = {

@@ -11,13 +11,11 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import time
-import traceback
 from collections.abc import Sequence
 from statistics import median
 from typing import Any
 
 from benchmarks.gpu.batching import (
-    EngineError,
     Engines,
     LedgerWatch,
     Nvml,
@@ -25,6 +23,8 @@ from benchmarks.gpu.batching import (
     differing,
     p,
     said,
+    to_the_end,
+    why_unanswered,
 )
 from benchmarks.gpu.findings import Findings
 from benchmarks.harness import bootstrap_range, number
@@ -117,20 +117,16 @@ class Measurement:
         self.tokens: dict[int, dict[str, list[list[int]]]] = {}
 
     def run(self) -> None:
-        try:
+        with to_the_end(self.found):
             if self._start():
                 with LedgerWatch(self.engines) as watch:
                     self._turns()
                 self.found.figure("elastic_most_granted_mib", watch.most_bytes >> 20)
                 self._given_back()
-        except EngineError as error:
-            self.found.check("the engines go on to the end", False, str(error))
-        except Exception:  # what was found so far is kept
-            self.found.check("the engines go on to the end", False, traceback.format_exc()[-2000:])
         self._conclude()
 
     def _start(self) -> bool:
-        self.found.figure("gpu_used_at_first_mib", _mib(self.nvml.used_bytes()))
+        self.found.figure("gpu_used_at_first_mib", self.nvml.used_mib())
         self.engines.start(STOCK, self.options)
         self.engines.start(ELASTIC, self.options, elastic=True)
         failed = self.engines.wait_until_ready(max(_READY_S, self.seconds - 20.0))
@@ -167,7 +163,7 @@ class Measurement:
         self.found.check(
             "the cache is kvelastic's", bool(elastic["instances"]), f"{elastic['instances']}"
         )
-        self.found.figure("gpu_used_ready_mib", _mib(self.nvml.used_bytes()))
+        self.found.figure("gpu_used_ready_mib", self.nvml.used_mib())
         self.found.figure("elastic_granted_ready_mib", self._granted() >> 20)
         return True
 
@@ -193,11 +189,8 @@ class Measurement:
                     return
 
     def _keep(self, name: str, turn: int, answer: dict[str, Any]) -> bool:
-        wanted = self.load["new_tokens"]
-        lengths = {len(each) for each in answer["tokens"]}
-        if answer["unfinished"] or answer["errors"] or answer["refused"] or lengths != {wanted}:
-            why = {key: answer[key] for key in ("unfinished", "errors", "refused")}
-            self.found.check(f"turn {turn} of {name} is answered", False, f"{why}, {lengths}")
+        if why := why_unanswered(answer, self.load["new_tokens"]):
+            self.found.check(f"turn {turn} of {name} is answered", False, why)
             return False
         tokens = sum(map(len, answer["tokens"]))
         self.tokens.setdefault(turn, {})[name] = answer["tokens"]
@@ -337,10 +330,6 @@ class Measurement:
         )
         distinct = len({token for each in rounds for one in each[STOCK] for token in one})
         self.found.check("tokens vary, so a wrong one shows", distinct > 20, f"{distinct} distinct")
-
-
-def _mib(used: int | None) -> int | None:
-    return None if used is None else used >> 20
 
 
 def _ratio(samples: Sequence[float], stock: Sequence[float]) -> Ratio:

@@ -20,7 +20,8 @@ from typing import Any
 
 from benchmarks.gpu.driver_calls import has_torch
 from benchmarks.gpu.findings import Findings
-from benchmarks.gpu.vllm_servers import Server, ServerError, environment, how_on_gpu, llama
+from benchmarks.gpu.line_child import ChildError
+from benchmarks.gpu.vllm_servers import Server, environment, how_on_gpu, llama
 from benchmarks.vmm.section import Section
 from kvelastic import _vmm, ledger, segment
 
@@ -116,7 +117,7 @@ class Alone:
         return made | {"kv_cache_memory_bytes": 8 << 20, "enforce_eager": True}
 
     def run(self, kind: str, memory: Memory) -> tuple[str, ...]:
-        """A row of the table. Raises `ServerError`."""
+        """A row of the table. Raises `ChildError`."""
         own = {}
         if kind == ELASTIC:
             own = {"KVELASTIC_LEDGER": self._name, "KVELASTIC_IPC_NAME": self._name}
@@ -202,7 +203,7 @@ def main() -> None:
         rows: list[tuple[str, ...]] = []
         try:
             rows.extend(alone.run(kind, memory) for kind in KINDS)
-        except ServerError as error:
+        except ChildError as error:
             found.check("the servers answer", False, str(error))
         header = ("", "ready, s", "tokens/s", "tokens/s, again", "tokens/s, long", "most MiB")
         found.table(Section(f"One vLLM server, {found.arguments.dtype}", header, rows))
