@@ -24,8 +24,8 @@ from kvelastic.errors import SegmentNotFoundError
 from kvelastic.sizes import MAX_PRIORITY
 
 if TYPE_CHECKING:
-    from kvelastic.instance.outcome import Outcome, Request
-    from kvelastic.segment import Answer
+    from kvelastic.instance.outcome import Outcome
+    from kvelastic.segment import Answer, Request
 
 
 @click.command("limit", cls=ValueCommand, short_help="Set the memory limit of an instance.")
@@ -145,9 +145,9 @@ def _end_trim(
 ) -> None:
     from kvelastic.cli.outcome_text import outcome_text
     from kvelastic.errors import SegmentError
-    from kvelastic.instance.outcome import HOLDS, Request, Verdict
+    from kvelastic.instance.outcome import HOLDS, Verdict
     from kvelastic.instance.row import printable
-    from kvelastic.segment import inspect
+    from kvelastic.segment import Request, inspect
     from kvelastic.sizes import format_size
 
     if outcome.verdict not in HOLDS | {Verdict.SHRINKING}:

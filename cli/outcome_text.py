@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from kvelastic.instance.outcome import Outcome, Request, Verdict
+from kvelastic.instance.outcome import Outcome, Verdict
 from kvelastic.instance.row import printable
 from kvelastic.instance.status import UNLIMITED_BYTES
 from kvelastic.sizes import format_pages, format_size, whole_pages
 
 if TYPE_CHECKING:
-    from kvelastic.segment import Answer
+    from kvelastic.segment import Answer, Request
 
 
 ENGINE_SLEEPS: Final = (

@@ -21,8 +21,8 @@ _FIGURES_S: Final = 2.0
 _LOOK_S: Final = 0.05
 
 if TYPE_CHECKING:
-    from kvelastic.instance.outcome import Outcome, Request
-    from kvelastic.segment import Answer, SegmentInfo
+    from kvelastic.instance.outcome import Outcome
+    from kvelastic.segment import Answer, Request, SegmentInfo
 
 
 @click.command("sleep", short_help="Have an instance hold no memory until it is woken.")
@@ -36,7 +36,8 @@ def sleep_command(name: str, wait_s: float | None) -> None:
     that is not so within --wait). The limit stays, and nothing is handed out again before
     `kvctl wake`.
     """
-    from kvelastic.instance.outcome import HOLDS, Request, Verdict
+    from kvelastic.instance.outcome import HOLDS, Verdict
+    from kvelastic.segment import Request
 
     before = readable(name, sweep())
     request = Request(asleep=True)
@@ -55,7 +56,8 @@ def wake_command(name: str, wait_s: float | None) -> None:
 
     Memory comes with the next request.
     """
-    from kvelastic.instance.outcome import HOLDS, Request, Verdict
+    from kvelastic.instance.outcome import HOLDS, Verdict
+    from kvelastic.segment import Request
 
     before = readable(name, sweep())
     request = Request(asleep=False)

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 
 from kvelastic.cli.kvtop.keys import Ask, Mood
 from kvelastic.cli.outcome_text import outcome_text
-from kvelastic.instance.outcome import HOLDS, MAY_HOLD, Request, outcome_of
+from kvelastic.instance.outcome import HOLDS, MAY_HOLD, outcome_of
+from kvelastic.segment import Request
 
 if TYPE_CHECKING:
     from kvelastic.segment import Answer

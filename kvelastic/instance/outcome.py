@@ -24,8 +24,6 @@ from typing import Final
 from kvelastic.instance.status import UNLIMITED_BYTES
 from kvelastic.segment import Answer, Request
 
-__all__ = ["HOLDS", "MAY_HOLD", "Outcome", "Request", "Verdict", "outcome_of"]
-
 
 class Verdict(str, Enum):
     """See the module; the values are those of the REST interface."""

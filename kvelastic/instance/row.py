@@ -199,11 +199,13 @@ def tier_rows(board: BoardFigures | None) -> list[TierRow]:
 
 def shown_state(row: Row) -> str:
     """What tables show as its state; see `InstanceStatus.word`."""
-    if row["state"] != "applied":
-        return row["state"]
-    if row["asleep"] or row["engine_asleep"]:
-        return "asleep"
-    return "stuck" if row["is_limit_too_low"] else row["state"]
+    from kvelastic.instance.status import state_word
+
+    return state_word(
+        row["state"],
+        sleeps=bool(row["asleep"] or row["engine_asleep"]),
+        is_limit_too_low=bool(row["is_limit_too_low"]),
+    )
 
 
 def printable(text: str) -> str:

@@ -174,11 +174,7 @@ class InstanceStatus:
         `asleep` where memory or engine sleeps, so that requests wait, and nothing is left to do;
         `stuck` where a request needs more than the limit allows.
         """
-        if self.state != "applied":
-            return self.state
-        if self.sleeps:
-            return "asleep"
-        return "stuck" if self.is_limit_too_low else self.state
+        return state_word(self.state, sleeps=self.sleeps, is_limit_too_low=self.is_limit_too_low)
 
     @property
     def sleeps(self) -> bool:
@@ -248,6 +244,15 @@ class InstanceStatus:
     def uuid_text(self) -> str | None:
         """The UUID of its segment as text; None where it is not known."""
         return uuid_text(self.uuid) if self.uuid else None
+
+
+def state_word(state: str, *, sleeps: bool, is_limit_too_low: bool) -> str:
+    """What tables show as the state; see `InstanceStatus.word`."""
+    if state != "applied":
+        return state
+    if sleeps:
+        return "asleep"
+    return "stuck" if is_limit_too_low else state
 
 
 def status_of(

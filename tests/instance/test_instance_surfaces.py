@@ -18,10 +18,11 @@ from waiting import DEADLINE_S
 from kvelastic import ledger, segment
 from kvelastic.cli.kvtop.scene import scene_of
 from kvelastic.controller import instance_memory
-from kvelastic.instance.outcome import Request, Verdict, outcome_of
+from kvelastic.instance.outcome import Verdict, outcome_of
 from kvelastic.instance.status import UNLIMITED_BYTES
 from kvelastic.metric_table import STATES
 from kvelastic.metrics import render
+from kvelastic.segment import Request
 
 pytestmark = pytest.mark.slow
 
