@@ -50,7 +50,7 @@ inline void copy_memory(std::span<const MemoryCopy> copies, std::size_t threads)
   std::size_t bytes = 0;
   for (const MemoryCopy& copy : copies) bytes += copy.bytes;
   const std::size_t share = bytes / threads + 1;
-  std::vector<std::thread> others;
+  std::vector<std::jthread> others;  // each is joined, however this ends
   std::size_t begin = 0;
   try {
     for (; others.size() + 1 < threads; begin += share) {
@@ -60,7 +60,6 @@ inline void copy_memory(std::span<const MemoryCopy> copies, std::size_t threads)
     // The process may start no more threads: this one copies what is left.
   }
   copy_part(copies, begin, bytes);
-  for (std::thread& other : others) other.join();
 }
 
 }  // namespace kvelastic
