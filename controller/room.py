@@ -6,7 +6,7 @@
 
 A model claims of each of its devices what the ledger will ask for when it wakes: what it has
 reserved, and its guarantee. Caches beyond guarantees shrink by themselves, so they are in nobody's
-way. The sums are the ledger's own (vmm_csrc/device_account.h).
+way. The sums are the ledger's own (vmm_csrc/ledger/device_account.h).
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
     joined.places          # for a native pool: what is granted, asked and reserved on all of them
     joined.close()
 
-Rank i has its pages on the i-th device. See vmm_csrc/places.h for the rules.
+Rank i has its pages on the i-th device. See vmm_csrc/ledger/places.h for the rules.
 """
 
 from __future__ import annotations

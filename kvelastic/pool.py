@@ -75,7 +75,7 @@ class ElasticPool:
         self._joined = joined
         self.memory = memory
         self.blocks = blocks
-        """The native pool: alloc, free, cache, touch, limits (see vmm_csrc/pool.h)."""
+        """The native pool: alloc, free, cache, touch, limits (see vmm_csrc/pool/pool.h)."""
         self._settings = settings
         self.is_on_host = is_on_host
         """Whether all of its devices are this machine's own memory."""

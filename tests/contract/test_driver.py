@@ -1,4 +1,4 @@
-"""What vmm_csrc/driver.h promises of every driver."""
+"""What vmm_csrc/driver/driver.h promises of every driver."""
 
 from __future__ import annotations
 

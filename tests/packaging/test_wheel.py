@@ -56,7 +56,7 @@ def test_the_sdist_has_what_its_tests_and_docs_need(built: Path) -> None:
     [sdist] = built.glob("*.tar.gz")
     with tarfile.open(sdist) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
-    assert {"LICENSE", "README.md", "pyproject.toml", "vmm_csrc/module.cpp"} <= names
+    assert {"LICENSE", "README.md", "pyproject.toml", "vmm_csrc/bind/module.cpp"} <= names
     assert {"tests/conftest.py", "scripts/setup", "docs/ARCHITECTURE.md"} <= names
     assert [name for name in names if name.startswith((".venv", "build/", "dist/"))] == []
 

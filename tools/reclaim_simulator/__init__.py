@@ -3,7 +3,7 @@
     plan = plan_reclaim([asker, victim], 0, free_bytes=0, capacity_bytes=8 * GIB_BYTES)
     for demand in plan: print(demand.contender, demand.bytes, demand.depth.name)
 
-It is a front over the native policy (vmm_csrc/reclaim.h), the one that instances run by. Its rules
+It is a front over the native policy (vmm_csrc/ledger/reclaim.h), the one that instances run by. Its rules
 are in docs/reclaim.md; `python -m tools.reclaim_simulator` replays traces by them.
 """
 

@@ -1,6 +1,6 @@
 """The account of the simulated device: what guarantees and reserves leave for caches, and to whom.
 
-The rules are the native ones (vmm_csrc/device_account.h), over the instances of a simulation. Of
+The rules are the native ones (vmm_csrc/ledger/device_account.h), over the instances of a simulation. Of
 those who are awake, or about to wake, guarantee and reserve count; of a sleeper nothing does::
 
     asleep  --wake: do the sums allow it?-->  claiming  --is the reserve there?-->  awake
@@ -68,7 +68,7 @@ class Account:
     def is_there(self, claimer: Instance) -> bool:
         """Whether caches leave room for what it claims; of two that claim the first one goes first.
 
-        As LedgerMember::is_there of vmm_csrc/ledger_account.cpp.
+        As LedgerMember::is_there of vmm_csrc/ledger/ledger_account.cpp.
         """
         before = self._instances[: claimer.index + 1]
         after = self._instances[claimer.index + 1 :]

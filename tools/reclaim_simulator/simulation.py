@@ -4,7 +4,7 @@
     result.models[0].served, result.moved_bytes
 
 Deterministic: the same trace gives the same result. An alloc does what the product's does
-(vmm_csrc/pool.cpp): own parked pages, what the device has free, asking others for at most
+(vmm_csrc/pool/pool.cpp): own parked pages, what the device has free, asking others for at most
 `alloc_wait_ns`, own cached contents; then it fails, the keeper goes on asking, and the engine tries
 again. Nothing here sleeps or looks at a clock.
 """
@@ -40,9 +40,9 @@ LOOK_NS: Final = PATIENCE_NS
 IDLE_TRIM_NS: Final = 5_000_000_000
 """The default of `KVELASTIC_IDLE_TRIM_SECONDS`."""
 DECAY_STEPS: Final = 5
-"""Steps in which parked pages go back (vmm_csrc/parked_decay.h)."""
+"""Steps in which parked pages go back (vmm_csrc/pool/parked_decay.h)."""
 FRUITLESS_WAITS: Final = 8
-"""After a wait in vain, allocs do not wait for this many times as long (vmm_csrc/pool.cpp)."""
+"""After a wait in vain, allocs do not wait for this many times as long (vmm_csrc/pool/pool.cpp)."""
 
 
 def simulate(

@@ -13,9 +13,9 @@
 #include <thread>
 #include <vector>
 
-#include "../ledger.h"
-#include "../process.h"
+#include "base/process.h"
 #include "check.h"
+#include "ledger/ledger.h"
 
 namespace kvelastic {
 

@@ -6,10 +6,10 @@
 #include <barrier>
 #include <random>
 
-#include "../device_account.h"
-#include "../ledger.h"
-#include "../size_text.h"
+#include "base/size_text.h"
 #include "check.h"
+#include "ledger/device_account.h"
+#include "ledger/ledger.h"
 #include "ledger_fixture.h"
 
 namespace kvelastic {

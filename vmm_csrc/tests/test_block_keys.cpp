@@ -4,8 +4,8 @@
 #include <utility>
 #include <vector>
 
-#include "../block_keys.h"
 #include "check.h"
+#include "pool/block_keys.h"
 
 namespace kvelastic {
 namespace {

@@ -4,8 +4,8 @@
 #include <random>
 #include <set>
 
-#include "../blocks.h"
 #include "check.h"
+#include "pool/blocks.h"
 
 namespace kvelastic {
 namespace {

@@ -5,8 +5,8 @@
 #include <map>
 #include <random>
 
-#include "../buckets.h"
 #include "check.h"
+#include "pool/buckets.h"
 
 namespace kvelastic {
 namespace {

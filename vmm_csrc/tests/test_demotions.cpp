@@ -6,9 +6,9 @@
 #include <thread>
 #include <vector>
 
-#include "../host_driver.h"
-#include "../pool.h"
 #include "check.h"
+#include "driver/host_driver.h"
+#include "pool/pool.h"
 
 namespace kvelastic {
 namespace {

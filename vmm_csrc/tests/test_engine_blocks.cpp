@@ -3,9 +3,9 @@
 #include <memory>
 #include <vector>
 
-#include "../engine_blocks.h"
-#include "../host_driver.h"
 #include "check.h"
+#include "driver/host_driver.h"
+#include "pool/engine_blocks.h"
 
 namespace kvelastic {
 namespace {

@@ -2,8 +2,8 @@
 // with.
 #include <random>
 
-#include "../geometry.h"
 #include "check.h"
+#include "pages/geometry.h"
 
 namespace kvelastic {
 

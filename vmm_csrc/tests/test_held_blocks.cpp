@@ -5,11 +5,11 @@
 #include <thread>
 #include <vector>
 
-#include "../held_blocks.h"
-#include "../host_driver.h"
-#include "../pool.h"
 #include "check.h"
+#include "driver/host_driver.h"
 #include "pieces_fixture.h"
+#include "pool/pool.h"
+#include "transfer/held_blocks.h"
 
 namespace kvelastic {
 namespace {

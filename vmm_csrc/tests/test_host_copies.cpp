@@ -2,8 +2,8 @@
 #include <random>
 #include <vector>
 
-#include "../host_copies.h"
 #include "check.h"
+#include "transfer/host_copies.h"
 
 namespace kvelastic {
 namespace {

@@ -2,9 +2,9 @@
 #include <cstring>
 #include <vector>
 
-#include "../kernel_copy.h"
 #include "check.h"
 #include "pieces_fixture.h"
+#include "transfer/kernel_copy.h"
 
 namespace kvelastic {
 namespace {

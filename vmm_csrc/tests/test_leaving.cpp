@@ -6,8 +6,8 @@
 #include <set>
 #include <vector>
 
-#include "../blocks.h"
 #include "check.h"
+#include "pool/blocks.h"
 
 namespace kvelastic {
 namespace {

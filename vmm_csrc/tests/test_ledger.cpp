@@ -14,10 +14,10 @@
 #include <thread>
 #include <vector>
 
-#include "../ledger.h"
-#include "../process.h"
-#include "../size_text.h"
+#include "base/process.h"
+#include "base/size_text.h"
 #include "check.h"
+#include "ledger/ledger.h"
 #include "ledger_fixture.h"
 
 namespace kvelastic {

@@ -11,8 +11,8 @@
 #include <thread>
 #include <vector>
 
-#include "../life_lock.h"
-#include "../process.h"
+#include "base/life_lock.h"
+#include "base/process.h"
 #include "check.h"
 
 namespace kvelastic {

@@ -1,8 +1,8 @@
 // How much stays free, and what is given back where less is left.
 #include <vector>
 
-#include "../memory_relief.h"
 #include "check.h"
+#include "pool/memory_relief.h"
 
 namespace kvelastic {
 namespace {

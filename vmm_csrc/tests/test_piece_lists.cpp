@@ -3,8 +3,8 @@
 #include <random>
 #include <vector>
 
-#include "../piece_lists.h"
 #include "check.h"
+#include "transfer/piece_lists.h"
 
 namespace kvelastic {
 namespace {

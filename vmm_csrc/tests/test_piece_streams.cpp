@@ -10,9 +10,9 @@
 #include <utility>
 #include <vector>
 
-#include "../piece_streams.h"
 #include "check.h"
 #include "pieces_fixture.h"
+#include "transfer/piece_streams.h"
 
 namespace kvelastic {
 namespace {

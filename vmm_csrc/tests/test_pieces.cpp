@@ -9,11 +9,11 @@
 #include <thread>
 #include <vector>
 
-#include "../host_driver.h"
-#include "../pieces.h"
-#include "../range.h"
 #include "check.h"
+#include "driver/host_driver.h"
+#include "pages/range.h"
 #include "pieces_fixture.h"
+#include "transfer/pieces.h"
 
 namespace kvelastic {
 namespace {

@@ -2,10 +2,10 @@
 #include <algorithm>
 #include <vector>
 
-#include "../accounting.h"
-#include "../host_driver.h"
-#include "../pool.h"
 #include "check.h"
+#include "driver/host_driver.h"
+#include "pool/accounting.h"
+#include "pool/pool.h"
 
 namespace kvelastic {
 namespace {

@@ -1,6 +1,6 @@
 // An instance's devices as one: who waits for a claim hears of it when another thread gives it up.
-#include "../places.h"
 #include "check.h"
+#include "ledger/places.h"
 #include "ledger_fixture.h"
 
 namespace kvelastic {

@@ -7,13 +7,13 @@
 #include <thread>
 #include <vector>
 
-#include "../fault_driver.h"
-#include "../host_driver.h"
-#include "../keeper.h"
-#include "../pool.h"
-#include "../ring_backing.h"
-#include "../ring_worker.h"
 #include "check.h"
+#include "driver/fault_driver.h"
+#include "driver/host_driver.h"
+#include "pool/keeper.h"
+#include "pool/pool.h"
+#include "segment/ring_backing.h"
+#include "segment/ring_worker.h"
 
 namespace kvelastic {
 namespace {

@@ -3,15 +3,15 @@
 #include <set>
 #include <vector>
 
-#include "../accounting.h"
-#include "../keeper_calls.h"
-#include "../page_limit.h"
-#include "../parked_decay.h"
-#include "../pauses.h"
-#include "../provisioning.h"
-#include "../squeeze.h"
-#include "../starvation.h"
+#include "base/pauses.h"
 #include "check.h"
+#include "pool/accounting.h"
+#include "pool/keeper_calls.h"
+#include "pool/page_limit.h"
+#include "pool/parked_decay.h"
+#include "pool/provisioning.h"
+#include "pool/squeeze.h"
+#include "pool/starvation.h"
 
 namespace kvelastic {
 namespace {

@@ -7,8 +7,8 @@
 #include <string>
 #include <vector>
 
-#include "../reclaim.h"
 #include "check.h"
+#include "ledger/reclaim.h"
 
 namespace kvelastic {
 namespace {

@@ -10,8 +10,8 @@
 #include <thread>
 
 #include "check.h"
-#include "record.h"
-#include "record_copy.h"
+#include "segment/record.h"
+#include "segment/record_copy.h"
 
 namespace kvelastic {
 namespace {

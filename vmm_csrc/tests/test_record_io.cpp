@@ -12,8 +12,8 @@
 #include <thread>
 #include <vector>
 
-#include "../record_io.h"
 #include "check.h"
+#include "tiers/record_io.h"
 
 namespace kvelastic {
 namespace {

@@ -6,9 +6,9 @@
 #include <semaphore>
 #include <thread>
 
-#include "../host_driver.h"
-#include "../pool.h"
 #include "check.h"
+#include "driver/host_driver.h"
+#include "pool/pool.h"
 
 namespace kvelastic {
 namespace {

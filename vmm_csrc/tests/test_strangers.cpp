@@ -7,13 +7,13 @@
 #include <utility>
 #include <vector>
 
-#include "../host_driver.h"
-#include "../places.h"
-#include "../pool.h"
-#include "../ring_backing.h"
-#include "../ring_worker.h"
 #include "check.h"
+#include "driver/host_driver.h"
+#include "ledger/places.h"
 #include "ledger_fixture.h"
+#include "pool/pool.h"
+#include "segment/ring_backing.h"
+#include "segment/ring_worker.h"
 
 namespace kvelastic {
 namespace {

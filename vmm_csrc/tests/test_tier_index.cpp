@@ -9,8 +9,8 @@
 #include <thread>
 #include <vector>
 
-#include "../tier_index.h"
 #include "check.h"
+#include "tiers/tier_index.h"
 
 namespace {
 

@@ -1,0 +1,95 @@
+// `kvelastic._vmm`: blocks of an engine's own tensors, to and from staging.
+#include "pool/engine_blocks.h"
+
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/shared_ptr.h>
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "bind/errors.h"
+#include "bind/ids.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace kvelastic {
+namespace {
+
+constexpr std::size_t kPartFields = 5;
+
+std::uint64_t natural(std::int64_t value) {
+  if (value < 0) {
+    raise_code("INVALID_ARGUMENT", std::to_string(value) + " is no address, size or slot");
+  }
+  return static_cast<std::uint64_t>(value);
+}
+
+std::vector<BlockPart> parts_of(nb::handle sequence) {
+  std::vector<BlockPart> parts;
+  for (nb::handle each : nb::borrow<nb::sequence>(sequence)) {
+    const std::vector<std::int64_t> fields = integers_of(each);
+    if (fields.size() != kPartFields) {
+      raise_code("INVALID_ARGUMENT",
+                 "a part is (address, block_stride_bytes, row_bytes, rows, row_stride_bytes)");
+    }
+    parts.push_back({reinterpret_cast<std::byte*>(natural(fields[0])), natural(fields[1]),
+                     natural(fields[2]), natural(fields[3]), natural(fields[4])});
+  }
+  return parts;
+}
+
+std::vector<BlockSlot> pairs_of(nb::handle ids, nb::handle slots) {
+  const std::vector<std::int64_t> blocks = integers_of(ids);
+  const std::vector<std::int64_t> places = integers_of(slots);
+  if (blocks.size() != places.size()) {
+    raise_code("INVALID_ARGUMENT", std::to_string(blocks.size()) + " blocks and " +
+                                       std::to_string(places.size()) + " slots; pass one for each");
+  }
+  std::vector<BlockSlot> pairs;
+  pairs.reserve(blocks.size());
+  for (std::size_t i = 0; i < blocks.size(); ++i) pairs.push_back({blocks[i], natural(places[i])});
+  return pairs;
+}
+
+}  // namespace
+
+void bind_engine_blocks(nb::module_& m) {
+  nb::class_<EngineBlocks>(
+      m, "EngineBlocks",
+      "Blocks of an engine's own tensors; see vmm_csrc/pool/engine_blocks.h. Who "
+      "makes it keeps their memory as long as it is used. Any thread.")
+      .def(nb::new_([](std::shared_ptr<Driver> driver, nb::handle parts, std::int64_t blocks) {
+             return std::shared_ptr<EngineBlocks>(
+                 unwrap(EngineBlocks::create(std::move(driver), parts_of(parts), natural(blocks))));
+           }),
+           "driver"_a, "parts"_a, "blocks"_a,
+           "`parts`: (address, block_stride_bytes, row_bytes, rows, row_stride_bytes) of each, in "
+           "the order that a record has. Raises InvalidArgumentError.")
+      .def_prop_ro("blocks", &EngineBlocks::blocks)
+      .def_prop_ro("record_bytes", &EngineBlocks::record_bytes)
+      .def(
+          "copy_out",
+          [](EngineBlocks& engine, nb::handle ids, const std::shared_ptr<Staging>& staging,
+             nb::handle slots, std::int64_t offset_bytes) {
+            const std::vector<BlockSlot> pairs = pairs_of(ids, slots);
+            const std::uint64_t offset = natural(offset_bytes);
+            check(without_gil([&] { return engine.copy(pairs, staging, offset, CopyTo::kHost); }));
+          },
+          "ids"_a, "staging"_a, "slots"_a, "offset_bytes"_a = 0,
+          "Blocks to slots of a Staging, to `offset_bytes` of each record; without the GIL. Raises "
+          "InvalidArgumentError with nothing copied, DriverError where the device fails.")
+      .def(
+          "copy_in",
+          [](EngineBlocks& engine, const std::shared_ptr<Staging>& staging, nb::handle slots,
+             nb::handle ids, std::int64_t offset_bytes) {
+            const std::vector<BlockSlot> pairs = pairs_of(ids, slots);
+            const std::uint64_t offset = natural(offset_bytes);
+            check(
+                without_gil([&] { return engine.copy(pairs, staging, offset, CopyTo::kDevice); }));
+          },
+          "staging"_a, "slots"_a, "ids"_a, "offset_bytes"_a = 0, "The other way round.");
+}
+
+}  // namespace kvelastic

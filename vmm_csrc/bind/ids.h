@@ -1,0 +1,72 @@
+// Lists of integers across the boundary, fast: an engine hands ids over on its hot path.
+#pragma once
+
+#include <nanobind/nanobind.h>
+
+#include <cstdint>
+#include <limits>
+#include <vector>
+
+#include "bind/errors.h"
+
+namespace kvelastic {
+
+/// Any sequence of integers (list, tuple, range, NumPy array). Raises TypeError for anything else,
+/// OverflowError for what no 64-bit integer holds.
+inline std::vector<std::int64_t> integers_of(nanobind::handle sequence) {
+  PyObject* fast = PySequence_Fast(sequence.ptr(), "a sequence of integers is wanted");
+  if (fast == nullptr) throw nanobind::python_error();
+  const nanobind::object keep = nanobind::steal(fast);
+  const bool is_list = PyList_Check(fast) != 0;  // else a tuple: PySequence_Fast makes nothing else
+  std::vector<std::int64_t> out;
+  out.reserve(static_cast<std::size_t>(Py_SIZE(fast)));
+  // An item's __index__ may run Python that changes this very list: size and items are looked up
+  // anew each time, and the item is held. nanobind's NB_ names are macros of Python's, and
+  // functions under the stable ABI, which has no PySequence_Fast_GET_ITEM.
+  for (Py_ssize_t i = 0; i < Py_SIZE(fast); ++i) {
+    PyObject* item = is_list ? NB_LIST_GET_ITEM(fast, i) : NB_TUPLE_GET_ITEM(fast, i);
+    std::int64_t value = 0;
+    if (PyLong_CheckExact(item)) {
+      value = PyLong_AsLongLong(item);
+    } else {
+      const nanobind::object held = nanobind::borrow(item);
+      const nanobind::object index = nanobind::steal(PyNumber_Index(item));
+      if (!index.is_valid()) throw nanobind::python_error();
+      value = PyLong_AsLongLong(index.ptr());
+    }
+    if (value == -1 && PyErr_Occurred() != nullptr) throw nanobind::python_error();
+    out.push_back(value);
+  }
+  return out;
+}
+
+inline nanobind::object list_of(const std::vector<std::int64_t>& values) {
+  PyObject* list = PyList_New(static_cast<Py_ssize_t>(values.size()));
+  if (list == nullptr) throw nanobind::python_error();
+  for (std::size_t i = 0; i < values.size(); ++i) {
+    PyObject* value = PyLong_FromLongLong(values[i]);
+    if (value == nullptr) {
+      Py_DECREF(list);
+      throw nanobind::python_error();
+    }
+    NB_LIST_SET_ITEM(list, static_cast<Py_ssize_t>(i), value);
+  }
+  return nanobind::steal(list);
+}
+
+/// Page indices; raises InvalidArgumentError for what cannot be one.
+inline std::vector<std::uint32_t> pages_of(nanobind::handle sequence) {
+  const std::vector<std::int64_t> wide = integers_of(sequence);
+  std::vector<std::uint32_t> out;
+  out.reserve(wide.size());
+  for (const std::int64_t page : wide) {
+    if (page < 0 || page > std::numeric_limits<std::uint32_t>::max()) {
+      raise_code("INVALID_ARGUMENT",
+                 std::to_string(page) + " is no page index; it must be 0 or more");
+    }
+    out.push_back(static_cast<std::uint32_t>(page));
+  }
+  return out;
+}
+
+}  // namespace kvelastic

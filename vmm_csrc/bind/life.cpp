@@ -1,0 +1,66 @@
+// `kvelastic._vmm`: locks that say that a process lives, and asking about them.
+#include "bind/life.h"
+
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include "bind/errors.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace kvelastic {
+namespace {
+
+/// What Python holds: the lock can be let go of before the object is gone.
+struct PyLifeLock {
+  std::unique_ptr<LifeLock> lock;
+};
+
+nb::object hold(const std::string& path, int fd, std::uint64_t byte, bool children_keep) {
+  auto attempt =
+      unwrap(LifeLock::hold(unwrap(LifeFile::of(path, fd)), byte,
+                            children_keep ? LifeLock::Children::kKeep : LifeLock::Children::kDrop));
+  switch (attempt.outcome) {
+    case LifeLock::Outcome::kTaken:
+      raise_code("SEGMENT_BUSY", "byte " + std::to_string(byte) + " of " + path +
+                                     " is held by another process that lives");
+    case LifeLock::Outcome::kNoLocks:
+      return nb::none();
+    case LifeLock::Outcome::kHeld:
+      break;
+  }
+  return nb::cast(std::make_shared<PyLifeLock>(std::move(attempt.lock)));
+}
+
+const char* life_of(int fd, std::uint64_t first, std::uint64_t count, std::uint64_t pid_namespace,
+                    const std::vector<std::pair<std::uint32_t, std::uint64_t>>& processes) {
+  std::vector<ProcessStart> starts;
+  for (const auto& [pid, ticks] : processes) starts.push_back({pid, ticks});
+  return life_name(LifeJudge(fd).ask(first, count, pid_namespace, starts));
+}
+
+}  // namespace
+
+void bind_life(nb::module_& m) {
+  nb::class_<PyLifeLock>(m, "LifeLock", "A byte of a shared file; see vmm_csrc/base/life_lock.h.")
+      .def_static("hold", &hold, "path"_a, "fd"_a, "byte"_a, nb::kw_only(),
+                  "children_keep"_a = false,
+                  "Hold the byte until release() or the end of this process. `fd` is an open of "
+                  "the file\nthat `path` must lead to. None: the file system has no such locks. "
+                  "Raises\nSegmentBusyError if the byte is held already, SegmentError.")
+      .def(
+          "release", [](PyLifeLock& held) { held.lock.reset(); },
+          "Free the byte. Repeatable; does nothing in a forked child.");
+  m.def("life_of", &life_of, "fd"_a, "first_byte"_a, "count"_a = 1, nb::kw_only(),
+        "pid_namespace"_a = 0,
+        "processes"_a = std::vector<std::pair<std::uint32_t, std::uint64_t>>{},
+        "alive, dead or unknown: whether one of the bytes is held. `fd` is an open of the judge's "
+        "own.\nProcesses, (pid, start ticks), that are seen to run in their pid namespace are "
+        "alive in any case.");
+}
+
+}  // namespace kvelastic

@@ -1,0 +1,21 @@
+// Words for what can be said of a process.
+#pragma once
+
+#include "base/life_lock.h"
+
+namespace kvelastic {
+
+/// The values of kvelastic.lease.Liveness.
+constexpr const char* life_name(Life life) {
+  switch (life) {
+    case Life::kAlive:
+      return "alive";
+    case Life::kDead:
+      return "dead";
+    case Life::kUnknown:
+      break;
+  }
+  return "unknown";
+}
+
+}  // namespace kvelastic

@@ -1,0 +1,41 @@
+// The native module, `kvelastic._vmm`.
+#include <nanobind/nanobind.h>
+
+#include "base/debug_log.h"
+
+namespace kvelastic {
+void bind_copy(nanobind::module_& m);
+void bind_driver(nanobind::module_& m);
+void bind_engine_blocks(nanobind::module_& m);
+void bind_ledger(nanobind::module_& m);
+void bind_life(nanobind::module_& m);
+void bind_places(nanobind::module_& m);
+void bind_pool(nanobind::module_& m);
+void bind_reclaim(nanobind::module_& m);
+void bind_record(nanobind::module_& m);
+void bind_record_io(nanobind::module_& m);
+void bind_pieces(nanobind::module_& m);
+void bind_staging(nanobind::module_& m);
+void bind_tier_index(nanobind::module_& m);
+}  // namespace kvelastic
+
+NB_MODULE(_vmm, m) {
+  m.doc() = "kvelastic's memory: drivers, ranges, pools and the shared record. No torch in here.";
+  // An engine's tensors live until the interpreter is gone, and the range with them: no leak.
+  nanobind::set_leak_warnings(false);
+  m.def("set_log_level", &kvelastic::set_log_level, nanobind::arg("level"),
+        "The least level, as `logging` counts them, of lines that native threads write to stderr.");
+  kvelastic::bind_record(m);
+  kvelastic::bind_record_io(m);
+  kvelastic::bind_driver(m);
+  kvelastic::bind_copy(m);
+  kvelastic::bind_ledger(m);
+  kvelastic::bind_life(m);
+  kvelastic::bind_places(m);
+  kvelastic::bind_pieces(m);
+  kvelastic::bind_staging(m);
+  kvelastic::bind_engine_blocks(m);
+  kvelastic::bind_tier_index(m);
+  kvelastic::bind_pool(m);
+  kvelastic::bind_reclaim(m);
+}

@@ -1,0 +1,207 @@
+// `kvelastic._vmm`: what tiers need of a pool.
+#include "bind/pool_tiers.h"
+
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/shared_ptr.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "bind/errors.h"
+#include "bind/ids.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace kvelastic {
+namespace {
+
+/// At most an hour: whoever waits comes back.
+std::chrono::nanoseconds wait_of(double seconds) {
+  if (std::isnan(seconds)) raise_code("INVALID_ARGUMENT", "a time in seconds cannot be nan");
+  constexpr double kMostSeconds = 3600, kNanoseconds = 1e9;
+  return std::chrono::nanoseconds(
+      static_cast<std::int64_t>(std::clamp(seconds, 0.0, kMostSeconds) * kNanoseconds));
+}
+
+std::vector<BlockSlot> block_slots_of(nb::handle ids, nb::handle slots) {
+  const std::vector<std::int64_t> blocks = integers_of(ids);
+  const std::vector<std::int64_t> places = integers_of(slots);
+  if (blocks.size() != places.size()) {
+    raise_code("INVALID_ARGUMENT", std::to_string(blocks.size()) + " blocks and " +
+                                       std::to_string(places.size()) + " slots; give one for each");
+  }
+  std::vector<BlockSlot> out;
+  out.reserve(blocks.size());
+  for (std::size_t i = 0; i < blocks.size(); ++i) {
+    out.push_back({blocks[i], static_cast<std::uint64_t>(places[i])});
+  }
+  return out;
+}
+
+void copy(Pool& pool, nb::handle ids, const std::shared_ptr<Staging>& staging, nb::handle slots,
+          CopyTo to) {
+  const std::vector<BlockSlot> blocks = block_slots_of(ids, slots);
+  check(without_gil([&pool = own(pool), &blocks, &staging, to] {
+    return pool.copy_records(blocks, staging, to);
+  }));
+}
+
+/// Keys side by side, as Python has them.
+std::vector<BlockKey> keys_of(const nb::bytes& keys, std::size_t count) {
+  if (keys.size() != count * sizeof(BlockKey)) {
+    raise_code("INVALID_ARGUMENT", std::to_string(keys.size()) + " bytes of keys for " +
+                                       std::to_string(count) + " blocks; give 16 for each");
+  }
+  std::vector<BlockKey> out(count);
+  std::memcpy(out.data(), keys.data(), keys.size());
+  return out;
+}
+
+/// As free(), it only blocks where it has to give memory back.
+void cache(Pool& pool, nb::handle sequence, const std::optional<nb::bytes>& keys) {
+  const std::vector<std::int64_t> ids = integers_of(sequence);
+  const std::vector<BlockKey> named = keys ? keys_of(*keys, ids.size()) : std::vector<BlockKey>();
+  const auto run = [&] { return keys ? pool.cache(ids, named) : pool.cache(ids); };
+  check(own(pool).is_over_limit() ? without_gil(run) : run());
+}
+
+const char* name_of(DemotionReason reason) {
+  switch (reason) {
+    case DemotionReason::kReclaim:
+      return "reclaim";
+    case DemotionReason::kLimit:
+      return "limit";
+    case DemotionReason::kSleep:
+      return "sleep";
+  }
+  return "?";
+}
+
+double seconds(std::chrono::nanoseconds time) {
+  return std::chrono::duration<double>(time).count();
+}
+
+void bind_results(nb::module_& m) {
+  nb::class_<Pool::Demotion>(m, "Demotion", "What is to be copied before it is evicted.")
+      .def_prop_ro(
+          "reason", [](const Pool::Demotion& want) { return name_of(want.reason); },
+          "reclaim, limit or sleep.")
+      .def_ro("blocks", &Pool::Demotion::blocks, "Cached blocks that have no copy.")
+      .def_prop_ro("seconds_left", [](const Pool::Demotion& want) { return seconds(want.left); });
+  nb::class_<Leaving>(m, "Leaving", "Blocks of which a copy is being made.")
+      .def_ro("ticket", &Leaving::ticket)
+      .def_prop_ro("ids", [](const Leaving& leaving) { return list_of(leaving.ids); })
+      .def_prop_ro("keys", [](const Leaving& leaving) {
+        return nb::bytes(leaving.keys.data(), leaving.keys.size() * sizeof(BlockKey));
+      });
+}
+
+std::uint64_t end_leaving(Pool& pool, std::uint32_t ticket, nb::handle copied) {
+  std::vector<std::uint8_t> flags;
+  for (const std::int64_t flag : integers_of(copied)) flags.push_back(flag != 0 ? 1 : 0);
+  return unwrap(own(pool).end_leaving(ticket, flags));
+}
+
+}  // namespace
+
+void bind_pool_tiers(nb::module_& m, nb::class_<Pool>& pool) {
+  bind_results(m);
+  pool.def("cache", &cache, "ids"_a, "keys"_a = nb::none(),
+           "Keep the contents of used blocks until the memory is needed; the first named goes "
+           "first. `keys`: 16 bytes for each, zeros for none: what a tier may keep them under. "
+           "All or nothing; raises as free().")
+      .def(
+          "name_blocks",
+          [](Pool& self, nb::handle sequence, const nb::bytes& keys) {
+            const std::vector<std::int64_t> ids = integers_of(sequence);
+            check(own(self).name(ids, keys_of(keys, ids.size())));
+          },
+          "ids"_a, "keys"_a,
+          "Give blocks in use or cached their keys; one with another key than before has no copy "
+          "any more. All or nothing; raises UnknownBlockError (free ones, too), NullBlockError.")
+      .def(
+          "use_tiers",
+          [](Pool& self, double reclaim_wait_s, double limit_wait_s, double sleep_wait_s) {
+            own(self).use_tiers(
+                {wait_of(reclaim_wait_s), wait_of(limit_wait_s), wait_of(sleep_wait_s)});
+          },
+          nb::kw_only(), "reclaim_wait_s"_a = 0.02, "limit_wait_s"_a = 2.0, "sleep_wait_s"_a = 30.0,
+          "From now on evictions are counted as demoted or dropped, and what shrinks the pool "
+          "waits so long for copies, while a thread serves next_demotion().")
+      .def(
+          "mark_clean",
+          [](Pool& self, nb::handle sequence, const nb::bytes& keys) {
+            const std::vector<std::int64_t> ids = integers_of(sequence);
+            return own(self).mark_clean(ids, keys_of(keys, ids.size()));
+          },
+          "ids"_a, "keys"_a,
+          "Say that a tier has these blocks; those that still have these keys are clean. Returns "
+          "how many.")
+      .def(
+          "forget_copies", [](Pool& self) { return own(self).forget_copies(); },
+          "Say that no tier has any block; returns how many were clean.")
+      .def(
+          "next_demotion",
+          [](Pool& self, double timeout_s) {
+            const std::chrono::nanoseconds timeout = wait_of(timeout_s);
+            return without_gil(
+                [&self = own(self), timeout] { return self.next_demotion(timeout); });
+          },
+          "timeout_s"_a,
+          "Block until what shrinks the pool wants blocks copied, timeout_s at most, or until "
+          "stop_demotions(); then None. From the first call on shrinking waits for copies.")
+      .def(
+          "clean",
+          [](Pool& self, double timeout_s) {
+            const std::chrono::nanoseconds timeout = wait_of(timeout_s);
+            return without_gil([&self = own(self), timeout] { return self.clean(timeout); });
+          },
+          "timeout_s"_a,
+          "Have everything cached copied that has a key, and keep it cached; blocks, timeout_s at "
+          "most. Returns how many cached blocks have no copy then.")
+      .def(
+          "stop_demotions", [](Pool& self) { own(self).stop_demotions(); },
+          "Nobody serves next_demotion() any more, and nothing waits for copies.")
+      .def(
+          "begin_leaving",
+          [](Pool& self, std::uint64_t most) { return own(self).begin_leaving(most); }, "most"_a,
+          "Choose at most `most` dirty cached blocks that have keys: the oldest, or those that "
+          "would go first while somebody shrinks the pool. They can be copied, and their pages "
+          "stay, until end_leaving().")
+      .def(
+          "still_leaving",
+          [](const Pool& self, std::uint32_t ticket) {
+            nb::list out;
+            for (const std::uint8_t flag : own(self).still_leaving(ticket)) out.append(flag != 0);
+            return out;
+          },
+          "ticket"_a,
+          "A flag for each block that left: whether it still holds what it held then. Ask after "
+          "the copy and before it is kept under its key: an alloc may have taken the block while "
+          "it was read.")
+      .def("end_leaving", &end_leaving, "ticket"_a, "copied"_a,
+           "A flag for each block that left: whether a tier has its copy now. Blocks that were "
+           "used by others or renamed meanwhile are passed over. Returns how many are clean now.")
+      .def_prop_ro("record_bytes", &Pool::record_bytes,
+                   "Bytes of one block in all buffers and all ranks.")
+      .def(
+          "copy_out",
+          [](Pool& self, nb::handle ids, const std::shared_ptr<Staging>& staging,
+             nb::handle slots) { copy(self, ids, staging, slots, CopyTo::kHost); },
+          "ids"_a, "staging"_a, "slots"_a,
+          "Copy blocks into slots, one each; blocks, without the GIL. They must be the caller's: "
+          "in "
+          "use, pinned, or leaving. Raises InvalidArgumentError, DriverError, ChannelError.")
+      .def(
+          "copy_in",
+          [](Pool& self, const std::shared_ptr<Staging>& staging, nb::handle slots,
+             nb::handle ids) { copy(self, ids, staging, slots, CopyTo::kDevice); },
+          "staging"_a, "slots"_a, "ids"_a, "The way back, into blocks in use.");
+}
+
+}  // namespace kvelastic

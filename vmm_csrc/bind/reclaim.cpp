@@ -1,0 +1,110 @@
+// `kvelastic._vmm`: the policy of who gives to whom, and the account of a device's memory.
+#include "ledger/reclaim.h"
+
+#include <nanobind/nanobind.h>
+
+#include <vector>
+
+#include "bind/errors.h"
+#include "ledger/device_account.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace kvelastic {
+namespace {
+
+// Plain values of a plan, as `kvelastic.reclaim` has them.
+std::vector<Contender> contenders_of(nb::sequence sequence) {
+  std::vector<Contender> all;
+  for (nb::handle item : sequence) {
+    Contender c;
+    c.granted_bytes = nb::cast<std::uint64_t>(item.attr("granted_bytes"));
+    c.min_bytes = nb::cast<std::uint64_t>(item.attr("min_bytes"));
+    c.priority = nb::cast<std::int64_t>(item.attr("priority"));
+    c.parked_bytes = nb::cast<std::uint64_t>(item.attr("parked_bytes"));
+    c.cached_bytes = nb::cast<std::uint64_t>(item.attr("cached_bytes"));
+    c.page_bytes = nb::cast<std::uint64_t>(item.attr("page_bytes"));
+    c.idle_ns = nb::cast<std::uint64_t>(item.attr("idle_ns"));
+    c.ask_bytes = nb::cast<std::uint64_t>(item.attr("ask_bytes"));
+    c.ask_ns = nb::cast<std::uint64_t>(item.attr("ask_ns"));
+    c.wanted_bytes = nb::cast<std::uint64_t>(item.attr("wanted_bytes"));
+    c.wanted_ns = nb::cast<std::uint64_t>(item.attr("wanted_ns"));
+    all.push_back(c);
+  }
+  return all;
+}
+
+nb::list demands(const std::vector<Demand>& plan) {
+  nb::list out;
+  for (const Demand& demand : plan) {
+    out.append(
+        nb::make_tuple(demand.contender, demand.bytes, static_cast<std::uint32_t>(demand.depth)));
+  }
+  return out;
+}
+
+nb::list plan(nb::sequence contenders, std::size_t asker, std::uint64_t free_bytes,
+              std::uint64_t capacity_bytes) {
+  const std::vector<Contender> all = contenders_of(contenders);
+  if (asker >= all.size()) raise_code("INVALID_ARGUMENT", "asker is no index of the contenders");
+  return demands(plan_reclaim(all, asker, free_bytes, capacity_bytes, ReclaimRules{}));
+}
+
+nb::list excess(nb::sequence contenders, std::uint64_t excess_bytes, std::uint64_t capacity_bytes) {
+  return demands(
+      plan_excess(contenders_of(contenders), excess_bytes, capacity_bytes, ReclaimRules{}));
+}
+
+std::uint64_t kept(nb::sequence contenders, std::size_t self, std::uint64_t capacity_bytes) {
+  const std::vector<Contender> all = contenders_of(contenders);
+  if (self >= all.size()) raise_code("INVALID_ARGUMENT", "self is no index of the contenders");
+  return kept_bytes(all, self, capacity_bytes, ReclaimRules{});
+}
+
+}  // namespace
+
+void bind_reclaim(nb::module_& m) {
+  const ReclaimRules rules;
+  m.attr("RECLAIM_IDLE_NS") = rules.idle_ns;
+  m.attr("RECLAIM_PATIENCE_NS") = rules.patience_ns;
+  m.attr("RECLAIM_FAIR_CACHED_NS") = rules.fair_cached_ns;
+  m.attr("RECLAIM_FAIR_IN_USE_NS") = rules.fair_in_use_ns;
+  m.attr("RECLAIM_RESERVE_WAIT_NS") = rules.reserve_wait_ns;
+  m.attr("RECLAIM_ASK_LEASE_NS") = rules.ask_lease_ns;
+
+  m.def("plan_reclaim", &plan, "contenders"_a, "asker"_a, "free_bytes"_a, "capacity_bytes"_a,
+        "Whom to ask for what: (contender, bytes, depth) tuples; see vmm_csrc/ledger/reclaim.h.");
+  m.def("kept_bytes", &kept, "contenders"_a, "self"_a, "capacity_bytes"_a,
+        "What one of them has to leave to those who wait; see vmm_csrc/ledger/reclaim.h.");
+  m.def("plan_excess", &excess, "contenders"_a, "excess_bytes"_a, "capacity_bytes"_a,
+        "The same, so that all of them together hold less; see vmm_csrc/ledger/reclaim.h.");
+
+  m.def(
+      "left_for_caches",
+      [](std::uint64_t capacity_bytes, std::uint64_t total_bytes, std::uint64_t beside_bytes) {
+        return DeviceMemorySize{capacity_bytes, total_bytes}.left_for_caches(beside_bytes);
+      },
+      "capacity_bytes"_a, "total_bytes"_a, "beside_bytes"_a,
+      "What of the capacity is left beside that much; see vmm_csrc/ledger/device_account.h.");
+  m.def(
+      "has_room_for",
+      [](std::uint64_t capacity_bytes, std::uint64_t total_bytes, std::uint64_t guaranteed_bytes,
+         std::uint64_t reserved_bytes) {
+        return DeviceMemorySize{capacity_bytes, total_bytes}.has_room_for(guaranteed_bytes,
+                                                                          reserved_bytes);
+      },
+      "capacity_bytes"_a, "total_bytes"_a, "guaranteed_bytes"_a, "reserved_bytes"_a,
+      "Whether the sums of all guarantees and reserves fit.");
+  m.def(
+      "check_account",
+      [](std::uint64_t capacity_bytes, std::uint64_t total_bytes, std::uint64_t granted_bytes,
+         std::uint64_t guaranteed_bytes, std::uint64_t reserved_bytes) {
+        check(check_account({capacity_bytes, total_bytes}, granted_bytes, guaranteed_bytes,
+                            reserved_bytes));
+      },
+      "capacity_bytes"_a, "total_bytes"_a, "granted_bytes"_a, "guaranteed_bytes"_a,
+      "reserved_bytes"_a, "Raises IntegrityError where the sums are more than the device has.");
+}
+
+}  // namespace kvelastic

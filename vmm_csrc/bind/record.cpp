@@ -1,0 +1,504 @@
+// `kvelastic._vmm.Record`: the record of record.h over any Python buffer.
+#include "bind/record.h"
+
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cmath>
+#include <cstring>
+#include <string>
+
+#include "bind/errors.h"
+#include "bind/gil.h"
+#include "segment/record_copy.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace kvelastic {
+namespace {
+
+/// Long waits come back this often to look for signals that another thread was given.
+constexpr std::int64_t kSignalCheckNs = 100'000'000;
+
+[[noreturn]] void raise_released() {
+  raise_code("SEGMENT", "this record has been released");
+}
+
+std::shared_ptr<BufferHold> take_buffer(nb::handle buffer, bool must_write) {
+  Py_buffer raw{};
+  if (PyObject_GetBuffer(buffer.ptr(), &raw, PyBUF_WRITABLE) != 0) {
+    if (must_write || !PyErr_ExceptionMatches(PyExc_BufferError)) throw nb::python_error();
+    PyErr_Clear();
+    if (PyObject_GetBuffer(buffer.ptr(), &raw, PyBUF_SIMPLE) != 0) throw nb::python_error();
+  }
+  return std::make_shared<BufferHold>(raw);
+}
+
+template <typename Bytes>
+Bytes sixteen(nb::bytes value, const char* what) {
+  Bytes out{};
+  if (value.size() != out.size()) {
+    raise_code("INVALID_ARGUMENT",
+               std::string(what) + " must have 16 bytes, not " + std::to_string(value.size()));
+  }
+  std::memcpy(out.data(), value.c_str(), out.size());
+  return out;
+}
+
+/// Text that anybody may have written: what is not UTF-8 becomes U+FFFD.
+nb::object text(std::span<const char> field) {
+  const std::string_view view = text_of(field);
+  PyObject* decoded =
+      PyUnicode_DecodeUTF8(view.data(), static_cast<Py_ssize_t>(view.size()), "replace");
+  if (decoded == nullptr) throw nb::python_error();
+  return nb::steal(decoded);
+}
+
+/// Nanoseconds of a time in seconds; None waits for ever, and so does what no clock can reach.
+std::int64_t nanoseconds(std::optional<double> seconds) {
+  constexpr double most_seconds = 1e9;
+  if (!seconds || *seconds > most_seconds) return -1;
+  if (std::isnan(*seconds)) raise_code("INVALID_ARGUMENT", "a timeout cannot be nan");
+  return static_cast<std::int64_t>(std::max(*seconds, 0.0) * 1e9);
+}
+
+/// Calls `wait(slice_ns)`, GIL released, until it is true or the time is over; Python's signal
+/// handlers run in between, and what they raise ends it.
+template <typename Wait>
+bool wait_in_slices(std::int64_t timeout_ns, Wait wait) {
+  const std::uint64_t start_ns = monotonic_ns();
+  for (;;) {
+    const auto passed_ns = static_cast<std::int64_t>(monotonic_ns() - start_ns);
+    const std::int64_t left_ns = timeout_ns < 0 ? kSignalCheckNs : timeout_ns - passed_ns;
+    const std::int64_t slice_ns = std::clamp<std::int64_t>(left_ns, 0, kSignalCheckNs);
+    bool done = false;
+    {
+      const GilReleased unlocked;
+      done = wait(slice_ns);
+    }
+    if (done) return true;
+    if (PyErr_CheckSignals() != 0) throw nb::python_error();
+    if (left_ns <= slice_ns && timeout_ns >= 0 &&
+        static_cast<std::int64_t>(monotonic_ns() - start_ns) >= timeout_ns) {
+      return false;
+    }
+  }
+}
+
+PyRecord make_owner(nb::handle buffer, const std::string& name, const std::string& engine,
+                    const std::string& model,
+                    std::vector<std::pair<std::string, std::uint64_t>> devices, nb::bytes uuid,
+                    std::uint32_t pid, std::uint64_t start_time_ticks, nb::bytes boot_id,
+                    std::uint64_t pid_namespace, std::uint32_t uid,
+                    std::uint64_t created_realtime_ns) {
+  RecordIdentity identity;
+  identity.name = name;
+  identity.engine = engine;
+  identity.model = model;
+  identity.devices = std::move(devices);
+  identity.uuid = sixteen<decltype(identity.uuid)>(uuid, "uuid");
+  identity.owner_pid = pid;
+  identity.owner_start_ticks = start_time_ticks;
+  identity.boot_id = sixteen<decltype(identity.boot_id)>(boot_id, "boot_id");
+  identity.pid_namespace = pid_namespace;
+  identity.owner_uid = uid;
+  identity.created_realtime_ns = created_realtime_ns;
+  auto hold = take_buffer(buffer, true);
+  auto owner = unwrap(RecordOwner::create(hold->bytes(), identity));
+  const RecordView view = unwrap(RecordView::open(hold->bytes()));
+  return PyRecord(std::move(hold), view, std::move(owner));
+}
+
+PyRecord make_view(nb::handle buffer) {
+  auto hold = take_buffer(buffer, false);
+  const RecordView view = unwrap(RecordView::open(hold->bytes()));
+  return PyRecord(std::move(hold), view, nullptr);
+}
+
+const char* state_name(std::optional<InstanceState> state) {
+  if (!state) return "unknown";
+  return *state == InstanceState::kAlive ? "alive" : "closing";
+}
+
+constexpr std::array<std::pair<AnswerState, const char*>, 5> kAnswerStates{{
+    {AnswerState::kNone, "none"},
+    {AnswerState::kApplied, "applied"},
+    {AnswerState::kShrinking, "shrinking"},
+    {AnswerState::kRefused, "refused"},
+    {AnswerState::kFailed, "failed"},
+}};
+
+const char* answer_state_name(AnswerState state) {
+  for (const auto& [value, name] : kAnswerStates) {
+    if (value == state) return name;
+  }
+  return "unknown";
+}
+
+AnswerState answer_state_of(const std::string& name) {
+  for (const auto& [value, known] : kAnswerStates) {
+    if (name == known) return value;
+  }
+  raise_code("INVALID_ARGUMENT",
+             "unknown answer state '" + name + "'; known: none, applied, shrinking, refused");
+}
+
+/// The fields of Usage that Python sees, by their names.
+constexpr std::array<std::pair<const char*, std::uint64_t Usage::*>, 22> kUsageFields{{
+    {"capacity_bytes", &Usage::capacity_bytes},
+    {"mapped_bytes", &Usage::mapped_bytes},
+    {"in_use_bytes", &Usage::in_use_bytes},
+    {"cached_bytes", &Usage::cached_bytes},
+    {"parked_bytes", &Usage::parked_bytes},
+    {"page_bytes", &Usage::page_bytes},
+    {"blocks_total", &Usage::blocks_total},
+    {"blocks_in_use", &Usage::blocks_in_use},
+    {"blocks_cached", &Usage::blocks_cached},
+    {"blocks_available", &Usage::blocks_available},
+    {"blocks_reserved", &Usage::blocks_reserved},
+    {"pages_mapped", &Usage::pages_mapped},
+    {"pages_parked", &Usage::pages_parked},
+    {"updated_ns", &Usage::updated_ns},
+    {"asleep", &Usage::asleep},
+    {"limit_bytes", &Usage::limit_bytes},
+    {"squeezed", &Usage::squeezed},
+    {"mappings_per_page", &Usage::mappings_per_page},
+    {"reports_waiting", &Usage::reports_waiting},
+    {"requests_waiting", &Usage::requests_waiting},
+    {"first_needs_bytes", &Usage::first_needs_bytes},
+    {"first_may_need_bytes", &Usage::first_may_need_bytes},
+}};
+
+nb::list devices_of(const RecordHeader& header) {
+  nb::list out;
+  for (const RecordDevice& device : header.devices) {
+    if (device.copies == 0) break;
+    out.append(nb::make_tuple(text(device.name), device.copies));
+  }
+  return out;
+}
+
+nb::dict read_header(const PyRecord& record) {
+  const RecordHeader& header = record.view().header();
+  nb::dict out;
+  out["abi_version"] = header.abi_version;
+  out["total_bytes"] = header.total_bytes;
+  out["ring_offset"] = header.ring_offset;
+  out["ring_bytes"] = header.ring_bytes;
+  out["name"] = text(header.name);
+  out["engine"] = text(header.engine);
+  out["model"] = text(header.model);
+  out["device"] = text(header.devices.front().name);
+  out["devices"] = devices_of(header);
+  out["uuid"] = nb::bytes(header.uuid.data(), header.uuid.size());
+  out["pid"] = header.owner_pid;
+  out["start_time_ticks"] = header.owner_start_ticks;
+  out["boot_id"] = nb::bytes(header.boot_id.data(), header.boot_id.size());
+  out["pid_namespace"] = header.pid_namespace;
+  out["uid"] = header.owner_uid;
+  out["created_realtime_ns"] = header.created_realtime_ns;
+  out["state"] = state_name(record.view().state());
+  return out;
+}
+
+nb::dict request_dict(const Request& request) {
+  nb::dict out;
+  out["revision"] = request.revision;
+  const auto said = [](std::uint64_t revision, auto value) -> nb::object {
+    return revision != 0 ? nb::object(nb::int_(value)) : nb::none();
+  };
+  out["limit_bytes"] = said(request.limit_revision, request.limit_bytes);
+  out["limit_revision"] = request.limit_revision;
+  out["min_bytes"] = said(request.min_revision, request.min_bytes);
+  out["priority"] = said(request.priority_revision, request.priority);
+  out["asleep"] = said(request.asleep_revision, request.asleep);
+  out["trim_revision"] = request.trim_revision;
+  out["writer_pid"] = request.writer_pid;
+  out["written_ns"] = request.written_ns;
+  return out;
+}
+
+nb::dict read_request(const PyRecord& record) {
+  Request request;
+  const bool whole = record.view().read_request(request);
+  nb::dict out = request_dict(request);
+  out["whole"] = whole;
+  return out;
+}
+
+nb::dict read_answer(const PyRecord& record) {
+  Answer answer;
+  const bool whole = record.view().read_answer(answer);
+  nb::dict out;
+  out["revision"] = answer.revision;
+  out["effective_limit_bytes"] = answer.effective_limit_bytes;
+  out["mapped_bytes"] = answer.mapped_bytes;
+  out["over_bytes"] = answer.over_bytes;
+  out["min_bytes"] = answer.min_bytes;
+  out["priority"] = answer.priority;
+  out["state"] = answer_state_name(answer.state);
+  const std::string reason = record.view().reason_of(answer);
+  out["reason"] = text(reason);
+  out["answered_ns"] = answer.answered_ns;
+  out["whole"] = whole;
+  return out;
+}
+
+nb::dict read_usage(const PyRecord& record) {
+  Usage usage;
+  const bool whole = record.view().read_usage(usage);
+  nb::dict out;
+  for (const auto& [name, field] : kUsageFields) out[name] = usage.*field;
+  out["whole"] = whole;
+  return out;
+}
+
+nb::object engine_asleep(const PyRecord& record) {
+  const EngineSleep sleep = record.view().engine_sleep();
+  if (sleep == EngineSleep::kUnknown) return nb::none();
+  return nb::bool_(sleep == EngineSleep::kAsleep);
+}
+
+nb::dict counters(const PyRecord& record) {
+  nb::dict out;
+  for (std::uint32_t i = 0; i < static_cast<std::uint32_t>(Counter::kCount); ++i) {
+    const auto counter = static_cast<Counter>(i);
+    const std::string_view name = counter_name(counter);
+    out[nb::str(name.data(), name.size())] = record.view().counter(counter);
+  }
+  return out;
+}
+
+void publish_usage(const PyRecord& record, nb::kwargs fields) {
+  Usage usage;
+  for (auto [key, value] : fields) {
+    const auto name = nb::cast<std::string>(key);
+    const auto* known = std::find_if(kUsageFields.begin(), kUsageFields.end(),
+                                     [&](const auto& entry) { return name == entry.first; });
+    if (known == kUsageFields.end()) {
+      raise_code("INVALID_ARGUMENT", "usage has no field '" + name + "'");
+    }
+    usage.*(known->second) = nb::cast<std::uint64_t>(value);
+  }
+  record.native()->publish_usage(usage);
+}
+
+double measure_publish_ns(const PyRecord& record, std::uint64_t count) {
+  const std::shared_ptr<RecordOwner> owner = record.native();
+  Usage usage;
+  (void)record.view().read_usage(usage);
+  const GilReleased unlocked;
+  const std::uint64_t start_ns = monotonic_ns();
+  for (std::uint64_t i = 0; i < count; ++i) owner->publish_usage(usage);
+  const auto passed_ns = static_cast<double>(monotonic_ns() - start_ns);
+  return count == 0 ? 0.0 : passed_ns / static_cast<double>(count);
+}
+
+void publish_answer(const PyRecord& record, std::uint64_t revision, const std::string& state,
+                    std::uint64_t effective_limit_bytes, std::uint64_t mapped_bytes,
+                    std::uint64_t over_bytes, const std::string& reason, std::uint64_t min_bytes,
+                    std::int64_t priority) {
+  Answer answer;
+  answer.revision = revision;
+  answer.state = answer_state_of(state);
+  answer.effective_limit_bytes = effective_limit_bytes;
+  answer.mapped_bytes = mapped_bytes;
+  answer.over_bytes = over_bytes;
+  answer.min_bytes = min_bytes;
+  answer.priority = priority;
+  record.native()->answer(answer, reason);
+}
+
+nb::object owner_request(const PyRecord& record) {
+  const auto request = record.native()->read_request();
+  if (!request) return nb::none();
+  return request_dict(*request);
+}
+
+void add_counter(const PyRecord& record, const std::string& name, std::uint64_t amount) {
+  for (std::uint32_t i = 0; i < static_cast<std::uint32_t>(Counter::kCount); ++i) {
+    const auto counter = static_cast<Counter>(i);
+    if (counter_name(counter) == name) return record.native()->add(counter, amount);
+  }
+  raise_code("INVALID_ARGUMENT", "no counter is called '" + name + "'");
+}
+
+RequestChange make_change(std::optional<std::uint64_t> limit_bytes,
+                          std::optional<std::uint64_t> min_bytes,
+                          std::optional<std::int64_t> priority, std::optional<bool> asleep,
+                          bool trim) {
+  if (priority) check(check_priority(*priority));
+  RequestChange change;
+  change.limit_bytes = limit_bytes;
+  change.min_bytes = min_bytes;
+  change.priority = priority;
+  change.asleep = asleep;
+  change.trim = trim;
+  return change;
+}
+
+bool wait_answer(const PyRecord& record, std::uint64_t revision, std::optional<double> timeout_s,
+                 bool settled) {
+  const auto hold = record.hold();  // release() in another thread must not unmap it under us
+  const RecordView view = record.view();
+  return wait_in_slices(nanoseconds(timeout_s), [&](std::int64_t slice_ns) {
+    return view.wait_answer(revision, settled, slice_ns);
+  });
+}
+
+bool wait_bell(const PyRecord& record, std::uint32_t seen, std::optional<double> timeout_s) {
+  const auto owner = record.native();
+  return wait_in_slices(nanoseconds(timeout_s),
+                        [&](std::int64_t slice_ns) { return owner->wait_bell(seen, slice_ns); });
+}
+
+nb::object version_of(nb::handle buffer) {
+  const auto hold = take_buffer(buffer, false);
+  const auto version = record_version(hold->bytes());
+  if (!version) return nb::none();
+  return nb::int_(*version);
+}
+
+void copy_record_to(int fd, nb::handle buffer) {
+  const auto hold = take_buffer(buffer, true);
+  int problem = 0;
+  {
+    const GilReleased unlocked;
+    problem = copy_record(fd, hold->bytes());
+  }
+  if (problem == 0) return;
+  errno = problem;
+  PyErr_SetFromErrno(PyExc_OSError);
+  throw nb::python_error();
+}
+
+}  // namespace
+
+BufferHold::~BufferHold() {
+  if (Py_IsInitialized() == 0) return;  // the interpreter has given everything back itself
+  const GilHeld locked;
+  PyBuffer_Release(&buffer_);
+}
+
+std::shared_ptr<RecordOwner> PyRecord::native() const {
+  if (is_released()) raise_released();
+  if (!owner_) raise_code("SEGMENT", "only the process that made this segment may do that");
+  // Whoever holds the owner also holds the bytes it writes to.
+  struct Both {
+    std::shared_ptr<BufferHold> hold;
+    std::shared_ptr<RecordOwner> owner;
+  };
+  auto both = std::make_shared<Both>(Both{hold_, owner_});
+  RecordOwner* owner = both->owner.get();
+  return {std::move(both), owner};
+}
+
+std::shared_ptr<BufferHold> PyRecord::hold() const {
+  if (is_released()) raise_released();
+  return hold_;
+}
+
+const RecordView& PyRecord::view() const {
+  if (is_released()) raise_released();
+  return view_;
+}
+
+RequestWriter PyRecord::writer() const {
+  if (is_released()) raise_released();
+  if (hold_->readonly()) raise_code("SEGMENT", "this segment was opened for reading only");
+  return unwrap(RequestWriter::open(hold_->bytes()));
+}
+
+void bind_record(nb::module_& m) {
+  m.attr("RECORD_MAGIC") = nb::bytes(reinterpret_cast<const char*>(&kRecordMagic), 8);
+  m.attr("RECORD_ABI_VERSION") = kRecordAbiVersion;
+  m.attr("MAX_PRIORITY") = kMaxPriority;
+  m.attr("RECORD_BYTES") = kRecordBytes;
+  m.attr("RING_AREA_BYTES") = kRingAreaBytes;
+  m.attr("SEGMENT_BYTES") = kSegmentBytes;
+  m.attr("RECORD_HEADER_BYTES") = sizeof(RecordHeader);
+  m.attr("RECORD_DEVICES") = kRecordDevices;
+  m.attr("UNLIMITED_BYTES") = kUnlimitedBytes;
+  m.def("record_version", &version_of, "buffer"_a,
+        "The version of bytes that start like a segment, of whatever version; None otherwise.");
+  m.def(
+      "copy_record", &copy_record_to, "fd"_a, "buffer"_a,
+      "Copy the record of an open file into a buffer, each value whole; never maps the file. What "
+      "the file does not have stays as it is in the buffer. Raises OSError.");
+
+  nb::class_<PyRecord>(
+      m, "Record",
+      "The record at the start of a segment, over a buffer (an mmap).\n\n"
+      "Record(buffer) reads; it also writes requests where the buffer is writable.\n"
+      "Record.create(...) makes the owner's end. Any thread. Raises "
+      "SegmentFormatError\nfor bytes that are not a segment of this version.")
+      .def_static("create", &make_owner, "buffer"_a, nb::kw_only(), "name"_a, "engine"_a, "model"_a,
+                  "devices"_a, "uuid"_a, "pid"_a, "start_time_ticks"_a, "boot_id"_a,
+                  "pid_namespace"_a, "uid"_a, "created_realtime_ns"_a,
+                  "Clear the buffer (SEGMENT_BYTES) and fill in who owns it; nobody else may see "
+                  "it yet.")
+      .def_static("open", &make_view, "buffer"_a, "The record in the buffer, read-only or not.")
+      .def_prop_ro("is_owner", &PyRecord::is_owner)
+      .def_prop_ro("readonly", [](const PyRecord& r) { return r.hold()->readonly(); })
+      .def_prop_ro("state", [](const PyRecord& r) { return state_name(r.view().state()); })
+      .def("release", &PyRecord::release,
+           "Let go of the buffer; a pool or keeper that uses it still holds it.")
+      .def("read_header", &read_header)
+      .def("read_request", &read_request)
+      .def("read_answer", &read_answer)
+      .def("read_usage", &read_usage)
+      .def("counters", &counters)
+      .def_prop_ro("engine_asleep", &engine_asleep,
+                   "Whether the engine itself sleeps; None where it has not said.")
+      .def(
+          "set_engine_asleep",
+          [](const PyRecord& r, bool asleep) {
+            r.native()->set_engine_sleep(asleep ? EngineSleep::kAsleep : EngineSleep::kAwake);
+          },
+          "asleep"_a, "Owner: say whether the engine itself sleeps.")
+      .def(
+          "write_request",
+          [](const PyRecord& r, std::optional<std::uint64_t> limit_bytes,
+             std::optional<std::uint64_t> min_bytes, std::optional<std::int64_t> priority,
+             std::optional<bool> asleep, bool trim) {
+            return r.writer().write(make_change(limit_bytes, min_bytes, priority, asleep, trim));
+          },
+          "limit_bytes"_a = nb::none(), nb::kw_only(), "min_bytes"_a = nb::none(),
+          "priority"_a = nb::none(), "asleep"_a = nb::none(), "trim"_a = false,
+          "Publish a request, wake the owner, return the revision. Hold flock() on the file.")
+      .def(
+          "_write_half_request",
+          [](const PyRecord& r, std::uint64_t limit_bytes) {
+            r.writer().write_half(make_change(limit_bytes, {}, {}, {}, false));
+          },
+          "limit_bytes"_a, "For tests: what a writer that is killed half-way has written.")
+      .def(
+          "wait_answer", &wait_answer, "revision"_a, "timeout_s"_a, nb::kw_only(),
+          "settled"_a = false,
+          "True once the request (or a later one) is answered; with settled, once it is no longer\n"
+          "shrinking. False after timeout_s (None: never). Blocks without the GIL; signals are "
+          "served.")
+      .def("ring_bell", [](const PyRecord& r) { r.writer().ring_bell(); })
+      .def_prop_ro("bell", [](const PyRecord& r) { return r.native()->bell(); })
+      .def("wait_bell", &wait_bell, "seen"_a, "timeout_s"_a,
+           "Owner: True once the bell differs from seen. Blocks without the GIL.")
+      .def("owner_request", &owner_request, "Owner: the newest request, or None.")
+      .def("publish_answer", &publish_answer, "revision"_a, "state"_a, nb::kw_only(),
+           "effective_limit_bytes"_a, "mapped_bytes"_a = 0, "over_bytes"_a = 0, "reason"_a = "",
+           "min_bytes"_a = 0, "priority"_a = 0, "Owner: answer a request and wake who waits.")
+      .def("publish_usage", &publish_usage, "Owner: publish the fields of read_usage(), by name.")
+      .def("add_counter", &add_counter, "name"_a, "amount"_a = 1)
+      .def(
+          "set_closing", [](const PyRecord& r) { r.native()->set_state(InstanceState::kClosing); },
+          "Owner: say that no further request will be answered.")
+      .def("measure_publish_ns", &measure_publish_ns, "count"_a,
+           "Owner, for benchmarks: mean nanoseconds of one publish of usage, over count of them.");
+}
+
+}  // namespace kvelastic

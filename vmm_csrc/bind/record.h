@@ -1,0 +1,58 @@
+// The Python class `Record` as other bindings take it: a RecordOwner that keeps its memory alive.
+#pragma once
+
+#include <Python.h>
+
+#include <memory>
+#include <optional>
+#include <span>
+
+#include "segment/record.h"
+
+namespace kvelastic {
+
+/// A Python buffer that stays valid (and its exporter alive, and an mmap open) while this lives.
+class BufferHold {
+ public:
+  explicit BufferHold(Py_buffer buffer) : buffer_(buffer) {}
+  BufferHold(const BufferHold&) = delete;
+  BufferHold& operator=(const BufferHold&) = delete;
+  ~BufferHold();  ///< takes the GIL: may run in any thread
+
+  bool readonly() const { return buffer_.readonly != 0; }
+  std::span<std::byte> bytes() const {
+    return {static_cast<std::byte*>(buffer_.buf), static_cast<std::size_t>(buffer_.len)};
+  }
+
+ private:
+  Py_buffer buffer_;
+};
+
+/// `kvelastic._vmm.Record`.
+class PyRecord {
+ public:
+  PyRecord(std::shared_ptr<BufferHold> hold, RecordView view, std::unique_ptr<RecordOwner> owner)
+      : hold_(std::move(hold)), view_(view), owner_(std::move(owner)) {}
+
+  /// The owner's end, for a pool or a keeper: holding it keeps the bytes mapped, also after
+  /// Python's release(). Throws nanobind::python_error if this is not the owner or is released.
+  std::shared_ptr<RecordOwner> native() const;
+  /// What a call without the GIL must hold until it returns. Throws as native().
+  std::shared_ptr<BufferHold> hold() const;
+  const RecordView& view() const;
+  RequestWriter writer() const;
+
+  bool is_owner() const { return owner_ != nullptr; }
+  bool is_released() const { return hold_ == nullptr; }
+  void release() {
+    owner_.reset();
+    hold_.reset();
+  }
+
+ private:
+  std::shared_ptr<BufferHold> hold_;
+  RecordView view_;
+  std::shared_ptr<RecordOwner> owner_;
+};
+
+}  // namespace kvelastic

@@ -1,0 +1,140 @@
+// `kvelastic._vmm.RecordIo`: batches of records between Python buffers and files.
+#include "tiers/record_io.h"
+
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/unique_ptr.h>
+
+#include <cstring>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "bind/buffers.h"
+#include "bind/errors.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace kvelastic {
+namespace {
+
+RecordKey key_at(std::span<const std::byte> keys, std::size_t index) {
+  RecordKey key{};
+  std::memcpy(key.data(), keys.data() + index * key.size(), key.size());
+  return key;
+}
+
+std::unique_ptr<RecordIo> make_record_io(const std::string& engine, unsigned depth) {
+  EngineChoice choice = EngineChoice::kAuto;
+  if (engine == "io_uring") {
+    choice = EngineChoice::kUring;
+  } else if (engine == "threads") {
+    choice = EngineChoice::kThreads;
+  } else if (engine != "auto") {
+    raise_code("INVALID_ARGUMENT",
+               "no engine is called '" + engine + "'; there are auto, io_uring and threads");
+  }
+  return unwrap(RecordIo::create(choice, depth));
+}
+
+nb::list run(RecordIo& io, Way way, nb::handle places, nb::handle views, nb::handle keys) {
+  own(io);
+  Buffers buffers;
+  // Copies: code of a view's exporter may change lists that it can see.
+  const nb::list all_places(nb::borrow(places));
+  const nb::list all_views(nb::borrow(views));
+  const std::span<const std::byte> all_keys = buffers.add(keys, false);
+  if (all_places.size() != all_views.size() ||
+      all_keys.size() != all_views.size() * sizeof(RecordKey)) {
+    raise_code("INVALID_ARGUMENT", std::to_string(all_places.size()) + " places, " +
+                                       std::to_string(all_views.size()) + " views and " +
+                                       std::to_string(all_keys.size()) +
+                                       " bytes of keys; each record has one, one and 16");
+  }
+  std::vector<RecordPiece> pieces(all_views.size());
+  for (std::size_t i = 0; i < pieces.size(); ++i) {
+    const auto [fd, offset] = nb::cast<std::pair<int, std::uint64_t>>(all_places[i]);
+    const std::span<std::byte> view = buffers.add(all_views[i], way == Way::kRead);
+    pieces[i] = {.fd = fd,
+                 .offset = offset,
+                 .data = view.data(),
+                 .bytes = view.size(),
+                 .key = key_at(all_keys, i)};
+  }
+  without_gil([&] {
+    io.run(way, pieces);
+    return 0;
+  });
+  nb::list answers;
+  for (const RecordPiece& piece : pieces) {
+    answers.append(nb::make_tuple(piece.result, piece.checksum));
+  }
+  return answers;
+}
+
+}  // namespace
+
+void bind_record_io(nb::module_& m) {
+  nb::class_<RecordIo>(m, "RecordIo",
+                       "Batches of records between memory and files; see "
+                       "vmm_csrc/tiers/record_io.h. Any thread; calls\n"
+                       "block as long as the files take, without the GIL. Not in a forked child.")
+      .def(nb::new_(&make_record_io), "engine"_a = "auto", "depth"_a = 32,
+           "`engine` is auto, io_uring or threads; `depth`, 1 to 256, is how many records of one\n"
+           "call are under way at once. Raises InvalidArgumentError, and DeviceUnavailableError\n"
+           "where io_uring is asked for and cannot be used.")
+      .def_prop_ro(
+          "engine", [](const RecordIo& io) { return std::string(io.engine()); },
+          "io_uring or threads.")
+      .def_prop_ro("depth", &RecordIo::depth)
+      .def(
+          "write",
+          [](RecordIo& io, nb::handle places, nb::handle views, nb::handle keys) {
+            return run(io, Way::kWrite, places, views, keys);
+          },
+          "places"_a, "views"_a, "keys"_a,
+          "Write each view to its place (fd, offset). Answers for each (result, checksum): bytes\n"
+          "written or minus errno; the checksum is of its bytes, seeded with its key of 16 bytes.\n"
+          "A file open with O_DIRECT wants offsets that are multiples of 4096; what else is not\n"
+          "aligned goes through aligned memory and is padded with zeros.")
+      .def(
+          "read",
+          [](RecordIo& io, nb::handle places, nb::handle views, nb::handle keys) {
+            return run(io, Way::kRead, places, views, keys);
+          },
+          "places"_a, "views"_a, "keys"_a,
+          "Read each view from its place; as `write`. Fewer bytes than the view has: the file "
+          "ends\n"
+          "there, and the checksum says nothing.");
+  m.def(
+      "record_checksum",
+      [](nb::handle buffer, nb::handle key) {
+        Buffers buffers;
+        const std::span<const std::byte> bytes = buffers.add(buffer, false);
+        const std::span<const std::byte> seed = buffers.add(key, false);
+        if (seed.size() != sizeof(RecordKey)) {
+          raise_code("INVALID_ARGUMENT",
+                     "a key of " + std::to_string(seed.size()) + " bytes; a key has 16");
+        }
+        return record_checksum(bytes, key_at(seed, 0));
+      },
+      "buffer"_a, "key"_a, "The checksum that RecordIo answers for these bytes and this key.");
+  m.def(
+      "release_range",
+      [](int fd, std::uint64_t offset, std::uint64_t bytes) {
+        return without_gil([&] { return release_range(fd, offset, bytes); });
+      },
+      "fd"_a, "offset"_a, "bytes"_a,
+      "Give the room of a part of a file back; it reads as zeros. Answers 0 or errno.");
+  m.def(
+      "zero_range",
+      [](int fd, std::uint64_t offset, std::uint64_t bytes) {
+        return without_gil([&] { return zero_range(fd, offset, bytes); });
+      },
+      "fd"_a, "offset"_a, "bytes"_a,
+      "Make a part of a file read as zeros; its room stays. Answers 0 or errno.");
+}
+
+}  // namespace kvelastic

@@ -1,0 +1,78 @@
+// `kvelastic._vmm`: staging between blocks and stores.
+#include "tiers/staging.h"
+
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/shared_ptr.h>
+
+#include <string>
+
+#include "bind/errors.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace kvelastic {
+namespace {
+
+/// A forked child does not have the memory: to read there would end it.
+void refuse_slot(const Staging& staging, std::uint64_t slot) {
+  check(staging.made_by().refuse_in_a_child());
+  if (slot < staging.slots()) return;
+  raise_code("INVALID_ARGUMENT", "slot " + std::to_string(slot) + " is not one of the staging's " +
+                                     std::to_string(staging.slots()));
+}
+
+/// The exporter of one record's buffer: it holds the staging as long as a view lives.
+struct Record {
+  std::shared_ptr<Staging> staging;
+  std::uint64_t slot;
+};
+
+int get_buffer(PyObject* self, Py_buffer* view, int flags) {
+  const Record* record = nb::inst_ptr<Record>(nb::handle(self));
+  const std::span<std::byte> bytes = record->staging->record(record->slot);
+  constexpr int kWritable = 0;
+  return PyBuffer_FillInfo(view, self, bytes.data(), static_cast<Py_ssize_t>(bytes.size()),
+                           kWritable, flags);
+}
+
+PyType_Slot record_slots[] = {{Py_bf_getbuffer, reinterpret_cast<void*>(&get_buffer)},
+                              {0, nullptr}};
+
+nb::object view_of(std::shared_ptr<Staging> staging, std::uint64_t slot) {
+  refuse_slot(*staging, slot);
+  const nb::object record = nb::cast(Record{std::move(staging), slot});
+  PyObject* view = PyMemoryView_FromObject(record.ptr());
+  if (view == nullptr) throw nb::python_error();
+  return nb::steal(view);
+}
+
+}  // namespace
+
+void bind_staging(nb::module_& m) {
+  nb::class_<Record>(m, "StagedRecord", nb::type_slots(record_slots),
+                     "The bytes of one slot; see Staging.view().");
+  nb::class_<Staging>(
+      m, "Staging",
+      "Slots of one record each between blocks and stores; see vmm_csrc/tiers/staging.h.")
+      .def(nb::new_([](std::uint64_t slots, std::uint64_t record_bytes) {
+             return std::shared_ptr<Staging>(unwrap(Staging::create(slots, record_bytes)));
+           }),
+           "slots"_a, "record_bytes"_a)
+      .def_prop_ro("slots", &Staging::slots)
+      .def_prop_ro("record_bytes", &Staging::record_bytes)
+      .def(
+          "view", &view_of, "slot"_a,
+          "The record in a slot, writable; it keeps the memory alive. Raises "
+          "InvalidArgumentError, and DeviceUnavailableError in a forked child, which does not have "
+          "it.")
+      .def(
+          "address",
+          [](const Staging& staging, std::uint64_t slot) {
+            refuse_slot(staging, slot);
+            return reinterpret_cast<std::uintptr_t>(staging.record(slot).data());
+          },
+          "slot"_a, "Where that is; a multiple of 4096.");
+}
+
+}  // namespace kvelastic

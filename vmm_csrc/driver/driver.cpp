@@ -1,0 +1,19 @@
+#include "driver/driver.h"
+
+#include "base/pauses.h"
+
+namespace kvelastic {
+
+Status Driver::drain() {
+  Result<std::unique_ptr<Fence>> fence = this->fence();
+  if (!fence) return fence.error();
+  if (!*fence) return ok();
+  // No deadline: pages must not be taken from under a kernel, however long it runs.
+  for (Pauses pauses;; pauses.take()) {
+    const Result<bool> passed = (*fence)->has_passed();
+    if (!passed) return passed.error();
+    if (*passed) return ok();
+  }
+}
+
+}  // namespace kvelastic

@@ -1,0 +1,242 @@
+#include "driver/host_driver.h"
+
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstdio>
+#include <cstring>
+#include <string>
+#include <utility>
+
+// Older C libraries lack the newer advice values; the kernel's numbers are fixed.
+#ifndef MADV_POPULATE_WRITE
+#define MADV_POPULATE_WRITE 23
+#endif
+#ifndef MADV_COLLAPSE
+#define MADV_COLLAPSE 25
+#endif
+
+namespace kvelastic {
+namespace {
+
+constexpr std::size_t kHuge = HostDriver::kGranularityBytes;
+constexpr std::size_t kSystemPageBytes = 4096;
+/// More than any processor can address; sums of such sizes cannot overflow.
+constexpr std::size_t kMaxBytes = std::size_t{1} << 57;
+
+std::string describe(const char* call, std::size_t bytes, int error) {
+  return std::string(call) + " of " + std::to_string(bytes) +
+         " bytes failed: " + std::strerror(error);
+}
+
+bool fits_granularity(std::size_t bytes) {
+  return bytes > 0 && bytes <= kMaxBytes && bytes % kHuge == 0;
+}
+
+Error bad_size(const char* call, std::size_t bytes) {
+  return {Errc::kInvalidArgument, std::string(call) + ": " + std::to_string(bytes) +
+                                      " bytes is not a positive multiple of " +
+                                      std::to_string(kHuge) + ", at most 2^57"};
+}
+
+/// Addresses that hold nothing and fault; `at` is null for "anywhere".
+void* map_nothing(void* at, std::size_t bytes) {
+  const int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | (at != nullptr ? MAP_FIXED : 0);
+  return ::mmap(at, bytes, PROT_NONE, flags, -1, 0);
+}
+
+/// `bytes` of inaccessible addresses aligned to a huge page, unmapped again on destruction.
+class AlignedAddresses {
+ public:
+  explicit AlignedAddresses(std::size_t bytes) : bytes_(bytes) {
+    // Ask for one huge page too many, then cut off what lies outside the aligned part.
+    void* raw = map_nothing(nullptr, bytes + kHuge);
+    if (raw == MAP_FAILED) return;
+    auto* begin = static_cast<std::byte*>(raw);
+    const auto misaligned = reinterpret_cast<std::uintptr_t>(begin) % kHuge;
+    const std::size_t head = misaligned == 0 ? 0 : kHuge - misaligned;
+    address_ = begin + head;
+    if (head > 0) ::munmap(begin, head);
+    ::munmap(address_ + bytes, kHuge - head);
+  }
+  AlignedAddresses(const AlignedAddresses&) = delete;
+  AlignedAddresses& operator=(const AlignedAddresses&) = delete;
+  ~AlignedAddresses() {
+    if (address_ != nullptr) ::munmap(address_, bytes_);
+  }
+
+  std::byte* get() const { return address_; }
+  std::byte* keep() { return std::exchange(address_, nullptr); }
+
+ private:
+  std::byte* address_ = nullptr;
+  std::size_t bytes_;
+};
+
+}  // namespace
+
+Result<std::unique_ptr<HostDriver>> HostDriver::open() {
+  const int fd = ::memfd_create("kvelastic", MFD_CLOEXEC);
+  if (fd < 0) {
+    return Error{Errc::kMapping, std::string("memfd_create failed: ") + std::strerror(errno) +
+                                     "; the limit on open files (ulimit -n) may be reached"};
+  }
+  return std::unique_ptr<HostDriver>(new HostDriver(fd));
+}
+
+HostDriver::HostDriver(int memfd) : memfd_(memfd) {}
+
+HostDriver::~HostDriver() {
+  ::close(memfd_);
+}
+
+Result<std::byte*> HostDriver::reserve(std::size_t bytes) {
+  if (!fits_granularity(bytes)) return bad_size("reserve", bytes);
+  AlignedAddresses addresses(bytes);
+  if (addresses.get() == nullptr) {
+    return Error{Errc::kMapping, describe("reserving addresses", bytes, errno) +
+                                     "; check ulimit -v and vm.overcommit_memory"};
+  }
+  return addresses.keep();
+}
+
+Status HostDriver::release(std::byte* address, std::size_t bytes) {
+  if (::munmap(address, bytes) != 0) {
+    return Error{Errc::kMapping, describe("releasing addresses", bytes, errno)};
+  }
+  return ok();
+}
+
+Result<Handle> HostDriver::create(std::size_t bytes) {
+  if (!fits_granularity(bytes)) return bad_size("create", bytes);
+  if (Status mine = opened_by_.refuse_in_a_child(); !mine) return mine.error();
+  if (Status there = left_.refuse_if_tight(bytes); !there) return there.error();
+  Result<std::uint64_t> offset = take_offset(bytes);
+  if (!offset) return offset.error();
+  if (Status filled = populate(*offset, bytes); !filled) {
+    // What was populated before the failure goes back; a failed punch only delays that.
+    (void)punch(*offset, bytes);
+    put_offset(*offset, bytes);
+    return filled.error();
+  }
+  creates_.fetch_add(1, std::memory_order_relaxed);
+  return Handle{*offset};
+}
+
+Status HostDriver::destroy(Handle handle, std::size_t bytes) {
+  if (Status mine = opened_by_.refuse_in_a_child(); !mine) return mine;
+  if (Status punched = punch(handle, bytes); !punched) return punched;
+  put_offset(handle, bytes);
+  destroys_.fetch_add(1, std::memory_order_relaxed);
+  return ok();
+}
+
+Status HostDriver::map(std::byte* address, std::size_t bytes, Handle handle) {
+  void* at = ::mmap(address, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, memfd_,
+                    static_cast<off_t>(handle));
+  if (at == MAP_FAILED) {
+    return Error{Errc::kMapping,
+                 describe("mapping a page", bytes, errno) + "; vm.max_map_count may be reached"};
+  }
+  maps_.fetch_add(1, std::memory_order_relaxed);
+  return ok();
+}
+
+Status HostDriver::set_access(std::byte*, std::size_t) {
+  return ok();
+}  // mmap gave it already
+
+Status HostDriver::unmap(std::byte* address, std::size_t bytes) {
+  if (map_nothing(address, bytes) == MAP_FAILED) {
+    return Error{Errc::kMapping, describe("unmapping", bytes, errno)};
+  }
+  unmaps_.fetch_add(1, std::memory_order_relaxed);
+  return ok();
+}
+
+Status HostDriver::copy(std::span<const CopyRun> runs) {
+  if (Status mine = opened_by_.refuse_in_a_child(); !mine) return mine;
+  for (const CopyRun& run : runs) {
+    for (std::size_t row = 0; row < run.rows; ++row) {
+      std::memcpy(run.to + row * run.stride_bytes, run.from + row * run.stride_bytes,
+                  run.row_bytes);
+    }
+  }
+  return ok();
+}
+
+Status HostDriver::copy_host(std::span<const HostCopy> copies, CopyTo to) {
+  if (Status mine = opened_by_.refuse_in_a_child(); !mine) return mine;
+  for (const HostCopy& copy : copies) {
+    for (std::size_t row = 0; row < copy.rows; ++row) {
+      std::byte* here = copy.device + row * copy.stride_bytes;
+      std::byte* there = copy.host + row * copy.row_bytes;
+      std::memcpy(to == CopyTo::kHost ? there : here, to == CopyTo::kHost ? here : there,
+                  copy.row_bytes);
+    }
+  }
+  return ok();
+}
+
+DriverStats HostDriver::stats() const {
+  return {creates_.load(), destroys_.load(), maps_.load(), unmaps_.load(), small_pages_.load()};
+}
+
+Result<std::uint64_t> HostDriver::take_offset(std::size_t bytes) {
+  const std::lock_guard lock(offsets_mutex_);
+  std::vector<std::uint64_t>& same_size = free_offsets_[bytes];
+  if (!same_size.empty()) {
+    const std::uint64_t offset = same_size.back();
+    same_size.pop_back();
+    return offset;
+  }
+  if (::ftruncate(memfd_, static_cast<off_t>(end_offset_ + bytes)) != 0) {
+    return Error{Errc::kOutOfMemory, describe("growing the memfd by a page", bytes, errno)};
+  }
+  return std::exchange(end_offset_, end_offset_ + bytes);
+}
+
+void HostDriver::put_offset(std::uint64_t offset, std::size_t bytes) {
+  const std::lock_guard lock(offsets_mutex_);
+  free_offsets_[bytes].push_back(offset);
+}
+
+// Fills the file's page cache through a mapping that lives only here: the page is then complete
+// before anybody can address it. Collapse answers EINVAL where no page table exists yet, so each
+// huge page gets its first system page beforehand (populate, not a store: a store would be a SIGBUS
+// where memory has run out, populate is an error that can be answered).
+Status HostDriver::populate(std::uint64_t offset, std::size_t bytes) {
+  AlignedAddresses window(bytes);
+  std::byte* at = window.get();
+  if (at == nullptr || ::mmap(at, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, memfd_,
+                              static_cast<off_t>(offset)) == MAP_FAILED) {
+    return Error{Errc::kMapping, describe("mapping a new page", bytes, errno)};
+  }
+  for (std::size_t done = 0; done < bytes; done += kHuge) {
+    if (::madvise(at + done, kSystemPageBytes, MADV_POPULATE_WRITE) != 0) {
+      return Error{Errc::kOutOfMemory, describe("creating a page", bytes, errno) +
+                                           "; lower KVELASTIC_HOST_MEMORY or the limits"};
+    }
+  }
+  // One call for all: each one first waits for a kernel worker on every processor, which is long
+  // where an engine keeps them busy.
+  if (::madvise(at, bytes, MADV_COLLAPSE) == 0) return ok();
+  small_pages_.fetch_add(1, std::memory_order_relaxed);
+  if (::madvise(at, bytes, MADV_POPULATE_WRITE) != 0) {
+    return Error{Errc::kOutOfMemory, describe("creating a page", bytes, errno) +
+                                         "; lower KVELASTIC_HOST_MEMORY or the limits"};
+  }
+  return ok();
+}
+
+Status HostDriver::punch(std::uint64_t offset, std::size_t bytes) {
+  if (::fallocate(memfd_, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, static_cast<off_t>(offset),
+                  static_cast<off_t>(bytes)) != 0) {
+    return Error{Errc::kMapping, describe("giving a page back", bytes, errno)};
+  }
+  return ok();
+}
+
+}  // namespace kvelastic

@@ -1,0 +1,223 @@
+#include "ledger/reclaim.h"
+
+#include <algorithm>
+#include <array>
+#include <limits>
+#include <numeric>
+#include <optional>
+#include <tuple>
+
+namespace kvelastic {
+namespace {
+
+std::uint64_t above(std::uint64_t value, std::uint64_t floor) {
+  return value > floor ? value - floor : 0;
+}
+
+bool is_below_guarantee(const Contender& c) {
+  return c.granted_bytes < c.min_bytes;
+}
+
+bool is_busy(const Contender& c, const ReclaimRules& rules) {
+  if (c.ask_bytes > 0) return true;
+  return c.reported == Reported::kNothing ? c.idle_ns < rules.idle_ns
+                                          : c.reported == Reported::kBusy;
+}
+
+std::uint64_t bytes_at(const Contender& c, Depth rung) {
+  switch (rung) {
+    case Depth::kParked:
+      return c.parked_bytes;
+    case Depth::kCached:
+      return c.cached_bytes;
+    case Depth::kInUse:
+      return above(c.granted_bytes, c.parked_bytes + c.cached_bytes);
+  }
+  return 0;
+}
+
+constexpr std::uint64_t kNoBound = ~std::uint64_t{0};
+
+/// How deep the asker may reach into `victim`'s memory, how much of it stays out of reach, and how
+/// much the asker may come to hold by it.
+struct Right {
+  Depth depth;
+  std::uint64_t kept_bytes;
+  std::uint64_t holds_bytes = kNoBound;
+};
+
+/// By priority and idleness, and by fairness among equals.
+std::optional<Right> right_over(const Contender& victim, const Contender& asker,
+                                std::uint64_t fair_bytes, const ReclaimRules& rules) {
+  if (victim.priority < asker.priority) return Right{Depth::kInUse, victim.min_bytes};
+  if (!is_busy(victim, rules)) return Right{Depth::kCached, victim.min_bytes};
+  // Only equals share: who has the higher priority keeps what it works with.
+  const bool waited = asker.ask_ns >= rules.fair_cached_ns;
+  if (victim.priority > asker.priority || !waited) return std::nullopt;
+  const Depth depth = asker.ask_ns >= rules.fair_in_use_ns ? Depth::kInUse : Depth::kCached;
+  // Whole pages only: one that is given for a part of it would be asked back for the other part.
+  const std::uint64_t page_bytes = std::max<std::uint64_t>(victim.page_bytes, 1);
+  const std::uint64_t kept_bytes = std::max(victim.min_bytes, fair_bytes);
+  const std::uint64_t spare_bytes = above(victim.granted_bytes, kept_bytes);
+  return Right{depth, kept_bytes + spare_bytes % page_bytes, fair_bytes};
+}
+
+/// What it has less than its share, in pages of its own: a part of one is none.
+std::uint64_t lacks_of(const Contender& c, std::uint64_t fair_bytes) {
+  const std::uint64_t lacking = above(fair_bytes, c.granted_bytes);
+  return lacking - lacking % std::max<std::uint64_t>(c.page_bytes, 1);
+}
+
+/// Pages that hold nothing are of no use to the victim now: an equal gets them at once, until it
+/// has its share, in whole pages. Beyond that two busy ones would pass them to and fro.
+std::optional<Right> right_to_parked(const Contender& victim, const Contender& asker,
+                                     std::uint64_t fair_bytes) {
+  if (victim.priority > asker.priority) return std::nullopt;
+  const std::uint64_t share_bytes = asker.granted_bytes + lacks_of(asker, fair_bytes);
+  return Right{Depth::kParked, victim.min_bytes, share_bytes};
+}
+
+/// By the asker's guarantee: from all, until it has that.
+std::optional<Right> right_of_guarantee(const Contender& victim, const Contender& asker) {
+  if (!is_below_guarantee(asker)) return std::nullopt;
+  return Right{Depth::kInUse, victim.min_bytes, asker.min_bytes};
+}
+
+/// Asked lately, and has not answered: it is stopped, or busy with something else.
+bool is_slow(const Contender& c, const ReclaimRules& rules) {
+  return c.wanted_bytes > 0 && c.wanted_ns >= rules.patience_ns;
+}
+
+}  // namespace
+
+std::uint64_t fair_share_bytes(std::span<const Contender> all, std::uint64_t capacity_bytes,
+                               const ReclaimRules& rules) {
+  const auto busy =
+      std::count_if(all.begin(), all.end(), [&](const Contender& c) { return is_busy(c, rules); });
+  return capacity_bytes / static_cast<std::uint64_t>(std::max<std::ptrdiff_t>(busy, 1));
+}
+
+bool outranks(const Contender& a, const Contender& b, std::uint64_t fair_bytes) {
+  const auto rank = [&](const Contender& c) {
+    const std::uint64_t waited = c.ask_bytes > 0 ? c.ask_ns + 1 : 0;
+    return std::tuple(is_below_guarantee(c), c.priority, lacks_of(c, fair_bytes) > 0, waited);
+  };
+  return rank(a) > rank(b);
+}
+
+std::uint64_t kept_bytes(std::span<const Contender> all, std::size_t self,
+                         std::uint64_t capacity_bytes, const ReclaimRules& rules) {
+  const std::uint64_t fair_bytes = fair_share_bytes(all, capacity_bytes, rules);
+  const Contender& b = all[self];
+  std::uint64_t bytes = 0;
+  for (const Contender& a : all) {
+    if (&a == &b || a.ask_bytes == 0 || !a.keeps || !outranks(a, b, fair_bytes)) continue;
+    Contender plain = a;
+    plain.min_bytes = 0;
+    if (outranks(plain, b, 0)) {
+      bytes += a.ask_bytes;
+      continue;
+    }
+    const std::uint64_t of_share = outranks(plain, b, fair_bytes) ? lacks_of(a, fair_bytes) : 0;
+    bytes += std::min(a.ask_bytes, std::max(above(a.min_bytes, a.granted_bytes), of_share));
+  }
+  return bytes;
+}
+
+std::vector<Demand> plan_reclaim(std::span<const Contender> all, std::size_t asker_index,
+                                 std::uint64_t free_bytes, std::uint64_t capacity_bytes,
+                                 const ReclaimRules& rules) {
+  const Contender& asker = all[asker_index];
+  std::uint64_t missing = above(asker.ask_bytes, free_bytes);
+  for (const Contender& other : all) {
+    if (&other == &asker || is_slow(other, rules)) continue;
+    missing = above(missing, other.wanted_bytes);
+  }
+  if (missing == 0) return {};
+
+  std::vector<std::size_t> order(all.size());
+  std::iota(order.begin(), order.end(), std::size_t{0});
+  std::stable_sort(order.begin(), order.end(), [&](std::size_t a, std::size_t b) {
+    return std::tuple(all[a].priority, ~all[a].idle_ns) <
+           std::tuple(all[b].priority, ~all[b].idle_ns);
+  });
+
+  const std::uint64_t fair_bytes = fair_share_bytes(all, capacity_bytes, rules);
+  std::vector<Demand> plan;
+  std::vector<std::uint64_t> taken(all.size(), 0);
+  for (const Depth rung : {Depth::kParked, Depth::kCached, Depth::kInUse}) {
+    for (const std::size_t i : order) {
+      const Contender& victim = all[i];
+      if (i == asker_index || missing == 0 || is_slow(victim, rules)) continue;
+      // What it was asked for and has not given is as good as gone from its books.
+      const std::uint64_t left = above(victim.granted_bytes, victim.wanted_bytes + taken[i]);
+      const std::uint64_t will_hold = asker.granted_bytes + asker.ask_bytes - missing;
+      std::uint64_t bytes = 0;
+      for (const auto& right :
+           {right_over(victim, asker, fair_bytes, rules), right_of_guarantee(victim, asker),
+            right_to_parked(victim, asker, fair_bytes)}) {
+        if (!right || right->depth < rung) continue;
+        bytes = std::max(
+            bytes, std::min(above(left, right->kept_bytes), above(right->holds_bytes, will_hold)));
+      }
+      bytes = std::min({bytes, missing, bytes_at(victim, rung)});
+      if (bytes == 0) continue;
+      missing -= bytes;
+      taken[i] += bytes;
+      const auto known = std::find_if(plan.begin(), plan.end(),
+                                      [&](const Demand& demand) { return demand.contender == i; });
+      if (known == plan.end()) {
+        plan.push_back({i, bytes, rung});
+      } else {
+        known->bytes += bytes;
+        known->depth = rung;
+      }
+    }
+  }
+  return plan;
+}
+
+std::vector<Demand> plan_excess(std::span<const Contender> all, std::uint64_t excess_bytes,
+                                std::uint64_t capacity_bytes, const ReclaimRules& rules) {
+  std::vector<Contender> with_asker(all.begin(), all.end());
+  for (Contender& c : with_asker) {
+    // A part of a page that is guaranteed keeps the whole page.
+    const std::uint64_t page_bytes = std::max<std::uint64_t>(c.page_bytes, 1);
+    const std::uint64_t pages = c.min_bytes / page_bytes + (c.min_bytes % page_bytes > 0 ? 1 : 0);
+    c.min_bytes = std::max<std::uint64_t>(pages, 1) * page_bytes;
+  }
+  Contender asker;
+  asker.priority = std::numeric_limits<std::int64_t>::max();
+  asker.ask_bytes = excess_bytes;
+  with_asker.push_back(asker);
+  return plan_reclaim(with_asker, all.size(), 0, capacity_bytes, rules);
+}
+
+bool is_memory_coming(std::span<const Contender> all, std::size_t self, std::uint64_t patience_ns) {
+  return std::any_of(all.begin(), all.end(), [&](const Contender& c) {
+    return &c != &all[self] && c.wanted_bytes > 0 && c.wanted_ns < patience_ns;
+  });
+}
+
+std::uint64_t reachable_bytes(std::span<const Contender> all, std::size_t asker,
+                              std::uint64_t capacity_bytes, const ReclaimRules& rules) {
+  const std::uint64_t fair_bytes = fair_share_bytes(all, capacity_bytes, rules);
+  std::uint64_t bytes = 0;
+  for (std::size_t i = 0; i < all.size(); ++i) {
+    if (i == asker) continue;
+    std::uint64_t within = 0;
+    for (const auto& right :
+         {right_over(all[i], all[asker], fair_bytes, rules), right_of_guarantee(all[i], all[asker]),
+          right_to_parked(all[i], all[asker], fair_bytes)}) {
+      if (!right) continue;
+      const std::uint64_t cached_bytes = right->depth == Depth::kParked ? 0 : all[i].cached_bytes;
+      within = std::max(within, std::min({above(all[i].granted_bytes, right->kept_bytes),
+                                          above(right->holds_bytes, all[asker].granted_bytes),
+                                          all[i].parked_bytes + cached_bytes}));
+    }
+    bytes += within;
+  }
+  return bytes;
+}
+
+}  // namespace kvelastic

@@ -1,0 +1,475 @@
+#include "pool/keeper.h"
+
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstdio>
+#include <new>
+#include <vector>
+
+#include "base/debug_log.h"
+#include "base/size_text.h"
+
+namespace kvelastic {
+namespace {
+
+/// When to look again at a request whose writers were faster than the reader.
+constexpr std::int64_t kRequestRetryNs = 100'000;
+/// When to try again to give memory back that the driver would not take.
+constexpr std::int64_t kShrinkRetryNs = 50'000'000;
+/// How often to look for memory that is missing, or whether others still ask for ours.
+constexpr std::int64_t kPursuitNs = 20'000'000;
+/// How often to look what others hold of a GPU.
+constexpr std::int64_t kDeviceLookNs = 1'000'000'000;
+/// Where a look was not certain the next one comes after kPursuitNs, then twice that, and so on.
+constexpr int kMostUnsureLooks = 5;
+constexpr std::int64_t kNever = -1;
+
+/// The next request after `done` of which something is left to do; the newest, if there is none.
+std::uint64_t next_revision(const Request& request, std::uint64_t done) {
+  std::uint64_t next = request.revision;
+  for (const std::uint64_t asked :
+       {request.limit_revision, request.min_revision, request.priority_revision,
+        request.asleep_revision, request.trim_revision}) {
+    if (asked > done) next = std::min(next, asked);
+  }
+  return next;
+}
+
+const char* text_of(AnswerState state) {
+  switch (state) {
+    case AnswerState::kNone:
+      return "none";
+    case AnswerState::kApplied:
+      return "applied";
+    case AnswerState::kShrinking:
+      return "shrinking";
+    case AnswerState::kRefused:
+      return "refused";
+    case AnswerState::kFailed:
+      return "failed";
+  }
+  return "?";
+}
+
+}  // namespace
+
+std::unique_ptr<Keeper> Keeper::start(std::shared_ptr<Pool> pool,
+                                      std::shared_ptr<RecordOwner> record,
+                                      const KeeperOptions& options) {
+  std::unique_ptr<Keeper> keeper(new Keeper(std::move(pool), std::move(record), options));
+  if (options.watch_memory) {
+    std::vector<pid_t> processes = keeper->pool_->other_processes();
+    processes.push_back(::getpid());
+    keeper->watch_ = std::make_unique<MemoryWatch>(processes);
+  }
+  keeper->pool_->publish_to(keeper->record_);
+  keeper->answer(keeper->pool_->limit_state(), {});
+  keeper->pool_->on_wanted([bell = keeper->record_] { bell->ring_bell(); });
+  keeper->thread_ = std::thread(&Keeper::run, keeper.get());
+  if (const std::shared_ptr<Places>& places = keeper->pool_->places()) {
+    for (const Place& place : places->all()) {
+      keeper->bell_threads_.emplace_back(&Keeper::pass_bells_on, keeper.get(),
+                                         std::cref(*place.member));
+    }
+  }
+  return keeper;
+}
+
+void Keeper::stop() {
+  if (!thread_.joinable()) return;
+  if (!started_by_.is_this()) {
+    // A forked child has inherited this object, but not the thread; pool and record are of no use.
+    thread_.detach();
+    for (std::thread& thread : bell_threads_) thread.detach();
+    return;
+  }
+  stopping_ = true;
+  record_->ring_bell();
+  thread_.join();
+  for (std::size_t i = 0; i < bell_threads_.size(); ++i) {
+    pool_->places()->all()[i].member->ring();
+    bell_threads_[i].join();
+  }
+  // The pool goes on publishing: what its close() gives back is counted too.
+  pool_->on_wanted(nullptr);
+}
+
+/// A round that finds no memory for its own lists is given up, and made again a little later: a
+/// thread that let that out would end the process.
+void Keeper::run() {
+  while (true) {
+    // Read before `stopping_`, which stop() sets before it rings: a ring in between ends the wait.
+    const std::uint32_t seen = record_->bell();
+    if (stopping_) return;
+    try {
+      go_round(seen);
+    } catch (const std::bad_alloc&) {
+      (void)record_->wait_bell(record_->bell(), kShrinkRetryNs);
+    }
+  }
+}
+
+void Keeper::go_round(std::uint32_t seen) {
+  const bool read = read_request();
+  look_at_devices();
+  if (pool_->failed() && !failure_told_) answer(pool_->limit_state(), {});
+  see_capacity();
+  const bool over_capacity = pool_->places() && pool_->places()->ask_for_excess();
+  serve_asks();
+  finish_shrinking();
+  watch_memory();
+  const bool waking = !finish_waking();
+  const bool missing = pool_->pursue();
+  pursuing_ = pool_->expire_squeeze() || missing || over_capacity || waking;
+  // Also a squeeze that begins or ends is a limit that holds now.
+  if (pool_->limit_state().effective_bytes != answered_effective_bytes_) {
+    answer(pool_->limit_state(), {});
+  }
+  (void)pool_->provision();  // out of memory: demand will say so when it comes
+  pursuing_ = pursuing_ || pool_->is_provision_due();
+  decay();
+  evict_idle();
+  (void)record_->wait_bell(seen, sleep_ns(!read));
+}
+
+bool Keeper::read_request() {
+  if (record_->request_revision() == revision_) return true;
+  const std::optional<Request> request = record_->read_request();
+  if (!request) return false;
+  // What came while this thread was away is one record by now, and each request is judged by
+  // itself.
+  do {
+    const std::uint64_t before = revision_;
+    revision_ = next_revision(*request, before);
+    try {
+      carry_out(*request);
+    } catch (const std::bad_alloc&) {
+      revision_ = before;  // the next round carries it out again, and answers it
+      throw;
+    }
+  } while (revision_ != request->revision);
+  finish_shrinking();
+  if (told_ && !waking_) log_outcome(AnswerState::kShrinking, pool_->limit_state(), {});
+  return true;
+}
+
+/// Rings the instance's bell whenever that of a ledger has been rung.
+void Keeper::pass_bells_on(const LedgerMember& member) {
+  std::uint32_t heard = member.bell();
+  record_->ring_bell();  // for what was asked before this thread listened
+  while (!stopping_) {
+    member.wait(heard, kForever);
+    const std::uint32_t now = member.bell();
+    if (std::exchange(heard, now) != now) record_->ring_bell();
+  }
+}
+
+/// Looks what strangers hold of a GPU: now and then, and soon after much has come or gone, when a
+/// look was not certain, or when a page was refused. Then it also says when there is memory again.
+void Keeper::look_at_devices() {
+  const bool moved = pool_->take_large_move();
+  const Clock::time_point now = Clock::now();
+  if (now < next_device_look_ && !moved) return;
+  const Sight sight = pool_->see_devices();
+  device_is_shared_ = sight != Sight::kNone;
+  Refusals refusals = pool_->refusals();
+  if (!device_is_shared_) refusals.is_unanswered = false;
+  // Not at the look that a refusal has called for: where the driver goes on refusing what the
+  // ledger has room for, the engine is to ask it again at ever longer intervals.
+  if (refusals.is_unanswered && !moved && pool_->places()->room() > 0) {
+    pool_->note_memory();
+    refusals.is_unanswered = false;
+  }
+  const bool certain = (sight == Sight::kExact || sight == Sight::kNone) && !refusals.is_unanswered;
+  // Less and less often: a member that was stopped half-way must not keep this thread busy.
+  const int doublings = std::max(unsure_looks_, refusals.in_a_row - 1);
+  const std::int64_t again_ns = certain ? kDeviceLookNs : kPursuitNs << doublings;
+  unsure_looks_ = certain ? 0 : std::min(unsure_looks_ + 1, kMostUnsureLooks);
+  next_device_look_ = now + std::chrono::nanoseconds(again_ns);
+}
+
+/// The answer says which limit holds.
+void Keeper::see_capacity() {
+  if (pool_->see_capacity()) answer(pool_->limit_state(), {});
+}
+
+/// Gives others what they ask of this instance, as far as there is something to give.
+void Keeper::serve_asks() {
+  const std::shared_ptr<Places>& places = pool_->places();
+  if (!places) return;
+  for (Places::Wanted wanted = places->wanted(); wanted.pages > 0 && !stopping_;
+       wanted = places->wanted()) {
+    const Result<std::uint64_t> given =
+        pool_->give_up(wanted.pages, wanted.depth, places->min_pages());
+    if (debug_logging()) {
+      debug_log("ledger: was asked for %s, gave %s",
+                size_text(wanted.pages * places->page_bytes()).c_str(),
+                size_text(given ? *given * places->page_bytes() : 0).c_str());
+    }
+    places->handled(wanted, given ? *given : 0);
+  }
+}
+
+/// Guarantee and priority, all or nothing. Without a ledger there is nobody to be guarded from.
+Status Keeper::change_standing(const Request& request) {
+  const std::shared_ptr<Places>& places = pool_->places();
+  const bool min = request.min_revision == revision_;
+  const bool priority = request.priority_revision == revision_;
+  if (!min && !priority) return ok();
+  if (!places) return Error{Errc::kInvalidArgument, "this instance shares its device with nobody"};
+  if (priority) {
+    if (Status bounded = check_priority(request.priority); !bounded) return bounded;
+  }
+  if (min) {
+    if (Status set = places->set_min(request.min_bytes); !set) return set;
+  }
+  return priority ? places->set_priority(request.priority) : ok();
+}
+
+void Keeper::log_request(const Request& request) {
+  if (!info_logging()) return;
+  std::string what;
+  const auto is_of_it = [this](std::uint64_t revision) { return revision == revision_; };
+  if (is_of_it(request.limit_revision)) {
+    what += request.limit_bytes == kUnlimitedBytes
+                ? "no limit, "
+                : "limit " + size_text(request.limit_bytes) + ", ";
+  }
+  if (is_of_it(request.min_revision)) what += "guarantee " + size_text(request.min_bytes) + ", ";
+  if (is_of_it(request.priority_revision)) {
+    what += "priority " + std::to_string(request.priority) + ", ";
+  }
+  if (is_of_it(request.asleep_revision)) what += request.asleep != 0 ? "sleep, " : "wake, ";
+  if (is_of_it(request.trim_revision)) what += "trim, ";
+  what += "by process " + std::to_string(request.writer_pid);
+  told_ = {revision_, std::move(what), request.written_ns};
+  if (debug_logging()) {
+    debug_log("request %llu: %s", static_cast<unsigned long long>(revision_), told_->what.c_str());
+  }
+}
+
+/// How a request went, once it is known; at the end of a round also that it takes its time.
+void Keeper::log_outcome(AnswerState outcome, const LimitState& state, const std::string& reason) {
+  const std::uint64_t page_bytes = std::max<std::uint64_t>(pool_->page_cost_bytes(), 1);
+  const double ms = static_cast<double>(less(monotonic_ns(), told_->written_ns)) / 1e6;
+  std::string sizes = size_text(state.mapped_bytes) + " of KV cache held";
+  if (state.limit_bytes != kUnlimitedBytes) {
+    sizes = size_text(state.effective_bytes) + " allowed (" +
+            std::to_string(state.effective_bytes / page_bytes) + " pages of " +
+            size_text(page_bytes) + "), " + sizes;
+  }
+  if (state.over_bytes > 0) sizes += ", of which " + size_text(state.over_bytes) + " are in use";
+  info_log("Request (%s): %s after %.1f ms. %s%s%s.", told_->what.c_str(), text_of(outcome), ms,
+           sizes.c_str(), reason.empty() ? "" : ": ", reason.c_str());
+  if (outcome != AnswerState::kShrinking) told_.reset();
+}
+
+/// Does what was requested as `revision_`, all of it or nothing, and answers.
+void Keeper::carry_out(const Request& request) {
+  refusal_.clear();
+  log_request(request);
+  const std::shared_ptr<Places>& places = pool_->places();
+  const std::uint64_t min_before_bytes = places ? places->min_bytes() : 0;
+  const std::int64_t priority_before = places ? places->priority() : 0;
+  if (Status standing = change_standing(request); !standing)
+    return refuse(standing.error().message);
+  if (request.asleep_revision != revision_) return apply(request, revision_);
+  if (request.asleep != 0 || !places) {
+    waking_.reset();
+    pool_->set_asleep(request.asleep != 0);
+    return apply(request, revision_);
+  }
+  const Result<Places::Claimed> asked = places->ask_to_wake();
+  waking_ = {request, revision_,
+             Clock::now() + std::chrono::nanoseconds(asked ? places->rules().reserve_wait_ns : 0),
+             min_before_bytes, priority_before};
+  if (asked) {
+    (void)finish_waking();
+  } else {
+    refuse_waking(asked.error().message);
+  }
+}
+
+/// True: no wake waits any more.
+bool Keeper::finish_waking() {
+  if (!waking_) return true;
+  const std::shared_ptr<Places>& places = pool_->places();
+  if (!places->claim_is_met()) {
+    if (Clock::now() < waking_->until) return false;
+    if (Status failed = places->fail_claim(); !failed) {
+      refuse_waking(failed.error().message);
+      return true;
+    }
+  }
+  // Another thread may have given it up: then it sleeps, and the answer says so.
+  pool_->set_asleep(false);
+  Waking waking = *std::exchange(waking_, std::nullopt);
+  // A limit that was set after it holds already.
+  const std::optional<Request> newest = record_->read_request();
+  if (newest && newest->limit_revision != waking.request.limit_revision)
+    waking.request.limit_revision = 0;
+  apply(waking.request, waking.revision);
+  return true;
+}
+
+/// Nothing of that request has happened.
+void Keeper::refuse_waking(std::string reason) {
+  const Waking waking = *std::exchange(waking_, std::nullopt);
+  const std::shared_ptr<Places>& places = pool_->places();
+  if (waking.request.min_revision == waking.revision)
+    (void)places->set_min(waking.min_before_bytes);
+  if (waking.request.priority_revision == waking.revision) {
+    (void)places->set_priority(waking.priority_before);
+  }
+  if (waking.revision == revision_) refuse(std::move(reason));
+}
+
+void Keeper::refuse(std::string reason) {
+  refusal_ = std::move(reason);
+  answer(pool_->limit_state(), {});
+}
+
+/// The limit and the trim of a request, and its answer.
+void Keeper::apply(const Request& request, std::uint64_t revision) {
+  // Two answers where memory has to be given back: that the request was seen, then that it holds.
+  // What is to be trimmed is not called applied before it is.
+  const LimitState state = request.limit_revision == revision
+                               ? pool_->set_limit(request.limit_bytes)
+                               : pool_->limit_state();
+  const bool trim = request.trim_revision == revision;
+  if (!trim || state.over_bytes > 0) answer(state, {});
+  if (trim) {
+    Result<std::uint64_t> trimmed = pool_->trim();
+    answer(pool_->limit_state(), trimmed ? std::string() : trimmed.error().message);
+  }
+  record_->add(Counter::kRequestsApplied);
+}
+
+void Keeper::finish_shrinking() {
+  shrink_again_ = false;
+  if (answered_over_bytes_ == 0 && pool_->limit_state().over_bytes == 0) return;
+  // A new request is not kept waiting by copies that are made for the last one.
+  Result<LimitState> state = pool_->enforce_limit(
+      [this] { return stopping_ || record_->request_revision() != revision_; });
+  const LimitState now = state ? *state : pool_->limit_state();
+  const std::string reason = state ? std::string() : state.error().message;
+  shrink_again_ = !state && !pool_->failed();
+  if (now.over_bytes != answered_over_bytes_ || !reason.empty()) answer(now, reason);
+}
+
+/// Where the machine is about to have too little left, caches go before the kernel kills somebody,
+/// and then requests make way.
+void Keeper::watch_memory() {
+  if (!watch_) return;
+  watching_ = pool_->arm_memory_watch();
+  const Clock::time_point now = Clock::now();
+  if (!watching_ || now < next_look_) return;
+  const std::uint64_t activity = pool_->activity();
+  const bool at_work = std::exchange(looked_at_activity_, activity) != activity;
+  const MemoryWatch::Look look = watch_->look(at_work);
+  next_look_ = now + look.again_in;
+  pool_->keep_free(look.keep_free_bytes);
+  ++memory_looks_;
+  const std::uint64_t page_bytes = pool_->page_cost_bytes();
+  if (look.spare_bytes / 2 >= page_bytes) pool_->note_memory();
+  const auto pages = [&](std::uint64_t bytes) { return (bytes + page_bytes - 1) / page_bytes; };
+  if (look.relief.bytes == 0) return;
+  const Result<std::uint64_t> given = pool_->give_up(pages(look.relief.bytes), Depth::kCached, 0);
+  const std::uint64_t there = given ? *given * page_bytes : 0;
+  if (look.relief.urgent_bytes <= there) return;
+  (void)pool_->give_up(pages(look.relief.urgent_bytes - there), Depth::kInUse, 0);
+}
+
+void Keeper::answer(const LimitState& state, std::string reason) {
+  AnswerState outcome = state.over_bytes == 0 ? AnswerState::kApplied : AnswerState::kShrinking;
+  // It stays refused, whatever becomes of a limit that was requested before it.
+  if (!refusal_.empty()) {
+    outcome = AnswerState::kRefused;
+    reason = refusal_;
+  }
+  if (const std::optional<Error> failure = pool_->failure()) {
+    failure_told_ = true;
+    outcome = AnswerState::kFailed;
+    reason = failure->message;
+  }
+  if (reason.empty() && state.effective_bytes > state.limit_bytes) {
+    reason = "one page is always held, for the null block";
+  }
+  Answer answer;
+  // A wake that waits is not answered: what is said meanwhile is still to the request before it.
+  if (!waking_ || waking_->revision != revision_) answered_revision_ = revision_;
+  answer.revision = answered_revision_;
+  answer.effective_limit_bytes = state.effective_bytes;
+  answer.mapped_bytes = state.mapped_bytes;
+  answer.over_bytes = state.over_bytes;
+  answer.state = outcome;
+  if (const std::shared_ptr<Places>& places = pool_->places()) {
+    answer.min_bytes = places->min_bytes();
+    answer.priority = places->priority();
+  }
+  answered_over_bytes_ = state.over_bytes;
+  answered_effective_bytes_ = state.effective_bytes;
+  if (debug_logging()) {
+    debug_log("request %llu: %s; keeps to %s, %s are mapped, %s over%s%s",
+              static_cast<unsigned long long>(revision_), text_of(outcome),
+              size_text(answer.effective_limit_bytes).c_str(),
+              size_text(answer.mapped_bytes).c_str(), size_text(answer.over_bytes).c_str(),
+              reason.empty() ? "" : ": ", reason.c_str());
+  }
+  record_->answer(answer, reason);
+  const bool is_settled = outcome != AnswerState::kShrinking;
+  if (is_settled && told_ && told_->revision == answer.revision) {
+    log_outcome(outcome, state, reason);
+  }
+}
+
+/// While pages are parked, those that are not needed go back in steps. Cached blocks move together
+/// once the pool is idle.
+void Keeper::decay() {
+  if (options_.idle_trim.count() < 0) return;
+  const Clock::time_point now = Clock::now();
+  if (now < decay_.due() && decay_.is_running()) return;
+  const std::uint64_t activity = pool_->activity();
+  if (!decay_.is_running()) {
+    if (pool_->arm_decay()) decay_.begin(now, pool_->take_parked_use(), activity);
+    return;
+  }
+  const bool idle = decay_.is_idle(activity);
+  // Page by page: an engine that wakes waits for one of them at most.
+  while (idle && pool_->activity() == activity && !stopping_) {
+    Result<std::uint64_t> moved = pool_->compact();
+    if (!moved || *moved == 0) break;
+  }
+  const std::uint64_t unneeded = decay_.step(now, pool_->take_parked_use());
+  if (unneeded > 0) (void)pool_->trim(unneeded);
+  if (options_.sanity_check && idle) {
+    if (Status sound = pool_->check_integrity(); !sound) {
+      std::fprintf(stderr, "kvelastic: sanity check failed: %s\n", sound.error().message.c_str());
+    }
+  }
+  if (!pool_->arm_decay()) decay_.end();
+}
+
+/// Evicts what no request has used for long, at most a hundred times in that time.
+void Keeper::evict_idle() {
+  const Clock::time_point now = Clock::now();
+  if (next_eviction_ != Clock::time_point::max() && now < next_eviction_) return;
+  const std::optional<std::chrono::milliseconds> again = pool_->evict_idle();
+  next_eviction_ =
+      again ? now + std::max(*again, pool_->cache_idle() / 100) : Clock::time_point::max();
+}
+
+std::int64_t Keeper::sleep_ns(bool request_unreadable) {
+  if (request_unreadable) return kRequestRetryNs;
+  if (pursuing_) return kPursuitNs;
+  const std::int64_t retry = shrink_again_ ? kShrinkRetryNs : kNever;
+  Clock::time_point due = std::min(decay_.due(), next_eviction_);
+  if (watching_) due = std::min(due, next_look_);
+  if (device_is_shared_) due = std::min(due, next_device_look_);
+  if (due == Clock::time_point::max()) return retry;
+  const auto left = std::chrono::nanoseconds(due - Clock::now()).count();
+  return std::clamp<std::int64_t>(left, 0, retry < 0 ? kForever.count() : retry);
+}
+
+}  // namespace kvelastic

@@ -1,0 +1,63 @@
+#include "segment/record_copy.h"
+
+#include <unistd.h>
+
+#include <algorithm>
+#include <array>
+#include <cerrno>
+#include <cstring>
+
+#include "segment/record.h"
+
+namespace kvelastic {
+namespace {
+
+using Revisions = std::array<std::uint64_t, 3>;
+
+/// Reads until `out` is full or the file ends; 0, or errno.
+int read_start(int fd, std::span<std::byte> out) {
+  std::size_t done = 0;
+  while (done < out.size()) {
+    const ssize_t got = ::pread(fd, out.data() + done, out.size() - done, static_cast<off_t>(done));
+    if (got < 0 && errno == EINTR) continue;
+    if (got < 0) return errno;
+    if (got == 0) return 0;
+    done += static_cast<std::size_t>(got);
+  }
+  return 0;
+}
+
+/// Of the file's latches as they are now; zeros where the file has ended. 0, or errno.
+int read_revisions(int fd, Revisions& out) {
+  std::array<std::byte, kRecordBytes> record{};
+  if (const int problem = read_start(fd, record)) return problem;
+  const auto at = [&](std::size_t offset) {
+    std::uint64_t revision = 0;
+    std::memcpy(&revision, record.data() + offset, sizeof(revision));
+    return revision;
+  };
+  out = {at(offsetof(RecordLayout, request)), at(offsetof(RecordLayout, answer)),
+         at(offsetof(RecordLayout, usage))};
+  return 0;
+}
+
+}  // namespace
+
+// One read copies in no order that is promised, so a latch's slots may be older or newer than its
+// revision there. Where the revision is the same before and after, no writer has begun to write
+// the newest value's slot in between (latch_write), and that value is whole.
+int copy_record(int fd, std::span<std::byte> out) {
+  out = out.first(std::min(out.size(), kRecordBytes));
+  Revisions before{};
+  Revisions after{};
+  if (const int problem = read_revisions(fd, before)) return problem;
+  for (int i = 0; i < kLatchReadTries; ++i) {
+    if (const int problem = read_start(fd, out)) return problem;
+    if (const int problem = read_revisions(fd, after)) return problem;
+    if (before == after) break;
+    before = after;
+  }
+  return 0;
+}
+
+}  // namespace kvelastic

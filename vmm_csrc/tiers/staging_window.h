@@ -1,0 +1,74 @@
+// One rank's part of the records in a staging: where its blocks are copied to and from.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <span>
+#include <utility>
+#include <vector>
+
+#include "pages/range.h"
+#include "tiers/staging.h"
+
+namespace kvelastic {
+
+/// A block, and the slot of a staging for its record.
+struct BlockSlot {
+  BlockId id;
+  std::uint64_t slot;
+};
+
+/// Keeps the staging that was used last pinned for the range's device. Thread-safe; the range's
+/// locks are taken under its own only to pin.
+class StagingWindow {
+ public:
+  StagingWindow(std::shared_ptr<Range> range, std::uint64_t rank)
+      : range_(std::move(range)), rank_(rank) {}
+  ~StagingWindow() { look_at(nullptr); }
+  StagingWindow(const StagingWindow&) = delete;
+  StagingWindow& operator=(const StagingWindow&) = delete;
+
+  /// As Range::copy_records. Fails with kInvalidArgument for a slot that the staging has not, or a
+  /// record without room for this rank.
+  Status copy(std::span<const BlockSlot> blocks, const std::shared_ptr<Staging>& staging,
+              CopyTo to) {
+    look_at(staging);
+    const std::uint64_t part_bytes = range_->geometry().record_bytes();
+    if (staging->record_bytes() < (rank_ + 1) * part_bytes) {
+      return Error{Errc::kInvalidArgument,
+                   "a record of " + std::to_string(staging->record_bytes()) +
+                       " bytes has no room for rank " + std::to_string(rank_) + ", whose part is " +
+                       std::to_string(part_bytes) + " bytes"};
+    }
+    std::vector<BlockRecord> records;
+    records.reserve(blocks.size());
+    for (const BlockSlot& block : blocks) {
+      if (block.slot >= staging->slots()) {
+        return Error{Errc::kInvalidArgument, "slot " + std::to_string(block.slot) +
+                                                 " is not one of the staging's " +
+                                                 std::to_string(staging->slots())};
+      }
+      records.push_back({block.id, staging->record(block.slot).data() + rank_ * part_bytes});
+    }
+    return range_->copy_records(records, to);
+  }
+
+ private:
+  /// Unpinned memory is copied as well, only slower: a failure to pin is none.
+  void look_at(std::shared_ptr<Staging> staging) {
+    const std::lock_guard lock(mutex_);
+    if (staging == staging_) return;
+    if (staging_ && pinned_) range_->unpin_host(staging_->memory());
+    staging_ = std::move(staging);
+    pinned_ = staging_ && range_->pin_host(staging_->memory());
+  }
+
+  const std::shared_ptr<Range> range_;
+  const std::uint64_t rank_;
+  std::mutex mutex_;
+  std::shared_ptr<Staging> staging_;
+  bool pinned_ = false;
+};
+
+}  // namespace kvelastic

@@ -1,0 +1,99 @@
+// TierIndex: uses, leases of slots, and who goes first.
+#include "tiers/tier_index.h"
+
+namespace kvelastic {
+
+void TierIndex::use(NodeId id, std::uint64_t now) {
+  Node& node = nodes_[id];
+  const std::uint32_t before = node.history.level;
+  node.history = history_after_use(policy_, node.history, now);
+  if (policy_ == EvictionPolicy::kSlru && before != kProtected) {
+    protected_.push(id, {0, node.history.time});
+  }
+}
+
+void TierIndex::offer(NodeId id) {
+  if (!order_.contains(id)) order_.push(id, nodes_[id].rank());
+}
+
+void TierIndex::withdraw(NodeId id) {
+  order_.remove(id);
+  if (policy_ == EvictionPolicy::kSlru) protected_.remove(id);
+}
+
+TierIndex::NodeId TierIndex::victim() {
+  if (policy_ == EvictionPolicy::kSlru) shrink_protected();
+  while (!order_.empty()) {
+    const RankHeap::Entry top = order_.top();
+    if (is_leased(top.node)) {
+      order_.remove(top.node);  // the end of its last lease offers it again
+      continue;
+    }
+    const Rank rank = nodes_[top.node].rank();
+    if (rank == top.rank()) return top.node;
+    order_.update(top.node, rank);  // it was used, or is continued, since
+  }
+  return kNoNode;
+}
+
+void TierIndex::shrink_protected() {
+  const std::uint64_t most = protected_most(slots_open_);
+  while (protected_.size() > most) {
+    const RankHeap::Entry top = protected_.top();
+    Node& node = nodes_[top.node];
+    if (node.history.time != top.time) {
+      protected_.update(top.node, {0, node.history.time});  // it was used since
+      continue;
+    }
+    protected_.remove(top.node);
+    node.history = history_after_demotion(++time_);
+    if (order_.contains(top.node) && node.rank() < order_.known_rank(top.node)) {
+      order_.update(top.node, node.rank());
+    }
+  }
+}
+
+void TierIndex::hold(std::uint32_t slot) {
+  if (slots_[slot].leases++ == 0) ++leased_;
+}
+
+bool TierIndex::unhold(std::uint32_t slot) {
+  Slot& of = slots_[slot];
+  if (--of.leases != 0) return false;
+  --leased_;
+  if (of.node != kNoNode) {
+    if (nodes_[of.node].state == State::kReady) offer(of.node);
+    return false;
+  }
+  free_slot(slot);
+  return true;
+}
+
+void TierIndex::free_slot(std::uint32_t slot) {
+  if (slot < slots_open_) free_.add(slot);
+}
+
+bool TierIndex::forget(NodeId id) {
+  Node& node = nodes_[id];
+  --(node.state == State::kReady ? ready_ : pending_);
+  const std::uint32_t slot = node.slot;
+  slots_[slot].node = kNoNode;
+  drop(id);
+  if (slots_[slot].leases != 0) return false;
+  free_slot(slot);
+  return true;
+}
+
+std::int64_t TierIndex::take_slot(std::vector<KeyInSlot>& displaced) {
+  if (const auto free = free_.take_lowest()) return *free;
+  const NodeId id = victim();
+  if (id == kNoNode) return kNoRoom;
+  const std::uint32_t slot = nodes_[id].slot;
+  displaced.push_back({nodes_[id].key, slot});
+  ++displaced_;
+  forget(id);
+  free_.remove(slot);  // free for a moment, and not for others
+  return slot;
+}
+
+}  // namespace kvelastic
