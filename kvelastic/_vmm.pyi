@@ -1,4 +1,4 @@
-"""The native module: what vmm_csrc/bind_*.cpp exports. The docstrings are over there."""
+"""The native module: what vmm_csrc/bind exports. The docstrings are over there."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, TypedDict

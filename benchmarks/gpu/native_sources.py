@@ -14,7 +14,7 @@ def digest() -> str:
     told = hashlib.sha256(sys.version.encode())
     for name in sorted(path.name for path in (ROOT / "kvelastic").iterdir()):
         told.update(name.encode() + b"\0" if name != "__pycache__" else b"")
-    sources = sorted((ROOT / "vmm_csrc").glob("*.*"))
+    sources = sorted((ROOT / "vmm_csrc").rglob("*.*"))
     for path in [ROOT / "CMakeLists.txt", *sources]:
         told.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
     return told.hexdigest()

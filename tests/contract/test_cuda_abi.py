@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 PROGRAM = """
 #include <cuda.h>
 #include <cudaTypedefs.h>
-#include "cuda_api.h"
+#include "driver/cuda_api.h"
 #include <cstddef>
 #include <type_traits>
 using namespace kvelastic::cuda;
@@ -114,7 +114,7 @@ TYPEDEF = re.compile(r"\*PFN_(cu\w+?)_v(\d+)\)")
 
 def comparisons(include: Path) -> str:
     """A line for each function of the loader: against its type in the version that is asked for."""
-    loader = (ROOT / "vmm_csrc" / "cuda_api.cpp").read_text()
+    loader = (ROOT / "vmm_csrc" / "driver" / "cuda_api.cpp").read_text()
     asked = {name: int(number) for name, number in VERSION.findall(loader)}
     there: dict[str, list[int]] = {}
     for name, version in TYPEDEF.findall((include / "cudaTypedefs.h").read_text()):

@@ -10,6 +10,7 @@
 #include "driver/fault_driver.h"
 #include "driver/guard_driver.h"
 #include "driver/host_driver.h"
+#include "ledger/ledger.h"
 #include "pages/range.h"
 
 namespace nb = nanobind;

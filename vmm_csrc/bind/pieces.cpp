@@ -1,5 +1,5 @@
 // `kvelastic._vmm`: lists of pieces, and copies of them between processes, without the GIL.
-#include "transfer/pieces.h"
+#include "base/pieces.h"
 
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/shared_ptr.h>
@@ -17,6 +17,7 @@
 #include "transfer/kernel_copy.h"
 #include "transfer/piece_lists.h"
 #include "transfer/piece_streams.h"
+#include "transfer/process_copy.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -163,7 +164,8 @@ void bind_pieces(nb::module_& m) {
         check(without_gil([&] { return read_from_process(pid, from, to, deadline); }));
       },
       "pid"_a, "theirs"_a, "ours"_a, "timeout_s"_a,
-      "Copy another process's pieces here; see vmm_csrc/transfer/pieces.h. Blocks, without the "
+      "Copy another process's pieces here; see vmm_csrc/transfer/process_copy.h. Blocks, without "
+      "the "
       "GIL.");
   m.def(
       "copy_pieces",

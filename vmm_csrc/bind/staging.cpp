@@ -1,5 +1,5 @@
 // `kvelastic._vmm`: staging between blocks and stores.
-#include "tiers/staging.h"
+#include "pages/staging.h"
 
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/shared_ptr.h>
@@ -54,7 +54,7 @@ void bind_staging(nb::module_& m) {
                      "The bytes of one slot; see Staging.view().");
   nb::class_<Staging>(
       m, "Staging",
-      "Slots of one record each between blocks and stores; see vmm_csrc/tiers/staging.h.")
+      "Slots of one record each between blocks and stores; see vmm_csrc/pages/staging.h.")
       .def(nb::new_([](std::uint64_t slots, std::uint64_t record_bytes) {
              return std::shared_ptr<Staging>(unwrap(Staging::create(slots, record_bytes)));
            }),

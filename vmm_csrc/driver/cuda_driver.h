@@ -9,9 +9,9 @@
 #include <vector>
 
 #include "base/own_process.h"
+#include "base/pieces.h"
 #include "driver/cuda_api.h"
 #include "driver/driver.h"
-#include "transfer/pieces.h"
 
 namespace kvelastic {
 

@@ -74,6 +74,7 @@
 #include "base/status.h"
 #include "ledger/device_account.h"
 #include "ledger/reclaim.h"
+#include "pages/page_grant.h"
 
 namespace kvelastic {
 
@@ -287,14 +288,14 @@ Result<std::uint64_t> ledger_set_capacity(std::span<std::byte> bytes, std::uint6
 /// One instance's end of a ledger. All calls from any thread of the process that joined, none
 /// blocks but wait(), wait_for_claim() and a join with a reserve; in a forked child none changes
 /// anything. The bytes must outlive it; `keep` is held as long.
-class LedgerMember {
+class LedgerMember final : public PageGrant {
  public:
   /// Takes a slot; null: the door is shut, the file is removed or about to be. kSegmentFormat as
   /// LedgerView::open, kPoolExhausted when all slots are taken, kGuarantee as set_min, kReserve as
   /// wait_for_claim, kInvalidArgument as set_priority, kSegment as LifeLock::hold.
   static Result<std::unique_ptr<LedgerMember>> join(std::span<std::byte> bytes, LedgerJoin how,
                                                     std::shared_ptr<void> keep);
-  ~LedgerMember() {
+  ~LedgerMember() override {
     if (!lingers_) leave();
   }
   LedgerMember(const LedgerMember&) = delete;
@@ -302,10 +303,10 @@ class LedgerMember {
 
   /// Memory that nobody can give back is left behind: this object's end gives its grant back no
   /// more; whoever looks does, once the processes of this member are gone.
-  void linger() { lingers_ = true; }
+  void linger() override { lingers_ = true; }
 
   /// Everything that was granted is the device's again. Repeatable; later calls grant nothing.
-  void leave();
+  void leave() override;
 
   /// kDeviceUnavailable in a forked child: the place, and what was granted to it, is its parent's.
   Status refuse_in_a_child() const;
@@ -319,7 +320,7 @@ class LedgerMember {
   void arrived(std::uint64_t pages, std::uint64_t page_bytes);
   /// Pages that are on the device will not be there any more. To be called before their memory is
   /// given to the driver.
-  void leaving(std::uint64_t pages, std::uint64_t page_bytes);
+  void leaving(std::uint64_t pages, std::uint64_t page_bytes) override;
   /// Gives pages back that grant() gave, and that are not on the device; wakes those who ask for
   /// memory.
   void give_back(std::uint64_t pages, std::uint64_t page_bytes);

@@ -11,7 +11,7 @@
 #include "base/status.h"
 #include "pages/geometry.h"
 #include "pages/range.h"
-#include "tiers/staging_window.h"
+#include "pages/staging_window.h"
 
 namespace kvelastic {
 

@@ -54,13 +54,13 @@ Range::~Range() {
   for (PageIndex page = 0; page < mapped_.size() && pages.size() < mapped_pages(); ++page) {
     if (mapped_[page] != 0) pages.push_back(page);
   }
-  if (member_) member_->leaving(held_bytes() / geometry_.extent_bytes, geometry_.extent_bytes);
+  if (grant_) grant_->leaving(held_bytes() / geometry_.extent_bytes, geometry_.extent_bytes);
   // Nobody is left to answer to. A failure that passes is tried again; one that stays leaves memory
   // to the end of the process.
   twice([&] { return unmap(pages, Afterwards::kDestroy); });
   twice([&] { return store_.trim(); });
-  if (member_ && held_bytes() == 0) member_->leave();
-  if (member_ && held_bytes() > 0) member_->linger();
+  if (grant_ && held_bytes() == 0) grant_->leave();
+  if (grant_ && held_bytes() > 0) grant_->linger();
   if (mapped_pages() == 0)
     twice([&] { return driver_->release(address_, geometry_.range_bytes()); });
 }

@@ -10,8 +10,8 @@
 #include "base/lazy_array.h"
 #include "base/own_process.h"
 #include "driver/driver.h"
-#include "ledger/ledger.h"
 #include "pages/geometry.h"
+#include "pages/page_grant.h"
 #include "pages/pages.h"
 
 namespace kvelastic {
@@ -81,7 +81,7 @@ class Range {
   Status trim() { return store_.trim(); }
 
   /// Whose grant the pages are: it is given back when the last of them is gone with this range.
-  void hold_grant_of(std::shared_ptr<LedgerMember> member) { member_ = std::move(member); }
+  void hold_grant_of(std::shared_ptr<PageGrant> grant) { grant_ = std::move(grant); }
 
   bool is_mapped(PageIndex page) const;
   /// The handles of mapped pages, all extents of each side by side; for another process to import
@@ -137,7 +137,7 @@ class Range {
   LazyArray<std::uint8_t> mapped_;  // per page: 1 = mapped
   LazyArray<Handle> handles_;       // per page and extent, valid while mapped
   LazyArray<std::uint32_t> generations_;
-  std::shared_ptr<LedgerMember> member_;
+  std::shared_ptr<PageGrant> grant_;
   std::atomic<std::uint64_t> mapped_pages_{0};
   std::atomic<bool> failed_{false};
 };

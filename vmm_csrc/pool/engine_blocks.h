@@ -16,8 +16,8 @@
 
 #include "base/status.h"
 #include "driver/driver.h"
-#include "tiers/staging.h"
-#include "tiers/staging_window.h"
+#include "pages/staging.h"
+#include "pages/staging_window.h"
 
 namespace kvelastic {
 

@@ -1,5 +1,5 @@
 // The record: the struct at the start of an instance's segment, and the only place that knows its
-// layout. C++ and Python (through bind_record.cpp) read and write it with the classes below.
+// layout. C++ and Python (through bind/record.cpp) read and write it with the classes below.
 //
 //   header       identity, written once before the segment is visible; under a CRC
 //   state, bells one word each, on lines of their own

@@ -35,7 +35,7 @@
 #include "base/futex.h"
 #include "base/status.h"
 #include "pages/geometry.h"
-#include "tiers/staging_window.h"
+#include "pages/staging_window.h"
 
 namespace kvelastic {
 

@@ -13,8 +13,8 @@
 #include "base/own_process.h"
 #include "base/pauses.h"
 #include "pages/range.h"
+#include "pages/staging_window.h"
 #include "segment/ring_memory.h"
-#include "tiers/staging_window.h"
 
 namespace kvelastic {
 

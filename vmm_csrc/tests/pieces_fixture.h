@@ -20,8 +20,8 @@
 #include <thread>
 #include <vector>
 
+#include "base/pieces.h"
 #include "check.h"
-#include "transfer/pieces.h"
 
 namespace kvelastic {
 

@@ -13,7 +13,7 @@
 #include "driver/host_driver.h"
 #include "pages/range.h"
 #include "pieces_fixture.h"
-#include "transfer/pieces.h"
+#include "transfer/process_copy.h"
 
 namespace kvelastic {
 namespace {

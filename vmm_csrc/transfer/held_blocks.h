@@ -7,10 +7,10 @@
 #include <utility>
 #include <vector>
 
+#include "base/pieces.h"
 #include "pages/geometry.h"
 #include "pages/range.h"
 #include "pool/pool.h"
-#include "transfer/pieces.h"
 
 namespace kvelastic {
 

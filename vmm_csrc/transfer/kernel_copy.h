@@ -7,8 +7,8 @@
 #include <cstddef>
 #include <span>
 
+#include "base/pieces.h"
 #include "base/status.h"
-#include "transfer/pieces.h"
 
 namespace kvelastic {
 

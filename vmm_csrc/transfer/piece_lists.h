@@ -6,7 +6,7 @@
 #include <span>
 #include <vector>
 
-#include "transfer/pieces.h"
+#include "base/pieces.h"
 
 namespace kvelastic {
 

@@ -11,8 +11,8 @@
 #include <cstdint>
 #include <span>
 
+#include "base/pieces.h"
 #include "base/status.h"
-#include "transfer/pieces.h"
 
 namespace kvelastic {
 

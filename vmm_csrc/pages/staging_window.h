@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "pages/range.h"
-#include "tiers/staging.h"
+#include "pages/staging.h"
 
 namespace kvelastic {
 

@@ -1,4 +1,4 @@
-#include "tiers/staging.h"
+#include "pages/staging.h"
 
 #include <fcntl.h>
 #include <sys/mman.h>
