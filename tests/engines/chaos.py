@@ -23,6 +23,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from asking_threads import AskingThreads
 from engine_server import EngineServer
@@ -172,8 +173,8 @@ class Operator(ABC):
     def limit(self) -> None:
         limit_bytes = self.pick.choice(LIMITS_PAGES) * self._page_bytes
         self._applied_bytes = None
-        wait_s = self.pick.choice([None, 5.0])
-        answer = segment.request(self.name, limit_bytes=limit_bytes, wait_s=wait_s)
+        wait_s = self.pick.choice([0.0, 5.0])
+        answer = self._request(wait_s, limit_bytes=limit_bytes)
         assert answer.state in {"applied", "shrinking"}, answer
         self.clients.counts[f"limit {answer.state}"] += 1
         if answer.state == "applied":
@@ -187,16 +188,14 @@ class Operator(ABC):
     def stand(self) -> None:
         min_bytes = self.pick.randrange(3) * self._page_bytes
         try:
-            answer = segment.request(
-                self.name, min_bytes=min_bytes, priority=self.pick.randrange(-5, 6), wait_s=5
-            )
+            answer = self._request(5, min_bytes=min_bytes, priority=self.pick.randrange(-5, 6))
         except InvalidArgumentError:
             assert min_bytes > 0  # above the limit in force
             return
         assert answer.state in {"applied", "shrinking"}, answer
 
     def trim(self) -> None:
-        answer = segment.request(self.name, trim=True, wait_s=5)
+        answer = self._request(5, trim=True)
         assert answer.state in {"applied", "shrinking"}, answer
 
     def sleep(self) -> None:
@@ -220,6 +219,13 @@ class Operator(ABC):
     def restore(self) -> None:
         """Without a limit, and with the standing that it began with."""
         segment.request(self.name, limit_bytes=self.KV_BYTES, min_bytes=0, priority=0, wait_s=5)
+
+    def _request(self, wait_s: float, **changes: Any) -> segment.Answer:
+        """The instance's answer, which may come later than `wait_s` where the machine is busy."""
+        with segment.post(self.name, segment.Request(**changes)) as requested:
+            requested.settled(wait_s)
+            wait_until(lambda: requested.now().state != "none", "no answer to a request")
+            return requested.now()
 
     @contextlib.contextmanager
     def _asleep(self, way: str) -> Iterator[None]:

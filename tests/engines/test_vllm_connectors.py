@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 from vllm_server import KV_BYTES, PAGE_BYTES, VllmServer, make_requests
+from waiting import DEADLINE_S, wait_until
 
 from kvelastic import segment
 from kvelastic.errors import UnsupportedEngineError
@@ -64,13 +65,14 @@ def test_what_is_being_copied_is_neither_unmapped_nor_moved(stock, offloading) -
 
     # All requests have ended, and the copies of their blocks are still on their way: without a pin
     # the thread that copies would read pages that are gone, and the worker would die of it.
-    answer = segment.request(NAME, limit_bytes=PAGE_BYTES)
-    assert answer.over_bytes > 0, "nothing was being copied"
-    end_s = time.monotonic() + 60
+    with segment.post(NAME, segment.Request(limit_bytes=PAGE_BYTES)) as requested:
+        wait_until(lambda: requested.now().state != "none", "no answer to the limit")
+        assert requested.now().over_bytes > 0, "nothing was being copied"
+    end_s = time.monotonic() + DEADLINE_S
     while segment.inspect(NAME).usage["mapped_bytes"] > PAGE_BYTES:
         assert time.monotonic() < end_s, "what was copied did not go"
         offloading.complete(REQUESTS[0]._replace(max_tokens=1, prompt=[3, 4, 5]))  # a step
-    segment.request(NAME, limit_bytes=KV_BYTES, wait_s=10)
+    segment.request(NAME, limit_bytes=KV_BYTES, wait_s=DEADLINE_S)
 
     before = offloading.metrics()["external_prefix_cache_hits_total"]
     offloading.post("/reset_prefix_cache")
@@ -78,7 +80,7 @@ def test_what_is_being_copied_is_neither_unmapped_nor_moved(stock, offloading) -
     assert offloading.metrics()["external_prefix_cache_hits_total"] > before + 500
 
     # Under a limit below the working set, with loads and stores all the time.
-    segment.request(NAME, limit_bytes=3 * PAGE_BYTES, wait_s=10)
+    segment.request(NAME, limit_bytes=3 * PAGE_BYTES, wait_s=DEADLINE_S)
     for _ in range(2):
         offloading.post("/reset_prefix_cache")
         assert offloading.complete_all(REQUESTS) == expected

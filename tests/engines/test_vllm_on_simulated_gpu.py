@@ -19,7 +19,7 @@ import pytest
 from engine_server import Request
 from simulated_machine import SimulatedMachine
 from vllm_server import PAGE_BYTES, VllmServer, make_requests
-from waiting import wait_until
+from waiting import DEADLINE_S, wait_until
 
 from kvelastic import ledger, segment
 
@@ -60,7 +60,7 @@ def on_gpu(server: VllmServer) -> Iterator[VllmServer]:
     """The server, without a limit; the limit is lifted again afterwards."""
     yield server
     if server.process.poll() is None:
-        segment.request(NAME, limit_bytes=DEVICE_BYTES, asleep=False, wait_s=5)
+        segment.request(NAME, limit_bytes=DEVICE_BYTES, asleep=False, wait_s=DEADLINE_S)
 
 
 def differing(left: list[list[int]], right: list[list[int]]) -> int:
@@ -76,8 +76,8 @@ def most_used_while(machine: SimulatedMachine, done: threading.Event) -> int:
 
 
 def test_same_tokens_and_use_that_grows_with_load(stock, on_gpu, machine) -> None:
-    segment.request(NAME, limit_bytes=PAGE_BYTES, wait_s=5)
-    segment.request(NAME, limit_bytes=DEVICE_BYTES, wait_s=5)
+    segment.request(NAME, limit_bytes=PAGE_BYTES, wait_s=DEADLINE_S)
+    segment.request(NAME, limit_bytes=DEVICE_BYTES, wait_s=DEADLINE_S)
     assert machine.used_bytes() == PAGE_BYTES  # the null block's
     hits = on_gpu.metrics()["prefix_cache_hits_total"]
     requests = make_requests(24, 1)
@@ -96,7 +96,7 @@ def test_zeroed_device_memory_changes_the_tokens(stock, on_gpu, machine) -> None
     assert machine.zero() >= PAGE_BYTES
     assert differing(on_gpu.complete_all(requests), expected) >= len(requests) // 2
     # What was cached is wrong now: a limit of one page, all of which one request needs, drops it.
-    segment.request(NAME, limit_bytes=PAGE_BYTES, wait_s=5)
+    segment.request(NAME, limit_bytes=PAGE_BYTES, wait_s=DEADLINE_S)
     on_gpu.complete(Request([5] * 990, 1))
 
 
@@ -104,7 +104,7 @@ def test_limit_below_the_working_set(stock, on_gpu, machine) -> None:
     requests = make_requests(32, 4, shortest=100, longest=600)
     expected = stock.complete_all(requests)
     preempted = on_gpu.metrics()["num_preemptions_total"]
-    assert segment.request(NAME, limit_bytes=3 * PAGE_BYTES, wait_s=5).state == "applied"
+    assert segment.request(NAME, limit_bytes=3 * PAGE_BYTES, wait_s=DEADLINE_S).state == "applied"
     done = threading.Event()
     with ThreadPoolExecutor(1) as looking:
         most = looking.submit(most_used_while, machine, done)

@@ -9,7 +9,7 @@ import pytest
 from engine_server import Request
 from ledger_instance import Instance
 from vllm_server import VllmServer, make_requests, worker_memory_bytes
-from waiting import stopped_once, wait_until
+from waiting import DEADLINE_S, stopped_once, wait_until
 
 from kvelastic import ledger, segment
 
@@ -106,7 +106,7 @@ def test_the_operators_sleep_waits_for_what_runs_and_holds_up_what_comes(
         coming = threads.submit(awake.complete, later)
         wait_until(lambda: awake.metrics()["num_requests_waiting"] == 2)
         assert not awake.is_sleeping(), "vLLM itself knows nothing of it"
-        segment.request(instance_name, asleep=False, wait_s=5)
+        segment.request(instance_name, asleep=False, wait_s=DEADLINE_S)
         assert [running.result(timeout=120), coming.result(timeout=120)] == expected
 
 
@@ -117,8 +117,8 @@ def test_the_record_says_whether_vllm_sleeps_whoever_wakes_the_cache(awake, inst
     assert engine_asleep() is False
     awake.post("/sleep?level=1")
     assert engine_asleep() is True
-    segment.request(instance_name, asleep=True, wait_s=5)
-    answer = segment.request(instance_name, asleep=False, wait_s=5)
+    segment.request(instance_name, asleep=True, wait_s=DEADLINE_S)
+    answer = segment.request(instance_name, asleep=False, wait_s=DEADLINE_S)
     assert (answer.asleep, answer.engine_asleep, awake.is_sleeping()) == (False, True, True)
     awake.post("/wake_up?tags=kv_cache")
     assert engine_asleep() is True
@@ -128,7 +128,7 @@ def test_the_record_says_whether_vllm_sleeps_whoever_wakes_the_cache(awake, inst
 
 def test_vllms_wake_ends_the_operators_sleep(stock, awake, instance_name) -> None:
     request = Request([15, 16, 17], 20)
-    segment.request(instance_name, asleep=True, wait_s=5)
+    segment.request(instance_name, asleep=True, wait_s=DEADLINE_S)
     awake.post("/sleep?level=1")
     awake.post("/wake_up")
     assert segment.inspect(instance_name).usage["asleep"] == 0

@@ -9,7 +9,6 @@ import shutil
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,6 +16,7 @@ import psutil
 import pytest
 from tiered_server import Answer, TieredServer, check_found
 from vllm_server import make_requests
+from waiting import wait_until
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -108,9 +108,7 @@ def test_what_a_sleep_stops_is_demoted_and_goes_on_from_there(first) -> None:
     before = first.metrics()["generation_tokens_total"]
     loaded_before = first.board().blocks.loaded
     asking.start()
-    end_s = time.monotonic() + 120
-    while first.metrics()["generation_tokens_total"] < before + 50:
-        assert time.monotonic() < end_s
+    wait_until(lambda: first.metrics()["generation_tokens_total"] >= before + 50)
     put_to_sleep_and_wake(first, "keep")
     asking.join()
     assert tokens == [expected]
@@ -120,9 +118,7 @@ def test_what_a_sleep_stops_is_demoted_and_goes_on_from_there(first) -> None:
 
 def wait_until_loaded(server: TieredServer, blocks: int) -> None:
     """The board's figures are half a second old."""
-    end_s = time.monotonic() + 30
-    while server.board().blocks.loaded < blocks:
-        assert time.monotonic() < end_s, server.board()
+    wait_until(lambda: server.board().blocks.loaded >= blocks, f"{blocks} blocks were not loaded")
 
 
 def test_an_engine_that_is_told_to_end_leaves_what_it_had(

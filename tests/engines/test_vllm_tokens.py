@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from engine_server import Request
 from vllm_server import KV_BYTES, PAGE_BYTES, make_requests, worker_memory_bytes, zero_worker_memory
+from waiting import DEADLINE_S, wait_until
 
 from kvelastic import segment
 
@@ -62,9 +63,9 @@ def test_zeroed_memory_changes_the_tokens(stock, elastic, instance_name) -> None
 
     # A limit of one page drops what is cached, but in that page, all of which one request needs:
     # from then on the answers are right again.
-    segment.request(instance_name, limit_bytes=PAGE_BYTES, wait_s=5)
+    segment.request(instance_name, limit_bytes=PAGE_BYTES, wait_s=DEADLINE_S)
     elastic.complete(Request([5] * 990, 1))
-    segment.request(instance_name, limit_bytes=KV_BYTES, wait_s=5)
+    segment.request(instance_name, limit_bytes=KV_BYTES, wait_s=DEADLINE_S)
     assert differing(elastic.complete_all(requests), expected) == 0
 
 
@@ -75,7 +76,7 @@ def test_limit_below_the_working_set_preempts_and_keeps_the_tokens(
     requests = make_requests(32, seed=4, shortest=100, longest=600)
     expected = stock.complete_all(requests)
     preempted = elastic.metrics()["num_preemptions_total"]
-    answer = segment.request(instance_name, limit_bytes=3 * PAGE_BYTES, wait_s=5)
+    answer = segment.request(instance_name, limit_bytes=3 * PAGE_BYTES, wait_s=DEADLINE_S)
     assert (answer.state, answer.effective_limit_bytes) == ("applied", 3 * PAGE_BYTES)
     assert differing(elastic.complete_all(requests), expected) == 0
     assert elastic.metrics()["num_preemptions_total"] > preempted
@@ -94,7 +95,7 @@ def test_limit_lowered_while_idle_evicts_the_cache_and_returns_the_memory(
     assert before["blocks_in_use"] == 0
     assert worker_memory_bytes(worker) == before["mapped_bytes"]
 
-    answer = segment.request(instance_name, limit_bytes=2 * PAGE_BYTES, wait_s=5)
+    answer = segment.request(instance_name, limit_bytes=2 * PAGE_BYTES, wait_s=DEADLINE_S)
     assert (answer.state, answer.over_bytes) == ("applied", 0)
     # At once: nothing runs in the engine that could do it later.
     assert worker_memory_bytes(worker) <= 2 * PAGE_BYTES
@@ -106,10 +107,7 @@ def test_limit_lowered_while_idle_evicts_the_cache_and_returns_the_memory(
 def test_parked_pages_go_back_when_idle(elastic, instance_name) -> None:
     requests = make_requests(16, seed=6, shortest=200)
     elastic.complete_all(requests)
-    deadline = time.monotonic() + 20
-    while usage(instance_name)["parked_bytes"] and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert usage(instance_name)["parked_bytes"] == 0, segment.inspect(instance_name)
+    wait_until(lambda: usage(instance_name)["parked_bytes"] == 0, "parked pages stayed")
 
 
 def test_request_that_does_not_fit_waits_for_the_limit_without_spinning(
@@ -118,17 +116,16 @@ def test_request_that_does_not_fit_waits_for_the_limit_without_spinning(
     # 31 blocks are in one page beside the null block; the last tokens need a 32nd.
     request = Request([3 + index % 500 for index in range(990)], 30)
     expected = stock.complete(request)
-    segment.request(instance_name, limit_bytes=PAGE_BYTES, wait_s=5)
+    segment.request(instance_name, limit_bytes=PAGE_BYTES, wait_s=DEADLINE_S)
     with ThreadPoolExecutor(1) as thread:
         answer = thread.submit(elastic.complete, request)
         found = elastic.processes()
-        deadline = time.monotonic() + 30
-        while elastic.metrics()["num_requests_waiting"] != 1 and time.monotonic() < deadline:
-            time.sleep(0.05)
+        deadline = time.monotonic() + DEADLINE_S
+        wait_until(lambda: elastic.metrics()["num_requests_waiting"] == 1)
         _wait_until_calm(list(found.values()), deadline)
         assert not answer.done()
-        segment.request(instance_name, limit_bytes=KV_BYTES, wait_s=5)
-        assert answer.result(timeout=60) == expected
+        segment.request(instance_name, limit_bytes=KV_BYTES, wait_s=DEADLINE_S)
+        assert answer.result(timeout=DEADLINE_S) == expected
 
 
 def _wait_until_calm(processes: list, deadline: float) -> None:
@@ -173,7 +170,7 @@ def test_limit_changed_at_random_under_load(stock, elastic, instance_name, soak_
     assert {"applied", "shrinking"} <= set(states)
     assert min(gauges) >= 0
     assert max(gauges) <= 1
-    final = segment.request(instance_name, limit_bytes=4 * PAGE_BYTES, wait_s=5)
+    final = segment.request(instance_name, limit_bytes=4 * PAGE_BYTES, wait_s=DEADLINE_S)
     assert (final.state, final.over_bytes) == ("applied", 0)
     assert elastic.process.poll() is None
 
