@@ -34,9 +34,7 @@ from math import gcd
 from typing import Final
 
 from kvelastic.errors import LayoutError
-
-GRANULARITY_BYTES: Final = 2 << 20
-"""What drivers map at least, and what addresses of pages are multiples of."""
+from kvelastic.sizes import GRANULARITY_BYTES
 
 MAX_PAGE_BYTES: Final = 1 << 30
 """The largest extent that `PageLayout.solve` chooses: beyond it a pool is no longer elastic."""

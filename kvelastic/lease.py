@@ -8,8 +8,8 @@ The judge is native (vmm_csrc/base/life_lock.h), one for all. The bytes of a seg
     0         the scheduler: the instance answers as long as it is held
     1 + rank  the worker of that rank
 
-Those of a ledger's are in vmm_csrc/ledger/ledger.h. In a file that has only a temporary name yet, byte 0
-is its maker's. Pid, start time, boot id and pid namespace name a process for people; a judge takes
+vmm_csrc/ledger/ledger.h lists those of a ledger. In a file that has only a temporary name yet,
+byte 0 is its maker's. Pid, start time, boot id and pid namespace name a process for people; a judge takes
 them for a second look, before it calls somebody dead.
 """
 

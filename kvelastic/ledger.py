@@ -6,9 +6,9 @@
     reap()                                       # every kvctl does this when it starts
 
 A ledger is a file of /dev/shm named by group and device. Its first member makes it and the last one
-removes it. Joining, leaving and granting are done in native code, where nobody waits for anybody
-(vmm_csrc/ledger/ledger.h). Only who removes the file holds its lock meanwhile, and looks whether the name
-still leads to that file; where the lock is not to be had at once, the file stays for `reap`.
+removes it. Joining, leaving and granting are done in native code, without locks
+(vmm_csrc/ledger/ledger.h). Only a removal locks the file. It first checks that the name still leads
+to that file. If the lock is taken, the file stays for `reap`.
 """
 
 from __future__ import annotations

@@ -19,6 +19,9 @@ MIB_BYTES: Final = 1 << 20
 GIB_BYTES: Final = 1 << 30
 TIB_BYTES: Final = 1 << 40
 
+GRANULARITY_BYTES: Final = 2 << 20
+"""The smallest mapping of a driver. Addresses and sizes of pages are multiples of it."""
+
 MAX_SIZE_BYTES: Final = (1 << 63) - 1
 """The largest size there is: sizes travel as signed 64-bit integers in the segment."""
 

@@ -16,7 +16,8 @@ from typing import Final, Literal, NamedTuple, Protocol
 
 from kvelastic import engines
 from kvelastic.errors import InvalidArgumentError, LayoutError, UnsupportedError
-from kvelastic.layout import GRANULARITY_BYTES, PageLayout, positive
+from kvelastic.layout import PageLayout, positive
+from kvelastic.sizes import GRANULARITY_BYTES
 
 
 class TensorView(NamedTuple):

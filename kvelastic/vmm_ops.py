@@ -29,8 +29,8 @@ from kvelastic.config import Config, load
 from kvelastic.device import Device, means_host, resolve
 from kvelastic.errors import InvalidArgumentError, NotInitializedError
 from kvelastic.hand_mapped import HandMapped, open_hand_mapped
-from kvelastic.layout import GRANULARITY_BYTES
 from kvelastic.places import page_size_bytes as default_page_size
+from kvelastic.sizes import GRANULARITY_BYTES
 
 if TYPE_CHECKING:
     import torch

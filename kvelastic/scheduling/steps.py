@@ -3,7 +3,7 @@
 An engine may schedule a step before the one before it has ended. A request that ends (or is
 preempted) then gives its blocks back although a step may still write to them. A stock engine does
 not mind: the next user's writes come after in the same stream. Here the page could be unmapped, or
-the contents moved, under that step. So the blocks are pinned in the native pool (vmm_csrc/pool/pins.h)
+the contents moved, under that step. So the native pool pins the blocks (vmm_csrc/pool/pins.h)
 until every step has ended that was on its way when they were given back. The engine may have them
 again at once, as it always could, for such a pin is an *ordered* one::
 

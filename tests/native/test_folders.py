@@ -24,10 +24,11 @@ def test_every_folder_is_a_layer() -> None:
 
 def test_includes_name_their_folder_and_point_down() -> None:
     order = {folder: height for height, folder in enumerate(layers())}
-    upward = []
-    for folder, height in order.items():
-        for file in sorted((SOURCES / folder).iterdir()):
-            for name in re.findall(r'^#include "([^"]+)"', file.read_text(), re.MULTILINE):
-                if order.get(Path(name).parent.name, len(order)) > height:
-                    upward.append(f"{file.relative_to(SOURCES)} includes {name}")
+    upward = [
+        f"{file.relative_to(SOURCES)} includes {name}"
+        for folder, height in order.items()
+        for file in sorted((SOURCES / folder).iterdir())
+        for name in re.findall(r'^#include "([^"]+)"', file.read_text(), re.MULTILINE)
+        if order.get(Path(name).parent.name, len(order)) > height
+    ]
     assert not upward

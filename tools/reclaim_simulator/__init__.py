@@ -3,8 +3,8 @@
     plan = plan_reclaim([asker, victim], 0, free_bytes=0, capacity_bytes=8 * GIB_BYTES)
     for demand in plan: print(demand.contender, demand.bytes, demand.depth.name)
 
-It is a front over the native policy (vmm_csrc/ledger/reclaim.h), the one that instances run by. Its rules
-are in docs/reclaim.md; `python -m tools.reclaim_simulator` replays traces by them.
+It calls the native policy that instances use (vmm_csrc/ledger/reclaim.h). docs/reclaim.md has the
+rules; `python -m tools.reclaim_simulator` replays traces by them.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The account of the simulated device: what guarantees and reserves leave for caches, and to whom.
 
-The rules are the native ones (vmm_csrc/ledger/device_account.h), over the instances of a simulation. Of
+The rules are the native ones (vmm_csrc/ledger/device_account.h), over simulated instances. Of
 those who are awake, or about to wake, guarantee and reserve count; of a sleeper nothing does::
 
     asleep  --wake: do the sums allow it?-->  claiming  --is the reserve there?-->  awake

@@ -1,7 +1,7 @@
 """One simulated instance: its pages, its queue, and what others have asked of it.
 
-Pure accounting in whole pages, as vmm_csrc/pool/pool.cpp and blocks.cpp do it in blocks: a page is in
-use, cached or parked. Who may have how many is for the device (simulation.py) to say.
+Pure accounting in whole pages, where vmm_csrc/pool counts blocks: a page is in use, cached or
+parked. Who may have how many is for the device (simulation.py) to say.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from tools.reclaim_simulator import ASK_LEASE_NS, Contender, Depth
 from tools.reclaim_simulator.trace import Arrival, ModelSpec
 
 SQUEEZE_LEASE_NS: Final = 500_000_000
-"""A squeeze that nobody has asked for so long is lifted (kSqueezeLease of vmm_csrc/pool/pool.cpp)."""
+"""A squeeze that no request renews ends after this time (kSqueezeLease, vmm_csrc/pool/pool.cpp)."""
 
 
 @dataclass(eq=False)

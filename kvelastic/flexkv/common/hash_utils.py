@@ -2,7 +2,7 @@
 
     keys = hash_blocks(tokens, tokens_per_block=16, seed=namespace_seed(fingerprint, ["lora-7"]))
 
-128 bits a block, made by the native `block_keys`; see vmm_csrc/pool/block_keys.h for what it is not:
+A key has 128 bits and comes from the native `block_keys` (vmm_csrc/pool/block_keys.h). It is not
 cryptographic. A namespace (a LoRA, a tenant, a session) is hashed first, so that two of them share
 no block.
 """
