@@ -9,8 +9,8 @@ The judge is native (vmm_csrc/base/life_lock.h), one for all. The bytes of a seg
     1 + rank  the worker of that rank
 
 vmm_csrc/ledger/ledger.h lists those of a ledger. In a file that has only a temporary name yet,
-byte 0 is its maker's. Pid, start time, boot id and pid namespace name a process for people; a judge takes
-them for a second look, before it calls somebody dead.
+byte 0 is its maker's. Pid, start time, boot id and pid namespace name a process for people; a judge
+checks them too before it calls a process dead.
 """
 
 from __future__ import annotations
