@@ -42,7 +42,7 @@ IDLE_TRIM_NS: Final = 5_000_000_000
 DECAY_STEPS: Final = 5
 """Steps in which parked pages go back (vmm_csrc/pool/parked_decay.h)."""
 FRUITLESS_WAITS: Final = 8
-"""After a fruitless wait, allocs do not wait for so many times its length (vmm_csrc/pool/pool.cpp)."""
+"""After a fruitless wait, allocs do not wait for this many times its length (`Pool`)."""
 
 
 def simulate(
