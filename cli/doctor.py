@@ -1,4 +1,7 @@
-"""kvctl doctor: what is wrong with this machine, and what to do about it."""
+"""kvctl doctor and kvctl explain: what is wrong with this machine, why an instance holds memory.
+
+Both show findings (`kvelastic.doctor`): for people, and as JSON.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +9,21 @@ import os
 import shutil
 import sys
 import textwrap
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any, Final
 
 import click
 
+from kvelastic.cli.arguments import NameType
+from kvelastic.cli.finding import readable, sweep
 from kvelastic.cli.saying import say_json, say_styled
+from kvelastic.instance.row import printable, use_rows
 
 if TYPE_CHECKING:
-    from kvelastic.doctor import Finding
+    from kvelastic.doctor.finding import Finding
+    from kvelastic.instance.status import InstanceStatus
+    from kvelastic.ledger_facts import LedgerInfo
 
 _TITLES = {
     "gpu": "GPU",
@@ -31,7 +41,12 @@ _TITLES = {
 _COLOURS = {"ok": "green", "note": "cyan", "warning": "yellow", "problem": "red"}
 _STATE_CELLS = max(map(len, _COLOURS))
 _FEWEST_CELLS = 30
-"""Of a text that is wrapped: on a narrower terminal it is left as it is."""
+"""Of a text of the doctor that is wrapped: on a narrower terminal it is left as it is."""
+_LEAST_COLUMNS: Final = 12
+"""For a sentence of an explanation, on a terminal of however few."""
+_NOT_SHOWN: Final = frozenset(
+    {"board", "uuid", "uid", "is_known", "created", "counters", "shares", "uses"}
+)
 
 
 @click.command("doctor", short_help="Check this machine, and say what to do.")
@@ -45,66 +60,179 @@ def doctor_command(as_json: bool, probe: bool) -> None:
     expects, without starting one. Changes nothing. Ends with 1 if there is a problem, with 0
     if there are at most warnings.
     """
-    from kvelastic.doctor import gather, judge
+    from kvelastic.doctor.gather import gather
+    from kvelastic.doctor.judge import judge
 
     findings = judge(gather(probe=probe))
     if as_json:
-        from dataclasses import asdict
-
-        say_json([asdict(finding) for finding in findings])
+        say_json([_as_json(finding, "check", "state", "what", "do") for finding in findings])
     else:
-        text = report(findings, in_colour=_is_in_colour(), columns=_columns())
-        say_styled(text)
+        say_styled(report(findings, in_colour=_is_in_colour(), columns=_columns()))
     if any(finding.state == "problem" for finding in findings):
         sys.exit(1)
 
 
-def report(findings: list[Finding], *, in_colour: bool, columns: int | None = None) -> str:
+@click.command("explain", short_help="Why does it hold what it holds?")
+@click.argument("name", type=NameType())
+@click.option("--json", "as_json", is_flag=True, help="Print one object (docs/kvctl.md).")
+def explain_command(name: str, as_json: bool) -> None:
+    """Say why an instance holds what it holds, what is blocked and by what, and what to do.
+
+    Looks at the instance's segment, its tiers and the ledgers of its devices, and changes nothing.
+    """
+    import time
+
+    from kvelastic.cli.ledgers import choose_ledger
+    from kvelastic.doctor.judge_instance import explain
+    from kvelastic.instance.status import status_of
+    from kvelastic.ledger import list_ledgers
+    from kvelastic.tier_board import boards_of
+
+    info = readable(name, sweep())
+    found = list_ledgers()
+    ledger = choose_ledger(found, info.header["uuid"], info.header["device"])
+    board = boards_of([info]).get(info.name)
+    status = status_of(info, found, now_ns=time.monotonic_ns(), board=board)
+    findings = explain(status, ledger)
+    if as_json:
+        say_json(explanation_json(status, ledger, findings))
+    else:
+        text = explanation_text(status, findings, columns=_columns(), in_colour=_is_in_colour())
+        say_styled(text)
+
+
+def report(findings: Sequence[Finding], *, in_colour: bool, columns: int | None = None) -> str:
     """The findings by topic: one line each, and under it what to do.
 
     With `columns` what is longer goes on below its beginning.
     """
-    from kvelastic.instance.row import printable
-
     lines: list[str] = []
     width = max(len(finding.check) for finding in findings)
-    topics = dict.fromkeys(finding.topic for finding in findings)
-    for topic in topics:
+    for topic in dict.fromkeys(finding.topic for finding in findings):
         title = _TITLES.get(topic, topic)
         lines.append(click.style(title, bold=True) if in_colour else title)
         for finding in findings:
             if finding.topic != topic:
                 continue
             state = finding.state.ljust(_STATE_CELLS)
+            first = f"  {state}  {finding.check.ljust(width)}  "
+            shown = _wrap(finding.what, first, columns, fewest=_FEWEST_CELLS)
             if in_colour:
-                state = click.style(state, fg=_COLOURS[finding.state])
-            # Texts of others (a segment's name) must not steer the terminal.
-            indent = _STATE_CELLS + width + 6
-            what = _wrapped(printable(finding.what), indent, columns)
-            lines.append(f"  {state}  {finding.check.ljust(width)}  {what}")
+                shown[0] = shown[0].replace(
+                    state, click.style(state, fg=_COLOURS[finding.state]), 1
+                )
+            lines += shown
             if finding.do:
-                do = _wrapped(printable(finding.do), _STATE_CELLS + 7, columns)
-                lines.append(f"  {'':{_STATE_CELLS}}  -> {do}")
+                arrow = f"  {'':{_STATE_CELLS}}  -> "
+                lines += _wrap(finding.do, arrow, columns, fewest=_FEWEST_CELLS)
         lines.append("")
     counts = {state: sum(finding.state == state for finding in findings) for state in _COLOURS}
     lines.append(", ".join(_count(state, counts[state]) for state in reversed(_COLOURS)))
     return "\n".join(lines)
 
 
-def _wrapped(text: str, indent: int, columns: int | None) -> str:
-    """In lines of `columns` cells, all but the first indented."""
-    if columns is None or columns - indent < _FEWEST_CELLS:
-        return text
-    return f"\n{'':{indent}}".join(textwrap.wrap(text, columns - indent, break_long_words=False))
+def _count(state: str, count: int) -> str:
+    return f"{count} {state}{'' if count == 1 or state == 'ok' else 's'}"
+
+
+def explanation_text(
+    status: InstanceStatus,
+    findings: Sequence[Finding],
+    *,
+    columns: int | None = None,
+    in_colour: bool = False,
+) -> str:
+    """What each finding is about, its sentence, and under it what to do.
+
+    With `columns` sentences are wrapped to fit; without, each stays on one line.
+    """
+    on = " and ".join(use.device for use in status.uses)
+    who = [status.engine, status.model, on and f"on {on}"]
+    title = ", ".join([status.name, *filter(None, who), f"process {status.pid}"])
+    width = max(len(finding.about) for finding in findings)
+    lines = _wrap(title, "", columns, more="  ")
+    for finding in findings:
+        about = f"  {finding.about.ljust(width)}  "
+        shown = _wrap(finding.what, about, columns)
+        if in_colour:
+            colour = "yellow" if finding.is_blocked else None
+            shown[0] = click.style(about, fg=colour, bold=True) + shown[0][len(about) :]
+        lines += shown
+        if finding.do:
+            lines += _wrap(finding.do, f"{'':{len(about)}}-> ", columns)
+    return "\n".join(lines)
+
+
+def explanation_json(
+    status: InstanceStatus, ledger: LedgerInfo | None, findings: list[Finding]
+) -> dict[str, Any]:
+    """The object of `kvctl explain --json` (docs/kvctl.md); no key is ever left out."""
+    from kvelastic.doctor.judge_ledger import member_of
+
+    me = member_of(status, ledger)
+    members = () if ledger is None else ledger.members
+    return {
+        **{key: value for key, value in asdict(status).items() if key not in _NOT_SHOWN},
+        "status": status.life,
+        "wished_limit_bytes": status.requested_limit_bytes,
+        "devices": use_rows(status),
+        "is_limit_too_low": status.is_limit_too_low,
+        "slack_bytes": status.slack_bytes,
+        "overhead_bytes": status.slack_bytes,
+        "room_bytes": status.room_bytes,
+        "granted_bytes": None if me is None else status.granted_bytes,
+        "reserved_bytes": status.reserved_bytes,
+        "pledged_bytes": None if me is None else me.pledged_bytes,
+        "ask_bytes": None if me is None else status.asked_bytes,
+        "ask_s": None if me is None else me.ask_s,
+        "wanted_bytes": None if me is None else me.wanted_bytes,
+        "device_free_bytes": None if ledger is None or me is None else ledger.free_bytes,
+        "device_reserved_bytes": None if ledger is None or me is None else ledger.reserved_bytes,
+        "askers": [
+            {
+                "name": member.name,
+                "pid": member.pid,
+                "priority": member.priority,
+                "granted_bytes": member.granted_bytes,
+                "ask_bytes": member.ask_bytes,
+                "ask_s": member.ask_s,
+            }
+            for member in members
+            if member is not me and member.ask_bytes and member.status != "dead"
+        ],
+        "lines": [_as_json(one, "about", "what", "do", "is_blocked") for one in findings],
+    }
+
+
+def _as_json(finding: Finding, *keys: str) -> dict[str, Any]:
+    return {key: getattr(finding, key) for key in keys}
+
+
+def _wrap(
+    text: str, first: str, columns: int | None, *, more: str | None = None, fewest: int = 0
+) -> list[str]:
+    """The lines of a text: the first begins with `first`, the others with as many blanks.
+
+    One line with no `columns`, or with fewer than `fewest` for the text.
+    """
+    # Texts of others (a segment's name) must not steer the terminal.
+    text, more = printable(text), " " * len(first) if more is None else more
+    if columns is None or columns - len(more) < fewest:
+        return [first + text]
+    # A name or a command that is longer than a line is not broken: it may be copied from there.
+    return textwrap.wrap(
+        text,
+        max(columns, len(more) + _LEAST_COLUMNS),
+        initial_indent=first,
+        subsequent_indent=more,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
 
 
 def _columns() -> int | None:
     """Of the terminal; None: this is a pipe, which gets one line each."""
     return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
-
-
-def _count(state: str, count: int) -> str:
-    return f"{count} {state}{'' if count == 1 or state == 'ok' else 's'}"
 
 
 def _is_in_colour() -> bool:

@@ -1,11 +1,11 @@
-"""The commands that look and change nothing: list, watch, stats, explain."""
+"""The commands that look and change nothing: list, watch, stats."""
 
 from __future__ import annotations
 
 import click
 
 from kvelastic.cli.arguments import NameType, SecondsType
-from kvelastic.cli.finding import readable, rows, sweep
+from kvelastic.cli.finding import rows, sweep
 from kvelastic.cli.saying import say, say_json
 from kvelastic.instance.row import Row
 
@@ -88,32 +88,3 @@ def stats_command(name: str, interval_s: float | None, as_json: bool) -> None:
         say_json(stats)
     else:
         say(*stats_text(stats).split("\n"))
-
-
-@click.command("explain", short_help="Why does it hold what it holds?")
-@click.argument("name", type=NameType())
-@click.option("--json", "as_json", is_flag=True, help="Print one object (docs/kvctl.md).")
-def explain_command(name: str, as_json: bool) -> None:
-    """Say why an instance holds what it holds, what is blocked and by what, and what to do.
-
-    Looks at the instance's segment, its tiers and the ledgers of its devices, and changes nothing.
-    """
-    import time
-
-    from kvelastic.cli.explanation import explain
-    from kvelastic.cli.explanation_output import explanation_json, show_explanation
-    from kvelastic.cli.explanation_tiers import explain_tiers
-    from kvelastic.cli.ledgers import choose_ledger
-    from kvelastic.instance.status import status_of
-    from kvelastic.ledger import list_ledgers
-    from kvelastic.tier_board import boards_of
-
-    info = readable(name, sweep())
-    found = list_ledgers()
-    ledger = choose_ledger(found, info.header["uuid"], info.header["device"])
-    status = status_of(info, found, now_ns=time.monotonic_ns())
-    lines = [*explain(status, ledger), *explain_tiers(boards_of([info]).get(info.name))]
-    if as_json:
-        say_json(explanation_json(status, ledger, lines))
-    else:
-        show_explanation(status, lines)

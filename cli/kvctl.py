@@ -26,7 +26,7 @@ _COMMANDS: Final = {
     "delete": "housekeeping.delete_command",
     "devices": "devices.devices_command",
     "doctor": "doctor.doctor_command",
-    "explain": "inspection.explain_command",
+    "explain": "doctor.explain_command",
     "gc": "housekeeping.gc_command",
     "kvtop": "kvtop.command.kvtop_command",
     "limit": "limits.limit_command",

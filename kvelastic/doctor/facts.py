@@ -6,9 +6,14 @@ Sizes are bytes. An empty text means that there is nothing to say, None that it 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from kvelastic import gpu_table
 from kvelastic.host_capacity import default_host_capacity_bytes
+
+if TYPE_CHECKING:
+    from kvelastic.instance.status import InstanceStatus
+    from kvelastic.ledger_facts import LedgerInfo
 
 
 @dataclass(frozen=True)
@@ -78,7 +83,7 @@ class SegmentFact:
     is_ours: bool = True
     problem: str = ""
     pid: int = 0
-    """Of its process, where it is orphaned."""
+    """Of its process, where it is dead or orphaned."""
 
 
 @dataclass(frozen=True)
@@ -207,35 +212,16 @@ class ProbeFact:
 
 
 @dataclass(frozen=True)
-class LedgerFact:
-    """A device's ledger that cannot be used as it is."""
-
-    device: str
-    status: str
-    """foreign or unreadable."""
-    problem: str = ""
-
-
-@dataclass(frozen=True)
-class TroubleFact:
-    """What an instance that runs cannot do, as `kvelastic.instance.trouble` puts it."""
-
-    name: str
-    check: str
-    """That it belongs to."""
-    what: str
-    do: str
-
-
-@dataclass(frozen=True)
 class Facts:
     """All of it."""
 
     gpus: GpuFacts = GpuFacts()
     shm: ShmFacts = ShmFacts()
     segments: tuple[SegmentFact, ...] = ()
-    ledgers: tuple[LedgerFact, ...] = ()
-    troubles: tuple[TroubleFact, ...] = ()
+    ledgers: tuple[LedgerInfo, ...] = ()
+    """Those that cannot be used as they are."""
+    instances: tuple[InstanceStatus, ...] = ()
+    """Those that run."""
     memory: MemoryFacts = MemoryFacts()
     limits: LimitFacts = LimitFacts()
     system: SystemFacts = SystemFacts()

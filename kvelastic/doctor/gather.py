@@ -11,14 +11,11 @@ import resource
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from tempfile import NamedTemporaryFile, TemporaryFile
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
-from kvelastic.doctor.ask_engines import ask_engine
-from kvelastic.doctor.ask_gpus import ask_gpus
-from kvelastic.doctor.ask_startup import ask_startup
+from kvelastic.doctor.children import ask_engine, ask_gpus, ask_startup
 from kvelastic.doctor.facts import (
     Facts,
-    LedgerFact,
     LimitFacts,
     MemoryFacts,
     PackageFacts,
@@ -27,13 +24,16 @@ from kvelastic.doctor.facts import (
     ShmFacts,
     StartupFacts,
     SystemFacts,
-    TroubleFact,
 )
 from kvelastic.doctor.gather_config import gather_config
 from kvelastic.doctor.gather_packages import gather_packages
 from kvelastic.engines import ENGINES
 from kvelastic.errors import KvelasticError
 from kvelastic.sizes import KIB_BYTES, MIB_BYTES
+
+if TYPE_CHECKING:
+    from kvelastic.instance.status import InstanceStatus
+    from kvelastic.ledger_facts import LedgerInfo
 
 # Every system's first pid namespace has this inode (the kernel's PROC_PID_INIT_INO).
 _FIRST_PID_NAMESPACE: Final = 0xEFFFFFFC
@@ -56,7 +56,7 @@ def gather(
         shm=gather_shm(root),
         segments=gather_segments(root / "dev/shm"),
         ledgers=gather_ledgers(),
-        troubles=gather_troubles(),
+        instances=gather_instances(),
         memory=gather_memory(root),
         limits=gather_limits(root),
         system=gather_system(root),
@@ -145,7 +145,7 @@ def gather_segments(shm: Path) -> tuple[SegmentFact, ...]:
         return ()  # the native module is missing, which is a finding of its own
     segments = list_segments()
     found = [
-        SegmentFact(info.name, info.status, info.is_ours, info.problem)
+        SegmentFact(info.name, info.status, info.is_ours, info.problem, info.header.get("pid", 0))
         for info in segments
         if info.status in {"dead", "unreadable", "unknown"}
     ]
@@ -158,43 +158,22 @@ def gather_segments(shm: Path) -> tuple[SegmentFact, ...]:
     return tuple(found)
 
 
-def gather_troubles() -> tuple[TroubleFact, ...]:
-    """What instances that run cannot do. Nothing is changed."""
+def gather_instances() -> tuple[InstanceStatus, ...]:
+    """The instances that run. Nothing is changed."""
     try:
         from kvelastic.instance.look import look_at_all
-        from kvelastic.instance.row import printable
-        from kvelastic.instance.trouble import tier_trouble, waiting_trouble
     except ImportError:
         return ()  # the native module is missing, which is a finding of its own
-    found = []
-    for status in look_at_all():
-        if not status.is_alive:
-            continue
-        waiting = waiting_trouble(status) if status.is_limit_too_low else None
-        tiers = () if status.board is None else status.board.tiers
-        troubles = [
-            ("instances.waiting", waiting),
-            *(("instances.tiers", tier_trouble(tier)) for tier in tiers),
-        ]
-        found += [
-            TroubleFact(printable(status.name), check, printable(one.what), printable(one.do))
-            for check, one in troubles
-            if one is not None
-        ]
-    return tuple(found)
+    return tuple(status for status in look_at_all() if status.is_alive)
 
 
-def gather_ledgers() -> tuple[LedgerFact, ...]:
+def gather_ledgers() -> tuple[LedgerInfo, ...]:
     """Ledgers of other users, other versions, or damaged. Nothing is changed."""
     try:
         from kvelastic.ledger import list_ledgers
     except ImportError:
         return ()
-    return tuple(
-        LedgerFact(info.device, info.status, info.problem)
-        for info in list_ledgers()
-        if info.status != "readable"
-    )
+    return tuple(info for info in list_ledgers() if info.status != "readable")
 
 
 def gather_memory(root: Path) -> MemoryFacts:

@@ -5,37 +5,27 @@ Every check gives at least one finding, also where all is well; docs/doctor.md l
 
 from __future__ import annotations
 
-from itertools import chain
-
+from kvelastic.doctor import (
+    judge_config,
+    judge_engines,
+    judge_gpu,
+    judge_host,
+    judge_instance,
+    judge_shm,
+)
 from kvelastic.doctor.facts import Facts
 from kvelastic.doctor.finding import Finding
-from kvelastic.doctor.judge_config import config_findings
-from kvelastic.doctor.judge_engines import engine_findings, python_findings
-from kvelastic.doctor.judge_gpu import gpu_findings
-from kvelastic.doctor.judge_host import host_findings, limit_findings
-from kvelastic.doctor.judge_instances import instance_findings
-from kvelastic.doctor.judge_shm import (
-    ledger_findings,
-    permission_findings,
-    segment_findings,
-    shm_findings,
-)
 
 
 def judge(facts: Facts) -> list[Finding]:
     """What there is to say of `facts`."""
-    return list(
-        chain(
-            gpu_findings(facts),
-            host_findings(facts),
-            limit_findings(facts),
-            shm_findings(facts),
-            segment_findings(facts),
-            ledger_findings(facts),
-            instance_findings(facts),
-            permission_findings(facts),
-            config_findings(facts),
-            engine_findings(facts),
-            python_findings(facts),
-        )
+    checks = (
+        *judge_gpu.CHECKS,
+        *judge_host.CHECKS,
+        *judge_shm.CHECKS,
+        *judge_instance.CHECKS,
+        *judge_shm.PERMISSIONS,
+        *judge_config.CHECKS,
+        *judge_engines.CHECKS,
     )
+    return [finding for check in checks for finding in check(facts)]

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from typing import Final
 
 from kvelastic import engines
-from kvelastic.doctor.facts import Facts, ProbeFact
-from kvelastic.doctor.finding import Finding, State
+from kvelastic.doctor.facts import Facts
+from kvelastic.doctor.finding import Finding, Said, State, check, note, ok, problem, warning
 from kvelastic.engines import ENGINES, Engine
 
 _OLDEST_PYTHON: Final = (3, 10)
@@ -15,40 +15,22 @@ _PLUGIN: Final = "kvelastic"
 _REINSTALL: Final = "install kvelastic into the environment that the engine runs in (pip install)"
 
 
-def engine_findings(facts: Facts) -> Iterator[Finding]:
-    """`engines.*`."""
-    for engine in ENGINES:
-        if engine.tried:
-            yield _hooked(engine, facts)
-            if engine.loaded_by:
-                yield _loading(engine, facts)
-            yield _hooks(engine, facts)
-        else:
-            yield _not_hooked(engine, facts)
-    yield from _plugins(facts)
-    if facts.probes is not None:
-        yield from _probes(facts.probes, facts)
-    yield _kvcached(facts)
-
-
-def _hooked(engine: Engine, facts: Facts) -> Finding:
-    check, title = f"engines.{engine.name}", engine.title
+@check("engines.{0.name}")
+def _hooked(engine: Engine, facts: Facts) -> Said:
+    title = engine.title
     version = facts.packages.version(engine.name)
     tried = engines.tried(engine.tried)
     if version is None and (engine.loaded_by or _has_another(engine, facts)):
-        return Finding(check, "ok", f"{title} is not installed beside this kvctl", "")
+        return ok(f"{title} is not installed beside this kvctl")
     if version is None:
-        return Finding(
-            check,
-            "note",
+        return note(
             f"{title} is not installed beside this kvctl",
             f"if {title} is in another environment, {_REINSTALL} and run that kvctl",
         )
     if engines.serves(engine.tried, version):
-        return Finding(check, "ok", f"{title} {version}", "")
-    return Finding(
-        check,
-        _refused(engine, facts) if facts.config.is_strict else "warning",
+        return ok(f"{title} {version}")
+    return Said(
+        (_refused(engine, facts) if facts.config.is_strict else "warning"),
         f"{title} {version}: kvelastic was tried with {tried}",
         f"install {title} {tried}; or set KVELASTIC_STRICT=false to try it all the same (what"
         " kvelastic touches is checked first)",
@@ -73,21 +55,21 @@ def _has_another(engine: Engine, facts: Facts) -> bool:
     )
 
 
-def _loading(engine: Engine, facts: Facts) -> Finding:
-    check, title, startup = "engines.loading", engine.title, facts.startup
+@check("engines.loading")
+def _loading(engine: Engine, facts: Facts) -> Said:
+    title, startup = engine.title, facts.startup
     if facts.packages.version(engine.name) is None:
-        return Finding(check, "ok", f"not needed: no {title} here", "")
+        return ok(f"not needed: no {title} here")
     if engine.loading_module in startup.armed:
         what = f"with ENABLE_KVELASTIC=true Python loads kvelastic into {title}"
-        return Finding(check, "ok", what, "")
+        return ok(what)
     if startup.failure:
         seen = " ".join(startup.failure.split())
     elif startup.start_files:
         seen = f"it does not run {' and '.join(startup.start_files)}"
     else:
         seen = f"no kvelastic.pth lies in {' or '.join(startup.site_folders) or 'site-packages'}"
-    return Finding(
-        check,
+    return Said(
         _refused(engine, facts),
         f"Python does not load kvelastic into {title}: {seen}",
         f"{_REINSTALL}, a folder on PYTHONPATH is not enough; or begin the program with"
@@ -95,72 +77,59 @@ def _loading(engine: Engine, facts: Facts) -> Finding:
     )
 
 
-def _plugins(facts: Facts) -> Iterator[Finding]:
-    """One for each engine with plugins that is here, or one that says that there is none."""
-    with_plugins = [engine for engine in ENGINES if engine.plugin_group]
-    here = [engine for engine in with_plugins if facts.packages.version(engine.name)]
-    if not here:
-        titles = " and no ".join(engine.title for engine in with_plugins)
-        yield Finding("engines.plugin", "ok", f"not needed: no {titles} here", "")
-    for engine in here:
-        yield _plugin(engine, facts)
-
-
-def _plugin(engine: Engine, facts: Facts) -> Finding:
-    check, packages, title = "engines.plugin", facts.packages, engine.title
+@check("engines.plugin")
+def _plugin(engine: Engine | None, facts: Facts) -> Said:
+    if engine is None:
+        titles = " and no ".join(engine.title for engine in ENGINES if engine.plugin_group)
+        return ok(f"not needed: no {titles} here")
+    packages, title = facts.packages, engine.title
     found = dict(packages.plugins).get(engine.name, ())
     if _PLUGIN not in found:
-        return Finding(
-            check,
-            "problem",
+        return problem(
             f"{title} does not find kvelastic among its plugins"
             f" ({engine.plugin_group}: {', '.join(found) or 'none'})",
             f"{_REINSTALL}; a folder on PYTHONPATH is not enough",
         )
     allowed, variable = dict(facts.config.allowed_plugins).get(engine.name), engine.plugins_variable
     if allowed is not None and _PLUGIN not in allowed.split(","):
-        return Finding(
-            check,
-            "problem" if facts.config.enabled else "warning",
+        return Said(
+            ("problem" if facts.config.enabled else "warning"),
             f"{variable}={allowed!r} keeps {title} from loading kvelastic",
             f"add kvelastic to {variable}, or unset it",
         )
-    return Finding(check, "ok", f"{title} finds kvelastic among its plugins", "")
+    return ok(f"{title} finds kvelastic among its plugins")
 
 
-def _hooks(engine: Engine, facts: Facts) -> Finding:
-    check, hooks = "engines.hooks", dict(facts.packages.hooks).get(engine.name)
+@check("engines.hooks")
+def _hooks(engine: Engine, facts: Facts) -> Said:
+    hooks = dict(facts.packages.hooks).get(engine.name)
     if not hooks:
         what = f"nothing is hooked: no {engine.title} here that kvelastic serves"
-        return Finding(check, "ok", what, "")
+        return ok(what)
     when = "in" if facts.config.enabled else "with ENABLE_KVELASTIC=true in"
-    return Finding(check, "ok", f"{when} this {engine.title} are hooked: {', '.join(hooks)}", "")
+    return ok(f"{when} this {engine.title} are hooked: {', '.join(hooks)}")
 
 
-def _probes(probes: tuple[ProbeFact, ...], facts: Facts) -> Iterator[Finding]:
-    check = "engines.probe"
-    if not probes:
-        yield Finding(check, "ok", "nothing to look into: no engine here that is hooked", "")
-    for probe in probes:
+@check("engines.probe", fine="nothing to look into: no engine here that is hooked")
+def _probes(facts: Facts) -> Iterator[Said]:
+    for probe in facts.probes or ():
         engine = engines.find(probe.engine)
         version = f"{engine.title} {facts.packages.version(engine.name)}"
         another = f"install {engine.title} {engines.tried(engine.tried)}"
         for difference in _differences(probe.broken):
             what = f"kvelastic cannot run in this {version}: {difference}"
-            yield Finding(check, _refused(engine, facts), what, another)
+            yield Said(_refused(engine, facts), what, another)
         for missed in probe.missed:
-            yield Finding(
-                check,
-                "note",
+            yield note(
                 f"{version} cannot be imported whole here, and was not looked into there: {missed}",
                 "nothing if it is for another device; else set what the engine needs to start",
             )
         if probe.failure:
             what = f"{version} could not be looked into: {probe.failure}"
-            yield Finding(check, "warning", what, "start the engine without kvelastic first")
+            yield warning(what, "start the engine without kvelastic first")
         elif not probe.broken:
             what = f"{version} is built as expected: {probe.hooked} functions were hooked"
-            yield Finding(check, "ok", what, "")
+            yield ok(what)
 
 
 def _differences(messages: tuple[str, ...]) -> Iterator[str]:
@@ -170,59 +139,75 @@ def _differences(messages: tuple[str, ...]) -> Iterator[str]:
         yield from listed or [" ".join(message.split())]
 
 
-def _not_hooked(engine: Engine, facts: Facts) -> Finding:
-    check, title = f"engines.{engine.name}", engine.title
+@check("engines.{0.name}")
+def _not_hooked(engine: Engine, facts: Facts) -> Said:
+    title = engine.title
     version = facts.packages.version(engine.name)
     if version is None:
-        return Finding(check, "ok", f"{title} is not installed beside this kvctl", "")
-    return Finding(
-        check,
-        "note",
+        return ok(f"{title} is not installed beside this kvctl")
+    return note(
         f"{title} {version}: its own processes are not hooked yet",
         f"call {engine.interfaces} yourself; ENABLE_KVELASTIC changes nothing in {title}",
     )
 
 
-def _kvcached(facts: Facts) -> Finding:
-    check, version = "engines.kvcached", facts.packages.version("kvcached")
+@check("engines.kvcached")
+def _kvcached(facts: Facts) -> Said:
+    version = facts.packages.version("kvcached")
     if version is None:
-        return Finding(check, "ok", "kvcached is not installed", "")
+        return ok("kvcached is not installed")
     seen = f"kvcached {version} is installed, too"
     if facts.config.is_kvcached_enabled:
-        return Finding(
-            check,
-            "problem",
+        return problem(
             f"{seen}, and a variable of its own enables it: both would patch the engine",
             "unset ENABLE_KVCACHED and KVCACHED_AUTOPATCH, or pip uninstall kvcached",
         )
-    return Finding(check, "note", seen, "pip uninstall kvcached, if it is not used any more")
+    return note(seen, "pip uninstall kvcached, if it is not used any more")
 
 
-def python_findings(facts: Facts) -> Iterator[Finding]:
-    """`python.*`."""
-    packages = facts.packages
-    version = ".".join(map(str, packages.python))
-    if packages.python[:2] < _OLDEST_PYTHON:
-        yield Finding("python.version", "problem", f"Python {version}", "use Python 3.10 or later")
-    else:
-        yield Finding("python.version", "ok", f"Python {version}", "")
-    if packages.native_error:
-        yield Finding(
-            "python.native",
-            "problem",
-            f"kvelastic's native module cannot be imported: {packages.native_error}",
-            "install kvelastic again with this Python; run from a source folder only after"
-            " scripts/setup",
-        )
-    else:
-        yield Finding("python.native", "ok", "kvelastic's native module loads", "")
-    torch = packages.version("torch")
-    if torch is None:
-        yield Finding(
-            "python.torch",
-            "note",
-            "torch is not installed",
-            "nothing for kvctl; to make tensors: pip install 'kvelastic[torch]'",
-        )
-    else:
-        yield Finding("python.torch", "ok", f"torch {torch}", "")
+@check("python.version")
+def _python(facts: Facts) -> Said:
+    seen = f"Python {'.'.join(map(str, facts.packages.python))}"
+    is_old = facts.packages.python[:2] < _OLDEST_PYTHON
+    return problem(seen, "use Python 3.10 or later") if is_old else ok(seen)
+
+
+@check("python.native")
+def _native(facts: Facts) -> Said:
+    if not facts.packages.native_error:
+        return ok("kvelastic's native module loads")
+    return problem(
+        f"kvelastic's native module cannot be imported: {facts.packages.native_error}",
+        "install kvelastic again with this Python; run from a source folder only after"
+        " scripts/setup",
+    )
+
+
+@check("python.torch")
+def _torch(facts: Facts) -> Said:
+    torch = facts.packages.version("torch")
+    if torch is not None:
+        return ok(f"torch {torch}")
+    return note(
+        "torch is not installed",
+        "nothing for kvctl; to make tensors: pip install 'kvelastic[torch]'",
+    )
+
+
+def _engines(facts: Facts) -> Iterator[Finding]:
+    for engine in ENGINES:
+        if engine.tried:
+            yield from _hooked(engine, facts)
+            if engine.loaded_by:
+                yield from _loading(engine, facts)
+            yield from _hooks(engine, facts)
+        else:
+            yield from _not_hooked(engine, facts)
+    with_plugins = [e for e in ENGINES if e.plugin_group and facts.packages.version(e.name)]
+    for engine_with_plugins in with_plugins or (None,):
+        yield from _plugin(engine_with_plugins, facts)
+    if facts.probes is not None:
+        yield from _probes(facts)
+
+
+CHECKS: Final = (_engines, _kvcached, _python, _native, _torch)

@@ -7,7 +7,7 @@ from typing import Final
 
 from kvelastic import gpu_table
 from kvelastic.doctor.facts import Facts, Gpu
-from kvelastic.doctor.finding import Finding, State
+from kvelastic.doctor.finding import Finding, Said, State, check, note, ok, problem
 from kvelastic.sizes import MIB_BYTES, format_size
 
 OLDEST_CUDA: Final = 11030
@@ -16,35 +16,22 @@ _OLDEST_DRIVER: Final = "465"
 _USE_HOST: Final = "set KVELASTIC_DEVICE=host to use the machine's own memory"
 
 
-def gpu_findings(facts: Facts) -> Iterator[Finding]:
-    """`gpu.*`."""
-    yield _driver(facts)
-    for gpu in facts.gpus.gpus:
-        yield _vmm(gpu, facts)
-        if not gpu.error:
-            yield _seen(gpu, facts.gpus_that_ran)
-    yield _device(facts)
-    yield _packages(facts)
-
-
-def _driver(facts: Facts) -> Finding:
+@check("gpu.driver")
+def _driver(facts: Facts) -> Said:
     gpus = facts.gpus
-    check = "gpu.driver"
     # To somebody who wants the host's memory, no GPU is no problem.
     bad: State = "note" if facts.config.device == "host" else "problem"
     if gpus.library_error:
         return _no_library(facts, bad)
     if gpus.cuda_version is not None and gpus.cuda_version < OLDEST_CUDA:
-        return Finding(
-            check,
+        return Said(
             bad,
             f"the NVIDIA driver is too old: it serves CUDA {_cuda(gpus.cuda_version)}",
             f"install NVIDIA driver {_OLDEST_DRIVER} or later (CUDA {_cuda(OLDEST_CUDA)}),"
             f" or {_USE_HOST}",
         )
     if gpus.child_end:
-        return Finding(
-            check,
+        return Said(
             bad,
             f"the child process that opens the GPUs {gpus.child_end}",
             "see whether nvidia-smi works and `dmesg | grep -i -e nvrm -e xid` names an error;"
@@ -52,17 +39,14 @@ def _driver(facts: Facts) -> Finding:
         )
     if gpus.start_error or gpus.count == 0:
         return _no_gpu(facts, bad)
-    return Finding(
-        check, "ok", f"{_version(facts)}, {gpus.count} GPU{'s' if gpus.count > 1 else ''}", ""
-    )
+    return ok(f"{_version(facts)}, {gpus.count} GPU{'s' if gpus.count > 1 else ''}")
 
 
-def _no_library(facts: Facts, bad: State) -> Finding:
+def _no_library(facts: Facts, bad: State) -> Said:
     gpus = facts.gpus
     if gpus.kernel_module or gpus.has_device_files:
         seen = f" (kernel module {gpus.kernel_module})" if gpus.kernel_module else ""
-        return Finding(
-            "gpu.driver",
+        return Said(
             bad,
             f"there is an NVIDIA GPU{seen}, but libcuda.so.1 cannot be opened:"
             f" {gpus.library_error}",
@@ -71,22 +55,18 @@ def _no_library(facts: Facts, bad: State) -> Finding:
             " libraries (libcuda1), or name their folder in LD_LIBRARY_PATH",
         )
     if facts.config.device.startswith("cuda"):
-        return Finding(
-            "gpu.driver",
-            "problem",
+        return problem(
             f"KVELASTIC_DEVICE={facts.config.device}, and there is no NVIDIA driver",
             f"install NVIDIA driver {_OLDEST_DRIVER} or later, or {_USE_HOST}",
         )
-    return Finding(
-        "gpu.driver",
-        "note",
+    return note(
         "no NVIDIA driver: the machine's own memory is used",
         "nothing, if this machine has no NVIDIA GPU; else install the driver"
         f" ({_OLDEST_DRIVER} or later)",
     )
 
 
-def _no_gpu(facts: Facts, bad: State) -> Finding:
+def _no_gpu(facts: Facts, bad: State) -> Said:
     gpus = facts.gpus
     why = gpus.start_error or "no devices"
     visible = gpus.visible_devices
@@ -95,15 +75,13 @@ def _no_gpu(facts: Facts, bad: State) -> Finding:
         is_wanted = facts.config.device.startswith("cuda")
         state: State = bad if is_wanted else "note" if hidden or bad == "note" else "warning"
         seen = f" with CUDA_VISIBLE_DEVICES={visible!r}" if hidden else ""
-        return Finding(
-            "gpu.driver",
+        return Said(
             state,
             f"{_version(facts)}, and no GPU can be seen{seen}",
             "name one in CUDA_VISIBLE_DEVICES, or unset it; in a container, start it with"
             f" `--gpus all`; or {_USE_HOST}",
         )
-    return Finding(
-        "gpu.driver",
+    return Said(
         bad,
         f"{_version(facts)} does not start: {why}",
         "see whether nvidia-smi works; after an update of the driver, restart the machine (its"
@@ -111,8 +89,8 @@ def _no_gpu(facts: Facts, bad: State) -> Finding:
     )
 
 
-def _vmm(gpu: Gpu, facts: Facts) -> Finding:
-    check = "gpu.vmm"
+@check("gpu.vmm")
+def _vmm(gpu: Gpu, facts: Facts) -> Said:
     name = " ".join(filter(None, (f"cuda:{gpu.ordinal}", gpu.name)))
     if gpu.error:
         chosen = facts.config.device in (f"cuda:{gpu.ordinal}", "cuda", "auto")
@@ -127,63 +105,57 @@ def _vmm(gpu: Gpu, facts: Facts) -> Finding:
             do = "free memory on this GPU (nvidia-smi lists who holds it)"
         else:
             do = f"see what nvidia-smi says of this GPU, or {_USE_HOST}"
-        return Finding(check, "problem" if chosen else "warning", f"{name}: {gpu.error}", do)
+        return Said(("problem" if chosen else "warning"), f"{name}: {gpu.error}", do)
     seen = (
         f"{name} ({gpu.uuid}): pages of {format_size(gpu.granularity_bytes)},"
         f" {format_size(gpu.free_bytes)} of {format_size(gpu.total_bytes)} free"
     )
     if gpu.granularity_bytes != 2 * MIB_BYTES:
-        return Finding(
-            check,
-            "note",
+        return note(
             seen,
             "nothing: pages are a multiple of that size; KVELASTIC_PAGE_SIZE_MB is only the least",
         )
-    return Finding(check, "ok", seen, "")
+    return ok(seen)
 
 
-def _seen(gpu: Gpu, table: Sequence[gpu_table.Row]) -> Finding:
-    check, name = "gpu.seen", f"cuda:{gpu.ordinal} {gpu.name}"
+@check("gpu.seen")
+def _seen(gpu: Gpu, table: Sequence[gpu_table.Row]) -> Said:
+    name = f"cuda:{gpu.ordinal} {gpu.name}"
     if gpu_table.has_run(gpu.name, table):
-        return Finding(check, "ok", f"{name}: {gpu_table.experience(gpu.name, table)}", "")
+        return ok(f"{name}: {gpu_table.experience(gpu.name, table)}")
     rows = "; ".join(f"{row.gpu} ({row.attention}): {row.how}" for row in table)
-    return Finding(
-        check,
-        "note",
+    return note(
         f"{name}: no GPU of this model has run kvelastic yet. What has: {rows}",
         "compare its answers with those of the engine alone, and report how it went; docs/gpu.md"
         " says what is known",
     )
 
 
-def _device(facts: Facts) -> Finding:
-    check, device = "gpu.device", facts.config.device
+@check("gpu.device")
+def _device(facts: Facts) -> Said:
+    device = facts.config.device
     if device == "auto":
         usable = [gpu for gpu in facts.gpus.gpus if not gpu.error]
         seen = f"cuda:{usable[0].ordinal}" if usable else "the machine's own memory"
-        return Finding(check, "ok", f"KVELASTIC_DEVICE=auto means {seen} here", "")
+        return ok(f"KVELASTIC_DEVICE=auto means {seen} here")
     if device == "host":
-        return Finding(check, "ok", "KVELASTIC_DEVICE=host: the machine's own memory", "")
+        return ok("KVELASTIC_DEVICE=host: the machine's own memory")
     ordinal = int(device.partition(":")[2] or 0)
     if any(gpu.ordinal == ordinal and not gpu.error for gpu in facts.gpus.gpus):
-        return Finding(check, "ok", f"KVELASTIC_DEVICE={device}", "")
+        return ok(f"KVELASTIC_DEVICE={device}")
     known = ", ".join(f"cuda:{gpu.ordinal}" for gpu in facts.gpus.gpus if not gpu.error)
-    return Finding(
-        check,
-        "problem",
+    return problem(
         f"KVELASTIC_DEVICE={device} cannot be used; those that can: {known or 'none'}",
         f"name one of these, or {_USE_HOST}",
     )
 
 
-def _packages(facts: Facts) -> Finding:
-    check = "gpu.packages"
+@check("gpu.packages")
+def _packages(facts: Facts) -> Said:
     if facts.gpus.library_error:
-        return Finding(check, "ok", "NVML is of no use without a driver", "")
+        return ok("NVML is of no use without a driver")
     if facts.gpus.nvml_error:
-        return Finding(
-            check,
-            "note",
+        return note(
             f"NVML cannot be opened: {facts.gpus.nvml_error}",
             "nothing for engines; for `kvctl devices`: NVIDIA_DRIVER_CAPABILITIES=compute,utility"
             " in a container, elsewhere install the driver's NVML library (libnvidia-ml1)",
@@ -192,13 +164,10 @@ def _packages(facts: Facts) -> Finding:
     package = "no Python package for it" if version is None else f"nvidia-ml-py {version}"
     seen = f"NVML is there, with {package}"
     if version is None:
-        return Finding(
-            check,
-            "note",
-            seen,
-            "if `kvctl devices` finds no package for it: pip install 'kvelastic[cuda]'",
+        return note(
+            seen, "if `kvctl devices` finds no package for it: pip install 'kvelastic[cuda]'"
         )
-    return Finding(check, "ok", seen, "")
+    return ok(seen)
 
 
 def _version(facts: Facts) -> str:
@@ -209,3 +178,13 @@ def _version(facts: Facts) -> str:
 
 def _cuda(version: int) -> str:
     return f"{version // 1000}.{version % 1000 // 10}"
+
+
+def _each_gpu(facts: Facts) -> Iterator[Finding]:
+    for gpu in facts.gpus.gpus:
+        yield from _vmm(gpu, facts)
+        if not gpu.error:
+            yield from _seen(gpu, facts.gpus_that_ran)
+
+
+CHECKS: Final = (_driver, _each_gpu, _device, _packages)

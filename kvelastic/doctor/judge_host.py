@@ -6,11 +6,10 @@ Much of this slows or stops host memory only: where a GPU is the device it is a 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from typing import Final
 
 from kvelastic.doctor.facts import Facts
-from kvelastic.doctor.finding import Finding, State
+from kvelastic.doctor.finding import Said, State, check, note, ok, problem, warning
 from kvelastic.sizes import format_size
 
 _POPULATE_KERNEL: Final = (5, 14)
@@ -21,131 +20,110 @@ _ENGINE_FILES: Final = 1024
 _LEAST_FILES: Final = 64
 
 
-def host_findings(facts: Facts) -> Iterator[Finding]:
-    """`host.*`."""
-    yield _kernel(facts)
-    yield _page(facts)
-    yield _settings(facts)
-
-
-def limit_findings(facts: Facts) -> Iterator[Finding]:
-    """`limits.*`."""
-    yield _memory(facts)
-    yield _mappings(facts)
-    yield _files(facts)
-    yield _addresses(facts)
-    yield _overcommit(facts)
-
-
 def _if_host(facts: Facts, state: State) -> State:
     return state if facts.is_host_device else "note"
 
 
-def _kernel(facts: Facts) -> Finding:
-    check, system = "host.kernel", facts.system
+@check("host.kernel")
+def _kernel(facts: Facts) -> Said:
+    system = facts.system
     seen = f"{system.system} {system.kernel}"
     if system.system != "Linux":
-        return Finding(check, "problem", seen, "run kvelastic on Linux, there is nothing else yet")
+        return problem(seen, "run kvelastic on Linux, there is nothing else yet")
     version = _kernel_version(system.kernel)
     if version is None:
-        return Finding(
-            check, "note", f"{seen}: no version to read", "see host.page: it was tried out"
-        )
+        return note(f"{seen}: no version to read", "see host.page: it was tried out")
     if version < _POPULATE_KERNEL:
         # Some distributions bring newer functions to older numbers: what was tried out counts.
         works = not facts.memory.page_error
-        return Finding(
-            check,
-            "note" if works else _if_host(facts, "problem"),
-            f"{seen} is older than 5.14, the first with MADV_POPULATE_WRITE"
-            + (", but a page could be made" if works else ""),
+        return Said(
+            ("note" if works else _if_host(facts, "problem")),
+            (
+                f"{seen} is older than 5.14, the first with MADV_POPULATE_WRITE"
+                + (", but a page could be made" if works else "")
+            ),
             "use a kernel of 6.1 or later; GPUs do not need it",
         )
     if version < _COLLAPSE_KERNEL:
-        return Finding(
-            check,
+        return Said(
             _if_host(facts, "warning"),
             f"{seen} is older than 6.1, the first with MADV_COLLAPSE",
             "use a kernel of 6.1 or later; until then host memory comes in small pages, several"
             " times slower to make",
         )
-    return Finding(check, "ok", seen, "")
+    return ok(seen)
 
 
-def _page(facts: Facts) -> Finding:
-    check, memory = "host.page", facts.memory
+@check("host.page")
+def _page(facts: Facts) -> Said:
+    memory = facts.memory
     if facts.packages.native_error:
-        return Finding(check, "note", "not tried: no native module", "see python.native")
+        return note("not tried: no native module", "see python.native")
     if memory.page_error:
-        return Finding(
-            check,
+        return Said(
             _if_host(facts, "problem"),
             f"a page of host memory cannot be made: {memory.page_error}",
             "see host.kernel, limits.memory and limits.addresses; in a sandbox (gVisor), madvise"
             " and memfd_create must be let through",
         )
     if not memory.page_is_huge:
-        return Finding(
-            check,
+        return Said(
             _if_host(facts, "warning"),
             "a page of 2 MiB was made of 4 KiB pages: slower to make, to map and to read",
             "use a kernel of 6.1 or later with huge pages built in; set shmem_enabled to anything"
             " but deny; free memory if it is fragmented (/proc/buddyinfo)",
         )
-    return Finding(check, "ok", "a page of 2 MiB was made of one huge page", "")
+    return ok("a page of 2 MiB was made of one huge page")
 
 
-def _settings(facts: Facts) -> Finding:
-    check, memory = "host.hugepages", facts.memory
+@check("host.hugepages")
+def _settings(facts: Facts) -> Said:
+    memory = facts.memory
     seen = (
         f"transparent_hugepage: enabled={memory.thp_enabled or 'not there'},"
         f" shmem_enabled={memory.thp_shmem or 'not there'}"
     )
     if memory.thp_enabled is None or memory.thp_shmem is None:
-        return Finding(
-            check,
+        return Said(
             _if_host(facts, "warning"),
             seen,
             "use a kernel with CONFIG_TRANSPARENT_HUGEPAGE; host.page says what pages are made of",
         )
     if memory.thp_shmem == "deny":
-        return Finding(
-            check,
+        return Said(
             _if_host(facts, "warning"),
             seen,
             "as root: echo never >/sys/kernel/mm/transparent_hugepage/shmem_enabled (never is"
             " enough: kvelastic asks for its huge pages one by one)",
         )
-    return Finding(check, "ok", seen, "")
+    return ok(seen)
 
 
-def _memory(facts: Facts) -> Finding:
-    check = "limits.memory"
+@check("limits.memory")
+def _memory(facts: Facts) -> Said:
     set_bytes, machine_bytes = facts.config.host_memory_bytes, facts.memory.machine_bytes
     machine = f"this process may have {format_size(machine_bytes)} (machine or cgroup)"
     if set_bytes is None:
-        return Finding(check, "ok", machine, "")
+        return ok(machine)
     seen = f"KVELASTIC_HOST_MEMORY is {format_size(set_bytes)}; {machine}"
     if set_bytes > machine_bytes:
-        return Finding(
-            check,
+        return Said(
             _if_host(facts, "problem"),
             seen,
             f"set KVELASTIC_HOST_MEMORY below {format_size(machine_bytes)}, or raise the cgroup's"
             " memory.max (docker run --memory); else the kernel kills the engine when the cache"
             " fills",
         )
-    return Finding(check, "ok", seen, "")
+    return ok(seen)
 
 
-def _mappings(facts: Facts) -> Finding:
-    check, allowed = "limits.mappings", facts.limits.max_map_count
+@check("limits.mappings")
+def _mappings(facts: Facts) -> Said:
+    allowed = facts.limits.max_map_count
     if allowed is None:
-        return Finding(
-            check, "note", "vm.max_map_count cannot be read", "look at it outside of the sandbox"
-        )
+        return note("vm.max_map_count cannot be read", "look at it outside of the sandbox")
     if not facts.is_host_device:
-        return Finding(check, "ok", f"vm.max_map_count={allowed}; GPU pages do not count", "")
+        return ok(f"vm.max_map_count={allowed}; GPU pages do not count")
     pages = -(-facts.host_capacity_bytes // facts.config.page_bytes)
     # At worst every other page is mapped: each mapping has a gap beside it, which is one, too.
     needed = 2 * pages + _ENGINE_MAPPINGS
@@ -154,70 +132,68 @@ def _mappings(facts: Facts) -> Finding:
         f" {format_size(facts.config.page_bytes)} may need {needed}"
     )
     if needed > allowed:
-        return Finding(
-            check,
-            "warning",
+        return warning(
             seen,
             f"as root: sysctl vm.max_map_count={needed}; or lower KVELASTIC_HOST_MEMORY, or raise"
             " KVELASTIC_PAGE_SIZE_MB",
         )
-    return Finding(check, "ok", seen, "")
+    return ok(seen)
 
 
-def _files(facts: Facts) -> Finding:
-    check, allowed = "limits.files", facts.limits.open_files
+@check("limits.files")
+def _files(facts: Facts) -> Said:
+    allowed = facts.limits.open_files
     if allowed is None or allowed >= _ENGINE_FILES:
-        return Finding(
-            check, "ok", f"open files: {'unlimited' if allowed is None else allowed}", ""
-        )
-    return Finding(
-        check,
-        "problem" if allowed < _LEAST_FILES else "warning",
+        return ok(f"open files: {'unlimited' if allowed is None else allowed}")
+    return Said(
+        ("problem" if allowed < _LEAST_FILES else "warning"),
         f"a process may have {allowed} open files",
         f"ulimit -n {_ENGINE_FILES} or more where the engine is started (LimitNOFILE in a systemd"
         " unit, --ulimit nofile in Docker); engines need most of them",
     )
 
 
-def _addresses(facts: Facts) -> Finding:
-    check, allowed = "limits.addresses", facts.limits.address_space_bytes
+@check("limits.addresses")
+def _addresses(facts: Facts) -> Said:
+    allowed = facts.limits.address_space_bytes
     if allowed is None:
-        return Finding(check, "ok", "addresses: unlimited", "")
+        return ok("addresses: unlimited")
     do = "ulimit -v unlimited where the engine is started: addresses are reserved, not used up"
     # A GPU's driver reserves many times its memory when it starts.
     too_low = not facts.is_host_device or allowed < facts.host_capacity_bytes
-    return Finding(
-        check,
-        "problem" if too_low else "warning",
+    return Said(
+        ("problem" if too_low else "warning"),
         f"a process may have {format_size(allowed)} of addresses (RLIMIT_AS)",
         do,
     )
 
 
-def _overcommit(facts: Facts) -> Finding:
-    check, limits = "limits.overcommit", facts.limits
+@check("limits.overcommit")
+def _overcommit(facts: Facts) -> Said:
+    limits = facts.limits
     if limits.overcommit_mode is None:
-        return Finding(
-            check,
-            "note",
-            "vm.overcommit_memory cannot be read",
-            "look at it outside of the sandbox",
-        )
+        return note("vm.overcommit_memory cannot be read", "look at it outside of the sandbox")
     seen = f"vm.overcommit_memory={limits.overcommit_mode}"
     if limits.overcommit_mode != 2:
-        return Finding(check, "ok", seen, "")
+        return ok(seen)
     do = (
         "as root: sysctl vm.overcommit_memory=0, or raise vm.overcommit_ratio; else allocations"
         " fail although memory is free"
     )
     if limits.commit_limit_bytes is None or limits.committed_bytes is None:
-        return Finding(check, "warning", seen, do)
+        return warning(seen, do)
     left_bytes = max(limits.commit_limit_bytes - limits.committed_bytes, 0)
     seen += f": {format_size(left_bytes)} may still be promised"
     is_short = facts.is_host_device and left_bytes < facts.host_capacity_bytes
-    return Finding(check, "warning" if is_short else "note", seen, do)
+    return Said(("warning" if is_short else "note"), seen, do)
 
 
 def _kernel_version(release: str) -> tuple[int, int] | None:
     found = re.match(r"(\d+)\.(\d+)", release)
     return (int(found[1]), int(found[2])) if found else None
+
+
+CHECKS: Final = (
+    *(_kernel, _page, _settings),
+    *(_memory, _mappings, _files, _addresses, _overcommit),
+)

@@ -17,9 +17,9 @@ from terminal import Terminal
 from waiting import wait_until
 
 from kvelastic import segment
-from kvelastic.cli.explanation import explain
-from kvelastic.cli.explanation_output import explanation_json, explanation_text
+from kvelastic.cli.doctor import explanation_json, explanation_text
 from kvelastic.cli.ledgers import choose_ledger
+from kvelastic.doctor.judge_instance import explain
 from kvelastic.instance.status import InstanceStatus
 from kvelastic.ledger_facts import LedgerInfo, Member
 

@@ -24,12 +24,12 @@ from tiers_instance import Instance
 from waiting import DEADLINE_S, wait_until
 
 from kvelastic import segment, tier_board_format
-from kvelastic.cli.explanation_tiers import explain_tiers
 from kvelastic.cli.kvctl import main
 from kvelastic.cli.kvtop.poller import look
 from kvelastic.cli.tables import rich_table
 from kvelastic.cli.tier_tables import BLOCK_WORDS, plain_tables, rich_tables
 from kvelastic.controller import instance_memory
+from kvelastic.doctor.judge_instance import explain_tiers
 from kvelastic.errors import SegmentError
 from kvelastic.instance.look import look_at
 from kvelastic.instance.row import Row, TierRow, row_of, tier_rows

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 from kvelastic.doctor.facts import (
@@ -10,7 +10,6 @@ from kvelastic.doctor.facts import (
     Facts,
     Gpu,
     GpuFacts,
-    LedgerFact,
     LegacyName,
     LimitFacts,
     MemoryFacts,
@@ -20,9 +19,11 @@ from kvelastic.doctor.facts import (
     ShmFacts,
     StartupFacts,
     SystemFacts,
-    TroubleFact,
 )
 from kvelastic.gpu_table import ROWS, Row
+from kvelastic.instance.status import InstanceStatus
+from kvelastic.ledger_facts import LedgerInfo
+from kvelastic.tier_board_format import BlockCounts, BoardFigures, TierFigures
 
 GIB = 1 << 30
 MIB = 1 << 20
@@ -99,12 +100,25 @@ def segment(status: str, **changes: Any) -> Facts:
     return replace(GOOD, segments=(SegmentFact("s1", status, **changes),))
 
 
-def trouble(check: str) -> Facts:
-    return replace(GOOD, troubles=(TroubleFact("s1", check, "3 requests wait", "kvctl limit"),))
+CALM = InstanceStatus("s1", "alive", "applied", capacity_bytes=GIB, limit_bytes=GIB, page_bytes=MIB)
+WAITS = replace(CALM, requests_waiting=3, first_needs_bytes=MIB)
+STUCK = replace(WAITS, first_needs_bytes=2 * GIB)
+
+
+NONE: Any = 0
+
+
+def instance(status: InstanceStatus, **tier: Any) -> Facts:
+    """With a disk tier."""
+    counts = dict.fromkeys([field.name for field in fields(TierFigures)][2:], NONE)
+    blocks = BlockCounts(*[0] * len(fields(BlockCounts)))
+    disk = TierFigures("disk", "disk", **(counts | {"is_current": True, "problem": ""} | tier))
+    board = BoardFigures(0, 0, "write_back", blocks, (disk,))
+    return replace(GOOD, instances=(replace(status, board=board),))
 
 
 def ledger(status: str) -> Facts:
-    return replace(GOOD, ledgers=(LedgerFact("host", status, "belongs to user 7"),))
+    return replace(GOOD, ledgers=(LedgerInfo("host", status, problem="belongs to user 7"),))
 
 
 def shm(**changes: Any) -> Facts:
@@ -309,20 +323,23 @@ TABLE: list[tuple[str, str, Facts, str]] = [
     ("shm.size", "warning", shm(free_bytes=266240), "260.00 KiB of 8.00 GiB"),
     ("shm.size", "problem", shm(free_bytes=266239), "a segment takes 260.00 KiB"),
     ("segments.dead", "ok", GOOD, "no segment"),
-    ("segments.dead", "warning", segment("dead"), "s1: its instance is dead"),
-    ("segments.dead", "note", segment("dead", is_ours=False), "another user's"),
+    ("segments.dead", "warning", segment("dead", pid=7), "s1: its process 7 has ended"),
+    ("segments.dead", "note", segment("dead", is_ours=False), "has ended"),
     ("segments.unreadable", "ok", GOOD, "no segment"),
     ("segments.unreadable", "warning", segment("unreadable", problem="version 9"), "s1: version 9"),
     ("segments.orphaned", "warning", segment("orphaned", pid=7), "s1: process 7 is an engine core"),
-    ("segments.unknown", "warning", segment("unknown"), "s1: whether its instance lives cannot be"),
+    ("segments.unknown", "warning", segment("unknown"), "s1: whether its process lives cannot be"),
     ("segments.hidden", "note", segment("hidden", is_ours=False), "s1 belongs to another user"),
     ("ledgers.usable", "ok", GOOD, "no ledger"),
     ("ledgers.foreign", "problem", ledger("foreign"), "the ledger of host: belongs to user 7"),
     ("ledgers.unreadable", "problem", ledger("unreadable"), "the ledger of host"),
     ("instances.waiting", "ok", GOOD, "no request needs more"),
-    ("instances.waiting", "problem", trouble("instances.waiting"), "s1: 3 requests wait"),
+    ("instances.waiting", "ok", instance(WAITS), "no request needs more"),
+    ("instances.waiting", "problem", instance(STUCK), "s1: 3 requests wait"),
     ("instances.tiers", "ok", GOOD, "no tier"),
-    ("instances.tiers", "problem", trouble("instances.tiers"), "s1: 3 requests wait"),
+    ("instances.tiers", "ok", instance(CALM), "no tier"),
+    ("instances.tiers", "problem", instance(CALM, problem="no room"), "disk is failing: no room"),
+    ("instances.tiers", "problem", instance(CALM, is_stuck=True), "s1: disk does not answer"),
     ("permissions.proc", "ok", GOOD, "all processes"),
     ("permissions.proc", "ok", replace(GOOD, system=kernel("6.1", hidepid="off")), "all"),
     ("permissions.proc", "note", replace(GOOD, system=kernel("6.1", hidepid="2")), "hidepid=2"),

@@ -10,7 +10,7 @@ import pytest
 from waiting import DEADLINE_S
 
 from kvelastic import engines
-from kvelastic.doctor.ask_engines import ask_engine
+from kvelastic.doctor.children import ask_engine
 from kvelastic.doctor.facts import ProbeFact
 
 TRANSFORMERS = engines.find("transformers")

@@ -17,7 +17,7 @@ from segment_owner import Owner, engine_core
 from waiting import DEADLINE_S, wait_until
 
 from kvelastic.doctor import gather_packages as packages_module
-from kvelastic.doctor.ask_gpus import ask_gpus
+from kvelastic.doctor.children import ask_gpus
 from kvelastic.doctor.facts import Gpu, GpuFacts, LegacyName, SegmentFact
 from kvelastic.doctor.gather import (
     gather_ledgers,
@@ -97,7 +97,7 @@ def test_a_dead_and_an_unreadable_segment_are_named_and_stay(name):
     with Owner(name) as owner:
         assert name not in [segment.name for segment in gather_segments(SHM)]
         owner.kill()
-        assert SegmentFact(name, "dead") in gather_segments(SHM)
+        assert SegmentFact(name, "dead", pid=owner.pid) in gather_segments(SHM)
         assert (SHM / name).exists()
     (SHM / name).write_bytes(b"KVELASTC" + (99).to_bytes(4, "little") + bytes(500))
     found = next(segment for segment in gather_segments(SHM) if segment.name == name)

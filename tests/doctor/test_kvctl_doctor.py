@@ -13,7 +13,7 @@ import pytest
 from terminal import written_to_a_terminal
 
 from kvelastic.cli.doctor import report
-from kvelastic.doctor import Finding
+from kvelastic.doctor.finding import Finding
 
 pytestmark = pytest.mark.slow
 
@@ -202,7 +202,8 @@ def test_listing_does_not_pay_for_the_doctor():
 
 def test_the_doctor_imports_no_engine():
     program = (
-        "import sys; from kvelastic.doctor import gather, judge; judge(gather())\n"
+        "import sys; from kvelastic.doctor.gather import gather\n"
+        "from kvelastic.doctor.judge import judge; judge(gather())\n"
         "print(sorted({'torch', 'vllm', 'numpy'} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=BARE)

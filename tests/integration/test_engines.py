@@ -12,7 +12,7 @@ import pytest
 
 from kvelastic import embedded, engines, segment
 from kvelastic.doctor.facts import Facts, PackageFacts
-from kvelastic.doctor.judge_engines import engine_findings
+from kvelastic.doctor.judge import judge
 from kvelastic.engines import Engine
 from kvelastic.errors import InvalidArgumentError, UnsupportedEngineError, UnsupportedError
 from kvelastic.hooks.versions import series_for
@@ -61,7 +61,7 @@ def test_a_new_engine_is_a_row_and_a_folder(toy: Engine) -> None:
     with pytest.raises(InvalidArgumentError, match="must be vllm or sglang or toy"):
         plan((10, 4, 32), engine="other", **small)
     facts = Facts(packages=PackageFacts(versions=(("toy", "1.0"),)))
-    (finding,) = [one for one in engine_findings(facts) if one.check == "engines.toy"]
+    (finding,) = [one for one in judge(facts) if one.check == "engines.toy"]
     assert finding.what == "Toy 1.0: its own processes are not hooked yet"
     assert "kvelastic.integration.toy.interfaces" in finding.do
 

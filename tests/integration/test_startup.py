@@ -16,7 +16,7 @@ import needs
 import pytest
 from waiting import DEADLINE_S
 
-from kvelastic.doctor.ask_startup import _PROGRAM, ask_startup
+from kvelastic.doctor.children import STARTUP_PROGRAM, ask_startup
 from kvelastic.engines import ENGINES
 
 pytestmark = pytest.mark.slow
@@ -416,7 +416,7 @@ def test_the_doctor_tries_it() -> None:
 
 def test_the_doctor_sees_that_no_file_is_read(environment: Environment) -> None:
     """A folder on PYTHONPATH: its kvelastic can be imported, and is not at Python's start."""
-    python = (environment.python, "-c", _PROGRAM)
+    python = (environment.python, "-c", STARTUP_PROGRAM)
     assert ask_startup(BARE, command=python).armed == ARMED
     hidden = environment.packages / "hidden"
     hidden.mkdir()
@@ -432,7 +432,7 @@ def test_the_doctor_sees_that_no_file_is_read(environment: Environment) -> None:
 
 
 def test_the_doctor_hears_why_an_install_is_broken(environment: Environment) -> None:
-    python = (environment.python, "-c", _PROGRAM)
+    python = (environment.python, "-c", STARTUP_PROGRAM)
     for name, expected in (("startup", "ImportError"), ("engines", "ModuleNotFoundError")):
         path = environment.packages / f"kvelastic/{name}.py"
         hidden = path.with_suffix(".hidden")

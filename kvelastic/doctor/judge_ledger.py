@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Final
 
-from kvelastic.cli.explanation_line import Line
+from kvelastic.doctor.finding import Finding, line
 from kvelastic.sizes import format_size as _size
 
 if TYPE_CHECKING:
@@ -15,17 +15,17 @@ if TYPE_CHECKING:
 _NAMES_SHOWN: Final = 3
 
 
-def explain_ledger(status: InstanceStatus, ledger: LedgerInfo | None) -> list[Line]:
+def explain_ledger(status: InstanceStatus, ledger: LedgerInfo | None) -> list[Finding]:
     """What there is to say of an instance and the others of its device."""
     if ledger is None:
         return [
             *_guarantee(status, held_bytes=status.mapped_bytes, has_others=False),
-            Line("others", "It is in no ledger: nobody can ask it for memory, nor it anybody."),
+            line("others", "It is in no ledger: nobody can ask it for memory, nor it anybody."),
         ]
     me = member_of(status, ledger)
     if me is None:
         return [
-            Line(
+            line(
                 "others",
                 f"The ledger of its device cannot be read ({ledger.problem or ledger.status}): who"
                 " asks it for memory is not known.",
@@ -76,11 +76,11 @@ def has_memory_for(status: InstanceStatus, ledger: LedgerInfo | None) -> bool:
     )
 
 
-def _guarantee(status: InstanceStatus, *, held_bytes: int, has_others: bool) -> Iterable[Line]:
+def _guarantee(status: InstanceStatus, *, held_bytes: int, has_others: bool) -> Iterable[Finding]:
     guarantee = _size(status.min_bytes)
     if status.asleep:
         if status.min_bytes:
-            yield Line(
+            yield line(
                 "guarantee",
                 f"Its guarantee is {guarantee}, which counts for nothing while it sleeps.",
             )
@@ -88,36 +88,36 @@ def _guarantee(status: InstanceStatus, *, held_bytes: int, has_others: bool) -> 
     # A guarantee of the limit's size is met by the limit's whole pages.
     lacking_bytes = status.min_bytes - status.effective_limit_bytes
     if status.min_bytes > status.limit_bytes or lacking_bytes >= max(status.page_bytes, 1):
-        yield Line(
+        yield line(
             "guarantee",
             f"Its guarantee is {guarantee}, of which its limit of"
             f" {_size(status.effective_limit_bytes)} lets it use no more.",
             f"kvctl set {status.name} --limit SIZE, or a smaller --min",
         )
     elif status.min_bytes > held_bytes:
-        yield Line(
+        yield line(
             "guarantee",
             f"Its guarantee is {guarantee}: {_size(status.min_bytes - held_bytes)} more are its"
             " own as soon as it needs them, whoever holds them now.",
         )
     elif status.min_bytes:
-        yield Line(
+        yield line(
             "guarantee",
             f"Its guarantee is {guarantee}, which nobody takes from it; the other"
             f" {_size(held_bytes - status.min_bytes)} may be asked of it.",
         )
     elif has_others:
-        yield Line(
+        yield line(
             "guarantee",
             "It has no guarantee: all that it holds may be asked of it.",
             f"kvctl set {status.name} --min SIZE, if that should not be",
         )
 
 
-def _reserve(me: Member) -> Iterable[Line]:
+def _reserve(me: Member) -> Iterable[Finding]:
     """What it holds besides its KV cache; and what a wake has to get first."""
     if me.pledged_bytes > (0 if me.asleep else me.reserve_bytes):
-        yield Line(
+        yield line(
             "reserve",
             f"It waits for {_size(me.pledged_bytes)} for weights and activations"
             f"{', with which it wakes' if me.asleep else ''}: others are asked to give them, for"
@@ -127,19 +127,19 @@ def _reserve(me: Member) -> Iterable[Line]:
     elif me.asleep and (me.reserve_bytes or me.min_bytes):
         needs = [f"{_size(me.reserve_bytes)} for weights and activations"] * bool(me.reserve_bytes)
         needs += [f"its guarantee of {_size(me.min_bytes)}"] * bool(me.min_bytes)
-        yield Line(
+        yield line(
             "reserve",
             f"Before it wakes it asks for {' and '.join(needs)}; until then others may hold them.",
         )
     elif me.reserve_bytes:
-        yield Line(
+        yield line(
             "reserve",
             f"{_size(me.reserve_bytes)} are reserved for it besides its KV cache (weights,"
             " activations); nobody is asked for those.",
         )
 
 
-def _priority(me: Member, others: list[Member]) -> Iterable[Line]:
+def _priority(me: Member, others: list[Member]) -> Iterable[Finding]:
     if not others:
         return
     higher = [other for other in others if other.priority > me.priority]
@@ -151,10 +151,10 @@ def _priority(me: Member, others: list[Member]) -> Iterable[Line]:
         parts.append(f"{_names(lower)} below it")
     if not higher and not lower:
         parts.append("as that of all others here")
-    yield Line("priority", f"{', '.join(parts)}.")
+    yield line("priority", f"{', '.join(parts)}.")
 
 
-def _device(ledger: LedgerInfo, others: list[Member]) -> Iterable[Line]:
+def _device(ledger: LedgerInfo, others: list[Member]) -> Iterable[Finding]:
     what = (
         f"{_size(ledger.free_bytes)} of the device's {_size(ledger.capacity_bytes)} are free"
         f"; {_count(len(others), 'other instance')}"
@@ -166,15 +166,15 @@ def _device(ledger: LedgerInfo, others: list[Member]) -> Iterable[Line]:
             f"{_size(ledger.free_bytes)} of the device's {_size(ledger.capacity_bytes)} are free,"
             " and no other instance is on it."
         )
-    yield Line("device", what)
+    yield line("device", what)
     if ledger.reserved_bytes:
-        yield Line(
+        yield line(
             "device",
             f"{_size(ledger.reserved_bytes)} are reserved for weights and activations of those who"
             f" are awake{_taken(ledger)}.",
         )
     if ledger.others_bytes:
-        yield Line(
+        yield line(
             "device",
             f"{_size(ledger.others_bytes)} of it are used by other processes.",
         )
@@ -191,23 +191,23 @@ def _taken(ledger: LedgerInfo) -> str:
     return f"; {_size(ledger.reserved_bytes - taken_bytes)} of them {beside}"
 
 
-def _dead(others: list[Member]) -> Iterable[Line]:
+def _dead(others: list[Member]) -> Iterable[Finding]:
     for other in others:
         if other.status == "dead" and other.granted_bytes:
-            yield Line(
+            yield line(
                 "device",
                 f"{other.name} has ended and still counts for {_size(other.granted_bytes)}.",
                 "kvctl gc",
             )
 
 
-def _own_ask(me: Member, others: list[Member], ledger: LedgerInfo) -> Iterable[Line]:
+def _own_ask(me: Member, others: list[Member], ledger: LedgerInfo) -> Iterable[Finding]:
     if not me.ask_bytes:
         return
     asks = f"It asks for {_size(me.ask_bytes)} more and has waited {me.ask_s:.1f} s"
     if ledger.free_bytes >= me.ask_bytes:
         rivals = [other for other in others if other.ask_bytes]
-        yield Line(
+        yield line(
             "asks",
             f"{asks}; {_size(ledger.free_bytes)} are free, "
             + (f"which {_names(rivals)} ask for, too." if rivals else "so it is about to get it."),
@@ -229,11 +229,11 @@ def _own_ask(me: Member, others: list[Member], ledger: LedgerInfo) -> Iterable[L
         else:
             why = "nobody holds more than is guaranteed to him"
             do = "a smaller --min or a lower limit for another instance, or fewer instances"
-        yield Line("asks", f"{asks}: {why}.", do, is_blocked=True)
+        yield line("asks", f"{asks}: {why}.", do, is_blocked=True)
         return
-    yield Line("asks", f"{asks}, for {_names(givers)} to give.", is_blocked=True)
+    yield line("asks", f"{asks}, for {_names(givers)} to give.", is_blocked=True)
     for giver in givers:
-        yield Line("asks", f"{giver.name} {_giving(giver)}.", is_blocked=True)
+        yield line("asks", f"{giver.name} {_giving(giver)}.", is_blocked=True)
 
 
 def _giving(giver: Member) -> str:
@@ -249,10 +249,10 @@ def _giving(giver: Member) -> str:
     )
 
 
-def _asked_of_it(me: Member, others: list[Member]) -> Iterable[Line]:
+def _asked_of_it(me: Member, others: list[Member]) -> Iterable[Finding]:
     for other in others:
         if other.ask_bytes:
-            yield Line(
+            yield line(
                 "asked",
                 f"{other.name} (priority {other.priority}, holds {_size(other.granted_bytes)}) asks"
                 f" for {_size(other.ask_bytes)} and has waited {other.ask_s:.1f} s.",
@@ -262,16 +262,16 @@ def _asked_of_it(me: Member, others: list[Member]) -> Iterable[Line]:
     wanted, spare_bytes = _size(me.wanted_bytes), me.parked_bytes + me.evictable_bytes
     may_go_bytes = max(0, me.granted_bytes - me.min_bytes)
     if may_go_bytes == 0:
-        yield Line(
+        yield line(
             "asked",
             f"{wanted} were asked of it, and it gives none: it holds no more than its guarantee.",
         )
     elif spare_bytes >= me.wanted_bytes:
-        yield Line(
+        yield line(
             "asked", f"{wanted} were asked of it, and it gives parked pages and cached blocks back."
         )
     else:
-        yield Line(
+        yield line(
             "asked",
             f"{wanted} were asked of it, of which {_spare(me)} parked or cached: the rest is in"
             " use, so it hands out no blocks until requests end or are preempted.",
