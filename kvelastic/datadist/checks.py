@@ -15,6 +15,7 @@ T = TypeVar("T")
 MAX_UINT16: Final = (1 << 16) - 1
 MAX_UINT32: Final = (1 << 32) - 1
 MAX_UINT64: Final = (1 << 64) - 1
+MAX_INT64: Final = (1 << 63) - 1
 
 
 @overload
@@ -81,7 +82,7 @@ def instances(name: str, value: object, accepted: type | tuple[type, ...]) -> li
 
 def size(name: str, value: object) -> int:
     """Bytes to copy: 1 or more, or -1 for all."""
-    found = integer(name, value, least=-1, most=(1 << 63) - 1)
+    found = integer(name, value, least=-1, most=MAX_INT64)
     if found == 0:
         raise LLMParamError(f"{name}=0 is not accepted; it must be -1 or 1 and more")
     return found

@@ -214,14 +214,14 @@ class LLMDataDist:
     def unlink(self, comm_id: int) -> None:
         """End a group's links. Raises `LLM_NOT_YET_LINK` for an id that is not in use."""
         self._required(second=True, call="unlink")
-        checks.integer("comm_id", comm_id, most=(1 << 63) - 1)
+        checks.integer("comm_id", comm_id, most=checks.MAX_INT64)
         with as_llm_exceptions("unlink"):
             self._links.unlink_group(comm_id)
 
     def query_register_mem_status(self, comm_id: int) -> RegisterMemStatus:
         """OK: the group's members reach one another's caches. PREPARING, FAILED. Never blocks."""
         self._required(second=True, call="query_register_mem_status")
-        checks.integer("comm_id", comm_id, most=(1 << 63) - 1)
+        checks.integer("comm_id", comm_id, most=checks.MAX_INT64)
         with as_llm_exceptions("query_register_mem_status"):
             return self._links.group_status(comm_id)
 

@@ -147,7 +147,7 @@ class CacheKeyByIdAndIndex:
 
     def __post_init__(self) -> None:
         checks.integer("cluster_id", self.cluster_id)
-        checks.integer("cache_id", self.cache_id, most=(1 << 63) - 1)
+        checks.integer("cache_id", self.cache_id, most=checks.MAX_INT64)
         checks.integer("batch_index", self.batch_index, most=checks.MAX_UINT32)
 
 

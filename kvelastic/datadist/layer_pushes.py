@@ -13,8 +13,9 @@ from kvelastic.datadist.cache_table import Entry
 from kvelastic.datadist.caches import CacheHandle
 from kvelastic.datadist.descriptors import BlocksCacheKey, CacheKeyByIdAndIndex
 from kvelastic.datadist.layers import TransferConfig, TransferWithCacheKeyConfig
+from kvelastic.datadist.links import Links
+from kvelastic.datadist.peer import RemoteCache
 from kvelastic.datadist.pieces import TENSORS_PER_LAYER, Run
-from kvelastic.datadist.remote import Remote, RemoteCache
 from kvelastic.datadist.status import LLMParamError
 
 Config: TypeAlias = TransferConfig | TransferWithCacheKeyConfig
@@ -25,14 +26,14 @@ class LayerPushes:
 
     def __init__(
         self,
-        remote: Remote,
+        links: Links,
         entry: Entry,
         configs: Sequence[Config],
         source_blocks: list[int] | None,
         target_blocks: list[int] | None,
         target_block_bytes: int,
     ) -> None:
-        self._remote = remote
+        self._links = links
         self._entry = entry
         self._configs = configs
         self._source_blocks, self._target_blocks = source_blocks, target_blocks
@@ -70,7 +71,7 @@ class LayerPushes:
         config, layers = self._configs[config_at], self.layers[config_at]
         tensors = range(TENSORS_PER_LAYER * layer, TENSORS_PER_LAYER * (layer + 1))
         sources = self._sources(tensors, config.src_batch_index)
-        with self._remote.call(config.dst_cluster_id, is_layered=True) as peer:
+        with self._links.call(config.dst_cluster_id, is_layered=True) as peer:
             if isinstance(config, TransferConfig):
                 first = TENSORS_PER_LAYER * (layer - layers.start)
                 step = len(sources) // len(tensors)
@@ -86,8 +87,8 @@ class LayerPushes:
             targets = pieces.layer_tensors(
                 "dst_layer_range", found.desc, range(to_layer, to_layer + 1), TENSORS_PER_LAYER
             )
-            into = self._targets(found, targets, sources)
-            peer.push(self._entry, found, pieces.pairs_merged(sources, into))
+            pairs = pieces.pairs_merged(sources, self._targets(found, targets, sources))
+            peer.copy(self._entry, found, pairs, is_push=True)
             if isinstance(config.cache_key, CacheKeyByIdAndIndex):
                 peer.moved(found, targets)
 

@@ -159,88 +159,43 @@ Push = Callable[[int, int], None]
 """Pushes to a configuration (by its index) a layer of the cache."""
 
 
-@dataclass(frozen=True, eq=False)
-class LayeredTransfer:
-    """A task to be done: which layers each configuration has, and how one is pushed."""
-
-    task: CacheTask
-    synchronizer: LayerSynchronizer
-    layers: Sequence[range]
-    push: Push
-
-    def run(self, is_ended: Callable[[], bool]) -> None:
-        """Do it all; `is_ended` says that no further layer may leave. Raises nothing."""
-        for layer in sorted({one for layers in self.layers for one in layers}):
-            configs = [at for at, layers in enumerate(self.layers) if layer in layers]
-            if not self._is_computed(layer):
-                self._fail(configs, LLMStatusCode.LLM_PARAM_INVALID)
-                return
-            for config in configs:
-                status = (
-                    LLMStatusCode.LLM_ENGINE_FINALIZED
-                    if is_ended()
-                    else self._pushed(config, layer)
-                )
-                if status is not LLMStatusCode.LLM_SUCCESS:
-                    self._fail([config], status)
-                    return
-                self.task.note(config, status, ended=layer == self.layers[config][-1])
-        self.task.end(LLMStatusCode.LLM_SUCCESS)
-
-    def _is_computed(self, layer: int) -> bool:
-        try:
-            return bool(self.synchronizer.synchronize_layer(layer, None))
-        except Exception:
-            _log.exception("synchronize_layer(%d) failed: the transfer ends there", layer)
-            return False
-
-    def _pushed(self, config: int, layer: int) -> LLMStatusCode:
-        try:
-            self.push(config, layer)
-        except LLMException as error:
-            _log.warning("layer %d could not be pushed: %s", layer, error)
-            return error.status_code
-        except Exception as error:
-            _log.exception("layer %d could not be pushed", layer)
-            return status_of(error)
-        return LLMStatusCode.LLM_SUCCESS
-
-    def _fail(self, configs: Sequence[int], status: LLMStatusCode) -> None:
-        for config in configs:
-            self.task.note(config, status, ended=True)
-        self.task.end(status)
-
-
 class LayerSender:
     """Does each layered transfer in a new thread. Any thread may call it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._running: set[LayeredTransfer] = set()
+        self._running: set[CacheTask] = set()
         self._ended = False
 
-    def send(self, transfer: LayeredTransfer) -> None:
-        """Begin it. Never blocks. After `end` it fails at once.
+    def send(
+        self, synchronizer: LayerSynchronizer, layers: Sequence[range], push: Push
+    ) -> CacheTask:
+        """Begin to push the layers of each configuration. Never blocks. After `end` it fails.
 
         Raises `LLM_FAILED` where no thread can be started.
         """
+        task = CacheTask(len(layers))
         # No thread that an exit waits for: a synchronizer may block for ever.
         thread = threading.Thread(
-            target=self._run, args=(transfer,), name="kvelastic-layers", daemon=True
+            target=self._run,
+            args=(task, synchronizer, layers, push),
+            name="kvelastic-layers",
+            daemon=True,
         )
         with self._lock:
             if self._ended:
-                transfer.task.end(LLMStatusCode.LLM_ENGINE_FINALIZED)
-                return
-            self._running.add(transfer)
+                task.end(LLMStatusCode.LLM_ENGINE_FINALIZED)
+                return task
+            self._running.add(task)
         try:
             thread.start()
         except RuntimeError as error:
-            self._forget(transfer)
+            self._forget(task)
             raise LLMException(
                 f"a layered transfer cannot begin: {error}; wait for others, or raise `ulimit -u`",
                 status_code=LLMStatusCode.LLM_FAILED,
             ) from error
+        return task
 
     def end(self) -> None:
         """No further layer leaves; tasks end with `LLM_ENGINE_FINALIZED`. Idempotent.
@@ -250,15 +205,62 @@ class LayerSender:
         with self._lock:
             self._ended = True
             running = list(self._running)
-        for transfer in running:
-            transfer.task.end(LLMStatusCode.LLM_ENGINE_FINALIZED)
+        for task in running:
+            task.end(LLMStatusCode.LLM_ENGINE_FINALIZED)
 
-    def _run(self, transfer: LayeredTransfer) -> None:
+    def _run(
+        self,
+        task: CacheTask,
+        synchronizer: LayerSynchronizer,
+        layers: Sequence[range],
+        push: Push,
+    ) -> None:
         try:
-            transfer.run(lambda: self._ended)
+            for layer in sorted({one for each in layers for one in each}):
+                configs = [at for at, each in enumerate(layers) if layer in each]
+                if not _is_computed(synchronizer, layer):
+                    _fail(task, configs, LLMStatusCode.LLM_PARAM_INVALID)
+                    return
+                for config in configs:
+                    status = (
+                        LLMStatusCode.LLM_ENGINE_FINALIZED
+                        if self._ended
+                        else _pushed(push, config, layer)
+                    )
+                    if status is not LLMStatusCode.LLM_SUCCESS:
+                        _fail(task, [config], status)
+                        return
+                    task.note(config, status, ended=layer == layers[config][-1])
+            task.end(LLMStatusCode.LLM_SUCCESS)
         finally:
-            self._forget(transfer)
+            self._forget(task)
 
-    def _forget(self, transfer: LayeredTransfer) -> None:
+    def _forget(self, task: CacheTask) -> None:
         with self._lock:
-            self._running.discard(transfer)
+            self._running.discard(task)
+
+
+def _is_computed(synchronizer: LayerSynchronizer, layer: int) -> bool:
+    try:
+        return bool(synchronizer.synchronize_layer(layer, None))
+    except Exception:
+        _log.exception("synchronize_layer(%d) failed: the transfer ends there", layer)
+        return False
+
+
+def _pushed(push: Push, config: int, layer: int) -> LLMStatusCode:
+    try:
+        push(config, layer)
+    except LLMException as error:
+        _log.warning("layer %d could not be pushed: %s", layer, error)
+        return error.status_code
+    except Exception as error:
+        _log.exception("layer %d could not be pushed", layer)
+        return status_of(error)
+    return LLMStatusCode.LLM_SUCCESS
+
+
+def _fail(task: CacheTask, configs: Sequence[int], status: LLMStatusCode) -> None:
+    for config in configs:
+        task.note(config, status, ended=True)
+    task.end(status)

@@ -28,7 +28,6 @@ from kvelastic.datadist.local_caches import LocalCaches
 from kvelastic.datadist.options import Options
 from kvelastic.datadist.peer import LinkCall, Peer, busy, calling
 from kvelastic.datadist.rank_table import Group
-from kvelastic.datadist.remote import PeerCall, Remote
 from kvelastic.datadist.status import LLMException, LLMParamError, LLMStatusCode, status_of
 from kvelastic.errors import (
     ChannelClosedError,
@@ -47,7 +46,7 @@ MOST_LINKS: Final = 512
 LEAST_LEASE_S: Final = 5.0
 
 
-class Links(Remote):
+class Links:
     """See the module. Any thread; `close` and `switch_role` not beside others.
 
     Lock order: `_lock` is a leaf but for a peer's own; no message is sent with it held.
@@ -324,13 +323,15 @@ class Links(Remote):
 
     @property
     def has_linked(self) -> bool:
-        """As `Remote.has_linked`."""
+        """Whether this cluster has begun to link: by default peers do not reach what it registers
+        later. That a peer has linked it changes nothing, for that may be at any time."""
         return self._has_linked
 
     def call(
         self, cluster_id: int, *, is_layered: bool = False
-    ) -> AbstractContextManager[PeerCall]:
-        """As `Remote.call`."""
+    ) -> AbstractContextManager[LinkCall]:
+        """A call to a peer. Raises `LLM_NOT_YET_LINK`, `LLM_WAIT_PROCESS_TIMEOUT` for a link that
+        a timeout has broken, `LLM_LINK_BUSY` where a layered transfer and another call meet."""
         return calling(
             self._peer(cluster_id),
             self._node,
@@ -340,11 +341,11 @@ class Links(Remote):
         )
 
     def expose(self, entry: Entry) -> None:
-        """As `Remote.expose`."""
+        """Let peers reach a registered cache. Raises `LLMParamError` for memory that they reach."""
         self._exposed.expose(entry)
 
     def withdraw(self, entry: Entry) -> None:
-        """As `Remote.withdraw`."""
+        """Let them not reach it any more."""
         self._exposed.withdraw(entry)
 
     def _peer(self, cluster_id: int) -> Peer:

@@ -1,15 +1,19 @@
-"""What both generations' managers do alike: copies, and transfers by rows, blocks and layers.
+"""What both generations' managers do alike: caches, copies, transfers by rows, blocks and layers.
 
-Every call may be made from any thread.
+Every call may be made from any thread, and blocks until it is done or `sync_kv_timeout` is over.
+Calls raise `TypeError` for a wrong type, `LLMParamError` (a `ValueError`) for a wrong value, and
+`LLMException` for all else; `docs/datadist.md` has the codes.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import Generic, TypeVar
 
 from kvelastic.datadist import checks, pieces
+from kvelastic.datadist.cache_table import Entry
 from kvelastic.datadist.caches import CacheHandle
 from kvelastic.datadist.descriptors import (
     BlocksCacheKey,
@@ -17,20 +21,20 @@ from kvelastic.datadist.descriptors import (
     CacheKey,
     CacheKeyByIdAndIndex,
 )
-from kvelastic.datadist.enums import Placement
+from kvelastic.datadist.enums import LLMRole, Placement
 from kvelastic.datadist.layer_pushes import Config, LayerPushes, block_lists
 from kvelastic.datadist.layers import (
     CacheTask,
-    LayeredTransfer,
     LayerSender,
     LayerSynchronizer,
     TransferConfig,
     TransferWithCacheKeyConfig,
 )
+from kvelastic.datadist.links import Links
 from kvelastic.datadist.local_caches import LocalCaches
 from kvelastic.datadist.options import Options
-from kvelastic.datadist.pieces import TENSORS_PER_LAYER
-from kvelastic.datadist.remote import Remote
+from kvelastic.datadist.peer import AnyKey, RemoteCache
+from kvelastic.datadist.pieces import TENSORS_PER_LAYER, Run
 from kvelastic.datadist.status import (
     LLMException,
     LLMParamError,
@@ -39,6 +43,8 @@ from kvelastic.datadist.status import (
 )
 
 _log = logging.getLogger("kvelastic")
+
+Handle = TypeVar("Handle", bound=CacheHandle)
 
 
 class LayerArguments:
@@ -56,13 +62,21 @@ class LayerArguments:
             "tensor_num_per_layer", tensor_num_per_layer, least=1, most=checks.MAX_UINT32
         )
 
+    @classmethod
+    def only(cls, call: str, kwargs: dict[str, object]) -> LayerArguments:
+        """Those of a call that takes them by name. Raises `TypeError` for others."""
+        known = {"src_layer_range", "dst_layer_range", "tensor_num_per_layer"}
+        if others := sorted(kwargs.keys() - known):
+            raise TypeError(f"{call}() got unexpected keyword arguments: {', '.join(others)}")
+        return cls(**kwargs)
+
     @property
     def is_same(self) -> bool:
         """Whether both ranges are equally long, or neither is given."""
         of, to = self._sources, self._targets
-        return (of is None and to is None) or (
-            of is not None and to is not None and len(of) == len(to)
-        )
+        if of is None or to is None:
+            return of is to
+        return len(of) == len(to)
 
     def sources(self, desc: CacheDesc) -> range:
         """The tensors to be copied from."""
@@ -73,26 +87,23 @@ class LayerArguments:
         return pieces.layer_tensors("dst_layer_range", desc, self._targets, self._per_layer)
 
 
-def only_layers(call: str, kwargs: dict[str, object]) -> LayerArguments:
-    """The layer arguments of a call that takes them by name. Raises `TypeError` for others."""
-    known = {"src_layer_range", "dst_layer_range", "tensor_num_per_layer"}
-    if others := sorted(kwargs.keys() - known):
-        raise TypeError(f"{call}() got unexpected keyword arguments: {', '.join(others)}")
-    return LayerArguments(**kwargs)
-
-
-class ManagerCalls:
+class ManagerCalls(Generic[Handle]):
     """The base of `KvCacheManager` and `CacheManager`; made by `LLMDataDist.init` only."""
 
-    def __init__(self, caches: LocalCaches, remote: Remote, options: Options) -> None:
+    _handle: type[Handle]
+    """What it gives and takes."""
+    _role: LLMRole | None = None
+    """Of the first generation, whose calls are of one role."""
+
+    def __init__(self, caches: LocalCaches, links: Links, options: Options) -> None:
         self._caches = caches
-        self._remote = remote
+        self._links = links
         self._options = options
         self._sender = LayerSender()
         self._initialized = True
 
     def finalize(self) -> None:
-        """No call is accepted any more; layered transfers end. Repeatable."""
+        """No call is accepted any more; layered transfers end. Idempotent."""
         self._initialized = False
         self._sender.end()
 
@@ -100,31 +111,121 @@ class ManagerCalls:
         """References, keys and memory agree. Not while calls are on their way."""
         self._caches.check_integrity()
 
-    def _refuse_finalized(self) -> None:
+    def _begin(self, call: str, role: LLMRole | None = None) -> None:
+        """Each call's first check; `role`: of which it is in the first generation."""
         if not self._initialized:
             raise LLMException(
                 "the LLMDataDist of this manager was finalized; init another one",
                 status_code=LLMStatusCode.LLM_ENGINE_FINALIZED,
             )
+        if role is not None and self._role not in {None, role}:
+            assert self._role is not None
+            raise LLMParamError(f"{call} is of a {role.name}, and this is a {self._role.name}")
 
-    # --- copies in this process --------------------------------------------------------------
+    # --- caches with memory of their own ---------------------------------------------------------
 
-    def _copy_cache(
+    def allocate_cache(self, cache_desc: CacheDesc, cache_keys: Sequence[CacheKey] = ()) -> Handle:
+        """A cache in the pool of its placement, a key for each row.
+
+        Keys are fewer than rows where the last rows have none; one with `req_id` 2**64-1 keeps a
+        row free, and of equal keys the last counts. Memory goes when the id (`deallocate_cache`)
+        and all keys (pulled, pushed or removed) are gone. Raises `LLM_FEATURE_NOT_ENABLED` without
+        such a pool, `LLM_OUT_OF_MEMORY`, `LLM_PARAM_INVALID` for a key that another cache has.
+
+        In the first generation only device caches are allocated, keys are of a PROMPT, the error is
+        `LLM_DEVICE_OUT_OF_MEMORY`, and the id's reference also goes with the handle.
+        """
+        self._begin("allocate_cache")
+        checks.instance("cache_desc", cache_desc, CacheDesc)
+        keys = checks.instances("cache_keys", cache_keys, CacheKey)
+        self._refuse_allocation(cache_desc)
+        if keys:
+            self._begin("allocate_cache with cache_keys", LLMRole.PROMPT)
+        return self._allocated("allocate_cache", cache_desc, keys, None, is_blocks=False)
+
+    def allocate_blocks_cache(
+        self, cache_desc: CacheDesc, blocks_cache_key: BlocksCacheKey | None = None
+    ) -> Handle:
+        """A cache whose rows are blocks, one a model may be found by its key. As `allocate_cache`.
+
+        It goes with its deallocation, also if peers know the key.
+        """
+        self._begin("allocate_blocks_cache")
+        checks.instance("cache_desc", cache_desc, CacheDesc)
+        self._refuse_allocation(cache_desc)
+        model_id = model_of(blocks_cache_key)
+        if model_id is not None and self._role is LLMRole.DECODER:
+            raise LLMParamError("blocks_cache_key is of a PROMPT, and this is a DECODER")
+        return self._allocated("allocate_blocks_cache", cache_desc, (), model_id, is_blocks=True)
+
+    def _refuse_allocation(self, desc: CacheDesc) -> None:
+        """What a generation does not allocate."""
+
+    def _allocated(
         self,
-        dst: CacheHandle,
-        src: CacheHandle,
-        dst_batch_index: int,
-        src_batch_index: int,
-        offset: int,
-        size: int,
-        req_id: int | None,
+        call: str,
+        desc: CacheDesc,
+        keys: Sequence[CacheKey],
+        model_id: int | None,
+        *,
+        is_blocks: bool,
+    ) -> Handle:
+        with as_llm_exceptions(call):
+            entry = self._caches.allocate(desc, keys=keys, model_id=model_id, is_blocks=is_blocks)
+        return self._handle(entry.cache_id, desc, entry.addrs, is_blocks_cache=is_blocks)
+
+    def deallocate_cache(self, cache: Handle) -> None:
+        """Drop the id's reference; the handle is of no use then. Twice is no error.
+
+        In the first generation of a blocks cache, too.
+        """
+        self._begin("deallocate_cache")
+        checks.instance("cache", cache, self._handle)
+        self._refuse_deallocation(cache)
+        self._deallocate(cache)
+
+    def _refuse_deallocation(self, cache: Handle) -> None:
+        """What another call of a generation deallocates."""
+
+    def _deallocate(self, cache: Handle) -> None:
+        """What was registered is left as it is, as is a CPU cache."""
+        with as_llm_exceptions("deallocate"):
+            if self._caches.deallocate(cache.cache_id):
+                cache.invalidate()
+
+    def remove_cache_key(self, cache_key: CacheKey) -> None:
+        """Drop a key's reference: its row cannot be pulled any more. Twice is no error."""
+        self._begin("remove_cache_key", LLMRole.PROMPT)
+        checks.instance("cache_key", cache_key, CacheKey)
+        with as_llm_exceptions("remove_cache_key"):
+            self._caches.remove_key(cache_key.index)
+
+    # --- copies in this process ------------------------------------------------------------------
+
+    def copy_cache(
+        self,
+        dst: Handle,
+        src: Handle,
+        dst_batch_index: int = 0,
+        src_batch_index: int = 0,
+        offset: int = 0,
+        size: int = -1,
+        req_id: int | None = None,
     ) -> None:
-        self._refuse_finalized()
-        checks.integer("offset", offset, most=(1 << 63) - 1)
+        """Copy `size` bytes from `offset` of a row to the same place of another, in all tensors.
+
+        -1: to the row's end. `req_id` is for the log. In the first generation of device caches.
+        """
+        self._begin("copy_cache")
+        for name, cache in (("dst", dst), ("src", src)):
+            checks.instance(name, cache, self._handle)
+            if cache.is_cpu_cache and self._role is not None:
+                raise LLMParamError(f"{name} is a CPU cache; copy_cache is for device caches")
+        checks.integer("offset", offset, most=checks.MAX_INT64)
         checks.size("size", size)
         if req_id is not None:
             checks.integer("req_id", req_id)
-        _refuse_blocks("copy_cache", dst, src)
+        refuse_blocks("copy_cache", dst, src)
         source, target = src.cache_desc, dst.cache_desc
         from_row = pieces.row_index("src_batch_index", source, src_batch_index)
         to_row = pieces.row_index("dst_batch_index", target, dst_batch_index)
@@ -132,17 +233,14 @@ class ManagerCalls:
         with as_llm_exceptions("copy_cache"):
             self._caches.copy(pairs, src, dst)
         if req_id is not None:
-            _log.debug(
-                "copy_cache: cache %d to %d for request %d", src.cache_id, dst.cache_id, req_id
-            )
+            _log.debug("copied cache %d to %d (request %d)", src.cache_id, dst.cache_id, req_id)
 
-    def _copy_blocks(
-        self, cache: CacheHandle, copy_block_info: Mapping[int, Sequence[int]]
-    ) -> None:
-        self._refuse_finalized()
+    def copy_blocks(self, cache: Handle, copy_block_info: Mapping[int, Sequence[int]]) -> None:
+        """Copy each block to its list of blocks, in all tensors."""
+        self._begin("copy_blocks")
+        checks.instance("cache", cache, self._handle)
         checks.instance("copy_block_info", copy_block_info, dict)
-        if not cache.is_blocks_cache:
-            raise LLMParamError("copy_blocks needs a blocks cache")
+        refuse_rows("copy_blocks", cache)
         desc = cache.cache_desc
         if not copy_block_info:
             return
@@ -153,10 +251,18 @@ class ManagerCalls:
         with as_llm_exceptions("copy_blocks"):
             self._caches.copy(pairs, cache, cache)
 
-    def _swap_blocks(
-        self, src_cache: CacheHandle, dst_cache: CacheHandle, src_to_dst: Mapping[int, int]
+    def swap_blocks(
+        self, src_cache: Handle, dst_cache: Handle, src_to_dst: Mapping[int, int]
     ) -> None:
-        self._refuse_finalized()
+        """Copy blocks between a host and a device cache, neighbours in one piece.
+
+        None raises `AttributeError`.
+        """
+        if src_cache is None or dst_cache is None or src_to_dst is None:
+            raise AttributeError("swap_blocks() needs two caches and a dict, and got None")
+        self._begin("swap_blocks")
+        checks.instance("src_cache", src_cache, self._handle)
+        checks.instance("dst_cache", dst_cache, self._handle)
         checks.instance("src_to_dst", src_to_dst, dict)
         source, target = src_cache.cache_desc, dst_cache.cache_desc
         if source.placement is target.placement:
@@ -164,151 +270,123 @@ class ManagerCalls:
                 "swap_blocks copies between host and device; both caches are"
                 f" {source.placement.name} caches"
             )
-        for name, cache in (("src_cache", src_cache), ("dst_cache", dst_cache)):
-            if not cache.is_blocks_cache:
-                raise LLMParamError(f"{name} is no blocks cache")
+        refuse_rows("swap_blocks", src_cache)
+        refuse_rows("swap_blocks", dst_cache)
         if not src_to_dst:
             return
         pieces.block_indices("the keys of src_to_dst", source, list(src_to_dst))
         pieces.block_indices("the values of src_to_dst", target, list(src_to_dst.values()))
+        pairs = pieces.swapped_blocks(source, target, src_to_dst)
         with as_llm_exceptions("swap_blocks"):
-            self._caches.copy(
-                pieces.swapped_blocks(source, target, src_to_dst), src_cache, dst_cache
-            )
+            self._caches.copy(pairs, src_cache, dst_cache)
 
-    # --- transfers ---------------------------------------------------------------------------
+    # --- transfers -------------------------------------------------------------------------------
 
     def _pull_row(
         self,
         key: CacheKey | CacheKeyByIdAndIndex,
-        cache: CacheHandle,
+        cache: Handle,
         batch_index: int,
         size: int,
         layers: LayerArguments,
         offsets: tuple[int, int] = (0, 0),
     ) -> None:
-        if isinstance(key, CacheKey):
-            key.index  # noqa: B018 - refused before anything is asked
         entry = self._caches.own("cache", cache)
-        _refuse_blocks("pull_cache", cache)
+        refuse_blocks("pull_cache", cache)
         row = pieces.row_index("batch_index", entry.desc, batch_index)
         source_offset, target_offset = offsets
         if size == -1:
             size = entry.row_bytes - target_offset
             if size < 1:
                 raise LLMParamError(f"dst_cache_offset={target_offset} is beyond the row's end")
-        target_tensors = layers.targets(entry.desc)
-        targets = pieces.row_runs(entry.desc, target_tensors, row, target_offset, size)
-        with self._remote.call(key.cluster_id) as peer:
-            found = peer.find(key)
-            source_tensors = layers.sources(found.desc)
-            if found.is_blocks:
-                raise LLMParamError("the key leads to a blocks cache; use pull_blocks")
-            _refuse_other_count(source_tensors, target_tensors)
-            sources = pieces.row_runs(found.desc, source_tensors, found.row, source_offset, size)
-            peer.pull(found, entry, pieces.pairs_merged(sources, targets))
-            peer.moved(found, source_tensors)
+        tensors = layers.targets(entry.desc)
+        ours = pieces.row_runs(entry.desc, tensors, row, target_offset, size)
+
+        def runs(found: RemoteCache, theirs: range) -> tuple[list[Run], list[Run]]:
+            refuse_blocks_found(found, "pull_blocks")
+            return ours, pieces.row_runs(found.desc, theirs, found.row, source_offset, size)
+
+        self._transfer(key, entry, tensors, layers.sources, runs)
 
     def _pull_blocks(
         self,
-        key: CacheKey | CacheKeyByIdAndIndex | BlocksCacheKey,
-        cache: CacheHandle,
+        key: AnyKey,
+        cache: Handle,
         source_blocks: Sequence[int],
         target_blocks: Sequence[int],
         layers: LayerArguments,
     ) -> None:
-        if isinstance(key, CacheKey):
-            key.index  # noqa: B018 - refused before anything is asked
         entry = self._caches.own("dst_cache", cache)
-        _refuse_rows("pull_blocks", cache)
+        refuse_rows("pull_blocks", cache)
         into = pieces.block_indices("dst_blocks", entry.desc, target_blocks)
         of = checks.integers("src_blocks", source_blocks, most=checks.MAX_UINT32, empty=True)
         is_blocks = isinstance(key, BlocksCacheKey)
-        if is_blocks and len(of) != len(into):
-            raise LLMParamError(f"{len(of)} src_blocks and {len(into)} dst_blocks are given")
-        if not is_blocks and of:
+        if is_blocks:
+            refuse_other_length(of, into)
+        elif of:
             raise LLMParamError("src_blocks are of a BlocksCacheKey; leave them out")
-        target_tensors = layers.targets(entry.desc)
-        targets = pieces.block_runs(entry.desc, target_tensors, into)
-        with self._remote.call(key.cluster_id) as peer:
-            found = peer.find(key)
-            source_tensors = layers.sources(found.desc)
-            _refuse_other_count(source_tensors, target_tensors)
+        tensors = layers.targets(entry.desc)
+        ours = pieces.block_runs(entry.desc, tensors, into)
+
+        def runs(found: RemoteCache, theirs: range) -> tuple[list[Run], list[Run]]:
             if is_blocks:
-                pieces.same_rows(found.desc, entry.desc)
-                pieces.block_indices("src_blocks", found.desc, of)
-                sources = pieces.block_runs(found.desc, source_tensors, of)
-            elif found.is_blocks:
-                raise LLMParamError("the key leads to a blocks cache; give a BlocksCacheKey")
-            else:
-                sources = pieces.row_as_blocks(
-                    found.desc, source_tensors, found.row, len(into), entry.row_bytes
+                return ours, blocks_found(found, entry, "src_blocks", theirs, of)
+            refuse_blocks_found(found, "a BlocksCacheKey")
+            row = pieces.row_as_blocks(found.desc, theirs, found.row, len(into), entry.row_bytes)
+            return pieces.as_long_as(row, ours), row
+
+        self._transfer(key, entry, tensors, layers.sources, runs)
+
+    def _transfer(
+        self,
+        key: AnyKey,
+        entry: Entry,
+        tensors: range,
+        their_tensors: Callable[[CacheDesc], range],
+        runs: Callable[[RemoteCache, range], tuple[list[Run], list[Run]]],
+        *,
+        is_push: bool = False,
+    ) -> None:
+        """Copy between `tensors` of a cache of ours and a peer's cache, which the key leads to.
+
+        `runs` are our runs and the peer's, once its cache is known.
+        """
+        if isinstance(key, CacheKey):
+            key.index  # noqa: B018 - refused before anything is asked
+        with self._links.call(key.cluster_id) as peer:
+            found = peer.find(key, is_write=is_push)
+            theirs = their_tensors(found.desc)
+            if len(theirs) != len(tensors):
+                read, written = (tensors, theirs) if is_push else (theirs, tensors)
+                raise LLMParamError(
+                    f"{len(read)} tensors are read and {len(written)} written; name as many layers"
+                    " of both"
                 )
-                targets = pieces.as_long_as(sources, targets)
-            peer.pull(found, entry, pieces.pairs_merged(sources, targets))
-            if not is_blocks:
-                peer.moved(found, source_tensors)
+            pairs = pieces.pairs_merged(*runs(found, theirs))
+            peer.copy(entry, found, pairs, is_push=is_push)
+            if not isinstance(key, BlocksCacheKey):
+                peer.moved(found, theirs)
 
-    def _push_row(
-        self, key: CacheKeyByIdAndIndex, cache: CacheHandle, row: int, layers: LayerArguments
-    ) -> None:
-        entry = self._caches.own("src_cache", cache)
-        _refuse_blocks("push_cache", cache)
-        at = pieces.row_index("src_batch_index", entry.desc, row)
-        source_tensors = layers.sources(entry.desc)
-        size = entry.row_bytes
-        with self._remote.call(key.cluster_id) as peer:
-            found = peer.find(key, is_write=True)
-            target_tensors = layers.targets(found.desc)
-            if found.is_blocks:
-                raise LLMParamError("the key leads to a blocks cache; use push_blocks")
-            _refuse_other_count(source_tensors, target_tensors)
-            pairs = pieces.pairs_merged(
-                pieces.row_runs(entry.desc, source_tensors, at, 0, size),
-                pieces.row_runs(found.desc, target_tensors, found.row, 0, size),
-            )
-            peer.push(entry, found, pairs)
-            peer.moved(found, target_tensors)
+    # --- layer by layer --------------------------------------------------------------------------
 
-    def _push_blocks(
+    def transfer_cache_async(
         self,
-        key: BlocksCacheKey,
-        cache: CacheHandle,
-        source_blocks: Sequence[int],
-        target_blocks: Sequence[int],
-        layers: LayerArguments,
-    ) -> None:
-        entry = self._caches.own("src_cache", cache)
-        _refuse_rows("push_blocks", cache)
-        of = pieces.block_indices("src_blocks", entry.desc, source_blocks)
-        into = checks.integers("dst_blocks", target_blocks, most=checks.MAX_UINT32)
-        if len(of) != len(into):
-            raise LLMParamError(f"{len(of)} src_blocks and {len(into)} dst_blocks are given")
-        source_tensors = layers.sources(entry.desc)
-        with self._remote.call(key.cluster_id) as peer:
-            found = peer.find(key, is_write=True)
-            target_tensors = layers.targets(found.desc)
-            _refuse_other_count(source_tensors, target_tensors)
-            pieces.same_rows(entry.desc, found.desc)
-            pieces.block_indices("dst_blocks", found.desc, into)
-            pairs = pieces.pairs_merged(
-                pieces.block_runs(entry.desc, source_tensors, of),
-                pieces.block_runs(found.desc, target_tensors, into),
-            )
-            peer.push(entry, found, pairs)
-
-    # --- layer by layer ----------------------------------------------------------------------
-
-    def _transfer_cache_async(
-        self,
-        src_cache: CacheHandle,
+        src_cache: Handle,
         layer_synchronizer: LayerSynchronizer,
         transfer_configs: Sequence[Config],
-        src_block_indices: Sequence[int] | None,
-        dst_block_indices: Sequence[int] | None,
-        dst_block_memory_size: int | None,
+        src_block_indices: Sequence[int] | None = None,
+        dst_block_indices: Sequence[int] | None = None,
+        dst_block_memory_size: int | None = None,
     ) -> CacheTask:
-        self._refuse_finalized()
+        """Push a device cache layer by layer, each when its synchronizer says so; see `layers`.
+
+        Returns at once. Configurations are `TransferWithCacheKeyConfig` with
+        `enable_remote_cache_accessible` and `TransferConfig` without. A blocks cache is sent to
+        blocks, a row to a row, or to blocks of `dst_block_memory_size` bytes a tensor. In the first
+        generation of a PROMPT.
+        """
+        self._begin("transfer_cache_async", LLMRole.PROMPT)
+        checks.instance("src_cache", src_cache, self._handle)
         checks.instance("layer_synchronizer", layer_synchronizer, (LayerSynchronizer,))
         given: list[Config] = checks.instances(
             "transfer_configs", transfer_configs, (TransferConfig, TransferWithCacheKeyConfig)
@@ -333,32 +411,48 @@ class ManagerCalls:
             raise LLMParamError(
                 f"src_cache has {entry.desc.num_tensors} tensors; K and V of each layer are needed"
             )
-        sending = LayerPushes(
-            self._remote,
-            entry,
-            configs,
-            *block_lists(src_cache, src_block_indices, dst_block_indices, dst_block_memory_size),
-        )
-        task = CacheTask(len(configs))
-        self._sender.send(
-            LayeredTransfer(task, layer_synchronizer, sending.layers, sending.push_layer)
-        )
-        return task
+        blocks = block_lists(src_cache, src_block_indices, dst_block_indices, dst_block_memory_size)
+        sending = LayerPushes(self._links, entry, configs, *blocks)
+        return self._sender.send(layer_synchronizer, sending.layers, sending.push_layer)
 
 
-def _refuse_blocks(call: str, *caches: CacheHandle) -> None:
+def model_of(key: BlocksCacheKey | None) -> int | None:
+    """The model of a key that is an argument and may be left out. Raises `TypeError`."""
+    return (
+        None if key is None else checks.instance("blocks_cache_key", key, BlocksCacheKey).model_id
+    )
+
+
+def blocks_found(
+    found: RemoteCache, entry: Entry, name: str, tensors: range, blocks: Sequence[int]
+) -> list[Run]:
+    """Blocks of a peer's cache that has blocks as large as ours."""
+    pieces.same_rows(found.desc, entry.desc)
+    pieces.block_indices(name, found.desc, blocks)
+    return pieces.block_runs(found.desc, tensors, blocks)
+
+
+def refuse_blocks_found(found: RemoteCache, instead: str) -> None:
+    """Refuse a peer's cache that has no rows."""
+    if found.is_blocks:
+        raise LLMParamError(f"the key leads to a blocks cache; use {instead}")
+
+
+def refuse_blocks(call: str, *caches: CacheHandle) -> None:
+    """Refuse caches that have no rows."""
     if not all(cache.is_rows_cache for cache in caches):
         raise LLMParamError(f"{call} is for rows, and a blocks cache is given")
 
 
-def _refuse_rows(call: str, cache: CacheHandle) -> None:
+def refuse_rows(call: str, cache: CacheHandle) -> None:
+    """Refuse a cache that has no blocks."""
     if not cache.is_blocks_cache:
-        raise LLMParamError(f"{call} needs a blocks cache")
+        raise LLMParamError(f"{call} needs a blocks cache, and this is no blocks cache")
 
 
-def _refuse_other_count(sources: range, targets: range) -> None:
+def refuse_other_length(sources: Sequence[int], targets: Sequence[int]) -> None:
+    """Refuse lists of blocks that do not go with one another."""
     if len(sources) != len(targets):
         raise LLMParamError(
-            f"{len(sources)} tensors are read and {len(targets)} written; name as many layers of"
-            " both"
+            f"{len(sources)} src_blocks and {len(targets)} dst_blocks are given; give as many"
         )

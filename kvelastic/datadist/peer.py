@@ -12,12 +12,19 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import TypeAlias
 
 from kvelastic.datadist import wire
 from kvelastic.datadist.cache_table import Entry
+from kvelastic.datadist.descriptors import (
+    BlocksCacheKey,
+    CacheDesc,
+    CacheKey,
+    CacheKeyByIdAndIndex,
+)
 from kvelastic.datadist.local_caches import LocalCaches
 from kvelastic.datadist.pieces import Run
-from kvelastic.datadist.remote import AnyKey, PeerCall, RemoteCache
 from kvelastic.datadist.status import (
     LLMException,
     LLMParamError,
@@ -32,6 +39,21 @@ from kvelastic.errors import (
     UnknownBlockError,
 )
 from kvelastic.transfer import Link, Node, Piece
+
+AnyKey: TypeAlias = CacheKey | CacheKeyByIdAndIndex | BlocksCacheKey
+
+
+@dataclass(frozen=True)
+class RemoteCache:
+    """A cache of a peer, as a key led to it."""
+
+    cache_id: int
+    desc: CacheDesc
+    is_blocks: bool
+    row: int
+    """The row of the key; 0 for a blocks cache."""
+    addrs: tuple[tuple[int, ...], ...]
+    """Of each device, of each tensor, in the peer's process."""
 
 
 class Peer:
@@ -101,8 +123,12 @@ class Peer:
             return False
 
 
-class LinkCall(PeerCall):
-    """A manager's call over a peer's link."""
+class LinkCall:
+    """A manager's call to one peer, with one deadline for all that it does.
+
+    Raises `LLMException`: the peer's refusal, `LLM_TIMEOUT` (the link is of no more use then),
+    `LLM_LINK_FAILED` where the peer has gone.
+    """
 
     def __init__(self, peer: Peer, node: Node, caches: LocalCaches, timeout_s: float) -> None:
         self._peer = peer
@@ -111,7 +137,7 @@ class LinkCall(PeerCall):
         self._deadline_s = time.monotonic() + timeout_s
 
     def find(self, key: AnyKey, *, is_write: bool = False) -> RemoteCache:
-        """As `PeerCall.find`."""
+        """The cache that a key leads to."""
         answer = self.ask(wire.Find(wire.key_said(key), is_write))
         if not isinstance(answer, wire.Found):
             raise _unexpected(answer)
@@ -125,39 +151,31 @@ class LinkCall(PeerCall):
             raise MessageError("a peer describes a cache without all of its addresses")
         return RemoteCache(cache.cache_id, desc, cache.is_blocks, cache.row, addrs)
 
-    def pull(self, source: RemoteCache, target: Entry, pairs: Sequence[tuple[Run, Run]]) -> None:
-        """As `PeerCall.pull`."""
-        devices = _same_devices(source.addrs, target.addrs)
-        with ExitStack() as holds:
-            holds.enter_context(self._caches.held(target))
-            for of, to in devices:
-                sources = [(of[run.tensor] + run.offset, run.size) for run, _ in pairs]
-                targets = [(to[run.tensor] + run.offset, run.size) for _, run in pairs]
-                self._hold_pages(target, targets, holds)
-                with self._told_if_gone(source):
-                    self._peer.link.pull(
-                        sources, targets, self.left_s(), claim=wire.claim_of(source.cache_id)
-                    )
-
-    def push(self, source: Entry, target: RemoteCache, pairs: Sequence[tuple[Run, Run]]) -> None:
-        """As `PeerCall.push`."""
-        devices = _same_devices(source.addrs, target.addrs)
-        with ExitStack() as holds:
-            holds.enter_context(self._caches.held(source))
-            for of, to in devices:
-                sources = [(of[run.tensor] + run.offset, run.size) for run, _ in pairs]
-                targets = [(to[run.tensor] + run.offset, run.size) for _, run in pairs]
-                self._hold_pages(source, sources, holds)
-                with self._told_if_gone(target):
-                    self._peer.link.push(
-                        sources, targets, self.left_s(), claim=wire.claim_of(target.cache_id)
-                    )
+    def copy(
+        self, own: Entry, theirs: RemoteCache, pairs: Sequence[tuple[Run, Run]], *, is_push: bool
+    ) -> None:
+        """Copy between runs of a cache of ours and of a peer's, on each device; all or an error."""
+        if len(own.addrs) != len(theirs.addrs):
+            raise LLMParamError(
+                f"the caches are on {len(own.addrs)} and {len(theirs.addrs)} devices"
+            )
+        claim = wire.claim_of(theirs.cache_id)
+        link = self._peer.link
+        with self._caches.held(own), ExitStack() as holds:
+            for here, there in zip(own.addrs, theirs.addrs, strict=True):
+                ours = [(here[run.tensor] + run.offset, run.size) for run, _ in pairs]
+                others = [(there[run.tensor] + run.offset, run.size) for _, run in pairs]
+                self._hold_pages(own, ours, holds)
+                with self._told_if_gone(theirs):
+                    if is_push:
+                        link.push(ours, others, self.left_s(), claim=claim)
+                    else:
+                        link.pull(others, ours, self.left_s(), claim=claim)
 
     def push_to_addresses(self, source: Entry, pieces: Sequence[tuple[Run, int]]) -> None:
-        """As `PeerCall.push_to_addresses`."""
+        """Copy runs of a cache of ours to addresses of the peer's, which lie in its caches."""
         of = source.addrs[0]
-        with ExitStack() as holds:
-            holds.enter_context(self._caches.held(source))
+        with self._caches.held(source), ExitStack() as holds:
             sources = [(of[run.tensor] + run.offset, run.size) for run, _ in pieces]
             targets = [(address, run.size) for run, address in pieces]
             self._hold_pages(source, sources, holds)
@@ -182,7 +200,7 @@ class LinkCall(PeerCall):
                 holds.callback(registered.hold(some).release)
 
     def moved(self, cache: RemoteCache, tensors: range) -> None:
-        """As `PeerCall.moved`."""
+        """Notify the peer that these tensors of a row were copied (`CacheTable.moved`)."""
         answer = self.ask(wire.Moved(cache.cache_id, cache.row, tensors.start, len(tensors)))
         if not isinstance(answer, wire.Noted):
             raise _unexpected(answer)
@@ -234,14 +252,6 @@ def busy(cluster_id: int) -> LLMException:
         f"the link to cluster {cluster_id} is in use by another call",
         status_code=LLMStatusCode.LLM_LINK_BUSY,
     )
-
-
-def _same_devices(
-    one: Sequence[Sequence[int]], other: Sequence[Sequence[int]]
-) -> list[tuple[Sequence[int], Sequence[int]]]:
-    if len(one) != len(other):
-        raise LLMParamError(f"the caches are on {len(one)} and {len(other)} devices")
-    return list(zip(one, other, strict=True))
 
 
 def _unexpected(answer: wire.Answer) -> MessageError:

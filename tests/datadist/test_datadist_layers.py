@@ -9,7 +9,7 @@ import pytest
 from waiting import DEADLINE_S, wait_until
 
 from kvelastic.datadist import CacheTask, LayerSynchronizer, LLMException, LLMStatusCode
-from kvelastic.datadist.layers import LayeredTransfer, LayerSender
+from kvelastic.datadist.layers import LayerSender
 
 S = LLMStatusCode
 MINUTES_MS = int(DEADLINE_S * 1000)
@@ -54,9 +54,7 @@ def start(
         if push is not None:
             push(config, layer)
 
-    task = CacheTask(len(layers))
-    sender.send(LayeredTransfer(task, steps, layers, record))
-    return task, steps
+    return sender.send(steps, layers, record), steps
 
 
 def test_a_layer_leaves_after_its_synchronizer_and_not_before(sender):

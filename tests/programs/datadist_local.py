@@ -16,11 +16,10 @@ from kvelastic.datadist.enums import LLMRole
 from kvelastic.datadist.kv_cache_manager import KvCacheManager
 from kvelastic.datadist.local_caches import LocalCaches
 from kvelastic.datadist.options import Options, read_options
-from kvelastic.datadist.remote import Remote
 from kvelastic.datadist.status import LLMException, LLMStatusCode
 
 
-class NoPeers(Remote):
+class NoPeers:
     """Nobody is linked."""
 
     has_linked = False
